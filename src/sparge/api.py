@@ -1,0 +1,341 @@
+"""The three public functions: validate -> predict -> attend -> output."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Literal, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparge import dispatch, ops, validation
+from sparge.block_mask import BlockMask
+from sparge.config import (
+    Dense,
+    Layout,
+    OnUnsupported,
+    PerHead,
+    Quantization,
+    Score,
+    ScoreName,
+    Sparsity,
+    check_pv_threshold,
+)
+from sparge.geometry import Shape
+from sparge.stats import counters
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = ...,
+    dropout_p: float = ...,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    *,
+    topk: PerHead | None = ...,
+    sparsity: Sparsity | None = ...,
+    score: ScoreName | Score = ...,
+    quantization: Quantization = ...,
+    layout: Layout = ...,
+    always_keep: Sequence[tuple[int, int]] | None = ...,
+    return_lse: Literal[False] = ...,
+    backend: str = ...,
+    on_unsupported: OnUnsupported = ...,
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = ...,
+    dropout_p: float = ...,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    *,
+    topk: PerHead | None = ...,
+    sparsity: Sparsity | None = ...,
+    score: ScoreName | Score = ...,
+    quantization: Quantization = ...,
+    layout: Layout = ...,
+    always_keep: Sequence[tuple[int, int]] | None = ...,
+    return_lse: Literal[True],
+    backend: str = ...,
+    on_unsupported: OnUnsupported = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    topk: PerHead | None = None,
+    sparsity: Sparsity | None = None,
+    score: ScoreName | Score = "moment",
+    quantization: Quantization = "auto",
+    layout: Layout = "HND",
+    always_keep: Sequence[tuple[int, int]] | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+    on_unsupported: OnUnsupported = "raise",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Sparse attention with the signature of ``torch.nn.functional.scaled_dot_product_attention``.
+
+    Args:
+        query: (B, H, S_q, D), or (B, S_q, H, D) with ``layout="NHD"``; float16, bfloat16 or float32.
+        key: (B, H_kv, S_k, D).
+        value: (B, H_kv, S_k, D_v).
+        attn_mask: bool (True = may attend) or additive, broadcastable to (B, H, S_q, S_k). An additive mask hides with
+            -inf or its dtype's lowest number. May be combined with ``is_causal``.
+        dropout_p: 0.0; sparse attention has no dropout.
+        is_causal: query i sees keys up to i + S_k - S_q (aligned bottom-right, as for a KV prefix).
+        scale: factor on the scores, 1 / sqrt(D) by default.
+        enable_gqa: allow H to be a multiple of H_kv.
+        topk: share of the visible blocks each row keeps, in (0, 1]; 0.5 by default. A tensor (H,) sets it per head.
+        sparsity: `TopK`, `TopCdf` or `Dense` instead of ``topk``, with all their thresholds.
+        score: "moment" (default) or the paper's "mean"; ``Moment(samples)`` sets the number of sampled queries.
+        quantization: "none", "int8_fp8", "int8_fp16", or "auto": the fastest on the device.
+        layout: "HND" or "NHD", of inputs and output.
+        always_keep: key ranges ``[(start, stop), ...]`` whose blocks every row keeps, e.g. text tokens.
+        return_lse: also return the log-sum-exp of the scores.
+        backend: "auto", "torch" or "reference". A named backend never falls back to dense.
+        on_unsupported: what ``backend="auto"`` does with calls no sparse backend can serve (dropout, autograd,
+            head_dim outside 8..256): "raise", "warn" and run dense, or silently run "dense".
+
+    Returns:
+        The output (B, H, S_q, D_v) in the query's dtype and layout. With ``return_lse`` also the LSE (B, H, S_q), natural
+        log, float32. A query that sees nothing gives 0 and -inf.
+
+    Raises:
+        TypeError, ValueError: an argument is not what was expected.
+        NotImplementedError: dropout, gradients, head_dim or device that cannot be served.
+
+    Example:
+        >>> import torch, sparge
+        >>> q, k, v = (torch.randn(1, 2, 4096, 64) for _ in range(3))
+        >>> out = sparge.attention(q, k, v, is_causal=True, topk=0.25)
+        >>> out.shape
+        torch.Size([1, 2, 4096, 64])
+        >>> out, lse = sparge.attention(q, k, v, sparsity=sparge.TopCdf(0.95), return_lse=True)
+        >>> lse.shape
+        torch.Size([1, 2, 4096])
+    """
+    validation.check_choice("on_unsupported", on_unsupported, validation.ON_UNSUPPORTED)
+    validation.check_choice("quantization", quantization, validation.QUANTIZATIONS)
+    query, key, value, shape = validation.check_query_key_value(query, key, value, layout, enable_gqa)
+    scale = validation.check_scale(scale, shape.head_dim)
+    attn_mask = validation.check_attn_mask(attn_mask, shape, query.device)
+    chosen = validation.resolve_sparsity(topk, sparsity, shape.heads)
+    chosen_score = validation.resolve_score(score)
+    ranges = validation.check_always_keep(always_keep, shape.kv_len)
+    backend_name = dispatch.choose_backend(backend, query.device).backend
+    unsupported = validation.unsupported_reason(shape, dropout_p, _needs_grad(query, key, value))
+    if unsupported is not None:
+        if on_unsupported == "raise" or backend != "auto" or return_lse:
+            raise NotImplementedError(unsupported)
+        if on_unsupported == "warn":
+            warnings.warn(f"sparge runs dense: {unsupported}", stacklevel=2)
+        counters.record("dense: unsupported")
+        return _in_layout(_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, shape), layout)
+
+    arithmetic = dispatch.resolve_quantization(quantization)
+    dense_reason = None
+    if isinstance(chosen, Dense):
+        dense_reason = "sparsity=Dense()"
+    elif backend == "auto" and quantization == "auto" and dispatch.prefers_dense(shape):
+        dense_reason = "below the crossover"
+    if dense_reason is not None:
+        output, lse = ops.dense(
+            query,
+            key,
+            value,
+            attn_mask=attn_mask,
+            is_causal=is_causal,
+            scale=scale,
+            quantization=arithmetic,
+            backend=backend_name,
+            reason=dense_reason,
+        )
+    else:
+        assert not isinstance(chosen, Dense)
+        mask = ops.predict(
+            query,
+            key,
+            sparsity=chosen,
+            score=chosen_score,
+            is_causal=is_causal,
+            scale=scale,
+            attn_mask=attn_mask,
+            always_keep=ranges,
+            backend=backend_name,
+        )
+        output, lse = ops.attend(
+            query,
+            key,
+            value,
+            mask,
+            scale=scale,
+            attn_mask=attn_mask,
+            quantization=arithmetic,
+            pv_threshold=chosen.pv_threshold,
+            backend=backend_name,
+        )
+    output = _in_layout(output, layout)
+    return (output, lse) if return_lse else output
+
+
+def predict(
+    query: Tensor,
+    key: Tensor,
+    *,
+    topk: PerHead | None = None,
+    sparsity: Sparsity | None = None,
+    score: ScoreName | Score = "moment",
+    is_causal: bool = False,
+    scale: float | None = None,
+    attn_mask: Tensor | None = None,
+    enable_gqa: bool = False,
+    layout: Layout = "HND",
+    always_keep: Sequence[tuple[int, int]] | None = None,
+    backend: str = "auto",
+) -> BlockMask:
+    """Predict which blocks of the attention map matter.
+
+    The arguments are those of `attention`. Unlike it, `predict` always predicts, however short the sequence.
+
+    Returns:
+        A `BlockMask` of the kept blocks of 128 queries x 64 keys.
+
+    Raises:
+        TypeError, ValueError: an argument is not what was expected.
+        NotImplementedError: the backend cannot serve the device.
+
+    Example:
+        >>> import torch, sparge
+        >>> q, k = torch.randn(1, 2, 4096, 64), torch.randn(1, 2, 4096, 64)
+        >>> mask = sparge.predict(q, k, topk=0.25)
+        >>> mask.shape, mask.density()
+        ((1, 2, 32, 64), 0.25)
+    """
+    query, key, shape = validation.check_query_key(query, key, layout, enable_gqa)
+    return ops.predict(
+        query.detach(),
+        key.detach(),
+        sparsity=validation.resolve_sparsity(topk, sparsity, shape.heads),
+        score=validation.resolve_score(score),
+        is_causal=is_causal,
+        scale=validation.check_scale(scale, shape.head_dim),
+        attn_mask=validation.check_attn_mask(attn_mask, shape, query.device),
+        always_keep=validation.check_always_keep(always_keep, shape.kv_len),
+        backend=dispatch.choose_backend(backend, query.device).backend,
+    )
+
+
+def block_sparse_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: BlockMask | Tensor,
+    *,
+    is_causal: bool | None = None,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    pv_threshold: PerHead | None = None,
+    quantization: Quantization = "auto",
+    layout: Layout = "HND",
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over the blocks a mask keeps.
+
+    Args:
+        mask: a `BlockMask`, or a bool tensor broadcastable to (B, H, ceil(S_q / 128), ceil(S_k / 64)).
+        is_causal: apply causality inside the kept blocks. By default as the `BlockMask` says, False for a tensor.
+        pv_threshold: skip P V of 64 rows whose scores lie further below the running maximum (negative, natural log).
+
+    The other arguments and the result are those of `attention`. A row that keeps nothing gives 0 and LSE -inf.
+
+    Raises:
+        TypeError, ValueError: an argument is not what was expected.
+        NotImplementedError: gradients, head_dim or device that cannot be served.
+
+    Example:
+        >>> import torch, sparge
+        >>> q, k, v = (torch.randn(1, 2, 512, 64) for _ in range(3))
+        >>> mask = sparge.predict(q, k, topk=0.5, is_causal=True)
+        >>> sparge.block_sparse_attention(q, k, v, mask).shape
+        torch.Size([1, 2, 512, 64])
+        >>> sparge.block_sparse_attention(q, k, v, torch.ones(8, 4, dtype=torch.bool))
+        Traceback (most recent call last):
+        ...
+        ValueError: mask: expected a shape that broadcasts to (B, H, ceil(S_q / 128), ceil(S_k / 64)) = (1, 2, 4, 8) ...
+    """
+    validation.check_choice("quantization", quantization, validation.QUANTIZATIONS)
+    query, key, value, shape = validation.check_query_key_value(query, key, value, layout, enable_gqa)
+    unsupported = validation.unsupported_reason(shape, 0.0, _needs_grad(query, key, value))
+    if unsupported is not None:
+        raise NotImplementedError(unsupported)
+    if pv_threshold is not None:
+        check_pv_threshold(pv_threshold)
+        validation.check_per_head("pv_threshold", pv_threshold, shape.heads)
+    output, lse = ops.attend(
+        query,
+        key,
+        value,
+        validation.check_block_mask(mask, shape, is_causal, query.device),
+        scale=validation.check_scale(scale, shape.head_dim),
+        attn_mask=validation.check_attn_mask(attn_mask, shape, query.device),
+        quantization=dispatch.resolve_quantization(quantization),
+        pv_threshold=pv_threshold,
+        backend=dispatch.choose_backend(backend, query.device).backend,
+    )
+    output = _in_layout(output, layout)
+    return (output, lse) if return_lse else output
+
+
+def _needs_grad(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def _in_layout(output: Tensor, layout: str) -> Tensor:
+    return output.transpose(1, 2) if layout == "NHD" else output
+
+
+def _sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float,
+    shape: Shape,
+) -> Tensor:
+    """torch's attention with this library's causal alignment, for calls that need dropout or gradients."""
+    if is_causal and (attn_mask is not None or shape.q_len != shape.kv_len):
+        past = torch.ones(shape.q_len, shape.kv_len, dtype=torch.bool, device=query.device).tril(shape.causal_offset)
+        if attn_mask is None or attn_mask.dtype == torch.bool:
+            attn_mask = past if attn_mask is None else attn_mask & past
+        else:
+            attn_mask = attn_mask.masked_fill(~past, -torch.inf)
+        is_causal = False
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        attn_mask = attn_mask.to(query.dtype)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=shape.group > 1
+    )

@@ -1,0 +1,1 @@
+"""Implementations of the two stages. A backend may import geometry, config, visibility and block_mask, never `api`."""

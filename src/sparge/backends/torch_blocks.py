@@ -1,0 +1,117 @@
+"""Block-sparse attention in PyTorch, for CPUs and any other device: only kept blocks are gathered and multiplied.
+
+Rows (query blocks of a head) that keep the same number of blocks form one batch of dense attention over their
+gathered keys. Blocks that need an element mask (the causal diagonal, the ragged end, caller masks) are attended to
+separately and merged through their log-sum-exp, so that the bulk of the work carries no mask. Arithmetic is float32
+whatever the input: on CPUs without 16-bit matrix units that is both faster and more accurate.
+
+Quantised modes and the P V threshold need the online softmax of `torch_online`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from sparge.backends import torch_online
+from sparge.backends.torch_tiles import Tiles
+from sparge.block_mask import BlockMask
+from sparge.config import PerHead
+from sparge.geometry import BLOCK_K, BLOCK_Q, Shape
+from sparge.visibility import find_visibility
+
+CHUNK_BYTES = 16 * 2**20
+"""Keys and values gathered at a time: large enough to keep the threads busy, small enough for the caches."""
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: BlockMask,
+    shape: Shape,
+    *,
+    scale: float,
+    attn_mask: Tensor | None = None,
+    quantization: str = "none",
+    pv_threshold: PerHead | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention over the kept blocks: output (B, H, Sq, Dv) in the query's dtype, lse (B, H, Sq) float32."""
+    seen = find_visibility(shape, mask.is_causal, attn_mask, query.device)
+    tiles = Tiles.cut(query, key, value, shape, seen, mask.is_causal, attn_mask)
+    kept = mask.to_dense() & seen.blocks
+    if quantization != "none" or pv_threshold is not None:
+        output, lse = torch_online.attention(tiles, kept, seen, scale, quantization, pv_threshold)
+    else:
+        output, lse = _attend_rows(tiles, kept, seen.full, scale)
+    rows = (shape.batch, shape.heads, shape.q_blocks * BLOCK_Q)
+    output = output.view(*rows, shape.value_dim)[:, :, : shape.q_len].to(query.dtype)
+    return output.contiguous(), lse.view(rows)[:, :, : shape.q_len].contiguous()
+
+
+def _attend_rows(tiles: Tiles, kept: Tensor, full: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """All rows: output (rows, 128, Dv) and lse (rows, 128), float32; 0 and -inf where nothing is kept."""
+    shape = tiles.shape
+    total = shape.batch * shape.heads * shape.q_blocks
+    device = tiles.query.device
+    output = torch.zeros(total, BLOCK_Q, shape.value_dim, device=device)
+    lse = torch.full((total, BLOCK_Q), -math.inf, device=device)
+    gathered = BLOCK_K * (shape.head_dim + shape.value_dim) * 4
+    for rows, columns in _batches(kept & full, gathered):
+        key, value = tiles.keys_values(rows, columns)
+        output[rows], lse[rows] = attend(tiles.queries(rows), key, value, None, scale)
+    for rows, columns in _batches(kept & ~full, gathered + BLOCK_Q * BLOCK_K * 16):
+        key, value = tiles.keys_values(rows, columns)
+        bias, sees = tiles.element_bias(rows, columns)
+        part, part_lse = attend(tiles.queries(rows), key, value, bias, scale)
+        part_lse = part_lse.masked_fill(~sees, -math.inf)
+        output[rows], lse[rows] = merge(output[rows], lse[rows], part, part_lse)
+    return output, lse
+
+
+def _batches(kept: Tensor, block_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Rows with equal numbers of kept blocks, (n,), and those blocks, (n, c), up to `CHUNK_BYTES` a batch."""
+    rows = kept.flatten(0, 2)
+    counts = rows.sum(-1)
+    order = torch.argsort(counts, stable=True)
+    kept_first = torch.argsort((~rows).to(torch.uint8), dim=-1, stable=True)
+    values, sizes = torch.unique_consecutive(counts[order], return_counts=True)
+    start = 0
+    for count, size in zip(values.tolist(), sizes.tolist(), strict=True):
+        if count:
+            step = max(1, CHUNK_BYTES // (count * block_bytes))
+            for batch in order[start : start + size].split(step):
+                yield batch, kept_first[batch, :count]
+        start += size
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Dense attention of a batch, float32: (n, M, D), (n, K, D), (n, K, Dv) -> output (n, M, Dv), lse (n, M)."""
+    if query.device.type == "cpu" and query.shape[-1] == value.shape[-1]:
+        output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query[:, None],
+            key[:, None],
+            value[:, None],
+            attn_mask=None if bias is None else bias[:, None],
+            scale=scale,
+        )
+        return output.squeeze(1), lse.squeeze(1)
+    scores = torch.bmm(query * scale, key.mT)
+    if bias is not None:
+        scores += bias
+    lse = scores.logsumexp(-1)
+    shift = lse.masked_fill(lse == -math.inf, 0.0)
+    return torch.bmm(scores.sub_(shift[..., None]).exp_(), value), lse
+
+
+def merge(output: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Combine two softmax-weighted outputs over disjoint keys by their log-sum-exp."""
+    total = torch.logaddexp(lse, part_lse)
+    shift = total.masked_fill(total == -math.inf, 0.0)
+    mine, other = ((x - shift).exp()[..., None] for x in (lse, part_lse))
+    return output * mine + part * other, total

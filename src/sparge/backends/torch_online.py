@@ -1,0 +1,193 @@
+"""Online softmax over kept blocks in batched PyTorch: the 8-bit modes and the P V threshold on any device.
+
+Computes what the quantised kernels compute (INT8 Q K^T, FP8 or FP16 P V, a fresh sum per 64-key tile) in float32
+arithmetic on the codes, block after block for many rows at once. It shows the error of 8 bits on any machine; it is
+not faster than the unquantised path there.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from sparge.backends.torch_tiles import Tiles
+from sparge.config import PerHead, per_head
+from sparge.geometry import BLOCK_K, BLOCK_Q, ROW_GROUP
+from sparge.visibility import Visibility
+
+ROWS_AT_A_TIME = 64
+GROUPS = BLOCK_Q // ROW_GROUP
+INT8_MAX = 127.0
+FP8_MAX = 448.0
+
+
+def attention(
+    tiles: Tiles,
+    kept: Tensor,
+    seen: Visibility,
+    scale: float,
+    quantization: str,
+    pv_threshold: PerHead | None,
+) -> tuple[Tensor, Tensor]:
+    """All rows: output (rows, 128, Dv) and lse (rows, 128), float32. See `reference.attention`."""
+    shape, device = tiles.shape, tiles.query.device
+    operands = _Operands(tiles, seen, scale, quantization)
+    threshold = None
+    if pv_threshold is not None:
+        threshold = per_head(pv_threshold, shape.heads, device).flatten().float()
+    kept_rows = kept.flatten(0, 2)
+    partial_rows = (kept & ~seen.full).flatten(0, 2)
+    counts = kept_rows.sum(-1)
+    total = len(kept_rows)
+    output = torch.empty(total, BLOCK_Q, shape.value_dim, device=device)
+    lse = torch.empty(total, BLOCK_Q, device=device)
+    for rows in torch.argsort(counts, descending=True, stable=True).split(ROWS_AT_A_TIME):
+        columns = torch.argsort((~kept_rows[rows]).to(torch.uint8), dim=-1, stable=True)
+        state = _Rows(operands, rows, threshold)
+        for step in range(int(counts[rows[0]])):
+            active = int((counts[rows] > step).sum())  # rows are sorted by count: the active ones come first
+            column = columns[:active, step]
+            state.add_block(column, partial_rows[rows[:active], column])
+        output[rows], lse[rows] = state.finish()
+    return output, lse
+
+
+class _Operands:
+    """Q, K, V as codes (held in float32) with their scales; scores and products decode them."""
+
+    def __init__(self, tiles: Tiles, seen: Visibility, scale: float, quantization: str) -> None:
+        shape = tiles.shape
+        self.quantization, self.scale = quantization, scale
+        self.query_scale = self.key_scale = self.value_scale = self.mean_score = None
+        if quantization != "none":
+            key, mean = _smooth_blocks(tiles.key, seen.keys, shape.kv_len)
+            self.mean_score = scale * torch.einsum(
+                "bhnqd,bhd->bhnq", tiles.query.float(), mean.repeat_interleave(shape.group, 1)
+            ).flatten(0, 2)
+            query, self.query_scale = _int8(tiles.query.float())
+            key, self.key_scale = _int8(key)
+            tiles = replace(tiles, query=query, key=key)
+        if quantization == "int8_fp8":
+            value, self.value_scale = _fp8_per_channel(tiles.value.float())
+            tiles = replace(tiles, value=value)
+        elif quantization == "int8_fp16":
+            tiles = replace(tiles, value=tiles.value.half())
+        self.tiles = tiles
+
+    def scores(self, rows: Tensor, query: Tensor, key: Tensor, column: Tensor) -> Tensor:
+        """(n, 128, D), (n, 64, D) -> (n, 128, 64) in units of the softmax."""
+        scores = torch.bmm(query, key.mT)
+        if self.query_scale is None or self.key_scale is None:
+            return scores.mul_(self.scale)
+        batch, head, block = self.tiles.place(rows)
+        factor = self.query_scale[batch, head, block] * self.key_scale[batch, head // self.tiles.shape.group, column]
+        return scores.mul_((factor * self.scale)[:, None, None])
+
+    def product(self, probability: Tensor, value: Tensor) -> Tensor:
+        """P V of one tile; the FP8 one carries P's factor of 448."""
+        if self.quantization == "int8_fp8":
+            probability = _to_fp8(probability * FP8_MAX)
+        elif self.quantization == "int8_fp16":
+            probability = probability.half().float()
+        return torch.bmm(probability, value)
+
+
+class _Rows:
+    """The running state of a batch of rows, in groups of 64 queries that skip together."""
+
+    def __init__(self, operands: _Operands, rows: Tensor, threshold: Tensor | None) -> None:
+        tiles, device = operands.tiles, rows.device
+        self.operands, self.tiles, self.rows = operands, tiles, rows
+        self.query = tiles.queries(rows)
+        groups = len(rows) * GROUPS
+        self.running_max = torch.full((groups, ROW_GROUP, 1), -math.inf, device=device)
+        self.row_sum = torch.zeros(groups, ROW_GROUP, 1, device=device)
+        self.accumulator = torch.zeros(groups, ROW_GROUP, tiles.shape.value_dim, device=device)
+        batch, head, block = tiles.place(rows)
+        self.threshold = None
+        if threshold is not None:
+            positions = block[:, None] * BLOCK_Q + torch.arange(BLOCK_Q, device=device)
+            self.threshold = threshold[head].repeat_interleave(GROUPS)[:, None, None]
+            self.outside = (positions >= tiles.shape.q_len).view(groups, ROW_GROUP, 1)
+
+    def add_block(self, column: Tensor, partial: Tensor) -> None:
+        """One more key block for the first ``len(column)`` rows; ``partial`` says which need an element mask."""
+        active = len(column)
+        rows = self.rows[:active]
+        key, value = self.tiles.keys_values(rows, column[:, None])
+        scores = self.operands.scores(rows, self.query[:active], key, column)
+        if bool(partial.any()):
+            bias, _ = self.tiles.element_bias(rows[partial], column[partial, None])
+            scores[partial] += bias
+        scores = scores.view(-1, ROW_GROUP, BLOCK_K)  # [groups, 64, 64]
+        value = value.repeat_interleave(GROUPS, 0)
+        local_max = scores.amax(-1, keepdim=True)
+        groups = len(scores)
+        if self.threshold is None:
+            self._fold(slice(0, groups), scores, value, local_max)
+            return
+        new_max = torch.maximum(self.running_max[:groups], local_max)
+        gap = torch.where(local_max == -math.inf, -math.inf, local_max - new_max)
+        below = (gap < self.threshold[:groups]) | self.outside[:groups]
+        live = (~below.all(1)).flatten().nonzero().flatten()
+        self._fold(live, scores[live], value[live], local_max[live])
+
+    def _fold(self, groups: slice | Tensor, scores: Tensor, value: Tensor, local_max: Tensor) -> None:
+        old_max = self.running_max[groups]
+        new_max = torch.maximum(old_max, local_max)
+        shift = new_max.masked_fill(new_max == -math.inf, 0.0)
+        decay = (old_max - shift).exp()
+        probability = (scores - shift).exp()
+        self.row_sum[groups] = self.row_sum[groups] * decay + probability.sum(-1, keepdim=True)
+        product = self.operands.product(probability, value)
+        self.accumulator[groups] = self.accumulator[groups] * decay + product
+        self.running_max[groups] = new_max
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """Output (n, 128, Dv) and lse (n, 128), the latter with the key mean's share put back."""
+        operands = self.operands
+        unit = FP8_MAX if operands.quantization == "int8_fp8" else 1.0
+        nothing = self.row_sum == 0
+        output = self.accumulator / (unit * self.row_sum.masked_fill(nothing, 1.0))
+        output = output.masked_fill(nothing, 0.0).view(len(self.rows), BLOCK_Q, -1)
+        lse = (self.running_max + self.row_sum.log()).view(len(self.rows), BLOCK_Q)
+        if operands.value_scale is not None:
+            batch, head, _ = self.tiles.place(self.rows)
+            output = output * operands.value_scale[batch, head // self.tiles.shape.group]
+        if operands.mean_score is not None:
+            lse = lse + operands.mean_score[self.rows]
+        return output, lse
+
+
+def _smooth_blocks(key: Tensor, seen: Tensor | None, kv_len: int) -> tuple[Tensor, Tensor]:
+    """Key blocks (B, Hkv, blocks, 64, D) less the mean over seen, finite tokens, (B, Hkv, D); the rest stays 0."""
+    flat = key.float().flatten(2, 3)  # [B, Hkv, tokens, D]
+    present = torch.arange(flat.shape[2], device=key.device) < kv_len
+    if seen is not None:
+        present = present & torch.nn.functional.pad(seen, (0, flat.shape[2] - kv_len))
+    usable = present[..., None] & flat.isfinite().all(-1, keepdim=True)
+    mean = torch.where(usable, flat, 0.0).sum(2) / usable.sum(2).clamp(min=1)
+    smoothed = torch.where(present[..., None], flat - mean[:, :, None], 0.0)
+    return smoothed.unflatten(2, key.shape[2:4]), mean
+
+
+def _int8(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes in -127..127 (as float32) and one scale = absmax / 127 per block: (..., n, D) -> (..., n, D), (...)."""
+    scale = blocks.abs().amax((-2, -1)) / INT8_MAX
+    scale = torch.where(scale == 0, 1.0, scale)
+    return (blocks / scale[..., None, None]).round_().clamp_(-INT8_MAX, INT8_MAX), scale
+
+
+def _to_fp8(values: Tensor) -> Tensor:
+    """Round float32 to E4M3, saturating."""
+    return values.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).float()
+
+
+def _fp8_per_channel(value: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, Hkv, blocks, 64, Dv) -> E4M3 numbers and scales (B, Hkv, 1, Dv) = absmax / 448."""
+    scale = value.abs().amax((2, 3)) / FP8_MAX
+    scale = torch.where(scale == 0, 1.0, scale)[:, :, None]
+    return _to_fp8(value / scale[:, :, None]), scale

@@ -1,0 +1,307 @@
+"""Prediction in batched PyTorch, for any device: block statistics -> scores -> selection -> BlockMask.
+
+Agrees with `reference.predict` block by block (ties aside). Scores are computed in float32 for a few rows of query
+blocks at a time, so that the largest intermediate stays near `CHUNK_BYTES`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparge.block_mask import BlockMask
+from sparge.config import Dense, Mean, Score, Sparsity, TopCdf, TopK, per_head
+from sparge.geometry import BLOCK_K, BLOCK_Q, Shape, ceil_div
+from sparge.visibility import Visibility, allowed_elements, find_visibility
+
+CHUNK_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class _KeyStatistics:
+    """Per key block, float32: mean and (for score "moment") variance, (B, Hkv, kv_blocks, D)."""
+
+    mean: Tensor
+    variance: Tensor | None
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What every row of scores needs. ``bias`` is an additive mask (b, h, Sq | 1, Sk), None without one."""
+
+    query: Tensor
+    shape: Shape
+    seen: Visibility
+    scale: float
+    is_causal: bool
+    bias: Tensor | None
+
+    def past(self, positions: Tensor) -> Tensor | None:
+        """Keys at or before the given queries, (..., kv_len); None when attention is not causal."""
+        if not self.is_causal:
+            return None
+        keys = torch.arange(self.shape.kv_len, device=positions.device)
+        return keys <= positions[..., None] + self.shape.causal_offset
+
+
+def predict(
+    query: Tensor,
+    key: Tensor,
+    shape: Shape,
+    *,
+    sparsity: Sparsity,
+    score: Score,
+    is_causal: bool,
+    scale: float,
+    attn_mask: Tensor | None = None,
+    always_keep: Sequence[tuple[int, int]] = (),
+) -> BlockMask:
+    """Stage 1: which blocks of the attention map to compute. See `reference.predict`."""
+    seen = find_visibility(shape, is_causal, attn_mask, query.device)
+    full_shape = (shape.batch, shape.heads, shape.q_blocks, shape.kv_blocks)
+    visible = seen.blocks.expand(full_shape)
+    if isinstance(sparsity, Dense):
+        kept = visible
+    else:
+        statistics = _key_statistics(key, seen.keys, with_variance=not isinstance(score, Mean))
+        forced = _forced_blocks(shape, sparsity, is_causal, always_keep, query.device)
+        unjudged = _fix_blocks(query, key, seen, shape, sparsity)
+        bias = None
+        if attn_mask is not None and attn_mask.dtype != torch.bool:
+            bias = attn_mask.expand(-1, -1, -1, shape.kv_len)
+        call = _Call(query, shape, seen, scale, is_causal, bias)
+        rows = []
+        for first, last in _row_chunks(shape, score):
+            blocks = slice(first, last)
+            judged = visible[:, :, blocks] if unjudged is None else visible[:, :, blocks] & ~unjudged[:, :, blocks]
+            probabilities, broken = _probabilities(_scores(call, statistics, score, blocks), judged)
+            rows.append(_select(probabilities, visible[:, :, blocks], judged, forced[blocks] | broken, sparsity))
+        kept = torch.cat(rows, 2)
+    return BlockMask.from_dense(
+        kept, q_len=shape.q_len, kv_len=shape.kv_len, is_causal=is_causal, visible=visible
+    )
+
+
+def _row_chunks(shape: Shape, score: Score) -> list[tuple[int, int]]:
+    """Ranges of query blocks whose scores fit into `CHUNK_BYTES`."""
+    samples = 1 if isinstance(score, Mean) else score.samples
+    row_bytes = 4 * shape.batch * shape.heads * samples * shape.kv_blocks
+    step = max(1, CHUNK_BYTES // row_bytes)
+    return [(first, min(first + step, shape.q_blocks)) for first in range(0, shape.q_blocks, step)]
+
+
+# --- Statistics ------------------------------------------------------------------------------------------------------
+
+
+def _blocks_of(tokens: Tensor, seen: Tensor | None, block: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Cut (B, H, S, D) into float32 blocks (B, H, blocks, block, D) with unseen tokens set to zero.
+
+    Also returns the number of seen tokens per block (b, h, blocks, 1), at least 1, and their mask
+    (b, h, blocks, block, 1), None when every token of every block is seen.
+    """
+    length = tokens.shape[2]
+    blocks = ceil_div(length, block)
+    missing = blocks * block - length
+    if seen is None and missing == 0:
+        return tokens.unflatten(2, (blocks, block)).float(), tokens.new_full((1, 1, 1, 1), block).float(), None
+    if seen is None:
+        seen = torch.ones(1, 1, length, dtype=torch.bool, device=tokens.device)
+    seen = F.pad(seen, (0, missing)).unflatten(2, (blocks, block))[..., None]
+    padded = F.pad(tokens, (0, 0, 0, missing)).unflatten(2, (blocks, block)).float()
+    return torch.where(seen, padded, 0.0), seen.sum(3).clamp(min=1).float(), seen
+
+
+def _key_statistics(key: Tensor, seen: Tensor | None, with_variance: bool) -> _KeyStatistics:
+    blocks, count, present = _blocks_of(key, seen, BLOCK_K)
+    mean = blocks.sum(3) / count
+    variance = None
+    if with_variance:
+        deviation = blocks - mean[:, :, :, None]
+        if present is not None:
+            deviation = torch.where(present, deviation, 0.0)
+        variance = deviation.square_().sum(3) / count
+    # Softmax does not see a constant added to all keys; removing it keeps the products small.
+    finite = torch.where(mean.isfinite().all(-1, keepdim=True), mean, 0.0)
+    return _KeyStatistics(mean - finite.mean(2, keepdim=True), variance)
+
+
+def _self_similarity(tokens: Tensor, seen: Tensor | None, block: int) -> Tensor:
+    """(B, H, S, D) -> (B, H, blocks): |mean of the unit vectors|^2 of each block's seen tokens."""
+    blocks, count, _ = _blocks_of(tokens, seen, block)
+    return (F.normalize(blocks, dim=-1).sum(3) / count).square().sum(-1)
+
+
+def _smooth(key: Tensor, seen: Tensor | None) -> Tensor:
+    """Keys less their per-channel mean over seen, finite tokens, float32."""
+    key = key.float()
+    usable = key.isfinite().all(-1, keepdim=True)
+    if seen is not None:
+        usable = usable & seen[..., None]
+    mean = torch.where(usable, key, 0.0).sum(2, keepdim=True) / usable.sum(2, keepdim=True).clamp(min=1)
+    return key - mean
+
+
+def _fix_blocks(
+    query: Tensor, key: Tensor, seen: Visibility, shape: Shape, sparsity: TopK | TopCdf
+) -> Tensor | None:
+    """(B, H, q_blocks, kv_blocks): rows and columns whose tokens disagree too much to be judged; None: no judge."""
+    if sparsity.similarity_threshold is None:
+        return None
+    threshold = per_head(sparsity.similarity_threshold, shape.heads, query.device)
+    rows = _self_similarity(query, seen.queries, BLOCK_Q)[..., None] < threshold
+    columns = _self_similarity(_smooth(key, seen.keys), seen.keys, BLOCK_K)
+    return rows | (columns.repeat_interleave(shape.group, 1)[:, :, None] < threshold)
+
+
+# --- Scores ----------------------------------------------------------------------------------------------------------
+
+
+def _scores(call: _Call, keys: _KeyStatistics, score: Score, blocks: slice) -> Tensor:
+    """Scores (B, H, rows, queries, kv_blocks) of the query blocks in ``blocks``: one query each for the mean score."""
+    shape = call.shape
+    tokens = slice(blocks.start * BLOCK_Q, min(blocks.stop * BLOCK_Q, shape.q_len))
+    query = call.query[:, :, tokens]
+    queries_seen = None if call.seen.queries is None else call.seen.queries[:, :, tokens]
+    bias = None
+    if isinstance(score, Mean):
+        rows, count, _ = _blocks_of(query, queries_seen, BLOCK_Q)
+        features = (rows.sum(3) / count)[:, :, :, None] * call.scale  # [B, H, rows, 1, D]
+        summary = keys.mean
+        if call.bias is not None:
+            bias = torch.stack([_mean_bias(call, call.bias, i) for i in range(blocks.start, blocks.stop)], 2)
+    else:
+        assert keys.variance is not None
+        picks = _sample_positions(queries_seen, query, score.samples)  # [b, h, rows, samples]
+        rows = _gather_tokens(query, picks).float() * call.scale
+        features = torch.cat([rows, rows.square() * 0.5], -1)  # [B, H, rows, samples, 2 D]
+        summary = torch.cat([keys.mean, keys.variance], -1)  # [B, Hkv, kv_blocks, 2 D]
+        if call.bias is not None:
+            bias = _sampled_bias(call, call.bias, picks + tokens.start)
+    queries_per_block = features.shape[3]
+    grouped = features.reshape(shape.batch, shape.kv_heads, -1, features.shape[-1])  # [B, Hkv, group * rows * P, D]
+    scores = (grouped @ summary.mT).view(shape.batch, shape.heads, -1, queries_per_block, shape.kv_blocks)
+    return scores if bias is None else scores + bias
+
+
+def _sample_positions(seen: Tensor | None, query: Tensor, samples: int) -> Tensor:
+    """Evenly spaced seen queries of each block, as positions within ``query``: (b, h, rows, samples)."""
+    length, device = query.shape[2], query.device
+    rows = ceil_div(length, BLOCK_Q)
+    if seen is None:
+        seen = torch.ones(1, 1, length, dtype=torch.bool, device=device)
+    seen = F.pad(seen, (0, rows * BLOCK_Q - length)).unflatten(2, (rows, BLOCK_Q))
+    count = seen.sum(-1, keepdim=True).clamp(min=1)
+    odd = torch.arange(1, 2 * samples, 2, device=device)
+    ranks = odd * count // (2 * samples)  # [b, h, rows, samples]
+    seen_first = torch.argsort((~seen).to(torch.uint8), dim=-1, stable=True)
+    return seen_first.gather(-1, ranks) + torch.arange(0, rows * BLOCK_Q, BLOCK_Q, device=device)[:, None]
+
+
+def _gather_tokens(tokens: Tensor, picks: Tensor) -> Tensor:
+    """(B, H, S, D), (b, h, rows, samples) -> (B, H, rows, samples, D)."""
+    if picks.shape[:2] == (1, 1):
+        return tokens[:, :, picks[0, 0]]
+    batch, heads = tokens.shape[:2]
+    b = torch.arange(batch, device=tokens.device)[:, None, None, None]
+    h = torch.arange(heads, device=tokens.device)[None, :, None, None]
+    return tokens[b, h, picks.expand(batch, heads, -1, -1)]
+
+
+def _sampled_bias(call: _Call, bias: Tensor, picks: Tensor) -> Tensor:
+    """Mean visible bias of each sampled query and key block: (b, h, rows, samples, kv_blocks)."""
+    if bias.shape[2] == 1:
+        rows = bias[:, :, :, None].expand(-1, -1, picks.shape[2], picks.shape[3], -1)
+    else:
+        leading = (max(bias.shape[0], picks.shape[0]), max(bias.shape[1], picks.shape[1]))
+        rows = _gather_tokens(bias.expand(*leading, -1, -1), picks.expand(*leading, -1, -1))
+    total, count = _sums_over_keys(rows, call.past(picks))
+    return total / count.clamp(min=1)
+
+
+def _mean_bias(call: _Call, bias: Tensor, block: int) -> Tensor:
+    """Mean visible bias between one query block and every key block: (b, h, 1, kv_blocks)."""
+    positions = torch.arange(block * BLOCK_Q, min((block + 1) * BLOCK_Q, call.shape.q_len), device=bias.device)
+    rows = bias[:, :, positions] if bias.shape[2] > 1 else bias.expand(-1, -1, len(positions), -1)
+    total, count = _sums_over_keys(rows, call.past(positions))
+    return total.sum(2, keepdim=True) / count.sum(2, keepdim=True).clamp(min=1)
+
+
+def _sums_over_keys(bias: Tensor, past: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Sum and number of the visible biases of each key block: (..., kv_len) -> twice (..., kv_blocks)."""
+    allowed = allowed_elements(bias)
+    if past is not None:
+        allowed = allowed & past
+    missing = -bias.shape[-1] % BLOCK_K
+    total = F.pad(torch.where(allowed, bias.float(), 0.0), (0, missing)).unflatten(-1, (-1, BLOCK_K)).sum(-1)
+    return total, F.pad(allowed, (0, missing)).unflatten(-1, (-1, BLOCK_K)).sum(-1)
+
+
+def _probabilities(scores: Tensor, judged: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax per query over the judged blocks, averaged; and the blocks whose score is NaN or +inf."""
+    hidden = ~judged[:, :, :, None]
+    broken = (scores.isnan() | (scores == math.inf)) & ~hidden
+    scores = scores.masked_fill(broken | hidden, -math.inf)
+    return scores.softmax(-1).nan_to_num_(0.0).mean(3), broken.any(3)
+
+
+# --- Selection -------------------------------------------------------------------------------------------------------
+
+
+def _forced_blocks(
+    shape: Shape,
+    sparsity: TopK | TopCdf,
+    is_causal: bool,
+    always_keep: Sequence[tuple[int, int]],
+    device: torch.device,
+) -> Tensor:
+    """Sink, diagonal and the caller's key ranges: (q_blocks, kv_blocks)."""
+    first_key = torch.arange(shape.kv_blocks, device=device) * BLOCK_K
+    first_query = torch.arange(shape.q_blocks, device=device)[:, None] * BLOCK_Q
+    forced = torch.zeros(shape.q_blocks, shape.kv_blocks, dtype=torch.bool, device=device)
+    if sparsity.keeps_sink(is_causal):
+        forced[:, 0] = True
+    if sparsity.keeps_diagonal(is_causal):
+        last_query = (first_query + BLOCK_Q).clamp(max=shape.q_len) - 1
+        offset = shape.causal_offset
+        forced |= (first_key <= last_query + offset) & (first_query + offset < first_key + BLOCK_K)
+    for start, stop in always_keep:
+        forced |= (start < first_key + BLOCK_K) & (first_key < stop)
+    return forced
+
+
+def _select(
+    probabilities: Tensor, visible: Tensor, judged: Tensor, forced: Tensor, sparsity: TopK | TopCdf
+) -> Tensor:
+    """Kept blocks (B, H, rows, kv_blocks): forced first, then by probability to the budget; fix blocks on top."""
+    heads, device = visible.shape[1], visible.device
+    count = visible.sum(-1, keepdim=True)
+    share = torch.zeros_like(count)
+    if isinstance(sparsity, TopK):
+        share = (per_head(sparsity.topk, heads, device) * count * (1 - 1e-7)).ceil().long()
+    budget = share.clamp(min=max(sparsity.min_blocks, 1))
+    priority = torch.where(judged, probabilities, -1.0).masked_fill(judged & forced, 2.0)
+    kept = judged & (_ranks(priority) < budget)
+    if isinstance(sparsity, TopCdf):
+        kept |= judged & _within_cdf(probabilities, judged, per_head(sparsity.cdf, heads, device))
+    return (kept | forced | ~judged) & visible
+
+
+def _ranks(priority: Tensor) -> Tensor:
+    """Place of each entry when its row is sorted in falling order, ties to the lower index."""
+    order = torch.argsort(priority, dim=-1, descending=True, stable=True)
+    places = torch.arange(priority.shape[-1], device=priority.device).expand_as(order)
+    return torch.empty_like(order).scatter_(-1, order, places)
+
+
+def _within_cdf(probabilities: Tensor, judged: Tensor, cdf: Tensor) -> Tensor:
+    """Blocks before which the sorted probabilities have not yet summed to ``cdf``."""
+    values, order = torch.sort(torch.where(judged, probabilities, -1.0), dim=-1, descending=True, stable=True)
+    values = values.clamp(min=0).to(cdf.dtype)
+    covered_before = values.cumsum(-1) - values
+    inside = (covered_before < cdf) | (cdf >= 1)
+    return torch.zeros_like(inside).scatter_(-1, order, inside)

@@ -1,0 +1,199 @@
+"""What a caller may choose: frozen values, range-checked once, when they are made."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+PerHead: TypeAlias = float | Tensor
+"""One number for all heads, or a one-dimensional tensor with one number per query head."""
+
+Layout = Literal["HND", "NHD"]
+Quantization = Literal["auto", "none", "int8_fp8", "int8_fp16"]
+OnUnsupported = Literal["raise", "warn", "dense"]
+ScoreName = Literal["moment", "mean"]
+
+DEFAULT_TOPK = 0.5
+DEFAULT_MIN_BLOCKS = 16
+
+
+def _check_range(name: str, value: PerHead, low: float, high: float, interval: str) -> None:
+    """Raise unless every number lies in the interval, written for people as ``interval``."""
+    if isinstance(value, Tensor):
+        if value.ndim != 1 or not value.is_floating_point() or value.numel() == 0:
+            raise TypeError(
+                f"{name}: expected a number or a one-dimensional floating-point tensor with one entry per query "
+                f"head, got a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
+            )
+        numbers = value.detach().double().tolist()
+    elif isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: expected a number or a per-head tensor, got {type(value).__name__}")
+    else:
+        numbers = [float(value)]
+    open_low, open_high = interval.startswith("("), interval.endswith(")")
+    for number in numbers:
+        above = number > low if open_low else number >= low
+        below = number < high if open_high else number <= high
+        if not (above and below):  # NaN fails both comparisons
+            raise ValueError(f"{name}: expected a value in {interval}, got {number}")
+
+
+def _check_flag(name: str, value: bool | None) -> None:
+    if value is not None and not isinstance(value, bool):
+        raise TypeError(f"{name}: expected True, False or None (only when causal), got {value!r}")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What both selections share: the floor, and the blocks that are kept whatever their score."""
+
+    min_blocks: int = field(default=DEFAULT_MIN_BLOCKS, kw_only=True)
+    similarity_threshold: PerHead | None = field(default=None, kw_only=True)
+    pv_threshold: PerHead | None = field(default=None, kw_only=True)
+    sink: bool | None = field(default=None, kw_only=True)
+    diagonal: bool | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.min_blocks, bool) or not isinstance(self.min_blocks, int):
+            raise TypeError(f"min_blocks: expected an int, got {type(self.min_blocks).__name__}")
+        if self.min_blocks < 0:
+            raise ValueError(f"min_blocks: expected 0 or more, got {self.min_blocks}")
+        if self.similarity_threshold is not None:
+            _check_range("similarity_threshold", self.similarity_threshold, 0.0, 1.0, "[0, 1]")
+        if self.pv_threshold is not None:
+            check_pv_threshold(self.pv_threshold)
+        _check_flag("sink", self.sink)
+        _check_flag("diagonal", self.diagonal)
+
+    def keeps_sink(self, is_causal: bool) -> bool:
+        return is_causal if self.sink is None else self.sink
+
+    def keeps_diagonal(self, is_causal: bool) -> bool:
+        return is_causal if self.diagonal is None else self.diagonal
+
+
+def check_pv_threshold(value: PerHead) -> None:
+    """Raise unless every threshold is below 0 (natural-log units)."""
+    _check_range("pv_threshold", value, -math.inf, 0.0, "[-inf, 0)")
+
+
+@dataclass(frozen=True)
+class TopK(Selection):
+    """Keep the best-scored share of the *visible* blocks of every row.
+
+    Args:
+        topk: share to keep, in (0, 1]; rounded up to whole blocks. A tensor of shape (H,) sets it per head.
+        min_blocks: a row keeps at least this many blocks when it sees that many.
+        similarity_threshold: blocks whose tokens agree less than this (mean pairwise cosine, in [0, 1]) cannot be
+            judged by a summary and are kept: such a query block keeps its whole row, such a key block its column.
+            ``None`` switches the judge off.
+        pv_threshold: inside a kept block, skip the P V product of 64 rows when all their scores lie below the
+            running maximum by more than this (negative, natural log). ``None`` skips nothing.
+        sink: keep key block 0 in every row; ``None`` means "when causal".
+        diagonal: keep the blocks that hold a query's own position; ``None`` means "when causal".
+
+    Example:
+        >>> TopK(0.3).topk
+        0.3
+        >>> TopK(1.5)
+        Traceback (most recent call last):
+        ...
+        ValueError: topk: expected a value in (0, 1], got 1.5
+    """
+
+    topk: PerHead = DEFAULT_TOPK
+
+    def __post_init__(self) -> None:
+        _check_range("topk", self.topk, 0.0, 1.0, "(0, 1]")
+        super().__post_init__()
+
+
+@dataclass(frozen=True)
+class TopCdf(Selection):
+    """Keep the best-scored blocks of every row until their probabilities sum to ``cdf``, the crossing one included.
+
+    Args:
+        cdf: mass to cover, in (0, 1]; a tensor of shape (H,) sets it per head.
+
+    The other arguments are those of `TopK`.
+
+    Example:
+        >>> TopCdf(0.97, min_blocks=4).min_blocks
+        4
+    """
+
+    cdf: PerHead = 0.97
+
+    def __post_init__(self) -> None:
+        _check_range("cdf", self.cdf, 0.0, 1.0, "(0, 1]")
+        super().__post_init__()
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Keep every visible block: dense attention, in 8 bits where ``quantization`` asks for it.
+
+    Example:
+        >>> Dense()
+        Dense()
+    """
+
+
+Sparsity: TypeAlias = TopK | TopCdf | Dense
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Score: sampled queries against mean plus half the variance of every key block, a softmax each, averaged.
+
+    Args:
+        samples: queries sampled per block of 128.
+
+    Example:
+        >>> Moment().samples
+        8
+    """
+
+    samples: int = 8
+
+    def __post_init__(self) -> None:
+        if isinstance(self.samples, bool) or not isinstance(self.samples, int):
+            raise TypeError(f"samples: expected an int, got {type(self.samples).__name__}")
+        if not 1 <= self.samples <= 128:
+            raise ValueError(f"samples: expected a value in [1, 128], got {self.samples}")
+
+
+@dataclass(frozen=True)
+class Mean:
+    """The paper's score: the mean query of a block against the mean key of every block, one softmax.
+
+    Example:
+        >>> Mean()
+        Mean()
+    """
+
+
+Score: TypeAlias = Moment | Mean
+
+
+_SelectionType = TypeVar("_SelectionType", bound=Selection)
+
+
+def trusted(kind: type[_SelectionType], **fields: Any) -> _SelectionType:
+    """A selection from parts that were checked before, without reading per-head tensors back from a device."""
+    made = object.__new__(kind)
+    for name, spec in kind.__dataclass_fields__.items():
+        object.__setattr__(made, name, fields.get(name, spec.default))
+    return made
+
+
+def per_head(value: PerHead, heads: int, device: torch.device) -> Tensor:
+    """The value as a tensor of shape (heads, 1, 1), ready to broadcast over (B, H, q_blocks, kv_blocks)."""
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    if isinstance(value, Tensor):
+        return value.to(device=device, dtype=dtype).reshape(heads, 1, 1)
+    return torch.full((heads, 1, 1), float(value), dtype=dtype, device=device)

@@ -1,0 +1,295 @@
+"""The stages as torch operators (``torch.ops.sparge.*``), so that torch.compile sees one node each.
+
+    predict(query, key, ...) -> (kv_num_blocks, kv_indices, visible_num_blocks)
+    attend(query, key, value, kv_num_blocks, kv_indices, ...) -> (output, lse)
+    dense(query, key, value, ...) -> (output, lse)
+
+All tensors are heads-first. Configuration travels as plain numbers, with a tensor beside each number that may differ
+per head. `stats` counts inside the operators: compiled programs are counted too. Nothing here validates; `api` did.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparge.block_mask import BlockMask
+from sparge.config import Dense, Mean, Moment, PerHead, Score, Sparsity, TopCdf, TopK, trusted
+from sparge.geometry import Shape
+from sparge.stats import counters
+
+_LIBRARY = torch.library.Library("sparge", "DEF")
+_LIBRARY.define(
+    "predict(Tensor query, Tensor key, Tensor? attn_mask, bool is_causal, float scale, str selection, "
+    "float share, Tensor? share_per_head, float? similarity, Tensor? similarity_per_head, int min_blocks, "
+    "bool sink, bool diagonal, int samples, int[] always_keep, str backend) -> (Tensor, Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "attend(Tensor query, Tensor key, Tensor value, Tensor kv_num_blocks, Tensor kv_indices, "
+    "Tensor visible_num_blocks, Tensor? attn_mask, bool is_causal, float scale, str quantization, "
+    "float? pv_threshold, Tensor? pv_threshold_per_head, str backend) -> (Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "dense(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, bool is_causal, float scale, str quantization, "
+    "str backend, str reason) -> (Tensor, Tensor)"
+)
+
+
+def predict(
+    query: Tensor,
+    key: Tensor,
+    *,
+    sparsity: Sparsity,
+    score: Score,
+    is_causal: bool,
+    scale: float,
+    attn_mask: Tensor | None,
+    always_keep: tuple[tuple[int, int], ...],
+    backend: str,
+) -> BlockMask:
+    """Stage 1 through its operator."""
+    if isinstance(sparsity, Dense):
+        selection, share, similarity, min_blocks, sink, diagonal = "dense", 1.0, None, 0, False, False
+    else:
+        selection = "topk" if isinstance(sparsity, TopK) else "topcdf"
+        share = sparsity.topk if isinstance(sparsity, TopK) else sparsity.cdf
+        similarity, min_blocks = sparsity.similarity_threshold, sparsity.min_blocks
+        sink, diagonal = sparsity.keeps_sink(is_causal), sparsity.keeps_diagonal(is_causal)
+    lists = torch.ops.sparge.predict(
+        query,
+        key,
+        attn_mask,
+        is_causal,
+        scale,
+        selection,
+        *_pack(share, 1.0),
+        *_pack(similarity, None),
+        min_blocks,
+        sink,
+        diagonal,
+        score.samples if isinstance(score, Moment) else 0,
+        [edge for pair in always_keep for edge in pair],
+        backend,
+    )
+    return BlockMask(*lists, q_len=query.shape[2], kv_len=key.shape[2], is_causal=is_causal)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: BlockMask,
+    *,
+    scale: float,
+    attn_mask: Tensor | None,
+    quantization: str,
+    pv_threshold: PerHead | None,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """Stage 2 and the output through their operator."""
+    return torch.ops.sparge.attend(
+        query,
+        key,
+        value,
+        mask.kv_num_blocks,
+        mask.kv_indices,
+        mask.visible_num_blocks,
+        attn_mask,
+        mask.is_causal,
+        scale,
+        quantization,
+        *_pack(pv_threshold, None),
+        backend,
+    )
+
+
+def dense(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    quantization: str,
+    backend: str,
+    reason: str,
+) -> tuple[Tensor, Tensor]:
+    """Attention over every visible block through its operator; ``reason`` is what `stats` reports."""
+    return torch.ops.sparge.dense(query, key, value, attn_mask, is_causal, scale, quantization, backend, reason)
+
+
+def _pack(value: PerHead | None, otherwise: float | None) -> tuple[float | None, Tensor | None]:
+    return (otherwise, value) if isinstance(value, Tensor) else (value, None)
+
+
+def _shape_of(query: Tensor, key: Tensor, value: Tensor) -> Shape:
+    batch, heads, q_len, head_dim = query.shape
+    return Shape(batch, heads, key.shape[1], q_len, key.shape[2], head_dim, value.shape[3])
+
+
+def _stage1(backend: str) -> ModuleType:
+    from sparge import reference
+    from sparge.backends import torch_predict
+
+    return {"torch": torch_predict, "reference": reference}[backend]
+
+
+def _stage2(backend: str) -> ModuleType:
+    from sparge import reference
+    from sparge.backends import torch_blocks
+
+    return {"torch": torch_blocks, "reference": reference}[backend]
+
+
+def _predict(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    selection: str,
+    share: float,
+    share_per_head: Tensor | None,
+    similarity: float | None,
+    similarity_per_head: Tensor | None,
+    min_blocks: int,
+    sink: bool,
+    diagonal: bool,
+    samples: int,
+    always_keep: list[int],
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    sparsity: Sparsity = Dense()
+    if selection != "dense":
+        kind, field = (TopK, "topk") if selection == "topk" else (TopCdf, "cdf")
+        rules = {
+            field: share if share_per_head is None else share_per_head,
+            "min_blocks": min_blocks,
+            "similarity_threshold": similarity if similarity_per_head is None else similarity_per_head,
+            "sink": sink,
+            "diagonal": diagonal,
+        }
+        sparsity = trusted(kind, **rules)
+    mask = _stage1(backend).predict(
+        query,
+        key,
+        _shape_of(query, key, key),
+        sparsity=sparsity,
+        score=Moment(samples) if samples else Mean(),
+        is_causal=is_causal,
+        scale=scale,
+        attn_mask=attn_mask,
+        always_keep=list(zip(always_keep[::2], always_keep[1::2], strict=True)),
+    )
+    return mask.kv_num_blocks, mask.kv_indices, mask.visible_num_blocks.contiguous()
+
+
+def _predict_fake(query: Tensor, key: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+    shape = _shape_of(query, key, key)
+    rows = (shape.batch, shape.heads, shape.q_blocks)
+    counts = query.new_empty(rows, dtype=torch.int32)
+    return counts, query.new_empty((*rows, shape.kv_blocks), dtype=torch.int32), torch.empty_like(counts)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kv_num_blocks: Tensor,
+    kv_indices: Tensor,
+    visible_num_blocks: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    quantization: str,
+    pv_threshold: float | None,
+    pv_threshold_per_head: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    shape = _shape_of(query, key, value)
+    mask = BlockMask(kv_num_blocks, kv_indices, visible_num_blocks, shape.q_len, shape.kv_len, is_causal)
+    counters.record(f"sparse: {backend}", kv_num_blocks, visible_num_blocks)
+    threshold = pv_threshold if pv_threshold_per_head is None else pv_threshold_per_head
+    return _attention(query, key, value, mask, shape, scale, attn_mask, quantization, threshold, backend)
+
+
+def _attend_fake(query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    output = query.new_empty((*query.shape[:3], value.shape[3]))
+    return output, query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+def _dense(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    quantization: str,
+    backend: str,
+    reason: str,
+) -> tuple[Tensor, Tensor]:
+    counters.record(f"dense: {reason}")
+    shape = _shape_of(query, key, value)
+    square = not is_causal or shape.q_len == shape.kv_len
+    if backend == "torch" and query.device.type == "cpu" and quantization == "none" and attn_mask is None and square:
+        return _dense_cpu(query, key, value, shape, is_causal, scale)
+    mask = _stage1(backend).predict(
+        query, key, shape, sparsity=Dense(), score=Mean(), is_causal=is_causal, scale=scale, attn_mask=attn_mask
+    )
+    return _attention(query, key, value, mask, shape, scale, attn_mask, quantization, None, backend)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: BlockMask,
+    shape: Shape,
+    scale: float,
+    attn_mask: Tensor | None,
+    quantization: str,
+    pv_threshold: PerHead | None,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    output, lse = _stage2(backend).attention(
+        query,
+        key,
+        value,
+        mask,
+        shape,
+        scale=scale,
+        attn_mask=attn_mask,
+        quantization=quantization,
+        pv_threshold=pv_threshold,
+    )[:2]
+    return output.to(query.dtype), lse.float()
+
+
+def _dense_cpu(
+    query: Tensor, key: Tensor, value: Tensor, shape: Shape, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """torch's own CPU attention, which also gives the LSE, in float32 (16-bit kernels are far slower on most CPUs)."""
+    dtype = query.dtype
+    query, key, value = (tensor.float() for tensor in (query, key, value))
+    width = max(shape.head_dim, shape.value_dim)
+    query, key, value = (F.pad(tensor, (0, width - tensor.shape[3])) for tensor in (query, key, value))
+    if shape.group > 1:
+        key, value = (tensor.repeat_interleave(shape.group, 1) for tensor in (key, value))
+    output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, is_causal=is_causal, scale=scale
+    )
+    return output[..., : shape.value_dim].to(dtype).contiguous(), lse.contiguous()
+
+
+for _name, _real, _fake in (
+    ("predict", _predict, _predict_fake),
+    ("attend", _attend, _attend_fake),
+    ("dense", _dense, _attend_fake),
+):
+    _LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"sparge::{_name}", _fake, lib=_LIBRARY)

@@ -1,0 +1,484 @@
+"""Every stage of the method in plain PyTorch, slow and obvious: the specification and the oracle of the tests.
+
+The stages, in the order of the data flow (docs/algorithm.md has the mathematics):
+
+    element_mask -> smooth_key -> pool, self_similarity -> score_mean | score_moment -> select -> BlockMask
+    quantize_int8, quantize_fp8 -> attention (online softmax over kept blocks, stage-2 skipping, LSE)
+
+Shapes follow `geometry.Shape`: query (B, H, Sq, D), key (B, Hkv, Sk, D), value (B, Hkv, Sk, Dv). Everything is
+computed in float64 unless a step is a low-precision one by definition. Memory is quadratic in the length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparge.block_mask import BlockMask
+from sparge.config import Dense, Mean, Moment, Score, Sparsity, TopCdf, TopK, per_head
+from sparge.geometry import BLOCK_K, BLOCK_Q, ROW_GROUP, Shape
+from sparge.visibility import allowed_elements
+
+INT8_MAX = 127.0
+FP8_MAX = 448.0
+FP8_ACCUMULATOR_BITS = 13
+"""Fraction bits a Hopper tensor core keeps when it adds FP8 products (not the 23 of fp32)."""
+FP8_MMA_KEYS = 32
+"""Keys one FP8 matrix instruction consumes."""
+
+Accumulation = Literal["two_level", "single_level"]
+
+
+class ElementMask(NamedTuple):
+    """Both tensors are (B, H, Sq, Sk): which keys a query sees, and what is added to the scores."""
+
+    allowed: Tensor
+    bias: Tensor
+
+
+class AttentionResult(NamedTuple):
+    """``output`` (B, H, Sq, Dv) and ``lse`` (B, H, Sq), float64; ``pv_skipped`` (B, H, q_blocks): 64-row products."""
+
+    output: Tensor
+    lse: Tensor
+    pv_skipped: Tensor
+
+
+# --- Masks -----------------------------------------------------------------------------------------------------------
+
+
+def element_mask(shape: Shape, is_causal: bool, attn_mask: Tensor | None, device: torch.device) -> ElementMask:
+    """Combine bottom-right causality with a boolean or additive mask."""
+    full = (shape.batch, shape.heads, shape.q_len, shape.kv_len)
+    allowed = torch.ones(full, dtype=torch.bool, device=device)
+    bias = torch.zeros(full, dtype=torch.float64, device=device)
+    if is_causal:
+        queries = torch.arange(shape.q_len, device=device)[:, None] + shape.causal_offset
+        allowed &= torch.arange(shape.kv_len, device=device) <= queries
+    if attn_mask is not None:
+        allowed &= allowed_elements(attn_mask)
+        if attn_mask.dtype != torch.bool:
+            bias = torch.where(allowed, attn_mask.double(), 0.0)
+    return ElementMask(allowed, bias)
+
+
+def visible_blocks(allowed: Tensor) -> Tensor:
+    """(B, H, Sq, Sk) -> (B, H, q_blocks, kv_blocks): some query of the block sees some key of the block."""
+    rows = [
+        torch.stack([tile.any(-1).any(-1) for tile in row.split(BLOCK_K, dim=3)], -1)
+        for row in allowed.split(BLOCK_Q, dim=2)
+    ]
+    return torch.stack(rows, 2)
+
+
+def _visible_keys(allowed: Tensor, kv_heads: int) -> Tensor:
+    """(B, Hkv, Sk): keys that some query of some head of the group sees."""
+    return allowed.any(2).unflatten(1, (kv_heads, -1)).any(2)
+
+
+# --- Pooling and similarity ------------------------------------------------------------------------------------------
+
+
+def smooth_key(key: Tensor, keys_seen: Tensor) -> tuple[Tensor, Tensor]:
+    """Subtract the per-channel mean over the visible, finite tokens; returns (smoothed, mean (B, Hkv, 1, D)).
+
+    Softmax does not change: q . (k - mean) differs from q . k by the same number for every key.
+    """
+    usable = keys_seen[..., None] & key.isfinite().all(-1, keepdim=True)
+    count = usable.sum(2, keepdim=True).clamp(min=1)
+    mean = torch.where(usable, key, 0.0).sum(2, keepdim=True) / count
+    return torch.where(keys_seen[..., None], key - mean, 0.0), mean
+
+
+def token_blocks(tokens: Tensor, seen: Tensor, block: int) -> Iterator[Tensor]:
+    """The visible tokens of each block of one head: (S, D), (S,) -> blocks of (n <= block, D)."""
+    for part, part_seen in zip(tokens.split(block), seen.split(block), strict=True):
+        yield part[part_seen]
+
+
+def pool(tokens: Tensor, seen: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Mean and (population) variance per channel of each block: two tensors of shape (blocks, D)."""
+    means, variances = [], []
+    for part in token_blocks(tokens, seen, block):
+        empty = len(part) == 0
+        mean = torch.zeros_like(tokens[0]) if empty else part.mean(0)
+        means.append(mean)
+        variances.append(torch.zeros_like(mean) if empty else (part - mean).square().mean(0))
+    return torch.stack(means), torch.stack(variances)
+
+
+def self_similarity(tokens: Tensor, seen: Tensor, block: int) -> Tensor:
+    """Mean cosine over all pairs of tokens of each block, (blocks,), in [0, 1]: |mean of the unit vectors|^2."""
+    result = []
+    for part in token_blocks(tokens, seen, block):
+        units = torch.nn.functional.normalize(part, dim=-1)
+        result.append(units.mean(0).square().sum() if len(part) else units.new_zeros(()))
+    return torch.stack(result)
+
+
+def sample_queries(seen: Tensor, samples: int) -> Tensor:
+    """Positions of ``samples`` evenly spaced visible queries per block: (Sq,) bool -> (q_blocks, samples).
+
+    With n visible queries in a block, sample s is the floor((2 s + 1) n / (2 samples))-th of them; a block without
+    any samples its first query (its row sees nothing anyway).
+    """
+    picks = []
+    for block_index, part in enumerate(seen.split(BLOCK_Q)):
+        positions = part.nonzero().flatten().tolist() or [0]
+        ranks = [(2 * s + 1) * len(positions) // (2 * samples) for s in range(samples)]
+        picks.append([block_index * BLOCK_Q + positions[rank] for rank in ranks])
+    return torch.tensor(picks, device=seen.device)
+
+
+# --- Scores ----------------------------------------------------------------------------------------------------------
+
+
+def _masked_mean(values: Tensor, keep: Tensor) -> Tensor:
+    return torch.where(keep, values, 0.0).sum() / keep.sum().clamp(min=1)
+
+
+def score_mean(
+    query_means: Tensor, key_means: Tensor, scale: float, allowed: Tensor, bias: Tensor
+) -> Tensor:
+    """The paper's compressed scores of one head, (q_blocks, 1, kv_blocks): q_i . k_j * scale + mean bias."""
+    scores = query_means @ key_means.mT * scale
+    for i, (allowed_row, bias_row) in enumerate(zip(allowed.split(BLOCK_Q), bias.split(BLOCK_Q), strict=True)):
+        tiles = zip(allowed_row.split(BLOCK_K, -1), bias_row.split(BLOCK_K, -1), strict=True)
+        scores[i] += torch.stack([_masked_mean(bias_tile, seen) for seen, bias_tile in tiles])
+    return scores[:, None]
+
+
+def score_moment(
+    queries: Tensor, key_means: Tensor, key_variances: Tensor, scale: float, allowed: Tensor, bias: Tensor
+) -> Tensor:
+    """Second-order scores of sampled queries, (q_blocks, samples, kv_blocks).
+
+    log mean_k exp(scale q.k + bias) ~ scale q.mean + scale^2 / 2 (q^2).variance + mean bias
+
+    Args:
+        queries: (q_blocks, samples, D).
+        key_means, key_variances: (kv_blocks, D).
+        allowed, bias: (q_blocks, samples, Sk), the sampled rows of the masks.
+    """
+    scores = queries @ key_means.mT * scale + queries.square() @ key_variances.mT * (scale**2 / 2)
+    for i in range(scores.shape[0]):
+        for s in range(scores.shape[1]):
+            tiles = zip(allowed[i, s].split(BLOCK_K), bias[i, s].split(BLOCK_K), strict=True)
+            scores[i, s] += torch.stack([_masked_mean(bias_tile, seen) for seen, bias_tile in tiles])
+    return scores
+
+
+def block_probabilities(scores: Tensor, judged: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax of each query's scores over the judged blocks, averaged over the queries.
+
+    Args:
+        scores: (q_blocks, queries, kv_blocks).
+        judged: (q_blocks, kv_blocks), visible blocks that a summary may judge.
+
+    Returns:
+        Probabilities (q_blocks, kv_blocks) and a bool tensor of the same shape that marks blocks whose score is NaN or
+        +inf: these take no part in the softmax and are always kept, so that non-finite inputs reach the output.
+    """
+    broken = (scores.isnan() | (scores == math.inf)) & judged[:, None]
+    scores = scores.masked_fill(broken | ~judged[:, None], -math.inf)
+    probabilities = scores.softmax(-1).nan_to_num(0.0)  # a row of -inf only has no probabilities
+    return probabilities.mean(1), broken.any(1)
+
+
+# --- Selection -------------------------------------------------------------------------------------------------------
+
+
+def forced_blocks(
+    shape: Shape, sparsity: TopK | TopCdf, is_causal: bool, always_keep: Sequence[tuple[int, int]]
+) -> Tensor:
+    """Blocks kept whatever their score, (q_blocks, kv_blocks): sink, diagonal and the caller's key ranges."""
+    forced = torch.zeros(shape.q_blocks, shape.kv_blocks, dtype=torch.bool)
+    if sparsity.keeps_sink(is_causal):
+        forced[:, 0] = True
+    for i in range(shape.q_blocks):
+        first = i * BLOCK_Q + shape.causal_offset
+        last = min((i + 1) * BLOCK_Q, shape.q_len) - 1 + shape.causal_offset
+        for j in range(shape.kv_blocks):
+            if sparsity.keeps_diagonal(is_causal) and j * BLOCK_K <= last and first < (j + 1) * BLOCK_K:
+                forced[i, j] = True
+            if any(start < (j + 1) * BLOCK_K and j * BLOCK_K < stop for start, stop in always_keep):
+                forced[i, j] = True
+    return forced
+
+
+def topk_budget(topk: float, visible: int, min_blocks: int) -> int:
+    """Blocks a row keeps: ceil(topk * visible), at least ``min_blocks`` and one, at most what it sees.
+
+    The share is lowered by 1e-7 of itself so that rounding (.1 in fp32 times 1280) does not add a block.
+    """
+    share = math.ceil(topk * visible * (1 - 1e-7))
+    return min(max(share, min_blocks, 1), visible)
+
+
+def select_row(
+    probabilities: Tensor,
+    visible: Tensor,
+    forced: Tensor,
+    unjudged: Tensor,
+    *,
+    min_blocks: int,
+    topk: float | None = None,
+    cdf: float | None = None,
+) -> Tensor:
+    """The kept blocks of one row; every argument and the result have shape (kv_blocks,).
+
+    Forced blocks come first and count towards the budget; then falling probability, ties to the lower index.
+    Unjudged (fix) blocks are kept on top of it.
+    """
+    kept = forced & visible
+    candidates = [j for j in range(len(visible)) if visible[j] and not unjudged[j]]
+    ranked = sorted(candidates, key=lambda j: (not forced[j], -float(probabilities[j]), j))
+    floor = topk_budget(0.0 if topk is None else topk, int(visible.sum()), min_blocks)
+    kept[ranked[:floor]] = True
+    if cdf is not None:
+        covered = 0.0
+        for j in sorted(candidates, key=lambda j: (-float(probabilities[j]), j)):
+            if covered >= cdf and cdf < 1:
+                break
+            kept[j] = True
+            covered += float(probabilities[j])
+    return kept | (unjudged & visible)
+
+
+def predict(
+    query: Tensor,
+    key: Tensor,
+    shape: Shape,
+    *,
+    sparsity: Sparsity,
+    score: Score,
+    is_causal: bool,
+    scale: float,
+    attn_mask: Tensor | None = None,
+    always_keep: Sequence[tuple[int, int]] = (),
+) -> BlockMask:
+    """Stage 1: which blocks of the attention map to compute."""
+    masks = element_mask(shape, is_causal, attn_mask, query.device)
+    visible = visible_blocks(masks.allowed)
+
+    def finish(dense: Tensor) -> BlockMask:
+        return BlockMask.from_dense(
+            dense, q_len=shape.q_len, kv_len=shape.kv_len, is_causal=is_causal, visible=visible
+        )
+
+    if isinstance(sparsity, Dense):
+        return finish(visible)
+
+    query, key = query.double(), key.double()
+    keys_seen = _visible_keys(masks.allowed, shape.kv_heads)
+    queries_seen = masks.allowed.any(3)
+    key, _ = smooth_key(key, keys_seen)
+    forced = forced_blocks(shape, sparsity, is_causal, always_keep).to(query.device)
+    kept = torch.zeros_like(visible)
+    for b in range(shape.batch):
+        for h in range(shape.heads):
+            kv = h // shape.group
+            key_means, key_variances = pool(key[b, kv], keys_seen[b, kv], BLOCK_K)
+            unjudged = _fix_blocks(
+                self_similarity(query[b, h], queries_seen[b, h], BLOCK_Q),
+                self_similarity(key[b, kv], keys_seen[b, kv], BLOCK_K),
+                _of_head(sparsity.similarity_threshold, h, shape),
+            )
+            allowed, bias = masks.allowed[b, h], masks.bias[b, h]
+            if isinstance(score, Mean):
+                query_means, _ = pool(query[b, h], queries_seen[b, h], BLOCK_Q)
+                scores = score_mean(query_means, key_means, scale, allowed, bias)
+            else:
+                picks = sample_queries(queries_seen[b, h], score.samples)
+                scores = score_moment(
+                    query[b, h][picks], key_means, key_variances, scale, allowed[picks], bias[picks]
+                )
+            probabilities, broken = block_probabilities(scores, visible[b, h] & ~unjudged)
+            for i in range(shape.q_blocks):
+                kept[b, h, i] = select_row(
+                    probabilities[i],
+                    visible[b, h, i],
+                    forced[i] | broken[i],
+                    unjudged[i],
+                    min_blocks=sparsity.min_blocks,
+                    topk=_of_head(sparsity.topk, h, shape) if isinstance(sparsity, TopK) else None,
+                    cdf=_of_head(sparsity.cdf, h, shape) if isinstance(sparsity, TopCdf) else None,
+                )
+    return finish(kept)
+
+
+def _of_head(value: float | Tensor | None, head: int, shape: Shape) -> float | None:
+    return None if value is None else float(per_head(value, shape.heads, torch.device("cpu"))[head])
+
+
+def _fix_blocks(query_similarity: Tensor, key_similarity: Tensor, threshold: float | None) -> Tensor:
+    """(q_blocks, kv_blocks): rows and columns whose tokens disagree too much to be judged."""
+    if threshold is None:
+        return torch.zeros(len(query_similarity), len(key_similarity), dtype=torch.bool, device=key_similarity.device)
+    return (query_similarity < threshold)[:, None] | (key_similarity < threshold)
+
+
+# --- Quantisation ----------------------------------------------------------------------------------------------------
+
+
+def quantize_int8(tokens: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """INT8 codes and one scale = absmax / 127 per block of tokens: (S, D) -> (S, D) int8, (S, 1)."""
+    codes, scales = [], []
+    for part in tokens.split(block):
+        scale = part.abs().max() / INT8_MAX
+        scale = torch.where(scale == 0, 1.0, scale)
+        codes.append((part / scale).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8))
+        scales.append(scale.expand(len(part), 1))
+    return torch.cat(codes), torch.cat(scales)
+
+
+def to_fp8(values: Tensor) -> Tensor:
+    """Round to E4M3 (saturating at 448), returned as numbers of the input's dtype."""
+    return values.clamp(-FP8_MAX, FP8_MAX).to(torch.float32).to(torch.float8_e4m3fn).to(values.dtype)
+
+
+def quantize_fp8(value: Tensor) -> tuple[Tensor, Tensor]:
+    """E4M3 numbers and one scale = absmax / 448 per channel: (S, Dv) -> (S, Dv), (Dv,)."""
+    scale = value.abs().amax(0) / FP8_MAX
+    scale = torch.where(scale == 0, 1.0, scale)
+    return to_fp8(value / scale), scale
+
+
+def fp8_tensor_core(probability: Tensor, value: Tensor, accumulator: Tensor) -> Tensor:
+    """P V + accumulator as FP8 tensor cores add: (M, K), (K, Dv), (M, Dv) -> (M, Dv).
+
+    Each instruction takes 32 keys, aligns their products and the accumulator to the largest exponent, and drops what
+    lies more than 13 bits below it. Small products vanish beside a large accumulator.
+    """
+    for p, v in zip(probability.split(FP8_MMA_KEYS, 1), value.split(FP8_MMA_KEYS, 0), strict=True):
+        terms = torch.cat([p[:, :, None] * v[None], accumulator[:, None]], 1)  # [M, keys + 1, Dv]
+        _, exponent = torch.frexp(terms.abs().amax(1, keepdim=True))
+        quantum = torch.ldexp(torch.ones_like(terms[:, :1]), exponent - 1 - FP8_ACCUMULATOR_BITS)
+        accumulator = (torch.trunc(terms / quantum) * quantum).sum(1)
+    return accumulator
+
+
+# --- Attention -------------------------------------------------------------------------------------------------------
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: BlockMask,
+    shape: Shape,
+    *,
+    scale: float,
+    attn_mask: Tensor | None = None,
+    quantization: str = "none",
+    pv_threshold: float | Tensor | None = None,
+    accumulation: Accumulation = "two_level",
+) -> AttentionResult:
+    """Stage 2 and the output: online softmax over the kept blocks of every row.
+
+    Args:
+        mask: kept blocks; its ``is_causal`` decides causality inside them.
+        quantization: "none", "int8_fp8" (INT8 Q K^T, FP8 P V) or "int8_fp16" (INT8 Q K^T, FP16 P V).
+        pv_threshold: skip P V of 64 rows whose scores all lie further below the running maximum (natural log, < 0).
+        accumulation: "two_level" gives every tile of 64 keys a fresh FP8 accumulator; "single_level" keeps one for
+            the whole row, which is how accuracy is lost.
+    """
+    masks = element_mask(shape, mask.is_causal, attn_mask, query.device)
+    keys_seen = _visible_keys(masks.allowed, shape.kv_heads)
+    query, key, value = query.double(), key.double(), value.double()
+    key = torch.where(keys_seen[..., None], key, 0.0)
+    value = torch.where(keys_seen[..., None], value, 0.0)
+    key_mean = torch.zeros_like(key[:, :, :1])
+    if quantization != "none":
+        key, key_mean = smooth_key(key, keys_seen)
+
+    kept = mask.to_dense()
+    output = torch.zeros(*query.shape[:3], shape.value_dim, dtype=torch.float64, device=query.device)
+    lse = torch.full(query.shape[:3], -math.inf, dtype=torch.float64, device=query.device)
+    skipped = torch.zeros(kept.shape[:3], dtype=torch.int64, device=query.device)
+    for b in range(shape.batch):
+        for h in range(shape.heads):
+            kv = h // shape.group
+            head = _Head(query[b, h], key[b, kv], value[b, kv], scale, quantization, accumulation)
+            threshold = _of_head(pv_threshold, h, shape)
+            for first in range(0, shape.q_len, ROW_GROUP):
+                rows = slice(first, min(first + ROW_GROUP, shape.q_len))
+                i = first // BLOCK_Q
+                columns = kept[b, h, i].nonzero().flatten().tolist()
+                result = head.attend(rows, columns, masks.allowed[b, h], masks.bias[b, h], threshold)
+                output[b, h, rows], lse[b, h, rows] = result.output, result.lse
+                skipped[b, h, i] += int(result.pv_skipped)
+    lse += scale * (query @ key_mean.repeat_interleave(shape.group, 1).mT).squeeze(-1)
+    return AttentionResult(output, lse, skipped)
+
+
+class _Head:
+    """One head's operands, quantised as asked, and the online softmax over them."""
+
+    def __init__(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, quantization: str, accumulation: Accumulation
+    ) -> None:
+        self.query, self.key, self.value = query, key, value
+        self.query_scale = self.key_scale = torch.ones_like(query[:1, :1])
+        self.value_scale = torch.ones_like(value[0])
+        self.scale, self.quantization, self.accumulation = scale, quantization, accumulation
+        if quantization != "none":
+            codes, self.query_scale = quantize_int8(query, BLOCK_Q)
+            self.query = codes.double()
+            codes, self.key_scale = quantize_int8(key, BLOCK_K)
+            self.key = codes.double()
+        if quantization == "int8_fp8":
+            self.value, self.value_scale = quantize_fp8(value)
+        elif quantization == "int8_fp16":
+            self.value = value.half().double()
+
+    def attend(
+        self, rows: slice, columns: list[int], allowed: Tensor, bias: Tensor, threshold: float | None
+    ) -> AttentionResult:
+        """Attention of up to 64 rows (one skipping group) to the given key blocks, in order."""
+        count = rows.stop - rows.start
+        running_max = self.query.new_full((count, 1), -math.inf)
+        row_sum = self.query.new_zeros(count, 1)
+        accumulator = self.query.new_zeros(count, self.value.shape[1])
+        skipped = 0
+        for j in columns:
+            keys = slice(j * BLOCK_K, min((j + 1) * BLOCK_K, len(self.key)))
+            scores = self._scores(rows, keys) + bias[rows, keys]
+            scores = scores.masked_fill(~allowed[rows, keys], -math.inf)
+            local_max = scores.amax(1, keepdim=True)
+            new_max = torch.maximum(running_max, local_max)
+            gap = torch.where(local_max == -math.inf, -math.inf, local_max - new_max)
+            if threshold is not None and bool((gap < threshold).all()):
+                skipped += 1
+                continue
+            shift = new_max.masked_fill(new_max == -math.inf, 0.0)
+            decay = (running_max - shift).exp()
+            probability = (scores - shift).exp()
+            row_sum = row_sum * decay + probability.sum(1, keepdim=True)
+            accumulator = self._accumulate(accumulator * decay, probability, self.value[keys])
+            running_max = new_max
+        unit = FP8_MAX if self.quantization == "int8_fp8" else 1.0
+        nothing = row_sum == 0
+        output = torch.where(nothing, 0.0, accumulator / (unit * row_sum.masked_fill(nothing, 1.0)))
+        lse = (running_max + row_sum.log()).squeeze(1)
+        return AttentionResult(output * self.value_scale, lse, torch.tensor(skipped))
+
+    def _scores(self, rows: slice, keys: slice) -> Tensor:
+        query_scale = self.query_scale if self.quantization == "none" else self.query_scale[rows]
+        key_scale = self.key_scale if self.quantization == "none" else self.key_scale[keys]
+        return self.query[rows] @ self.key[keys].mT * query_scale * key_scale.mT * self.scale
+
+    def _accumulate(self, accumulator: Tensor, probability: Tensor, value: Tensor) -> Tensor:
+        """P V of one tile. The FP8 accumulator carries P's factor of 448."""
+        if self.quantization == "int8_fp16":
+            return accumulator + probability.half().double() @ value
+        if self.quantization == "none":
+            return accumulator + probability @ value
+        codes = to_fp8(probability * FP8_MAX)
+        if self.accumulation == "single_level":
+            return fp8_tensor_core(codes, value, accumulator)
+        return accumulator + fp8_tensor_core(codes, value, torch.zeros_like(accumulator))

@@ -1,0 +1,206 @@
+"""Every user error, one voice: "expected X, got Y". Nothing is computed before these checks pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparge.block_mask import BlockMask
+from sparge.config import DEFAULT_TOPK, Dense, Mean, Moment, PerHead, Score, Sparsity, TopCdf, TopK
+from sparge.geometry import BLOCK_K, BLOCK_Q, Shape
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+LAYOUTS = ("HND", "NHD")
+QUANTIZATIONS = ("auto", "none", "int8_fp8", "int8_fp16")
+ON_UNSUPPORTED = ("raise", "warn", "dense")
+SCORES: dict[str, Score] = {"moment": Moment(), "mean": Mean()}
+MIN_HEAD_DIM, MAX_HEAD_DIM = 8, 256
+
+
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    """Raise ValueError unless ``value`` is one of the choices."""
+    if value not in choices:
+        listed = ", ".join(map(repr, choices))
+        raise ValueError(f"{name}: expected one of {listed}, got {value!r}")
+
+
+def check_query_key(query: Tensor, key: Tensor, layout: str, enable_gqa: bool) -> tuple[Tensor, Tensor, Shape]:
+    """Check a query and key and view them heads-first: (B, H, Sq, D), (B, Hkv, Sk, D) and the sizes (value_dim = D)."""
+    query, key, _, shape = check_query_key_value(query, key, key, layout, enable_gqa)
+    return query, key, shape
+
+
+def check_query_key_value(
+    query: Tensor, key: Tensor, value: Tensor, layout: str, enable_gqa: bool
+) -> tuple[Tensor, Tensor, Tensor, Shape]:
+    """Check three tensors and view them heads-first: (B, H, Sq, D), (B, Hkv, Sk, D), (B, Hkv, Sk, Dv)."""
+    check_choice("layout", layout, LAYOUTS)
+    named = {"query": query, "key": key, "value": value}
+    for name, tensor in named.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.ndim != 4:
+            order = "(B, H, S, D)" if layout == "HND" else "(B, S, H, D)"
+            raise ValueError(f"{name}: expected 4 dimensions {order}, got shape {tuple(tensor.shape)}")
+        if tensor.dtype not in DTYPES:
+            raise TypeError(f"{name}: expected float16, bfloat16 or float32, got {tensor.dtype}")
+        if 0 in tensor.shape:
+            raise ValueError(f"{name}: expected no empty dimension, got shape {tuple(tensor.shape)}")
+    for name, tensor in named.items():
+        if tensor.dtype != query.dtype:
+            raise TypeError(f"{name}: expected the query's dtype {query.dtype}, got {tensor.dtype}")
+        if tensor.device != query.device:
+            raise ValueError(f"{name}: expected the query's device {query.device}, got {tensor.device}")
+    if layout == "NHD":
+        query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    batch, heads, q_len, head_dim = query.shape
+    kv_heads, kv_len = key.shape[1:3]
+    if key.shape[0] != batch or key.shape[3] != head_dim:
+        raise ValueError(
+            f"key: expected batch {batch} and head_dim {head_dim} as in the query, "
+            f"got batch {key.shape[0]} and head_dim {key.shape[3]}"
+        )
+    if value.shape[:3] != key.shape[:3]:
+        raise ValueError(
+            f"value: expected the key's batch, heads and length {tuple(key.shape[:3])}, got {tuple(value.shape[:3])}"
+        )
+    if heads != kv_heads and not enable_gqa:
+        raise ValueError(
+            f"key: expected {heads} heads as in the query, got {kv_heads} (pass enable_gqa=True for grouped queries)"
+        )
+    if heads % kv_heads:
+        raise ValueError(f"query: expected a multiple of the key's {kv_heads} heads, got {heads}")
+    return query, key, value, Shape(batch, heads, kv_heads, q_len, kv_len, head_dim, value.shape[3])
+
+
+def check_scale(scale: float | None, head_dim: int) -> float:
+    """The softmax scale, 1 / sqrt(head_dim) by default."""
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise TypeError(f"scale: expected a number or None, got {type(scale).__name__}")
+    if not math.isfinite(scale):
+        raise ValueError(f"scale: expected a finite number, got {scale}")
+    return float(scale)
+
+
+def check_attn_mask(attn_mask: Tensor | None, shape: Shape, device: torch.device) -> Tensor | None:
+    """The mask with four dimensions, each 1 or the call's own."""
+    if attn_mask is None:
+        return None
+    if not isinstance(attn_mask, Tensor):
+        raise TypeError(f"attn_mask: expected a torch.Tensor or None, got {type(attn_mask).__name__}")
+    if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+        raise TypeError(f"attn_mask: expected a bool or floating-point tensor, got {attn_mask.dtype}")
+    if attn_mask.device != device:
+        raise ValueError(f"attn_mask: expected the query's device {device}, got {attn_mask.device}")
+    full = (shape.batch, shape.heads, shape.q_len, shape.kv_len)
+    sizes = (1,) * (4 - attn_mask.ndim) + tuple(attn_mask.shape)
+    if len(sizes) != 4 or any(size not in (1, expected) for size, expected in zip(sizes, full, strict=True)):
+        hint = ""
+        if tuple(attn_mask.shape) == (shape.batch, shape.kv_len):
+            hint = "; a key-padding mask (B, S_k) is passed as mask[:, None, None, :]"
+        raise ValueError(
+            f"attn_mask: expected a shape that broadcasts to (B, H, S_q, S_k) = {full}, "
+            f"got {tuple(attn_mask.shape)}{hint}"
+        )
+    return attn_mask.reshape(sizes)
+
+
+def resolve_sparsity(topk: PerHead | None, sparsity: Sparsity | None, heads: int) -> Sparsity:
+    """One selection from the plain knob or the full value, its per-head tensors fitting the heads."""
+    if sparsity is None:
+        sparsity = TopK(DEFAULT_TOPK if topk is None else topk)
+    elif topk is not None:
+        raise ValueError(f"expected topk or sparsity, got both: topk={topk!r} and sparsity={sparsity!r}")
+    if not isinstance(sparsity, (TopK, TopCdf, Dense)):
+        raise TypeError(f"sparsity: expected TopK(...), TopCdf(...) or Dense(), got {type(sparsity).__name__}")
+    for name in ("topk", "cdf", "similarity_threshold", "pv_threshold"):
+        check_per_head(name, getattr(sparsity, name, None), heads)
+    return sparsity
+
+
+def check_per_head(name: str, value: PerHead | None, heads: int) -> None:
+    """Raise unless a per-head tensor has one entry per query head."""
+    if isinstance(value, Tensor) and value.numel() != heads:
+        raise ValueError(f"{name}: expected one entry per query head ({heads}), got {value.numel()}")
+
+
+def resolve_score(score: str | Score) -> Score:
+    """A score by name, or as given."""
+    if isinstance(score, (Moment, Mean)):
+        return score
+    if not isinstance(score, str):
+        raise TypeError(f"score: expected 'moment', 'mean', Moment(...) or Mean(), got {type(score).__name__}")
+    check_choice("score", score, tuple(SCORES))
+    return SCORES[score]
+
+
+def check_always_keep(always_keep: Sequence[tuple[int, int]] | None, kv_len: int) -> tuple[tuple[int, int], ...]:
+    """Key ranges as ((start, stop), ...), each with 0 <= start < stop <= kv_len."""
+    ranges = []
+    for entry in always_keep or ():
+        if len(entry) != 2 or not all(isinstance(edge, int) for edge in entry):
+            raise TypeError(f"always_keep: expected (start, stop) pairs of ints, got {entry!r}")
+        start, stop = entry
+        if not 0 <= start < stop <= kv_len:
+            raise ValueError(f"always_keep: expected 0 <= start < stop <= {kv_len} (the number of keys), got {entry!r}")
+        ranges.append((start, stop))
+    return tuple(ranges)
+
+
+def check_block_mask(mask: BlockMask | Tensor, shape: Shape, is_causal: bool | None, device: torch.device) -> BlockMask:
+    """A BlockMask of the call's geometry, causal or not as the caller and the mask agree."""
+    full = (shape.batch, shape.heads, shape.q_blocks, shape.kv_blocks)
+    geometry = (
+        f"(B, H, ceil(S_q / {BLOCK_Q}), ceil(S_k / {BLOCK_K})) = {full} "
+        f"for {shape.q_len} queries and {shape.kv_len} keys in blocks of {BLOCK_Q} x {BLOCK_K}"
+    )
+    if isinstance(mask, Tensor):
+        if mask.dtype != torch.bool:
+            raise TypeError(f"mask: expected a BlockMask or a bool tensor, got dtype {mask.dtype}")
+        sizes = (1,) * (4 - mask.ndim) + tuple(mask.shape)
+        if len(sizes) != 4 or any(size not in (1, expected) for size, expected in zip(sizes, full, strict=True)):
+            raise ValueError(f"mask: expected a shape that broadcasts to {geometry}, got {tuple(mask.shape)}")
+        _check_mask_device(mask.device, device)
+        dense = mask.reshape(sizes).expand(full)
+        return BlockMask.from_dense(dense, q_len=shape.q_len, kv_len=shape.kv_len, is_causal=bool(is_causal))
+    if not isinstance(mask, BlockMask):
+        raise TypeError(f"mask: expected a BlockMask or a bool tensor, got {type(mask).__name__}")
+    lengths = (mask.q_len, mask.kv_len)
+    if mask.shape != full or lengths != (shape.q_len, shape.kv_len):
+        raise ValueError(
+            f"mask: expected {geometry}, got {mask.shape} for {mask.q_len} queries and {mask.kv_len} keys"
+        )
+    _check_mask_device(mask.kv_indices.device, device)
+    if is_causal is not None and is_causal != mask.is_causal:
+        raise ValueError(f"is_causal: expected {mask.is_causal} as in the mask, got {is_causal}")
+    return mask
+
+
+def _check_mask_device(got: torch.device, expected: torch.device) -> None:
+    if got != expected:
+        raise ValueError(f"mask: expected the query's device {expected}, got {got}")
+
+
+def unsupported_reason(shape: Shape, dropout_p: float, needs_grad: bool) -> str | None:
+    """Why no sparse backend can serve the call, as "expected X, got Y"; None when one can."""
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
+        raise TypeError(f"dropout_p: expected a number, got {type(dropout_p).__name__}")
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"dropout_p: expected a value in [0, 1], got {dropout_p}")
+    if dropout_p > 0:
+        return f"dropout_p: expected 0.0 (sparse attention has no dropout), got {dropout_p}"
+    if needs_grad:
+        return (
+            "expected inputs without gradients (sparse attention has no backward pass; use torch.no_grad() or "
+            "detach()), got requires_grad=True under autograd"
+        )
+    for name, size in (("head_dim", shape.head_dim), ("value head_dim", shape.value_dim)):
+        if not MIN_HEAD_DIM <= size <= MAX_HEAD_DIM:
+            return f"{name}: expected a value in [{MIN_HEAD_DIM}, {MAX_HEAD_DIM}], got {size}"
+    return None
