@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sparge.backends import torch_online
-from sparge.backends.torch_tiles import Tiles
+from sparge.backends.torch_tiles import Tiles, Workspace
 from sparge.block_mask import BlockMask
 from sparge.config import PerHead
 from sparge.geometry import BLOCK_K, BLOCK_Q, Shape
@@ -59,14 +59,15 @@ def _attend_rows(tiles: Tiles, kept: Tensor, full: Tensor, scale: float) -> tupl
     device = tiles.query.device
     output = torch.zeros(total, BLOCK_Q, shape.value_dim, device=device)
     lse = torch.full((total, BLOCK_Q), -math.inf, device=device)
+    workspace = Workspace()
     gathered = BLOCK_K * (shape.head_dim + shape.value_dim) * 4
     for rows, columns in _batches(kept & full, gathered):
-        key, value = tiles.keys_values(rows, columns)
-        output[rows], lse[rows] = attend(tiles.queries(rows), key, value, None, scale)
+        key, value = tiles.keys_values(rows, columns, workspace)
+        output[rows], lse[rows] = attend(tiles.queries(rows, workspace), key, value, None, scale)
     for rows, columns in _batches(kept & ~full, gathered + BLOCK_Q * BLOCK_K * 16):
-        key, value = tiles.keys_values(rows, columns)
+        key, value = tiles.keys_values(rows, columns, workspace)
         bias, sees = tiles.element_bias(rows, columns)
-        part, part_lse = attend(tiles.queries(rows), key, value, bias, scale)
+        part, part_lse = attend(tiles.queries(rows, workspace), key, value, bias, scale)
         part_lse = part_lse.masked_fill(~sees, -math.inf)
         output[rows], lse[rows] = merge(output[rows], lse[rows], part, part_lse)
     return output, lse
@@ -101,7 +102,7 @@ def attend(
             scale=scale,
         )
         return output.squeeze(1), lse.squeeze(1)
-    scores = torch.bmm(query * scale, key.mT)
+    scores = torch.bmm(query * scale, key.mT)  # [n, M, K]
     if bias is not None:
         scores += bias
     lse = scores.logsumexp(-1)

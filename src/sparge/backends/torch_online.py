@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sparge.backends.torch_tiles import Tiles
+from sparge.backends.torch_tiles import Tiles, Workspace
 from sparge.config import PerHead, per_head
 from sparge.geometry import BLOCK_K, BLOCK_Q, ROW_GROUP
 from sparge.visibility import Visibility
@@ -101,7 +101,8 @@ class _Rows:
     def __init__(self, operands: _Operands, rows: Tensor, threshold: Tensor | None) -> None:
         tiles, device = operands.tiles, rows.device
         self.operands, self.tiles, self.rows = operands, tiles, rows
-        self.query = tiles.queries(rows)
+        self.workspace = Workspace()
+        self.query = tiles.queries(rows, self.workspace)
         groups = len(rows) * GROUPS
         self.running_max = torch.full((groups, ROW_GROUP, 1), -math.inf, device=device)
         self.row_sum = torch.zeros(groups, ROW_GROUP, 1, device=device)
@@ -117,7 +118,7 @@ class _Rows:
         """One more key block for the first ``len(column)`` rows; ``partial`` says which need an element mask."""
         active = len(column)
         rows = self.rows[:active]
-        key, value = self.tiles.keys_values(rows, column[:, None])
+        key, value = self.tiles.keys_values(rows, column[:, None], self.workspace)
         scores = self.operands.scores(rows, self.query[:active], key, column)
         if bool(partial.any()):
             bias, _ = self.tiles.element_bias(rows[partial], column[partial, None])

@@ -1,7 +1,8 @@
 """Tiles of the attention map for the PyTorch backends: blocks of Q, K, V to gather, and the masks inside them.
 
-A *row* is one query block of one head, numbered (b * heads + h) * q_blocks + i. Blocks are gathered from views of the
-caller's tensors; only a ragged length or hidden keys (whose contents must not matter) cost a padded copy.
+A *row* is one query block of one head, numbered (b * heads + h) * q_blocks + i. Blocks are gathered from the caller's
+own memory; a ragged length, hidden keys (whose contents must not matter) or a strided layout cost one copy.
+Gathering writes into buffers that are used again and again: fresh memory would cost more than the copying itself.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from sparge.visibility import Visibility, allowed_elements
 
 
 def cut_blocks(tokens: Tensor, block: int, seen: Tensor | None = None) -> Tensor:
-    """(B, H, S, D) -> (B, H, blocks, block, D): a view, or a zero-filled copy if ragged or partly hidden."""
+    """(B, H, S, D) -> contiguous (B, H, blocks, block, D): a view, or a copy if ragged, partly hidden or strided."""
     if seen is not None:
         tokens = torch.where(seen[..., None], tokens, 0)
     missing = -tokens.shape[2] % block
     if missing:
         tokens = F.pad(tokens, (0, 0, 0, missing))
-    return tokens.unflatten(2, (-1, block))
+    return tokens.contiguous().unflatten(2, (-1, block))
 
 
 @dataclass(frozen=True)
@@ -67,26 +68,34 @@ class Tiles:
         head_rows = rows // self.shape.q_blocks
         return head_rows // self.shape.heads, head_rows % self.shape.heads, rows % self.shape.q_blocks
 
-    def queries(self, rows: Tensor) -> Tensor:
+    def queries(self, rows: Tensor, into: Workspace) -> Tensor:
         """(n,) -> (n, 128, D), float32."""
-        return _take(self.query, self.place(rows)).float()
+        return into.gather("query", self.query, rows)
 
-    def keys_values(self, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+    def keys_values(self, rows: Tensor, columns: Tensor, into: Workspace) -> tuple[Tensor, Tensor]:
         """Key blocks ``columns`` (n, c) of each row's head: (n, c * 64, D) and (n, c * 64, Dv), float32."""
         batch, head, _ = self.place(rows)
-        place = (batch[:, None], (head // self.shape.group)[:, None], columns)
-        key, value = (_take(blocks, place).float() for blocks in (self.key, self.value))
-        return key.flatten(1, 2), value.flatten(1, 2)
+        kv_head = batch * self.shape.kv_heads + head // self.shape.group
+        flat = (kv_head[:, None] * self.shape.kv_blocks + columns).flatten()
+        key, value = into.gather("key", self.key, flat), into.gather("value", self.value, flat)
+        n, tokens = len(rows), columns.shape[1] * BLOCK_K
+        return key.view(n, tokens, -1), value.view(n, tokens, -1)
 
     def element_bias(self, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-        """What to add to the scores of each row and its key blocks: (n, 128, c * 64), -inf where hidden.
+        """What to add to the scores of each row and its key blocks: (n | 1, 128, c * 64), -inf where hidden.
 
-        Also returns which queries see anything there, (n, 128).
+        Also returns which queries see anything there, (n | 1, 128). The leading size is 1 when all rows share one
+        pattern, as they do along an aligned causal diagonal.
         """
         batch, head, block = self.place(rows)
-        queries = block[:, None] * BLOCK_Q + torch.arange(BLOCK_Q, device=rows.device)  # [n, 128]
-        keys = (columns[..., None] * BLOCK_K + torch.arange(BLOCK_K, device=rows.device)).flatten(1)  # [n, c * 64]
-        queries, keys = queries[:, :, None], keys[:, None, :]
+        if self.attn_mask is None:
+            patterns = torch.cat([columns * BLOCK_K - block[:, None] * BLOCK_Q, self._keys_left(columns)], 1)
+            if bool((patterns == patterns[:1]).all()):
+                batch, head, block, columns = batch[:1], head[:1], block[:1], columns[:1]
+        within_q = torch.arange(BLOCK_Q, dtype=torch.int32, device=rows.device)
+        within_k = torch.arange(BLOCK_K, dtype=torch.int32, device=rows.device)
+        queries = (block.int()[:, None] * BLOCK_Q + within_q)[:, :, None]  # [n, 128, 1]
+        keys = (columns.int()[..., None] * BLOCK_K + within_k).flatten(1)[:, None, :]  # [n, 1, c * 64]
         allowed = keys < self.shape.kv_len
         if self.is_causal:
             allowed = allowed & (keys <= queries + self.shape.causal_offset)
@@ -102,15 +111,33 @@ class Tiles:
             allowed = allowed & allowed_elements(elements)
             if mask.dtype != torch.bool:
                 bias = elements.float()
-        allowed = allowed.expand(len(rows), BLOCK_Q, keys.shape[-1])
+        allowed = allowed.expand(len(block), BLOCK_Q, keys.shape[-1])
         hidden = torch.full((), -torch.inf, device=rows.device)
         return torch.where(allowed, bias, hidden), allowed.any(-1)
 
+    def _keys_left(self, columns: Tensor) -> Tensor:
+        """Keys that each block really holds."""
+        return (self.shape.kv_len - columns * BLOCK_K).clamp(max=BLOCK_K)
 
-def _take(blocks: Tensor, place: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """``blocks[b, h, i]`` for index tensors of one shape, through the faster flat copy where the layout allows it."""
-    b, h, i = torch.broadcast_tensors(*place)
-    if not blocks.is_contiguous():
-        return blocks[b, h, i]
-    flat = ((b * blocks.shape[1] + h) * blocks.shape[2] + i).flatten()
-    return blocks.flatten(0, 2).index_select(0, flat).unflatten(0, i.shape)
+
+class Workspace:
+    """Buffers to gather into, one per name and dtype. What `gather` returns is valid until its next call."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def gather(self, name: str, blocks: Tensor, index: Tensor) -> Tensor:
+        """Blocks (flattened over batch, head and position) number ``index`` (n,), as float32 (n, block, D)."""
+        flat = blocks.flatten(0, 2)
+        gathered = self._buffer(name, flat, len(index), flat.dtype)
+        torch.index_select(flat, 0, index, out=gathered)
+        if flat.dtype == torch.float32:
+            return gathered
+        return self._buffer(name, flat, len(index), torch.float32).copy_(gathered)
+
+    def _buffer(self, name: str, like: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+        found = self._buffers.get((name, dtype))
+        if found is None or len(found) < count:
+            found = like.new_empty((count, *like.shape[1:]), dtype=dtype)
+            self._buffers[name, dtype] = found
+        return found[:count]
