@@ -117,8 +117,8 @@ def attention(
             head_dim outside 8..256): "raise", "warn" and run dense, or silently run "dense".
 
     Returns:
-        The output (B, H, S_q, D_v) in the query's dtype and layout. With ``return_lse`` also the LSE (B, H, S_q), natural
-        log, float32. A query that sees nothing gives 0 and -inf.
+        The output (B, H, S_q, D_v) in the query's dtype and layout. With ``return_lse`` also the LSE (B, H, S_q),
+        natural log, float32. A query that sees nothing gives 0 and -inf.
 
     Raises:
         TypeError, ValueError: an argument is not what was expected.

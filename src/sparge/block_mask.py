@@ -132,8 +132,7 @@ class BlockMask:
         shape = Shape(1, 1, 1, self.q_len, self.kv_len, 1, 1)
         full = find_visibility(shape, self.is_causal, None, dense.device).full
         parts = [
-            BlockMask.from_dense(part, q_len=self.q_len, kv_len=self.kv_len)
-            for part in (dense & ~full, dense & full)
+            BlockMask.from_dense(part, q_len=self.q_len, kv_len=self.kv_len) for part in (dense & ~full, dense & full)
         ]
         return FlexBlockMask.from_kv_blocks(
             parts[0].kv_num_blocks,

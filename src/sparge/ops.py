@@ -51,14 +51,15 @@ def predict(
     backend: str,
 ) -> BlockMask:
     """Stage 1 through its operator."""
-    if isinstance(sparsity, Dense):
-        selection, share, similarity, min_blocks, sink, diagonal = "dense", 1.0, None, 0, False, False
-    else:
+    selection, min_blocks, sink, diagonal = "dense", 0, False, False
+    share: PerHead = 1.0
+    similarity: PerHead | None = None
+    if not isinstance(sparsity, Dense):
         selection = "topk" if isinstance(sparsity, TopK) else "topcdf"
         share = sparsity.topk if isinstance(sparsity, TopK) else sparsity.cdf
         similarity, min_blocks = sparsity.similarity_threshold, sparsity.min_blocks
         sink, diagonal = sparsity.keeps_sink(is_causal), sparsity.keeps_diagonal(is_causal)
-    lists = torch.ops.sparge.predict(
+    counts, indices, visible = torch.ops.sparge.predict(
         query,
         key,
         attn_mask,
@@ -74,7 +75,7 @@ def predict(
         [edge for pair in always_keep for edge in pair],
         backend,
     )
-    return BlockMask(*lists, q_len=query.shape[2], kv_len=key.shape[2], is_causal=is_causal)
+    return BlockMask(counts, indices, visible, query.shape[2], key.shape[2], is_causal)
 
 
 def attend(
@@ -165,15 +166,14 @@ def _predict(
 ) -> tuple[Tensor, Tensor, Tensor]:
     sparsity: Sparsity = Dense()
     if selection != "dense":
-        kind, field = (TopK, "topk") if selection == "topk" else (TopCdf, "cdf")
+        amount = share if share_per_head is None else share_per_head
         rules = {
-            field: share if share_per_head is None else share_per_head,
             "min_blocks": min_blocks,
             "similarity_threshold": similarity if similarity_per_head is None else similarity_per_head,
             "sink": sink,
             "diagonal": diagonal,
         }
-        sparsity = trusted(kind, **rules)
+        sparsity = trusted(TopK, topk=amount, **rules) if selection == "topk" else trusted(TopCdf, cdf=amount, **rules)
     mask = _stage1(backend).predict(
         query,
         key,
@@ -192,7 +192,11 @@ def _predict_fake(query: Tensor, key: Tensor, *_: object) -> tuple[Tensor, Tenso
     shape = _shape_of(query, key, key)
     rows = (shape.batch, shape.heads, shape.q_blocks)
     counts = query.new_empty(rows, dtype=torch.int32)
-    return counts, query.new_empty((*rows, shape.kv_blocks), dtype=torch.int32), torch.empty_like(counts)
+    return (
+        counts,
+        query.new_empty((*rows, shape.kv_blocks), dtype=torch.int32),
+        torch.empty_like(counts),
+    )
 
 
 def _attend(
@@ -239,7 +243,14 @@ def _dense(
     if backend == "torch" and query.device.type == "cpu" and quantization == "none" and attn_mask is None and square:
         return _dense_cpu(query, key, value, shape, is_causal, scale)
     mask = _stage1(backend).predict(
-        query, key, shape, sparsity=Dense(), score=Mean(), is_causal=is_causal, scale=scale, attn_mask=attn_mask
+        query,
+        key,
+        shape,
+        sparsity=Dense(),
+        score=Mean(),
+        is_causal=is_causal,
+        scale=scale,
+        attn_mask=attn_mask,
     )
     return _attention(query, key, value, mask, shape, scale, attn_mask, quantization, None, backend)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from sparge.block_mask import BlockMask
-from sparge.config import Dense, Mean, Moment, Score, Sparsity, TopCdf, TopK, per_head
+from sparge.config import Dense, Mean, Score, Sparsity, TopCdf, TopK, per_head
 from sparge.geometry import BLOCK_K, BLOCK_Q, ROW_GROUP, Shape
 from sparge.visibility import allowed_elements
 
@@ -46,9 +46,6 @@ class AttentionResult(NamedTuple):
     output: Tensor
     lse: Tensor
     pv_skipped: Tensor
-
-
-# --- Masks -----------------------------------------------------------------------------------------------------------
 
 
 def element_mask(shape: Shape, is_causal: bool, attn_mask: Tensor | None, device: torch.device) -> ElementMask:
@@ -78,9 +75,6 @@ def visible_blocks(allowed: Tensor) -> Tensor:
 def _visible_keys(allowed: Tensor, kv_heads: int) -> Tensor:
     """(B, Hkv, Sk): keys that some query of some head of the group sees."""
     return allowed.any(2).unflatten(1, (kv_heads, -1)).any(2)
-
-
-# --- Pooling and similarity ------------------------------------------------------------------------------------------
 
 
 def smooth_key(key: Tensor, keys_seen: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,16 +128,11 @@ def sample_queries(seen: Tensor, samples: int) -> Tensor:
     return torch.tensor(picks, device=seen.device)
 
 
-# --- Scores ----------------------------------------------------------------------------------------------------------
-
-
 def _masked_mean(values: Tensor, keep: Tensor) -> Tensor:
     return torch.where(keep, values, 0.0).sum() / keep.sum().clamp(min=1)
 
 
-def score_mean(
-    query_means: Tensor, key_means: Tensor, scale: float, allowed: Tensor, bias: Tensor
-) -> Tensor:
+def score_mean(query_means: Tensor, key_means: Tensor, scale: float, allowed: Tensor, bias: Tensor) -> Tensor:
     """The paper's compressed scores of one head, (q_blocks, 1, kv_blocks): q_i . k_j * scale + mean bias."""
     scores = query_means @ key_means.mT * scale
     for i, (allowed_row, bias_row) in enumerate(zip(allowed.split(BLOCK_Q), bias.split(BLOCK_Q), strict=True)):
@@ -153,7 +142,12 @@ def score_mean(
 
 
 def score_moment(
-    queries: Tensor, key_means: Tensor, key_variances: Tensor, scale: float, allowed: Tensor, bias: Tensor
+    queries: Tensor,
+    key_means: Tensor,
+    key_variances: Tensor,
+    scale: float,
+    allowed: Tensor,
+    bias: Tensor,
 ) -> Tensor:
     """Second-order scores of sampled queries, (q_blocks, samples, kv_blocks).
 
@@ -187,9 +181,6 @@ def block_probabilities(scores: Tensor, judged: Tensor) -> tuple[Tensor, Tensor]
     scores = scores.masked_fill(broken | ~judged[:, None], -math.inf)
     probabilities = scores.softmax(-1).nan_to_num(0.0)  # a row of -inf only has no probabilities
     return probabilities.mean(1), broken.any(1)
-
-
-# --- Selection -------------------------------------------------------------------------------------------------------
 
 
 def forced_blocks(
@@ -266,9 +257,7 @@ def predict(
     visible = visible_blocks(masks.allowed)
 
     def finish(dense: Tensor) -> BlockMask:
-        return BlockMask.from_dense(
-            dense, q_len=shape.q_len, kv_len=shape.kv_len, is_causal=is_causal, visible=visible
-        )
+        return BlockMask.from_dense(dense, q_len=shape.q_len, kv_len=shape.kv_len, is_causal=is_causal, visible=visible)
 
     if isinstance(sparsity, Dense):
         return finish(visible)
@@ -294,9 +283,7 @@ def predict(
                 scores = score_mean(query_means, key_means, scale, allowed, bias)
             else:
                 picks = sample_queries(queries_seen[b, h], score.samples)
-                scores = score_moment(
-                    query[b, h][picks], key_means, key_variances, scale, allowed[picks], bias[picks]
-                )
+                scores = score_moment(query[b, h][picks], key_means, key_variances, scale, allowed[picks], bias[picks])
             probabilities, broken = block_probabilities(scores, visible[b, h] & ~unjudged)
             for i in range(shape.q_blocks):
                 kept[b, h, i] = select_row(
@@ -318,11 +305,13 @@ def _of_head(value: float | Tensor | None, head: int, shape: Shape) -> float | N
 def _fix_blocks(query_similarity: Tensor, key_similarity: Tensor, threshold: float | None) -> Tensor:
     """(q_blocks, kv_blocks): rows and columns whose tokens disagree too much to be judged."""
     if threshold is None:
-        return torch.zeros(len(query_similarity), len(key_similarity), dtype=torch.bool, device=key_similarity.device)
+        return torch.zeros(
+            len(query_similarity),
+            len(key_similarity),
+            dtype=torch.bool,
+            device=key_similarity.device,
+        )
     return (query_similarity < threshold)[:, None] | (key_similarity < threshold)
-
-
-# --- Quantisation ----------------------------------------------------------------------------------------------------
 
 
 def quantize_int8(tokens: Tensor, block: int) -> tuple[Tensor, Tensor]:
@@ -360,9 +349,6 @@ def fp8_tensor_core(probability: Tensor, value: Tensor, accumulator: Tensor) -> 
         quantum = torch.ldexp(torch.ones_like(terms[:, :1]), exponent - 1 - FP8_ACCUMULATOR_BITS)
         accumulator = (torch.trunc(terms / quantum) * quantum).sum(1)
     return accumulator
-
-
-# --- Attention -------------------------------------------------------------------------------------------------------
 
 
 def attention(
@@ -420,7 +406,13 @@ class _Head:
     """One head's operands, quantised as asked, and the online softmax over them."""
 
     def __init__(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, quantization: str, accumulation: Accumulation
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        quantization: str,
+        accumulation: Accumulation,
     ) -> None:
         self.query, self.key, self.value = query, key, value
         self.query_scale = self.key_scale = torch.ones_like(query[:1, :1])
@@ -437,7 +429,12 @@ class _Head:
             self.value = value.half().double()
 
     def attend(
-        self, rows: slice, columns: list[int], allowed: Tensor, bias: Tensor, threshold: float | None
+        self,
+        rows: slice,
+        columns: list[int],
+        allowed: Tensor,
+        bias: Tensor,
+        threshold: float | None,
     ) -> AttentionResult:
         """Attention of up to 64 rows (one skipping group) to the given key blocks, in order."""
         count = rows.stop - rows.start

@@ -55,8 +55,7 @@ def check_query_key_value(
             raise TypeError(f"{name}: expected the query's dtype {query.dtype}, got {tensor.dtype}")
         if tensor.device != query.device:
             raise ValueError(f"{name}: expected the query's device {query.device}, got {tensor.device}")
-    if layout == "NHD":
-        query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    query, key, value = (_heads_first(tensor, layout) for tensor in (query, key, value))
     batch, heads, q_len, head_dim = query.shape
     kv_heads, kv_len = key.shape[1:3]
     if key.shape[0] != batch or key.shape[3] != head_dim:
@@ -75,6 +74,13 @@ def check_query_key_value(
     if heads % kv_heads:
         raise ValueError(f"query: expected a multiple of the key's {kv_heads} heads, got {heads}")
     return query, key, value, Shape(batch, heads, kv_heads, q_len, kv_len, head_dim, value.shape[3])
+
+
+def _heads_first(tensor: Tensor, layout: str) -> Tensor:
+    """The tensor as (B, H, S, D) with a unit last stride, which kernels rely on; a copy only to get the latter."""
+    if layout == "NHD":
+        tensor = tensor.transpose(1, 2)
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def check_scale(scale: float | None, head_dim: int) -> float:
@@ -173,9 +179,7 @@ def check_block_mask(mask: BlockMask | Tensor, shape: Shape, is_causal: bool | N
         raise TypeError(f"mask: expected a BlockMask or a bool tensor, got {type(mask).__name__}")
     lengths = (mask.q_len, mask.kv_len)
     if mask.shape != full or lengths != (shape.q_len, shape.kv_len):
-        raise ValueError(
-            f"mask: expected {geometry}, got {mask.shape} for {mask.q_len} queries and {mask.kv_len} keys"
-        )
+        raise ValueError(f"mask: expected {geometry}, got {mask.shape} for {mask.q_len} queries and {mask.kv_len} keys")
     _check_mask_device(mask.kv_indices.device, device)
     if is_causal is not None and is_causal != mask.is_causal:
         raise ValueError(f"is_causal: expected {mask.is_causal} as in the mask, got {is_causal}")

@@ -39,9 +39,7 @@ def allowed_elements(attn_mask: Tensor) -> Tensor:
     return ~(attn_mask <= torch.finfo(attn_mask.dtype).min)  # NaN stays visible, and so propagates
 
 
-def find_visibility(
-    shape: Shape, is_causal: bool, attn_mask: Tensor | None, device: torch.device
-) -> Visibility:
+def find_visibility(shape: Shape, is_causal: bool, attn_mask: Tensor | None, device: torch.device) -> Visibility:
     """Reduce causality and a mask of shape (B | 1, H | 1, Sq | 1, Sk | 1) to block and token facts."""
     if attn_mask is None:
         return _without_mask(shape, is_causal, device)
@@ -123,9 +121,7 @@ def _with_element_mask(shape: Shape, is_causal: bool, attn_mask: Tensor) -> Visi
         blocks.append(_key_blocks(some, False).any(-1))
         full.append(_key_blocks(plain.all(2), False).all(-1))
         queries.append(seen.any(3))
-    return Visibility(
-        torch.stack(blocks, 2), torch.stack(full, 2), keys, torch.cat(queries, 2)
-    )
+    return Visibility(torch.stack(blocks, 2), torch.stack(full, 2), keys, torch.cat(queries, 2))
 
 
 def _key_blocks(per_key: Tensor, fill: float) -> Tensor:

@@ -89,9 +89,7 @@ def _batches(kept: Tensor, block_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
         start += size
 
 
-def attend(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
+def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """Dense attention of a batch, float32: (n, M, D), (n, K, D), (n, K, Dv) -> output (n, M, Dv), lse (n, M)."""
     if query.device.type == "cpu" and query.shape[-1] == value.shape[-1]:
         output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(

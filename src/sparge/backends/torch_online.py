@@ -107,9 +107,9 @@ class _Rows:
         self.running_max = torch.full((groups, ROW_GROUP, 1), -math.inf, device=device)
         self.row_sum = torch.zeros(groups, ROW_GROUP, 1, device=device)
         self.accumulator = torch.zeros(groups, ROW_GROUP, tiles.shape.value_dim, device=device)
-        batch, head, block = tiles.place(rows)
         self.threshold = None
         if threshold is not None:
+            _, head, block = tiles.place(rows)
             positions = block[:, None] * BLOCK_Q + torch.arange(BLOCK_Q, device=device)
             self.threshold = threshold[head].repeat_interleave(GROUPS)[:, None, None]
             self.outside = (positions >= tiles.shape.q_len).view(groups, ROW_GROUP, 1)

@@ -82,9 +82,7 @@ def predict(
             probabilities, broken = _probabilities(_scores(call, statistics, score, blocks), judged)
             rows.append(_select(probabilities, visible[:, :, blocks], judged, forced[blocks] | broken, sparsity))
         kept = torch.cat(rows, 2)
-    return BlockMask.from_dense(
-        kept, q_len=shape.q_len, kv_len=shape.kv_len, is_causal=is_causal, visible=visible
-    )
+    return BlockMask.from_dense(kept, q_len=shape.q_len, kv_len=shape.kv_len, is_causal=is_causal, visible=visible)
 
 
 def _row_chunks(shape: Shape, score: Score) -> list[tuple[int, int]]:
@@ -93,9 +91,6 @@ def _row_chunks(shape: Shape, score: Score) -> list[tuple[int, int]]:
     row_bytes = 4 * shape.batch * shape.heads * samples * shape.kv_blocks
     step = max(1, CHUNK_BYTES // row_bytes)
     return [(first, min(first + step, shape.q_blocks)) for first in range(0, shape.q_blocks, step)]
-
-
-# --- Statistics ------------------------------------------------------------------------------------------------------
 
 
 def _blocks_of(tokens: Tensor, seen: Tensor | None, block: int) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -108,7 +103,11 @@ def _blocks_of(tokens: Tensor, seen: Tensor | None, block: int) -> tuple[Tensor,
     blocks = ceil_div(length, block)
     missing = blocks * block - length
     if seen is None and missing == 0:
-        return tokens.unflatten(2, (blocks, block)).float(), tokens.new_full((1, 1, 1, 1), block).float(), None
+        return (
+            tokens.unflatten(2, (blocks, block)).float(),
+            tokens.new_full((1, 1, 1, 1), block).float(),
+            None,
+        )
     if seen is None:
         seen = torch.ones(1, 1, length, dtype=torch.bool, device=tokens.device)
     seen = F.pad(seen, (0, missing)).unflatten(2, (blocks, block))[..., None]
@@ -146,9 +145,7 @@ def _smooth(key: Tensor, seen: Tensor | None) -> Tensor:
     return key - mean
 
 
-def _fix_blocks(
-    query: Tensor, key: Tensor, seen: Visibility, shape: Shape, sparsity: TopK | TopCdf
-) -> Tensor | None:
+def _fix_blocks(query: Tensor, key: Tensor, seen: Visibility, shape: Shape, sparsity: TopK | TopCdf) -> Tensor | None:
     """(B, H, q_blocks, kv_blocks): rows and columns whose tokens disagree too much to be judged; None: no judge."""
     if sparsity.similarity_threshold is None:
         return None
@@ -156,9 +153,6 @@ def _fix_blocks(
     rows = _self_similarity(query, seen.queries, BLOCK_Q)[..., None] < threshold
     columns = _self_similarity(_smooth(key, seen.keys), seen.keys, BLOCK_K)
     return rows | (columns.repeat_interleave(shape.group, 1)[:, :, None] < threshold)
-
-
-# --- Scores ----------------------------------------------------------------------------------------------------------
 
 
 def _scores(call: _Call, keys: _KeyStatistics, score: Score, blocks: slice) -> Tensor:
@@ -249,9 +243,6 @@ def _probabilities(scores: Tensor, judged: Tensor) -> tuple[Tensor, Tensor]:
     return scores.softmax(-1).nan_to_num_(0.0).mean(3), broken.any(3)
 
 
-# --- Selection -------------------------------------------------------------------------------------------------------
-
-
 def _forced_blocks(
     shape: Shape,
     sparsity: TopK | TopCdf,
@@ -274,9 +265,7 @@ def _forced_blocks(
     return forced
 
 
-def _select(
-    probabilities: Tensor, visible: Tensor, judged: Tensor, forced: Tensor, sparsity: TopK | TopCdf
-) -> Tensor:
+def _select(probabilities: Tensor, visible: Tensor, judged: Tensor, forced: Tensor, sparsity: TopK | TopCdf) -> Tensor:
     """Kept blocks (B, H, rows, kv_blocks): forced first, then by probability to the budget; fix blocks on top."""
     heads, device = visible.shape[1], visible.device
     count = visible.sum(-1, keepdim=True)

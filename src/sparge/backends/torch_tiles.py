@@ -66,7 +66,11 @@ class Tiles:
     def place(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Batch, head and query-block index of each row."""
         head_rows = rows // self.shape.q_blocks
-        return head_rows // self.shape.heads, head_rows % self.shape.heads, rows % self.shape.q_blocks
+        return (
+            head_rows // self.shape.heads,
+            head_rows % self.shape.heads,
+            rows % self.shape.q_blocks,
+        )
 
     def queries(self, rows: Tensor, into: Workspace) -> Tensor:
         """(n,) -> (n, 128, D), float32."""

@@ -1,0 +1,39 @@
+# `make demo` and `make test` need Python >= 3.10 and make; everything else is set up in .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint format bench tables clean
+
+$(READY): pyproject.toml requirements-dev.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "sparge needs Python 3.10 or newer, got " + sys.version)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
+	$(BIN)/python -m pip install --quiet -e '.[plot]'
+	touch $(READY)
+
+demo: $(READY)  ## the main job on this machine: a table, and sparge-demo.html
+	$(BIN)/sparge demo
+
+test: lint  ## lint, types, all tests
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)  ## measure, append to benchmarks/results, refresh README's tables
+	$(BIN)/python -m benchmarks.cpu
+	$(BIN)/python -m benchmarks.tables
+
+tables: $(READY)
+	$(BIN)/python -m benchmarks.tables
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

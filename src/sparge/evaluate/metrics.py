@@ -1,0 +1,65 @@
+"""How close sparse attention comes: error of the output, recall of the attention mass. Memory is linear in length."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparge.block_mask import BlockMask
+from sparge.evaluate.inputs import Needle
+from sparge.geometry import BLOCK_K, BLOCK_Q, ceil_div
+
+
+def relative_l1(output: Tensor, exact: Tensor) -> float:
+    """sum |output - exact| / sum |exact|."""
+    return float((output.double() - exact.double()).abs().sum() / exact.double().abs().sum())
+
+
+def block_mass(query: Tensor, key: Tensor, *, is_causal: bool = False, scale: float | None = None) -> Tensor:
+    """True attention mass of every block: (B, H, Sq, D), (B, H, Sk, D) -> (B, H, q_blocks, kv_blocks).
+
+    Entry (i, j) is the probability that the queries of block i give to the keys of block j, averaged over the queries:
+    rows sum to 1. Heads must match (repeat grouped keys first).
+    """
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    q_len, kv_len = query.shape[2], key.shape[2]
+    rows = []
+    for start in range(0, q_len, BLOCK_Q):
+        probabilities = _attention_rows(query, key, start, min(start + BLOCK_Q, q_len), is_causal, scale)
+        missing = ceil_div(kv_len, BLOCK_K) * BLOCK_K - kv_len
+        padded = torch.nn.functional.pad(probabilities, (0, missing))
+        rows.append(padded.unflatten(-1, (-1, BLOCK_K)).sum(-1).mean(2))
+    return torch.stack(rows, 2)
+
+
+def mass_recall(mask: BlockMask, mass: Tensor) -> float:
+    """Share of the attention mass that lies in kept blocks."""
+    return float((mass * mask.to_dense()).sum() / mass.sum())
+
+
+def needle_recall(
+    mask: BlockMask,
+    query: Tensor,
+    key: Tensor,
+    needle: Needle,
+    *,
+    is_causal: bool = True,
+    scale: float | None = None,
+) -> float:
+    """Share of the mass that a needle's queries give to its keys and that lies in kept blocks."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    asked = _attention_rows(query, key, needle.query_start, needle.query_stop, is_causal, scale)
+    keys = torch.arange(needle.key_start, needle.key_stop)
+    queries = torch.arange(needle.query_start, needle.query_stop)
+    kept = mask.to_dense()[:, :, queries // BLOCK_Q][..., keys // BLOCK_K]  # [B, H, queries, keys]
+    mass = asked[..., keys]
+    return float((mass * kept).sum() / mass.sum())
+
+
+def _attention_rows(query: Tensor, key: Tensor, start: int, stop: int, is_causal: bool, scale: float) -> Tensor:
+    """Exact probabilities of queries start..stop: (B, H, stop - start, Sk)."""
+    scores = query[:, :, start:stop].float() @ key.float().mT * scale
+    if is_causal:
+        positions = torch.arange(start, stop, device=query.device)[:, None] + key.shape[2] - query.shape[2]
+        scores = scores.masked_fill(torch.arange(key.shape[2], device=query.device) > positions, -torch.inf)
+    return scores.softmax(-1)
