@@ -1,0 +1,283 @@
+"""The ``sparge`` command: ``demo`` measures on this machine, ``doctor`` says what the machine offers."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sparge._version import __version__
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from sparge.evaluate.demo import Demo, Row, Settings
+
+MIN_TOKENS = 256
+MAX_SEED = 2**63 - 1
+
+# The base of every wrong-command-line error. typer vendors click since 0.2x and imports it before, so the class has no
+# name that all versions share.
+_UsageError = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "UsageError")
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command and exit: 0, or 2 with one line on stderr for a wrong command line."""
+    try:
+        sys.exit(app(args=arguments, prog_name="sparge", standalone_mode=False))
+    except _UsageError as error:
+        message = " ".join(error.format_message().split())
+        if not message:  # no arguments: the help was printed
+            sys.exit(0)
+        typer.echo(f"sparge: error: {message}", err=True)
+        sys.exit(2)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"sparge {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def sparge(
+    version: Annotated[  # noqa: ARG001
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Training-free sparse and quantised attention for PyTorch."""
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = float("nan")
+    if not 0 < share <= 1:
+        raise typer.BadParameter(f"expected a number in (0, 1], got {text}")
+    return share
+
+
+def _integer(text: str, low: int, high: int, expected: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = low - 1
+    if not low <= number <= high:
+        raise typer.BadParameter(f"expected {expected}, got {text}")
+    return number
+
+
+def _tokens(text: str) -> int:
+    return _integer(text, MIN_TOKENS, sys.maxsize, f"an integer of at least {MIN_TOKENS}")
+
+
+def _heads(text: str) -> int:
+    return _integer(text, 1, sys.maxsize, "an integer of at least 1")
+
+
+def _seed(text: str) -> int:
+    return _integer(text, 0, MAX_SEED, "an integer in [0, 2**63)")
+
+
+def _writable(text: str) -> Path:
+    path = Path(text)
+    if path.is_dir():
+        raise typer.BadParameter(f"expected a file to write, got the directory {text}")
+    if not path.exists() and not path.parent.is_dir():
+        raise typer.BadParameter(f"expected a file in a directory that exists, got {text}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise typer.BadParameter(f"expected a file that can be written, got {text}")
+    return path
+
+
+@app.command()
+def demo(
+    topk: Annotated[
+        float, typer.Option(parser=_share, metavar="SHARE", help="Share of the visible blocks to keep.")
+    ] = 0.25,
+    tokens: Annotated[int, typer.Option(parser=_tokens, metavar="N", help="Sequence length.")] = 8192,
+    heads: Annotated[int, typer.Option(parser=_heads, metavar="N", help="Heads of 64 channels.")] = 8,
+    seed: Annotated[int, typer.Option(parser=_seed, metavar="N", help="Seed of the inputs.")] = 0,
+    output: Annotated[Path, typer.Option(parser=_writable, metavar="PATH", help="Where to write the page.")] = Path(
+        "sparge-demo.html"
+    ),
+    json_path: Annotated[
+        Path | None, typer.Option("--json", parser=_writable, metavar="PATH", help="Also write the numbers as JSON.")
+    ] = None,
+) -> None:
+    """Dense against sparse attention on this machine: a table, and a page with the predicted masks."""
+    from rich.console import Console
+
+    from sparge.evaluate.demo import Settings
+    from sparge.evaluate.report import render_page
+
+    # The default path goes past its parser.
+    _writable(str(output))
+    if json_path is not None and json_path.resolve() == output.resolve():
+        raise typer.BadParameter(f"expected different files for --output and --json, got {output} for both")
+    console = Console()
+    result = _run_with_progress(Settings(topk=topk, tokens=tokens, heads=heads, seed=seed))
+    output.write_text(render_page(result), encoding="utf-8")
+    if json_path is not None:
+        json_path.write_text(json.dumps(result.to_json(), indent=2) + "\n", encoding="utf-8")
+    _print_results(console, result)
+    for path in filter(None, (output, json_path)):
+        console.print(f"Wrote {path}", soft_wrap=True, highlight=False, markup=False)
+
+
+def _run_with_progress(settings: Settings) -> Demo:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from sparge.evaluate.demo import Step, run_demo
+
+    console = Console(stderr=True)
+    columns = (BarColumn(bar_width=30), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("")
+
+        def show(step: Step) -> None:
+            progress.update(task, completed=step.done, total=step.total, description=step.doing)
+
+        return run_demo(settings, show)
+
+
+def _print_results(console: Console, result: Demo) -> None:
+    from rich.measure import Measurement
+
+    from sparge.evaluate.demo import table_cells
+
+    settings, machine = result.settings, result.machine
+    commit = f" ({machine.commit})" if machine.commit else ""
+    console.print(
+        f"topk {settings.topk:g}, {settings.heads} heads of {result.rows[0].head_dim}, float32; {machine.processor}, "
+        f"{machine.threads} threads; torch {machine.torch}, sparge {machine.sparge}{commit}",
+        highlight=False,
+        markup=False,
+    )
+    table = _results_table(result.rows)
+    if Measurement.get(console, console.options, table).minimum <= console.width:
+        console.print(table)
+        return
+    # Too narrow for the columns: the same cells, one to a line.
+    for row in result.rows:
+        console.print()
+        for column, text in table_cells(row):
+            if text:
+                console.print(f"{column}: {text}", highlight=False, markup=False, soft_wrap=True)
+    console.print()
+
+
+def _results_table(rows: tuple[Row, ...]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    from sparge.evaluate.demo import table_cells
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for index, (column, _) in enumerate(table_cells(rows[0])):
+        table.add_column(column, justify="left" if index < 2 else "right", no_wrap=False, overflow="fold")
+    before = None
+    for row in rows:
+        if before not in (None, row.input):
+            table.add_row()
+        cells = [text.replace(" ", "\N{NO-BREAK SPACE}") for _, text in table_cells(row)]
+        table.add_row("" if row.input == before else cells[0], *cells[1:])
+        before = row.input
+    return table
+
+
+@app.command()
+def doctor() -> None:
+    """Versions, devices, the backend each device gets and why, and what is missing."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+
+    def section(title: str, lines: Iterator[tuple[str, str]]) -> None:
+        table = Table.grid(padding=(0, 2))
+        table.add_column(no_wrap=True)
+        table.add_column()
+        for name, text in lines:
+            table.add_row(f"  {name}", text)
+        console.print(title, style="bold")
+        console.print(table, highlight=False)
+        console.print()
+
+    section("Versions", _versions())
+    section("Devices", _devices())
+    advice = list(_advice())
+    section("To do", iter(advice)) if advice else console.print("Nothing is missing.")
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    import torch
+
+    yield "sparge", __version__
+    yield "python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
+    yield "torch", f"{torch.__version__} ({build})"
+    for name in ("triton", "numpy", "matplotlib"):
+        yield name, _installed(name) or "missing"
+
+
+def _devices() -> Iterator[tuple[str, str]]:
+    import torch
+
+    from sparge.dispatch import choose_backend
+
+    found: list[tuple[str, str]] = [("cpu", f"{torch.get_num_threads()} threads, {_usable_cores()} cores")]
+    for index in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(index)
+        found.append((f"cuda:{index}", f"{torch.cuda.get_device_name(index)}, capability {major}.{minor}"))
+    if torch.backends.mps.is_available():
+        found.append(("mps", "Apple GPU"))
+    for name, about in found:
+        choice = choose_backend("auto", torch.device(name))
+        yield name, f"{about}\nbackend {choice.backend!r}: {choice.reason}"
+
+
+def _usable_cores() -> int:
+    """Cores this process may run on; fewer than the machine's inside a container or under taskset."""
+    affinity: Any = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def _advice() -> Iterator[tuple[str, str]]:
+    """What is missing, what it costs, and what to do about it."""
+    import shutil
+
+    import torch
+
+    if _installed("matplotlib") is None:
+        yield "matplotlib", "BlockMask.plot() cannot draw (all else works): pip install 'sparge[plot]'"
+    if _installed("triton") is None and torch.cuda.is_available():
+        yield "triton", "GPU kernels cannot run: pip install triton"
+    if not torch.cuda.is_available() and shutil.which("nvidia-smi"):
+        why = "no CUDA in this build of torch" if torch.version.cuda is None else "torch finds no CUDA device"
+        yield "cuda", f"{why}, though nvidia-smi is here: see pytorch.org/get-started, or the driver"
+    if torch.get_num_threads() < _usable_cores():
+        yield "threads", f"torch uses {torch.get_num_threads()} of {_usable_cores()} cores: torch.set_num_threads"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""The torch backend against the specification, its device-neutral path, its batching and its memory."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sparge import BlockMask, reference
+from sparge.backends import torch_blocks, torch_online
+from sparge.evaluate.metrics import relative_l1
+from sparge.geometry import Shape
+
+SHAPES = {
+    "square": Shape(1, 2, 1, 384, 384, 32, 32),
+    "ragged": Shape(2, 4, 2, 129, 300, 40, 24),
+    "more queries": Shape(1, 2, 2, 300, 129, 16, 16),
+    "one query": Shape(1, 2, 1, 1, 500, 8, 8),
+}
+EPSILON = torch.finfo(torch.float32).eps
+
+
+def problem(shape: Shape, is_causal: bool, kind: str = "none", density: float = 0.5):
+    generator = torch.Generator().manual_seed(shape.q_len)
+    query = torch.randn(shape.batch, shape.heads, shape.q_len, shape.head_dim, generator=generator)
+    key = torch.randn(shape.batch, shape.kv_heads, shape.kv_len, shape.head_dim, generator=generator) + 1
+    value = torch.randn(shape.batch, shape.kv_heads, shape.kv_len, shape.value_dim, generator=generator) + 0.5
+    query[..., 0] += 3
+    key[:, :, :64, 0] += 8  # the first block stands out, so that others can be skipped
+    kept = torch.rand(shape.batch, shape.heads, shape.q_blocks, shape.kv_blocks, generator=generator) < density
+    mask = BlockMask.from_dense(kept, q_len=shape.q_len, kv_len=shape.kv_len, is_causal=is_causal)
+    attn_mask = None
+    if kind == "keys":
+        attn_mask = torch.rand(shape.batch, 1, 1, shape.kv_len, generator=generator) > 0.3
+    elif kind == "elements":
+        attn_mask = torch.rand(1, shape.heads, shape.q_len, shape.kv_len, generator=generator) > 0.5
+    elif kind == "bias":
+        attn_mask = torch.randn(1, 1, shape.q_len, shape.kv_len, generator=generator)
+        attn_mask[..., :70] = -torch.inf
+    return query, key, value, mask, shape, attn_mask
+
+
+def both(case, **options):
+    *arguments, attn_mask = case
+    got = torch_blocks.attention(*arguments, scale=0.3, attn_mask=attn_mask, **options)
+    expected = reference.attention(*arguments, scale=0.3, attn_mask=attn_mask, **options)
+    return got, expected
+
+
+@pytest.mark.parametrize("kind", ["none", "keys", "elements", "bias"])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("threshold", [None, -2.0])
+def test_unquantised_output_and_lse_equal_the_specification(name, is_causal, kind, threshold):
+    """Scores reach about 15, so their fp32 rounding alone moves a probability by 15 eps."""
+    (output, lse), expected = both(problem(SHAPES[name], is_causal, kind), pv_threshold=threshold)
+    if threshold is not None and name == "square" and kind == "none":
+        assert expected.pv_skipped.sum() > 0
+    assert relative_l1(output, expected.output) < 20 * EPSILON
+    assert torch.equal(lse == -math.inf, expected.lse == -math.inf)
+    seen = lse > -math.inf
+    torch.testing.assert_close(lse[seen].double(), expected.lse[seen], rtol=20 * EPSILON, atol=40 * EPSILON)
+    assert output[~seen].eq(0).all()
+
+
+@pytest.mark.parametrize("quantization", ["int8_fp8", "int8_fp16"])
+@pytest.mark.parametrize("kind", ["none", "keys", "bias"])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", SHAPES)
+def test_quantised_output_equals_the_specification(name, is_causal, kind, quantization):
+    """The same codes: what differs is the 13-bit sum inside an FP8 tile, and codes on a rounding edge."""
+    case = problem(SHAPES[name], is_causal, kind)
+    (output, lse), expected = both(case, quantization=quantization)
+    exact = reference.attention(*case[:-1], scale=0.3, attn_mask=case[-1])
+    quantisation_error = relative_l1(expected.output, exact.output)
+    assert relative_l1(output, expected.output) < 0.1 * quantisation_error + 64 * 2**-13 / 10
+    seen = expected.lse > -math.inf
+    assert torch.equal(lse > -math.inf, seen)
+    # One key code off by one moves a score by q_scale * k_scale * 127 * scale; LSE cannot move further.
+    edge = case[0].abs().max() * (case[1] - case[1].mean(2, keepdim=True)).abs().max() / 127 * 0.3
+    assert (lse[seen] - expected.lse[seen]).abs().max() < edge
+
+
+def test_per_head_thresholds_skip_in_their_heads_only():
+    *case, _ = problem(SHAPES["square"], False, density=1.1)
+    threshold = torch.tensor([-1e9, -1.0])
+    got, _ = torch_blocks.attention(*case, scale=0.3, pv_threshold=threshold)
+    unskipped, _ = torch_blocks.attention(*case, scale=0.3)
+    torch.testing.assert_close(got[:, 0], unskipped[:, 0], rtol=1e-4, atol=1e-5)
+    assert relative_l1(got[:, 1], unskipped[:, 1]) > 1e-3
+    expected = reference.attention(*case, scale=0.3, pv_threshold=threshold)
+    assert relative_l1(got, expected.output) < 20 * EPSILON
+    assert expected.pv_skipped[:, 0].sum() == 0
+    assert expected.pv_skipped[:, 1].sum() > 0
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_the_device_neutral_path_equals_the_cpu_kernel(with_bias):
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(3, n, 16, generator=generator) for n in (128, 192, 192))
+    bias = None
+    if with_bias:
+        bias = torch.randn(3, 128, 192, generator=generator)
+        bias[1, 5] = -math.inf
+        bias[:, :, 100:] = -math.inf
+    output, lse = torch_blocks.attend(query, key, value, bias, 0.25)
+    wide = torch.nn.functional.pad(value, (0, 8))  # another width takes the path of other devices
+    neutral, neutral_lse = torch_blocks.attend(query, key, wide, bias, 0.25)
+    torch.testing.assert_close(neutral[..., :16], output)
+    if bias is not None:
+        assert neutral_lse[1, 5] == -math.inf
+        lse[1, 5] = -math.inf  # the CPU kernel reports 0 there; `_attend_rows` puts it right
+    torch.testing.assert_close(neutral_lse, lse)
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8_fp8"])
+def test_batching_does_not_change_the_result(monkeypatch, quantization):
+    *case, attn_mask = problem(Shape(2, 4, 2, 700, 700, 16, 16), True)
+    whole = torch_blocks.attention(*case, scale=0.3, attn_mask=attn_mask, quantization=quantization)
+    monkeypatch.setattr(torch_blocks, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(torch_online, "ROWS_AT_A_TIME", 1)
+    single = torch_blocks.attention(*case, scale=0.3, attn_mask=attn_mask, quantization=quantization)
+    for a, b in zip(whole, single, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the largest tensor any operator returns, in bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                self.bytes = max(self.bytes, tensor.untyped_storage().nbytes())
+        return result
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_no_tensor_grows_with_the_square_of_the_length(is_causal):
+    length = 8192
+    shape = Shape(1, 1, 1, length, length, 16, 16)
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 1, length, 16, generator=generator) for _ in range(3))
+    kept = torch.rand(1, 1, shape.q_blocks, shape.kv_blocks, generator=generator) < 0.1
+    mask = BlockMask.from_dense(kept, q_len=length, kv_len=length, is_causal=is_causal)
+    with LargestTensor() as largest:
+        torch_blocks.attention(query, key, value, mask, shape, scale=0.25)
+    # One byte per element of the attention map would be 64 MiB.
+    assert largest.bytes <= torch_blocks.CHUNK_BYTES

@@ -1,0 +1,83 @@
+"""The operators under torch.compile and torch's own operator checks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.library import opcheck
+
+import sparge
+
+
+def qkv(length: int) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(length)
+    return tuple(torch.randn(1, 2, length, 16, generator=generator) for _ in range(3))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"topk": 0.3, "is_causal": True},
+        {"sparsity": sparge.TopCdf(0.9, pv_threshold=-8.0)},
+        {"sparsity": sparge.TopK(torch.tensor([0.3, 0.6]), similarity_threshold=0.01), "score": "mean"},
+        {"sparsity": sparge.Dense(), "quantization": "int8_fp8"},
+    ],
+)
+def test_full_graph_with_dynamic_lengths_equals_eager(options):
+    graphs = []
+
+    def count_graphs(graph: torch.fx.GraphModule, _: object) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda *inputs: sparge.attention(*inputs, return_lse=True, **options),
+        backend=count_graphs,
+        fullgraph=True,
+        dynamic=True,
+    )
+    for length in (2100, 2560, 2688):
+        inputs = qkv(length)
+        for got, expected in zip(compiled(*inputs), sparge.attention(*inputs, return_lse=True, **options), strict=True):
+            assert torch.equal(got, expected)
+    assert len(graphs) == 1, "a new length must not compile again"
+
+
+def test_predict_and_block_sparse_attention_compile():
+    torch._dynamo.reset()
+    inputs = qkv(700)
+
+    def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return sparge.block_sparse_attention(query, key, value, sparge.predict(query, key, topk=0.3))
+
+    assert torch.equal(torch.compile(run, backend="aot_eager", fullgraph=True)(*inputs), run(*inputs))
+
+
+def test_compiled_calls_are_counted():
+    torch._dynamo.reset()
+    sparge.reset_stats()
+    compiled = torch.compile(lambda *inputs: sparge.attention(*inputs, topk=0.5), backend="eager", fullgraph=True)
+    inputs = qkv(2560)
+    for _ in range(3):
+        compiled(*inputs)
+    assert sparge.stats().reasons == {"sparse: torch": 3}
+    assert sparge.stats().density == 0.5
+
+
+def test_operators_pass_opcheck():
+    query, key, value = qkv(300)
+    mask = sparge.predict(query, key, topk=0.5, is_causal=True)
+    lists = (mask.kv_num_blocks, mask.kv_indices, mask.visible_num_blocks)
+    per_head = torch.tensor([0.3, 0.6])
+    prediction = (query, key, None, True, 0.2, "topk", 1.0, per_head, 0.1, None, 4, True, True, 8, [0, 5], "torch")
+    cases = {
+        torch.ops.sparge.predict.default: prediction,
+        torch.ops.sparge.attend.default: (
+            *(query, key, value, *lists, None, True, 0.2),
+            *("int8_fp8", -8.0, None, "torch"),
+        ),
+        torch.ops.sparge.dense.default: (query, key, value, None, True, 0.2, "none", "torch", "a check"),
+    }
+    for operator, arguments in cases.items():
+        assert set(opcheck(operator, arguments).values()) == {"SUCCESS"}

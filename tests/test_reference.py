@@ -1,0 +1,287 @@
+"""Every stage of the specification against formulas written out independently, in float64."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from sparge import Dense, Mean, Moment, TopCdf, TopK, reference
+from sparge.evaluate.metrics import relative_l1
+from sparge.geometry import Shape
+
+DATA = Path(__file__).parent / "data"
+
+
+def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def all_seen(length: int) -> torch.Tensor:
+    return torch.ones(length, dtype=torch.bool)
+
+
+def test_causal_elements_are_aligned_bottom_right():
+    allowed = reference.element_mask(Shape(1, 1, 1, 3, 5, 8, 8), True, None, torch.device("cpu")).allowed[0, 0]
+    assert allowed.int().tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
+    allowed = reference.element_mask(Shape(1, 1, 1, 5, 3, 8, 8), True, None, torch.device("cpu")).allowed[0, 0]
+    assert allowed.int().tolist() == [[0, 0, 0], [0, 0, 0], [1, 0, 0], [1, 1, 0], [1, 1, 1]]
+
+
+def test_smoothing_leaves_the_softmax_alone_and_ignores_hidden_and_broken_tokens():
+    key, query = gaussian(1, 1, 40, 8), gaussian(1, 1, 7, 8, seed=1)
+    key[0, 0, 3] = 1e30
+    seen = torch.ones(1, 1, 40, dtype=torch.bool)
+    seen[0, 0, 3] = False
+    smoothed, mean = reference.smooth_key(key, seen)
+    others = [i for i in range(40) if i != 3]
+    torch.testing.assert_close(mean[0, 0, 0], key[0, 0, others].mean(0))
+    before, after = ((query @ k[:, :, others].mT).softmax(-1) for k in (key, smoothed))
+    torch.testing.assert_close(after, before)
+    key[0, 0, 5] = math.nan
+    _, mean_without_nan = reference.smooth_key(key, seen)
+    torch.testing.assert_close(mean_without_nan[0, 0, 0], key[0, 0, [i for i in others if i != 5]].mean(0))
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 100, 130])
+def test_self_similarity_is_the_mean_cosine_over_all_pairs_of_valid_tokens(length):
+    tokens = gaussian(length, 16) + 1.0
+    got = reference.self_similarity(tokens, all_seen(length), 64)
+    for block, part in zip(got, tokens.split(64), strict=True):
+        cosine = torch.nn.functional.cosine_similarity(part[:, None], part[None], dim=-1)
+        assert block.item() == pytest.approx(cosine.mean().item(), abs=1e-12)
+    assert ((got >= 0) & (got <= 1 + 1e-12)).all()
+
+
+def test_pooling_counts_valid_tokens_only():
+    tokens, seen = gaussian(100, 4), all_seen(100)
+    seen[10:90] = False
+    tokens[~seen] = math.nan
+    means, variances = reference.pool(tokens, seen, 64)
+    torch.testing.assert_close(means[0], tokens[:10].mean(0))
+    torch.testing.assert_close(means[1], tokens[90:].mean(0))
+    torch.testing.assert_close(variances[1], tokens[90:].var(0, correction=0))
+
+
+def test_sampled_queries_are_evenly_spaced_over_the_visible_ones():
+    assert reference.sample_queries(all_seen(128), 8)[0].tolist() == [8, 24, 40, 56, 72, 88, 104, 120]
+    assert reference.sample_queries(all_seen(131), 2).tolist() == [[32, 96], [128, 130]]
+    assert reference.sample_queries(all_seen(1), 8)[0].tolist() == [0] * 8
+    seen = all_seen(128)
+    seen[:100] = False
+    assert reference.sample_queries(seen, 2)[0].tolist() == [107, 121]
+
+
+def test_moment_score_is_exact_to_third_order_where_channels_are_independent():
+    """Keys on all corners of a 6-cube: channels are exactly uncorrelated, odd moments vanish."""
+    corners = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0], dtype=torch.float64)] * 6)  # 64 keys
+    keys = corners * torch.linspace(0.5, 2, 6, dtype=torch.float64) + 0.3
+    means, variances = reference.pool(keys, all_seen(64), 64)
+    query = gaussian(1, 1, 6)
+    unmasked = torch.ones(1, 1, 64, dtype=torch.bool), torch.zeros(1, 1, 64, dtype=torch.float64)
+
+    def errors(scale: float) -> tuple[float, float]:
+        exact = (torch.logsumexp(query[0] @ keys.mT * scale, -1) - math.log(64)).item()
+        moment = reference.score_moment(query, means, variances, scale, *unmasked).item()
+        mean = reference.score_mean(query[0], means, scale, unmasked[0][0], unmasked[1][0]).item()
+        return abs(moment - exact), abs(mean - exact)
+
+    (moment, mean), (moment_half, mean_half) = errors(0.1), errors(0.05)
+    assert moment < mean / 20
+    assert moment / moment_half == pytest.approx(16, rel=0.05)  # fourth order
+    assert mean / mean_half == pytest.approx(4, rel=0.05)  # second order
+
+
+def test_scores_add_the_mean_visible_bias():
+    allowed = torch.ones(1, 1, 100, dtype=torch.bool)
+    bias = torch.arange(100, dtype=torch.float64).view(1, 1, 100)
+    allowed[..., 70:] = False
+    zeros = torch.zeros(2, 4, dtype=torch.float64)
+    query = torch.zeros(1, 1, 4, dtype=torch.float64)
+    expected = [bias[..., :64].mean().item(), bias[..., 64:70].mean().item()]
+    assert reference.score_moment(query, zeros, zeros, 1.0, allowed, bias).flatten().tolist() == expected
+    assert reference.score_mean(query[0], zeros, 1.0, allowed[0], bias[0]).flatten().tolist() == expected
+
+
+def test_probabilities_average_one_softmax_per_query_and_flag_broken_scores():
+    scores = torch.tensor([[[0.0, 1.0, 2.0], [5.0, 0.0, math.nan]]], dtype=torch.float64)
+    judged = torch.tensor([[True, True, True]])
+    got, broken = reference.block_probabilities(scores, judged)
+    first = torch.tensor([0.0, 1.0, 2.0], dtype=torch.float64).softmax(0)
+    second = torch.cat([torch.tensor([5.0, 0.0], dtype=torch.float64).softmax(0), torch.zeros(1, dtype=torch.float64)])
+    torch.testing.assert_close(got[0], (first + second) / 2)
+    assert broken.tolist() == [[False, False, True]]
+    nothing, _ = reference.block_probabilities(scores, torch.zeros_like(judged))
+    assert nothing.tolist() == [[0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("topk", "visible", "floor", "expected"),
+    [
+        (0.5, 10, 0, 5),
+        (0.5, 11, 0, 6),
+        (0.1, 1280, 0, 128),
+        (float(torch.tensor(0.1)), 1280, 0, 128),
+        (0.3, 10, 0, 3),
+        (0.01, 10, 0, 1),
+        (0.01, 10, 4, 4),
+        (0.01, 3, 16, 3),
+        (1.0, 7, 0, 7),
+        (0.5, 0, 16, 0),
+    ],
+)
+def test_topk_budget(topk, visible, floor, expected):
+    assert reference.topk_budget(topk, visible, floor) == expected
+
+
+def select(probabilities, **options):
+    count = len(probabilities)
+    flags = {name: torch.zeros(count, dtype=torch.bool) for name in ("forced", "unjudged")}
+    for name in flags:
+        flags[name][list(options.pop(name, []))] = True
+    visible = torch.ones(count, dtype=torch.bool)
+    visible[list(options.pop("hidden", []))] = False
+    kept = reference.select_row(torch.tensor(probabilities), visible, flags["forced"], flags["unjudged"], **options)
+    return kept.nonzero().flatten().tolist()
+
+
+def test_topcdf_includes_the_crossing_block():
+    assert select([0.5, 0.3, 0.15, 0.05], cdf=0.6, min_blocks=0) == [0, 1]
+    assert select([0.5, 0.3, 0.15, 0.05], cdf=0.5, min_blocks=0) == [0]
+    assert select([0.5, 0.3, 0.15, 0.05], cdf=0.81, min_blocks=0) == [0, 1, 2]
+    assert select([1.0, 0.0, 0.0, 0.0], cdf=1.0, min_blocks=0) == [0, 1, 2, 3]
+
+
+def test_forced_blocks_count_towards_the_budget_and_fix_blocks_come_on_top():
+    row = [0.1, 0.4, 0.3, 0.2]
+    assert select(row, topk=0.5, min_blocks=0) == [1, 2]
+    assert select(row, topk=0.5, min_blocks=0, forced=[0]) == [0, 1]
+    assert select(row, topk=0.5, min_blocks=0, forced=[0, 2, 3]) == [0, 2, 3]
+    assert select(row, topk=0.5, min_blocks=0, unjudged=[0]) == [0, 1, 2]
+    assert select(row, topk=0.5, min_blocks=0, forced=[1], hidden=[1]) == [2, 3]
+    assert select([0.25] * 4, topk=0.5, min_blocks=0) == [0, 1]  # ties go to the lower index
+
+
+def test_causal_floor_reaches_the_known_density():
+    """4096 tokens, 40 % of the visible blocks, sink, diagonal, at least 16: 523 of 1056 blocks."""
+    query, key = gaussian(1, 1, 4096, 8).float(), gaussian(1, 1, 4096, 8, seed=1).float()
+    shape = Shape(1, 1, 1, 4096, 4096, 8, 8)
+    mask = reference.predict(query, key, shape, sparsity=TopK(0.4), score=Mean(), is_causal=True, scale=0.3)
+    assert int(mask.visible_num_blocks.sum()) == 1056
+    assert int(mask.kv_num_blocks.sum()) == 523
+    kept = mask.to_dense()[0, 0]
+    assert kept[:, 0].all()
+    for i in range(32):
+        assert kept[i, 2 * i : 2 * i + 2].all()
+        assert not kept[i, 2 * i + 2 :].any()
+
+
+def test_the_judge_keeps_rows_and_columns_whose_tokens_disagree():
+    query, key = torch.ones(1, 1, 256, 16), torch.ones(1, 1, 256, 16)
+    query[:, :, 128:] = gaussian(1, 1, 128, 16).float()
+    key[:, :, 64:128] = gaussian(1, 1, 64, 16, seed=1).float() * 3
+    key[:, :, 192:] *= -1  # smoothing must not leave zeros in the other blocks
+    shape = Shape(1, 1, 1, 256, 256, 16, 16)
+    for score in (Mean(), Moment()):
+        options = {"score": score, "is_causal": False, "scale": 0.25}
+        rule = TopK(0.25, min_blocks=0, similarity_threshold=0.3)
+        kept = reference.predict(query, key, shape, sparsity=rule, **options).to_dense()[0, 0]
+        assert kept[1].all(), "the disagreeing query block keeps its row"
+        assert kept[0, 1], "the disagreeing key block is kept in every row"
+        assert kept[0].sum() == 2
+        without = reference.predict(query, key, shape, sparsity=TopK(0.25, min_blocks=0), **options)
+        assert without.kv_num_blocks.flatten().tolist() == [1, 1]
+
+
+def test_per_head_thresholds_reach_their_heads():
+    query, key = gaussian(1, 2, 640, 8).float(), gaussian(1, 2, 640, 8, seed=1).float()
+    shape = Shape(1, 2, 2, 640, 640, 8, 8)
+    options = {"score": Moment(), "is_causal": False, "scale": 0.3}
+    rule = TopK(torch.tensor([0.2, 0.7]), min_blocks=0)
+    mask = reference.predict(query, key, shape, sparsity=rule, **options)
+    assert mask.kv_num_blocks[0].tolist() == [[2] * 5, [7] * 5]
+    mask = reference.predict(query, key, shape, sparsity=TopCdf(torch.tensor([1e-6, 1.0]), min_blocks=0), **options)
+    assert mask.kv_num_blocks[0].tolist() == [[1] * 5, [10] * 5]
+
+
+@pytest.mark.parametrize("length", [1, 64, 100])
+def test_int8_rounds_to_the_nearest_code_of_its_block(length):
+    tokens = gaussian(length, 8) * 5
+    codes, scale = reference.quantize_int8(tokens, 64)
+    assert codes.dtype == torch.int8
+    for part, block_codes, block_scale in zip(tokens.split(64), codes.split(64), scale.split(64), strict=True):
+        assert block_codes.abs().max() == 127
+        assert block_scale[0].item() == pytest.approx(part.abs().max().item() / 127)
+    assert ((codes * scale - tokens).abs() <= scale / 2 + 1e-12).all()
+    zero_codes, zero_scale = reference.quantize_int8(torch.zeros(3, 8), 64)
+    assert zero_codes.eq(0).all()
+    assert zero_scale.isfinite().all()
+
+
+def test_fp8_rounds_to_the_nearest_e4m3_number_and_saturates():
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    numbers = codes[codes.isfinite()].unique()
+    values = gaussian(1000) * 100
+    nearest = (values[:, None] - numbers).abs().amin(1)
+    assert torch.equal((reference.to_fp8(values) - values).abs(), nearest)
+    assert reference.to_fp8(torch.tensor([1e9, -1e9])).tolist() == [448, -448]
+    value = gaussian(50, 6) * torch.logspace(-3, 3, 6, dtype=torch.float64)
+    quantized, scale = reference.quantize_fp8(value)
+    torch.testing.assert_close(quantized.abs().amax(0), torch.full((6,), 448.0, dtype=torch.float64))
+    assert ((quantized * scale - value).abs() <= value.abs() / 16 + scale * 2**-10).all()
+
+
+@pytest.mark.parametrize("case", ["k128", "k4096"])
+def test_fp8_accumulation_equals_an_h200_in_every_bit(case):
+    """Recorded with torch._scaled_mm(use_fast_accum=True), one accumulator over all keys, NVIDIA H200, torch 2.11."""
+    recorded = np.load(DATA / "fp8_accumulation_h200.npz")
+    probability, value = (
+        torch.from_numpy(recorded[f"{case}_{name}"]).view(torch.float8_e4m3fn).double()
+        for name in ("probability", "value")
+    )
+    product = torch.from_numpy(recorded[f"{case}_product"]).double()
+    got = reference.fp8_tensor_core(probability, value.mT, torch.zeros_like(product))
+    assert torch.equal(got, product)
+    assert relative_l1(got, probability @ value.mT) > 1e-4  # it is not what fp32 would give
+
+
+def test_two_level_accumulation_is_what_keeps_fp8_accurate():
+    query, key = gaussian(1, 1, 2, 16).float() * 0.1, gaussian(1, 1, 32768, 16, seed=1).float()
+    value = gaussian(1, 1, 32768, 16, seed=2).float() + 1
+    shape = Shape(1, 1, 1, 2, 32768, 16, 16)
+    mask = reference.predict(query, key, shape, sparsity=Dense(), score=Mean(), is_causal=False, scale=0.25)
+    exact = (query.double() @ key.double().mT * 0.25).softmax(-1) @ value.double()
+
+    def error(accumulation: str) -> float:
+        result = reference.attention(
+            query, key, value, mask, shape, scale=0.25, quantization="int8_fp8", accumulation=accumulation
+        )
+        return relative_l1(result.output, exact)
+
+    assert error("two_level") < 0.003
+    assert error("single_level") > 0.1
+
+
+def test_stage_two_skips_groups_of_64_rows_in_natural_log_units():
+    """Block 1 lies 5 below block 0 for rows 0..63 and level with it for rows 64..127."""
+    query = torch.zeros(1, 1, 128, 8)
+    query[:, :, :64, 0] = 1.0
+    query[:, :, :, 1] = 1.0
+    key = torch.zeros(1, 1, 128, 8)
+    key[:, :, 64:, 0] = -5.0
+    value = gaussian(1, 1, 128, 8).float()
+    shape = Shape(1, 1, 1, 128, 128, 8, 8)
+    mask = reference.predict(query, key, shape, sparsity=Dense(), score=Mean(), is_causal=False, scale=1.0)
+
+    def run(threshold: float | None) -> reference.AttentionResult:
+        return reference.attention(query, key, value, mask, shape, scale=1.0, pv_threshold=threshold)
+
+    assert run(None).pv_skipped.item() == 0
+    assert run(-5.1).pv_skipped.item() == 0
+    skipped = run(-4.9)
+    assert skipped.pv_skipped.item() == 1
+    torch.testing.assert_close(skipped.output[0, 0, 0], value[0, 0, :64].double().mean(0))
+    torch.testing.assert_close(skipped.output[0, 0, 64], value[0, 0].double().mean(0))

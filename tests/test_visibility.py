@@ -1,0 +1,57 @@
+"""Block and token visibility against reductions of the full element mask."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sparge import reference
+from sparge.geometry import BLOCK_K, BLOCK_Q, Shape
+from sparge.visibility import find_visibility
+
+SHAPES = [(1, 1), (128, 64), (200, 200), (130, 330), (330, 130), (129, 64)]
+
+
+def masks(kind: str, shape: Shape) -> torch.Tensor | None:
+    generator = torch.Generator().manual_seed(shape.q_len * 7 + shape.kv_len)
+    if kind == "none":
+        return None
+    if kind == "keys":
+        mask = torch.rand(shape.batch, 1, 1, shape.kv_len, generator=generator) > 0.5
+        mask[..., : shape.kv_len // 2] = False
+        return mask
+    if kind == "elements":
+        mask = torch.rand(1, shape.heads, shape.q_len, shape.kv_len, generator=generator) > 0.05
+        mask[..., : shape.q_len // 2, shape.kv_len // 3 :] = False
+        return mask
+    if kind == "queries":
+        return torch.rand(shape.batch, 1, shape.q_len, 1, generator=generator) > 0.5
+    bias = torch.randn(shape.batch, 1, 1, shape.kv_len, generator=generator)
+    bias[..., shape.kv_len // 2 :] = 0.0
+    bias[..., : shape.kv_len // 4] = -torch.inf
+    bias[..., shape.kv_len // 4 : shape.kv_len // 3] = torch.finfo(torch.float32).min
+    return bias
+
+
+@pytest.mark.parametrize("kind", ["none", "keys", "elements", "queries", "additive"])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("q_len", "kv_len"), SHAPES)
+def test_visibility_is_what_the_element_mask_reduces_to(kind, is_causal, q_len, kv_len):
+    shape = Shape(2, 4, 2, q_len, kv_len, 8, 8)
+    mask = masks(kind, shape)
+    found = find_visibility(shape, is_causal, mask, torch.device("cpu"))
+    allowed, bias = reference.element_mask(shape, is_causal, mask, torch.device("cpu"))
+    visible = reference.visible_blocks(allowed)
+    assert torch.equal(found.blocks.expand_as(visible), visible)
+
+    plain = allowed & (bias == 0)
+    for i in range(shape.q_blocks):
+        for j in range(shape.kv_blocks):
+            tile = plain[:, :, i * BLOCK_Q : (i + 1) * BLOCK_Q, j * BLOCK_K : (j + 1) * BLOCK_K]
+            whole = tile.flatten(2).all(-1) & (tile.shape[-1] == BLOCK_K)
+            assert torch.equal(found.full[..., i, j].expand(2, 4), whole)
+
+    queries = allowed.any(3)
+    assert torch.equal(torch.ones_like(queries) if found.queries is None else found.queries.expand_as(queries), queries)
+    keys = allowed.any(2).view(2, 2, 2, kv_len).any(2)
+    assert torch.equal(torch.ones_like(keys) if found.keys is None else found.keys.expand_as(keys), keys)
