@@ -30,6 +30,7 @@ def problem(shape: Shape, is_causal: bool, kind: str = "none", density: float = 
     query[..., 0] += 3
     key[:, :, :64, 0] += 8  # the first block stands out, so that others can be skipped
     kept = torch.rand(shape.batch, shape.heads, shape.q_blocks, shape.kv_blocks, generator=generator) < density
+    kept[:, :1, :, 0] = True
     mask = BlockMask.from_dense(kept, q_len=shape.q_len, kv_len=shape.kv_len, is_causal=is_causal)
     attn_mask = None
     if kind == "keys":
