@@ -27,7 +27,7 @@ def problem(shape: Shape, is_causal: bool, kind: str = "none", density: float = 
     query = torch.randn(shape.batch, shape.heads, shape.q_len, shape.head_dim, generator=generator)
     key = torch.randn(shape.batch, shape.kv_heads, shape.kv_len, shape.head_dim, generator=generator) + 1
     value = torch.randn(shape.batch, shape.kv_heads, shape.kv_len, shape.value_dim, generator=generator) + 0.5
-    query[..., 0] += 3
+    query[..., 0] = 3
     key[:, :, :64, 0] += 8  # the first block stands out, so that others can be skipped
     kept = torch.rand(shape.batch, shape.heads, shape.q_blocks, shape.kv_blocks, generator=generator) < density
     kept[:, :1, :, 0] = True
