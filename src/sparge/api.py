@@ -156,7 +156,7 @@ def attention(
     dense_reason = None
     if isinstance(chosen, Dense):
         dense_reason = "sparsity=Dense()"
-    elif backend == "auto" and quantization == "auto" and dispatch.prefers_dense(shape):
+    elif backend == "auto" and arithmetic == "none" and dispatch.prefers_dense(shape):
         dense_reason = "below the crossover"
     if dense_reason is not None:
         output, lse = ops.dense(

@@ -1,0 +1,156 @@
+"""Speed, error and memory of the torch backend on this machine's CPU, beside torch's own attention in the same run.
+
+    python -m benchmarks.cpu [--suite speed | crossover | memory | all] [--repeats 5]
+
+Rows are appended to benchmarks/results/cpu.jsonl. Prediction is part of every sparse time. A row is written only after
+its gate: at topk=1 the sparse path must equal dense attention to float32 rounding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from rich.progress import track
+
+import sparge
+from benchmarks.measure import environment, interleaved_medians, peak_extra_bytes
+from sparge.evaluate.inputs import Sample, text_like, video_like
+from sparge.evaluate.metrics import block_mass, mass_recall, relative_l1
+
+RESULTS = Path(__file__).parent / "results" / "cpu.jsonl"
+GATE = 1e-5
+HEADS, HEAD_DIM = 8, 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: text-like input when causal, video-like otherwise."""
+
+    suite: str
+    tokens: int
+    is_causal: bool
+    topk: float
+    min_blocks: int = 16
+    dtype: str = "float32"
+
+
+SPEED = [
+    Case("speed", 8192, is_causal, topk, min_blocks)
+    for is_causal in (False, True)
+    for topk, min_blocks in ((0.5, 16), (0.25, 16), (0.1, 16), (0.1, 0))
+]
+CROSSOVER = [
+    Case("crossover", tokens, is_causal, topk)
+    for tokens in (1024, 1536, 2048, 3072, 4096)
+    for is_causal in (False, True)
+    for topk in (0.5, 0.25)
+]
+MEMORY = [Case("memory", tokens, is_causal, 0.25) for tokens in (8192, 32768) for is_causal in (False, True)]
+SUITES = {"speed": SPEED, "crossover": CROSSOVER, "memory": MEMORY}
+
+
+def sample_for(case: Case) -> Sample:
+    if case.is_causal:
+        return text_like(case.tokens, HEADS, HEAD_DIM)
+    return video_like((case.tokens // 256, 16, 16), HEADS, HEAD_DIM)
+
+
+def measure_speed(case: Case, repeats: int) -> dict[str, object]:
+    sample = sample_for(case)
+    query, key, value = (tensor.to(getattr(torch, case.dtype)) for tensor in (sample.query, sample.key, sample.value))
+    rule = sparge.TopK(case.topk, min_blocks=case.min_blocks)
+
+    def dense() -> torch.Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=case.is_causal)
+
+    def sparse(sparsity: sparge.TopK = rule) -> torch.Tensor:
+        return sparge.attention(query, key, value, is_causal=case.is_causal, sparsity=sparsity, backend="torch")
+
+    def predict() -> sparge.BlockMask:
+        return sparge.predict(query, key, is_causal=case.is_causal, sparsity=rule)
+
+    exact = dense()
+    gate = relative_l1(sparse(sparge.TopK(1.0)), exact)
+    if not gate < GATE:
+        raise RuntimeError(f"expected topk=1 to equal dense attention within {GATE}, got {gate} for {case}")
+    mask = predict()
+    times = interleaved_medians({"dense": dense, "sparse": sparse, "predict": predict}, repeats)
+    mass = block_mass(query, key, is_causal=case.is_causal)
+    return {
+        "dense_s": times["dense"],
+        "sparse_s": times["sparse"],
+        "predict_s": times["predict"],
+        "speedup": times["dense"] / times["sparse"],
+        "density": mask.density(),
+        "mass_recall": mass_recall(mask, mass),
+        "relative_l1": relative_l1(sparse(), exact),
+        "gate_relative_l1": gate,
+    }
+
+
+def measure_memory(case: Case, repeats: int) -> dict[str, object]:  # noqa: ARG001
+    sample = sample_for(case)
+    inputs = sum(tensor.nbytes for tensor in (sample.query, sample.key, sample.value))
+    small = [tensor[:, :, :2048] for tensor in (sample.query, sample.key, sample.value)]
+    sparge.attention(*small, is_causal=case.is_causal, topk=case.topk, backend="torch")  # loads code and thread pools
+    extra = peak_extra_bytes(
+        lambda: sparge.attention(
+            sample.query, sample.key, sample.value, is_causal=case.is_causal, topk=case.topk, backend="torch"
+        )
+    )
+    return {"input_bytes": inputs, "extra_bytes": extra, "extra_ratio": None if extra is None else extra / inputs}
+
+
+def _row(job: tuple[Case, int]) -> dict[str, object]:
+    case, repeats = job
+    measured = (measure_memory if case.suite == "memory" else measure_speed)(case, repeats)
+    return {**asdict(case), "heads": HEADS, "head_dim": HEAD_DIM, "repeats": repeats, **measured, **environment()}
+
+
+def run(cases: list[Case], repeats: int) -> Iterator[dict[str, object]]:
+    """One row per case, each in a fresh process: memory of one case must not hide in that of another."""
+    context = multiprocessing.get_context("spawn")
+    for case in track(cases, description="measuring"):
+        with context.Pool(1) as pool:
+            yield pool.apply(_row, ((case, repeats),))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--suite", choices=[*SUITES, "all"], default="all")
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    names = list(SUITES) if options.suite == "all" else [options.suite]
+    RESULTS.parent.mkdir(exist_ok=True)
+    with RESULTS.open("a") as results:
+        for row in run([case for name in names for case in SUITES[name]], options.repeats):
+            results.write(json.dumps(row) + "\n")
+            results.flush()
+            shown = (
+                "suite",
+                "tokens",
+                "is_causal",
+                "topk",
+                "min_blocks",
+                "speedup",
+                "density",
+                "relative_l1",
+                "extra_ratio",
+            )
+            print("  ".join(f"{name} {_short(row[name])}" for name in shown if name in row))
+    print(f"rows appended to {RESULTS}")
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Write the tables of the README and the lab book from benchmarks/results: `python -m benchmarks.tables [--check]`.
+
+A table stands between ``<!-- table: name -->`` and ``<!-- /table -->``. The newest row of each case is shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parent.parent
+RESULTS = REPOSITORY / "benchmarks" / "results"
+PAGES = ("README.md", "docs/performance.md")
+MARKER = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
+
+Row = dict[str, Any]
+
+
+def newest_rows(suite: str) -> list[Row]:
+    """The last row of every case of a suite, in the order the cases were first measured."""
+    rows: dict[tuple[Any, ...], Row] = {}
+    for line in (RESULTS / "cpu.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        if row["suite"] == suite:
+            case = (row["tokens"], row["is_causal"], row["topk"], row["min_blocks"], row["dtype"])
+            rows[case] = row
+    return list(rows.values())
+
+
+def _markdown(header: list[str], body: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *body]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _source(rows: list[Row]) -> str:
+    """Machine, versions and commits behind the rows."""
+    machine = ", ".join(sorted({row["machine"] for row in rows}))
+    torch = ", ".join(sorted({row["torch"] for row in rows}))
+    commit = ", ".join(sorted({row["commit"] for row in rows}))
+    return f"{machine}; torch {torch}; commit {commit}."
+
+
+def _attention(row: Row) -> str:
+    return "causal, text-like" if row["is_causal"] else "full, video-like"
+
+
+def speed_table() -> str:
+    rows = newest_rows("speed")
+    body = [
+        [
+            _attention(row),
+            f"{row['topk']:g}" + ("" if row["min_blocks"] else ", no floor"),
+            f"{row['dense_s']:.2f} s",
+            f"{row['sparse_s']:.2f} s",
+            f"**{row['speedup']:.2f}x**",
+            f"{row['density']:.3f}",
+            f"{row['mass_recall']:.3f}",
+            f"{row['relative_l1']:.4f}",
+            f"{row['predict_s'] * 1e3:.0f} ms",
+        ]
+        for row in rows
+    ]
+    header = [
+        "attention",
+        "topk",
+        "SDPA",
+        "sparge",
+        "speed-up",
+        "density",
+        "mass recall",
+        "rel. L1",
+        "of it prediction",
+    ]
+    shape = f"fp32, B 1, H {rows[0]['heads']}, D {rows[0]['head_dim']}, N {rows[0]['tokens']}"
+    return f"{_markdown(header, body)}\n\n{shape}; {_source(rows)}"
+
+
+def memory_table() -> str:
+    rows = newest_rows("memory")
+    body = [
+        [
+            f"{row['tokens']}",
+            _attention(row),
+            f"{row['input_bytes'] / 2**20:.0f} MiB",
+            f"{row['extra_bytes'] / 2**20:.0f} MiB",
+            f"{row['extra_ratio']:.2f}x",
+        ]
+        for row in rows
+    ]
+    header = ["N", "attention", "q + k + v", "peak extra (output included)", "ratio"]
+    return f"{_markdown(header, body)}\n\nfp32, topk {rows[0]['topk']:g}; {_source(rows)}"
+
+
+def crossover_table() -> str:
+    rows = newest_rows("crossover")
+    body = [
+        [
+            f"{row['tokens']}",
+            _attention(row),
+            f"{row['topk']:g}",
+            f"{row['density']:.3f}",
+            f"{row['speedup']:.2f}x",
+            f"{row['relative_l1']:.4f}",
+        ]
+        for row in sorted(rows, key=lambda row: (row["is_causal"], row["topk"], row["tokens"]))
+    ]
+    return f"{_markdown(['N', 'attention', 'topk', 'density', 'speed-up', 'rel. L1'], body)}\n\n{_source(rows)}"
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "speed": speed_table,
+    "memory": memory_table,
+    "crossover": crossover_table,
+}
+
+
+def fill(text: str) -> str:
+    """The page with every marked table made anew."""
+    return MARKER.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[3]}", text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="fail if a page differs from its results")
+    check = parser.parse_args().check
+    for name in PAGES:
+        page = REPOSITORY / name
+        before = page.read_text()
+        after = fill(before)
+        if check and before != after:
+            sys.exit(f"{name}: expected the tables of benchmarks/results, got others; run make tables")
+        page.write_text(after)
+
+
+if __name__ == "__main__":
+    main()
