@@ -1,6 +1,6 @@
 """Speed, error and memory of the torch backend on this machine's CPU, beside torch's own attention in the same run.
 
-    python -m benchmarks.cpu [--suite speed | crossover | memory | all] [--repeats 5]
+    python -m benchmarks.cpu [--suite speed | crossover | "few queries" | memory | all] [--repeats 5]
 
 Rows are appended to benchmarks/results/cpu.jsonl. Prediction is part of every sparse time. A row is written only after
 its gate: at topk=1 the sparse path must equal dense attention to float32 rounding.
@@ -38,6 +38,7 @@ class Case:
     is_causal: bool
     topk: float
     min_blocks: int = 16
+    queries: int | None = None  # the last so many queries; all by default
     dtype: str = "float32"
 
 
@@ -52,8 +53,13 @@ CROSSOVER = [
     for is_causal in (False, True)
     for topk in (0.5, 0.25)
 ]
+FEW_QUERIES = [
+    Case("few queries", 8192, False, topk, queries=queries)
+    for queries in (64, 128, 256, 512, 1024)
+    for topk in (0.5, 0.25)
+]
 MEMORY = [Case("memory", tokens, is_causal, 0.25) for tokens in (8192, 32768) for is_causal in (False, True)]
-SUITES = {"speed": SPEED, "crossover": CROSSOVER, "memory": MEMORY}
+SUITES = {"speed": SPEED, "crossover": CROSSOVER, "few queries": FEW_QUERIES, "memory": MEMORY}
 
 
 def sample_for(case: Case) -> Sample:
@@ -65,6 +71,7 @@ def sample_for(case: Case) -> Sample:
 def measure_speed(case: Case, repeats: int) -> dict[str, object]:
     sample = sample_for(case)
     query, key, value = (tensor.to(getattr(torch, case.dtype)) for tensor in (sample.query, sample.key, sample.value))
+    query = query[:, :, -(case.queries or case.tokens) :].contiguous()
     rule = sparge.TopK(case.topk, min_blocks=case.min_blocks)
 
     def dense() -> torch.Tensor:

@@ -27,7 +27,7 @@ def newest_rows(suite: str) -> list[Row]:
     for line in (RESULTS / "cpu.jsonl").read_text().splitlines():
         row = json.loads(line)
         if row["suite"] == suite:
-            case = (row["tokens"], row["is_causal"], row["topk"], row["min_blocks"], row["dtype"])
+            case = (row["tokens"], row["is_causal"], row["topk"], row["min_blocks"], row["queries"], row["dtype"])
             rows[case] = row
     return list(rows.values())
 
@@ -97,9 +97,10 @@ def memory_table() -> str:
 
 
 def crossover_table() -> str:
-    rows = newest_rows("crossover")
+    rows = newest_rows("crossover") + newest_rows("few queries")
     body = [
         [
+            f"{row['queries'] or row['tokens']}",
             f"{row['tokens']}",
             _attention(row),
             f"{row['topk']:g}",
@@ -107,9 +108,9 @@ def crossover_table() -> str:
             f"{row['speedup']:.2f}x",
             f"{row['relative_l1']:.4f}",
         ]
-        for row in sorted(rows, key=lambda row: (row["is_causal"], row["topk"], row["tokens"]))
+        for row in sorted(rows, key=lambda row: (row["suite"], row["is_causal"], row["topk"]))
     ]
-    return f"{_markdown(['N', 'attention', 'topk', 'density', 'speed-up', 'rel. L1'], body)}\n\n{_source(rows)}"
+    return f"{_markdown(['queries', 'keys', 'attention', 'topk', 'density', 'speed-up', 'rel. L1'], body)}\n\n{_source(rows)}"
 
 
 TABLES: dict[str, Callable[[], str]] = {
