@@ -110,7 +110,8 @@ def crossover_table() -> str:
         ]
         for row in sorted(rows, key=lambda row: (row["suite"], row["is_causal"], row["topk"]))
     ]
-    return f"{_markdown(['queries', 'keys', 'attention', 'topk', 'density', 'speed-up', 'rel. L1'], body)}\n\n{_source(rows)}"
+    header = ["queries", "keys", "attention", "topk", "density", "speed-up", "rel. L1"]
+    return f"{_markdown(header, body)}\n\n{_source(rows)}"
 
 
 TABLES: dict[str, Callable[[], str]] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import sys
 from collections.abc import Iterator
 from importlib import metadata
@@ -26,7 +27,7 @@ MAX_SEED = 2**63 - 1
 
 # The base of every wrong-command-line error. typer vendors click since 0.2x and imports it before, so the class has no
 # name that all versions share.
-_UsageError = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "UsageError")
+_UsageError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "UsageError")
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -51,7 +52,7 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def sparge(
-    version: Annotated[  # noqa: ARG001
+    version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
@@ -122,8 +123,6 @@ def demo(
     from sparge.evaluate.demo import Settings
     from sparge.evaluate.report import render_page
 
-    # The default path goes past its parser.
-    _writable(str(output))
     if json_path is not None and json_path.resolve() == output.resolve():
         raise typer.BadParameter(f"expected different files for --output and --json, got {output} for both")
     console = Console()
@@ -156,18 +155,18 @@ def _run_with_progress(settings: Settings) -> Demo:
 def _print_results(console: Console, result: Demo) -> None:
     from rich.measure import Measurement
 
-    from sparge.evaluate.demo import table_cells
+    from sparge.evaluate.demo import HEAD_DIM, table_cells
 
     settings, machine = result.settings, result.machine
     commit = f" ({machine.commit})" if machine.commit else ""
     console.print(
-        f"topk {settings.topk:g}, {settings.heads} heads of {result.rows[0].head_dim}, float32; {machine.processor}, "
+        f"topk {settings.topk:g}, float32, B 1, H {settings.heads}, D {HEAD_DIM}; {machine.processor}, "
         f"{machine.threads} threads; torch {machine.torch}, sparge {machine.sparge}{commit}",
         highlight=False,
         markup=False,
     )
     table = _results_table(result.rows)
-    if Measurement.get(console, console.options, table).minimum <= console.width:
+    if Measurement.get(console, console.options.update(width=1000), table).maximum <= console.width:
         console.print(table)
         return
     # Too narrow for the columns: the same cells, one to a line.
@@ -185,14 +184,15 @@ def _results_table(rows: tuple[Row, ...]) -> Table:
 
     from sparge.evaluate.demo import table_cells
 
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     for index, (column, _) in enumerate(table_cells(rows[0])):
-        table.add_column(column, justify="left" if index < 2 else "right", no_wrap=False, overflow="fold")
+        heading = column.replace("speed-up", "speed-\nup").replace(" ", "\n", 1)  # two lines, to fit 80 columns
+        table.add_column(heading, justify="left" if index < 2 else "right", no_wrap=True)
     before = None
     for row in rows:
         if before not in (None, row.input):
             table.add_row()
-        cells = [text.replace(" ", "\N{NO-BREAK SPACE}") for _, text in table_cells(row)]
+        cells = [text for _, text in table_cells(row)]
         table.add_row("" if row.input == before else cells[0], *cells[1:])
         before = row.input
     return table
@@ -203,6 +203,7 @@ def doctor() -> None:
     """Versions, devices, the backend each device gets and why, and what is missing."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     console = Console()
 
@@ -211,15 +212,18 @@ def doctor() -> None:
         table.add_column(no_wrap=True)
         table.add_column()
         for name, text in lines:
-            table.add_row(f"  {name}", text)
+            table.add_row(f"  {name}", Text(text))  # Text: "sparge[plot]" is not markup
         console.print(title, style="bold")
-        console.print(table, highlight=False)
+        console.print(table)
         console.print()
 
     section("Versions", _versions())
     section("Devices", _devices())
     advice = list(_advice())
-    section("To do", iter(advice)) if advice else console.print("Nothing is missing.")
+    if advice:
+        section("To do", iter(advice))
+    else:
+        console.print("Nothing is missing.")
 
 
 def _installed(name: str) -> str | None:
@@ -236,8 +240,9 @@ def _versions() -> Iterator[tuple[str, str]]:
     yield "python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
     yield "torch", f"{torch.__version__} ({build})"
-    for name in ("triton", "numpy", "matplotlib"):
-        yield name, _installed(name) or "missing"
+    yield "triton", _installed("triton") or "missing (no backend of this version needs it)"
+    yield "numpy", _installed("numpy") or "missing"
+    yield "matplotlib", _installed("matplotlib") or "missing (no BlockMask.plot)"
 
 
 def _devices() -> Iterator[tuple[str, str]]:
@@ -264,19 +269,16 @@ def _usable_cores() -> int:
 
 def _advice() -> Iterator[tuple[str, str]]:
     """What is missing, what it costs, and what to do about it."""
-    import shutil
-
     import torch
 
     if _installed("matplotlib") is None:
-        yield "matplotlib", "BlockMask.plot() cannot draw (all else works): pip install 'sparge[plot]'"
-    if _installed("triton") is None and torch.cuda.is_available():
-        yield "triton", "GPU kernels cannot run: pip install triton"
+        yield "matplotlib", "BlockMask.plot() cannot draw, all else works: pip install 'sparge[plot]'"
     if not torch.cuda.is_available() and shutil.which("nvidia-smi"):
-        why = "no CUDA in this build of torch" if torch.version.cuda is None else "torch finds no CUDA device"
-        yield "cuda", f"{why}, though nvidia-smi is here: see pytorch.org/get-started, or the driver"
-    if torch.get_num_threads() < _usable_cores():
-        yield "threads", f"torch uses {torch.get_num_threads()} of {_usable_cores()} cores: torch.set_num_threads"
+        why = "this build of torch has no CUDA" if torch.version.cuda is None else "torch finds no CUDA device"
+        yield "cuda", f"{why}, though nvidia-smi is here: install torch for CUDA (pytorch.org), or check the driver"
+    limit = os.environ.get("OMP_NUM_THREADS")
+    if limit and torch.get_num_threads() < _usable_cores():
+        yield "threads", f"OMP_NUM_THREADS={limit} holds torch below {_usable_cores()} cores: unset it"
 
 
 if __name__ == "__main__":

@@ -156,15 +156,17 @@ def table_cells(row: Row) -> Iterator[tuple[str, str]]:
     yield "dense", _seconds(row.dense_s)
     yield "sparse", _seconds(row.sparse_s)
     yield "speed-up", f"{row.speedup:.1f}x"
-    yield "density", f"{100 * row.density:.1f} %"
-    yield "mass recall", f"{100 * row.recall:.1f} %"
+    yield "density", f"{100 * row.density:.1f}%"
+    yield "mass recall", f"{100 * row.recall:.1f}%"
     yield "L1 error", f"{row.error:.4f}"
-    needles = "" if row.needle_mean is None else f"{100 * row.needle_mean:.0f} / {100 * (row.needle_min or 0):.0f} %"
+    needles = "" if row.needle_mean is None else f"{100 * row.needle_mean:.0f} / {100 * (row.needle_min or 0):.0f}%"
     yield "needles mean / min", needles
 
 
 def _seconds(time_s: float) -> str:
-    return f"{time_s:.2f} s" if time_s >= 0.1 else f"{1000 * time_s:.1f} ms"
+    if time_s >= 0.1:
+        return f"{time_s:.2f} s"
+    return f"{1000 * time_s:.0f} ms" if time_s >= 0.01 else f"{1000 * time_s:.1f} ms"
 
 
 @dataclass(frozen=True)

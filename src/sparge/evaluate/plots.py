@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import base64
+import math
 import struct
 import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -46,6 +47,9 @@ DARK = Theme(
 )
 
 
+_FUTURE: dict[str, Any] = {"facecolor": "#eeeeee", "edgecolor": "#c4c4c4", "hatch": "////"}
+
+
 def plot_block_mask(mask: BlockMask, *, batch: int = 0, max_heads: int = 8) -> Figure:
     """Draw the kept blocks of the first heads of one batch entry, queries down and keys to the right.
 
@@ -67,7 +71,7 @@ def plot_block_mask(mask: BlockMask, *, batch: int = 0, max_heads: int = 8) -> F
         >>> q = torch.randn(1, 2, 2048, 64)
         >>> figure = sparge.predict(q, q, topk=0.25, is_causal=True).plot()
         >>> figure.axes[0].get_title()
-        'head 0: 58.5 % kept'
+        'head 0: 73.5% kept'
     """
     batches, heads, _, _ = mask.shape
     if not 0 <= batch < batches:
@@ -90,22 +94,21 @@ def plot_block_mask(mask: BlockMask, *, batch: int = 0, max_heads: int = 8) -> F
     panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
     kept = mask.to_dense()[batch, :shown].cpu()
     visible = causal_visibility(mask)
-    colours = ListedColormap(["#ffffff", "#1f3b63"])
-    colours.set_bad(alpha=0.0)
+    colours = ListedColormap(["#ffffff", "#1f3b63"]).with_extremes(bad=(0, 0, 0, 0))
     q_blocks, kv_blocks = visible.shape
     for head, panel in enumerate(panels.flat):
         if head >= shown:
             panel.set_visible(False)
             continue
-        panel.add_patch(
-            Rectangle((0, 0), mask.kv_len, mask.q_len, facecolor="#eeeeee", edgecolor="#c4c4c4", hatch="////", lw=0)
-        )
+        future = Rectangle((0, 0), mask.kv_len, mask.q_len, zorder=-1, lw=0, **_FUTURE)
+        panel.add_patch(future)
         picture = torch.where(visible, kept[head].double(), torch.nan).numpy()
         extent = (0, kv_blocks * BLOCK_K, q_blocks * BLOCK_Q, 0)
         panel.imshow(picture, cmap=colours, vmin=0, vmax=1, extent=extent, aspect="auto", interpolation="nearest")
-        panel.set(xlim=(0, mask.kv_len), ylim=(mask.q_len, 0), title=f"head {head}: {_density(mask, batch, head)} kept")
-        panel.tick_params(labelsize=8)
-        panel.locator_params(nbins=5)
+        panel.set(xlim=(0, mask.kv_len), ylim=(mask.q_len, 0), xticks=token_ticks(mask.kv_len))
+        panel.set(yticks=token_ticks(mask.q_len))
+        panel.set_title(f"head {head}: {_density(mask, batch, head)} kept", fontsize=10)
+        panel.tick_params(labelsize=8, labelbottom=head + columns >= shown)
     figure.supxlabel("key token", fontsize=9)
     figure.supylabel("query token", fontsize=9)
     handles = [
@@ -113,7 +116,7 @@ def plot_block_mask(mask: BlockMask, *, batch: int = 0, max_heads: int = 8) -> F
         Patch(facecolor="#ffffff", edgecolor="#9a9a9a", label="dropped"),
     ]
     if not bool(visible.all()):
-        handles.append(Patch(facecolor="#eeeeee", edgecolor="#c4c4c4", hatch="////", label="not visible"))
+        handles.append(Patch(label="not visible", **_FUTURE))
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False, fontsize=9)
     return figure
 
@@ -125,16 +128,20 @@ def causal_visibility(mask: BlockMask) -> Tensor:
     return blocks.expand(1, 1, *mask.shape[2:])[0, 0]
 
 
+def token_ticks(tokens: int) -> range:
+    """Two to five tick positions, multiples of a power of two as blocks are."""
+    return range(0, tokens + 1, max(2 ** math.ceil(math.log2(tokens / 4)), 1))
+
+
 def _density(mask: BlockMask, batch: int, head: int) -> str:
     visible = int(mask.visible_num_blocks[batch, head].sum())
-    return f"{100 * int(mask.kv_num_blocks[batch, head].sum()) / max(visible, 1):.1f} %"
+    return f"{100 * int(mask.kv_num_blocks[batch, head].sum()) / max(visible, 1):.1f}%"
 
 
 def mass_levels(mass: Tensor) -> Tensor:
     """Where each mass lies on the log scale from MASS_FLOOR to 1: integers in [0, RAMP_STEPS)."""
     decades = torch.log10(mass.double().clamp(min=MASS_FLOOR) / MASS_FLOOR)
-    span = -torch.log10(torch.tensor(MASS_FLOOR, dtype=torch.float64))
-    return (decades / span * RAMP_STEPS).long().clamp(max=RAMP_STEPS - 1)
+    return (decades / -math.log10(MASS_FLOOR) * RAMP_STEPS).long().clamp(max=RAMP_STEPS - 1)
 
 
 def paint_blocks(mass: Tensor, kept: Tensor, visible: Tensor) -> Tensor:

@@ -9,15 +9,15 @@ from html import escape
 import torch
 from torch import Tensor
 
-from sparge.evaluate.demo import Demo, InputResult, Prediction, Row, table_cells
+from sparge.evaluate.demo import HEAD_DIM, Demo, InputResult, Prediction, Row, table_cells
 from sparge.evaluate.inputs import Needle
-from sparge.evaluate.plots import DARK, LIGHT, MASS_FLOOR, Theme, paint_blocks, palette, png_data_uri
+from sparge.evaluate.plots import DARK, LIGHT, MASS_FLOOR, Theme, paint_blocks, palette, png_data_uri, token_ticks
 from sparge.geometry import BLOCK_K, BLOCK_Q
 
 SIDE = 320
 """Edge of a square map in SVG units; the panel around it holds the labels."""
 
-LEFT, TOP, RIGHT, BOTTOM = 46, 6, 10, 36
+LEFT, TOP, RIGHT, BOTTOM = 50, 6, 10, 36
 NEEDLE_KEPT = 0.5
 """A needle whose first head keeps less than this share of its mass is marked as lost."""
 
@@ -41,10 +41,10 @@ synthetic inputs.</p>
 </section>
 <section>
 <h2>What is kept</h2>
-<p>One head of each input (the first of {settings.heads}). Queries run down, keys run right, and one pixel is one block. The left map is
-the truth: how much of its queries' attention each block holds. The other two show what each score kept: a kept block
-has the colour it has on the left, a dropped block is red by the attention that was lost with it. A good mask
-is dark where the truth is dark, and shows little red. Pale blue in a mask is a block computed for almost nothing.</p>
+<p>The first head of each input. Queries run down, keys run right, and one pixel is one block. The first map is the
+truth: how much of its queries' attention each block holds. The other two show what each score kept: a kept block has
+the colour it has in the truth, a dropped block is red by the attention that was lost with it. Faint blue in a mask is a
+block computed for almost nothing; the stronger the red, the greater the loss.</p>
 {_legend()}
 {"".join(_figure(result) for result in demo.inputs)}
 </section>
@@ -73,7 +73,7 @@ def _machine_line(demo: Demo) -> str:
         f"Python {machine.python}",
         f"torch {machine.torch}",
         f"sparge {machine.sparge}" + (f" ({machine.commit})" if machine.commit else ""),
-        f"float32, batch 1, {settings.heads} heads of {demo.rows[0].head_dim}",
+        f"float32, B 1, H {settings.heads}, D {HEAD_DIM}",
     ]
     return " <i>/</i> ".join(escape(part) for part in parts)
 
@@ -121,11 +121,15 @@ def _table_notes(demo: Demo) -> str:
         ),
         ("mass recall", "Share of the softmax probability that lies in the kept blocks."),
         ("L1 error", "Sum of absolute differences from the dense output, over the sum of its absolute values."),
-        ("needles", "Share of the needles' own mass that was kept, over all heads: mean, and the worst needle."),
+        (
+            "needles",
+            "Share of the needles' own mass that was kept, over all heads: mean, and the worst needle. A needle cut by "
+            "a block border is harder to keep, and where borders fall depends on the length.",
+        ),
         (
             "score",
-            "How blocks are ranked. <b>mean</b> is the paper's: the mean query against the mean key. <b>moment</b>, the "
-            "default, takes sampled queries against the mean and the variance of each key block.",
+            "How blocks are ranked. <b>mean</b> is the paper's: the mean query against the mean key. <b>moment</b>, "
+            "the default, takes sampled queries against the mean and the variance of each key block.",
         ),
     ]
     items = "".join(f"<div><dt>{name}</dt><dd>{text}</dd></div>" for name, text in notes)
@@ -133,11 +137,11 @@ def _table_notes(demo: Demo) -> str:
 
 
 def _legend() -> str:
-    ticks = "".join(f"<span>{100 * 10.0**power:g} %</span>" for power in range(round(math.log10(MASS_FLOOR)), 1))
+    ticks = "".join(f"<span>{100 * 10.0**power:g}%</span>" for power in range(round(math.log10(MASS_FLOOR)), 1))
     return f"""<div class="legend">
 <div><span class="ramp kept"></span><div class="ticks">{ticks}</div><p>kept, by the attention it holds</p></div>
 <div><span class="ramp dropped"></span><div class="ticks">{ticks}</div><p>dropped, by the attention lost</p></div>
-<div class="swatches"><p><span class="swatch"></span>dropped, under {100 * MASS_FLOOR:g} %</p>
+<div class="swatches"><p><span class="swatch"></span>dropped, under {100 * MASS_FLOOR:g}%</p>
 <p><span class="swatch hatch"></span>the future: not visible</p>
 <p><svg viewBox="-9 -9 18 18" class="mark found"><circle r="6"/></svg>needle kept
 <svg viewBox="-9 -9 18 18" class="mark lost"><circle r="6"/><path d="M-4-4 4 4M-4 4 4-4"/></svg>needle lost</p></div>
@@ -148,7 +152,7 @@ def _figure(result: InputResult) -> str:
     everything = torch.ones_like(result.visible)
     panels = [_panel("True attention mass", "", result, everything, None)]
     for prediction in result.predictions:
-        detail = f"{100 * prediction.density:.1f} % of blocks, {100 * prediction.recall:.1f} % of mass"
+        detail = f"{100 * prediction.density:.1f}% of blocks, {100 * prediction.recall:.1f}% of mass"
         panels.append(_panel(f"Kept by {prediction.score}", detail, result, prediction.kept, prediction))
     needles = _needle_table(result) if result.needles else ""
     return f"""<figure>
@@ -172,7 +176,7 @@ def _panel(title: str, detail: str, result: InputResult, kept: Tensor, predictio
         _needle_mark(number, needle, prediction, scale) for number, needle in enumerate(result.needles, start=1)
     )
     spoken = escape(f"{result.name}: {title} {detail}".strip())
-    return f"""<div class="panel"><h4>{title}</h4><p>{detail or "head 1, all visible blocks"}</p>
+    return f"""<div class="panel"><h4>{title}</h4><p>{detail or "all visible blocks"}</p>
 <svg viewBox="0 0 {LEFT + SIDE + RIGHT} {TOP + SIDE + BOTTOM}" role="img" aria-label="{spoken}">
 <g transform="translate({LEFT} {TOP})">
 <rect class="paper" width="{SIDE}" height="{SIDE}"/>
@@ -184,9 +188,8 @@ def _panel(title: str, detail: str, result: InputResult, kept: Tensor, predictio
 
 def _axes(tokens: int, scale: float) -> str:
     """Ticks in tokens along both axes."""
-    step = 2 ** math.ceil(math.log2(tokens / 4))
     parts = []
-    for tick in range(0, tokens + 1, step):
+    for tick in token_ticks(tokens):
         at = tick * scale
         parts.append(f"<path class='tick' d='M{at:.1f} {SIDE}v4M0 {at:.1f}h-4'/>")
         anchor = "end" if at > SIDE - 12 else "middle"
@@ -195,7 +198,7 @@ def _axes(tokens: int, scale: float) -> str:
     middle = SIDE / 2
     parts.append(f"<text class='axis' x='{middle}' y='{SIDE + 31}' text-anchor='middle'>key token</text>")
     parts.append(
-        f"<text class='axis' transform='translate(-37 {middle}) rotate(-90)' text-anchor='middle'>query token</text>"
+        f"<text class='axis' transform='translate(-41 {middle}) rotate(-90)' text-anchor='middle'>query token</text>"
     )
     return "".join(parts)
 
@@ -212,7 +215,7 @@ def _needle_mark(number: int, needle: Needle, prediction: Prediction | None, sca
     y = (needle.query_start + needle.query_stop) / 2 * scale
     share = 1.0 if prediction is None else prediction.needles[number - 1]
     kind, cross = ("found", "") if share >= NEEDLE_KEPT else ("lost", "<path d='M-4-4 4 4M-4 4 4-4'/>")
-    told = "" if prediction is None else f": {100 * share:.0f} % kept"
+    told = "" if prediction is None else f": {100 * share:.0f}% kept"
     return (
         f"<g class='mark {kind}' transform='translate({x:.1f} {y:.1f})'><title>needle {number}{told}</title>"
         f"<circle class='halo' r='6'/><circle r='6'/>{cross}<text x='9' y='3.5'>{number}</text></g>"
@@ -223,13 +226,13 @@ def _needle_table(result: InputResult) -> str:
     heading = "".join(f"<th scope='col'>{number}</th>" for number, _ in enumerate(result.needles, start=1))
     lines = "".join(
         f"<tr><th scope='row'>{row.score}</th>"
-        + "".join(f"<td{' class=low' if share < NEEDLE_KEPT else ''}>{100 * share:.0f} %</td>" for share in row.needles)
+        + "".join(f"<td{' class=low' if share < NEEDLE_KEPT else ''}>{100 * share:.0f}%</td>" for share in row.needles)
         + "</tr>"
         for row in result.rows
     )
     heads = result.rows[0].heads
-    return f"""<div class="needles"><p>Share of each needle's attention that was kept, over all {heads} heads (the maps mark
-the first head only):</p>
+    return f"""<div class="needles"><p>Share of each needle's attention that was kept, over all {heads} heads (the
+maps mark the first head only):</p>
 <table><thead><tr><th scope="col">needle</th>{heading}</tr></thead><tbody>{lines}</tbody></table></div>"""
 
 
@@ -295,7 +298,7 @@ figure{margin:2.4rem 0 0}
 figcaption{margin-bottom:.9rem}
 figcaption p{margin:.15rem 0 0}
 .panels{display:grid;grid-template-columns:repeat(3,1fr);gap:1.2rem 1.6rem}
-.panel>h4,.panel>p{padding-left:12.2%}
+.panel>h4,.panel>p{padding-left:13.2%}
 .panel>p{margin:0 0 .35rem;font-size:.85rem;color:var(--quiet);font-variant-numeric:tabular-nums}
 .panel>svg{display:block;width:100%;height:auto;overflow:visible}
 svg text{font-size:10.5px;fill:var(--quiet);font-variant-numeric:tabular-nums}
@@ -326,9 +329,11 @@ body{padding:1.6rem 1rem 3rem}
 h1{font-size:1.6rem}
 .results thead{display:none}
 .results,.results tbody{display:block}
-.results tr{display:grid;grid-template-columns:1fr 1fr;gap:.1rem 1.4rem;padding:.7rem 0;border-top:1px solid var(--line)}
+.results tr{display:grid;grid-template-columns:1fr 1fr;gap:.1rem 1.4rem;padding:.7rem 0;
+border-top:1px solid var(--line)}
 .results .first>*,.results th:first-child{border:0;padding:0}
-.results th:first-child{grid-column:1/-1;visibility:visible!important;text-align:left}
+.results th:first-child{visibility:visible!important;text-align:left}
+.results td:last-child{grid-column:1/-1}
 .results th:first-child small,.results .same small{display:inline!important}
 .results td{display:flex;justify-content:space-between;padding:0;white-space:normal}
 .results td::before{content:attr(data-label);color:var(--quiet);font-weight:400}
