@@ -1,0 +1,76 @@
+"""The synthetic inputs have the structure their names promise, and the needles tell the two scores apart."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+
+import pytest
+import torch
+from torch import Tensor
+
+import sparge
+from sparge.evaluate.inputs import Sample, random_like, text_like, video_like
+from sparge.evaluate.metrics import block_mass, needle_recall
+
+
+def probabilities(sample: Sample) -> Tensor:
+    """Exact attention of every head in float64: (H, S, S)."""
+    query, key = sample.query[0].double(), sample.key[0].double()
+    scores = query @ key.mT * query.shape[-1] ** -0.5
+    if sample.is_causal:
+        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+    return scores.softmax(-1)
+
+
+def test_text_like_has_a_sink_and_needles() -> None:
+    sample = text_like(1024, heads=2)
+    attention = probabilities(sample)
+    late = attention[:, 512:]
+    assert late[..., 0].mean() > 20 / 1024, "the sink holds far more than one token's share"
+    for needle in sample.needles:
+        asked = attention[:, needle.query_start : needle.query_stop]
+        found = asked[..., needle.key_start : needle.key_stop].sum(-1).mean()
+        share = (needle.key_stop - needle.key_start) / needle.query_start
+        assert found > 10 * share
+
+
+@pytest.mark.parametrize("tokens", [256, 300, 2048, 8192])
+def test_needles_lie_in_the_past_and_apart(tokens: int) -> None:
+    needles = text_like(tokens, heads=1, head_dim=8).needles
+    assert len(needles) == 6
+    for needle in needles:
+        assert 0 < needle.key_start < needle.key_stop <= needle.query_start < needle.query_stop <= tokens
+    for before, after in itertools.pairwise(needles):
+        assert before.key_stop <= after.key_start
+        assert before.query_start < after.query_start
+
+
+def top_quarter(sample: Sample) -> float:
+    """Share of the mass in the best quarter of each row's blocks."""
+    mass = block_mass(sample.query, sample.key, is_causal=sample.is_causal)
+    return float(mass.topk(mass.shape[-1] // 4).values.sum(-1).mean())
+
+
+def test_video_like_is_concentrated_and_random_is_not() -> None:
+    assert top_quarter(video_like((8, 16, 16), heads=2)) > 0.95
+    assert 0.25 < top_quarter(random_like(2048, heads=2)) < 0.30
+
+
+@pytest.mark.parametrize("make", [text_like, random_like])
+def test_a_seed_names_one_sample(make) -> None:
+    first, again, other = (make(256, heads=1, seed=seed) for seed in (3, 3, 4))
+    for name in ("query", "key", "value"):
+        assert torch.equal(getattr(first, name), getattr(again, name))
+        assert not torch.equal(getattr(first, name), getattr(other, name))
+
+
+def test_needles_survive_with_moment_and_not_with_mean() -> None:
+    sample = text_like(8192, heads=2)
+    kept = {}
+    for score in ("moment", "mean"):
+        mask = sparge.predict(sample.query, sample.key, is_causal=True, topk=0.25, score=score)
+        kept[score] = [needle_recall(mask, sample.query, sample.key, needle) for needle in sample.needles]
+    assert min(kept["moment"]) >= 0.95
+    assert statistics.fmean(kept["mean"]) < 0.8
+    assert min(kept["mean"]) < 0.5
