@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 
-import torch
-
-import sparge
-
-REPOSITORY = Path(__file__).parent.parent
+from sparge.evaluate.machine import describe_machine
 
 
 def interleaved_medians(functions: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
@@ -47,31 +42,6 @@ def _status_bytes(field: str) -> int:
     raise RuntimeError(f"expected {field} in /proc/self/status, got none")
 
 
-def environment() -> dict[str, str | int]:
+def environment() -> dict[str, str | int | None]:
     """Machine, versions, commit and time."""
-    return {
-        "machine": f"{_cpu_name()}, {torch.get_num_threads()} threads, {platform.machine()}",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "sparge": sparge.__version__,
-        "commit": _commit(),
-        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-    }
-
-
-def _commit() -> str:
-    def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=True
-        ).stdout.strip()
-
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", "src", "benchmarks/*.py")
-    return git("rev-parse", "--short=10", "HEAD") + ("+changes" if changed else "")
-
-
-def _cpu_name() -> str:
-    found = subprocess.run(["lscpu"], capture_output=True, text=True, check=False).stdout
-    for line in found.splitlines():
-        if line.startswith("Model name:"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor() or "unknown CPU"
+    return {**asdict(describe_machine()), "time": datetime.now(timezone.utc).isoformat(timespec="seconds")}

@@ -39,7 +39,7 @@ def _markdown(header: list[str], body: list[list[str]]) -> str:
 
 def _source(rows: list[Row]) -> str:
     """Machine, versions and commits behind the rows."""
-    machine = ", ".join(sorted({row["machine"] for row in rows}))
+    machine = ", ".join(sorted({f"{row['processor']}, {row['threads']} threads, {row['system']}" for row in rows}))
     torch = ", ".join(sorted({row["torch"] for row in rows}))
     commit = ", ".join(sorted({row["commit"] for row in rows}))
     return f"{machine}; torch {torch}; commit {commit}."

@@ -65,12 +65,20 @@ def test_a_seed_names_one_sample(make) -> None:
         assert not torch.equal(getattr(first, name), getattr(other, name))
 
 
-def test_needles_survive_with_moment_and_not_with_mean() -> None:
-    sample = text_like(8192, heads=2)
+@pytest.mark.parametrize("tokens", [2048, 5000, 7777])
+def test_no_block_border_cuts_a_needle(tokens: int) -> None:
+    for needle in text_like(tokens, heads=1, head_dim=8).needles:
+        assert needle.key_start // 64 == (needle.key_stop - 1) // 64
+        assert needle.query_start // 128 == (needle.query_stop - 1) // 128
+
+
+@pytest.mark.parametrize("tokens", [7000, 8192])
+def test_needles_survive_with_moment_and_not_with_mean(tokens: int) -> None:
+    sample = text_like(tokens, heads=2)
     kept = {}
     for score in ("moment", "mean"):
         mask = sparge.predict(sample.query, sample.key, is_causal=True, topk=0.25, score=score)
         kept[score] = [needle_recall(mask, sample.query, sample.key, needle) for needle in sample.needles]
     assert min(kept["moment"]) >= 0.95
     assert statistics.fmean(kept["mean"]) < 0.8
-    assert min(kept["mean"]) < 0.5
+    assert min(kept["mean"]) < 0.6, "a head out of two loses it"

@@ -13,8 +13,9 @@ import pytest
 import torch
 from PIL import Image
 
-from sparge.evaluate.demo import Demo, InputResult, Machine, Prediction, Row, Settings, table_cells
+from sparge.evaluate.demo import Demo, InputResult, Prediction, Row, Settings, table_cells
 from sparge.evaluate.inputs import Needle
+from sparge.evaluate.machine import Machine
 from sparge.evaluate.plots import DARK, LIGHT, paint_blocks, palette
 from sparge.evaluate.report import LEFT, SIDE, TOP, render_page
 

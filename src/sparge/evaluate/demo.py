@@ -5,25 +5,21 @@
 
 from __future__ import annotations
 
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from sparge import api
-from sparge._version import __version__
 from sparge.block_mask import BlockMask
 from sparge.config import ScoreName
 from sparge.evaluate.inputs import Needle, Sample, random_like, text_like, video_like
+from sparge.evaluate.machine import Machine, describe_machine
 from sparge.evaluate.metrics import block_mass, mass_recall, needle_recall, relative_l1
 from sparge.evaluate.plots import causal_visibility
 
@@ -42,19 +38,6 @@ class Settings:
     tokens: int = 8192
     heads: int = 8
     seed: int = 0
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Where the numbers were measured."""
-
-    processor: str
-    threads: int
-    system: str
-    python: str
-    torch: str
-    sparge: str
-    commit: str | None
 
 
 @dataclass(frozen=True)
@@ -194,19 +177,6 @@ def run_demo(settings: Settings, on_step: Callable[[Step], None] = lambda _: Non
     return Demo(settings, describe_machine(), tuple(results))
 
 
-def describe_machine() -> Machine:
-    """The processor, thread count and versions of this process."""
-    return Machine(
-        processor=_processor_name(),
-        threads=torch.get_num_threads(),
-        system=f"{platform.system()} {platform.machine()}",
-        python=platform.python_version(),
-        torch=torch.__version__,
-        sparge=__version__,
-        commit=_commit(),
-    )
-
-
 def video_grid(tokens: int) -> tuple[int, int, int]:
     """About eight square frames that together hold no more than ``tokens``."""
     side = max(int((tokens / 8) ** 0.5), 1)
@@ -330,30 +300,3 @@ def _first_head(mask: BlockMask) -> BlockMask:
         mask.kv_len,
         mask.is_causal,
     )
-
-
-def _processor_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, "") or platform.processor() or platform.machine()
-
-
-def _commit() -> str | None:
-    """The checkout this package runs from, or None for an installed copy."""
-    git = ["git", "-C", str(Path(__file__).resolve().parents[1])]
-    try:
-        # A copy in somebody else's repository (a .venv inside it) is not tracked there.
-        subprocess.run([*git, "ls-files", "--error-unmatch", "__init__.py"], check=True, capture_output=True, timeout=5)
-        found = subprocess.run(
-            [*git, "describe", "--always", "--dirty", "--exclude=*"],
-            check=True,
-            capture_output=True,
-            timeout=5,
-            text=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return found.stdout.strip()

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sparge.geometry import BLOCK_K, BLOCK_Q
+
 
 @dataclass(frozen=True)
 class Needle:
@@ -93,10 +95,21 @@ def _unit(*shape: int, generator: torch.Generator, power: int = 1) -> Tensor:
 
 
 def _place_needles(tokens: int, count: int = 6, sentence: int = 16, question: int = 32) -> tuple[Needle, ...]:
-    """Sentences spread over the first half, their questions in the same order over the last third."""
+    """Sentences spread over the first half, their questions in the same order over the last third.
+
+    From 2048 tokens on, each sentence lies within one key block and each question within one query block. A border
+    through either makes a needle harder to find: its share of a block, and of the sampled queries, is smaller.
+    """
     needles = []
     for index in range(count):
         start = tokens * (2 * index + 1) // (4 * count)
         ask = tokens * 2 // 3 + index * (tokens // 3 - question) // count
+        if tokens >= 2048:
+            start, ask = _within_block(start, sentence, BLOCK_K), _within_block(ask, question, BLOCK_Q)
         needles.append(Needle(start, start + sentence, ask, ask + question))
     return tuple(needles)
+
+
+def _within_block(position: int, length: int, block: int) -> int:
+    """The position, moved back if ``length`` tokens from there would cross a block border."""
+    return position - max(0, position % block + length - block)

@@ -19,7 +19,7 @@ def block_mass(query: Tensor, key: Tensor, *, is_causal: bool = False, scale: fl
     """True attention mass of every block: (B, H, Sq, D), (B, H, Sk, D) -> (B, H, q_blocks, kv_blocks).
 
     Entry (i, j) is the probability that the queries of block i give to the keys of block j, averaged over the queries:
-    rows sum to 1. Heads must match (repeat grouped keys first).
+    rows sum to 1 (less where queries see nothing). Heads must match (repeat grouped keys first).
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     q_len, kv_len = query.shape[2], key.shape[2]
@@ -57,9 +57,9 @@ def needle_recall(
 
 
 def _attention_rows(query: Tensor, key: Tensor, start: int, stop: int, is_causal: bool, scale: float) -> Tensor:
-    """Exact probabilities of queries start..stop: (B, H, stop - start, Sk)."""
+    """Exact probabilities of queries start..stop: (B, H, stop - start, Sk); 0 for a query that sees nothing."""
     scores = query[:, :, start:stop].float() @ key.float().mT * scale
     if is_causal:
         positions = torch.arange(start, stop, device=query.device)[:, None] + key.shape[2] - query.shape[2]
         scores = scores.masked_fill(torch.arange(key.shape[2], device=query.device) > positions, -torch.inf)
-    return scores.softmax(-1)
+    return torch.where(scores.amax(-1, keepdim=True) == -torch.inf, 0.0, scores.softmax(-1))

@@ -1,0 +1,63 @@
+"""Where numbers were measured: processor, versions and commit, for every result row and page."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from sparge._version import __version__
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine and the software on it. ``commit`` is None for an installed copy outside a checkout."""
+
+    processor: str
+    threads: int
+    system: str
+    python: str
+    torch: str
+    sparge: str
+    commit: str | None
+
+
+def describe_machine() -> Machine:
+    """The processor, thread count and versions of this process."""
+    return Machine(
+        processor=_processor_name(),
+        threads=torch.get_num_threads(),
+        system=f"{platform.system()} {platform.machine()}",
+        python=platform.python_version(),
+        torch=torch.__version__,
+        sparge=__version__,
+        commit=_commit(),
+    )
+
+
+def _output(*command: str) -> str | None:
+    """What a command prints, or None where it cannot run."""
+    try:
+        return subprocess.run(command, check=True, capture_output=True, timeout=5, text=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _processor_name() -> str:
+    for line in (_output("lscpu") or "").splitlines():
+        name, _, text = line.partition(":")
+        if name.strip() == "Model name":
+            return text.strip()
+    return platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    """The checkout this package runs from, "-dirty" with changes to tracked files."""
+    git = ("git", "-C", str(Path(__file__).resolve().parents[1]))
+    # A copy in somebody else's repository (a .venv inside it) is not tracked there.
+    if _output(*git, "ls-files", "--error-unmatch", "__init__.py") is None:
+        return None
+    return _output(*git, "describe", "--always", "--dirty", "--exclude=*", "--abbrev=10")
