@@ -74,11 +74,11 @@ def test_no_block_border_cuts_a_needle(tokens: int) -> None:
 
 @pytest.mark.parametrize("tokens", [7000, 8192])
 def test_needles_survive_with_moment_and_not_with_mean(tokens: int) -> None:
-    sample = text_like(tokens, heads=2)
+    sample = text_like(tokens, heads=8)
     kept = {}
     for score in ("moment", "mean"):
         mask = sparge.predict(sample.query, sample.key, is_causal=True, topk=0.25, score=score)
         kept[score] = [needle_recall(mask, sample.query, sample.key, needle) for needle in sample.needles]
     assert min(kept["moment"]) >= 0.95
     assert statistics.fmean(kept["mean"]) < 0.8
-    assert min(kept["mean"]) < 0.6, "a head out of two loses it"
+    assert min(kept["mean"]) < 0.6
