@@ -95,15 +95,19 @@ def test_moment_score_is_exact_to_third_order_where_channels_are_independent():
     assert mean / mean_half == pytest.approx(4, rel=0.05)  # second order
 
 
-def test_scores_add_the_mean_visible_bias():
+def test_scores_add_the_log_mean_exp_of_the_visible_bias():
+    """A bias of -10 000 on part of a block hides those keys and leaves the block its worth."""
     allowed = torch.ones(1, 1, 100, dtype=torch.bool)
-    bias = torch.arange(100, dtype=torch.float64).view(1, 1, 100)
+    bias = gaussian(1, 1, 100)
+    bias[..., 10:30] = -10_000
     allowed[..., 70:] = False
     zeros = torch.zeros(2, 4, dtype=torch.float64)
     query = torch.zeros(1, 1, 4, dtype=torch.float64)
-    expected = [bias[..., :64].mean().item(), bias[..., 64:70].mean().item()]
-    assert reference.score_moment(query, zeros, zeros, 1.0, allowed, bias).flatten().tolist() == expected
-    assert reference.score_mean(query[0], zeros, 1.0, allowed[0], bias[0]).flatten().tolist() == expected
+    expected = torch.stack([bias[..., part].exp().mean().log() for part in (slice(0, 64), slice(64, 70))])
+    moment = reference.score_moment(query, zeros, zeros, 1.0, allowed, bias).flatten()
+    torch.testing.assert_close(moment, expected)
+    assert moment.abs().max() < 1
+    torch.testing.assert_close(reference.score_mean(query[0], zeros, 1.0, allowed[0], bias[0]).flatten(), expected)
 
 
 def test_probabilities_average_one_softmax_per_query_and_flag_broken_scores():

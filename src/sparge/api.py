@@ -25,6 +25,7 @@ from sparge.config import (
 )
 from sparge.geometry import Shape
 from sparge.stats import counters
+from sparge.visibility import allowed_elements
 
 
 @overload
@@ -135,6 +136,7 @@ def attention(
         torch.Size([1, 2, 4096])
     """
     validation.check_choice("on_unsupported", on_unsupported, validation.ON_UNSUPPORTED)
+    validation.check_is_causal(is_causal)
     validation.check_choice("quantization", quantization, validation.QUANTIZATIONS)
     query, key, value, shape = validation.check_query_key_value(query, key, value, layout, enable_gqa)
     scale = validation.check_scale(scale, shape.head_dim)
@@ -143,7 +145,7 @@ def attention(
     chosen_score = validation.resolve_score(score)
     ranges = validation.check_always_keep(always_keep, shape.kv_len)
     backend_name = dispatch.choose_backend(backend, query.device).backend
-    unsupported = validation.unsupported_reason(shape, dropout_p, _needs_grad(query, key, value))
+    unsupported = validation.unsupported_reason(shape, dropout_p, _needs_grad(query, key, value, attn_mask))
     if unsupported is not None:
         if on_unsupported == "raise" or backend != "auto" or return_lse:
             raise NotImplementedError(unsupported)
@@ -231,6 +233,7 @@ def predict(
         >>> mask.shape, mask.density()
         ((1, 2, 32, 64), 0.25)
     """
+    validation.check_is_causal(is_causal)
     query, key, shape = validation.check_query_key(query, key, layout, enable_gqa)
     return ops.predict(
         query.detach(),
@@ -285,9 +288,11 @@ def block_sparse_attention(
         ...
         ValueError: mask: expected a shape that broadcasts to (B, H, ceil(S_q / 128), ceil(S_k / 64)) = (1, 2, 4, 8) ...
     """
+    if is_causal is not None:
+        validation.check_is_causal(is_causal)
     validation.check_choice("quantization", quantization, validation.QUANTIZATIONS)
     query, key, value, shape = validation.check_query_key_value(query, key, value, layout, enable_gqa)
-    unsupported = validation.unsupported_reason(shape, 0.0, _needs_grad(query, key, value))
+    unsupported = validation.unsupported_reason(shape, 0.0, _needs_grad(query, key, value, attn_mask))
     if unsupported is not None:
         raise NotImplementedError(unsupported)
     if pv_threshold is not None:
@@ -308,8 +313,8 @@ def block_sparse_attention(
     return (output, lse) if return_lse else output
 
 
-def _needs_grad(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+def _needs_grad(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors if isinstance(tensor, Tensor))
 
 
 def _in_layout(output: Tensor, layout: str) -> Tensor:
@@ -335,7 +340,7 @@ def _sdpa(
             attn_mask = attn_mask.masked_fill(~past, -torch.inf)
         is_causal = False
     if attn_mask is not None and attn_mask.dtype != torch.bool:
-        attn_mask = attn_mask.to(query.dtype)
+        attn_mask = attn_mask.masked_fill(~allowed_elements(attn_mask), -torch.inf).to(query.dtype)
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=shape.group > 1
     )

@@ -196,6 +196,7 @@ class _BottomRightCausal:
 
 
 def _listed(num_blocks: Tensor, indices: Tensor) -> Tensor:
-    """The bool tensor of blocks that index lists name."""
+    """The bool tensor of blocks that index lists name; what follows a list's end may be anything."""
     named = torch.arange(indices.shape[-1], device=indices.device) < num_blocks[..., None]
-    return torch.zeros_like(named).scatter_(-1, indices.long(), named)
+    found = torch.zeros(named.shape, dtype=torch.int32, device=named.device)
+    return found.scatter_add_(-1, torch.where(named, indices, 0).long(), named.int()) > 0

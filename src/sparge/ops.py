@@ -10,7 +10,10 @@ per head. `stats` counts inside the operators: compiled programs are counted too
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -297,10 +300,24 @@ def _dense_cpu(
     return output[..., : shape.value_dim].to(dtype).contiguous(), lse.contiguous()
 
 
+def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The stages choose their own precision; autocast would lower the statistics and mix dtypes."""
+
+    @functools.wraps(function)
+    def run(query: Tensor, *arguments: Any) -> Any:
+        device = query.device.type
+        if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+            return function(query, *arguments)
+        with torch.autocast(device, enabled=False):
+            return function(query, *arguments)
+
+    return run
+
+
 for _name, _real, _fake in (
     ("predict", _predict, _predict_fake),
     ("attend", _attend, _attend_fake),
     ("dense", _dense, _attend_fake),
 ):
-    _LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
+    _LIBRARY.impl(_name, _without_autocast(_real), "CompositeExplicitAutograd")
     torch.library.register_fake(f"sparge::{_name}", _fake, lib=_LIBRARY)

@@ -88,6 +88,19 @@ def smooth_key(key: Tensor, keys_seen: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(keys_seen[..., None], key - mean, 0.0), mean
 
 
+def smooth_key_for_judge(key: Tensor, keys_seen: Tensor, is_causal: bool) -> Tensor:
+    """The keys a block is judged by: smoothed, and without a look at the future.
+
+    The mean over all tokens lets one late outlier decide whether early tokens agree. In causal attention each block is
+    therefore smoothed by the mean of the tokens up to its own end.
+    """
+    if not is_causal:
+        return smooth_key(key, keys_seen)[0]
+    ends = [min(start + BLOCK_K, key.shape[2]) for start in range(0, key.shape[2], BLOCK_K)]
+    parts = [smooth_key(key[:, :, :end], keys_seen[:, :, :end])[0] for end in ends]
+    return torch.cat([part[:, :, index * BLOCK_K :] for index, part in enumerate(parts)], 2)
+
+
 def token_blocks(tokens: Tensor, seen: Tensor, block: int) -> Iterator[Tensor]:
     """The visible tokens of each block of one head: (S, D), (S,) -> blocks of (n <= block, D)."""
     for part, part_seen in zip(tokens.split(block), seen.split(block), strict=True):
@@ -128,16 +141,19 @@ def sample_queries(seen: Tensor, samples: int) -> Tensor:
     return torch.tensor(picks, device=seen.device)
 
 
-def _masked_mean(values: Tensor, keep: Tensor) -> Tensor:
-    return torch.where(keep, values, 0.0).sum() / keep.sum().clamp(min=1)
+def log_mean_exp(bias: Tensor, allowed: Tensor) -> Tensor:
+    """log of the mean of exp(bias) over the allowed elements, 0 without any: what a bias adds to a block's worth."""
+    if not allowed.any():
+        return bias.new_zeros(())
+    return bias[allowed].logsumexp(0) - math.log(int(allowed.sum()))
 
 
 def score_mean(query_means: Tensor, key_means: Tensor, scale: float, allowed: Tensor, bias: Tensor) -> Tensor:
-    """The paper's compressed scores of one head, (q_blocks, 1, kv_blocks): q_i . k_j * scale + mean bias."""
+    """The paper's compressed scores of one head, (q_blocks, 1, kv_blocks): q_i . k_j * scale + bias."""
     scores = query_means @ key_means.mT * scale
     for i, (allowed_row, bias_row) in enumerate(zip(allowed.split(BLOCK_Q), bias.split(BLOCK_Q), strict=True)):
         tiles = zip(allowed_row.split(BLOCK_K, -1), bias_row.split(BLOCK_K, -1), strict=True)
-        scores[i] += torch.stack([_masked_mean(bias_tile, seen) for seen, bias_tile in tiles])
+        scores[i] += torch.stack([log_mean_exp(bias_tile, seen) for seen, bias_tile in tiles])
     return scores[:, None]
 
 
@@ -151,7 +167,7 @@ def score_moment(
 ) -> Tensor:
     """Second-order scores of sampled queries, (q_blocks, samples, kv_blocks).
 
-    log mean_k exp(scale q.k + bias) ~ scale q.mean + scale^2 / 2 (q^2).variance + mean bias
+    log mean_k exp(scale q.k + bias) ~ scale q.mean + scale^2 / 2 (q^2).variance + log mean exp(bias)
 
     Args:
         queries: (q_blocks, samples, D).
@@ -162,7 +178,7 @@ def score_moment(
     for i in range(scores.shape[0]):
         for s in range(scores.shape[1]):
             tiles = zip(allowed[i, s].split(BLOCK_K), bias[i, s].split(BLOCK_K), strict=True)
-            scores[i, s] += torch.stack([_masked_mean(bias_tile, seen) for seen, bias_tile in tiles])
+            scores[i, s] += torch.stack([log_mean_exp(bias_tile, seen) for seen, bias_tile in tiles])
     return scores
 
 
@@ -174,10 +190,10 @@ def block_probabilities(scores: Tensor, judged: Tensor) -> tuple[Tensor, Tensor]
         judged: (q_blocks, kv_blocks), visible blocks that a summary may judge.
 
     Returns:
-        Probabilities (q_blocks, kv_blocks) and a bool tensor of the same shape that marks blocks whose score is NaN or
-        +inf: these take no part in the softmax and are always kept, so that non-finite inputs reach the output.
+        Probabilities (q_blocks, kv_blocks) and a bool tensor of the same shape that marks blocks whose score is not
+        finite: these take no part in the softmax and are always kept, so that NaN and Inf reach the output.
     """
-    broken = (scores.isnan() | (scores == math.inf)) & judged[:, None]
+    broken = ~scores.isfinite() & judged[:, None]
     scores = scores.masked_fill(broken | ~judged[:, None], -math.inf)
     probabilities = scores.softmax(-1).nan_to_num(0.0)  # a row of -inf only has no probabilities
     return probabilities.mean(1), broken.any(1)
@@ -199,6 +215,20 @@ def forced_blocks(
             if any(start < (j + 1) * BLOCK_K and j * BLOCK_K < stop for start, stop in always_keep):
                 forced[i, j] = True
     return forced
+
+
+def unfinished_blocks(shape: Shape, is_causal: bool) -> Tensor:
+    """Blocks that hold keys after the row's last query, (q_blocks, kv_blocks).
+
+    Their summary knows the future, so they are kept without a score. They exist only when S_k - S_q is no multiple of
+    the key block, and then lie on the diagonal.
+    """
+    unfinished = torch.zeros(shape.q_blocks, shape.kv_blocks, dtype=torch.bool)
+    for i in range(shape.q_blocks if is_causal else 0):
+        last = min((i + 1) * BLOCK_Q, shape.q_len) - 1 + shape.causal_offset
+        for j in range(shape.kv_blocks):
+            unfinished[i, j] = j * BLOCK_K <= last < min((j + 1) * BLOCK_K, shape.kv_len) - 1
+    return unfinished
 
 
 def topk_budget(topk: float, visible: int, min_blocks: int) -> int:
@@ -265,8 +295,9 @@ def predict(
     query, key = query.double(), key.double()
     keys_seen = _visible_keys(masks.allowed, shape.kv_heads)
     queries_seen = masks.allowed.any(3)
-    key, _ = smooth_key(key, keys_seen)
-    forced = forced_blocks(shape, sparsity, is_causal, always_keep).to(query.device)
+    smoothed = smooth_key_for_judge(key, keys_seen, is_causal)
+    unfinished = unfinished_blocks(shape, is_causal).to(query.device)
+    forced = forced_blocks(shape, sparsity, is_causal, always_keep).to(query.device) | unfinished
     kept = torch.zeros_like(visible)
     for b in range(shape.batch):
         for h in range(shape.heads):
@@ -274,7 +305,7 @@ def predict(
             key_means, key_variances = pool(key[b, kv], keys_seen[b, kv], BLOCK_K)
             unjudged = _fix_blocks(
                 self_similarity(query[b, h], queries_seen[b, h], BLOCK_Q),
-                self_similarity(key[b, kv], keys_seen[b, kv], BLOCK_K),
+                self_similarity(smoothed[b, kv], keys_seen[b, kv], BLOCK_K),
                 _of_head(sparsity.similarity_threshold, h, shape),
             )
             allowed, bias = masks.allowed[b, h], masks.bias[b, h]
@@ -284,7 +315,7 @@ def predict(
             else:
                 picks = sample_queries(queries_seen[b, h], score.samples)
                 scores = score_moment(query[b, h][picks], key_means, key_variances, scale, allowed[picks], bias[picks])
-            probabilities, broken = block_probabilities(scores, visible[b, h] & ~unjudged)
+            probabilities, broken = block_probabilities(scores, visible[b, h] & ~unjudged & ~unfinished)
             for i in range(shape.q_blocks):
                 kept[b, h, i] = select_row(
                     probabilities[i],
@@ -331,10 +362,14 @@ def to_fp8(values: Tensor) -> Tensor:
 
 
 def quantize_fp8(value: Tensor) -> tuple[Tensor, Tensor]:
-    """E4M3 numbers and one scale = absmax / 448 per channel: (S, Dv) -> (S, Dv), (Dv,)."""
-    scale = value.abs().amax(0) / FP8_MAX
+    """E4M3 numbers and one scale = absmax / 448 per channel: (S, Dv) -> (S, Dv), (Dv,).
+
+    Values that are not finite become NaN and leave the scale alone: they reach the rows that see them, no others.
+    """
+    finite = value.isfinite()
+    scale = torch.where(finite, value, 0.0).abs().amax(0) / FP8_MAX
     scale = torch.where(scale == 0, 1.0, scale)
-    return to_fp8(value / scale), scale
+    return to_fp8(torch.where(finite, value / scale, math.nan)), scale
 
 
 def fp8_tensor_core(probability: Tensor, value: Tensor, accumulator: Tensor) -> Tensor:
@@ -389,6 +424,7 @@ def attention(
     masks = element_mask(shape, mask.is_causal, attn_mask, query.device)
     keys_seen = _visible_keys(masks.allowed, shape.kv_heads)
     query, key, value = query.double(), key.double(), value.double()
+    query = torch.where(masks.allowed.any(3, keepdim=True), query, 0.0)
     key = torch.where(keys_seen[..., None], key, 0.0)
     value = torch.where(keys_seen[..., None], value, 0.0)
     key_mean = torch.zeros_like(key[:, :, :1])

@@ -28,6 +28,12 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
         raise ValueError(f"{name}: expected one of {listed}, got {value!r}")
 
 
+def check_is_causal(is_causal: bool) -> None:
+    """Raise TypeError unless it is a bool: "no" and [False] would count as true."""
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"is_causal: expected a bool, got {is_causal!r}")
+
+
 def check_query_key(query: Tensor, key: Tensor, layout: str, enable_gqa: bool) -> tuple[Tensor, Tensor, Shape]:
     """Check a query and key and view them heads-first: (B, H, Sq, D), (B, Hkv, Sk, D) and the sizes (value_dim = D)."""
     query, key, _, shape = check_query_key_value(query, key, key, layout, enable_gqa)
@@ -148,9 +154,14 @@ def resolve_score(score: str | Score) -> Score:
 
 def check_always_keep(always_keep: Sequence[tuple[int, int]] | None, kv_len: int) -> tuple[tuple[int, int], ...]:
     """Key ranges as ((start, stop), ...), each with 0 <= start < stop <= kv_len."""
+    if always_keep is None:
+        return ()
+    if not isinstance(always_keep, (list, tuple)):
+        raise TypeError(f"always_keep: expected a list of (start, stop) pairs of ints, got {always_keep!r}")
     ranges = []
-    for entry in always_keep or ():
-        if len(entry) != 2 or not all(isinstance(edge, int) for edge in entry):
+    for entry in always_keep:
+        is_pair = isinstance(entry, (list, tuple)) and len(entry) == 2
+        if not is_pair or not all(isinstance(edge, int) and not isinstance(edge, bool) for edge in entry):
             raise TypeError(f"always_keep: expected (start, stop) pairs of ints, got {entry!r}")
         start, stop = entry
         if not 0 <= start < stop <= kv_len:

@@ -55,7 +55,7 @@ def find_visibility(shape: Shape, is_causal: bool, attn_mask: Tensor | None, dev
     return found
 
 
-def _block_edges(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def block_edges(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Key positions of each query block's first and last query, (q_blocks, 1), and each key block's first and end."""
     first_query = torch.arange(shape.q_blocks, device=device)[:, None] * BLOCK_Q
     last_query = (first_query + BLOCK_Q - 1).clamp(max=shape.q_len - 1)
@@ -69,7 +69,7 @@ def _block_edges(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, Te
 
 
 def _without_mask(shape: Shape, is_causal: bool, device: torch.device) -> Visibility:
-    first_query, last_query, first_key, key_end = _block_edges(shape, device)
+    first_query, last_query, first_key, key_end = block_edges(shape, device)
     full = (key_end <= shape.kv_len).expand(shape.q_blocks, -1)
     blocks = torch.ones_like(full)
     queries = None
@@ -84,7 +84,7 @@ def _without_mask(shape: Shape, is_causal: bool, device: torch.device) -> Visibi
 def _with_key_mask(shape: Shape, is_causal: bool, attn_mask: Tensor) -> Visibility:
     """``attn_mask`` is (b, h, kv_len): the same keys (or biases) for every query."""
     device = attn_mask.device
-    first_query, last_query, _, key_end = _block_edges(shape, device)
+    first_query, last_query, _, key_end = block_edges(shape, device)
     keys = allowed_elements(attn_mask)
     positions = torch.arange(shape.kv_len, device=device)
     nowhere = torch.iinfo(torch.int64).max

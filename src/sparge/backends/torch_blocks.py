@@ -57,8 +57,8 @@ def _attend_rows(tiles: Tiles, kept: Tensor, full: Tensor, scale: float) -> tupl
     shape = tiles.shape
     total = shape.batch * shape.heads * shape.q_blocks
     device = tiles.query.device
-    output = torch.zeros(total, BLOCK_Q, shape.value_dim, device=device)
-    lse = torch.full((total, BLOCK_Q), -math.inf, device=device)
+    output = torch.zeros(total, BLOCK_Q, shape.value_dim, dtype=torch.float32, device=device)
+    lse = torch.full((total, BLOCK_Q), -math.inf, dtype=torch.float32, device=device)
     workspace = Workspace()
     gathered = BLOCK_K * (shape.head_dim + shape.value_dim) * 4
     for rows, columns in _batches(kept & full, gathered):

@@ -42,8 +42,8 @@ def attention(
     partial_rows = (kept & ~seen.full).flatten(0, 2)
     counts = kept_rows.sum(-1)
     total = len(kept_rows)
-    output = torch.empty(total, BLOCK_Q, shape.value_dim, device=device)
-    lse = torch.empty(total, BLOCK_Q, device=device)
+    output = torch.empty(total, BLOCK_Q, shape.value_dim, dtype=torch.float32, device=device)
+    lse = torch.empty(total, BLOCK_Q, dtype=torch.float32, device=device)
     for rows in torch.argsort(counts, descending=True, stable=True).split(ROWS_AT_A_TIME):
         columns = torch.argsort((~kept_rows[rows]).to(torch.uint8), dim=-1, stable=True)
         state = _Rows(operands, rows, threshold)
@@ -104,9 +104,9 @@ class _Rows:
         self.workspace = Workspace()
         self.query = tiles.queries(rows, self.workspace)
         groups = len(rows) * GROUPS
-        self.running_max = torch.full((groups, ROW_GROUP, 1), -math.inf, device=device)
-        self.row_sum = torch.zeros(groups, ROW_GROUP, 1, device=device)
-        self.accumulator = torch.zeros(groups, ROW_GROUP, tiles.shape.value_dim, device=device)
+        self.running_max = self.query.new_full((groups, ROW_GROUP, 1), -math.inf)
+        self.row_sum = self.query.new_zeros(groups, ROW_GROUP, 1)
+        self.accumulator = self.query.new_zeros(groups, ROW_GROUP, tiles.shape.value_dim)
         self.threshold = None
         if threshold is not None:
             _, head, block = tiles.place(rows)
@@ -188,7 +188,8 @@ def _to_fp8(values: Tensor) -> Tensor:
 
 
 def _fp8_per_channel(value: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, Hkv, blocks, 64, Dv) -> E4M3 numbers and scales (B, Hkv, 1, Dv) = absmax / 448."""
-    scale = value.abs().amax((2, 3)) / FP8_MAX
+    """(B, Hkv, blocks, 64, Dv) -> E4M3 numbers and scales (B, Hkv, 1, Dv) = absmax / 448; NaN where not finite."""
+    finite = value.isfinite()
+    scale = torch.where(finite, value, 0.0).abs().amax((2, 3)) / FP8_MAX
     scale = torch.where(scale == 0, 1.0, scale)[:, :, None]
-    return _to_fp8(value / scale[:, :, None]), scale
+    return _to_fp8(torch.where(finite, value / scale[:, :, None], math.nan)), scale

@@ -17,7 +17,7 @@ from torch import Tensor
 from sparge.block_mask import BlockMask
 from sparge.config import Dense, Mean, Score, Sparsity, TopCdf, TopK, per_head
 from sparge.geometry import BLOCK_K, BLOCK_Q, Shape, ceil_div
-from sparge.visibility import Visibility, allowed_elements, find_visibility
+from sparge.visibility import Visibility, allowed_elements, block_edges, find_visibility
 
 CHUNK_BYTES = 16 * 2**20
 
@@ -69,17 +69,19 @@ def predict(
         kept = visible
     else:
         statistics = _key_statistics(key, seen.keys, with_variance=not isinstance(score, Mean))
-        forced = _forced_blocks(shape, sparsity, is_causal, always_keep, query.device)
-        unjudged = _fix_blocks(query, key, seen, shape, sparsity)
+        unfinished = _unfinished_blocks(shape, is_causal, query.device)
+        forced = _forced_blocks(shape, sparsity, is_causal, always_keep, query.device) | unfinished
         bias = None
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             bias = attn_mask.expand(-1, -1, -1, shape.kv_len)
         call = _Call(query, shape, seen, scale, is_causal, bias)
+        unjudged = _fix_blocks(call, key, sparsity)
         rows = []
         for first, last in _row_chunks(shape, score):
             blocks = slice(first, last)
             judged = visible[:, :, blocks] if unjudged is None else visible[:, :, blocks] & ~unjudged[:, :, blocks]
-            probabilities, broken = _probabilities(_scores(call, statistics, score, blocks), judged)
+            scores = _scores(call, statistics, score, blocks)
+            probabilities, broken = _probabilities(scores, judged & ~unfinished[blocks])
             rows.append(_select(probabilities, visible[:, :, blocks], judged, forced[blocks] | broken, sparsity))
         kept = torch.cat(rows, 2)
     return BlockMask.from_dense(kept, q_len=shape.q_len, kv_len=shape.kv_len, is_causal=is_causal, visible=visible)
@@ -124,34 +126,36 @@ def _key_statistics(key: Tensor, seen: Tensor | None, with_variance: bool) -> _K
         if present is not None:
             deviation = torch.where(present, deviation, 0.0)
         variance = deviation.square_().sum(3) / count
-    # Softmax does not see a constant added to all keys; removing it keeps the products small.
-    finite = torch.where(mean.isfinite().all(-1, keepdim=True), mean, 0.0)
-    return _KeyStatistics(mean - finite.mean(2, keepdim=True), variance)
+    return _KeyStatistics(mean, variance)
 
 
-def _self_similarity(tokens: Tensor, seen: Tensor | None, block: int) -> Tensor:
-    """(B, H, S, D) -> (B, H, blocks): |mean of the unit vectors|^2 of each block's seen tokens."""
-    blocks, count, _ = _blocks_of(tokens, seen, block)
+def _self_similarity(blocks: Tensor, count: Tensor) -> Tensor:
+    """(B, H, blocks, block, D) with unseen tokens 0 -> (B, H, blocks): |mean of the unit vectors|^2."""
     return (F.normalize(blocks, dim=-1).sum(3) / count).square().sum(-1)
 
 
-def _smooth(key: Tensor, seen: Tensor | None) -> Tensor:
-    """Keys less their per-channel mean over seen, finite tokens, float32."""
-    key = key.float()
-    usable = key.isfinite().all(-1, keepdim=True)
-    if seen is not None:
-        usable = usable & seen[..., None]
-    mean = torch.where(usable, key, 0.0).sum(2, keepdim=True) / usable.sum(2, keepdim=True).clamp(min=1)
-    return key - mean
+def _smooth(blocks: Tensor, present: Tensor | None, is_causal: bool) -> Tensor:
+    """Key blocks less the mean of all seen, finite tokens; in causal attention, of those up to the block's end."""
+    usable = blocks.isfinite().all(-1, keepdim=True)
+    if present is not None:
+        usable = usable & present
+    total = torch.where(usable, blocks, 0.0).sum(3, keepdim=True)  # [B, Hkv, blocks, 1, D]
+    count = usable.sum(3, keepdim=True)
+    total, count = (x.cumsum(2) if is_causal else x.sum(2, keepdim=True) for x in (total, count))
+    smoothed = blocks - total / count.clamp(min=1)
+    return smoothed if present is None else torch.where(present, smoothed, 0.0)
 
 
-def _fix_blocks(query: Tensor, key: Tensor, seen: Visibility, shape: Shape, sparsity: TopK | TopCdf) -> Tensor | None:
+def _fix_blocks(call: _Call, key: Tensor, sparsity: TopK | TopCdf) -> Tensor | None:
     """(B, H, q_blocks, kv_blocks): rows and columns whose tokens disagree too much to be judged; None: no judge."""
     if sparsity.similarity_threshold is None:
         return None
-    threshold = per_head(sparsity.similarity_threshold, shape.heads, query.device)
-    rows = _self_similarity(query, seen.queries, BLOCK_Q)[..., None] < threshold
-    columns = _self_similarity(_smooth(key, seen.keys), seen.keys, BLOCK_K)
+    shape = call.shape
+    threshold = per_head(sparsity.similarity_threshold, shape.heads, key.device)
+    query_blocks, query_count, _ = _blocks_of(call.query, call.seen.queries, BLOCK_Q)
+    key_blocks, key_count, present = _blocks_of(key, call.seen.keys, BLOCK_K)
+    rows = _self_similarity(query_blocks, query_count)[..., None] < threshold
+    columns = _self_similarity(_smooth(key_blocks, present, call.is_causal), key_count)
     return rows | (columns.repeat_interleave(shape.group, 1)[:, :, None] < threshold)
 
 
@@ -167,7 +171,7 @@ def _scores(call: _Call, keys: _KeyStatistics, score: Score, blocks: slice) -> T
         features = (rows.sum(3) / count)[:, :, :, None] * call.scale  # [B, H, rows, 1, D]
         summary = keys.mean
         if call.bias is not None:
-            bias = torch.stack([_mean_bias(call, call.bias, i) for i in range(blocks.start, blocks.stop)], 2)
+            bias = torch.stack([_block_bias(call, call.bias, i) for i in range(blocks.start, blocks.stop)], 2)
     else:
         assert keys.variance is not None
         picks = _sample_positions(queries_seen, query, score.samples)  # [b, h, rows, samples]
@@ -207,38 +211,44 @@ def _gather_tokens(tokens: Tensor, picks: Tensor) -> Tensor:
 
 
 def _sampled_bias(call: _Call, bias: Tensor, picks: Tensor) -> Tensor:
-    """Mean visible bias of each sampled query and key block: (b, h, rows, samples, kv_blocks)."""
+    """log mean exp of the visible biases of each sampled query and key block: (b, h, rows, samples, kv_blocks)."""
     if bias.shape[2] == 1:
         rows = bias[:, :, :, None].expand(-1, -1, picks.shape[2], picks.shape[3], -1)
     else:
         leading = (max(bias.shape[0], picks.shape[0]), max(bias.shape[1], picks.shape[1]))
         rows = _gather_tokens(bias.expand(*leading, -1, -1), picks.expand(*leading, -1, -1))
     total, count = _sums_over_keys(rows, call.past(picks))
-    return total / count.clamp(min=1)
+    return _log_mean(total, count)
 
 
-def _mean_bias(call: _Call, bias: Tensor, block: int) -> Tensor:
-    """Mean visible bias between one query block and every key block: (b, h, 1, kv_blocks)."""
+def _block_bias(call: _Call, bias: Tensor, block: int) -> Tensor:
+    """log mean exp of the visible biases between one query block and every key block: (b, h, 1, kv_blocks)."""
     positions = torch.arange(block * BLOCK_Q, min((block + 1) * BLOCK_Q, call.shape.q_len), device=bias.device)
     rows = bias[:, :, positions] if bias.shape[2] > 1 else bias.expand(-1, -1, len(positions), -1)
     total, count = _sums_over_keys(rows, call.past(positions))
-    return total.sum(2, keepdim=True) / count.sum(2, keepdim=True).clamp(min=1)
+    return _log_mean(total.logsumexp(2, keepdim=True), count.sum(2, keepdim=True))
 
 
 def _sums_over_keys(bias: Tensor, past: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Sum and number of the visible biases of each key block: (..., kv_len) -> twice (..., kv_blocks)."""
+    """log sum exp and number of the visible biases of each key block: (..., kv_len) -> twice (..., kv_blocks)."""
     allowed = allowed_elements(bias)
     if past is not None:
         allowed = allowed & past
     missing = -bias.shape[-1] % BLOCK_K
-    total = F.pad(torch.where(allowed, bias.float(), 0.0), (0, missing)).unflatten(-1, (-1, BLOCK_K)).sum(-1)
-    return total, F.pad(allowed, (0, missing)).unflatten(-1, (-1, BLOCK_K)).sum(-1)
+    hidden = F.pad(bias.float().masked_fill(~allowed, -math.inf), (0, missing), value=-math.inf)
+    count = F.pad(allowed, (0, missing)).unflatten(-1, (-1, BLOCK_K)).sum(-1)
+    return hidden.unflatten(-1, (-1, BLOCK_K)).logsumexp(-1), count
+
+
+def _log_mean(log_sum: Tensor, count: Tensor) -> Tensor:
+    """Log of the mean from that of the sum, 0 where nothing was summed."""
+    return torch.where(count == 0, 0.0, log_sum - count.clamp(min=1).log())
 
 
 def _probabilities(scores: Tensor, judged: Tensor) -> tuple[Tensor, Tensor]:
-    """Softmax per query over the judged blocks, averaged; and the blocks whose score is NaN or +inf."""
+    """Softmax per query over the judged blocks, averaged; and the blocks whose score is not finite."""
     hidden = ~judged[:, :, :, None]
-    broken = (scores.isnan() | (scores == math.inf)) & ~hidden
+    broken = ~scores.isfinite() & ~hidden
     scores = scores.masked_fill(broken | hidden, -math.inf)
     return scores.softmax(-1).nan_to_num_(0.0).mean(3), broken.any(3)
 
@@ -251,18 +261,23 @@ def _forced_blocks(
     device: torch.device,
 ) -> Tensor:
     """Sink, diagonal and the caller's key ranges: (q_blocks, kv_blocks)."""
-    first_key = torch.arange(shape.kv_blocks, device=device) * BLOCK_K
-    first_query = torch.arange(shape.q_blocks, device=device)[:, None] * BLOCK_Q
+    first_query, last_query, first_key, key_end = block_edges(shape, device)
     forced = torch.zeros(shape.q_blocks, shape.kv_blocks, dtype=torch.bool, device=device)
     if sparsity.keeps_sink(is_causal):
         forced[:, 0] = True
     if sparsity.keeps_diagonal(is_causal):
-        last_query = (first_query + BLOCK_Q).clamp(max=shape.q_len) - 1
-        offset = shape.causal_offset
-        forced |= (first_key <= last_query + offset) & (first_query + offset < first_key + BLOCK_K)
+        forced |= (first_key <= last_query) & (first_query < key_end)
     for start, stop in always_keep:
-        forced |= (start < first_key + BLOCK_K) & (first_key < stop)
+        forced |= (start < key_end) & (first_key < stop)
     return forced
+
+
+def _unfinished_blocks(shape: Shape, is_causal: bool, device: torch.device) -> Tensor:
+    """Blocks with keys after the row's last query, (q_blocks, kv_blocks): kept unscored, as they know the future."""
+    if not is_causal:
+        return torch.zeros(shape.q_blocks, shape.kv_blocks, dtype=torch.bool, device=device)
+    _, last_query, first_key, key_end = block_edges(shape, device)
+    return (first_key <= last_query) & (last_query < key_end.clamp(max=shape.kv_len) - 1)
 
 
 def _select(probabilities: Tensor, visible: Tensor, judged: Tensor, forced: Tensor, sparsity: TopK | TopCdf) -> Tensor:

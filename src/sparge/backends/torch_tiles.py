@@ -55,7 +55,7 @@ class Tiles:
         attn_mask: Tensor | None,
     ) -> Tiles:
         return cls(
-            query=cut_blocks(query, BLOCK_Q),
+            query=cut_blocks(query, BLOCK_Q, seen.queries),
             key=cut_blocks(key, BLOCK_K, seen.keys),
             value=cut_blocks(value, BLOCK_K, seen.keys),
             shape=shape,
@@ -103,7 +103,7 @@ class Tiles:
         allowed = keys < self.shape.kv_len
         if self.is_causal:
             allowed = allowed & (keys <= queries + self.shape.causal_offset)
-        bias: Tensor | float = 0.0
+        bias = torch.zeros((), dtype=torch.float32, device=rows.device)
         if self.attn_mask is not None:
             mask = self.attn_mask
             elements = mask[
@@ -116,8 +116,7 @@ class Tiles:
             if mask.dtype != torch.bool:
                 bias = elements.float()
         allowed = allowed.expand(len(block), BLOCK_Q, keys.shape[-1])
-        hidden = torch.full((), -torch.inf, device=rows.device)
-        return torch.where(allowed, bias, hidden), allowed.any(-1)
+        return torch.where(allowed, bias, -torch.inf), allowed.any(-1)
 
     def _keys_left(self, columns: Tensor) -> Tensor:
         """Keys that each block really holds."""

@@ -1,0 +1,195 @@
+"""What the tests share: an oracle in float64, seeded inputs, the error budget, poisoned memory.
+
+Nothing here imports sparge's own arithmetic: the oracle is written from the definition of attention.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import sparge
+
+BLOCK_Q, BLOCK_K = 128, 64
+
+
+def visible_elements(
+    query: Tensor,
+    key: Tensor,
+    *,
+    is_causal: bool = False,
+    attn_mask: Tensor | None = None,
+    block_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Which query sees which key, and the float64 bias on the scores; both (B, H, S_q, S_k)."""
+    batch, heads, q_len, _ = query.shape
+    kv_len = key.shape[2]
+    full = (batch, heads, q_len, kv_len)
+    seen = torch.ones(full, dtype=torch.bool)
+    bias = torch.zeros(full, dtype=torch.float64)
+    if is_causal:
+        seen &= torch.ones(q_len, kv_len, dtype=torch.bool).tril(kv_len - q_len)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        seen &= attn_mask
+    elif attn_mask is not None:
+        seen &= attn_mask > torch.finfo(attn_mask.dtype).min
+        bias = attn_mask.double().expand(full)
+    if block_mask is not None:
+        rows = torch.arange(q_len) // BLOCK_Q
+        columns = torch.arange(kv_len) // BLOCK_K
+        seen &= block_mask.expand(batch, heads, -1, -1)[:, :, rows][..., columns]
+    return seen, bias
+
+
+def exact_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    is_causal: bool = False,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+    block_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Dense softmax attention in float64, heads first: output (B, H, S_q, D_v) and natural-log LSE (B, H, S_q).
+
+    Causality is aligned bottom-right; grouped heads are repeated; additive masks hide with -inf or the lowest number of
+    their dtype; ``block_mask`` is a bool tensor of 128 x 64 blocks. A row that sees nothing gives 0 and -inf.
+    """
+    seen, bias = visible_elements(query, key, is_causal=is_causal, attn_mask=attn_mask, block_mask=block_mask)
+    group = query.shape[1] // key.shape[1]
+    query, key, value = query.double(), key.double().repeat_interleave(group, 1), value.double()
+    value = value.repeat_interleave(group, 1)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = (query @ key.mT * scale + bias).masked_fill(~seen, -math.inf)
+    lse = scores.logsumexp(-1)
+    empty = ~seen.any(-1, keepdim=True)
+    probabilities = scores.softmax(-1).masked_fill(empty, 0.0)
+    return probabilities @ value, lse
+
+
+def plain_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    is_causal: bool = False,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+    block_mask: Tensor | None = None,
+) -> Tensor:
+    """torch's own attention in the dtype of the inputs: the plain low-precision path that budgets are measured by."""
+    seen, bias = visible_elements(query, key, is_causal=is_causal, attn_mask=attn_mask, block_mask=block_mask)
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    empty = ~seen.any(-1, keepdim=True)
+    mask = bias.masked_fill(~seen, -math.inf).masked_fill(empty, 0.0).to(query.dtype)
+    return F.scaled_dot_product_attention(query, key, value, mask, scale=scale).masked_fill(empty, 0.0)
+
+
+def plain_lse(query: Tensor, key: Tensor, *, scale: float | None = None, **masks: Any) -> Tensor:
+    """The LSE in float32 arithmetic."""
+    seen, bias = visible_elements(query, key, **masks)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    key = key.float().repeat_interleave(query.shape[1] // key.shape[1], 1)
+    scores = query.float() @ key.mT * scale + bias.float()
+    return scores.masked_fill(~seen, -math.inf).logsumexp(-1)
+
+
+def budget(output_low: Tensor, exact: Tensor, magnitude: Tensor | None = None) -> Tensor:
+    """Allowed error of each entry: twice the worst error of the plain low-precision path, and one rounding.
+
+    The rounding is one unit of the dtype at the size of the entry, or at ``magnitude`` where larger numbers had to
+    cancel to make the entry.
+    """
+    finite = exact.isfinite()
+    worst = torch.where(finite, (output_low.double() - exact).abs(), 0.0).amax()
+    return 2 * worst + torch.finfo(output_low.dtype).eps * (exact.abs() if magnitude is None else magnitude)
+
+
+def assert_within_budget(got: Tensor, exact: Tensor, output_low: Tensor, magnitude: Tensor | None = None) -> None:
+    """Every entry of ``got`` within `budget` of ``exact``; entries that are not finite must be equal."""
+    assert got.dtype == output_low.dtype
+    assert got.shape == exact.shape
+    finite = exact.isfinite()
+    assert torch.equal(got.double()[~finite], exact[~finite])
+    excess = ((got.double() - exact).abs() - budget(output_low, exact, magnitude))[finite]
+    assert not excess.isnan().any(), "NaN where the exact result is finite"
+    assert excess.numel() == 0 or excess.max() <= 0, f"over the budget by {excess.max():.3g}"
+
+
+def assert_exact(got: tuple[Tensor, Tensor], query: Tensor, key: Tensor, value: Tensor, **call: Any) -> None:
+    """Output and LSE (heads first) of a call within the budget of the same call in float64.
+
+    What cancels: a score is a sum of products of size |q_d k_d|, an output a sum of values of size |v|. A score and the
+    LSE it is compared with are each rounded once in float32, which moves a probability by as large a share.
+    """
+    output, lse = exact_attention(query, key, value, **call)
+    scale = call.get("scale")
+    scale = query.shape[-1] ** -0.5 if scale is None else abs(scale)
+    spread = key.double().abs().repeat_interleave(query.shape[1] // key.shape[1], 1)
+    products = (query.double().abs() @ spread.mT * scale).amax(-1)
+    finite_lse = torch.where(lse.isfinite(), lse, 0.0).abs()
+    plain = plain_attention(query, key, value, **call)
+    sizes, _ = exact_attention(query, key, value.abs(), **call)
+    shares = (products + finite_lse) * torch.finfo(torch.float32).eps / 2
+    rounding = output.abs() + sizes * shares[..., None] / torch.finfo(plain.dtype).eps
+    assert_within_budget(got[0], output, plain, rounding)
+    assert_within_budget(got[1], lse, plain_lse(query, key, **call), torch.maximum(products, finite_lse))
+
+
+def relative_l1(got: Tensor, exact: Tensor) -> float:
+    """sum |got - exact| / sum |exact|."""
+    return float((got.double() - exact).abs().sum() / exact.abs().sum())
+
+
+def make_qkv(
+    q_len: int = 200,
+    kv_len: int | None = None,
+    *,
+    batch: int = 1,
+    heads: int = 2,
+    kv_heads: int | None = None,
+    head_dim: int = 32,
+    value_dim: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Seeded Gaussian query (B, H, S_q, D), key and value (B, H_kv, S_k, D | D_v); keys carry a channel offset."""
+    generator = torch.Generator().manual_seed(seed)
+    kv_len = q_len if kv_len is None else kv_len
+    kv_heads = heads if kv_heads is None else kv_heads
+    value_dim = head_dim if value_dim is None else value_dim
+    query = torch.randn(batch, heads, q_len, head_dim, generator=generator)
+    key = torch.randn(batch, kv_heads, kv_len, head_dim, generator=generator)
+    key += torch.randn(batch, kv_heads, 1, head_dim, generator=generator)
+    value = torch.randn(batch, kv_heads, kv_len, value_dim, generator=generator)
+    return query.to(dtype), key.to(dtype), value.to(dtype)
+
+
+@pytest.fixture(autouse=True)
+def fresh_stats() -> Iterator[None]:
+    """Every test starts with all counters at zero."""
+    sparge.reset_stats()
+    yield
+    sparge.reset_stats()
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """torch.empty and its relatives return NaN (integers: the largest), so that reading them shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    assert torch.empty(4).isnan().all()
+    assert torch.zeros(4).new_empty(2, 2).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(before)
+    torch.utils.deterministic.fill_uninitialized_memory = fills

@@ -1,0 +1,173 @@
+"""Importing sparge: no optional dependency, no side effect, no noticeable time; and who may import whom."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import sparge
+
+SOURCE = Path(sparge.__file__).parent
+OPTIONAL = ("triton", "matplotlib", "rich", "typer")
+
+BLOCK = f"""
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {OPTIONAL}:
+            raise ImportError(f"{{name}} is blocked")
+
+sys.meta_path.insert(0, Blocked())
+"""
+
+
+def run(program: str) -> Any:
+    """What a fresh Python prints as its last line, read as JSON."""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_works_without_optional_dependencies() -> None:
+    loaded, errors = run(
+        BLOCK
+        + f"""
+import json, torch, sparge
+errors = []
+for options in ({{"backend": "torch"}}, {{"backend": "reference"}}, {{}}, {{"quantization": "int8_fp8"}}):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 300, 32) for _ in range(3))
+    out = sparge.attention(q, k, v, is_causal=True, topk=1.0, **options)
+    exact = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True)
+    errors.append(float((out - exact).abs().max()))
+mask = sparge.predict(q, k, topk=0.5)
+sparge.block_sparse_attention(q, k, v, mask)
+try:
+    import triton
+except ImportError:
+    errors.append(0.0)
+print(json.dumps([sorted(set(sys.modules) & set({OPTIONAL})), errors]))
+"""
+    )
+    assert loaded == []
+    *exact, eight_bit, _ = errors
+    assert len(errors) == 5, "the block works"
+    assert max(exact) < 2e-6
+    assert eight_bit < 0.3
+
+
+def test_leaves_the_process_alone() -> None:
+    before, after, loaded = run(
+        """
+import json, logging, os, sys, threading, warnings
+import torch
+
+def state():
+    return [
+        torch.get_num_threads(),
+        torch.get_num_interop_threads(),
+        str(torch.get_default_dtype()),
+        str(torch.get_default_device()),
+        torch.is_grad_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.cuda.is_initialized(),
+        int(torch.initial_seed() == seed),
+        torch.get_rng_state().sum().item(),
+        len(logging.getLogger().handlers),
+        logging.getLogger().level,
+        len(warnings.filters),
+        threading.active_count(),
+        dict(os.environ),
+        os.getcwd(),
+    ]
+
+seed = torch.initial_seed()
+before = state()
+known = set(sys.modules)
+import sparge
+print(json.dumps([before, state(), sorted(set(sys.modules) - known)]))
+"""
+    )
+    assert before == after
+    assert before[7] is False
+    ours = {name for name in loaded if name.partition(".")[0] == "sparge"}
+    assert "sparge.api" in ours
+    assert not any(name.startswith(("sparge.evaluate", "sparge.cli", "sparge.backends")) for name in ours)
+    assert not {name.partition(".")[0] for name in loaded} & {*OPTIONAL, "numpy", "PIL", "pandas"}
+
+
+def test_prints_and_warns_nothing() -> None:
+    program = "import torch, sparge"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_import_takes_less_than_50_ms_beyond_torch() -> None:
+    """The best of three processes: a bound on the work done at import, not on the machine's mood."""
+    program = """
+import json, time
+import torch
+start = time.perf_counter()
+import sparge
+print(json.dumps(time.perf_counter() - start))
+"""
+    assert min(run(program) for _ in range(3)) < 0.050
+
+
+def imports_of(path: Path) -> set[str]:
+    """Names of the sparge modules that a file imports, at any depth of its code."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name}: imports are absolute"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} if node.module else set()
+    modules = set()
+    for name in found:
+        parts = name.split(".")
+        if parts[0] == "sparge":
+            while parts and not is_module(parts):
+                parts.pop()
+            modules.add(".".join(parts))
+    return modules
+
+
+def is_module(parts: list[str]) -> bool:
+    path = SOURCE.joinpath(*parts[1:])
+    return path.is_dir() or path.with_suffix(".py").is_file()
+
+
+BACKENDS = sorted((SOURCE / "backends").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", BACKENDS, ids=lambda path: path.name)
+def test_backends_import_only_what_lies_below_them(path: Path) -> None:
+    below = {"sparge.geometry", "sparge.config", "sparge.visibility", "sparge.block_mask"}
+    others = {name for name in imports_of(path) - below if not name.startswith("sparge.backends")}
+    assert others == set()
+
+
+def test_the_reference_imports_no_backend() -> None:
+    imported = imports_of(SOURCE / "reference.py")
+    assert imported, "the parser found the imports"
+    assert not any(name.startswith(("sparge.backends", "sparge.api", "sparge.ops")) for name in imported)
+
+
+@pytest.mark.parametrize("name", ["geometry", "config", "visibility", "block_mask", "stats"])
+def test_the_lowest_layer_imports_nothing_above_it(name: str) -> None:
+    above = ("sparge.api", "sparge.ops", "sparge.backends", "sparge.reference", "sparge.dispatch", "sparge.validation")
+    assert not any(module.startswith(above) for module in imports_of(SOURCE / f"{name}.py"))
+
+
+def test_only_the_api_and_its_users_import_the_api() -> None:
+    inner = [path for path in SOURCE.glob("*.py") if path.name not in ("__init__.py", "api.py", "cli.py")]
+    assert {path.name for path in inner if "sparge.api" in imports_of(path)} <= set()
