@@ -238,6 +238,10 @@ def test_fp8_rounds_to_the_nearest_e4m3_number_and_saturates():
     assert ((quantized * scale - value).abs() <= value.abs() / 16 + scale * 2**-10).all()
 
 
+def test_fp16_saturates_and_keeps_infinity():
+    assert reference.to_fp16(torch.tensor([1e9, -1e9, math.inf, 1.0])).tolist() == [65504, -65504, math.inf, 1.0]
+
+
 @pytest.mark.parametrize("case", ["k128", "k4096"])
 def test_fp8_accumulation_equals_an_h200_in_every_bit(case):
     """Recorded with torch._scaled_mm(use_fast_accum=True), one accumulator over all keys, NVIDIA H200, torch 2.11."""

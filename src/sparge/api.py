@@ -147,8 +147,10 @@ def attention(
     backend_name = dispatch.choose_backend(backend, query.device).backend
     unsupported = validation.unsupported_reason(shape, dropout_p, _needs_grad(query, key, value, attn_mask))
     if unsupported is not None:
-        if on_unsupported == "raise" or backend != "auto" or return_lse:
+        if on_unsupported == "raise" or backend != "auto":
             raise NotImplementedError(unsupported)
+        if return_lse:
+            raise NotImplementedError(f"{unsupported}; running dense instead cannot return the LSE")
         if on_unsupported == "warn":
             warnings.warn(f"sparge runs dense: {unsupported}", stacklevel=2)
         counters.record("dense: unsupported")

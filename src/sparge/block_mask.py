@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BlockMask:
     """The kept blocks of 128 queries x 64 keys of one attention call.
 

@@ -361,6 +361,12 @@ def to_fp8(values: Tensor) -> Tensor:
     return values.clamp(-FP8_MAX, FP8_MAX).to(torch.float32).to(torch.float8_e4m3fn).to(values.dtype)
 
 
+def to_fp16(values: Tensor) -> Tensor:
+    """Round to FP16, finite values saturating at 65504, returned as numbers of the input's dtype."""
+    largest = torch.finfo(torch.float16).max
+    return torch.where(values.isfinite(), values.clamp(-largest, largest), values).half().to(values.dtype)
+
+
 def quantize_fp8(value: Tensor) -> tuple[Tensor, Tensor]:
     """E4M3 numbers and one scale = absmax / 448 per channel: (S, Dv) -> (S, Dv), (Dv,).
 
@@ -475,7 +481,7 @@ class _Head:
         if quantization == "int8_fp8":
             self.value, self.value_scale = quantize_fp8(value)
         elif quantization == "int8_fp16":
-            self.value = value.half().double()
+            self.value = to_fp16(value)
 
     def attend(
         self,
@@ -521,7 +527,7 @@ class _Head:
     def _accumulate(self, accumulator: Tensor, probability: Tensor, value: Tensor) -> Tensor:
         """P V of one tile. The FP8 accumulator carries P's factor of 448."""
         if self.quantization == "int8_fp16":
-            return accumulator + probability.half().double() @ value
+            return accumulator + to_fp16(probability) @ value
         if self.quantization == "none":
             return accumulator + probability @ value
         codes = to_fp8(probability * FP8_MAX)

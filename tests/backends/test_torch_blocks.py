@@ -154,3 +154,11 @@ def test_no_tensor_grows_with_the_square_of_the_length(is_causal):
         torch_blocks.attention(query, key, value, mask, shape, scale=0.25)
     # One byte per element of the attention map would be 64 MiB.
     assert largest.bytes <= torch_blocks.CHUNK_BYTES
+
+
+def test_fp16_values_saturate_instead_of_turning_infinite():
+    query, key, value, mask, shape, _ = problem(SHAPES["square"], False, density=1.1)
+    value[:, :, 5] = 1e6
+    (output, _), expected = both((query, key, value, mask, shape, None), quantization="int8_fp16")
+    assert output.isfinite().all()
+    assert relative_l1(output, expected.output) < 1e-3

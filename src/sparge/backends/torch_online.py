@@ -74,7 +74,7 @@ class _Operands:
             value, self.value_scale = _fp8_per_channel(tiles.value.float())
             tiles = replace(tiles, value=value)
         elif quantization == "int8_fp16":
-            tiles = replace(tiles, value=tiles.value.half())
+            tiles = replace(tiles, value=_to_fp16(tiles.value.float()))
         self.tiles = tiles
 
     def scores(self, rows: Tensor, query: Tensor, key: Tensor, column: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class _Operands:
         if self.quantization == "int8_fp8":
             probability = _to_fp8(probability * FP8_MAX)
         elif self.quantization == "int8_fp16":
-            probability = probability.half().float()
+            probability = _to_fp16(probability)
         return torch.bmm(probability, value)
 
 
@@ -185,6 +185,12 @@ def _int8(blocks: Tensor) -> tuple[Tensor, Tensor]:
 def _to_fp8(values: Tensor) -> Tensor:
     """Round float32 to E4M3, saturating."""
     return values.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).float()
+
+
+def _to_fp16(values: Tensor) -> Tensor:
+    """Round float32 to FP16, finite values saturating."""
+    largest = torch.finfo(torch.float16).max
+    return torch.where(values.isfinite(), values.clamp(-largest, largest), values).half().float()
 
 
 def _fp8_per_channel(value: Tensor) -> tuple[Tensor, Tensor]:
