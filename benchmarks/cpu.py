@@ -1,6 +1,6 @@
 """Speed, error and memory of the torch backend on this machine's CPU, beside torch's own attention in the same run.
 
-    python -m benchmarks.cpu [--suite speed | crossover | "few queries" | memory | all] [--repeats 5]
+    python -m benchmarks.cpu [--suite speed | crossover | "few queries" | "few heads" | memory | all] [--repeats 5]
 
 Rows are appended to benchmarks/results/cpu.jsonl. Prediction is part of every sparse time. A row is written only after
 its gate: at topk=1 the sparse path must equal dense attention to float32 rounding.
@@ -26,7 +26,7 @@ from sparge.evaluate.metrics import block_mass, mass_recall, relative_l1
 
 RESULTS = Path(__file__).parent / "results" / "cpu.jsonl"
 GATE = 1e-5
-HEADS, HEAD_DIM = 8, 64
+HEAD_DIM = 64
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Case:
     is_causal: bool
     topk: float
     min_blocks: int = 16
+    heads: int = 8
     queries: int | None = None  # the last so many queries; all by default
     dtype: str = "float32"
 
@@ -58,14 +59,15 @@ FEW_QUERIES = [
     for queries in (64, 128, 256, 512, 1024)
     for topk in (0.5, 0.25)
 ]
+FEW_HEADS = [Case("few heads", tokens, True, topk, heads=1) for tokens in (2048, 4096, 8192) for topk in (0.5, 0.25)]
 MEMORY = [Case("memory", tokens, is_causal, 0.25) for tokens in (8192, 32768) for is_causal in (False, True)]
-SUITES = {"speed": SPEED, "crossover": CROSSOVER, "few queries": FEW_QUERIES, "memory": MEMORY}
+SUITES = {"speed": SPEED, "crossover": CROSSOVER, "few queries": FEW_QUERIES, "few heads": FEW_HEADS, "memory": MEMORY}
 
 
 def sample_for(case: Case) -> Sample:
     if case.is_causal:
-        return text_like(case.tokens, HEADS, HEAD_DIM)
-    return video_like((case.tokens // 256, 16, 16), HEADS, HEAD_DIM)
+        return text_like(case.tokens, case.heads, HEAD_DIM)
+    return video_like((case.tokens // 256, 16, 16), case.heads, HEAD_DIM)
 
 
 def measure_speed(case: Case, repeats: int) -> dict[str, object]:
@@ -118,7 +120,7 @@ def measure_memory(case: Case, repeats: int) -> dict[str, object]:  # noqa: ARG0
 def _row(job: tuple[Case, int]) -> dict[str, object]:
     case, repeats = job
     measured = (measure_memory if case.suite == "memory" else measure_speed)(case, repeats)
-    return {**asdict(case), "heads": HEADS, "head_dim": HEAD_DIM, "repeats": repeats, **measured, **environment()}
+    return {**asdict(case), "head_dim": HEAD_DIM, "repeats": repeats, **measured, **environment()}
 
 
 def run(cases: list[Case], repeats: int) -> Iterator[dict[str, object]]:

@@ -27,7 +27,15 @@ def newest_rows(suite: str) -> list[Row]:
     for line in (RESULTS / "cpu.jsonl").read_text().splitlines():
         row = json.loads(line)
         if row["suite"] == suite:
-            case = (row["tokens"], row["is_causal"], row["topk"], row["min_blocks"], row["queries"], row["dtype"])
+            case = (
+                row["tokens"],
+                row["is_causal"],
+                row["topk"],
+                row["min_blocks"],
+                row["heads"],
+                row["queries"],
+                row["dtype"],
+            )
             rows[case] = row
     return list(rows.values())
 
@@ -97,9 +105,10 @@ def memory_table() -> str:
 
 
 def crossover_table() -> str:
-    rows = newest_rows("crossover") + newest_rows("few queries")
+    rows = newest_rows("crossover") + newest_rows("few queries") + newest_rows("few heads")
     body = [
         [
+            f"{row['heads']}",
             f"{row['queries'] or row['tokens']}",
             f"{row['tokens']}",
             _attention(row),
@@ -110,7 +119,7 @@ def crossover_table() -> str:
         ]
         for row in sorted(rows, key=lambda row: (row["suite"], row["is_causal"], row["topk"]))
     ]
-    header = ["queries", "keys", "attention", "topk", "density", "speed-up", "rel. L1"]
+    header = ["heads", "queries", "keys", "attention", "topk", "density", "speed-up", "rel. L1"]
     return f"{_markdown(header, body)}\n\n{_source(rows)}"
 
 

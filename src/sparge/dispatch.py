@@ -11,8 +11,10 @@ from sparge.geometry import Shape
 BACKENDS = ("torch", "reference")
 
 CROSSOVER_KEYS = 2048
-CROSSOVER_QUERIES = 256
-"""Below these lengths dense attention is faster on the torch backend (docs/performance.md, "Crossover")."""
+CROSSOVER_QUERIES = 128
+CROSSOVER_SCORES = 2**23
+"""Below any of these (the last: scores over all heads) dense attention is faster on the torch backend: measured, see
+docs/performance.md, "Crossover"."""
 
 
 @dataclass(frozen=True)
@@ -51,5 +53,6 @@ def resolve_quantization(quantization: str) -> str:
 
 
 def prefers_dense(shape: Shape) -> bool:
-    """Whether prediction would cost more than it saves at these lengths."""
-    return shape.kv_len < CROSSOVER_KEYS or shape.q_len < CROSSOVER_QUERIES
+    """Whether prediction would cost more than it saves at these sizes."""
+    scores = shape.batch * shape.heads * shape.q_len * shape.kv_len
+    return shape.kv_len < CROSSOVER_KEYS or shape.q_len < CROSSOVER_QUERIES or scores < CROSSOVER_SCORES
