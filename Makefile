@@ -30,6 +30,8 @@ format: $(READY)
 
 bench: $(READY)  ## measure, append to benchmarks/results, refresh README's tables
 	$(BIN)/python -m benchmarks.cpu
+	$(BIN)/sparge demo --json benchmarks/results/demo.json
+	$(BIN)/python -m benchmarks.figures
 	$(BIN)/python -m benchmarks.tables
 
 tables: $(READY)

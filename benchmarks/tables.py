@@ -123,8 +123,27 @@ def crossover_table() -> str:
     return f"{_markdown(header, body)}\n\n{_source(rows)}"
 
 
+def demo_table() -> str:
+    demo = json.loads((RESULTS / "demo.json").read_text())
+    body = [
+        [
+            row["input"],
+            row["score"],
+            f"{row['speedup']:.2f}x",
+            f"{row['density']:.3f}",
+            f"{row['recall']:.3f}",
+            f"{row['error']:.4f}",
+            "" if row["needle_mean"] is None else f"{row['needle_mean']:.0%} / {row['needle_min']:.0%}",
+        ]
+        for row in demo["rows"]
+    ]
+    header = ["input", "score", "speed-up", "density", "mass recall", "rel. L1", "needles kept: mean / worst"]
+    return f"{_markdown(header, body)}\n\ntopk {demo['settings']['topk']:g}; {_source([demo['machine']])}"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "speed": speed_table,
+    "demo": demo_table,
     "memory": memory_table,
     "crossover": crossover_table,
 }

@@ -692,16 +692,17 @@ class TestSelection:
 
 class TestDenseDecision:
     @pytest.mark.parametrize(
-        "q_len, kv_len, reason",
+        "heads, q_len, kv_len, reason",
         [
-            (256, 2048, "sparse: torch"),
-            (256, 2047, "dense: below the crossover"),
-            (255, 2048, "dense: below the crossover"),
-            (1, 4096, "dense: below the crossover"),
+            (32, 128, 2048, "sparse: torch"),
+            (33, 128, 2047, "dense: below the crossover"),
+            (33, 127, 2048, "dense: below the crossover"),
+            (31, 128, 2048, "dense: below the crossover"),
+            (1, 1, 4096, "dense: below the crossover"),
         ],
     )
-    def test_crossover(self, q_len: int, kv_len: int, reason: str) -> None:
-        query, key, value = make_qkv(q_len, kv_len, heads=1, head_dim=16)
+    def test_crossover(self, heads: int, q_len: int, kv_len: int, reason: str) -> None:
+        query, key, value = make_qkv(q_len, kv_len, heads=heads, head_dim=16)
         output = sparge.attention(query, key, value, topk=0.5)
         stats = sparge.stats()
         assert stats.reasons == {reason: 1}
