@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+SOURCES := src tests benchmarks
 
 .PHONY: demo test lint format bench tables clean
 
@@ -17,16 +18,16 @@ demo: $(READY)  ## the main job on this machine: a table, and sparge-demo.html
 	$(BIN)/sparge demo
 
 test: lint  ## lint, types, all tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 lint: $(READY)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy
 
 format: $(READY)
-	$(BIN)/ruff check --fix .
-	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
 
 bench: $(READY)  ## measure, append to benchmarks/results, refresh README's tables
 	$(BIN)/python -m benchmarks.cpu

@@ -17,6 +17,15 @@ from torch import Tensor
 import sparge
 
 BLOCK_Q, BLOCK_K = 128, 64
+BACKENDS = ("torch", "reference")
+backends = pytest.mark.parametrize("backend", BACKENDS)
+causality = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+modes = pytest.mark.parametrize("quantization", ["none", "int8_fp8", "int8_fp16"])
+SPARSE = {"sparsity": sparge.TopK(0.25, min_blocks=1, sink=False, diagonal=False)}
+
+
+def no_quantization(backend: str, **options: Any) -> dict[str, Any]:
+    return {"backend": backend, "quantization": "none", "return_lse": True, "enable_gqa": True, **options}
 
 
 def visible_elements(

@@ -55,9 +55,11 @@ def _processor_name() -> str:
 
 
 def _commit() -> str | None:
-    """The checkout this package runs from, "-dirty" with changes to tracked files."""
+    """The checkout this package runs from, "-dirty" with changes to the package itself."""
     git = ("git", "-C", str(Path(__file__).resolve().parents[1]))
     # A copy in somebody else's repository (a .venv inside it) is not tracked there.
     if _output(*git, "ls-files", "--error-unmatch", "__init__.py") is None:
         return None
-    return _output(*git, "describe", "--always", "--dirty", "--exclude=*", "--abbrev=10")
+    commit = _output(*git, "rev-parse", "--short=10", "HEAD")
+    changed = _output(*git, "status", "--porcelain", "--untracked-files=no", "--", ".")
+    return f"{commit}-dirty" if commit and changed else commit

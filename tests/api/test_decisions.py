@@ -1,0 +1,177 @@
+"""What is kept, when a call goes dense, and what the statistics say."""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
+import pytest
+import torch
+
+import sparge
+from conftest import (
+    SPARSE,
+    assert_within_budget,
+    backends,
+    causality,
+    exact_attention,
+    make_qkv,
+    plain_attention,
+    relative_l1,
+)
+from sparge import Dense, TopK
+from sparge.evaluate.inputs import text_like
+
+pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.timeout(120)]
+
+
+class TestSelection:
+    @backends
+    @causality
+    def test_always_keep_keeps(self, backend: str, is_causal: bool) -> None:
+        query, key, value = make_qkv(512, 1024, head_dim=16)
+        value.zero_()
+        value[:, :, 700] = 1.0
+        options = {
+            "is_causal": is_causal,
+            "sparsity": TopK(0.3, min_blocks=1, sink=False, diagonal=False),
+            "backend": backend,
+        }
+        plain = sparge.predict(query, key, **options)
+        kept = sparge.predict(query, key, always_keep=[(100, 130), (700, 701)], **options)
+        dense, visible = kept.to_dense(), sparge.predict(query, key, is_causal=is_causal, sparsity=Dense()).to_dense()
+        for column in (1, 2, 10):
+            assert torch.equal(dense[..., column], visible[..., column])
+            assert not torch.equal(plain.to_dense()[..., column], visible[..., column])
+        assert torch.equal(kept.kv_num_blocks, plain.kv_num_blocks), "forced blocks count towards the budget"
+        output = sparge.attention(query, key, value, always_keep=[(700, 701)], quantization="none", **options)
+        sees = torch.arange(512) + 512 >= 700 if is_causal else torch.ones(512, dtype=torch.bool)
+        assert (output[:, :, sees] > 0).all()
+        assert (output[:, :, ~sees] == 0).all()
+
+    @backends
+    def test_sink_and_diagonal_by_default_when_causal(self, backend: str) -> None:
+        query, key, _ = make_qkv(512, 1024, head_dim=16)
+        thin = TopK(0.01, min_blocks=1)
+        causal = sparge.predict(query, key, is_causal=True, sparsity=thin, backend=backend).to_dense()
+        for row in range(4):
+            expected = torch.zeros(16, dtype=torch.bool)
+            expected[[0, 8 + 2 * row, 9 + 2 * row]] = True
+            assert torch.equal(causal[:, :, row], expected.expand(1, 2, 16))
+        free = sparge.predict(query, key, sparsity=thin, backend=backend)
+        assert (free.kv_num_blocks == 1).all()
+
+    @backends
+    @pytest.mark.parametrize("score", ["moment", "mean"])
+    @pytest.mark.parametrize("bias", [-math.inf, -65504.0, -1e4])
+    def test_a_finite_bias_that_hides_does_not_condemn_its_block(self, backend: str, score: str, bias: float) -> None:
+        """Padding as (1 - mask) * -10000, or float16's lowest number in a float32 mask, hides keys, not their block."""
+        query, key, _ = make_qkv(128, 1024, head_dim=16)
+        direction = torch.randn(16, generator=torch.Generator().manual_seed(9))
+        query += direction
+        key[:, :, 960:1000] += 3 * direction  # the last block, 40 keys and 24 of padding, holds nearly all the mass
+        mask = torch.zeros(1024)
+        mask[1000:] = bias
+        mass = (query @ key.mT * 0.25 + mask).softmax(-1)[..., 960:].sum(-1)
+        assert mass.mean() > 0.9
+        sparsity = TopK(0.25, min_blocks=1)
+        blocks = sparge.predict(query, key, attn_mask=mask, sparsity=sparsity, score=score, backend=backend)
+        assert blocks.to_dense()[..., 15].all()
+
+    @backends
+    def test_per_head_budgets(self, backend: str) -> None:
+        query, key, _ = make_qkv(256, 1280, heads=4, kv_heads=2, head_dim=16)
+        shares = torch.tensor([0.1, 0.25, 0.5, 1.0])
+        mask = sparge.predict(query, key, sparsity=TopK(shares, min_blocks=0), enable_gqa=True, backend=backend)
+        assert mask.kv_num_blocks[0].tolist() == [[2, 2], [5, 5], [10, 10], [20, 20]]
+
+    @pytest.mark.parametrize("score", ["moment", "mean"])
+    def test_error_falls_as_density_rises(self, score: str) -> None:
+        sample = text_like(2048, heads=2)
+        exact, _ = exact_attention(sample.query, sample.key, sample.value, is_causal=True)
+        errors, densities = [], []
+        for topk in (0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0):
+            sparge.reset_stats()
+            output = sparge.attention(
+                sample.query,
+                sample.key,
+                sample.value,
+                is_causal=True,
+                sparsity=TopK(topk, min_blocks=1),
+                score=score,
+                backend="torch",
+            )
+            errors.append(relative_l1(output, exact))
+            densities.append(sparge.stats().density)
+        assert densities == sorted(densities) and densities[-1] == 1.0
+        assert all(after < 1.02 * before for before, after in pairwise(errors)), errors
+        assert errors[-1] < 1e-6 < 0.05 < errors[0]
+
+
+class TestDenseDecision:
+    @pytest.mark.parametrize(
+        "heads, q_len, kv_len, reason",
+        [
+            (32, 128, 2048, "sparse: torch"),
+            (33, 128, 2047, "dense: below the crossover"),
+            (33, 127, 2048, "dense: below the crossover"),
+            (31, 128, 2048, "dense: below the crossover"),
+            (1, 1, 4096, "dense: below the crossover"),
+        ],
+    )
+    def test_crossover(self, heads: int, q_len: int, kv_len: int, reason: str) -> None:
+        query, key, value = make_qkv(q_len, kv_len, heads=heads, head_dim=16)
+        output = sparge.attention(query, key, value, topk=0.5)
+        stats = sparge.stats()
+        assert stats.reasons == {reason: 1}
+        dense = reason.startswith("dense")
+        assert (stats.calls, stats.sparse, stats.dense) == (1, int(not dense), int(dense))
+        assert stats.density == (None if dense else 0.5)
+        error = relative_l1(output, exact_attention(query, key, value)[0])
+        assert error < 1e-5 if dense else error > 1e-3
+
+    @backends
+    def test_a_named_backend_does_not_go_dense(self, backend: str) -> None:
+        query, key, value = make_qkv(200)
+        output = sparge.attention(query, key, value, backend=backend, **SPARSE)
+        assert sparge.stats().reasons == {f"sparse: {backend}": 1}
+        mask = sparge.predict(query, key, backend=backend, **SPARSE)
+        assert (mask.kv_num_blocks == 1).all()
+        exact, _ = exact_attention(query, key, value, block_mask=mask.to_dense())
+        assert_within_budget(output, exact, plain_attention(query, key, value, block_mask=mask.to_dense()))
+
+    def test_counts_add_up(self) -> None:
+        query, key, value = make_qkv(200)
+        for _ in range(2):
+            sparge.attention(query, key, value)
+        sparge.attention(query, key, value, sparsity=Dense())
+        half = torch.zeros(2, 4, dtype=torch.bool)
+        half[:, :2] = True
+        sparge.block_sparse_attention(query, key, value, half)
+        sparge.predict(query, key)
+        stats = sparge.stats()
+        assert stats.reasons == {
+            "dense: below the crossover": 2,
+            "dense: sparsity=Dense()": 1,
+            "sparse: torch": 1,
+        }
+        assert (stats.calls, stats.sparse, stats.dense, stats.density) == (4, 1, 3, 0.5)
+        sparge.reset_stats()
+        assert sparge.stats() == sparge.Stats(0, 0, 0, {}, None)
+
+    def test_threads(self) -> None:
+        """Concurrent calls count exactly and give what they give alone."""
+        jobs = []
+        for index in range(24):
+            query, key, value = make_qkv(200 + index, 300, seed=index)
+            call = {"is_causal": index % 2 == 0, "backend": "torch", **SPARSE}
+            jobs.append(lambda qkv=(query, key, value), call=call: sparge.attention(*qkv, **call))
+        alone = [job() for job in jobs]
+        serial = sparge.stats()
+        sparge.reset_stats()
+        with ThreadPoolExecutor(8) as pool:
+            together = [future.result() for future in [pool.submit(job) for job in jobs]]
+        assert sparge.stats() == serial
+        assert serial.reasons == {"sparse: torch": 24}
+        assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))

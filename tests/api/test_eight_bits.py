@@ -1,0 +1,200 @@
+"""The 8-bit modes and the P V threshold: errors within derived bounds."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import sparge
+from conftest import (
+    backends,
+    causality,
+    exact_attention,
+    modes,
+    relative_l1,
+)
+from sparge import Dense, TopK, reference
+from sparge.evaluate.inputs import text_like, video_like
+from sparge.geometry import Shape
+
+pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.timeout(120)]
+
+
+def smooth(offset: float) -> tuple[Tensor, Tensor, Tensor]:
+    """A smooth field whose keys carry a channel offset."""
+    sample = video_like((4, 16, 16), heads=2, seed=3)
+    direction = torch.randn(1, 2, 1, 64, generator=torch.Generator().manual_seed(8))
+    return sample.query, sample.key + offset * direction, sample.value
+
+
+def score_deviation(query: Tensor, key: Tensor) -> float:
+    """Largest standard deviation of a score whose factors were rounded to INT8, per block and after smoothing.
+
+    Rounding to a grid of step s has variance s^2 / 12; a step is absmax / 127 of the block.
+    """
+    key = key - key.mean(2, keepdim=True)
+    query_step, key_step = (
+        tensor.unflatten(2, (-1, block)).abs().amax((-2, -1)).repeat_interleave(block, -1) / 127
+        for tensor, block in ((query, 128), (key, 64))
+    )
+    from_query = query_step.square()[..., None] * key.square().sum(-1)[..., None, :]
+    from_key = query.square().sum(-1)[..., None] * key_step.square()[..., None, :]
+    return float((from_query + from_key).amax() / 12) ** 0.5 * query.shape[-1] ** -0.5
+
+
+class TestQuantised:
+    @backends
+    @causality
+    @pytest.mark.parametrize("quantization, low, high", [("int8_fp8", 0.01, 0.02), ("int8_fp16", 0.001, 0.004)])
+    def test_dense_error_and_lse(
+        self, backend: str, is_causal: bool, quantization: str, low: float, high: float
+    ) -> None:
+        """E4M3 rounds by up to 1/16, about .015 on average; 8 bits of Q and K alone cost about .003.
+
+        The LSE moves as the scores do: .015 on average, six deviations at worst. An offset of the keys changes neither.
+        """
+        errors = []
+        for offset in (0.0, 30.0):
+            query, key, value = smooth(offset)
+            query = query[:, :, -128:]
+            output, lse = sparge.attention(
+                query,
+                key,
+                value,
+                is_causal=is_causal,
+                sparsity=Dense(),
+                quantization=quantization,
+                return_lse=True,
+                backend=backend,
+            )
+            exact, exact_lse = exact_attention(query, key, value, is_causal=is_causal)
+            errors.append(relative_l1(output, exact))
+            moved = (lse - exact_lse).abs()
+            assert moved.square().mean().sqrt() < 2e-2
+            assert moved.max() < 6 * score_deviation(query, key)
+        assert low < errors[0] < high
+        assert errors[1] == pytest.approx(errors[0], rel=0.01)
+
+    @backends
+    @pytest.mark.parametrize("quantization, bound", [("int8_fp8", 0.02), ("int8_fp16", 0.006)])
+    def test_sparse_error_is_that_of_8_bits(self, backend: str, quantization: str, bound: float) -> None:
+        """Against exact attention over the same blocks; grouped heads, ragged lengths, padding."""
+        query, key, value = smooth(5.0)
+        query, key, value = query[:, :, 500:900], key[:, :1, :1000], value[:, :1, :1000]
+        padding = (torch.arange(1000) < 950)[None, None, None]
+        call = {"attn_mask": padding, "is_causal": True, "enable_gqa": True, "backend": backend}
+        sparsity = TopK(0.4, min_blocks=1)
+        output = sparge.attention(query, key, value, quantization=quantization, sparsity=sparsity, **call)
+        blocks = sparge.predict(query, key, sparsity=sparsity, **call)
+        assert blocks.density() < 0.6
+        exact, _ = exact_attention(query, key, value, attn_mask=padding, is_causal=True, block_mask=blocks.to_dense())
+        assert relative_l1(output, exact) < bound
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+    def test_16_bit_inputs(self, dtype: torch.dtype) -> None:
+        query, key, value = (tensor.to(dtype) for tensor in smooth(2.0))
+        output = sparge.attention(query, key, value, sparsity=Dense(), quantization="int8_fp8")
+        assert output.dtype == dtype
+        assert relative_l1(output, exact_attention(query, key, value)[0]) < 0.02
+
+
+class TestPvThreshold:
+    def call(
+        self, sample: Any, pv_threshold: Any, *, quantization: str = "none", scale: float = 0.125
+    ) -> reference.AttentionResult:
+        shape = Shape(1, 2, 2, 512, 512, 64, 64)
+        mask = sparge.predict(sample.query, sample.key, is_causal=True, sparsity=Dense())
+        return reference.attention(
+            sample.query,
+            sample.key,
+            sample.value,
+            mask,
+            shape,
+            scale=scale,
+            quantization=quantization,
+            pv_threshold=pv_threshold,
+        )
+
+    @backends
+    @modes
+    def test_a_very_low_one_changes_nothing(self, backend: str, quantization: str) -> None:
+        sample = text_like(512, heads=2)
+        results = [
+            sparge.attention(
+                sample.query,
+                sample.key,
+                sample.value,
+                is_causal=True,
+                sparsity=TopK(0.5, min_blocks=1, pv_threshold=threshold),
+                return_lse=True,
+                backend=backend,
+                quantization=quantization,
+            )
+            for threshold in (-math.inf, -1e4, None)
+        ]
+        for ours, other, plain in zip(*results, strict=True):
+            assert torch.equal(ours, other)
+            torch.testing.assert_close(ours, plain, rtol=0, atol=5e-6)
+
+    @backends
+    def test_a_moderate_one_skips_and_changes_little(self, backend: str) -> None:
+        """Every skipped probability is below exp(threshold) of the row's largest, and at most 512 are skipped."""
+        sample = text_like(512, heads=2)
+        threshold, scale = -12.0, 0.5
+        hidden = self.call(sample, -1e4, scale=scale).pv_skipped  # 64 rows that see nothing of a diagonal block
+        assert (hidden == 1).all()
+        assert (self.call(sample, threshold, scale=scale).pv_skipped > hidden).any()
+        output, lse = sparge.attention(
+            sample.query,
+            sample.key,
+            sample.value,
+            is_causal=True,
+            scale=scale,
+            sparsity=TopK(1, pv_threshold=threshold),
+            return_lse=True,
+            backend=backend,
+        )
+        call = {"is_causal": True, "scale": scale}
+        exact, exact_lse = exact_attention(sample.query, sample.key, sample.value, **call)
+        lost = 512 * math.exp(threshold)
+        assert (output - exact).abs().max() < 2 * lost * sample.value.abs().max()
+        assert (lse - exact_lse).abs().max() < lost
+
+    @backends
+    def test_per_head(self, backend: str) -> None:
+        sample = text_like(512, heads=2)
+        call = {"is_causal": True, "backend": backend, "return_lse": True}
+        tensors = (sample.query, sample.key, sample.value)
+        mask = sparge.predict(*tensors[:2], is_causal=True, sparsity=Dense())
+        results = [
+            sparge.block_sparse_attention(*tensors, mask, pv_threshold=threshold, **call)
+            for threshold in (torch.tensor([-1e4, -3.0]), -1e4, -3.0)
+        ]
+        for mixed, never, often in zip(*results, strict=True):
+            assert torch.equal(mixed[:, 0], never[:, 0])
+            assert torch.equal(mixed[:, 1], often[:, 1])
+            assert not torch.equal(never[:, 1], often[:, 1])
+
+    @backends
+    @modes
+    def test_backends_skip_alike(self, backend: str, quantization: str) -> None:
+        sample = text_like(512, heads=2)
+        expected = self.call(sample, -4.0, quantization=quantization)
+        assert int(expected.pv_skipped.sum()) > 0
+        output, lse = sparge.attention(
+            sample.query,
+            sample.key,
+            sample.value,
+            is_causal=True,
+            sparsity=TopK(1, pv_threshold=-4.0),
+            return_lse=True,
+            backend=backend,
+            quantization=quantization,
+        )
+        # Codes that round the other way in float32 move an output by an FP8 step of one probability.
+        assert relative_l1(output, expected.output) < (1e-6 if quantization == "none" else 1e-3)
+        assert (lse - expected.lse).abs().max() < (1e-5 if quantization == "none" else 1e-3)

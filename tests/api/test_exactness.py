@@ -1,0 +1,166 @@
+"""Against float64: lengths, dtypes, head dims, layouts, scale."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import sparge
+from conftest import (
+    BACKENDS,
+    SPARSE,
+    assert_exact,
+    backends,
+    causality,
+    make_qkv,
+    no_quantization,
+)
+from sparge import Dense, TopCdf
+from sparge.evaluate.inputs import video_like
+
+pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.timeout(120)]
+
+
+SHAPES = {
+    "one token": {"q_len": 1},
+    "63": {"q_len": 63},
+    "127": {"q_len": 127, "head_dim": 40},
+    "129": {"q_len": 129, "head_dim": 8},
+    "200": {"q_len": 200, "head_dim": 72, "batch": 3},
+    "one query": {"q_len": 1, "kv_len": 200, "heads": 6, "kv_heads": 2},
+    "one key": {"q_len": 129, "kv_len": 1},
+    "more keys": {"q_len": 127, "kv_len": 321, "heads": 6, "kv_heads": 2, "head_dim": 64},
+    "more queries": {"q_len": 330, "kv_len": 129, "heads": 3, "kv_heads": 1},
+    "wide": {"q_len": 130, "kv_len": 200, "head_dim": 256},
+    "narrow value": {"q_len": 200, "head_dim": 72, "value_dim": 8, "heads": 6, "kv_heads": 2},
+    "wide value": {"q_len": 63, "kv_len": 129, "head_dim": 8, "value_dim": 256},
+    "whole blocks": {"q_len": 256, "kv_len": 256, "head_dim": 64},
+}
+
+
+@causality
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    "backend, dtype",
+    [
+        ("torch", torch.float32),
+        ("torch", torch.bfloat16),
+        ("torch", torch.float16),
+        ("reference", torch.float32),
+        ("reference", torch.bfloat16),
+    ],
+)
+def test_topk_1_is_exact(backend: str, is_causal: bool, dtype: torch.dtype, name: str) -> None:
+    query, key, value = make_qkv(**SHAPES[name], dtype=dtype)
+    got = sparge.attention(query, key, value, is_causal=is_causal, topk=1, **no_quantization(backend))
+    assert got[0].dtype == dtype
+    assert got[1].dtype == torch.float32
+    assert_exact(got, query, key, value, is_causal=is_causal)
+    assert sparge.stats().reasons == {f"sparse: {backend}": 1}
+    assert sparge.stats().density == 1.0
+
+
+@causality
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    "dtype, options, reason",
+    [
+        (torch.float32, {}, "below the crossover"),
+        (torch.float16, {"sparsity": Dense()}, "sparsity=Dense()"),
+        (torch.bfloat16, {"sparsity": Dense()}, "sparsity=Dense()"),
+    ],
+    ids=["crossover", "float16", "bfloat16"],
+)
+def test_dense_is_exact(is_causal: bool, name: str, dtype: torch.dtype, options: dict[str, Any], reason: str) -> None:
+    query, key, value = make_qkv(**SHAPES[name], dtype=dtype)
+    got = sparge.attention(query, key, value, is_causal=is_causal, enable_gqa=True, return_lse=True, **options)
+    assert_exact(got, query, key, value, is_causal=is_causal)
+    assert sparge.stats().reasons == {f"dense: {reason}": 1}
+
+
+@backends
+def test_dense_of_a_named_backend_is_exact(backend: str) -> None:
+    query, key, value = make_qkv(200, 129, heads=6, kv_heads=2)
+    got = sparge.attention(query, key, value, sparsity=Dense(), **no_quantization(backend))
+    assert_exact(got, query, key, value)
+
+
+def as_views(kind: str, tensor: Tensor) -> Tensor:
+    """The same numbers in other strides."""
+    if kind == "heads last":
+        return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+    if kind == "slice of a packed tensor":
+        packed = torch.full((*tensor.shape[:3], 3 * tensor.shape[3]), math.nan, dtype=tensor.dtype)
+        packed[..., 3 : 3 + tensor.shape[3]] = tensor
+        return packed[..., 3 : 3 + tensor.shape[3]]
+    if kind == "every second channel":
+        wide = torch.full((*tensor.shape[:3], 2 * tensor.shape[3]), math.nan, dtype=tensor.dtype)
+        wide[..., ::2] = tensor
+        return wide[..., ::2]
+    if kind == "channels first":
+        return tensor.mT.contiguous().mT
+    if kind == "every second token":
+        return tensor.repeat_interleave(2, 2)[:, :, ::2]
+    return tensor
+
+
+@pytest.mark.parametrize("backend", ["auto", *BACKENDS])
+@causality
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize(
+    "view",
+    ["plain", "heads last", "slice of a packed tensor", "every second channel", "channels first", "every second token"],
+)
+def test_layouts_and_strides(backend: str, is_causal: bool, layout: str, view: str) -> None:
+    tensors = make_qkv(129, 200, batch=2, heads=6, kv_heads=2, value_dim=24)
+    views = [as_views(view, tensor) for tensor in tensors]
+    copies = [tensor.clone() for tensor in views]
+    given = [tensor.transpose(1, 2) for tensor in views] if layout == "NHD" else views
+    options = {"sparsity": Dense()} if backend == "auto" else {"topk": 1.0}
+    output, lse = sparge.attention(
+        *given, is_causal=is_causal, layout=layout, **options, enable_gqa=True, return_lse=True, backend=backend
+    )
+    output = output.transpose(1, 2) if layout == "NHD" else output
+    assert_exact((output, lse), *tensors, is_causal=is_causal)
+    assert all(torch.equal(tensor, copy) for tensor, copy in zip(views, copies, strict=True)), "an input was written to"
+
+
+@backends
+def test_predict_and_block_sparse_in_both_layouts(backend: str) -> None:
+    query, key, value = make_qkv(300, 520, heads=6, kv_heads=2)
+    swapped = [tensor.transpose(1, 2) for tensor in (query, key, value)]
+    options = {"enable_gqa": True, "backend": backend}
+    mask = sparge.predict(query, key, is_causal=True, **SPARSE, **options)
+    other = sparge.predict(*swapped[:2], is_causal=True, layout="NHD", **SPARSE, **options)
+    assert torch.equal(mask.to_dense(), other.to_dense())
+    got = sparge.block_sparse_attention(query, key, value, mask, return_lse=True, **options)
+    assert_exact(got, query, key, value, is_causal=True, block_mask=mask.to_dense())
+    output, lse = sparge.block_sparse_attention(*swapped, mask, return_lse=True, layout="NHD", **options)
+    assert_exact((output.transpose(1, 2), lse), query, key, value, is_causal=True, block_mask=mask.to_dense())
+
+
+@backends
+@pytest.mark.parametrize("scale", [0.0, 0.03, 2.0, -0.5])
+def test_scale_of_attention(backend: str, scale: float) -> None:
+    query, key, value = make_qkv(129, 200)
+    got = sparge.attention(query, key, value, scale=scale, topk=1, **no_quantization(backend))
+    assert_exact(got, query, key, value, scale=scale)
+    got = sparge.attention(query, key, value, scale=scale, sparsity=Dense(), return_lse=True)
+    assert_exact(got, query, key, value, scale=scale)
+
+
+@backends
+@pytest.mark.parametrize("score", ["moment", "mean"])
+def test_scale_of_the_prediction(backend: str, score: str) -> None:
+    sample = video_like((4, 16, 16), heads=2, head_dim=16)
+    query, key = sample.query, sample.key
+    options = {"sparsity": TopCdf(0.8, min_blocks=1), "score": score, "backend": backend}
+    masks = {scale: sparge.predict(query, key, scale=scale, **options) for scale in (0.0, 0.25, 1.0)}
+    assert torch.equal(masks[1.0].to_dense(), sparge.predict(4 * query, key, scale=0.25, **options).to_dense())
+    assert torch.equal(masks[0.25].to_dense(), sparge.predict(query, key, **options).to_dense()), "1 / sqrt(16)"
+    assert (masks[0.0].kv_num_blocks == 13).all(), "uniform: 13 of 16 blocks cover .8"
+    assert masks[1.0].density() < masks[0.25].density() < masks[0.0].density()

@@ -1,0 +1,226 @@
+"""Masks of every kind are honoured, rows that see nothing give 0 and -inf, hidden keys do not matter."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import sparge
+from conftest import (
+    BACKENDS,
+    SPARSE,
+    assert_exact,
+    backends,
+    causality,
+    make_qkv,
+    modes,
+    no_quantization,
+    visible_elements,
+)
+from sparge import Dense, TopCdf, TopK
+
+pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.timeout(120)]
+
+
+class TestEmptyRows:
+    @backends
+    @modes
+    def test_causal_with_more_queries_than_keys(self, backend: str, quantization: str) -> None:
+        query, key, value = make_qkv(330, 129, heads=6, kv_heads=2)
+        output, lse = sparge.attention(
+            query,
+            key,
+            value,
+            is_causal=True,
+            enable_gqa=True,
+            return_lse=True,
+            backend=backend,
+            quantization=quantization,
+        )
+        assert (output[:, :, :201] == 0).all()
+        assert (lse[:, :, :201] == -math.inf).all()
+        assert lse[:, :, 201:].isfinite().all()
+        assert (output[:, :, 201:] != 0).any(-1).all()
+
+    @backends
+    @modes
+    @pytest.mark.parametrize("pv_threshold", [None, -3.0])
+    def test_rows_and_blocks_that_a_mask_empties(
+        self, backend: str, quantization: str, pv_threshold: float | None
+    ) -> None:
+        query, key, value = make_qkv(300, 200)
+        seen = torch.ones(300, 200, dtype=torch.bool)
+        seen[5] = seen[128:256] = seen[299] = False
+        output, lse = sparge.attention(
+            query,
+            key,
+            value,
+            seen,
+            sparsity=TopK(1, pv_threshold=pv_threshold),
+            return_lse=True,
+            backend=backend,
+            quantization=quantization,
+        )
+        empty = ~seen.any(-1)
+        assert (output[:, :, empty] == 0).all()
+        assert (lse[:, :, empty] == -math.inf).all()
+        assert lse[:, :, ~empty].isfinite().all()
+
+    @backends
+    @modes
+    @causality
+    def test_block_masks_with_empty_rows(self, backend: str, quantization: str, is_causal: bool) -> None:
+        query, key, value = make_qkv(300, 200)
+        blocks = torch.zeros(3, 4, dtype=torch.bool)
+        blocks[0, 1] = blocks[2, 3] = True
+        call = {"is_causal": is_causal, "block_mask": blocks}
+        output, lse = sparge.block_sparse_attention(
+            query,
+            key,
+            value,
+            blocks,
+            is_causal=is_causal,
+            return_lse=True,
+            backend=backend,
+            quantization=quantization,
+        )
+        seen, _ = visible_elements(query, key, **call)
+        empty = ~seen.any(-1)
+        assert empty.any() and not empty.all()
+        assert (output[empty] == 0).all()
+        assert (lse[empty] == -math.inf).all()
+        if quantization == "none":
+            assert_exact((output, lse), query, key, value, **call)
+
+    @backends
+    def test_nothing_is_visible_at_all(self, backend: str) -> None:
+        query, key, value = make_qkv(130)
+        hidden = torch.zeros(1, 1, 1, 130, dtype=torch.bool)
+        for sparsity in (TopK(0.5), TopCdf(0.9, similarity_threshold=0.5), Dense()):
+            output, lse = sparge.attention(
+                query, key, value, hidden, sparsity=sparsity, return_lse=True, backend=backend
+            )
+            assert (output == 0).all()
+            assert (lse == -math.inf).all()
+        assert sparge.predict(query, key, attn_mask=hidden, backend=backend).density() == 0.0
+
+    @backends
+    @pytest.mark.parametrize("head_dims", [(32, 32), (32, 16)], ids=["equal", "different"])
+    def test_the_query_of_an_empty_row_does_not_matter(self, backend: str, head_dims: tuple[int, int]) -> None:
+        """Left padding: nobody reads such a query, so what lies in its memory must not show."""
+        query, key, value = make_qkv(130, head_dim=head_dims[0], value_dim=head_dims[1])
+        seen = torch.ones(130, 130, dtype=torch.bool)
+        seen[3] = False
+        query[:, :, 3] = math.nan
+        output, lse = sparge.attention(query, key, value, seen, topk=1, **no_quantization(backend))
+        assert (output[:, :, 3] == 0).all()
+        assert (lse[:, :, 3] == -math.inf).all()
+
+
+def masks(q_len: int, kv_len: int, batch: int, heads: int) -> dict[str, Tensor]:
+    """Masks of every kind and shape that attention takes."""
+    generator = torch.Generator().manual_seed(7)
+
+    def bits(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator) < 0.6
+
+    def bias(*shape: int) -> Tensor:
+        return 2 * torch.randn(shape, generator=generator)
+
+    padding = torch.arange(kv_len) < torch.tensor([kv_len, kv_len // 2, 3])[:batch, None]
+    lowest = torch.finfo(torch.float32).min
+    per_head = bits(batch, heads, q_len, kv_len)
+    per_head[:, 1, 10:20] = False
+    return {
+        "bool": bits(q_len, kv_len),
+        "bool per head": per_head,
+        "bool per key": bits(kv_len),
+        "bool per head and key": bits(1, heads, 1, kv_len),
+        "bool per query": bits(batch, 1, q_len, 1),
+        "key padding": padding[:, None, None],
+        "additive key padding": torch.zeros(padding.shape).masked_fill(~padding, lowest)[:, None, None],
+        "additive": bias(batch, 1, q_len, kv_len),
+        "additive per key": bias(1, heads, 1, kv_len),
+        "additive with -inf": bias(q_len, kv_len).masked_fill(~bits(q_len, kv_len), -math.inf),
+        "additive with the lowest number": bias(heads, q_len, kv_len).masked_fill(~bits(q_len, kv_len), lowest),
+        "additive in float16": bias(q_len, kv_len).half().masked_fill(~bits(q_len, kv_len), -65504.0),
+        "sliding window": torch.ones(q_len, kv_len, dtype=torch.bool).tril(40).triu(-40),
+    }
+
+
+@pytest.mark.parametrize("backend", ["auto", *BACKENDS])
+@causality
+@pytest.mark.parametrize("kind", masks(1, 1, 1, 2))
+@pytest.mark.parametrize("value_dim", [16, 8])
+def test_masks_are_honoured(backend: str, is_causal: bool, kind: str, value_dim: int) -> None:
+    query, key, value = make_qkv(140, 200, batch=3, heads=2, kv_heads=1, head_dim=16, value_dim=value_dim)
+    mask = masks(140, 200, 3, 2)[kind]
+    topk = {} if backend == "auto" else {"topk": 1.0}
+    got = sparge.attention(
+        query, key, value, mask, is_causal=is_causal, **topk, enable_gqa=True, return_lse=True, backend=backend
+    )
+    assert_exact(got, query, key, value, is_causal=is_causal, attn_mask=mask)
+
+
+@backends
+@causality
+@pytest.mark.parametrize("kind", ["bool per head", "key padding", "additive with -inf", "sliding window"])
+def test_masks_and_sparsity_together(backend: str, is_causal: bool, kind: str) -> None:
+    """The sparse result is exact attention over the blocks that `predict` names for the same call."""
+    query, key, value = make_qkv(140, 640, batch=2, heads=4, kv_heads=2, head_dim=16)
+    mask = masks(140, 640, 2, 4)[kind]
+    call = {"is_causal": is_causal, "attn_mask": mask, "enable_gqa": True, "backend": backend}
+    got = sparge.attention(query, key, value, return_lse=True, quantization="none", **SPARSE, **call)
+    blocks = sparge.predict(query, key, **SPARSE, **call)
+    assert 0 < blocks.density() < 0.5
+    assert_exact(got, query, key, value, is_causal=is_causal, attn_mask=mask, block_mask=blocks.to_dense())
+    assert sparge.stats().density == pytest.approx(blocks.density(), abs=1e-12)
+
+
+SPARSITIES = {
+    "TopK": TopK(0.3, min_blocks=1),
+    "TopCdf": TopCdf(0.7, min_blocks=1, similarity_threshold=0.05),
+    "Dense": Dense(),
+}
+
+
+@backends
+@modes
+@causality
+@pytest.mark.parametrize("sparsity", SPARSITIES.values(), ids=SPARSITIES)
+@pytest.mark.parametrize("form", ["bool", "additive", "element"])
+def test_hidden_keys_do_not_matter(backend: str, quantization: str, is_causal: bool, sparsity: Any, form: str) -> None:
+    query, key, value = make_qkv(50, 400, heads=2, kv_heads=1, head_dim=16)
+    hidden = torch.arange(400) >= 270
+    hidden[17] = hidden[64:128] = True
+    mask = ~hidden
+    if form == "additive":
+        mask = torch.zeros(400).masked_fill(hidden, -math.inf)
+    elif form == "element":
+        mask = mask.expand(50, 400).clone()
+        mask[3, :100] = False
+    results = []
+    for padding in (0.0, 1e30, math.nan):
+        key[:, :, hidden] = value[:, :, hidden] = padding
+        options = {"is_causal": is_causal, "sparsity": sparsity, "score": "moment"}
+        results.append(
+            sparge.attention(
+                query,
+                key,
+                value,
+                mask,
+                enable_gqa=True,
+                return_lse=True,
+                backend=backend,
+                quantization=quantization,
+                **options,
+            )
+        )
+    assert results[0][0].isfinite().all()
+    for output, lse in results[1:]:
+        assert torch.equal(output, results[0][0])
+        assert torch.equal(lse, results[0][1])
