@@ -18,7 +18,7 @@ demo: $(READY)  ## the main job on this machine: a table, and sparge-demo.html
 	$(BIN)/sparge demo
 
 test: lint  ## lint, types, all tests
-	$(BIN)/python -m pytest -n auto
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto  # one worker a core; torch threads on top would fight over it
 
 lint: $(READY)
 	$(BIN)/ruff check $(SOURCES)
