@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
-from torch.nn.attention.flex_attention import create_block_mask, noop_mask
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention, noop_mask
 
 import sparge
 from conftest import BLOCK_K, BLOCK_Q, assert_exact, make_qkv, visible_elements
@@ -64,9 +66,9 @@ def flex_elements(flex: FlexBlockMask) -> Tensor:
             row[named[:count].long()] = True
         return dense[:, :, rows // flex.BLOCK_SIZE[0]][..., columns // flex.BLOCK_SIZE[1]]
 
-    zero = torch.zeros((), dtype=torch.int64)
-    cut = flex.mask_mod(zero, zero, rows[:, None], columns).expand(q_len, kv_len)
     partial = listed(flex.kv_num_blocks, flex.kv_indices)
+    batches, heads = (torch.arange(size) for size in partial.shape[:2])
+    cut = flex.mask_mod(batches[:, None, None, None], heads[:, None, None], rows[:, None], columns)
     return (partial & cut) | listed(flex.full_kv_num_blocks, flex.full_kv_indices)
 
 
@@ -186,6 +188,27 @@ class TestFlexAttention:
         back = BlockMask.from_flex(mask.to_flex())
         got = sparge.block_sparse_attention(query, key, value, back, return_lse=True, quantization="none")
         assert_exact(got, query, key, value, attn_mask=seen)
+
+    @pytest.mark.parametrize("is_causal", [False, True])
+    def test_eager_flex_attention_computes_the_same(self, is_causal: bool) -> None:
+        """Eager FlexAttention reads the mask_mod and no list."""
+        query, key, value = make_qkv(300, heads=3)
+        blocks = (
+            random_blocks(300, 300, batch=1, share=0.6) | torch.eye(3, dtype=torch.bool).repeat_interleave(2, 1)[:, :5]
+        )
+        mask = BlockMask.from_dense(blocks, q_len=300, kv_len=300, is_causal=is_causal)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch asks to compile it
+            got = flex_attention(query, key, value, block_mask=mask.to_flex())
+        expected = sparge.block_sparse_attention(query, key, value, mask, quantization="none")
+        torch.testing.assert_close(got, expected)
+
+    def test_a_mask_of_one_head_serves_all(self) -> None:
+        query, key, value = make_qkv(300, heads=3, batch=2)
+        mask = BlockMask.from_flex(create_block_mask(past, None, None, 300, 300, device="cpu"), is_causal=True)
+        assert mask.shape[:2] == (1, 1)
+        got = sparge.block_sparse_attention(query, key, value, mask, return_lse=True, quantization="none")
+        assert_exact(got, query, key, value, is_causal=True)
 
     def test_blocks_cut_by_the_diagonal_or_the_end_are_partial(self) -> None:
         everything = torch.ones(1, 1, 2, 4, dtype=torch.bool)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch.library import opcheck
@@ -42,6 +44,32 @@ def test_full_graph_with_dynamic_lengths_equals_eager(options):
         for got, expected in zip(compiled(*inputs), sparge.attention(*inputs, return_lse=True, **options), strict=True):
             assert torch.equal(got, expected)
     assert len(graphs) == 1, "a new length must not compile again"
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda *inputs: sparge.attention(*inputs, topk=torch.tensor([0.3, 0.6])),
+        lambda *inputs: sparge.attention(*inputs, scale=inputs[0].shape[2] ** -0.5),
+        lambda *inputs: sparge.attention(*inputs, always_keep=[(0, inputs[0].shape[2] // 2)], topk=0.3),
+        lambda *inputs: sparge.attention(*inputs, dropout_p=1.0, on_unsupported="warn"),
+    ],
+    ids=["per head", "scale", "always keep", "unsupported"],
+)
+def test_arguments_that_depend_on_the_lengths_compile_once(call):
+    torch._dynamo.reset()
+    graphs = []
+
+    def count_graphs(graph: torch.fx.GraphModule, _: object) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(call, backend=count_graphs, fullgraph=True, dynamic=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for length in (2100, 2560, 2688):
+            assert torch.equal(compiled(*qkv(length)), call(*qkv(length)))
+    assert len(graphs) == 1
 
 
 def test_predict_and_block_sparse_attention_compile():

@@ -115,7 +115,7 @@ def attention(
         return_lse: also return the log-sum-exp of the scores.
         backend: "auto", "torch" or "reference". A named backend never falls back to dense.
         on_unsupported: what ``backend="auto"`` does with calls no sparse backend can serve (dropout, autograd,
-            head_dim outside 8..256): "raise", "warn" and run dense, or silently run "dense".
+            head_dim outside 8..256): "raise", "warn" and run dense, or silently run "dense"; dense, they have no LSE.
 
     Returns:
         The output (B, H, S_q, D_v) in the query's dtype and layout. With ``return_lse`` also the LSE (B, H, S_q),
@@ -151,9 +151,10 @@ def attention(
             raise NotImplementedError(unsupported)
         if return_lse:
             raise NotImplementedError(f"{unsupported}; running dense instead cannot return the LSE")
-        if on_unsupported == "warn":
-            warnings.warn(f"sparge runs dense: {unsupported}", stacklevel=2)
-        counters.record("dense: unsupported")
+        if not torch.compiler.is_compiling():  # neither warnings nor locks can be traced
+            if on_unsupported == "warn":
+                warnings.warn(f"sparge runs dense: {unsupported}", stacklevel=2)
+            counters.record("dense: unsupported")
         return _in_layout(_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, shape), layout)
 
     arithmetic = dispatch.resolve_quantization(quantization)

@@ -104,6 +104,10 @@ class BlockMask:
         """A bool tensor of shape (B, H, q_blocks, kv_blocks), True where a block is kept."""
         return _listed(self.kv_num_blocks, self.kv_indices)
 
+    def __repr__(self) -> str:
+        kind = "causal" if self.is_causal else "full"
+        return f"BlockMask(shape={self.shape}, {kind}, q_len={self.q_len}, kv_len={self.kv_len})"
+
     def density(self) -> float:
         """Kept blocks as a share of the visible ones (reads the result back from the device)."""
         visible = int(self.visible_num_blocks.sum())
@@ -123,8 +127,8 @@ class BlockMask:
     def to_flex(self) -> Any:
         """The same blocks as a ``torch.nn.attention.flex_attention.BlockMask`` of block size (128, 64).
 
-        Blocks cut by the causal diagonal or by the ragged end are listed as partial and carry the causal
-        ``mask_mod``; the others are listed as full.
+        Blocks cut by the causal diagonal or by the ragged end are listed as partial, the others as full. The
+        ``mask_mod`` states the same blocks and causality element by element: eager FlexAttention reads it alone.
         """
         from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
@@ -140,7 +144,7 @@ class BlockMask:
             parts[1].kv_num_blocks,
             parts[1].kv_indices,
             BLOCK_SIZE=self.block_size,
-            mask_mod=_BottomRightCausal(shape.causal_offset) if self.is_causal else None,
+            mask_mod=_KeptElements(dense, shape.causal_offset if self.is_causal else None),
             seq_lengths=(self.q_len, self.kv_len),
         )
 
@@ -162,9 +166,10 @@ class BlockMask:
                 f"expected a FlexAttention block size that is a multiple of ({BLOCK_Q}, {BLOCK_K}), "
                 f"got ({flex_q}, {flex_k})"
             )
+        is_ours = isinstance(flex.mask_mod, _KeptElements)
         if is_causal is None:
-            is_causal = isinstance(flex.mask_mod, _BottomRightCausal)
-        has_mask_mod = getattr(flex.mask_mod, "__name__", "") != "noop_mask"
+            is_causal = is_ours and flex.mask_mod.causal_offset is not None
+        has_mask_mod = not is_ours and getattr(flex.mask_mod, "__name__", "") != "noop_mask"
         if has_mask_mod and not is_causal and bool(flex.kv_num_blocks.any()):
             raise ValueError(
                 "expected a FlexAttention mask of whole blocks, got partial blocks with a mask_mod, which block lists "
@@ -185,14 +190,16 @@ class BlockMask:
         return plot_block_mask(self, batch=batch, max_heads=max_heads)
 
 
-@dataclass(frozen=True)
-class _BottomRightCausal:
-    """A ``mask_mod``: query i sees keys up to i + offset."""
+@dataclass(frozen=True, eq=False)
+class _KeptElements:
+    """A ``mask_mod``: the elements of kept blocks (B, H, q_blocks, kv_blocks), up to key query + offset if causal."""
 
-    offset: int
+    kept: Tensor
+    causal_offset: int | None
 
-    def __call__(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:  # noqa: ARG002
-        return query + self.offset >= key
+    def __call__(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        kept = self.kept[batch, head, query // BLOCK_Q, key // BLOCK_K]
+        return kept if self.causal_offset is None else kept & (query + self.causal_offset >= key)
 
 
 def _listed(num_blocks: Tensor, indices: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
@@ -29,8 +30,10 @@ def _check_range(name: str, value: PerHead, low: float, high: float, interval: s
                 f"{name}: expected a number or a one-dimensional floating-point tensor with one entry per query "
                 f"head, got a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
             )
+        if torch.compiler.is_compiling():  # reading values back would break the graph
+            return
         numbers = value.detach().double().tolist()
-    elif isinstance(value, bool) or not isinstance(value, (int, float)):
+    elif isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}: expected a number or a per-head tensor, got {type(value).__name__}")
     else:
         numbers = [float(value)]

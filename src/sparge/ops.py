@@ -16,7 +16,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from sparge.block_mask import BlockMask
@@ -28,7 +27,7 @@ _LIBRARY = torch.library.Library("sparge", "DEF")
 _LIBRARY.define(
     "predict(Tensor query, Tensor key, Tensor? attn_mask, bool is_causal, float scale, str selection, "
     "float share, Tensor? share_per_head, float? similarity, Tensor? similarity_per_head, int min_blocks, "
-    "bool sink, bool diagonal, int samples, int[] always_keep, str backend) -> (Tensor, Tensor, Tensor)"
+    "bool sink, bool diagonal, int samples, SymInt[] always_keep, str backend) -> (Tensor, Tensor, Tensor)"
 )
 _LIBRARY.define(
     "attend(Tensor query, Tensor key, Tensor value, Tensor kv_num_blocks, Tensor kv_indices, "
@@ -242,9 +241,10 @@ def _dense(
 ) -> tuple[Tensor, Tensor]:
     counters.record(f"dense: {reason}")
     shape = _shape_of(query, key, value)
-    square = not is_causal or shape.q_len == shape.kv_len
-    if backend == "torch" and query.device.type == "cpu" and quantization == "none" and attn_mask is None and square:
-        return _dense_cpu(query, key, value, shape, is_causal, scale)
+    if backend == "torch" and quantization == "none":
+        from sparge.backends import torch_dense
+
+        return torch_dense.attention(query, key, value, shape, is_causal=is_causal, scale=scale, attn_mask=attn_mask)
     mask = _stage1(backend).predict(
         query,
         key,
@@ -282,22 +282,6 @@ def _attention(
         pv_threshold=pv_threshold,
     )[:2]
     return output.to(query.dtype), lse.float()
-
-
-def _dense_cpu(
-    query: Tensor, key: Tensor, value: Tensor, shape: Shape, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    """torch's own CPU attention, which also gives the LSE, in float32 (16-bit kernels are far slower on most CPUs)."""
-    dtype = query.dtype
-    query, key, value = (tensor.float() for tensor in (query, key, value))
-    width = max(shape.head_dim, shape.value_dim)
-    query, key, value = (F.pad(tensor, (0, width - tensor.shape[3])) for tensor in (query, key, value))
-    if shape.group > 1:
-        key, value = (tensor.repeat_interleave(shape.group, 1) for tensor in (key, value))
-    output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, is_causal=is_causal, scale=scale
-    )
-    return output[..., : shape.value_dim].to(dtype).contiguous(), lse.contiguous()
 
 
 def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:

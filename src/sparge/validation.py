@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from numbers import Real
 from typing import Any
 
 import torch
@@ -93,9 +95,9 @@ def check_scale(scale: float | None, head_dim: int) -> float:
     """The softmax scale, 1 / sqrt(head_dim) by default."""
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+    if isinstance(scale, bool) or not isinstance(scale, (Real, torch.SymFloat)):
         raise TypeError(f"scale: expected a number or None, got {type(scale).__name__}")
-    if not math.isfinite(scale):
+    if not -math.inf < scale < math.inf:
         raise ValueError(f"scale: expected a finite number, got {scale}")
     return float(scale)
 
@@ -106,8 +108,8 @@ def check_attn_mask(attn_mask: Tensor | None, shape: Shape, device: torch.device
         return None
     if not isinstance(attn_mask, Tensor):
         raise TypeError(f"attn_mask: expected a torch.Tensor or None, got {type(attn_mask).__name__}")
-    if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
-        raise TypeError(f"attn_mask: expected a bool or floating-point tensor, got {attn_mask.dtype}")
+    if attn_mask.dtype not in (torch.bool, *DTYPES):
+        raise TypeError(f"attn_mask: expected bool, float16, bfloat16 or float32, got {attn_mask.dtype}")
     if attn_mask.device != device:
         raise ValueError(f"attn_mask: expected the query's device {device}, got {attn_mask.device}")
     full = (shape.batch, shape.heads, shape.q_len, shape.kv_len)
@@ -188,6 +190,7 @@ def check_block_mask(mask: BlockMask | Tensor, shape: Shape, is_causal: bool | N
         return BlockMask.from_dense(dense, q_len=shape.q_len, kv_len=shape.kv_len, is_causal=bool(is_causal))
     if not isinstance(mask, BlockMask):
         raise TypeError(f"mask: expected a BlockMask or a bool tensor, got {type(mask).__name__}")
+    mask = _broadcast_heads(mask, shape)
     lengths = (mask.q_len, mask.kv_len)
     if mask.shape != full or lengths != (shape.q_len, shape.kv_len):
         raise ValueError(f"mask: expected {geometry}, got {mask.shape} for {mask.q_len} queries and {mask.kv_len} keys")
@@ -195,6 +198,21 @@ def check_block_mask(mask: BlockMask | Tensor, shape: Shape, is_causal: bool | N
     if is_causal is not None and is_causal != mask.is_causal:
         raise ValueError(f"is_causal: expected {mask.is_causal} as in the mask, got {is_causal}")
     return mask
+
+
+def _broadcast_heads(mask: BlockMask, shape: Shape) -> BlockMask:
+    """A mask made for batch 1 or head 1 (as FlexAttention's often are) for every batch entry and head."""
+    batch, heads = (
+        full if size == 1 else size for size, full in zip(mask.shape[:2], (shape.batch, shape.heads), strict=True)
+    )
+    if (batch, heads) == mask.shape[:2]:
+        return mask
+    return replace(
+        mask,
+        kv_num_blocks=mask.kv_num_blocks.expand(batch, heads, -1).contiguous(),
+        kv_indices=mask.kv_indices.expand(batch, heads, -1, -1).contiguous(),
+        visible_num_blocks=mask.visible_num_blocks.expand(batch, heads, -1).contiguous(),
+    )
 
 
 def _check_mask_device(got: torch.device, expected: torch.device) -> None:

@@ -61,14 +61,15 @@ def _attend_rows(tiles: Tiles, kept: Tensor, full: Tensor, scale: float) -> tupl
     lse = torch.full((total, BLOCK_Q), -math.inf, dtype=torch.float32, device=device)
     workspace = Workspace()
     gathered = BLOCK_K * (shape.head_dim + shape.value_dim) * 4
+    if not has_cpu_kernel(tiles.query, tiles.value):
+        gathered += BLOCK_Q * BLOCK_K * 8  # scores and probabilities
     for rows, columns in _batches(kept & full, gathered):
         key, value = tiles.keys_values(rows, columns, workspace)
         output[rows], lse[rows] = attend(tiles.queries(rows, workspace), key, value, None, scale)
     for rows, columns in _batches(kept & ~full, gathered + BLOCK_Q * BLOCK_K * 16):
         key, value = tiles.keys_values(rows, columns, workspace)
-        bias, sees = tiles.element_bias(rows, columns)
+        bias = tiles.element_bias(rows, columns)
         part, part_lse = attend(tiles.queries(rows, workspace), key, value, bias, scale)
-        part_lse = part_lse.masked_fill(~sees, -math.inf)
         output[rows], lse[rows] = merge(output[rows], lse[rows], part, part_lse)
     return output, lse
 
@@ -91,21 +92,50 @@ def _batches(kept: Tensor, block_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """Dense attention of a batch, float32: (n, M, D), (n, K, D), (n, K, Dv) -> output (n, M, Dv), lse (n, M)."""
-    if query.device.type == "cpu" and query.shape[-1] == value.shape[-1]:
-        output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query[:, None],
-            key[:, None],
-            value[:, None],
-            attn_mask=None if bias is None else bias[:, None],
-            scale=scale,
-        )
-        return output.squeeze(1), lse.squeeze(1)
+    if not has_cpu_kernel(query, value):
+        return _attend_anywhere(query, key, value, bias, scale)
+    output, lse = _attend_cpu(query, key, value, bias, scale)
+    if bias is not None:
+        # The kernel adds the bias, and a hidden NaN stays NaN when -inf is added to it: do those rows again.
+        broken = ~key.isfinite().flatten(1).all(1)
+        if bool(broken.any()):
+            bias = bias.expand(len(query), -1, -1)[broken]
+            output[broken], lse[broken] = _attend_anywhere(query[broken], key[broken], value[broken], bias, scale)
+    return output, lse
+
+
+def _attend_anywhere(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
     scores = torch.bmm(query * scale, key.mT)  # [n, M, K]
     if bias is not None:
-        scores += bias
+        scores = (scores + bias).masked_fill_(bias == -math.inf, -math.inf)
     lse = scores.logsumexp(-1)
     shift = lse.masked_fill(lse == -math.inf, 0.0)
     return torch.bmm(scores.sub_(shift[..., None]).exp_(), value), lse
+
+
+def has_cpu_kernel(query: Tensor, value: Tensor) -> bool:
+    """Whether torch's CPU flash attention takes these: it wants one width for keys and values."""
+    return query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
+
+
+def _attend_cpu(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query[:, None],
+        key[:, None],
+        value[:, None],
+        attn_mask=None if bias is None else bias[:, None],
+        scale=scale,
+    )
+    output, lse = output.squeeze(1), lse.squeeze(1)
+    suspects = (lse == 0).any(-1)  # the kernel reports 0 for a query whose scores are all -inf
+    if bool(suspects.any()):
+        scores = torch.bmm(query[suspects], key[suspects].mT) * scale
+        if bias is not None:
+            scores = scores + bias.expand(len(query), -1, -1)[suspects]
+        lse[suspects] = lse[suspects].masked_fill((scores == -math.inf).all(-1), -math.inf)
+    return output, lse
 
 
 def merge(output: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:

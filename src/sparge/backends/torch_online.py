@@ -121,8 +121,8 @@ class _Rows:
         key, value = self.tiles.keys_values(rows, column[:, None], self.workspace)
         scores = self.operands.scores(rows, self.query[:active], key, column)
         if bool(partial.any()):
-            bias, _ = self.tiles.element_bias(rows[partial], column[partial, None])
-            scores[partial] += bias
+            bias = self.tiles.element_bias(rows[partial], column[partial, None])
+            scores[partial] = (scores[partial] + bias).masked_fill(bias == -math.inf, -math.inf)  # hides NaN too
         scores = scores.view(-1, ROW_GROUP, BLOCK_K)  # [groups, 64, 64]
         value = value.repeat_interleave(GROUPS, 0)
         local_max = scores.amax(-1, keepdim=True)

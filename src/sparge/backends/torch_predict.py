@@ -41,6 +41,11 @@ class _Call:
     is_causal: bool
     bias: Tensor | None
 
+    @property
+    def has_key_bias(self) -> bool:
+        """Whether one bias per key serves all queries."""
+        return self.bias is not None and self.bias.shape[2] == 1 and not self.is_causal
+
     def past(self, positions: Tensor) -> Tensor | None:
         """Keys at or before the given queries, (..., kv_len); None when attention is not causal."""
         if not self.is_causal:
@@ -77,7 +82,7 @@ def predict(
         call = _Call(query, shape, seen, scale, is_causal, bias)
         unjudged = _fix_blocks(call, key, sparsity)
         rows = []
-        for first, last in _row_chunks(shape, score):
+        for first, last in _row_chunks(call, score):
             blocks = slice(first, last)
             judged = visible[:, :, blocks] if unjudged is None else visible[:, :, blocks] & ~unjudged[:, :, blocks]
             scores = _scores(call, statistics, score, blocks)
@@ -87,10 +92,13 @@ def predict(
     return BlockMask.from_dense(kept, q_len=shape.q_len, kv_len=shape.kv_len, is_causal=is_causal, visible=visible)
 
 
-def _row_chunks(shape: Shape, score: Score) -> list[tuple[int, int]]:
-    """Ranges of query blocks whose scores fit into `CHUNK_BYTES`."""
+def _row_chunks(call: _Call, score: Score) -> list[tuple[int, int]]:
+    """Ranges of query blocks whose scores, and biases where there are any, fit into `CHUNK_BYTES`."""
+    shape = call.shape
     samples = 1 if isinstance(score, Mean) else score.samples
     row_bytes = 4 * shape.batch * shape.heads * samples * shape.kv_blocks
+    if call.bias is not None and not call.has_key_bias:
+        row_bytes += 8 * call.bias.shape[0] * call.bias.shape[1] * samples * shape.kv_len
     step = max(1, CHUNK_BYTES // row_bytes)
     return [(first, min(first + step, shape.q_blocks)) for first in range(0, shape.q_blocks, step)]
 
@@ -166,11 +174,13 @@ def _scores(call: _Call, keys: _KeyStatistics, score: Score, blocks: slice) -> T
     query = call.query[:, :, tokens]
     queries_seen = None if call.seen.queries is None else call.seen.queries[:, :, tokens]
     bias = None
+    if call.bias is not None and call.has_key_bias:
+        bias = _log_mean(*_sums_over_keys(call.bias, None))[:, :, None]  # [b, h, 1, 1, kv_blocks]
     if isinstance(score, Mean):
         rows, count, _ = _blocks_of(query, queries_seen, BLOCK_Q)
         features = (rows.sum(3) / count)[:, :, :, None] * call.scale  # [B, H, rows, 1, D]
         summary = keys.mean
-        if call.bias is not None:
+        if call.bias is not None and bias is None:
             bias = torch.stack([_block_bias(call, call.bias, i) for i in range(blocks.start, blocks.stop)], 2)
     else:
         assert keys.variance is not None
@@ -178,7 +188,7 @@ def _scores(call: _Call, keys: _KeyStatistics, score: Score, blocks: slice) -> T
         rows = _gather_tokens(query, picks).float() * call.scale
         features = torch.cat([rows, rows.square() * 0.5], -1)  # [B, H, rows, samples, 2 D]
         summary = torch.cat([keys.mean, keys.variance], -1)  # [B, Hkv, kv_blocks, 2 D]
-        if call.bias is not None:
+        if call.bias is not None and bias is None:
             bias = _sampled_bias(call, call.bias, picks + tokens.start)
     queries_per_block = features.shape[3]
     grouped = features.reshape(shape.batch, shape.kv_heads, -1, features.shape[-1])  # [B, Hkv, group * rows * P, D]

@@ -85,11 +85,10 @@ class Tiles:
         n, tokens = len(rows), columns.shape[1] * BLOCK_K
         return key.view(n, tokens, -1), value.view(n, tokens, -1)
 
-    def element_bias(self, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+    def element_bias(self, rows: Tensor, columns: Tensor) -> Tensor:
         """What to add to the scores of each row and its key blocks: (n | 1, 128, c * 64), -inf where hidden.
 
-        Also returns which queries see anything there, (n | 1, 128). The leading size is 1 when all rows share one
-        pattern, as they do along an aligned causal diagonal.
+        The leading size is 1 when all rows share one pattern, as they do along an aligned causal diagonal.
         """
         batch, head, block = self.place(rows)
         if self.attn_mask is None:
@@ -116,7 +115,7 @@ class Tiles:
             if mask.dtype != torch.bool:
                 bias = elements.float()
         allowed = allowed.expand(len(block), BLOCK_Q, keys.shape[-1])
-        return torch.where(allowed, bias, -torch.inf), allowed.any(-1)
+        return torch.where(allowed, bias, -torch.inf)
 
     def _keys_left(self, columns: Tensor) -> Tensor:
         """Keys that each block really holds."""

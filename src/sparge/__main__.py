@@ -1,0 +1,5 @@
+"""``python -m sparge``: the command."""
+
+from sparge.cli import main
+
+main()
