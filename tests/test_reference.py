@@ -269,8 +269,8 @@ def test_two_level_accumulation_is_what_keeps_fp8_accurate():
         )
         return relative_l1(result.output, exact)
 
-    assert error("two_level") < 0.003
-    assert error("single_level") > 0.1
+    assert error("two_level") < 0.0015
+    assert error("single_level") > 0.3
 
 
 def test_stage_two_skips_groups_of_64_rows_in_natural_log_units():

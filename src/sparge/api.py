@@ -155,7 +155,7 @@ def attention(
             if on_unsupported == "warn":
                 warnings.warn(f"sparge runs dense: {unsupported}", stacklevel=2)
             counters.record("dense: unsupported")
-        return _in_layout(_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, shape), layout)
+        return _in_layout(_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, shape), layout)
 
     arithmetic = dispatch.resolve_quantization(quantization)
     dense_reason = None
@@ -332,6 +332,7 @@ def _sdpa(
     dropout_p: float,
     is_causal: bool,
     scale: float,
+    enable_gqa: bool,
     shape: Shape,
 ) -> Tensor:
     """torch's attention with this library's causal alignment, for calls that need dropout or gradients."""
@@ -345,5 +346,5 @@ def _sdpa(
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         attn_mask = attn_mask.masked_fill(~allowed_elements(attn_mask), -torch.inf).to(query.dtype)
     return F.scaled_dot_product_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=shape.group > 1
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )

@@ -35,11 +35,12 @@ def choose_backend(backend: str, device: torch.device) -> Choice:
     if backend != "auto" and backend not in BACKENDS:
         listed = ", ".join(map(repr, ("auto", *BACKENDS)))
         raise ValueError(f"backend: expected one of {listed}, got {backend!r}")
-    choice = (
-        Choice("torch", f"runs on any device; no kernels for {device.type!r} in this version")
-        if backend == "auto"
-        else Choice(backend, "asked for by name")
-    )
+    if backend != "auto":
+        choice = Choice(backend, "asked for by name")
+    elif device.type == "cpu":
+        choice = Choice("torch", "gathers kept blocks for torch's CPU attention")
+    else:
+        choice = Choice("torch", f"runs on any device; no kernels for {device.type!r} in this version")
     if device.type == "meta":
         raise NotImplementedError(f"backend {choice.backend!r}: expected a device that holds data, got 'meta'")
     if choice.backend == "reference" and device.type == "mps":

@@ -56,9 +56,10 @@ def _without_mask(
     query: Tensor, key: Tensor, value: Tensor, shape: Shape, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """torch's CPU flash attention, which also gives the LSE; it wants one width and as many key heads as queries."""
-    width = max(shape.head_dim, shape.value_dim)
-    key, value = (tensor.repeat_interleave(shape.group, 1) for tensor in (key, value))
-    query, key, value = (F.pad(tensor.float(), (0, width - tensor.shape[3])) for tensor in (query, key, value))
+    query, key, value = query.float(), *_for_every_head(key, value, shape)
+    if shape.head_dim != shape.value_dim:
+        width = max(shape.head_dim, shape.value_dim)
+        query, key, value = (F.pad(tensor, (0, width - tensor.shape[3])) for tensor in (query, key, value))
     output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, is_causal=is_causal, scale=scale
     )
@@ -76,14 +77,21 @@ def _with_element_mask(
     if attn_mask is not None:
         allowed = allowed & allowed_elements(attn_mask)
         bias = bias if attn_mask.dtype == torch.bool else attn_mask.float()
-    key, value = (tensor.repeat_interleave(shape.group, 1) for tensor in (key, value))
+    key, value = _for_every_head(key, value, shape)
     # What nobody sees may hold anything, even NaN.
     keys_seen = allowed.any(2)[..., None]
     output, lse = torch_blocks.attend(
         torch.where(allowed.any(3, keepdim=True), query.float(), 0.0).flatten(0, 1),
-        torch.where(keys_seen, key.float(), 0.0).flatten(0, 1),
-        torch.where(keys_seen, value.float(), 0.0).flatten(0, 1),
+        torch.where(keys_seen, key, 0.0).flatten(0, 1),
+        torch.where(keys_seen, value, 0.0).flatten(0, 1),
         torch.where(allowed, bias, -torch.inf).flatten(0, 1),
         scale,
     )
     return output.unflatten(0, sizes[:2]), lse.unflatten(0, sizes[:2])
+
+
+def _for_every_head(key: Tensor, value: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+    """Keys and values in float32, grouped heads repeated; without a copy where neither is needed."""
+    if shape.group > 1:
+        key, value = key.repeat_interleave(shape.group, 1), value.repeat_interleave(shape.group, 1)
+    return key.float(), value.float()
