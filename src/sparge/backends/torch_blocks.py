@@ -57,7 +57,8 @@ def _attend_rows(tiles: Tiles, kept: Tensor, full: Tensor, scale: float) -> tupl
     shape = tiles.shape
     total = shape.batch * shape.heads * shape.q_blocks
     device = tiles.query.device
-    output = torch.zeros(total, BLOCK_Q, shape.value_dim, dtype=torch.float32, device=device)
+    output = torch.empty(total, BLOCK_Q, shape.value_dim, dtype=torch.float32, device=device)
+    output[~(kept & full).flatten(0, 2).any(-1)] = 0.0  # the others are written below
     lse = torch.full((total, BLOCK_Q), -math.inf, dtype=torch.float32, device=device)
     workspace = Workspace()
     gathered = BLOCK_K * (shape.head_dim + shape.value_dim) * 4
@@ -78,7 +79,7 @@ def _batches(kept: Tensor, block_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Rows with equal numbers of kept blocks, (n,), and those blocks, (n, c), up to `CHUNK_BYTES` a batch."""
     rows = kept.flatten(0, 2)
     counts = rows.sum(-1)
-    order = torch.argsort(counts, stable=True)
+    order = torch.argsort(counts, descending=True, stable=True)  # largest first: the buffers are allocated once
     kept_first = torch.argsort((~rows).to(torch.uint8), dim=-1, stable=True)
     values, sizes = torch.unique_consecutive(counts[order], return_counts=True)
     start = 0
@@ -95,12 +96,12 @@ def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale
     if not has_cpu_kernel(query, value):
         return _attend_anywhere(query, key, value, bias, scale)
     output, lse = _attend_cpu(query, key, value, bias, scale)
-    if bias is not None:
-        # The kernel adds the bias, and a hidden NaN stays NaN when -inf is added to it: do those rows again.
+    # The kernel adds the bias, and a hidden NaN stays NaN when -inf is added to it: do those rows again. A finite sum
+    # rules them out at less cost than asking every element.
+    if bias is not None and not bool(key.sum().isfinite()):
         broken = ~key.isfinite().flatten(1).all(1)
-        if bool(broken.any()):
-            bias = bias.expand(len(query), -1, -1)[broken]
-            output[broken], lse[broken] = _attend_anywhere(query[broken], key[broken], value[broken], bias, scale)
+        bias = bias.expand(len(query), -1, -1)[broken]
+        output[broken], lse[broken] = _attend_anywhere(query[broken], key[broken], value[broken], bias, scale)
     return output, lse
 
 
@@ -129,8 +130,9 @@ def _attend_cpu(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, 
         scale=scale,
     )
     output, lse = output.squeeze(1), lse.squeeze(1)
-    suspects = (lse == 0).any(-1)  # the kernel reports 0 for a query whose scores are all -inf
-    if bool(suspects.any()):
+    zero = lse == 0
+    if bool(zero.any()):  # the kernel reports 0 for a query whose scores are all -inf
+        suspects = zero.any(-1)
         scores = torch.bmm(query[suspects], key[suspects].mT) * scale
         if bias is not None:
             scores = scores + bias.expand(len(query), -1, -1)[suspects]
@@ -143,4 +145,4 @@ def merge(output: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[
     total = torch.logaddexp(lse, part_lse)
     shift = total.masked_fill(total == -math.inf, 0.0)
     mine, other = ((x - shift).exp()[..., None] for x in (lse, part_lse))
-    return output * mine + part * other, total
+    return (output * mine).addcmul_(part, other), total
