@@ -1,6 +1,7 @@
 """Write the tables of the README and the lab book from benchmarks/results: `python -m benchmarks.tables [--check]`.
 
-A table stands between ``<!-- table: name -->`` and ``<!-- /table -->``. The newest row of each case is shown.
+A table stands between ``<!-- table: name -->`` and ``<!-- /table -->``. The newest row of each case is shown. Tables
+``gpu_*`` come from gpu.jsonl, which ``sparge bench --json`` writes; without rows of theirs they stay as they are.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from sparge.evaluate.bench_table import VIEWS, newest, problem_notes
 
 REPOSITORY = Path(__file__).parent.parent
 RESULTS = REPOSITORY / "benchmarks" / "results"
@@ -141,17 +145,44 @@ def demo_table() -> str:
     return f"{_markdown(header, body)}\n\ntopk {demo['settings']['topk']:g}; {_source([demo['machine']])}"
 
 
-TABLES: dict[str, Callable[[], str]] = {
+def gpu_table(name: str) -> str | None:
+    """A view of ``sparge bench``, or None where nothing of it was measured yet."""
+    path, view = RESULTS / "gpu.jsonl", VIEWS[name]
+    lines = path.read_text().splitlines() if path.exists() else []
+    rows = newest([json.loads(line) for line in lines], view.suite)
+    if not rows:
+        return None
+    shown = [list(view.cells(row)) for row in rows]
+    header = [column for column, _ in shown[0]]
+    body = [[f"**{text}**" if column == "speed-up" else text for column, text in cells] for cells in shown]
+    notes = "".join(f"\n\nn/a: {note}" for note in problem_notes(rows))
+    return f"{_markdown(header, body)}\n\nbf16, B 1; {_gpu_source(rows)}{notes}"
+
+
+def _gpu_source(rows: list[Row]) -> str:
+    """Device, versions and commits behind the rows."""
+    parts = [("", "gpu"), ("torch ", "torch"), ("triton ", "triton"), ("CUDA ", "cuda"), ("commit ", "commit")]
+    told = (word + ", ".join(sorted({str(row[field]) for row in rows})) for word, field in parts)
+    return "; ".join(told) + "."
+
+
+TABLES: dict[str, Callable[[], str | None]] = {
     "speed": speed_table,
     "demo": demo_table,
     "memory": memory_table,
     "crossover": crossover_table,
+    **{f"gpu_{name}": partial(gpu_table, name) for name in VIEWS},
 }
 
 
 def fill(text: str) -> str:
-    """The page with every marked table made anew."""
-    return MARKER.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[3]}", text)
+    """The page with every marked table made anew; one without rows is left alone."""
+
+    def made(found: re.Match[str]) -> str:
+        table = TABLES[found[2]]()
+        return found[0] if table is None else f"{found[1]}{table}\n{found[3]}"
+
+    return MARKER.sub(made, text)
 
 
 def main() -> None:

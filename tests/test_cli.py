@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,20 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import typer
 from rich.console import Console
 
 import sparge
 from sparge import cli
 from sparge.dispatch import choose_backend
+from sparge.evaluate import bench as bench_module
 from sparge.evaluate import demo as demo_module
+from sparge.evaluate import machine as machine_module
+from sparge.evaluate.bench_cases import SUITES
+from sparge.evaluate.bench_table import VIEWS
 from sparge.evaluate.demo import Demo, Row, Settings, run_demo, table_cells, video_grid
 from sparge.evaluate.inputs import Sample, random_like, text_like, video_like
+from sparge.evaluate.machine import Gpu
 from sparge.evaluate.metrics import block_mass, mass_recall, needle_recall, relative_l1
 
 TOKENS = 2048
@@ -236,3 +243,148 @@ def test_slow_machine_gets_fewer_rounds(monkeypatch: pytest.MonkeyPatch) -> None
     done = [step.done for step in steps]
     assert done == sorted(done)
     assert done[-1] == steps[-1].total
+
+
+def bench_row(topk: float) -> dict[str, Any]:
+    """A row of the suite "memory", the shortest."""
+    return {
+        **{"suite": "memory", "tokens": 8192, "queries": 8192, "heads": 32, "head_dim": 128, "is_causal": False},
+        **{"topk": topk, "input_bytes": 192 * 2**20, "output_bytes": 64 * 2**20, "extra_bytes": 96 * 2**20},
+        **{"extra_share": 0.5, "problems": {}, "quick": True},
+    }
+
+
+@pytest.fixture
+def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[str, ...], bool]]:
+    """A machine with a GPU; the list receives what each run was asked for."""
+    asked: list[tuple[tuple[str, ...], bool]] = []
+
+    def run_bench(suites: tuple[str, ...], quick: bool) -> Iterator[dict[str, Any]]:
+        asked.append((suites, quick))
+        yield bench_row(0.5)
+        failed = {"extra_bytes": None, "extra_share": None, "problems": {"sparge": "RuntimeError: out of memory"}}
+        yield bench_row(0.25) | failed
+
+    gpu = Gpu("NVIDIA H200", "9.0", "2.11.0", "3.6.0", "13.0", "0.1.0", "0123456789")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(machine_module, "describe_gpu", lambda: gpu)
+    monkeypatch.setattr(cli, "_installed", lambda _: "3.6.0")
+    monkeypatch.setattr(bench_module, "run_bench", run_bench)
+    return asked
+
+
+def test_bench_prints_tables_and_appends_rows(
+    pretended_gpu: list[tuple[tuple[str, ...], bool]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "gpu.jsonl"
+    path.write_text(json.dumps({"suite": "before"}) + "\n")
+    command = ["bench", "--suite", "memory", "--suite", "kernel", "--suite", "memory", "--quick", "--json", str(path)]
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(command)
+    assert not stopped.value.code
+    assert pretended_gpu == [(("memory", "kernel"), True)]
+    written = [json.loads(line) for line in path.read_text().splitlines()]
+    assert written[:2] == [{"suite": "before"}, bench_row(0.5)]
+    assert len(written) == 3
+    printed = capsys.readouterr()
+    first, *rest = printed.out.splitlines()
+    assert first == ("NVIDIA H200, capability 9.0; torch 2.11.0, triton 3.6.0, CUDA 13.0, sparge 0.1.0 (0123456789)")
+    shown = [line.split() for line in rest]
+    assert ["8192", "32", "128", "no", "0.5", "192", "MiB", "64", "MiB", "96", "MiB", "0.50x"] in shown
+    assert ["8192", "32", "128", "no", "0.25", "192", "MiB", "64", "MiB", "n/a", "n/a"] in shown
+    assert "n/a: sparge: RuntimeError: out of memory" in rest
+    assert rest[-1] == f"Rows appended to {path}"
+    assert printed.err.count("\n") == 2
+    assert printed.err.startswith("memory: N 8192, H 32, D 128, causal no, topk 0.5, q + k + v 192 MiB")
+
+
+def test_bench_runs_the_default_suites(pretended_gpu: list[tuple[tuple[str, ...], bool]]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["bench"])
+    assert pretended_gpu == [(("end_to_end", "kernel", "error", "memory"), False)]
+
+
+def test_bench_keeps_its_rows_when_it_is_cut_short(
+    pretended_gpu: list[tuple[tuple[str, ...], bool]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "gpu.jsonl"
+
+    def cut_short(*_: object) -> Iterator[dict[str, Any]]:
+        yield bench_row(0.5)
+        assert json.loads(path.read_text()) == bench_row(0.5), "written as soon as measured"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_module, "run_bench", cut_short)
+    with pytest.raises((KeyboardInterrupt, SystemExit, typer.Abort)):
+        cli.main(["bench", "--json", str(path)])
+    assert pretended_gpu == []
+    assert json.loads(path.read_text()) == bench_row(0.5)
+
+
+def test_bench_tables_fit_80_columns() -> None:
+    """With the longest text each column can show."""
+    times = ["sparge", "cudnn", "flash", "prepare", "attend", "floor", "sparge_graph"]
+    row = bench_row(1.0) | {"tokens": 131072, "queries": 131072, "kernel": "flex", "asked_density": 0.25}
+    row |= {f"{name}_ms": 123.4 for name in times} | {"graph_ms": 123.4, "executed_tops": 1234.5, "target": 0.013}
+    row |= {"sparge_tflops": 12345.6, "speedup": 12.3, "graph_speedup": 12.3, "density": 0.123, "relative_l1": 0.0123}
+    stream = StringIO()
+    cli._print_bench(Console(file=stream, width=80), [row | {"suite": name} for name in SUITES])
+    lines = stream.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    for view in VIEWS.values():
+        texts = " ".join(text for _, text in view.cells(row))
+        assert "n/a" not in texts
+        assert texts.split() in [line.split() for line in lines]
+
+
+def test_bench_needs_triton(
+    pretended_gpu: list[tuple[tuple[str, ...], bool]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(cli, "_installed", lambda _: None)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["bench"])
+    assert stopped.value.code == 2
+    expected = "sparge: error: bench: expected triton to be installed, got none: pip install triton\n"
+    assert capsys.readouterr().err == expected
+    assert pretended_gpu == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_bench_without_cuda_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "gpu.jsonl"
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["bench", "--json", str(path)])
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert error == (
+        f"sparge: error: bench: expected a CUDA device, got none (torch {torch.__version__}); see sparge doctor\n"
+    )
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--suite", "speed"],
+            "'--suite': expected one of end_to_end, kernel, error, memory, crossover, got speed",
+        ),
+        (["--json", "{folder}"], "'--json': expected a file to write, got the directory {folder}"),
+    ],
+)
+def test_bench_refuses_bad_options(
+    arguments: list[str],
+    message: str,
+    pretended_gpu: list[tuple[tuple[str, ...], bool]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["bench", *(argument.format(folder=tmp_path) for argument in arguments)])
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert error.endswith(message.format(folder=tmp_path) + "\n")
+    assert pretended_gpu == []

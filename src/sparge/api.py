@@ -113,7 +113,7 @@ def attention(
         layout: "HND" or "NHD", of inputs and output.
         always_keep: key ranges ``[(start, stop), ...]`` whose blocks every row keeps, e.g. text tokens.
         return_lse: also return the log-sum-exp of the scores.
-        backend: "auto", "torch" or "reference". A named backend never falls back to dense.
+        backend: "auto", "triton", "torch" or "reference". A named backend never falls back to dense.
         on_unsupported: what ``backend="auto"`` does with calls no sparse backend can serve (dropout, autograd,
             head_dim outside 8..256): "raise", "warn" and run dense, or silently run "dense"; dense, they have no LSE.
 
@@ -157,12 +157,12 @@ def attention(
             counters.record("dense: unsupported")
         return _in_layout(_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, shape), layout)
 
-    arithmetic = dispatch.resolve_quantization(quantization)
+    arithmetic = dispatch.resolve_quantization(quantization, backend_name, query.device)
     dense_reason = None
     if isinstance(chosen, Dense):
         dense_reason = "sparsity=Dense()"
-    elif backend == "auto" and arithmetic == "none" and dispatch.prefers_dense(shape):
-        dense_reason = "below the crossover"
+    elif backend == "auto" and quantization in ("auto", "none") and dispatch.prefers_dense(shape, backend_name):
+        dense_reason, arithmetic = "below the crossover", "none"
     if dense_reason is not None:
         output, lse = ops.dense(
             query,
@@ -172,31 +172,23 @@ def attention(
             is_causal=is_causal,
             scale=scale,
             quantization=arithmetic,
+            with_lse=return_lse,
             backend=backend_name,
             reason=dense_reason,
         )
     else:
         assert not isinstance(chosen, Dense)
-        mask = ops.predict(
+        output, lse = ops.attention(
             query,
             key,
+            value,
             sparsity=chosen,
             score=chosen_score,
             is_causal=is_causal,
             scale=scale,
             attn_mask=attn_mask,
             always_keep=ranges,
-            backend=backend_name,
-        )
-        output, lse = ops.attend(
-            query,
-            key,
-            value,
-            mask,
-            scale=scale,
-            attn_mask=attn_mask,
             quantization=arithmetic,
-            pv_threshold=chosen.pv_threshold,
             backend=backend_name,
         )
     output = _in_layout(output, layout)
@@ -301,6 +293,7 @@ def block_sparse_attention(
     if pv_threshold is not None:
         check_pv_threshold(pv_threshold)
         validation.check_per_head("pv_threshold", pv_threshold, shape.heads)
+    backend = dispatch.choose_backend(backend, query.device).backend
     output, lse = ops.attend(
         query,
         key,
@@ -308,9 +301,9 @@ def block_sparse_attention(
         validation.check_block_mask(mask, shape, is_causal, query.device),
         scale=validation.check_scale(scale, shape.head_dim),
         attn_mask=validation.check_attn_mask(attn_mask, shape, query.device),
-        quantization=dispatch.resolve_quantization(quantization),
+        quantization=dispatch.resolve_quantization(quantization, backend, query.device),
         pv_threshold=pv_threshold,
-        backend=dispatch.choose_backend(backend, query.device).backend,
+        backend=backend,
     )
     output = _in_layout(output, layout)
     return (output, lse) if return_lse else output

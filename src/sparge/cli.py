@@ -1,4 +1,5 @@
-"""The ``sparge`` command: ``demo`` measures on this machine, ``doctor`` says what the machine offers."""
+"""The ``sparge`` command: ``demo`` shows it on this machine, ``bench`` measures it on a GPU, ``doctor`` says what the
+machine offers."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from sparge.evaluate import bench_cases
     from sparge.evaluate.demo import Demo, Row, Settings
 
 MIN_TOKENS = 256
@@ -153,8 +156,6 @@ def _run_with_progress(settings: Settings) -> Demo:
 
 
 def _print_results(console: Console, result: Demo) -> None:
-    from rich.measure import Measurement
-
     from sparge.evaluate.demo import HEAD_DIM, table_cells
 
     settings, machine = result.settings, result.machine
@@ -165,29 +166,28 @@ def _print_results(console: Console, result: Demo) -> None:
         highlight=False,
         markup=False,
     )
-    table = _results_table(result.rows)
+    _print_fitting(console, _results_table(result.rows), [list(table_cells(row)) for row in result.rows])
+
+
+def _print_fitting(console: Console, table: Table, rows: Sequence[Sequence[tuple[str, str]]]) -> None:
+    """The table, or where the console is too narrow for its columns the same cells, one to a line."""
+    from rich.measure import Measurement
+
     if Measurement.get(console, console.options.update(width=1000), table).maximum <= console.width:
         console.print(table)
         return
-    # Too narrow for the columns: the same cells, one to a line.
-    for row in result.rows:
+    for cells in rows:
         console.print()
-        for column, text in table_cells(row):
+        for column, text in cells:
             if text:
                 console.print(f"{column}: {text}", highlight=False, markup=False, soft_wrap=True)
     console.print()
 
 
 def _results_table(rows: tuple[Row, ...]) -> Table:
-    from rich import box
-    from rich.table import Table
-
     from sparge.evaluate.demo import table_cells
 
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    for index, (column, _) in enumerate(table_cells(rows[0])):
-        heading = column.replace("speed-up", "speed-\nup").replace(" ", "\n", 1)  # two lines, to fit 80 columns
-        table.add_column(heading, justify="left" if index < 2 else "right", no_wrap=True)
+    table = _empty_table([column for column, _ in table_cells(rows[0])], left=("input", "score"))
     before = None
     for row in rows:
         if before not in (None, row.input):
@@ -196,6 +196,88 @@ def _results_table(rows: tuple[Row, ...]) -> Table:
         table.add_row("" if row.input == before else cells[0], *cells[1:])
         before = row.input
     return table
+
+
+def _empty_table(columns: Sequence[str], left: Sequence[str], padding: int = 1) -> Table:
+    """A table with headings of two lines, to fit 80 columns; numbers stand right."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, padding, 0, 0), pad_edge=False, show_edge=False)
+    for column in columns:
+        heading = column.replace("speed-up", "speed-\nup").replace(" ", "\n", 1)
+        table.add_column(heading, justify="left" if column in left else "right", no_wrap=True)
+    return table
+
+
+def _suite(text: str) -> str:
+    from sparge.evaluate.bench_cases import SUITES
+
+    if text not in SUITES:
+        raise typer.BadParameter(f"expected one of {', '.join(SUITES)}, got {text}")
+    return text
+
+
+@app.command()
+def bench(
+    suite: Annotated[
+        list[str] | None,
+        typer.Option(
+            parser=_suite,
+            metavar="NAME",
+            help="end_to_end, kernel, error, memory or crossover; may be repeated. All but crossover by default.",
+        ),
+    ] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", parser=_writable, metavar="PATH", help="Append the rows as JSON lines.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="One case of each suite, fewer turns.")] = False,
+) -> None:
+    """Sparge against its rivals on this machine's CUDA GPU: speed, density, error and memory."""
+    import torch
+    from rich.console import Console
+
+    from sparge.evaluate.bench_cases import DEFAULT_SUITES
+
+    if not torch.cuda.is_available():
+        raise _UsageError(f"bench: expected a CUDA device, got none (torch {torch.__version__}); see sparge doctor")
+    if _installed("triton") is None:
+        raise _UsageError("bench: expected triton to be installed, got none: pip install triton")
+    from sparge.evaluate.bench import run_bench
+    from sparge.evaluate.bench_table import one_line
+    from sparge.evaluate.machine import describe_gpu
+
+    console = Console()
+    console.print(str(describe_gpu()), highlight=False, markup=False, soft_wrap=True)
+    suites = tuple(dict.fromkeys(suite or DEFAULT_SUITES))
+    rows = []
+    with nullcontext() if json_path is None else json_path.open("a", encoding="utf-8") as lines:
+        for row in run_bench(suites, quick):
+            rows.append(row)
+            if lines is not None:
+                lines.write(json.dumps(row) + "\n")
+                lines.flush()  # a run that is cut short keeps what it measured
+            typer.echo(one_line(row), err=True)
+    _print_bench(console, rows)
+    if json_path is not None:
+        console.print(f"Rows appended to {json_path}", soft_wrap=True, highlight=False, markup=False)
+
+
+def _print_bench(console: Console, rows: Sequence[bench_cases.Row]) -> None:
+    """One table for every view of the suites that ran, and why cells are missing."""
+    from sparge.evaluate.bench_table import VIEWS, problem_notes
+
+    for view in VIEWS.values():
+        shown = [list(view.cells(row)) for row in rows if row["suite"] == view.suite]
+        if shown:
+            table = _empty_table([column for column, _ in shown[0]], left=("kernel", "arithmetic"), padding=0)
+            for cells in shown:
+                table.add_row(*(text for _, text in cells))
+            console.print()
+            console.print(view.title, style="bold")
+            _print_fitting(console, table, shown)
+    for note in problem_notes(rows):
+        console.print(f"n/a: {note}", highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command()

@@ -308,6 +308,7 @@ def predict(
                 self_similarity(smoothed[b, kv], keys_seen[b, kv], BLOCK_K),
                 _of_head(sparsity.similarity_threshold, h, shape),
             )
+            unjudged = unjudged & ~unfinished  # whether such a block takes a place must not depend on its keys
             allowed, bias = masks.allowed[b, h], masks.bias[b, h]
             if isinstance(score, Mean):
                 query_means, _ = pool(query[b, h], queries_seen[b, h], BLOCK_Q)

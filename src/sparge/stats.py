@@ -37,30 +37,42 @@ class _Counters:
         self._reasons: Counter[str] = Counter()
         self._blocks: dict[torch.device, Tensor] = {}
 
-    def record(self, reason: str, kept: Tensor | None = None, visible: Tensor | None = None) -> None:
-        counts = None
-        if kept is not None and visible is not None:
-            counts = torch.stack([kept.sum(), visible.sum()])
+    def record(self, reason: str) -> None:
+        """Count a call."""
         with self._lock:
             self._reasons[reason] += 1
-            if counts is not None:
-                before = self._blocks.get(counts.device)
-                self._blocks[counts.device] = counts if before is None else before + counts
+
+    def block_totals(self, device: torch.device) -> Tensor:
+        """Kept and visible blocks of the device, int64 (2,), for kernels to add to. It lives as long as the process:
+        a CUDA graph that was captured with it goes on counting."""
+        with self._lock:
+            if device not in self._blocks:
+                self._blocks[device] = torch.zeros(2, dtype=torch.int64, device=device)
+            return self._blocks[device]
+
+    def add_blocks(self, kept: Tensor, visible: Tensor) -> None:
+        """Add the blocks of one call."""
+        self.block_totals(kept.device).add_(torch.stack([kept.sum(), visible.sum()]))
 
     def read(self) -> Stats:
         with self._lock:
             reasons = dict(self._reasons)
-            totals = [counts.tolist() for counts in self._blocks.values()]
+            blocks = list(self._blocks.values())
+        for totals in blocks:
+            if totals.is_cuda:  # calls may have run on other streams
+                torch.cuda.synchronize(totals.device)
+        pairs = [totals.tolist() for totals in blocks]
         sparse = sum(count for reason, count in reasons.items() if reason.startswith("sparse"))
         calls = sum(reasons.values())
-        visible = sum(pair[1] for pair in totals)
-        density = sum(pair[0] for pair in totals) / visible if visible else None
+        visible = sum(pair[1] for pair in pairs)
+        density = sum(pair[0] for pair in pairs) / visible if visible else None
         return Stats(calls, sparse, calls - sparse, reasons, density)
 
     def reset(self) -> None:
         with self._lock:
             self._reasons.clear()
-            self._blocks.clear()
+            for totals in self._blocks.values():
+                totals.zero_()
 
 
 counters = _Counters()

@@ -68,6 +68,24 @@ def block_edges(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, Ten
     )
 
 
+def first_seen_keys(shape: Shape, is_causal: bool, attn_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Where a bool mask of keys, (b, h, 1, Sk), starts to show something; both int32, expanded to B and H.
+
+    Returns:
+        (B, H, kv_blocks): position of the first visible key in each key block, 2^31 - 1 where there is none.
+        (B, H): the first query that sees a key; all later ones do.
+    """
+    nowhere = torch.iinfo(torch.int32).max
+    positions = torch.arange(shape.kv_len, dtype=torch.int32, device=attn_mask.device)
+    seen_at = torch.where(attn_mask.expand(-1, -1, -1, shape.kv_len).squeeze(2), positions, nowhere)
+    first_seen = _key_blocks(seen_at, nowhere).amin(-1)  # [b, h, kv_blocks]
+    first_query = torch.zeros_like(first_seen[..., 0])
+    if is_causal:
+        first_query = (first_seen.amin(-1).long() - shape.causal_offset).clamp(0, shape.q_len).int()
+    leading = (shape.batch, shape.heads)
+    return first_seen.expand(*leading, -1), first_query.expand(leading)
+
+
 def _without_mask(shape: Shape, is_causal: bool, device: torch.device) -> Visibility:
     first_query, last_query, first_key, key_end = block_edges(shape, device)
     full = (key_end <= shape.kv_len).expand(shape.q_blocks, -1)

@@ -81,6 +81,8 @@ def predict(
             bias = attn_mask.expand(-1, -1, -1, shape.kv_len)
         call = _Call(query, shape, seen, scale, is_causal, bias)
         unjudged = _fix_blocks(call, key, sparsity)
+        if unjudged is not None:
+            unjudged = unjudged & ~unfinished  # whether such a block takes a place must not depend on its keys
         rows = []
         for first, last in _row_chunks(call, score):
             blocks = slice(first, last)

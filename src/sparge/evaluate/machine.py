@@ -1,10 +1,11 @@
-"""Where numbers were measured: processor, versions and commit, for every result row and page."""
+"""Where numbers were measured: processor or GPU, versions and commit, for every result row and page."""
 
 from __future__ import annotations
 
 import platform
 import subprocess
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -33,6 +34,44 @@ def describe_machine() -> Machine:
         system=f"{platform.system()} {platform.machine()}",
         python=platform.python_version(),
         torch=torch.__version__,
+        sparge=__version__,
+        commit=_commit(),
+    )
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A CUDA device and the software that drives it. ``triton`` is None where it is not installed."""
+
+    gpu: str
+    capability: str
+    torch: str
+    triton: str | None
+    cuda: str | None
+    sparge: str
+    commit: str | None
+
+    def __str__(self) -> str:
+        commit = f" ({self.commit})" if self.commit else ""
+        return (
+            f"{self.gpu}, capability {self.capability}; torch {self.torch}, triton {self.triton}, CUDA {self.cuda}, "
+            f"sparge {self.sparge}{commit}"
+        )
+
+
+def describe_gpu() -> Gpu:
+    """The current CUDA device and the versions of this process."""
+    major, minor = torch.cuda.get_device_capability()
+    try:
+        triton = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        triton = None
+    return Gpu(
+        gpu=torch.cuda.get_device_name(),
+        capability=f"{major}.{minor}",
+        torch=torch.__version__,
+        triton=triton,
+        cuda=torch.version.cuda,
         sparge=__version__,
         commit=_commit(),
     )

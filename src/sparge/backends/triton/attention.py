@@ -1,0 +1,517 @@
+"""Attention over the kept blocks of 128 queries x 64 keys: online softmax, stage-2 skipping, LSE.
+
+    s = c_q c_k (q . k)            in log2 units; c_q carries the softmax scale, INT8 codes or 16-bit numbers
+    m' = max(m, rowmax s),  p = 2^(s - m'),  l = l 2^(m - m') + sum p,  acc = acc 2^(m - m') + P V
+    output = acc / l * value scale,  lse = (m + log2 l) ln 2 + scale q . (mean key)
+
+Grid: one program for each BLOCK_M queries of each head, in one dimension; causal rows start with the longest. A program
+walks its row's kept blocks in ascending order. Blocks that need element masks (the causal diagonal, the ragged end)
+are the last of the list, so two loops run: a plain one and a masked one. With an attention mask all are masked.
+
+FP8 tensor cores add in 13 bits. Each tile of 64 keys therefore gets a fresh accumulator that is added in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparge import geometry
+from sparge.backends.triton import configs
+from sparge.backends.triton.launch import padded, per_head_tensor, seen_argument, strides_of
+from sparge.backends.triton.primitives import (
+    BLOCK_K,
+    BLOCK_Q,
+    FLOAT_OFFSET,
+    INT32_AS_FLOAT,
+    LN_2,
+    LOG2_E,
+    LOG2_FP8_MAX,
+    in_fp8_token_order,
+)
+from sparge.block_mask import BlockMask
+from sparge.config import PerHead
+from sparge.geometry import Shape
+
+
+@triton.jit
+def _element_scores(
+    scores,
+    query_positions,
+    key_positions,
+    mask_base,
+    mask_stride_q,
+    mask_stride_k,
+    q_len,
+    kv_len,
+    causal_offset,
+    IS_CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
+    MASK_PER_QUERY: tl.constexpr,
+    LOWEST: tl.constexpr,
+):
+    """Scores [M, N] with the bias added and hidden elements at -inf."""
+    allowed = (key_positions < kv_len)[None, :]
+    if IS_CAUSAL:
+        allowed = allowed & (key_positions[None, :] <= query_positions[:, None] + causal_offset)
+    if MASK != "none":
+        present = (key_positions < kv_len)[None, :]
+        offsets = key_positions.to(tl.int64)[None, :] * mask_stride_k
+        if MASK_PER_QUERY:
+            offsets = offsets + query_positions.to(tl.int64)[:, None] * mask_stride_q
+            present = present & (query_positions < q_len)[:, None]
+        entries = tl.load(mask_base + offsets, mask=present, other=0)
+        if MASK == "bool":
+            allowed = allowed & (entries != 0)
+        else:
+            bias = entries.to(tl.float32)
+            allowed = allowed & ((bias <= LOWEST) == 0)  # NaN stays visible, and so propagates
+            scores = scores + bias * LOG2_E
+    return tl.where(allowed, scores, float("-inf"))
+
+
+@triton.jit
+def _attend_blocks(
+    accumulator,
+    row_sum,
+    row_max,
+    query,
+    query_scale,
+    key_base,
+    value_base,
+    key_scale_base,
+    indices_base,
+    mask_base,
+    seen_base,
+    query_positions,
+    threshold,
+    start,
+    stop,
+    key_stride,
+    value_stride,
+    mask_stride_q,
+    mask_stride_k,
+    seen_stride,
+    q_len,
+    kv_len,
+    causal_offset,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    VALUE_DIM_PADDED: tl.constexpr,
+    ARITHMETIC: tl.constexpr,
+    DOT_PRECISION: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
+    MASK_PER_QUERY: tl.constexpr,
+    LOWEST: tl.constexpr,
+    HAS_THRESHOLD: tl.constexpr,
+    ALL_BLOCKS: tl.constexpr,
+    MASKED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Take blocks ``start`` to ``stop`` of the row's list into the running sums, one or two blocks at a time."""
+    rows: tl.constexpr = query.shape[0]
+    columns: tl.constexpr = BLOCK_K * BLOCKS
+    offs_n = tl.arange(0, columns)
+    offs_d = tl.arange(0, HEAD_DIM_PADDED)
+    offs_dv = tl.arange(0, VALUE_DIM_PADDED)
+    within = offs_n % BLOCK_K
+    shift: tl.constexpr = LOG2_FP8_MAX if ARITHMETIC == "int8_fp8" else 0.0
+    TWO_UNITS: tl.constexpr = BLOCKS == 2 and ARITHMETIC != "none"
+    P_DTYPE: tl.constexpr = tl.float8e4nv if ARITHMETIC == "int8_fp8" else value_base.dtype.element_ty
+    for position in tl.range(start, stop, BLOCKS, num_stages=STAGES):
+        block = position if ALL_BLOCKS else tl.load(indices_base + position)
+        blocks = tl.where(offs_n < BLOCK_K, block, block)
+        if BLOCKS == 2:
+            last = tl.minimum(position + 1, stop - 1)
+            second = last if ALL_BLOCKS else tl.load(indices_base + last)
+            blocks = tl.where(offs_n < BLOCK_K, block, second)
+        first_keys = blocks.to(tl.int64) * BLOCK_K
+        key_positions = blocks * BLOCK_K + within
+        if MASKED and BLOCKS == 2:
+            key_positions = tl.where((offs_n >= BLOCK_K) & (position + 1 >= stop), kv_len, key_positions)
+        in_range = key_positions < kv_len
+
+        key_ptrs = key_base + (first_keys * key_stride)[:, None] + within[:, None] * key_stride + offs_d[None, :]
+        if ARITHMETIC == "none":
+            if MASKED:
+                key = tl.load(key_ptrs, mask=in_range[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
+            elif HEAD_DIM == HEAD_DIM_PADDED:
+                key = tl.load(key_ptrs)
+            else:
+                key = tl.load(key_ptrs, mask=(offs_d < HEAD_DIM)[None, :], other=0.0)
+            raw = tl.dot(query, key.T, input_precision=DOT_PRECISION)
+            unit = query_scale
+            offset = 0.0
+        else:
+            key = tl.load(key_ptrs)
+            start_bits = tl.full((rows, columns), INT32_AS_FLOAT, tl.int32)
+            raw = tl.dot(query, key.T, acc=start_bits, out_dtype=tl.int32).to(tl.float32, bitcast=True)
+            unit = query_scale * tl.load(key_scale_base + block)
+            offset = FLOAT_OFFSET
+            if BLOCKS == 2:
+                second_unit = query_scale * tl.load(key_scale_base + second)
+
+        if MASKED:
+            scores = _element_scores(
+                (raw - offset) * (tl.where(offs_n < BLOCK_K, unit, second_unit)[None, :] if TWO_UNITS else unit),
+                query_positions,
+                key_positions,
+                mask_base,
+                mask_stride_q,
+                mask_stride_k,
+                q_len,
+                kv_len,
+                causal_offset,
+                IS_CAUSAL,
+                MASK,
+                MASK_PER_QUERY,
+                LOWEST,
+            )
+            local_max = tl.max(scores, 1)
+        elif TWO_UNITS:
+            first_raw, second_raw = tl.split(tl.permute(tl.reshape(raw, (rows, 2, BLOCK_K)), (0, 2, 1)))
+            local_max = tl.maximum(
+                (tl.max(first_raw, 1) - offset) * unit, (tl.max(second_raw, 1) - offset) * second_unit
+            )
+        else:
+            local_max = (tl.max(raw, 1) - offset) * unit
+
+        new_max = tl.maximum(row_max, local_max)
+        safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        needed = True
+        if HAS_THRESHOLD:
+            gap = tl.where(local_max == float("-inf"), float("-inf"), local_max - new_max)
+            below = (gap < threshold) | (query_positions >= q_len)
+            needed = tl.min(below.to(tl.int32)) == 0
+        if needed:
+            if MASKED:
+                probability = tl.exp2(scores - (safe_max - shift)[:, None])
+                total = tl.sum(probability, 1)
+            elif TWO_UNITS:
+                first = tl.exp2(first_raw * unit - (safe_max - shift + offset * unit)[:, None])
+                then = tl.exp2(second_raw * second_unit - (safe_max - shift + offset * second_unit)[:, None])
+                total = tl.sum(first + then, 1)
+                probability = tl.join(first.to(P_DTYPE), then.to(P_DTYPE))
+                probability = tl.reshape(tl.permute(probability, (0, 2, 1)), (rows, columns))
+            else:
+                probability = tl.exp2(raw * unit - (safe_max - shift + offset * unit)[:, None])
+                total = tl.sum(probability, 1)
+            decay = tl.exp2(row_max - safe_max)
+            row_sum = row_sum * decay + total
+            row_max = new_max
+
+            if ARITHMETIC == "int8_fp8":
+                value_ptrs = value_base + first_keys[None, :] + within[None, :] + offs_dv[:, None] * value_stride
+                value = tl.load(value_ptrs).T
+                codes = in_fp8_token_order(probability.to(P_DTYPE))
+                accumulator = accumulator * decay[:, None] + tl.dot(codes, value)
+            else:
+                value_ptrs = value_base + (first_keys * value_stride)[:, None]
+                value_ptrs = value_ptrs + within[:, None] * value_stride + offs_dv[None, :]
+                present = (offs_dv < VALUE_DIM)[None, :]
+                if MASKED:
+                    present = present & in_range[:, None]
+                    if MASK != "none":
+                        seen = tl.load(seen_base + key_positions * seen_stride, mask=in_range, other=0)
+                        present = present & (seen != 0)[:, None]
+                if MASKED or VALUE_DIM != VALUE_DIM_PADDED:
+                    value = tl.load(value_ptrs, mask=present, other=0.0)
+                else:
+                    value = tl.load(value_ptrs)
+                accumulator = tl.dot(
+                    probability.to(P_DTYPE), value, accumulator * decay[:, None], input_precision=DOT_PRECISION
+                )
+    return accumulator, row_sum, row_max
+
+
+@triton.jit(do_not_specialize=["heads", "group", "q_len", "kv_len", "q_blocks", "kv_blocks"])
+def attention_kernel(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    query_scale_ptr,
+    key_scale_ptr,
+    value_scale_ptr,
+    lse_shift_ptr,
+    kv_num_blocks_ptr,
+    kv_indices_ptr,
+    visible_num_blocks_ptr,
+    totals_ptr,
+    mask_ptr,
+    seen_ptr,
+    threshold_ptr,
+    output_ptr,
+    lse_ptr,
+    query_strides,
+    key_strides,
+    value_strides,
+    mask_strides,
+    seen_strides,
+    scale,
+    heads,
+    group,
+    q_len,
+    kv_len,
+    q_blocks,
+    kv_blocks,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    VALUE_DIM_PADDED: tl.constexpr,
+    ARITHMETIC: tl.constexpr,
+    DOT_PRECISION: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
+    MASK_PER_QUERY: tl.constexpr,
+    LOWEST: tl.constexpr,
+    HAS_THRESHOLD: tl.constexpr,
+    ALL_BLOCKS: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    tiles_per_block: tl.constexpr = BLOCK_Q // BLOCK_M
+    tiles = q_blocks * tiles_per_block
+    pid = tl.program_id(0)
+    tile = pid % tiles
+    if IS_CAUSAL:
+        tile = tiles - 1 - tile
+    q_block = tile // tiles_per_block
+    flat_head = (pid // tiles).to(tl.int64)  # batch * heads + head
+    batch = flat_head // heads
+    head = flat_head % heads
+    kv_head = head // group
+    flat_kv_head = batch * (heads // group) + kv_head
+    row = flat_head * q_blocks + q_block
+    causal_offset = kv_len - q_len
+
+    offs_m = tl.arange(0, BLOCK_M)
+    query_positions = tile * BLOCK_M + offs_m
+    offs_d = tl.arange(0, HEAD_DIM_PADDED)
+    query_base = query_ptr + batch * query_strides[0] + head * query_strides[1]
+    query_ptrs = query_base + query_positions.to(tl.int64)[:, None] * query_strides[2] + offs_d[None, :]
+    if ARITHMETIC == "none":
+        present = (query_positions < q_len)[:, None] & (offs_d < HEAD_DIM)[None, :]
+        query = tl.load(query_ptrs, mask=present, other=0.0)
+        # Scores are scaled after their maximum is taken, so a negative scale moves into the query.
+        query = tl.where(scale < 0, -query, query)
+        query_scale = tl.abs(scale) * LOG2_E
+        key_scale_base = key_ptr
+    else:
+        query = tl.load(query_ptrs)
+        query_scale = tl.load(query_scale_ptr + row)
+        key_scale_base = key_scale_ptr + flat_kv_head * kv_blocks
+
+    last_query = tl.minimum((q_block + 1) * BLOCK_Q, q_len) - 1 + causal_offset
+    plain_blocks = kv_len // BLOCK_K  # blocks from here on need an element mask
+    if IS_CAUSAL:
+        first_query = tile * BLOCK_M + causal_offset
+        plain_blocks = tl.minimum(plain_blocks, tl.maximum(first_query + 1, 0) // BLOCK_K)
+    indices_base = kv_indices_ptr + row * kv_blocks
+    if ALL_BLOCKS:
+        count = kv_blocks
+        if IS_CAUSAL:
+            count = tl.minimum(kv_blocks, (tl.maximum(last_query, -1) + BLOCK_K) // BLOCK_K)
+        plain = tl.minimum(plain_blocks, count)
+    else:
+        count = tl.load(kv_num_blocks_ptr + row)
+        # At most four listed blocks lie across the diagonal or the ragged end, and they are the last ones.
+        trailing = count - 4 + tl.arange(0, 4)
+        listed = tl.load(indices_base + trailing, mask=trailing >= 0, other=0)
+        plain = count - tl.sum(((listed >= plain_blocks) & (trailing >= 0)).to(tl.int32))
+    plain = plain // BLOCKS * BLOCKS
+    if MASK != "none":
+        plain = 0
+
+    accumulator = tl.zeros((BLOCK_M, VALUE_DIM_PADDED), tl.float32)
+    row_sum = tl.zeros((BLOCK_M,), tl.float32)
+    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    threshold = 0.0
+    if HAS_THRESHOLD:
+        threshold = tl.load(threshold_ptr + head) * LOG2_E
+    key_base = key_ptr + batch * key_strides[0] + kv_head * key_strides[1]
+    value_base = value_ptr + batch * value_strides[0] + kv_head * value_strides[1]
+    mask_base = mask_ptr + batch * mask_strides[0] + head * mask_strides[1]
+    seen_base = seen_ptr + batch * seen_strides[0] + kv_head * seen_strides[1]
+    for phase in tl.static_range(2):
+        if phase == 1 or MASK == "none":
+            accumulator, row_sum, row_max = _attend_blocks(
+                accumulator,
+                row_sum,
+                row_max,
+                query,
+                query_scale,
+                key_base,
+                value_base,
+                key_scale_base,
+                indices_base,
+                mask_base,
+                seen_base,
+                query_positions,
+                threshold,
+                0 if phase == 0 else plain,
+                plain if phase == 0 else count,
+                key_strides[2],
+                value_strides[2],
+                mask_strides[2],
+                mask_strides[3],
+                seen_strides[2],
+                q_len,
+                kv_len,
+                causal_offset,
+                HEAD_DIM,
+                VALUE_DIM,
+                HEAD_DIM_PADDED,
+                VALUE_DIM_PADDED,
+                ARITHMETIC,
+                DOT_PRECISION,
+                IS_CAUSAL,
+                MASK,
+                MASK_PER_QUERY,
+                LOWEST,
+                HAS_THRESHOLD,
+                ALL_BLOCKS,
+                phase == 1,
+                BLOCKS,
+                STAGES if phase == 0 or MASK != "none" else 1,
+            )
+
+    empty = row_sum == 0.0
+    output = accumulator * (1.0 / tl.where(empty, 1.0, row_sum))[:, None]
+    offs_dv = tl.arange(0, VALUE_DIM_PADDED)
+    if ARITHMETIC == "int8_fp8":
+        output = output * tl.load(value_scale_ptr + flat_kv_head * VALUE_DIM_PADDED + offs_dv)[None, :]
+    log2_unit: tl.constexpr = LOG2_FP8_MAX if ARITHMETIC == "int8_fp8" else 0.0
+    lse = (row_max + tl.log2(row_sum) - log2_unit) * LN_2
+    inside = query_positions < q_len
+    flat_queries = flat_head * q_len + query_positions
+    if ARITHMETIC != "none":
+        lse += tl.load(lse_shift_ptr + flat_queries, mask=inside, other=0.0)
+    lse = tl.where(empty, float("-inf"), lse)
+    tl.store(lse_ptr + flat_queries, lse, mask=inside)
+    output_ptrs = output_ptr + flat_queries[:, None] * VALUE_DIM + offs_dv[None, :]
+    tl.store(
+        output_ptrs,
+        tl.where(empty[:, None], 0.0, output).to(output_ptr.dtype.element_ty),
+        mask=inside[:, None] & (offs_dv < VALUE_DIM)[None, :],
+    )
+    if COUNT and tile % tiles_per_block == 0:
+        tl.atomic_add(totals_ptr, count.to(tl.int64), sem="relaxed")
+        tl.atomic_add(totals_ptr + 1, tl.load(visible_num_blocks_ptr + row).to(tl.int64), sem="relaxed")
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What the attention kernel reads. Codes are padded to whole blocks; unquantised tensors are the caller's own.
+
+    The scales and ``lse_shift`` of `quantize.QueryFacts` and `statistics.Summary` mean nothing when quantization is
+    "none". ``dtype`` is the output's.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    query_scale: Tensor
+    key_scale: Tensor
+    value_scale: Tensor
+    lse_shift: Tensor
+    quantization: str
+    dtype: torch.dtype
+    scale: float
+    is_causal: bool
+    attn_mask: Tensor | None
+    keys_seen: Tensor | None
+
+
+def attend(
+    operands: Operands,
+    mask: BlockMask | None,
+    shape: Shape,
+    *,
+    pv_threshold: PerHead | None = None,
+    totals: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention over a mask's blocks, or over all visible ones without a mask.
+
+    Args:
+        totals: int64 (2,); the numbers of kept and of visible blocks are added to it. Needs a mask.
+
+    Returns:
+        Output (B, H, Sq, Dv) and natural-log LSE (B, H, Sq) float32.
+    """
+    query = operands.query
+    device, stand_in = query.device, operands.query
+    attn_mask, mask_kind, lowest = operands.attn_mask, "none", 0.0
+    mask_strides: tuple[int, ...] = (0, 0, 0, 0)
+    if attn_mask is not None:
+        attn_mask = attn_mask.expand(shape.batch, shape.heads, -1, shape.kv_len)
+        mask_strides = attn_mask.stride()
+        mask_kind = "bool" if attn_mask.dtype == torch.bool else "additive"
+        lowest = 0.0 if mask_kind == "bool" else torch.finfo(attn_mask.dtype).min
+    keys_seen, seen_strides = seen_argument(operands.keys_seen, (shape.batch, shape.kv_heads, shape.kv_len), stand_in)
+    threshold = per_head_tensor(pv_threshold, shape, device)
+    output = torch.empty(shape.batch, shape.heads, shape.q_len, shape.value_dim, dtype=operands.dtype, device=device)
+    lse = torch.empty(shape.batch, shape.heads, shape.q_len, dtype=torch.float32, device=device)
+    width, value_width = padded(shape.head_dim), padded(shape.value_dim)
+    config = configs.attention_config(
+        operands.quantization, max(width, value_width), query.element_size(), threshold is not None
+    )
+    tiles = shape.q_blocks * (geometry.BLOCK_Q // config.block_m)
+    attention_kernel[(tiles * shape.batch * shape.heads,)](
+        query_ptr=query,
+        key_ptr=operands.key,
+        value_ptr=operands.value,
+        query_scale_ptr=operands.query_scale,
+        key_scale_ptr=operands.key_scale,
+        value_scale_ptr=operands.value_scale,
+        lse_shift_ptr=operands.lse_shift,
+        kv_num_blocks_ptr=stand_in if mask is None else mask.kv_num_blocks,
+        kv_indices_ptr=stand_in if mask is None else mask.kv_indices,
+        visible_num_blocks_ptr=stand_in if mask is None else mask.visible_num_blocks,
+        totals_ptr=stand_in if totals is None else totals,
+        mask_ptr=stand_in if attn_mask is None else attn_mask,
+        seen_ptr=keys_seen,
+        threshold_ptr=stand_in if threshold is None else threshold,
+        output_ptr=output,
+        lse_ptr=lse,
+        query_strides=strides_of(query),
+        key_strides=strides_of(operands.key),
+        value_strides=strides_of(operands.value),
+        mask_strides=mask_strides,
+        seen_strides=seen_strides,
+        scale=operands.scale,
+        heads=shape.heads,
+        group=shape.group,
+        q_len=shape.q_len,
+        kv_len=shape.kv_len,
+        q_blocks=shape.q_blocks,
+        kv_blocks=shape.kv_blocks,
+        HEAD_DIM=shape.head_dim,
+        VALUE_DIM=shape.value_dim,
+        HEAD_DIM_PADDED=width,
+        VALUE_DIM_PADDED=value_width,
+        ARITHMETIC=operands.quantization,
+        DOT_PRECISION="tf32x3" if query.dtype == torch.float32 else "tf32",
+        IS_CAUSAL=operands.is_causal,
+        MASK=mask_kind,
+        MASK_PER_QUERY=attn_mask is not None and attn_mask.shape[2] > 1,
+        LOWEST=lowest,
+        HAS_THRESHOLD=threshold is not None,
+        ALL_BLOCKS=mask is None,
+        COUNT=totals is not None,
+        BLOCK_M=config.block_m,
+        BLOCKS=config.blocks,
+        STAGES=config.stages,
+        num_warps=config.warps,
+        num_stages=config.stages,
+        maxnreg=config.max_registers,
+    )
+    return output, lse

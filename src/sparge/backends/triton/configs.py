@@ -1,0 +1,89 @@
+"""Launch configurations: data, each with the reason it was chosen.
+
+Measured on an H200 (Triton 3.6): N 32768, H 16, D 128, bfloat16, unless a row says otherwise; attention on a random
+half of the blocks, in executed TOPS.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sparge.geometry import BLOCK_Q, ROW_GROUP
+
+SUMMARIZE_BLOCKS, SUMMARIZE_SLAB, SUMMARIZE_WARPS = 4, 16, 1
+"""Key blocks a program summarises, tokens added elementwise before threads exchange sums, warps. 0.077 ms, where 2, 4
+and 8 warps take 0.097, 0.139 and 0.229; 8 blocks are as fast here and slower at N 8192, H 32 (0.053 against 0.042)."""
+
+REDUCE_ROWS, REDUCE_COLUMNS = 64, 16
+"""Partial sums and channels one program takes at a time: 0.005 ms."""
+
+KEY_VALUE_WARPS = 8
+"""0.099 ms; 4 warps 0.102. The floor, 0.40 GB at 4.24 TB/s, is 0.095."""
+
+QUERY_WARPS = 4
+"""0.049 ms; 2 warps 0.066, 8 warps 0.057. The floor, 0.20 GB, is 0.047."""
+
+
+@dataclass(frozen=True)
+class ScoreConfig:
+    """Sampled queries per program, key blocks per step, warps, pipeline depth."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+def score_config(width: int) -> ScoreConfig:
+    """The configuration of the score kernel for a padded head width.
+
+    128 x 64 with two programs a multiprocessor and no pipeline: 0.075 ms (N 131072, H 4: 0.272). Two stages leave room
+    for one program only: 0.084; 64 rows 0.110; 256 rows 0.082; 32 columns 0.098; 128 columns 0.084.
+    """
+    return ScoreConfig(128 if width <= 128 else 64, 64, 8, 1)
+
+
+def select_warps(columns: int) -> int:
+    """Warps for a row of that many blocks, a power of two: 16 entries a thread.
+
+    At N 131072, H 4 (2048 blocks) 0.083 ms; 8 entries 0.104, 4 entries 0.160: sums across warps wait at barriers.
+    """
+    return max(1, min(16, columns // 512))
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Queries per program, key blocks per step, warps, pipeline depth, register limit (None: the compiler's)."""
+
+    block_m: int
+    blocks: int
+    warps: int
+    stages: int
+    max_registers: int | None = None
+
+
+ATTENTION = {
+    # 708; 3 stages 667, 128 queries and 8 warps 605, one block a step 593, 168 registers 565 (spills)
+    ("int8_fp8", 128): AttentionConfig(ROW_GROUP, 2, 4, 5),
+    # 479; without the limit 406, 5 stages 465, one block a step 457, 128 queries 423
+    ("int8_fp8", 64): AttentionConfig(ROW_GROUP, 2, 4, 3, 168),
+    # 487; one block a step 475, 64 queries 453
+    ("int8_fp16", 128): AttentionConfig(BLOCK_Q, 2, 8, 5),
+    # 391; two blocks a step 383, 128 queries 312
+    ("int8_fp16", 64): AttentionConfig(ROW_GROUP, 1, 4, 5),
+    # 455 TFLOP/s; 3 stages 436, 64 queries 422, one block a step 393
+    ("none", 128): AttentionConfig(BLOCK_Q, 2, 8, 5),
+    # 369; one block a step 365, 128 queries 293
+    ("none", 64): AttentionConfig(ROW_GROUP, 2, 4, 5),
+}
+
+
+def attention_config(arithmetic: str, width: int, element_bytes: int, has_threshold: bool) -> AttentionConfig:
+    """The configuration for a padded head width (the larger of D and D_v)."""
+    if arithmetic == "none" and element_bytes == 4:  # three TF32 products stand for one: registers are short
+        return AttentionConfig(32 if width > 128 else ROW_GROUP, 1, 4, 2)
+    if width > 128:  # what fits into registers and shared memory
+        return AttentionConfig(ROW_GROUP, 1, 8 if arithmetic == "int8_fp8" else 4, 2)
+    if has_threshold:  # the 64 rows and 64 keys that are skipped together are one step of one program
+        return AttentionConfig(ROW_GROUP, 1, 4, 5)
+    return ATTENTION[arithmetic, 128 if width > 64 else 64]

@@ -1,0 +1,44 @@
+"""What every launcher needs: padded widths, strides, optional tensors."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from sparge.config import PerHead
+from sparge.geometry import Shape
+
+
+def padded(width: int) -> int:
+    """The power of two a head's width is padded to inside kernels, at least a matrix instruction's 16."""
+    return max(16, triton.next_power_of_2(width))
+
+
+def seen_argument(
+    seen: Tensor | None, shape: tuple[int, int, int], otherwise: Tensor
+) -> tuple[Tensor, tuple[int, ...]]:
+    """A bool tensor that broadcasts to (B, H, S) and its strides; any tensor when there is none."""
+    if seen is None:
+        return otherwise, (0, 0, 0)
+    expanded = seen.expand(shape)
+    return expanded, expanded.stride()
+
+
+def strides_of(tensor: Tensor) -> tuple[int, int, int]:
+    """Strides of batch, head and token; the last one is 1."""
+    return tensor.stride(0), tensor.stride(1), tensor.stride(2)
+
+
+def buffer_like(tensor: Tensor, wanted: bool, *sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Uninitialised memory on the tensor's device; the tensor itself where none is wanted (no kernel will read it)."""
+    return torch.empty(sizes, dtype=dtype, device=tensor.device) if wanted else tensor
+
+
+def per_head_tensor(value: PerHead | None, shape: Shape, device: torch.device) -> Tensor | None:
+    """A float32 tensor (H,), None for None."""
+    if value is None:
+        return None
+    if isinstance(value, Tensor):
+        return value.to(device=device, dtype=torch.float32)
+    return torch.full((shape.heads,), float(value), dtype=torch.float32, device=device)

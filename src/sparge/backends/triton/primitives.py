@@ -1,0 +1,94 @@
+"""Small device functions that several kernels share."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sparge import geometry
+
+BLOCK_Q = tl.constexpr(geometry.BLOCK_Q)
+BLOCK_K = tl.constexpr(geometry.BLOCK_K)
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+LOG2_FP8_MAX = tl.constexpr(8.807354922057604)
+"""log2(448): P is multiplied by E4M3's largest number before it is rounded to it."""
+INT32_AS_FLOAT = tl.constexpr(0x4B400000)
+"""The bits of 1.5 * 2^23. An INT32 sum that starts here *is* the float 1.5 * 2^23 + sum, as long as |sum| < 2^22
+(127 * 127 * 256 < 2^22): INT8 products need no conversion, which costs as much as an exponential."""
+FLOAT_OFFSET = tl.constexpr(12582912.0)
+"""1.5 * 2^23, what such a float must be lowered by."""
+NOWHERE = tl.constexpr(2**31 - 1)
+"""Position of the first visible key in a block that has none."""
+
+
+@triton.jit
+def is_finite(values):
+    """True where a float32 is neither NaN nor infinite."""
+    return tl.abs(values) < float("inf")
+
+
+@triton.jit
+def fp8_token_order(position):
+    """Which token of its group of 16 stands at a position of the transposed FP8 values: 0 1 8 9 2 3 10 11 ...
+
+    A thread holds columns 2t, 2t + 1, 2t + 8, 2t + 9 of the scores, and must supply P's columns 4t .. 4t + 3 to the
+    FP8 product. Values stored in this order make its own columns the right ones: no exchange between threads.
+    """
+    within = position % 16
+    return position - within + (within // 4) * 2 + within % 2 + (within // 2 % 2) * 8
+
+
+@triton.jit
+def in_fp8_token_order(probability):
+    """Columns of a [M, N] tile in the order of `fp8_token_order`; moves no data between threads."""
+    rows: tl.constexpr = probability.shape[0]
+    columns: tl.constexpr = probability.shape[1]
+    grouped = tl.reshape(probability, (rows, columns // 16, 2, 4, 2))
+    return tl.reshape(tl.permute(grouped, (0, 1, 3, 2, 4)), (rows, columns))
+
+
+@triton.jit
+def sampled_query(block, sample, first_seen, q_len, SAMPLES: tl.constexpr):
+    """Position of an evenly spaced sample among the seen queries (those from ``first_seen`` on) of a query block."""
+    start = block * BLOCK_Q
+    stop = tl.minimum(start + BLOCK_Q, q_len)
+    seen_start = tl.maximum(start, first_seen)
+    count = stop - seen_start
+    pick = seen_start + (2 * sample + 1) * count // (2 * SAMPLES)
+    return tl.where(count > 0, pick, start)
+
+
+@triton.jit
+def load_tokens(
+    base,
+    stride,
+    seen_base,
+    seen_stride,
+    tokens,
+    first,
+    stop,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    HAS_SEEN: tl.constexpr,
+):
+    """Tokens [N, PADDED] of one head in float32, 0 where they are hidden or outside, and which are present [N]."""
+    present = (tokens >= first) & (tokens < stop)
+    if HAS_SEEN:
+        present = present & (tl.load(seen_base + tokens * seen_stride, mask=present, other=0) != 0)
+    channels = tl.arange(0, PADDED)
+    inside = present[:, None]
+    if DIM != PADDED:
+        inside = inside & (channels < DIM)[None, :]
+    pointers = base + tokens.to(tl.int64)[:, None] * stride + channels[None, :]
+    return tl.load(pointers, mask=inside, other=0.0).to(tl.float32), present
+
+
+@triton.jit
+def self_similarity(tokens, count):
+    """|mean of the unit vectors|^2 of a tile whose absent tokens are 0."""
+    norm = tl.sqrt(tl.sum(tokens * tokens, 1))
+    units = tokens / tl.maximum(norm, 1e-12)[:, None]
+    mean = tl.sum(units, 0) / count
+    return tl.sum(mean * mean)

@@ -1,0 +1,312 @@
+"""INT8 codes of Q and K, FP8 or FP16 codes of V, and what else one pass over Q gives.
+
+    quantize_key_value  K - mean in INT8, one scale per 64 tokens; V in FP8, one scale per channel, transposed; or FP16
+    quantize_query      Q in INT8, one scale per 128 tokens; the LSE's share of the mean key; block means, similarity
+
+Inputs are read in place with their strides. Hidden tokens count as zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparge import geometry
+from sparge.backends.triton import configs
+from sparge.backends.triton.launch import buffer_like, padded, seen_argument, strides_of
+from sparge.backends.triton.primitives import (
+    BLOCK_K,
+    BLOCK_Q,
+    FLOAT_OFFSET,
+    LOG2_E,
+    fp8_token_order,
+    is_finite,
+    load_tokens,
+    self_similarity,
+)
+from sparge.backends.triton.statistics import Summary
+from sparge.geometry import Shape
+from sparge.visibility import Visibility
+
+LENGTHS = ["heads", "kv_heads", "q_len", "kv_len", "q_blocks", "kv_blocks", "first_query"]
+
+
+@triton.jit
+def _absolute_max(values):
+    """Largest |x| of a tile. Compared as integers, because NaN must win."""
+    return tl.max(tl.max(tl.abs(values).to(tl.int32, bitcast=True), 1), 0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _int8_codes(values, sign):
+    """INT8 codes of sign * values and their scale = absmax / 127.
+
+    Adding 1.5 * 2^23 rounds to even and leaves the code in the low byte.
+    """
+    scale = _absolute_max(values) / 127.0
+    scale = tl.where(scale == 0.0, 1.0, scale)
+    rounded = values * (sign / scale) + FLOAT_OFFSET
+    return rounded.to(tl.int32, bitcast=True).to(tl.int8), scale
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def quantize_key_value_kernel(
+    key_ptr,
+    value_ptr,
+    seen_ptr,
+    key_mean_ptr,
+    value_scale_ptr,
+    key_codes_ptr,
+    key_scale_ptr,
+    value_codes_ptr,
+    key_strides,
+    value_strides,
+    seen_strides,
+    kv_heads,
+    kv_len,
+    kv_blocks,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    VALUE_DIM_PADDED: tl.constexpr,
+    HAS_SEEN: tl.constexpr,
+    VALUE_CODES: tl.constexpr,
+):
+    """Grid: key blocks of every head, last one first: what `summarize_kernel` read last may still be in the cache.
+
+    Key codes are [B * Hkv, kv_blocks * 64, D]; FP8 values [B * Hkv, D_v, kv_blocks * 64] with tokens in the order of
+    `fp8_token_order`; FP16 values [B * Hkv, kv_blocks * 64, D_v]. All are padded with zeros.
+    """
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    block = program % kv_blocks
+    flat_head = (program // kv_blocks).to(tl.int64)
+    batch = flat_head // kv_heads
+    head = flat_head % kv_heads
+    positions = tl.arange(0, BLOCK_K)
+    tokens = block * BLOCK_K + positions
+    channels = tl.arange(0, HEAD_DIM_PADDED)
+    value_channels = tl.arange(0, VALUE_DIM_PADDED)
+    key_base = key_ptr + batch * key_strides[0] + head * key_strides[1]
+    value_base = value_ptr + batch * value_strides[0] + head * value_strides[1]
+    seen_base = seen_ptr + batch * seen_strides[0] + head * seen_strides[1]
+    rows = flat_head * kv_blocks * BLOCK_K + tokens  # in a padded [B * Hkv * kv_blocks * 64, D] buffer
+
+    key, present = load_tokens(
+        key_base, key_strides[2], seen_base, seen_strides[2], tokens, 0, kv_len, HEAD_DIM, HEAD_DIM_PADDED, HAS_SEEN
+    )
+    mean = tl.load(key_mean_ptr + flat_head * HEAD_DIM_PADDED + channels)
+    codes, scale = _int8_codes(tl.where(present[:, None], key - mean[None, :], 0.0), 1.0)
+    tl.store(key_codes_ptr + rows[:, None] * HEAD_DIM_PADDED + channels[None, :], codes)
+    tl.store(key_scale_ptr + flat_head * kv_blocks + block, scale)
+
+    if VALUE_CODES != "none":
+        ordered = tokens
+        if VALUE_CODES == "fp8":
+            ordered = block * BLOCK_K + fp8_token_order(positions)
+        value, _ = load_tokens(
+            value_base,
+            value_strides[2],
+            seen_base,
+            seen_strides[2],
+            ordered,
+            0,
+            kv_len,
+            VALUE_DIM,
+            VALUE_DIM_PADDED,
+            HAS_SEEN,
+        )
+        if VALUE_CODES == "fp8":
+            unit = 1.0 / tl.load(value_scale_ptr + flat_head * VALUE_DIM_PADDED + value_channels)
+            scaled = tl.where(is_finite(value), value * unit[None, :], float("nan"))
+            columns = (flat_head * VALUE_DIM_PADDED + value_channels) * kv_blocks * BLOCK_K
+            tl.store(value_codes_ptr + columns[:, None] + tokens[None, :], scaled.to(tl.float8e4nv).T)
+        else:
+            kept = tl.where(is_finite(value), tl.minimum(tl.maximum(value, -65504.0), 65504.0), value)
+            tl.store(value_codes_ptr + rows[:, None] * VALUE_DIM_PADDED + value_channels[None, :], kept.to(tl.float16))
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def quantize_query_kernel(
+    query_ptr,
+    seen_ptr,
+    key_mean_ptr,
+    query_codes_ptr,
+    query_scale_ptr,
+    lse_shift_ptr,
+    query_mean_ptr,
+    similarity_ptr,
+    query_strides,
+    seen_strides,
+    scale,
+    heads,
+    kv_heads,
+    q_len,
+    q_blocks,
+    first_query,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    HAS_SEEN: tl.constexpr,
+    WITH_CODES: tl.constexpr,
+    WITH_MEAN: tl.constexpr,
+    WITH_SIMILARITY: tl.constexpr,
+):
+    """Grid: query blocks of every head. Queries before ``first_query`` see nothing.
+
+    The scale that is stored carries |softmax scale| log2 e; its sign is in the codes, because the attention kernel
+    takes the maximum before it scales.
+    """
+    block = tl.program_id(0) % q_blocks
+    flat_head = (tl.program_id(0) // q_blocks).to(tl.int64)
+    batch = flat_head // heads
+    head = flat_head % heads
+    positions = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    channels = tl.arange(0, HEAD_DIM_PADDED)
+    query_base = query_ptr + batch * query_strides[0] + head * query_strides[1]
+    seen_base = seen_ptr + batch * seen_strides[0] + head * seen_strides[1]
+    query, present = load_tokens(
+        query_base,
+        query_strides[2],
+        seen_base,
+        seen_strides[2],
+        positions,
+        first_query,
+        q_len,
+        HEAD_DIM,
+        HEAD_DIM_PADDED,
+        HAS_SEEN,
+    )
+    row = flat_head * q_blocks + block
+    if WITH_CODES:
+        codes, code_scale = _int8_codes(query, tl.where(scale < 0, -1.0, 1.0))
+        rows = row * BLOCK_Q + tl.arange(0, BLOCK_Q)
+        tl.store(query_codes_ptr + rows[:, None] * HEAD_DIM_PADDED + channels[None, :], codes)
+        tl.store(query_scale_ptr + row, code_scale * tl.abs(scale) * LOG2_E)
+        kv_head = batch * kv_heads + head // (heads // kv_heads)
+        mean = tl.load(key_mean_ptr + kv_head * HEAD_DIM_PADDED + channels)
+        shift = tl.sum(query * mean[None, :], 1) * scale
+        tl.store(lse_shift_ptr + flat_head * q_len + positions, shift, mask=positions < q_len)
+    count = tl.maximum(tl.sum(present.to(tl.int32)), 1).to(tl.float32)
+    if WITH_MEAN:
+        tl.store(query_mean_ptr + row * HEAD_DIM_PADDED + channels, tl.sum(query, 0) / count)
+    if WITH_SIMILARITY:
+        tl.store(similarity_ptr + row, self_similarity(query, count))
+
+
+@dataclass(frozen=True)
+class QueryFacts:
+    """What one pass over Q leaves. A tensor that was not asked for is a stand-in nobody reads.
+
+    Attributes:
+        codes: (B, H, q_blocks * 128, D padded) int8.
+        scale: (B * H, q_blocks) float32, with |softmax scale| and log2 e.
+        lse_shift: (B * H, Sq) float32, softmax scale times q . mean key.
+        mean: (B * H, q_blocks, D padded) float32.
+        similarity: (B * H, q_blocks) float32.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    lse_shift: Tensor
+    mean: Tensor
+    similarity: Tensor
+
+
+def read_query(
+    query: Tensor,
+    key_mean: Tensor,
+    shape: Shape,
+    seen: Visibility | None,
+    *,
+    scale: float,
+    is_causal: bool,
+    codes: bool,
+    mean: bool,
+    similarity: bool,
+) -> QueryFacts:
+    """Read Q once for all that is wanted of it."""
+    width = padded(shape.head_dim)
+    heads = shape.batch * shape.heads
+    length = shape.q_blocks * geometry.BLOCK_Q
+    facts = QueryFacts(
+        codes=buffer_like(query, codes, shape.batch, shape.heads, length, width, dtype=torch.int8),
+        scale=buffer_like(query, codes, heads, shape.q_blocks),
+        lse_shift=buffer_like(query, codes, heads, shape.q_len),
+        mean=buffer_like(query, mean, heads, shape.q_blocks, width),
+        similarity=buffer_like(query, similarity, heads, shape.q_blocks),
+    )
+    if not (codes or mean or similarity):
+        return facts
+    queries_seen, seen_strides = seen_argument(
+        seen.queries if seen else None, (shape.batch, shape.heads, shape.q_len), query
+    )
+    quantize_query_kernel[(shape.q_blocks * heads,)](
+        query_ptr=query,
+        seen_ptr=queries_seen,
+        key_mean_ptr=key_mean,
+        query_codes_ptr=facts.codes,
+        query_scale_ptr=facts.scale,
+        lse_shift_ptr=facts.lse_shift,
+        query_mean_ptr=facts.mean,
+        similarity_ptr=facts.similarity,
+        query_strides=strides_of(query),
+        seen_strides=seen_strides,
+        scale=scale,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        q_len=shape.q_len,
+        q_blocks=shape.q_blocks,
+        first_query=max(-shape.causal_offset, 0) if is_causal else 0,
+        HEAD_DIM=shape.head_dim,
+        HEAD_DIM_PADDED=width,
+        HAS_SEEN=seen is not None and seen.queries is not None,
+        WITH_CODES=codes,
+        WITH_MEAN=mean,
+        WITH_SIMILARITY=similarity,
+        num_warps=configs.QUERY_WARPS if width <= 128 else 2 * configs.QUERY_WARPS,
+    )
+    return facts
+
+
+def quantize_key_value(
+    key: Tensor, value: Tensor, shape: Shape, seen: Visibility | None, summary: Summary, quantization: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes of K, their scales (B, Hkv, kv_blocks), and codes of V, or V itself where it is FP16 already."""
+    width, value_width = padded(shape.head_dim), padded(shape.value_dim)
+    heads = (shape.batch, shape.kv_heads)
+    length = shape.kv_blocks * geometry.BLOCK_K
+    key_codes = buffer_like(key, True, *heads, length, width, dtype=torch.int8)
+    key_scale = buffer_like(key, True, *heads, shape.kv_blocks)
+    value_codes, kind = value, "none"
+    if quantization == "int8_fp8":
+        value_codes, kind = buffer_like(key, True, *heads, value_width, length, dtype=torch.float8_e4m3fn), "fp8"
+    elif value.dtype != torch.float16:
+        value_codes, kind = buffer_like(key, True, *heads, length, value_width, dtype=torch.float16), "fp16"
+    keys_seen, seen_strides = seen_argument(seen.keys if seen else None, (*heads, shape.kv_len), key)
+    quantize_key_value_kernel[(shape.kv_blocks * shape.batch * shape.kv_heads,)](
+        key_ptr=key,
+        value_ptr=value,
+        seen_ptr=keys_seen,
+        key_mean_ptr=summary.key_mean,
+        value_scale_ptr=summary.value_scale,
+        key_codes_ptr=key_codes,
+        key_scale_ptr=key_scale,
+        value_codes_ptr=value_codes,
+        key_strides=strides_of(key),
+        value_strides=strides_of(value),
+        seen_strides=seen_strides,
+        kv_heads=shape.kv_heads,
+        kv_len=shape.kv_len,
+        kv_blocks=shape.kv_blocks,
+        HEAD_DIM=shape.head_dim,
+        VALUE_DIM=shape.value_dim,
+        HEAD_DIM_PADDED=width,
+        VALUE_DIM_PADDED=value_width,
+        HAS_SEEN=seen is not None and seen.keys is not None,
+        VALUE_CODES=kind,
+        num_warps=configs.KEY_VALUE_WARPS,
+    )
+    return key_codes, key_scale, value_codes

@@ -1,0 +1,237 @@
+"""From block probabilities to the lists of kept blocks, without sorting.
+
+Probabilities are not negative, so their bit patterns order like integers. The smallest probability that is still kept
+is searched for on those bits: each step counts (TopK) or sums (TopCdf) what lies above a candidate, in registers.
+Ties go to the lower index. Then the kept blocks are written in ascending order, followed by the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparge import geometry
+from sparge.backends.triton import configs
+from sparge.backends.triton.launch import per_head_tensor
+from sparge.backends.triton.primitives import BLOCK_K, BLOCK_Q, NOWHERE
+from sparge.block_mask import BlockMask
+from sparge.config import TopCdf, TopK
+from sparge.geometry import Shape, ceil_div
+
+LENGTHS = ["heads", "group", "q_len", "kv_len", "q_blocks", "kv_blocks", "min_blocks"]
+INFINITY_BITS = tl.constexpr(0x7F800000)
+BELOW_ONE = tl.constexpr(1.0 - 2.0**-22)
+"""Lowers a share so that rounding (.1 in float32 times 1280) does not add a block."""
+
+
+@triton.jit
+def _first_of(flags, count):
+    """The first ``count`` set flags. There are seldom more."""
+    if tl.sum(flags.to(tl.int32)) > count:
+        flags = flags & (tl.cumsum(flags.to(tl.int32), 0) <= count)
+    return flags
+
+
+@triton.jit
+def _best(bits, count):
+    """The ``count`` entries with the largest bits (entries below 0 never), ties to the lower index.
+
+    Steps alternate between halving the range and interpolating in it: smooth rows end after a few.
+    """
+    competing = bits >= 0
+    low = tl.min(tl.where(competing, bits, INFINITY_BITS), 0)
+    high = tl.max(bits, 0) + 1
+    left = tl.sum(competing.to(tl.int32))  # entries at or above low, at least `count` if there are as many
+    right = 0  # entries at or above high, fewer than `count`
+    halve = False
+    while (high - low > 1) & (left > count):
+        share = tl.where(halve, 0.5, (left - count).to(tl.float32) / (left - right).to(tl.float32))
+        step = ((high - low).to(tl.float32) * share).to(tl.int32)
+        middle = tl.minimum(tl.maximum(low + step, low + 1), high - 1)
+        found = tl.sum((bits >= middle).to(tl.int32))
+        enough = found >= count
+        low = tl.where(enough, middle, low)
+        left = tl.where(enough, found, left)
+        high = tl.where(enough, high, middle)
+        right = tl.where(enough, right, found)
+        halve = halve == 0
+    above = bits > low
+    return above | _first_of(competing & (bits == low), count - tl.sum(above.to(tl.int32)))
+
+
+@triton.jit
+def _covering(bits, mass):
+    """The largest entries (those below 0 never) until their sum reaches ``mass``, the crossing one included."""
+    probability = tl.where(bits > 0, bits, 0).to(tl.float32, bitcast=True)
+    low = -1  # what lies above it covers the mass, or it is -1
+    high = tl.maximum(tl.max(bits, 0), 0)
+    while high - low > 1:
+        middle = low + (high - low) // 2
+        covered = tl.sum(tl.where(bits > middle, probability, 0.0)) >= mass
+        low = tl.where(covered, middle, low)
+        high = tl.where(covered, high, middle)
+    above = bits > high
+    missing = mass - tl.sum(tl.where(above, probability, 0.0))
+    size = high.to(tl.float32, bitcast=True)
+    ties = tl.where(size > 0.0, tl.ceil(missing / tl.where(size > 0.0, size, 1.0)), 2147483000.0)
+    kept = above | _first_of(bits == high, tl.minimum(ties, 2147483000.0).to(tl.int32))
+    return tl.where(mass >= 1.0, bits >= 0, kept)
+
+
+@triton.jit(do_not_specialize=LENGTHS)
+def select_kernel(
+    probability_ptr,
+    always_ptr,
+    first_seen_ptr,
+    key_similarity_ptr,
+    query_similarity_ptr,
+    threshold_ptr,
+    share_ptr,
+    kv_num_blocks_ptr,
+    kv_indices_ptr,
+    visible_num_blocks_ptr,
+    first_seen_strides,
+    share,
+    heads,
+    group,
+    q_len,
+    kv_len,
+    q_blocks,
+    kv_blocks,
+    min_blocks,
+    SELECTION: tl.constexpr,
+    SHARE_PER_HEAD: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    SINK: tl.constexpr,
+    DIAGONAL: tl.constexpr,
+    HAS_ALWAYS: tl.constexpr,
+    HAS_SEEN: tl.constexpr,
+    HAS_JUDGE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Grid: query blocks of every head. COLUMNS is the power of two that holds a row, so lengths share few variants."""
+    q_block = tl.program_id(0) % q_blocks
+    flat_head = (tl.program_id(0) // q_blocks).to(tl.int64)
+    batch = flat_head // heads
+    head = flat_head % heads
+    row = flat_head * q_blocks + q_block
+    causal_offset = kv_len - q_len
+    first_query = q_block * BLOCK_Q + causal_offset
+    last_query = tl.minimum((q_block + 1) * BLOCK_Q, q_len) - 1 + causal_offset
+
+    columns = tl.arange(0, COLUMNS)
+    inside = columns < kv_blocks
+    first_key = columns * BLOCK_K
+    visible = inside
+    seen_from = first_key
+    if HAS_SEEN:
+        seen_base = first_seen_ptr + batch * first_seen_strides[0] + head * first_seen_strides[1]
+        seen_from = tl.load(seen_base + columns, mask=inside, other=NOWHERE)
+        visible = visible & (seen_from < NOWHERE)
+    if IS_CAUSAL:
+        visible = visible & (seen_from <= last_query)
+
+    bits = tl.load(probability_ptr + row * kv_blocks + columns, mask=inside, other=0.0).to(tl.int32, bitcast=True)
+    forced = (bits & 0x7FFFFFFF) > INFINITY_BITS  # NaN: the score was not finite
+    bits = tl.where(forced, 0, bits)
+    if SINK:
+        forced = forced | (columns == 0)
+    if DIAGONAL:
+        forced = forced | ((first_key <= last_query) & (first_query < first_key + BLOCK_K))
+    unfinished = columns < 0
+    if IS_CAUSAL:
+        last_key = tl.minimum(first_key + BLOCK_K, kv_len) - 1
+        unfinished = (first_key <= last_query) & (last_query < last_key)  # its summary knows the future
+        forced = forced | unfinished
+    if HAS_ALWAYS:
+        forced = forced | (tl.load(always_ptr + columns, mask=inside, other=0) != 0)
+
+    judged = visible
+    if HAS_JUDGE:
+        threshold = tl.load(threshold_ptr + head)
+        similarity = tl.load(key_similarity_ptr + (flat_head // group) * kv_blocks + columns, mask=inside, other=1.0)
+        row_similarity = tl.load(query_similarity_ptr + row)
+        judged = judged & ((similarity < threshold) == 0) & ((row_similarity < threshold) == 0)
+        judged = judged | (visible & unfinished)  # such a block takes a place whatever its keys are
+
+    visible_count = tl.sum(visible.to(tl.int32))
+    budget = tl.maximum(min_blocks, 1)
+    if SHARE_PER_HEAD:
+        share = tl.load(share_ptr + head)
+    if SELECTION == "topk":
+        budget = tl.maximum(budget, tl.ceil(share * visible_count.to(tl.float32) * BELOW_ONE).to(tl.int32))
+    places = tl.minimum(budget, visible_count) - tl.sum((forced & judged).to(tl.int32))
+    kept = _best(tl.where(judged & (forced == 0), bits, -1), places)
+    if SELECTION == "topcdf":
+        kept = kept | _covering(tl.where(judged, bits, -1), share)
+    kept = (kept | forced | (judged == 0)) & visible
+
+    kept_count = tl.sum(kept.to(tl.int32))
+    kept_before = tl.cumsum(kept.to(tl.int32), 0) - kept.to(tl.int32)
+    place = tl.where(kept, kept_before, kept_count + columns - kept_before)
+    tl.store(kv_indices_ptr + row * kv_blocks + place, columns, mask=inside)
+    tl.store(kv_num_blocks_ptr + row, kept_count)
+    tl.store(visible_num_blocks_ptr + row, visible_count)
+
+
+def select(
+    probability: Tensor,
+    shape: Shape,
+    query_similarity: Tensor,
+    key_similarity: Tensor | None,
+    first_seen: Tensor | None,
+    threshold: Tensor | None,
+    *,
+    sparsity: TopK | TopCdf,
+    is_causal: bool,
+    always_keep: Sequence[tuple[int, int]],
+) -> BlockMask:
+    """The kept blocks of every row. See `predict.block_probabilities` for the arguments."""
+    device = probability.device
+    always = probability
+    if always_keep:
+        always = torch.zeros(shape.kv_blocks, dtype=torch.int8, device=device)
+        for start, stop in always_keep:
+            always[start // geometry.BLOCK_K : ceil_div(stop, geometry.BLOCK_K)] = 1
+    share = sparsity.topk if isinstance(sparsity, TopK) else sparsity.cdf
+    share_per_head = per_head_tensor(share, shape, device) if isinstance(share, Tensor) else None
+    columns = max(32, triton.next_power_of_2(shape.kv_blocks))
+    counts = torch.empty(shape.batch, shape.heads, shape.q_blocks, dtype=torch.int32, device=device)
+    indices = torch.empty(*counts.shape, shape.kv_blocks, dtype=torch.int32, device=device)
+    visible = torch.empty_like(counts)
+    select_kernel[(shape.q_blocks * shape.batch * shape.heads,)](
+        probability_ptr=probability,
+        always_ptr=always,
+        first_seen_ptr=probability if first_seen is None else first_seen,
+        key_similarity_ptr=probability if key_similarity is None else key_similarity,
+        query_similarity_ptr=query_similarity,
+        threshold_ptr=probability if threshold is None else threshold,
+        share_ptr=probability if share_per_head is None else share_per_head,
+        kv_num_blocks_ptr=counts,
+        kv_indices_ptr=indices,
+        visible_num_blocks_ptr=visible,
+        first_seen_strides=(0, 0) if first_seen is None else first_seen.stride()[:2],
+        share=1.0 if isinstance(share, Tensor) else float(share),
+        heads=shape.heads,
+        group=shape.group,
+        q_len=shape.q_len,
+        kv_len=shape.kv_len,
+        q_blocks=shape.q_blocks,
+        kv_blocks=shape.kv_blocks,
+        min_blocks=sparsity.min_blocks,
+        SELECTION="topk" if isinstance(sparsity, TopK) else "topcdf",
+        SHARE_PER_HEAD=share_per_head is not None,
+        IS_CAUSAL=is_causal,
+        SINK=sparsity.keeps_sink(is_causal),
+        DIAGONAL=sparsity.keeps_diagonal(is_causal),
+        HAS_ALWAYS=bool(always_keep),
+        HAS_SEEN=first_seen is not None,
+        HAS_JUDGE=threshold is not None,
+        COLUMNS=columns,
+        num_warps=configs.select_warps(columns),
+    )
+    return BlockMask(counts, indices, visible, shape.q_len, shape.kv_len, is_causal)

@@ -1,0 +1,338 @@
+"""``sparge bench``: sparge and its rivals on one CUDA device, speed beside density and error, as plain rows.
+
+Suites: "end_to_end" (a whole call against cuDNN and FlashAttention-2), "kernel" (attention over random blocks alone,
+against FlexAttention), "error" (dense 8-bit attention against exact attention), "memory" (peak beyond inputs and
+output), "crossover" (from which sizes on a sparse call pays). Errors are those of 256 queries per head, see
+`bench_exact`. A column that could not be measured is None, and ``problems`` of its row says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from functools import cache, partial
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from sparge import api
+from sparge.block_mask import BlockMask
+from sparge.config import Dense, Moment, Quantization, TopK
+from sparge.evaluate.bench_cases import (
+    ARITHMETICS,
+    CROSSOVER_TOPKS,
+    ERROR_TARGETS,
+    TOPKS,
+    Group,
+    Problem,
+    Row,
+    executed_flop,
+    groups_of,
+    random_blocks,
+    ratio,
+    tflops,
+)
+from sparge.evaluate.bench_exact import exact_rows, sampled_error, sampled_queries
+from sparge.evaluate.bench_inputs import make_inputs
+from sparge.evaluate.bench_timing import Timing, Variant, copy_bandwidth, peak_extra_bytes, reason, time_on_cuda
+from sparge.evaluate.machine import Gpu, describe_gpu
+from sparge.geometry import BLOCK_K, BLOCK_Q
+
+TURNS, QUICK_TURNS = 5, 2
+MEMORY_TOPK = 0.5
+RIVALS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+
+Inputs = tuple[Tensor, Tensor, Tensor]
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where and how to measure; every part that needs a CUDA device can be replaced by one that does not."""
+
+    device: torch.device
+    backend: str
+    quantization: Quantization
+    pipeline: Any
+    """A module with `prepare` and `attend`, the stages of one call."""
+    time: Callable[[dict[str, Variant], int], dict[str, Timing]]
+    peak_extra_bytes: Callable[[Callable[[], Tensor]], int]
+    bytes_per_s: float
+    turns: int = TURNS
+
+
+def cuda_bench(quick: bool) -> Bench:
+    """Measure on the current CUDA device, in the arithmetic that ``quantization="auto"`` takes there."""
+    from sparge.backends.triton import pipeline
+
+    return Bench(
+        device=torch.device("cuda", torch.cuda.current_device()),
+        backend="triton",
+        quantization="int8_fp8" if torch.cuda.get_device_capability() >= (8, 9) else "int8_fp16",
+        pipeline=pipeline,
+        time=time_on_cuda,
+        peak_extra_bytes=peak_extra_bytes,
+        bytes_per_s=copy_bandwidth(),
+        turns=QUICK_TURNS if quick else TURNS,
+    )
+
+
+def run_bench(suites: tuple[str, ...], quick: bool) -> Iterator[Row]:
+    """Rows of the suites as they are measured, each with the device, the versions, the commit and the time."""
+    bench, gpu = cuda_bench(quick), describe_gpu()
+    for group in groups_of(suites, quick):
+        for row in measure(bench, group):
+            yield {**row, "quick": quick, **stamp(gpu)}
+
+
+def stamp(gpu: Gpu) -> Row:
+    """What every row carries besides its numbers."""
+    return {**asdict(gpu), "time": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+
+
+def measure(bench: Bench, group: Group) -> Iterator[Row]:
+    """Rows of one group. A group that fails as a whole gives one row that says why."""
+    case = {"suite": group.suite, **group.problem.fields(), "turns": bench.turns}
+    try:
+        torch.cuda.empty_cache()  # what earlier groups left; without CUDA it does nothing
+        inputs = make_inputs(group.problem, bench.device)
+        for row in MEASURES[group.suite](bench, group, inputs):
+            yield {**case, **row}
+    except Exception as error:
+        # Out of memory, an unsupported card: the other groups still run.
+        yield {**case, "asked_density": group.density, "problems": {"case": reason(error)}}
+
+
+def _end_to_end(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
+    problem = group.problem
+    rows = sampled_queries(problem.queries, bench.device)
+    exact = exact_rows(*inputs, rows, is_causal=problem.is_causal)
+    variants = {name: _rival(name, inputs, problem) for name in RIVALS}
+    for topk in TOPKS:
+        variants[f"sparge {topk}"] = _sparge(bench, inputs, problem, topk)
+        variants[f"prepare {topk}"], variants[f"attend {topk}"] = _stages(bench, inputs, problem, topk)
+    timings = bench.time(variants, bench.turns)
+    common: dict[str, str] = {}
+    cudnn_error = _attempt(common, "cudnn", partial(_error, variants["cudnn"].once, rows, exact))
+    for topk in TOPKS:
+        named = {name: timings[f"{name} {topk}"] for name in ("sparge", "prepare", "attend")}
+        named |= {name: timings[name] for name in RIVALS}
+        problems = _problems(named, common)
+        density = _attempt(problems, "density", partial(_density, bench, inputs, problem, topk))
+        error = _attempt(problems, "sparge", partial(_error, variants[f"sparge {topk}"].once, rows, exact))
+        yield {
+            "topk": topk,
+            "quantization": bench.quantization,
+            **_speeds(problem, named),
+            "density": density,
+            "relative_l1": error,
+            "cudnn_relative_l1": cudnn_error,
+            "prepare_ms": named["prepare"].graph_ms,
+            "attend_ms": named["attend"].graph_ms,
+            "floor_ms": 1e3 * problem.preparation_bytes / bench.bytes_per_s,
+            "copy_tb_per_s": bench.bytes_per_s / 1e12,
+            "problems": problems,
+        }
+
+
+def _crossover(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
+    problem = group.problem
+    variants = {"cudnn": _rival("cudnn", inputs, problem)}
+    variants |= {f"sparge {topk}": _sparge(bench, inputs, problem, topk) for topk in CROSSOVER_TOPKS}
+    timings = bench.time(variants, bench.turns)
+    for topk in CROSSOVER_TOPKS:
+        named = {"cudnn": timings["cudnn"], "sparge": timings[f"sparge {topk}"]}
+        problems = _problems(named)
+        density = _attempt(problems, "density", partial(_density, bench, inputs, problem, topk))
+        yield {
+            "topk": topk,
+            "quantization": bench.quantization,
+            **_speeds(problem, named),
+            "density": density,
+            "problems": problems,
+        }
+
+
+def _kernel(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
+    problem = group.problem
+    assert group.density is not None
+    kept = random_blocks(problem.shape, group.density, bench.device)
+    mask = BlockMask.from_dense(kept, q_len=problem.queries, kv_len=problem.tokens)
+    rows = sampled_queries(problem.queries, bench.device)
+    exact = exact_rows(*inputs, rows, kept=kept)
+    variants = {name: _given_blocks(bench, inputs, problem, mask, name) for name in ARITHMETICS}
+    if group.with_flex:
+        variants["flex"] = _flex(inputs, mask)
+    timings = bench.time(variants, bench.turns)
+    flop = executed_flop(int(kept.sum()), problem.head_dim)
+    for name, timing in timings.items():
+        problems = _problems({name: timing})
+        # FlexAttention may refuse capture; a call of milliseconds hides its launch.
+        ms = timing.ms if timing.graph_ms is None else timing.graph_ms
+        error = _attempt(problems, name, partial(_error, variants[name].once, rows, exact))
+        yield {
+            "kernel": name,
+            "asked_density": group.density,
+            "density": mask.density(),
+            "ms": timing.ms,
+            "graph_ms": timing.graph_ms,
+            "executed_tops": tflops(flop, ms),
+            "relative_l1": error,
+            "problems": problems,
+        }
+
+
+def _dense_errors(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
+    problem = group.problem
+    rows = sampled_queries(problem.queries, bench.device)
+    exact = exact_rows(*inputs, rows, is_causal=problem.is_causal)
+    runs: dict[str, Callable[[], object]] = {
+        name: partial(
+            api.attention,
+            *inputs,
+            is_causal=problem.is_causal,
+            sparsity=Dense(),
+            quantization=name,
+            backend=bench.backend,
+        )
+        for name in ARITHMETICS
+    }
+    runs["cudnn"] = _rival("cudnn", inputs, problem).once
+    for name, run in runs.items():
+        problems: dict[str, str] = {}
+        error = _attempt(problems, name, partial(_error, run, rows, exact))
+        yield {"kernel": name, "relative_l1": error, "target": ERROR_TARGETS.get(name), "problems": problems}
+
+
+def _memory(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
+    call = _sparge(bench, inputs, group.problem, MEMORY_TOPK)
+    problems: dict[str, str] = {}
+    _attempt(problems, "sparge", call.once)  # compiles, and loads what stays loaded
+    extra = _attempt(problems, "sparge", partial(bench.peak_extra_bytes, call.run))
+    input_bytes = sum(tensor.nbytes for tensor in inputs)
+    yield {
+        "topk": MEMORY_TOPK,
+        "quantization": bench.quantization,
+        "input_bytes": input_bytes,
+        "output_bytes": inputs[0].nbytes,
+        "extra_bytes": extra,
+        "extra_share": None if extra is None else extra / input_bytes,
+        "problems": problems,
+    }
+
+
+MEASURES: dict[str, Callable[[Bench, Group, Inputs], Iterator[Row]]] = {
+    "end_to_end": _end_to_end,
+    "kernel": _kernel,
+    "error": _dense_errors,
+    "memory": _memory,
+    "crossover": _crossover,
+}
+
+
+def _rival(name: str, inputs: Inputs, problem: Problem) -> Variant:
+    """torch's attention by one of its kernels.
+
+    Its causality is aligned top-left. For fewer queries than keys it runs without: the few last queries see nearly all.
+    """
+    is_causal = problem.is_causal and problem.queries == problem.tokens
+    attend = partial(F.scaled_dot_product_attention, *inputs, is_causal=is_causal)
+    return Variant(attend, partial(sdpa_kernel, RIVALS[name]))
+
+
+def _flex(inputs: Inputs, mask: BlockMask) -> Variant:
+    """Compiled FlexAttention over the same blocks. Its own tile for head_dim 64 does not divide a block of 64 keys."""
+    tile = {"BLOCK_M": BLOCK_Q, "BLOCK_N": BLOCK_K}
+    return Variant(partial(_compiled_flex(), *inputs, block_mask=mask.to_flex(), kernel_options=tile))
+
+
+@cache
+def _compiled_flex() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def _sparge(bench: Bench, inputs: Inputs, problem: Problem, topk: float) -> Variant:
+    """A whole call by name of the backend, so that no size falls back to dense attention."""
+    sparsity = Dense() if topk == 1.0 else TopK(topk)
+    call = partial(api.attention, *inputs, is_causal=problem.is_causal, sparsity=sparsity)
+    return Variant(partial(call, quantization=bench.quantization, backend=bench.backend))
+
+
+def _stages(bench: Bench, inputs: Inputs, problem: Problem, topk: float) -> tuple[Variant, Variant]:
+    """Everything before the attention kernel, and the kernel. Dense attention prepares by quantising alone."""
+    sparsity = None if topk == 1.0 else TopK(topk)
+    prepare = partial(_prepare, bench, inputs, problem, sparsity, bench.quantization)
+    return Variant(prepare), _attend(bench, problem, prepare)
+
+
+def _given_blocks(bench: Bench, inputs: Inputs, problem: Problem, mask: BlockMask, quantization: str) -> Variant:
+    def prepare() -> tuple[Any, BlockMask]:
+        return _prepare(bench, inputs, problem, None, quantization)[0], mask
+
+    return _attend(bench, problem, prepare)
+
+
+def _prepare(bench: Bench, inputs: Inputs, problem: Problem, sparsity: TopK | None, quantization: str) -> Any:
+    """Operands and mask; no mask without ``sparsity``, which `attend` takes for all blocks."""
+    return bench.pipeline.prepare(
+        *inputs,
+        problem.shape,
+        sparsity=sparsity,
+        score=Moment(),
+        is_causal=problem.is_causal,
+        scale=problem.head_dim**-0.5,
+        attn_mask=None,
+        always_keep=(),
+        quantization=quantization,
+    )
+
+
+def _attend(bench: Bench, problem: Problem, prepare: Callable[[], tuple[Any, Any]]) -> Variant:
+    """The attention kernel on operands that are prepared once, when the first call (a warm-up) needs them."""
+    prepared = cache(prepare)
+    return Variant(lambda: bench.pipeline.attend(*prepared(), problem.shape, pv_threshold=None))
+
+
+def _density(bench: Bench, inputs: Inputs, problem: Problem, topk: float) -> float:
+    if topk == 1.0:
+        return 1.0
+    return api.predict(*inputs[:2], topk=topk, is_causal=problem.is_causal, backend=bench.backend).density()
+
+
+def _error(run: Callable[[], Any], rows: Tensor, exact: Tensor) -> float:
+    """Error of what a call returns: an output, or (output, LSE)."""
+    result = run()
+    return sampled_error(result[0] if isinstance(result, tuple) else result, rows, exact)
+
+
+def _speeds(problem: Problem, timings: dict[str, Timing]) -> Row:
+    """Times and effective TFLOP/s of sparge and its rivals, and the speed-up against cuDNN."""
+    columns: Row = {}
+    for name in ("sparge", *RIVALS):
+        if name in timings:
+            timing = timings[name]
+            columns |= {f"{name}_ms": timing.ms, f"{name}_graph_ms": timing.graph_ms}
+            columns[f"{name}_tflops"] = tflops(problem.flop, timing.ms)
+    sparge, cudnn = timings["sparge"], timings["cudnn"]
+    columns["speedup"] = ratio(cudnn.ms, sparge.ms)
+    columns["graph_speedup"] = ratio(cudnn.graph_ms, sparge.graph_ms)
+    return columns
+
+
+def _problems(timings: dict[str, Timing], known: dict[str, str] | None = None) -> dict[str, str]:
+    return {name: timing.problem for name, timing in timings.items() if timing.problem} | (known or {})
+
+
+def _attempt(problems: dict[str, str], name: str, function: Callable[[], Result]) -> Result | None:
+    """The function's result, or None and a note why not."""
+    try:
+        return function()
+    except Exception as error:
+        problems.setdefault(name, reason(error))
+        return None

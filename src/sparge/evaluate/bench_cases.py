@@ -1,0 +1,142 @@
+"""What ``sparge bench`` measures: the groups of every suite, the arithmetic of their columns, random block masks.
+
+A group is one attention problem (batch 1, bfloat16) whose variants are timed in turns, in one run. It gives one or more
+rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparge.geometry import BLOCK_K, BLOCK_Q, Shape
+
+Row = dict[str, Any]
+
+TOPKS = (1.0, 0.5, 0.25, 0.1)
+"""1.0 stands for `Dense`: every block, in 8 bits, without a prediction."""
+CROSSOVER_TOPKS = (0.5, 0.25)
+DENSITIES = (1.0, 0.5, 0.25, 0.1)
+ARITHMETICS = ("int8_fp8", "int8_fp16", "none")
+ERROR_TARGETS = {"int8_fp8": 0.013}
+"""Relative L1 error that dense 8-bit attention may have: what the published 8-bit kernels show on the same card."""
+
+IDENTITY = ("suite", "tokens", "queries", "heads", "head_dim", "is_causal", "topk", "asked_density", "kernel")
+"""The fields that name a row's case; rows that agree in all of them are measurements of the same thing."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One attention problem: the last ``queries`` of ``tokens`` positions look at all keys they may see."""
+
+    tokens: int
+    heads: int
+    head_dim: int = 128
+    is_causal: bool = False
+    queries: int = 0  # 0: as many as tokens
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "queries", self.queries or self.tokens)
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(1, self.heads, self.heads, self.queries, self.tokens, self.head_dim, self.head_dim)
+
+    @property
+    def flop(self) -> float:
+        """Of dense attention: 4 H Nq Nk D, less the causal triangle (half of it for equal lengths)."""
+        pairs = self.queries * self.tokens - (self.queries**2 / 2 if self.is_causal else 0)
+        return 4.0 * self.heads * pairs * self.head_dim
+
+    @property
+    def preparation_bytes(self) -> int:
+        """What preparing must move: read query, key and value in 2 bytes once, write 1 byte each."""
+        return 3 * self.heads * (self.queries + 2 * self.tokens) * self.head_dim
+
+    def fields(self) -> Row:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Group:
+    """What is timed together. ``density`` is the share of random blocks (suite "kernel"), else None."""
+
+    suite: str
+    problem: Problem
+    density: float | None = None
+    with_flex: bool = False
+
+
+def _end_to_end() -> list[Group]:
+    problems = [
+        Problem(8192, 32),
+        Problem(32768, 16),
+        Problem(131072, 4),
+        Problem(32768, 16, head_dim=64),
+        Problem(32768, 16, is_causal=True),
+        Problem(131072, 4, is_causal=True),
+    ]
+    return [Group("end_to_end", problem) for problem in problems]
+
+
+def _kernel() -> list[Group]:
+    """FlexAttention compiles slowly: it runs beside two densities at one length."""
+    return [
+        Group("kernel", Problem(tokens, heads, head_dim), density, tokens == 32768 and density in (0.5, 0.25))
+        for tokens, heads in ((8192, 32), (32768, 16))
+        for head_dim in (128, 64)
+        for density in DENSITIES
+    ]
+
+
+def _crossover() -> list[Group]:
+    lengths = [(tokens, tokens) for tokens in (512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 16384)]
+    lengths += [(queries, tokens) for tokens in (8192, 32768) for queries in (128, 512, 1024)]
+    return [
+        Group("crossover", Problem(tokens, heads, head_dim, is_causal, queries))
+        for heads in (8, 32)
+        for head_dim in (128, 64)
+        for is_causal in (False, True)
+        for queries, tokens in lengths
+    ]
+
+
+SUITES: dict[str, list[Group]] = {
+    "end_to_end": _end_to_end(),
+    "kernel": _kernel(),
+    "error": [Group("error", Problem(32768, 16))],
+    "memory": [Group("memory", Problem(tokens, heads)) for tokens, heads in ((8192, 32), (32768, 16), (131072, 4))],
+    "crossover": _crossover(),
+}
+DEFAULT_SUITES = tuple(name for name in SUITES if name != "crossover")
+
+
+def groups_of(suites: tuple[str, ...], quick: bool) -> list[Group]:
+    """All groups of the suites in order; with ``quick`` the first of each."""
+    return [group for name in suites for group in SUITES[name][: 1 if quick else None]]
+
+
+def tflops(flop: float, ms: float | None) -> float | None:
+    """10^12 operations a second, None for an unknown time."""
+    return None if ms is None else flop / ms / 1e9
+
+
+def ratio(rival_ms: float | None, ms: float | None) -> float | None:
+    """How many times faster than the rival, None where either time is unknown."""
+    return None if ms is None or rival_ms is None else rival_ms / ms
+
+
+def executed_flop(kept_blocks: int, head_dim: int) -> float:
+    """Of Q K^T and P V over whole blocks."""
+    return 4.0 * BLOCK_Q * BLOCK_K * head_dim * kept_blocks
+
+
+def random_blocks(shape: Shape, density: float, device: torch.device, seed: int = 0) -> Tensor:
+    """A bool tensor (B, H, q_blocks, kv_blocks) that keeps exactly this share of every row, rounded, at random."""
+    generator = torch.Generator(device).manual_seed(seed)
+    size = (shape.batch, shape.heads, shape.q_blocks, shape.kv_blocks)
+    order = torch.rand(size, generator=generator, device=device).argsort(-1)
+    return order < round(density * shape.kv_blocks)

@@ -1,0 +1,166 @@
+"""Rows of ``sparge bench`` as people read them: the same cells in the terminal and on a Markdown page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from sparge.evaluate.bench_cases import IDENTITY, Row
+
+Cells = Iterator[tuple[str, str]]
+
+NOT_MEASURED = "n/a"
+KERNELS = {
+    "int8_fp8": "INT8 + FP8",
+    "int8_fp16": "INT8 + FP16",
+    "none": "16 bits",
+    "flex": "FlexAttention bf16",
+    "cudnn": "cuDNN bf16",
+}
+
+
+@dataclass(frozen=True)
+class View:
+    """One table: the suite its rows come from, its title, and a row's cells as (column, text)."""
+
+    suite: str
+    title: str
+    cells: Callable[[Row], Cells]
+
+
+def _end_to_end(row: Row) -> Cells:
+    yield from _problem(row)
+    yield "topk", _topk(row)
+    yield "cuDNN ms", _ms(row, "cudnn_ms")
+    yield "FA2 ms", _ms(row, "flash_ms")
+    yield "sparge ms", _ms(row, "sparge_ms")
+    yield "TFLOP/s", _number(row, "sparge_tflops", ".0f")
+    yield "speed-up", _times(row, "speedup")
+    yield "density", _number(row, "density", ".3f")
+    yield "rel. L1", _number(row, "relative_l1", ".4f")
+
+
+def _prepare(row: Row) -> Cells:
+    yield from _problem(row)
+    yield "topk", _topk(row)
+    yield "prepare ms", _ms(row, "prepare_ms")
+    yield "floor ms", _ms(row, "floor_ms")
+    yield "attend ms", _ms(row, "attend_ms")
+    yield "call ms", _ms(row, "sparge_graph_ms")
+    yield "call with launches ms", _ms(row, "sparge_ms")
+
+
+def _kernel(row: Row) -> Cells:
+    yield "N", _plain(row, "tokens")
+    yield "H", _plain(row, "heads")
+    yield "D", _plain(row, "head_dim")
+    yield "density", _number(row, "asked_density", "g")
+    yield "kernel", KERNELS.get(row.get("kernel", ""), NOT_MEASURED)
+    timed = "ms" if row.get("graph_ms") is None else "graph_ms"
+    yield "ms", _ms(row, timed)
+    yield "TOPS executed", _number(row, "executed_tops", ".0f")
+    yield "rel. L1", _number(row, "relative_l1", ".4f")
+
+
+def _errors(row: Row) -> Cells:
+    yield from _problem(row)
+    yield "arithmetic", KERNELS.get(row.get("kernel", ""), NOT_MEASURED)
+    yield "rel. L1", _number(row, "relative_l1", ".4f")
+    target = row.get("target")
+    yield "target", "" if target is None else f"<= {target:g}"
+
+
+def _memory(row: Row) -> Cells:
+    yield from _problem(row)
+    yield "topk", _topk(row)
+    yield "q + k + v", _mebibytes(row, "input_bytes")
+    yield "output", _mebibytes(row, "output_bytes")
+    yield "peak extra", _mebibytes(row, "extra_bytes")
+    yield "of q + k + v", _times(row, "extra_share")
+
+
+def _crossover(row: Row) -> Cells:
+    yield "queries", _plain(row, "queries")
+    yield "keys", _plain(row, "tokens")
+    yield "H", _plain(row, "heads")
+    yield "D", _plain(row, "head_dim")
+    yield "causal", _causal(row)
+    yield "topk", _topk(row)
+    yield "cuDNN ms", _ms(row, "cudnn_ms")
+    yield "sparge ms", _ms(row, "sparge_ms")
+    yield "speed-up", _times(row, "speedup")
+    yield "by graph", _times(row, "graph_speedup")
+    yield "density", _number(row, "density", ".3f")
+
+
+VIEWS = {
+    "end_to_end": View("end_to_end", "End to end, prediction and quantisation included", _end_to_end),
+    "prepare": View("end_to_end", "Where the time of one call goes, by graph replay", _prepare),
+    "kernel": View("kernel", "Attention over random blocks, the kernel alone", _kernel),
+    "error": View("error", "Dense attention, error by arithmetic", _errors),
+    "memory": View("memory", "Peak device memory beyond inputs and output", _memory),
+    "crossover": View("crossover", "Sparse 8-bit attention against dense, by size", _crossover),
+}
+
+
+def newest(rows: Sequence[Row], suite: str) -> list[Row]:
+    """The last row of every case of a suite on the GPU measured last, in the order of first measurement.
+
+    Quick rows and those of groups that failed as a whole do not count.
+    """
+    full = [row for row in rows if row["suite"] == suite and not row["quick"] and "case" not in row["problems"]]
+    cases = {tuple(row.get(field) for field in IDENTITY): row for row in full if row["gpu"] == full[-1]["gpu"]}
+    return list(cases.values())
+
+
+def problem_notes(rows: Sequence[Row]) -> list[str]:
+    """Why cells are n/a: "cudnn: reason", each once."""
+    return list(dict.fromkeys(f"{name}: {why}" for row in rows for name, why in row["problems"].items()))
+
+
+def one_line(row: Row) -> str:
+    """A row as a line of progress."""
+    cells = next(view.cells(row) for view in VIEWS.values() if view.suite == row["suite"])
+    return f"{row['suite']}: " + ", ".join(f"{column} {text}" for column, text in cells if text)
+
+
+def _problem(row: Row) -> Cells:
+    yield "N", _plain(row, "tokens")
+    yield "H", _plain(row, "heads")
+    yield "D", _plain(row, "head_dim")
+    yield "causal", _causal(row)
+
+
+def _plain(row: Row, name: str) -> str:
+    return str(row[name])
+
+
+def _causal(row: Row) -> str:
+    return "yes" if row["is_causal"] else "no"
+
+
+def _topk(row: Row) -> str:
+    return "dense" if row.get("topk") == 1.0 else _number(row, "topk", "g")
+
+
+def _number(row: Row, name: str, form: str) -> str:
+    value = row.get(name)
+    return NOT_MEASURED if value is None else format(value, form)
+
+
+def _ms(row: Row, name: str) -> str:
+    """Without an exponent, and no finer than times repeat."""
+    value = row.get(name)
+    if value is None:
+        return NOT_MEASURED
+    return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 10 else f"{value:.1f}"
+
+
+def _times(row: Row, name: str) -> str:
+    value = row.get(name)
+    return NOT_MEASURED if value is None else f"{value:.2f}x"
+
+
+def _mebibytes(row: Row, name: str) -> str:
+    value = row.get(name)
+    return NOT_MEASURED if value is None else f"{value / 2**20:.0f} MiB"

@@ -1,0 +1,151 @@
+"""Time on a CUDA device: medians of interleaved turns, as a caller sees it and without the host's launch overhead.
+
+`Timing.ms` is CUDA events around back-to-back calls: where the host launches more slowly than the device computes, the
+host is what it measures. `Timing.graph_ms` replays a CUDA graph of the same call: the device alone.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TURN_MS = 10.0
+"""One variant's share of a turn: short calls are repeated until they fill it."""
+MIN_REPEATS, MAX_REPEATS = 3, 200
+"""The host prepares a later call while the device is busy with the one before; a single call would show it in full."""
+WARM_UPS = 2
+COPY_BYTES = 2**30
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A call to time. ``context`` is entered around many calls, so that its own cost does not count."""
+
+    run: Callable[[], Any]
+    context: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    def once(self) -> Any:
+        with self.context():
+            return self.run()
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Median milliseconds of one call by events and by graph replay; ``problem`` says why one of them is None."""
+
+    ms: float | None = None
+    graph_ms: float | None = None
+    problem: str | None = None
+
+
+def time_on_cuda(variants: dict[str, Variant], turns: int) -> dict[str, Timing]:
+    """Time every variant; one that fails says why and does not disturb the others.
+
+    The turns go through all variants and both ways of timing, so that clocks and temperature hit them alike. One turn
+    before the first is thrown away.
+    """
+    runners: dict[tuple[str, str], Variant] = {}
+    repeats: dict[str, int] = {}
+    problems: dict[str, str] = {}
+    for name, variant in variants.items():
+        try:
+            repeats[name] = _warm_up(variant)
+            runners[name, "ms"] = variant
+            runners[name, "graph_ms"] = Variant(_capture(variant).replay)
+        except Exception as error:
+            # Whatever a kernel, a compiler or a rival throws becomes a cell of the table.
+            problems[name] = reason(error)
+    times: dict[tuple[str, str], list[float]] = {runner: [] for runner in runners}
+    for turn in range(turns + 1):
+        for (name, kind), runner in runners.items():
+            try:
+                elapsed = _time_calls(runner, repeats[name])
+            except Exception as error:
+                problems.setdefault(name, reason(error))
+                continue
+            if turn:
+                times[name, kind].append(elapsed)
+    medians = {runner: statistics.median(values) for runner, values in times.items() if values}
+    return {
+        name: Timing(medians.get((name, "ms")), medians.get((name, "graph_ms")), problems.get(name))
+        for name in variants
+    }
+
+
+def copy_bandwidth(turns: int = 7) -> float:
+    """Bytes a second of a device-to-device copy, read and written bytes both counted."""
+    source = torch.ones(COPY_BYTES, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    timing = time_on_cuda({"copy": Variant(lambda: target.copy_(source))}, turns)["copy"]
+    if timing.ms is None:
+        raise RuntimeError(f"expected a device copy to run, got: {timing.problem}")
+    return 2 * COPY_BYTES / (timing.ms / 1e3)
+
+
+def peak_extra_bytes(run: Callable[[], Tensor]) -> int:
+    """Device memory one call takes at its peak, beyond what was allocated before and the output it returns."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    output = run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before - output.nbytes
+
+
+def repeats_for(ms: float) -> int:
+    """Calls that fill one variant's share of a turn."""
+    return min(max(math.ceil(TURN_MS / max(ms, 1e-6)), MIN_REPEATS), MAX_REPEATS)
+
+
+def reason(error: Exception) -> str:
+    """The first line of an error, with its kind, short enough for a note under a table."""
+    lines = str(error).strip().splitlines() or ["no message"]
+    text = " ".join(lines[0].split())
+    return f"{type(error).__name__}: {text if len(text) <= 160 else text[:157] + '...'}"
+
+
+def _warm_up(variant: Variant) -> int:
+    """Compile and tune, then say how often a turn repeats the call."""
+    for _ in range(WARM_UPS):
+        variant.once()
+    torch.cuda.synchronize()
+    return repeats_for(_time_calls(variant, 1))
+
+
+def _time_calls(variant: Variant, count: int) -> float:
+    """Milliseconds of one of ``count`` back-to-back calls."""
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    with variant.context():
+        torch.cuda.synchronize()
+        start.record()
+        for _ in range(count):
+            variant.run()
+        stop.record()
+        stop.synchronize()
+    return start.elapsed_time(stop) / count
+
+
+def _capture(variant: Variant) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of one call; raises where the call waits for the device."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with variant.context():
+        with torch.cuda.stream(stream):
+            variant.run()  # allocates what a stream's first call allocates
+        torch.cuda.synchronize()
+        try:
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                variant.run()
+        except Exception as error:
+            # Ending a broken capture raises again and hides what broke it.
+            raise RuntimeError(f"no CUDA graph: {error.__context__ or error}") from error
+    torch.cuda.synchronize()
+    return graph

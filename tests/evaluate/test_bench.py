@@ -1,0 +1,398 @@
+"""``sparge bench`` without a GPU: its cases, arithmetic, errors and tables, and every suite on stand-ins for CUDA."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import sparge
+from conftest import exact_attention
+from sparge.evaluate import bench, bench_cases, bench_timing
+from sparge.evaluate.bench_cases import DEFAULT_SUITES, SUITES, Group, Problem, groups_of, random_blocks
+from sparge.evaluate.bench_exact import exact_rows, sampled_error, sampled_queries
+from sparge.evaluate.bench_inputs import frame_grid, make_inputs
+from sparge.evaluate.bench_table import VIEWS, newest, one_line, problem_notes
+from sparge.evaluate.bench_timing import MAX_REPEATS, Timing, Variant, repeats_for, time_on_cuda
+from sparge.evaluate.machine import Gpu
+from sparge.evaluate.metrics import block_mass, relative_l1
+
+CPU = torch.device("cpu")
+GPU = Gpu("NVIDIA H200", "9.0", "2.11.0", "3.6.0", "13.0", "0.1.0", "0123456789")
+Row = dict[str, Any]
+
+
+class TestArithmetic:
+    def test_flop_and_tflops_of_the_usual_problem(self) -> None:
+        problem = Problem(8192, 32)
+        assert problem.flop == 4 * 32 * 8192**2 * 128
+        assert bench_cases.tflops(problem.flop, 1.779) == pytest.approx(618, abs=0.1)
+        assert bench_cases.tflops(problem.flop, None) is None
+        assert Problem(8192, 32, is_causal=True).flop == problem.flop / 2
+
+    def test_few_causal_queries_see_almost_everything(self) -> None:
+        pairs = Problem(1024, 1, 1, is_causal=True, queries=128).flop / 4
+        seen = torch.ones(128, 1024, dtype=torch.bool).tril(1024 - 128).sum()
+        assert pairs == pytest.approx(int(seen), rel=1e-3)
+
+    def test_floor_of_the_preparation(self) -> None:
+        """Read 2 bytes and write 1 of every element: 0.30 GB, 0.07 ms at 4.3 TB/s."""
+        moved = Problem(8192, 32).preparation_bytes
+        assert moved == 3 * 3 * 32 * 8192 * 128
+        assert moved / 4.3e12 * 1e3 == pytest.approx(0.07, abs=0.001)
+        assert Problem(8192, 1, 64, queries=128).preparation_bytes == 3 * 64 * (128 + 2 * 8192)
+
+    def test_ratio_needs_both_times(self) -> None:
+        assert bench_cases.ratio(6.0, 2.0) == 3.0
+        assert bench_cases.ratio(None, 2.0) is None
+        assert bench_cases.ratio(6.0, None) is None
+
+    @pytest.mark.parametrize("density", [1.0, 0.5, 0.25, 0.1])
+    def test_random_blocks_keep_their_share_of_every_row(self, density: float) -> None:
+        shape = Problem(2048, 3).shape
+        kept = random_blocks(shape, density, CPU)
+        assert kept.shape == (1, 3, 16, 32)
+        assert set(kept.sum(-1).flatten().tolist()) == {round(32 * density)}
+        assert density == 1.0 or not torch.equal(kept[0, 0], kept[0, 1])
+        executed = bench_cases.executed_flop(int(kept.sum()), 128)
+        assert executed == pytest.approx(Problem(2048, 3).flop * round(32 * density) / 32)
+
+
+class TestCases:
+    def test_suites_are_the_documented_ones(self) -> None:
+        assert DEFAULT_SUITES == ("end_to_end", "kernel", "error", "memory")
+        assert {name: len(groups) for name, groups in SUITES.items()} == {
+            "end_to_end": 6,
+            "kernel": 16,
+            "error": 1,
+            "memory": 3,
+            "crossover": 120,
+        }
+        assert [group.density for group in SUITES["kernel"] if group.with_flex] == [0.5, 0.25, 0.5, 0.25]
+        assert {group.problem.queries for group in SUITES["crossover"]} >= {128, 512, 1024, 16384}
+
+    def test_quick_takes_one_group_of_each(self) -> None:
+        assert [group.suite for group in groups_of(("kernel", "memory"), quick=True)] == ["kernel", "memory"]
+        assert len(groups_of(("kernel", "memory"), quick=False)) == 19
+
+    def test_every_problem_has_inputs(self) -> None:
+        for group in groups_of(tuple(SUITES), quick=False):
+            frames, height, width = frame_grid(group.problem.tokens)
+            assert frames * height * width == group.problem.tokens
+        assert frame_grid(32768) == (32, 32, 32)
+        with pytest.raises(ValueError, match="expected a multiple of 256, got 300"):
+            frame_grid(300)
+
+
+class TestInputs:
+    @pytest.mark.parametrize("is_causal", [False, True])
+    def test_structure(self, is_causal: bool) -> None:
+        problem = Problem(2048, 2, 64, is_causal, queries=512)
+        query, key, value = make_inputs(problem, CPU)
+        assert (query.shape, key.shape, value.shape) == ((1, 2, 512, 64), (1, 2, 2048, 64), (1, 2, 2048, 64))
+        assert {tensor.dtype for tensor in (query, key, value)} == {torch.bfloat16}
+        assert all(tensor.is_contiguous() for tensor in (query, key, value)), "rivals refuse other strides"
+        assert key.float().mean(2).std() > 1.5, "a channel offset on the keys"
+        mass = block_mass(query, key, is_causal=is_causal)
+        best = mass.topk(8).values.sum(-1).mean()
+        assert best > 0.5, "a quarter of the blocks holds far more than its share"
+        if is_causal:
+            assert mass[..., 0].mean() > 3 / 32, "the sink"
+
+    def test_a_seed_names_one_input(self) -> None:
+        problem = Problem(512, 1, 64)
+        first, again, other = (make_inputs(problem, CPU, seed)[0] for seed in (0, 0, 1))
+        assert torch.equal(first, again)
+        assert not torch.equal(first, other)
+
+    def test_few_queries_are_the_last_ones(self) -> None:
+        everything = make_inputs(Problem(512, 1, 64), CPU)[0]
+        few = make_inputs(Problem(512, 1, 64, queries=128), CPU)[0]
+        assert torch.equal(few, everything[:, :, -128:])
+
+
+class TestExact:
+    def test_sample_is_even_and_complete_for_short_sequences(self) -> None:
+        rows = sampled_queries(32768, CPU)
+        assert (len(rows), int(rows[0]), int(rows[-1])) == (256, 0, 32767)
+        assert set(rows.diff().tolist()) == {128, 129}
+        assert sampled_queries(100, CPU).tolist() == list(range(100))
+        assert sampled_queries(1, CPU).tolist() == [0]
+
+    @pytest.mark.parametrize("is_causal", [False, True])
+    @pytest.mark.parametrize("has_mask", [False, True])
+    def test_equals_the_full_computation(self, is_causal: bool, has_mask: bool) -> None:
+        torch.manual_seed(0)
+        query = torch.randn(2, 2, 200, 32)
+        key, value = torch.randn(2, 2, 300, 32), torch.randn(2, 2, 300, 16)
+        kept = None
+        if has_mask:
+            kept = torch.rand(2, 2, 2, 5) < 0.5
+            kept[0, 0, 1] = False  # queries that see nothing
+        rows = sampled_queries(200, CPU, count=37)
+        exact, _ = exact_attention(query, key, value, is_causal=is_causal, block_mask=kept)
+        got = exact_rows(query, key, value, rows, is_causal=is_causal, kept=kept)
+        assert torch.allclose(got.double(), exact[:, :, rows], atol=2e-6)
+
+    def test_error_is_that_of_the_sampled_rows(self) -> None:
+        torch.manual_seed(0)
+        exact, output = torch.randn(1, 2, 64, 8), torch.randn(1, 2, 64, 8)
+        everything = sampled_queries(64, CPU)
+        assert sampled_error(output, everything, exact) == relative_l1(output, exact)
+        rows = sampled_queries(64, CPU, count=5)
+        assert sampled_error(output, rows, exact[:, :, rows]) == relative_l1(output[:, :, rows], exact[:, :, rows])
+        with pytest.raises(ValueError, match="expected a finite output, got a relative L1 error of nan"):
+            sampled_error(torch.full_like(output, math.nan), everything, exact)
+
+
+class TestTiming:
+    def test_repeats_fill_a_turn(self) -> None:
+        assert [repeats_for(ms) for ms in (60.0, 10.0, 2.4, 0.05, 0.001, 0.0)] == [3, 3, 5, 200, MAX_REPEATS, 200]
+
+    def test_reason_is_one_short_line(self) -> None:
+        assert bench_timing.reason(RuntimeError("CUDA  out of memory.\nTried")) == "RuntimeError: CUDA out of memory."
+        assert bench_timing.reason(ValueError()) == "ValueError: no message"
+        assert len(bench_timing.reason(ValueError("x" * 500))) == len("ValueError: ") + 160
+
+    def test_medians_of_interleaved_turns(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The first turn is thrown away; what fails leaves the others alone."""
+        order: list[str] = []
+        times = {"fast": iter([99.0, 1.0, 3.0, 2.0]), "fast graph": iter([99.0, 0.5, 0.7, 0.6])}
+
+        def fail() -> None:
+            raise RuntimeError("No available kernel.\nMore words")
+
+        def capture(variant: Variant) -> SimpleNamespace:
+            if variant is variants["eager"]:
+                raise RuntimeError("it synchronises")
+            return SimpleNamespace(replay=lambda: "fast graph")
+
+        def time_calls(variant: Variant, count: int) -> float:
+            assert count == 4
+            order.append(variant.once())
+            return next(times[order[-1]]) if order[-1] in times else 7.0
+
+        variants = {"fast": Variant(lambda: "fast"), "broken": Variant(fail), "eager": Variant(lambda: "eager")}
+        monkeypatch.setattr(bench_timing, "_warm_up", lambda variant: variant.once() and 4)
+        monkeypatch.setattr(bench_timing, "_capture", capture)
+        monkeypatch.setattr(bench_timing, "_time_calls", time_calls)
+        assert time_on_cuda(variants, turns=3) == {
+            "fast": Timing(2.0, 0.6),
+            "broken": Timing(problem="RuntimeError: No available kernel."),
+            "eager": Timing(7.0, None, "RuntimeError: it synchronises"),
+        }
+        assert order == ["fast", "fast graph", "eager"] * 4
+
+
+class Stages:
+    """What the Triton pipeline does, by public functions on a CPU."""
+
+    @staticmethod
+    def prepare(query: Tensor, key: Tensor, value: Tensor, shape: Any, **options: Any) -> tuple[Any, Any]:
+        assert (shape.q_len, shape.kv_len, shape.head_dim) == (query.shape[2], key.shape[2], query.shape[3])
+        assert options["scale"] == shape.head_dim**-0.5
+        mask = None
+        if options["sparsity"] is not None:
+            mask = sparge.predict(query, key, sparsity=options["sparsity"], is_causal=options["is_causal"])
+        return (query, key, value, options), mask
+
+    @staticmethod
+    def attend(operands: Any, mask: Any, shape: Any, pv_threshold: None) -> tuple[Tensor, Tensor]:
+        query, key, value, options = operands
+        if mask is None:
+            mask = torch.ones(shape.q_blocks, shape.kv_blocks, dtype=torch.bool)
+        return sparge.block_sparse_attention(
+            query, key, value, mask, quantization=options["quantization"], pv_threshold=pv_threshold, return_lse=True
+        )
+
+
+def pretend_times(variants: dict[str, Variant], turns: int) -> dict[str, Timing]:
+    """Runs everything once; 4 ms for torch's attention, less for sparge by topk."""
+    assert turns == bench.TURNS
+    timings = {}
+    for name, variant in variants.items():
+        try:
+            variant.once()
+            kind, _, topk = name.partition(" ")
+            ms = {"sparge": 2.0, "prepare": 0.1, "attend": 1.0}.get(kind, 4.0) * float(topk or 1.0)
+            timings[name] = Timing(ms, ms / 2)
+        except Exception as error:
+            timings[name] = Timing(problem=bench_timing.reason(error))
+    return timings
+
+
+@pytest.fixture
+def on_cpu() -> bench.Bench:
+    return bench.Bench(
+        device=CPU,
+        backend="torch",
+        quantization="int8_fp8",
+        pipeline=Stages,
+        time=pretend_times,
+        peak_extra_bytes=lambda run: run().nbytes // 2,
+        bytes_per_s=4e12,
+    )
+
+
+def measured(on_cpu: bench.Bench, group: Group) -> list[Row]:
+    """Rows as they come back from a file."""
+    rows = [{**row, "quick": False, **bench.stamp(GPU)} for row in bench.measure(on_cpu, group)]
+    back = [json.loads(json.dumps(row, allow_nan=False)) for row in rows]
+    assert back == rows
+    return back
+
+
+class TestSuites:
+    @pytest.mark.parametrize("is_causal", [False, True])
+    def test_end_to_end(self, on_cpu: bench.Bench, is_causal: bool) -> None:
+        problem = Problem(1536, 1, 32, is_causal)
+        rows = measured(on_cpu, Group("end_to_end", problem))
+        query, key, value = make_inputs(problem, CPU)
+        exact, _ = exact_attention(query.float(), key.float(), value.float(), is_causal=is_causal)
+        sampled = sampled_queries(1536, CPU)
+        assert [row["topk"] for row in rows] == [1.0, 0.5, 0.25, 0.1]
+        for row in rows:
+            topk = row["topk"]
+            options = {"is_causal": is_causal, "quantization": "int8_fp8", "backend": "torch"}
+            options |= {"sparsity": sparge.Dense()} if topk == 1.0 else {"topk": topk}
+            output = sparge.attention(query, key, value, **options)
+            expected = relative_l1(output[:, :, sampled], exact[:, :, sampled])
+            assert row["relative_l1"] == pytest.approx(expected, rel=1e-4)
+            mask = sparge.predict(query, key, topk=topk, is_causal=is_causal)
+            assert row["density"] == mask.density()
+            assert (row["flash_ms"], row["sparge_ms"], row["sparge_graph_ms"]) == (4.0, 2.0 * topk, topk)
+            assert row["sparge_tflops"] == pytest.approx(problem.flop / (2.0 * topk) / 1e9)
+            assert row["prepare_ms"] == pytest.approx(0.05 * topk)
+            assert row["attend_ms"] == pytest.approx(0.5 * topk)
+            assert row["floor_ms"] == pytest.approx(3 * 3 * 1536 * 32 / 4e12 * 1e3)
+        assert rows[0]["relative_l1"] < 0.03
+        assert [row["relative_l1"] for row in rows] == sorted(row["relative_l1"] for row in rows)
+
+    def test_missing_rival_is_a_reason_not_a_crash(self, on_cpu: bench.Bench) -> None:
+        """There is no cuDNN on a CPU."""
+        row = measured(on_cpu, Group("end_to_end", Problem(512, 1, 64)))[1]
+        assert row["cudnn_ms"] is row["cudnn_tflops"] is row["speedup"] is row["cudnn_relative_l1"] is None
+        assert set(row["problems"]) == {"cudnn"}
+        cells = dict(VIEWS["end_to_end"].cells(row))
+        assert (cells["cuDNN ms"], cells["speed-up"], cells["sparge ms"]) == ("n/a", "n/a", "1.00")
+        assert problem_notes([row, row]) == [f"cudnn: {row['problems']['cudnn']}"]
+
+    @pytest.mark.parametrize("queries", [512, 128])
+    def test_crossover(self, on_cpu: bench.Bench, queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(bench.RIVALS, "cudnn", bench.RIVALS["flash"])
+        rows = measured(on_cpu, Group("crossover", Problem(512, 1, 64, True, queries)))
+        assert [(row["topk"], row["speedup"], row["graph_speedup"]) for row in rows] == [
+            (0.5, 4.0, 4.0),
+            (0.25, 8.0, 8.0),
+        ]
+        assert {row["queries"] for row in rows} == {queries}
+
+    def test_kernel(self, on_cpu: bench.Bench) -> None:
+        rows = measured(on_cpu, Group("kernel", Problem(1024, 2, 64), density=0.25))
+        assert [row["kernel"] for row in rows] == ["int8_fp8", "int8_fp16", "none"]
+        for row in rows:
+            assert (row["asked_density"], row["density"], row["graph_ms"]) == (0.25, 0.25, 2.0)
+            assert row["executed_tops"] == pytest.approx(4 * 2 * 1024**2 * 64 * 0.25 / 2.0 / 1e9)
+        errors = {row["kernel"]: row["relative_l1"] for row in rows}
+        assert errors["none"] < 0.004 < errors["int8_fp8"] < 0.05
+        assert errors["int8_fp16"] < errors["int8_fp8"]
+
+    def test_dense_errors(self, on_cpu: bench.Bench) -> None:
+        rows = measured(on_cpu, Group("error", Problem(512, 1, 64)))
+        assert [(row["kernel"], row["target"]) for row in rows] == [
+            ("int8_fp8", 0.013),
+            ("int8_fp16", None),
+            ("none", None),
+            ("cudnn", None),
+        ]
+        assert rows[2]["relative_l1"] < rows[1]["relative_l1"] < rows[0]["relative_l1"] < 0.05
+        assert rows[3]["relative_l1"] is None
+
+    def test_memory(self, on_cpu: bench.Bench) -> None:
+        (row,) = measured(on_cpu, Group("memory", Problem(512, 2, 64)))
+        assert (row["input_bytes"], row["output_bytes"]) == (3 * 2 * 512 * 64 * 2, 2 * 512 * 64 * 2)
+        assert row["extra_share"] == pytest.approx(1 / 6)
+
+    def test_group_that_fails_is_one_row(self, on_cpu: bench.Bench) -> None:
+        (row,) = measured(on_cpu, Group("kernel", Problem(300, 1, 64), density=0.5))
+        assert row["problems"] == {"case": "ValueError: tokens: expected a multiple of 256, got 300"}
+        assert dict(VIEWS["kernel"].cells(row))["ms"] == "n/a"
+        assert newest([row], "kernel") == []
+
+    def test_broken_kernel_spoils_its_own_columns_alone(self, on_cpu: bench.Bench) -> None:
+        def broken(*_: Any, **__: Any) -> None:
+            raise RuntimeError("illegal memory access")
+
+        stages = SimpleNamespace(prepare=Stages.prepare, attend=broken)
+        row = measured(replace(on_cpu, pipeline=stages), Group("end_to_end", Problem(512, 1, 64)))[0]
+        assert row["attend_ms"] is None
+        assert row["problems"]["attend"] == "RuntimeError: illegal memory access"
+        assert row["prepare_ms"] == 0.05
+
+
+END_TO_END: Row = {
+    **{"suite": "end_to_end", **Problem(32768, 16).fields(), "topk": 0.5, "quick": False, "problems": {}},
+    **{"sparge_ms": 5.994, "sparge_graph_ms": 5.9, "cudnn_ms": 14.1, "flash_ms": 25.0, "sparge_tflops": 1467.4},
+    **{"speedup": 2.352, "density": 0.5, "relative_l1": 0.01249, "prepare_ms": 0.421, "floor_ms": 0.1405},
+    **{"attend_ms": 5.4, **bench.stamp(GPU)},
+}
+
+
+class TestTables:
+    def test_cells(self) -> None:
+        assert list(VIEWS["end_to_end"].cells(END_TO_END)) == [
+            ("N", "32768"),
+            ("H", "16"),
+            ("D", "128"),
+            ("causal", "no"),
+            ("topk", "0.5"),
+            ("cuDNN ms", "14.1"),
+            ("FA2 ms", "25.0"),
+            ("sparge ms", "5.99"),
+            ("TFLOP/s", "1467"),
+            ("speed-up", "2.35x"),
+            ("density", "0.500"),
+            ("rel. L1", "0.0125"),
+        ]
+        cells = dict(VIEWS["prepare"].cells(END_TO_END))
+        assert [cells[name] for name in ("prepare ms", "floor ms", "attend ms")] == ["0.421", "0.141", "5.40"]
+        assert dict(VIEWS["end_to_end"].cells({**END_TO_END, "topk": 1.0}))["topk"] == "dense"
+        assert one_line(END_TO_END).startswith("end_to_end: N 32768, H 16, D 128, causal no, topk 0.5, cuDNN ms 14.1")
+
+    def test_newest_row_of_each_case_on_the_last_gpu(self) -> None:
+        quarter = {**END_TO_END, "topk": 0.25}
+        again = {**END_TO_END, "sparge_ms": 5.0}
+        quick = {**END_TO_END, "quick": True}
+        other = {**END_TO_END, "suite": "memory"}
+        assert newest([END_TO_END, quarter, again, quick, other], "end_to_end") == [again, quarter]
+        elsewhere = {**quarter, "gpu": "NVIDIA L40S"}
+        assert newest([END_TO_END, elsewhere], "end_to_end") == [elsewhere]
+        assert newest([], "end_to_end") == []
+
+    def test_markdown_from_the_results(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
+        from benchmarks import tables
+
+        monkeypatch.setattr(tables, "RESULTS", tmp_path)
+        page = (
+            "a\n<!-- table: gpu_end_to_end -->\nold\n<!-- /table -->\nb\n<!-- table: gpu_memory -->\n<!-- /table -->\n"
+        )
+        assert tables.fill(page) == page, "nothing measured yet"
+        missing = {**END_TO_END, "topk": 0.1, "cudnn_ms": None, "speedup": None, "problems": {"cudnn": "No kernel."}}
+        (tmp_path / "gpu.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (END_TO_END, missing)))
+        filled = tables.fill(page)
+        assert "| 32768 | 16 | 128 | no | 0.5 | 14.1 | 25.0 | 5.99 | 1467 | **2.35x** | 0.500 | 0.0125 |\n" in filled
+        assert "| 32768 | 16 | 128 | no | 0.1 | n/a | 25.0 | 5.99 | 1467 | **n/a** | 0.500 | 0.0125 |\n" in filled
+        assert "bf16, B 1; NVIDIA H200; torch 2.11.0; triton 3.6.0; CUDA 13.0; commit 0123456789." in filled
+        assert "n/a: cudnn: No kernel.\n<!-- /table -->" in filled
+        assert filled.endswith("<!-- table: gpu_memory -->\n<!-- /table -->\n")
+        assert "old" not in filled
+        names = {name for name in tables.TABLES if name.startswith("gpu_")}
+        assert names == {f"gpu_{name}" for name in ("end_to_end", "prepare", "kernel", "error", "memory", "crossover")}

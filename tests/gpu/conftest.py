@@ -1,0 +1,191 @@
+"""What the tests of a device share: inputs on it, the float64 oracle there, a time limit, a report.
+
+SPARGE_TEST_DEVICE (default "cuda") and SPARGE_TEST_BACKEND (default "triton") say what is tested. With
+SPARGE_TEST_REPORT set, each process appends one JSON line to that file: counts and seconds of every test file, the
+GPU and the versions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from conftest import assert_exact, exact_attention, make_qkv, plain_lse, relative_l1
+from sparge.evaluate.machine import describe_gpu, describe_machine
+
+DEVICE = torch.device(os.environ.get("SPARGE_TEST_DEVICE", "cuda"))
+BACKEND = os.environ.get("SPARGE_TEST_BACKEND", "triton")
+ON_CUDA = DEVICE.type == "cuda"
+cuda_only = pytest.mark.skipif(not ON_CUDA, reason="tests what only CUDA has, or sizes only a GPU computes in seconds")
+LSE_TOLERANCE = 1e-3
+SECONDS_PER_TEST = 300.0
+
+_results: dict[str, dict[str, float]] = {}
+
+
+def make_inputs(*lengths: int, dtype: torch.dtype = torch.bfloat16, **sizes: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """`make_qkv` on the device; the numbers do not depend on the device."""
+    query, key, value = make_qkv(*lengths, **{"head_dim": 64, "dtype": dtype, **sizes})
+    return query.to(DEVICE), key.to(DEVICE), value.to(DEVICE)
+
+
+def seeded(seed: int) -> torch.Generator:
+    """A generator on the device, for inputs too large to be made elsewhere."""
+    return torch.Generator(DEVICE).manual_seed(seed)
+
+
+def random_bits(*shape: int, share: float = 0.6, seed: int = 5) -> Tensor:
+    """A bool tensor on the device, True for about ``share`` of its entries."""
+    return (torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < share).to(DEVICE)
+
+
+def exact(query: Tensor, key: Tensor, value: Tensor, **call: Any) -> tuple[Tensor, Tensor]:
+    """`exact_attention` where the inputs are."""
+    with query.device:
+        return exact_attention(query, key, value, **call)
+
+
+def assert_matches_exact(got: tuple[Tensor, Tensor], query: Tensor, key: Tensor, value: Tensor, **call: Any) -> None:
+    """The output within the budget of torch's plain path in the same dtype, the LSE within 1e-3; -inf where exact."""
+    output, lse = got
+    with query.device:
+        assert_exact((output, plain_lse(query, key, **call)), query, key, value, **call)  # a float32 LSE always passes
+    assert lse.dtype == torch.float32
+    assert_lse_matches(lse, exact(query, key, value, **call)[1])
+
+
+def assert_lse_matches(lse: Tensor, expected: Tensor) -> None:
+    assert lse.shape == expected.shape
+    empty = expected == -torch.inf
+    assert torch.equal(lse == -torch.inf, empty)
+    moved = (lse.double() - expected)[~empty].abs()
+    assert bool((moved <= LSE_TOLERANCE).all()), f"the LSE moved by {moved.max():.3g}"
+
+
+def rms(difference: Tensor) -> float:
+    """Root of the mean square over the finite entries."""
+    return float(difference[difference.isfinite()].double().square().mean().sqrt())
+
+
+def assert_like_the_reference(
+    got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], exact_result: tuple[Tensor, Tensor]
+) -> None:
+    """Output and LSE differ from those of the specification by little against the error both make on purpose.
+
+    That error (of 8 bits, of skipped products) is the specification's distance to exact attention.
+    """
+    intended = relative_l1(expected[0].double(), exact_result[0])
+    assert relative_l1(got[0].cpu(), expected[0].double()) <= 0.25 * intended + 1e-3
+    assert torch.equal(got[1].cpu() == -torch.inf, expected[1] == -torch.inf)
+    intended = rms(expected[1] - exact_result[1])
+    assert rms(got[1].cpu() - expected[1]) <= 0.25 * intended + LSE_TOLERANCE
+
+
+def equal(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
+    """Whether all tensors are the same bit by bit."""
+    return all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def assert_nearly_equal(got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
+    """Output and LSE of calls that differ in the order of sums: an 8-bit code may round the other way."""
+    assert relative_l1(got[0], expected[0].double()) < 5e-3
+    torch.testing.assert_close(got[1], expected[1], rtol=0, atol=1e-2)
+
+
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Uninitialised memory holds NaN (integers: the largest number).
+
+    torch fills it in deterministic mode only; that mode's complaints (cuBLAS, cumsum) are ignored.
+    """
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    assert torch.empty(4, device=DEVICE).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    torch.utils.deterministic.fill_uninitialized_memory = fills
+
+
+@pytest.fixture
+def much_memory() -> Iterator[None]:
+    """Return what a test of billions of elements took: other processes may share the GPU."""
+    yield
+    if ON_CUDA:
+        torch.cuda.empty_cache()
+
+
+@pytest.fixture(scope="session")
+def real_stderr(pytestconfig: pytest.Config) -> Iterator[int]:
+    """A file descriptor that pytest does not capture."""
+    with pytestconfig.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        descriptor = os.dup(2)
+    yield descriptor
+    os.close(descriptor)
+
+
+@pytest.fixture(autouse=True)
+def time_limit(request: pytest.FixtureRequest, real_stderr: int) -> Iterator[None]:
+    """End the process, stacks printed, when a test takes too long.
+
+    A hung kernel holds Python in a C call, where the signal of pytest-timeout does not arrive.
+    """
+    marker = request.node.get_closest_marker("timeout")
+    asked = marker.args[0] if marker else request.config.getoption("timeout", None)
+    faulthandler.dump_traceback_later(float(asked or SECONDS_PER_TEST), exit=True, file=real_stderr)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    with contextlib.suppress(ValueError):  # pytest-timeout, where installed, has defined it
+        parser.addoption("--timeout", type=float, help="seconds one test may take before the process is ended")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "timeout(seconds): how long a test may take")
+    config.addinivalue_line("filterwarnings", "ignore:.*deterministic:UserWarning")  # see `poisoned_memory`
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if ON_CUDA and not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="needs a CUDA device; SPARGE_TEST_DEVICE names another")
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(skip)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    file = Path(report.location[0])
+    if file.parent.name != Path(__file__).parent.name:
+        return
+    counts = _results.setdefault(file.name, {"passed": 0, "failed": 0, "skipped": 0, "seconds": 0.0})
+    counts["seconds"] += report.duration
+    if report.when == "call" or report.outcome != "passed":
+        counts[report.outcome] += 1
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    path = os.environ.get("SPARGE_TEST_REPORT")
+    if not path or not _results or hasattr(session.config, "workerinput"):
+        return
+    line = {
+        "files": [
+            {"file": name, **counts, "seconds": round(counts["seconds"], 1)} for name, counts in _results.items()
+        ],
+        "backend": BACKEND,
+        **asdict(describe_gpu() if ON_CUDA and torch.cuda.is_available() else describe_machine()),
+    }
+    with open(path, "a") as report:
+        report.write(json.dumps(line) + "\n")

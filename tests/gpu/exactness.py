@@ -1,0 +1,91 @@
+"""The exactness matrix: against float64 without quantisation, full and sparse, for one dtype per test file.
+
+Every head_dim meets every pair of lengths; causality, grouped heads and layout change between these cases so that any
+two settings occur together (`test_every_pair_occurs`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from itertools import combinations, product
+
+import pytest
+import torch
+from torch import Tensor
+
+import sparge
+from conftest import SPARSE
+from gpu.conftest import BACKEND, assert_matches_exact, make_inputs
+
+HEAD_DIMS = (32, 40, 64, 72, 96, 128, 160, 192, 256)
+LENGTHS = ((200, 200), (129, 321), (330, 129), (1, 200), (512, 1000))
+
+
+@dataclass(frozen=True)
+class Case:
+    head_dim: int
+    lengths: tuple[int, int]
+    is_causal: bool
+    heads: tuple[int, int]
+    layout: str
+
+    def __str__(self) -> str:
+        causal = "causal" if self.is_causal else "full"
+        lengths, heads = "x".join(map(str, self.lengths)), ":".join(map(str, self.heads))
+        return f"{self.head_dim}-{lengths}-{causal}-{heads}-{self.layout}"
+
+
+CASES = [
+    Case(
+        head_dim,
+        lengths,
+        is_causal=(a + b) % 2 == 1,
+        heads=((6, 2), (2, 2))[(a + b // 2) % 2],
+        layout=("HND", "NHD")[(a // 2 + b) % 2],
+    )
+    for (a, head_dim), (b, lengths) in product(enumerate(HEAD_DIMS), enumerate(LENGTHS))
+]
+
+
+def run(case: Case, query: Tensor, key: Tensor, value: Tensor, **options: object) -> tuple[Tensor, Tensor]:
+    """A call in the case's layout, its result heads first. The NHD inputs are heads-last in memory."""
+    tensors = [query, key, value]
+    if case.layout == "NHD":
+        tensors = [tensor.transpose(1, 2).contiguous() for tensor in tensors]
+    output, lse = sparge.attention(
+        *tensors,
+        is_causal=case.is_causal,
+        enable_gqa=True,
+        layout=case.layout,
+        quantization="none",
+        return_lse=True,
+        backend=BACKEND,
+        **options,
+    )
+    return (output.transpose(1, 2) if case.layout == "NHD" else output), lse
+
+
+class Exactness:
+    """Subclasses say which dtype."""
+
+    dtype: torch.dtype
+
+    def test_every_pair_occurs(self) -> None:
+        for first, second in combinations([field.name for field in fields(Case)], 2):
+            pairs = {(getattr(case, first), getattr(case, second)) for case in CASES}
+            choices = [{getattr(case, name) for case in CASES} for name in (first, second)]
+            assert len(pairs) == len(choices[0]) * len(choices[1])
+
+    @pytest.mark.parametrize("case", CASES, ids=str)
+    def test_full_and_sparse(self, case: Case) -> None:
+        heads, kv_heads = case.heads
+        query, key, value = make_inputs(
+            *case.lengths, batch=2, heads=heads, kv_heads=kv_heads, head_dim=case.head_dim, dtype=self.dtype
+        )
+        call = {"is_causal": case.is_causal}
+        assert_matches_exact(run(case, query, key, value, topk=1), query, key, value, **call)
+        blocks = sparge.predict(query, key, enable_gqa=True, backend=BACKEND, **SPARSE, **call)
+        assert blocks.density() < 0.6
+        got = run(case, query, key, value, **SPARSE)
+        assert_matches_exact(got, query, key, value, block_mask=blocks.to_dense(), **call)
+        assert sparge.stats().reasons == {f"sparse: {BACKEND}": 2}

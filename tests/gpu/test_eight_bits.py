@@ -1,0 +1,168 @@
+"""The 8-bit modes and the P V threshold: the specification's numbers, and sums that stay accurate over many keys."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import sparge
+from conftest import causality, modes, relative_l1
+from gpu.conftest import (
+    BACKEND,
+    DEVICE,
+    assert_like_the_reference,
+    assert_nearly_equal,
+    equal,
+    exact,
+    make_inputs,
+    random_bits,
+)
+from sparge import Dense, TopK
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
+
+EIGHT_BITS = pytest.mark.parametrize("quantization", ["int8_fp8", "int8_fp16"])
+DTYPE_OF = {"int8_fp8": torch.bfloat16, "int8_fp16": torch.float16, "none": torch.float16}
+"""The output's rounding has to stay small beside a mode's own error."""
+
+
+def both(
+    query: Tensor, key: Tensor, value: Tensor, blocks: Tensor, attn_mask: Tensor | None = None, **options: Any
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Output and LSE over the given blocks, of the backend and of the specification on the CPU."""
+    call = {"enable_gqa": True, "return_lse": True, **options}
+    got = sparge.block_sparse_attention(query, key, value, blocks, attn_mask=attn_mask, **{**call, "backend": BACKEND})
+    copies = [tensor if tensor is None else tensor.cpu() for tensor in (query, key, value, blocks, attn_mask)]
+    call = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in call.items()}
+    expected = sparge.block_sparse_attention(*copies[:4], attn_mask=copies[4], backend="reference", **call)
+    return got, expected
+
+
+def exact_on_cpu(query: Tensor, key: Tensor, value: Tensor, **call: Any) -> tuple[Tensor, Tensor]:
+    output, lse = exact(query, key, value, **call)
+    return output.cpu(), lse.cpu()
+
+
+class TestAgainstTheSpecification:
+    @EIGHT_BITS
+    @causality
+    @pytest.mark.parametrize("head_dim", [64, 72, 128, 256])
+    def test_widths(self, head_dim: int, is_causal: bool, quantization: str) -> None:
+        q_len = 400 if head_dim < 256 else 200  # the specification takes its time
+        tensors = make_inputs(
+            q_len, 400, heads=2, kv_heads=1, head_dim=head_dim, dtype=DTYPE_OF[quantization], seed=head_dim
+        )
+        blocks = random_bits(1, 2, -(-q_len // 128), 7)
+        blocks[..., 0] = True
+        got, expected = both(*tensors, blocks, is_causal=is_causal, quantization=quantization)
+        exact_result = exact_on_cpu(*tensors, is_causal=is_causal, block_mask=blocks)
+        assert 1e-3 < relative_l1(expected[0], exact_result[0]) < 0.1
+        assert_like_the_reference(got, expected, exact_result)
+
+    @EIGHT_BITS
+    @pytest.mark.parametrize("kind", ["padding", "bias"])
+    def test_masks(self, kind: str, quantization: str) -> None:
+        tensors = make_inputs(200, 330, batch=2, heads=2, kv_heads=1, dtype=DTYPE_OF[quantization])
+        if kind == "padding":
+            mask = (torch.arange(330, device=DEVICE) < torch.tensor([330, 100], device=DEVICE)[:, None])[:, None, None]
+        else:
+            mask = torch.randn(1, 2, 200, 330, generator=torch.Generator().manual_seed(4)).to(DEVICE)
+            mask[..., 60:150] = -torch.inf
+        blocks = torch.ones(2, 6, dtype=torch.bool, device=DEVICE)
+        got, expected = both(*tensors, blocks, mask, is_causal=True, quantization=quantization)
+        assert_like_the_reference(got, expected, exact_on_cpu(*tensors, is_causal=True, attn_mask=mask))
+
+    @EIGHT_BITS
+    def test_float32_inputs_and_another_value_width(self, quantization: str) -> None:
+        tensors = make_inputs(200, 400, heads=2, kv_heads=1, value_dim=32, dtype=torch.float32)
+        blocks = torch.ones(2, 7, dtype=torch.bool, device=DEVICE)
+        got, expected = both(*tensors, blocks, quantization=quantization)
+        assert_like_the_reference(got, expected, exact_on_cpu(*tensors))
+
+    @EIGHT_BITS
+    def test_the_dense_call_is_that_of_all_blocks(self, quantization: str) -> None:
+        query, key, value = make_inputs(400, heads=2)
+        options = {"quantization": quantization, "return_lse": True, "backend": BACKEND}
+        dense = sparge.attention(query, key, value, sparsity=Dense(), **options)
+        blocks = torch.ones(4, 7, dtype=torch.bool, device=DEVICE)
+        assert_nearly_equal(dense, sparge.block_sparse_attention(query, key, value, blocks, **options))
+
+    @EIGHT_BITS
+    def test_an_offset_of_the_keys_changes_little(self, quantization: str) -> None:
+        """Smoothing removes it before the keys are rounded to 8 bits; without that the error would grow tenfold."""
+        query, key, value = make_inputs(400, heads=2, dtype=torch.float32)
+        errors = []
+        for offset in (0.0, 30.0):
+            shifted = key + offset * torch.randn(1, 2, 1, 64, generator=torch.Generator().manual_seed(8)).to(DEVICE)
+            output = sparge.attention(
+                query, shifted, value, sparsity=Dense(), quantization=quantization, backend=BACKEND
+            )
+            errors.append(relative_l1(output, exact(query, shifted, value)[0]))
+        assert errors[1] < 1.1 * errors[0] < 0.1
+
+
+class TestLongSums:
+    """The tensor cores keep 13 fraction bits of an FP8 sum: one accumulator for all keys loses most of it."""
+
+    @EIGHT_BITS
+    @pytest.mark.parametrize("head_dim", [64, 128])
+    def test_32768_keys_of_equal_weight(self, head_dim: int, quantization: str) -> None:
+        query, key, value = make_inputs(128, 32768, heads=1, head_dim=head_dim)
+        query, value = 1e-4 * query, 1 + 0.25 * value
+        output, lse = sparge.attention(
+            query, key, value, sparsity=Dense(), quantization=quantization, return_lse=True, backend=BACKEND
+        )
+        expected, expected_lse = exact(query, key, value)
+        assert relative_l1(output, expected) <= 0.005
+        assert (lse - expected_lse).abs().max() <= 1e-3
+
+
+class TestPvThreshold:
+    LEVELS = (0.0, -2.0, -0.3, -2.0, 0.2, -2.0)
+    """What the scores of each key block centre on, far from a threshold of -1 against the spread of .1 about it."""
+
+    def sample(self, quantization: str) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = make_inputs(384, heads=2, dtype=torch.float32)
+        query, key = 0.1 * query, key - key.mean(2, keepdim=True)
+        query[..., 0] = 4.0  # times the key's channel 0, times the scale of 1/8: the level
+        key[..., 0] = 2 * torch.tensor(self.LEVELS, device=DEVICE).repeat_interleave(64)
+        query, key, value = (tensor.to(DTYPE_OF[quantization]) for tensor in (query, key, value))
+        return query, key, value
+
+    @modes
+    @causality
+    @pytest.mark.parametrize("threshold", [-1.0, torch.tensor([-1e4, -1.0])], ids=["one", "per head"])
+    def test_skips_what_the_specification_skips(self, threshold: Any, is_causal: bool, quantization: str) -> None:
+        tensors = self.sample(quantization)
+        blocks = torch.ones(1, 2, 3, 6, dtype=torch.bool, device=DEVICE)
+        options = {"is_causal": is_causal, "quantization": quantization}
+        threshold = threshold.to(DEVICE) if isinstance(threshold, Tensor) else threshold
+        got, expected = both(*tensors, blocks, pv_threshold=threshold, **options)
+        plain = sparge.block_sparse_attention(*tensors, blocks, backend=BACKEND, **options)
+        skipped = relative_l1(plain.cpu(), expected[0].double())
+        assert skipped > 0.04, "products were skipped"
+        intended = relative_l1(expected[0], exact_on_cpu(*tensors, is_causal=is_causal)[0])
+        assert relative_l1(got[0].cpu(), expected[0].double()) <= 0.1 * min(skipped, intended) + 1e-3
+        assert (got[1].cpu() - expected[1]).abs().max() <= 0.01
+
+    @modes
+    def test_one_of_minus_infinity_changes_nothing(self, quantization: str) -> None:
+        tensors = self.sample(quantization)
+        results = [
+            sparge.attention(
+                *tensors,
+                is_causal=True,
+                sparsity=TopK(0.5, min_blocks=1, pv_threshold=threshold),
+                quantization=quantization,
+                return_lse=True,
+                backend=BACKEND,
+            )
+            for threshold in (-math.inf, -1e4, None)
+        ]
+        assert equal(results[0], results[1])
+        for ours, plain in zip(results[0], results[2], strict=True):  # two kernels: one rounding apart at most
+            torch.testing.assert_close(ours, plain, rtol=torch.finfo(ours.dtype).eps, atol=1e-5)

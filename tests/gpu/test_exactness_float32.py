@@ -1,0 +1,14 @@
+"""The exactness matrix in float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gpu.exactness import Exactness
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
+
+
+class TestFloat32(Exactness):
+    dtype = torch.float32

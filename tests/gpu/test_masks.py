@@ -1,0 +1,204 @@
+"""Masks of every kind are honoured, rows that see nothing give 0 and -inf, what is hidden does not matter."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import sparge
+from conftest import SPARSE, causality, modes
+from gpu.conftest import BACKEND, DEVICE, assert_matches_exact, equal, make_inputs, random_bits
+from sparge import Dense, TopCdf, TopK
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
+
+KINDS = (
+    "padding",
+    "additive padding",
+    "bool",
+    "bool per head",
+    "bool per head and key",
+    "bool per query",
+    "additive",
+    "additive per head",
+    "additive per key in bfloat16",
+    "sliding window",
+)
+
+
+def mask_of(kind: str, q_len: int, kv_len: int, batch: int, heads: int) -> Tensor:
+    def bias(*shape: int) -> Tensor:
+        return 2 * torch.randn(shape, generator=torch.Generator().manual_seed(7)).to(DEVICE)
+
+    lengths = torch.tensor([kv_len, kv_len // 2, 3], device=DEVICE)[:batch, None]
+    padding = torch.arange(kv_len, device=DEVICE) < lengths
+    lowest = torch.finfo(torch.float32).min
+    per_head = random_bits(1, heads, q_len, kv_len)
+    per_head[:, 1, 10:20] = False
+    made = {
+        "padding": padding[:, None, None],
+        "additive padding": torch.zeros_like(padding, dtype=torch.float32).masked_fill(~padding, lowest)[:, None, None],
+        "bool": random_bits(q_len, kv_len),
+        "bool per head": per_head,
+        "bool per head and key": random_bits(1, heads, 1, kv_len),
+        "bool per query": random_bits(batch, 1, q_len, 1),
+        "additive": bias(batch, 1, q_len, kv_len).masked_fill(~random_bits(q_len, kv_len), -math.inf),
+        "additive per head": bias(1, heads, q_len, kv_len).masked_fill(~per_head, lowest),
+        "additive per key in bfloat16": bias(batch, 1, 1, kv_len).bfloat16(),
+        "sliding window": torch.ones(q_len, kv_len, dtype=torch.bool, device=DEVICE).tril(40).triu(-40),
+    }
+    return made[kind]
+
+
+@causality
+@pytest.mark.parametrize("kind", KINDS)
+def test_masks_are_honoured(kind: str, is_causal: bool) -> None:
+    """Full, and sparse: exact attention over the blocks that `predict` names for the same call."""
+    query, key, value = make_inputs(140, 640, batch=2, heads=4, kv_heads=2)
+    call = {"is_causal": is_causal, "attn_mask": mask_of(kind, 140, 640, 2, 4)}
+    options = {"enable_gqa": True, "backend": BACKEND, **call}
+    full = sparge.attention(query, key, value, topk=1, quantization="none", return_lse=True, **options)
+    assert_matches_exact(full, query, key, value, **call)
+    blocks = sparge.predict(query, key, **SPARSE, **options)
+    assert 0 < blocks.density() < 0.5
+    got = sparge.attention(query, key, value, quantization="none", return_lse=True, **SPARSE, **options)
+    assert_matches_exact(got, query, key, value, block_mask=blocks.to_dense(), **call)
+
+
+@pytest.mark.parametrize("kind", ["padding", "bool per head", "additive"])
+def test_the_dense_call_honours_masks(kind: str) -> None:
+    query, key, value = make_inputs(140, 330, batch=2, heads=4, kv_heads=2)
+    mask = mask_of(kind, 140, 330, 2, 4)
+    got = sparge.attention(
+        *(query, key, value, mask),
+        is_causal=True,
+        enable_gqa=True,
+        sparsity=Dense(),
+        quantization="none",
+        return_lse=True,
+        backend=BACKEND,
+    )
+    assert_matches_exact(got, query, key, value, is_causal=True, attn_mask=mask)
+
+
+@pytest.mark.parametrize("kind", ["padding", "bool per head", "additive"])
+def test_strided_masks(kind: str) -> None:
+    """A transposed mask, and one with memory between its rows, mean what their copies mean."""
+    query, key, value = make_inputs(140, 330, batch=2, heads=4, kv_heads=2)
+    mask = mask_of(kind, 140, 330, 2, 4)
+    apart = torch.zeros(*mask.shape[:-1], 2 * mask.shape[-1], dtype=mask.dtype, device=DEVICE)[..., ::2].copy_(mask)
+    call = {"enable_gqa": True, "topk": 1.0, "quantization": "none", "return_lse": True, "backend": BACKEND}
+    results = [sparge.attention(query, key, value, given, **call) for given in (mask, mask.mT.contiguous().mT, apart)]
+    assert equal(results[1], results[0])
+    assert equal(results[2], results[0])
+
+
+SPARSITIES = {
+    "topk": TopK(0.3, min_blocks=1),
+    "topcdf": TopCdf(0.7, min_blocks=1, similarity_threshold=0.05),
+    "dense": Dense(),
+}
+
+
+@modes
+@causality
+@pytest.mark.parametrize("sparsity", SPARSITIES.values(), ids=SPARSITIES)
+@pytest.mark.parametrize("form", ["bool", "additive", "element"])
+def test_hidden_keys_do_not_matter(form: str, sparsity: Any, is_causal: bool, quantization: str) -> None:
+    query, key, value = make_inputs(150, 400, heads=2, kv_heads=1)
+    hidden = torch.arange(400, device=DEVICE) >= 270
+    hidden[17] = hidden[64:128] = True
+    mask = ~hidden
+    if form == "additive":
+        mask = torch.zeros(400, device=DEVICE).masked_fill(hidden, -math.inf)
+    elif form == "element":
+        mask = mask.expand(150, 400).clone()
+        mask[3, :100] = False
+    results = []
+    for garbage in (0.0, 1e30, math.nan, math.inf):
+        key[:, :, hidden] = value[:, :, hidden] = garbage
+        results.append(
+            sparge.attention(
+                *(query, key, value, mask),
+                is_causal=is_causal,
+                enable_gqa=True,
+                sparsity=sparsity,
+                quantization=quantization,
+                return_lse=True,
+                backend=BACKEND,
+            )
+        )
+    assert results[0][0].isfinite().all()
+    for other in results[1:]:
+        assert equal(other, results[0])
+
+
+@modes
+@pytest.mark.parametrize("pv_threshold", [None, -3.0])
+@pytest.mark.parametrize("form", ["bool", "additive"])
+def test_hidden_rows(form: str, pv_threshold: float | None, quantization: str) -> None:
+    """Rows and blocks of rows that see nothing give 0 and -inf, and their queries do not matter."""
+    query, key, value = make_inputs(300, 200, heads=2)
+    seen = random_bits(300, 200, share=0.9)
+    seen[5] = seen[128:256] = seen[299] = False
+    empty = ~seen.any(-1)
+    mask = seen if form == "bool" else torch.zeros(300, 200, device=DEVICE).masked_fill(~seen, -math.inf)
+    results = []
+    for garbage in (0.0, 1e30, math.nan):
+        query[:, :, empty] = garbage
+        results.append(
+            sparge.attention(
+                *(query, key, value, mask),
+                sparsity=TopK(1, pv_threshold=pv_threshold),
+                quantization=quantization,
+                return_lse=True,
+                backend=BACKEND,
+            )
+        )
+    output, lse = results[0]
+    assert (output[:, :, empty] == 0).all()
+    assert (lse[:, :, empty] == -math.inf).all()
+    assert lse[:, :, ~empty].isfinite().all()
+    for other in results[1:]:
+        assert equal(other, results[0])
+
+
+@modes
+@pytest.mark.parametrize("name", ["all keys hidden", "one item's keys hidden", "more queries than keys"])
+def test_calls_that_see_little(name: str, quantization: str) -> None:
+    query, key, value = make_inputs(330, 129, batch=2, heads=4, kv_heads=2)
+    seen = torch.ones(2, 1, 330, 129, dtype=torch.bool, device=DEVICE)
+    mask = None
+    if name == "more queries than keys":
+        seen = seen.tril(129 - 330)
+    else:
+        mask = torch.ones(2, 1, 1, 129, dtype=torch.bool, device=DEVICE)
+        mask[0 if name.startswith("one") else slice(None)] = False
+        seen = seen & mask
+    output, lse = sparge.attention(
+        *(query, key, value, mask),
+        is_causal=mask is None,
+        enable_gqa=True,
+        quantization=quantization,
+        return_lse=True,
+        backend=BACKEND,
+    )
+    empty = ~seen.any(-1).expand(2, 4, 330)
+    assert (output[empty] == 0).all()
+    assert (lse[empty] == -math.inf).all()
+    assert lse[~empty].isfinite().all()
+    assert (output[~empty] != 0).any(-1).all()
+
+
+@modes
+def test_nan_in_an_additive_mask(quantization: str) -> None:
+    query, key, value = make_inputs(200, heads=2)
+    mask = torch.zeros(200, 200, device=DEVICE)
+    mask[7, 9] = math.nan
+    output = sparge.attention(query, key, value, mask, topk=1, quantization=quantization, backend=BACKEND)
+    assert output[:, :, 7].isnan().all()
+    assert output[:, :, torch.arange(200, device=DEVICE) != 7].isfinite().all()

@@ -1,0 +1,324 @@
+"""torch.compile, CUDA graphs, streams, synchronisation, recompilation, statistics."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.library import opcheck
+
+import sparge
+from conftest import modes
+from gpu.conftest import BACKEND, DEVICE, ON_CUDA, cuda_only, equal, make_inputs
+from sparge import Dense, TopCdf, TopK
+
+pytestmark = pytest.mark.gpu
+
+CALLS: dict[str, dict[str, Any]] = {
+    "causal": {"topk": 0.3, "is_causal": True, "quantization": "none"},
+    "8 bits": {"topk": 0.3, "quantization": "int8_fp8"},
+    "8 bits, threshold": {"sparsity": TopCdf(0.9, min_blocks=1, pv_threshold=-8.0), "quantization": "int8_fp16"},
+    "judged": {"sparsity": TopK(0.3, similarity_threshold=0.01), "score": "mean", "quantization": "none"},
+    "dense": {"sparsity": Dense(), "quantization": "int8_fp8", "is_causal": True},
+}
+calls = pytest.mark.parametrize("name", CALLS)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    return sparge.attention(query, key, value, enable_gqa=True, return_lse=True, backend=BACKEND, **options)
+
+
+def qkv(length: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    return make_inputs(length, heads=4, kv_heads=2, seed=seed)
+
+
+def padding_of(length: int) -> Tensor:
+    """(1, 1, 1, length), the last 50 keys hidden."""
+    return (torch.arange(length, device=DEVICE) < length - 50)[None, None, None]
+
+
+class TestCompile:
+    @calls
+    def test_one_full_graph_serves_all_lengths(self, name: str) -> None:
+        graphs = []
+
+        def count_graphs(graph: torch.fx.GraphModule, _: object) -> object:
+            graphs.append(graph)
+            return graph.forward
+
+        torch._dynamo.reset()
+        compiled = torch.compile(
+            lambda *inputs: attend(*inputs, **CALLS[name]), backend=count_graphs, fullgraph=True, dynamic=True
+        )
+        for length in (700, 1024, 1337, 2100):
+            assert equal(compiled(*qkv(length)), attend(*qkv(length), **CALLS[name]))
+        assert len(graphs) == 1, "a new length must not compile again"
+
+    def test_the_default_compiler(self) -> None:
+        torch._dynamo.reset()
+
+        def block(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            mask = sparge.predict(query, key, topk=0.3, enable_gqa=True, backend=BACKEND)
+            return 2 * sparge.block_sparse_attention(query, key, value, mask, enable_gqa=True, backend=BACKEND)
+
+        compiled = torch.compile(block, fullgraph=True, dynamic=True, backend="inductor" if ON_CUDA else "aot_eager")
+        for length in (700, 1024):
+            assert torch.equal(compiled(*qkv(length)), block(*qkv(length)))
+
+    def test_operators_pass_opcheck(self) -> None:
+        query, key, value = make_inputs(300, heads=2)
+        mask = sparge.predict(query, key, topk=0.5, is_causal=True, backend=BACKEND)
+        lists = (mask.kv_num_blocks, mask.kv_indices, mask.visible_num_blocks)
+        per_head = torch.tensor([0.3, 0.6], device=DEVICE)
+        rule = ("topk", 1.0, per_head, 0.1, None, 4, True, True, 8, [0, 5])
+        cases = {
+            torch.ops.sparge.predict.default: (query, key, padding_of(300), True, 0.2, *rule, BACKEND),
+            torch.ops.sparge.attend.default: (
+                *(query, key, value, *lists, None, True, 0.2),
+                *("int8_fp8", -8.0, None, BACKEND),
+            ),
+            torch.ops.sparge.dense.default: (query, key, value, None, True, 0.2, "none", BACKEND, "a check"),
+        }
+        for operator, arguments in cases.items():
+            assert set(opcheck(operator, arguments).values()) == {"SUCCESS"}
+
+
+@cuda_only
+class TestStreams:
+    @calls
+    @pytest.mark.parametrize("masked", [False, True], ids=["no mask", "padding"])
+    def test_a_captured_graph_follows_its_inputs(self, name: str, masked: bool) -> None:
+        static = qkv(1000)
+        mask = padding_of(1000) if masked else None
+        call = functools.partial(attend, attn_mask=mask, **CALLS[name])
+        warm_up = torch.cuda.Stream()
+        warm_up.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(warm_up):
+            call(*static)
+        torch.cuda.current_stream().wait_stream(warm_up)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = call(*static)
+        for seed in (1, 2, 3):
+            other = qkv(1000, seed)
+            for tensor, new in zip(static, other, strict=True):
+                tensor.copy_(new)
+            graph.replay()
+            assert equal(captured, call(*other))
+
+    @calls
+    def test_a_side_stream(self, name: str) -> None:
+        """Work goes to the current stream: inputs that arrive late there are waited for."""
+        expected = attend(*qkv(1000), **CALLS[name])
+        late = [torch.zeros_like(tensor) for tensor in qkv(1000)]
+        source = qkv(1000)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(20_000_000)  # about 10 ms
+            for tensor, number in zip(late, source, strict=True):
+                tensor.copy_(number)
+            got = attend(*late, **CALLS[name])
+        torch.cuda.current_stream().wait_stream(side)
+        assert equal(got, expected)
+
+    def test_the_current_device_stays(self) -> None:
+        last = torch.cuda.device_count() - 1
+        tensors = [tensor.to(f"cuda:{last}") for tensor in qkv(700)]
+        before = torch.cuda.current_device()
+        got = attend(*tensors, topk=0.3, quantization="int8_fp8")
+        assert torch.cuda.current_device() == before
+        expected = attend(*qkv(700), topk=0.3, quantization="int8_fp8")
+        assert equal([tensor.to(DEVICE) for tensor in got], expected)
+
+    @pytest.fixture
+    def no_waiting(self) -> Iterator[Callable[[Callable[[], Any]], Any]]:
+        """Runs a call twice; the second time whatever waits for the GPU raises."""
+
+        def run(call: Callable[[], Any]) -> Any:
+            call()
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return call()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        yield run
+        torch.cuda.set_sync_debug_mode("default")
+
+    @calls
+    @pytest.mark.parametrize("masked", [False, True], ids=["no mask", "padding"])
+    def test_attention_does_not_wait(self, name: str, masked: bool, no_waiting: Callable[..., Any]) -> None:
+        tensors, mask = qkv(1000), padding_of(1000) if masked else None
+        no_waiting(lambda: attend(*tensors, attn_mask=mask, **CALLS[name]))
+
+    def test_the_other_calls_do_not_wait(self, no_waiting: Callable[..., Any]) -> None:
+        query, key, value = qkv(1000)
+        options = {"enable_gqa": True, "backend": BACKEND}
+        per_head = TopK(torch.tensor([0.1, 0.2, 0.4, 0.8], device=DEVICE), pv_threshold=-8.0)
+        for sparsity in (TopK(0.3), TopCdf(0.8), per_head):
+            mask = no_waiting(
+                lambda sparsity=sparsity: sparge.predict(
+                    query, key, sparsity=sparsity, always_keep=[(0, 70)], is_causal=True, **options
+                )
+            )
+            for quantization in ("none", "int8_fp8"):
+                no_waiting(
+                    lambda mask=mask, quantization=quantization: sparge.block_sparse_attention(
+                        query, key, value, mask, quantization=quantization, pv_threshold=-8.0, **options
+                    )
+                )
+        blocks = mask.to_dense()
+        no_waiting(lambda: sparge.block_sparse_attention(query, key, value, blocks, **options))
+
+    @pytest.mark.parametrize("layout", ["NHD", "packed"])
+    @pytest.mark.parametrize("quantization", ["none", "int8_fp8"])
+    def test_views_are_not_copied(self, quantization: str, layout: str) -> None:
+        """A call on views takes no more memory than one on contiguous tensors; one copy would be 8 MiB."""
+        plain = make_inputs(4096, heads=8, head_dim=128)
+        packed = torch.stack([tensor.transpose(1, 2) for tensor in plain], 2)  # [B, S, 3, H, D]
+        views = packed.unbind(2)
+        if layout == "NHD":
+            views = [view.contiguous() for view in views]
+        options = {"topk": 0.3, "quantization": quantization}
+        peaks = []
+        for tensors, order in ((plain, "HND"), (views, "NHD")):
+            attend(*tensors, layout=order, **options)
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            attend(*tensors, layout=order, **options)
+            peaks.append(torch.cuda.max_memory_allocated() - before)
+        assert peaks[1] < peaks[0] + 4 * 2**20
+
+
+def compiled_kernels() -> int:
+    """Variants of the backend's kernels that this process has compiled."""
+    from triton.runtime.jit import JITFunction
+
+    kernels = set()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("sparge.backends.triton"):
+            for attribute in vars(module).values():
+                while not isinstance(attribute, JITFunction) and hasattr(attribute, "fn"):  # autotuners wrap kernels
+                    attribute = attribute.fn
+                if isinstance(attribute, JITFunction):
+                    kernels.add(attribute)
+    assert kernels, "no kernel was found"
+    variants = 0
+    for kernel in kernels:
+        if hasattr(kernel, "device_caches"):  # a tuple per device, its first entry the variants
+            variants += sum(len(caches[0]) for caches in kernel.device_caches.values())
+        else:  # Triton before 3.3
+            variants += sum(map(len, kernel.cache.values()))
+    return variants
+
+
+@cuda_only
+class TestKernels:
+    @modes
+    @pytest.mark.parametrize("masked", [False, True], ids=["no mask", "padding"])
+    @pytest.mark.skipif(BACKEND != "triton", reason="counts Triton's kernels")
+    def test_lengths_do_not_compile_kernels(self, masked: bool, quantization: str) -> None:
+        """Selection, whose row lives in registers, may compile once per doubling of the keys; nothing else again."""
+
+        def run(length: int) -> None:
+            mask = padding_of(length) if masked else None
+            attend(*qkv(length), attn_mask=mask, topk=0.3, is_causal=True, quantization=quantization)
+
+        warm_up = [1000, 3000, 6000]
+        if masked:
+            warm_up += [1024, 3072, 6016]  # the rows of a mask may start at multiples of 16 or not
+        for length in warm_up:
+            run(length)
+        before = compiled_kernels()
+        assert before > 0
+        lengths = [130, 192, 255, 256, 257, 511, 512, 640, 777, 960, 961, 1023, 1025, 1280, 1921, 2000, 2047, 2048]
+        lengths += [2049, 2561, 3000, 3333, 4000, 4095, 4096, 4097, 5000, 6143, 7777, 8191]
+        assert len(lengths) == 30
+        for length in lengths:
+            run(length)
+        assert compiled_kernels() == before
+
+
+class TestSettings:
+    @calls
+    @pytest.mark.parametrize("setting", ["autocast", "inference mode", "float64 by default", "tf32"])
+    def test_global_settings_change_nothing(self, name: str, setting: str) -> None:
+        tensors = qkv(700)
+        expected = attend(*tensors, **CALLS[name])
+        if setting == "autocast":
+            with torch.autocast(DEVICE.type, torch.float16 if ON_CUDA else torch.bfloat16):
+                got = attend(*tensors, **CALLS[name])
+        elif setting == "inference mode":
+            with torch.inference_mode():
+                got = attend(*tensors, **CALLS[name])
+        elif setting == "float64 by default":
+            torch.set_default_dtype(torch.float64)
+            try:
+                got = attend(*tensors, **CALLS[name])
+            finally:
+                torch.set_default_dtype(torch.float32)
+        else:
+            before = torch.get_float32_matmul_precision()
+            torch.set_float32_matmul_precision("medium")
+            try:
+                got = attend(*tensors, **CALLS[name])
+            finally:
+                torch.set_float32_matmul_precision(before)
+        assert equal(got, expected)
+
+    def test_threads(self) -> None:
+        """Concurrent calls count exactly and give what they give alone."""
+        jobs = [
+            functools.partial(attend, *qkv(500 + 7 * index), **CALLS[name])
+            for index, name in enumerate(name for name in CALLS for _ in range(4))
+        ]
+        alone = [job() for job in jobs]
+        serial = sparge.stats()
+        sparge.reset_stats()
+        if ON_CUDA:
+            torch.cuda.synchronize()
+        with ThreadPoolExecutor(8) as pool:
+            together = [future.result() for future in [pool.submit(job) for job in jobs]]
+        assert sparge.stats() == serial
+        assert serial.calls == 20
+        assert all(equal(a, b) for a, b in zip(together, alone, strict=True))
+
+
+class TestStatistics:
+    def test_calls_and_density(self) -> None:
+        query, key, value = qkv(1280)
+        for _ in range(2):
+            attend(query, key, value, sparsity=TopK(0.25, min_blocks=1))
+        attend(query, key, value, sparsity=Dense())
+        half = torch.zeros(10, 20, dtype=torch.bool, device=DEVICE)
+        half[:, :10] = True
+        sparge.block_sparse_attention(query, key, value, half, enable_gqa=True, backend=BACKEND)
+        sparge.predict(query, key, enable_gqa=True, backend=BACKEND)
+        stats = sparge.stats()
+        assert stats.reasons == {f"sparse: {BACKEND}": 3, "dense: sparsity=Dense()": 1}
+        assert (stats.calls, stats.sparse, stats.dense) == (4, 3, 1)
+        assert stats.density == pytest.approx((0.25 + 0.25 + 0.5) / 3, abs=1e-12)
+
+    @pytest.mark.parametrize("masked", [False, True], ids=["no mask", "padding"])
+    def test_the_density_is_that_of_the_mask(self, masked: bool) -> None:
+        query, key, value = qkv(700)
+        options = {"sparsity": TopCdf(0.6, min_blocks=1), "is_causal": True}
+        options["attn_mask"] = padding_of(700) if masked else None
+        attend(query, key, value, **options)
+        mask = sparge.predict(query, key, enable_gqa=True, backend=BACKEND, **options)
+        assert 0 < mask.density() < 1
+        assert sparge.stats().density == pytest.approx(mask.density(), abs=1e-12)
+
+    def test_a_named_backend_does_not_go_dense(self) -> None:
+        query, key, value = qkv(100)
+        attend(query, key, value, topk=0.5)
+        assert sparge.stats().reasons == {f"sparse: {BACKEND}": 1}
