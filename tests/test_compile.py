@@ -105,7 +105,11 @@ def test_operators_pass_opcheck():
             *(query, key, value, *lists, None, True, 0.2),
             *("int8_fp8", -8.0, None, "torch"),
         ),
-        torch.ops.sparge.dense.default: (query, key, value, None, True, 0.2, "none", "torch", "a check"),
+        torch.ops.sparge.dense.default: (query, key, value, None, True, 0.2, "none", True, "torch", "a check"),
+        torch.ops.sparge.attention.default: (
+            *(query, key, value, *prediction[2:-1]),
+            *("int8_fp8", -8.0, None, "torch"),
+        ),
     }
     for operator, arguments in cases.items():
         assert set(opcheck(operator, arguments).values()) == {"SUCCESS"}

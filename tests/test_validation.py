@@ -190,7 +190,7 @@ class TestChoices:
     @EVERY
     @pytest.mark.parametrize("wrong", ["cuda", "TORCH", "", None, 3])
     def test_backend(self, call: Call, wrong: Any) -> None:
-        message = f"backend: expected one of 'auto', 'torch', 'reference', got {wrong!r}"
+        message = f"backend: expected one of 'auto', 'triton', 'torch', 'reference', got {wrong!r}"
         rejects(ValueError, message, call, *QKV, backend=wrong)
 
     @EVERY

@@ -114,6 +114,12 @@ class TopK(Selection):
         _check_range("topk", self.topk, 0.0, 1.0, "(0, 1]")
         super().__post_init__()
 
+    @classmethod
+    def of(cls, topk: PerHead) -> TopK:
+        """The default rules with another share. torch.compile up to torch 2.11 cannot trace the constructor."""
+        _check_range("topk", topk, 0.0, 1.0, "(0, 1]")
+        return trusted(cls, topk=topk)
+
 
 @dataclass(frozen=True)
 class TopCdf(Selection):

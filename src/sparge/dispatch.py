@@ -104,22 +104,21 @@ def resolve_quantization(quantization: str, backend: str, device: torch.device) 
     """
     if backend != "triton":
         return "none" if quantization == "auto" else quantization
-    has_fp8 = device.type != "cuda" or cuda_capability(device.index) >= FP8_CAPABILITY
-    if quantization == "int8_fp8" and not has_fp8:
-        major, minor = cuda_capability(device.index)
-        raise NotImplementedError(
-            f"quantization 'int8_fp8': expected compute capability 8.9 or newer, got {major}.{minor} "
-            "('int8_fp16' works there)"
-        )
+    missing = fp8_missing(device.type, device.index)
+    if quantization == "int8_fp8" and missing is not None:
+        raise NotImplementedError(f"quantization 'int8_fp8': {missing} ('int8_fp16' works there)")
     if quantization == "auto":
-        return "int8_fp8" if has_fp8 else "int8_fp16"
+        return "int8_fp8" if missing is None else "int8_fp16"
     return quantization
 
 
 @torch.compiler.assume_constant_result
-def cuda_capability(index: int | None) -> tuple[int, int]:
-    """Compute capability of a CUDA device."""
-    return torch.cuda.get_device_capability(index)
+def fp8_missing(device_type: str, index: int | None) -> str | None:
+    """What keeps a device from multiplying FP8 numbers: "expected X, got Y", or None."""
+    capability = torch.cuda.get_device_capability(index) if device_type == "cuda" else FP8_CAPABILITY
+    if capability >= FP8_CAPABILITY:
+        return None
+    return f"expected compute capability 8.9 or newer, got {capability[0]}.{capability[1]}"
 
 
 def prefers_dense(shape: Shape, backend: str) -> bool:

@@ -128,7 +128,7 @@ def check_attn_mask(attn_mask: Tensor | None, shape: Shape, device: torch.device
 def resolve_sparsity(topk: PerHead | None, sparsity: Sparsity | None, heads: int) -> Sparsity:
     """One selection from the plain knob or the full value, its per-head tensors fitting the heads."""
     if sparsity is None:
-        sparsity = TopK(DEFAULT_TOPK if topk is None else topk)
+        sparsity = TopK.of(DEFAULT_TOPK if topk is None else topk)
     elif topk is not None:
         raise ValueError(f"expected topk or sparsity, got both: topk={topk!r} and sparsity={sparsity!r}")
     if not isinstance(sparsity, (TopK, TopCdf, Dense)):

@@ -7,7 +7,6 @@ GPU and the versions.
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import json
 import os
@@ -80,12 +79,15 @@ def rms(difference: Tensor) -> float:
 def assert_like_the_reference(
     got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], exact_result: tuple[Tensor, Tensor]
 ) -> None:
-    """Output and LSE differ from those of the specification by little against the error both make on purpose.
+    """Output and LSE are as exact as those of the specification, and near them.
 
-    That error (of 8 bits, of skipped products) is the specification's distance to exact attention.
+    The specification's distance to exact attention is the error made on purpose (8 bits, skipped products). P rounds
+    to FP8 relative to the running maximum, which depends on how many blocks a step takes: where steps differ, that part
+    of the error, about half of it, is another draw of the same size.
     """
     intended = relative_l1(expected[0].double(), exact_result[0])
-    assert relative_l1(got[0].cpu(), expected[0].double()) <= 0.25 * intended + 1e-3
+    assert relative_l1(got[0].cpu().double(), exact_result[0]) <= 1.1 * intended + 1e-3
+    assert relative_l1(got[0].cpu(), expected[0].double()) <= 0.5 * intended + 1e-3
     assert torch.equal(got[1].cpu() == -torch.inf, expected[1] == -torch.inf)
     intended = rms(expected[1] - exact_result[1])
     assert rms(got[1].cpu() - expected[1]) <= 0.25 * intended + LSE_TOLERANCE
@@ -146,11 +148,6 @@ def time_limit(request: pytest.FixtureRequest, real_stderr: int) -> Iterator[Non
     faulthandler.dump_traceback_later(float(asked or SECONDS_PER_TEST), exit=True, file=real_stderr)
     yield
     faulthandler.cancel_dump_traceback_later()
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    with contextlib.suppress(ValueError):  # pytest-timeout, where installed, has defined it
-        parser.addoption("--timeout", type=float, help="seconds one test may take before the process is ended")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -83,7 +83,11 @@ class TestCompile:
                 *(query, key, value, *lists, None, True, 0.2),
                 *("int8_fp8", -8.0, None, BACKEND),
             ),
-            torch.ops.sparge.dense.default: (query, key, value, None, True, 0.2, "none", BACKEND, "a check"),
+            torch.ops.sparge.dense.default: (query, key, value, None, True, 0.2, "none", True, BACKEND, "a check"),
+            torch.ops.sparge.attention.default: (
+                *(query, key, value, padding_of(300), True, 0.2, *rule),
+                *("int8_fp8", -8.0, None, BACKEND),
+            ),
         }
         for operator, arguments in cases.items():
             assert set(opcheck(operator, arguments).values()) == {"SUCCESS"}

@@ -1,4 +1,4 @@
-"""Dense attention on CUDA: torch's fastest kernel where it can serve the call, else the Triton kernel over all blocks."""
+"""Dense attention on CUDA: torch's fastest kernel where it can serve the call, else the Triton kernel over all."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@
     output = acc / l * value scale,  lse = (m + log2 l) ln 2 + scale q . (mean key)
 
 Grid: one program for each BLOCK_M queries of each head, in one dimension; causal rows start with the longest. A program
-walks its row's kept blocks in ascending order. Blocks that need element masks (the causal diagonal, the ragged end)
-are the last of the list, so two loops run: a plain one and a masked one. With an attention mask all are masked.
+walks its row's kept blocks in ascending order, one or two at a time. Only the last ones (causal diagonal, ragged end)
+need an element mask, so it is a branch that is seldom taken.
 
 FP8 tensor cores add in 13 bits. Each tile of 64 keys therefore gets a fresh accumulator that is added in float32.
 """
@@ -37,10 +37,23 @@ from sparge.block_mask import BlockMask
 from sparge.config import PerHead
 from sparge.geometry import Shape
 
+SMALLEST_SCALE = tl.constexpr(1e-30)
+"""Stands for 0, because a hidden score is -inf before it is scaled."""
+
 
 @triton.jit
-def _element_scores(
+def _allowed(query_positions, key_positions, kv_len, causal_offset, IS_CAUSAL: tl.constexpr):
+    """[M, N]: the key exists and, if causal, is not after the query."""
+    allowed = (key_positions < kv_len)[None, :] & (query_positions >= 0)[:, None]
+    if IS_CAUSAL:
+        allowed = allowed & (key_positions[None, :] <= query_positions[:, None] + causal_offset)
+    return allowed
+
+
+@triton.jit
+def _apply_mask(
     scores,
+    allowed,
     query_positions,
     key_positions,
     mask_base,
@@ -48,187 +61,24 @@ def _element_scores(
     mask_stride_k,
     q_len,
     kv_len,
-    causal_offset,
-    IS_CAUSAL: tl.constexpr,
     MASK: tl.constexpr,
     MASK_PER_QUERY: tl.constexpr,
     LOWEST: tl.constexpr,
 ):
-    """Scores [M, N] with the bias added and hidden elements at -inf."""
-    allowed = (key_positions < kv_len)[None, :]
-    if IS_CAUSAL:
-        allowed = allowed & (key_positions[None, :] <= query_positions[:, None] + causal_offset)
-    if MASK != "none":
-        present = (key_positions < kv_len)[None, :]
-        offsets = key_positions.to(tl.int64)[None, :] * mask_stride_k
-        if MASK_PER_QUERY:
-            offsets = offsets + query_positions.to(tl.int64)[:, None] * mask_stride_q
-            present = present & (query_positions < q_len)[:, None]
-        entries = tl.load(mask_base + offsets, mask=present, other=0)
-        if MASK == "bool":
-            allowed = allowed & (entries != 0)
-        else:
-            bias = entries.to(tl.float32)
-            allowed = allowed & ((bias <= LOWEST) == 0)  # NaN stays visible, and so propagates
-            scores = scores + bias * LOG2_E
+    """Scores [M, N] in log2 units with a mask's bias added and what it hides at -inf."""
+    present = (key_positions < kv_len)[None, :]
+    offsets = key_positions.to(tl.int64)[None, :] * mask_stride_k
+    if MASK_PER_QUERY:
+        offsets = offsets + query_positions.to(tl.int64)[:, None] * mask_stride_q
+        present = present & (query_positions < q_len)[:, None]
+    entries = tl.load(mask_base + offsets, mask=present, other=0)
+    if MASK == "bool":
+        allowed = allowed & (entries != 0)
+    else:
+        bias = entries.to(tl.float32)
+        allowed = allowed & ((bias <= LOWEST) == 0)  # NaN stays visible, and so propagates
+        scores = scores + bias * LOG2_E
     return tl.where(allowed, scores, float("-inf"))
-
-
-@triton.jit
-def _attend_blocks(
-    accumulator,
-    row_sum,
-    row_max,
-    query,
-    query_scale,
-    key_base,
-    value_base,
-    key_scale_base,
-    indices_base,
-    mask_base,
-    seen_base,
-    query_positions,
-    threshold,
-    start,
-    stop,
-    key_stride,
-    value_stride,
-    mask_stride_q,
-    mask_stride_k,
-    seen_stride,
-    q_len,
-    kv_len,
-    causal_offset,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    HEAD_DIM_PADDED: tl.constexpr,
-    VALUE_DIM_PADDED: tl.constexpr,
-    ARITHMETIC: tl.constexpr,
-    DOT_PRECISION: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
-    MASK: tl.constexpr,
-    MASK_PER_QUERY: tl.constexpr,
-    LOWEST: tl.constexpr,
-    HAS_THRESHOLD: tl.constexpr,
-    ALL_BLOCKS: tl.constexpr,
-    MASKED: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Take blocks ``start`` to ``stop`` of the row's list into the running sums, one or two blocks at a time."""
-    rows: tl.constexpr = query.shape[0]
-    columns: tl.constexpr = BLOCK_K * BLOCKS
-    offs_n = tl.arange(0, columns)
-    offs_d = tl.arange(0, HEAD_DIM_PADDED)
-    offs_dv = tl.arange(0, VALUE_DIM_PADDED)
-    within = offs_n % BLOCK_K
-    shift: tl.constexpr = LOG2_FP8_MAX if ARITHMETIC == "int8_fp8" else 0.0
-    TWO_UNITS: tl.constexpr = BLOCKS == 2 and ARITHMETIC != "none"
-    P_DTYPE: tl.constexpr = tl.float8e4nv if ARITHMETIC == "int8_fp8" else value_base.dtype.element_ty
-    for position in tl.range(start, stop, BLOCKS, num_stages=STAGES):
-        block = position if ALL_BLOCKS else tl.load(indices_base + position)
-        blocks = tl.where(offs_n < BLOCK_K, block, block)
-        if BLOCKS == 2:
-            last = tl.minimum(position + 1, stop - 1)
-            second = last if ALL_BLOCKS else tl.load(indices_base + last)
-            blocks = tl.where(offs_n < BLOCK_K, block, second)
-        first_keys = blocks.to(tl.int64) * BLOCK_K
-        key_positions = blocks * BLOCK_K + within
-        if MASKED and BLOCKS == 2:
-            key_positions = tl.where((offs_n >= BLOCK_K) & (position + 1 >= stop), kv_len, key_positions)
-        in_range = key_positions < kv_len
-
-        key_ptrs = key_base + (first_keys * key_stride)[:, None] + within[:, None] * key_stride + offs_d[None, :]
-        if ARITHMETIC == "none":
-            if MASKED:
-                key = tl.load(key_ptrs, mask=in_range[:, None] & (offs_d < HEAD_DIM)[None, :], other=0.0)
-            elif HEAD_DIM == HEAD_DIM_PADDED:
-                key = tl.load(key_ptrs)
-            else:
-                key = tl.load(key_ptrs, mask=(offs_d < HEAD_DIM)[None, :], other=0.0)
-            raw = tl.dot(query, key.T, input_precision=DOT_PRECISION)
-            unit = query_scale
-            offset = 0.0
-        else:
-            key = tl.load(key_ptrs)
-            start_bits = tl.full((rows, columns), INT32_AS_FLOAT, tl.int32)
-            raw = tl.dot(query, key.T, acc=start_bits, out_dtype=tl.int32).to(tl.float32, bitcast=True)
-            unit = query_scale * tl.load(key_scale_base + block)
-            offset = FLOAT_OFFSET
-            if BLOCKS == 2:
-                second_unit = query_scale * tl.load(key_scale_base + second)
-
-        if MASKED:
-            scores = _element_scores(
-                (raw - offset) * (tl.where(offs_n < BLOCK_K, unit, second_unit)[None, :] if TWO_UNITS else unit),
-                query_positions,
-                key_positions,
-                mask_base,
-                mask_stride_q,
-                mask_stride_k,
-                q_len,
-                kv_len,
-                causal_offset,
-                IS_CAUSAL,
-                MASK,
-                MASK_PER_QUERY,
-                LOWEST,
-            )
-            local_max = tl.max(scores, 1)
-        elif TWO_UNITS:
-            first_raw, second_raw = tl.split(tl.permute(tl.reshape(raw, (rows, 2, BLOCK_K)), (0, 2, 1)))
-            local_max = tl.maximum(
-                (tl.max(first_raw, 1) - offset) * unit, (tl.max(second_raw, 1) - offset) * second_unit
-            )
-        else:
-            local_max = (tl.max(raw, 1) - offset) * unit
-
-        new_max = tl.maximum(row_max, local_max)
-        safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-        needed = True
-        if HAS_THRESHOLD:
-            gap = tl.where(local_max == float("-inf"), float("-inf"), local_max - new_max)
-            below = (gap < threshold) | (query_positions >= q_len)
-            needed = tl.min(below.to(tl.int32)) == 0
-        if needed:
-            if MASKED:
-                probability = tl.exp2(scores - (safe_max - shift)[:, None])
-                total = tl.sum(probability, 1)
-            elif TWO_UNITS:
-                first = tl.exp2(first_raw * unit - (safe_max - shift + offset * unit)[:, None])
-                then = tl.exp2(second_raw * second_unit - (safe_max - shift + offset * second_unit)[:, None])
-                total = tl.sum(first + then, 1)
-                probability = tl.join(first.to(P_DTYPE), then.to(P_DTYPE))
-                probability = tl.reshape(tl.permute(probability, (0, 2, 1)), (rows, columns))
-            else:
-                probability = tl.exp2(raw * unit - (safe_max - shift + offset * unit)[:, None])
-                total = tl.sum(probability, 1)
-            decay = tl.exp2(row_max - safe_max)
-            row_sum = row_sum * decay + total
-            row_max = new_max
-
-            if ARITHMETIC == "int8_fp8":
-                value_ptrs = value_base + first_keys[None, :] + within[None, :] + offs_dv[:, None] * value_stride
-                value = tl.load(value_ptrs).T
-                codes = in_fp8_token_order(probability.to(P_DTYPE))
-                accumulator = accumulator * decay[:, None] + tl.dot(codes, value)
-            else:
-                value_ptrs = value_base + (first_keys * value_stride)[:, None]
-                value_ptrs = value_ptrs + within[:, None] * value_stride + offs_dv[None, :]
-                present = (offs_dv < VALUE_DIM)[None, :]
-                if MASKED:
-                    present = present & in_range[:, None]
-                    if MASK != "none":
-                        seen = tl.load(seen_base + key_positions * seen_stride, mask=in_range, other=0)
-                        present = present & (seen != 0)[:, None]
-                if MASKED or VALUE_DIM != VALUE_DIM_PADDED:
-                    value = tl.load(value_ptrs, mask=present, other=0.0)
-                else:
-                    value = tl.load(value_ptrs)
-                accumulator = tl.dot(
-                    probability.to(P_DTYPE), value, accumulator * decay[:, None], input_precision=DOT_PRECISION
-                )
-    return accumulator, row_sum, row_max
 
 
 @triton.jit(do_not_specialize=["heads", "group", "q_len", "kv_len", "q_blocks", "kv_blocks"])
@@ -303,93 +153,157 @@ def attention_kernel(
         query = tl.load(query_ptrs, mask=present, other=0.0)
         # Scores are scaled after their maximum is taken, so a negative scale moves into the query.
         query = tl.where(scale < 0, -query, query)
-        query_scale = tl.abs(scale) * LOG2_E
+        query_scale = tl.maximum(tl.abs(scale) * LOG2_E, SMALLEST_SCALE)
         key_scale_base = key_ptr
     else:
         query = tl.load(query_ptrs)
         query_scale = tl.load(query_scale_ptr + row)
+        query_scale = tl.where(query_scale == 0.0, SMALLEST_SCALE, query_scale)
         key_scale_base = key_scale_ptr + flat_kv_head * kv_blocks
 
-    last_query = tl.minimum((q_block + 1) * BLOCK_Q, q_len) - 1 + causal_offset
-    plain_blocks = kv_len // BLOCK_K  # blocks from here on need an element mask
+    plain_blocks = kv_len // BLOCK_K  # blocks from here on need an element mask; they are the last of a list
     if IS_CAUSAL:
-        first_query = tile * BLOCK_M + causal_offset
-        plain_blocks = tl.minimum(plain_blocks, tl.maximum(first_query + 1, 0) // BLOCK_K)
+        plain_blocks = tl.minimum(plain_blocks, tl.maximum(tile * BLOCK_M + causal_offset + 1, 0) // BLOCK_K)
     indices_base = kv_indices_ptr + row * kv_blocks
     if ALL_BLOCKS:
         count = kv_blocks
         if IS_CAUSAL:
-            count = tl.minimum(kv_blocks, (tl.maximum(last_query, -1) + BLOCK_K) // BLOCK_K)
-        plain = tl.minimum(plain_blocks, count)
+            last_query = tl.minimum((q_block + 1) * BLOCK_Q, q_len) - 1 + causal_offset
+            count = tl.minimum(kv_blocks, tl.maximum(last_query + BLOCK_K, 0) // BLOCK_K)
     else:
         count = tl.load(kv_num_blocks_ptr + row)
-        # At most four listed blocks lie across the diagonal or the ragged end, and they are the last ones.
-        trailing = count - 4 + tl.arange(0, 4)
-        listed = tl.load(indices_base + trailing, mask=trailing >= 0, other=0)
-        plain = count - tl.sum(((listed >= plain_blocks) & (trailing >= 0)).to(tl.int32))
-    plain = plain // BLOCKS * BLOCKS
-    if MASK != "none":
-        plain = 0
 
-    accumulator = tl.zeros((BLOCK_M, VALUE_DIM_PADDED), tl.float32)
-    row_sum = tl.zeros((BLOCK_M,), tl.float32)
-    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    threshold = 0.0
-    if HAS_THRESHOLD:
-        threshold = tl.load(threshold_ptr + head) * LOG2_E
     key_base = key_ptr + batch * key_strides[0] + kv_head * key_strides[1]
     value_base = value_ptr + batch * value_strides[0] + kv_head * value_strides[1]
     mask_base = mask_ptr + batch * mask_strides[0] + head * mask_strides[1]
     seen_base = seen_ptr + batch * seen_strides[0] + kv_head * seen_strides[1]
-    for phase in tl.static_range(2):
-        if phase == 1 or MASK == "none":
-            accumulator, row_sum, row_max = _attend_blocks(
-                accumulator,
-                row_sum,
-                row_max,
-                query,
-                query_scale,
-                key_base,
-                value_base,
-                key_scale_base,
-                indices_base,
-                mask_base,
-                seen_base,
+    threshold = 0.0
+    if HAS_THRESHOLD:
+        threshold = tl.load(threshold_ptr + head) * LOG2_E
+
+    columns: tl.constexpr = BLOCK_K * BLOCKS
+    offs_n = tl.arange(0, columns)
+    within = offs_n % BLOCK_K
+    offs_dv = tl.arange(0, VALUE_DIM_PADDED)
+    # P times 448 fills E4M3's range; the row sums carry the same factor.
+    log2_unit: tl.constexpr = LOG2_FP8_MAX if ARITHMETIC == "int8_fp8" else 0.0
+    p_dtype: tl.constexpr = tl.float8e4nv if ARITHMETIC == "int8_fp8" else value_ptr.dtype.element_ty
+    two_units: tl.constexpr = BLOCKS == 2 and ARITHMETIC != "none"
+    accumulator = tl.zeros((BLOCK_M, VALUE_DIM_PADDED), tl.float32)
+    row_sum = tl.zeros((BLOCK_M,), tl.float32)
+    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    for position in tl.range(0, count, BLOCKS, num_stages=STAGES):
+        block = position if ALL_BLOCKS else tl.load(indices_base + position)
+        last_block = block
+        blocks = tl.where(offs_n < BLOCK_K, block, block)
+        if BLOCKS == 2:
+            next_position = tl.minimum(position + 1, count - 1)
+            last_block = next_position if ALL_BLOCKS else tl.load(indices_base + next_position)
+            blocks = tl.where(offs_n < BLOCK_K, block, last_block)
+        first_keys = blocks.to(tl.int64) * BLOCK_K
+        key_positions = blocks * BLOCK_K + within
+        is_plain = last_block < plain_blocks
+        if BLOCKS == 2:
+            missing = position + 1 >= count
+            is_plain = is_plain & (missing == 0)
+            key_positions = tl.where((offs_n >= BLOCK_K) & missing, kv_len, key_positions)
+        in_range = key_positions < kv_len
+
+        key_ptrs = (
+            key_base + (first_keys * key_strides[2])[:, None] + within[:, None] * key_strides[2] + offs_d[None, :]
+        )
+        if ARITHMETIC == "none":
+            key_present = in_range[:, None]
+            if HEAD_DIM != HEAD_DIM_PADDED:
+                key_present = key_present & (offs_d < HEAD_DIM)[None, :]
+            key = tl.load(key_ptrs, mask=key_present, other=0.0)
+            raw = tl.dot(query, key.T, input_precision=DOT_PRECISION)
+            unit = query_scale
+            offset = 0.0
+        else:
+            key = tl.load(key_ptrs)
+            start_bits = tl.full((BLOCK_M, columns), INT32_AS_FLOAT, tl.int32)
+            raw = tl.dot(query, key.T, acc=start_bits, out_dtype=tl.int32).to(tl.float32, bitcast=True)
+            unit = query_scale * tl.load(key_scale_base + block)
+            offset = FLOAT_OFFSET
+            if two_units:
+                last_unit = query_scale * tl.load(key_scale_base + last_block)
+
+        if MASK != "none":
+            units = tl.where(offs_n < BLOCK_K, unit, last_unit)[None, :] if two_units else unit
+            scores = _apply_mask(
+                (raw - offset) * units,
+                _allowed(query_positions, key_positions, kv_len, causal_offset, IS_CAUSAL),
                 query_positions,
-                threshold,
-                0 if phase == 0 else plain,
-                plain if phase == 0 else count,
-                key_strides[2],
-                value_strides[2],
+                key_positions,
+                mask_base,
                 mask_strides[2],
                 mask_strides[3],
-                seen_strides[2],
                 q_len,
                 kv_len,
-                causal_offset,
-                HEAD_DIM,
-                VALUE_DIM,
-                HEAD_DIM_PADDED,
-                VALUE_DIM_PADDED,
-                ARITHMETIC,
-                DOT_PRECISION,
-                IS_CAUSAL,
                 MASK,
                 MASK_PER_QUERY,
                 LOWEST,
-                HAS_THRESHOLD,
-                ALL_BLOCKS,
-                phase == 1,
-                BLOCKS,
-                STAGES if phase == 0 or MASK != "none" else 1,
             )
+            local_max = tl.max(scores, 1)
+        else:
+            if is_plain == 0:
+                allowed = _allowed(query_positions, key_positions, kv_len, causal_offset, IS_CAUSAL)
+                raw = tl.where(allowed, raw, float("-inf"))
+            if two_units:
+                first_raw, last_raw = tl.split(tl.permute(tl.reshape(raw, (BLOCK_M, 2, BLOCK_K)), (0, 2, 1)))
+                first_max = (tl.max(first_raw, 1) - offset) * unit
+                local_max = tl.maximum(first_max, (tl.max(last_raw, 1) - offset) * last_unit)
+            else:
+                local_max = (tl.max(raw, 1) - offset) * unit
+
+        new_max = tl.maximum(row_max, local_max)
+        safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        needed = True
+        if HAS_THRESHOLD:
+            gap = tl.where(local_max == float("-inf"), float("-inf"), local_max - new_max)
+            below = (gap < threshold) | (query_positions >= q_len)
+            needed = tl.min(below.to(tl.int32)) == 0
+        if needed:
+            if MASK != "none":
+                probability = tl.exp2(scores - (safe_max - log2_unit)[:, None])
+                total = tl.sum(probability, 1)
+            elif two_units:
+                first = tl.exp2(first_raw * unit - (safe_max - log2_unit + offset * unit)[:, None])
+                last = tl.exp2(last_raw * last_unit - (safe_max - log2_unit + offset * last_unit)[:, None])
+                total = tl.sum(first + last, 1)
+                probability = tl.join(first.to(p_dtype), last.to(p_dtype))
+                probability = tl.reshape(tl.permute(probability, (0, 2, 1)), (BLOCK_M, columns))
+            else:
+                probability = tl.exp2(raw * unit - (safe_max - log2_unit + offset * unit)[:, None])
+                total = tl.sum(probability, 1)
+            decay = tl.exp2(row_max - safe_max)
+            row_sum = row_sum * decay + total
+            row_max = new_max
+
+            if ARITHMETIC == "int8_fp8":
+                value_ptrs = value_base + first_keys[None, :] + within[None, :] + offs_dv[:, None] * value_strides[2]
+                value = tl.load(value_ptrs).T
+                tile_sum = tl.dot(in_fp8_token_order(probability.to(p_dtype)), value)
+                accumulator = accumulator * decay[:, None] + tile_sum
+            else:
+                value_ptrs = value_base + (first_keys * value_strides[2])[:, None]
+                value_ptrs = value_ptrs + within[:, None] * value_strides[2] + offs_dv[None, :]
+                value_present = in_range[:, None]
+                if VALUE_DIM != VALUE_DIM_PADDED:
+                    value_present = value_present & (offs_dv < VALUE_DIM)[None, :]
+                if MASK != "none":  # what nobody sees may hold anything, and 0 times NaN is NaN
+                    seen = tl.load(seen_base + key_positions * seen_strides[2], mask=in_range, other=0)
+                    value_present = value_present & (seen != 0)[:, None]
+                value = tl.load(value_ptrs, mask=value_present, other=0.0)
+                accumulator = tl.dot(
+                    probability.to(p_dtype), value, accumulator * decay[:, None], input_precision=DOT_PRECISION
+                )
 
     empty = row_sum == 0.0
     output = accumulator * (1.0 / tl.where(empty, 1.0, row_sum))[:, None]
-    offs_dv = tl.arange(0, VALUE_DIM_PADDED)
     if ARITHMETIC == "int8_fp8":
         output = output * tl.load(value_scale_ptr + flat_kv_head * VALUE_DIM_PADDED + offs_dv)[None, :]
-    log2_unit: tl.constexpr = LOG2_FP8_MAX if ARITHMETIC == "int8_fp8" else 0.0
     lse = (row_max + tl.log2(row_sum) - log2_unit) * LN_2
     inside = query_positions < q_len
     flat_queries = flat_head * q_len + query_positions
@@ -461,8 +375,9 @@ def attend(
     output = torch.empty(shape.batch, shape.heads, shape.q_len, shape.value_dim, dtype=operands.dtype, device=device)
     lse = torch.empty(shape.batch, shape.heads, shape.q_len, dtype=torch.float32, device=device)
     width, value_width = padded(shape.head_dim), padded(shape.value_dim)
+    mask_per_query = attn_mask is not None and attn_mask.shape[2] > 1
     config = configs.attention_config(
-        operands.quantization, max(width, value_width), query.element_size(), threshold is not None
+        operands.quantization, max(width, value_width), query.element_size(), threshold is not None, mask_per_query
     )
     tiles = shape.q_blocks * (geometry.BLOCK_Q // config.block_m)
     attention_kernel[(tiles * shape.batch * shape.heads,)](
@@ -502,7 +417,7 @@ def attend(
         DOT_PRECISION="tf32x3" if query.dtype == torch.float32 else "tf32",
         IS_CAUSAL=operands.is_causal,
         MASK=mask_kind,
-        MASK_PER_QUERY=attn_mask is not None and attn_mask.shape[2] > 1,
+        MASK_PER_QUERY=mask_per_query,
         LOWEST=lowest,
         HAS_THRESHOLD=threshold is not None,
         ALL_BLOCKS=mask is None,

@@ -14,7 +14,7 @@ SUMMARIZE_BLOCKS, SUMMARIZE_SLAB, SUMMARIZE_WARPS = 4, 16, 1
 """Key blocks a program summarises, tokens added elementwise before threads exchange sums, warps. 0.077 ms, where 2, 4
 and 8 warps take 0.097, 0.139 and 0.229; 8 blocks are as fast here and slower at N 8192, H 32 (0.053 against 0.042)."""
 
-REDUCE_ROWS, REDUCE_COLUMNS = 64, 16
+REDUCE_ROWS, REDUCE_COLUMNS = 256, 16
 """Partial sums and channels one program takes at a time: 0.005 ms."""
 
 KEY_VALUE_WARPS = 8
@@ -63,27 +63,35 @@ class AttentionConfig:
 
 
 ATTENTION = {
-    # 708; 3 stages 667, 128 queries and 8 warps 605, one block a step 593, 168 registers 565 (spills)
-    ("int8_fp8", 128): AttentionConfig(ROW_GROUP, 2, 4, 5),
-    # 479; without the limit 406, 5 stages 465, one block a step 457, 128 queries 423
-    ("int8_fp8", 64): AttentionConfig(ROW_GROUP, 2, 4, 3, 168),
-    # 487; one block a step 475, 64 queries 453
-    ("int8_fp16", 128): AttentionConfig(BLOCK_Q, 2, 8, 5),
-    # 391; two blocks a step 383, 128 queries 312
-    ("int8_fp16", 64): AttentionConfig(ROW_GROUP, 1, 4, 5),
-    # 455 TFLOP/s; 3 stages 436, 64 queries 422, one block a step 393
-    ("none", 128): AttentionConfig(BLOCK_Q, 2, 8, 5),
-    # 369; one block a step 365, 128 queries 293
-    ("none", 64): AttentionConfig(ROW_GROUP, 2, 4, 5),
+    # 712; 2 stages 700, one block a step 669, 128 queries and 8 warps 573
+    ("int8_fp8", 128): AttentionConfig(ROW_GROUP, 2, 4, 3),
+    # 524; 168 registers 502, 4 stages 497, one block a step 461
+    ("int8_fp8", 64): AttentionConfig(ROW_GROUP, 2, 4, 3, 128),
+    # 481; 3 stages 467, 64 queries 452 to 460
+    ("int8_fp16", 128): AttentionConfig(BLOCK_Q, 2, 8, 2),
+    # 403; two blocks a step 391
+    ("int8_fp16", 64): AttentionConfig(ROW_GROUP, 1, 4, 4),
+    # 437 TFLOP/s; 2 stages 427, 64 queries 401
+    ("none", 128): AttentionConfig(BLOCK_Q, 2, 8, 3),
+    # 370; 3 stages 359, one block a step 359
+    ("none", 64): AttentionConfig(ROW_GROUP, 2, 4, 2, 168),
 }
 
 
-def attention_config(arithmetic: str, width: int, element_bytes: int, has_threshold: bool) -> AttentionConfig:
-    """The configuration for a padded head width (the larger of D and D_v)."""
+def attention_config(
+    arithmetic: str, width: int, element_bytes: int, has_threshold: bool, mask_per_query: bool
+) -> AttentionConfig:
+    """The configuration for a padded head width (the larger of D and D_v).
+
+    All have two stages at least: without a pipeline Triton 3.6 miscompiles 16-bit products on Hopper when D_v is
+    narrower than D (wrong numbers, bad addresses).
+    """
     if arithmetic == "none" and element_bytes == 4:  # three TF32 products stand for one: registers are short
         return AttentionConfig(32 if width > 128 else ROW_GROUP, 1, 4, 2)
-    if width > 128:  # what fits into registers and shared memory
-        return AttentionConfig(ROW_GROUP, 1, 8 if arithmetic == "int8_fp8" else 4, 2)
+    if width > 128:  # what registers and shared memory hold: D 256 436 (fp8), 460 (fp16), 277 (none)
+        return AttentionConfig(ROW_GROUP, 1, 8 if arithmetic == "int8_fp8" else 4, 2 if arithmetic == "none" else 3)
     if has_threshold:  # the 64 rows and 64 keys that are skipped together are one step of one program
-        return AttentionConfig(ROW_GROUP, 1, 4, 5)
+        return AttentionConfig(ROW_GROUP, 1, 4, 3)
+    if mask_per_query:  # its tiles are buffered too
+        return AttentionConfig(ROW_GROUP, 1, 4, 2)
     return ATTENTION[arithmetic, 128 if width > 64 else 64]

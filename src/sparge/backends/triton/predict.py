@@ -66,10 +66,14 @@ def _row_order(SAMPLES: tl.constexpr, ROWS: tl.constexpr):
     """
     rows = tl.arange(0, ROWS)
     if SAMPLES == 1 or SAMPLES > 16:
-        return rows // SAMPLES, rows % SAMPLES
-    half: tl.constexpr = SAMPLES // 2
-    within = rows % 8
-    return rows // 16 * (16 // SAMPLES) + within // half, rows // 8 % 2 * half + within % half
+        block = rows // SAMPLES
+        sample = rows % SAMPLES
+    else:
+        half: tl.constexpr = SAMPLES // 2
+        within = rows % 8
+        block = rows // 16 * (16 // SAMPLES) + within // half
+        sample = rows // 8 % 2 * half + within % half
+    return block, sample
 
 
 @triton.jit
@@ -78,11 +82,13 @@ def _sum_samples(values, SAMPLES: tl.constexpr):
     rows: tl.constexpr = values.shape[0]
     columns: tl.constexpr = values.shape[1]
     if SAMPLES == 1:
-        return values
-    if SAMPLES > 16:
-        return tl.sum(tl.reshape(values, (rows // SAMPLES, SAMPLES, columns)), 1)
-    halves = tl.sum(tl.reshape(values, (rows // 16, 2, 8, columns)), 1)
-    return tl.sum(tl.reshape(halves, (rows // SAMPLES, SAMPLES // 2, columns)), 1)
+        total = values
+    elif SAMPLES > 16:
+        total = tl.sum(tl.reshape(values, (rows // SAMPLES, SAMPLES, columns)), 1)
+    else:
+        halves = tl.sum(tl.reshape(values, (rows // 16, 2, 8, columns)), 1)
+        total = tl.sum(tl.reshape(halves, (rows // SAMPLES, SAMPLES // 2, columns)), 1)
+    return total
 
 
 @triton.jit
@@ -149,7 +155,8 @@ def score_kernel(
 ):
     """Grid: groups of ROWS / SAMPLES_PADDED query blocks of every head. A row is one sampled query.
 
-    Stores probabilities [B * H, q_blocks, kv_blocks] in float32; NaN marks a block whose score is not finite.
+    Stores probabilities [B * H, q_blocks, kv_blocks] in float32; NaN marks a block whose score is not finite. What
+    lies beyond the last query of a group stays unwritten: nothing reads it.
     """
     blocks: tl.constexpr = ROWS // SAMPLES_PADDED
     groups = (q_blocks + blocks - 1) // blocks
@@ -241,7 +248,7 @@ def score_kernel(
     row_shift = tl.where(row_sum > 0.0, row_max + tl.log2(row_sum * SAMPLES), 0.0)
     blocks_here = first_block + tl.arange(0, blocks)
     output_rows = (flat_head * q_blocks + blocks_here) * kv_blocks
-    for start in tl.range(0, kv_blocks, COLUMNS, num_stages=STAGES):
+    for start in tl.range(0, stop, COLUMNS, num_stages=STAGES):
         columns = start + tl.arange(0, COLUMNS)
         scores = _scores(
             query,

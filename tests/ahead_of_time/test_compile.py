@@ -1,0 +1,91 @@
+"""Every kernel compiles for every supported architecture, fits into it, keeps to registers and uses its tensor cores.
+
+    architecture          16 bits    INT8       FP8
+    8.0, 8.6 (Ampere)     HMMA       IMMA       -
+    8.9 (Ada)             HMMA       IMMA       QMMA
+    9.0 (Hopper)          HGMMA      IGMMA      QGMMA
+    10.0 (Blackwell)      UTCHMMA    UTCIMMA    UTCQMMA
+    12.0 (RTX Blackwell)  HMMA       IMMA       QMMA
+
+Scores are 16-bit products. No GPU is needed: `worker` compiles in a process of its own, since this one may be
+interpreting kernels. A test is one architecture, so that parallel tests compile nothing twice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WORKER = Path(__file__).with_name("worker.py")
+KERNELS = {
+    "summarize_kernel",
+    "reduce_kernel",
+    "key_similarity_kernel",
+    "quantize_query_kernel",
+    "quantize_key_value_kernel",
+    "score_kernel",
+    "select_kernel",
+    "attention_kernel",
+}
+SYNCHRONOUS = {"16 bits": "HMMA", "INT8": "IMMA", "FP8": "QMMA"}
+MATRIX_INSTRUCTIONS = {
+    80: SYNCHRONOUS,
+    86: SYNCHRONOUS,
+    89: SYNCHRONOUS,
+    90: {"16 bits": "HGMMA", "INT8": "IGMMA", "FP8": "QGMMA"},
+    100: {"16 bits": "UTCHMMA", "INT8": "UTCIMMA", "FP8": "UTCQMMA"},
+    120: SYNCHRONOUS,
+}
+PRODUCTS = {"none": {"16 bits"}, "int8_fp16": {"INT8", "16 bits"}, "int8_fp8": {"INT8", "FP8"}}
+SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+"""Bytes a program may use, from the CUDA programming guide."""
+TENSOR_MEMORY = 512
+"""Columns of it on compute capability 10.0."""
+
+
+def compile_for(architecture: int, cache: Path) -> list[dict[str, Any]]:
+    """What `worker.Result` holds, for each kernel."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+    worker = subprocess.run(
+        [sys.executable, str(WORKER), str(architecture)],
+        env={**environment, "TRITON_CACHE_DIR": str(cache)},
+        capture_output=True,
+        text=True,
+    )
+    assert worker.returncode == 0, worker.stderr[-4000:]
+    return [json.loads(line) for line in worker.stdout.splitlines()]
+
+
+def faults(result: dict[str, Any], architecture: int) -> list[str]:
+    """What is wrong with a compiled kernel, in words."""
+    found = []
+    if result["shared"] > SHARED_MEMORY[architecture]:
+        found.append(f"expected at most {SHARED_MEMORY[architecture]} bytes of shared memory, got {result['shared']}")
+    if result["tensor_memory"] > TENSOR_MEMORY:
+        found.append(f"expected at most {TENSOR_MEMORY} columns of tensor memory, got {result['tensor_memory']}")
+    instructions = result["instructions"]
+    spills = sum(instructions.get(name, 0) for name in ("LDL", "STL"))
+    if spills or result["stack"] or result["local"]:
+        found.append(f"expected no spills, got {result['stack']} bytes of stack, {spills} loads and stores")
+    products = {"attention_kernel": PRODUCTS[result["case"].split()[0]], "score_kernel": {"16 bits"}}
+    expected = {MATRIX_INSTRUCTIONS[architecture][kind] for kind in products.get(result["kernel"], ())}
+    used = {name for name in instructions if name.endswith("MMA")}
+    if used != expected:
+        found.append(f"expected the matrix instructions {sorted(expected)}, got {sorted(used)}")
+    return found
+
+
+@pytest.mark.parametrize("architecture", MATRIX_INSTRUCTIONS, ids="sm_{}".format)
+def test_kernels_fit_their_architecture(architecture: int, tmp_path: Path) -> None:
+    results = compile_for(architecture, tmp_path)
+    assert {result["kernel"] for result in results} == KERNELS
+    wrong = [
+        f"{result['kernel']}, {result['case']}: {fault}" for result in results for fault in faults(result, architecture)
+    ]
+    assert not wrong, "\n".join(wrong)

@@ -1,0 +1,182 @@
+"""Compile every kernel for one architecture without a GPU and print what came out, one JSON line per kernel.
+
+    python worker.py 90
+
+The launchers run on CPU tensors of a real call. A stand-in for Triton's driver names the architecture, and every launch
+stops after compilation: signatures, alignments, configurations and options are those of the code.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from sparge.backends.triton import pipeline
+from sparge.config import Mean, Moment, TopCdf, TopK
+from sparge.geometry import Shape
+
+BATCH, HEADS, KV_HEADS = 1, 4, 2
+FP8_ARCHITECTURE = 89
+SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+"""Bytes a program may ask for."""
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
+INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_]+)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: what the caller chose, and which kernels to compile (a pattern), since calls share most of them.
+
+    ``attn_mask`` is None, "keys" (bool) or "bias" (an entry per query). ``judged`` takes the other way through
+    prediction: block means, a similarity threshold, TopCdf.
+    """
+
+    quantization: str
+    head_dim: int = 128
+    is_causal: bool = False
+    pv_threshold: float | None = None
+    attn_mask: str | None = None
+    judged: bool = False
+    length: int = 8192
+    kernels: str = "attention"
+
+
+CASES = {
+    "int8_fp8": Case("int8_fp8", kernels="attention|key_value"),
+    "int8_fp8 causal": Case("int8_fp8", is_causal=True),
+    "int8_fp8 D 64": Case("int8_fp8", head_dim=64),
+    "int8_fp8 threshold": Case("int8_fp8", pv_threshold=-8.0),
+    "int8_fp16": Case("int8_fp16", kernels="."),
+    "int8_fp16 D 64": Case("int8_fp16", head_dim=64),
+    "int8_fp16 judged": Case(
+        "int8_fp16", is_causal=True, attn_mask="keys", judged=True, kernels="similarity|select|attention"
+    ),
+    "none": Case("none"),
+    "none D 64": Case("none", head_dim=64),
+    "none bias": Case("none", attn_mask="bias", length=256),
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """Per thread: registers, bytes of stack and of other local memory. Per program: bytes of shared memory, columns of
+    tensor memory. Instructions are counted by mnemonic."""
+
+    case: str
+    kernel: str
+    registers: int
+    stack: int
+    local: int
+    shared: int
+    tensor_memory: int
+    instructions: dict[str, int]
+
+
+class Device:
+    """As much of Triton's driver as the way to a compiled kernel asks for."""
+
+    def __init__(self, architecture: int) -> None:
+        self.architecture = architecture
+        self.utils = self
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.architecture, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _device: int) -> int:
+        return 0
+
+    def get_device_properties(self, _device: int) -> dict[str, int]:
+        return {"max_shared_mem": SHARED_MEMORY[self.architecture]}
+
+
+def inspect(case: str, kernel: str, compiled: Any, folder: Path) -> Result:
+    """Read a kernel's machine code."""
+    binary = folder / "kernel.cubin"
+    binary.write_bytes(compiled.asm["cubin"])
+    dump = subprocess.run([CUOBJDUMP, "-res-usage", "-sass", binary], check=True, capture_output=True, text=True).stdout
+    found = RESOURCES.search(dump)
+    assert found is not None, dump[:1000]
+    registers, stack, local = map(int, found.groups())
+    return Result(
+        case=case,
+        kernel=kernel,
+        registers=registers,
+        stack=stack,
+        local=local,
+        shared=compiled.metadata.shared,
+        tensor_memory=getattr(compiled.metadata, "tmem_size", None) or 0,
+        instructions=dict(Counter(INSTRUCTION.findall(dump))),
+    )
+
+
+def call(case: Case) -> None:
+    """The whole pipeline, on zeros."""
+    query, key, value = (
+        torch.zeros(BATCH, heads, case.length, case.head_dim, dtype=torch.bfloat16)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    attn_mask = None
+    if case.attn_mask == "keys":
+        attn_mask = torch.ones(BATCH, 1, 1, case.length, dtype=torch.bool)
+    elif case.attn_mask == "bias":
+        attn_mask = torch.zeros(1, 1, case.length, case.length, dtype=torch.bfloat16)
+    pipeline.sparse_attention(
+        query,
+        key,
+        value,
+        Shape(BATCH, HEADS, KV_HEADS, case.length, case.length, case.head_dim, case.head_dim),
+        sparsity=TopCdf(0.9, similarity_threshold=0.5) if case.judged else TopK(0.5),
+        score=Mean() if case.judged else Moment(),
+        is_causal=case.is_causal,
+        scale=case.head_dim**-0.5,
+        attn_mask=attn_mask,
+        always_keep=(),
+        quantization=case.quantization,
+        pv_threshold=case.pv_threshold,
+        totals=torch.zeros(2, dtype=torch.int64),
+    )
+
+
+def main(architecture: int) -> None:
+    """Print the results of all cases the architecture has the arithmetic for."""
+    driver.set_active(Device(architecture))
+    compile_and_launch = JITFunction.run
+    launched: list[tuple[str, Any]] = []
+    pattern = ""
+
+    def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:  # noqa: ARG001
+        if re.search(pattern, self.__name__):
+            launched.append((self.__name__, compile_and_launch(self, *args, grid=grid, warmup=True, **options)))
+
+    JITFunction.run = compile_only
+    with TemporaryDirectory() as folder:
+        for name, case in CASES.items():
+            if case.quantization == "int8_fp8" and architecture < FP8_ARCHITECTURE:
+                continue
+            launched.clear()
+            pattern = case.kernels
+            call(case)
+            for kernel, compiled in launched:
+                result = inspect(name, kernel, compiled, Path(folder))
+                sys.stdout.write(json.dumps(asdict(result)) + "\n")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

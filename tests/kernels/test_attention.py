@@ -1,0 +1,295 @@
+"""The attention kernel over given blocks: exact without quantisation, the specification's numbers with it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from conftest import assert_exact, causality, exact_attention, modes, relative_l1
+from gpu.conftest import rms
+from kernels.conftest import make_problem, random_bits, seen_tokens, shape_of
+from sparge import BlockMask, reference
+from sparge.backends.triton import configs, pipeline
+from sparge.geometry import Shape
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+DTYPE_OF = {"none": torch.float16, "int8_fp8": torch.float32, "int8_fp16": torch.float32}
+LENGTHS = {"square": (256, 256), "ragged": (129, 300), "more queries": (300, 129), "one query": (1, 330)}
+
+
+def blocks_of(shape: Shape, share: float = 0.6, seed: int = 5) -> Tensor:
+    """Random kept blocks (B, H, q_blocks, kv_blocks)."""
+    return random_bits(shape.batch, shape.heads, shape.q_blocks, shape.kv_blocks, share=share, seed=seed)
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, blocks: Tensor | None, *, is_causal: bool = False, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """The kernel over the given blocks, or over all visible ones."""
+    shape = shape_of(query, key, value)
+    mask = None
+    if blocks is not None:
+        mask = BlockMask.from_dense(blocks, q_len=shape.q_len, kv_len=shape.kv_len, is_causal=is_causal)
+    options = {"scale": shape.head_dim**-0.5, **options}
+    return pipeline.attention(query, key, value, mask, shape, is_causal=is_causal, **options)
+
+
+def specified(
+    query: Tensor, key: Tensor, value: Tensor, blocks: Tensor | None, *, is_causal: bool = False, **options: Any
+) -> reference.AttentionResult:
+    shape = shape_of(query, key, value)
+    if blocks is None:
+        blocks = torch.ones(shape.batch, shape.heads, shape.q_blocks, shape.kv_blocks, dtype=torch.bool)
+    mask = BlockMask.from_dense(blocks, q_len=shape.q_len, kv_len=shape.kv_len, is_causal=is_causal)
+    return reference.attention(query, key, value, mask, shape, **{"scale": shape.head_dim**-0.5, **options})
+
+
+def assert_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    blocks: Tensor | None,
+    *,
+    quantization: str = "none",
+    is_causal: bool = False,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Within the budget of plain attention, or close to the specification against the error 8 bits make.
+
+    A step of two key blocks rounds P to FP8 against their common maximum, the specification against one of each:
+    another draw of the same error. It is compared with exact attention, and steps of one block with the specification.
+    """
+    options = {"is_causal": is_causal, "attn_mask": attn_mask}
+    if scale is not None:
+        options["scale"] = scale
+    got = attend(query, key, value, blocks, quantization=quantization, **options)
+    keys_seen, _ = seen_tokens(shape_of(query, key, value), is_causal, attn_mask)
+    key, value = (torch.where(keys_seen[..., None], tensor, 0.0) for tensor in (key, value))
+    if quantization == "none":
+        assert_exact(got, query, key, value, block_mask=blocks, **options)
+        return got
+    assert got[0].dtype == query.dtype
+    expected = specified(query, key, value, blocks, quantization=quantization, **options)
+    exact = exact_attention(query, key, value, block_mask=blocks, **options)
+    intended, intended_lse = relative_l1(expected.output, exact[0]), rms(expected.lse - exact[1])
+    empty = expected.lse == -math.inf
+    assert torch.equal(got[1] == -math.inf, empty)
+    assert not got[0][empty].any()
+    assert rms(got[1] - expected.lse) <= 0.05 * intended_lse + 1e-4
+    if quantization == "int8_fp8":
+        assert relative_l1(got[0], exact[0]) <= 1.5 * intended + 1e-3
+        with patch.object(configs, "attention_config", lambda *_: configs.AttentionConfig(64, 1, 4, 2)):
+            got = attend(query, key, value, blocks, quantization=quantization, **options)
+    assert relative_l1(got[0], expected.output) <= 0.05 * intended + 1e-3
+    return got
+
+
+@modes
+@causality
+@pytest.mark.parametrize("name", LENGTHS)
+def test_lengths(name: str, is_causal: bool, quantization: str) -> None:
+    query, key, value, shape = make_problem(
+        *LENGTHS[name], heads=2, kv_heads=1, head_dim=40, value_dim=24, dtype=DTYPE_OF[quantization]
+    )
+    blocks = blocks_of(shape)
+    blocks[:, 0] = True
+    assert_attention(query, key, value, blocks, quantization=quantization, is_causal=is_causal)
+
+
+@modes
+@pytest.mark.parametrize(
+    "head_dim, value_dim, dtype",
+    [
+        (8, 8, torch.float32),
+        (64, 64, torch.bfloat16),
+        (72, 72, torch.float32),
+        (128, 40, torch.float16),
+        (40, 200, torch.float32),
+        (256, 256, torch.bfloat16),
+        (256, 8, torch.float32),
+    ],
+    ids=str,
+)
+def test_widths_and_dtypes(head_dim: int, value_dim: int, dtype: torch.dtype, quantization: str) -> None:
+    """Widths of 65 to 128, of at most 64 and of more run in other configurations, and so do float32 inputs."""
+    query, key, value, _ = make_problem(130, 200, heads=1, head_dim=head_dim, value_dim=value_dim, dtype=dtype)
+    assert_attention(query, key, value, None, quantization=quantization, is_causal=True)
+
+
+@modes
+@pytest.mark.parametrize("head_dim", [16, 72])
+def test_any_number_of_kept_blocks(head_dim: int, quantization: str) -> None:
+    """Two blocks make a step: an odd one is left over, before or on the diagonal, and rows without any stay empty."""
+    query, key, value, _ = make_problem(700, 330, heads=1, head_dim=head_dim, dtype=DTYPE_OF[quantization])
+    rows = ["000000", "100000", "000001", "101001", "111110", "111111"]
+    blocks = torch.tensor([[entry == "1" for entry in row] for row in rows])[None, None]
+    output, lse = assert_attention(query, key, value, blocks, quantization=quantization)
+    assert not output[:, :, :128].any()
+    assert (lse[:, :, :128] == -math.inf).all()
+
+
+@modes
+@pytest.mark.parametrize("offset", [-129, -64, -1, 63, 65])
+def test_every_place_of_the_diagonal(offset: int, quantization: str) -> None:
+    query, key, value, shape = make_problem(200, 200 + offset, heads=1, head_dim=16, dtype=DTYPE_OF[quantization])
+    blocks = blocks_of(shape)
+    blocks[..., 0] = True
+    assert_attention(query, key, value, blocks, quantization=quantization, is_causal=True)
+
+
+def mask_of(kind: str, shape: Shape) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    if kind == "padding":
+        return (torch.arange(shape.kv_len) < torch.tensor([shape.kv_len, 70])[:, None])[:, None, None]
+    if kind == "elements":
+        mask = torch.rand(1, shape.heads, shape.q_len, shape.kv_len, generator=generator) > 0.5
+        mask[..., 100:] = False
+        mask[..., 50, :] = False  # a query that sees nothing
+        return mask
+    if kind == "queries":
+        return torch.rand(shape.batch, 1, shape.q_len, 1, generator=generator) > 0.5
+    shapes = {"bias": (1, shape.heads, shape.q_len, shape.kv_len), "key bias": (shape.batch, 1, 1, shape.kv_len)}
+    bias = torch.randn(shapes[kind], generator=generator)
+    bias[..., :70] = -torch.inf
+    bias[..., 100:120] = torch.finfo(torch.float32).min
+    return bias
+
+
+@modes
+@pytest.mark.parametrize(
+    "kind, is_causal",
+    [
+        ("padding", False),
+        ("padding", True),
+        ("elements", False),
+        ("elements", True),
+        ("queries", True),
+        ("bias", False),
+        ("key bias", True),
+    ],
+)
+def test_masks(kind: str, is_causal: bool, quantization: str) -> None:
+    """Behind the masks lies garbage."""
+    query, key, value, shape = make_problem(
+        70, 150, batch=2, heads=2, kv_heads=1, head_dim=16, value_dim=24, dtype=DTYPE_OF[quantization]
+    )
+    mask = mask_of(kind, shape)
+    hidden = ~seen_tokens(shape, is_causal, mask)[0][..., None]
+    assert kind == "queries" or hidden.any()
+    key = torch.where(hidden, torch.tensor([math.nan, math.inf]).repeat(75)[:, None], key).to(key)
+    value = torch.where(hidden, torch.tensor([math.inf, math.nan]).repeat(75)[:, None], value).to(value)
+    if quantization == "none":  # a score of NaN is hidden with its key
+        key = torch.where(hidden, 1e3, key).to(key)
+    blocks = blocks_of(shape, share=0.7)
+    assert_attention(query, key, value, blocks, quantization=quantization, is_causal=is_causal, attn_mask=mask)
+
+
+@modes
+def test_masks_over_all_blocks(quantization: str) -> None:
+    query, key, value, shape = make_problem(130, 150, heads=2, head_dim=72, dtype=DTYPE_OF[quantization])
+    mask = mask_of("bias", shape).to(torch.float32)
+    assert_attention(query, key, value, None, quantization=quantization, is_causal=True, attn_mask=mask)
+
+
+@modes
+@pytest.mark.parametrize("scale", [-0.4, 0.0, 2.0])
+def test_scales(scale: float, quantization: str) -> None:
+    """Without quantisation a negative scale moves into the query, with it into the codes."""
+    query, key, value, _ = make_problem(130, 200, heads=1, head_dim=16, dtype=DTYPE_OF[quantization])
+    query = query * (0.2 if scale > 1 else 1.0)
+    assert_attention(query, key, value, None, quantization=quantization, is_causal=True, scale=scale)
+
+
+@modes
+def test_strided_inputs(quantization: str) -> None:
+    """Tokens before heads, and all three in one tensor."""
+    query, key, value, shape = make_problem(100, batch=2, heads=2, head_dim=16, dtype=DTYPE_OF[quantization])
+    packed = torch.stack([tensor.transpose(1, 2) for tensor in (query, key, value)], 2)  # [B, S, 3, H, D]
+    views = [tensor.transpose(1, 2) for tensor in packed.unbind(2)]
+    assert not views[0].is_contiguous()
+    blocks = blocks_of(shape)
+    got = attend(*views, blocks, quantization=quantization)
+    for ours, plain in zip(got, attend(query, key, value, blocks, quantization=quantization), strict=True):
+        assert torch.equal(ours, plain)
+
+
+class TestPvThreshold:
+    LEVELS = (0.0, -2.0, -0.3, -2.0, 0.2, -2.0)
+    """What the scores of each key block centre on, far from a threshold of -1 against the spread of .1 about it."""
+
+    def sample(self, quantization: str) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value, _ = make_problem(130, 384, heads=2, head_dim=64)
+        query, key = 0.1 * query, key - key.mean(2, keepdim=True)
+        query[..., 0] = 4.0  # times the key's channel 0, times the scale of 1/8: the level
+        key[..., 0] = 2 * torch.tensor(self.LEVELS).repeat_interleave(64)
+        query, key, value = (tensor.to(DTYPE_OF[quantization]) for tensor in (query, key, value))
+        return query, key, value
+
+    @modes
+    @pytest.mark.parametrize(
+        "threshold, is_causal",
+        [(-1.0, False), (-1.0, True), (torch.tensor([-math.inf, -1.0]), True)],
+        ids=["full", "causal", "per head"],
+    )
+    def test_skips_what_the_specification_skips(self, threshold: Any, is_causal: bool, quantization: str) -> None:
+        tensors = self.sample(quantization)
+        options = {"is_causal": is_causal, "quantization": quantization}
+        got = attend(*tensors, torch.ones(1, 2, 2, 6, dtype=torch.bool), pv_threshold=threshold, **options)
+        expected = specified(*tensors, None, pv_threshold=threshold, **options)
+        unskipped = specified(*tensors, None, **options)
+        assert expected.pv_skipped[:, 1].all()
+        assert expected.pv_skipped[:, 0].any() == (not isinstance(threshold, Tensor))
+        assert relative_l1(expected.output, unskipped.output) > 0.02
+        assert relative_l1(got[0], expected.output) <= 2e-3
+        assert (got[1] - expected.lse).abs().max() <= 2e-3
+
+    @modes
+    def test_one_of_minus_infinity_skips_nothing(self, quantization: str) -> None:
+        tensors = [tensor[:, :1] for tensor in self.sample(quantization)]
+        output, lse = attend(*tensors, None, pv_threshold=-math.inf, quantization=quantization)
+        plain, plain_lse = attend(*tensors, None, quantization=quantization)
+        torch.testing.assert_close(output, plain, rtol=2 * torch.finfo(plain.dtype).eps, atol=1e-3)
+        torch.testing.assert_close(lse, plain_lse, rtol=0, atol=1e-5)
+
+    @modes
+    def test_rows_beyond_the_last_query_do_not_hold_a_product_up(self, quantization: str) -> None:
+        """Their scores are 0, far above what the five queries of the tile see."""
+        query, key, value = self.sample(quantization)
+        key[..., 0] -= 40.0
+        query = query[:, :, :5]
+        options = {"pv_threshold": -1.0, "quantization": quantization}
+        got = attend(query, key, value, None, **options)
+        expected = specified(query, key, value, None, **options)
+        assert expected.pv_skipped.all()
+        assert relative_l1(got[0], expected.output) <= 2e-3
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
+class TestNonFinite:
+    @modes
+    @pytest.mark.parametrize("which, is_causal", [("query", False), ("key", False), ("key", True), ("value", True)])
+    def test_reaches_what_sees_it(self, which: str, is_causal: bool, quantization: str) -> None:
+        query, key, value, _ = make_problem(200, heads=2, head_dim=16, dtype=DTYPE_OF[quantization])
+        {"query": query, "key": key, "value": value}[which][0, 0, 140, 3] = math.nan
+        output, lse = attend(query, key, value, None, is_causal=is_causal, quantization=quantization)
+        expected = specified(query, key, value, None, is_causal=is_causal, quantization=quantization)
+        assert output[:, 1].isfinite().all()
+        broken = output.isnan()
+        if which != "query" and is_causal:  # codes of a whole block are lost, and P V of a tile
+            assert not broken[:, :, :128].any()
+            assert broken[:, 0, 140:].any(-1).all()
+        elif which == "query":
+            assert broken[:, 0, 140].all()
+            assert not broken[:, 0, :128].any()
+        else:
+            assert torch.equal(broken, expected.output.isnan())
+        assert lse[:, 1].isfinite().all()
+        if which == "value":
+            assert lse.isfinite().all()

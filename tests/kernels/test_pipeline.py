@@ -1,0 +1,180 @@
+"""The Triton backend through the public functions: the specification's blocks, one pass or two, counters, operators."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.library import opcheck
+
+import sparge
+from conftest import assert_exact, causality, exact_attention, make_qkv, modes, relative_l1
+from selection import assert_same_blocks
+from sparge import Dense, Mean, Moment, TopCdf, TopK
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+TRITON: dict[str, Any] = {"backend": "triton", "enable_gqa": True}
+RULES = {
+    "topk": TopK(0.4, min_blocks=1),
+    "floor": TopK(0.1, min_blocks=3, sink=False, diagonal=False),
+    "per head": TopK(torch.tensor([0.2, 0.7]), min_blocks=1, sink=False, diagonal=False),
+    "judged": TopK(0.3, min_blocks=1, similarity_threshold=0.3),
+    "judged per head": TopK(0.3, min_blocks=1, similarity_threshold=torch.tensor([0.0, 0.3])),
+    "topcdf": TopCdf(0.7, min_blocks=2),
+    "judged topcdf": TopCdf(torch.tensor([0.3, 0.6]), min_blocks=0, similarity_threshold=0.3),
+    "dense": Dense(),
+}
+
+
+def structured(q_len: int = 300, kv_len: int = 450, **sizes: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries that agree, and every other key block too: the judge lets some pass, and the scores differ."""
+    query, key, value = make_qkv(q_len, kv_len, **{"heads": 2, "kv_heads": 1, "head_dim": 24, **sizes})
+    generator = torch.Generator().manual_seed(8)
+    for block in key.split(64, 2)[::2]:
+        block += 2 * torch.randn(key.shape[3], generator=generator).to(key)
+    return query + 1.0, key, value
+
+
+class TestPredict:
+    @pytest.mark.parametrize("rule, is_causal", [(rule, index % 2 == 0) for index, rule in enumerate(RULES)])
+    def test_rules(self, monkeypatch: pytest.MonkeyPatch, rule: str, is_causal: bool) -> None:
+        query, key, _ = structured()
+        mask = assert_same_blocks(
+            monkeypatch,
+            query,
+            key,
+            backend="triton",
+            sparsity=RULES[rule],
+            is_causal=is_causal,
+            score=Mean() if "per head" in rule else Moment(),
+            always_keep=[(70, 71)] if rule != "floor" else None,
+        )
+        assert rule == "dense" or 0 < mask.density() < 1, "a choice was made"
+
+    @pytest.mark.parametrize("kind", ["padding", "elements", "bias"])
+    def test_masks(self, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+        """Of these, only key padding is scored by kernels."""
+        query, key, _ = structured(batch=2)
+        generator = torch.Generator().manual_seed(3)
+        mask = {
+            "padding": (torch.arange(450) < torch.tensor([450, 150])[:, None])[:, None, None],
+            "elements": torch.rand(1, 1, 300, 450, generator=generator) > 0.5,
+            "bias": 3 * torch.randn(1, 2, 300, 450, generator=generator),
+        }[kind]
+        options = {"is_causal": True, "attn_mask": mask, "sparsity": TopK(0.4, min_blocks=1)}
+        assert_same_blocks(monkeypatch, query, key, backend="triton", **options)
+
+    @pytest.mark.parametrize("prefix", [0, 30])
+    @pytest.mark.parametrize("sparsity", [RULES["topk"], RULES["judged"], RULES["judged topcdf"]], ids=str)
+    def test_leaks_nothing_of_the_future(self, sparsity: Any, prefix: int) -> None:
+        """Query block 1 sees keys up to 255 + prefix; what lies after them may be anything."""
+        query, key, _ = structured(300, 300 + prefix)
+        options = {"is_causal": True, "sparsity": sparsity, **TRITON}
+        before = sparge.predict(query, key, **options).to_dense()[:, :, :2]
+        for future in (1e3, math.nan):
+            changed = key.clone()
+            changed[:, :, 256 + prefix :] = future
+            assert torch.equal(sparge.predict(query, changed, **options).to_dense()[:, :, :2], before)
+
+
+class TestAttention:
+    @modes
+    @causality
+    def test_one_pass_equals_two(self, is_causal: bool, quantization: str) -> None:
+        """`attention` shares the passes over K between the stages; the numbers are those of separate calls."""
+        query, key, value = structured(200, 300)
+        rules = {"sparsity": RULES["judged"], "is_causal": is_causal}
+        given = {"quantization": quantization, "return_lse": True, **TRITON}
+        got = sparge.attention(query, key, value, **rules, **given)
+        mask = sparge.predict(query, key, **rules, **TRITON)
+        for ours, theirs in zip(got, sparge.block_sparse_attention(query, key, value, mask, **given), strict=True):
+            assert torch.equal(ours, theirs)
+        blocks = mask.to_dense()
+        if quantization == "none":
+            assert_exact(got, query, key, value, is_causal=is_causal, block_mask=blocks)
+        exact, _ = exact_attention(query, key, value, is_causal=is_causal, block_mask=blocks)
+        assert relative_l1(got[0], exact) < 0.08
+
+    @modes
+    @pytest.mark.parametrize("with_lse", [False, True], ids=["output", "output and LSE"])
+    def test_dense(self, with_lse: bool, quantization: str) -> None:
+        query, key, value = structured(130, 150)
+        options = {"is_causal": True, "sparsity": Dense(), "quantization": quantization, "return_lse": with_lse}
+        got = sparge.attention(query, key, value, **options, **TRITON)
+        output, lse = got if with_lse else (got, None)
+        exact, exact_lse = exact_attention(query, key, value, is_causal=True)
+        assert relative_l1(output, exact) < (1e-5 if quantization == "none" else 0.08)
+        if lse is not None:
+            assert (lse - exact_lse).abs().max() < (1e-4 if quantization == "none" else 0.1)
+        assert sparge.stats().reasons == {"dense: sparsity=Dense()": 1}
+        assert sparge.stats().density is None
+
+    def test_8_bits_are_the_default(self) -> None:
+        query, key, value = structured(70, 150)
+        options = {"topk": 0.5, **TRITON}
+        eight_bits = sparge.attention(query, key, value, quantization="int8_fp8", **options)
+        assert torch.equal(sparge.attention(query, key, value, **options), eight_bits)
+
+    def test_layout(self) -> None:
+        tensors = structured(70, 150, batch=2)
+        turned = [tensor.transpose(1, 2).contiguous() for tensor in tensors]
+        options = {"topk": 0.5, "quantization": "none", **TRITON}
+        got = sparge.attention(*turned, layout="NHD", **options)
+        assert torch.equal(got.transpose(1, 2), sparge.attention(*tensors, **options))
+
+    def test_calls_and_blocks_are_counted(self) -> None:
+        query, key, value = structured()
+        mask = sparge.predict(query, key, topk=0.4, is_causal=True, **TRITON)
+        for _ in range(2):
+            sparge.block_sparse_attention(query, key, value, mask, quantization="none", **TRITON)
+        sparge.attention(query, key, value, topk=0.4, is_causal=True, quantization="none", **TRITON)
+        assert sparge.stats().reasons == {"sparse: triton": 3}
+        assert sparge.stats().density == pytest.approx(mask.density())
+
+    def test_a_named_backend_does_not_fall_back(self) -> None:
+        query, key, value = structured(70, 150)
+        with pytest.raises(NotImplementedError):
+            sparge.attention(query, key, value, dropout_p=0.5, on_unsupported="dense", **TRITON)
+
+
+class TestOperators:
+    def test_opcheck(self) -> None:
+        query, key, value = make_qkv(130, heads=2, head_dim=16)
+        mask = sparge.predict(query, key, topk=0.5, is_causal=True, **TRITON)
+        lists = (mask.kv_num_blocks, mask.kv_indices, mask.visible_num_blocks)
+        per_head = torch.tensor([0.3, 0.6])
+        selection = (None, True, 0.2, "topk", 1.0, per_head, 0.1, None, 1, True, True, 8, [0, 5])
+        arithmetic = ("int8_fp8", -8.0, None, "triton")
+        cases = {
+            torch.ops.sparge.predict.default: (query, key, *selection, "triton"),
+            torch.ops.sparge.attend.default: (query, key, value, *lists, None, True, 0.2, *arithmetic),
+            torch.ops.sparge.attention.default: (query, key, value, *selection, *arithmetic),
+            torch.ops.sparge.dense.default: (query, key, value, None, True, 0.2, "none", True, "triton", "a check"),
+        }
+        for operator, arguments in cases.items():
+            assert set(opcheck(operator, arguments).values()) == {"SUCCESS"}
+
+    @pytest.mark.parametrize(
+        "options", [{"topk": 0.5}, {"sparsity": Dense(), "quantization": "none"}], ids=["sparse", "dense"]
+    )
+    def test_full_graph_with_dynamic_lengths(self, options: dict[str, Any]) -> None:
+        torch._dynamo.reset()
+        graphs = []
+
+        def count_graphs(graph: torch.fx.GraphModule, _: object) -> object:
+            graphs.append(graph)
+            return graph.forward
+
+        def run(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+            return sparge.attention(*tensors, is_causal=True, return_lse=True, backend="triton", **options)
+
+        compiled = torch.compile(run, backend=count_graphs, fullgraph=True, dynamic=True)
+        for length in (130, 200):
+            tensors = make_qkv(length, heads=1, head_dim=16)
+            for got, expected in zip(compiled(*tensors), run(*tensors), strict=True):
+                assert torch.equal(got, expected)
+        assert len(graphs) == 1

@@ -1,0 +1,196 @@
+"""Block probabilities against the specification's: scores, sampled queries, softmax, what takes no part in it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from conftest import causality, make_qkv
+from kernels.conftest import random_bits, shape_of, visibility_of
+from selection import Row, specified
+from sparge import Mean, Moment, TopK, reference
+from sparge.backends.triton.predict import block_probabilities
+from sparge.backends.triton.quantize import read_query
+from sparge.backends.triton.statistics import summarize
+from sparge.config import Score
+from sparge.visibility import first_seen_keys
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+TOLERANCE = 2e-3
+"""Of a probability: bfloat16 variances move a score by 2^-9 of its second-order term, which stays below one here."""
+LENGTHS = {"square": (200, 200), "prefix": (129, 257), "odd prefix": (130, 161), "more queries": (300, 129)}
+
+
+def structured(*lengths: int, **sizes: Any) -> tuple[Tensor, Tensor]:
+    """Query and key; every key block leans in a direction of its own, so that blocks differ."""
+    query, key, _ = make_qkv(*lengths, **sizes)
+    generator = torch.Generator().manual_seed(8)
+    for block in key.split(64, 2):
+        block += torch.randn(key.shape[3], generator=generator).to(key)
+    return query, key
+
+
+def probabilities_of(
+    query: Tensor,
+    key: Tensor,
+    score: Score,
+    *,
+    is_causal: bool,
+    scale: float,
+    attn_mask: Tensor | None = None,
+    threshold: float | None = None,
+) -> Tensor:
+    """What the kernels give, (B, H, q_blocks, kv_blocks)."""
+    shape = shape_of(query, key, key)
+    seen = visibility_of(shape, is_causal, attn_mask)
+    judge = threshold is not None
+    summary = summarize(
+        key,
+        key,
+        shape,
+        seen,
+        scale=scale,
+        is_causal=is_causal,
+        statistics=True,
+        smoothing=False,
+        value_scales=False,
+        judge=judge,
+    )
+    facts = read_query(
+        query,
+        summary.key_mean,
+        shape,
+        seen,
+        scale=scale,
+        is_causal=is_causal,
+        codes=False,
+        mean=isinstance(score, Mean),
+        similarity=judge,
+    )
+    first_seen, first_query = (None, None) if attn_mask is None else first_seen_keys(shape, is_causal, attn_mask)
+    thresholds = None if threshold is None else torch.full((shape.heads,), threshold)
+    got = block_probabilities(
+        query, shape, summary, facts, first_seen, first_query, thresholds, score=score, is_causal=is_causal
+    )
+    return got.view(shape.batch, shape.heads, shape.q_blocks, shape.kv_blocks)
+
+
+def assert_probabilities(
+    monkeypatch: pytest.MonkeyPatch,
+    query: Tensor,
+    key: Tensor,
+    score: Score,
+    *,
+    is_causal: bool = False,
+    scale: float = 0.2,
+    attn_mask: Tensor | None = None,
+    threshold: float | None = None,
+) -> tuple[Tensor, list[Row]]:
+    call = {"is_causal": is_causal, "scale": scale, "attn_mask": attn_mask}
+    got = probabilities_of(query, key, score, threshold=threshold, **call)
+    rule = TopK(1.0, min_blocks=0, sink=False, diagonal=False, similarity_threshold=threshold)
+    _, rows = specified(monkeypatch, query, key, score=score, sparsity=rule, **call)
+    unfinished = reference.unfinished_blocks(shape_of(query, key, key), is_causal)
+    for index, (row, mine) in enumerate(zip(rows, got.flatten(0, 2), strict=True)):
+        late = unfinished[index % len(unfinished)]
+        if row.unjudged[row.visible & ~late].all():
+            continue  # its queries disagree: everything is kept, and no kernel reads the probabilities
+        broken = row.forced & ~late
+        assert torch.equal(mine.isnan(), broken), "NaN marks scores that are not finite"
+        judged = row.visible & ~row.unjudged & ~late & ~broken
+        assert not mine[~judged & ~broken].any()
+        expected = row.probabilities[judged]
+        excess = (mine[judged].double() - expected).abs() - TOLERANCE * expected
+        assert excess.numel() == 0 or excess.max() < 1e-7, f"off by {excess.max():.3g} at row {index}"
+    return got, rows
+
+
+@pytest.mark.parametrize("name, is_causal", [("square", False), *((name, True) for name in LENGTHS)], ids=str)
+@pytest.mark.parametrize("score", [Moment(1), Moment(3), Moment(8), Moment(16), Moment(32), Mean()], ids=str)
+def test_samples_and_lengths(monkeypatch: pytest.MonkeyPatch, name: str, is_causal: bool, score: Score) -> None:
+    """Fewer samples share a program with more query blocks; 3 are padded to 4."""
+    query, key = structured(*LENGTHS[name], heads=2, kv_heads=1, head_dim=24)
+    got, rows = assert_probabilities(monkeypatch, query, key, score, is_causal=is_causal)
+    assert torch.allclose(got[:, :, -1].sum(-1), torch.ones(1, 2), rtol=0, atol=1e-3)
+    chosen = rows[-1].probabilities
+    assert chosen.max() > 1.2 * chosen[chosen > 0].min(), "there is something to choose from"
+
+
+@pytest.mark.parametrize("score", [Moment(128), Moment(64), Moment(5)], ids=str)
+def test_groups_of_query_blocks(monkeypatch: pytest.MonkeyPatch, score: Score) -> None:
+    """A program holds 128 samples: one query block, two, or sixteen."""
+    query, key = structured(400, 200, heads=1, head_dim=16)
+    assert_probabilities(monkeypatch, query, key, score)
+
+
+@pytest.mark.parametrize("score, is_causal", [(Moment(8), True), (Mean(), False)], ids=str)
+def test_more_key_blocks_than_one_step_takes(monkeypatch: pytest.MonkeyPatch, is_causal: bool, score: Score) -> None:
+    query, key = structured(130, 4200, heads=1, head_dim=8)
+    assert_probabilities(monkeypatch, query, key, score, is_causal=is_causal)
+
+
+@pytest.mark.parametrize(
+    "head_dim, dtype",
+    [(8, torch.float16), (72, torch.bfloat16), (128, torch.float32), (256, torch.bfloat16), (200, torch.float16)],
+    ids=str,
+)
+@pytest.mark.parametrize("score", [Moment(8), Mean()], ids=str)
+def test_widths_and_dtypes(monkeypatch: pytest.MonkeyPatch, head_dim: int, dtype: torch.dtype, score: Score) -> None:
+    query, key = structured(130, 200, heads=1, head_dim=head_dim, dtype=dtype)
+    assert_probabilities(monkeypatch, query, key, score, is_causal=True, scale=head_dim**-0.5)
+
+
+@pytest.mark.parametrize("kind", ["right padding", "left padding", "per head", "nothing"])
+@pytest.mark.parametrize("score", [Moment(8), Mean()], ids=str)
+@causality
+def test_key_masks(monkeypatch: pytest.MonkeyPatch, is_causal: bool, score: Score, kind: str) -> None:
+    """Hidden keys hold NaN: they neither count nor break anything."""
+    query, key = structured(140, 200, batch=2, heads=2, kv_heads=1, head_dim=16)
+    positions = torch.arange(200)
+    mask = {
+        "right padding": (positions < torch.tensor([200, 70])[:, None])[:, None, None],
+        "left padding": (positions >= torch.tensor([0, 130])[:, None])[:, None, None],
+        "per head": random_bits(1, 2, 1, 200, share=0.3),
+        "nothing": torch.zeros(1, 1, 1, 200, dtype=torch.bool),
+    }[kind]
+    seen = mask.expand(2, 2, 1, 200).any(1).squeeze(1)
+    key = torch.where(seen[:, None, :, None], key, math.nan)
+    assert_probabilities(monkeypatch, query, key, score, is_causal=is_causal, attn_mask=mask)
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 1.5])
+@pytest.mark.parametrize("score", [Moment(8), Mean()], ids=str)
+def test_scales(monkeypatch: pytest.MonkeyPatch, score: Score, scale: float) -> None:
+    query, key = structured(130, 200, heads=1, head_dim=16)
+    assert_probabilities(monkeypatch, query * (0.1 if scale > 1 else 1), key, score, scale=scale)
+
+
+@pytest.mark.parametrize("score", [Moment(8), Mean()], ids=str)
+@causality
+def test_key_blocks_that_disagree_take_no_part(monkeypatch: pytest.MonkeyPatch, is_causal: bool, score: Score) -> None:
+    query, key, _ = make_qkv(300, 330, heads=2, kv_heads=1, head_dim=16)
+    query += 1.0
+    key[:, :, 64:128] += 3.0
+    key[:, :, 192:256] -= 3.0
+    _, rows = assert_probabilities(monkeypatch, query, key, score, is_causal=is_causal, threshold=0.3)
+    unjudged = torch.stack([row.unjudged for row in rows])
+    assert unjudged.any()
+    assert not unjudged.all()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("score", [Moment(8), Mean()], ids=str)
+def test_broken_tokens_are_marked(monkeypatch: pytest.MonkeyPatch, score: Score, bad: float) -> None:
+    """A key spoils its block for every query, a query the whole row of its block; the others keep their softmax."""
+    query, key = structured(300, 200, heads=2, kv_heads=1, head_dim=16)
+    key[0, 0, 70, 3] = bad
+    query[0, 1, 128 + 40, 5] = bad  # the third of eight samples
+    got, _ = assert_probabilities(monkeypatch, query, key, score)
+    assert got.isnan()[0, 0, :, 1].all()
+    assert got.isnan()[0, 1, 1].all()
+    assert int(got.isnan().sum()) == 2 * 3 + 3

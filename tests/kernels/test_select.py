@@ -1,0 +1,246 @@
+"""The selection kernel against a plain sort: ties, zeros, marks, budgets, masses, forced and unjudged blocks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from selection import assert_valid_lists
+from sparge import BlockMask, TopCdf, TopK, reference
+from sparge.backends.triton.select import select
+from sparge.geometry import BLOCK_K, BLOCK_Q, Shape
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+NOWHERE = torch.iinfo(torch.int32).max
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def rows_of(kind: str, rows: int, blocks: int, seed: int) -> Tensor:
+    """Probabilities (rows, blocks) float32 whose sums are exact: multiples of 2^-12 below 1."""
+    generator = seeded(seed)
+    if kind == "equal":
+        return torch.full((rows, blocks), 2.0**-6)
+    if kind == "zero":
+        return torch.zeros(rows, blocks)
+    if kind == "one":
+        row = torch.zeros(rows, blocks)
+        row[:, seed % blocks] = 1.0
+        return row
+    levels = {"ties": 4, "spread": 4096, "few": 64}[kind]
+    drawn = torch.randint(levels, (rows, blocks), generator=generator)
+    if kind == "few":
+        drawn = torch.where(drawn > 60, drawn, 0)
+    return drawn / levels / 64 // 2**-12 * 2**-12
+
+
+def selected(
+    probability: Tensor,
+    shape: Shape,
+    sparsity: TopK | TopCdf,
+    *,
+    is_causal: bool = False,
+    always_keep: list[tuple[int, int]] | None = None,
+    first_seen: Tensor | None = None,
+    query_similarity: Tensor | None = None,
+    key_similarity: Tensor | None = None,
+    threshold: Tensor | None = None,
+) -> BlockMask:
+    return select(
+        probability,
+        shape,
+        probability if query_similarity is None else query_similarity,
+        key_similarity,
+        first_seen,
+        threshold,
+        sparsity=sparsity,
+        is_causal=is_causal,
+        always_keep=always_keep or [],
+    )
+
+
+def sorted_selection(
+    probability: Tensor,
+    shape: Shape,
+    sparsity: TopK | TopCdf,
+    *,
+    is_causal: bool = False,
+    always_keep: list[tuple[int, int]] | None = None,
+    first_seen: Tensor | None = None,
+    query_similarity: Tensor | None = None,
+    key_similarity: Tensor | None = None,
+    threshold: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Kept and visible blocks, (B, H, q_blocks, kv_blocks), by the specification's rule for one row."""
+    size = (shape.batch, shape.heads, shape.q_blocks, shape.kv_blocks)
+    kept, visible = torch.zeros(size, dtype=torch.bool), torch.zeros(size, dtype=torch.bool)
+    unfinished = reference.unfinished_blocks(shape, is_causal)
+    forced = reference.forced_blocks(shape, sparsity, is_causal, always_keep or []) | unfinished
+    for b, h, i in torch.cartesian_prod(*map(torch.arange, size[:3])).view(-1, 3).tolist():
+        seen_from = torch.arange(shape.kv_blocks) * BLOCK_K if first_seen is None else first_seen[b, h]
+        last_query = min((i + 1) * BLOCK_Q, shape.q_len) - 1 + shape.causal_offset
+        visible[b, h, i] = seen_from <= last_query if is_causal else seen_from < NOWHERE
+        flat, flat_kv = b * shape.heads + h, b * shape.kv_heads + h // shape.group
+        unjudged = torch.zeros(shape.kv_blocks, dtype=torch.bool)
+        if threshold is not None:
+            assert query_similarity is not None
+            assert key_similarity is not None
+            unjudged = (query_similarity[flat, i] < threshold[h]) | (key_similarity[flat_kv] < threshold[h])
+            unjudged = unjudged & ~unfinished[i]
+        row = probability[flat, i]
+        kept[b, h, i] = reference.select_row(
+            row.nan_to_num(0.0),
+            visible[b, h, i],
+            forced[i] | row.isnan(),
+            unjudged,
+            min_blocks=sparsity.min_blocks,
+            topk=reference._of_head(sparsity.topk, h, shape) if isinstance(sparsity, TopK) else None,
+            cdf=reference._of_head(sparsity.cdf, h, shape) if isinstance(sparsity, TopCdf) else None,
+        )
+    return kept, visible
+
+
+def assert_selection(probability: Tensor, shape: Shape, sparsity: TopK | TopCdf, **call: Any) -> Tensor:
+    got = selected(probability, shape, sparsity, **call)
+    kept, visible = sorted_selection(probability, shape, sparsity, **call)
+    assert_valid_lists(got)
+    assert torch.equal(got.visible_num_blocks, visible.sum(-1, dtype=torch.int32))
+    assert torch.equal(got.kv_num_blocks, kept.sum(-1, dtype=torch.int32))
+    assert torch.equal(got.to_dense(), kept)
+    return kept
+
+
+sparsities = st.builds(
+    lambda kind, shares, per_head, **rules: kind(torch.tensor(shares) if per_head else shares[0], **rules),
+    kind=st.sampled_from([TopK, TopCdf]),
+    shares=st.lists(st.integers(1, 64).map(lambda n: n / 64), min_size=2, max_size=2),
+    per_head=st.booleans(),
+    min_blocks=st.sampled_from([0, 1, 3, 1000]),
+    sink=st.sampled_from([None, True, False]),
+    diagonal=st.sampled_from([None, True, False]),
+)
+
+
+@settings(
+    max_examples=80,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(
+    kind=st.sampled_from(["ties", "spread", "few", "equal", "zero", "one"]),
+    q_len=st.sampled_from([1, 128, 200, 300]),
+    kv_len=st.sampled_from([1, 64, 130, 1000, 2048, 2500]),
+    sparsity=sparsities,
+    is_causal=st.booleans(),
+    marks=st.sampled_from([0.0, 0.1]),
+    seen=st.sampled_from([None, 0.8, 0.1]),
+    judge=st.sampled_from([None, 0.2, 0.6]),
+    always=st.booleans(),
+    seed=st.integers(0, 10**6),
+)
+def test_keeps_what_a_sort_keeps(
+    kind: str,
+    q_len: int,
+    kv_len: int,
+    sparsity: TopK | TopCdf,
+    is_causal: bool,
+    marks: float,
+    seen: float | None,
+    judge: float | None,
+    always: bool,
+    seed: int,
+) -> None:
+    shape = Shape(1, 2, 1, q_len, kv_len, 8, 8)
+    generator = seeded(seed)
+    probability = rows_of(kind, 2 * shape.q_blocks, shape.kv_blocks, seed).view(2, shape.q_blocks, shape.kv_blocks)
+    probability[torch.rand(probability.shape, generator=generator) < marks] = math.nan
+    call: dict[str, Any] = {"is_causal": is_causal}
+    if seen is not None:
+        within = torch.arange(shape.kv_blocks) * BLOCK_K + torch.randint(
+            BLOCK_K, (1, 2, shape.kv_blocks), generator=generator
+        )
+        present = torch.rand(1, 2, shape.kv_blocks, generator=generator) < seen
+        call["first_seen"] = torch.where(present & (within < kv_len), within, NOWHERE).int()
+    if judge is not None:
+        call["query_similarity"] = torch.rand(2, shape.q_blocks, generator=generator) + 0.3
+        call["key_similarity"] = torch.rand(1, shape.kv_blocks, generator=generator)
+        call["threshold"] = torch.tensor([judge, judge / 2])
+    if always:
+        call["always_keep"] = [(kv_len // 3, kv_len // 3 + 1), (kv_len - 1, kv_len)]
+    assert_selection(probability, shape, sparsity, **call)
+
+
+def kept_of(row: list[float], sparsity: TopK | TopCdf) -> list[int]:
+    probability = torch.tensor(row).view(1, 1, -1)
+    shape = Shape(1, 1, 1, 128, 64 * len(row), 8, 8)
+    return assert_selection(probability, shape, sparsity).flatten().nonzero().flatten().tolist()
+
+
+def topcdf(cdf: float) -> TopCdf:
+    return TopCdf(cdf, min_blocks=0)
+
+
+def topk(share: float) -> TopK:
+    return TopK(share, min_blocks=0)
+
+
+def test_the_block_that_crosses_the_mass_is_kept() -> None:
+    row = [0.0625, 0.5, 0.125, 0.25, 0.0625]
+    assert kept_of(row, topcdf(0.5)) == [1]
+    assert kept_of(row, topcdf(0.5078125)) == [1, 3]
+    assert kept_of(row, topcdf(0.75)) == [1, 3]
+    assert kept_of(row, topcdf(0.90625)) == [0, 1, 2, 3]
+    assert kept_of(row, topcdf(1.0)) == [0, 1, 2, 3, 4]
+
+
+def test_a_mass_that_is_not_there_keeps_everything() -> None:
+    assert kept_of([0.25, 0.0, 0.25, 0.0], topcdf(0.75)) == [0, 1, 2, 3]
+    assert kept_of([0.25, 0.0, 0.25, 0.0], topcdf(0.5)) == [0, 2]
+
+
+def test_ties_go_to_the_lower_index() -> None:
+    assert kept_of([0.25] * 4, topk(0.5)) == [0, 1]
+    assert kept_of([0.25] * 4, topcdf(0.75)) == [0, 1, 2]
+    assert kept_of([0.125, 0.25, 0.125, 0.25, 0.125, 0.125], topk(0.5)) == [0, 1, 3]
+
+
+@pytest.mark.parametrize("share, visible, expected", [(0.1, 1280, 128), (0.3, 10, 3), (1e-9, 7, 1), (1.0, 7, 7)])
+def test_budgets(share: float, visible: int, expected: int) -> None:
+    """A share in float32 times a number of blocks rounds up past a whole number; the budget must not."""
+    shape = Shape(1, 1, 1, 128, 64 * visible, 8, 8)
+    probability = rows_of("spread", 1, visible, 0).view(1, 1, -1)
+    for given_share in (share, torch.tensor([share])):
+        assert int(assert_selection(probability, shape, TopK(given_share, min_blocks=0)).sum()) == expected
+
+
+def test_tiny_probabilities_keep_their_order() -> None:
+    """Subnormal numbers too: their bits still order like integers."""
+    row = [1.0, 1e-38, 3e-45, 0.0, 2e-45, 1e-30, 1e-42, 0.0]
+    assert kept_of(row, topk(0.5)) == [0, 1, 5, 6]
+    assert kept_of(row, topk(0.75)) == [0, 1, 2, 4, 5, 6]
+
+
+def test_batches_and_heads_find_their_own_rows() -> None:
+    shape = Shape(2, 4, 2, 200, 320, 8, 8)
+    probability = rows_of("spread", 16, 5, 3).view(8, 2, 5)
+    generator = seeded(4)
+    call = {
+        "is_causal": True,
+        "first_seen": torch.where(torch.rand(2, 4, 5, generator=generator) < 0.8, torch.arange(5) * 64, NOWHERE).int(),
+        "query_similarity": torch.rand(8, 2, generator=generator),
+        "key_similarity": torch.rand(4, 5, generator=generator),
+        "threshold": torch.tensor([0.0, 0.3, 0.5, 1.0]),
+    }
+    assert_selection(probability, shape, TopK(torch.tensor([0.2, 0.4, 0.6, 0.8]), min_blocks=0), **call)
+    call["first_seen"] = call["first_seen"][:, :1].expand(-1, 4, -1)
+    assert_selection(probability, shape, TopCdf(0.3, min_blocks=1), **call)

@@ -1,0 +1,145 @@
+"""Statistics of K and V against the specification: means, variances, the smoothing mean, value scales, similarity."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from conftest import causality
+from kernels.conftest import EPSILON, LOG2_E, assert_close, make_problem, random_bits, seen_tokens, visibility_of
+from sparge import reference
+from sparge.backends.triton.statistics import Summary, summarize
+from sparge.geometry import BLOCK_K, Shape
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+SCALE = 0.3
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+
+
+def summary_of(
+    key: Tensor, value: Tensor, shape: Shape, is_causal: bool, attn_mask: Tensor | None, *, judge: bool
+) -> Summary:
+    return summarize(
+        key,
+        value,
+        shape,
+        visibility_of(shape, is_causal, attn_mask),
+        scale=SCALE,
+        is_causal=is_causal,
+        statistics=True,
+        smoothing=True,
+        value_scales=True,
+        judge=judge,
+    )
+
+
+def assert_summary(
+    summary: Summary, key: Tensor, value: Tensor, shape: Shape, is_causal: bool = False, attn_mask: Tensor | None = None
+) -> None:
+    """Every number against the specification's; padding channels hold 0 (scales: 1)."""
+    key, value = key.double(), value.double()
+    keys_seen, _ = seen_tokens(shape, is_causal, attn_mask)
+    _, smoothing_mean = reference.smooth_key(key, keys_seen)
+    judged_by = reference.smooth_key_for_judge(key, keys_seen, is_causal)
+    heads = [(b, h) for b in range(shape.batch) for h in range(shape.kv_heads)]
+    for flat, (b, h) in enumerate(heads):
+        seen = keys_seen[b, h]
+        means, variances = reference.pool(key[b, h], seen, BLOCK_K)
+        sizes, _ = reference.pool(key[b, h].abs(), seen, BLOCK_K)
+        squares, _ = reference.pool(key[b, h].square(), seen, BLOCK_K)
+        unit = SCALE * LOG2_E
+        got = summary.mean_high[flat].double() + summary.mean_low[flat].double()
+        means = torch.where(means.isfinite(), means * unit, math.nan)
+        assert_close(got[:, : shape.head_dim], means, 2**-15 * means.abs() + 8 * EPSILON * sizes * unit)
+        unit = SCALE**2 / 2 * LOG2_E
+        got = summary.variance[flat].double()[:, : shape.head_dim]
+        known = means.isfinite()
+        tolerance = 2**-8 * variances * unit + 64 * EPSILON * squares * unit
+        assert_close(got[known], (variances * unit)[known], tolerance[known])
+
+        usable = seen & key[b, h].isfinite().all(-1)
+        size = torch.where(usable[:, None], key[b, h].abs(), 0.0).sum(0) / usable.sum().clamp(min=1)
+        assert_close(summary.key_mean[flat, : shape.head_dim], smoothing_mean[b, h, 0], 8 * EPSILON * size)
+        _, scales = reference.quantize_fp8(torch.where(seen[:, None], value[b, h], 0.0))
+        assert_close(summary.value_scale[flat, : shape.value_dim], scales, EPSILON * scales)
+        for tensor, width, padding in (
+            (summary.mean_high[flat], shape.head_dim, 0),
+            (summary.mean_low[flat], shape.head_dim, 0),
+            (summary.variance[flat], shape.head_dim, 0),
+            (summary.key_mean[flat], shape.head_dim, 0),
+            (summary.value_scale[flat], shape.value_dim, 1),
+        ):
+            assert (tensor[..., width:] == padding).all()
+        if summary.key_similarity is not None:
+            similarity = reference.self_similarity(judged_by[b, h], seen, BLOCK_K)
+            assert_close(summary.key_similarity[flat], similarity, 1e-4)
+
+
+class TestSummarize:
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("kv_len", [1, 63, 64, 65])
+    def test_lengths_and_dtypes(self, kv_len: int, dtype: torch.dtype) -> None:
+        _, key, value, shape = make_problem(1, kv_len, batch=2, heads=1, head_dim=24, value_dim=40, dtype=dtype)
+        assert_summary(summary_of(key, value, shape, False, None, judge=True), key, value, shape)
+
+    @pytest.mark.parametrize("kv_len, dtype", [(255, torch.float16), (257, torch.bfloat16), (300, torch.float32)])
+    def test_a_program_takes_256_keys_where_none_are_judged(self, kv_len: int, dtype: torch.dtype) -> None:
+        _, key, value, shape = make_problem(1, kv_len, heads=2, head_dim=40, value_dim=8, dtype=dtype)
+        summary = summary_of(key, value, shape, False, None, judge=False)
+        assert summary.key_similarity is None
+        assert_summary(summary, key, value, shape)
+
+    @pytest.mark.parametrize("kv_len", [65, 257])
+    def test_in_causal_attention_a_block_is_smoothed_by_its_past(self, kv_len: int) -> None:
+        _, key, value, shape = make_problem(kv_len, heads=1, head_dim=16)
+        key[:, :, 128:] += 3.0
+        assert_summary(summary_of(key, value, shape, True, None, judge=True), key, value, shape, True)
+
+    @pytest.mark.parametrize("judge", [False, True])
+    @causality
+    def test_hidden_keys_count_for_nothing(self, is_causal: bool, judge: bool) -> None:
+        kv_len = 200
+        _, key, value, shape = make_problem(70, kv_len, batch=2, heads=2, kv_heads=1, head_dim=16)
+        mask = random_bits(2, 2, 1, kv_len, share=0.5)
+        mask[:, :, :, 64:128] = False  # a block without any
+        keys_seen, _ = seen_tokens(shape, is_causal, mask)
+        garbage = torch.tensor([math.nan, 1e30, math.inf]).repeat(kv_len)[:kv_len, None]
+        hidden = ~keys_seen[..., None]
+        key, value = torch.where(hidden, garbage, key), torch.where(hidden, garbage, value)
+        summary = summary_of(key, value, shape, is_causal, mask, judge=judge)
+        clean = torch.where(hidden, 0.0, key), torch.where(hidden, 0.0, value)
+        assert_summary(summary, *clean, shape, is_causal, mask)
+
+    @pytest.mark.parametrize("judge", [False, True])
+    def test_broken_tokens_stay_out_of_the_mean_and_the_scales(self, judge: bool) -> None:
+        _, key, value, shape = make_problem(1, 200, heads=2, head_dim=16, value_dim=24)
+        key[0, 0, 70, 3], key[0, 0, 199, 0], key[0, 1, 5, 7] = math.nan, math.inf, -math.inf
+        value[0, 0, 10, 4], value[0, 1, 190, 0] = math.nan, math.inf
+        assert_summary(summary_of(key, value, shape, False, None, judge=judge), key, value, shape)
+
+    def test_strided_heads(self) -> None:
+        """Tokens before heads, K and V in one tensor."""
+        _, key, value, shape = make_problem(1, 130, batch=2, heads=2, head_dim=16)
+        packed = torch.stack([key.transpose(1, 2), value.transpose(1, 2)], 3)
+        views = packed[:, :, :, 0].transpose(1, 2), packed[:, :, :, 1].transpose(1, 2)
+        assert not views[0].is_contiguous()
+        assert_summary(summary_of(*views, shape, False, None, judge=True), key, value, shape)
+
+    def test_a_large_offset_leaves_the_variance_accurate(self) -> None:
+        """Of float32 keys only: the squares of 16-bit numbers have room in float32 sums."""
+        _, key, value, shape = make_problem(1, 100, heads=1, head_dim=16)
+        key = key + 300.0
+        summary = summary_of(key, value, shape, False, None, judge=False)
+        _, variances = reference.pool(key[0, 0].double(), torch.ones(100, dtype=torch.bool), BLOCK_K)
+        expected = variances * (SCALE**2 / 2 * LOG2_E)
+        assert_close(summary.variance[0], expected, 2**-8 * expected)
+
+    def test_asks_for_nothing_and_gets_the_key_itself(self) -> None:
+        _, key, value, shape = make_problem(1, 100, heads=1)
+        wanted = dict.fromkeys(("statistics", "smoothing", "value_scales", "judge"), False)
+        summary = summarize(key, value, shape, None, scale=1.0, is_causal=False, **wanted)
+        assert summary.mean_high is summary.key_mean is summary.value_scale is key
