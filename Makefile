@@ -19,6 +19,7 @@ demo: $(READY)  ## the main job on this machine: a table, and sparge-demo.html
 
 test: lint  ## lint, types, all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto  # one worker a core; torch threads on top would fight over it
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n auto tests/kernels
 
 lint: $(READY)
 	$(BIN)/ruff check $(SOURCES)

@@ -79,11 +79,13 @@ def first_seen_keys(shape: Shape, is_causal: bool, attn_mask: Tensor) -> tuple[T
     positions = torch.arange(shape.kv_len, dtype=torch.int32, device=attn_mask.device)
     seen_at = torch.where(attn_mask.expand(-1, -1, -1, shape.kv_len).squeeze(2), positions, nowhere)
     first_seen = _key_blocks(seen_at, nowhere).amin(-1)  # [b, h, kv_blocks]
+    # Rows start at multiples of 16 whatever the length: kernels are compiled anew for other alignments.
+    first_seen = F.pad(first_seen, (0, -shape.kv_blocks % 16), value=nowhere)
     first_query = torch.zeros_like(first_seen[..., 0])
     if is_causal:
         first_query = (first_seen.amin(-1).long() - shape.causal_offset).clamp(0, shape.q_len).int()
     leading = (shape.batch, shape.heads)
-    return first_seen.expand(*leading, -1), first_query.expand(leading)
+    return first_seen.expand(*leading, -1)[..., : shape.kv_blocks], first_query.expand(leading)
 
 
 def _without_mask(shape: Shape, is_causal: bool, device: torch.device) -> Visibility:

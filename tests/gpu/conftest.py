@@ -150,17 +150,20 @@ def time_limit(request: pytest.FixtureRequest, real_stderr: int) -> Iterator[Non
     faulthandler.cancel_dump_traceback_later()
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "timeout(seconds): how long a test may take")
-    config.addinivalue_line("filterwarnings", "ignore:.*deterministic:UserWarning")  # see `poisoned_memory`
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """SPARGE_TEST_SHARD=2/4 runs the second quarter of the tests, so that several processes can share the work."""
+    shard, _, shards = os.environ.get("SPARGE_TEST_SHARD", "1/1").partition("/")
+    items[:] = items[int(shard) - 1 :: int(shards)]
     if ON_CUDA and not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA device; SPARGE_TEST_DEVICE names another")
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(skip)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "timeout(seconds): how long a test may take")
+    config.addinivalue_line("filterwarnings", "ignore:.*deterministic:UserWarning")  # see `poisoned_memory`
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

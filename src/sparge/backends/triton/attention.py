@@ -375,6 +375,10 @@ def attend(
     output = torch.empty(shape.batch, shape.heads, shape.q_len, shape.value_dim, dtype=operands.dtype, device=device)
     lse = torch.empty(shape.batch, shape.heads, shape.q_len, dtype=torch.float32, device=device)
     width, value_width = padded(shape.head_dim), padded(shape.value_dim)
+    if operands.value.element_size() == 2:
+        # Triton 3.6 miscompiles 16-bit products 32 columns wide on Hopper when the values are not copied asynchronously
+        # (unaligned strides): wrong numbers, bad addresses.
+        value_width = max(value_width, 64)
     mask_per_query = attn_mask is not None and attn_mask.shape[2] > 1
     config = configs.attention_config(
         operands.quantization, max(width, value_width), query.element_size(), threshold is not None, mask_per_query
@@ -388,9 +392,9 @@ def attend(
         key_scale_ptr=operands.key_scale,
         value_scale_ptr=operands.value_scale,
         lse_shift_ptr=operands.lse_shift,
-        kv_num_blocks_ptr=stand_in if mask is None else mask.kv_num_blocks,
-        kv_indices_ptr=stand_in if mask is None else mask.kv_indices,
-        visible_num_blocks_ptr=stand_in if mask is None else mask.visible_num_blocks,
+        kv_num_blocks_ptr=stand_in if mask is None else mask.kv_num_blocks.contiguous(),
+        kv_indices_ptr=stand_in if mask is None else mask.kv_indices.contiguous(),
+        visible_num_blocks_ptr=stand_in if mask is None else mask.visible_num_blocks.contiguous(),
         totals_ptr=stand_in if totals is None else totals,
         mask_ptr=stand_in if attn_mask is None else attn_mask,
         seen_ptr=keys_seen,
