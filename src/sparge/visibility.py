@@ -14,6 +14,9 @@ from torch import Tensor
 
 from sparge.geometry import BLOCK_K, BLOCK_Q, Shape
 
+NOWHERE = 2**31 - 1
+"""Position of the first visible key in a block that has none. It fits a double, in which padding values travel."""
+
 
 @dataclass(frozen=True)
 class Visibility:
@@ -75,12 +78,11 @@ def first_seen_keys(shape: Shape, is_causal: bool, attn_mask: Tensor) -> tuple[T
         (B, H, kv_blocks): position of the first visible key in each key block, 2^31 - 1 where there is none.
         (B, H): the first query that sees a key; all later ones do.
     """
-    nowhere = torch.iinfo(torch.int32).max
     positions = torch.arange(shape.kv_len, dtype=torch.int32, device=attn_mask.device)
-    seen_at = torch.where(attn_mask.expand(-1, -1, -1, shape.kv_len).squeeze(2), positions, nowhere)
-    first_seen = _key_blocks(seen_at, nowhere).amin(-1)  # [b, h, kv_blocks]
+    seen_at = torch.where(attn_mask.expand(-1, -1, -1, shape.kv_len).squeeze(2), positions, NOWHERE)
+    first_seen = _key_blocks(seen_at, NOWHERE).amin(-1)  # [b, h, kv_blocks]
     # Rows start at multiples of 16 whatever the length: kernels are compiled anew for other alignments.
-    first_seen = F.pad(first_seen, (0, -shape.kv_blocks % 16), value=nowhere)
+    first_seen = F.pad(first_seen, (0, -shape.kv_blocks % 16), value=NOWHERE)
     first_query = torch.zeros_like(first_seen[..., 0])
     if is_causal:
         first_query = (first_seen.amin(-1).long() - shape.causal_offset).clamp(0, shape.q_len).int()
@@ -107,9 +109,8 @@ def _with_key_mask(shape: Shape, is_causal: bool, attn_mask: Tensor) -> Visibili
     first_query, last_query, _, key_end = block_edges(shape, device)
     keys = allowed_elements(attn_mask)
     positions = torch.arange(shape.kv_len, device=device)
-    nowhere = torch.iinfo(torch.int64).max
-    seen_at = torch.where(keys, positions, nowhere)  # [b, h, kv_len]
-    first_seen = _key_blocks(seen_at, nowhere).amin(-1)[..., None, :]  # [b, h, 1, kv_blocks]
+    seen_at = torch.where(keys, positions, NOWHERE)  # [b, h, kv_len]
+    first_seen = _key_blocks(seen_at, NOWHERE).amin(-1)[..., None, :]  # [b, h, 1, kv_blocks]
     plain = keys if attn_mask.dtype == torch.bool else attn_mask == 0
     full = _key_blocks(plain, False).all(-1)[..., None, :].expand(-1, -1, shape.q_blocks, -1)
     if is_causal:
@@ -118,7 +119,7 @@ def _with_key_mask(shape: Shape, is_causal: bool, attn_mask: Tensor) -> Visibili
         query_positions = torch.arange(shape.q_len, device=device) + shape.causal_offset
         queries = seen_at.amin(-1, keepdim=True) <= query_positions
     else:
-        blocks = (first_seen < nowhere).expand(-1, -1, shape.q_blocks, -1)
+        blocks = (first_seen < NOWHERE).expand(-1, -1, shape.q_blocks, -1)
         queries = keys.any(-1, keepdim=True).expand(-1, -1, shape.q_len)
     return Visibility(blocks, full, keys, queries)
 
