@@ -98,7 +98,7 @@ class TestChooseBackend:
 
     @needs_triton
     def test_another_device(self) -> None:
-        with pytest.raises(NotImplementedError, match="^backend 'triton': expected a CUDA device, got 'xpu'$"):
+        with pytest.raises(NotImplementedError, match=r"^backend 'triton': expected a CUDA device, got 'xpu'$"):
             dispatch.choose_backend("triton", torch.device("xpu"))
         choice = dispatch.choose_backend("auto", torch.device("xpu"))
         assert choice == dispatch.Choice("torch", "runs on any device; no kernels for 'xpu' in this version")
@@ -124,7 +124,7 @@ class TestQuantization:
     def test_triton_takes_the_fastest(
         self, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], fastest: str
     ) -> None:
-        monkeypatch.setattr(dispatch, "cuda_capability", lambda _: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
         assert dispatch.resolve_quantization("auto", "triton", CUDA) == fastest
         assert dispatch.resolve_quantization("none", "triton", CUDA) == "none"
         assert dispatch.resolve_quantization("int8_fp16", "triton", CUDA) == "int8_fp16"

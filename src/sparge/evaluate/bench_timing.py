@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-TURN_MS = 10.0
+TURN_MS = 30.0
 """One variant's share of a turn: short calls are repeated until they fill it."""
 MIN_REPEATS, MAX_REPEATS = 3, 200
 """The host prepares a later call while the device is busy with the one before; a single call would show it in full."""

@@ -172,6 +172,9 @@ def attention_kernel(
             count = tl.minimum(kv_blocks, tl.maximum(last_query + BLOCK_K, 0) // BLOCK_K)
     else:
         count = tl.load(kv_num_blocks_ptr + row)
+    if COUNT and tile % tiles_per_block == 0:  # first, because at the end it would cost registers in the loop
+        tl.atomic_add(totals_ptr, count.to(tl.int64), sem="relaxed")
+        tl.atomic_add(totals_ptr + 1, tl.load(visible_num_blocks_ptr + row).to(tl.int64), sem="relaxed")
 
     key_base = key_ptr + batch * key_strides[0] + kv_head * key_strides[1]
     value_base = value_ptr + batch * value_strides[0] + kv_head * value_strides[1]
@@ -317,9 +320,6 @@ def attention_kernel(
         tl.where(empty[:, None], 0.0, output).to(output_ptr.dtype.element_ty),
         mask=inside[:, None] & (offs_dv < VALUE_DIM)[None, :],
     )
-    if COUNT and tile % tiles_per_block == 0:
-        tl.atomic_add(totals_ptr, count.to(tl.int64), sem="relaxed")
-        tl.atomic_add(totals_ptr + 1, tl.load(visible_num_blocks_ptr + row).to(tl.int64), sem="relaxed")
 
 
 @dataclass(frozen=True)

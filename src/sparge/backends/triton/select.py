@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sparge import geometry
 from sparge.backends.triton import configs
-from sparge.backends.triton.launch import per_head_tensor
+from sparge.backends.triton.launch import per_head_tensor, power_of_two
 from sparge.backends.triton.primitives import BLOCK_K, BLOCK_Q, NOWHERE
 from sparge.block_mask import BlockMask
 from sparge.config import TopCdf, TopK
@@ -199,7 +199,7 @@ def select(
             always[start // geometry.BLOCK_K : ceil_div(stop, geometry.BLOCK_K)] = 1
     share = sparsity.topk if isinstance(sparsity, TopK) else sparsity.cdf
     share_per_head = per_head_tensor(share, shape, device) if isinstance(share, Tensor) else None
-    columns = max(32, triton.next_power_of_2(shape.kv_blocks))
+    columns = max(32, power_of_two(shape.kv_blocks))
     counts = torch.empty(shape.batch, shape.heads, shape.q_blocks, dtype=torch.int32, device=device)
     indices = torch.empty(*counts.shape, shape.kv_blocks, dtype=torch.int32, device=device)
     visible = torch.empty_like(counts)
