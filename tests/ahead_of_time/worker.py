@@ -24,14 +24,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from sparge.backends.triton import pipeline
+from sparge.backends.triton import launch, pipeline
 from sparge.config import Mean, Moment, TopCdf, TopK
 from sparge.geometry import Shape
 
 BATCH, HEADS, KV_HEADS = 1, 4, 2
 FP8_ARCHITECTURE = 89
-SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
-"""Bytes a program may ask for."""
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_]+)", re.MULTILINE)
@@ -91,7 +89,6 @@ class Device:
 
     def __init__(self, architecture: int) -> None:
         self.architecture = architecture
-        self.utils = self
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", self.architecture, 32)
@@ -101,9 +98,6 @@ class Device:
 
     def get_current_stream(self, _device: int) -> int:
         return 0
-
-    def get_device_properties(self, _device: int) -> dict[str, int]:
-        return {"max_shared_mem": SHARED_MEMORY[self.architecture]}
 
 
 def inspect(case: str, kernel: str, compiled: Any, folder: Path) -> Result:
@@ -157,6 +151,7 @@ def call(case: Case) -> None:
 def main(architecture: int) -> None:
     """Print the results of all cases the architecture has the arithmetic for."""
     driver.set_active(Device(architecture))
+    launch._architecture = lambda *_: architecture
     compile_and_launch = JITFunction.run
     launched: list[tuple[str, Any]] = []
     pattern = ""

@@ -1,4 +1,4 @@
-"""Awkward calls for a memory checker: ``PYTHONPATH=src compute-sanitizer --tool memcheck python tests/gpu/sanitize.py``.
+"""Awkward calls for a memory checker: ``compute-sanitizer --tool memcheck python tests/gpu/sanitize.py``.
 
 Every allocation is freed and made anew by the driver (no caching), so that reads beyond a tensor's end are seen.
 """

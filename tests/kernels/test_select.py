@@ -214,7 +214,9 @@ def test_ties_go_to_the_lower_index() -> None:
     assert kept_of([0.125, 0.25, 0.125, 0.25, 0.125, 0.125], topk(0.5)) == [0, 1, 3]
 
 
-@pytest.mark.parametrize("share, visible, expected", [(0.1, 1280, 128), (0.3, 10, 3), (1e-9, 7, 1), (1.0, 7, 7)])
+@pytest.mark.parametrize(
+    "share, visible, expected", [(0.1, 1280, 128), (0.6, 25, 15), (0.3, 50, 15), (1e-9, 7, 1), (1.0, 7, 7)]
+)
 def test_budgets(share: float, visible: int, expected: int) -> None:
     """A share in float32 times a number of blocks rounds up past a whole number; the budget must not."""
     shape = Shape(1, 1, 1, 128, 64 * visible, 8, 8)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sparge import geometry
 from sparge.backends.triton import configs
-from sparge.backends.triton.launch import padded, per_head_tensor, seen_argument, strides_of
+from sparge.backends.triton.launch import architecture_of, padded, per_head_tensor, seen_argument, strides_of
 from sparge.backends.triton.primitives import (
     BLOCK_K,
     BLOCK_Q,
@@ -176,6 +176,7 @@ def attention_kernel(
         tl.atomic_add(totals_ptr, count.to(tl.int64), sem="relaxed")
         tl.atomic_add(totals_ptr + 1, tl.load(visible_num_blocks_ptr + row).to(tl.int64), sem="relaxed")
 
+    key_stride = key_strides[2] if ARITHMETIC == "none" else HEAD_DIM_PADDED  # codes lie close together
     key_base = key_ptr + batch * key_strides[0] + kv_head * key_strides[1]
     value_base = value_ptr + batch * value_strides[0] + kv_head * value_strides[1]
     mask_base = mask_ptr + batch * mask_strides[0] + head * mask_strides[1]
@@ -212,9 +213,7 @@ def attention_kernel(
             key_positions = tl.where((offs_n >= BLOCK_K) & missing, kv_len, key_positions)
         in_range = key_positions < kv_len
 
-        key_ptrs = (
-            key_base + (first_keys * key_strides[2])[:, None] + within[:, None] * key_strides[2] + offs_d[None, :]
-        )
+        key_ptrs = key_base + (first_keys * key_stride)[:, None] + within[:, None] * key_stride + offs_d[None, :]
         if ARITHMETIC == "none":
             key_present = in_range[:, None]
             if HEAD_DIM != HEAD_DIM_PADDED:
@@ -381,7 +380,13 @@ def attend(
         value_width = max(value_width, 64)
     mask_per_query = attn_mask is not None and attn_mask.shape[2] > 1
     config = configs.attention_config(
-        operands.quantization, max(width, value_width), query.element_size(), threshold is not None, mask_per_query
+        operands.quantization,
+        max(width, value_width),
+        architecture=architecture_of(query),
+        is_float32=query.dtype == torch.float32,
+        has_threshold=threshold is not None,
+        has_mask=attn_mask is not None,
+        mask_per_query=mask_per_query,
     )
     tiles = shape.q_blocks * (geometry.BLOCK_Q // config.block_m)
     attention_kernel[(tiles * shape.batch * shape.heads,)](

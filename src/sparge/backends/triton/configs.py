@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 from sparge.geometry import BLOCK_Q, ROW_GROUP
 
+WITHOUT_WARPGROUPS = (8, 12)
+"""Generations whose matrix products take both operands from registers. All but 8.0 have 99 KB of shared memory."""
+
 SUMMARIZE_BLOCKS, SUMMARIZE_SLAB, SUMMARIZE_WARPS = 4, 16, 1
 """Key blocks a program summarises, tokens added elementwise before threads exchange sums, warps. 0.077 ms, where 2, 4
 and 8 warps take 0.097, 0.139 and 0.229; 8 blocks are as fast here and slower at N 8192, H 32 (0.053 against 0.042)."""
@@ -34,13 +37,14 @@ class ScoreConfig:
     stages: int
 
 
-def score_config(width: int) -> ScoreConfig:
+def score_config(width: int, architecture: int) -> ScoreConfig:
     """The configuration of the score kernel for a padded head width.
 
     128 x 64 with two programs a multiprocessor and no pipeline: 0.075 ms (N 131072, H 4: 0.272). Two stages leave room
-    for one program only: 0.084; 64 rows 0.110; 256 rows 0.082; 32 columns 0.098; 128 columns 0.084.
+    for one program only: 0.084; 64 rows 0.110; 256 rows 0.082; 32 columns 0.098; 128 columns 0.084. Where products
+    run in registers alone, 64 columns spill.
     """
-    return ScoreConfig(128 if width <= 128 else 64, 64, 8, 1)
+    return ScoreConfig(128 if width <= 128 else 64, 32 if architecture // 10 in WITHOUT_WARPGROUPS else 64, 8, 1)
 
 
 def select_warps(columns: int) -> int:
@@ -62,10 +66,10 @@ class AttentionConfig:
     max_registers: int | None = None
 
 
-ATTENTION = {
+HOPPER = {
     # 712; 2 stages 700, one block a step 669, 128 queries and 8 warps 573
     ("int8_fp8", 128): AttentionConfig(ROW_GROUP, 2, 4, 3),
-    # 524; 168 registers 502, 4 stages 497, one block a step 461
+    # 524 with four programs a multiprocessor; 168 registers 502, 4 stages 497, one block a step 461
     ("int8_fp8", 64): AttentionConfig(ROW_GROUP, 2, 4, 3, 128),
     # 481; 3 stages 467, 64 queries 452 to 460
     ("int8_fp16", 128): AttentionConfig(BLOCK_Q, 2, 8, 2),
@@ -73,25 +77,74 @@ ATTENTION = {
     ("int8_fp16", 64): AttentionConfig(ROW_GROUP, 1, 4, 4),
     # 437 TFLOP/s; 2 stages 427, 64 queries 401
     ("none", 128): AttentionConfig(BLOCK_Q, 2, 8, 3),
-    # 370; 3 stages 359, one block a step 359
-    ("none", 64): AttentionConfig(ROW_GROUP, 2, 4, 2, 168),
+    # 359; 168 registers and 2 stages 370, but spills with Triton 3.9
+    ("none", 64): AttentionConfig(ROW_GROUP, 2, 4, 3),
+    # D 256: 436; 4 warps 374
+    ("int8_fp8", 256): AttentionConfig(ROW_GROUP, 1, 8, 3),
+    # D 256: 460; 8 warps 342
+    ("int8_fp16", 256): AttentionConfig(ROW_GROUP, 1, 4, 3),
+    # D 256: 274; 4 warps 277, with spills
+    ("none", 256): AttentionConfig(ROW_GROUP, 1, 8, 2),
+}
+
+BLACKWELL = {
+    **HOPPER,
+    # Not timed: chosen because two blocks a step spill there.
+    ("int8_fp8", 128): AttentionConfig(BLOCK_Q, 1, 8, 3),
+    ("int8_fp8", 64): AttentionConfig(ROW_GROUP, 1, 4, 3),
+    ("int8_fp16", 128): AttentionConfig(BLOCK_Q, 1, 8, 3),
+}
+
+SMALL = {
+    # Not timed: chosen to fit 99 KB of shared memory (the bytes they need) without spills on 8.9 and 12.0.
+    ("int8_fp8", 128): AttentionConfig(ROW_GROUP, 2, 4, 3),  # 81944
+    ("int8_fp8", 64): AttentionConfig(ROW_GROUP, 2, 4, 3),  # 45336
+    ("int8_fp16", 128): AttentionConfig(BLOCK_Q, 2, 8, 2),  # 98324
+    ("int8_fp16", 64): AttentionConfig(ROW_GROUP, 1, 4, 4),  # 49164
+    ("none", 128): AttentionConfig(BLOCK_Q, 1, 8, 2),  # 82432
+    ("none", 64): AttentionConfig(ROW_GROUP, 1, 4, 3),  # 49152
+    ("int8_fp8", 256): AttentionConfig(ROW_GROUP, 1, 8, 3),  # 86280
+    ("int8_fp16", 256): AttentionConfig(ROW_GROUP, 1, 8, 2),  # 73988
+    ("none", 256): AttentionConfig(ROW_GROUP, 1, 8, 1),  # 73984
+}
+
+FLOAT32 = {
+    # Three TF32 products stand for one, and registers are short: larger tiles spill (64 queries, D 128: 464 bytes).
+    64: AttentionConfig(ROW_GROUP, 1, 4, 2),
+    128: AttentionConfig(32, 1, 8, 2),
+    256: AttentionConfig(16, 1, 8, 1),
+}
+FLOAT32_SMALL = {
+    64: AttentionConfig(32, 1, 4, 2),  # 65536 bytes
+    128: AttentionConfig(16, 1, 4, 1),  # 49152
+    256: AttentionConfig(16, 1, 8, 1),  # 98304
 }
 
 
 def attention_config(
-    arithmetic: str, width: int, element_bytes: int, has_threshold: bool, mask_per_query: bool
+    arithmetic: str,
+    width: int,
+    *,
+    architecture: int,
+    is_float32: bool,
+    has_threshold: bool,
+    has_mask: bool,
+    mask_per_query: bool,
 ) -> AttentionConfig:
     """The configuration for a padded head width (the larger of D and D_v).
 
-    All have two stages at least: without a pipeline Triton 3.6 miscompiles 16-bit products on Hopper when D_v is
+    On Hopper all have two stages at least: without a pipeline Triton 3.6 miscompiles 16-bit products there when D_v is
     narrower than D (wrong numbers, bad addresses).
     """
-    if arithmetic == "none" and element_bytes == 4:  # three TF32 products stand for one: registers are short
-        return AttentionConfig(32 if width > 128 else ROW_GROUP, 1, 4, 2)
-    if width > 128:  # what registers and shared memory hold: D 256 436 (fp8), 460 (fp16), 277 (none)
-        return AttentionConfig(ROW_GROUP, 1, 8 if arithmetic == "int8_fp8" else 4, 2 if arithmetic == "none" else 3)
-    if has_threshold:  # the 64 rows and 64 keys that are skipped together are one step of one program
+    is_small = architecture // 10 in WITHOUT_WARPGROUPS
+    width = next(limit for limit in (64, 128, 256) if width <= limit)
+    if arithmetic == "none" and is_float32:
+        return (FLOAT32_SMALL if is_small else FLOAT32)[width]
+    if width < 256 and has_threshold:  # the 64 rows and 64 keys that are skipped together are one step of one program
         return AttentionConfig(ROW_GROUP, 1, 4, 3)
-    if mask_per_query:  # its tiles are buffered too
-        return AttentionConfig(ROW_GROUP, 1, 4, 2)
-    return ATTENTION[arithmetic, 128 if width > 64 else 64]
+    if width < 256 and mask_per_query:  # its tiles are buffered too
+        return AttentionConfig(ROW_GROUP, 1, 8, 2)
+    if width < 256 and has_mask and is_small:
+        return AttentionConfig(ROW_GROUP, 1, 4, 3)
+    table = SMALL if is_small else BLACKWELL if architecture // 10 == 10 else HOPPER
+    return table[arithmetic, width]

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from sparge.config import PerHead
 from sparge.geometry import Shape
+
+
+def architecture_of(tensor: Tensor) -> int:
+    """Compute capability of the tensor's device as one number (89, 90); 90 where an interpreter serves it."""
+    return _architecture(tensor.device.type, tensor.device.index)
+
+
+@functools.cache
+def _architecture(device_type: str, index: int | None) -> int:
+    major, minor = torch.cuda.get_device_capability(index) if device_type == "cuda" else (9, 0)
+    return 10 * major + minor
 
 
 def power_of_two(number: int) -> int:

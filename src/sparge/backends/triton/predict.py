@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparge.backends.triton import configs
-from sparge.backends.triton.launch import buffer_like, padded, power_of_two, strides_of
+from sparge.backends.triton.launch import architecture_of, buffer_like, padded, power_of_two, strides_of
 from sparge.backends.triton.primitives import BLOCK_K, BLOCK_Q, NOWHERE, is_finite, sampled_query
 from sparge.backends.triton.quantize import QueryFacts
 from sparge.backends.triton.statistics import Summary
@@ -304,7 +304,7 @@ def block_probabilities(
     from_means = isinstance(score, Mean)
     samples = 1 if isinstance(score, Mean) else score.samples
     samples_padded = power_of_two(samples)
-    config = configs.score_config(width)
+    config = configs.score_config(width, architecture_of(query))
     rows = max(config.rows, samples_padded)
     probability = buffer_like(query, True, heads, shape.q_blocks, shape.kv_blocks)
     score_kernel[(ceil_div(shape.q_blocks, rows // samples_padded) * heads,)](

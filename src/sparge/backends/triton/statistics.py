@@ -75,12 +75,13 @@ def _finite_sum(
     PADDED: tl.constexpr,
     HAS_SEEN: tl.constexpr,
     BLOCKS: tl.constexpr,
+    SLAB: tl.constexpr,
 ):
     """Sum and number of a chunk's tokens that are finite in every channel; the rare path, so it may be slow."""
     total = tl.zeros((PADDED,), tl.float32)
     count = 0
-    for step in range(BLOCKS):
-        tokens = (chunk * BLOCKS + step) * BLOCK_K + tl.arange(0, BLOCK_K)
+    for step in range(BLOCKS * BLOCK_K // SLAB):
+        tokens = chunk * BLOCKS * BLOCK_K + step * SLAB + tl.arange(0, SLAB)
         values, present = load_tokens(base, stride, seen_base, seen_stride, tokens, 0, kv_len, DIM, PADDED, HAS_SEEN)
         usable = present & (tl.min(is_finite(values).to(tl.int32), 1) != 0)
         total += tl.sum(tl.where(usable[:, None], values, 0.0), 0)
@@ -200,6 +201,7 @@ def summarize_kernel(
                     HEAD_DIM_PADDED,
                     HAS_SEEN,
                     BLOCKS,
+                    SLAB,
                 )
             tl.store(key_sum_ptr + part * HEAD_DIM_PADDED + channels, key_sum)
             tl.store(key_count_ptr + part, key_count)
