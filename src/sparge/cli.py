@@ -322,7 +322,7 @@ def _versions() -> Iterator[tuple[str, str]]:
     yield "python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
     yield "torch", f"{torch.__version__} ({build})"
-    yield "triton", _installed("triton") or "missing (no backend of this version needs it)"
+    yield "triton", _installed("triton") or "missing (no GPU kernels)"
     yield "numpy", _installed("numpy") or "missing"
     yield "matplotlib", _installed("matplotlib") or "missing (no BlockMask.plot)"
 

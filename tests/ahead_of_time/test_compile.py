@@ -48,28 +48,8 @@ SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024,
 TENSOR_MEMORY = 512
 """Columns of it on compute capability 10.0."""
 KNOWN_SPILLS = {
-    (80, "summarize_kernel, int8_fp16"): 8,
-    (80, "score_kernel, int8_fp16"): 56,
-    (80, "attention_kernel, int8_fp16 judged"): 8,
-    (80, "attention_kernel, none D 64"): 24,
-    (80, "attention_kernel, none bias"): 8,
-    (89, "summarize_kernel, int8_fp16"): 344,
-    (89, "score_kernel, int8_fp16"): 40,
     (89, "attention_kernel, int8_fp16 judged"): 24,
-    (89, "attention_kernel, none"): 8,
-    (89, "attention_kernel, none D 64"): 8,
-    (89, "attention_kernel, none bias"): 64,
-    (90, "summarize_kernel, int8_fp16"): 288,
     (90, "attention_kernel, int8_fp8 D 64"): 16,
-    (90, "attention_kernel, none D 64"): 48,
-    (90, "attention_kernel, none bias"): 32,
-    (100, "summarize_kernel, int8_fp16"): 264,
-    (100, "attention_kernel, none D 64"): 16,
-    (120, "summarize_kernel, int8_fp16"): 368,
-    (120, "attention_kernel, int8_fp16 judged"): 104,
-    (120, "attention_kernel, none"): 8,
-    (120, "attention_kernel, none D 64"): 72,
-    (120, "attention_kernel, none bias"): 16,
 }
 """Bytes of stack, the larger of Triton 3.6 and 3.9. May shrink; a register limit may be worth some (`configs`)."""
 

@@ -128,11 +128,11 @@ class TestAttention:
         assert torch.equal(got.transpose(1, 2), sparge.attention(*tensors, **options))
 
     def test_calls_and_blocks_are_counted(self) -> None:
-        query, key, value = structured()
-        mask = sparge.predict(query, key, topk=0.4, is_causal=True, **TRITON)
+        query, key, value = structured(200, 300, heads=1)
+        mask = sparge.predict(query, key, sparsity=RULES["topk"], is_causal=True, **TRITON)
         for _ in range(2):
             sparge.block_sparse_attention(query, key, value, mask, quantization="none", **TRITON)
-        sparge.attention(query, key, value, topk=0.4, is_causal=True, quantization="none", **TRITON)
+        sparge.attention(query, key, value, sparsity=RULES["topk"], is_causal=True, quantization="none", **TRITON)
         assert sparge.stats().reasons == {"sparse: triton": 3}
         assert sparge.stats().density == pytest.approx(mask.density())
 
