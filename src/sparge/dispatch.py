@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 
 from sparge.geometry import Shape
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 BACKENDS = ("triton", "torch", "reference")
 TRITON_CAPABILITY = (8, 0)
@@ -71,7 +75,13 @@ def _choose_for(device: torch.device) -> Choice:
     return Choice("triton", "block-sparse kernels")
 
 
-@torch.compiler.assume_constant_result
+def _constant(function: Function) -> Function:
+    """For torch.compile: the result does not change. (torch.compiler's own decorator imports Triton.)"""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@_constant
 def triton_missing(device_type: str, index: int | None) -> str | None:
     """What keeps the Triton kernels from running on a device: "expected X, got Y", or None."""
     try:
@@ -112,7 +122,7 @@ def resolve_quantization(quantization: str, backend: str, device: torch.device) 
     return quantization
 
 
-@torch.compiler.assume_constant_result
+@_constant
 def fp8_missing(device_type: str, index: int | None) -> str | None:
     """What keeps a device from multiplying FP8 numbers: "expected X, got Y", or None."""
     capability = torch.cuda.get_device_capability(index) if device_type == "cuda" else FP8_CAPABILITY

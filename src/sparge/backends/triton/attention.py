@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sparge import geometry
 from sparge.backends.triton import configs
-from sparge.backends.triton.launch import architecture_of, padded, per_head_tensor, seen_argument, strides_of
+from sparge.backends.triton.launch import architecture_of, launch, padded, per_head_tensor, seen_argument, strides_of
 from sparge.backends.triton.primitives import (
     BLOCK_K,
     BLOCK_Q,
@@ -389,7 +389,9 @@ def attend(
         mask_per_query=mask_per_query,
     )
     tiles = shape.q_blocks * (geometry.BLOCK_Q // config.block_m)
-    attention_kernel[(tiles * shape.batch * shape.heads,)](
+    launch(
+        attention_kernel,
+        tiles * shape.batch * shape.heads,
         query_ptr=query,
         key_ptr=operands.key,
         value_ptr=operands.value,

@@ -6,7 +6,7 @@ half of the blocks, in executed TOPS.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sparge.geometry import BLOCK_Q, ROW_GROUP
 
@@ -133,14 +133,16 @@ def attention_config(
 ) -> AttentionConfig:
     """The configuration for a padded head width (the larger of D and D_v).
 
-    On Hopper all have two stages at least: without a pipeline Triton 3.6 miscompiles 16-bit products there when D_v is
+    With a threshold, the 64 rows and 64 keys that are skipped together are one step of one program. On Hopper all but
+    those for float32 have two stages at least: without a pipeline Triton 3.6 miscompiles 16-bit products there when D_v is
     narrower than D (wrong numbers, bad addresses).
     """
     is_small = architecture // 10 in WITHOUT_WARPGROUPS
     width = next(limit for limit in (64, 128, 256) if width <= limit)
     if arithmetic == "none" and is_float32:
-        return (FLOAT32_SMALL if is_small else FLOAT32)[width]
-    if width < 256 and has_threshold:  # the 64 rows and 64 keys that are skipped together are one step of one program
+        config = (FLOAT32_SMALL if is_small else FLOAT32)[width]
+        return replace(config, block_m=ROW_GROUP) if has_threshold else config
+    if width < 256 and has_threshold:
         return AttentionConfig(ROW_GROUP, 1, 4, 3)
     if width < 256 and mask_per_query:  # its tiles are buffered too
         return AttentionConfig(ROW_GROUP, 1, 8, 2)

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparge.backends.triton import configs
-from sparge.backends.triton.launch import architecture_of, buffer_like, padded, power_of_two, strides_of
+from sparge.backends.triton.launch import architecture_of, buffer_like, launch, padded, power_of_two, strides_of
 from sparge.backends.triton.primitives import BLOCK_K, BLOCK_Q, NOWHERE, is_finite, sampled_query
 from sparge.backends.triton.quantize import QueryFacts
 from sparge.backends.triton.statistics import Summary
@@ -307,7 +307,9 @@ def block_probabilities(
     config = configs.score_config(width, architecture_of(query))
     rows = max(config.rows, samples_padded)
     probability = buffer_like(query, True, heads, shape.q_blocks, shape.kv_blocks)
-    score_kernel[(ceil_div(shape.q_blocks, rows // samples_padded) * heads,)](
+    launch(
+        score_kernel,
+        ceil_div(shape.q_blocks, rows // samples_padded) * heads,
         query_ptr=facts.mean if from_means else query,
         mean_high_ptr=summary.mean_high,
         mean_low_ptr=summary.mean_low,

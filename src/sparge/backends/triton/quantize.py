@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparge import geometry
 from sparge.backends.triton import configs
-from sparge.backends.triton.launch import buffer_like, padded, seen_argument, strides_of
+from sparge.backends.triton.launch import buffer_like, launch, padded, seen_argument, strides_of
 from sparge.backends.triton.primitives import (
     BLOCK_K,
     BLOCK_Q,
@@ -243,7 +243,9 @@ def read_query(
     queries_seen, seen_strides = seen_argument(
         seen.queries if seen else None, (shape.batch, shape.heads, shape.q_len), query
     )
-    quantize_query_kernel[(shape.q_blocks * heads,)](
+    launch(
+        quantize_query_kernel,
+        shape.q_blocks * heads,
         query_ptr=query,
         seen_ptr=queries_seen,
         key_mean_ptr=key_mean,
@@ -286,7 +288,9 @@ def quantize_key_value(
     elif value.dtype != torch.float16:
         value_codes, kind = buffer_like(key, True, *heads, length, value_width, dtype=torch.float16), "fp16"
     keys_seen, seen_strides = seen_argument(seen.keys if seen else None, (*heads, shape.kv_len), key)
-    quantize_key_value_kernel[(shape.kv_blocks * shape.batch * shape.kv_heads,)](
+    launch(
+        quantize_key_value_kernel,
+        shape.kv_blocks * shape.batch * shape.kv_heads,
         key_ptr=key,
         value_ptr=value,
         seen_ptr=keys_seen,

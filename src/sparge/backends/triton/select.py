@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sparge import geometry
 from sparge.backends.triton import configs
-from sparge.backends.triton.launch import per_head_tensor, power_of_two
+from sparge.backends.triton.launch import launch, per_head_tensor, power_of_two
 from sparge.backends.triton.primitives import BLOCK_K, BLOCK_Q, NOWHERE
 from sparge.block_mask import BlockMask
 from sparge.config import TopCdf, TopK
@@ -203,7 +203,9 @@ def select(
     counts = torch.empty(shape.batch, shape.heads, shape.q_blocks, dtype=torch.int32, device=device)
     indices = torch.empty(*counts.shape, shape.kv_blocks, dtype=torch.int32, device=device)
     visible = torch.empty_like(counts)
-    select_kernel[(shape.q_blocks * shape.batch * shape.heads,)](
+    launch(
+        select_kernel,
+        shape.q_blocks * shape.batch * shape.heads,
         probability_ptr=probability,
         always_ptr=always,
         first_seen_ptr=probability if first_seen is None else first_seen,

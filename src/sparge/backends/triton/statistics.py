@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparge.backends.triton import configs
-from sparge.backends.triton.launch import buffer_like, padded, seen_argument, strides_of
+from sparge.backends.triton.launch import buffer_like, launch, padded, seen_argument, strides_of
 from sparge.backends.triton.primitives import BLOCK_K, LOG2_E, is_finite, load_tokens, self_similarity
 from sparge.geometry import Shape, ceil_div
 from sparge.visibility import Visibility
@@ -374,7 +374,9 @@ def summarize(
         seen.keys if seen else None, (shape.batch, shape.kv_heads, shape.kv_len), key
     )
     has_seen = seen is not None and seen.keys is not None
-    summarize_kernel[(chunks * heads,)](
+    launch(
+        summarize_kernel,
+        chunks * heads,
         key_ptr=key,
         value_ptr=value,
         seen_ptr=keys_seen,
@@ -405,7 +407,9 @@ def summarize(
         num_warps=configs.SUMMARIZE_WARPS,
     )
     if smoothing:
-        reduce_kernel[(heads * ceil_div(max(width, value_width), configs.REDUCE_COLUMNS),)](
+        launch(
+            reduce_kernel,
+            heads * ceil_div(max(width, value_width), configs.REDUCE_COLUMNS),
             key_sum_ptr=key_sum,
             key_count_ptr=key_count,
             value_max_ptr=value_max,
@@ -425,7 +429,9 @@ def summarize(
         center = key_sum.cumsum(1) / key_count.cumsum(1).clamp(min=1)[..., None]
         center_strides = (chunks * width, width)
     similarity = buffer_like(key, True, heads, shape.kv_blocks)
-    key_similarity_kernel[(shape.kv_blocks * heads,)](
+    launch(
+        key_similarity_kernel,
+        shape.kv_blocks * heads,
         key_ptr=key,
         seen_ptr=keys_seen,
         center_ptr=center,
