@@ -16,6 +16,7 @@ from torch import Tensor
 
 import sparge
 
+collect_ignore = ["interpreter.py"]  # importing it makes Triton interpret kernels, which only tests/kernels want
 BLOCK_Q, BLOCK_K = 128, 64
 BACKENDS = ("torch", "reference")
 backends = pytest.mark.parametrize("backend", BACKENDS)

@@ -154,7 +154,7 @@ class TestExact:
 
 class TestTiming:
     def test_repeats_fill_a_turn(self) -> None:
-        assert [repeats_for(ms) for ms in (60.0, 10.0, 2.4, 0.05, 0.001, 0.0)] == [3, 3, 5, 200, MAX_REPEATS, 200]
+        assert [repeats_for(ms) for ms in (60.0, 10.0, 2.4, 0.05, 0.001, 0.0)] == [3, 3, 13, 200, MAX_REPEATS, 200]
 
     def test_reason_is_one_short_line(self) -> None:
         assert bench_timing.reason(RuntimeError("CUDA  out of memory.\nTried")) == "RuntimeError: CUDA out of memory."

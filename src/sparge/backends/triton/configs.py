@@ -134,8 +134,8 @@ def attention_config(
     """The configuration for a padded head width (the larger of D and D_v).
 
     With a threshold, the 64 rows and 64 keys that are skipped together are one step of one program. On Hopper all but
-    those for float32 have two stages at least: without a pipeline Triton 3.6 miscompiles 16-bit products there when D_v is
-    narrower than D (wrong numbers, bad addresses).
+    those for float32 have two stages at least: without a pipeline Triton 3.6 miscompiles 16-bit products there when
+    D_v is narrower than D (wrong numbers, bad addresses).
     """
     is_small = architecture // 10 in WITHOUT_WARPGROUPS
     width = next(limit for limit in (64, 128, 256) if width <= limit)
