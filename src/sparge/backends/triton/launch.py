@@ -41,7 +41,9 @@ def launch(kernel: Any, programs: int, **arguments: Any) -> None:
         torch.cuda.current_device() if tensors[0].is_cuda else -1,
         tuple([tensor.dtype for tensor in tensors]),
         tuple([tensor.data_ptr() & 15 == 0 for tensor in tensors]),
-        tuple([(x & 15, x == 1, x > LARGEST_INT32) for strides in values[pointers_end:strides_end] for x in strides]),
+        tuple(
+            [(x & 15 == 0, x == 1, x > LARGEST_INT32) for strides in values[pointers_end:strides_end] for x in strides]
+        ),
         tuple(values[numbers_end:]),
     )
     compiled = _compiled.get(facts)
