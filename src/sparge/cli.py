@@ -330,7 +330,7 @@ def _versions() -> Iterator[tuple[str, str]]:
 def _devices() -> Iterator[tuple[str, str]]:
     import torch
 
-    from sparge.dispatch import choose_backend
+    from sparge.dispatch import choose_backend, resolve_quantization
 
     found: list[tuple[str, str]] = [("cpu", f"{torch.get_num_threads()} threads, {_usable_cores()} cores")]
     for index in range(torch.cuda.device_count()):
@@ -339,8 +339,11 @@ def _devices() -> Iterator[tuple[str, str]]:
     if torch.backends.mps.is_available():
         found.append(("mps", "Apple GPU"))
     for name, about in found:
-        choice = choose_backend("auto", torch.device(name))
-        yield name, f"{about}\nbackend {choice.backend!r}: {choice.reason}"
+        device = torch.device(name)
+        choice = choose_backend("auto", device)
+        arithmetic = resolve_quantization("auto", choice.backend, device)
+        kind = "" if arithmetic == "none" else f" in {arithmetic}"
+        yield name, f"{about}\nbackend {choice.backend!r}{kind}: {choice.reason}"
 
 
 def _usable_cores() -> int:

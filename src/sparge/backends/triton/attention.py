@@ -8,7 +8,7 @@ Grid: one program for each BLOCK_M queries of each head, in one dimension; causa
 walks its row's kept blocks in ascending order, one or two at a time. Only the last ones (causal diagonal, ragged end)
 need an element mask, so it is a branch that is seldom taken.
 
-FP8 tensor cores add in 13 bits. Each tile of 64 keys therefore gets a fresh accumulator that is added in float32.
+FP8 tensor cores add in 13 bits. Each step of 64 or 128 keys therefore gets a fresh accumulator, added in float32.
 """
 
 from __future__ import annotations
