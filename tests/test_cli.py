@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 
 import sparge
-from sparge import cli
+from sparge import cli, dispatch
 from sparge.dispatch import choose_backend
 from sparge.evaluate import bench as bench_module
 from sparge.evaluate import demo as demo_module
@@ -268,7 +268,8 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[str, ...]
     gpu = Gpu("NVIDIA H200", "9.0", "2.11.0", "3.6.0", "13.0", "0.1.0", "0123456789")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(machine_module, "describe_gpu", lambda: gpu)
-    monkeypatch.setattr(cli, "_installed", lambda _: "3.6.0")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(dispatch, "triton_missing", lambda *_: None)
     monkeypatch.setattr(bench_module, "run_bench", run_bench)
     return asked
 
@@ -342,11 +343,11 @@ def test_bench_needs_triton(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(cli, "_installed", lambda _: None)
+    monkeypatch.setattr(dispatch, "triton_missing", lambda *_: "expected Triton 3.4 or newer, got 3.2.0")
     with pytest.raises(SystemExit) as stopped:
         cli.main(["bench"])
     assert stopped.value.code == 2
-    expected = "sparge: error: bench: expected triton to be installed, got none: pip install triton\n"
+    expected = "sparge: error: bench: expected Triton 3.4 or newer, got 3.2.0\n"
     assert capsys.readouterr().err == expected
     assert pretended_gpu == []
 

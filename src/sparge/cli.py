@@ -237,12 +237,14 @@ def bench(
     import torch
     from rich.console import Console
 
+    from sparge.dispatch import triton_missing
     from sparge.evaluate.bench_cases import DEFAULT_SUITES
 
     if not torch.cuda.is_available():
         raise _UsageError(f"bench: expected a CUDA device, got none (torch {torch.__version__}); see sparge doctor")
-    if _installed("triton") is None:
-        raise _UsageError("bench: expected triton to be installed, got none: pip install triton")
+    missing = triton_missing("cuda", torch.cuda.current_device())
+    if missing is not None:
+        raise _UsageError(f"bench: {missing}")
     from sparge.evaluate.bench import run_bench
     from sparge.evaluate.bench_table import one_line
     from sparge.evaluate.machine import describe_gpu
@@ -356,11 +358,17 @@ def _advice() -> Iterator[tuple[str, str]]:
     """What is missing, what it costs, and what to do about it."""
     import torch
 
+    from sparge.dispatch import triton_missing
+
     if _installed("matplotlib") is None:
         yield "matplotlib", "BlockMask.plot() cannot draw, all else works: pip install 'sparge[plot]'"
     if not torch.cuda.is_available() and shutil.which("nvidia-smi"):
         why = "this build of torch has no CUDA" if torch.version.cuda is None else "torch finds no CUDA device"
         yield "cuda", f"{why}, though nvidia-smi is here: install torch for CUDA (pytorch.org), or check the driver"
+    for index in range(torch.cuda.device_count()):
+        missing = triton_missing("cuda", index)
+        if missing is not None:
+            yield f"cuda:{index}", f"runs the slow torch backend: {missing}"
     limit = os.environ.get("OMP_NUM_THREADS")
     if limit and torch.get_num_threads() < _usable_cores():
         yield "threads", f"OMP_NUM_THREADS={limit} holds torch below {_usable_cores()} cores: unset it"

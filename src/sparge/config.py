@@ -30,8 +30,8 @@ def _check_range(name: str, value: PerHead, low: float, high: float, interval: s
                 f"{name}: expected a number or a one-dimensional floating-point tensor with one entry per query "
                 f"head, got a tensor of shape {tuple(value.shape)} and dtype {value.dtype}"
             )
-        if torch.compiler.is_compiling():  # reading values back would break the graph
-            return
+        if torch.compiler.is_compiling() or value.device.type != "cpu":
+            return  # reading values back would break the graph, or wait for the device
         numbers = value.detach().double().tolist()
     elif isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}: expected a number or a per-head tensor, got {type(value).__name__}")
@@ -89,7 +89,8 @@ class TopK(Selection):
     """Keep the best-scored share of the *visible* blocks of every row.
 
     Args:
-        topk: share to keep, in (0, 1]; rounded up to whole blocks. A tensor of shape (H,) sets it per head.
+        topk: share to keep, in (0, 1]; rounded up to whole blocks. A tensor of shape (H,) sets it per head. (Keep such
+            tensors on the query's device: others are copied at every call. Their values are checked on a CPU only.)
         min_blocks: a row keeps at least this many blocks when it sees that many.
         similarity_threshold: blocks whose tokens agree less than this (mean pairwise cosine, in [0, 1]) cannot be
             judged by a summary and are kept: such a query block keeps its whole row, such a key block its column.

@@ -42,17 +42,27 @@ class _Counters:
         with self._lock:
             self._reasons[reason] += 1
 
-    def block_totals(self, device: torch.device) -> Tensor:
-        """Kept and visible blocks of the device, int64 (2,), for kernels to add to. It lives as long as the process:
-        a CUDA graph that was captured with it goes on counting."""
+    def block_totals(self, device: torch.device) -> Tensor | None:
+        """Kept and visible blocks of the device, int64 (2,), for kernels to add to.
+
+        They live as long as the process, so a CUDA graph that was captured with them goes on counting. A graph that is
+        captured before the first call cannot make them: None.
+        """
         with self._lock:
             if device not in self._blocks:
-                self._blocks[device] = torch.zeros(2, dtype=torch.int64, device=device)
+                if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                    return None
+                with torch.inference_mode(False):
+                    self._blocks[device] = torch.zeros(2, dtype=torch.int64, device=device)
+                if device.type == "cuda":  # the next call may come from another stream
+                    torch.cuda.synchronize(device)
             return self._blocks[device]
 
     def add_blocks(self, kept: Tensor, visible: Tensor) -> None:
         """Add the blocks of one call."""
-        self.block_totals(kept.device).add_(torch.stack([kept.sum(), visible.sum()]))
+        totals = self.block_totals(kept.device)
+        if totals is not None:
+            totals.add_(torch.stack([kept.sum(), visible.sum()]))
 
     def read(self) -> Stats:
         with self._lock:

@@ -49,7 +49,6 @@ TENSOR_MEMORY = 512
 """Columns of it on compute capability 10.0."""
 KNOWN_SPILLS = {
     (89, "attention_kernel, int8_fp16 judged"): 24,
-    (90, "attention_kernel, int8_fp8 D 64"): 16,
 }
 """Bytes of stack, the larger of Triton 3.6 and 3.9. May shrink; a register limit may be worth some (`configs`)."""
 

@@ -14,12 +14,14 @@ import sparge
 from conftest import (
     BACKENDS,
     assert_within_budget,
+    backends,
     exact_attention,
     make_qkv,
     plain_attention,
 )
 from sparge import Dense, TopCdf, TopK
 from sparge.backends import torch_blocks, torch_online, torch_predict
+from sparge.stats import counters
 
 pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.timeout(120)]
 
@@ -95,3 +97,15 @@ class TestSurroundings:
         exact, _ = exact_attention(query, key, value, attn_mask=mask, scale=0.3)
         plain = plain_attention(query, key, value, attn_mask=mask, scale=0.3)
         assert_within_budget(sparge.attention(*arguments), exact, plain)
+
+
+@backends
+def test_counting_starts_in_inference_mode_and_goes_on_outside(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(counters, "_blocks", {})
+    query, key, value = make_qkv(200)
+    with torch.inference_mode():
+        sparge.attention(query, key, value, topk=1, backend=backend)
+    sparge.attention(query, key, value, topk=1, backend=backend)
+    assert sparge.stats().density == 1.0
+    sparge.reset_stats()
+    assert sparge.stats().density is None

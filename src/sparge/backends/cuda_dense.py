@@ -5,13 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sparge.backends.triton import pipeline
 from sparge.geometry import Shape
-
-FASTEST_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
-"""cuDNN runs at 620 TFLOP/s on an H200, FlashAttention-2 at 350; torch's own order is the other way round."""
 
 
 def attention(
@@ -29,10 +25,9 @@ def attention(
     """Attention over every visible key: output (B, H, Sq, Dv) in the query's dtype, lse (B, H, Sq) float32 or empty."""
     is_causal = is_causal and shape.q_len > 1  # the last query sees every key
     if quantization == "none" and not with_lse and _torch_can(query, shape, is_causal, attn_mask):
-        with sdpa_kernel(FASTEST_FIRST, set_priority=True):
-            output = F.scaled_dot_product_attention(
-                query, key, value, is_causal=is_causal, scale=scale, enable_gqa=shape.group > 1
-            )
+        output = F.scaled_dot_product_attention(
+            query, key, value, is_causal=is_causal, scale=scale, enable_gqa=shape.group > 1
+        )
         return output.contiguous(), query.new_empty(0, dtype=torch.float32)
     return pipeline.attention(
         query,
@@ -48,7 +43,7 @@ def attention(
 
 
 def _torch_can(query: Tensor, shape: Shape, is_causal: bool, attn_mask: Tensor | None) -> bool:
-    """What both of torch's fast kernels serve; it aligns causality top-left, and needs a mask for anything else."""
+    """What torch's fast kernels serve (it chooses which); it aligns causality top-left, all else needs a mask."""
     return (
         query.is_cuda
         and query.dtype in (torch.float16, torch.bfloat16)

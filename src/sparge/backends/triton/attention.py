@@ -42,6 +42,13 @@ SMALLEST_SCALE = tl.constexpr(1e-30)
 
 
 @triton.jit
+def _product(query_scale, key_scale):
+    """The scale of a block's scores."""
+    scale = query_scale * key_scale
+    return tl.where(scale == 0.0, SMALLEST_SCALE, scale)  # keeps NaN
+
+
+@triton.jit
 def _allowed(query_positions, key_positions, kv_len, causal_offset, IS_CAUSAL: tl.constexpr):
     """[M, N]: the key exists and, if causal, is not after the query."""
     allowed = (key_positions < kv_len)[None, :] & (query_positions >= 0)[:, None]
@@ -158,7 +165,6 @@ def attention_kernel(
     else:
         query = tl.load(query_ptrs)
         query_scale = tl.load(query_scale_ptr + row)
-        query_scale = tl.where(query_scale == 0.0, SMALLEST_SCALE, query_scale)
         key_scale_base = key_scale_ptr + flat_kv_head * kv_blocks
 
     plain_blocks = kv_len // BLOCK_K  # blocks from here on need an element mask; they are the last of a list
@@ -176,6 +182,8 @@ def attention_kernel(
         tl.atomic_add(totals_ptr, count.to(tl.int64), sem="relaxed")
         tl.atomic_add(totals_ptr + 1, tl.load(visible_num_blocks_ptr + row).to(tl.int64), sem="relaxed")
 
+    count = tl.where(tile * BLOCK_M < q_len, count, 0)  # a tile without queries
+
     key_stride = key_strides[2] if ARITHMETIC == "none" else HEAD_DIM_PADDED  # codes lie close together
     key_base = key_ptr + batch * key_strides[0] + kv_head * key_strides[1]
     value_base = value_ptr + batch * value_strides[0] + kv_head * value_strides[1]
@@ -188,7 +196,7 @@ def attention_kernel(
     columns: tl.constexpr = BLOCK_K * BLOCKS
     offs_n = tl.arange(0, columns)
     within = offs_n % BLOCK_K
-    offs_dv = tl.arange(0, VALUE_DIM_PADDED)
+    offs_dv = tl.arange(0, VALUE_DIM_PADDED).to(tl.int64)  # times a stride that is the number of keys
     # P times 448 fills E4M3's range; the row sums carry the same factor.
     log2_unit: tl.constexpr = LOG2_FP8_MAX if ARITHMETIC == "int8_fp8" else 0.0
     p_dtype: tl.constexpr = tl.float8e4nv if ARITHMETIC == "int8_fp8" else value_ptr.dtype.element_ty
@@ -206,7 +214,7 @@ def attention_kernel(
             blocks = tl.where(offs_n < BLOCK_K, block, last_block)
         first_keys = blocks.to(tl.int64) * BLOCK_K
         key_positions = blocks * BLOCK_K + within
-        is_plain = last_block < plain_blocks
+        is_plain = tl.maximum(block, last_block) < plain_blocks
         if BLOCKS == 2:
             missing = position + 1 >= count
             is_plain = is_plain & (missing == 0)
@@ -226,10 +234,10 @@ def attention_kernel(
             key = tl.load(key_ptrs)
             start_bits = tl.full((BLOCK_M, columns), INT32_AS_FLOAT, tl.int32)
             raw = tl.dot(query, key.T, acc=start_bits, out_dtype=tl.int32).to(tl.float32, bitcast=True)
-            unit = query_scale * tl.load(key_scale_base + block)
+            unit = _product(query_scale, tl.load(key_scale_base + block))
             offset = FLOAT_OFFSET
             if two_units:
-                last_unit = query_scale * tl.load(key_scale_base + last_block)
+                last_unit = _product(query_scale, tl.load(key_scale_base + last_block))
 
         if MASK != "none":
             units = tl.where(offs_n < BLOCK_K, unit, last_unit)[None, :] if two_units else unit
@@ -264,7 +272,9 @@ def attention_kernel(
         needed = True
         if HAS_THRESHOLD:
             gap = tl.where(local_max == float("-inf"), float("-inf"), local_max - new_max)
-            below = (gap < threshold) | (query_positions >= q_len)
+            # A maximum ignores NaN, and NaN must not be skipped.
+            broken = (scores != scores) if MASK != "none" else (raw != raw)
+            below = ((gap < threshold) & (tl.max(broken.to(tl.int32), 1) == 0)) | (query_positions >= q_len)
             needed = tl.min(below.to(tl.int32)) == 0
         if needed:
             if MASK != "none":

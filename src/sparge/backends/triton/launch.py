@@ -83,7 +83,7 @@ def seen_argument(
     """A bool tensor that broadcasts to (B, H, S) and its strides; any tensor when there is none."""
     if seen is None:
         return otherwise, (0, 0, 0)
-    expanded = seen.expand(shape)
+    expanded = seen.contiguous().expand(shape)  # a stride of 1: positions times strides stay within 32 bits
     return expanded, expanded.stride()
 
 
@@ -102,5 +102,5 @@ def per_head_tensor(value: PerHead | None, shape: Shape, device: torch.device) -
     if value is None:
         return None
     if isinstance(value, Tensor):
-        return value.to(device=device, dtype=torch.float32)
+        return value.to(device=device, dtype=torch.float32).contiguous()
     return torch.full((shape.heads,), float(value), dtype=torch.float32, device=device)

@@ -224,7 +224,7 @@ def select(
         kv_len=shape.kv_len,
         q_blocks=shape.q_blocks,
         kv_blocks=shape.kv_blocks,
-        min_blocks=sparsity.min_blocks,
+        min_blocks=min(sparsity.min_blocks, shape.kv_blocks),
         SELECTION="topk" if isinstance(sparsity, TopK) else "topcdf",
         SHARE_PER_HEAD=share_per_head is not None,
         IS_CAUSAL=is_causal,

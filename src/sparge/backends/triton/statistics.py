@@ -281,7 +281,7 @@ def reduce_kernel(
     tl.store(key_mean_ptr + flat_head * HEAD_DIM_PADDED + channels, mean, mask=channels < HEAD_DIM_PADDED)
     if WITH_VALUE:
         scale = tl.max(largest, 0) / 448.0
-        scale = tl.where(scale == 0.0, 1.0, scale)
+        scale = tl.where(scale < 1e-36, 1.0, scale)  # smaller ones have no reciprocal, and their channel rounds to 0
         tl.store(value_scale_ptr + flat_head * VALUE_DIM_PADDED + channels, scale, mask=channels < VALUE_DIM_PADDED)
 
 
