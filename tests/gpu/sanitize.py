@@ -48,7 +48,7 @@ def main() -> None:
             )
             calls += 1
     torch.cuda.synchronize()
-    print(f"{calls} calls, density {sparge.stats().density:.3f}")  # noqa: T201
+    print(f"{calls} calls, density {sparge.stats().density:.3f}")
 
 
 if __name__ == "__main__":
