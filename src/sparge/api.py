@@ -173,7 +173,7 @@ def attention(
             scale=scale,
             quantization=arithmetic,
             with_lse=return_lse,
-            backend=backend_name,
+            backend="cuda" if backend == "auto" and backend_name == "triton" else backend_name,
             reason=dense_reason,
         )
     else:

@@ -127,6 +127,8 @@ def dense(
 ) -> tuple[Tensor, Tensor]:
     """Attention over every visible block through its operator; ``reason`` is what `stats` reports.
 
+    Backend "cuda" is the faster of torch's kernels and Triton's.
+
     The LSE is empty unless it is asked for: torch's fastest kernels do not give it.
     """
     return torch.ops.sparge.dense(
@@ -342,12 +344,16 @@ def _dense(
     counters.record(f"dense: {reason}")
     shape = _shape_of(query, key, value)
     call: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "attn_mask": attn_mask}
-    if backend == "triton":
+    if backend == "cuda":
         from sparge.backends import cuda_dense
 
         output, lse = cuda_dense.attention(
             query, key, value, shape, **call, quantization=quantization, with_lse=with_lse
         )
+    elif backend == "triton":
+        from sparge.backends.triton import pipeline
+
+        output, lse = pipeline.attention(query, key, value, None, shape, **call, quantization=quantization)
     elif backend == "torch" and quantization == "none":
         from sparge.backends import torch_dense
 
