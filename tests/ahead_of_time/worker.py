@@ -54,7 +54,7 @@ class Case:
 
 
 CASES = {
-    "int8_fp8": Case("int8_fp8", kernels="attention|key_value"),
+    "int8_fp8": Case("int8_fp8", kernels="attention|key_value|summarize"),
     "int8_fp8 causal": Case("int8_fp8", is_causal=True),
     "int8_fp8 D 64": Case("int8_fp8", head_dim=64),
     "int8_fp8 threshold": Case("int8_fp8", pv_threshold=-8.0),

@@ -64,6 +64,33 @@ def _sums(
 
 
 @triton.jit
+def _largest(
+    base,
+    stride,
+    seen_base,
+    seen_stride,
+    chunk,
+    kv_len,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    HAS_SEEN: tl.constexpr,
+    FINITE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SLAB: tl.constexpr,
+):
+    """Largest |x| of each channel of a chunk, [PADDED]; FINITE leaves out what is not finite."""
+    largest = tl.zeros((SLAB, PADDED), tl.float32)
+    for step in range(BLOCKS * BLOCK_K // SLAB):
+        tokens = chunk * BLOCKS * BLOCK_K + step * SLAB + tl.arange(0, SLAB)
+        values, _ = load_tokens(base, stride, seen_base, seen_stride, tokens, 0, kv_len, DIM, PADDED, HAS_SEEN)
+        size = tl.abs(values)
+        if FINITE:
+            size = tl.where(is_finite(values), size, 0.0)
+        largest = tl.maximum(largest, size)
+    return tl.max(largest, 0)
+
+
+@triton.jit
 def _finite_sum(
     base,
     stride,
@@ -207,41 +234,35 @@ def summarize_kernel(
             tl.store(key_count_ptr + part, key_count)
 
     if WITH_VALUE:
-        largest = tl.zeros((SLAB, VALUE_DIM_PADDED), tl.float32)
-        for step in range(BLOCKS * BLOCK_K // SLAB):
-            tokens = chunk * BLOCKS * BLOCK_K + step * SLAB + tl.arange(0, SLAB)
-            value, _ = load_tokens(
+        value_max = _largest(
+            value_base,
+            value_strides[2],
+            seen_base,
+            seen_strides[2],
+            chunk,
+            kv_len,
+            VALUE_DIM,
+            VALUE_DIM_PADDED,
+            HAS_SEEN,
+            False,
+            BLOCKS,
+            SLAB,
+        )
+        if tl.min(is_finite(value_max).to(tl.int32)) == 0:
+            value_max = _largest(
                 value_base,
                 value_strides[2],
                 seen_base,
                 seen_strides[2],
-                tokens,
-                0,
+                chunk,
                 kv_len,
                 VALUE_DIM,
                 VALUE_DIM_PADDED,
                 HAS_SEEN,
+                True,
+                BLOCKS,
+                SLAB,
             )
-            largest = tl.maximum(largest, tl.abs(value))
-        value_max = tl.max(largest, 0)
-        if tl.min(is_finite(value_max).to(tl.int32)) == 0:
-            largest = tl.zeros((SLAB, VALUE_DIM_PADDED), tl.float32)
-            for step in range(BLOCKS * BLOCK_K // SLAB):
-                tokens = chunk * BLOCKS * BLOCK_K + step * SLAB + tl.arange(0, SLAB)
-                value, _ = load_tokens(
-                    value_base,
-                    value_strides[2],
-                    seen_base,
-                    seen_strides[2],
-                    tokens,
-                    0,
-                    kv_len,
-                    VALUE_DIM,
-                    VALUE_DIM_PADDED,
-                    HAS_SEEN,
-                )
-                largest = tl.maximum(largest, tl.where(is_finite(value), tl.abs(value), 0.0))
-            value_max = tl.max(largest, 0)
         tl.store(value_max_ptr + part * VALUE_DIM_PADDED + value_channels, value_max)
 
 
