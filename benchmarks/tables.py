@@ -1,7 +1,8 @@
 """Write the tables of the README and the lab book from benchmarks/results: `python -m benchmarks.tables [--check]`.
 
 A table stands between ``<!-- table: name -->`` and ``<!-- /table -->``. The newest row of each case is shown. Tables
-``gpu_*`` come from gpu.jsonl, which ``sparge bench --json`` writes; without rows of theirs they stay as they are.
+``gpu_*`` come from gpu.jsonl, which ``sparge bench --json`` writes, and gpu_tests.jsonl, which the programs in
+tests/gpu write; without rows of theirs they stay as they are.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from sparge.evaluate.bench_table import VIEWS, newest, problem_notes
 
 REPOSITORY = Path(__file__).parent.parent
 RESULTS = REPOSITORY / "benchmarks" / "results"
-PAGES = ("README.md", "docs/performance.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/performance.md")
 MARKER = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 Row = dict[str, Any]
@@ -159,6 +160,26 @@ def gpu_table(name: str) -> str | None:
     return f"{_markdown(header, body)}\n\nbf16, B 1; {_gpu_source(rows)}{notes}"
 
 
+def gpu_tests_table() -> str | None:
+    """The last run of tests/gpu/run.py and of every tool of tests/gpu/sanitize.py, or None before the first."""
+    path = RESULTS / "gpu_tests.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    runs = [row for row in rows if "files" in row]
+    if not runs:
+        return None
+    counts = ("passed", "failed", "skipped")
+    body = [[f"`{line['file']}`", *(str(line[count]) for count in counts)] for line in runs[-1]["files"]]
+    body.append(["all", *(f"**{runs[-1][count]}**" for count in counts)])
+    tools = {row["tool"]: row for row in rows if "tool" in row}
+    notes = "".join(
+        f"\n\nSanitizer, {name}: {row['errors']} errors in {row['calls']} calls"
+        + ("" if row["control_errors"] is None else f" ({row['control_errors']} in a call made to fail)")
+        + f"; {_gpu_source([row])}"
+        for name, row in tools.items()
+    )
+    return f"{_markdown(['tests', *counts], body)}\n\nBackend {runs[-1]['backend']!r}; {_gpu_source(runs[-1:])}{notes}"
+
+
 def _gpu_source(rows: list[Row]) -> str:
     """Device, versions and commits behind the rows."""
     parts = [("", "gpu"), ("torch ", "torch"), ("triton ", "triton"), ("CUDA ", "cuda"), ("commit ", "commit")]
@@ -172,6 +193,7 @@ TABLES: dict[str, Callable[[], str | None]] = {
     "memory": memory_table,
     "crossover": crossover_table,
     **{f"gpu_{name}": partial(gpu_table, name) for name in VIEWS},
+    "gpu_tests": gpu_tests_table,
 }
 
 

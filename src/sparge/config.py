@@ -72,6 +72,11 @@ class Selection:
         _check_flag("sink", self.sink)
         _check_flag("diagonal", self.diagonal)
 
+    @property
+    def is_per_head(self) -> bool:
+        """Whether any of its numbers is a tensor with an entry per head."""
+        return any(isinstance(value, Tensor) for value in vars(self).values())
+
     def keeps_sink(self, is_causal: bool) -> bool:
         return is_causal if self.sink is None else self.sink
 

@@ -6,33 +6,20 @@ the first goes through Triton, the second takes the short way. Then one fact at 
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ahead_of_time.conftest import run_program
+
 PROGRAM = """
-import json, sys
+import json
 import torch
-from triton.compiler import CompiledKernel
-from triton.runtime import driver
-
-sys.path.insert(0, FOLDER)
-from worker import Device
+from launches import note_launches
 from sparge.backends.triton import launch as module
-from sparge.backends.triton.statistics import reduce_kernel, key_similarity_kernel
+from sparge.backends.triton.statistics import key_similarity_kernel
 
-driver.set_active(Device(90))
-started = []
-CompiledKernel._init_handles = lambda self: None
-CompiledKernel.launch_metadata = lambda self, *_: None
-CompiledKernel.function = 0
-CompiledKernel.run = property(lambda self: lambda *arguments: started.append((self.hash, arguments)))
-
+started = note_launches()
 memory = torch.zeros(4096)
 defaults = {
     "key": memory.bfloat16(), "seen": memory, "center": memory, "similarity": memory,
@@ -51,8 +38,7 @@ def call(**changes):
         HEAD_DIM=use["dim"], HEAD_DIM_PADDED=use["dim"], HAS_SEEN=False, num_warps=use["num_warps"],
     )
     kernel, arguments = started[-1]
-    shown = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments if not hasattr(a, "hash")]
-    return kernel, len(module._compiled), repr(shown[:4] + shown[6:])
+    return kernel, len(module._known(key_similarity_kernel).compiled), arguments
 
 cases = CASES
 print(json.dumps([call(), call(), *[call(**eval(case)) for case in cases]]))
@@ -74,18 +60,8 @@ CHANGES = {
 
 
 @pytest.fixture(scope="module")
-def calls(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
-    cases = [case for case, _ in CHANGES.values()]
-    program = f"FOLDER = {str(Path(__file__).parent)!r}\n" + PROGRAM.replace("CASES", repr(cases))
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**environment, "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("cache"))},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+def calls() -> list[Any]:
+    return run_program(PROGRAM.replace("CASES", repr([case for case, _ in CHANGES.values()])))
 
 
 def test_the_short_way_passes_the_same_arguments(calls: list[Any]) -> None:

@@ -1,20 +1,33 @@
-"""Awkward calls for a memory checker: ``compute-sanitizer --tool memcheck python tests/gpu/sanitize.py``.
+"""Awkward calls under NVIDIA's checkers: ``python tests/gpu/sanitize.py [memcheck ...]``.
 
-Run it once without the checker first: that compiles the kernels. Every allocation is freed and made anew by the driver
-(no caching), so that reads beyond a tensor's end are seen.
+Each tool runs twice: over the calls, where it must find nothing, and over a kernel that is told of more keys than there
+are, where memcheck must find something. Before that the calls run without a tool, which compiles the kernels. Every
+allocation is freed and made anew by the driver (no caching), so that reads beyond a tensor's end are seen.
+
+SPARGE_TEST_REPORT=FILE appends the counts as a JSON line.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 
 import torch
 
 import sparge
+from sparge.evaluate.machine import describe_gpu
 
+SECONDS = 240
+SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error")
 LENGTHS = [(1, 1), (1, 200), (129, 321), (330, 129), (257, 257)]
 CASES: list[tuple[int, int, dict[str, Any]]] = [
     (64, 64, {"topk": 0.5, "quantization": "int8_fp8"}),
@@ -28,10 +41,11 @@ CASES: list[tuple[int, int, dict[str, Any]]] = [
 ]
 
 
-def main() -> None:
+def make_calls() -> int:
+    """Every case at every length, twice: recorded with a tensor per buffer, then replayed. The number of calls."""
     calls = 0
     for head_dim, value_dim, options in CASES:
-        padded = options.pop("padded", False)
+        padded = options.get("padded", False)
         for q_len, kv_len in LENGTHS:
             query, key, value = (
                 torch.randn(2, heads, length, width, device="cuda", dtype=torch.bfloat16)
@@ -40,11 +54,72 @@ def main() -> None:
             last_seen = torch.tensor([kv_len, max(1, kv_len // 3)], device="cuda")[:, None]
             mask = (torch.arange(kv_len, device="cuda") < last_seen)[:, None, None] if padded else None
             call = {"attn_mask": mask, "enable_gqa": True, "return_lse": True, "backend": "triton", **options}
-            sparge.attention(query, key, value, **call)
-            calls += 1
+            call.pop("padded", None)
+            for _ in range(2):
+                sparge.attention(query, key, value, **call)
+                calls += 1
     torch.cuda.synchronize()
-    print(f"{calls} calls, density {sparge.stats().density:.3f}")
+    return calls
+
+
+def make_fault() -> None:
+    """Read far beyond the end of K and V."""
+    from sparge.backends.triton import pipeline
+    from sparge.geometry import Shape
+
+    query, key, value = (torch.randn(1, 1, 128, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    shape = replace(Shape(1, 1, 1, 128, 128, 64, 64), kv_len=4096)
+    pipeline.attention(query, key, value, None, shape, is_causal=False, scale=0.125)
+    torch.cuda.synchronize()
+
+
+def run_part(part: str, *tool: str) -> str:
+    """What this program prints when it does one part, perhaps under a tool."""
+    return subprocess.run(
+        [*tool, sys.executable, __file__, part],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=SECONDS,
+    ).stdout
+
+
+def errors_of(output: str) -> int:
+    """What a tool counted."""
+    found = SUMMARY.search(output)
+    if found is None:
+        raise RuntimeError(f"expected the tool's summary, got:\n{output[-2000:]}")
+    return int(found.group(1))
+
+
+def check(tool: str) -> bool:
+    """Whether the calls are clean, and the tool is not blind."""
+    command = ("compute-sanitizer", "--tool", tool)
+    output = run_part("calls", *command)
+    errors, made = errors_of(output), re.search(r"(\d+) calls", output)
+    calls = int(made.group(1)) if made else 0
+    control = errors_of(run_part("fault", *command)) if tool == "memcheck" else None
+    print(f"{tool}: {calls} calls, {errors} errors; {control} in a call that reads beyond the end")
+    if errors:
+        print(output[-6000:])
+    path = os.environ.get("SPARGE_TEST_REPORT")
+    if path:
+        row = {"tool": tool, "calls": calls, "errors": errors, "control_errors": control, **asdict(describe_gpu())}
+        with open(path, "a") as report:
+            report.write(json.dumps(row) + "\n")
+    return calls > 0 and errors == 0 and control != 0
+
+
+def main(arguments: list[str]) -> int:
+    if arguments == ["calls"]:
+        print(f"{make_calls()} calls")
+        return 0
+    if arguments == ["fault"]:
+        make_fault()
+        return 0
+    print(run_part("calls"), "without a tool", flush=True)
+    return 0 if all([check(tool) for tool in arguments or ["memcheck"]]) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

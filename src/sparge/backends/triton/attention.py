@@ -22,7 +22,15 @@ from torch import Tensor
 
 from sparge import geometry
 from sparge.backends.triton import configs
-from sparge.backends.triton.launch import architecture_of, launch, padded, per_head_tensor, seen_argument, strides_of
+from sparge.backends.triton.launch import (
+    architecture_of,
+    buffer_like,
+    launch,
+    padded,
+    per_head_tensor,
+    seen_argument,
+    strides_of,
+)
 from sparge.backends.triton.primitives import (
     BLOCK_K,
     BLOCK_Q,
@@ -381,8 +389,9 @@ def attend(
         lowest = 0.0 if mask_kind == "bool" else torch.finfo(attn_mask.dtype).min
     keys_seen, seen_strides = seen_argument(operands.keys_seen, (shape.batch, shape.kv_heads, shape.kv_len), stand_in)
     threshold = per_head_tensor(pv_threshold, shape, device)
-    output = torch.empty(shape.batch, shape.heads, shape.q_len, shape.value_dim, dtype=operands.dtype, device=device)
-    lse = torch.empty(shape.batch, shape.heads, shape.q_len, dtype=torch.float32, device=device)
+    rows = (shape.batch, shape.heads, shape.q_len)
+    output = buffer_like(query, True, *rows, shape.value_dim, dtype=operands.dtype)
+    lse = buffer_like(query, True, *rows)
     width, value_width = padded(shape.head_dim), padded(shape.value_dim)
     if operands.value.element_size() == 2:
         # Triton 3.6 miscompiles 16-bit products 32 columns wide on Hopper when the values are not copied asynchronously

@@ -3,26 +3,42 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
+from sparge.backends.triton.replay import recorder
 from sparge.config import PerHead
 from sparge.geometry import Shape
 
 LARGEST_INT32 = 2**31 - 1
-_compiled: dict[tuple[Any, ...], CompiledKernel] = {}
 
 
-@functools.cache
-def _borders(kernel: Any) -> tuple[int, int, int, int]:
-    """Where pointers, strides, numbers and compile-time values end in a kernel's signature: they come in this order."""
-    names = kernel.arg_names
-    kinds = [0 if x.endswith("_ptr") else 1 if x.endswith("_strides") else 3 if x.isupper() else 2 for x in names]
-    assert kinds == sorted(kinds), f"{kernel.__name__}: expected *_ptr, *_strides, numbers, CONSTANTS, got {names}"
-    return kinds.count(0), kinds.index(2), len(names) - kinds.count(3), len(names)
+@dataclass(frozen=True)
+class _Kernel:
+    """Where pointers, strides and numbers end in a kernel's signature, and what was compiled of it."""
+
+    pointers: int
+    strides: int
+    numbers: int
+    compiled: dict[tuple[Any, ...], CompiledKernel]
+
+
+_kernels: dict[int, _Kernel] = {}
+"""By identity: hashing one of Triton's functions takes microseconds."""
+
+
+def _known(kernel: Any) -> _Kernel:
+    known = _kernels.get(id(kernel))
+    if known is None:
+        names = kernel.arg_names
+        kinds = [0 if x.endswith("_ptr") else 1 if x.endswith("_strides") else 3 if x.isupper() else 2 for x in names]
+        assert kinds == sorted(kinds), f"{kernel.__name__}: expected *_ptr, *_strides, numbers, CONSTANTS, got {names}"
+        known = _kernels[id(kernel)] = _Kernel(kinds.count(0), kinds.index(2), len(names) - kinds.count(3), {})
+    return known
 
 
 def launch(kernel: Any, programs: int, **arguments: Any) -> None:
@@ -34,26 +50,30 @@ def launch(kernel: Any, programs: int, **arguments: Any) -> None:
     them before is started as it is.
     """
     values = list(arguments.values())
-    pointers_end, strides_end, numbers_end, end = _borders(kernel)
-    tensors = values[:pointers_end]
+    known = _known(kernel)
+    tensors = values[: known.pointers]
     facts = (
-        kernel,
-        torch.cuda.current_device() if tensors[0].is_cuda else -1,
+        tensors[0].get_device(),
         tuple([tensor.dtype for tensor in tensors]),
         tuple([tensor.data_ptr() & 15 == 0 for tensor in tensors]),
-        tuple(
-            [(x & 15 == 0, x == 1, x > LARGEST_INT32) for strides in values[pointers_end:strides_end] for x in strides]
-        ),
-        tuple(values[numbers_end:]),
+        tuple([(x & 15 == 0, x == 1, x > LARGEST_INT32) for y in values[known.pointers : known.strides] for x in y]),
+        tuple(values[known.numbers :]),
     )
-    compiled = _compiled.get(facts)
+    in_signature = values[: len(kernel.arg_names)]
+    compiled = known.compiled.get(facts)
     if compiled is not None:
-        compiled[(programs, 1, 1)](*values[:end])
-        return
-    compiled = kernel[(programs,)](**arguments)
-    if isinstance(compiled, CompiledKernel):  # an interpreter returns nothing
-        assert list(arguments)[:end] == kernel.arg_names, f"{kernel.__name__}: expected the order of its signature"
-        _compiled[facts] = compiled
+        compiled[(programs, 1, 1)](*in_signature)
+    else:
+        compiled = kernel[(programs,)](**arguments)
+        if isinstance(compiled, CompiledKernel):
+            expected = kernel.arg_names
+            assert list(arguments)[: len(expected)] == expected, f"{kernel.__name__}: expected the order {expected}"
+            known.compiled[facts] = compiled
+        else:  # an interpreter returns nothing
+            compiled = None
+    recording = recorder.get()
+    if recording is not None:
+        recording.add_launch(compiled, programs, tensors, in_signature[known.pointers :])
 
 
 def architecture_of(tensor: Tensor) -> int:
@@ -87,14 +107,20 @@ def seen_argument(
     return expanded, expanded.stride()
 
 
-def strides_of(tensor: Tensor) -> tuple[int, int, int]:
+def strides_of(tensor: Tensor) -> tuple[int, ...]:
     """Strides of batch, head and token; the last one is 1."""
-    return tensor.stride(0), tensor.stride(1), tensor.stride(2)
+    return tensor.stride()[:3]
 
 
 def buffer_like(tensor: Tensor, wanted: bool, *sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Uninitialised memory on the tensor's device; the tensor itself where none is wanted (no kernel will read it)."""
-    return torch.empty(sizes, dtype=dtype, device=tensor.device) if wanted else tensor
+    if not wanted:
+        return tensor
+    buffer = torch.empty(sizes, dtype=dtype, device=tensor.device)
+    recording = recorder.get()
+    if recording is not None:
+        recording.add_buffer(buffer)
+    return buffer
 
 
 def per_head_tensor(value: PerHead | None, shape: Shape, device: torch.device) -> Tensor | None:

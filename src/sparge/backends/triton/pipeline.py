@@ -20,10 +20,11 @@ from sparge.backends.triton.attention import Operands, attend
 from sparge.backends.triton.launch import per_head_tensor
 from sparge.backends.triton.predict import block_probabilities
 from sparge.backends.triton.quantize import quantize_key_value, read_query
+from sparge.backends.triton.replay import replayed
 from sparge.backends.triton.select import select
 from sparge.backends.triton.statistics import summarize
 from sparge.block_mask import BlockMask
-from sparge.config import Dense, Mean, PerHead, Score, Sparsity
+from sparge.config import Dense, Mean, PerHead, Score, Sparsity, TopCdf, TopK
 from sparge.geometry import Shape
 from sparge.visibility import find_visibility, first_seen_keys
 
@@ -179,11 +180,19 @@ def attention(
     totals: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over a given mask, or over every visible block without one. See `reference.attention`."""
-    operands, _ = prepare(
-        query, key, value, shape, is_causal=is_causal, scale=scale, attn_mask=attn_mask, quantization=quantization
-    )
-    assert operands is not None
-    return attend(operands, mask, shape, pv_threshold=pv_threshold, totals=totals)
+
+    def call() -> tuple[Tensor, Tensor]:
+        operands, _ = prepare(
+            query, key, value, shape, is_causal=is_causal, scale=scale, attn_mask=attn_mask, quantization=quantization
+        )
+        assert operands is not None
+        return attend(operands, mask, shape, pv_threshold=pv_threshold, totals=totals)
+
+    if attn_mask is not None or pv_threshold is not None:
+        return call()
+    lists = () if mask is None else (mask.kv_num_blocks, mask.kv_indices, mask.visible_num_blocks)
+    kind = ("attention", shape, is_causal, scale, quantization)
+    return replayed(kind, (query, key, value, totals, *lists), call)
 
 
 def sparse_attention(
@@ -192,7 +201,7 @@ def sparse_attention(
     value: Tensor,
     shape: Shape,
     *,
-    sparsity: Sparsity,
+    sparsity: TopK | TopCdf,
     score: Score,
     is_causal: bool,
     scale: float,
@@ -203,18 +212,25 @@ def sparse_attention(
     totals: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Prediction and attention, sharing the passes over K."""
-    operands, mask = prepare(
-        query,
-        key,
-        value,
-        shape,
-        is_causal=is_causal,
-        scale=scale,
-        attn_mask=attn_mask,
-        sparsity=sparsity,
-        score=score,
-        always_keep=always_keep,
-        quantization=quantization,
-    )
-    assert operands is not None
-    return attend(operands, mask, shape, pv_threshold=pv_threshold, totals=totals)
+
+    def call() -> tuple[Tensor, Tensor]:
+        operands, mask = prepare(
+            query,
+            key,
+            value,
+            shape,
+            is_causal=is_causal,
+            scale=scale,
+            attn_mask=attn_mask,
+            sparsity=sparsity,
+            score=score,
+            always_keep=always_keep,
+            quantization=quantization,
+        )
+        assert operands is not None
+        return attend(operands, mask, shape, pv_threshold=pv_threshold, totals=totals)
+
+    if attn_mask is not None or always_keep or pv_threshold is not None or sparsity.is_per_head:
+        return call()
+    kind = ("sparse_attention", shape, sparsity, score, is_causal, scale, quantization)
+    return replayed(kind, (query, key, value, totals), call)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sparge import geometry
 from sparge.backends.triton import configs
-from sparge.backends.triton.launch import launch, per_head_tensor, power_of_two
+from sparge.backends.triton.launch import buffer_like, launch, per_head_tensor, power_of_two
 from sparge.backends.triton.primitives import BLOCK_K, BLOCK_Q, NOWHERE
 from sparge.block_mask import BlockMask
 from sparge.config import TopCdf, TopK
@@ -200,9 +200,10 @@ def select(
     share = sparsity.topk if isinstance(sparsity, TopK) else sparsity.cdf
     share_per_head = per_head_tensor(share, shape, device) if isinstance(share, Tensor) else None
     columns = max(32, power_of_two(shape.kv_blocks))
-    counts = torch.empty(shape.batch, shape.heads, shape.q_blocks, dtype=torch.int32, device=device)
-    indices = torch.empty(*counts.shape, shape.kv_blocks, dtype=torch.int32, device=device)
-    visible = torch.empty_like(counts)
+    rows = (shape.batch, shape.heads, shape.q_blocks)
+    counts = buffer_like(probability, True, *rows, dtype=torch.int32)
+    indices = buffer_like(probability, True, *rows, shape.kv_blocks, dtype=torch.int32)
+    visible = buffer_like(probability, True, *rows, dtype=torch.int32)
     launch(
         select_kernel,
         shape.q_blocks * shape.batch * shape.heads,
