@@ -150,7 +150,7 @@ def gpu_table(name: str) -> str | None:
     """A view of ``sparge bench``, or None where nothing of it was measured yet."""
     path, view = RESULTS / "gpu.jsonl", VIEWS[name]
     lines = path.read_text().splitlines() if path.exists() else []
-    rows = newest([json.loads(line) for line in lines], view.suite)
+    rows = [row for row in newest([json.loads(line) for line in lines], view.suite) if view.on_page(row)]
     if not rows:
         return None
     shown = [list(view.cells(row)) for row in rows]

@@ -36,7 +36,7 @@ class Crossover:
 
 CROSSOVERS = {
     "torch": Crossover(keys=2048, queries=128, scores=2**23),
-    "triton": Crossover(keys=4096, queries=1024, scores=3 * 2**29),
+    "triton": Crossover(keys=4096, queries=2048, scores=2**29),
 }
 """Measured: docs/performance.md, "Crossover"."""
 

@@ -20,7 +20,7 @@ from sparge.evaluate.bench_cases import DEFAULT_SUITES, SUITES, Group, Problem, 
 from sparge.evaluate.bench_exact import exact_rows, sampled_error, sampled_queries
 from sparge.evaluate.bench_inputs import frame_grid, make_inputs
 from sparge.evaluate.bench_table import VIEWS, newest, one_line, problem_notes
-from sparge.evaluate.bench_timing import MAX_REPEATS, Timing, Variant, repeats_for, time_on_cuda
+from sparge.evaluate.bench_timing import MAX_TIMED, Timing, Variant, repeats_for, time_on_cuda
 from sparge.evaluate.machine import Gpu
 from sparge.evaluate.metrics import block_mass, relative_l1
 
@@ -73,10 +73,10 @@ class TestCases:
             "kernel": 16,
             "error": 1,
             "memory": 3,
-            "crossover": 120,
+            "crossover": 104,
         }
         assert [group.density for group in SUITES["kernel"] if group.with_flex] == [0.5, 0.25, 0.5, 0.25]
-        assert {group.problem.queries for group in SUITES["crossover"]} >= {128, 512, 1024, 16384}
+        assert {group.problem.queries for group in SUITES["crossover"]} >= {512, 1024, 2048, 16384}
 
     def test_quick_takes_one_group_of_each(self) -> None:
         assert [group.suite for group in groups_of(("kernel", "memory"), quick=True)] == ["kernel", "memory"]
@@ -154,7 +154,8 @@ class TestExact:
 
 class TestTiming:
     def test_repeats_fill_a_turn(self) -> None:
-        assert [repeats_for(ms) for ms in (60.0, 10.0, 2.4, 0.05, 0.001, 0.0)] == [3, 3, 13, 200, MAX_REPEATS, 200]
+        found = [repeats_for(ms) for ms in (60.0, 10.0, 2.4, 0.1, 0.001, 0.0)]
+        assert found == [(1, 2), (2, 2), (9, 5), (200, 100), (MAX_TIMED, MAX_TIMED), (200, 200)]
 
     def test_reason_is_one_short_line(self) -> None:
         assert bench_timing.reason(RuntimeError("CUDA  out of memory.\nTried")) == "RuntimeError: CUDA out of memory."
@@ -174,13 +175,13 @@ class TestTiming:
                 raise RuntimeError("it synchronises")
             return SimpleNamespace(replay=lambda: "fast graph")
 
-        def time_calls(variant: Variant, count: int) -> float:
-            assert count == 4
+        def time_calls(variant: Variant, untimed: int, timed: int) -> float:
+            assert (untimed, timed) == (9, 4)
             order.append(variant.once())
             return next(times[order[-1]]) if order[-1] in times else 7.0
 
         variants = {"fast": Variant(lambda: "fast"), "broken": Variant(fail), "eager": Variant(lambda: "eager")}
-        monkeypatch.setattr(bench_timing, "_warm_up", lambda variant: variant.once() and 4)
+        monkeypatch.setattr(bench_timing, "_warm_up", lambda variant: variant.once() and (9, 4))
         monkeypatch.setattr(bench_timing, "_capture", capture)
         monkeypatch.setattr(bench_timing, "_time_calls", time_calls)
         assert time_on_cuda(variants, turns=3) == {
@@ -364,6 +365,8 @@ class TestTables:
         cells = dict(VIEWS["prepare"].cells(END_TO_END))
         assert [cells[name] for name in ("prepare ms", "floor ms", "attend ms")] == ["0.421", "0.141", "5.40"]
         assert dict(VIEWS["end_to_end"].cells({**END_TO_END, "topk": 1.0}))["topk"] == "dense"
+        assert VIEWS["prepare"].on_page(END_TO_END)
+        assert not VIEWS["prepare"].on_page({**END_TO_END, "topk": 0.25})
         assert one_line(END_TO_END).startswith("end_to_end: N 32768, H 16, D 128, causal no, topk 0.5, cuDNN ms 14.1")
 
     def test_newest_row_of_each_case_on_the_last_gpu(self) -> None:
@@ -395,4 +398,22 @@ class TestTables:
         assert filled.endswith("<!-- table: gpu_memory -->\n<!-- /table -->\n")
         assert "old" not in filled
         names = {name for name in tables.TABLES if name.startswith("gpu_")}
-        assert names == {f"gpu_{name}" for name in ("end_to_end", "prepare", "kernel", "error", "memory", "crossover")}
+        assert names == {f"gpu_{name}" for name in (*tables.VIEWS, "tests")}
+
+    def test_results_of_the_gpu_tests_are_shown(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
+        from benchmarks import tables
+
+        monkeypatch.setattr(tables, "RESULTS", tmp_path)
+        page = "<!-- table: gpu_tests -->\nold\n<!-- /table -->\n"
+        assert tables.fill(page) == page
+        machine = {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0", "commit": "0123456789"}
+        files = [{"file": "test_a.py", "passed": 5, "failed": 1, "skipped": 2}]
+        run = {"files": files, "passed": 5, "failed": 1, "skipped": 2, "backend": "triton", **machine}
+        older = {**run, "failed": 7}
+        tool = {"tool": "memcheck", "calls": 80, "errors": 0, "control_errors": 194, **machine}
+        (tmp_path / "gpu_tests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (older, tool, run)))
+        filled = tables.fill(page)
+        assert "| `test_a.py` | 5 | 1 | 2 |\n| all | **5** | **1** | **2** |" in filled
+        assert "Sanitizer, memcheck: 0 errors in 80 calls (194 in a call made to fail); NVIDIA H200;" in filled
+        assert "old" not in filled and "7" not in filled.replace("0123456789", "")

@@ -22,6 +22,7 @@ from torch import Tensor
 from conftest import assert_exact, exact_attention, make_qkv, plain_lse, relative_l1
 from sparge.evaluate.machine import describe_gpu, describe_machine
 
+collect_ignore = ["run.py", "sanitize.py"]
 DEVICE = torch.device(os.environ.get("SPARGE_TEST_DEVICE", "cuda"))
 BACKEND = os.environ.get("SPARGE_TEST_BACKEND", "triton")
 ON_CUDA = DEVICE.type == "cuda"

@@ -18,7 +18,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 
 import torch
@@ -77,6 +76,7 @@ def run_part(part: str, *tool: str) -> str:
     """What this program prints when it does one part, perhaps under a tool."""
     return subprocess.run(
         [*tool, sys.executable, __file__, part],
+        env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

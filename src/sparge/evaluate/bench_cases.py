@@ -93,8 +93,8 @@ def _kernel() -> list[Group]:
 
 
 def _crossover() -> list[Group]:
-    lengths = [(tokens, tokens) for tokens in (512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 16384)]
-    lengths += [(queries, tokens) for tokens in (8192, 32768) for queries in (128, 512, 1024)]
+    lengths = [(tokens, tokens) for tokens in (1024, 2048, 3072, 4096, 6144, 8192, 16384)]
+    lengths += [(queries, tokens) for tokens in (8192, 32768) for queries in (512, 1024, 2048)]
     return [
         Group("crossover", Problem(tokens, heads, head_dim, is_causal, queries))
         for heads in (8, 32)

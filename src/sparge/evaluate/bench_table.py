@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sparge.evaluate.bench_cases import IDENTITY, Row
 
@@ -21,11 +21,18 @@ KERNELS = {
 
 @dataclass(frozen=True)
 class View:
-    """One table: the suite its rows come from, its title, and a row's cells as (column, text)."""
+    """One table: the suite its rows come from, its title, and a row's cells as (column, text).
+
+    ``cases`` are the values a row must have to stand on a page; a terminal shows all rows.
+    """
 
     suite: str
     title: str
     cells: Callable[[Row], Cells]
+    cases: Row = field(default_factory=dict)
+
+    def on_page(self, row: Row) -> bool:
+        return all(row[name] == value for name, value in self.cases.items())
 
 
 def _end_to_end(row: Row) -> Cells:
@@ -95,11 +102,13 @@ def _crossover(row: Row) -> Cells:
 
 VIEWS = {
     "end_to_end": View("end_to_end", "End to end, prediction and quantisation included", _end_to_end),
-    "prepare": View("end_to_end", "Where the time of one call goes, by graph replay", _prepare),
+    "prepare": View("end_to_end", "Where the time of one call goes, by graph replay", _prepare, {"topk": 0.5}),
     "kernel": View("kernel", "Attention over random blocks, the kernel alone", _kernel),
     "error": View("error", "Dense attention, error by arithmetic", _errors),
     "memory": View("memory", "Peak device memory beyond inputs and output", _memory),
-    "crossover": View("crossover", "Sparse 8-bit attention against dense, by size", _crossover),
+    "crossover": View(
+        "crossover", "Sparse 8-bit attention against dense, by size", _crossover, {"topk": 0.5, "head_dim": 128}
+    ),
 }
 
 
