@@ -14,6 +14,7 @@ computes something by torch in between runs as it is, every time.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ ALIGNMENT = 512
 recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
 """What notes the call that runs now in this thread, if anything does."""
 _replays: dict[tuple[Hashable, ...], Replay | None] = {}
+_lock = threading.Lock()
 
 
 def replayed(
@@ -62,9 +64,11 @@ def replayed(
         results = call()
     finally:
         recorder.reset(token)
-    while len(_replays) >= MOST_REPLAYS:
-        _replays.pop(next(iter(_replays)), None)
-    _replays[key] = recording.finish(results)
+    replay = recording.finish(results)
+    with _lock:
+        while len(_replays) >= MOST_REPLAYS:
+            del _replays[next(iter(_replays))]
+        _replays[key] = replay
     return results
 
 
