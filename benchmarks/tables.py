@@ -173,10 +173,11 @@ def gpu_tests_table() -> str | None:
     tools = {row["tool"]: row for row in rows if "tool" in row}
     notes = "".join(
         f"\n\nSanitizer, {name}: {row['errors']} errors in {row['calls']} calls"
-        + ("" if row["control_errors"] is None else f" ({row['control_errors']} in a call made to fail)")
-        + f"; {_gpu_source([row])}"
+        f" ({row['control_errors']} in a call made to fail); {_gpu_source([row])}"
         for name, row in tools.items()
     )
+    if runs[-1]["crashed"]:
+        notes = f"\n\n**{runs[-1]['crashed']} processes crashed; their tests are not counted.**{notes}"
     return f"{_markdown(['tests', *counts], body)}\n\nBackend {runs[-1]['backend']!r}; {_gpu_source(runs[-1:])}{notes}"
 
 

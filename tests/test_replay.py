@@ -6,7 +6,10 @@ Kernels are stand-ins here that compute on CPU memory by address, as a GPU's do.
 from __future__ import annotations
 
 import ctypes
+import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -48,9 +51,9 @@ KERNEL = Kernel()
 def fused(first: Tensor, second: Tensor, target: Tensor, factor: float, length: int = LENGTH) -> None:
     """Launch as `launch` does."""
     KERNEL.start(first.data_ptr(), second.data_ptr(), target.data_ptr(), factor, length)
-    recording = replay.recorder.get()
-    if recording is not None:
-        recording.add_launch(KERNEL, 1, [first, second, target], [factor, length])  # type: ignore[arg-type]
+    recorder = replay.current_recorder.get()
+    if recorder is not None:
+        recorder.add_launch(KERNEL, 1, [first, second, target], [factor, length])  # type: ignore[arg-type]
 
 
 def chain(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,9 +84,9 @@ def inputs(seed: int, **changes: Any) -> tuple[Tensor, Tensor]:
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(replay, "_replays", {})
+    monkeypatch.setattr(replay, "_replays", OrderedDict())
     yield
-    assert replay.recorder.get() is None
+    assert replay.current_recorder.get() is None
 
 
 class Caller:
@@ -148,16 +151,13 @@ def test_what_differs_is_recorded_anew(change: str) -> None:
     assert call.runs == 2
 
 
-def test_a_tensor_given_twice_is_not_replayed() -> None:
+def test_a_tensor_given_twice_is_a_kind_of_its_own() -> None:
     """Recorded with one tensor in both places, a replay could not tell which of two to read."""
     call = Caller()
-    first, second = inputs(0)
-    for _ in range(2):
-        assert_right(call(first, first), (first, first))
+    for tensors in (inputs(0), inputs(1)):
+        for pair in ((tensors[0], tensors[0]), tensors, (tensors[1], tensors[1])):
+            assert_right(call(*pair), pair)
     assert call.runs == 2
-    for _ in range(2):
-        assert_right(call(first, second), (first, second))
-    assert call.runs == 3
 
 
 def test_what_torch_computes_in_between_is_not_replayed() -> None:
@@ -165,6 +165,39 @@ def test_what_torch_computes_in_between_is_not_replayed() -> None:
     for seed in range(3):
         first, second = inputs(seed)
         assert_right(call(first, second), (first, second * 2))
+    assert call.runs == 3
+
+
+def test_a_buffer_that_torch_fills_is_not_replayed() -> None:
+    """Its identity does not change, and the next workspace holds anything."""
+
+    def counting(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        zeros = buffer_like(first, True, LENGTH).zero_()
+        output, lse = chain(first, second)
+        fused(zeros, lse, lse, 1.0)
+        return output, lse
+
+    call = Caller(counting)
+    for seed in range(3):
+        tensors = inputs(seed)
+        assert_right(call(*tensors), tensors)
+    assert call.runs == 3
+
+
+def test_a_result_that_torch_computes_is_not_replayed() -> None:
+    call = Caller(lambda first, second: (chain(first, second)[0] * 2, chain(first, second)[1]))
+    for seed in range(3):
+        tensors = inputs(seed)
+        output, lse = call(*tensors)
+        assert_right((output / 2, lse), tensors)
+    assert call.runs == 3
+
+
+def test_an_input_that_is_returned_is_not_replayed() -> None:
+    call = Caller(lambda first, second: (chain(first, second)[0], second))
+    for seed in range(3):
+        tensors = inputs(seed)
+        assert call(*tensors)[1] is tensors[1]
     assert call.runs == 3
 
 
@@ -205,17 +238,42 @@ def test_an_error_leaves_no_recorder() -> None:
     assert_right(call(*tensors), tensors)
 
 
-def test_the_oldest_kind_is_forgotten() -> None:
+def test_the_kind_unused_for_longest_is_forgotten() -> None:
     call = Caller()
     tensors = inputs(0)
-    for number in range(MOST_REPLAYS + 5):
+    call(*tensors, kind="used")
+    call(*tensors, kind="unused")
+    for number in range(MOST_REPLAYS - 1):
         call(*tensors, kind=str(number))
+        call(*tensors, kind="used")
     assert len(replay._replays) == MOST_REPLAYS
     runs = call.runs
-    call(*tensors, kind=str(MOST_REPLAYS + 4))
+    call(*tensors, kind="used")
     assert call.runs == runs
-    call(*tensors, kind="0")
+    call(*tensors, kind="unused")
     assert call.runs == runs + 1
+    replay.forget()
+    call(*tensors, kind="used")
+    assert call.runs == runs + 2
+
+
+def test_threads_record_and_forget_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every thread gets the result of its own tensors, while recordings come and go."""
+    monkeypatch.setattr(replay, "MOST_REPLAYS", 3)
+
+    def work(seed: int) -> None:
+        call, tensors = Caller(), inputs(seed)
+        for turn in range(40):
+            assert_right(call(*tensors, kind=str((seed + turn) % 7)), tensors)
+
+    switch_interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(work, range(8)))
+    finally:
+        sys.setswitchinterval(switch_interval)
+    assert len(replay._replays) <= 3
 
 
 @st.composite
@@ -239,3 +297,12 @@ def test_buffers_in_use_at_the_same_time_never_overlap(drawn: tuple[list[int], l
             in_time = uses[i][0] <= uses[j][-1] and uses[j][0] <= uses[i][-1]
             in_space = offsets[i] < offsets[j] + sizes[j] and offsets[j] < offsets[i] + sizes[i]
             assert not (in_time and in_space)
+
+
+def test_a_workspace_is_no_larger_than_what_is_in_use_at_once() -> None:
+    """The sizes and uses of a call of 131 072 tokens and 4 heads: codes of K and V take the place of probabilities."""
+    mebibytes = {"moments": 6, "query codes": 64, "probabilities": 32, "lists": 32, "key codes": 64, "value codes": 64}
+    uses = [[0, 3], [2, 6], [3, 4], [4, 6], [5, 6], [5, 6]]
+    offsets, total = replay._pack([size * 2**20 for size in mebibytes.values()], uses)
+    assert total == (64 + 32 + 64 + 64) * 2**20
+    assert len(offsets) == 6

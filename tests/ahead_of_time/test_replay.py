@@ -1,4 +1,8 @@
-"""A replayed call launches what the recorded one launched: same kernels, programs and numbers, on other memory."""
+"""A replayed call launches what a fresh one would: same kernels, programs and numbers, on its own memory.
+
+Calls that differ in one thing each are made in turn. With nothing recorded each gives the launches to expect; then all
+of them are recorded, and each is made again on other tensors.
+"""
 
 from __future__ import annotations
 
@@ -13,62 +17,118 @@ import json
 import torch
 from launches import note_launches
 from sparge.backends.triton import pipeline, replay
-from sparge.config import Moment, TopK
+from sparge.block_mask import BlockMask
+from sparge.config import Mean, Moment, TopCdf, TopK
 from sparge.geometry import Shape
 
 started = note_launches()
-shape = Shape(2, 4, 2, 300, 520, 64, 64)
-common = {"is_causal": True, "scale": 0.125}
 totals = torch.zeros(2, dtype=torch.int64)
-rules = {"sparsity": TopK(0.5), "score": Moment(), "attn_mask": None, "always_keep": (), "pv_threshold": None}
-functions = {
-    "sparse, 8 bits": lambda *x: pipeline.sparse_attention(
-        *x, shape, **common, **rules, quantization="int8_fp8", totals=totals),
-    "sparse, 16 bits": lambda *x: pipeline.sparse_attention(
-        *x, shape, **common, **rules, quantization="none", totals=None),
-    "dense, 8 bits": lambda *x: pipeline.attention(*x, None, shape, **common, quantization="int8_fp16"),
-}
-found = {}
-for name, function in functions.items():
-    calls, alive = [], []
-    for _ in range(3):
-        tensors = [torch.zeros(2, heads, length, 64, dtype=torch.bfloat16)
-                   for heads, length in ((4, 300), (2, 520), (2, 520))]
-        started.clear()
-        output, lse = function(*tensors)
-        alive += [tensors, output, lse]
-        memory = [x.data_ptr() for x in (*tensors, output, lse, totals)]
-        calls.append((list(started), memory, [list(output.shape), str(output.dtype), list(lse.shape), str(lse.dtype)]))
-    found[name] = calls
-assert len(replay._replays) == len(functions) and all(replay._replays.values())
+
+def sparse(*tensors, lengths=(300, 520), **changes):
+    options = {
+        "sparsity": TopK(0.5), "score": Moment(8), "is_causal": True, "scale": 0.125, "quantization": "int8_fp8",
+        "attn_mask": None, "always_keep": (), "pv_threshold": None, "totals": totals, **changes,
+    }
+    return pipeline.sparse_attention(*tensors, Shape(1, 2, 1, *lengths, 64, 64), **options)
+
+def given(*tensors, mask=None, is_causal=True, scale=0.125, quantization="int8_fp16"):
+    return pipeline.attention(
+        *tensors, mask, Shape(1, 2, 1, 300, 520, 64, 64), is_causal=is_causal, scale=scale, quantization=quantization)
+
+def over_blocks(*tensors, **changes):
+    mask = BlockMask.from_dense(torch.ones(1, 2, 3, 9, dtype=torch.bool), q_len=300, kv_len=520)
+    return given(*tensors, mask=mask, **changes), (mask.kv_num_blocks, mask.kv_indices)
+
+calls = CALLS
+
+def make(text):
+    tensors = [torch.zeros(1, heads, 600, 64, dtype=torch.bfloat16) for heads in (2, 1, 1)]
+    lengths = (300, 400, 400) if "400" in text else (300, 520, 520)
+    tensors = [tensor[:, :, :length] for tensor, length in zip(tensors, lengths)]
+    started.clear()
+    results, lists = eval(text)(tensors), ()
+    if "blocks" in text:
+        results, lists = results
+    known = [*tensors, *results, totals, *lists]
+    return {
+        "launches": list(started), "known": [tensor.data_ptr() for tensor in known],
+        "results": [(list(tensor.shape), str(tensor.dtype)) for tensor in results],
+    }, known
+
+alive, found = [], {text: [] for text in calls}
+for text in calls:
+    replay.forget()
+    found[text].append(make(text)[0])
+replay.forget()
+for turn in range(3):
+    for text in calls:
+        with torch.inference_mode(turn == 1):
+            made, known = make(text)
+        alive.append(known)
+        if turn:
+            found[text].append(made)
+assert len(replay._replays) == len(calls), "every call is a kind of its own"
+assert all(replay._replays.values()), "every kind can be replayed"
 print(json.dumps(found))
 """
-LAUNCHES = {"sparse, 8 bits": 7, "sparse, 16 bits": 4, "dense, 8 bits": 5}
+CALLS = {
+    "sparse": "lambda x: sparse(*x)",
+    "scale": "lambda x: sparse(*x, scale=0.25)",
+    "full": "lambda x: sparse(*x, is_causal=False)",
+    "16 bits": "lambda x: sparse(*x, quantization='none')",
+    "not counted": "lambda x: sparse(*x, totals=None)",
+    "another share": "lambda x: sparse(*x, sparsity=TopK(0.25))",
+    "another floor": "lambda x: sparse(*x, sparsity=TopK(0.5, min_blocks=3))",
+    "no sink": "lambda x: sparse(*x, sparsity=TopK(0.5, sink=False))",
+    "no diagonal": "lambda x: sparse(*x, sparsity=TopK(0.5, diagonal=False))",
+    "by mass": "lambda x: sparse(*x, sparsity=TopCdf(0.5))",
+    "fewer samples": "lambda x: sparse(*x, score=Moment(4))",
+    "means": "lambda x: sparse(*x, score=Mean())",
+    "shorter": "lambda x: sparse(*x, lengths=(300, 400))",
+    "dense": "lambda x: given(*x)",
+    "dense, scale": "lambda x: given(*x, scale=0.25)",
+    "dense, full": "lambda x: given(*x, is_causal=False)",
+    "dense, 16 bits": "lambda x: given(*x, quantization='none')",
+    "blocks": "lambda x: over_blocks(*x)",
+}
+LAUNCHES = {"16 bits": 4, "dense, 16 bits": 1, "dense": 5, "dense, scale": 5, "dense, full": 5, "blocks": 5}
+ADDRESSES_FROM = 2**32
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    return run_program(PROGRAM)
+    return run_program(PROGRAM.replace("CALLS", repr(list(CALLS.values()))))
 
 
-@pytest.mark.parametrize("name", LAUNCHES)
-@pytest.mark.parametrize("again", [1, 2])
-def test_a_replay_launches_the_same(found: dict[str, Any], name: str, again: int) -> None:
-    recorded, memory, results = found[name][0]
-    replayed, new_memory, new_results = found[name][again]
-    assert len(recorded) == LAUNCHES[name]
-    assert new_results == results
-    assert [kernel for kernel, _ in replayed] == [kernel for kernel, _ in recorded]
-    moved = dict(zip(memory, new_memory, strict=True))
-    for (_, arguments), (_, new_arguments) in zip(recorded, replayed, strict=True):
-        pairs = list(zip(arguments, new_arguments, strict=True))
-        for old, new in pairs:
-            if isinstance(old, int) and old > 2**32:  # an address
-                assert moved.setdefault(old, new) == new, "one buffer has one place"
-                assert new % 16 == 0
-            else:
-                assert new == old
-        addresses = {pair[0]: pair[1] for pair in pairs if isinstance(pair[0], int) and pair[0] > 2**32}
-        assert len(set(addresses.values())) == len(addresses), "two buffers of one kernel share a place"
-    others = set(moved) - set(memory)
-    assert others, "there were buffers besides inputs and results"
+def addresses(launch: list[Any]) -> list[int]:
+    return [value for value in launch[1] if isinstance(value, int) and value >= ADDRESSES_FROM]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_replay_launches_the_same(found: dict[str, Any], name: str) -> None:
+    fresh, *replays = found[CALLS[name]]
+    assert len(fresh["launches"]) == LAUNCHES.get(name, 7)
+    for replayed in replays:
+        assert replayed["results"] == fresh["results"]
+        assert [kernel for kernel, _ in replayed["launches"]] == [kernel for kernel, _ in fresh["launches"]]
+        moved = dict(zip(fresh["known"], replayed["known"], strict=True))
+        for old, new in zip(fresh["launches"], replayed["launches"], strict=True):
+            for before, after in zip(old[1], new[1], strict=True):
+                if isinstance(before, int) and before >= ADDRESSES_FROM:
+                    assert moved.setdefault(before, after) == after, "one buffer has one place"
+                    assert after % 16 == 0
+                else:
+                    assert after == before
+            assert len(set(addresses(new))) == len(set(addresses(old))), "two buffers of one kernel share a place"
+
+
+def test_different_calls_launch_differently(found: dict[str, Any]) -> None:
+    """Otherwise a call could pass for another above."""
+    seen = set()
+    for calls in found.values():
+        launches = [
+            (kernel, [value for value in values if not (isinstance(value, int) and value >= ADDRESSES_FROM)])
+            for kernel, values in calls[0]["launches"]
+        ]
+        seen.add(repr(launches) + str(len(calls[0]["launches"])))
+    assert len(seen) == len(CALLS)

@@ -20,7 +20,7 @@ from sparge.evaluate.bench_cases import DEFAULT_SUITES, SUITES, Group, Problem, 
 from sparge.evaluate.bench_exact import exact_rows, sampled_error, sampled_queries
 from sparge.evaluate.bench_inputs import frame_grid, make_inputs
 from sparge.evaluate.bench_table import VIEWS, newest, one_line, problem_notes
-from sparge.evaluate.bench_timing import MAX_TIMED, Timing, Variant, repeats_for, time_on_cuda
+from sparge.evaluate.bench_timing import MAX_CALLS, Timing, Variant, repeats_for, time_on_cuda
 from sparge.evaluate.machine import Gpu
 from sparge.evaluate.metrics import block_mass, relative_l1
 
@@ -155,7 +155,7 @@ class TestExact:
 class TestTiming:
     def test_repeats_fill_a_turn(self) -> None:
         found = [repeats_for(ms) for ms in (60.0, 10.0, 2.4, 0.1, 0.001, 0.0)]
-        assert found == [(1, 2), (2, 2), (9, 5), (200, 100), (MAX_TIMED, MAX_TIMED), (200, 200)]
+        assert found == [(1, 2), (6, 2), (25, 7), (600, 150), (MAX_CALLS, MAX_CALLS), (1000, 1000)]
 
     def test_reason_is_one_short_line(self) -> None:
         assert bench_timing.reason(RuntimeError("CUDA  out of memory.\nTried")) == "RuntimeError: CUDA out of memory."
@@ -409,11 +409,14 @@ class TestTables:
         assert tables.fill(page) == page
         machine = {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0", "commit": "0123456789"}
         files = [{"file": "test_a.py", "passed": 5, "failed": 1, "skipped": 2}]
-        run = {"files": files, "passed": 5, "failed": 1, "skipped": 2, "backend": "triton", **machine}
+        run = {"files": files, "passed": 5, "failed": 1, "skipped": 2, "backend": "triton", "crashed": 0, **machine}
         older = {**run, "failed": 7}
         tool = {"tool": "memcheck", "calls": 80, "errors": 0, "control_errors": 194, **machine}
         (tmp_path / "gpu_tests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (older, tool, run)))
         filled = tables.fill(page)
         assert "| `test_a.py` | 5 | 1 | 2 |\n| all | **5** | **1** | **2** |" in filled
         assert "Sanitizer, memcheck: 0 errors in 80 calls (194 in a call made to fail); NVIDIA H200;" in filled
+        assert "crashed" not in filled
+        (tmp_path / "gpu_tests.jsonl").write_text(json.dumps({**run, "crashed": 3}) + "\n")
+        assert "**3 processes crashed; their tests are not counted.**" in tables.fill(page)
         assert "old" not in filled and "7" not in filled.replace("0123456789", "")

@@ -94,6 +94,14 @@ def assert_like_the_reference(
     assert rms(got[1].cpu() - expected[1]) <= 0.25 * intended + LSE_TOLERANCE
 
 
+def forget_recordings() -> None:
+    """The next call of every kind is made from the beginning."""
+    if BACKEND == "triton":
+        from sparge.backends.triton.replay import forget
+
+        forget()
+
+
 def equal(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
     """Whether all tensors are the same bit by bit."""
     return all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))

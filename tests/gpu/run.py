@@ -19,6 +19,7 @@ from typing import Any
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent.parent
+COUNTS = ("passed", "failed", "skipped")
 
 
 def main(processes: int) -> int:
@@ -54,7 +55,8 @@ def main(processes: int) -> int:
         parts = [json.loads(file.read_text()) for file in sorted(Path(reports).iterdir())]
     if parts:
         report = {**merged(parts), "processes": processes, "seconds": round(time.perf_counter() - started)}
-        print(f"{report['passed']} passed, {report['failed']} failed, {report['skipped']} skipped")
+        report["crashed"] = processes - len(parts)  # their tests are in no count
+        print(", ".join(f"{report[kind]} {kind}" for kind in (*COUNTS, "crashed")))
         if "SPARGE_TEST_REPORT" in os.environ:
             with open(os.environ["SPARGE_TEST_REPORT"], "a") as file:
                 file.write(json.dumps(report) + "\n")
@@ -68,11 +70,10 @@ def merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
         for entry in part["files"]:
             files.setdefault(entry.pop("file"), Counter()).update(entry)
     rows = [
-        {"file": name, **{kind: count[kind] for kind in ("passed", "failed", "skipped")}}
+        {"file": name, **{kind: count[kind] for kind in COUNTS}, "seconds": round(count["seconds"], 1)}
         for name, count in sorted(files.items())
     ]
-    sums = {kind: sum(row[kind] for row in rows) for kind in ("passed", "failed", "skipped")}
-    return {**parts[0], "files": rows, **sums}
+    return {**parts[0], "files": rows, **{kind: sum(row[kind] for row in rows) for kind in COUNTS}}
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from torch.library import opcheck
 
 import sparge
 from conftest import modes
-from gpu.conftest import BACKEND, DEVICE, ON_CUDA, cuda_only, equal, make_inputs
+from gpu.conftest import BACKEND, DEVICE, ON_CUDA, cuda_only, equal, forget_recordings, make_inputs
 from sparge import Dense, TopCdf, TopK
 
 pytestmark = pytest.mark.gpu
@@ -258,26 +258,32 @@ class TestSettings:
     def test_global_settings_change_nothing(self, name: str, setting: str) -> None:
         tensors = qkv(700)
         expected = attend(*tensors, **CALLS[name])
+
+        def assert_same() -> None:
+            forget_recordings()
+            for _ in range(2):  # recorded, then replayed
+                assert equal(attend(*tensors, **CALLS[name]), expected)
+
         if setting == "autocast":
             with torch.autocast(DEVICE.type, torch.float16 if ON_CUDA else torch.bfloat16):
-                got = attend(*tensors, **CALLS[name])
+                assert_same()
         elif setting == "inference mode":
             with torch.inference_mode():
-                got = attend(*tensors, **CALLS[name])
+                assert_same()
         elif setting == "float64 by default":
             torch.set_default_dtype(torch.float64)
             try:
-                got = attend(*tensors, **CALLS[name])
+                assert_same()
             finally:
                 torch.set_default_dtype(torch.float32)
         else:
             before = torch.get_float32_matmul_precision()
             torch.set_float32_matmul_precision("medium")
             try:
-                got = attend(*tensors, **CALLS[name])
+                assert_same()
             finally:
                 torch.set_float32_matmul_precision(before)
-        assert equal(got, expected)
+        assert equal(attend(*tensors, **CALLS[name]), expected)
 
     def test_threads(self) -> None:
         """Concurrent calls count exactly and give what they give alone."""
@@ -288,6 +294,7 @@ class TestSettings:
         alone = [job() for job in jobs]
         serial = sparge.stats()
         sparge.reset_stats()
+        forget_recordings()
         if ON_CUDA:
             torch.cuda.synchronize()
         with ThreadPoolExecutor(8) as pool:

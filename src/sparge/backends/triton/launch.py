@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
-from sparge.backends.triton.replay import recorder
+from sparge.backends.triton.replay import current_recorder
 from sparge.config import PerHead
 from sparge.geometry import Shape
 
@@ -21,6 +21,7 @@ LARGEST_INT32 = 2**31 - 1
 class _Kernel:
     """Where pointers, strides and numbers end in a kernel's signature, and what was compiled of it."""
 
+    function: Any
     pointers: int
     strides: int
     numbers: int
@@ -35,9 +36,14 @@ def _known(kernel: Any) -> _Kernel:
     known = _kernels.get(id(kernel))
     if known is None:
         names = kernel.arg_names
-        kinds = [0 if x.endswith("_ptr") else 1 if x.endswith("_strides") else 3 if x.isupper() else 2 for x in names]
+        pointer, stride, number, constant = range(4)
+        kinds = [
+            pointer if x.endswith("_ptr") else stride if x.endswith("_strides") else constant if x.isupper() else number
+            for x in names
+        ]
         assert kinds == sorted(kinds), f"{kernel.__name__}: expected *_ptr, *_strides, numbers, CONSTANTS, got {names}"
-        known = _kernels[id(kernel)] = _Kernel(kinds.count(0), kinds.index(2), len(names) - kinds.count(3), {})
+        ends = kinds.count(pointer), kinds.index(number), len(names) - kinds.count(constant)
+        known = _kernels[id(kernel)] = _Kernel(kernel, *ends, {})
     return known
 
 
@@ -56,7 +62,9 @@ def launch(kernel: Any, programs: int, **arguments: Any) -> None:
         tensors[0].get_device(),
         tuple([tensor.dtype for tensor in tensors]),
         tuple([tensor.data_ptr() & 15 == 0 for tensor in tensors]),
-        tuple([(x & 15 == 0, x == 1, x > LARGEST_INT32) for y in values[known.pointers : known.strides] for x in y]),
+        tuple(
+            [(x & 15 == 0, x == 1, x > LARGEST_INT32) for each in values[known.pointers : known.strides] for x in each]
+        ),
         tuple(values[known.numbers :]),
     )
     in_signature = values[: len(kernel.arg_names)]
@@ -71,9 +79,9 @@ def launch(kernel: Any, programs: int, **arguments: Any) -> None:
             known.compiled[facts] = compiled
         else:  # an interpreter returns nothing
             compiled = None
-    recording = recorder.get()
-    if recording is not None:
-        recording.add_launch(compiled, programs, tensors, in_signature[known.pointers :])
+    recorder = current_recorder.get()
+    if recorder is not None:
+        recorder.add_launch(compiled, programs, tensors, in_signature[known.pointers :])
 
 
 def architecture_of(tensor: Tensor) -> int:
@@ -117,9 +125,9 @@ def buffer_like(tensor: Tensor, wanted: bool, *sizes: int, dtype: torch.dtype = 
     if not wanted:
         return tensor
     buffer = torch.empty(sizes, dtype=dtype, device=tensor.device)
-    recording = recorder.get()
-    if recording is not None:
-        recording.add_buffer(buffer)
+    recorder = current_recorder.get()
+    if recorder is not None:
+        recorder.add_buffer(buffer)
     return buffer
 
 

@@ -180,6 +180,10 @@ def attention(
     totals: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over a given mask, or over every visible block without one. See `reference.attention`."""
+    lists: list[Tensor] = []
+    if mask is not None:  # copied here, not by `attend`: a call that copies cannot be replayed
+        lists = [x.contiguous() for x in (mask.kv_num_blocks, mask.kv_indices, mask.visible_num_blocks)]
+        mask = BlockMask(lists[0], lists[1], lists[2], mask.q_len, mask.kv_len, mask.is_causal)
 
     def call() -> tuple[Tensor, Tensor]:
         operands, _ = prepare(
@@ -189,8 +193,7 @@ def attention(
         return attend(operands, mask, shape, pv_threshold=pv_threshold, totals=totals)
 
     if attn_mask is not None or pv_threshold is not None:
-        return call()
-    lists = () if mask is None else (mask.kv_num_blocks, mask.kv_indices, mask.visible_num_blocks)
+        return call()  # some of it is computed by torch
     kind = ("attention", shape, is_causal, scale, quantization)
     return replayed(kind, (query, key, value, totals, *lists), call)
 
@@ -230,7 +233,8 @@ def sparse_attention(
         assert operands is not None
         return attend(operands, mask, shape, pv_threshold=pv_threshold, totals=totals)
 
-    if attn_mask is not None or always_keep or pv_threshold is not None or sparsity.is_per_head:
-        return call()
+    thresholds = sparsity.similarity_threshold, pv_threshold
+    if attn_mask is not None or always_keep or sparsity.is_per_head or any(x is not None for x in thresholds):
+        return call()  # some of it is computed by torch
     kind = ("sparse_attention", shape, sparsity, score, is_causal, scale, quantization)
     return replayed(kind, (query, key, value, totals), call)

@@ -8,31 +8,39 @@ the device. None of it depends on the numbers, so the second call of a kind only
     Recorder        notes buffers and launches while a call runs; `launch` tells it
     Replay          the launches, with the place of every buffer in one workspace
 
-A call is replayed only if every tensor its kernels touched is an input, a result or a buffer of `launch`: one that
-computes something by torch in between runs as it is, every time.
+A call is replayed only if its kernels touch nothing but inputs, results and buffers of `launch`, and torch computes
+nothing in between: any other call runs as it is, every time. Who changes `configs` at run time has to call `forget`.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.compiler import CompiledKernel
 
 MOST_REPLAYS = 256
-"""Kinds of calls that are remembered; the oldest goes first."""
+"""Kinds of calls that are remembered; the one that was not used for longest goes first."""
 ALIGNMENT = 512
 """Bytes, as torch aligns its allocations: kernels were compiled for addresses that are multiples of 16."""
 
-recorder: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
+current_recorder: ContextVar[Recorder | None] = ContextVar("current_recorder", default=None)
 """What notes the call that runs now in this thread, if anything does."""
-_replays: dict[tuple[Hashable, ...], Replay | None] = {}
+_replays: OrderedDict[tuple[Hashable, ...], Replay | None] = OrderedDict()
 _lock = threading.Lock()
+
+
+def forget() -> None:
+    """Drop all recordings."""
+    with _lock:
+        _replays.clear()
 
 
 def replayed(
@@ -41,34 +49,38 @@ def replayed(
     """The result of ``call``, by a replay where one of the same kind was recorded.
 
     Args:
-        kind: everything the call depends on besides its tensors, their shapes included.
+        kind: all that the call depends on, but for dtypes, strides, alignment and device of its inputs; so the inputs'
+            shapes belong to it.
         inputs: the tensors it reads.
-        call: launches kernels, waits for nothing, and does the same for equal kinds, dtypes, strides and alignments.
+        call: launches kernels and waits for nothing.
     """
     tensors = [tensor for tensor in inputs if tensor is not None]
-    if len({id(tensor) for tensor in tensors}) < len(tensors):
-        return call()  # which of the two a kernel read cannot be told
+    ids = [id(tensor) for tensor in tensors]
     key = (
         kind,
         tuple([tensor is None for tensor in inputs]),
+        tuple([ids.index(found) for found in ids]),  # which inputs are the same tensor
         tuple([(tensor.dtype, tensor.device, tensor.stride(), tensor.data_ptr() & 15 == 0) for tensor in tensors]),
     )
-    known = _replays.get(key)
-    if known is not None:
-        return known.run(tensors)
-    if key in _replays:
-        return call()
-    recording = Recorder(tensors)
-    token = recorder.set(recording)
-    try:
-        results = call()
-    finally:
-        recorder.reset(token)
-    replay = recording.finish(results)
     with _lock:
-        while len(_replays) >= MOST_REPLAYS:
-            del _replays[next(iter(_replays))]
+        known = key in _replays
+        if known:
+            _replays.move_to_end(key)
+            replay = _replays[key]
+    if known:
+        return call() if replay is None else replay.run(tensors)
+    recorder = Recorder(tensors)
+    token = current_recorder.set(recorder)
+    try:
+        with recorder:
+            results = call()
+    finally:
+        current_recorder.reset(token)
+    replay = recorder.finish(results)
+    with _lock:
         _replays[key] = replay
+        while len(_replays) > MOST_REPLAYS:
+            _replays.popitem(last=False)
     return results
 
 
@@ -105,13 +117,28 @@ class Replay:
         return output, lse
 
 
-class Recorder:
-    """Notes what one call allocates and launches. It holds the buffers: an address in use is not given out again."""
+class Recorder(TorchDispatchMode):
+    """Notes what one call allocates and launches, and whether torch computes something besides.
+
+    It holds all tensors until the call is over, so that no other gets the identity of one of them.
+    """
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
+        super().__init__()
         self.inputs = inputs
         self.buffers: list[Tensor] = []
         self.launches: list[tuple[CompiledKernel | None, int, list[Tensor], list[Any]]] = []
+        self.torch_computed = False
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        self.torch_computed |= func is not torch.ops.aten.empty.memory_format
+        return func(*args, **(kwargs or {}))
 
     def add_buffer(self, buffer: Tensor) -> None:
         self.buffers.append(buffer)
@@ -123,35 +150,40 @@ class Recorder:
         self.launches.append((compiled, programs, tensors, values))
 
     def finish(self, results: Sequence[Tensor]) -> Replay | None:
-        """The replay, None if a kernel touched a tensor that nobody announced."""
-        result_ids = [id(tensor) for tensor in results]
-        buffers = [buffer for buffer in self.buffers if id(buffer) not in result_ids]
-        order = [*map(id, self.inputs), *result_ids, *map(id, buffers)]
-        places = {tensor: place for place, tensor in enumerate(order)}
+        """The replay, None where the launches are not all that happened."""
+        made = {id(buffer) for buffer in self.buffers}
+        if self.torch_computed or any(id(result) not in made for result in results):
+            return None
+        buffers = [buffer for buffer in self.buffers if all(buffer is not result for result in results)]
+        order = [*self.inputs, *results, *buffers]
+        places = {id(tensor): place for place, tensor in enumerate(order)}
         launches = []
         for compiled, programs, tensors, values in self.launches:
             if compiled is None or any(id(tensor) not in places for tensor in tensors):
                 return None
             launches.append(_Launch(compiled, programs, [places[id(tensor)] for tensor in tensors], values))
-        outside = len(order) - len(buffers)
         uses = [
-            [step for step, launch in enumerate(launches) if outside + i in launch.places] for i in range(len(buffers))
+            [step for step, launch in enumerate(launches) if place in launch.places]
+            for place in range(len(order) - len(buffers), len(order))
         ]
         offsets, workspace_bytes = _pack([buffer.nbytes for buffer in buffers], uses)
         return Replay(launches, [(tensor.shape, tensor.dtype) for tensor in results], offsets, workspace_bytes)
 
 
 def _pack(sizes: list[int], uses: list[list[int]]) -> tuple[list[int], int]:
-    """Offsets of buffers in one workspace, and its size. Buffers whose uses do not overlap may share memory."""
-    placed: list[tuple[int, int, int, int]] = []  # first use, last use, offset, end
-    for size, steps in zip(sizes, uses, strict=True):
-        first, last = (steps[0], steps[-1]) if steps else (0, 0)
-        width = -(-size // ALIGNMENT) * ALIGNMENT
-        taken = sorted((start, end) for since, until, start, end in placed if since <= last and first <= until)
+    """Offsets of buffers in one workspace, and its size. Buffers whose uses do not overlap may share memory.
+
+    The largest are placed first, each at the lowest offset that is free while it is in use.
+    """
+    placed: dict[int, tuple[int, int, int, int]] = {}  # first use, last use, offset, end
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        first, last = (uses[index][0], uses[index][-1]) if uses[index] else (0, 0)
+        width = -(-sizes[index] // ALIGNMENT) * ALIGNMENT
+        taken = sorted((start, end) for since, until, start, end in placed.values() if since <= last and first <= until)
         offset = 0
         for start, end in taken:
             if start - offset >= width:
                 break
             offset = max(offset, end)
-        placed.append((first, last, offset, offset + width))
-    return [offset for _, _, offset, _ in placed], max((end for *_, end in placed), default=0)
+        placed[index] = (first, last, offset, offset + width)
+    return [placed[index][2] for index in range(len(sizes))], max((end for *_, end in placed.values()), default=0)
