@@ -3,8 +3,8 @@
 `Timing.ms` is CUDA events around back-to-back calls: where the host launches more slowly than the device computes, the
 host is what it measures. `Timing.graph_ms` replays a CUDA graph of the same call: the device alone.
 
-A GPU that is short of power runs slower after heavy work than after light work: on an H200 the same cuDNN call took 9 %
-longer behind itself than behind a memory-bound kernel. So calls are timed behind calls of their own kind.
+A GPU runs slower after heavy work than after light work: on an H200 the same cuDNN call took 9 % longer behind itself
+than behind a memory-bound kernel. So calls are timed behind calls of their own kind.
 """
 
 from __future__ import annotations
