@@ -19,7 +19,10 @@ LARGEST_INT32 = 2**31 - 1
 
 @dataclass(frozen=True)
 class _Kernel:
-    """Where pointers, strides and numbers end in a kernel's signature, and what was compiled of it."""
+    """Where pointers, strides and numbers end in a kernel's signature, and what was compiled of it.
+
+    It holds the kernel, so that no other gets its identity.
+    """
 
     function: Any
     pointers: int

@@ -24,7 +24,7 @@ from sparge.backends.triton.replay import replayed
 from sparge.backends.triton.select import select
 from sparge.backends.triton.statistics import summarize
 from sparge.block_mask import BlockMask
-from sparge.config import Dense, Mean, PerHead, Score, Sparsity, TopCdf, TopK
+from sparge.config import Mean, PerHead, Score, Sparsity, TopCdf, TopK
 from sparge.geometry import Shape
 from sparge.visibility import find_visibility, first_seen_keys
 
@@ -50,11 +50,8 @@ def prepare(
         quantization: "none", "int8_fp8" or "int8_fp16" of a ``value``; None makes no operands.
     """
     seen = None if attn_mask is None else find_visibility(shape, is_causal, attn_mask, query.device)
-    key_mask = attn_mask
-    if attn_mask is not None and (attn_mask.shape[2] > 1 or attn_mask.dtype != torch.bool):
-        key_mask = None
-    in_torch = isinstance(sparsity, Dense) or (attn_mask is not None and key_mask is None)
-    rules = None if sparsity is None or in_torch or isinstance(sparsity, Dense) else sparsity
+    hides_keys_alone = attn_mask is None or (attn_mask.shape[2] == 1 and attn_mask.dtype == torch.bool)
+    rules = sparsity if isinstance(sparsity, TopK | TopCdf) and hides_keys_alone else None
     eight_bits = quantization in ("int8_fp8", "int8_fp16")
     judge = rules is not None and rules.similarity_threshold is not None
     summary = summarize(
@@ -83,7 +80,7 @@ def prepare(
     mask = None
     if rules is not None:
         assert score is not None
-        first_seen, first_query = (None, None) if key_mask is None else first_seen_keys(shape, is_causal, key_mask)
+        first_seen, first_query = (None, None) if attn_mask is None else first_seen_keys(shape, is_causal, attn_mask)
         threshold = per_head_tensor(rules.similarity_threshold, shape, query.device)
         probability = block_probabilities(
             query, shape, summary, facts, first_seen, first_query, threshold, score=score, is_causal=is_causal

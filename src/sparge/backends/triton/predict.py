@@ -201,14 +201,21 @@ def score_kernel(
         threshold = tl.load(threshold_ptr + head)
     statistics = flat_kv_head * kv_blocks * HEAD_DIM_PADDED
 
+    blocks_here = first_block + tl.arange(0, blocks)
+    output_rows = (flat_head * q_blocks + blocks_here) * kv_blocks
     row_max = tl.full((ROWS,), float("-inf"), tl.float32)
     row_sum = tl.zeros((ROWS,), tl.float32)
-    for attempt in tl.static_range(2):
-        # NaN in a query or key makes the sum NaN. Then the row is summed again without the blocks it came from.
+    row_shift = row_sum
+    # Pass 0 sums. NaN in a query or key makes a sum NaN; then pass 1 sums again without the blocks it came from. Pass 2
+    # stores.
+    for step in tl.static_range(3):
         broken = tl.max(((row_sum == row_sum) == 0).to(tl.int32), 0) > 0
-        if attempt == 0 or broken:
-            row_max = tl.full((ROWS,), float("-inf"), tl.float32)
-            row_sum = tl.zeros((ROWS,), tl.float32)
+        if step != 1 or broken:
+            if step == 2:  # 2^(s - row_shift) is the share of one sample in its block's average
+                row_shift = tl.where(row_sum > 0.0, row_max + tl.log2(row_sum * SAMPLES), 0.0)
+            else:
+                row_max = tl.full((ROWS,), float("-inf"), tl.float32)
+                row_sum = tl.zeros((ROWS,), tl.float32)
             for start in tl.range(0, stop, COLUMNS, num_stages=STAGES):
                 columns = start + tl.arange(0, COLUMNS)
                 scores = _scores(
@@ -236,49 +243,19 @@ def score_kernel(
                     HAS_SEEN,
                     HAS_JUDGE,
                 )
-                if attempt == 1:
-                    judged = judged & (scores == scores)
-                scores = tl.where(judged, scores, float("-inf"))
-                new_max = tl.maximum(row_max, tl.max(scores, 1))
-                safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-                row_sum = row_sum * tl.exp2(row_max - safe_max) + tl.sum(tl.exp2(scores - safe_max[:, None]), 1)
-                row_max = new_max
-
-    # 2^(s - row_shift) is the share of one sample in its block's average.
-    row_shift = tl.where(row_sum > 0.0, row_max + tl.log2(row_sum * SAMPLES), 0.0)
-    blocks_here = first_block + tl.arange(0, blocks)
-    output_rows = (flat_head * q_blocks + blocks_here) * kv_blocks
-    for start in tl.range(0, stop, COLUMNS, num_stages=STAGES):
-        columns = start + tl.arange(0, COLUMNS)
-        scores = _scores(
-            query,
-            query_low,
-            square,
-            mean_high_ptr + statistics,
-            mean_low_ptr + statistics,
-            variance_ptr + statistics,
-            columns,
-            kv_blocks,
-            HEAD_DIM_PADDED,
-            HAS_LOW,
-            not FROM_MEANS,
-        )
-        judged = _judged(
-            columns,
-            last_query,
-            first_seen_base,
-            key_similarity_base,
-            threshold,
-            kv_len,
-            kv_blocks,
-            IS_CAUSAL,
-            HAS_SEEN,
-            HAS_JUDGE,
-        )
-        share = tl.where(judged & used[:, None], tl.exp2(scores - row_shift[:, None]), 0.0)
-        average = _sum_samples(share, SAMPLES_PADDED)
-        stored = (blocks_here < q_blocks)[:, None] & (columns < kv_blocks)[None, :]
-        tl.store(probability_ptr + output_rows[:, None] + columns[None, :], average, mask=stored)
+                if step == 2:
+                    share = tl.where(judged & used[:, None], tl.exp2(scores - row_shift[:, None]), 0.0)
+                    average = _sum_samples(share, SAMPLES_PADDED)
+                    stored = (blocks_here < q_blocks)[:, None] & (columns < kv_blocks)[None, :]
+                    tl.store(probability_ptr + output_rows[:, None] + columns[None, :], average, mask=stored)
+                else:
+                    if step == 1:
+                        judged = judged & (scores == scores)
+                    scores = tl.where(judged, scores, float("-inf"))
+                    new_max = tl.maximum(row_max, tl.max(scores, 1))
+                    safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+                    row_sum = row_sum * tl.exp2(row_max - safe_max) + tl.sum(tl.exp2(scores - safe_max[:, None]), 1)
+                    row_max = new_max
 
 
 def block_probabilities(
