@@ -53,7 +53,7 @@ def fused(first: Tensor, second: Tensor, target: Tensor, factor: float, length: 
     KERNEL.start(first.data_ptr(), second.data_ptr(), target.data_ptr(), factor, length)
     recorder = replay.current_recorder.get()
     if recorder is not None:
-        recorder.add_launch(KERNEL, 1, [first, second, target], [factor, length])  # type: ignore[arg-type]
+        recorder.add_launch(KERNEL, 1, [], [first, second, target], [factor, length])  # type: ignore[arg-type]
 
 
 def chain(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:

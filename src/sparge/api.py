@@ -109,11 +109,13 @@ def attention(
         topk: share of the visible blocks each row keeps, in (0, 1]; 0.5 by default. A tensor (H,) sets it per head.
         sparsity: `TopK`, `TopCdf` or `Dense` instead of ``topk``, with all their thresholds.
         score: "moment" (default) or the paper's "mean"; ``Moment(samples)`` sets the number of sampled queries.
-        quantization: "none", "int8_fp8", "int8_fp16", or "auto": the fastest on the device.
+        quantization: "none"; "int8_fp8" or "int8_fp16" (Q K^T in INT8, P V in FP8 or FP16); "int8_fp8_codes", which
+            is "int8_fp8" without exponentials (P's FP8 codes straight from the scores); or "auto": the fastest on the
+            device.
         layout: "HND" or "NHD", of inputs and output.
         always_keep: key ranges ``[(start, stop), ...]`` whose blocks every row keeps, e.g. text tokens.
         return_lse: also return the log-sum-exp of the scores.
-        backend: "auto", "triton", "torch" or "reference". A named backend never falls back to dense.
+        backend: "auto", "hopper", "triton", "torch" or "reference". A named backend never falls back to dense.
         on_unsupported: what ``backend="auto"`` does with calls no sparse backend can serve (dropout, autograd,
             head_dim outside 8..256): "raise", "warn" and run dense, or silently run "dense"; dense, they have no LSE.
 
@@ -173,7 +175,7 @@ def attention(
             scale=scale,
             quantization=arithmetic,
             with_lse=return_lse,
-            backend="cuda" if backend == "auto" and backend_name == "triton" else backend_name,
+            backend="cuda" if backend == "auto" and backend_name in ops.KERNELS else backend_name,
             reason=dense_reason,
         )
     else:

@@ -14,7 +14,7 @@ PerHead: TypeAlias = float | Tensor
 """One number for all heads, or a one-dimensional tensor with one number per query head."""
 
 Layout = Literal["HND", "NHD"]
-Quantization = Literal["auto", "none", "int8_fp8", "int8_fp16"]
+Quantization = Literal["auto", "none", "int8_fp8", "int8_fp8_codes", "int8_fp16"]
 OnUnsupported = Literal["raise", "warn", "dense"]
 ScoreName = Literal["moment", "mean"]
 

@@ -12,8 +12,11 @@ from sparge.geometry import Shape
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-BACKENDS = ("triton", "torch", "reference")
+BACKENDS = ("hopper", "triton", "torch", "reference")
 TRITON_CAPABILITY = (8, 0)
+HOPPER_CAPABILITY = (9, 0)
+GLUON_TRITON = (3, 6)
+"""The first Triton whose Gluon has all that the Hopper kernel needs."""
 FP8_CAPABILITY = (8, 9)
 
 
@@ -37,6 +40,7 @@ class Crossover:
 CROSSOVERS = {
     "torch": Crossover(keys=2048, queries=128, scores=2**23),
     "triton": Crossover(keys=4096, queries=2048, scores=2**29),
+    "hopper": Crossover(keys=4096, queries=2048, scores=2**29),
 }
 """Measured: docs/performance.md, "Crossover"."""
 
@@ -55,10 +59,10 @@ def choose_backend(backend: str, device: torch.device) -> Choice:
         raise NotImplementedError(f"backend {backend!r}: expected a device that holds data, got 'meta'")
     if backend == "auto":
         return _choose_for(device)
-    if backend == "triton":
-        missing = triton_missing(device.type, device.index)
+    if backend in ("triton", "hopper"):
+        missing = (triton_missing if backend == "triton" else hopper_missing)(device.type, device.index)
         if missing is not None:
-            raise NotImplementedError(f"backend 'triton': {missing}")
+            raise NotImplementedError(f"backend {backend!r}: {missing}")
     if backend == "reference" and device.type == "mps":
         raise NotImplementedError("backend 'reference': expected a device with float64, got 'mps'")
     return Choice(backend, "asked for by name")
@@ -72,7 +76,10 @@ def _choose_for(device: torch.device) -> Choice:
     missing = triton_missing(device.type, device.index)
     if missing is not None:
         return Choice("torch", f"runs on any device; not 'triton': {missing}")
-    return Choice("triton", "block-sparse kernels")
+    missing = hopper_missing(device.type, device.index)
+    if missing is None:
+        return Choice("hopper", "warp-specialised kernel for compute capability 9.0")
+    return Choice("triton", f"block-sparse kernels; not 'hopper': {missing}")
 
 
 def _constant(function: Function) -> Function:
@@ -106,12 +113,46 @@ def triton_missing(device_type: str, index: int | None) -> str | None:
     return None
 
 
+@_constant
+def hopper_missing(device_type: str, index: int | None) -> str | None:
+    """What keeps the Hopper kernel from running on a device: "expected X, got Y", or None."""
+    missing = triton_missing(device_type, index)
+    if missing is not None:
+        return missing
+    if device_type != "cuda":
+        return f"expected a CUDA device, got {device_type!r}"
+    capability = torch.cuda.get_device_capability(index)
+    if capability != HOPPER_CAPABILITY:
+        return f"expected compute capability 9.0, got {capability[0]}.{capability[1]}"
+    return gluon_missing()
+
+
+def gluon_missing() -> str | None:
+    """What keeps Gluon kernels from being compiled: "expected X, got Y", or None."""
+    import triton
+
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if version < GLUON_TRITON:
+        return f"expected Triton {GLUON_TRITON[0]}.{GLUON_TRITON[1]} or newer, got {triton.__version__}"
+    try:
+        from sparge.backends.hopper import gluon  # noqa: F401
+    except (ImportError, AttributeError) as error:
+        return f"expected Gluon for Hopper in Triton {triton.__version__}, got {error!r}"
+    return None
+
+
 def resolve_quantization(quantization: str, backend: str, device: torch.device) -> str:
-    """ "auto" means the fastest arithmetic: 8 bits in Triton's kernels, none elsewhere.
+    """ "auto" means the fastest arithmetic: 8 bits in the GPU's kernels, none elsewhere.
 
     Raises:
-        NotImplementedError: the device has no such arithmetic.
+        NotImplementedError: the device or the backend has no such arithmetic.
     """
+    if quantization == "int8_fp8_codes" and backend not in ("hopper", "reference"):
+        raise NotImplementedError(
+            f"quantization 'int8_fp8_codes': expected backend 'hopper' or 'reference', got {backend!r}"
+        )
+    if backend == "hopper" and quantization == "auto":
+        return "int8_fp8_codes"
     if backend != "triton":
         return "none" if quantization == "auto" else quantization
     missing = fp8_missing(device.type, device.index)

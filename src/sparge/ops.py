@@ -31,6 +31,8 @@ _SELECTION = (
     "SymInt[] always_keep"
 )
 _ARITHMETIC = "str quantization, float? pv_threshold, Tensor? pv_threshold_per_head, str backend"
+KERNELS = ("triton", "hopper")
+"""Backends that share a pipeline of kernels."""
 _LIBRARY = torch.library.Library("sparge", "DEF")
 _LIBRARY.define(f"predict(Tensor query, Tensor key, {_SELECTION}, str backend) -> (Tensor, Tensor, Tensor)")
 _LIBRARY.define(
@@ -242,7 +244,7 @@ def _predict(query: Tensor, key: Tensor, *arguments: Any) -> tuple[Tensor, Tenso
 
 def _predicted(query: Tensor, key: Tensor, rules: dict[str, Any], backend: str) -> BlockMask:
     shape = _shape_of(query, key, key)
-    if backend == "triton":
+    if backend in KERNELS:
         from sparge.backends.triton import pipeline
 
         return pipeline.predict(query, key, shape, **rules)
@@ -279,7 +281,7 @@ def _attend(
     mask = BlockMask(kv_num_blocks, kv_indices, visible_num_blocks, shape.q_len, shape.kv_len, is_causal)
     threshold = pv_threshold if pv_threshold_per_head is None else pv_threshold_per_head
     counters.record(f"sparse: {backend}")
-    if backend == "triton":
+    if backend in KERNELS:
         from sparge.backends.triton import pipeline
 
         return pipeline.attention(
@@ -294,6 +296,7 @@ def _attend(
             quantization=quantization,
             pv_threshold=threshold,
             totals=counters.block_totals(query.device),
+            kernels=backend,
         )
     counters.add_blocks(kv_num_blocks, visible_num_blocks)
     return _attention_over(query, key, value, mask, shape, scale, attn_mask, quantization, threshold, backend)
@@ -305,7 +308,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tu
     threshold = pv_threshold if pv_threshold_per_head is None else pv_threshold_per_head
     shape = _shape_of(query, key, value)
     counters.record(f"sparse: {backend}")
-    if backend == "triton":
+    if backend in KERNELS:
         from sparge.backends.triton import pipeline
 
         return pipeline.sparse_attention(
@@ -317,6 +320,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tu
             quantization=quantization,
             pv_threshold=threshold,
             totals=counters.block_totals(query.device),
+            kernels=backend,
         )
     mask = _predicted(query, key, rules, backend)
     counters.add_blocks(mask.kv_num_blocks, mask.visible_num_blocks)
@@ -350,10 +354,12 @@ def _dense(
         output, lse = cuda_dense.attention(
             query, key, value, shape, **call, quantization=quantization, with_lse=with_lse
         )
-    elif backend == "triton":
+    elif backend in KERNELS:
         from sparge.backends.triton import pipeline
 
-        output, lse = pipeline.attention(query, key, value, None, shape, **call, quantization=quantization)
+        output, lse = pipeline.attention(
+            query, key, value, None, shape, **call, quantization=quantization, kernels=backend
+        )
     elif backend == "torch" and quantization == "none":
         from sparge.backends import torch_dense
 

@@ -17,7 +17,7 @@ from sparge.geometry import BLOCK_K, BLOCK_Q, Shape
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LAYOUTS = ("HND", "NHD")
-QUANTIZATIONS = ("auto", "none", "int8_fp8", "int8_fp16")
+QUANTIZATIONS = ("auto", "none", "int8_fp8", "int8_fp8_codes", "int8_fp16")
 ON_UNSUPPORTED = ("raise", "warn", "dense")
 SCORES: dict[str, Score] = {"moment": Moment(), "mean": Mean()}
 MIN_HEAD_DIM, MAX_HEAD_DIM = 8, 256

@@ -1,4 +1,4 @@
-"""Dense attention on CUDA: torch's fastest kernel where it can serve the call, else the Triton kernel over all."""
+"""Dense attention on CUDA: torch's fastest kernel where it can serve the call, else our kernel over all blocks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparge.backends.triton import pipeline
+from sparge.dispatch import choose_backend
 from sparge.geometry import Shape
 
 
@@ -39,6 +40,7 @@ def attention(
         scale=scale,
         attn_mask=attn_mask,
         quantization=quantization,
+        kernels=choose_backend("auto", query.device).backend,
     )
 
 

@@ -19,12 +19,13 @@ LARGEST_INT32 = 2**31 - 1
 
 @dataclass(frozen=True)
 class _Kernel:
-    """Where pointers, strides and numbers end in a kernel's signature, and what was compiled of it.
+    """Where tiles, pointers, strides and numbers end in a kernel's signature, and what was compiled of it.
 
     It holds the kernel, so that no other gets its identity.
     """
 
     function: Any
+    tiles: int
     pointers: int
     strides: int
     numbers: int
@@ -39,15 +40,20 @@ def _known(kernel: Any) -> _Kernel:
     known = _kernels.get(id(kernel))
     if known is None:
         names = kernel.arg_names
-        pointer, stride, number, constant = range(4)
-        kinds = [
-            pointer if x.endswith("_ptr") else stride if x.endswith("_strides") else constant if x.isupper() else number
-            for x in names
-        ]
-        assert kinds == sorted(kinds), f"{kernel.__name__}: expected *_ptr, *_strides, numbers, CONSTANTS, got {names}"
-        ends = kinds.count(pointer), kinds.index(number), len(names) - kinds.count(constant)
+        kinds = [_kind(name) for name in names]
+        order = "*_tiles, *_ptr, *_strides, numbers, CONSTANTS"
+        assert kinds == sorted(kinds), f"{kernel.__name__}: expected {order}, got {names}"
+        ends = [sum(kind <= last for kind in kinds) for last in range(4)]
         known = _kernels[id(kernel)] = _Kernel(kernel, *ends, {})
     return known
+
+
+def _kind(name: str) -> int:
+    """0 for tiles of a tensor, 1 for a tensor, 2 for strides, 3 for a number, 4 for a compile-time value."""
+    for kind, ending in enumerate(("_tiles", "_ptr", "_strides")):
+        if name.endswith(ending):
+            return kind
+    return 4 if name.isupper() else 3
 
 
 def launch(kernel: Any, programs: int, **arguments: Any) -> None:
@@ -57,12 +63,16 @@ def launch(kernel: Any, programs: int, **arguments: Any) -> None:
     looks for dtypes, alignment to 16, strides of 1 or of 64 bits, and compile-time values; kernels are not specialised
     on lengths and other numbers. The same facts are collected here at a fraction of the cost, and what was compiled for
     them before is started as it is.
+
+    A tensor may be given as tiles (``*_tiles``), Gluon's descriptor for the copy engine.
     """
     values = list(arguments.values())
     known = _known(kernel)
-    tensors = values[: known.pointers]
+    tiles, pointers = values[: known.tiles], values[known.tiles : known.pointers]
+    tensors = [tile.base for tile in tiles] + pointers
     facts = (
         tensors[0].get_device(),
+        tuple([tuple(tile.block_shape) for tile in tiles]),
         tuple([tensor.dtype for tensor in tensors]),
         tuple([tensor.data_ptr() & 15 == 0 for tensor in tensors]),
         tuple(
@@ -84,7 +94,7 @@ def launch(kernel: Any, programs: int, **arguments: Any) -> None:
             compiled = None
     recorder = current_recorder.get()
     if recorder is not None:
-        recorder.add_launch(compiled, programs, tensors, in_signature[known.pointers :])
+        recorder.add_launch(compiled, programs, tiles, tensors, in_signature[known.pointers :])
 
 
 def architecture_of(tensor: Tensor) -> int:

@@ -5,12 +5,14 @@
     attention         over a given mask, or over every visible block
     sparse_attention  prepare, then attend
 
-Nothing here waits for the device. Masks with an entry per query, and additive ones, are scored by `torch_predict`.
+The last stage has two kernels, Triton's own and Hopper's (``kernels``); all others are shared. Nothing here waits for the device. Masks with an entry per query, and additive ones, are scored by `torch_predict`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,12 +49,13 @@ def prepare(
 
     Args:
         sparsity, score: how to predict; None makes no mask.
-        quantization: "none", "int8_fp8" or "int8_fp16" of a ``value``; None makes no operands.
+        quantization: "none", "int8_fp8", "int8_fp8_codes" or "int8_fp16" of a ``value``; None makes no operands.
     """
     seen = None if attn_mask is None else find_visibility(shape, is_causal, attn_mask, query.device)
     hides_keys_alone = attn_mask is None or (attn_mask.shape[2] == 1 and attn_mask.dtype == torch.bool)
     rules = sparsity if isinstance(sparsity, TopK | TopCdf) and hides_keys_alone else None
-    eight_bits = quantization in ("int8_fp8", "int8_fp16")
+    eight_bits = quantization is not None and quantization != "none"
+    fp8_values = quantization in ("int8_fp8", "int8_fp8_codes")
     judge = rules is not None and rules.similarity_threshold is not None
     summary = summarize(
         key,
@@ -63,7 +66,7 @@ def prepare(
         is_causal=is_causal,
         statistics=rules is not None,
         smoothing=eight_bits,
-        value_scales=quantization == "int8_fp8",
+        value_scales=fp8_values,
         judge=judge,
     )
     facts = read_query(
@@ -114,7 +117,7 @@ def prepare(
     dtype, key_scale = query.dtype, key
     if eight_bits:
         query = facts.codes
-        key, key_scale, value = quantize_key_value(key, value, shape, seen, summary, quantization)
+        key, key_scale, value = quantize_key_value(key, value, shape, seen, summary, in_fp8=fp8_values)
     operands = Operands(
         query=query,
         key=key,
@@ -175,6 +178,7 @@ def attention(
     quantization: str = "none",
     pv_threshold: PerHead | None = None,
     totals: Tensor | None = None,
+    kernels: str = "triton",
 ) -> tuple[Tensor, Tensor]:
     """Attention over a given mask, or over every visible block without one. See `reference.attention`."""
     lists: list[Tensor] = []
@@ -187,11 +191,11 @@ def attention(
             query, key, value, shape, is_causal=is_causal, scale=scale, attn_mask=attn_mask, quantization=quantization
         )
         assert operands is not None
-        return attend(operands, mask, shape, pv_threshold=pv_threshold, totals=totals)
+        return _attend(kernels, operands, mask, shape, pv_threshold=pv_threshold, totals=totals)
 
     if attn_mask is not None or pv_threshold is not None:
         return call()  # some of it is computed by torch
-    kind = ("attention", shape, is_causal, scale, quantization)
+    kind = ("attention", kernels, shape, is_causal, scale, quantization)
     return replayed(kind, (query, key, value, totals, *lists), call)
 
 
@@ -210,6 +214,7 @@ def sparse_attention(
     quantization: str,
     pv_threshold: PerHead | None,
     totals: Tensor | None,
+    kernels: str = "triton",
 ) -> tuple[Tensor, Tensor]:
     """Prediction and attention, sharing the passes over K."""
 
@@ -228,10 +233,24 @@ def sparse_attention(
             quantization=quantization,
         )
         assert operands is not None
-        return attend(operands, mask, shape, pv_threshold=pv_threshold, totals=totals)
+        return _attend(kernels, operands, mask, shape, pv_threshold=pv_threshold, totals=totals)
 
     thresholds = sparsity.similarity_threshold, pv_threshold
     if attn_mask is not None or always_keep or sparsity.is_per_head or any(x is not None for x in thresholds):
         return call()  # some of it is computed by torch
-    kind = ("sparse_attention", shape, sparsity, score, is_causal, scale, quantization)
+    kind = ("sparse_attention", kernels, shape, sparsity, score, is_causal, scale, quantization)
     return replayed(kind, (query, key, value, totals), call)
+
+
+def _attend(
+    kernels: str, operands: Operands, mask: BlockMask | None, shape: Shape, **rest: Any
+) -> tuple[Tensor, Tensor]:
+    """The last stage with the kernel asked for; the twin takes what Hopper's does not have."""
+    if kernels == "hopper":
+        from sparge.backends.hopper import launcher
+
+        if launcher.serves(operands):
+            return launcher.attend(operands, mask, shape, **rest)
+        if operands.quantization == "int8_fp8_codes":
+            operands = replace(operands, quantization="int8_fp8")
+    return attend(operands, mask, shape, **rest)

@@ -14,6 +14,7 @@ nothing in between: any other call runs as it is, every time. Who changes `confi
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -86,10 +87,14 @@ def replayed(
 
 @dataclass(frozen=True)
 class _Launch:
-    """A kernel, its programs, the places of its tensors (they come first) and its other arguments."""
+    """A kernel, its programs, the places of its tensors (they come first) and its other arguments.
+
+    The first tensors go as tiles: copies of ``tiles`` with another address.
+    """
 
     compiled: CompiledKernel
     programs: int
+    tiles: list[Any]
     places: list[int]
     values: list[Any]
 
@@ -113,8 +118,28 @@ class Replay:
         addresses = [tensor.data_ptr() for tensor in (*inputs, output, lse)]
         addresses += [start + offset for offset in self.offsets]
         for launch in self.launches:
-            launch.compiled[(launch.programs, 1, 1)](*[addresses[place] for place in launch.places], *launch.values)
+            found = [addresses[place] for place in launch.places]
+            for index, tiles in enumerate(launch.tiles):
+                found[index] = _moved(tiles, found[index])
+            launch.compiled[(launch.programs, 1, 1)](*found, *launch.values)
         return output, lse
+
+
+@dataclass(frozen=True)
+class _Address:
+    """As much of a tensor as a descriptor of tiles asks for."""
+
+    address: int
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def _moved(tiles: Any, address: int) -> Any:
+    """The same tiles of another tensor."""
+    moved = copy.copy(tiles)
+    moved.base = _Address(address)
+    return moved
 
 
 class Recorder(TorchDispatchMode):
@@ -127,7 +152,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.inputs = inputs
         self.buffers: list[Tensor] = []
-        self.launches: list[tuple[CompiledKernel | None, int, list[Tensor], list[Any]]] = []
+        self.launches: list[tuple[CompiledKernel | None, int, list[Any], list[Tensor], list[Any]]] = []
         self.torch_computed = False
 
     def __torch_dispatch__(
@@ -144,10 +169,15 @@ class Recorder(TorchDispatchMode):
         self.buffers.append(buffer)
 
     def add_launch(
-        self, compiled: CompiledKernel | None, programs: int, tensors: list[Tensor], values: list[Any]
+        self,
+        compiled: CompiledKernel | None,
+        programs: int,
+        tiles: list[Any],
+        tensors: list[Tensor],
+        values: list[Any],
     ) -> None:
-        """``compiled`` is None where an interpreter ran the kernel."""
-        self.launches.append((compiled, programs, tensors, values))
+        """``compiled`` is None where an interpreter ran the kernel; ``tiles`` describe the first tensors."""
+        self.launches.append((compiled, programs, tiles, tensors, values))
 
     def finish(self, results: Sequence[Tensor]) -> Replay | None:
         """The replay, None where the launches are not all that happened."""
@@ -158,10 +188,11 @@ class Recorder(TorchDispatchMode):
         order = [*self.inputs, *results, *buffers]
         places = {id(tensor): place for place, tensor in enumerate(order)}
         launches = []
-        for compiled, programs, tensors, values in self.launches:
+        for compiled, programs, tiles, tensors, values in self.launches:
             if compiled is None or any(id(tensor) not in places for tensor in tensors):
                 return None
-            launches.append(_Launch(compiled, programs, [places[id(tensor)] for tensor in tensors], values))
+            found = [places[id(tensor)] for tensor in tensors]
+            launches.append(_Launch(compiled, programs, [_moved(each, 0) for each in tiles], found, values))
         uses = [
             [step for step, launch in enumerate(launches) if place in launch.places]
             for place in range(len(order) - len(buffers), len(order))

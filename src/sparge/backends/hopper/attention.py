@@ -1,0 +1,614 @@
+"""Attention over the kept blocks on Hopper: one producer warp copies, two consumer warpgroups compute.
+
+The contract is that of `triton.attention`, its twin and oracle. A program serves whole rows of 128 queries, one after
+the other; each consumer takes 64 of them, and a tile is two key blocks of 64.
+
+    producer    walks the row's kept blocks; copies K and V of a tile, and notes scales and positions beside them
+    consumer    S = Q K^T of the next tile and P V of this one run while this tile's softmax is computed
+
+    for each tile:   wait for S  ->  row maximum  ->  P  ->  start P V  ->  start the next S
+                     ->  wait for P V  ->  give the stage back  ->  acc = acc 2^(m - m') + P V
+
+Barriers: ``full[stage]`` (a tile has landed), ``free[stage]`` (both consumers are done with it), and the same for the
+queries. Layouts, and why P needs no exponentials: docs/hopper.md.
+
+Grid: one program per multiprocessor; rows are dealt in turns, there and back, and the longest causal rows first.
+"""
+
+from __future__ import annotations
+
+from sparge import geometry
+from sparge.backends.hopper.gluon import (
+    async_load,
+    barrier,
+    fence_async_shared,
+    gl,
+    jit,
+    mbarrier,
+    reinterpret,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+BLOCK_Q = gl.constexpr(geometry.BLOCK_Q)
+BLOCK_K = gl.constexpr(geometry.BLOCK_K)
+ROWS = gl.constexpr(geometry.ROW_GROUP)
+"""Queries of one consumer: what a warpgroup's matrix instruction takes."""
+
+LOG2_E = gl.constexpr(1.4426950408889634)
+LN_2 = gl.constexpr(0.6931471805599453)
+LOG2_FP8_MAX = gl.constexpr(8.807354922057604)
+START_BITS = gl.constexpr(0x4B400000)
+"""1.5 * 2^23 as bits. An INT32 sum that starts here *is* the float 1.5 * 2^23 + sum (`triton.primitives`)."""
+START = gl.constexpr(12582912.0)
+HIDDEN_BITS = gl.constexpr(-0x00800000)
+"""-inf as bits: the least of all scores, compared as integers or as floats."""
+SMALLEST_SCALE = gl.constexpr(1e-30)
+
+CODES_PER_OCTAVE = gl.constexpr(8.0)
+TOP_CODE = gl.constexpr(126.0)
+"""E4M3's code of 448."""
+CODE_STEP = gl.constexpr(2.0**-24)
+"""The smallest float16. Codes are rounded as multiples of it: such a number's bits are the code."""
+ONES_BITS = gl.constexpr(0x38383838)
+"""1.0 in E4M3, four times."""
+
+
+@jit
+def _codes(scores, slope, offset):
+    """E4M3 codes of P: scores * slope + offset, from 0 up, rounded to the next multiple of 2^-24.
+
+    The saturating multiply-add clamps at 0, and turns NaN into 0. Conversion to float16 rounds; a permutation collects
+    the low bytes. 1.75 instructions for each score.
+    """
+    codes = gl.inline_asm_elementwise(
+        """{
+        .reg .f32 x<4>;
+        .reg .b32 low, high;
+        fma.rn.sat.f32 x0, $1, $5, $9;
+        fma.rn.sat.f32 x1, $2, $6, $10;
+        fma.rn.sat.f32 x2, $3, $7, $11;
+        fma.rn.sat.f32 x3, $4, $8, $12;
+        cvt.rn.f16x2.f32 low, x1, x0;
+        cvt.rn.f16x2.f32 high, x3, x2;
+        prmt.b32 $0, low, high, 0x6420;
+        }""",
+        "=r,f,f,f,f,f,f,f,f,f,f,f,f",
+        [scores, slope, offset],
+        dtype=gl.int8,
+        is_pure=True,
+        pack=4,
+    )
+    return codes.to(gl.float8e4nv, bitcast=True)
+
+
+@jit
+def _in_fp8_token_order(tile):
+    """Columns of a [M, N] tile in the order of `triton.primitives.fp8_token_order`; moves nothing between threads."""
+    rows: gl.constexpr = tile.shape[0]
+    columns: gl.constexpr = tile.shape[1]
+    grouped = gl.reshape(tile, (rows, columns // 16, 2, 4, 2))
+    return gl.reshape(gl.permute(grouped, (0, 1, 3, 2, 4)), (rows, columns))
+
+
+@jit
+def _halves(tile, BLOCKS: gl.constexpr):
+    """The key blocks of a tile: [M, 128] as two [M, 64]; twice the same if there is one."""
+    if BLOCKS == 1:
+        return tile, tile
+    else:
+        return gl.split(gl.permute(gl.reshape(tile, (ROWS, 2, BLOCK_K)), (0, 2, 1)))
+
+
+@jit
+def _lane_max(half):
+    """Maximum of each thread's own columns of a [M, 64] tile of scores, [M, 4]."""
+    return gl.max(gl.max(gl.reshape(half, (ROWS, 8, 4, 2)), 3), 1)
+
+
+@jit
+def _lane_sum(probability, K_WIDTH: gl.constexpr):
+    """Sum of each thread's own columns of a [M, 64] operand, [M, 4]."""
+    return gl.sum(gl.sum(gl.reshape(probability, (ROWS, 16 // K_WIDTH, 4, K_WIDTH)), 3), 1)
+
+
+@jit
+def _as_scores(values):
+    """INT32 sums that started at `START_BITS` as floats; floats as they are."""
+    if values.dtype == gl.int32:
+        return values.to(gl.float32, bitcast=True)
+    else:
+        return values
+
+
+@jit
+def _place(index, sizes, FORM: gl.constexpr):
+    """Batch, head, head of K and V, head counted over batches, query block and slice of the value channels.
+
+    Rows are dealt to the programs in turns, there and back, so that falling lengths add up evenly. Causal rows start
+    with the longest.
+    """
+    heads, group, _, _, q_blocks, _, works = sizes
+    programs = gl.num_programs(0)
+    turn = index // programs
+    back = turn * programs + (programs - 1 - index % programs)
+    work = gl.where((turn % 2 == 1) & ((turn + 1) * programs <= works), back, index)
+    value_slice = work % FORM.slices
+    work = work // FORM.slices
+    q_block = work % q_blocks
+    if FORM.is_causal:
+        q_block = q_blocks - 1 - q_block
+    flat_head = work // q_blocks
+    batch = flat_head // heads
+    head = flat_head % heads
+    return batch, head, head // group, flat_head, q_block, value_slice
+
+
+@jit
+def _kept_blocks(kv_num_blocks_ptr, row, q_block, sizes, FORM: gl.constexpr):
+    """How many blocks a row visits."""
+    _, _, q_len, kv_len, _, kv_blocks, _ = sizes
+    if FORM.all_blocks:
+        count = kv_blocks
+        if FORM.is_causal:
+            last_query = gl.minimum((q_block + 1) * BLOCK_Q, q_len) - 1 + kv_len - q_len
+            count = gl.minimum(kv_blocks, gl.maximum(last_query + BLOCK_K, 0) // BLOCK_K)
+    else:
+        count = gl.load(kv_num_blocks_ptr + row)
+    return count
+
+
+@jit
+def _copy(tiles, batch, head, row, column, buffer, landed):
+    """Start copying a tile of (B, H, rows, columns) into shared memory; what lies outside becomes 0."""
+    buffer = reinterpret(buffer, tiles.dtype, tiles.block_shape, tiles.layout)
+    async_load(tiles, [batch, head, row, column], landed, buffer)
+
+
+@jit
+def _produce(
+    tiles,
+    buffers,
+    barriers,
+    sizes,
+    key_scale_ptr,
+    lists,
+    totals_ptr,
+    FORM: gl.constexpr,
+):
+    """One warp: copies a row's queries and the tiles of its kept blocks, as fast as stages are given back."""
+    query_tiles, key_tiles, value_tiles = tiles
+    query_smem, key_smem, value_smem, unit_smem, block_smem, plain_smem = buffers
+    query_full, query_free, full, free = barriers
+    heads, group, q_len, kv_len, q_blocks, kv_blocks, works = sizes
+    kv_num_blocks_ptr, kv_indices_ptr, visible_num_blocks_ptr = lists
+    chunks: gl.constexpr = FORM.chunks
+    blocks: gl.constexpr = FORM.blocks
+    value_copies: gl.constexpr = FORM.value_copies
+    notes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    places = gl.arange(0, blocks, notes)
+    zero = gl.arange(0, 1, notes)
+    tile = 0
+    turn = 0
+    for index in range(gl.program_id(0), works, gl.num_programs(0)):
+        batch, head, kv_head, flat_head, q_block, value_slice = _place(index, sizes, FORM)
+        row = flat_head.to(gl.int64) * q_blocks + q_block
+        count = _kept_blocks(kv_num_blocks_ptr, row, q_block, sizes, FORM)
+        if FORM.count:
+            if value_slice == 0:
+                gl.atomic_add(totals_ptr, count.to(gl.int64), sem="relaxed")
+                gl.atomic_add(totals_ptr + 1, gl.load(visible_num_blocks_ptr + row).to(gl.int64), sem="relaxed")
+
+        mbarrier.wait(query_free, (turn & 1) ^ 1)
+        mbarrier.expect(query_full, FORM.query_bytes)
+        for c in gl.static_range(chunks):
+            _copy(query_tiles, batch, head, q_block * BLOCK_Q, c * FORM.chunk, query_smem.index(c), query_full)
+        turn += 1
+
+        plain_blocks = kv_len // BLOCK_K  # blocks from here on need an element mask
+        if FORM.is_causal:
+            seen_by_all = gl.maximum(q_block * BLOCK_Q + kv_len - q_len + 1, 0) // BLOCK_K
+            plain_blocks = gl.minimum(plain_blocks, seen_by_all)
+        last = gl.maximum(count - 1, 0)
+        list_base = kv_indices_ptr + row * kv_blocks
+        scale_base = key_scale_ptr + (batch.to(gl.int64) * (heads // group) + kv_head) * kv_blocks
+        for position in range(0, gl.maximum(count, 1), blocks):  # a row that sees nothing gets one hidden tile
+            stage = tile % FORM.stages
+            listed = gl.minimum(position + places, last)
+            first = gl.minimum(position, last)
+            second = gl.minimum(position + blocks - 1, last)
+            if not FORM.all_blocks:
+                listed = gl.load(list_base + listed)
+                first = gl.load(list_base + first)
+                second = gl.load(list_base + second)
+            is_plain = (gl.maximum(first, second) < plain_blocks) & (position + blocks <= count)
+            units = gl.full((blocks,), 1.0, gl.float32, notes)
+            if FORM.quantized:
+                units = gl.load(scale_base + listed)
+            mbarrier.wait(free.index(stage), ((tile // FORM.stages) & 1) ^ 1)
+            unit_smem.index(stage).store(units)
+            block_smem.index(stage).store(gl.where(position + places < count, listed, kv_blocks))
+            plain_smem.index(stage).store(zero + is_plain.to(gl.int32))
+            landed = full.index(stage)
+            mbarrier.expect(landed, FORM.tile_bytes)
+            for b in gl.static_range(blocks):
+                block = first if b == 0 else second
+                for c in gl.static_range(chunks):
+                    buffer = key_smem.index((stage * chunks + c) * blocks + b)
+                    _copy(key_tiles, batch, kv_head, block * BLOCK_K, c * FORM.chunk, buffer, landed)
+                for c in gl.static_range(value_copies):
+                    value_buffer = value_smem.index((stage * blocks + b) * value_copies + c)
+                    if FORM.fp8_values:
+                        channel = value_slice * FORM.value_dim
+                        _copy(value_tiles, batch, kv_head, channel, block * BLOCK_K, value_buffer, landed)
+                    else:
+                        channel = c * FORM.value_columns
+                        _copy(value_tiles, batch, kv_head, block * BLOCK_K, channel, value_buffer, landed)
+            tile += 1
+
+
+@jit
+def _start_scores(query, key, FORM: gl.constexpr):
+    """Start Q K^T: [64, keys] INT32 that are floats above 1.5 * 2^23, or float32."""
+    if FORM.quantized:
+        start = gl.full((ROWS, FORM.keys), START_BITS, gl.int32, FORM.scores)
+        return warpgroup_mma(query, key.permute((1, 0)), start, is_async=True)
+    else:
+        nothing = gl.full((ROWS, FORM.keys), 0.0, gl.float32, FORM.scores)
+        return warpgroup_mma(query, key.permute((1, 0)), nothing, use_acc=False, is_async=True)
+
+
+@jit
+def _hide(scores, blocks, place, first_query, sizes, FORM: gl.constexpr):
+    """Scores [64, keys] with -inf where a key does not exist or lies after the query.
+
+    Args:
+        blocks: block numbers in shared memory, from ``place`` on; beyond the last one where there is none.
+    """
+    _, _, q_len, kv_len, _, _, _ = sizes
+    columns: gl.constexpr = gl.SliceLayout(0, FORM.scores)
+    offsets = gl.arange(0, FORM.keys, columns)
+    block = blocks.index(place).load(columns)
+    if FORM.blocks == 2:
+        block = gl.where(offsets < BLOCK_K, block, blocks.index(place + 1).load(columns))
+    keys = block * BLOCK_K + offsets % BLOCK_K
+    queries = first_query + gl.arange(0, ROWS, gl.SliceLayout(1, FORM.scores))
+    allowed = (keys < kv_len)[None, :] & (queries >= 0)[:, None]
+    if FORM.is_causal:
+        allowed = allowed & (keys[None, :] <= (queries + (kv_len - q_len))[:, None])
+    if FORM.quantized:
+        return gl.where(allowed, scores, HIDDEN_BITS)
+    else:
+        return gl.where(allowed, scores, float("-inf"))
+
+
+@jit
+def _tile_max(first, second, first_unit, second_unit, FORM: gl.constexpr):
+    """Row maximum of a tile's two key blocks, in steps. Threads exchange two numbers, not four."""
+    first_max = _as_scores(_lane_max(first))
+    second_max = _as_scores(_lane_max(second))
+    if FORM.quantized:
+        rows: gl.constexpr = gl.SliceLayout(1, first_max.type.layout)
+        first_max = (first_max - START) * gl.convert_layout(first_unit, rows)[:, None]
+        second_max = (second_max - START) * gl.convert_layout(second_unit, rows)[:, None]
+    else:
+        first_max = first_max * first_unit
+        second_max = second_max * second_unit
+    return gl.convert_layout(gl.max(gl.maximum(first_max, second_max), 1), FORM.rows)
+
+
+@jit
+def _probabilities(half, unit, top, P_TYPE: gl.constexpr, FORM: gl.constexpr):
+    """P of one key block as the left operand of P V, and the sum of each thread's own columns (0 for codes).
+
+    Args:
+        half: raw scores [64, 64].
+        unit: what a raw score is worth, in steps.
+        top: [64], the row maximum less what P = 1 is stored as, in steps.
+    """
+    scores = _as_scores(half)
+    if FORM.fp8_values:
+        scores = _in_fp8_token_order(scores)
+    scores = gl.convert_layout(scores, FORM.probability)
+    if FORM.codes:
+        slope = unit * CODE_STEP
+        # One integer less than needed, because the offset is rounded: a code of 127 would be NaN.
+        offset = -top * CODE_STEP - (START + 1.0) * slope
+        return _codes(scores, slope[:, None], offset[:, None]), 0.0
+    else:
+        if FORM.quantized:
+            scores = scores * unit[:, None] - (top + START * unit)[:, None]
+        else:
+            scores = scores * unit - top[:, None]
+        probability = gl.exp2(scores)
+        return probability.to(P_TYPE), _lane_sum(probability, FORM.k_width)
+
+
+@jit
+def _start_values(probability, value, sums, FRESH: gl.constexpr, FORM: gl.constexpr):
+    """Start P V of one key block on top of ``sums``, or of nothing where FRESH."""
+    if FORM.fp8_values:
+        value = value.permute((1, 0))
+    return warpgroup_mma(probability, value, sums, use_acc=not FRESH, is_async=True)
+
+
+@jit
+def _start_tile(tile, units, top, decay, values, place, ones, state, FORM: gl.constexpr):
+    """P of a tile, and P V and the sums of codes on their way. Exact sums are complete at once.
+
+    Args:
+        tile, units: two key blocks' raw scores, and their units.
+        values, place: V in shared memory, from ``place`` on.
+        state: output, product and sums of codes whose registers are free, row sums.
+
+    Returns:
+        P V, pending; the row sums; the sums of codes, pending (else any number).
+    """
+    first, second = tile
+    first_unit, second_unit = units
+    output, product, tile_sum, row_sum = state
+    first_p, first_sum = _probabilities(first, first_unit, top, values.dtype, FORM)
+    if FORM.fp8_values:
+        partial = _start_values(first_p, values.index(place), product, True, FORM)
+    else:
+        output = output * gl.convert_layout(decay, FORM.output_rows)[:, None]
+        partial = _start_values(first_p, values.index(place), output, False, FORM)
+    if FORM.blocks == 2:
+        second_p, second_sum = _probabilities(second, second_unit, top, values.dtype, FORM)
+        partial = _start_values(second_p, values.index(place + 1), partial, False, FORM)
+        first_sum = first_sum + second_sum
+    if FORM.codes:
+        codes = gl.convert_layout(first_p, FORM.summand)
+        partial_sum = warpgroup_mma(codes, ones, tile_sum, use_acc=False, is_async=True)
+        if FORM.blocks == 2:
+            codes = gl.convert_layout(second_p, FORM.summand)
+            partial_sum = warpgroup_mma(codes, ones, partial_sum, is_async=True)
+        return partial, row_sum, partial_sum
+    else:
+        lanes: gl.constexpr = gl.SliceLayout(1, row_sum.type.layout)
+        return partial, row_sum * gl.convert_layout(decay, lanes)[:, None] + first_sum, tile_sum
+
+
+@jit
+def _finish_tile(partial, row_sum, partial_sum, decay, state, PENDING: gl.constexpr, FORM: gl.constexpr):
+    """Wait for P V, though not for the last PENDING products started, and add it.
+
+    Returns:
+        The new state, as `_start_tile` takes it.
+    """
+    output, product, tile_sum, _ = state
+    if FORM.codes:
+        product, tile_sum = warpgroup_mma_wait(PENDING, deps=[partial, partial_sum])
+        row_sum = row_sum * gl.convert_layout(decay, FORM.sum_rows)[:, None] + tile_sum
+    elif FORM.fp8_values:
+        product = warpgroup_mma_wait(PENDING, deps=[partial])
+    else:
+        output = warpgroup_mma_wait(PENDING, deps=[partial])
+    if FORM.fp8_values:
+        output = output * gl.convert_layout(decay, FORM.output_rows)[:, None] + product
+    return output, product, tile_sum, row_sum
+
+
+@jit
+def _consume(
+    PART: gl.constexpr,
+    buffers,
+    barriers,
+    sizes,
+    ones,
+    scales,
+    lists,
+    threshold_ptr,
+    results,
+    scale,
+    FORM: gl.constexpr,
+):
+    """One warpgroup: 64 queries of every row, the first (PART 0) or the second half of its 128.
+
+    The tensor cores add FP8 products in 13 bits: there, each tile gets a fresh accumulator, added in float32 while the
+    next scores are computed. 16-bit products are added in place.
+    """
+    query_smem, key_smem, value_smem, unit_smem, block_smem, plain_smem = buffers
+    query_full, query_free, full, free = barriers
+    heads, group, q_len, kv_len, q_blocks, kv_blocks, works = sizes
+    query_scale_ptr, value_scale_ptr, lse_shift_ptr = scales
+    kv_num_blocks_ptr, _, _ = lists
+    output_ptr, lse_ptr = results
+    # Scores count steps: octaves, or eighths of one where P is a code. P = 1 is stored as the largest number.
+    steps: gl.constexpr = CODES_PER_OCTAVE if FORM.codes else 1.0
+    one: gl.constexpr = TOP_CODE if FORM.codes else LOG2_FP8_MAX if FORM.fp8_values else 0.0
+    query = reinterpret(query_smem, query_smem.dtype, [BLOCK_Q, FORM.head_dim], FORM.key_tile)
+    query = query.slice(PART * ROWS, ROWS, 0)
+    keys = reinterpret(key_smem, key_smem.dtype, [FORM.stages, FORM.keys, FORM.head_dim], FORM.key_tile)
+    values = reinterpret(value_smem, value_smem.dtype, FORM.value_shape, FORM.value_tile)
+    units = reinterpret(unit_smem, gl.float32, [FORM.stages * FORM.blocks, 1], FORM.plain)
+    blocks = reinterpret(block_smem, gl.int32, [FORM.stages * FORM.blocks, 1], FORM.plain)
+    tile = 0
+    turn = 0
+    for index in range(gl.program_id(0), works, gl.num_programs(0)):
+        batch, head, kv_head, flat_head, q_block, value_slice = _place(index, sizes, FORM)
+        row = flat_head.to(gl.int64) * q_blocks + q_block
+        first_query = q_block * BLOCK_Q + PART * ROWS
+        count = _kept_blocks(kv_num_blocks_ptr, row, q_block, sizes, FORM)
+        if FORM.quantized:
+            query_unit = gl.load(query_scale_ptr + row) * steps
+        else:
+            query_unit = gl.maximum(gl.abs(scale) * LOG2_E, SMALLEST_SCALE)
+        threshold = 0.0
+        if FORM.has_threshold:
+            threshold = gl.load(threshold_ptr + head) * (LOG2_E * steps)
+        row_max = gl.full((ROWS,), float("-inf"), gl.float32, FORM.rows)
+        output = gl.full((ROWS, FORM.value_dim), 0.0, gl.float32, FORM.output)
+        product = output if FORM.fp8_values else gl.to_tensor(0.0)
+        if FORM.codes:
+            row_sum = gl.full((ROWS, 8), 0.0, gl.float32, FORM.sums)
+            tile_sum = row_sum
+        else:
+            row_sum = _lane_sum(gl.full((ROWS, BLOCK_K), 0.0, gl.float32, FORM.probability), FORM.k_width)
+            tile_sum = gl.to_tensor(0.0)
+
+        mbarrier.wait(query_full, turn & 1)
+        turn += 1
+        stage = tile % FORM.stages
+        mbarrier.wait(full.index(stage), (tile // FORM.stages) & 1)
+        pending = _start_scores(query, keys.index(stage), FORM)
+        more = count > FORM.blocks
+        next_stage = gl.where(more, (tile + 1) % FORM.stages, stage)
+        mbarrier.wait(full.index(next_stage), ((tile + 1) // FORM.stages) & 1, pred=more)
+        for position in range(0, gl.maximum(count, 1), FORM.blocks):
+            place = stage * FORM.blocks
+            if FORM.quantized:
+                first_unit = units.index(place).load(FORM.rows) * query_unit
+                second_unit = units.index(place + FORM.blocks - 1).load(FORM.rows) * query_unit
+            else:
+                first_unit = query_unit
+                second_unit = query_unit
+            is_plain = gl.max(plain_smem.index(stage).load(FORM.rows), 0) != 0
+            scores = warpgroup_mma_wait(0, deps=[pending])
+            if not is_plain:
+                scores = _hide(scores, blocks, place, first_query, sizes, FORM)
+            first, second = _halves(scores, FORM.blocks)
+            local_max = _tile_max(first, second, first_unit, second_unit, FORM)
+            new_max = gl.maximum(row_max, local_max)
+            safe_max = gl.where(new_max == float("-inf"), 0.0, new_max)
+            decay = gl.exp2((row_max - safe_max) * (1.0 / steps))
+            if FORM.codes:
+                decay = decay + (first_unit + second_unit) * 0.0  # NaN, because codes cannot carry one
+            row_max = new_max
+
+            state = (output, product, tile_sum, row_sum)
+            if FORM.has_threshold:
+                gap = gl.where(local_max == float("-inf"), float("-inf"), local_max - new_max)
+                is_below = gap < threshold
+                if not FORM.quantized:  # a maximum ignores NaN, and NaN must not be skipped
+                    broken = gl.max((scores != scores).to(gl.int32), 1)
+                    is_below = is_below & (gl.convert_layout(broken, FORM.rows) == 0)
+                is_below = is_below | (first_query + gl.arange(0, ROWS, FORM.rows) >= q_len)
+                if gl.min(is_below.to(gl.int32), 0) == 0:  # one answer for the warpgroup
+                    partial, sums, partial_sum = _start_tile(
+                        (first, second),
+                        (first_unit, second_unit),
+                        safe_max - one,
+                        decay,
+                        values,
+                        place,
+                        ones,
+                        state,
+                        FORM,
+                    )
+                    output, product, tile_sum, row_sum = _finish_tile(partial, sums, partial_sum, decay, state, 0, FORM)
+                pending = _start_scores(query, keys.index(next_stage), FORM)
+            else:
+                partial, sums, partial_sum = _start_tile(
+                    (first, second), (first_unit, second_unit), safe_max - one, decay, values, place, ones, state, FORM
+                )
+                # After the last tile this repeats its scores, which nobody reads.
+                pending = _start_scores(query, keys.index(next_stage), FORM)
+                output, product, tile_sum, row_sum = _finish_tile(partial, sums, partial_sum, decay, state, 1, FORM)
+            mbarrier.arrive(free.index(stage), count=1)
+            tile += 1
+            stage = next_stage
+            more = position + 2 * FORM.blocks < count
+            next_stage = gl.where(more, (tile + 1) % FORM.stages, stage)
+            mbarrier.wait(full.index(next_stage), ((tile + 1) // FORM.stages) & 1, pred=more)
+        scores = warpgroup_mma_wait(0, deps=[pending])
+        mbarrier.arrive(query_free, count=1)
+
+        if FORM.codes:
+            total = gl.convert_layout(gl.max(row_sum, 1), FORM.output_rows)
+        else:
+            total = gl.convert_layout(gl.sum(row_sum, 1), FORM.output_rows)
+        empty = total == 0.0
+        output = output * (1.0 / gl.where(empty, 1.0, total))[:, None]
+        channels = value_slice * FORM.value_dim + gl.arange(0, FORM.value_dim, FORM.output_columns)
+        if FORM.fp8_values:
+            scale_base = value_scale_ptr + (batch.to(gl.int64) * (heads // group) + kv_head) * FORM.value_scales
+            output = output * gl.load(scale_base + channels, mask=channels < FORM.output_dim, other=0.0)[None, :]
+        positions = first_query + gl.arange(0, ROWS, FORM.output_rows)
+        inside = positions < q_len
+        flat_queries = flat_head.to(gl.int64) * q_len + positions
+        output_ptrs = output_ptr + flat_queries[:, None] * FORM.output_dim + channels[None, :]
+        output = gl.where(empty[:, None], 0.0, output).to(output_ptr.dtype.element_ty)
+        gl.store(output_ptrs, output, mask=inside[:, None] & (channels < FORM.output_dim)[None, :])
+        log2_top: gl.constexpr = LOG2_FP8_MAX if FORM.fp8_values else 0.0
+        octaves = gl.convert_layout(row_max, FORM.output_rows) * (1.0 / steps)
+        lse = (octaves + gl.log2(total) - log2_top) * LN_2
+        if FORM.quantized:
+            lse = lse + gl.load(lse_shift_ptr + flat_queries, mask=inside, other=0.0)
+        gl.store(lse_ptr + flat_queries, gl.where(empty, float("-inf"), lse), mask=inside & (value_slice == 0))
+
+
+@jit(do_not_specialize=["heads", "group", "q_len", "kv_len", "q_blocks", "kv_blocks", "works"])
+def attention_kernel(
+    query_tiles,
+    key_tiles,
+    value_tiles,
+    query_scale_ptr,
+    key_scale_ptr,
+    value_scale_ptr,
+    lse_shift_ptr,
+    kv_num_blocks_ptr,
+    kv_indices_ptr,
+    visible_num_blocks_ptr,
+    totals_ptr,
+    threshold_ptr,
+    output_ptr,
+    lse_ptr,
+    scale,
+    heads,
+    group,
+    q_len,
+    kv_len,
+    q_blocks,
+    kv_blocks,
+    works,
+    FORM: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    """Allocates shared memory and barriers, and starts the roles."""
+    query_smem = gl.allocate_shared_memory(query_tiles.dtype, [FORM.chunks, BLOCK_Q, FORM.chunk], FORM.key_tile)
+    key_smem = gl.allocate_shared_memory(
+        key_tiles.dtype, [FORM.stages * FORM.chunks * FORM.blocks, BLOCK_K, FORM.chunk], FORM.key_tile
+    )
+    value_smem = gl.allocate_shared_memory(
+        value_tiles.dtype,
+        [FORM.stages * FORM.blocks * FORM.value_copies, FORM.value_rows, FORM.value_columns],
+        FORM.value_tile,
+    )
+    unit_smem = gl.allocate_shared_memory(gl.float32, [FORM.stages, FORM.blocks], FORM.plain)
+    block_smem = gl.allocate_shared_memory(gl.int32, [FORM.stages, FORM.blocks], FORM.plain)
+    plain_smem = gl.allocate_shared_memory(gl.int32, [FORM.stages, 1], FORM.plain)
+    # Stored as integers: Triton 3.6 gets small FP8 tiles wrong. All bytes are the same, so the layout does not matter.
+    ones_smem = gl.allocate_shared_memory(gl.int32, [8 * BLOCK_K // 4], FORM.plain)
+    ones_smem.store(gl.full((8 * BLOCK_K // 4,), ONES_BITS, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
+    ones = reinterpret(ones_smem, gl.float8e4nv, [8, BLOCK_K], FORM.ones_tile).permute((1, 0))
+    full = gl.allocate_shared_memory(gl.int64, [FORM.stages, 1], FORM.barrier)
+    free = gl.allocate_shared_memory(gl.int64, [FORM.stages, 1], FORM.barrier)
+    query_full = gl.allocate_shared_memory(gl.int64, [1], FORM.barrier)
+    query_free = gl.allocate_shared_memory(gl.int64, [1], FORM.barrier)
+    stages: gl.constexpr = FORM.stages
+    for i in gl.static_range(stages):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(free.index(i), count=2)
+    mbarrier.init(query_full, count=1)
+    mbarrier.init(query_free, count=2)
+    fence_async_shared()
+    barrier()
+
+    tiles = (query_tiles, key_tiles, value_tiles)
+    buffers = (query_smem, key_smem, value_smem, unit_smem, block_smem, plain_smem)
+    barriers = (query_full, query_free, full, free)
+    sizes = (heads, group, q_len, kv_len, q_blocks, kv_blocks, works)
+    scales = (query_scale_ptr, value_scale_ptr, lse_shift_ptr)
+    lists = (kv_num_blocks_ptr, kv_indices_ptr, visible_num_blocks_ptr)
+    results = (output_ptr, lse_ptr)
+    gl.warp_specialize(
+        [
+            (_consume, (0, buffers, barriers, sizes, ones, scales, lists, threshold_ptr, results, scale, FORM)),
+            (_consume, (1, buffers, barriers, sizes, ones, scales, lists, threshold_ptr, results, scale, FORM)),
+            (_produce, (tiles, buffers, barriers, sizes, key_scale_ptr, lists, totals_ptr, FORM)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )

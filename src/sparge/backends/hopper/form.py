@@ -1,0 +1,167 @@
+"""What the Hopper kernel is compiled for, and the layouts that follow from it.
+
+A layout says which thread holds which element (of a tensor in registers) or where an element lies (in shared memory).
+docs/hopper.md draws them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sparge.backends.hopper.gluon import gl, mbarrier
+from sparge.geometry import BLOCK_K, BLOCK_Q, ROW_GROUP
+
+
+def _accumulator(columns: int, depth: int) -> gl.NVMMADistributedLayout:
+    """64 rows of a warpgroup's matrix product, ``depth`` numbers deep per instruction."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, depth])
+
+
+def _tile(swizzle: int, bits: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits)
+
+
+@dataclass(frozen=True)
+class Form:
+    """A kind of call. Widths are padded to powers of two; what is missing is copied as 0.
+
+    Attributes:
+        quantized: Q and K are INT8 codes, else 16-bit numbers.
+        fp8_values: V is FP8, transposed, else 16-bit numbers.
+        codes: P's codes come straight from the scores, without exponentials. Needs fp8_values.
+        value_dim: channels of V a row computes, one of ``slices`` parts.
+        output_dim: channels the caller sees.
+        value_scales: distance of one head's value scales from the next one's.
+        blocks: key blocks per tile, 1 or 2.
+        stages: tiles on their way.
+    """
+
+    quantized: bool
+    fp8_values: bool
+    codes: bool
+    is_causal: bool
+    has_threshold: bool
+    all_blocks: bool
+    count: bool
+    head_dim: int
+    value_dim: int
+    output_dim: int
+    value_scales: int
+    slices: int
+    blocks: int
+    stages: int
+
+    @property
+    def keys(self) -> int:
+        """Of one tile."""
+        return self.blocks * BLOCK_K
+
+    @property
+    def chunk(self) -> int:
+        """Channels of Q and K that lie in one row of shared memory, 128 bytes at most."""
+        return min(self.head_dim, 128 if self.quantized else 64)
+
+    @property
+    def chunks(self) -> int:
+        return self.head_dim // self.chunk
+
+    @property
+    def value_rows(self) -> int:
+        """Of one copy of V."""
+        return self.value_dim if self.fp8_values else BLOCK_K
+
+    @property
+    def value_columns(self) -> int:
+        return 64
+
+    @property
+    def value_copies(self) -> int:
+        """Per key block."""
+        return self.value_dim * BLOCK_K // (self.value_rows * self.value_columns)
+
+    @property
+    def query_bytes(self) -> int:
+        return BLOCK_Q * self.head_dim * (1 if self.quantized else 2)
+
+    @property
+    def tile_bytes(self) -> int:
+        """K and V of one tile."""
+        return self.keys * (
+            self.head_dim * (1 if self.quantized else 2) + self.value_dim * (1 if self.fp8_values else 2)
+        )
+
+    @property
+    def value_shape(self) -> list[int]:
+        """All stages of V, by key block."""
+        block = [self.value_dim, BLOCK_K] if self.fp8_values else [BLOCK_K, self.value_dim]
+        return [self.stages * self.blocks, *block]
+
+    @property
+    def key_tile(self) -> gl.NVMMASharedLayout:
+        bits = 8 if self.quantized else 16
+        return _tile(self.chunk * bits // 8, bits)
+
+    @property
+    def value_tile(self) -> gl.NVMMASharedLayout:
+        return _tile(64, 8) if self.fp8_values else _tile(128, 16)
+
+    @property
+    def ones_tile(self) -> gl.NVMMASharedLayout:
+        return _tile(64, 8)
+
+    @property
+    def plain(self) -> gl.SwizzledSharedLayout:
+        return gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+
+    @property
+    def barrier(self) -> mbarrier.MBarrierLayout:
+        return mbarrier.MBarrierLayout()
+
+    @property
+    def scores(self) -> gl.NVMMADistributedLayout:
+        return _accumulator(self.keys, 32 if self.quantized else 16)
+
+    @property
+    def output(self) -> gl.NVMMADistributedLayout:
+        return _accumulator(self.value_dim, 32 if self.fp8_values else 16)
+
+    @property
+    def sums(self) -> gl.NVMMADistributedLayout:
+        """Products with a tile of ones: every column is the row sum."""
+        return _accumulator(8, 32)
+
+    @property
+    def k_width(self) -> int:
+        """Neighbouring columns of P that one register holds."""
+        return 4 if self.fp8_values else 2
+
+    @property
+    def probability(self) -> gl.DotOperandLayout:
+        """P as the left operand of P V."""
+        return gl.DotOperandLayout(0, self.output, self.k_width)
+
+    @property
+    def summand(self) -> gl.DotOperandLayout:
+        """P as the left operand of P times ones."""
+        return gl.DotOperandLayout(0, self.sums, 4)
+
+    @property
+    def rows(self) -> gl.SliceLayout:
+        """A number per row, where a row's thread needs it for P."""
+        return gl.SliceLayout(1, self.probability)
+
+    @property
+    def output_rows(self) -> gl.SliceLayout:
+        return gl.SliceLayout(1, self.output)
+
+    @property
+    def output_columns(self) -> gl.SliceLayout:
+        return gl.SliceLayout(0, self.output)
+
+    @property
+    def sum_rows(self) -> gl.SliceLayout:
+        return gl.SliceLayout(1, self.sums)
+
+
+ROWS = ROW_GROUP
+"""Queries of one consumer: what a warpgroup's matrix instruction takes."""

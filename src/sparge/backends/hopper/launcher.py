@@ -1,0 +1,133 @@
+"""Start the Hopper kernel: tiles of the operands for the copy engine, one program per multiprocessor."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from sparge import geometry
+from sparge.backends.hopper import configs
+from sparge.backends.hopper.attention import attention_kernel
+from sparge.backends.hopper.form import Form
+from sparge.backends.hopper.gluon import TensorDescriptor, gl
+from sparge.backends.triton.attention import Operands
+from sparge.backends.triton.launch import buffer_like, launch, padded, per_head_tensor, power_of_two
+from sparge.block_mask import BlockMask
+from sparge.config import PerHead
+from sparge.geometry import Shape
+
+LEAST_WIDTH = 64
+"""Channels the kernel computes at least; missing ones are copied as 0."""
+SLICE = 128
+"""Value channels of one FP8 row: two accumulators of more do not fit the registers."""
+COPY_ALIGNMENT = 16
+"""Bytes: the copy engine's addresses and strides are multiples of it."""
+
+
+def serves(operands: Operands) -> bool:
+    """Whether the kernel has this arithmetic: not masks with entries, nor unquantised float32. The twin has both."""
+    return operands.attn_mask is None and (operands.quantization != "none" or operands.dtype != torch.float32)
+
+
+def attend(
+    operands: Operands,
+    mask: BlockMask | None,
+    shape: Shape,
+    *,
+    pv_threshold: PerHead | None = None,
+    totals: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention over a mask's blocks, or over all visible ones without a mask. See `triton.attention.attend`."""
+    query, key, value, stand_in = operands.query, operands.key, operands.value, operands.query
+    arithmetic = "int8_fp8" if operands.quantization == "int8_fp8_codes" else operands.quantization
+    is_quantized, fp8_values = arithmetic != "none", arithmetic == "int8_fp8"
+    if not is_quantized:
+        query = _copyable(-query if operands.scale < 0 else query)  # scores are scaled after their maximum is taken
+        key = _copyable(key)
+    if not fp8_values:
+        value = _copyable(value)
+    threshold = per_head_tensor(pv_threshold, shape, query.device)
+    rows = (shape.batch, shape.heads, shape.q_len)
+    output = buffer_like(stand_in, True, *rows, shape.value_dim, dtype=operands.dtype)
+    lse = buffer_like(stand_in, True, *rows)
+    head_width = max(LEAST_WIDTH, power_of_two(shape.head_dim))
+    value_width = max(LEAST_WIDTH, power_of_two(shape.value_dim))
+    slices = max(1, value_width // SLICE) if fp8_values else 1
+    config = configs.hopper_config(arithmetic, max(head_width, value_width), has_threshold=threshold is not None)
+    form = Form(
+        quantized=is_quantized,
+        fp8_values=fp8_values,
+        codes=operands.quantization == "int8_fp8_codes",
+        is_causal=operands.is_causal,
+        has_threshold=threshold is not None,
+        all_blocks=mask is None,
+        count=totals is not None,
+        head_dim=head_width,
+        value_dim=value_width // slices,
+        output_dim=shape.value_dim,
+        value_scales=padded(shape.value_dim),
+        slices=slices,
+        blocks=config.blocks,
+        stages=config.stages,
+    )
+    works = shape.batch * shape.heads * shape.q_blocks * slices
+    launch(
+        attention_kernel,
+        min(works, _multiprocessors(query.device.type, query.device.index)),
+        query_tiles=_tiles(query, geometry.BLOCK_Q, form.chunk, form.key_tile),
+        key_tiles=_tiles(key, geometry.BLOCK_K, form.chunk, form.key_tile),
+        value_tiles=_tiles(value, form.value_rows, form.value_columns, form.value_tile),
+        query_scale_ptr=operands.query_scale,
+        key_scale_ptr=operands.key_scale,
+        value_scale_ptr=operands.value_scale,
+        lse_shift_ptr=operands.lse_shift,
+        kv_num_blocks_ptr=stand_in if mask is None else mask.kv_num_blocks.contiguous(),
+        kv_indices_ptr=stand_in if mask is None else mask.kv_indices.contiguous(),
+        visible_num_blocks_ptr=stand_in if mask is None else mask.visible_num_blocks.contiguous(),
+        totals_ptr=stand_in if totals is None else totals,
+        threshold_ptr=stand_in if threshold is None else threshold,
+        output_ptr=output,
+        lse_ptr=lse,
+        scale=operands.scale,
+        heads=shape.heads,
+        group=shape.group,
+        q_len=shape.q_len,
+        kv_len=shape.kv_len,
+        q_blocks=shape.q_blocks,
+        kv_blocks=shape.kv_blocks,
+        works=works,
+        FORM=form,
+        CONSUMER_REGISTERS=config.registers,
+        PRODUCER_REGISTERS=configs.PRODUCER_REGISTERS,
+        num_warps=4,
+    )
+    return output, lse
+
+
+def _copyable(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy that the copy engine can read: aligned, no dimension repeated."""
+    unit = COPY_ALIGNMENT // tensor.element_size()
+    strides = [stride for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True) if size > 1]
+    if tensor.data_ptr() % COPY_ALIGNMENT == 0 and all(stride > 0 and stride % unit == 0 for stride in strides):
+        return tensor
+    width = -(-tensor.shape[3] // unit) * unit
+    copy = tensor.new_zeros(*tensor.shape[:3], width)
+    copy[..., : tensor.shape[3]] = tensor
+    return copy
+
+
+def _tiles(tensor: Tensor, rows: int, columns: int, layout: gl.NVMMASharedLayout) -> TensorDescriptor:
+    """Tiles of so many rows and columns of a tensor (B, H, rows, columns)."""
+    strides, unit = list(tensor.stride()), COPY_ALIGNMENT // tensor.element_size()
+    for dimension in range(3):
+        if tensor.shape[dimension] == 1:  # torch allows any stride there
+            strides[dimension] = unit
+    return TensorDescriptor(tensor, list(tensor.shape), strides, [1, 1, rows, columns], replace(layout, rank=4))
+
+
+@functools.cache
+def _multiprocessors(device_type: str, index: int | None) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count if device_type == "cuda" else 132
