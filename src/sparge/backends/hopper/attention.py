@@ -12,7 +12,7 @@ the other; each consumer takes 64 of them, and a tile is two key blocks of 64.
 Barriers: ``full[stage]`` (a tile has landed), ``free[stage]`` (both consumers are done with it), and the same for the
 queries. Layouts, and why P needs no exponentials: docs/hopper.md.
 
-Grid: one program per multiprocessor; rows are dealt in turns, there and back, and the longest causal rows first.
+Grid: one program per multiprocessor. Each takes the next row when it is done with one, the longest causal rows first.
 """
 
 from __future__ import annotations
@@ -122,17 +122,12 @@ def _as_scores(values):
 
 
 @jit
-def _place(index, sizes, FORM: gl.constexpr):
+def _place(work, sizes, FORM: gl.constexpr):
     """Batch, head, head of K and V, head counted over batches, query block and slice of the value channels.
 
-    Rows are dealt to the programs in turns, there and back, so that falling lengths add up evenly. Causal rows start
-    with the longest.
+    Neighbouring rows share a head's K and V in the cache. Causal rows start with the longest.
     """
-    heads, group, _, _, q_blocks, _, works = sizes
-    programs = gl.num_programs(0)
-    turn = index // programs
-    back = turn * programs + (programs - 1 - index % programs)
-    work = gl.where((turn % 2 == 1) & ((turn + 1) * programs <= works), back, index)
+    heads, group, _, _, q_blocks, _, _ = sizes
     value_slice = work % FORM.slices
     work = work // FORM.slices
     q_block = work % q_blocks
@@ -174,11 +169,15 @@ def _produce(
     key_scale_ptr,
     lists,
     totals_ptr,
+    taken_ptr,
     FORM: gl.constexpr,
 ):
-    """One warp: copies a row's queries and the tiles of its kept blocks, as fast as stages are given back."""
+    """One warp: copies a row's queries and the tiles of its kept blocks, as fast as stages are given back.
+
+    Whoever is done takes the next row, so that rows of any length keep all programs busy.
+    """
     query_tiles, key_tiles, value_tiles = tiles
-    query_smem, key_smem, value_smem, unit_smem, block_smem, plain_smem = buffers
+    query_smem, key_smem, value_smem, unit_smem, block_smem, plain_smem, work_smem = buffers
     query_full, query_free, full, free = barriers
     heads, group, q_len, kv_len, q_blocks, kv_blocks, works = sizes
     kv_num_blocks_ptr, kv_indices_ptr, visible_num_blocks_ptr = lists
@@ -190,8 +189,9 @@ def _produce(
     zero = gl.arange(0, 1, notes)
     tile = 0
     turn = 0
-    for index in range(gl.program_id(0), works, gl.num_programs(0)):
-        batch, head, kv_head, flat_head, q_block, value_slice = _place(index, sizes, FORM)
+    work = gl.program_id(0)
+    while work < works:
+        batch, head, kv_head, flat_head, q_block, value_slice = _place(work, sizes, FORM)
         row = flat_head.to(gl.int64) * q_blocks + q_block
         count = _kept_blocks(kv_num_blocks_ptr, row, q_block, sizes, FORM)
         if FORM.count:
@@ -200,6 +200,8 @@ def _produce(
                 gl.atomic_add(totals_ptr + 1, gl.load(visible_num_blocks_ptr + row).to(gl.int64), sem="relaxed")
 
         mbarrier.wait(query_free, (turn & 1) ^ 1)
+        work_smem.index(0).store(zero + work)
+        work_smem.index(1).store(zero + count)
         mbarrier.expect(query_full, FORM.query_bytes)
         for c in gl.static_range(chunks):
             _copy(query_tiles, batch, head, q_block * BLOCK_Q, c * FORM.chunk, query_smem.index(c), query_full)
@@ -245,6 +247,10 @@ def _produce(
                         channel = c * FORM.value_columns
                         _copy(value_tiles, batch, kv_head, block * BLOCK_K, channel, value_buffer, landed)
             tile += 1
+        work = gl.num_programs(0) + gl.atomic_add(taken_ptr, 1, sem="relaxed")
+    mbarrier.wait(query_free, (turn & 1) ^ 1)
+    work_smem.index(0).store(zero + works)
+    mbarrier.arrive(query_full, count=1)
 
 
 @jit
@@ -333,19 +339,28 @@ def _start_values(probability, value, sums, FRESH: gl.constexpr, FORM: gl.conste
 
 
 @jit
-def _start_tile(tile, units, top, decay, values, place, ones, state, FORM: gl.constexpr):
+def _units(units, stage, query_unit, FORM: gl.constexpr):
+    """What the raw scores of a tile's key blocks are worth, in steps."""
+    if FORM.quantized:
+        first = units.index(stage * FORM.blocks).load(FORM.rows)
+        second = units.index(stage * FORM.blocks + FORM.blocks - 1).load(FORM.rows)
+        return first * query_unit, second * query_unit
+    else:
+        return query_unit, query_unit
+
+
+@jit
+def _start_tile(first, second, first_unit, second_unit, top, decay, values, place, ones, state, FORM: gl.constexpr):
     """P of a tile, and P V and the sums of codes on their way. Exact sums are complete at once.
 
     Args:
-        tile, units: two key blocks' raw scores, and their units.
+        first, second: raw scores of the two key blocks.
         values, place: V in shared memory, from ``place`` on.
-        state: output, product and sums of codes whose registers are free, row sums.
+        state: output; product and sums of codes, of which only the registers are taken; row sums.
 
     Returns:
-        P V, pending; the row sums; the sums of codes, pending (else any number).
+        P V, pending; the sums of codes, pending (else any number); the row sums.
     """
-    first, second = tile
-    first_unit, second_unit = units
     output, product, tile_sum, row_sum = state
     first_p, first_sum = _probabilities(first, first_unit, top, values.dtype, FORM)
     if FORM.fp8_values:
@@ -363,29 +378,34 @@ def _start_tile(tile, units, top, decay, values, place, ones, state, FORM: gl.co
         if FORM.blocks == 2:
             codes = gl.convert_layout(second_p, FORM.summand)
             partial_sum = warpgroup_mma(codes, ones, partial_sum, is_async=True)
-        return partial, row_sum, partial_sum
+        return partial, partial_sum, row_sum
     else:
         lanes: gl.constexpr = gl.SliceLayout(1, row_sum.type.layout)
-        return partial, row_sum * gl.convert_layout(decay, lanes)[:, None] + first_sum, tile_sum
+        return partial, tile_sum, row_sum * gl.convert_layout(decay, lanes)[:, None] + first_sum
 
 
 @jit
-def _finish_tile(partial, row_sum, partial_sum, decay, state, PENDING: gl.constexpr, FORM: gl.constexpr):
-    """Wait for P V, though not for the last PENDING products started, and add it.
-
-    Returns:
-        The new state, as `_start_tile` takes it.
-    """
+def _wait_for_tile(pending, state, PENDING: gl.constexpr, FORM: gl.constexpr):
+    """Wait for what `_start_tile` started, though not for the last PENDING products since. Returns the state."""
+    partial, partial_sum, row_sum = pending
     output, product, tile_sum, _ = state
     if FORM.codes:
         product, tile_sum = warpgroup_mma_wait(PENDING, deps=[partial, partial_sum])
-        row_sum = row_sum * gl.convert_layout(decay, FORM.sum_rows)[:, None] + tile_sum
     elif FORM.fp8_values:
         product = warpgroup_mma_wait(PENDING, deps=[partial])
     else:
         output = warpgroup_mma_wait(PENDING, deps=[partial])
+    return output, product, tile_sum, row_sum
+
+
+@jit
+def _add_tile(state, decay, FORM: gl.constexpr):
+    """Add a fresh product and sums of codes. Returns the state."""
+    output, product, tile_sum, row_sum = state
     if FORM.fp8_values:
         output = output * gl.convert_layout(decay, FORM.output_rows)[:, None] + product
+    if FORM.codes:
+        row_sum = row_sum * gl.convert_layout(decay, FORM.sum_rows)[:, None] + tile_sum
     return output, product, tile_sum, row_sum
 
 
@@ -397,7 +417,6 @@ def _consume(
     sizes,
     ones,
     scales,
-    lists,
     threshold_ptr,
     results,
     scale,
@@ -408,11 +427,10 @@ def _consume(
     The tensor cores add FP8 products in 13 bits: there, each tile gets a fresh accumulator, added in float32 while the
     next scores are computed. 16-bit products are added in place.
     """
-    query_smem, key_smem, value_smem, unit_smem, block_smem, plain_smem = buffers
+    query_smem, key_smem, value_smem, unit_smem, block_smem, plain_smem, work_smem = buffers
     query_full, query_free, full, free = barriers
     heads, group, q_len, kv_len, q_blocks, kv_blocks, works = sizes
     query_scale_ptr, value_scale_ptr, lse_shift_ptr = scales
-    kv_num_blocks_ptr, _, _ = lists
     output_ptr, lse_ptr = results
     # Scores count steps: octaves, or eighths of one where P is a code. P = 1 is stored as the largest number.
     steps: gl.constexpr = CODES_PER_OCTAVE if FORM.codes else 1.0
@@ -425,11 +443,20 @@ def _consume(
     blocks = reinterpret(block_smem, gl.int32, [FORM.stages * FORM.blocks, 1], FORM.plain)
     tile = 0
     turn = 0
-    for index in range(gl.program_id(0), works, gl.num_programs(0)):
-        batch, head, kv_head, flat_head, q_block, value_slice = _place(index, sizes, FORM)
+    mbarrier.wait(query_full, 0)
+    work = gl.max(work_smem.index(0).load(FORM.rows), 0)
+    while work < works:
+        batch, head, kv_head, flat_head, q_block, value_slice = _place(work, sizes, FORM)
+        count = gl.max(work_smem.index(1).load(FORM.rows), 0)
+        stage = tile % FORM.stages
+        mbarrier.wait(full.index(stage), (tile // FORM.stages) & 1)
+        pending = _start_scores(query, keys.index(stage), FORM)
+        more = count > FORM.blocks
+        next_stage = gl.where(more, (tile + 1) % FORM.stages, stage)
+        mbarrier.wait(full.index(next_stage), ((tile + 1) // FORM.stages) & 1, pred=more)
+
         row = flat_head.to(gl.int64) * q_blocks + q_block
         first_query = q_block * BLOCK_Q + PART * ROWS
-        count = _kept_blocks(kv_num_blocks_ptr, row, q_block, sizes, FORM)
         if FORM.quantized:
             query_unit = gl.load(query_scale_ptr + row) * steps
         else:
@@ -446,24 +473,10 @@ def _consume(
         else:
             row_sum = _lane_sum(gl.full((ROWS, BLOCK_K), 0.0, gl.float32, FORM.probability), FORM.k_width)
             tile_sum = gl.to_tensor(0.0)
-
-        mbarrier.wait(query_full, turn & 1)
-        turn += 1
-        stage = tile % FORM.stages
-        mbarrier.wait(full.index(stage), (tile // FORM.stages) & 1)
-        pending = _start_scores(query, keys.index(stage), FORM)
-        more = count > FORM.blocks
-        next_stage = gl.where(more, (tile + 1) % FORM.stages, stage)
-        mbarrier.wait(full.index(next_stage), ((tile + 1) // FORM.stages) & 1, pred=more)
+        first_unit, second_unit = _units(units, stage, query_unit, FORM)
+        is_plain = gl.max(plain_smem.index(stage).load(FORM.rows), 0) != 0
         for position in range(0, gl.maximum(count, 1), FORM.blocks):
             place = stage * FORM.blocks
-            if FORM.quantized:
-                first_unit = units.index(place).load(FORM.rows) * query_unit
-                second_unit = units.index(place + FORM.blocks - 1).load(FORM.rows) * query_unit
-            else:
-                first_unit = query_unit
-                second_unit = query_unit
-            is_plain = gl.max(plain_smem.index(stage).load(FORM.rows), 0) != 0
             scores = warpgroup_mma_wait(0, deps=[pending])
             if not is_plain:
                 scores = _hide(scores, blocks, place, first_query, sizes, FORM)
@@ -485,34 +498,32 @@ def _consume(
                     is_below = is_below & (gl.convert_layout(broken, FORM.rows) == 0)
                 is_below = is_below | (first_query + gl.arange(0, ROWS, FORM.rows) >= q_len)
                 if gl.min(is_below.to(gl.int32), 0) == 0:  # one answer for the warpgroup
-                    partial, sums, partial_sum = _start_tile(
-                        (first, second),
-                        (first_unit, second_unit),
-                        safe_max - one,
-                        decay,
-                        values,
-                        place,
-                        ones,
-                        state,
-                        FORM,
+                    pending_tile = _start_tile(
+                        first, second, first_unit, second_unit, safe_max - one, decay, values, place, ones, state, FORM
                     )
-                    output, product, tile_sum, row_sum = _finish_tile(partial, sums, partial_sum, decay, state, 0, FORM)
+                    finished = _wait_for_tile(pending_tile, state, 0, FORM)
+                    output, product, tile_sum, row_sum = _add_tile(finished, decay, FORM)
                 pending = _start_scores(query, keys.index(next_stage), FORM)
             else:
-                partial, sums, partial_sum = _start_tile(
-                    (first, second), (first_unit, second_unit), safe_max - one, decay, values, place, ones, state, FORM
+                pending_tile = _start_tile(
+                    first, second, first_unit, second_unit, safe_max - one, decay, values, place, ones, state, FORM
                 )
                 # After the last tile this repeats its scores, which nobody reads.
                 pending = _start_scores(query, keys.index(next_stage), FORM)
-                output, product, tile_sum, row_sum = _finish_tile(partial, sums, partial_sum, decay, state, 1, FORM)
+                output, product, tile_sum, row_sum = _wait_for_tile(pending_tile, state, 1, FORM)
             mbarrier.arrive(free.index(stage), count=1)
             tile += 1
             stage = next_stage
             more = position + 2 * FORM.blocks < count
             next_stage = gl.where(more, (tile + 1) % FORM.stages, stage)
             mbarrier.wait(full.index(next_stage), ((tile + 1) // FORM.stages) & 1, pred=more)
+            first_unit, second_unit = _units(units, stage, query_unit, FORM)
+            is_plain = gl.max(plain_smem.index(stage).load(FORM.rows), 0) != 0
+            if not FORM.has_threshold:
+                output, product, tile_sum, row_sum = _add_tile((output, product, tile_sum, row_sum), decay, FORM)
         scores = warpgroup_mma_wait(0, deps=[pending])
         mbarrier.arrive(query_free, count=1)
+        turn += 1
 
         if FORM.codes:
             total = gl.convert_layout(gl.max(row_sum, 1), FORM.output_rows)
@@ -537,6 +548,9 @@ def _consume(
             lse = lse + gl.load(lse_shift_ptr + flat_queries, mask=inside, other=0.0)
         gl.store(lse_ptr + flat_queries, gl.where(empty, float("-inf"), lse), mask=inside & (value_slice == 0))
 
+        mbarrier.wait(query_full, turn & 1)
+        work = gl.max(work_smem.index(0).load(FORM.rows), 0)
+
 
 @jit(do_not_specialize=["heads", "group", "q_len", "kv_len", "q_blocks", "kv_blocks", "works"])
 def attention_kernel(
@@ -551,6 +565,7 @@ def attention_kernel(
     kv_indices_ptr,
     visible_num_blocks_ptr,
     totals_ptr,
+    taken_ptr,
     threshold_ptr,
     output_ptr,
     lse_ptr,
@@ -579,6 +594,7 @@ def attention_kernel(
     unit_smem = gl.allocate_shared_memory(gl.float32, [FORM.stages, FORM.blocks], FORM.plain)
     block_smem = gl.allocate_shared_memory(gl.int32, [FORM.stages, FORM.blocks], FORM.plain)
     plain_smem = gl.allocate_shared_memory(gl.int32, [FORM.stages, 1], FORM.plain)
+    work_smem = gl.allocate_shared_memory(gl.int32, [2, 1], FORM.plain)
     # Stored as integers: Triton 3.6 gets small FP8 tiles wrong. All bytes are the same, so the layout does not matter.
     ones_smem = gl.allocate_shared_memory(gl.int32, [8 * BLOCK_K // 4], FORM.plain)
     ones_smem.store(gl.full((8 * BLOCK_K // 4,), ONES_BITS, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
@@ -597,7 +613,7 @@ def attention_kernel(
     barrier()
 
     tiles = (query_tiles, key_tiles, value_tiles)
-    buffers = (query_smem, key_smem, value_smem, unit_smem, block_smem, plain_smem)
+    buffers = (query_smem, key_smem, value_smem, unit_smem, block_smem, plain_smem, work_smem)
     barriers = (query_full, query_free, full, free)
     sizes = (heads, group, q_len, kv_len, q_blocks, kv_blocks, works)
     scales = (query_scale_ptr, value_scale_ptr, lse_shift_ptr)
@@ -605,9 +621,9 @@ def attention_kernel(
     results = (output_ptr, lse_ptr)
     gl.warp_specialize(
         [
-            (_consume, (0, buffers, barriers, sizes, ones, scales, lists, threshold_ptr, results, scale, FORM)),
-            (_consume, (1, buffers, barriers, sizes, ones, scales, lists, threshold_ptr, results, scale, FORM)),
-            (_produce, (tiles, buffers, barriers, sizes, key_scale_ptr, lists, totals_ptr, FORM)),
+            (_consume, (0, buffers, barriers, sizes, ones, scales, threshold_ptr, results, scale, FORM)),
+            (_consume, (1, buffers, barriers, sizes, ones, scales, threshold_ptr, results, scale, FORM)),
+            (_produce, (tiles, buffers, barriers, sizes, key_scale_ptr, lists, totals_ptr, taken_ptr, FORM)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -14,7 +14,7 @@ from sparge.backends.hopper.attention import attention_kernel
 from sparge.backends.hopper.form import Form
 from sparge.backends.hopper.gluon import TensorDescriptor, gl
 from sparge.backends.triton.attention import Operands
-from sparge.backends.triton.launch import buffer_like, launch, padded, per_head_tensor, power_of_two
+from sparge.backends.triton.launch import buffer_like, launch, padded, per_head_tensor, power_of_two, zeros_like
 from sparge.block_mask import BlockMask
 from sparge.config import PerHead
 from sparge.geometry import Shape
@@ -88,6 +88,7 @@ def attend(
         kv_indices_ptr=stand_in if mask is None else mask.kv_indices.contiguous(),
         visible_num_blocks_ptr=stand_in if mask is None else mask.visible_num_blocks.contiguous(),
         totals_ptr=stand_in if totals is None else totals,
+        taken_ptr=zeros_like(stand_in, 1),
         threshold_ptr=stand_in if threshold is None else threshold,
         output_ptr=output,
         lse_ptr=lse,

@@ -144,6 +144,15 @@ def buffer_like(tensor: Tensor, wanted: bool, *sizes: int, dtype: torch.dtype = 
     return buffer
 
 
+def zeros_like(tensor: Tensor, *sizes: int) -> Tensor:
+    """int32 zeros on the tensor's device."""
+    buffer = torch.empty(sizes, dtype=torch.int32, device=tensor.device)
+    recorder = current_recorder.get()
+    if recorder is not None:
+        recorder.add_buffer(buffer, is_zero=True)
+    return buffer.zero_()
+
+
 def per_head_tensor(value: PerHead | None, shape: Shape, device: torch.device) -> Tensor | None:
     """A float32 tensor (H,), None for None."""
     if value is None:

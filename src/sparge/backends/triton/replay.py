@@ -107,6 +107,8 @@ class Replay:
     results: list[tuple[torch.Size, torch.dtype]]
     offsets: list[int]
     """Of every buffer in the workspace."""
+    zeros: list[tuple[int, int]]
+    """Start and end of buffers that begin as zeros."""
     workspace_bytes: int
 
     def run(self, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -114,6 +116,8 @@ class Replay:
         device = inputs[0].device
         output, lse = [torch.empty(size, dtype=dtype, device=device) for size, dtype in self.results]
         workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=device)
+        for first, end in self.zeros:
+            workspace[first:end].zero_()
         start = workspace.data_ptr()
         addresses = [tensor.data_ptr() for tensor in (*inputs, output, lse)]
         addresses += [start + offset for offset in self.offsets]
@@ -152,6 +156,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.inputs = inputs
         self.buffers: list[Tensor] = []
+        self.zeros: list[Tensor] = []
         self.launches: list[tuple[CompiledKernel | None, int, list[Any], list[Tensor], list[Any]]] = []
         self.torch_computed = False
 
@@ -162,11 +167,15 @@ class Recorder(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        self.torch_computed |= func is not torch.ops.aten.empty.memory_format
+        clears = func is torch.ops.aten.zero_.default and any(args[0] is buffer for buffer in self.zeros)
+        self.torch_computed |= not clears and func is not torch.ops.aten.empty.memory_format
         return func(*args, **(kwargs or {}))
 
-    def add_buffer(self, buffer: Tensor) -> None:
+    def add_buffer(self, buffer: Tensor, *, is_zero: bool = False) -> None:
+        """A buffer of this call; ``is_zero`` announces that it will be cleared, for nothing else's use before."""
         self.buffers.append(buffer)
+        if is_zero:
+            self.zeros.append(buffer)
 
     def add_launch(
         self,
@@ -193,12 +202,18 @@ class Recorder(TorchDispatchMode):
                 return None
             found = [places[id(tensor)] for tensor in tensors]
             launches.append(_Launch(compiled, programs, [_moved(each, 0) for each in tiles], found, values))
-        uses = [
-            [step for step, launch in enumerate(launches) if place in launch.places]
-            for place in range(len(order) - len(buffers), len(order))
-        ]
+        uses = []
+        for place in range(len(order) - len(buffers), len(order)):
+            steps = [step for step, launch in enumerate(launches) if place in launch.places]
+            # Cleared before the first launch.
+            uses.append([0, *steps] if any(order[place] is zero for zero in self.zeros) else steps)
         offsets, workspace_bytes = _pack([buffer.nbytes for buffer in buffers], uses)
-        return Replay(launches, [(tensor.shape, tensor.dtype) for tensor in results], offsets, workspace_bytes)
+        zeros = [
+            (offset, offset + buffer.nbytes)
+            for offset, buffer in zip(offsets, buffers, strict=True)
+            if any(buffer is zero for zero in self.zeros)
+        ]
+        return Replay(launches, [(tensor.shape, tensor.dtype) for tensor in results], offsets, zeros, workspace_bytes)
 
 
 def _pack(sizes: list[int], uses: list[list[int]]) -> tuple[list[int], int]:
