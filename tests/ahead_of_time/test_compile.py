@@ -42,13 +42,26 @@ MATRIX_INSTRUCTIONS = {
     100: {"16 bits": {"UTCHMMA"}, "INT8": {"UTCIMMA", "IMMA"}, "FP8": {"UTCQMMA"}},
     120: SYNCHRONOUS,
 }
-PRODUCTS = {"none": {"16 bits"}, "int8_fp16": {"INT8", "16 bits"}, "int8_fp8": {"INT8", "FP8"}}
+PRODUCTS = {
+    "none": {"16 bits"},
+    "int8_fp16": {"INT8", "16 bits"},
+    "int8_fp8": {"INT8", "FP8"},
+    "int8_fp8_codes": {"INT8", "FP8"},
+}
 SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 """Bytes a program may use, from the CUDA programming guide."""
+MOST_FENCES = 24
+"""Before and after the products of two consumers. Where ptxas puts them in sequence there are 60."""
 TENSOR_MEMORY = 512
 """Columns of it on compute capability 10.0."""
 KNOWN_SPILLS = {
     (89, "attention_kernel, int8_fp16 judged"): 24,
+    # Triton 3.9; none with 3.6 to 3.8.
+    (90, "attention_kernel, int8_fp8_codes on hopper"): 8,
+    (90, "attention_kernel, int8_fp8_codes causal on hopper"): 8,
+    (90, "attention_kernel, int8_fp8_codes D 256 on hopper"): 16,
+    (90, "attention_kernel, int8_fp16 on hopper"): 8,
+    (90, "attention_kernel, none D 256 on hopper"): 32,
 }
 """Bytes of stack, the larger of Triton 3.6 and 3.9. May shrink; a register limit may be worth some (`configs`)."""
 
@@ -83,6 +96,21 @@ def faults(result: dict[str, Any], architecture: int) -> list[str]:
     used = {name for name in instructions if name.endswith("MMA")}
     if not all(used & names for names in expected) or used - set().union(*expected):
         found.append(f"expected the matrix instructions {expected}, got {sorted(used)}")
+    if result["case"].endswith("on hopper"):
+        found += hopper_faults(result)
+    return found
+
+
+def hopper_faults(result: dict[str, Any]) -> list[str]:
+    """What would keep a warp-specialised kernel from its speed."""
+    instructions = result["instructions"]
+    found = []
+    if not instructions.get("UTMALDG"):
+        found.append("expected tiles to be copied by the copy engine (UTMALDG)")
+    if instructions["WARPGROUP"] > MOST_FENCES:
+        found.append(f"expected at most {MOST_FENCES} fences and waits, got {instructions['WARPGROUP']}")
+    if "codes" in result["case"] and instructions["MUFU"] >= 64:  # a thread has 64 scores of a tile, or 32
+        found.append(f"expected no exponentials of scores, got {instructions['MUFU']}")
     return found
 
 

@@ -30,6 +30,7 @@ from sparge.geometry import Shape
 
 BATCH, HEADS, KV_HEADS = 1, 4, 2
 FP8_ARCHITECTURE = 89
+HOPPER_ARCHITECTURE = 90
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_]+)", re.MULTILINE)
@@ -39,6 +40,7 @@ INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_]+)", r
 class Case:
     """One call: what the caller chose, and which kernels to compile (a pattern), since calls share most of them.
 
+    ``backend`` is "triton" or "hopper", which only compute capability 9.0 has.
     ``attn_mask`` is None, "keys" (bool) or "bias" (an entry per query). ``judged`` takes the other way through
     prediction: block means, a similarity threshold, TopCdf.
     """
@@ -51,6 +53,7 @@ class Case:
     judged: bool = False
     length: int = 8192
     kernels: str = "attention"
+    backend: str = "triton"
 
 
 CASES = {
@@ -66,6 +69,15 @@ CASES = {
     "none": Case("none"),
     "none D 64": Case("none", head_dim=64),
     "none bias": Case("none", attn_mask="bias", length=256),
+    "int8_fp8_codes on hopper": Case("int8_fp8_codes", backend="hopper"),
+    "int8_fp8_codes causal on hopper": Case("int8_fp8_codes", is_causal=True, backend="hopper"),
+    "int8_fp8_codes D 64 on hopper": Case("int8_fp8_codes", head_dim=64, backend="hopper"),
+    "int8_fp8_codes D 256 on hopper": Case("int8_fp8_codes", head_dim=256, backend="hopper"),
+    "int8_fp8_codes threshold on hopper": Case("int8_fp8_codes", pv_threshold=-8.0, backend="hopper"),
+    "int8_fp8 on hopper": Case("int8_fp8", backend="hopper"),
+    "int8_fp16 on hopper": Case("int8_fp16", is_causal=True, backend="hopper"),
+    "none on hopper": Case("none", backend="hopper"),
+    "none D 256 on hopper": Case("none", head_dim=256, backend="hopper"),
 }
 
 
@@ -145,6 +157,7 @@ def call(case: Case) -> None:
         quantization=case.quantization,
         pv_threshold=case.pv_threshold,
         totals=torch.zeros(2, dtype=torch.int64),
+        kernels=case.backend,
     )
 
 
@@ -164,6 +177,8 @@ def main(architecture: int) -> None:
     with TemporaryDirectory() as folder:
         for name, case in CASES.items():
             if case.quantization == "int8_fp8" and architecture < FP8_ARCHITECTURE:
+                continue
+            if case.backend == "hopper" and architecture != HOPPER_ARCHITECTURE:
                 continue
             launched.clear()
             pattern = case.kernels

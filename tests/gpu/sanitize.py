@@ -1,10 +1,11 @@
-"""Awkward calls under NVIDIA's memory checker: ``python tests/gpu/sanitize.py``.
+"""Awkward calls under NVIDIA's checkers: ``python tests/gpu/sanitize.py [memcheck] [racecheck] [synccheck]``.
 
-It runs twice: over the calls, where it must find nothing, and over a kernel that is told of more keys than there are,
-where it must find something. Before that the calls run without it, which compiles the kernels. Every allocation is
-freed and made anew by the driver (no caching), so that reads beyond a tensor's end are seen.
+Without a name it is memcheck. A checker must find nothing in the calls. memcheck also runs over a kernel that is told
+of more keys than there are, where it must find something. Before that the calls run without a checker, which compiles
+the kernels. Every allocation is freed and made anew by the driver (no caching), so that reads beyond a tensor's end are
+seen. SPARGE_TEST_BACKEND names the backend (default "triton").
 
-SPARGE_TEST_REPORT=FILE appends the counts as a JSON line.
+SPARGE_TEST_REPORT=FILE appends the counts of each checker as a JSON line.
 """
 
 from __future__ import annotations
@@ -25,18 +26,20 @@ import torch
 import sparge
 from sparge.evaluate.machine import describe_gpu
 
-CHECKER = ("compute-sanitizer", "--tool", "memcheck")
+BACKEND = os.environ.get("SPARGE_TEST_BACKEND", "triton")
+CHECKERS = ("memcheck", "racecheck", "synccheck")
 SECONDS = 240
-SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error")
+SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
+FP8 = "int8_fp8_codes" if BACKEND == "hopper" else "int8_fp8"
 LENGTHS = [(1, 1), (1, 200), (129, 321), (330, 129), (257, 257)]
 CASES: list[tuple[int, int, dict[str, Any]]] = [
-    (64, 64, {"topk": 0.5, "quantization": "int8_fp8"}),
-    (128, 128, {"topk": 0.5, "quantization": "int8_fp8", "is_causal": True}),
+    (64, 64, {"topk": 0.5, "quantization": FP8}),
+    (128, 128, {"topk": 0.5, "quantization": FP8, "is_causal": True}),
     (72, 40, {"topk": 0.5, "quantization": "int8_fp16", "always_keep": [(0, 1)]}),
     (128, 128, {"topk": 0.5, "quantization": "none", "is_causal": True}),
     (100, 24, {"sparsity": sparge.TopCdf(0.8, min_blocks=1), "score": "mean", "quantization": "none"}),
-    (64, 64, {"sparsity": sparge.TopK(0.4, similarity_threshold=0.02, pv_threshold=-4.0), "quantization": "int8_fp8"}),
-    (128, 64, {"sparsity": sparge.Dense(), "quantization": "int8_fp8", "is_causal": True}),
+    (64, 64, {"sparsity": sparge.TopK(0.4, similarity_threshold=0.02, pv_threshold=-4.0), "quantization": FP8}),
+    (128, 64, {"sparsity": sparge.Dense(), "quantization": FP8, "is_causal": True}),
     (64, 64, {"topk": 0.5, "quantization": "int8_fp16", "padded": True, "is_causal": True}),
 ]
 
@@ -53,7 +56,7 @@ def make_calls() -> int:
             )
             last_seen = torch.tensor([kv_len, max(1, kv_len // 3)], device="cuda")[:, None]
             mask = (torch.arange(kv_len, device="cuda") < last_seen)[:, None, None] if padded else None
-            call = {"attn_mask": mask, "enable_gqa": True, "return_lse": True, "backend": "triton", **options}
+            call = {"attn_mask": mask, "enable_gqa": True, "return_lse": True, "backend": BACKEND, **options}
             call.pop("padded", None)
             for _ in range(2):
                 sparge.attention(query, key, value, **call)
@@ -90,22 +93,26 @@ def errors_of(output: str) -> int:
     found = SUMMARY.search(output)
     if found is None:
         raise RuntimeError(f"expected the tool's summary, got:\n{output[-2000:]}")
-    return int(found.group(1))
+    return int(found.group(1) or found.group(2) or 0)
 
 
-def check() -> bool:
+def check(checker: str) -> bool:
     """Whether the calls are clean, and the checker is not blind."""
-    output = run_part("calls", *CHECKER)
+    tool = ("compute-sanitizer", "--tool", checker)
+    output = run_part("calls", *tool)
     errors, made = errors_of(output), re.search(r"(\d+) calls", output)
     calls = int(made.group(1)) if made else 0
-    control = errors_of(run_part("fault", *CHECKER))
-    print(f"{CHECKER[-1]}: {calls} calls, {errors} errors; {control} in a call that reads beyond the end")
+    control = errors_of(run_part("fault", *tool)) if checker == "memcheck" else None
+    print(f"{checker}: {calls} calls, {errors} errors", flush=True)
+    if control is not None:
+        print(f"{control} in a call that reads beyond the end", flush=True)
     if errors:
         print(output[-6000:])
     path = os.environ.get("SPARGE_TEST_REPORT")
     if path:
         row = {
-            "tool": CHECKER[-1],
+            "tool": checker,
+            "backend": BACKEND,
             "calls": calls,
             "errors": errors,
             "control_errors": control,
@@ -113,7 +120,7 @@ def check() -> bool:
         }
         with open(path, "a") as report:
             report.write(json.dumps(row) + "\n")
-    return calls > 0 and errors == 0 and control > 0
+    return calls > 0 and errors == 0 and control != 0
 
 
 def main(arguments: list[str]) -> int:
@@ -123,8 +130,11 @@ def main(arguments: list[str]) -> int:
     if arguments == ["fault"]:
         make_fault()
         return 0
-    print(run_part("calls").strip(), "without the checker", flush=True)
-    return 0 if check() else 1
+    unknown = set(arguments) - set(CHECKERS)
+    if unknown:
+        raise SystemExit(f"expected some of {', '.join(CHECKERS)}, got {', '.join(sorted(unknown))}")
+    print(run_part("calls").strip(), "without a checker", flush=True)
+    return 0 if all([check(checker) for checker in arguments or ["memcheck"]]) else 1
 
 
 if __name__ == "__main__":

@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 
 import sparge
-from conftest import causality, modes, relative_l1
+from conftest import causality, relative_l1
 from gpu.conftest import (
     BACKEND,
     DEVICE,
     assert_matches_exact,
+    eight_bits,
     equal,
     exact,
     make_inputs,
+    modes,
     random_bits,
 )
 from sparge import TopCdf, TopK
@@ -91,7 +93,7 @@ class TestCausality:
         assert equal([tensor[:, :, :past] for tensor in after], [tensor[:, :, :past] for tensor in before])
 
     @PREFIXES
-    @pytest.mark.parametrize("quantization", ["int8_fp8", "int8_fp16"])
+    @eight_bits
     def test_8_bits_leak_nothing_but_the_mean_key(self, prefix: int, quantization: str) -> None:
         """The same tokens in another order after a block's end: mean and scales stay, and so must the past.
 
@@ -109,7 +111,7 @@ class TestCausality:
         assert equal([tensor[:, :, past] for tensor in after], [tensor[:, :, past] for tensor in before])
         assert not torch.equal(after[0][:, :, 896:], before[0][:, :, 896:])
 
-    @pytest.mark.parametrize("quantization", ["int8_fp8", "int8_fp16"])
+    @eight_bits
     def test_another_mean_key_moves_the_past_by_rounding(self, quantization: str) -> None:
         query, key, value = self.inputs(0)
         options = {"is_causal": True, "sparsity": TopK(0.5, min_blocks=1), "quantization": quantization, **OPTIONS}

@@ -10,24 +10,30 @@ import torch
 from torch import Tensor
 
 import sparge
-from conftest import causality, modes, relative_l1
+from conftest import causality, relative_l1
 from gpu.conftest import (
     BACKEND,
     DEVICE,
     assert_like_the_reference,
     assert_nearly_equal,
+    eight_bits,
     equal,
     exact,
     forget_recordings,
     make_inputs,
+    modes,
     random_bits,
 )
 from sparge import Dense, TopK
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 
-EIGHT_BITS = pytest.mark.parametrize("quantization", ["int8_fp8", "int8_fp16"])
-DTYPE_OF = {"int8_fp8": torch.bfloat16, "int8_fp16": torch.float16, "none": torch.float16}
+DTYPE_OF = {
+    "int8_fp8": torch.bfloat16,
+    "int8_fp8_codes": torch.bfloat16,
+    "int8_fp16": torch.float16,
+    "none": torch.float16,
+}
 """The output's rounding has to stay small beside a mode's own error."""
 
 
@@ -55,7 +61,7 @@ def exact_on_cpu(query: Tensor, key: Tensor, value: Tensor, **call: Any) -> tupl
 
 
 class TestAgainstTheSpecification:
-    @EIGHT_BITS
+    @eight_bits
     @causality
     @pytest.mark.parametrize("head_dim", [64, 72, 128, 256])
     def test_widths(self, head_dim: int, is_causal: bool, quantization: str) -> None:
@@ -68,9 +74,9 @@ class TestAgainstTheSpecification:
         got, expected = both(*tensors, blocks, is_causal=is_causal, quantization=quantization)
         exact_result = exact_on_cpu(*tensors, is_causal=is_causal, block_mask=blocks)
         assert 1e-3 < relative_l1(expected[0], exact_result[0]) < 0.1
-        assert_like_the_reference(got, expected, exact_result)
+        assert_like_the_reference(got, expected, exact_result, quantization)
 
-    @EIGHT_BITS
+    @eight_bits
     @pytest.mark.parametrize("kind", ["padding", "bias"])
     def test_masks(self, kind: str, quantization: str) -> None:
         tensors = make_inputs(200, 330, batch=2, heads=2, kv_heads=1, dtype=DTYPE_OF[quantization])
@@ -81,16 +87,16 @@ class TestAgainstTheSpecification:
             mask[..., 60:150] = -torch.inf
         blocks = torch.ones(2, 6, dtype=torch.bool, device=DEVICE)
         got, expected = both(*tensors, blocks, mask, is_causal=True, quantization=quantization)
-        assert_like_the_reference(got, expected, exact_on_cpu(*tensors, is_causal=True, attn_mask=mask))
+        assert_like_the_reference(got, expected, exact_on_cpu(*tensors, is_causal=True, attn_mask=mask), quantization)
 
-    @EIGHT_BITS
+    @eight_bits
     def test_float32_inputs_and_another_value_width(self, quantization: str) -> None:
         tensors = make_inputs(200, 400, heads=2, kv_heads=1, value_dim=32, dtype=torch.float32)
         blocks = torch.ones(2, 7, dtype=torch.bool, device=DEVICE)
         got, expected = both(*tensors, blocks, quantization=quantization)
-        assert_like_the_reference(got, expected, exact_on_cpu(*tensors))
+        assert_like_the_reference(got, expected, exact_on_cpu(*tensors), quantization)
 
-    @EIGHT_BITS
+    @eight_bits
     def test_the_dense_call_is_that_of_all_blocks(self, quantization: str) -> None:
         query, key, value = make_inputs(400, heads=2)
         options = {"quantization": quantization, "return_lse": True, "backend": BACKEND}
@@ -98,7 +104,7 @@ class TestAgainstTheSpecification:
         blocks = torch.ones(4, 7, dtype=torch.bool, device=DEVICE)
         assert_nearly_equal(dense, sparge.block_sparse_attention(query, key, value, blocks, **options))
 
-    @EIGHT_BITS
+    @eight_bits
     def test_an_offset_of_the_keys_changes_little(self, quantization: str) -> None:
         """Smoothing removes it before the keys are rounded to 8 bits; without that the error would grow tenfold."""
         query, key, value = make_inputs(400, heads=2, dtype=torch.float32)
@@ -115,7 +121,7 @@ class TestAgainstTheSpecification:
 class TestLongSums:
     """The tensor cores keep 13 fraction bits of an FP8 sum: one accumulator for all keys loses most of it."""
 
-    @EIGHT_BITS
+    @eight_bits
     @pytest.mark.parametrize("head_dim", [64, 128])
     def test_32768_keys_of_equal_weight(self, head_dim: int, quantization: str) -> None:
         query, key, value = make_inputs(128, 32768, heads=1, head_dim=head_dim)
@@ -176,4 +182,6 @@ class TestPvThreshold:
         ).to_dense()
         exact_result = exact_on_cpu(*tensors, is_causal=True, block_mask=blocks)
         plain = tuple(tensor.cpu() for tensor in results[2])
-        assert_like_the_reference(results[0], plain, exact_result)  # another kernel: it rounds at other places
+        assert_like_the_reference(
+            results[0], plain, exact_result, quantization
+        )  # another kernel: it rounds at other places

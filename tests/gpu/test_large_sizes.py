@@ -11,16 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import sparge
-from conftest import assert_within_budget, causality, modes, relative_l1
+from conftest import assert_within_budget, causality, relative_l1
 from gpu.conftest import (
     BACKEND,
     DEVICE,
+    FASTEST,
     ON_CUDA,
     assert_lse_matches,
     assert_nearly_equal,
     cuda_only,
     exact,
     make_inputs,
+    modes,
     seeded,
 )
 from sparge import TopK
@@ -95,7 +97,7 @@ class TestLargeSizes:
         assert_rows_match(got, query, key, value, quantization, **masks)
 
     @cuda_only
-    @pytest.mark.parametrize("quantization", ["none", "int8_fp8"])
+    @pytest.mark.parametrize("quantization", ["none", FASTEST])
     @pytest.mark.parametrize("axis", ["batch", "head", "token"])
     def test_strides_beyond_2_31_elements(self, axis: str, quantization: str) -> None:
         """Views into one storage of 2^31 elements and a few give what their copies give."""
@@ -117,7 +119,7 @@ class TestLargeSizes:
         assert_nearly_equal(sparge.attention(*views, **options), sparge.attention(*tensors, **options))
 
     @cuda_only
-    @pytest.mark.parametrize("quantization", ["none", "int8_fp8"])
+    @pytest.mark.parametrize("quantization", ["none", FASTEST])
     @pytest.mark.parametrize("layout", ["HND", "NHD"])
     def test_more_than_2_31_elements(self, layout: str, quantization: str) -> None:
         """33 000 heads of 512 x 128: inputs, 8-bit copies and output all pass 2^31 elements."""
@@ -135,7 +137,7 @@ class TestLargeSizes:
             masks = {"is_causal": True, "blocks": alone[-1]}
             assert_rows_match((alone[0], alone[1]), *alone[2:5], quantization, **masks)
 
-    @pytest.mark.parametrize("quantization", ["none", "int8_fp8"])
+    @pytest.mark.parametrize("quantization", ["none", FASTEST])
     def test_more_heads_than_a_grid_axis_holds(self, quantization: str) -> None:
         """70 000 heads, windows of an image say: grid axes other than the first end at 65 535."""
         batch, heads = (70, 1000) if ON_CUDA else (2, 3)

@@ -9,16 +9,18 @@ import pytest
 import torch
 
 import sparge
-from conftest import causality, modes, relative_l1
+from conftest import causality, relative_l1
 from gpu.conftest import (
     BACKEND,
     DEVICE,
+    FASTEST,
     ON_CUDA,
     assert_matches_exact,
     assert_nearly_equal,
     equal,
     exact,
     make_inputs,
+    modes,
     random_bits,
 )
 from sparge import TopCdf, TopK
@@ -80,7 +82,7 @@ class TestUninitialisedMemory:
             views[-1].copy_(tensor)
         got = sparge.attention(*views, is_causal=True, topk=1, quantization="none", **OPTIONS)
         assert_matches_exact(got, *tensors, is_causal=True)
-        sparse = {"is_causal": True, "topk": 0.3, "quantization": "int8_fp8", **OPTIONS}
+        sparse = {"is_causal": True, "topk": 0.3, "quantization": FASTEST, **OPTIONS}
         assert_nearly_equal(sparge.attention(*views, **sparse), sparge.attention(*tensors, **sparse))
 
     @pytest.mark.parametrize("head_dim, value_dim", [(8, 8), (33, 33), (100, 24), (64, 128), (8, 256), (256, 8)])

@@ -14,18 +14,17 @@ from torch import Tensor
 from torch.library import opcheck
 
 import sparge
-from conftest import modes
-from gpu.conftest import BACKEND, DEVICE, ON_CUDA, cuda_only, equal, forget_recordings, make_inputs
+from gpu.conftest import BACKEND, DEVICE, FASTEST, ON_CUDA, cuda_only, equal, forget_recordings, make_inputs, modes
 from sparge import Dense, TopCdf, TopK
 
 pytestmark = pytest.mark.gpu
 
 CALLS: dict[str, dict[str, Any]] = {
     "causal": {"topk": 0.3, "is_causal": True, "quantization": "none"},
-    "8 bits": {"topk": 0.3, "quantization": "int8_fp8"},
+    "8 bits": {"topk": 0.3, "quantization": FASTEST},
     "8 bits, threshold": {"sparsity": TopCdf(0.9, min_blocks=1, pv_threshold=-8.0), "quantization": "int8_fp16"},
     "judged": {"sparsity": TopK(0.3, similarity_threshold=0.01), "score": "mean", "quantization": "none"},
-    "dense": {"sparsity": Dense(), "quantization": "int8_fp8", "is_causal": True},
+    "dense": {"sparsity": Dense(), "quantization": FASTEST, "is_causal": True},
 }
 calls = pytest.mark.parametrize("name", CALLS)
 
@@ -81,12 +80,12 @@ class TestCompile:
             torch.ops.sparge.predict.default: (query, key, padding_of(300), True, 0.2, *rule, BACKEND),
             torch.ops.sparge.attend.default: (
                 *(query, key, value, *lists, None, True, 0.2),
-                *("int8_fp8", -8.0, None, BACKEND),
+                *(FASTEST, -8.0, None, BACKEND),
             ),
             torch.ops.sparge.dense.default: (query, key, value, None, True, 0.2, "none", True, BACKEND, "a check"),
             torch.ops.sparge.attention.default: (
                 *(query, key, value, padding_of(300), True, 0.2, *rule),
-                *("int8_fp8", -8.0, None, BACKEND),
+                *(FASTEST, -8.0, None, BACKEND),
             ),
         }
         for operator, arguments in cases.items():
@@ -136,9 +135,9 @@ class TestStreams:
         last = torch.cuda.device_count() - 1
         tensors = [tensor.to(f"cuda:{last}") for tensor in qkv(700)]
         before = torch.cuda.current_device()
-        got = attend(*tensors, topk=0.3, quantization="int8_fp8")
+        got = attend(*tensors, topk=0.3, quantization=FASTEST)
         assert torch.cuda.current_device() == before
-        expected = attend(*qkv(700), topk=0.3, quantization="int8_fp8")
+        expected = attend(*qkv(700), topk=0.3, quantization=FASTEST)
         assert equal([tensor.to(DEVICE) for tensor in got], expected)
 
     @pytest.fixture
@@ -173,7 +172,7 @@ class TestStreams:
                     query, key, sparsity=sparsity, always_keep=[(0, 70)], is_causal=True, **options
                 )
             )
-            for quantization in ("none", "int8_fp8"):
+            for quantization in ("none", FASTEST):
                 no_waiting(
                     lambda mask=mask, quantization=quantization: sparge.block_sparse_attention(
                         query, key, value, mask, quantization=quantization, pv_threshold=-8.0, **options
@@ -183,7 +182,7 @@ class TestStreams:
         no_waiting(lambda: sparge.block_sparse_attention(query, key, value, blocks, **options))
 
     @pytest.mark.parametrize("layout", ["NHD", "packed"])
-    @pytest.mark.parametrize("quantization", ["none", "int8_fp8"])
+    @pytest.mark.parametrize("quantization", ["none", FASTEST])
     def test_views_are_not_copied(self, quantization: str, layout: str) -> None:
         """A call on views takes no more memory than one on contiguous tensors; one copy would be 8 MiB."""
         plain = make_inputs(4096, heads=8, head_dim=128)

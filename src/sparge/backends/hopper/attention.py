@@ -194,10 +194,9 @@ def _produce(
         batch, head, kv_head, flat_head, q_block, value_slice = _place(work, sizes, FORM)
         row = flat_head.to(gl.int64) * q_blocks + q_block
         count = _kept_blocks(kv_num_blocks_ptr, row, q_block, sizes, FORM)
-        if FORM.count:
-            if value_slice == 0:
-                gl.atomic_add(totals_ptr, count.to(gl.int64), sem="relaxed")
-                gl.atomic_add(totals_ptr + 1, gl.load(visible_num_blocks_ptr + row).to(gl.int64), sem="relaxed")
+        if FORM.count and value_slice == 0:
+            gl.atomic_add(totals_ptr, count.to(gl.int64), sem="relaxed")
+            gl.atomic_add(totals_ptr + 1, gl.load(visible_num_blocks_ptr + row).to(gl.int64), sem="relaxed")
 
         mbarrier.wait(query_free, (turn & 1) ^ 1)
         work_smem.index(0).store(zero + work)
@@ -429,7 +428,7 @@ def _consume(
     """
     query_smem, key_smem, value_smem, unit_smem, block_smem, plain_smem, work_smem = buffers
     query_full, query_free, full, free = barriers
-    heads, group, q_len, kv_len, q_blocks, kv_blocks, works = sizes
+    heads, group, q_len, _, q_blocks, _, works = sizes
     query_scale_ptr, value_scale_ptr, lse_shift_ptr = scales
     output_ptr, lse_ptr = results
     # Scores count steps: octaves, or eighths of one where P is a code. P = 1 is stored as the largest number.

@@ -1,0 +1,110 @@
+"""Many launches of the Hopper kernel: ``python tests/gpu/soak.py [launches]`` (20000 unless told).
+
+Random lengths, heads, densities and thresholds. Of every problem all launches must give the same bits, and the first
+must be near exact attention. A launch that hangs ends the process: the watchdog prints where it stood.
+
+SPARGE_TEST_REPORT=FILE appends the counts as a JSON line.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import random
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "src")]
+
+import torch
+from torch import Tensor
+
+from conftest import exact_attention, relative_l1
+from sparge.backends.hopper import launcher
+from sparge.backends.triton import pipeline
+from sparge.block_mask import BlockMask
+from sparge.evaluate.machine import describe_gpu
+from sparge.geometry import Shape
+
+LAUNCHES = 20_000
+PER_PROBLEM = 100
+SECONDS_PER_PROBLEM = 60.0
+FORMS = [
+    ("int8_fp8_codes", 128, False, None),
+    ("int8_fp8_codes", 64, True, None),
+    ("int8_fp8_codes", 128, True, -3.0),
+    ("int8_fp8", 128, True, None),
+    ("none", 128, True, None),
+    ("none", 64, False, -3.0),
+    ("int8_fp16", 128, False, None),
+    ("int8_fp8_codes", 256, False, None),
+]
+"""Quantization, head width, causality, P V threshold."""
+ERRORS = {"none": 0.01}
+LARGEST_ERROR = 0.05
+"""Against exact attention over the kept blocks; skipped products and 8 bits included."""
+
+
+def random_problem(draw: random.Random, width: int) -> tuple[Shape, list[Tensor], Tensor]:
+    """Sizes, Q, K and V, and kept blocks of a random density."""
+    group, kv_heads = draw.choice([1, 2, 4]), draw.choice([1, 2, 3])
+    q_len, kv_len = draw.randint(1, 2000), draw.randint(1, 2000)
+    shape = Shape(draw.choice([1, 2]), group * kv_heads, kv_heads, q_len, kv_len, width, width)
+    tensors = [
+        torch.randn(shape.batch, heads, length, width, device="cuda", dtype=torch.bfloat16)
+        for heads, length in ((shape.heads, q_len), (kv_heads, kv_len), (kv_heads, kv_len))
+    ]
+    tensors[2] += 0.5
+    rows = (shape.batch, shape.heads, shape.q_blocks, shape.kv_blocks)
+    return shape, tensors, torch.rand(rows, device="cuda") < draw.choice([0.02, 0.2, 0.5, 1.0])
+
+
+def soak(launches: int) -> dict[str, int]:
+    """Launch so many times; counts of launches, problems, differences in bits and inexact results."""
+    draw = random.Random(0)
+    counts = {"launches": 0, "problems": 0, "unequal": 0, "inexact": 0}
+    while counts["launches"] < launches:
+        faulthandler.dump_traceback_later(SECONDS_PER_PROBLEM, exit=True)
+        quantization, width, is_causal, threshold = draw.choice(FORMS)
+        shape, tensors, dense = random_problem(draw, width)
+        mask = BlockMask.from_dense(dense, q_len=shape.q_len, kv_len=shape.kv_len, is_causal=is_causal)
+        scale = width**-0.5
+        operands, _ = pipeline.prepare(*tensors, shape, is_causal=is_causal, scale=scale, quantization=quantization)
+        assert operands is not None
+        first = launcher.attend(operands, mask, shape, pv_threshold=threshold)
+        for _ in range(PER_PROBLEM - 1):
+            again = launcher.attend(operands, mask, shape, pv_threshold=threshold)
+        torch.cuda.synchronize()
+        counts["unequal"] += not all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+        with tensors[0].device:
+            exact, _ = exact_attention(*tensors, is_causal=is_causal, block_mask=mask.to_dense())
+        wrong = float(exact.abs().sum()) > 0 and relative_l1(first[0], exact) > ERRORS.get(quantization, LARGEST_ERROR)
+        if wrong and threshold is None:
+            print(f"inexact: {quantization} {shape} causal {is_causal}: {relative_l1(first[0], exact):.4f}", flush=True)
+            counts["inexact"] += 1
+        counts["launches"] += PER_PROBLEM
+        counts["problems"] += 1
+        if counts["problems"] % 20 == 0:
+            print(f"{counts['launches']} launches", flush=True)
+    faulthandler.cancel_dump_traceback_later()
+    return counts
+
+
+def main(arguments: list[str]) -> int:
+    started = time.perf_counter()
+    counts = soak(int(arguments[0]) if arguments else LAUNCHES)
+    seconds = round(time.perf_counter() - started)
+    print(", ".join(f"{count} {name}" for name, count in counts.items()), f"in {seconds} s")
+    path = os.environ.get("SPARGE_TEST_REPORT")
+    if path:
+        with open(path, "a") as report:
+            row = {"tool": "soak", "backend": "hopper", **counts, "seconds": seconds, **asdict(describe_gpu())}
+            report.write(json.dumps(row) + "\n")
+    return 1 if counts["unequal"] or counts["inexact"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
