@@ -54,11 +54,45 @@ class TestChooseBackend:
         assert dispatch.choose_backend("auto", CPU).backend == "torch"
 
     @needs_triton
-    @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0)])
+    @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (10, 0), (12, 0)])
     def test_a_gpu_gets_triton(self, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-        assert dispatch.choose_backend("auto", CUDA).backend == "triton"
+        missing = f"expected compute capability 9.0, got {capability[0]}.{capability[1]}"
+        choice = dispatch.choose_backend("auto", CUDA)
+        assert choice == dispatch.Choice("triton", f"block-sparse kernels; not 'hopper': {missing}")
         assert dispatch.choose_backend("triton", CUDA) == dispatch.Choice("triton", "asked for by name")
+        with pytest.raises(NotImplementedError) as raised:
+            dispatch.choose_backend("hopper", CUDA)
+        assert str(raised.value) == f"backend 'hopper': {missing}"
+
+    @needs_triton
+    def test_a_hopper_gpu_gets_its_kernel(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+        assert dispatch.choose_backend("auto", CUDA).backend == "hopper"
+        assert dispatch.choose_backend("hopper", CUDA) == dispatch.Choice("hopper", "asked for by name")
+
+    @needs_triton
+    def test_a_triton_without_what_the_kernel_needs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        import triton
+
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+        monkeypatch.setattr(triton, "__version__", "3.5.1")
+        missing = "expected Triton 3.6 or newer, got 3.5.1"
+        choice = dispatch.choose_backend("auto", CUDA)
+        assert choice == dispatch.Choice("triton", f"block-sparse kernels; not 'hopper': {missing}")
+        with pytest.raises(NotImplementedError, match=r"backend 'hopper': expected Triton 3\.6 or newer"):
+            dispatch.choose_backend("hopper", CUDA)
+
+    @needs_triton
+    def test_a_gluon_that_moved(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+        monkeypatch.delitem(sys.modules, "sparge.backends.hopper.gluon", raising=False)
+        monkeypatch.delattr(sys.modules.get("sparge.backends.hopper", dispatch), "gluon", raising=False)
+        monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)
+        missing = dispatch.hopper_missing("cuda", 0)
+        assert missing is not None
+        assert missing.startswith("expected Gluon for Hopper in Triton ")
+        assert dispatch.choose_backend("auto", CUDA).backend == "triton"
 
     def refused(self, device: torch.device, missing: str) -> None:
         """By name it raises, "auto" takes torch; both say what is missing."""
@@ -105,6 +139,19 @@ class TestChooseBackend:
 
 
 class TestQuantization:
+    def test_hopper_takes_codes_unless_there_is_a_mask(self) -> None:
+        assert dispatch.resolve_quantization("auto", "hopper", CUDA) == "int8_fp8_codes"
+        assert dispatch.resolve_quantization("auto", "hopper", CUDA, has_mask=True) == "int8_fp8"
+        assert dispatch.resolve_quantization("int8_fp8", "hopper", CUDA) == "int8_fp8"
+        with pytest.raises(NotImplementedError, match=r"expected no attn_mask \('int8_fp8' takes one\)"):
+            dispatch.resolve_quantization("int8_fp8_codes", "hopper", CUDA, has_mask=True)
+
+    def test_who_has_codes(self) -> None:
+        assert dispatch.resolve_quantization("int8_fp8_codes", "reference", CPU, has_mask=True) == "int8_fp8_codes"
+        for backend in ("triton", "torch"):
+            with pytest.raises(NotImplementedError, match="expected backend 'hopper' or 'reference', got"):
+                dispatch.resolve_quantization("int8_fp8_codes", backend, CPU)
+
     @pytest.mark.parametrize("asked", ["auto", "none", "int8_fp8", "int8_fp16"])
     @pytest.mark.parametrize("backend", ["torch", "reference"])
     def test_other_backends_quantise_when_told_to(self, backend: str, asked: str) -> None:

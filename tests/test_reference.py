@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+import sparge
+from conftest import make_qkv
 from sparge import Dense, Mean, Moment, TopCdf, TopK, reference
 from sparge.evaluate.metrics import relative_l1
 from sparge.geometry import Shape
@@ -293,3 +295,34 @@ def test_stage_two_skips_groups_of_64_rows_in_natural_log_units():
     assert skipped.pv_skipped.item() == 1
     torch.testing.assert_close(skipped.output[0, 0, 0], value[0, 0, :64].double().mean(0))
     torch.testing.assert_close(skipped.output[0, 0, 64], value[0, 0].double().mean(0))
+
+
+class TestCodesWithoutExponentials:
+    def test_codes_are_e4m3_numbers_and_right_on_average(self):
+        exponent = -torch.linspace(0, 14, 100_001, dtype=torch.float64)
+        numbers = reference.fp8_from_log2(exponent)
+        assert torch.equal(numbers, reference.to_fp8(numbers))
+        ratio = numbers / (448 * 2**exponent)
+        assert ratio.min() > 0.9
+        assert ratio.max() < 1.1
+        assert abs(float(ratio.mean()) - 1) < 1e-3
+
+    def test_ends_of_the_range(self):
+        exponent = torch.tensor([0.0, 0.2, -15.75, -15.9, -100.0, -torch.inf, torch.nan], dtype=torch.float64)
+        numbers = reference.fp8_from_log2(exponent)
+        assert numbers[:6].tolist() == [448, 448, 0, 0, 0, 0]
+        assert numbers[6].isnan()
+
+    @pytest.mark.parametrize("is_causal", [False, True])
+    def test_attention_is_as_accurate_as_with_exponentials(self, is_causal):
+        """Both round P to E4M3; the row sum of the same numbers takes the codes' bias out of the output."""
+        query, key, value = make_qkv(300, 500, heads=2, kv_heads=1, head_dim=32, dtype=torch.float32)
+        call = {"is_causal": is_causal, "topk": 1.0, "enable_gqa": True, "return_lse": True, "backend": "reference"}
+        exact, exact_lse = sparge.attention(query, key, value, quantization="none", **call)
+        errors, moved = {}, {}
+        for quantization in ("int8_fp8", "int8_fp8_codes"):
+            output, lse = sparge.attention(query, key, value, quantization=quantization, **call)
+            errors[quantization] = relative_l1(output, exact.double())
+            moved[quantization] = float((lse - exact_lse).abs().mean())
+        assert errors["int8_fp8_codes"] < 1.2 * errors["int8_fp8"] < 0.1
+        assert moved["int8_fp8_codes"] < 1e-2

@@ -21,7 +21,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from sparge.backends.triton import replay
-from sparge.backends.triton.launch import buffer_like
+from sparge.backends.triton.launch import buffer_like, zeros_like
 from sparge.backends.triton.replay import ALIGNMENT, MOST_REPLAYS, replayed
 
 LENGTH = 300
@@ -65,6 +65,15 @@ def chain(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     fused(c, b, d, 4.0)
     fused(d, second, output, 5.0)
     fused(d, c, lse, 6.0)
+    return output, lse
+
+
+def counted(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """`chain`, and on top of its LSE what a buffer that begins with zeros holds once the first input is added to it."""
+    count = zeros_like(first, LENGTH)
+    fused(count, first, count, 1.0)
+    output, lse = chain(first, second)
+    fused(count, lse, lse, 1.0)
     return output, lse
 
 
@@ -182,6 +191,17 @@ def test_a_buffer_that_torch_fills_is_not_replayed() -> None:
         tensors = inputs(seed)
         assert_right(call(*tensors), tensors)
     assert call.runs == 3
+
+
+def test_a_buffer_of_zeros_is_cleared_for_every_replay() -> None:
+    call = Caller(counted)
+    for seed in range(4):
+        tensors = inputs(seed)
+        output, lse = call(*tensors)
+        wanted = expected(*tensors)
+        torch.testing.assert_close(output, wanted[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(lse, wanted[1] + tensors[0], rtol=1e-5, atol=1e-5)
+    assert call.runs == 1
 
 
 def test_a_result_that_torch_computes_is_not_replayed() -> None:

@@ -159,7 +159,7 @@ def attention(
             counters.record("dense: unsupported")
         return _in_layout(_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, shape), layout)
 
-    arithmetic = dispatch.resolve_quantization(quantization, backend_name, query.device)
+    arithmetic = dispatch.resolve_quantization(quantization, backend_name, query.device, has_mask=attn_mask is not None)
     dense_reason = None
     if isinstance(chosen, Dense):
         dense_reason = "sparsity=Dense()"
@@ -303,7 +303,7 @@ def block_sparse_attention(
         validation.check_block_mask(mask, shape, is_causal, query.device),
         scale=validation.check_scale(scale, shape.head_dim),
         attn_mask=validation.check_attn_mask(attn_mask, shape, query.device),
-        quantization=dispatch.resolve_quantization(quantization, backend, query.device),
+        quantization=dispatch.resolve_quantization(quantization, backend, query.device, has_mask=attn_mask is not None),
         pv_threshold=pv_threshold,
         backend=backend,
     )

@@ -225,7 +225,7 @@ def bench(
         typer.Option(
             parser=_suite,
             metavar="NAME",
-            help="end_to_end, kernel, error, memory or crossover; may be repeated. All but crossover by default.",
+            help="end_to_end, kernel, error, memory, crossover or hopper; may be repeated. The first four by default.",
         ),
     ] = None,
     json_path: Annotated[

@@ -141,18 +141,21 @@ def gluon_missing() -> str | None:
     return None
 
 
-def resolve_quantization(quantization: str, backend: str, device: torch.device) -> str:
+def resolve_quantization(quantization: str, backend: str, device: torch.device, *, has_mask: bool = False) -> str:
     """ "auto" means the fastest arithmetic: 8 bits in the GPU's kernels, none elsewhere.
 
     Raises:
         NotImplementedError: the device or the backend has no such arithmetic.
     """
-    if quantization == "int8_fp8_codes" and backend not in ("hopper", "reference"):
-        raise NotImplementedError(
-            f"quantization 'int8_fp8_codes': expected backend 'hopper' or 'reference', got {backend!r}"
-        )
+    if quantization == "int8_fp8_codes":
+        if backend not in ("hopper", "reference"):
+            raise NotImplementedError(
+                f"quantization 'int8_fp8_codes': expected backend 'hopper' or 'reference', got {backend!r}"
+            )
+        if backend == "hopper" and has_mask:
+            raise NotImplementedError("quantization 'int8_fp8_codes': expected no attn_mask ('int8_fp8' takes one)")
     if backend == "hopper" and quantization == "auto":
-        return "int8_fp8_codes"
+        return "int8_fp8" if has_mask else "int8_fp8_codes"
     if backend != "triton":
         return "none" if quantization == "auto" else quantization
     missing = fp8_missing(device.type, device.index)

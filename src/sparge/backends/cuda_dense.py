@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparge.backends.triton import pipeline
-from sparge.dispatch import choose_backend
 from sparge.geometry import Shape
 
 
@@ -22,6 +21,7 @@ def attention(
     attn_mask: Tensor | None,
     quantization: str,
     with_lse: bool,
+    kernels: str,
 ) -> tuple[Tensor, Tensor]:
     """Attention over every visible key: output (B, H, Sq, Dv) in the query's dtype, lse (B, H, Sq) float32 or empty."""
     is_causal = is_causal and shape.q_len > 1  # the last query sees every key
@@ -40,7 +40,7 @@ def attention(
         scale=scale,
         attn_mask=attn_mask,
         quantization=quantization,
-        kernels=choose_backend("auto", query.device).backend,
+        kernels=kernels,
     )
 
 

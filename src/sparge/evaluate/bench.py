@@ -2,7 +2,8 @@
 
 Suites: "end_to_end" (a whole call against cuDNN and FlashAttention-2), "kernel" (attention over random blocks alone,
 against FlexAttention), "error" (dense 8-bit attention against exact attention), "memory" (peak beyond inputs and
-output), "crossover" (from which sizes on a sparse call pays). Errors are those of 256 queries per head, see
+output), "crossover" (from which sizes on a sparse call pays), "hopper" (its kernel beside its twin, and whole calls at
+two budgets). Errors are those of 256 queries per head, see
 `bench_exact`. A column that could not be measured is None, and ``problems`` of its row says why.
 """
 
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,11 +23,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from sparge import api
 from sparge.block_mask import BlockMask
 from sparge.config import Dense, Moment, Quantization, TopK
+from sparge.dispatch import choose_backend, hopper_missing, resolve_quantization
 from sparge.evaluate.bench_cases import (
     ARITHMETICS,
     CROSSOVER_TOPKS,
     ERROR_TARGETS,
-    TOPKS,
     Group,
     Problem,
     Row,
@@ -69,10 +70,12 @@ def cuda_bench(quick: bool) -> Bench:
     """Measure on the current CUDA device, in the arithmetic that ``quantization="auto"`` takes there."""
     from sparge.backends.triton import pipeline
 
+    device = torch.device("cuda", torch.cuda.current_device())
+    backend = choose_backend("auto", device).backend
     return Bench(
-        device=torch.device("cuda", torch.cuda.current_device()),
-        backend="triton",
-        quantization="int8_fp8" if torch.cuda.get_device_capability() >= (8, 9) else "int8_fp16",
+        device=device,
+        backend=backend,
+        quantization=cast(Quantization, resolve_quantization("auto", backend, device)),
         pipeline=pipeline,
         time=time_on_cuda,
         peak_extra_bytes=peak_extra_bytes,
@@ -112,13 +115,13 @@ def _end_to_end(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
     rows = sampled_queries(problem.queries, bench.device)
     exact = exact_rows(*inputs, rows, is_causal=problem.is_causal)
     variants = {name: _rival(name, inputs, problem) for name in RIVALS}
-    for topk in TOPKS:
+    for topk in group.topks:
         variants[f"sparge {topk}"] = _sparge(bench, inputs, problem, topk)
         variants[f"prepare {topk}"], variants[f"attend {topk}"] = _stages(bench, inputs, problem, topk)
     timings = bench.time(variants, bench.turns)
     common: dict[str, str] = {}
     cudnn_error = _attempt(common, "cudnn", partial(_error, variants["cudnn"].once, rows, exact))
-    for topk in TOPKS:
+    for topk in group.topks:
         named = {name: timings[f"{name} {topk}"] for name in ("sparge", "prepare", "attend")}
         named |= {name: timings[name] for name in RIVALS}
         problems = _problems(named, common)
@@ -158,13 +161,32 @@ def _crossover(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
 
 
 def _kernel(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
+    yield from _given(bench, group, inputs, {name: (name, bench.backend) for name in _arithmetics(bench)})
+
+
+def _hopper(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
+    missing = hopper_missing(bench.device.type, bench.device.index)
+    if missing is not None:
+        raise NotImplementedError(f"backend 'hopper': {missing}")
+    arithmetics = ("int8_fp8_codes", "int8_fp8", "none")
+    kernels = {name: (name, "hopper") for name in arithmetics} | {"twin int8_fp8": ("int8_fp8", "triton")}
+    yield from _given(bench, group, inputs, kernels)
+
+
+def _arithmetics(bench: Bench) -> tuple[str, ...]:
+    """Those of the backend, the fastest first."""
+    return ("int8_fp8_codes", *ARITHMETICS) if bench.backend == "hopper" else ARITHMETICS
+
+
+def _given(bench: Bench, group: Group, inputs: Inputs, kernels: dict[str, tuple[str, str]]) -> Iterator[Row]:
+    """Rows of kernels, (quantization, backend) by name, over the same random blocks."""
     problem = group.problem
     assert group.density is not None
-    kept = random_blocks(problem.shape, group.density, bench.device)
-    mask = BlockMask.from_dense(kept, q_len=problem.queries, kv_len=problem.tokens)
+    kept = random_blocks(problem.shape, group.density, bench.device, is_causal=problem.is_causal)
+    mask = BlockMask.from_dense(kept, q_len=problem.queries, kv_len=problem.tokens, is_causal=problem.is_causal)
     rows = sampled_queries(problem.queries, bench.device)
-    exact = exact_rows(*inputs, rows, kept=kept)
-    variants = {name: _given_blocks(bench, inputs, problem, mask, name) for name in ARITHMETICS}
+    exact = exact_rows(*inputs, rows, is_causal=problem.is_causal, kept=kept)
+    variants = {name: _given_blocks(bench, inputs, problem, mask, *kernel) for name, kernel in kernels.items()}
     if group.with_flex:
         variants["flex"] = _flex(inputs, mask)
     timings = bench.time(variants, bench.turns)
@@ -199,7 +221,7 @@ def _dense_errors(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
             quantization=name,
             backend=bench.backend,
         )
-        for name in ARITHMETICS
+        for name in _arithmetics(bench)
     }
     runs["cudnn"] = _rival("cudnn", inputs, problem).once
     for name, run in runs.items():
@@ -231,6 +253,7 @@ MEASURES: dict[str, Callable[[Bench, Group, Inputs], Iterator[Row]]] = {
     "error": _dense_errors,
     "memory": _memory,
     "crossover": _crossover,
+    "hopper": _hopper,
 }
 
 
@@ -268,14 +291,16 @@ def _stages(bench: Bench, inputs: Inputs, problem: Problem, topk: float) -> tupl
     """Everything before the attention kernel, and the kernel. Dense attention prepares by quantising alone."""
     sparsity = None if topk == 1.0 else TopK(topk)
     prepare = partial(_prepare, bench, inputs, problem, sparsity, bench.quantization)
-    return Variant(prepare), _attend(bench, problem, prepare)
+    return Variant(prepare), _attend(bench, problem, prepare, bench.backend)
 
 
-def _given_blocks(bench: Bench, inputs: Inputs, problem: Problem, mask: BlockMask, quantization: str) -> Variant:
+def _given_blocks(
+    bench: Bench, inputs: Inputs, problem: Problem, mask: BlockMask, quantization: str, backend: str
+) -> Variant:
     def prepare() -> tuple[Any, BlockMask]:
         return _prepare(bench, inputs, problem, None, quantization)[0], mask
 
-    return _attend(bench, problem, prepare)
+    return _attend(bench, problem, prepare, backend)
 
 
 def _prepare(bench: Bench, inputs: Inputs, problem: Problem, sparsity: TopK | None, quantization: str) -> Any:
@@ -293,10 +318,10 @@ def _prepare(bench: Bench, inputs: Inputs, problem: Problem, sparsity: TopK | No
     )
 
 
-def _attend(bench: Bench, problem: Problem, prepare: Callable[[], tuple[Any, Any]]) -> Variant:
+def _attend(bench: Bench, problem: Problem, prepare: Callable[[], tuple[Any, Any]], backend: str) -> Variant:
     """The attention kernel on operands that are prepared once, when the first call (a warm-up) needs them."""
     prepared = cache(prepare)
-    return Variant(lambda: bench.pipeline.attend(*prepared(), problem.shape, pv_threshold=None))
+    return Variant(lambda: bench.pipeline.attend(*prepared(), problem.shape, kernels=backend))
 
 
 def _density(bench: Bench, inputs: Inputs, problem: Problem, topk: float) -> float:

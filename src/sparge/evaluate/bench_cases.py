@@ -20,8 +20,9 @@ TOPKS = (1.0, 0.5, 0.25, 0.1)
 """1.0 stands for `Dense`: every block, in 8 bits, without a prediction."""
 CROSSOVER_TOPKS = (0.5, 0.25)
 DENSITIES = (1.0, 0.5, 0.25, 0.1)
+HOPPER_TOPKS = (1.0, 0.5)
 ARITHMETICS = ("int8_fp8", "int8_fp16", "none")
-ERROR_TARGETS = {"int8_fp8": 0.013}
+ERROR_TARGETS = {"int8_fp8": 0.013, "int8_fp8_codes": 0.013}
 """Relative L1 error that dense 8-bit attention may have: what the published 8-bit kernels show on the same card."""
 
 IDENTITY = ("suite", "tokens", "queries", "heads", "head_dim", "is_causal", "topk", "asked_density", "kernel")
@@ -62,15 +63,20 @@ class Problem:
 
 @dataclass(frozen=True)
 class Group:
-    """What is timed together. ``density`` is the share of random blocks (suite "kernel"), else None."""
+    """What is timed together.
+
+    ``density`` is the share of the visible blocks kept at random (suites "kernel" and "hopper"), else None; ``topks``
+    are those of whole calls.
+    """
 
     suite: str
     problem: Problem
     density: float | None = None
     with_flex: bool = False
+    topks: tuple[float, ...] = TOPKS
 
 
-def _end_to_end() -> list[Group]:
+def _end_to_end(topks: tuple[float, ...] = TOPKS) -> list[Group]:
     problems = [
         Problem(8192, 32),
         Problem(32768, 16),
@@ -79,7 +85,7 @@ def _end_to_end() -> list[Group]:
         Problem(32768, 16, is_causal=True),
         Problem(131072, 4, is_causal=True),
     ]
-    return [Group("end_to_end", problem) for problem in problems]
+    return [Group("end_to_end", problem, topks=topks) for problem in problems]
 
 
 def _kernel() -> list[Group]:
@@ -104,14 +110,28 @@ def _crossover() -> list[Group]:
     ]
 
 
+def _hopper() -> list[Group]:
+    """What Hopper's kernel has to show, beside its twin, then whole calls."""
+    kernels = [
+        (Problem(32768, 16), 0.5),
+        (Problem(32768, 16), 1.0),
+        (Problem(32768, 16), 0.1),
+        (Problem(8192, 32), 0.5),
+        (Problem(32768, 16, head_dim=64), 0.5),
+        (Problem(32768, 16, is_causal=True), 0.5),
+    ]
+    return [Group("hopper", problem, density) for problem, density in kernels] + _end_to_end(HOPPER_TOPKS)
+
+
 SUITES: dict[str, list[Group]] = {
     "end_to_end": _end_to_end(),
     "kernel": _kernel(),
     "error": [Group("error", Problem(32768, 16))],
     "memory": [Group("memory", Problem(tokens, heads)) for tokens, heads in ((8192, 32), (32768, 16), (131072, 4))],
     "crossover": _crossover(),
+    "hopper": _hopper(),
 }
-DEFAULT_SUITES = tuple(name for name in SUITES if name != "crossover")
+DEFAULT_SUITES = tuple(name for name in SUITES if name not in ("crossover", "hopper"))
 
 
 def groups_of(suites: tuple[str, ...], quick: bool) -> list[Group]:
@@ -134,9 +154,22 @@ def executed_flop(kept_blocks: int, head_dim: int) -> float:
     return 4.0 * BLOCK_Q * BLOCK_K * head_dim * kept_blocks
 
 
-def random_blocks(shape: Shape, density: float, device: torch.device, seed: int = 0) -> Tensor:
-    """A bool tensor (B, H, q_blocks, kv_blocks) that keeps exactly this share of every row, rounded, at random."""
+def random_blocks(
+    shape: Shape, density: float, device: torch.device, seed: int = 0, *, is_causal: bool = False
+) -> Tensor:
+    """A bool tensor (B, H, q_blocks, kv_blocks) that keeps exactly this share of every row's visible blocks, rounded.
+
+    Causal rows keep the blocks on the diagonal, so that every query sees a key.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     size = (shape.batch, shape.heads, shape.q_blocks, shape.kv_blocks)
-    order = torch.rand(size, generator=generator, device=device).argsort(-1)
-    return order < round(density * shape.kv_blocks)
+    rank = torch.rand(size, generator=generator, device=device)
+    if not is_causal:
+        return rank.argsort(-1) < round(density * shape.kv_blocks)
+    first = torch.arange(shape.q_blocks, device=device)[:, None] * BLOCK_Q + shape.causal_offset
+    last = (first + BLOCK_Q - 1).clamp(max=shape.kv_len - 1)
+    starts = torch.arange(shape.kv_blocks, device=device) * BLOCK_K
+    on_diagonal = (starts <= last) & (starts + BLOCK_K > first)
+    rank = rank.masked_fill(starts > last, 2.0).masked_fill(on_diagonal, -1.0)
+    kept = (density * (last // BLOCK_K + 1)).round()
+    return rank.argsort(-1).argsort(-1) < torch.maximum(kept, on_diagonal.sum(-1, keepdim=True))

@@ -11,9 +11,11 @@ Cells = Iterator[tuple[str, str]]
 
 NOT_MEASURED = "n/a"
 KERNELS = {
+    "int8_fp8_codes": "INT8 + FP8, no exponentials",
     "int8_fp8": "INT8 + FP8",
     "int8_fp16": "INT8 + FP16",
     "none": "16 bits",
+    "twin int8_fp8": "INT8 + FP8, Triton",
     "flex": "FlexAttention bf16",
     "cudnn": "cuDNN bf16",
 }
@@ -69,6 +71,13 @@ def _kernel(row: Row) -> Cells:
     yield "rel. L1", _number(row, "relative_l1", ".4f")
 
 
+def _hopper(row: Row) -> Cells:
+    for column, text in _kernel(row):
+        if column == "density":
+            yield "causal", _causal(row)
+        yield column, text
+
+
 def _errors(row: Row) -> Cells:
     yield from _problem(row)
     yield "arithmetic", KERNELS.get(row.get("kernel", ""), NOT_MEASURED)
@@ -104,6 +113,7 @@ VIEWS = {
     "end_to_end": View("end_to_end", "End to end, prediction and quantisation included", _end_to_end),
     "prepare": View("end_to_end", "Where the time of one call goes, by graph replay", _prepare, {"topk": 0.5}),
     "kernel": View("kernel", "Attention over random blocks, the kernel alone", _kernel),
+    "hopper": View("hopper", "Hopper's kernel beside its Triton twin, over random blocks", _hopper),
     "error": View("error", "Dense attention, error by arithmetic", _errors),
     "memory": View("memory", "Peak device memory beyond inputs and output", _memory),
     "crossover": View(

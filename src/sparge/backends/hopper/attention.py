@@ -184,7 +184,8 @@ def _produce(
     chunks: gl.constexpr = FORM.chunks
     blocks: gl.constexpr = FORM.blocks
     value_copies: gl.constexpr = FORM.value_copies
-    notes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    # One thread writes all notes of a tile: it is also the one that arrives.
+    notes: gl.constexpr = gl.BlockedLayout([FORM.blocks], [32], [1], [0])
     places = gl.arange(0, blocks, notes)
     zero = gl.arange(0, 1, notes)
     tile = 0

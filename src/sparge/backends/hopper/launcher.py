@@ -88,7 +88,7 @@ def attend(
         kv_indices_ptr=stand_in if mask is None else mask.kv_indices.contiguous(),
         visible_num_blocks_ptr=stand_in if mask is None else mask.visible_num_blocks.contiguous(),
         totals_ptr=stand_in if totals is None else totals,
-        taken_ptr=zeros_like(stand_in, 1),
+        taken_ptr=zeros_like(stand_in, 1, dtype=torch.int32),
         threshold_ptr=stand_in if threshold is None else threshold,
         output_ptr=output,
         lse_ptr=lse,

@@ -43,8 +43,8 @@ def _known(kernel: Any) -> _Kernel:
         kinds = [_kind(name) for name in names]
         order = "*_tiles, *_ptr, *_strides, numbers, CONSTANTS"
         assert kinds == sorted(kinds), f"{kernel.__name__}: expected {order}, got {names}"
-        ends = [sum(kind <= last for kind in kinds) for last in range(4)]
-        known = _kernels[id(kernel)] = _Kernel(kernel, *ends, {})
+        tiles, pointers, strides, numbers = (sum(kind <= last for kind in kinds) for last in range(4))
+        known = _kernels[id(kernel)] = _Kernel(kernel, tiles, pointers, strides, numbers, {})
     return known
 
 
@@ -144,9 +144,9 @@ def buffer_like(tensor: Tensor, wanted: bool, *sizes: int, dtype: torch.dtype = 
     return buffer
 
 
-def zeros_like(tensor: Tensor, *sizes: int) -> Tensor:
-    """int32 zeros on the tensor's device."""
-    buffer = torch.empty(sizes, dtype=torch.int32, device=tensor.device)
+def zeros_like(tensor: Tensor, *sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Zeros on the tensor's device."""
+    buffer = torch.empty(sizes, dtype=dtype, device=tensor.device)
     recorder = current_recorder.get()
     if recorder is not None:
         recorder.add_buffer(buffer, is_zero=True)

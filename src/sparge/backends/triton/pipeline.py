@@ -5,20 +5,20 @@
     attention         over a given mask, or over every visible block
     sparse_attention  prepare, then attend
 
-The last stage has two kernels, Triton's own and Hopper's (``kernels``); all others are shared. Nothing here waits for the device. Masks with an entry per query, and additive ones, are scored by `torch_predict`.
+The last stage has two kernels, Triton's own and Hopper's (``kernels``); all others are shared. Nothing here waits for
+the device. Masks with an entry per query, and additive ones, are scored by `torch_predict`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparge.backends import torch_predict
-from sparge.backends.triton.attention import Operands, attend
+from sparge.backends.triton import attention as triton_attention
+from sparge.backends.triton.attention import Operands
 from sparge.backends.triton.launch import per_head_tensor
 from sparge.backends.triton.predict import block_probabilities
 from sparge.backends.triton.quantize import quantize_key_value, read_query
@@ -191,7 +191,7 @@ def attention(
             query, key, value, shape, is_causal=is_causal, scale=scale, attn_mask=attn_mask, quantization=quantization
         )
         assert operands is not None
-        return _attend(kernels, operands, mask, shape, pv_threshold=pv_threshold, totals=totals)
+        return attend(operands, mask, shape, pv_threshold=pv_threshold, totals=totals, kernels=kernels)
 
     if attn_mask is not None or pv_threshold is not None:
         return call()  # some of it is computed by torch
@@ -233,7 +233,7 @@ def sparse_attention(
             quantization=quantization,
         )
         assert operands is not None
-        return _attend(kernels, operands, mask, shape, pv_threshold=pv_threshold, totals=totals)
+        return attend(operands, mask, shape, pv_threshold=pv_threshold, totals=totals, kernels=kernels)
 
     thresholds = sparsity.similarity_threshold, pv_threshold
     if attn_mask is not None or always_keep or sparsity.is_per_head or any(x is not None for x in thresholds):
@@ -242,15 +242,20 @@ def sparse_attention(
     return replayed(kind, (query, key, value, totals), call)
 
 
-def _attend(
-    kernels: str, operands: Operands, mask: BlockMask | None, shape: Shape, **rest: Any
+def attend(
+    operands: Operands,
+    mask: BlockMask | None,
+    shape: Shape,
+    *,
+    pv_threshold: PerHead | None = None,
+    totals: Tensor | None = None,
+    kernels: str = "triton",
 ) -> tuple[Tensor, Tensor]:
-    """The last stage with the kernel asked for; the twin takes what Hopper's does not have."""
+    """The last stage with the kernel asked for; Triton's takes what Hopper's does not have (masks, float32)."""
     if kernels == "hopper":
         from sparge.backends.hopper import launcher
 
         if launcher.serves(operands):
-            return launcher.attend(operands, mask, shape, **rest)
-        if operands.quantization == "int8_fp8_codes":
-            operands = replace(operands, quantization="int8_fp8")
-    return attend(operands, mask, shape, **rest)
+            return launcher.attend(operands, mask, shape, pv_threshold=pv_threshold, totals=totals)
+    assert operands.quantization != "int8_fp8_codes", "dispatch.resolve_quantization refuses what has no kernel"
+    return triton_attention.attend(operands, mask, shape, pv_threshold=pv_threshold, totals=totals)
