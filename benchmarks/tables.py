@@ -161,24 +161,44 @@ def gpu_table(name: str) -> str | None:
 
 
 def gpu_tests_table() -> str | None:
-    """The last run of tests/gpu/run.py and of every tool of tests/gpu/sanitize.py, or None before the first."""
+    """The last run of tests/gpu/run.py and of every tool beside it, for each backend; None before the first."""
     path = RESULTS / "gpu_tests.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    runs = [row for row in rows if "files" in row]
+    runs = {row["backend"]: row for row in rows if "files" in row}
     if not runs:
         return None
-    counts = ("passed", "failed", "skipped")
-    body = [[f"`{line['file']}`", *(str(line[count]) for count in counts)] for line in runs[-1]["files"]]
-    body.append(["all", *(f"**{runs[-1][count]}**" for count in counts)])
-    tools = {row["tool"]: row for row in rows if "tool" in row}
-    notes = "".join(
-        f"\n\nSanitizer, {name}: {row['errors']} errors in {row['calls']} calls"
-        f" ({row['control_errors']} in a call made to fail); {_gpu_source([row])}"
-        for name, row in tools.items()
-    )
-    if runs[-1]["crashed"]:
-        notes = f"\n\n**{runs[-1]['crashed']} processes crashed; their tests are not counted.**{notes}"
-    return f"{_markdown(['tests', *counts], body)}\n\nBackend {runs[-1]['backend']!r}; {_gpu_source(runs[-1:])}{notes}"
+    files = sorted({line["file"] for run in runs.values() for line in run["files"]})
+    body = [
+        [f"`{name}`", *(_counts([line for line in run["files"] if line["file"] == name]) for run in runs.values())]
+        for name in files
+    ]
+    body.append(["all", *(f"**{_counts(run['files'])}**" for run in runs.values())])
+    tools = {(row["tool"], row.get("backend", "triton")): row for row in rows if "tool" in row}
+    notes = [f"Backend {backend!r}: {_gpu_source([run])}" for backend, run in runs.items()]
+    notes += [
+        f"**{run['crashed']} processes crashed with {backend!r}; their tests are not counted.**"
+        for backend, run in runs.items()
+        if run["crashed"]
+    ]
+    notes += [_tool_note(tool, backend, row) for (tool, backend), row in tools.items()]
+    return _markdown(["tests", *map(repr, runs)], body) + "".join(f"\n\n{note}" for note in notes)
+
+
+def _counts(lines: list[Row]) -> str:
+    """ "130 passed, 2 skipped"; what is none is not told."""
+    sums = {kind: sum(line[kind] for line in lines) for kind in ("passed", "failed", "skipped")}
+    return ", ".join(f"{count} {kind}" for kind, count in sums.items() if count)
+
+
+def _tool_note(tool: str, backend: str, row: Row) -> str:
+    if tool == "soak":
+        told = f"{row['launches']} launches of {row['problems']} problems in {row['seconds']} s, none hung"
+        told += f"; {row['unequal']} problems whose bits changed, {row['inexact']} inexact"
+    else:
+        told = f"{row['errors']} errors in {row['calls']} calls"
+        if row.get("control_errors") is not None:
+            told += f" ({row['control_errors']} in a call made to fail)"
+    return f"{tool}, {backend!r}: {told}; {_gpu_source([row])}"
 
 
 def _gpu_source(rows: list[Row]) -> str:

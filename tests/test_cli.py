@@ -25,7 +25,7 @@ from sparge.evaluate import bench as bench_module
 from sparge.evaluate import demo as demo_module
 from sparge.evaluate import machine as machine_module
 from sparge.evaluate.bench_cases import SUITES
-from sparge.evaluate.bench_table import VIEWS
+from sparge.evaluate.bench_table import TERMINAL_VIEWS
 from sparge.evaluate.demo import Demo, Row, Settings, run_demo, table_cells, video_grid
 from sparge.evaluate.inputs import Sample, random_like, text_like, video_like
 from sparge.evaluate.machine import Gpu
@@ -332,7 +332,7 @@ def test_bench_tables_fit_80_columns() -> None:
     cli._print_bench(Console(file=stream, width=80), [row | {"suite": name} for name in SUITES])
     lines = stream.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
-    for view in VIEWS.values():
+    for view in TERMINAL_VIEWS:
         texts = " ".join(text for _, text in view.cells(row))
         assert "n/a" not in texts
         assert texts.split() in [line.split() for line in lines]

@@ -267,9 +267,9 @@ def bench(
 
 def _print_bench(console: Console, rows: Sequence[bench_cases.Row]) -> None:
     """One table for every view of the suites that ran, and why cells are missing."""
-    from sparge.evaluate.bench_table import VIEWS, problem_notes
+    from sparge.evaluate.bench_table import TERMINAL_VIEWS, problem_notes
 
-    for view in VIEWS.values():
+    for view in TERMINAL_VIEWS:
         shown = [list(view.cells(row)) for row in rows if row["suite"] == view.suite]
         if shown:
             table = _empty_table([column for column, _ in shown[0]], left=("kernel", "arithmetic"), padding=0)

@@ -375,8 +375,10 @@ class TestTables:
         cells = dict(VIEWS["prepare"].cells(END_TO_END))
         assert [cells[name] for name in ("prepare ms", "floor ms", "attend ms")] == ["0.421", "0.141", "5.40"]
         assert dict(VIEWS["end_to_end"].cells({**END_TO_END, "topk": 1.0}))["topk"] == "dense"
-        assert VIEWS["prepare"].on_page(END_TO_END)
-        assert not VIEWS["prepare"].on_page({**END_TO_END, "topk": 0.25})
+        assert VIEWS["prepare_triton"].on_page(END_TO_END), "rows without a backend are Triton's"
+        assert not VIEWS["prepare_triton"].on_page({**END_TO_END, "topk": 0.25})
+        assert not VIEWS["prepare"].on_page(END_TO_END)
+        assert VIEWS["prepare"].on_page({**END_TO_END, "backend": "hopper"})
         assert one_line(END_TO_END).startswith("end_to_end: N 32768, H 16, D 128, causal no, topk 0.5, cuDNN ms 14.1")
 
     def test_newest_row_of_each_case_on_the_last_gpu(self) -> None:
@@ -394,9 +396,7 @@ class TestTables:
         from benchmarks import tables
 
         monkeypatch.setattr(tables, "RESULTS", tmp_path)
-        page = (
-            "a\n<!-- table: gpu_end_to_end -->\nold\n<!-- /table -->\nb\n<!-- table: gpu_memory -->\n<!-- /table -->\n"
-        )
+        page = "a\n<!-- table: gpu_end_to_end_triton -->\nold\n<!-- /table -->\nb\n<!-- table: gpu_memory -->\n<!-- /table -->\n"
         assert tables.fill(page) == page, "nothing measured yet"
         missing = {**END_TO_END, "topk": 0.1, "cudnn_ms": None, "speedup": None, "problems": {"cudnn": "No kernel."}}
         (tmp_path / "gpu.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (END_TO_END, missing)))
@@ -422,11 +422,18 @@ class TestTables:
         run = {"files": files, "passed": 5, "failed": 1, "skipped": 2, "backend": "triton", "crashed": 0, **machine}
         older = {**run, "failed": 7}
         tool = {"tool": "memcheck", "calls": 80, "errors": 0, "control_errors": 194, **machine}
-        (tmp_path / "gpu_tests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (older, tool, run)))
+        other = {**run, "backend": "hopper", "files": [{**files[0], "failed": 0, "skipped": 0}]}
+        soak = {"tool": "soak", "backend": "hopper", "launches": 200, "problems": 2, "unequal": 0, "inexact": 0}
+        soak |= {"seconds": 3, **machine}
+        lines = "".join(json.dumps(row) + "\n" for row in (older, tool, run, other, soak))
+        (tmp_path / "gpu_tests.jsonl").write_text(lines)
         filled = tables.fill(page)
-        assert "| `test_a.py` | 5 | 1 | 2 |\n| all | **5** | **1** | **2** |" in filled
-        assert "Sanitizer, memcheck: 0 errors in 80 calls (194 in a call made to fail); NVIDIA H200;" in filled
+        assert "| tests | 'triton' | 'hopper' |\n" in filled
+        assert "| `test_a.py` | 5 passed, 1 failed, 2 skipped | 5 passed |\n" in filled
+        assert "| all | **5 passed, 1 failed, 2 skipped** | **5 passed** |\n" in filled
+        assert "memcheck, 'triton': 0 errors in 80 calls (194 in a call made to fail); NVIDIA H200;" in filled
+        assert "soak, 'hopper': 200 launches of 2 problems in 3 s, none hung; 0 problems whose bits changed" in filled
         assert "crashed" not in filled
         (tmp_path / "gpu_tests.jsonl").write_text(json.dumps({**run, "crashed": 3}) + "\n")
-        assert "**3 processes crashed; their tests are not counted.**" in tables.fill(page)
+        assert "**3 processes crashed with 'triton'; their tests are not counted.**" in tables.fill(page)
         assert "old" not in filled and "7" not in filled.replace("0123456789", "")

@@ -99,7 +99,7 @@ def stamp(gpu: Gpu) -> Row:
 
 def measure(bench: Bench, group: Group) -> Iterator[Row]:
     """Rows of one group. A group that fails as a whole gives one row that says why."""
-    case = {"suite": group.suite, **group.problem.fields(), "turns": bench.turns}
+    case = {"suite": group.suite, "backend": bench.backend, **group.problem.fields(), "turns": bench.turns}
     try:
         torch.cuda.empty_cache()  # what earlier groups left; without CUDA it does nothing
         inputs = make_inputs(group.problem, bench.device)

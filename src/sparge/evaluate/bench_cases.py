@@ -25,7 +25,18 @@ ARITHMETICS = ("int8_fp8", "int8_fp16", "none")
 ERROR_TARGETS = {"int8_fp8": 0.013, "int8_fp8_codes": 0.013}
 """Relative L1 error that dense 8-bit attention may have: what the published 8-bit kernels show on the same card."""
 
-IDENTITY = ("suite", "tokens", "queries", "heads", "head_dim", "is_causal", "topk", "asked_density", "kernel")
+IDENTITY = (
+    "suite",
+    "backend",
+    "tokens",
+    "queries",
+    "heads",
+    "head_dim",
+    "is_causal",
+    "topk",
+    "asked_density",
+    "kernel",
+)
 """The fields that name a row's case; rows that agree in all of them are measurements of the same thing."""
 
 

@@ -10,6 +10,7 @@ from sparge.evaluate.bench_cases import IDENTITY, Row
 Cells = Iterator[tuple[str, str]]
 
 NOT_MEASURED = "n/a"
+FIRST_BACKEND = "triton"
 KERNELS = {
     "int8_fp8_codes": "INT8 + FP8, no exponentials",
     "int8_fp8": "INT8 + FP8",
@@ -34,7 +35,12 @@ class View:
     cases: Row = field(default_factory=dict)
 
     def on_page(self, row: Row) -> bool:
-        return all(row[name] == value for name, value in self.cases.items())
+        return all(_field(row, name) == value for name, value in self.cases.items())
+
+
+def _field(row: Row, name: str) -> object:
+    """Rows from before there were two backends for a GPU are Triton's."""
+    return row.get(name, FIRST_BACKEND if name == "backend" else None)
 
 
 def _end_to_end(row: Row) -> Cells:
@@ -109,10 +115,15 @@ def _crossover(row: Row) -> Cells:
     yield "density", _number(row, "density", ".3f")
 
 
+END_TO_END = "End to end, prediction and quantisation included"
+STAGES = "Where the time of one call goes, by graph replay"
+RANDOM_BLOCKS = "Attention over random blocks, the kernel alone"
 VIEWS = {
-    "end_to_end": View("end_to_end", "End to end, prediction and quantisation included", _end_to_end),
-    "prepare": View("end_to_end", "Where the time of one call goes, by graph replay", _prepare, {"topk": 0.5}),
-    "kernel": View("kernel", "Attention over random blocks, the kernel alone", _kernel),
+    "end_to_end": View("end_to_end", END_TO_END, _end_to_end, {"backend": "hopper"}),
+    "end_to_end_triton": View("end_to_end", END_TO_END, _end_to_end, {"backend": "triton"}),
+    "prepare": View("end_to_end", STAGES, _prepare, {"backend": "hopper", "topk": 0.5}),
+    "prepare_triton": View("end_to_end", STAGES, _prepare, {"backend": "triton", "topk": 0.5}),
+    "kernel": View("kernel", RANDOM_BLOCKS, _kernel, {"backend": "triton"}),
     "hopper": View("hopper", "Hopper's kernel beside its Triton twin, over random blocks", _hopper),
     "error": View("error", "Dense attention, error by arithmetic", _errors),
     "memory": View("memory", "Peak device memory beyond inputs and output", _memory),
@@ -120,6 +131,8 @@ VIEWS = {
         "crossover", "Sparse 8-bit attention against dense, by size", _crossover, {"topk": 0.5, "head_dim": 128}
     ),
 }
+TERMINAL_VIEWS = [view for name, view in VIEWS.items() if not name.endswith("_triton")]
+"""A terminal shows the rows of one run, whatever their backend."""
 
 
 def newest(rows: Sequence[Row], suite: str) -> list[Row]:
@@ -128,7 +141,7 @@ def newest(rows: Sequence[Row], suite: str) -> list[Row]:
     Quick rows and those of groups that failed as a whole do not count.
     """
     full = [row for row in rows if row["suite"] == suite and not row["quick"] and "case" not in row["problems"]]
-    cases = {tuple(row.get(field) for field in IDENTITY): row for row in full if row["gpu"] == full[-1]["gpu"]}
+    cases = {tuple(_field(row, field) for field in IDENTITY): row for row in full if row["gpu"] == full[-1]["gpu"]}
     return list(cases.values())
 
 
