@@ -1,4 +1,8 @@
-"""Draw docs/figures/masks.png: true attention mass beside what each score keeps. `python -m benchmarks.figures`."""
+"""Draw the pictures in docs/figures: `python -m benchmarks.figures`.
+
+masks.png     true attention mass beside what each score keeps
+hopper.png    who does what when in the Hopper kernel
+"""
 
 from __future__ import annotations
 
@@ -13,11 +17,23 @@ from sparge.evaluate.inputs import Sample, text_like, video_like
 from sparge.evaluate.metrics import block_mass, mass_recall
 from sparge.evaluate.plots import LIGHT, causal_visibility, paint_blocks, palette
 
-TARGET = Path(__file__).parent.parent / "docs" / "figures" / "masks.png"
+FOLDER = Path(__file__).parent.parent / "docs" / "figures"
 TOPK = 0.25
 
+CLOCKS = 1790
+"""A tile of both consumers, N 8192, H 32, D 128 (docs/performance.md)."""
+ROLES = ("copy engine", "consumer 0", "consumer 1", "tensor cores")
+KINDS = {
+    "K, V": "#b9c4d0",
+    "softmax": "#f2b880",
+    "codes": "#e6875c",
+    "add": "#d9d2c5",
+    "S": "#7aa6c2",
+    "P V": "#4f7d5f",
+}
 
-def draw() -> Figure:
+
+def draw_masks() -> Figure:
     samples = [text_like(8192, heads=1), video_like((8, 32, 32), heads=1)]
     figure = Figure(figsize=(9.6, 6.8), layout="constrained", dpi=110)
     FigureCanvasAgg(figure)
@@ -50,10 +66,38 @@ def _draw_sample(panels, sample: Sample) -> None:
             panel.plot(needle.key_start, needle.query_start, "o", mfc="none", mec="black", ms=7, mew=0.9)
 
 
+def draw_hopper() -> Figure:
+    """Two tiles of both consumers, half a tile apart. Lengths are rounded from samples of the program counter."""
+    figure = Figure(figsize=(9.6, 3.0), layout="constrained", dpi=110)
+    FigureCanvasAgg(figure)
+    panel = figure.subplots()
+    height = {role: len(ROLES) - 1 - place for place, role in enumerate(ROLES)}
+
+    def bar(role: str, kind: str, start: float, length: float, label: str) -> None:
+        panel.barh(height[role], length, left=start, height=0.62, color=KINDS[kind], edgecolor="white", linewidth=1)
+        panel.text(start + length / 2, height[role], label, ha="center", va="center", fontsize=7, clip_on=True)
+
+    for tile in range(3):
+        bar("copy engine", "K, V", tile * CLOCKS, 0.9 * CLOCKS, f"K, V of tile {tile + 3}")
+        for consumer in (0, 1):
+            role, start = f"consumer {consumer}", (tile + 0.5 * consumer) * CLOCKS
+            bar(role, "softmax", start, 380, f"max {tile}")
+            bar(role, "codes", start + 380, 620, f"codes of P {tile}")
+            bar(role, "add", start + 1260, 250, f"+ P V {tile}")
+            bar("tensor cores", "P V", start + 760, 300, f"P V {tile}\n(of {consumer})")
+            bar("tensor cores", "S", start + 1180, 300, f"S {tile + 1}\n(of {consumer})")
+    panel.set(yticks=list(height.values()), yticklabels=list(height), xlim=(0, 2.5 * CLOCKS), xlabel="clocks")
+    panel.tick_params(labelsize=8)
+    for side in ("top", "right"):
+        panel.spines[side].set_visible(False)
+    return figure
+
+
 def main() -> None:
-    TARGET.parent.mkdir(exist_ok=True)
-    draw().savefig(TARGET)
-    print(f"wrote {TARGET}")
+    FOLDER.mkdir(exist_ok=True)
+    for name, draw in (("masks", draw_masks), ("hopper", draw_hopper)):
+        draw().savefig(FOLDER / f"{name}.png")
+        print(f"wrote {FOLDER / name}.png")
 
 
 if __name__ == "__main__":

@@ -396,7 +396,10 @@ class TestTables:
         from benchmarks import tables
 
         monkeypatch.setattr(tables, "RESULTS", tmp_path)
-        page = "a\n<!-- table: gpu_end_to_end_triton -->\nold\n<!-- /table -->\nb\n<!-- table: gpu_memory -->\n<!-- /table -->\n"
+        page = (
+            "a\n<!-- table: gpu_end_to_end_triton -->\nold\n<!-- /table -->\n"
+            "b\n<!-- table: gpu_memory -->\n<!-- /table -->\n"
+        )
         assert tables.fill(page) == page, "nothing measured yet"
         missing = {**END_TO_END, "topk": 0.1, "cudnn_ms": None, "speedup": None, "problems": {"cudnn": "No kernel."}}
         (tmp_path / "gpu.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (END_TO_END, missing)))

@@ -1,9 +1,10 @@
 """Awkward calls under NVIDIA's checkers: ``python tests/gpu/sanitize.py [memcheck] [racecheck] [synccheck]``.
 
 Without a name it is memcheck. A checker must find nothing in the calls. memcheck also runs over a kernel that is told
-of more keys than there are, where it must find something. Before that the calls run without a checker, which compiles
-the kernels. Every allocation is freed and made anew by the driver (no caching), so that reads beyond a tensor's end are
-seen. SPARGE_TEST_BACKEND names the backend (default "triton").
+of more keys than there are, where it must find something (Triton's kernel: what the copy engine reads outside a tensor
+is 0). Before that the calls run without a checker, which compiles the kernels. Every allocation is freed and made anew
+by the driver (no caching), so that reads beyond a tensor's end are seen. SPARGE_TEST_BACKEND names the backend (default
+"triton").
 
 SPARGE_TEST_REPORT=FILE appends the counts of each checker as a JSON line.
 """

@@ -1,7 +1,8 @@
 """Many launches of the Hopper kernel: ``python tests/gpu/soak.py [launches]`` (20000 unless told).
 
 Random lengths, heads, densities and thresholds. Of every problem all launches must give the same bits, and the first
-must be near exact attention. A launch that hangs ends the process: the watchdog prints where it stood.
+must be near exact attention; with a threshold only the bits count. A launch that hangs ends the process: the watchdog
+prints where it stood.
 
 SPARGE_TEST_REPORT=FILE appends the counts as a JSON line.
 """
@@ -75,10 +76,12 @@ def soak(launches: int) -> dict[str, int]:
         operands, _ = pipeline.prepare(*tensors, shape, is_causal=is_causal, scale=scale, quantization=quantization)
         assert operands is not None
         first = launcher.attend(operands, mask, shape, pv_threshold=threshold)
+        differs = torch.zeros((), dtype=torch.bool, device="cuda")
         for _ in range(PER_PROBLEM - 1):
             again = launcher.attend(operands, mask, shape, pv_threshold=threshold)
-        torch.cuda.synchronize()
-        counts["unequal"] += not all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+            for a, b in zip(first, again, strict=True):
+                differs |= (a != b).any()
+        counts["unequal"] += bool(differs)
         with tensors[0].device:
             exact, _ = exact_attention(*tensors, is_causal=is_causal, block_mask=mask.to_dense())
         wrong = float(exact.abs().sum()) > 0 and relative_l1(first[0], exact) > ERRORS.get(quantization, LARGEST_ERROR)

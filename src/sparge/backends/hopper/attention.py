@@ -216,20 +216,21 @@ def _produce(
         scale_base = key_scale_ptr + (batch.to(gl.int64) * (heads // group) + kv_head) * kv_blocks
         for position in range(0, gl.maximum(count, 1), blocks):  # a row that sees nothing gets one hidden tile
             stage = tile % FORM.stages
+            is_listed = position + places < count  # what follows a list may be anything
             listed = gl.minimum(position + places, last)
             first = gl.minimum(position, last)
             second = gl.minimum(position + blocks - 1, last)
             if not FORM.all_blocks:
-                listed = gl.load(list_base + listed)
-                first = gl.load(list_base + first)
-                second = gl.load(list_base + second)
+                listed = gl.load(list_base + listed, mask=is_listed, other=0)
+                first = gl.load(list_base + first, mask=count > 0, other=0)
+                second = gl.load(list_base + second, mask=count > 0, other=0)
             is_plain = (gl.maximum(first, second) < plain_blocks) & (position + blocks <= count)
             units = gl.full((blocks,), 1.0, gl.float32, notes)
             if FORM.quantized:
-                units = gl.load(scale_base + listed)
+                units = gl.load(scale_base + listed, mask=is_listed, other=1.0)  # hidden keys may be NaN
             mbarrier.wait(free.index(stage), ((tile // FORM.stages) & 1) ^ 1)
             unit_smem.index(stage).store(units)
-            block_smem.index(stage).store(gl.where(position + places < count, listed, kv_blocks))
+            block_smem.index(stage).store(gl.where(is_listed, listed, kv_blocks))
             plain_smem.index(stage).store(zero + is_plain.to(gl.int32))
             landed = full.index(stage)
             mbarrier.expect(landed, FORM.tile_bytes)
@@ -307,6 +308,10 @@ def _tile_max(first, second, first_unit, second_unit, FORM: gl.constexpr):
 def _probabilities(half, unit, top, P_TYPE: gl.constexpr, FORM: gl.constexpr):
     """P of one key block as the left operand of P V, and the sum of each thread's own columns (0 for codes).
 
+    What is subtracted is of the size of START and rounded (once: fma), by up to three quarters of an integer; the
+    maximum itself by a quarter. Scores are therefore taken one integer lower, which is far below the rounding of Q and
+    K to 8 bits. Else the largest P could exceed 448: code 127 is NaN, and an exponential would be cut off in P V alone.
+
     Args:
         half: raw scores [64, 64].
         unit: what a raw score is worth, in steps.
@@ -318,12 +323,11 @@ def _probabilities(half, unit, top, P_TYPE: gl.constexpr, FORM: gl.constexpr):
     scores = gl.convert_layout(scores, FORM.probability)
     if FORM.codes:
         slope = unit * CODE_STEP
-        # One integer less than needed, because the offset is rounded: a code of 127 would be NaN.
-        offset = -top * CODE_STEP - (START + 1.0) * slope
+        offset = gl.fma(slope, -(START + 1.0), -top * CODE_STEP)
         return _codes(scores, slope[:, None], offset[:, None]), 0.0
     else:
         if FORM.quantized:
-            scores = scores * unit[:, None] - (top + START * unit)[:, None]
+            scores = scores * unit[:, None] - gl.fma(unit, START + 1.0, top)[:, None]
         else:
             scores = scores * unit - top[:, None]
         probability = gl.exp2(scores)
@@ -344,7 +348,10 @@ def _units(units, stage, query_unit, FORM: gl.constexpr):
     if FORM.quantized:
         first = units.index(stage * FORM.blocks).load(FORM.rows)
         second = units.index(stage * FORM.blocks + FORM.blocks - 1).load(FORM.rows)
-        return first * query_unit, second * query_unit
+        first = first * query_unit
+        second = second * query_unit
+        # A hidden score is -inf before it is scaled. NaN stays.
+        return gl.where(first == 0.0, SMALLEST_SCALE, first), gl.where(second == 0.0, SMALLEST_SCALE, second)
     else:
         return query_unit, query_unit
 
@@ -529,7 +536,7 @@ def _consume(
             total = gl.convert_layout(gl.max(row_sum, 1), FORM.output_rows)
         else:
             total = gl.convert_layout(gl.sum(row_sum, 1), FORM.output_rows)
-        empty = total == 0.0
+        empty = gl.convert_layout(row_max, FORM.output_rows) == float("-inf")
         output = output * (1.0 / gl.where(empty, 1.0, total))[:, None]
         channels = value_slice * FORM.value_dim + gl.arange(0, FORM.value_dim, FORM.output_columns)
         if FORM.fp8_values:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sparge.backends.hopper.gluon import gl, mbarrier
-from sparge.geometry import BLOCK_K, BLOCK_Q, ROW_GROUP
+from sparge.geometry import BLOCK_K, BLOCK_Q
 
 
 def _accumulator(columns: int, depth: int) -> gl.NVMMADistributedLayout:
@@ -161,7 +161,3 @@ class Form:
     @property
     def sum_rows(self) -> gl.SliceLayout:
         return gl.SliceLayout(1, self.sums)
-
-
-ROWS = ROW_GROUP
-"""Queries of one consumer: what a warpgroup's matrix instruction takes."""

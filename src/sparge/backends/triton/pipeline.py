@@ -117,7 +117,7 @@ def prepare(
     dtype, key_scale = query.dtype, key
     if eight_bits:
         query = facts.codes
-        key, key_scale, value = quantize_key_value(key, value, shape, seen, summary, in_fp8=fp8_values)
+        key, key_scale, value = quantize_key_value(key, value, shape, seen, summary, quantization)
     operands = Operands(
         query=query,
         key=key,

@@ -274,7 +274,7 @@ def read_query(
 
 
 def quantize_key_value(
-    key: Tensor, value: Tensor, shape: Shape, seen: Visibility | None, summary: Summary, *, in_fp8: bool
+    key: Tensor, value: Tensor, shape: Shape, seen: Visibility | None, summary: Summary, quantization: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes of K, their scales (B, Hkv, kv_blocks), and codes of V, or V itself where it is FP16 already."""
     width, value_width = padded(shape.head_dim), padded(shape.value_dim)
@@ -283,7 +283,7 @@ def quantize_key_value(
     key_codes = buffer_like(key, True, *heads, length, width, dtype=torch.int8)
     key_scale = buffer_like(key, True, *heads, shape.kv_blocks)
     value_codes, kind = value, "none"
-    if in_fp8:
+    if quantization in ("int8_fp8", "int8_fp8_codes"):
         value_codes, kind = buffer_like(key, True, *heads, value_width, length, dtype=torch.float8_e4m3fn), "fp8"
     elif value.dtype != torch.float16:
         value_codes, kind = buffer_like(key, True, *heads, length, value_width, dtype=torch.float16), "fp16"
