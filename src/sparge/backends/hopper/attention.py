@@ -43,6 +43,8 @@ START_BITS = gl.constexpr(0x4B400000)
 START = gl.constexpr(12582912.0)
 HIDDEN_BITS = gl.constexpr(-0x00800000)
 """-inf as bits: the least of all scores, compared as integers or as floats."""
+COARSE = gl.constexpr(2.0**-6)
+"""Octaves an integer of Q K^T is worth, from which on it matters how P = 1 is rounded."""
 SMALLEST_SCALE = gl.constexpr(1e-30)
 
 CODES_PER_OCTAVE = gl.constexpr(8.0)
@@ -309,8 +311,9 @@ def _probabilities(half, unit, top, P_TYPE: gl.constexpr, FORM: gl.constexpr):
     """P of one key block as the left operand of P V, and the sum of each thread's own columns (0 for codes).
 
     What is subtracted is of the size of START and rounded (once: fma), by up to three quarters of an integer; the
-    maximum itself by a quarter. Scores are therefore taken one integer lower, which is far below the rounding of Q and
-    K to 8 bits. Else the largest P could exceed 448: code 127 is NaN, and an exponential would be cut off in P V alone.
+    maximum itself by a quarter. Where an integer is worth something, one more is subtracted, far less than what
+    rounding Q and K to 8 bits does. Else the largest P could exceed 448: code 127 is NaN, and an exponential would be
+    cut off in P V alone.
 
     Args:
         half: raw scores [64, 64].
@@ -323,11 +326,13 @@ def _probabilities(half, unit, top, P_TYPE: gl.constexpr, FORM: gl.constexpr):
     scores = gl.convert_layout(scores, FORM.probability)
     if FORM.codes:
         slope = unit * CODE_STEP
-        offset = gl.fma(slope, -(START + 1.0), -top * CODE_STEP)
+        lowered = START + gl.where(unit > COARSE * CODES_PER_OCTAVE, 1.0, 0.0)
+        offset = gl.fma(slope, -lowered, -top * CODE_STEP)
         return _codes(scores, slope[:, None], offset[:, None]), 0.0
     else:
         if FORM.quantized:
-            scores = scores * unit[:, None] - gl.fma(unit, START + 1.0, top)[:, None]
+            lowered = START + gl.where(unit > COARSE, 1.0, 0.0)
+            scores = scores * unit[:, None] - gl.fma(unit, lowered, top)[:, None]
         else:
             scores = scores * unit - top[:, None]
         probability = gl.exp2(scores)

@@ -45,6 +45,8 @@ from sparge.block_mask import BlockMask
 from sparge.config import PerHead
 from sparge.geometry import Shape
 
+COARSE = tl.constexpr(2.0**-6)
+"""Octaves: P that is 1 % too large is cut off by less than FP8 rounds."""
 SMALLEST_SCALE = tl.constexpr(1e-30)
 """Stands for 0, because a hidden score is -inf before it is scaled."""
 
@@ -54,6 +56,20 @@ def _product(query_scale, key_scale):
     """The scale of a block's scores."""
     scale = query_scale * key_scale
     return tl.where(scale == 0.0, SMALLEST_SCALE, scale)  # keeps NaN
+
+
+@triton.jit
+def _subtrahend(unit, offset, top, ARITHMETIC: tl.constexpr):
+    """What raw scores in units are lowered by: their offset, and the maximum.
+
+    It is of the size of the offset and rounded (once: fma), by up to three quarters of an integer, and the maximum by a
+    quarter. Where an integer is worth something, one more keeps P within FP8's range: above it P V would cut off what
+    the row sum counts. Q and K are rounded by far more.
+    """
+    if ARITHMETIC == "none":
+        return top
+    else:
+        return tl.fma(unit, offset + tl.where(unit > COARSE, 1.0, 0.0), top)
 
 
 @triton.jit
@@ -208,10 +224,6 @@ def attention_kernel(
     # P times 448 fills E4M3's range; the row sums carry the same factor.
     log2_unit: tl.constexpr = LOG2_FP8_MAX if ARITHMETIC == "int8_fp8" else 0.0
     p_dtype: tl.constexpr = tl.float8e4nv if ARITHMETIC == "int8_fp8" else value_ptr.dtype.element_ty
-    # What is subtracted is of the size of FLOAT_OFFSET and rounded, by up to three quarters of an integer, and the
-    # maximum by a quarter. One integer more keeps P at 448 or below, where it is not cut off; it is little beside the
-    # rounding of Q and K to 8 bits.
-    lowered: tl.constexpr = 0.0 if ARITHMETIC == "none" else FLOAT_OFFSET + 1.0
     two_units: tl.constexpr = BLOCKS == 2 and ARITHMETIC != "none"
     accumulator = tl.zeros((BLOCK_M, VALUE_DIM_PADDED), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
@@ -290,16 +302,18 @@ def attention_kernel(
             needed = tl.min(below.to(tl.int32)) == 0
         if needed:
             if MASK != "none":
-                probability = tl.exp2(scores - (safe_max - log2_unit)[:, None])
+                probability = tl.exp2(scores - (safe_max - log2_unit, ARITHMETIC)[:, None])
                 total = tl.sum(probability, 1)
             elif two_units:
-                first = tl.exp2(first_raw * unit - tl.fma(unit, lowered, safe_max - log2_unit)[:, None])
-                last = tl.exp2(last_raw * last_unit - tl.fma(last_unit, lowered, safe_max - log2_unit)[:, None])
+                first = tl.exp2(first_raw * unit - _subtrahend(unit, offset, safe_max - log2_unit, ARITHMETIC)[:, None])
+                last = tl.exp2(
+                    last_raw * last_unit - _subtrahend(last_unit, offset, safe_max - log2_unit, ARITHMETIC)[:, None]
+                )
                 total = tl.sum(first + last, 1)
                 probability = tl.join(first.to(p_dtype), last.to(p_dtype))
                 probability = tl.reshape(tl.permute(probability, (0, 2, 1)), (BLOCK_M, columns))
             else:
-                probability = tl.exp2(raw * unit - tl.fma(unit, lowered, safe_max - log2_unit)[:, None])
+                probability = tl.exp2(raw * unit - _subtrahend(unit, offset, safe_max - log2_unit, ARITHMETIC)[:, None])
                 total = tl.sum(probability, 1)
             decay = tl.exp2(row_max - safe_max)
             row_sum = row_sum * decay + total
