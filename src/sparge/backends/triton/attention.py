@@ -302,7 +302,7 @@ def attention_kernel(
             needed = tl.min(below.to(tl.int32)) == 0
         if needed:
             if MASK != "none":
-                probability = tl.exp2(scores - (safe_max - log2_unit, ARITHMETIC)[:, None])
+                probability = tl.exp2(scores - (safe_max - log2_unit)[:, None])
                 total = tl.sum(probability, 1)
             elif two_units:
                 first = tl.exp2(first_raw * unit - _subtrahend(unit, offset, safe_max - log2_unit, ARITHMETIC)[:, None])
@@ -313,7 +313,8 @@ def attention_kernel(
                 probability = tl.join(first.to(p_dtype), last.to(p_dtype))
                 probability = tl.reshape(tl.permute(probability, (0, 2, 1)), (BLOCK_M, columns))
             else:
-                probability = tl.exp2(raw * unit - _subtrahend(unit, offset, safe_max - log2_unit, ARITHMETIC)[:, None])
+                top = safe_max - log2_unit
+                probability = tl.exp2(raw * unit - _subtrahend(unit, offset, top, ARITHMETIC)[:, None])
                 total = tl.sum(probability, 1)
             decay = tl.exp2(row_max - safe_max)
             row_sum = row_sum * decay + total
