@@ -110,8 +110,8 @@ def attention(
         sparsity: `TopK`, `TopCdf` or `Dense` instead of ``topk``, with all their thresholds.
         score: "moment" (default) or the paper's "mean"; ``Moment(samples)`` sets the number of sampled queries.
         quantization: "none"; "int8_fp8" or "int8_fp16" (Q K^T in INT8, P V in FP8 or FP16); "int8_fp8_codes", which
-            is "int8_fp8" without exponentials (P's FP8 codes straight from the scores); or "auto": the fastest on the
-            device.
+            is "int8_fp8" without exponentials (P's FP8 codes straight from the scores; Hopper and the reference, on
+            Hopper without ``attn_mask``); or "auto": the fastest on the device.
         layout: "HND" or "NHD", of inputs and output.
         always_keep: key ranges ``[(start, stop), ...]`` whose blocks every row keeps, e.g. text tokens.
         return_lse: also return the log-sum-exp of the scores.

@@ -42,7 +42,7 @@ CROSSOVERS = {
     "triton": Crossover(keys=4096, queries=2048, scores=2**29),
     "hopper": Crossover(keys=4096, queries=2048, scores=2**29),
 }
-"""Measured: docs/performance.md, "Crossover"."""
+"""Measured: docs/performance.md, "Crossover"; Hopper's is Triton's, where preparing and the host decide as well."""
 
 
 def choose_backend(backend: str, device: torch.device) -> Choice:
