@@ -189,7 +189,7 @@ class TestChoices:
     @EVERY
     @pytest.mark.parametrize("wrong", ["cuda", "TORCH", "", None, 3])
     def test_backend(self, call: Call, wrong: Any) -> None:
-        message = f"backend: expected one of 'auto', 'triton', 'torch', 'reference', got {wrong!r}"
+        message = f"backend: expected one of 'auto', 'hopper', 'triton', 'torch', 'reference', got {wrong!r}"
         rejects(ValueError, message, call, *QKV, backend=wrong)
 
     @EVERY
@@ -200,7 +200,9 @@ class TestChoices:
     @ATTENDING
     @pytest.mark.parametrize("wrong", ["int4", "fp8", None, True])
     def test_quantization(self, call: Call, wrong: Any) -> None:
-        message = f"quantization: expected one of 'auto', 'none', 'int8_fp8', 'int8_fp16', got {wrong!r}"
+        message = (
+            f"quantization: expected one of 'auto', 'none', 'int8_fp8', 'int8_fp8_codes', 'int8_fp16', got {wrong!r}"
+        )
         rejects(ValueError, message, call, *QKV, quantization=wrong)
 
     @pytest.mark.parametrize("wrong", ["ignore", None])

@@ -1,0 +1,189 @@
+"""From scores to P on Hopper: what a consumer computes between its two products.
+
+    units_of -> hide -> halves -> tile_max -> probabilities
+
+Scores count steps: octaves, or eighths of one where P is a code. docs/hopper.md explains the codes.
+"""
+
+from __future__ import annotations
+
+from sparge import geometry
+from sparge.backends.hopper.gluon import gl, jit
+
+BLOCK_Q = gl.constexpr(geometry.BLOCK_Q)
+BLOCK_K = gl.constexpr(geometry.BLOCK_K)
+ROWS = gl.constexpr(geometry.ROW_GROUP)
+"""Queries of one consumer: what a warpgroup's matrix instruction takes."""
+
+LOG2_E = gl.constexpr(1.4426950408889634)
+LN_2 = gl.constexpr(0.6931471805599453)
+LOG2_FP8_MAX = gl.constexpr(8.807354922057604)
+START_BITS = gl.constexpr(0x4B400000)
+"""1.5 * 2^23 as bits. An INT32 sum that starts here *is* the float 1.5 * 2^23 + sum (`triton.primitives`)."""
+START = gl.constexpr(12582912.0)
+HIDDEN_BITS = gl.constexpr(-0x00800000)
+"""-inf as bits: the least of all scores, compared as integers or as floats."""
+COARSE = gl.constexpr(2.0**-6)
+"""Octaves an integer of Q K^T is worth, from which on it matters how P = 1 is rounded."""
+SMALLEST_SCALE = gl.constexpr(1e-30)
+
+CODES_PER_OCTAVE = gl.constexpr(8.0)
+TOP_CODE = gl.constexpr(126.0)
+"""E4M3's code of 448."""
+CODE_STEP = gl.constexpr(2.0**-24)
+"""The smallest float16. Codes are rounded as multiples of it: such a number's bits are the code."""
+ONES_BITS = gl.constexpr(0x38383838)
+"""1.0 in E4M3, four times."""
+
+
+@jit
+def units_of(units, stage, query_unit, FORM: gl.constexpr):
+    """What the raw scores of a tile's key blocks are worth, in steps."""
+    if FORM.quantized:
+        first = units.index(stage * FORM.blocks).load(FORM.rows)
+        second = units.index(stage * FORM.blocks + FORM.blocks - 1).load(FORM.rows)
+        first = first * query_unit
+        second = second * query_unit
+        # A hidden score is -inf before it is scaled. NaN stays.
+        return gl.where(first == 0.0, SMALLEST_SCALE, first), gl.where(second == 0.0, SMALLEST_SCALE, second)
+    else:
+        return query_unit, query_unit
+
+
+@jit
+def hide(scores, blocks, place, first_query, sizes, FORM: gl.constexpr):
+    """Scores [64, keys] with -inf where a key does not exist or lies after the query.
+
+    Args:
+        blocks: block numbers in shared memory, from ``place`` on; beyond the last one where there is none.
+    """
+    _, _, q_len, kv_len, _, _, _ = sizes
+    columns: gl.constexpr = gl.SliceLayout(0, FORM.scores)
+    offsets = gl.arange(0, FORM.keys, columns)
+    block = blocks.index(place).load(columns)
+    if FORM.blocks == 2:
+        block = gl.where(offsets < BLOCK_K, block, blocks.index(place + 1).load(columns))
+    keys = block * BLOCK_K + offsets % BLOCK_K
+    queries = first_query + gl.arange(0, ROWS, gl.SliceLayout(1, FORM.scores))
+    allowed = (keys < kv_len)[None, :] & (queries >= 0)[:, None]
+    if FORM.is_causal:
+        allowed = allowed & (keys[None, :] <= (queries + (kv_len - q_len))[:, None])
+    if FORM.quantized:
+        return gl.where(allowed, scores, HIDDEN_BITS)
+    else:
+        return gl.where(allowed, scores, float("-inf"))
+
+
+@jit
+def halves(tile, BLOCKS: gl.constexpr):
+    """The key blocks of a tile: [M, 128] as two [M, 64]; twice the same if there is one."""
+    if BLOCKS == 1:
+        return tile, tile
+    else:
+        return gl.split(gl.permute(gl.reshape(tile, (ROWS, 2, BLOCK_K)), (0, 2, 1)))
+
+
+@jit
+def _as_scores(values):
+    """INT32 sums that started at `START_BITS` as floats; floats as they are."""
+    if values.dtype == gl.int32:
+        return values.to(gl.float32, bitcast=True)
+    else:
+        return values
+
+
+@jit
+def _lane_max(half):
+    """Maximum of each thread's own columns of a [M, 64] tile of scores, [M, 4]."""
+    return gl.max(gl.max(gl.reshape(half, (ROWS, 8, 4, 2)), 3), 1)
+
+
+@jit
+def tile_max(first, second, first_unit, second_unit, FORM: gl.constexpr):
+    """Row maximum of a tile's two key blocks, in steps. Threads exchange two numbers, not four."""
+    first_max = _as_scores(_lane_max(first))
+    second_max = _as_scores(_lane_max(second))
+    if FORM.quantized:
+        rows: gl.constexpr = gl.SliceLayout(1, first_max.type.layout)
+        first_max = (first_max - START) * gl.convert_layout(first_unit, rows)[:, None]
+        second_max = (second_max - START) * gl.convert_layout(second_unit, rows)[:, None]
+    else:
+        first_max = first_max * first_unit
+        second_max = second_max * second_unit
+    return gl.convert_layout(gl.max(gl.maximum(first_max, second_max), 1), FORM.rows)
+
+
+@jit
+def _in_fp8_token_order(tile):
+    """Columns of a [M, N] tile in the order of `triton.primitives.fp8_token_order`; moves nothing between threads."""
+    rows: gl.constexpr = tile.shape[0]
+    columns: gl.constexpr = tile.shape[1]
+    grouped = gl.reshape(tile, (rows, columns // 16, 2, 4, 2))
+    return gl.reshape(gl.permute(grouped, (0, 1, 3, 2, 4)), (rows, columns))
+
+
+@jit
+def _codes(scores, slope, offset):
+    """E4M3 codes of P: scores * slope + offset, from 0 up, rounded to the next multiple of 2^-24.
+
+    The saturating multiply-add clamps at 0, and turns NaN into 0. Conversion to float16 rounds; a permutation collects
+    the low bytes. 1.75 instructions for each score.
+    """
+    codes = gl.inline_asm_elementwise(
+        """{
+        .reg .f32 x<4>;
+        .reg .b32 low, high;
+        fma.rn.sat.f32 x0, $1, $5, $9;
+        fma.rn.sat.f32 x1, $2, $6, $10;
+        fma.rn.sat.f32 x2, $3, $7, $11;
+        fma.rn.sat.f32 x3, $4, $8, $12;
+        cvt.rn.f16x2.f32 low, x1, x0;
+        cvt.rn.f16x2.f32 high, x3, x2;
+        prmt.b32 $0, low, high, 0x6420;
+        }""",
+        "=r,f,f,f,f,f,f,f,f,f,f,f,f",
+        [scores, slope, offset],
+        dtype=gl.int8,
+        is_pure=True,
+        pack=4,
+    )
+    return codes.to(gl.float8e4nv, bitcast=True)
+
+
+@jit
+def lane_sum(probability, K_WIDTH: gl.constexpr):
+    """Sum of each thread's own columns of a [M, 64] operand, [M, 4]."""
+    return gl.sum(gl.sum(gl.reshape(probability, (ROWS, 16 // K_WIDTH, 4, K_WIDTH)), 3), 1)
+
+
+@jit
+def probabilities(half, unit, top, P_TYPE: gl.constexpr, FORM: gl.constexpr):
+    """P of one key block as the left operand of P V, and the sum of each thread's own columns (0 for codes).
+
+    What is subtracted is of the size of START and rounded (once: fma), by up to three quarters of an integer; the
+    maximum itself by a quarter. Where an integer is worth something, one more is subtracted, far less than what
+    rounding Q and K to 8 bits does. Else the largest P could exceed 448: code 127 is NaN, and an exponential would be
+    cut off in P V alone.
+
+    Args:
+        half: raw scores [64, 64].
+        unit: what a raw score is worth, in steps.
+        top: [64], the row maximum less what P = 1 is stored as, in steps.
+    """
+    scores = _as_scores(half)
+    if FORM.fp8_values:
+        scores = _in_fp8_token_order(scores)
+    scores = gl.convert_layout(scores, FORM.probability)
+    if FORM.codes:
+        slope = unit * CODE_STEP
+        lowered = START + gl.where(unit > COARSE * CODES_PER_OCTAVE, 1.0, 0.0)
+        offset = gl.fma(slope, -lowered, -top * CODE_STEP)
+        return _codes(scores, slope[:, None], offset[:, None]), 0.0
+    else:
+        if FORM.quantized:
+            lowered = START + gl.where(unit > COARSE, 1.0, 0.0)
+            scores = scores * unit[:, None] - gl.fma(unit, lowered, top)[:, None]
+        else:
+            scores = scores * unit - top[:, None]
+        probability = gl.exp2(scores)
+        return probability.to(P_TYPE), lane_sum(probability, FORM.k_width)
