@@ -381,7 +381,8 @@ def _consume(
             total = gl.convert_layout(gl.max(row_sum, 1), FORM.output_rows)
         else:
             total = gl.convert_layout(gl.sum(row_sum, 1), FORM.output_rows)
-        empty = gl.convert_layout(row_max, FORM.output_rows) == float("-inf")
+        # Only both: a row of NaN has no maximum, and where scores are huge all codes may be 0.
+        empty = (total == 0.0) & (gl.convert_layout(row_max, FORM.output_rows) == float("-inf"))
         output = output * (1.0 / gl.where(empty, 1.0, total))[:, None]
         channels = value_slice * FORM.value_dim + gl.arange(0, FORM.value_dim, FORM.output_columns)
         if FORM.fp8_values:
