@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,11 +11,29 @@ from torch import Tensor
 
 import sparge
 from conftest import relative_l1
-from gpu.conftest import BACKEND, DEVICE, exact, make_inputs, modes
+from gpu.conftest import BACKEND, DEVICE, LSE_TOLERANCE, equal, exact, make_inputs, modes, rms
 from sparge.block_mask import BlockMask
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 OPTIONS = {"return_lse": True, "backend": BACKEND}
+
+
+def assert_as_exact_as_the_specification(
+    tensors: tuple[Tensor, Tensor, Tensor], blocks: Tensor, quantization: str, *, factor: float = 1.1, **call: Any
+) -> None:
+    """Output and LSE at most ``factor`` times as far from exact attention as those of the specification."""
+    got = sparge.block_sparse_attention(*tensors, blocks, quantization=quantization, **call, **OPTIONS)
+    copies = [tensor.cpu() for tensor in (*tensors, blocks)]
+    spec = sparge.block_sparse_attention(
+        *copies, quantization=quantization, return_lse=True, backend="reference", **call
+    )
+    expected = tuple(tensor.cpu() for tensor in exact(*tensors, block_mask=blocks, **call))
+    assert got[0].isfinite().all()
+    intended = relative_l1(spec[0].double(), expected[0])
+    assert relative_l1(got[0].cpu(), expected[0]) <= factor * intended + 1e-3
+    assert torch.equal(got[1].cpu() == -math.inf, expected[1] == -math.inf)
+    intended = rms(spec[1].double() - expected[1])
+    assert rms(got[1].cpu().double() - expected[1]) <= factor * intended + LSE_TOLERANCE
 
 
 def large(kind: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -30,20 +49,12 @@ def large(kind: str) -> tuple[Tensor, Tensor, Tensor]:
 @modes
 @pytest.mark.parametrize("kind", ["all channels", "one channel"])
 def test_large_scores(kind: str, quantization: str) -> None:
-    """P stays a number up to 1: where it is rounded to FP8, a larger one would be NaN or of the wrong sign."""
-    tensors = large(kind)
+    """P stays a number up to 1: where it is rounded to FP8, a larger one would be cut off, NaN or of the wrong sign.
+
+    The kernels may take scores one integer lower, each block by its own unit, which shows here.
+    """
     blocks = torch.ones(4, 8, dtype=torch.bool, device=DEVICE)
-    output, lse = sparge.block_sparse_attention(*tensors, blocks, quantization=quantization, **OPTIONS)
-    copies = [tensor.cpu() for tensor in tensors]
-    spec, _ = sparge.block_sparse_attention(
-        *copies, blocks.cpu(), quantization=quantization, return_lse=True, backend="reference"
-    )
-    assert output.isfinite().all()
-    assert lse.isfinite().all()
-    assert output.abs().max() <= 1.1 * tensors[2].abs().max()
-    expected = exact(*tensors)[0].cpu()
-    intended = relative_l1(spec.double(), expected)
-    assert relative_l1(output.cpu(), expected) <= 1.1 * intended + 0.02
+    assert_as_exact_as_the_specification(large(kind), blocks, quantization, factor=1.25)
 
 
 @modes
@@ -51,12 +62,10 @@ def test_large_scores(kind: str, quantization: str) -> None:
 @pytest.mark.parametrize("scale", [0.0, -0.1, 2.0])
 def test_scales(scale: float, is_causal: bool, quantization: str) -> None:
     query, key, value = make_inputs(200, 330, heads=2, dtype=torch.float16)
-    value = value + 1
-    call = {"is_causal": is_causal, "scale": scale}
-    output, lse = sparge.attention(query, key, value, topk=1.0, quantization=quantization, **call, **OPTIONS)
-    expected, expected_lse = exact(query, key, value, **call)
-    assert relative_l1(output, expected) < (0.01 if quantization == "none" else 0.15 if scale == 2.0 else 0.03)
-    assert (lse - expected_lse).abs().max() < (0.01 if quantization == "none" else 2.0 if scale == 2.0 else 0.1)
+    blocks = torch.ones(2, 6, dtype=torch.bool, device=DEVICE)
+    assert_as_exact_as_the_specification(
+        (query, key, value + 1), blocks, quantization, is_causal=is_causal, scale=scale
+    )
 
 
 @modes
@@ -78,9 +87,9 @@ def test_what_follows_a_list_is_never_read(garbage: int, quantization: str) -> N
     counts = torch.tensor([[[3, 0, 9]] * 2], device=DEVICE, dtype=torch.int32)
     indices[torch.arange(9, device=DEVICE) >= counts[..., None]] = garbage
     mask = BlockMask(counts, indices, torch.full_like(counts, 9), 384, 520, False)
-    output, lse = sparge.block_sparse_attention(query, key, value, mask, quantization=quantization, **OPTIONS)
-    blocks = torch.arange(9, device=DEVICE) < counts[..., None]
-    expected, expected_lse = exact(query, key, value, block_mask=blocks)
-    assert relative_l1(output, expected) < (0.01 if quantization == "none" else 0.1)
-    assert torch.equal(lse == -math.inf, expected_lse == -math.inf)
-    assert (output[:, :, 128:256] == 0).all()
+    got = sparge.block_sparse_attention(query, key, value, mask, quantization=quantization, **OPTIONS)
+    indices.clamp_(0, 8)
+    assert equal(got, sparge.block_sparse_attention(query, key, value, mask, quantization=quantization, **OPTIONS))
+    assert (got[0][:, :, 128:256] == 0).all()
+    assert (got[1][:, :, 128:256] == -math.inf).all()
+    assert got[1][:, :, 256:].isfinite().all()

@@ -9,24 +9,15 @@ from __future__ import annotations
 
 from sparge import geometry
 from sparge.backends.hopper.gluon import gl, jit
+from sparge.backends.triton import primitives
+from sparge.backends.triton.primitives import BLOCK_K, COARSE, FLOAT_OFFSET, SMALLEST_SCALE
 
-BLOCK_Q = gl.constexpr(geometry.BLOCK_Q)
-BLOCK_K = gl.constexpr(geometry.BLOCK_K)
 ROWS = gl.constexpr(geometry.ROW_GROUP)
 """Queries of one consumer: what a warpgroup's matrix instruction takes."""
+in_fp8_token_order = jit(primitives.in_fp8_token_order.fn)
 
-LOG2_E = gl.constexpr(1.4426950408889634)
-LN_2 = gl.constexpr(0.6931471805599453)
-LOG2_FP8_MAX = gl.constexpr(8.807354922057604)
-START_BITS = gl.constexpr(0x4B400000)
-"""1.5 * 2^23 as bits. An INT32 sum that starts here *is* the float 1.5 * 2^23 + sum (`triton.primitives`)."""
-START = gl.constexpr(12582912.0)
 HIDDEN_BITS = gl.constexpr(-0x00800000)
 """-inf as bits: the least of all scores, compared as integers or as floats."""
-COARSE = gl.constexpr(2.0**-6)
-"""Octaves an integer of Q K^T is worth, from which on it matters how P = 1 is rounded."""
-SMALLEST_SCALE = gl.constexpr(1e-30)
-
 CODES_PER_OCTAVE = gl.constexpr(8.0)
 TOP_CODE = gl.constexpr(126.0)
 """E4M3's code of 448."""
@@ -65,7 +56,7 @@ def hide(scores, blocks, place, first_query, sizes, FORM: gl.constexpr):
         block = gl.where(offsets < BLOCK_K, block, blocks.index(place + 1).load(columns))
     keys = block * BLOCK_K + offsets % BLOCK_K
     queries = first_query + gl.arange(0, ROWS, gl.SliceLayout(1, FORM.scores))
-    allowed = (keys < kv_len)[None, :] & (queries >= 0)[:, None]
+    allowed = (keys < kv_len)[None, :] & (queries >= 0)[:, None]  # always so: for the shape
     if FORM.is_causal:
         allowed = allowed & (keys[None, :] <= (queries + (kv_len - q_len))[:, None])
     if FORM.quantized:
@@ -85,7 +76,7 @@ def halves(tile, BLOCKS: gl.constexpr):
 
 @jit
 def _as_scores(values):
-    """INT32 sums that started at `START_BITS` as floats; floats as they are."""
+    """INT32 sums that started at `INT32_AS_FLOAT` as floats; floats as they are."""
     if values.dtype == gl.int32:
         return values.to(gl.float32, bitcast=True)
     else:
@@ -105,21 +96,12 @@ def tile_max(first, second, first_unit, second_unit, FORM: gl.constexpr):
     second_max = _as_scores(_lane_max(second))
     if FORM.quantized:
         rows: gl.constexpr = gl.SliceLayout(1, first_max.type.layout)
-        first_max = (first_max - START) * gl.convert_layout(first_unit, rows)[:, None]
-        second_max = (second_max - START) * gl.convert_layout(second_unit, rows)[:, None]
+        first_max = (first_max - FLOAT_OFFSET) * gl.convert_layout(first_unit, rows)[:, None]
+        second_max = (second_max - FLOAT_OFFSET) * gl.convert_layout(second_unit, rows)[:, None]
     else:
         first_max = first_max * first_unit
         second_max = second_max * second_unit
     return gl.convert_layout(gl.max(gl.maximum(first_max, second_max), 1), FORM.rows)
-
-
-@jit
-def _in_fp8_token_order(tile):
-    """Columns of a [M, N] tile in the order of `triton.primitives.fp8_token_order`; moves nothing between threads."""
-    rows: gl.constexpr = tile.shape[0]
-    columns: gl.constexpr = tile.shape[1]
-    grouped = gl.reshape(tile, (rows, columns // 16, 2, 4, 2))
-    return gl.reshape(gl.permute(grouped, (0, 1, 3, 2, 4)), (rows, columns))
 
 
 @jit
@@ -160,8 +142,8 @@ def lane_sum(probability, K_WIDTH: gl.constexpr):
 def probabilities(half, unit, top, P_TYPE: gl.constexpr, FORM: gl.constexpr):
     """P of one key block as the left operand of P V, and the sum of each thread's own columns (0 for codes).
 
-    What is subtracted is of the size of START and rounded (once: fma), by up to three quarters of an integer; the
-    maximum itself by a quarter. Where an integer is worth something, one more is subtracted, far less than what
+    What is subtracted is of the size of FLOAT_OFFSET and rounded (once: fma), by up to three quarters of an integer;
+    the maximum itself by a quarter. Where an integer is worth something, one more is subtracted, far less than what
     rounding Q and K to 8 bits does. Else the largest P could exceed 448: code 127 is NaN, and an exponential would be
     cut off in P V alone.
 
@@ -172,16 +154,16 @@ def probabilities(half, unit, top, P_TYPE: gl.constexpr, FORM: gl.constexpr):
     """
     scores = _as_scores(half)
     if FORM.fp8_values:
-        scores = _in_fp8_token_order(scores)
+        scores = in_fp8_token_order(scores)
     scores = gl.convert_layout(scores, FORM.probability)
     if FORM.codes:
         slope = unit * CODE_STEP
-        lowered = START + gl.where(unit > COARSE * CODES_PER_OCTAVE, 1.0, 0.0)
+        lowered = FLOAT_OFFSET + gl.where(unit > COARSE * CODES_PER_OCTAVE, 1.0, 0.0)
         offset = gl.fma(slope, -lowered, -top * CODE_STEP)
         return _codes(scores, slope[:, None], offset[:, None]), 0.0
     else:
         if FORM.quantized:
-            lowered = START + gl.where(unit > COARSE, 1.0, 0.0)
+            lowered = FLOAT_OFFSET + gl.where(unit > COARSE, 1.0, 0.0)
             scores = scores * unit[:, None] - gl.fma(unit, lowered, top)[:, None]
         else:
             scores = scores * unit - top[:, None]

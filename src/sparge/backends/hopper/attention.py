@@ -18,16 +18,9 @@ Grid: one program per multiprocessor. Each takes the next row when it is done wi
 from __future__ import annotations
 
 from sparge.backends.hopper.arithmetic import (
-    BLOCK_K,
-    BLOCK_Q,
     CODES_PER_OCTAVE,
-    LN_2,
-    LOG2_E,
-    LOG2_FP8_MAX,
     ONES_BITS,
     ROWS,
-    SMALLEST_SCALE,
-    START_BITS,
     TOP_CODE,
     halves,
     hide,
@@ -46,6 +39,15 @@ from sparge.backends.hopper.gluon import (
     reinterpret,
     warpgroup_mma,
     warpgroup_mma_wait,
+)
+from sparge.backends.triton.primitives import (
+    BLOCK_K,
+    BLOCK_Q,
+    INT32_AS_FLOAT,
+    LN_2,
+    LOG2_E,
+    LOG2_FP8_MAX,
+    SMALLEST_SCALE,
 )
 
 
@@ -186,7 +188,7 @@ def _produce(
 def _start_scores(query, key, FORM: gl.constexpr):
     """Start Q K^T: [64, keys] INT32 that are floats above 1.5 * 2^23, or float32."""
     if FORM.quantized:
-        start = gl.full((ROWS, FORM.keys), START_BITS, gl.int32, FORM.scores)
+        start = gl.full((ROWS, FORM.keys), INT32_AS_FLOAT, gl.int32, FORM.scores)
         return warpgroup_mma(query, key.permute((1, 0)), start, is_async=True)
     else:
         nothing = gl.full((ROWS, FORM.keys), 0.0, gl.float32, FORM.scores)

@@ -14,7 +14,15 @@ from sparge.backends.hopper.attention import attention_kernel
 from sparge.backends.hopper.form import Form
 from sparge.backends.hopper.gluon import TensorDescriptor, gl
 from sparge.backends.triton.attention import Operands
-from sparge.backends.triton.launch import buffer_like, launch, padded, per_head_tensor, power_of_two, zeros_like
+from sparge.backends.triton.launch import (
+    buffer_like,
+    launch,
+    list_arguments,
+    padded,
+    per_head_tensor,
+    power_of_two,
+    zeros_like,
+)
 from sparge.block_mask import BlockMask
 from sparge.config import PerHead
 from sparge.geometry import Shape
@@ -84,9 +92,7 @@ def attend(
         key_scale_ptr=operands.key_scale,
         value_scale_ptr=operands.value_scale,
         lse_shift_ptr=operands.lse_shift,
-        kv_num_blocks_ptr=stand_in if mask is None else mask.kv_num_blocks.contiguous(),
-        kv_indices_ptr=stand_in if mask is None else mask.kv_indices.contiguous(),
-        visible_num_blocks_ptr=stand_in if mask is None else mask.visible_num_blocks.contiguous(),
+        **list_arguments(mask, stand_in),
         totals_ptr=stand_in if totals is None else totals,
         taken_ptr=zeros_like(stand_in, 1, dtype=torch.int32),
         threshold_ptr=stand_in if threshold is None else threshold,

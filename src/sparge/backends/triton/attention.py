@@ -26,6 +26,7 @@ from sparge.backends.triton.launch import (
     architecture_of,
     buffer_like,
     launch,
+    list_arguments,
     padded,
     per_head_tensor,
     seen_argument,
@@ -34,21 +35,18 @@ from sparge.backends.triton.launch import (
 from sparge.backends.triton.primitives import (
     BLOCK_K,
     BLOCK_Q,
+    COARSE,
     FLOAT_OFFSET,
     INT32_AS_FLOAT,
     LN_2,
     LOG2_E,
     LOG2_FP8_MAX,
+    SMALLEST_SCALE,
     in_fp8_token_order,
 )
 from sparge.block_mask import BlockMask
 from sparge.config import PerHead
 from sparge.geometry import Shape
-
-COARSE = tl.constexpr(2.0**-6)
-"""Octaves: P that is 1 % too large is cut off by less than FP8 rounds."""
-SMALLEST_SCALE = tl.constexpr(1e-30)
-"""Stands for 0, because a hidden score is -inf before it is scaled."""
 
 
 @triton.jit
@@ -305,10 +303,9 @@ def attention_kernel(
                 probability = tl.exp2(scores - (safe_max - log2_unit)[:, None])
                 total = tl.sum(probability, 1)
             elif two_units:
-                first = tl.exp2(first_raw * unit - _subtrahend(unit, offset, safe_max - log2_unit, ARITHMETIC)[:, None])
-                last = tl.exp2(
-                    last_raw * last_unit - _subtrahend(last_unit, offset, safe_max - log2_unit, ARITHMETIC)[:, None]
-                )
+                top = safe_max - log2_unit
+                first = tl.exp2(first_raw * unit - _subtrahend(unit, offset, top, ARITHMETIC)[:, None])
+                last = tl.exp2(last_raw * last_unit - _subtrahend(last_unit, offset, top, ARITHMETIC)[:, None])
                 total = tl.sum(first + last, 1)
                 probability = tl.join(first.to(p_dtype), last.to(p_dtype))
                 probability = tl.reshape(tl.permute(probability, (0, 2, 1)), (BLOCK_M, columns))
@@ -437,9 +434,7 @@ def attend(
         key_scale_ptr=operands.key_scale,
         value_scale_ptr=operands.value_scale,
         lse_shift_ptr=operands.lse_shift,
-        kv_num_blocks_ptr=stand_in if mask is None else mask.kv_num_blocks.contiguous(),
-        kv_indices_ptr=stand_in if mask is None else mask.kv_indices.contiguous(),
-        visible_num_blocks_ptr=stand_in if mask is None else mask.visible_num_blocks.contiguous(),
+        **list_arguments(mask, stand_in),
         totals_ptr=stand_in if totals is None else totals,
         mask_ptr=stand_in if attn_mask is None else attn_mask,
         seen_ptr=keys_seen,

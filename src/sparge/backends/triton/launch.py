@@ -11,6 +11,7 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 
 from sparge.backends.triton.replay import current_recorder
+from sparge.block_mask import BlockMask
 from sparge.config import PerHead
 from sparge.geometry import Shape
 
@@ -126,6 +127,14 @@ def seen_argument(
         return otherwise, (0, 0, 0)
     expanded = seen.contiguous().expand(shape)  # a stride of 1: positions times strides stay within 32 bits
     return expanded, expanded.stride()
+
+
+def list_arguments(mask: BlockMask | None, otherwise: Tensor) -> dict[str, Tensor]:
+    """A mask's lists as the attention kernels name them; any tensor when there is no mask."""
+    return {
+        f"{name}_ptr": otherwise if mask is None else getattr(mask, name).contiguous()
+        for name in ("kv_num_blocks", "kv_indices", "visible_num_blocks")
+    }
 
 
 def strides_of(tensor: Tensor) -> tuple[int, ...]:

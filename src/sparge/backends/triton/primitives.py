@@ -19,6 +19,11 @@ INT32_AS_FLOAT = tl.constexpr(0x4B400000)
 (127 * 127 * 256 < 2^22): INT8 products need no conversion, which costs as much as an exponential."""
 FLOAT_OFFSET = tl.constexpr(12582912.0)
 """1.5 * 2^23, what such a float must be lowered by."""
+COARSE = tl.constexpr(2.0**-6)
+"""Octaves an integer of Q K^T is worth, from which on it matters how P = 1 is rounded: below, P that is too large is
+cut off by less than FP8 rounds."""
+SMALLEST_SCALE = tl.constexpr(1e-30)
+"""Stands for 0, because a hidden score is -inf before it is scaled."""
 NOWHERE = tl.constexpr(2**31 - 1)
 """Position of the first visible key in a block that has none."""
 
