@@ -8,9 +8,10 @@ Scores count steps: octaves, or eighths of one where P is a code. docs/hopper.md
 from __future__ import annotations
 
 from sparge import geometry
+from sparge.backends.hopper import form
 from sparge.backends.hopper.gluon import gl, jit
 from sparge.backends.triton import primitives
-from sparge.backends.triton.primitives import BLOCK_K, COARSE, FLOAT_OFFSET, SMALLEST_SCALE
+from sparge.backends.triton.primitives import BLOCK_K, COARSE, FLOAT_OFFSET
 
 ROWS = gl.constexpr(geometry.ROW_GROUP)
 """Queries of one consumer: what a warpgroup's matrix instruction takes."""
@@ -18,7 +19,7 @@ in_fp8_token_order = jit(primitives.in_fp8_token_order.fn)
 
 HIDDEN_BITS = gl.constexpr(-0x00800000)
 """-inf as bits: the least of all scores, compared as integers or as floats."""
-CODES_PER_OCTAVE = gl.constexpr(8.0)
+CODES_PER_OCTAVE = gl.constexpr(form.CODES_PER_OCTAVE)
 TOP_CODE = gl.constexpr(126.0)
 """E4M3's code of 448."""
 CODE_STEP = gl.constexpr(2.0**-24)
@@ -33,10 +34,7 @@ def units_of(units, stage, query_unit, FORM: gl.constexpr):
     if FORM.quantized:
         first = units.index(stage * FORM.blocks).load(FORM.rows)
         second = units.index(stage * FORM.blocks + FORM.blocks - 1).load(FORM.rows)
-        first = first * query_unit
-        second = second * query_unit
-        # A hidden score is -inf before it is scaled. NaN stays.
-        return gl.where(first == 0.0, SMALLEST_SCALE, first), gl.where(second == 0.0, SMALLEST_SCALE, second)
+        return first, second
     else:
         return query_unit, query_unit
 
@@ -75,7 +73,7 @@ def halves(tile, BLOCKS: gl.constexpr):
 
 
 @jit
-def _as_scores(values):
+def as_scores(values):
     """INT32 sums that started at `INT32_AS_FLOAT` as floats; floats as they are."""
     if values.dtype == gl.int32:
         return values.to(gl.float32, bitcast=True)
@@ -92,8 +90,8 @@ def _lane_max(half):
 @jit
 def tile_max(first, second, first_unit, second_unit, FORM: gl.constexpr):
     """Row maximum of a tile's two key blocks, in steps. Threads exchange two numbers, not four."""
-    first_max = _as_scores(_lane_max(first))
-    second_max = _as_scores(_lane_max(second))
+    first_max = as_scores(_lane_max(first))
+    second_max = as_scores(_lane_max(second))
     if FORM.quantized:
         rows: gl.constexpr = gl.SliceLayout(1, first_max.type.layout)
         first_max = (first_max - FLOAT_OFFSET) * gl.convert_layout(first_unit, rows)[:, None]
@@ -102,6 +100,21 @@ def tile_max(first, second, first_unit, second_unit, FORM: gl.constexpr):
         first_max = first_max * first_unit
         second_max = second_max * second_unit
     return gl.convert_layout(gl.max(gl.maximum(first_max, second_max), 1), FORM.rows)
+
+
+@jit
+def as_operand(scores, FORM: gl.constexpr):
+    """Scores [64, 64] as they lie in P."""
+    if FORM.fp8_values:
+        scores = in_fp8_token_order(scores)
+    return gl.convert_layout(scores, FORM.probability)
+
+
+@jit
+def code_line(unit, top):
+    """Slope and offset that turn raw scores into codes, in multiples of `CODE_STEP`; ``top`` is the score of code 0."""
+    slope = unit * CODE_STEP
+    return slope, gl.fma(slope, -FLOAT_OFFSET, -top * CODE_STEP)
 
 
 @jit
@@ -152,14 +165,9 @@ def probabilities(half, unit, top, P_TYPE: gl.constexpr, FORM: gl.constexpr):
         unit: what a raw score is worth, in steps.
         top: [64], the row maximum less what P = 1 is stored as, in steps.
     """
-    scores = _as_scores(half)
-    if FORM.fp8_values:
-        scores = in_fp8_token_order(scores)
-    scores = gl.convert_layout(scores, FORM.probability)
+    scores = as_operand(as_scores(half), FORM)
     if FORM.codes:
-        slope = unit * CODE_STEP
-        lowered = FLOAT_OFFSET + gl.where(unit > COARSE * CODES_PER_OCTAVE, 1.0, 0.0)
-        offset = gl.fma(slope, -lowered, -top * CODE_STEP)
+        slope, offset = code_line(unit, top + gl.where(unit > COARSE * CODES_PER_OCTAVE, unit, 0.0))
         return _codes(scores, slope[:, None], offset[:, None]), 0.0
     else:
         if FORM.quantized:

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from sparge.backends.hopper.gluon import gl, mbarrier
 from sparge.geometry import BLOCK_K, BLOCK_Q
 
+CODES_PER_OCTAVE = 8.0
+"""Of E4M3: 3 bits of fraction."""
+
 
 def _accumulator(columns: int, depth: int) -> gl.NVMMADistributedLayout:
     """64 rows of a warpgroup's matrix product, ``depth`` numbers deep per instruction."""
@@ -33,7 +36,9 @@ class Form:
         output_dim: channels the caller sees.
         value_scales: distance of one head's value scales from the next one's.
         blocks: key blocks per tile, 1 or 2.
-        stages: tiles on their way.
+        tiles: per stage; 2 if row maxima are guessed for pairs of tiles (needs codes and no threshold), else 1.
+        stages: what is on its way.
+        rows_ahead: rows whose queries are held, 1 or 2.
     """
 
     quantized: bool
@@ -49,7 +54,23 @@ class Form:
     value_scales: int
     slices: int
     blocks: int
+    tiles: int
     stages: int
+    rows_ahead: int
+
+    @property
+    def guesses(self) -> bool:
+        """Whether row maxima are guessed."""
+        return self.tiles == 2
+
+    @property
+    def stage_blocks(self) -> int:
+        return self.tiles * self.blocks
+
+    @property
+    def steps(self) -> float:
+        """Per octave: what scores are counted in."""
+        return CODES_PER_OCTAVE if self.codes else 1.0
 
     @property
     def keys(self) -> int:
@@ -94,7 +115,7 @@ class Form:
     def value_shape(self) -> list[int]:
         """All stages of V, by key block."""
         block = [self.value_dim, BLOCK_K] if self.fp8_values else [BLOCK_K, self.value_dim]
-        return [self.stages * self.blocks, *block]
+        return [self.stages * self.stage_blocks, *block]
 
     @property
     def key_tile(self) -> gl.NVMMASharedLayout:

@@ -64,7 +64,9 @@ def attend(
     head_width = max(LEAST_WIDTH, power_of_two(shape.head_dim))
     value_width = max(LEAST_WIDTH, power_of_two(shape.value_dim))
     slices = max(1, value_width // SLICE) if fp8_values else 1
-    config = configs.hopper_config(arithmetic, max(head_width, value_width), has_threshold=threshold is not None)
+    config = configs.hopper_config(
+        operands.quantization, max(head_width, value_width), has_threshold=threshold is not None
+    )
     form = Form(
         quantized=is_quantized,
         fp8_values=fp8_values,
@@ -79,7 +81,9 @@ def attend(
         value_scales=padded(shape.value_dim),
         slices=slices,
         blocks=config.blocks,
+        tiles=config.tiles,
         stages=config.stages,
+        rows_ahead=config.rows_ahead,
     )
     works = shape.batch * shape.heads * shape.q_blocks * slices
     launch(

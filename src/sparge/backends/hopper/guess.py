@@ -1,0 +1,125 @@
+"""Codes of P whose row maximum is guessed, and how to tell that a guess was too low.
+
+A code has 126 steps, eight to the octave; a guess somewhat above the maximum costs some of the smallest ones. So the
+guess follows what the row's scores reach: `HEADROOM` above the latest maximum, falling by `DESCENT` a pair of tiles at
+most, and never below the largest maximum measured. docs/hopper.md has the reasons.
+"""
+
+from __future__ import annotations
+
+from sparge.backends.hopper.arithmetic import CODE_STEP, ROWS, TOP_CODE, as_operand, as_scores, code_line
+from sparge.backends.hopper.gluon import gl, jit
+
+HEADROOM = gl.constexpr(48.0)
+"""Steps that a guess lies above the latest maximum: six octaves."""
+DESCENT = gl.constexpr(8.0)
+"""Steps that a guess falls by from one pair to the next, at most."""
+LOWEST = gl.constexpr(-1e30)
+"""A guess that nothing stays below."""
+
+
+@jit
+def next_guess(reached, floor, guess):
+    """The guess after a pair of which the largest score is ``reached``."""
+    return gl.maximum(gl.maximum(reached + HEADROOM, floor), guess - DESCENT)
+
+
+@jit
+def guessed_codes(half, unit, guess, FORM: gl.constexpr):
+    """Codes of P of one key block, and the same in 16 bits, where one that is too high can be seen.
+
+    Args:
+        half: raw scores [64, 64].
+        unit: what a raw score is worth, in steps.
+        guess: [64], no score of the row is higher, in steps.
+    """
+    slope, offset = code_line(unit, guess - TOP_CODE)
+    codes, words = gl.inline_asm_elementwise(
+        """{
+        .reg .f32 x<4>;
+        fma.rn.sat.f32 x0, $3, $7, $11;
+        fma.rn.sat.f32 x1, $4, $8, $12;
+        fma.rn.sat.f32 x2, $5, $9, $13;
+        fma.rn.sat.f32 x3, $6, $10, $14;
+        cvt.rn.f16x2.f32 $1, x1, x0;
+        cvt.rn.f16x2.f32 $2, x3, x2;
+        prmt.b32 $0, $1, $2, 0x6420;
+        }""",
+        "=r,=&r,=&r,f,f,f,f,f,f,f,f,f,f,f,f",
+        [as_operand(as_scores(half), FORM), slope[:, None], offset[:, None]],
+        dtype=(gl.int8, gl.int16),
+        is_pure=True,
+        pack=4,
+    )
+    return codes.to(gl.float8e4nv, bitcast=True), words
+
+
+@jit
+def larger(a, b):
+    """Maximum of 16-bit numbers, two at a time."""
+    return gl.inline_asm_elementwise("max.s16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int16, is_pure=True, pack=2)
+
+
+@jit
+def _left_and_right(words):
+    columns: gl.constexpr = words.shape[1] // 2
+    return gl.split(gl.permute(gl.reshape(words, (ROWS, 2, columns)), (0, 2, 1)))
+
+
+@jit
+def largest_words(first, second):
+    """Each thread's largest, [64, 4, 2], of the words [64, 64] of two key blocks."""
+    words = larger(*_left_and_right(first))
+    others = larger(*_left_and_right(second))
+    words = larger(larger(*_left_and_right(words)), larger(*_left_and_right(others)))  # [64, 16]
+    left, right = gl.split(gl.permute(gl.reshape(words, (ROWS, 4, 2, 2)), (0, 1, 3, 2)))
+    return larger(left, right)
+
+
+@jit
+def reached_score(largest, guess, FORM: gl.constexpr):
+    """The largest score of each row, in steps, or less where its code is 0."""
+    codes = largest.to(gl.float16, bitcast=True).to(gl.float32) * (1.0 / CODE_STEP)
+    return guess - TOP_CODE + gl.convert_layout(gl.max(gl.max(codes, 2), 1), FORM.rows)
+
+
+@jit
+def declare_largest():
+    """Once per kernel: the register that `fits` uses."""
+    gl.inline_asm_elementwise(
+        ".reg .b32 largest; mov.b32 largest, 0; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@jit
+def fits(words, PART: gl.constexpr):
+    """Whether no word of the warpgroup exceeds the largest code. Also a barrier of its four warps.
+
+    A reduction to one number would take nine shuffles and two barriers. Here each thread brings its words into a
+    register of its own, and the barrier collects one bit of each.
+    """
+    gl.inline_asm_elementwise(
+        "max.s16x2 largest, largest, $1; mov.b32 $0, 0;", "=r,r", [words], dtype=gl.int16, is_pure=False, pack=2
+    )
+    barrier_number: gl.constexpr = 14 + PART  # Triton takes the first ones
+    return (
+        gl.inline_asm_elementwise(
+            """{
+        .reg .b32 high;
+        .reg .pred exceeds;
+        add.u32 high, largest, 0x00010001;
+        and.b32 high, high, 0xff80ff80;
+        setp.ne.u32 exceeds, high, 0;
+        barrier.cta.red.or.pred exceeds, $1, 128, exceeds;
+        vote.sync.any.pred exceeds, exceeds, 0xffffffff;
+        selp.b32 $0, 0, 1, exceeds;
+        mov.b32 largest, 0;
+        }""",
+            "=r,n",
+            [gl.to_tensor(barrier_number)],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=1,
+        )
+        != 0
+    )
