@@ -50,15 +50,14 @@ PRODUCTS = {
 }
 SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 """Bytes a program may use, from the CUDA programming guide."""
-MOST_FENCES = 24
-"""Before and after the products of two consumers. Where ptxas puts them in sequence there are 60."""
 TENSOR_MEMORY = 512
 """Columns of it on compute capability 10.0."""
 KNOWN_SPILLS = {
     (89, "attention_kernel, int8_fp16 judged"): 24,
-    # Triton 3.9; none with 3.6 to 3.8.
-    (90, "attention_kernel, int8_fp8_codes on hopper"): 8,
-    (90, "attention_kernel, int8_fp8_codes causal on hopper"): 8,
+    # Triton 3.9; with 3.6 to 3.8 none, but 8 in the causal one. Once a row, except for one load a pair of tiles.
+    (90, "attention_kernel, int8_fp8_codes on hopper"): 64,
+    (90, "attention_kernel, int8_fp8_codes causal on hopper"): 88,
+    (90, "attention_kernel, int8_fp8_codes D 64 on hopper"): 24,
     (90, "attention_kernel, int8_fp8_codes D 256 on hopper"): 16,
     (90, "attention_kernel, int8_fp16 on hopper"): 8,
     (90, "attention_kernel, none D 256 on hopper"): 32,
@@ -107,8 +106,9 @@ def hopper_faults(result: dict[str, Any]) -> list[str]:
     found = []
     if not instructions.get("UTMALDG"):
         found.append("expected tiles to be copied by the copy engine (UTMALDG)")
-    if instructions["WARPGROUP"] > MOST_FENCES:
-        found.append(f"expected at most {MOST_FENCES} fences and waits, got {instructions['WARPGROUP']}")
+    products = sum(count for name, count in instructions.items() if name.endswith("GMMA"))
+    if instructions["WARPGROUP"] >= products:  # two for each where ptxas puts them in sequence
+        found.append(f"expected fewer fences and waits than {products} products, got {instructions['WARPGROUP']}")
     if "codes" in result["case"] and instructions["MUFU"] >= 64:  # a thread has 64 scores of a tile, or 32
         found.append(f"expected no exponentials of scores, got {instructions['MUFU']}")
     return found

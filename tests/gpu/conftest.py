@@ -91,15 +91,16 @@ def assert_like_the_reference(
 
     The specification's distance to exact attention is the error made on purpose (8 bits, skipped products). P rounds
     to FP8 relative to the running maximum, which depends on how many blocks a step takes: where steps differ, that part
-    of the error, about half of it, is another draw of the same size. Codes of P put that part into the LSE as well.
+    of the error, about half of it, is another draw of the same size. Codes are relative to a guess of the maximum, so
+    that all of them are another draw: the two differ by sqrt(2) of a half. They put that part into the LSE as well.
     """
+    is_code = quantization == "int8_fp8_codes"
     intended = relative_l1(expected[0].double(), exact_result[0])
     assert relative_l1(got[0].cpu().double(), exact_result[0]) <= 1.1 * intended + 1e-3
-    assert relative_l1(got[0].cpu(), expected[0].double()) <= 0.5 * intended + 1e-3
+    assert relative_l1(got[0].cpu(), expected[0].double()) <= (0.71 if is_code else 0.5) * intended + 1e-3
     assert torch.equal(got[1].cpu() == -torch.inf, expected[1] == -torch.inf)
     intended = rms(expected[1] - exact_result[1])
-    share = 1.0 if quantization == "int8_fp8_codes" else 0.25
-    assert rms(got[1].cpu() - expected[1]) <= share * intended + LSE_TOLERANCE
+    assert rms(got[1].cpu() - expected[1]) <= (1.0 if is_code else 0.25) * intended + LSE_TOLERANCE
 
 
 def forget_recordings() -> None:

@@ -68,6 +68,34 @@ def test_scales(scale: float, is_causal: bool, quantization: str) -> None:
     )
 
 
+def with_scores(scores: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Inputs of 128 queries at the end of as many keys as scores, which each query adds to random ones."""
+    query, key, value = make_inputs(128, len(scores), heads=2, seed=seed, dtype=torch.float16)
+    query[..., 0] = math.sqrt(query.shape[-1])
+    key[..., 0] = scores.to(key)
+    return query, key, value + 1
+
+
+@modes
+@pytest.mark.parametrize("rise", [20.0, 100.0, 400.0])
+def test_scores_that_rise_from_key_to_key(rise: float, quantization: str) -> None:
+    """Each step's maximum exceeds the one before by little or much, and the last dwarfs the first: e^400."""
+    tensors = with_scores(torch.linspace(0, rise, 8192), seed=4)
+    blocks = torch.ones(1, 128, dtype=torch.bool, device=DEVICE)
+    assert_as_exact_as_the_specification(tensors, blocks, quantization, is_causal=True)
+
+
+@modes
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("place", [0, 150, 2047])
+def test_a_peak_leaves_the_rest_its_share(place: int, is_causal: bool, quantization: str) -> None:
+    """One key has as much weight as all others together: these are 11 octaves below it."""
+    scores = torch.zeros(2048)
+    scores[place] = math.log(2048)
+    blocks = torch.ones(1, 32, dtype=torch.bool, device=DEVICE)
+    assert_as_exact_as_the_specification(with_scores(scores, seed=5), blocks, quantization, is_causal=is_causal)
+
+
 @modes
 def test_blocks_of_queries_that_see_nothing_are_not_reached_by_nan(quantization: str) -> None:
     """The first 200 of 300 causal queries come before all 100 keys."""

@@ -29,11 +29,11 @@ ONES_BITS = gl.constexpr(0x38383838)
 
 
 @jit
-def units_of(units, stage, query_unit, FORM: gl.constexpr):
+def units_of(units, tile, query_unit, FORM: gl.constexpr):
     """What the raw scores of a tile's key blocks are worth, in steps."""
     if FORM.quantized:
-        first = units.index(stage * FORM.blocks).load(FORM.rows)
-        second = units.index(stage * FORM.blocks + FORM.blocks - 1).load(FORM.rows)
+        first = units.index(tile * FORM.blocks).load(FORM.rows)
+        second = units.index(tile * FORM.blocks + FORM.blocks - 1).load(FORM.rows)
         return first, second
     else:
         return query_unit, query_unit
@@ -111,10 +111,16 @@ def as_operand(scores, FORM: gl.constexpr):
 
 
 @jit
-def code_line(unit, top):
-    """Slope and offset that turn raw scores into codes, in multiples of `CODE_STEP`; ``top`` is the score of code 0."""
+def code_line(unit, zero, score_of_zero):
+    """Slope and offset that turn raw scores into codes, in multiples of `CODE_STEP`.
+
+    Args:
+        unit: what a raw score is worth, in steps.
+        zero: the raw score of 0.
+        score_of_zero: [64], the score whose code is 0, in steps.
+    """
     slope = unit * CODE_STEP
-    return slope, gl.fma(slope, -FLOAT_OFFSET, -top * CODE_STEP)
+    return slope, gl.fma(slope, -zero, -score_of_zero * CODE_STEP)
 
 
 @jit
@@ -167,7 +173,8 @@ def probabilities(half, unit, top, P_TYPE: gl.constexpr, FORM: gl.constexpr):
     """
     scores = as_operand(as_scores(half), FORM)
     if FORM.codes:
-        slope, offset = code_line(unit, top + gl.where(unit > COARSE * CODES_PER_OCTAVE, unit, 0.0))
+        lowered = FLOAT_OFFSET + gl.where(unit > COARSE * CODES_PER_OCTAVE, 1.0, 0.0)
+        slope, offset = code_line(unit, lowered, top)
         return _codes(scores, slope[:, None], offset[:, None]), 0.0
     else:
         if FORM.quantized:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from sparge.backends.hopper.arithmetic import ONES_BITS, ROWS
 from sparge.backends.hopper.gluon import barrier, fence_async_shared, gl, jit, mbarrier, reinterpret
-from sparge.backends.hopper.guess import LOWEST, declare_largest
+from sparge.backends.hopper.guess import LOWEST, clear_largest, declare_largest
 from sparge.backends.hopper.producer import place_of, produce
 from sparge.backends.hopper.rows import guess_row, measure_row
 from sparge.backends.triton.primitives import BLOCK_K, BLOCK_Q, LN_2, LOG2_FP8_MAX
@@ -51,6 +51,8 @@ def _consume(
     units = reinterpret(unit_smem, gl.float32, [FORM.stages * FORM.stage_blocks, 1], FORM.plain)
     blocks = reinterpret(block_smem, gl.int32, [FORM.stages * FORM.stage_blocks, 1], FORM.plain)
     notes = (units, blocks, masked_smem)
+    if FORM.guesses:
+        clear_largest()
     turn = 0
     row_turn = 0
     slot = 0
@@ -132,7 +134,8 @@ def attention_kernel(
     PRODUCER_REGISTERS: gl.constexpr,
 ):
     """Allocates shared memory and barriers, and starts the roles."""
-    declare_largest()
+    if FORM.guesses:
+        declare_largest()
     query_smem = gl.allocate_shared_memory(
         query_tiles.dtype, [FORM.rows_ahead * FORM.chunks, BLOCK_Q, FORM.chunk], FORM.key_tile
     )

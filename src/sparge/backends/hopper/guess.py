@@ -1,50 +1,70 @@
 """Codes of P whose row maximum is guessed, and how to tell that a guess was too low.
 
-A code has 126 steps, eight to the octave; a guess somewhat above the maximum costs some of the smallest ones. So the
-guess follows what the row's scores reach: `HEADROOM` above the latest maximum, falling by `DESCENT` a pair of tiles at
-most, and never below the largest maximum measured. docs/hopper.md has the reasons.
+There are 126 codes, eight to the octave; a guess above the maximum costs some of the smallest. So the guess follows
+what the row's scores reach: `HEADROOM` above it, coming down slowly, but not below the largest score measured, because
+scores far below that one count for little. docs/hopper.md has the reasons.
 """
 
 from __future__ import annotations
 
 from sparge.backends.hopper.arithmetic import CODE_STEP, ROWS, TOP_CODE, as_operand, as_scores, code_line
 from sparge.backends.hopper.gluon import gl, jit
+from sparge.backends.triton.primitives import FLOAT_OFFSET
 
 HEADROOM = gl.constexpr(48.0)
-"""Steps that a guess lies above the latest maximum: six octaves."""
+"""Steps that a guess lies above what was reached: six octaves."""
 DESCENT = gl.constexpr(8.0)
-"""Steps that a guess falls by from one pair to the next, at most."""
+"""Steps that a guess comes down by from one pair of tiles to the next, at most."""
+LARGEST_LEAD = gl.constexpr(512.0)
+"""Steps that a guess may lie above the largest score measured. A sum in units of the latter overflows beyond 800."""
 LOWEST = gl.constexpr(-1e30)
-"""A guess that nothing stays below."""
+"""Below every score. A guess this low is always wrong."""
 
 
 @jit
-def next_guess(reached, floor, guess):
-    """The guess after a pair of which the largest score is ``reached``."""
-    return gl.maximum(gl.maximum(reached + HEADROOM, floor), guess - DESCENT)
+def next_guess(reached, base, guess):
+    """The guess after a pair of tiles with the right one: ``reached`` is their largest score, ``base`` the largest of
+    all that were measured."""
+    following = gl.maximum(gl.maximum(reached + HEADROOM, base), guess - DESCENT)
+    return gl.minimum(following, base + LARGEST_LEAD)
 
 
-@jit
-def guessed_codes(half, unit, guess, FORM: gl.constexpr):
-    """Codes of P of one key block, and the same in 16 bits, where one that is too high can be seen.
-
-    Args:
-        half: raw scores [64, 64].
-        unit: what a raw score is worth, in steps.
-        guess: [64], no score of the row is higher, in steps.
-    """
-    slope, offset = code_line(unit, guess - TOP_CODE)
-    codes, words = gl.inline_asm_elementwise(
-        """{
+def _packed_codes(clamp: str) -> gl.constexpr:
+    """Codes from scores, slopes and offsets, four at a time: bytes in $0; the same in 16 bits in $1 and $2."""
+    return gl.constexpr(
+        f"""{{
         .reg .f32 x<4>;
+        .reg .b32 most;
         fma.rn.sat.f32 x0, $3, $7, $11;
         fma.rn.sat.f32 x1, $4, $8, $12;
         fma.rn.sat.f32 x2, $5, $9, $13;
         fma.rn.sat.f32 x3, $6, $10, $14;
         cvt.rn.f16x2.f32 $1, x1, x0;
         cvt.rn.f16x2.f32 $2, x3, x2;
+        {clamp}
         prmt.b32 $0, $1, $2, 0x6420;
-        }""",
+        }}"""
+    )
+
+
+FREE = _packed_codes("")
+CLAMPED = _packed_codes("mov.b32 most, 0x007e007e; min.s16x2 $1, $1, most; min.s16x2 $2, $2, most;")
+
+
+@jit
+def codes_below(half, unit, top, HOW: gl.constexpr, FORM: gl.constexpr):
+    """Codes of P of one key block relative to a score, and the same in 16 bits, where one that is too high can be seen.
+
+    CLAMPED is for a score that was measured: rounding can lift its own code by a fraction of what an integer is worth.
+
+    Args:
+        half: raw scores [64, 64].
+        unit: what a raw score is worth, in steps.
+        top: [64], the score of the largest code, in steps.
+    """
+    slope, offset = code_line(unit, FLOAT_OFFSET, top - TOP_CODE)
+    codes, words = gl.inline_asm_elementwise(
+        HOW,
         "=r,=&r,=&r,f,f,f,f,f,f,f,f,f,f,f,f",
         [as_operand(as_scores(half), FORM), slope[:, None], offset[:, None]],
         dtype=(gl.int8, gl.int16),
@@ -85,26 +105,29 @@ def reached_score(largest, guess, FORM: gl.constexpr):
 
 @jit
 def declare_largest():
-    """Once per kernel: the register that `fits` uses."""
-    gl.inline_asm_elementwise(
-        ".reg .b32 largest; mov.b32 largest, 0; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
+    """Declare the register that `fits` uses, once per kernel."""
+    gl.inline_asm_elementwise(".reg .b32 largest; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@jit
+def clear_largest():
+    """Before the first `fits` of a consumer."""
+    gl.inline_asm_elementwise("mov.b32 largest, 0; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @jit
 def fits(words, PART: gl.constexpr):
-    """Whether no word of the warpgroup exceeds the largest code. Also a barrier of its four warps.
+    """Whether no word of this warpgroup exceeds the largest code.
 
     A reduction to one number would take nine shuffles and two barriers. Here each thread brings its words into a
-    register of its own, and the barrier collects one bit of each.
+    register of its own, and a barrier collects one bit of each.
     """
     gl.inline_asm_elementwise(
         "max.s16x2 largest, largest, $1; mov.b32 $0, 0;", "=r,r", [words], dtype=gl.int16, is_pure=False, pack=2
     )
     barrier_number: gl.constexpr = 14 + PART  # Triton takes the first ones
-    return (
-        gl.inline_asm_elementwise(
-            """{
+    answer = gl.inline_asm_elementwise(
+        """{
         .reg .b32 high;
         .reg .pred exceeds;
         add.u32 high, largest, 0x00010001;
@@ -115,11 +138,10 @@ def fits(words, PART: gl.constexpr):
         selp.b32 $0, 0, 1, exceeds;
         mov.b32 largest, 0;
         }""",
-            "=r,n",
-            [gl.to_tensor(barrier_number)],
-            dtype=gl.int32,
-            is_pure=False,
-            pack=1,
-        )
-        != 0
+        "=r,n",
+        [gl.to_tensor(barrier_number)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
     )
+    return answer != 0

@@ -18,10 +18,12 @@ from sparge.backends.hopper.arithmetic import (
 )
 from sparge.backends.hopper.gluon import gl, jit, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from sparge.backends.hopper.guess import (
+    CLAMPED,
+    FREE,
     HEADROOM,
     LOWEST,
+    codes_below,
     fits,
-    guessed_codes,
     larger,
     largest_words,
     next_guess,
@@ -147,7 +149,7 @@ def measure_row(operands, notes, barriers, row, turn, scale, threshold_ptr, FORM
 
     Args:
         operands: Q of this row; all stages of K and V; a tile of ones.
-        notes: what the producer wrote beside the stages: units, block numbers, masks.
+        notes: what the producer wrote beside the stages: units, block numbers, how many tiles need a mask.
         row: its first query here; sizes of the problem; blocks it visits.
         turn: the next stage that is used, counted over all rows.
         scale: of unquantised scores.
@@ -185,11 +187,11 @@ def measure_row(operands, notes, barriers, row, turn, scale, threshold_ptr, FORM
         row_sum = lane_sum(gl.full((ROWS, BLOCK_K), 0.0, gl.float32, FORM.probability), FORM.k_width)
         tile_sum = gl.to_tensor(0.0)
     first_unit, second_unit = units_of(units, stage, query_unit, FORM)
-    mask = _note(masked, stage, FORM)
+    masked_tiles = _note(masked, stage, FORM)
     for position in range(0, gl.maximum(count, 1), FORM.blocks):
         place = stage * FORM.blocks
         scores = warpgroup_mma_wait(0, deps=[pending])
-        if mask != 0:
+        if masked_tiles != 0:
             scores = hide(scores, blocks, place, first_query, sizes, FORM)
         first, second = halves(scores, FORM.blocks)
         local_max = tile_max(first, second, first_unit, second_unit, FORM)
@@ -229,7 +231,7 @@ def measure_row(operands, notes, barriers, row, turn, scale, threshold_ptr, FORM
         next_stage = gl.where(more, (turn + 1) % FORM.stages, stage)
         _await_stage(full, turn + 1, more, FORM)
         first_unit, second_unit = units_of(units, stage, query_unit, FORM)
-        mask = _note(masked, stage, FORM)
+        masked_tiles = _note(masked, stage, FORM)
         if not FORM.has_threshold:
             output, product, tile_sum, row_sum = _add_tile((output, product, tile_sum, row_sum), decay, FORM)
     scores = warpgroup_mma_wait(0, deps=[pending])
@@ -259,7 +261,6 @@ def guess_row(PART: gl.constexpr, operands, notes, barriers, row, turn, FORM: gl
     pending = _start_scores(query, keys.index(turn % FORM.stages * 2), FORM)
     _await_stage(full, turn + 1, left > 1, FORM)
     base = gl.full((ROWS,), LOWEST, gl.float32, FORM.rows)
-    guess = base
     output = gl.full((ROWS, FORM.value_dim), 0.0, gl.float32, FORM.output)
     product = output
     row_sum = gl.full((ROWS, 8), 0.0, gl.float32, FORM.sums)
@@ -267,22 +268,23 @@ def guess_row(PART: gl.constexpr, operands, notes, barriers, row, turn, FORM: gl
     while left > 0:  # with the scores of this pair's first tile on their way, and the next pair landed
         stage = turn % FORM.stages
         next_tile = gl.where(left > 1, (turn + 1) % FORM.stages, stage) * 2
-        mask = _note(masked, stage, FORM)
-        tiles = gl.where(mask == 0, 2, mask)
+        masked_tiles = _note(masked, stage, FORM)
+        tiles = gl.where(masked_tiles == 0, 2, masked_tiles)
+        lowest = gl.full((ROWS,), float("inf"), gl.float32, FORM.rows)
         for t in range(0, tiles):
             tile = stage * 2 + t
             first_unit, second_unit = units_of(units, tile, 1.0, FORM)
             scores = warpgroup_mma_wait(0, deps=[pending])
-            if mask != 0:
+            if masked_tiles != 0:
                 scores = hide(scores, blocks, tile * FORM.blocks, first_query, sizes, FORM)
             first, second = halves(scores, FORM.blocks)
             reached = tile_max(first, second, first_unit, second_unit, FORM)
-            new_base = gl.maximum(gl.maximum(base, reached), guess - HEADROOM)
+            lowest = gl.minimum(lowest, reached)
+            new_base = gl.maximum(base, reached)
             decay = gl.exp2((base - new_base) * octaves) + (first_unit + second_unit) * 0.0  # NaN: codes carry none
             base = new_base
-            guess = next_guess(reached, base, guess)
-            first_p = probabilities(first, first_unit, base - TOP_CODE, values.dtype, FORM)[0]
-            second_p = probabilities(second, second_unit, base - TOP_CODE, values.dtype, FORM)[0]
+            first_p, _words = codes_below(first, first_unit, base, CLAMPED, FORM)
+            second_p, _words = codes_below(second, second_unit, base, CLAMPED, FORM)
             partial, partial_sum = _start_codes(first_p, second_p, values, tile, ones, product, tile_sum, True, FORM)
             # After the last tile this repeats scores that nobody reads.
             pending = _start_scores(query, keys.index(gl.where(t + 1 < tiles, tile + 1, next_tile)), FORM)
@@ -290,6 +292,7 @@ def guess_row(PART: gl.constexpr, operands, notes, barriers, row, turn, FORM: gl
             output = output * gl.convert_layout(decay, FORM.output_rows)[:, None] + product
             row_sum = row_sum * gl.convert_layout(decay, FORM.sum_rows)[:, None] + tile_sum
         mbarrier.arrive(free.index(stage), count=1)
+        guess = gl.maximum(lowest + HEADROOM, base)  # a peak in one tile is no reason to expect another
         turn += 1
         left -= 1
         _await_stage(full, turn + 1, left > 1, FORM)
@@ -300,44 +303,44 @@ def guess_row(PART: gl.constexpr, operands, notes, barriers, row, turn, FORM: gl
             go = _note(masked, turn % FORM.stages, FORM) == 0
         while go:
             stage = turn % FORM.stages
+            tile = stage * 2
             next_tile = gl.where(left > 1, (turn + 1) % FORM.stages, stage) * 2
-            first_unit, second_unit = units_of(units, stage * 2, 1.0, FORM)
+            first_unit, second_unit = units_of(units, tile, 1.0, FORM)
             scores = warpgroup_mma_wait(0, deps=[pending])
             first, second = halves(scores, FORM.blocks)
-            first_p, first_words = guessed_codes(first, first_unit, guess, FORM)
-            second_p, second_words = guessed_codes(second, second_unit, guess, FORM)
-            partial, partial_sum = _start_codes(
-                first_p, second_p, values, stage * 2, ones, product, tile_sum, True, FORM
-            )
-            pending = _start_scores(query, keys.index(stage * 2 + 1), FORM)
-            largest = largest_words(first_words, second_words)
+            first_p, first_words = codes_below(first, first_unit, guess, FREE, FORM)
+            second_p, second_words = codes_below(second, second_unit, guess, FREE, FORM)
+            partial, partial_sum = _start_codes(first_p, second_p, values, tile, ones, product, tile_sum, True, FORM)
+            pending = _start_scores(query, keys.index(tile + 1), FORM)
+            words = largest_words(first_words, second_words)
 
-            first_unit, second_unit = units_of(units, stage * 2 + 1, 1.0, FORM)
+            first_unit, second_unit = units_of(units, tile + 1, 1.0, FORM)
             scores, product, tile_sum = warpgroup_mma_wait(0, deps=[pending, partial, partial_sum])
             first, second = halves(scores, FORM.blocks)
-            first_p, first_words = guessed_codes(first, first_unit, guess, FORM)
-            second_p, second_words = guessed_codes(second, second_unit, guess, FORM)
+            first_p, first_words = codes_below(first, first_unit, guess, FREE, FORM)
+            second_p, second_words = codes_below(second, second_unit, guess, FREE, FORM)
             partial, partial_sum = _start_codes(
-                first_p, second_p, values, stage * 2 + 1, ones, product, tile_sum, False, FORM
+                first_p, second_p, values, tile + 1, ones, product, tile_sum, False, FORM
             )
             pending = _start_scores(query, keys.index(next_tile), FORM)
-            largest = larger(largest, largest_words(first_words, second_words))
+            words = larger(words, largest_words(first_words, second_words))
             weight = gl.exp2((guess - base) * octaves)
-            guess = next_guess(reached_score(largest, guess, FORM), base, guess)
+            following = next_guess(reached_score(words, guess, FORM), base, guess)
 
             product, tile_sum = warpgroup_mma_wait(1, deps=[partial, partial_sum])
-            is_right = fits(largest, PART)
+            is_right = fits(words, PART)
             mbarrier.arrive(free.index(stage), count=1, pred=is_right)
             if is_right:
                 output = output + product * gl.convert_layout(weight, FORM.output_rows)[:, None]
                 row_sum = row_sum + tile_sum * gl.convert_layout(weight, FORM.sum_rows)[:, None]
+                guess = following
             turn += 1
             left -= 1
             _await_stage(full, turn + 1, is_right & (left > 1), FORM)
             go = is_right & (left > 0)
             if go:
                 go = _note(masked, turn % FORM.stages, FORM) == 0
-        if not is_right:  # back to this pair
+        if not is_right:  # back to this pair, to measure it
             turn -= 1
             left += 1
             scores = warpgroup_mma_wait(0, deps=[pending])
