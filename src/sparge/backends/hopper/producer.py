@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sparge.backends.hopper.gluon import async_load, gl, jit, mbarrier, reinterpret
+from sparge.backends.hopper.gluon import async_load, barrier, gl, jit, mbarrier, reinterpret
 from sparge.backends.triton.primitives import BLOCK_K, BLOCK_Q, SMALLEST_SCALE
 
 
@@ -98,7 +98,7 @@ def produce(
     blocks: gl.constexpr = FORM.stage_blocks
     value_copies: gl.constexpr = FORM.value_copies
     goes_outwards: gl.constexpr = FORM.guesses and not FORM.is_causal
-    # One thread writes all notes of a stage: it is also the one that arrives.
+    # Every thread writes the same notes. They meet before one of them arrives.
     notes: gl.constexpr = gl.BlockedLayout([FORM.stage_blocks], [32], [1], [0])
     places = gl.arange(0, blocks, notes)
     zero = gl.arange(0, 1, notes)
@@ -117,6 +117,7 @@ def produce(
         mbarrier.wait(query_free.index(slot), ((row_turn // FORM.rows_ahead) & 1) ^ 1)
         work_smem.index(slot * 2).store(zero + work)
         work_smem.index(slot * 2 + 1).store(zero + count)
+        barrier()
         mbarrier.expect(query_full.index(slot), FORM.query_bytes)
         for c in gl.static_range(chunks):
             query_buffer = query_smem.index(slot * chunks + c)
@@ -158,11 +159,12 @@ def produce(
             present = 1
             if FORM.tiles == 2:
                 present = gl.where(position + FORM.blocks < count, 2, 1)
-            masked = gl.where(gl.min(is_plain.to(gl.int32), 0) == 0, present, 0)
+            masked = gl.where(gl.min(is_plain.to(gl.int32), 0) == 0, present, 0)  # how many tiles need a mask
             mbarrier.wait(free.index(stage), ((turn // FORM.stages) & 1) ^ 1)
             unit_smem.index(stage).store(units)
             block_smem.index(stage).store(gl.where(is_listed, listed, kv_blocks))
             masked_smem.index(stage).store(zero + masked)
+            barrier()
             landed = full.index(stage)
             mbarrier.expect(landed, FORM.tile_bytes, pred=present == 1)
             if FORM.tiles == 2:
@@ -187,4 +189,5 @@ def produce(
     slot = row_turn % FORM.rows_ahead
     mbarrier.wait(query_free.index(slot), ((row_turn // FORM.rows_ahead) & 1) ^ 1)
     work_smem.index(slot * 2).store(zero + works)
+    barrier()
     mbarrier.arrive(query_full.index(slot), count=1)

@@ -230,8 +230,9 @@ def measure_row(operands, notes, barriers, row, turn, scale, threshold_ptr, FORM
         more = position + 2 * FORM.blocks < count
         next_stage = gl.where(more, (turn + 1) % FORM.stages, stage)
         _await_stage(full, turn + 1, more, FORM)
-        first_unit, second_unit = units_of(units, stage, query_unit, FORM)
-        masked_tiles = _note(masked, stage, FORM)
+        if position + FORM.blocks < count:
+            first_unit, second_unit = units_of(units, stage, query_unit, FORM)
+            masked_tiles = _note(masked, stage, FORM)
         if not FORM.has_threshold:
             output, product, tile_sum, row_sum = _add_tile((output, product, tile_sum, row_sum), decay, FORM)
     scores = warpgroup_mma_wait(0, deps=[pending])
