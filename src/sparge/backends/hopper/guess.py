@@ -1,8 +1,8 @@
 """Codes of P whose row maximum is guessed, and how to tell that a guess was too low.
 
 There are 126 codes, eight to the octave; a guess above the maximum costs some of the smallest. So the guess follows
-what the row's scores reach: `HEADROOM` above it, coming down slowly, but not below the largest score measured, because
-scores far below that one count for little. docs/hopper.md has the reasons.
+what the row's scores reach, and comes down slowly. It does not fall below the largest score measured, because scores
+far below that one count for little. docs/hopper.md has the reasons.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from sparge.backends.hopper.arithmetic import CODE_STEP, ROWS, TOP_CODE, as_oper
 from sparge.backends.hopper.gluon import gl, jit
 from sparge.backends.triton.primitives import FLOAT_OFFSET
 
-HEADROOM = gl.constexpr(48.0)
-"""Steps that a guess lies above what was reached: six octaves."""
+HEADROOM = gl.constexpr(56.0)
+"""Steps that a guess lies above what the latest tiles reached: seven octaves."""
+LARGEST_ROOM = gl.constexpr(48.0)
+"""Steps that a guess lies above the largest score of all, at most: six octaves."""
 DESCENT = gl.constexpr(8.0)
 """Steps that a guess comes down by from one pair of tiles to the next, at most."""
 LARGEST_LEAD = gl.constexpr(512.0)
@@ -22,10 +24,16 @@ LOWEST = gl.constexpr(-1e30)
 
 
 @jit
+def first_guess(reached, base):
+    """The guess after tiles that reached so much; ``base`` is the largest score measured."""
+    room_below = gl.minimum(reached + HEADROOM, gl.maximum(reached, base) + LARGEST_ROOM)
+    return gl.maximum(room_below, base)
+
+
+@jit
 def next_guess(reached, base, guess):
-    """The guess after a pair of tiles with the right one: ``reached`` is their largest score, ``base`` the largest of
-    all that were measured."""
-    following = gl.maximum(gl.maximum(reached + HEADROOM, base), guess - DESCENT)
+    """The guess after a pair of tiles for which ``guess`` was right."""
+    following = gl.maximum(first_guess(reached, base), guess - DESCENT)
     return gl.minimum(following, base + LARGEST_LEAD)
 
 

@@ -20,9 +20,9 @@ from sparge.backends.hopper.gluon import gl, jit, mbarrier, warpgroup_mma, warpg
 from sparge.backends.hopper.guess import (
     CLAMPED,
     FREE,
-    HEADROOM,
     LOWEST,
     codes_below,
+    first_guess,
     fits,
     larger,
     largest_words,
@@ -293,7 +293,7 @@ def guess_row(PART: gl.constexpr, operands, notes, barriers, row, turn, FORM: gl
             output = output * gl.convert_layout(decay, FORM.output_rows)[:, None] + product
             row_sum = row_sum * gl.convert_layout(decay, FORM.sum_rows)[:, None] + tile_sum
         mbarrier.arrive(free.index(stage), count=1)
-        guess = gl.maximum(lowest + HEADROOM, base)  # a peak in one tile is no reason to expect another
+        guess = first_guess(lowest, base)  # a peak in one tile is no reason to expect another
         turn += 1
         left -= 1
         _await_stage(full, turn + 1, left > 1, FORM)

@@ -1,0 +1,169 @@
+"""How often guessed maxima fail, and what they cost in accuracy: `python -m benchmarks.guesses [TOKENS]`.
+
+A model in PyTorch of `backends/hopper/rows.py`, `guess_row`, for one consumer's 64 queries over random blocks. Its only
+errors are those of P's codes; the rest is float32.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparge.backends.hopper.guess import DESCENT, HEADROOM, LARGEST_LEAD, LARGEST_ROOM, LOWEST
+from sparge.evaluate import bench_inputs
+from sparge.evaluate.metrics import relative_l1
+from sparge.geometry import BLOCK_K, BLOCK_Q, ROW_GROUP
+
+TILE = 2 * BLOCK_K
+STEPS = 8 * math.log2(math.e)
+"""Of a score: eight to the octave."""
+TOP_CODE = 126
+ROWS_MEASURED = 12
+
+
+class Walk(NamedTuple):
+    """Output and LSE of a row; pairs of tiles computed twice; pairs measured, of how many."""
+
+    output: Tensor
+    lse: Tensor
+    failed: int
+    measured: int
+    pairs: int
+
+
+def decoded(codes: Tensor) -> Tensor:
+    """E4M3's numbers of codes, from 0 up to 126."""
+    codes = codes.clamp(0, TOP_CODE).round()
+    exponent = (codes / 8).floor()
+    fraction = (codes - 8 * exponent) / 8
+    return torch.where(exponent > 0, (1 + fraction) * 2.0 ** (exponent - 7), fraction * 2.0**-6)
+
+
+def first_guess(reached: Tensor, base: Tensor) -> Tensor:
+    room_below = torch.minimum(reached + HEADROOM.value, torch.maximum(reached, base) + LARGEST_ROOM.value)
+    return torch.maximum(room_below, base)
+
+
+def next_guess(reached: Tensor, base: Tensor, guess: Tensor) -> Tensor:
+    following = torch.maximum(first_guess(reached, base), guess - DESCENT.value)
+    return torch.minimum(following, base + LARGEST_LEAD.value)
+
+
+def walk(scores: Tensor, value: Tensor) -> Walk:
+    """A row's tiles, in the order given.
+
+    Args:
+        scores: [rows, tiles, 128] in steps, -inf where hidden; an even number of tiles.
+        value: [tiles, 128, channels].
+    """
+    rows, tiles, _ = scores.shape
+    base = torch.full((rows,), LOWEST.value)
+    guess = base
+    total, output = torch.zeros(rows), torch.zeros(rows, value.shape[2])
+    failed = measured = 0
+    for pair in range(0, tiles, 2):
+        both = scores[:, pair : pair + 2]
+        is_plain = bool((both > -math.inf).all())
+        is_right = pair > 0 and is_plain
+        if is_right:
+            codes = both.flatten(1) - guess[:, None] + TOP_CODE
+            is_right = not bool((codes.round() > TOP_CODE).any())
+            failed += not is_right
+        if is_right:
+            weight = 2.0 ** ((guess - base) / 8)
+            probability = decoded(codes) * weight[:, None]
+            output = output + probability @ value[pair : pair + 2].flatten(0, 1)
+            total = total + probability.sum(1)
+            reached = torch.maximum(both.flatten(1).amax(1), guess - TOP_CODE)
+            guess = next_guess(reached, base, guess)
+            continue
+        measured += 1
+        for tile in (pair, pair + 1):
+            new_base = torch.maximum(base, scores[:, tile].amax(1))
+            decay = 2.0 ** ((base - new_base) / 8)
+            base = new_base
+            probability = decoded(scores[:, tile] - base[:, None] + TOP_CODE)
+            output = output * decay[:, None] + probability @ value[tile]
+            total = total * decay + probability.sum(1)
+        guess = first_guess(both.amax(2).amin(1), base)
+    lse = (base / 8 + total.log2() - math.log2(448)) * math.log(2)
+    return Walk(output / total[:, None], lse, failed, measured, tiles // 2)
+
+
+def outwards(count: int, center: int) -> list[int]:
+    """Places around a center in turns, in a circle (`backends/hopper/producer.py`)."""
+    return [(center + ((i + 1) // 2 if i % 2 else -(i // 2))) % count for i in range(count)]
+
+
+@dataclass
+class Inputs:
+    """One head: [tokens, channels] each."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    is_causal: bool
+
+
+def random_row(inputs: Inputs, density: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Scores and values of a row of random kept blocks, as the producer brings them."""
+    tokens, dim = inputs.query.shape
+    q_block = int(torch.randint(tokens // BLOCK_Q, (1,), generator=generator))
+    first = q_block * BLOCK_Q
+    visible = first // BLOCK_K + 2 if inputs.is_causal else tokens // BLOCK_K
+    kept = torch.randperm(visible, generator=generator)[: max(1, round(visible * density))].sort().values
+    blocks = torch.cat([kept, torch.full((-len(kept) % 4,), -1)]).view(-1, 4)
+    if not inputs.is_causal:
+        own = max(int((kept <= first // BLOCK_K).sum()) - 1, 0) // 4
+        blocks = blocks[outwards(len(blocks), own)]
+    positions = (blocks.flatten()[:, None] * BLOCK_K + torch.arange(BLOCK_K)).view(-1, TILE)
+    key, value = inputs.key[positions.clamp(min=0)], inputs.value[positions.clamp(min=0)]
+    scores = torch.einsum("rd,tkd->rtk", inputs.query[first : first + ROW_GROUP], key) * (STEPS / math.sqrt(dim))
+    hidden = (positions < 0).expand_as(scores)
+    if inputs.is_causal:
+        hidden = hidden | (positions > torch.arange(first, first + ROW_GROUP)[:, None, None])
+    return scores.masked_fill(hidden, -math.inf), value
+
+
+def report(name: str, inputs: Inputs, density: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    walks, errors, lse_errors = [], [], []
+    for _ in range(ROWS_MEASURED):
+        scores, value = random_row(inputs, density, generator)
+        row = walk(scores, value)
+        logits = scores.double().flatten(1) / STEPS
+        exact = logits.softmax(1) @ value.double().flatten(0, 1)
+        walks.append(row)
+        errors.append(relative_l1(row.output, exact))
+        lse_errors.append(float((row.lse - logits.logsumexp(1)).abs().mean()))
+    pairs, failed, measured = (sum(getattr(row, field) for row in walks) for field in ("pairs", "failed", "measured"))
+    count = len(walks)
+    print(
+        f"{name:7s} density {density}: {pairs / count:5.1f} pairs a row, {measured / count:.1f} measured, "
+        f"{failed / count:.1f} computed twice; "
+        f"rel. L1 {sum(errors) / count:.4f}, LSE off by {sum(lse_errors) / count:.4f}"
+    )
+
+
+def main(tokens: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shape = (1, 1, tokens, 128)
+    kinds = {
+        "video": (bench_inputs.video_like(shape, generator), False, (0.5, 0.1)),
+        "text": (bench_inputs.text_like(shape, generator), True, (0.5,)),
+        "random": (tuple(torch.randn(shape, generator=generator) for _ in range(3)), False, (0.5,)),
+    }
+    print(f"{tokens} tokens, D 128, {ROWS_MEASURED} rows each")
+    for name, ((query, key, value), is_causal, densities) in kinds.items():
+        inputs = Inputs(query[0, 0], (key - key.mean(2, keepdim=True))[0, 0], value[0, 0], is_causal)
+        for density in densities:
+            report(name, inputs, density)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 32768)

@@ -1,0 +1,77 @@
+"""Guessed row maxima (`backends/hopper/guess.py`), in a model of the kernel: it has no interpreter."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from benchmarks.guesses import STEPS, TOP_CODE, decoded, outwards, walk
+from torch import Tensor
+
+ROWS, TILE = 64, 128
+
+
+def exact_lse(scores: Tensor) -> Tensor:
+    return (scores.double().flatten(1) / STEPS).logsumexp(1)
+
+
+def lse_of_the_specification(scores: Tensor) -> Tensor:
+    """All codes relative to the row's maximum."""
+    top = scores.flatten(1).amax(1)
+    total = decoded(scores.flatten(1) - top[:, None] + TOP_CODE).sum(1)
+    return (top / 8 + total.log2() - math.log2(448)) * math.log(2)
+
+
+def normal(tiles: int, octaves: float = 1.0, seed: int = 0) -> Tensor:
+    return 8 * octaves * torch.randn(ROWS, tiles, TILE, generator=torch.Generator().manual_seed(seed))
+
+
+def values(tiles: int) -> Tensor:
+    return torch.randn(tiles, TILE, 8, generator=torch.Generator().manual_seed(1)) + 1
+
+
+def test_even_scores_are_guessed() -> None:
+    scores, value = normal(64), values(64)
+    row = walk(scores, value)
+    assert (row.failed, row.measured, row.pairs) == (0, 1, 32)
+    exact = (scores.flatten(1) / STEPS).double().softmax(1) @ value.double().flatten(0, 1)
+    assert float((row.output - exact).abs().sum() / exact.abs().sum()) < 0.01
+    assert float((row.lse - exact_lse(scores)).abs().max()) < 0.01
+
+
+@pytest.mark.parametrize("pairs", [4, 8, 32])
+@pytest.mark.parametrize("octaves", [7, 9, 11, 13])
+def test_a_peak_leaves_the_rest_its_codes(octaves: int, pairs: int) -> None:
+    """Guesses far above the peak would cut off the rest: by 14 % of the sum at 11 octaves and 4 pairs."""
+    scores = normal(2 * pairs)
+    scores[:, 0, 5] = 8 * octaves
+    error = walk(scores, values(2 * pairs)).lse - exact_lse(scores)
+    intended = lse_of_the_specification(scores) - exact_lse(scores)
+    assert float(error.mean().abs()) <= float(intended.mean().abs()) + 2e-3
+
+
+@pytest.mark.parametrize("steps", [4, 20, 40, 100, 1000])
+def test_scores_that_rise_stay_finite(steps: float) -> None:
+    """From pair to pair by less than the room or more, in all by more than float32 has exponents."""
+    pairs = 400
+    scores = normal(2 * pairs) + steps * torch.arange(2 * pairs).div(2, rounding_mode="floor")[:, None]
+    row = walk(scores, values(2 * pairs))
+    assert row.output.isfinite().all()
+    assert float((row.lse - exact_lse(scores)).abs().max()) < 0.1
+    assert row.measured == row.failed + 1
+
+
+def test_rows_that_see_nothing_at_first() -> None:
+    scores = normal(8)
+    scores[:32, :2] = -math.inf
+    row = walk(scores, values(8))
+    assert float((row.lse - exact_lse(scores)).abs().max()) < 0.05
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 13])
+def test_outwards_visits_each_place_once(count: int) -> None:
+    for center in range(count):
+        places = outwards(count, center)
+        assert places[0] == center
+        assert sorted(places) == list(range(count))
