@@ -20,13 +20,13 @@ from sparge.evaluate.plots import LIGHT, causal_visibility, paint_blocks, palett
 FOLDER = Path(__file__).parent.parent / "docs" / "figures"
 TOPK = 0.25
 
-CLOCKS = 1790
-"""A tile of both consumers, N 8192, H 32, D 128 (docs/performance.md)."""
-ROLES = ("copy engine", "consumer 0", "consumer 1", "tensor cores")
+CLOCKS = 3100
+"""A pair of tiles of both consumers, N 8192, H 32, D 128 (docs/performance.md)."""
+ROLES = ("copy engine", "consumer 0", "products of 0", "consumer 1", "products of 1")
 KINDS = {
     "K, V": "#b9c4d0",
-    "softmax": "#f2b880",
     "codes": "#e6875c",
+    "check": "#f2b880",
     "add": "#d9d2c5",
     "S": "#7aa6c2",
     "P V": "#4f7d5f",
@@ -67,8 +67,8 @@ def _draw_sample(panels, sample: Sample) -> None:
 
 
 def draw_hopper() -> Figure:
-    """Two tiles of both consumers, half a tile apart. Lengths are rounded from samples of the program counter."""
-    figure = Figure(figsize=(9.6, 3.0), layout="constrained", dpi=110)
+    """Pairs of tiles of both consumers, half a pair apart. Lengths are rounded from samples of the program counter."""
+    figure = Figure(figsize=(9.6, 3.4), layout="constrained", dpi=110)
     FigureCanvasAgg(figure)
     panel = figure.subplots()
     height = {role: len(ROLES) - 1 - place for place, role in enumerate(ROLES)}
@@ -77,16 +77,18 @@ def draw_hopper() -> Figure:
         panel.barh(height[role], length, left=start, height=0.62, color=KINDS[kind], edgecolor="white", linewidth=1)
         panel.text(start + length / 2, height[role], label, ha="center", va="center", fontsize=7, clip_on=True)
 
-    for tile in range(3):
-        bar("copy engine", "K, V", tile * CLOCKS, 0.9 * CLOCKS, f"K, V of tile {tile + 3}")
+    for pair in range(2):
+        bar("copy engine", "K, V", pair * CLOCKS, 0.9 * CLOCKS, f"K, V of pair {pair + 2}")
         for consumer in (0, 1):
-            role, start = f"consumer {consumer}", (tile + 0.5 * consumer) * CLOCKS
-            bar(role, "softmax", start, 380, f"max {tile}")
-            bar(role, "codes", start + 380, 620, f"codes of P {tile}")
-            bar(role, "add", start + 1260, 250, f"+ P V {tile}")
-            bar("tensor cores", "P V", start + 760, 300, f"P V {tile}\n(of {consumer})")
-            bar("tensor cores", "S", start + 1180, 300, f"S {tile + 1}\n(of {consumer})")
-    panel.set(yticks=list(height.values()), yticklabels=list(height), xlim=(0, 2.5 * CLOCKS), xlabel="clocks")
+            role, start = f"consumer {consumer}", (pair + 0.5 * consumer) * CLOCKS
+            bar(role, "codes", start, 650, f"codes of P {2 * pair}")
+            bar(role, "codes", start + 1200, 700, f"codes of P {2 * pair + 1}")
+            bar(role, "check", start + 2220, 250, "check")
+            bar(role, "add", start + 2470, 260, "+ P V")
+            for tile, begin in ((2 * pair, 500), (2 * pair + 1, 1750)):
+                bar(f"products of {consumer}", "P V", start + begin, 330, f"P V {tile}")
+                bar(f"products of {consumer}", "S", start + begin + 380, 300, f"S {tile + 1}")
+    panel.set(yticks=list(height.values()), yticklabels=list(height), xlim=(0, 2 * CLOCKS), xlabel="clocks")
     panel.tick_params(labelsize=8)
     for side in ("top", "right"):
         panel.spines[side].set_visible(False)
