@@ -75,6 +75,12 @@ def _consume(
         row_turn += 1
         slot = row_turn % FORM.rows_ahead
 
+        positions = first_query + gl.arange(0, ROWS, FORM.output_rows)
+        inside = positions < q_len
+        flat_queries = flat_head.to(gl.int64) * q_len + positions
+        shift = 0.0
+        if FORM.quantized:  # on its way while the output is written
+            shift = gl.load(lse_shift_ptr + flat_queries, mask=inside, other=0.0)
         if FORM.codes:
             total = gl.convert_layout(gl.max(row_sum, 1), FORM.output_rows)
         else:
@@ -87,17 +93,12 @@ def _consume(
         if FORM.fp8_values:
             scale_base = value_scale_ptr + (batch.to(gl.int64) * (heads // group) + kv_head) * FORM.value_scales
             output = output * gl.load(scale_base + channels, mask=channels < FORM.output_dim, other=0.0)[None, :]
-        positions = first_query + gl.arange(0, ROWS, FORM.output_rows)
-        inside = positions < q_len
-        flat_queries = flat_head.to(gl.int64) * q_len + positions
         output_ptrs = output_ptr + flat_queries[:, None] * FORM.output_dim + channels[None, :]
         output = gl.where(empty[:, None], 0.0, output).to(output_ptr.dtype.element_ty)
         gl.store(output_ptrs, output, mask=inside[:, None] & (channels < FORM.output_dim)[None, :])
         log2_top: gl.constexpr = LOG2_FP8_MAX if FORM.fp8_values else 0.0
         octaves = gl.convert_layout(row_top, FORM.output_rows) * (1.0 / FORM.steps)
-        lse = (octaves + gl.log2(total) - log2_top) * LN_2
-        if FORM.quantized:
-            lse = lse + gl.load(lse_shift_ptr + flat_queries, mask=inside, other=0.0)
+        lse = (octaves + gl.log2(total) - log2_top) * LN_2 + shift
         gl.store(lse_ptr + flat_queries, gl.where(empty, float("-inf"), lse), mask=inside & (value_slice == 0))
 
         mbarrier.wait(query_full.index(slot), (row_turn // FORM.rows_ahead) & 1)
