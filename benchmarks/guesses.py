@@ -18,11 +18,11 @@ from sparge.backends.hopper.guess import DESCENT, HEADROOM, LARGEST_LEAD, LARGES
 from sparge.evaluate import bench_inputs
 from sparge.evaluate.metrics import relative_l1
 from sparge.geometry import BLOCK_K, BLOCK_Q, ROW_GROUP
+from sparge.reference import FP8_CODES_PER_OCTAVE, FP8_MAX, FP8_TOP_CODE, fp8_from_log2
 
 TILE = 2 * BLOCK_K
 STEPS = 8 * math.log2(math.e)
 """Of a score: eight to the octave."""
-TOP_CODE = 126
 ROWS_MEASURED = 12
 
 
@@ -36,12 +36,9 @@ class Walk(NamedTuple):
     pairs: int
 
 
-def decoded(codes: Tensor) -> Tensor:
-    """E4M3's numbers of codes, from 0 up to 126."""
-    codes = codes.clamp(0, TOP_CODE).round()
-    exponent = (codes / 8).floor()
-    fraction = (codes - 8 * exponent) / 8
-    return torch.where(exponent > 0, (1 + fraction) * 2.0 ** (exponent - 7), fraction * 2.0**-6)
+def probability(scores: Tensor, top: Tensor) -> Tensor:
+    """P as the kernel stores it, 448 at the score ``top``."""
+    return fp8_from_log2((scores - top.view(-1, *[1] * (scores.ndim - 1))) / FP8_CODES_PER_OCTAVE)
 
 
 def first_guess(reached: Tensor, base: Tensor) -> Tensor:
@@ -71,15 +68,14 @@ def walk(scores: Tensor, value: Tensor) -> Walk:
         is_plain = bool((both > -math.inf).all())
         is_right = pair > 0 and is_plain
         if is_right:
-            codes = both.flatten(1) - guess[:, None] + TOP_CODE
-            is_right = not bool((codes.round() > TOP_CODE).any())
+            is_right = not bool((both.flatten(1) - guess[:, None]).round().gt(0).any())
             failed += not is_right
         if is_right:
             weight = 2.0 ** ((guess - base) / 8)
-            probability = decoded(codes) * weight[:, None]
-            output = output + probability @ value[pair : pair + 2].flatten(0, 1)
-            total = total + probability.sum(1)
-            reached = torch.maximum(both.flatten(1).amax(1), guess - TOP_CODE)
+            weighted = probability(both.flatten(1), guess) * weight[:, None]
+            output = output + weighted @ value[pair : pair + 2].flatten(0, 1)
+            total = total + weighted.sum(1)
+            reached = torch.maximum(both.flatten(1).amax(1), guess - FP8_TOP_CODE)
             guess = next_guess(reached, base, guess)
             continue
         measured += 1
@@ -87,11 +83,11 @@ def walk(scores: Tensor, value: Tensor) -> Walk:
             new_base = torch.maximum(base, scores[:, tile].amax(1))
             decay = 2.0 ** ((base - new_base) / 8)
             base = new_base
-            probability = decoded(scores[:, tile] - base[:, None] + TOP_CODE)
-            output = output * decay[:, None] + probability @ value[tile]
-            total = total * decay + probability.sum(1)
+            fresh = probability(scores[:, tile], base)
+            output = output * decay[:, None] + fresh @ value[tile]
+            total = total * decay + fresh.sum(1)
         guess = first_guess(both.amax(2).amin(1), base)
-    lse = (base / 8 + total.log2() - math.log2(448)) * math.log(2)
+    lse = (base / 8 + (total / FP8_MAX).log2()) * math.log(2)
     return Walk(output / total[:, None], lse, failed, measured, tiles // 2)
 
 

@@ -240,6 +240,23 @@ def measure_row(operands, notes, barriers, row, turn, scale, threshold_ptr, FORM
 
 
 @jit
+def _start_guessed(
+    scores, first_unit, second_unit, guess, values, tile, ones, sums, FRESH: gl.constexpr, FORM: gl.constexpr
+):
+    """Codes of a tile relative to a guess, and what `_start_codes` starts with them.
+
+    Returns:
+        P V and row sums, pending; the codes of both key blocks in 16 bits.
+    """
+    product, tile_sum = sums
+    first, second = halves(scores, FORM.blocks)
+    first_p, first_words = codes_below(first, first_unit, guess, FREE, FORM)
+    second_p, second_words = codes_below(second, second_unit, guess, FREE, FORM)
+    partial, partial_sum = _start_codes(first_p, second_p, values, tile, ones, product, tile_sum, FRESH, FORM)
+    return partial, partial_sum, first_words, second_words
+
+
+@jit
 def guess_row(PART: gl.constexpr, operands, notes, barriers, row, turn, FORM: gl.constexpr):
     """A row's pairs of tiles; codes only. The first pair and masked ones are measured.
 
@@ -308,20 +325,18 @@ def guess_row(PART: gl.constexpr, operands, notes, barriers, row, turn, FORM: gl
             next_tile = gl.where(left > 1, (turn + 1) % FORM.stages, stage) * 2
             first_unit, second_unit = units_of(units, tile, 1.0, FORM)
             scores = warpgroup_mma_wait(0, deps=[pending])
-            first, second = halves(scores, FORM.blocks)
-            first_p, first_words = codes_below(first, first_unit, guess, FREE, FORM)
-            second_p, second_words = codes_below(second, second_unit, guess, FREE, FORM)
-            partial, partial_sum = _start_codes(first_p, second_p, values, tile, ones, product, tile_sum, True, FORM)
+            sums = (product, tile_sum)
+            partial, partial_sum, first_words, second_words = _start_guessed(
+                scores, first_unit, second_unit, guess, values, tile, ones, sums, True, FORM
+            )
             pending = _start_scores(query, keys.index(tile + 1), FORM)
             words = largest_words(first_words, second_words)
 
             first_unit, second_unit = units_of(units, tile + 1, 1.0, FORM)
             scores, product, tile_sum = warpgroup_mma_wait(0, deps=[pending, partial, partial_sum])
-            first, second = halves(scores, FORM.blocks)
-            first_p, first_words = codes_below(first, first_unit, guess, FREE, FORM)
-            second_p, second_words = codes_below(second, second_unit, guess, FREE, FORM)
-            partial, partial_sum = _start_codes(
-                first_p, second_p, values, tile + 1, ones, product, tile_sum, False, FORM
+            sums = (product, tile_sum)
+            partial, partial_sum, first_words, second_words = _start_guessed(
+                scores, first_unit, second_unit, guess, values, tile + 1, ones, sums, False, FORM
             )
             pending = _start_scores(query, keys.index(next_tile), FORM)
             words = larger(words, largest_words(first_words, second_words))
