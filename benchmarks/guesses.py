@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparge.backends.hopper.guess import DESCENT, HEADROOM, LARGEST_LEAD, LARGEST_ROOM, LOWEST
+from sparge.backends.hopper.guess import ASCENT, DESCENT, FIRST_ROOM, HEADROOM, LARGEST_LEAD, LARGEST_ROOM, LOWEST
 from sparge.evaluate import bench_inputs
 from sparge.evaluate.metrics import relative_l1
 from sparge.geometry import BLOCK_K, BLOCK_Q, ROW_GROUP
@@ -41,14 +41,25 @@ def probability(scores: Tensor, top: Tensor) -> Tensor:
     return fp8_from_log2((scores - top.view(-1, *[1] * (scores.ndim - 1))) / FP8_CODES_PER_OCTAVE)
 
 
-def first_guess(reached: Tensor, base: Tensor) -> Tensor:
-    room_below = torch.minimum(reached + HEADROOM.value, torch.maximum(reached, base) + LARGEST_ROOM.value)
-    return torch.maximum(room_below, base)
+def room_above(reached: Tensor, base: Tensor, more: Tensor | float) -> Tensor:
+    room = torch.minimum(reached + HEADROOM.value, torch.maximum(reached, base) + LARGEST_ROOM.value) + more
+    return torch.maximum(room, base)
+
+
+def guess_after_measuring(reached: Tensor, base: Tensor, guess: Tensor) -> Tensor:
+    more = torch.where(guess == LOWEST.value, FIRST_ROOM.value, 0.0)
+    return torch.maximum(room_above(reached, base, more), guess)
 
 
 def next_guess(reached: Tensor, base: Tensor, guess: Tensor) -> Tensor:
-    following = torch.maximum(first_guess(reached, base), guess - DESCENT.value)
-    return torch.minimum(following, base + LARGEST_LEAD.value)
+    following = torch.maximum(room_above(reached, base, 0.0), guess - DESCENT.value)
+    return torch.minimum(following, torch.minimum(guess + ASCENT.value, base + LARGEST_LEAD.value))
+
+
+def can_be_guessed(pair: Tensor) -> bool:
+    """Of scores [rows, 2, 128]: none is hidden, or the last block is missing."""
+    seen = pair > -math.inf
+    return bool(seen.all()) or bool(seen[:, 0].all() and seen[:, 1, :BLOCK_K].all() and not seen[:, 1, BLOCK_K:].any())
 
 
 def walk(scores: Tensor, value: Tensor) -> Walk:
@@ -63,30 +74,30 @@ def walk(scores: Tensor, value: Tensor) -> Walk:
     guess = base
     total, output = torch.zeros(rows), torch.zeros(rows, value.shape[2])
     failed = measured = 0
-    for pair in range(0, tiles, 2):
-        both = scores[:, pair : pair + 2]
-        is_plain = bool((both > -math.inf).all())
-        is_right = pair > 0 and is_plain
+    for first in range(0, tiles, 2):
+        pair = scores[:, first : first + 2]
+        both = pair.flatten(1)
+        is_right = first > 0 and can_be_guessed(pair)
         if is_right:
-            is_right = not bool((both.flatten(1) - guess[:, None]).round().gt(0).any())
+            is_right = not bool((both - guess[:, None]).round().gt(0).any())
             failed += not is_right
         if is_right:
             weight = 2.0 ** ((guess - base) / 8)
-            weighted = probability(both.flatten(1), guess) * weight[:, None]
-            output = output + weighted @ value[pair : pair + 2].flatten(0, 1)
+            weighted = probability(both, guess) * weight[:, None]
+            output = output + weighted @ value[first : first + 2].flatten(0, 1)
             total = total + weighted.sum(1)
-            reached = torch.maximum(both.flatten(1).amax(1), guess - FP8_TOP_CODE)
+            reached = guess - FP8_TOP_CODE + (both.amax(1) - guess + FP8_TOP_CODE).round().clamp(min=0)
             guess = next_guess(reached, base, guess)
             continue
         measured += 1
-        for tile in (pair, pair + 1):
+        for tile in (first, first + 1):
             new_base = torch.maximum(base, scores[:, tile].amax(1))
             decay = 2.0 ** ((base - new_base) / 8)
             base = new_base
             fresh = probability(scores[:, tile], base)
             output = output * decay[:, None] + fresh @ value[tile]
             total = total * decay + fresh.sum(1)
-        guess = first_guess(both.amax(2).amin(1), base)
+        guess = guess_after_measuring(pair.amax(2).amin(1), base, guess)
     lse = (base / 8 + (total / FP8_MAX).log2()) * math.log(2)
     return Walk(output / total[:, None], lse, failed, measured, tiles // 2)
 

@@ -48,15 +48,16 @@ def hide(scores, blocks, place, first_query, sizes, FORM: gl.constexpr):
     """
     _, _, q_len, kv_len, _, _, _ = sizes
     columns: gl.constexpr = gl.SliceLayout(0, FORM.scores)
+    rows: gl.constexpr = gl.SliceLayout(1, FORM.scores)
     offsets = gl.arange(0, FORM.keys, columns)
     block = blocks.index(place).load(columns)
     if FORM.blocks == 2:
         block = gl.where(offsets < BLOCK_K, block, blocks.index(place + 1).load(columns))
-    keys = block * BLOCK_K + offsets % BLOCK_K
-    queries = first_query + gl.arange(0, ROWS, gl.SliceLayout(1, FORM.scores))
-    allowed = (keys < kv_len)[None, :] & (queries >= 0)[:, None]  # always so: for the shape
+    last_key = gl.full((ROWS,), kv_len - 1, gl.int32, rows)
     if FORM.is_causal:
-        allowed = allowed & (keys[None, :] <= (queries + (kv_len - q_len))[:, None])
+        last_key = gl.minimum(last_key, first_query + (kv_len - q_len) + gl.arange(0, ROWS, rows))
+    # Seen from the block's first key, the last one is one number for each row, and a key is a constant.
+    allowed = (offsets % BLOCK_K)[None, :] <= last_key[:, None] - (block * BLOCK_K)[None, :]
     if FORM.quantized:
         return gl.where(allowed, scores, HIDDEN_BITS)
     else:

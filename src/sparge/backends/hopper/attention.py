@@ -20,10 +20,19 @@ from __future__ import annotations
 
 from sparge.backends.hopper.arithmetic import ONES_BITS, ROWS
 from sparge.backends.hopper.gluon import barrier, fence_async_shared, gl, jit, mbarrier, reinterpret
-from sparge.backends.hopper.guess import LOWEST, clear_largest, declare_largest
+from sparge.backends.hopper.guess import clear_largest, declare_largest
+from sparge.backends.hopper.output import row_scales, write_row
 from sparge.backends.hopper.producer import place_of, produce
 from sparge.backends.hopper.rows import guess_row, measure_row
-from sparge.backends.triton.primitives import BLOCK_K, BLOCK_Q, LN_2, LOG2_FP8_MAX
+from sparge.backends.triton.primitives import BLOCK_K, BLOCK_Q
+
+
+@jit
+def _next_work(work_smem, query_full, row_turn, FORM: gl.constexpr):
+    """Wait for the queries of a row and say which row it is."""
+    slot = row_turn % FORM.rows_ahead
+    mbarrier.wait(query_full.index(slot), (row_turn // FORM.rows_ahead) & 1)
+    return gl.max(work_smem.index(slot * 2).load(FORM.rows), 0)
 
 
 @jit
@@ -43,8 +52,6 @@ def _consume(
     query_smem, key_smem, value_smem, unit_smem, block_smem, masked_smem, work_smem = buffers
     query_full, query_free, _, _ = barriers
     heads, group, q_len, _, _, _, works = sizes
-    _, _, value_scale_ptr, lse_shift_ptr = scales
-    output_ptr, lse_ptr = results
     queries = reinterpret(query_smem, query_smem.dtype, [FORM.rows_ahead, BLOCK_Q, FORM.head_dim], FORM.key_tile)
     keys = reinterpret(key_smem, key_smem.dtype, [FORM.stages * FORM.tiles, FORM.keys, FORM.head_dim], FORM.key_tile)
     values = reinterpret(value_smem, value_smem.dtype, FORM.value_shape, FORM.value_tile)
@@ -56,8 +63,7 @@ def _consume(
     turn = 0
     row_turn = 0
     slot = 0
-    mbarrier.wait(query_full.index(slot), 0)
-    work = gl.max(work_smem.index(0).load(FORM.rows), 0)
+    work = _next_work(work_smem, query_full, row_turn, FORM)
     while work < works:
         batch, head, kv_head, flat_head, q_block, value_slice = place_of(work, sizes, FORM)
         count = gl.max(work_smem.index(slot * 2 + 1).load(FORM.rows), 0)
@@ -72,37 +78,15 @@ def _consume(
                 operands, notes, barriers, row, turn, scale, threshold_ptr + head, FORM
             )
         mbarrier.arrive(query_free.index(slot), count=1)
+        place = (flat_head, first_query, value_slice, q_len)
+        loaded = row_scales(scales, place, batch * (heads // group) + kv_head, FORM)
         row_turn += 1
         slot = row_turn % FORM.rows_ahead
-
-        positions = first_query + gl.arange(0, ROWS, FORM.output_rows)
-        inside = positions < q_len
-        flat_queries = flat_head.to(gl.int64) * q_len + positions
-        shift = 0.0
-        if FORM.quantized:  # on its way while the output is written
-            shift = gl.load(lse_shift_ptr + flat_queries, mask=inside, other=0.0)
-        if FORM.codes:
-            total = gl.convert_layout(gl.max(row_sum, 1), FORM.output_rows)
-        else:
-            total = gl.convert_layout(gl.sum(row_sum, 1), FORM.output_rows)
-        # Only both: a row of NaN has no maximum, and where scores are huge all codes may be 0.
-        lowest: gl.constexpr = LOWEST if FORM.guesses else float("-inf")
-        empty = (total == 0.0) & (gl.convert_layout(row_top, FORM.output_rows) == lowest)
-        output = output * (1.0 / gl.where(empty, 1.0, total))[:, None]
-        channels = value_slice * FORM.value_dim + gl.arange(0, FORM.value_dim, FORM.output_columns)
-        if FORM.fp8_values:
-            scale_base = value_scale_ptr + (batch.to(gl.int64) * (heads // group) + kv_head) * FORM.value_scales
-            output = output * gl.load(scale_base + channels, mask=channels < FORM.output_dim, other=0.0)[None, :]
-        output_ptrs = output_ptr + flat_queries[:, None] * FORM.output_dim + channels[None, :]
-        output = gl.where(empty[:, None], 0.0, output).to(output_ptr.dtype.element_ty)
-        gl.store(output_ptrs, output, mask=inside[:, None] & (channels < FORM.output_dim)[None, :])
-        log2_top: gl.constexpr = LOG2_FP8_MAX if FORM.fp8_values else 0.0
-        octaves = gl.convert_layout(row_top, FORM.output_rows) * (1.0 / FORM.steps)
-        lse = (octaves + gl.log2(total) - log2_top) * LN_2 + shift
-        gl.store(lse_ptr + flat_queries, gl.where(empty, float("-inf"), lse), mask=inside & (value_slice == 0))
-
-        mbarrier.wait(query_full.index(slot), (row_turn // FORM.rows_ahead) & 1)
-        work = gl.max(work_smem.index(slot * 2).load(FORM.rows), 0)
+        if FORM.rows_ahead == 2:  # the next row is here: its number is read while this one's scales are on their way
+            work = _next_work(work_smem, query_full, row_turn, FORM)
+        write_row(output, row_sum, row_top, loaded, place, results, FORM)
+        if FORM.rows_ahead == 1:
+            work = _next_work(work_smem, query_full, row_turn, FORM)
 
 
 @jit(do_not_specialize=["heads", "group", "q_len", "kv_len", "q_blocks", "kv_blocks", "works"])

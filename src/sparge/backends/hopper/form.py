@@ -180,5 +180,17 @@ class Form:
         return gl.SliceLayout(0, self.output)
 
     @property
+    def stored(self) -> gl.DistributedLinearLayout:
+        """The output with 8 neighbouring channels per thread: 16 bytes. Threads of a row exchange them by shuffles."""
+        wider = [[0, channels] for channels in (32, 64, 128) if channels < self.value_dim]
+        return gl.DistributedLinearLayout(
+            reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], *wider],
+            lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+            warp_bases=[[16, 0], [32, 0]],
+            block_bases=[],
+            shape=[64, self.value_dim],
+        )
+
+    @property
     def sum_rows(self) -> gl.SliceLayout:
         return gl.SliceLayout(1, self.sums)

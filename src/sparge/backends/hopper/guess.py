@@ -1,8 +1,8 @@
 """Codes of P whose row maximum is guessed, and how to tell that a guess was too low.
 
 There are 126 codes, eight to the octave; a guess above the maximum costs some of the smallest. So the guess follows
-what the row's scores reach, and comes down slowly. It does not fall below the largest score measured, because scores
-far below that one count for little. docs/hopper.md has the reasons.
+what the row's scores reach, slowly up and down. It does not fall below ``base``, the largest score measured, because
+scores far below that one count for little. docs/hopper.md has the reasons.
 """
 
 from __future__ import annotations
@@ -15,26 +15,36 @@ HEADROOM = gl.constexpr(56.0)
 """Steps that a guess lies above what the latest tiles reached: seven octaves."""
 LARGEST_ROOM = gl.constexpr(48.0)
 """Steps that a guess lies above the largest score of all, at most: six octaves."""
+FIRST_ROOM = gl.constexpr(16.0)
+"""Steps more above the first tiles of a row. Where few blocks are kept, half of the guesses that fail come next."""
 DESCENT = gl.constexpr(8.0)
 """Steps that a guess comes down by from one pair of tiles to the next, at most."""
+ASCENT = gl.constexpr(16.0)
+"""Steps that a guess goes up by from one pair of tiles to the next, at most. A peak is no reason to expect another."""
 LARGEST_LEAD = gl.constexpr(512.0)
-"""Steps that a guess may lie above the largest score measured. A sum in units of the latter overflows beyond 800."""
+"""Steps that a guess may lie above the base. A sum in units of the latter overflows beyond 800."""
 LOWEST = gl.constexpr(-1e30)
 """Below every score. A guess this low is always wrong."""
 
 
 @jit
-def first_guess(reached, base):
-    """The guess after tiles that reached so much; ``base`` is the largest score measured."""
-    room_below = gl.minimum(reached + HEADROOM, gl.maximum(reached, base) + LARGEST_ROOM)
-    return gl.maximum(room_below, base)
+def _room_above(reached, base, more):
+    room = gl.minimum(reached + HEADROOM, gl.maximum(reached, base) + LARGEST_ROOM) + more
+    return gl.maximum(room, base)
+
+
+@jit
+def guess_after_measuring(reached, base, guess):
+    """The guess after tiles that were measured: the row's first, or because ``guess`` was too low for some rows."""
+    more = gl.where(guess == LOWEST, FIRST_ROOM, 0.0)
+    return gl.maximum(_room_above(reached, base, more), guess)
 
 
 @jit
 def next_guess(reached, base, guess):
     """The guess after a pair of tiles for which ``guess`` was right."""
-    following = gl.maximum(first_guess(reached, base), guess - DESCENT)
-    return gl.minimum(following, base + LARGEST_LEAD)
+    following = gl.maximum(_room_above(reached, base, 0.0), guess - DESCENT)
+    return gl.minimum(following, gl.minimum(guess + ASCENT, base + LARGEST_LEAD))
 
 
 def _packed_codes(clamp: str) -> gl.constexpr:
@@ -106,7 +116,7 @@ def largest_words(first, second):
 
 @jit
 def reached_score(largest, guess, FORM: gl.constexpr):
-    """The largest score of each row, in steps, or less where its code is 0."""
+    """The largest score of each row, in steps, even one that exceeds the guess; at least that of code 0."""
     codes = largest.to(gl.float16, bitcast=True).to(gl.float32) * (1.0 / CODE_STEP)
     return guess - TOP_CODE + gl.convert_layout(gl.max(gl.max(codes, 2), 1), FORM.rows)
 

@@ -153,13 +153,18 @@ def produce(
             if FORM.quantized:
                 units = gl.load(scale_base + listed, mask=is_listed, other=1.0) * query_unit  # hidden keys may be NaN
                 units = gl.where(units == 0.0, SMALLEST_SCALE, units)  # a hidden score is -inf before it is scaled
-            is_plain = is_listed & (listed < plain_blocks)
+            is_plain = listed < plain_blocks
             if FORM.guesses:
                 is_plain = is_plain & (gl.abs(units) < float("inf"))  # codes cannot carry NaN
             present = 1
             if FORM.tiles == 2:
                 present = gl.where(position + FORM.blocks < count, 2, 1)
-            masked = gl.where(gl.min(is_plain.to(gl.int32), 0) == 0, present, 0)  # how many tiles need a mask
+            masked = gl.where(gl.min((is_plain & is_listed).to(gl.int32), 0) == 0, present, 0)
+            if FORM.guesses:
+                # Nothing but the last block is missing: a unit of NaN makes its codes 0, so the pair can be guessed.
+                lacks = (masked == 2) & (gl.min(is_plain.to(gl.int32), 0) == 1) & (i > 0)
+                masked = gl.where(lacks, -2, masked)
+                units = gl.where(lacks & (is_listed == 0), float("nan"), units)
             mbarrier.wait(free.index(stage), ((turn // FORM.stages) & 1) ^ 1)
             unit_smem.index(stage).store(units)
             block_smem.index(stage).store(gl.where(is_listed, listed, kv_blocks))

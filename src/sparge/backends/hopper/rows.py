@@ -22,8 +22,8 @@ from sparge.backends.hopper.guess import (
     FREE,
     LOWEST,
     codes_below,
-    first_guess,
     fits,
+    guess_after_measuring,
     larger,
     largest_words,
     next_guess,
@@ -258,13 +258,15 @@ def _start_guessed(
 
 @jit
 def guess_row(PART: gl.constexpr, operands, notes, barriers, row, turn, FORM: gl.constexpr):
-    """A row's pairs of tiles; codes only. The first pair and masked ones are measured.
+    """A row's pairs of tiles; codes only. The first pair and masked ones are measured, and those that exceed a guess.
 
     The output counts in units of 2^(base / 8), where base is the largest score measured; each pair's codes are relative
     to its own guess. The tensor cores add the products of a pair, in 13 bits; pairs are added in float32.
 
     Args:
-        PART: which of the two consumers this is. The others: see `measure_row`.
+        PART: which of the two consumers this is.
+        notes: as in `measure_row`; -2 instead of a number of tiles if nothing but the last block is missing, which can
+            be guessed. The others: see `measure_row`.
 
     Returns:
         Output; row sums; base, in steps; the next turn.
@@ -279,50 +281,53 @@ def guess_row(PART: gl.constexpr, operands, notes, barriers, row, turn, FORM: gl
     pending = _start_scores(query, keys.index(turn % FORM.stages * 2), FORM)
     _await_stage(full, turn + 1, left > 1, FORM)
     base = gl.full((ROWS,), LOWEST, gl.float32, FORM.rows)
+    guess = base
     output = gl.full((ROWS, FORM.value_dim), 0.0, gl.float32, FORM.output)
     product = output
     row_sum = gl.full((ROWS, 8), 0.0, gl.float32, FORM.sums)
     tile_sum = row_sum
     while left > 0:  # with the scores of this pair's first tile on their way, and the next pair landed
         stage = turn % FORM.stages
-        next_tile = gl.where(left > 1, (turn + 1) % FORM.stages, stage) * 2
-        masked_tiles = _note(masked, stage, FORM)
-        tiles = gl.where(masked_tiles == 0, 2, masked_tiles)
+        next_stage = gl.where(left > 1, (turn + 1) % FORM.stages, stage)
+        note = _note(masked, stage, FORM)
+        next_note = _note(masked, next_stage, FORM)
+        tiles = gl.where(note > 0, note, 2)
         lowest = gl.full((ROWS,), float("inf"), gl.float32, FORM.rows)
         for t in range(0, tiles):
             tile = stage * 2 + t
             first_unit, second_unit = units_of(units, tile, 1.0, FORM)
             scores = warpgroup_mma_wait(0, deps=[pending])
-            if masked_tiles != 0:
+            if note != 0:
                 scores = hide(scores, blocks, tile * FORM.blocks, first_query, sizes, FORM)
+            if note < 0:  # the unit of the missing block is NaN
+                first_unit = gl.where(first_unit == first_unit, first_unit, 1.0)
+                second_unit = gl.where(second_unit == second_unit, second_unit, 1.0)
             first, second = halves(scores, FORM.blocks)
-            reached = tile_max(first, second, first_unit, second_unit, FORM)
-            lowest = gl.minimum(lowest, reached)
-            new_base = gl.maximum(base, reached)
+            highest = tile_max(first, second, first_unit, second_unit, FORM)
+            lowest = gl.minimum(lowest, highest)
+            new_base = gl.maximum(base, highest)
             decay = gl.exp2((base - new_base) * octaves) + (first_unit + second_unit) * 0.0  # NaN: codes carry none
             base = new_base
             first_p, _words = codes_below(first, first_unit, base, CLAMPED, FORM)
             second_p, _words = codes_below(second, second_unit, base, CLAMPED, FORM)
             partial, partial_sum = _start_codes(first_p, second_p, values, tile, ones, product, tile_sum, True, FORM)
             # After the last tile this repeats scores that nobody reads.
-            pending = _start_scores(query, keys.index(gl.where(t + 1 < tiles, tile + 1, next_tile)), FORM)
+            pending = _start_scores(query, keys.index(gl.where(t + 1 < tiles, tile + 1, next_stage * 2)), FORM)
             product, tile_sum = warpgroup_mma_wait(1, deps=[partial, partial_sum])
             output = output * gl.convert_layout(decay, FORM.output_rows)[:, None] + product
             row_sum = row_sum * gl.convert_layout(decay, FORM.sum_rows)[:, None] + tile_sum
         mbarrier.arrive(free.index(stage), count=1)
-        guess = first_guess(lowest, base)  # a peak in one tile is no reason to expect another
+        guess = guess_after_measuring(lowest, base, guess)  # a peak in one tile is no reason to expect another
         turn += 1
         left -= 1
         _await_stage(full, turn + 1, left > 1, FORM)
 
         is_right = gl.to_tensor(True)
-        go = left > 0
-        if go:
-            go = _note(masked, turn % FORM.stages, FORM) == 0
+        go = (left > 0) & (next_note <= 0)
         while go:
             stage = turn % FORM.stages
             tile = stage * 2
-            next_tile = gl.where(left > 1, (turn + 1) % FORM.stages, stage) * 2
+            next_stage = gl.where(left > 1, (turn + 1) % FORM.stages, stage)
             first_unit, second_unit = units_of(units, tile, 1.0, FORM)
             scores = warpgroup_mma_wait(0, deps=[pending])
             sums = (product, tile_sum)
@@ -333,12 +338,13 @@ def guess_row(PART: gl.constexpr, operands, notes, barriers, row, turn, FORM: gl
             words = largest_words(first_words, second_words)
 
             first_unit, second_unit = units_of(units, tile + 1, 1.0, FORM)
+            next_note = _note(masked, next_stage, FORM)
             scores, product, tile_sum = warpgroup_mma_wait(0, deps=[pending, partial, partial_sum])
             sums = (product, tile_sum)
             partial, partial_sum, first_words, second_words = _start_guessed(
                 scores, first_unit, second_unit, guess, values, tile + 1, ones, sums, False, FORM
             )
-            pending = _start_scores(query, keys.index(next_tile), FORM)
+            pending = _start_scores(query, keys.index(next_stage * 2), FORM)
             words = larger(words, largest_words(first_words, second_words))
             weight = gl.exp2((guess - base) * octaves)
             following = next_guess(reached_score(words, guess, FORM), base, guess)
@@ -353,9 +359,7 @@ def guess_row(PART: gl.constexpr, operands, notes, barriers, row, turn, FORM: gl
             turn += 1
             left -= 1
             _await_stage(full, turn + 1, is_right & (left > 1), FORM)
-            go = is_right & (left > 0)
-            if go:
-                go = _note(masked, turn % FORM.stages, FORM) == 0
+            go = is_right & (left > 0) & (next_note <= 0)
         if not is_right:  # back to this pair, to measure it
             turn -= 1
             left += 1
