@@ -56,18 +56,13 @@ def next_guess(reached: Tensor, base: Tensor, guess: Tensor) -> Tensor:
     return torch.minimum(following, torch.minimum(guess + ASCENT.value, base + LARGEST_LEAD.value))
 
 
-def can_be_guessed(pair: Tensor) -> bool:
-    """Of scores [rows, 2, 128]: none is hidden, or the last block is missing."""
-    seen = pair > -math.inf
-    return bool(seen.all()) or bool(seen[:, 0].all() and seen[:, 1, :BLOCK_K].all() and not seen[:, 1, BLOCK_K:].any())
-
-
-def walk(scores: Tensor, value: Tensor) -> Walk:
+def walk(scores: Tensor, value: Tensor, missing: int = 0) -> Walk:
     """A row's tiles, in the order given.
 
     Args:
         scores: [rows, tiles, 128] in steps, -inf where hidden; an even number of tiles.
         value: [tiles, 128, channels].
+        missing: how many of the last blocks the row does not have, wherever its last pair comes. They are hidden.
     """
     rows, tiles, _ = scores.shape
     base = torch.full((rows,), LOWEST.value)
@@ -77,7 +72,9 @@ def walk(scores: Tensor, value: Tensor) -> Walk:
     for first in range(0, tiles, 2):
         pair = scores[:, first : first + 2]
         both = pair.flatten(1)
-        is_right = first > 0 and can_be_guessed(pair)
+        seen = (pair > -math.inf).unflatten(2, (2, BLOCK_K))  # by rows, tiles, blocks
+        lacks_last = missing == 1 and not bool(seen[:, 1, 1].any())
+        is_right = first > 0 and bool(seen.flatten(1, 2)[:, : 3 if lacks_last else 4].all())
         if is_right:
             is_right = not bool((both - guess[:, None]).round().gt(0).any())
             failed += not is_right
@@ -97,7 +94,8 @@ def walk(scores: Tensor, value: Tensor) -> Walk:
             fresh = probability(scores[:, tile], base)
             output = output * decay[:, None] + fresh @ value[tile]
             total = total * decay + fresh.sum(1)
-        guess = guess_after_measuring(pair.amax(2).amin(1), base, guess)
+        present = 1 if missing >= 2 and not bool(seen[:, 1].any()) else 2
+        guess = guess_after_measuring(pair[:, :present].amax(2).amin(1), base, guess)
     lse = (base / 8 + (total / FP8_MAX).log2()) * math.log(2)
     return Walk(output / total[:, None], lse, failed, measured, tiles // 2)
 
@@ -117,14 +115,15 @@ class Inputs:
     is_causal: bool
 
 
-def random_row(inputs: Inputs, density: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Scores and values of a row of random kept blocks, as the producer brings them."""
+def random_row(inputs: Inputs, density: float, generator: torch.Generator) -> tuple[Tensor, Tensor, int]:
+    """Scores and values of a row of random kept blocks, as the producer brings them; how many the last pair lacks."""
     tokens, dim = inputs.query.shape
     q_block = int(torch.randint(tokens // BLOCK_Q, (1,), generator=generator))
     first = q_block * BLOCK_Q
     visible = first // BLOCK_K + 2 if inputs.is_causal else tokens // BLOCK_K
     kept = torch.randperm(visible, generator=generator)[: max(1, round(visible * density))].sort().values
-    blocks = torch.cat([kept, torch.full((-len(kept) % 4,), -1)]).view(-1, 4)
+    missing = -len(kept) % 4
+    blocks = torch.cat([kept, torch.full((missing,), -1)]).view(-1, 4)
     if not inputs.is_causal:
         own = max(int((kept <= first // BLOCK_K).sum()) - 1, 0) // 4
         blocks = blocks[outwards(len(blocks), own)]
@@ -134,15 +133,15 @@ def random_row(inputs: Inputs, density: float, generator: torch.Generator) -> tu
     hidden = (positions < 0).expand_as(scores)
     if inputs.is_causal:
         hidden = hidden | (positions > torch.arange(first, first + ROW_GROUP)[:, None, None])
-    return scores.masked_fill(hidden, -math.inf), value
+    return scores.masked_fill(hidden, -math.inf), value, missing
 
 
 def report(name: str, inputs: Inputs, density: float) -> None:
     generator = torch.Generator().manual_seed(1)
     walks, errors, lse_errors = [], [], []
     for _ in range(ROWS_MEASURED):
-        scores, value = random_row(inputs, density, generator)
-        row = walk(scores, value)
+        scores, value, missing = random_row(inputs, density, generator)
+        row = walk(scores, value, missing)
         logits = scores.double().flatten(1) / STEPS
         exact = logits.softmax(1) @ value.double().flatten(0, 1)
         walks.append(row)

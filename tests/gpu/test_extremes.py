@@ -97,6 +97,20 @@ def test_a_peak_leaves_the_rest_its_share(place: int, is_causal: bool, quantizat
 
 
 @modes
+@pytest.mark.parametrize("has_peak", [False, True])
+@pytest.mark.parametrize("keys", [448, 704, 1472])
+def test_lists_that_lack_a_last_block(keys: int, has_peak: bool, quantization: str) -> None:
+    """7, 11 or 23 blocks: pairs of tiles hold four. A peak in the last pair is what no guess expects."""
+    query, key, value = make_inputs(keys, keys, heads=2, seed=6, dtype=torch.float16)
+    if has_peak:
+        query[..., 0] = math.sqrt(query.shape[-1])
+        key[..., 0] = 0
+        key[:, :, -100, 0] = 12
+    blocks = torch.ones(-(-keys // 128), keys // 64, dtype=torch.bool, device=DEVICE)
+    assert_as_exact_as_the_specification((query, key, value + 1), blocks, quantization)
+
+
+@modes
 def test_blocks_of_queries_that_see_nothing_are_not_reached_by_nan(quantization: str) -> None:
     """The first 200 of 300 causal queries come before all 100 keys."""
     query, key, value = make_inputs(300, 100, heads=2, dtype=torch.float16)

@@ -6,9 +6,10 @@ import math
 
 import pytest
 import torch
-from benchmarks.guesses import STEPS, outwards, probability, walk
+from benchmarks.guesses import STEPS, guess_after_measuring, next_guess, outwards, probability, walk
 from torch import Tensor
 
+from sparge.backends.hopper.guess import LOWEST
 from sparge.reference import FP8_MAX
 
 ROWS, TILE = 64, 128
@@ -33,6 +34,40 @@ def values(tiles: int) -> Tensor:
     return torch.randn(tiles, TILE, 8, generator=torch.Generator().manual_seed(1)) + 1
 
 
+def number(value: float) -> Tensor:
+    return torch.tensor([float(value)])
+
+
+@pytest.mark.parametrize(
+    ("reached", "guess", "following"),
+    [
+        (100, 148, 148),  # six octaves above what was reached, as before
+        (100, 200, 192),  # slowly down
+        (100, 110, 126),  # slowly up: one peak is no reason to expect another
+        (0, 100, 100),  # not below the base
+        (-1000, 700, 612),  # within reach of the base
+    ],
+)
+def test_next_guess(reached: float, guess: float, following: float) -> None:
+    assert float(next_guess(number(reached), number(100), number(guess))) == following
+
+
+@pytest.mark.parametrize(
+    ("reached", "guess", "following"),
+    [
+        (100, 0, 148),
+        (60, 0, 116),
+        (0, 0, 100),  # a peak in one of two tiles
+        (100, 170, 170),  # rows that did not exceed their guess keep it
+        (100, LOWEST.value, 164),  # a row's first tiles say little
+        (0, LOWEST.value, 100),
+        (-math.inf, LOWEST.value, 100),
+    ],
+)
+def test_guess_after_measuring(reached: float, guess: float, following: float) -> None:
+    assert float(guess_after_measuring(number(reached), number(100), number(guess))) == following
+
+
 def test_even_scores_are_guessed() -> None:
     scores, value = normal(64), values(64)
     row = walk(scores, value)
@@ -55,7 +90,7 @@ def test_a_peak_leaves_the_rest_its_codes(octaves: int, pairs: int) -> None:
 
 @pytest.mark.parametrize("octaves", [9, 11])
 def test_a_peak_that_comes_late_is_measured(octaves: int) -> None:
-    """A guess would round the peak itself, which is half of the sum at 11 octaves: LSE off by .011 instead of .0004."""
+    """A second guess would round the peak itself, half of the sum at 11 octaves: LSE off by .011 (root mean square)."""
     scores = normal(24)
     scores[:, 5, 5] = 8 * octaves + torch.rand(ROWS, generator=torch.Generator().manual_seed(2)) * 8
     row = walk(scores, values(24))
@@ -77,9 +112,16 @@ def test_scores_that_rise_stay_finite(steps: float) -> None:
 def test_a_missing_block_is_guessed() -> None:
     scores = normal(8)
     scores[:, 7, 64:] = -math.inf
-    row = walk(scores, values(8))
+    row = walk(scores, values(8), missing=1)
     assert (row.failed, row.measured) == (0, 1)
     assert float((row.lse - exact_lse(scores)).abs().max()) < 0.05
+
+
+def test_a_missing_tile_says_nothing_about_the_row() -> None:
+    scores = normal(8)
+    scores[:, 1] = -math.inf
+    row = walk(scores, values(8), missing=2)
+    assert (row.failed, row.measured) == (0, 1)
 
 
 def test_rows_that_see_nothing_at_first() -> None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 from sparge.backends.hopper.arithmetic import ONES_BITS, ROWS
 from sparge.backends.hopper.gluon import barrier, fence_async_shared, gl, jit, mbarrier, reinterpret
 from sparge.backends.hopper.guess import clear_largest, declare_largest
-from sparge.backends.hopper.output import row_scales, write_row
+from sparge.backends.hopper.output import load_row_scales, write_row
 from sparge.backends.hopper.producer import place_of, produce
 from sparge.backends.hopper.rows import guess_row, measure_row
 from sparge.backends.triton.primitives import BLOCK_K, BLOCK_Q
@@ -78,13 +78,13 @@ def _consume(
                 operands, notes, barriers, row, turn, scale, threshold_ptr + head, FORM
             )
         mbarrier.arrive(query_free.index(slot), count=1)
-        place = (flat_head, first_query, value_slice, q_len)
-        loaded = row_scales(scales, place, batch * (heads // group) + kv_head, FORM)
+        target = (flat_head, first_query, value_slice, q_len)
+        row_scales = load_row_scales(scales, target, batch * (heads // group) + kv_head, FORM)
         row_turn += 1
         slot = row_turn % FORM.rows_ahead
-        if FORM.rows_ahead == 2:  # the next row is here: its number is read while this one's scales are on their way
+        if FORM.rows_ahead == 2:  # the next row is here, as a rule; read its number while these scales are on their way
             work = _next_work(work_smem, query_full, row_turn, FORM)
-        write_row(output, row_sum, row_top, loaded, place, results, FORM)
+        write_row(output, row_sum, row_top, row_scales, target, results, FORM)
         if FORM.rows_ahead == 1:
             work = _next_work(work_smem, query_full, row_turn, FORM)
 

@@ -181,7 +181,7 @@ class Form:
 
     @property
     def stored(self) -> gl.DistributedLinearLayout:
-        """The output with 8 neighbouring channels per thread: 16 bytes. Threads of a row exchange them by shuffles."""
+        """The output with 8 neighbouring channels per thread."""
         wider = [[0, channels] for channels in (32, 64, 128) if channels < self.value_dim]
         return gl.DistributedLinearLayout(
             reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], *wider],

@@ -16,7 +16,8 @@ HEADROOM = gl.constexpr(56.0)
 LARGEST_ROOM = gl.constexpr(48.0)
 """Steps that a guess lies above the largest score of all, at most: six octaves."""
 FIRST_ROOM = gl.constexpr(16.0)
-"""Steps more above the first tiles of a row. Where few blocks are kept, half of the guesses that fail come next."""
+"""Steps more above the first tiles that a row sees. Where few blocks are kept, half of all failures are in the second
+pair."""
 DESCENT = gl.constexpr(8.0)
 """Steps that a guess comes down by from one pair of tiles to the next, at most."""
 ASCENT = gl.constexpr(16.0)
@@ -35,7 +36,7 @@ def _room_above(reached, base, more):
 
 @jit
 def guess_after_measuring(reached, base, guess):
-    """The guess after tiles that were measured: the row's first, or because ``guess`` was too low for some rows."""
+    """The guess after tiles that were measured: the row's first, masked ones, or because ``guess`` was too low."""
     more = gl.where(guess == LOWEST, FIRST_ROOM, 0.0)
     return gl.maximum(_room_above(reached, base, more), guess)
 
@@ -116,7 +117,7 @@ def largest_words(first, second):
 
 @jit
 def reached_score(largest, guess, FORM: gl.constexpr):
-    """The largest score of each row, in steps, even one that exceeds the guess; at least that of code 0."""
+    """The largest score of each row, in steps; at least that of code 0. Only for a guess that was right."""
     codes = largest.to(gl.float16, bitcast=True).to(gl.float32) * (1.0 / CODE_STEP)
     return guess - TOP_CODE + gl.convert_layout(gl.max(gl.max(codes, 2), 1), FORM.rows)
 

@@ -9,10 +9,10 @@ from sparge.backends.triton.primitives import LN_2, LOG2_FP8_MAX
 
 
 @jit
-def row_scales(scales, place, flat_kv_head, FORM: gl.constexpr):
+def load_row_scales(scales, target, flat_kv_head, FORM: gl.constexpr):
     """What the LSE of a row's queries is shifted by, and what its value channels are worth."""
     _, _, value_scale_ptr, lse_shift_ptr = scales
-    flat_head, first_query, value_slice, q_len = place
+    flat_head, first_query, value_slice, q_len = target
     shift = 0.0
     value_scale = 1.0
     if FORM.quantized:
@@ -46,8 +46,8 @@ def _exchange_with(lane: int) -> gl.constexpr:
     )
 
 
-NEXT_THREAD = _exchange_with(1)
-THREAD_AFTER = _exchange_with(2)
+LANE_BIT_0 = _exchange_with(1)
+LANE_BIT_1 = _exchange_with(2)
 
 
 @jit
@@ -63,8 +63,8 @@ def _exchange(first, second, WITH: gl.constexpr):
 
 
 @jit
-def in_rows_of_16_bytes(output, FORM: gl.constexpr):
-    """The output with 8 neighbouring channels per thread, of 16 bits each.
+def in_groups_of_8(output, FORM: gl.constexpr):
+    """The output with 8 neighbouring channels per thread: 16 bytes, if they have 16 bits each.
 
     In a product, the four threads of a row hold two neighbours each of every 8 channels. They exchange them: first
     those 8 channels apart against those 2 apart, then 16 against 4.
@@ -72,18 +72,18 @@ def in_rows_of_16_bytes(output, FORM: gl.constexpr):
     groups: gl.constexpr = FORM.value_dim // 32
     bits = gl.reshape(output, (ROWS, groups, 2, 2, 2, 2, 2))  # of a channel's number, the lowest last
     first, second = gl.split(gl.permute(bits, (0, 1, 2, 4, 5, 6, 3)))
-    bits = gl.permute(gl.join(*_exchange(first, second, NEXT_THREAD)), (0, 1, 2, 4, 3, 6, 5))
+    bits = gl.permute(gl.join(*_exchange(first, second, LANE_BIT_0)), (0, 1, 2, 4, 3, 6, 5))
     first, second = gl.split(gl.permute(bits, (0, 1, 3, 4, 5, 6, 2)))
-    bits = gl.permute(gl.join(*_exchange(first, second, THREAD_AFTER)), (0, 1, 3, 2, 6, 4, 5))
+    bits = gl.permute(gl.join(*_exchange(first, second, LANE_BIT_1)), (0, 1, 3, 2, 6, 4, 5))
     return gl.convert_layout(gl.reshape(bits, (ROWS, FORM.value_dim)), FORM.stored)
 
 
 @jit
-def write_row(output, row_sum, row_top, loaded, place, results, FORM: gl.constexpr):
+def write_row(output, row_sum, row_top, row_scales, target, results, FORM: gl.constexpr):
     """Divide by the row sums; write output and LSE of 64 queries."""
     output_ptr, lse_ptr = results
-    shift, value_scale = loaded
-    flat_head, first_query, value_slice, q_len = place
+    shift, value_scale = row_scales
+    flat_head, first_query, value_slice, q_len = target
     if FORM.codes:
         total = gl.convert_layout(gl.max(row_sum, 1), FORM.output_rows)
     else:
@@ -101,7 +101,7 @@ def write_row(output, row_sum, row_top, loaded, place, results, FORM: gl.constex
     output = output * (1.0 / gl.where(empty, 1.0, total))[:, None]
     if FORM.fp8_values:
         output = output * value_scale[None, :]
-    output = in_rows_of_16_bytes(output.to(output_ptr.dtype.element_ty), FORM)
+    output = in_groups_of_8(output.to(output_ptr.dtype.element_ty), FORM)
     rows: gl.constexpr = gl.SliceLayout(1, FORM.stored)
     channels = value_slice * FORM.value_dim + gl.arange(0, FORM.value_dim, gl.SliceLayout(0, FORM.stored))
     positions = first_query + gl.arange(0, ROWS, rows)

@@ -159,12 +159,14 @@ def produce(
             present = 1
             if FORM.tiles == 2:
                 present = gl.where(position + FORM.blocks < count, 2, 1)
-            masked = gl.where(gl.min((is_plain & is_listed).to(gl.int32), 0) == 0, present, 0)
+            all_plain = gl.min(is_plain.to(gl.int32), 0) == 1
+            masked = gl.where(all_plain & (position + blocks <= count), 0, present)  # how many tiles need a mask
             if FORM.guesses:
-                # Nothing but the last block is missing: a unit of NaN makes its codes 0, so the pair can be guessed.
-                lacks = (masked == 2) & (gl.min(is_plain.to(gl.int32), 0) == 1) & (i > 0)
-                masked = gl.where(lacks, -2, masked)
-                units = gl.where(lacks & (is_listed == 0), float("nan"), units)
+                # A last block that is missing gets codes of 0 by a unit of NaN: such a pair can be guessed, unless it
+                # is the first, which is measured.
+                lacks_last = all_plain & (position + blocks == count + 1) & (i > 0)
+                masked = gl.where(lacks_last, -2, masked)
+                units = gl.where(lacks_last & (is_listed == 0), float("nan"), units)
             mbarrier.wait(free.index(stage), ((turn // FORM.stages) & 1) ^ 1)
             unit_smem.index(stage).store(units)
             block_smem.index(stage).store(gl.where(is_listed, listed, kv_blocks))

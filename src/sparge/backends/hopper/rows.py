@@ -299,8 +299,7 @@ def guess_row(PART: gl.constexpr, operands, notes, barriers, row, turn, FORM: gl
             scores = warpgroup_mma_wait(0, deps=[pending])
             if note != 0:
                 scores = hide(scores, blocks, tile * FORM.blocks, first_query, sizes, FORM)
-            if note < 0:  # the unit of the missing block is NaN
-                first_unit = gl.where(first_unit == first_unit, first_unit, 1.0)
+            if note < 0:  # the unit of the last block, which is missing, is NaN
                 second_unit = gl.where(second_unit == second_unit, second_unit, 1.0)
             first, second = halves(scores, FORM.blocks)
             highest = tile_max(first, second, first_unit, second_unit, FORM)
