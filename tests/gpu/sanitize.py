@@ -20,6 +20,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -120,13 +121,16 @@ def check(checker: str) -> bool:
     output = run_part("calls", *tool)
     errors, made = errors_of(output), re.search(r"(\d+) calls", output)
     head = start_of_roles()
-    of_triton = sum(places == (head, head) for places in HAZARD.findall(output))
+    hazards = Counter(HAZARD.findall(output))
+    of_triton = hazards.pop((head, head), 0)
     errors -= of_triton
     calls = int(made.group(1)) if made else 0
     control = errors_of(run_part("fault", *tool)) if checker == "memcheck" else None
     print(f"{checker}: {calls} calls, {errors} errors, {of_triton} in Triton's start and end of roles", flush=True)
     if control is not None:
         print(f"{control} in a call that reads beyond the end", flush=True)
+    for (first, second), count in hazards.most_common():
+        print(f"{count} hazards between {first} and {second}", flush=True)
     if errors:
         print(output[-6000:])
     path = os.environ.get("SPARGE_TEST_REPORT")
