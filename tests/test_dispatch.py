@@ -139,6 +139,21 @@ class TestChooseBackend:
 
 
 class TestQuantization:
+    @pytest.mark.parametrize(
+        ("dtype", "quantization", "has_mask", "kernels"),
+        [
+            (torch.bfloat16, "none", False, "hopper"),
+            (torch.float32, "int8_fp8_codes", False, "hopper"),
+            (torch.float32, "none", False, "triton"),
+            (torch.bfloat16, "int8_fp8", True, "triton"),
+        ],
+    )
+    def test_triton_takes_what_hopper_has_no_kernel_for(
+        self, dtype: torch.dtype, quantization: str, has_mask: bool, kernels: str
+    ) -> None:
+        assert dispatch.kernels_for("hopper", dtype, quantization, has_mask=has_mask) == kernels
+        assert dispatch.kernels_for("torch", dtype, quantization, has_mask=has_mask) == "torch"
+
     def test_hopper_takes_codes_unless_there_is_a_mask(self) -> None:
         assert dispatch.resolve_quantization("auto", "hopper", CUDA) == "int8_fp8_codes"
         assert dispatch.resolve_quantization("auto", "hopper", CUDA, has_mask=True) == "int8_fp8"

@@ -141,6 +141,13 @@ def gluon_missing() -> str | None:
     return None
 
 
+def kernels_for(backend: str, dtype: torch.dtype, quantization: str, *, has_mask: bool) -> str:
+    """The backend whose attention kernel computes a call: masks and unquantised float32 are Triton's on Hopper, too."""
+    if backend == "hopper" and (has_mask or (quantization == "none" and dtype == torch.float32)):
+        return "triton"
+    return backend
+
+
 def resolve_quantization(quantization: str, backend: str, device: torch.device, *, has_mask: bool = False) -> str:
     """ "auto" means the fastest arithmetic: 8 bits in the GPU's kernels, none elsewhere.
 

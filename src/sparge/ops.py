@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sparge.block_mask import BlockMask
 from sparge.config import Dense, Mean, Moment, PerHead, Score, Sparsity, TopCdf, TopK, trusted
-from sparge.dispatch import choose_backend
+from sparge.dispatch import choose_backend, kernels_for
 from sparge.geometry import Shape
 from sparge.stats import counters
 
@@ -281,6 +281,7 @@ def _attend(
     shape = _shape_of(query, key, value)
     mask = BlockMask(kv_num_blocks, kv_indices, visible_num_blocks, shape.q_len, shape.kv_len, is_causal)
     threshold = pv_threshold if pv_threshold_per_head is None else pv_threshold_per_head
+    backend = kernels_for(backend, query.dtype, quantization, has_mask=attn_mask is not None)
     counters.record(f"sparse: {backend}")
     if backend in KERNELS:
         from sparge.backends.triton import pipeline
@@ -308,6 +309,8 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tu
     rules = _Selection(*packed).unpack()
     threshold = pv_threshold if pv_threshold_per_head is None else pv_threshold_per_head
     shape = _shape_of(query, key, value)
+    attn_mask, scale = rules["attn_mask"], rules["scale"]
+    backend = kernels_for(backend, query.dtype, quantization, has_mask=attn_mask is not None)
     counters.record(f"sparse: {backend}")
     if backend in KERNELS:
         from sparge.backends.triton import pipeline
@@ -325,7 +328,6 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tu
         )
     mask = _predicted(query, key, rules, backend)
     counters.add_blocks(mask.kv_num_blocks, mask.visible_num_blocks)
-    attn_mask, scale = rules["attn_mask"], rules["scale"]
     return _attention_over(query, key, value, mask, shape, scale, attn_mask, quantization, threshold, backend)
 
 
@@ -353,14 +355,16 @@ def _dense(
         from sparge.backends import cuda_dense
 
         kernels = choose_backend("auto", query.device).backend
+        kernels = kernels_for(kernels, query.dtype, quantization, has_mask=attn_mask is not None)
         output, lse = cuda_dense.attention(
             query, key, value, shape, **call, quantization=quantization, with_lse=with_lse, kernels=kernels
         )
     elif backend in KERNELS:
         from sparge.backends.triton import pipeline
 
+        kernels = kernels_for(backend, query.dtype, quantization, has_mask=attn_mask is not None)
         output, lse = pipeline.attention(
-            query, key, value, None, shape, **call, quantization=quantization, kernels=backend
+            query, key, value, None, shape, **call, quantization=quantization, kernels=kernels
         )
     elif backend == "torch" and quantization == "none":
         from sparge.backends import torch_dense

@@ -328,6 +328,11 @@ class TestStatistics:
         assert 0 < mask.density() < 1
         assert sparge.stats().density == pytest.approx(mask.density(), abs=1e-12)
 
+    def test_masked_calls_count_for_the_kernels_that_compute_them(self) -> None:
+        query, key, value = qkv(700)
+        attend(query, key, value, topk=0.5, attn_mask=padding_of(700))
+        assert sparge.stats().reasons == {"sparse: triton": 1}
+
     def test_a_named_backend_does_not_go_dense(self) -> None:
         query, key, value = qkv(100)
         attend(query, key, value, topk=0.5)

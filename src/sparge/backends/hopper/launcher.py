@@ -35,11 +35,6 @@ COPY_ALIGNMENT = 16
 """Bytes: the copy engine's addresses and strides are multiples of it."""
 
 
-def serves(operands: Operands) -> bool:
-    """Whether the kernel has this arithmetic: not masks with entries, nor unquantised float32. The twin has both."""
-    return operands.attn_mask is None and (operands.quantization != "none" or operands.dtype != torch.float32)
-
-
 def attend(
     operands: Operands,
     mask: BlockMask | None,

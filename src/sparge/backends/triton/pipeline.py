@@ -251,11 +251,10 @@ def attend(
     totals: Tensor | None = None,
     kernels: str = "triton",
 ) -> tuple[Tensor, Tensor]:
-    """The last stage with the kernel asked for; Triton's takes what Hopper's does not have (masks, float32)."""
+    """The last stage, with Triton's kernel or Hopper's (`dispatch.kernels_for` says which serves a call)."""
     if kernels == "hopper":
         from sparge.backends.hopper import launcher
 
-        if launcher.serves(operands):
-            return launcher.attend(operands, mask, shape, pv_threshold=pv_threshold, totals=totals)
+        return launcher.attend(operands, mask, shape, pv_threshold=pv_threshold, totals=totals)
     assert operands.quantization != "int8_fp8_codes", "dispatch.resolve_quantization refuses what has no kernel"
     return triton_attention.attend(operands, mask, shape, pv_threshold=pv_threshold, totals=totals)
