@@ -9,9 +9,9 @@ the other; each consumer takes 64 of them, and a tile is two key blocks of 64.
     for each tile:   wait for S  ->  P, from a row maximum  ->  start P V  ->  start the next S
                      ->  wait for P V  ->  give the stage back  ->  add P V to the output
 
-`producer.py` and `rows.py` are the two roles' inner loops. Barriers: ``full[stage]`` (a stage of one or two tiles has
-landed), ``free[stage]`` (both consumers are done with it), and the same for the queries. Layouts, why P needs no
-exponentials, and often no maximum: docs/hopper.md.
+`producer.py` and `rows.py` are the two roles' inner loops; `output.py` ends a row. Barriers: ``full[stage]`` (a stage
+of one or two tiles has landed), ``free[stage]`` (both consumers are done with it), and the same for the queries.
+Layouts, why P needs no exponentials, and often no maximum: docs/hopper.md.
 
 Grid: one program per multiprocessor. Each takes the next row when it is done with one, the longest causal rows first.
 """
