@@ -198,6 +198,13 @@ def _tool_note(tool: str, backend: str, row: Row) -> str:
         told = f"{row['errors']} errors in {row['calls']} calls"
         if row.get("control_errors") is not None:
             told += f" ({row['control_errors']} in a call made to fail)"
+        apart = {kind: count for kind, count in row.get("apart", {}).items() if count}
+        if apart:
+            told += "; apart from " + " and ".join(f"{count} between {kind}" for kind, count in apart.items())
+        if "notes" in apart:
+            controls = row["controls"]
+            told += f" (in the control: {controls['one_arrives']} if one thread arrives for those it met"
+            told += f", {controls['all_arrive']} if all arrive)"
     return f"{tool}, {backend!r}: {told}; {_gpu_source([row])}"
 
 

@@ -1,20 +1,25 @@
 """Awkward calls under NVIDIA's checkers: ``python tests/gpu/sanitize.py [memcheck] [racecheck] [synccheck]``.
 
-Without a name it is memcheck. A checker must find nothing in the calls. memcheck also runs over a kernel that is told
-of more keys than there are, where it must find something (Triton's kernel: what the copy engine reads outside a tensor
-is 0). Before that the calls run without a checker, which compiles the kernels. Every allocation is freed and made anew
-by the driver (no caching), so that reads beyond a tensor's end are seen. SPARGE_TEST_BACKEND names the backend (default
-"triton").
+Without a name it is memcheck. A checker must find nothing in the calls, and something in a control: memcheck in a
+kernel that is told of more keys than there are (Triton's kernel: what the copy engine reads outside a tensor is 0),
+racecheck in one whose threads do not wait. Before that the calls run without a checker, which compiles the kernels.
+Every allocation is freed and made anew by the driver (no caching), so that reads beyond a tensor's end are seen.
+SPARGE_TEST_BACKEND names the backend (default "triton").
 
-Under racecheck, accesses that Triton itself makes to start and end the roles of a warp-specialised kernel are counted
-apart: it reports them in a kernel that does nothing else, too (their place is the head of the kernel).
+Two kinds of hazards that racecheck reports in the Hopper kernel are counted apart:
+
+    roles   accesses that Triton itself makes to start and end the roles of a warp-specialised kernel, which are
+            reported in a kernel that does nothing else, too; their places are the head of the kernel and the start of
+            the roles
+    notes   between a line of the producer that stores a note and one that loads it, if racecheck also reports
+            `handover.py`'s note that one thread announces for all, and not the one that all announce: then it does not
+            follow this order. A checker that follows it finds them as errors.
 
 SPARGE_TEST_REPORT=FILE appends the counts of each checker as a JSON line.
 """
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import re
@@ -37,7 +42,10 @@ CHECKERS = ("memcheck", "racecheck", "synccheck")
 SECONDS = 240
 SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: \d+ hazards? displayed \((\d+) error)")
 HAZARD = re.compile(r"hazard detected at .*\n.* in (\S+:\d+)\n.* in (\S+:\d+)\n")
-OPTIONS = {"racecheck": ("--racecheck-report", "all", "--print-limit", "100000", "--show-backtrace", "no")}
+OPTIONS = {"racecheck": ("--racecheck-report", "hazard", "--print-limit", "100000", "--show-backtrace", "no")}
+HANDOVER = Path(__file__).with_name("handover.py")
+ORDERS = ("all_arrive", "one_arrives", "nobody_waits")
+KERNEL = Path(sparge.__file__).parent / "backends" / "hopper"
 FP8 = "int8_fp8_codes" if BACKEND == "hopper" else "int8_fp8"
 LENGTHS = [(1, 1), (1, 200), (129, 321), (330, 129), (257, 257)]
 CASES: list[tuple[int, int, dict[str, Any]]] = [
@@ -84,10 +92,10 @@ def make_fault() -> None:
     torch.cuda.synchronize()
 
 
-def run_part(part: str, *tool: str) -> str:
-    """What this program prints when it does one part, perhaps under a tool."""
+def run_part(part: str, *tool: str, program: Path = Path(__file__)) -> str:
+    """What a program prints when it does one part, perhaps under a tool."""
     return subprocess.run(
-        [*tool, sys.executable, __file__, part],
+        [*tool, sys.executable, str(program), part],
         env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -104,33 +112,59 @@ def errors_of(output: str) -> int:
     return int(found.group(1) or found.group(2) or 0)
 
 
-def start_of_roles() -> str:
-    """Where Triton's code that starts and ends roles is said to stand: file and line of the kernel's head."""
-    if BACKEND != "hopper":
-        return ""
-    from sparge.backends.hopper.attention import attention_kernel
+def line_at(place: str) -> str:
+    """A line of the Hopper kernel by a place such as "rows.py:44"; nothing if it is not one of its files."""
+    name, _, number = place.partition(":")
+    path = KERNEL / name
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return lines[int(number) - 1] if int(number) <= len(lines) else ""
 
-    lines, first = inspect.getsourcelines(attention_kernel.fn)
-    head = next(place for place, line in enumerate(lines) if line.startswith("def "))
-    return f"attention.py:{first + head}"
+
+def kind_of(places: tuple[str, str]) -> str:
+    """Which kind of hazard lies between two places: "roles", "notes" or "error"."""
+    starts = ("def attention_kernel(", "    gl.warp_specialize(")
+    if all(place.startswith("attention.py:") and line_at(place).startswith(starts) for place in places):
+        return "roles"
+    for writer, reader in (places, places[::-1]):
+        stores = writer.startswith("producer.py:") and re.search(r"_smem\.index\(.*\.store\(", line_at(writer))
+        if stores and ".load(" in line_at(reader) and "gl.load(" not in line_at(reader):
+            return "notes"
+    return "error"
+
+
+def count_hazards(output: str) -> tuple[Counter[str], Counter[tuple[str, str]]]:
+    """Hazards by kind, and by the places they are between."""
+    between = Counter(HAZARD.findall(output))
+    kinds: Counter[str] = Counter()
+    for places, count in between.items():
+        kinds[kind_of(places)] += count
+    return kinds, between
+
+
+def run_controls(checker: str, *tool: str) -> dict[str, int]:
+    """What a checker finds where there is something to find, and (racecheck) in order of two kinds."""
+    if checker == "memcheck":
+        return {"fault": errors_of(run_part("fault", *tool))}
+    if checker == "racecheck":
+        return {form: errors_of(run_part(form, *tool, program=HANDOVER)) for form in ORDERS}
+    return {}
 
 
 def check(checker: str) -> bool:
     """Whether the calls are clean, and the checker is not blind."""
     tool = ("compute-sanitizer", "--tool", checker, *OPTIONS.get(checker, ()))
     output = run_part("calls", *tool)
-    errors, made = errors_of(output), re.search(r"(\d+) calls", output)
-    head = start_of_roles()
-    hazards = Counter(HAZARD.findall(output))
-    of_triton = hazards.pop((head, head), 0)
-    errors -= of_triton
+    made = re.search(r"(\d+) calls", output)
     calls = int(made.group(1)) if made else 0
-    control = errors_of(run_part("fault", *tool)) if checker == "memcheck" else None
-    print(f"{checker}: {calls} calls, {errors} errors, {of_triton} in Triton's start and end of roles", flush=True)
-    if control is not None:
-        print(f"{control} in a call that reads beyond the end", flush=True)
-    for (first, second), count in hazards.most_common():
-        print(f"{count} hazards between {first} and {second}", flush=True)
+    controls = run_controls(checker, *tool)
+    kinds, between = count_hazards(output)
+    follows = controls.get("one_arrives", 0) == 0 or controls["all_arrive"] > 0
+    apart = {"roles": kinds["roles"], "notes": 0 if follows else kinds["notes"]}
+    errors = errors_of(output) - sum(apart.values())
+    faults = controls.get("fault", controls.get("nobody_waits"))
+    print(f"{checker}: {calls} calls, {errors} errors; apart: {apart}; controls: {controls}", flush=True)
+    for places, count in between.most_common():
+        print(f"{count} hazards ({kind_of(places)}) between {places[0]} and {places[1]}", flush=True)
     if errors:
         print(output[-6000:])
     path = os.environ.get("SPARGE_TEST_REPORT")
@@ -140,13 +174,14 @@ def check(checker: str) -> bool:
             "backend": BACKEND,
             "calls": calls,
             "errors": errors,
-            "of_triton": of_triton,
-            "control_errors": control,
+            "apart": apart,
+            "controls": controls,
+            "control_errors": faults,
             **asdict(describe_gpu()),
         }
         with open(path, "a") as report:
             report.write(json.dumps(row) + "\n")
-    return calls > 0 and errors == 0 and control != 0
+    return calls > 0 and errors == 0 and faults != 0
 
 
 def main(arguments: list[str]) -> int:

@@ -1,0 +1,73 @@
+"""What racecheck follows: a note handed from one warp to a warpgroup and back, three ways, in a kernel of its own.
+
+``python tests/gpu/handover.py FORM`` runs it; `sanitize.py` does so under the checker.
+
+    all_arrive     every thread that writes or reads the note arrives at the barrier itself
+    one_arrives    all of them meet (bar.warp.sync, bar.sync), then one of them arrives; so do the roles of the Hopper
+                   kernel, since that is how Gluon arrives
+    nobody_waits   arrivals as in all_arrive, but nobody waits for them: a race
+
+By PTX's memory model the first two are in order: meeting is synchronisation among those who meet, and an arrival
+releases what happened before it. racecheck counts an arrival for the arriving thread alone.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+FORMS = ("all_arrive", "one_arrives", "nobody_waits")
+ROUNDS = 4
+SOURCE = r"""
+__device__ void wait(unsigned address, int parity) {
+  asm volatile("{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1; @!done bra again; }"
+               :: "r"(address), "r"(parity) : "memory");
+}
+
+__device__ void arrive(unsigned address) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(address) : "memory");
+}
+
+extern "C" __global__ void hand_over(int* seen, int form, int rounds) {
+  __shared__ alignas(8) unsigned long long full_storage, free_storage;
+  __shared__ int note;
+  const bool all_arrive = form != 1, waits = form != 2;
+  const unsigned full = (unsigned)__cvta_generic_to_shared(&full_storage);
+  const unsigned free = (unsigned)__cvta_generic_to_shared(&free_storage);
+  if (threadIdx.x == 0) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(full), "r"(all_arrive ? 32 : 1));
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(free), "r"(all_arrive ? 128 : 1));
+  }
+  __syncthreads();
+  for (int round = 0; round < rounds; round++) {
+    if (threadIdx.x >= 128) {
+      if (waits) wait(free, (round & 1) ^ 1);
+      note = round;
+      __syncwarp();
+      if (all_arrive || threadIdx.x == 128) arrive(full);
+    } else {
+      if (waits) wait(full, round & 1);
+      seen[round * 128 + threadIdx.x] = note;
+      asm volatile("bar.sync 1, 128;" ::: "memory");
+      if (all_arrive || threadIdx.x == 0) arrive(free);
+    }
+  }
+}
+"""
+
+
+def hand_over(form: str) -> None:
+    """Run one form; where its threads wait, every one of them must have read every note."""
+    kernel = torch.cuda._compile_kernel(SOURCE, "hand_over")
+    seen = torch.full((ROUNDS, 128), -1, dtype=torch.int32, device="cuda")
+    kernel(grid=(1, 1, 1), block=(160, 1, 1), args=(seen, FORMS.index(form), ROUNDS))
+    rounds = torch.arange(ROUNDS, dtype=torch.int32, device="cuda")[:, None]
+    if form != "nobody_waits" and not bool((seen == rounds).all()):
+        raise RuntimeError(f"expected every note to be read in its round, got {seen.tolist()}")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2 or sys.argv[1] not in FORMS:
+        raise SystemExit(f"expected one of {', '.join(FORMS)}, got {' '.join(sys.argv[1:]) or 'nothing'}")
+    hand_over(sys.argv[1])
