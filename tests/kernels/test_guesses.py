@@ -77,13 +77,14 @@ def test_even_scores_are_guessed() -> None:
     assert float((row.lse - exact_lse(scores)).abs().max()) < 0.01
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("pairs", [4, 8, 32])
 @pytest.mark.parametrize("octaves", [7, 9, 11, 13])
-def test_a_peak_leaves_the_rest_its_codes(octaves: int, pairs: int) -> None:
+def test_a_peak_leaves_the_rest_its_codes(octaves: int, pairs: int, is_causal: bool) -> None:
     """Guesses far above the peak would cut off the rest: by 14 % of the sum at 11 octaves and 4 pairs."""
     scores = normal(2 * pairs)
     scores[:, 0, 5] = 8 * octaves
-    error = walk(scores, values(2 * pairs)).lse - exact_lse(scores)
+    error = walk(scores, values(2 * pairs), is_causal=is_causal).lse - exact_lse(scores)
     intended = lse_of_the_specification(scores) - exact_lse(scores)
     assert float(error.mean().abs()) <= float(intended.mean().abs()) + 2e-3
 
@@ -91,9 +92,9 @@ def test_a_peak_leaves_the_rest_its_codes(octaves: int, pairs: int) -> None:
 @pytest.mark.parametrize("octaves", [9, 11])
 def test_a_peak_that_comes_late_is_measured(octaves: int) -> None:
     """A second guess would round the peak itself, half of the sum at 11 octaves: LSE off by .011 (root mean square)."""
-    scores = normal(24)
+    scores = normal(32)
     scores[:, 5, 5] = 8 * octaves + torch.rand(ROWS, generator=torch.Generator().manual_seed(2)) * 8
-    row = walk(scores, values(24))
+    row = walk(scores, values(32))
     assert (row.failed, row.measured) == (1, 2)
     assert float((row.lse - exact_lse(scores)).abs().max()) < 3e-3
 
@@ -113,7 +114,7 @@ def test_a_missing_block_is_guessed() -> None:
     scores = normal(8)
     scores[:, 7, 64:] = -math.inf
     row = walk(scores, values(8), missing=1)
-    assert (row.failed, row.measured) == (0, 1)
+    assert (row.failed, row.measured) == (0, 2)
     assert float((row.lse - exact_lse(scores)).abs().max()) < 0.05
 
 
@@ -121,7 +122,21 @@ def test_a_missing_tile_says_nothing_about_the_row() -> None:
     scores = normal(8)
     scores[:, 1] = -math.inf
     row = walk(scores, values(8), missing=2)
-    assert (row.failed, row.measured) == (0, 1)
+    assert (row.failed, row.measured) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "is_causal", "outcome"),
+    [(56, False, (0, 2)), (57, False, (1, 2)), (55, True, (1, 2))],
+    ids=["short", "long", "causal"],
+)
+def test_the_second_pair_of_short_rows_is_measured(blocks: int, is_causal: bool, outcome: tuple[int, int]) -> None:
+    missing = -blocks % 4
+    scores = normal((blocks + missing) // 2)
+    scores[:, 3, 5] = 8 * 11
+    scores.flatten(1)[:, blocks * 64 :] = -math.inf
+    row = walk(scores, values(scores.shape[1]), missing, is_causal=is_causal)
+    assert (row.failed, row.measured - (missing > 1)) == outcome
 
 
 def test_rows_that_see_nothing_at_first() -> None:

@@ -16,8 +16,10 @@ HEADROOM = gl.constexpr(56.0)
 LARGEST_ROOM = gl.constexpr(48.0)
 """Steps that a guess lies above the largest score of all, at most: six octaves."""
 FIRST_ROOM = gl.constexpr(16.0)
-"""Steps more above the first tiles that a row sees. Where few blocks are kept, half of all failures are in the second
-pair."""
+"""Steps more above the first tiles that a row sees."""
+SHORT_ROW = gl.constexpr(56)
+"""Rows of so many blocks or fewer that are not causal have their second pair measured, too: half of them would fail
+there. (A causal row ascends to its highest scores.)"""
 DESCENT = gl.constexpr(8.0)
 """Steps that a guess comes down by from one pair of tiles to the next, at most."""
 ASCENT = gl.constexpr(16.0)
