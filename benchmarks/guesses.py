@@ -17,12 +17,12 @@ from torch import Tensor
 from sparge.backends.hopper.guess import (
     ASCENT,
     DESCENT,
+    FIRST_PAIRS,
     FIRST_ROOM,
     HEADROOM,
     LARGEST_LEAD,
     LARGEST_ROOM,
     LOWEST,
-    SHORT_ROW,
 )
 from sparge.evaluate import bench_inputs
 from sparge.evaluate.metrics import relative_l1
@@ -78,13 +78,13 @@ def walk(scores: Tensor, value: Tensor, missing: int = 0, *, is_causal: bool = F
     guess = base
     total, output = torch.zeros(rows), torch.zeros(rows, value.shape[2])
     failed = measured = 0
-    is_short = not is_causal and 2 * tiles - missing <= SHORT_ROW.value
+    careful = 1 if is_causal else FIRST_PAIRS.value
     for first in range(0, tiles, 2):
         pair = scores[:, first : first + 2]
         both = pair.flatten(1)
         seen = (pair > -math.inf).unflatten(2, (2, BLOCK_K))  # by rows, tiles, blocks
         lacks_last = missing == 1 and not bool(seen[:, 1, 1].any())
-        is_right = first >= (4 if is_short else 2) and bool(seen.flatten(1, 2)[:, : 3 if lacks_last else 4].all())
+        is_right = first >= 2 * careful and bool(seen.flatten(1, 2)[:, : 3 if lacks_last else 4].all())
         if is_right:
             is_right = not bool((both - guess[:, None]).round().gt(0).any())
             failed += not is_right

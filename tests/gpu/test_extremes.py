@@ -98,9 +98,12 @@ def test_a_peak_leaves_the_rest_its_share(place: int, is_causal: bool, quantizat
 
 @modes
 @pytest.mark.parametrize("has_peak", [False, True])
-@pytest.mark.parametrize("keys", [448, 704, 1472])
+@pytest.mark.parametrize("keys", [448, 1472, 2752])
 def test_lists_that_lack_a_last_block(keys: int, has_peak: bool, quantization: str) -> None:
-    """7, 11 or 23 blocks: pairs of tiles hold four. A peak in the last pair is what no guess expects."""
+    """7, 23 or 43 blocks: pairs of tiles hold four, and a row's first three pairs are measured in any case.
+
+    A peak in the last pair is what no guess expects.
+    """
     query, key, value = make_inputs(keys, keys, heads=2, seed=6, dtype=torch.float16)
     if has_peak:
         query[..., 0] = math.sqrt(query.shape[-1])

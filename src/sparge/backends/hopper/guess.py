@@ -17,9 +17,10 @@ LARGEST_ROOM = gl.constexpr(48.0)
 """Steps that a guess lies above the largest score of all, at most: six octaves."""
 FIRST_ROOM = gl.constexpr(16.0)
 """Steps more above the first tiles that a row sees."""
-SHORT_ROW = gl.constexpr(56)
-"""Rows of so many blocks or fewer that are not causal have their second pair measured, too: half of them would fail
-there. (A causal row ascends to its highest scores.)"""
+FIRST_PAIRS = gl.constexpr(3)
+"""Pairs that are measured before the first guess. Where few blocks are kept, half of all rows would fail in the second
+pair, a quarter in the third; a failure costs six times what measuring does. (A causal row ascends to its highest scores
+and measures one pair.)"""
 DESCENT = gl.constexpr(8.0)
 """Steps that a guess comes down by from one pair of tiles to the next, at most."""
 ASCENT = gl.constexpr(16.0)

@@ -19,9 +19,9 @@ from sparge.backends.hopper.arithmetic import (
 from sparge.backends.hopper.gluon import gl, jit, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from sparge.backends.hopper.guess import (
     CLAMPED,
+    FIRST_PAIRS,
     FREE,
     LOWEST,
-    SHORT_ROW,
     codes_below,
     fits,
     guess_after_measuring,
@@ -259,11 +259,10 @@ def _start_guessed(
 
 @jit
 def guess_row(PART: gl.constexpr, operands, notes, barriers, row, turn, FORM: gl.constexpr):
-    """A row's pairs of tiles; codes only. The first pair and masked ones are measured, and those that exceed a guess.
+    """A row's pairs of tiles; codes only. The first and the masked ones are measured, and those that exceed a guess.
 
-    In short rows that are not causal the second pair is measured, too. The output counts in units of 2^(base / 8),
-    where base is the largest score measured; each pair's codes are relative to its own guess. The tensor cores add the
-    products of a pair, in 13 bits; pairs are added in float32.
+    The output counts in units of 2^(base / 8), where base is the largest score measured; each pair's codes are relative
+    to its own guess. The tensor cores add the products of a pair, in 13 bits; pairs are added in float32.
 
     Args:
         PART: which of the two consumers this is.
@@ -288,9 +287,7 @@ def guess_row(PART: gl.constexpr, operands, notes, barriers, row, turn, FORM: gl
     product = output
     row_sum = gl.full((ROWS, 8), 0.0, gl.float32, FORM.sums)
     tile_sum = row_sum
-    may_guess = gl.to_tensor(True)
-    if not FORM.is_causal:
-        may_guess = count > SHORT_ROW
+    careful = 1 if FORM.is_causal else FIRST_PAIRS  # pairs to measure before the first guess
     while left > 0:  # with the scores of this pair's first tile on their way, and the next pair landed
         stage = turn % FORM.stages
         next_stage = gl.where(left > 1, (turn + 1) % FORM.stages, stage)
@@ -327,8 +324,8 @@ def guess_row(PART: gl.constexpr, operands, notes, barriers, row, turn, FORM: gl
         _await_stage(full, turn + 1, left > 1, FORM)
 
         is_right = gl.to_tensor(True)
-        go = may_guess & (left > 0) & (next_note <= 0)
-        may_guess = gl.to_tensor(True)
+        careful -= 1
+        go = (careful <= 0) & (left > 0) & (next_note <= 0)
         while go:
             stage = turn % FORM.stages
             tile = stage * 2
