@@ -87,7 +87,7 @@ def test_scores_that_rise_from_key_to_key(rise: float, quantization: str) -> Non
 
 @modes
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("place", [0, 150, 2047])
+@pytest.mark.parametrize("place", [0, 150, 1000, 2047])
 def test_a_peak_leaves_the_rest_its_share(place: int, is_causal: bool, quantization: str) -> None:
     """One key has as much weight as all others together: these are 11 octaves below it."""
     scores = torch.zeros(2048)

@@ -81,7 +81,7 @@ def test_even_scores_are_guessed() -> None:
 @pytest.mark.parametrize("pairs", [4, 8, 32])
 @pytest.mark.parametrize("octaves", [7, 9, 11, 13])
 def test_a_peak_leaves_the_rest_its_codes(octaves: int, pairs: int, is_causal: bool) -> None:
-    """Guesses far above the peak would cut off the rest: by 14 % of the sum at 11 octaves and 4 pairs."""
+    """Guesses far above the peak would cut off the rest: by 14 % of the sum at 11 octaves and 4 pairs (causal)."""
     scores = normal(2 * pairs)
     scores[:, 0, 5] = 8 * octaves
     error = walk(scores, values(2 * pairs), is_causal=is_causal).lse - exact_lse(scores)
@@ -118,11 +118,12 @@ def test_a_missing_block_is_guessed() -> None:
     assert float((row.lse - exact_lse(scores)).abs().max()) < 0.05
 
 
-def test_a_missing_tile_says_nothing_about_the_row() -> None:
+@pytest.mark.parametrize(("is_causal", "measured"), [(False, 3), (True, 1)])
+def test_a_missing_tile_says_nothing_about_the_row(is_causal: bool, measured: int) -> None:
     scores = normal(8)
     scores[:, 1] = -math.inf
-    row = walk(scores, values(8), missing=2)
-    assert (row.failed, row.measured) == (0, 3)
+    row = walk(scores, values(8), missing=2, is_causal=is_causal)
+    assert (row.failed, row.measured) == (0, measured)
 
 
 @pytest.mark.parametrize(
@@ -136,10 +137,12 @@ def test_where_a_row_starts_to_guess(pair: int, is_causal: bool, outcome: tuple[
     assert (row.failed, row.measured) == outcome
 
 
-def test_rows_that_see_nothing_at_first() -> None:
+@pytest.mark.parametrize(("is_causal", "outcome"), [(False, (0, 3)), (True, (1, 2))])
+def test_rows_that_see_nothing_at_first(is_causal: bool, outcome: tuple[int, int]) -> None:
     scores = normal(8)
     scores[:32, :2] = -math.inf
-    row = walk(scores, values(8))
+    row = walk(scores, values(8), is_causal=is_causal)
+    assert (row.failed, row.measured) == outcome
     assert float((row.lse - exact_lse(scores)).abs().max()) < 0.05
 
 

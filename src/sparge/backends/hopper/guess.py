@@ -16,11 +16,11 @@ HEADROOM = gl.constexpr(56.0)
 LARGEST_ROOM = gl.constexpr(48.0)
 """Steps that a guess lies above the largest score of all, at most: six octaves."""
 FIRST_ROOM = gl.constexpr(16.0)
-"""Steps more above the first tiles that a row sees."""
+"""Steps more above the first tiles that a row sees. Guesses keep them until they come down."""
 FIRST_PAIRS = gl.constexpr(3)
 """Pairs that are measured before the first guess. Where few blocks are kept, half of all rows would fail in the second
-pair, a quarter in the third; a failure costs six times what measuring does. (A causal row ascends to its highest scores
-and measures one pair.)"""
+pair and a quarter in the third, and a failure adds one or two pairs to a row, measuring a sixth of one
+(docs/performance.md, "Short rows"). A causal row ascends to its highest scores, and measures one pair."""
 DESCENT = gl.constexpr(8.0)
 """Steps that a guess comes down by from one pair of tiles to the next, at most."""
 ASCENT = gl.constexpr(16.0)

@@ -162,8 +162,8 @@ def produce(
             all_plain = gl.min(is_plain.to(gl.int32), 0) == 1
             masked = gl.where(all_plain & (position + blocks <= count), 0, present)  # how many tiles need a mask
             if FORM.guesses:
-                # A last block that is missing gets codes of 0 by a unit of NaN: such a pair can be guessed, unless it
-                # is the first, which is measured.
+                # A last block that is missing gets codes of 0 by a unit of NaN: such a pair can be guessed. The first
+                # of a row never is.
                 lacks_last = all_plain & (position + blocks == count + 1) & (i > 0)
                 masked = gl.where(lacks_last, -2, masked)
                 units = gl.where(lacks_last & (is_listed == 0), float("nan"), units)
