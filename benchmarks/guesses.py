@@ -72,6 +72,7 @@ def walk(scores: Tensor, value: Tensor, missing: int = 0, *, is_causal: bool = F
         scores: [rows, tiles, 128] in steps, -inf where hidden; an even number of tiles.
         value: [tiles, 128, channels].
         missing: how many of the last blocks the row does not have, wherever its last pair comes. They are hidden.
+        is_causal: one pair is measured before the first guess, not three. What is hidden is up to ``scores``.
     """
     rows, tiles, _ = scores.shape
     base = torch.full((rows,), LOWEST.value)

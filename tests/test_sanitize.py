@@ -37,8 +37,14 @@ def place(sanitize: ModuleType):
     return find
 
 
-def test_hazards_are_sorted_by_the_lines_they_are_between(sanitize: ModuleType, place) -> None:
-    masked, load = place("producer.py", "masked_smem", ".store("), place("rows.py", "notes.index(stage).load(")
+@pytest.fixture(scope="module")
+def note(place) -> tuple[str, str]:
+    """Where one is stored and loaded."""
+    return place("producer.py", "masked_smem", ".store("), place("rows.py", "notes.index(stage).load(")
+
+
+def test_hazards_are_sorted_by_the_lines_they_are_between(sanitize: ModuleType, place, note: tuple[str, str]) -> None:
+    masked, load = note
     unit, block = place("producer.py", "unit_smem.index(stage).store("), place("producer.py", "block_smem", ".store(")
     first_unit = place("arithmetic.py", "first = units.index(")
     first_block = place("arithmetic.py", "block = blocks.index(place).load(")
@@ -74,11 +80,10 @@ SUMMARY = "========= RACECHECK SUMMARY: {0} hazards displayed ({0} errors, 0 war
 
 
 @pytest.fixture
-def outputs(sanitize: ModuleType, place, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def outputs(sanitize: ModuleType, place, note: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """What racecheck says: two hazards of notes and one of roles in the calls; controls as it sees them today."""
-    note, load = place("producer.py", "masked_smem", ".store("), place("rows.py", "notes.index(stage).load(")
     head = place("attention.py", "def attention_kernel(")
-    hazards = "".join(REPORT.format(*places) for places in ((note, load), (load, note), (head, head)))
+    hazards = "".join(REPORT.format(*places) for places in (note, note[::-1], (head, head)))
     outputs = {
         "calls": hazards + "80 calls\n" + SUMMARY.format(3),
         "all_arrive": "in order\n" + SUMMARY.format(0),
@@ -128,10 +133,11 @@ def test_hazards_that_are_not_listed_are_errors(sanitize: ModuleType, outputs: d
     assert "2 errors;" in capsys.readouterr().out
 
 
-def test_a_known_warning_does_not_cancel_an_error(sanitize: ModuleType, outputs: dict[str, str], place, capsys) -> None:
-    note, load = place("producer.py", "masked_smem", ".store("), place("rows.py", "notes.index(stage).load(")
-    race = REPORT.format(place("attention.py", "ones_smem.store("), load)
-    warning = REPORT.format(note, load).replace("Error:", "Warning:")
+def test_a_known_warning_does_not_cancel_an_error(
+    sanitize: ModuleType, outputs: dict[str, str], place, note: tuple[str, str], capsys
+) -> None:
+    race = REPORT.format(place("attention.py", "ones_smem.store("), note[1])
+    warning = REPORT.format(*note).replace("Error:", "Warning:")
     summary = "========= RACECHECK SUMMARY: 2 hazards displayed (1 errors, 1 warnings)\n"
     outputs["calls"] = race + warning + "80 calls\n" + summary
     assert not sanitize.check("racecheck")
