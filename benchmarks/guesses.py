@@ -1,7 +1,7 @@
 """How often guessed maxima fail, and what they cost in accuracy: `python -m benchmarks.guesses [TOKENS]`.
 
-A model in PyTorch of `backends/hopper/rows.py`, `guess_row`, for one consumer's 64 queries over random blocks. Its only
-errors are those of P's codes; the rest is float32.
+A model in PyTorch of `backends/hopper/guessed.py`, for one consumer's 64 queries over random blocks. Its only errors
+are those of P's codes; the rest is float32.
 """
 
 from __future__ import annotations

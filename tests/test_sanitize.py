@@ -40,7 +40,7 @@ def place(sanitize: ModuleType):
 @pytest.fixture(scope="module")
 def note(place) -> tuple[str, str]:
     """Where one is stored and loaded."""
-    return place("producer.py", "masked_smem", ".store("), place("rows.py", "notes.index(stage).load(")
+    return place("producer.py", "masked_smem", ".store("), place("products.py", "notes.index(stage).load(")
 
 
 def test_hazards_are_sorted_by_the_lines_they_are_between(sanitize: ModuleType, place, note: tuple[str, str]) -> None:
@@ -67,8 +67,8 @@ def test_hazards_are_sorted_by_the_lines_they_are_between(sanitize: ModuleType, 
         (ones, load): "other",
         (load, head): "other",
         (masked, "somewhere.cu:7"): "other",
-        (masked, "rows.py:0"): "other",
-        (masked, "rows.py:100000"): "other",
+        (masked, "products.py:0"): "other",
+        (masked, "products.py:100000"): "other",
     }
     assert {places: sanitize.kind_of(places) for places in expected} == expected
     kinds, between = sanitize.count_hazards("".join(REPORT.format(*places) for places in expected))

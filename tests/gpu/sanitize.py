@@ -122,7 +122,7 @@ def found_by(output: str) -> int:
 
 
 def line_at(place: str) -> str:
-    """A line of the Hopper kernel by a place such as "rows.py:44"; nothing if it is not one of its files."""
+    """A line of the Hopper kernel by a place such as "guessed.py:44"; nothing if it is not one of its files."""
     name, _, number = place.partition(":")
     path = KERNEL / name
     lines = ["", *path.read_text().splitlines()] if path.is_file() else []

@@ -41,17 +41,17 @@ def units_of(units, tile, query_unit, FORM: gl.constexpr):
 
 @jit
 def hide(scores, blocks, place, first_query, sizes, FORM: gl.constexpr):
-    """Scores [64, keys] with -inf where a key does not exist or lies after the query.
+    """Scores of a tile [64, keys] or a key block [64, 64], with -inf where a key does not exist or follows the query.
 
     Args:
         blocks: block numbers in shared memory, from ``place`` on; beyond the last one where there is none.
     """
     _, _, q_len, kv_len, _, _, _ = sizes
-    columns: gl.constexpr = gl.SliceLayout(0, FORM.scores)
-    rows: gl.constexpr = gl.SliceLayout(1, FORM.scores)
-    offsets = gl.arange(0, FORM.keys, columns)
+    columns: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
+    rows: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
+    offsets = gl.arange(0, scores.shape[1], columns)
     block = blocks.index(place).load(columns)
-    if FORM.blocks == 2:
+    if scores.shape[1] == 2 * BLOCK_K:
         block = gl.where(offsets < BLOCK_K, block, blocks.index(place + 1).load(columns))
     last_key = gl.full((ROWS,), kv_len - 1, gl.int32, rows)
     if FORM.is_causal:

@@ -9,8 +9,9 @@ the other; each consumer takes 64 of them, and a tile is two key blocks of 64.
     for each tile:   wait for S  ->  P, from a row maximum  ->  start P V  ->  start the next S
                      ->  wait for P V  ->  give the stage back  ->  add P V to the output
 
-`producer.py` and `rows.py` are the two roles' inner loops; `output.py` ends a row. Barriers: ``full[stage]`` (a stage
-of one or two tiles has landed), ``free[stage]`` (both consumers are done with it), and the same for the queries.
+`producer.py` is the one role's inner loop, `measured.py` and `guessed.py` are the other's; `output.py` ends a row.
+Barriers: ``full[stage]`` (a stage of one or two tiles has landed), ``free[stage]`` (both consumers are done with it),
+and the same for the queries.
 Layouts, why P needs no exponentials, and often no maximum: docs/hopper.md.
 
 Grid: one program per multiprocessor. Each takes the next row when it is done with one, the longest causal rows first.
@@ -21,9 +22,10 @@ from __future__ import annotations
 from sparge.backends.hopper.arithmetic import ONES_BITS, ROWS
 from sparge.backends.hopper.gluon import barrier, fence_async_shared, gl, jit, mbarrier, reinterpret
 from sparge.backends.hopper.guess import clear_largest, declare_largest
+from sparge.backends.hopper.guessed import guess_row
+from sparge.backends.hopper.measured import measure_row
 from sparge.backends.hopper.output import load_row_scales, write_row
 from sparge.backends.hopper.producer import place_of, produce
-from sparge.backends.hopper.rows import guess_row, measure_row
 from sparge.backends.triton.primitives import BLOCK_K, BLOCK_Q
 
 

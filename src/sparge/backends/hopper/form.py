@@ -64,6 +64,19 @@ class Form:
         return self.tiles == 2
 
     @property
+    def guesses_by_blocks(self) -> bool:
+        """Whether the scores of guessed tiles come by key block: two tiles' products do not fit the registers."""
+        return self.guesses and self.value_dim > 64
+
+    @property
+    def rescales_rarely(self) -> bool:
+        """Whether P counts from a score that may lie below the maximum: with 16 bits it may exceed 1.
+
+        With an INT8 S it was slower (docs/performance.md); a threshold needs the maximum.
+        """
+        return not self.quantized and not self.has_threshold
+
+    @property
     def stage_blocks(self) -> int:
         return self.tiles * self.blocks
 
@@ -141,6 +154,11 @@ class Form:
     @property
     def scores(self) -> gl.NVMMADistributedLayout:
         return _accumulator(self.keys, 32 if self.quantized else 16)
+
+    @property
+    def block_scores(self) -> gl.NVMMADistributedLayout:
+        """Of one key block."""
+        return _accumulator(BLOCK_K, 32 if self.quantized else 16)
 
     @property
     def output(self) -> gl.NVMMADistributedLayout:

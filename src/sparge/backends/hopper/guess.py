@@ -109,11 +109,10 @@ def _left_and_right(words):
 
 
 @jit
-def largest_words(first, second):
-    """Each thread's largest, [64, 4, 2], of the words [64, 64] of two key blocks."""
-    words = larger(*_left_and_right(first))
-    others = larger(*_left_and_right(second))
-    words = larger(larger(*_left_and_right(words)), larger(*_left_and_right(others)))  # [64, 16]
+def largest_words(words):
+    """Each thread's largest, [64, 4, 2], of the words [64, 64] of a key block."""
+    words = larger(*_left_and_right(words))
+    words = larger(*_left_and_right(words))  # [64, 16]
     left, right = gl.split(gl.permute(gl.reshape(words, (ROWS, 4, 2, 2)), (0, 1, 3, 2)))
     return larger(left, right)
 
