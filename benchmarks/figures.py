@@ -20,8 +20,8 @@ from sparge.evaluate.plots import LIGHT, causal_visibility, paint_blocks, palett
 FOLDER = Path(__file__).parent.parent / "docs" / "figures"
 TOPK = 0.25
 
-CLOCKS = 3100
-"""A pair of tiles of both consumers, N 8192, H 32, D 128 (docs/performance.md)."""
+PAIR, CODES, PRODUCT, FOLD = 13.4, 2.7, 1.1, 1.3
+"""Lengths in hopper.png: a pair of tiles, the codes of a key block, its S or P V, checking or adding a pair."""
 ROLES = ("copy engine", "consumer 0", "products of 0", "consumer 1", "products of 1")
 KINDS = {
     "K, V": "#b9c4d0",
@@ -67,7 +67,7 @@ def _draw_sample(panels, sample: Sample) -> None:
 
 
 def draw_hopper() -> Figure:
-    """Pairs of tiles of both consumers, half a pair apart. Lengths are rounded from samples of the program counter."""
+    """Guessed pairs of tiles of both consumers, half a pair apart: the order of things, not their exact length."""
     figure = Figure(figsize=(9.6, 3.4), layout="constrained", dpi=110)
     FigureCanvasAgg(figure)
     panel = figure.subplots()
@@ -78,17 +78,18 @@ def draw_hopper() -> Figure:
         panel.text(start + length / 2, height[role], label, ha="center", va="center", fontsize=7, clip_on=True)
 
     for pair in range(2):
-        bar("copy engine", "K, V", pair * CLOCKS, 0.9 * CLOCKS, f"K, V of pair {pair + 2}")
+        bar("copy engine", "K, V", pair * PAIR, 0.9 * PAIR, f"K, V of pair {pair + 2}")
         for consumer in (0, 1):
-            role, start = f"consumer {consumer}", (pair + 0.5 * consumer) * CLOCKS
-            bar(role, "codes", start, 650, f"codes of P {2 * pair}")
-            bar(role, "codes", start + 1200, 700, f"codes of P {2 * pair + 1}")
-            bar(role, "check", start + 2220, 250, "check")
-            bar(role, "add", start + 2470, 260, "+ P V")
-            for tile, begin in ((2 * pair, 500), (2 * pair + 1, 1750)):
-                bar(f"products of {consumer}", "P V", start + begin, 330, f"P V {tile}")
-                bar(f"products of {consumer}", "S", start + begin + 380, 300, f"S {tile + 1}")
-    panel.set(yticks=list(height.values()), yticklabels=list(height), xlim=(0, 2 * CLOCKS), xlabel="clocks")
+            role, start = f"consumer {consumer}", (pair + 0.5 * consumer) * PAIR
+            for block in range(4):
+                name = 4 * pair + block
+                bar(role, "codes", start, CODES, f"codes {name}")
+                start += CODES
+                bar(f"products of {consumer}", "P V", start, PRODUCT, f"PV{name}")
+                bar(f"products of {consumer}", "S", start + PRODUCT, PRODUCT, f"S{name + 2}")
+            bar(role, "check", start, FOLD, "check")
+            bar(role, "add", start + FOLD, FOLD, "+ PV")
+    panel.set(yticks=list(height.values()), yticklabels=list(height), xlim=(0, 2 * PAIR), xticks=[], xlabel="time")
     panel.tick_params(labelsize=8)
     for side in ("top", "right"):
         panel.spines[side].set_visible(False)

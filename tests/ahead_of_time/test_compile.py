@@ -54,8 +54,8 @@ TENSOR_MEMORY = 512
 """Columns of it on compute capability 10.0."""
 KNOWN_SPILLS = {
     (89, "attention_kernel, int8_fp16 judged"): 24,
-    # Triton 3.9; with 3.6 to 3.8 16 to 32 where maxima are guessed, once a row. With 3.9 the loop over guessed pairs has
-    # three of these loads and stores, that over measured tiles 24.
+    # Triton 3.9; with 3.6 to 3.8 16 to 32 where maxima are guessed, once a row. With 3.9 three of these loads and
+    # stores are in the loop over guessed pairs, 24 in that over measured tiles.
     (90, "attention_kernel, int8_fp8_codes on hopper"): 128,
     (90, "attention_kernel, int8_fp8_codes causal on hopper"): 152,
     (90, "attention_kernel, int8_fp8_codes D 64 on hopper"): 48,

@@ -42,6 +42,7 @@ FORMS = [
     ("none", 64, False, -3.0),
     ("int8_fp16", 128, False, None),
     ("int8_fp8_codes", 256, False, None),
+    ("none", 256, False, None),
 ]
 """Quantization, head width, causality, P V threshold."""
 ERRORS = {"none": 0.01}

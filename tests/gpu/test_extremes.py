@@ -11,11 +11,23 @@ from torch import Tensor
 
 import sparge
 from conftest import relative_l1
-from gpu.conftest import BACKEND, DEVICE, LSE_TOLERANCE, equal, exact, make_inputs, modes, rms
+from gpu.conftest import (
+    BACKEND,
+    DEVICE,
+    LSE_TOLERANCE,
+    assert_matches_exact,
+    equal,
+    exact,
+    make_inputs,
+    modes,
+    rms,
+)
 from sparge.block_mask import BlockMask
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 OPTIONS = {"return_lse": True, "backend": BACKEND}
+widths = pytest.mark.parametrize("head_dim", [64, 128])
+"""The Hopper kernel guesses maxima in one way at 64 value channels, in another at 128."""
 
 
 def assert_as_exact_as_the_specification(
@@ -68,49 +80,83 @@ def test_scales(scale: float, is_causal: bool, quantization: str) -> None:
     )
 
 
-def with_scores(scores: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+def with_scores(scores: Tensor, seed: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Inputs of 128 queries at the end of as many keys as scores, which each query adds to random ones."""
-    query, key, value = make_inputs(128, len(scores), heads=2, seed=seed, dtype=torch.float16)
-    query[..., 0] = math.sqrt(query.shape[-1])
+    query, key, value = make_inputs(128, len(scores), heads=2, seed=seed, head_dim=head_dim, dtype=torch.float16)
+    query[..., 0] = math.sqrt(head_dim)
     key[..., 0] = scores.to(key)
     return query, key, value + 1
 
 
 @modes
+@widths
 @pytest.mark.parametrize("rise", [20.0, 100.0, 400.0])
-def test_scores_that_rise_from_key_to_key(rise: float, quantization: str) -> None:
+def test_scores_that_rise_from_key_to_key(rise: float, head_dim: int, quantization: str) -> None:
     """Each step's maximum exceeds the one before by little or much, and the last dwarfs the first: e^400."""
-    tensors = with_scores(torch.linspace(0, rise, 8192), seed=4)
+    tensors = with_scores(torch.linspace(0, rise, 8192), seed=4, head_dim=head_dim)
     blocks = torch.ones(1, 128, dtype=torch.bool, device=DEVICE)
     assert_as_exact_as_the_specification(tensors, blocks, quantization, is_causal=True)
 
 
 @modes
+@widths
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("place", [0, 150, 1000, 2047])
-def test_a_peak_leaves_the_rest_its_share(place: int, is_causal: bool, quantization: str) -> None:
+def test_a_peak_leaves_the_rest_its_share(place: int, is_causal: bool, head_dim: int, quantization: str) -> None:
     """One key has as much weight as all others together: these are 11 octaves below it."""
     scores = torch.zeros(2048)
     scores[place] = math.log(2048)
     blocks = torch.ones(1, 32, dtype=torch.bool, device=DEVICE)
-    assert_as_exact_as_the_specification(with_scores(scores, seed=5), blocks, quantization, is_causal=is_causal)
+    tensors = with_scores(scores, seed=5, head_dim=head_dim)
+    assert_as_exact_as_the_specification(tensors, blocks, quantization, is_causal=is_causal)
 
 
 @modes
+@widths
 @pytest.mark.parametrize("has_peak", [False, True])
 @pytest.mark.parametrize("keys", [448, 1472, 2752])
-def test_lists_that_lack_a_last_block(keys: int, has_peak: bool, quantization: str) -> None:
+def test_lists_that_lack_a_last_block(keys: int, has_peak: bool, head_dim: int, quantization: str) -> None:
     """7, 23 or 43 blocks: pairs of tiles hold four, and a row's first three pairs are measured in any case.
 
     A peak in the last pair is what no guess expects.
     """
-    query, key, value = make_inputs(keys, keys, heads=2, seed=6, dtype=torch.float16)
+    query, key, value = make_inputs(keys, keys, heads=2, seed=6, head_dim=head_dim, dtype=torch.float16)
     if has_peak:
         query[..., 0] = math.sqrt(query.shape[-1])
         key[..., 0] = 0
         key[:, :, -100, 0] = 12
     blocks = torch.ones(-(-keys // 128), keys // 64, dtype=torch.bool, device=DEVICE)
     assert_as_exact_as_the_specification((query, key, value + 1), blocks, quantization)
+
+
+@modes
+@pytest.mark.parametrize(("head_dim", "value_dim"), [(64, 128), (128, 64)])
+def test_values_of_another_width(head_dim: int, value_dim: int, quantization: str) -> None:
+    query, key, _ = make_inputs(1500, 1500, heads=2, seed=7, head_dim=head_dim, dtype=torch.float16)
+    _, _, value = make_inputs(1500, 1500, heads=2, seed=8, head_dim=value_dim, dtype=torch.float16)
+    blocks = torch.ones(12, 24, dtype=torch.bool, device=DEVICE)
+    assert_as_exact_as_the_specification((query, key, value + 1), blocks, quantization)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("rise", [5.4, 5.7, 11.0, 300.0])
+def test_one_row_of_a_warp_rises(rise: float, head_dim: int) -> None:
+    """By 7.8, 8.2, 16 and 433 octaves: P may exceed 1 by 8 before an output is rescaled. Other rows must not notice."""
+    query, key, value = make_inputs(128, 2048, heads=2, seed=7, head_dim=head_dim, dtype=torch.float16)
+    query[..., 0] = math.sqrt(head_dim) * (torch.arange(128, device=DEVICE) % 17 == 5).to(query)
+    key[..., 0] = 0
+    key[:, :, 1000:, 0] = rise
+    got = sparge.attention(query, key, value + 1, topk=1, quantization="none", **OPTIONS)
+    assert_matches_exact(got, query, key, value + 1)
+
+
+def test_p_exceeds_1_for_most_keys() -> None:
+    """By 7.8 octaves, as the first tile is that much lower. With large values, sums pass what float16 holds."""
+    query, key, value = make_inputs(128, 2048, heads=2, seed=7, head_dim=128, dtype=torch.float16)
+    query[..., 0], key[..., 0] = math.sqrt(128), 5.4
+    key[:, :, :128, 0] = 0
+    got = sparge.attention(query, key, 1000 * (value + 1), topk=1, quantization="none", **OPTIONS)
+    assert_matches_exact(got, query, key, 1000 * (value + 1))
 
 
 @modes

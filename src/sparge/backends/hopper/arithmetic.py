@@ -170,7 +170,7 @@ def probabilities(half, unit, top, P_TYPE: gl.constexpr, FORM: gl.constexpr):
     Args:
         half: raw scores [64, 64].
         unit: what a raw score is worth, in steps.
-        top: [64], the row maximum less what P = 1 is stored as, in steps.
+        top: [64], the score that P counts from, the row maximum as a rule, less what P = 1 is stored as; in steps.
     """
     scores = as_operand(as_scores(half), FORM)
     if FORM.codes:

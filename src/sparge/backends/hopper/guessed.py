@@ -1,11 +1,10 @@
 """A row whose maxima are guessed, for pairs of tiles; one is measured only if a score turns out higher than its guess.
 
-While the warpgroup computes codes of P, the tensor cores have two products to do:
+From a pair's second key block on, two products are under way while the warpgroup computes codes of P:
 
-    codes of tile or block i  |  P V of i - 1  |  S of i + 1
+    codes of block i  |  P V of block i - 1  |  S of block i + 1
 
-Up to 64 value channels, i counts tiles. With more, two tiles' products do not fit the registers: i counts key blocks,
-half a tile.
+Up to 64 value channels the registers suffice for whole tiles: codes of the second are computed under P V of the first.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def _half_of(sums):
 
 
 @jit
-def _start_scores(query, key, FORM: gl.constexpr):
+def _start_tile_scores(query, key, FORM: gl.constexpr):
     """Start the scores of a tile, in one product or in one of each key block."""
     if FORM.guesses_by_blocks:
         return start_block_scores(query, key, 0, FORM), start_block_scores(query, key, 1, FORM)
@@ -49,7 +48,7 @@ def _start_scores(query, key, FORM: gl.constexpr):
 
 @jit
 def _wait_for_scores(pending, FORM: gl.constexpr):
-    """Wait for what `_start_scores` started, and all before it. Returns the scores of the two key blocks."""
+    """Wait for what `_start_tile_scores` started, and all before it. Returns the scores of the two key blocks."""
     if FORM.guesses_by_blocks:
         return warpgroup_mma_wait(0, deps=[pending[0], pending[1]])
     else:
@@ -57,7 +56,7 @@ def _wait_for_scores(pending, FORM: gl.constexpr):
 
 
 @jit
-def _start_tile(first, second, values, tile, ones, sums, FRESH: gl.constexpr, FORM: gl.constexpr):
+def _start_tile_codes(first, second, values, tile, ones, sums, FRESH: gl.constexpr, FORM: gl.constexpr):
     """Start P V and row sums of a tile's codes, into the registers of ``sums``."""
     product, code_sum = start_codes(first, values.index(tile * 2), ones, sums[0], sums[1], FRESH, FORM)
     return start_codes(second, values.index(tile * 2 + 1), ones, product, code_sum, False, FORM)
@@ -71,19 +70,18 @@ def _start_measured(scores, tile_units, base, operands, tile, following, sums, F
         These scores, of which one product was started last; P V and row sums, pending as well.
     """
     query, keys, values, ones = operands
-    first, second = scores
     first_unit, second_unit = tile_units
-    first, _words = codes_below(first, first_unit, base, CLAMPED, FORM)
+    first_codes, _words = codes_below(scores[0], first_unit, base, CLAMPED, FORM)
     if FORM.guesses_by_blocks:
-        sums = start_codes(first, values.index(tile * 2), ones, sums[0], sums[1], True, FORM)
+        sums = start_codes(first_codes, values.index(tile * 2), ones, sums[0], sums[1], True, FORM)
         first = start_block_scores(query, keys.index(following), 0, FORM)
-        second, _words = codes_below(second, ordered(second_unit, base), base, CLAMPED, FORM)
-        sums = start_codes(second, values.index(tile * 2 + 1), ones, sums[0], sums[1], False, FORM)
+        second_codes, _words = codes_below(scores[1], ordered(second_unit, base), base, CLAMPED, FORM)
+        sums = start_codes(second_codes, values.index(tile * 2 + 1), ones, sums[0], sums[1], False, FORM)
         return (first, start_block_scores(query, keys.index(following), 1, FORM)), sums
     else:
-        second, _words = codes_below(second, second_unit, base, CLAMPED, FORM)
-        sums = _start_tile(first, second, values, tile, ones, sums, True, FORM)
-        return _start_scores(query, keys.index(following), FORM), sums
+        second_codes, _words = codes_below(scores[1], second_unit, base, CLAMPED, FORM)
+        sums = _start_tile_codes(first_codes, second_codes, values, tile, ones, sums, True, FORM)
+        return _start_tile_scores(query, keys.index(following), FORM), sums
 
 
 @jit
@@ -140,20 +138,20 @@ def _guess_by_tiles(pending, operands, units, stage, next_stage, guess, sums, FO
     tile = stage * 2
     first_unit, second_unit = units_of(units, tile, 1.0, FORM)
     first, second = _wait_for_scores(pending, FORM)
-    first, words = codes_below(first, first_unit, guess, FREE, FORM)
-    second, more = codes_below(second, second_unit, guess, FREE, FORM)
+    first_codes, words = codes_below(first, first_unit, guess, FREE, FORM)
+    second_codes, more = codes_below(second, second_unit, guess, FREE, FORM)
     scores = start_scores(query, keys.index(tile + 1), FORM)
-    sums = _start_tile(first, second, values, tile, ones, sums, True, FORM)
+    sums = _start_tile_codes(first_codes, second_codes, values, tile, ones, sums, True, FORM)
     words = larger(largest_words(words), largest_words(more))
 
     first_unit, second_unit = units_of(units, tile + 1, 1.0, FORM)
     first, second = halves(warpgroup_mma_wait(2 * PRODUCTS_OF_BLOCK, deps=[scores]), FORM.blocks)
-    first, more = codes_below(first, first_unit, guess, FREE, FORM)
+    first_codes, more = codes_below(first, first_unit, guess, FREE, FORM)
     words = larger(words, largest_words(more))
-    second, more = codes_below(second, second_unit, guess, FREE, FORM)
+    second_codes, more = codes_below(second, second_unit, guess, FREE, FORM)
     words = larger(words, largest_words(more))
-    sums = _start_tile(first, second, values, tile + 1, ones, sums, False, FORM)
-    return _start_scores(query, keys.index(next_stage * 2), FORM), sums, words
+    sums = _start_tile_codes(first_codes, second_codes, values, tile + 1, ones, sums, False, FORM)
+    return _start_tile_scores(query, keys.index(next_stage * 2), FORM), sums, words
 
 
 @jit
@@ -179,7 +177,7 @@ def guess_row(PART: gl.constexpr, operands, notes, barriers, row, turn, FORM: gl
     octaves: gl.constexpr = 1.0 / FORM.steps
     left = (gl.maximum(count, 1) + FORM.stage_blocks - 1) // FORM.stage_blocks
     await_stage(full, turn, True, FORM)
-    pending = _start_scores(query, keys.index(turn % FORM.stages * 2), FORM)
+    pending = _start_tile_scores(query, keys.index(turn % FORM.stages * 2), FORM)
     await_stage(full, turn + 1, left > 1, FORM)
     base = gl.full((ROWS,), LOWEST, gl.float32, FORM.rows)
     guess = base
@@ -251,6 +249,6 @@ def guess_row(PART: gl.constexpr, operands, notes, barriers, row, turn, FORM: gl
             turn -= 1
             left += 1
             first, second = _wait_for_scores(pending, FORM)
-            pending = _start_scores(query, keys.index(turn % FORM.stages * 2), FORM)
+            pending = _start_tile_scores(query, keys.index(turn % FORM.stages * 2), FORM)
     first, second = _wait_for_scores(pending, FORM)
     return output, row_sum, base, turn

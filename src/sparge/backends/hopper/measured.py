@@ -1,4 +1,4 @@
-"""A row whose maxima are measured, tile by tile: 8 bits where they are not guessed, and all that has a threshold."""
+"""A row whose maxima are measured, tile by tile: 8 bits where they are not guessed, 16 bits, and thresholds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sparge.backends.hopper.products import await_stage, note_of, start_scores, 
 from sparge.backends.triton.primitives import BLOCK_K, LOG2_E, LOG2_FP8_MAX, SMALLEST_SCALE
 
 SLACK = gl.constexpr(8.0)
-"""Octaves that P may exceed 1 by, where the output is rescaled rarely. Float16 holds 16."""
+"""Octaves that P may exceed 1 by, where the output is rescaled rarely. Float16 holds almost 16."""
 
 
 def _multiply_unless_one(count: int) -> gl.constexpr:
@@ -34,7 +34,7 @@ AT_ONCE = gl.constexpr(32)
 """Numbers of one thread that are multiplied or not."""
 MULTIPLY = _multiply_unless_one(AT_ONCE.value)
 IN_PLACE = gl.constexpr(
-    ",".join(["=f"] * AT_ONCE.value + [str(i) for i in range(AT_ONCE.value)] + ["f"] * AT_ONCE.value)
+    ",".join(["=&f"] * AT_ONCE.value + [str(i) for i in range(AT_ONCE.value)] + ["f"] * AT_ONCE.value)
 )
 
 
@@ -51,7 +51,9 @@ def _rescale(output, decay, FORM: gl.constexpr):
 
 
 @jit
-def _start_tile(first, second, first_unit, second_unit, top, decay, values, place, ones, state, FORM: gl.constexpr):
+def _start_tile_products(
+    first, second, first_unit, second_unit, top, decay, values, place, ones, state, FORM: gl.constexpr
+):
     """P of a tile, and P V and the sums of codes on their way. Exact sums are complete at once.
 
     Args:
@@ -85,7 +87,7 @@ def _start_tile(first, second, first_unit, second_unit, top, decay, values, plac
 
 @jit
 def _wait_for_tile(pending, state, PENDING: gl.constexpr, FORM: gl.constexpr):
-    """Wait for what `_start_tile` started, though not for the last PENDING products since. Returns the state."""
+    """Wait for what `_start_tile_products` started, not for the last PENDING products since. Returns the state."""
     partial, partial_sum, row_sum = pending
     output, product, tile_sum, _ = state
     if FORM.codes:
@@ -145,7 +147,7 @@ def measure_row(operands, notes, barriers, row, turn, scale, threshold_ptr, FORM
     threshold = 0.0
     if FORM.has_threshold:
         threshold = gl.load(threshold_ptr) * (LOG2_E * steps)
-    row_max = gl.full((ROWS,), float("-inf"), gl.float32, FORM.rows)
+    row_top = gl.full((ROWS,), float("-inf"), gl.float32, FORM.rows)
     output = gl.full((ROWS, FORM.value_dim), 0.0, gl.float32, FORM.output)
     product = output if FORM.fp8_values else gl.to_tensor(0.0)
     if FORM.codes:
@@ -164,33 +166,33 @@ def measure_row(operands, notes, barriers, row, turn, scale, threshold_ptr, FORM
         first, second = halves(scores, FORM.blocks)
         local_max = tile_max(first, second, first_unit, second_unit, FORM)
         if FORM.rescales_rarely:
-            new_max = gl.where(local_max > row_max + SLACK, local_max, row_max)
+            new_top = gl.where(local_max - row_top > SLACK, local_max, row_top)
         else:
-            new_max = gl.maximum(row_max, local_max)
-        safe_max = gl.where(new_max == float("-inf"), 0.0, new_max)
-        decay = gl.exp2((row_max - safe_max) * (1.0 / steps))
+            new_top = gl.maximum(row_top, local_max)
+        safe_top = gl.where(new_top == float("-inf"), 0.0, new_top)
+        decay = gl.exp2((row_top - safe_top) * (1.0 / steps))
         if FORM.codes:
             decay = decay + (first_unit + second_unit) * 0.0  # NaN, because codes cannot carry one
-        row_max = new_max
+        row_top = new_top
 
         state = (output, product, tile_sum, row_sum)
         if FORM.has_threshold:
-            gap = gl.where(local_max == float("-inf"), float("-inf"), local_max - new_max)
+            gap = gl.where(local_max == float("-inf"), float("-inf"), local_max - new_top)
             is_below = gap < threshold
             if not FORM.quantized:  # a maximum ignores NaN, and NaN must not be skipped
                 broken = gl.max((scores != scores).to(gl.int32), 1)
                 is_below = is_below & (gl.convert_layout(broken, FORM.rows) == 0)
             is_below = is_below | (first_query + gl.arange(0, ROWS, FORM.rows) >= q_len)
             if gl.min(is_below.to(gl.int32), 0) == 0:  # one answer for the warpgroup
-                pending_tile = _start_tile(
-                    first, second, first_unit, second_unit, safe_max - one, decay, values, place, ones, state, FORM
+                pending_tile = _start_tile_products(
+                    first, second, first_unit, second_unit, safe_top - one, decay, values, place, ones, state, FORM
                 )
                 finished = _wait_for_tile(pending_tile, state, 0, FORM)
                 output, product, tile_sum, row_sum = _add_tile(finished, decay, FORM)
             pending = start_scores(query, keys.index(next_stage), FORM)
         else:
-            pending_tile = _start_tile(
-                first, second, first_unit, second_unit, safe_max - one, decay, values, place, ones, state, FORM
+            pending_tile = _start_tile_products(
+                first, second, first_unit, second_unit, safe_top - one, decay, values, place, ones, state, FORM
             )
             # After the last tile this repeats its scores, which nobody reads.
             pending = start_scores(query, keys.index(next_stage), FORM)
@@ -207,4 +209,4 @@ def measure_row(operands, notes, barriers, row, turn, scale, threshold_ptr, FORM
         if not FORM.has_threshold:
             output, product, tile_sum, row_sum = _add_tile((output, product, tile_sum, row_sum), decay, FORM)
     scores = warpgroup_mma_wait(0, deps=[pending])
-    return output, row_sum, row_max, turn
+    return output, row_sum, row_top, turn
