@@ -12,7 +12,8 @@ the checker cannot do better; about their order it says nothing then, and the so
     roles   between the head of the kernel and the start of its roles, where Triton's own accesses are said to stand, if
             racecheck also reports `roles.py`, which does nothing but start roles
     notes   between a line of the producer that stores a note and one that loads it, if racecheck also reports
-            `handover.py`'s note that one thread announces for all, and not the one that all announce
+            `handover.py`'s note that one thread announces for all, and not the one that all announce. A load that the
+            compiler moves has no line: it is said to stand in one that accesses no shared memory
 
 SPARGE_TEST_REPORT=FILE appends the counts of each checker as a JSON line.
 """
@@ -46,6 +47,9 @@ HAZARD = re.compile(r"hazard detected at .*\n.* in (\S+:\d+)\n.* in (\S+:\d+)\n"
 OPTIONS = {"racecheck": ("--racecheck-report", "hazard", "--print-limit", "100000", "--show-backtrace", "no")}
 NOTES = {"unit_smem": "units", "block_smem": "blocks", "masked_smem": "notes", "work_smem": "work_smem"}
 """Where the producer stores a note, and what it is called where it is loaded."""
+CONSUMER = ("arithmetic.py:", "guess.py:", "guessed.py:", "measured.py:", "products.py:")
+ACCESS = re.compile(r"\.(load|store)\(|convert_layout|gl\.(max|min|sum)\(|_max\(|_sum\(")
+"""What reads or writes shared memory, or may do so: numbers that threads exchange."""
 KERNEL = Path(sparge.__file__).parent / "backends" / "hopper"
 FP8 = "int8_fp8_codes" if BACKEND == "hopper" else "int8_fp8"
 LENGTHS = [(1, 1), (1, 200), (129, 321), (330, 129), (257, 257)]
@@ -138,7 +142,9 @@ def kind_of(places: tuple[str, str]) -> str:
         stored = re.search(r"^ *(\w+_smem)\.index\(.*\.store\(", line_at(writer))
         if not writer.startswith("producer.py:") or stored is None or stored.group(1) not in NOTES:
             continue
-        if re.search(rf"\b{NOTES[stored.group(1)]}\.index\(.*\.load\(", line_at(reader)):
+        line = line_at(reader)
+        has_no_line = reader.startswith(CONSUMER) and line and not ACCESS.search(line)
+        if has_no_line or re.search(rf"\b{NOTES[stored.group(1)]}\.index\(.*\.load\(", line):
             return "notes"
     return "other"
 
