@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-REPORT = """========= Error: Potential RAW hazard detected at __shared__ 0x410 in block (0,0,0) :
+REPORT = """========= Error: Potential {} hazard detected at __shared__ 0x410 in block (0,0,0) :
 =========     Write Thread (351,0,0) at attention_kernel+0x98a0 in {}
 =========     Read Thread (64,0,0) at attention_kernel+0xbcf0 in {}
 =========     Current Value : 0
@@ -78,10 +78,12 @@ def test_hazards_are_sorted_by_the_lines_they_are_between(sanitize: ModuleType, 
         (masked, "products.py:0"): "other",
         (masked, "products.py:100000"): "other",
     }
-    assert {places: sanitize.kind_of(places) for places in expected} == expected
-    kinds, between = sanitize.count_hazards("".join(REPORT.format(*places) for places in expected))
-    assert dict(kinds) == {"notes": 6, "roles": 2, "other": 12}
-    assert set(between) == set(expected)
+    hazards = {("RAW", *places): kind for places, kind in expected.items()}
+    hazards |= {("WAR", unit, first_unit): "notes", ("WAW", unit, first_unit): "other", ("WAW", unit, hidden): "other"}
+    assert {hazard: sanitize.kind_of(hazard) for hazard in hazards} == hazards
+    kinds, found = sanitize.count_hazards("".join(REPORT.format(*hazard) for hazard in hazards))
+    assert dict(kinds) == {"notes": 7, "roles": 2, "other": 14}
+    assert set(found) == set(hazards)
 
 
 SUMMARY = "========= RACECHECK SUMMARY: {0} hazards displayed ({0} errors, 0 warnings)\n"
@@ -91,7 +93,7 @@ SUMMARY = "========= RACECHECK SUMMARY: {0} hazards displayed ({0} errors, 0 war
 def outputs(sanitize: ModuleType, place, note: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """What racecheck says: two hazards of notes and one of roles in the calls; controls as it sees them today."""
     head = place("attention.py", "def attention_kernel(")
-    hazards = "".join(REPORT.format(*places) for places in (note, note[::-1], (head, head)))
+    hazards = "".join(REPORT.format("RAW", *places) for places in (note, note[::-1], (head, head)))
     outputs = {
         "calls": hazards + "80 calls\n" + SUMMARY.format(3),
         "all_arrive": "in order\n" + SUMMARY.format(0),
@@ -144,8 +146,8 @@ def test_hazards_that_are_not_listed_are_errors(sanitize: ModuleType, outputs: d
 def test_a_known_warning_does_not_cancel_an_error(
     sanitize: ModuleType, outputs: dict[str, str], place, note: tuple[str, str], capsys
 ) -> None:
-    race = REPORT.format(place("attention.py", "ones_smem.store("), note[1])
-    warning = REPORT.format(*note).replace("Error:", "Warning:")
+    race = REPORT.format("RAW", place("attention.py", "ones_smem.store("), note[1])
+    warning = REPORT.format("RAW", *note).replace("Error:", "Warning:")
     summary = "========= RACECHECK SUMMARY: 2 hazards displayed (1 errors, 1 warnings)\n"
     outputs["calls"] = race + warning + "80 calls\n" + summary
     assert not sanitize.check("racecheck")

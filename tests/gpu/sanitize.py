@@ -43,7 +43,7 @@ SECONDS = 240
 SUMMARY = re.compile(
     r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: \d+ hazards? displayed \((\d+) errors?, (\d+) warnings?\)"
 )
-HAZARD = re.compile(r"hazard detected at .*\n.* in (\S+:\d+)\n.* in (\S+:\d+)\n")
+HAZARD = re.compile(r"Potential (\w+) hazard detected at .*\n.* in (\S+:\d+)\n.* in (\S+:\d+)\n")
 OPTIONS = {"racecheck": ("--racecheck-report", "hazard", "--print-limit", "100000", "--show-backtrace", "no")}
 NOTES = {"unit_smem": "units", "block_smem": "blocks", "masked_smem": "notes", "work_smem": "work_smem"}
 """Where the producer stores a note, and what it is called where it is loaded."""
@@ -133,11 +133,14 @@ def line_at(place: str) -> str:
     return lines[int(number)] if int(number) < len(lines) else ""
 
 
-def kind_of(places: tuple[str, str]) -> str:
-    """Which kind of hazard lies between two places: "roles", "notes" or "other"."""
+def kind_of(hazard: tuple[str, str, str]) -> str:
+    """Which kind a hazard is of, by its order (RAW, WAR, WAW) and the two places: "roles", "notes" or "other"."""
+    order, *places = hazard
     starts = ("def attention_kernel(", "    gl.warp_specialize(")
     if all(place.startswith("attention.py:") and line_at(place).startswith(starts) for place in places):
         return "roles"
+    if order == "WAW":  # a note has one writer
+        return "other"
     for writer, reader in (places, places[::-1]):
         stored = re.search(r"^ *(\w+_smem)\.index\(.*\.store\(", line_at(writer))
         if not writer.startswith("producer.py:") or stored is None or stored.group(1) not in NOTES:
@@ -149,13 +152,13 @@ def kind_of(places: tuple[str, str]) -> str:
     return "other"
 
 
-def count_hazards(output: str) -> tuple[Counter[str], Counter[tuple[str, str]]]:
-    """Hazards by kind, and by the places they are between."""
-    between = Counter(HAZARD.findall(output))
+def count_hazards(output: str) -> tuple[Counter[str], Counter[tuple[str, str, str]]]:
+    """Hazards by kind, and by their order and the places they are between."""
+    hazards = Counter(HAZARD.findall(output))
     kinds: Counter[str] = Counter()
-    for places, count in between.items():
-        kinds[kind_of(places)] += count
-    return kinds, between
+    for hazard, count in hazards.items():
+        kinds[kind_of(hazard)] += count
+    return kinds, hazards
 
 
 def run_controls(checker: str, *tool: str) -> dict[str, int]:
@@ -182,7 +185,7 @@ def check(checker: str) -> bool:
     made = re.search(r"^(\d+) calls", output, re.MULTILINE)
     calls = int(made.group(1)) if made else 0
     controls = run_controls(checker, *tool)
-    kinds, between = count_hazards(output)
+    kinds, hazards = count_hazards(output)
     excused = {
         "roles": controls.get("roles", 0) > 0,
         "notes": controls.get("one_arrives", 0) > 0 and controls["all_arrive"] == 0,
@@ -191,8 +194,9 @@ def check(checker: str) -> bool:
     errors = found_by(output) - sum(apart.values())
     faults = controls.get("fault", controls.get("nobody_waits"))
     print(f"{checker}: {calls} calls, {errors} errors; apart: {apart}; controls: {controls}", flush=True)
-    for places, count in between.most_common():
-        print(f"{count} hazards ({kind_of(places)}) between {places[0]} and {places[1]}", flush=True)
+    for hazard, count in hazards.most_common():
+        order, *places = hazard
+        print(f"{count} {order} hazards ({kind_of(hazard)}) between {' and '.join(places)}", flush=True)
     if errors:
         print(output[-6000:])
     path = os.environ.get("SPARGE_TEST_REPORT")

@@ -4,15 +4,14 @@ The contract is that of `triton.attention`, its twin and oracle. A program serve
 the other; each consumer takes 64 of them, and a tile is two key blocks of 64.
 
     producer    walks the row's kept blocks; copies K and V, and notes scales and positions beside them
-    consumer    S = Q K^T of the next tile and P V of this one run while this tile's softmax is computed
+    consumer    S = Q K^T, softmax, P V; products run while it or the other consumer computes P
 
     for each tile:   wait for S  ->  P, from a row maximum  ->  start P V  ->  start the next S
                      ->  wait for P V  ->  give the stage back  ->  add P V to the output
 
 `producer.py` is the one role's inner loop, `measured.py` and `guessed.py` are the other's; `output.py` ends a row.
 Barriers: ``full[stage]`` (a stage of one or two tiles has landed), ``free[stage]`` (both consumers are done with it),
-and the same for the queries.
-Layouts, why P needs no exponentials, and often no maximum: docs/hopper.md.
+and the same for the queries. Layouts, why P needs no exponentials, and often no maximum: docs/hopper.md.
 
 Grid: one program per multiprocessor. Each takes the next row when it is done with one, the longest causal rows first.
 """
