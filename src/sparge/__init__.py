@@ -11,20 +11,28 @@ from sparge._version import __version__
 from sparge.api import attention, block_sparse_attention, predict
 from sparge.block_mask import BlockMask
 from sparge.config import Dense, Mean, Moment, TopCdf, TopK
-from sparge.stats import Stats, reset_stats, stats
+from sparge.integrations import disable, enable, register, replace_sdpa
+from sparge.policy import Policy
+from sparge.stats import LayerStats, Stats, reset_stats, stats
 
 __all__ = [
     "BlockMask",
     "Dense",
+    "LayerStats",
     "Mean",
     "Moment",
+    "Policy",
     "Stats",
     "TopCdf",
     "TopK",
     "__version__",
     "attention",
     "block_sparse_attention",
+    "disable",
+    "enable",
     "predict",
+    "register",
+    "replace_sdpa",
     "reset_stats",
     "stats",
 ]

@@ -184,6 +184,22 @@ def fp8_missing(device_type: str, index: int | None) -> str | None:
 
 def prefers_dense(shape: Shape, backend: str) -> bool:
     """Whether prediction would cost more than it saves at these sizes."""
-    limit = CROSSOVERS.get(backend, CROSSOVERS["torch"])
-    scores = shape.batch * shape.heads * shape.q_len * shape.kv_len
-    return shape.kv_len < limit.keys or shape.q_len < limit.queries or scores < limit.scores
+    return below(CROSSOVERS.get(backend, CROSSOVERS["torch"]), shape.batch * shape.heads, shape.q_len, shape.kv_len)
+
+
+def below(limit: Crossover, heads: int, q_len: int, kv_len: int) -> bool:
+    """Whether a call is smaller than a crossover; ``heads`` are those of the whole batch."""
+    return kv_len < limit.keys or q_len < limit.queries or heads * q_len * kv_len < limit.scores
+
+
+@_constant
+def crossover_for(device_type: str, index: int | None) -> Crossover:
+    """The crossover of the backend that "auto" takes on a device, looked up once."""
+    key = (device_type, index)
+    if key not in _CROSSOVER_OF:
+        backend = choose_backend("auto", torch.device(device_type, index)).backend
+        _CROSSOVER_OF[key] = CROSSOVERS.get(backend, CROSSOVERS["torch"])
+    return _CROSSOVER_OF[key]
+
+
+_CROSSOVER_OF: dict[tuple[str, int | None], Crossover] = {}

@@ -418,16 +418,17 @@ def _attention_over(
 
 
 def _in_place(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Run on the query's device, without autocast: the stages choose their own precision."""
+    """Run on the query's device, without autocast and out of reach of `replace_sdpa`: the stages are ours."""
 
     @functools.wraps(function)
     def run(query: Tensor, *arguments: Any) -> Any:
         device = query.device.type
-        if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
-            with torch.cuda.device_of(query):  # kernels are launched on the current device
+        with torch._C.DisableTorchFunction():
+            if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+                with torch.cuda.device_of(query):  # kernels are launched on the current device
+                    return function(query, *arguments)
+            with torch.cuda.device_of(query), torch.autocast(device, enabled=False):
                 return function(query, *arguments)
-        with torch.cuda.device_of(query), torch.autocast(device, enabled=False):
-            return function(query, *arguments)
 
     return run
 

@@ -1,0 +1,101 @@
+"""One line turns a model on: `enable`, `disable`, `register`, `replace_sdpa`. Frameworks are imported when used."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from sparge.integrations.sdpa import replace_sdpa
+from sparge.policy import Policy
+
+__all__ = ["disable", "enable", "register", "replace_sdpa"]
+
+
+def enable(model: Any, policy: Policy | None = None, *, scheduler: Any = None) -> None:
+    """Turn sparse attention on in a model, where a policy says so.
+
+    Args:
+        model: a transformers model; a diffusers pipeline or its transformer. The rest of a pipeline (text encoders,
+            VAE) is left alone. A model that is enabled already gets the new policy.
+        policy: what goes sparse; ``Policy()`` by default.
+        scheduler: the scheduler that drives a transformer enabled without its pipeline, for rules about steps.
+
+    Raises:
+        TypeError: neither a transformers nor a diffusers model.
+        NotImplementedError: a model this version does not know.
+        ValueError: the policy has a rule the model cannot follow.
+
+    Example:
+        >>> import sparge
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=99, hidden_size=32, intermediate_size=64,
+        ...                                      num_hidden_layers=2, num_attention_heads=2)).eval()
+        >>> sparge.enable(model, sparge.Policy(topk=0.4, min_tokens=4096))
+        >>> model.config._attn_implementation
+        'sparge'
+        >>> sparge.disable(model)
+    """
+    policy = _checked(policy)
+    framework = _framework_of(model)
+    if framework == "transformers":
+        from sparge.integrations import transformers
+
+        if scheduler is not None:
+            raise ValueError(f"scheduler: expected None for a transformers model, got {type(scheduler).__name__}")
+        transformers.enable(model, policy)
+    else:
+        from sparge.integrations import diffusers
+
+        diffusers.enable(model, policy, scheduler)
+
+
+def disable(model: Any) -> None:
+    """Give a model back the attention it had before `enable`; its output is what it was, in every bit.
+
+    Raises:
+        TypeError: neither a transformers nor a diffusers model.
+        ValueError: the model was not enabled.
+    """
+    if _framework_of(model) == "transformers":
+        from sparge.integrations import transformers as framework
+    else:
+        from sparge.integrations import diffusers as framework  # type: ignore[no-redef]
+    if not framework.is_enabled(model):
+        raise ValueError(f"model: expected one that sparge.enable was called for, got {type(model).__name__}")
+    framework.disable(model)
+
+
+def register(policy: Policy | None = None) -> None:
+    """Make the name "sparge" known to transformers: ``from_pretrained(..., attn_implementation="sparge")``.
+
+    Models that are loaded by name follow this policy; `enable` gives a model its own.
+
+    Raises:
+        ImportError: transformers is missing or too old.
+    """
+    from sparge.integrations import transformers
+
+    transformers.register(_checked(policy))
+
+
+def _checked(policy: Policy | None) -> Policy:
+    if policy is None:
+        return Policy()
+    if not isinstance(policy, Policy):
+        raise TypeError(f"policy: expected a sparge.Policy, got {type(policy).__name__}")
+    return policy
+
+
+def _framework_of(model: Any) -> str:
+    """ "transformers" or "diffusers", without importing either: who has such a model has imported its framework."""
+    for framework, names in (
+        ("transformers", ("PreTrainedModel",)),
+        ("diffusers", ("DiffusionPipeline", "ModelMixin")),
+    ):
+        library = sys.modules.get(framework)
+        if library is not None and isinstance(model, tuple(getattr(library, name) for name in names)):
+            return framework
+    raise TypeError(
+        "model: expected a transformers model, a diffusers pipeline or its transformer "
+        f"(`with sparge.replace_sdpa(policy):` reaches any other), got {type(model).__name__}"
+    )

@@ -1,0 +1,200 @@
+"""One attention call of a model: its sparse output, or None where it is to run dense on the framework's own attention.
+
+All integrations meet here. They say where a call comes from (`Layer`) and what it is (SDPA's arguments); the policy
+decides; the decision is counted. Deciding for dense costs a few microseconds and touches no tensor.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from sparge import api, dispatch
+from sparge.policy import Policy
+from sparge.stats import counters
+from sparge.validation import DTYPES, MAX_HEAD_DIM, MIN_HEAD_DIM
+
+
+class Steps:
+    """Where a denoising schedule stands.
+
+    Attributes:
+        dense: why the policy has the present step run dense, or None. It alone is read in calls: a compiled model is
+            compiled twice at most, not once for each step.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.index, self.total = 0, 0
+        self.dense: str | None = "dense step, the schedule is unknown"
+
+    def start(self, total: int) -> None:
+        """A schedule of so many steps begins."""
+        self.total = total
+        self._go_to(0)
+
+    def advance(self) -> None:
+        """A step is done."""
+        self._go_to(self.index + 1)
+
+    def _go_to(self, index: int) -> None:
+        self.index = index
+        self.dense = "dense step" if self._policy.is_dense_step(index, self.total) else None
+
+
+@dataclass
+class Layer:
+    """Where calls come from.
+
+    Attributes:
+        name: what `sparge.stats` calls it; "" counts in the totals alone.
+        policy: what goes sparse.
+        dense: the policy's ``dense_layers`` name it.
+        steps: the schedule, where the policy has rules about it.
+    """
+
+    name: str
+    policy: Policy
+    dense: bool = False
+    steps: Steps | None = None
+
+
+_WARNED: set[str] = set()
+_WARNING = threading.Lock()
+
+
+def attend(
+    layer: Layer,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    is_self: bool | None = None,
+    is_language: bool = False,
+    text: Sequence[tuple[int, int]] = (),
+) -> Tensor | None:
+    """The sparse output (B, H, S_q, D_v) of an SDPA call, heads first, or None when it is to run dense; counted.
+
+    Args:
+        is_causal: aligned bottom-right, as in `sparge.attention`; may be combined with a mask.
+        is_self: queries and keys are of one sequence; None judges by their lengths.
+        is_language: the tokens are text in order, even if a mask rather than ``is_causal`` says so: the rules for
+            causal attention hold (sink, diagonal), and fewer queries than keys are a chunk behind a prefix.
+        text: key ranges to keep besides the policy's.
+
+    Raises:
+        NotImplementedError: the call should be sparse, cannot be, and the policy says to raise.
+    """
+    reason = _why_dense(layer, query, key, is_self, is_language)
+    if reason is None:
+        reason = _why_unsupported(query, key, value, attn_mask, dropout_p, enable_gqa)
+        if reason is not None:
+            _complain(layer.policy, reason)
+            reason = f"unsupported ({reason})"
+    if reason is not None:
+        if not torch.compiler.is_compiling():  # a lock cannot be traced
+            counters.record(f"dense: {reason}", layer.name)
+        return None
+    policy = layer.policy
+    sparsity = policy.selection
+    if is_language and not is_causal:
+        sparsity = replace(
+            sparsity,
+            sink=True if sparsity.sink is None else sparsity.sink,
+            diagonal=True if sparsity.diagonal is None else sparsity.diagonal,
+        )
+    call = {
+        "attn_mask": attn_mask,
+        "is_causal": is_causal,
+        "scale": scale,
+        "enable_gqa": enable_gqa,
+        "sparsity": sparsity,
+        "score": policy.score,
+        "quantization": policy.quantization,
+        "always_keep": [*policy.kept_ranges(key.shape[2]), *text] or None,
+        "backend": policy.backend,
+    }
+    if torch.compiler.is_compiling():
+        return api.attention(query, key, value, **call)
+    with counters.within(layer.name):
+        return api.attention(query, key, value, **call)
+
+
+def _why_dense(layer: Layer, query: Tensor, key: Tensor, is_self: bool | None, is_language: bool) -> str | None:
+    """The policy's reason to run a call dense, in a fixed set of words."""
+    policy = layer.policy
+    q_shape, kv_shape = query.shape, key.shape
+    if len(q_shape) != 4 or len(kv_shape) != 4:
+        return None  # unsupported, if anything
+    batch, heads, q_len, _ = q_shape
+    kv_len = kv_shape[2]
+    if q_len == 1 and is_language:
+        return "decode"
+    if policy.self_attention_only and not (q_len == kv_len or is_language if is_self is None else is_self):
+        return "cross-attention"
+    if kv_len < policy.min_tokens or (q_len < policy.min_tokens and not is_language):
+        return "fewer than min_tokens"
+    if policy.backend == "auto":
+        device = query.device
+        if device.type != "meta" and dispatch.below(
+            dispatch.crossover_for(device.type, device.index), batch * heads, q_len, kv_len
+        ):
+            return "below the crossover"
+    if layer.dense:
+        return "dense layer"
+    return None if layer.steps is None else layer.steps.dense
+
+
+def _why_unsupported(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, enable_gqa: bool
+) -> str | None:
+    """What keeps a call that SDPA would take from being sparse, or SDPA from taking it; it raises its own errors."""
+    if query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
+        return f"{query.ndim} dimensions"
+    if any(type(tensor) is not Tensor for tensor in (query, key, value)):
+        return "tensor subclass"
+    if query.dtype not in DTYPES or key.dtype != query.dtype or value.dtype != query.dtype:
+        return f"{query.dtype}".removeprefix("torch.") if query.dtype not in DTYPES else "several dtypes"
+    if key.device != query.device or value.device != query.device or query.device.type == "meta":
+        return "devices"
+    batch, heads, _, head_dim = query.shape
+    for name, size in (("head_dim", head_dim), ("value head_dim", value.shape[3])):
+        if not MIN_HEAD_DIM <= size <= MAX_HEAD_DIM:
+            return f"{name} {size}"
+    fits = key.shape[0] == batch and key.shape[3] == head_dim and value.shape[:3] == key.shape[:3]
+    groups = key.shape[1] == heads or (enable_gqa and heads % key.shape[1] == 0)
+    if not (fits and groups) or 0 in query.shape or 0 in key.shape:
+        return "shapes"
+    if dropout_p:
+        return "dropout"
+    tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return "gradients"
+    if attn_mask is not None and attn_mask.dtype not in (torch.bool, *DTYPES):
+        return f"mask of {attn_mask.dtype}"
+    if attn_mask is not None and attn_mask.device != query.device:
+        return "devices"
+    return None
+
+
+def _complain(policy: Policy, reason: str) -> None:
+    """Raise, or warn once for each reason."""
+    message = f"an attention call cannot be sparse: {reason}"
+    if policy.on_unsupported == "raise":
+        raise NotImplementedError(f"{message} (on_unsupported='warn' or 'dense' runs it dense)")
+    if policy.on_unsupported == "warn" and not torch.compiler.is_compiling():
+        with _WARNING:
+            if reason in _WARNED:
+                return
+            _WARNED.add(reason)
+        warnings.warn(f"sparge: {message}; it runs dense", stacklevel=4)

@@ -1,0 +1,255 @@
+"""diffusers: the attention of a pipeline's transformer, whichever way it is called.
+
+Some models go through the attention dispatcher, where this library has a backend; others call SDPA themselves, where a
+mode sees them. Either way each attention module gets a pair of hooks that open and close a `Scope` around it, so
+processors stay as they are (LoRA, IP-Adapters, fused projections), and removing the hooks restores everything. The
+hooks know what a call of SDPA does not say: which layer it is, where the text tokens lie, whether it is
+cross-attention. The scheduler says which step it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from sparge.integrations import diffusers_backend
+from sparge.integrations.calls import Layer, Steps
+from sparge.integrations.schedule import Schedule
+from sparge.integrations.sdpa import Scope, SparseMode
+from sparge.policy import Policy
+from sparge.stats import counters
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How a transformer is built.
+
+    Attributes:
+        lists: its lists of blocks, in the order they run.
+        text: where text tokens lie among the keys of joint attention; None: text comes by cross-attention.
+        merged: the list whose attention gets text and picture as one tensor, text first.
+    """
+
+    lists: tuple[str, ...]
+    text: Literal["first", "last"] | None
+    merged: str | None = None
+
+
+KNOWN = {
+    "CogVideoXTransformer3DModel": Blocks(("transformer_blocks",), "first"),
+    "FluxTransformer2DModel": Blocks(
+        ("transformer_blocks", "single_transformer_blocks"), "first", "single_transformer_blocks"
+    ),
+    "HunyuanVideoTransformer3DModel": Blocks(("transformer_blocks", "single_transformer_blocks"), "last"),
+    "LTXVideoTransformer3DModel": Blocks(("transformer_blocks",), None),
+    "MochiTransformer3DModel": Blocks(("transformer_blocks",), "last"),
+    "SD3Transformer2DModel": Blocks(("transformer_blocks",), "last"),
+    "WanTransformer3DModel": Blocks(("blocks",), None),
+}
+
+
+@dataclass
+class Enabled:
+    """What `enable` changed in one pipeline or transformer, and how to undo it."""
+
+    undo: list[Callable[[], None]] = field(default_factory=list)
+
+
+STATE = "_sparge_enabled"
+
+
+def enable(target: Any, policy: Policy, scheduler: Any) -> None:
+    """Hook the transformers of a pipeline, or one transformer, and the scheduler.
+
+    Raises:
+        NotImplementedError: a model this version does not know.
+        ValueError: rules about steps without a scheduler.
+    """
+    models = dict(_models_of(target))
+    pipeline = target if hasattr(target, "scheduler") and not isinstance(target, nn.Module) else None
+    if pipeline is not None and scheduler is not None:
+        raise ValueError("scheduler: expected None (the pipeline has one), got one")
+    if policy.has_step_rules and scheduler is None and pipeline is None:
+        raise ValueError(
+            "policy: expected a pipeline, or scheduler=..., for rules about denoising steps, "
+            f"got a bare {type(target).__name__}"
+        )
+    if is_enabled(target):
+        disable(target)
+    for model in models.values():
+        if is_enabled(model):
+            raise ValueError(f"model: expected one that is not enabled, got a {type(model).__name__} that is")
+    undo: list[Callable[[], None]] = []
+    schedule = None
+    if policy.has_step_rules:
+        schedule = Schedule(Steps(policy), scheduler, pipeline)
+        undo.append(schedule.leave)
+    for prefix, model in models.items():
+        undo += _hook_model(model, prefix, policy, schedule)
+    setattr(target, STATE, Enabled(undo))
+
+
+def is_enabled(target: Any) -> bool:
+    """Whether `enable` was called for it."""
+    return STATE in vars(target)
+
+
+def disable(target: Any) -> None:
+    """Remove all hooks."""
+    for action in getattr(target, STATE).undo:
+        action()
+    delattr(target, STATE)
+
+
+def _models_of(target: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Transformers with the prefix of their layers' names."""
+    if isinstance(target, nn.Module):
+        found = {"": target}
+    else:
+        named = {f"{name}.": getattr(target, name, None) for name in ("transformer", "transformer_2")}
+        found = {prefix: model for prefix, model in named.items() if model is not None}
+    if not found:
+        raise NotImplementedError(
+            f"{type(target).__name__}: expected a pipeline with a transformer, got one without "
+            "(`with sparge.replace_sdpa(policy):` reaches any model that calls SDPA)"
+        )
+    for prefix, model in found.items():
+        if _blocks_of(model) is None:
+            raise NotImplementedError(
+                f"{type(model).__name__}: expected one of {', '.join(KNOWN)} "
+                "(`with sparge.replace_sdpa(policy):` reaches any model that calls SDPA; "
+                "Policy(always_keep=...) keeps its text tokens)"
+            )
+        yield prefix, model
+
+
+def _blocks_of(model: nn.Module) -> Blocks | None:
+    return next((KNOWN[kind.__name__] for kind in type(model).__mro__ if kind.__name__ in KNOWN), None)
+
+
+def _hook_model(model: nn.Module, prefix: str, policy: Policy, schedule: Schedule | None) -> list[Callable[[], None]]:
+    """Hooks on every attention module of every block."""
+    known = _blocks_of(model)
+    assert known is not None
+    found = [
+        (f"{prefix}{part}.{index}", block, part == known.merged)
+        for part in known.lists
+        for index, block in enumerate(getattr(model, part))
+    ]
+    text_tokens = _TextTokens()
+    steps = None if schedule is None else schedule.steps
+    undo: list[Callable[[], None]] = []
+    if schedule is not None:
+        undo.append(_remove(model.register_forward_pre_hook(schedule.look)))
+    if known.merged is not None:
+        place = list(inspect.signature(model.forward).parameters).index("encoder_hidden_states")
+        undo.append(_remove(model.register_forward_pre_hook(text_tokens.reader(place), with_kwargs=True)))
+    for index, (block_name, block, merged) in enumerate(found):
+        dense = policy.is_dense_layer(index, len(found))
+        for name, module in block.named_modules():
+            if not _is_attention(module):
+                continue
+            layer = Layer(f"{block_name}.{name}", policy, dense, steps)
+            undo += _dispatched_here(module)
+            hooks = _Hooks(layer, known, text_tokens if merged else None)
+            undo.append(_remove(module.register_forward_pre_hook(hooks.open, with_kwargs=True)))
+            undo.append(_remove(module.register_forward_hook(hooks.close, always_call=True)))
+    return undo
+
+
+def _is_attention(module: nn.Module) -> bool:
+    """What diffusers' attention modules, old and new, have in common."""
+    return hasattr(module, "processor")
+
+
+def _remove(handle: Any) -> Callable[[], None]:
+    removal: Callable[[], None] = handle.remove
+    return removal
+
+
+def _dispatched_here(module: nn.Module) -> list[Callable[[], None]]:
+    """Have a processor that goes through the dispatcher take our backend, or else SDPA, whatever was chosen before."""
+    processor: Any = module.processor
+    if not hasattr(processor, "_attention_backend"):
+        return []
+    from diffusers.models.attention_dispatch import AttentionBackendName
+
+    before = processor._attention_backend
+    processor._attention_backend = diffusers_backend.register() or AttentionBackendName.NATIVE
+
+    def restore() -> None:
+        processor._attention_backend = before
+
+    return [restore]
+
+
+def _is_dispatched(module: Any) -> bool:
+    """Whether its processor is set to our backend (at the moment: set_attention_backend may be called at any time)."""
+    return getattr(module.processor, "_attention_backend", None) == diffusers_backend.NAME
+
+
+class _TextTokens(threading.local):
+    """The number of text tokens of the forward pass under way, for blocks that get text and picture in one tensor."""
+
+    count = 0
+
+    def reader(self, place: int) -> Callable[..., None]:
+        def read(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            states = kwargs.get("encoder_hidden_states", args[place] if len(args) > place else None)
+            self.count = 0 if states is None else states.shape[1]
+
+        return read
+
+
+class _Hooks:
+    """The two hooks of an attention module. Scopes are kept by thread, as several may run one model."""
+
+    def __init__(self, layer: Layer, blocks: Blocks, text_tokens: _TextTokens | None) -> None:
+        self.layer = layer
+        self.blocks = blocks
+        self.text_tokens = text_tokens
+
+    def open(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = kwargs.get("hidden_states", args[0] if args else None)
+        encoder = kwargs.get("encoder_hidden_states", args[1] if len(args) > 1 else None)
+        scope = Scope(self.layer, *self._describe(hidden, encoder))
+        diffusers_backend.THREAD.scopes.append(scope)
+        if not _is_dispatched(module):
+            scope.mode = SparseMode(scope)
+            scope.mode.__enter__()
+
+    def close(self, module: Any, *_: Any) -> None:
+        scope = diffusers_backend.THREAD.scopes.pop()
+        if scope.mode is not None:
+            scope.mode.__exit__(None, None, None)
+        if scope.calls == 0 and not torch.compiler.is_compiling():
+            counters.record("dense: not through SDPA", self.layer.name)
+            _warn_once(type(module).__name__)
+
+    def _describe(self, hidden: Any, encoder: Any) -> tuple[bool | None, tuple[tuple[int, int | None], ...]]:
+        """Whether it is self-attention, and the text tokens among its keys."""
+        if self.blocks.text is None:
+            return encoder is None, ()
+        if isinstance(encoder, Tensor) and isinstance(hidden, Tensor):
+            first = self.blocks.text == "first"
+            return True, ((0, encoder.shape[1]) if first else (hidden.shape[1], None),)
+        if self.text_tokens is not None:
+            return True, ((0, self.text_tokens.count),)
+        return True, ()
+
+
+@functools.cache
+def _warn_once(kind: str) -> None:
+    warnings.warn(
+        f"sparge: {kind} did not call SDPA, so it runs as it was (was set_attention_backend called after "
+        "sparge.enable?)",
+        stacklevel=2,
+    )

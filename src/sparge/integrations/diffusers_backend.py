@@ -1,0 +1,104 @@
+"""diffusers' attention dispatcher gets a backend named "sparge".
+
+The dispatcher's names are a closed Enum and its registry is private, so both are extended by hand, here alone. Where
+that fails, `enable` works without: it reaches the dispatcher's calls through SDPA, as those of all other models.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from torch import Tensor
+
+from sparge.integrations.calls import Layer
+from sparge.integrations.sdpa import Scope, sparse_sdpa
+from sparge.policy import Policy
+from sparge.stats import counters
+
+NAME = "sparge"
+
+_policy = [Policy()]
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.scopes: list[Scope] = []
+
+
+THREAD = _Thread()
+"""Scopes of the attention modules this thread is in, opened and closed by hooks."""
+
+
+def register(policy: Policy | None = None) -> Any:
+    """The dispatcher's name for this backend; registered when it is asked for first. None: it cannot be.
+
+    Args:
+        policy: for calls outside of enabled models, as after ``set_attention_backend("sparge")``.
+    """
+    if policy is not None:
+        _policy[0] = policy
+    try:
+        from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+
+        names = AttentionBackendName
+        if NAME not in names._value2member_map_:
+            member = str.__new__(names, NAME)
+            member._name_, member._value_ = NAME.upper(), NAME
+            names._member_map_[NAME.upper()] = member
+            names._value2member_map_[NAME] = member
+            names._member_names_.append(NAME.upper())
+            _AttentionBackendRegistry.register(member)(attention)
+        return names(NAME)
+    except (ImportError, AttributeError, TypeError, ValueError):
+        return None
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    _parallel_config: Any = None,
+) -> Tensor:
+    """What the dispatcher calls: query (B, S_q, H, D), key and value (B, S_k, H_kv, D), output (B, S_q, H, D)."""
+    from diffusers.models.attention_dispatch import _native_attention
+
+    scope = THREAD.scopes[-1] if THREAD.scopes else Scope(Layer("", _policy[0]))
+    output = None
+    if _parallel_config is None:
+        mask = attn_mask
+        if mask is not None and mask.ndim == 2 and mask.shape == (query.shape[0], key.shape[1]):
+            mask = mask[:, None, None, :]  # the dispatcher's key padding
+        output = sparse_sdpa(
+            scope,
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            mask,
+            dropout_p,
+            is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
+    else:
+        scope.calls += 1
+        counters.record("dense: context parallel", scope.layer.name)
+    if output is not None:
+        return output.transpose(1, 2)
+    result: Tensor = _native_attention(
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale,
+        enable_gqa,
+        _parallel_config=_parallel_config,
+    )
+    return result

@@ -1,0 +1,73 @@
+"""Where a diffusers scheduler stands, told by itself.
+
+Its ``set_timesteps`` and ``step`` are overridden by a subclass of its class, which it becomes while it is followed.
+Nothing is read from a device, and guidance may take any number of passes a step. Copies of the scheduler stay whole,
+and pipelines, which look at the signatures of both methods, see the original ones.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from sparge.integrations.calls import Steps
+
+_STEPS = "_sparge_steps"
+
+
+class Schedule:
+    """Follows the scheduler of a pipeline, also when it is replaced, or one that is given.
+
+    Args:
+        steps: what layers look at.
+        scheduler: the scheduler to follow, if there is no pipeline.
+        pipeline: whose ``scheduler`` to follow.
+    """
+
+    def __init__(self, steps: Steps, scheduler: Any = None, pipeline: Any = None) -> None:
+        self.steps = steps
+        self._pipeline = pipeline
+        self._scheduler = pipeline.scheduler if pipeline is not None else scheduler
+        _follow(self._scheduler, steps)
+
+    def look(self, *_: Any) -> None:
+        """Before each forward pass: a scheduler put in place after `enable` has started its schedule by now."""
+        if self._pipeline is None or self._pipeline.scheduler is self._scheduler:
+            return
+        _leave(self._scheduler)
+        self._scheduler = self._pipeline.scheduler
+        _follow(self._scheduler, self.steps)
+        self.steps.start(len(self._scheduler.timesteps))
+
+    def leave(self) -> None:
+        """Give the scheduler its own class back."""
+        _leave(self._scheduler)
+
+
+def _follow(scheduler: Any, steps: Steps) -> None:
+    setattr(scheduler, _STEPS, steps)
+    scheduler.__class__ = _followed(type(scheduler))
+
+
+def _leave(scheduler: Any) -> None:
+    scheduler.__class__ = type(scheduler).__mro__[1]
+    delattr(scheduler, _STEPS)
+
+
+@functools.cache
+def _followed(kind: type[Any]) -> type[Any]:
+    """The class with both methods overridden, under its own name: schedulers are saved by it."""
+
+    @functools.wraps(kind.set_timesteps)
+    def set_timesteps(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = kind.set_timesteps(self, *args, **kwargs)
+        getattr(self, _STEPS).start(len(self.timesteps))
+        return result
+
+    @functools.wraps(kind.step)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = kind.step(self, *args, **kwargs)
+        getattr(self, _STEPS).advance()
+        return result
+
+    return type(kind.__name__, (kind,), {"set_timesteps": set_timesteps, "step": step, "__module__": kind.__module__})

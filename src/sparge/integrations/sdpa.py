@@ -1,0 +1,174 @@
+"""torch's scaled_dot_product_attention, sparse by policy inside a scope.
+
+Nothing is patched: a ``TorchFunctionMode`` sees the calls of its own thread while it is entered, however the function
+was imported, and torch.compile guards on it. It costs each torch function in the scope about 3 microseconds.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ContextDecorator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from sparge.integrations.calls import Layer, attend
+from sparge.policy import Policy
+from sparge.stats import counters
+
+_SDPA = F.scaled_dot_product_attention
+
+
+class _Thread(threading.local):
+    deciding = False
+
+
+_THREAD = _Thread()
+
+
+@dataclass
+class Scope:
+    """What is known about the SDPA calls of a stretch of code.
+
+    Attributes:
+        layer: where they come from.
+        is_self: whether queries and keys are of one sequence; None judges each call by its lengths.
+        text: key ranges [start, stop) to keep besides the policy's; a stop of None is the last key.
+        calls: how many were made.
+        mode: what sees them, where nobody hands them over.
+    """
+
+    layer: Layer
+    is_self: bool | None = None
+    text: Sequence[tuple[int, int | None]] = ()
+    calls: int = 0
+    mode: TorchFunctionMode | None = None
+
+
+class SparseMode(TorchFunctionMode):
+    """SDPA calls of this thread belong to a scope and go sparse where its policy says so."""
+
+    def __init__(self, scope: Scope) -> None:
+        super().__init__()
+        self.scope = scope
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = {} if kwargs is None else kwargs
+        if func is F.multi_head_attention_forward and not _THREAD.deciding:  # its SDPA runs below this mode
+            counters.record("dense: inside nn.MultiheadAttention", self.scope.layer.name)
+        if func is not _SDPA or _THREAD.deciding:
+            return func(*args, **kwargs)
+        _THREAD.deciding = True  # modes outside this one have no say
+        try:
+            output = sparse_sdpa(self.scope, *args, **kwargs)
+            return func(*args, **kwargs) if output is None else output
+        finally:
+            _THREAD.deciding = False
+
+
+def sparse_sdpa(
+    scope: Scope,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor | None:
+    """An SDPA call in this library's terms (autocast applied, causality aligned top-left), or None: run it dense."""
+    scope.calls += 1
+    if is_causal and attn_mask is not None:
+        return None  # SDPA raises its own error
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
+    is_self = scope.is_self
+    if is_causal and query.ndim == 4 and key.ndim == 4 and query.shape[2] != key.shape[2]:
+        if query.shape[2] > key.shape[2]:
+            counters.record("dense: causal, more queries than keys", scope.layer.name)
+            return None
+        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]  # nobody sees the keys behind
+        is_self = False if is_self is None else is_self
+    text = scope.text and _resolved(scope.text, key.shape[-2])
+    return attend(
+        scope.layer,
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale,
+        enable_gqa,
+        is_self=is_self,
+        is_language=False,
+        text=text,
+    )
+
+
+def _resolved(ranges: Sequence[tuple[int, int | None]], kv_len: int) -> list[tuple[int, int]]:
+    """Ranges on a number of keys; empty ones are left out."""
+    ends = [(start, kv_len if stop is None else min(stop, kv_len)) for start, stop in ranges]
+    return [(start, stop) for start, stop in ends if start < stop]
+
+
+class replace_sdpa(ContextDecorator):
+    """Run the SDPA calls of a block, or of a function it decorates, sparsely where a policy says so.
+
+    Every model that calls ``torch.nn.functional.scaled_dot_product_attention`` can be run under it. Calls keep SDPA's
+    meaning (masks, GQA, top-left causality, autocast); cross-attention, short calls and what cannot be sparse run dense
+    on SDPA itself. `sparge.stats` says what happened. Scopes may be nested (the innermost decides), entered again, and
+    used from several threads; other threads are not affected.
+
+    Args:
+        policy: what goes sparse; ``Policy()`` by default. Its rules about layers and steps need a model: see `enable`.
+
+    Raises:
+        ValueError: the policy has rules about layers or steps.
+
+    Example:
+        >>> import torch, sparge
+        >>> sparge.reset_stats()
+        >>> q = torch.randn(1, 2, 4096, 16)
+        >>> with sparge.replace_sdpa(sparge.Policy(topk=0.25)):
+        ...     out = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+        >>> sparge.stats().sparse
+        1
+    """
+
+    def __init__(self, policy: Policy | None = None) -> None:
+        policy = Policy() if policy is None else policy
+        if not isinstance(policy, Policy):
+            raise TypeError(f"policy: expected a sparge.Policy, got {type(policy).__name__}")
+        if policy.has_step_rules or policy.dense_layers:
+            raise ValueError(
+                "policy: expected no rules about steps or layers (SDPA calls do not say where they come from; "
+                f"sparge.enable(model, policy) knows), got {policy}"
+            )
+        self.policy = policy
+        self._entered = threading.local()
+
+    def __enter__(self) -> replace_sdpa:
+        modes = self._entered.__dict__.setdefault("modes", [])
+        mode = SparseMode(Scope(Layer("", self.policy)))
+        mode.__enter__()
+        modes.append(mode)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._entered.modes.pop().__exit__(*exception)

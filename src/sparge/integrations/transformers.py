@@ -1,0 +1,206 @@
+"""transformers: ``attn_implementation="sparge"``, in both the attention and the mask registry.
+
+The prefill of a language model goes sparse, decoding and everything else runs on transformers' own SDPA function, so
+that what is dense is equal in every bit. Masks are those of SDPA. Where a mask is only causality and padding, it
+carries its padding along: the kernels then read one row for each sequence instead of a square.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from sparge.integrations.calls import Layer, attend
+from sparge.policy import Policy
+
+NAME = "sparge"
+LAYER = "_sparge_layer"
+PADDING = "_sparge_padding"
+"""Attribute of a mask that is causal (aligned bottom-right) and padding: visible keys (B, 1, 1, S_k), or None: all."""
+
+NEEDED = "5.17"
+
+_registered: dict[str, Policy] = {}
+
+
+def register(policy: Policy) -> None:
+    """Make ``attn_implementation="sparge"`` known; models loaded with it follow the policy.
+
+    Raises:
+        ImportError: transformers is missing or too old.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface, __version__
+
+    if tuple(int(part) for part in __version__.split(".")[:2]) < tuple(map(int, NEEDED.split("."))):
+        raise ImportError(f"transformers: expected version {NEEDED} or newer, got {__version__}")
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, mask)
+    _registered[NAME] = policy
+
+
+def enable(model: Any, policy: Policy) -> None:
+    """Switch a PreTrainedModel to sparse attention.
+
+    Raises:
+        NotImplementedError: the model cannot run on SDPA, or chooses its attention in its own way.
+    """
+    if not getattr(model, "_supports_sdpa", False):
+        raise NotImplementedError(
+            f"{type(model).__name__}: expected a model that supports SDPA attention (transformers says it does not)"
+        )
+    if policy.has_step_rules:
+        raise ValueError(f"policy: expected no rules about denoising steps for a language model, got {policy}")
+    if is_enabled(model):
+        disable(model)
+    before = _implementations(model)
+    register(_registered.get(NAME, Policy()))
+    model.set_attn_implementation(NAME)
+    if model.config._attn_implementation != NAME:
+        raise NotImplementedError(
+            f"{type(model).__name__}: expected a model whose attention can be set (it calls SDPA itself; "
+            "`with sparge.replace_sdpa(policy):` reaches it)"
+        )
+    attentions = [(name, module) for name, module in model.named_modules() if _is_attention(module)]
+    for name, module in attentions:
+        setattr(module, LAYER, Layer(name, policy, _is_dense_layer(module, policy)))
+    model._sparge_before = before
+
+
+def is_enabled(model: Any) -> bool:
+    """Whether `enable` was called for the model."""
+    return hasattr(model, "_sparge_before")
+
+
+def disable(model: Any) -> None:
+    """Give a model back the attention it had before `enable`."""
+    for config, implementation in model._sparge_before:
+        config._attn_implementation_internal = implementation
+    del model._sparge_before
+    for module in model.modules():
+        if LAYER in vars(module):
+            delattr(module, LAYER)
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls: query (B, H, S_q, D), key and value (B, H_kv, S_k, D), output (B, S_q, H, D)."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if kwargs.get("s_aux") is not None:
+        raise NotImplementedError("attention sinks (s_aux): expected none (SDPA has none either), got a tensor")
+    layer = _layer_of(module)
+    output = None
+    if kwargs.get("position_bias") is None and kwargs.get("cache") is None and kwargs.get("softcap") is None:
+        output = _sparse(layer, module, query, key, value, attention_mask, dropout, scaling, is_causal)
+    if output is None:
+        return cast(
+            "tuple[Tensor, None]",
+            sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs),
+        )
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _sparse(
+    layer: Layer,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    is_causal: bool | None,
+) -> Tensor | None:
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    q_len = query.shape[2]
+    applies_causality = causal and attention_mask is None and q_len > 1
+    if applies_causality and q_len < key.shape[2]:  # an empty static cache: SDPA aligns top-left, the rest is unused
+        key, value = key[:, :, :q_len], value[:, :, :q_len]
+    if causal and attention_mask is not None and hasattr(attention_mask, PADDING):
+        attention_mask, applies_causality = getattr(attention_mask, PADDING), True
+    return attend(
+        layer,
+        query,
+        key,
+        value,
+        attention_mask,
+        dropout,
+        applies_causality,
+        scaling,
+        enable_gqa=True,
+        is_language=causal,
+    )
+
+
+def mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """SDPA's mask, with its padding beside it where that is all there is to it besides causality."""
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+    mask_function = causal_mask_function if mask_function is None else mask_function
+    full = sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **kwargs)
+    if full is None or torch.compiler.is_compiling() or mask_function is not causal_mask_function:
+        return cast("Tensor | None", full)
+    at_the_end = isinstance(q_offset, int) and kv_offset == 0 and q_offset + q_length == kv_length
+    if at_the_end and (attention_mask is None or attention_mask.shape[-1] == kv_length):
+        setattr(full, PADDING, None if attention_mask is None else attention_mask[:, None, None, :].bool())
+    return cast(Tensor, full)
+
+
+def _layer_of(module: nn.Module) -> Layer:
+    """What `enable` attached, or for models loaded by name a layer with the registered policy."""
+    layer = getattr(module, LAYER, None)
+    if layer is not None:
+        return cast(Layer, layer)
+    policy = _registered[NAME]
+    index = getattr(module, "layer_idx", None)
+    name = "" if index is None else f"layers.{index}"
+    return Layer(name, policy, _is_dense_layer(module, policy))
+
+
+def _is_attention(module: nn.Module) -> bool:
+    """Modules that may call the attention interface: all are called so, and most say whether they are causal."""
+    return hasattr(module, "is_causal") or "Attention" in type(module).__name__
+
+
+def _is_dense_layer(module: nn.Module, policy: Policy) -> bool:
+    if not policy.dense_layers:
+        return False
+    index = getattr(module, "layer_idx", None)
+    total = getattr(getattr(module, "config", None), "num_hidden_layers", None)
+    return index is not None and total is not None and policy.is_dense_layer(index, total)
+
+
+def _implementations(model: Any) -> list[tuple[Any, Any]]:
+    """Every config of a model with the attention it names."""
+    from transformers import PreTrainedModel
+
+    found: dict[int, tuple[Any, Any]] = {}
+    pending = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    while pending:
+        config = pending.pop()
+        if config is None or id(config) in found:
+            continue
+        found[id(config)] = (config, config._attn_implementation_internal)
+        pending += [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
+    return list(found.values())

@@ -1,0 +1,207 @@
+"""Which attention calls of a model go sparse: a plain value, JSON in and out.
+
+A policy knows nothing of any framework. Integrations describe each call to it (`Policy.dense_reason`) and run the call
+dense, on the framework's own attention, when there is a reason to.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, fields
+from numbers import Real
+from typing import Any
+
+from torch import Tensor
+
+from sparge import dispatch, validation
+from sparge.config import OnUnsupported, Quantization, ScoreName, TopCdf, TopK
+
+Range = tuple[int, int | None]
+"""Tokens [start, stop) as a slice has them: negative numbers count from the end, None is the end."""
+
+SPARSITIES = {"TopK": TopK, "TopCdf": TopCdf}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What to compute sparsely in a model, and when not to.
+
+    Args:
+        topk: share of the visible blocks each row keeps, in (0, 1]; 0.5 by default.
+        sparsity: `TopK` or `TopCdf` instead of ``topk``, with all their thresholds.
+        score: "moment" (default) or the paper's "mean".
+        quantization: as in `sparge.attention`; "auto" is 8 bits on GPUs and none on CPUs.
+        min_tokens: calls with fewer keys or, outside language models, queries run dense. 0 leaves it to the measured
+            crossover, which holds in any case unless a backend is named.
+        dense_first_steps: denoising steps at the start that run dense: a number of steps (int), or a fraction of the
+            schedule (float in [0, 1], rounded up to whole steps).
+        dense_last_steps: the same at the end.
+        dense_steps: indices of further steps that run dense; negative ones count from the end.
+        dense_layers: indices of transformer blocks that run dense; negative ones count from the end.
+        always_keep: key ranges ((start, stop), ...) whose blocks every row keeps, as in slices: (-226, None) are the
+            last 226 tokens. `enable` adds the text tokens of diffusion models by itself.
+        self_attention_only: attention between different sequences runs dense. It is told by its lengths where the
+            framework does not say.
+        on_unsupported: what becomes of calls that should be sparse and cannot be (gradients, dropout, head_dim outside
+            8..256, ...): "warn" once for each reason and run dense, silently run "dense", or "raise".
+        backend: "auto", or a backend's name, which also switches the crossover off.
+
+    Example:
+        >>> policy = Policy(topk=0.3, min_tokens=4096, dense_first_steps=0.1, dense_layers=(0, -1))
+        >>> Policy.from_json(policy.to_json()) == policy
+        True
+        >>> Policy(dense_first_steps=1.5)
+        Traceback (most recent call last):
+        ...
+        ValueError: dense_first_steps: expected a number of steps (int) or a fraction in [0, 1], got 1.5
+    """
+
+    topk: float | None = None
+    sparsity: TopK | TopCdf | None = None
+    score: ScoreName = "moment"
+    quantization: Quantization = "auto"
+    min_tokens: int = 0
+    dense_first_steps: int | float = 0
+    dense_last_steps: int | float = 0
+    dense_steps: tuple[int, ...] = ()
+    dense_layers: tuple[int, ...] = ()
+    always_keep: tuple[Range, ...] = ()
+    self_attention_only: bool = True
+    on_unsupported: OnUnsupported = "warn"
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.topk, Tensor):
+            raise TypeError(
+                "topk: expected a number or None, got a tensor (pass per-head shares as sparsity=TopK(...))"
+            )
+        if self.topk is not None and self.sparsity is not None:
+            raise ValueError(f"expected topk or sparsity, got both: topk={self.topk!r} and sparsity={self.sparsity!r}")
+        if self.sparsity is not None and not isinstance(self.sparsity, (TopK, TopCdf)):
+            raise TypeError(f"sparsity: expected TopK(...) or TopCdf(...), got {type(self.sparsity).__name__}")
+        if self.topk is not None:
+            TopK(self.topk)
+        validation.check_choice("score", self.score, tuple(validation.SCORES))
+        validation.check_choice("quantization", self.quantization, validation.QUANTIZATIONS)
+        validation.check_choice("on_unsupported", self.on_unsupported, validation.ON_UNSUPPORTED)
+        validation.check_choice("backend", self.backend, ("auto", *dispatch.BACKENDS))
+        if not _is_int(self.min_tokens):
+            raise TypeError(f"min_tokens: expected an int, got {type(self.min_tokens).__name__}")
+        if self.min_tokens < 0:
+            raise ValueError(f"min_tokens: expected 0 or more, got {self.min_tokens}")
+        if not isinstance(self.self_attention_only, bool):
+            raise TypeError(f"self_attention_only: expected a bool, got {self.self_attention_only!r}")
+        _check_steps("dense_first_steps", self.dense_first_steps)
+        _check_steps("dense_last_steps", self.dense_last_steps)
+        object.__setattr__(self, "dense_steps", _indices("dense_steps", self.dense_steps))
+        object.__setattr__(self, "dense_layers", _indices("dense_layers", self.dense_layers))
+        object.__setattr__(self, "always_keep", _ranges(self.always_keep))
+
+    @property
+    def selection(self) -> TopK | TopCdf:
+        """What `sparge.attention` gets as ``sparsity``."""
+        if self.sparsity is not None:
+            return self.sparsity
+        return TopK() if self.topk is None else TopK.of(self.topk)
+
+    @property
+    def has_step_rules(self) -> bool:
+        """Whether the place in a schedule matters."""
+        return bool(self.dense_first_steps or self.dense_last_steps or self.dense_steps)
+
+    def is_dense_step(self, index: int, total: int) -> bool:
+        """Whether step ``index`` of ``total`` runs dense.
+
+        Example:
+            >>> policy = Policy(dense_first_steps=0.25, dense_last_steps=1)
+            >>> [step for step in range(10) if policy.is_dense_step(step, 10)]
+            [0, 1, 2, 9]
+        """
+        first, last = (_count(steps, total) for steps in (self.dense_first_steps, self.dense_last_steps))
+        return index < first or index >= total - last or index in self.dense_steps or index - total in self.dense_steps
+
+    def is_dense_layer(self, index: int, total: int) -> bool:
+        """Whether transformer block ``index`` of ``total`` runs dense."""
+        return index in self.dense_layers or index - total in self.dense_layers
+
+    def kept_ranges(self, kv_len: int) -> list[tuple[int, int]]:
+        """``always_keep`` on a number of keys: what lies outside is cut off, what is empty is left out.
+
+        Example:
+            >>> Policy(always_keep=[(0, 77), (-10, None)]).kept_ranges(50)
+            [(0, 50), (40, 50)]
+        """
+        bounds = (slice(start, stop).indices(kv_len)[:2] for start, stop in self.always_keep)
+        return [(start, stop) for start, stop in bounds if start < stop]
+
+    def to_json(self) -> str:
+        """The policy as a JSON object; fields with their default value are left out."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        if self.sparsity is not None:
+            rules = {name: _plain(value) for name, value in asdict(self.sparsity).items() if value is not None}
+            plain["sparsity"] = {"kind": type(self.sparsity).__name__, **rules}
+        return json.dumps(plain)
+
+    @classmethod
+    def from_json(cls, text: str) -> Policy:
+        """A policy from what `to_json` wrote, or from any JSON object with some of its fields.
+
+        Raises:
+            TypeError, ValueError: a field is unknown, or its value is not what was expected.
+        """
+        plain = json.loads(text)
+        if not isinstance(plain, dict):
+            raise TypeError(f"policy: expected a JSON object, got {type(plain).__name__}")
+        known = {f.name for f in fields(cls)}
+        if unknown := sorted(set(plain) - known):
+            raise ValueError(f"policy: expected fields among {', '.join(sorted(known))}, got {', '.join(unknown)}")
+        if isinstance(plain.get("sparsity"), dict):
+            plain["sparsity"] = _sparsity(dict(plain["sparsity"]))
+        return cls(**plain)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_steps(name: str, steps: float) -> None:
+    if isinstance(steps, bool) or not isinstance(steps, Real):
+        raise TypeError(f"{name}: expected a number of steps (int) or a fraction (float), got {type(steps).__name__}")
+    if steps < 0 or (not _is_int(steps) and not steps <= 1):
+        raise ValueError(f"{name}: expected a number of steps (int) or a fraction in [0, 1], got {steps}")
+
+
+def _count(steps: float, total: int) -> int:
+    """Whole steps; .1 of 30 is 3 although .1 * 30 is a little more."""
+    return steps if isinstance(steps, int) else math.ceil(steps * total * (1 - 1e-7))
+
+
+def _indices(name: str, values: Any) -> tuple[int, ...]:
+    if not isinstance(values, (list, tuple, range)) or not all(map(_is_int, values)):
+        raise TypeError(f"{name}: expected a list of ints, got {values!r}")
+    return tuple(values)
+
+
+def _ranges(values: Any) -> tuple[Range, ...]:
+    if not isinstance(values, (list, tuple)):
+        raise TypeError(f"always_keep: expected a list of (start, stop) pairs, got {values!r}")
+    for entry in values:
+        is_pair = isinstance(entry, (list, tuple)) and len(entry) == 2
+        if not is_pair or not _is_int(entry[0]) or not (entry[1] is None or _is_int(entry[1])):
+            raise TypeError(f"always_keep: expected (start, stop) pairs of ints, stop or None, got {entry!r}")
+    return tuple((start, stop) for start, stop in values)
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, Tensor) else value
+
+
+def _sparsity(plain: dict[str, Any]) -> TopK | TopCdf:
+    import torch
+
+    kind = plain.pop("kind", None)
+    validation.check_choice("sparsity.kind", kind, tuple(SPARSITIES))
+    return SPARSITIES[kind](
+        **{name: torch.tensor(value) if isinstance(value, list) else value for name, value in plain.items()}
+    )
