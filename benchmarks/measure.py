@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from collections.abc import Callable
@@ -45,3 +46,17 @@ def _status_bytes(field: str) -> int:
 def environment() -> dict[str, str | int | None]:
     """Machine, versions, commit and time."""
     return {**asdict(describe_machine()), "time": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+
+
+def append_row(path: Path, row: dict[str, object], *, gpu: bool = False) -> None:
+    """Append a result with what it was measured on, the GPU where that did the work."""
+    import torch
+
+    import transformers
+    from sparge.evaluate.machine import describe_gpu
+
+    machine = asdict(describe_gpu()) if gpu and torch.cuda.is_available() else {}
+    stamped = {**row, "transformers": transformers.__version__, **environment(), **machine}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(stamped) + "\n")

@@ -67,7 +67,7 @@ def spas_sage2_attn_meansim_topk_cuda(
         topk: share of the visible blocks each row keeps, in (0, 1]; at least one block.
         pvthreshd: skip P V of 64 rows when all their probabilities lie below 2^-pvthreshd of the running maximum; 50
             or more skips nothing.
-        attention_sink: keep key block 0 in every row; None means "when causal".
+        attention_sink: keep the first key block in every row; None means "when causal".
         tensor_layout: "HND" or "NHD", of inputs and output.
         output_dtype: a floating-point dtype; the query's by default.
         return_sparsity: also return the share of visible blocks that was skipped. Waits for the device, and predicts
@@ -94,7 +94,7 @@ def spas_sage2_attn_meansim_topk_cuda(
         q,
         k,
         v,
-        TopK(topk, **_rules(is_causal, simthreshd1, pvthreshd, attention_sink)),
+        TopK(_detached(topk), **_rules(is_causal, simthreshd1, pvthreshd, attention_sink)),
         attn_mask=attn_mask,
         dropout_p=dropout_p,
         is_causal=is_causal,
@@ -143,7 +143,7 @@ def spas_sage2_attn_meansim_cuda(
         q,
         k,
         v,
-        TopCdf(cdfthreshd, **_rules(is_causal, simthreshd1, pvthreshd, attention_sink)),
+        TopCdf(_detached(cdfthreshd), **_rules(is_causal, simthreshd1, pvthreshd, attention_sink)),
         attn_mask=attn_mask,
         dropout_p=dropout_p,
         is_causal=is_causal,
@@ -192,7 +192,7 @@ def block_sparse_sage2_attn_cuda(
         ValueError: mask_id: expected (B, H, ceil(S_q / 128), ceil(S_k / 64)) = (1, 2, 2, 4) ... blocks of 64 x 128, ...
     """
     shape = _check(q, k, v, dropout_p, smooth_k, tensor_layout, output_dtype)
-    pv_threshold = _pv_threshold(pvthreshd)
+    pv_threshold = _pv_threshold(_detached(pvthreshd))
     kept = _kept_blocks(mask_id, attention_sink, shape, q.device)
     mask = validation.check_block_mask(kept, shape, is_causal=False, device=q.device)
     output = sparge.block_sparse_attention(
@@ -240,17 +240,22 @@ def _rules(is_causal: bool, simthreshd1: PerHead, pvthreshd: PerHead, attention_
     """
     return {
         "min_blocks": DEFAULT_MIN_BLOCKS if is_causal else 0,
-        "similarity_threshold": _similarity_threshold(simthreshd1),
-        "pv_threshold": _pv_threshold(pvthreshd),
+        "similarity_threshold": _similarity_threshold(_detached(simthreshd1)),
+        "pv_threshold": _pv_threshold(_detached(pvthreshd)),
         "sink": attention_sink,
     }
+
+
+def _detached(threshold: PerHead) -> PerHead:
+    """Tuned thresholds come as parameters of a module; the output must not ask for a gradient because of them."""
+    return threshold.detach() if isinstance(threshold, Tensor) else threshold
 
 
 def _similarity_threshold(simthreshd1: PerHead) -> PerHead | None:
     """The judge's threshold. The measure is never below 0: a threshold of 0 or less judges nothing."""
     _check_range("simthreshd1", simthreshd1, -math.inf, 1.0, "[-inf, 1]")
     if isinstance(simthreshd1, Tensor):
-        return simthreshd1.detach().clamp(min=0.0)
+        return simthreshd1.clamp(min=0.0)
     return simthreshd1 if simthreshd1 > 0 else None
 
 
@@ -262,7 +267,7 @@ def _pv_threshold(pvthreshd: PerHead) -> PerHead | None:
     _check_range("pvthreshd", pvthreshd, 0.0, math.inf, "(0, inf]")
     if not isinstance(pvthreshd, Tensor):
         return None if pvthreshd >= PV_THRESHOLD_OFF else -math.log(2.0) * pvthreshd
-    octaves = pvthreshd.detach().float()
+    octaves = pvthreshd.float()
     off = octaves >= PV_THRESHOLD_OFF
     if off.device.type == "cpu" and not torch.compiler.is_compiling() and bool(off.all()):
         return None

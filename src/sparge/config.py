@@ -102,7 +102,7 @@ class TopK(Selection):
             ``None`` switches the judge off.
         pv_threshold: inside a kept block, skip the P V product of 64 rows when all their scores lie below the
             running maximum by more than this (negative, natural log). ``None`` skips nothing.
-        sink: keep key block 0 in every row; ``None`` means "when causal".
+        sink: keep the first key block (behind padding, if any) in every row; ``None`` means "when causal".
         diagonal: keep the blocks that hold a query's own position; ``None`` means "when causal".
 
     Example:

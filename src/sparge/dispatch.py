@@ -197,7 +197,8 @@ def crossover_for(device_type: str, index: int | None) -> Crossover:
     """The crossover of the backend that "auto" takes on a device, looked up once."""
     key = (device_type, index)
     if key not in _CROSSOVER_OF:
-        backend = choose_backend("auto", torch.device(device_type, index)).backend
+        device = torch.device(device_type) if index is None else torch.device(device_type, index)
+        backend = choose_backend("auto", device).backend
         _CROSSOVER_OF[key] = CROSSOVERS.get(backend, CROSSOVERS["torch"])
     return _CROSSOVER_OF[key]
 

@@ -20,7 +20,7 @@ from sparge.config import OnUnsupported, Quantization, ScoreName, TopCdf, TopK
 Range = tuple[int, int | None]
 """Tokens [start, stop) as a slice has them: negative numbers count from the end, None is the end."""
 
-SPARSITIES = {"TopK": TopK, "TopCdf": TopCdf}
+SPARSITIES: dict[str, type[TopK] | type[TopCdf]] = {"TopK": TopK, "TopCdf": TopCdf}
 
 
 @dataclass(frozen=True)
@@ -202,6 +202,7 @@ def _sparsity(plain: dict[str, Any]) -> TopK | TopCdf:
 
     kind = plain.pop("kind", None)
     validation.check_choice("sparsity.kind", kind, tuple(SPARSITIES))
-    return SPARSITIES[kind](
-        **{name: torch.tensor(value) if isinstance(value, list) else value for name, value in plain.items()}
-    )
+    rules: dict[str, Any] = {
+        name: torch.tensor(value) if isinstance(value, list) else value for name, value in plain.items()
+    }
+    return SPARSITIES[kind](**rules)

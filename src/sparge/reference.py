@@ -203,12 +203,17 @@ def block_probabilities(scores: Tensor, judged: Tensor) -> tuple[Tensor, Tensor]
 
 
 def forced_blocks(
-    shape: Shape, sparsity: TopK | TopCdf, is_causal: bool, always_keep: Sequence[tuple[int, int]]
+    shape: Shape, sparsity: TopK | TopCdf, is_causal: bool, always_keep: Sequence[tuple[int, int]], visible: Tensor
 ) -> Tensor:
-    """Blocks kept whatever their score, (q_blocks, kv_blocks): sink, diagonal and the caller's key ranges."""
+    """Blocks kept whatever their score, (q_blocks, kv_blocks): sink, diagonal and the caller's key ranges.
+
+    The sink is the first block any query sees (``visible`` is (q_blocks, kv_blocks)): block 0, or what comes after
+    padding on the left.
+    """
     forced = torch.zeros(shape.q_blocks, shape.kv_blocks, dtype=torch.bool)
     if sparsity.keeps_sink(is_causal):
-        forced[:, 0] = True
+        seen = visible.any(0).nonzero()
+        forced[:, seen[:1]] = True
     for i in range(shape.q_blocks):
         first = i * BLOCK_Q + shape.causal_offset
         last = min((i + 1) * BLOCK_Q, shape.q_len) - 1 + shape.causal_offset
@@ -300,7 +305,6 @@ def predict(
     queries_seen = masks.allowed.any(3)
     smoothed = smooth_key_for_judge(key, keys_seen, is_causal)
     unfinished = unfinished_blocks(shape, is_causal).to(query.device)
-    forced = forced_blocks(shape, sparsity, is_causal, always_keep).to(query.device) | unfinished
     kept = torch.zeros_like(visible)
     for b in range(shape.batch):
         for h in range(shape.heads):
@@ -320,6 +324,7 @@ def predict(
                 picks = sample_queries(queries_seen[b, h], score.samples)
                 scores = score_moment(query[b, h][picks], key_means, key_variances, scale, allowed[picks], bias[picks])
             probabilities, broken = block_probabilities(scores, visible[b, h] & ~unjudged & ~unfinished)
+            forced = forced_blocks(shape, sparsity, is_causal, always_keep, visible[b, h]).to(query.device) | unfinished
             for i in range(shape.q_blocks):
                 kept[b, h, i] = select_row(
                     probabilities[i],

@@ -63,6 +63,26 @@ class TestSelection:
         assert (free.kv_num_blocks == 1).all()
 
     @backends
+    @pytest.mark.parametrize("rows", [1, 1024], ids=["keys", "entries"])
+    def test_the_sink_of_a_padded_sequence_is_its_first_block(self, backend: str, rows: int) -> None:
+        """Batches are padded on the left to generate: their first token lies behind the padding."""
+        query, key, _ = make_qkv(1024, batch=2, head_dim=16)
+        mask = torch.ones(2, 1, rows, 1024, dtype=torch.bool)
+        mask[1, :, :, :300] = False
+        blocks = sparge.predict(
+            query,
+            key,
+            is_causal=True,
+            attn_mask=mask,
+            sparsity=TopK(0.01, min_blocks=1, diagonal=False),
+            backend=backend,
+        ).to_dense()
+        assert blocks[0, :, :, 0].all()
+        assert blocks[1, :, 3:, 4].all()
+        assert (blocks[0].sum(-1) == 1).all()
+        assert (blocks[1, :, 3:].sum(-1) == 1).all()
+
+    @backends
     @pytest.mark.parametrize("score", ["moment", "mean"])
     @pytest.mark.parametrize("bias", [-math.inf, -65504.0, -1e4])
     def test_a_finite_bias_that_hides_does_not_condemn_its_block(self, backend: str, score: str, bias: float) -> None:

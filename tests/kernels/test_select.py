@@ -84,11 +84,13 @@ def sorted_selection(
     size = (shape.batch, shape.heads, shape.q_blocks, shape.kv_blocks)
     kept, visible = torch.zeros(size, dtype=torch.bool), torch.zeros(size, dtype=torch.bool)
     unfinished = reference.unfinished_blocks(shape, is_causal)
-    forced = reference.forced_blocks(shape, sparsity, is_causal, always_keep or []) | unfinished
-    for b, h, i in torch.cartesian_prod(*map(torch.arange, size[:3])).view(-1, 3).tolist():
+    rows = torch.cartesian_prod(*map(torch.arange, size[:3])).view(-1, 3).tolist()
+    for b, h, i in rows:
         seen_from = torch.arange(shape.kv_blocks) * BLOCK_K if first_seen is None else first_seen[b, h]
         last_query = min((i + 1) * BLOCK_Q, shape.q_len) - 1 + shape.causal_offset
         visible[b, h, i] = seen_from <= last_query if is_causal else seen_from < NOWHERE
+    for b, h, i in rows:
+        forced = reference.forced_blocks(shape, sparsity, is_causal, always_keep or [], visible[b, h]) | unfinished
         flat, flat_kv = b * shape.heads + h, b * shape.kv_heads + h // shape.group
         unjudged = torch.zeros(shape.kv_blocks, dtype=torch.bool)
         if threshold is not None:

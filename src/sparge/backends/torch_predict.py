@@ -75,7 +75,7 @@ def predict(
     else:
         statistics = _key_statistics(key, seen.keys, with_variance=not isinstance(score, Mean))
         unfinished = _unfinished_blocks(shape, is_causal, query.device)
-        forced = _forced_blocks(shape, sparsity, is_causal, always_keep, query.device) | unfinished
+        forced = _forced_blocks(shape, sparsity, is_causal, always_keep, seen.blocks) | unfinished
         bias = None
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             bias = attn_mask.expand(-1, -1, -1, shape.kv_len)
@@ -89,7 +89,7 @@ def predict(
             judged = visible[:, :, blocks] if unjudged is None else visible[:, :, blocks] & ~unjudged[:, :, blocks]
             scores = _scores(call, statistics, score, blocks)
             probabilities, broken = _probabilities(scores, judged & ~unfinished[blocks])
-            rows.append(_select(probabilities, visible[:, :, blocks], judged, forced[blocks] | broken, sparsity))
+            rows.append(_select(probabilities, visible[:, :, blocks], judged, forced[:, :, blocks] | broken, sparsity))
         kept = torch.cat(rows, 2)
     return BlockMask.from_dense(kept, q_len=shape.q_len, kv_len=shape.kv_len, is_causal=is_causal, visible=visible)
 
@@ -270,13 +270,18 @@ def _forced_blocks(
     sparsity: TopK | TopCdf,
     is_causal: bool,
     always_keep: Sequence[tuple[int, int]],
-    device: torch.device,
+    visible: Tensor,
 ) -> Tensor:
-    """Sink, diagonal and the caller's key ranges: (q_blocks, kv_blocks)."""
+    """Sink (the first block any query sees), diagonal and the caller's key ranges: (b, h, q_blocks, kv_blocks).
+
+    ``b`` and ``h`` are those of ``visible``, 1 or the call's own.
+    """
+    device = visible.device
     first_query, last_query, first_key, key_end = block_edges(shape, device)
-    forced = torch.zeros(shape.q_blocks, shape.kv_blocks, dtype=torch.bool, device=device)
+    forced = torch.zeros_like(visible)
     if sparsity.keeps_sink(is_causal):
-        forced[:, 0] = True
+        seen = visible.any(2, keepdim=True)
+        forced |= seen & (seen.cumsum(-1) == 1)
     if sparsity.keeps_diagonal(is_causal):
         forced |= (first_key <= last_query) & (first_query < key_end)
     for start, stop in always_keep:

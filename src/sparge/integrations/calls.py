@@ -10,6 +10,7 @@ import threading
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,6 +83,7 @@ def attend(
     is_self: bool | None = None,
     is_language: bool = False,
     text: Sequence[tuple[int, int]] = (),
+    unsupported: str | None = None,
 ) -> Tensor | None:
     """The sparse output (B, H, S_q, D_v) of an SDPA call, heads first, or None when it is to run dense; counted.
 
@@ -91,19 +93,19 @@ def attend(
         is_language: the tokens are text in order, even if a mask rather than ``is_causal`` says so: the rules for
             causal attention hold (sink, diagonal), and fewer queries than keys are a chunk behind a prefix.
         text: key ranges to keep besides the policy's.
+        unsupported: what the caller knows to keep the call from being sparse.
 
     Raises:
         NotImplementedError: the call should be sparse, cannot be, and the policy says to raise.
     """
     reason = _why_dense(layer, query, key, is_self, is_language)
-    if reason is None:
-        reason = _why_unsupported(query, key, value, attn_mask, dropout_p, enable_gqa)
-        if reason is not None:
-            _complain(layer.policy, reason)
-            reason = f"unsupported ({reason})"
     if reason is not None:
         if not torch.compiler.is_compiling():  # a lock cannot be traced
             counters.record(f"dense: {reason}", layer.name)
+        return None
+    reason = unsupported or _why_unsupported(query, key, value, attn_mask, dropout_p, enable_gqa)
+    if reason is not None:
+        refuse(layer, reason)
         return None
     policy = layer.policy
     sparsity = policy.selection
@@ -113,7 +115,7 @@ def attend(
             sink=True if sparsity.sink is None else sparsity.sink,
             diagonal=True if sparsity.diagonal is None else sparsity.diagonal,
         )
-    call = {
+    call: dict[str, Any] = {
         "attn_mask": attn_mask,
         "is_causal": is_causal,
         "scale": scale,
@@ -187,12 +189,15 @@ def _why_unsupported(
     return None
 
 
-def _complain(policy: Policy, reason: str) -> None:
-    """Raise, or warn once for each reason."""
+def refuse(layer: Layer, reason: str) -> None:
+    """Count a call that cannot be sparse, and as the policy says raise, warn once for each reason, or say nothing."""
     message = f"an attention call cannot be sparse: {reason}"
-    if policy.on_unsupported == "raise":
+    if layer.policy.on_unsupported == "raise":
         raise NotImplementedError(f"{message} (on_unsupported='warn' or 'dense' runs it dense)")
-    if policy.on_unsupported == "warn" and not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        return
+    counters.record(f"dense: unsupported ({reason})", layer.name)
+    if layer.policy.on_unsupported == "warn":
         with _WARNING:
             if reason in _WARNED:
                 return

@@ -8,7 +8,8 @@ and pipelines, which look at the signatures of both methods, see the original on
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Hashable
+from typing import Any, cast
 
 from sparge.integrations.calls import Steps
 
@@ -46,7 +47,7 @@ class Schedule:
 
 def _follow(scheduler: Any, steps: Steps) -> None:
     setattr(scheduler, _STEPS, steps)
-    scheduler.__class__ = _followed(type(scheduler))
+    scheduler.__class__ = _followed(cast(Hashable, type(scheduler)))
 
 
 def _leave(scheduler: Any) -> None:
@@ -55,7 +56,7 @@ def _leave(scheduler: Any) -> None:
 
 
 @functools.cache
-def _followed(kind: type[Any]) -> type[Any]:
+def _followed(kind: Any) -> type[Any]:
     """The class with both methods overridden, under its own name: schedulers are saved by it."""
 
     @functools.wraps(kind.set_timesteps)
@@ -70,4 +71,7 @@ def _followed(kind: type[Any]) -> type[Any]:
         getattr(self, _STEPS).advance()
         return result
 
-    return type(kind.__name__, (kind,), {"set_timesteps": set_timesteps, "step": step, "__module__": kind.__module__})
+    followed: type[Any] = type(
+        kind.__name__, (kind,), {"set_timesteps": set_timesteps, "step": step, "__module__": kind.__module__}
+    )
+    return followed

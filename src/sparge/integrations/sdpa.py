@@ -97,14 +97,14 @@ def sparse_sdpa(
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
-    is_self = scope.is_self
+    is_self, unsupported = scope.is_self, None
     if is_causal and query.ndim == 4 and key.ndim == 4 and query.shape[2] != key.shape[2]:
-        if query.shape[2] > key.shape[2]:
-            counters.record("dense: causal, more queries than keys", scope.layer.name)
-            return None
-        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]  # nobody sees the keys behind
         is_self = False if is_self is None else is_self
-    text = scope.text and _resolved(scope.text, key.shape[-2])
+        if query.shape[2] > key.shape[2]:
+            unsupported = "causal with more queries than keys"
+        else:
+            key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]  # nobody sees the keys behind
+    text = _resolved(scope.text, key.shape[-2]) if scope.text else ()
     return attend(
         scope.layer,
         query,
@@ -116,8 +116,8 @@ def sparse_sdpa(
         scale,
         enable_gqa,
         is_self=is_self,
-        is_language=False,
         text=text,
+        unsupported=unsupported,
     )
 
 

@@ -23,6 +23,9 @@ PADDING = "_sparge_padding"
 
 NEEDED = "5.17"
 
+EXTRAS = {"position_bias": "position bias", "cache": "paged cache", "softcap": "softcap"}
+"""Arguments only the SDPA function knows what to do with."""
+
 _registered: dict[str, Policy] = {}
 
 
@@ -100,20 +103,14 @@ def attention_forward(
 
     if kwargs.get("s_aux") is not None:
         raise NotImplementedError("attention sinks (s_aux): expected none (SDPA has none either), got a tensor")
-    layer = _layer_of(module)
-    output = None
-    if kwargs.get("position_bias") is None and kwargs.get("cache") is None and kwargs.get("softcap") is None:
-        output = _sparse(layer, module, query, key, value, attention_mask, dropout, scaling, is_causal)
+    unsupported = next((EXTRAS[name] for name in EXTRAS if kwargs.get(name) is not None), None)
+    output = _sparse(module, query, key, value, attention_mask, dropout, scaling, is_causal, unsupported)
     if output is None:
-        return cast(
-            "tuple[Tensor, None]",
-            sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs),
-        )
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
     return output.transpose(1, 2).contiguous(), None
 
 
 def _sparse(
-    layer: Layer,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -122,6 +119,7 @@ def _sparse(
     dropout: float,
     scaling: float | None,
     is_causal: bool | None,
+    unsupported: str | None,
 ) -> Tensor | None:
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     q_len = query.shape[2]
@@ -131,7 +129,7 @@ def _sparse(
     if causal and attention_mask is not None and hasattr(attention_mask, PADDING):
         attention_mask, applies_causality = getattr(attention_mask, PADDING), True
     return attend(
-        layer,
+        _layer_of(module),
         query,
         key,
         value,
@@ -141,6 +139,7 @@ def _sparse(
         scaling,
         enable_gqa=True,
         is_language=causal,
+        unsupported=unsupported,
     )
 
 
@@ -160,11 +159,11 @@ def mask(
     mask_function = causal_mask_function if mask_function is None else mask_function
     full = sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **kwargs)
     if full is None or torch.compiler.is_compiling() or mask_function is not causal_mask_function:
-        return cast("Tensor | None", full)
+        return full
     at_the_end = isinstance(q_offset, int) and kv_offset == 0 and q_offset + q_length == kv_length
     if at_the_end and (attention_mask is None or attention_mask.shape[-1] == kv_length):
         setattr(full, PADDING, None if attention_mask is None else attention_mask[:, None, None, :].bool())
-    return cast(Tensor, full)
+    return full
 
 
 def _layer_of(module: nn.Module) -> Layer:
@@ -196,7 +195,7 @@ def _implementations(model: Any) -> list[tuple[Any, Any]]:
     from transformers import PreTrainedModel
 
     found: dict[int, tuple[Any, Any]] = {}
-    pending = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    pending: list[Any] = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
     while pending:
         config = pending.pop()
         if config is None or id(config) in found:

@@ -139,7 +139,10 @@ def select_kernel(
     forced = (bits & 0x7FFFFFFF) > INFINITY_BITS  # NaN: the score was not finite
     bits = tl.where(forced, 0, bits)
     if SINK:
-        forced = forced | (columns == 0)
+        sink = 0
+        if HAS_SEEN:  # padding on the left
+            sink = tl.min(tl.where(seen_from < NOWHERE, columns, COLUMNS), 0)
+        forced = forced | (columns == sink)
     if DIAGONAL:
         forced = forced | ((first_key <= last_query) & (first_query < first_key + BLOCK_K))
     unfinished = columns < 0

