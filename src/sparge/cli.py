@@ -1,5 +1,5 @@
 """The ``sparge`` command: ``demo`` shows it on this machine, ``bench`` measures it on a GPU, ``doctor`` says what the
-machine offers."""
+machine offers, ``lm-eval`` runs the lm-evaluation-harness with it."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from sparge.evaluate import bench_cases
     from sparge.evaluate.demo import Demo, Row, Settings
+    from sparge.policy import Policy
 
 MIN_TOKENS = 256
 MAX_SEED = 2**63 - 1
@@ -282,6 +283,33 @@ def _print_bench(console: Console, rows: Sequence[bench_cases.Row]) -> None:
         console.print(f"n/a: {note}", highlight=False, markup=False, soft_wrap=True)
 
 
+def _policy(text: str) -> Policy:
+    from sparge.policy import Policy
+
+    try:
+        return Policy.from_json(Path(text).read_text())
+    except (OSError, TypeError, ValueError) as error:
+        raise typer.BadParameter(f"expected a JSON file of a policy, got {text!r} ({error})") from error
+
+
+@app.command("lm-eval", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def lm_eval(
+    context: typer.Context,
+    topk: Annotated[float, typer.Option(parser=_share, metavar="SHARE", help="Share of the blocks to keep.")] = 0.5,
+    policy: Annotated[Any, typer.Option(parser=_policy, metavar="FILE", help="JSON of a policy, instead.")] = None,
+) -> None:
+    """Run lm-evaluation-harness with sparse attention: sparge lm-eval --topk 0.4 -- ARGUMENTS OF lm_eval."""
+    from sparge import Policy, stats
+    from sparge.evaluate import lm_harness
+
+    try:
+        lm_harness.run(policy or Policy(topk=topk), context.args)
+    except (ImportError, ValueError) as error:
+        typer.echo(f"sparge: error: {error}", err=True)
+        raise typer.Exit(2) from error
+    typer.echo(stats())
+
+
 @app.command()
 def doctor() -> None:
     """Versions, devices, the backend each device gets and why, and what is missing."""
@@ -327,6 +355,8 @@ def _versions() -> Iterator[tuple[str, str]]:
     yield "triton", _installed("triton") or "missing (no GPU kernels)"
     yield "numpy", _installed("numpy") or "missing"
     yield "matplotlib", _installed("matplotlib") or "missing (no BlockMask.plot)"
+    for name in ("transformers", "diffusers"):
+        yield name, _installed(name) or "missing (needed for its models alone)"
 
 
 def _devices() -> Iterator[tuple[str, str]]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import sparge
 from sparge import validation
-from sparge.config import DEFAULT_MIN_BLOCKS, Layout, PerHead, TopCdf, TopK, _check_range
+from sparge.config import DEFAULT_MIN_BLOCKS, Layout, PerHead, TopCdf, TopK, check_range
 from sparge.geometry import BLOCK_K, BLOCK_Q, Shape, ceil_div
 
 __all__ = [
@@ -253,7 +253,7 @@ def _detached(threshold: PerHead) -> PerHead:
 
 def _similarity_threshold(simthreshd1: PerHead) -> PerHead | None:
     """The judge's threshold. The measure is never below 0: a threshold of 0 or less judges nothing."""
-    _check_range("simthreshd1", simthreshd1, -math.inf, 1.0, "[-inf, 1]")
+    check_range("simthreshd1", simthreshd1, -math.inf, 1.0, "[-inf, 1]")
     if isinstance(simthreshd1, Tensor):
         return simthreshd1.clamp(min=0.0)
     return simthreshd1 if simthreshd1 > 0 else None
@@ -264,7 +264,7 @@ def _pv_threshold(pvthreshd: PerHead) -> PerHead | None:
 
     None where it can be known that nothing is skipped: on a CPU any threshold means the slow simulation.
     """
-    _check_range("pvthreshd", pvthreshd, 0.0, math.inf, "(0, inf]")
+    check_range("pvthreshd", pvthreshd, 0.0, math.inf, "(0, inf]")
     if not isinstance(pvthreshd, Tensor):
         return None if pvthreshd >= PV_THRESHOLD_OFF else -math.log(2.0) * pvthreshd
     octaves = pvthreshd.float()

@@ -22,7 +22,7 @@ DEFAULT_TOPK = 0.5
 DEFAULT_MIN_BLOCKS = 16
 
 
-def _check_range(name: str, value: PerHead, low: float, high: float, interval: str) -> None:
+def check_range(name: str, value: PerHead, low: float, high: float, interval: str) -> None:
     """Raise unless every number lies in the interval, written for people as ``interval``."""
     if isinstance(value, Tensor):
         if value.ndim != 1 or not value.is_floating_point() or value.numel() == 0:
@@ -66,7 +66,7 @@ class Selection:
         if self.min_blocks < 0:
             raise ValueError(f"min_blocks: expected 0 or more, got {self.min_blocks}")
         if self.similarity_threshold is not None:
-            _check_range("similarity_threshold", self.similarity_threshold, 0.0, 1.0, "[0, 1]")
+            check_range("similarity_threshold", self.similarity_threshold, 0.0, 1.0, "[0, 1]")
         if self.pv_threshold is not None:
             check_pv_threshold(self.pv_threshold)
         _check_flag("sink", self.sink)
@@ -86,7 +86,7 @@ class Selection:
 
 def check_pv_threshold(value: PerHead) -> None:
     """Raise unless every threshold is below 0 (natural-log units)."""
-    _check_range("pv_threshold", value, -math.inf, 0.0, "[-inf, 0)")
+    check_range("pv_threshold", value, -math.inf, 0.0, "[-inf, 0)")
 
 
 @dataclass(frozen=True)
@@ -117,13 +117,13 @@ class TopK(Selection):
     topk: PerHead = DEFAULT_TOPK
 
     def __post_init__(self) -> None:
-        _check_range("topk", self.topk, 0.0, 1.0, "(0, 1]")
+        check_range("topk", self.topk, 0.0, 1.0, "(0, 1]")
         super().__post_init__()
 
     @classmethod
     def of(cls, topk: PerHead) -> TopK:
         """The default rules with another share. torch.compile up to torch 2.11 cannot trace the constructor."""
-        _check_range("topk", topk, 0.0, 1.0, "(0, 1]")
+        check_range("topk", topk, 0.0, 1.0, "(0, 1]")
         return trusted(cls, topk=topk)
 
 
@@ -144,7 +144,7 @@ class TopCdf(Selection):
     cdf: PerHead = 0.97
 
     def __post_init__(self) -> None:
-        _check_range("cdf", self.cdf, 0.0, 1.0, "(0, 1]")
+        check_range("cdf", self.cdf, 0.0, 1.0, "(0, 1]")
         super().__post_init__()
 
 

@@ -214,7 +214,7 @@ class _Selection(NamedTuple):
 
 
 def _pack(value: PerHead | None, otherwise: float | None) -> tuple[float | None, Tensor | None]:
-    return (otherwise, value) if isinstance(value, Tensor) else (value, None)
+    return (otherwise, value.detach()) if isinstance(value, Tensor) else (value, None)
 
 
 def _shape_of(query: Tensor, key: Tensor, value: Tensor) -> Shape:

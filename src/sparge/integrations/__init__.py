@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, Literal
 
+from sparge import validation
 from sparge.integrations.sdpa import replace_sdpa
 from sparge.policy import Policy
 
@@ -65,17 +66,31 @@ def disable(model: Any) -> None:
     framework.disable(model)
 
 
-def register(policy: Policy | None = None) -> None:
-    """Make the name "sparge" known to transformers: ``from_pretrained(..., attn_implementation="sparge")``.
+def register(policy: Policy | None = None, framework: Literal["transformers", "diffusers"] = "transformers") -> None:
+    """Make the name "sparge" known to a framework, for models that choose their attention by name.
 
-    Models that are loaded by name follow this policy; `enable` gives a model its own.
+    transformers: ``from_pretrained(..., attn_implementation="sparge")``. diffusers:
+    ``transformer.set_attention_backend("sparge")``, for models that go through its dispatcher (Flux, Wan, LTX,
+    HunyuanVideo); it does not say which layer or step a call belongs to, or where the text is. `enable` knows all that,
+    and gives each model a policy of its own.
 
     Raises:
-        ImportError: transformers is missing or too old.
+        ImportError: the framework is missing, too old, or cannot be extended.
+        ValueError: for diffusers, the policy has rules about layers or steps.
     """
-    from sparge.integrations import transformers
+    policy = _checked(policy)
+    validation.check_choice("framework", framework, ("transformers", "diffusers"))
+    if framework == "transformers":
+        from sparge.integrations import transformers
 
-    transformers.register(_checked(policy))
+        transformers.register(policy)
+        return
+    from sparge.integrations import diffusers_backend
+
+    if policy.has_step_rules or policy.dense_layers:
+        raise ValueError(f"policy: expected no rules about steps or layers (sparge.enable knows them), got {policy}")
+    if diffusers_backend.register(policy) is None:
+        raise ImportError("diffusers: expected a version whose attention backends can be extended (0.42 can)")
 
 
 def _checked(policy: Policy | None) -> Policy:

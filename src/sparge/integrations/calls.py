@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sparge import api, dispatch
+from sparge.integrations.padding import attend_within, spans_of
 from sparge.policy import Policy
 from sparge.stats import counters
 from sparge.validation import DTYPES, MAX_HEAD_DIM, MIN_HEAD_DIM
@@ -104,32 +105,59 @@ def attend(
             counters.record(f"dense: {reason}", layer.name)
         return None
     reason = unsupported or _why_unsupported(query, key, value, attn_mask, dropout_p, enable_gqa)
+    spans = None
+    if reason is None and attn_mask is not None:
+        spans = spans_of(attn_mask)
+        if spans is None and query.is_cuda and layer.policy.backend == "auto":
+            reason = _why_slow(attn_mask)
     if reason is not None:
         refuse(layer, reason)
         return None
-    policy = layer.policy
+    options = _options(layer.policy, scale, enable_gqa, rules=is_language and not is_causal)
+    keep = [*layer.policy.kept_ranges(key.shape[2]), *text]
+    if torch.compiler.is_compiling():
+        return _attend(query, key, value, attn_mask, spans, is_causal, keep, options)
+    with counters.within(layer.name):
+        return _attend(query, key, value, attn_mask, spans, is_causal, keep, options)
+
+
+def _options(policy: Policy, scale: float | None, enable_gqa: bool, *, rules: bool) -> dict[str, Any]:
+    """Keywords of `sparge.attention`; with ``rules`` those of causal attention hold without causality."""
     sparsity = policy.selection
-    if is_language and not is_causal:
-        sparsity = replace(
-            sparsity,
-            sink=True if sparsity.sink is None else sparsity.sink,
-            diagonal=True if sparsity.diagonal is None else sparsity.diagonal,
-        )
-    call: dict[str, Any] = {
-        "attn_mask": attn_mask,
-        "is_causal": is_causal,
+    if rules:
+        sink = True if sparsity.sink is None else sparsity.sink
+        diagonal = True if sparsity.diagonal is None else sparsity.diagonal
+        sparsity = replace(sparsity, sink=sink, diagonal=diagonal)
+    return {
         "scale": scale,
         "enable_gqa": enable_gqa,
         "sparsity": sparsity,
         "score": policy.score,
         "quantization": policy.quantization,
-        "always_keep": [*policy.kept_ranges(key.shape[2]), *text] or None,
         "backend": policy.backend,
     }
-    if torch.compiler.is_compiling():
-        return api.attention(query, key, value, **call)
-    with counters.within(layer.name):
-        return api.attention(query, key, value, **call)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    spans: tuple[tuple[int, int], ...] | None,
+    is_causal: bool,
+    keep: list[tuple[int, int]],
+    options: dict[str, Any],
+) -> Tensor:
+    if spans is None:
+        return api.attention(query, key, value, attn_mask, is_causal=is_causal, always_keep=keep or None, **options)
+    return attend_within(spans, query, key, value, is_causal=is_causal, keep=keep, attention=api.attention, **options)
+
+
+def _why_slow(attn_mask: Tensor) -> str:
+    """Masks whose reading costs a GPU more than sparsity saves (docs/performance.md, "Masks in models")."""
+    if attn_mask.ndim < 2 or attn_mask.shape[-2] == 1:
+        return "additive key mask" if attn_mask.dtype != torch.bool else "key mask with gaps or per head"
+    return "mask with an entry per query"
 
 
 def _why_dense(layer: Layer, query: Tensor, key: Tensor, is_self: bool | None, is_language: bool) -> str | None:

@@ -226,11 +226,12 @@ class _Hooks:
             scope.mode = SparseMode(scope)
             scope.mode.__enter__()
 
-    def close(self, module: Any, *_: Any) -> None:
+    def close(self, module: Any, _: Any, output: Any) -> None:
         scope = diffusers_backend.THREAD.scopes.pop()
         if scope.mode is not None:
             scope.mode.__exit__(None, None, None)
-        if scope.calls == 0 and not torch.compiler.is_compiling():
+        failed = output is None
+        if scope.calls == 0 and not failed and not torch.compiler.is_compiling():
             counters.record("dense: not through SDPA", self.layer.name)
             _warn_once(type(module).__name__)
 

@@ -1,8 +1,9 @@
 """Where a diffusers scheduler stands, told by itself.
 
-Its ``set_timesteps`` and ``step`` are overridden by a subclass of its class, which it becomes while it is followed.
-Nothing is read from a device, and guidance may take any number of passes a step. Copies of the scheduler stay whole,
-and pipelines, which look at the signatures of both methods, see the original ones.
+Its ``set_timesteps``, ``set_begin_index`` (pictures made from pictures begin in the middle) and ``step`` are overridden
+by a subclass of its class, which it becomes while it is followed. Nothing is read from a device, and guidance may take
+any number of passes a step. Copies of the scheduler stay whole, and pipelines, which look at the methods' signatures,
+see the original ones.
 """
 
 from __future__ import annotations

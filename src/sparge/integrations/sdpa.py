@@ -91,14 +91,14 @@ def sparse_sdpa(
 ) -> Tensor | None:
     """An SDPA call in this library's terms (autocast applied, causality aligned top-left), or None: run it dense."""
     scope.calls += 1
-    if is_causal and attn_mask is not None:
-        return None  # SDPA raises its own error
     device = query.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
     is_self, unsupported = scope.is_self, None
-    if is_causal and query.ndim == 4 and key.ndim == 4 and query.shape[2] != key.shape[2]:
+    if is_causal and attn_mask is not None:
+        unsupported = "a mask and is_causal"  # SDPA forbids it; some of its kernels take it
+    elif is_causal and query.ndim == 4 and key.ndim == 4 and query.shape[2] != key.shape[2]:
         is_self = False if is_self is None else is_self
         if query.shape[2] > key.shape[2]:
             unsupported = "causal with more queries than keys"

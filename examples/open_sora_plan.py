@@ -1,0 +1,55 @@
+"""Open-Sora-Plan, and any other model without an integration of its own: one line around its forward pass.
+
+Open-Sora-Plan has no class in diffusers; its own code calls SDPA, and its pipeline has a `transformer`. After the line
+that makes the pipeline in its sampling script, add
+
+    make_sparse(pipeline.transformer, sparge.Policy(topk=0.5))
+
+Below the same is done with Allegro, a diffusers pipeline that `sparge.enable` does not know:
+
+python examples/open_sora_plan.py --model rhymes-ai/Allegro --topk 0.5
+"""
+
+import torch
+from common import command_line, device_and_dtype, save_video
+from diffusers import DiffusionPipeline
+
+import sparge
+
+
+def make_sparse(module: torch.nn.Module, policy: sparge.Policy) -> None:
+    """Have the SDPA calls of one module go sparse, whoever calls it.
+
+    `with sparge.replace_sdpa(policy):` around the whole pipeline would reach its text encoders and VAE as well. Calls
+    do not say which layer or step they belong to, so the policy cannot have rules about these.
+    """
+    module.forward = sparge.replace_sdpa(policy)(module.forward)
+
+
+args = command_line(
+    __doc__,
+    model="rhymes-ai/Allegro",
+    prompt="A seaside harbour with bright sunlight and sparkling water, many boats at anchor",
+    height=720,
+    width=1280,
+    frames=88,
+    steps=100,
+    seed=0,
+    output="open_sora_plan.webp",
+)
+device, dtype = device_and_dtype()
+pipe = DiffusionPipeline.from_pretrained(args.model, torch_dtype=dtype).to(device)
+pipe.vae.enable_tiling()  # Allegro's VAE decodes in no other way
+make_sparse(pipe.transformer, args.policy or sparge.Policy(topk=args.topk))
+
+video = pipe(
+    args.prompt,
+    height=args.height,
+    width=args.width,
+    num_frames=args.frames,
+    num_inference_steps=args.steps,
+    generator=torch.Generator().manual_seed(args.seed),
+    output_type="pil",
+).frames[0]
+save_video(video, args.output, fps=15)
+print(sparge.stats())

@@ -1,0 +1,58 @@
+"""EleutherAI's lm-evaluation-harness with sparse attention: `sparge lm-eval -- ARGUMENTS OF lm_eval`.
+
+The harness loads models by name, so the name "sparge" is registered in its process and chosen in its model arguments.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import sparge
+from sparge.policy import Policy
+
+CHOICE = "attn_implementation=sparge"
+
+
+def with_sparse_attention(arguments: Sequence[str]) -> list[str]:
+    """The harness's arguments with sparse attention among those of the model.
+
+    Example:
+        >>> with_sparse_attention(["--model", "hf", "--model_args", "pretrained=gpt2", "--tasks", "wikitext"])
+        ['--model', 'hf', '--model_args', 'pretrained=gpt2,attn_implementation=sparge', '--tasks', 'wikitext']
+
+    Raises:
+        ValueError: no model arguments, or other attention among them.
+    """
+    arguments = list(arguments)
+    for place, word in enumerate(arguments):
+        name, equals, value = word.partition("=")
+        if name not in ("--model_args", "-a"):
+            continue
+        target = place if equals else place + 1
+        if target >= len(arguments):
+            break
+        value = value if equals else arguments[target]
+        if "attn_implementation" in value and CHOICE not in value:
+            raise ValueError(f"--model_args: expected no attn_implementation but sparge, got {value!r}")
+        if CHOICE not in value:
+            arguments[target] += f",{CHOICE}"
+        return arguments
+    raise ValueError("expected --model_args pretrained=... among the arguments of lm_eval, got none")
+
+
+def run(policy: Policy, arguments: Sequence[str]) -> None:
+    """Run the harness in this process, with models that follow the policy.
+
+    Raises:
+        ImportError: lm_eval or transformers is not installed.
+    """
+    from lm_eval.__main__ import cli_evaluate
+
+    sparge.register(policy)
+    before = sys.argv
+    sys.argv = ["lm_eval", *with_sparse_attention(arguments)]
+    try:
+        cli_evaluate()
+    finally:
+        sys.argv = before

@@ -1,0 +1,687 @@
+"""ComfyUI's node and attention override, against a stand-in for ComfyUI's side: how it calls, copies and samples."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib.util
+import itertools
+import json
+import logging
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+import sparge
+from conftest import assert_within_budget, exact_attention, make_qkv, plain_attention
+from sparge.integrations import calls, comfyui
+from sparge.integrations.comfyui import attention_override, parse_blocks, sparsify
+
+FOLDER = Path(__file__).parents[2] / "comfyui"
+HEADS, HEAD_DIM = 2, 16
+TOKENS = 1152
+"""18 blocks of keys, of which a row keeps 16 at least: few enough to be fast, enough to leave some out."""
+
+Tensors = tuple[Tensor, Tensor, Tensor]
+
+
+def sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    heads: int,
+    mask: Tensor | None = None,
+    attn_precision: Any = None,
+    skip_reshape: bool = False,
+    skip_output_reshape: bool = False,
+    **kwargs: Any,
+) -> Tensor:
+    """ComfyUI's attention on SDPA."""
+    del attn_precision
+    if not skip_reshape:
+        head_dim = q.shape[-1] // heads
+        q, k, v = (tensor.unflatten(-1, (-1, head_dim)).transpose(1, 2) for tensor in (q, k, v))
+    if mask is not None and mask.ndim == 2:
+        mask = mask[None]
+    if mask is not None and mask.ndim == 3:
+        mask = mask[:, None]
+    extra = {name: kwargs[name] for name in ("scale", "enable_gqa") if name in kwargs}
+    out = F.scaled_dot_product_attention(q, k, v, mask, **extra)
+    return out if skip_output_reshape else out.transpose(1, 2).flatten(2)
+
+
+def wrapped(func: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """ComfyUI's wrapper: the override of the options, unless the call comes from inside of one."""
+
+    @functools.wraps(func)
+    def wrapper(*args: Any, **kwargs: Any) -> Tensor:
+        if "_inside_attn_wrapper" not in kwargs:
+            kwargs["_inside_attn_wrapper"] = True
+            options = kwargs.get("transformer_options")
+            if options is not None and "optimized_attention_override" in options:
+                result: Tensor = options["optimized_attention_override"](func, *args, **kwargs)
+                return result
+        return func(*args, **kwargs)
+
+    return wrapper
+
+
+optimized_attention = wrapped(sdpa)
+
+
+class FlowSampling:
+    """Model sampling of flow models."""
+
+    shift = 3.0
+
+    def at(self, time: float) -> float:
+        return self.shift * time / (1 + (self.shift - 1) * time)
+
+    def percent_to_sigma(self, percent: float) -> float:
+        return 1.0 if percent <= 0 else 0.0 if percent >= 1 else self.at(1 - percent)
+
+    def sigmas(self, steps: int) -> Tensor:
+        return torch.tensor([self.at(1 - step / steps) for step in range(steps + 1)])
+
+
+class Patcher:
+    """What goes along the MODEL wires: ComfyUI's ModelPatcher as far as nodes use it."""
+
+    def __init__(self) -> None:
+        self.model_options: dict[str, Any] = {"transformer_options": {"patches": {"some": [1]}}}
+        self.objects = {"model_sampling": FlowSampling()}
+
+    def clone(self) -> Patcher:
+        other = Patcher()
+        other.model_options = copy.deepcopy(self.model_options)
+        other.objects = dict(self.objects)
+        return other
+
+    def get_model_object(self, name: str) -> Any:
+        return self.objects[name]
+
+
+class Flux:
+    """Two double and three single blocks over the same tokens, with the options the real one sets."""
+
+    def __init__(self, text: int, *tensors: Tensor) -> None:
+        self.text = text
+        self.tensors = tensors
+
+    def __call__(self, options: dict[str, Any]) -> dict[str, Tensor]:
+        outputs = {}
+        options = options.copy()
+        for kind, total in (("double", 2), ("single", 3)):
+            options.update(block_type=kind, total_blocks=total)
+            if kind == "single" and self.text:
+                options["img_slice"] = [self.text, self.tensors[0].shape[2]]
+            for index in range(total):
+                options["block_index"] = index
+                out = optimized_attention(*self.tensors, HEADS, skip_reshape=True, transformer_options=options)
+                outputs[f"{kind}_block.{index}"] = out
+        return outputs
+
+
+def sample(patcher: Patcher, model: Callable[[dict[str, Any]], Any], steps: int = 5, passes: int = 1) -> list[Any]:
+    """The sampler's loop: what the model gave at each step."""
+    schedule = patcher.get_model_object("model_sampling").sigmas(steps)
+    outputs = []
+    for sigma in schedule[:-1]:
+        sigmas = sigma * torch.ones(1)
+        for _ in range(passes):
+            options = {**patcher.model_options["transformer_options"], "sigmas": sigmas, "sample_sigmas": schedule}
+            outputs.append(model(options))
+    return outputs
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """(B, H, S, D) as (B, S, H * D)."""
+    return tensor.transpose(1, 2).flatten(2)
+
+
+def sparse_layers() -> dict[str, tuple[int, int]]:
+    """Calls of each layer: (sparse, dense)."""
+    return {name: (layer.sparse, layer.dense) for name, layer in sparge.stats().layers.items()}
+
+
+def run(override: Callable[..., Tensor], *args: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> Tensor:
+    """An attention call of a model with this override."""
+    options = {**(options or {}), "optimized_attention_override": override}
+    return optimized_attention(*args, transformer_options=options, **kwargs)
+
+
+@pytest.fixture
+def qkv() -> Tensors:
+    return make_qkv(TOKENS, batch=1, heads=HEADS, head_dim=HEAD_DIM)
+
+
+@pytest.fixture
+def short() -> Tensors:
+    """Where only the counts matter."""
+    return make_qkv(128, batch=1, heads=HEADS, head_dim=HEAD_DIM)
+
+
+@pytest.fixture
+def unwarned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every reason is warned about again."""
+    monkeypatch.setattr(calls, "_WARNED", set())
+
+
+@pytest.fixture
+def node() -> Iterator[ModuleType]:
+    """The folder as ComfyUI loads it: by its path, under a name that is the path."""
+    name = str(FOLDER).replace(".", "_x_")
+    spec = importlib.util.spec_from_file_location(name, FOLDER / "__init__.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[name]
+
+
+class TestLayouts:
+    @pytest.mark.parametrize("skip_output_reshape", [False, True])
+    @pytest.mark.parametrize("skip_reshape", [False, True])
+    @pytest.mark.parametrize("length", [200, 129])
+    def test_all_blocks_are_stock_attention(self, length: int, skip_reshape: bool, skip_output_reshape: bool) -> None:
+        tensors = make_qkv(length, batch=2, heads=3, head_dim=24)
+        inputs = tensors if skip_reshape else tuple(map(flat, tensors))
+        call = {"skip_reshape": skip_reshape, "skip_output_reshape": skip_output_reshape}
+        out = run(attention_override(100, backend="torch"), *inputs, 3, **call)
+        exact, plain = exact_attention(*tensors)[0], plain_attention(*tensors)
+        if not skip_output_reshape:
+            exact, plain = flat(exact), flat(plain)
+        assert_within_budget(out, exact, plain)
+        assert torch.equal(plain, sdpa(*inputs, 3, **call)), "the stand-in is SDPA"
+        assert sparge.stats().sparse == 1
+
+    @pytest.mark.parametrize("skip_reshape", [False, True])
+    def test_grouped_heads_and_scale(self, skip_reshape: bool) -> None:
+        tensors = make_qkv(200, batch=1, heads=4, kv_heads=2, head_dim=16)
+        inputs = tensors if skip_reshape else tuple(map(flat, tensors))
+        override = attention_override(100, backend="torch")
+        out = run(override, *inputs, 4, skip_reshape=skip_reshape, enable_gqa=True, scale=0.1)
+        exact, plain = exact_attention(*tensors, scale=0.1)[0], plain_attention(*tensors, scale=0.1)
+        assert_within_budget(out, flat(exact), flat(plain))
+        assert sparge.stats().sparse == 1
+
+    def test_sparse_output_is_the_librarys(self, qkv: Tensors) -> None:
+        out = run(attention_override(25, backend="torch"), *map(flat, qkv), HEADS)
+        assert torch.equal(out, flat(sparge.attention(*qkv, topk=0.25, backend="torch")))
+        assert sparge.stats().density == 16 / 18
+        assert not torch.equal(out, sdpa(*map(flat, qkv), HEADS))
+
+
+def masks(length: int) -> dict[str, Tensor]:
+    """Of all shapes, bool and additive; no row is empty."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = {
+        "2-D": (length, length),
+        "2-D, one row": (1, length),
+        "3-D": (2, length, length),
+        "3-D, one batch": (1, length, length),
+        "3-D, one row": (2, 1, length),
+        "4-D": (2, 3, length, length),
+        "4-D, one head": (2, 1, length, length),
+        "4-D, keys": (2, 1, 1, length),
+    }
+    found = {}
+    for name, shape in shapes.items():
+        seen = torch.rand(shape, generator=generator) < 0.7
+        seen[..., :1] = True
+        found[f"{name}, bool"] = seen
+        found[f"{name}, bias"] = torch.randn(shape, generator=generator)
+        found[f"{name}, -inf"] = torch.zeros(shape).masked_fill(~seen, -torch.inf)
+        found[f"{name}, lowest"] = torch.zeros(shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    return found
+
+
+class TestMasks:
+    @pytest.mark.parametrize("name", masks(8))
+    def test_all_blocks_are_stock_attention(self, name: str) -> None:
+        mask = masks(200)[name]
+        tensors = make_qkv(200, batch=2, heads=3, head_dim=16)
+        out = run(attention_override(100, backend="torch"), *map(flat, tensors), 3, mask)
+        full = mask[None, None] if mask.ndim == 2 else mask[:, None] if mask.ndim == 3 else mask
+        exact, plain = exact_attention(*tensors, attn_mask=full)[0], plain_attention(*tensors, attn_mask=full)
+        assert_within_budget(out, flat(exact), flat(plain))
+        assert sparge.stats().sparse == 1
+
+    def test_hidden_keys_do_not_matter_when_sparse(self, qkv: Tensors) -> None:
+        query, key, value = qkv
+        seen = torch.arange(TOKENS)[None] < TOKENS - 100
+        override = attention_override(25, backend="torch")
+        first = run(override, *map(flat, qkv), HEADS, seen)
+        key[:, :, -100:], value[:, :, -100:] = 9.0, 1e4
+        assert torch.equal(first, run(override, *map(flat, (query, key, value)), HEADS, seen))
+        assert sparge.stats().sparse == 2
+
+    @pytest.mark.usefixtures("unwarned")
+    def test_one_that_does_not_fit_is_left_to_stock(self) -> None:
+        tensors = make_qkv(200, batch=2, heads=2, head_dim=16)
+        with pytest.warns(UserWarning, match="shape of the mask"), pytest.raises(RuntimeError, match="size"):
+            run(attention_override(50, backend="torch"), *tensors, 2, torch.ones(7, 200).bool(), skip_reshape=True)
+
+
+class TestSteps:
+    def test_dense_outside_the_range_in_every_bit(self, qkv: Tensors) -> None:
+        model = Flux(0, *qkv)
+        stock = sdpa(*qkv, HEADS, skip_reshape=True)
+        patched = sparsify(Patcher(), keep_percent=25, start_percent=0.3, end_percent=0.7, backend="torch")
+        equal = [all(torch.equal(out, stock) for out in step.values()) for step in sample(patched, model)]
+        assert equal == [True, True, False, False, True], "steps at 0, .2, .4, .6, .8"
+        assert sparge.stats().reasons == {"sparse: torch": 10, "dense: dense step": 15}
+        assert set(sparse_layers().values()) == {(2, 3)}
+
+    @pytest.mark.parametrize(
+        ("start", "end", "sparse"), [(0.4, 1, 3), (0, 0.4, 3), (0.4, 0.4, 1), (0, 1, 5), (1, 1, 0)]
+    )
+    def test_a_step_on_the_border_is_inside(self, start: float, end: float, sparse: int, short: Tensors) -> None:
+        patched = sparsify(Patcher(), start_percent=start, end_percent=end, backend="torch")
+        sample(patched, Flux(0, *short))
+        assert sparge.stats().sparse == 5 * sparse
+
+    def test_the_schedule_is_the_models(self, short: Tensors) -> None:
+        """With a shift of 9, half of the schedule is a sigma of .9; three of five steps have more."""
+        patcher = Patcher()
+        patcher.objects["model_sampling"].shift = 9.0
+        sample(sparsify(patcher, start_percent=0.5, backend="torch"), Flux(0, *short))
+        assert sparge.stats().sparse == 5 * 2
+
+    def test_sigma_is_read_once_a_step(self, short: Tensors) -> None:
+        class Reads(TorchFunctionMode):
+            count = 0
+
+            def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                del types
+                self.count += func in (Tensor.__float__, Tensor.item, Tensor.tolist, Tensor.__bool__)
+                return func(*args, **(kwargs or {}))
+
+        patched = sparsify(Patcher(), start_percent=0.9, backend="torch")
+        with Reads() as reads:
+            sample(patched, Flux(0, *short), passes=2)
+        assert sparge.stats().calls == 50
+        assert reads.count == 5
+        with Reads() as reads:
+            sample(sparsify(Patcher(), dense_blocks="0-2", backend="torch"), Flux(0, *short))
+        assert reads.count == 0, "no range, no reading"
+
+    @pytest.mark.usefixtures("unwarned")
+    def test_without_sigmas_it_is_dense_and_loud(self, qkv: Tensors) -> None:
+        override = attention_override(25, start_sigma=0.5, backend="torch")
+        with pytest.warns(UserWarning, match="no sigmas"):
+            out = run(override, *qkv, HEADS, skip_reshape=True)
+        assert torch.equal(out, sdpa(*qkv, HEADS, skip_reshape=True))
+        assert sparge.stats().dense == 1
+
+
+class TestBlocks:
+    @pytest.mark.parametrize(
+        ("text", "dense"),
+        [
+            ("", set()),
+            ("0", {"double_block.0", "single_block.0"}),
+            ("-1", {"double_block.1", "single_block.2"}),
+            ("2, -3", {"single_block.0", "single_block.2"}),
+            ("0-1", {"double_block.0", "double_block.1", "single_block.0", "single_block.1"}),
+            ("7", set()),
+        ],
+    )
+    def test_named_ones_are_dense_in_every_bit(self, text: str, dense: set[str], qkv: Tensors) -> None:
+        stock = sdpa(*qkv, HEADS, skip_reshape=True)
+        patched = sparsify(Patcher(), keep_percent=25, dense_blocks=text, backend="torch")
+        (outputs,) = sample(patched, Flux(0, *qkv), steps=1)
+        assert {name for name, out in outputs.items() if torch.equal(out, stock)} == dense
+        assert sparse_layers() == {name: (0, 1) if name in dense else (1, 0) for name in outputs}
+
+    def test_in_unets_the_number_is_that_of_the_block(self, short: Tensors) -> None:
+        override = attention_override(25, dense_blocks="4", backend="torch")
+        for block, index in itertools.product([("input", 4), ("input", 5), ("middle", 0)], [0, 1]):
+            options = {"block": block, "block_index": index}
+            run(override, *short, HEADS, skip_reshape=True, options=options)
+        assert sparse_layers() == {
+            "input_block.4.0": (0, 1),
+            "input_block.4.1": (0, 1),
+            "input_block.5.0": (1, 0),
+            "input_block.5.1": (1, 0),
+            "middle_block.0.0": (1, 0),
+            "middle_block.0.1": (1, 0),
+        }
+
+    @pytest.mark.usefixtures("unwarned")
+    @pytest.mark.parametrize(
+        ("text", "options", "reason"),
+        [
+            ("0", {}, "dense_blocks, but the model does not number its blocks"),
+            (
+                "1, -1",
+                {"block": ("input", 4), "block_index": 0},
+                "negative dense_blocks, but the model does not say how many it has",
+            ),
+            ("4, -1", {"block": ("input", 4), "block_index": 0}, None),
+            ("-1", {"block_index": 3}, "negative dense_blocks, but the model does not say how many it has"),
+        ],
+    )
+    def test_what_cannot_be_told_is_dense_and_loud(
+        self, text: str, options: dict[str, Any], reason: str | None, qkv: Tensors
+    ) -> None:
+        override = attention_override(25, dense_blocks=text, backend="torch")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            out = run(override, *qkv, HEADS, skip_reshape=True, options=options)
+            run(override, *make_qkv(64, heads=HEADS), HEADS, skip_reshape=True, options=options)
+        assert torch.equal(out, sdpa(*qkv, HEADS, skip_reshape=True))
+        message = f"sparge: an attention call cannot be sparse: {reason}; it runs dense"
+        assert [str(warning.message) for warning in caught] == ([] if reason is None else [message])
+        assert sparge.stats().sparse == 0
+
+    def test_without_a_name_calls_count_in_the_totals(self, short: Tensors) -> None:
+        run(attention_override(25, backend="torch"), *short, HEADS, skip_reshape=True)
+        assert sparge.stats().sparse == 1
+        assert sparse_layers() == {}
+
+    @pytest.mark.parametrize(
+        ("text", "numbers"),
+        [
+            (" ", ()),
+            ("0, 1, -1", (0, 1, -1)),
+            ("0-3,-1", (0, 1, 2, 3, -1)),
+            (" 2 - 4 ,3", (2, 3, 4)),
+            ("-3--1", (-3, -2, -1)),
+        ],
+    )
+    def test_parsing(self, text: str, numbers: tuple[int, ...]) -> None:
+        assert parse_blocks(text) == numbers
+
+    @pytest.mark.parametrize("text", ["first", "0,,1", "0 1", "3-1", "0--1", "1.5", "0-99999", "-", "1,"])
+    def test_bad_text_raises(self, text: str) -> None:
+        expected = f"dense_blocks: expected numbers and ranges such as '0, 1, -1' or '0-3, -1', got {text!r}"
+        with pytest.raises(ValueError, match=re.escape(expected)):
+            sparsify(Patcher(), dense_blocks=text)
+
+
+class TestText:
+    TEXT = 100
+
+    def expected(self, tensors: tuple[Tensor, ...], *kept: tuple[int, int]) -> Tensor:
+        out = sparge.attention(*tensors, topk=0.25, always_keep=list(kept) or None, backend="torch")
+        sparge.reset_stats()
+        return flat(out)
+
+    @pytest.fixture
+    def tensors(self) -> Tensors:
+        """Text, first and last, that no picture token looks at."""
+        query, key, value = make_qkv(TOKENS, heads=HEADS, head_dim=HEAD_DIM)
+        direction = torch.ones(HEAD_DIM)
+        query = query + direction
+        for text in (slice(0, self.TEXT), slice(-self.TEXT, None)):
+            key[:, :, text] -= 3 * direction
+        return query, key, value
+
+    def test_is_kept_where_the_model_says_where_it_is(self, tensors: Tensors) -> None:
+        without, first, last = (
+            self.expected(tensors, *kept) for kept in ([], [(0, self.TEXT)], [(TOKENS - self.TEXT, TOKENS)])
+        )
+        assert not torch.equal(without, first)
+        assert not torch.equal(without, last)
+        layout = SimpleNamespace(
+            seq_len=TOKENS, segments=[(0, 60, "text"), (60, self.TEXT, "audio"), (self.TEXT, TOKENS, "video")]
+        )
+        other = SimpleNamespace(seq_len=TOKENS + 1, segments=[(0, self.TEXT, "text")])
+        said: list[tuple[dict[str, Any], Tensor]] = [
+            ({}, without),
+            ({"img_slice": [self.TEXT, TOKENS]}, first),
+            ({"img_slice": [0, TOKENS - self.TEXT]}, last),
+            ({"img_slice": [0, TOKENS]}, without),
+            ({"img_slice": [self.TEXT, TOKENS + 1]}, without),
+            ({"minimax_h3_layout": layout}, first),
+            ({"minimax_h3_layout": other}, without),
+        ]
+        for options, expected in said:
+            out = run(attention_override(25, backend="torch"), *tensors, HEADS, skip_reshape=True, options=options)
+            assert torch.equal(out, expected), options
+
+    def test_double_blocks_learn_it_from_single_blocks_in_each_run(self, tensors: Tensors) -> None:
+        without, kept = self.expected(tensors), self.expected(tensors, (0, self.TEXT))
+        patched = sparsify(Patcher(), keep_percent=25, backend="torch")
+        for _ in range(2):
+            first, second = sample(patched, Flux(self.TEXT, *tensors), steps=2)
+            assert torch.equal(first["double_block.1"], without)
+            for out in (first["single_block.0"], second["double_block.0"], second["single_block.2"]):
+                assert torch.equal(out, kept)
+
+    def test_dense_steps_tell_it_as_well(self, tensors: Tensors) -> None:
+        kept = self.expected(tensors, (0, self.TEXT))
+        patched = sparsify(Patcher(), keep_percent=25, start_percent=0.3, backend="torch")
+        first, second = sample(patched, Flux(self.TEXT, *tensors), steps=2)
+        assert torch.equal(first["double_block.0"], sdpa(*tensors, HEADS, skip_reshape=True))
+        assert torch.equal(second["double_block.0"], kept)
+
+
+class TestDense:
+    """Calls that are passed on, with what they came with."""
+
+    def recorder(self) -> tuple[list[tuple[Any, ...]], Callable[..., Tensor]]:
+        seen: list[tuple[Any, ...]] = []
+
+        def attention(*args: Any, **kwargs: Any) -> Tensor:
+            seen.append((args, kwargs))
+            return sdpa(*args, **kwargs)
+
+        return seen, attention
+
+    def test_cross_attention_and_short_calls(self) -> None:
+        query, key, value = make_qkv(TOKENS, 77, heads=HEADS, head_dim=HEAD_DIM)
+        options = {"block_type": "double", "block_index": 3}
+        override = attention_override(25, min_tokens=1024, backend="torch")
+        run(override, query, key, value, HEADS, skip_reshape=True, options=options)
+        run(override, query[:, :, :1023], query[:, :, :1023], query[:, :, :1023], HEADS, skip_reshape=True)
+        run(attention_override(25), query, query, query, HEADS, skip_reshape=True)  # 2048 keys on CPUs
+        assert sparge.stats().reasons == {
+            "dense: cross-attention": 1,
+            "dense: fewer than min_tokens": 1,
+            "dense: below the crossover": 1,
+        }
+        assert sparse_layers() == {"double_block.3": (0, 1)}
+
+    def test_arguments_arrive_untouched(self) -> None:
+        tensors = [flat(tensor) for tensor in make_qkv(64, heads=HEADS, head_dim=HEAD_DIM)]
+        seen, attention = self.recorder()
+        options = {"optimized_attention_override": attention_override(25)}
+        mask = torch.zeros(64, 64)
+        wrapped(attention)(*tensors, HEADS, mask, attn_precision=torch.float32, strange=1, transformer_options=options)
+        ((args, kwargs),) = seen
+        assert [*map(id, args)] == [*map(id, (*tensors, HEADS, mask))]
+        assert kwargs.pop("transformer_options") is options
+        assert kwargs == {"attn_precision": torch.float32, "strange": 1, "_inside_attn_wrapper": True}
+
+    def test_an_earlier_override_gets_them(self, qkv: Tensors) -> None:
+        seen: list[int] = []
+
+        def earlier(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+            assert func is sdpa
+            seen.append(kwargs["transformer_options"]["block_index"])
+            return func(*args, **kwargs) + 1
+
+        patcher = Patcher()
+        patcher.model_options["transformer_options"]["optimized_attention_override"] = earlier
+        patched = sparsify(patcher, keep_percent=25, dense_blocks="1", backend="torch")
+        (outputs,) = sample(patched, Flux(0, *qkv), steps=1)
+        stock = sdpa(*qkv, HEADS, skip_reshape=True)
+        assert seen == [1, 1]
+        assert torch.equal(outputs["double_block.1"], stock + 1)
+        assert torch.equal(outputs["single_block.0"], flat(sparge.attention(*qkv, topk=0.25, backend="torch")))
+        assert patcher.model_options["transformer_options"]["optimized_attention_override"] is earlier
+
+    def test_two_nodes_share_the_steps(self, qkv: Tensors) -> None:
+        first = sparsify(Patcher(), keep_percent=100, end_percent=0.4, backend="torch")
+        both = sparsify(first, keep_percent=25, start_percent=0.5, backend="torch")
+        outputs = sample(both, Flux(0, *qkv), steps=2)
+        for step, topk in zip(outputs, (1.0, 0.25), strict=True):
+            expected = flat(sparge.attention(*qkv, topk=topk, backend="torch"))
+            assert torch.equal(step["double_block.0"], expected)
+
+    @pytest.mark.usefixtures("unwarned")
+    @pytest.mark.parametrize(
+        ("reason", "change"),
+        [
+            ("head_dim 512", {"head_dim": 512}),
+            ("float64", {"dtype": torch.float64}),
+            ("argument gate", {"gate": 1.0}),
+            ("number of heads", {"call_heads": 1}),
+            ("gradients", {"requires_grad": True}),
+        ],
+    )
+    def test_what_cannot_be_sparse_is_loud_once_and_stock(self, reason: str, change: dict[str, Any]) -> None:
+        call_heads = change.pop("call_heads", 2)
+        extra = {"gate": change.pop("gate")} if "gate" in change else {}
+        requires_grad = change.pop("requires_grad", False)
+        tensors = make_qkv(64, heads=2, **{"head_dim": 16, **change})
+        tensors[0].requires_grad_(requires_grad)
+        override = attention_override(50, backend="torch")
+        with pytest.warns(UserWarning, match=f"cannot be sparse: {reason}; it runs dense") as caught:
+            outputs = [run(override, *tensors, call_heads, skip_reshape=True, **extra) for _ in range(2)]
+        assert len(caught) == 1
+        for out in outputs:
+            assert torch.equal(out, sdpa(*tensors, call_heads, skip_reshape=True))
+        assert sparge.stats().reasons == {f"dense: unsupported ({reason})": 2}
+
+    def test_three_dimensions_that_are_no_heads(self) -> None:
+        tensor = torch.randn(1, 64, 30)
+        with pytest.raises(RuntimeError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            run(attention_override(50, backend="torch"), tensor, tensor, tensor, 4)
+        assert sparge.stats().reasons == {"dense: unsupported (3 dimensions)": 1}
+
+    @pytest.mark.parametrize(
+        ("call", "quantization"),
+        [
+            ({}, "auto"),
+            ({"attn_precision": torch.float32}, "none"),
+            ({"low_precision_attention": False}, "none"),
+            ({"low_precision_attention": True, "attn_precision": torch.float16}, "auto"),
+        ],
+    )
+    def test_asked_for_precision_there_are_no_8_bits(
+        self, call: dict[str, Any], quantization: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        used = []
+
+        def spy(layer: calls.Layer, *args: Any, **kwargs: Any) -> Tensor | None:
+            used.append(layer.policy.quantization)
+            return calls.attend(layer, *args, **kwargs)
+
+        monkeypatch.setattr(comfyui, "attend", spy)
+        run(attention_override(50, backend="torch"), *make_qkv(200, heads=2), 2, skip_reshape=True, **call)
+        assert used == [quantization]
+        assert sparge.stats().sparse == 1
+
+
+class TestModel:
+    def test_the_original_stays_as_it_is(self, short: Tensors) -> None:
+        patcher = Patcher()
+        before = copy.deepcopy(patcher.model_options)
+        options = patcher.model_options["transformer_options"]
+        patched = sparsify(patcher, backend="torch")
+        assert patcher.model_options == before
+        assert patcher.model_options["transformer_options"] is options
+        assert patched.model_options["transformer_options"]["patches"] == {"some": [1]}
+        sample(patcher, Flux(0, *short))
+        assert sparge.stats().calls == 0
+
+    def test_even_if_a_clone_shares_its_dictionaries(self) -> None:
+        class Sharing(Patcher):
+            def clone(self) -> Patcher:
+                return copy.copy(self)
+
+        patcher = Sharing()
+        sparsify(patcher)
+        assert patcher.model_options == {"transformer_options": {"patches": {"some": [1]}}}
+
+    def test_it_takes_tensors(self) -> None:
+        """ComfyUI hands its tensors over in containers to overrides that say they can take them."""
+        assert not hasattr(attention_override(), "container_function")
+
+    def test_clones_of_the_clone_keep_it(self, short: Tensors) -> None:
+        patched = sparsify(Patcher(), start_percent=0.5, backend="torch").clone().clone()
+        sample(patched, Flux(0, *short), steps=2)
+        assert sparge.stats().sparse == 5
+
+    def test_the_first_sparse_call_is_logged(self, short: Tensors, caplog: pytest.LogCaptureFixture) -> None:
+        with caplog.at_level(logging.INFO):
+            sample(sparsify(Patcher(), dense_blocks="0", backend="torch"), Flux(0, *short))
+        assert caplog.messages == ["sparge: sparse attention is on, 128 tokens, double_block.1"]
+
+    @pytest.mark.parametrize(
+        ("values", "error", "message"),
+        [
+            ({"keep_percent": 0}, ValueError, "keep_percent: expected a number in (0, 100], got 0"),
+            ({"keep_percent": 101}, ValueError, "keep_percent: expected a number in (0, 100], got 101"),
+            ({"keep_percent": "50"}, TypeError, "keep_percent: expected a number, got str"),
+            ({"start_percent": 0.6, "end_percent": 0.5}, ValueError, "end_percent <= 1, got 0.6 and 0.5"),
+            ({"end_percent": 1.5}, ValueError, "expected 0 <= start_percent <= end_percent <= 1, got 0.0 and 1.5"),
+            ({"min_tokens": -1}, ValueError, "min_tokens: expected 0 or more, got -1"),
+        ],
+    )
+    def test_bad_values_raise(self, values: dict[str, Any], error: type[Exception], message: str) -> None:
+        with pytest.raises(error, match=re.escape(message)):
+            sparsify(Patcher(), **values)
+
+
+class TestNode:
+    def test_runs_as_comfyui_runs_it(self, node: ModuleType) -> None:
+        """With the values of the form, on a sequence long enough for the CPU."""
+        (name,) = node.NODE_CLASS_MAPPINGS
+        assert node.NODE_DISPLAY_NAME_MAPPINGS[name] == "Sparse attention (sparge)"
+        form = node.NODE_CLASS_MAPPINGS[name]
+        inputs = form.INPUT_TYPES()["required"]
+        assert [*inputs] == ["model", "keep_percent", "start_percent", "end_percent", "dense_blocks", "min_tokens"]
+        values = {key: entry[1]["default"] for key, entry in inputs.items() if key != "model"}
+        (patched,) = getattr(form(), form.FUNCTION)(model=Patcher(), **{**values, "dense_blocks": "0"})
+        assert form.RETURN_TYPES == ("MODEL",)
+        tensors = make_qkv(2304, heads=HEADS, head_dim=8)
+        first, second = sample(patched, Flux(100, *tensors), steps=2)
+        assert torch.equal(first["double_block.1"], sdpa(*tensors, HEADS, skip_reshape=True)), "start_percent"
+        expected = flat(sparge.attention(*tensors, topk=0.5, always_keep=[(0, 100)]))
+        assert torch.equal(second["double_block.1"], expected)
+        assert sparse_layers() == {name: (int(not name.endswith(".0")), 1 + name.endswith(".0")) for name in first}
+
+    def test_says_what_is_missing(
+        self, node: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        for name in ("sparge", "sparge.integrations", "sparge.integrations.comfyui"):
+            monkeypatch.setitem(sys.modules, name, None)
+        with pytest.raises(ImportError, match=r"the Python package sparge cannot be imported.*pip install"):
+            node.SpargeAttention().patch(Patcher(), 50.0, 0.2, 1.0, "", 0)
+        assert node.__spec__ is not None
+        node.__spec__.loader.exec_module(node)
+        assert [(record.levelname, record.message) for record in caplog.records] == [("ERROR", node.MISSING)]
+
+    def test_the_example_has_it_between_loader_and_sampler(self, node: ModuleType) -> None:
+        workflow = json.loads((FOLDER / "example_workflow.json").read_text())
+        (number,) = (key for key, entry in workflow.items() if entry["class_type"] in node.NODE_CLASS_MAPPINGS)
+        values = workflow[number]["inputs"]
+        inputs = node.SpargeAttention.INPUT_TYPES()["required"]
+        assert values.keys() == inputs.keys()
+        assert all(values[key] == entry[1]["default"] for key, entry in inputs.items() if key != "model")
+        assert workflow[values["model"][0]]["class_type"] == "CheckpointLoaderSimple"
+        takers = [entry["class_type"] for entry in workflow.values() if [number, 0] in entry["inputs"].values()]
+        assert takers == ["KSampler"]
+        links = [value for entry in workflow.values() for value in entry["inputs"].values() if isinstance(value, list)]
+        assert all(link[0] in workflow for link in links)
+
+    def test_its_version_is_the_librarys(self) -> None:
+        text = (FOLDER / "pyproject.toml").read_text()
+        assert f'version = "{sparge.__version__}"' in text

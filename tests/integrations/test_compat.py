@@ -1,0 +1,509 @@
+"""The published names: their signatures, right results where theirs were not, and no argument without effect."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import sparge
+from conftest import assert_within_budget, causality, exact_attention, make_qkv, plain_attention
+from sparge import TopCdf, TopK, compat
+from sparge.backends import torch_online
+
+pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.timeout(60)]
+
+REPOSITORY = Path(__file__).parents[2]
+topk_attention = compat.spas_sage2_attn_meansim_topk_cuda
+cdf_attention = compat.spas_sage2_attn_meansim_cuda
+masked_attention = compat.block_sparse_sage2_attn_cuda
+EVERY = pytest.mark.parametrize("call", [topk_attention, cdf_attention, masked_attention])
+PREDICTING = pytest.mark.parametrize("call", [topk_attention, cdf_attention])
+Call = Callable[..., Any]
+
+
+def structured(q_len: int, kv_len: int | None = None, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Blocks of tokens that agree with each other, each with a direction of its own: a predictor has a choice."""
+    query, key, value = make_qkv(q_len, kv_len, **options)
+    generator = torch.Generator().manual_seed(77)
+    for tensor, block, strength in ((query, 128, 1.0), (key, 64, 2.0)):
+        count = -(-tensor.shape[2] // block)
+        directions = torch.randn(1, tensor.shape[1], count, tensor.shape[3], generator=generator)
+        tensor += strength * directions.repeat_interleave(block, 2)[:, :, : tensor.shape[2]].to(tensor.dtype)
+    return query, key, value
+
+
+def assert_over_blocks(output: Tensor, tensors: tuple[Tensor, ...], blocks: Tensor | None, **call: Any) -> None:
+    """The output is exact attention over these blocks, within the budget of the plain path."""
+    exact, _ = exact_attention(*tensors, block_mask=blocks, **call)
+    assert_within_budget(output, exact, plain_attention(*tensors, block_mask=blocks, **call))
+
+
+def equal(*results: tuple[Tensor, float]) -> bool:
+    (first, first_sparsity), *others = results
+    return all(torch.equal(first, output) and first_sparsity == sparsity for output, sparsity in others)
+
+
+class TestSignatures:
+    SHARED = "q k v attn_mask dropout_p is_causal scale smooth_k simthreshd1 {} pvthreshd attention_sink "
+    ENDING = "tensor_layout output_dtype return_sparsity"
+    MASKED = "q k v mask_id dropout_p scale smooth_k pvthreshd attention_sink "
+
+    @pytest.mark.parametrize(
+        "name, parameters, thresholds",
+        [
+            ("spas_sage2_attn_meansim_topk_cuda", SHARED.format("topk"), {"simthreshd1": -0.1, "topk": 0.5}),
+            ("spas_sage_attn_meansim_topk_cuda", SHARED.format("topk"), {"simthreshd1": -0.1, "topk": 0.5}),
+            ("spas_sage2_attn_meansim_cuda", SHARED.format("cdfthreshd"), {"simthreshd1": 0.6, "cdfthreshd": 0.98}),
+            ("spas_sage_attn_meansim_cuda", SHARED.format("cdfthreshd"), {"simthreshd1": 0.6, "cdfthreshd": 0.98}),
+            ("block_sparse_sage2_attn_cuda", MASKED, {}),
+        ],
+    )
+    def test_order_and_defaults(self, name: str, parameters: str, thresholds: dict[str, float]) -> None:
+        signature = inspect.signature(getattr(compat, name)).parameters
+        assert list(signature) == (parameters + self.ENDING).split()
+        assert all(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in signature.values())
+        defaults = {key: parameter.default for key, parameter in signature.items()}
+        common = {"dropout_p": 0.0, "smooth_k": True, "pvthreshd": 50, "tensor_layout": "HND", "return_sparsity": False}
+        assert defaults | common | thresholds == defaults
+        assert name in compat.__all__
+
+    def test_positional_call(self) -> None:
+        tensors = structured(300)
+        mask = torch.rand(300, 300, generator=torch.Generator().manual_seed(3)) < 0.7
+        shared: tuple[Any, ...] = (0.0, True, 0.3, True, 0.05)
+        ending: tuple[Any, ...] = (3.0, False, "HND", torch.float64, True)
+        options = {"attn_mask": mask, "is_causal": True, "scale": 0.3, "enable_gqa": True}
+        for call, rules in ((topk_attention, TopK), (cdf_attention, TopCdf)):
+            got, sparsity = call(*tensors, mask, *shared, 0.4, *ending)
+            chosen = rules(0.4, similarity_threshold=0.05, sink=False)
+            blocks = sparge.predict(*tensors[:2], sparsity=chosen, score="mean", **options)
+            options_of_blocks = {key: value for key, value in options.items() if key != "is_causal"}
+            expected = sparge.block_sparse_attention(
+                *tensors, blocks, pv_threshold=-3.0 * math.log(2), **options_of_blocks
+            )
+            assert got.dtype == torch.float64 and torch.equal(got.float(), expected)
+            assert sparsity == 1 - blocks.density()
+
+
+class TestSelection:
+    """Which blocks are kept, and that the output is exact attention over them."""
+
+    @causality
+    @pytest.mark.parametrize(
+        "q_len, kv_len, heads, kv_heads, head_dim",
+        [(700, 700, 2, 2, 32), (129, 2200, 4, 2, 72), (1, 2200, 3, 1, 8), (300, 63, 2, 1, 256)],
+    )
+    def test_exact_over_the_share_it_tells(
+        self, is_causal: bool, q_len: int, kv_len: int, heads: int, kv_heads: int, head_dim: int
+    ) -> None:
+        tensors = structured(q_len, kv_len, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+        options = {"is_causal": is_causal, "scale": 0.2}
+        for call, rules in ((topk_attention, TopK), (cdf_attention, TopCdf)):
+            output, sparsity = call(
+                *tensors,
+                **options,
+                **{"topk" if rules is TopK else "cdfthreshd": 0.3},
+                simthreshd1=0.0,
+                return_sparsity=True,
+            )
+            floor = 16 if is_causal else 0
+            mask = sparge.predict(
+                *tensors[:2], sparsity=rules(0.3, min_blocks=floor), score="mean", enable_gqa=True, **options
+            )
+            assert sparsity == 1 - mask.density()
+            assert_over_blocks(output, tensors, mask.to_dense(), **options)
+            if kv_len > 16 * 64:
+                assert sparsity > 0.2, "a choice was made"
+
+    @pytest.mark.parametrize("topk, kept", [(0.5, 4), (0.3, 3), (0.001, 1), (1.0, 8)])
+    def test_full_rows_have_no_floor_but_one_block(self, topk: float, kept: int) -> None:
+        assert topk_attention(*make_qkv(512), topk=topk, return_sparsity=True)[1] == 1 - kept / 8
+
+    def test_causal_rows_have_one(self) -> None:
+        """At least 16 blocks; beyond them topk counts what the row sees (64 blocks here), not all columns."""
+        assert topk_attention(*make_qkv(512), is_causal=True, topk=0.01, return_sparsity=True)[1] == 0.0
+        long = make_qkv(128, 4096, heads=1, head_dim=16)
+        assert topk_attention(*long, is_causal=True, topk=0.5, return_sparsity=True)[1] == 0.5
+        assert topk_attention(*long, is_causal=True, topk=0.01, return_sparsity=True)[1] == 1 - 16 / 64
+
+    def test_topk_counts_visible_blocks(self) -> None:
+        """Published, a causal topk of .5 skips a quarter: every row may keep half of all columns."""
+        tensors = make_qkv(8192, heads=1, head_dim=8)
+        skipped = topk_attention(*tensors, is_causal=True, topk=0.5, return_sparsity=True)[1]
+        rows = [2 * row + 2 for row in range(64)]
+        kept = [min(max(16, math.ceil(seen / 2)), seen) for seen in rows]
+        assert skipped == 1 - sum(kept) / sum(rows) > 0.45
+
+    def test_the_crossing_block_is_kept(self) -> None:
+        query, _, value = make_qkv(128, 256)
+        uniform = torch.zeros(1, 2, 256, 32)  # four blocks, a quarter of the mass each
+        for mass, kept in ((0.2, 1), (0.6, 3), (0.9, 4)):
+            options = {"simthreshd1": 0, "cdfthreshd": mass, "return_sparsity": True}
+            assert cdf_attention(query, uniform, value, **options)[1] == 1 - kept / 4
+
+    def test_scale_reaches_the_prediction(self) -> None:
+        tensors = structured(512)
+        sharp, flat = (
+            cdf_attention(*tensors, scale=scale, simthreshd1=0.0, return_sparsity=True)[1] for scale in (1.0, 0.001)
+        )
+        assert sharp > 0.5 > 0.0 == flat
+
+    def test_attn_mask_is_honoured(self) -> None:
+        tensors = make_qkv(300)
+        mask = torch.rand(1, 2, 300, 300, generator=torch.Generator().manual_seed(5)) < 0.5
+        for given in (mask, torch.where(mask, 0.5, -math.inf)):
+            assert_over_blocks(topk_attention(*tensors, given, topk=1.0), tensors, None, attn_mask=given)
+        hidden = torch.arange(300) < 64  # of five blocks in three rows only the first can be kept
+        output, sparsity = topk_attention(*tensors, hidden[None], topk=1.0, return_sparsity=True)
+        assert sparsity == 0.0
+        assert_over_blocks(output, tensors, None, attn_mask=hidden[None])
+
+    @pytest.mark.parametrize("is_causal, sink, kept", [(True, None, 1), (False, None, 0), (True, False, 0)])
+    def test_attention_sink_by_default_when_causal(self, is_causal: bool, sink: bool | None, kept: int) -> None:
+        """The first block is the worst scored of all, and its values alone are not 0."""
+        query, key, value = make_qkv(128, 2048, heads=1)
+        query += 1.0
+        key[:, :, :64] -= 4.0
+        value.zero_()
+        value[:, :, :64] = 1.0
+        options = {"is_causal": is_causal, "topk": 0.6, "attention_sink": sink, "return_sparsity": True}
+        assert bool((topk_attention(query, key, value, **options)[0] > 0).all()) == kept
+        options["attention_sink"] = True
+        assert (topk_attention(query, key, value, **options)[0] > 0).all()
+
+
+class TestCausality:
+    @pytest.mark.parametrize("future", [3.0, 1e6])
+    def test_no_future_key_or_value_moves_the_past(self, future: float) -> None:
+        """The cut lies in the middle of a diagonal block, where the published functions mask nothing."""
+        query, key, value = structured(3000, heads=1, head_dim=16)
+        cut, checked = 2860, 2816  # query block 22 and key block 44 start at 2816
+        changed = [tensor.clone() for tensor in (key, value)]
+        for tensor in changed:
+            tensor[:, :, cut:] += future
+        for call in (topk_attention, cdf_attention):
+            options = {"is_causal": True, "simthreshd1": 0.0, "return_sparsity": True}
+            before, sparsity = call(query, key, value, **options)
+            after, _ = call(query, *changed, **options)
+            assert sparsity > 0.1, "a choice was made"
+            assert torch.equal(before[:, :, :checked], after[:, :, :checked])
+            assert not torch.equal(before[:, :, cut:], after[:, :, cut:])
+        dense = [topk_attention(query, *given, is_causal=True, topk=1.0) for given in ((key, value), changed)]
+        assert torch.equal(dense[0][:, :, checked:cut], dense[1][:, :, checked:cut])
+
+    def test_bottom_right(self) -> None:
+        tensors = make_qkv(70, 200)
+        assert_over_blocks(topk_attention(*tensors, is_causal=True), tensors, None, is_causal=True)
+
+
+class TestThresholds:
+    def test_the_judge(self) -> None:
+        """Random tokens do not agree: with a judge all is kept, as by default in the CDF function."""
+        tensors = make_qkv(512)
+        assert cdf_attention(*tensors, cdfthreshd=0.3, return_sparsity=True)[1] == 0.0
+        assert topk_attention(*tensors, simthreshd1=0.6, return_sparsity=True)[1] == 0.0
+        for off in (-0.1, 0, -math.inf, torch.tensor([-0.1, 0.0])):
+            assert topk_attention(*tensors, simthreshd1=off, return_sparsity=True)[1] == 0.5
+
+    def test_pvthreshd_counts_octaves(self) -> None:
+        """Every score of block 1 is 3 below those of block 0, which is 4.33 octaves: 4 skip it, 5 do not."""
+        _, _, value = make_qkv(64, 128, head_dim=8)
+        query = torch.ones(1, 2, 64, 8)
+        key = torch.zeros(1, 2, 128, 8)
+        key[:, :, 64:] = -3.0 / 8
+        skipped, whole = value[:, :, :64].mean(2), exact_attention(query, key, value, scale=1.0)[0][:, :, 0].float()
+        assert (skipped - whole).abs().amax(-1).gt(1e-3).all()
+        calls: tuple[Call, ...] = (
+            masked_attention,
+            lambda *given, **options: topk_attention(*given, topk=1, return_sparsity=True, **options)[0],
+            lambda *given, **options: cdf_attention(*given, cdfthreshd=1, return_sparsity=True, **options)[0],
+        )
+        for call in calls:
+            for octaves, skips in ((4, [True, True]), (5.0, [False, False]), (torch.tensor([4.0, 5.0]), [True, False])):
+                expected = torch.where(torch.tensor(skips)[:, None], skipped, whole)
+                output = call(query, key, value, scale=1.0, pvthreshd=octaves)
+                torch.testing.assert_close(output, expected[:, :, None].expand_as(output), rtol=1e-5, atol=1e-6)
+
+    def test_fifty_octaves_of_one_head_skip_nothing(self) -> None:
+        """Not even where values make up for 60 octaves."""
+        query = torch.ones(1, 2, 64, 8)
+        key = torch.zeros(1, 2, 128, 8)
+        key[:, :, 64:] = -60 * math.log(2) / 8
+        value = torch.where(torch.arange(128) < 64, 0.0, 2.0**60)[:, None].expand(1, 2, 128, 8)
+        tuned = torch.nn.Parameter(torch.tensor([50.0, 49.0]))
+        output = masked_attention(query, key, value, scale=1.0, pvthreshd=tuned)
+        assert not output.requires_grad
+        torch.testing.assert_close(output[:, 0], torch.ones(1, 64, 8), rtol=1e-4, atol=0.0)
+        assert (output[:, 1] == 0).all()
+
+    @EVERY
+    @pytest.mark.parametrize("off", [50, 64.0, math.inf, torch.tensor([50.0, 99.0])], ids=str)
+    def test_fifty_octaves_cost_nothing(self, call: Call, off: float | Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch_online, "attention", lambda *_: pytest.fail("the simulation ran"))
+        tensors = make_qkv(200)
+        assert equal(*(call(*tensors, **given, return_sparsity=True) for given in ({}, {"pvthreshd": off})))
+
+    def test_per_head(self) -> None:
+        """Each head gives what it gives alone with its own numbers."""
+        tensors = structured(512, heads=4, kv_heads=2)
+        similarity, octaves = torch.tensor([-0.1, 0.0, 0.9, 0.3]), torch.tensor([1.0, 50.0, 3.0, 80.0])
+        for call, name in ((topk_attention, "topk"), (cdf_attention, "cdfthreshd")):
+            shares = torch.tensor([0.2, 0.5, 0.4, 0.9])
+            options: dict[str, Any] = {"simthreshd1": similarity, name: shares, "pvthreshd": octaves}
+            together, sparsity = call(*tensors, **options, return_sparsity=True)
+            alone = []
+            for head in range(4):
+                one = {key: float(value[head]) for key, value in options.items()}
+                part = (
+                    tensors[0][:, head : head + 1],
+                    *(tensor[:, head // 2 : head // 2 + 1] for tensor in tensors[1:]),
+                )
+                output, skipped = call(*part, **one, return_sparsity=True)
+                torch.testing.assert_close(together[:, head : head + 1], output, rtol=1e-5, atol=1e-5)
+                alone.append(skipped)
+            assert sparsity == pytest.approx(sum(alone) / 4)
+            assert len(set(alone)) > 1, "the heads differ"
+
+    @pytest.mark.parametrize("call, name", [(topk_attention, "topk"), (cdf_attention, "cdfthreshd")])
+    def test_tuned_parameters(self, call: Call, name: str) -> None:
+        """Thresholds that come out of a tuner as ``nn.Parameter`` ask for no gradient."""
+        tensors = structured(2048, head_dim=8)
+        values = {name: [0.3, 0.6], "simthreshd1": [0.1, 0.2], "pvthreshd": [2.0, 60.0]}
+        given = {key: torch.tensor(value) for key, value in values.items()}
+        tuned = {key: torch.nn.Parameter(value) for key, value in given.items()}
+        for extra in ({}, {"return_sparsity": True}):
+            first, second = call(*tensors, **given, **extra), call(*tensors, **tuned, **extra)
+            if extra:
+                assert first[1] == second[1] > 0
+                first, second = first[0], second[0]
+            assert torch.equal(first, second) and not second.requires_grad
+
+
+class TestTensors:
+    @EVERY
+    @pytest.mark.parametrize("extra", [{}, {"return_sparsity": True}], ids=["plain", "sparsity"])
+    def test_layouts_agree(self, call: Call, extra: dict[str, Any]) -> None:
+        tensors = structured(300, heads=4, kv_heads=2, value_dim=40)
+        turned = [tensor.transpose(1, 2).contiguous() for tensor in tensors]
+        first, second = call(*tensors, **extra), call(*turned, tensor_layout="NHD", **extra)
+        if extra:
+            assert first[1] == second[1]
+            first, second = first[0], second[0]
+        assert torch.equal(first, second.transpose(1, 2))
+        assert first.is_contiguous() and second.is_contiguous(), "callers go on with view"
+
+    @EVERY
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    def test_dtypes(self, call: Call, dtype: torch.dtype) -> None:
+        tensors = make_qkv(200, dtype=dtype)
+        own = call(*tensors)
+        assert_over_blocks(own, tensors, None)
+        for asked in (torch.float32, torch.float16, torch.bfloat16):
+            assert torch.equal(call(*tensors, output_dtype=asked), own.to(asked))
+
+    def test_float32_keeps_what_float16_cannot_hold(self) -> None:
+        query, key, value = make_qkv(200)
+        tensors = (query, key, value * 1e6)
+        assert_over_blocks(topk_attention(*tensors), tensors, None)
+
+
+class TestDecisions:
+    def test_a_short_call_is_dense_unless_it_tells_its_sparsity(self) -> None:
+        tensors = structured(512)
+        output = topk_attention(*tensors, topk=0.25)
+        assert sparge.stats().reasons == {"dense: below the crossover": 1}
+        assert_over_blocks(output, tensors, None)
+        sparge.reset_stats()
+        output, sparsity = topk_attention(*tensors, topk=0.25, return_sparsity=True)
+        stats = sparge.stats()
+        assert stats.reasons == {"sparse: torch": 1} and sparsity == 0.75 == 1 - stats.density
+        mask = sparge.predict(*tensors[:2], sparsity=TopK(0.25, min_blocks=0), score="mean").to_dense()
+        assert_over_blocks(output, tensors, mask)
+
+    def test_a_long_call_gives_the_same_with_and_without(self) -> None:
+        tensors = structured(2048, head_dim=16)
+        output = topk_attention(*tensors, topk=0.25)
+        stats = sparge.stats()
+        assert stats.reasons == {"sparse: torch": 1}
+        assert equal((output, 1 - stats.density), topk_attention(*tensors, topk=0.25, return_sparsity=True))
+        expected = sparge.attention(*tensors, sparsity=TopK(0.25, min_blocks=0), score="mean")
+        assert torch.equal(output, expected)
+        assert not torch.equal(output, sparge.attention(*tensors, topk=0.25)), "the score matters"
+
+
+class TestGivenBlocks:
+    def test_every_kind_of_integer(self) -> None:
+        tensors = make_qkv(300, 500, batch=2, heads=4, kv_heads=2)
+        mask = torch.rand(2, 4, 3, 8, generator=torch.Generator().manual_seed(1)) < 0.5
+        mask[0, 0, 1] = False  # a row that keeps nothing gives 0
+        expected = masked_attention(*tensors, mask, return_sparsity=True)
+        assert expected[1] == pytest.approx(1 - float(mask.float().mean()))
+        assert_over_blocks(expected[0], tensors, mask)
+        assert (expected[0][0, 0, 128:256] == 0).all()
+        for other in (mask.int(), 7 * mask.long(), -mask.to(torch.int8), mask.byte()):
+            assert equal(expected, masked_attention(*tensors, other, return_sparsity=True))
+
+    def test_none_keeps_everything(self) -> None:
+        tensors = make_qkv(129, 65)
+        output, sparsity = masked_attention(*tensors, return_sparsity=True)
+        assert sparsity == 0.0
+        assert_over_blocks(output, tensors, None)
+
+    def test_sink(self) -> None:
+        tensors = make_qkv(256)
+        mask = torch.zeros(1, 2, 2, 4, dtype=torch.int32)
+        mask[..., 2] = 1
+        output, sparsity = masked_attention(*tensors, mask, attention_sink=True, return_sparsity=True)
+        assert sparsity == 0.5
+        assert_over_blocks(output, tensors, mask.bool() | (torch.arange(4) == 0))
+        assert mask.sum() == 4, "the caller's mask is as it was"
+
+    @pytest.mark.parametrize("q_len, kv_len", [(256, 256), (100, 100), (129, 700), (64, 128)])
+    def test_the_other_geometry(self, q_len: int, kv_len: int) -> None:
+        mask = torch.ones(1, 2, -(-q_len // 64), -(-kv_len // 128), dtype=torch.int32)
+        with pytest.raises(ValueError, match=r"expected .* got .* blocks of 64 x 128, .* Hopper; here it is 128 x 64"):
+            masked_attention(*make_qkv(q_len, kv_len), mask)
+
+    @pytest.mark.parametrize("sizes", [(1, 2, 2, 5), (2, 4), (1, 1, 2, 4), (1, 2, 1, 1), ()])
+    def test_other_shapes(self, sizes: tuple[int, ...]) -> None:
+        with pytest.raises(ValueError, match=r"mask_id: expected .* = \(1, 2, 2, 4\) .*, got \([0-9, ]*\)$"):
+            masked_attention(*make_qkv(256), torch.ones(sizes, dtype=torch.bool))
+
+    @pytest.mark.parametrize("mask", [torch.ones(1, 2, 2, 4), [[1]]], ids=["float", "list"])
+    def test_other_types(self, mask: Any) -> None:
+        with pytest.raises(TypeError, match="mask_id: expected a tensor of integers or bools, or None, got"):
+            masked_attention(*make_qkv(256), mask)
+
+
+class TestErrors:
+    @pytest.fixture(autouse=True)
+    def nothing_runs(self) -> Iterator[None]:
+        yield
+        assert sparge.stats().calls == 0
+
+    @EVERY
+    @pytest.mark.parametrize("extra", [{}, {"return_sparsity": True}], ids=["plain", "sparsity"])
+    @pytest.mark.parametrize(
+        "error, message, options",
+        [
+            (NotImplementedError, "dropout_p: expected 0.0 .* got 0.1", {"dropout_p": 0.1}),
+            (ValueError, "dropout_p: expected .* got -1", {"dropout_p": -1}),
+            (NotImplementedError, "smooth_k: expected True .* got False", {"smooth_k": False}),
+            (ValueError, "pvthreshd: expected a value in .0, inf., got 0", {"pvthreshd": 0}),
+            (ValueError, "pvthreshd: expected .* got -5", {"pvthreshd": torch.tensor([3.0, -5.0])}),
+            (ValueError, "pvthreshd: expected .* got nan", {"pvthreshd": math.nan}),
+            (TypeError, "pvthreshd: expected .* got str", {"pvthreshd": "50"}),
+            (ValueError, "pv_threshold: expected one entry per query head .2., got 3", {"pvthreshd": torch.ones(3)}),
+            (TypeError, "sink: expected .* got 'yes'", {"attention_sink": "yes"}),
+            (ValueError, "tensor_layout: expected one of 'HND', 'NHD', got 'BSHD'", {"tensor_layout": "BSHD"}),
+            (TypeError, "output_dtype: expected a floating-point .* got torch.int8", {"output_dtype": torch.int8}),
+            (TypeError, "output_dtype: expected .* got 'float16'", {"output_dtype": "float16"}),
+            (TypeError, "scale: expected .* got str", {"scale": "1"}),
+        ],
+    )
+    def test_every_function(
+        self, call: Call, extra: dict[str, Any], error: type[Exception], message: str, options: dict[str, Any]
+    ) -> None:
+        with pytest.raises(error, match=message):
+            call(*make_qkv(100), **options, **extra)
+
+    @PREDICTING
+    @pytest.mark.parametrize(
+        "error, message, options",
+        [
+            (ValueError, r"simthreshd1: expected a value in \[-inf, 1\], got 1.5", {"simthreshd1": 1.5}),
+            (TypeError, "simthreshd1: expected .* got NoneType", {"simthreshd1": None}),
+            (TypeError, "is_causal: expected a bool, got 'no'", {"is_causal": "no"}),
+            (ValueError, "attn_mask: expected .* got", {"attn_mask": torch.ones(3, 3, dtype=torch.bool)}),
+        ],
+    )
+    def test_predicting(self, call: Call, error: type[Exception], message: str, options: dict[str, Any]) -> None:
+        with pytest.raises(error, match=message):
+            call(*make_qkv(100), **options)
+
+    def test_shares(self) -> None:
+        with pytest.raises(ValueError, match=r"topk: expected a value in \(0, 1\], got 0.0"):
+            topk_attention(*make_qkv(100), topk=0)
+        with pytest.raises(ValueError, match=r"cdf: expected a value in \(0, 1\], got 1.1"):
+            cdf_attention(*make_qkv(100), cdfthreshd=1.1)
+
+    @EVERY
+    @pytest.mark.parametrize("extra", [{}, {"return_sparsity": True}], ids=["plain", "sparsity"])
+    def test_tensors(self, call: Call, extra: dict[str, Any]) -> None:
+        with pytest.raises(NotImplementedError, match=r"head_dim: expected .* got 264"):
+            call(*make_qkv(100, head_dim=264), **extra)
+        with pytest.raises(ValueError, match="query: expected a multiple of the key's 2 heads, got 3"):
+            call(*make_qkv(100, heads=3, kv_heads=2), **extra)
+        query, key, value = make_qkv(100)
+        with pytest.raises(NotImplementedError, match="expected inputs without gradients"):
+            call(query, key, value.requires_grad_(), **extra)
+
+
+@pytest.fixture
+def spas_sage_attn(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The module that the distribution in ``compat/`` provides, as its wheel would."""
+    monkeypatch.syspath_prepend(str(REPOSITORY / "compat" / "src"))
+    assert "spas_sage_attn" not in sys.modules
+    yield importlib.import_module("spas_sage_attn")
+    del sys.modules["spas_sage_attn"]
+
+
+class TestDistribution:
+    def test_it_has_every_name(self, spas_sage_attn: ModuleType) -> None:
+        assert Path(str(spas_sage_attn.__file__)).is_relative_to(REPOSITORY / "compat")
+        assert sorted(spas_sage_attn.__all__) == sorted(compat.__all__)
+        assert all(getattr(spas_sage_attn, name) is getattr(compat, name) for name in compat.__all__)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @causality
+    def test_sglang(self, spas_sage_attn: ModuleType, dtype: torch.dtype, is_causal: bool) -> None:
+        """SGLang's diffusion backend calls it so, and puts the heads side by side afterwards."""
+        tensors = structured(2048, head_dim=64, dtype=dtype)
+        query, key, value = (tensor.transpose(1, 2).contiguous() for tensor in tensors)
+        output = spas_sage_attn.spas_sage2_attn_meansim_topk_cuda(
+            query, key, value, is_causal=is_causal, scale=0.125, tensor_layout="NHD", topk=0.5
+        )
+        assert sparge.stats().reasons == {"sparse: torch": 1}
+        heads_first = output.view(1, 2048, 128).unflatten(2, (2, 64)).transpose(1, 2)
+        rules = TopK(0.5, min_blocks=16 if is_causal else 0)
+        options: dict[str, Any] = {"is_causal": is_causal, "scale": 0.125}
+        assert torch.equal(heads_first, sparge.attention(*tensors, sparsity=rules, score="mean", **options))
+        mask = sparge.predict(*tensors[:2], sparsity=rules, score="mean", **options).to_dense()
+        last = (tensors[0][:, :, -16:], *tensors[1:])  # few rows: the oracle is slow in 16 bits
+        assert_over_blocks(heads_first[:, :, -16:], last, mask[:, :, -1:], **options)
+
+
+class TestMigrationPage:
+    SMALLER = (("8, 2048, 64", "8, 256, 16"), ("8, 16, 32", "8, 2, 4"), ("8, 32, 16", "8, 4, 2"))
+
+    def test_examples_run(self) -> None:
+        text = (REPOSITORY / "docs" / "migration.md").read_text(encoding="utf-8")
+        namespace: dict[str, Any] = {}
+        for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+            for full, small in self.SMALLER:
+                block = block.replace(full, small)
+            exec(block.replace("print(mask.density())", "density = mask.density()"), namespace)
+        assert namespace["q"].shape == (1, 8, 256, 16) and namespace["density"] == 1.0
+        kept = [
+            mask.repeat_interleave(rows, 2).repeat_interleave(columns, 3)
+            for mask, rows, columns in ((namespace["old"], 64, 128), (namespace["new"], 128, 64))
+        ]
+        assert (kept[1] | ~kept[0]).all() and not kept[1].all()
+
+    def test_every_argument_and_name_is_told(self) -> None:
+        text = (REPOSITORY / "docs" / "migration.md").read_text(encoding="utf-8")
+        for name in compat.__all__:
+            assert name in text
+            for argument in inspect.signature(getattr(compat, name)).parameters:
+                assert f"`{argument}`" in text, argument

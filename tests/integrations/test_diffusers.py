@@ -1,0 +1,269 @@
+"""diffusers' transformers: stock output with everything kept, text always kept, and back again in every bit."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from diffusers import (
+    AuraFlowTransformer2DModel,
+    DDIMScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    FlowMatchHeunDiscreteScheduler,
+)
+from tiny_transformers import TRANSFORMERS, build
+from torch import Tensor
+
+import sparge
+from sparge import Policy, TopK
+from sparge.integrations import calls, diffusers
+
+pytestmark = pytest.mark.timeout(240)
+
+ALL = Policy(topk=1.0, backend="torch", on_unsupported="raise")
+THIN = Policy(sparsity=TopK(0.3, min_blocks=1), backend="torch")
+every_model = pytest.mark.parametrize("name", TRANSFORMERS)
+
+SELF = {  # layers of self-attention, and the keys of text among theirs
+    "cogvideox": {"transformer_blocks.0.attn1": (0, 70), "transformer_blocks.1.attn1": (0, 70)},
+    "flux": {
+        "transformer_blocks.0.attn": (0, 70),
+        "single_transformer_blocks.0.attn": (0, 70),
+        "single_transformer_blocks.1.attn": (0, 70),
+    },
+    "hunyuanvideo": {"transformer_blocks.0.attn": (392, 442), "single_transformer_blocks.0.attn": (392, 442)},
+    "ltx": {"transformer_blocks.0.attn1": None, "transformer_blocks.1.attn1": None},
+    "mochi": {"transformer_blocks.0.attn1": (432, 482), "transformer_blocks.1.attn1": (432, 482)},
+    "sd3": {
+        "transformer_blocks.0.attn": (400, 470),
+        "transformer_blocks.0.attn2": None,
+        "transformer_blocks.1.attn": (400, 470),
+    },
+    "wan": {"blocks.0.attn1": None, "blocks.1.attn1": None},
+}
+CROSS = {
+    "ltx": ["transformer_blocks.0.attn2", "transformer_blocks.1.attn2"],
+    "wan": ["blocks.0.attn2", "blocks.1.attn2"],
+}
+
+
+@pytest.fixture(autouse=True)
+def no_gradients(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(calls, "_WARNED", set())
+    diffusers._warn_once.cache_clear()
+    with torch.no_grad():
+        yield
+
+
+def run(model: Any, inputs: dict[str, Any]) -> Tensor:
+    output: Tensor = model(**inputs, return_dict=False)[0]
+    return output
+
+
+@every_model
+class TestEveryModel:
+    def test_everything_kept_is_stock(self, name: str) -> None:
+        model, inputs = build(name)
+        expected = run(model, inputs)
+        sparge.enable(model, ALL)
+        got = run(model, inputs)
+        torch.testing.assert_close(got, expected, rtol=0, atol=float(30 * 2**-23 * expected.abs().max()))
+        reasons = {layer: row.reasons for layer, row in sparge.stats().layers.items()}
+        assert reasons == {
+            **{layer: {"sparse: torch": 1} for layer in SELF[name]},
+            **{layer: {"dense: cross-attention": 1} for layer in CROSS.get(name, [])},
+        }
+
+    def test_disable_restores(self, name: str) -> None:
+        model, inputs = build(name)
+        expected = run(model, inputs)
+        before = {layer: sorted(vars(module)) for layer, module in model.named_modules()}
+        backends = [getattr(module.processor, "_attention_backend", "") for module in self.attentions(model)]
+        sparge.enable(model, THIN)
+        sparse = run(model, inputs)
+        assert not torch.equal(sparse, expected)
+        sparge.enable(model, THIN)
+        assert torch.equal(run(model, inputs), sparse)
+        sparge.disable(model)
+        assert torch.equal(run(model, inputs), expected)
+        assert {layer: sorted(vars(module)) for layer, module in model.named_modules()} == before
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+        assert [getattr(module.processor, "_attention_backend", "") for module in self.attentions(model)] == backends
+
+    @staticmethod
+    def attentions(model: Any) -> list[Any]:
+        return [module for module in model.modules() if hasattr(module, "processor")]
+
+    def test_text_is_kept(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        kept = []
+        attention = calls.api.attention
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            kept.append(kwargs["always_keep"])
+            return attention(*args, **kwargs)
+
+        monkeypatch.setattr(calls.api, "attention", watched)
+        model, inputs = build(name)
+        sparge.enable(model, THIN)
+        run(model, inputs)
+        assert kept == [None if text is None else [text] for text in SELF[name].values()]
+
+    def test_dense_layers(self, name: str) -> None:
+        model, inputs = build(name)
+        sparge.enable(model, Policy(topk=0.5, backend="torch", dense_layers=(-1,)))
+        run(model, inputs)
+        last = [layer for layer in SELF[name] if layer.split(".")[:2] == list(SELF[name])[-1].split(".")[:2]]
+        dense = [layer for layer, row in sparge.stats().layers.items() if row.reasons == {"dense: dense layer": 1}]
+        assert dense == last
+
+
+@pytest.mark.parametrize("name", ["cogvideox", "flux"])  # one that calls SDPA and one that is dispatched
+def test_compiled_equals_eager(name: str) -> None:
+    model, inputs = build(name)
+    sparge.enable(model, THIN)
+    expected = run(model, inputs)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    torch.testing.assert_close(run(compiled, inputs), expected, rtol=0, atol=1e-5)
+    assert sparge.stats().reasons["sparse: torch"] == 2 * len(SELF[name])
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [FlowMatchEulerDiscreteScheduler, DDIMScheduler, FlowMatchHeunDiscreteScheduler],
+    ids=lambda kind: kind.__name__,
+)
+class TestSteps:
+    def denoise(self, model: Any, inputs: dict[str, Any], scheduler: Any, steps: int, passes: int) -> list[int]:
+        """Sparse calls of each step of a bare denoising loop with so many passes a step."""
+        scheduler.set_timesteps(steps)
+        latents, counts = inputs["hidden_states"], []
+        for timestep in scheduler.timesteps:
+            before = sparge.stats().sparse
+            for _ in range(passes):
+                noise = run(model, {**inputs, "hidden_states": latents})
+            latents = scheduler.step(noise, timestep, latents).prev_sample
+            counts.append(sparge.stats().sparse - before)
+        return counts
+
+    def test_dense_steps(self, kind: Any) -> None:
+        model, inputs = build("wan")
+        scheduler = kind()
+        sparge.enable(
+            model, Policy(topk=0.5, backend="torch", dense_first_steps=0.25, dense_last_steps=1), scheduler=scheduler
+        )
+        for steps in (4, 3):  # a second schedule starts afresh
+            counts = self.denoise(model, inputs, scheduler, steps, passes=2)
+            total = len(scheduler.timesteps)
+            assert counts == [0 if i < -(-total // 4) or i == total - 1 else 4 for i in range(total)]
+        assert "dense: dense step" in sparge.stats().reasons
+
+    def test_the_scheduler_is_what_it_was(self, kind: Any) -> None:
+        model, _ = build("wan")
+        scheduler = kind()
+        signatures = [inspect.signature(method) for method in (scheduler.step, scheduler.set_timesteps)]
+        state = sorted(vars(scheduler))
+        sparge.enable(model, Policy(dense_first_steps=1), scheduler=scheduler)
+        assert isinstance(scheduler, kind)
+        assert type(scheduler).__name__ == kind.__name__
+        assert [inspect.signature(method) for method in (scheduler.step, scheduler.set_timesteps)] == signatures
+        copied = copy.deepcopy(scheduler)
+        copied.set_timesteps(3)
+        assert len(copied.timesteps) >= 3
+        sparge.disable(model)
+        assert type(scheduler) is kind
+        assert sorted(vars(scheduler)) == state
+
+
+class TestDispatcher:
+    def test_by_name(self) -> None:
+        model, inputs = build("flux")
+        expected = run(model, inputs)
+        sparge.register(ALL, "diffusers")
+        model.set_attention_backend("sparge")
+        try:
+            got = run(model, inputs)
+        finally:
+            model.reset_attention_backend()
+            model.set_attention_backend("native")
+        assert sparge.stats().reasons == {"sparse: torch": 3}
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+        assert torch.equal(run(model, inputs), expected)
+
+    def test_a_backend_chosen_before_comes_back(self) -> None:
+        model, inputs = build("wan")
+        model.set_attention_backend("_native_math")
+        expected = run(model, inputs)
+        sparge.enable(model, ALL)
+        run(model, inputs)
+        assert sparge.stats().sparse == 2
+        sparge.disable(model)
+        assert torch.equal(run(model, inputs), expected)
+        assert {module.processor._attention_backend for module in model.modules() if hasattr(module, "processor")} == {
+            "_native_math"
+        }
+        model.set_attention_backend("native")
+
+    def test_a_backend_chosen_after_is_noticed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from diffusers.models import attention_dispatch
+
+        model, inputs = build("wan")
+        sparge.enable(model, ALL)
+        registry = attention_dispatch._AttentionBackendRegistry
+        name = attention_dispatch.AttentionBackendName.FLASH
+        native = registry._backends[attention_dispatch.AttentionBackendName.NATIVE]
+
+        def elsewhere(**call: Any) -> Any:
+            with torch._C.DisableTorchFunction():  # as a kernel that is not SDPA
+                return native(**call)
+
+        monkeypatch.setitem(registry._backends, name, elsewhere)
+        for module in model.modules():
+            if hasattr(module, "processor"):
+                module.processor._attention_backend = name
+        with pytest.warns(UserWarning, match="did not call SDPA"):
+            run(model, inputs)
+        assert sparge.stats().reasons == {"dense: not through SDPA": 4}
+
+    def test_without_the_private_registry(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A diffusers whose dispatcher cannot be extended: its calls are seen at SDPA."""
+        monkeypatch.setattr(diffusers.diffusers_backend, "register", lambda: None)
+        model, inputs = build("flux")
+        expected = run(model, inputs)
+        sparge.enable(model, ALL)
+        got = run(model, inputs)
+        assert sparge.stats().reasons == {"sparse: torch": 3}
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+
+
+def test_errors_leave_nothing_open() -> None:
+    model, inputs = build("cogvideox")
+    sparge.enable(model, ALL)
+    with pytest.raises(RuntimeError):
+        run(model, {**inputs, "encoder_hidden_states": inputs["encoder_hidden_states"][..., :3]})
+    model.transformer_blocks[1].attn1.to_v.weight.data = model.transformer_blocks[1].attn1.to_v.weight.data[:, :5]
+    with pytest.raises(RuntimeError):
+        run(model, inputs)
+    assert diffusers.diffusers_backend.THREAD.scopes == []
+    sparge.reset_stats()
+    query = torch.randn(1, 1, 300, 16)
+    torch.nn.functional.scaled_dot_product_attention(query, query, query)
+    assert sparge.stats().calls == 0, "a mode was left on the stack"
+
+
+def test_what_enable_refuses() -> None:
+    model, _ = build("flux")
+    with pytest.raises(ValueError, match=r"expected a pipeline, or scheduler=\.\.\., for rules about denoising steps"):
+        sparge.enable(model, Policy(dense_first_steps=0.1))
+    unknown = AuraFlowTransformer2DModel(
+        sample_size=8, patch_size=2, in_channels=4, num_mmdit_layers=1, num_single_dit_layers=1, attention_head_dim=8,
+        num_attention_heads=2, joint_attention_dim=8, caption_projection_dim=16, out_channels=4, pos_embed_max_size=16,
+    )  # fmt: skip
+    with pytest.raises(
+        NotImplementedError, match=r"AuraFlowTransformer2DModel: expected one of CogVideoX.*replace_sdpa"
+    ):
+        sparge.enable(unknown)
+    with pytest.raises(ValueError, match=r"expected one that sparge.enable was called for"):
+        sparge.disable(model)

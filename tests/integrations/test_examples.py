@@ -1,0 +1,179 @@
+"""The examples, run as a user runs them: a saved model, a command line, a file and statistics that come out."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image, ImageSequence
+from tiny_pipelines import (
+    CALLS,
+    PIPELINES,
+    PROMPT,
+    STEPS,
+    build_allegro,
+    seeded,
+    word_tokenizer,
+)
+
+import sparge
+from sparge import Policy, TopK
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore:In CPU autocast"),  # Mochi's own
+    pytest.mark.filterwarnings("ignore:`torch_dtype` is deprecated"),  # its successor is unknown to older versions
+]
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SPARSE = Policy(sparsity=TopK(0.3, min_blocks=1), backend="torch")
+FIRST_DENSE = Policy(sparsity=TopK(0.3, min_blocks=1), backend="torch", dense_first_steps=0.25)
+Run = Callable[..., None]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Run]:
+    """`python examples/NAME.py --OPTION VALUE ...` on a CPU, in this process: importing diffusers takes seconds."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+    def run(name: str, **options: Any) -> None:
+        words = [str(word) for option, value in options.items() for word in (f"--{option.replace('_', '-')}", value)]
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *words])
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+
+    yield run
+    sys.modules.pop("common", None)
+
+
+def saved(pipe: Any, folder: Path) -> Path:
+    pipe.save_pretrained(folder)
+    return folder
+
+
+def written(policy: Policy, path: Path) -> Path:
+    path.write_text(policy.to_json())
+    return path
+
+
+def assert_shows_something(path: Path, frames: int) -> None:
+    """So many frames, none of them of one colour, no two of them the same."""
+    with Image.open(path) as file:
+        pictures = [frame.convert("RGB") for frame in ImageSequence.Iterator(file)]
+    assert len(pictures) == frames
+    assert all(high - low > 20 for picture in pictures for low, high in picture.getextrema())
+    assert len({picture.tobytes() for picture in pictures}) == frames
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_diffusers(name: str, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = CALLS[name]
+    is_video = "num_frames" in sizes
+    output = "out.webp" if is_video else "out.png"
+    run(
+        name,
+        model=saved(PIPELINES[name](), tmp_path / "model"),
+        policy=written(FIRST_DENSE, tmp_path / "policy.json"),
+        prompt=PROMPT,
+        steps=STEPS,
+        height=sizes["height"],
+        width=sizes["width"],
+        **({"frames": sizes["num_frames"]} if is_video else {}),
+        output=output,
+    )
+    assert_shows_something(tmp_path / output, sizes.get("num_frames", 1))
+    stats = sparge.stats()
+    assert str(stats) in capsys.readouterr().out
+    assert stats.sparse == 3 * stats.reasons["dense: dense step"] > 0
+    assert set(stats.reasons) <= {"sparse: torch", "dense: dense step", "dense: cross-attention"}
+    assert stats.layers and all(layer.startswith("transformer.") for layer in stats.layers)
+    assert all(layer.sparse or "dense: cross-attention" in layer.reasons for layer in stats.layers.values())
+
+
+def test_open_sora_plan(run: Run, tmp_path: Path) -> None:
+    run(
+        "open_sora_plan",
+        model=saved(build_allegro(), tmp_path / "model"),
+        policy=written(SPARSE, tmp_path / "policy.json"),
+        steps=STEPS,
+        height=128,
+        width=128,
+        frames=24,
+        output="out.gif",
+    )
+    assert_shows_something(tmp_path / "out.gif", 24)
+    assert sparge.stats().reasons == {"sparse: torch": STEPS, "dense: cross-attention": STEPS}  # VAE, text: not counted
+
+
+class TestLanguageModel:
+    WORDS = 2500
+    """Enough for a CPU to go sparse by itself."""
+
+    @pytest.fixture
+    def model(self, tmp_path: Path) -> Path:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        tokenizer = word_tokenizer()
+        config = LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=4096,
+            eos_token_id=None,
+        )
+        seeded(LlamaForCausalLM, config).save_pretrained(tmp_path / "model")
+        tokenizer.save_pretrained(tmp_path / "model")
+        return tmp_path / "model"
+
+    @pytest.fixture
+    def text(self, tmp_path: Path) -> Path:
+        path = tmp_path / "text.txt"
+        path.write_text("the cat walks in the rain " * (self.WORDS // 6))
+        return path
+
+    def test_prompt_is_sparse_and_decoding_dense(
+        self, run: Run, model: Path, text: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        run("transformers_llm", model=model, prompt_file=text, tokens=4)
+        stats = sparge.stats()
+        assert str(stats) in capsys.readouterr().out
+        assert {name: layer.reasons for name, layer in stats.layers.items()} == {
+            "model.layers.0.self_attn": {"dense: dense layer": 1, "dense: decode": 3},
+            "model.layers.1.self_attn": {"dense: dense layer": 1, "dense: decode": 3},
+            "model.layers.2.self_attn": {"sparse: torch": 1, "dense: decode": 3},
+        }
+
+    def test_chat_template(self, run: Run, model: Path, text: Path) -> None:
+        (model / "chat_template.jinja").write_text("{% for m in messages %}rain {{ m.content }} rain{% endfor %}")
+        run("transformers_llm", model=model, prompt_file=text, tokens=2, policy=written(SPARSE, model / "policy.json"))
+        assert sparge.stats().reasons == {"sparse: torch": 3, "dense: decode": 3}
+
+
+class TestCommandLine:
+    def test_mp4_is_refused_before_the_work(
+        self, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr("common.find_spec", lambda _: None)
+        with pytest.raises(SystemExit):
+            run("cogvideox", output="out.mp4")
+        assert "imageio" in capsys.readouterr().err
+
+    def test_policy_with_an_unknown_field(self, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (tmp_path / "policy.json").write_text('{"dense_start": 2}')
+        with pytest.raises(SystemExit):
+            run("flux", policy=tmp_path / "policy.json")
+        assert "got dense_start" in capsys.readouterr().err
+
+
+def test_readme_lists_every_example() -> None:
+    table = (EXAMPLES / "README.md").read_text()
+    scripts = {path.name for path in EXAMPLES.glob("*.py")} - {"common.py"}
+    assert all(f"[{script}]({script})" in table for script in scripts)

