@@ -8,7 +8,9 @@ are a simulation and take long: choose cases with --tokens, --windows and --quan
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -46,9 +48,21 @@ def windows_of(tokens: Tensor, length: int, count: int) -> list[Tensor]:
     return [tokens[None, start : start + length] for start in range(0, len(tokens) - length + 1, length)][:count]
 
 
-def mean_perplexity(model: Any, windows: list[Tensor]) -> float:
-    """exp of the mean log-likelihood over all windows."""
-    return math.exp(sum(math.log(perplexity(model, window)) for window in windows) / len(windows))
+def log_perplexities(model: Any, windows: list[Tensor]) -> list[float]:
+    """One for each window."""
+    return [math.log(perplexity(model, window)) for window in windows]
+
+
+def compare(logs: list[float], dense: list[float]) -> dict[str, float]:
+    """Perplexity over all windows, its rise above the dense one, and the standard error of the rise."""
+    rises = [log - dense_log for log, dense_log in zip(logs, dense, strict=True)]
+    error = statistics.stdev(rises) / math.sqrt(len(rises)) if len(rises) > 1 else math.nan
+    return {
+        "perplexity": math.exp(statistics.fmean(logs)),
+        "loss": math.expm1(statistics.fmean(rises)),
+        "loss_error": error,
+        "first_window_loss": math.expm1(rises[0]),
+    }
 
 
 def main() -> None:
@@ -67,36 +81,35 @@ def main() -> None:
     model, tokenizer = load(args.data, args.device, getattr(torch, args.dtype))
     tokens = tokenizer(essays(args.data), return_tensors="pt").input_ids[0].to(args.device)
     backend = choose_backend("auto", torch.device(args.device)).backend  # by name: lengths below the crossover too
+    on_gpu = args.device == "cuda"
     print(f"{len(tokens)} tokens of text; backend {backend}", flush=True)
     for length in args.tokens:
         windows = windows_of(tokens, length, args.windows)
-        start = time.perf_counter()
-        dense = mean_perplexity(model, windows)
         common = {"case": "perplexity", "model": "SmolLM2-135M-Instruct", "tokens": length, "windows": len(windows)}
         common |= {"dtype": args.dtype, "device": args.device}
-        row = {**common, "attention": "dense", "perplexity": dense, "seconds": time.perf_counter() - start}
-        append_row(args.results, row, gpu=args.device == "cuda")
-        print(f"{length:6} dense {dense:.3f}", flush=True)
-        for quantization in args.quantization:
-            for topk in args.topk:
-                for score in args.score:
-                    policy = sparge.Policy(topk=topk, score=score, quantization=quantization, backend=backend)
-                    sparge.enable(model, policy)
-                    sparge.reset_stats()
-                    start = time.perf_counter()
-                    sparse = mean_perplexity(model, windows)
-                    seconds = time.perf_counter() - start
-                    stats = sparge.stats()
-                    sparge.disable(model)
-                    assert stats.dense == 0, stats
-                    row = {**common, "attention": backend, "topk": topk, "score": score, "quantization": quantization}
-                    row |= {"density": stats.density, "perplexity": sparse, "loss": sparse / dense - 1}
-                    append_row(args.results, {**row, "seconds": seconds}, gpu=args.device == "cuda")
-                    print(
-                        f"{length:6} {quantization:15} topk {topk:<5} {score:7} density {stats.density:.3f} "
-                        f"perplexity {sparse:.3f} {sparse / dense - 1:+.2%}",
-                        flush=True,
-                    )
+        start = time.perf_counter()
+        dense = log_perplexities(model, windows)
+        row = {**common, "attention": "dense", **compare(dense, dense), "seconds": time.perf_counter() - start}
+        append_row(args.results, row, gpu=on_gpu)
+        print(f"{length:6} dense perplexity {row['perplexity']:.3f}", flush=True)
+        for quantization, topk, score in itertools.product(args.quantization, args.topk, args.score):
+            policy = sparge.Policy(topk=topk, score=score, quantization=quantization, backend=backend)
+            sparge.enable(model, policy)
+            sparge.reset_stats()
+            start = time.perf_counter()
+            sparse = log_perplexities(model, windows)
+            seconds = time.perf_counter() - start
+            stats = sparge.stats()
+            sparge.disable(model)
+            assert stats.dense == 0, stats
+            choice = {"attention": backend, "topk": topk, "score": score, "quantization": quantization}
+            row = {**common, **choice, "density": stats.density, **compare(sparse, dense), "seconds": seconds}
+            append_row(args.results, row, gpu=on_gpu)
+            print(
+                f"{length:6} {quantization:15} topk {topk:<5} {score:7} density {stats.density:.3f} "
+                f"perplexity {row['perplexity']:.3f} {row['loss']:+.2%} +- {row['loss_error']:.2%}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -61,6 +61,7 @@ CASES = {
     "int8_fp8 causal": Case("int8_fp8", is_causal=True),
     "int8_fp8 D 64": Case("int8_fp8", head_dim=64),
     "int8_fp8 threshold": Case("int8_fp8", pv_threshold=-8.0),
+    "int8_fp8 keys": Case("int8_fp8", attn_mask="keys"),
     "int8_fp16": Case("int8_fp16", kernels="."),
     "int8_fp16 D 64": Case("int8_fp16", head_dim=64),
     "int8_fp16 judged": Case(

@@ -153,11 +153,11 @@ def _attend(
     return attend_within(spans, query, key, value, is_causal=is_causal, keep=keep, attention=api.attention, **options)
 
 
-def _why_slow(attn_mask: Tensor) -> str:
+def _why_slow(attn_mask: Tensor) -> str | None:
     """Masks whose reading costs a GPU more than sparsity saves (docs/performance.md, "Masks in models")."""
-    if attn_mask.ndim < 2 or attn_mask.shape[-2] == 1:
-        return "additive key mask" if attn_mask.dtype != torch.bool else "key mask with gaps or per head"
-    return "mask with an entry per query"
+    if attn_mask.ndim >= 2 and attn_mask.shape[-2] > 1:
+        return "mask with an entry per query"
+    return None if attn_mask.dtype == torch.bool else "additive mask"
 
 
 def _why_dense(layer: Layer, query: Tensor, key: Tensor, is_self: bool | None, is_language: bool) -> str | None:

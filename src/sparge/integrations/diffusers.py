@@ -196,17 +196,32 @@ def _is_dispatched(module: Any) -> bool:
     return getattr(module.processor, "_attention_backend", None) == diffusers_backend.NAME
 
 
-class _TextTokens(threading.local):
-    """The number of text tokens of the forward pass under way, for blocks that get text and picture in one tensor."""
+class _TextTokens:
+    """The number of text tokens of the forward pass under way, for blocks that get text and picture in one tensor.
 
-    count = 0
+    Each thread has its own. A compiled model has one: torch.compile up to torch 2.11 loses what is written to
+    thread-local objects.
+    """
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+        self._compiled = 0
 
     def reader(self, place: int) -> Callable[..., None]:
         def read(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             states = kwargs.get("encoder_hidden_states", args[place] if len(args) > place else None)
-            self.count = 0 if states is None else states.shape[1]
+            count = 0 if states is None else states.shape[1]
+            if torch.compiler.is_compiling():
+                self._compiled = count
+            else:
+                self._local.count = count
 
         return read
+
+    def count(self) -> int:
+        if torch.compiler.is_compiling():
+            return self._compiled
+        return getattr(self._local, "count", 0)
 
 
 class _Hooks:
@@ -243,7 +258,7 @@ class _Hooks:
             first = self.blocks.text == "first"
             return True, ((0, encoder.shape[1]) if first else (hidden.shape[1], None),)
         if self.text_tokens is not None:
-            return True, ((0, self.text_tokens.count),)
+            return True, ((0, self.text_tokens.count()),)
         return True, ()
 
 

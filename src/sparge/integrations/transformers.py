@@ -23,8 +23,11 @@ PADDING = "_sparge_padding"
 
 NEEDED = "5.17"
 
-EXTRAS = {"position_bias": "position bias", "cache": "paged cache", "softcap": "softcap"}
+EXTRAS = {"position_bias": "position bias", "cache": "paged cache"}
 """Arguments only the SDPA function knows what to do with."""
+
+FORBIDDEN = {"s_aux": "attention sinks", "softcap": "soft-capped scores"}
+"""Arguments without which the model would be wrong, and that some versions of the SDPA function ignore."""
 
 _registered: dict[str, Policy] = {}
 
@@ -101,8 +104,9 @@ def attention_forward(
     """What transformers calls: query (B, H, S_q, D), key and value (B, H_kv, S_k, D), output (B, S_q, H, D)."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    if kwargs.get("s_aux") is not None:
-        raise NotImplementedError("attention sinks (s_aux): expected none (SDPA has none either), got a tensor")
+    for name, meaning in FORBIDDEN.items():
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(f"{meaning} ({name}): expected None (SDPA cannot do it either), got a value")
     unsupported = next((EXTRAS[name] for name in EXTRAS if kwargs.get(name) is not None), None)
     output = _sparse(module, query, key, value, attention_mask, dropout, scaling, is_causal, unsupported)
     if output is None:

@@ -1,0 +1,104 @@
+"""Time of a forward pass of whole models with random weights, stock and sparse: `python -m benchmarks.models`.
+
+Shapes are those of published models; weights are random, so attention has little structure and the error says how far
+sparse and stock outputs differ on such input, not how a trained model looks. What it shows is the speed that is left
+when everything around attention runs as well. Needs a CUDA device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import sparge
+from benchmarks.measure import append_row
+
+RESULTS = Path(__file__).parent / "results" / "models.jsonl"
+
+
+def wan() -> tuple[Any, Callable[[Any], Tensor]]:
+    """Wan 2.1 T2V 1.3B: 81 frames of 832 x 480 are 32 760 tokens."""
+    from diffusers import WanTransformer3DModel
+
+    model = WanTransformer3DModel(num_attention_heads=12, ffn_dim=8960, num_layers=30)
+    video = torch.randn(1, 16, 21, 60, 104, device="cuda", dtype=torch.bfloat16)
+    text = torch.randn(1, 512, 4096, device="cuda", dtype=torch.bfloat16)
+    step = torch.tensor([500], device="cuda")
+    return model, lambda model: model(video, step, text, return_dict=False)[0]
+
+
+def llama() -> tuple[Any, Callable[[Any], Tensor]]:
+    """Llama 3.1 8B: prefill of 32 768 tokens."""
+    from transformers import LlamaConfig, LlamaModel
+
+    config = LlamaConfig(
+        vocab_size=1024,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+    )
+    tokens = torch.randint(0, 1024, (1, 32768), device="cuda")
+    return LlamaModel(config), lambda model: model(tokens, use_cache=False).last_hidden_state
+
+
+MODELS = {"Wan 2.1 1.3B": wan, "Llama 3.1 8B": llama}
+
+
+def milliseconds(function: Callable[[], object], repeats: int) -> float:
+    """Median over the repeats, after two warm-ups."""
+    times = []
+    for turn in range(repeats + 2):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        function()
+        end.record()
+        end.synchronize()
+        if turn >= 2:
+            times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--topk", type=float, nargs="+", default=[0.5, 0.25])
+    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    for name in args.models:
+        torch.manual_seed(0)
+        with torch.device("cuda"):
+            torch.set_default_dtype(torch.bfloat16)
+            model, forward = MODELS[name]()
+            torch.set_default_dtype(torch.float32)
+        model = model.to(torch.bfloat16).eval()
+        stock = forward(model).float()
+        stock_ms = milliseconds(lambda: forward(model), args.repeats)
+        for topk in args.topk:
+            sparge.enable(model, sparge.Policy(topk=topk))
+            sparge.reset_stats()
+            error = float((forward(model).float() - stock).abs().sum() / stock.abs().sum())
+            stats = sparge.stats()
+            sparse_ms = milliseconds(lambda: forward(model), args.repeats)
+            sparge.disable(model)
+            row = {"case": "forward", "model": name, "topk": topk, "stock_ms": stock_ms, "sparse_ms": sparse_ms}
+            row |= {"density": stats.density, "relative_l1": error, "reasons": stats.reasons}
+            append_row(args.results, row, gpu=True)
+            print(f"{name} topk {topk}: {stock_ms:.1f} -> {sparse_ms:.1f} ms, density {stats.density:.3f}", flush=True)
+            print(f"  relative L1 {error:.4f}, {stats.reasons}", flush=True)
+        assert torch.equal(forward(model).float(), stock)
+        del model, stock
+
+
+if __name__ == "__main__":
+    main()
