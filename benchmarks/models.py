@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,28 @@ def milliseconds(function: Callable[[], object], repeats: int) -> float:
 
 
 @torch.no_grad()
+def measure(name: str, shares: list[float], repeats: int) -> Iterator[dict[str, Any]]:
+    """A row for each share of kept blocks."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        model, forward = MODELS[name]()
+    torch.set_default_dtype(torch.float32)
+    model.eval()
+    stock = forward(model).float()
+    stock_ms = milliseconds(lambda: forward(model), repeats)
+    for topk in shares:
+        sparge.enable(model, sparge.Policy(topk=topk))
+        sparge.reset_stats()
+        error = float((forward(model).float() - stock).abs().sum() / stock.abs().sum())
+        stats = sparge.stats()
+        sparse_ms = milliseconds(lambda: forward(model), repeats)
+        sparge.disable(model)
+        row = {"case": "forward", "model": name, "topk": topk, "stock_ms": stock_ms, "sparse_ms": sparse_ms}
+        yield {**row, "density": stats.density, "relative_l1": error, "reasons": stats.reasons}
+    assert torch.equal(forward(model).float(), stock), "disable restores"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--topk", type=float, nargs="+", default=[0.5, 0.25])
@@ -76,28 +98,13 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
     for name in args.models:
-        torch.manual_seed(0)
-        with torch.device("cuda"):
-            torch.set_default_dtype(torch.bfloat16)
-            model, forward = MODELS[name]()
-            torch.set_default_dtype(torch.float32)
-        model = model.to(torch.bfloat16).eval()
-        stock = forward(model).float()
-        stock_ms = milliseconds(lambda: forward(model), args.repeats)
-        for topk in args.topk:
-            sparge.enable(model, sparge.Policy(topk=topk))
-            sparge.reset_stats()
-            error = float((forward(model).float() - stock).abs().sum() / stock.abs().sum())
-            stats = sparge.stats()
-            sparse_ms = milliseconds(lambda: forward(model), args.repeats)
-            sparge.disable(model)
-            row = {"case": "forward", "model": name, "topk": topk, "stock_ms": stock_ms, "sparse_ms": sparse_ms}
-            row |= {"density": stats.density, "relative_l1": error, "reasons": stats.reasons}
+        for row in measure(name, args.topk, args.repeats):
             append_row(args.results, row, gpu=True)
-            print(f"{name} topk {topk}: {stock_ms:.1f} -> {sparse_ms:.1f} ms, density {stats.density:.3f}", flush=True)
-            print(f"  relative L1 {error:.4f}, {stats.reasons}", flush=True)
-        assert torch.equal(forward(model).float(), stock)
-        del model, stock
+            print(
+                "{model} topk {topk}: {stock_ms:.1f} -> {sparse_ms:.1f} ms, density {density:.3f}, "
+                "relative L1 {relative_l1:.4f}, {reasons}".format(**row),
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.language import essays, load, windows_of
 
 import sparge
-from benchmarks.language import essays, load, windows_of
 from sparge import Policy
 from sparge.evaluate.perplexity import perplexity
 
