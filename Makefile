@@ -11,8 +11,8 @@ SOURCES := src tests benchmarks examples compat comfyui
 $(READY): pyproject.toml requirements-dev.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "sparge needs Python 3.10 or newer, got " + sys.version)'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
-	$(BIN)/python -m pip install --quiet -e '.[plot]'
+	$(BIN)/python -m pip install --quiet --no-compile -r requirements-dev.txt  # what is used is compiled when used
+	$(BIN)/python -m pip install --quiet --no-compile -e '.[plot]'
 	touch $(READY)
 
 demo: $(READY)  ## the main job on this machine: a table, and sparge-demo.html

@@ -215,6 +215,65 @@ def _gpu_source(rows: list[Row]) -> str:
     return "; ".join(told) + "."
 
 
+def _rows_of(name: str) -> list[Row]:
+    return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
+
+
+ARITHMETIC = {"none": "16 bits", "int8_fp8": "INT8 + FP8", "int8_fp8_codes": "INT8 + FP8, no exponentials"}
+
+
+def language_table() -> str:
+    """How far perplexity rises above the dense one, for the newest rows in bfloat16."""
+    rows = [row for row in _rows_of("language") if row["dtype"] == "bfloat16"]
+    dense = {row["tokens"]: row for row in rows if row["attention"] == "dense"}
+    sparse = {
+        (row["tokens"], row["topk"], row["score"], row["quantization"]): row
+        for row in rows
+        if row["attention"] != "dense"
+    }
+    body = []
+    for tokens, topk, score in dict.fromkeys(case[:3] for case in sparse):
+        cells = [sparse[tokens, topk, score, name] for name in ARITHMETIC]
+        losses = [f"{row['loss']:+.2%} ± {row['loss_error'] * 100:.2f}" for row in cells]
+        first = [f"{tokens}", f"{dense[tokens]['perplexity']:.2f}", f"{topk:g}", score, f"{cells[0]['density']:.3f}"]
+        body.append([*first, *losses])
+    header = ["tokens", "dense perplexity", "topk", "score", "density", *ARITHMETIC.values()]
+    windows = ", ".join(f"{row['windows']} windows of {tokens}" for tokens, row in dense.items())
+    source = _gpu_source(list(sparse.values()))
+    return f"{_markdown(header, body)}\n\n{windows}; bf16; transformers {rows[-1]['transformers']}; {source}"
+
+
+def models_table() -> str:
+    """Forward passes of whole models."""
+    newest_of = {(row["model"], row["topk"]): row for row in _rows_of("models")}
+    body = [
+        [
+            row["model"],
+            f"{row['topk']:g}",
+            f"{row['stock_ms']:.0f}",
+            f"{row['sparse_ms']:.0f}",
+            f"**{row['stock_ms'] / row['sparse_ms']:.2f}x**",
+            f"{row['density']:.3f}",
+            f"{row['relative_l1']:.4f}",
+        ]
+        for row in newest_of.values()
+    ]
+    header = ["model", "topk", "stock ms", "sparge ms", "speed-up", "density", "rel. L1"]
+    return f"{_markdown(header, body)}\n\nbf16, B 1; {_gpu_source(list(newest_of.values()))}"
+
+
+def overhead_table() -> str:
+    """Microseconds an integration adds to a call it lets run dense, by the processor of the host."""
+    newest_of = {(row["case"], row["processor"]): row for row in _rows_of("overhead")}
+    hosts = list(dict.fromkeys(host for _, host in newest_of))
+    body = [
+        [case, *(f"{newest_of[case, host]['overhead_us']:.1f}" for host in hosts)]
+        for case in dict.fromkeys(case for case, _ in newest_of)
+    ]
+    commits = ", ".join(sorted({row["commit"] for row in newest_of.values()}))
+    return f"{_markdown(['integration', *(f'us on {host}' for host in hosts)], body)}\n\ncommit {commits}."
+
+
 TABLES: dict[str, Callable[[], str | None]] = {
     "speed": speed_table,
     "demo": demo_table,
@@ -222,6 +281,9 @@ TABLES: dict[str, Callable[[], str | None]] = {
     "crossover": crossover_table,
     **{f"gpu_{name}": partial(gpu_table, name) for name in VIEWS},
     "gpu_tests": gpu_tests_table,
+    "language": language_table,
+    "models": models_table,
+    "overhead": overhead_table,
 }
 
 
