@@ -12,6 +12,7 @@ import itertools
 import math
 import statistics
 import time
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,25 @@ def compare(logs: list[float], dense: list[float]) -> dict[str, float]:
     }
 
 
+def rules_of(policy: sparge.Policy) -> str:
+    """Selection and dense layers as one would write them, without what is default."""
+    selection = policy.selection
+    given = ((field.name, getattr(selection, field.name), field.default) for field in fields(selection))
+    words = ", ".join(
+        f"{name}={value}" for name, value, default in given if value != default or name in ("topk", "cdf")
+    )
+    layers = f", dense_layers={policy.dense_layers}" if policy.dense_layers else ""
+    return f"{type(selection).__name__}({words}){layers}"
+
+
+def grid(args: argparse.Namespace) -> list[sparge.Policy]:
+    """Every combination of arithmetic, share and score."""
+    return [
+        sparge.Policy(topk=topk, score=score, quantization=quantization)
+        for quantization, topk, score in itertools.product(args.quantization, args.topk, args.score)
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
@@ -73,6 +93,9 @@ def main() -> None:
     parser.add_argument("--topk", type=float, nargs="+", default=[0.4, 0.25])
     parser.add_argument("--score", nargs="+", default=["moment", "mean"])
     parser.add_argument("--quantization", nargs="+", default=["none", "int8_fp8"])
+    parser.add_argument(
+        "--policy", type=sparge.Policy.from_json, action="append", help="JSON of a policy, instead of the grid; several"
+    )
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -92,8 +115,8 @@ def main() -> None:
         row = {**common, "attention": "dense", **compare(dense, dense), "seconds": time.perf_counter() - start}
         append_row(args.results, row, gpu=on_gpu)
         print(f"{length:6} dense perplexity {row['perplexity']:.3f}", flush=True)
-        for quantization, topk, score in itertools.product(args.quantization, args.topk, args.score):
-            policy = sparge.Policy(topk=topk, score=score, quantization=quantization, backend=backend)
+        for policy in args.policy or grid(args):
+            policy = replace(policy, backend=backend)
             sparge.enable(model, policy)
             sparge.reset_stats()
             start = time.perf_counter()
@@ -101,12 +124,14 @@ def main() -> None:
             seconds = time.perf_counter() - start
             stats = sparge.stats()
             sparge.disable(model)
-            assert stats.dense == 0, stats
-            choice = {"attention": backend, "topk": topk, "score": score, "quantization": quantization}
+            assert stats.dense == 0 or policy.dense_layers, stats
+            choice = {"attention": backend, "topk": policy.topk, "score": policy.score}
+            choice |= {"quantization": policy.quantization, "policy": policy.to_json()}
+            choice |= {"rules": rules_of(policy)} if args.policy else {}
             row = {**common, **choice, "density": stats.density, **compare(sparse, dense), "seconds": seconds}
             append_row(args.results, row, gpu=on_gpu)
             print(
-                f"{length:6} {quantization:15} topk {topk:<5} {score:7} density {stats.density:.3f} "
+                f"{length:6} {policy.to_json()}: density {stats.density:.3f} "
                 f"perplexity {row['perplexity']:.3f} {row['loss']:+.2%} +- {row['loss_error']:.2%}",
                 flush=True,
             )

@@ -229,7 +229,7 @@ def language_table() -> str:
     sparse = {
         (row["tokens"], row["topk"], row["score"], row["quantization"]): row
         for row in rows
-        if row["attention"] != "dense"
+        if row["attention"] != "dense" and "rules" not in row
     }
     body = []
     for tokens, topk, score in dict.fromkeys(case[:3] for case in sparse):
@@ -241,6 +241,22 @@ def language_table() -> str:
     windows = ", ".join(f"{row['windows']} windows of {tokens}" for tokens, row in dense.items())
     source = _gpu_source(list(sparse.values()))
     return f"{_markdown(header, body)}\n\n{windows}; bf16; transformers {rows[-1]['transformers']}; {source}"
+
+
+def rules_table() -> str:
+    """The same for rules other than the defaults, in 16 bits."""
+    rows = {(row["tokens"], row["policy"]): row for row in _rows_of("language") if row.get("rules")}
+    names = dict.fromkeys(row["rules"] for row in rows.values())
+    lengths = sorted({tokens for tokens, _ in rows})
+    found = {(row["rules"], row["tokens"]): row for row in rows.values()}
+    body = []
+    for name in names:
+        cells = [found[name, tokens] for tokens in lengths]
+        body.append(
+            [name, *(f"{row['density']:.3f}: {row['loss']:+.2%} ± {row['loss_error'] * 100:.2f}" for row in cells)]
+        )
+    header = ["rules", *(f"{tokens} tokens: density, loss" for tokens in lengths)]
+    return f'{_markdown(header, body)}\n\n16 bits, score "moment"; {_gpu_source(list(rows.values()))}'
 
 
 def models_table() -> str:
@@ -282,6 +298,7 @@ TABLES: dict[str, Callable[[], str | None]] = {
     **{f"gpu_{name}": partial(gpu_table, name) for name in VIEWS},
     "gpu_tests": gpu_tests_table,
     "language": language_table,
+    "rules": rules_table,
     "models": models_table,
     "overhead": overhead_table,
 }

@@ -33,7 +33,7 @@ class Steps:
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self.index, self.total = 0, 0
-        self.dense: str | None = "dense step, the schedule is unknown"
+        self.dense: str | None = "dense: dense step, the schedule is unknown"
 
     def start(self, total: int) -> None:
         """A schedule of so many steps begins."""
@@ -46,7 +46,7 @@ class Steps:
 
     def _go_to(self, index: int) -> None:
         self.index = index
-        self.dense = "dense step" if self._policy.is_dense_step(index, self.total) else None
+        self.dense = "dense: dense step" if self._policy.is_dense_step(index, self.total) else None
 
 
 @dataclass
@@ -99,10 +99,7 @@ def attend(
     Raises:
         NotImplementedError: the call should be sparse, cannot be, and the policy says to raise.
     """
-    reason = _why_dense(layer, query, key, is_self, is_language)
-    if reason is not None:
-        if not torch.compiler.is_compiling():  # a lock cannot be traced
-            counters.record(f"dense: {reason}", layer.name)
+    if runs_dense(layer, query, key, is_self, is_language):
         return None
     reason = unsupported or _why_unsupported(query, key, value, attn_mask, dropout_p, enable_gqa)
     spans = None
@@ -160,28 +157,51 @@ def _why_slow(attn_mask: Tensor) -> str | None:
     return None if attn_mask.dtype == torch.bool else "additive mask"
 
 
-def _why_dense(layer: Layer, query: Tensor, key: Tensor, is_self: bool | None, is_language: bool) -> str | None:
-    """The policy's reason to run a call dense, in a fixed set of words."""
-    policy = layer.policy
+def runs_dense(
+    layer: Layer,
+    query: Tensor,
+    key: Tensor,
+    is_self: bool | None = None,
+    is_language: bool = False,
+    *,
+    heads_at: int = 1,
+    tokens_at: int = 2,
+) -> bool:
+    """Whether the policy has a call run dense, counted if so; the other arguments are those of `attend`.
+
+    Args:
+        heads_at, tokens_at: their dimensions.
+    """
     q_shape, kv_shape = query.shape, key.shape
     if len(q_shape) != 4 or len(kv_shape) != 4:
-        return None  # unsupported, if anything
-    batch, heads, q_len, _ = q_shape
-    kv_len = kv_shape[2]
+        return False  # unsupported, if anything
+    heads, q_len, kv_len = q_shape[0] * q_shape[heads_at], q_shape[tokens_at], kv_shape[tokens_at]
+    reason = _why_dense(layer, query, heads, q_len, kv_len, is_self, is_language)
+    if reason is None:
+        return False
+    if not torch.compiler.is_compiling():  # a lock cannot be traced
+        counters.record(reason, layer.name)
+    return True
+
+
+def _why_dense(
+    layer: Layer, query: Tensor, heads: int, q_len: int, kv_len: int, is_self: bool | None, is_language: bool
+) -> str | None:
+    """The policy's reason to run a call dense, in a fixed set of words."""
+    policy = layer.policy
     if q_len == 1 and is_language:
-        return "decode"
+        return "dense: decode"
     if policy.self_attention_only and not (q_len == kv_len or is_language if is_self is None else is_self):
-        return "cross-attention"
+        return "dense: cross-attention"
     if kv_len < policy.min_tokens or (q_len < policy.min_tokens and not is_language):
-        return "fewer than min_tokens"
+        return "dense: fewer than min_tokens"
     if policy.backend == "auto":
         device = query.device
-        if device.type != "meta" and dispatch.below(
-            dispatch.crossover_for(device.type, device.index), batch * heads, q_len, kv_len
-        ):
-            return "below the crossover"
+        limit = None if device.type == "meta" else dispatch.crossover_for(device.type, device.index)
+        if limit is not None and dispatch.below(limit, heads, q_len, kv_len):
+            return "dense: below the crossover"
     if layer.dense:
-        return "dense layer"
+        return "dense: dense layer"
     return None if layer.steps is None else layer.steps.dense
 
 

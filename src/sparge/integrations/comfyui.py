@@ -42,7 +42,7 @@ Ranges = Sequence[tuple[int, int]]
 
 _PART = re.compile(r"(-?\d{1,4})(?:\s*-\s*(-?\d{1,4}))?")
 _DENSE_STEP = Steps(Policy())
-_DENSE_STEP.dense = "dense step"
+_DENSE_STEP.dense = "dense: dense step"
 _log = logging.getLogger(__name__)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sparge.integrations.calls import Layer
+from sparge.integrations.calls import Layer, runs_dense
 from sparge.integrations.sdpa import Scope, sparse_sdpa
 from sparge.policy import Policy
 from sparge.stats import counters
@@ -19,6 +19,7 @@ from sparge.stats import counters
 NAME = "sparge"
 
 _policy = [Policy()]
+_native: list[Any] = []  # what runs dense calls: the dispatcher's SDPA backend
 
 
 class _Thread(threading.local):
@@ -48,9 +49,10 @@ def register(policy: Policy | None = None) -> Any:
             names._member_map_[NAME.upper()] = member
             names._value2member_map_[NAME] = member
             names._member_names_.append(NAME.upper())
+            _native.append(_AttentionBackendRegistry._backends[names.NATIVE])
             _AttentionBackendRegistry.register(member)(attention)
         return names(NAME)
-    except (ImportError, AttributeError, TypeError, ValueError):
+    except (ImportError, AttributeError, KeyError, TypeError, ValueError):
         return None
 
 
@@ -66,11 +68,14 @@ def attention(
     _parallel_config: Any = None,
 ) -> Tensor:
     """What the dispatcher calls: query (B, S_q, H, D), key and value (B, S_k, H_kv, D), output (B, S_q, H, D)."""
-    from diffusers.models.attention_dispatch import _native_attention
-
     scope = THREAD.scopes[-1] if THREAD.scopes else Scope(Layer("", _policy[0]))
     output = None
-    if _parallel_config is None:
+    if _parallel_config is not None:
+        scope.calls += 1
+        counters.record("dense: context parallel", scope.layer.name)
+    elif not is_causal and runs_dense(scope.layer, query, key, scope.is_self, heads_at=2, tokens_at=1):
+        scope.calls += 1
+    else:
         mask = attn_mask
         if mask is not None and mask.ndim == 2 and mask.shape == (query.shape[0], key.shape[1]):
             mask = mask[:, None, None, :]  # the dispatcher's key padding
@@ -85,12 +90,9 @@ def attention(
             scale=scale,
             enable_gqa=enable_gqa,
         )
-    else:
-        scope.calls += 1
-        counters.record("dense: context parallel", scope.layer.name)
     if output is not None:
         return output.transpose(1, 2)
-    result: Tensor = _native_attention(
+    result: Tensor = _native[0](
         query,
         key,
         value,

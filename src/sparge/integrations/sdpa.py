@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from sparge.integrations.calls import Layer, attend
+from sparge.integrations.calls import Layer, attend, runs_dense
 from sparge.policy import Policy
 from sparge.stats import counters
 
@@ -91,6 +91,8 @@ def sparse_sdpa(
 ) -> Tensor | None:
     """An SDPA call in this library's terms (autocast applied, causality aligned top-left), or None: run it dense."""
     scope.calls += 1
+    if not is_causal and runs_dense(scope.layer, query, key, scope.is_self):
+        return None
     device = query.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)

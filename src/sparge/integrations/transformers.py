@@ -13,11 +13,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from sparge.integrations.calls import Layer, attend
+from sparge.integrations.calls import Layer, attend, runs_dense
 from sparge.policy import Policy
 
 NAME = "sparge"
 LAYER = "_sparge_layer"
+BY_NAME = "_sparge_layer_by_name"
 PADDING = "_sparge_padding"
 """Attribute of a mask that is causal (aligned bottom-right) and padding: visible keys (B, 1, 1, S_k), or None: all."""
 
@@ -30,6 +31,7 @@ FORBIDDEN = {"s_aux": "attention sinks", "softcap": "soft-capped scores"}
 """Arguments without which the model would be wrong, and that some versions of the SDPA function ignore."""
 
 _registered: dict[str, Policy] = {}
+_stock: list[Callable[..., tuple[Tensor, None]]] = []  # what runs dense calls: transformers' SDPA function
 
 
 def register(policy: Policy) -> None:
@@ -39,9 +41,11 @@ def register(policy: Policy) -> None:
         ImportError: transformers is missing or too old.
     """
     from transformers import AttentionInterface, AttentionMaskInterface, __version__
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if tuple(int(part) for part in __version__.split(".")[:2]) < tuple(map(int, NEEDED.split("."))):
         raise ImportError(f"transformers: expected version {NEEDED} or newer, got {__version__}")
+    _stock[:] = [ALL_ATTENTION_FUNCTIONS["sdpa"]]
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, mask)
     _registered[NAME] = policy
@@ -86,8 +90,8 @@ def disable(model: Any) -> None:
         config._attn_implementation_internal = implementation
     del model._sparge_before
     for module in model.modules():
-        if LAYER in vars(module):
-            delattr(module, LAYER)
+        for name in (LAYER, BY_NAME):
+            vars(module).pop(name, None)
 
 
 def attention_forward(
@@ -102,30 +106,31 @@ def attention_forward(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls: query (B, H, S_q, D), key and value (B, H_kv, S_k, D), output (B, S_q, H, D)."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
     for name, meaning in FORBIDDEN.items():
         if kwargs.get(name) is not None:
             raise NotImplementedError(f"{meaning} ({name}): expected None (SDPA cannot do it either), got a value")
-    unsupported = next((EXTRAS[name] for name in EXTRAS if kwargs.get(name) is not None), None)
-    output = _sparse(module, query, key, value, attention_mask, dropout, scaling, is_causal, unsupported)
+    layer = _layer_of(module)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    output = None
+    if not runs_dense(layer, query, key, is_language=causal):
+        unsupported = next((EXTRAS[name] for name in EXTRAS if kwargs.get(name) is not None), None)
+        output = _sparse(layer, query, key, value, attention_mask, dropout, scaling, causal, unsupported)
     if output is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
+        return _stock[0](module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
     return output.transpose(1, 2).contiguous(), None
 
 
 def _sparse(
-    module: nn.Module,
+    layer: Layer,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
     dropout: float,
     scaling: float | None,
-    is_causal: bool | None,
+    causal: bool,
     unsupported: str | None,
 ) -> Tensor | None:
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     q_len = query.shape[2]
     applies_causality = causal and attention_mask is None and q_len > 1
     if applies_causality and q_len < key.shape[2]:  # an empty static cache: SDPA aligns top-left, the rest is unused
@@ -133,7 +138,7 @@ def _sparse(
     if causal and attention_mask is not None and hasattr(attention_mask, PADDING):
         attention_mask, applies_causality = getattr(attention_mask, PADDING), True
     return attend(
-        _layer_of(module),
+        layer,
         query,
         key,
         value,
@@ -172,13 +177,19 @@ def mask(
 
 def _layer_of(module: nn.Module) -> Layer:
     """What `enable` attached, or for models loaded by name a layer with the registered policy."""
-    layer = getattr(module, LAYER, None)
+    layer = vars(module).get(LAYER)
     if layer is not None:
         return cast(Layer, layer)
     policy = _registered[NAME]
+    layer = vars(module).get(BY_NAME)
+    if layer is not None and layer.policy is policy:
+        return cast(Layer, layer)
     index = getattr(module, "layer_idx", None)
     name = "" if index is None else f"layers.{index}"
-    return Layer(name, policy, _is_dense_layer(module, policy))
+    layer = Layer(name, policy, _is_dense_layer(module, policy))
+    if not torch.compiler.is_compiling():
+        setattr(module, BY_NAME, layer)
+    return layer
 
 
 def _is_attention(module: nn.Module) -> bool:
