@@ -171,6 +171,13 @@ class TestCommandLine:
         assert "got dense_start" in capsys.readouterr().err
 
 
+def test_published_names(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    run("published_names", tokens=2048, topk=0.25)
+    assert sparge.stats().reasons == {"sparse: torch": 1}
+    assert sparge.stats().density == 0.25
+    assert "density 0.250" in capsys.readouterr().out
+
+
 def test_readme_lists_every_example() -> None:
     table = (EXAMPLES / "README.md").read_text()
     scripts = {path.name for path in EXAMPLES.glob("*.py")} - {"common.py"}

@@ -47,11 +47,14 @@ def run(policy: Policy, arguments: Sequence[str]) -> None:
     Raises:
         ImportError: lm_eval or transformers is not installed.
     """
-    from lm_eval.__main__ import cli_evaluate
-
+    words = with_sparse_attention(arguments)
+    try:
+        from lm_eval.__main__ import cli_evaluate
+    except ImportError as error:
+        raise ImportError(f"expected lm_eval to be installed (pip install lm_eval), got {error!r}") from error
     sparge.register(policy)
     before = sys.argv
-    sys.argv = ["lm_eval", *with_sparse_attention(arguments)]
+    sys.argv = ["lm_eval", *words]
     try:
         cli_evaluate()
     finally:

@@ -1,0 +1,90 @@
+"""Statistics by layer: counted apart, added up, printed as a table; layers of several threads do not mix."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+import sparge
+from conftest import SPARSE, make_qkv
+from sparge.stats import SLOTS, LayerStats, counters
+
+
+def test_layers_add_up() -> None:
+    query, key, value = make_qkv(600)
+    for topk, name in ((0.25, "first"), (0.5, "second"), (1.0, "")):
+        with counters.within(name):
+            sparge.attention(query, key, value, sparsity=sparge.TopK(topk, min_blocks=1), backend="torch")
+    with counters.within("first"):
+        sparge.attention(query, key, value)
+    stats = sparge.stats()
+    assert list(stats.layers) == ["first", "second"]
+    assert stats.layers["first"] == LayerStats(2, 1, 1, {"sparse: torch": 1, "dense: below the crossover": 1}, 0.3)
+    assert stats.layers["second"] == LayerStats(1, 1, 0, {"sparse: torch": 1}, 0.5)
+    assert (stats.calls, stats.sparse, stats.dense) == (4, 3, 1)
+    assert stats.density == (0.3 + 0.5 + 1.0) / 3
+    sparge.reset_stats()
+    assert sparge.stats() == sparge.Stats(0, 0, 0, {}, None)
+
+
+def test_more_layers_than_fit_one_allocation() -> None:
+    query, key, value = make_qkv(200)
+    names = [f"layer {index}" for index in range(SLOTS + 3)]
+    for name in names:
+        with counters.within(name):
+            sparge.attention(query, key, value, backend="torch", **SPARSE)
+    layers = sparge.stats().layers
+    assert set(layers) == set(names)
+    assert {layer.density for layer in layers.values()} == {0.25}
+
+
+def test_threads_are_in_layers_of_their_own() -> None:
+    query, key, value = make_qkv(200)
+
+    def run(index: int) -> None:
+        with counters.within(f"layer {index % 4}"):
+            for _ in range(5):
+                sparge.attention(query, key, value, topk=1, backend="torch")
+                counters.record("dense: said so")
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(run, range(16)))
+    layers = sparge.stats().layers
+    assert {name: (layer.sparse, layer.dense) for name, layer in layers.items()} == {
+        f"layer {index}": (20, 20) for index in range(4)
+    }
+
+
+def test_a_layer_ends_with_its_block_even_by_an_error() -> None:
+    try:
+        with counters.within("one"), counters.within("two"):
+            raise ZeroDivisionError
+    except ZeroDivisionError:
+        counters.record("dense: after")
+    assert sparge.stats().layers == {}
+    assert sparge.stats().reasons == {"dense: after": 1}
+
+
+def test_printed() -> None:
+    query, key, value = make_qkv(200)
+    with counters.within("blocks.0"):
+        sparge.attention(query, key, value, topk=1, backend="torch")
+    counters.record("dense: decode", "blocks.10")
+    assert str(sparge.stats()).splitlines() == [
+        "2 attention calls: 1 sparse, 1 dense; density 1.000",
+        "  dense: decode       1",
+        "  sparse: torch       1",
+        "  layer           calls  sparse   dense  density",
+        "  blocks.0            1       1       0    1.000",
+        "  blocks.10           1       0       1",
+    ]
+
+
+def test_compiled_calls_count_in_the_totals() -> None:
+    query, key, value = make_qkv(200)
+    compiled = torch.compile(
+        lambda *tensors: sparge.attention(*tensors, backend="torch"), fullgraph=True, backend="eager"
+    )
+    compiled(query, key, value)
+    assert sparge.stats().reasons == {"sparse: torch": 1}
