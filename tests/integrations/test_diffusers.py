@@ -177,6 +177,26 @@ class TestSteps:
         assert sorted(vars(scheduler)) == state
 
 
+def test_a_rule_about_steps_makes_two_graphs() -> None:
+    """Not one for each step: torch.compile gives up after eight."""
+    model, inputs = build("wan")
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    sparge.enable(model, Policy(topk=0.5, backend="torch", dense_first_steps=2), scheduler=scheduler)
+    graphs = []
+
+    def keep(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(model, fullgraph=True, backend=keep)
+    scheduler.set_timesteps(5)
+    for timestep in scheduler.timesteps:
+        run(compiled, inputs)
+        scheduler.step(inputs["hidden_states"], timestep, inputs["hidden_states"])
+    assert len(graphs) == 2
+    assert sparge.stats().reasons == {"sparse: torch": 3 * 2}
+
+
 class TestDispatcher:
     def test_by_name(self) -> None:
         model, inputs = build("flux")

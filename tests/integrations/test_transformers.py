@@ -325,3 +325,39 @@ def test_compiled_equals_eager() -> None:
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(ids, use_cache=False).logits, expected, rtol=0, atol=1e-5)
     assert sparge.stats().reasons == {"sparse: torch": 6}
+
+
+def test_a_model_that_was_compiled_before() -> None:
+    model, ids = llama(), tokens(1)
+    expected = model(ids).logits
+    compiled = torch.compile(model, backend="eager")
+    sparge.enable(compiled, ALL)
+    assert_logits_equal(compiled(ids, use_cache=False).logits, expected)
+    assert sparge.stats().reasons == {"sparse: torch": 3}
+    sparge.disable(compiled)
+    assert torch.equal(model(ids).logits, expected)
+
+
+def test_a_model_wrapped_by_peft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEFT's wrapper is a module around the model that hands it out; PEFT itself is not needed to see that."""
+    import sys
+    from types import ModuleType
+
+    class PeftModel(torch.nn.Module):
+        def __init__(self, model: torch.nn.Module) -> None:
+            super().__init__()
+            self.base_model = model
+
+        def get_base_model(self) -> torch.nn.Module:
+            return self.base_model
+
+    peft = ModuleType("peft")
+    peft.PeftModel = PeftModel  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "peft", peft)
+    model = llama()
+    wrapped = PeftModel(model)
+    sparge.enable(wrapped, ALL)
+    model(tokens(1))
+    assert sparge.stats().sparse == 3
+    sparge.disable(wrapped)
+    assert model.config._attn_implementation == "sdpa"

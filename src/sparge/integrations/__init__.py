@@ -37,6 +37,7 @@ def enable(model: Any, policy: Policy | None = None, *, scheduler: Any = None) -
         >>> sparge.disable(model)
     """
     policy = _checked(policy)
+    model = _unwrapped(model)
     framework = _framework_of(model)
     if framework == "transformers":
         from sparge.integrations import transformers
@@ -57,6 +58,7 @@ def disable(model: Any) -> None:
         TypeError: neither a transformers nor a diffusers model.
         ValueError: the model was not enabled.
     """
+    model = _unwrapped(model)
     if _framework_of(model) == "transformers":
         from sparge.integrations import transformers as framework
     else:
@@ -99,6 +101,14 @@ def _checked(policy: Policy | None) -> Policy:
     if not isinstance(policy, Policy):
         raise TypeError(f"policy: expected a sparge.Policy, got {type(policy).__name__}")
     return policy
+
+
+def _unwrapped(model: Any) -> Any:
+    """The model inside what PEFT and torch.compile wrap around it."""
+    peft = sys.modules.get("peft")
+    if peft is not None and isinstance(model, peft.PeftModel):
+        return _unwrapped(model.get_base_model())
+    return getattr(model, "_orig_mod", model)
 
 
 def _framework_of(model: Any) -> str:
