@@ -258,6 +258,41 @@ class TestDispatcher:
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["cogvideox", "flux"])
+def test_a_copy_of_an_enabled_model_is_enabled(name: str) -> None:
+    model, inputs = build(name)
+    expected = run(model, inputs)
+    sparge.enable(model, THIN)
+    sparse = run(model, inputs)
+    copied = copy.deepcopy(model)
+    sparge.disable(model)
+    assert torch.equal(run(model, inputs), expected)
+    sparge.reset_stats()
+    assert torch.equal(run(copied, inputs), sparse)
+    assert sparge.stats().sparse == len(SELF[name])
+    sparge.disable(copied)
+    assert torch.equal(run(copied, inputs), expected)
+    assert sparge.stats().sparse == len(SELF[name])
+
+
+def test_two_followers_of_one_scheduler() -> None:
+    scheduler = DDIMScheduler()
+    models = [build("wan")[0] for _ in range(2)]
+    for model in models:
+        sparge.enable(model, Policy(topk=0.5, backend="torch", dense_first_steps=1), scheduler=scheduler)
+    inputs = build("wan")[1]
+    scheduler.set_timesteps(2)
+    for timestep in scheduler.timesteps:
+        for model in models:
+            run(model, inputs)
+        scheduler.step(inputs["hidden_states"], timestep, inputs["hidden_states"])
+    assert sparge.stats().sparse == 2 * 2
+    sparge.disable(models[0])
+    assert type(scheduler) is not DDIMScheduler
+    sparge.disable(models[1])
+    assert type(scheduler) is DDIMScheduler
+
+
 def test_errors_leave_nothing_open() -> None:
     model, inputs = build("cogvideox")
     sparge.enable(model, ALL)

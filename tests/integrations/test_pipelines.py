@@ -207,3 +207,21 @@ def test_a_scheduler_put_in_place_later_is_followed(name: str, pipe: Any) -> Non
     sparge.disable(pipe)
     assert type(pipe.scheduler) is diffusers.FlowMatchEulerDiscreteScheduler
     assert "_sparge_steps" not in vars(first)
+    pipe.scheduler = first  # the pipeline is shared by tests
+
+
+@pytest.mark.parametrize("name", ["wan"], indirect=True)
+def test_a_pipeline_and_its_transformer_are_one(name: str, pipe: Any) -> None:
+    """The last call counts; either of them turns it off."""
+    sparge.enable(pipe, FIRST_DENSE)
+    sparge.enable(pipe.transformer, SPARSE)
+    assert "_sparge_steps" not in vars(pipe.scheduler)
+    call(name, pipe)
+    assert {row.calls for row in sparge.stats().layers.values()} == {2 * STEPS}
+    assert "dense: dense step" not in sparge.stats().reasons
+    sparge.disable(pipe)
+    sparge.reset_stats()
+    assert_equal(call(name, pipe), stock_latents(name))
+    assert sparge.stats().calls == 0
+    with pytest.raises(ValueError, match=r"expected one that sparge\.enable was called for"):
+        sparge.disable(pipe.transformer)

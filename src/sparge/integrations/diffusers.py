@@ -14,7 +14,7 @@ import inspect
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -56,14 +56,8 @@ KNOWN = {
 }
 
 
-@dataclass
-class Enabled:
-    """What `enable` changed in one pipeline or transformer, and how to undo it."""
-
-    undo: list[Callable[[], None]] = field(default_factory=list)
-
-
 STATE = "_sparge_enabled"
+"""Attribute of an enabled transformer: what undoes it."""
 
 
 def enable(target: Any, policy: Policy, scheduler: Any) -> None:
@@ -82,31 +76,26 @@ def enable(target: Any, policy: Policy, scheduler: Any) -> None:
             "policy: expected a pipeline, or scheduler=..., for rules about denoising steps, "
             f"got a bare {type(target).__name__}"
         )
-    if is_enabled(target):
-        disable(target)
     for model in models.values():
-        if is_enabled(model):
-            raise ValueError(f"model: expected one that is not enabled, got a {type(model).__name__} that is")
-    undo: list[Callable[[], None]] = []
+        if is_enabled(model):  # by itself or with a pipeline
+            disable(model)
     schedule = None
     if policy.has_step_rules:
-        schedule = Schedule(Steps(policy), scheduler, pipeline)
-        undo.append(schedule.leave)
+        schedule = Schedule(Steps(policy), len(models), scheduler, pipeline)
     for prefix, model in models.items():
-        undo += _hook_model(model, prefix, policy, schedule)
-    setattr(target, STATE, Enabled(undo))
+        setattr(model, STATE, _hook_model(model, prefix, policy, schedule))
 
 
 def is_enabled(target: Any) -> bool:
-    """Whether `enable` was called for it."""
-    return STATE in vars(target)
+    """Whether `enable` was called for it, or for a pipeline it belongs to."""
+    return any(STATE in vars(model) for _, model in _models_of(target))
 
 
 def disable(target: Any) -> None:
     """Remove all hooks."""
-    for action in getattr(target, STATE).undo:
-        action()
-    delattr(target, STATE)
+    for _, model in _models_of(target):
+        for action in vars(model).pop(STATE, ()):
+            action()
 
 
 def _models_of(target: Any) -> Iterator[tuple[str, nn.Module]]:
@@ -144,14 +133,15 @@ def _hook_model(model: nn.Module, prefix: str, policy: Policy, schedule: Schedul
         for part in known.lists
         for index, block in enumerate(getattr(model, part))
     ]
-    text_tokens = _TextTokens()
+    text_tokens = None
     steps = None if schedule is None else schedule.steps
     undo: list[Callable[[], None]] = []
     if schedule is not None:
-        undo.append(_remove(model.register_forward_pre_hook(schedule.look)))
+        undo += [_remove(model.register_forward_pre_hook(schedule.look)), schedule.leave]
     if known.merged is not None:
         place = list(inspect.signature(model.forward).parameters).index("encoder_hidden_states")
-        undo.append(_remove(model.register_forward_pre_hook(text_tokens.reader(place), with_kwargs=True)))
+        text_tokens = _TextTokens(place)
+        undo.append(_remove(model.register_forward_pre_hook(text_tokens.read, with_kwargs=True)))
     for index, (block_name, block, merged) in enumerate(found):
         dense = policy.is_dense_layer(index, len(found))
         for name, module in block.named_modules():
@@ -184,11 +174,7 @@ def _dispatched_here(module: nn.Module) -> list[Callable[[], None]]:
 
     before = processor._attention_backend
     processor._attention_backend = diffusers_backend.register() or AttentionBackendName.NATIVE
-
-    def restore() -> None:
-        processor._attention_backend = before
-
-    return [restore]
+    return [functools.partial(setattr, processor, "_attention_backend", before)]  # copied along with a model
 
 
 def _is_dispatched(module: Any) -> bool:
@@ -203,20 +189,21 @@ class _TextTokens:
     thread-local objects.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, place: int) -> None:
+        self._place = place  # of the text among the arguments of the model
         self._local = threading.local()
         self._compiled = 0
 
-    def reader(self, place: int) -> Callable[..., None]:
-        def read(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            states = kwargs.get("encoder_hidden_states", args[place] if len(args) > place else None)
-            count = 0 if states is None else states.shape[1]
-            if torch.compiler.is_compiling():
-                self._compiled = count
-            else:
-                self._local.count = count
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _TextTokens, (self._place,)  # models are copied, what threads know is not
 
-        return read
+    def read(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        states = kwargs.get("encoder_hidden_states", args[self._place] if len(args) > self._place else None)
+        count = 0 if states is None else states.shape[1]
+        if torch.compiler.is_compiling():
+            self._compiled = count
+        else:
+            self._local.count = count
 
     def count(self) -> int:
         if torch.compiler.is_compiling():

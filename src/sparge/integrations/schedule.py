@@ -22,12 +22,14 @@ class Schedule:
 
     Args:
         steps: what layers look at.
+        users: models that do.
         scheduler: the scheduler to follow, if there is no pipeline.
         pipeline: whose ``scheduler`` to follow.
     """
 
-    def __init__(self, steps: Steps, scheduler: Any = None, pipeline: Any = None) -> None:
+    def __init__(self, steps: Steps, users: int, scheduler: Any = None, pipeline: Any = None) -> None:
         self.steps = steps
+        self.users = users
         self._pipeline = pipeline
         self._scheduler = pipeline.scheduler if pipeline is not None else scheduler
         _follow(self._scheduler, steps)
@@ -36,24 +38,33 @@ class Schedule:
         """Before each forward pass: a scheduler put in place after `enable` has started its schedule by now."""
         if self._pipeline is None or self._pipeline.scheduler is self._scheduler:
             return
-        _leave(self._scheduler)
+        _leave(self._scheduler, self.steps)
         self._scheduler = self._pipeline.scheduler
         _follow(self._scheduler, self.steps)
         self.steps.start(len(self._scheduler.timesteps))
 
     def leave(self) -> None:
-        """Give the scheduler its own class back."""
-        _leave(self._scheduler)
+        """Once for each of ``users``; behind the last of them the scheduler is followed no more."""
+        self.users -= 1
+        if self.users == 0:
+            _leave(self._scheduler, self.steps)
 
 
 def _follow(scheduler: Any, steps: Steps) -> None:
-    setattr(scheduler, _STEPS, steps)
-    scheduler.__class__ = _followed(cast(Hashable, type(scheduler)))
+    """Several may follow one scheduler, as when pipelines share it."""
+    if _STEPS not in vars(scheduler):
+        setattr(scheduler, _STEPS, [])
+        scheduler.__class__ = _followed(cast(Hashable, type(scheduler)))
+    getattr(scheduler, _STEPS).append(steps)
 
 
-def _leave(scheduler: Any) -> None:
-    scheduler.__class__ = type(scheduler).__mro__[1]
-    delattr(scheduler, _STEPS)
+def _leave(scheduler: Any, steps: Steps) -> None:
+    """Give a scheduler that nobody follows its own class back."""
+    followers = getattr(scheduler, _STEPS)
+    followers[:] = [other for other in followers if other is not steps]
+    if not followers:
+        scheduler.__class__ = type(scheduler).__mro__[1]
+        delattr(scheduler, _STEPS)
 
 
 @functools.cache
@@ -63,13 +74,15 @@ def _followed(kind: Any) -> type[Any]:
     @functools.wraps(kind.set_timesteps)
     def set_timesteps(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = kind.set_timesteps(self, *args, **kwargs)
-        getattr(self, _STEPS).start(len(self.timesteps))
+        for steps in getattr(self, _STEPS, ()):
+            steps.start(len(self.timesteps))
         return result
 
     @functools.wraps(kind.step)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = kind.step(self, *args, **kwargs)
-        getattr(self, _STEPS).advance()
+        for steps in getattr(self, _STEPS, ()):
+            steps.advance()
         return result
 
     followed: type[Any] = type(
