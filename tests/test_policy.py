@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -114,3 +115,12 @@ def test_ranges_are_cut_to_the_keys_there_are() -> None:
     policy = Policy(always_keep=((0, 226), (-64, None), (500, 600), (-2000, -900)))
     assert policy.kept_ranges(1000) == [(0, 226), (936, 1000), (500, 600), (0, 100)]
     assert policy.kept_ranges(100) == [(0, 100), (36, 100)]
+
+
+def test_numbers_of_numpy_and_tensors_per_head() -> None:
+    policy = Policy(dense_first_steps=np.int64(1), min_tokens=np.int64(8), dense_layers=(np.int64(0),))
+    assert [step for step in range(9) if policy.is_dense_step(step, 9)] == [0]
+    assert Policy.from_json(policy.to_json()) == policy
+    shares = [Policy(sparsity=TopK(torch.tensor([0.25, share]))) for share in (0.5, 0.5, 0.75)]
+    assert shares[0] == shares[1] != shares[2]
+    assert hash(shares[0]) == hash(shares[1])

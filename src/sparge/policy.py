@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, fields
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 from torch import Tensor
@@ -23,7 +23,7 @@ Range = tuple[int, int | None]
 SPARSITIES: dict[str, type[TopK] | type[TopCdf]] = {"TopK": TopK, "TopCdf": TopCdf}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Policy:
     """What to compute sparsely in a model, and when not to.
 
@@ -98,6 +98,12 @@ class Policy:
         object.__setattr__(self, "dense_layers", _indices("dense_layers", self.dense_layers))
         object.__setattr__(self, "always_keep", _ranges(self.always_keep))
 
+    def __eq__(self, other: object) -> bool:
+        return self.to_json() == other.to_json() if isinstance(other, Policy) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.to_json())
+
     @property
     def selection(self) -> TopK | TopCdf:
         """What `sparge.attention` gets as ``sparsity``."""
@@ -137,11 +143,12 @@ class Policy:
 
     def to_json(self) -> str:
         """The policy as a JSON object; fields with their default value are left out."""
-        plain = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "sparsity"}
+        plain = {name: value for name, value in plain.items() if value != type(self).__dataclass_fields__[name].default}
         if self.sparsity is not None:
             rules = {name: _plain(value) for name, value in asdict(self.sparsity).items() if value is not None}
             plain["sparsity"] = {"kind": type(self.sparsity).__name__, **rules}
-        return json.dumps(plain)
+        return json.dumps(plain, default=_number)
 
     @classmethod
     def from_json(cls, text: str) -> Policy:
@@ -162,7 +169,7 @@ class Policy:
 
 
 def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _check_steps(name: str, steps: float) -> None:
@@ -174,13 +181,13 @@ def _check_steps(name: str, steps: float) -> None:
 
 def _count(steps: float, total: int) -> int:
     """Whole steps; .1 of 30 is 3 although .1 * 30 is a little more."""
-    return steps if isinstance(steps, int) else math.ceil(steps * total * (1 - 1e-7))
+    return int(steps) if _is_int(steps) else math.ceil(steps * total * (1 - 1e-7))
 
 
 def _indices(name: str, values: Any) -> tuple[int, ...]:
     if not isinstance(values, (list, tuple, range)) or not all(map(_is_int, values)):
         raise TypeError(f"{name}: expected a list of ints, got {values!r}")
-    return tuple(values)
+    return tuple(map(int, values))
 
 
 def _ranges(values: Any) -> tuple[Range, ...]:
@@ -191,6 +198,11 @@ def _ranges(values: Any) -> tuple[Range, ...]:
         if not is_pair or not _is_int(entry[0]) or not (entry[1] is None or _is_int(entry[1])):
             raise TypeError(f"always_keep: expected (start, stop) pairs of ints, stop or None, got {entry!r}")
     return tuple((start, stop) for start, stop in values)
+
+
+def _number(value: Any) -> Any:
+    """NumPy's numbers as Python's."""
+    return value.item()
 
 
 def _plain(value: Any) -> Any:

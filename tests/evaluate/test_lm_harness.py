@@ -21,8 +21,11 @@ def test_model_arguments(option: str) -> None:
     assert with_sparse_attention([f"{option}=pretrained=x"]) == [f"{option}=pretrained=x,attn_implementation=sparge"]
     chosen = [option, "pretrained=x,attn_implementation=sparge"]
     assert with_sparse_attention(chosen) == chosen
-    with pytest.raises(ValueError, match="expected no attn_implementation but sparge"):
-        with_sparse_attention([option, "pretrained=x,attn_implementation=eager"])
+    for other in ("eager", "sparge2"):
+        with pytest.raises(ValueError, match="expected no attn_implementation but sparge"):
+            with_sparse_attention([option, f"pretrained=x,attn_implementation={other}"])
+    with pytest.raises(ValueError, match="expected name=value pairs, got JSON"):
+        with_sparse_attention([option, '{"pretrained": "x"}'])
     for missing in ([], ["--tasks", "wikitext"], [option]):
         with pytest.raises(ValueError, match="expected --model_args"):
             with_sparse_attention(missing)

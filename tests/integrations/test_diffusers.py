@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import pickle
 from typing import Any
 
 import pytest
@@ -169,9 +170,10 @@ class TestSteps:
         assert isinstance(scheduler, kind)
         assert type(scheduler).__name__ == kind.__name__
         assert [inspect.signature(method) for method in (scheduler.step, scheduler.set_timesteps)] == signatures
-        copied = copy.deepcopy(scheduler)
-        copied.set_timesteps(3)
-        assert len(copied.timesteps) >= 3
+        for copied in (copy.deepcopy(scheduler), pickle.loads(pickle.dumps(scheduler))):
+            copied.set_timesteps(3)
+            assert len(copied.timesteps) >= 3
+            assert type(copied) is kind
         sparge.disable(model)
         assert type(scheduler) is kind
         assert sorted(vars(scheduler)) == state
@@ -273,6 +275,45 @@ def test_a_copy_of_an_enabled_model_is_enabled(name: str) -> None:
     sparge.disable(copied)
     assert torch.equal(run(copied, inputs), expected)
     assert sparge.stats().sparse == len(SELF[name])
+
+
+@pytest.mark.parametrize("name", ["cogvideox", "flux"])
+def test_an_interrupted_pass_is_closed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch calls no hooks after Ctrl-C; the next pass, or `disable`, closes what was left open."""
+    model, inputs = build(name)
+    expected = run(model, inputs)
+    attention = next(module for module in model.modules() if hasattr(module, "processor"))
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    for undo in (lambda: run(model, inputs), lambda: sparge.disable(model)):
+        sparge.enable(model, THIN)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(attention.to_v, "forward", interrupt)
+            run(model, inputs)
+        undo()
+        assert diffusers.diffusers_backend.THREAD.scopes == []
+        sparge.reset_stats()
+        query = torch.randn(1, 1, 300, 16)
+        torch.nn.functional.scaled_dot_product_attention(query, query, query)
+        assert sparge.stats().calls == 0
+    assert torch.equal(run(model, inputs), expected)
+
+
+def test_a_processor_shared_by_modules_is_restored() -> None:
+    from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
+
+    model, inputs = build("flux")
+    model.set_attn_processor(FluxAttnProcessor())
+    expected = run(model, inputs)
+    sparge.enable(model, THIN)
+    run(model, inputs)
+    sparge.disable(model)
+    sparge.reset_stats()
+    assert torch.equal(run(model, inputs), expected)
+    assert {module.processor._attention_backend for module in model.modules() if hasattr(module, "processor")} == {None}
+    assert sparge.stats().calls == 0
 
 
 def test_two_followers_of_one_scheduler() -> None:

@@ -191,21 +191,31 @@ def test_a_picture_from_a_picture_runs_a_part_of_the_schedule(pipe: Any) -> None
     policy = Policy(sparsity=TopK(0.3, min_blocks=1), backend="torch", dense_first_steps=0.25, dense_last_steps=1)
     sparge.enable(pipe, policy)
     pipe.set_progress_bar_config(disable=True)
-    picture = Image.new("RGB", (48, 48))
-    pipe("a cat", image=picture, strength=0.5, num_inference_steps=8, height=48, width=48, output_type="latent")
+    sparse: list[int] = []
+
+    def count(_: Any, __: int, ___: Any, values: dict[str, Any]) -> dict[str, Any]:
+        sparse.append(sparge.stats().sparse)
+        return values
+
+    call = {"strength": 0.5, "num_inference_steps": 8, "height": 48, "width": 48, "output_type": "latent"}
+    pipe("a cat", image=Image.new("RGB", (48, 48)), callback_on_step_end=count, **call)
     layers = sparge.stats().layers.values()
     assert [layer.reasons for layer in layers] == [{"dense: dense step": 2, "sparse: torch": 2}] * 2
+    assert sparse == [0, 2, 4, 4], "dense, sparse, sparse, dense"
 
 
+@pytest.mark.parametrize("same_class", [False, True])
 @pytest.mark.parametrize("name", ["wan"], indirect=True)
-def test_a_scheduler_put_in_place_later_is_followed(name: str, pipe: Any) -> None:
+def test_a_scheduler_put_in_place_later_is_followed(name: str, pipe: Any, same_class: bool) -> None:
+    first, kind = pipe.scheduler, type(pipe.scheduler)
     sparge.enable(pipe, FIRST_DENSE)
-    first = pipe.scheduler
-    pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_config(pipe.scheduler.config)
+    kind = kind if same_class else diffusers.FlowMatchEulerDiscreteScheduler
+    made_by = type(first) if same_class else kind
+    pipe.scheduler = made_by.from_config(first.config)
     call(name, pipe)
     assert_counted(name, {"dense: dense step": 1, "sparse: torch": STEPS - 1}, {"dense: cross-attention": STEPS})
     sparge.disable(pipe)
-    assert type(pipe.scheduler) is diffusers.FlowMatchEulerDiscreteScheduler
+    assert type(pipe.scheduler) is kind
     assert "_sparge_steps" not in vars(first)
     pipe.scheduler = first  # the pipeline is shared by tests
 

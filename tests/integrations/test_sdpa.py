@@ -337,6 +337,20 @@ class TestPadding:
         assert padding.spans_of(mask) is None
         assert padding.spans_of(mask.float()) is None
 
+    def test_a_mask_that_broadcasts_over_the_keys(self) -> None:
+        query, key, value = make_qkv(300, batch=2)
+        mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+        expected = F.scaled_dot_product_attention(query, key, value, mask)
+        with sparge.replace_sdpa(ALL):
+            got = F.scaled_dot_product_attention(query, key, value, mask)
+        torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-6)
+
+    @pytest.mark.parametrize("sizes", [(2, 1, 1, 250), (2, 1, 1, 350), (4, 1, 1, 300)])
+    def test_a_mask_that_does_not_fit_raises(self, sizes: tuple[int, ...]) -> None:
+        query, key, value = make_qkv(300, batch=2)
+        with sparge.replace_sdpa(ALL), pytest.raises((RuntimeError, ValueError)):
+            F.scaled_dot_product_attention(query, key, value, torch.ones(sizes, dtype=torch.bool))
+
     def test_kept_ranges_move_along(self) -> None:
         query, key, value = make_qkv(640)
         value.zero_()

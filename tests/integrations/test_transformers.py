@@ -11,8 +11,12 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    BartConfig,
+    BartModel,
     BertConfig,
     BertModel,
+    CohereConfig,
+    CohereForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     LlamaConfig,
@@ -148,6 +152,94 @@ def test_an_empty_static_cache() -> None:
     got = model(ids, past_key_values=cache).logits
     assert sparge.stats().reasons == {"sparse: torch": 3}
     assert_logits_equal(got, expected)
+
+
+def test_a_second_chunk_into_a_static_cache() -> None:
+    """Keys behind the queries are empty: a mask that is causal, yet not aligned at the end."""
+    model, ids = llama(), tokens(1)
+    expected = model(ids).logits[:, 250:]
+    sparge.enable(model, ALL)
+    cache = StaticCache(model.config, max_cache_len=LENGTH + 77)
+    model(ids[:, :250], past_key_values=cache)
+    assert_logits_equal(model(ids[:, 250:], past_key_values=cache).logits, expected)
+    assert sparge.stats().reasons == {"sparse: torch": 6}
+
+
+def test_a_model_with_the_same_config_is_not_enabled_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparge.integrations.transformers._registered", {})
+    model, ids = llama(), tokens(1)
+    other = LlamaForCausalLM(model.config).eval()
+    expected = other(ids).logits
+    sparge.enable(model, THIN)
+    assert torch.equal(other(ids).logits, expected)
+    assert sparge.stats().calls == 0
+
+
+def test_parts_of_an_enabled_model() -> None:
+    model = llama()
+    sparge.enable(model.model, THIN)
+    with pytest.raises(ValueError, match="no part of which is enabled"):
+        sparge.enable(model, THIN)
+    sparge.disable(model.model)
+    sparge.enable(model, THIN)
+    with pytest.raises(ValueError, match="no part of which is enabled"):
+        sparge.enable(model.model, THIN)
+    sparge.disable(model)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_layers_are_counted_in_their_own_list() -> None:
+    """Three of an encoder without a layer_idx of its own, two of a decoder; cross-attention is dense at any length."""
+    torch.manual_seed(0)
+    config = BartConfig(
+        vocab_size=99, d_model=32, encoder_layers=3, decoder_layers=2, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=512,
+    )  # fmt: skip
+    model, ids = BartModel(config).eval(), tokens(1, 200)
+    sparge.enable(model, Policy(topk=1.0, backend="torch", dense_layers=(-1,)))
+    model(input_ids=ids, decoder_input_ids=ids)
+    reasons = {name: list(layer.reasons) for name, layer in sparge.stats().layers.items()}
+    assert {name for name, found in reasons.items() if found == ["dense: dense layer"]} == {
+        "encoder.layers.2.self_attn",
+        "decoder.layers.1.self_attn",
+    }
+    assert {name for name, found in reasons.items() if found == ["dense: cross-attention"]} == {
+        "decoder.layers.0.encoder_attn",
+        "decoder.layers.1.encoder_attn",
+    }
+    with pytest.raises(ValueError, match="dense_layers: expected indices of layers of BartModel"):
+        sparge.enable(model, Policy(dense_layers=(7,)))
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_scope_around_an_enabled_model_has_no_say() -> None:
+    model, ids = llama(), tokens(1)
+    expected = model(ids).logits
+    sparge.enable(model, Policy(backend="torch", dense_layers=(0, 1, 2)))
+    with sparge.replace_sdpa(THIN):
+        assert torch.equal(model(ids).logits, expected)
+    assert sparge.stats().reasons == {"dense: dense layer": 3}
+
+
+def test_more_queries_than_keys_are_not_aligned_wrongly() -> None:
+    from sparge.integrations.transformers import attention_forward
+
+    sparge.register(Policy(topk=1.0, backend="torch", self_attention_only=False, on_unsupported="dense"))
+    query, key = torch.randn(1, 2, 300, 16), torch.randn(1, 2, 200, 16)
+    got, _ = attention_forward(torch.nn.Module(), query, key, key, None)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, key, is_causal=True)
+    assert torch.equal(got, expected.transpose(1, 2))
+
+
+def test_perplexity_refuses_scaled_logits() -> None:
+    from sparge.evaluate.perplexity import perplexity
+
+    model, ids = llama(), tokens(1)
+    assert perplexity(model, ids) == pytest.approx(float(model(ids, labels=ids).loss.exp()), rel=1e-4)
+    torch.manual_seed(0)
+    scaled = CohereForCausalLM(CohereConfig(**SIZES, logit_scale=0.0625)).eval()
+    with pytest.raises(NotImplementedError, match="CohereForCausalLM: expected logits"):
+        perplexity(scaled, ids)
 
 
 def test_a_custom_mask_is_honoured() -> None:
@@ -310,12 +402,13 @@ class TestErrors:
             sparge.enable(model)
         assert model.config._attn_implementation == "sdpa"
 
-    def test_attention_sinks(self) -> None:
+    @pytest.mark.parametrize("name", ["s_aux", "indices", "block_indices"])
+    def test_arguments_that_change_the_result(self, name: str) -> None:
         from sparge.integrations.transformers import attention_forward
 
         query = torch.randn(1, 2, 8, 16)
-        with pytest.raises(NotImplementedError, match="s_aux"):
-            attention_forward(torch.nn.Module(), query, query, query, None, s_aux=torch.zeros(2))
+        with pytest.raises(NotImplementedError, match=name):
+            attention_forward(torch.nn.Module(), query, query, query, None, **{name: torch.zeros(2)})
 
 
 def test_compiled_equals_eager() -> None:

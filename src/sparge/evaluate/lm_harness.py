@@ -33,9 +33,12 @@ def with_sparse_attention(arguments: Sequence[str]) -> list[str]:
         if target >= len(arguments):
             break
         value = value if equals else arguments[target]
-        if "attn_implementation" in value and CHOICE not in value:
+        if value.lstrip().startswith("{"):
+            raise ValueError(f"--model_args: expected name=value pairs, got JSON: {value!r}")
+        chosen = [pair for pair in value.split(",") if pair.startswith("attn_implementation=")]
+        if chosen not in ([], [CHOICE]):
             raise ValueError(f"--model_args: expected no attn_implementation but sparge, got {value!r}")
-        if CHOICE not in value:
+        if not chosen:
             arguments[target] += f",{CHOICE}"
         return arguments
     raise ValueError("expected --model_args pretrained=... among the arguments of lm_eval, got none")

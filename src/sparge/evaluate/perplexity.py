@@ -31,6 +31,7 @@ def perplexity(model: Any, tokens: Tensor) -> float:
         >>> round(perplexity(model, torch.arange(32)[None]), 3)  # knows nothing: every token is equally likely
         32.0
     """
+    _check_head(model, tokens[:, :8])
     hidden = model.base_model(tokens, use_cache=False).last_hidden_state[:, :-1]
     targets = tokens[:, 1:]
     total = 0.0
@@ -39,3 +40,13 @@ def perplexity(model: Any, tokens: Tensor) -> float:
         logits = model.get_output_embeddings()(hidden[:, part]).float()
         total += float(F.cross_entropy(logits.flatten(0, 1), targets[:, part].flatten(), reduction="sum"))
     return math.exp(total / targets.numel())
+
+
+def _check_head(model: Any, tokens: Tensor) -> None:
+    """Logits are made in pieces here, by the output embedding alone; some models scale or cap them besides."""
+    expected = model(tokens, use_cache=False).logits.float()
+    logits = model.get_output_embeddings()(model.base_model(tokens, use_cache=False).last_hidden_state).float()
+    if not torch.allclose(logits, expected, rtol=0, atol=float(0.05 * expected.abs().max()) + 1e-6):
+        raise NotImplementedError(
+            f"{type(model).__name__}: expected logits that are the output embedding's, got others"
+        )

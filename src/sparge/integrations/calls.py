@@ -57,6 +57,7 @@ class Layer:
         name: what `sparge.stats` calls it; "" counts in the totals alone.
         policy: what goes sparse.
         dense: the policy's ``dense_layers`` name it.
+        is_cross: it is known to be cross-attention.
         steps: the schedule, where the policy has rules about it.
     """
 
@@ -64,6 +65,7 @@ class Layer:
     policy: Policy
     dense: bool = False
     steps: Steps | None = None
+    is_cross: bool = False
 
 
 _WARNED: set[str] = set()
@@ -104,7 +106,8 @@ def attend(
     reason = unsupported or _why_unsupported(query, key, value, attn_mask, dropout_p, enable_gqa)
     spans = None
     if reason is None and attn_mask is not None:
-        spans = spans_of(attn_mask)
+        if attn_mask.shape[-1:] == key.shape[2:3] and attn_mask.shape[0] in (1, query.shape[0]):
+            spans = spans_of(attn_mask)
         if spans is None and query.is_cuda and layer.policy.backend == "auto":
             reason = _why_slow(attn_mask)
     if reason is not None:
@@ -191,6 +194,8 @@ def _why_dense(
     policy = layer.policy
     if q_len == 1 and is_language:
         return "dense: decode"
+    if policy.self_attention_only and layer.is_cross:
+        return "dense: cross-attention"
     if policy.self_attention_only and not (q_len == kv_len or is_language if is_self is None else is_self):
         return "dense: cross-attention"
     if kv_len < policy.min_tokens or (q_len < policy.min_tokens and not is_language):

@@ -94,7 +94,7 @@ def is_enabled(target: Any) -> bool:
 def disable(target: Any) -> None:
     """Remove all hooks."""
     for _, model in _models_of(target):
-        for action in vars(model).pop(STATE, ()):
+        for action in reversed(vars(model).pop(STATE, [])):  # modules may share a processor
             action()
 
 
@@ -134,8 +134,13 @@ def _hook_model(model: nn.Module, prefix: str, policy: Policy, schedule: Schedul
         for index, block in enumerate(getattr(model, part))
     ]
     text_tokens = None
+    passes = _Passes()
+    undo: list[Callable[[], None]] = [
+        passes.unwind,
+        _remove(model.register_forward_pre_hook(passes.begin)),
+        _remove(model.register_forward_hook(passes.end, always_call=True)),
+    ]
     steps = None if schedule is None else schedule.steps
-    undo: list[Callable[[], None]] = []
     if schedule is not None:
         undo += [_remove(model.register_forward_pre_hook(schedule.look)), schedule.leave]
     if known.merged is not None:
@@ -182,11 +187,38 @@ def _is_dispatched(module: Any) -> bool:
     return getattr(module.processor, "_attention_backend", None) == diffusers_backend.NAME
 
 
+class _Passes:
+    """Scopes that a forward pass left open are closed before the next: torch calls no hook after Ctrl-C."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Passes, ()
+
+    def begin(self, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.unwind()
+            self._local.depth = len(diffusers_backend.THREAD.scopes)
+
+    def end(self, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._local.depth = None
+
+    def unwind(self) -> None:
+        depth = getattr(self._local, "depth", None)
+        while depth is not None and len(diffusers_backend.THREAD.scopes) > depth:
+            mode = diffusers_backend.THREAD.scopes.pop().mode
+            if mode is not None:
+                mode.__exit__(None, None, None)
+        self._local.depth = None
+
+
 class _TextTokens:
     """The number of text tokens of the forward pass under way, for blocks that get text and picture in one tensor.
 
-    Each thread has its own. A compiled model has one: torch.compile up to torch 2.11 loses what is written to
-    thread-local objects.
+    Each thread has its own. Compiled blocks share one, whichever thread wrote it last: torch.compile up to torch 2.11
+    loses what is written to thread-local objects.
     """
 
     def __init__(self, place: int) -> None:
@@ -200,9 +232,8 @@ class _TextTokens:
     def read(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         states = kwargs.get("encoder_hidden_states", args[self._place] if len(args) > self._place else None)
         count = 0 if states is None else states.shape[1]
-        if torch.compiler.is_compiling():
-            self._compiled = count
-        else:
+        self._compiled = count
+        if not torch.compiler.is_compiling():
             self._local.count = count
 
     def count(self) -> int:

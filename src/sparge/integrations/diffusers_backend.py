@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from sparge.integrations.calls import Layer, runs_dense
-from sparge.integrations.sdpa import Scope, sparse_sdpa
+from sparge.integrations.sdpa import Scope, sparse_sdpa, undisturbed
 from sparge.policy import Policy
 from sparge.stats import counters
 
@@ -92,7 +92,8 @@ def attention(
         )
     if output is not None:
         return output.transpose(1, 2)
-    result: Tensor = _native[0](
+    result: Tensor = undisturbed(
+        _native[0],
         query,
         key,
         value,

@@ -15,6 +15,8 @@ from typing import Any, cast
 from sparge.integrations.calls import Steps
 
 _STEPS = "_sparge_steps"
+_ORIGINAL = "_sparge_original"
+"""Attribute of the subclass: the class it stands for."""
 
 
 class Schedule:
@@ -54,7 +56,8 @@ def _follow(scheduler: Any, steps: Steps) -> None:
     """Several may follow one scheduler, as when pipelines share it."""
     if _STEPS not in vars(scheduler):
         setattr(scheduler, _STEPS, [])
-        scheduler.__class__ = _followed(cast(Hashable, type(scheduler)))
+        kind = type(scheduler)  # that of a followed one, if it was made from it
+        scheduler.__class__ = _followed(cast(Hashable, getattr(kind, _ORIGINAL, kind)))
     getattr(scheduler, _STEPS).append(steps)
 
 
@@ -63,13 +66,13 @@ def _leave(scheduler: Any, steps: Steps) -> None:
     followers = getattr(scheduler, _STEPS)
     followers[:] = [other for other in followers if other is not steps]
     if not followers:
-        scheduler.__class__ = type(scheduler).__mro__[1]
+        scheduler.__class__ = getattr(type(scheduler), _ORIGINAL)
         delattr(scheduler, _STEPS)
 
 
 @functools.cache
 def _followed(kind: Any) -> type[Any]:
-    """The class with both methods overridden, under its own name: schedulers are saved by it."""
+    """The class with its methods overridden, under its own name: schedulers are saved by it."""
 
     @functools.wraps(kind.set_timesteps)
     def set_timesteps(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -85,7 +88,25 @@ def _followed(kind: Any) -> type[Any]:
             steps.advance()
         return result
 
-    followed: type[Any] = type(
-        kind.__name__, (kind,), {"set_timesteps": set_timesteps, "step": step, "__module__": kind.__module__}
-    )
+    def __reduce_ex__(self: Any, _: int) -> Any:  # nobody follows a copy
+        return _made, (kind, {name: value for name, value in vars(self).items() if name != _STEPS})
+
+    methods = {"set_timesteps": set_timesteps, "step": step, "__reduce_ex__": __reduce_ex__}
+    if hasattr(kind, "set_begin_index"):
+
+        @functools.wraps(kind.set_begin_index)
+        def set_begin_index(self: Any, begin_index: int = 0) -> None:
+            kind.set_begin_index(self, begin_index)
+            for steps in getattr(self, _STEPS, ()):
+                steps.start(len(self.timesteps) - begin_index)
+
+        methods["set_begin_index"] = set_begin_index
+    followed: type[Any] = type(kind.__name__, (kind,), {**methods, "__module__": kind.__module__, _ORIGINAL: kind})
     return followed
+
+
+def _made(kind: Any, state: dict[str, Any]) -> Any:
+    """A scheduler of its own class, from a copy of a followed one."""
+    scheduler = kind.__new__(kind)
+    vars(scheduler).update(state)
+    return scheduler

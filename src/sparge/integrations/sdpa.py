@@ -31,6 +31,17 @@ class _Thread(threading.local):
 _THREAD = _Thread()
 
 
+def undisturbed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a framework's own attention after a decision for dense: no scope around it may decide again."""
+    if torch.compiler.is_compiling():  # its guards do not bear a thread's attribute that comes and goes
+        return function(*args, **kwargs)
+    before, _THREAD.deciding = _THREAD.deciding, True
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _THREAD.deciding = before
+
+
 @dataclass
 class Scope:
     """What is known about the SDPA calls of a stretch of code.
@@ -65,7 +76,8 @@ class SparseMode(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
-        if func is F.multi_head_attention_forward and not _THREAD.deciding:  # its SDPA runs below this mode
+        inside_module = func is F.multi_head_attention_forward and not _THREAD.deciding  # its SDPA runs below this mode
+        if inside_module and not torch.compiler.is_compiling():
             counters.record("dense: inside nn.MultiheadAttention", self.scope.layer.name)
         if func is not _SDPA or _THREAD.deciding:
             return func(*args, **kwargs)

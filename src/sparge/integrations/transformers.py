@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sparge.integrations.calls import Layer, attend, runs_dense
+from sparge.integrations.sdpa import undisturbed
 from sparge.policy import Policy
 
 NAME = "sparge"
@@ -27,7 +28,15 @@ NEEDED = "5.17"
 EXTRAS = {"position_bias": "position bias", "cache": "paged cache"}
 """Arguments only the SDPA function knows what to do with."""
 
-FORBIDDEN = {"s_aux": "attention sinks", "softcap": "soft-capped scores"}
+CROSS_ATTENTION = ("encoder_attn", "cross_attn", "crossattention", "EncDecAttention")
+"""What layers call theirs."""
+
+FORBIDDEN = {
+    "s_aux": "attention sinks",
+    "softcap": "soft-capped scores",
+    "indices": "an index of keys",
+    "block_indices": "an index of key blocks",
+}
 """Arguments without which the model would be wrong, and that some versions of the SDPA function ignore."""
 
 _registered: dict[str, Policy] = {}
@@ -40,6 +49,11 @@ def register(policy: Policy) -> None:
     Raises:
         ImportError: transformers is missing or too old.
     """
+    _register_functions()
+    _registered[NAME] = policy
+
+
+def _register_functions() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface, __version__
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -48,7 +62,6 @@ def register(policy: Policy) -> None:
     _stock[:] = [ALL_ATTENTION_FUNCTIONS["sdpa"]]
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, mask)
-    _registered[NAME] = policy
 
 
 def enable(model: Any, policy: Policy) -> None:
@@ -65,18 +78,28 @@ def enable(model: Any, policy: Policy) -> None:
         raise ValueError(f"policy: expected no rules about denoising steps for a language model, got {policy}")
     if is_enabled(model):
         disable(model)
+    if any(LAYER in vars(module) for module in model.modules()):
+        raise ValueError(
+            f"{type(model).__name__}: expected a model no part of which is enabled, or that is no such part"
+        )
     before = _implementations(model)
-    register(_registered.get(NAME, Policy()))
+    _register_functions()
     model.set_attn_implementation(NAME)
     if model.config._attn_implementation != NAME:
         raise NotImplementedError(
             f"{type(model).__name__}: expected a model whose attention can be set (it calls SDPA itself; "
             "`with sparge.replace_sdpa(policy):` reaches it)"
         )
+    model._sparge_before = before
     attentions = [(name, module) for name, module in model.named_modules() if _is_attention(module)]
     for name, module in attentions:
-        setattr(module, LAYER, Layer(name, policy, _is_dense_layer(module, policy)))
-    model._sparge_before = before
+        dense = bool(policy.dense_layers) and _is_dense_layer(model, name, policy)
+        setattr(module, LAYER, Layer(name, policy, dense, is_cross=_is_cross(module, name)))
+    if policy.dense_layers and not any(vars(module)[LAYER].dense for _, module in attentions):
+        disable(model)
+        raise ValueError(
+            f"dense_layers: expected indices of layers of {type(model).__name__}, got {policy.dense_layers}"
+        )
 
 
 def is_enabled(model: Any) -> bool:
@@ -108,15 +131,23 @@ def attention_forward(
     """What transformers calls: query (B, H, S_q, D), key and value (B, H_kv, S_k, D), output (B, S_q, H, D)."""
     for name, meaning in FORBIDDEN.items():
         if kwargs.get(name) is not None:
-            raise NotImplementedError(f"{meaning} ({name}): expected None (SDPA cannot do it either), got a value")
+            raise NotImplementedError(
+                f"{meaning} ({name}): expected None, got a value (the model cannot run on a function like SDPA)"
+            )
     layer = _layer_of(module)
+    if layer is None:
+        return _stock[0](module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = causal and not layer.is_cross
     output = None
     if not runs_dense(layer, query, key, is_language=causal):
         unsupported = next((EXTRAS[name] for name in EXTRAS if kwargs.get(name) is not None), None)
         output = _sparse(layer, query, key, value, attention_mask, dropout, scaling, causal, unsupported)
     if output is None:
-        return _stock[0](module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
+        stock: tuple[Tensor, None] = undisturbed(
+            _stock[0], module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
+        )
+        return stock
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -135,6 +166,8 @@ def _sparse(
     applies_causality = causal and attention_mask is None and q_len > 1
     if applies_causality and q_len < key.shape[2]:  # an empty static cache: SDPA aligns top-left, the rest is unused
         key, value = key[:, :, :q_len], value[:, :, :q_len]
+    if applies_causality and q_len > key.shape[2]:
+        unsupported = unsupported or "causal with more queries than keys"
     if causal and attention_mask is not None and hasattr(attention_mask, PADDING):
         attention_mask, applies_causality = getattr(attention_mask, PADDING), True
     return attend(
@@ -175,18 +208,25 @@ def mask(
     return full
 
 
-def _layer_of(module: nn.Module) -> Layer:
-    """What `enable` attached, or for models loaded by name a layer with the registered policy."""
+def _layer_of(module: nn.Module) -> Layer | None:
+    """What `enable` attached, or for models loaded by name a layer with the registered policy.
+
+    None without either: a model that shares the config of an enabled one, which is not enabled by that.
+    """
     layer = vars(module).get(LAYER)
     if layer is not None:
         return cast(Layer, layer)
-    policy = _registered[NAME]
+    policy = _registered.get(NAME)
+    if policy is None:
+        return None
     layer = vars(module).get(BY_NAME)
     if layer is not None and layer.policy is policy:
         return cast(Layer, layer)
     index = getattr(module, "layer_idx", None)
     name = "" if index is None else f"layers.{index}"
-    layer = Layer(name, policy, _is_dense_layer(module, policy))
+    total = getattr(getattr(module, "config", None), "num_hidden_layers", None)
+    dense = index is not None and total is not None and policy.is_dense_layer(index, total)
+    layer = Layer(name, policy, dense, is_cross=_is_cross(module))
     if not torch.compiler.is_compiling():
         setattr(module, BY_NAME, layer)
     return layer
@@ -197,12 +237,26 @@ def _is_attention(module: nn.Module) -> bool:
     return hasattr(module, "is_causal") or "Attention" in type(module).__name__
 
 
-def _is_dense_layer(module: nn.Module, policy: Policy) -> bool:
-    if not policy.dense_layers:
+def _is_cross(module: nn.Module, name: str = "") -> bool:
+    """Cross-attention by the name of its class or of its place in a layer, or as it says itself."""
+    place = name.rsplit(".", 1)[-1]
+    named = "Cross" in type(module).__name__ or place in (
+        "encoder_attn",
+        "cross_attn",
+        "crossattention",
+        "EncDecAttention",
+    )
+    return named or getattr(module, "is_cross_attention", False) is True
+
+
+def _is_dense_layer(model: nn.Module, name: str, policy: Policy) -> bool:
+    """By its place in the innermost list of layers: "model.layers.3.self_attn" is layer 3 of "model.layers"."""
+    parts = name.split(".")
+    place = next((place for place in reversed(range(len(parts))) if parts[place].isdigit()), None)
+    if place is None:
         return False
-    index = getattr(module, "layer_idx", None)
-    total = getattr(getattr(module, "config", None), "num_hidden_layers", None)
-    return index is not None and total is not None and policy.is_dense_layer(index, total)
+    layers: Any = model.get_submodule(".".join(parts[:place]))
+    return policy.is_dense_layer(int(parts[place]), len(layers))
 
 
 def _implementations(model: Any) -> list[tuple[Any, Any]]:
