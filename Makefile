@@ -19,8 +19,9 @@ demo: $(READY)  ## the main job on this machine: a table, and sparge-demo.html
 	$(BIN)/sparge demo
 
 test: lint  ## lint, types, all tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto  # one worker a core; torch threads on top would fight over it
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n auto tests/kernels
+	# One worker a core; torch threads on top would fight over it.
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n auto --dist worksteal tests/kernels
 
 $(DATA)/.ready: $(READY) requirements-slow.txt
 	$(BIN)/python -m pip install --quiet -r requirements-slow.txt
