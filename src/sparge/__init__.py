@@ -7,13 +7,18 @@
 An independent implementation of SpargeAttention (Zhang et al., ICML 2025).
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from sparge._version import __version__
 from sparge.api import attention, block_sparse_attention, predict
 from sparge.block_mask import BlockMask
 from sparge.config import Dense, Mean, Moment, TopCdf, TopK
-from sparge.integrations import disable, enable, register, replace_sdpa
-from sparge.policy import Policy
 from sparge.stats import LayerStats, Stats, reset_stats, stats
+
+if TYPE_CHECKING:
+    from sparge.integrations import disable, enable, register, replace_sdpa
+    from sparge.policy import Policy
 
 __all__ = [
     "BlockMask",
@@ -36,3 +41,20 @@ __all__ = [
     "reset_stats",
     "stats",
 ]
+
+_WHEN_USED = {
+    "Policy": "sparge.policy",
+    **dict.fromkeys(("disable", "enable", "register", "replace_sdpa"), "sparge.integrations"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """What concerns models is imported when it is used: it would take a third of the time of the whole import."""
+    if name not in _WHEN_USED:
+        raise AttributeError(f"module 'sparge' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_WHEN_USED[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_WHEN_USED})
