@@ -69,6 +69,7 @@ def enable(model: Any, policy: Policy) -> None:
 
     Raises:
         NotImplementedError: the model cannot run on SDPA, or chooses its attention in its own way.
+        ValueError: rules about steps, or layers it does not have; a part of the model is enabled already.
     """
     if not getattr(model, "_supports_sdpa", False):
         raise NotImplementedError(
@@ -84,13 +85,14 @@ def enable(model: Any, policy: Policy) -> None:
         )
     before = _implementations(model)
     _register_functions()
+    model._sparge_before = before
     model.set_attn_implementation(NAME)
     if model.config._attn_implementation != NAME:
+        disable(model)
         raise NotImplementedError(
             f"{type(model).__name__}: expected a model whose attention can be set (it calls SDPA itself; "
             "`with sparge.replace_sdpa(policy):` reaches it)"
         )
-    model._sparge_before = before
     attentions = [(name, module) for name, module in model.named_modules() if _is_attention(module)]
     for name, module in attentions:
         dense = bool(policy.dense_layers) and _is_dense_layer(model, name, policy)
@@ -240,12 +242,7 @@ def _is_attention(module: nn.Module) -> bool:
 def _is_cross(module: nn.Module, name: str = "") -> bool:
     """Cross-attention by the name of its class or of its place in a layer, or as it says itself."""
     place = name.rsplit(".", 1)[-1]
-    named = "Cross" in type(module).__name__ or place in (
-        "encoder_attn",
-        "cross_attn",
-        "crossattention",
-        "EncDecAttention",
-    )
+    named = "Cross" in type(module).__name__ or place in CROSS_ATTENTION
     return named or getattr(module, "is_cross_attention", False) is True
 
 
