@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import importlib.util
 import itertools
 import json
@@ -18,7 +17,20 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from comfyui_stand_in import (
+    HEAD_DIM,
+    HEADS,
+    TOKENS,
+    Flux,
+    Patcher,
+    Tensors,
+    flat,
+    run,
+    sample,
+    sdpa,
+    sparse_layers,
+    wrapped,
+)
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -28,136 +40,6 @@ from sparge.integrations import calls, comfyui
 from sparge.integrations.comfyui import attention_override, parse_blocks, sparsify
 
 FOLDER = Path(__file__).parents[2] / "comfyui"
-HEADS, HEAD_DIM = 2, 16
-TOKENS = 1152
-"""18 blocks of keys, of which a row keeps 16 at least: few enough to be fast, enough to leave some out."""
-
-Tensors = tuple[Tensor, Tensor, Tensor]
-
-
-def sdpa(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    heads: int,
-    mask: Tensor | None = None,
-    attn_precision: Any = None,
-    skip_reshape: bool = False,
-    skip_output_reshape: bool = False,
-    **kwargs: Any,
-) -> Tensor:
-    """ComfyUI's attention on SDPA."""
-    del attn_precision
-    if not skip_reshape:
-        head_dim = q.shape[-1] // heads
-        q, k, v = (tensor.unflatten(-1, (-1, head_dim)).transpose(1, 2) for tensor in (q, k, v))
-    if mask is not None and mask.ndim == 2:
-        mask = mask[None]
-    if mask is not None and mask.ndim == 3:
-        mask = mask[:, None]
-    extra = {name: kwargs[name] for name in ("scale", "enable_gqa") if name in kwargs}
-    out = F.scaled_dot_product_attention(q, k, v, mask, **extra)
-    return out if skip_output_reshape else out.transpose(1, 2).flatten(2)
-
-
-def wrapped(func: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """ComfyUI's wrapper: the override of the options, unless the call comes from inside of one."""
-
-    @functools.wraps(func)
-    def wrapper(*args: Any, **kwargs: Any) -> Tensor:
-        if "_inside_attn_wrapper" not in kwargs:
-            kwargs["_inside_attn_wrapper"] = True
-            options = kwargs.get("transformer_options")
-            if options is not None and "optimized_attention_override" in options:
-                result: Tensor = options["optimized_attention_override"](func, *args, **kwargs)
-                return result
-        return func(*args, **kwargs)
-
-    return wrapper
-
-
-optimized_attention = wrapped(sdpa)
-
-
-class FlowSampling:
-    """Model sampling of flow models."""
-
-    shift = 3.0
-
-    def at(self, time: float) -> float:
-        return self.shift * time / (1 + (self.shift - 1) * time)
-
-    def percent_to_sigma(self, percent: float) -> float:
-        return 1.0 if percent <= 0 else 0.0 if percent >= 1 else self.at(1 - percent)
-
-    def sigmas(self, steps: int) -> Tensor:
-        return torch.tensor([self.at(1 - step / steps) for step in range(steps + 1)])
-
-
-class Patcher:
-    """What goes along the MODEL wires: ComfyUI's ModelPatcher as far as nodes use it."""
-
-    def __init__(self) -> None:
-        self.model_options: dict[str, Any] = {"transformer_options": {"patches": {"some": [1]}}}
-        self.objects = {"model_sampling": FlowSampling()}
-
-    def clone(self) -> Patcher:
-        other = Patcher()
-        other.model_options = copy.deepcopy(self.model_options)
-        other.objects = dict(self.objects)
-        return other
-
-    def get_model_object(self, name: str) -> Any:
-        return self.objects[name]
-
-
-class Flux:
-    """Two double and three single blocks over the same tokens, with the options the real one sets."""
-
-    def __init__(self, text: int, *tensors: Tensor) -> None:
-        self.text = text
-        self.tensors = tensors
-
-    def __call__(self, options: dict[str, Any]) -> dict[str, Tensor]:
-        outputs = {}
-        options = options.copy()
-        for kind, total in (("double", 2), ("single", 3)):
-            options.update(block_type=kind, total_blocks=total)
-            if kind == "single" and self.text:
-                options["img_slice"] = [self.text, self.tensors[0].shape[2]]
-            for index in range(total):
-                options["block_index"] = index
-                out = optimized_attention(*self.tensors, HEADS, skip_reshape=True, transformer_options=options)
-                outputs[f"{kind}_block.{index}"] = out
-        return outputs
-
-
-def sample(patcher: Patcher, model: Callable[[dict[str, Any]], Any], steps: int = 5, passes: int = 1) -> list[Any]:
-    """The sampler's loop: what the model gave at each step."""
-    schedule = patcher.get_model_object("model_sampling").sigmas(steps)
-    outputs = []
-    for sigma in schedule[:-1]:
-        sigmas = sigma * torch.ones(1)
-        for _ in range(passes):
-            options = {**patcher.model_options["transformer_options"], "sigmas": sigmas, "sample_sigmas": schedule}
-            outputs.append(model(options))
-    return outputs
-
-
-def flat(tensor: Tensor) -> Tensor:
-    """(B, H, S, D) as (B, S, H * D)."""
-    return tensor.transpose(1, 2).flatten(2)
-
-
-def sparse_layers() -> dict[str, tuple[int, int]]:
-    """Calls of each layer: (sparse, dense)."""
-    return {name: (layer.sparse, layer.dense) for name, layer in sparge.stats().layers.items()}
-
-
-def run(override: Callable[..., Tensor], *args: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> Tensor:
-    """An attention call of a model with this override."""
-    options = {**(options or {}), "optimized_attention_override": override}
-    return optimized_attention(*args, transformer_options=options, **kwargs)
 
 
 @pytest.fixture
