@@ -3,7 +3,7 @@
 The stages, in the order of the data flow (docs/algorithm.md has the mathematics):
 
     element_mask -> smooth_key -> pool, self_similarity -> score_mean | score_moment -> select -> BlockMask
-    quantize_int8, quantize_fp8 -> attention (online softmax over kept blocks, stage-2 skipping, LSE)
+    8-bit codes (`eight_bits`) -> attention (online softmax over kept blocks, stage-2 skipping, LSE)
 
 Shapes follow `geometry.Shape`: query (B, H, Sq, D), key (B, Hkv, Sk, D), value (B, Hkv, Sk, Dv). Everything is
 computed in float64 unless a step is a low-precision one by definition. Memory is quadratic in the length.
@@ -20,20 +20,27 @@ from torch import Tensor
 
 from sparge.block_mask import BlockMask
 from sparge.config import Dense, Mean, Score, Sparsity, TopCdf, TopK, per_head
+from sparge.eight_bits import (
+    FP8_MAX,
+    balance,
+    fp8_from_log2,
+    fp8_tensor_core,
+    key_scales,
+    quantize_fp8,
+    quantize_int8,
+    query_scales,
+    smooth_value,
+    to_fp8,
+    to_fp16,
+)
 from sparge.geometry import BLOCK_K, BLOCK_Q, ROW_GROUP, Shape
 from sparge.visibility import allowed_elements
 
-INT8_MAX = 127.0
-FP8_MAX = 448.0
-FP8_TOP_CODE = 126
-"""Of 448; 127 is NaN."""
-FP8_CODES_PER_OCTAVE = 8
-FP8_ACCUMULATOR_BITS = 13
-"""Fraction bits a Hopper tensor core keeps when it adds FP8 products (not the 23 of fp32)."""
-FP8_MMA_KEYS = 32
-"""Keys one FP8 matrix instruction consumes."""
-
 Accumulation = Literal["two_level", "single_level"]
+FP8_MODES = ("int8_fp8", "int8_fp8_codes")
+REACH = 64 * math.log(2.0)
+"""Nats that a tile's maximum may lie below the row's before its P counts from there instead: what float32 can hold, and
+more than any sum can notice."""
 
 
 class ElementMask(NamedTuple):
@@ -354,77 +361,6 @@ def _fix_blocks(query_similarity: Tensor, key_similarity: Tensor, threshold: flo
     return (query_similarity < threshold)[:, None] | (key_similarity < threshold)
 
 
-def quantize_int8(tokens: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """INT8 codes and one scale = absmax / 127 per block of tokens: (S, D) -> (S, D) int8, (S, 1)."""
-    codes, scales = [], []
-    for part in tokens.split(block):
-        scale = part.abs().max() / INT8_MAX
-        scale = torch.where(scale == 0, 1.0, scale)
-        codes.append((part / scale).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8))
-        scales.append(scale.expand(len(part), 1))
-    return torch.cat(codes), torch.cat(scales)
-
-
-def to_fp8(values: Tensor) -> Tensor:
-    """Round to E4M3 (saturating at 448), returned as numbers of the input's dtype."""
-    return values.clamp(-FP8_MAX, FP8_MAX).to(torch.float32).to(torch.float8_e4m3fn).to(values.dtype)
-
-
-def to_fp16(values: Tensor) -> Tensor:
-    """Round to FP16, finite values saturating at 65504, returned as numbers of the input's dtype."""
-    largest = torch.finfo(torch.float16).max
-    return torch.where(values.isfinite(), values.clamp(-largest, largest), values).half().to(values.dtype)
-
-
-def fp8_from_log2(exponent: Tensor) -> Tensor:
-    """The E4M3 number whose code is nearest to 126 + 8 x, from code 0 up: about 448 * 2^x, without computing it.
-
-    E4M3 has eight codes per octave, and its code is almost linear in the logarithm. 126 is the code of 448; seen over
-    an octave the numbers are right on average (.9995), and a row sum of the same numbers takes out the rest.
-    """
-    codes = (FP8_TOP_CODE + FP8_CODES_PER_OCTAVE * exponent).round().clamp(0, FP8_TOP_CODE)
-    numbers = codes.nan_to_num(0.0).to(torch.uint8).view(torch.float8_e4m3fn).to(exponent.dtype)
-    return torch.where(exponent.isnan(), exponent, numbers)
-
-
-def quantize_fp8(value: Tensor) -> tuple[Tensor, Tensor]:
-    """E4M3 numbers and one scale = absmax / 448 per channel: (S, Dv) -> (S, Dv), (Dv,).
-
-    Values that are not finite become NaN and leave the scale alone: they reach the rows that see them, no others.
-    """
-    finite = value.isfinite()
-    scale = torch.where(finite, value, 0.0).abs().amax(0) / FP8_MAX
-    scale = torch.where(scale == 0, 1.0, scale)
-    return to_fp8(torch.where(finite, value / scale, math.nan)), scale
-
-
-def fp8_tensor_core(probability: Tensor, value: Tensor, accumulator: Tensor) -> Tensor:
-    """P V + accumulator as Hopper's FP8 tensor cores add, bit by bit: (M, K), (K, Dv), (M, Dv) -> (M, Dv).
-
-    Each instruction takes 32 keys. It aligns their products and the accumulator to the largest exponent among them (of
-    a product: the sum of its factors' exponents), cuts each off 13 bits below that, adds, and cuts the sum to 13
-    fraction bits. Small products vanish beside a large accumulator. Equal in every bit to results of an H200.
-    """
-    for p, v in zip(probability.split(FP8_MMA_KEYS, 1), value.split(FP8_MMA_KEYS, 0), strict=True):
-        terms = torch.cat([p[:, :, None] * v[None], accumulator[:, None]], 1)  # [M, keys + 1, Dv]
-        exponents = torch.cat([_exponent(p)[:, :, None] + _exponent(v)[None], _exponent(accumulator)[:, None]], 1)
-        aligned = _cut(terms, exponents.amax(1, keepdim=True)).sum(1)
-        accumulator = _cut(aligned, _exponent(aligned))
-    return accumulator
-
-
-def _exponent(values: Tensor) -> Tensor:
-    """floor(log2 |x|), very low for 0."""
-    exponent = torch.frexp(values)[1] - 1
-    return torch.where(values == 0, -(2**9), exponent)
-
-
-def _cut(values: Tensor, exponent: Tensor) -> Tensor:
-    """Truncate towards zero what lies more than 13 bits below the exponent."""
-    quantum = torch.ldexp(torch.ones_like(values), exponent - FP8_ACCUMULATOR_BITS)
-    return torch.trunc(values / quantum) * quantum
-
-
 def attention(
     query: Tensor,
     key: Tensor,
@@ -454,9 +390,15 @@ def attention(
     query = torch.where(masks.allowed.any(3, keepdim=True), query, 0.0)
     key = torch.where(keys_seen[..., None], key, 0.0)
     value = torch.where(keys_seen[..., None], value, 0.0)
-    key_mean = torch.zeros_like(key[:, :, :1])
+    mean_score = torch.zeros_like(query[..., 0])
+    value_mean = torch.zeros_like(value[:, :, :1])
     if quantization != "none":
         key, key_mean = smooth_key(key, keys_seen)
+        mean_score = scale * (query @ key_mean.repeat_interleave(shape.group, 1).mT).squeeze(-1)
+        factors = balance(query, key, keys_seen)
+        query, key = query * factors.repeat_interleave(shape.group, 1), key / factors
+    if quantization in FP8_MODES:
+        value, value_mean = smooth_value(value, keys_seen)
 
     kept = mask.to_dense()
     output = torch.zeros(*query.shape[:3], shape.value_dim, dtype=torch.float64, device=query.device)
@@ -465,7 +407,7 @@ def attention(
     for b in range(shape.batch):
         for h in range(shape.heads):
             kv = h // shape.group
-            head = _Head(query[b, h], key[b, kv], value[b, kv], scale, quantization, accumulation)
+            head = _Head(query[b, h], key[b, kv], value[b, kv], value_mean[b, kv], scale, quantization, accumulation)
             threshold = _of_head(pv_threshold, h, shape)
             for first in range(0, shape.q_len, ROW_GROUP):
                 rows = slice(first, min(first + ROW_GROUP, shape.q_len))
@@ -474,8 +416,7 @@ def attention(
                 result = head.attend(rows, columns, masks.allowed[b, h], masks.bias[b, h], threshold)
                 output[b, h, rows], lse[b, h, rows] = result.output, result.lse
                 skipped[b, h, i] += int(result.pv_skipped)
-    lse += scale * (query @ key_mean.repeat_interleave(shape.group, 1).mT).squeeze(-1)
-    return AttentionResult(output, lse, skipped)
+    return AttentionResult(output, lse + mean_score, skipped)
 
 
 class _Head:
@@ -486,20 +427,20 @@ class _Head:
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        value_mean: Tensor,
         scale: float,
         quantization: str,
         accumulation: Accumulation,
     ) -> None:
-        self.query, self.key, self.value = query, key, value
-        self.query_scale = self.key_scale = torch.ones_like(query[:1, :1])
-        self.value_scale = torch.ones_like(value[0])
+        self.query, self.key, self.value, self.value_mean = query, key, value, value_mean
+        self.query_scale, self.key_scale = torch.ones_like(query[:, :1]), torch.ones_like(key[:, :1])
+        self.value_scale = torch.ones_like(value_mean)
         self.scale, self.quantization, self.accumulation = scale, quantization, accumulation
         if quantization != "none":
-            codes, self.query_scale = quantize_int8(query, BLOCK_Q)
-            self.query = codes.double()
-            codes, self.key_scale = quantize_int8(key, BLOCK_K)
-            self.key = codes.double()
-        self.fp8_values = quantization in ("int8_fp8", "int8_fp8_codes")
+            self.query_scale, self.key_scale = query_scales(query), key_scales(key)
+            self.query = quantize_int8(query, self.query_scale).double()
+            self.key = quantize_int8(key, self.key_scale).double()
+        self.fp8_values = quantization in FP8_MODES
         if self.fp8_values:
             self.value, self.value_scale = quantize_fp8(value)
         elif quantization == "int8_fp16":
@@ -513,9 +454,13 @@ class _Head:
         bias: Tensor,
         threshold: float | None,
     ) -> AttentionResult:
-        """Attention of up to 64 rows (one skipping group) to the given key blocks, in order."""
+        """Attention of up to 64 rows (one skipping group) to the given key blocks, in order.
+
+        Sums count in units of exp(top). FP8 holds 15 octaves, fewer than lie between a sink and a long tail, so that
+        ``top`` is the maximum of the latest tile alone; else it is that of the row.
+        """
         count = rows.stop - rows.start
-        running_max = self.query.new_full((count, 1), -math.inf)
+        running_max = top = self.query.new_full((count, 1), -math.inf)
         row_sum = self.query.new_zeros(count, 1)
         accumulator = self.query.new_zeros(count, self.value.shape[1])
         skipped = 0
@@ -529,22 +474,21 @@ class _Head:
             if threshold is not None and bool((gap < threshold).all()):
                 skipped += 1
                 continue
-            shift = new_max.masked_fill(new_max == -math.inf, 0.0)
-            decay = (running_max - shift).exp()
+            new_top = torch.maximum(local_max, new_max - REACH) if self.fp8_values else new_max
+            shift = new_top.masked_fill(new_top == -math.inf, 0.0)
+            decay = (top - shift).exp()
             probability = self._probabilities(scores - shift)
             row_sum = row_sum * decay + probability.sum(1, keepdim=True)
             accumulator = self._accumulate(accumulator * decay, probability, self.value[keys])
-            running_max = new_max
+            running_max, top = new_max, new_top
         unit = FP8_MAX if self.fp8_values else 1.0
         nothing = row_sum == 0
-        output = torch.where(nothing, 0.0, accumulator / (unit * row_sum.masked_fill(nothing, 1.0)))
-        lse = (running_max + row_sum.log()).squeeze(1)
-        return AttentionResult(output * self.value_scale, lse, torch.tensor(skipped))
+        output = accumulator / (unit * row_sum.masked_fill(nothing, 1.0)) * self.value_scale + self.value_mean
+        lse = (top + row_sum.log()).squeeze(1)
+        return AttentionResult(torch.where(nothing, 0.0, output), lse, torch.tensor(skipped))
 
     def _scores(self, rows: slice, keys: slice) -> Tensor:
-        query_scale = self.query_scale if self.quantization == "none" else self.query_scale[rows]
-        key_scale = self.key_scale if self.quantization == "none" else self.key_scale[keys]
-        return self.query[rows] @ self.key[keys].mT * query_scale * key_scale.mT * self.scale
+        return self.query[rows] @ self.key[keys].mT * self.query_scale[rows] * self.key_scale[keys].mT * self.scale
 
     def _probabilities(self, log_probability: Tensor) -> Tensor:
         if self.quantization == "int8_fp8_codes":

@@ -1,6 +1,6 @@
 """Online softmax over kept blocks in batched PyTorch: the 8-bit modes and the P V threshold on any device.
 
-Computes what the quantised kernels compute (INT8 Q K^T, FP8 or FP16 P V, a fresh sum per 64-key tile) in float32
+Computes what the quantised kernels compute (`eight_bits`; a fresh sum and maximum per 64-key tile) in float32
 arithmetic on the codes, block after block for many rows at once. It shows the error of 8 bits on any machine; it is
 not faster than the unquantised path there.
 """
@@ -15,13 +15,24 @@ from torch import Tensor
 
 from sparge.backends.torch_tiles import Tiles, Workspace
 from sparge.config import PerHead, per_head
+from sparge.eight_bits import (
+    FP8_MAX,
+    balance,
+    key_scales,
+    quantize_fp8,
+    quantize_int8,
+    query_scales,
+    smooth_value,
+    to_fp8,
+    to_fp16,
+)
 from sparge.geometry import BLOCK_K, BLOCK_Q, ROW_GROUP
 from sparge.visibility import Visibility
 
 ROWS_AT_A_TIME = 64
 GROUPS = BLOCK_Q // ROW_GROUP
-INT8_MAX = 127.0
-FP8_MAX = 448.0
+REACH = 64 * math.log(2.0)
+"""See `reference.REACH`."""
 
 
 def attention(
@@ -61,20 +72,26 @@ class _Operands:
     def __init__(self, tiles: Tiles, seen: Visibility, scale: float, quantization: str) -> None:
         shape = tiles.shape
         self.quantization, self.scale = quantization, scale
-        self.query_scale = self.key_scale = self.value_scale = self.mean_score = None
+        self.query_scale = self.key_scale = self.mean_score = None
+        self.value_scale = self.value_mean = None
         if quantization != "none":
-            key, mean = _smooth_blocks(tiles.key, seen.keys, shape.kv_len)
-            self.mean_score = scale * torch.einsum(
-                "bhnqd,bhd->bhnq", tiles.query.float(), mean.repeat_interleave(shape.group, 1)
-            ).flatten(0, 2)
-            query, self.query_scale = _int8(tiles.query.float())
-            key, self.key_scale = _int8(key)
-            tiles = replace(tiles, query=query, key=key)
+            query, key = tiles.query.float(), tiles.key.float()
+            present = _present(key, seen.keys, shape.kv_len)
+            key, mean = _smooth(key.flatten(2, 3), present)
+            mean = mean.repeat_interleave(shape.group, 1)
+            self.mean_score = scale * torch.einsum("bhnqd,bhkd->bhnq", query, mean).flatten(0, 2)
+            factors = balance(query.flatten(2, 3)[:, :, : shape.q_len], key, present)
+            query = query * factors.repeat_interleave(shape.group, 1)[:, :, None]
+            key = (key / factors).unflatten(2, tiles.key.shape[2:4])
+            self.query_scale, self.key_scale = query_scales(query), key_scales(key)
+            query, key = quantize_int8(query, self.query_scale), quantize_int8(key, self.key_scale)
+            tiles = replace(tiles, query=query.float(), key=key.float())
         if quantization == "int8_fp8":
-            value, self.value_scale = _fp8_per_channel(tiles.value.float())
-            tiles = replace(tiles, value=value)
+            value, self.value_mean = smooth_value(tiles.value.float().flatten(2, 3), present)
+            value, self.value_scale = quantize_fp8(value)
+            tiles = replace(tiles, value=value.unflatten(2, tiles.value.shape[2:4]))
         elif quantization == "int8_fp16":
-            tiles = replace(tiles, value=_to_fp16(tiles.value.float()))
+            tiles = replace(tiles, value=to_fp16(tiles.value.float()))
         self.tiles = tiles
 
     def scores(self, rows: Tensor, query: Tensor, key: Tensor, column: Tensor) -> Tensor:
@@ -83,15 +100,15 @@ class _Operands:
         if self.query_scale is None or self.key_scale is None:
             return scores.mul_(self.scale)
         batch, head, block = self.tiles.place(rows)
-        factor = self.query_scale[batch, head, block] * self.key_scale[batch, head // self.tiles.shape.group, column]
-        return scores.mul_((factor * self.scale)[:, None, None])
+        key_scale = self.key_scale[batch, head // self.tiles.shape.group, column]
+        return scores.mul_(self.query_scale[batch, head, block] * self.scale).mul_(key_scale.mT)
 
     def product(self, probability: Tensor, value: Tensor) -> Tensor:
         """P V of one tile; the FP8 one carries P's factor of 448."""
         if self.quantization == "int8_fp8":
-            probability = _to_fp8(probability * FP8_MAX)
+            probability = to_fp8(probability * FP8_MAX)
         elif self.quantization == "int8_fp16":
-            probability = _to_fp16(probability)
+            probability = to_fp16(probability)
         return torch.bmm(probability, value)
 
 
@@ -105,6 +122,7 @@ class _Rows:
         self.query = tiles.queries(rows, self.workspace)
         groups = len(rows) * GROUPS
         self.running_max = self.query.new_full((groups, ROW_GROUP, 1), -math.inf)
+        self.top = self.running_max.clone()  # what sums count from
         self.row_sum = self.query.new_zeros(groups, ROW_GROUP, 1)
         self.accumulator = self.query.new_zeros(groups, ROW_GROUP, tiles.shape.value_dim)
         self.threshold = None
@@ -137,15 +155,15 @@ class _Rows:
         self._fold(live, scores[live], value[live], local_max[live])
 
     def _fold(self, groups: slice | Tensor, scores: Tensor, value: Tensor, local_max: Tensor) -> None:
-        old_max = self.running_max[groups]
-        new_max = torch.maximum(old_max, local_max)
-        shift = new_max.masked_fill(new_max == -math.inf, 0.0)
-        decay = (old_max - shift).exp()
+        new_max = torch.maximum(self.running_max[groups], local_max)
+        new_top = torch.maximum(local_max, new_max - REACH) if self.operands.quantization == "int8_fp8" else new_max
+        shift = new_top.masked_fill(new_top == -math.inf, 0.0)
+        decay = (self.top[groups] - shift).exp()
         probability = (scores - shift).exp()
         self.row_sum[groups] = self.row_sum[groups] * decay + probability.sum(-1, keepdim=True)
         product = self.operands.product(probability, value)
         self.accumulator[groups] = self.accumulator[groups] * decay + product
-        self.running_max[groups] = new_max
+        self.running_max[groups], self.top[groups] = new_max, new_top
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """Output (n, 128, Dv) and lse (n, 128), the latter with the key mean's share put back."""
@@ -153,49 +171,29 @@ class _Rows:
         unit = FP8_MAX if operands.quantization == "int8_fp8" else 1.0
         nothing = self.row_sum == 0
         output = self.accumulator / (unit * self.row_sum.masked_fill(nothing, 1.0))
-        output = output.masked_fill(nothing, 0.0).view(len(self.rows), BLOCK_Q, -1)
-        lse = (self.running_max + self.row_sum.log()).view(len(self.rows), BLOCK_Q)
-        if operands.value_scale is not None:
+        lse = (self.top + self.row_sum.log()).view(len(self.rows), BLOCK_Q)
+        output, nothing = (tensor.view(len(self.rows), BLOCK_Q, -1) for tensor in (output, nothing))
+        if operands.value_scale is not None and operands.value_mean is not None:
             batch, head, _ = self.tiles.place(self.rows)
-            output = output * operands.value_scale[batch, head // self.tiles.shape.group]
+            kv_head = head // self.tiles.shape.group
+            output = output * operands.value_scale[batch, kv_head] + operands.value_mean[batch, kv_head]
+        output = output.masked_fill(nothing, 0.0)
         if operands.mean_score is not None:
             lse = lse + operands.mean_score[self.rows]
         return output, lse
 
 
-def _smooth_blocks(key: Tensor, seen: Tensor | None, kv_len: int) -> tuple[Tensor, Tensor]:
-    """Key blocks (B, Hkv, blocks, 64, D) less the mean over seen, finite tokens, (B, Hkv, D); the rest stays 0."""
-    flat = key.float().flatten(2, 3)  # [B, Hkv, tokens, D]
-    present = torch.arange(flat.shape[2], device=key.device) < kv_len
+def _present(key: Tensor, seen: Tensor | None, kv_len: int) -> Tensor:
+    """Which tokens of key blocks (B, Hkv, blocks, 64, D) exist and are seen, (B, Hkv, blocks * 64)."""
+    tokens = key.shape[2] * key.shape[3]
+    present = torch.arange(tokens, device=key.device) < kv_len
     if seen is not None:
-        present = present & torch.nn.functional.pad(seen, (0, flat.shape[2] - kv_len))
-    usable = present[..., None] & flat.isfinite().all(-1, keepdim=True)
-    mean = torch.where(usable, flat, 0.0).sum(2) / usable.sum(2).clamp(min=1)
-    smoothed = torch.where(present[..., None], flat - mean[:, :, None], 0.0)
-    return smoothed.unflatten(2, key.shape[2:4]), mean
+        present = present & torch.nn.functional.pad(seen, (0, tokens - kv_len))
+    return present.expand(*key.shape[:2], tokens)
 
 
-def _int8(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes in -127..127 (as float32) and one scale = absmax / 127 per block: (..., n, D) -> (..., n, D), (...)."""
-    scale = blocks.abs().amax((-2, -1)) / INT8_MAX
-    scale = torch.where(scale == 0, 1.0, scale)
-    return (blocks / scale[..., None, None]).round_().clamp_(-INT8_MAX, INT8_MAX), scale
-
-
-def _to_fp8(values: Tensor) -> Tensor:
-    """Round float32 to E4M3, saturating."""
-    return values.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).float()
-
-
-def _to_fp16(values: Tensor) -> Tensor:
-    """Round float32 to FP16, finite values saturating."""
-    largest = torch.finfo(torch.float16).max
-    return torch.where(values.isfinite(), values.clamp(-largest, largest), values).half().float()
-
-
-def _fp8_per_channel(value: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, Hkv, blocks, 64, Dv) -> E4M3 numbers and scales (B, Hkv, 1, Dv) = absmax / 448; NaN where not finite."""
-    finite = value.isfinite()
-    scale = torch.where(finite, value, 0.0).abs().amax((2, 3)) / FP8_MAX
-    scale = torch.where(scale == 0, 1.0, scale)[:, :, None]
-    return _to_fp8(torch.where(finite, value / scale[:, :, None], math.nan)), scale
+def _smooth(key: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys (B, Hkv, tokens, D) less the mean over present, finite tokens, (B, Hkv, 1, D); the rest is 0."""
+    usable = present[..., None] & key.isfinite().all(-1, keepdim=True)
+    mean = torch.where(usable, key, 0.0).sum(2, keepdim=True) / usable.sum(2, keepdim=True).clamp(min=1)
+    return torch.where(present[..., None], key - mean, 0.0), mean

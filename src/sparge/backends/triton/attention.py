@@ -1,8 +1,11 @@
 """Attention over the kept blocks of 128 queries x 64 keys: online softmax, stage-2 skipping, LSE.
 
     s = c_q c_k (q . k)            in log2 units; c_q carries the softmax scale, INT8 codes or 16-bit numbers
-    m' = max(m, rowmax s),  p = 2^(s - m'),  l = l 2^(m - m') + sum p,  acc = acc 2^(m - m') + P V
-    output = acc / l * value scale,  lse = (m + log2 l) ln 2 + scale q . (mean key)
+    t' = max(t, rowmax s),  p = 2^(s - t'),  l = l 2^(t - t') + sum p,  acc = acc 2^(t - t') + P V
+    output = acc / l * value scale + value mean,  lse = (t + log2 l) ln 2 + scale q . (mean key)
+
+FP8 holds fewer octaves than lie between a sink and a long tail. There t' is the maximum of the latest step alone, so
+that its range belongs to a step, not to a row.
 
 Grid: one program for each BLOCK_M queries of each head, in one dimension; causal rows start with the longest. A program
 walks its row's kept blocks in ascending order, one or two at a time. Only the last ones (causal diagonal, ragged end)
@@ -38,9 +41,11 @@ from sparge.backends.triton.primitives import (
     COARSE,
     FLOAT_OFFSET,
     INT32_AS_FLOAT,
+    KEY_GROUPS,
     LN_2,
     LOG2_E,
     LOG2_FP8_MAX,
+    REACH,
     SMALLEST_SCALE,
     in_fp8_token_order,
 )
@@ -50,24 +55,29 @@ from sparge.geometry import Shape
 
 
 @triton.jit
-def _product(query_scale, key_scale):
-    """The scale of a block's scores."""
-    scale = query_scale * key_scale
-    return tl.where(scale == 0.0, SMALLEST_SCALE, scale)  # keeps NaN
+def _by_group(raw, BLOCK_M: tl.constexpr):
+    """Raw scores of a key block [M, 64] as [M, 8, groups, 2]. A thread holds one group; nothing moves."""
+    return tl.reshape(raw, (BLOCK_M, BLOCK_K // (2 * KEY_GROUPS), KEY_GROUPS, 2))
 
 
 @triton.jit
-def _subtrahend(unit, offset, top, ARITHMETIC: tl.constexpr):
-    """What raw scores in units are lowered by: their offset, and the maximum.
+def _block_max(raw, unit, BLOCK_M: tl.constexpr):
+    """Row maximum [M] of a key block's INT8 scores, in octaves; ``unit`` is what an integer is worth, [M, groups]."""
+    largest = tl.max(tl.max(_by_group(raw, BLOCK_M), 3), 1)
+    return tl.max((largest - FLOAT_OFFSET) * unit, 1)
 
-    It is of the size of the offset and rounded (once: fma), by up to three quarters of an integer, and the maximum by a
-    quarter. Where an integer is worth something, one more keeps P within FP8's range: above it P V would cut off what
-    the row sum counts. Q and K are rounded by far more.
+
+@triton.jit
+def _block_probability(raw, unit, top, BLOCK_M: tl.constexpr):
+    """P of a key block's INT8 scores [M, 64] relative to a score ``top`` [M].
+
+    What is subtracted is of the size of the offset and rounded (once: fma), by up to three quarters of an integer, and
+    the maximum by a quarter. Where an integer is worth something, one more keeps P within FP8's range: above it P V
+    would cut off what the row sum counts. Q and K are rounded by far more.
     """
-    if ARITHMETIC == "none":
-        return top
-    else:
-        return tl.fma(unit, offset + tl.where(unit > COARSE, 1.0, 0.0), top)
+    subtrahend = tl.fma(unit, FLOAT_OFFSET + tl.where(unit > COARSE, 1.0, 0.0), top[:, None])
+    exponent = _by_group(raw, BLOCK_M) * unit[:, None, :, None] - subtrahend[:, None, :, None]
+    return tl.reshape(tl.exp2(exponent), (BLOCK_M, BLOCK_K))
 
 
 @triton.jit
@@ -117,6 +127,7 @@ def attention_kernel(
     value_ptr,
     query_scale_ptr,
     key_scale_ptr,
+    value_mean_ptr,
     value_scale_ptr,
     lse_shift_ptr,
     kv_num_blocks_ptr,
@@ -186,8 +197,8 @@ def attention_kernel(
         key_scale_base = key_ptr
     else:
         query = tl.load(query_ptrs)
-        query_scale = tl.load(query_scale_ptr + row)
-        key_scale_base = key_scale_ptr + flat_kv_head * kv_blocks
+        query_scale = tl.load(query_scale_ptr + flat_head * q_blocks * BLOCK_Q + query_positions)  # [M]
+        key_scale_base = key_scale_ptr + flat_kv_head * kv_blocks * KEY_GROUPS + tl.arange(0, KEY_GROUPS)
 
     plain_blocks = kv_len // BLOCK_K  # blocks from here on need an element mask; they are the last of a list
     if IS_CAUSAL:
@@ -222,10 +233,12 @@ def attention_kernel(
     # P times 448 fills E4M3's range; the row sums carry the same factor.
     log2_unit: tl.constexpr = LOG2_FP8_MAX if ARITHMETIC == "int8_fp8" else 0.0
     p_dtype: tl.constexpr = tl.float8e4nv if ARITHMETIC == "int8_fp8" else value_ptr.dtype.element_ty
-    two_units: tl.constexpr = BLOCKS == 2 and ARITHMETIC != "none"
+    eight_bits: tl.constexpr = ARITHMETIC != "none"
+    two_units: tl.constexpr = BLOCKS == 2 and eight_bits
     accumulator = tl.zeros((BLOCK_M, VALUE_DIM_PADDED), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    top = row_max  # what sums count from
     for position in tl.range(0, count, BLOCKS, num_stages=STAGES):
         block = position if ALL_BLOCKS else tl.load(indices_base + position)
         last_block = block
@@ -250,21 +263,21 @@ def attention_kernel(
                 key_present = key_present & (offs_d < HEAD_DIM)[None, :]
             key = tl.load(key_ptrs, mask=key_present, other=0.0)
             raw = tl.dot(query, key.T, input_precision=DOT_PRECISION)
-            unit = query_scale
-            offset = 0.0
         else:
             key = tl.load(key_ptrs)
             start_bits = tl.full((BLOCK_M, columns), INT32_AS_FLOAT, tl.int32)
             raw = tl.dot(query, key.T, acc=start_bits, out_dtype=tl.int32).to(tl.float32, bitcast=True)
-            unit = _product(query_scale, tl.load(key_scale_base + block))
-            offset = FLOAT_OFFSET
+            unit = query_scale[:, None] * tl.load(key_scale_base + block * KEY_GROUPS)[None, :]  # [M, groups]
             if two_units:
-                last_unit = _product(query_scale, tl.load(key_scale_base + last_block))
+                last_unit = query_scale[:, None] * tl.load(key_scale_base + last_block * KEY_GROUPS)[None, :]
 
         if MASK != "none":
-            units = tl.where(offs_n < BLOCK_K, unit, last_unit)[None, :] if two_units else unit
+            if eight_bits:
+                scores = tl.reshape((_by_group(raw, BLOCK_M) - FLOAT_OFFSET) * unit[:, None, :, None], (BLOCK_M, BLOCK_K))
+            else:
+                scores = raw * query_scale
             scores = _apply_mask(
-                (raw - offset) * units,
+                scores,
                 _allowed(query_positions, key_positions, kv_len, causal_offset, IS_CAUSAL),
                 query_positions,
                 key_positions,
@@ -284,13 +297,18 @@ def attention_kernel(
                 raw = tl.where(allowed, raw, float("-inf"))
             if two_units:
                 first_raw, last_raw = tl.split(tl.permute(tl.reshape(raw, (BLOCK_M, 2, BLOCK_K)), (0, 2, 1)))
-                first_max = (tl.max(first_raw, 1) - offset) * unit
-                local_max = tl.maximum(first_max, (tl.max(last_raw, 1) - offset) * last_unit)
+                first_max = _block_max(first_raw, unit, BLOCK_M)
+                local_max = tl.maximum(first_max, _block_max(last_raw, last_unit, BLOCK_M))
+            elif eight_bits:
+                local_max = _block_max(raw, unit, BLOCK_M)
             else:
-                local_max = (tl.max(raw, 1) - offset) * unit
+                local_max = tl.max(raw, 1) * query_scale
 
         new_max = tl.maximum(row_max, local_max)
-        safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+        new_top = new_max
+        if ARITHMETIC == "int8_fp8":
+            new_top = tl.maximum(local_max, new_max - REACH)
+        safe_top = tl.where(new_top == float("-inf"), 0.0, new_top)
         needed = True
         if HAS_THRESHOLD:
             gap = tl.where(local_max == float("-inf"), float("-inf"), local_max - new_max)
@@ -299,23 +317,26 @@ def attention_kernel(
             below = ((gap < threshold) & (tl.max(broken.to(tl.int32), 1) == 0)) | (query_positions >= q_len)
             needed = tl.min(below.to(tl.int32)) == 0
         if needed:
+            one = safe_top - log2_unit  # the score whose P is stored as 1
             if MASK != "none":
-                probability = tl.exp2(scores - (safe_max - log2_unit)[:, None])
+                probability = tl.exp2(scores - one[:, None])
                 total = tl.sum(probability, 1)
             elif two_units:
-                top = safe_max - log2_unit
-                first = tl.exp2(first_raw * unit - _subtrahend(unit, offset, top, ARITHMETIC)[:, None])
-                last = tl.exp2(last_raw * last_unit - _subtrahend(last_unit, offset, top, ARITHMETIC)[:, None])
+                first = _block_probability(first_raw, unit, one, BLOCK_M)
+                last = _block_probability(last_raw, last_unit, one, BLOCK_M)
                 total = tl.sum(first + last, 1)
                 probability = tl.join(first.to(p_dtype), last.to(p_dtype))
                 probability = tl.reshape(tl.permute(probability, (0, 2, 1)), (BLOCK_M, columns))
-            else:
-                top = safe_max - log2_unit
-                probability = tl.exp2(raw * unit - _subtrahend(unit, offset, top, ARITHMETIC)[:, None])
+            elif eight_bits:
+                probability = _block_probability(raw, unit, one, BLOCK_M)
                 total = tl.sum(probability, 1)
-            decay = tl.exp2(row_max - safe_max)
+            else:
+                probability = tl.exp2(raw * query_scale - one[:, None])
+                total = tl.sum(probability, 1)
+            decay = tl.exp2(top - safe_top)
             row_sum = row_sum * decay + total
             row_max = new_max
+            top = new_top
 
             if ARITHMETIC == "int8_fp8":
                 value_ptrs = value_base + first_keys[None, :] + within[None, :] + offs_dv[:, None] * value_strides[2]
@@ -339,8 +360,9 @@ def attention_kernel(
     empty = row_sum == 0.0
     output = accumulator * (1.0 / tl.where(empty, 1.0, row_sum))[:, None]
     if ARITHMETIC == "int8_fp8":
-        output = output * tl.load(value_scale_ptr + flat_kv_head * VALUE_DIM_PADDED + offs_dv)[None, :]
-    lse = (row_max + tl.log2(row_sum) - log2_unit) * LN_2
+        of_channel = flat_kv_head * VALUE_DIM_PADDED + offs_dv
+        output = output * tl.load(value_scale_ptr + of_channel)[None, :] + tl.load(value_mean_ptr + of_channel)[None, :]
+    lse = (top + tl.log2(row_sum) - log2_unit) * LN_2
     inside = query_positions < q_len
     flat_queries = flat_head * q_len + query_positions
     if ARITHMETIC != "none":
@@ -368,6 +390,7 @@ class Operands:
     value: Tensor
     query_scale: Tensor
     key_scale: Tensor
+    value_mean: Tensor
     value_scale: Tensor
     lse_shift: Tensor
     quantization: str
@@ -432,6 +455,7 @@ def attend(
         value_ptr=operands.value,
         query_scale_ptr=operands.query_scale,
         key_scale_ptr=operands.key_scale,
+        value_mean_ptr=operands.value_mean,
         value_scale_ptr=operands.value_scale,
         lse_shift_ptr=operands.lse_shift,
         **list_arguments(mask, stand_in),

@@ -17,7 +17,7 @@ SUMMARIZE_BLOCKS, SUMMARIZE_SLAB, SUMMARIZE_WARPS = 4, 16, 1
 """Key blocks a program summarises, tokens added elementwise before threads exchange sums, warps. 0.077 ms, where 2, 4
 and 8 warps take 0.097, 0.139 and 0.229; 8 blocks are as fast here and slower at N 8192, H 32 (0.053 against 0.042)."""
 
-REDUCE_ROWS, REDUCE_COLUMNS = 256, 16
+REDUCE_ROWS, REDUCE_COLUMNS = 64, 16
 """Partial sums and channels one program takes at a time: 0.005 ms."""
 
 KEY_VALUE_WARPS = 8

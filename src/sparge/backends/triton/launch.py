@@ -129,6 +129,11 @@ def seen_argument(
     return expanded, expanded.stride()
 
 
+def first_query(shape: Shape, is_causal: bool) -> int:
+    """The first query that sees a key: with more queries than keys, the first ones of causal attention do not."""
+    return max(-shape.causal_offset, 0) if is_causal else 0
+
+
 def list_arguments(mask: BlockMask | None, otherwise: Tensor) -> dict[str, Tensor]:
     """A mask's lists as the attention kernels name them; any tensor when there is no mask."""
     return {

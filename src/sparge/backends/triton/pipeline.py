@@ -58,6 +58,7 @@ def prepare(
     fp8_values = quantization in ("int8_fp8", "int8_fp8_codes")
     judge = rules is not None and rules.similarity_threshold is not None
     summary = summarize(
+        query,
         key,
         key if value is None else value,
         shape,
@@ -71,7 +72,7 @@ def prepare(
     )
     facts = read_query(
         query,
-        summary.key_mean,
+        summary,
         shape,
         seen,
         scale=scale,
@@ -124,6 +125,7 @@ def prepare(
         value=value,
         query_scale=facts.scale,
         key_scale=key_scale,
+        value_mean=summary.value_mean,
         value_scale=summary.value_scale,
         lse_shift=facts.lse_shift,
         quantization=quantization,

@@ -5,10 +5,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparge import geometry
+from sparge import eight_bits, geometry
 
 BLOCK_Q = tl.constexpr(geometry.BLOCK_Q)
 BLOCK_K = tl.constexpr(geometry.BLOCK_K)
+
+KEY_GROUPS = tl.constexpr(eight_bits.KEY_GROUPS)
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -22,6 +24,8 @@ FLOAT_OFFSET = tl.constexpr(12582912.0)
 COARSE = tl.constexpr(2.0**-6)
 """Octaves an integer of Q K^T is worth, from which on it matters how P = 1 is rounded: below, P that is too large is
 cut off by less than FP8 rounds."""
+REACH = tl.constexpr(64.0)
+"""Octaves that a tile's maximum may lie below the row's before its P counts from there instead (`reference.REACH`)."""
 SMALLEST_SCALE = tl.constexpr(1e-30)
 """Stands for 0, because a hidden score is -inf before it is scaled."""
 NOWHERE = tl.constexpr(2**31 - 1)

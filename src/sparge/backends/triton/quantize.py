@@ -1,7 +1,9 @@
 """INT8 codes of Q and K, FP8 or FP16 codes of V, and what else one pass over Q gives.
 
-    quantize_key_value  K - mean in INT8, one scale per 64 tokens; V in FP8, one scale per channel, transposed; or FP16
-    quantize_query      Q in INT8, one scale per 128 tokens; the LSE's share of the mean key; block means, similarity
+    quantize_key_value  K - mean in INT8, four scales per 64 tokens; V in FP8, one scale per channel, transposed; or FP16
+    quantize_query      Q in INT8, one scale per token; the LSE's share of the mean key; block means, similarity
+
+`eight_bits` is the specification.
 
 Inputs are read in place with their strides. Hidden tokens count as zero.
 """
@@ -15,13 +17,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparge import geometry
+from sparge import eight_bits, geometry
 from sparge.backends.triton import configs
-from sparge.backends.triton.launch import buffer_like, launch, padded, seen_argument, strides_of
+from sparge.backends.triton.launch import buffer_like, first_query, launch, padded, seen_argument, strides_of
 from sparge.backends.triton.primitives import (
     BLOCK_K,
     BLOCK_Q,
     FLOAT_OFFSET,
+    KEY_GROUPS,
     LOG2_E,
     fp8_token_order,
     is_finite,
@@ -32,25 +35,32 @@ from sparge.backends.triton.statistics import Summary
 from sparge.geometry import Shape
 from sparge.visibility import Visibility
 
+LARGEST_SCALE = tl.constexpr(1e15)
+"""Of Q and of K, so that their product stays within float32; its reciprocal is the smallest."""
+SMALLEST_UNIT = tl.constexpr(1e-20)
+"""Stands for 0 with the softmax scale, because a hidden score is -inf before it is scaled."""
 LENGTHS = ["heads", "kv_heads", "q_len", "kv_len", "q_blocks", "kv_blocks", "first_query"]
 
 
 @triton.jit
-def _absolute_max(values):
-    """Largest |x| of a tile. Compared as integers, because NaN must win."""
-    return tl.max(tl.max(tl.abs(values).to(tl.int32, bitcast=True), 1), 0).to(tl.float32, bitcast=True)
+def _absolute_max(values, AXIS: tl.constexpr):
+    """Largest |x| along an axis. Compared as integers, because NaN must win."""
+    return tl.max(tl.abs(values).to(tl.int32, bitcast=True), AXIS).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _int8_codes(values, sign):
-    """INT8 codes of sign * values and their scale = absmax / 127.
+def _scale_of(largest):
+    """What a code is worth where this is the largest number: within bounds, so that two of them have a product."""
+    scale = tl.where(largest == 0.0, 1.0, largest / 127.0)
+    bounded = tl.minimum(tl.maximum(scale, 1.0 / LARGEST_SCALE), LARGEST_SCALE)
+    return tl.where(is_finite(scale), bounded, float("nan"))
 
-    Adding 1.5 * 2^23 rounds to even and leaves the code in the low byte.
-    """
-    scale = _absolute_max(values) / 127.0
-    scale = tl.where(scale == 0.0, 1.0, scale)
-    rounded = values * (sign / scale) + FLOAT_OFFSET
-    return rounded.to(tl.int32, bitcast=True).to(tl.int8), scale
+
+@triton.jit
+def _int8_codes(values, factor):
+    """INT8 codes of values * factor. Adding 1.5 * 2^23 rounds to even and leaves the code in the low byte."""
+    scaled = tl.minimum(tl.maximum(values * factor, -127.0), 127.0)
+    return (scaled + FLOAT_OFFSET).to(tl.int32, bitcast=True).to(tl.int8)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -59,6 +69,8 @@ def quantize_key_value_kernel(
     value_ptr,
     seen_ptr,
     key_mean_ptr,
+    balance_ptr,
+    value_mean_ptr,
     value_scale_ptr,
     key_codes_ptr,
     key_scale_ptr,
@@ -78,7 +90,7 @@ def quantize_key_value_kernel(
 ):
     """Grid: key blocks of every head, last one first: what `summarize_kernel` read last may still be in the cache.
 
-    Key codes are [B * Hkv, kv_blocks * 64, D]; FP8 values [B * Hkv, D_v, kv_blocks * 64] with tokens in the order of
+    Key codes are [B * Hkv, kv_blocks * 64, D], their scales [B * Hkv, kv_blocks, 4]; FP8 values [B * Hkv, D_v, kv_blocks * 64] with tokens in the order of
     `fp8_token_order`; FP16 values [B * Hkv, kv_blocks * 64, D_v]. All are padded with zeros.
     """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -99,15 +111,21 @@ def quantize_key_value_kernel(
         key_base, key_strides[2], seen_base, seen_strides[2], tokens, 0, kv_len, HEAD_DIM, HEAD_DIM_PADDED, HAS_SEEN
     )
     mean = tl.load(key_mean_ptr + flat_head * HEAD_DIM_PADDED + channels)
-    codes, scale = _int8_codes(tl.where(present[:, None], key - mean[None, :], 0.0), 1.0)
+    factor = 1.0 / tl.load(balance_ptr + flat_head * HEAD_DIM_PADDED + channels)
+    key = tl.where(present[:, None], (key - mean[None, :]) * factor[None, :], 0.0)
+    # Groups of keys as the threads of a matrix product hold them: (key mod 8) div 2.
+    largest = tl.reshape(_absolute_max(key, 1).to(tl.int32, bitcast=True), (BLOCK_K // 8, KEY_GROUPS, 2))
+    scales = _scale_of(tl.max(tl.max(largest, 2), 0).to(tl.float32, bitcast=True))  # [KEY_GROUPS]
+    spread = tl.broadcast_to((1.0 / scales)[None, :, None], (BLOCK_K // 8, KEY_GROUPS, 2))
+    codes = _int8_codes(key, tl.reshape(spread, (BLOCK_K,))[:, None])
     tl.store(key_codes_ptr + rows[:, None] * HEAD_DIM_PADDED + channels[None, :], codes)
-    tl.store(key_scale_ptr + flat_head * kv_blocks + block, scale)
+    tl.store(key_scale_ptr + (flat_head * kv_blocks + block) * KEY_GROUPS + tl.arange(0, KEY_GROUPS), scales)
 
     if VALUE_CODES != "none":
         ordered = tokens
         if VALUE_CODES == "fp8":
             ordered = block * BLOCK_K + fp8_token_order(positions)
-        value, _ = load_tokens(
+        value, value_present = load_tokens(
             value_base,
             value_strides[2],
             seen_base,
@@ -121,7 +139,9 @@ def quantize_key_value_kernel(
         )
         if VALUE_CODES == "fp8":
             unit = 1.0 / tl.load(value_scale_ptr + flat_head * VALUE_DIM_PADDED + value_channels)
-            scaled = tl.where(is_finite(value), value * unit[None, :], float("nan"))
+            value_mean = tl.load(value_mean_ptr + flat_head * VALUE_DIM_PADDED + value_channels)
+            scaled = tl.where(value_present[:, None], (value - value_mean[None, :]) * unit[None, :], 0.0)
+            scaled = tl.where(is_finite(value), scaled, float("nan"))
             columns = (flat_head * VALUE_DIM_PADDED + value_channels) * kv_blocks * BLOCK_K
             tl.store(value_codes_ptr + columns[:, None] + tokens[None, :], scaled.to(tl.float8e4nv).T)
         else:
@@ -134,6 +154,7 @@ def quantize_query_kernel(
     query_ptr,
     seen_ptr,
     key_mean_ptr,
+    balance_ptr,
     query_codes_ptr,
     query_scale_ptr,
     lse_shift_ptr,
@@ -156,8 +177,8 @@ def quantize_query_kernel(
 ):
     """Grid: query blocks of every head. Queries before ``first_query`` see nothing.
 
-    The scale that is stored carries |softmax scale| log2 e; its sign is in the codes, because the attention kernel
-    takes the maximum before it scales.
+    Every query has a scale. What is stored carries |softmax scale| log2 e; its sign is in the codes, because the
+    attention kernel takes the maximum before it scales.
     """
     block = tl.program_id(0) % q_blocks
     flat_head = (tl.program_id(0) // q_blocks).to(tl.int64)
@@ -181,11 +202,14 @@ def quantize_query_kernel(
     )
     row = flat_head * q_blocks + block
     if WITH_CODES:
-        codes, code_scale = _int8_codes(query, tl.where(scale < 0, -1.0, 1.0))
+        kv_head = batch * kv_heads + head // (heads // kv_heads)
+        balanced = query * tl.load(balance_ptr + kv_head * HEAD_DIM_PADDED + channels)[None, :]
+        code_scale = _scale_of(_absolute_max(balanced, 1))
+        codes = _int8_codes(balanced, (tl.where(scale < 0, -1.0, 1.0) / code_scale)[:, None])
         rows = row * BLOCK_Q + tl.arange(0, BLOCK_Q)
         tl.store(query_codes_ptr + rows[:, None] * HEAD_DIM_PADDED + channels[None, :], codes)
-        tl.store(query_scale_ptr + row, code_scale * tl.abs(scale) * LOG2_E)
-        kv_head = batch * kv_heads + head // (heads // kv_heads)
+        unit = code_scale * tl.abs(scale) * LOG2_E
+        tl.store(query_scale_ptr + rows, tl.where(unit < SMALLEST_UNIT, SMALLEST_UNIT, unit))  # keeps NaN
         mean = tl.load(key_mean_ptr + kv_head * HEAD_DIM_PADDED + channels)
         shift = tl.sum(query * mean[None, :], 1) * scale
         tl.store(lse_shift_ptr + flat_head * q_len + positions, shift, mask=positions < q_len)
@@ -202,7 +226,7 @@ class QueryFacts:
 
     Attributes:
         codes: (B, H, q_blocks * 128, D padded) int8.
-        scale: (B * H, q_blocks) float32, with |softmax scale| and log2 e.
+        scale: (B * H, q_blocks * 128) float32, with |softmax scale| and log2 e.
         lse_shift: (B * H, Sq) float32, softmax scale times q . mean key.
         mean: (B * H, q_blocks, D padded) float32.
         similarity: (B * H, q_blocks) float32.
@@ -217,7 +241,7 @@ class QueryFacts:
 
 def read_query(
     query: Tensor,
-    key_mean: Tensor,
+    summary: Summary,
     shape: Shape,
     seen: Visibility | None,
     *,
@@ -233,7 +257,7 @@ def read_query(
     length = shape.q_blocks * geometry.BLOCK_Q
     facts = QueryFacts(
         codes=buffer_like(query, codes, shape.batch, shape.heads, length, width, dtype=torch.int8),
-        scale=buffer_like(query, codes, heads, shape.q_blocks),
+        scale=buffer_like(query, codes, heads, length),
         lse_shift=buffer_like(query, codes, heads, shape.q_len),
         mean=buffer_like(query, mean, heads, shape.q_blocks, width),
         similarity=buffer_like(query, similarity, heads, shape.q_blocks),
@@ -248,7 +272,8 @@ def read_query(
         shape.q_blocks * heads,
         query_ptr=query,
         seen_ptr=queries_seen,
-        key_mean_ptr=key_mean,
+        key_mean_ptr=summary.key_mean,
+        balance_ptr=summary.balance,
         query_codes_ptr=facts.codes,
         query_scale_ptr=facts.scale,
         lse_shift_ptr=facts.lse_shift,
@@ -261,7 +286,7 @@ def read_query(
         kv_heads=shape.kv_heads,
         q_len=shape.q_len,
         q_blocks=shape.q_blocks,
-        first_query=max(-shape.causal_offset, 0) if is_causal else 0,
+        first_query=first_query(shape, is_causal),
         HEAD_DIM=shape.head_dim,
         HEAD_DIM_PADDED=width,
         HAS_SEEN=seen is not None and seen.queries is not None,
@@ -276,12 +301,12 @@ def read_query(
 def quantize_key_value(
     key: Tensor, value: Tensor, shape: Shape, seen: Visibility | None, summary: Summary, quantization: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes of K, their scales (B, Hkv, kv_blocks), and codes of V, or V itself where it is FP16 already."""
+    """Codes of K, their scales (B, Hkv, kv_blocks, 4), and codes of V, or V itself where it is FP16 already."""
     width, value_width = padded(shape.head_dim), padded(shape.value_dim)
     heads = (shape.batch, shape.kv_heads)
     length = shape.kv_blocks * geometry.BLOCK_K
     key_codes = buffer_like(key, True, *heads, length, width, dtype=torch.int8)
-    key_scale = buffer_like(key, True, *heads, shape.kv_blocks)
+    key_scale = buffer_like(key, True, *heads, shape.kv_blocks, eight_bits.KEY_GROUPS)
     value_codes, kind = value, "none"
     if quantization in ("int8_fp8", "int8_fp8_codes"):
         value_codes, kind = buffer_like(key, True, *heads, value_width, length, dtype=torch.float8_e4m3fn), "fp8"
@@ -295,6 +320,8 @@ def quantize_key_value(
         value_ptr=value,
         seen_ptr=keys_seen,
         key_mean_ptr=summary.key_mean,
+        balance_ptr=summary.balance,
+        value_mean_ptr=summary.value_mean,
         value_scale_ptr=summary.value_scale,
         key_codes_ptr=key_codes,
         key_scale_ptr=key_scale,

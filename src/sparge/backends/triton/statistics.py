@@ -1,7 +1,9 @@
 """What K and V look like, block by block: statistics for the scores, and what the codes need to be scaled by.
 
-    summarize       one pass over K and V: mean and variance of every key block, partial sums of K and maxima of |V|
-    reduce          partial sums -> mean key, partial maxima -> value scales; in a fixed order, so results repeat
+    summarize       one pass over K and V and a sixteenth of Q: mean and variance of every key block, and parts: sums,
+                    extremes, sizes of the queries' channels
+    reduce          parts -> mean key, factors that balance channels, mean and scale of V; in a fixed order, so results
+                    repeat
     key_similarity  only with a judge: how much the tokens of a key block agree
 
 The pass is bound by memory. Few threads per program and elementwise partial sums keep exchanges between threads out of
@@ -17,13 +19,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparge import eight_bits, geometry
 from sparge.backends.triton import configs
-from sparge.backends.triton.launch import buffer_like, launch, padded, seen_argument, strides_of
-from sparge.backends.triton.primitives import BLOCK_K, LOG2_E, is_finite, load_tokens, self_similarity
+from sparge.backends.triton.launch import buffer_like, first_query, launch, padded, seen_argument, strides_of
+from sparge.backends.triton.primitives import (
+    BLOCK_K,
+    BLOCK_Q,
+    FLOAT_OFFSET,
+    LOG2_E,
+    SMALLEST_SCALE,
+    is_finite,
+    load_tokens,
+    self_similarity,
+)
 from sparge.geometry import Shape, ceil_div
 from sparge.visibility import Visibility
 
-LENGTHS = ["kv_heads", "kv_len", "kv_blocks", "chunks"]
+LENGTHS = ["heads", "kv_heads", "q_len", "kv_len", "q_blocks", "kv_blocks", "chunks", "first_query"]
+SUM, HIGH, LOW, QUERY_LOG, QUERY_COUNT, KEY_PARTS = map(tl.constexpr, range(6))
+"""Rows of a chunk's part of K, [KEY_PARTS, D]: sums, extremes; sums of log2 of the queries' sizes, how many."""
+COUNT, SQUARE, VALUE_PARTS = map(tl.constexpr, range(3, 6))
+"""The same of V, with SUM, HIGH and LOW."""
+SQRT_2 = tl.constexpr(2.0**0.5)
+SAMPLES = tl.constexpr(eight_bits.BALANCE_QUERIES)
 
 
 @triton.jit
@@ -39,14 +57,17 @@ def _sums(
     PADDED: tl.constexpr,
     HAS_SEEN: tl.constexpr,
     CENTERED: tl.constexpr,
+    EXTREMES: tl.constexpr,
     SLAB: tl.constexpr,
 ):
-    """Partial sums of x - center and of its squares over a key block, [SLAB, PADDED] each, and its number of tokens.
+    """Of x - center over a block: sums and sums of squares, [SLAB, PADDED] each; extremes, [4, PADDED]; tokens.
 
     Slabs of a few tokens are added elementwise, which leaves one exchange between threads per block.
     """
     total = tl.zeros((SLAB, PADDED), tl.float32)
     square = tl.zeros((SLAB, PADDED), tl.float32)
+    high = tl.full((4, PADDED), float("-inf"), tl.float32)
+    low = tl.full((4, PADDED), float("inf"), tl.float32)
     count = tl.minimum(tl.maximum(kv_len - block * BLOCK_K, 0), BLOCK_K)
     seen = tl.zeros((SLAB,), tl.int32)
     for step in tl.static_range(BLOCK_K // SLAB):
@@ -58,13 +79,18 @@ def _sums(
             values = tl.where(present[:, None], values - center, 0.0)
         total += values
         square += values * values
+        if EXTREMES:
+            above = tl.where(present[:, None], values, float("-inf"))
+            below = tl.where(present[:, None], values, float("inf"))
+            high = tl.maximum(high, tl.max(tl.reshape(above, (SLAB // 4, 4, PADDED)), 0))
+            low = tl.minimum(low, tl.min(tl.reshape(below, (SLAB // 4, 4, PADDED)), 0))
     if HAS_SEEN:
         count = tl.sum(seen)
-    return total, square, count
+    return total, square, high, low, count
 
 
 @triton.jit
-def _largest(
+def _finite_parts(
     base,
     stride,
     seen_base,
@@ -74,72 +100,112 @@ def _largest(
     DIM: tl.constexpr,
     PADDED: tl.constexpr,
     HAS_SEEN: tl.constexpr,
-    FINITE: tl.constexpr,
+    WHOLE_TOKENS: tl.constexpr,
     BLOCKS: tl.constexpr,
     SLAB: tl.constexpr,
 ):
-    """Largest |x| of each channel of a chunk, [PADDED]; FINITE leaves out what is not finite."""
-    largest = tl.zeros((SLAB, PADDED), tl.float32)
-    for step in range(BLOCKS * BLOCK_K // SLAB):
-        tokens = chunk * BLOCKS * BLOCK_K + step * SLAB + tl.arange(0, SLAB)
-        values, _ = load_tokens(base, stride, seen_base, seen_stride, tokens, 0, kv_len, DIM, PADDED, HAS_SEEN)
-        size = tl.abs(values)
-        if FINITE:
-            size = tl.where(is_finite(values), size, 0.0)
-        largest = tl.maximum(largest, size)
-    return tl.max(largest, 0)
+    """Sums, squares, extremes and numbers of a chunk's finite values, [PADDED] each; the rare path, so it may be slow.
 
-
-@triton.jit
-def _finite_sum(
-    base,
-    stride,
-    seen_base,
-    seen_stride,
-    chunk,
-    kv_len,
-    DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-    HAS_SEEN: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    SLAB: tl.constexpr,
-):
-    """Sum and number of a chunk's tokens that are finite in every channel; the rare path, so it may be slow."""
+    With WHOLE_TOKENS, only of tokens that are finite in every channel.
+    """
     total = tl.zeros((PADDED,), tl.float32)
-    count = 0
+    square = tl.zeros((PADDED,), tl.float32)
+    count = tl.zeros((PADDED,), tl.int32)
+    high = tl.full((PADDED,), float("-inf"), tl.float32)
+    low = tl.full((PADDED,), float("inf"), tl.float32)
     for step in range(BLOCKS * BLOCK_K // SLAB):
         tokens = chunk * BLOCKS * BLOCK_K + step * SLAB + tl.arange(0, SLAB)
         values, present = load_tokens(base, stride, seen_base, seen_stride, tokens, 0, kv_len, DIM, PADDED, HAS_SEEN)
-        usable = present & (tl.min(is_finite(values).to(tl.int32), 1) != 0)
-        total += tl.sum(tl.where(usable[:, None], values, 0.0), 0)
-        count += tl.sum(usable.to(tl.int32))
-    return total, count
+        usable = is_finite(values) & present[:, None]
+        if WHOLE_TOKENS:
+            usable = usable & (tl.min(usable.to(tl.int32), 1) != 0)[:, None]
+        kept = tl.where(usable, values, 0.0)
+        total += tl.sum(kept, 0)
+        square += tl.sum(kept * kept, 0)
+        count += tl.sum(usable.to(tl.int32), 0)
+        high = tl.maximum(high, tl.max(tl.where(usable, values, float("-inf")), 0))
+        low = tl.minimum(low, tl.min(tl.where(usable, values, float("inf")), 0))
+    return total, square, high, low, count
+
+
+@triton.jit
+def _query_sizes(
+    query_base,
+    query_strides,
+    seen_base,
+    seen_strides,
+    first_block,
+    step,
+    blocks,
+    q_blocks,
+    q_len,
+    first_query,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    HAS_SEEN: tl.constexpr,
+):
+    """Sum of log2 of the largest |q| among SAMPLES queries of every ``step``-th block, and how many are above 0.
+
+    Blocks are counted over the heads of a group, which lie behind one another.
+    """
+    total = tl.zeros((PADDED,), tl.float32)
+    counted = tl.zeros((PADDED,), tl.float32)
+    for index in range(first_block, blocks, step):
+        head = (index // q_blocks).to(tl.int64)
+        start = index % q_blocks * BLOCK_Q
+        sample = tl.arange(0, SAMPLES)
+        tokens = start + (2 * sample + 1) * tl.minimum(q_len - start, BLOCK_Q) // (2 * SAMPLES)
+        values, _ = load_tokens(
+            query_base + head * query_strides[1],
+            query_strides[2],
+            seen_base + head * seen_strides[1],
+            seen_strides[2],
+            tokens,
+            first_query,
+            q_len,
+            DIM,
+            PADDED,
+            HAS_SEEN,
+        )
+        size = tl.max(tl.where(is_finite(values), tl.abs(values), 0.0), 0)
+        total += tl.where(size > 0.0, tl.log2(tl.maximum(size, SMALLEST_SCALE)), 0.0)
+        counted += (size > 0.0).to(tl.float32)
+    return total, counted
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def summarize_kernel(
+    query_ptr,
     key_ptr,
     value_ptr,
-    seen_ptr,
+    queries_seen_ptr,
+    keys_seen_ptr,
     mean_high_ptr,
     mean_low_ptr,
     variance_ptr,
-    key_sum_ptr,
+    key_part_ptr,
     key_count_ptr,
-    value_max_ptr,
+    value_part_ptr,
+    query_strides,
     key_strides,
     value_strides,
-    seen_strides,
+    queries_seen_strides,
+    keys_seen_strides,
     scale,
+    heads,
     kv_heads,
+    q_len,
     kv_len,
+    q_blocks,
     kv_blocks,
     chunks,
+    first_query,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     VALUE_DIM_PADDED: tl.constexpr,
-    HAS_SEEN: tl.constexpr,
+    HAS_QUERIES_SEEN: tl.constexpr,
+    HAS_KEYS_SEEN: tl.constexpr,
     WITH_STATISTICS: tl.constexpr,
     WITH_SUM: tl.constexpr,
     WITH_VALUE: tl.constexpr,
@@ -159,28 +225,33 @@ def summarize_kernel(
     value_channels = tl.arange(0, VALUE_DIM_PADDED)
     key_base = key_ptr + batch * key_strides[0] + head * key_strides[1]
     value_base = value_ptr + batch * value_strides[0] + head * value_strides[1]
-    seen_base = seen_ptr + batch * seen_strides[0] + head * seen_strides[1]
+    seen_base = keys_seen_ptr + batch * keys_seen_strides[0] + head * keys_seen_strides[1]
     part = flat_head * chunks + chunk
 
     if WITH_STATISTICS or WITH_SUM:
         key_sum = tl.zeros((HEAD_DIM_PADDED,), tl.float32)
+        key_high = tl.full((4, HEAD_DIM_PADDED), float("-inf"), tl.float32)
+        key_low = tl.full((4, HEAD_DIM_PADDED), float("inf"), tl.float32)
         key_count = 0
         for step in range(BLOCKS):
             block = chunk * BLOCKS + step
-            first, square, count = _sums(
+            first, square, high, low, count = _sums(
                 key_base,
                 key_strides[2],
                 seen_base,
-                seen_strides[2],
+                keys_seen_strides[2],
                 block,
                 kv_len,
                 0.0,
                 HEAD_DIM,
                 HEAD_DIM_PADDED,
-                HAS_SEEN,
+                HAS_KEYS_SEEN,
                 False,
+                WITH_SUM,
                 SLAB,
             )
+            key_high = tl.maximum(key_high, high)
+            key_low = tl.minimum(key_low, low)
             total = tl.sum(first, 0)
             key_sum += total
             key_count += count
@@ -190,18 +261,19 @@ def summarize_kernel(
                 variance = tl.sum(square, 0) * share - mean * mean
                 if key_ptr.dtype.element_ty == tl.float32:
                     # Squares of 16-bit numbers fit into float32 sums; those of float32 numbers must be centred first.
-                    _, square, count = _sums(
+                    _, square, _, _, count = _sums(
                         key_base,
                         key_strides[2],
                         seen_base,
-                        seen_strides[2],
+                        keys_seen_strides[2],
                         block,
                         kv_len,
                         mean[None, :],
                         HEAD_DIM,
                         HEAD_DIM_PADDED,
-                        HAS_SEEN,
+                        HAS_KEYS_SEEN,
                         True,
+                        False,
                         SLAB,
                     )
                     variance = tl.sum(square, 0) * share
@@ -216,94 +288,191 @@ def summarize_kernel(
                 half_variance = variance * (0.5 * scale * scale * LOG2_E)
                 tl.store(variance_ptr + offsets, half_variance.to(tl.bfloat16), mask=inside)
         if WITH_SUM:
+            high = tl.max(key_high, 0)
+            low = tl.min(key_low, 0)
             if tl.min(is_finite(key_sum).to(tl.int32)) == 0:
-                key_sum, key_count = _finite_sum(
+                key_sum, _, high, low, counts = _finite_parts(
                     key_base,
                     key_strides[2],
                     seen_base,
-                    seen_strides[2],
+                    keys_seen_strides[2],
                     chunk,
                     kv_len,
                     HEAD_DIM,
                     HEAD_DIM_PADDED,
-                    HAS_SEEN,
+                    HAS_KEYS_SEEN,
+                    True,
                     BLOCKS,
                     SLAB,
                 )
-            tl.store(key_sum_ptr + part * HEAD_DIM_PADDED + channels, key_sum)
+                key_count = tl.max(counts)
+            group = heads // kv_heads
+            query_log, query_count = _query_sizes(
+                query_ptr + batch * query_strides[0] + head * group * query_strides[1],
+                query_strides,
+                queries_seen_ptr + batch * queries_seen_strides[0] + head * group * queries_seen_strides[1],
+                queries_seen_strides,
+                chunk,
+                chunks,
+                group * q_blocks,
+                q_blocks,
+                q_len,
+                first_query,
+                HEAD_DIM,
+                HEAD_DIM_PADDED,
+                HAS_QUERIES_SEEN,
+            )
+            key_part = key_part_ptr + part * KEY_PARTS * HEAD_DIM_PADDED + channels
+            tl.store(key_part + SUM * HEAD_DIM_PADDED, key_sum)
+            tl.store(key_part + HIGH * HEAD_DIM_PADDED, high)
+            tl.store(key_part + LOW * HEAD_DIM_PADDED, low)
+            tl.store(key_part + QUERY_LOG * HEAD_DIM_PADDED, query_log)
+            tl.store(key_part + QUERY_COUNT * HEAD_DIM_PADDED, query_count)
             tl.store(key_count_ptr + part, key_count)
 
     if WITH_VALUE:
-        value_max = _largest(
-            value_base,
-            value_strides[2],
-            seen_base,
-            seen_strides[2],
-            chunk,
-            kv_len,
-            VALUE_DIM,
-            VALUE_DIM_PADDED,
-            HAS_SEEN,
-            False,
-            BLOCKS,
-            SLAB,
-        )
-        if tl.min(is_finite(value_max).to(tl.int32)) == 0:
-            value_max = _largest(
+        value_sum = tl.zeros((SLAB, VALUE_DIM_PADDED), tl.float32)
+        value_square = tl.zeros((SLAB, VALUE_DIM_PADDED), tl.float32)
+        value_high = tl.full((4, VALUE_DIM_PADDED), float("-inf"), tl.float32)
+        value_low = tl.full((4, VALUE_DIM_PADDED), float("inf"), tl.float32)
+        value_count = 0
+        for step in range(BLOCKS):
+            total, square, high, low, count = _sums(
                 value_base,
                 value_strides[2],
                 seen_base,
-                seen_strides[2],
+                keys_seen_strides[2],
+                chunk * BLOCKS + step,
+                kv_len,
+                0.0,
+                VALUE_DIM,
+                VALUE_DIM_PADDED,
+                HAS_KEYS_SEEN,
+                False,
+                True,
+                SLAB,
+            )
+            value_sum += total
+            value_square += square
+            value_high = tl.maximum(value_high, high)
+            value_low = tl.minimum(value_low, low)
+            value_count += count
+        total = tl.sum(value_sum, 0)
+        square = tl.sum(value_square, 0)
+        high = tl.max(value_high, 0)
+        low = tl.min(value_low, 0)
+        counts = tl.zeros((VALUE_DIM_PADDED,), tl.int32) + value_count
+        if tl.min(is_finite(total).to(tl.int32)) == 0:
+            total, square, high, low, counts = _finite_parts(
+                value_base,
+                value_strides[2],
+                seen_base,
+                keys_seen_strides[2],
                 chunk,
                 kv_len,
                 VALUE_DIM,
                 VALUE_DIM_PADDED,
-                HAS_SEEN,
-                True,
+                HAS_KEYS_SEEN,
+                False,
                 BLOCKS,
                 SLAB,
             )
-        tl.store(value_max_ptr + part * VALUE_DIM_PADDED + value_channels, value_max)
+        value_part = value_part_ptr + part * VALUE_PARTS * VALUE_DIM_PADDED + value_channels
+        tl.store(value_part + SUM * VALUE_DIM_PADDED, total)
+        tl.store(value_part + HIGH * VALUE_DIM_PADDED, high)
+        tl.store(value_part + LOW * VALUE_DIM_PADDED, low)
+        tl.store(value_part + COUNT * VALUE_DIM_PADDED, counts.to(tl.float32))
+        tl.store(value_part + SQUARE * VALUE_DIM_PADDED, square)
+
+
+@triton.jit
+def _load_part(part_ptr, flat_head, part, kind, chunks, channels, OTHER: tl.constexpr, DIM: tl.constexpr):
+    """One kind of number of some parts, [len(part), len(channels)]. Both kinds of part have as many rows."""
+    inside = (part < chunks)[:, None] & (channels < DIM)[None, :]
+    rows = (flat_head * chunks + part) * KEY_PARTS + kind
+    return tl.load(part_ptr + rows[:, None] * DIM + channels[None, :], mask=inside, other=OTHER)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def reduce_kernel(
-    key_sum_ptr,
+    key_part_ptr,
     key_count_ptr,
-    value_max_ptr,
+    value_part_ptr,
     key_mean_ptr,
+    balance_ptr,
+    value_mean_ptr,
     value_scale_ptr,
     chunks,
     HEAD_DIM_PADDED: tl.constexpr,
     VALUE_DIM_PADDED: tl.constexpr,
     WITH_VALUE: tl.constexpr,
+    GATHERED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Grid: slices of COLUMNS channels of every head. Sums in one order whatever the machine does."""
+    """Grid: slices of COLUMNS channels of every head. Sums in one order whatever the machine does.
+
+    GATHERED parts together are one vote about the size of a key channel (`eight_bits.balance`).
+    """
     slices: tl.constexpr = (max(HEAD_DIM_PADDED, VALUE_DIM_PADDED) + COLUMNS - 1) // COLUMNS
     flat_head = (tl.program_id(0) // slices).to(tl.int64)
     channels = tl.program_id(0) % slices * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     count = tl.zeros((ROWS,), tl.int32)
-    largest = tl.zeros((ROWS, COLUMNS), tl.float32)
+    query_log = tl.zeros((ROWS, COLUMNS), tl.float32)
+    query_count = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, chunks, ROWS):
         part = start + tl.arange(0, ROWS)
-        rows = (flat_head * chunks + part)[:, None]
-        inside = (part < chunks)[:, None]
-        of_key = inside & (channels < HEAD_DIM_PADDED)[None, :]
-        total += tl.load(key_sum_ptr + rows * HEAD_DIM_PADDED + channels[None, :], mask=of_key, other=0.0)
+        total += _load_part(key_part_ptr, flat_head, part, SUM, chunks, channels, 0.0, HEAD_DIM_PADDED)
         count += tl.load(key_count_ptr + flat_head * chunks + part, mask=part < chunks, other=0)
-        if WITH_VALUE:
-            of_value = inside & (channels < VALUE_DIM_PADDED)[None, :]
-            found = tl.load(value_max_ptr + rows * VALUE_DIM_PADDED + channels[None, :], mask=of_value, other=0.0)
-            largest = tl.maximum(largest, found)
+        query_log += _load_part(key_part_ptr, flat_head, part, QUERY_LOG, chunks, channels, 0.0, HEAD_DIM_PADDED)
+        query_count += _load_part(key_part_ptr, flat_head, part, QUERY_COUNT, chunks, channels, 0.0, HEAD_DIM_PADDED)
     mean = tl.sum(total, 0) / tl.maximum(tl.sum(count), 1).to(tl.float32)
     tl.store(key_mean_ptr + flat_head * HEAD_DIM_PADDED + channels, mean, mask=channels < HEAD_DIM_PADDED)
+
+    key_log = tl.zeros((ROWS, COLUMNS), tl.float32)
+    key_count = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, chunks, ROWS * GATHERED):
+        size = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for member in tl.static_range(GATHERED):
+            part = start + tl.arange(0, ROWS) * GATHERED + member
+            high = _load_part(key_part_ptr, flat_head, part, HIGH, chunks, channels, float("-inf"), HEAD_DIM_PADDED)
+            low = _load_part(key_part_ptr, flat_head, part, LOW, chunks, channels, float("inf"), HEAD_DIM_PADDED)
+            size = tl.maximum(size, tl.maximum(high - mean[None, :], mean[None, :] - low))
+        key_log += tl.where(size > 0.0, tl.log2(tl.maximum(size, SMALLEST_SCALE)), 0.0)
+        key_count += (size > 0.0).to(tl.float32)
+    key_votes = tl.sum(key_count, 0)
+    query_votes = tl.sum(query_count, 0)
+    key_size = tl.sum(key_log, 0) / tl.maximum(key_votes, 1.0)
+    query_size = tl.sum(query_log, 0) / tl.maximum(query_votes, 1.0)
+    exponent = tl.where((key_votes > 0.0) & (query_votes > 0.0), (key_size - query_size) * 0.5, 0.0)
+    exponent = (exponent + FLOAT_OFFSET) - FLOAT_OFFSET  # rounds
+    tl.store(balance_ptr + flat_head * HEAD_DIM_PADDED + channels, tl.exp2(exponent), mask=channels < HEAD_DIM_PADDED)
+
     if WITH_VALUE:
-        scale = tl.max(largest, 0) / 448.0
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        square = tl.zeros((ROWS, COLUMNS), tl.float32)
+        counted = tl.zeros((ROWS, COLUMNS), tl.float32)
+        highest = tl.full((ROWS, COLUMNS), float("-inf"), tl.float32)
+        lowest = tl.full((ROWS, COLUMNS), float("inf"), tl.float32)
+        for start in range(0, chunks, ROWS):
+            part = start + tl.arange(0, ROWS)
+            total += _load_part(value_part_ptr, flat_head, part, SUM, chunks, channels, 0.0, VALUE_DIM_PADDED)
+            square += _load_part(value_part_ptr, flat_head, part, SQUARE, chunks, channels, 0.0, VALUE_DIM_PADDED)
+            counted += _load_part(value_part_ptr, flat_head, part, COUNT, chunks, channels, 0.0, VALUE_DIM_PADDED)
+            high = _load_part(value_part_ptr, flat_head, part, HIGH, chunks, channels, float("-inf"), VALUE_DIM_PADDED)
+            low = _load_part(value_part_ptr, flat_head, part, LOW, chunks, channels, float("inf"), VALUE_DIM_PADDED)
+            highest = tl.maximum(highest, high)
+            lowest = tl.minimum(lowest, low)
+        share = 1.0 / tl.maximum(tl.sum(counted, 0), 1.0)
+        mean = tl.sum(total, 0) * share
+        deviates = tl.abs(mean) * SQRT_2 < tl.sqrt(tl.sum(square, 0) * share)  # the deviation exceeds the mean
+        mean = tl.where(deviates, 0.0, mean)
+        scale = tl.maximum(tl.max(highest, 0) - mean, mean - tl.min(lowest, 0)) / 448.0
         scale = tl.where(scale < 1e-36, 1.0, scale)  # smaller ones have no reciprocal, and their channel rounds to 0
-        tl.store(value_scale_ptr + flat_head * VALUE_DIM_PADDED + channels, scale, mask=channels < VALUE_DIM_PADDED)
+        inside = channels < VALUE_DIM_PADDED
+        tl.store(value_mean_ptr + flat_head * VALUE_DIM_PADDED + channels, mean, mask=inside)
+        tl.store(value_scale_ptr + flat_head * VALUE_DIM_PADDED + channels, scale, mask=inside)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -347,7 +516,8 @@ class Summary:
     Attributes:
         mean_high, mean_low, variance: (B * Hkv, kv_blocks, D padded) bfloat16, see `summarize_kernel`.
         key_mean: (B * Hkv, D padded) float32, the smoothing mean.
-        value_scale: (B * Hkv, D_v padded) float32.
+        balance: (B * Hkv, D padded) float32, what queries are multiplied by, and keys divided.
+        value_mean, value_scale: (B * Hkv, D_v padded) float32.
         key_similarity: (B * Hkv, kv_blocks) float32, None without a judge.
     """
 
@@ -355,11 +525,14 @@ class Summary:
     mean_low: Tensor
     variance: Tensor
     key_mean: Tensor
+    balance: Tensor
+    value_mean: Tensor
     value_scale: Tensor
     key_similarity: Tensor | None = None
 
 
 def summarize(
+    query: Tensor,
     key: Tensor,
     value: Tensor,
     shape: Shape,
@@ -372,9 +545,9 @@ def summarize(
     value_scales: bool,
     judge: bool,
 ) -> Summary:
-    """Read K, and V if its scales are wanted, once."""
+    """Read K, and V if its scales are wanted, once, and some queries if Q and K are to be rounded."""
     if not (statistics or smoothing or value_scales):
-        return Summary(key, key, key, key, key)
+        return Summary(*[key] * 7)
     width, value_width = padded(shape.head_dim), padded(shape.value_dim)
     heads = shape.batch * shape.kv_heads
     blocks = 1 if judge else configs.SUMMARIZE_BLOCKS  # the judge needs the sum of every block
@@ -386,40 +559,54 @@ def summarize(
         mean_low=buffer_like(key, statistics, *per_block, dtype=torch.bfloat16),
         variance=buffer_like(key, statistics, *per_block, dtype=torch.bfloat16),
         key_mean=buffer_like(key, smoothing, heads, width),
+        balance=buffer_like(key, smoothing, heads, width),
+        value_mean=buffer_like(key, value_scales, heads, value_width),
         value_scale=buffer_like(key, value_scales, heads, value_width),
     )
-    key_sum = buffer_like(key, smoothing, heads, chunks, width)
+    key_part = buffer_like(key, smoothing, heads, chunks, KEY_PARTS.value, width)
     key_count = buffer_like(key, smoothing, heads, chunks, dtype=torch.int32)
-    value_max = buffer_like(key, value_scales, heads, chunks, value_width)
-    keys_seen, seen_strides = seen_argument(
+    value_part = buffer_like(key, value_scales, heads, chunks, VALUE_PARTS.value, value_width)
+    queries_seen, queries_seen_strides = seen_argument(
+        seen.queries if seen else None, (shape.batch, shape.heads, shape.q_len), query
+    )
+    keys_seen, keys_seen_strides = seen_argument(
         seen.keys if seen else None, (shape.batch, shape.kv_heads, shape.kv_len), key
     )
-    has_seen = seen is not None and seen.keys is not None
+    has_keys_seen = seen is not None and seen.keys is not None
     launch(
         summarize_kernel,
         chunks * heads,
+        query_ptr=query,
         key_ptr=key,
         value_ptr=value,
-        seen_ptr=keys_seen,
+        queries_seen_ptr=queries_seen,
+        keys_seen_ptr=keys_seen,
         mean_high_ptr=summary.mean_high,
         mean_low_ptr=summary.mean_low,
         variance_ptr=summary.variance,
-        key_sum_ptr=key_sum,
+        key_part_ptr=key_part,
         key_count_ptr=key_count,
-        value_max_ptr=value_max,
+        value_part_ptr=value_part,
+        query_strides=strides_of(query),
         key_strides=strides_of(key),
         value_strides=strides_of(value),
-        seen_strides=seen_strides,
+        queries_seen_strides=queries_seen_strides,
+        keys_seen_strides=keys_seen_strides,
         scale=scale,
+        heads=shape.heads,
         kv_heads=shape.kv_heads,
+        q_len=shape.q_len,
         kv_len=shape.kv_len,
+        q_blocks=shape.q_blocks,
         kv_blocks=shape.kv_blocks,
         chunks=chunks,
+        first_query=first_query(shape, is_causal),
         HEAD_DIM=shape.head_dim,
         VALUE_DIM=shape.value_dim,
         HEAD_DIM_PADDED=width,
         VALUE_DIM_PADDED=value_width,
-        HAS_SEEN=has_seen,
+        HAS_QUERIES_SEEN=seen is not None and seen.queries is not None,
+        HAS_KEYS_SEEN=has_keys_seen,
         WITH_STATISTICS=statistics,
         WITH_SUM=smoothing,
         WITH_VALUE=value_scales,
@@ -431,15 +618,18 @@ def summarize(
         launch(
             reduce_kernel,
             heads * ceil_div(max(width, value_width), configs.REDUCE_COLUMNS),
-            key_sum_ptr=key_sum,
+            key_part_ptr=key_part,
             key_count_ptr=key_count,
-            value_max_ptr=value_max,
+            value_part_ptr=value_part,
             key_mean_ptr=summary.key_mean,
+            balance_ptr=summary.balance,
+            value_mean_ptr=summary.value_mean,
             value_scale_ptr=summary.value_scale,
             chunks=chunks,
             HEAD_DIM_PADDED=width,
             VALUE_DIM_PADDED=value_width,
             WITH_VALUE=value_scales,
+            GATHERED=eight_bits.BALANCE_KEYS // (blocks * geometry.BLOCK_K),
             ROWS=configs.REDUCE_ROWS,
             COLUMNS=configs.REDUCE_COLUMNS,
         )
@@ -447,7 +637,7 @@ def summarize(
         return summary
     center, center_strides = summary.key_mean, (width, 0)
     if is_causal:  # a block is smoothed by the mean up to its own end: it must not know the future
-        center = key_sum.cumsum(1) / key_count.cumsum(1).clamp(min=1)[..., None]
+        center = key_part[:, :, SUM.value].cumsum(1) / key_count.cumsum(1).clamp(min=1)[..., None]
         center_strides = (chunks * width, width)
     similarity = buffer_like(key, True, heads, shape.kv_blocks)
     launch(
@@ -458,13 +648,13 @@ def summarize(
         center_ptr=center,
         similarity_ptr=similarity,
         key_strides=strides_of(key),
-        seen_strides=seen_strides,
+        seen_strides=keys_seen_strides,
         center_strides=center_strides,
         kv_heads=shape.kv_heads,
         kv_len=shape.kv_len,
         kv_blocks=shape.kv_blocks,
         HEAD_DIM=shape.head_dim,
         HEAD_DIM_PADDED=width,
-        HAS_SEEN=has_seen,
+        HAS_SEEN=has_keys_seen,
     )
     return replace(summary, key_similarity=similarity)

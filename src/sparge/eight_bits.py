@@ -1,0 +1,179 @@
+"""8-bit codes of Q, K, V and P in plain PyTorch: the specification of what the kernels round, and how.
+
+    Q, K   INT8. Channels are balanced between them (`balance`), a query has a scale of its own (`query_scales`), a block
+           of 64 keys has four (`key_scales`).
+    V      FP8 E4M3 per channel, without the channel's mean where that is most of it (`smooth_value`).
+    P      FP8 E4M3, rounded (`to_fp8`) or as codes straight from the logarithm (`fp8_from_log2`).
+
+docs/numerics.md has what each is worth. Tensors are (..., tokens, channels).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from sparge.geometry import BLOCK_K, BLOCK_Q, ceil_div
+
+INT8_MAX = 127.0
+FP8_MAX = 448.0
+FP8_TOP_CODE = 126
+"""Of 448; 127 is NaN."""
+FP8_CODES_PER_OCTAVE = 8
+FP8_ACCUMULATOR_BITS = 13
+"""Fraction bits a Hopper tensor core keeps when it adds FP8 products (not the 23 of fp32)."""
+FP8_MMA_KEYS = 32
+"""Keys one FP8 matrix instruction consumes."""
+BALANCE_KEYS = 4 * BLOCK_K
+"""Keys whose largest number in a channel is one vote about that channel's size."""
+BALANCE_QUERIES = 8
+"""Evenly spaced queries of a block that are looked at for the same purpose."""
+KEY_GROUPS = 4
+"""Scales of a key block. Group (key mod 8) div 2 is what one thread of a matrix product holds."""
+
+
+def balance(query: Tensor, key: Tensor, keys_seen: Tensor) -> Tensor:
+    """Factors r of each channel, (B, Hkv, 1, D): q r and k / r have channels of like size, and the same q . k.
+
+    A channel that is large in K and small in Q, as trained models have them, would decide K's scale and leave the other
+    channels few of the 255 codes. r^2 is the channel's size in K by its size in Q, rounded to a power of 4, so that
+    r is a power of two and changes no bit of a number. Sizes are geometric means of maxima over `BALANCE_KEYS` keys,
+    or `BALANCE_QUERIES` queries of a block: one outlying token is one vote among many.
+
+    Args:
+        query: (B, H, Sq, D), 0 where a query sees nothing.
+        key: (B, Hkv, Sk, D), smoothed.
+        keys_seen: bool (B, Hkv, Sk).
+    """
+    usable = keys_seen[..., None] & key.isfinite().all(-1, keepdim=True)
+    chunks = torch.where(usable, key, 0.0).abs().split(BALANCE_KEYS, 2)
+    key_size = _mean_log2(torch.stack([chunk.amax(2) for chunk in chunks], 2))
+    samples = query[:, :, balance_samples(query.shape[2], query.device)]  # [B, H, blocks, samples, D]
+    size = torch.where(samples.isfinite(), samples, 0.0).abs().amax(3)
+    size = size.unflatten(1, (key.shape[1], -1)).flatten(2, 3)  # [B, Hkv, group * blocks, D]
+    exponent = ((key_size - _mean_log2(size)) / 2).nan_to_num(0.0).round()
+    return torch.exp2(exponent)[:, :, None]
+
+
+def balance_samples(q_len: int, device: torch.device) -> Tensor:
+    """Positions of the queries that `balance` looks at, (q_blocks, samples)."""
+    starts = torch.arange(ceil_div(q_len, BLOCK_Q), device=device)[:, None] * BLOCK_Q
+    counts = (q_len - starts).clamp(max=BLOCK_Q)
+    sample = torch.arange(BALANCE_QUERIES, device=device)
+    return starts + (2 * sample + 1) * counts // (2 * BALANCE_QUERIES)
+
+
+def _mean_log2(sizes: Tensor) -> Tensor:
+    """Mean of log2 over dimension 2 of what is above 0; NaN where nothing is."""
+    counted = sizes > 0
+    return torch.where(counted, sizes.masked_fill(~counted, 1.0).log2(), 0.0).sum(2) / counted.sum(2)
+
+
+def query_scales(query: Tensor) -> Tensor:
+    """What a code of each query is worth, (..., S, 1)."""
+    return _scale(query.abs().amax(-1, keepdim=True))
+
+
+def key_scales(key: Tensor) -> Tensor:
+    """What a code of each key is worth, (..., S, 1): one number for each group of 16 keys of a block.
+
+    Groups are interleaved, (key mod 8) div 2: in the layout of a matrix product a thread then needs one of the four.
+    """
+    length = key.shape[-2]
+    largest = key.abs().amax(-1)
+    padded = torch.nn.functional.pad(largest, (0, -length % BLOCK_K))
+    grouped = padded.unflatten(-1, (-1, BLOCK_K // 8, KEY_GROUPS, 2))  # [..., blocks, 8, groups, 2]
+    scales = _scale(grouped.amax((-3, -1), keepdim=True)).expand_as(grouped)
+    return scales.flatten(-4)[..., :length, None]
+
+
+def _scale(largest: Tensor) -> Tensor:
+    scale = largest / INT8_MAX
+    return torch.where(scale == 0, 1.0, scale)
+
+
+def quantize_int8(tokens: Tensor, scales: Tensor) -> Tensor:
+    """INT8 codes of numbers whose unit is given, (..., S, D), (..., S, 1) -> (..., S, D) int8."""
+    return (tokens / scales).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8)
+
+
+def smooth_value(value: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+    """Subtract a channel's mean where it is at least as large as the deviation; returns (smoothed, mean (..., 1, Dv)).
+
+    P's rows sum to one, so that the mean can be added to the output. FP8 rounds relative to a number's size: what is
+    left of a channel is then rounded, not its offset. A few outlying tokens make a mean smaller than their deviation,
+    and are left alone.
+
+    Args:
+        value: (..., S, Dv).
+        seen: bool (..., S); what is hidden becomes 0.
+    """
+    usable = seen[..., None] & value.isfinite()
+    count = usable.sum(-2, keepdim=True).clamp(min=1)
+    kept = torch.where(usable, value, 0.0)
+    mean = kept.sum(-2, keepdim=True) / count
+    square = kept.square().sum(-2, keepdim=True) / count
+    mean = torch.where(2 * mean.square() >= square, mean, 0.0)
+    return torch.where(seen[..., None], value - mean, 0.0), mean
+
+
+def quantize_fp8(value: Tensor) -> tuple[Tensor, Tensor]:
+    """E4M3 numbers and one scale = absmax / 448 per channel: (..., S, Dv) -> (..., S, Dv), (..., 1, Dv).
+
+    Values that are not finite become NaN and leave the scale alone: they reach the rows that see them, no others.
+    """
+    finite = value.isfinite()
+    scale = torch.where(finite, value, 0.0).abs().amax(-2, keepdim=True) / FP8_MAX
+    scale = torch.where(scale == 0, 1.0, scale)
+    return to_fp8(torch.where(finite, value / scale, math.nan)), scale
+
+
+def to_fp8(values: Tensor) -> Tensor:
+    """Round to E4M3 (saturating at 448), returned as numbers of the input's dtype."""
+    return values.clamp(-FP8_MAX, FP8_MAX).to(torch.float32).to(torch.float8_e4m3fn).to(values.dtype)
+
+
+def to_fp16(values: Tensor) -> Tensor:
+    """Round to FP16, finite values saturating at 65504, returned as numbers of the input's dtype."""
+    largest = torch.finfo(torch.float16).max
+    return torch.where(values.isfinite(), values.clamp(-largest, largest), values).half().to(values.dtype)
+
+
+def fp8_from_log2(exponent: Tensor) -> Tensor:
+    """The E4M3 number whose code is nearest to 126 + 8 x, from code 0 up: about 448 * 2^x, without computing it.
+
+    E4M3 has eight codes per octave, and its code is almost linear in the logarithm. 126 is the code of 448; seen over
+    an octave the numbers are right on average (.9995), and a row sum of the same numbers takes out the rest.
+    """
+    codes = (FP8_TOP_CODE + FP8_CODES_PER_OCTAVE * exponent).round().clamp(0, FP8_TOP_CODE)
+    numbers = codes.nan_to_num(0.0).to(torch.uint8).view(torch.float8_e4m3fn).to(exponent.dtype)
+    return torch.where(exponent.isnan(), exponent, numbers)
+
+
+def fp8_tensor_core(probability: Tensor, value: Tensor, accumulator: Tensor) -> Tensor:
+    """P V + accumulator as Hopper's FP8 tensor cores add, bit by bit: (M, K), (K, Dv), (M, Dv) -> (M, Dv).
+
+    Each instruction takes 32 keys. It aligns their products and the accumulator to the largest exponent among them (of
+    a product: the sum of its factors' exponents), cuts each off 13 bits below that, adds, and cuts the sum to 13
+    fraction bits. Small products vanish beside a large accumulator. Equal in every bit to results of an H200.
+    """
+    for p, v in zip(probability.split(FP8_MMA_KEYS, 1), value.split(FP8_MMA_KEYS, 0), strict=True):
+        terms = torch.cat([p[:, :, None] * v[None], accumulator[:, None]], 1)  # [M, keys + 1, Dv]
+        exponents = torch.cat([_exponent(p)[:, :, None] + _exponent(v)[None], _exponent(accumulator)[:, None]], 1)
+        aligned = _cut(terms, exponents.amax(1, keepdim=True)).sum(1)
+        accumulator = _cut(aligned, _exponent(aligned))
+    return accumulator
+
+
+def _exponent(values: Tensor) -> Tensor:
+    """floor(log2 |x|), very low for 0."""
+    exponent = torch.frexp(values)[1] - 1
+    return torch.where(values == 0, -(2**9), exponent)
+
+
+def _cut(values: Tensor, exponent: Tensor) -> Tensor:
+    """Truncate towards zero what lies more than 13 bits below the exponent."""
+    quantum = torch.ldexp(torch.ones_like(values), exponent - FP8_ACCUMULATOR_BITS)
+    return torch.trunc(values / quantum) * quantum
