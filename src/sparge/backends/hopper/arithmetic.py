@@ -1,6 +1,6 @@
 """From scores to P on Hopper: what a consumer computes between its two products.
 
-    units_of -> hide -> halves -> tile_max -> probabilities
+    units_of -> hide -> tile_max -> probabilities
 
 Scores count steps: octaves, or eighths of one where P is a code. docs/hopper.md explains the codes.
 """
@@ -29,19 +29,17 @@ ONES_BITS = gl.constexpr(0x38383838)
 
 
 @jit
-def units_of(units, tile, query_unit, FORM: gl.constexpr):
-    """What the raw scores of a tile's key blocks are worth, in steps."""
+def units_of(units, place, row_unit, FORM: gl.constexpr):
+    """What an integer of a key block's scores is worth, [64, 4], in steps; of unquantised scores, one number."""
     if FORM.quantized:
-        first = units.index(tile * FORM.blocks).load(FORM.rows)
-        second = units.index(tile * FORM.blocks + FORM.blocks - 1).load(FORM.rows)
-        return first, second
+        return row_unit[:, None] * units.index(place).load(FORM.groups)[None, :]
     else:
-        return query_unit, query_unit
+        return row_unit
 
 
 @jit
 def hide(scores, blocks, place, first_query, sizes, FORM: gl.constexpr):
-    """Scores of a tile [64, keys] or a key block [64, 64], with -inf where a key does not exist or follows the query.
+    """Scores of a tile [64, keys], with -inf where a key does not exist or follows the query.
 
     Args:
         blocks: block numbers in shared memory, from ``place`` on; beyond the last one where there is none.
@@ -83,45 +81,38 @@ def as_scores(values):
 
 
 @jit
-def _lane_max(half):
-    """Maximum of each thread's own columns of a [M, 64] tile of scores, [M, 4]."""
-    return gl.max(gl.max(gl.reshape(half, (ROWS, 8, 4, 2)), 3), 1)
-
-
-@jit
-def tile_max(first, second, first_unit, second_unit, FORM: gl.constexpr):
-    """Row maximum of a tile's two key blocks, in steps. Threads exchange two numbers, not four."""
-    first_max = as_scores(_lane_max(first))
-    second_max = as_scores(_lane_max(second))
+def _lane_max(block, unit, FORM: gl.constexpr):
+    """Maximum of each thread's own columns of a key block's scores [64, 64], in steps: [64, 4]."""
+    largest = as_scores(gl.max(gl.max(gl.reshape(block, (ROWS, 8, 4, 2)), 3), 1))
+    largest = gl.convert_layout(largest, FORM.lanes)
     if FORM.quantized:
-        rows: gl.constexpr = gl.SliceLayout(1, first_max.type.layout)
-        first_max = (first_max - FLOAT_OFFSET) * gl.convert_layout(first_unit, rows)[:, None]
-        second_max = (second_max - FLOAT_OFFSET) * gl.convert_layout(second_unit, rows)[:, None]
+        return (largest - FLOAT_OFFSET) * unit
     else:
-        first_max = first_max * first_unit
-        second_max = second_max * second_unit
-    return gl.convert_layout(gl.max(gl.maximum(first_max, second_max), 1), FORM.rows)
+        return largest * unit
 
 
 @jit
-def as_operand(scores, FORM: gl.constexpr):
-    """Scores [64, 64] as they lie in P."""
+def tile_max(tile, first_unit, second_unit, FORM: gl.constexpr):
+    """The same of a tile's key blocks."""
+    first, second = halves(tile, FORM.blocks)
+    largest = _lane_max(first, first_unit, FORM)
+    if FORM.blocks == 2:
+        largest = gl.maximum(largest, _lane_max(second, second_unit, FORM))
+    return largest
+
+
+@jit
+def _as_operand(scores, FORM: gl.constexpr):
+    """Scores of a key block as they lie in P, by lanes: [64, 16 / w, 4, w]."""
     if FORM.fp8_values:
         scores = in_fp8_token_order(scores)
-    return gl.convert_layout(scores, FORM.probability)
+    return gl.convert_layout(gl.reshape(scores, (ROWS, 16 // FORM.k_width, 4, FORM.k_width)), FORM.by_lanes)
 
 
 @jit
-def code_line(unit, zero, score_of_zero):
-    """Slope and offset that turn raw scores into codes, in multiples of `CODE_STEP`.
-
-    Args:
-        unit: what a raw score is worth, in steps.
-        zero: the raw score of 0.
-        score_of_zero: [64], the score whose code is 0, in steps.
-    """
-    slope = unit * CODE_STEP
-    return slope, gl.fma(slope, -zero, -score_of_zero * CODE_STEP)
+def _for_lanes(numbers):
+    """One number for each thread of a row [64, 4], to go with `_as_operand`."""
+    return numbers[:, None, :, None]
 
 
 @jit
@@ -153,14 +144,8 @@ def _codes(scores, slope, offset):
 
 
 @jit
-def lane_sum(probability, K_WIDTH: gl.constexpr):
-    """Sum of each thread's own columns of a [M, 64] operand, [M, 4]."""
-    return gl.sum(gl.sum(gl.reshape(probability, (ROWS, 16 // K_WIDTH, 4, K_WIDTH)), 3), 1)
-
-
-@jit
-def probabilities(half, unit, top, P_TYPE: gl.constexpr, FORM: gl.constexpr):
-    """P of one key block as the left operand of P V, and the sum of each thread's own columns (0 for codes).
+def probabilities(block, unit, top, P_TYPE: gl.constexpr, FORM: gl.constexpr):
+    """P of one key block as the left operand of P V, and the sum of each thread's own columns, [64, 4] (0 for codes).
 
     What is subtracted is of the size of FLOAT_OFFSET and rounded (once: fma), by up to three quarters of an integer;
     the maximum itself by a quarter. Where an integer is worth something, one more is subtracted, far less than what
@@ -168,20 +153,25 @@ def probabilities(half, unit, top, P_TYPE: gl.constexpr, FORM: gl.constexpr):
     cut off in P V alone.
 
     Args:
-        half: raw scores [64, 64].
-        unit: what a raw score is worth, in steps.
-        top: [64], the score that P counts from, the row maximum as a rule, less what P = 1 is stored as; in steps.
+        block: raw scores [64, 64].
+        unit: what a raw score is worth, see `units_of`.
+        top: [64], the score that P counts from, the maximum as a rule, less what P = 1 is stored as; in steps.
     """
-    scores = as_operand(as_scores(half), FORM)
+    scores = _as_operand(as_scores(block), FORM)
+    lane_sum = 0.0
     if FORM.codes:
         lowered = FLOAT_OFFSET + gl.where(unit > COARSE * CODES_PER_OCTAVE, 1.0, 0.0)
-        slope, offset = code_line(unit, lowered, top)
-        return _codes(scores, slope[:, None], offset[:, None]), 0.0
+        slope = unit * CODE_STEP
+        offset = gl.fma(slope, -lowered, (top * -CODE_STEP)[:, None])
+        probability = _codes(scores, _for_lanes(slope), _for_lanes(offset))
     else:
         if FORM.quantized:
             lowered = FLOAT_OFFSET + gl.where(unit > COARSE, 1.0, 0.0)
-            scores = scores * unit[:, None] - gl.fma(unit, lowered, top)[:, None]
+            offset = gl.fma(unit, lowered, top[:, None])
+            scores = scores * _for_lanes(unit) - _for_lanes(offset)
         else:
-            scores = scores * unit - top[:, None]
-        probability = gl.exp2(scores)
-        return probability.to(P_TYPE), lane_sum(probability, FORM.k_width)
+            scores = scores * unit - top[:, None, None, None]
+        exact = gl.exp2(scores)
+        lane_sum = gl.convert_layout(gl.sum(gl.sum(exact, 3), 1), FORM.lanes)
+        probability = exact.to(P_TYPE)
+    return gl.convert_layout(gl.reshape(probability, (ROWS, BLOCK_K)), FORM.probability), lane_sum

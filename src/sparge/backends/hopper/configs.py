@@ -10,7 +10,7 @@ PRODUCER_REGISTERS = 24
 
 @dataclass(frozen=True)
 class HopperConfig:
-    """Key blocks per tile, tiles per stage (2: row maxima are guessed), stages, rows whose queries are held.
+    """Key blocks per tile, tiles per stage, stages, rows whose queries are held.
 
     Registers are those of the second consumer; the first gets what is left.
     """
@@ -24,7 +24,7 @@ class HopperConfig:
 
 CONFIGS = {
     ("int8_fp8_codes", 64): HopperConfig(2, 2, 6),
-    ("int8_fp8_codes", 128): HopperConfig(2, 2, 3),
+    ("int8_fp8_codes", 128): HopperConfig(1, 2, 6),
     ("int8_fp8_codes", 256): HopperConfig(2, 1, 3),
     ("int8_fp8", 64): HopperConfig(2, 1, 4),
     ("int8_fp8", 128): HopperConfig(2, 1, 4),

@@ -35,8 +35,8 @@ class Form:
         value_dim: channels of V a row computes, one of ``slices`` parts.
         output_dim: channels the caller sees.
         value_scales: distance of one head's value scales from the next one's.
-        blocks: key blocks per tile, 1 or 2.
-        tiles: per stage; 2 if row maxima are guessed for pairs of tiles (needs codes and no threshold), else 1.
+        blocks: key blocks per tile, 1 or 2. The scores of a tile are one product.
+        tiles: per stage, 1 or 2. They share a maximum and, with FP8, an accumulator.
         stages: what is on its way.
         rows_ahead: rows whose queries are held, 1 or 2.
     """
@@ -57,16 +57,6 @@ class Form:
     tiles: int
     stages: int
     rows_ahead: int
-
-    @property
-    def guesses(self) -> bool:
-        """Whether row maxima are guessed."""
-        return self.tiles == 2
-
-    @property
-    def guesses_by_blocks(self) -> bool:
-        """Whether the scores of guessed tiles come by key block: two tiles' products do not fit the registers."""
-        return self.guesses and self.value_dim > 64
 
     @property
     def rescales_rarely(self) -> bool:
@@ -156,11 +146,6 @@ class Form:
         return _accumulator(self.keys, 32 if self.quantized else 16)
 
     @property
-    def block_scores(self) -> gl.NVMMADistributedLayout:
-        """Of one key block."""
-        return _accumulator(BLOCK_K, 32 if self.quantized else 16)
-
-    @property
     def output(self) -> gl.NVMMADistributedLayout:
         return _accumulator(self.value_dim, 32 if self.fp8_values else 16)
 
@@ -185,9 +170,33 @@ class Form:
         return gl.DotOperandLayout(0, self.sums, 4)
 
     @property
+    def by_lanes(self) -> gl.DistributedLinearLayout:
+        """P of a key block as [64, 16 / w, 4, w]: each of a row's four threads has every fourth w neighbours."""
+        width = self.k_width
+        neighbours = [[0, 0, 0, bit] for bit in (1, 2) if bit < width]
+        groups = [[0, bit, 0, 0] for bit in (1, 2, 4) if bit < 16 // width]
+        return gl.DistributedLinearLayout(
+            reg_bases=[*neighbours, [8, 0, 0, 0], *groups],
+            lane_bases=[[0, 0, 1, 0], [0, 0, 2, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
+            warp_bases=[[16, 0, 0, 0], [32, 0, 0, 0]],
+            block_bases=[],
+            shape=[64, 16 // width, 4, width],
+        )
+
+    @property
+    def lanes(self) -> gl.SliceLayout:
+        """A number for each of a row's four threads, [64, 4]. Thread t holds the keys of group t, and of no other."""
+        return gl.SliceLayout(1, gl.SliceLayout(3, self.by_lanes))
+
+    @property
+    def groups(self) -> gl.SliceLayout:
+        """A number for each group of keys, [4]."""
+        return gl.SliceLayout(0, self.lanes)
+
+    @property
     def rows(self) -> gl.SliceLayout:
-        """A number per row, where a row's thread needs it for P."""
-        return gl.SliceLayout(1, self.probability)
+        """A number per row, where a row's threads need it for P."""
+        return gl.SliceLayout(1, self.lanes)
 
     @property
     def output_rows(self) -> gl.SliceLayout:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from sparge.backends.hopper.gluon import async_load, barrier, gl, jit, mbarrier, reinterpret
-from sparge.backends.triton.primitives import BLOCK_K, BLOCK_Q, SMALLEST_SCALE
+from sparge.backends.triton.primitives import BLOCK_K, BLOCK_Q, KEY_GROUPS
+
+PLAIN, MASKED, BROKEN = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+"""Kinds of a stage: every query sees every key; some do not; the same, and a key is not finite."""
 
 
 @jit
@@ -39,32 +42,6 @@ def _kept_blocks(kv_num_blocks_ptr, row, q_block, sizes, FORM: gl.constexpr):
 
 
 @jit
-def _last_until(block, list_base, last, FORM: gl.constexpr):
-    """Place of the last listed block that is not beyond ``block``, or 0. Each step asks 32 places of the list."""
-    if FORM.all_blocks:
-        return gl.minimum(block, last)
-    else:
-        lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-        low = 0
-        span = last + 1
-        while span > 1:
-            step = (span + 31) // 32
-            listed = gl.load(list_base + low + lanes * step, mask=lanes * step < span, other=block + 1)
-            before = gl.maximum(gl.sum((listed <= block).to(gl.int32), 0) - 1, 0) * step
-            low += before
-            span = gl.minimum(step, span - before)
-        return low
-
-
-@jit
-def _outwards(i, center, count):
-    """The i-th of ``count`` places around a center: itself, one after, one before, two after, ..., in a circle."""
-    place = center + gl.where(i % 2 == 1, (i + 1) // 2, -(i // 2))
-    place = gl.where(place < 0, place + count, place)
-    return gl.where(place < count, place, place - count)
-
-
-@jit
 def _copy(tiles, batch, head, row, column, buffer, landed):
     """Start copying a tile of (B, H, rows, columns) into shared memory; what lies outside becomes 0."""
     buffer = reinterpret(buffer, tiles.dtype, tiles.block_shape, tiles.layout)
@@ -83,24 +60,21 @@ def produce(
     taken_ptr,
     FORM: gl.constexpr,
 ):
-    """Whoever is done takes the next row, so that rows of any length keep all programs busy.
-
-    Where maxima are guessed, a row that is not causal starts at the queries' own position, where scores are high as a
-    rule, and goes outwards in turns: guesses are right sooner. Causal rows come to it last, and measure it.
-    """
+    """Whoever is done takes the next row, so that rows of any length keep all programs busy."""
     query_tiles, key_tiles, value_tiles = tiles
-    query_smem, key_smem, value_smem, unit_smem, block_smem, masked_smem, work_smem = buffers
+    query_smem, key_smem, value_smem, unit_smem, block_smem, kind_smem, work_smem = buffers
     query_full, query_free, full, free = barriers
-    heads, group, q_len, kv_len, q_blocks, kv_blocks, works = sizes
+    heads, group_size, q_len, kv_len, q_blocks, kv_blocks, works = sizes
     kv_num_blocks_ptr, kv_indices_ptr, visible_num_blocks_ptr = lists
-    query_scale_ptr, key_scale_ptr, _, _ = scales
+    _, key_scale_ptr, _, _, _ = scales
     chunks: gl.constexpr = FORM.chunks
     blocks: gl.constexpr = FORM.stage_blocks
     value_copies: gl.constexpr = FORM.value_copies
-    goes_outwards: gl.constexpr = FORM.guesses and not FORM.is_causal
     # Every thread writes the same notes. They meet before one of them arrives.
     notes: gl.constexpr = gl.BlockedLayout([FORM.stage_blocks], [32], [1], [0])
+    by_groups: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     places = gl.arange(0, blocks, notes)
+    group = gl.arange(0, blocks * KEY_GROUPS, by_groups)  # of every block of a stage
     zero = gl.arange(0, 1, notes)
     turn = 0
     row_turn = 0
@@ -132,65 +106,47 @@ def produce(
         last = gl.maximum(count - 1, 0)
         row_stages = last // blocks + 1  # a row that sees nothing gets a hidden tile
         list_base = kv_indices_ptr + row * kv_blocks
-        scale_base = key_scale_ptr + (batch.to(gl.int64) * (heads // group) + kv_head) * kv_blocks
-        query_unit = 1.0
-        if FORM.quantized:
-            query_unit = gl.load(query_scale_ptr + row) * FORM.steps
-        center = 0
-        if goes_outwards:
-            own = (q_block * BLOCK_Q + gl.maximum(kv_len - q_len, 0)) // BLOCK_K
-            center = _last_until(own, list_base, last, FORM) // blocks
+        scale_base = key_scale_ptr + (batch.to(gl.int64) * (heads // group_size) + kv_head) * kv_blocks * KEY_GROUPS
         for i in range(0, row_stages):
             stage = turn % FORM.stages
             position = i * blocks
-            if goes_outwards:
-                position = _outwards(i, center, row_stages) * blocks
             is_listed = position + places < count  # what follows a list may be anything
             listed = gl.minimum(position + places, last)
             if not FORM.all_blocks:
                 listed = gl.load(list_base + listed, mask=count > 0, other=0)
-            units = gl.full((blocks,), 1.0, gl.float32, notes)
+            is_plain = (listed < plain_blocks) & is_listed
+            kind = gl.where(gl.min(is_plain.to(gl.int32), 0) == 1, PLAIN, MASKED)
+            units = gl.full((blocks * KEY_GROUPS,), 1.0, gl.float32, by_groups)
             if FORM.quantized:
-                units = gl.load(scale_base + listed, mask=is_listed, other=1.0) * query_unit  # hidden keys may be NaN
-                units = gl.where(units == 0.0, SMALLEST_SCALE, units)  # a hidden score is -inf before it is scaled
-            is_plain = listed < plain_blocks
-            if FORM.guesses:
-                is_plain = is_plain & (gl.abs(units) < float("inf"))  # codes cannot carry NaN
-            present = 1
-            if FORM.tiles == 2:
-                present = gl.where(position + FORM.blocks < count, 2, 1)
-            all_plain = gl.min(is_plain.to(gl.int32), 0) == 1
-            masked = gl.where(all_plain & (position + blocks <= count), 0, present)  # how many tiles need a mask
-            if FORM.guesses:
-                # A last block that is missing gets codes of 0 by a unit of NaN: such a pair can be guessed. The first
-                # of a row never is.
-                lacks_last = all_plain & (position + blocks == count + 1) & (i > 0)
-                masked = gl.where(lacks_last, -2, masked)
-                units = gl.where(lacks_last & (is_listed == 0), float("nan"), units)
+                listed_of_group = gl.minimum(position + group // KEY_GROUPS, last)
+                if not FORM.all_blocks:
+                    listed_of_group = gl.load(list_base + listed_of_group, mask=count > 0, other=0)
+                is_there = position + group // KEY_GROUPS < count  # hidden keys may be NaN
+                unit_ptrs = scale_base + listed_of_group * KEY_GROUPS + group % KEY_GROUPS
+                units = gl.load(unit_ptrs, mask=is_there, other=1.0)
+                if FORM.codes:  # they cannot carry NaN
+                    kind = gl.where(gl.min((units == units).to(gl.int32), 0) == 1, kind, BROKEN)
             mbarrier.wait(free.index(stage), ((turn // FORM.stages) & 1) ^ 1)
             unit_smem.index(stage).store(units)
             block_smem.index(stage).store(gl.where(is_listed, listed, kv_blocks))
-            masked_smem.index(stage).store(zero + masked)
+            kind_smem.index(stage).store(zero + kind)
             barrier()
             landed = full.index(stage)
-            mbarrier.expect(landed, FORM.tile_bytes, pred=present == 1)
-            if FORM.tiles == 2:
-                mbarrier.expect(landed, 2 * FORM.tile_bytes, pred=present == 2)
+            mbarrier.expect(landed, FORM.tiles * FORM.tile_bytes)
             for b in gl.static_range(blocks):
-                if b // FORM.blocks < present:
-                    block = gl.sum(gl.where(places == b, listed, 0), 0)
-                    key_place = (stage * FORM.tiles + b // FORM.blocks) * chunks * FORM.blocks + b % FORM.blocks
-                    for c in gl.static_range(chunks):
-                        key_buffer = key_smem.index(key_place + c * FORM.blocks)
-                        _copy(key_tiles, batch, kv_head, block * BLOCK_K, c * FORM.chunk, key_buffer, landed)
-                    for c in gl.static_range(value_copies):
-                        value_buffer = value_smem.index((stage * blocks + b) * value_copies + c)
-                        if FORM.fp8_values:
-                            channel = value_slice * FORM.value_dim
-                            _copy(value_tiles, batch, kv_head, channel, block * BLOCK_K, value_buffer, landed)
-                        else:
-                            channel = c * FORM.value_columns
-                            _copy(value_tiles, batch, kv_head, block * BLOCK_K, channel, value_buffer, landed)
+                block = gl.sum(gl.where(places == b, listed, 0), 0)
+                key_place = (stage * FORM.tiles + b // FORM.blocks) * chunks * FORM.blocks + b % FORM.blocks
+                for c in gl.static_range(chunks):
+                    key_buffer = key_smem.index(key_place + c * FORM.blocks)
+                    _copy(key_tiles, batch, kv_head, block * BLOCK_K, c * FORM.chunk, key_buffer, landed)
+                for c in gl.static_range(value_copies):
+                    value_buffer = value_smem.index((stage * blocks + b) * value_copies + c)
+                    if FORM.fp8_values:
+                        channel = value_slice * FORM.value_dim
+                        _copy(value_tiles, batch, kv_head, channel, block * BLOCK_K, value_buffer, landed)
+                    else:
+                        channel = c * FORM.value_columns
+                        _copy(value_tiles, batch, kv_head, block * BLOCK_K, channel, value_buffer, landed)
             turn += 1
         work = following
     slot = row_turn % FORM.rows_ahead

@@ -19,37 +19,26 @@ def note_of(notes, stage, FORM: gl.constexpr):
     return gl.max(notes.index(stage).load(FORM.rows), 0)
 
 
-@jit
-def start_scores(query, key, FORM: gl.constexpr):
-    """Start Q K^T of a tile: [64, keys] INT32 that are floats above 1.5 * 2^23, or float32."""
-    if FORM.quantized:
-        start = gl.full((ROWS, FORM.keys), INT32_AS_FLOAT, gl.int32, FORM.scores)
-        return warpgroup_mma(query, key.permute((1, 0)), start, is_async=True)
-    else:
-        nothing = gl.full((ROWS, FORM.keys), 0.0, gl.float32, FORM.scores)
-        return warpgroup_mma(query, key.permute((1, 0)), nothing, use_acc=False, is_async=True)
-
-
 START = gl.constexpr(f"mov.b32 $0, {INT32_AS_FLOAT.value:#x};")
 
 
 @jit
-def start_block_scores(query, key, BLOCK: gl.constexpr, FORM: gl.constexpr):
-    """Start Q K^T of a tile's first or second key block: [64, 64] INT32 that are floats above 1.5 * 2^23.
+def start_scores(query, key, FORM: gl.constexpr):
+    """Start Q K^T of a tile: [64, keys] INT32 that are floats above 1.5 * 2^23, or float32.
 
-    Each register gets the number by itself. As copies of one that is an accumulator, too, ptxas would run all products
-    in sequence.
+    Of two tiles, each register gets the number it starts at by itself. As copies of one that is an accumulator, too,
+    ptxas would run all products in sequence.
     """
-    start = gl.inline_asm_elementwise(
-        START,
-        "=r,r",
-        [gl.full((ROWS, BLOCK_K), 0, gl.int32, FORM.block_scores)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-    key = key.slice(BLOCK * BLOCK_K, BLOCK_K, 0)
-    return warpgroup_mma(query, key.permute((1, 0)), start, is_async=True)
+    if not FORM.quantized:
+        nothing = gl.full((ROWS, FORM.keys), 0.0, gl.float32, FORM.scores)
+        return warpgroup_mma(query, key.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    elif FORM.tiles == 1:
+        start = gl.full((ROWS, FORM.keys), INT32_AS_FLOAT, gl.int32, FORM.scores)
+        return warpgroup_mma(query, key.permute((1, 0)), start, is_async=True)
+    else:
+        nothing = gl.full((ROWS, FORM.keys), 0, gl.int32, FORM.scores)
+        start = gl.inline_asm_elementwise(START, "=r,r", [nothing], dtype=gl.int32, is_pure=False, pack=1)
+        return warpgroup_mma(query, key.permute((1, 0)), start, is_async=True)
 
 
 @jit
@@ -67,22 +56,15 @@ def start_sums(probability, ones, sums, FRESH: gl.constexpr, FORM: gl.constexpr)
 
 
 @jit
-def start_codes(probability, value, ones, product, sums, FRESH: gl.constexpr, FORM: gl.constexpr):
-    """Start P V and the row sums of one key block's codes."""
-    partial = start_values(probability, value, product, FRESH, FORM)
-    return partial, start_sums(probability, ones, sums, FRESH, FORM)
+def ordered(tops):
+    """The same numbers [64], which are not to be had before the products started so far.
 
-
-@jit
-def ordered(unit, tops):
-    """A unit, for each of the rows of ``tops``, which is not to be had before the products started so far.
-
-    ptxas would move what is computed from it ahead of them, though not across `pmevent`.
+    ptxas would move what is computed from them ahead of these, though not across `pmevent`.
     """
     return gl.inline_asm_elementwise(
         "pmevent 0; mov.b32 $0, $2; mov.b32 $1, $3;",
         "=f,=f,f,f",
-        [unit + gl.zeros_like(tops)],
+        [tops],
         dtype=gl.float32,
         is_pure=False,
         pack=2,
