@@ -15,7 +15,7 @@ from torch import Tensor
 
 import sparge
 from conftest import exact_attention
-from sparge.evaluate import bench, bench_cases, bench_timing
+from sparge.evaluate import bench, bench_cases, bench_exact, bench_timing
 from sparge.evaluate.bench_cases import DEFAULT_SUITES, SUITES, Group, Problem, groups_of, random_blocks
 from sparge.evaluate.bench_exact import exact_rows, sampled_error, sampled_queries
 from sparge.evaluate.bench_inputs import frame_grid, make_inputs
@@ -138,18 +138,24 @@ class TestExact:
 
     @pytest.mark.parametrize("is_causal", [False, True])
     @pytest.mark.parametrize("has_mask", [False, True])
-    def test_equals_the_full_computation(self, is_causal: bool, has_mask: bool) -> None:
+    @pytest.mark.parametrize("kv_heads", [2, 1])
+    def test_equals_the_full_computation(
+        self, is_causal: bool, has_mask: bool, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Chunk by chunk of the keys, for scores of thousands of nats too."""
+        monkeypatch.setattr(bench_exact, "KEYS_AT_ONCE", 128)
         torch.manual_seed(0)
-        query = torch.randn(2, 2, 200, 32)
-        key, value = torch.randn(2, 2, 300, 32), torch.randn(2, 2, 300, 16)
+        query = torch.randn(2, 2, 200, 32) * torch.tensor([1.0, 500.0]).view(2, 1, 1, 1)
+        key, value = torch.randn(2, kv_heads, 300, 32), torch.randn(2, kv_heads, 300, 16)
         kept = None
         if has_mask:
             kept = torch.rand(2, 2, 2, 5) < 0.5
             kept[0, 0, 1] = False  # queries that see nothing
         rows = sampled_queries(200, CPU, count=37)
-        exact, _ = exact_attention(query, key, value, is_causal=is_causal, block_mask=kept)
+        exact, lse = exact_attention(query, key, value, is_causal=is_causal, block_mask=kept)
         got = exact_rows(query, key, value, rows, is_causal=is_causal, kept=kept)
-        assert torch.allclose(got.double(), exact[:, :, rows], atol=2e-6)
+        torch.testing.assert_close(got.output, exact[:, :, rows], rtol=0, atol=1e-10)
+        torch.testing.assert_close(got.lse, lse[:, :, rows], rtol=1e-12, atol=1e-12)
 
     def test_error_is_that_of_the_sampled_rows(self) -> None:
         torch.manual_seed(0)

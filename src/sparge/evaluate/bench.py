@@ -113,7 +113,7 @@ def measure(bench: Bench, group: Group) -> Iterator[Row]:
 def _end_to_end(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
     problem = group.problem
     rows = sampled_queries(problem.queries, bench.device)
-    exact = exact_rows(*inputs, rows, is_causal=problem.is_causal)
+    exact = exact_rows(*inputs, rows, is_causal=problem.is_causal).output
     variants = {name: _rival(name, inputs, problem) for name in RIVALS}
     for topk in group.topks:
         variants[f"sparge {topk}"] = _sparge(bench, inputs, problem, topk)
@@ -185,7 +185,7 @@ def _given(bench: Bench, group: Group, inputs: Inputs, kernels: dict[str, tuple[
     kept = random_blocks(problem.shape, group.density, bench.device, is_causal=problem.is_causal)
     mask = BlockMask.from_dense(kept, q_len=problem.queries, kv_len=problem.tokens, is_causal=problem.is_causal)
     rows = sampled_queries(problem.queries, bench.device)
-    exact = exact_rows(*inputs, rows, is_causal=problem.is_causal, kept=kept)
+    exact = exact_rows(*inputs, rows, is_causal=problem.is_causal, kept=kept).output
     variants = {name: _given_blocks(bench, inputs, problem, mask, *kernel) for name, kernel in kernels.items()}
     if group.with_flex:
         variants["flex"] = _flex(inputs, mask)
@@ -211,7 +211,7 @@ def _given(bench: Bench, group: Group, inputs: Inputs, kernels: dict[str, tuple[
 def _dense_errors(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
     problem = group.problem
     rows = sampled_queries(problem.queries, bench.device)
-    exact = exact_rows(*inputs, rows, is_causal=problem.is_causal)
+    exact = exact_rows(*inputs, rows, is_causal=problem.is_causal).output
     runs: dict[str, Callable[[], object]] = {
         name: partial(
             api.attention,
