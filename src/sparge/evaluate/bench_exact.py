@@ -7,6 +7,7 @@ scores of a step are 67 MB, whatever the length.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -58,22 +59,35 @@ def exact_rows(
     return ExactRows(output, lse)
 
 
-def _head_rows(
-    query: Tensor, key: Tensor, value: Tensor, last_seen: Tensor | None, kept: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Online softmax over chunks of keys: (rows, D), (S_k, D), (S_k, D_v) -> (rows, D_v), (rows,)."""
+def score_chunks(
+    query: Tensor, key: Tensor, last_seen: Tensor | None = None, kept: Tensor | None = None
+) -> Iterator[tuple[slice, Tensor]]:
+    """Scores of one head's queries in float64, some keys at a time: (rows, D), (S_k, D) -> keys, (rows, keys).
+
+    Args:
+        last_seen: (rows,) int64; later keys have -inf.
+        kept: bool (rows, kv_blocks); keys of other blocks have -inf.
+    """
     query = query.double() * query.shape[-1] ** -0.5
-    running_max = query.new_full((len(query), 1), -math.inf)
-    total = query.new_zeros(len(query), 1)
-    output = query.new_zeros(len(query), value.shape[-1])
     for start in range(0, len(key), KEYS_AT_ONCE):
-        chunk = slice(start, start + KEYS_AT_ONCE)
+        chunk = slice(start, min(start + KEYS_AT_ONCE, len(key)))
         scores = query @ key[chunk].double().T
-        positions = torch.arange(start, start + scores.shape[1], device=key.device)
+        positions = torch.arange(chunk.start, chunk.stop, device=key.device)
         if last_seen is not None:
             scores.masked_fill_(positions > last_seen[:, None], -math.inf)
         if kept is not None:
             scores.masked_fill_(~kept[:, positions // BLOCK_K], -math.inf)
+        yield chunk, scores
+
+
+def _head_rows(
+    query: Tensor, key: Tensor, value: Tensor, last_seen: Tensor | None, kept: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Online softmax over chunks of keys: (rows, D), (S_k, D), (S_k, D_v) -> (rows, D_v), (rows,)."""
+    running_max = torch.full((len(query), 1), -math.inf, dtype=torch.float64, device=query.device)
+    total = torch.zeros_like(running_max)
+    output = total.expand(-1, value.shape[-1])
+    for chunk, scores in score_chunks(query, key, last_seen, kept):
         new_max = torch.maximum(running_max, scores.amax(1, keepdim=True))
         shift = new_max.masked_fill(new_max == -math.inf, 0.0)
         probabilities = (scores - shift).exp_()

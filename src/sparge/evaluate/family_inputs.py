@@ -19,6 +19,8 @@ TAIL_SPREAD = 0.3
 """Deviation of an even tail's logits, in nats."""
 LOGIT_SPREAD = 2.0
 """Deviation of ordinary logits, in nats."""
+SMALL_MEAN = 0.3
+"""Of V where wrong logits are to show in the output: a large mean is the same whatever the weights."""
 DECISIVE_SHARE = 0.95
 OTHER_ROWS, LOUD_ROW = 64, 37
 
@@ -156,28 +158,28 @@ def outlier_channels(draw: Draw, where: str, count: int, factor: float) -> Input
         of_key[channels] = factor
     if other == "matched":
         (of_query if side == "k" else of_key)[channels] = 1 / factor
-    query, key, value = gaussian(draw)
+    query, key, value = gaussian(draw, value_mean=SMALL_MEAN)
     spread = float((of_query * of_key).square().mean().sqrt())
     return query * of_query / spread, key * of_key, value
 
 
 def offset_keys(draw: Draw) -> Inputs:
     """Three channels of K lie 50 deviations off, for all keys alike: no query cares."""
-    query, key, value = gaussian(draw)
+    query, key, value = gaussian(draw, value_mean=SMALL_MEAN)
     key[..., draw.channels(3)] += 50.0
     return query, key, value
 
 
 def offset_queries(draw: Draw) -> Inputs:
     """All queries share a part four times as large as what tells them apart."""
-    query, key, value = gaussian(draw)
+    query, key, value = gaussian(draw, value_mean=SMALL_MEAN)
     offset = 4 * LOGIT_SPREAD * draw.normal(1, draw.heads, 1, draw.head_dim)
     return (query + offset) / math.sqrt(17.0), key, value
 
 
 def irrelevant_key(draw: Draw, factor: float) -> Inputs:
     """One key is ``factor`` times as large in two channels, where queries cannot see it: its parts cancel exactly."""
-    query, key, value = gaussian(draw)
+    query, key, value = gaussian(draw, value_mean=SMALL_MEAN)
     first, second = draw.channels(2).tolist()
     query[..., second] = query[..., first]
     key[:, :, middle(draw.kv_len), first] = factor
@@ -187,7 +189,7 @@ def irrelevant_key(draw: Draw, factor: float) -> Inputs:
 
 def decisive_key(draw: Draw, factor: float) -> Inputs:
     """One key is ``factor`` times as large in a channel where queries are small: together most of the weight."""
-    query, key, value = gaussian(draw)
+    query, key, value = gaussian(draw, value_mean=SMALL_MEAN)
     channel = int(draw.channels(1))
     query[..., channel] = _decisive_level(draw) * math.sqrt(draw.head_dim) / factor
     key[:, :, middle(draw.kv_len)] = 0.0
@@ -197,7 +199,7 @@ def decisive_key(draw: Draw, factor: float) -> Inputs:
 
 def irrelevant_query(draw: Draw, factor: float) -> Inputs:
     """One query is ``factor`` times as large in two channels, where all keys cancel exactly."""
-    query, key, value = gaussian(draw)
+    query, key, value = gaussian(draw, value_mean=SMALL_MEAN)
     first, second = draw.channels(2).tolist()
     key[..., second] = -key[..., first]
     query[:, :, draw.q_len // 2, first] = factor
