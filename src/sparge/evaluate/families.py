@@ -217,3 +217,22 @@ def by_name(name: str) -> Family:
 def of_kind(*kinds: str) -> tuple[Family, ...]:
     """All families of these kinds, see `KINDS`."""
     return tuple(family for family in FAMILIES if family.kind in kinds)
+
+
+ESSENTIAL: tuple[Family, ...] = tuple(
+    map(
+        by_name,
+        (
+            *("sink-0", "sink-9", "sink-11", "sink-13", "sink-16", "sink-13-middle", "sink-13-several"),
+            *("peaks-64-8", "peaks-128-8", "peaks-256-8", "peaks-128-12", "one-row-14"),
+            *("rising-40", "falling-40", "step-up-12", "step-down-12", "field"),
+            *("outliers-k-matched-1x100", "outliers-k-matched-3x30", "outliers-k-alone-3x30", "outliers-both-3x30"),
+            *("outliers-q-matched-3x30", "outliers-q-alone-1x100"),
+            *("token-k-irrelevant-1e4", "token-k-decisive-1e2", "token-q-irrelevant-1e4"),
+            *("token-v-irrelevant-1e4", "token-v-decisive-1e4"),
+            *("value-mean-10", "tiny-queries", "tiny-values", "huge-keys", "one-hot", "same-keys", "offset-k"),
+            *("random-2", "random-4", "text"),
+        ),
+    )
+)
+"""Each construction at least once, for where all of them take too long."""
