@@ -125,9 +125,11 @@ def slope(draw: Draw, rise: float) -> Inputs:
 
 
 def step(draw: Draw, rise: float) -> Inputs:
-    """The last third of the keys lies ``rise`` nats above the rest. The higher third has the value 0."""
-    positions = torch.arange(draw.kv_len, device=draw.device)
-    is_late = positions >= draw.kv_len * 2 // 3
+    """The last part of the keys, a third or more, lies ``rise`` nats above the rest; the higher part has the value 0.
+
+    The step is at a border of tiles, so that each tile is even.
+    """
+    is_late = torch.arange(draw.kv_len, device=draw.device) >= draw.kv_len * 2 // 3 // 256 * 256
     query, key, value = _levels(draw, torch.where(is_late, rise, 0.0))
     value[:, :, is_late if rise > 0 else ~is_late] = 0.0
     return query, key, value
