@@ -328,12 +328,15 @@ def test_bench_tables_fit_80_columns() -> None:
     row = bench_row(1.0) | {"tokens": 131072, "queries": 131072, "kernel": "flex", "asked_density": 0.25}
     row |= {f"{name}_ms": 123.4 for name in times} | {"graph_ms": 123.4, "executed_tops": 1234.5, "target": 0.013}
     row |= {"sparge_tflops": 12345.6, "speedup": 12.3, "graph_speedup": 12.3, "density": 0.123, "relative_l1": 0.0123}
+    row |= {"family": "outliers-k-matched-1x100", "backend": "hopper", "lse_mean": 0.0123, "passes": True}
     stream = StringIO()
-    cli._print_bench(Console(file=stream, width=80), [row | {"suite": name} for name in SUITES])
+    rows = {name: row | {"suite": name} for name in SUITES}
+    rows["numerics"]["kernel"] = "int8_fp8_codes"
+    cli._print_bench(Console(file=stream, width=80), list(rows.values()))
     lines = stream.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     for view in TERMINAL_VIEWS:
-        texts = " ".join(text for _, text in view.cells(row))
+        texts = " ".join(text for _, text in view.cells(rows[view.suite]))
         assert "n/a" not in texts
         assert texts.split() in [line.split() for line in lines]
 
@@ -370,7 +373,7 @@ def test_bench_without_cuda_is_one_line(tmp_path: Path, capsys: pytest.CaptureFi
     [
         (
             ["--suite", "speed"],
-            "'--suite': expected one of end_to_end, kernel, error, memory, crossover, hopper, got speed",
+            "'--suite': expected one of end_to_end, kernel, error, memory, crossover, hopper, numerics, got speed",
         ),
         (["--json", "{folder}"], "'--json': expected a file to write, got the directory {folder}"),
     ],

@@ -226,7 +226,8 @@ def bench(
         typer.Option(
             parser=_suite,
             metavar="NAME",
-            help="end_to_end, kernel, error, memory, crossover or hopper; may be repeated. The first four by default.",
+            help="end_to_end, kernel, error, memory, crossover, hopper or numerics; may be repeated. The first four by "
+            "default.",
         ),
     ] = None,
     json_path: Annotated[
@@ -273,7 +274,9 @@ def _print_bench(console: Console, rows: Sequence[bench_cases.Row]) -> None:
     for view in TERMINAL_VIEWS:
         shown = [list(view.cells(row)) for row in rows if row["suite"] == view.suite]
         if shown:
-            table = _empty_table([column for column, _ in shown[0]], left=("kernel", "arithmetic"), padding=0)
+            table = _empty_table(
+                [column for column, _ in shown[0]], left=("family", "backend", "kernel", "arithmetic"), padding=0
+            )
             for cells in shown:
                 table.add_row(*(text for _, text in cells))
             console.print()

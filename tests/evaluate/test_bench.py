@@ -15,12 +15,14 @@ from torch import Tensor
 
 import sparge
 from conftest import exact_attention
-from sparge.evaluate import bench, bench_cases, bench_timing
+from sparge.evaluate import bench, bench_cases, bench_exact, bench_numerics, bench_timing
 from sparge.evaluate.bench_cases import DEFAULT_SUITES, SUITES, Group, Problem, groups_of, random_blocks
 from sparge.evaluate.bench_exact import exact_rows, sampled_error, sampled_queries
 from sparge.evaluate.bench_inputs import frame_grid, make_inputs
 from sparge.evaluate.bench_table import VIEWS, newest, one_line, problem_notes
 from sparge.evaluate.bench_timing import MAX_CALLS, Timing, Variant, repeats_for, time_on_cuda
+from sparge.evaluate.captured import captured_families
+from sparge.evaluate.families import FAMILIES, by_name
 from sparge.evaluate.machine import Gpu
 from sparge.evaluate.metrics import block_mass, relative_l1
 
@@ -84,7 +86,12 @@ class TestCases:
             "memory": 3,
             "crossover": 104,
             "hopper": 12,
+            "numerics": len(SUITES["numerics"]),
         }
+        families = {group.family for group in SUITES["numerics"]}
+        assert families == {family.name for family in (*FAMILIES, *captured_families())}
+        field = {group.problem.tokens for group in SUITES["numerics"] if group.family == "field"}
+        assert field == {8192, 32768, 131072}
         assert [group.density for group in SUITES["kernel"] if group.with_flex] == [0.5, 0.25, 0.5, 0.25]
         assert {group.problem.queries for group in SUITES["crossover"]} >= {512, 1024, 2048, 16384}
 
@@ -138,18 +145,24 @@ class TestExact:
 
     @pytest.mark.parametrize("is_causal", [False, True])
     @pytest.mark.parametrize("has_mask", [False, True])
-    def test_equals_the_full_computation(self, is_causal: bool, has_mask: bool) -> None:
+    @pytest.mark.parametrize("kv_heads", [2, 1])
+    def test_equals_the_full_computation(
+        self, is_causal: bool, has_mask: bool, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Chunk by chunk of the keys, for scores of thousands of nats too."""
+        monkeypatch.setattr(bench_exact, "KEYS_AT_ONCE", 128)
         torch.manual_seed(0)
-        query = torch.randn(2, 2, 200, 32)
-        key, value = torch.randn(2, 2, 300, 32), torch.randn(2, 2, 300, 16)
+        query = torch.randn(2, 2, 200, 32) * torch.tensor([1.0, 500.0]).view(2, 1, 1, 1)
+        key, value = torch.randn(2, kv_heads, 300, 32), torch.randn(2, kv_heads, 300, 16)
         kept = None
         if has_mask:
             kept = torch.rand(2, 2, 2, 5) < 0.5
             kept[0, 0, 1] = False  # queries that see nothing
         rows = sampled_queries(200, CPU, count=37)
-        exact, _ = exact_attention(query, key, value, is_causal=is_causal, block_mask=kept)
+        exact, lse = exact_attention(query, key, value, is_causal=is_causal, block_mask=kept)
         got = exact_rows(query, key, value, rows, is_causal=is_causal, kept=kept)
-        assert torch.allclose(got.double(), exact[:, :, rows], atol=2e-6)
+        torch.testing.assert_close(got.output, exact[:, :, rows], rtol=0, atol=1e-10)
+        torch.testing.assert_close(got.lse, lse[:, :, rows], rtol=1e-12, atol=1e-12)
 
     def test_error_is_that_of_the_sampled_rows(self) -> None:
         torch.manual_seed(0)
@@ -325,6 +338,47 @@ class TestSuites:
         ]
         assert rows[2]["relative_l1"] < rows[1]["relative_l1"] < rows[0]["relative_l1"] < 0.05
         assert rows[3]["relative_l1"] is None
+
+    @pytest.mark.parametrize("is_causal", [False, True])
+    def test_numerics(self, on_cpu: bench.Bench, is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The rows hold the errors of the calls they name; a family beyond its limit is told apart."""
+        kernels = [("reference", name) for name in ("int8_fp8", "int8_fp8_codes", "int8_fp16")]
+        monkeypatch.setitem(bench_numerics.KERNELS, "torch", [*kernels, ("torch", "int8_fp8")])
+        problem = Problem(512, 1, 64, is_causal, queries=40)
+        rows = measured(on_cpu, Group("numerics", problem, family="sink-13"))
+        assert [(row["backend"], row["kernel"]) for row in rows] == [*kernels, ("torch", "int8_fp8")]
+        assert {row["family"] for row in rows} == {"sink-13"}
+        query, key, value = by_name("sink-13").make(40, 512, 1, 64)
+        exact, exact_lse = exact_attention(query, key, value, is_causal=is_causal)
+        for row in rows:
+            output, lse = sparge.attention(
+                query,
+                key,
+                value,
+                is_causal=is_causal,
+                sparsity=sparge.Dense(),
+                quantization=row["kernel"],
+                backend=row["backend"],
+                return_lse=True,
+            )
+            assert row["relative_l1"] == pytest.approx(relative_l1(output, exact), rel=1e-6)
+            moved = (lse - exact_lse).abs()
+            assert row["lse_mean"] == pytest.approx(float(moved.mean()), rel=1e-6)
+            assert row["lse_worst"] == pytest.approx(float(moved.max()), rel=1e-6)
+            limits = (row["target"], row["lse_mean_target"], row["lse_worst_target"])
+            errors = (row["relative_l1"], row["lse_mean"], row["lse_worst"])
+            assert row["passes"] == all(error <= limit for error, limit in zip(errors, limits, strict=True))
+            assert row["cudnn_relative_l1"] is None and set(row["problems"]) == {"cudnn"}
+        assert [row["target"] for row in rows][::2] == [0.02, 0.02]
+        assert rows[1]["target"] == min(0.02, 1.15 * rows[0]["relative_l1"] + 2e-3)
+        cells = dict(VIEWS["numerics"].cells({**rows[2], "passes": True}))
+        assert (cells["family"], cells["backend"], cells["kernel"]) == ("sink-13", "reference", "fp16")
+        assert (cells["rel. L1"], cells["ok"]) == (f"{rows[2]['relative_l1']:.4f}", "yes")
+
+    def test_numerics_of_a_recorded_model(self, on_cpu: bench.Bench) -> None:
+        rows = measured(on_cpu, Group("numerics", Problem(1024, 3, 64, True, 64), family="smollm2-27"))
+        assert [row["kernel"] for row in rows] == ["int8_fp8", "int8_fp16"]
+        assert all(0.001 < row["relative_l1"] < 0.05 for row in rows)
 
     def test_memory(self, on_cpu: bench.Bench) -> None:
         (row,) = measured(on_cpu, Group("memory", Problem(512, 2, 64)))

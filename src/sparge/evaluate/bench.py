@@ -3,8 +3,9 @@
 Suites: "end_to_end" (a whole call against cuDNN and FlashAttention-2), "kernel" (attention over random blocks alone,
 against FlexAttention), "error" (dense 8-bit attention against exact attention), "memory" (peak beyond inputs and
 output), "crossover" (from which sizes on a sparse call pays), "hopper" (its kernel beside its twin, and whole calls at
-two budgets). Errors are those of 256 queries per head, see
-`bench_exact`. A column that could not be measured is None, and ``problems`` of its row says why.
+two budgets), "numerics" (errors of every 8-bit arithmetic on families of inputs, against their limits). Errors are
+those of 256 queries per head, see `bench_exact`. A column that could not be measured is None, and ``problems`` of its
+row says why.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from functools import cache, partial
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +40,16 @@ from sparge.evaluate.bench_cases import (
 )
 from sparge.evaluate.bench_exact import exact_rows, sampled_error, sampled_queries
 from sparge.evaluate.bench_inputs import make_inputs
-from sparge.evaluate.bench_timing import Timing, Variant, copy_bandwidth, peak_extra_bytes, reason, time_on_cuda
+from sparge.evaluate.bench_numerics import family_named, inputs_of, numerics_rows
+from sparge.evaluate.bench_timing import (
+    Timing,
+    Variant,
+    attempt,
+    copy_bandwidth,
+    peak_extra_bytes,
+    reason,
+    time_on_cuda,
+)
 from sparge.evaluate.machine import Gpu, describe_gpu
 from sparge.geometry import BLOCK_K, BLOCK_Q
 
@@ -48,7 +58,6 @@ MEMORY_TOPK = 0.5
 RIVALS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
 Inputs = tuple[Tensor, Tensor, Tensor]
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -100,9 +109,11 @@ def stamp(gpu: Gpu) -> Row:
 def measure(bench: Bench, group: Group) -> Iterator[Row]:
     """Rows of one group. A group that fails as a whole gives one row that says why."""
     case = {"suite": group.suite, "backend": bench.backend, **group.problem.fields(), "turns": bench.turns}
+    case |= {"family": group.family} if group.family else {}
     try:
         torch.cuda.empty_cache()  # what earlier groups left; without CUDA it does nothing
-        inputs = make_inputs(group.problem, bench.device)
+        make = partial(inputs_of, group.family) if group.family else make_inputs
+        inputs = make(group.problem, bench.device)
         for row in MEASURES[group.suite](bench, group, inputs):
             yield {**case, **row}
     except Exception as error:
@@ -113,20 +124,20 @@ def measure(bench: Bench, group: Group) -> Iterator[Row]:
 def _end_to_end(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
     problem = group.problem
     rows = sampled_queries(problem.queries, bench.device)
-    exact = exact_rows(*inputs, rows, is_causal=problem.is_causal)
+    exact = exact_rows(*inputs, rows, is_causal=problem.is_causal).output
     variants = {name: _rival(name, inputs, problem) for name in RIVALS}
     for topk in group.topks:
         variants[f"sparge {topk}"] = _sparge(bench, inputs, problem, topk)
         variants[f"prepare {topk}"], variants[f"attend {topk}"] = _stages(bench, inputs, problem, topk)
     timings = bench.time(variants, bench.turns)
     common: dict[str, str] = {}
-    cudnn_error = _attempt(common, "cudnn", partial(_error, variants["cudnn"].once, rows, exact))
+    cudnn_error = attempt(common, "cudnn", partial(_error, variants["cudnn"].once, rows, exact))
     for topk in group.topks:
         named = {name: timings[f"{name} {topk}"] for name in ("sparge", "prepare", "attend")}
         named |= {name: timings[name] for name in RIVALS}
         problems = _problems(named, common)
-        density = _attempt(problems, "density", partial(_density, bench, inputs, problem, topk))
-        error = _attempt(problems, "sparge", partial(_error, variants[f"sparge {topk}"].once, rows, exact))
+        density = attempt(problems, "density", partial(_density, bench, inputs, problem, topk))
+        error = attempt(problems, "sparge", partial(_error, variants[f"sparge {topk}"].once, rows, exact))
         yield {
             "topk": topk,
             "quantization": bench.quantization,
@@ -150,7 +161,7 @@ def _crossover(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
     for topk in CROSSOVER_TOPKS:
         named = {"cudnn": timings["cudnn"], "sparge": timings[f"sparge {topk}"]}
         problems = _problems(named)
-        density = _attempt(problems, "density", partial(_density, bench, inputs, problem, topk))
+        density = attempt(problems, "density", partial(_density, bench, inputs, problem, topk))
         yield {
             "topk": topk,
             "quantization": bench.quantization,
@@ -185,7 +196,7 @@ def _given(bench: Bench, group: Group, inputs: Inputs, kernels: dict[str, tuple[
     kept = random_blocks(problem.shape, group.density, bench.device, is_causal=problem.is_causal)
     mask = BlockMask.from_dense(kept, q_len=problem.queries, kv_len=problem.tokens, is_causal=problem.is_causal)
     rows = sampled_queries(problem.queries, bench.device)
-    exact = exact_rows(*inputs, rows, is_causal=problem.is_causal, kept=kept)
+    exact = exact_rows(*inputs, rows, is_causal=problem.is_causal, kept=kept).output
     variants = {name: _given_blocks(bench, inputs, problem, mask, *kernel) for name, kernel in kernels.items()}
     if group.with_flex:
         variants["flex"] = _flex(inputs, mask)
@@ -195,7 +206,7 @@ def _given(bench: Bench, group: Group, inputs: Inputs, kernels: dict[str, tuple[
         problems = _problems({name: timing})
         # FlexAttention may refuse capture; a call of milliseconds hides its launch.
         ms = timing.ms if timing.graph_ms is None else timing.graph_ms
-        error = _attempt(problems, name, partial(_error, variants[name].once, rows, exact))
+        error = attempt(problems, name, partial(_error, variants[name].once, rows, exact))
         yield {
             "kernel": name,
             "asked_density": group.density,
@@ -211,7 +222,7 @@ def _given(bench: Bench, group: Group, inputs: Inputs, kernels: dict[str, tuple[
 def _dense_errors(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
     problem = group.problem
     rows = sampled_queries(problem.queries, bench.device)
-    exact = exact_rows(*inputs, rows, is_causal=problem.is_causal)
+    exact = exact_rows(*inputs, rows, is_causal=problem.is_causal).output
     runs: dict[str, Callable[[], object]] = {
         name: partial(
             api.attention,
@@ -226,15 +237,15 @@ def _dense_errors(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
     runs["cudnn"] = _rival("cudnn", inputs, problem).once
     for name, run in runs.items():
         problems: dict[str, str] = {}
-        error = _attempt(problems, name, partial(_error, run, rows, exact))
+        error = attempt(problems, name, partial(_error, run, rows, exact))
         yield {"kernel": name, "relative_l1": error, "target": ERROR_TARGETS.get(name), "problems": problems}
 
 
 def _memory(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
     call = _sparge(bench, inputs, group.problem, MEMORY_TOPK)
     problems: dict[str, str] = {}
-    _attempt(problems, "sparge", call.once)  # compiles, and loads what stays loaded
-    extra = _attempt(problems, "sparge", partial(bench.peak_extra_bytes, call.run))
+    attempt(problems, "sparge", call.once)  # compiles, and loads what stays loaded
+    extra = attempt(problems, "sparge", partial(bench.peak_extra_bytes, call.run))
     input_bytes = sum(tensor.nbytes for tensor in inputs)
     yield {
         "topk": MEMORY_TOPK,
@@ -247,6 +258,11 @@ def _memory(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
     }
 
 
+def _numerics(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
+    assert group.family is not None
+    yield from numerics_rows(bench.backend, family_named(group.family), group.problem, inputs)
+
+
 MEASURES: dict[str, Callable[[Bench, Group, Inputs], Iterator[Row]]] = {
     "end_to_end": _end_to_end,
     "kernel": _kernel,
@@ -254,6 +270,7 @@ MEASURES: dict[str, Callable[[Bench, Group, Inputs], Iterator[Row]]] = {
     "memory": _memory,
     "crossover": _crossover,
     "hopper": _hopper,
+    "numerics": _numerics,
 }
 
 
@@ -352,12 +369,3 @@ def _speeds(problem: Problem, timings: dict[str, Timing]) -> Row:
 
 def _problems(timings: dict[str, Timing], known: dict[str, str] | None = None) -> dict[str, str]:
     return {name: timing.problem for name, timing in timings.items() if timing.problem} | (known or {})
-
-
-def _attempt(problems: dict[str, str], name: str, function: Callable[[], Result]) -> Result | None:
-    """The function's result, or None and a note why not."""
-    try:
-        return function()
-    except Exception as error:
-        problems.setdefault(name, reason(error))
-        return None

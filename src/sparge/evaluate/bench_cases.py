@@ -6,12 +6,13 @@ rows.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sparge.evaluate.families import FAMILIES
 from sparge.geometry import BLOCK_K, BLOCK_Q, Shape
 
 Row = dict[str, Any]
@@ -21,6 +22,8 @@ TOPKS = (1.0, 0.5, 0.25, 0.1)
 CROSSOVER_TOPKS = (0.5, 0.25)
 DENSITIES = (1.0, 0.5, 0.25, 0.1)
 HOPPER_TOPKS = (1.0, 0.5)
+NUMERICS_QUERIES = 512
+NUMERICS_LENGTHS = (1024, 8192, 32768, 131072)
 ARITHMETICS = ("int8_fp8", "int8_fp16", "none")
 ERROR_TARGETS = {"int8_fp8": 0.013, "int8_fp8_codes": 0.013}
 """Relative L1 error that dense 8-bit attention may have: what the published 8-bit kernels show on the same card."""
@@ -36,6 +39,7 @@ IDENTITY = (
     "topk",
     "asked_density",
     "kernel",
+    "family",
 )
 """The fields that name a row's case; rows that agree in all of them are measurements of the same thing."""
 
@@ -77,7 +81,7 @@ class Group:
     """What is timed together.
 
     ``density`` is the share of the visible blocks kept at random (suites "kernel" and "hopper"), else None; ``topks``
-    are those of whole calls.
+    are those of whole calls; ``family`` names the inputs (suite "numerics").
     """
 
     suite: str
@@ -85,6 +89,7 @@ class Group:
     density: float | None = None
     with_flex: bool = False
     topks: tuple[float, ...] = TOPKS
+    family: str | None = None
 
 
 def _end_to_end(topks: tuple[float, ...] = TOPKS) -> list[Group]:
@@ -134,6 +139,23 @@ def _hopper() -> list[Group]:
     return [Group("hopper", problem, density) for problem, density in kernels] + _end_to_end(HOPPER_TOPKS)
 
 
+def _numerics() -> list[Group]:
+    """Every family at short, usual and long lengths; sinks and the field at more; head_dim 64, causal at the usual."""
+    groups = []
+    for family in FAMILIES:
+        lengths = NUMERICS_LENGTHS if family.kind in ("sink", "field") else NUMERICS_LENGTHS[::2]
+        problems = [Problem(tokens, 2, queries=NUMERICS_QUERIES) for tokens in lengths]
+        usual = Problem(8192, 2, queries=NUMERICS_QUERIES)
+        problems.append(replace(usual, head_dim=64))
+        if family.may_be_causal:
+            problems.append(replace(usual, is_causal=True))
+        if family.kind == "field":
+            problems.pop(0)  # too short for peaks over a tail
+        groups += [Group("numerics", problem, family=family.name) for problem in problems]
+    captured = Problem(1024, 3, 64, is_causal=True, queries=NUMERICS_QUERIES)
+    return groups + [Group("numerics", captured, family=f"smollm2-{layer}") for layer in (1, 18, 27)]
+
+
 SUITES: dict[str, list[Group]] = {
     "end_to_end": _end_to_end(),
     "kernel": _kernel(),
@@ -141,8 +163,9 @@ SUITES: dict[str, list[Group]] = {
     "memory": [Group("memory", Problem(tokens, heads)) for tokens, heads in ((8192, 32), (32768, 16), (131072, 4))],
     "crossover": _crossover(),
     "hopper": _hopper(),
+    "numerics": _numerics(),
 }
-DEFAULT_SUITES = tuple(name for name in SUITES if name not in ("crossover", "hopper"))
+DEFAULT_SUITES = tuple(name for name in SUITES if name not in ("crossover", "hopper", "numerics"))
 
 
 def groups_of(suites: tuple[str, ...], quick: bool) -> list[Group]:

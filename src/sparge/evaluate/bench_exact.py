@@ -1,12 +1,14 @@
 """Exact attention on sampled queries: an error for sequences whose full score matrix fits into no memory.
 
-256 queries per head, spread evenly from the first to the last, in float32, one head at a time: at 131072 tokens the
-scores of one head are 134 MB.
+256 queries per head, spread evenly from the first to the last, in float64, one head and 32768 keys at a time: the
+scores of a step are 67 MB, whatever the length.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +17,14 @@ from sparge.evaluate.metrics import relative_l1
 from sparge.geometry import BLOCK_K, BLOCK_Q
 
 SAMPLED_QUERIES = 256
+KEYS_AT_ONCE = 32768
+
+
+class ExactRows(NamedTuple):
+    """Output (B, H, rows, D_v) and natural-log LSE (B, H, rows) in float64; 0 and -inf for a query without keys."""
+
+    output: Tensor
+    lse: Tensor
 
 
 def sampled_queries(q_len: int, device: torch.device, count: int = SAMPLED_QUERIES) -> Tensor:
@@ -25,31 +35,67 @@ def sampled_queries(q_len: int, device: torch.device, count: int = SAMPLED_QUERI
 
 def exact_rows(
     query: Tensor, key: Tensor, value: Tensor, rows: Tensor, *, is_causal: bool = False, kept: Tensor | None = None
-) -> Tensor:
-    """Softmax attention of some queries in float32: (B, H, rows, D_v), 0 for a query that sees nothing.
+) -> ExactRows:
+    """Softmax attention of some queries in float64.
 
     Args:
         query: (B, H, S_q, D).
-        key: (B, H, S_k, D).
-        value: (B, H, S_k, D_v).
+        key: (B, H_kv, S_k, D).
+        value: (B, H_kv, S_k, D_v).
         rows: positions of the queries, int64.
         is_causal: aligned bottom-right.
         kept: bool (B, H, q_blocks, kv_blocks); only these blocks are seen. All by default.
     """
-    kv_len, offset = key.shape[2], key.shape[2] - query.shape[2]
-    keys = torch.arange(kv_len, device=key.device)
-    output = torch.empty(*query.shape[:2], len(rows), value.shape[-1], device=query.device)
-    for batch in range(query.shape[0]):
-        for head in range(query.shape[1]):
-            scores = query[batch, head, rows].float() @ key[batch, head].float().T * query.shape[-1] ** -0.5
-            if is_causal:
-                scores.masked_fill_(keys > rows[:, None] + offset, -math.inf)
-            if kept is not None:
-                seen = kept[batch, head, rows // BLOCK_Q].repeat_interleave(BLOCK_K, -1)[:, :kv_len]
-                scores.masked_fill_(~seen, -math.inf)
-            probabilities = scores.softmax(-1).nan_to_num_(nan=0.0)
-            output[batch, head] = probabilities @ value[batch, head].float()
-    return output
+    batches, heads = query.shape[:2]
+    group = heads // key.shape[1]
+    output = torch.empty(batches, heads, len(rows), value.shape[-1], dtype=torch.float64, device=query.device)
+    lse = torch.empty(batches, heads, len(rows), dtype=torch.float64, device=query.device)
+    last_seen = rows + key.shape[2] - query.shape[2] if is_causal else None
+    for batch in range(batches):
+        for head in range(heads):
+            seen = None if kept is None else kept[batch, head, rows // BLOCK_Q]
+            operands = query[batch, head, rows], key[batch, head // group], value[batch, head // group]
+            output[batch, head], lse[batch, head] = _head_rows(*operands, last_seen, seen)
+    return ExactRows(output, lse)
+
+
+def score_chunks(
+    query: Tensor, key: Tensor, last_seen: Tensor | None = None, kept: Tensor | None = None
+) -> Iterator[tuple[slice, Tensor]]:
+    """Scores of one head's queries in float64, some keys at a time: (rows, D), (S_k, D) -> keys, (rows, keys).
+
+    Args:
+        last_seen: (rows,) int64; later keys have -inf.
+        kept: bool (rows, kv_blocks); keys of other blocks have -inf.
+    """
+    query = query.double() * query.shape[-1] ** -0.5
+    for start in range(0, len(key), KEYS_AT_ONCE):
+        chunk = slice(start, min(start + KEYS_AT_ONCE, len(key)))
+        scores = query @ key[chunk].double().T
+        positions = torch.arange(chunk.start, chunk.stop, device=key.device)
+        if last_seen is not None:
+            scores.masked_fill_(positions > last_seen[:, None], -math.inf)
+        if kept is not None:
+            scores.masked_fill_(~kept[:, positions // BLOCK_K], -math.inf)
+        yield chunk, scores
+
+
+def _head_rows(
+    query: Tensor, key: Tensor, value: Tensor, last_seen: Tensor | None, kept: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Online softmax over chunks of keys: (rows, D), (S_k, D), (S_k, D_v) -> (rows, D_v), (rows,)."""
+    running_max = torch.full((len(query), 1), -math.inf, dtype=torch.float64, device=query.device)
+    total = torch.zeros_like(running_max)
+    output = total.expand(-1, value.shape[-1])
+    for chunk, scores in score_chunks(query, key, last_seen, kept):
+        new_max = torch.maximum(running_max, scores.amax(1, keepdim=True))
+        shift = new_max.masked_fill(new_max == -math.inf, 0.0)
+        probabilities = (scores - shift).exp_()
+        decay = (running_max - shift).exp()
+        output = output * decay + probabilities @ value[chunk].double()
+        total = total * decay + probabilities.sum(1, keepdim=True)
+        running_max = new_max
+    return output / total.masked_fill(total == 0, 1.0), (running_max + total.log()).squeeze(1)
 
 
 def sampled_error(output: Tensor, rows: Tensor, exact: Tensor) -> float:

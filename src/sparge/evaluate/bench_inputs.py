@@ -7,11 +7,13 @@ same amplitudes.
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from sparge.evaluate.bench_cases import Problem
+if TYPE_CHECKING:
+    from sparge.evaluate.bench_cases import Problem
 
 TOPIC_TOKENS = 48
 

@@ -92,6 +92,19 @@ def _errors(row: Row) -> Cells:
     yield "target", "" if target is None else f"<= {target:g}"
 
 
+def _numerics(row: Row) -> Cells:
+    """What fits 80 columns; the rows hold the limits, the worst LSE and cuDNN's error as well."""
+    yield "family", _plain(row, "family")
+    yield "N", _plain(row, "tokens")
+    yield "D", _plain(row, "head_dim")
+    yield "causal", _causal(row)
+    yield "backend", _plain(row, "backend")
+    yield "kernel", row.get("kernel", NOT_MEASURED).removeprefix("int8_")
+    yield "rel. L1", _number(row, "relative_l1", ".4f")
+    yield "LSE mean", _number(row, "lse_mean", ".4f")
+    yield "ok", "yes" if row.get("passes") else "NO"
+
+
 def _memory(row: Row) -> Cells:
     yield from _problem(row)
     yield "topk", _topk(row)
@@ -126,6 +139,7 @@ VIEWS = {
     "kernel": View("kernel", RANDOM_BLOCKS, _kernel, {"backend": "triton"}),
     "hopper": View("hopper", "Hopper's kernel beside its Triton twin, over random blocks", _hopper),
     "error": View("error", "Dense attention, error by arithmetic", _errors),
+    "numerics": View("numerics", "Dense attention on families of inputs, errors and limits", _numerics),
     "memory": View("memory", "Peak device memory beyond inputs and output", _memory),
     "crossover": View(
         "crossover", "Sparse 8-bit attention against dense, by size", _crossover, {"topk": 0.5, "head_dim": 128}

@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ faster than behind 50."""
 MIN_TIMED, MAX_CALLS = 2, 1000
 WARM_UPS = 2
 COPY_BYTES = 2**30
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,15 @@ def reason(error: Exception) -> str:
     lines = str(error).strip().splitlines() or ["no message"]
     text = " ".join(lines[0].split())
     return f"{type(error).__name__}: {text if len(text) <= 160 else text[:157] + '...'}"
+
+
+def attempt(problems: dict[str, str], name: str, function: Callable[[], Result]) -> Result | None:
+    """The function's result, or None and a note why not."""
+    try:
+        return function()
+    except Exception as error:
+        problems.setdefault(name, reason(error))
+        return None
 
 
 def _warm_up(variant: Variant) -> tuple[int, int]:

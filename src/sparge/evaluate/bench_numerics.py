@@ -1,0 +1,118 @@
+"""Suite "numerics" of ``sparge bench``: errors of dense attention on families of inputs, against the contract's limits.
+
+One row for each arithmetic of each backend that the device has: error of output and LSE, what they may be, the error of
+cuDNN in bfloat16 beside them, and whether all limits hold. Every query counts, none is sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from sparge import api
+from sparge.config import Dense, Quantization
+from sparge.evaluate.bench_cases import Problem, Row
+from sparge.evaluate.bench_exact import ExactRows, exact_rows, sampled_error
+from sparge.evaluate.bench_timing import attempt
+from sparge.evaluate.captured import SIZES, captured_families
+from sparge.evaluate.families import Family, Inputs, by_name
+from sparge.evaluate.numerics import Errors, codes_limit, errors_of, lse_limits
+
+KERNELS = {
+    "hopper": [
+        ("hopper", "int8_fp8"),
+        ("hopper", "int8_fp8_codes"),
+        ("hopper", "int8_fp16"),
+        ("triton", "int8_fp8"),
+        ("triton", "int8_fp16"),
+    ]
+}
+"""(backend, arithmetic) by the device's best backend; with exponentials first, which the one without is held against.
+Other backends have theirs alone."""
+
+
+def family_named(name: str) -> Family:
+    """Also a captured one."""
+    captured = {family.name: family for family in captured_families()} if name.startswith("smollm2") else {}
+    return captured.get(name) or by_name(name)
+
+
+def inputs_of(name: str, problem: Problem, device: torch.device) -> Inputs:
+    """Query (1, H, queries, D), key and value (1, H, tokens, D) in bfloat16; grouped heads are repeated."""
+    family = family_named(name)
+    kv_heads = SIZES["kv_heads"] if family.kind == "captured" else problem.heads
+    query, key, value = family.make(
+        problem.queries, problem.tokens, problem.heads, problem.head_dim, device, kv_heads=kv_heads
+    )
+    group = problem.heads // kv_heads
+    return query, key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+
+
+def numerics_rows(backend: str, family: Family, problem: Problem, inputs: Inputs) -> Iterator[Row]:
+    """One row for each kernel."""
+    query, key, value = inputs
+    rows = torch.arange(problem.queries, device=query.device)
+    exact = exact_rows(query, key, value, rows, is_causal=problem.is_causal)
+    common: dict[str, str] = {}
+    cudnn = attempt(common, "cudnn", partial(_cudnn_error, inputs, problem, rows, exact))
+    with_exponentials: dict[str, float] = {}
+    for kernel_backend, quantization in KERNELS.get(backend, [(backend, "int8_fp8"), (backend, "int8_fp16")]):
+        problems = dict(common)
+        errors = attempt(
+            problems,
+            quantization,
+            partial(_errors, inputs, problem, kernel_backend, quantization, rows, exact),
+        )
+        limit = family.limit
+        if errors is not None and quantization == "int8_fp8":
+            with_exponentials[kernel_backend] = errors.relative_l1
+        if quantization == "int8_fp8_codes" and kernel_backend in with_exponentials:
+            limit = min(limit, codes_limit(with_exponentials[kernel_backend]))
+        lse = lse_limits(query, key, rows, exact, is_causal=problem.is_causal, quantization=quantization)
+        allowed = (limit, *lse)
+        yield {
+            "kind": family.kind,
+            "backend": kernel_backend,
+            "kernel": quantization,
+            "relative_l1": None if errors is None else errors.relative_l1,
+            "target": limit,
+            "lse_mean": None if errors is None else errors.lse_mean,
+            "lse_mean_target": lse.mean,
+            "lse_worst": None if errors is None else errors.lse_worst,
+            "lse_worst_target": lse.worst,
+            "cudnn_relative_l1": cudnn,
+            "passes": errors is not None and all(got <= most for got, most in zip(errors, allowed, strict=True)),
+            "problems": problems,
+        }
+
+
+def _errors(
+    inputs: Inputs, problem: Problem, backend: str, quantization: str, rows: Tensor, exact: ExactRows
+) -> Errors:
+    output, lse = api.attention(
+        *inputs,
+        is_causal=problem.is_causal,
+        sparsity=Dense(),
+        quantization=cast(Quantization, quantization),
+        return_lse=True,
+        backend=backend,
+    )
+    return errors_of(output, lse, rows, exact)
+
+
+def _cudnn_error(inputs: Inputs, problem: Problem, rows: Tensor, exact: ExactRows) -> float:
+    """Causality as a mask: cuDNN aligns its own to the first key."""
+    query, key, value = inputs
+    mask = None
+    if problem.is_causal:
+        seen = torch.ones(problem.queries, problem.tokens, dtype=torch.bool, device=query.device)
+        mask = seen.tril(problem.tokens - problem.queries)
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    return sampled_error(output, rows, exact.output)

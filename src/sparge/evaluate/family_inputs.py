@@ -1,0 +1,256 @@
+"""How the inputs of `families` are made: logits by construction, in orthogonal directions.
+
+Every function takes a `Draw` and returns query (1, H, S_q, D), key and value (1, H_kv, S_k, D) in float32. Values have
+a mean as large as their deviation, so that an output is more than the noise of its sum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Inputs = tuple[Tensor, Tensor, Tensor]
+
+TAIL_SPREAD = 0.3
+"""Deviation of an even tail's logits, in nats."""
+LOGIT_SPREAD = 2.0
+"""Deviation of ordinary logits, in nats."""
+SMALL_MEAN = 0.3
+"""Of V where wrong logits are to show in the output: a large mean is the same whatever the weights."""
+DECISIVE_SHARE = 0.95
+OTHER_ROWS, LOUD_ROW = 64, 37
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The sizes of one problem and where its numbers come from."""
+
+    q_len: int
+    kv_len: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    generator: torch.Generator
+
+    @property
+    def device(self) -> torch.device:
+        return self.generator.device
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator, device=self.device)
+
+    def queries(self) -> Tensor:
+        """Unit Gaussians (1, H, S_q, D)."""
+        return self.normal(1, self.heads, self.q_len, self.head_dim)
+
+    def keys(self) -> Tensor:
+        """Unit Gaussians (1, H_kv, S_k, D)."""
+        return self.normal(1, self.kv_heads, self.kv_len, self.head_dim)
+
+    def values(self, mean: float = 1.0) -> Tensor:
+        """Unit Gaussians (1, H_kv, S_k, D) about a mean of every channel, itself a Gaussian of deviation ``mean``."""
+        return self.keys() + mean * self.normal(1, self.kv_heads, 1, self.head_dim)
+
+    def direction(self) -> Tensor:
+        """A random unit vector for each head of the keys: (1, H_kv, 1, D)."""
+        return torch.nn.functional.normalize(self.normal(1, self.kv_heads, 1, self.head_dim), dim=-1)
+
+    def of_queries(self, per_kv_head: Tensor) -> Tensor:
+        """What belongs to a head of the keys, for every query head that uses it."""
+        return per_kv_head.repeat_interleave(self.heads // self.kv_heads, 1)
+
+    def channels(self, count: int) -> Tensor:
+        """``count`` places spread over the head dimension."""
+        return torch.arange(count, device=self.device) * self.head_dim // count + self.head_dim // (2 * count)
+
+
+def _without(vectors: Tensor, direction: Tensor) -> Tensor:
+    """What is orthogonal to a unit vector."""
+    return vectors - (vectors * direction).sum(-1, keepdim=True) * direction
+
+
+def _levels(draw: Draw, levels: Tensor, spread: float = TAIL_SPREAD, plain: Tensor | None = None) -> Inputs:
+    """Every query gives key j the logit ``levels[j]``, and in orthogonal directions noise of deviation ``spread``.
+
+    The keys at the positions ``plain`` have their level alone.
+    """
+    direction, root = draw.direction(), math.sqrt(draw.head_dim)
+    reach = max(float(levels.max() - levels.min()), 1.0)
+    along = math.sqrt(reach * root)  # query and key share the product evenly
+    query = draw.of_queries(direction)
+    query = along * query + _without(draw.queries(), query)
+    noise = spread * _without(draw.keys(), direction)
+    if plain is not None:
+        noise[:, :, plain] = 0.0
+    return query, (levels * root / along)[:, None] * direction + noise, draw.values()
+
+
+def sinks(draw: Draw, gap: float, places: Callable[[int], list[int]]) -> Inputs:
+    return _peaks(draw, gap, torch.tensor(places(draw.kv_len), device=draw.device))
+
+
+def _peaks(draw: Draw, gap: float, places: Tensor, silent: bool = True) -> Inputs:
+    """Keys exactly ``gap`` nats above an even tail; ``silent`` ones have the value 0."""
+    levels = torch.zeros(draw.kv_len, device=draw.device)
+    levels[places] = gap
+    query, key, value = _levels(draw, levels, plain=places)
+    if silent:
+        value[:, :, places] = 0.0
+    return query, key, value
+
+
+def peak_in_every_tile(draw: Draw, gap: float, tile: int, silent: bool) -> Inputs:
+    return _peaks(draw, gap, torch.arange(tile // 3, draw.kv_len, tile, device=draw.device), silent)
+
+
+def one_row(draw: Draw, gap: float) -> Inputs:
+    """One query of 64 looks for a key in the last tile, which is nothing to the others."""
+    direction, root = draw.direction(), math.sqrt(draw.head_dim)
+    along = math.sqrt(gap * root)
+    query = _without(draw.queries(), draw.of_queries(direction))
+    query[:, :, min(LOUD_ROW, draw.q_len - 1) :: OTHER_ROWS] += along * draw.of_queries(direction)
+    key = TAIL_SPREAD * _without(draw.keys(), direction)
+    key[:, :, draw.kv_len - 41] = gap * root / along * direction[:, :, 0]
+    value = draw.values()
+    value[:, :, draw.kv_len - 41] *= 4.0
+    return query, key, value
+
+
+def slope(draw: Draw, rise: float) -> Inputs:
+    return _levels(draw, torch.linspace(0.0, rise, draw.kv_len, device=draw.device))
+
+
+def step(draw: Draw, rise: float) -> Inputs:
+    """The last part of the keys, a third or more, lies ``rise`` nats above the rest; the higher part has the value 0.
+
+    The step is at a border of tiles, so that each tile is even.
+    """
+    is_late = torch.arange(draw.kv_len, device=draw.device) >= draw.kv_len * 2 // 3 // 256 * 256
+    query, key, value = _levels(draw, torch.where(is_late, rise, 0.0))
+    value[:, :, is_late if rise > 0 else ~is_late] = 0.0
+    return query, key, value
+
+
+def of_bench(draw: Draw, make: Callable[[tuple[int, int, int, int], torch.Generator], Inputs]) -> Inputs:
+    query, key, value = make((1, draw.heads, draw.kv_len, draw.head_dim), draw.generator)
+    group = draw.heads // draw.kv_heads
+    return query[:, :, -draw.q_len :], key[:, ::group], value[:, ::group]
+
+
+def gaussian(draw: Draw, spread: float = LOGIT_SPREAD, value_mean: float = 1.0) -> Inputs:
+    """Logits of deviation ``spread``."""
+    return spread * draw.queries(), draw.keys(), draw.values(value_mean)
+
+
+def outlier_channels(draw: Draw, where: str, count: int, factor: float) -> Inputs:
+    """``count`` channels ``factor`` times as large in K, in Q or in both; logits of the usual deviation.
+
+    "matched": as small in the other, so that these channels add no more to a logit than the rest.
+    """
+    side, _, other = where.partition("-")
+    of_query, of_key = torch.ones(2, draw.head_dim, device=draw.device)
+    channels = draw.channels(count)
+    if side in ("q", "both"):
+        of_query[channels] = factor
+    if side in ("k", "both"):
+        of_key[channels] = factor
+    if other == "matched":
+        (of_query if side == "k" else of_key)[channels] = 1 / factor
+    query, key, value = gaussian(draw, value_mean=SMALL_MEAN)
+    spread = float((of_query * of_key).square().mean().sqrt())
+    return query * of_query / spread, key * of_key, value
+
+
+def offset_keys(draw: Draw) -> Inputs:
+    """Three channels of K lie 50 deviations off, for all keys alike: no query cares."""
+    query, key, value = gaussian(draw, value_mean=SMALL_MEAN)
+    key[..., draw.channels(3)] += 50.0
+    return query, key, value
+
+
+def offset_queries(draw: Draw) -> Inputs:
+    """All queries share a part four times as large as what tells them apart."""
+    query, key, value = gaussian(draw, value_mean=SMALL_MEAN)
+    offset = 4 * LOGIT_SPREAD * draw.normal(1, draw.heads, 1, draw.head_dim)
+    return (query + offset) / math.sqrt(17.0), key, value
+
+
+def irrelevant_key(draw: Draw, factor: float) -> Inputs:
+    """One key is ``factor`` times as large in two channels, where queries cannot see it: its parts cancel exactly."""
+    query, key, value = gaussian(draw, value_mean=SMALL_MEAN)
+    first, second = draw.channels(2).tolist()
+    query[..., second] = query[..., first]
+    key[:, :, middle(draw.kv_len), first] = factor
+    key[:, :, middle(draw.kv_len), second] = -factor
+    return query, key, value
+
+
+def decisive_key(draw: Draw, factor: float) -> Inputs:
+    """One key is ``factor`` times as large in a channel where queries are small: together most of the weight."""
+    query, key, value = gaussian(draw, value_mean=SMALL_MEAN)
+    channel = int(draw.channels(1))
+    query[..., channel] = _decisive_level(draw) * math.sqrt(draw.head_dim) / factor
+    key[:, :, middle(draw.kv_len)] = 0.0
+    key[:, :, middle(draw.kv_len), channel] = factor
+    return query, key, value
+
+
+def irrelevant_query(draw: Draw, factor: float) -> Inputs:
+    """One query is ``factor`` times as large in two channels, where all keys cancel exactly."""
+    query, key, value = gaussian(draw, value_mean=SMALL_MEAN)
+    first, second = draw.channels(2).tolist()
+    key[..., second] = -key[..., first]
+    query[:, :, draw.q_len // 2, first] = factor
+    query[:, :, draw.q_len // 2, second] = factor
+    return query, key, value
+
+
+def large_value(draw: Draw, factor: float, is_decisive: bool) -> Inputs:
+    """One value is ``factor`` times as large; its key has most of the weight, or none."""
+    place = torch.tensor([middle(draw.kv_len)], device=draw.device)
+    levels = torch.zeros(draw.kv_len, device=draw.device)
+    levels[place] = _decisive_level(draw) if is_decisive else -20.0
+    query, key, value = _levels(draw, levels, LOGIT_SPREAD, plain=place)
+    value[:, :, place] *= factor
+    return query, key, value
+
+
+def value_channels(draw: Draw) -> Inputs:
+    """Channels of V from 2^-8 to 2^8."""
+    query, key, value = gaussian(draw)
+    return query, key, value * 2 ** torch.linspace(-8, 8, draw.head_dim, device=draw.device)
+
+
+def scaled(draw: Draw, query: float = 1.0, key: float = 1.0, value: float = 1.0) -> Inputs:
+    """Ordinary inputs times these factors."""
+    tensors = gaussian(draw)
+    return tensors[0] * query, tensors[1] * key, tensors[2] * value
+
+
+def one_hot(draw: Draw) -> Inputs:
+    """Each query is one of the keys, all of them +-10 in every channel: hundreds of nats above the others."""
+    key = 10.0 * draw.keys().sign()
+    wanted = torch.randint(draw.kv_len, (draw.q_len,), generator=draw.generator, device=draw.device)
+    return draw.of_queries(key[:, :, wanted]), key, draw.values()
+
+
+def same(draw: Draw, which: int) -> Inputs:
+    """All queries, all keys or all values are the first one."""
+    tensors = list(gaussian(draw))
+    tensors[which] = tensors[which][:, :, :1].expand_as(tensors[which])
+    return tensors[0], tensors[1], tensors[2]
+
+
+def middle(kv_len: int) -> int:
+    """Inside a tile, not at its border."""
+    return kv_len // 2 + 5
+
+
+def _decisive_level(draw: Draw) -> float:
+    """The logit with most of the weight beside ordinary ones, whatever their number."""
+    others = math.log(draw.kv_len) + LOGIT_SPREAD**2 / 2
+    return others + math.log(DECISIVE_SHARE / (1 - DECISIVE_SHARE))

@@ -1,0 +1,110 @@
+"""The accuracy contract of dense 8-bit attention: its errors on an input, and how large they may be.
+
+The output: `Family.limit`, and without exponentials no more than `CODES_FACTOR` times the error with them. The LSE:
+`LSE_MEAN` on average and `LSE_WORST` in any row, beyond what rounding Q and K to 8 bits must move it by. That part is
+derived from the input: see `lse_rounding`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparge.evaluate.bench_exact import ExactRows, sampled_error, score_chunks
+from sparge.geometry import BLOCK_K
+
+LSE_MEAN, LSE_WORST = 0.002, 0.02
+CODES_FACTOR, CODES_SLACK = 1.15, 2e-3
+MEAN_DEVIATIONS, WORST_DEVIATIONS = 3.0, 6.0
+"""Rows share the rounding of a key they all look at: their mean is one draw, not many."""
+INT8_MAX = 127.0
+CODE_NOISE = 0.0265
+"""Deviation of one E4M3 number. P's codes are summed as rounded, so that it reaches the LSE."""
+
+
+class Errors(NamedTuple):
+    """Relative L1 of the output; |LSE - exact| in nats, the mean and the worst of all rows."""
+
+    relative_l1: float
+    lse_mean: float
+    lse_worst: float
+
+
+class LseLimits(NamedTuple):
+    """In nats."""
+
+    mean: float
+    worst: float
+
+
+def errors_of(output: Tensor, lse: Tensor, rows: Tensor, exact: ExactRows) -> Errors:
+    """Of output (B, H, S_q, D_v) and LSE (B, H, S_q) at the rows that are known exactly.
+
+    Raises:
+        ValueError: the output or the LSE holds NaN or Inf.
+    """
+    moved = (lse[:, :, rows].double() - exact.lse).abs()
+    worst = float(moved.max())
+    if not math.isfinite(worst):
+        raise ValueError(f"expected a finite LSE, got an error of {worst}")
+    return Errors(sampled_error(output, rows, exact.output), float(moved.mean()), worst)
+
+
+def codes_limit(with_exponentials: float) -> float:
+    """Relative L1 error that "int8_fp8_codes" may have where "int8_fp8" has this one."""
+    return CODES_FACTOR * with_exponentials + CODES_SLACK
+
+
+def lse_limits(
+    query: Tensor, key: Tensor, rows: Tensor, exact: ExactRows, *, is_causal: bool = False, quantization: str
+) -> LseLimits:
+    """What the LSE of these rows may be off by, for the arguments of `exact_rows`."""
+    deviation = lse_rounding(query, key, rows, exact, is_causal=is_causal, has_codes=quantization == "int8_fp8_codes")
+    return LseLimits(
+        LSE_MEAN + MEAN_DEVIATIONS * float(deviation.square().mean().sqrt()),
+        LSE_WORST + WORST_DEVIATIONS * float(deviation.max()),
+    )
+
+
+def lse_rounding(
+    query: Tensor, key: Tensor, rows: Tensor, exact: ExactRows, *, is_causal: bool = False, has_codes: bool = False
+) -> Tensor:
+    """Standard deviation of every row's LSE when Q and K are rounded to 8 bits as well as that goes: (B, H, rows).
+
+    Keys without their mean, channels balanced between Q and K (k / r and q r with r = sqrt(max |k| / max |q|)), steps
+    of 1/127 of a query's largest entry and of a key block's. A step s adds the variance s^2 / 12 to an entry. A query's
+    error e moves all its scores together, by e . sum_j p_j k_j; those of keys are independent. ``has_codes``: P is
+    rounded in the sum as well.
+    """
+    group = query.shape[1] // key.shape[1]
+    last_seen = rows + key.shape[2] - query.shape[2] if is_causal else None
+    deviation = torch.empty_like(exact.lse)
+    for batch, head in torch.cartesian_prod(*map(torch.arange, exact.lse.shape[:2])).view(-1, 2).tolist():
+        queries, keys = query[batch, head].double(), key[batch, head // group].double()
+        smooth = keys - keys.mean(0)
+        largest_key, largest_query = smooth.abs().amax(0), queries.abs().amax(0)
+        is_used = (largest_key > 0) & (largest_query > 0)
+        balance = torch.where(is_used, (largest_key / largest_query).sqrt(), 1.0)
+        queries, smooth = queries[rows], smooth / balance
+        balanced = queries * balance
+        key_step = _block_step(smooth)
+        pooled, (key_part, squares) = torch.zeros_like(queries), queries.new_zeros(2, len(queries))
+        for chunk, scores in score_chunks(queries, keys, last_seen):
+            weights = (scores - exact.lse[batch, head, :, None]).exp()
+            pooled += weights @ smooth[chunk]
+            key_part += weights.square() @ key_step[chunk].square()
+            squares += weights.square().sum(1)
+        query_step = balanced.abs().amax(1) / INT8_MAX
+        variance = (query_step.square() * pooled.square().sum(1) + key_part * balanced.square().sum(1)) / 12
+        variance = variance / query.shape[-1] + (CODE_NOISE**2 * squares if has_codes else 0.0)
+        deviation[batch, head] = variance.sqrt()
+    return deviation
+
+
+def _block_step(key: Tensor) -> Tensor:
+    """1/127 of the largest entry of each key's block: (S_k, D) -> (S_k,)."""
+    largest = torch.nn.functional.pad(key.abs().amax(1), (0, -len(key) % BLOCK_K)).unflatten(0, (-1, BLOCK_K)).amax(1)
+    return (largest / INT8_MAX).repeat_interleave(BLOCK_K)[: len(key)]

@@ -1,0 +1,67 @@
+"""The accuracy contract in the interpreter: the Triton kernels on families of inputs, within their limits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.conftest import shape_of
+from numerics import problem_of
+from sparge.backends.triton import pipeline
+from sparge.evaluate.captured import captured_families
+from sparge.evaluate.families import Family, by_name
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+SELECTED = [
+    by_name(name)
+    for name in (
+        *("sink-9", "sink-13", "sink-13-several", "peaks-128-8", "one-row-14", "rising-40", "step-down-12", "field"),
+        *("outliers-k-matched-3x30", "outliers-q-matched-3x30", "outliers-both-3x30"),
+        *("token-k-irrelevant-1e4", "token-k-decisive-1e2", "token-q-irrelevant-1e4", "token-v-decisive-1e4"),
+        *("value-mean-10", "tiny-values", "one-hot", "same-keys", "random-4", "text"),
+    )
+]
+"""An interpreted call takes half a second."""
+
+
+def assert_within_limits(
+    family: Family, quantization: str, *, kv_len: int = 1024, head_dim: int = 64, is_causal: bool = False
+) -> None:
+    problem = problem_of(family, 64, kv_len, head_dim=head_dim, is_causal=is_causal)
+    shape = shape_of(problem.query, problem.key, problem.value)
+    output, lse = pipeline.attention(
+        problem.query,
+        problem.key,
+        problem.value,
+        None,
+        shape,
+        is_causal=problem.is_causal,
+        scale=shape.head_dim**-0.5,
+        quantization=quantization,
+    )
+    assert output.dtype == torch.float32
+    problem.check(output, lse, quantization)
+
+
+@pytest.mark.parametrize("family", (*SELECTED, *captured_families()[1:2]), ids=lambda family: family.name)
+def test_fp8(family: Family) -> None:
+    assert_within_limits(family, "int8_fp8")
+
+
+@pytest.mark.parametrize("name", ["sink-13", "field", "outliers-k-matched-3x30", "tiny-values", "one-hot", "random-4"])
+def test_fp16(name: str) -> None:
+    assert_within_limits(by_name(name), "int8_fp16")
+
+
+@pytest.mark.parametrize("name", ["sink-13", "outliers-k-matched-3x30"])
+def test_causal(name: str) -> None:
+    assert_within_limits(by_name(name), "int8_fp8", is_causal=True)
+
+
+@pytest.mark.parametrize("name, head_dim", [("sink-13", 128), ("outliers-q-matched-3x30", 40)])
+def test_widths(name: str, head_dim: int) -> None:
+    assert_within_limits(by_name(name), "int8_fp8", head_dim=head_dim)
+
+
+def test_a_longer_tail() -> None:
+    assert_within_limits(by_name("sink-13"), "int8_fp8", kv_len=4096)

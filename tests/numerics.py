@@ -1,0 +1,92 @@
+"""One problem of a family of inputs with its exact answer: what the tests of the API, the kernels and a GPU share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import sparge
+from sparge.evaluate.bench_exact import ExactRows, exact_rows
+from sparge.evaluate.captured import SIZES
+from sparge.evaluate.families import Family
+from sparge.evaluate.numerics import Errors, codes_limit, errors_of, lse_limits
+
+
+@dataclass(frozen=True)
+class FamilyProblem:
+    """Query (1, H, S_q, D), key and value (1, H_kv, S_k, D) of a family, and exact attention over them."""
+
+    family: Family
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    is_causal: bool
+    exact: ExactRows
+
+    @property
+    def rows(self) -> Tensor:
+        return torch.arange(self.query.shape[2], device=self.query.device)
+
+    def errors(self, output: Tensor, lse: Tensor) -> Errors:
+        return errors_of(output, lse, self.rows, self.exact)
+
+    def check(self, output: Tensor, lse: Tensor, quantization: str) -> None:
+        """Output and LSE within the limits of the contract."""
+        errors = self.errors(output, lse)
+        limits = lse_limits(
+            self.query, self.key, self.rows, self.exact, is_causal=self.is_causal, quantization=quantization
+        )
+        named = {
+            "a relative L1 error": (errors.relative_l1, self.family.limit),
+            "a mean LSE error": (errors.lse_mean, limits.mean),
+            "a worst LSE error": (errors.lse_worst, limits.worst),
+        }
+        for what, (got, limit) in named.items():
+            assert got <= limit, f"{self.family.name}, {quantization}: expected {what} <= {limit:.3g}, got {got:.4f}"
+
+
+def problem_of(
+    family: Family,
+    q_len: int,
+    kv_len: int,
+    *,
+    heads: int = 1,
+    head_dim: int = 128,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    is_causal: bool = False,
+) -> FamilyProblem:
+    """Inputs rounded to bfloat16, in the dtype asked for. A recorded family has its own sizes and is causal."""
+    if family.kind == "captured":
+        inputs = family.make(**{**SIZES, "q_len": min(q_len, SIZES["q_len"])}, device=device)
+        is_causal = True
+    else:
+        inputs = family.make(q_len, kv_len, heads, head_dim, device)
+    query, key, value = (tensor.to(dtype) for tensor in inputs)
+    rows = torch.arange(query.shape[2], device=query.device)
+    return FamilyProblem(family, query, key, value, is_causal, exact_rows(query, key, value, rows, is_causal=is_causal))
+
+
+def call(problem: FamilyProblem, quantization: Any, backend: str) -> tuple[Tensor, Tensor]:
+    """Output and LSE of dense attention."""
+    return sparge.attention(
+        problem.query,
+        problem.key,
+        problem.value,
+        is_causal=problem.is_causal,
+        sparsity=sparge.Dense(),
+        quantization=quantization,
+        return_lse=True,
+        enable_gqa=True,
+        backend=backend,
+    )
+
+
+def assert_without_exponentials(problem: FamilyProblem, results: dict[str, tuple[Tensor, Tensor]]) -> None:
+    """P's codes straight from the scores are hardly worse than P rounded to FP8."""
+    errors = {name: problem.errors(*result).relative_l1 for name, result in results.items()}
+    limit, got = codes_limit(errors["int8_fp8"]), errors["int8_fp8_codes"]
+    assert got <= limit, f"{problem.family.name}: expected <= {limit:.4f} (with exponentials), got {got:.4f}"
