@@ -40,6 +40,8 @@ SUM, HIGH, LOW, QUERY_LOG, QUERY_COUNT, KEY_PARTS = map(tl.constexpr, range(6))
 """Rows of a chunk's part of K, [KEY_PARTS, D]: sums, extremes; sums of log2 of the queries' sizes, how many."""
 COUNT, SQUARE, VALUE_PARTS = map(tl.constexpr, range(3, 6))
 """The same of V, with SUM, HIGH and LOW."""
+LANES = tl.constexpr(4)
+"""Sums of a slab that are kept apart, at least as many as a warp reads tokens of at once (of 64 channels or more)."""
 SQRT_2 = tl.constexpr(2.0**0.5)
 SAMPLES = tl.constexpr(eight_bits.BALANCE_QUERIES)
 
@@ -60,30 +62,31 @@ def _sums(
     EXTREMES: tl.constexpr,
     SLAB: tl.constexpr,
 ):
-    """Of x - center over a block: sums and sums of squares, [SLAB, PADDED] each; extremes, [4, PADDED]; tokens.
+    """Of x - center over a block: sums, sums of squares and extremes, [LANES, PADDED] each; number of tokens.
 
-    Slabs of a few tokens are added elementwise, which leaves one exchange between threads per block.
+    Tokens of a slab that one thread holds are added there, which leaves one exchange between threads per block.
     """
-    total = tl.zeros((SLAB, PADDED), tl.float32)
-    square = tl.zeros((SLAB, PADDED), tl.float32)
-    high = tl.full((4, PADDED), float("-inf"), tl.float32)
-    low = tl.full((4, PADDED), float("inf"), tl.float32)
+    slab: tl.constexpr = (SLAB // LANES, LANES, PADDED)
+    total = tl.zeros((LANES, PADDED), tl.float32)
+    square = tl.zeros((LANES, PADDED), tl.float32)
+    high = tl.full((LANES, PADDED), float("-inf"), tl.float32)
+    low = tl.full((LANES, PADDED), float("inf"), tl.float32)
     count = tl.minimum(tl.maximum(kv_len - block * BLOCK_K, 0), BLOCK_K)
     seen = tl.zeros((SLAB,), tl.int32)
-    for step in tl.static_range(BLOCK_K // SLAB):
+    for step in range(BLOCK_K // SLAB):
         tokens = block * BLOCK_K + step * SLAB + tl.arange(0, SLAB)
         values, present = load_tokens(base, stride, seen_base, seen_stride, tokens, 0, kv_len, DIM, PADDED, HAS_SEEN)
         if HAS_SEEN:
             seen += present.to(tl.int32)
         if CENTERED:
             values = tl.where(present[:, None], values - center, 0.0)
-        total += values
-        square += values * values
+        total += tl.sum(tl.reshape(values, slab), 0)
+        square += tl.sum(tl.reshape(values * values, slab), 0)
         if EXTREMES:
             above = tl.where(present[:, None], values, float("-inf"))
             below = tl.where(present[:, None], values, float("inf"))
-            high = tl.maximum(high, tl.max(tl.reshape(above, (SLAB // 4, 4, PADDED)), 0))
-            low = tl.minimum(low, tl.min(tl.reshape(below, (SLAB // 4, 4, PADDED)), 0))
+            high = tl.maximum(high, tl.max(tl.reshape(above, slab), 0))
+            low = tl.minimum(low, tl.min(tl.reshape(below, slab), 0))
     if HAS_SEEN:
         count = tl.sum(seen)
     return total, square, high, low, count
@@ -230,8 +233,8 @@ def summarize_kernel(
 
     if WITH_STATISTICS or WITH_SUM:
         key_sum = tl.zeros((HEAD_DIM_PADDED,), tl.float32)
-        key_high = tl.full((4, HEAD_DIM_PADDED), float("-inf"), tl.float32)
-        key_low = tl.full((4, HEAD_DIM_PADDED), float("inf"), tl.float32)
+        key_high = tl.full((LANES, HEAD_DIM_PADDED), float("-inf"), tl.float32)
+        key_low = tl.full((LANES, HEAD_DIM_PADDED), float("inf"), tl.float32)
         key_count = 0
         for step in range(BLOCKS):
             block = chunk * BLOCKS + step
@@ -288,10 +291,10 @@ def summarize_kernel(
                 half_variance = variance * (0.5 * scale * scale * LOG2_E)
                 tl.store(variance_ptr + offsets, half_variance.to(tl.bfloat16), mask=inside)
         if WITH_SUM:
-            high = tl.max(key_high, 0)
-            low = tl.min(key_low, 0)
+            key_highest = tl.max(key_high, 0)
+            key_lowest = tl.min(key_low, 0)
             if tl.min(is_finite(key_sum).to(tl.int32)) == 0:
-                key_sum, _, high, low, counts = _finite_parts(
+                key_sum, _, key_highest, key_lowest, counts = _finite_parts(
                     key_base,
                     key_strides[2],
                     seen_base,
@@ -324,20 +327,20 @@ def summarize_kernel(
             )
             key_part = key_part_ptr + part * KEY_PARTS * HEAD_DIM_PADDED + channels
             tl.store(key_part + SUM * HEAD_DIM_PADDED, key_sum)
-            tl.store(key_part + HIGH * HEAD_DIM_PADDED, high)
-            tl.store(key_part + LOW * HEAD_DIM_PADDED, low)
+            tl.store(key_part + HIGH * HEAD_DIM_PADDED, key_highest)
+            tl.store(key_part + LOW * HEAD_DIM_PADDED, key_lowest)
             tl.store(key_part + QUERY_LOG * HEAD_DIM_PADDED, query_log)
             tl.store(key_part + QUERY_COUNT * HEAD_DIM_PADDED, query_count)
             tl.store(key_count_ptr + part, key_count)
 
     if WITH_VALUE:
-        value_sum = tl.zeros((SLAB, VALUE_DIM_PADDED), tl.float32)
-        value_square = tl.zeros((SLAB, VALUE_DIM_PADDED), tl.float32)
-        value_high = tl.full((4, VALUE_DIM_PADDED), float("-inf"), tl.float32)
-        value_low = tl.full((4, VALUE_DIM_PADDED), float("inf"), tl.float32)
+        value_sum = tl.zeros((LANES, VALUE_DIM_PADDED), tl.float32)
+        value_square = tl.zeros((LANES, VALUE_DIM_PADDED), tl.float32)
+        value_high = tl.full((LANES, VALUE_DIM_PADDED), float("-inf"), tl.float32)
+        value_low = tl.full((LANES, VALUE_DIM_PADDED), float("inf"), tl.float32)
         value_count = 0
         for step in range(BLOCKS):
-            total, square, high, low, count = _sums(
+            block_sum, block_square, block_high, block_low, count = _sums(
                 value_base,
                 value_strides[2],
                 seen_base,
@@ -352,18 +355,18 @@ def summarize_kernel(
                 True,
                 SLAB,
             )
-            value_sum += total
-            value_square += square
-            value_high = tl.maximum(value_high, high)
-            value_low = tl.minimum(value_low, low)
+            value_sum += block_sum
+            value_square += block_square
+            value_high = tl.maximum(value_high, block_high)
+            value_low = tl.minimum(value_low, block_low)
             value_count += count
-        total = tl.sum(value_sum, 0)
-        square = tl.sum(value_square, 0)
-        high = tl.max(value_high, 0)
-        low = tl.min(value_low, 0)
-        counts = tl.zeros((VALUE_DIM_PADDED,), tl.int32) + value_count
-        if tl.min(is_finite(total).to(tl.int32)) == 0:
-            total, square, high, low, counts = _finite_parts(
+        value_total = tl.sum(value_sum, 0)
+        value_squares = tl.sum(value_square, 0)
+        highest = tl.max(value_high, 0)
+        lowest = tl.min(value_low, 0)
+        value_counts = tl.zeros((VALUE_DIM_PADDED,), tl.int32) + value_count
+        if tl.min(is_finite(value_total).to(tl.int32)) == 0:
+            value_total, value_squares, highest, lowest, value_counts = _finite_parts(
                 value_base,
                 value_strides[2],
                 seen_base,
@@ -378,11 +381,11 @@ def summarize_kernel(
                 SLAB,
             )
         value_part = value_part_ptr + part * VALUE_PARTS * VALUE_DIM_PADDED + value_channels
-        tl.store(value_part + SUM * VALUE_DIM_PADDED, total)
-        tl.store(value_part + HIGH * VALUE_DIM_PADDED, high)
-        tl.store(value_part + LOW * VALUE_DIM_PADDED, low)
-        tl.store(value_part + COUNT * VALUE_DIM_PADDED, counts.to(tl.float32))
-        tl.store(value_part + SQUARE * VALUE_DIM_PADDED, square)
+        tl.store(value_part + SUM * VALUE_DIM_PADDED, value_total)
+        tl.store(value_part + HIGH * VALUE_DIM_PADDED, highest)
+        tl.store(value_part + LOW * VALUE_DIM_PADDED, lowest)
+        tl.store(value_part + COUNT * VALUE_DIM_PADDED, value_counts.to(tl.float32))
+        tl.store(value_part + SQUARE * VALUE_DIM_PADDED, value_squares)
 
 
 @triton.jit
