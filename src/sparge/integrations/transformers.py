@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from sparge.integrations.calls import Layer, attend, runs_dense
+from sparge.integrations.calls import Layer, aligned_top_left, attend, runs_dense
 from sparge.integrations.sdpa import undisturbed
 from sparge.policy import Policy
 
@@ -164,12 +164,10 @@ def _sparse(
     causal: bool,
     unsupported: str | None,
 ) -> Tensor | None:
-    q_len = query.shape[2]
-    applies_causality = causal and attention_mask is None and q_len > 1
-    if applies_causality and q_len < key.shape[2]:  # an empty static cache: SDPA aligns top-left, the rest is unused
-        key, value = key[:, :, :q_len], value[:, :, :q_len]
-    if applies_causality and q_len > key.shape[2]:
-        unsupported = unsupported or "causal with more queries than keys"
+    applies_causality = causal and attention_mask is None and query.shape[2] > 1
+    if applies_causality:  # behind the queries, a static cache is empty
+        key, value, misaligned = aligned_top_left(query, key, value)
+        unsupported = unsupported or misaligned
     if causal and attention_mask is not None and hasattr(attention_mask, PADDING):
         attention_mask, applies_causality = getattr(attention_mask, PADDING), True
     return attend(
