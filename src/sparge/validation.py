@@ -196,6 +196,14 @@ def check_always_keep(always_keep: Sequence[tuple[int, int]] | None, kv_len: int
     return tuple(ranges)
 
 
+def check_places(name: str, places: Sequence[int], total: int) -> None:
+    """Raise ValueError for a layer or step that is none of ``total``: a rule about it would do nothing."""
+    missing = [place for place in places if not -total <= place < total]
+    if missing:
+        things, listed = name.removeprefix("dense_"), ", ".join(map(str, missing))
+        raise ValueError(f"{name}: expected {things} below {total} (or from -{total} on), got {listed}")
+
+
 def check_block_mask(mask: BlockMask | Tensor, shape: Shape, is_causal: bool | None, device: torch.device) -> BlockMask:
     """A BlockMask of the call's geometry, causal or not as the caller and the mask agree."""
     full = (shape.batch, shape.heads, shape.q_blocks, shape.kv_blocks)

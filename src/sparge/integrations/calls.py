@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from sparge import api, dispatch
+from sparge import api, dispatch, validation
 from sparge.derivatives import inside_autograd_function, needs_derivatives
 from sparge.integrations.padding import attend_within, spans_of
 from sparge.policy import Policy
@@ -41,6 +41,7 @@ class Steps:
         """A schedule of so many steps begins."""
         self.total = total
         self._go_to(0)
+        warn_of_missing("dense_steps", self._policy.dense_steps, total)
 
     def advance(self) -> None:
         """A step is done."""
@@ -306,8 +307,21 @@ def refuse(layer: Layer, reason: str) -> None:
         return
     counters.record(f"dense: unsupported ({reason})", layer.name)
     if layer.policy.on_unsupported == "warn":
-        with _WARNING:
-            if reason in _WARNED:
-                return
-            _WARNED.add(reason)
-        warnings.warn(f"sparge: {message}; it runs dense", stacklevel=4)
+        _warn_once(reason, f"{message}; it runs dense", stacklevel=5)
+
+
+def warn_of_missing(name: str, places: Sequence[int], total: int) -> None:
+    """Say that a rule is about layers or steps that are not there, where another run may well have them."""
+    try:
+        validation.check_places(name, places, total)
+    except ValueError as error:
+        _warn_once(str(error), str(error), stacklevel=4)
+
+
+def _warn_once(reason: str, message: str, stacklevel: int) -> None:
+    """Warn, once for each reason and process."""
+    with _WARNING:
+        if reason in _WARNED:
+            return
+        _WARNED.add(reason)
+    warnings.warn(f"sparge: {message}", stacklevel=stacklevel)
