@@ -13,8 +13,10 @@ def needs_derivatives(*tensors: Tensor | None) -> bool:
     given = [tensor for tensor in tensors if isinstance(tensor, Tensor)]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
         return True
-    if torch.compiler.is_compiling():
-        return False
+    if torch.compiler.is_compiling():  # it knows tangents, and nothing of wrapped tensors
+        return forward_ad._current_level >= 0 and any(
+            forward_ad.unpack_dual(tensor).tangent is not None for tensor in given
+        )
     if forward_ad._current_level < 0 and _functorch.peek_interpreter_stack() is None:
         return False
     return any(_is_followed(tensor) for tensor in given)

@@ -53,6 +53,9 @@ def check_query_key_value(
     for name, tensor in named.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.is_nested or tensor.layout != torch.strided:
+            got = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
+            raise TypeError(f"{name}: expected a plain tensor (torch.strided), got {got}")
         if tensor.ndim != 4:
             order = "(B, H, S, D)" if layout == "HND" else "(B, S, H, D)"
             raise ValueError(f"{name}: expected 4 dimensions {order}, got shape {tuple(tensor.shape)}")

@@ -53,6 +53,12 @@ def test_whoever_asks_hears_so(ask: Callable[[Attend], Any], backend: str) -> No
         ask(lambda query: attend(query, backend=backend))
 
 
+@pytest.mark.parametrize("name", ["jvp", "jacfwd"])
+def test_compiled_programs_hear_so(name: str) -> None:
+    with pytest.raises(NotImplementedError, match="expected inputs without gradients"):
+        torch.compile(lambda: BY_NAME[name](attend), backend="eager")()
+
+
 @pytest.mark.parametrize("name", ["dual", "jvp", "jacfwd", "grad", "grad of vmap", "vmap of grad", "jvp of vmap"])
 def test_dense_instead_they_are_right(name: str) -> None:
     def exact(query: Tensor) -> Tensor:
