@@ -92,6 +92,12 @@ class TestTensors:
         rejects(TypeError, expected, call, wrong, *QKV[1:])
 
     @EVERY
+    def test_not_a_plain_tensor(self, call: Call) -> None:
+        nested = torch.nested.nested_tensor([torch.zeros(2, 100, 32)], layout=torch.strided)
+        rejects(TypeError, "query: expected a plain tensor .*, got a nested tensor", call, nested, *QKV[1:])
+        rejects(TypeError, "query: expected .*, got layout torch.sparse_coo", call, QKV[0].to_sparse(), *QKV[1:])
+
+    @EVERY
     @pytest.mark.parametrize(
         "key_shape, message",
         [

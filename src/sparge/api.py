@@ -23,9 +23,10 @@ from sparge.config import (
     Sparsity,
     check_pv_threshold,
 )
+from sparge.derivatives import inside_autograd_function, needs_derivatives
 from sparge.geometry import Shape
 from sparge.stats import counters
-from sparge.visibility import allowed_elements
+from sparge.visibility import allowed_elements, causal_elements
 
 
 @overload
@@ -101,7 +102,8 @@ def attention(
         key: (B, H_kv, S_k, D).
         value: (B, H_kv, S_k, D_v).
         attn_mask: bool (True = may attend) or additive, broadcastable to (B, H, S_q, S_k). An additive mask hides with
-            -inf or its dtype's lowest number. May be combined with ``is_causal``.
+            -inf or its dtype's lowest number. May be combined with ``is_causal``. torch's ``causal_lower_right`` and
+            ``causal_upper_left`` mean what they say.
         dropout_p: 0.0; sparse attention has no dropout.
         is_causal: query i sees keys up to i + S_k - S_q (aligned bottom-right, as for a KV prefix).
         scale: factor on the scores, 1 / sqrt(D) by default.
@@ -141,13 +143,17 @@ def attention(
     validation.check_is_causal(is_causal)
     validation.check_choice("quantization", quantization, validation.QUANTIZATIONS)
     query, key, value, shape = validation.check_query_key_value(query, key, value, layout, enable_gqa)
-    scale = validation.check_scale(scale, shape.head_dim)
+    query, scale = _positively_scaled(query, validation.check_scale(scale, shape.head_dim))
+    attn_mask, is_causal = validation.resolve_causal_bias(attn_mask, is_causal, shape, query.device)
     attn_mask = validation.check_attn_mask(attn_mask, shape, query.device)
     chosen = validation.resolve_sparsity(topk, sparsity, shape.heads)
     chosen_score = validation.resolve_score(score)
     ranges = validation.check_always_keep(always_keep, shape.kv_len)
     backend_name = dispatch.choose_backend(backend, query.device).backend
-    unsupported = validation.unsupported_reason(shape, dropout_p, _needs_grad(query, key, value, attn_mask))
+    followed = needs_derivatives(query, key, value, attn_mask)
+    if backend == "auto" and on_unsupported != "raise" and inside_autograd_function():
+        followed = True  # its backward calls again and goes dense: so does its forward
+    unsupported = validation.unsupported_reason(shape, dropout_p, followed)
     if unsupported is not None:
         if on_unsupported == "raise" or backend != "auto":
             raise NotImplementedError(unsupported)
@@ -232,13 +238,15 @@ def predict(
     """
     validation.check_is_causal(is_causal)
     query, key, shape = validation.check_query_key(query, key, layout, enable_gqa)
+    query, scale = _positively_scaled(query, validation.check_scale(scale, shape.head_dim))
+    attn_mask, is_causal = validation.resolve_causal_bias(attn_mask, is_causal, shape, query.device)
     return ops.predict(
         query.detach(),
         key.detach(),
         sparsity=validation.resolve_sparsity(topk, sparsity, shape.heads),
         score=validation.resolve_score(score),
         is_causal=is_causal,
-        scale=validation.check_scale(scale, shape.head_dim),
+        scale=scale,
         attn_mask=validation.check_attn_mask(attn_mask, shape, query.device),
         always_keep=validation.check_always_keep(always_keep, shape.kv_len),
         backend=dispatch.choose_backend(backend, query.device).backend,
@@ -289,7 +297,9 @@ def block_sparse_attention(
         validation.check_is_causal(is_causal)
     validation.check_choice("quantization", quantization, validation.QUANTIZATIONS)
     query, key, value, shape = validation.check_query_key_value(query, key, value, layout, enable_gqa)
-    unsupported = validation.unsupported_reason(shape, 0.0, _needs_grad(query, key, value, attn_mask))
+    query, scale = _positively_scaled(query, validation.check_scale(scale, shape.head_dim))
+    attn_mask, _ = validation.resolve_causal_bias(attn_mask, bool(is_causal), shape, query.device, as_mask=True)
+    unsupported = validation.unsupported_reason(shape, 0.0, needs_derivatives(query, key, value, attn_mask))
     if unsupported is not None:
         raise NotImplementedError(unsupported)
     if pv_threshold is not None:
@@ -301,7 +311,7 @@ def block_sparse_attention(
         key,
         value,
         validation.check_block_mask(mask, shape, is_causal, query.device),
-        scale=validation.check_scale(scale, shape.head_dim),
+        scale=scale,
         attn_mask=validation.check_attn_mask(attn_mask, shape, query.device),
         quantization=dispatch.resolve_quantization(quantization, backend, query.device, has_mask=attn_mask is not None),
         pv_threshold=pv_threshold,
@@ -311,8 +321,11 @@ def block_sparse_attention(
     return (output, lse) if return_lse else output
 
 
-def _needs_grad(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors if isinstance(tensor, Tensor))
+def _positively_scaled(query: Tensor, scale: float) -> tuple[Tensor, float]:
+    """The same scores by a scale above 0: torch's kernels hide with -inf before they scale, and -inf times 0 is NaN."""
+    if scale > 0:
+        return query, scale
+    return (-query, -scale) if scale < 0 else (query * 0.0, 1.0)
 
 
 def _in_layout(output: Tensor, layout: str) -> Tensor:
@@ -332,7 +345,7 @@ def _sdpa(
 ) -> Tensor:
     """torch's attention with this library's causal alignment, for calls that need dropout or gradients."""
     if is_causal and (attn_mask is not None or shape.q_len != shape.kv_len):
-        past = torch.ones(shape.q_len, shape.kv_len, dtype=torch.bool, device=query.device).tril(shape.causal_offset)
+        past = causal_elements(shape, shape.causal_offset, query.device)
         if attn_mask is None or attn_mask.dtype == torch.bool:
             attn_mask = past if attn_mask is None else attn_mask & past
         else:

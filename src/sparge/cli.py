@@ -298,13 +298,17 @@ def _policy(text: str) -> Policy:
 @app.command("lm-eval", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def lm_eval(
     context: typer.Context,
-    topk: Annotated[float, typer.Option(parser=_share, metavar="SHARE", help="Share of the blocks to keep.")] = 0.5,
+    topk: Annotated[
+        float | None, typer.Option(parser=_share, metavar="SHARE", help="Share of the blocks to keep, 0.5 by default.")
+    ] = None,
     policy: Annotated[Any, typer.Option(parser=_policy, metavar="FILE", help="JSON of a policy, instead.")] = None,
 ) -> None:
     """Run lm-evaluation-harness with sparse attention: sparge lm-eval --topk 0.4 -- ARGUMENTS OF lm_eval."""
     from sparge import Policy, stats
     from sparge.evaluate import lm_harness
 
+    if topk is not None and policy is not None:
+        raise _UsageError(f"lm-eval: expected --topk or --policy, got both: {topk:g} and {policy.to_json()}")
     try:
         lm_harness.run(policy or Policy(topk=topk), context.args)
     except (ImportError, ValueError) as error:

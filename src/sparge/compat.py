@@ -319,7 +319,7 @@ def _check(
         raise TypeError(f"output_dtype: expected a floating-point torch.dtype or None, got {output_dtype!r}")
     validation.check_choice("tensor_layout", tensor_layout, validation.LAYOUTS)
     *_, shape = validation.check_query_key_value(q, k, v, tensor_layout, enable_gqa=True)
-    unsupported = validation.unsupported_reason(shape, dropout_p, needs_grad=False)  # gradients: the call itself
+    unsupported = validation.unsupported_reason(shape, dropout_p, needs_derivatives=False)  # gradients: the call itself
     if unsupported is not None:
         raise NotImplementedError(unsupported)
     return shape

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from sparge.block_mask import BlockMask
+from sparge.causal_bias import alignment_of
 from sparge.config import DEFAULT_TOPK, Dense, Mean, Moment, PerHead, Score, Sparsity, TopCdf, TopK
 from sparge.geometry import BLOCK_K, BLOCK_Q, Shape
+from sparge.visibility import causal_elements
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LAYOUTS = ("HND", "NHD")
@@ -51,6 +53,9 @@ def check_query_key_value(
     for name, tensor in named.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.is_nested or tensor.layout != torch.strided:
+            got = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
+            raise TypeError(f"{name}: expected a plain tensor (torch.strided), got {got}")
         if tensor.ndim != 4:
             order = "(B, H, S, D)" if layout == "HND" else "(B, S, H, D)"
             raise ValueError(f"{name}: expected 4 dimensions {order}, got shape {tuple(tensor.shape)}")
@@ -100,6 +105,28 @@ def check_scale(scale: float | None, head_dim: int) -> float:
     if not -math.inf < scale < math.inf:
         raise ValueError(f"scale: expected a finite number, got {scale}")
     return float(scale)
+
+
+def resolve_causal_bias(
+    attn_mask: Tensor | None, is_causal: bool, shape: Shape, device: torch.device, *, as_mask: bool = False
+) -> tuple[Tensor | None, bool]:
+    """Mask and causality, with torch's CausalBias as the latter, or as a mask of bools; other masks as they are.
+
+    Args:
+        as_mask: as a mask in any case.
+    """
+    alignment = alignment_of(attn_mask)
+    if attn_mask is None or alignment is None:
+        return attn_mask, is_causal
+    if is_causal:
+        raise ValueError("attn_mask: expected no CausalBias together with is_causal=True, got both")
+    lengths = tuple(attn_mask.shape[-2:])
+    if lengths != (shape.q_len, shape.kv_len):
+        raise ValueError(f"attn_mask: expected a CausalBias of size {(shape.q_len, shape.kv_len)}, got {lengths}")
+    offset = shape.causal_offset if alignment == "bottom-right" else 0
+    if offset == shape.causal_offset and not as_mask:
+        return None, True
+    return causal_elements(shape, offset, device), False
 
 
 def check_attn_mask(attn_mask: Tensor | None, shape: Shape, device: torch.device) -> Tensor | None:
@@ -172,6 +199,14 @@ def check_always_keep(always_keep: Sequence[tuple[int, int]] | None, kv_len: int
     return tuple(ranges)
 
 
+def check_places(name: str, places: Sequence[int], total: int) -> None:
+    """Raise ValueError for a layer or step that is none of ``total``: a rule about it would do nothing."""
+    missing = [place for place in places if not -total <= place < total]
+    if missing:
+        things, listed = name.removeprefix("dense_"), ", ".join(map(str, missing))
+        raise ValueError(f"{name}: expected {things} below {total} (or from -{total} on), got {listed}")
+
+
 def check_block_mask(mask: BlockMask | Tensor, shape: Shape, is_causal: bool | None, device: torch.device) -> BlockMask:
     """A BlockMask of the call's geometry, causal or not as the caller and the mask agree."""
     full = (shape.batch, shape.heads, shape.q_blocks, shape.kv_blocks)
@@ -220,7 +255,7 @@ def _check_mask_device(got: torch.device, expected: torch.device) -> None:
         raise ValueError(f"mask: expected the query's device {expected}, got {got}")
 
 
-def unsupported_reason(shape: Shape, dropout_p: float, needs_grad: bool) -> str | None:
+def unsupported_reason(shape: Shape, dropout_p: float, needs_derivatives: bool) -> str | None:
     """Why no sparse backend can serve the call, as "expected X, got Y"; None when one can."""
     if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
         raise TypeError(f"dropout_p: expected a number, got {type(dropout_p).__name__}")
@@ -228,10 +263,10 @@ def unsupported_reason(shape: Shape, dropout_p: float, needs_grad: bool) -> str 
         raise ValueError(f"dropout_p: expected a value in [0, 1], got {dropout_p}")
     if dropout_p > 0:
         return f"dropout_p: expected 0.0 (sparse attention has no dropout), got {dropout_p}"
-    if needs_grad:
+    if needs_derivatives:
         return (
-            "expected inputs without gradients (sparse attention has no backward pass; use torch.no_grad() or "
-            "detach()), got requires_grad=True under autograd"
+            "expected inputs without gradients (sparse attention has no derivatives; use torch.no_grad() or "
+            "detach()), got requires_grad=True under autograd, or tangents of forward-mode AD"
         )
     for name, size in (("head_dim", shape.head_dim), ("value head_dim", shape.value_dim)):
         if not MIN_HEAD_DIM <= size <= MAX_HEAD_DIM:

@@ -42,6 +42,11 @@ def allowed_elements(attn_mask: Tensor) -> Tensor:
     return ~(attn_mask <= torch.finfo(attn_mask.dtype).min)  # NaN stays visible, and so propagates
 
 
+def causal_elements(shape: Shape, offset: int, device: torch.device) -> Tensor:
+    """(q_len, kv_len), True where query i sees key j: j <= i + offset."""
+    return torch.ones(shape.q_len, shape.kv_len, dtype=torch.bool, device=device).tril(offset)
+
+
 def find_visibility(shape: Shape, is_causal: bool, attn_mask: Tensor | None, device: torch.device) -> Visibility:
     """Reduce causality and a mask of shape (B | 1, H | 1, Sq | 1, Sk | 1) to block and token facts."""
     if attn_mask is None:

@@ -16,6 +16,7 @@ from conftest import (
     assert_exact,
     backends,
     causality,
+    exact_attention,
     make_qkv,
     no_quantization,
 )
@@ -164,3 +165,53 @@ def test_scale_of_the_prediction(backend: str, score: str) -> None:
     assert torch.equal(masks[0.25].to_dense(), sparge.predict(query, key, **options).to_dense()), "1 / sqrt(16)"
     assert (masks[0.0].kv_num_blocks == 13).all(), "uniform: 13 of 16 blocks cover .8"
     assert masks[1.0].density() < masks[0.25].density() < masks[0.0].density()
+
+
+class TestScalesThatAreNotPositive:
+    """Kernels hide the future with -inf before they scale; times a number that is not positive, it is no mask."""
+
+    @pytest.mark.parametrize("scale", [0, -0.3, -1e-3])
+    @causality
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {},
+            {"sparsity": Dense()},
+            {"sparsity": Dense(), "backend": "reference"},
+            {"topk": 1.0, "backend": "torch"},
+            {"topk": 1.0, "backend": "reference"},
+        ],
+        ids=["crossover", "dense", "dense reference", "torch", "reference"],
+    )
+    @pytest.mark.parametrize("lengths", [(200, 200), (130, 200)])
+    def test_equal_float64(
+        self, scale: float, is_causal: bool, options: dict[str, Any], lengths: tuple[int, int]
+    ) -> None:
+        query, key, value = make_qkv(*lengths, heads=4, kv_heads=2)
+        call: dict[str, Any] = {"scale": scale, "is_causal": is_causal}
+        got = sparge.attention(query, key, value, enable_gqa=True, return_lse=True, **call, **options)
+        assert_exact(got, query, key, value, **call)
+
+    @causality
+    def test_longer_than_an_element_mask(self, is_causal: bool) -> None:
+        query, key, value = make_qkv(1500, 1600, head_dim=8)
+        call: dict[str, Any] = {"scale": -0.3, "is_causal": is_causal}
+        assert_exact(
+            sparge.attention(query, key, value, sparsity=Dense(), return_lse=True, **call), query, key, value, **call
+        )
+
+    @pytest.mark.parametrize("scale", [0, -0.3])
+    def test_with_gradients(self, scale: float) -> None:
+        query, key, value = make_qkv(130)
+        query.requires_grad_()
+        got = sparge.attention(query, key, value, scale=scale, is_causal=True, on_unsupported="dense")
+        exact, _ = exact_attention(query, key, value, scale=scale, is_causal=True)
+        torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-6)
+        (expected,) = torch.autograd.grad(exact.square().sum(), query)
+        got.square().sum().backward()
+        torch.testing.assert_close(query.grad, expected, rtol=1e-4, atol=1e-5)
+
+    def test_prediction_prefers_the_other_end(self) -> None:
+        query, key, _ = make_qkv(600)
+        expected = sparge.predict(-query, key, topk=0.3, scale=0.3)
+        assert torch.equal(sparge.predict(query, key, topk=0.3, scale=-0.3).to_dense(), expected.to_dense())

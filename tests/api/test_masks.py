@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import sparge
 from conftest import (
@@ -224,3 +225,60 @@ def test_hidden_keys_do_not_matter(backend: str, quantization: str, is_causal: b
     for output, lse in results[1:]:
         assert torch.equal(output, results[0][0])
         assert torch.equal(lse, results[0][1])
+
+
+class TestCausalBias:
+    """torch's own names for causality, whose memory is never written."""
+
+    def elements(self, variant: str, q_len: int, kv_len: int) -> tuple[Tensor, Tensor]:
+        if variant == "lower_right" and q_len > kv_len:
+            with pytest.warns(UserWarning, match="Lower right"):
+                bias = causal_lower_right(q_len, kv_len)
+        else:
+            bias = {"lower_right": causal_lower_right, "upper_left": causal_upper_left}[variant](q_len, kv_len)
+        offset = kv_len - q_len if variant == "lower_right" else 0
+        return bias, torch.ones(q_len, kv_len, dtype=torch.bool).tril(offset)
+
+    @pytest.mark.parametrize("variant", ["lower_right", "upper_left"])
+    @pytest.mark.parametrize("lengths", [(200, 200), (130, 300), (300, 130)])
+    @pytest.mark.parametrize("options", [{"topk": 1.0, "backend": "torch"}, {"sparsity": Dense()}, {}])
+    def test_attention(self, variant: str, lengths: tuple[int, int], options: dict[str, Any]) -> None:
+        query, key, value = make_qkv(*lengths)
+        bias, seen = self.elements(variant, *lengths)
+        got = sparge.attention(query, key, value, bias, return_lse=True, **options)
+        assert_exact(got, query, key, value, attn_mask=seen)
+
+    @pytest.mark.parametrize("variant", ["lower_right", "upper_left"])
+    @pytest.mark.parametrize("lengths", [(200, 200), (130, 300)])
+    def test_predict_and_block_sparse_attention(self, variant: str, lengths: tuple[int, int]) -> None:
+        query, key, value = make_qkv(*lengths)
+        bias, seen = self.elements(variant, *lengths)
+        mask = sparge.predict(query, key, topk=1.0, attn_mask=bias)
+        assert torch.equal(mask.to_dense(), sparge.predict(query, key, topk=1.0, attn_mask=seen).to_dense())
+        everything = torch.ones(mask.shape, dtype=torch.bool)
+        for blocks in (mask, everything):
+            got = sparge.block_sparse_attention(query, key, value, blocks, attn_mask=bias, return_lse=True)
+            assert isinstance(got, tuple)
+            assert_exact(got, query, key, value, attn_mask=seen)
+
+    @pytest.mark.parametrize("variant", ["lower_right", "upper_left"])
+    def test_gradients_run_dense(self, variant: str) -> None:
+        query, key, value = make_qkv(130, 300)
+        bias, seen = self.elements(variant, 130, 300)
+        got = sparge.attention(query.requires_grad_(), key, value, bias, on_unsupported="dense")
+        expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, seen)
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+    def test_what_makes_no_sense(self) -> None:
+        query, key, value = make_qkv(130)
+        bias = causal_upper_left(130, 130)
+        blocks = torch.ones(1, 1, 2, 3, dtype=torch.bool)
+        for call in (
+            lambda **options: sparge.attention(query, key, value, **options),
+            lambda **options: sparge.predict(query, key, **options),
+            lambda **options: sparge.block_sparse_attention(query, key, value, blocks, **options),
+        ):
+            with pytest.raises(ValueError, match="expected no CausalBias together with is_causal=True, got both"):
+                call(attn_mask=bias, is_causal=True)
+            with pytest.raises(ValueError, match=r"expected a CausalBias of size \(130, 130\), got \(130, 131\)"):
+                call(attn_mask=causal_lower_right(130, 131))

@@ -68,6 +68,18 @@ def test_the_harness_runs_with_the_policy(
     assert str(sparge.stats()) in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("share", ["0.5", "0.25"])
+def test_a_share_and_a_policy(share: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Even the share that is the default: one of the two would have no effect."""
+    (tmp_path / "policy.json").write_text('{"topk": 0.25}')
+    with pytest.raises(SystemExit) as done:
+        main(["lm-eval", "--topk", share, "--policy", str(tmp_path / "policy.json"), "--", "-a", "pretrained=x"])
+    assert done.value.code == 2
+    assert capsys.readouterr().err.startswith(
+        f"sparge: error: lm-eval: expected --topk or --policy, got both: {share} and {{"
+    )
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [

@@ -120,6 +120,16 @@ class TestEveryModel:
         dense = [layer for layer, row in sparge.stats().layers.items() if row.reasons == {"dense: dense layer": 1}]
         assert dense == last
 
+    def test_layers_it_does_not_have(self, name: str) -> None:
+        model, _ = build(name)
+        total = len({layer.rpartition(".attn")[0] for layer in SELF[name]})
+        sparge.enable(model, Policy(dense_layers=(total - 1, -total)))
+        for wrong in (total, -total - 1, 99):
+            message = rf"dense_layers: expected layers below {total} \(or from -{total} on\), got {wrong}$"
+            with pytest.raises(ValueError, match=message):
+                sparge.enable(model, Policy(dense_layers=(0, wrong)))
+        sparge.disable(model)
+
 
 @pytest.mark.parametrize("name", ["cogvideox", "flux"])  # one that calls SDPA and one that is dispatched
 def test_compiled_equals_eager(name: str) -> None:
@@ -137,6 +147,13 @@ def test_compiled_equals_eager(name: str) -> None:
     ids=lambda kind: kind.__name__,
 )
 class TestSteps:
+    def test_steps_the_schedule_does_not_have(self, kind: Any) -> None:
+        model, _ = build("wan")
+        scheduler = kind()
+        sparge.enable(model, Policy(dense_steps=(1, 99)), scheduler=scheduler)
+        with pytest.warns(UserWarning, match=r"dense_steps: expected steps below (4|7) .*, got 99$"):
+            scheduler.set_timesteps(4)
+
     def denoise(self, model: Any, inputs: dict[str, Any], scheduler: Any, steps: int, passes: int) -> list[int]:
         """Sparse calls of each step of a bare denoising loop with so many passes a step."""
         scheduler.set_timesteps(steps)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import threading
 import warnings
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import sparge
 from conftest import assert_within_budget, exact_attention, make_qkv, plain_attention, relative_l1
@@ -75,6 +81,88 @@ class TestMeaning:
         assert got.dtype == expected.dtype == torch.bfloat16
         exact, _ = exact_attention(*(tensor.bfloat16() for tensor in (query, key, value)))
         assert_within_budget(got, exact, plain_attention(*(tensor.bfloat16() for tensor in (query, key, value))))
+
+    def test_autocast_leaves_float64_alone(self) -> None:
+        query, key, value = make_qkv(300, dtype=torch.float64)
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = F.scaled_dot_product_attention(query, key, value)
+            with sparge.replace_sdpa(Policy(backend="torch", on_unsupported="dense")):
+                got = F.scaled_dot_product_attention(query, key, value)
+        assert expected.dtype == torch.float64
+        assert torch.equal(got, expected)
+        assert sparge.stats().reasons == {"dense: unsupported (float64)": 1}
+
+    def test_autocast_rounds_masks(self) -> None:
+        query, key, value = make_qkv(300)
+        mask = torch.randn(300, 300, generator=torch.Generator().manual_seed(0)) * 100
+        seen: list[Tensor] = []
+
+        def watch(*args: Any, **kwargs: Any) -> Tensor:
+            seen.append(args[3])
+            return sparge.attention(*args, **kwargs)
+
+        with pytest.MonkeyPatch.context() as patch, torch.autocast("cpu", torch.bfloat16), sparge.replace_sdpa(ALL):
+            patch.setattr(calls.api, "attention", watch)
+            F.scaled_dot_product_attention(query, key, value, mask)
+        assert [given.dtype for given in seen] == [torch.bfloat16]
+        assert torch.equal(seen[0].squeeze(), mask.bfloat16())
+
+    @pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right], ids=["upper left", "lower right"])
+    @pytest.mark.parametrize("lengths", [(300, 300), (200, 300)])
+    @pytest.mark.parametrize("scopes", [1, 2])
+    def test_causal_bias(self, make: Any, lengths: tuple[int, int], scopes: int) -> None:
+        query, key, value = make_qkv(*lengths)
+        bias = make(*lengths)
+        seen = torch.ones(lengths, dtype=torch.bool).tril(0 if make is causal_upper_left else lengths[1] - lengths[0])
+        exact, _ = exact_attention(query, key, value, attn_mask=seen)
+        for policy, reason in (
+            (Policy(topk=1.0, backend="torch", self_attention_only=False), "sparse: torch"),
+            (Policy(min_tokens=999, backend="torch", self_attention_only=False), "dense: fewer than min_tokens"),
+        ):
+            sparge.reset_stats()
+            with contextlib.ExitStack() as stack:
+                for _ in range(scopes):
+                    stack.enter_context(sparge.replace_sdpa(policy))
+                got = F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
+            torch.testing.assert_close(got.double(), exact, rtol=2e-5, atol=2e-6)
+            assert sparge.stats().reasons == {reason: 1}
+
+    def test_causal_bias_that_makes_no_sense(self) -> None:
+        query, key, value = make_qkv(200)
+        with sparge.replace_sdpa(Policy(backend="torch", on_unsupported="dense")):
+            with pytest.raises(ValueError, match="causal=True"):
+                F.scaled_dot_product_attention(query, key, value, causal_upper_left(200, 200), is_causal=True)
+            bias = causal_upper_left(100, 100)  # SDPA goes by the lengths of the tensors
+            got = F.scaled_dot_product_attention(query, key, value, bias)
+        assert torch.equal(got, F.scaled_dot_product_attention(query, key, value, is_causal=True))
+        assert sparge.stats().sparse == 0
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("rows", ["queries", "keys"])
+    def test_rows_of_lowest_numbers(self, dtype: torch.dtype, rows: str) -> None:
+        """For SDPA they are a number as any other."""
+        query, key, value = make_qkv(200, dtype=dtype)
+        lowest = torch.finfo(dtype).min
+        mask = torch.zeros(1, 1, 200 if rows == "queries" else 1, 200, dtype=dtype)
+        mask[..., 100:] = lowest
+        with sparge.replace_sdpa(Policy(topk=1.0, backend="torch", on_unsupported="dense")):
+            got = F.scaled_dot_product_attention(query, key, value, mask)
+            assert sparge.stats().sparse == 1
+            exact, _ = exact_attention(query, key, value, attn_mask=mask)
+            assert_within_budget(got, exact, plain_attention(query, key, value, attn_mask=mask))
+            mask[:, :, -1] = lowest
+            got = F.scaled_dot_product_attention(query, key, value, mask)
+        assert torch.equal(got, F.scaled_dot_product_attention(query, key, value, mask))
+        assert (got[:, :, -1] != 0).any()
+        assert sparge.stats().reasons["dense: unsupported (mask with rows of its lowest number)"] == 1
+
+    def test_lowest_numbers_in_a_compiled_program(self) -> None:
+        query, key, value = make_qkv(200)
+        mask = torch.full((200, 200), torch.finfo(torch.float32).min)
+        compiled = torch.compile(F.scaled_dot_product_attention, fullgraph=True, backend="eager")
+        with sparge.replace_sdpa(Policy(topk=1.0, backend="torch", on_unsupported="dense")):
+            got = compiled(query, key, value, mask)
+        torch.testing.assert_close(got, value.mean(2, keepdim=True).expand_as(got), rtol=1e-4, atol=1e-5)
 
     def test_sparse_output_is_that_of_attention(self) -> None:
         query, key, value = make_qkv(600)
@@ -173,6 +261,77 @@ class TestDecisions:
         with loud, pytest.raises(NotImplementedError, match="cannot be sparse"):
             F.scaled_dot_product_attention(query, key, value, dropout_p=dropout)
 
+    def test_nested_and_meta_tensors(self) -> None:
+        policy = Policy(backend="torch", on_unsupported="dense")
+        parts = [[torch.randn(length, 2, 16) for length in (30, 20)] for _ in range(3)]
+        for layout in (torch.strided, torch.jagged):
+            nested = [torch.nested.nested_tensor(part, layout=layout).transpose(1, 2) for part in parts]
+            if layout == torch.strided:
+                nested = [tensor.contiguous() for tensor in nested]
+            expected = F.scaled_dot_product_attention(*nested)
+            sparge.reset_stats()
+            with sparge.replace_sdpa(policy):
+                got = F.scaled_dot_product_attention(*nested)
+            assert all(map(torch.equal, got.unbind(), expected.unbind()))
+            assert sparge.stats().reasons == {"dense: unsupported (nested tensors)": 1}
+        query, key, value = (tensor.to("meta") for tensor in make_qkv(200))
+        for is_causal in (False, True):
+            sparge.reset_stats()
+            with sparge.replace_sdpa(policy):
+                got = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
+            assert got.is_meta
+            assert got.shape == query.shape
+            assert sparge.stats().reasons == {"dense: unsupported (devices)": 1}
+
+    def test_transforms_of_functions(self) -> None:
+        query, key, value = make_qkv(200, batch=2)
+        mask = torch.zeros(2, 1, 1, 1, 200, dtype=torch.bool)
+        mask[0, ..., :150] = mask[1, ..., 20:] = True
+
+        def results() -> tuple[Tensor, Tensor]:
+            with sdpa_kernel(SDPBackend.MATH):  # the others have neither tangents nor rules for batches
+                batch = torch.func.vmap(F.scaled_dot_product_attention)(
+                    query[:, None], key[:, None], value[:, None], mask
+                )
+                return batch, torch.func.jvp(
+                    lambda query: F.scaled_dot_product_attention(query, key, value), (query,), (query,)
+                )[1]
+
+        expected = results()
+        assert expected[1].abs().max() > 0.1
+        with sparge.replace_sdpa(Policy(backend="torch", on_unsupported="dense")):
+            assert all(map(torch.equal, results(), expected))
+        assert sparge.stats().reasons == {"dense: unsupported (a transform of torch.func)": 2}
+        with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="gradients"):
+            query = torch.autograd.forward_ad.make_dual(query, query)
+            with sparge.replace_sdpa(Policy(backend="torch", on_unsupported="raise")):
+                F.scaled_dot_product_attention(query, key, value)
+
+    def test_reentrant_checkpoints_compute_forward_what_they_compute_backward(self) -> None:
+        query, key, value = make_qkv(600)
+        query.requires_grad_()
+
+        def run(query: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(query * 2, key, value)
+
+        expected = run(query)
+        (gradient,) = torch.autograd.grad(expected.square().sum(), query)
+        policy = Policy(sparsity=THIN.selection, backend="torch", on_unsupported="dense")
+        for use_reentrant in (True, False):
+            query.grad = None
+            sparge.reset_stats()
+            with sparge.replace_sdpa(policy):
+                got: Any = checkpoint(run, query, use_reentrant=use_reentrant)
+                got.square().sum().backward()
+            assert torch.equal(got, expected)
+            assert query.grad is not None
+            torch.testing.assert_close(query.grad, gradient)
+            assert sparge.stats().sparse == 0
+            assert sparge.stats().dense >= 1, "torch runs its backward outside of modes"
+        with torch.no_grad(), sparge.replace_sdpa(policy):
+            run(query)
+        assert sparge.stats().sparse == 1
+
     def test_deciding_for_dense_computes_nothing(self) -> None:
         class Count(TorchDispatchMode):
             def __init__(self) -> None:
@@ -251,6 +410,101 @@ class TestScope:
         assert sparge.stats().reasons == {"sparse: torch": 2}
         F.scaled_dot_product_attention(query, key, value)
         assert sparge.stats().calls == 2
+
+    def test_decorated_generators(self) -> None:
+        query, key, value = make_qkv(200)
+
+        @sparge.replace_sdpa(ALL)
+        def steps(count: int) -> Iterator[Any]:
+            try:
+                for _ in range(count):
+                    try:
+                        sent = yield F.scaled_dot_product_attention(query, key, value)
+                        assert sent in (None, "sent")
+                    except KeyError:
+                        yield "caught"
+            finally:
+                F.scaled_dot_product_attention(query, key, value)
+            return "done"
+
+        generator: Any = steps(3)
+        assert sparge.stats().calls == 0
+        next(generator)
+        F.scaled_dot_product_attention(query, key, value)
+        assert sparge.stats().calls == 1, "not inside while it waits"
+        generator.send("sent")
+        assert generator.throw(KeyError()) == "caught"
+        next(generator)
+        assert sparge.stats().calls == 3
+        generator.close()
+        assert sparge.stats().calls == 4
+        generator = steps(0)
+        with pytest.raises(StopIteration, match="done"):
+            next(generator)
+        assert sparge.stats().reasons == {"sparse: torch": 5}
+
+    def test_decorated_coroutines(self) -> None:
+        query, key, value = make_qkv(200)
+
+        @sparge.replace_sdpa(ALL)
+        async def run(go_on: asyncio.Event) -> str:
+            F.scaled_dot_product_attention(query, key, value)
+            await go_on.wait()
+            F.scaled_dot_product_attention(query, key, value)
+            return "done"
+
+        async def main() -> None:
+            go_on = asyncio.Event()
+            task = asyncio.create_task(run(go_on))
+            await asyncio.sleep(0)
+            F.scaled_dot_product_attention(query, key, value)
+            assert sparge.stats().calls == 1, "not inside while it waits"
+            go_on.set()
+            assert await task == "done"
+
+        asyncio.run(main())
+        assert sparge.stats().reasons == {"sparse: torch": 2}
+
+    def test_decorated_async_generators(self) -> None:
+        query, key, value = make_qkv(200)
+
+        @sparge.replace_sdpa(ALL)
+        @sparge.replace_sdpa(ALL)
+        async def steps() -> AsyncIterator[Any]:
+            try:
+                while True:
+                    await asyncio.sleep(0)
+                    F.scaled_dot_product_attention(query, key, value)
+                    try:
+                        if (yield "step") == "stop":
+                            return
+                    except KeyError:
+                        yield "caught"
+            finally:
+                F.scaled_dot_product_attention(query, key, value)
+
+        async def main() -> None:
+            generator: Any = steps()
+            assert await generator.asend(None) == "step"
+            F.scaled_dot_product_attention(query, key, value)
+            assert sparge.stats().calls == 1, "not inside while it waits"
+            assert await generator.athrow(KeyError()) == "caught"
+            assert await anext(generator) == "step"
+            assert sparge.stats().calls == 2
+            with pytest.raises(StopAsyncIteration):
+                await generator.asend("stop")
+            generator = steps()
+            await anext(generator)
+            await generator.aclose()
+
+        asyncio.run(main())
+        assert sparge.stats().reasons == {"sparse: torch": 5}
+
+    def test_what_cannot_be_decorated(self) -> None:
+        with pytest.raises(TypeError, match="expected a function to decorate, got the class Linear"):
+            sparge.replace_sdpa(ALL)(torch.nn.Linear)
+        with pytest.raises(TypeError, match="expected a function to decorate, got 3"):
+            sparge.replace_sdpa(ALL)(3)  # type: ignore[type-var]
 
     def test_threads_have_scopes_of_their_own(self) -> None:
         query, key, value = make_qkv(200)

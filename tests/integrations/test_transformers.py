@@ -23,6 +23,9 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    SamConfig,
+    SamModel,
+    SamVisionModel,
     StaticCache,
     T5Config,
     T5ForConditionalGeneration,
@@ -207,9 +210,116 @@ def test_layers_are_counted_in_their_own_list() -> None:
         "decoder.layers.0.encoder_attn",
         "decoder.layers.1.encoder_attn",
     }
-    with pytest.raises(ValueError, match="dense_layers: expected indices of layers of BartModel"):
-        sparge.enable(model, Policy(dense_layers=(7,)))
-    assert model.config._attn_implementation == "sdpa"
+    sparge.enable(model, Policy(dense_layers=(2, -3)))
+    for wrong in ((7,), (0, 3), (-4, 1)):
+        with pytest.raises(ValueError, match=r"dense_layers: expected layers below 3 \(or from -3 on\), got (7|3|-4)$"):
+            sparge.enable(model, Policy(dense_layers=wrong))
+    assert model.config._attn_implementation == "sparge", "left as it was"
+    sparge.disable(model)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("edited", ["the mask", "what it was made from"])
+def test_masks_that_are_edited(mode: Any, edited: str) -> None:
+    """What a mask was made from is known as long as it is that mask."""
+    model, ids = llama(), tokens()
+
+    def edit(_: Any, __: Any, kwargs: dict[str, Any]) -> None:
+        if edited == "the mask":
+            kwargs["attention_mask"][:, :, 300:, 100:200] = False
+        else:
+            visible[:] = False
+
+    visible = padding("left").bool()
+    hook = model.model.layers[1].register_forward_pre_hook(edit, with_kwargs=True)
+    with mode():
+        expected = model(ids, attention_mask=visible).logits
+        hook.remove()
+        visible = padding("left").bool()
+        stock = model(ids, attention_mask=visible).logits
+        assert torch.allclose(stock[0, -1], expected[0, -1], atol=1e-4) == (edited != "the mask")
+        model.model.layers[1].register_forward_pre_hook(edit, with_kwargs=True)
+        sparge.enable(model, ALL)
+        got = model(ids, attention_mask=visible).logits
+    shown = padding("left").bool()
+    assert sparge.stats().dense == 0
+    assert_logits_equal(got[shown], expected[shown])
+
+
+def test_padding_is_read_once_in_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sparge.integrations import padding as room
+
+    reads = []
+    read = room._read
+    monkeypatch.setattr(room, "_read", lambda visible: reads.append(1) or read(visible))
+    model = llama()
+    sparge.enable(model, ALL)
+    with torch.inference_mode():
+        model(tokens(), attention_mask=padding("left"))
+    assert sparge.stats().dense == 0
+    assert len(reads) == 1, "for all layers: on a GPU each would wait for the device"
+
+
+def test_reentrant_checkpoints_train_as_stock() -> None:
+    model, ids = llama().train(), tokens(1)
+    grads = []
+    for enabled in (False, True):
+        if enabled:
+            sparge.enable(model, Policy(sparsity=THIN.selection, backend="torch", on_unsupported="dense"))
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+        model.enable_input_require_grads()
+        model.zero_grad()
+        with torch.enable_grad():
+            model(ids, labels=ids, use_cache=False).loss.backward()
+        grads.append(model.model.layers[0].self_attn.q_proj.weight.grad.clone())
+    assert torch.equal(*grads)
+    assert sparge.stats().sparse == 0
+    assert sparge.stats().dense == 6
+
+
+class TestAttentionOfItsOwn:
+    """SAM's picture encoder adds biases of its own making; only its small decoder asks for a function by name."""
+
+    def build(self) -> Any:
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "mlp_dim": 32}
+        picture = {"image_size": 32, "patch_size": 4, "num_pos_feats": 16, "output_channels": 32}
+        config = SamConfig(
+            vision_config={**sizes, **picture, "window_size": 0, "global_attn_indexes": [0, 1]},
+            mask_decoder_config={**sizes, "num_hidden_layers": 1, "iou_head_hidden_dim": 32},
+            prompt_encoder_config={"hidden_size": 32, "image_size": 32, "patch_size": 4},
+        )
+        return SamModel(config).eval()
+
+    def inputs(self) -> dict[str, Tensor]:
+        return {"pixel_values": torch.randn(1, 3, 32, 32), "input_points": torch.zeros(1, 1, 1, 2)}
+
+    def test_a_part_of_the_model(self) -> None:
+        model = self.build()
+        names = [sorted(vars(module)) for module in model.modules()]
+        hooks = [len(module._forward_hooks) for module in model.modules()]
+        with pytest.warns(UserWarning, match=r"got that of SamVisionSdpaAttention itself .*replace_sdpa"):
+            sparge.enable(model, Policy(backend="torch"))
+        model(**self.inputs())
+        layers = sparge.stats().layers
+        for index in range(2):
+            assert layers[f"vision_encoder.layers.{index}.attn"].reasons == {"dense: the model's own attention": 1}
+        assert layers["mask_decoder.transformer.layers.0.self_attn"].reasons == {"sparse: torch": 1}
+        sparge.disable(model)
+        assert [sorted(vars(module)) for module in model.modules()] == names
+        assert [len(module._forward_hooks) for module in model.modules()] == hooks
+        with pytest.raises(NotImplementedError, match="SamVisionSdpaAttention itself"):
+            sparge.enable(model, ALL)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            sparge.enable(model, Policy(on_unsupported="dense"))
+
+    @pytest.mark.parametrize("on_unsupported", ["raise", "warn", "dense"])
+    def test_all_of_the_model(self, on_unsupported: Any) -> None:
+        model = SamVisionModel(self.build().config.vision_config)
+        with pytest.raises(NotImplementedError, match=r"SamVisionModel: expected attention by one of transformers'"):
+            sparge.enable(model, Policy(on_unsupported=on_unsupported))
+        assert model.config._attn_implementation == "sdpa"
 
 
 def test_a_scope_around_an_enabled_model_has_no_say() -> None:
@@ -335,6 +445,17 @@ def test_by_name(tmp_path: Any) -> None:
         "layers.1": 0,
         "layers.2": 1,
     }
+
+
+def test_by_name_rules_without_effect_are_told(tmp_path: Any) -> None:
+    llama().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="expected no rules about denoising steps"):
+        sparge.register(Policy(dense_steps=(1,)))
+    sparge.register(Policy(backend="torch", dense_layers=(1, 99)))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sparge").eval()
+    with pytest.warns(UserWarning, match=r"dense_layers: expected layers below 3 .*, got 99$"):
+        model(tokens(1))
+    assert sparge.stats().reasons == {"dense: dense layer": 1, "sparse: torch": 2}
 
 
 def test_encoders_are_not_causal() -> None:

@@ -78,7 +78,7 @@ def register(policy: Policy | None = None, framework: Literal["transformers", "d
 
     Raises:
         ImportError: the framework is missing, too old, or cannot be extended.
-        ValueError: for diffusers, the policy has rules about layers or steps.
+        ValueError: the policy has rules about steps or, for diffusers, layers.
     """
     policy = _checked(policy)
     validation.check_choice("framework", framework, ("transformers", "diffusers"))

@@ -13,9 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 
-from sparge import api, dispatch
+from sparge import api, dispatch, validation
+from sparge.derivatives import inside_autograd_function, needs_derivatives
 from sparge.integrations.padding import attend_within, spans_of
 from sparge.policy import Policy
 from sparge.stats import counters
@@ -39,6 +41,7 @@ class Steps:
         """A schedule of so many steps begins."""
         self.total = total
         self._go_to(0)
+        warn_of_missing("dense_steps", self._policy.dense_steps, total)
 
     def advance(self) -> None:
         """A step is done."""
@@ -103,13 +106,19 @@ def attend(
     """
     if runs_dense(layer, query, key, is_self, is_language):
         return None
-    reason = unsupported or _why_unsupported(query, key, value, attn_mask, dropout_p, enable_gqa)
+    reason = unsupported or _why_foreign(query, key, value, attn_mask)
+    if reason is None:
+        query, key, value = (_autocast(tensor) for tensor in (query, key, value))
+        attn_mask = None if attn_mask is None else _autocast(attn_mask)
+        reason = _why_unsupported(query, key, value, attn_mask, dropout_p, enable_gqa)
     spans = None
     if reason is None and attn_mask is not None:
         if attn_mask.shape[-1:] == key.shape[2:3] and attn_mask.shape[0] in (1, query.shape[0]):
             spans = spans_of(attn_mask)
         if spans is None and query.is_cuda and layer.policy.backend == "auto":
             reason = _why_slow(attn_mask)
+        if reason is None and attn_mask.dtype != torch.bool:
+            reason = _why_ambiguous(attn_mask)
     if reason is not None:
         refuse(layer, reason)
         return None
@@ -160,6 +169,32 @@ def _why_slow(attn_mask: Tensor) -> str | None:
     return None if attn_mask.dtype == torch.bool else "additive mask"
 
 
+def _why_ambiguous(attn_mask: Tensor) -> str | None:
+    """Rows of lowest numbers alone: SDPA weighs the keys they are on as if they were 0, `sparge.attention` hides them.
+
+    To know of them the mask is read, which neither a GPU's queue nor a compiled program allows.
+    """
+    if attn_mask.device.type != "cpu" or torch.compiler.is_compiling():
+        return "additive mask"
+    lowest = torch.finfo(attn_mask.dtype).min
+    return "mask with rows of its lowest number" if bool((attn_mask.amax(-1) == lowest).any()) else None
+
+
+def aligned_top_left(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, str | None]:
+    """Keys and values for causality as SDPA aligns it; or, third, why `attend` has nothing like it."""
+    q_len, kv_len = query.shape[2], key.shape[2]
+    if q_len > kv_len:
+        return key, value, "causal with more queries than keys"
+    if q_len < kv_len:
+        key, value = key[:, :, :q_len], value[:, :, :q_len]  # nobody sees the keys behind
+    return key, value, None
+
+
+def has_sizes(query: Tensor, key: Tensor) -> bool:
+    """Whether there are heads and tokens to be counted; if not, the call is unsupported, if anything."""
+    return not (query.is_nested or key.is_nested) and query.ndim == key.ndim == 4
+
+
 def runs_dense(
     layer: Layer,
     query: Tensor,
@@ -175,9 +210,9 @@ def runs_dense(
     Args:
         heads_at, tokens_at: their dimensions.
     """
+    if not has_sizes(query, key):
+        return False
     q_shape, kv_shape = query.shape, key.shape
-    if len(q_shape) != 4 or len(kv_shape) != 4:
-        return False  # unsupported, if anything
     heads, q_len, kv_len = q_shape[0] * q_shape[heads_at], q_shape[tokens_at], kv_shape[tokens_at]
     reason = _why_dense(layer, query, heads, q_len, kv_len, is_self, is_language)
     if reason is None:
@@ -210,18 +245,40 @@ def _why_dense(
     return None if layer.steps is None else layer.steps.dense
 
 
-def _why_unsupported(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, enable_gqa: bool
-) -> str | None:
-    """What keeps a call that SDPA would take from being sparse, or SDPA from taking it; it raises its own errors."""
+def _autocast(tensor: Tensor) -> Tensor:
+    """A tensor as autocast hands it to SDPA."""
+    if not torch.is_autocast_enabled(tensor.device.type):
+        return tensor
+    if not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(tensor.device.type))
+
+
+def _why_foreign(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> str | None:
+    """What keeps a call from being looked at: its tensors are not plain ones with numbers in them."""
+    if query.is_nested or key.is_nested or value.is_nested:
+        return "nested tensors"
     if query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
         return f"{query.ndim} dimensions"
     if any(type(tensor) is not Tensor for tensor in (query, key, value)):
         return "tensor subclass"
-    if query.dtype not in DTYPES or key.dtype != query.dtype or value.dtype != query.dtype:
-        return f"{query.dtype}".removeprefix("torch.") if query.dtype not in DTYPES else "several dtypes"
+    if attn_mask is not None and type(attn_mask) not in (Tensor, nn.Parameter):
+        return "mask of a tensor subclass"
+    if not torch.compiler.is_compiling() and any(map(is_functorch_wrapped_tensor, (query, key, value))):
+        return "a transform of torch.func"
     if key.device != query.device or value.device != query.device or query.device.type == "meta":
         return "devices"
+    if attn_mask is not None and attn_mask.device != query.device:
+        return "devices"
+    return None
+
+
+def _why_unsupported(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, enable_gqa: bool
+) -> str | None:
+    """What keeps a call that SDPA would take from being sparse, or SDPA from taking it; it raises its own errors."""
+    if query.dtype not in DTYPES or key.dtype != query.dtype or value.dtype != query.dtype:
+        return f"{query.dtype}".removeprefix("torch.") if query.dtype not in DTYPES else "several dtypes"
     batch, heads, _, head_dim = query.shape
     for name, size in (("head_dim", head_dim), ("value head_dim", value.shape[3])):
         if not MIN_HEAD_DIM <= size <= MAX_HEAD_DIM:
@@ -232,13 +289,12 @@ def _why_unsupported(
         return "shapes"
     if dropout_p:
         return "dropout"
-    tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+    if needs_derivatives(query, key, value, attn_mask):
         return "gradients"
+    if inside_autograd_function():
+        return "inside an autograd function, as reentrant checkpoints are"
     if attn_mask is not None and attn_mask.dtype not in (torch.bool, *DTYPES):
         return f"mask of {attn_mask.dtype}"
-    if attn_mask is not None and attn_mask.device != query.device:
-        return "devices"
     return None
 
 
@@ -251,8 +307,21 @@ def refuse(layer: Layer, reason: str) -> None:
         return
     counters.record(f"dense: unsupported ({reason})", layer.name)
     if layer.policy.on_unsupported == "warn":
-        with _WARNING:
-            if reason in _WARNED:
-                return
-            _WARNED.add(reason)
-        warnings.warn(f"sparge: {message}; it runs dense", stacklevel=4)
+        _warn_once(reason, f"{message}; it runs dense", stacklevel=5)
+
+
+def warn_of_missing(name: str, places: Sequence[int], total: int) -> None:
+    """Say that a rule is about layers or steps that are not there, where another run may well have them."""
+    try:
+        validation.check_places(name, places, total)
+    except ValueError as error:
+        _warn_once(str(error), str(error), stacklevel=4)
+
+
+def _warn_once(reason: str, message: str, stacklevel: int) -> None:
+    """Warn, once for each reason and process."""
+    with _WARNING:
+        if reason in _WARNED:
+            return
+        _WARNED.add(reason)
+    warnings.warn(f"sparge: {message}", stacklevel=stacklevel)

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from sparge import validation
 from sparge.integrations import diffusers_backend
 from sparge.integrations.calls import Layer, Steps
 from sparge.integrations.schedule import Schedule
@@ -65,7 +66,7 @@ def enable(target: Any, policy: Policy, scheduler: Any) -> None:
 
     Raises:
         NotImplementedError: a model this version does not know.
-        ValueError: rules about steps without a scheduler.
+        ValueError: rules about steps without a scheduler, or about blocks it does not have.
     """
     models = dict(_models_of(target))
     pipeline = target if hasattr(target, "scheduler") and not isinstance(target, nn.Module) else None
@@ -76,6 +77,8 @@ def enable(target: Any, policy: Policy, scheduler: Any) -> None:
             "policy: expected a pipeline, or scheduler=..., for rules about denoising steps, "
             f"got a bare {type(target).__name__}"
         )
+    for model in models.values():
+        validation.check_places("dense_layers", policy.dense_layers, len(_found_blocks(model)))
     for model in models.values():
         if is_enabled(model):  # by itself or with a pipeline
             disable(model)
@@ -128,11 +131,7 @@ def _hook_model(model: nn.Module, prefix: str, policy: Policy, schedule: Schedul
     """Hooks on every attention module of every block."""
     known = _blocks_of(model)
     assert known is not None
-    found = [
-        (f"{prefix}{part}.{index}", block, part == known.merged)
-        for part in known.lists
-        for index, block in enumerate(getattr(model, part))
-    ]
+    found = _found_blocks(model)
     text_tokens = None
     passes = _Passes()
     undo: list[Callable[[], None]] = [
@@ -147,17 +146,24 @@ def _hook_model(model: nn.Module, prefix: str, policy: Policy, schedule: Schedul
         place = list(inspect.signature(model.forward).parameters).index("encoder_hidden_states")
         text_tokens = _TextTokens(place)
         undo.append(_remove(model.register_forward_pre_hook(text_tokens.read, with_kwargs=True)))
-    for index, (block_name, block, merged) in enumerate(found):
+    for index, (part, place, block) in enumerate(found):
         dense = policy.is_dense_layer(index, len(found))
         for name, module in block.named_modules():
             if not _is_attention(module):
                 continue
-            layer = Layer(f"{block_name}.{name}", policy, dense, steps)
+            layer = Layer(f"{prefix}{part}.{place}.{name}", policy, dense, steps)
             undo += _dispatched_here(module)
-            hooks = _Hooks(layer, known, text_tokens if merged else None)
+            hooks = _Hooks(layer, known, text_tokens if part == known.merged else None)
             undo.append(_remove(module.register_forward_pre_hook(hooks.open, with_kwargs=True)))
             undo.append(_remove(module.register_forward_hook(hooks.close, always_call=True)))
     return undo
+
+
+def _found_blocks(model: nn.Module) -> list[tuple[str, int, nn.Module]]:
+    """All blocks in the order they run, with their list and their place in it."""
+    known = _blocks_of(model)
+    assert known is not None
+    return [(part, place, block) for part in known.lists for place, block in enumerate(getattr(model, part))]
 
 
 def _is_attention(module: nn.Module) -> bool:

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ContextDecorator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from sparge.integrations.calls import Layer, attend, runs_dense
+from sparge.causal_bias import alignment_of
+from sparge.integrations.calls import Layer, aligned_top_left, attend, has_sizes, runs_dense
+from sparge.integrations.resumed import run_within
 from sparge.policy import Policy
 from sparge.stats import counters
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 _SDPA = F.scaled_dot_product_attention
 
@@ -101,32 +104,36 @@ def sparse_sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | None:
-    """An SDPA call in this library's terms (autocast applied, causality aligned top-left), or None: run it dense."""
+    """An SDPA call in this library's terms (causality aligned top-left, CausalBias honoured), or None: run it dense."""
     scope.calls += 1
-    if not is_causal and runs_dense(scope.layer, query, key, scope.is_self):
+    alignment = alignment_of(attn_mask)
+    causal = is_causal or alignment is not None
+    if not causal and runs_dense(scope.layer, query, key, scope.is_self):
         return None
-    device = query.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
     is_self, unsupported = scope.is_self, None
+    text: Sequence[tuple[int, int]] = ()
     if is_causal and attn_mask is not None:
         unsupported = "a mask and is_causal"  # SDPA forbids it; some of its kernels take it
-    elif is_causal and query.ndim == 4 and key.ndim == 4 and query.shape[2] != key.shape[2]:
-        is_self = False if is_self is None else is_self
-        if query.shape[2] > key.shape[2]:
-            unsupported = "causal with more queries than keys"
-        else:
-            key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]  # nobody sees the keys behind
-    text = _resolved(scope.text, key.shape[-2]) if scope.text else ()
+    elif has_sizes(query, key):
+        if causal and query.shape[2] != key.shape[2]:
+            is_self = False if is_self is None else is_self
+        if (
+            alignment is not None
+            and attn_mask is not None
+            and tuple(attn_mask.shape[-2:]) != (query.shape[2], key.shape[2])
+        ):
+            unsupported = "shape of the mask"
+        elif causal and alignment != "bottom-right":
+            key, value, unsupported = aligned_top_left(query, key, value)
+        text = _resolved(scope.text, key.shape[2]) if scope.text else ()
     return attend(
         scope.layer,
         query,
         key,
         value,
-        attn_mask,
+        attn_mask if alignment is None or unsupported else None,
         dropout_p,
-        is_causal,
+        causal,
         scale,
         enable_gqa,
         is_self=is_self,
@@ -141,13 +148,14 @@ def _resolved(ranges: Sequence[tuple[int, int | None]], kv_len: int) -> list[tup
     return [(start, stop) for start, stop in ends if start < stop]
 
 
-class replace_sdpa(ContextDecorator):
+class replace_sdpa:
     """Run the SDPA calls of a block, or of a function it decorates, sparsely where a policy says so.
 
     Every model that calls ``torch.nn.functional.scaled_dot_product_attention`` can be run under it. Calls keep SDPA's
     meaning (masks, GQA, top-left causality, autocast); cross-attention, short calls and what cannot be sparse run dense
     on SDPA itself. `sparge.stats` says what happened. Scopes may be nested (the innermost decides), entered again, and
-    used from several threads; other threads are not affected.
+    used from several threads; other threads are not affected. Decorated generators and coroutines are inside while they
+    run, not while they wait.
 
     Args:
         policy: what goes sparse; ``Policy()`` by default. Its rules about layers and steps need a model: see `enable`.
@@ -186,3 +194,9 @@ class replace_sdpa(ContextDecorator):
 
     def __exit__(self, *exception: Any) -> None:
         self._entered.modes.pop().__exit__(*exception)
+
+    def __call__(self, function: Function) -> Function:
+        if isinstance(function, type) or not callable(function):
+            got = f"the class {function.__name__}" if isinstance(function, type) else repr(function)
+            raise TypeError(f"replace_sdpa: expected a function to decorate, got {got}")
+        return cast(Function, run_within(self, function))

@@ -7,21 +7,27 @@ carries its padding along: the kernels then read one row for each sequence inste
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from sparge.integrations.calls import Layer, attend, runs_dense
+from sparge import validation
+from sparge.integrations.calls import Layer, aligned_top_left, attend, runs_dense, warn_of_missing
 from sparge.integrations.sdpa import undisturbed
 from sparge.policy import Policy
+from sparge.stats import counters
 
 NAME = "sparge"
 LAYER = "_sparge_layer"
 BY_NAME = "_sparge_layer_by_name"
 PADDING = "_sparge_padding"
-"""Attribute of a mask that is causal (aligned bottom-right) and padding: visible keys (B, 1, 1, S_k), or None: all."""
+"""Attribute of a mask that is causal (aligned bottom-right) and padding: its version when that was so, and the visible
+keys (B, 1, 1, S_k) or None: all."""
 
 NEEDED = "5.17"
 
@@ -30,6 +36,12 @@ EXTRAS = {"position_bias": "position bias", "cache": "paged cache"}
 
 CROSS_ATTENTION = ("encoder_attn", "cross_attn", "crossattention", "EncDecAttention")
 """What layers call theirs."""
+
+REGISTRY = "ALL_ATTENTION_FUNCTIONS"
+"""What the code of a module names if its attention can be set."""
+
+OWN = ("softmax", "scaled_dot_product_attention")
+"""What it names, too, if it computes attention by itself."""
 
 FORBIDDEN = {
     "s_aux": "attention sinks",
@@ -48,9 +60,16 @@ def register(policy: Policy) -> None:
 
     Raises:
         ImportError: transformers is missing or too old.
+        ValueError: rules about steps.
     """
+    _check_steps(policy)
     _register_functions()
     _registered[NAME] = policy
+
+
+def _check_steps(policy: Policy) -> None:
+    if policy.has_step_rules:
+        raise ValueError(f"policy: expected no rules about denoising steps for a language model, got {policy}")
 
 
 def _register_functions() -> None:
@@ -68,15 +87,17 @@ def enable(model: Any, policy: Policy) -> None:
     """Switch a PreTrainedModel to sparse attention.
 
     Raises:
-        NotImplementedError: the model cannot run on SDPA, or chooses its attention in its own way.
+        NotImplementedError: the model cannot run on SDPA, or computes or chooses its attention in its own way.
         ValueError: rules about steps, or layers it does not have; a part of the model is enabled already.
     """
     if not getattr(model, "_supports_sdpa", False):
         raise NotImplementedError(
             f"{type(model).__name__}: expected a model that supports SDPA attention (transformers says it does not)"
         )
-    if policy.has_step_rules:
-        raise ValueError(f"policy: expected no rules about denoising steps for a language model, got {policy}")
+    _check_steps(policy)
+    attentions = [(name, module) for name, module in model.named_modules() if _is_attention(module)]
+    validation.check_places("dense_layers", policy.dense_layers, _longest_list(model, attentions))
+    own = _own_attentions(model, attentions, policy)
     if is_enabled(model):
         disable(model)
     if any(LAYER in vars(module) for module in model.modules()):
@@ -86,6 +107,7 @@ def enable(model: Any, policy: Policy) -> None:
     before = _implementations(model)
     _register_functions()
     model._sparge_before = before
+    model._sparge_hooks = []
     model.set_attn_implementation(NAME)
     if model.config._attn_implementation != NAME:
         disable(model)
@@ -93,15 +115,11 @@ def enable(model: Any, policy: Policy) -> None:
             f"{type(model).__name__}: expected a model whose attention can be set (it calls SDPA itself; "
             "`with sparge.replace_sdpa(policy):` reaches it)"
         )
-    attentions = [(name, module) for name, module in model.named_modules() if _is_attention(module)]
     for name, module in attentions:
         dense = bool(policy.dense_layers) and _is_dense_layer(model, name, policy)
         setattr(module, LAYER, Layer(name, policy, dense, is_cross=_is_cross(module, name)))
-    if policy.dense_layers and not any(vars(module)[LAYER].dense for _, module in attentions):
-        disable(model)
-        raise ValueError(
-            f"dense_layers: expected indices of layers of {type(model).__name__}, got {policy.dense_layers}"
-        )
+    for name, module in own:
+        model._sparge_hooks.append(module.register_forward_hook(functools.partial(_count_own, name)))
 
 
 def is_enabled(model: Any) -> bool:
@@ -113,7 +131,9 @@ def disable(model: Any) -> None:
     """Give a model back the attention it had before `enable`."""
     for config, implementation in model._sparge_before:
         config._attn_implementation_internal = implementation
-    del model._sparge_before
+    for hook in model._sparge_hooks:
+        hook.remove()
+    del model._sparge_before, model._sparge_hooks
     for module in model.modules():
         for name in (LAYER, BY_NAME):
             vars(module).pop(name, None)
@@ -164,14 +184,13 @@ def _sparse(
     causal: bool,
     unsupported: str | None,
 ) -> Tensor | None:
-    q_len = query.shape[2]
-    applies_causality = causal and attention_mask is None and q_len > 1
-    if applies_causality and q_len < key.shape[2]:  # an empty static cache: SDPA aligns top-left, the rest is unused
-        key, value = key[:, :, :q_len], value[:, :, :q_len]
-    if applies_causality and q_len > key.shape[2]:
-        unsupported = unsupported or "causal with more queries than keys"
-    if causal and attention_mask is not None and hasattr(attention_mask, PADDING):
-        attention_mask, applies_causality = getattr(attention_mask, PADDING), True
+    applies_causality = causal and attention_mask is None and query.shape[2] > 1
+    if applies_causality:  # behind the queries, a static cache is empty
+        key, value, misaligned = aligned_top_left(query, key, value)
+        unsupported = unsupported or misaligned
+    version, padding = getattr(attention_mask, PADDING, (None, None))
+    if causal and attention_mask is not None and version is not None and version == attention_mask._version:
+        attention_mask, applies_causality = padding, True
     return attend(
         layer,
         query,
@@ -201,12 +220,17 @@ def mask(
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     mask_function = causal_mask_function if mask_function is None else mask_function
-    full = sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **kwargs)
-    if full is None or torch.compiler.is_compiling() or mask_function is not causal_mask_function:
-        return full
+    arguments = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
     at_the_end = isinstance(q_offset, int) and kv_offset == 0 and q_offset + q_length == kv_length
-    if at_the_end and (attention_mask is None or attention_mask.shape[-1] == kv_length):
-        setattr(full, PADDING, None if attention_mask is None else attention_mask[:, None, None, :].bool())
+    told = attention_mask is None or attention_mask.shape[-1] == kv_length
+    if torch.compiler.is_compiling() or mask_function is not causal_mask_function or not (at_the_end and told):
+        full: Tensor | None = sdpa_mask(*arguments, **kwargs)
+        return full
+    with torch.inference_mode(False):  # what is made in it has no version, and could be edited without a trace
+        full = sdpa_mask(*arguments, **kwargs)
+        padding = None if attention_mask is None else attention_mask[:, None, None, :].to(torch.bool, copy=True)
+    if full is not None and not full.is_inference():
+        setattr(full, PADDING, (full._version, padding))
     return full
 
 
@@ -231,12 +255,56 @@ def _layer_of(module: nn.Module) -> Layer | None:
     layer = Layer(name, policy, dense, is_cross=_is_cross(module))
     if not torch.compiler.is_compiling():
         setattr(module, BY_NAME, layer)
+        if index is not None and total is not None:  # another part of the model may have them
+            warn_of_missing("dense_layers", policy.dense_layers, total)
     return layer
 
 
 def _is_attention(module: nn.Module) -> bool:
     """Modules that may call the attention interface: all are called so, and most say whether they are causal."""
     return hasattr(module, "is_causal") or "Attention" in type(module).__name__
+
+
+def _own_attentions(
+    model: nn.Module, attentions: Sequence[tuple[str, nn.Module]], policy: Policy
+) -> list[tuple[str, nn.Module]]:
+    """Modules that compute attention by themselves, out of reach; said as the policy wants it said.
+
+    Raises:
+        NotImplementedError: the model has no others, or the policy says to raise.
+    """
+    names = {kind: _names_used(kind) for kind in {type(module) for _, module in attentions}}
+    own = [
+        (name, module)
+        for name, module in attentions
+        if not any(_is_attention(part) for part in module.modules() if part is not module)
+        and REGISTRY not in names[type(module)]
+        and not names[type(module)].isdisjoint(OWN)
+    ]
+    if not own:
+        return own
+    kinds = ", ".join(sorted({type(module).__name__ for _, module in own}))
+    message = (
+        f"{type(model).__name__}: expected attention by one of transformers' functions, got that of {kinds} itself "
+        "(`with sparge.replace_sdpa(policy):` reaches it where it calls SDPA)"
+    )
+    if not any(REGISTRY in used for used in names.values()) or policy.on_unsupported == "raise":
+        raise NotImplementedError(message)
+    if policy.on_unsupported == "warn":
+        warnings.warn(f"sparge: {message}; it runs as it was", stacklevel=4)
+    return own
+
+
+def _names_used(kind: type) -> set[str]:
+    """The names in the code of a class and of those it is made from."""
+    methods = [inspect.unwrap(method) for base in kind.__mro__ for method in vars(base).values() if callable(method)]
+    return set(name for method in methods if inspect.isfunction(method) for name in method.__code__.co_names)
+
+
+def _count_own(name: str, *_: Any) -> None:
+    """A forward hook."""
+    if not torch.compiler.is_compiling():
+        counters.record("dense: the model's own attention", name)
 
 
 def _is_cross(module: nn.Module, name: str = "") -> bool:
@@ -246,14 +314,23 @@ def _is_cross(module: nn.Module, name: str = "") -> bool:
     return named or getattr(module, "is_cross_attention", False) is True
 
 
-def _is_dense_layer(model: nn.Module, name: str, policy: Policy) -> bool:
-    """By its place in the innermost list of layers: "model.layers.3.self_attn" is layer 3 of "model.layers"."""
+def _place(model: nn.Module, name: str) -> tuple[int, int] | None:
+    """Index and length in the innermost list of layers: "model.layers.3.self_attn" is layer 3 of "model.layers"."""
     parts = name.split(".")
     place = next((place for place in reversed(range(len(parts))) if parts[place].isdigit()), None)
     if place is None:
-        return False
+        return None
     layers: Any = model.get_submodule(".".join(parts[:place]))
-    return policy.is_dense_layer(int(parts[place]), len(layers))
+    return int(parts[place]), len(layers)
+
+
+def _is_dense_layer(model: nn.Module, name: str, policy: Policy) -> bool:
+    place = _place(model, name)
+    return place is not None and policy.is_dense_layer(*place)
+
+
+def _longest_list(model: nn.Module, attentions: Sequence[tuple[str, nn.Module]]) -> int:
+    return max((place[1] for name, _ in attentions if (place := _place(model, name)) is not None), default=0)
 
 
 def _implementations(model: Any) -> list[tuple[Any, Any]]:
