@@ -1,6 +1,6 @@
 """From scores to P on Hopper: what a consumer computes between its two products.
 
-    units_of -> hide -> tile_max -> probabilities
+    key_unit_of -> hide -> tile_max -> probabilities
 
 Scores count steps: octaves, or eighths of one where P is a code. docs/hopper.md explains the codes.
 """
@@ -29,10 +29,19 @@ ONES_BITS = gl.constexpr(0x38383838)
 
 
 @jit
-def units_of(units, place, row_unit, FORM: gl.constexpr):
+def key_unit_of(units, place, FORM: gl.constexpr):
+    """What a code of a key block is worth, [4]; of unquantised keys, 1."""
+    if FORM.quantized:
+        return units.index(place).load(FORM.groups)
+    else:
+        return 1.0
+
+
+@jit
+def _unit(row_unit, key_unit, FORM: gl.constexpr):
     """What an integer of a key block's scores is worth, [64, 4], in steps; of unquantised scores, one number."""
     if FORM.quantized:
-        return row_unit[:, None] * units.index(place).load(FORM.groups)[None, :]
+        return row_unit[:, None] * key_unit[None, :]
     else:
         return row_unit
 
@@ -81,10 +90,11 @@ def as_scores(values):
 
 
 @jit
-def _lane_max(block, unit, FORM: gl.constexpr):
+def _lane_max(block, row_unit, key_unit, FORM: gl.constexpr):
     """Maximum of each thread's own columns of a key block's scores [64, 64], in steps: [64, 4]."""
     largest = as_scores(gl.max(gl.max(gl.reshape(block, (ROWS, 8, 4, 2)), 3), 1))
     largest = gl.convert_layout(largest, FORM.lanes)
+    unit = _unit(row_unit, key_unit, FORM)
     if FORM.quantized:
         return (largest - FLOAT_OFFSET) * unit
     else:
@@ -92,12 +102,12 @@ def _lane_max(block, unit, FORM: gl.constexpr):
 
 
 @jit
-def tile_max(tile, first_unit, second_unit, FORM: gl.constexpr):
+def tile_max(tile, row_unit, key_units, FORM: gl.constexpr):
     """The same of a tile's key blocks."""
     first, second = halves(tile, FORM.blocks)
-    largest = _lane_max(first, first_unit, FORM)
+    largest = _lane_max(first, row_unit, key_units[0], FORM)
     if FORM.blocks == 2:
-        largest = gl.maximum(largest, _lane_max(second, second_unit, FORM))
+        largest = gl.maximum(largest, _lane_max(second, row_unit, key_units[1], FORM))
     return largest
 
 
@@ -144,7 +154,7 @@ def _codes(scores, slope, offset):
 
 
 @jit
-def probabilities(block, unit, top, P_TYPE: gl.constexpr, FORM: gl.constexpr):
+def probabilities(block, row_unit, key_unit, top, P_TYPE: gl.constexpr, FORM: gl.constexpr):
     """P of one key block as the left operand of P V, and the sum of each thread's own columns, [64, 4] (0 for codes).
 
     What is subtracted is of the size of FLOAT_OFFSET and rounded (once: fma), by up to three quarters of an integer;
@@ -154,10 +164,11 @@ def probabilities(block, unit, top, P_TYPE: gl.constexpr, FORM: gl.constexpr):
 
     Args:
         block: raw scores [64, 64].
-        unit: what a raw score is worth, see `units_of`.
+        row_unit, key_unit: what codes of the queries and keys are worth.
         top: [64], the score that P counts from, the maximum as a rule, less what P = 1 is stored as; in steps.
     """
     scores = _as_operand(as_scores(block), FORM)
+    unit = _unit(row_unit, key_unit, FORM)
     lane_sum = 0.0
     if FORM.codes:
         lowered = FLOAT_OFFSET + gl.where(unit > COARSE * CODES_PER_OCTAVE, 1.0, 0.0)

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from sparge.backends.hopper.arithmetic import ROWS, TOP_CODE, halves, hide, probabilities, tile_max, units_of
+from sparge.backends.hopper.arithmetic import ROWS, TOP_CODE, halves, hide, key_unit_of, probabilities, tile_max
 from sparge.backends.hopper.gluon import gl, jit, mbarrier, warpgroup_mma_wait
 from sparge.backends.hopper.producer import BROKEN, PLAIN
 from sparge.backends.hopper.products import await_stage, note_of, ordered, start_scores, start_sums, start_values
@@ -75,36 +75,34 @@ def _wait_for_scores(pending, FORM: gl.constexpr):
 
 
 @jit
-def _stage_units(units, stage, row_unit, FORM: gl.constexpr):
-    """What an integer of each key block's scores is worth, in steps; four, the last ones repeated."""
+def _stage_units(units, stage, FORM: gl.constexpr):
+    """What a code of each key block is worth; four numbers, the last ones repeated."""
     place = stage * FORM.stage_blocks
-    first = units_of(units, place, row_unit, FORM)
-    second = units_of(units, place + 1, row_unit, FORM) if FORM.stage_blocks > 1 else first
+    first = key_unit_of(units, place, FORM)
+    second = key_unit_of(units, place + 1, FORM) if FORM.stage_blocks > 1 else first
     if FORM.stage_blocks == 4:
-        return first, second, units_of(units, place + 2, row_unit, FORM), units_of(units, place + 3, row_unit, FORM)
+        return first, second, key_unit_of(units, place + 2, FORM), key_unit_of(units, place + 3, FORM)
     else:
         return first, second, first, second
 
 
 @jit
-def _tile_units(stage_units, TILE: gl.constexpr, FORM: gl.constexpr):
+def _tile_units(key_units, TILE: gl.constexpr, FORM: gl.constexpr):
     """Those of a tile's first and second key block."""
     if TILE == 0:
-        return (stage_units[0], stage_units[1])
+        return (key_units[0], key_units[1])
     elif FORM.blocks == 2:
-        return (stage_units[2], stage_units[3])
+        return (key_units[2], key_units[3])
     else:
-        return (stage_units[1], stage_units[1])
+        return (key_units[1], key_units[1])
 
 
 @jit
-def _stage_max(scores, stage_units, FORM: gl.constexpr):
+def _stage_max(scores, row_unit, key_units, FORM: gl.constexpr):
     """Row maximum of a stage, [64], in steps. Threads exchange one number for each row."""
-    tile_units = _tile_units(stage_units, 0, FORM)
-    largest = tile_max(scores[0], tile_units[0], tile_units[1], FORM)
+    largest = tile_max(scores[0], row_unit, _tile_units(key_units, 0, FORM), FORM)
     if FORM.tiles == 2:
-        tile_units = _tile_units(stage_units, 1, FORM)
-        largest = gl.maximum(largest, tile_max(scores[1], tile_units[0], tile_units[1], FORM))
+        largest = gl.maximum(largest, tile_max(scores[1], row_unit, _tile_units(key_units, 1, FORM), FORM))
     return gl.max(largest, 1)
 
 
@@ -119,11 +117,14 @@ def _hide_stage(scores, blocks, stage, first_query, sizes, FORM: gl.constexpr):
 
 
 @jit
-def _start_tile_products(tile, units, top, values, place, ones, sums, FRESH: gl.constexpr, FORM: gl.constexpr):
+def _start_tile_products(
+    tile, row_unit, key_units, top, values, place, ones, sums, FRESH: gl.constexpr, FORM: gl.constexpr
+):
     """P of a tile, and P V and the sums of codes on their way. Exact sums are complete at once.
 
     Args:
-        tile: raw scores [64, keys]; ``units`` of its key blocks.
+        tile: raw scores [64, keys].
+        row_unit, key_units: what codes of the queries, and of the tile's key blocks, are worth.
         top: the score that P counts from.
         values, place: V in shared memory, from ``place`` on.
         sums: P V and the sums of codes, which are added to, or with FRESH only lend their registers; exact row sums.
@@ -133,11 +134,11 @@ def _start_tile_products(tile, units, top, values, place, ones, sums, FRESH: gl.
     """
     partial, code_sum, row_sum = sums
     first, second = halves(tile, FORM.blocks)
-    first_p, first_sum = probabilities(first, units[0], top, values.dtype, FORM)
+    first_p, first_sum = probabilities(first, row_unit, key_units[0], top, values.dtype, FORM)
     partial = start_values(first_p, values.index(place), partial, FRESH, FORM)
     second_p = first_p
     if FORM.blocks == 2:
-        second_p, second_sum = probabilities(second, units[1], top, values.dtype, FORM)
+        second_p, second_sum = probabilities(second, row_unit, key_units[1], top, values.dtype, FORM)
         partial = start_values(second_p, values.index(place + 1), partial, False, FORM)
         first_sum = first_sum + second_sum
     if FORM.codes:
@@ -150,7 +151,9 @@ def _start_tile_products(tile, units, top, values, place, ones, sums, FRESH: gl.
 
 
 @jit
-def _start_stage(scores, stage_units, top, decay, operands, stage, next_stage, state, FORM: gl.constexpr):
+def _start_stage(
+    scores, row_unit, key_units, top, decay, operands, stage, next_stage, state, FORM: gl.constexpr
+):
     """Products of a stage's tiles, and the scores of the next one as registers become free.
 
     With a threshold, which may leave out the products, the caller starts the scores.
@@ -167,9 +170,9 @@ def _start_stage(scores, stage_units, top, decay, operands, stage, next_stage, s
         sums = (product, code_sum, row_sum)
     else:
         sums = (_rescale(output, decay, FORM), code_sum, row_sum)
-    first_units = _tile_units(stage_units, 0, FORM)
+    tile_units = _tile_units(key_units, 0, FORM)
     sums = _start_tile_products(
-        scores[0], first_units, top, values, place, ones, sums, FORM.fp8_values, FORM
+        scores[0], row_unit, tile_units, top, values, place, ones, sums, FORM.fp8_values, FORM
     )
     if FORM.has_threshold:
         return scores, sums
@@ -178,8 +181,9 @@ def _start_stage(scores, stage_units, top, decay, operands, stage, next_stage, s
     else:
         first = start_scores(query, keys.index(next_stage * 2), FORM)
         top = ordered(top)  # the second tile's P under the products of the first
-        units = _tile_units(stage_units, 1, FORM)
-        sums = _start_tile_products(scores[1], units, top, values, place + FORM.blocks, ones, sums, False, FORM)
+        tile_units = _tile_units(key_units, 1, FORM)
+        place += FORM.blocks
+        sums = _start_tile_products(scores[1], row_unit, tile_units, top, values, place, ones, sums, False, FORM)
         return (first, start_scores(query, keys.index(next_stage * 2 + 1), FORM)), sums
 
 
@@ -269,7 +273,7 @@ def walk_row(operands, notes, barriers, row, turn, row_unit, threshold_ptr, FORM
     else:
         row_sum = gl.full((ROWS, 4), 0.0, gl.float32, FORM.lanes)
         code_sum = gl.to_tensor(0.0)
-    stage_units = _stage_units(units, stage, row_unit, FORM)
+    key_units = _stage_units(units, stage, FORM)
     note = note_of(kinds, stage, FORM)
     broken = row_unit * 0.0  # NaN where a query is not finite: codes cannot carry one
     for position in range(0, gl.maximum(count, 1), FORM.stage_blocks):
@@ -278,7 +282,7 @@ def walk_row(operands, notes, barriers, row, turn, row_unit, threshold_ptr, FORM
             scores = _hide_stage(scores, blocks, stage, first_query, sizes, FORM)
             if FORM.codes:
                 broken = broken + gl.where(note == BROKEN, float("nan"), 0.0)
-        local_max = _stage_max(scores, stage_units, FORM)
+        local_max = _stage_max(scores, row_unit, key_units, FORM)
         row_max = gl.maximum(row_max, local_max)
         new_top = _new_top(local_max, row_max, row_top, FORM)
         safe_top = gl.where(new_top == float("-inf"), 0.0, new_top)
@@ -297,13 +301,15 @@ def walk_row(operands, notes, barriers, row, turn, row_unit, threshold_ptr, FORM
                 is_below = is_below & (gl.convert_layout(has_nan, FORM.rows) == 0)
             is_below = is_below | (first_query + gl.arange(0, ROWS, FORM.rows) >= q_len)
             if gl.min(is_below.to(gl.int32), 0) == 0:  # one answer for the warpgroup
-                _, sums = _start_stage(scores, stage_units, top, decay, operands, stage, next_stage, state, FORM)
+                scores, sums = _start_stage(
+                    scores, row_unit, key_units, top, decay, operands, stage, next_stage, state, FORM
+                )
                 finished = _wait_for_products(sums, state, 0, FORM)
                 output, product, code_sum, row_sum = _add_stage(finished, decay, FORM)
             pending = _start_stage_scores(query, keys, next_stage, FORM)
         else:
             # After the last stage this repeats its scores, which nobody reads.
-            pending, sums = _start_stage(scores, stage_units, top, decay, operands, stage, next_stage, state, FORM)
+            pending, sums = _start_stage(scores, row_unit, key_units, top, decay, operands, stage, next_stage, state, FORM)
             output, product, code_sum, row_sum = _wait_for_products(sums, state, 1, FORM)
         mbarrier.arrive(free.index(stage), count=1)
         turn += 1
@@ -312,7 +318,7 @@ def walk_row(operands, notes, barriers, row, turn, row_unit, threshold_ptr, FORM
         next_stage = gl.where(more, (turn + 1) % FORM.stages, stage)
         await_stage(full, turn + 1, more, FORM)
         if position + FORM.stage_blocks < count:
-            stage_units = _stage_units(units, stage, row_unit, FORM)
+            key_units = _stage_units(units, stage, FORM)
             note = note_of(kinds, stage, FORM)
         if not FORM.has_threshold:
             output, product, code_sum, row_sum = _add_stage((output, product, code_sum, row_sum), decay, FORM)

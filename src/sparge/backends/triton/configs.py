@@ -13,7 +13,7 @@ from sparge.geometry import BLOCK_Q, ROW_GROUP
 WITHOUT_WARPGROUPS = (8, 12)
 """Generations whose matrix products take both operands from registers. All but 8.0 have 99 KB of shared memory."""
 
-SUMMARIZE_BLOCKS, SUMMARIZE_SLAB, SUMMARIZE_WARPS = 4, 16, 1
+SUMMARIZE_BLOCKS, SUMMARIZE_SLAB, SUMMARIZE_WARPS = 4, 8, 1
 """Key blocks a program summarises, tokens added elementwise before threads exchange sums, warps. 0.077 ms, where 2, 4
 and 8 warps take 0.097, 0.139 and 0.229; 8 blocks are as fast here and slower at N 8192, H 32 (0.053 against 0.042)."""
 
