@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparge.evaluate.families import FAMILIES
+from sparge.evaluate.families import ESSENTIAL, FAMILIES
 from sparge.geometry import BLOCK_K, BLOCK_Q, Shape
 
 Row = dict[str, Any]
@@ -140,17 +140,18 @@ def _hopper() -> list[Group]:
 
 
 def _numerics() -> list[Group]:
-    """Every family at short, usual and long lengths; sinks and the field at more; head_dim 64, causal at the usual."""
+    """Every family at a short and a long length, sinks and the field at more; some at head_dim 64, and causal."""
+    usual = Problem(8192, 2, queries=NUMERICS_QUERIES)
     groups = []
     for family in FAMILIES:
-        lengths = NUMERICS_LENGTHS if family.kind in ("sink", "field") else NUMERICS_LENGTHS[::2]
-        problems = [Problem(tokens, 2, queries=NUMERICS_QUERIES) for tokens in lengths]
-        usual = Problem(8192, 2, queries=NUMERICS_QUERIES)
-        problems.append(replace(usual, head_dim=64))
-        if family.may_be_causal:
-            problems.append(replace(usual, is_causal=True))
+        lengths = list(NUMERICS_LENGTHS if family.kind in ("sink", "field") else NUMERICS_LENGTHS[::2])
         if family.kind == "field":
-            problems.pop(0)  # too short for peaks over a tail
+            lengths.remove(1024)  # no long tail
+        problems = [replace(usual, tokens=tokens) for tokens in lengths]
+        if family in ESSENTIAL:
+            problems.append(replace(usual, head_dim=64))
+        if family in ESSENTIAL and family.may_be_causal:
+            problems.append(replace(usual, is_causal=True))
         groups += [Group("numerics", problem, family=family.name) for problem in problems]
     captured = Problem(1024, 3, 64, is_causal=True, queries=NUMERICS_QUERIES)
     return groups + [Group("numerics", captured, family=f"smollm2-{layer}") for layer in (1, 18, 27)]

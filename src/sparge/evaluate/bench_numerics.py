@@ -7,7 +7,7 @@ cuDNN in bfloat16 beside them, and whether all limits hold. Every query counts, 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from typing import cast
 
 import torch
@@ -62,6 +62,7 @@ def numerics_rows(backend: str, family: Family, problem: Problem, inputs: Inputs
     common: dict[str, str] = {}
     cudnn = attempt(common, "cudnn", partial(_cudnn_error, inputs, problem, rows, exact))
     with_exponentials: dict[str, float] = {}
+    limits_of_lse = cache(partial(lse_limits, query, key, rows, exact, is_causal=problem.is_causal))
     for kernel_backend, quantization in KERNELS.get(backend, [(backend, "int8_fp8"), (backend, "int8_fp16")]):
         problems = dict(common)
         errors = attempt(
@@ -74,7 +75,7 @@ def numerics_rows(backend: str, family: Family, problem: Problem, inputs: Inputs
             with_exponentials[kernel_backend] = errors.relative_l1
         if quantization == "int8_fp8_codes" and kernel_backend in with_exponentials:
             limit = min(limit, codes_limit(with_exponentials[kernel_backend]))
-        lse = lse_limits(query, key, rows, exact, is_causal=problem.is_causal, quantization=quantization)
+        lse = limits_of_lse(has_codes=quantization == "int8_fp8_codes")
         allowed = (limit, *lse)
         yield {
             "kind": family.kind,

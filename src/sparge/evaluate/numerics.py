@@ -59,10 +59,10 @@ def codes_limit(with_exponentials: float) -> float:
 
 
 def lse_limits(
-    query: Tensor, key: Tensor, rows: Tensor, exact: ExactRows, *, is_causal: bool = False, quantization: str
+    query: Tensor, key: Tensor, rows: Tensor, exact: ExactRows, *, is_causal: bool = False, has_codes: bool = False
 ) -> LseLimits:
-    """What the LSE of these rows may be off by, for the arguments of `exact_rows`."""
-    deviation = lse_rounding(query, key, rows, exact, is_causal=is_causal, has_codes=quantization == "int8_fp8_codes")
+    """What the LSE of these rows may be off by, for the arguments of `lse_rounding`."""
+    deviation = lse_rounding(query, key, rows, exact, is_causal=is_causal, has_codes=has_codes)
     return LseLimits(
         LSE_MEAN + MEAN_DEVIATIONS * float(deviation.square().mean().sqrt()),
         LSE_WORST + WORST_DEVIATIONS * float(deviation.max()),

@@ -1,0 +1,167 @@
+"""The contract's own arithmetic: errors of rows, the LSE's share of 8 bits, recorded inputs, the page's tables."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sparge.evaluate.bench_exact import ExactRows, exact_rows
+from sparge.evaluate.captured import SIZES, captured_families
+from sparge.evaluate.families import by_name
+from sparge.evaluate.numerics import codes_limit, errors_of, lse_limits, lse_rounding
+
+ROWS = torch.arange(100)
+
+
+def rounded(tensor: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """To 255 levels of the largest entry over the dimensions."""
+    step = tensor.abs().amax(dims, keepdim=True) / 127
+    return (tensor / step).round() * step
+
+
+class TestErrors:
+    def test_are_those_of_the_rows(self) -> None:
+        torch.manual_seed(0)
+        exact = ExactRows(torch.randn(1, 2, 3, 8).double(), torch.randn(1, 2, 3).double())
+        output, lse = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5)
+        rows = torch.tensor([0, 2, 4])
+        output[:, :, rows], lse[:, :, rows] = exact.output.float() * 1.01, exact.lse.float()
+        lse[0, 1, 4] += 0.5
+        errors = errors_of(output, lse, rows, exact)
+        assert errors.relative_l1 == pytest.approx(0.01, rel=1e-4)
+        assert (errors.lse_mean, errors.lse_worst) == (pytest.approx(0.5 / 6, rel=1e-4), pytest.approx(0.5, rel=1e-4))
+
+    @pytest.mark.parametrize("bad", [math.nan, math.inf])
+    def test_refuse_what_is_not_finite(self, bad: float) -> None:
+        exact = ExactRows(torch.ones(1, 1, 2, 4).double(), torch.ones(1, 1, 2).double())
+        output, lse = exact.output.float(), exact.lse.float()
+        output[0, 0, 1, 2] = bad
+        with pytest.raises(ValueError, match="expected a finite output"):
+            errors_of(output, lse, torch.arange(2), exact)
+        lse[0, 0, 1] = bad
+        with pytest.raises(ValueError, match="expected a finite LSE"):
+            errors_of(exact.output.float(), lse, torch.arange(2), exact)
+
+    def test_codes_may_be_a_little_worse(self) -> None:
+        assert codes_limit(0.02) == pytest.approx(0.025)
+
+
+class TestLseRounding:
+    @pytest.mark.parametrize(
+        "name", ["random-2", "random-4", "sink-13", "field", "rising-40", "outliers-k-matched-3x30"]
+    )
+    @pytest.mark.parametrize("is_causal", [False, True])
+    def test_is_what_rounding_to_8_bits_does(self, name: str, is_causal: bool) -> None:
+        """Measured on eight draws: rows share the rounding of keys, so that one draw says little."""
+        measured, derived = [], []
+        for seed in range(8):
+            query, key, value = by_name(name).make(100, 512, 1, 64, dtype=torch.float64, seed=seed)
+            exact = exact_rows(query, key, value, ROWS, is_causal=is_causal)
+            derived.append(lse_rounding(query, key, ROWS, exact, is_causal=is_causal).square().mean())
+            smooth = key - key.mean(2, keepdim=True)
+            balance = (smooth.abs().amax(2, keepdim=True) / query.abs().amax(2, keepdim=True)).sqrt()
+            query8 = rounded(query * balance, (3,))
+            key8 = rounded((smooth / balance).unflatten(2, (-1, 64)), (3, 4)).flatten(2, 3)
+            moved = exact_rows(query8, key8, value, ROWS, is_causal=is_causal).lse
+            moved = moved + (query @ key.mean(2, keepdim=True).mT / 8).squeeze(-1)
+            measured.append((moved - exact.lse).square().mean())
+        assert 0.6 < math.sqrt(sum(measured) / sum(derived)) < 1.5
+
+    def test_codes_add_the_rounding_of_p(self) -> None:
+        """One key has all the weight: the code of P moves its logarithm by 1/38. Many keys average it out."""
+        for name, low, high in (("sink-20", 0.02, 0.03), ("sink-0", 0.0, 0.002)):
+            query, key, value = by_name(name).make(100, 1024, 1, 64)
+            exact = exact_rows(query, key, value, ROWS)
+            without, with_codes = (lse_rounding(query, key, ROWS, exact, has_codes=codes) for codes in (False, True))
+            added = (with_codes.square() - without.square()).sqrt()
+            assert low <= added.min() and added.max() <= high
+
+    def test_limits(self) -> None:
+        query, key, value = by_name("tiny-queries").make(100, 1024, 1, 64)
+        exact = exact_rows(query, key, value, ROWS)
+        limits = lse_limits(query, key, ROWS, exact)
+        assert limits == (pytest.approx(0.002, abs=1e-6), pytest.approx(0.02, abs=1e-6)), "no logit, nothing to round"
+
+
+class TestCaptured:
+    def test_layers_differ_as_noted(self) -> None:
+        """`benchmarks/capture.py` says why they were chosen."""
+        families = {family.name: family for family in captured_families()}
+        weights, sink_values = {}, {}
+        for name, family in families.items():
+            query, key, value = family.make(**SIZES, dtype=torch.float32)
+            seen = torch.ones(512, 1024, dtype=torch.bool).tril(512)
+            logits = (query @ key.mT / 8).masked_fill(~seen, -math.inf)
+            weights[name] = float(logits.softmax(-1)[..., 0].mean())
+            sink_values[name] = float(value[0, 0, 0].norm() / value[0, 0].norm(dim=-1).median())
+        assert weights["smollm2-1"] < 0.01 < 0.2 < weights["smollm2-27"] < 0.8 < weights["smollm2-18"]
+        assert sink_values["smollm2-18"] < 0.1 < sink_values["smollm2-27"] < 0.3 < sink_values["smollm2-1"]
+
+    def test_fewer_queries_are_the_last_and_other_sizes_are_refused(self) -> None:
+        family = captured_families()[0]
+        everything, few = (family.make(**{**SIZES, "q_len": q_len})[0] for q_len in (512, 60))
+        assert torch.equal(everything[:, :, -60:], few)
+        with pytest.raises(ValueError, match=r"expected the recorded sizes .* got 60 and .2048, 3, 64, 1."):
+            family.make(**{**SIZES, "q_len": 60, "kv_len": 2048})
+
+    def test_none_without_the_file(self, tmp_path: Path) -> None:
+        assert captured_families(tmp_path / "none.npz") == ()
+
+
+MACHINE = {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0", "commit": "0123456789"}
+
+
+def numerics_row(family: str, kind: str, backend: str, kernel: str, error: float, **changed: Any) -> dict[str, Any]:
+    row = {"suite": "numerics", "quick": False, "problems": {}, "tokens": 8192, "queries": 512, "heads": 2}
+    row |= {"head_dim": 128, "is_causal": False, "family": family, "kind": kind, "backend": backend, "kernel": kernel}
+    row |= {"relative_l1": error, "target": 0.02, "lse_mean": 0.001, "lse_worst": 0.0123, "passes": error <= 0.02}
+    return row | {"cudnn_relative_l1": 0.0016, **MACHINE, **changed}
+
+
+class TestTables:
+    @pytest.fixture
+    def tables(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+        monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
+        from benchmarks import tables
+
+        monkeypatch.setattr(tables, "RESULTS", tmp_path)
+        return tables
+
+    def test_without_results_the_page_stays(self, tables: Any) -> None:
+        page = "".join(f"<!-- table: {name} -->\n<!-- /table -->\n" for name in tables.NUMERIC_TABLES)
+        assert tables.fill(page) == page
+
+    def test_numbers_of_the_rows(self, tables: Any, tmp_path: Path) -> None:
+        rows = [
+            numerics_row("sink-9", "sink", "hopper", "int8_fp8", 0.5),
+            numerics_row("sink-9", "sink", "hopper", "int8_fp8", 0.004),
+            numerics_row("sink-9", "sink", "hopper", "int8_fp8_codes", 0.0301),
+            numerics_row("sink-13", "sink", "hopper", "int8_fp8", 0.0081),
+            numerics_row("sink-13", "sink", "hopper", "int8_fp8_codes", 0.0107),
+            numerics_row("field", "field", "hopper", "int8_fp8", 0.014, lse_mean=0.0042),
+            numerics_row("field", "field", "hopper", "int8_fp8_codes", 0.0141, head_dim=64),
+        ]
+        (tmp_path / "numerics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        filled = {name: tables.fill(f"<!-- table: {name} -->\n<!-- /table -->") for name in tables.NUMERIC_TABLES}
+        kinds = filled["numerics_kinds"]
+        assert "| families | N | limit | hopper `int8_fp8_codes` | hopper `int8_fp8` | cuDNN bf16 |\n" in kinds
+        assert "| sink | 8192 | 0.020 | **0.0301** | 0.0081 | 0.0016 |\n" in kinds
+        assert "| field | 8192 | 0.020 |  | 0.0140 | 0.0016 |\n" in kinds, "head_dim 64 is not the usual case"
+        assert "NVIDIA H200; torch 2.11.0; triton 3.6.0; CUDA 13.0; commit 0123456789." in kinds
+        assert "| 9 | 8192 | **0.0301** | 0.0040 | 0.0016 |\n" in filled["numerics_sinks"]
+        assert "| 13 | 8192 | 0.0107 | 0.0081 | 0.0016 |\n" in filled["numerics_sinks"]
+        assert "| field | 0.0010 / 0.012 | 0.0042 / 0.012 |\n" in filled["numerics_lse"]
+        assert "| full, head_dim 128 | 1 of 2 | 3 of 3 |\n" in filled["numerics_held"]
+
+    def test_divergence(self, tables: Any, tmp_path: Path) -> None:
+        row = {"attention": "hopper", "quantization": "int8_fp8", "tokens": 8192, "windows": 8, "kl": 0.00193}
+        row |= {"kl_error": 0.00004, "loss": 0.0012, "loss_error": 0.0003, "agreement": 0.9876, **MACHINE}
+        (tmp_path / "divergence.jsonl").write_text(json.dumps(row) + "\n")
+        filled = tables.fill("<!-- table: divergence -->\n<!-- /table -->")
+        assert "| hopper | `int8_fp8` | 8 x 8192 | 0.00193 ± 0.00004 | +0.12% ± 0.03 | 0.9876 |\n" in filled
