@@ -2,7 +2,7 @@
 
     Q, K   INT8. Channels are balanced between them (`balance`), a query has a scale of its own (`query_scales`), a block
            of 64 keys has four (`key_scales`).
-    V      FP8 E4M3 per channel, without the channel's mean where that is most of it (`smooth_value`).
+    V      FP8 E4M3, a scale per channel (`quantize_fp8`).
     P      FP8 E4M3, rounded (`to_fp8`) or as codes straight from the logarithm (`fp8_from_log2`).
 
 docs/numerics.md has what each is worth. Tensors are (..., tokens, channels).
@@ -97,26 +97,6 @@ def _scale(largest: Tensor) -> Tensor:
 def quantize_int8(tokens: Tensor, scales: Tensor) -> Tensor:
     """INT8 codes of numbers whose unit is given, (..., S, D), (..., S, 1) -> (..., S, D) int8."""
     return (tokens / scales).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8)
-
-
-def smooth_value(value: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """Subtract a channel's mean where it is at least as large as the deviation; returns (smoothed, mean (..., 1, Dv)).
-
-    P's rows sum to one, so that the mean can be added to the output. FP8 rounds relative to a number's size: what is
-    left of a channel is then rounded, not its offset. A few outlying tokens make a mean smaller than their deviation,
-    and are left alone.
-
-    Args:
-        value: (..., S, Dv).
-        seen: bool (..., S); what is hidden becomes 0.
-    """
-    usable = seen[..., None] & value.isfinite()
-    count = usable.sum(-2, keepdim=True).clamp(min=1)
-    kept = torch.where(usable, value, 0.0)
-    mean = kept.sum(-2, keepdim=True) / count
-    square = kept.square().sum(-2, keepdim=True) / count
-    mean = torch.where(2 * mean.square() >= square, mean, 0.0)
-    return torch.where(seen[..., None], value - mean, 0.0), mean
 
 
 def quantize_fp8(value: Tensor) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,6 @@ from sparge.eight_bits import (
     quantize_fp8,
     quantize_int8,
     query_scales,
-    smooth_value,
     to_fp8,
     to_fp16,
 )
@@ -391,14 +390,11 @@ def attention(
     key = torch.where(keys_seen[..., None], key, 0.0)
     value = torch.where(keys_seen[..., None], value, 0.0)
     mean_score = torch.zeros_like(query[..., 0])
-    value_mean = torch.zeros_like(value[:, :, :1])
     if quantization != "none":
         key, key_mean = smooth_key(key, keys_seen)
         mean_score = scale * (query @ key_mean.repeat_interleave(shape.group, 1).mT).squeeze(-1)
         factors = balance(query, key, keys_seen)
         query, key = query * factors.repeat_interleave(shape.group, 1), key / factors
-    if quantization in FP8_MODES:
-        value, value_mean = smooth_value(value, keys_seen)
 
     kept = mask.to_dense()
     output = torch.zeros(*query.shape[:3], shape.value_dim, dtype=torch.float64, device=query.device)
@@ -407,7 +403,7 @@ def attention(
     for b in range(shape.batch):
         for h in range(shape.heads):
             kv = h // shape.group
-            head = _Head(query[b, h], key[b, kv], value[b, kv], value_mean[b, kv], scale, quantization, accumulation)
+            head = _Head(query[b, h], key[b, kv], value[b, kv], scale, quantization, accumulation)
             threshold = _of_head(pv_threshold, h, shape)
             for first in range(0, shape.q_len, ROW_GROUP):
                 rows = slice(first, min(first + ROW_GROUP, shape.q_len))
@@ -427,14 +423,13 @@ class _Head:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        value_mean: Tensor,
         scale: float,
         quantization: str,
         accumulation: Accumulation,
     ) -> None:
-        self.query, self.key, self.value, self.value_mean = query, key, value, value_mean
+        self.query, self.key, self.value = query, key, value
         self.query_scale, self.key_scale = torch.ones_like(query[:, :1]), torch.ones_like(key[:, :1])
-        self.value_scale = torch.ones_like(value_mean)
+        self.value_scale = torch.ones_like(value[:1])
         self.scale, self.quantization, self.accumulation = scale, quantization, accumulation
         if quantization != "none":
             self.query_scale, self.key_scale = query_scales(query), key_scales(key)
@@ -483,7 +478,7 @@ class _Head:
             running_max, top = new_max, new_top
         unit = FP8_MAX if self.fp8_values else 1.0
         nothing = row_sum == 0
-        output = accumulator / (unit * row_sum.masked_fill(nothing, 1.0)) * self.value_scale + self.value_mean
+        output = accumulator / (unit * row_sum.masked_fill(nothing, 1.0)) * self.value_scale
         lse = (top + row_sum.log()).squeeze(1)
         return AttentionResult(torch.where(nothing, 0.0, output), lse, torch.tensor(skipped))
 

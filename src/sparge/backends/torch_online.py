@@ -22,7 +22,6 @@ from sparge.eight_bits import (
     quantize_fp8,
     quantize_int8,
     query_scales,
-    smooth_value,
     to_fp8,
     to_fp16,
 )
@@ -73,7 +72,7 @@ class _Operands:
         shape = tiles.shape
         self.quantization, self.scale = quantization, scale
         self.query_scale = self.key_scale = self.mean_score = None
-        self.value_scale = self.value_mean = None
+        self.value_scale = None
         if quantization != "none":
             query, key = tiles.query.float(), tiles.key.float()
             present = _present(key, seen.keys, shape.kv_len)
@@ -87,8 +86,7 @@ class _Operands:
             query, key = quantize_int8(query, self.query_scale), quantize_int8(key, self.key_scale)
             tiles = replace(tiles, query=query.float(), key=key.float())
         if quantization == "int8_fp8":
-            value, self.value_mean = smooth_value(tiles.value.float().flatten(2, 3), present)
-            value, self.value_scale = quantize_fp8(value)
+            value, self.value_scale = quantize_fp8(tiles.value.float().flatten(2, 3))
             tiles = replace(tiles, value=value.unflatten(2, tiles.value.shape[2:4]))
         elif quantization == "int8_fp16":
             tiles = replace(tiles, value=to_fp16(tiles.value.float()))
@@ -173,10 +171,9 @@ class _Rows:
         output = self.accumulator / (unit * self.row_sum.masked_fill(nothing, 1.0))
         lse = (self.top + self.row_sum.log()).view(len(self.rows), BLOCK_Q)
         output, nothing = (tensor.view(len(self.rows), BLOCK_Q, -1) for tensor in (output, nothing))
-        if operands.value_scale is not None and operands.value_mean is not None:
+        if operands.value_scale is not None:
             batch, head, _ = self.tiles.place(self.rows)
-            kv_head = head // self.tiles.shape.group
-            output = output * operands.value_scale[batch, kv_head] + operands.value_mean[batch, kv_head]
+            output = output * operands.value_scale[batch, head // self.tiles.shape.group]
         output = output.masked_fill(nothing, 0.0)
         if operands.mean_score is not None:
             lse = lse + operands.mean_score[self.rows]

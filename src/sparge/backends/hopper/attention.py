@@ -36,7 +36,7 @@ def _row_unit(PART: gl.constexpr, work, scales, sizes, scale, FORM: gl.constexpr
     """What a code of each query is worth, [64], in steps. Of unquantised scores, what one of them is."""
     _, _, _, _, q_blocks, _, works = sizes
     if FORM.quantized:
-        query_scale_ptr, _, _, _, _ = scales
+        query_scale_ptr, _, _, _ = scales
         _, _, _, flat_head, q_block, _ = place_of(work, sizes, FORM)
         first = (flat_head.to(gl.int64) * q_blocks + q_block) * BLOCK_Q + PART * ROWS
         pointers = query_scale_ptr + (first + gl.arange(0, ROWS, FORM.rows))
@@ -104,7 +104,6 @@ def attention_kernel(
     value_tiles,
     query_scale_ptr,
     key_scale_ptr,
-    value_mean_ptr,
     value_scale_ptr,
     lse_shift_ptr,
     kv_num_blocks_ptr,
@@ -166,7 +165,7 @@ def attention_kernel(
     buffers = (query_smem, key_smem, value_smem, unit_smem, block_smem, kind_smem, work_smem)
     barriers = (query_full, query_free, full, free)
     sizes = (heads, group, q_len, kv_len, q_blocks, kv_blocks, works)
-    scales = (query_scale_ptr, key_scale_ptr, value_mean_ptr, value_scale_ptr, lse_shift_ptr)
+    scales = (query_scale_ptr, key_scale_ptr, value_scale_ptr, lse_shift_ptr)
     lists = (kv_num_blocks_ptr, kv_indices_ptr, visible_num_blocks_ptr)
     results = (output_ptr, lse_ptr)
     gl.warp_specialize(

@@ -89,7 +89,6 @@ def attend(
         value_tiles=_tiles(value, form.value_rows, form.value_columns, form.value_tile),
         query_scale_ptr=operands.query_scale,
         key_scale_ptr=operands.key_scale,
-        value_mean_ptr=operands.value_mean,
         value_scale_ptr=operands.value_scale,
         lse_shift_ptr=operands.lse_shift,
         **list_arguments(mask, stand_in),

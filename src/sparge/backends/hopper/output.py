@@ -9,22 +9,20 @@ from sparge.backends.triton.primitives import LN_2, LOG2_FP8_MAX
 
 @jit
 def load_row_scales(scales, target, flat_kv_head, FORM: gl.constexpr):
-    """What the LSE of a row's queries is shifted by; what its value channels are worth, and their means."""
-    _, _, value_mean_ptr, value_scale_ptr, lse_shift_ptr = scales
+    """What the LSE of a row's queries is shifted by, and what its value channels are worth."""
+    _, _, value_scale_ptr, lse_shift_ptr = scales
     flat_head, first_query, value_slice, q_len = target
     shift = 0.0
     value_scale = 1.0
-    value_mean = 0.0
     if FORM.quantized:
         positions = first_query + gl.arange(0, ROWS, FORM.output_rows)
         flat_queries = flat_head.to(gl.int64) * q_len + positions
         shift = gl.load(lse_shift_ptr + flat_queries, mask=positions < q_len, other=0.0)
     if FORM.fp8_values:
         channels = value_slice * FORM.value_dim + gl.arange(0, FORM.value_dim, FORM.output_columns)
-        places = flat_kv_head.to(gl.int64) * FORM.value_scales + channels
-        value_scale = gl.load(value_scale_ptr + places, mask=channels < FORM.output_dim, other=0.0)
-        value_mean = gl.load(value_mean_ptr + places, mask=channels < FORM.output_dim, other=0.0)
-    return shift, value_scale, value_mean
+        scale_base = value_scale_ptr + flat_kv_head.to(gl.int64) * FORM.value_scales
+        value_scale = gl.load(scale_base + channels, mask=channels < FORM.output_dim, other=0.0)
+    return shift, value_scale
 
 
 def _exchange_with(lane: int) -> gl.constexpr:
@@ -83,7 +81,7 @@ def in_groups_of_8(output, FORM: gl.constexpr):
 def write_row(output, row_sum, row_top, row_scales, target, results, FORM: gl.constexpr):
     """Divide by the row sums; write output and LSE of 64 queries."""
     output_ptr, lse_ptr = results
-    shift, value_scale, value_mean = row_scales
+    shift, value_scale = row_scales
     flat_head, first_query, value_slice, q_len = target
     if FORM.codes:
         total = gl.convert_layout(gl.max(row_sum, 1), FORM.output_rows)
@@ -100,7 +98,7 @@ def write_row(output, row_sum, row_top, row_scales, target, results, FORM: gl.co
 
     output = output * (1.0 / gl.where(empty, 1.0, total))[:, None]
     if FORM.fp8_values:
-        output = output * value_scale[None, :] + value_mean[None, :]
+        output = output * value_scale[None, :]
     output = in_groups_of_8(output.to(output_ptr.dtype.element_ty), FORM)
     rows: gl.constexpr = gl.SliceLayout(1, FORM.stored)
     channels = value_slice * FORM.value_dim + gl.arange(0, FORM.value_dim, gl.SliceLayout(0, FORM.stored))

@@ -66,7 +66,7 @@ def produce(
     query_full, query_free, full, free = barriers
     heads, group_size, q_len, kv_len, q_blocks, kv_blocks, works = sizes
     kv_num_blocks_ptr, kv_indices_ptr, visible_num_blocks_ptr = lists
-    _, key_scale_ptr, _, _, _ = scales
+    _, key_scale_ptr, _, _ = scales
     chunks: gl.constexpr = FORM.chunks
     blocks: gl.constexpr = FORM.stage_blocks
     value_copies: gl.constexpr = FORM.value_copies

@@ -2,7 +2,7 @@
 
     s = c_q c_k (q . k)            in log2 units; c_q carries the softmax scale, INT8 codes or 16-bit numbers
     t' = max(t, rowmax s),  p = 2^(s - t'),  l = l 2^(t - t') + sum p,  acc = acc 2^(t - t') + P V
-    output = acc / l * value scale + value mean,  lse = (t + log2 l) ln 2 + scale q . (mean key)
+    output = acc / l * value scale,  lse = (t + log2 l) ln 2 + scale q . (mean key)
 
 FP8 holds fewer octaves than lie between a sink and a long tail. There t' is the maximum of the latest step alone, so
 that its range belongs to a step, not to a row.
@@ -127,7 +127,6 @@ def attention_kernel(
     value_ptr,
     query_scale_ptr,
     key_scale_ptr,
-    value_mean_ptr,
     value_scale_ptr,
     lse_shift_ptr,
     kv_num_blocks_ptr,
@@ -360,8 +359,7 @@ def attention_kernel(
     empty = row_sum == 0.0
     output = accumulator * (1.0 / tl.where(empty, 1.0, row_sum))[:, None]
     if ARITHMETIC == "int8_fp8":
-        of_channel = flat_kv_head * VALUE_DIM_PADDED + offs_dv
-        output = output * tl.load(value_scale_ptr + of_channel)[None, :] + tl.load(value_mean_ptr + of_channel)[None, :]
+        output = output * tl.load(value_scale_ptr + flat_kv_head * VALUE_DIM_PADDED + offs_dv)[None, :]
     lse = (top + tl.log2(row_sum) - log2_unit) * LN_2
     inside = query_positions < q_len
     flat_queries = flat_head * q_len + query_positions
@@ -390,7 +388,6 @@ class Operands:
     value: Tensor
     query_scale: Tensor
     key_scale: Tensor
-    value_mean: Tensor
     value_scale: Tensor
     lse_shift: Tensor
     quantization: str
@@ -455,7 +452,6 @@ def attend(
         value_ptr=operands.value,
         query_scale_ptr=operands.query_scale,
         key_scale_ptr=operands.key_scale,
-        value_mean_ptr=operands.value_mean,
         value_scale_ptr=operands.value_scale,
         lse_shift_ptr=operands.lse_shift,
         **list_arguments(mask, stand_in),

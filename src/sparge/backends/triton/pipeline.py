@@ -125,7 +125,6 @@ def prepare(
         value=value,
         query_scale=facts.scale,
         key_scale=key_scale,
-        value_mean=summary.value_mean,
         value_scale=summary.value_scale,
         lse_shift=facts.lse_shift,
         quantization=quantization,

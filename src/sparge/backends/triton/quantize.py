@@ -51,7 +51,7 @@ def _absolute_max(values, AXIS: tl.constexpr):
 @triton.jit
 def _scale_of(largest):
     """What a code is worth where this is the largest number: within bounds, so that two of them have a product."""
-    scale = tl.where(largest == 0.0, 1.0, largest / 127.0)
+    scale = largest / 127.0
     bounded = tl.minimum(tl.maximum(scale, 1.0 / LARGEST_SCALE), LARGEST_SCALE)
     return tl.where(is_finite(scale), bounded, float("nan"))
 
@@ -70,7 +70,6 @@ def quantize_key_value_kernel(
     seen_ptr,
     key_mean_ptr,
     balance_ptr,
-    value_mean_ptr,
     value_scale_ptr,
     key_codes_ptr,
     key_scale_ptr,
@@ -125,7 +124,7 @@ def quantize_key_value_kernel(
         ordered = tokens
         if VALUE_CODES == "fp8":
             ordered = block * BLOCK_K + fp8_token_order(positions)
-        value, value_present = load_tokens(
+        value, _ = load_tokens(
             value_base,
             value_strides[2],
             seen_base,
@@ -139,9 +138,7 @@ def quantize_key_value_kernel(
         )
         if VALUE_CODES == "fp8":
             unit = 1.0 / tl.load(value_scale_ptr + flat_head * VALUE_DIM_PADDED + value_channels)
-            value_mean = tl.load(value_mean_ptr + flat_head * VALUE_DIM_PADDED + value_channels)
-            scaled = tl.where(value_present[:, None], (value - value_mean[None, :]) * unit[None, :], 0.0)
-            scaled = tl.where(is_finite(value), scaled, float("nan"))
+            scaled = tl.where(is_finite(value), value * unit[None, :], float("nan"))
             columns = (flat_head * VALUE_DIM_PADDED + value_channels) * kv_blocks * BLOCK_K
             tl.store(value_codes_ptr + columns[:, None] + tokens[None, :], scaled.to(tl.float8e4nv).T)
         else:
@@ -321,7 +318,6 @@ def quantize_key_value(
         seen_ptr=keys_seen,
         key_mean_ptr=summary.key_mean,
         balance_ptr=summary.balance,
-        value_mean_ptr=summary.value_mean,
         value_scale_ptr=summary.value_scale,
         key_codes_ptr=key_codes,
         key_scale_ptr=key_scale,

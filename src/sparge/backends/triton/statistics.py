@@ -2,8 +2,7 @@
 
     summarize       one pass over K and V and a sixteenth of Q: mean and variance of every key block, and parts: sums,
                     extremes, sizes of the queries' channels
-    reduce          parts -> mean key, factors that balance channels, mean and scale of V; in a fixed order, so results
-                    repeat
+    reduce          parts -> mean key, factors that balance channels, value scales; in a fixed order, so results repeat
     key_similarity  only with a judge: how much the tokens of a key block agree
 
 The pass is bound by memory. Few threads per program and elementwise partial sums keep exchanges between threads out of
@@ -38,11 +37,8 @@ from sparge.visibility import Visibility
 LENGTHS = ["heads", "kv_heads", "q_len", "kv_len", "q_blocks", "kv_blocks", "chunks", "first_query"]
 SUM, HIGH, LOW, QUERY_LOG, QUERY_COUNT, KEY_PARTS = map(tl.constexpr, range(6))
 """Rows of a chunk's part of K, [KEY_PARTS, D]: sums, extremes; sums of log2 of the queries' sizes, how many."""
-COUNT, SQUARE, VALUE_PARTS = map(tl.constexpr, range(3, 6))
-"""The same of V, with SUM, HIGH and LOW."""
 LANES = tl.constexpr(4)
 """Sums of a slab that are kept apart, at least as many as a warp reads tokens of at once (of 64 channels or more)."""
-SQRT_2 = tl.constexpr(2.0**0.5)
 SAMPLES = tl.constexpr(eight_bits.BALANCE_QUERIES)
 
 
@@ -93,7 +89,7 @@ def _sums(
 
 
 @triton.jit
-def _finite_parts(
+def _largest(
     base,
     stride,
     seen_base,
@@ -103,32 +99,53 @@ def _finite_parts(
     DIM: tl.constexpr,
     PADDED: tl.constexpr,
     HAS_SEEN: tl.constexpr,
-    WHOLE_TOKENS: tl.constexpr,
+    FINITE: tl.constexpr,
     BLOCKS: tl.constexpr,
     SLAB: tl.constexpr,
 ):
-    """Sums, squares, extremes and numbers of a chunk's finite values, [PADDED] each; the rare path, so it may be slow.
+    """Largest |x| of each channel of a chunk, [PADDED]; FINITE leaves out what is not finite."""
+    largest = tl.zeros((SLAB, PADDED), tl.float32)
+    for step in range(BLOCKS * BLOCK_K // SLAB):
+        tokens = chunk * BLOCKS * BLOCK_K + step * SLAB + tl.arange(0, SLAB)
+        values, _ = load_tokens(base, stride, seen_base, seen_stride, tokens, 0, kv_len, DIM, PADDED, HAS_SEEN)
+        size = tl.abs(values)
+        if FINITE:
+            size = tl.where(is_finite(values), size, 0.0)
+        largest = tl.maximum(largest, size)
+    return tl.max(largest, 0)
 
-    With WHOLE_TOKENS, only of tokens that are finite in every channel.
+
+@triton.jit
+def _finite_part(
+    base,
+    stride,
+    seen_base,
+    seen_stride,
+    chunk,
+    kv_len,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    HAS_SEEN: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SLAB: tl.constexpr,
+):
+    """Sum and extremes [PADDED] and number of a chunk's tokens that are finite in every channel.
+
+    The rare path, so it may be slow.
     """
     total = tl.zeros((PADDED,), tl.float32)
-    square = tl.zeros((PADDED,), tl.float32)
-    count = tl.zeros((PADDED,), tl.int32)
     high = tl.full((PADDED,), float("-inf"), tl.float32)
     low = tl.full((PADDED,), float("inf"), tl.float32)
+    count = 0
     for step in range(BLOCKS * BLOCK_K // SLAB):
         tokens = chunk * BLOCKS * BLOCK_K + step * SLAB + tl.arange(0, SLAB)
         values, present = load_tokens(base, stride, seen_base, seen_stride, tokens, 0, kv_len, DIM, PADDED, HAS_SEEN)
-        usable = is_finite(values) & present[:, None]
-        if WHOLE_TOKENS:
-            usable = usable & (tl.min(usable.to(tl.int32), 1) != 0)[:, None]
-        kept = tl.where(usable, values, 0.0)
-        total += tl.sum(kept, 0)
-        square += tl.sum(kept * kept, 0)
-        count += tl.sum(usable.to(tl.int32), 0)
-        high = tl.maximum(high, tl.max(tl.where(usable, values, float("-inf")), 0))
-        low = tl.minimum(low, tl.min(tl.where(usable, values, float("inf")), 0))
-    return total, square, high, low, count
+        usable = present & (tl.min(is_finite(values).to(tl.int32), 1) != 0)
+        total += tl.sum(tl.where(usable[:, None], values, 0.0), 0)
+        high = tl.maximum(high, tl.max(tl.where(usable[:, None], values, float("-inf")), 0))
+        low = tl.minimum(low, tl.min(tl.where(usable[:, None], values, float("inf")), 0))
+        count += tl.sum(usable.to(tl.int32))
+    return total, high, low, count
 
 
 @triton.jit
@@ -188,7 +205,7 @@ def summarize_kernel(
     variance_ptr,
     key_part_ptr,
     key_count_ptr,
-    value_part_ptr,
+    value_max_ptr,
     query_strides,
     key_strides,
     value_strides,
@@ -294,7 +311,7 @@ def summarize_kernel(
             key_highest = tl.max(key_high, 0)
             key_lowest = tl.min(key_low, 0)
             if tl.min(is_finite(key_sum).to(tl.int32)) == 0:
-                key_sum, _, key_highest, key_lowest, counts = _finite_parts(
+                key_sum, key_highest, key_lowest, key_count = _finite_part(
                     key_base,
                     key_strides[2],
                     seen_base,
@@ -304,11 +321,9 @@ def summarize_kernel(
                     HEAD_DIM,
                     HEAD_DIM_PADDED,
                     HAS_KEYS_SEEN,
-                    True,
                     BLOCKS,
                     SLAB,
                 )
-                key_count = tl.max(counts)
             group = heads // kv_heads
             query_log, query_count = _query_sizes(
                 query_ptr + batch * query_strides[0] + head * group * query_strides[1],
@@ -334,39 +349,22 @@ def summarize_kernel(
             tl.store(key_count_ptr + part, key_count)
 
     if WITH_VALUE:
-        value_sum = tl.zeros((LANES, VALUE_DIM_PADDED), tl.float32)
-        value_square = tl.zeros((LANES, VALUE_DIM_PADDED), tl.float32)
-        value_high = tl.full((LANES, VALUE_DIM_PADDED), float("-inf"), tl.float32)
-        value_low = tl.full((LANES, VALUE_DIM_PADDED), float("inf"), tl.float32)
-        value_count = 0
-        for step in range(BLOCKS):
-            block_sum, block_square, block_high, block_low, count = _sums(
-                value_base,
-                value_strides[2],
-                seen_base,
-                keys_seen_strides[2],
-                chunk * BLOCKS + step,
-                kv_len,
-                0.0,
-                VALUE_DIM,
-                VALUE_DIM_PADDED,
-                HAS_KEYS_SEEN,
-                False,
-                True,
-                SLAB,
-            )
-            value_sum += block_sum
-            value_square += block_square
-            value_high = tl.maximum(value_high, block_high)
-            value_low = tl.minimum(value_low, block_low)
-            value_count += count
-        value_total = tl.sum(value_sum, 0)
-        value_squares = tl.sum(value_square, 0)
-        highest = tl.max(value_high, 0)
-        lowest = tl.min(value_low, 0)
-        value_counts = tl.zeros((VALUE_DIM_PADDED,), tl.int32) + value_count
-        if tl.min(is_finite(value_total).to(tl.int32)) == 0:
-            value_total, value_squares, highest, lowest, value_counts = _finite_parts(
+        value_max = _largest(
+            value_base,
+            value_strides[2],
+            seen_base,
+            keys_seen_strides[2],
+            chunk,
+            kv_len,
+            VALUE_DIM,
+            VALUE_DIM_PADDED,
+            HAS_KEYS_SEEN,
+            False,
+            BLOCKS,
+            SLAB,
+        )
+        if tl.min(is_finite(value_max).to(tl.int32)) == 0:
+            value_max = _largest(
                 value_base,
                 value_strides[2],
                 seen_base,
@@ -376,34 +374,28 @@ def summarize_kernel(
                 VALUE_DIM,
                 VALUE_DIM_PADDED,
                 HAS_KEYS_SEEN,
-                False,
+                True,
                 BLOCKS,
                 SLAB,
             )
-        value_part = value_part_ptr + part * VALUE_PARTS * VALUE_DIM_PADDED + value_channels
-        tl.store(value_part + SUM * VALUE_DIM_PADDED, value_total)
-        tl.store(value_part + HIGH * VALUE_DIM_PADDED, highest)
-        tl.store(value_part + LOW * VALUE_DIM_PADDED, lowest)
-        tl.store(value_part + COUNT * VALUE_DIM_PADDED, value_counts.to(tl.float32))
-        tl.store(value_part + SQUARE * VALUE_DIM_PADDED, value_squares)
+        tl.store(value_max_ptr + part * VALUE_DIM_PADDED + value_channels, value_max)
 
 
 @triton.jit
-def _load_part(part_ptr, flat_head, part, kind, chunks, channels, OTHER: tl.constexpr, DIM: tl.constexpr):
-    """One kind of number of some parts, [len(part), len(channels)]. Both kinds of part have as many rows."""
+def _load_part(key_part_ptr, flat_head, part, kind, chunks, channels, OTHER: tl.constexpr, DIM: tl.constexpr):
+    """One kind of number of some parts, [len(part), len(channels)]."""
     inside = (part < chunks)[:, None] & (channels < DIM)[None, :]
     rows = (flat_head * chunks + part) * KEY_PARTS + kind
-    return tl.load(part_ptr + rows[:, None] * DIM + channels[None, :], mask=inside, other=OTHER)
+    return tl.load(key_part_ptr + rows[:, None] * DIM + channels[None, :], mask=inside, other=OTHER)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def reduce_kernel(
     key_part_ptr,
     key_count_ptr,
-    value_part_ptr,
+    value_max_ptr,
     key_mean_ptr,
     balance_ptr,
-    value_mean_ptr,
     value_scale_ptr,
     chunks,
     HEAD_DIM_PADDED: tl.constexpr,
@@ -453,28 +445,14 @@ def reduce_kernel(
     tl.store(balance_ptr + flat_head * HEAD_DIM_PADDED + channels, tl.exp2(exponent), mask=channels < HEAD_DIM_PADDED)
 
     if WITH_VALUE:
-        total = tl.zeros((ROWS, COLUMNS), tl.float32)
-        square = tl.zeros((ROWS, COLUMNS), tl.float32)
-        counted = tl.zeros((ROWS, COLUMNS), tl.float32)
-        highest = tl.full((ROWS, COLUMNS), float("-inf"), tl.float32)
-        lowest = tl.full((ROWS, COLUMNS), float("inf"), tl.float32)
+        largest = tl.zeros((ROWS, COLUMNS), tl.float32)
+        inside = channels < VALUE_DIM_PADDED
         for start in range(0, chunks, ROWS):
             part = start + tl.arange(0, ROWS)
-            total += _load_part(value_part_ptr, flat_head, part, SUM, chunks, channels, 0.0, VALUE_DIM_PADDED)
-            square += _load_part(value_part_ptr, flat_head, part, SQUARE, chunks, channels, 0.0, VALUE_DIM_PADDED)
-            counted += _load_part(value_part_ptr, flat_head, part, COUNT, chunks, channels, 0.0, VALUE_DIM_PADDED)
-            high = _load_part(value_part_ptr, flat_head, part, HIGH, chunks, channels, float("-inf"), VALUE_DIM_PADDED)
-            low = _load_part(value_part_ptr, flat_head, part, LOW, chunks, channels, float("inf"), VALUE_DIM_PADDED)
-            highest = tl.maximum(highest, high)
-            lowest = tl.minimum(lowest, low)
-        share = 1.0 / tl.maximum(tl.sum(counted, 0), 1.0)
-        mean = tl.sum(total, 0) * share
-        deviates = tl.abs(mean) * SQRT_2 < tl.sqrt(tl.sum(square, 0) * share)  # the deviation exceeds the mean
-        mean = tl.where(deviates, 0.0, mean)
-        scale = tl.maximum(tl.max(highest, 0) - mean, mean - tl.min(lowest, 0)) / 448.0
+            pointers = value_max_ptr + (flat_head * chunks + part)[:, None] * VALUE_DIM_PADDED + channels[None, :]
+            largest = tl.maximum(largest, tl.load(pointers, mask=(part < chunks)[:, None] & inside[None, :], other=0.0))
+        scale = tl.max(largest, 0) / 448.0
         scale = tl.where(scale < 1e-36, 1.0, scale)  # smaller ones have no reciprocal, and their channel rounds to 0
-        inside = channels < VALUE_DIM_PADDED
-        tl.store(value_mean_ptr + flat_head * VALUE_DIM_PADDED + channels, mean, mask=inside)
         tl.store(value_scale_ptr + flat_head * VALUE_DIM_PADDED + channels, scale, mask=inside)
 
 
@@ -520,7 +498,7 @@ class Summary:
         mean_high, mean_low, variance: (B * Hkv, kv_blocks, D padded) bfloat16, see `summarize_kernel`.
         key_mean: (B * Hkv, D padded) float32, the smoothing mean.
         balance: (B * Hkv, D padded) float32, what queries are multiplied by, and keys divided.
-        value_mean, value_scale: (B * Hkv, D_v padded) float32.
+        value_scale: (B * Hkv, D_v padded) float32.
         key_similarity: (B * Hkv, kv_blocks) float32, None without a judge.
     """
 
@@ -529,7 +507,6 @@ class Summary:
     variance: Tensor
     key_mean: Tensor
     balance: Tensor
-    value_mean: Tensor
     value_scale: Tensor
     key_similarity: Tensor | None = None
 
@@ -550,7 +527,7 @@ def summarize(
 ) -> Summary:
     """Read K, and V if its scales are wanted, once, and some queries if Q and K are to be rounded."""
     if not (statistics or smoothing or value_scales):
-        return Summary(*[key] * 7)
+        return Summary(*[key] * 6)
     width, value_width = padded(shape.head_dim), padded(shape.value_dim)
     heads = shape.batch * shape.kv_heads
     blocks = 1 if judge else configs.SUMMARIZE_BLOCKS  # the judge needs the sum of every block
@@ -563,12 +540,11 @@ def summarize(
         variance=buffer_like(key, statistics, *per_block, dtype=torch.bfloat16),
         key_mean=buffer_like(key, smoothing, heads, width),
         balance=buffer_like(key, smoothing, heads, width),
-        value_mean=buffer_like(key, value_scales, heads, value_width),
         value_scale=buffer_like(key, value_scales, heads, value_width),
     )
     key_part = buffer_like(key, smoothing, heads, chunks, KEY_PARTS.value, width)
     key_count = buffer_like(key, smoothing, heads, chunks, dtype=torch.int32)
-    value_part = buffer_like(key, value_scales, heads, chunks, VALUE_PARTS.value, value_width)
+    value_max = buffer_like(key, value_scales, heads, chunks, value_width)
     queries_seen, queries_seen_strides = seen_argument(
         seen.queries if seen else None, (shape.batch, shape.heads, shape.q_len), query
     )
@@ -589,7 +565,7 @@ def summarize(
         variance_ptr=summary.variance,
         key_part_ptr=key_part,
         key_count_ptr=key_count,
-        value_part_ptr=value_part,
+        value_max_ptr=value_max,
         query_strides=strides_of(query),
         key_strides=strides_of(key),
         value_strides=strides_of(value),
@@ -623,10 +599,9 @@ def summarize(
             heads * ceil_div(max(width, value_width), configs.REDUCE_COLUMNS),
             key_part_ptr=key_part,
             key_count_ptr=key_count,
-            value_part_ptr=value_part,
+            value_max_ptr=value_max,
             key_mean_ptr=summary.key_mean,
             balance_ptr=summary.balance,
-            value_mean_ptr=summary.value_mean,
             value_scale_ptr=summary.value_scale,
             chunks=chunks,
             HEAD_DIM_PADDED=width,
