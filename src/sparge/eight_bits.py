@@ -22,6 +22,10 @@ FP8_MAX = 448.0
 FP8_TOP_CODE = 126
 """Of 448; 127 is NaN."""
 FP8_CODES_PER_OCTAVE = 8
+FP8_RANGE = 14.0
+"""Octaves below a tile's maximum that P holds in full precision; what lies below is a part of its own."""
+FP16_ROOM = 15.0
+"""Octaves that P is raised by before it is rounded to FP16, which has few below 1 and sixteen above."""
 FP8_ACCUMULATOR_BITS = 13
 """Fraction bits a Hopper tensor core keeps when it adds FP8 products (not the 23 of fp32)."""
 FP8_MMA_KEYS = 32
@@ -38,9 +42,9 @@ def balance(query: Tensor, key: Tensor, keys_seen: Tensor) -> Tensor:
     """Factors r of each channel, (B, Hkv, 1, D): q r and k / r have channels of like size, and the same q . k.
 
     A channel that is large in K and small in Q, as trained models have them, would decide K's scale and leave the other
-    channels few of the 255 codes. r^2 is the channel's size in K by its size in Q, rounded to a power of 4, so that
-    r is a power of two and changes no bit of a number. Sizes are geometric means of maxima over `BALANCE_KEYS` keys,
-    or `BALANCE_QUERIES` queries of a block: one outlying token is one vote among many.
+    channels few of the 255 codes. r^2 is the channel's size in K by its size in Q; log2 r is rounded to eighths, so that
+    the order in which sums are taken does not show. Sizes are geometric means of maxima over `BALANCE_KEYS` keys, or
+    `BALANCE_QUERIES` queries of a block: one outlying token is one vote among many.
 
     Args:
         query: (B, H, Sq, D), 0 where a query sees nothing.
@@ -53,8 +57,8 @@ def balance(query: Tensor, key: Tensor, keys_seen: Tensor) -> Tensor:
     samples = query[:, :, balance_samples(query.shape[2], query.device)]  # [B, H, blocks, samples, D]
     size = torch.where(samples.isfinite(), samples, 0.0).abs().amax(3)
     size = size.unflatten(1, (key.shape[1], -1)).flatten(2, 3)  # [B, Hkv, group * blocks, D]
-    exponent = ((key_size - _mean_log2(size)) / 2).nan_to_num(0.0).round()
-    return torch.exp2(exponent)[:, :, None]
+    eighths = ((key_size - _mean_log2(size)) * 4).nan_to_num(0.0).round()
+    return torch.exp2(eighths / 8)[:, :, None]
 
 
 def balance_samples(q_len: int, device: torch.device) -> Tensor:

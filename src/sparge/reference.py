@@ -22,6 +22,8 @@ from sparge.block_mask import BlockMask
 from sparge.config import Dense, Mean, Score, Sparsity, TopCdf, TopK, per_head
 from sparge.eight_bits import (
     FP8_MAX,
+    FP8_RANGE,
+    FP16_ROOM,
     balance,
     fp8_from_log2,
     fp8_tensor_core,
@@ -452,7 +454,7 @@ class _Head:
         """Attention of up to 64 rows (one skipping group) to the given key blocks, in order.
 
         Sums count in units of exp(top). FP8 holds 15 octaves, fewer than lie between a sink and a long tail, so that
-        ``top`` is the maximum of the latest tile alone; else it is that of the row.
+        ``top`` is the maximum of the latest tile alone; else it is that of the row. See `_parts`.
         """
         count = rows.stop - rows.start
         running_max = top = self.query.new_full((count, 1), -math.inf)
@@ -469,18 +471,29 @@ class _Head:
             if threshold is not None and bool((gap < threshold).all()):
                 skipped += 1
                 continue
-            new_top = torch.maximum(local_max, new_max - REACH) if self.fp8_values else new_max
-            shift = new_top.masked_fill(new_top == -math.inf, 0.0)
-            decay = (top - shift).exp()
-            probability = self._probabilities(scores - shift)
-            row_sum = row_sum * decay + probability.sum(1, keepdim=True)
-            accumulator = self._accumulate(accumulator * decay, probability, self.value[keys])
-            running_max, top = new_max, new_top
+            for part, new_top in self._parts(scores, local_max, new_max):
+                shift = new_top.masked_fill(new_top == -math.inf, 0.0)
+                decay = (top - shift).exp()
+                probability = self._probabilities(part - shift)
+                row_sum = row_sum * decay + probability.sum(1, keepdim=True)
+                accumulator = self._accumulate(accumulator * decay, probability, self.value[keys])
+                top = new_top
+            running_max = new_max
         unit = FP8_MAX if self.fp8_values else 1.0
         nothing = row_sum == 0
         output = accumulator / (unit * row_sum.masked_fill(nothing, 1.0)) * self.value_scale
         lse = (top + row_sum.log()).squeeze(1)
         return AttentionResult(torch.where(nothing, 0.0, output), lse, torch.tensor(skipped))
+
+    def _parts(self, scores: Tensor, local_max: Tensor, new_max: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """A tile's scores, and what their P counts from: in two parts, the lower first, where FP8 cannot hold both."""
+        if not self.fp8_values:
+            return [(scores, new_max)]
+        top = torch.maximum(local_max, new_max - REACH)
+        edge = top - FP8_RANGE * math.log(2.0)
+        lower, upper = scores.masked_fill(scores > edge, -math.inf), scores.masked_fill(scores <= edge, -math.inf)
+        has_lower = bool((lower > -math.inf).any())
+        return [(lower, edge), (upper, top)] if has_lower else [(scores, top)]
 
     def _scores(self, rows: slice, keys: slice) -> Tensor:
         return self.query[rows] @ self.key[keys].mT * self.query_scale[rows] * self.key_scale[keys].mT * self.scale
@@ -493,7 +506,7 @@ class _Head:
     def _accumulate(self, accumulator: Tensor, probability: Tensor, value: Tensor) -> Tensor:
         """P V of one tile. The FP8 accumulator carries P's factor of 448."""
         if self.quantization == "int8_fp16":
-            return accumulator + to_fp16(probability) @ value
+            return accumulator + to_fp16(probability * 2**FP16_ROOM) / 2**FP16_ROOM @ value
         if self.quantization == "none":
             return accumulator + probability @ value
         codes = to_fp8(probability * FP8_MAX)

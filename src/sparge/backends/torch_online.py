@@ -17,6 +17,8 @@ from sparge.backends.torch_tiles import Tiles, Workspace
 from sparge.config import PerHead, per_head
 from sparge.eight_bits import (
     FP8_MAX,
+    FP8_RANGE,
+    FP16_ROOM,
     balance,
     key_scales,
     quantize_fp8,
@@ -106,7 +108,7 @@ class _Operands:
         if self.quantization == "int8_fp8":
             probability = to_fp8(probability * FP8_MAX)
         elif self.quantization == "int8_fp16":
-            probability = to_fp16(probability)
+            return torch.bmm(to_fp16(probability * 2**FP16_ROOM), value) / 2**FP16_ROOM
         return torch.bmm(probability, value)
 
 
@@ -153,15 +155,28 @@ class _Rows:
         self._fold(live, scores[live], value[live], local_max[live])
 
     def _fold(self, groups: slice | Tensor, scores: Tensor, value: Tensor, local_max: Tensor) -> None:
-        new_max = torch.maximum(self.running_max[groups], local_max)
-        new_top = torch.maximum(local_max, new_max - REACH) if self.operands.quantization == "int8_fp8" else new_max
+        """Add a tile; where FP8 cannot hold all of it, what is far below its maximum first (`reference._Head`)."""
+        self.running_max[groups] = new_max = torch.maximum(self.running_max[groups], local_max)
+        if self.operands.quantization != "int8_fp8":
+            self._add(groups, scores, value, new_max)
+            return
+        top = torch.maximum(local_max, new_max - REACH)
+        edge = top - FP8_RANGE * math.log(2.0)
+        is_low = scores <= edge
+        if bool((is_low & (scores > -math.inf)).any()):
+            self._add(groups, scores.masked_fill(scores > edge, -math.inf), value, edge)
+            scores = scores.masked_fill(is_low, -math.inf)
+        self._add(groups, scores, value, top)
+
+    def _add(self, groups: slice | Tensor, scores: Tensor, value: Tensor, new_top: Tensor) -> None:
+        """Add P V of a tile, with P relative to ``new_top``."""
         shift = new_top.masked_fill(new_top == -math.inf, 0.0)
         decay = (self.top[groups] - shift).exp()
         probability = (scores - shift).exp()
         self.row_sum[groups] = self.row_sum[groups] * decay + probability.sum(-1, keepdim=True)
         product = self.operands.product(probability, value)
         self.accumulator[groups] = self.accumulator[groups] * decay + product
-        self.running_max[groups], self.top[groups] = new_max, new_top
+        self.top[groups] = new_top
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """Output (n, 128, Dv) and lse (n, 128), the latter with the key mean's share put back."""

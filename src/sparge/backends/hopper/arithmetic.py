@@ -19,6 +19,8 @@ in_fp8_token_order = jit(primitives.in_fp8_token_order.fn)
 
 HIDDEN_BITS = gl.constexpr(-0x00800000)
 """-inf as bits: the least of all scores, compared as integers or as floats."""
+FAR = gl.constexpr(13.0)
+"""Octaves between a row's maximum and what one of its four threads has, from which on a tile is taken in two parts."""
 CODES_PER_OCTAVE = gl.constexpr(form.CODES_PER_OCTAVE)
 TOP_CODE = gl.constexpr(126.0)
 """E4M3's code of 448."""
@@ -112,6 +114,78 @@ def tile_max(tile, row_unit, key_units, FORM: gl.constexpr):
 
 
 @jit
+def _block_part(block, row_unit, key_unit, edge, IS_UPPER: gl.constexpr, FORM: gl.constexpr):
+    """Raw scores of a key block above a score ``edge`` [64], or up to it, with -inf for the others."""
+    limit = edge[:, None] / _unit(row_unit, key_unit, FORM) + FLOAT_OFFSET
+    grouped = gl.reshape(block, (ROWS, 8, 4, 2))
+    lanes: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, grouped.type.layout))
+    is_upper = as_scores(grouped) > gl.convert_layout(limit, lanes)[:, None, :, None]
+    if IS_UPPER:
+        kept = gl.where(is_upper, grouped, HIDDEN_BITS)
+    else:
+        kept = gl.where(is_upper, HIDDEN_BITS, grouped)
+    return gl.reshape(kept, (ROWS, BLOCK_K))
+
+
+@jit
+def _rejoined(first, second, FORM: gl.constexpr):
+    """The inverse of `halves`."""
+    tile = gl.reshape(gl.permute(gl.join(first, second), (0, 2, 1)), (ROWS, 2 * BLOCK_K))
+    return gl.convert_layout(tile, FORM.scores)
+
+
+@jit
+def tile_part(tile, row_unit, key_units, edge, IS_UPPER: gl.constexpr, FORM: gl.constexpr):
+    """The same of a tile."""
+    first, second = halves(tile, FORM.blocks)
+    first = _block_part(first, row_unit, key_units[0], edge, IS_UPPER, FORM)
+    if FORM.blocks == 2:
+        return _rejoined(first, _block_part(second, row_unit, key_units[1], edge, IS_UPPER, FORM), FORM)
+    else:
+        return gl.convert_layout(first, FORM.scores)
+
+
+@jit
+def any_far_below(lane_max, row_max, PART: gl.constexpr, FORM: gl.constexpr):
+    """Whether a thread's own keys all lie so far below their row's maximum that FP8 does not hold both.
+
+    A reduction to one number would take nine shuffles and two barriers. Here each thread brings its answer into a
+    register of its own, and a barrier collects one bit of each.
+    """
+    is_far = (lane_max < row_max[:, None] - FAR * FORM.steps) & (lane_max > float("-inf"))
+    gl.inline_asm_elementwise(
+        "or.b32 far, $2, $3; mov.b32 $0, 0; mov.b32 $1, 0;",
+        "=r,=r,r,r",
+        [is_far.to(gl.int32)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=2,
+    )
+    barrier_number: gl.constexpr = 14 + PART  # Triton takes the first ones
+    answer = gl.inline_asm_elementwise(
+        """{
+        .reg .pred is_far;
+        setp.ne.u32 is_far, far, 0;
+        barrier.cta.red.or.pred is_far, $1, 128, is_far;
+        vote.sync.any.pred is_far, is_far, 0xffffffff;
+        selp.b32 $0, 1, 0, is_far;
+        }""",
+        "=r,n",
+        [gl.to_tensor(barrier_number)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    return answer != 0
+
+
+@jit
+def declare_far():
+    """Declare the register that `any_far_below` uses, once per kernel."""
+    gl.inline_asm_elementwise(".reg .b32 far; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@jit
 def _as_operand(scores, FORM: gl.constexpr):
     """Scores of a key block as they lie in P, by lanes: [64, 16 / w, 4, w]."""
     if FORM.fp8_values:
@@ -181,7 +255,7 @@ def probabilities(block, row_unit, key_unit, top, P_TYPE: gl.constexpr, FORM: gl
             offset = gl.fma(unit, lowered, top[:, None])
             scores = scores * _for_lanes(unit) - _for_lanes(offset)
         else:
-            scores = scores * unit - top[:, None, None, None]
+            scores = scores * unit - _for_lanes(top[:, None])
         exact = gl.exp2(scores)
         lane_sum = gl.convert_layout(gl.sum(gl.sum(exact, 3), 1), FORM.lanes)
         probability = exact.to(P_TYPE)

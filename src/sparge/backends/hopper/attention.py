@@ -15,7 +15,7 @@ Grid: one program per multiprocessor. Each takes the next row when it is done wi
 
 from __future__ import annotations
 
-from sparge.backends.hopper.arithmetic import ONES_BITS, ROWS
+from sparge.backends.hopper.arithmetic import ONES_BITS, ROWS, declare_far
 from sparge.backends.hopper.gluon import barrier, fence_async_shared, gl, jit, mbarrier, reinterpret
 from sparge.backends.hopper.output import load_row_scales, write_row
 from sparge.backends.hopper.producer import place_of, produce
@@ -81,7 +81,7 @@ def _consume(
         operands = (query, keys, values, ones)
         row = (first_query, sizes, count)
         output, row_sum, row_top, turn = walk_row(
-            operands, notes, barriers, row, turn, row_unit, threshold_ptr + head, FORM
+            PART, operands, notes, barriers, row, turn, row_unit, threshold_ptr + head, FORM
         )
         mbarrier.arrive(query_free.index(slot), count=1)
         target = (flat_head, first_query, value_slice, q_len)
@@ -127,6 +127,8 @@ def attention_kernel(
     PRODUCER_REGISTERS: gl.constexpr,
 ):
     """Allocates shared memory and barriers, and starts the roles."""
+    if FORM.fp8_values:
+        declare_far()
     query_smem = gl.allocate_shared_memory(
         query_tiles.dtype, [FORM.rows_ahead * FORM.chunks, BLOCK_Q, FORM.chunk], FORM.key_tile
     )

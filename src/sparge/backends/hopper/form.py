@@ -6,13 +6,17 @@ docs/hopper.md draws them.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from sparge.backends.hopper.gluon import gl, mbarrier
+from sparge.eight_bits import FP8_MAX, FP16_ROOM
 from sparge.geometry import BLOCK_K, BLOCK_Q
 
 CODES_PER_OCTAVE = 8.0
 """Of E4M3: 3 bits of fraction."""
+SLACK = 8.0
+"""Octaves that P may exceed 1 by, where the output is rescaled rarely."""
 
 
 def _accumulator(columns: int, depth: int) -> gl.NVMMADistributedLayout:
@@ -65,6 +69,13 @@ class Form:
         With an INT8 S it gave nothing (docs/performance.md); a threshold needs the maximum.
         """
         return not self.quantized and not self.has_threshold
+
+    @property
+    def one(self) -> float:
+        """Octaves: what P = 1 is stored as. The largest FP8 number, or what leaves FP16 room for smaller and larger."""
+        if self.fp8_values:
+            return math.log2(FP8_MAX)
+        return FP16_ROOM - SLACK if self.rescales_rarely else FP16_ROOM
 
     @property
     def stage_blocks(self) -> int:

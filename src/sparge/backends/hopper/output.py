@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sparge.backends.hopper.arithmetic import ROWS
 from sparge.backends.hopper.gluon import gl, jit
-from sparge.backends.triton.primitives import LN_2, LOG2_FP8_MAX
+from sparge.backends.triton.primitives import LN_2
 
 
 @jit
@@ -92,8 +92,7 @@ def write_row(output, row_sum, row_top, row_scales, target, results, FORM: gl.co
     empty = (total == 0.0) & (row_top == float("-inf"))
     positions = first_query + gl.arange(0, ROWS, FORM.output_rows)
     lse_ptrs = lse_ptr + (flat_head.to(gl.int64) * q_len + positions)
-    log2_top: gl.constexpr = LOG2_FP8_MAX if FORM.fp8_values else 0.0
-    lse = (row_top * (1.0 / FORM.steps) + gl.log2(total) - log2_top) * LN_2 + shift
+    lse = (row_top * (1.0 / FORM.steps) + gl.log2(total) - FORM.one) * LN_2 + shift
     gl.store(lse_ptrs, gl.where(empty, float("-inf"), lse), mask=(positions < q_len) & (value_slice == 0))
 
     output = output * (1.0 / gl.where(empty, 1.0, total))[:, None]

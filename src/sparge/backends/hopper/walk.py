@@ -6,14 +6,26 @@
 
 from __future__ import annotations
 
-from sparge.backends.hopper.arithmetic import ROWS, TOP_CODE, halves, hide, key_unit_of, probabilities, tile_max
+from sparge.backends.hopper import form
+from sparge.backends.hopper.arithmetic import (
+    ROWS,
+    TOP_CODE,
+    any_far_below,
+    halves,
+    hide,
+    key_unit_of,
+    probabilities,
+    tile_max,
+    tile_part,
+)
 from sparge.backends.hopper.gluon import gl, jit, mbarrier, warpgroup_mma_wait
 from sparge.backends.hopper.producer import BROKEN, PLAIN
 from sparge.backends.hopper.products import await_stage, note_of, ordered, start_scores, start_sums, start_values
-from sparge.backends.triton.primitives import LOG2_E, LOG2_FP8_MAX, REACH
+from sparge.backends.triton.primitives import FP8_RANGE, LOG2_E, REACH
 
-SLACK = gl.constexpr(8.0)
-"""Octaves that P may exceed 1 by, where the output is rescaled rarely. Float16 holds almost 16."""
+SLACK = gl.constexpr(form.SLACK)
+SHORT = gl.constexpr(128)
+"""Key blocks of a row in which the keys around a peak are a share that can be seen."""
 
 
 def _multiply_unless_one(count: int) -> gl.constexpr:
@@ -99,11 +111,11 @@ def _tile_units(key_units, TILE: gl.constexpr, FORM: gl.constexpr):
 
 @jit
 def _stage_max(scores, row_unit, key_units, FORM: gl.constexpr):
-    """Row maximum of a stage, [64], in steps. Threads exchange one number for each row."""
+    """Maximum of each thread's own columns of a stage, [64, 4], in steps."""
     largest = tile_max(scores[0], row_unit, _tile_units(key_units, 0, FORM), FORM)
     if FORM.tiles == 2:
         largest = gl.maximum(largest, tile_max(scores[1], row_unit, _tile_units(key_units, 1, FORM), FORM))
-    return gl.max(largest, 1)
+    return largest
 
 
 @jit
@@ -213,6 +225,34 @@ def _add_stage(state, decay, FORM: gl.constexpr):
 
 
 @jit
+def _add_lower_part(scores, row_unit, key_units, edge, decay, operands, stage, state, FORM: gl.constexpr):
+    """Add what lies below ``edge`` [64] of a stage, relative to it. Returns the scores above, and the state.
+
+    A peak and the keys around it, which may be more than FP8 holds. It happens seldom, so nothing is overlapped.
+    """
+    _, _, values, ones = operands
+    output, product, code_sum, row_sum = state
+    one: gl.constexpr = TOP_CODE if FORM.codes else FORM.one
+    place = stage * FORM.stage_blocks
+    if not FORM.codes:
+        row_sum = row_sum * decay[:, None]
+    sums = (product, code_sum, row_sum)
+    first_units, second_units = _tile_units(key_units, 0, FORM), _tile_units(key_units, 1, FORM)
+    lower = tile_part(scores[0], row_unit, first_units, edge, False, FORM)
+    sums = _start_tile_products(lower, row_unit, first_units, edge - one, values, place, ones, sums, True, FORM)
+    if FORM.tiles == 2:
+        lower = tile_part(scores[1], row_unit, second_units, edge, False, FORM)
+        place += FORM.blocks
+        sums = _start_tile_products(lower, row_unit, second_units, edge - one, values, place, ones, sums, False, FORM)
+    state = _add_stage(_wait_for_products(sums, state, 0, FORM), decay, FORM)
+    upper = tile_part(scores[0], row_unit, first_units, edge, True, FORM)
+    if FORM.tiles == 2:
+        return (upper, tile_part(scores[1], row_unit, second_units, edge, True, FORM)), state
+    else:
+        return (upper,), state
+
+
+@jit
 def _new_top(local_max, row_max, row_top, FORM: gl.constexpr):
     """The score that P of a stage counts from, given its maximum, and the row's so far.
 
@@ -228,13 +268,14 @@ def _new_top(local_max, row_max, row_top, FORM: gl.constexpr):
 
 
 @jit
-def walk_row(operands, notes, barriers, row, turn, row_unit, threshold_ptr, FORM: gl.constexpr):
+def walk_row(PART: gl.constexpr, operands, notes, barriers, row, turn, row_unit, threshold_ptr, FORM: gl.constexpr):
     """A row's stages, each with its maximum.
 
     The tensor cores add FP8 products in 13 bits: there, each stage gets a fresh accumulator, added in float32 while the
     next scores are computed. 16-bit products are added in place.
 
     Args:
+        PART: which of the two consumers this is.
         operands: Q of this row; all stages of K and V; a tile of ones.
         notes: what the producer wrote beside the stages: units of K's codes, block numbers, kinds (see `producer`).
         row: its first query here; sizes of the problem; blocks it visits.
@@ -252,7 +293,7 @@ def walk_row(operands, notes, barriers, row, turn, row_unit, threshold_ptr, FORM
     _, _, q_len, _, _, _, _ = sizes
     # Scores count steps: octaves, or eighths of one where P is a code. P = 1 is stored as the largest number.
     steps: gl.constexpr = FORM.steps
-    one: gl.constexpr = TOP_CODE if FORM.codes else LOG2_FP8_MAX if FORM.fp8_values else 0.0
+    one: gl.constexpr = TOP_CODE if FORM.codes else FORM.one
     stage = turn % FORM.stages
     await_stage(full, turn, True, FORM)
     pending = _start_stage_scores(query, keys, stage, FORM)
@@ -260,6 +301,7 @@ def walk_row(operands, notes, barriers, row, turn, row_unit, threshold_ptr, FORM
     next_stage = gl.where(more, (turn + 1) % FORM.stages, stage)
     await_stage(full, turn + 1, more, FORM)
 
+    is_short = count <= SHORT
     threshold = 0.0
     if FORM.has_threshold:
         threshold = gl.load(threshold_ptr) * (LOG2_E * steps)
@@ -282,10 +324,22 @@ def walk_row(operands, notes, barriers, row, turn, row_unit, threshold_ptr, FORM
             scores = _hide_stage(scores, blocks, stage, first_query, sizes, FORM)
             if FORM.codes:
                 broken = broken + gl.where(note == BROKEN, float("nan"), 0.0)
-        local_max = _stage_max(scores, row_unit, key_units, FORM)
+        lane_max = _stage_max(scores, row_unit, key_units, FORM)
+        local_max = gl.max(lane_max, 1)
         row_max = gl.maximum(row_max, local_max)
         new_top = _new_top(local_max, row_max, row_top, FORM)
         safe_top = gl.where(new_top == float("-inf"), 0.0, new_top)
+        if FORM.fp8_values and not FORM.has_threshold:
+            if is_short:
+                if any_far_below(lane_max, local_max, PART, FORM):
+                    edge = safe_top - FP8_RANGE * steps
+                    lower_decay = gl.exp2((row_top - edge) * (1.0 / steps))
+                    state = (output, product, code_sum, row_sum)
+                    scores, state = _add_lower_part(
+                        scores, row_unit, key_units, edge, lower_decay, operands, stage, state, FORM
+                    )
+                    output, product, code_sum, row_sum = state
+                    row_top = edge
         decay = gl.exp2((row_top - safe_top) * (1.0 / steps))
         if FORM.codes:
             decay = decay + broken

@@ -40,6 +40,7 @@ from sparge.backends.triton.primitives import (
     BLOCK_Q,
     COARSE,
     FLOAT_OFFSET,
+    FP16_ROOM,
     INT32_AS_FLOAT,
     KEY_GROUPS,
     LN_2,
@@ -229,9 +230,11 @@ def attention_kernel(
     offs_n = tl.arange(0, columns)
     within = offs_n % BLOCK_K
     offs_dv = tl.arange(0, VALUE_DIM_PADDED).to(tl.int64)  # times a stride that is the number of keys
-    # P times 448 fills E4M3's range; the row sums carry the same factor.
-    log2_unit: tl.constexpr = LOG2_FP8_MAX if ARITHMETIC == "int8_fp8" else 0.0
+    # P times 448 fills E4M3's range, P times 2^15 FP16's; the row sums carry the same factor.
     p_dtype: tl.constexpr = tl.float8e4nv if ARITHMETIC == "int8_fp8" else value_ptr.dtype.element_ty
+    log2_unit: tl.constexpr = (
+        LOG2_FP8_MAX if ARITHMETIC == "int8_fp8" else FP16_ROOM if p_dtype == tl.float16 else 0.0
+    )
     eight_bits: tl.constexpr = ARITHMETIC != "none"
     two_units: tl.constexpr = BLOCKS == 2 and eight_bits
     accumulator = tl.zeros((BLOCK_M, VALUE_DIM_PADDED), tl.float32)

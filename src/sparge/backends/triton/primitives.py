@@ -24,6 +24,8 @@ FLOAT_OFFSET = tl.constexpr(12582912.0)
 COARSE = tl.constexpr(2.0**-6)
 """Octaves an integer of Q K^T is worth, from which on it matters how P = 1 is rounded: below, P that is too large is
 cut off by less than FP8 rounds."""
+FP8_RANGE = tl.constexpr(eight_bits.FP8_RANGE)
+FP16_ROOM = tl.constexpr(eight_bits.FP16_ROOM)
 REACH = tl.constexpr(64.0)
 """Octaves that a tile's maximum may lie below the row's before its P counts from there instead (`reference.REACH`)."""
 SMALLEST_SCALE = tl.constexpr(1e-30)

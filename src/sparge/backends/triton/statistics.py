@@ -440,8 +440,8 @@ def reduce_kernel(
     query_votes = tl.sum(query_count, 0)
     key_size = tl.sum(key_log, 0) / tl.maximum(key_votes, 1.0)
     query_size = tl.sum(query_log, 0) / tl.maximum(query_votes, 1.0)
-    exponent = tl.where((key_votes > 0.0) & (query_votes > 0.0), (key_size - query_size) * 0.5, 0.0)
-    exponent = (exponent + FLOAT_OFFSET) - FLOAT_OFFSET  # rounds
+    eighths = tl.where((key_votes > 0.0) & (query_votes > 0.0), (key_size - query_size) * 4.0, 0.0)
+    exponent = ((eighths + FLOAT_OFFSET) - FLOAT_OFFSET) * 0.125  # rounds
     tl.store(balance_ptr + flat_head * HEAD_DIM_PADDED + channels, tl.exp2(exponent), mask=channels < HEAD_DIM_PADDED)
 
     if WITH_VALUE:
