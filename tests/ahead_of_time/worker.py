@@ -51,7 +51,7 @@ class Case:
     pv_threshold: float | None = None
     attn_mask: str | None = None
     judged: bool = False
-    length: int = 8192
+    length: int = 16384
     kernels: str = "attention"
     backend: str = "triton"
 

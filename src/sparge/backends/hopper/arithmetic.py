@@ -8,10 +8,9 @@ Scores count steps: octaves, or eighths of one where P is a code. docs/hopper.md
 from __future__ import annotations
 
 from sparge import geometry
-from sparge.backends.hopper import form
 from sparge.backends.hopper.gluon import gl, jit
 from sparge.backends.triton import primitives
-from sparge.backends.triton.primitives import BLOCK_K, COARSE, FLOAT_OFFSET
+from sparge.backends.triton.primitives import BLOCK_K, FLOAT_OFFSET
 
 ROWS = gl.constexpr(geometry.ROW_GROUP)
 """Queries of one consumer: what a warpgroup's matrix instruction takes."""
@@ -19,9 +18,10 @@ in_fp8_token_order = jit(primitives.in_fp8_token_order.fn)
 
 HIDDEN_BITS = gl.constexpr(-0x00800000)
 """-inf as bits: the least of all scores, compared as integers or as floats."""
+LOWEST = gl.constexpr(-1e30)
+"""Below every score but those that are hidden."""
 FAR = gl.constexpr(13.0)
 """Octaves between a row's maximum and what one of its four threads has, from which on a tile is taken in two parts."""
-CODES_PER_OCTAVE = gl.constexpr(form.CODES_PER_OCTAVE)
 TOP_CODE = gl.constexpr(126.0)
 """E4M3's code of 448."""
 CODE_STEP = gl.constexpr(2.0**-24)
@@ -92,24 +92,23 @@ def as_scores(values):
 
 
 @jit
-def _lane_max(block, row_unit, key_unit, FORM: gl.constexpr):
-    """Maximum of each thread's own columns of a key block's scores [64, 64], in steps: [64, 4]."""
+def _lane_max(block, key_unit, FORM: gl.constexpr):
+    """Maximum of each thread's own columns of a key block's scores [64, 64], in units of the row: [64, 4]."""
     largest = as_scores(gl.max(gl.max(gl.reshape(block, (ROWS, 8, 4, 2)), 3), 1))
     largest = gl.convert_layout(largest, FORM.lanes)
-    unit = _unit(row_unit, key_unit, FORM)
     if FORM.quantized:
-        return (largest - FLOAT_OFFSET) * unit
+        return (largest - FLOAT_OFFSET) * key_unit[None, :]
     else:
-        return largest * unit
+        return largest
 
 
 @jit
-def tile_max(tile, row_unit, key_units, FORM: gl.constexpr):
+def tile_max(tile, key_units, FORM: gl.constexpr):
     """The same of a tile's key blocks."""
     first, second = halves(tile, FORM.blocks)
-    largest = _lane_max(first, row_unit, key_units[0], FORM)
+    largest = _lane_max(first, key_units[0], FORM)
     if FORM.blocks == 2:
-        largest = gl.maximum(largest, _lane_max(second, row_unit, key_units[1], FORM))
+        largest = gl.maximum(largest, _lane_max(second, key_units[1], FORM))
     return largest
 
 
@@ -152,7 +151,7 @@ def any_far_below(lane_max, row_max, PART: gl.constexpr, FORM: gl.constexpr):
     A reduction to one number would take nine shuffles and two barriers. Here each thread brings its answer into a
     register of its own, and a barrier collects one bit of each.
     """
-    is_far = (lane_max < row_max[:, None] - FAR * FORM.steps) & (lane_max > float("-inf"))
+    is_far = (lane_max < row_max[:, None] - FAR * FORM.steps) & (lane_max > LOWEST)
     gl.inline_asm_elementwise(
         "or.b32 far, $2, $3; mov.b32 $0, 0; mov.b32 $1, 0;",
         "=r,=r,r,r",
@@ -232,9 +231,8 @@ def probabilities(block, row_unit, key_unit, top, P_TYPE: gl.constexpr, FORM: gl
     """P of one key block as the left operand of P V, and the sum of each thread's own columns, [64, 4] (0 for codes).
 
     What is subtracted is of the size of FLOAT_OFFSET and rounded (once: fma), by up to three quarters of an integer;
-    the maximum itself by a quarter. Where an integer is worth something, one more is subtracted, far less than what
-    rounding Q and K to 8 bits does. Else the largest P could exceed 448: code 127 is NaN, and an exponential would be
-    cut off in P V alone.
+    the maximum itself by a quarter. So one integer more is subtracted, far less than what rounding Q and K to 8 bits
+    does. Else the largest P could exceed 448: code 127 is NaN, and an exponential would be cut off in P V alone.
 
     Args:
         block: raw scores [64, 64].
@@ -242,17 +240,15 @@ def probabilities(block, row_unit, key_unit, top, P_TYPE: gl.constexpr, FORM: gl
         top: [64], the score that P counts from, the maximum as a rule, less what P = 1 is stored as; in steps.
     """
     scores = _as_operand(as_scores(block), FORM)
-    unit = _unit(row_unit, key_unit, FORM)
     lane_sum = 0.0
     if FORM.codes:
-        lowered = FLOAT_OFFSET + gl.where(unit > COARSE * CODES_PER_OCTAVE, 1.0, 0.0)
-        slope = unit * CODE_STEP
-        offset = gl.fma(slope, -lowered, (top * -CODE_STEP)[:, None])
+        slope = _unit(row_unit * CODE_STEP, key_unit, FORM)
+        offset = gl.fma(slope, -(FLOAT_OFFSET + 1.0), (top * -CODE_STEP)[:, None])
         probability = _codes(scores, _for_lanes(slope), _for_lanes(offset))
     else:
+        unit = _unit(row_unit, key_unit, FORM)
         if FORM.quantized:
-            lowered = FLOAT_OFFSET + gl.where(unit > COARSE, 1.0, 0.0)
-            offset = gl.fma(unit, lowered, top[:, None])
+            offset = gl.fma(unit, FLOAT_OFFSET + 1.0, top[:, None])
             scores = scores * _for_lanes(unit) - _for_lanes(offset)
         else:
             scores = scores * unit - _for_lanes(top[:, None])

@@ -23,8 +23,8 @@ class HopperConfig:
 
 
 CONFIGS = {
-    ("int8_fp8_codes", 64): HopperConfig(1, 2, 8),
-    ("int8_fp8_codes", 128): HopperConfig(1, 2, 6),
+    ("int8_fp8_codes", 64): HopperConfig(2, 1, 8),
+    ("int8_fp8_codes", 128): HopperConfig(2, 1, 6),
     ("int8_fp8_codes", 256): HopperConfig(2, 1, 3),
     ("int8_fp8", 64): HopperConfig(2, 1, 4),
     ("int8_fp8", 128): HopperConfig(2, 1, 4),

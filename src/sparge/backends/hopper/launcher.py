@@ -31,6 +31,8 @@ LEAST_WIDTH = 64
 """Channels the kernel computes at least; missing ones are copied as 0."""
 SLICE = 128
 """Value channels of one FP8 row: two accumulators of more do not fit the registers."""
+SPLIT_KEYS = 8192
+"""Keys up to which those around a peak, 127 at most, are a share of a tail that can be seen."""
 COPY_ALIGNMENT = 16
 """Bytes: the copy engine's addresses and strides are multiples of it."""
 
@@ -70,6 +72,7 @@ def attend(
         has_threshold=threshold is not None,
         all_blocks=mask is None,
         count=totals is not None,
+        splits=fp8_values and threshold is None and shape.kv_len <= SPLIT_KEYS,
         head_dim=head_width,
         value_dim=value_width // slices,
         output_dim=shape.value_dim,

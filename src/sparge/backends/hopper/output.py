@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sparge.backends.hopper.arithmetic import ROWS
+from sparge.backends.hopper.arithmetic import LOWEST, ROWS
 from sparge.backends.hopper.gluon import gl, jit
 from sparge.backends.triton.primitives import LN_2
 
@@ -89,7 +89,7 @@ def write_row(output, row_sum, row_top, row_scales, target, results, FORM: gl.co
         total = gl.convert_layout(gl.sum(row_sum, 1), FORM.output_rows)
     row_top = gl.convert_layout(row_top, FORM.output_rows)
     # Only both: a row of NaN has no maximum, and where scores are huge all codes may be 0.
-    empty = (total == 0.0) & (row_top == float("-inf"))
+    empty = (total == 0.0) & (row_top == LOWEST)
     positions = first_query + gl.arange(0, ROWS, FORM.output_rows)
     lse_ptrs = lse_ptr + (flat_head.to(gl.int64) * q_len + positions)
     lse = (row_top * (1.0 / FORM.steps) + gl.log2(total) - FORM.one) * LN_2 + shift

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from sparge.backends.hopper import form
 from sparge.backends.hopper.arithmetic import (
+    LOWEST,
     ROWS,
     TOP_CODE,
     any_far_below,
@@ -24,8 +25,9 @@ from sparge.backends.hopper.products import await_stage, note_of, ordered, start
 from sparge.backends.triton.primitives import FP8_RANGE, LOG2_E, REACH
 
 SLACK = gl.constexpr(form.SLACK)
-SHORT = gl.constexpr(128)
-"""Key blocks of a row in which the keys around a peak are a share that can be seen."""
+SHORT = gl.constexpr(64)
+"""Key blocks of a row in which the keys around any peak are a share that can be seen. In longer rows only the first
+stage is looked at, where sinks are."""
 
 
 def _multiply_unless_one(count: int) -> gl.constexpr:
@@ -112,10 +114,13 @@ def _tile_units(key_units, TILE: gl.constexpr, FORM: gl.constexpr):
 @jit
 def _stage_max(scores, row_unit, key_units, FORM: gl.constexpr):
     """Maximum of each thread's own columns of a stage, [64, 4], in steps."""
-    largest = tile_max(scores[0], row_unit, _tile_units(key_units, 0, FORM), FORM)
+    largest = tile_max(scores[0], _tile_units(key_units, 0, FORM), FORM)
     if FORM.tiles == 2:
-        largest = gl.maximum(largest, tile_max(scores[1], row_unit, _tile_units(key_units, 1, FORM), FORM))
-    return largest
+        largest = gl.maximum(largest, tile_max(scores[1], _tile_units(key_units, 1, FORM), FORM))
+    if FORM.quantized:
+        return largest * row_unit[:, None]
+    else:
+        return largest * row_unit
 
 
 @jit
@@ -305,7 +310,7 @@ def walk_row(PART: gl.constexpr, operands, notes, barriers, row, turn, row_unit,
     threshold = 0.0
     if FORM.has_threshold:
         threshold = gl.load(threshold_ptr) * (LOG2_E * steps)
-    row_max = gl.full((ROWS,), float("-inf"), gl.float32, FORM.rows)
+    row_max = gl.full((ROWS,), LOWEST, gl.float32, FORM.rows)
     row_top = row_max
     output = gl.full((ROWS, FORM.value_dim), 0.0, gl.float32, FORM.output)
     product = output if FORM.fp8_values else gl.to_tensor(0.0)
@@ -328,11 +333,10 @@ def walk_row(PART: gl.constexpr, operands, notes, barriers, row, turn, row_unit,
         local_max = gl.max(lane_max, 1)
         row_max = gl.maximum(row_max, local_max)
         new_top = _new_top(local_max, row_max, row_top, FORM)
-        safe_top = gl.where(new_top == float("-inf"), 0.0, new_top)
-        if FORM.fp8_values and not FORM.has_threshold:
-            if is_short:
+        if FORM.splits:
+            if is_short | (position == 0):
                 if any_far_below(lane_max, local_max, PART, FORM):
-                    edge = safe_top - FP8_RANGE * steps
+                    edge = new_top - FP8_RANGE * steps
                     lower_decay = gl.exp2((row_top - edge) * (1.0 / steps))
                     state = (output, product, code_sum, row_sum)
                     scores, state = _add_lower_part(
@@ -340,16 +344,13 @@ def walk_row(PART: gl.constexpr, operands, notes, barriers, row, turn, row_unit,
                     )
                     output, product, code_sum, row_sum = state
                     row_top = edge
-        decay = gl.exp2((row_top - safe_top) * (1.0 / steps))
-        if FORM.codes:
-            decay = decay + broken
+        decay = gl.exp2((row_top - new_top) * (1.0 / steps))
         row_top = new_top
 
         state = (output, product, code_sum, row_sum)
-        top = safe_top - one
+        top = new_top - one
         if FORM.has_threshold:
-            gap = gl.where(local_max == float("-inf"), float("-inf"), local_max - row_max)
-            is_below = gap < threshold
+            is_below = local_max - row_max < threshold
             if not FORM.quantized:  # a maximum ignores NaN, and NaN must not be skipped
                 has_nan = gl.max((scores[0] != scores[0]).to(gl.int32), 1)
                 is_below = is_below & (gl.convert_layout(has_nan, FORM.rows) == 0)
@@ -377,4 +378,6 @@ def walk_row(PART: gl.constexpr, operands, notes, barriers, row, turn, row_unit,
         if not FORM.has_threshold:
             output, product, code_sum, row_sum = _add_stage((output, product, code_sum, row_sum), decay, FORM)
     scores = _wait_for_scores(pending, FORM)
+    if FORM.codes:
+        row_sum = row_sum + gl.convert_layout(broken, FORM.sum_rows)[:, None]
     return output, row_sum, row_top, turn
