@@ -22,7 +22,7 @@ FP8_MAX = 448.0
 FP8_TOP_CODE = 126
 """Of 448; 127 is NaN."""
 FP8_CODES_PER_OCTAVE = 8
-FP8_RANGE = 14.0
+FP8_RANGE = 14.75
 """Octaves below a tile's maximum that P holds in full precision; what lies below is a part of its own."""
 FP16_ROOM = 15.0
 """Octaves that P is raised by before it is rounded to FP16, which has few below 1 and sixteen above."""
@@ -31,7 +31,7 @@ FP8_ACCUMULATOR_BITS = 13
 FP8_MMA_KEYS = 32
 """Keys one FP8 matrix instruction consumes."""
 BALANCE_KEYS = 4 * BLOCK_K
-"""Keys whose largest number in a channel is one vote about that channel's size."""
+"""Keys whose root mean square in a channel is one vote about that channel's size."""
 BALANCE_QUERIES = 8
 """Evenly spaced queries of a block that are looked at for the same purpose."""
 KEY_GROUPS = 4
@@ -43,8 +43,9 @@ def balance(query: Tensor, key: Tensor, keys_seen: Tensor) -> Tensor:
 
     A channel that is large in K and small in Q, as trained models have them, would decide K's scale and leave the other
     channels few of the 255 codes. r^2 is the channel's size in K by its size in Q; log2 r is rounded to eighths, so that
-    the order in which sums are taken does not show. Sizes are geometric means of maxima over `BALANCE_KEYS` keys, or
-    `BALANCE_QUERIES` queries of a block: one outlying token is one vote among many.
+    the order in which sums are taken does not show. Sizes are geometric means: over chunks of `BALANCE_KEYS` keys, of
+    the root mean square; over blocks of queries, of the largest of `BALANCE_QUERIES`. One outlying token is one vote
+    among many.
 
     Args:
         query: (B, H, Sq, D), 0 where a query sees nothing.
@@ -52,8 +53,10 @@ def balance(query: Tensor, key: Tensor, keys_seen: Tensor) -> Tensor:
         keys_seen: bool (B, Hkv, Sk).
     """
     usable = keys_seen[..., None] & key.isfinite().all(-1, keepdim=True)
-    chunks = torch.where(usable, key, 0.0).abs().split(BALANCE_KEYS, 2)
-    key_size = _mean_log2(torch.stack([chunk.amax(2) for chunk in chunks], 2))
+    squares = torch.where(usable, key, 0.0).square().split(BALANCE_KEYS, 2)
+    counts = usable.split(BALANCE_KEYS, 2)
+    means = [part.sum(2) / count.sum(2).clamp(min=1) for part, count in zip(squares, counts, strict=True)]
+    key_size = _mean_log2(torch.stack(means, 2).sqrt())
     samples = query[:, :, balance_samples(query.shape[2], query.device)]  # [B, H, blocks, samples, D]
     size = torch.where(samples.isfinite(), samples, 0.0).abs().amax(3)
     size = size.unflatten(1, (key.shape[1], -1)).flatten(2, 3)  # [B, Hkv, group * blocks, D]

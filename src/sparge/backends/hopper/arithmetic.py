@@ -10,7 +10,7 @@ from __future__ import annotations
 from sparge import geometry
 from sparge.backends.hopper.gluon import gl, jit
 from sparge.backends.triton import primitives
-from sparge.backends.triton.primitives import BLOCK_K, FLOAT_OFFSET
+from sparge.backends.triton.primitives import BLOCK_K, FAR, FLOAT_OFFSET
 
 ROWS = gl.constexpr(geometry.ROW_GROUP)
 """Queries of one consumer: what a warpgroup's matrix instruction takes."""
@@ -20,8 +20,6 @@ HIDDEN_BITS = gl.constexpr(-0x00800000)
 """-inf as bits: the least of all scores, compared as integers or as floats."""
 LOWEST = gl.constexpr(-1e30)
 """Below every score but those that are hidden."""
-FAR = gl.constexpr(13.0)
-"""Octaves between a row's maximum and what one of its four threads has, from which on a tile is taken in two parts."""
 TOP_CODE = gl.constexpr(126.0)
 """E4M3's code of 448."""
 CODE_STEP = gl.constexpr(2.0**-24)

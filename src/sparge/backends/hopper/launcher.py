@@ -23,6 +23,7 @@ from sparge.backends.triton.launch import (
     power_of_two,
     zeros_like,
 )
+from sparge.backends.triton.primitives import SPLIT_KEYS
 from sparge.block_mask import BlockMask
 from sparge.config import PerHead
 from sparge.geometry import Shape
@@ -31,8 +32,6 @@ LEAST_WIDTH = 64
 """Channels the kernel computes at least; missing ones are copied as 0."""
 SLICE = 128
 """Value channels of one FP8 row: two accumulators of more do not fit the registers."""
-SPLIT_KEYS = 8192
-"""Keys up to which those around a peak, 127 at most, are a share of a tail that can be seen."""
 COPY_ALIGNMENT = 16
 """Bytes: the copy engine's addresses and strides are multiples of it."""
 

@@ -22,12 +22,9 @@ from sparge.backends.hopper.arithmetic import (
 from sparge.backends.hopper.gluon import gl, jit, mbarrier, warpgroup_mma_wait
 from sparge.backends.hopper.producer import BROKEN, PLAIN
 from sparge.backends.hopper.products import await_stage, note_of, ordered, start_scores, start_sums, start_values
-from sparge.backends.triton.primitives import FP8_RANGE, LOG2_E, REACH
+from sparge.backends.triton.primitives import FP8_RANGE, LOG2_E, REACH, SHORT
 
 SLACK = gl.constexpr(form.SLACK)
-SHORT = gl.constexpr(64)
-"""Key blocks of a row in which the keys around any peak are a share that can be seen. In longer rows only the first
-stage is looked at, where sinks are."""
 
 
 def _multiply_unless_one(count: int) -> gl.constexpr:
@@ -322,7 +319,7 @@ def walk_row(PART: gl.constexpr, operands, notes, barriers, row, turn, row_unit,
         code_sum = gl.to_tensor(0.0)
     key_units = _stage_units(units, stage, FORM)
     note = note_of(kinds, stage, FORM)
-    broken = row_unit * 0.0  # NaN where a query is not finite: codes cannot carry one
+    broken = gl.to_tensor(0.0)  # or NaN, which codes cannot carry
     for position in range(0, gl.maximum(count, 1), FORM.stage_blocks):
         scores = _wait_for_scores(pending, FORM)
         if note != PLAIN:
@@ -379,5 +376,5 @@ def walk_row(PART: gl.constexpr, operands, notes, barriers, row, turn, row_unit,
             output, product, code_sum, row_sum = _add_stage((output, product, code_sum, row_sum), decay, FORM)
     scores = _wait_for_scores(pending, FORM)
     if FORM.codes:
-        row_sum = row_sum + gl.convert_layout(broken, FORM.sum_rows)[:, None]
+        row_sum = row_sum + gl.convert_layout(row_unit * 0.0 + broken, FORM.sum_rows)[:, None]
     return output, row_sum, row_top, turn

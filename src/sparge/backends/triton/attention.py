@@ -38,8 +38,9 @@ from sparge.backends.triton.launch import (
 from sparge.backends.triton.primitives import (
     BLOCK_K,
     BLOCK_Q,
-    COARSE,
+    FAR,
     FLOAT_OFFSET,
+    FP8_RANGE,
     FP16_ROOM,
     INT32_AS_FLOAT,
     KEY_GROUPS,
@@ -47,7 +48,9 @@ from sparge.backends.triton.primitives import (
     LOG2_E,
     LOG2_FP8_MAX,
     REACH,
+    SHORT,
     SMALLEST_SCALE,
+    SPLIT_KEYS,
     in_fp8_token_order,
 )
 from sparge.block_mask import BlockMask
@@ -62,10 +65,28 @@ def _by_group(raw, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def _block_max(raw, unit, BLOCK_M: tl.constexpr):
-    """Row maximum [M] of a key block's INT8 scores, in octaves; ``unit`` is what an integer is worth, [M, groups]."""
-    largest = tl.max(tl.max(_by_group(raw, BLOCK_M), 3), 1)
-    return tl.max((largest - FLOAT_OFFSET) * unit, 1)
+def _group_max(raw, unit, BLOCK_M: tl.constexpr):
+    """Maximum of each group of a key block's INT8 scores, [M, groups], in octaves; ``unit`` is an integer's worth."""
+    return (tl.max(tl.max(_by_group(raw, BLOCK_M), 3), 1) - FLOAT_OFFSET) * unit
+
+
+@triton.jit
+def _block_scores(raw, unit, BLOCK_M: tl.constexpr):
+    """A key block's INT8 scores in octaves, [M, 64]."""
+    return tl.reshape((_by_group(raw, BLOCK_M) - FLOAT_OFFSET) * unit[:, None, :, None], (BLOCK_M, BLOCK_K))
+
+
+@triton.jit
+def _side_by_side(first, last, BLOCK_M: tl.constexpr):
+    """Two key blocks [M, 64] as one tile [M, 128]."""
+    return tl.reshape(tl.permute(tl.join(first, last), (0, 2, 1)), (BLOCK_M, 2 * BLOCK_K))
+
+
+@triton.jit
+def _any_far_below(group_max, local_max):
+    """Whether some group's keys all lie so far below their row's maximum that FP8 does not hold both."""
+    is_far = (local_max[:, None] - group_max > FAR) & (group_max > float("-inf"))
+    return tl.max(tl.max(is_far.to(tl.int32), 1), 0) != 0
 
 
 @triton.jit
@@ -73,10 +94,10 @@ def _block_probability(raw, unit, top, BLOCK_M: tl.constexpr):
     """P of a key block's INT8 scores [M, 64] relative to a score ``top`` [M].
 
     What is subtracted is of the size of the offset and rounded (once: fma), by up to three quarters of an integer, and
-    the maximum by a quarter. Where an integer is worth something, one more keeps P within FP8's range: above it P V
-    would cut off what the row sum counts. Q and K are rounded by far more.
+    the maximum by a quarter. One integer more keeps P within FP8's range: above it P V would cut off what the row sum
+    counts. Q and K are rounded by far more.
     """
-    subtrahend = tl.fma(unit, FLOAT_OFFSET + tl.where(unit > COARSE, 1.0, 0.0), top[:, None])
+    subtrahend = tl.fma(unit, FLOAT_OFFSET + 1.0, top[:, None])
     exponent = _by_group(raw, BLOCK_M) * unit[:, None, :, None] - subtrahend[:, None, :, None]
     return tl.reshape(tl.exp2(exponent), (BLOCK_M, BLOCK_K))
 
@@ -162,6 +183,7 @@ def attention_kernel(
     MASK_PER_QUERY: tl.constexpr,
     LOWEST: tl.constexpr,
     HAS_THRESHOLD: tl.constexpr,
+    SPLITS: tl.constexpr,
     ALL_BLOCKS: tl.constexpr,
     COUNT: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -275,7 +297,7 @@ def attention_kernel(
 
         if MASK != "none":
             if eight_bits:
-                scores = tl.reshape((_by_group(raw, BLOCK_M) - FLOAT_OFFSET) * unit[:, None, :, None], (BLOCK_M, BLOCK_K))
+                scores = _block_scores(raw, unit, BLOCK_M)
             else:
                 scores = raw * query_scale
             scores = _apply_mask(
@@ -292,17 +314,20 @@ def attention_kernel(
                 MASK_PER_QUERY,
                 LOWEST,
             )
-            local_max = tl.max(scores, 1)
+            group_max = tl.max(tl.max(_by_group(scores, BLOCK_M), 3), 1) if BLOCKS == 1 else scores
+            local_max = tl.max(group_max, 1)
         else:
             if is_plain == 0:
                 allowed = _allowed(query_positions, key_positions, kv_len, causal_offset, IS_CAUSAL)
                 raw = tl.where(allowed, raw, float("-inf"))
             if two_units:
                 first_raw, last_raw = tl.split(tl.permute(tl.reshape(raw, (BLOCK_M, 2, BLOCK_K)), (0, 2, 1)))
-                first_max = _block_max(first_raw, unit, BLOCK_M)
-                local_max = tl.maximum(first_max, _block_max(last_raw, last_unit, BLOCK_M))
+                group_max = _group_max(first_raw, unit, BLOCK_M)
+                group_max = tl.maximum(group_max, _group_max(last_raw, last_unit, BLOCK_M))
+                local_max = tl.max(group_max, 1)
             elif eight_bits:
-                local_max = _block_max(raw, unit, BLOCK_M)
+                group_max = _group_max(raw, unit, BLOCK_M)
+                local_max = tl.max(group_max, 1)
             else:
                 local_max = tl.max(raw, 1) * query_scale
 
@@ -319,6 +344,33 @@ def attention_kernel(
             below = ((gap < threshold) & (tl.max(broken.to(tl.int32), 1) == 0)) | (query_positions >= q_len)
             needed = tl.min(below.to(tl.int32)) == 0
         if needed:
+            if ARITHMETIC == "int8_fp8":
+                value_ptrs = value_base + first_keys[None, :] + within[None, :] + offs_dv[:, None] * value_strides[2]
+                value = tl.load(value_ptrs).T
+            if SPLITS:
+                if (position == 0) | (count <= SHORT):
+                    if _any_far_below(group_max, local_max):
+                        # A peak: what lies far below it, up to ``edge``, is added first, relative to the edge.
+                        edge = safe_top - FP8_RANGE
+                        if MASK != "none":
+                            lower = scores
+                            scores = tl.where(lower <= edge[:, None], float("-inf"), lower)
+                        elif two_units:
+                            first = _block_scores(first_raw, unit, BLOCK_M)
+                            last = _block_scores(last_raw, last_unit, BLOCK_M)
+                            lower = _side_by_side(first, last, BLOCK_M)
+                            first_raw = tl.where(first <= edge[:, None], float("-inf"), first_raw)
+                            last_raw = tl.where(last <= edge[:, None], float("-inf"), last_raw)
+                        else:
+                            lower = _block_scores(raw, unit, BLOCK_M)
+                            raw = tl.where(lower <= edge[:, None], float("-inf"), raw)
+                        lower = tl.where(lower > edge[:, None], float("-inf"), lower)
+                        probability = tl.exp2(lower - (edge - log2_unit)[:, None])
+                        decay = tl.exp2(top - edge)
+                        row_sum = row_sum * decay + tl.sum(probability, 1)
+                        tile_sum = tl.dot(in_fp8_token_order(probability.to(p_dtype)), value)
+                        accumulator = accumulator * decay[:, None] + tile_sum
+                        top = edge
             one = safe_top - log2_unit  # the score whose P is stored as 1
             if MASK != "none":
                 probability = tl.exp2(scores - one[:, None])
@@ -327,8 +379,7 @@ def attention_kernel(
                 first = _block_probability(first_raw, unit, one, BLOCK_M)
                 last = _block_probability(last_raw, last_unit, one, BLOCK_M)
                 total = tl.sum(first + last, 1)
-                probability = tl.join(first.to(p_dtype), last.to(p_dtype))
-                probability = tl.reshape(tl.permute(probability, (0, 2, 1)), (BLOCK_M, columns))
+                probability = _side_by_side(first.to(p_dtype), last.to(p_dtype), BLOCK_M)
             elif eight_bits:
                 probability = _block_probability(raw, unit, one, BLOCK_M)
                 total = tl.sum(probability, 1)
@@ -341,8 +392,6 @@ def attention_kernel(
             top = new_top
 
             if ARITHMETIC == "int8_fp8":
-                value_ptrs = value_base + first_keys[None, :] + within[None, :] + offs_dv[:, None] * value_strides[2]
-                value = tl.load(value_ptrs).T
                 tile_sum = tl.dot(in_fp8_token_order(probability.to(p_dtype)), value)
                 accumulator = accumulator * decay[:, None] + tile_sum
             else:
@@ -437,12 +486,14 @@ def attend(
         # (unaligned strides): wrong numbers, bad addresses.
         value_width = max(value_width, 64)
     mask_per_query = attn_mask is not None and attn_mask.shape[2] > 1
+    splits = operands.quantization == "int8_fp8" and threshold is None and shape.kv_len <= SPLIT_KEYS
     config = configs.attention_config(
         operands.quantization,
         max(width, value_width),
         architecture=architecture_of(query),
         is_float32=query.dtype == torch.float32,
         has_threshold=threshold is not None,
+        splits=splits,
         has_mask=attn_mask is not None,
         mask_per_query=mask_per_query,
     )
@@ -487,6 +538,7 @@ def attend(
         MASK_PER_QUERY=mask_per_query,
         LOWEST=lowest,
         HAS_THRESHOLD=threshold is not None,
+        SPLITS=splits,
         ALL_BLOCKS=mask is None,
         COUNT=totals is not None,
         BLOCK_M=config.block_m,

@@ -13,7 +13,7 @@ from sparge.geometry import BLOCK_Q, ROW_GROUP
 WITHOUT_WARPGROUPS = (8, 12)
 """Generations whose matrix products take both operands from registers. All but 8.0 have 99 KB of shared memory."""
 
-SUMMARIZE_BLOCKS, SUMMARIZE_SLAB, SUMMARIZE_WARPS = 4, 8, 1
+SUMMARIZE_BLOCKS, SUMMARIZE_SLAB, SUMMARIZE_WARPS = 4, 16, 1
 """Key blocks a program summarises, tokens added elementwise before threads exchange sums, warps. 0.077 ms, where 2, 4
 and 8 warps take 0.097, 0.139 and 0.229; 8 blocks are as fast here and slower at N 8192, H 32 (0.053 against 0.042)."""
 
@@ -128,12 +128,14 @@ def attention_config(
     architecture: int,
     is_float32: bool,
     has_threshold: bool,
+    splits: bool,
     has_mask: bool,
     mask_per_query: bool,
 ) -> AttentionConfig:
     """The configuration for a padded head width (the larger of D and D_v).
 
-    With a threshold, the 64 rows and 64 keys that are skipped together are one step of one program. On Hopper all but
+    With a threshold, the 64 rows and 64 keys that are skipped together are one step of one program. Where peaks are
+    looked for (``splits``), two blocks a step spill (456 bytes at D 64). On Hopper all but
     those for float32 have two stages at least: without a pipeline Triton 3.6 miscompiles 16-bit products there when
     D_v is narrower than D (wrong numbers, bad addresses).
     """
@@ -142,7 +144,7 @@ def attention_config(
     if arithmetic == "none" and is_float32:
         config = (FLOAT32_SMALL if is_small else FLOAT32)[width]
         return replace(config, block_m=ROW_GROUP) if has_threshold else config
-    if width < 256 and has_threshold:
+    if width < 256 and (has_threshold or (splits and not mask_per_query)):
         return AttentionConfig(ROW_GROUP, 1, 4, 3)
     if width < 256 and mask_per_query:  # its tiles are buffered too
         return AttentionConfig(ROW_GROUP, 1, 8, 2)

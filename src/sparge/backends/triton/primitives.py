@@ -21,10 +21,12 @@ INT32_AS_FLOAT = tl.constexpr(0x4B400000)
 (127 * 127 * 256 < 2^22): INT8 products need no conversion, which costs as much as an exponential."""
 FLOAT_OFFSET = tl.constexpr(12582912.0)
 """1.5 * 2^23, what such a float must be lowered by."""
-COARSE = tl.constexpr(2.0**-6)
-"""Octaves an integer of Q K^T is worth, from which on it matters how P = 1 is rounded: below, P that is too large is
-cut off by less than FP8 rounds."""
 FP8_RANGE = tl.constexpr(eight_bits.FP8_RANGE)
+FAR = tl.constexpr(13.0)
+"""Octaves between a row's maximum and that of a group of its keys, from which on a tile is taken in two parts."""
+SHORT = tl.constexpr(64)
+"""Key blocks of a row in which the keys around any peak are a share that can be seen. In longer rows only the first step
+is looked at, where sinks are."""
 FP16_ROOM = tl.constexpr(eight_bits.FP16_ROOM)
 REACH = tl.constexpr(64.0)
 """Octaves that a tile's maximum may lie below the row's before its P counts from there instead (`reference.REACH`)."""
@@ -32,6 +34,10 @@ SMALLEST_SCALE = tl.constexpr(1e-30)
 """Stands for 0, because a hidden score is -inf before it is scaled."""
 NOWHERE = tl.constexpr(2**31 - 1)
 """Position of the first visible key in a block that has none."""
+
+
+SPLIT_KEYS = 8192
+"""Keys up to which those around a peak, 127 at most, are a share of a tail that can be seen."""
 
 
 @triton.jit

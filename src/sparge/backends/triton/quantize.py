@@ -26,6 +26,7 @@ from sparge.backends.triton.primitives import (
     FLOAT_OFFSET,
     KEY_GROUPS,
     LOG2_E,
+    SMALLEST_SCALE,
     fp8_token_order,
     is_finite,
     load_tokens,
@@ -50,17 +51,19 @@ def _absolute_max(values, AXIS: tl.constexpr):
 
 @triton.jit
 def _scale_of(largest):
-    """What a code is worth where this is the largest number: within bounds, so that two of them have a product."""
+    """What a code is worth where this is the largest number, and what numbers are multiplied by to become codes.
+
+    The first is bounded, so that two of them have a product; NaN where the number is not finite.
+    """
     scale = largest / 127.0
     bounded = tl.minimum(tl.maximum(scale, 1.0 / LARGEST_SCALE), LARGEST_SCALE)
-    return tl.where(is_finite(scale), bounded, float("nan"))
+    return tl.where(is_finite(scale), bounded, float("nan")), 1.0 / tl.maximum(scale, SMALLEST_SCALE)
 
 
 @triton.jit
 def _int8_codes(values, factor):
     """INT8 codes of values * factor. Adding 1.5 * 2^23 rounds to even and leaves the code in the low byte."""
-    scaled = tl.minimum(tl.maximum(values * factor, -127.0), 127.0)
-    return (scaled + FLOAT_OFFSET).to(tl.int32, bitcast=True).to(tl.int8)
+    return (values * factor + FLOAT_OFFSET).to(tl.int32, bitcast=True).to(tl.int8)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
@@ -114,8 +117,8 @@ def quantize_key_value_kernel(
     key = tl.where(present[:, None], (key - mean[None, :]) * factor[None, :], 0.0)
     # Groups of keys as the threads of a matrix product hold them: (key mod 8) div 2.
     largest = tl.reshape(_absolute_max(key, 1).to(tl.int32, bitcast=True), (BLOCK_K // 8, KEY_GROUPS, 2))
-    scales = _scale_of(tl.max(tl.max(largest, 2), 0).to(tl.float32, bitcast=True))  # [KEY_GROUPS]
-    spread = tl.broadcast_to((1.0 / scales)[None, :, None], (BLOCK_K // 8, KEY_GROUPS, 2))
+    scales, factors = _scale_of(tl.max(tl.max(largest, 2), 0).to(tl.float32, bitcast=True))  # [KEY_GROUPS]
+    spread = tl.broadcast_to(factors[None, :, None], (BLOCK_K // 8, KEY_GROUPS, 2))
     codes = _int8_codes(key, tl.reshape(spread, (BLOCK_K,))[:, None])
     tl.store(key_codes_ptr + rows[:, None] * HEAD_DIM_PADDED + channels[None, :], codes)
     tl.store(key_scale_ptr + (flat_head * kv_blocks + block) * KEY_GROUPS + tl.arange(0, KEY_GROUPS), scales)
@@ -200,15 +203,16 @@ def quantize_query_kernel(
     row = flat_head * q_blocks + block
     if WITH_CODES:
         kv_head = batch * kv_heads + head // (heads // kv_heads)
-        balanced = query * tl.load(balance_ptr + kv_head * HEAD_DIM_PADDED + channels)[None, :]
-        code_scale = _scale_of(_absolute_max(balanced, 1))
-        codes = _int8_codes(balanced, (tl.where(scale < 0, -1.0, 1.0) / code_scale)[:, None])
+        factors = tl.load(balance_ptr + kv_head * HEAD_DIM_PADDED + channels)
+        balanced = query * factors[None, :]
+        code_scale, code_factor = _scale_of(_absolute_max(balanced, 1))
+        codes = _int8_codes(balanced, (tl.where(scale < 0, -1.0, 1.0) * code_factor)[:, None])
         rows = row * BLOCK_Q + tl.arange(0, BLOCK_Q)
         tl.store(query_codes_ptr + rows[:, None] * HEAD_DIM_PADDED + channels[None, :], codes)
         unit = code_scale * tl.abs(scale) * LOG2_E
         tl.store(query_scale_ptr + rows, tl.where(unit < SMALLEST_UNIT, SMALLEST_UNIT, unit))  # keeps NaN
         mean = tl.load(key_mean_ptr + kv_head * HEAD_DIM_PADDED + channels)
-        shift = tl.sum(query * mean[None, :], 1) * scale
+        shift = tl.sum(balanced * (mean / factors)[None, :], 1) * scale
         tl.store(lse_shift_ptr + flat_head * q_len + positions, shift, mask=positions < q_len)
     count = tl.maximum(tl.sum(present.to(tl.int32)), 1).to(tl.float32)
     if WITH_MEAN:

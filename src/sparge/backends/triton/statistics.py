@@ -35,10 +35,8 @@ from sparge.geometry import Shape, ceil_div
 from sparge.visibility import Visibility
 
 LENGTHS = ["heads", "kv_heads", "q_len", "kv_len", "q_blocks", "kv_blocks", "chunks", "first_query"]
-SUM, HIGH, LOW, QUERY_LOG, QUERY_COUNT, KEY_PARTS = map(tl.constexpr, range(6))
-"""Rows of a chunk's part of K, [KEY_PARTS, D]: sums, extremes; sums of log2 of the queries' sizes, how many."""
-LANES = tl.constexpr(4)
-"""Sums of a slab that are kept apart, at least as many as a warp reads tokens of at once (of 64 channels or more)."""
+SUM, SQUARE, QUERY_LOG, QUERY_COUNT, KEY_PARTS = map(tl.constexpr, range(5))
+"""Rows of a chunk's part of K, [KEY_PARTS, D]: sums, of squares; sums of log2 of the queries' sizes, how many."""
 SAMPLES = tl.constexpr(eight_bits.BALANCE_QUERIES)
 
 
@@ -55,37 +53,28 @@ def _sums(
     PADDED: tl.constexpr,
     HAS_SEEN: tl.constexpr,
     CENTERED: tl.constexpr,
-    EXTREMES: tl.constexpr,
     SLAB: tl.constexpr,
 ):
-    """Of x - center over a block: sums, sums of squares and extremes, [LANES, PADDED] each; number of tokens.
+    """Partial sums of x - center and of its squares over a key block, [SLAB, PADDED] each, and its number of tokens.
 
-    Tokens of a slab that one thread holds are added there, which leaves one exchange between threads per block.
+    Slabs of a few tokens are added elementwise, which leaves one exchange between threads per block.
     """
-    slab: tl.constexpr = (SLAB // LANES, LANES, PADDED)
-    total = tl.zeros((LANES, PADDED), tl.float32)
-    square = tl.zeros((LANES, PADDED), tl.float32)
-    high = tl.full((LANES, PADDED), float("-inf"), tl.float32)
-    low = tl.full((LANES, PADDED), float("inf"), tl.float32)
+    total = tl.zeros((SLAB, PADDED), tl.float32)
+    square = tl.zeros((SLAB, PADDED), tl.float32)
     count = tl.minimum(tl.maximum(kv_len - block * BLOCK_K, 0), BLOCK_K)
     seen = tl.zeros((SLAB,), tl.int32)
-    for step in range(BLOCK_K // SLAB):
+    for step in tl.static_range(BLOCK_K // SLAB):
         tokens = block * BLOCK_K + step * SLAB + tl.arange(0, SLAB)
         values, present = load_tokens(base, stride, seen_base, seen_stride, tokens, 0, kv_len, DIM, PADDED, HAS_SEEN)
         if HAS_SEEN:
             seen += present.to(tl.int32)
         if CENTERED:
             values = tl.where(present[:, None], values - center, 0.0)
-        total += tl.sum(tl.reshape(values, slab), 0)
-        square += tl.sum(tl.reshape(values * values, slab), 0)
-        if EXTREMES:
-            above = tl.where(present[:, None], values, float("-inf"))
-            below = tl.where(present[:, None], values, float("inf"))
-            high = tl.maximum(high, tl.max(tl.reshape(above, slab), 0))
-            low = tl.minimum(low, tl.min(tl.reshape(below, slab), 0))
+        total += values
+        square += values * values
     if HAS_SEEN:
         count = tl.sum(seen)
-    return total, square, high, low, count
+    return total, square, count
 
 
 @triton.jit
@@ -129,23 +118,19 @@ def _finite_part(
     BLOCKS: tl.constexpr,
     SLAB: tl.constexpr,
 ):
-    """Sum and extremes [PADDED] and number of a chunk's tokens that are finite in every channel.
-
-    The rare path, so it may be slow.
-    """
+    """Sum and squares [PADDED] and number of a chunk's tokens that are finite in every channel; rare, so maybe slow."""
     total = tl.zeros((PADDED,), tl.float32)
-    high = tl.full((PADDED,), float("-inf"), tl.float32)
-    low = tl.full((PADDED,), float("inf"), tl.float32)
+    square = tl.zeros((PADDED,), tl.float32)
     count = 0
     for step in range(BLOCKS * BLOCK_K // SLAB):
         tokens = chunk * BLOCKS * BLOCK_K + step * SLAB + tl.arange(0, SLAB)
         values, present = load_tokens(base, stride, seen_base, seen_stride, tokens, 0, kv_len, DIM, PADDED, HAS_SEEN)
         usable = present & (tl.min(is_finite(values).to(tl.int32), 1) != 0)
-        total += tl.sum(tl.where(usable[:, None], values, 0.0), 0)
-        high = tl.maximum(high, tl.max(tl.where(usable[:, None], values, float("-inf")), 0))
-        low = tl.minimum(low, tl.min(tl.where(usable[:, None], values, float("inf")), 0))
+        kept = tl.where(usable[:, None], values, 0.0)
+        total += tl.sum(kept, 0)
+        square += tl.sum(kept * kept, 0)
         count += tl.sum(usable.to(tl.int32))
-    return total, high, low, count
+    return total, square, count
 
 
 @triton.jit
@@ -250,12 +235,11 @@ def summarize_kernel(
 
     if WITH_STATISTICS or WITH_SUM:
         key_sum = tl.zeros((HEAD_DIM_PADDED,), tl.float32)
-        key_high = tl.full((LANES, HEAD_DIM_PADDED), float("-inf"), tl.float32)
-        key_low = tl.full((LANES, HEAD_DIM_PADDED), float("inf"), tl.float32)
+        key_square = tl.zeros((HEAD_DIM_PADDED,), tl.float32)
         key_count = 0
         for step in range(BLOCKS):
             block = chunk * BLOCKS + step
-            first, square, high, low, count = _sums(
+            first, square, count = _sums(
                 key_base,
                 key_strides[2],
                 seen_base,
@@ -267,21 +251,20 @@ def summarize_kernel(
                 HEAD_DIM_PADDED,
                 HAS_KEYS_SEEN,
                 False,
-                WITH_SUM,
                 SLAB,
             )
-            key_high = tl.maximum(key_high, high)
-            key_low = tl.minimum(key_low, low)
             total = tl.sum(first, 0)
+            squares = tl.sum(square, 0)
             key_sum += total
+            key_square += squares
             key_count += count
             if WITH_STATISTICS:
                 share = 1.0 / tl.maximum(count, 1).to(tl.float32)
                 mean = total * share
-                variance = tl.sum(square, 0) * share - mean * mean
+                variance = squares * share - mean * mean
                 if key_ptr.dtype.element_ty == tl.float32:
                     # Squares of 16-bit numbers fit into float32 sums; those of float32 numbers must be centred first.
-                    _, square, _, _, count = _sums(
+                    _, square, count = _sums(
                         key_base,
                         key_strides[2],
                         seen_base,
@@ -293,7 +276,6 @@ def summarize_kernel(
                         HEAD_DIM_PADDED,
                         HAS_KEYS_SEEN,
                         True,
-                        False,
                         SLAB,
                     )
                     variance = tl.sum(square, 0) * share
@@ -308,10 +290,8 @@ def summarize_kernel(
                 half_variance = variance * (0.5 * scale * scale * LOG2_E)
                 tl.store(variance_ptr + offsets, half_variance.to(tl.bfloat16), mask=inside)
         if WITH_SUM:
-            key_highest = tl.max(key_high, 0)
-            key_lowest = tl.min(key_low, 0)
             if tl.min(is_finite(key_sum).to(tl.int32)) == 0:
-                key_sum, key_highest, key_lowest, key_count = _finite_part(
+                key_sum, key_square, key_count = _finite_part(
                     key_base,
                     key_strides[2],
                     seen_base,
@@ -342,8 +322,7 @@ def summarize_kernel(
             )
             key_part = key_part_ptr + part * KEY_PARTS * HEAD_DIM_PADDED + channels
             tl.store(key_part + SUM * HEAD_DIM_PADDED, key_sum)
-            tl.store(key_part + HIGH * HEAD_DIM_PADDED, key_highest)
-            tl.store(key_part + LOW * HEAD_DIM_PADDED, key_lowest)
+            tl.store(key_part + SQUARE * HEAD_DIM_PADDED, key_square)
             tl.store(key_part + QUERY_LOG * HEAD_DIM_PADDED, query_log)
             tl.store(key_part + QUERY_COUNT * HEAD_DIM_PADDED, query_count)
             tl.store(key_count_ptr + part, key_count)
@@ -428,14 +407,20 @@ def reduce_kernel(
     key_log = tl.zeros((ROWS, COLUMNS), tl.float32)
     key_count = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, chunks, ROWS * GATHERED):
-        size = tl.zeros((ROWS, COLUMNS), tl.float32)
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        square = tl.zeros((ROWS, COLUMNS), tl.float32)
+        count = tl.zeros((ROWS,), tl.int32)
         for member in tl.static_range(GATHERED):
             part = start + tl.arange(0, ROWS) * GATHERED + member
-            high = _load_part(key_part_ptr, flat_head, part, HIGH, chunks, channels, float("-inf"), HEAD_DIM_PADDED)
-            low = _load_part(key_part_ptr, flat_head, part, LOW, chunks, channels, float("inf"), HEAD_DIM_PADDED)
-            size = tl.maximum(size, tl.maximum(high - mean[None, :], mean[None, :] - low))
-        key_log += tl.where(size > 0.0, tl.log2(tl.maximum(size, SMALLEST_SCALE)), 0.0)
-        key_count += (size > 0.0).to(tl.float32)
+            total += _load_part(key_part_ptr, flat_head, part, SUM, chunks, channels, 0.0, HEAD_DIM_PADDED)
+            square += _load_part(key_part_ptr, flat_head, part, SQUARE, chunks, channels, 0.0, HEAD_DIM_PADDED)
+            count += tl.load(key_count_ptr + flat_head * chunks + part, mask=part < chunks, other=0)
+        share = 1.0 / tl.maximum(count, 1).to(tl.float32)[:, None]
+        # Of k - mean. What rounding leaves of a constant channel is no size.
+        size = (square - 2.0 * mean[None, :] * total) * share + mean[None, :] * mean[None, :]
+        is_counted = (size > 1e-6 * square * share) & (count > 0)[:, None]
+        key_log += tl.where(is_counted, 0.5 * tl.log2(tl.maximum(size, SMALLEST_SCALE)), 0.0)
+        key_count += is_counted.to(tl.float32)
     key_votes = tl.sum(key_count, 0)
     query_votes = tl.sum(query_count, 0)
     key_size = tl.sum(key_log, 0) / tl.maximum(key_votes, 1.0)
