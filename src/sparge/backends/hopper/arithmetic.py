@@ -101,13 +101,16 @@ def _lane_max(block, key_unit, FORM: gl.constexpr):
 
 
 @jit
-def tile_max(tile, key_units, FORM: gl.constexpr):
-    """The same of a tile's key blocks."""
+def tile_max(tile, row_unit, key_units, FORM: gl.constexpr):
+    """The same of a tile's key blocks, in steps."""
     first, second = halves(tile, FORM.blocks)
     largest = _lane_max(first, key_units[0], FORM)
     if FORM.blocks == 2:
         largest = gl.maximum(largest, _lane_max(second, key_units[1], FORM))
-    return largest
+    if FORM.quantized:
+        return largest * row_unit[:, None]
+    else:
+        return largest * row_unit
 
 
 @jit
@@ -117,10 +120,7 @@ def _block_part(block, row_unit, key_unit, edge, IS_UPPER: gl.constexpr, FORM: g
     grouped = gl.reshape(block, (ROWS, 8, 4, 2))
     lanes: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, grouped.type.layout))
     is_upper = as_scores(grouped) > gl.convert_layout(limit, lanes)[:, None, :, None]
-    if IS_UPPER:
-        kept = gl.where(is_upper, grouped, HIDDEN_BITS)
-    else:
-        kept = gl.where(is_upper, HIDDEN_BITS, grouped)
+    kept = gl.where(is_upper == IS_UPPER, grouped, HIDDEN_BITS)
     return gl.reshape(kept, (ROWS, BLOCK_K))
 
 

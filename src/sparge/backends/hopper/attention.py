@@ -1,13 +1,13 @@
 """Attention over the kept blocks on Hopper: one producer warp copies, two consumer warpgroups compute.
 
 The contract is that of `triton.attention`, its twin and oracle. A program serves whole rows of 128 queries, one after
-the other; each consumer takes 64 of them, and a stage is one to four key blocks of 64.
+the other; each consumer takes 64 of them, and a tile is two key blocks of 64 (one with a threshold).
 
     producer    walks the row's kept blocks; copies K and V, and notes scales and positions beside them
     consumer    S = Q K^T, softmax, P V; products run while it or the other consumer computes P
 
 `producer.py` is the one role, `walk.py` the other's inner loop; `output.py` ends a row. Barriers: ``full[stage]`` (a
-stage of one or two tiles has landed), ``free[stage]`` (both consumers are done with it), and the same for the queries.
+tile has landed), ``free[stage]`` (both consumers are done with it), and the same for the queries.
 Layouts, and why P needs no exponentials: docs/hopper.md.
 
 Grid: one program per multiprocessor. Each takes the next row when it is done with one, the longest causal rows first.
@@ -63,10 +63,10 @@ def _consume(
     query_full, query_free, _, _ = barriers
     heads, group, q_len, _, _, _, works = sizes
     queries = reinterpret(query_smem, query_smem.dtype, [FORM.rows_ahead, BLOCK_Q, FORM.head_dim], FORM.key_tile)
-    keys = reinterpret(key_smem, key_smem.dtype, [FORM.stages * FORM.tiles, FORM.keys, FORM.head_dim], FORM.key_tile)
+    keys = reinterpret(key_smem, key_smem.dtype, [FORM.stages, FORM.keys, FORM.head_dim], FORM.key_tile)
     values = reinterpret(value_smem, value_smem.dtype, FORM.value_shape, FORM.value_tile)
-    units = reinterpret(unit_smem, gl.float32, [FORM.stages * FORM.stage_blocks, KEY_GROUPS], FORM.plain)
-    blocks = reinterpret(block_smem, gl.int32, [FORM.stages * FORM.stage_blocks, 1], FORM.plain)
+    units = reinterpret(unit_smem, gl.float32, [FORM.stages * FORM.blocks, KEY_GROUPS], FORM.plain)
+    blocks = reinterpret(block_smem, gl.int32, [FORM.stages * FORM.blocks, 1], FORM.plain)
     notes = (units, blocks, kind_smem)
     turn = 0
     row_turn = 0
@@ -127,21 +127,21 @@ def attention_kernel(
     PRODUCER_REGISTERS: gl.constexpr,
 ):
     """Allocates shared memory and barriers, and starts the roles."""
-    if FORM.splits:
+    if FORM.splits != "none":
         declare_far()
     query_smem = gl.allocate_shared_memory(
         query_tiles.dtype, [FORM.rows_ahead * FORM.chunks, BLOCK_Q, FORM.chunk], FORM.key_tile
     )
     key_smem = gl.allocate_shared_memory(
-        key_tiles.dtype, [FORM.stages * FORM.chunks * FORM.stage_blocks, BLOCK_K, FORM.chunk], FORM.key_tile
+        key_tiles.dtype, [FORM.stages * FORM.chunks * FORM.blocks, BLOCK_K, FORM.chunk], FORM.key_tile
     )
     value_smem = gl.allocate_shared_memory(
         value_tiles.dtype,
-        [FORM.stages * FORM.stage_blocks * FORM.value_copies, FORM.value_rows, FORM.value_columns],
+        [FORM.stages * FORM.blocks * FORM.value_copies, FORM.value_rows, FORM.value_columns],
         FORM.value_tile,
     )
-    unit_smem = gl.allocate_shared_memory(gl.float32, [FORM.stages, FORM.stage_blocks * KEY_GROUPS], FORM.plain)
-    block_smem = gl.allocate_shared_memory(gl.int32, [FORM.stages, FORM.stage_blocks], FORM.plain)
+    unit_smem = gl.allocate_shared_memory(gl.float32, [FORM.stages, FORM.blocks * KEY_GROUPS], FORM.plain)
+    block_smem = gl.allocate_shared_memory(gl.int32, [FORM.stages, FORM.blocks], FORM.plain)
     kind_smem = gl.allocate_shared_memory(gl.int32, [FORM.stages, 1], FORM.plain)
     work_smem = gl.allocate_shared_memory(gl.int32, [2 * FORM.rows_ahead, 1], FORM.plain)
     # Stored as integers: Triton 3.6 gets small FP8 tiles wrong. All bytes are the same, so the layout does not matter.

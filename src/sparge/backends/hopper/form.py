@@ -36,14 +36,13 @@ class Form:
         quantized: Q and K are INT8 codes, else 16-bit numbers.
         fp8_values: V is FP8, transposed, else 16-bit numbers.
         codes: P's codes come straight from the scores, without exponentials. Needs fp8_values.
-        splits: a peak is looked for, to take what lies far below it as a part of its own. Needs fp8_values and no
-            threshold.
+        splits: in which tiles of a row a peak is looked for, to take what lies far below it as a part of its own:
+            "all", "first" or "none". Needs fp8_values and no threshold.
         value_dim: channels of V a row computes, one of ``slices`` parts.
         output_dim: channels the caller sees.
         value_scales: distance of one head's value scales from the next one's.
-        blocks: key blocks per tile, 1 or 2. The scores of a tile are one product.
-        tiles: per stage, 1 or 2. They share a maximum and, with FP8, an accumulator.
-        stages: what is on its way.
+        blocks: key blocks per tile, 1 or 2.
+        stages: tiles on their way.
         rows_ahead: rows whose queries are held, 1 or 2.
     """
 
@@ -54,14 +53,13 @@ class Form:
     has_threshold: bool
     all_blocks: bool
     count: bool
-    splits: bool
+    splits: str
     head_dim: int
     value_dim: int
     output_dim: int
     value_scales: int
     slices: int
     blocks: int
-    tiles: int
     stages: int
     rows_ahead: int
 
@@ -79,10 +77,6 @@ class Form:
         if self.fp8_values:
             return math.log2(FP8_MAX)
         return FP16_ROOM - SLACK if self.rescales_rarely else FP16_ROOM
-
-    @property
-    def stage_blocks(self) -> int:
-        return self.tiles * self.blocks
 
     @property
     def steps(self) -> float:
@@ -132,7 +126,7 @@ class Form:
     def value_shape(self) -> list[int]:
         """All stages of V, by key block."""
         block = [self.value_dim, BLOCK_K] if self.fp8_values else [BLOCK_K, self.value_dim]
-        return [self.stages * self.stage_blocks, *block]
+        return [self.stages * self.blocks, *block]
 
     @property
     def key_tile(self) -> gl.NVMMASharedLayout:

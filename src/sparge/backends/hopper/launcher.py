@@ -23,7 +23,7 @@ from sparge.backends.triton.launch import (
     power_of_two,
     zeros_like,
 )
-from sparge.backends.triton.primitives import SPLIT_KEYS
+from sparge.backends.triton.primitives import splits
 from sparge.block_mask import BlockMask
 from sparge.config import PerHead
 from sparge.geometry import Shape
@@ -71,14 +71,13 @@ def attend(
         has_threshold=threshold is not None,
         all_blocks=mask is None,
         count=totals is not None,
-        splits=fp8_values and threshold is None and shape.kv_len <= SPLIT_KEYS,
+        splits=splits(shape.kv_len) if fp8_values and threshold is None else "none",
         head_dim=head_width,
         value_dim=value_width // slices,
         output_dim=shape.value_dim,
         value_scales=padded(shape.value_dim),
         slices=slices,
         blocks=config.blocks,
-        tiles=config.tiles,
         stages=config.stages,
         rows_ahead=config.rows_ahead,
     )

@@ -68,10 +68,10 @@ def produce(
     kv_num_blocks_ptr, kv_indices_ptr, visible_num_blocks_ptr = lists
     _, key_scale_ptr, _, _ = scales
     chunks: gl.constexpr = FORM.chunks
-    blocks: gl.constexpr = FORM.stage_blocks
+    blocks: gl.constexpr = FORM.blocks
     value_copies: gl.constexpr = FORM.value_copies
     # Every thread writes the same notes. They meet before one of them arrives.
-    notes: gl.constexpr = gl.BlockedLayout([FORM.stage_blocks], [32], [1], [0])
+    notes: gl.constexpr = gl.BlockedLayout([FORM.blocks], [32], [1], [0])
     by_groups: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     places = gl.arange(0, blocks, notes)
     group = gl.arange(0, blocks * KEY_GROUPS, by_groups)  # of every block of a stage
@@ -132,12 +132,11 @@ def produce(
             kind_smem.index(stage).store(zero + kind)
             barrier()
             landed = full.index(stage)
-            mbarrier.expect(landed, FORM.tiles * FORM.tile_bytes)
+            mbarrier.expect(landed, FORM.tile_bytes)
             for b in gl.static_range(blocks):
                 block = gl.sum(gl.where(places == b, listed, 0), 0)
-                key_place = (stage * FORM.tiles + b // FORM.blocks) * chunks * FORM.blocks + b % FORM.blocks
                 for c in gl.static_range(chunks):
-                    key_buffer = key_smem.index(key_place + c * FORM.blocks)
+                    key_buffer = key_smem.index((stage * chunks + c) * blocks + b)
                     _copy(key_tiles, batch, kv_head, block * BLOCK_K, c * FORM.chunk, key_buffer, landed)
                 for c in gl.static_range(value_copies):
                     value_buffer = value_smem.index((stage * blocks + b) * value_copies + c)

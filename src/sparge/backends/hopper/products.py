@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sparge.backends.hopper.arithmetic import ROWS
 from sparge.backends.hopper.gluon import gl, jit, mbarrier, warpgroup_mma
-from sparge.backends.triton.primitives import BLOCK_K, INT32_AS_FLOAT
+from sparge.backends.triton.primitives import INT32_AS_FLOAT
 
 
 @jit
@@ -19,26 +19,15 @@ def note_of(notes, stage, FORM: gl.constexpr):
     return gl.max(notes.index(stage).load(FORM.rows), 0)
 
 
-START = gl.constexpr(f"mov.b32 $0, {INT32_AS_FLOAT.value:#x};")
-
-
 @jit
 def start_scores(query, key, FORM: gl.constexpr):
-    """Start Q K^T of a tile: [64, keys] INT32 that are floats above 1.5 * 2^23, or float32.
-
-    Of two tiles, each register gets the number it starts at by itself. As copies of one that is an accumulator, too,
-    ptxas would run all products in sequence.
-    """
-    if not FORM.quantized:
-        nothing = gl.full((ROWS, FORM.keys), 0.0, gl.float32, FORM.scores)
-        return warpgroup_mma(query, key.permute((1, 0)), nothing, use_acc=False, is_async=True)
-    elif FORM.tiles == 1:
+    """Start Q K^T of a tile: [64, keys] INT32 that are floats above 1.5 * 2^23, or float32."""
+    if FORM.quantized:
         start = gl.full((ROWS, FORM.keys), INT32_AS_FLOAT, gl.int32, FORM.scores)
         return warpgroup_mma(query, key.permute((1, 0)), start, is_async=True)
     else:
-        nothing = gl.full((ROWS, FORM.keys), 0, gl.int32, FORM.scores)
-        start = gl.inline_asm_elementwise(START, "=r,r", [nothing], dtype=gl.int32, is_pure=False, pack=1)
-        return warpgroup_mma(query, key.permute((1, 0)), start, is_async=True)
+        nothing = gl.full((ROWS, FORM.keys), 0.0, gl.float32, FORM.scores)
+        return warpgroup_mma(query, key.permute((1, 0)), nothing, use_acc=False, is_async=True)
 
 
 @jit
@@ -53,19 +42,3 @@ def start_values(probability, value, sums, FRESH: gl.constexpr, FORM: gl.constex
 def start_sums(probability, ones, sums, FRESH: gl.constexpr, FORM: gl.constexpr):
     """Start the row sums of one key block's codes: a product with ones."""
     return warpgroup_mma(gl.convert_layout(probability, FORM.summand), ones, sums, use_acc=not FRESH, is_async=True)
-
-
-@jit
-def ordered(tops):
-    """The same numbers [64], which are not to be had before the products started so far.
-
-    ptxas would move what is computed from them ahead of these, though not across `pmevent`.
-    """
-    return gl.inline_asm_elementwise(
-        "pmevent 0; mov.b32 $0, $2; mov.b32 $1, $3;",
-        "=f,=f,f,f",
-        [tops],
-        dtype=gl.float32,
-        is_pure=False,
-        pack=2,
-    )

@@ -48,11 +48,10 @@ from sparge.backends.triton.primitives import (
     LOG2_E,
     LOG2_FP8_MAX,
     REACH,
-    SHORT,
     SMALLEST_SCALE,
-    SPLIT_KEYS,
     in_fp8_token_order,
 )
+from sparge.backends.triton.primitives import splits as splits_of
 from sparge.block_mask import BlockMask
 from sparge.config import PerHead
 from sparge.geometry import Shape
@@ -254,9 +253,7 @@ def attention_kernel(
     offs_dv = tl.arange(0, VALUE_DIM_PADDED).to(tl.int64)  # times a stride that is the number of keys
     # P times 448 fills E4M3's range, P times 2^15 FP16's; the row sums carry the same factor.
     p_dtype: tl.constexpr = tl.float8e4nv if ARITHMETIC == "int8_fp8" else value_ptr.dtype.element_ty
-    log2_unit: tl.constexpr = (
-        LOG2_FP8_MAX if ARITHMETIC == "int8_fp8" else FP16_ROOM if p_dtype == tl.float16 else 0.0
-    )
+    log2_unit: tl.constexpr = LOG2_FP8_MAX if ARITHMETIC == "int8_fp8" else FP16_ROOM if p_dtype == tl.float16 else 0.0
     eight_bits: tl.constexpr = ARITHMETIC != "none"
     two_units: tl.constexpr = BLOCKS == 2 and eight_bits
     accumulator = tl.zeros((BLOCK_M, VALUE_DIM_PADDED), tl.float32)
@@ -347,8 +344,8 @@ def attention_kernel(
             if ARITHMETIC == "int8_fp8":
                 value_ptrs = value_base + first_keys[None, :] + within[None, :] + offs_dv[:, None] * value_strides[2]
                 value = tl.load(value_ptrs).T
-            if SPLITS:
-                if (position == 0) | (count <= SHORT):
+            if SPLITS != "none":  # noqa: SIM102: decided when the kernel is compiled
+                if (position == 0) | (SPLITS == "all"):  # noqa: SIM102: a sum over all threads follows
                     if _any_far_below(group_max, local_max):
                         # A peak: what lies far below it, up to ``edge``, is added first, relative to the edge.
                         edge = safe_top - FP8_RANGE
@@ -486,14 +483,15 @@ def attend(
         # (unaligned strides): wrong numbers, bad addresses.
         value_width = max(value_width, 64)
     mask_per_query = attn_mask is not None and attn_mask.shape[2] > 1
-    splits = operands.quantization == "int8_fp8" and threshold is None and shape.kv_len <= SPLIT_KEYS
+    can_split = operands.quantization == "int8_fp8" and threshold is None
+    splits = splits_of(shape.kv_len) if can_split else "none"
     config = configs.attention_config(
         operands.quantization,
         max(width, value_width),
         architecture=architecture_of(query),
         is_float32=query.dtype == torch.float32,
         has_threshold=threshold is not None,
-        splits=splits,
+        splits=splits != "none",
         has_mask=attn_mask is not None,
         mask_per_query=mask_per_query,
     )

@@ -24,9 +24,6 @@ FLOAT_OFFSET = tl.constexpr(12582912.0)
 FP8_RANGE = tl.constexpr(eight_bits.FP8_RANGE)
 FAR = tl.constexpr(13.0)
 """Octaves between a row's maximum and that of a group of its keys, from which on a tile is taken in two parts."""
-SHORT = tl.constexpr(64)
-"""Key blocks of a row in which the keys around any peak are a share that can be seen. In longer rows only the first step
-is looked at, where sinks are."""
 FP16_ROOM = tl.constexpr(eight_bits.FP16_ROOM)
 REACH = tl.constexpr(64.0)
 """Octaves that a tile's maximum may lie below the row's before its P counts from there instead (`reference.REACH`)."""
@@ -36,8 +33,14 @@ NOWHERE = tl.constexpr(2**31 - 1)
 """Position of the first visible key in a block that has none."""
 
 
-SPLIT_KEYS = 8192
-"""Keys up to which those around a peak, 127 at most, are a share of a tail that can be seen."""
+ALL_SPLIT_KEYS, FIRST_SPLIT_KEYS = 4096, 8192
+"""Keys up to which those around a peak, 127 at most, are a share of a tail that can be seen: wherever the peak lies; or
+in a row's first step, where sinks are."""
+
+
+def splits(kv_len: int) -> str:
+    """In which steps of a row peaks are looked for, to take what lies far below as a part of its own."""
+    return "all" if kv_len <= ALL_SPLIT_KEYS else "first" if kv_len <= FIRST_SPLIT_KEYS else "none"
 
 
 @triton.jit
