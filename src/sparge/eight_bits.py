@@ -1,7 +1,7 @@
 """8-bit codes of Q, K, V and P in plain PyTorch: the specification of what the kernels round, and how.
 
-    Q, K   INT8. Channels are balanced between them (`balance`), a query has a scale of its own (`query_scales`), a block
-           of 64 keys has four (`key_scales`).
+    Q, K   INT8. Channels are balanced between them (`balance`), a query has a scale of its own (`query_scales`), a
+           block of 64 keys has four (`key_scales`).
     V      FP8 E4M3, a scale per channel (`quantize_fp8`).
     P      FP8 E4M3, rounded (`to_fp8`) or as codes straight from the logarithm (`fp8_from_log2`).
 
@@ -42,9 +42,9 @@ def balance(query: Tensor, key: Tensor, keys_seen: Tensor) -> Tensor:
     """Factors r of each channel, (B, Hkv, 1, D): q r and k / r have channels of like size, and the same q . k.
 
     A channel that is large in K and small in Q, as trained models have them, would decide K's scale and leave the other
-    channels few of the 255 codes. r^2 is the channel's size in K by its size in Q; log2 r is rounded to eighths, so that
-    the order in which sums are taken does not show. Sizes are geometric means: over chunks of `BALANCE_KEYS` keys, of
-    the root mean square; over blocks of queries, of the largest of `BALANCE_QUERIES`. One outlying token is one vote
+    channels few of the 255 codes. r^2 is the channel's size in K by its size in Q; log2 r is rounded to eighths, so
+    that the order in which sums are taken does not show. Sizes are geometric means: over chunks of `BALANCE_KEYS` keys,
+    of the root mean square; over blocks of queries, of the largest of `BALANCE_QUERIES`. One outlying token is one vote
     among many.
 
     Args:

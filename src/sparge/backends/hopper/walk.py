@@ -239,8 +239,8 @@ def walk_row(PART: gl.constexpr, operands, notes, barriers, row, turn, row_unit,
         row_max = gl.maximum(row_max, local_max)
         new_top = _new_top(local_max, row_max, row_top, FORM)
         state = (output, product, code_sum, row_sum)
-        if FORM.splits != "none":  # noqa: SIM102: decided when the kernel is compiled
-            if (position == 0) | (FORM.splits == "all"):  # noqa: SIM102: a barrier follows
+        if FORM.splits != "none":  # noqa: SIM102
+            if (position == 0) | (FORM.splits == "all"):  # noqa: SIM102
                 if any_far_below(lane_max, local_max, PART, FORM):
                     edge = new_top - FP8_RANGE * steps
                     scores, state = _add_lower_part(

@@ -293,10 +293,7 @@ def attention_kernel(
                 last_unit = query_scale[:, None] * tl.load(key_scale_base + last_block * KEY_GROUPS)[None, :]
 
         if MASK != "none":
-            if eight_bits:
-                scores = _block_scores(raw, unit, BLOCK_M)
-            else:
-                scores = raw * query_scale
+            scores = _block_scores(raw, unit, BLOCK_M) if eight_bits else raw * query_scale
             scores = _apply_mask(
                 scores,
                 _allowed(query_positions, key_positions, kv_len, causal_offset, IS_CAUSAL),
@@ -344,8 +341,8 @@ def attention_kernel(
             if ARITHMETIC == "int8_fp8":
                 value_ptrs = value_base + first_keys[None, :] + within[None, :] + offs_dv[:, None] * value_strides[2]
                 value = tl.load(value_ptrs).T
-            if SPLITS != "none":  # noqa: SIM102: decided when the kernel is compiled
-                if (position == 0) | (SPLITS == "all"):  # noqa: SIM102: a sum over all threads follows
+            if SPLITS != "none":  # noqa: SIM102
+                if (position == 0) | (SPLITS == "all"):  # noqa: SIM102
                     if _any_far_below(group_max, local_max):
                         # A peak: what lies far below it, up to ``edge``, is added first, relative to the edge.
                         edge = safe_top - FP8_RANGE

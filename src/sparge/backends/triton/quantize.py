@@ -1,6 +1,6 @@
 """INT8 codes of Q and K, FP8 or FP16 codes of V, and what else one pass over Q gives.
 
-    quantize_key_value  K - mean in INT8, four scales per 64 tokens; V in FP8, one scale per channel, transposed; or FP16
+    quantize_key_value  K - mean in INT8, four scales per 64 tokens; V in FP8, a scale per channel, transposed; or FP16
     quantize_query      Q in INT8, one scale per token; the LSE's share of the mean key; block means, similarity
 
 `eight_bits` is the specification.
@@ -92,8 +92,9 @@ def quantize_key_value_kernel(
 ):
     """Grid: key blocks of every head, last one first: what `summarize_kernel` read last may still be in the cache.
 
-    Key codes are [B * Hkv, kv_blocks * 64, D], their scales [B * Hkv, kv_blocks, 4]; FP8 values [B * Hkv, D_v, kv_blocks * 64] with tokens in the order of
-    `fp8_token_order`; FP16 values [B * Hkv, kv_blocks * 64, D_v]. All are padded with zeros.
+    Key codes are [B * Hkv, kv_blocks * 64, D], their scales [B * Hkv, kv_blocks, 4]; FP8 values are
+    [B * Hkv, D_v, kv_blocks * 64] with tokens in the order of `fp8_token_order`; FP16 values
+    [B * Hkv, kv_blocks * 64, D_v]. All are padded with zeros.
     """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     block = program % kv_blocks
