@@ -90,9 +90,10 @@ def assert_like_the_reference(
     """Output and LSE are as exact as those of the specification, and near them.
 
     The specification's distance to exact attention is the error made on purpose (8 bits, skipped products). P rounds
-    to FP8 relative to the running maximum, which depends on how many blocks a step takes: where steps differ, that part
-    of the error, about half of it, is another draw of the same size. Codes are relative to a guess of the maximum, so
-    that all of them are another draw: the two differ by sqrt(2) of a half. They put that part into the LSE as well.
+    to FP8 relative to the maximum of its own step, which depends on how many blocks that takes. Of two blocks one has
+    the maximum of both: for the other one, that part of the error, about half of it, is another draw of the same size.
+    Codes count from one integer of Q K^T above the maximum, so that all of them are another draw: the two differ by
+    sqrt(2) of a half. They put that part into the LSE as well.
     """
     is_code = quantization == "int8_fp8_codes"
     intended = relative_l1(expected[0].double(), exact_result[0])

@@ -45,16 +45,16 @@ SUMMARY = re.compile(
 )
 HAZARD = re.compile(r"Potential (\w+) hazard detected at .*\n.* in (\S+:\d+)\n.* in (\S+:\d+)\n")
 OPTIONS = {"racecheck": ("--racecheck-report", "hazard", "--print-limit", "100000", "--show-backtrace", "no")}
-NOTES = {"unit_smem": "units", "block_smem": "blocks", "masked_smem": "notes", "work_smem": "work_smem"}
+NOTES = {"unit_smem": "units", "block_smem": "blocks", "kind_smem": "notes", "work_smem": "work_smem"}
 """Where the producer stores a note, and what it is called where it is loaded."""
-CONSUMER = ("arithmetic.py:", "guess.py:", "guessed.py:", "measured.py:", "products.py:")
+CONSUMER = ("arithmetic.py:", "products.py:", "walk.py:")
 ACCESS = re.compile(r"\.(load|store)\(|convert_layout|gl\.(max|min|sum)\(|_max\(|_sum\(")
 """What reads or writes shared memory, or may do so: numbers that threads exchange."""
 KERNEL = Path(sparge.__file__).parent / "backends" / "hopper"
 FP8 = "int8_fp8_codes" if BACKEND == "hopper" else "int8_fp8"
 LENGTHS = [(1, 1), (1, 200), (129, 321), (330, 129), (257, 257)]
 LONG = [(129, 1472), (1500, 1500)]
-"""Where row maxima are guessed."""
+"""More stages than are on their way at once."""
 CASES: list[tuple[int, int, dict[str, Any]]] = [
     (64, 64, {"topk": 0.5, "quantization": FP8}),
     (128, 128, {"topk": 0.5, "quantization": FP8, "is_causal": True}),
@@ -69,7 +69,7 @@ LONG_CASES: list[tuple[int, int, dict[str, Any]]] = [
     (128, 128, {"sparsity": sparge.Dense(), "quantization": FP8}),
     (64, 64, {"sparsity": sparge.Dense(), "quantization": FP8, "is_causal": True}),
 ]
-"""With a score far above the others in the middle, where a guess was made and is too low."""
+"""With a score far above the others in the middle: its stage is taken in two parts."""
 
 
 def make_calls() -> int:
@@ -126,7 +126,7 @@ def found_by(output: str) -> int:
 
 
 def line_at(place: str) -> str:
-    """A line of the Hopper kernel by a place such as "guessed.py:44"; nothing if it is not one of its files."""
+    """A line of the Hopper kernel by a place such as "walk.py:44"; nothing if it is not one of its files."""
     name, _, number = place.partition(":")
     path = KERNEL / name
     lines = ["", *path.read_text().splitlines()] if path.is_file() else []

@@ -27,7 +27,7 @@ from sparge.block_mask import BlockMask
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 OPTIONS = {"return_lse": True, "backend": BACKEND}
 widths = pytest.mark.parametrize("head_dim", [64, 128])
-"""The Hopper kernel guesses maxima in one way at 64 value channels, in another at 128."""
+"""The Hopper kernel has other stages at 64 channels than at 128."""
 
 
 def assert_as_exact_as_the_specification(
@@ -116,10 +116,7 @@ def test_a_peak_leaves_the_rest_its_share(place: int, is_causal: bool, head_dim:
 @pytest.mark.parametrize("has_peak", [False, True])
 @pytest.mark.parametrize("keys", [448, 1472, 2752])
 def test_lists_that_lack_a_last_block(keys: int, has_peak: bool, head_dim: int, quantization: str) -> None:
-    """7, 23 or 43 blocks: pairs of tiles hold four, and a row's first three pairs are measured in any case.
-
-    A peak in the last pair is what no guess expects.
-    """
+    """7, 23 or 43 blocks: a step of two lacks its second one, and the peak is next to it."""
     query, key, value = make_inputs(keys, keys, heads=2, seed=6, head_dim=head_dim, dtype=torch.float16)
     if has_peak:
         query[..., 0] = math.sqrt(query.shape[-1])

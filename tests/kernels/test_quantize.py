@@ -14,7 +14,8 @@ from kernels.conftest import EPSILON, LOG2_E, assert_close, make_problem, random
 from sparge import reference
 from sparge.backends.triton.launch import padded
 from sparge.backends.triton.quantize import QueryFacts, quantize_key_value, read_query
-from sparge.backends.triton.statistics import summarize
+from sparge.backends.triton.statistics import Summary, summarize
+from sparge.eight_bits import key_scales, quantize_fp8, quantize_int8, query_scales, to_fp16
 from sparge.geometry import BLOCK_K, BLOCK_Q, Shape
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -25,25 +26,46 @@ EDGE = 1e-3
 """How near to the middle between two codes a number may round either way."""
 
 
-def int8_codes(tokens: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The specification's codes and scales (one per block) of a head, and which codes lie on a rounding edge."""
-    codes, scales = reference.quantize_int8(tokens, block)
+SMALLEST_SCALE = 1e-15
+"""What a code of nothing but zeros is worth: scales have a product and a reciprocal."""
+
+
+def assert_int8(got: Tensor, got_scales: Tensor, tokens: Tensor, scales: Tensor) -> None:
+    """Equal codes and scales, (S, D) and (S,), but for codes on a rounding edge; the rest of the buffer is 0."""
+    scales = torch.where(tokens.any(1, keepdim=True) | (scales != 1.0), scales, SMALLEST_SCALE)
+    assert_close(got_scales[: len(tokens)], scales[:, 0], 4 * EPSILON * scales[:, 0].abs())
+    known = scales[:, 0].isfinite()  # the codes of a NaN mean nothing
+    codes = quantize_int8(tokens, scales)
     edge = ((tokens / scales) % 1 - 0.5).abs() < EDGE
-    return codes, scales[::block, 0], edge
-
-
-def assert_int8(got: Tensor, got_scales: Tensor, tokens: Tensor, block: int) -> None:
-    """Equal codes but for those on an edge; the rest of the buffer is 0."""
-    codes, scales, edge = int8_codes(tokens, block)
-    assert_close(got_scales, scales, 4 * EPSILON * scales.abs())
-    known = scales.isfinite().repeat_interleave(block)[: len(tokens)]  # the codes of a NaN mean nothing
     length, width = tokens.shape
     off = (got[:length, :width].int() - codes.int()).abs()[known]
     assert not off[~edge[known]].any()
     assert not (off > 1).any()
     assert off.float().mean() < 4 * EDGE
     assert not got[length:].any()
-    assert not got[:, width:][: length if known.all() else 0].any()
+    assert not got[:length, width:][known].any()
+
+
+def spread_over_keys(scales: Tensor) -> Tensor:
+    """Four scales for each key block, (blocks, 4), as one for each key: group (key mod 8) div 2."""
+    positions = torch.arange(len(scales) * BLOCK_K)
+    return scales[positions // BLOCK_K, positions % 8 // 2]
+
+
+def summary_of(
+    query: Tensor, key: Tensor, value: Tensor, shape: Shape, is_causal: bool, attn_mask: Tensor | None
+) -> Summary:
+    wanted = {"statistics": False, "smoothing": True, "value_scales": True, "judge": False}
+    seen = visibility_of(shape, is_causal, attn_mask)
+    return summarize(query, key, value, shape, seen, scale=1.0, is_causal=is_causal, **wanted)
+
+
+def balance_of(summary: Summary, shape: Shape) -> Tensor:
+    """(B, Hkv, 1, D) in float64; `test_statistics` compares it with the specification."""
+    return summary.balance.double().view(shape.batch, shape.kv_heads, 1, -1)[..., : shape.head_dim]
+
+
+KeyValueCodes = tuple[Tensor, Tensor, Tensor, Summary]
 
 
 def key_value_codes(
@@ -53,15 +75,23 @@ def key_value_codes(
     quantization: str,
     is_causal: bool = False,
     attn_mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> KeyValueCodes:
+    """Of keys whose channels are as unlike the queries' as those of trained models."""
+    query = random_channels(key.new_ones(shape.batch, shape.heads, shape.q_len, shape.head_dim))
+    summary = summary_of(query, key, value, shape, is_causal, attn_mask)
+    assert shape.kv_len == 1 or (summary.balance != 1).any()
     seen = visibility_of(shape, is_causal, attn_mask)
-    wanted = {"statistics": False, "smoothing": True, "value_scales": quantization == "int8_fp8", "judge": False}
-    summary = summarize(key, value, shape, seen, scale=1.0, is_causal=is_causal, **wanted)
-    return quantize_key_value(key, value, shape, seen, summary, quantization)
+    return *quantize_key_value(key, value, shape, seen, summary, quantization), summary
+
+
+def random_channels(tokens: Tensor, seed: int = 11) -> Tensor:
+    """Channels times 2^-3 to 2^3."""
+    generator = torch.Generator().manual_seed(seed)
+    return (tokens * 2 ** (6 * torch.rand(tokens.shape[-1], generator=generator) - 3)).to(tokens)
 
 
 def assert_key_value(
-    codes: tuple[Tensor, Tensor, Tensor],
+    codes: KeyValueCodes,
     key: Tensor,
     value: Tensor,
     shape: Shape,
@@ -69,21 +99,24 @@ def assert_key_value(
     is_causal: bool = False,
     attn_mask: Tensor | None = None,
 ) -> None:
-    key_codes, key_scales, value_codes = codes
+    got_codes, got_scales, value_codes, summary = codes
+    assert got_scales.shape == (shape.batch, shape.kv_heads, shape.kv_blocks, 4)
     keys_seen, _ = seen_tokens(shape, is_causal, attn_mask)
     smoothed, _ = reference.smooth_key(key.double(), keys_seen)
+    balanced = smoothed / balance_of(summary, shape)
+    scales = key_scales(balanced)
     value = torch.where(keys_seen[..., None], value.double(), 0.0)
     rows = shape.kv_blocks * BLOCK_K
     for b in range(shape.batch):
         for h in range(shape.kv_heads):
-            assert_int8(key_codes[b, h], key_scales[b, h], smoothed[b, h], BLOCK_K)
+            assert_int8(got_codes[b, h], spread_over_keys(got_scales[b, h]), balanced[b, h], scales[b, h])
             if quantization == "int8_fp16":
-                expected = reference.to_fp16(value[b, h]).half()
+                expected = to_fp16(value[b, h]).half()
                 width = padded(shape.value_dim)
                 expected = F.pad(expected, (0, width - shape.value_dim, 0, rows - shape.kv_len))
                 assert torch.equal(value_codes[b, h].nan_to_num(7.0), expected.nan_to_num(7.0))
                 continue
-            numbers, _ = reference.quantize_fp8(value[b, h])
+            numbers, _ = quantize_fp8(value[b, h])
             numbers = F.pad(numbers, (0, padded(shape.value_dim) - shape.value_dim, 0, rows - shape.kv_len))
             order = torch.arange(0, rows, 16)[:, None] + torch.tensor(FP8_ORDER)
             expected = numbers[order.flatten()].mT
@@ -123,12 +156,14 @@ class TestKeyValue:
         key = torch.where(hidden, 0.0, key)
         assert_key_value(codes, key, value, shape, quantization, is_causal, mask)
 
-    def test_a_broken_key_marks_its_block_alone(self) -> None:
+    @pytest.mark.parametrize("bad", [math.nan, math.inf])
+    def test_a_broken_key_marks_its_group_alone(self, bad: float) -> None:
         _, key, value, shape = make_problem(1, 200, heads=1, head_dim=16)
-        key[0, 0, 70, 3] = math.nan
+        key[0, 0, 70, 3] = bad  # of block 1, in its place (6 mod 8) div 2
         codes = key_value_codes(key, value, shape, "int8_fp8")
-        assert codes[1].isnan().tolist() == [[[False, True, False, False]]]
-        assert_key_value(codes, key, value, shape, "int8_fp8")
+        assert codes[1].isnan().nonzero().tolist() == [[0, 0, 1, 3]]
+        if math.isnan(bad):
+            assert_key_value(codes, key, value, shape, "int8_fp8")
 
     @pytest.mark.parametrize("quantization", ["int8_fp8", "int8_fp16"])
     def test_values_out_of_range(self, quantization: str) -> None:
@@ -142,18 +177,28 @@ class TestKeyValue:
         _, key, value, shape = make_problem(1, 70, heads=1, head_dim=16)
         key[:] = 3.0
         value[:] = 0.0
-        key_codes, key_scales, value_codes = key_value_codes(key, value, shape, "int8_fp8")
-        assert not key_codes.any()
-        assert (key_scales == 1).all()
+        seen = make_problem(1, 70, heads=1, head_dim=16)[0]
+        summary = summary_of(seen, key, value, shape, False, None)
+        codes, scales, value_codes = quantize_key_value(key, value, shape, None, summary, "int8_fp8")
+        assert (summary.balance == 1).all()
+        assert not codes.any()
+        assert (scales == SMALLEST_SCALE).all()
         assert not value_codes.float().any()
 
 
+def summary_with(key_mean: Tensor) -> Summary:
+    """A mean key (B * Hkv, D padded), and factors that balance channels."""
+    stand_in = key_mean.new_ones(1)
+    eighths = torch.randint(-24, 25, key_mean.shape, generator=torch.Generator().manual_seed(6))
+    return Summary(stand_in, stand_in, stand_in, key_mean, torch.exp2(eighths / 8), stand_in)
+
+
 def facts_of(
-    query: Tensor, key_mean: Tensor, shape: Shape, scale: float, is_causal: bool, attn_mask: Tensor | None
+    query: Tensor, summary: Summary, shape: Shape, scale: float, is_causal: bool, attn_mask: Tensor | None
 ) -> QueryFacts:
     return read_query(
         query,
-        key_mean,
+        summary,
         shape,
         visibility_of(shape, is_causal, attn_mask),
         scale=scale,
@@ -167,20 +212,23 @@ def facts_of(
 def assert_query(
     facts: QueryFacts,
     query: Tensor,
-    key_mean: Tensor,
+    summary: Summary,
     shape: Shape,
     scale: float,
     is_causal: bool = False,
     attn_mask: Tensor | None = None,
 ) -> None:
+    assert facts.scale.shape == (shape.batch * shape.heads, shape.q_blocks * BLOCK_Q)
     _, queries_seen = seen_tokens(shape, is_causal, attn_mask)
     query = torch.where(queries_seen[..., None], query.double(), 0.0)
+    factors = balance_of(summary, shape).repeat_interleave(shape.group, 1)
+    scales = query_scales(query * factors)
     for b in range(shape.batch):
         for h in range(shape.heads):
             flat, seen, tokens = b * shape.heads + h, queries_seen[b, h], query[b, h]
-            signed = tokens if scale > 0 else -tokens
-            assert_int8(facts.codes[b, h], facts.scale[flat].double() / (abs(scale) * LOG2_E), signed, BLOCK_Q)
-            mean = key_mean[b * shape.kv_heads + h // shape.group, : shape.head_dim].double()
+            signed = math.copysign(1.0, scale) * tokens * factors[b, h]
+            assert_int8(facts.codes[b, h], facts.scale[flat].double() / (abs(scale) * LOG2_E), signed, scales[b, h])
+            mean = summary.key_mean[b * shape.kv_heads + h // shape.group, : shape.head_dim].double()
             tolerance = 16 * EPSILON * abs(scale) * (tokens.abs() @ mean.abs())
             assert_close(facts.lse_shift[flat], scale * (tokens @ mean), tolerance)
             means, _ = reference.pool(tokens, seen, BLOCK_Q)
@@ -198,18 +246,28 @@ class TestQuery:
     )
     def test_lengths_and_dtypes(self, q_len: int, dtype: torch.dtype) -> None:
         query, key, _, shape = make_problem(q_len, 70, batch=2, heads=2, kv_heads=1, head_dim=40, dtype=dtype)
-        key_mean = F.pad(key.float().mean(2).flatten(0, 1), (0, 24))
-        facts = facts_of(query, key_mean, shape, 0.3, False, None)
-        assert_query(facts, query, key_mean, shape, 0.3)
+        summary = summary_with(F.pad(key.float().mean(2).flatten(0, 1), (0, 24)))
+        assert_query(facts_of(query, summary, shape, 0.3, False, None), query, summary, shape, 0.3)
 
     def test_the_sign_of_the_scale_is_in_the_codes(self) -> None:
         query, key, _, shape = make_problem(130, 70, heads=1, head_dim=16)
-        facts = facts_of(query, key.mean(2)[0], shape, -0.5, False, None)
-        assert_query(facts, query, key.mean(2)[0], shape, -0.5)
-        nothing = facts_of(query, key.mean(2)[0], shape, 0.0, False, None)
-        assert not nothing.scale.any()
+        summary = summary_with(key.mean(2)[0])
+        facts = facts_of(query, summary, shape, -0.5, False, None)
+        assert_query(facts, query, summary, shape, -0.5)
+        nothing = facts_of(query, summary, shape, 0.0, False, None)
+        torch.testing.assert_close(nothing.scale, torch.full_like(nothing.scale, 1e-20), rtol=1e-6, atol=0)
         assert not nothing.lse_shift.any()
         assert torch.equal(nothing.codes, -facts.codes)
+
+    def test_a_scale_for_every_query(self) -> None:
+        """From 1e-12 to 1e12 in one block, and a row of zeros."""
+        query, key, _, shape = make_problem(130, 70, heads=1, head_dim=16)
+        query = query * torch.logspace(-12, 12, 130)[:, None]
+        query[:, :, 7] = 0.0
+        summary = summary_with(key.mean(2)[0])
+        facts = facts_of(query, summary, shape, 0.3, False, None)
+        assert_query(facts, query, summary, shape, 0.3)
+        assert (facts.codes[0, 0, :130].abs().amax(1) == 127).tolist() == [row != 7 for row in range(130)]
 
     @pytest.mark.parametrize("masked", [False, True], ids=["no mask", "padding"])
     def test_queries_that_see_nothing_count_as_zero(self, masked: bool) -> None:
@@ -219,20 +277,23 @@ class TestQuery:
         hidden = ~seen_tokens(shape, True, mask)[1]
         assert hidden.any()
         query[hidden] = math.nan
-        facts = facts_of(query, key.mean(2)[0], shape, 0.3, True, mask)
-        assert_query(facts, query, key.mean(2)[0], shape, 0.3, True, mask)
+        summary = summary_with(key.mean(2)[0])
+        assert_query(facts_of(query, summary, shape, 0.3, True, mask), query, summary, shape, 0.3, True, mask)
 
-    def test_a_broken_query_marks_its_block_alone(self) -> None:
+    @pytest.mark.parametrize("bad", [math.nan, math.inf])
+    def test_a_broken_query_marks_its_row_alone(self, bad: float) -> None:
         query, key, _, shape = make_problem(200, 60, heads=1, head_dim=16)
-        query[0, 0, 150, 3] = math.nan
-        facts = facts_of(query, key.mean(2)[0], shape, 0.3, False, None)
-        assert facts.scale.isnan().tolist() == [[False, True]]
-        assert facts.lse_shift.isnan().nonzero().tolist() == [[0, 150]]
-        assert_query(facts, query, key.mean(2)[0], shape, 0.3)
+        query[0, 0, 150, 3] = bad
+        summary = summary_with(key.mean(2)[0])
+        facts = facts_of(query, summary, shape, 0.3, False, None)
+        assert facts.scale.isnan().nonzero().tolist() == [[0, 150]]
+        assert (~facts.lse_shift.isfinite()).nonzero().tolist() == [[0, 150]]
+        if math.isnan(bad):
+            assert_query(facts, query, summary, shape, 0.3)
 
     def test_strided_heads(self) -> None:
         query, key, _, shape = make_problem(130, 60, batch=2, heads=2, head_dim=16)
         view = query.transpose(1, 2).contiguous().transpose(1, 2)
         assert not view.is_contiguous()
-        key_mean = key.mean(2).flatten(0, 1)
-        assert_query(facts_of(view, key_mean, shape, 0.3, False, None), query, key_mean, shape, 0.3)
+        summary = summary_with(key.mean(2).flatten(0, 1))
+        assert_query(facts_of(view, summary, shape, 0.3, False, None), query, summary, shape, 0.3)

@@ -50,6 +50,7 @@ def probabilities_of(
     seen = visibility_of(shape, is_causal, attn_mask)
     judge = threshold is not None
     summary = summarize(
+        query,
         key,
         key,
         shape,
@@ -63,7 +64,7 @@ def probabilities_of(
     )
     facts = read_query(
         query,
-        summary.key_mean,
+        summary,
         shape,
         seen,
         scale=scale,

@@ -1,8 +1,10 @@
-"""Statistics of K and V against the specification: means, variances, the smoothing mean, value scales, similarity."""
+"""Statistics of K and V against the specification: means, variances, smoothing, balance, value scales, similarity."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,20 +12,23 @@ from torch import Tensor
 
 from conftest import causality
 from kernels.conftest import EPSILON, LOG2_E, assert_close, make_problem, random_bits, seen_tokens, visibility_of
-from sparge import reference
+from sparge import eight_bits, reference
 from sparge.backends.triton.statistics import Summary, summarize
 from sparge.geometry import BLOCK_K, Shape
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 SCALE = 0.3
+EDGE = 0.01
+"""Of an eighth of an octave: how near to the middle between two factors float32 may choose either."""
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
 
 def summary_of(
-    key: Tensor, value: Tensor, shape: Shape, is_causal: bool, attn_mask: Tensor | None, *, judge: bool
+    query: Tensor, key: Tensor, value: Tensor, shape: Shape, is_causal: bool, attn_mask: Tensor | None, *, judge: bool
 ) -> Summary:
     return summarize(
+        query,
         key,
         value,
         shape,
@@ -37,10 +42,37 @@ def summary_of(
     )
 
 
+def assert_balance(
+    summary: Summary,
+    query: Tensor,
+    key: Tensor,
+    shape: Shape,
+    is_causal: bool = False,
+    attn_mask: Tensor | None = None,
+) -> None:
+    """The specification's factors; one step of an eighth of an octave aside where log2 r lies between two."""
+    keys_seen, queries_seen = seen_tokens(shape, is_causal, attn_mask)
+    query = torch.where(queries_seen[..., None], query.double(), 0.0)
+    smoothed, _ = reference.smooth_key(torch.where(keys_seen[..., None], key.double(), 0.0), keys_seen)
+    with patch.object(eight_bits.torch.Tensor, "round", lambda tensor: tensor):
+        exact = eight_bits.balance(query, smoothed, keys_seen).log2().flatten(0, 2) * 8  # [B * Hkv, D]
+    got = summary.balance[:, : shape.head_dim].double().log2() * 8
+    torch.testing.assert_close(got, got.round(), rtol=0, atol=1e-4)
+    assert ((got - exact).abs() <= 0.5 + EDGE).all()
+    assert (summary.balance[:, shape.head_dim :] == 1).all()
+
+
 def assert_summary(
-    summary: Summary, key: Tensor, value: Tensor, shape: Shape, is_causal: bool = False, attn_mask: Tensor | None = None
+    summary: Summary,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    shape: Shape,
+    is_causal: bool = False,
+    attn_mask: Tensor | None = None,
 ) -> None:
     """Every number against the specification's; padding channels hold 0 (scales: 1)."""
+    assert_balance(summary, query, key, shape, is_causal, attn_mask)
     key, value = key.double(), value.double()
     keys_seen, _ = seen_tokens(shape, is_causal, attn_mask)
     _, smoothing_mean = reference.smooth_key(key, keys_seen)
@@ -64,8 +96,8 @@ def assert_summary(
         usable = seen & key[b, h].isfinite().all(-1)
         size = torch.where(usable[:, None], key[b, h].abs(), 0.0).sum(0) / usable.sum().clamp(min=1)
         assert_close(summary.key_mean[flat, : shape.head_dim], smoothing_mean[b, h, 0], 8 * EPSILON * size)
-        _, scales = reference.quantize_fp8(torch.where(seen[:, None], value[b, h], 0.0))
-        assert_close(summary.value_scale[flat, : shape.value_dim], scales, EPSILON * scales)
+        _, scales = eight_bits.quantize_fp8(torch.where(seen[:, None], value[b, h], 0.0))
+        assert_close(summary.value_scale[flat, : shape.value_dim], scales[0], EPSILON * scales[0])
         for tensor, width, padding in (
             (summary.mean_high[flat], shape.head_dim, 0),
             (summary.mean_low[flat], shape.head_dim, 0),
@@ -83,63 +115,127 @@ class TestSummarize:
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize("kv_len", [1, 63, 64, 65])
     def test_lengths_and_dtypes(self, kv_len: int, dtype: torch.dtype) -> None:
-        _, key, value, shape = make_problem(1, kv_len, batch=2, heads=1, head_dim=24, value_dim=40, dtype=dtype)
-        assert_summary(summary_of(key, value, shape, False, None, judge=True), key, value, shape)
+        query, key, value, shape = make_problem(1, kv_len, batch=2, heads=1, head_dim=24, value_dim=40, dtype=dtype)
+        assert_summary(summary_of(query, key, value, shape, False, None, judge=True), query, key, value, shape)
 
     @pytest.mark.parametrize("kv_len, dtype", [(255, torch.float16), (257, torch.bfloat16), (300, torch.float32)])
     def test_a_program_takes_256_keys_where_none_are_judged(self, kv_len: int, dtype: torch.dtype) -> None:
-        _, key, value, shape = make_problem(1, kv_len, heads=2, head_dim=40, value_dim=8, dtype=dtype)
-        summary = summary_of(key, value, shape, False, None, judge=False)
+        query, key, value, shape = make_problem(1, kv_len, heads=2, head_dim=40, value_dim=8, dtype=dtype)
+        summary = summary_of(query, key, value, shape, False, None, judge=False)
         assert summary.key_similarity is None
-        assert_summary(summary, key, value, shape)
+        assert_summary(summary, query, key, value, shape)
 
     @pytest.mark.parametrize("kv_len", [65, 257])
     def test_in_causal_attention_a_block_is_smoothed_by_its_past(self, kv_len: int) -> None:
-        _, key, value, shape = make_problem(kv_len, heads=1, head_dim=16)
+        query, key, value, shape = make_problem(kv_len, heads=1, head_dim=16)
         key[:, :, 128:] += 3.0
-        assert_summary(summary_of(key, value, shape, True, None, judge=True), key, value, shape, True)
+        assert_summary(summary_of(query, key, value, shape, True, None, judge=True), query, key, value, shape, True)
 
     @pytest.mark.parametrize("judge", [False, True])
     @causality
     def test_hidden_keys_count_for_nothing(self, is_causal: bool, judge: bool) -> None:
         kv_len = 200
-        _, key, value, shape = make_problem(70, kv_len, batch=2, heads=2, kv_heads=1, head_dim=16)
+        query, key, value, shape = make_problem(70, kv_len, batch=2, heads=2, kv_heads=1, head_dim=16)
         mask = random_bits(2, 2, 1, kv_len, share=0.5)
         mask[:, :, :, 64:128] = False  # a block without any
         keys_seen, _ = seen_tokens(shape, is_causal, mask)
         garbage = torch.tensor([math.nan, 1e30, math.inf]).repeat(kv_len)[:kv_len, None]
         hidden = ~keys_seen[..., None]
         key, value = torch.where(hidden, garbage, key), torch.where(hidden, garbage, value)
-        summary = summary_of(key, value, shape, is_causal, mask, judge=judge)
+        summary = summary_of(query, key, value, shape, is_causal, mask, judge=judge)
         clean = torch.where(hidden, 0.0, key), torch.where(hidden, 0.0, value)
-        assert_summary(summary, *clean, shape, is_causal, mask)
+        assert_summary(summary, query, *clean, shape, is_causal, mask)
 
     @pytest.mark.parametrize("judge", [False, True])
     def test_broken_tokens_stay_out_of_the_mean_and_the_scales(self, judge: bool) -> None:
-        _, key, value, shape = make_problem(1, 200, heads=2, head_dim=16, value_dim=24)
+        query, key, value, shape = make_problem(1, 200, heads=2, head_dim=16, value_dim=24)
         key[0, 0, 70, 3], key[0, 0, 199, 0], key[0, 1, 5, 7] = math.nan, math.inf, -math.inf
         value[0, 0, 10, 4], value[0, 1, 190, 0] = math.nan, math.inf
-        assert_summary(summary_of(key, value, shape, False, None, judge=judge), key, value, shape)
+        assert_summary(summary_of(query, key, value, shape, False, None, judge=judge), query, key, value, shape)
 
     def test_strided_heads(self) -> None:
         """Tokens before heads, K and V in one tensor."""
-        _, key, value, shape = make_problem(1, 130, batch=2, heads=2, head_dim=16)
+        query, key, value, shape = make_problem(1, 130, batch=2, heads=2, head_dim=16)
         packed = torch.stack([key.transpose(1, 2), value.transpose(1, 2)], 3)
         views = packed[:, :, :, 0].transpose(1, 2), packed[:, :, :, 1].transpose(1, 2)
         assert not views[0].is_contiguous()
-        assert_summary(summary_of(*views, shape, False, None, judge=True), key, value, shape)
+        assert_summary(summary_of(query, *views, shape, False, None, judge=True), query, key, value, shape)
 
     def test_a_large_offset_leaves_the_variance_accurate(self) -> None:
         """Of float32 keys only: the squares of 16-bit numbers have room in float32 sums."""
-        _, key, value, shape = make_problem(1, 100, heads=1, head_dim=16)
+        query, key, value, shape = make_problem(1, 100, heads=1, head_dim=16)
         key = key + 300.0
-        summary = summary_of(key, value, shape, False, None, judge=False)
+        summary = summary_of(query, key, value, shape, False, None, judge=False)
         _, variances = reference.pool(key[0, 0].double(), torch.ones(100, dtype=torch.bool), BLOCK_K)
         expected = variances * (SCALE**2 / 2 * LOG2_E)
         assert_close(summary.variance[0], expected, 2**-8 * expected)
 
     def test_asks_for_nothing_and_gets_the_key_itself(self) -> None:
-        _, key, value, shape = make_problem(1, 100, heads=1)
+        query, key, value, shape = make_problem(1, 100, heads=1)
         wanted = dict.fromkeys(("statistics", "smoothing", "value_scales", "judge"), False)
-        summary = summarize(key, value, shape, None, scale=1.0, is_causal=False, **wanted)
-        assert summary.mean_high is summary.key_mean is summary.value_scale is key
+        summary = summarize(query, key, value, shape, None, scale=1.0, is_causal=False, **wanted)
+        assert summary.mean_high is summary.key_mean is summary.balance is summary.value_scale is key
+
+
+class TestBalance:
+    def sample(self, q_len: int, kv_len: int, **sizes: Any) -> tuple[Tensor, Tensor, Tensor, Shape]:
+        """Channels of K from 2^-5 to 2^5, those of Q the other way round, and an offset of K's."""
+        query, key, value, shape = make_problem(q_len, kv_len, **{"head_dim": 24, "value_dim": 8, **sizes})
+        factors = 2 ** torch.linspace(-5, 5, 24)
+        return query / factors, (key + 3.0) * factors, value, shape
+
+    @pytest.mark.parametrize("judge", [False, True])
+    @pytest.mark.parametrize("lengths", [(1, 1), (129, 255), (300, 257), (700, 1100)])
+    def test_lengths(self, lengths: tuple[int, int], judge: bool) -> None:
+        query, key, value, shape = self.sample(*lengths, heads=1)
+        summary = summary_of(query, key, value, shape, False, None, judge=judge)
+        assert_balance(summary, query, key, shape)
+        assert lengths == (1, 1) or summary.balance.log2().abs().max() > 3
+
+    def test_heads_of_a_group_share_the_factors(self) -> None:
+        query, key, value, shape = self.sample(300, 200, batch=2, heads=6, kv_heads=2)
+        query = query * torch.tensor([1.0, 4.0, 0.5, 1.0, 1.0, 30.0])[:, None, None]
+        assert_balance(summary_of(query, key, value, shape, False, None, judge=False), query, key, shape)
+
+    def test_more_query_blocks_than_chunks_of_keys(self) -> None:
+        query, key, value, shape = self.sample(1100, 70, heads=4, kv_heads=2)
+        assert_balance(summary_of(query, key, value, shape, False, None, judge=False), query, key, shape)
+
+    @causality
+    def test_hidden_tokens_have_no_vote(self, is_causal: bool) -> None:
+        """Keys, and queries that see nothing: with fewer keys than queries the first ones of causal attention."""
+        query, key, value, shape = self.sample(500, 300, batch=2, heads=2, kv_heads=1)
+        mask = random_bits(2, 2, 1, 300, share=0.5)
+        mask[1, :, :, 100:] = False
+        keys_seen, queries_seen = seen_tokens(shape, is_causal, mask)
+        assert is_causal == (not queries_seen.all())
+        query[~queries_seen], key[~keys_seen] = 1e20, math.nan
+        assert_balance(
+            summary_of(query, key, value, shape, is_causal, mask, judge=False), query, key, shape, is_causal, mask
+        )
+
+    @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+    def test_tokens_that_are_not_finite_have_no_vote(self, bad: float) -> None:
+        query, key, value, shape = self.sample(300, 600, heads=1)
+        query[0, 0, 40] *= 100.0
+        key[0, 0, 300] *= 100.0
+        query[0, 0, 40, 3], key[0, 0, 300, 5] = bad, bad
+        assert_balance(summary_of(query, key, value, shape, False, None, judge=False), query, key, shape)
+
+    def test_channels_of_zeros_and_of_one_number_stay_as_they_are(self) -> None:
+        """float32 leaves a remainder of a constant key, which is no size."""
+        query, key, value, shape = self.sample(300, 600, heads=1)
+        query[..., :2], key[..., 1:3], key[..., 3] = 0.0, 0.0, 0.1
+        summary = summary_of(query, key, value, shape, False, None, judge=False)
+        assert (summary.balance[0, :4] == 1).all()
+        assert (summary.balance[0, 4:24] != 1).any()
+
+    def test_outlying_keys_of_one_chunk_are_one_vote(self) -> None:
+        """Two of them, so that the mean stays."""
+        query, key, value, shape = self.sample(130, 8 * 256, heads=1)
+        before = summary_of(query, key, value, shape, False, None, judge=False).balance.log2()
+        key[0, 0, 1000] *= 1e3
+        key[0, 0, 1001] = -key[0, 0, 1000]
+        summary = summary_of(query, key, value, shape, False, None, judge=False)
+        assert_balance(summary, query, key, shape)
+        assert 0 < (summary.balance.log2() - before).abs().max() <= math.log2(1e3) / 16 + 1 / 8

@@ -1,0 +1,210 @@
+"""8-bit codes against formulas written out independently, in float64: balance, scales, rounding, FP8 sums."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from sparge import eight_bits
+from sparge.evaluate.metrics import relative_l1
+
+DATA = Path(__file__).parent / "data"
+
+
+def gaussian(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def all_seen(key: Tensor) -> Tensor:
+    return torch.ones(key.shape[:3], dtype=torch.bool)
+
+
+class TestBalance:
+    def sample(
+        self, q_len: int = 300, kv_len: int = 600, *, heads: int = 1, kv_heads: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        """Channels of Q from 1/100 to 100, those of K the other way round and steeper."""
+        query, key = gaussian(1, heads, q_len, 16), gaussian(1, kv_heads, kv_len, 16, seed=1)
+        return query * torch.logspace(-2, 2, 16).double(), key * torch.logspace(3, -3, 16).double()
+
+    def test_leaves_every_score_as_it_is_and_makes_channels_alike(self) -> None:
+        query, key = self.sample()
+        factors = eight_bits.balance(query, key, all_seen(key))
+        assert factors.shape == (1, 1, 1, 16)
+        eighths = 8 * factors.log2()
+        torch.testing.assert_close(eighths, eighths.round(), rtol=0, atol=1e-12)
+        assert eighths.abs().max() > 40, "five octaves and more"
+        before, after = (
+            (q.square().mean((0, 1, 2)) / k.square().mean((0, 1, 2))).log2() / 2
+            for q, k in ((query, key), (query * factors, key / factors))
+        )
+        assert before.max() - before.min() > 30
+        assert after.max() - after.min() < 2, "as much as the largest of 8 queries, in three blocks, tells of a channel"
+        products = query.abs() @ key.abs().mT
+        assert (((query * factors) @ (key / factors).mT - query @ key.mT).abs() <= 1e-13 * products).all()
+
+    @pytest.mark.parametrize("q_len, kv_len", [(1, 1), (128, 256), (130, 257), (300, 600)])
+    def test_is_the_root_of_the_ratio_of_geometric_means(self, q_len: int, kv_len: int) -> None:
+        query, key = self.sample(q_len, kv_len)
+        factors = eight_bits.balance(query, key, all_seen(key))[0, 0, 0]
+        for channel in range(16):
+            of_key = [float(key[0, 0, i : i + 256, channel].square().mean().sqrt()) for i in range(0, kv_len, 256)]
+            of_query = []
+            for start in range(0, q_len, 128):
+                count = min(128, q_len - start)
+                picks = [start + int((s + 0.5) / 8 * count) for s in range(8)]
+                of_query.append(float(query[0, 0, picks, channel].abs().max()))
+            means = [sum(map(math.log2, sizes)) / len(sizes) for sizes in (of_key, of_query)]
+            assert 8 * math.log2(factors[channel]) == pytest.approx(round(4 * (means[0] - means[1])), abs=1e-9)
+
+    def test_samples_are_evenly_spaced(self) -> None:
+        picks = eight_bits.balance_samples(130, torch.device("cpu")).tolist()
+        assert picks == [[8, 24, 40, 56, 72, 88, 104, 120], [128] * 4 + [129] * 4]
+
+    @pytest.mark.parametrize("where", ["key", "query"])
+    def test_one_outlying_token_is_one_vote(self, where: str) -> None:
+        """A 16th of the votes: it moves log2 r, half of a mean of logarithms, by a 32nd of its own."""
+        query, key = gaussian(1, 1, 16 * 128, 16), gaussian(1, 1, 16 * 256, 16, seed=1)
+        before = eight_bits.balance(query, key, all_seen(key)).log2()
+        (key if where == "key" else query)[0, 0, 1000 if where == "key" else 8 * 128 + 40] *= 1e4
+        moved = (eight_bits.balance(query, key, all_seen(key)).log2() - before).abs()
+        assert 0 < moved.max() <= math.log2(1e4) / 32 + 1 / 8
+
+    def test_heads_of_a_group_share_the_factors(self) -> None:
+        """As if the queries of a group were one long sequence."""
+        query, key = self.sample(256, 300, heads=6, kv_heads=2)
+        query[:, 1] *= 3.0
+        factors = eight_bits.balance(query, key, all_seen(key))
+        joined = query.unflatten(1, (2, 3)).flatten(2, 3)
+        for head in range(2):
+            alone = key[:, head : head + 1]
+            expected = eight_bits.balance(joined[:, head : head + 1], alone, all_seen(alone))
+            assert torch.equal(factors[:, head : head + 1], expected)
+        assert not torch.equal(factors[:, 0], factors[:, 1])
+
+    @pytest.mark.parametrize("garbage", [math.nan, math.inf, 1e30])
+    def test_hidden_keys_have_no_vote(self, garbage: float) -> None:
+        query, key = self.sample()
+        seen = all_seen(key)
+        seen[..., 70:90], seen[..., 256:512] = False, False
+        clean = torch.where(seen[..., None], key, 0.0)
+        assert not torch.equal(*(eight_bits.balance(query, key, mask) for mask in (seen, all_seen(key))))
+        expected = eight_bits.balance(query, clean, seen)
+        assert torch.equal(eight_bits.balance(query, torch.where(seen[..., None], key, garbage), seen), expected)
+
+    @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+    def test_tokens_that_are_not_finite_have_no_vote(self, bad: float) -> None:
+        """A key with one such entry is left out whole, as it is from the mean; of a query the entry alone."""
+        query, key = self.sample()
+        seen = all_seen(key)
+        seen[..., 300] = False
+        query[0, 0, 40] *= 100.0
+        key[0, 0, 300] *= 100.0
+        cleared = query.clone()
+        cleared[0, 0, 40, 3] = 0.0
+        expected = eight_bits.balance(cleared, key, seen)
+        query[0, 0, 40, 3], key[0, 0, 300, 5] = bad, bad
+        assert torch.equal(eight_bits.balance(query, key, all_seen(key)), expected)
+
+    def test_channels_of_zeros_stay_as_they_are(self) -> None:
+        query, key = self.sample()
+        query[..., :2], key[..., 1:3] = 0.0, 0.0
+        factors = eight_bits.balance(query, key, all_seen(key))[0, 0, 0]
+        assert factors[:3].tolist() == [1.0, 1.0, 1.0]
+        assert (factors[3:] != 1.0).any()
+        nothing = eight_bits.balance(torch.zeros_like(query), key, torch.zeros_like(all_seen(key)))
+        assert (nothing == 1.0).all()
+
+
+class TestInt8:
+    @pytest.mark.parametrize("length", [1, 64, 100])
+    def test_every_query_has_a_scale(self, length: int) -> None:
+        query = gaussian(2, length, 8) * torch.logspace(-3, 3, length)[:, None].double()
+        scales = eight_bits.query_scales(query)
+        assert scales.shape == (2, length, 1)
+        torch.testing.assert_close(scales.squeeze(-1), query.abs().amax(-1) / 127)
+        codes = eight_bits.quantize_int8(query, scales)
+        assert codes.dtype == torch.int8
+        assert (codes.abs().amax(-1) == 127).all()
+        assert ((codes * scales - query).abs() <= scales * (0.5 + 1e-12)).all()
+
+    @pytest.mark.parametrize("length", [1, 63, 64, 100, 130])
+    def test_a_key_block_has_four_scales(self, length: int) -> None:
+        """Of its 64 keys, those with the same (key mod 8) div 2 share one: 0 1 8 9 16 17 ..., 2 3 10 11 ..."""
+        key = gaussian(2, length, 8) * torch.logspace(-3, 3, length)[:, None].double()
+        scales = eight_bits.key_scales(key)
+        assert scales.shape == (2, length, 1)
+        for head in range(2):
+            for token in range(length):
+                block, group = token // 64, token % 8 // 2
+                mates = [i for i in range(length) if i // 64 == block and i % 8 // 2 == group]
+                assert float(scales[head, token]) == pytest.approx(float(key[head, mates].abs().max()) / 127)
+        codes = eight_bits.quantize_int8(key, scales)
+        assert ((codes * scales - key).abs() <= scales * (0.5 + 1e-12)).all()
+
+    @pytest.mark.parametrize("factor", [1e4, math.nan, math.inf])
+    def test_a_token_marks_those_it_shares_a_scale_with(self, factor: float) -> None:
+        tokens = gaussian(200, 8)
+        before = eight_bits.query_scales(tokens), eight_bits.key_scales(tokens)
+        tokens[70] *= factor
+        after = eight_bits.query_scales(tokens), eight_bits.key_scales(tokens)
+        changed = [(a != b).flatten().nonzero().flatten().tolist() for a, b in zip(after, before, strict=True)]
+        assert changed == [[70], [64 + 8 * octet + 6 + i for octet in range(8) for i in (0, 1)]]
+
+    def test_zeros_have_codes_of_zero(self) -> None:
+        for scales in (eight_bits.query_scales(torch.zeros(70, 8)), eight_bits.key_scales(torch.zeros(70, 8))):
+            assert ((scales > 0) & scales.isfinite()).all()
+            assert not eight_bits.quantize_int8(torch.zeros(70, 8), scales).any()
+
+
+def test_fp8_rounds_to_the_nearest_e4m3_number_and_saturates():
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    numbers = codes[codes.isfinite()].unique()
+    values = gaussian(1000) * 100
+    nearest = (values[:, None] - numbers).abs().amin(1)
+    assert torch.equal((eight_bits.to_fp8(values) - values).abs(), nearest)
+    assert eight_bits.to_fp8(torch.tensor([1e9, -1e9])).tolist() == [448, -448]
+    value = gaussian(50, 6) * torch.logspace(-3, 3, 6, dtype=torch.float64)
+    quantized, scale = eight_bits.quantize_fp8(value)
+    torch.testing.assert_close(quantized.abs().amax(0), torch.full((6,), 448.0, dtype=torch.float64))
+    assert ((quantized * scale - value).abs() <= value.abs() / 16 + scale * 2**-10).all()
+
+
+def test_fp16_saturates_and_keeps_infinity():
+    assert eight_bits.to_fp16(torch.tensor([1e9, -1e9, math.inf, 1.0])).tolist() == [65504, -65504, math.inf, 1.0]
+
+
+@pytest.mark.parametrize("case", ["k128", "k4096"])
+def test_fp8_accumulation_equals_an_h200_in_every_bit(case):
+    """Recorded with torch._scaled_mm(use_fast_accum=True), one accumulator over all keys, NVIDIA H200, torch 2.11."""
+    recorded = np.load(DATA / "fp8_accumulation_h200.npz")
+    probability, value = (
+        torch.from_numpy(recorded[f"{case}_{name}"]).view(torch.float8_e4m3fn).double()
+        for name in ("probability", "value")
+    )
+    product = torch.from_numpy(recorded[f"{case}_product"]).double()
+    got = eight_bits.fp8_tensor_core(probability, value.mT, torch.zeros_like(product))
+    assert torch.equal(got, product)
+    assert relative_l1(got, probability @ value.mT) > 1e-4  # it is not what fp32 would give
+
+
+class TestCodesWithoutExponentials:
+    def test_codes_are_e4m3_numbers_and_right_on_average(self):
+        exponent = -torch.linspace(0, 14, 100_001, dtype=torch.float64)
+        numbers = eight_bits.fp8_from_log2(exponent)
+        assert torch.equal(numbers, eight_bits.to_fp8(numbers))
+        ratio = numbers / (448 * 2**exponent)
+        assert ratio.min() > 0.9
+        assert ratio.max() < 1.1
+        assert abs(float(ratio.mean()) - 1) < 1e-3
+
+    def test_ends_of_the_range(self):
+        exponent = torch.tensor([0.0, 0.2, -15.75, -15.9, -100.0, -torch.inf, torch.nan], dtype=torch.float64)
+        numbers = eight_bits.fp8_from_log2(exponent)
+        assert numbers[:6].tolist() == [448, 448, 0, 0, 0, 0]
+        assert numbers[6].isnan()
