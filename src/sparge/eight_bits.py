@@ -44,8 +44,8 @@ def balance(query: Tensor, key: Tensor, keys_seen: Tensor) -> Tensor:
     A channel that is large in K and small in Q, as trained models have them, would decide K's scale and leave the other
     channels few of the 255 codes. r^2 is the channel's size in K by its size in Q; log2 r is rounded to eighths, so
     that the order in which sums are taken does not show. Sizes are geometric means: over chunks of `BALANCE_KEYS` keys,
-    of the root mean square; over blocks of queries, of the largest of `BALANCE_QUERIES`. One outlying token is one vote
-    among many.
+    of the root mean square; over blocks of queries, of the largest of `BALANCE_QUERIES`. Each chunk and block has as
+    many votes as tokens were looked at; an outlying token moves only the size of its own.
 
     Args:
         query: (B, H, Sq, D), 0 where a query sees nothing.
@@ -54,28 +54,29 @@ def balance(query: Tensor, key: Tensor, keys_seen: Tensor) -> Tensor:
     """
     usable = keys_seen[..., None] & key.isfinite().all(-1, keepdim=True)
     squares = torch.where(usable, key, 0.0).square().split(BALANCE_KEYS, 2)
-    counts = usable.split(BALANCE_KEYS, 2)
-    means = [part.sum(2) / count.sum(2).clamp(min=1) for part, count in zip(squares, counts, strict=True)]
-    key_size = _mean_log2(torch.stack(means, 2).sqrt())
+    counts = torch.stack([part.sum(2) for part in usable.split(BALANCE_KEYS, 2)], 2)  # [B, Hkv, chunks, 1]
+    means = torch.stack([part.sum(2) for part in squares], 2) / counts.clamp(min=1)
     samples = query[:, :, balance_samples(query.shape[2], query.device)]  # [B, H, blocks, samples, D]
-    size = torch.where(samples.isfinite(), samples, 0.0).abs().amax(3)
-    size = size.unflatten(1, (key.shape[1], -1)).flatten(2, 3)  # [B, Hkv, group * blocks, D]
-    eighths = ((key_size - _mean_log2(size)) * 4).nan_to_num(0.0).round()
-    return torch.exp2(eighths / 8)[:, :, None]
+    usable = samples.isfinite().all(-1, keepdim=True) & (samples != 0).any(-1, keepdim=True)
+    largest = torch.where(usable, samples, 0.0).abs().amax(3)
+    # Blocks of all heads of a group: [B, Hkv, group * blocks, D].
+    largest, used = (part.unflatten(1, (key.shape[1], -1)).flatten(2, 3) for part in (largest, usable.sum(3)))
+    eighths = (_mean_log2(means.sqrt(), counts) - _mean_log2(largest, used)) * 4
+    return torch.exp2(eighths.nan_to_num(0.0).round() / 8)[:, :, None]
 
 
 def balance_samples(q_len: int, device: torch.device) -> Tensor:
-    """Positions of the queries that `balance` looks at, (q_blocks, samples)."""
+    """Positions of the queries that `balance` looks at, (q_blocks, samples). The last block reaches back to be whole."""
     starts = torch.arange(ceil_div(q_len, BLOCK_Q), device=device)[:, None] * BLOCK_Q
-    counts = (q_len - starts).clamp(max=BLOCK_Q)
+    starts = starts.clamp(max=max(q_len - BLOCK_Q, 0))
     sample = torch.arange(BALANCE_QUERIES, device=device)
-    return starts + (2 * sample + 1) * counts // (2 * BALANCE_QUERIES)
+    return starts + (2 * sample + 1) * min(q_len, BLOCK_Q) // (2 * BALANCE_QUERIES)
 
 
-def _mean_log2(sizes: Tensor) -> Tensor:
-    """Mean of log2 over dimension 2 of what is above 0; NaN where nothing is."""
-    counted = sizes > 0
-    return torch.where(counted, sizes.masked_fill(~counted, 1.0).log2(), 0.0).sum(2) / counted.sum(2)
+def _mean_log2(sizes: Tensor, votes: Tensor) -> Tensor:
+    """Mean of log2 over dimension 2, each as often as it has votes, where it is above 0; NaN where nothing is."""
+    votes = torch.where(sizes > 0, votes, 0)
+    return (votes * torch.where(sizes > 0, sizes, 1.0).log2()).sum(2) / votes.sum(2)
 
 
 def query_scales(query: Tensor) -> Tensor:

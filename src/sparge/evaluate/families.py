@@ -21,6 +21,14 @@ from sparge.evaluate import bench_inputs, family_inputs
 from sparge.evaluate.family_inputs import LOGIT_SPREAD, Draw, Inputs
 
 EVEN_LIMIT, ORDINARY_LIMIT, FIELD_LIMIT = 0.02, 0.03, 0.016
+SINK_ROUNDING = 1.5e-3
+"""Of a sink's logit: how far rounding Q and K to 8 bits may move it, and with it all that is not the sink.
+
+A query and a sink share a part a u, with a unit vector u of D channels and a^2 = gap sqrt(D); the query has noise of
+deviation 1 besides. The largest of 128 channels is 2.9 times their deviation, so that a step is 2.9 / 127 of it, and an
+entry moves by a step / sqrt(12). Summed up, the logit has the deviation 2.9 / 311 sqrt(gap^2 / D + gap / sqrt(D)): at
+D 128 1.1e-3 of 13 nats and of 16, 1e-3 of 20. A sink is one key, whose rounding all queries share: one draw, and 1.4
+deviations of it are allowed."""
 HUGE_TOKEN_LIMITS = {"token-k-irrelevant-1e4": 0.06, "token-q-irrelevant-1e4": 0.08}
 """The keys that share a scale with such a key, and such a query's own row, are lost to 8 bits: 16 of 1024, 1 of 64."""
 FP8_NOISE = 0.0375
@@ -97,7 +105,7 @@ def _families() -> list[Family]:
             f"sink-{gap}{place}",
             "sink",
             partial(family_inputs.sinks, gap=gap, places=places),
-            EVEN_LIMIT if gap <= 16 else ORDINARY_LIMIT,
+            max(EVEN_LIMIT, SINK_ROUNDING * gap),
             may_be_causal=True,
         )
         for place, places in SINK_PLACES.items()

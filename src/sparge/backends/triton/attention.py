@@ -338,10 +338,9 @@ def attention_kernel(
             below = ((gap < threshold) & (tl.max(broken.to(tl.int32), 1) == 0)) | (query_positions >= q_len)
             needed = tl.min(below.to(tl.int32)) == 0
         if needed:
-            if ARITHMETIC == "int8_fp8":
-                value_ptrs = value_base + first_keys[None, :] + within[None, :] + offs_dv[:, None] * value_strides[2]
+            value_ptrs = value_base + first_keys[None, :] + within[None, :] + offs_dv[:, None] * value_strides[2]
+            if SPLITS != "none":
                 value = tl.load(value_ptrs).T
-            if SPLITS != "none":  # noqa: SIM102
                 if (position == 0) | (SPLITS == "all"):  # noqa: SIM102
                     if _any_far_below(group_max, local_max):
                         # A peak: what lies far below it, up to ``edge``, is added first, relative to the edge.
@@ -386,6 +385,8 @@ def attention_kernel(
             top = new_top
 
             if ARITHMETIC == "int8_fp8":
+                if SPLITS == "none":  # loaded here: any earlier, Triton 3.6 gets addresses wrong
+                    value = tl.load(value_ptrs).T
                 tile_sum = tl.dot(in_fp8_token_order(probability.to(p_dtype)), value)
                 accumulator = accumulator * decay[:, None] + tile_sum
             else:

@@ -33,7 +33,7 @@ NOWHERE = tl.constexpr(2**31 - 1)
 """Position of the first visible key in a block that has none."""
 
 
-ALL_SPLIT_KEYS, FIRST_SPLIT_KEYS = 4096, 8192
+ALL_SPLIT_KEYS, FIRST_SPLIT_KEYS = 8192, 16384
 """Keys up to which those around a peak, 127 at most, are a share of a tail that can be seen: wherever the peak lies; or
 in a row's first step, where sinks are."""
 

@@ -1,7 +1,7 @@
 """What K and V look like, block by block: statistics for the scores, and what the codes need to be scaled by.
 
-    summarize       one pass over K and V and a sixteenth of Q: mean and variance of every key block, and parts: sums,
-                    extremes, sizes of the queries' channels
+    size            of the channels of some queries of every block, a sixteenth of Q
+    summarize       one pass over K and V: mean and variance of every key block, and parts: sums, maxima of |V|
     reduce          parts -> mean key, factors that balance channels, value scales; in a fixed order, so results repeat
     key_similarity  only with a judge: how much the tokens of a key block agree
 
@@ -34,9 +34,21 @@ from sparge.backends.triton.primitives import (
 from sparge.geometry import Shape, ceil_div
 from sparge.visibility import Visibility
 
-LENGTHS = ["heads", "kv_heads", "q_len", "kv_len", "q_blocks", "kv_blocks", "chunks", "first_query"]
-SUM, SQUARE, QUERY_LOG, QUERY_COUNT, KEY_PARTS = map(tl.constexpr, range(5))
-"""Rows of a chunk's part of K, [KEY_PARTS, D]: sums, of squares; sums of log2 of the queries' sizes, how many."""
+LENGTHS = [
+    "heads",
+    "kv_heads",
+    "q_len",
+    "kv_len",
+    "q_blocks",
+    "kv_blocks",
+    "chunks",
+    "query_parts",
+    "first_query",
+]
+SUM, SQUARE = tl.constexpr(0), tl.constexpr(1)
+"""Rows of a chunk's part of K, [2, D]."""
+LOG, VOTES = tl.constexpr(0), tl.constexpr(1)
+"""Rows of a query block's part, [2, D]: log2 of a channel's size times votes; votes."""
 SAMPLES = tl.constexpr(eight_bits.BALANCE_QUERIES)
 
 
@@ -133,84 +145,73 @@ def _finite_part(
     return total, square, count
 
 
-@triton.jit
-def _query_sizes(
-    query_base,
+@triton.jit(do_not_specialize=LENGTHS)
+def size_kernel(
+    query_ptr,
+    seen_ptr,
+    query_part_ptr,
     query_strides,
-    seen_base,
     seen_strides,
-    first_block,
-    step,
-    blocks,
-    q_blocks,
+    heads,
     q_len,
+    q_blocks,
     first_query,
-    DIM: tl.constexpr,
-    PADDED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
     HAS_SEEN: tl.constexpr,
 ):
-    """Sum of log2 of the largest |q| among SAMPLES queries of every ``step``-th block, and how many are above 0.
-
-    Blocks are counted over the heads of a group, which lie behind one another.
-    """
-    total = tl.zeros((PADDED,), tl.float32)
-    counted = tl.zeros((PADDED,), tl.float32)
-    for index in range(first_block, blocks, step):
-        head = (index // q_blocks).to(tl.int64)
-        start = index % q_blocks * BLOCK_Q
-        sample = tl.arange(0, SAMPLES)
-        tokens = start + (2 * sample + 1) * tl.minimum(q_len - start, BLOCK_Q) // (2 * SAMPLES)
-        values, _ = load_tokens(
-            query_base + head * query_strides[1],
-            query_strides[2],
-            seen_base + head * seen_strides[1],
-            seen_strides[2],
-            tokens,
-            first_query,
-            q_len,
-            DIM,
-            PADDED,
-            HAS_SEEN,
-        )
-        size = tl.max(tl.where(is_finite(values), tl.abs(values), 0.0), 0)
-        total += tl.where(size > 0.0, tl.log2(tl.maximum(size, SMALLEST_SCALE)), 0.0)
-        counted += (size > 0.0).to(tl.float32)
-    return total, counted
+    """Grid: query blocks of every head. The largest |q| of each channel among SAMPLES queries (`eight_bits.balance`)."""
+    row = tl.program_id(0).to(tl.int64)
+    flat_head = row // q_blocks
+    batch = flat_head // heads
+    head = flat_head % heads
+    channels = tl.arange(0, HEAD_DIM_PADDED)
+    start = tl.maximum(tl.minimum(tl.program_id(0) % q_blocks * BLOCK_Q, q_len - BLOCK_Q), 0)
+    tokens = start + (2 * tl.arange(0, SAMPLES) + 1) * tl.minimum(q_len, BLOCK_Q) // (2 * SAMPLES)
+    values, _ = load_tokens(
+        query_ptr + batch * query_strides[0] + head * query_strides[1],
+        query_strides[2],
+        seen_ptr + batch * seen_strides[0] + head * seen_strides[1],
+        seen_strides[2],
+        tokens,
+        first_query,
+        q_len,
+        HEAD_DIM,
+        HEAD_DIM_PADDED,
+        HAS_SEEN,
+    )
+    usable = (tl.min(is_finite(values).to(tl.int32), 1) != 0) & (tl.max(tl.abs(values), 1) > 0.0)
+    size = tl.max(tl.where(usable[:, None], tl.abs(values), 0.0), 0)
+    votes = tl.where(size > 0.0, tl.sum(usable.to(tl.int32)).to(tl.float32), 0.0)
+    part = query_part_ptr + row * 2 * HEAD_DIM_PADDED + channels
+    tl.store(part + LOG * HEAD_DIM_PADDED, votes * tl.log2(tl.where(size > 0.0, size, 1.0)))
+    tl.store(part + VOTES * HEAD_DIM_PADDED, votes)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def summarize_kernel(
-    query_ptr,
     key_ptr,
     value_ptr,
-    queries_seen_ptr,
-    keys_seen_ptr,
+    seen_ptr,
     mean_high_ptr,
     mean_low_ptr,
     variance_ptr,
     key_part_ptr,
     key_count_ptr,
     value_max_ptr,
-    query_strides,
     key_strides,
     value_strides,
-    queries_seen_strides,
-    keys_seen_strides,
+    seen_strides,
     scale,
-    heads,
     kv_heads,
-    q_len,
     kv_len,
-    q_blocks,
     kv_blocks,
     chunks,
-    first_query,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     VALUE_DIM_PADDED: tl.constexpr,
-    HAS_QUERIES_SEEN: tl.constexpr,
-    HAS_KEYS_SEEN: tl.constexpr,
+    HAS_SEEN: tl.constexpr,
     WITH_STATISTICS: tl.constexpr,
     WITH_SUM: tl.constexpr,
     WITH_VALUE: tl.constexpr,
@@ -230,7 +231,7 @@ def summarize_kernel(
     value_channels = tl.arange(0, VALUE_DIM_PADDED)
     key_base = key_ptr + batch * key_strides[0] + head * key_strides[1]
     value_base = value_ptr + batch * value_strides[0] + head * value_strides[1]
-    seen_base = keys_seen_ptr + batch * keys_seen_strides[0] + head * keys_seen_strides[1]
+    seen_base = seen_ptr + batch * seen_strides[0] + head * seen_strides[1]
     part = flat_head * chunks + chunk
 
     if WITH_STATISTICS or WITH_SUM:
@@ -243,13 +244,13 @@ def summarize_kernel(
                 key_base,
                 key_strides[2],
                 seen_base,
-                keys_seen_strides[2],
+                seen_strides[2],
                 block,
                 kv_len,
                 0.0,
                 HEAD_DIM,
                 HEAD_DIM_PADDED,
-                HAS_KEYS_SEEN,
+                HAS_SEEN,
                 False,
                 SLAB,
             )
@@ -268,13 +269,13 @@ def summarize_kernel(
                         key_base,
                         key_strides[2],
                         seen_base,
-                        keys_seen_strides[2],
+                        seen_strides[2],
                         block,
                         kv_len,
                         mean[None, :],
                         HEAD_DIM,
                         HEAD_DIM_PADDED,
-                        HAS_KEYS_SEEN,
+                        HAS_SEEN,
                         True,
                         SLAB,
                     )
@@ -295,36 +296,18 @@ def summarize_kernel(
                     key_base,
                     key_strides[2],
                     seen_base,
-                    keys_seen_strides[2],
+                    seen_strides[2],
                     chunk,
                     kv_len,
                     HEAD_DIM,
                     HEAD_DIM_PADDED,
-                    HAS_KEYS_SEEN,
+                    HAS_SEEN,
                     BLOCKS,
                     SLAB,
                 )
-            group = heads // kv_heads
-            query_log, query_count = _query_sizes(
-                query_ptr + batch * query_strides[0] + head * group * query_strides[1],
-                query_strides,
-                queries_seen_ptr + batch * queries_seen_strides[0] + head * group * queries_seen_strides[1],
-                queries_seen_strides,
-                chunk,
-                chunks,
-                group * q_blocks,
-                q_blocks,
-                q_len,
-                first_query,
-                HEAD_DIM,
-                HEAD_DIM_PADDED,
-                HAS_QUERIES_SEEN,
-            )
-            key_part = key_part_ptr + part * KEY_PARTS * HEAD_DIM_PADDED + channels
+            key_part = key_part_ptr + part * 2 * HEAD_DIM_PADDED + channels
             tl.store(key_part + SUM * HEAD_DIM_PADDED, key_sum)
             tl.store(key_part + SQUARE * HEAD_DIM_PADDED, key_square)
-            tl.store(key_part + QUERY_LOG * HEAD_DIM_PADDED, query_log)
-            tl.store(key_part + QUERY_COUNT * HEAD_DIM_PADDED, query_count)
             tl.store(key_count_ptr + part, key_count)
 
     if WITH_VALUE:
@@ -332,12 +315,12 @@ def summarize_kernel(
             value_base,
             value_strides[2],
             seen_base,
-            keys_seen_strides[2],
+            seen_strides[2],
             chunk,
             kv_len,
             VALUE_DIM,
             VALUE_DIM_PADDED,
-            HAS_KEYS_SEEN,
+            HAS_SEEN,
             False,
             BLOCKS,
             SLAB,
@@ -347,12 +330,12 @@ def summarize_kernel(
                 value_base,
                 value_strides[2],
                 seen_base,
-                keys_seen_strides[2],
+                seen_strides[2],
                 chunk,
                 kv_len,
                 VALUE_DIM,
                 VALUE_DIM_PADDED,
-                HAS_KEYS_SEEN,
+                HAS_SEEN,
                 True,
                 BLOCKS,
                 SLAB,
@@ -361,15 +344,16 @@ def summarize_kernel(
 
 
 @triton.jit
-def _load_part(key_part_ptr, flat_head, part, kind, chunks, channels, OTHER: tl.constexpr, DIM: tl.constexpr):
-    """One kind of number of some parts, [len(part), len(channels)]."""
-    inside = (part < chunks)[:, None] & (channels < DIM)[None, :]
-    rows = (flat_head * chunks + part) * KEY_PARTS + kind
-    return tl.load(key_part_ptr + rows[:, None] * DIM + channels[None, :], mask=inside, other=OTHER)
+def _load_part(part_ptr, first, part, kind, parts, channels, DIM: tl.constexpr):
+    """One kind of number of some of ``parts`` parts from ``first`` on, [len(part), len(channels)]; 0 beyond the last."""
+    inside = (part < parts)[:, None] & (channels < DIM)[None, :]
+    rows = (first + part) * 2 + kind
+    return tl.load(part_ptr + rows[:, None] * DIM + channels[None, :], mask=inside, other=0.0)
 
 
 @triton.jit(do_not_specialize=LENGTHS)
 def reduce_kernel(
+    query_part_ptr,
     key_part_ptr,
     key_count_ptr,
     value_max_ptr,
@@ -377,6 +361,7 @@ def reduce_kernel(
     balance_ptr,
     value_scale_ptr,
     chunks,
+    query_parts,
     HEAD_DIM_PADDED: tl.constexpr,
     VALUE_DIM_PADDED: tl.constexpr,
     WITH_VALUE: tl.constexpr,
@@ -391,41 +376,44 @@ def reduce_kernel(
     slices: tl.constexpr = (max(HEAD_DIM_PADDED, VALUE_DIM_PADDED) + COLUMNS - 1) // COLUMNS
     flat_head = (tl.program_id(0) // slices).to(tl.int64)
     channels = tl.program_id(0) % slices * COLUMNS + tl.arange(0, COLUMNS)
+    first_part = flat_head * chunks
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     count = tl.zeros((ROWS,), tl.int32)
-    query_log = tl.zeros((ROWS, COLUMNS), tl.float32)
-    query_count = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, chunks, ROWS):
         part = start + tl.arange(0, ROWS)
-        total += _load_part(key_part_ptr, flat_head, part, SUM, chunks, channels, 0.0, HEAD_DIM_PADDED)
-        count += tl.load(key_count_ptr + flat_head * chunks + part, mask=part < chunks, other=0)
-        query_log += _load_part(key_part_ptr, flat_head, part, QUERY_LOG, chunks, channels, 0.0, HEAD_DIM_PADDED)
-        query_count += _load_part(key_part_ptr, flat_head, part, QUERY_COUNT, chunks, channels, 0.0, HEAD_DIM_PADDED)
+        total += _load_part(key_part_ptr, first_part, part, SUM, chunks, channels, HEAD_DIM_PADDED)
+        count += tl.load(key_count_ptr + first_part + part, mask=part < chunks, other=0)
     mean = tl.sum(total, 0) / tl.maximum(tl.sum(count), 1).to(tl.float32)
     tl.store(key_mean_ptr + flat_head * HEAD_DIM_PADDED + channels, mean, mask=channels < HEAD_DIM_PADDED)
 
     key_log = tl.zeros((ROWS, COLUMNS), tl.float32)
-    key_count = tl.zeros((ROWS, COLUMNS), tl.float32)
+    key_votes = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, chunks, ROWS * GATHERED):
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         square = tl.zeros((ROWS, COLUMNS), tl.float32)
         count = tl.zeros((ROWS,), tl.int32)
         for member in tl.static_range(GATHERED):
             part = start + tl.arange(0, ROWS) * GATHERED + member
-            total += _load_part(key_part_ptr, flat_head, part, SUM, chunks, channels, 0.0, HEAD_DIM_PADDED)
-            square += _load_part(key_part_ptr, flat_head, part, SQUARE, chunks, channels, 0.0, HEAD_DIM_PADDED)
-            count += tl.load(key_count_ptr + flat_head * chunks + part, mask=part < chunks, other=0)
+            total += _load_part(key_part_ptr, first_part, part, SUM, chunks, channels, HEAD_DIM_PADDED)
+            square += _load_part(key_part_ptr, first_part, part, SQUARE, chunks, channels, HEAD_DIM_PADDED)
+            count += tl.load(key_count_ptr + first_part + part, mask=part < chunks, other=0)
         share = 1.0 / tl.maximum(count, 1).to(tl.float32)[:, None]
         # Of k - mean. What rounding leaves of a constant channel is no size.
         size = (square - 2.0 * mean[None, :] * total) * share + mean[None, :] * mean[None, :]
-        is_counted = (size > 1e-6 * square * share) & (count > 0)[:, None]
-        key_log += tl.where(is_counted, 0.5 * tl.log2(tl.maximum(size, SMALLEST_SCALE)), 0.0)
-        key_count += is_counted.to(tl.float32)
-    key_votes = tl.sum(key_count, 0)
-    query_votes = tl.sum(query_count, 0)
-    key_size = tl.sum(key_log, 0) / tl.maximum(key_votes, 1.0)
-    query_size = tl.sum(query_log, 0) / tl.maximum(query_votes, 1.0)
-    eighths = tl.where((key_votes > 0.0) & (query_votes > 0.0), (key_size - query_size) * 4.0, 0.0)
+        votes = tl.where(size > 1e-6 * square * share, count[:, None].to(tl.float32), 0.0)
+        key_log += votes * 0.5 * tl.log2(tl.maximum(size, SMALLEST_SCALE))
+        key_votes += votes
+    query_log = tl.zeros((ROWS, COLUMNS), tl.float32)
+    query_votes = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, query_parts, ROWS):
+        part = start + tl.arange(0, ROWS)
+        first = flat_head * query_parts
+        query_log += _load_part(query_part_ptr, first, part, LOG, query_parts, channels, HEAD_DIM_PADDED)
+        query_votes += _load_part(query_part_ptr, first, part, VOTES, query_parts, channels, HEAD_DIM_PADDED)
+    of_key = tl.sum(key_votes, 0)
+    of_query = tl.sum(query_votes, 0)
+    ratio = tl.sum(key_log, 0) / tl.maximum(of_key, 1.0) - tl.sum(query_log, 0) / tl.maximum(of_query, 1.0)
+    eighths = tl.where((of_key > 0.0) & (of_query > 0.0), ratio * 4.0, 0.0)
     exponent = ((eighths + FLOAT_OFFSET) - FLOAT_OFFSET) * 0.125  # rounds
     tl.store(balance_ptr + flat_head * HEAD_DIM_PADDED + channels, tl.exp2(exponent), mask=channels < HEAD_DIM_PADDED)
 
@@ -496,6 +484,33 @@ class Summary:
     key_similarity: Tensor | None = None
 
 
+def _sizes(query: Tensor, shape: Shape, seen: Visibility | None, is_causal: bool) -> Tensor:
+    """Parts of every query block, (B * H, q_blocks, 2, D padded) float32."""
+    width, programs = padded(shape.head_dim), shape.batch * shape.heads * shape.q_blocks
+    query_part = buffer_like(query, True, programs, 2, width)
+    queries_seen, seen_strides = seen_argument(
+        seen.queries if seen else None, (shape.batch, shape.heads, shape.q_len), query
+    )
+    launch(
+        size_kernel,
+        programs,
+        query_ptr=query,
+        seen_ptr=queries_seen,
+        query_part_ptr=query_part,
+        query_strides=strides_of(query),
+        seen_strides=seen_strides,
+        heads=shape.heads,
+        q_len=shape.q_len,
+        q_blocks=shape.q_blocks,
+        first_query=first_query(shape, is_causal),
+        HEAD_DIM=shape.head_dim,
+        HEAD_DIM_PADDED=width,
+        HAS_SEEN=seen is not None and seen.queries is not None,
+        num_warps=1,
+    )
+    return query_part
+
+
 def summarize(
     query: Tensor,
     key: Tensor,
@@ -527,50 +542,38 @@ def summarize(
         balance=buffer_like(key, smoothing, heads, width),
         value_scale=buffer_like(key, value_scales, heads, value_width),
     )
-    key_part = buffer_like(key, smoothing, heads, chunks, KEY_PARTS.value, width)
+    key_part = buffer_like(key, smoothing, heads, chunks, 2, width)
     key_count = buffer_like(key, smoothing, heads, chunks, dtype=torch.int32)
     value_max = buffer_like(key, value_scales, heads, chunks, value_width)
-    queries_seen, queries_seen_strides = seen_argument(
-        seen.queries if seen else None, (shape.batch, shape.heads, shape.q_len), query
-    )
-    keys_seen, keys_seen_strides = seen_argument(
+    keys_seen, seen_strides = seen_argument(
         seen.keys if seen else None, (shape.batch, shape.kv_heads, shape.kv_len), key
     )
-    has_keys_seen = seen is not None and seen.keys is not None
+    has_seen = seen is not None and seen.keys is not None
     launch(
         summarize_kernel,
         chunks * heads,
-        query_ptr=query,
         key_ptr=key,
         value_ptr=value,
-        queries_seen_ptr=queries_seen,
-        keys_seen_ptr=keys_seen,
+        seen_ptr=keys_seen,
         mean_high_ptr=summary.mean_high,
         mean_low_ptr=summary.mean_low,
         variance_ptr=summary.variance,
         key_part_ptr=key_part,
         key_count_ptr=key_count,
         value_max_ptr=value_max,
-        query_strides=strides_of(query),
         key_strides=strides_of(key),
         value_strides=strides_of(value),
-        queries_seen_strides=queries_seen_strides,
-        keys_seen_strides=keys_seen_strides,
+        seen_strides=seen_strides,
         scale=scale,
-        heads=shape.heads,
         kv_heads=shape.kv_heads,
-        q_len=shape.q_len,
         kv_len=shape.kv_len,
-        q_blocks=shape.q_blocks,
         kv_blocks=shape.kv_blocks,
         chunks=chunks,
-        first_query=first_query(shape, is_causal),
         HEAD_DIM=shape.head_dim,
         VALUE_DIM=shape.value_dim,
         HEAD_DIM_PADDED=width,
         VALUE_DIM_PADDED=value_width,
-        HAS_QUERIES_SEEN=seen is not None and seen.queries is not None,
-        HAS_KEYS_SEEN=has_keys_seen,
+        HAS_SEEN=has_seen,
         WITH_STATISTICS=statistics,
         WITH_SUM=smoothing,
         WITH_VALUE=value_scales,
@@ -582,6 +585,7 @@ def summarize(
         launch(
             reduce_kernel,
             heads * ceil_div(max(width, value_width), configs.REDUCE_COLUMNS),
+            query_part_ptr=_sizes(query, shape, seen, is_causal),
             key_part_ptr=key_part,
             key_count_ptr=key_count,
             value_max_ptr=value_max,
@@ -589,6 +593,7 @@ def summarize(
             balance_ptr=summary.balance,
             value_scale_ptr=summary.value_scale,
             chunks=chunks,
+            query_parts=shape.group * shape.q_blocks,
             HEAD_DIM_PADDED=width,
             VALUE_DIM_PADDED=value_width,
             WITH_VALUE=value_scales,
@@ -611,13 +616,13 @@ def summarize(
         center_ptr=center,
         similarity_ptr=similarity,
         key_strides=strides_of(key),
-        seen_strides=keys_seen_strides,
+        seen_strides=seen_strides,
         center_strides=center_strides,
         kv_heads=shape.kv_heads,
         kv_len=shape.kv_len,
         kv_blocks=shape.kv_blocks,
         HEAD_DIM=shape.head_dim,
         HEAD_DIM_PADDED=width,
-        HAS_SEEN=has_keys_seen,
+        HAS_SEEN=has_seen,
     )
     return replace(summary, key_similarity=similarity)
