@@ -66,7 +66,7 @@ def balance(query: Tensor, key: Tensor, keys_seen: Tensor) -> Tensor:
 
 
 def balance_samples(q_len: int, device: torch.device) -> Tensor:
-    """Positions of the queries that `balance` looks at, (q_blocks, samples). The last block reaches back to be whole."""
+    """Positions of the queries that `balance` looks at, (q_blocks, samples). The last block reaches back, if short."""
     starts = torch.arange(ceil_div(q_len, BLOCK_Q), device=device)[:, None] * BLOCK_Q
     starts = starts.clamp(max=max(q_len - BLOCK_Q, 0))
     sample = torch.arange(BALANCE_QUERIES, device=device)

@@ -23,7 +23,6 @@ from sparge.backends.triton.launch import (
     power_of_two,
     zeros_like,
 )
-from sparge.backends.triton.primitives import splits
 from sparge.block_mask import BlockMask
 from sparge.config import PerHead
 from sparge.geometry import Shape
@@ -71,7 +70,7 @@ def attend(
         has_threshold=threshold is not None,
         all_blocks=mask is None,
         count=totals is not None,
-        splits=splits(shape.kv_len) if fp8_values and threshold is None else "none",
+        splits=fp8_values and threshold is None and shape.kv_len <= configs.SPLIT_KEYS,
         head_dim=head_width,
         value_dim=value_width // slices,
         output_dim=shape.value_dim,

@@ -239,14 +239,13 @@ def walk_row(PART: gl.constexpr, operands, notes, barriers, row, turn, row_unit,
         row_max = gl.maximum(row_max, local_max)
         new_top = _new_top(local_max, row_max, row_top, FORM)
         state = (output, product, code_sum, row_sum)
-        if FORM.splits != "none":  # noqa: SIM102
-            if (position == 0) | (FORM.splits == "all"):  # noqa: SIM102
-                if any_far_below(lane_max, local_max, PART, FORM):
-                    edge = new_top - FP8_RANGE * steps
-                    scores, state = _add_lower_part(
-                        scores, row_unit, key_units, edge, row_top, operands, stage, state, FORM
-                    )
-                    row_top = edge
+        if FORM.splits:  # noqa: SIM102
+            if any_far_below(lane_max, local_max, PART, FORM):
+                edge = new_top - FP8_RANGE * steps
+                scores, state = _add_lower_part(
+                    scores, row_unit, key_units, edge, row_top, operands, stage, state, FORM
+                )
+                row_top = edge
         decay = gl.exp2((row_top - new_top) * (1.0 / steps))
         row_top = new_top
 

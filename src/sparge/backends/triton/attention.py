@@ -51,7 +51,6 @@ from sparge.backends.triton.primitives import (
     SMALLEST_SCALE,
     in_fp8_token_order,
 )
-from sparge.backends.triton.primitives import splits as splits_of
 from sparge.block_mask import BlockMask
 from sparge.config import PerHead
 from sparge.geometry import Shape
@@ -339,31 +338,30 @@ def attention_kernel(
             needed = tl.min(below.to(tl.int32)) == 0
         if needed:
             value_ptrs = value_base + first_keys[None, :] + within[None, :] + offs_dv[:, None] * value_strides[2]
-            if SPLITS != "none":
+            if SPLITS:
                 value = tl.load(value_ptrs).T
-                if (position == 0) | (SPLITS == "all"):  # noqa: SIM102
-                    if _any_far_below(group_max, local_max):
-                        # A peak: what lies far below it, up to ``edge``, is added first, relative to the edge.
-                        edge = safe_top - FP8_RANGE
-                        if MASK != "none":
-                            lower = scores
-                            scores = tl.where(lower <= edge[:, None], float("-inf"), lower)
-                        elif two_units:
-                            first = _block_scores(first_raw, unit, BLOCK_M)
-                            last = _block_scores(last_raw, last_unit, BLOCK_M)
-                            lower = _side_by_side(first, last, BLOCK_M)
-                            first_raw = tl.where(first <= edge[:, None], float("-inf"), first_raw)
-                            last_raw = tl.where(last <= edge[:, None], float("-inf"), last_raw)
-                        else:
-                            lower = _block_scores(raw, unit, BLOCK_M)
-                            raw = tl.where(lower <= edge[:, None], float("-inf"), raw)
-                        lower = tl.where(lower > edge[:, None], float("-inf"), lower)
-                        probability = tl.exp2(lower - (edge - log2_unit)[:, None])
-                        decay = tl.exp2(top - edge)
-                        row_sum = row_sum * decay + tl.sum(probability, 1)
-                        tile_sum = tl.dot(in_fp8_token_order(probability.to(p_dtype)), value)
-                        accumulator = accumulator * decay[:, None] + tile_sum
-                        top = edge
+                if _any_far_below(group_max, local_max):
+                    # A peak: what lies far below it, up to ``edge``, is added first, relative to the edge.
+                    edge = safe_top - FP8_RANGE
+                    if MASK != "none":
+                        lower = scores
+                        scores = tl.where(lower <= edge[:, None], float("-inf"), lower)
+                    elif two_units:
+                        first = _block_scores(first_raw, unit, BLOCK_M)
+                        last = _block_scores(last_raw, last_unit, BLOCK_M)
+                        lower = _side_by_side(first, last, BLOCK_M)
+                        first_raw = tl.where(first <= edge[:, None], float("-inf"), first_raw)
+                        last_raw = tl.where(last <= edge[:, None], float("-inf"), last_raw)
+                    else:
+                        lower = _block_scores(raw, unit, BLOCK_M)
+                        raw = tl.where(lower <= edge[:, None], float("-inf"), raw)
+                    lower = tl.where(lower > edge[:, None], float("-inf"), lower)
+                    probability = tl.exp2(lower - (edge - log2_unit)[:, None])
+                    decay = tl.exp2(top - edge)
+                    row_sum = row_sum * decay + tl.sum(probability, 1)
+                    tile_sum = tl.dot(in_fp8_token_order(probability.to(p_dtype)), value)
+                    accumulator = accumulator * decay[:, None] + tile_sum
+                    top = edge
             one = safe_top - log2_unit  # the score whose P is stored as 1
             if MASK != "none":
                 probability = tl.exp2(scores - one[:, None])
@@ -385,7 +383,7 @@ def attention_kernel(
             top = new_top
 
             if ARITHMETIC == "int8_fp8":
-                if SPLITS == "none":  # loaded here: any earlier, Triton 3.6 gets addresses wrong
+                if not SPLITS:  # loaded here: any earlier, Triton 3.6 gets addresses wrong
                     value = tl.load(value_ptrs).T
                 tile_sum = tl.dot(in_fp8_token_order(probability.to(p_dtype)), value)
                 accumulator = accumulator * decay[:, None] + tile_sum
@@ -481,15 +479,14 @@ def attend(
         # (unaligned strides): wrong numbers, bad addresses.
         value_width = max(value_width, 64)
     mask_per_query = attn_mask is not None and attn_mask.shape[2] > 1
-    can_split = operands.quantization == "int8_fp8" and threshold is None
-    splits = splits_of(shape.kv_len) if can_split else "none"
+    splits = operands.quantization == "int8_fp8" and threshold is None and shape.kv_len <= configs.SPLIT_KEYS
     config = configs.attention_config(
         operands.quantization,
         max(width, value_width),
         architecture=architecture_of(query),
         is_float32=query.dtype == torch.float32,
         has_threshold=threshold is not None,
-        splits=splits != "none",
+        splits=splits,
         has_mask=attn_mask is not None,
         mask_per_query=mask_per_query,
     )

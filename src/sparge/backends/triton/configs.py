@@ -55,6 +55,11 @@ def select_warps(columns: int) -> int:
     return max(1, min(16, columns // 512))
 
 
+SPLIT_KEYS = 4096
+"""Keys up to which peaks are looked for: those around one, 127 at most, are a share of a tail that can be seen. It
+needs an answer of all threads in each step: 444 instead of 650 at N 8192, H 32."""
+
+
 @dataclass(frozen=True)
 class AttentionConfig:
     """Queries per program, key blocks per step, warps, pipeline depth, register limit (None: the compiler's)."""

@@ -33,16 +33,6 @@ NOWHERE = tl.constexpr(2**31 - 1)
 """Position of the first visible key in a block that has none."""
 
 
-ALL_SPLIT_KEYS, FIRST_SPLIT_KEYS = 8192, 16384
-"""Keys up to which those around a peak, 127 at most, are a share of a tail that can be seen: wherever the peak lies; or
-in a row's first step, where sinks are."""
-
-
-def splits(kv_len: int) -> str:
-    """In which steps of a row peaks are looked for, to take what lies far below as a part of its own."""
-    return "all" if kv_len <= ALL_SPLIT_KEYS else "first" if kv_len <= FIRST_SPLIT_KEYS else "none"
-
-
 @triton.jit
 def is_finite(values):
     """True where a float32 is neither NaN nor infinite."""

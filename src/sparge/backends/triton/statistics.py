@@ -160,7 +160,7 @@ def size_kernel(
     HEAD_DIM_PADDED: tl.constexpr,
     HAS_SEEN: tl.constexpr,
 ):
-    """Grid: query blocks of every head. The largest |q| of each channel among SAMPLES queries (`eight_bits.balance`)."""
+    """Grid: query blocks of every head. The largest |q| of each channel among SAMPLES queries: `eight_bits.balance`."""
     row = tl.program_id(0).to(tl.int64)
     flat_head = row // q_blocks
     batch = flat_head // heads
@@ -345,7 +345,7 @@ def summarize_kernel(
 
 @triton.jit
 def _load_part(part_ptr, first, part, kind, parts, channels, DIM: tl.constexpr):
-    """One kind of number of some of ``parts`` parts from ``first`` on, [len(part), len(channels)]; 0 beyond the last."""
+    """One kind of number of some of ``parts`` parts from ``first`` on, [len(part), len(channels)]; 0 beyond them."""
     inside = (part < parts)[:, None] & (channels < DIM)[None, :]
     rows = (first + part) * 2 + kind
     return tl.load(part_ptr + rows[:, None] * DIM + channels[None, :], mask=inside, other=0.0)
