@@ -20,13 +20,13 @@ from sparge.evaluate.plots import LIGHT, causal_visibility, paint_blocks, palett
 FOLDER = Path(__file__).parent.parent / "docs" / "figures"
 TOPK = 0.25
 
-PAIR, CODES, PRODUCT, FOLD = 13.4, 2.7, 1.1, 1.3
-"""Lengths in hopper.png: a pair of tiles, the codes of a key block, its S or P V, checking or adding a pair."""
+TILE, MAXIMUM, CODES, PRODUCT, FOLD = 10.0, 1.6, 3.2, 2.0, 1.8
+"""Lengths in hopper.png: a tile, its maximum, its P, its S or P V, adding it to the output."""
 ROLES = ("copy engine", "consumer 0", "products of 0", "consumer 1", "products of 1")
 KINDS = {
     "K, V": "#b9c4d0",
-    "codes": "#e6875c",
-    "check": "#f2b880",
+    "maximum": "#f2b880",
+    "P": "#e6875c",
     "add": "#d9d2c5",
     "S": "#7aa6c2",
     "P V": "#4f7d5f",
@@ -67,7 +67,7 @@ def _draw_sample(panels, sample: Sample) -> None:
 
 
 def draw_hopper() -> Figure:
-    """Guessed pairs of tiles of both consumers, half a pair apart: the order of things, not their exact length."""
+    """Tiles of both consumers, half a tile apart: the order of things, not their exact length."""
     figure = Figure(figsize=(9.6, 3.4), layout="constrained", dpi=110)
     FigureCanvasAgg(figure)
     panel = figure.subplots()
@@ -77,19 +77,17 @@ def draw_hopper() -> Figure:
         panel.barh(height[role], length, left=start, height=0.62, color=KINDS[kind], edgecolor="white", linewidth=1)
         panel.text(start + length / 2, height[role], label, ha="center", va="center", fontsize=7, clip_on=True)
 
-    for pair in range(2):
-        bar("copy engine", "K, V", pair * PAIR, 0.9 * PAIR, f"K, V of pair {pair + 2}")
+    for tile in range(2):
+        bar("copy engine", "K, V", tile * TILE, 0.9 * TILE, f"K, V of tile {tile + 3}")
         for consumer in (0, 1):
-            role, start = f"consumer {consumer}", (pair + 0.5 * consumer) * PAIR
-            for block in range(4):
-                name = 4 * pair + block
-                bar(role, "codes", start, CODES, f"codes {name}")
-                start += CODES
-                bar(f"products of {consumer}", "P V", start, PRODUCT, f"PV{name}")
-                bar(f"products of {consumer}", "S", start + PRODUCT, PRODUCT, f"S{name + 2}")
-            bar(role, "check", start, FOLD, "check")
-            bar(role, "add", start + FOLD, FOLD, "+ PV")
-    panel.set(yticks=list(height.values()), yticklabels=list(height), xlim=(0, 2 * PAIR), xticks=[], xlabel="time")
+            role, products, start = f"consumer {consumer}", f"products of {consumer}", (tile + 0.5 * consumer) * TILE
+            bar(role, "maximum", start, MAXIMUM, f"max {tile}")
+            bar(role, "P", start + MAXIMUM, CODES, f"P {tile}")
+            ready = start + MAXIMUM + CODES
+            bar(products, "P V", ready, PRODUCT, f"P V {tile}")
+            bar(products, "S", ready + PRODUCT, PRODUCT, f"S {tile + 1}")
+            bar(role, "add", ready + PRODUCT, FOLD, f"+ P V {tile}")
+    panel.set(yticks=list(height.values()), yticklabels=list(height), xlim=(0, 2 * TILE), xticks=[], xlabel="time")
     panel.tick_params(labelsize=8)
     for side in ("top", "right"):
         panel.spines[side].set_visible(False)

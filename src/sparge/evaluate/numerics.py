@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sparge import eight_bits
 from sparge.evaluate.bench_exact import ExactRows, sampled_error, score_chunks
 from sparge.geometry import BLOCK_K
 
@@ -74,21 +75,19 @@ def lse_rounding(
 ) -> Tensor:
     """Standard deviation of every row's LSE when Q and K are rounded to 8 bits as well as that goes: (B, H, rows).
 
-    Keys without their mean, channels balanced between Q and K (k / r and q r with r = sqrt(max |k| / max |q|)), steps
-    of 1/127 of a query's largest entry and of a key block's. A step s adds the variance s^2 / 12 to an entry. A query's
-    error e moves all its scores together, by e . sum_j p_j k_j; those of keys are independent. ``has_codes``: P is
-    rounded in the sum as well.
+    Keys without their mean, channels balanced between Q and K (`eight_bits.balance`), steps of 1/127 of a query's
+    largest entry and of a key block's. A step s adds the variance s^2 / 12 to an entry. A query's error e moves all its
+    scores together, by e . sum_j p_j k_j; those of keys are independent. ``has_codes``: P is rounded in the sum as well.
     """
     group = query.shape[1] // key.shape[1]
     last_seen = rows + key.shape[2] - query.shape[2] if is_causal else None
     deviation = torch.empty_like(exact.lse)
+    centred = key.double() - key.double().mean(2, keepdim=True)
+    factors = eight_bits.balance(query.double(), centred, torch.ones_like(centred[..., 0], dtype=torch.bool))
     for batch, head in torch.cartesian_prod(*map(torch.arange, exact.lse.shape[:2])).view(-1, 2).tolist():
         queries, keys = query[batch, head].double(), key[batch, head // group].double()
-        smooth = keys - keys.mean(0)
-        largest_key, largest_query = smooth.abs().amax(0), queries.abs().amax(0)
-        is_used = (largest_key > 0) & (largest_query > 0)
-        balance = torch.where(is_used, (largest_key / largest_query).sqrt(), 1.0)
-        queries, smooth = queries[rows], smooth / balance
+        balance = factors[batch, head // group]
+        queries, smooth = queries[rows], centred[batch, head // group] / balance
         balanced = queries * balance
         key_step = _block_step(smooth)
         pooled, (key_part, squares) = torch.zeros_like(queries), queries.new_zeros(2, len(queries))

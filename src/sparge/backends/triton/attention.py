@@ -339,6 +339,7 @@ def attention_kernel(
         if needed:
             value_ptrs = value_base + first_keys[None, :] + within[None, :] + offs_dv[:, None] * value_strides[2]
             if SPLITS:
+                tl.static_assert(BLOCKS == 1)
                 value = tl.load(value_ptrs).T
                 if _any_far_below(group_max, local_max):
                     # A peak: what lies far below it, up to ``edge``, is added first, relative to the edge.
@@ -346,12 +347,6 @@ def attention_kernel(
                     if MASK != "none":
                         lower = scores
                         scores = tl.where(lower <= edge[:, None], float("-inf"), lower)
-                    elif two_units:
-                        first = _block_scores(first_raw, unit, BLOCK_M)
-                        last = _block_scores(last_raw, last_unit, BLOCK_M)
-                        lower = _side_by_side(first, last, BLOCK_M)
-                        first_raw = tl.where(first <= edge[:, None], float("-inf"), first_raw)
-                        last_raw = tl.where(last <= edge[:, None], float("-inf"), last_raw)
                     else:
                         lower = _block_scores(raw, unit, BLOCK_M)
                         raw = tl.where(lower <= edge[:, None], float("-inf"), raw)
