@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,12 @@ import sparge
 from sparge.evaluate.bench_exact import ExactRows, exact_rows
 from sparge.evaluate.captured import SIZES
 from sparge.evaluate.families import Family
-from sparge.evaluate.numerics import Errors, codes_limit, errors_of, lse_limits
+from sparge.evaluate.numerics import Errors, codes_limit, errors_of, lse_limits, lse_rounding
+
+LOST = 1.0
+"""Nats of deviation of an LSE, from which on it says nothing."""
+LOST_ROWS = {"token-q-irrelevant-1e4": 1 / 64}
+"""The share of rows that this happens to, by family."""
 
 
 @dataclass(frozen=True)
@@ -30,18 +36,41 @@ class FamilyProblem:
     def rows(self) -> Tensor:
         return torch.arange(self.query.shape[2], device=self.query.device)
 
+    @property
+    def limit(self) -> float:
+        """Of the relative L1 error. A family's own is that of 128 channels.
+
+        With D channels, the roundings of a sink's logit have the deviation m / 311 sqrt(gap^2 / D + gap / sqrt(D))
+        (`families.SINK_ROUNDING`): each of a product's D terms is rounded by a step, a share m sqrt(gap sqrt(D) / D) of
+        the channels that make up the gap, and D of them add up as sqrt(D). Of gaps above sqrt(D), that is 1 / sqrt(D).
+        """
+        if self.family.kind != "sink":
+            return self.family.limit
+        return self.family.limit * max(1.0, math.sqrt(128 / self.query.shape[-1]))
+
     def errors(self, output: Tensor, lse: Tensor) -> Errors:
         return errors_of(output, lse, self.rows, self.exact)
 
     def check(self, output: Tensor, lse: Tensor, quantization: str) -> None:
-        """Output and LSE within the limits of the contract."""
+        """Output and LSE within the limits of the contract.
+
+        Where 8 bits leave scores off by nats, as in the row of a query with numbers of 1e4, the LSE means nothing, and
+        neither does its derived deviation, which is that of small errors. Such rows are few, and known: `LOST_ROWS`.
+        """
         errors = self.errors(output, lse)
-        has_codes = quantization == "int8_fp8_codes"
-        limits = lse_limits(self.query, self.key, self.rows, self.exact, is_causal=self.is_causal, has_codes=has_codes)
+        call = {"is_causal": self.is_causal, "has_codes": quantization == "int8_fp8_codes"}
+        known = torch.ones_like(self.rows, dtype=torch.bool)
+        if self.family.name in LOST_ROWS:
+            is_lost = lse_rounding(self.query, self.key, self.rows, self.exact, **call) > LOST
+            assert float(is_lost.double().mean()) <= LOST_ROWS[self.family.name]
+            known = ~is_lost.any(1).any(0)
+        exact = ExactRows(self.exact.output[:, :, known], self.exact.lse[:, :, known])
+        limits = lse_limits(self.query, self.key, self.rows[known], exact, **call)
+        moved = (lse[:, :, known].double() - exact.lse).abs()
         named = {
-            "a relative L1 error": (errors.relative_l1, self.family.limit),
-            "a mean LSE error": (errors.lse_mean, limits.mean),
-            "a worst LSE error": (errors.lse_worst, limits.worst),
+            "a relative L1 error": (errors.relative_l1, self.limit),
+            "a mean LSE error": (float(moved.mean()), limits.mean),
+            "a worst LSE error": (float(moved.max()), limits.worst),
         }
         for what, (got, limit) in named.items():
             assert got <= limit, f"{self.family.name}, {quantization}: expected {what} <= {limit:.3g}, got {got:.4f}"

@@ -52,23 +52,25 @@ class TestBalance:
     def test_is_the_root_of_the_ratio_of_geometric_means(self, q_len: int, kv_len: int) -> None:
         query, key = self.sample(q_len, kv_len)
         factors = eight_bits.balance(query, key, all_seen(key))[0, 0, 0]
+        starts = [max(0, min(start, q_len - 128)) for start in range(0, q_len, 128)]  # the last block is whole, too
+        picks = [[start + int((s + 0.5) / 8 * min(q_len, 128)) for s in range(8)] for start in starts]
         for channel in range(16):
-            of_key = [float(key[0, 0, i : i + 256, channel].square().mean().sqrt()) for i in range(0, kv_len, 256)]
-            of_query = []
-            for start in range(0, q_len, 128):
-                count = min(128, q_len - start)
-                picks = [start + int((s + 0.5) / 8 * count) for s in range(8)]
-                of_query.append(float(query[0, 0, picks, channel].abs().max()))
-            means = [sum(map(math.log2, sizes)) / len(sizes) for sizes in (of_key, of_query)]
-            assert 8 * math.log2(factors[channel]) == pytest.approx(round(4 * (means[0] - means[1])), abs=1e-9)
+            of_key = [part.square().mean().sqrt() for part in key[0, 0, :, channel].split(256)]
+            key_votes = [len(part) for part in key[0, 0].split(256)]
+            of_query = [query[0, 0, block, channel].abs().max() for block in picks]
+            of_key, of_query = (torch.stack(sizes).log2().tolist() for sizes in (of_key, of_query))
+            mean = sum(size * votes for size, votes in zip(of_key, key_votes, strict=True)) / kv_len
+            expected = round(4 * (mean - sum(of_query) / len(of_query)))
+            assert 8 * math.log2(factors[channel]) == pytest.approx(expected, abs=1e-9)
 
     def test_samples_are_evenly_spaced(self) -> None:
-        picks = eight_bits.balance_samples(130, torch.device("cpu")).tolist()
-        assert picks == [[8, 24, 40, 56, 72, 88, 104, 120], [128] * 4 + [129] * 4]
+        picks = [eight_bits.balance_samples(length, torch.device("cpu")).tolist() for length in (130, 5)]
+        assert picks[0] == [[8, 24, 40, 56, 72, 88, 104, 120], [10, 26, 42, 58, 74, 90, 106, 122]]
+        assert picks[1] == [[0, 0, 1, 2, 2, 3, 4, 4]]
 
     @pytest.mark.parametrize("where", ["key", "query"])
     def test_one_outlying_token_is_one_vote(self, where: str) -> None:
-        """A 16th of the votes: it moves log2 r, half of a mean of logarithms, by a 32nd of its own."""
+        """Of its chunk or block, a 16th of all: it moves log2 r, half of a mean of logarithms, by a 32nd of its own."""
         query, key = gaussian(1, 1, 16 * 128, 16), gaussian(1, 1, 16 * 256, 16, seed=1)
         before = eight_bits.balance(query, key, all_seen(key)).log2()
         (key if where == "key" else query)[0, 0, 1000 if where == "key" else 8 * 128 + 40] *= 1e4
@@ -99,17 +101,29 @@ class TestBalance:
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
     def test_tokens_that_are_not_finite_have_no_vote(self, bad: float) -> None:
-        """A key with one such entry is left out whole, as it is from the mean; of a query the entry alone."""
+        """One such entry leaves out the whole token, as it does from the mean of the keys."""
         query, key = self.sample()
         seen = all_seen(key)
         seen[..., 300] = False
         query[0, 0, 40] *= 100.0
         key[0, 0, 300] *= 100.0
         cleared = query.clone()
-        cleared[0, 0, 40, 3] = 0.0
+        cleared[0, 0, 40] = 0.0
         expected = eight_bits.balance(cleared, key, seen)
         query[0, 0, 40, 3], key[0, 0, 300, 5] = bad, bad
         assert torch.equal(eight_bits.balance(query, key, all_seen(key)), expected)
+
+    def test_queries_of_zeros_have_no_vote(self) -> None:
+        """Those that see nothing: a block has as many votes as queries were looked at."""
+        query, key = gaussian(1, 1, 256, 16), gaussian(1, 1, 64, 16, seed=1)
+        query[:, :, 128:] *= 1024.0
+        sizes = []
+        for hidden in ([], [0], range(8)):
+            cleared = query.clone()
+            cleared[:, :, [8 + 16 * i for i in hidden]] = 0.0
+            sizes.append(-2 * eight_bits.balance(cleared, key, all_seen(key)).log2().mean())
+        assert sizes[1] - sizes[0] == pytest.approx(10 * (8 / 15 - 1 / 2), abs=0.15)
+        assert sizes[2] - sizes[0] == pytest.approx(10 / 2, abs=0.5)
 
     def test_channels_of_zeros_stay_as_they_are(self) -> None:
         query, key = self.sample()

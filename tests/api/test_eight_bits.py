@@ -11,13 +11,17 @@ from torch import Tensor
 
 import sparge
 from conftest import (
+    BACKENDS,
     backends,
     causality,
     exact_attention,
     modes,
     relative_l1,
 )
+from numerics import call, problem_of
 from sparge import Dense, TopK, reference
+from sparge.backends import torch_online
+from sparge.evaluate.families import by_name
 from sparge.evaluate.inputs import text_like, video_like
 from sparge.geometry import Shape
 
@@ -32,9 +36,10 @@ def smooth(offset: float) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def score_deviation(query: Tensor, key: Tensor) -> float:
-    """Largest standard deviation of a score whose factors were rounded to INT8, per block and after smoothing.
+    """Largest standard deviation of a score whose factors were rounded to INT8 per block, after smoothing.
 
-    Rounding to a grid of step s has variance s^2 / 12; a step is absmax / 127 of the block.
+    Rounding to a grid of step s has variance s^2 / 12; a step is absmax / 127 of the block. Finer scales and balanced
+    channels do better.
     """
     key = key - key.mean(2, keepdim=True)
     query_step, key_step = (
@@ -102,6 +107,45 @@ class TestQuantised:
         assert relative_l1(output, exact_attention(query, key, value)[0]) < 0.02
 
 
+class TestTwoParts:
+    """A sink 13 or 16 nats above the keys of its own tile: 19 or 23 octaves, of which FP8 holds 15."""
+
+    def error(self, name: str, quantization: str, backend: str, kv_len: int = 128) -> float:
+        problem = problem_of(by_name(name), 64, kv_len)
+        return problem.errors(*call(problem, quantization, backend)).relative_l1
+
+    @pytest.mark.parametrize("name", ["sink-13", "sink-16"])
+    @pytest.mark.parametrize("kv_len", [64, 128])
+    @pytest.mark.parametrize(
+        "quantization, backend",
+        [("int8_fp8", "torch"), ("int8_fp8", "reference"), ("int8_fp8_codes", "reference"), ("int8_fp16", "torch")],
+    )
+    def test_what_surrounds_a_sink_keeps_its_share(
+        self, name: str, quantization: str, backend: str, kv_len: int
+    ) -> None:
+        assert self.error(name, quantization, backend, kv_len) < by_name(name).limit
+
+    @pytest.mark.parametrize("backend, module", [("torch", torch_online), ("reference", reference)], ids=BACKENDS)
+    def test_in_one_part_it_would_be_lost(self, backend: str, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The other 63 keys of the tile are half of all that is not the sink. Nearer ones are rounded coarsely."""
+        monkeypatch.setattr(module, "FP8_RANGE", 1e3)
+        assert 0.4 < self.error("sink-16", "int8_fp8", backend) < 0.6
+        assert self.error("sink-13", "int8_fp8", backend) > 2 * by_name("sink-13").limit
+
+    @backends
+    def test_rows_with_an_even_tile_do_not_notice(self, backend: str) -> None:
+        """Every other query sees no peak: its neighbours' second part adds nothing to it but a rounding."""
+        query, key, value = (tensor.clone() for tensor in by_name("sink-13").make(64, 128, dtype=torch.float32))
+        direction = key[0, 0, 0] / key[0, 0, 0].norm()
+        query[0, 0, ::2] -= (query[0, 0, ::2] @ direction)[:, None] * direction
+        options = {"sparsity": Dense(), "quantization": "int8_fp8", "return_lse": True, "backend": backend}
+        output, lse = sparge.attention(query, key, value, **options)
+        exact, exact_lse = exact_attention(query, key, value)
+        assert relative_l1(output[:, :, ::2], exact[:, :, ::2]) < 0.03
+        assert relative_l1(output[:, :, 1::2], exact[:, :, 1::2]) < by_name("sink-13").limit
+        assert (lse - exact_lse).abs().max() < 0.1
+
+
 class TestPvThreshold:
     def call(
         self, sample: Any, pv_threshold: Any, *, quantization: str = "none", scale: float = 0.125
@@ -122,6 +166,11 @@ class TestPvThreshold:
     @backends
     @modes
     def test_a_very_low_one_changes_nothing(self, backend: str, quantization: str) -> None:
+        """With FP8, nothing but roundings: a tile that 64 rows see nothing of is skipped, but not at -inf or without.
+
+        Added, it moves what sums count from by `REACH`, 44 nats. Three such numbers are rounded to float32 on the way
+        to the LSE, by up to 1.9e-6 each.
+        """
         sample = text_like(512, heads=2)
         results = [
             sparge.attention(
@@ -137,8 +186,8 @@ class TestPvThreshold:
             for threshold in (-math.inf, -1e4, None)
         ]
         for ours, other, plain in zip(*results, strict=True):
-            assert torch.equal(ours, other)
-            torch.testing.assert_close(ours, plain, rtol=0, atol=5e-6)
+            torch.testing.assert_close(ours, other, rtol=0, atol=6e-6 if quantization == "int8_fp8" else 0.0)
+            torch.testing.assert_close(ours, plain, rtol=0, atol=6e-6 if quantization == "int8_fp8" else 5e-6)
 
     @backends
     def test_a_moderate_one_skips_and_changes_little(self, backend: str) -> None:

@@ -56,7 +56,7 @@ class TestNonFinite:
         assert lse[:, 0, first:].isnan().all()
         assert output[:, 1:].isfinite().all()
         if is_causal:
-            past = self.PLACE if quantization == "none" else 256  # an INT8 block shares its scale
+            past = self.PLACE if quantization == "none" else 260  # the first of those that share its INT8 scale
             assert output[:, :, :past].isfinite().all()
             assert not lse[:, :, :past].isnan().any()
 
@@ -88,7 +88,7 @@ class TestNonFinite:
         output, _, _ = self.run("q", bad, is_causal=is_causal, backend=backend, quantization=quantization, **SPARSE)
         assert output[:, 0, self.PLACE].isnan().all()
         assert output[:, 1:].isfinite().all()
-        assert output[:, :, :256].isfinite().all()
+        assert output[:, :, torch.arange(320) != self.PLACE].isfinite().all(), "an INT8 query has a scale of its own"
 
     @backends
     @modes
