@@ -77,7 +77,7 @@ def lse_rounding(
 
     Keys without their mean, channels balanced between Q and K (`eight_bits.balance`), steps of 1/127 of a query's
     largest entry and of a key block's. A step s adds the variance s^2 / 12 to an entry. A query's error e moves all its
-    scores together, by e . sum_j p_j k_j; those of keys are independent. ``has_codes``: P is rounded in the sum as well.
+    scores together, by e . sum_j p_j k_j; those of keys are independent. With ``has_codes``, P is rounded in the sum.
     """
     group = query.shape[1] // key.shape[1]
     last_seen = rows + key.shape[2] - query.shape[2] if is_causal else None
