@@ -247,8 +247,6 @@ def walk_row(PART: gl.constexpr, operands, notes, barriers, row, turn, row_unit,
                 )
                 row_top = edge
         decay = gl.exp2((row_top - new_top) * (1.0 / steps))
-        row_top = new_top
-
         top = new_top - one
         if FORM.has_threshold:
             is_below = local_max - row_max < threshold
@@ -259,12 +257,14 @@ def walk_row(PART: gl.constexpr, operands, notes, barriers, row, turn, row_unit,
             if gl.min(is_below.to(gl.int32), 0) == 0:  # one answer for the warpgroup
                 sums = _start_tile(scores, row_unit, key_units, top, decay, operands, stage, state, FORM)
                 state = _add_tile(_wait_for_tile(sums, state, 0, FORM), decay, FORM)
+                row_top = new_top
             pending = start_scores(query, keys.index(next_stage), FORM)
         else:
             sums = _start_tile(scores, row_unit, key_units, top, decay, operands, stage, state, FORM)
             # After the last tile this repeats its scores, which nobody reads.
             pending = start_scores(query, keys.index(next_stage), FORM)
             state = _wait_for_tile(sums, state, 1, FORM)
+            row_top = new_top
         mbarrier.arrive(free.index(stage), count=1)
         turn += 1
         stage = next_stage
