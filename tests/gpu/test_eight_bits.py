@@ -177,7 +177,9 @@ class TestPvThreshold:
             )
             for threshold in (-math.inf, -1e4, None)
         ]
-        assert equal(results[0], results[1])
+        # The lower one skips tiles of which nothing is seen; the other one adds zeros, and counts from another score.
+        assert relative_l1(results[0][0], results[1][0].double()) < 1e-4
+        torch.testing.assert_close(results[0][1], results[1][1], rtol=0, atol=1e-5)
         blocks = sparge.predict(
             *tensors[:2], is_causal=True, sparsity=TopK(0.5, min_blocks=1), enable_gqa=True, backend=BACKEND
         ).to_dense()

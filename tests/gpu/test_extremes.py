@@ -63,10 +63,11 @@ def large(kind: str) -> tuple[Tensor, Tensor, Tensor]:
 def test_large_scores(kind: str, quantization: str) -> None:
     """P stays a number up to 1: where it is rounded to FP8, a larger one would be cut off, NaN or of the wrong sign.
 
-    The kernels may take scores one integer lower, each block by its own unit, which shows here.
+    The kernels take scores one integer lower, each group of 16 keys by its own unit, which shows here: units differ by
+    a quarter and more within a block, and an integer is worth octaves.
     """
     blocks = torch.ones(4, 8, dtype=torch.bool, device=DEVICE)
-    assert_as_exact_as_the_specification(large(kind), blocks, quantization, factor=1.25)
+    assert_as_exact_as_the_specification(large(kind), blocks, quantization, factor=1.4)
 
 
 @modes
