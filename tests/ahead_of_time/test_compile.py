@@ -25,6 +25,7 @@ import pytest
 
 WORKER = Path(__file__).with_name("worker.py")
 KERNELS = {
+    "size_kernel",
     "summarize_kernel",
     "reduce_kernel",
     "key_similarity_kernel",
@@ -53,15 +54,16 @@ SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024,
 TENSOR_MEMORY = 512
 """Columns of it on compute capability 10.0."""
 KNOWN_SPILLS = {
-    (89, "attention_kernel, int8_fp16 judged"): 24,
-    # Triton 3.9; with 3.6 to 3.8 16 to 32 where maxima are guessed, once a row. With 3.9 three of these loads and
-    # stores are in the loop over guessed pairs, 24 in that over measured tiles.
-    (90, "attention_kernel, int8_fp8_codes on hopper"): 128,
-    (90, "attention_kernel, int8_fp8_codes causal on hopper"): 152,
-    (90, "attention_kernel, int8_fp8_codes D 64 on hopper"): 48,
+    (89, "attention_kernel, int8_fp16 judged"): 16,
+    # Triton 3.9; with 3.6 a third of it. The search for a peak is what adds to the first ones.
+    (90, "attention_kernel, int8_fp8_codes splits on hopper"): 136,
+    (90, "attention_kernel, int8_fp8_codes causal splits on hopper"): 160,
+    (90, "attention_kernel, int8_fp8 splits on hopper"): 144,
+    (90, "attention_kernel, int8_fp8_codes on hopper"): 56,
+    (90, "attention_kernel, int8_fp8_codes causal on hopper"): 80,
     (90, "attention_kernel, int8_fp8_codes D 256 on hopper"): 40,
     (90, "attention_kernel, int8_fp16 on hopper"): 8,
-    (90, "attention_kernel, none D 256 on hopper"): 40,
+    (90, "attention_kernel, none D 256 on hopper"): 32,
 }
 """Bytes of stack, the larger of Triton 3.6 and 3.9. May shrink; a register limit may be worth some (`configs`)."""
 
