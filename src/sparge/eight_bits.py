@@ -62,7 +62,10 @@ def balance(query: Tensor, key: Tensor, keys_seen: Tensor) -> Tensor:
     # Blocks of all heads of a group: [B, Hkv, group * blocks, D].
     largest, used = (part.unflatten(1, (key.shape[1], -1)).flatten(2, 3) for part in (largest, usable.sum(3)))
     eighths = (_mean_log2(means.sqrt(), counts) - _mean_log2(largest, used)) * 4
-    return torch.exp2(eighths.nan_to_num(0.0).round() / 8)[:, :, None]
+    eighths = eighths.nan_to_num(0.0).round()
+    # A table: torch's exp2 may differ in the last bit from place to place, and heads must not depend on their place.
+    octave = torch.tensor([2 ** (step / 8) for step in range(8)], dtype=eighths.dtype, device=eighths.device)
+    return torch.ldexp(octave[(eighths % 8).long()], (eighths // 8).int())[:, :, None]
 
 
 def balance_samples(q_len: int, device: torch.device) -> Tensor:

@@ -61,9 +61,17 @@ KNOWN_SPILLS = {
     (90, "attention_kernel, int8_fp8 splits on hopper"): 144,
     (90, "attention_kernel, int8_fp8_codes on hopper"): 56,
     (90, "attention_kernel, int8_fp8_codes causal on hopper"): 80,
-    (90, "attention_kernel, int8_fp8_codes D 256 on hopper"): 40,
-    (90, "attention_kernel, int8_fp16 on hopper"): 8,
+    (90, "attention_kernel, int8_fp8_codes D 256 on hopper"): 64,
+    (90, "attention_kernel, int8_fp8 on hopper"): 40,
+    (90, "attention_kernel, int8_fp16 on hopper"): 16,
     (90, "attention_kernel, none D 256 on hopper"): 32,
+    # Triton 3.9; with 3.6 none.
+    (89, "summarize_kernel, int8_fp8"): 16,
+    (89, "summarize_kernel, int8_fp16"): 16,
+    (90, "summarize_kernel, int8_fp8"): 40,
+    (90, "summarize_kernel, int8_fp16"): 16,
+    (89, "attention_kernel, int8_fp8 splits"): 24,
+    (120, "attention_kernel, int8_fp16"): 16,
 }
 """Bytes of stack, the larger of Triton 3.6 and 3.9. May shrink; a register limit may be worth some (`configs`)."""
 

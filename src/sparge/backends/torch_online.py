@@ -163,8 +163,10 @@ class _Rows:
         top = torch.maximum(local_max, new_max - REACH)
         edge = top - FP8_RANGE * math.log(2.0)
         is_low = scores <= edge
-        if bool((is_low & (scores > -math.inf)).any()):
-            self._add(groups, scores.masked_fill(scores > edge, -math.inf), value, edge)
+        has_low = (is_low & (scores > -math.inf)).any(-1, keepdim=True)
+        if bool(has_low.any()):
+            low_top = torch.where(has_low, edge, self.top[groups])  # other rows stay as they are
+            self._add(groups, scores.masked_fill((scores > edge) | ~has_low, -math.inf), value, low_top)
             scores = scores.masked_fill(is_low, -math.inf)
         self._add(groups, scores, value, top)
 

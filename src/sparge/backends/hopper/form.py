@@ -79,6 +79,11 @@ class Form:
         return FP16_ROOM - SLACK if self.rescales_rarely else FP16_ROOM
 
     @property
+    def inverse_one(self) -> float:
+        """What sums are multiplied by to count from P = 1."""
+        return 2.0**-self.one
+
+    @property
     def steps(self) -> float:
         """Per octave: what scores are counted in."""
         return CODES_PER_OCTAVE if self.codes else 1.0

@@ -92,7 +92,7 @@ def write_row(output, row_sum, row_top, row_scales, target, results, FORM: gl.co
     empty = (total == 0.0) & (row_top == LOWEST)
     positions = first_query + gl.arange(0, ROWS, FORM.output_rows)
     lse_ptrs = lse_ptr + (flat_head.to(gl.int64) * q_len + positions)
-    lse = (row_top * (1.0 / FORM.steps) + gl.log2(total) - FORM.one) * LN_2 + shift
+    lse = (row_top * (1.0 / FORM.steps) + gl.log2(total * FORM.inverse_one)) * LN_2 + shift
     gl.store(lse_ptrs, gl.where(empty, float("-inf"), lse), mask=(positions < q_len) & (value_slice == 0))
 
     output = output * (1.0 / gl.where(empty, 1.0, total))[:, None]

@@ -400,7 +400,7 @@ def attention_kernel(
     output = accumulator * (1.0 / tl.where(empty, 1.0, row_sum))[:, None]
     if ARITHMETIC == "int8_fp8":
         output = output * tl.load(value_scale_ptr + flat_kv_head * VALUE_DIM_PADDED + offs_dv)[None, :]
-    lse = (top + tl.log2(row_sum) - log2_unit) * LN_2
+    lse = (top + tl.log2(row_sum * (2.0**-log2_unit))) * LN_2
     inside = query_positions < q_len
     flat_queries = flat_head * q_len + query_positions
     if ARITHMETIC != "none":

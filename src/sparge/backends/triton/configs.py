@@ -102,7 +102,7 @@ BLACKWELL = {
 
 SMALL = {
     # Not timed: chosen to fit 99 KB of shared memory (the bytes they need) without spills on 8.9 and 12.0.
-    ("int8_fp8", 128): AttentionConfig(ROW_GROUP, 2, 4, 3),  # 81944
+    ("int8_fp8", 128): AttentionConfig(ROW_GROUP, 1, 4, 3),  # two blocks a step spill
     ("int8_fp8", 64): AttentionConfig(ROW_GROUP, 2, 4, 3),  # 45336
     ("int8_fp16", 128): AttentionConfig(BLOCK_Q, 2, 8, 2),  # 98324
     ("int8_fp16", 64): AttentionConfig(ROW_GROUP, 1, 4, 4),  # 49164
@@ -150,7 +150,7 @@ def attention_config(
         config = (FLOAT32_SMALL if is_small else FLOAT32)[width]
         return replace(config, block_m=ROW_GROUP) if has_threshold else config
     if width < 256 and (has_threshold or (splits and not mask_per_query)):
-        return AttentionConfig(ROW_GROUP, 1, 4, 3)
+        return AttentionConfig(ROW_GROUP, 1, 8 if splits and is_small else 4, 3)
     if width < 256 and mask_per_query:  # its tiles are buffered too
         return AttentionConfig(ROW_GROUP, 1, 8, 2)
     if width < 256 and has_mask and (is_small or (arithmetic, width) != ("none", 128)):
