@@ -52,6 +52,14 @@ def balance(query: Tensor, key: Tensor, keys_seen: Tensor) -> Tensor:
         key: (B, Hkv, Sk, D), smoothed.
         keys_seen: bool (B, Hkv, Sk).
     """
+    eighths = balance_eighths(query, key, keys_seen).round()
+    # A table: torch's exp2 may differ in the last bit from place to place, and heads must not depend on their place.
+    octave = torch.tensor([2 ** (step / 8) for step in range(8)], dtype=eighths.dtype, device=eighths.device)
+    return torch.ldexp(octave[(eighths % 8).long()], (eighths // 8).int())
+
+
+def balance_eighths(query: Tensor, key: Tensor, keys_seen: Tensor) -> Tensor:
+    """8 log2 of what `balance` returns, before it is rounded, (B, Hkv, 1, D)."""
     usable = keys_seen[..., None] & key.isfinite().all(-1, keepdim=True)
     squares = torch.where(usable, key, 0.0).square().split(BALANCE_KEYS, 2)
     counts = torch.stack([part.sum(2) for part in usable.split(BALANCE_KEYS, 2)], 2)  # [B, Hkv, chunks, 1]
@@ -62,10 +70,7 @@ def balance(query: Tensor, key: Tensor, keys_seen: Tensor) -> Tensor:
     # Blocks of all heads of a group: [B, Hkv, group * blocks, D].
     largest, used = (part.unflatten(1, (key.shape[1], -1)).flatten(2, 3) for part in (largest, usable.sum(3)))
     eighths = (_mean_log2(means.sqrt(), counts) - _mean_log2(largest, used)) * 4
-    eighths = eighths.nan_to_num(0.0).round()
-    # A table: torch's exp2 may differ in the last bit from place to place, and heads must not depend on their place.
-    octave = torch.tensor([2 ** (step / 8) for step in range(8)], dtype=eighths.dtype, device=eighths.device)
-    return torch.ldexp(octave[(eighths % 8).long()], (eighths // 8).int())[:, :, None]
+    return eighths.nan_to_num(0.0)[:, :, None]
 
 
 def balance_samples(q_len: int, device: torch.device) -> Tensor:
@@ -77,9 +82,10 @@ def balance_samples(q_len: int, device: torch.device) -> Tensor:
 
 
 def _mean_log2(sizes: Tensor, votes: Tensor) -> Tensor:
-    """Mean of log2 over dimension 2, each as often as it has votes, where it is above 0; NaN where nothing is."""
-    votes = torch.where(sizes > 0, votes, 0)
-    return (votes * torch.where(sizes > 0, sizes, 1.0).log2()).sum(2) / votes.sum(2)
+    """Mean of log2 over dimension 2, each as often as it has votes, if above 0 and finite; NaN where none is."""
+    is_size = (sizes > 0) & sizes.isfinite()
+    votes = torch.where(is_size, votes, 0)
+    return (votes * torch.where(is_size, sizes, 1.0).log2()).sum(2) / votes.sum(2)
 
 
 def query_scales(query: Tensor) -> Tensor:

@@ -56,9 +56,7 @@ TENSOR_MEMORY = 512
 KNOWN_SPILLS = {
     (89, "attention_kernel, int8_fp16 judged"): 16,
     # Triton 3.9; with 3.6 a third of it. The search for a peak is what adds to the first ones.
-    (90, "attention_kernel, int8_fp8_codes splits on hopper"): 136,
     (90, "attention_kernel, int8_fp8_codes causal splits on hopper"): 160,
-    (90, "attention_kernel, int8_fp8 splits on hopper"): 144,
     (90, "attention_kernel, int8_fp8_codes on hopper"): 56,
     (90, "attention_kernel, int8_fp8_codes causal on hopper"): 80,
     (90, "attention_kernel, int8_fp8_codes D 256 on hopper"): 64,

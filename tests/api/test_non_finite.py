@@ -121,6 +121,18 @@ class TestNonFinite:
             )
             assert output.isnan().all()
 
+    @backends
+    @modes
+    @causality
+    def test_a_huge_key_stays_finite(self, backend: str, quantization: str, is_causal: bool) -> None:
+        """Its square is not: channels are balanced without it."""
+        query, key, value = make_qkv(512, head_dim=16)
+        key[0, 0, 300, 3] = 3e19
+        output = sparge.attention(
+            query, key, value, enable_gqa=True, is_causal=is_causal, quantization=quantization, backend=backend, topk=1
+        )
+        assert output.isfinite().all()
+
     @pytest.mark.parametrize("backend", BACKENDS)
     def test_nan_in_an_additive_mask(self, backend: str) -> None:
         query, key, value = make_qkv(200)

@@ -1,6 +1,6 @@
 """From scores to P on Hopper: what a consumer computes between its two products.
 
-    key_unit_of -> hide -> tile_max -> probabilities
+    key_unit_of -> hide -> tile_max -> [any_far_below -> tile_part] -> probabilities
 
 Scores count steps: octaves, or eighths of one where P is a code. docs/hopper.md explains the codes.
 """
@@ -18,7 +18,7 @@ in_fp8_token_order = jit(primitives.in_fp8_token_order.fn)
 
 HIDDEN_BITS = gl.constexpr(-0x00800000)
 """-inf as bits: the least of all scores, compared as integers or as floats."""
-LOWEST = gl.constexpr(-1e30)
+LOWEST = gl.constexpr(-3e38)
 """Below every score but those that are hidden."""
 TOP_CODE = gl.constexpr(126.0)
 """E4M3's code of 448."""

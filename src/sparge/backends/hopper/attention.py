@@ -1,7 +1,7 @@
 """Attention over the kept blocks on Hopper: one producer warp copies, two consumer warpgroups compute.
 
 The contract is that of `triton.attention`, its twin and oracle. A program serves whole rows of 128 queries, one after
-the other; each consumer takes 64 of them, and a tile is two key blocks of 64 (one with a threshold).
+the other; each consumer takes 64 of them, and a tile is one or two key blocks of 64.
 
     producer    walks the row's kept blocks; copies K and V, and notes scales and positions beside them
     consumer    S = Q K^T, softmax, P V; products run while it or the other consumer computes P

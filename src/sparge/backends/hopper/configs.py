@@ -47,4 +47,4 @@ def hopper_config(arithmetic: str, width: int, *, has_threshold: bool) -> Hopper
     With a threshold a tile is one block, the 64 rows and 64 keys that are skipped together, and has its own maximum.
     """
     config = CONFIGS[arithmetic, width]
-    return replace(config, blocks=1, stages=4) if has_threshold else config
+    return replace(config, blocks=1, stages=min(config.stages * config.blocks, 4)) if has_threshold else config

@@ -26,7 +26,6 @@ from sparge.backends.triton.primitives import (
     FLOAT_OFFSET,
     KEY_GROUPS,
     LOG2_E,
-    SMALLEST_SCALE,
     fp8_token_order,
     is_finite,
     load_tokens,
@@ -57,7 +56,7 @@ def _scale_of(largest):
     """
     scale = largest / 127.0
     bounded = tl.minimum(tl.maximum(scale, 1.0 / LARGEST_SCALE), LARGEST_SCALE)
-    return tl.where(is_finite(scale), bounded, float("nan")), 1.0 / tl.maximum(scale, SMALLEST_SCALE)
+    return tl.where(is_finite(scale), bounded, float("nan")), 1.0 / tl.maximum(scale, 1.0 / LARGEST_SCALE)
 
 
 @triton.jit

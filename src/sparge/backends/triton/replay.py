@@ -1,7 +1,7 @@
 """Calls that come again: what a call launches is recorded once, then started anew on other tensors.
 
 A model makes the same call thousands of times: same shapes, strides and options, other numbers. Choosing
-configurations, allocating a dozen buffers and describing seven launches takes the host longer than a short call takes
+configurations, allocating a dozen buffers and describing eight launches takes the host longer than a short call takes
 the device. None of it depends on the numbers, so the second call of a kind only fills in addresses.
 
     replayed        runs a call, or replays it

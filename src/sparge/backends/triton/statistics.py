@@ -26,7 +26,6 @@ from sparge.backends.triton.primitives import (
     BLOCK_Q,
     FLOAT_OFFSET,
     LOG2_E,
-    SMALLEST_SCALE,
     is_finite,
     load_tokens,
     self_similarity,
@@ -400,8 +399,9 @@ def reduce_kernel(
         share = 1.0 / tl.maximum(count, 1).to(tl.float32)[:, None]
         # Of k - mean. What rounding leaves of a constant channel is no size.
         size = (square - 2.0 * mean[None, :] * total) * share + mean[None, :] * mean[None, :]
-        votes = tl.where(size > 1e-6 * square * share, count[:, None].to(tl.float32), 0.0)
-        key_log += votes * 0.5 * tl.log2(tl.maximum(size, SMALLEST_SCALE))
+        is_size = is_finite(size) & (size > 1e-6 * square * share)  # squares of 1e19 are not finite
+        votes = tl.where(is_size, count[:, None].to(tl.float32), 0.0)
+        key_log += votes * 0.5 * tl.log2(tl.where(is_size, size, 1.0))
         key_votes += votes
     query_log = tl.zeros((ROWS, COLUMNS), tl.float32)
     query_votes = tl.zeros((ROWS, COLUMNS), tl.float32)
