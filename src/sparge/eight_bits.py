@@ -24,6 +24,9 @@ FP8_TOP_CODE = 126
 FP8_CODES_PER_OCTAVE = 8
 FP8_RANGE = 14.75
 """Octaves below a tile's maximum that P holds in full precision; what lies below is a part of its own."""
+REACH = 64.0
+"""Octaves that a tile's maximum may lie below the row's before its P counts from there instead: what float32 can hold,
+and more than any sum can notice."""
 FP16_ROOM = 15.0
 """Octaves that P is raised by before it is rounded to FP16, which has few below 1 and sixteen above."""
 FP8_ACCUMULATOR_BITS = 13

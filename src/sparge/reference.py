@@ -24,6 +24,7 @@ from sparge.eight_bits import (
     FP8_MAX,
     FP8_RANGE,
     FP16_ROOM,
+    REACH,
     balance,
     fp8_from_log2,
     fp8_tensor_core,
@@ -39,9 +40,6 @@ from sparge.visibility import allowed_elements
 
 Accumulation = Literal["two_level", "single_level"]
 FP8_MODES = ("int8_fp8", "int8_fp8_codes")
-REACH = 64 * math.log(2.0)
-"""Nats that a tile's maximum may lie below the row's before its P counts from there instead: what float32 can hold, and
-more than any sum can notice."""
 
 
 class ElementMask(NamedTuple):
@@ -489,7 +487,7 @@ class _Head:
         """A tile's scores, and what their P counts from: in two parts, the lower first, where FP8 cannot hold both."""
         if not self.fp8_values:
             return [(scores, new_max)]
-        top = torch.maximum(local_max, new_max - REACH)
+        top = torch.maximum(local_max, new_max - REACH * math.log(2.0))
         edge = top - FP8_RANGE * math.log(2.0)
         lower, upper = scores.masked_fill(scores > edge, -math.inf), scores.masked_fill(scores <= edge, -math.inf)
         has_lower = bool((lower > -math.inf).any())

@@ -19,6 +19,7 @@ from sparge.eight_bits import (
     FP8_MAX,
     FP8_RANGE,
     FP16_ROOM,
+    REACH,
     balance,
     key_scales,
     quantize_fp8,
@@ -32,8 +33,6 @@ from sparge.visibility import Visibility
 
 ROWS_AT_A_TIME = 64
 GROUPS = BLOCK_Q // ROW_GROUP
-REACH = 64 * math.log(2.0)
-"""See `reference.REACH`."""
 
 
 def attention(
@@ -160,7 +159,7 @@ class _Rows:
         if self.operands.quantization != "int8_fp8":
             self._add(groups, scores, value, new_max)
             return
-        top = torch.maximum(local_max, new_max - REACH)
+        top = torch.maximum(local_max, new_max - REACH * math.log(2.0))
         edge = top - FP8_RANGE * math.log(2.0)
         is_low = scores <= edge
         has_low = (is_low & (scores > -math.inf)).any(-1, keepdim=True)

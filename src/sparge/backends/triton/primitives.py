@@ -25,8 +25,7 @@ FP8_RANGE = tl.constexpr(eight_bits.FP8_RANGE)
 FAR = tl.constexpr(13.0)
 """Octaves between a row's maximum and that of a group of its keys, from which on a tile is taken in two parts."""
 FP16_ROOM = tl.constexpr(eight_bits.FP16_ROOM)
-REACH = tl.constexpr(64.0)
-"""Octaves that a tile's maximum may lie below the row's before its P counts from there instead (`reference.REACH`)."""
+REACH = tl.constexpr(eight_bits.REACH)
 SMALLEST_SCALE = tl.constexpr(1e-30)
 """Stands for 0, because a hidden score is -inf before it is scaled."""
 NOWHERE = tl.constexpr(2**31 - 1)
