@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,7 @@ import sparge
 from sparge.evaluate.bench_exact import ExactRows, exact_rows
 from sparge.evaluate.captured import SIZES
 from sparge.evaluate.families import Family
-from sparge.evaluate.numerics import Errors, codes_limit, errors_of, lse_limits, lse_rounding
+from sparge.evaluate.numerics import Errors, codes_limit, errors_of, lse_limits, lse_rounding, output_limit
 
 LOST = 1.0
 """Nats of deviation of an LSE, from which on it says nothing."""
@@ -38,15 +37,8 @@ class FamilyProblem:
 
     @property
     def limit(self) -> float:
-        """Of the relative L1 error. A family's own is that of 128 channels.
-
-        With D channels, the roundings of a sink's logit have the deviation m / 311 sqrt(gap^2 / D + gap / sqrt(D))
-        (`families.SINK_ROUNDING`): each of a product's D terms is rounded by a step, a share m sqrt(gap sqrt(D) / D) of
-        the channels that make up the gap, and D of them add up as sqrt(D). Of gaps above sqrt(D), that is 1 / sqrt(D).
-        """
-        if self.family.kind != "sink":
-            return self.family.limit
-        return self.family.limit * max(1.0, math.sqrt(128 / self.query.shape[-1]))
+        """Of the relative L1 error."""
+        return output_limit(self.family, self.query.shape[-1])
 
     def errors(self, output: Tensor, lse: Tensor) -> Errors:
         return errors_of(output, lse, self.rows, self.exact)
@@ -65,7 +57,7 @@ class FamilyProblem:
             assert float(is_lost.double().mean()) <= LOST_ROWS[self.family.name]
             known = ~is_lost.any(1).any(0)
         exact = ExactRows(self.exact.output[:, :, known], self.exact.lse[:, :, known])
-        limits = lse_limits(self.query, self.key, self.rows[known], exact, **call)
+        limits = lse_limits(self.query, self.key, self.rows[known], exact, **call, is_lattice=self.family.is_lattice)
         moved = (lse[:, :, known].double() - exact.lse).abs()
         named = {
             "a relative L1 error": (errors.relative_l1, self.limit + lost),

@@ -135,6 +135,43 @@ class TestBalance:
         assert (nothing == 1.0).all()
 
 
+class TestMix:
+    def test_is_a_hadamard_matrix_with_signs(self) -> None:
+        signs = [1, 1, 1, -1, 1, 1, 1, -1]
+        expected = [[signs[i] * (-1) ** (i & j).bit_count() / 8 for j in range(8)] for i in range(8)]
+        assert eight_bits.mix(torch.eye(8)).tolist() == expected
+
+    @pytest.mark.parametrize("width", [1, 8, 13, 64, 100])
+    def test_leaves_every_score_as_it_is(self, width: int) -> None:
+        query, key = torch.randn(2, 5, width, dtype=torch.float64), torch.randn(2, 7, width, dtype=torch.float64)
+        mixed = eight_bits.mix(query), eight_bits.mix(key)
+        assert all(tokens.shape[-1] % 8 == 0 and tokens.shape[-1] - width < 8 for tokens in mixed)
+        torch.testing.assert_close(8 * mixed[0] @ mixed[1].mT, query @ key.mT)
+
+    def test_groups_do_not_know_each_other(self) -> None:
+        tokens = torch.randn(3, 24)
+        torch.testing.assert_close(eight_bits.mix(tokens)[:, 8:16], eight_bits.mix(tokens[:, 8:16]), rtol=0, atol=0)
+
+    def test_a_large_channel_costs_the_others_less(self) -> None:
+        """Codes of one channel of 30 and seven of about 1 are worth 30 / 127, mixed about 30 / 8 / 127 each."""
+        tokens = torch.randn(64, 8, dtype=torch.float64)
+        tokens[:, 5] = 30.0
+        errors = []
+        for rounded in (tokens, eight_bits.mix(tokens)):
+            scales = eight_bits.query_scales(rounded)
+            error = eight_bits.quantize_int8(rounded, scales) * scales - rounded
+            errors.append(float(error.square().sum()) * (8 if rounded is not tokens else 1))  # orthogonal up to 8
+        assert errors[1] < errors[0] / 2
+
+    def test_equal_channels_do_not_become_one(self) -> None:
+        assert eight_bits.mix(torch.ones(1, 8)).abs().max() == 0.5
+
+    def test_no_sum_exceeds_its_terms(self) -> None:
+        largest = torch.finfo(torch.float32).max
+        tokens = largest * (2.0 * torch.randint(2, (256, 8)) - 1)
+        assert eight_bits.mix(tokens).abs().max() <= largest
+
+
 class TestInt8:
     @pytest.mark.parametrize("length", [1, 64, 100])
     def test_every_query_has_a_scale(self, length: int) -> None:

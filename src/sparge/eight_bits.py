@@ -1,7 +1,7 @@
 """8-bit codes of Q, K, V and P in plain PyTorch: the specification of what the kernels round, and how.
 
-    Q, K   INT8. Channels are balanced between them (`balance`), a query has a scale of its own (`query_scales`), a
-           block of 64 keys has four (`key_scales`).
+    Q, K   INT8. Channels are balanced between them (`balance`), then mixed in groups of eight (`mix`); a query has a
+           scale of its own (`query_scales`), a block of 64 keys has four (`key_scales`).
     V      FP8 E4M3, a scale per channel (`quantize_fp8`).
     P      FP8 E4M3, rounded (`to_fp8`) or as codes straight from the logarithm (`fp8_from_log2`).
 
@@ -37,6 +37,10 @@ BALANCE_KEYS = 4 * BLOCK_K
 """Keys whose root mean square in a channel is one vote about that channel's size."""
 BALANCE_QUERIES = 8
 """Evenly spaced queries of a block that are looked at for the same purpose."""
+MIXED = 8
+"""Neighbouring channels that are mixed: what one thread of a kernel loads at once."""
+MIX_SIGNS = (1, 1, 1, -1, 1, 1, 1, -1)
+"""Of the channels of a group, before they are mixed. Without, eight equal channels would become one large one."""
 KEY_GROUPS = 4
 """Scales of a key block. Group (key mod 8) div 2 is what one thread of a matrix product holds."""
 
@@ -89,6 +93,21 @@ def _mean_log2(sizes: Tensor, votes: Tensor) -> Tensor:
     is_size = (sizes > 0) & sizes.isfinite()
     votes = torch.where(is_size, votes, 0)
     return (votes * torch.where(is_size, sizes, 1.0).log2()).sum(2) / votes.sum(2)
+
+
+def mix(tokens: Tensor) -> Tensor:
+    """Each group of eight channels as the eight sums of a Hadamard matrix, by 8: (..., S, D) -> (..., S, D').
+
+    A token's largest channel decides what its codes are worth. Mixed, a large channel becomes eight of middling size,
+    and the scale falls by up to 8 / sqrt(8). The matrix is orthogonal: q . k = 8 mix(q) . mix(k). Divided by 8, no sum
+    exceeds the largest of its terms. D' is D, filled with zeros to a multiple of eight.
+    """
+    groups = torch.nn.functional.pad(tokens / MIXED, (0, -tokens.shape[-1] % MIXED)).unflatten(-1, (-1, MIXED))
+    sums = (groups * groups.new_tensor(MIX_SIGNS)).unflatten(-1, (2, 2, 2))
+    for axis in (-1, -2, -3):
+        first, second = sums.unbind(axis)
+        sums = torch.stack([first + second, first - second], axis)
+    return sums.flatten(-4)
 
 
 def query_scales(query: Tensor) -> Tensor:

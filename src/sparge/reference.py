@@ -24,11 +24,13 @@ from sparge.eight_bits import (
     FP8_MAX,
     FP8_RANGE,
     FP16_ROOM,
+    MIXED,
     REACH,
     balance,
     fp8_from_log2,
     fp8_tensor_core,
     key_scales,
+    mix,
     quantize_fp8,
     quantize_int8,
     query_scales,
@@ -394,7 +396,7 @@ def attention(
         key, key_mean = smooth_key(key, keys_seen)
         mean_score = scale * (query @ key_mean.repeat_interleave(shape.group, 1).mT).squeeze(-1)
         factors = balance(query, key, keys_seen)
-        query, key = query * factors.repeat_interleave(shape.group, 1), key / factors
+        query, key = mix(query * factors.repeat_interleave(shape.group, 1)) * MIXED, mix(key / factors)
 
     kept = mask.to_dense()
     output = torch.zeros(*query.shape[:3], shape.value_dim, dtype=torch.float64, device=query.device)

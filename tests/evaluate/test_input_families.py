@@ -78,13 +78,22 @@ def test_outlier_channels_leave_the_logits_their_spread(name: str) -> None:
         assert (sizes.max() / sizes.median() > factor / 1.5) == is_meant
 
 
-@pytest.mark.parametrize("which, name", [(0, "token-q-irrelevant-1e4"), (1, "token-k-irrelevant-1e4")])
+@pytest.mark.parametrize("which, name, size", [(0, "token-q-irrelevant-1e4", 1e4), (1, "token-k-irrelevant-1e3", 1e3)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_an_irrelevant_token_is_large_and_no_logit_shows_it(which: int, name: str, dtype: torch.dtype) -> None:
+def test_an_irrelevant_token_is_large_and_no_logit_shows_it(
+    which: int, name: str, size: float, dtype: torch.dtype
+) -> None:
     tokens = by_name(name).make(100, 1024, dtype=dtype)[which].double().abs().amax((0, 1, 3))
-    assert tokens.max() == pytest.approx(1e4, rel=1e-2)
+    assert tokens.max() == pytest.approx(size, rel=1e-2)
     assert (tokens > 100).sum() == 1
     assert logits_of(name, dtype=dtype).abs().max() < 20
+
+
+def test_an_orthogonal_key_is_large_and_no_logit_shows_it() -> None:
+    sizes = by_name("token-k-orthogonal-1e2").make(100, 1024, dtype=torch.float32)[1].norm(dim=-1).flatten()
+    assert sizes.max() == pytest.approx(100 * 128**0.5, rel=1e-3)
+    assert (sizes > 20).sum() == 1
+    assert logits_of("token-k-orthogonal-1e2", dtype=torch.float32)[..., 517].abs().max() < 1e-3
 
 
 def test_decisive_tokens_have_most_of_the_weight() -> None:

@@ -11,7 +11,7 @@ import torch
 from gpu.conftest import BACKEND, DEVICE, FP8, ON_CUDA, cuda_only, eight_bits
 from numerics import FamilyProblem, assert_without_exponentials, call, problem_of
 from sparge.evaluate.captured import captured_families
-from sparge.evaluate.families import ESSENTIAL, FAMILIES, Family, of_kind
+from sparge.evaluate.families import ESSENTIAL, FAMILIES, SINK_HEADS, Family, of_kind
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 QUERIES = 256 if ON_CUDA else 64
@@ -22,7 +22,8 @@ lengths = pytest.mark.parametrize("kv_len", LENGTHS)
 
 
 def on_device(family: Family, kv_len: int, *, head_dim: int = 128, is_causal: bool = False) -> FamilyProblem:
-    sizes = {"heads": 2 if ON_CUDA else 1, "head_dim": head_dim, "is_causal": is_causal}
+    heads = SINK_HEADS if family.kind == "sink" else 2
+    sizes = {"heads": heads if ON_CUDA else 1, "head_dim": head_dim, "is_causal": is_causal}
     return problem_of(family, QUERIES, kv_len, dtype=torch.bfloat16, device=DEVICE, **sizes)
 
 

@@ -17,7 +17,7 @@ SELECTED = [
     for name in (
         *("sink-9", "sink-13", "sink-13-several", "peaks-128-8", "one-row-14", "rising-40", "step-down-12", "field"),
         *("outliers-k-matched-3x30", "outliers-q-matched-3x30", "outliers-both-3x30"),
-        *("token-k-irrelevant-1e4", "token-k-decisive-1e2", "token-q-irrelevant-1e4", "token-v-decisive-1e4"),
+        *("token-k-irrelevant-1e3", "token-k-decisive-1e2", "token-q-irrelevant-1e4", "token-v-decisive-1e4"),
         *("value-mean-10", "tiny-values", "one-hot", "same-keys", "random-4", "text"),
     )
 ]

@@ -15,7 +15,7 @@ from sparge import reference
 from sparge.backends.triton.launch import padded
 from sparge.backends.triton.quantize import QueryFacts, quantize_key_value, read_query
 from sparge.backends.triton.statistics import Summary, summarize
-from sparge.eight_bits import key_scales, quantize_fp8, quantize_int8, query_scales, to_fp16
+from sparge.eight_bits import MIXED, key_scales, mix, quantize_fp8, quantize_int8, query_scales, to_fp16
 from sparge.geometry import BLOCK_K, BLOCK_Q, Shape
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -103,13 +103,13 @@ def assert_key_value(
     assert got_scales.shape == (shape.batch, shape.kv_heads, shape.kv_blocks, 4)
     keys_seen, _ = seen_tokens(shape, is_causal, attn_mask)
     smoothed, _ = reference.smooth_key(key.double(), keys_seen)
-    balanced = smoothed / balance_of(summary, shape)
-    scales = key_scales(balanced)
+    mixed = mix(smoothed / balance_of(summary, shape))
+    scales = key_scales(mixed)
     value = torch.where(keys_seen[..., None], value.double(), 0.0)
     rows = shape.kv_blocks * BLOCK_K
     for b in range(shape.batch):
         for h in range(shape.kv_heads):
-            assert_int8(got_codes[b, h], spread_over_keys(got_scales[b, h]), balanced[b, h], scales[b, h])
+            assert_int8(got_codes[b, h], spread_over_keys(got_scales[b, h]), mixed[b, h], scales[b, h])
             if quantization == "int8_fp16":
                 expected = to_fp16(value[b, h]).half()
                 width = padded(shape.value_dim)
@@ -222,12 +222,13 @@ def assert_query(
     _, queries_seen = seen_tokens(shape, is_causal, attn_mask)
     query = torch.where(queries_seen[..., None], query.double(), 0.0)
     factors = balance_of(summary, shape).repeat_interleave(shape.group, 1)
-    scales = query_scales(query * factors)
+    mixed = math.copysign(1.0, scale) * mix(query * factors)
+    scales = query_scales(mixed)
     for b in range(shape.batch):
         for h in range(shape.heads):
             flat, seen, tokens = b * shape.heads + h, queries_seen[b, h], query[b, h]
-            signed = math.copysign(1.0, scale) * tokens * factors[b, h]
-            assert_int8(facts.codes[b, h], facts.scale[flat].double() / (abs(scale) * LOG2_E), signed, scales[b, h])
+            got_scales = facts.scale[flat].double() / (abs(scale) * LOG2_E * MIXED)
+            assert_int8(facts.codes[b, h], got_scales, mixed[b, h], scales[b, h])
             mean = summary.key_mean[b * shape.kv_heads + h // shape.group, : shape.head_dim].double()
             tolerance = 16 * EPSILON * abs(scale) * (tokens.abs() @ mean.abs())
             assert_close(facts.lse_shift[flat], scale * (tokens @ mean), tolerance)

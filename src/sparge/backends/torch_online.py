@@ -19,9 +19,11 @@ from sparge.eight_bits import (
     FP8_MAX,
     FP8_RANGE,
     FP16_ROOM,
+    MIXED,
     REACH,
     balance,
     key_scales,
+    mix,
     quantize_fp8,
     quantize_int8,
     query_scales,
@@ -81,8 +83,8 @@ class _Operands:
             mean = mean.repeat_interleave(shape.group, 1)
             self.mean_score = scale * torch.einsum("bhnqd,bhkd->bhnq", query, mean).flatten(0, 2)
             factors = balance(query.flatten(2, 3)[:, :, : shape.q_len], key, present)
-            query = query * factors.repeat_interleave(shape.group, 1)[:, :, None]
-            key = (key / factors).unflatten(2, tiles.key.shape[2:4])
+            query = mix(query * factors.repeat_interleave(shape.group, 1)[:, :, None]) * MIXED
+            key = mix(key / factors).unflatten(2, tiles.key.shape[2:4])
             self.query_scale, self.key_scale = query_scales(query), key_scales(key)
             query, key = quantize_int8(query, self.query_scale), quantize_int8(key, self.key_scale)
             tiles = replace(tiles, query=query.float(), key=key.float())

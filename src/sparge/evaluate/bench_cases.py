@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparge.evaluate.families import ESSENTIAL, FAMILIES
+from sparge.evaluate.families import ESSENTIAL, FAMILIES, SINK_HEADS
 from sparge.geometry import BLOCK_K, BLOCK_Q, Shape
 
 Row = dict[str, Any]
@@ -147,11 +147,12 @@ def _numerics() -> list[Group]:
         lengths = list(NUMERICS_LENGTHS if family.kind in ("sink", "field") else NUMERICS_LENGTHS[::2])
         if family.kind == "field":
             lengths.remove(1024)  # no long tail
-        problems = [replace(usual, tokens=tokens) for tokens in lengths]
+        of_family = replace(usual, heads=SINK_HEADS) if family.kind == "sink" else usual
+        problems = [replace(of_family, tokens=tokens) for tokens in lengths]
         if family in ESSENTIAL:
-            problems.append(replace(usual, head_dim=64))
+            problems.append(replace(of_family, head_dim=64))
         if family in ESSENTIAL and family.may_be_causal:
-            problems.append(replace(usual, is_causal=True))
+            problems.append(replace(of_family, is_causal=True))
         groups += [Group("numerics", problem, family=family.name) for problem in problems]
     captured = Problem(1024, 3, 64, is_causal=True, queries=NUMERICS_QUERIES)
     return groups + [Group("numerics", captured, family=f"smollm2-{layer}") for layer in (1, 18, 27)]

@@ -22,7 +22,7 @@ from sparge.evaluate.bench_exact import ExactRows, exact_rows, sampled_error
 from sparge.evaluate.bench_timing import attempt
 from sparge.evaluate.captured import SIZES, captured_families
 from sparge.evaluate.families import Family, Inputs, by_name
-from sparge.evaluate.numerics import Errors, codes_limit, errors_of, lse_limits
+from sparge.evaluate.numerics import Errors, codes_limit, errors_of, lse_limits, output_limit
 
 KERNELS = {
     "hopper": [
@@ -62,7 +62,9 @@ def numerics_rows(backend: str, family: Family, problem: Problem, inputs: Inputs
     common: dict[str, str] = {}
     cudnn = attempt(common, "cudnn", partial(_cudnn_error, inputs, problem, rows, exact))
     with_exponentials: dict[str, float] = {}
-    limits_of_lse = cache(partial(lse_limits, query, key, rows, exact, is_causal=problem.is_causal))
+    limits_of_lse = cache(
+        partial(lse_limits, query, key, rows, exact, is_causal=problem.is_causal, is_lattice=family.is_lattice)
+    )
     for kernel_backend, quantization in KERNELS.get(backend, [(backend, "int8_fp8"), (backend, "int8_fp16")]):
         problems = dict(common)
         errors = attempt(
@@ -70,7 +72,7 @@ def numerics_rows(backend: str, family: Family, problem: Problem, inputs: Inputs
             quantization,
             partial(_errors, inputs, problem, kernel_backend, quantization, rows, exact),
         )
-        limit = family.limit
+        limit = output_limit(family, problem.head_dim)
         if errors is not None and quantization == "int8_fp8":
             with_exponentials[kernel_backend] = errors.relative_l1
         if quantization == "int8_fp8_codes" and kernel_backend in with_exponentials:

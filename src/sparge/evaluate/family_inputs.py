@@ -189,6 +189,14 @@ def irrelevant_key(draw: Draw, factor: float) -> Inputs:
     return query, key, value
 
 
+def orthogonal_key(draw: Draw, factor: float) -> Inputs:
+    """One key is ``factor`` times as large as the others, in a direction that no query has."""
+    query, key, value = gaussian(draw, value_mean=SMALL_MEAN)
+    direction = draw.direction()
+    key[:, :, middle(draw.kv_len)] = factor * math.sqrt(draw.head_dim) * direction[:, :, 0]
+    return _without(query, draw.of_queries(direction)), key, value
+
+
 def decisive_key(draw: Draw, factor: float) -> Inputs:
     """One key is ``factor`` times as large in a channel where queries are small: together most of the weight."""
     query, key, value = gaussian(draw, value_mean=SMALL_MEAN)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sparge import eight_bits
 from sparge.evaluate.bench_exact import ExactRows, sampled_error, score_chunks
+from sparge.evaluate.families import Family
 from sparge.geometry import BLOCK_K
 
 LSE_MEAN, LSE_WORST = 0.002, 0.02
@@ -59,14 +60,37 @@ def codes_limit(with_exponentials: float) -> float:
     return CODES_FACTOR * with_exponentials + CODES_SLACK
 
 
+def output_limit(family: Family, head_dim: int) -> float:
+    """Relative L1 error that a family's output may have. Its own limit is that of 128 channels.
+
+    With D channels, the roundings of a sink's logit have the deviation m / 311 sqrt(gap^2 / D + gap / sqrt(D))
+    (`families.SINK_ROUNDING`): each of a product's D terms is rounded by a step, a share m sqrt(gap sqrt(D) / D) of the
+    channels that make up the gap, and D of them add up as sqrt(D). Of gaps above sqrt(D), that is 1 / sqrt(D).
+    """
+    return family.limit * (max(1.0, math.sqrt(128 / head_dim)) if family.kind == "sink" else 1.0)
+
+
 def lse_limits(
-    query: Tensor, key: Tensor, rows: Tensor, exact: ExactRows, *, is_causal: bool = False, has_codes: bool = False
+    query: Tensor,
+    key: Tensor,
+    rows: Tensor,
+    exact: ExactRows,
+    *,
+    is_causal: bool = False,
+    has_codes: bool = False,
+    is_lattice: bool = False,
 ) -> LseLimits:
-    """What the LSE of these rows may be off by, for the arguments of `lse_rounding`."""
+    """What the LSE of these rows may be off by, for the arguments of `lse_rounding`.
+
+    Entries that are a few numbers (``is_lattice``) are rounded alike: D errors of half a step at most add up to D of
+    them, not to sqrt(D). Half a step is sqrt(3) deviations.
+    """
     deviation = lse_rounding(query, key, rows, exact, is_causal=is_causal, has_codes=has_codes)
+    of_mean, of_worst = MEAN_DEVIATIONS, WORST_DEVIATIONS
+    if is_lattice:
+        of_mean = of_worst = math.sqrt(3 * query.shape[-1])
     return LseLimits(
-        LSE_MEAN + MEAN_DEVIATIONS * float(deviation.square().mean().sqrt()),
-        LSE_WORST + WORST_DEVIATIONS * float(deviation.max()),
+        LSE_MEAN + of_mean * float(deviation.square().mean().sqrt()), LSE_WORST + of_worst * float(deviation.max())
     )
 
 
@@ -75,9 +99,10 @@ def lse_rounding(
 ) -> Tensor:
     """Standard deviation of every row's LSE when Q and K are rounded to 8 bits as well as that goes: (B, H, rows).
 
-    Keys without their mean, channels balanced between Q and K (`eight_bits.balance`), steps of 1/127 of a query's
-    largest entry and of a key block's. A step s adds the variance s^2 / 12 to an entry. A query's error e moves all its
-    scores together, by e . sum_j p_j k_j; those of keys are independent. With ``has_codes``, P is rounded in the sum.
+    Keys without their mean, channels balanced between Q and K and mixed (`eight_bits.balance`, `eight_bits.mix`), steps
+    of 1/127 of a query's largest entry and of a key block's. A step s adds the variance s^2 / 12 to an entry. A query's
+    error e moves all its scores together, by e . sum_j p_j k_j; those of keys are independent. With ``has_codes``, P is
+    rounded in the sum.
     """
     group = query.shape[1] // key.shape[1]
     last_seen = rows + key.shape[2] - query.shape[2] if is_causal else None
@@ -87,10 +112,10 @@ def lse_rounding(
     for batch, head in torch.cartesian_prod(*map(torch.arange, exact.lse.shape[:2])).view(-1, 2).tolist():
         queries, keys = query[batch, head].double(), key[batch, head // group].double()
         balance = factors[batch, head // group]
-        queries, smooth = queries[rows], centred[batch, head // group] / balance
-        balanced = queries * balance
+        queries, smooth = queries[rows], eight_bits.mix(centred[batch, head // group] / balance)
+        balanced = eight_bits.mix(queries * balance) * eight_bits.MIXED
         key_step = _block_step(smooth)
-        pooled, (key_part, squares) = torch.zeros_like(queries), queries.new_zeros(2, len(queries))
+        pooled, (key_part, squares) = torch.zeros_like(balanced), queries.new_zeros(2, len(queries))
         for chunk, scores in score_chunks(queries, keys, last_seen):
             weights = (scores - exact.lse[batch, head, :, None]).exp()
             pooled += weights @ smooth[chunk]

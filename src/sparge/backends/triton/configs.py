@@ -13,18 +13,18 @@ from sparge.geometry import BLOCK_Q, ROW_GROUP
 WITHOUT_WARPGROUPS = (8, 12)
 """Generations whose matrix products take both operands from registers. All but 8.0 have 99 KB of shared memory."""
 
-SUMMARIZE_BLOCKS, SUMMARIZE_SLAB, SUMMARIZE_WARPS = 4, 16, 1
-"""Key blocks a program summarises, tokens added elementwise before threads exchange sums, warps. 0.077 ms, where 2, 4
-and 8 warps take 0.097, 0.139 and 0.229; 8 blocks are as fast here and slower at N 8192, H 32 (0.053 against 0.042)."""
+SUMMARIZE_BLOCKS, SUMMARIZE_SLAB, SUMMARIZE_WARPS = 2, 8, 1
+"""Key blocks a program summarises, tokens added elementwise before threads exchange sums, warps. 0.078 ms (128
+registers), where 4 blocks and 16 tokens take 0.116 (195 registers), 4 and 8 0.092; two warps, 4 and 16 0.086."""
 
-REDUCE_ROWS, REDUCE_COLUMNS = 64, 16
+REDUCE_ROWS, REDUCE_COLUMNS, REDUCE_WARPS = 64, 16, 4
 """Partial sums and channels one program takes at a time: 0.005 ms."""
 
-KEY_VALUE_WARPS = 8
-"""0.099 ms; 4 warps 0.102. The floor, 0.40 GB at 4.24 TB/s, is 0.095."""
+KEY_VALUE_WARPS = 4
+"""0.108 ms; 8 warps 0.113, 16 warps 0.160. The floor, 0.40 GB at 4.24 TB/s, is 0.095."""
 
 QUERY_WARPS = 4
-"""0.049 ms; 2 warps 0.066, 8 warps 0.057. The floor, 0.20 GB, is 0.047."""
+"""0.056 ms; 8 warps 0.072. The floor, 0.20 GB, is 0.047."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ BLOCK_K = tl.constexpr(geometry.BLOCK_K)
 
 KEY_GROUPS = tl.constexpr(eight_bits.KEY_GROUPS)
 
+MIXED = tl.constexpr(eight_bits.MIXED)
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 LOG2_FP8_MAX = tl.constexpr(8.807354922057604)
@@ -56,6 +58,19 @@ def in_fp8_token_order(probability):
     columns: tl.constexpr = probability.shape[1]
     grouped = tl.reshape(probability, (rows, columns // 16, 2, 4, 2))
     return tl.reshape(tl.permute(grouped, (0, 1, 3, 2, 4)), (rows, columns))
+
+
+@triton.jit
+def mix(tokens):
+    """`eight_bits.mix` of [N, D]. A thread that holds eight neighbouring channels exchanges nothing."""
+    rows: tl.constexpr = tokens.shape[0]
+    width: tl.constexpr = tokens.shape[1]
+    sign = tl.where(tl.arange(0, width) % 4 == 3, -1.0 / MIXED, 1.0 / MIXED)
+    sums = tl.reshape(tokens * sign[None, :], (rows, width // MIXED, 2, 2, 2))
+    for _ in tl.static_range(3):
+        first, second = tl.split(sums)
+        sums = tl.permute(tl.join(first + second, first - second), (0, 1, 4, 2, 3))
+    return tl.reshape(sums, (rows, width))
 
 
 @triton.jit

@@ -26,9 +26,11 @@ from sparge.backends.triton.primitives import (
     FLOAT_OFFSET,
     KEY_GROUPS,
     LOG2_E,
+    MIXED,
     fp8_token_order,
     is_finite,
     load_tokens,
+    mix,
     self_similarity,
 )
 from sparge.backends.triton.statistics import Summary
@@ -114,7 +116,7 @@ def quantize_key_value_kernel(
     )
     mean = tl.load(key_mean_ptr + flat_head * HEAD_DIM_PADDED + channels)
     factor = 1.0 / tl.load(balance_ptr + flat_head * HEAD_DIM_PADDED + channels)
-    key = tl.where(present[:, None], (key - mean[None, :]) * factor[None, :], 0.0)
+    key = mix(tl.where(present[:, None], (key - mean[None, :]) * factor[None, :], 0.0))
     # Groups of keys as the threads of a matrix product hold them: (key mod 8) div 2.
     largest = tl.reshape(_absolute_max(key, 1).to(tl.int32, bitcast=True), (BLOCK_K // 8, KEY_GROUPS, 2))
     scales, factors = _scale_of(tl.max(tl.max(largest, 2), 0).to(tl.float32, bitcast=True))  # [KEY_GROUPS]
@@ -205,15 +207,16 @@ def quantize_query_kernel(
         kv_head = batch * kv_heads + head // (heads // kv_heads)
         factors = tl.load(balance_ptr + kv_head * HEAD_DIM_PADDED + channels)
         balanced = query * factors[None, :]
-        code_scale, code_factor = _scale_of(_absolute_max(balanced, 1))
-        codes = _int8_codes(balanced, (tl.where(scale < 0, -1.0, 1.0) * code_factor)[:, None])
-        rows = row * BLOCK_Q + tl.arange(0, BLOCK_Q)
-        tl.store(query_codes_ptr + rows[:, None] * HEAD_DIM_PADDED + channels[None, :], codes)
-        unit = code_scale * tl.abs(scale) * LOG2_E
-        tl.store(query_scale_ptr + rows, tl.where(unit < SMALLEST_UNIT, SMALLEST_UNIT, unit))  # keeps NaN
         mean = tl.load(key_mean_ptr + kv_head * HEAD_DIM_PADDED + channels)
         shift = tl.sum(balanced * (mean / factors)[None, :], 1) * scale
         tl.store(lse_shift_ptr + flat_head * q_len + positions, shift, mask=positions < q_len)
+        mixed = mix(balanced)
+        code_scale, code_factor = _scale_of(_absolute_max(mixed, 1))
+        codes = _int8_codes(mixed, (tl.where(scale < 0, -1.0, 1.0) * code_factor)[:, None])
+        rows = row * BLOCK_Q + tl.arange(0, BLOCK_Q)
+        tl.store(query_codes_ptr + rows[:, None] * HEAD_DIM_PADDED + channels[None, :], codes)
+        unit = code_scale * tl.abs(scale) * (LOG2_E * MIXED)
+        tl.store(query_scale_ptr + rows, tl.where(unit < SMALLEST_UNIT, SMALLEST_UNIT, unit))  # keeps NaN
     count = tl.maximum(tl.sum(present.to(tl.int32)), 1).to(tl.float32)
     if WITH_MEAN:
         tl.store(query_mean_ptr + row * HEAD_DIM_PADDED + channels, tl.sum(query, 0) / count)

@@ -600,6 +600,7 @@ def summarize(
             GATHERED=eight_bits.BALANCE_KEYS // (blocks * geometry.BLOCK_K),
             ROWS=configs.REDUCE_ROWS,
             COLUMNS=configs.REDUCE_COLUMNS,
+            num_warps=configs.REDUCE_WARPS,
         )
     if not judge:
         return summary
