@@ -1,24 +1,27 @@
-"""Functions that run inside a context, generators and coroutines among them.
+"""Functions that run inside a torch function mode, generators and coroutines among them.
 
-These return before their body runs, and wait in the middle of it. The context is entered each time they go on and left
-each time they wait: what others do meanwhile is not inside.
+These return before their body runs, and wait in the middle of it. The mode is on torch's stack while they run and not
+while they wait, and so are modes that the body has entered itself: each step leaves the stack as it found it. Torch
+pops whichever mode is on top; that of a body which waits would be popped in another's place.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager
 from typing import Any
 
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
-def run_within(context: AbstractContextManager[Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, of the same kind, with its body inside the context.
+
+def run_within(new_mode: Callable[[], TorchFunctionMode], function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, of the same kind, with its body inside a mode.
 
     Args:
-        context: can be entered any number of times.
+        new_mode: makes a mode, another one for each call.
     """
 
     def is_a(kind: Callable[[Any], bool]) -> bool:
@@ -29,57 +32,116 @@ def run_within(context: AbstractContextManager[Any], function: Callable[..., Any
         @functools.wraps(function)
         async def run(*args: Any, **kwargs: Any) -> Any:
             inner = function(*args, **kwargs)
-            step = inner.asend(None)
-            while True:
-                try:
-                    item = await _awaited(context, step)
-                except StopAsyncIteration:
-                    return
-                try:
-                    step = inner.asend((yield item))
-                except GeneratorExit:
-                    await _awaited(context, inner.aclose())
-                    raise
-                except BaseException as error:
-                    step = inner.athrow(error)
+            with _Modes(new_mode(), inner) as modes:
+                step = _first_step(inner)
+                while True:
+                    try:
+                        item = await _awaited(modes, step)
+                    except StopAsyncIteration:
+                        return
+                    try:
+                        step = inner.asend((yield item))
+                    except GeneratorExit:
+                        await _awaited(modes, inner.aclose())
+                        raise
+                    except BaseException as error:
+                        step = inner.athrow(error)
 
     elif is_a(inspect.iscoroutinefunction):
 
         @functools.wraps(function)
         async def run(*args: Any, **kwargs: Any) -> Any:
-            return await _awaited(context, function(*args, **kwargs))
+            inner = function(*args, **kwargs)
+            with _Modes(new_mode(), inner) as modes:
+                return await _awaited(modes, inner)
 
     elif is_a(inspect.isgeneratorfunction):
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
-            return (yield from _Steps(context, function(*args, **kwargs)))
+            inner = function(*args, **kwargs)
+            with _Modes(new_mode(), inner) as modes:
+                return (yield from _Steps(modes, inner))
 
     else:
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
-            with context:
+            with new_mode():
                 return function(*args, **kwargs)
 
     return run
 
 
-class _Steps(Generator[Any, Any, Any]):
-    """A generator whose every step is taken inside the context."""
+class _Modes:
+    """The mode of one call, and those that its body enters: on torch's stack during a step, kept here between two.
 
-    def __init__(self, context: AbstractContextManager[Any], inner: Any) -> None:
-        self._context, self._inner = context, inner
+    A body that waits inside modes of its own is kept alive until its caller ends it or lets go of it. The garbage
+    collector closes the members of a cycle in any order, and would close the body while its modes are not on the stack.
+    """
+
+    def __init__(self, mode: TorchFunctionMode, body: Any) -> None:
+        self._mode, self._body = mode, body
+        self._own: list[TorchFunctionMode] = []  # the body's, outermost first
+
+    def __enter__(self) -> _Modes:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        """The body has ended: what it has not left is its caller's to leave, as after any function."""
+        _KEPT_ALIVE.discard(self)
+        for mode in self._own:
+            _push_mode(mode)
+
+    def step(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call the function, which lets the body run until it waits or ends."""
+        for mode in (self._mode, *self._own):
+            _push_mode(mode)
+        try:
+            return function(*args)
+        finally:
+            self._take_off()
+            (_KEPT_ALIVE.add if self._own else _KEPT_ALIVE.discard)(self)
+
+    def _take_off(self) -> None:
+        stack = _get_current_function_mode_stack()
+        place = next((index for index, mode in enumerate(stack) if mode is self._mode), None)
+        if place is not None:
+            self._own = stack[place + 1 :]
+            for _ in stack[place:]:
+                _pop_mode()
+        else:  # the body has left a mode of its caller's, which popped ours: the caller's goes instead
+            self._own = []
+            if stack:
+                _pop_mode()
+
+
+_KEPT_ALIVE: set[_Modes] = set()
+
+
+class _Steps(Generator[Any, Any, Any]):
+    """A generator whose every step is taken inside the modes."""
+
+    def __init__(self, modes: _Modes, inner: Any) -> None:
+        self._modes, self._inner = modes, inner
 
     def send(self, value: Any) -> Any:
-        with self._context:
-            return self._inner.send(value)
+        return self._modes.step(self._inner.send, value)
 
     def throw(self, *exception: Any) -> Any:
-        with self._context:
-            return self._inner.throw(*exception)
+        return self._modes.step(self._inner.throw, *exception)
 
 
 @types.coroutine
-def _awaited(context: AbstractContextManager[Any], awaitable: Any) -> Generator[Any, Any, Any]:
-    return (yield from _Steps(context, awaitable.__await__()))
+def _awaited(modes: _Modes, awaitable: Any) -> Generator[Any, Any, Any]:
+    return (yield from _Steps(modes, awaitable.__await__()))
+
+
+def _first_step(inner: Any) -> Any:
+    """Start an asynchronous generator that only the decorated one closes: an event loop does so outside the modes."""
+    hooks = sys.get_asyncgen_hooks()
+    sys.set_asyncgen_hooks(firstiter=None, finalizer=lambda _: None)
+    try:
+        return inner.asend(None)
+    finally:
+        sys.set_asyncgen_hooks(*hooks)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _pop_mode
 
 from sparge.causal_bias import alignment_of
 from sparge.integrations.calls import Layer, aligned_top_left, attend, has_sizes, runs_dense
@@ -155,7 +155,8 @@ class replace_sdpa:
     meaning (masks, GQA, top-left causality, autocast); cross-attention, short calls and what cannot be sparse run dense
     on SDPA itself. `sparge.stats` says what happened. Scopes may be nested (the innermost decides), entered again, and
     used from several threads; other threads are not affected. Decorated generators and coroutines are inside while they
-    run, not while they wait.
+    run, not while they wait; torch function modes that their body enters itself (``with torch.device(...):``, another
+    ``replace_sdpa``) wait with it, and are in force again when it goes on.
 
     Args:
         policy: what goes sparse; ``Policy()`` by default. Its rules about layers and steps need a model: see `enable`.
@@ -183,20 +184,19 @@ class replace_sdpa:
                 f"sparge.enable(model, policy) knows), got {policy}"
             )
         self.policy = policy
-        self._entered = threading.local()
 
     def __enter__(self) -> replace_sdpa:
-        modes = self._entered.__dict__.setdefault("modes", [])
-        mode = SparseMode(Scope(Layer("", self.policy)))
-        mode.__enter__()
-        modes.append(mode)
+        self._new_mode().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._entered.modes.pop().__exit__(*exception)
+        _pop_mode()
 
     def __call__(self, function: Function) -> Function:
         if isinstance(function, type) or not callable(function):
             got = f"the class {function.__name__}" if isinstance(function, type) else repr(function)
             raise TypeError(f"replace_sdpa: expected a function to decorate, got {got}")
-        return cast(Function, run_within(self, function))
+        return cast(Function, run_within(self._new_mode, function))
+
+    def _new_mode(self) -> SparseMode:
+        return SparseMode(Scope(Layer("", self.policy)))
