@@ -350,6 +350,25 @@ def _load_part(part_ptr, first, part, kind, parts, channels, DIM: tl.constexpr):
     return tl.load(part_ptr + rows[:, None] * DIM + channels[None, :], mask=inside, other=0.0)
 
 
+@triton.jit
+def _load_unit(part_ptr, first, unit, kind, parts, channels, DIM: tl.constexpr, MEMBERS: tl.constexpr):
+    """The same of units of MEMBERS parts, added in the order in which `summarize_kernel` adds blocks."""
+    total = tl.zeros((unit.shape[0], channels.shape[0]), tl.float32)
+    for member in tl.static_range(MEMBERS):
+        total += _load_part(part_ptr, first, unit * MEMBERS + member, kind, parts, channels, DIM)
+    return total
+
+
+@triton.jit
+def _load_count(count_ptr, first, unit, parts, MEMBERS: tl.constexpr):
+    """Tokens of units of MEMBERS parts."""
+    total = tl.zeros((unit.shape[0],), tl.int32)
+    for member in tl.static_range(MEMBERS):
+        part = unit * MEMBERS + member
+        total += tl.load(count_ptr + first + part, mask=part < parts, other=0)
+    return total
+
+
 @triton.jit(do_not_specialize=LENGTHS)
 def reduce_kernel(
     query_part_ptr,
@@ -364,13 +383,15 @@ def reduce_kernel(
     HEAD_DIM_PADDED: tl.constexpr,
     VALUE_DIM_PADDED: tl.constexpr,
     WITH_VALUE: tl.constexpr,
+    MEMBERS: tl.constexpr,
     GATHERED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Grid: slices of COLUMNS channels of every head. Sums in one order whatever the machine does.
 
-    GATHERED parts together are one vote about the size of a key channel (`eight_bits.balance`).
+    MEMBERS parts are a unit, whatever the blocks of a part: the same numbers with a judge and without. GATHERED units
+    together are one vote about the size of a key channel (`eight_bits.balance`).
     """
     slices: tl.constexpr = (max(HEAD_DIM_PADDED, VALUE_DIM_PADDED) + COLUMNS - 1) // COLUMNS
     flat_head = (tl.program_id(0) // slices).to(tl.int64)
@@ -378,24 +399,24 @@ def reduce_kernel(
     first_part = flat_head * chunks
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     count = tl.zeros((ROWS,), tl.int32)
-    for start in range(0, chunks, ROWS):
-        part = start + tl.arange(0, ROWS)
-        total += _load_part(key_part_ptr, first_part, part, SUM, chunks, channels, HEAD_DIM_PADDED)
-        count += tl.load(key_count_ptr + first_part + part, mask=part < chunks, other=0)
+    for start in range(0, chunks, ROWS * MEMBERS):
+        unit = start // MEMBERS + tl.arange(0, ROWS)
+        total += _load_unit(key_part_ptr, first_part, unit, SUM, chunks, channels, HEAD_DIM_PADDED, MEMBERS)
+        count += _load_count(key_count_ptr, first_part, unit, chunks, MEMBERS)
     mean = tl.sum(total, 0) / tl.maximum(tl.sum(count), 1).to(tl.float32)
     tl.store(key_mean_ptr + flat_head * HEAD_DIM_PADDED + channels, mean, mask=channels < HEAD_DIM_PADDED)
 
     key_log = tl.zeros((ROWS, COLUMNS), tl.float32)
     key_votes = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in range(0, chunks, ROWS * GATHERED):
+    for start in range(0, chunks, ROWS * GATHERED * MEMBERS):
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         square = tl.zeros((ROWS, COLUMNS), tl.float32)
         count = tl.zeros((ROWS,), tl.int32)
         for member in tl.static_range(GATHERED):
-            part = start + tl.arange(0, ROWS) * GATHERED + member
-            total += _load_part(key_part_ptr, first_part, part, SUM, chunks, channels, HEAD_DIM_PADDED)
-            square += _load_part(key_part_ptr, first_part, part, SQUARE, chunks, channels, HEAD_DIM_PADDED)
-            count += tl.load(key_count_ptr + first_part + part, mask=part < chunks, other=0)
+            unit = start // MEMBERS + tl.arange(0, ROWS) * GATHERED + member
+            total += _load_unit(key_part_ptr, first_part, unit, SUM, chunks, channels, HEAD_DIM_PADDED, MEMBERS)
+            square += _load_unit(key_part_ptr, first_part, unit, SQUARE, chunks, channels, HEAD_DIM_PADDED, MEMBERS)
+            count += _load_count(key_count_ptr, first_part, unit, chunks, MEMBERS)
         share = 1.0 / tl.maximum(count, 1).to(tl.float32)[:, None]
         # Of k - mean. What rounding leaves of a constant channel is no size.
         size = (square - 2.0 * mean[None, :] * total) * share + mean[None, :] * mean[None, :]
@@ -597,7 +618,8 @@ def summarize(
             HEAD_DIM_PADDED=width,
             VALUE_DIM_PADDED=value_width,
             WITH_VALUE=value_scales,
-            GATHERED=eight_bits.BALANCE_KEYS // (blocks * geometry.BLOCK_K),
+            MEMBERS=configs.SUMMARIZE_BLOCKS // blocks,
+            GATHERED=eight_bits.BALANCE_KEYS // (configs.SUMMARIZE_BLOCKS * geometry.BLOCK_K),
             ROWS=configs.REDUCE_ROWS,
             COLUMNS=configs.REDUCE_COLUMNS,
             num_warps=configs.REDUCE_WARPS,
