@@ -206,6 +206,10 @@ def _tool_note(tool: str, backend: str, row: Row) -> str:
             controls = row["controls"]
             told += f" (in the control: {controls['one_arrives']} if one thread arrives for those it met"
             told += f", {controls['all_arrive']} if all arrive)"
+        if "roles" in apart and "meeting" in row["controls"]:
+            controls = row["controls"]
+            told += f" and the start of roles (in the control: {controls['meeting']} if some warps met before"
+            told += f", {controls['alone']} if not)"
     return f"{tool}, {backend!r}: {told}; {_gpu_source([row])}"
 
 

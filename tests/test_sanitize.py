@@ -99,7 +99,8 @@ def outputs(sanitize: ModuleType, place, note: tuple[str, str], monkeypatch: pyt
         "all_arrive": "in order\n" + SUMMARY.format(0),
         "one_arrives": "in order\n" + SUMMARY.format(28),
         "nobody_waits": "out of order\n" + SUMMARY.format(9),
-        "": "in order\n" + SUMMARY.format(6),
+        "alone": "in order\n" + SUMMARY.format(0),
+        "meeting": "in order\n" + SUMMARY.format(6),
     }
     monkeypatch.delenv("SPARGE_TEST_REPORT", raising=False)
     monkeypatch.setattr(sanitize, "BACKEND", "hopper")
@@ -118,7 +119,8 @@ def test_known_hazards_are_counted_apart(sanitize: ModuleType, capsys) -> None:
     [
         pytest.param("one_arrives", "in order\n" + SUMMARY.format(0), 2, id="a checker that follows notes"),
         pytest.param("all_arrive", "in order\n" + SUMMARY.format(4), 2, id="a checker that follows nothing"),
-        pytest.param("", "in order\n" + SUMMARY.format(0), 1, id="a checker that follows roles"),
+        pytest.param("meeting", "in order\n" + SUMMARY.format(0), 1, id="a checker that follows roles"),
+        pytest.param("alone", "in order\n" + SUMMARY.format(2), 1, id="a checker that follows no roles at all"),
         pytest.param("nobody_waits", SUMMARY.format(0), 0, id="a checker that is blind"),
     ],
 )
@@ -130,7 +132,7 @@ def test_a_checker_that_can_do_better_is_believed(
     assert f"racecheck: 80 calls, {errors} errors;" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("part", ["one_arrives", "all_arrive", ""])
+@pytest.mark.parametrize("part", ["one_arrives", "all_arrive", "alone", "meeting"])
 def test_a_control_that_fails_proves_nothing(sanitize: ModuleType, outputs: dict[str, str], part: str) -> None:
     outputs[part] = outputs[part].replace("in order", "out of order")
     with pytest.raises(RuntimeError, match="expected the control"):

@@ -1,6 +1,14 @@
-"""A Gluon kernel that starts three roles as the Hopper kernel does, which do nothing but store a number each.
+"""What racecheck follows of Triton's roles: a Gluon kernel that starts three of them, which store a number each.
 
-``python tests/gpu/roles.py`` runs it; `sanitize.py` does so under racecheck: what is reported here is Triton's own.
+``python tests/gpu/roles.py FORM`` runs it and says "in order" if each number was stored; `sanitize.py` does so under
+the checker.
+
+    alone     nothing but that
+    meeting   before, the four warps that start the roles meet (bar.sync 0, 128), as they do in the Hopper kernel after
+              they have prepared its barriers
+
+Those four warps write which role each other warp has; all warps meet (bar.sync 1); the others read it. A barrier of all
+threads orders that, whatever came before. After a barrier of some of them, racecheck does not follow it.
 """
 
 from __future__ import annotations
@@ -12,10 +20,10 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 
 import torch
 
-from sparge.backends.hopper.gluon import gl, jit
+from sparge.backends.hopper.gluon import barrier, gl, jit
 
-PROGRAMS, LAUNCHES = 528, 20
-"""In four programs, once, racecheck reported nothing."""
+FORMS = ("alone", "meeting")
+PROGRAMS, LAUNCHES = 8, 4
 
 
 @jit
@@ -24,14 +32,18 @@ def _store(numbers_ptr, NUMBER: gl.constexpr):
 
 
 @jit
-def roles_kernel(numbers_ptr):
+def roles_kernel(numbers_ptr, MEETS: gl.constexpr):
+    if MEETS:
+        barrier()
     gl.warp_specialize(
         [(_store, (numbers_ptr, 0)), (_store, (numbers_ptr, 1)), (_store, (numbers_ptr, 2))], [4, 1], [240, 24]
     )
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2 or sys.argv[1] not in FORMS:
+        raise SystemExit(f"expected one of {', '.join(FORMS)}, got {' '.join(sys.argv[1:]) or 'nothing'}")
     numbers = torch.zeros(3, dtype=torch.int32, device="cuda")
     for _ in range(LAUNCHES):
-        roles_kernel[(PROGRAMS,)](numbers, num_warps=4)
+        roles_kernel[(PROGRAMS,)](numbers, sys.argv[1] == "meeting", num_warps=4)
     print("in order" if numbers.tolist() == [1, 2, 3] else "out of order")
