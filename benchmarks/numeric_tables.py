@@ -131,6 +131,7 @@ def divergence(results: Path) -> tuple[list[str], list[list[str]], list[Row]] | 
         [
             backend,
             f"`{arithmetic}`",
+            row["dtype"],
             f"{row['windows']} x {tokens}",
             f"{row['kl']:.5f}" + ("" if row["kl_error"] is None else f" ± {row['kl_error']:.5f}"),
             f"{row['loss']:+.2%}" + ("" if row["loss_error"] is None else f" ± {100 * row['loss_error']:.2f}"),
@@ -138,7 +139,7 @@ def divergence(results: Path) -> tuple[list[str], list[list[str]], list[Row]] | 
         ]
         for (backend, arithmetic, tokens), row in newest_of.items()
     ]
-    header = ["backend", "arithmetic", "windows", "KL", "perplexity", "same most likely token"]
+    header = ["backend", "arithmetic", "dtype", "windows", "KL", "perplexity", "same most likely token"]
     return (header, lines, list(newest_of.values())) if lines else None
 
 

@@ -201,16 +201,24 @@ def _tool_note(tool: str, backend: str, row: Row) -> str:
             told += f" ({row['control_errors']} in a call made to fail)"
         apart = {kind: count for kind, count in row.get("apart", {}).items() if count}
         if apart:
-            told += "; apart from " + " and ".join(f"{count} between {kind}" for kind, count in apart.items())
-        if "notes" in apart:
             controls = row["controls"]
-            told += f" (in the control: {controls['one_arrives']} if one thread arrives for those it met"
-            told += f", {controls['all_arrive']} if all arrive)"
-        if "roles" in apart and "meeting" in row["controls"]:
-            controls = row["controls"]
-            told += f" and the start of roles (in the control: {controls['meeting']} if some warps met before"
-            told += f", {controls['alone']} if not)"
+            told += "; apart from " + " and ".join(
+                f"{count} between {kind}{_control_note(kind, controls)}" for kind, count in apart.items()
+            )
     return f"{tool}, {backend!r}: {told}; {_gpu_source([row])}"
+
+
+def _control_note(kind: str, controls: dict[str, int]) -> str:
+    """What racecheck says of the smallest kernels that show why a kind of hazard is counted apart."""
+    if kind == "notes":
+        counts = (
+            f"{controls['one_arrives']} if one thread arrives for those it met, {controls['all_arrive']} if all arrive"
+        )
+    elif "meeting" in controls:
+        counts = f"{controls['meeting']} if some warps met before, {controls['alone']} if not"
+    else:
+        return ""
+    return f" (in the control: {counts})"
 
 
 def _gpu_source(rows: list[Row]) -> str:
