@@ -64,10 +64,6 @@ KNOWN_SPILLS = {
     (90, "attention_kernel, int8_fp16 on hopper"): 16,
     (90, "attention_kernel, none D 256 on hopper"): 32,
     # Triton 3.9; with 3.6 none.
-    (89, "summarize_kernel, int8_fp8"): 16,
-    (89, "summarize_kernel, int8_fp16"): 16,
-    (90, "summarize_kernel, int8_fp8"): 40,
-    (90, "summarize_kernel, int8_fp16"): 16,
     (89, "attention_kernel, int8_fp8 splits"): 24,
     (120, "attention_kernel, int8_fp16"): 16,
 }

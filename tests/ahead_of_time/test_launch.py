@@ -6,11 +6,10 @@ the first goes through Triton, the second takes the short way. Then one fact at 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-
-from ahead_of_time.conftest import run_program
 
 PROGRAM = """
 import json
@@ -60,8 +59,8 @@ CHANGES = {
 
 
 @pytest.fixture(scope="module")
-def calls() -> list[Any]:
-    return run_program(PROGRAM.replace("CASES", repr([case for case, _ in CHANGES.values()])))
+def calls(run_once: Callable[[str], Any]) -> list[Any]:
+    return run_once(PROGRAM.replace("CASES", repr([case for case, _ in CHANGES.values()])))
 
 
 def test_the_short_way_passes_the_same_arguments(calls: list[Any]) -> None:

@@ -6,11 +6,10 @@ of them are recorded, and each is made again on other tensors.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-
-from ahead_of_time.conftest import run_program
 
 PROGRAM = """
 import json
@@ -96,8 +95,8 @@ ADDRESSES_FROM = 2**32
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    return run_program(PROGRAM.replace("CALLS", repr(list(CALLS.values()))))
+def found(run_once: Callable[[str], Any]) -> dict[str, Any]:
+    return run_once(PROGRAM.replace("CALLS", repr(list(CALLS.values()))))
 
 
 def addresses(launch: list[Any]) -> list[int]:

@@ -160,8 +160,15 @@ class TestTables:
         assert "| full, head_dim 128 | 1 of 2 | 3 of 3 |\n" in filled["numerics_held"]
 
     def test_divergence(self, tables: Any, tmp_path: Path) -> None:
-        row = {"attention": "hopper", "quantization": "int8_fp8", "tokens": 8192, "windows": 8, "kl": 0.00193}
+        row = {
+            "attention": "hopper",
+            "quantization": "int8_fp8",
+            "tokens": 8192,
+            "windows": 8,
+            "kl": 0.00193,
+            "dtype": "float16",
+        }
         row |= {"kl_error": 0.00004, "loss": 0.0012, "loss_error": 0.0003, "agreement": 0.9876, **MACHINE}
         (tmp_path / "divergence.jsonl").write_text(json.dumps(row) + "\n")
         filled = tables.fill("<!-- table: divergence -->\n<!-- /table -->")
-        assert "| hopper | `int8_fp8` | 8 x 8192 | 0.00193 ± 0.00004 | +0.12% ± 0.03 | 0.9876 |\n" in filled
+        assert "| hopper | `int8_fp8` | float16 | 8 x 8192 | 0.00193 ± 0.00004 | +0.12% ± 0.03 | 0.9876 |\n" in filled
