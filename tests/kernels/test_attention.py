@@ -108,7 +108,8 @@ def assert_attention(
 @causality
 @pytest.mark.parametrize("name", LENGTHS)
 def test_lengths(name: str, is_causal: bool, quantization: str) -> None:
-    heads = 16 if name == "one query" else 2  # of few rows, a code more or less that is rounded otherwise counts much
+    # Of few rows, a code of P that is rounded otherwise counts much.
+    heads = 8 if name == "one query" and quantization == "int8_fp8" else 2
     query, key, value, shape = make_problem(
         *LENGTHS[name], heads=heads, kv_heads=heads // 2, head_dim=40, value_dim=24, dtype=DTYPE_OF[quantization]
     )
