@@ -62,7 +62,7 @@ def in_fp8_token_order(probability):
 
 @triton.jit
 def mix(tokens):
-    """`eight_bits.mix` of [N, D]. A thread that holds eight neighbouring channels exchanges nothing."""
+    """`eight_bits.mix` of [N, D], the same signs. A thread that holds eight neighbouring channels exchanges nothing."""
     rows: tl.constexpr = tokens.shape[0]
     width: tl.constexpr = tokens.shape[1]
     sign = tl.where(tl.arange(0, width) % 4 == 3, -1.0 / MIXED, 1.0 / MIXED)
