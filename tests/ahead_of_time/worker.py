@@ -41,7 +41,7 @@ class Case:
     """One call: what the caller chose, and which kernels to compile (a pattern), since calls share most of them.
 
     ``backend`` is "triton" or "hopper", which only compute capability 9.0 has.
-    ``length`` is 4096 or, on Hopper, 8192 where the kernel also looks for a peak in every step ("splits").
+    ``length`` is `peaks.ASKED_KEYS` where the kernel also looks for a peak in every step ("asked").
     ``attn_mask`` is None, "keys" (bool) or "bias" (an entry per query). ``judged`` takes the other way through
     prediction: block means, a similarity threshold, TopCdf. What is not ``is_typical`` differs little from another
     case, and is compiled for Hopper alone, which is the architecture that was measured.
@@ -60,10 +60,10 @@ class Case:
 
 
 CASES = {
-    "int8_fp8": Case("int8_fp8", kernels="attention|key_value|summarize"),
+    "int8_fp8": Case("int8_fp8", kernels="attention|key_value|summarize|sinks"),
     "int8_fp8 causal": Case("int8_fp8", is_causal=True, is_typical=False),
     "int8_fp8 D 64": Case("int8_fp8", head_dim=64),
-    "int8_fp8 splits": Case("int8_fp8", length=4096),
+    "int8_fp8 asked": Case("int8_fp8", length=4096),
     "int8_fp8 threshold": Case("int8_fp8", pv_threshold=-8.0),
     "int8_fp8 keys": Case("int8_fp8", attn_mask="keys", is_typical=False),
     "int8_fp16": Case("int8_fp16", kernels="."),
@@ -78,7 +78,7 @@ CASES = {
     "int8_fp8_codes causal on hopper": Case("int8_fp8_codes", is_causal=True, backend="hopper"),
     "int8_fp8_codes D 64 on hopper": Case("int8_fp8_codes", head_dim=64, backend="hopper"),
     "int8_fp8_codes D 256 on hopper": Case("int8_fp8_codes", head_dim=256, backend="hopper"),
-    "int8_fp8_codes causal splits on hopper": Case("int8_fp8_codes", is_causal=True, length=8192, backend="hopper"),
+    "int8_fp8_codes causal asked on hopper": Case("int8_fp8_codes", is_causal=True, length=4096, backend="hopper"),
     "int8_fp8_codes threshold on hopper": Case("int8_fp8_codes", pv_threshold=-8.0, backend="hopper"),
     "int8_fp8 on hopper": Case("int8_fp8", backend="hopper"),
     "int8_fp16 on hopper": Case("int8_fp16", is_causal=True, backend="hopper"),

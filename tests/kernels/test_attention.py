@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -14,7 +16,7 @@ from conftest import assert_exact, causality, exact_attention, modes, relative_l
 from gpu.conftest import rms
 from kernels.conftest import make_problem, random_bits, seen_tokens, shape_of
 from sparge import BlockMask, reference
-from sparge.backends.triton import configs, pipeline
+from sparge.backends.triton import attention, configs, pipeline
 from sparge.evaluate.families import by_name
 from sparge.geometry import Shape
 
@@ -25,10 +27,17 @@ LENGTHS = {"square": (256, 256), "ragged": (129, 300), "more queries": (300, 129
 
 
 def tiles_of(queries: int, blocks: int) -> Any:
-    """Run the kernel with that many queries a program and key blocks a step: two only without a search for peaks."""
+    """Run the kernel with that many queries a program and key blocks a step."""
     config = configs.AttentionConfig(queries, blocks, 4, 2)
-    split_keys = configs.SPLIT_KEYS if blocks == 1 else 0
-    return patch.multiple(configs, attention_config=lambda *_, **__: config, SPLIT_KEYS=split_keys)
+    return patch.object(configs, "attention_config", lambda *_, **__: config)
+
+
+@contextmanager
+def way_with_peaks(way: str) -> Iterator[None]:
+    """Run as if the number of keys asked for it."""
+    chosen = {"way_with_peaks": lambda *_, **__: way}
+    with patch.multiple(attention, **chosen), patch.multiple(pipeline, **chosen):
+        yield
 
 
 def blocks_of(shape: Shape, share: float = 0.6, seed: int = 5) -> Tensor:
@@ -250,8 +259,10 @@ def test_strided_inputs(quantization: str) -> None:
         assert torch.equal(ours, plain)
 
 
-class TestTwoParts:
+class TestPeaks:
     """A sink 16 nats above the keys of its own step, 23 octaves of which FP8 holds 15: they are a part of their own."""
+
+    LIMIT = by_name("sink-16").limit
 
     def error(self, kv_len: int = 128, *, place: int = 0, mask: str = "none", **options: Any) -> float:
         query, key, value = by_name("sink-16").make(64, kv_len, dtype=torch.float32)
@@ -263,26 +274,43 @@ class TestTwoParts:
         assert (got[1] - exact[1]).abs().max() < 0.1
         return relative_l1(got[0], exact[0])
 
-    @pytest.mark.parametrize("queries", [16, 64, 128])
-    def test_tiles(self, queries: int) -> None:
-        with tiles_of(queries, 1):
-            assert self.error() < by_name("sink-16").limit
+    @pytest.mark.parametrize("queries, blocks", [(16, 1), (64, 1), (128, 1), (64, 2)])
+    @pytest.mark.parametrize("way", ["asked", "known"])
+    def test_tiles(self, way: str, queries: int, blocks: int) -> None:
+        with way_with_peaks(way), tiles_of(queries, blocks):
+            assert self.error() < self.LIMIT
 
+    @pytest.mark.parametrize("way", ["asked", "known"])
     @pytest.mark.parametrize("mask", ["keys", "bias"])
-    def test_masks(self, mask: str) -> None:
-        assert self.error(mask=mask) < by_name("sink-16").limit
+    def test_masks(self, mask: str, way: str) -> None:
+        with way_with_peaks(way):
+            assert self.error(mask=mask) < self.LIMIT
 
+    @pytest.mark.parametrize("way", ["asked", "known"])
     @pytest.mark.parametrize("place", [70, 127, 149])
-    def test_in_any_step(self, place: int) -> None:
-        """The last one is ragged."""
-        assert self.error(150, place=place) < by_name("sink-16").limit
+    def test_in_any_step(self, place: int, way: str) -> None:
+        """The last one is ragged, and with two blocks a step alone in its step."""
+        with way_with_peaks(way), tiles_of(64, 2):
+            assert self.error(150, place=place) < self.LIMIT
 
-    def test_in_one_part_it_would_be_lost(self) -> None:
-        """The other 63 keys of the step are half of all that is not the sink. Among many keys they would not show."""
-        with tiles_of(64, 1), patch.object(configs, "SPLIT_KEYS", 127):
-            assert 0.4 < self.error() < 0.6
-        with tiles_of(64, 2):
-            assert self.error() > 0.9, "no others are left"
+    @pytest.mark.parametrize("way", ["asked", "known"])
+    def test_over_listed_blocks(self, way: str) -> None:
+        """Sinks in the first, the third and the last listed block, in steps of two blocks that are no neighbours."""
+        query, key, value = by_name("sink-16").make(128, 448, dtype=torch.float32)
+        for place in (130, 400):
+            key[:, :, place], value[:, :, place] = key[:, :, 0], 0.0
+        blocks = torch.tensor([1, 0, 1, 1, 0, 0, 1], dtype=torch.bool).view(1, 1, 1, 7)
+        with way_with_peaks(way), tiles_of(64, 2):
+            got = attend(query, key, value, blocks, quantization="int8_fp8")
+        mask = BlockMask.from_dense(blocks, q_len=128, kv_len=448, is_causal=False)
+        exact = reference.attention(query, key, value, mask, shape_of(query, key, value), scale=128**-0.5)
+        assert relative_l1(got[0], exact.output) < self.LIMIT
+
+    @pytest.mark.parametrize("blocks", [1, 2])
+    def test_ignored_it_is_lost(self, blocks: int) -> None:
+        """The other keys of the step are half, or all, of what is not the sink."""
+        with way_with_peaks("ignored"), tiles_of(64, blocks):
+            assert (0.4 < self.error() < 0.6) if blocks == 1 else (self.error() > 0.9)
 
 
 class TestPvThreshold:
@@ -319,7 +347,8 @@ class TestPvThreshold:
     def test_one_of_minus_infinity_skips_nothing(self, quantization: str) -> None:
         tensors = [tensor[:, :1] for tensor in self.sample(quantization)]
         output, lse = attend(*tensors, None, pv_threshold=-math.inf, quantization=quantization)
-        plain, plain_lse = attend(*tensors, None, quantization=quantization)
+        with tiles_of(64, 1):  # whose maxima P is rounded by
+            plain, plain_lse = attend(*tensors, None, quantization=quantization)
         torch.testing.assert_close(output, plain, rtol=2 * torch.finfo(plain.dtype).eps, atol=1e-3)
         torch.testing.assert_close(lse, plain_lse, rtol=0, atol=1e-5)
 

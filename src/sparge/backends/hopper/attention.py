@@ -127,7 +127,7 @@ def attention_kernel(
     PRODUCER_REGISTERS: gl.constexpr,
 ):
     """Allocates shared memory and barriers, and starts the roles."""
-    if FORM.splits:
+    if FORM.peaks == "asked":
         declare_far()
     query_smem = gl.allocate_shared_memory(
         query_tiles.dtype, [FORM.rows_ahead * FORM.chunks, BLOCK_Q, FORM.chunk], FORM.key_tile

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-SPLIT_KEYS = 8192
-"""Keys up to which peaks are looked for: those around one, 127 at most, are a share of a tail that can be seen. It
-costs a barrier a tile: 900 instead of 977 at N 8192, H 32."""
 PRODUCER_REGISTERS = 24
 """The least a warpgroup can be left with."""
 

@@ -36,8 +36,8 @@ class Form:
         quantized: Q and K are INT8 codes, else 16-bit numbers.
         fp8_values: V is FP8, transposed, else 16-bit numbers.
         codes: P's codes come straight from the scores, without exponentials. Needs fp8_values.
-        splits: whether peaks are looked for, to take what lies far below one as a part of its own. Needs fp8_values and
-            no threshold.
+        peaks: "ignored", "asked" about in every tile or "known" (`peaks.way_with_peaks`); what lies far below one is
+            taken as a part of its own.
         value_dim: channels of V a row computes, one of ``slices`` parts.
         output_dim: channels the caller sees.
         value_scales: distance of one head's value scales from the next one's.
@@ -53,7 +53,7 @@ class Form:
     has_threshold: bool
     all_blocks: bool
     count: bool
-    splits: bool
+    peaks: str
     head_dim: int
     value_dim: int
     output_dim: int

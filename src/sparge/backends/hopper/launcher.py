@@ -23,6 +23,7 @@ from sparge.backends.triton.launch import (
     power_of_two,
     zeros_like,
 )
+from sparge.backends.triton.peaks import way_with_peaks
 from sparge.block_mask import BlockMask
 from sparge.config import PerHead
 from sparge.geometry import Shape
@@ -70,7 +71,7 @@ def attend(
         has_threshold=threshold is not None,
         all_blocks=mask is None,
         count=totals is not None,
-        splits=fp8_values and threshold is None and shape.kv_len <= configs.SPLIT_KEYS,
+        peaks=way_with_peaks(arithmetic, shape.kv_len, has_threshold=threshold is not None),
         head_dim=head_width,
         value_dim=value_width // slices,
         output_dim=shape.value_dim,

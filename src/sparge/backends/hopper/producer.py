@@ -5,8 +5,8 @@ from __future__ import annotations
 from sparge.backends.hopper.gluon import async_load, barrier, gl, jit, mbarrier, reinterpret
 from sparge.backends.triton.primitives import BLOCK_K, BLOCK_Q, KEY_GROUPS
 
-PLAIN, MASKED, BROKEN = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
-"""Kinds of a stage: every query sees every key; some do not; the same, and a key is not finite."""
+PLAIN, MASKED, BROKEN, SINK = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(4)
+"""Kinds of a stage, which may be added: every query sees every key; some do not; a key is not finite; one is a sink."""
 
 
 @jit
@@ -124,8 +124,11 @@ def produce(
                 is_there = position + group // KEY_GROUPS < count  # hidden keys may be NaN
                 unit_ptrs = scale_base + listed_of_group * KEY_GROUPS + group % KEY_GROUPS
                 units = gl.load(unit_ptrs, mask=is_there, other=1.0)
+                if FORM.peaks == "known":
+                    kind += gl.max((units < 0).to(gl.int32), 0) * SINK
+                units = gl.abs(units)
                 if FORM.codes:  # they cannot carry NaN
-                    kind = gl.where(gl.min((units == units).to(gl.int32), 0) == 1, kind, BROKEN)
+                    kind += (1 - gl.min((units == units).to(gl.int32), 0)) * BROKEN
             mbarrier.wait(free.index(stage), ((turn // FORM.stages) & 1) ^ 1)
             unit_smem.index(stage).store(units)
             block_smem.index(stage).store(gl.where(is_listed, listed, kv_blocks))

@@ -20,7 +20,7 @@ from sparge.backends.hopper.arithmetic import (
     tile_part,
 )
 from sparge.backends.hopper.gluon import gl, jit, mbarrier, warpgroup_mma_wait
-from sparge.backends.hopper.producer import BROKEN, PLAIN
+from sparge.backends.hopper.producer import BROKEN, PLAIN, SINK
 from sparge.backends.hopper.products import await_stage, note_of, start_scores, start_sums, start_values
 from sparge.backends.triton.primitives import FP8_RANGE, LOG2_E, REACH
 
@@ -230,16 +230,24 @@ def walk_row(PART: gl.constexpr, operands, notes, barriers, row, turn, row_unit,
     broken = gl.to_tensor(0.0)  # or NaN, which codes cannot carry
     for position in range(0, gl.maximum(count, 1), FORM.blocks):
         scores = warpgroup_mma_wait(0, deps=[pending])
+        state = (output, product, code_sum, row_sum)
         if kind != PLAIN:
             scores = hide(scores, blocks, stage * FORM.blocks, first_query, sizes, FORM)
             if FORM.codes:
-                broken = broken + gl.where(kind == BROKEN, float("nan"), 0.0)
+                broken = broken + gl.where((kind & BROKEN) != 0, float("nan"), 0.0)
+            if FORM.peaks == "known":  # noqa: SIM102
+                if (kind & SINK) != 0:
+                    local_max = gl.max(tile_max(scores, row_unit, key_units, FORM), 1)
+                    edge = _new_top(local_max, gl.maximum(row_max, local_max), row_top, FORM) - FP8_RANGE * steps
+                    scores, state = _add_lower_part(
+                        scores, row_unit, key_units, edge, row_top, operands, stage, state, FORM
+                    )
+                    row_top = edge
         lane_max = tile_max(scores, row_unit, key_units, FORM)
         local_max = gl.max(lane_max, 1)
         row_max = gl.maximum(row_max, local_max)
         new_top = _new_top(local_max, row_max, row_top, FORM)
-        state = (output, product, code_sum, row_sum)
-        if FORM.splits:  # noqa: SIM102
+        if FORM.peaks == "asked":  # noqa: SIM102
             if any_far_below(lane_max, local_max, PART, FORM):
                 edge = new_top - FP8_RANGE * steps
                 scores, state = _add_lower_part(

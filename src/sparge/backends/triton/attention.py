@@ -5,7 +5,7 @@
     output = acc / l * value scale,  lse = (t + log2 l) ln 2 + scale q . (mean key)
 
 FP8 holds fewer octaves than lie between a sink and a long tail. There t' is the maximum of the latest step alone, so
-that its range belongs to a step, not to a row.
+that its range belongs to a step, not to a row. What is lost beside a peak of the same step, `peaks` adds at the end.
 
 Grid: one program for each BLOCK_M queries of each head, in one dimension; causal rows start with the longest. A program
 walks its row's kept blocks in ascending order, one or two at a time. Only the last ones (causal diagonal, ragged end)
@@ -35,109 +35,33 @@ from sparge.backends.triton.launch import (
     seen_argument,
     strides_of,
 )
+from sparge.backends.triton.peaks import add_lost, bits_of_far, way_with_peaks
 from sparge.backends.triton.primitives import (
     BLOCK_K,
     BLOCK_Q,
-    FAR,
-    FLOAT_OFFSET,
-    FP8_RANGE,
     FP16_ROOM,
-    INT32_AS_FLOAT,
     KEY_GROUPS,
     LN_2,
     LOG2_E,
     LOG2_FP8_MAX,
     REACH,
     SMALLEST_SCALE,
+    by_group,
     in_fp8_token_order,
+)
+from sparge.backends.triton.scores import (
+    apply_mask,
+    block_probability,
+    block_scores,
+    halves,
+    largest_of_groups,
+    may_see,
+    raw_scores,
+    side_by_side,
 )
 from sparge.block_mask import BlockMask
 from sparge.config import PerHead
 from sparge.geometry import Shape
-
-
-@triton.jit
-def _by_group(raw, BLOCK_M: tl.constexpr):
-    """Raw scores of a key block [M, 64] as [M, 8, groups, 2]. A thread holds one group; nothing moves."""
-    return tl.reshape(raw, (BLOCK_M, BLOCK_K // (2 * KEY_GROUPS), KEY_GROUPS, 2))
-
-
-@triton.jit
-def _group_max(raw, unit, BLOCK_M: tl.constexpr):
-    """Maximum of each group of a key block's INT8 scores, [M, groups], in octaves; ``unit`` is an integer's worth."""
-    return (tl.max(tl.max(_by_group(raw, BLOCK_M), 3), 1) - FLOAT_OFFSET) * unit
-
-
-@triton.jit
-def _block_scores(raw, unit, BLOCK_M: tl.constexpr):
-    """A key block's INT8 scores in octaves, [M, 64]."""
-    return tl.reshape((_by_group(raw, BLOCK_M) - FLOAT_OFFSET) * unit[:, None, :, None], (BLOCK_M, BLOCK_K))
-
-
-@triton.jit
-def _side_by_side(first, last, BLOCK_M: tl.constexpr):
-    """Two key blocks [M, 64] as one tile [M, 128]."""
-    return tl.reshape(tl.permute(tl.join(first, last), (0, 2, 1)), (BLOCK_M, 2 * BLOCK_K))
-
-
-@triton.jit
-def _any_far_below(group_max, local_max):
-    """Whether some group's keys all lie so far below their row's maximum that FP8 does not hold both."""
-    is_far = (local_max[:, None] - group_max > FAR) & (group_max > float("-inf"))
-    return tl.max(tl.max(is_far.to(tl.int32), 1), 0) != 0
-
-
-@triton.jit
-def _block_probability(raw, unit, top, BLOCK_M: tl.constexpr):
-    """P of a key block's INT8 scores [M, 64] relative to a score ``top`` [M].
-
-    What is subtracted is of the size of the offset and rounded (once: fma), by up to three quarters of an integer, and
-    the maximum by a quarter. One integer more keeps P within FP8's range: above it P V would cut off what the row sum
-    counts. Q and K are rounded by far more.
-    """
-    subtrahend = tl.fma(unit, FLOAT_OFFSET + 1.0, top[:, None])
-    exponent = _by_group(raw, BLOCK_M) * unit[:, None, :, None] - subtrahend[:, None, :, None]
-    return tl.reshape(tl.exp2(exponent), (BLOCK_M, BLOCK_K))
-
-
-@triton.jit
-def _allowed(query_positions, key_positions, kv_len, causal_offset, IS_CAUSAL: tl.constexpr):
-    """[M, N]: the key exists and, if causal, is not after the query."""
-    allowed = (key_positions < kv_len)[None, :] & (query_positions >= 0)[:, None]
-    if IS_CAUSAL:
-        allowed = allowed & (key_positions[None, :] <= query_positions[:, None] + causal_offset)
-    return allowed
-
-
-@triton.jit
-def _apply_mask(
-    scores,
-    allowed,
-    query_positions,
-    key_positions,
-    mask_base,
-    mask_stride_q,
-    mask_stride_k,
-    q_len,
-    kv_len,
-    MASK: tl.constexpr,
-    MASK_PER_QUERY: tl.constexpr,
-    LOWEST: tl.constexpr,
-):
-    """Scores [M, N] in log2 units with a mask's bias added and what it hides at -inf."""
-    present = (key_positions < kv_len)[None, :]
-    offsets = key_positions.to(tl.int64)[None, :] * mask_stride_k
-    if MASK_PER_QUERY:
-        offsets = offsets + query_positions.to(tl.int64)[:, None] * mask_stride_q
-        present = present & (query_positions < q_len)[:, None]
-    entries = tl.load(mask_base + offsets, mask=present, other=0)
-    if MASK == "bool":
-        allowed = allowed & (entries != 0)
-    else:
-        bias = entries.to(tl.float32)
-        allowed = allowed & ((bias <= LOWEST) == 0)  # NaN stays visible, and so propagates
-        scores = scores + bias * LOG2_E
-    return tl.where(allowed, scores, float("-inf"))
 
 
 @triton.jit(do_not_specialize=["heads", "group", "q_len", "kv_len", "q_blocks", "kv_blocks"])
@@ -181,7 +105,7 @@ def attention_kernel(
     MASK_PER_QUERY: tl.constexpr,
     LOWEST: tl.constexpr,
     HAS_THRESHOLD: tl.constexpr,
-    SPLITS: tl.constexpr,
+    PEAKS: tl.constexpr,
     ALL_BLOCKS: tl.constexpr,
     COUNT: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -218,7 +142,7 @@ def attention_kernel(
     else:
         query = tl.load(query_ptrs)
         query_scale = tl.load(query_scale_ptr + flat_head * q_blocks * BLOCK_Q + query_positions)  # [M]
-        key_scale_base = key_scale_ptr + flat_kv_head * kv_blocks * KEY_GROUPS + tl.arange(0, KEY_GROUPS)
+        key_scale_base = key_scale_ptr + flat_kv_head * kv_blocks * KEY_GROUPS
 
     plain_blocks = kv_len // BLOCK_K  # blocks from here on need an element mask; they are the last of a list
     if IS_CAUSAL:
@@ -259,6 +183,7 @@ def attention_kernel(
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     top = row_max  # what sums count from
+    far_steps = tl.zeros((BLOCK_M, KEY_GROUPS), tl.int64)
     for position in tl.range(0, count, BLOCKS, num_stages=STAGES):
         block = position if ALL_BLOCKS else tl.load(indices_base + position)
         last_block = block
@@ -284,18 +209,17 @@ def attention_kernel(
             key = tl.load(key_ptrs, mask=key_present, other=0.0)
             raw = tl.dot(query, key.T, input_precision=DOT_PRECISION)
         else:
-            key = tl.load(key_ptrs)
-            start_bits = tl.full((BLOCK_M, columns), INT32_AS_FLOAT, tl.int32)
-            raw = tl.dot(query, key.T, acc=start_bits, out_dtype=tl.int32).to(tl.float32, bitcast=True)
-            unit = query_scale[:, None] * tl.load(key_scale_base + block * KEY_GROUPS)[None, :]  # [M, groups]
+            raw = raw_scores(query, key_ptrs, BLOCK_M, columns)
+            groups = key_scale_base + tl.arange(0, KEY_GROUPS)
+            unit = query_scale[:, None] * tl.abs(tl.load(groups + block * KEY_GROUPS))[None, :]  # [M, groups]
             if two_units:
-                last_unit = query_scale[:, None] * tl.load(key_scale_base + last_block * KEY_GROUPS)[None, :]
+                last_unit = query_scale[:, None] * tl.abs(tl.load(groups + last_block * KEY_GROUPS))[None, :]
 
         if MASK != "none":
-            scores = _block_scores(raw, unit, BLOCK_M) if eight_bits else raw * query_scale
-            scores = _apply_mask(
+            scores = block_scores(raw, unit, BLOCK_M) if eight_bits else raw * query_scale
+            scores = apply_mask(
                 scores,
-                _allowed(query_positions, key_positions, kv_len, causal_offset, IS_CAUSAL),
+                may_see(query_positions, key_positions, kv_len, causal_offset, IS_CAUSAL),
                 query_positions,
                 key_positions,
                 mask_base,
@@ -307,19 +231,19 @@ def attention_kernel(
                 MASK_PER_QUERY,
                 LOWEST,
             )
-            group_max = tl.max(tl.max(_by_group(scores, BLOCK_M), 3), 1) if BLOCKS == 1 else scores
+            group_max = tl.max(tl.max(by_group(scores, BLOCK_M), 3), 1) if BLOCKS == 1 else scores
             local_max = tl.max(group_max, 1)
         else:
             if is_plain == 0:
-                allowed = _allowed(query_positions, key_positions, kv_len, causal_offset, IS_CAUSAL)
+                allowed = may_see(query_positions, key_positions, kv_len, causal_offset, IS_CAUSAL)
                 raw = tl.where(allowed, raw, float("-inf"))
             if two_units:
-                first_raw, last_raw = tl.split(tl.permute(tl.reshape(raw, (BLOCK_M, 2, BLOCK_K)), (0, 2, 1)))
-                group_max = _group_max(first_raw, unit, BLOCK_M)
-                group_max = tl.maximum(group_max, _group_max(last_raw, last_unit, BLOCK_M))
+                first_raw, last_raw = halves(raw, BLOCK_M)
+                group_max = largest_of_groups(first_raw, unit, BLOCK_M)
+                group_max = tl.maximum(group_max, largest_of_groups(last_raw, last_unit, BLOCK_M))
                 local_max = tl.max(group_max, 1)
             elif eight_bits:
-                group_max = _group_max(raw, unit, BLOCK_M)
+                group_max = largest_of_groups(raw, unit, BLOCK_M)
                 local_max = tl.max(group_max, 1)
             else:
                 local_max = tl.max(raw, 1) * query_scale
@@ -338,36 +262,19 @@ def attention_kernel(
             needed = tl.min(below.to(tl.int32)) == 0
         if needed:
             value_ptrs = value_base + first_keys[None, :] + within[None, :] + offs_dv[:, None] * value_strides[2]
-            if SPLITS:
-                tl.static_assert(BLOCKS == 1)
-                value = tl.load(value_ptrs).T
-                if _any_far_below(group_max, local_max):
-                    # A peak: what lies far below it, up to ``edge``, is added first, relative to the edge.
-                    edge = safe_top - FP8_RANGE
-                    if MASK != "none":
-                        lower = scores
-                        scores = tl.where(lower <= edge[:, None], float("-inf"), lower)
-                    else:
-                        lower = _block_scores(raw, unit, BLOCK_M)
-                        raw = tl.where(lower <= edge[:, None], float("-inf"), raw)
-                    lower = tl.where(lower > edge[:, None], float("-inf"), lower)
-                    probability = tl.exp2(lower - (edge - log2_unit)[:, None])
-                    decay = tl.exp2(top - edge)
-                    row_sum = row_sum * decay + tl.sum(probability, 1)
-                    tile_sum = tl.dot(in_fp8_token_order(probability.to(p_dtype)), value)
-                    accumulator = accumulator * decay[:, None] + tile_sum
-                    top = edge
+            if PEAKS == "asked":
+                far_steps |= bits_of_far(group_max, local_max, position // BLOCKS)
             one = safe_top - log2_unit  # the score whose P is stored as 1
             if MASK != "none":
                 probability = tl.exp2(scores - one[:, None])
                 total = tl.sum(probability, 1)
             elif two_units:
-                first = _block_probability(first_raw, unit, one, BLOCK_M)
-                last = _block_probability(last_raw, last_unit, one, BLOCK_M)
+                first = block_probability(first_raw, unit, one, BLOCK_M)
+                last = block_probability(last_raw, last_unit, one, BLOCK_M)
                 total = tl.sum(first + last, 1)
-                probability = _side_by_side(first.to(p_dtype), last.to(p_dtype), BLOCK_M)
+                probability = side_by_side(first.to(p_dtype), last.to(p_dtype), BLOCK_M)
             elif eight_bits:
-                probability = _block_probability(raw, unit, one, BLOCK_M)
+                probability = block_probability(raw, unit, one, BLOCK_M)
                 total = tl.sum(probability, 1)
             else:
                 probability = tl.exp2(raw * query_scale - one[:, None])
@@ -378,8 +285,7 @@ def attention_kernel(
             top = new_top
 
             if ARITHMETIC == "int8_fp8":
-                if not SPLITS:  # loaded here: any earlier, Triton 3.6 gets addresses wrong
-                    value = tl.load(value_ptrs).T
+                value = tl.load(value_ptrs).T  # loaded here: any earlier, Triton 3.6 gets addresses wrong
                 tile_sum = tl.dot(in_fp8_token_order(probability.to(p_dtype)), value)
                 accumulator = accumulator * decay[:, None] + tile_sum
             else:
@@ -395,6 +301,26 @@ def attention_kernel(
                 accumulator = tl.dot(
                     probability.to(p_dtype), value, accumulator * decay[:, None], input_precision=DOT_PRECISION
                 )
+
+    if PEAKS != "ignored":
+        row = (query, query_scale, query_positions, indices_base, count, q_len, kv_len)
+        operands = (key_base, key_scale_base, value_base, value_strides[2], mask_base, mask_strides)
+        accumulator = add_lost(
+            accumulator,
+            top,
+            far_steps,
+            row,
+            operands,
+            VALUE_DIM_PADDED,
+            IS_CAUSAL,
+            MASK,
+            MASK_PER_QUERY,
+            LOWEST,
+            PEAKS,
+            ALL_BLOCKS,
+            BLOCK_M,
+            BLOCKS,
+        )
 
     empty = row_sum == 0.0
     output = accumulator * (1.0 / tl.where(empty, 1.0, row_sum))[:, None]
@@ -420,7 +346,7 @@ class Operands:
     """What the attention kernel reads. Codes are padded to whole blocks; unquantised tensors are the caller's own.
 
     The scales and ``lse_shift`` of `quantize.QueryFacts` and `statistics.Summary` mean nothing when quantization is
-    "none". ``dtype`` is the output's.
+    "none". ``key_scale`` is negative where a block holds a sink (`sinks.mark_sinks`). ``dtype`` is the output's.
     """
 
     query: Tensor
@@ -474,14 +400,13 @@ def attend(
         # (unaligned strides): wrong numbers, bad addresses.
         value_width = max(value_width, 64)
     mask_per_query = attn_mask is not None and attn_mask.shape[2] > 1
-    splits = operands.quantization == "int8_fp8" and threshold is None and shape.kv_len <= configs.SPLIT_KEYS
+    peaks = way_with_peaks(operands.quantization, shape.kv_len, has_threshold=threshold is not None)
     config = configs.attention_config(
         operands.quantization,
         max(width, value_width),
         architecture=architecture_of(query),
         is_float32=query.dtype == torch.float32,
         has_threshold=threshold is not None,
-        splits=splits,
         has_mask=attn_mask is not None,
         mask_per_query=mask_per_query,
     )
@@ -526,7 +451,7 @@ def attend(
         MASK_PER_QUERY=mask_per_query,
         LOWEST=lowest,
         HAS_THRESHOLD=threshold is not None,
-        SPLITS=splits,
+        PEAKS=peaks,
         ALL_BLOCKS=mask is None,
         COUNT=totals is not None,
         BLOCK_M=config.block_m,

@@ -56,9 +56,8 @@ def select_warps(columns: int) -> int:
     return max(1, min(16, columns // 512))
 
 
-SPLIT_KEYS = 4096
-"""Keys up to which peaks are looked for: those around one, 127 at most, are a share of a tail that can be seen. It
-needs an answer of all threads in each step: 444 instead of 650 at N 8192, H 32."""
+SINK_BLOCKS, SINK_STAGES, SINK_WARPS = 8, 3, 4
+"""Key blocks one program looks at, pipeline depth, warps."""
 
 
 @dataclass(frozen=True)
@@ -134,14 +133,12 @@ def attention_config(
     architecture: int,
     is_float32: bool,
     has_threshold: bool,
-    splits: bool,
     has_mask: bool,
     mask_per_query: bool,
 ) -> AttentionConfig:
     """The configuration for a padded head width (the larger of D and D_v).
 
-    With a threshold, the 64 rows and 64 keys that are skipped together are one step of one program. Where peaks are
-    looked for (``splits``), two blocks a step spill (456 bytes at D 64). On Hopper all but
+    With a threshold, the 64 rows and 64 keys that are skipped together are one step of one program. On Hopper all but
     those for float32 have two stages at least: without a pipeline Triton 3.6 miscompiles 16-bit products there when
     D_v is narrower than D (wrong numbers, bad addresses).
     """
@@ -150,8 +147,8 @@ def attention_config(
     if arithmetic == "none" and is_float32:
         config = (FLOAT32_SMALL if is_small else FLOAT32)[width]
         return replace(config, block_m=ROW_GROUP) if has_threshold else config
-    if width < 256 and (has_threshold or (splits and not mask_per_query)):
-        return AttentionConfig(ROW_GROUP, 1, 8 if splits and is_small else 4, 3)
+    if width < 256 and has_threshold:
+        return AttentionConfig(ROW_GROUP, 1, 4, 3)
     if width < 256 and mask_per_query:  # its tiles are buffered too
         return AttentionConfig(ROW_GROUP, 1, 8, 2)
     if width < 256 and has_mask and (is_small or (arithmetic, width) != ("none", 128)):

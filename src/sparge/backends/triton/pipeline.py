@@ -20,10 +20,12 @@ from sparge.backends import torch_predict
 from sparge.backends.triton import attention as triton_attention
 from sparge.backends.triton.attention import Operands
 from sparge.backends.triton.launch import per_head_tensor
+from sparge.backends.triton.peaks import way_with_peaks
 from sparge.backends.triton.predict import block_probabilities
 from sparge.backends.triton.quantize import quantize_key_value, read_query
 from sparge.backends.triton.replay import replayed
 from sparge.backends.triton.select import select
+from sparge.backends.triton.sinks import mark_sinks
 from sparge.backends.triton.statistics import summarize
 from sparge.block_mask import BlockMask
 from sparge.config import Mean, PerHead, Score, Sparsity, TopCdf, TopK
@@ -119,6 +121,8 @@ def prepare(
     if eight_bits:
         query = facts.codes
         key, key_scale, value = quantize_key_value(key, value, shape, seen, summary, quantization)
+    if way_with_peaks(quantization, shape.kv_len) == "known":
+        mark_sinks(query, facts.scale, key, key_scale, shape, is_causal=is_causal)
     operands = Operands(
         query=query,
         key=key,

@@ -23,7 +23,9 @@ INT32_AS_FLOAT = tl.constexpr(0x4B400000)
 (127 * 127 * 256 < 2^22): INT8 products need no conversion, which costs as much as an exponential."""
 FLOAT_OFFSET = tl.constexpr(12582912.0)
 """1.5 * 2^23, what such a float must be lowered by."""
+FP8_MAX = tl.constexpr(eight_bits.FP8_MAX)
 FP8_RANGE = tl.constexpr(eight_bits.FP8_RANGE)
+FP8_RANGE_FACTOR = tl.constexpr(2.0**eight_bits.FP8_RANGE)
 FAR = tl.constexpr(13.0)
 """Octaves between a row's maximum and that of a group of its keys, from which on a tile is taken in two parts."""
 FP16_ROOM = tl.constexpr(eight_bits.FP16_ROOM)
@@ -58,6 +60,12 @@ def in_fp8_token_order(probability):
     columns: tl.constexpr = probability.shape[1]
     grouped = tl.reshape(probability, (rows, columns // 16, 2, 4, 2))
     return tl.reshape(tl.permute(grouped, (0, 1, 3, 2, 4)), (rows, columns))
+
+
+@triton.jit
+def by_group(raw, ROWS: tl.constexpr):
+    """Scores of a key block [M, 64] as [M, 8, groups, 2]. A thread holds one group; nothing moves."""
+    return tl.reshape(raw, (ROWS, BLOCK_K // (2 * KEY_GROUPS), KEY_GROUPS, 2))
 
 
 @triton.jit

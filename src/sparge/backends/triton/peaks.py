@@ -1,0 +1,222 @@
+"""What FP8 loses beside a peak, and when it is looked for.
+
+P is stored relative to the maximum of a tile and reaches 15 octaves below it. The keys that lie further down are lost,
+127 at most for each tile that holds a peak. In a short sequence that is a share of the tail that can be seen: every
+tile is asked. In a long one only peaks that many queries share make up a share: sinks, which `sinks` finds beforehand.
+
+Triton's kernel adds what was lost after its walk, when it knows which steps to take again: a branch in its steps took a
+sixteenth of its speed, an answer of all threads a third (docs/performance.md). Hopper's takes such tiles in two parts.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sparge.backends.triton.primitives import (
+    BLOCK_K,
+    FAR,
+    FP8_MAX,
+    FP8_RANGE,
+    FP8_RANGE_FACTOR,
+    KEY_GROUPS,
+    LOG2_FP8_MAX,
+    in_fp8_token_order,
+)
+from sparge.backends.triton.scores import (
+    apply_mask,
+    block_probability,
+    block_scores,
+    largest_of_groups,
+    may_see,
+    raw_scores,
+)
+
+ASKED_KEYS = 4096
+"""Keys up to which every tile is asked. The keys around a peak, 127 at most, are 3 % of so many."""
+STEPS = tl.constexpr(64)
+"""Of a row: a number has so many bits."""
+ALL_BUT_SIGN = tl.constexpr(2**63 - 1)
+
+
+def way_with_peaks(quantization: str, kv_len: int, *, has_threshold: bool = False) -> str:
+    """What an attention kernel does about peaks: they are "ignored", "asked" about in every tile, or "known".
+
+    A threshold skips tiles by their maximum, and leaves them whole.
+    """
+    if quantization not in ("int8_fp8", "int8_fp8_codes") or has_threshold:
+        return "ignored"
+    return "asked" if kv_len <= ASKED_KEYS else "known"
+
+
+@triton.jit
+def bits_of_far(group_max, local_max, step):
+    """Bit ``step`` where all keys of a group [M, groups] lie too far below their row's maximum for FP8 to hold both."""
+    is_far = (local_max[:, None] - group_max > FAR) & (group_max > float("-inf"))
+    return is_far.to(tl.int64) << step
+
+
+@triton.jit
+def _either(first, second):
+    return first | second
+
+
+@triton.jit
+def _bits_of_sinks(row, operands, first, ALL_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr):
+    """A bit for each of 64 steps from place ``first`` of a row's list on: whether one of its blocks holds a sink."""
+    _, _, _, indices_base, count, _, _ = row
+    _, key_scale_base, _, _, _, _ = operands
+    places = first + tl.arange(0, STEPS * BLOCKS)
+    blocks = places
+    if not ALL_BLOCKS:
+        blocks = tl.load(indices_base + places, mask=places < count, other=0)
+    is_sink = tl.load(key_scale_base + blocks * KEY_GROUPS, mask=places < count, other=0.0) < 0
+    has_sink = tl.max(tl.reshape(is_sink.to(tl.int64), (STEPS, BLOCKS)), 1)
+    return tl.sum(has_sink << tl.arange(0, STEPS), 0)
+
+
+@triton.jit
+def _block_again(
+    row,
+    operands,
+    place,
+    IS_CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
+    MASK_PER_QUERY: tl.constexpr,
+    LOWEST: tl.constexpr,
+    ALL_BLOCKS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """A key block of a row's list: keys, what an integer is worth, scores (raw without a mask), their maximum.
+
+    At the list's end, or beyond, all scores are -inf.
+    """
+    query, query_scale, query_positions, indices_base, count, q_len, kv_len = row
+    key_base, key_scale_base, _, _, mask_base, mask_strides = operands
+    width: tl.constexpr = query.shape[1]
+    block = tl.minimum(place, count - 1)
+    if not ALL_BLOCKS:
+        block = tl.load(indices_base + block)
+    within = tl.arange(0, BLOCK_K)
+    keys = within + block.to(tl.int64) * BLOCK_K
+    raw = raw_scores(query, key_base + keys[:, None] * width + tl.arange(0, width)[None, :], BLOCK_M, BLOCK_K)
+    key_scale = tl.abs(tl.load(key_scale_base + block * KEY_GROUPS + tl.arange(0, KEY_GROUPS)))
+    unit = query_scale[:, None] * key_scale[None, :]
+    key_positions = within + block * BLOCK_K
+    allowed = may_see(query_positions, key_positions, kv_len, kv_len - q_len, IS_CAUSAL) & (place < count)
+    if MASK != "none":
+        scores = apply_mask(
+            block_scores(raw, unit, BLOCK_M),
+            allowed,
+            query_positions,
+            key_positions,
+            mask_base,
+            mask_strides[2],
+            mask_strides[3],
+            q_len,
+            kv_len,
+            MASK,
+            MASK_PER_QUERY,
+            LOWEST,
+        )
+        return keys, unit, scores, tl.max(scores, 1)
+    else:
+        raw = tl.where(allowed, raw, float("-inf"))
+        return keys, unit, raw, tl.max(largest_of_groups(raw, unit, BLOCK_M), 1)
+
+
+@triton.jit
+def _lost(scores, unit, one, MASK: tl.constexpr, BLOCK_M: tl.constexpr):
+    """What FP8 loses of each P far below the largest, in units of 2^-FP8_RANGE, as the left operand of P V."""
+    probability = tl.exp2(scores - one[:, None]) if MASK != "none" else block_probability(scores, unit, one, BLOCK_M)
+    rest = (probability - probability.to(tl.float8e4nv).to(tl.float32)) * FP8_RANGE_FACTOR
+    is_far = probability < FP8_MAX / FP8_RANGE_FACTOR
+    return in_fp8_token_order(tl.where(is_far, rest, 0.0).to(tl.float8e4nv))
+
+
+@triton.jit
+def _lost_in_step(
+    row,
+    operands,
+    place,
+    top,
+    VALUE_DIM_PADDED: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
+    MASK_PER_QUERY: tl.constexpr,
+    LOWEST: tl.constexpr,
+    ALL_BLOCKS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """What FP8 lost of the P V of a step, [M, D_v], counting from ``top``."""
+    _, _, value_base, value_stride, _, _ = operands
+    keys, unit, scores, step_max = _block_again(
+        row, operands, place, IS_CAUSAL, MASK, MASK_PER_QUERY, LOWEST, ALL_BLOCKS, BLOCK_M
+    )
+    if BLOCKS == 2:
+        last_keys, last_unit, last_scores, last_max = _block_again(
+            row, operands, place + 1, IS_CAUSAL, MASK, MASK_PER_QUERY, LOWEST, ALL_BLOCKS, BLOCK_M
+        )
+        step_max = tl.maximum(step_max, last_max)
+    channels = tl.arange(0, VALUE_DIM_PADDED).to(tl.int64)[:, None] * value_stride
+    one = tl.where(step_max == float("-inf"), 0.0, step_max) - LOG2_FP8_MAX
+    result = tl.dot(_lost(scores, unit, one, MASK, BLOCK_M), tl.load(value_base + channels + keys[None, :]).T)
+    if BLOCKS == 2:
+        value = tl.load(value_base + channels + last_keys[None, :]).T
+        result += tl.dot(_lost(last_scores, last_unit, one, MASK, BLOCK_M), value)
+    factor = tl.where(step_max == float("-inf"), 0.0, tl.exp2(step_max - top - FP8_RANGE))
+    return result * factor[:, None]
+
+
+@triton.jit
+def add_lost(
+    accumulator,
+    top,
+    far_steps,
+    row,
+    operands,
+    VALUE_DIM_PADDED: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    MASK: tl.constexpr,
+    MASK_PER_QUERY: tl.constexpr,
+    LOWEST: tl.constexpr,
+    PEAKS: tl.constexpr,
+    ALL_BLOCKS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """A row's P V with what FP8 lost beside peaks. Row sums are taken before P is rounded, and need nothing.
+
+    Args:
+        top: [M], the score that P V counts from.
+        far_steps: all `bits_of_far` of the walk, where PEAKS is "asked".
+        row: queries, their scales and positions; the list of blocks and its length; lengths of queries and keys.
+        operands: where the head's keys, their scales and the values begin, the values' stride; mask, its strides.
+    """
+    _, _, _, _, count, _, _ = row
+    for first in tl.range(0, count, STEPS * BLOCKS, num_stages=1):
+        if PEAKS == "asked":  # once: there are no more steps than bits
+            steps = tl.reduce(tl.reduce(far_steps, 1, _either), 0, _either)
+        else:
+            steps = _bits_of_sinks(row, operands, first, ALL_BLOCKS, BLOCKS)
+        place = first
+        while steps != 0:
+            if (steps & 1) != 0:
+                accumulator += _lost_in_step(
+                    row,
+                    operands,
+                    place,
+                    top,
+                    VALUE_DIM_PADDED,
+                    IS_CAUSAL,
+                    MASK,
+                    MASK_PER_QUERY,
+                    LOWEST,
+                    ALL_BLOCKS,
+                    BLOCK_M,
+                    BLOCKS,
+                )
+            steps = (steps >> 1) & ALL_BUT_SIGN
+            place += BLOCKS
+    return accumulator

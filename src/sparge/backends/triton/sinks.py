@@ -1,0 +1,108 @@
+"""Key blocks that hold a sink: a key that lies far above its neighbours for many queries (see `peaks`).
+
+A few queries of each head are multiplied with all keys, in codes, before attention. A block that is found is marked by
+the sign of its scales, which the attention kernels load anyway.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparge.backends.triton import configs
+from sparge.backends.triton.launch import launch, padded
+from sparge.backends.triton.primitives import BLOCK_K, BLOCK_Q, FAR, KEY_GROUPS, by_group
+from sparge.geometry import Shape, ceil_div
+
+SAMPLES = 64
+"""Queries that are looked at for each head of K and V, evenly spaced and spread over the heads that share it."""
+NEEDED = 16
+"""A sink is a peak for half of a head's samples, or for so many. What fewer queries see is their own affair: a video,
+where each has neighbours, would be full of it (a sixth of the blocks for 4 of 64 samples, .4 % for 16)."""
+
+
+@triton.jit(do_not_specialize=["group", "q_len", "kv_len", "q_blocks", "kv_blocks"])
+def mark_sinks_kernel(
+    query_ptr,
+    key_ptr,
+    query_scale_ptr,
+    key_scale_ptr,
+    group,
+    q_len,
+    kv_len,
+    q_blocks,
+    kv_blocks,
+    HEAD_DIM_PADDED: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    SAMPLES: tl.constexpr,
+    NEEDED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Grid: every BLOCKS key blocks of every head of K and V. The first ones were written last, and may be cached."""
+    program = tl.program_id(0)
+    parts = tl.cdiv(kv_blocks, BLOCKS)
+    first = program % parts * BLOCKS
+    flat_kv_head = (program // parts).to(tl.int64)
+    sample = tl.arange(0, SAMPLES)
+    per_head = tl.maximum(SAMPLES // group, 1)
+    place = sample // group
+    is_sample = place < per_head
+    position = tl.minimum(place, per_head - 1) * 2 + 1
+    position = (position.to(tl.int64) * q_len // (2 * per_head)).to(tl.int32)
+    head = flat_kv_head * group + sample % group  # of all batches
+    row = head * q_blocks * BLOCK_Q + position
+    channels = tl.arange(0, HEAD_DIM_PADDED)
+    query = tl.load(query_ptr + row[:, None] * HEAD_DIM_PADDED + channels[None, :])
+    query_scale = tl.load(query_scale_ptr + row)
+    needed = tl.minimum(tl.maximum(per_head // 2, 2), NEEDED)
+    last_key = tl.full((SAMPLES,), kv_len - 1, tl.int32)
+    if IS_CAUSAL:
+        last_key = tl.minimum(last_key, position + (kv_len - q_len))
+    within = tl.arange(0, BLOCK_K)
+    for block in tl.range(first, tl.minimum(first + BLOCKS, kv_blocks), 1, num_stages=STAGES):
+        flat_block = flat_kv_head * kv_blocks + block
+        keys = within + flat_block * BLOCK_K
+        key = tl.load(key_ptr + keys[:, None] * HEAD_DIM_PADDED + channels[None, :])
+        scale_ptrs = key_scale_ptr + flat_block * KEY_GROUPS + tl.arange(0, KEY_GROUPS)
+        key_scale = tl.abs(tl.load(scale_ptrs))
+        raw = tl.dot(query, key.T, out_dtype=tl.int32).to(tl.float32)
+        raw = tl.where((within + block * BLOCK_K)[None, :] <= last_key[:, None], raw, float("-inf"))
+        group_max = tl.max(tl.max(by_group(raw, SAMPLES), 3), 1) * (query_scale[:, None] * key_scale[None, :])
+        gap = tl.max(group_max, 1)[:, None] - group_max
+        is_far = (gap > FAR) & (group_max > float("-inf"))
+        has_peak = (tl.max(is_far.to(tl.int32), 1) != 0) & is_sample
+        is_sink = tl.sum(has_peak.to(tl.int32), 0) >= needed
+        tl.store(scale_ptrs, tl.where(is_sink, -key_scale, key_scale))
+
+
+def mark_sinks(
+    query_codes: Tensor, query_scale: Tensor, key_codes: Tensor, key_scale: Tensor, shape: Shape, *, is_causal: bool
+) -> None:
+    """Make the scales of key blocks that hold a sink negative: attention kernels load them anyway.
+
+    Args:
+        query_codes, query_scale: of `quantize.read_query`.
+        key_codes, key_scale: of `quantize.quantize_key_value`.
+    """
+    launch(
+        mark_sinks_kernel,
+        ceil_div(shape.kv_blocks, configs.SINK_BLOCKS) * shape.batch * shape.kv_heads,
+        query_ptr=query_codes,
+        key_ptr=key_codes,
+        query_scale_ptr=query_scale,
+        key_scale_ptr=key_scale,
+        group=shape.group,
+        q_len=shape.q_len,
+        kv_len=shape.kv_len,
+        q_blocks=shape.q_blocks,
+        kv_blocks=shape.kv_blocks,
+        HEAD_DIM_PADDED=padded(shape.head_dim),
+        IS_CAUSAL=is_causal,
+        SAMPLES=SAMPLES,
+        NEEDED=NEEDED,
+        BLOCKS=configs.SINK_BLOCKS,
+        STAGES=configs.SINK_STAGES,
+        num_warps=configs.SINK_WARPS,
+    )

@@ -1,0 +1,110 @@
+"""Which key blocks are marked as holding a sink, against the definition in plain PyTorch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from conftest import causality
+from kernels.conftest import shape_of
+from sparge.backends.triton import peaks, pipeline, sinks
+from sparge.evaluate.families import by_name
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+FAR_NATS = 13.0 * math.log(2.0)
+
+
+def marked(query: Tensor, key: Tensor, *, is_causal: bool = False) -> Tensor:
+    """The kernel's answer, (B, Hkv, kv_blocks)."""
+    shape = shape_of(query, key, key)
+    operands, _ = pipeline.prepare(
+        query, key, key, shape, is_causal=is_causal, scale=shape.head_dim**-0.5, quantization="int8_fp8"
+    )
+    assert operands is not None
+    sinks.mark_sinks(operands.query, operands.query_scale, operands.key, operands.key_scale, shape, is_causal=is_causal)
+    signs = operands.key_scale < 0
+    assert torch.equal(signs.any(-1), signs.all(-1))
+    return signs[..., 0]
+
+
+def votes(query: Tensor, key: Tensor, *, is_causal: bool = False) -> Tensor:
+    """How many of the sampled queries have a peak in each block, (B, Hkv, kv_blocks). Lengths are whole blocks."""
+    batch, kv_heads, kv_len, head_dim = key.shape
+    group, q_len = query.shape[1] // kv_heads, query.shape[2]
+    per_head = max(sinks.SAMPLES // group, 1)
+    positions = (2 * torch.arange(per_head) + 1) * q_len // (2 * per_head)
+    sampled = query.view(batch, kv_heads, group, q_len, head_dim)[..., positions, :]
+    scores = sampled.float() @ key.float()[:, :, None].mT * head_dim**-0.5
+    if is_causal:
+        scores = scores.masked_fill(torch.arange(kv_len) > (positions + kv_len - q_len)[:, None], -math.inf)
+    groups = scores.view(batch, kv_heads, group, per_head, kv_len // 64, 8, 4, 2).amax((-1, -3))
+    is_far = (groups.amax(-1, keepdim=True) - groups > FAR_NATS) & (groups > -math.inf)
+    return is_far.any(-1).sum((2, 3))
+
+
+def test_needed_share() -> None:
+    assert sinks.NEEDED * 4 == sinks.SAMPLES
+
+
+@causality
+@pytest.mark.parametrize("heads, kv_heads", [(2, 2), (6, 2), (8, 1)])
+def test_marks_what_enough_samples_see(heads: int, kv_heads: int, is_causal: bool) -> None:
+    """Four sinks; a fifth block has a peak for the last eighth of one head's queries, which is their own affair."""
+    query, key, _ = by_name("sink-13-several").make(512, 1024, heads, kv_heads=kv_heads, dtype=torch.float32)
+    own = 100.0 * torch.nn.functional.normalize(torch.randn(128, generator=torch.Generator().manual_seed(1)), dim=0)
+    key[:, :, 500] += own / 8
+    query[:, 0, 448:] += own / 8
+    got = marked(query, key, is_causal=is_causal)
+    counts = votes(query, key - key.mean(2, keepdim=True), is_causal=is_causal)
+    per_head = sinks.SAMPLES // (heads // kv_heads)
+    needed = min(max(per_head // 2, 2), sinks.NEEDED)
+    assert torch.equal(got, counts >= needed)
+    assert got.sum() == 4 * kv_heads
+    assert counts[0, 0, 500 // 64] > 0
+
+
+def test_marking_twice_changes_nothing() -> None:
+    query, key, value = by_name("sink-16").make(64, 192, dtype=torch.float32)
+    shape = shape_of(query, key, value)
+    operands, _ = pipeline.prepare(query, key, value, shape, is_causal=False, scale=128**-0.5, quantization="int8_fp8")
+    assert operands is not None
+    arguments = operands.query, operands.query_scale, operands.key, operands.key_scale, shape
+    before = operands.key_scale.clone()
+    sinks.mark_sinks(*arguments, is_causal=False)
+    once = operands.key_scale.clone()
+    sinks.mark_sinks(*arguments, is_causal=False)
+    assert torch.equal(operands.key_scale, once) and torch.equal(once.abs(), before)
+    assert (once[..., 0] < 0).flatten().tolist() == [True, False, False]
+
+
+def test_one_query_is_all_samples() -> None:
+    query, key, _ = by_name("sink-16").make(1, 192, dtype=torch.float32)
+    assert marked(query, key).flatten().tolist() == [True, False, False]
+
+
+def test_broken_keys_are_no_sinks() -> None:
+    query, key, _ = by_name("sink-0").make(64, 192, dtype=torch.float32)
+    key[:, :, 70] = math.nan
+    assert not marked(query, key).any()
+
+
+@pytest.mark.parametrize(
+    "quantization, kv_len, has_threshold, way",
+    [
+        ("int8_fp8", 4096, False, "asked"),
+        ("int8_fp8_codes", 4097, False, "known"),
+        ("int8_fp8", 4097, True, "ignored"),
+        ("int8_fp16", 128, False, "ignored"),
+        ("none", 128, False, "ignored"),
+    ],
+)
+def test_way_with_peaks(quantization: str, kv_len: int, has_threshold: bool, way: str) -> None:
+    assert peaks.way_with_peaks(quantization, kv_len, has_threshold=has_threshold) == way
+
+
+def test_every_step_that_asks_has_a_bit() -> None:
+    assert peaks.STEPS.value * 64 >= peaks.ASKED_KEYS
