@@ -33,7 +33,9 @@ FP8_ARCHITECTURE = 89
 HOPPER_ARCHITECTURE = 90
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
-INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_]+)", re.MULTILINE)
+INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]+)\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_]+)([^;]*)", re.MULTILINE)
+SELDOM = 20
+"""Instructions at least that a branch inside a loop jumps over, if they are for seldom cases."""
 
 
 @dataclass(frozen=True)
@@ -89,14 +91,16 @@ CASES = {
 
 @dataclass(frozen=True)
 class Result:
-    """Per thread: registers, bytes of stack and of other local memory. Per program: bytes of shared memory, columns of
-    tensor memory. Instructions are counted by mnemonic."""
+    """Per thread: registers, bytes of stack and of other local memory; how often a step of the innermost loop that has
+    matrix products uses the stack, the most of all such loops. Per program: bytes of shared memory, columns of tensor
+    memory. Instructions are counted by mnemonic."""
 
     case: str
     kernel: str
     registers: int
     stack: int
     local: int
+    spills_a_step: int
     shared: int
     tensor_memory: int
     instructions: dict[str, int]
@@ -126,16 +130,47 @@ def inspect(case: str, kernel: str, compiled: Any, folder: Path) -> Result:
     found = RESOURCES.search(dump)
     assert found is not None, dump[:1000]
     registers, stack, local = map(int, found.groups())
+    instructions = [
+        (int(address, 16), name, int(target[1], 16) if (target := re.search(r"0x([0-9a-f]+)", rest)) else None)
+        for address, name, rest in INSTRUCTION.findall(dump)
+    ]
     return Result(
         case=case,
         kernel=kernel,
         registers=registers,
         stack=stack,
         local=local,
+        spills_a_step=spills_a_step(instructions),
         shared=compiled.metadata.shared,
         tensor_memory=getattr(compiled.metadata, "tmem_size", None) or 0,
-        instructions=dict(Counter(INSTRUCTION.findall(dump))),
+        instructions=dict(Counter(name for _, name, _ in instructions)),
     )
+
+
+def spills_a_step(instructions: list[tuple[int, str, int | None]]) -> int:
+    """Loads and stores of the stack in one pass through a loop that has matrix products, seldom cases jumped over."""
+    place = {address: index for index, (address, _, _) in enumerate(instructions)}
+    jumps = {
+        index: place[target]
+        for index, (_, name, target) in enumerate(instructions)
+        if name == "BRA" and target is not None and target in place
+    }
+    loops = [
+        (first, last)
+        for last, first in jumps.items()
+        if first < last and any(name.endswith("MMA") for _, name, _ in instructions[first:last])
+    ]
+    most = 0
+    for first, last in loops:
+        if any((other != (first, last)) and first <= other[0] and other[1] <= last for other in loops):
+            continue  # not the innermost
+        index, spills = first, 0
+        while index <= last:
+            spills += instructions[index][1] in ("LDL", "STL")
+            target = jumps.get(index, 0)
+            index = target if index + SELDOM < target <= last else index + 1
+        most = max(most, spills)
+    return most
 
 
 def call(case: Case) -> None:

@@ -46,6 +46,16 @@ def test_a_sink_lies_that_far_above_the_tail_for_every_query(gap: int, dtype: to
         assert not by_name(f"sink-{gap}{suffix}").make(1, 1024)[2][:, :, places].any(), "a sink adds nothing"
 
 
+def test_an_own_sink_is_nothing_to_the_others() -> None:
+    logits = logits_of("own-sink-13", head_dim=128)
+    places, owner = torch.arange(32) * 32 + 5, torch.arange(100) * 32 // 100
+    expected = 13.0 * torch.nn.functional.one_hot(owner, 32)
+    assert (logits[..., places] - expected).abs().max() < 0.05
+    tail = torch.ones(1024, dtype=torch.bool)
+    tail[places] = False
+    assert logits[..., tail].std() == pytest.approx(0.3, abs=0.05)
+
+
 @pytest.mark.parametrize("tile", [64, 128, 256])
 def test_every_tile_has_its_peak(tile: int) -> None:
     logits = logits_of(f"peaks-{tile}-8").unflatten(-1, (-1, tile))

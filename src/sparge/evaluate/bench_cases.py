@@ -144,10 +144,10 @@ def _numerics() -> list[Group]:
     usual = Problem(8192, 2, queries=NUMERICS_QUERIES)
     groups = []
     for family in FAMILIES:
-        lengths = list(NUMERICS_LENGTHS if family.kind in ("sink", "field") else NUMERICS_LENGTHS[::2])
+        lengths = list(NUMERICS_LENGTHS if family.kind in ("sink", "own sink", "field") else NUMERICS_LENGTHS[::2])
         if family.kind == "field":
             lengths.remove(1024)  # no long tail
-        of_family = replace(usual, heads=SINK_HEADS) if family.kind == "sink" else usual
+        of_family = replace(usual, heads=SINK_HEADS) if family.kind in ("sink", "own sink") else usual
         problems = [replace(of_family, tokens=tokens) for tokens in lengths]
         if family in ESSENTIAL:
             problems.append(replace(of_family, head_dim=64))

@@ -72,7 +72,7 @@ def numerics_rows(backend: str, family: Family, problem: Problem, inputs: Inputs
             quantization,
             partial(_errors, inputs, problem, kernel_backend, quantization, rows, exact),
         )
-        limit = output_limit(family, problem.head_dim)
+        limit = output_limit(family, problem.head_dim, problem.tokens)
         if errors is not None and quantization == "int8_fp8":
             with_exponentials[kernel_backend] = errors.relative_l1
         if quantization == "int8_fp8_codes" and kernel_backend in with_exponentials:

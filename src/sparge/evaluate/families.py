@@ -115,6 +115,15 @@ def _families() -> list[Family]:
         for place, places in SINK_PLACES.items()
         for gap in SINK_GAPS
     ]
+    own_sinks = [
+        Family(
+            f"own-sink-{gap}",
+            "own sink",
+            partial(family_inputs.own_sinks, gap=gap),
+            max(EVEN_LIMIT, SINK_ROUNDING * gap),
+        )
+        for gap in (9, 13, 16)
+    ]
     peaks = [
         Family(
             f"peaks-{tile}-{gap}",
@@ -197,6 +206,7 @@ def _families() -> list[Family]:
     ]
     return [
         *sinks,
+        *own_sinks,
         *peaks,
         Family("one-row-14", "one row", partial(family_inputs.one_row, gap=14.0), EVEN_LIMIT),
         *slopes,
@@ -241,7 +251,7 @@ ESSENTIAL: tuple[Family, ...] = tuple(
         by_name,
         (
             *("sink-0", "sink-9", "sink-11", "sink-13", "sink-16", "sink-13-middle", "sink-13-several"),
-            *("peaks-64-8", "peaks-128-8", "peaks-256-8", "peaks-128-12", "one-row-14"),
+            *("own-sink-13", "peaks-64-8", "peaks-128-8", "peaks-256-8", "peaks-128-12", "one-row-14"),
             *("rising-40", "falling-40", "step-up-12", "step-down-12", "field"),
             *("outliers-k-matched-1x100", "outliers-k-matched-3x30", "outliers-k-alone-3x30", "outliers-both-3x30"),
             *("outliers-q-matched-3x30", "outliers-q-alone-1x100"),

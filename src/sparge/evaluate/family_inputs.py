@@ -23,6 +23,8 @@ SMALL_MEAN = 0.3
 """Of V where wrong logits are to show in the output: a large mean is the same whatever the weights."""
 DECISIVE_SHARE = 0.95
 OTHER_ROWS, LOUD_ROW = 64, 37
+OWNERS = 32
+"""Groups of queries with a sink of their own."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,23 @@ def _peaks(draw: Draw, gap: float, places: Tensor, silent: bool = True) -> Input
     query, key, value = _levels(draw, levels, plain=places)
     if silent:
         value[:, :, places] = 0.0
+    return query, key, value
+
+
+def own_sinks(draw: Draw, gap: float) -> Inputs:
+    """Each 32nd of the queries has a sink of its own, nothing to the others: too few to be found by sampling."""
+    count, root = min(OWNERS, draw.head_dim // 2), math.sqrt(draw.head_dim)
+    directions = torch.linalg.qr(draw.normal(1, draw.kv_heads, draw.head_dim, count)).Q.mT  # (1, H_kv, owners, D)
+    along = math.sqrt(gap * root)
+    of_queries = draw.of_queries(directions)
+    owner = torch.arange(draw.q_len, device=draw.device) * count // draw.q_len
+    query, key = draw.queries(), TAIL_SPREAD * draw.keys()
+    query = query - query @ of_queries.mT @ of_queries + along * of_queries[:, :, owner]
+    key = key - key @ directions.mT @ directions
+    places = torch.arange(count, device=draw.device) * draw.kv_len // count + 5
+    key[:, :, places] = gap * root / along * directions
+    value = draw.values()
+    value[:, :, places] = 0.0
     return query, key, value
 
 

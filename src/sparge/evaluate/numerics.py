@@ -23,6 +23,8 @@ CODES_FACTOR, CODES_SLACK = 1.15, 2e-3
 MEAN_DEVIATIONS, WORST_DEVIATIONS = 3.0, 6.0
 """Rows share the rounding of a key they all look at: their mean is one draw, not many."""
 INT8_MAX = 127.0
+ASKED_KEYS, HIDDEN_KEYS = 4096, 127
+"""Keys up to which the kernels look for a peak in every tile (`backends.triton.peaks`); others of a tile."""
 CODE_NOISE = 0.0265
 """Deviation of one E4M3 number. P's codes are summed as rounded, so that it reaches the LSE."""
 
@@ -60,14 +62,17 @@ def codes_limit(with_exponentials: float) -> float:
     return CODES_FACTOR * with_exponentials + CODES_SLACK
 
 
-def output_limit(family: Family, head_dim: int) -> float:
+def output_limit(family: Family, head_dim: int, kv_len: int) -> float:
     """Relative L1 error that a family's output may have. Its own limit is that of 128 channels.
+
+    A peak that few queries share hides the other keys of its tile, once there are more than every tile is asked for.
 
     With D channels, the roundings of a sink's logit have the deviation m / 311 sqrt(gap^2 / D + gap / sqrt(D))
     (`families.SINK_ROUNDING`): each of a product's D terms is rounded by a step, a share m sqrt(gap sqrt(D) / D) of the
     channels that make up the gap, and D of them add up as sqrt(D). Of gaps above sqrt(D), that is 1 / sqrt(D).
     """
-    return family.limit * (max(1.0, math.sqrt(128 / head_dim)) if family.kind == "sink" else 1.0)
+    limit = family.limit * (max(1.0, math.sqrt(128 / head_dim)) if family.kind in ("sink", "own sink") else 1.0)
+    return limit + (HIDDEN_KEYS / kv_len if family.kind == "own sink" and kv_len > ASKED_KEYS else 0.0)
 
 
 def lse_limits(
