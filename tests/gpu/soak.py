@@ -1,8 +1,8 @@
 """Many launches of the Hopper kernel: ``python tests/gpu/soak.py [launches]`` (20000 unless told).
 
-Random lengths, heads, densities and thresholds. Of every problem all launches must give the same bits, and the first
-must be near exact attention; with a threshold only the bits count. A launch that hangs ends the process: the watchdog
-prints where it stood.
+Random lengths, heads, densities, thresholds and sinks. Of every problem all launches must give the same bits, and the
+first must be near exact attention; with a threshold only the bits count. A launch that hangs ends the process: the
+watchdog prints where it stood.
 
 SPARGE_TEST_REPORT=FILE appends the counts as a JSON line.
 """
@@ -45,6 +45,8 @@ FORMS = [
     ("none", 256, False, None),
 ]
 """Quantization, head width, causality, P V threshold."""
+SINKS = 0.3
+"""The share of problems in which a key lies 12 nats above the others for all queries."""
 ERRORS = {"none": 0.01}
 LARGEST_ERROR = 0.05
 """Against exact attention over the kept blocks; skipped products and 8 bits included."""
@@ -53,13 +55,16 @@ LARGEST_ERROR = 0.05
 def random_problem(draw: random.Random, width: int) -> tuple[Shape, list[Tensor], Tensor]:
     """Sizes, Q, K and V, and kept blocks of a random density."""
     group, kv_heads = draw.choice([1, 2, 4]), draw.choice([1, 2, 3])
-    q_len, kv_len = draw.randint(1, 2000), draw.randint(1, 2000)
+    q_len, kv_len = draw.randint(1, 2000), draw.choice([draw.randint(1, 2000), draw.randint(1, 6000)])
     shape = Shape(draw.choice([1, 2]), group * kv_heads, kv_heads, q_len, kv_len, width, width)
     tensors = [
         torch.randn(shape.batch, heads, length, width, device="cuda", dtype=torch.bfloat16)
         for heads, length in ((shape.heads, q_len), (kv_heads, kv_len), (kv_heads, kv_len))
     ]
     tensors[2] += 0.5
+    if draw.random() < SINKS:
+        tensors[0][..., 0], tensors[1][..., 0] = width**0.5, 0
+        tensors[1][:, :, kv_len // 2, 0] = 12
     rows = (shape.batch, shape.heads, shape.q_blocks, shape.kv_blocks)
     return shape, tensors, torch.rand(rows, device="cuda") < draw.choice([0.02, 0.2, 0.5, 1.0])
 
