@@ -108,5 +108,5 @@ def call(problem: FamilyProblem, quantization: Any, backend: str) -> tuple[Tenso
 def assert_without_exponentials(problem: FamilyProblem, results: dict[str, tuple[Tensor, Tensor]]) -> None:
     """P's codes straight from the scores are hardly worse than P rounded to FP8."""
     errors = {name: problem.errors(*result).relative_l1 for name, result in results.items()}
-    limit, got = codes_limit(errors["int8_fp8"]), errors["int8_fp8_codes"]
+    limit, got = codes_limit(errors["int8_fp8"], problem.family, problem.key.shape[2]), errors["int8_fp8_codes"]
     assert got <= limit, f"{problem.family.name}: expected <= {limit:.4f} (with exponentials), got {got:.4f}"

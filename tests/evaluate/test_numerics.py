@@ -14,7 +14,7 @@ from torch import Tensor
 from sparge.evaluate.bench_exact import ExactRows, exact_rows
 from sparge.evaluate.captured import SIZES, captured_families
 from sparge.evaluate.families import by_name
-from sparge.evaluate.numerics import codes_limit, errors_of, lse_limits, lse_rounding
+from sparge.evaluate.numerics import codes_limit, errors_of, lse_limits, lse_rounding, output_limit
 
 ROWS = torch.arange(100)
 
@@ -49,7 +49,13 @@ class TestErrors:
             errors_of(exact.output.float(), lse, torch.arange(2), exact)
 
     def test_codes_may_be_a_little_worse(self) -> None:
-        assert codes_limit(0.02) == pytest.approx(0.025)
+        assert codes_limit(0.02, by_name("sink-13"), 8192) == pytest.approx(0.025)
+
+    def test_keys_beside_a_peak_of_few_queries_may_be_lost_where_tiles_are_not_asked(self) -> None:
+        own, shared = by_name("own-sink-13"), by_name("sink-13-several")
+        assert output_limit(own, 128, 4096) == output_limit(shared, 128, 131072) == 0.02
+        assert output_limit(own, 128, 8192) - 0.02 == pytest.approx(127 / 8192)
+        assert codes_limit(0.02, own, 8192) - 0.025 == pytest.approx(127 / 8192)
 
 
 class TestLseRounding:

@@ -76,7 +76,7 @@ def numerics_rows(backend: str, family: Family, problem: Problem, inputs: Inputs
         if errors is not None and quantization == "int8_fp8":
             with_exponentials[kernel_backend] = errors.relative_l1
         if quantization == "int8_fp8_codes" and kernel_backend in with_exponentials:
-            limit = min(limit, codes_limit(with_exponentials[kernel_backend]))
+            limit = min(limit, codes_limit(with_exponentials[kernel_backend], family, problem.tokens))
         lse = limits_of_lse(has_codes=quantization == "int8_fp8_codes")
         allowed = (limit, *lse)
         yield {

@@ -57,22 +57,30 @@ def errors_of(output: Tensor, lse: Tensor, rows: Tensor, exact: ExactRows) -> Er
     return Errors(sampled_error(output, rows, exact.output), float(moved.mean()), worst)
 
 
-def codes_limit(with_exponentials: float) -> float:
-    """Relative L1 error that "int8_fp8_codes" may have where "int8_fp8" has this one."""
-    return CODES_FACTOR * with_exponentials + CODES_SLACK
+def codes_limit(with_exponentials: float, family: Family, kv_len: int) -> float:
+    """Relative L1 error that "int8_fp8_codes" may have where "int8_fp8" has this one.
+
+    What lies 15 to 19 octaves below a peak, FP8 rounds to its last numbers, and codes to 0.
+    """
+    return CODES_FACTOR * with_exponentials + CODES_SLACK + hidden_share(family, kv_len)
+
+
+def hidden_share(family: Family, kv_len: int) -> float:
+    """Of the output: keys beside a peak that few queries share, where there are more than every tile is asked for."""
+    return HIDDEN_KEYS / kv_len if family.kind == "own sink" and kv_len > ASKED_KEYS else 0.0
 
 
 def output_limit(family: Family, head_dim: int, kv_len: int) -> float:
     """Relative L1 error that a family's output may have. Its own limit is that of 128 channels.
 
-    A peak that few queries share hides the other keys of its tile, once there are more than every tile is asked for.
+    It is raised by `hidden_share`.
 
     With D channels, the roundings of a sink's logit have the deviation m / 311 sqrt(gap^2 / D + gap / sqrt(D))
     (`families.SINK_ROUNDING`): each of a product's D terms is rounded by a step, a share m sqrt(gap sqrt(D) / D) of the
     channels that make up the gap, and D of them add up as sqrt(D). Of gaps above sqrt(D), that is 1 / sqrt(D).
     """
     limit = family.limit * (max(1.0, math.sqrt(128 / head_dim)) if family.kind in ("sink", "own sink") else 1.0)
-    return limit + (HIDDEN_KEYS / kv_len if family.kind == "own sink" and kv_len > ASKED_KEYS else 0.0)
+    return limit + hidden_share(family, kv_len)
 
 
 def lse_limits(

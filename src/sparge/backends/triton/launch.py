@@ -86,7 +86,8 @@ def launch(kernel: Any, programs: int, **arguments: Any) -> None:
     if compiled is not None:
         compiled[(programs, 1, 1)](*in_signature)
     else:
-        compiled = kernel[(programs,)](**arguments)
+        # A product and a sum are one instruction, by intent: Triton 3.10 will not do it unless it is told.
+        compiled = kernel[(programs,)](**arguments, enable_fp_fusion=True)
         if isinstance(compiled, CompiledKernel):
             expected = kernel.arg_names
             assert list(arguments)[: len(expected)] == expected, f"{kernel.__name__}: expected the order {expected}"
