@@ -93,7 +93,7 @@ CASES = {
 class Result:
     """Per thread: registers, bytes of stack and of other local memory; how often a step of the innermost loop that has
     matrix products uses the stack, the most of all such loops. Per program: bytes of shared memory, columns of tensor
-    memory. Instructions are counted by mnemonic."""
+    memory. Whether products and sums become one instruction. Instructions are counted by mnemonic."""
 
     case: str
     kernel: str
@@ -101,6 +101,7 @@ class Result:
     stack: int
     local: int
     spills_a_step: int
+    is_fused: bool
     shared: int
     tensor_memory: int
     instructions: dict[str, int]
@@ -141,6 +142,7 @@ def inspect(case: str, kernel: str, compiled: Any, folder: Path) -> Result:
         stack=stack,
         local=local,
         spills_a_step=spills_a_step(instructions),
+        is_fused=compiled.metadata.enable_fp_fusion,
         shared=compiled.metadata.shared,
         tensor_memory=getattr(compiled.metadata, "tmem_size", None) or 0,
         instructions=dict(Counter(name for _, name, _ in instructions)),
