@@ -63,9 +63,8 @@ class Case:
 
 CASES = {
     "int8_fp8": Case("int8_fp8", kernels="attention|key_value|summarize|sinks"),
-    "int8_fp8 causal": Case("int8_fp8", is_causal=True, is_typical=False),
     "int8_fp8 D 64": Case("int8_fp8", head_dim=64),
-    "int8_fp8 asked": Case("int8_fp8", length=4096),
+    "int8_fp8 asked": Case("int8_fp8", is_causal=True, length=4096, is_typical=False),
     "int8_fp8 threshold": Case("int8_fp8", pv_threshold=-8.0),
     "int8_fp8 keys": Case("int8_fp8", attn_mask="keys", is_typical=False),
     "int8_fp16": Case("int8_fp16", kernels="."),
@@ -77,7 +76,6 @@ CASES = {
     "none D 64": Case("none", head_dim=64, is_typical=False),
     "none bias": Case("none", attn_mask="bias", length=256),
     "int8_fp8_codes on hopper": Case("int8_fp8_codes", backend="hopper"),
-    "int8_fp8_codes causal on hopper": Case("int8_fp8_codes", is_causal=True, backend="hopper"),
     "int8_fp8_codes D 64 on hopper": Case("int8_fp8_codes", head_dim=64, backend="hopper"),
     "int8_fp8_codes D 256 on hopper": Case("int8_fp8_codes", head_dim=256, backend="hopper"),
     "int8_fp8_codes causal asked on hopper": Case("int8_fp8_codes", is_causal=True, length=4096, backend="hopper"),

@@ -55,17 +55,17 @@ def test_needed_share() -> None:
 @pytest.mark.parametrize("heads, kv_heads", [(2, 2), (6, 2), (8, 1)])
 def test_marks_what_enough_samples_see(heads: int, kv_heads: int, is_causal: bool) -> None:
     """Four sinks; a fifth block has a peak for the last eighth of one head's queries, which is their own affair."""
-    query, key, _ = by_name("sink-13-several").make(512, 1024, heads, kv_heads=kv_heads, dtype=torch.float32)
+    query, key, _ = by_name("sink-13-several").make(256, 512, heads, kv_heads=kv_heads, dtype=torch.float32)
     own = 100.0 * torch.nn.functional.normalize(torch.randn(128, generator=torch.Generator().manual_seed(1)), dim=0)
-    key[:, :, 500] += own / 8
-    query[:, 0, 448:] += own / 8
+    key[:, :, 330] += own / 8
+    query[:, 0, 224:] += own / 8
     got = marked(query, key, is_causal=is_causal)
     counts = votes(query, key - key.mean(2, keepdim=True), is_causal=is_causal)
     per_head = sinks.SAMPLES // (heads // kv_heads)
     needed = min(max(per_head // 2, 2), sinks.NEEDED)
     assert torch.equal(got, counts >= needed)
     assert got.sum() == 4 * kv_heads
-    assert counts[0, 0, 500 // 64] > 0
+    assert counts[0, 0, 330 // 64] > 0
 
 
 def test_marking_twice_changes_nothing() -> None:
