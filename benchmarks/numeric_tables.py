@@ -73,10 +73,13 @@ def pivot(
 def numerics_kinds(results: Path) -> tuple[list[str], list[list[str]], list[Row]] | None:
     """Worst relative L1 error of each kind of family, by length."""
     rows = [row for row in measured(results) if is_usual(row)]
-    limits = {kind: max(row["target"] for row in rows if row["kind"] == kind) for kind in {row["kind"] for row in rows}}
+    limits: dict[tuple[str, int], float] = {}
+    for row in rows:
+        place = row["kind"], row["tokens"]
+        limits[place] = max(row["target"], limits.get(place, 0.0))
 
     def key(row: Row) -> tuple[str, ...]:
-        return row["kind"], str(row["tokens"]), f"{limits[row['kind']]:.3f}"
+        return row["kind"], str(row["tokens"]), f"{limits[row['kind'], row['tokens']]:.3f}"
 
     columns, lines = pivot(rows, key, lambda same: worst_of(same, "relative_l1"))
     return (["families", "N", "limit", *columns], lines, rows) if rows else None

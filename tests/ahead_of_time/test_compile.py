@@ -60,6 +60,7 @@ KNOWN_SPILLS = {
     (89, "attention_kernel, int8_fp16 judged"): (16, 0),
     # Triton 3.9; with 3.6 a third of the bytes or less, none of them in a step.
     (90, "attention_kernel, int8_fp8_codes on hopper"): (136, 3),
+    (90, "attention_kernel, int8_fp8_codes causal on hopper"): (152, 3),
     (90, "attention_kernel, int8_fp8_codes causal asked on hopper"): (160, 9),
     (90, "attention_kernel, int8_fp8_codes D 256 on hopper"): (144, 3),
     (90, "attention_kernel, int8_fp8 on hopper"): (120, 1),

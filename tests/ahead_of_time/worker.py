@@ -76,6 +76,7 @@ CASES = {
     "none D 64": Case("none", head_dim=64, is_typical=False),
     "none bias": Case("none", attn_mask="bias", length=256),
     "int8_fp8_codes on hopper": Case("int8_fp8_codes", backend="hopper"),
+    "int8_fp8_codes causal on hopper": Case("int8_fp8_codes", is_causal=True, backend="hopper"),
     "int8_fp8_codes D 64 on hopper": Case("int8_fp8_codes", head_dim=64, backend="hopper"),
     "int8_fp8_codes D 256 on hopper": Case("int8_fp8_codes", head_dim=256, backend="hopper"),
     "int8_fp8_codes causal asked on hopper": Case("int8_fp8_codes", is_causal=True, length=4096, backend="hopper"),

@@ -57,7 +57,8 @@ def select_warps(columns: int) -> int:
 
 
 SINK_BLOCKS, SINK_STAGES, SINK_WARPS = 8, 3, 4
-"""Key blocks one program looks at, pipeline depth, warps."""
+"""Key blocks one program looks at, pipeline depth, warps: 0.014, 0.025 and 0.025 ms at N 8192, 32768 and 131072; 16
+blocks 0.016, 0.025 and 0.025, two warps 0.017, 0.031 and 0.031. The floor, K's codes once: 0.008, 0.016 and 0.016."""
 
 
 @dataclass(frozen=True)
