@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sparge.evaluate.bench_table import newest
+from sparge.bench.table import newest
 
 Row = dict[str, Any]
 Kernel = tuple[str, str]

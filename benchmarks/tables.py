@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.numeric_tables import NUMERIC_TABLES
-from sparge.evaluate.bench_table import VIEWS, newest, problem_notes
+from sparge.bench.table import VIEWS, newest, problem_notes
 
 REPOSITORY = Path(__file__).parent.parent
 RESULTS = REPOSITORY / "benchmarks" / "results"

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 import sparge
-from sparge.evaluate.bench_exact import ExactRows, exact_rows
 from sparge.evaluate.captured import SIZES
 from sparge.evaluate.families import Family
 from sparge.evaluate.numerics import Errors, codes_limit, errors_of, lse_limits, lse_rounding, output_limit
+from sparge.evaluate.oracle import ExactRows, exact_rows
 
 LOST = 1.0
 """Nats of deviation of an LSE, from which on it says nothing."""

@@ -20,13 +20,13 @@ from rich.console import Console
 
 import sparge
 from sparge import cli, dispatch
+from sparge.bench import run as bench_module
+from sparge.bench.cases import SUITES
+from sparge.bench.table import TERMINAL_VIEWS
+from sparge.demo import measure as demo_module
+from sparge.demo.measure import Demo, Row, Settings, run_demo, table_cells, video_grid
 from sparge.dispatch import choose_backend
-from sparge.evaluate import bench as bench_module
-from sparge.evaluate import demo as demo_module
 from sparge.evaluate import machine as machine_module
-from sparge.evaluate.bench_cases import SUITES
-from sparge.evaluate.bench_table import TERMINAL_VIEWS
-from sparge.evaluate.demo import Demo, Row, Settings, run_demo, table_cells, video_grid
 from sparge.evaluate.inputs import Sample, random_like, text_like, video_like
 from sparge.evaluate.machine import Gpu
 from sparge.evaluate.metrics import block_mass, mass_recall, needle_recall, relative_l1
@@ -219,7 +219,7 @@ try:
     main(["--version"])
 except SystemExit as stopped:
     assert not stopped.code
-heavy = {"rich.console", "matplotlib", "sparge.evaluate.demo"}
+heavy = {"rich.console", "matplotlib", "sparge.demo.measure"}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)

@@ -24,7 +24,7 @@ from conftest import (
     visible_elements,
 )
 from sparge import Dense, TopCdf, TopK, reference
-from sparge.backends.torch_blocks import attend, merge
+from sparge.backends.torch.blocks import attend, merge
 
 
 def examples(count: int) -> Any:

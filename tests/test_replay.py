@@ -20,9 +20,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from sparge.backends.triton import replay
-from sparge.backends.triton.launch import buffer_like, zeros_like
-from sparge.backends.triton.replay import ALIGNMENT, MOST_REPLAYS, replayed
+from sparge.backends.cuda import replay
+from sparge.backends.cuda.launch import buffer_like, zeros_like
+from sparge.backends.cuda.replay import ALIGNMENT, MOST_REPLAYS, replayed
 
 LENGTH = 300
 

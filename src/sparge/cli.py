@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from sparge.evaluate import bench_cases
-    from sparge.evaluate.demo import Demo, Row, Settings
+    from sparge.bench import cases as bench_cases
+    from sparge.demo.measure import Demo, Row, Settings
     from sparge.policy import Policy
 
 MIN_TOKENS = 256
@@ -124,8 +124,8 @@ def demo(
     """Dense against sparse attention on this machine: a table, and a page with the predicted masks."""
     from rich.console import Console
 
-    from sparge.evaluate.demo import Settings
-    from sparge.evaluate.report import render_page
+    from sparge.demo.measure import Settings
+    from sparge.demo.page import render_page
 
     if json_path is not None and json_path.resolve() == output.resolve():
         raise typer.BadParameter(f"expected different files for --output and --json, got {output} for both")
@@ -143,7 +143,7 @@ def _run_with_progress(settings: Settings) -> Demo:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from sparge.evaluate.demo import Step, run_demo
+    from sparge.demo.measure import Step, run_demo
 
     console = Console(stderr=True)
     columns = (BarColumn(bar_width=30), TimeElapsedColumn(), TextColumn("{task.description}"))
@@ -157,7 +157,7 @@ def _run_with_progress(settings: Settings) -> Demo:
 
 
 def _print_results(console: Console, result: Demo) -> None:
-    from sparge.evaluate.demo import HEAD_DIM, table_cells
+    from sparge.demo.measure import HEAD_DIM, table_cells
 
     settings, machine = result.settings, result.machine
     commit = f" ({machine.commit})" if machine.commit else ""
@@ -186,7 +186,7 @@ def _print_fitting(console: Console, table: Table, rows: Sequence[Sequence[tuple
 
 
 def _results_table(rows: tuple[Row, ...]) -> Table:
-    from sparge.evaluate.demo import table_cells
+    from sparge.demo.measure import table_cells
 
     table = _empty_table([column for column, _ in table_cells(rows[0])], left=("input", "score"))
     before = None
@@ -212,7 +212,7 @@ def _empty_table(columns: Sequence[str], left: Sequence[str], padding: int = 1) 
 
 
 def _suite(text: str) -> str:
-    from sparge.evaluate.bench_cases import SUITES
+    from sparge.bench.cases import SUITES
 
     if text not in SUITES:
         raise typer.BadParameter(f"expected one of {', '.join(SUITES)}, got {text}")
@@ -239,16 +239,16 @@ def bench(
     import torch
     from rich.console import Console
 
+    from sparge.bench.cases import DEFAULT_SUITES
     from sparge.dispatch import triton_missing
-    from sparge.evaluate.bench_cases import DEFAULT_SUITES
 
     if not torch.cuda.is_available():
         raise _UsageError(f"bench: expected a CUDA device, got none (torch {torch.__version__}); see sparge doctor")
     missing = triton_missing("cuda", torch.cuda.current_device())
     if missing is not None:
         raise _UsageError(f"bench: {missing}")
-    from sparge.evaluate.bench import run_bench
-    from sparge.evaluate.bench_table import one_line
+    from sparge.bench.run import run_bench
+    from sparge.bench.table import one_line
     from sparge.evaluate.machine import describe_gpu
 
     console = Console()
@@ -269,7 +269,7 @@ def bench(
 
 def _print_bench(console: Console, rows: Sequence[bench_cases.Row]) -> None:
     """One table for every view of the suites that ran, and why cells are missing."""
-    from sparge.evaluate.bench_table import TERMINAL_VIEWS, problem_notes
+    from sparge.bench.table import TERMINAL_VIEWS, problem_notes
 
     for view in TERMINAL_VIEWS:
         shown = [list(view.cells(row)) for row in rows if row["suite"] == view.suite]

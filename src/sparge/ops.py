@@ -224,14 +224,14 @@ def _shape_of(query: Tensor, key: Tensor, value: Tensor) -> Shape:
 
 def _stage1(backend: str) -> ModuleType:
     from sparge import reference
-    from sparge.backends import torch_predict
+    from sparge.backends.torch import predict as torch_predict
 
     return {"torch": torch_predict, "reference": reference}[backend]
 
 
 def _stage2(backend: str) -> ModuleType:
     from sparge import reference
-    from sparge.backends import torch_blocks
+    from sparge.backends.torch import blocks as torch_blocks
 
     return {"torch": torch_blocks, "reference": reference}[backend]
 
@@ -246,7 +246,7 @@ def _predict(query: Tensor, key: Tensor, *arguments: Any) -> tuple[Tensor, Tenso
 def _predicted(query: Tensor, key: Tensor, rules: dict[str, Any], backend: str) -> BlockMask:
     shape = _shape_of(query, key, key)
     if backend in KERNELS:
-        from sparge.backends.triton import pipeline
+        from sparge.backends.cuda import pipeline
 
         return pipeline.predict(query, key, shape, **rules)
     return _stage1(backend).predict(query, key, shape, **rules)
@@ -284,7 +284,7 @@ def _attend(
     backend = kernels_for(backend, query.dtype, quantization, has_mask=attn_mask is not None)
     counters.record(f"sparse: {backend}")
     if backend in KERNELS:
-        from sparge.backends.triton import pipeline
+        from sparge.backends.cuda import pipeline
 
         return pipeline.attention(
             query,
@@ -313,7 +313,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tu
     backend = kernels_for(backend, query.dtype, quantization, has_mask=attn_mask is not None)
     counters.record(f"sparse: {backend}")
     if backend in KERNELS:
-        from sparge.backends.triton import pipeline
+        from sparge.backends.cuda import pipeline
 
         return pipeline.sparse_attention(
             query,
@@ -352,7 +352,7 @@ def _dense(
     shape = _shape_of(query, key, value)
     call: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "attn_mask": attn_mask}
     if backend == "cuda":
-        from sparge.backends import cuda_dense
+        from sparge.backends.cuda import dense as cuda_dense
 
         kernels = choose_backend("auto", query.device).backend
         kernels = kernels_for(kernels, query.dtype, quantization, has_mask=attn_mask is not None)
@@ -360,14 +360,14 @@ def _dense(
             query, key, value, shape, **call, quantization=quantization, with_lse=with_lse, kernels=kernels
         )
     elif backend in KERNELS:
-        from sparge.backends.triton import pipeline
+        from sparge.backends.cuda import pipeline
 
         kernels = kernels_for(backend, query.dtype, quantization, has_mask=attn_mask is not None)
         output, lse = pipeline.attention(
             query, key, value, None, shape, **call, quantization=quantization, kernels=kernels
         )
     elif backend == "torch" and quantization == "none":
-        from sparge.backends import torch_dense
+        from sparge.backends.torch import dense as torch_dense
 
         output, lse = torch_dense.attention(query, key, value, shape, **call)
     else:

@@ -11,7 +11,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from worker import Device
 
-from sparge.backends.triton import launch
+from sparge.backends.cuda import launch
 
 AFTER_HANDLES = 9
 """A launch is: programs in three dimensions, six of Triton's own things, the kernel's arguments."""

@@ -15,8 +15,8 @@ PROGRAM = """
 import json
 import torch
 from launches import note_launches
-from sparge.backends.triton import launch as module
-from sparge.backends.triton.statistics import key_similarity_kernel
+from sparge.backends.cuda import launch as module
+from sparge.backends.cuda.stages.statistics import key_similarity_kernel
 
 started = note_launches()
 memory = torch.zeros(4096)

@@ -15,7 +15,7 @@ PROGRAM = """
 import json
 import torch
 from launches import note_launches
-from sparge.backends.triton import pipeline, replay
+from sparge.backends.cuda import pipeline, replay
 from sparge.block_mask import BlockMask
 from sparge.config import Mean, Moment, TopCdf, TopK
 from sparge.geometry import Shape

@@ -24,7 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from sparge.backends.triton import launch, pipeline
+from sparge.backends.cuda import launch, pipeline
 from sparge.config import Mean, Moment, TopCdf, TopK
 from sparge.geometry import Shape
 

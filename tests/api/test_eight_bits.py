@@ -20,7 +20,7 @@ from conftest import (
 )
 from numerics import call, problem_of
 from sparge import Dense, TopK, reference
-from sparge.backends import torch_online
+from sparge.backends.torch import online as torch_online
 from sparge.evaluate.families import by_name
 from sparge.evaluate.inputs import text_like, video_like
 from sparge.geometry import Shape

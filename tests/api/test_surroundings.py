@@ -20,7 +20,9 @@ from conftest import (
     plain_attention,
 )
 from sparge import Dense, TopCdf, TopK
-from sparge.backends import torch_blocks, torch_online, torch_predict
+from sparge.backends.torch import blocks as torch_blocks
+from sparge.backends.torch import online as torch_online
+from sparge.backends.torch import predict as torch_predict
 from sparge.stats import counters
 
 pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.timeout(120)]

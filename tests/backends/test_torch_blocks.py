@@ -9,7 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparge import BlockMask, reference
-from sparge.backends import torch_blocks, torch_online
+from sparge.backends.torch import blocks as torch_blocks
+from sparge.backends.torch import online as torch_online
 from sparge.evaluate.metrics import relative_l1
 from sparge.geometry import Shape
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sparge import Mean, Moment, TopCdf, TopK, reference
-from sparge.backends import torch_predict
+from sparge.backends.torch import predict as torch_predict
 from sparge.geometry import Shape
 
 SHAPES = {

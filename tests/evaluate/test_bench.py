@@ -15,16 +15,20 @@ from torch import Tensor
 
 import sparge
 from conftest import exact_attention
-from sparge.evaluate import bench, bench_cases, bench_exact, bench_numerics, bench_timing
-from sparge.evaluate.bench_cases import DEFAULT_SUITES, SUITES, Group, Problem, groups_of, random_blocks
-from sparge.evaluate.bench_exact import exact_rows, sampled_error, sampled_queries
-from sparge.evaluate.bench_inputs import frame_grid, make_inputs
-from sparge.evaluate.bench_table import VIEWS, newest, one_line, problem_notes
-from sparge.evaluate.bench_timing import MAX_CALLS, Timing, Variant, repeats_for, time_on_cuda
+from sparge.bench import cases as bench_cases
+from sparge.bench import numerics as bench_numerics
+from sparge.bench import run as bench
+from sparge.bench import timing as bench_timing
+from sparge.bench.cases import DEFAULT_SUITES, SUITES, Group, Problem, groups_of, random_blocks
+from sparge.bench.table import VIEWS, newest, one_line, problem_notes
+from sparge.bench.timing import MAX_CALLS, Timing, Variant, repeats_for, time_on_cuda
+from sparge.evaluate import oracle as bench_exact
 from sparge.evaluate.captured import captured_families
+from sparge.evaluate.device_inputs import frame_grid, make_inputs
 from sparge.evaluate.families import FAMILIES, by_name
 from sparge.evaluate.machine import Gpu
 from sparge.evaluate.metrics import block_mass, relative_l1
+from sparge.evaluate.oracle import exact_rows, sampled_error, sampled_queries
 
 CPU = torch.device("cpu")
 GPU = Gpu("NVIDIA H200", "9.0", "2.11.0", "3.6.0", "13.0", "0.1.0", "0123456789")

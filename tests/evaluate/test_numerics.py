@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparge.evaluate.bench_exact import ExactRows, exact_rows
 from sparge.evaluate.captured import SIZES, captured_families
 from sparge.evaluate.families import by_name
 from sparge.evaluate.numerics import codes_limit, errors_of, lse_limits, lse_rounding, output_limit
+from sparge.evaluate.oracle import ExactRows, exact_rows
 
 ROWS = torch.arange(100)
 

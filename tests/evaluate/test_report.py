@@ -13,11 +13,11 @@ import pytest
 import torch
 from PIL import Image
 
-from sparge.evaluate.demo import Demo, InputResult, Prediction, Row, Settings, table_cells
+from sparge.demo.measure import Demo, InputResult, Prediction, Row, Settings, table_cells
+from sparge.demo.page import LEFT, SIDE, TOP, render_page
 from sparge.evaluate.inputs import Needle
 from sparge.evaluate.machine import Machine
 from sparge.evaluate.plots import DARK, LIGHT, paint_blocks, palette
-from sparge.evaluate.report import LEFT, SIDE, TOP, render_page
 
 MACHINE = Machine("Imagined <CPU> & sons", 3, "Linux test", "3.10.1", "2.9.9", "0.0.7", "abc1234")
 TOKENS = 512

@@ -108,7 +108,7 @@ def assert_like_the_reference(
 def forget_recordings() -> None:
     """The next call of every kind is made from the beginning."""
     if BACKEND in ("triton", "hopper"):
-        from sparge.backends.triton.replay import forget
+        from sparge.backends.cuda.replay import forget
 
         forget()
 

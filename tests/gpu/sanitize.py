@@ -97,7 +97,7 @@ def make_calls() -> int:
 
 def make_fault() -> None:
     """Read far beyond the end of K and V."""
-    from sparge.backends.triton import pipeline
+    from sparge.backends.cuda import pipeline
     from sparge.geometry import Shape
 
     query, key, value = (torch.randn(1, 1, 128, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from conftest import exact_attention, relative_l1
+from sparge.backends.cuda import pipeline
 from sparge.backends.hopper import launcher
-from sparge.backends.triton import pipeline
 from sparge.block_mask import BlockMask
 from sparge.evaluate.machine import describe_gpu
 from sparge.geometry import Shape

@@ -19,7 +19,7 @@ from torch import Tensor
 import sparge
 from conftest import assert_within_budget, causality, exact_attention, make_qkv, plain_attention
 from sparge import TopCdf, TopK, compat
-from sparge.backends import torch_online
+from sparge.backends.torch import online as torch_online
 
 pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.timeout(60)]
 

@@ -16,7 +16,8 @@ from conftest import assert_exact, causality, exact_attention, modes, relative_l
 from gpu.conftest import rms
 from kernels.conftest import make_problem, random_bits, seen_tokens, shape_of
 from sparge import BlockMask, reference
-from sparge.backends.triton import attention, configs, pipeline
+from sparge.backends.cuda import pipeline
+from sparge.backends.triton import attention, configs
 from sparge.evaluate.families import by_name
 from sparge.geometry import Shape
 

@@ -7,7 +7,7 @@ import torch
 
 from kernels.conftest import shape_of
 from numerics import problem_of
-from sparge.backends.triton import pipeline
+from sparge.backends.cuda import pipeline
 from sparge.evaluate.captured import captured_families
 from sparge.evaluate.families import Family, by_name
 

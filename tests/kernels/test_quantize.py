@@ -12,9 +12,9 @@ from torch import Tensor
 from conftest import causality
 from kernels.conftest import EPSILON, LOG2_E, assert_close, make_problem, random_bits, seen_tokens, visibility_of
 from sparge import reference
-from sparge.backends.triton.launch import padded
-from sparge.backends.triton.quantize import QueryFacts, quantize_key_value, read_query
-from sparge.backends.triton.statistics import Summary, summarize
+from sparge.backends.cuda.launch import padded
+from sparge.backends.cuda.stages.quantize import QueryFacts, quantize_key_value, read_query
+from sparge.backends.cuda.stages.statistics import Summary, summarize
 from sparge.eight_bits import MIXED, key_scales, mix, quantize_fp8, quantize_int8, query_scales, to_fp16
 from sparge.geometry import BLOCK_K, BLOCK_Q, Shape
 

@@ -13,9 +13,9 @@ from conftest import causality, make_qkv
 from kernels.conftest import random_bits, shape_of, visibility_of
 from selection import Row, specified
 from sparge import Mean, Moment, TopK, reference
-from sparge.backends.triton.predict import block_probabilities
-from sparge.backends.triton.quantize import read_query
-from sparge.backends.triton.statistics import summarize
+from sparge.backends.cuda.stages.quantize import read_query
+from sparge.backends.cuda.stages.score import block_probabilities
+from sparge.backends.cuda.stages.statistics import summarize
 from sparge.config import Score
 from sparge.visibility import first_seen_keys
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from selection import assert_valid_lists
 from sparge import BlockMask, TopCdf, TopK, reference
-from sparge.backends.triton.select import select
+from sparge.backends.cuda.stages.select import select
 from sparge.geometry import BLOCK_K, BLOCK_Q, Shape
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")

@@ -12,7 +12,7 @@ from torch import Tensor
 from conftest import causality
 from kernels.conftest import EPSILON, LOG2_E, assert_close, make_problem, random_bits, seen_tokens, visibility_of
 from sparge import eight_bits, reference
-from sparge.backends.triton.statistics import Summary, summarize
+from sparge.backends.cuda.stages.statistics import Summary, summarize
 from sparge.geometry import BLOCK_K, Shape
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")

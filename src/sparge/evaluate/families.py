@@ -17,7 +17,8 @@ from functools import partial
 
 import torch
 
-from sparge.evaluate import bench_inputs, family_inputs
+from sparge.evaluate import device_inputs as bench_inputs
+from sparge.evaluate import family_inputs
 from sparge.evaluate.family_inputs import LOGIT_SPREAD, Draw, Inputs
 
 EVEN_LIMIT, ORDINARY_LIMIT, FIELD_LIMIT = 0.02, 0.03, 0.016

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from sparge import eight_bits
-from sparge.evaluate.bench_exact import ExactRows, sampled_error, score_chunks
 from sparge.evaluate.families import Family
+from sparge.evaluate.oracle import ExactRows, sampled_error, score_chunks
 from sparge.geometry import BLOCK_K
 
 LSE_MEAN, LSE_WORST = 0.002, 0.02

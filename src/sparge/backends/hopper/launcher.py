@@ -9,12 +9,7 @@ import torch
 from torch import Tensor
 
 from sparge import geometry
-from sparge.backends.hopper import configs
-from sparge.backends.hopper.attention import attention_kernel
-from sparge.backends.hopper.form import Form
-from sparge.backends.hopper.gluon import TensorDescriptor, gl
-from sparge.backends.triton.attention import Operands
-from sparge.backends.triton.launch import (
+from sparge.backends.cuda.launch import (
     buffer_like,
     launch,
     list_arguments,
@@ -23,7 +18,12 @@ from sparge.backends.triton.launch import (
     power_of_two,
     zeros_like,
 )
-from sparge.backends.triton.peaks import way_with_peaks
+from sparge.backends.cuda.operands import Operands
+from sparge.backends.cuda.peaks import way_with_peaks
+from sparge.backends.hopper import configs
+from sparge.backends.hopper.gluon import TensorDescriptor, gl
+from sparge.backends.hopper.kernel import attention_kernel
+from sparge.backends.hopper.spec import Form
 from sparge.block_mask import BlockMask
 from sparge.config import PerHead
 from sparge.geometry import Shape

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from sparge.backends.cuda.primitives import BLOCK_K, BLOCK_Q, KEY_GROUPS
 from sparge.backends.hopper.gluon import async_load, barrier, gl, jit, mbarrier, reinterpret
-from sparge.backends.triton.primitives import BLOCK_K, BLOCK_Q, KEY_GROUPS
 
 PLAIN, MASKED, BROKEN, SINK = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(4)
 """Kinds of a stage, which may be added: every query sees every key; some do not; a key is not finite; one is a sink."""

@@ -16,16 +16,13 @@ FP8 tensor cores add in 13 bits. Each step of 64 or 128 keys therefore gets a fr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from sparge import geometry
-from sparge.backends.triton import configs
-from sparge.backends.triton.launch import (
+from sparge.backends.cuda.launch import (
     architecture_of,
     buffer_like,
     launch,
@@ -35,8 +32,9 @@ from sparge.backends.triton.launch import (
     seen_argument,
     strides_of,
 )
-from sparge.backends.triton.peaks import add_lost, bits_of_far, way_with_peaks
-from sparge.backends.triton.primitives import (
+from sparge.backends.cuda.operands import Operands
+from sparge.backends.cuda.peaks import way_with_peaks
+from sparge.backends.cuda.primitives import (
     BLOCK_K,
     BLOCK_Q,
     FP16_ROOM,
@@ -49,7 +47,9 @@ from sparge.backends.triton.primitives import (
     by_group,
     in_fp8_token_order,
 )
-from sparge.backends.triton.scores import (
+from sparge.backends.triton import configs
+from sparge.backends.triton.peaks import add_lost, bits_of_far
+from sparge.backends.triton.softmax import (
     apply_mask,
     block_probability,
     block_scores,
@@ -339,29 +339,6 @@ def attention_kernel(
         tl.where(empty[:, None], 0.0, output).to(output_ptr.dtype.element_ty),
         mask=inside[:, None] & (offs_dv < VALUE_DIM)[None, :],
     )
-
-
-@dataclass(frozen=True)
-class Operands:
-    """What the attention kernel reads. Codes are padded to whole blocks; unquantised tensors are the caller's own.
-
-    The scales and ``lse_shift`` of `quantize.QueryFacts` and `statistics.Summary` mean nothing when quantization is
-    "none". ``key_scale`` is negative where a block holds a sink (`sinks.mark_sinks`). ``dtype`` is the output's.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    query_scale: Tensor
-    key_scale: Tensor
-    value_scale: Tensor
-    lse_shift: Tensor
-    quantization: str
-    dtype: torch.dtype
-    scale: float
-    is_causal: bool
-    attn_mask: Tensor | None
-    keys_seen: Tensor | None
 
 
 def attend(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparge.backends.triton.primitives import (
+from sparge.backends.cuda.primitives import (
     BLOCK_K,
     FAR,
     FP8_MAX,
@@ -23,7 +23,7 @@ from sparge.backends.triton.primitives import (
     LOG2_FP8_MAX,
     in_fp8_token_order,
 )
-from sparge.backends.triton.scores import (
+from sparge.backends.triton.softmax import (
     apply_mask,
     block_probability,
     block_scores,
@@ -32,21 +32,9 @@ from sparge.backends.triton.scores import (
     raw_scores,
 )
 
-ASKED_KEYS = 4096
-"""Keys up to which every tile is asked. The keys around a peak, 127 at most, are 3 % of so many."""
 STEPS = tl.constexpr(64)
 """Of a row: a number has so many bits."""
 ALL_BUT_SIGN = tl.constexpr(2**63 - 1)
-
-
-def way_with_peaks(quantization: str, kv_len: int, *, has_threshold: bool = False) -> str:
-    """What an attention kernel does about peaks: they are "ignored", "asked" about in every tile, or "known".
-
-    A threshold skips tiles by their maximum, and leaves them whole.
-    """
-    if quantization not in ("int8_fp8", "int8_fp8_codes") or has_threshold:
-        return "ignored"
-    return "asked" if kv_len <= ASKED_KEYS else "known"
 
 
 @triton.jit

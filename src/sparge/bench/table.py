@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from sparge.evaluate.bench_cases import IDENTITY, Row
+from sparge.bench.cases import IDENTITY, Row
 
 Cells = Iterator[tuple[str, str]]
 

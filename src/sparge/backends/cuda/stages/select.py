@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from sparge import geometry
-from sparge.backends.triton import configs
-from sparge.backends.triton.launch import buffer_like, launch, per_head_tensor, power_of_two
-from sparge.backends.triton.primitives import BLOCK_K, BLOCK_Q, NOWHERE
+from sparge.backends.cuda.launch import buffer_like, launch, per_head_tensor, power_of_two
+from sparge.backends.cuda.primitives import BLOCK_K, BLOCK_Q, NOWHERE
+from sparge.backends.cuda.stages import configs
 from sparge.block_mask import BlockMask
 from sparge.config import TopCdf, TopK
 from sparge.geometry import Shape, ceil_div

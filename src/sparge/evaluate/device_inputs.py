@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from sparge.evaluate.bench_cases import Problem
+    from sparge.bench.cases import Problem
 
 TOPIC_TOKENS = 48
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sparge.backends.torch_tiles import Tiles, Workspace
+from sparge.backends.torch.tiles import Tiles, Workspace
 from sparge.config import PerHead, per_head
 from sparge.eight_bits import (
     FP8_MAX,

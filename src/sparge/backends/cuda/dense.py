@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparge.backends.triton import pipeline
+from sparge.backends.cuda import pipeline
 from sparge.geometry import Shape
 
 

@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparge.backends.triton import configs
-from sparge.backends.triton.launch import launch, padded
-from sparge.backends.triton.primitives import BLOCK_K, BLOCK_Q, FAR, KEY_GROUPS, by_group
+from sparge.backends.cuda.launch import launch, padded
+from sparge.backends.cuda.primitives import BLOCK_K, BLOCK_Q, FAR, KEY_GROUPS, by_group
+from sparge.backends.cuda.stages import configs
 from sparge.geometry import Shape, ceil_div
 
 SAMPLES = 64

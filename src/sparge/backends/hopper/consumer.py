@@ -6,8 +6,12 @@ for each tile:   wait for S  ->  maximum  ->  P  ->  start P V  ->  start the ne
 
 from __future__ import annotations
 
-from sparge.backends.hopper import form
-from sparge.backends.hopper.arithmetic import (
+from sparge.backends.cuda.primitives import FP8_RANGE, LOG2_E, REACH
+from sparge.backends.hopper import spec as form
+from sparge.backends.hopper.gluon import gl, jit, mbarrier, warpgroup_mma_wait
+from sparge.backends.hopper.mma import await_stage, note_of, start_scores, start_sums, start_values
+from sparge.backends.hopper.producer import BROKEN, PLAIN, SINK
+from sparge.backends.hopper.softmax import (
     LOWEST,
     ROWS,
     TOP_CODE,
@@ -19,10 +23,6 @@ from sparge.backends.hopper.arithmetic import (
     tile_max,
     tile_part,
 )
-from sparge.backends.hopper.gluon import gl, jit, mbarrier, warpgroup_mma_wait
-from sparge.backends.hopper.producer import BROKEN, PLAIN, SINK
-from sparge.backends.hopper.products import await_stage, note_of, start_scores, start_sums, start_values
-from sparge.backends.triton.primitives import FP8_RANGE, LOG2_E, REACH
 
 SLACK = gl.constexpr(form.SLACK)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from sparge.backends.hopper.arithmetic import LOWEST, ROWS
+from sparge.backends.cuda.primitives import LN_2
 from sparge.backends.hopper.gluon import gl, jit
-from sparge.backends.triton.primitives import LN_2
+from sparge.backends.hopper.softmax import LOWEST, ROWS
 
 
 @jit

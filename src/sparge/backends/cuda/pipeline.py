@@ -16,17 +16,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparge.backends import torch_predict
+from sparge.backends.cuda.launch import per_head_tensor
+from sparge.backends.cuda.operands import Operands
+from sparge.backends.cuda.peaks import way_with_peaks
+from sparge.backends.cuda.replay import replayed
+from sparge.backends.cuda.stages.quantize import quantize_key_value, read_query
+from sparge.backends.cuda.stages.score import block_probabilities
+from sparge.backends.cuda.stages.select import select
+from sparge.backends.cuda.stages.sinks import mark_sinks
+from sparge.backends.cuda.stages.statistics import summarize
+from sparge.backends.torch import predict as torch_predict
 from sparge.backends.triton import attention as triton_attention
-from sparge.backends.triton.attention import Operands
-from sparge.backends.triton.launch import per_head_tensor
-from sparge.backends.triton.peaks import way_with_peaks
-from sparge.backends.triton.predict import block_probabilities
-from sparge.backends.triton.quantize import quantize_key_value, read_query
-from sparge.backends.triton.replay import replayed
-from sparge.backends.triton.select import select
-from sparge.backends.triton.sinks import mark_sinks
-from sparge.backends.triton.statistics import summarize
 from sparge.block_mask import BlockMask
 from sparge.config import Mean, PerHead, Score, Sparsity, TopCdf, TopK
 from sparge.geometry import Shape

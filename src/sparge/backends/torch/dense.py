@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparge.backends import torch_blocks, torch_predict
+from sparge.backends.torch import blocks as torch_blocks
+from sparge.backends.torch import predict as torch_predict
 from sparge.config import Dense, Mean
 from sparge.geometry import Shape
 from sparge.visibility import allowed_elements

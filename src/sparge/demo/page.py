@@ -9,7 +9,7 @@ from html import escape
 import torch
 from torch import Tensor
 
-from sparge.evaluate.demo import HEAD_DIM, Demo, InputResult, Prediction, Row, table_cells
+from sparge.demo.measure import HEAD_DIM, Demo, InputResult, Prediction, Row, table_cells
 from sparge.evaluate.inputs import Needle
 from sparge.evaluate.plots import DARK, LIGHT, MASS_FLOOR, Theme, paint_blocks, palette, png_data_uri, token_ticks
 from sparge.geometry import BLOCK_K, BLOCK_Q

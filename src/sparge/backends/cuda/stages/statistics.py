@@ -19,9 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sparge import eight_bits, geometry
-from sparge.backends.triton import configs
-from sparge.backends.triton.launch import buffer_like, first_query, launch, padded, seen_argument, strides_of
-from sparge.backends.triton.primitives import (
+from sparge.backends.cuda.launch import buffer_like, first_query, launch, padded, seen_argument, strides_of
+from sparge.backends.cuda.primitives import (
     BLOCK_K,
     BLOCK_Q,
     FLOAT_OFFSET,
@@ -30,6 +29,7 @@ from sparge.backends.triton.primitives import (
     load_tokens,
     self_similarity,
 )
+from sparge.backends.cuda.stages import configs
 from sparge.geometry import Shape, ceil_div
 from sparge.visibility import Visibility
 

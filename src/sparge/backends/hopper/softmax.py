@@ -8,9 +8,9 @@ Scores count steps: octaves, or eighths of one where P is a code. docs/hopper.md
 from __future__ import annotations
 
 from sparge import geometry
+from sparge.backends.cuda import primitives
+from sparge.backends.cuda.primitives import BLOCK_K, FAR, FLOAT_OFFSET
 from sparge.backends.hopper.gluon import gl, jit
-from sparge.backends.triton import primitives
-from sparge.backends.triton.primitives import BLOCK_K, FAR, FLOAT_OFFSET
 
 ROWS = gl.constexpr(geometry.ROW_GROUP)
 """Queries of one consumer: what a warpgroup's matrix instruction takes."""

@@ -18,9 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sparge import eight_bits, geometry
-from sparge.backends.triton import configs
-from sparge.backends.triton.launch import buffer_like, first_query, launch, padded, seen_argument, strides_of
-from sparge.backends.triton.primitives import (
+from sparge.backends.cuda.launch import buffer_like, first_query, launch, padded, seen_argument, strides_of
+from sparge.backends.cuda.primitives import (
     BLOCK_K,
     BLOCK_Q,
     FLOAT_OFFSET,
@@ -33,7 +32,8 @@ from sparge.backends.triton.primitives import (
     mix,
     self_similarity,
 )
-from sparge.backends.triton.statistics import Summary
+from sparge.backends.cuda.stages import configs
+from sparge.backends.cuda.stages.statistics import Summary
 from sparge.geometry import Shape
 from sparge.visibility import Visibility
 

@@ -15,12 +15,12 @@ Grid: one program per multiprocessor. Each takes the next row when it is done wi
 
 from __future__ import annotations
 
-from sparge.backends.hopper.arithmetic import ONES_BITS, ROWS, declare_far
+from sparge.backends.cuda.primitives import BLOCK_K, BLOCK_Q, KEY_GROUPS, LOG2_E, SMALLEST_SCALE
+from sparge.backends.hopper.consumer import walk_row
+from sparge.backends.hopper.epilogue import load_row_scales, write_row
 from sparge.backends.hopper.gluon import barrier, fence_async_shared, gl, jit, mbarrier, reinterpret
-from sparge.backends.hopper.output import load_row_scales, write_row
 from sparge.backends.hopper.producer import place_of, produce
-from sparge.backends.hopper.walk import walk_row
-from sparge.backends.triton.primitives import BLOCK_K, BLOCK_Q, KEY_GROUPS, LOG2_E, SMALLEST_SCALE
+from sparge.backends.hopper.softmax import ONES_BITS, ROWS, declare_far
 
 
 @jit

@@ -18,11 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparge.backends.triton import configs
-from sparge.backends.triton.launch import architecture_of, buffer_like, launch, padded, power_of_two, strides_of
-from sparge.backends.triton.primitives import BLOCK_K, BLOCK_Q, NOWHERE, is_finite, sampled_query
-from sparge.backends.triton.quantize import QueryFacts
-from sparge.backends.triton.statistics import Summary
+from sparge.backends.cuda.launch import architecture_of, buffer_like, launch, padded, power_of_two, strides_of
+from sparge.backends.cuda.primitives import BLOCK_K, BLOCK_Q, NOWHERE, is_finite, sampled_query
+from sparge.backends.cuda.stages import configs
+from sparge.backends.cuda.stages.quantize import QueryFacts
+from sparge.backends.cuda.stages.statistics import Summary
 from sparge.config import Mean, Score
 from sparge.geometry import Shape, ceil_div
 

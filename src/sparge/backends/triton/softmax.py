@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparge.backends.triton.primitives import BLOCK_K, FLOAT_OFFSET, INT32_AS_FLOAT, LOG2_E, by_group
+from sparge.backends.cuda.primitives import BLOCK_K, FLOAT_OFFSET, INT32_AS_FLOAT, LOG2_E, by_group
 
 
 @triton.jit

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from sparge.backends import torch_online
-from sparge.backends.torch_tiles import Tiles, Workspace
+from sparge.backends.torch import online as torch_online
+from sparge.backends.torch.tiles import Tiles, Workspace
 from sparge.block_mask import BlockMask
 from sparge.config import PerHead
 from sparge.geometry import BLOCK_K, BLOCK_Q, Shape

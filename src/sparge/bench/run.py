@@ -22,10 +22,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sparge import api
-from sparge.block_mask import BlockMask
-from sparge.config import Dense, Moment, Quantization, TopK
-from sparge.dispatch import choose_backend, hopper_missing, resolve_quantization
-from sparge.evaluate.bench_cases import (
+from sparge.bench.cases import (
     ARITHMETICS,
     CROSSOVER_TOPKS,
     ERROR_TARGETS,
@@ -38,10 +35,8 @@ from sparge.evaluate.bench_cases import (
     ratio,
     tflops,
 )
-from sparge.evaluate.bench_exact import exact_rows, sampled_error, sampled_queries
-from sparge.evaluate.bench_inputs import make_inputs
-from sparge.evaluate.bench_numerics import family_named, inputs_of, numerics_rows
-from sparge.evaluate.bench_timing import (
+from sparge.bench.numerics import family_named, inputs_of, numerics_rows
+from sparge.bench.timing import (
     Timing,
     Variant,
     attempt,
@@ -50,7 +45,12 @@ from sparge.evaluate.bench_timing import (
     reason,
     time_on_cuda,
 )
+from sparge.block_mask import BlockMask
+from sparge.config import Dense, Moment, Quantization, TopK
+from sparge.dispatch import choose_backend, hopper_missing, resolve_quantization
+from sparge.evaluate.device_inputs import make_inputs
 from sparge.evaluate.machine import Gpu, describe_gpu
+from sparge.evaluate.oracle import exact_rows, sampled_error, sampled_queries
 from sparge.geometry import BLOCK_K, BLOCK_Q
 
 TURNS, QUICK_TURNS = 5, 2
@@ -77,7 +77,7 @@ class Bench:
 
 def cuda_bench(quick: bool) -> Bench:
     """Measure on the current CUDA device, in the arithmetic that ``quantization="auto"`` takes there."""
-    from sparge.backends.triton import pipeline
+    from sparge.backends.cuda import pipeline
 
     device = torch.device("cuda", torch.cuda.current_device())
     backend = choose_backend("auto", device).backend

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
-from sparge.backends.triton.replay import current_recorder
+from sparge.backends.cuda.replay import current_recorder
 from sparge.block_mask import BlockMask
 from sparge.config import PerHead
 from sparge.geometry import Shape

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from sparge.backends.hopper.arithmetic import ROWS
+from sparge.backends.cuda.primitives import INT32_AS_FLOAT
 from sparge.backends.hopper.gluon import gl, jit, mbarrier, warpgroup_mma
-from sparge.backends.triton.primitives import INT32_AS_FLOAT
+from sparge.backends.hopper.softmax import ROWS
 
 
 @jit

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sparge import api
+from sparge.bench.cases import Problem, Row
+from sparge.bench.timing import attempt
 from sparge.config import Dense, Quantization
-from sparge.evaluate.bench_cases import Problem, Row
-from sparge.evaluate.bench_exact import ExactRows, exact_rows, sampled_error
-from sparge.evaluate.bench_timing import attempt
 from sparge.evaluate.captured import SIZES, captured_families
 from sparge.evaluate.families import Family, Inputs, by_name
 from sparge.evaluate.numerics import Errors, codes_limit, errors_of, lse_limits, output_limit
+from sparge.evaluate.oracle import ExactRows, exact_rows, sampled_error
 
 KERNELS = {
     "hopper": [

@@ -1,0 +1,1 @@
+"""What the GPU tiers share: the pipeline of stages, launches, replays."""

@@ -1,0 +1,1 @@
+"""Kernels before attention: statistics, codes, scores, selection, sinks."""

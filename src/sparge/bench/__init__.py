@@ -1,0 +1,1 @@
+"""``sparge bench``: speed beside density and error, as rows."""

@@ -1,0 +1,1 @@
+"""``sparge demo``: dense against sparse on this machine, as a table and a page."""
