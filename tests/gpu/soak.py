@@ -34,14 +34,14 @@ LAUNCHES = 20_000
 PER_PROBLEM = 100
 SECONDS_PER_PROBLEM = 60.0
 FORMS = [
-    ("int8_fp8_codes", 128, False, None),
-    ("int8_fp8_codes", 64, True, None),
-    ("int8_fp8_codes", 128, True, -3.0),
+    ("int8_fp8_fast", 128, False, None),
+    ("int8_fp8_fast", 64, True, None),
+    ("int8_fp8_fast", 128, True, -3.0),
     ("int8_fp8", 128, True, None),
     ("none", 128, True, None),
     ("none", 64, False, -3.0),
     ("int8_fp16", 128, False, None),
-    ("int8_fp8_codes", 256, False, None),
+    ("int8_fp8_fast", 256, False, None),
     ("none", 256, False, None),
 ]
 """Quantization, head width, causality, P V threshold."""

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sparge import api
+from sparge.backends import base
 from sparge.bench.cases import (
     ARITHMETICS,
     CROSSOVER_TOPKS,
@@ -47,7 +48,6 @@ from sparge.bench.timing import (
 )
 from sparge.block_mask import BlockMask
 from sparge.config import Dense, Moment, Quantization, TopK
-from sparge.dispatch import choose_backend, hopper_missing, resolve_quantization
 from sparge.evaluate.device_inputs import make_inputs
 from sparge.evaluate.machine import Gpu, describe_gpu
 from sparge.evaluate.oracle import exact_rows, sampled_error, sampled_queries
@@ -80,11 +80,11 @@ def cuda_bench(quick: bool) -> Bench:
     from sparge.backends.cuda import pipeline
 
     device = torch.device("cuda", torch.cuda.current_device())
-    backend = choose_backend("auto", device).backend
+    backend = base.resolve("auto", device)
     return Bench(
         device=device,
         backend=backend,
-        quantization=cast(Quantization, resolve_quantization("auto", backend, device)),
+        quantization=cast(Quantization, base.resolve_quantization("auto", backend, device)),
         pipeline=pipeline,
         time=time_on_cuda,
         peak_extra_bytes=peak_extra_bytes,
@@ -176,17 +176,16 @@ def _kernel(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
 
 
 def _hopper(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
-    missing = hopper_missing(bench.device.type, bench.device.index)
-    if missing is not None:
-        raise NotImplementedError(f"backend 'hopper': {missing}")
-    arithmetics = ("int8_fp8_codes", "int8_fp8", "none")
-    kernels = {name: (name, "hopper") for name in arithmetics} | {"twin int8_fp8": ("int8_fp8", "triton")}
+    base.resolve("hopper", bench.device)  # or it says what is missing
+    kernels = {name: (name, "hopper") for name in ("int8_fp8_fast", "int8_fp8", "none")} | {
+        "twin int8_fp8": ("int8_fp8", "triton")
+    }
     yield from _given(bench, group, inputs, kernels)
 
 
 def _arithmetics(bench: Bench) -> tuple[str, ...]:
     """Those of the backend, the fastest first."""
-    return ("int8_fp8_codes", *ARITHMETICS) if bench.backend == "hopper" else ARITHMETICS
+    return ("int8_fp8_fast", *ARITHMETICS) if bench.backend == "hopper" else ARITHMETICS
 
 
 def _given(bench: Bench, group: Group, inputs: Inputs, kernels: dict[str, tuple[str, str]]) -> Iterator[Row]:
