@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from sparge.block_mask import BlockMask
+from sparge.call import Call
 from sparge.config import Dense, Mean, Moment, PerHead, Score, Sparsity, TopCdf, TopK, trusted
 from sparge.dispatch import choose_backend, kernels_for
 from sparge.geometry import Shape
@@ -209,7 +210,7 @@ class _Selection(NamedTuple):
             "is_causal": self.is_causal,
             "scale": self.scale,
             "attn_mask": self.attn_mask,
-            "always_keep": list(zip(self.always_keep[::2], self.always_keep[1::2], strict=True)),
+            "always_keep": tuple(zip(self.always_keep[::2], self.always_keep[1::2], strict=True)),
         }
 
 
@@ -220,6 +221,21 @@ def _pack(value: PerHead | None, otherwise: float | None) -> tuple[float | None,
 def _shape_of(query: Tensor, key: Tensor, value: Tensor) -> Shape:
     batch, heads, q_len, head_dim = query.shape
     return Shape(batch, heads, key.shape[1], q_len, key.shape[2], head_dim, value.shape[3])
+
+
+def _fast(quantization: str) -> str:
+    return "int8_fp8_fast" if quantization == "int8_fp8_codes" else quantization
+
+
+def _attend_of(backend: str) -> Any:
+    """The launcher of a backend's attention kernel."""
+    if backend == "hopper":
+        from sparge.backends.hopper import launcher
+
+        return launcher.attend
+    from sparge.backends.triton import attention as triton_attention
+
+    return triton_attention.attend
 
 
 def _stage1(backend: str) -> ModuleType:
@@ -248,7 +264,9 @@ def _predicted(query: Tensor, key: Tensor, rules: dict[str, Any], backend: str) 
     if backend in KERNELS:
         from sparge.backends.cuda import pipeline
 
-        return pipeline.predict(query, key, shape, **rules)
+        return pipeline.predict(query, key, Call(shape, **rules))
+    if backend == "torch":
+        return _stage1(backend).predict(query, key, Call(shape, **rules))
     return _stage1(backend).predict(query, key, shape, **rules)
 
 
@@ -286,20 +304,16 @@ def _attend(
     if backend in KERNELS:
         from sparge.backends.cuda import pipeline
 
-        return pipeline.attention(
-            query,
-            key,
-            value,
-            mask,
+        call = Call(
             shape,
-            is_causal=is_causal,
-            scale=scale,
-            attn_mask=attn_mask,
-            quantization=quantization,
+            is_causal,
+            scale,
+            quantization=_fast(quantization),
             pv_threshold=threshold,
-            totals=counters.block_totals(query.device),
-            kernels=backend,
+            attn_mask=attn_mask,
         )
+        totals = counters.block_totals(query.device)
+        return pipeline.attention(query, key, value, mask, call, attend=_attend_of(backend), totals=totals)
     counters.add_blocks(kv_num_blocks, visible_num_blocks)
     return _attention_over(query, key, value, mask, shape, scale, attn_mask, quantization, threshold, backend)
 
@@ -315,17 +329,9 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tu
     if backend in KERNELS:
         from sparge.backends.cuda import pipeline
 
-        return pipeline.sparse_attention(
-            query,
-            key,
-            value,
-            shape,
-            **rules,
-            quantization=quantization,
-            pv_threshold=threshold,
-            totals=counters.block_totals(query.device),
-            kernels=backend,
-        )
+        call = Call(shape, **rules, quantization=_fast(quantization), pv_threshold=threshold)
+        totals = counters.block_totals(query.device)
+        return pipeline.sparse_attention(query, key, value, call, attend=_attend_of(backend), totals=totals)
     mask = _predicted(query, key, rules, backend)
     counters.add_blocks(mask.kv_num_blocks, mask.visible_num_blocks)
     return _attention_over(query, key, value, mask, shape, scale, attn_mask, quantization, threshold, backend)
@@ -357,21 +363,31 @@ def _dense(
         kernels = choose_backend("auto", query.device).backend
         kernels = kernels_for(kernels, query.dtype, quantization, has_mask=attn_mask is not None)
         output, lse = cuda_dense.attention(
-            query, key, value, shape, **call, quantization=quantization, with_lse=with_lse, kernels=kernels
+            query,
+            key,
+            value,
+            Call(shape, **call, quantization=_fast(quantization)),
+            with_lse=with_lse,
+            attend=_attend_of(kernels),
         )
     elif backend in KERNELS:
         from sparge.backends.cuda import pipeline
 
         kernels = kernels_for(backend, query.dtype, quantization, has_mask=attn_mask is not None)
         output, lse = pipeline.attention(
-            query, key, value, None, shape, **call, quantization=quantization, kernels=kernels
+            query,
+            key,
+            value,
+            None,
+            Call(shape, **call, quantization=_fast(quantization)),
+            attend=_attend_of(kernels),
         )
     elif backend == "torch" and quantization == "none":
         from sparge.backends.torch import dense as torch_dense
 
         output, lse = torch_dense.attention(query, key, value, shape, **call)
     else:
-        mask = _stage1(backend).predict(query, key, shape, sparsity=Dense(), score=Mean(), **call)
+        mask = _predicted(query, key, {**call, "sparsity": Dense(), "score": Mean(), "always_keep": ()}, backend)
         output, lse = _attention_over(query, key, value, mask, shape, scale, attn_mask, quantization, None, backend)
     return output, lse if with_lse else lse.new_empty(0)
 

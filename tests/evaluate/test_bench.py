@@ -22,6 +22,7 @@ from sparge.bench import timing as bench_timing
 from sparge.bench.cases import DEFAULT_SUITES, SUITES, Group, Problem, groups_of, random_blocks
 from sparge.bench.table import VIEWS, newest, one_line, problem_notes
 from sparge.bench.timing import MAX_CALLS, Timing, Variant, repeats_for, time_on_cuda
+from sparge.call import Call
 from sparge.evaluate import oracle as bench_exact
 from sparge.evaluate.captured import captured_families
 from sparge.evaluate.device_inputs import frame_grid, make_inputs
@@ -223,21 +224,22 @@ class Stages:
     """What the Triton pipeline does, by public functions on a CPU."""
 
     @staticmethod
-    def prepare(query: Tensor, key: Tensor, value: Tensor, shape: Any, **options: Any) -> tuple[Any, Any]:
+    def prepare(
+        query: Tensor, key: Tensor, value: Tensor, call: Call, *, with_mask: bool, with_operands: bool
+    ) -> tuple[Any, Any]:
+        shape = call.shape
         assert (shape.q_len, shape.kv_len, shape.head_dim) == (query.shape[2], key.shape[2], query.shape[3])
-        assert options["scale"] == shape.head_dim**-0.5
-        mask = None
-        if options["sparsity"] is not None:
-            mask = sparge.predict(query, key, sparsity=options["sparsity"], is_causal=options["is_causal"])
-        return (query, key, value, options), mask
+        assert call.scale == shape.head_dim**-0.5
+        assert with_operands
+        mask = sparge.predict(query, key, sparsity=call.sparsity, is_causal=call.is_causal) if with_mask else None
+        return (query, key, value), mask
 
     @staticmethod
-    def attend(operands: Any, mask: Any, shape: Any, kernels: str) -> tuple[Tensor, Tensor]:
-        query, key, value, options = operands
+    def attend(operands: Any, mask: Any, call: Call, kernels: str) -> tuple[Tensor, Tensor]:
         if mask is None:
-            mask = torch.ones(shape.q_blocks, shape.kv_blocks, dtype=torch.bool)
+            mask = torch.ones(call.shape.q_blocks, call.shape.kv_blocks, dtype=torch.bool)
         return sparge.block_sparse_attention(
-            query, key, value, mask, quantization=options["quantization"], backend=kernels, return_lse=True
+            *operands, mask, quantization=call.quantization, backend=kernels, return_lse=True
         )
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -46,7 +47,8 @@ from sparge.bench.timing import (
     time_on_cuda,
 )
 from sparge.block_mask import BlockMask
-from sparge.config import Dense, Moment, Quantization, TopK
+from sparge.call import Call
+from sparge.config import Dense, Quantization, TopK
 from sparge.dispatch import choose_backend, hopper_missing, resolve_quantization
 from sparge.evaluate.device_inputs import make_inputs
 from sparge.evaluate.machine import Gpu, describe_gpu
@@ -78,6 +80,7 @@ class Bench:
 def cuda_bench(quick: bool) -> Bench:
     """Measure on the current CUDA device, in the arithmetic that ``quantization="auto"`` takes there."""
     from sparge.backends.cuda import pipeline
+    from sparge.ops import _attend_of
 
     device = torch.device("cuda", torch.cuda.current_device())
     backend = choose_backend("auto", device).backend
@@ -85,7 +88,7 @@ def cuda_bench(quick: bool) -> Bench:
         device=device,
         backend=backend,
         quantization=cast(Quantization, resolve_quantization("auto", backend, device)),
-        pipeline=pipeline,
+        pipeline=SimpleNamespace(prepare=pipeline.prepare, attend=lambda *stage, kernels: _attend_of(kernels)(*stage)),
         time=time_on_cuda,
         peak_extra_bytes=peak_extra_bytes,
         bytes_per_s=copy_bandwidth(),
@@ -306,39 +309,31 @@ def _sparge(bench: Bench, inputs: Inputs, problem: Problem, topk: float) -> Vari
 
 def _stages(bench: Bench, inputs: Inputs, problem: Problem, topk: float) -> tuple[Variant, Variant]:
     """Everything before the attention kernel, and the kernel. Dense attention prepares by quantising alone."""
-    sparsity = None if topk == 1.0 else TopK(topk)
-    prepare = partial(_prepare, bench, inputs, problem, sparsity, bench.quantization)
-    return Variant(prepare), _attend(bench, problem, prepare, bench.backend)
+    call = _call(problem, Dense() if topk == 1.0 else TopK(topk), bench.quantization)
+    prepare = partial(bench.pipeline.prepare, *inputs, call, with_mask=topk != 1.0, with_operands=True)
+    return Variant(prepare), _attend(bench, call, prepare, bench.backend)
 
 
 def _given_blocks(
     bench: Bench, inputs: Inputs, problem: Problem, mask: BlockMask, quantization: str, backend: str
 ) -> Variant:
+    call = _call(problem, Dense(), quantization)
+
     def prepare() -> tuple[Any, BlockMask]:
-        return _prepare(bench, inputs, problem, None, quantization)[0], mask
+        return bench.pipeline.prepare(*inputs, call, with_mask=False, with_operands=True)[0], mask
 
-    return _attend(bench, problem, prepare, backend)
-
-
-def _prepare(bench: Bench, inputs: Inputs, problem: Problem, sparsity: TopK | None, quantization: str) -> Any:
-    """Operands and mask; no mask without ``sparsity``, which `attend` takes for all blocks."""
-    return bench.pipeline.prepare(
-        *inputs,
-        problem.shape,
-        sparsity=sparsity,
-        score=Moment(),
-        is_causal=problem.is_causal,
-        scale=problem.head_dim**-0.5,
-        attn_mask=None,
-        always_keep=(),
-        quantization=quantization,
-    )
+    return _attend(bench, call, prepare, backend)
 
 
-def _attend(bench: Bench, problem: Problem, prepare: Callable[[], tuple[Any, Any]], backend: str) -> Variant:
+def _call(problem: Problem, sparsity: TopK | Dense, quantization: str) -> Call:
+    fast = "int8_fp8_fast" if quantization == "int8_fp8_codes" else quantization
+    return Call(problem.shape, problem.is_causal, problem.head_dim**-0.5, sparsity, quantization=fast)
+
+
+def _attend(bench: Bench, call: Call, prepare: Callable[[], tuple[Any, Any]], backend: str) -> Variant:
     """The attention kernel on operands that are prepared once, when the first call (a warm-up) needs them."""
     prepared = cache(prepare)
-    return Variant(lambda: bench.pipeline.attend(*prepared(), problem.shape, kernels=backend))
+    return Variant(lambda: bench.pipeline.attend(*prepared(), call, kernels=backend))
 
 
 def _density(bench: Bench, inputs: Inputs, problem: Problem, topk: float) -> float:

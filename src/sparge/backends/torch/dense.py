@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparge.backends.torch import blocks as torch_blocks
 from sparge.backends.torch import predict as torch_predict
-from sparge.config import Dense, Mean
+from sparge.call import Call
 from sparge.geometry import Shape
 from sparge.visibility import allowed_elements
 
@@ -39,16 +39,7 @@ def attention(
     elif shape.batch * shape.heads * shape.q_len * shape.kv_len <= MAX_MASK_ELEMENTS:
         output, lse = _with_element_mask(query, key, value, shape, is_causal, scale, attn_mask)
     else:
-        everything = torch_predict.predict(
-            query,
-            key,
-            shape,
-            sparsity=Dense(),
-            score=Mean(),
-            is_causal=is_causal,
-            scale=scale,
-            attn_mask=attn_mask,
-        )
+        everything = torch_predict.predict(query, key, Call(shape, is_causal, scale, attn_mask=attn_mask))
         return torch_blocks.attention(query, key, value, everything, shape, scale=scale, attn_mask=attn_mask)
     return output.to(query.dtype).contiguous(), lse.contiguous()
 

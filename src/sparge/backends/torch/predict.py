@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparge.block_mask import BlockMask
-from sparge.config import Dense, Mean, Score, Sparsity, TopCdf, TopK, per_head
+from sparge.call import Call
+from sparge.config import Dense, Mean, Score, TopCdf, TopK, per_head
 from sparge.geometry import BLOCK_K, BLOCK_Q, Shape, ceil_div
 from sparge.visibility import Visibility, allowed_elements, block_edges, find_visibility
 
@@ -54,19 +55,10 @@ class _Call:
         return keys <= positions[..., None] + self.shape.causal_offset
 
 
-def predict(
-    query: Tensor,
-    key: Tensor,
-    shape: Shape,
-    *,
-    sparsity: Sparsity,
-    score: Score,
-    is_causal: bool,
-    scale: float,
-    attn_mask: Tensor | None = None,
-    always_keep: Sequence[tuple[int, int]] = (),
-) -> BlockMask:
+def predict(query: Tensor, key: Tensor, call: Call) -> BlockMask:
     """Stage 1: which blocks of the attention map to compute. See `reference.predict`."""
+    shape, sparsity, score, is_causal = call.shape, call.sparsity, call.score, call.is_causal
+    attn_mask, always_keep = call.attn_mask, call.always_keep
     seen = find_visibility(shape, is_causal, attn_mask, query.device)
     full_shape = (shape.batch, shape.heads, shape.q_blocks, shape.kv_blocks)
     visible = seen.blocks.expand(full_shape)
@@ -79,15 +71,15 @@ def predict(
         bias = None
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             bias = attn_mask.expand(-1, -1, -1, shape.kv_len)
-        call = _Call(query, shape, seen, scale, is_causal, bias)
-        unjudged = _fix_blocks(call, key, sparsity)
+        scored = _Call(query, shape, seen, call.scale, is_causal, bias)
+        unjudged = _fix_blocks(scored, key, sparsity)
         if unjudged is not None:
             unjudged = unjudged & ~unfinished  # whether such a block takes a place must not depend on its keys
         rows = []
-        for first, last in _row_chunks(call, score):
+        for first, last in _row_chunks(scored, score):
             blocks = slice(first, last)
             judged = visible[:, :, blocks] if unjudged is None else visible[:, :, blocks] & ~unjudged[:, :, blocks]
-            scores = _scores(call, statistics, score, blocks)
+            scores = _scores(scored, statistics, score, blocks)
             probabilities, broken = _probabilities(scores, judged & ~unfinished[blocks])
             rows.append(_select(probabilities, visible[:, :, blocks], judged, forced[:, :, blocks] | broken, sparsity))
         kept = torch.cat(rows, 2)
