@@ -16,23 +16,25 @@ import json
 import torch
 from launches import note_launches
 from sparge.backends.cuda import pipeline, replay
+from sparge.backends.triton.attention import attend
 from sparge.block_mask import BlockMask
+from sparge.call import Call
 from sparge.config import Mean, Moment, TopCdf, TopK
 from sparge.geometry import Shape
 
 started = note_launches()
 totals = torch.zeros(2, dtype=torch.int64)
 
-def sparse(*tensors, lengths=(300, 520), **changes):
-    options = {
-        "sparsity": TopK(0.5), "score": Moment(8), "is_causal": True, "scale": 0.125, "quantization": "int8_fp8",
-        "attn_mask": None, "always_keep": (), "pv_threshold": None, "totals": totals, **changes,
-    }
-    return pipeline.sparse_attention(*tensors, Shape(1, 2, 1, *lengths, 64, 64), **options)
+def call_of(lengths=(300, 520), **changes):
+    options = {"is_causal": True, "scale": 0.125, "sparsity": TopK(0.5), **changes}
+    return Call(Shape(1, 2, 1, *lengths, 64, 64), **options)
 
-def given(*tensors, mask=None, is_causal=True, scale=0.125, quantization="int8_fp16"):
-    return pipeline.attention(
-        *tensors, mask, Shape(1, 2, 1, 300, 520, 64, 64), is_causal=is_causal, scale=scale, quantization=quantization)
+def sparse(*tensors, totals=totals, quantization="int8_fp8", **changes):
+    call = call_of(quantization=quantization, **changes)
+    return pipeline.sparse_attention(*tensors, call, attend=attend, totals=totals)
+
+def given(*tensors, mask=None, quantization="int8_fp16", **changes):
+    return pipeline.attention(*tensors, mask, call_of(quantization=quantization, **changes), attend=attend)
 
 def over_blocks(*tensors, **changes):
     mask = BlockMask.from_dense(torch.ones(1, 2, 3, 9, dtype=torch.bool), q_len=300, kv_len=520)

@@ -25,6 +25,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from sparge.backends.cuda import launch, pipeline
+from sparge.backends.triton import attention as triton_attention
+from sparge.call import Call
 from sparge.config import Mean, Moment, TopCdf, TopK
 from sparge.geometry import Shape
 
@@ -185,22 +187,23 @@ def call(case: Case) -> None:
         attn_mask = torch.ones(BATCH, 1, 1, case.length, dtype=torch.bool)
     elif case.attn_mask == "bias":
         attn_mask = torch.zeros(1, 1, case.length, case.length, dtype=torch.bfloat16)
-    pipeline.sparse_attention(
-        query,
-        key,
-        value,
+    asked = Call(
         Shape(BATCH, HEADS, KV_HEADS, case.length, case.length, case.head_dim, case.head_dim),
-        sparsity=TopCdf(0.9, similarity_threshold=0.5) if case.judged else TopK(0.5),
-        score=Mean() if case.judged else Moment(),
         is_causal=case.is_causal,
         scale=case.head_dim**-0.5,
-        attn_mask=attn_mask,
-        always_keep=(),
-        quantization=case.quantization,
+        sparsity=TopCdf(0.9, similarity_threshold=0.5) if case.judged else TopK(0.5),
+        score=Mean() if case.judged else Moment(),
+        quantization=case.quantization.replace("_codes", "_fast"),
         pv_threshold=case.pv_threshold,
-        totals=torch.zeros(2, dtype=torch.int64),
-        kernels=case.backend,
+        attn_mask=attn_mask,
     )
+    attend = triton_attention.attend
+    if case.backend == "hopper":
+        from sparge.backends.hopper import launcher
+
+        attend = launcher.attend
+    totals = torch.zeros(2, dtype=torch.int64)
+    pipeline.sparse_attention(query, key, value, asked, attend=attend, totals=totals)
 
 
 def main(architecture: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from sparge.bench import timing as bench_timing
 from sparge.bench.cases import DEFAULT_SUITES, SUITES, Group, Problem, groups_of, random_blocks
 from sparge.bench.table import VIEWS, newest, one_line, problem_notes
 from sparge.bench.timing import MAX_CALLS, Timing, Variant, repeats_for, time_on_cuda
+from sparge.call import Call
 from sparge.evaluate import oracle as bench_exact
 from sparge.evaluate.captured import captured_families
 from sparge.evaluate.device_inputs import frame_grid, make_inputs
@@ -223,21 +225,22 @@ class Stages:
     """What the Triton pipeline does, by public functions on a CPU."""
 
     @staticmethod
-    def prepare(query: Tensor, key: Tensor, value: Tensor, shape: Any, **options: Any) -> tuple[Any, Any]:
+    def prepare(
+        query: Tensor, key: Tensor, value: Tensor, call: Call, *, with_mask: bool, with_operands: bool
+    ) -> tuple[Any, Any]:
+        shape = call.shape
         assert (shape.q_len, shape.kv_len, shape.head_dim) == (query.shape[2], key.shape[2], query.shape[3])
-        assert options["scale"] == shape.head_dim**-0.5
-        mask = None
-        if options["sparsity"] is not None:
-            mask = sparge.predict(query, key, sparsity=options["sparsity"], is_causal=options["is_causal"])
-        return (query, key, value, options), mask
+        assert call.scale == shape.head_dim**-0.5
+        assert with_operands
+        mask = sparge.predict(query, key, sparsity=call.sparsity, is_causal=call.is_causal) if with_mask else None
+        return (query, key, value), mask
 
     @staticmethod
-    def attend(operands: Any, mask: Any, shape: Any, kernels: str) -> tuple[Tensor, Tensor]:
-        query, key, value, options = operands
+    def attend(operands: Any, mask: Any, call: Call, backend: str) -> tuple[Tensor, Tensor]:
         if mask is None:
-            mask = torch.ones(shape.q_blocks, shape.kv_blocks, dtype=torch.bool)
+            mask = torch.ones(call.shape.q_blocks, call.shape.kv_blocks, dtype=torch.bool)
         return sparge.block_sparse_attention(
-            query, key, value, mask, quantization=options["quantization"], backend=kernels, return_lse=True
+            *operands, mask, quantization=call.quantization, backend=backend, return_lse=True
         )
 
 
@@ -262,7 +265,8 @@ def on_cpu() -> bench.Bench:
         device=CPU,
         backend="torch",
         quantization="int8_fp8",
-        pipeline=Stages,
+        prepare=Stages.prepare,
+        kernel=lambda backend: partial(Stages.attend, backend=backend),
         time=pretend_times,
         peak_extra_bytes=lambda run: run().nbytes // 2,
         bytes_per_s=4e12,
@@ -400,8 +404,7 @@ class TestSuites:
         def broken(*_: Any, **__: Any) -> None:
             raise RuntimeError("illegal memory access")
 
-        stages = SimpleNamespace(prepare=Stages.prepare, attend=broken)
-        row = measured(replace(on_cpu, pipeline=stages), Group("end_to_end", Problem(512, 1, 64)))[0]
+        row = measured(replace(on_cpu, kernel=lambda _: broken), Group("end_to_end", Problem(512, 1, 64)))[0]
         assert row["attend_ms"] is None
         assert row["problems"]["attend"] == "RuntimeError: illegal memory access"
         assert row["prepare_ms"] == 0.05

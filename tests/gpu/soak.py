@@ -27,6 +27,7 @@ from conftest import exact_attention, relative_l1
 from sparge.backends.cuda import pipeline
 from sparge.backends.hopper import launcher
 from sparge.block_mask import BlockMask
+from sparge.call import Call
 from sparge.evaluate.machine import describe_gpu
 from sparge.geometry import Shape
 
@@ -78,13 +79,14 @@ def soak(launches: int) -> dict[str, int]:
         quantization, width, is_causal, threshold = draw.choice(FORMS)
         shape, tensors, dense = random_problem(draw, width)
         mask = BlockMask.from_dense(dense, q_len=shape.q_len, kv_len=shape.kv_len, is_causal=is_causal)
-        scale = width**-0.5
-        operands, _ = pipeline.prepare(*tensors, shape, is_causal=is_causal, scale=scale, quantization=quantization)
+        fast = quantization.replace("_codes", "_fast")
+        call = Call(shape, is_causal, width**-0.5, quantization=fast, pv_threshold=threshold)
+        operands, _ = pipeline.prepare(*tensors, call, with_mask=False, with_operands=True)
         assert operands is not None
-        first = launcher.attend(operands, mask, shape, pv_threshold=threshold)
+        first = launcher.attend(operands, mask, call)
         differs = torch.zeros((), dtype=torch.bool, device="cuda")
         for _ in range(PER_PROBLEM - 1):
-            again = launcher.attend(operands, mask, shape, pv_threshold=threshold)
+            again = launcher.attend(operands, mask, call)
             for a, b in zip(first, again, strict=True):
                 differs |= (a != b).any()
         counts["unequal"] += bool(differs)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from conftest import make_qkv
 from sparge import reference
+from sparge.call import Call
 from sparge.geometry import Shape
 from sparge.visibility import Visibility, find_visibility
 
@@ -59,6 +60,11 @@ def make_problem(*lengths: int, **sizes: Any) -> tuple[Tensor, Tensor, Tensor, S
     """`make_qkv` and its sizes."""
     tensors = make_qkv(*lengths, **sizes)
     return *tensors, shape_of(*tensors)
+
+
+def call_of(shape: Shape, *, is_causal: bool = False, scale: float | None = None, **options: Any) -> Call:
+    """A call of that shape, by default full attention with the usual scale."""
+    return Call(shape, is_causal, shape.head_dim**-0.5 if scale is None else scale, **options)
 
 
 def seen_tokens(shape: Shape, is_causal: bool, attn_mask: Tensor | None) -> tuple[Tensor, Tensor]:

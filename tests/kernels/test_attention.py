@@ -14,7 +14,7 @@ from torch import Tensor
 
 from conftest import assert_exact, causality, exact_attention, modes, relative_l1
 from gpu.conftest import rms
-from kernels.conftest import make_problem, random_bits, seen_tokens, shape_of
+from kernels.conftest import call_of, make_problem, random_bits, seen_tokens, shape_of
 from sparge import BlockMask, reference
 from sparge.backends.cuda import pipeline
 from sparge.backends.triton import attention, configs
@@ -54,8 +54,9 @@ def attend(
     mask = None
     if blocks is not None:
         mask = BlockMask.from_dense(blocks, q_len=shape.q_len, kv_len=shape.kv_len, is_causal=is_causal)
-    options = {"scale": shape.head_dim**-0.5, **options}
-    return pipeline.attention(query, key, value, mask, shape, is_causal=is_causal, **options)
+    totals = options.pop("totals", None)
+    call = call_of(shape, is_causal=is_causal, **options)
+    return pipeline.attention(query, key, value, mask, call, attend=attention.attend, totals=totals)
 
 
 def specified(

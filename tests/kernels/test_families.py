@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.conftest import shape_of
+from kernels.conftest import call_of, shape_of
 from numerics import problem_of
 from sparge.backends.cuda import pipeline
+from sparge.backends.triton.attention import attend
 from sparge.evaluate.captured import captured_families
 from sparge.evaluate.families import Family, by_name
 
@@ -32,16 +33,8 @@ def assert_within_limits(
         head_dim = 128 if "sink" in family.kind else 64
     problem = problem_of(family, 64, kv_len, head_dim=head_dim, is_causal=is_causal)
     shape = shape_of(problem.query, problem.key, problem.value)
-    output, lse = pipeline.attention(
-        problem.query,
-        problem.key,
-        problem.value,
-        None,
-        shape,
-        is_causal=problem.is_causal,
-        scale=shape.head_dim**-0.5,
-        quantization=quantization,
-    )
+    call = call_of(shape, is_causal=problem.is_causal, quantization=quantization)
+    output, lse = pipeline.attention(problem.query, problem.key, problem.value, None, call, attend=attend)
     assert output.dtype == torch.float32
     problem.check(output, lse, quantization)
 

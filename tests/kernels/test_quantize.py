@@ -10,7 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from conftest import causality
-from kernels.conftest import EPSILON, LOG2_E, assert_close, make_problem, random_bits, seen_tokens, visibility_of
+from kernels.conftest import (
+    EPSILON,
+    LOG2_E,
+    assert_close,
+    call_of,
+    make_problem,
+    random_bits,
+    seen_tokens,
+    visibility_of,
+)
 from sparge import reference
 from sparge.backends.cuda.launch import padded
 from sparge.backends.cuda.stages.quantize import QueryFacts, quantize_key_value, read_query
@@ -55,9 +64,9 @@ def spread_over_keys(scales: Tensor) -> Tensor:
 def summary_of(
     query: Tensor, key: Tensor, value: Tensor, shape: Shape, is_causal: bool, attn_mask: Tensor | None
 ) -> Summary:
-    wanted = {"statistics": False, "smoothing": True, "value_scales": True, "judge": False}
-    seen = visibility_of(shape, is_causal, attn_mask)
-    return summarize(query, key, value, shape, seen, scale=1.0, is_causal=is_causal, **wanted)
+    wanted = {"statistics": False, "smoothing": True, "value_scales": True, "similarity": False}
+    call = call_of(shape, is_causal=is_causal, scale=1.0, attn_mask=attn_mask)
+    return summarize(query, key, value, call, visibility_of(shape, is_causal, attn_mask), **wanted)
 
 
 def balance_of(summary: Summary, shape: Shape) -> Tensor:
@@ -81,7 +90,8 @@ def key_value_codes(
     summary = summary_of(query, key, value, shape, is_causal, attn_mask)
     assert shape.kv_len == 1 or (summary.balance != 1).any()
     seen = visibility_of(shape, is_causal, attn_mask)
-    return *quantize_key_value(key, value, shape, seen, summary, quantization), summary
+    call = call_of(shape, is_causal=is_causal, quantization=quantization, attn_mask=attn_mask)
+    return *quantize_key_value(key, value, summary, call, seen), summary
 
 
 def random_channels(tokens: Tensor, seed: int = 11) -> Tensor:
@@ -179,7 +189,9 @@ class TestKeyValue:
         value[:] = 0.0
         seen = make_problem(1, 70, heads=1, head_dim=16)[0]
         summary = summary_of(seen, key, value, shape, False, None)
-        codes, scales, value_codes = quantize_key_value(key, value, shape, None, summary, "int8_fp8")
+        codes, scales, value_codes = quantize_key_value(
+            key, value, summary, call_of(shape, quantization="int8_fp8"), None
+        )
         assert (summary.balance == 1).all()
         assert not codes.any()
         assert (scales == SMALLEST_SCALE).all()
@@ -199,10 +211,8 @@ def facts_of(
     return read_query(
         query,
         summary,
-        shape,
+        call_of(shape, is_causal=is_causal, scale=scale, attn_mask=attn_mask),
         visibility_of(shape, is_causal, attn_mask),
-        scale=scale,
-        is_causal=is_causal,
         codes=True,
         mean=True,
         similarity=True,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from conftest import causality, make_qkv
-from kernels.conftest import random_bits, shape_of, visibility_of
+from kernels.conftest import call_of, random_bits, shape_of, visibility_of
 from selection import Row, specified
 from sparge import Mean, Moment, TopK, reference
 from sparge.backends.cuda.stages.quantize import read_query
@@ -48,36 +48,15 @@ def probabilities_of(
     """What the kernels give, (B, H, q_blocks, kv_blocks)."""
     shape = shape_of(query, key, key)
     seen = visibility_of(shape, is_causal, attn_mask)
-    judge = threshold is not None
+    call = call_of(shape, is_causal=is_causal, scale=scale, score=score, attn_mask=attn_mask)
+    similarity = threshold is not None
     summary = summarize(
-        query,
-        key,
-        key,
-        shape,
-        seen,
-        scale=scale,
-        is_causal=is_causal,
-        statistics=True,
-        smoothing=False,
-        value_scales=False,
-        judge=judge,
+        query, key, key, call, seen, statistics=True, smoothing=False, value_scales=False, similarity=similarity
     )
-    facts = read_query(
-        query,
-        summary,
-        shape,
-        seen,
-        scale=scale,
-        is_causal=is_causal,
-        codes=False,
-        mean=isinstance(score, Mean),
-        similarity=judge,
-    )
+    facts = read_query(query, summary, call, seen, codes=False, mean=isinstance(score, Mean), similarity=similarity)
     first_seen, first_query = (None, None) if attn_mask is None else first_seen_keys(shape, is_causal, attn_mask)
     thresholds = None if threshold is None else torch.full((shape.heads,), threshold)
-    got = block_probabilities(
-        query, shape, summary, facts, first_seen, first_query, thresholds, score=score, is_causal=is_causal
-    )
+    got = block_probabilities(query, summary, facts, call, first_seen, first_query, thresholds)
     return got.view(shape.batch, shape.heads, shape.q_blocks, shape.kv_blocks)
 
 

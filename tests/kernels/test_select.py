@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kernels.conftest import call_of
 from selection import assert_valid_lists
 from sparge import BlockMask, TopCdf, TopK, reference
 from sparge.backends.cuda.stages.select import select
@@ -55,17 +56,9 @@ def selected(
     key_similarity: Tensor | None = None,
     threshold: Tensor | None = None,
 ) -> BlockMask:
-    return select(
-        probability,
-        shape,
-        probability if query_similarity is None else query_similarity,
-        key_similarity,
-        first_seen,
-        threshold,
-        sparsity=sparsity,
-        is_causal=is_causal,
-        always_keep=always_keep or [],
-    )
+    call = call_of(shape, is_causal=is_causal, sparsity=sparsity, always_keep=tuple(always_keep or ()))
+    rows = probability if query_similarity is None else query_similarity
+    return select(probability, rows, key_similarity, call, first_seen, threshold)
 
 
 def sorted_selection(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from conftest import causality
-from kernels.conftest import shape_of
+from kernels.conftest import call_of, shape_of
 from sparge.backends.cuda import peaks, pipeline
 from sparge.backends.cuda.primitives import FAR
 from sparge.backends.cuda.stages import sinks
@@ -25,11 +25,10 @@ FAR_NATS = FAR.value * math.log(2.0)
 def marked(query: Tensor, key: Tensor, *, is_causal: bool = False) -> Tensor:
     """The kernel's answer, (B, Hkv, kv_blocks)."""
     shape = shape_of(query, key, key)
-    operands, _ = pipeline.prepare(
-        query, key, key, shape, is_causal=is_causal, scale=shape.head_dim**-0.5, quantization="int8_fp8"
-    )
+    call = call_of(shape, is_causal=is_causal, quantization="int8_fp8")
+    operands, _ = pipeline.prepare(query, key, key, call, with_mask=False, with_operands=True)
     assert operands is not None
-    sinks.mark_sinks(operands.query, operands.query_scale, operands.key, operands.key_scale, shape, is_causal=is_causal)
+    sinks.mark_sinks(operands.query, operands.query_scale, operands.key, operands.key_scale, call)
     signs = operands.key_scale < 0
     assert torch.equal(signs.any(-1), signs.all(-1))
     return signs[..., 0]
@@ -70,13 +69,14 @@ def test_marks_what_enough_samples_see(heads: int, kv_heads: int, is_causal: boo
 def test_marking_twice_changes_nothing() -> None:
     query, key, value = by_name("sink-16").make(64, 192, dtype=torch.float32)
     shape = shape_of(query, key, value)
-    operands, _ = pipeline.prepare(query, key, value, shape, is_causal=False, scale=128**-0.5, quantization="int8_fp8")
+    call = call_of(shape, quantization="int8_fp8")
+    operands, _ = pipeline.prepare(query, key, value, call, with_mask=False, with_operands=True)
     assert operands is not None
-    arguments = operands.query, operands.query_scale, operands.key, operands.key_scale, shape
+    arguments = operands.query, operands.query_scale, operands.key, operands.key_scale, call
     before = operands.key_scale.clone()
-    sinks.mark_sinks(*arguments, is_causal=False)
+    sinks.mark_sinks(*arguments)
     once = operands.key_scale.clone()
-    sinks.mark_sinks(*arguments, is_causal=False)
+    sinks.mark_sinks(*arguments)
     assert torch.equal(operands.key_scale, once) and torch.equal(once.abs(), before)
     assert (once[..., 0] < 0).flatten().tolist() == [True, False, False]
 
@@ -96,7 +96,7 @@ def test_broken_keys_are_no_sinks() -> None:
     "quantization, kv_len, has_threshold, way",
     [
         ("int8_fp8", 4096, False, "asked"),
-        ("int8_fp8_codes", 4097, False, "known"),
+        ("int8_fp8_fast", 4097, False, "known"),
         ("int8_fp8", 4097, True, "ignored"),
         ("int8_fp16", 128, False, "ignored"),
         ("none", 128, False, "ignored"),

@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 from conftest import causality
-from kernels.conftest import EPSILON, LOG2_E, assert_close, make_problem, random_bits, seen_tokens, visibility_of
+from kernels.conftest import (
+    EPSILON,
+    LOG2_E,
+    assert_close,
+    call_of,
+    make_problem,
+    random_bits,
+    seen_tokens,
+    visibility_of,
+)
 from sparge import eight_bits, reference
 from sparge.backends.cuda.stages.statistics import Summary, summarize
 from sparge.geometry import BLOCK_K, Shape
@@ -24,20 +33,25 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 
 
 def summary_of(
-    query: Tensor, key: Tensor, value: Tensor, shape: Shape, is_causal: bool, attn_mask: Tensor | None, *, judge: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    shape: Shape,
+    is_causal: bool,
+    attn_mask: Tensor | None,
+    *,
+    similarity: bool,
 ) -> Summary:
     return summarize(
         query,
         key,
         value,
-        shape,
+        call_of(shape, is_causal=is_causal, scale=SCALE, attn_mask=attn_mask),
         visibility_of(shape, is_causal, attn_mask),
-        scale=SCALE,
-        is_causal=is_causal,
         statistics=True,
         smoothing=True,
         value_scales=True,
-        judge=judge,
+        similarity=similarity,
     )
 
 
@@ -114,12 +128,12 @@ class TestSummarize:
     @pytest.mark.parametrize("kv_len", [1, 63, 64, 65])
     def test_lengths_and_dtypes(self, kv_len: int, dtype: torch.dtype) -> None:
         query, key, value, shape = make_problem(1, kv_len, batch=2, heads=1, head_dim=24, value_dim=40, dtype=dtype)
-        assert_summary(summary_of(query, key, value, shape, False, None, judge=True), query, key, value, shape)
+        assert_summary(summary_of(query, key, value, shape, False, None, similarity=True), query, key, value, shape)
 
     @pytest.mark.parametrize("kv_len, dtype", [(255, torch.float16), (257, torch.bfloat16), (300, torch.float32)])
-    def test_a_program_takes_256_keys_where_none_are_judged(self, kv_len: int, dtype: torch.dtype) -> None:
+    def test_a_program_takes_256_keys_where_no_similarity_is_asked_for(self, kv_len: int, dtype: torch.dtype) -> None:
         query, key, value, shape = make_problem(1, kv_len, heads=2, head_dim=40, value_dim=8, dtype=dtype)
-        summary = summary_of(query, key, value, shape, False, None, judge=False)
+        summary = summary_of(query, key, value, shape, False, None, similarity=False)
         assert summary.key_similarity is None
         assert_summary(summary, query, key, value, shape)
 
@@ -127,11 +141,13 @@ class TestSummarize:
     def test_in_causal_attention_a_block_is_smoothed_by_its_past(self, kv_len: int) -> None:
         query, key, value, shape = make_problem(kv_len, heads=1, head_dim=16)
         key[:, :, 128:] += 3.0
-        assert_summary(summary_of(query, key, value, shape, True, None, judge=True), query, key, value, shape, True)
+        assert_summary(
+            summary_of(query, key, value, shape, True, None, similarity=True), query, key, value, shape, True
+        )
 
-    @pytest.mark.parametrize("judge", [False, True])
+    @pytest.mark.parametrize("similarity", [False, True])
     @causality
-    def test_hidden_keys_count_for_nothing(self, is_causal: bool, judge: bool) -> None:
+    def test_hidden_keys_count_for_nothing(self, is_causal: bool, similarity: bool) -> None:
         kv_len = 200
         query, key, value, shape = make_problem(70, kv_len, batch=2, heads=2, kv_heads=1, head_dim=16)
         mask = random_bits(2, 2, 1, kv_len, share=0.5)
@@ -140,16 +156,18 @@ class TestSummarize:
         garbage = torch.tensor([math.nan, 1e30, math.inf]).repeat(kv_len)[:kv_len, None]
         hidden = ~keys_seen[..., None]
         key, value = torch.where(hidden, garbage, key), torch.where(hidden, garbage, value)
-        summary = summary_of(query, key, value, shape, is_causal, mask, judge=judge)
+        summary = summary_of(query, key, value, shape, is_causal, mask, similarity=similarity)
         clean = torch.where(hidden, 0.0, key), torch.where(hidden, 0.0, value)
         assert_summary(summary, query, *clean, shape, is_causal, mask)
 
-    @pytest.mark.parametrize("judge", [False, True])
-    def test_broken_tokens_stay_out_of_the_mean_and_the_scales(self, judge: bool) -> None:
+    @pytest.mark.parametrize("similarity", [False, True])
+    def test_broken_tokens_stay_out_of_the_mean_and_the_scales(self, similarity: bool) -> None:
         query, key, value, shape = make_problem(1, 200, heads=2, head_dim=16, value_dim=24)
         key[0, 0, 70, 3], key[0, 0, 199, 0], key[0, 1, 5, 7] = math.nan, math.inf, -math.inf
         value[0, 0, 10, 4], value[0, 1, 190, 0] = math.nan, math.inf
-        assert_summary(summary_of(query, key, value, shape, False, None, judge=judge), query, key, value, shape)
+        assert_summary(
+            summary_of(query, key, value, shape, False, None, similarity=similarity), query, key, value, shape
+        )
 
     def test_strided_heads(self) -> None:
         """Tokens before heads, K and V in one tensor."""
@@ -157,21 +175,21 @@ class TestSummarize:
         packed = torch.stack([key.transpose(1, 2), value.transpose(1, 2)], 3)
         views = packed[:, :, :, 0].transpose(1, 2), packed[:, :, :, 1].transpose(1, 2)
         assert not views[0].is_contiguous()
-        assert_summary(summary_of(query, *views, shape, False, None, judge=True), query, key, value, shape)
+        assert_summary(summary_of(query, *views, shape, False, None, similarity=True), query, key, value, shape)
 
     def test_a_large_offset_leaves_the_variance_accurate(self) -> None:
         """Of float32 keys only: the squares of 16-bit numbers have room in float32 sums."""
         query, key, value, shape = make_problem(1, 100, heads=1, head_dim=16)
         key = key + 300.0
-        summary = summary_of(query, key, value, shape, False, None, judge=False)
+        summary = summary_of(query, key, value, shape, False, None, similarity=False)
         _, variances = reference.pool(key[0, 0].double(), torch.ones(100, dtype=torch.bool), BLOCK_K)
         expected = variances * (SCALE**2 / 2 * LOG2_E)
         assert_close(summary.variance[0], expected, 2**-8 * expected)
 
     def test_asks_for_nothing_and_gets_the_key_itself(self) -> None:
         query, key, value, shape = make_problem(1, 100, heads=1)
-        wanted = dict.fromkeys(("statistics", "smoothing", "value_scales", "judge"), False)
-        summary = summarize(query, key, value, shape, None, scale=1.0, is_causal=False, **wanted)
+        wanted = dict.fromkeys(("statistics", "smoothing", "value_scales", "similarity"), False)
+        summary = summarize(query, key, value, call_of(shape), None, **wanted)
         assert summary.mean_high is summary.key_mean is summary.balance is summary.value_scale is key
 
 
@@ -182,22 +200,22 @@ class TestBalance:
         factors = 2 ** torch.linspace(-5, 5, 24)
         return query / factors, (key + 3.0) * factors, value, shape
 
-    @pytest.mark.parametrize("judge", [False, True])
+    @pytest.mark.parametrize("similarity", [False, True])
     @pytest.mark.parametrize("lengths", [(1, 1), (129, 255), (300, 257), (700, 1100)])
-    def test_lengths(self, lengths: tuple[int, int], judge: bool) -> None:
+    def test_lengths(self, lengths: tuple[int, int], similarity: bool) -> None:
         query, key, value, shape = self.sample(*lengths, heads=1)
-        summary = summary_of(query, key, value, shape, False, None, judge=judge)
+        summary = summary_of(query, key, value, shape, False, None, similarity=similarity)
         assert_balance(summary, query, key, shape)
         assert lengths == (1, 1) or summary.balance.log2().abs().max() > 3
 
     def test_heads_of_a_group_share_the_factors(self) -> None:
         query, key, value, shape = self.sample(300, 200, batch=2, heads=6, kv_heads=2)
         query = query * torch.tensor([1.0, 4.0, 0.5, 1.0, 1.0, 30.0])[:, None, None]
-        assert_balance(summary_of(query, key, value, shape, False, None, judge=False), query, key, shape)
+        assert_balance(summary_of(query, key, value, shape, False, None, similarity=False), query, key, shape)
 
     def test_more_query_blocks_than_chunks_of_keys(self) -> None:
         query, key, value, shape = self.sample(1100, 70, heads=4, kv_heads=2)
-        assert_balance(summary_of(query, key, value, shape, False, None, judge=False), query, key, shape)
+        assert_balance(summary_of(query, key, value, shape, False, None, similarity=False), query, key, shape)
 
     @causality
     def test_hidden_tokens_have_no_vote(self, is_causal: bool) -> None:
@@ -209,7 +227,7 @@ class TestBalance:
         assert is_causal == (not queries_seen.all())
         query[~queries_seen], key[~keys_seen] = 1e20, math.nan
         assert_balance(
-            summary_of(query, key, value, shape, is_causal, mask, judge=False), query, key, shape, is_causal, mask
+            summary_of(query, key, value, shape, is_causal, mask, similarity=False), query, key, shape, is_causal, mask
         )
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -218,23 +236,23 @@ class TestBalance:
         query[0, 0, 40] *= 100.0
         key[0, 0, 300] *= 100.0
         query[0, 0, 40, 3], key[0, 0, 300, 5] = bad, bad
-        assert_balance(summary_of(query, key, value, shape, False, None, judge=False), query, key, shape)
+        assert_balance(summary_of(query, key, value, shape, False, None, similarity=False), query, key, shape)
 
     def test_channels_of_zeros_and_of_one_number_stay_as_they_are(self) -> None:
         """float32 leaves a remainder of a constant key, which is no size."""
         query, key, value, shape = self.sample(300, 600, heads=1)
         query[..., :2], key[..., 1:3], key[..., 3] = 0.0, 0.0, 0.1
-        summary = summary_of(query, key, value, shape, False, None, judge=False)
+        summary = summary_of(query, key, value, shape, False, None, similarity=False)
         assert (summary.balance[0, :4] == 1).all()
         assert (summary.balance[0, 4:24] != 1).any()
 
     def test_outlying_keys_of_one_chunk_are_one_vote(self) -> None:
         """Two of them, so that the mean stays."""
         query, key, value, shape = self.sample(130, 8 * 256, heads=1)
-        before = summary_of(query, key, value, shape, False, None, judge=False).balance.log2()
+        before = summary_of(query, key, value, shape, False, None, similarity=False).balance.log2()
         key[0, 0, 1000] *= 1e3
         key[0, 0, 1001] = -key[0, 0, 1000]
-        summary = summary_of(query, key, value, shape, False, None, judge=False)
+        summary = summary_of(query, key, value, shape, False, None, similarity=False)
         assert_balance(summary, query, key, shape)
         assert 0 < (summary.balance.log2() - before).abs().max() <= math.log2(1e3) / 16 + 1 / 8
 
@@ -243,6 +261,6 @@ def test_a_huge_key_has_no_vote() -> None:
     """The square of 3e19 is not finite, which is no size of a channel."""
     query, key, value, shape = make_problem(128, 600, heads=1, head_dim=16)
     key[0, 0, 7, 3] = 3e19
-    asked = {"statistics": False, "smoothing": True, "value_scales": False, "judge": False}
-    summary = summarize(query, key, value, shape, None, scale=SCALE, is_causal=False, **asked)
+    asked = {"statistics": False, "smoothing": True, "value_scales": False, "similarity": False}
+    summary = summarize(query, key, value, call_of(shape, scale=SCALE), None, **asked)
     assert summary.balance.isfinite().all()

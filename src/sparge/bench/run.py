@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sparge import api
 from sparge.backends import base
+from sparge.backends.cuda.backend import CudaBackend
 from sparge.bench.cases import (
     ARITHMETICS,
     CROSSOVER_TOPKS,
@@ -47,7 +48,8 @@ from sparge.bench.timing import (
     time_on_cuda,
 )
 from sparge.block_mask import BlockMask
-from sparge.config import Dense, Moment, Quantization, TopK
+from sparge.call import Call
+from sparge.config import Dense, Quantization, TopK
 from sparge.evaluate.device_inputs import make_inputs
 from sparge.evaluate.machine import Gpu, describe_gpu
 from sparge.evaluate.oracle import exact_rows, sampled_error, sampled_queries
@@ -67,12 +69,20 @@ class Bench:
     device: torch.device
     backend: str
     quantization: Quantization
-    pipeline: Any
-    """A module with `prepare` and `attend`, the stages of one call."""
+    prepare: Callable[..., Any]
+    """`pipeline.prepare`: everything before the attention kernel."""
+    kernel: Callable[[str], Callable[..., Any]]
+    """What launches the attention kernel of a backend."""
     time: Callable[[dict[str, Variant], int], dict[str, Timing]]
     peak_extra_bytes: Callable[[Callable[[], Tensor]], int]
     bytes_per_s: float
     turns: int = TURNS
+
+
+def _kernel_of(backend: str) -> Callable[..., Any]:
+    found = base.get(backend)
+    assert isinstance(found, CudaBackend)
+    return found.kernel()
 
 
 def cuda_bench(quick: bool) -> Bench:
@@ -85,7 +95,8 @@ def cuda_bench(quick: bool) -> Bench:
         device=device,
         backend=backend,
         quantization=cast(Quantization, base.resolve_quantization("auto", backend, device)),
-        pipeline=pipeline,
+        prepare=pipeline.prepare,
+        kernel=_kernel_of,
         time=time_on_cuda,
         peak_extra_bytes=peak_extra_bytes,
         bytes_per_s=copy_bandwidth(),
@@ -305,39 +316,30 @@ def _sparge(bench: Bench, inputs: Inputs, problem: Problem, topk: float) -> Vari
 
 def _stages(bench: Bench, inputs: Inputs, problem: Problem, topk: float) -> tuple[Variant, Variant]:
     """Everything before the attention kernel, and the kernel. Dense attention prepares by quantising alone."""
-    sparsity = None if topk == 1.0 else TopK(topk)
-    prepare = partial(_prepare, bench, inputs, problem, sparsity, bench.quantization)
-    return Variant(prepare), _attend(bench, problem, prepare, bench.backend)
+    call = _call(problem, Dense() if topk == 1.0 else TopK(topk), bench.quantization)
+    prepare = partial(bench.prepare, *inputs, call, with_mask=topk != 1.0, with_operands=True)
+    return Variant(prepare), _attend(bench, call, prepare, bench.backend)
 
 
 def _given_blocks(
     bench: Bench, inputs: Inputs, problem: Problem, mask: BlockMask, quantization: str, backend: str
 ) -> Variant:
+    call = _call(problem, Dense(), quantization)
+
     def prepare() -> tuple[Any, BlockMask]:
-        return _prepare(bench, inputs, problem, None, quantization)[0], mask
+        return bench.prepare(*inputs, call, with_mask=False, with_operands=True)[0], mask
 
-    return _attend(bench, problem, prepare, backend)
-
-
-def _prepare(bench: Bench, inputs: Inputs, problem: Problem, sparsity: TopK | None, quantization: str) -> Any:
-    """Operands and mask; no mask without ``sparsity``, which `attend` takes for all blocks."""
-    return bench.pipeline.prepare(
-        *inputs,
-        problem.shape,
-        sparsity=sparsity,
-        score=Moment(),
-        is_causal=problem.is_causal,
-        scale=problem.head_dim**-0.5,
-        attn_mask=None,
-        always_keep=(),
-        quantization=quantization,
-    )
+    return _attend(bench, call, prepare, backend)
 
 
-def _attend(bench: Bench, problem: Problem, prepare: Callable[[], tuple[Any, Any]], backend: str) -> Variant:
+def _call(problem: Problem, sparsity: TopK | Dense, quantization: str) -> Call:
+    return Call(problem.shape, problem.is_causal, problem.head_dim**-0.5, sparsity, quantization=quantization)
+
+
+def _attend(bench: Bench, call: Call, prepare: Callable[[], tuple[Any, Any]], backend: str) -> Variant:
     """The attention kernel on operands that are prepared once, when the first call (a warm-up) needs them."""
     prepared = cache(prepare)
-    return Variant(lambda: bench.pipeline.attend(*prepared(), problem.shape, kernels=backend))
+    return Variant(lambda: bench.kernel(backend)(*prepared(), call))
 
 
 def _density(bench: Bench, inputs: Inputs, problem: Problem, topk: float) -> float:

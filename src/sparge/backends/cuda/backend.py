@@ -6,18 +6,14 @@ A backend adds its attention kernel (`CudaBackend.kernel`). Nothing of Triton is
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from sparge.backends.base import Backend, Crossover
+from sparge.backends.cuda.operands import Attend
 from sparge.block_mask import BlockMask
 from sparge.call import Call
-
-Attend: TypeAlias = Callable[..., tuple[Tensor, Tensor]]
-"""Launches an attention kernel: ``attend(operands, mask, call, *, totals=None)``, see `triton.attention.attend`."""
 
 CAPABILITY = (8, 0)
 FP8_CAPABILITY = (8, 9)

@@ -2,55 +2,40 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from sparge.backends.cuda import pipeline
-from sparge.geometry import Shape
+from sparge.backends.cuda.operands import Attend
+from sparge.call import Call
 
 
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    shape: Shape,
-    *,
-    is_causal: bool,
-    scale: float,
-    attn_mask: Tensor | None,
-    quantization: str,
-    with_lse: bool,
-    kernels: str,
+    query: Tensor, key: Tensor, value: Tensor, call: Call, *, with_lse: bool, attend: Attend
 ) -> tuple[Tensor, Tensor]:
     """Attention over every visible key: output (B, H, Sq, Dv) in the query's dtype, lse (B, H, Sq) float32 or empty."""
-    is_causal = is_causal and shape.q_len > 1  # the last query sees every key
-    if quantization == "none" and not with_lse and _torch_can(query, shape, is_causal, attn_mask):
+    if call.is_causal and call.shape.q_len == 1:  # the last query sees every key
+        call = replace(call, is_causal=False)
+    if not with_lse and _torch_can(query, call):
         output = F.scaled_dot_product_attention(
-            query, key, value, is_causal=is_causal, scale=scale, enable_gqa=shape.group > 1
+            query, key, value, is_causal=call.is_causal, scale=call.scale, enable_gqa=call.shape.group > 1
         )
         return output.contiguous(), query.new_empty(0, dtype=torch.float32)
-    return pipeline.attention(
-        query,
-        key,
-        value,
-        None,
-        shape,
-        is_causal=is_causal,
-        scale=scale,
-        attn_mask=attn_mask,
-        quantization=quantization,
-        kernels=kernels,
-    )
+    return pipeline.attention(query, key, value, None, call, attend=attend)
 
 
-def _torch_can(query: Tensor, shape: Shape, is_causal: bool, attn_mask: Tensor | None) -> bool:
+def _torch_can(query: Tensor, call: Call) -> bool:
     """What torch's fast kernels serve (it chooses which); it aligns causality top-left, all else needs a mask."""
+    shape = call.shape
     return (
         query.is_cuda
         and query.dtype in (torch.float16, torch.bfloat16)
-        and attn_mask is None
-        and (not is_causal or shape.q_len == shape.kv_len)
+        and not call.is_quantized
+        and call.attn_mask is None
+        and (not call.is_causal or shape.q_len == shape.kv_len)
         and shape.head_dim == shape.value_dim
         and shape.head_dim % 8 == 0
     )

@@ -12,6 +12,7 @@ from triton.compiler import CompiledKernel
 
 from sparge.backends.cuda.replay import current_recorder
 from sparge.block_mask import BlockMask
+from sparge.call import Call
 from sparge.config import PerHead
 from sparge.geometry import Shape
 
@@ -130,9 +131,9 @@ def seen_argument(
     return expanded, expanded.stride()
 
 
-def first_query(shape: Shape, is_causal: bool) -> int:
+def first_query(call: Call) -> int:
     """The first query that sees a key: with more queries than keys, the first ones of causal attention do not."""
-    return max(-shape.causal_offset, 0) if is_causal else 0
+    return max(-call.shape.causal_offset, 0) if call.is_causal else 0
 
 
 def list_arguments(mask: BlockMask | None, otherwise: Tensor) -> dict[str, Tensor]:

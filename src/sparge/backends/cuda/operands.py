@@ -1,11 +1,15 @@
-"""What the stages hand to an attention kernel."""
+"""What the stages hand to an attention kernel, and how such a kernel is launched."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from sparge.block_mask import BlockMask
+from sparge.call import Call
 
 
 @dataclass(frozen=True)
@@ -14,6 +18,7 @@ class Operands:
 
     The scales and ``lse_shift`` of `quantize.QueryFacts` and `statistics.Summary` mean nothing when quantization is
     "none". ``key_scale`` is negative where a block holds a sink (`sinks.mark_sinks`). ``dtype`` is the output's.
+    ``keys_seen`` is `visibility.Visibility.keys`, None where all are.
     """
 
     query: Tensor
@@ -23,9 +28,24 @@ class Operands:
     key_scale: Tensor
     value_scale: Tensor
     lse_shift: Tensor
-    quantization: str
     dtype: torch.dtype
-    scale: float
-    is_causal: bool
-    attn_mask: Tensor | None
     keys_seen: Tensor | None
+
+
+class Attend(Protocol):
+    """The launcher of an attention kernel."""
+
+    def __call__(
+        self, operands: Operands, mask: BlockMask | None, call: Call, *, totals: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Attention over a mask's blocks, or over all visible ones without a mask.
+
+        Args:
+            totals: int64 (2,); the numbers of kept and of visible blocks are added to it. Needs a mask.
+
+        Returns:
+            Output (B, H, Sq, Dv) in ``operands.dtype`` and natural-log LSE (B, H, Sq) float32.
+        """
+
+    def __hash__(self) -> int:
+        """Recordings (`replay`) are kept apart by their kernel."""

@@ -11,6 +11,6 @@ def way_with_peaks(quantization: str, kv_len: int, *, has_threshold: bool = Fals
 
     A threshold skips tiles by their maximum, and leaves them whole.
     """
-    if quantization not in ("int8_fp8", "int8_fp8_codes") or has_threshold:
+    if quantization not in ("int8_fp8", "int8_fp8_fast") or has_threshold:
         return "ignored"
     return "asked" if kv_len <= ASKED_KEYS else "known"

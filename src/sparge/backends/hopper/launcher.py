@@ -25,8 +25,7 @@ from sparge.backends.hopper.gluon import TensorDescriptor, gl
 from sparge.backends.hopper.kernel import attention_kernel
 from sparge.backends.hopper.spec import Form
 from sparge.block_mask import BlockMask
-from sparge.config import PerHead
-from sparge.geometry import Shape
+from sparge.call import Call
 
 LEAST_WIDTH = 64
 """Channels the kernel computes at least; missing ones are copied as 0."""
@@ -37,23 +36,19 @@ COPY_ALIGNMENT = 16
 
 
 def attend(
-    operands: Operands,
-    mask: BlockMask | None,
-    shape: Shape,
-    *,
-    pv_threshold: PerHead | None = None,
-    totals: Tensor | None = None,
+    operands: Operands, mask: BlockMask | None, call: Call, *, totals: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention over a mask's blocks, or over all visible ones without a mask. See `triton.attention.attend`."""
+    """Attention over a mask's blocks, or over all visible ones without a mask: see `operands.Attend`."""
+    shape = call.shape
     query, key, value, stand_in = operands.query, operands.key, operands.value, operands.query
-    arithmetic = "int8_fp8" if operands.quantization == "int8_fp8_codes" else operands.quantization
+    arithmetic = "int8_fp8" if call.quantization == "int8_fp8_fast" else call.quantization
     is_quantized, fp8_values = arithmetic != "none", arithmetic == "int8_fp8"
     if not is_quantized:
-        query = _copyable(-query if operands.scale < 0 else query)  # scores are scaled after their maximum is taken
+        query = _copyable(-query if call.scale < 0 else query)  # scores are scaled after their maximum is taken
         key = _copyable(key)
     if not fp8_values:
         value = _copyable(value)
-    threshold = per_head_tensor(pv_threshold, shape, query.device)
+    threshold = per_head_tensor(call.pv_threshold, shape, query.device)
     rows = (shape.batch, shape.heads, shape.q_len)
     output = buffer_like(stand_in, True, *rows, shape.value_dim, dtype=operands.dtype)
     lse = buffer_like(stand_in, True, *rows)
@@ -61,13 +56,13 @@ def attend(
     value_width = max(LEAST_WIDTH, power_of_two(shape.value_dim))
     slices = max(1, value_width // SLICE) if fp8_values else 1
     config = configs.hopper_config(
-        operands.quantization, max(head_width, value_width), has_threshold=threshold is not None
+        call.quantization.replace("_fast", "_codes"), max(head_width, value_width), has_threshold=threshold is not None
     )
     form = Form(
         quantized=is_quantized,
         fp8_values=fp8_values,
-        codes=operands.quantization == "int8_fp8_codes",
-        is_causal=operands.is_causal,
+        codes=call.quantization == "int8_fp8_fast",
+        is_causal=call.is_causal,
         has_threshold=threshold is not None,
         all_blocks=mask is None,
         count=totals is not None,
@@ -98,7 +93,7 @@ def attend(
         threshold_ptr=stand_in if threshold is None else threshold,
         output_ptr=output,
         lse_ptr=lse,
-        scale=operands.scale,
+        scale=call.scale,
         heads=shape.heads,
         group=shape.group,
         q_len=shape.q_len,

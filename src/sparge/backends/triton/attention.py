@@ -60,8 +60,7 @@ from sparge.backends.triton.softmax import (
     side_by_side,
 )
 from sparge.block_mask import BlockMask
-from sparge.config import PerHead
-from sparge.geometry import Shape
+from sparge.call import Call
 
 
 @triton.jit(do_not_specialize=["heads", "group", "q_len", "kv_len", "q_blocks", "kv_blocks"])
@@ -342,24 +341,13 @@ def attention_kernel(
 
 
 def attend(
-    operands: Operands,
-    mask: BlockMask | None,
-    shape: Shape,
-    *,
-    pv_threshold: PerHead | None = None,
-    totals: Tensor | None = None,
+    operands: Operands, mask: BlockMask | None, call: Call, *, totals: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention over a mask's blocks, or over all visible ones without a mask.
-
-    Args:
-        totals: int64 (2,); the numbers of kept and of visible blocks are added to it. Needs a mask.
-
-    Returns:
-        Output (B, H, Sq, Dv) and natural-log LSE (B, H, Sq) float32.
-    """
-    query = operands.query
+    """Attention over a mask's blocks, or over all visible ones without a mask: see `operands.Attend`."""
+    assert call.quantization in ("none", "int8_fp16", "int8_fp8"), f"no kernel for {call.quantization!r}"
+    shape, query = call.shape, operands.query
     device, stand_in = query.device, operands.query
-    attn_mask, mask_kind, lowest = operands.attn_mask, "none", 0.0
+    attn_mask, mask_kind, lowest = call.attn_mask, "none", 0.0
     mask_strides: tuple[int, ...] = (0, 0, 0, 0)
     if attn_mask is not None:
         attn_mask = attn_mask.expand(shape.batch, shape.heads, -1, shape.kv_len)
@@ -367,7 +355,7 @@ def attend(
         mask_kind = "bool" if attn_mask.dtype == torch.bool else "additive"
         lowest = 0.0 if mask_kind == "bool" else torch.finfo(attn_mask.dtype).min
     keys_seen, seen_strides = seen_argument(operands.keys_seen, (shape.batch, shape.kv_heads, shape.kv_len), stand_in)
-    threshold = per_head_tensor(pv_threshold, shape, device)
+    threshold = per_head_tensor(call.pv_threshold, shape, device)
     rows = (shape.batch, shape.heads, shape.q_len)
     output = buffer_like(query, True, *rows, shape.value_dim, dtype=operands.dtype)
     lse = buffer_like(query, True, *rows)
@@ -377,9 +365,9 @@ def attend(
         # (unaligned strides): wrong numbers, bad addresses.
         value_width = max(value_width, 64)
     mask_per_query = attn_mask is not None and attn_mask.shape[2] > 1
-    peaks = way_with_peaks(operands.quantization, shape.kv_len, has_threshold=threshold is not None)
+    peaks = way_with_peaks(call.quantization, shape.kv_len, has_threshold=threshold is not None)
     config = configs.attention_config(
-        operands.quantization,
+        call.quantization,
         max(width, value_width),
         architecture=architecture_of(query),
         is_float32=query.dtype == torch.float32,
@@ -410,7 +398,7 @@ def attend(
         value_strides=strides_of(operands.value),
         mask_strides=mask_strides,
         seen_strides=seen_strides,
-        scale=operands.scale,
+        scale=call.scale,
         heads=shape.heads,
         group=shape.group,
         q_len=shape.q_len,
@@ -421,9 +409,9 @@ def attend(
         VALUE_DIM=shape.value_dim,
         HEAD_DIM_PADDED=width,
         VALUE_DIM_PADDED=value_width,
-        ARITHMETIC=operands.quantization,
+        ARITHMETIC=call.quantization,
         DOT_PRECISION="tf32x3" if query.dtype == torch.float32 else "tf32",
-        IS_CAUSAL=operands.is_causal,
+        IS_CAUSAL=call.is_causal,
         MASK=mask_kind,
         MASK_PER_QUERY=mask_per_query,
         LOWEST=lowest,

@@ -34,7 +34,7 @@ from sparge.backends.cuda.primitives import (
 )
 from sparge.backends.cuda.stages import configs
 from sparge.backends.cuda.stages.statistics import Summary
-from sparge.geometry import Shape
+from sparge.call import Call
 from sparge.visibility import Visibility
 
 LARGEST_SCALE = tl.constexpr(1e15)
@@ -246,16 +246,15 @@ class QueryFacts:
 def read_query(
     query: Tensor,
     summary: Summary,
-    shape: Shape,
+    call: Call,
     seen: Visibility | None,
     *,
-    scale: float,
-    is_causal: bool,
     codes: bool,
     mean: bool,
     similarity: bool,
 ) -> QueryFacts:
     """Read Q once for all that is wanted of it."""
+    shape = call.shape
     width = padded(shape.head_dim)
     heads = shape.batch * shape.heads
     length = shape.q_blocks * geometry.BLOCK_Q
@@ -285,12 +284,12 @@ def read_query(
         similarity_ptr=facts.similarity,
         query_strides=strides_of(query),
         seen_strides=seen_strides,
-        scale=scale,
+        scale=call.scale,
         heads=shape.heads,
         kv_heads=shape.kv_heads,
         q_len=shape.q_len,
         q_blocks=shape.q_blocks,
-        first_query=first_query(shape, is_causal),
+        first_query=first_query(call),
         HEAD_DIM=shape.head_dim,
         HEAD_DIM_PADDED=width,
         HAS_SEEN=seen is not None and seen.queries is not None,
@@ -303,16 +302,17 @@ def read_query(
 
 
 def quantize_key_value(
-    key: Tensor, value: Tensor, shape: Shape, seen: Visibility | None, summary: Summary, quantization: str
+    key: Tensor, value: Tensor, summary: Summary, call: Call, seen: Visibility | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes of K, their scales (B, Hkv, kv_blocks, 4), and codes of V, or V itself where it is FP16 already."""
+    shape = call.shape
     width, value_width = padded(shape.head_dim), padded(shape.value_dim)
     heads = (shape.batch, shape.kv_heads)
     length = shape.kv_blocks * geometry.BLOCK_K
     key_codes = buffer_like(key, True, *heads, length, width, dtype=torch.int8)
     key_scale = buffer_like(key, True, *heads, shape.kv_blocks, eight_bits.KEY_GROUPS)
     value_codes, kind = value, "none"
-    if quantization in ("int8_fp8", "int8_fp8_codes"):
+    if call.has_fp8_values:
         value_codes, kind = buffer_like(key, True, *heads, value_width, length, dtype=torch.float8_e4m3fn), "fp8"
     elif value.dtype != torch.float16:
         value_codes, kind = buffer_like(key, True, *heads, length, value_width, dtype=torch.float16), "fp16"

@@ -23,8 +23,9 @@ from sparge.backends.cuda.primitives import BLOCK_K, BLOCK_Q, NOWHERE, is_finite
 from sparge.backends.cuda.stages import configs
 from sparge.backends.cuda.stages.quantize import QueryFacts
 from sparge.backends.cuda.stages.statistics import Summary
-from sparge.config import Mean, Score
-from sparge.geometry import Shape, ceil_div
+from sparge.call import Call
+from sparge.config import Mean, Moment
+from sparge.geometry import ceil_div
 
 LENGTHS = ["heads", "kv_heads", "q_len", "kv_len", "q_blocks", "kv_blocks"]
 
@@ -260,15 +261,12 @@ def score_kernel(
 
 def block_probabilities(
     query: Tensor,
-    shape: Shape,
     summary: Summary,
     facts: QueryFacts,
+    call: Call,
     first_seen: Tensor | None,
     first_query: Tensor | None,
     threshold: Tensor | None,
-    *,
-    score: Score,
-    is_causal: bool,
 ) -> Tensor:
     """Expected share of each key block, (B * H, q_blocks, kv_blocks) float32.
 
@@ -276,10 +274,11 @@ def block_probabilities(
         first_seen, first_query: of `visibility.first_seen_keys` where keys are hidden.
         threshold: (H,), similarity under which a key block is not judged.
     """
+    shape, score = call.shape, call.score
     heads = shape.batch * shape.heads
     width = padded(shape.head_dim)
     from_means = isinstance(score, Mean)
-    samples = 1 if isinstance(score, Mean) else score.samples
+    samples = score.samples if isinstance(score, Moment) else 1
     samples_padded = power_of_two(samples)
     config = configs.score_config(width, architecture_of(query))
     rows = max(config.rows, samples_padded)
@@ -311,7 +310,7 @@ def block_probabilities(
         SAMPLES_PADDED=samples_padded,
         FROM_MEANS=from_means,
         HAS_LOW=from_means or query.dtype != torch.bfloat16,
-        IS_CAUSAL=is_causal,
+        IS_CAUSAL=call.is_causal,
         HAS_SEEN=first_seen is not None,
         HAS_JUDGE=threshold is not None,
         ROWS=rows,

@@ -7,8 +7,6 @@ Ties go to the lower index. Then the kept blocks are written in ascending order,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -19,8 +17,9 @@ from sparge.backends.cuda.launch import buffer_like, launch, per_head_tensor, po
 from sparge.backends.cuda.primitives import BLOCK_K, BLOCK_Q, NOWHERE
 from sparge.backends.cuda.stages import configs
 from sparge.block_mask import BlockMask
-from sparge.config import TopCdf, TopK
-from sparge.geometry import Shape, ceil_div
+from sparge.call import Call
+from sparge.config import TopK
+from sparge.geometry import ceil_div
 
 LENGTHS = ["heads", "group", "q_len", "kv_len", "q_blocks", "kv_blocks", "min_blocks"]
 INFINITY_BITS = tl.constexpr(0x7F800000)
@@ -183,24 +182,20 @@ def select_kernel(
 
 def select(
     probability: Tensor,
-    shape: Shape,
     query_similarity: Tensor,
     key_similarity: Tensor | None,
+    call: Call,
     first_seen: Tensor | None,
     threshold: Tensor | None,
-    *,
-    sparsity: TopK | TopCdf,
-    is_causal: bool,
-    always_keep: Sequence[tuple[int, int]],
 ) -> BlockMask:
     """The kept blocks of every row. See `predict.block_probabilities` for the arguments."""
-    device = probability.device
+    shape, rules, device = call.shape, call.selection, probability.device
     always = probability
-    if always_keep:
+    if call.always_keep:
         always = torch.zeros(shape.kv_blocks, dtype=torch.int8, device=device)
-        for start, stop in always_keep:
+        for start, stop in call.always_keep:
             always[start // geometry.BLOCK_K : ceil_div(stop, geometry.BLOCK_K)] = 1
-    share = sparsity.topk if isinstance(sparsity, TopK) else sparsity.cdf
+    share = rules.amount
     share_per_head = per_head_tensor(share, shape, device) if isinstance(share, Tensor) else None
     columns = max(32, power_of_two(shape.kv_blocks))
     rows = (shape.batch, shape.heads, shape.q_blocks)
@@ -228,16 +223,16 @@ def select(
         kv_len=shape.kv_len,
         q_blocks=shape.q_blocks,
         kv_blocks=shape.kv_blocks,
-        min_blocks=min(sparsity.min_blocks, shape.kv_blocks),
-        SELECTION="topk" if isinstance(sparsity, TopK) else "topcdf",
+        min_blocks=min(rules.min_blocks, shape.kv_blocks),
+        SELECTION="topk" if isinstance(rules, TopK) else "topcdf",
         SHARE_PER_HEAD=share_per_head is not None,
-        IS_CAUSAL=is_causal,
-        SINK=sparsity.keeps_sink(is_causal),
-        DIAGONAL=sparsity.keeps_diagonal(is_causal),
-        HAS_ALWAYS=bool(always_keep),
+        IS_CAUSAL=call.is_causal,
+        SINK=rules.keeps_sink(call.is_causal),
+        DIAGONAL=rules.keeps_diagonal(call.is_causal),
+        HAS_ALWAYS=bool(call.always_keep),
         HAS_SEEN=first_seen is not None,
         HAS_JUDGE=threshold is not None,
         COLUMNS=columns,
         num_warps=configs.select_warps(columns),
     )
-    return BlockMask(counts, indices, visible, shape.q_len, shape.kv_len, is_causal)
+    return BlockMask(counts, indices, visible, shape.q_len, shape.kv_len, call.is_causal)

@@ -13,7 +13,8 @@ from torch import Tensor
 from sparge.backends.cuda.launch import launch, padded
 from sparge.backends.cuda.primitives import BLOCK_K, BLOCK_Q, FAR, KEY_GROUPS, by_group
 from sparge.backends.cuda.stages import configs
-from sparge.geometry import Shape, ceil_div
+from sparge.call import Call
+from sparge.geometry import ceil_div
 
 SAMPLES = 64
 """Queries that are looked at for each head of K and V, evenly spaced and spread over the heads that share it."""
@@ -77,15 +78,14 @@ def mark_sinks_kernel(
         tl.store(scale_ptrs, tl.where(is_sink, -key_scale, key_scale))
 
 
-def mark_sinks(
-    query_codes: Tensor, query_scale: Tensor, key_codes: Tensor, key_scale: Tensor, shape: Shape, *, is_causal: bool
-) -> None:
+def mark_sinks(query_codes: Tensor, query_scale: Tensor, key_codes: Tensor, key_scale: Tensor, call: Call) -> None:
     """Make the scales of key blocks that hold a sink negative: attention kernels load them anyway.
 
     Args:
         query_codes, query_scale: of `quantize.read_query`.
         key_codes, key_scale: of `quantize.quantize_key_value`.
     """
+    shape = call.shape
     launch(
         mark_sinks_kernel,
         ceil_div(shape.kv_blocks, configs.SINK_BLOCKS) * shape.batch * shape.kv_heads,
@@ -99,7 +99,7 @@ def mark_sinks(
         q_blocks=shape.q_blocks,
         kv_blocks=shape.kv_blocks,
         HEAD_DIM_PADDED=padded(shape.head_dim),
-        IS_CAUSAL=is_causal,
+        IS_CAUSAL=call.is_causal,
         SAMPLES=SAMPLES,
         NEEDED=NEEDED,
         BLOCKS=configs.SINK_BLOCKS,

@@ -30,7 +30,8 @@ from sparge.backends.cuda.primitives import (
     self_similarity,
 )
 from sparge.backends.cuda.stages import configs
-from sparge.geometry import Shape, ceil_div
+from sparge.call import Call
+from sparge.geometry import ceil_div
 from sparge.visibility import Visibility
 
 LENGTHS = [
@@ -505,8 +506,9 @@ class Summary:
     key_similarity: Tensor | None = None
 
 
-def _sizes(query: Tensor, shape: Shape, seen: Visibility | None, is_causal: bool) -> Tensor:
+def _sizes(query: Tensor, call: Call, seen: Visibility | None) -> Tensor:
     """Parts of every query block, (B * H, q_blocks, 2, D padded) float32."""
+    shape = call.shape
     width, programs = padded(shape.head_dim), shape.batch * shape.heads * shape.q_blocks
     query_part = buffer_like(query, True, programs, 2, width)
     queries_seen, seen_strides = seen_argument(
@@ -523,7 +525,7 @@ def _sizes(query: Tensor, shape: Shape, seen: Visibility | None, is_causal: bool
         heads=shape.heads,
         q_len=shape.q_len,
         q_blocks=shape.q_blocks,
-        first_query=first_query(shape, is_causal),
+        first_query=first_query(call),
         HEAD_DIM=shape.head_dim,
         HEAD_DIM_PADDED=width,
         HAS_SEEN=seen is not None and seen.queries is not None,
@@ -536,24 +538,23 @@ def summarize(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    shape: Shape,
+    call: Call,
     seen: Visibility | None,
     *,
-    scale: float,
-    is_causal: bool,
     statistics: bool,
     smoothing: bool,
     value_scales: bool,
-    judge: bool,
+    similarity: bool,
 ) -> Summary:
     """Read K, and V if its scales are wanted, once, and some queries if Q and K are to be rounded."""
     if not (statistics or smoothing or value_scales):
         return Summary(*[key] * 6)
+    shape = call.shape
     width, value_width = padded(shape.head_dim), padded(shape.value_dim)
     heads = shape.batch * shape.kv_heads
-    blocks = 1 if judge else configs.SUMMARIZE_BLOCKS  # the judge needs the sum of every block
+    blocks = 1 if similarity else configs.SUMMARIZE_BLOCKS  # similarity needs the sum of every block
     chunks = ceil_div(shape.kv_blocks, blocks)
-    smoothing = smoothing or judge
+    smoothing = smoothing or similarity
     per_block = (heads, shape.kv_blocks, width)
     summary = Summary(
         mean_high=buffer_like(key, statistics, *per_block, dtype=torch.bfloat16),
@@ -585,7 +586,7 @@ def summarize(
         key_strides=strides_of(key),
         value_strides=strides_of(value),
         seen_strides=seen_strides,
-        scale=scale,
+        scale=call.scale,
         kv_heads=shape.kv_heads,
         kv_len=shape.kv_len,
         kv_blocks=shape.kv_blocks,
@@ -606,7 +607,7 @@ def summarize(
         launch(
             reduce_kernel,
             heads * ceil_div(max(width, value_width), configs.REDUCE_COLUMNS),
-            query_part_ptr=_sizes(query, shape, seen, is_causal),
+            query_part_ptr=_sizes(query, call, seen),
             key_part_ptr=key_part,
             key_count_ptr=key_count,
             value_max_ptr=value_max,
@@ -624,20 +625,20 @@ def summarize(
             COLUMNS=configs.REDUCE_COLUMNS,
             num_warps=configs.REDUCE_WARPS,
         )
-    if not judge:
+    if not similarity:
         return summary
     center, center_strides = summary.key_mean, (width, 0)
-    if is_causal:  # a block is smoothed by the mean up to its own end: it must not know the future
+    if call.is_causal:  # a block is smoothed by the mean up to its own end: it must not know the future
         center = key_part[:, :, SUM.value].cumsum(1) / key_count.cumsum(1).clamp(min=1)[..., None]
         center_strides = (chunks * width, width)
-    similarity = buffer_like(key, True, heads, shape.kv_blocks)
+    key_similarity = buffer_like(key, True, heads, shape.kv_blocks)
     launch(
         key_similarity_kernel,
         shape.kv_blocks * heads,
         key_ptr=key,
         seen_ptr=keys_seen,
         center_ptr=center,
-        similarity_ptr=similarity,
+        similarity_ptr=key_similarity,
         key_strides=strides_of(key),
         seen_strides=seen_strides,
         center_strides=center_strides,
@@ -648,4 +649,4 @@ def summarize(
         HEAD_DIM_PADDED=width,
         HAS_SEEN=has_seen,
     )
-    return replace(summary, key_similarity=similarity)
+    return replace(summary, key_similarity=key_similarity)
