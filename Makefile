@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DATA := $(VENV)/data
-SOURCES := src tests benchmarks examples compat comfyui
+SOURCES := src tests tools benchmarks examples compat comfyui
 
 .PHONY: demo test test-slow lint format bench tables clean
 

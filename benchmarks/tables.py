@@ -162,7 +162,7 @@ def gpu_table(name: str) -> str | None:
 
 
 def gpu_tests_table() -> str | None:
-    """The last run of tests/gpu/run.py and of every tool beside it, for each backend; None before the first."""
+    """The last run of tests/gpu and of every tool in tools/gpu, for each backend; None before the first."""
     path = RESULTS / "gpu_tests.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     runs = {row["backend"]: row for row in rows if "files" in row}
@@ -179,10 +179,14 @@ def gpu_tests_table() -> str | None:
     notes += [
         f"**{run['crashed']} processes crashed with {backend!r}; their tests are not counted.**"
         for backend, run in runs.items()
-        if run["crashed"]
+        if run.get("crashed")
     ]
     notes += [_tool_note(tool, backend, row) for (tool, backend), row in tools.items()]
     return _markdown(["tests", *map(repr, runs)], body) + "".join(f"\n\n{note}" for note in notes)
+
+
+HAZARDS = {"roles": "between roles", "metadata": "of metadata", "notes": "of metadata"}
+"""How racecheck's hazards are told; rows older than the word metadata say "notes"."""
 
 
 def _counts(lines: list[Row]) -> str:
@@ -203,14 +207,14 @@ def _tool_note(tool: str, backend: str, row: Row) -> str:
         if apart:
             controls = row["controls"]
             told += "; apart from " + " and ".join(
-                f"{count} between {kind}{_control_note(kind, controls)}" for kind, count in apart.items()
+                f"{count} {HAZARDS[kind]}{_control_note(kind, controls)}" for kind, count in apart.items()
             )
     return f"{tool}, {backend!r}: {told}; {_gpu_source([row])}"
 
 
 def _control_note(kind: str, controls: dict[str, int]) -> str:
     """What racecheck says of the smallest kernels that show why a kind of hazard is counted apart."""
-    if kind == "notes":
+    if kind != "roles":
         counts = (
             f"{controls['one_arrives']} if one thread arrives for those it met, {controls['all_arrive']} if all arrive"
         )

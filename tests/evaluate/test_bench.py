@@ -491,7 +491,7 @@ class TestTables:
         soak = {"tool": "soak", "backend": "hopper", "launches": 200, "problems": 2, "unequal": 0, "inexact": 0}
         soak |= {"seconds": 3, **machine}
         races = {**tool, "tool": "racecheck", "backend": "hopper", "control_errors": 9}
-        races["apart"] = {"roles": 3, "notes": 40}
+        races["apart"] = {"roles": 3, "metadata": 40}
         races["controls"] = {"all_arrive": 0, "one_arrives": 28, "nobody_waits": 9}
         lines = "".join(json.dumps(row) + "\n" for row in (older, tool, run, other, soak, races))
         (tmp_path / "gpu_tests.jsonl").write_text(lines)
@@ -502,7 +502,7 @@ class TestTables:
         assert "memcheck, 'triton': 0 errors in 80 calls (194 in a call made to fail); NVIDIA H200;" in filled
         assert (
             "racecheck, 'hopper': 0 errors in 80 calls (9 in a call made to fail); apart from 3 between roles and 40 "
-            "between notes (in the control: 28 if one thread arrives for those it met, 0 if all arrive); NVIDIA H200;"
+            "of metadata (in the control: 28 if one thread arrives for those it met, 0 if all arrive); NVIDIA H200;"
         ) in filled
         assert "soak, 'hopper': 200 launches of 2 problems in 3 s, none hung; 0 problems whose bits changed" in filled
         assert "crashed" not in filled
