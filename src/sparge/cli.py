@@ -275,7 +275,7 @@ def _print_bench(console: Console, rows: Sequence[bench_cases.Row]) -> None:
         shown = [list(view.cells(row)) for row in rows if row["suite"] == view.suite]
         if shown:
             table = _empty_table(
-                [column for column, _ in shown[0]], left=("family", "backend", "kernel", "arithmetic"), padding=0
+                [column for column, _ in shown[0]], left=("family", "backend", "kernel", "quantization"), padding=0
             )
             for cells in shown:
                 table.add_row(*(text for _, text in cells))

@@ -121,9 +121,9 @@ class TopK(Selection):
         topk: share to keep, in (0, 1]; rounded up to whole blocks. A tensor of shape (H,) sets it per head. (Keep such
             tensors on the query's device: others are copied at every call. Their values are checked on a CPU only.)
         min_blocks: a row keeps at least this many blocks when it sees that many.
-        similarity_threshold: blocks whose tokens agree less than this (mean pairwise cosine, in [0, 1]) cannot be
-            judged by a summary and are kept: such a query block keeps its whole row, such a key block its column.
-            ``None`` switches the judge off.
+        similarity_threshold: blocks whose tokens agree less than this (mean pairwise cosine, in [0, 1]) have no
+            summary that speaks for them and are kept: such a query block keeps its whole row, such a key block its
+            column. ``None`` asks no block.
         pv_threshold: inside a kept block, skip the P V product of 64 rows when all their scores lie below the
             running maximum by more than this (negative, natural log). ``None`` skips nothing.
         sink: keep the first key block (behind padding, if any) in every row; ``None`` means "when causal".

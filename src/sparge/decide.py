@@ -98,7 +98,7 @@ def by_policy(
 
     Args:
         heads: those of the whole batch.
-        is_self: queries and keys are of one sequence; None judges by their lengths.
+        is_self: queries and keys are of one sequence; None goes by their lengths.
         is_language: the tokens are text in order, so that fewer queries than keys are a chunk behind a prefix.
         is_cross: the layer is known to be cross-attention.
     """

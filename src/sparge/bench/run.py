@@ -3,7 +3,7 @@
 Suites: "end_to_end" (a whole call against cuDNN and FlashAttention-2), "kernel" (attention over random blocks alone,
 against FlexAttention), "error" (dense 8-bit attention against exact attention), "memory" (peak beyond inputs and
 output), "crossover" (from which sizes on a sparse call pays), "hopper" (its kernel beside its twin, and whole calls at
-two budgets), "numerics" (errors of every 8-bit arithmetic on families of inputs, against their limits). Errors are
+two budgets), "numerics" (errors of every 8-bit quantization on families of inputs, against their limits). Errors are
 those of 256 queries per head, see `bench_exact`. A column that could not be measured is None, and ``problems`` of its
 row says why.
 """
@@ -25,9 +25,9 @@ from sparge import api
 from sparge.backends import base
 from sparge.backends.cuda.backend import CudaBackend
 from sparge.bench.cases import (
-    ARITHMETICS,
     CROSSOVER_TOPKS,
     ERROR_TARGETS,
+    QUANTIZATIONS,
     Group,
     Problem,
     Row,
@@ -86,7 +86,7 @@ def _kernel_of(backend: str) -> Callable[..., Any]:
 
 
 def cuda_bench(quick: bool) -> Bench:
-    """Measure on the current CUDA device, in the arithmetic that ``quantization="auto"`` takes there."""
+    """Measure on the current CUDA device, in the quantization that "auto" takes there."""
     from sparge.backends.cuda import pipeline
 
     device = torch.device("cuda", torch.cuda.current_device())
@@ -183,7 +183,7 @@ def _crossover(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
 
 
 def _kernel(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
-    yield from _given(bench, group, inputs, {name: (name, bench.backend) for name in _arithmetics(bench)})
+    yield from _given(bench, group, inputs, {name: (name, bench.backend) for name in _quantizations(bench)})
 
 
 def _hopper(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
@@ -194,9 +194,9 @@ def _hopper(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
     yield from _given(bench, group, inputs, kernels)
 
 
-def _arithmetics(bench: Bench) -> tuple[str, ...]:
+def _quantizations(bench: Bench) -> tuple[str, ...]:
     """Those of the backend, the fastest first."""
-    return ("int8_fp8_fast", *ARITHMETICS) if bench.backend == "hopper" else ARITHMETICS
+    return ("int8_fp8_fast", *QUANTIZATIONS) if bench.backend == "hopper" else QUANTIZATIONS
 
 
 def _given(bench: Bench, group: Group, inputs: Inputs, kernels: dict[str, tuple[str, str]]) -> Iterator[Row]:
@@ -242,7 +242,7 @@ def _dense_errors(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
             quantization=name,
             backend=bench.backend,
         )
-        for name in _arithmetics(bench)
+        for name in _quantizations(bench)
     }
     runs["cudnn"] = _rival("cudnn", inputs, problem).once
     for name, run in runs.items():

@@ -51,7 +51,7 @@ class Scope:
 
     Attributes:
         layer: where they come from.
-        is_self: whether queries and keys are of one sequence; None judges each call by its lengths.
+        is_self: whether queries and keys are of one sequence; None goes by each call's lengths.
         text: key ranges [start, stop) to keep besides the policy's; a stop of None is the last key.
         calls: how many were made.
         mode: what sees them, where nobody hands them over.
