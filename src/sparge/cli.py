@@ -1,5 +1,5 @@
 """The ``sparge`` command: ``demo`` shows it on this machine, ``bench`` measures it on a GPU, ``doctor`` says what the
-machine offers, ``lm-eval`` runs the lm-evaluation-harness with it."""
+machine offers, ``lm-eval`` runs the lm-evaluation-harness with it, ``sweep`` derives launch configurations."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _tokens(text: str) -> int:
     return _integer(text, MIN_TOKENS, sys.maxsize, f"an integer of at least {MIN_TOKENS}")
 
 
-def _heads(text: str) -> int:
+def _count(text: str) -> int:
     return _integer(text, 1, sys.maxsize, "an integer of at least 1")
 
 
@@ -112,7 +112,7 @@ def demo(
         float, typer.Option(parser=_share, metavar="SHARE", help="Share of the visible blocks to keep.")
     ] = 0.25,
     tokens: Annotated[int, typer.Option(parser=_tokens, metavar="N", help="Sequence length.")] = 8192,
-    heads: Annotated[int, typer.Option(parser=_heads, metavar="N", help="Heads of 64 channels.")] = 8,
+    heads: Annotated[int, typer.Option(parser=_count, metavar="N", help="Heads of 64 channels.")] = 8,
     seed: Annotated[int, typer.Option(parser=_seed, metavar="N", help="Seed of the inputs.")] = 0,
     output: Annotated[Path, typer.Option(parser=_writable, metavar="PATH", help="Where to write the page.")] = Path(
         "sparge-demo.html"
@@ -284,6 +284,57 @@ def _print_bench(console: Console, rows: Sequence[bench_cases.Row]) -> None:
             _print_fitting(console, table, shown)
     for note in problem_notes(rows):
         console.print(f"n/a: {note}", highlight=False, markup=False, soft_wrap=True)
+
+
+@app.command()
+def sweep(
+    cases: Annotated[
+        list[str],
+        typer.Argument(metavar="CASE...", help="KERNEL[:QUANTIZATION][:HEAD_DIM][:VARIANT], e.g. triton:int8_fp8:128."),
+    ],
+    tokens: Annotated[int, typer.Option(parser=_tokens, metavar="N", help="Sequence length.")] = 32768,
+    heads: Annotated[int, typer.Option(parser=_count, metavar="N", help="Heads.")] = 16,
+    distance: Annotated[
+        int, typer.Option(parser=_count, metavar="N", help="Fields that may differ from the chosen row.")
+    ] = 2,
+    budget: Annotated[float | None, typer.Option(metavar="SECONDS", help="Stop by then, say what is missing.")] = None,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Longest that one candidate may take.")] = 60.0,
+    jobs: Annotated[
+        int | None, typer.Option(parser=_count, metavar="N", help="Processes that compile at a time.")
+    ] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", parser=_writable, metavar="PATH", help="Append the rows as JSON lines.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Skip what failed in the rows of --json.")] = False,
+) -> None:
+    """Derive rows of the tables of launch configurations on this machine's CUDA GPU (docs/configurations.md)."""
+    from dataclasses import asdict
+
+    from sparge.bench.run import stamp
+    from sparge.bench.sweep.cases import parse_case
+    from sparge.bench.sweep.results import json_rows, table_text
+    from sparge.bench.sweep.run import missing_device, sweep_here
+    from sparge.evaluate.machine import describe_gpu
+
+    if resume and json_path is None:
+        raise _UsageError("sweep: expected --json with --resume, got none")
+    try:
+        parsed = [parse_case(text, tokens, heads) for text in cases]
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    missing = missing_device(parsed)
+    if missing is not None:
+        raise _UsageError(f"sweep: {missing}")
+    gpu = describe_gpu()
+    typer.echo(str(gpu))
+    options = {"budget_s": budget, "timeout_s": timeout, "distance": distance, "resume": json_path if resume else None}
+    for found in sweep_here(
+        parsed, machine=asdict(gpu), places=jobs, say=lambda line: typer.echo(line, err=True), **options
+    ):
+        typer.echo("\n" + table_text(found))
+        if json_path is not None:
+            with json_path.open("a", encoding="utf-8") as lines:
+                lines.writelines(json.dumps({**row, **stamp(gpu)}) + "\n" for row in json_rows(found))
 
 
 def _policy(text: str) -> Policy:

@@ -128,8 +128,8 @@ def spas_sage2_attn_meansim_cuda(
     Args:
         cdfthreshd: mass to cover, in (0, 1], the block that crosses it included; a tensor (H,) sets it per head.
 
-    The other arguments, the result and the errors are those of `spas_sage2_attn_meansim_topk_cuda`; the similarity threshold
-    (``simthreshd1``) is on by default.
+    The other arguments, the result and the errors are those of `spas_sage2_attn_meansim_topk_cuda`;
+    ``simthreshd1`` is on by default.
 
     Example:
         >>> import torch

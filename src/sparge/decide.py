@@ -112,7 +112,7 @@ def by_policy(
         return Reason.MIN_TOKENS
     if policy.backend == "auto" and device.type != "meta":
         crossover = base.crossover_for(device.type, device.index)
-        if crossover.is_above(heads, q_len, kv_len):
+        if base.is_below(crossover, heads, q_len, kv_len):
             return Reason.CROSSOVER
     return Reason.LAYER if is_dense_layer else None
 
