@@ -22,6 +22,10 @@ class Nearest(Score):
     name = "nearest"
     slope: float = 1.0
 
+    @property
+    def numbers(self) -> list[float]:
+        return [self.slope]
+
 
 @dataclass(frozen=True)
 class EveryOther(Selection):
