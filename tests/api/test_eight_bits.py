@@ -25,7 +25,7 @@ from sparge.call import Call
 from sparge.evaluate.families import by_name
 from sparge.evaluate.inputs import text_like, video_like
 from sparge.geometry import Shape
-from sparge.reference import softmax as reference_softmax
+from sparge.reference import softmax
 
 pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.timeout(120)]
 
@@ -128,7 +128,7 @@ class TestTwoParts:
         assert self.error(name, quantization, backend, kv_len) < by_name(name).limit
 
     @pytest.mark.parametrize(
-        "backend, module", [("torch", torch_online), ("reference", reference_softmax)], ids=BACKENDS
+        "backend, module", [("torch", torch_online), ("reference", softmax)], ids=BACKENDS
     )
     def test_in_one_part_it_would_be_lost(self, backend: str, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         """The other 63 keys of the tile are half of all that is not the sink. Nearer ones are rounded coarsely."""
