@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from sparge.bench.sweep import run as sweep_run
 from sparge.bench.sweep import worker
 from sparge.bench.sweep.cases import (
     KERNELS,
+    PHRASES,
     Case,
     as_code,
     candidates_of,
@@ -28,7 +30,7 @@ from sparge.bench.sweep.cases import (
     key_of,
     parse_case,
 )
-from sparge.bench.sweep.processes import AnsweringProcess, ProcessFailure
+from sparge.bench.sweep.processes import AnsweringProcess, ProcessFailure, ProcessTimeout
 from sparge.bench.sweep.results import (
     Outcome,
     Sweep,
@@ -257,11 +259,12 @@ class TestReason:
         sweep = sweep_of(outcome(CHOSEN, None))
         assert reason_for(sweep) == row_text(sweep) == ""
 
-    def test_fields_that_nobody_put_into_words(self) -> None:
+    def test_every_field_is_put_into_words(self) -> None:
+        for kernel in KERNELS:
+            assert set(asdict(chosen_config(Case(kernel), 90))) <= set(PHRASES)
         chosen = HopperConfig(2, 4)
-        name = next(name for name in asdict(chosen) if name not in ("blocks", "stages", "registers"))
-        sweep = sweep_of(outcome(chosen, 1000), outcome(replace(chosen, **{name: 1}), 900), chosen=chosen)
-        assert reason_for(sweep) == f"1000; {name} 1 900"
+        sweep = sweep_of(outcome(chosen, 1000), outcome(replace(chosen, query_stages=1), 900), chosen=chosen)
+        assert reason_for(sweep) == "1000; one stage of queries 900"
 
 
 class TestSweep:
@@ -291,7 +294,7 @@ class TestSweep:
         answers = {
             wrong: {"wrong": "expected finite numbers, got some that are not"},
             fails: {"failed": "OutOfResources: shared memory"},
-            hangs: ProcessFailure("no answer within 60 s"),
+            hangs: ProcessTimeout("no answer within 60 s"),
             dies: ProcessFailure("the process ended with status -11"),
         }
         runner = FakeRunner(answers=answers, ms=lambda config: 0.1 if config in answers else 1.0)
@@ -426,7 +429,7 @@ for line in sys.stdin:
         sys.stderr.write("illegal address\\n")
         sys.exit(3)
     time.sleep(request.get("sleep", 0))
-    print(json.dumps({"said": request["do"]}), flush=True)
+    print(json.dumps({"said": request["do"], "is_last": request["do"] == "last"}), flush=True)
 """
 
 
@@ -438,21 +441,14 @@ class TestProcesses:
             with pytest.raises(ProcessFailure, match="ended with status 3: illegal address"):
                 process.ask({"do": "die"}, 30)
             assert process.ask({"do": "two"}, 30) == {"said": "two"}
-            with pytest.raises(ProcessFailure, match="no answer within 0 s"):
+            with pytest.raises(ProcessTimeout, match="no answer within 0 s"):
                 process.ask({"do": "late", "sleep": 60}, 0.3)
             assert process.ask({"do": "three"}, 30) == {"said": "three"}, "not the answer of the one before"
+            assert process.ask({"do": "last"}, 30) == {"said": "last"}
+            assert process.ask({"do": "four"}, 30) == {"said": "four"}, "by another process"
         finally:
             process.end()
         process.end()
-
-    @pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU")
-    def test_the_worker_says_what_it_needs(self) -> None:
-        process = AnsweringProcess([sys.executable, "-m", "sparge.bench.sweep.worker"])
-        try:
-            answer = process.ask({"do": "prepare", "case": asdict(CASE)}, 120)
-        finally:
-            process.end()
-        assert list(answer) == ["failed"]
 
 
 class TestCommand:
@@ -515,6 +511,24 @@ class TestWorker:
         assert set(worker.LAUNCHERS) == set(KERNELS)
         for kernel in KERNELS:
             assert callable(worker._launcher(kernel))
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU")
+    def test_answers_what_it_cannot_do(self) -> None:
+        answers = StringIO()
+        worker.serve([json.dumps({"do": "prepare", "case": asdict(CASE)})] * 2, answers)
+        said = [json.loads(line) for line in answers.getvalue().splitlines()]
+        assert len(said) == 2
+        assert all(set(answer) == {"failed", "is_last"} and answer["is_last"] for answer in said)
+
+    def test_wrong_results_are_told_apart(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Wrong:
+            def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+                raise worker.WrongResult(f"got {request['do']}")
+
+        monkeypatch.setattr(worker, "Session", Wrong)
+        answers = StringIO()
+        worker.serve(['{"do": "garbage"}'], answers)
+        assert json.loads(answers.getvalue()) == {"wrong": "got garbage"}
 
     def test_resources_have_somebody_to_tell(self) -> None:
         pytest.importorskip("triton")

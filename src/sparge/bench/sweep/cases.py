@@ -29,6 +29,7 @@ PHRASES: dict[str, Callable[[Any], str]] = {
     "warps": lambda count: "one warp" if count == 1 else f"{count} warps",
     "most_warps": "at most {} warps".format,
     "stages": lambda count: "one stage" if count == 1 else f"{count} stages",
+    "query_stages": lambda count: f"{NUMBER_WORDS.get(count, count)} stage{'s' * (count > 1)} of queries",
     "max_registers": lambda limit: "no limit of registers" if limit is None else f"{limit} registers",
     "registers": "{} registers".format,
     "rows": "{} rows".format,

@@ -10,9 +10,16 @@ import threading
 from collections.abc import Sequence
 from typing import IO, Any
 
+LAST_ANSWER = "is_last"
+"""A field of an answer: the process that gave it cannot give another."""
+
 
 class ProcessFailure(RuntimeError):
     """A process did not answer: it died, or it took too long and was ended."""
+
+
+class ProcessTimeout(ProcessFailure):
+    """It took too long."""
 
 
 class AnsweringProcess:
@@ -41,7 +48,7 @@ class AnsweringProcess:
             line = self._answers.get(timeout=timeout_s)
         except queue.Empty:
             self.end()
-            raise ProcessFailure(f"no answer within {timeout_s:.0f} s") from None
+            raise ProcessTimeout(f"no answer within {timeout_s:.0f} s") from None
         except OSError:
             line = None
         if line is None:
@@ -50,6 +57,8 @@ class AnsweringProcess:
             self.end()
             raise ProcessFailure(f"the process ended with status {process.returncode}{said}")
         answer: dict[str, Any] = json.loads(line)
+        if answer.pop(LAST_ANSWER, False):
+            self.end()
         return answer
 
     def end(self) -> None:

@@ -25,7 +25,7 @@ import torch
 
 from sparge.bench.cases import Row, tflops
 from sparge.bench.sweep.cases import Case, as_code, candidates_of, chosen_config, key_of
-from sparge.bench.sweep.processes import AnsweringProcess, ProcessFailure
+from sparge.bench.sweep.processes import AnsweringProcess, ProcessFailure, ProcessTimeout
 from sparge.bench.sweep.results import Outcome, Sweep, by_speed, known_failures, one_line
 
 DISTANCE = 2
@@ -119,15 +119,12 @@ def _check_all(
 ) -> tuple[str | None, list[Outcome]]:
     """Why the case cannot be run at all, if it cannot, and the outcome of every configuration."""
     waiting, done, problems = deque(configs), [], []
-    request = {"do": "prepare", "case": asdict(case)}
 
     def serve(place: int) -> None:
         try:
-            answer = runner.ask(place, request, PREPARE_TIMEOUT_S)
+            _prepare(case, runner, place)
         except ProcessFailure as failure:
-            answer = {"failed": str(failure)}
-        if "failed" in answer:
-            problems.append(answer["failed"])
+            problems.append(str(failure))
             return
         while waiting and (clock() < until or len(waiting) == len(configs)):
             try:
@@ -144,11 +141,21 @@ def _check_all(
     return problem, done + [Outcome(config, "not tried", note) for config in waiting]
 
 
+def _prepare(case: Case, runner: Runner, place: int) -> None:
+    """Have the load made, where a process has not made it yet. Raises `ProcessFailure` where that fails."""
+    answer = runner.ask(place, {"do": "prepare", "case": asdict(case)}, PREPARE_TIMEOUT_S)
+    if "failed" in answer:
+        raise ProcessFailure(answer["failed"])
+
+
 def _checked(case: Case, config: Any, runner: Runner, place: int, timeout_s: float) -> Outcome:
     try:
+        _prepare(case, runner, place)  # a process that was started anew does it outside the candidate's time
         answer = runner.ask(place, {"do": "check", "case": asdict(case), "config": asdict(config)}, timeout_s)
+    except ProcessTimeout as failure:
+        return Outcome(config, "timed out", str(failure))
     except ProcessFailure as failure:
-        return Outcome(config, "timed out" if "no answer" in str(failure) else "failed", str(failure))
+        return Outcome(config, "failed", str(failure))
     for status in ("wrong", "failed"):
         if status in answer:
             return Outcome(config, status, answer[status])
@@ -161,7 +168,7 @@ def _timed(
     """The outcomes with their times, all in turns; where that fails, each alone."""
     say(f"{case}: timing {len(outcomes)} candidates")
     try:
-        return _timed_together(case, outcomes, runner, turns, timeout_s * (1 + len(outcomes) / 4))
+        return _timed_together(case, outcomes, runner, turns, timeout_s * (1 + len(outcomes) / FIRST_GROUP))
     except ProcessFailure:
         found: dict[Any, Outcome] = {}
         for outcome in outcomes:
@@ -178,7 +185,8 @@ def _timed_together(
     """Raises `ProcessFailure` where the process fails, or the request as a whole."""
     configs = [asdict(outcome.config) for outcome in outcomes]
     request = {"do": "time", "case": asdict(case), "configs": configs, "turns": turns}
-    answer = runner.ask(0, request, PREPARE_TIMEOUT_S + timeout_s)
+    _prepare(case, runner, 0)
+    answer = runner.ask(0, request, timeout_s)
     if "failed" in answer:
         raise ProcessFailure(answer["failed"])
     found = {}

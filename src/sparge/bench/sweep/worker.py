@@ -1,5 +1,6 @@
 """The process of ``sparge sweep`` that runs kernels: requests and answers are JSON lines on standard input and output.
 
+    {"do": "prepare", "case": ...}                             make the load, run the chosen configuration
     {"do": "check", "case": ..., "config": ...}                run once: error, registers, spills, shared memory
     {"do": "time", "case": ..., "configs": [...], "turns": 5}  median milliseconds of each, in turns
 
@@ -15,11 +16,11 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
 from functools import partial
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ import sparge
 from sparge.backends.cuda.config_table import override
 from sparge.bench.cases import Problem, executed_flop, random_blocks
 from sparge.bench.sweep.cases import Case, chosen_config
+from sparge.bench.sweep.processes import LAST_ANSWER
 from sparge.bench.timing import Variant, reason, time_on_cuda
 from sparge.block_mask import BlockMask
 from sparge.evaluate.device_inputs import make_inputs
@@ -316,12 +318,10 @@ class Session:
         return time_all(self.load, [kind(**config) for config in request["configs"]], request["turns"])
 
 
-def main() -> None:
-    """Answer requests until there are none, or until the device is in no state to answer another."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever else prints does not answer
+def serve(requests: Iterable[str], answers: IO[str]) -> None:
+    """Answer requests until there are none."""
     session: Session | None = None
-    for line in sys.stdin:
+    for line in requests:
         try:
             session = session or Session()
             answer = session.answer(json.loads(line))
@@ -330,13 +330,25 @@ def main() -> None:
         except Exception as error:
             # Compilers, drivers and allocators raise what they like; a candidate that fails is a row of the table.
             answer = {"failed": reason(error)}
+            answer[LAST_ANSWER] = not _is_well()
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
-        if "failed" in answer:
-            try:
-                torch.cuda.synchronize()
-            except Exception:
-                return  # an illegal address stays: the next request needs a new process
+
+
+def _is_well() -> bool:
+    """Whether the device takes another launch: an illegal address stays until its process ends."""
+    try:
+        torch.cuda.synchronize()
+    except Exception:
+        return False
+    return True
+
+
+def main() -> None:
+    """Serve standard input and output; whatever else prints goes to the error output."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    serve(sys.stdin, answers)
 
 
 if __name__ == "__main__":
