@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from sparge.bench.table import newest
+from sparge.config import RENAMED_QUANTIZATIONS
 
 Row = dict[str, Any]
 Kernel = tuple[str, str]
 
 ORDER = ("int8_fp8_fast", "int8_fp8", "int8_fp16", "none")
-RENAMED = {"int8_fp8_codes": "int8_fp8_fast"}
-"""Rows keep the names they were measured under."""
 SINK = re.compile(r"sink-(\d+)$")
 BROKEN = "**"
 """Marks what breaks its limit."""
@@ -29,8 +28,8 @@ def rows_of(path: Path) -> list[Row]:
 
 
 def renamed(quantization: str) -> str:
-    """A quantization by its present name."""
-    return RENAMED.get(quantization, quantization)
+    """A quantization by its present name; rows keep the one they were measured under."""
+    return RENAMED_QUANTIZATIONS.get(quantization, quantization)
 
 
 def measured(results: Path) -> list[Row]:

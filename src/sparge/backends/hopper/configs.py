@@ -1,4 +1,4 @@
-"""Launch configurations of the Hopper kernel: data, each with the reason it was chosen (docs/performance.md).
+"""Launch configurations of the Hopper kernel: data, each with the reason it was chosen (docs/lab/hopper.md).
 
 ``sparge sweep hopper:int8_fp8:128`` derives a row anew (docs/configurations.md).
 """
