@@ -6,9 +6,9 @@ READY := $(VENV)/.ready
 DATA := $(VENV)/data
 SOURCES := src tests tools benchmarks examples compat comfyui
 
-.PHONY: demo test test-slow lint format bench tables clean
+.PHONY: demo test test-slow lint format bench tables docs docs-serve clean
 
-$(READY): pyproject.toml requirements-dev.txt
+$(READY): pyproject.toml requirements-dev.txt requirements-docs.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "sparge needs Python 3.10 or newer, got " + sys.version)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile -r requirements-dev.txt  # what is used is compiled when used
@@ -50,5 +50,11 @@ bench: $(READY)  ## measure, append to benchmarks/results, refresh README's tabl
 tables: $(READY)
 	$(BIN)/python -m benchmarks.tables
 
+docs: $(READY)  ## the documentation site, into site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+docs-serve: $(READY)  ## the same, served and rebuilt as its pages change
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis site

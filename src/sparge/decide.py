@@ -191,7 +191,7 @@ def unsupported_call(
 
 
 def slow_mask(attn_mask: Tensor) -> str | None:
-    """Masks whose reading costs a GPU more than sparsity saves (docs/performance, "Masks in models")."""
+    """Masks whose reading costs a GPU more than sparsity saves (docs/lab/models.md, "Masks in models")."""
     if attn_mask.ndim >= 2 and attn_mask.shape[-2] > 1:
         return "mask with an entry per query"
     return None if attn_mask.dtype == torch.bool else "additive mask"

@@ -1,4 +1,4 @@
-"""Launch configurations of the Hopper kernel: data, each with the reason it was chosen.
+"""Launch configurations of the Hopper kernel: data, each with the reason it was chosen (docs/lab/hopper.md).
 
 Measured on an H200 (Triton 3.6): N 32768, H 16, bfloat16, a random half of the blocks, in executed TOPS (fast rows in
 short runs, others by ``sparge bench``, which is 4 % slower). All buffers must fit 227 KB; bytes are those of Q, K and
