@@ -13,7 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 import sparge
-from sparge.evaluate.inputs import Sample, text_like, video_like
+from sparge.evaluate.inputs import Sample, text_with_needles, video_like
 from sparge.evaluate.metrics import block_mass, mass_recall
 from sparge.evaluate.plots import LIGHT, causal_visibility, paint_blocks, palette
 
@@ -34,7 +34,7 @@ KINDS = {
 
 
 def draw_masks() -> Figure:
-    samples = [text_like(8192, heads=1), video_like((8, 32, 32), heads=1)]
+    samples = [text_with_needles(8192, heads=1), video_like(8192, heads=1)]
     figure = Figure(figsize=(9.6, 6.8), layout="constrained", dpi=110)
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(samples), 3)

@@ -35,6 +35,7 @@ from sparge.bench.cases import (
     ratio,
     tflops,
 )
+from sparge.bench.inputs import make_inputs
 from sparge.bench.numerics import family_named, inputs_of, numerics_rows
 from sparge.bench.timing import (
     Timing,
@@ -48,7 +49,6 @@ from sparge.bench.timing import (
 from sparge.block_mask import BlockMask
 from sparge.config import Dense, Moment, Quantization, TopK
 from sparge.dispatch import choose_backend, hopper_missing, resolve_quantization
-from sparge.evaluate.device_inputs import make_inputs
 from sparge.evaluate.machine import Gpu, describe_gpu
 from sparge.evaluate.oracle import exact_rows, sampled_error, sampled_queries
 from sparge.geometry import BLOCK_K, BLOCK_Q
