@@ -65,9 +65,8 @@ SUITES = {"speed": SPEED, "crossover": CROSSOVER, "few queries": FEW_QUERIES, "f
 
 
 def sample_for(case: Case) -> Sample:
-    if case.is_causal:
-        return text_like(case.tokens, case.heads, HEAD_DIM)
-    return video_like((case.tokens // 256, 16, 16), case.heads, HEAD_DIM)
+    make = text_like if case.is_causal else video_like
+    return make(case.tokens, case.heads, HEAD_DIM)
 
 
 def measure_speed(case: Case, repeats: int) -> dict[str, object]:

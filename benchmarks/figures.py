@@ -28,7 +28,7 @@ from matplotlib.patches import Patch
 from torch import Tensor
 
 import sparge
-from sparge.evaluate.inputs import Sample, random_like, text_like, video_like
+from sparge.evaluate.inputs import Sample, random_like, text_like, text_with_needles, video_like
 from sparge.evaluate.metrics import block_mass, mass_recall, relative_l1
 from sparge.evaluate.plots import DARK, LIGHT, Theme, causal_visibility, mass_levels, paint_blocks, palette
 
@@ -36,7 +36,7 @@ FOLDER = Path(__file__).parent.parent / "docs" / "figures"
 RESULTS = Path(__file__).parent / "results"
 TOPK = 0.25
 IDEA_HEAD = 0
-IDEA_GRID = (32, 16, 16)
+IDEA_TOKENS = 8192
 """The video of `benchmarks.cpu`, whose row says what the kept blocks cost."""
 
 
@@ -109,7 +109,7 @@ def attention_map(query: Tensor, key: Tensor, cell: int) -> Tensor:
 
 def draw_idea(look: Look) -> Figure:
     """All scores of a head on the left, the blocks that attention computes on the right, the cost underneath."""
-    sample, row = video_like(IDEA_GRID), measured_on_cpu(TOPK)
+    sample, row = video_like(IDEA_TOKENS), measured_on_cpu(TOPK)
     query, key = sample.query, sample.key
     mask = sparge.predict(query, key, topk=TOPK)
     mass = block_mass(query, key)
@@ -160,7 +160,7 @@ def draw_idea(look: Look) -> Figure:
 
 def draw_scores(look: Look) -> Figure:
     """What each score keeps of a text and of a video."""
-    samples = [text_like(8192, heads=1), video_like((8, 32, 32), heads=1)]
+    samples = [text_with_needles(8192, heads=1), video_like(8192, heads=1)]
     figure = new_figure(9.6, 6.8, look)
     panels = figure.subplots(len(samples), 3)
     for row, sample in zip(panels, samples, strict=True):
@@ -224,7 +224,7 @@ def draw_error(look: Look) -> Figure:
     """Mass and error by density: what there is to lose depends on the input."""
     figure = new_figure(8.6, 3.2, look)
     left, right = figure.subplots(1, 2)
-    samples = [video_like((16, 16, 16), heads=2), text_like(4096, heads=2), random_like(4096, heads=2)]
+    samples = [video_like(4096, heads=2), text_like(4096, heads=2), random_like(4096, heads=2)]
     for sample, colour in zip(samples, look.marks, strict=True):
         query, key, value, causal = sample.query, sample.key, sample.value, sample.is_causal
         exact = F.scaled_dot_product_attention(query, key, value, is_causal=causal)

@@ -21,13 +21,14 @@ from sparge.bench import numerics as bench_numerics
 from sparge.bench import run as bench
 from sparge.bench import timing as bench_timing
 from sparge.bench.cases import DEFAULT_SUITES, SUITES, Group, Problem, groups_of, random_blocks
+from sparge.bench.inputs import make_inputs
 from sparge.bench.table import VIEWS, newest, one_line, problem_notes
 from sparge.bench.timing import MAX_CALLS, Timing, Variant, repeats_for, time_on_cuda
 from sparge.call import Call
 from sparge.evaluate import oracle as bench_exact
 from sparge.evaluate.captured import captured_families
-from sparge.evaluate.device_inputs import frame_grid, make_inputs
 from sparge.evaluate.families import FAMILIES, by_name
+from sparge.evaluate.inputs import frame_grid
 from sparge.evaluate.machine import Gpu
 from sparge.evaluate.metrics import block_mass, relative_l1
 from sparge.evaluate.oracle import exact_rows, sampled_error, sampled_queries

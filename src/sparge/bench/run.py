@@ -37,6 +37,7 @@ from sparge.bench.cases import (
     ratio,
     tflops,
 )
+from sparge.bench.inputs import make_inputs
 from sparge.bench.numerics import family_named, inputs_of, numerics_rows
 from sparge.bench.timing import (
     Timing,
@@ -50,7 +51,6 @@ from sparge.bench.timing import (
 from sparge.block_mask import BlockMask
 from sparge.call import Call
 from sparge.config import Dense, Quantization, TopK
-from sparge.evaluate.device_inputs import make_inputs
 from sparge.evaluate.machine import Gpu, describe_gpu
 from sparge.evaluate.oracle import exact_rows, sampled_error, sampled_queries
 from sparge.geometry import BLOCK_K, BLOCK_Q

@@ -28,11 +28,11 @@ from torch import Tensor
 import sparge
 from sparge.backends.cuda.config_table import override
 from sparge.bench.cases import Problem, executed_flop, random_blocks
+from sparge.bench.inputs import make_inputs
 from sparge.bench.sweep.cases import Case, chosen_config
 from sparge.bench.sweep.processes import LAST_ANSWER
 from sparge.bench.timing import Variant, reason, time_on_cuda
 from sparge.block_mask import BlockMask
-from sparge.evaluate.device_inputs import make_inputs
 from sparge.evaluate.metrics import relative_l1
 from sparge.evaluate.oracle import exact_rows, sampled_error, sampled_queries
 from sparge.geometry import BLOCK_K, BLOCK_Q
