@@ -54,6 +54,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
         if not path or ":" in path:
             return found[0]
         path = posixpath.normpath(posixpath.join(folder, path))
+        if path.startswith("../"):  # of the code host, such as a badge
+            return ""
         inside = PAGES.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else None)
         if inside is None:
             repository = config.repo_url

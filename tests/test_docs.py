@@ -17,6 +17,8 @@ __all__ = ["run"]  # a fixture
 
 DOCS = REPOSITORY / "docs"
 PAGES = sorted([*REPOSITORY.glob("*.md"), *DOCS.rglob("*.md"), *REPOSITORY.glob("*/README.md")])
+WORKFLOW = re.compile(r"\.\./\.\./actions/workflows/([\w.-]+\.yml)(?:/badge\.svg)?$")
+"""A page of the code host, beside the tree."""
 TARGET = re.compile(r'\]\(([^()\s:]+)\)|\b(?:src|srcset)="([^":]+)"')
 FROM_OUTSIDE = re.compile(r'<(?:script|link|img|iframe)[^>]*(?:src|href)="(?:https?:)?//[^"]*"')
 
@@ -42,7 +44,9 @@ def test_links_lead_somewhere(page: Path) -> None:
     text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     for found in TARGET.finditer(text):
         path = (found[1] or found[2]).partition("#")[0]
-        assert not path or (page.parent / path).exists(), f"expected a file, got {path}"
+        workflow = WORKFLOW.match(path)
+        target = REPOSITORY / ".github" / "workflows" / workflow[1] if workflow else page.parent / path
+        assert target.exists(), f"expected a file, got {path}"
 
 
 @pytest.mark.skipif(find_spec("mkdocs") is None, reason="expected mkdocs (requirements-docs.txt)")
