@@ -6,8 +6,8 @@ returns plain frozen values; the terminal's table, the page and the JSON file ar
 
 from __future__ import annotations
 
+import itertools
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sparge import api
 from sparge.backends import base
+from sparge.bench.timing import device_seconds, host_seconds, take_turns
 from sparge.block_mask import BlockMask
 from sparge.config import ScoreName
 from sparge.evaluate.inputs import (
@@ -318,35 +319,20 @@ def _time_interleaved(
     calls: dict[str, Callable[[], Tensor]], rounds: int, device: str, tell: Callable[[int, str], None]
 ) -> tuple[dict[str, list[float]], dict[str, Tensor]]:
     """Seconds of every call in every round, and each call's output; rounds go through all calls in turn."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
     outputs: dict[str, Tensor] = {}
-    clock = _cuda_seconds if device == "cuda" else _cpu_seconds
-    begin = time.perf_counter()
-    for turn in range(rounds):
-        if turn and time.perf_counter() - begin > ROUND_BUDGET_S:
-            break
-        for index, (name, call) in enumerate(calls.items()):
-            tell(turn * len(calls) + index, name)
-            seconds, outputs[name] = clock(call)
-            times[name].append(seconds)
-    return times, outputs
+    done = itertools.count()
 
+    def clock(name: str) -> float:
+        tell(next(done), name)
 
-def _cpu_seconds(call: Callable[[], Tensor]) -> tuple[float, Tensor]:
-    start = time.perf_counter()
-    output = call()
-    return time.perf_counter() - start, output
+        def run() -> None:
+            outputs[name] = calls[name]()
 
+        # Behind an untimed call of the same kind: a GPU's clock depends on what ran before.
+        return device_seconds(run, untimed=1) if device == "cuda" else host_seconds(run)
 
-def _cuda_seconds(call: Callable[[], Tensor]) -> tuple[float, Tensor]:
-    """By CUDA events, right behind an untimed call of the same kind: a GPU's clock depends on what ran before."""
-    call()
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    output = call()
-    stop.record()
-    stop.synchronize()
-    return start.elapsed_time(stop) / 1e3, output
+    clocks = {name: partial(clock, name) for name in calls}
+    return take_turns(clocks, rounds, discarded=0, budget_s=ROUND_BUDGET_S), outputs
 
 
 def _first_head(mask: BlockMask) -> BlockMask:

@@ -13,6 +13,7 @@ from sparge.geometry import BLOCK_K, BLOCK_Q, ceil_div
 QUANTIZED = {
     "none": "without quantization",
     "int8_fp8": "with Q K in 8-bit integers and P V in 8-bit floating point",
+    "int8_fp8_fast": "with Q K in 8-bit integers and P V in 8-bit floating point, without exponentials",
     "int8_fp16": "with Q K in 8-bit integers and P V in 16-bit floating point",
 }
 
