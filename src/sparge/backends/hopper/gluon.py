@@ -29,21 +29,31 @@ reinterpret = (
 tensor_descriptor = tma.tensor_descriptor
 
 
-def aggregate(cls: type) -> type:
-    """Class decorator: a value with named fields inside kernels, made with keywords, one for each annotation.
+if typing.TYPE_CHECKING:
+    from typing_extensions import dataclass_transform
 
-    Triton 3.9 exports the same and makes the constructor by itself; 3.6 does neither, and does not resolve annotations
-    that are strings.
-    """
+    Aggregate = typing.TypeVar("Aggregate")
 
-    def initialize(self: object, **fields: object) -> None:
-        for name, value in fields.items():
-            setattr(self, name, value)
+    @dataclass_transform(kw_only_default=True)
+    def aggregate(cls: type[Aggregate]) -> type[Aggregate]: ...
 
-    initialize.__triton_builtin__ = True  # type: ignore[attr-defined]  # Triton need not look for what it refers to
-    cls.__init__ = initialize  # type: ignore[misc]
-    cls.__annotations__ = typing.get_type_hints(cls)
-    return _aggregate(cls)
+else:
+
+    def aggregate(cls):
+        """Class decorator: a value with named fields inside kernels, made with keywords, one for each annotation.
+
+        Triton 3.9 exports the same and makes the constructor by itself; 3.6 does neither, and does not resolve
+        annotations that are strings.
+        """
+
+        def initialize(self, **fields):
+            for name, value in fields.items():
+                setattr(self, name, value)
+
+        initialize.__triton_builtin__ = True  # Triton need not look for what it refers to
+        cls.__init__ = initialize
+        cls.__annotations__ = typing.get_type_hints(cls)
+        return _aggregate(cls)
 
 
 __all__ = [

@@ -70,8 +70,9 @@ def attention_kernel(
     For each stage, with S in octaves (or eighths, `Spec.steps_per_octave`) and m, l, O starting at -inf, 0, 0:
 
         S  = Q K^T, times the scales of Q (in which the softmax scale is) and K; -inf where a key is hidden
-        m' = max(row maximum of S, largest row maximum so far - 64)    what P counts from; `consumer._new_origin`
-        P  = 2^(S - m')                                                in FP8 or 16 bits, times what 1 is stored as
+        m' = the score that P counts from. FP8: max(the stage's row maximum, the row maximum so far - 64);
+             16 bits: the row maximum so far, or one up to 8 octaves below it (`consumer._new_origin`)
+        P  = 2^(S - m'), times what 1 is stored as, rounded to FP8 or 16 bits
         l' = l 2^(m - m') + row sums of P
         O' = O 2^(m - m') + P V
 
@@ -87,7 +88,7 @@ def attention_kernel(
         value_scale_ptr: (B, Hkv, D_v padded), of each channel.
         lse_shift_ptr: (B, H, q_len), what smoothing of K took from each query's scores.
         kv_num_blocks_ptr: (B, H, q_blocks), how many key blocks a query block keeps.
-        kv_indices_ptr: (B, H, q_blocks, kv_blocks), their numbers, ascending.
+        kv_indices_ptr: (B, H, q_blocks, kv_blocks), their numbers.
         visible_num_blocks_ptr: (B, H, q_blocks), how many it could see.
         totals_ptr: (2,), kept and visible blocks of all tiles, which are added to.
         taken_ptr: (1,), 0: tiles that were taken.
