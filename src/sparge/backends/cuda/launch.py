@@ -43,7 +43,7 @@ def _known(kernel: Any) -> _Kernel:
     if known is None:
         names = kernel.arg_names
         kinds = [_kind(name) for name in names]
-        order = "*_tiles, *_ptr, *_strides, numbers, CONSTANTS"
+        order = "*_desc, *_ptr, *_strides, numbers, CONSTANTS"
         assert kinds == sorted(kinds), f"{kernel.__name__}: expected {order}, got {names}"
         tiles, pointers, strides, numbers = (sum(kind <= last for kind in kinds) for last in range(4))
         known = _kernels[id(kernel)] = _Kernel(kernel, tiles, pointers, strides, numbers, {})
@@ -51,8 +51,8 @@ def _known(kernel: Any) -> _Kernel:
 
 
 def _kind(name: str) -> int:
-    """0 for tiles of a tensor, 1 for a tensor, 2 for strides, 3 for a number, 4 for a compile-time value."""
-    for kind, ending in enumerate(("_tiles", "_ptr", "_strides")):
+    """0 for a descriptor of a tensor, 1 for a tensor, 2 for strides, 3 for a number, 4 for a compile-time value."""
+    for kind, ending in enumerate(("_desc", "_ptr", "_strides")):
         if name.endswith(ending):
             return kind
     return 4 if name.isupper() else 3
@@ -66,7 +66,7 @@ def launch(kernel: Any, programs: int, **arguments: Any) -> None:
     on lengths and other numbers. The same facts are collected here at a fraction of the cost, and what was compiled for
     them before is started as it is.
 
-    A tensor may be given as tiles (``*_tiles``), Gluon's descriptor for the copy engine.
+    A tensor may be given as Gluon's descriptor for the copy engine (``*_desc``).
     """
     values = list(arguments.values())
     known = _known(kernel)
