@@ -1,28 +1,50 @@
 """Launch configurations of the stages before attention: data, each with the reason it was chosen.
 
-Measured on an H200 (Triton 3.6): N 32768, H 16, D 128, bfloat16, unless a row says otherwise.
+Measured on an H200 (Triton 3.6): N 32768, H 16, D 128, bfloat16, unless a row says otherwise. ``sparge sweep score``
+derives a row anew (docs/configurations.md).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, cast
 
-WITHOUT_WARPGROUPS = (8, 12)
-"""Generations whose matrix products take both operands from registers. All but 8.0 have 99 KB of shared memory."""
+from sparge.backends.cuda.config_table import BASE, generation_of, overridden, width_class
 
-SUMMARIZE_BLOCKS, SUMMARIZE_SLAB, SUMMARIZE_WARPS = 2, 8, 1
-"""Key blocks a program summarises, tokens added elementwise before threads exchange sums, warps. 0.078 ms (128
-registers), where 4 blocks and 16 tokens take 0.116 (195 registers), 4 and 8 0.092; two warps, 4 and 16 0.086."""
 
-REDUCE_ROWS, REDUCE_COLUMNS, REDUCE_WARPS = 64, 16, 4
-"""Partial sums and channels one program takes at a time, warps: 0.006, 0.008 and 0.021 ms at N 8192, 32768 and 131072;
-128 and 8 take 0.007, 0.008 and 0.018."""
+@dataclass(frozen=True)
+class StageKey:
+    """A kernel, a generation of `config_table.GENERATIONS`, a padded head width (None: any)."""
 
-KEY_VALUE_WARPS = 4
-"""0.108 ms; 8 warps 0.113, 16 warps 0.160. The floor, 0.40 GB at 4.24 TB/s, is 0.095."""
+    kernel: str
+    generation: str = BASE
+    width: int | None = None
 
-QUERY_WARPS = 4
-"""0.056 ms; 8 warps 0.072. The floor, 0.20 GB, is 0.047."""
+
+@dataclass(frozen=True)
+class SummarizeConfig:
+    """Key blocks a program summarises, tokens added elementwise before threads exchange sums, warps."""
+
+    blocks: int
+    slab: int
+    warps: int
+
+
+@dataclass(frozen=True)
+class ReduceConfig:
+    """Partial sums and channels one program takes at a time, warps."""
+
+    rows: int
+    columns: int
+    warps: int
+
+
+@dataclass(frozen=True)
+class QuantizeConfig:
+    """Warps; a program takes one block."""
+
+    warps: int
 
 
 @dataclass(frozen=True)
@@ -35,24 +57,100 @@ class ScoreConfig:
     stages: int
 
 
+@dataclass(frozen=True)
+class SelectConfig:
+    """Blocks of a row that one warp takes, most warps."""
+
+    columns: int
+    most_warps: int
+
+    def warps(self, columns: int) -> int:
+        """Warps for a row of that many blocks, a power of two."""
+        return max(1, min(self.most_warps, columns // self.columns))
+
+
+@dataclass(frozen=True)
+class SinkConfig:
+    """Key blocks one program looks at, pipeline depth, warps."""
+
+    blocks: int
+    stages: int
+    warps: int
+
+
+CONFIGS: dict[StageKey, Any] = {
+    # 0.078 ms (128 registers); 4 blocks and 16 tokens 0.116 (195 registers), 4 and 8 0.092; two warps, 4 and 16 0.086
+    StageKey("summarize"): SummarizeConfig(2, 8, 1),
+    # N 8192, 32768 and 131072: 0.006, 0.008 and 0.021 ms; 128 and 8 0.007, 0.008 and 0.018
+    StageKey("reduce"): ReduceConfig(64, 16, 4),
+    # 0.108 ms; 8 warps 0.113, 16 warps 0.160. The floor, 0.40 GB at 4.24 TB/s, is 0.095
+    StageKey("quantize_key_value"): QuantizeConfig(4),
+    # 0.056 ms; 8 warps 0.072. The floor, 0.20 GB, is 0.047
+    StageKey("quantize_query"): QuantizeConfig(4),
+    # Not timed: as many numbers a thread.
+    StageKey("quantize_query", width=256): QuantizeConfig(8),
+    # Two programs a multiprocessor and no pipeline: 0.075 ms (N 131072, H 4: 0.272). Two stages leave room for one
+    # program only: 0.084; 64 rows 0.110, 256 rows 0.082, 32 columns 0.098, 128 columns 0.084
+    StageKey("score"): ScoreConfig(128, 64, 8, 1),
+    # Not timed.
+    StageKey("score", width=256): ScoreConfig(64, 64, 8, 1),
+    # Not timed: where products run in registers alone, 64 columns spill.
+    StageKey("score", "small"): ScoreConfig(128, 32, 8, 1),
+    StageKey("score", "small", 256): ScoreConfig(64, 32, 8, 1),
+    # 16 entries a thread. At N 131072, H 4 (2048 blocks) 0.083 ms; 8 entries 0.104, 4 entries 0.160: sums across warps
+    # wait at barriers
+    StageKey("select"): SelectConfig(512, 16),
+    # N 8192, 32768 and 131072: 0.014, 0.025 and 0.025 ms; 16 blocks 0.016, 0.025 and 0.025, two warps 0.017, 0.031 and
+    # 0.031. The floor, K's codes once: 0.008, 0.016 and 0.016
+    StageKey("sinks"): SinkConfig(8, 3, 4),
+}
+
+CANDIDATES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
+    "summarize": {"blocks": (1, 2, 4), "slab": (4, 8, 16), "warps": (1, 2, 4)},
+    "reduce": {"rows": (32, 64, 128), "columns": (8, 16, 32), "warps": (2, 4, 8)},
+    "quantize_key_value": {"warps": (2, 4, 8, 16)},
+    "quantize_query": {"warps": (2, 4, 8, 16)},
+    "score": {"rows": (64, 128, 256), "columns": (32, 64, 128), "warps": (4, 8), "stages": (1, 2)},
+    "select": {"columns": (128, 256, 512, 1024), "most_warps": (8, 16)},
+    "sinks": {"blocks": (4, 8, 16), "stages": (2, 3, 4), "warps": (2, 4, 8)},
+}
+"""What a sweep tries for each field."""
+
+
+def stage_config(kernel: str, width: int = 128, architecture: int = 90) -> Any:
+    """The row of a kernel, a padded head width and a compute capability (89, 90).
+
+    Where there is none, the first of these that exists: any width of the generation, the width of `BASE`, any width of
+    `BASE`.
+    """
+    generation, limit = generation_of(architecture), width_class(width)
+    keys = [StageKey(kernel, each, of) for each in (generation, BASE) for of in (limit, None)]
+    return overridden(kernel, next(CONFIGS[key] for key in keys if key in CONFIGS))
+
+
+def summarize_config() -> SummarizeConfig:
+    return cast(SummarizeConfig, stage_config("summarize"))
+
+
+def reduce_config() -> ReduceConfig:
+    return cast(ReduceConfig, stage_config("reduce"))
+
+
+def key_value_config() -> QuantizeConfig:
+    return cast(QuantizeConfig, stage_config("quantize_key_value"))
+
+
+def query_config(width: int) -> QuantizeConfig:
+    return cast(QuantizeConfig, stage_config("quantize_query", width))
+
+
 def score_config(width: int, architecture: int) -> ScoreConfig:
-    """The configuration of the score kernel for a padded head width.
-
-    128 x 64 with two programs a multiprocessor and no pipeline: 0.075 ms (N 131072, H 4: 0.272). Two stages leave room
-    for one program only: 0.084; 64 rows 0.110; 256 rows 0.082; 32 columns 0.098; 128 columns 0.084. Where products
-    run in registers alone, 64 columns spill.
-    """
-    return ScoreConfig(128 if width <= 128 else 64, 32 if architecture // 10 in WITHOUT_WARPGROUPS else 64, 8, 1)
+    return cast(ScoreConfig, stage_config("score", width, architecture))
 
 
-def select_warps(columns: int) -> int:
-    """Warps for a row of that many blocks, a power of two: 16 entries a thread.
-
-    At N 131072, H 4 (2048 blocks) 0.083 ms; 8 entries 0.104, 4 entries 0.160: sums across warps wait at barriers.
-    """
-    return max(1, min(16, columns // 512))
+def select_config() -> SelectConfig:
+    return cast(SelectConfig, stage_config("select"))
 
 
-SINK_BLOCKS, SINK_STAGES, SINK_WARPS = 8, 3, 4
-"""Key blocks one program looks at, pipeline depth, warps: 0.014, 0.025 and 0.025 ms at N 8192, 32768 and 131072; 16
-blocks 0.016, 0.025 and 0.025, two warps 0.017, 0.031 and 0.031. The floor, K's codes once: 0.008, 0.016 and 0.016."""
+def sink_config() -> SinkConfig:
+    return cast(SinkConfig, stage_config("sinks"))

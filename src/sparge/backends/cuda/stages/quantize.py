@@ -296,7 +296,7 @@ def read_query(
         WITH_CODES=codes,
         WITH_MEAN=mean,
         WITH_SIMILARITY=similarity,
-        num_warps=configs.QUERY_WARPS if width <= 128 else 2 * configs.QUERY_WARPS,
+        num_warps=configs.query_config(width).warps,
     )
     return facts
 
@@ -341,6 +341,6 @@ def quantize_key_value(
         VALUE_DIM_PADDED=value_width,
         HAS_SEEN=seen is not None and seen.keys is not None,
         VALUE_CODES=kind,
-        num_warps=configs.KEY_VALUE_WARPS,
+        num_warps=configs.key_value_config().warps,
     )
     return key_codes, key_scale, value_codes

@@ -233,6 +233,6 @@ def select(
         HAS_SEEN=first_seen is not None,
         HAS_JUDGE=threshold is not None,
         COLUMNS=columns,
-        num_warps=configs.select_warps(columns),
+        num_warps=configs.select_config().warps(columns),
     )
     return BlockMask(counts, indices, visible, shape.q_len, shape.kv_len, call.is_causal)

@@ -86,9 +86,10 @@ def mark_sinks(query_codes: Tensor, query_scale: Tensor, key_codes: Tensor, key_
         key_codes, key_scale: of `quantize.quantize_key_value`.
     """
     shape = call.shape
+    config = configs.sink_config()
     launch(
         mark_sinks_kernel,
-        ceil_div(shape.kv_blocks, configs.SINK_BLOCKS) * shape.batch * shape.kv_heads,
+        ceil_div(shape.kv_blocks, config.blocks) * shape.batch * shape.kv_heads,
         query_ptr=query_codes,
         key_ptr=key_codes,
         query_scale_ptr=query_scale,
@@ -102,7 +103,7 @@ def mark_sinks(query_codes: Tensor, query_scale: Tensor, key_codes: Tensor, key_
         IS_CAUSAL=call.is_causal,
         SAMPLES=SAMPLES,
         NEEDED=NEEDED,
-        BLOCKS=configs.SINK_BLOCKS,
-        STAGES=configs.SINK_STAGES,
-        num_warps=configs.SINK_WARPS,
+        BLOCKS=config.blocks,
+        STAGES=config.stages,
+        num_warps=config.warps,
     )

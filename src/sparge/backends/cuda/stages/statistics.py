@@ -552,7 +552,8 @@ def summarize(
     shape = call.shape
     width, value_width = padded(shape.head_dim), padded(shape.value_dim)
     heads = shape.batch * shape.kv_heads
-    blocks = 1 if similarity else configs.SUMMARIZE_BLOCKS  # similarity needs the sum of every block
+    config, reduce_config = configs.summarize_config(), configs.reduce_config()
+    blocks = 1 if similarity else config.blocks  # similarity needs the sum of every block
     chunks = ceil_div(shape.kv_blocks, blocks)
     smoothing = smoothing or similarity
     per_block = (heads, shape.kv_blocks, width)
@@ -600,13 +601,13 @@ def summarize(
         WITH_SUM=smoothing,
         WITH_VALUE=value_scales,
         BLOCKS=blocks,
-        SLAB=configs.SUMMARIZE_SLAB,
-        num_warps=configs.SUMMARIZE_WARPS,
+        SLAB=config.slab,
+        num_warps=config.warps,
     )
     if smoothing:
         launch(
             reduce_kernel,
-            heads * ceil_div(max(width, value_width), configs.REDUCE_COLUMNS),
+            heads * ceil_div(max(width, value_width), reduce_config.columns),
             query_part_ptr=_sizes(query, call, seen),
             key_part_ptr=key_part,
             key_count_ptr=key_count,
@@ -619,11 +620,11 @@ def summarize(
             HEAD_DIM_PADDED=width,
             VALUE_DIM_PADDED=value_width,
             WITH_VALUE=value_scales,
-            MEMBERS=configs.SUMMARIZE_BLOCKS // blocks,
-            GATHERED=eight_bits.BALANCE_KEYS // (configs.SUMMARIZE_BLOCKS * geometry.BLOCK_K),
-            ROWS=configs.REDUCE_ROWS,
-            COLUMNS=configs.REDUCE_COLUMNS,
-            num_warps=configs.REDUCE_WARPS,
+            MEMBERS=config.blocks // blocks,
+            GATHERED=eight_bits.BALANCE_KEYS // (config.blocks * geometry.BLOCK_K),
+            ROWS=reduce_config.rows,
+            COLUMNS=reduce_config.columns,
+            num_warps=reduce_config.warps,
         )
     if not similarity:
         return summary

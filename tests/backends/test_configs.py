@@ -1,0 +1,218 @@
+"""Launch configurations: every call gets the one it got when the tables were written, and a table can be overridden."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, fields
+from itertools import product
+from typing import Any
+
+import pytest
+
+from sparge.backends.cuda import config_table
+from sparge.backends.cuda.config_table import ConfigKey, active_overrides, look_up, overridden, override, variant_of
+from sparge.backends.cuda.stages import configs as stage_configs
+from sparge.backends.hopper import configs as hopper_configs
+from sparge.backends.triton import configs as triton_configs
+from sparge.geometry import ROW_GROUP
+
+CAPABILITIES = {"hopper": (90,), "blackwell": (100, 103, 110), "small": (80, 86, 89, 120, 121)}
+VARIANTS = {
+    "plain": {"has_threshold": False, "has_mask": False, "mask_per_query": False},
+    "threshold": {"has_threshold": True, "has_mask": False, "mask_per_query": False},
+    "mask": {"has_threshold": False, "has_mask": True, "mask_per_query": False},
+    "mask_per_query": {"has_threshold": False, "has_mask": True, "mask_per_query": True},
+}
+
+TRITON: dict[tuple[str, str, int], tuple[tuple[int, ...], ...]] = {
+    ("hopper", "int8_fp8", 64): ((64, 2, 4, 3, 168), (64, 1, 4, 3), (64, 1, 4, 3), (64, 1, 8, 2)),
+    ("hopper", "int8_fp8", 128): ((64, 2, 4, 3), (64, 1, 4, 3), (64, 1, 4, 3), (64, 1, 8, 2)),
+    ("hopper", "int8_fp8", 256): ((64, 1, 8, 3), (64, 1, 8, 3), (64, 1, 8, 3), (64, 1, 8, 3)),
+    ("hopper", "int8_fp16", 64): ((64, 1, 4, 4), (64, 1, 4, 3), (64, 1, 4, 3), (64, 1, 8, 2)),
+    ("hopper", "int8_fp16", 128): ((128, 2, 8, 2), (64, 1, 4, 3), (64, 1, 4, 3), (64, 1, 8, 2)),
+    ("hopper", "int8_fp16", 256): ((64, 1, 4, 3), (64, 1, 4, 3), (64, 1, 4, 3), (64, 1, 4, 3)),
+    ("hopper", "none", 64): ((64, 2, 4, 3), (64, 1, 4, 3), (64, 1, 4, 3), (64, 1, 8, 2)),
+    ("hopper", "none", 128): ((128, 2, 8, 3), (64, 1, 4, 3), (128, 2, 8, 3), (64, 1, 8, 2)),
+    ("hopper", "none", 256): ((64, 1, 8, 2), (64, 1, 8, 2), (64, 1, 8, 2), (64, 1, 8, 2)),
+    ("hopper", "float32", 64): ((64, 1, 4, 2), (64, 1, 4, 2), (64, 1, 4, 2), (64, 1, 4, 2)),
+    ("hopper", "float32", 128): ((32, 1, 8, 2), (64, 1, 8, 2), (32, 1, 8, 2), (32, 1, 8, 2)),
+    ("hopper", "float32", 256): ((16, 1, 8, 1), (64, 1, 8, 1), (16, 1, 8, 1), (16, 1, 8, 1)),
+    ("blackwell", "int8_fp8", 64): ((64, 1, 4, 3), (64, 1, 4, 3), (64, 1, 4, 3), (64, 1, 8, 2)),
+    ("blackwell", "int8_fp8", 128): ((128, 1, 8, 3), (64, 1, 4, 3), (64, 1, 4, 3), (64, 1, 8, 2)),
+    ("blackwell", "int8_fp8", 256): ((64, 1, 8, 3), (64, 1, 8, 3), (64, 1, 8, 3), (64, 1, 8, 3)),
+    ("blackwell", "int8_fp16", 64): ((64, 1, 4, 4), (64, 1, 4, 3), (64, 1, 4, 3), (64, 1, 8, 2)),
+    ("blackwell", "int8_fp16", 128): ((128, 1, 8, 3), (64, 1, 4, 3), (64, 1, 4, 3), (64, 1, 8, 2)),
+    ("blackwell", "int8_fp16", 256): ((64, 1, 4, 3), (64, 1, 4, 3), (64, 1, 4, 3), (64, 1, 4, 3)),
+    ("blackwell", "none", 64): ((64, 2, 4, 3), (64, 1, 4, 3), (64, 1, 4, 3), (64, 1, 8, 2)),
+    ("blackwell", "none", 128): ((128, 2, 8, 3), (64, 1, 4, 3), (128, 2, 8, 3), (64, 1, 8, 2)),
+    ("blackwell", "none", 256): ((64, 1, 8, 2), (64, 1, 8, 2), (64, 1, 8, 2), (64, 1, 8, 2)),
+    ("blackwell", "float32", 64): ((64, 1, 4, 2), (64, 1, 4, 2), (64, 1, 4, 2), (64, 1, 4, 2)),
+    ("blackwell", "float32", 128): ((32, 1, 8, 2), (64, 1, 8, 2), (32, 1, 8, 2), (32, 1, 8, 2)),
+    ("blackwell", "float32", 256): ((16, 1, 8, 1), (64, 1, 8, 1), (16, 1, 8, 1), (16, 1, 8, 1)),
+    ("small", "int8_fp8", 64): ((64, 2, 4, 3), (64, 1, 4, 3), (64, 1, 4, 3), (64, 1, 8, 2)),
+    ("small", "int8_fp8", 128): ((64, 1, 4, 3), (64, 1, 4, 3), (64, 1, 4, 3), (64, 1, 8, 2)),
+    ("small", "int8_fp8", 256): ((64, 1, 8, 3), (64, 1, 8, 3), (64, 1, 8, 3), (64, 1, 8, 3)),
+    ("small", "int8_fp16", 64): ((64, 1, 4, 4), (64, 1, 4, 3), (64, 1, 4, 3), (64, 1, 8, 2)),
+    ("small", "int8_fp16", 128): ((128, 2, 8, 2), (64, 1, 4, 3), (64, 1, 4, 3), (64, 1, 8, 2)),
+    ("small", "int8_fp16", 256): ((64, 1, 8, 2), (64, 1, 8, 2), (64, 1, 8, 2), (64, 1, 8, 2)),
+    ("small", "none", 64): ((64, 1, 4, 3), (64, 1, 4, 3), (64, 1, 4, 3), (64, 1, 8, 2)),
+    ("small", "none", 128): ((128, 1, 8, 2), (64, 1, 4, 3), (64, 1, 4, 3), (64, 1, 8, 2)),
+    ("small", "none", 256): ((64, 1, 8, 1), (64, 1, 8, 1), (64, 1, 8, 1), (64, 1, 8, 1)),
+    ("small", "float32", 64): ((32, 1, 4, 2), (64, 1, 4, 2), (32, 1, 4, 2), (32, 1, 4, 2)),
+    ("small", "float32", 128): ((16, 1, 4, 1), (64, 1, 4, 1), (16, 1, 4, 1), (16, 1, 4, 1)),
+    ("small", "float32", 256): ((16, 1, 8, 1), (64, 1, 8, 1), (16, 1, 8, 1), (16, 1, 8, 1)),
+}
+"""By generation, quantization and width: queries, blocks, warps, stages (and registers) of every variant, as chosen
+by the branches that the table replaced."""
+
+HOPPER = {
+    ("int8_fp8_codes", 64): ((2, 4, 2, 240), (1, 4, 2, 240)),
+    ("int8_fp8_codes", 128): ((2, 4, 2, 240), (1, 4, 2, 240)),
+    ("int8_fp8_codes", 256): ((2, 3, 2, 240), (1, 4, 2, 240)),
+    ("int8_fp8", 64): ((2, 4, 2, 240), (1, 4, 2, 240)),
+    ("int8_fp8", 128): ((2, 4, 2, 240), (1, 4, 2, 240)),
+    ("int8_fp8", 256): ((2, 3, 2, 240), (1, 4, 2, 240)),
+    ("int8_fp16", 64): ((2, 4, 2, 240), (1, 4, 2, 240)),
+    ("int8_fp16", 128): ((2, 3, 2, 240), (1, 4, 2, 240)),
+    ("int8_fp16", 256): ((1, 3, 2, 240), (1, 3, 2, 240)),
+    ("none", 64): ((2, 4, 2, 240), (1, 4, 2, 240)),
+    ("none", 128): ((2, 3, 1, 240), (1, 4, 1, 240)),
+    ("none", 256): ((1, 2, 1, 240), (1, 2, 1, 240)),
+}
+"""By quantization and width: without a threshold, and with one."""
+
+
+def as_triton(config: triton_configs.AttentionConfig) -> tuple[int, ...]:
+    return tuple(number for number in astuple(config) if number is not None)
+
+
+@pytest.mark.parametrize("generation", CAPABILITIES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_triton_gets_what_it_got(generation: str, variant: str) -> None:
+    place = list(VARIANTS).index(variant)
+    checked = 0
+    for (of, quantization, width), expected in TRITON.items():
+        if of != generation:
+            continue
+        narrower = (16, 32, 64) if width == 64 else (width,)
+        for architecture, padded in product(CAPABILITIES[generation], narrower):
+            config = triton_configs.attention_config(
+                "none" if quantization == "float32" else quantization,
+                padded,
+                architecture=architecture,
+                is_float32=quantization == "float32",
+                **VARIANTS[variant],
+            )
+            assert as_triton(config) == expected[place], (architecture, quantization, padded)
+            checked += 1
+    assert checked == 4 * (3 + 1 + 1) * len(CAPABILITIES[generation])
+
+
+@pytest.mark.parametrize("quantization", ["int8_fp8", "int8_fp16"])
+def test_codes_are_not_float32(quantization: str) -> None:
+    """Whatever the output's dtype is."""
+    options = {"architecture": 90, **VARIANTS["plain"]}
+    expected = TRITON["hopper", quantization, 128][0]
+    assert as_triton(triton_configs.attention_config(quantization, 128, is_float32=True, **options)) == expected
+
+
+def test_hopper_gets_what_it_got() -> None:
+    assert {(key.quantization, key.width) for key in hopper_configs.CONFIGS} == set(HOPPER)
+    for (quantization, width), expected in HOPPER.items():
+        for has_threshold in (False, True):
+            config = hopper_configs.hopper_config(quantization, width, has_threshold=has_threshold)
+            assert astuple(config) == expected[has_threshold]
+
+
+@pytest.mark.parametrize("architecture", [80, 89, 90, 100, 120])
+def test_stages_get_what_they_got(architecture: int) -> None:
+    is_small = architecture // 10 in (8, 12)
+    assert astuple(stage_configs.summarize_config()) == (2, 8, 1)
+    assert astuple(stage_configs.reduce_config()) == (64, 16, 4)
+    assert stage_configs.key_value_config().warps == 4
+    assert astuple(stage_configs.sink_config()) == (8, 3, 4)
+    for width in (16, 32, 64, 128, 256):
+        assert stage_configs.query_config(width).warps == (4 if width <= 128 else 8)
+        expected = (128 if width <= 128 else 64, 32 if is_small else 64, 8, 1)
+        assert astuple(stage_configs.score_config(width, architecture)) == expected
+    warps = [stage_configs.select_config().warps(columns) for columns in (32, 512, 1024, 2048, 8192, 65536)]
+    assert warps == [1, 1, 2, 4, 16, 16]
+
+
+def test_several_variants_at_once() -> None:
+    """A threshold counts first: it says what is skipped together."""
+    for has_mask, per_query in ((False, False), (True, False), (True, True)):
+        assert variant_of(has_threshold=True, has_mask=has_mask, mask_per_query=per_query) == "threshold"
+    assert variant_of(has_threshold=False, has_mask=True, mask_per_query=True) == "mask_per_query"
+
+
+def test_rows_with_a_threshold_skip_what_belongs_together() -> None:
+    for generation, quantization, width in TRITON:
+        key = ConfigKey(generation, quantization, width, "threshold")
+        config = look_up(triton_configs.CONFIGS, key)
+        assert (config.block_m, config.blocks) == (ROW_GROUP, 1), key
+    for key, hopper in hopper_configs.CONFIGS.items():
+        assert key.variant != "threshold" or hopper.blocks == 1
+
+
+def test_fallback_order() -> None:
+    """The base generation's variant, then the own generation's plain row, then the base generation's."""
+    asked = ConfigKey("small", "none", 64, "mask")
+    order = [
+        asked,
+        ConfigKey("hopper", "none", 64, "mask"),
+        ConfigKey("small", "none", 64),
+        ConfigKey("hopper", "none", 64),
+    ]
+    table = {key: place for place, key in enumerate(order, 1)}
+    for expected, key in enumerate(order, 1):
+        assert look_up(table, asked) == expected
+        del table[key]
+    table[ConfigKey("small", "none", 128, "mask")] = 5
+    with pytest.raises(KeyError):
+        look_up(table, asked)
+
+
+def test_a_generation_that_nobody_knows_runs_as_the_measured_one() -> None:
+    assert config_table.generation_of(130) == "hopper"
+
+
+def test_override_holds_inside_its_block_alone() -> None:
+    other, inner = triton_configs.AttentionConfig(128, 1, 8, 4), triton_configs.AttentionConfig(64, 1, 8, 4)
+
+    def chosen() -> Any:
+        return triton_configs.attention_config("int8_fp8", 128, architecture=90, is_float32=False, **VARIANTS["plain"])
+
+    usual = chosen()
+    with override("triton", other):
+        assert chosen() == other
+        assert astuple(hopper_configs.hopper_config("int8_fp8", 128, has_threshold=False)) == (2, 4, 2, 240)
+        with override("triton", inner), override("sinks", stage_configs.SinkConfig(4, 2, 2)):
+            assert chosen() == inner
+            assert stage_configs.sink_config().blocks == 4
+            assert active_overrides() == (
+                ("triton", other),
+                ("triton", inner),
+                ("sinks", stage_configs.SinkConfig(4, 2, 2)),
+            )
+        assert chosen() == other
+    assert chosen() == usual
+    assert active_overrides() == ()
+    with override("triton", "a word"), pytest.raises(AssertionError, match=r"expected .*AttentionConfig"):
+        overridden("triton", usual)
+
+
+def test_candidates_name_fields_and_hold_what_was_chosen() -> None:
+    """A sweep compares with the chosen row, and varies what exists."""
+    of_triton = {True: triton_configs.FLOAT32_CANDIDATES, False: triton_configs.CANDIDATES}
+    for key, config in triton_configs.CONFIGS.items():
+        candidates = of_triton[key.quantization == "float32"]
+        assert set(candidates) == {field.name for field in fields(config)}
+        if key.generation == "hopper":
+            assert all(getattr(config, name) in values for name, values in candidates.items()), key
+    for hopper in hopper_configs.CONFIGS.values():
+        assert set(hopper_configs.CANDIDATES) == {field.name for field in fields(hopper)}
+        assert all(getattr(hopper, name) in values for name, values in hopper_configs.CANDIDATES.items())
+    for stage_key, stage in stage_configs.CONFIGS.items():
+        candidates = stage_configs.CANDIDATES[stage_key.kernel]
+        assert set(candidates) == {field.name for field in fields(stage)}
+        assert all(getattr(stage, name) in values for name, values in candidates.items())
