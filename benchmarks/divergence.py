@@ -24,7 +24,7 @@ from torch import Tensor
 import sparge
 from benchmarks.language import essays, load, windows_of
 from benchmarks.measure import append_row
-from sparge.dispatch import choose_backend
+from sparge.backends import base
 
 RESULTS = Path(__file__).parent / "results" / "divergence.jsonl"
 CHUNK_TOKENS = 512
@@ -115,9 +115,9 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
 
-    backend = choose_backend(args.backend, torch.device(args.device)).backend
-    codes = ["int8_fp8_codes"] if backend in ("hopper", "reference") else []
-    arithmetics = args.quantization or ["none", "int8_fp16", "int8_fp8", *codes]
+    backend = base.resolve(args.backend, torch.device(args.device))
+    fast = [name for name in base.get(backend).quantizations if name == "int8_fp8_fast"]
+    arithmetics = args.quantization or ["none", "int8_fp16", "int8_fp8", *fast]
     model, tokenizer = load(args.data, args.device, getattr(torch, args.dtype))
     tokens = tokenizer(essays(args.data), return_tensors="pt").input_ids[0].to(args.device)
     windows = windows_of(tokens, args.tokens, args.windows)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import sparge
 from benchmarks.measure import append_row
-from sparge.dispatch import choose_backend
+from sparge.backends import base
 from sparge.evaluate.perplexity import perplexity
 
 RESULTS = Path(__file__).parent / "results" / "language.jsonl"
@@ -103,7 +103,7 @@ def main() -> None:
 
     model, tokenizer = load(args.data, args.device, getattr(torch, args.dtype))
     tokens = tokenizer(essays(args.data), return_tensors="pt").input_ids[0].to(args.device)
-    backend = choose_backend("auto", torch.device(args.device)).backend  # by name: lengths below the crossover too
+    backend = base.resolve("auto", torch.device(args.device))  # by name: lengths below the crossover too
     on_gpu = args.device == "cuda"
     print(f"{len(tokens)} tokens of text; backend {backend}", flush=True)
     for length in args.tokens:

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 import sparge
-from sparge import BlockMask, Dense, TopCdf, reference
+from sparge import BlockMask, Dense, TopCdf
+from sparge.config import Selection
+from sparge.reference import prediction
 
 TIE = 2e-3
 """Relative distance within which two probabilities count as equal."""
@@ -62,18 +64,16 @@ def specified(
 ) -> tuple[BlockMask, list[Row]]:
     """The specification's mask, computed on the CPU, and its rows in the order of (batch, head, row)."""
     rows: list[Row] = []
-    select = reference.select_row
+    select = prediction.select_row
 
-    def record(
-        probabilities: Tensor, visible: Tensor, forced: Tensor, unjudged: Tensor, *, cdf: float | None, **rule: Any
-    ) -> Tensor:
-        kept = select(probabilities, visible, forced, unjudged, cdf=cdf, **rule)
-        rows.append(Row(probabilities, visible, forced, unjudged, cdf, kept))
+    def record(rule: Selection, amount: float, *row: Tensor) -> Tensor:
+        kept = select(rule, amount, *row)
+        rows.append(Row(*row, amount if isinstance(rule, TopCdf) else None, kept))
         return kept
 
     cpu = torch.device("cpu")
     with monkeypatch.context() as patch:
-        patch.setattr(reference, "select_row", record)
+        patch.setattr(prediction, "select_row", record)
         given = {name: moved(value, cpu) for name, value in options.items()}
         mask = sparge.predict(query.cpu(), key.cpu(), enable_gqa=True, backend="reference", **given)
     return mask, rows

@@ -19,13 +19,13 @@ import typer
 from rich.console import Console
 
 import sparge
-from sparge import cli, dispatch
+from sparge import cli
+from sparge.backends import base
 from sparge.bench import run as bench_module
 from sparge.bench.cases import SUITES
 from sparge.bench.table import TERMINAL_VIEWS
 from sparge.demo import measure as demo_module
 from sparge.demo.measure import Demo, Row, Settings, run_demo, table_cells, video_grid
-from sparge.dispatch import choose_backend
 from sparge.evaluate import machine as machine_module
 from sparge.evaluate.inputs import Sample, random_like, text_like, video_like
 from sparge.evaluate.machine import Gpu
@@ -185,9 +185,9 @@ def test_doctor_names_versions_devices_and_reasons(capsys: pytest.CaptureFixture
     printed = " ".join(capsys.readouterr().out.split())
     assert f"sparge {sparge.__version__}" in printed
     assert f"torch {torch.__version__}" in printed
-    choice = choose_backend("auto", torch.device("cpu"))
+    cpu = torch.device("cpu")
     assert f"cpu {torch.get_num_threads()} threads" in printed
-    assert f"backend {choice.backend!r}: {choice.reason}" in printed
+    assert f"backend {base.resolve('auto', cpu)!r}: {base.explain(cpu)}" in printed
 
 
 def test_doctor_says_what_is_missing_and_what_to_do(
@@ -269,7 +269,7 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[str, ...]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(machine_module, "describe_gpu", lambda: gpu)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(dispatch, "triton_missing", lambda *_: None)
+    monkeypatch.setattr(type(base.get("triton")), "missing", lambda *_: None)
     monkeypatch.setattr(bench_module, "run_bench", run_bench)
     return asked
 
@@ -331,7 +331,7 @@ def test_bench_tables_fit_80_columns() -> None:
     row |= {"family": "outliers-k-matched-1x100", "backend": "hopper", "lse_mean": 0.0123, "passes": True}
     stream = StringIO()
     rows = {name: row | {"suite": name} for name in SUITES}
-    rows["numerics"]["kernel"] = "int8_fp8_codes"
+    rows["numerics"]["kernel"] = "int8_fp8_fast"
     cli._print_bench(Console(file=stream, width=80), list(rows.values()))
     lines = stream.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
@@ -346,7 +346,7 @@ def test_bench_needs_triton(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(dispatch, "triton_missing", lambda *_: "expected Triton 3.4 or newer, got 3.2.0")
+    monkeypatch.setattr(type(base.get("triton")), "missing", lambda *_: "expected Triton 3.4 or newer, got 3.2.0")
     with pytest.raises(SystemExit) as stopped:
         cli.main(["bench"])
     assert stopped.value.code == 2

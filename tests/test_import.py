@@ -100,7 +100,8 @@ print(json.dumps([before, state(), sorted(set(sys.modules) - known)]))
     assert before[7] is False
     ours = {name for name in loaded if name.partition(".")[0] == "sparge"}
     assert "sparge.api" in ours
-    assert not any(name.startswith(("sparge.evaluate", "sparge.cli", "sparge.backends")) for name in ours)
+    assert {name for name in ours if name.startswith("sparge.backends")} == {"sparge.backends", "sparge.backends.base"}
+    assert not any(name.startswith(("sparge.evaluate", "sparge.cli", "sparge.bench", "sparge.demo")) for name in ours)
     assert not {name.partition(".")[0] for name in loaded} & {*OPTIONAL, "numpy", "PIL", "pandas"}
 
 
@@ -148,13 +149,21 @@ def is_module(parts: list[str]) -> bool:
 
 
 BACKENDS = sorted((SOURCE / "backends").rglob("*.py"))
+ALLOWED_ROOMS = {"cuda": {"torch"}, "triton": {"cuda"}, "hopper": {"cuda"}}
+"""Rooms of backends that a room may import from besides its own: the kernels are leaves, and import no other kernel."""
 
 
-@pytest.mark.parametrize("path", BACKENDS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", BACKENDS, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_backends_import_only_what_lies_below_them(path: Path) -> None:
-    below = {f"sparge.{name}" for name in ("geometry", "config", "visibility", "block_mask", "eight_bits")}
-    others = {name for name in imports_of(path) - below if not name.startswith("sparge.backends")}
-    assert others == set()
+    below = {f"sparge.{name}" for name in ("geometry", "config", "call", "visibility", "block_mask", "eight_bits")}
+    room = path.relative_to(SOURCE / "backends").parts[0]
+    allowed = ALLOWED_ROOMS.get(room, set()) | {room.removesuffix(".py"), "base"}
+    others = {
+        name
+        for name in imports_of(path) - below - {"sparge.backends"}
+        if not (name.startswith("sparge.backends.") and name.split(".")[2] in allowed)
+    }
+    assert others == ({"sparge.reference"} if room == "reference.py" else set())
 
 
 def test_the_reference_imports_no_backend() -> None:
@@ -163,9 +172,9 @@ def test_the_reference_imports_no_backend() -> None:
     assert not any(name.startswith(("sparge.backends", "sparge.api", "sparge.ops")) for name in imported)
 
 
-@pytest.mark.parametrize("name", ["geometry", "config", "visibility", "block_mask", "stats"])
+@pytest.mark.parametrize("name", ["geometry", "config", "call", "visibility", "block_mask", "stats"])
 def test_the_lowest_layer_imports_nothing_above_it(name: str) -> None:
-    above = ("sparge.api", "sparge.ops", "sparge.backends", "sparge.reference", "sparge.dispatch", "sparge.validation")
+    above = ("sparge.api", "sparge.ops", "sparge.backends", "sparge.reference", "sparge.decide", "sparge.validation")
     assert not any(module.startswith(above) for module in imports_of(SOURCE / f"{name}.py"))
 
 

@@ -23,8 +23,10 @@ from conftest import (
     plain_attention,
     visible_elements,
 )
-from sparge import Dense, TopCdf, TopK, reference
+from sparge import Dense, TopCdf, TopK
 from sparge.backends.torch.blocks import attend, merge
+from sparge.config import Selection
+from sparge.reference import prediction
 
 
 def examples(count: int) -> Any:
@@ -113,13 +115,13 @@ sparsities = st.builds(
 def recorded_predict(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """The reference's kept blocks, and the probabilities it chose by, both (B, H, q_blocks, kv_blocks)."""
     rows = []
-    select_row = reference.select_row
+    select_row = prediction.select_row
 
-    def record(probabilities: Tensor, *rest: Tensor, **rules: Any) -> Tensor:
+    def record(rule: Selection, amount: float, probabilities: Tensor, *rest: Tensor) -> Tensor:
         rows.append(probabilities)
-        return select_row(probabilities, *rest, **rules)
+        return select_row(rule, amount, probabilities, *rest)
 
-    with patch.object(reference, "select_row", record):
+    with patch.object(prediction, "select_row", record):
         mask = sparge.predict(*tensors, backend="reference", **options)
     return mask.to_dense(), torch.stack(rows).view(mask.shape)
 

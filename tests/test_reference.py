@@ -10,8 +10,10 @@ import torch
 import sparge
 from conftest import make_qkv
 from sparge import Dense, Mean, Moment, TopCdf, TopK, reference
+from sparge.call import Call
 from sparge.evaluate.metrics import relative_l1
 from sparge.geometry import Shape
+from sparge.reference import prediction, shared
 
 
 def gaussian(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -23,9 +25,9 @@ def all_seen(length: int) -> torch.Tensor:
 
 
 def test_causal_elements_are_aligned_bottom_right():
-    allowed = reference.element_mask(Shape(1, 1, 1, 3, 5, 8, 8), True, None, torch.device("cpu")).allowed[0, 0]
+    allowed = shared.element_mask(Call(Shape(1, 1, 1, 3, 5, 8, 8), True, 1.0), torch.device("cpu")).allowed[0, 0]
     assert allowed.int().tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
-    allowed = reference.element_mask(Shape(1, 1, 1, 5, 3, 8, 8), True, None, torch.device("cpu")).allowed[0, 0]
+    allowed = shared.element_mask(Call(Shape(1, 1, 1, 5, 3, 8, 8), True, 1.0), torch.device("cpu")).allowed[0, 0]
     assert allowed.int().tolist() == [[0, 0, 0], [0, 0, 0], [1, 0, 0], [1, 1, 0], [1, 1, 1]]
 
 
@@ -34,20 +36,20 @@ def test_smoothing_leaves_the_softmax_alone_and_ignores_hidden_and_broken_tokens
     key[0, 0, 3] = 1e30
     seen = torch.ones(1, 1, 40, dtype=torch.bool)
     seen[0, 0, 3] = False
-    smoothed, mean = reference.smooth_key(key, seen)
+    smoothed, mean = shared.smooth_key(key, seen)
     others = [i for i in range(40) if i != 3]
     torch.testing.assert_close(mean[0, 0, 0], key[0, 0, others].mean(0))
     before, after = ((query @ k[:, :, others].mT).softmax(-1) for k in (key, smoothed))
     torch.testing.assert_close(after, before)
     key[0, 0, 5] = math.nan
-    _, mean_without_nan = reference.smooth_key(key, seen)
+    _, mean_without_nan = shared.smooth_key(key, seen)
     torch.testing.assert_close(mean_without_nan[0, 0, 0], key[0, 0, [i for i in others if i != 5]].mean(0))
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 100, 130])
 def test_self_similarity_is_the_mean_cosine_over_all_pairs_of_valid_tokens(length):
     tokens = gaussian(length, 16) + 1.0
-    got = reference.self_similarity(tokens, all_seen(length), 64)
+    got = prediction.self_similarity(tokens, all_seen(length), 64)
     for block, part in zip(got, tokens.split(64), strict=True):
         cosine = torch.nn.functional.cosine_similarity(part[:, None], part[None], dim=-1)
         assert block.item() == pytest.approx(cosine.mean().item(), abs=1e-12)
@@ -58,33 +60,34 @@ def test_pooling_counts_valid_tokens_only():
     tokens, seen = gaussian(100, 4), all_seen(100)
     seen[10:90] = False
     tokens[~seen] = math.nan
-    means, variances = reference.pool(tokens, seen, 64)
+    means, variances = prediction.pool(tokens, seen, 64)
     torch.testing.assert_close(means[0], tokens[:10].mean(0))
     torch.testing.assert_close(means[1], tokens[90:].mean(0))
     torch.testing.assert_close(variances[1], tokens[90:].var(0, correction=0))
 
 
 def test_sampled_queries_are_evenly_spaced_over_the_visible_ones():
-    assert reference.sample_queries(all_seen(128), 8)[0].tolist() == [8, 24, 40, 56, 72, 88, 104, 120]
-    assert reference.sample_queries(all_seen(131), 2).tolist() == [[32, 96], [128, 130]]
-    assert reference.sample_queries(all_seen(1), 8)[0].tolist() == [0] * 8
+    assert prediction.sample_queries(all_seen(128), 8)[0].tolist() == [8, 24, 40, 56, 72, 88, 104, 120]
+    assert prediction.sample_queries(all_seen(131), 2).tolist() == [[32, 96], [128, 130]]
+    assert prediction.sample_queries(all_seen(1), 8)[0].tolist() == [0] * 8
     seen = all_seen(128)
     seen[:100] = False
-    assert reference.sample_queries(seen, 2)[0].tolist() == [107, 121]
+    assert prediction.sample_queries(seen, 2)[0].tolist() == [107, 121]
 
 
 def test_moment_score_is_exact_to_third_order_where_channels_are_independent():
     """Keys on all corners of a 6-cube: channels are exactly uncorrelated, odd moments vanish."""
     corners = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0], dtype=torch.float64)] * 6)  # 64 keys
     keys = corners * torch.linspace(0.5, 2, 6, dtype=torch.float64) + 0.3
-    means, variances = reference.pool(keys, all_seen(64), 64)
+    means, variances = prediction.pool(keys, all_seen(64), 64)
     query = gaussian(1, 1, 6)
-    unmasked = torch.ones(1, 1, 64, dtype=torch.bool), torch.zeros(1, 1, 64, dtype=torch.float64)
+    unmasked = torch.ones(1, 64, dtype=torch.bool), torch.zeros(1, 64, dtype=torch.float64)
 
     def errors(scale: float) -> tuple[float, float]:
         exact = (torch.logsumexp(query[0] @ keys.mT * scale, -1) - math.log(64)).item()
-        moment = reference.score_moment(query, means, variances, scale, *unmasked).item()
-        mean = reference.score_mean(query[0], means, scale, unmasked[0][0], unmasked[1][0]).item()
+        head = prediction.HeadSummary(query[0], all_seen(1), means, variances, scale, *unmasked)
+        moment = prediction.score_moment(head, Moment(1)).item()
+        mean = prediction.score_mean(head, Mean()).item()
         return abs(moment - exact), abs(mean - exact)
 
     (moment, mean), (moment_half, mean_half) = errors(0.1), errors(0.05)
@@ -102,21 +105,22 @@ def test_scores_add_the_log_mean_exp_of_the_visible_bias():
     zeros = torch.zeros(2, 4, dtype=torch.float64)
     query = torch.zeros(1, 1, 4, dtype=torch.float64)
     expected = torch.stack([bias[..., part].exp().mean().log() for part in (slice(0, 64), slice(64, 70))])
-    moment = reference.score_moment(query, zeros, zeros, 1.0, allowed, bias).flatten()
+    head = prediction.HeadSummary(query[0], all_seen(1), zeros, zeros, 1.0, allowed[0], bias[0])
+    moment = prediction.score_moment(head, Moment(1)).flatten()
     torch.testing.assert_close(moment, expected)
     assert moment.abs().max() < 1
-    torch.testing.assert_close(reference.score_mean(query[0], zeros, 1.0, allowed[0], bias[0]).flatten(), expected)
+    torch.testing.assert_close(prediction.score_mean(head, Mean()).flatten(), expected)
 
 
 def test_probabilities_average_one_softmax_per_query_and_flag_broken_scores():
     scores = torch.tensor([[[0.0, 1.0, 2.0], [5.0, 0.0, math.nan]]], dtype=torch.float64)
-    judged = torch.tensor([[True, True, True]])
-    got, broken = reference.block_probabilities(scores, judged)
+    eligible = torch.tensor([[True, True, True]])
+    got, broken = prediction.block_probabilities(scores, eligible)
     first = torch.tensor([0.0, 1.0, 2.0], dtype=torch.float64).softmax(0)
     second = torch.cat([torch.tensor([5.0, 0.0], dtype=torch.float64).softmax(0), torch.zeros(1, dtype=torch.float64)])
     torch.testing.assert_close(got[0], (first + second) / 2)
     assert broken.tolist() == [[False, False, True]]
-    nothing, _ = reference.block_probabilities(scores, torch.zeros_like(judged))
+    nothing, _ = prediction.block_probabilities(scores, torch.zeros_like(eligible))
     assert nothing.tolist() == [[0, 0, 0]]
 
 
@@ -136,42 +140,41 @@ def test_probabilities_average_one_softmax_per_query_and_flag_broken_scores():
     ],
 )
 def test_topk_budget(topk, visible, floor, expected):
-    assert reference.topk_budget(topk, visible, floor) == expected
+    assert prediction.topk_budget(topk, visible, floor) == expected
 
 
-def select(probabilities, **options):
-    count = len(probabilities)
-    flags = {name: torch.zeros(count, dtype=torch.bool) for name in ("forced", "unjudged")}
-    for name in flags:
-        flags[name][list(options.pop(name, []))] = True
-    visible = torch.ones(count, dtype=torch.bool)
-    visible[list(options.pop("hidden", []))] = False
-    kept = reference.select_row(torch.tensor(probabilities), visible, flags["forced"], flags["unjudged"], **options)
+def select(rule, probabilities, **places):
+    flags = {name: torch.zeros(len(probabilities), dtype=torch.bool) for name in ("forced", "dissimilar", "hidden")}
+    for name, where in places.items():
+        flags[name][where] = True
+    kept = prediction.select_row(
+        rule, rule.amount, torch.tensor(probabilities), ~flags["hidden"], flags["forced"], flags["dissimilar"]
+    )
     return kept.nonzero().flatten().tolist()
 
 
 def test_topcdf_includes_the_crossing_block():
-    assert select([0.5, 0.3, 0.15, 0.05], cdf=0.6, min_blocks=0) == [0, 1]
-    assert select([0.5, 0.3, 0.15, 0.05], cdf=0.5, min_blocks=0) == [0]
-    assert select([0.5, 0.3, 0.15, 0.05], cdf=0.81, min_blocks=0) == [0, 1, 2]
-    assert select([1.0, 0.0, 0.0, 0.0], cdf=1.0, min_blocks=0) == [0, 1, 2, 3]
+    assert select(TopCdf(0.6, min_blocks=0), [0.5, 0.3, 0.15, 0.05]) == [0, 1]
+    assert select(TopCdf(0.5, min_blocks=0), [0.5, 0.3, 0.15, 0.05]) == [0]
+    assert select(TopCdf(0.81, min_blocks=0), [0.5, 0.3, 0.15, 0.05]) == [0, 1, 2]
+    assert select(TopCdf(1.0, min_blocks=0), [1.0, 0.0, 0.0, 0.0]) == [0, 1, 2, 3]
 
 
-def test_forced_blocks_count_towards_the_budget_and_fix_blocks_come_on_top():
+def test_forced_blocks_count_towards_the_budget_and_dissimilar_ones_come_on_top():
     row = [0.1, 0.4, 0.3, 0.2]
-    assert select(row, topk=0.5, min_blocks=0) == [1, 2]
-    assert select(row, topk=0.5, min_blocks=0, forced=[0]) == [0, 1]
-    assert select(row, topk=0.5, min_blocks=0, forced=[0, 2, 3]) == [0, 2, 3]
-    assert select(row, topk=0.5, min_blocks=0, unjudged=[0]) == [0, 1, 2]
-    assert select(row, topk=0.5, min_blocks=0, forced=[1], hidden=[1]) == [2, 3]
-    assert select([0.25] * 4, topk=0.5, min_blocks=0) == [0, 1]  # ties go to the lower index
+    assert select(TopK(0.5, min_blocks=0), row) == [1, 2]
+    assert select(TopK(0.5, min_blocks=0), row, forced=[0]) == [0, 1]
+    assert select(TopK(0.5, min_blocks=0), row, forced=[0, 2, 3]) == [0, 2, 3]
+    assert select(TopK(0.5, min_blocks=0), row, dissimilar=[0]) == [0, 1, 2]
+    assert select(TopK(0.5, min_blocks=0), row, forced=[1], hidden=[1]) == [2, 3]
+    assert select(TopK(0.5, min_blocks=0), [0.25] * 4) == [0, 1]  # ties go to the lower index
 
 
 def test_causal_floor_reaches_the_known_density():
     """4096 tokens, 40 % of the visible blocks, sink, diagonal, at least 16: 523 of 1056 blocks."""
     query, key = gaussian(1, 1, 4096, 8).float(), gaussian(1, 1, 4096, 8, seed=1).float()
     shape = Shape(1, 1, 1, 4096, 4096, 8, 8)
-    mask = reference.predict(query, key, shape, sparsity=TopK(0.4), score=Mean(), is_causal=True, scale=0.3)
+    mask = reference.predict(query, key, Call(shape, sparsity=TopK(0.4), score=Mean(), is_causal=True, scale=0.3))
     assert int(mask.visible_num_blocks.sum()) == 1056
     assert int(mask.kv_num_blocks.sum()) == 523
     kept = mask.to_dense()[0, 0]
@@ -181,7 +184,7 @@ def test_causal_floor_reaches_the_known_density():
         assert not kept[i, 2 * i + 2 :].any()
 
 
-def test_the_judge_keeps_rows_and_columns_whose_tokens_disagree():
+def test_rows_and_columns_whose_tokens_disagree_are_kept():
     query, key = torch.ones(1, 1, 256, 16), torch.ones(1, 1, 256, 16)
     query[:, :, 128:] = gaussian(1, 1, 128, 16).float()
     key[:, :, 64:128] = gaussian(1, 1, 64, 16, seed=1).float() * 3
@@ -190,11 +193,11 @@ def test_the_judge_keeps_rows_and_columns_whose_tokens_disagree():
     for score in (Mean(), Moment()):
         options = {"score": score, "is_causal": False, "scale": 0.25}
         rule = TopK(0.25, min_blocks=0, similarity_threshold=0.3)
-        kept = reference.predict(query, key, shape, sparsity=rule, **options).to_dense()[0, 0]
+        kept = reference.predict(query, key, Call(shape, sparsity=rule, **options)).to_dense()[0, 0]
         assert kept[1].all(), "the disagreeing query block keeps its row"
         assert kept[0, 1], "the disagreeing key block is kept in every row"
         assert kept[0].sum() == 2
-        without = reference.predict(query, key, shape, sparsity=TopK(0.25, min_blocks=0), **options)
+        without = reference.predict(query, key, Call(shape, sparsity=TopK(0.25, min_blocks=0), **options))
         assert without.kv_num_blocks.flatten().tolist() == [1, 1]
 
 
@@ -203,9 +206,11 @@ def test_per_head_thresholds_reach_their_heads():
     shape = Shape(1, 2, 2, 640, 640, 8, 8)
     options = {"score": Moment(), "is_causal": False, "scale": 0.3}
     rule = TopK(torch.tensor([0.2, 0.7]), min_blocks=0)
-    mask = reference.predict(query, key, shape, sparsity=rule, **options)
+    mask = reference.predict(query, key, Call(shape, sparsity=rule, **options))
     assert mask.kv_num_blocks[0].tolist() == [[2] * 5, [7] * 5]
-    mask = reference.predict(query, key, shape, sparsity=TopCdf(torch.tensor([1e-6, 1.0]), min_blocks=0), **options)
+    mask = reference.predict(
+        query, key, Call(shape, sparsity=TopCdf(torch.tensor([1e-6, 1.0]), min_blocks=0), **options)
+    )
     assert mask.kv_num_blocks[0].tolist() == [[1] * 5, [10] * 5]
 
 
@@ -213,14 +218,12 @@ def test_two_level_accumulation_is_what_keeps_fp8_accurate():
     query, key = gaussian(1, 1, 2, 16).float() * 0.1, gaussian(1, 1, 32768, 16, seed=1).float()
     value = gaussian(1, 1, 32768, 16, seed=2).float() + 1
     shape = Shape(1, 1, 1, 2, 32768, 16, 16)
-    mask = reference.predict(query, key, shape, sparsity=Dense(), score=Mean(), is_causal=False, scale=0.25)
+    mask = reference.predict(query, key, Call(shape, sparsity=Dense(), score=Mean(), is_causal=False, scale=0.25))
     exact = (query.double() @ key.double().mT * 0.25).softmax(-1) @ value.double()
 
     def error(accumulation: str) -> float:
-        result = reference.attention(
-            query, key, value, mask, shape, scale=0.25, quantization="int8_fp8", accumulation=accumulation
-        )
-        return relative_l1(result.output, exact)
+        call = Call(shape, False, 0.25, quantization="int8_fp8")
+        return relative_l1(reference.attention(query, key, value, mask, call, accumulation=accumulation).output, exact)
 
     assert error("two_level") < 0.0015
     assert error("single_level") > 0.3
@@ -235,10 +238,10 @@ def test_stage_two_skips_groups_of_64_rows_in_natural_log_units():
     key[:, :, 64:, 0] = -5.0
     value = gaussian(1, 1, 128, 8).float()
     shape = Shape(1, 1, 1, 128, 128, 8, 8)
-    mask = reference.predict(query, key, shape, sparsity=Dense(), score=Mean(), is_causal=False, scale=1.0)
+    mask = reference.predict(query, key, Call(shape, sparsity=Dense(), score=Mean(), is_causal=False, scale=1.0))
 
     def run(threshold: float | None) -> reference.AttentionResult:
-        return reference.attention(query, key, value, mask, shape, scale=1.0, pv_threshold=threshold)
+        return reference.attention(query, key, value, mask, Call(shape, False, 1.0, pv_threshold=threshold))
 
     assert run(None).pv_skipped.item() == 0
     assert run(-5.1).pv_skipped.item() == 0
@@ -255,9 +258,9 @@ def test_codes_are_as_accurate_as_exponentials(is_causal):
     call = {"is_causal": is_causal, "topk": 1.0, "enable_gqa": True, "return_lse": True, "backend": "reference"}
     exact, exact_lse = sparge.attention(query, key, value, quantization="none", **call)
     errors, moved = {}, {}
-    for quantization in ("int8_fp8", "int8_fp8_codes"):
+    for quantization in ("int8_fp8", "int8_fp8_fast"):
         output, lse = sparge.attention(query, key, value, quantization=quantization, **call)
         errors[quantization] = relative_l1(output, exact.double())
         moved[quantization] = float((lse - exact_lse).abs().mean())
-    assert errors["int8_fp8_codes"] < 1.2 * errors["int8_fp8"] < 0.1
-    assert moved["int8_fp8_codes"] < 1e-2
+    assert errors["int8_fp8_fast"] < 1.2 * errors["int8_fp8"] < 0.1
+    assert moved["int8_fp8_fast"] < 1e-2

@@ -164,7 +164,7 @@ def test_some_calls_use_every_stage_again_and_look_for_a_peak(sanitize: ModuleTy
     kinds = {bool(options.get("is_causal")) for _, _, options in sanitize.LONG_CASES}
     assert kinds == {False, True}
     for head_dim, _, _ in sanitize.LONG_CASES:
-        config = hopper_config("int8_fp8_codes", head_dim, has_threshold=False)
+        config = hopper_config("int8_fp8_fast", head_dim, has_threshold=False)
         for _, kv_len in sanitize.LONG:
             assert kv_len // 64 > config.stages * config.blocks
     assert {kv_len <= ASKED_KEYS for _, kv_len in sanitize.LONG} == {False, True}

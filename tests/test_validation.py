@@ -207,7 +207,7 @@ class TestChoices:
     @pytest.mark.parametrize("wrong", ["int4", "fp8", None, True])
     def test_quantization(self, call: Call, wrong: Any) -> None:
         message = (
-            f"quantization: expected one of 'auto', 'none', 'int8_fp8', 'int8_fp8_codes', 'int8_fp16', got {wrong!r}"
+            f"quantization: expected one of 'auto', 'none', 'int8_fp8', 'int8_fp8_fast', 'int8_fp16', got {wrong!r}"
         )
         rejects(ValueError, message, call, *QKV, quantization=wrong)
 

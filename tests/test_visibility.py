@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparge import reference
+from sparge.call import Call
 from sparge.geometry import BLOCK_K, BLOCK_Q, Shape
+from sparge.reference import shared
 from sparge.visibility import find_visibility
 
 SHAPES = [(1, 1), (128, 64), (200, 200), (130, 330), (330, 130), (129, 64)]
@@ -40,8 +41,8 @@ def test_visibility_is_what_the_element_mask_reduces_to(kind, is_causal, q_len, 
     shape = Shape(2, 4, 2, q_len, kv_len, 8, 8)
     mask = masks(kind, shape)
     found = find_visibility(shape, is_causal, mask, torch.device("cpu"))
-    allowed, bias = reference.element_mask(shape, is_causal, mask, torch.device("cpu"))
-    visible = reference.visible_blocks(allowed)
+    allowed, bias = shared.element_mask(Call(shape, is_causal, 1.0, attn_mask=mask), torch.device("cpu"))
+    visible = shared.visible_blocks(allowed)
     assert torch.equal(found.blocks.expand_as(visible), visible)
 
     plain = allowed & (bias == 0)

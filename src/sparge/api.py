@@ -1,17 +1,23 @@
-"""The three public functions: validate -> predict -> attend -> output."""
+"""The three public functions: validate -> `Call` -> decide -> operator.
+
+`validation` checks what the caller passed, `decide` says sparse or dense, `ops` hands the call to a backend.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparge import dispatch, ops, validation
+from sparge import decide, ops, validation
+from sparge.backends import base
 from sparge.block_mask import BlockMask
+from sparge.call import Call
 from sparge.config import (
     Dense,
     Layout,
@@ -23,9 +29,8 @@ from sparge.config import (
     Sparsity,
     check_pv_threshold,
 )
+from sparge.decide import Reason
 from sparge.derivatives import inside_autograd_function, needs_derivatives
-from sparge.geometry import Shape
-from sparge.stats import counters
 from sparge.visibility import allowed_elements, causal_elements
 
 
@@ -111,9 +116,9 @@ def attention(
         topk: share of the visible blocks each row keeps, in (0, 1]; 0.5 by default. A tensor (H,) sets it per head.
         sparsity: `TopK`, `TopCdf` or `Dense` instead of ``topk``, with all their thresholds.
         score: "moment" (default) or the paper's "mean"; ``Moment(samples)`` sets the number of sampled queries.
-        quantization: "none"; "int8_fp8" or "int8_fp16" (Q K^T in INT8, P V in FP8 or FP16); "int8_fp8_codes", which
-            is "int8_fp8" without exponentials (P's FP8 codes straight from the scores; Hopper and the reference, on
-            Hopper without ``attn_mask``); or "auto": the fastest on the device.
+        quantization: "none"; "int8_fp8" or "int8_fp16" (Q K^T in INT8, P V in FP8 or FP16); "int8_fp8_fast", which
+            is "int8_fp8" with probabilities rounded to FP8 straight from the scores instead of through exponentials
+            (Hopper, without ``attn_mask``, and the reference); or "auto": the fastest on the device.
         layout: "HND" or "NHD", of inputs and output.
         always_keep: key ranges ``[(start, stop), ...]`` whose blocks every row keeps, e.g. text tokens.
         return_lse: also return the log-sum-exp of the scores.
@@ -141,64 +146,44 @@ def attention(
     """
     validation.check_choice("on_unsupported", on_unsupported, validation.ON_UNSUPPORTED)
     validation.check_is_causal(is_causal)
-    validation.check_choice("quantization", quantization, validation.QUANTIZATIONS)
+    quantization = validation.resolve_quantization_name(quantization)
     query, key, value, shape = validation.check_query_key_value(query, key, value, layout, enable_gqa)
     query, scale = _positively_scaled(query, validation.check_scale(scale, shape.head_dim))
     attn_mask, is_causal = validation.resolve_causal_bias(attn_mask, is_causal, shape, query.device)
     attn_mask = validation.check_attn_mask(attn_mask, shape, query.device)
-    chosen = validation.resolve_sparsity(topk, sparsity, shape.heads)
-    chosen_score = validation.resolve_score(score)
-    ranges = validation.check_always_keep(always_keep, shape.kv_len)
-    backend_name = dispatch.choose_backend(backend, query.device).backend
-    followed = needs_derivatives(query, key, value, attn_mask)
+    rule = validation.resolve_sparsity(topk, sparsity, shape.heads)
+    call = Call(
+        shape=shape,
+        is_causal=is_causal,
+        scale=scale,
+        sparsity=rule,
+        score=validation.resolve_score(score),
+        always_keep=validation.check_always_keep(always_keep, shape.kv_len),
+        pv_threshold=None if isinstance(rule, Dense) else rule.pv_threshold,
+        attn_mask=attn_mask,
+    )
+    chosen = base.resolve(backend, query.device)
+    is_followed = needs_derivatives(query, key, value, attn_mask)
     if backend == "auto" and on_unsupported != "raise" and inside_autograd_function():
-        followed = True  # its backward calls again and goes dense: so does its forward
-    unsupported = validation.unsupported_reason(shape, dropout_p, followed)
-    if unsupported is not None:
+        is_followed = True  # its backward calls again and goes dense: so does its forward
+    obstacle = decide.unsupported(shape, dropout_p, is_followed)
+    if obstacle is not None:
         if on_unsupported == "raise" or backend != "auto":
-            raise NotImplementedError(unsupported)
+            raise NotImplementedError(obstacle.message)
         if return_lse:
-            raise NotImplementedError(f"{unsupported}; running dense instead cannot return the LSE")
-        if not torch.compiler.is_compiling():  # neither warnings nor locks can be traced
-            if on_unsupported == "warn":
-                warnings.warn(f"sparge runs dense: {unsupported}", stacklevel=2)
-            counters.record("dense: unsupported")
-        return _in_layout(_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, shape), layout)
+            raise NotImplementedError(f"{obstacle.message}; running dense instead cannot return the LSE")
+        if on_unsupported == "warn" and not torch.compiler.is_compiling():  # a warning cannot be traced
+            warnings.warn(f"sparge runs dense: {obstacle.message}", stacklevel=2)
+        decide.count(Reason.UNSUPPORTED, detail=obstacle.word)
+        return _in_layout(_sdpa(query, key, value, call, dropout_p, enable_gqa), layout)
 
-    arithmetic = dispatch.resolve_quantization(quantization, backend_name, query.device, has_mask=attn_mask is not None)
-    dense_reason = None
-    if isinstance(chosen, Dense):
-        dense_reason = "sparsity=Dense()"
-    elif backend == "auto" and quantization in ("auto", "none") and dispatch.prefers_dense(shape, backend_name):
-        dense_reason, arithmetic = "below the crossover", "none"
-    if dense_reason is not None:
-        output, lse = ops.dense(
-            query,
-            key,
-            value,
-            attn_mask=attn_mask,
-            is_causal=is_causal,
-            scale=scale,
-            quantization=arithmetic,
-            with_lse=return_lse,
-            backend="cuda" if backend == "auto" and backend_name in ops.KERNELS else backend_name,
-            reason=dense_reason,
-        )
+    resolved = base.resolve_quantization(quantization, chosen, query.device, has_mask=attn_mask is not None)
+    reason = decide.by_arguments(shape, rule, quantization, backend, chosen)
+    if reason is None:
+        output, lse = ops.attention(query, key, value, replace(call, quantization=resolved), chosen)
     else:
-        assert not isinstance(chosen, Dense)
-        output, lse = ops.attention(
-            query,
-            key,
-            value,
-            sparsity=chosen,
-            score=chosen_score,
-            is_causal=is_causal,
-            scale=scale,
-            attn_mask=attn_mask,
-            always_keep=ranges,
-            quantization=arithmetic,
-            backend=backend_name,
-        )
+        call = replace(call, quantization="none" if reason is Reason.CROSSOVER else resolved)
+        output, lse = ops.dense(query, key, value, call, backend, with_lse=return_lse, reason=reason)
     output = _in_layout(output, layout)
     return (output, lse) if return_lse else output
 
@@ -240,17 +225,16 @@ def predict(
     query, key, shape = validation.check_query_key(query, key, layout, enable_gqa)
     query, scale = _positively_scaled(query, validation.check_scale(scale, shape.head_dim))
     attn_mask, is_causal = validation.resolve_causal_bias(attn_mask, is_causal, shape, query.device)
-    return ops.predict(
-        query.detach(),
-        key.detach(),
-        sparsity=validation.resolve_sparsity(topk, sparsity, shape.heads),
-        score=validation.resolve_score(score),
+    call = Call(
+        shape=shape,
         is_causal=is_causal,
         scale=scale,
-        attn_mask=validation.check_attn_mask(attn_mask, shape, query.device),
+        sparsity=validation.resolve_sparsity(topk, sparsity, shape.heads),
+        score=validation.resolve_score(score),
         always_keep=validation.check_always_keep(always_keep, shape.kv_len),
-        backend=dispatch.choose_backend(backend, query.device).backend,
+        attn_mask=validation.check_attn_mask(attn_mask, shape, query.device),
     )
+    return ops.predict(query.detach(), key.detach(), call, base.resolve(backend, query.device))
 
 
 def block_sparse_attention(
@@ -295,28 +279,27 @@ def block_sparse_attention(
     """
     if is_causal is not None:
         validation.check_is_causal(is_causal)
-    validation.check_choice("quantization", quantization, validation.QUANTIZATIONS)
+    quantization = validation.resolve_quantization_name(quantization)
     query, key, value, shape = validation.check_query_key_value(query, key, value, layout, enable_gqa)
     query, scale = _positively_scaled(query, validation.check_scale(scale, shape.head_dim))
     attn_mask, _ = validation.resolve_causal_bias(attn_mask, bool(is_causal), shape, query.device, as_mask=True)
-    unsupported = validation.unsupported_reason(shape, 0.0, needs_derivatives(query, key, value, attn_mask))
-    if unsupported is not None:
-        raise NotImplementedError(unsupported)
+    obstacle = decide.unsupported(shape, 0.0, needs_derivatives(query, key, value, attn_mask))
+    if obstacle is not None:
+        raise NotImplementedError(obstacle.message)
     if pv_threshold is not None:
         check_pv_threshold(pv_threshold)
         validation.check_per_head("pv_threshold", pv_threshold, shape.heads)
-    backend = dispatch.choose_backend(backend, query.device).backend
-    output, lse = ops.attend(
-        query,
-        key,
-        value,
-        validation.check_block_mask(mask, shape, is_causal, query.device),
+    chosen = base.resolve(backend, query.device)
+    mask = validation.check_block_mask(mask, shape, is_causal, query.device)
+    call = Call(
+        shape=shape,
+        is_causal=mask.is_causal,
         scale=scale,
-        attn_mask=validation.check_attn_mask(attn_mask, shape, query.device),
-        quantization=dispatch.resolve_quantization(quantization, backend, query.device, has_mask=attn_mask is not None),
+        quantization=base.resolve_quantization(quantization, chosen, query.device, has_mask=attn_mask is not None),
         pv_threshold=pv_threshold,
-        backend=backend,
+        attn_mask=validation.check_attn_mask(attn_mask, shape, query.device),
     )
+    output, lse = ops.attend(query, key, value, mask, call, chosen)
     output = _in_layout(output, layout)
     return (output, lse) if return_lse else output
 
@@ -332,18 +315,9 @@ def _in_layout(output: Tensor, layout: str) -> Tensor:
     return output.transpose(1, 2) if layout == "NHD" else output
 
 
-def _sdpa(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float,
-    enable_gqa: bool,
-    shape: Shape,
-) -> Tensor:
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, call: Call, dropout_p: float, enable_gqa: bool) -> Tensor:
     """torch's attention with this library's causal alignment, for calls that need dropout or gradients."""
+    shape, attn_mask, is_causal = call.shape, call.attn_mask, call.is_causal
     if is_causal and (attn_mask is not None or shape.q_len != shape.kv_len):
         past = causal_elements(shape, shape.causal_offset, query.device)
         if attn_mask is None or attn_mask.dtype == torch.bool:
@@ -354,5 +328,5 @@ def _sdpa(
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         attn_mask = attn_mask.masked_fill(~allowed_elements(attn_mask), -torch.inf).to(query.dtype)
     return F.scaled_dot_product_attention(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        query, key, value, attn_mask, dropout_p, is_causal, scale=call.scale, enable_gqa=enable_gqa
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from sparge.config import Dense, Moment, PerHead, Score, Sparsity, TopCdf, TopK
+from sparge.config import Dense, Moment, PerHead, Score, Selection, Sparsity
 from sparge.geometry import Shape
 
 
@@ -37,7 +37,7 @@ class Call:
     attn_mask: Tensor | None = None
 
     @property
-    def selection(self) -> TopK | TopCdf:
+    def selection(self) -> Selection:
         """The rules of a call that is not dense."""
         assert not isinstance(self.sparsity, Dense)
         return self.sparsity

@@ -239,12 +239,12 @@ def bench(
     import torch
     from rich.console import Console
 
+    from sparge.backends import base
     from sparge.bench.cases import DEFAULT_SUITES
-    from sparge.dispatch import triton_missing
 
     if not torch.cuda.is_available():
         raise _UsageError(f"bench: expected a CUDA device, got none (torch {torch.__version__}); see sparge doctor")
-    missing = triton_missing("cuda", torch.cuda.current_device())
+    missing = base.get("triton").missing(torch.device("cuda", torch.cuda.current_device()))
     if missing is not None:
         raise _UsageError(f"bench: {missing}")
     from sparge.bench.run import run_bench
@@ -369,7 +369,7 @@ def _versions() -> Iterator[tuple[str, str]]:
 def _devices() -> Iterator[tuple[str, str]]:
     import torch
 
-    from sparge.dispatch import choose_backend, resolve_quantization
+    from sparge.backends import base
 
     found: list[tuple[str, str]] = [("cpu", f"{torch.get_num_threads()} threads, {_usable_cores()} cores")]
     for index in range(torch.cuda.device_count()):
@@ -379,10 +379,10 @@ def _devices() -> Iterator[tuple[str, str]]:
         found.append(("mps", "Apple GPU"))
     for name, about in found:
         device = torch.device(name)
-        choice = choose_backend("auto", device)
-        arithmetic = resolve_quantization("auto", choice.backend, device)
-        kind = "" if arithmetic == "none" else f" in {arithmetic}"
-        yield name, f"{about}\nbackend {choice.backend!r}{kind}: {choice.reason}"
+        backend = base.resolve("auto", device)
+        quantization = base.resolve_quantization("auto", backend, device)
+        kind = "" if quantization == "none" else f" in {quantization}"
+        yield name, f"{about}\nbackend {backend!r}{kind}: {base.explain(device)}"
 
 
 def _usable_cores() -> int:
@@ -395,7 +395,7 @@ def _advice() -> Iterator[tuple[str, str]]:
     """What is missing, what it costs, and what to do about it."""
     import torch
 
-    from sparge.dispatch import triton_missing
+    from sparge.backends import base
 
     if _installed("matplotlib") is None:
         yield "matplotlib", "BlockMask.plot() cannot draw, all else works: pip install 'sparge[plot]'"
@@ -403,7 +403,7 @@ def _advice() -> Iterator[tuple[str, str]]:
         why = "this build of torch has no CUDA" if torch.version.cuda is None else "torch finds no CUDA device"
         yield "cuda", f"{why}, though nvidia-smi is here: install torch for CUDA (pytorch.org), or check the driver"
     for index in range(torch.cuda.device_count()):
-        missing = triton_missing("cuda", index)
+        missing = base.get("triton").missing(torch.device("cuda", index))
         if missing is not None:
             yield f"cuda:{index}", f"runs the slow torch backend: {missing}"
     limit = os.environ.get("OMP_NUM_THREADS")

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 import sparge
-from sparge import validation
-from sparge.config import DEFAULT_MIN_BLOCKS, Layout, PerHead, TopCdf, TopK, check_range
+from sparge import decide, validation
+from sparge.config import DEFAULT_MIN_BLOCKS, Layout, PerHead, Selection, TopCdf, TopK, check_range
 from sparge.geometry import BLOCK_K, BLOCK_Q, Shape, ceil_div
 
 __all__ = [
@@ -210,7 +210,7 @@ def _predicted_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    sparsity: TopK | TopCdf,
+    sparsity: Selection,
     *,
     attn_mask: Tensor | None,
     dropout_p: float,
@@ -319,9 +319,9 @@ def _check(
         raise TypeError(f"output_dtype: expected a floating-point torch.dtype or None, got {output_dtype!r}")
     validation.check_choice("tensor_layout", tensor_layout, validation.LAYOUTS)
     *_, shape = validation.check_query_key_value(q, k, v, tensor_layout, enable_gqa=True)
-    unsupported = validation.unsupported_reason(shape, dropout_p, needs_derivatives=False)  # gradients: the call itself
-    if unsupported is not None:
-        raise NotImplementedError(unsupported)
+    obstacle = decide.unsupported(shape, dropout_p, is_followed=False)  # of gradients the call itself speaks
+    if obstacle is not None:
+        raise NotImplementedError(obstacle.message)
     return shape
 
 

@@ -1,11 +1,16 @@
-"""What a caller may choose: frozen values, range-checked once, when they are made."""
+"""What a caller may choose: frozen values, range-checked once, when they are made.
+
+Selection rules and scores are data: `SELECTIONS` and `SCORES` list them by name. The name and the numbers of one are
+all that operators and kernels get (`ops`); what it means stands in `reference`, in the table of the same name.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, field
 from numbers import Real
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,12 +19,17 @@ PerHead: TypeAlias = float | Tensor
 """One number for all heads, or a one-dimensional tensor with one number per query head."""
 
 Layout = Literal["HND", "NHD"]
-Quantization = Literal["auto", "none", "int8_fp8", "int8_fp8_codes", "int8_fp16"]
+Quantization = Literal["auto", "none", "int8_fp8", "int8_fp8_fast", "int8_fp16"]
+QUANTIZATIONS: tuple[str, ...] = ("auto", "none", "int8_fp8", "int8_fp8_fast", "int8_fp16")
+RENAMED_QUANTIZATIONS = {"int8_fp8_codes": "int8_fp8_fast"}
+"""Names of earlier versions, which are still accepted."""
 OnUnsupported = Literal["raise", "warn", "dense"]
 ScoreName = Literal["moment", "mean"]
 
 DEFAULT_TOPK = 0.5
 DEFAULT_MIN_BLOCKS = 16
+ROUNDING_GUARD = 1 - 2.0**-22
+"""Lowers a share of blocks before it is rounded up: rounding (.1 in float32 times 1280) must not add a block."""
 
 
 def check_range(name: str, value: PerHead, low: float, high: float, interval: str) -> None:
@@ -52,7 +62,15 @@ def _check_flag(name: str, value: bool | None) -> None:
 
 @dataclass(frozen=True)
 class Selection:
-    """What both selections share: the floor, and the blocks that are kept whatever their score."""
+    """What all selection rules share: the floor, and the blocks that are kept whatever their score.
+
+    Attributes:
+        name: of the rule, in operators and kernels.
+        amount_field: the field that says how much is kept, one number or one per head.
+    """
+
+    name: ClassVar[str]
+    amount_field: ClassVar[str]
 
     min_blocks: int = field(default=DEFAULT_MIN_BLOCKS, kw_only=True)
     similarity_threshold: PerHead | None = field(default=None, kw_only=True)
@@ -71,6 +89,12 @@ class Selection:
             check_pv_threshold(self.pv_threshold)
         _check_flag("sink", self.sink)
         _check_flag("diagonal", self.diagonal)
+
+    @property
+    def amount(self) -> PerHead:
+        """How much is kept."""
+        value: PerHead = getattr(self, self.amount_field)
+        return value
 
     @property
     def is_per_head(self) -> bool:
@@ -114,6 +138,9 @@ class TopK(Selection):
         ValueError: topk: expected a value in (0, 1], got 1.5
     """
 
+    name = "topk"
+    amount_field = "topk"
+
     topk: PerHead = DEFAULT_TOPK
 
     def __post_init__(self) -> None:
@@ -141,6 +168,9 @@ class TopCdf(Selection):
         4
     """
 
+    name = "topcdf"
+    amount_field = "cdf"
+
     cdf: PerHead = 0.97
 
     def __post_init__(self) -> None:
@@ -158,11 +188,33 @@ class Dense:
     """
 
 
-Sparsity: TypeAlias = TopK | TopCdf | Dense
+Sparsity: TypeAlias = Selection | Dense
+SELECTIONS: dict[str, type[Selection]] = {rule.name: rule for rule in (TopK, TopCdf)}
 
 
 @dataclass(frozen=True)
-class Moment:
+class Score:
+    """How the worth of a block is predicted. A score's fields are numbers.
+
+    Attributes:
+        name: what a caller may pass instead of the value, for its defaults.
+    """
+
+    name: ClassVar[str]
+
+    @property
+    def numbers(self) -> list[float]:
+        """Its fields, as operators carry them."""
+        return [float(number) for number in vars(self).values()]
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> Score:
+        """The score with these `numbers`."""
+        return cls(*numbers)
+
+
+@dataclass(frozen=True)
+class Moment(Score):
     """Score: sampled queries against mean plus half the variance of every key block, a softmax each, averaged.
 
     Args:
@@ -173,6 +225,8 @@ class Moment:
         8
     """
 
+    name = "moment"
+
     samples: int = 8
 
     def __post_init__(self) -> None:
@@ -181,9 +235,13 @@ class Moment:
         if not 1 <= self.samples <= 128:
             raise ValueError(f"samples: expected a value in [1, 128], got {self.samples}")
 
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> Moment:
+        return cls(int(numbers[0]))
+
 
 @dataclass(frozen=True)
-class Mean:
+class Mean(Score):
     """The paper's score: the mean query of a block against the mean key of every block, one softmax.
 
     Example:
@@ -191,8 +249,10 @@ class Mean:
         Mean()
     """
 
+    name = "mean"
 
-Score: TypeAlias = Moment | Mean
+
+SCORES: dict[str, type[Score]] = {score.name: score for score in (Moment, Mean)}
 
 
 _SelectionType = TypeVar("_SelectionType", bound=Selection)
@@ -202,7 +262,8 @@ def trusted(kind: type[_SelectionType], **fields: Any) -> _SelectionType:
     """A selection from parts that were checked before, without reading per-head tensors back from a device."""
     made = object.__new__(kind)
     for name, spec in kind.__dataclass_fields__.items():
-        object.__setattr__(made, name, fields.get(name, spec.default))
+        if spec.default is not MISSING:  # a class's own constants have none
+            object.__setattr__(made, name, fields.get(name, spec.default))
     return made
 
 

@@ -1,221 +1,159 @@
 """The stages as torch operators (``torch.ops.sparge.*``), so that torch.compile sees one node each.
 
-    predict(query, key, ...) -> (kv_num_blocks, kv_indices, visible_num_blocks)
-    attend(query, key, value, kv_num_blocks, kv_indices, ...) -> (output, lse)
-    attention(query, key, value, ...) -> (output, lse)      predict and attend, sharing the passes over K
-    dense(query, key, value, ...) -> (output, lse)
+    predict(query, key, CALL) -> (kv_num_blocks, kv_indices, visible_num_blocks)
+    attend(query, key, value, kv_num_blocks, kv_indices, visible_num_blocks, CALL) -> (output, lse)
+    attention(query, key, value, CALL) -> (output, lse)      predict and attend, sharing the passes over K
+    dense(query, key, value, CALL, with_lse, reason) -> (output, lse)
 
-All tensors are heads-first. Configuration travels as plain numbers, with a tensor beside each number that may differ
-per head. `stats` counts inside the operators: compiled programs are counted too. Nothing here validates; `api` did.
-Backends are imported when first used: neither schemas nor fakes need Triton.
+All tensors are heads-first. An operator takes no objects: a `Call` travels as the plain arguments of `CALL`, with a
+tensor beside each number that may differ per head. `stats` counts inside the operators: compiled programs are counted
+too. Nothing here validates, `api` did; nothing here computes, a backend does.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from sparge.backends import base
 from sparge.block_mask import BlockMask
 from sparge.call import Call
-from sparge.config import Dense, Mean, Moment, PerHead, Score, Sparsity, TopCdf, TopK, trusted
-from sparge.dispatch import choose_backend, kernels_for
+from sparge.config import SCORES, SELECTIONS, Dense, PerHead, Sparsity, trusted
+from sparge.decide import Reason
 from sparge.geometry import Shape
 from sparge.stats import counters
 
-_SELECTION = (
-    "Tensor? attn_mask, bool is_causal, float scale, str selection, float share, Tensor? share_per_head, "
-    "float? similarity, Tensor? similarity_per_head, int min_blocks, bool sink, bool diagonal, int samples, "
-    "SymInt[] always_keep"
-)
-_ARITHMETIC = "str quantization, float? pv_threshold, Tensor? pv_threshold_per_head, str backend"
-KERNELS = ("triton", "hopper")
-"""Backends that share a pipeline of kernels."""
+CALL = {
+    "attn_mask": "Tensor?",
+    "is_causal": "bool",
+    "scale": "float",
+    "selection": "str",
+    "amount": "float?",
+    "amount_per_head": "Tensor?",
+    "similarity_threshold": "float?",
+    "similarity_threshold_per_head": "Tensor?",
+    "min_blocks": "int",
+    "sink": "bool",
+    "diagonal": "bool",
+    "pv_threshold": "float?",
+    "pv_threshold_per_head": "Tensor?",
+    "score": "str",
+    "score_numbers": "float[]",
+    "always_keep": "SymInt[]",
+    "quantization": "str",
+    "backend": "str",
+}
+"""A call and the name of its backend, as operators receive them: name and type of each argument, in order."""
+_CALL = ", ".join(f"{kind} {name}" for name, kind in CALL.items())
 _LIBRARY = torch.library.Library("sparge", "DEF")
-_LIBRARY.define(f"predict(Tensor query, Tensor key, {_SELECTION}, str backend) -> (Tensor, Tensor, Tensor)")
+_LIBRARY.define(f"predict(Tensor query, Tensor key, {_CALL}) -> (Tensor, Tensor, Tensor)")
 _LIBRARY.define(
     "attend(Tensor query, Tensor key, Tensor value, Tensor kv_num_blocks, Tensor kv_indices, "
-    f"Tensor visible_num_blocks, Tensor? attn_mask, bool is_causal, float scale, {_ARITHMETIC}) -> (Tensor, Tensor)"
+    f"Tensor visible_num_blocks, {_CALL}) -> (Tensor, Tensor)"
 )
-_LIBRARY.define(f"attention(Tensor query, Tensor key, Tensor value, {_SELECTION}, {_ARITHMETIC}) -> (Tensor, Tensor)")
+_LIBRARY.define(f"attention(Tensor query, Tensor key, Tensor value, {_CALL}) -> (Tensor, Tensor)")
 _LIBRARY.define(
-    "dense(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, bool is_causal, float scale, str quantization, "
-    "bool with_lse, str backend, str reason) -> (Tensor, Tensor)"
+    f"dense(Tensor query, Tensor key, Tensor value, {_CALL}, bool with_lse, str reason) -> (Tensor, Tensor)"
 )
 
 
-def predict(
-    query: Tensor,
-    key: Tensor,
-    *,
-    sparsity: Sparsity,
-    score: Score,
-    is_causal: bool,
-    scale: float,
-    attn_mask: Tensor | None,
-    always_keep: tuple[tuple[int, int], ...],
-    backend: str,
-) -> BlockMask:
+def predict(query: Tensor, key: Tensor, call: Call, backend: str) -> BlockMask:
     """Stage 1 through its operator."""
-    rules = _pack_selection(sparsity, score, is_causal, scale, attn_mask, always_keep)
-    counts, indices, visible = torch.ops.sparge.predict(query, key, *rules, backend)
-    return BlockMask(counts, indices, visible, query.shape[2], key.shape[2], is_causal)
+    counts, indices, visible = torch.ops.sparge.predict(query, key, *pack(call, backend))
+    return BlockMask(counts, indices, visible, query.shape[2], key.shape[2], call.is_causal)
 
 
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    sparsity: TopK | TopCdf,
-    score: Score,
-    is_causal: bool,
-    scale: float,
-    attn_mask: Tensor | None,
-    always_keep: tuple[tuple[int, int], ...],
-    quantization: str,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
+def attention(query: Tensor, key: Tensor, value: Tensor, call: Call, backend: str) -> tuple[Tensor, Tensor]:
     """Both stages through one operator."""
-    rules = _pack_selection(sparsity, score, is_causal, scale, attn_mask, always_keep)
-    return torch.ops.sparge.attention(
-        query, key, value, *rules, quantization, *_pack(sparsity.pv_threshold, None), backend
-    )
+    return torch.ops.sparge.attention(query, key, value, *pack(call, backend))
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: BlockMask,
-    *,
-    scale: float,
-    attn_mask: Tensor | None,
-    quantization: str,
-    pv_threshold: PerHead | None,
-    backend: str,
+    query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, call: Call, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """Stage 2 and the output through their operator."""
-    return torch.ops.sparge.attend(
-        query,
-        key,
-        value,
-        mask.kv_num_blocks,
-        mask.kv_indices,
-        mask.visible_num_blocks,
-        attn_mask,
-        mask.is_causal,
-        scale,
-        quantization,
-        *_pack(pv_threshold, None),
+    """Stage 2 through its operator."""
+    lists = (mask.kv_num_blocks, mask.kv_indices, mask.visible_num_blocks)
+    return torch.ops.sparge.attend(query, key, value, *lists, *pack(call, backend))
+
+
+def dense(
+    query: Tensor, key: Tensor, value: Tensor, call: Call, backend: str, *, with_lse: bool, reason: Reason
+) -> tuple[Tensor, Tensor]:
+    """Attention over every visible block through its operator.
+
+    Args:
+        backend: "auto" takes the faster of torch's kernels and those of the device's backend.
+        with_lse: the LSE is empty unless it is asked for: torch's fastest kernels do not give it.
+    """
+    return torch.ops.sparge.dense(query, key, value, *pack(call, backend), with_lse, reason.value)
+
+
+def pack(call: Call, backend: str) -> tuple[Any, ...]:
+    """A call as the arguments of `CALL`."""
+    return (
+        call.attn_mask,
+        call.is_causal,
+        call.scale,
+        *_pack_rules(call.sparsity, call.is_causal),
+        *_pack_number(call.pv_threshold),
+        call.score.name,
+        call.score.numbers,
+        [edge for pair in call.always_keep for edge in pair],
+        call.quantization,
         backend,
     )
 
 
-def dense(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    quantization: str,
-    with_lse: bool,
-    backend: str,
-    reason: str,
-) -> tuple[Tensor, Tensor]:
-    """Attention over every visible block through its operator; ``reason`` is what `stats` reports.
-
-    Backend "cuda" is the faster of torch's kernels and ours.
-
-    The LSE is empty unless it is asked for: torch's fastest kernels do not give it.
-    """
-    return torch.ops.sparge.dense(
-        query, key, value, attn_mask, is_causal, scale, quantization, with_lse, backend, reason
-    )
-
-
-def _pack_selection(
-    sparsity: Sparsity,
-    score: Score,
-    is_causal: bool,
-    scale: float,
-    attn_mask: Tensor | None,
-    always_keep: tuple[tuple[int, int], ...],
-) -> tuple[Any, ...]:
-    """The arguments of ``_SELECTION``."""
-    selection, min_blocks, sink, diagonal = "dense", 0, False, False
-    share: PerHead = 1.0
-    similarity: PerHead | None = None
-    if not isinstance(sparsity, Dense):
-        selection = "topk" if isinstance(sparsity, TopK) else "topcdf"
-        share = sparsity.topk if isinstance(sparsity, TopK) else sparsity.cdf
-        similarity, min_blocks = sparsity.similarity_threshold, sparsity.min_blocks
-        sink, diagonal = sparsity.keeps_sink(is_causal), sparsity.keeps_diagonal(is_causal)
+def _pack_rules(rule: Sparsity, is_causal: bool) -> tuple[Any, ...]:
+    if isinstance(rule, Dense):
+        return "dense", None, None, None, None, 0, False, False
     return (
-        attn_mask,
-        is_causal,
-        scale,
-        selection,
-        *_pack(share, 1.0),
-        *_pack(similarity, None),
-        min_blocks,
-        sink,
-        diagonal,
-        score.samples if isinstance(score, Moment) else 0,
-        [edge for pair in always_keep for edge in pair],
+        rule.name,
+        *_pack_number(rule.amount),
+        *_pack_number(rule.similarity_threshold),
+        rule.min_blocks,
+        rule.keeps_sink(is_causal),
+        rule.keeps_diagonal(is_causal),
     )
 
 
-class _Selection(NamedTuple):
-    """``_SELECTION`` as an operator receives it."""
-
-    attn_mask: Tensor | None
-    is_causal: bool
-    scale: float
-    selection: str
-    share: float
-    share_per_head: Tensor | None
-    similarity: float | None
-    similarity_per_head: Tensor | None
-    min_blocks: int
-    sink: bool
-    diagonal: bool
-    samples: int
-    always_keep: list[int]
-
-    def unpack(self) -> dict[str, Any]:
-        """The keywords of a backend's ``predict``."""
-        sparsity: Sparsity = Dense()
-        if self.selection != "dense":
-            amount = self.share if self.share_per_head is None else self.share_per_head
-            rules = {
-                "min_blocks": self.min_blocks,
-                "similarity_threshold": (
-                    self.similarity if self.similarity_per_head is None else self.similarity_per_head
-                ),
-                "sink": self.sink,
-                "diagonal": self.diagonal,
-            }
-            is_topk = self.selection == "topk"
-            sparsity = trusted(TopK, topk=amount, **rules) if is_topk else trusted(TopCdf, cdf=amount, **rules)
-        return {
-            "sparsity": sparsity,
-            "score": Moment(self.samples) if self.samples else Mean(),
-            "is_causal": self.is_causal,
-            "scale": self.scale,
-            "attn_mask": self.attn_mask,
-            "always_keep": tuple(zip(self.always_keep[::2], self.always_keep[1::2], strict=True)),
-        }
+def unpack(shape: Shape, arguments: tuple[Any, ...]) -> tuple[Call, str]:
+    """The inverse of `pack`."""
+    packed = dict(zip(CALL, arguments, strict=True))
+    sparsity: Sparsity = Dense()
+    if packed["selection"] != "dense":
+        rule = SELECTIONS[packed["selection"]]
+        rules = {name: packed[name] for name in ("min_blocks", "sink", "diagonal")}
+        rules[rule.amount_field] = _unpack_number(packed, "amount")
+        rules["similarity_threshold"] = _unpack_number(packed, "similarity_threshold")
+        sparsity = trusted(rule, **rules)
+    edges = packed["always_keep"]
+    call = Call(
+        shape=shape,
+        is_causal=packed["is_causal"],
+        scale=packed["scale"],
+        sparsity=sparsity,
+        score=SCORES[packed["score"]].of(packed["score_numbers"]),
+        always_keep=tuple(zip(edges[::2], edges[1::2], strict=True)),
+        quantization=packed["quantization"],
+        pv_threshold=_unpack_number(packed, "pv_threshold"),
+        attn_mask=packed["attn_mask"],
+    )
+    return call, packed["backend"]
 
 
-def _pack(value: PerHead | None, otherwise: float | None) -> tuple[float | None, Tensor | None]:
-    return (otherwise, value.detach()) if isinstance(value, Tensor) else (value, None)
+def _pack_number(value: PerHead | None) -> tuple[float | None, Tensor | None]:
+    return (None, value.detach()) if isinstance(value, Tensor) else (value, None)
+
+
+def _unpack_number(packed: dict[str, Any], name: str) -> PerHead | None:
+    tensor: Tensor | None = packed[f"{name}_per_head"]
+    number: float | None = packed[name]
+    return number if tensor is None else tensor
 
 
 def _shape_of(query: Tensor, key: Tensor, value: Tensor) -> Shape:
@@ -223,62 +161,10 @@ def _shape_of(query: Tensor, key: Tensor, value: Tensor) -> Shape:
     return Shape(batch, heads, key.shape[1], q_len, key.shape[2], head_dim, value.shape[3])
 
 
-def _fast(quantization: str) -> str:
-    return "int8_fp8_fast" if quantization == "int8_fp8_codes" else quantization
-
-
-def _attend_of(backend: str) -> Any:
-    """The launcher of a backend's attention kernel."""
-    if backend == "hopper":
-        from sparge.backends.hopper import launcher
-
-        return launcher.attend
-    from sparge.backends.triton import attention as triton_attention
-
-    return triton_attention.attend
-
-
-def _stage1(backend: str) -> ModuleType:
-    from sparge import reference
-    from sparge.backends.torch import predict as torch_predict
-
-    return {"torch": torch_predict, "reference": reference}[backend]
-
-
-def _stage2(backend: str) -> ModuleType:
-    from sparge import reference
-    from sparge.backends.torch import blocks as torch_blocks
-
-    return {"torch": torch_blocks, "reference": reference}[backend]
-
-
 def _predict(query: Tensor, key: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *packed, backend = arguments
-    rules = _Selection(*packed).unpack()
-    mask = _predicted(query, key, rules, backend)
+    call, backend = unpack(_shape_of(query, key, key), arguments)
+    mask = base.get(backend).predict(query, key, call)
     return mask.kv_num_blocks, mask.kv_indices, mask.visible_num_blocks.contiguous()
-
-
-def _predicted(query: Tensor, key: Tensor, rules: dict[str, Any], backend: str) -> BlockMask:
-    shape = _shape_of(query, key, key)
-    if backend in KERNELS:
-        from sparge.backends.cuda import pipeline
-
-        return pipeline.predict(query, key, Call(shape, **rules))
-    if backend == "torch":
-        return _stage1(backend).predict(query, key, Call(shape, **rules))
-    return _stage1(backend).predict(query, key, shape, **rules)
-
-
-def _predict_fake(query: Tensor, key: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
-    shape = _shape_of(query, key, key)
-    rows = (shape.batch, shape.heads, shape.q_blocks)
-    counts = query.new_empty(rows, dtype=torch.int32)
-    return (
-        counts,
-        query.new_empty((*rows, shape.kv_blocks), dtype=torch.int32),
-        torch.empty_like(counts),
-    )
 
 
 def _attend(
@@ -288,149 +174,48 @@ def _attend(
     kv_num_blocks: Tensor,
     kv_indices: Tensor,
     visible_num_blocks: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    quantization: str,
-    pv_threshold: float | None,
-    pv_threshold_per_head: Tensor | None,
-    backend: str,
+    *arguments: Any,
 ) -> tuple[Tensor, Tensor]:
-    shape = _shape_of(query, key, value)
-    mask = BlockMask(kv_num_blocks, kv_indices, visible_num_blocks, shape.q_len, shape.kv_len, is_causal)
-    threshold = pv_threshold if pv_threshold_per_head is None else pv_threshold_per_head
-    backend = kernels_for(backend, query.dtype, quantization, has_mask=attn_mask is not None)
-    counters.record(f"sparse: {backend}")
-    if backend in KERNELS:
-        from sparge.backends.cuda import pipeline
-
-        call = Call(
-            shape,
-            is_causal,
-            scale,
-            quantization=_fast(quantization),
-            pv_threshold=threshold,
-            attn_mask=attn_mask,
-        )
-        totals = counters.block_totals(query.device)
-        return pipeline.attention(query, key, value, mask, call, attend=_attend_of(backend), totals=totals)
-    counters.add_blocks(kv_num_blocks, visible_num_blocks)
-    return _attention_over(query, key, value, mask, shape, scale, attn_mask, quantization, threshold, backend)
+    call, name = unpack(_shape_of(query, key, value), arguments)
+    shape = call.shape
+    mask = BlockMask(kv_num_blocks, kv_indices, visible_num_blocks, shape.q_len, shape.kv_len, call.is_causal)
+    backend = base.get(name).serving(call, query.dtype)
+    counters.record(f"sparse: {backend.name}")
+    return backend.attend(query, key, value, mask, call, totals=counters.block_totals(query.device))
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    *packed, quantization, pv_threshold, pv_threshold_per_head, backend = arguments
-    rules = _Selection(*packed).unpack()
-    threshold = pv_threshold if pv_threshold_per_head is None else pv_threshold_per_head
-    shape = _shape_of(query, key, value)
-    attn_mask, scale = rules["attn_mask"], rules["scale"]
-    backend = kernels_for(backend, query.dtype, quantization, has_mask=attn_mask is not None)
-    counters.record(f"sparse: {backend}")
-    if backend in KERNELS:
-        from sparge.backends.cuda import pipeline
-
-        call = Call(shape, **rules, quantization=_fast(quantization), pv_threshold=threshold)
-        totals = counters.block_totals(query.device)
-        return pipeline.sparse_attention(query, key, value, call, attend=_attend_of(backend), totals=totals)
-    mask = _predicted(query, key, rules, backend)
-    counters.add_blocks(mask.kv_num_blocks, mask.visible_num_blocks)
-    return _attention_over(query, key, value, mask, shape, scale, attn_mask, quantization, threshold, backend)
+    call, name = unpack(_shape_of(query, key, value), arguments)
+    backend = base.get(name).serving(call, query.dtype)
+    counters.record(f"sparse: {backend.name}")
+    return backend.attention(query, key, value, call, totals=counters.block_totals(query.device))
 
 
-def _attend_fake(query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+def _dense(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    *packed, with_lse, reason = arguments
+    counters.record(f"dense: {reason}")
+    call, asked = unpack(_shape_of(query, key, value), tuple(packed))
+    backend = base.get(base.resolve(asked, query.device)).serving(call, query.dtype)
+    output, lse = backend.dense(query, key, value, call, with_lse=with_lse, may_use_torch=asked == "auto")
+    return output, lse if with_lse else lse.new_empty(0)
+
+
+def _predict_fake(query: Tensor, key: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+    shape = _shape_of(query, key, key)
+    rows = (shape.batch, shape.heads, shape.q_blocks)
+    counts = query.new_empty(rows, dtype=torch.int32)
+    return counts, query.new_empty((*rows, shape.kv_blocks), dtype=torch.int32), torch.empty_like(counts)
+
+
+def _attention_fake(query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, Tensor]:  # noqa: ARG001
     output = query.new_empty((*query.shape[:3], value.shape[3]))
     return output, query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
-def _dense(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    quantization: str,
-    with_lse: bool,
-    backend: str,
-    reason: str,
-) -> tuple[Tensor, Tensor]:
-    counters.record(f"dense: {reason}")
-    shape = _shape_of(query, key, value)
-    call: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "attn_mask": attn_mask}
-    if backend == "cuda":
-        from sparge.backends.cuda import dense as cuda_dense
-
-        kernels = choose_backend("auto", query.device).backend
-        kernels = kernels_for(kernels, query.dtype, quantization, has_mask=attn_mask is not None)
-        output, lse = cuda_dense.attention(
-            query,
-            key,
-            value,
-            Call(shape, **call, quantization=_fast(quantization)),
-            with_lse=with_lse,
-            attend=_attend_of(kernels),
-        )
-    elif backend in KERNELS:
-        from sparge.backends.cuda import pipeline
-
-        kernels = kernels_for(backend, query.dtype, quantization, has_mask=attn_mask is not None)
-        output, lse = pipeline.attention(
-            query,
-            key,
-            value,
-            None,
-            Call(shape, **call, quantization=_fast(quantization)),
-            attend=_attend_of(kernels),
-        )
-    elif backend == "torch" and quantization == "none":
-        from sparge.backends.torch import dense as torch_dense
-
-        output, lse = torch_dense.attention(query, key, value, shape, **call)
-    else:
-        mask = _predicted(query, key, {**call, "sparsity": Dense(), "score": Mean(), "always_keep": ()}, backend)
-        output, lse = _attention_over(query, key, value, mask, shape, scale, attn_mask, quantization, None, backend)
+def _dense_fake(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    *_, with_lse, _ = arguments
+    output, lse = _attention_fake(query, key, value)
     return output, lse if with_lse else lse.new_empty(0)
-
-
-def _dense_fake(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,  # noqa: ARG001
-    is_causal: bool,  # noqa: ARG001
-    scale: float,  # noqa: ARG001
-    quantization: str,  # noqa: ARG001
-    with_lse: bool,
-    *_: object,
-) -> tuple[Tensor, Tensor]:
-    output, lse = _attend_fake(query, key, value)
-    return output, lse if with_lse else lse.new_empty(0)
-
-
-def _attention_over(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: BlockMask,
-    shape: Shape,
-    scale: float,
-    attn_mask: Tensor | None,
-    quantization: str,
-    pv_threshold: PerHead | None,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    output, lse = _stage2(backend).attention(
-        query,
-        key,
-        value,
-        mask,
-        shape,
-        scale=scale,
-        attn_mask=attn_mask,
-        quantization=quantization,
-        pv_threshold=pv_threshold,
-    )[:2]
-    return output.to(query.dtype), lse.float()
 
 
 def _in_place(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -451,8 +236,8 @@ def _in_place(function: Callable[..., Any]) -> Callable[..., Any]:
 
 for _name, _real, _fake in (
     ("predict", _predict, _predict_fake),
-    ("attend", _attend, _attend_fake),
-    ("attention", _attention, _attend_fake),
+    ("attend", _attend, _attention_fake),
+    ("attention", _attention, _attention_fake),
     ("dense", _dense, _dense_fake),
 ):
     _LIBRARY.impl(_name, _in_place(_real), "CompositeExplicitAutograd")

@@ -14,13 +14,15 @@ from typing import Any
 
 from torch import Tensor
 
-from sparge import dispatch, validation
-from sparge.config import OnUnsupported, Quantization, ScoreName, TopCdf, TopK
+from sparge import validation
+from sparge.backends import base
+from sparge.config import SCORES, SELECTIONS, OnUnsupported, Quantization, ScoreName, Selection, TopK
 
 Range = tuple[int, int | None]
 """Tokens [start, stop) as a slice has them: negative numbers count from the end, None is the end."""
 
-SPARSITIES: dict[str, type[TopK] | type[TopCdf]] = {"TopK": TopK, "TopCdf": TopCdf}
+SPARSITIES: dict[str, type[Selection]] = {rule.__name__: rule for rule in SELECTIONS.values()}
+"""By the names that JSON has for them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +60,7 @@ class Policy:
     """
 
     topk: float | None = None
-    sparsity: TopK | TopCdf | None = None
+    sparsity: Selection | None = None
     score: ScoreName = "moment"
     quantization: Quantization = "auto"
     min_tokens: int = 0
@@ -78,14 +80,14 @@ class Policy:
             )
         if self.topk is not None and self.sparsity is not None:
             raise ValueError(f"expected topk or sparsity, got both: topk={self.topk!r} and sparsity={self.sparsity!r}")
-        if self.sparsity is not None and not isinstance(self.sparsity, (TopK, TopCdf)):
+        if self.sparsity is not None and not isinstance(self.sparsity, Selection):
             raise TypeError(f"sparsity: expected TopK(...) or TopCdf(...), got {type(self.sparsity).__name__}")
         if self.topk is not None:
             TopK(self.topk)
-        validation.check_choice("score", self.score, tuple(validation.SCORES))
-        validation.check_choice("quantization", self.quantization, validation.QUANTIZATIONS)
+        validation.check_choice("score", self.score, tuple(SCORES))
+        object.__setattr__(self, "quantization", validation.resolve_quantization_name(self.quantization))
         validation.check_choice("on_unsupported", self.on_unsupported, validation.ON_UNSUPPORTED)
-        validation.check_choice("backend", self.backend, ("auto", *dispatch.BACKENDS))
+        validation.check_choice("backend", self.backend, ("auto", *base.NAMES))
         if not _is_int(self.min_tokens):
             raise TypeError(f"min_tokens: expected an int, got {type(self.min_tokens).__name__}")
         if self.min_tokens < 0:
@@ -105,7 +107,7 @@ class Policy:
         return hash(self.to_json())
 
     @property
-    def selection(self) -> TopK | TopCdf:
+    def selection(self) -> Selection:
         """What `sparge.attention` gets as ``sparsity``."""
         if self.sparsity is not None:
             return self.sparsity
@@ -209,7 +211,7 @@ def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, Tensor) else value
 
 
-def _sparsity(plain: dict[str, Any]) -> TopK | TopCdf:
+def _sparsity(plain: dict[str, Any]) -> Selection:
     import torch
 
     kind = plain.pop("kind", None)

@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from numbers import Real
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from sparge.block_mask import BlockMask
 from sparge.causal_bias import alignment_of
-from sparge.config import DEFAULT_TOPK, Dense, Mean, Moment, PerHead, Score, Sparsity, TopCdf, TopK
+from sparge.config import (
+    DEFAULT_TOPK,
+    QUANTIZATIONS,
+    RENAMED_QUANTIZATIONS,
+    SCORES,
+    Dense,
+    PerHead,
+    Quantization,
+    Score,
+    Selection,
+    Sparsity,
+    TopK,
+)
+from sparge.decide import DTYPES
 from sparge.geometry import BLOCK_K, BLOCK_Q, Shape
 from sparge.visibility import causal_elements
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LAYOUTS = ("HND", "NHD")
-QUANTIZATIONS = ("auto", "none", "int8_fp8", "int8_fp8_codes", "int8_fp16")
 ON_UNSUPPORTED = ("raise", "warn", "dense")
-SCORES: dict[str, Score] = {"moment": Moment(), "mean": Mean()}
-MIN_HEAD_DIM, MAX_HEAD_DIM = 8, 256
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
@@ -158,10 +168,11 @@ def resolve_sparsity(topk: PerHead | None, sparsity: Sparsity | None, heads: int
         sparsity = TopK.of(DEFAULT_TOPK if topk is None else topk)
     elif topk is not None:
         raise ValueError(f"expected topk or sparsity, got both: topk={topk!r} and sparsity={sparsity!r}")
-    if not isinstance(sparsity, (TopK, TopCdf, Dense)):
+    if isinstance(sparsity, Selection):
+        for name in (sparsity.amount_field, "similarity_threshold", "pv_threshold"):
+            check_per_head(name, getattr(sparsity, name), heads)
+    elif not isinstance(sparsity, Dense):
         raise TypeError(f"sparsity: expected TopK(...), TopCdf(...) or Dense(), got {type(sparsity).__name__}")
-    for name in ("topk", "cdf", "similarity_threshold", "pv_threshold"):
-        check_per_head(name, getattr(sparsity, name, None), heads)
     return sparsity
 
 
@@ -173,12 +184,25 @@ def check_per_head(name: str, value: PerHead | None, heads: int) -> None:
 
 def resolve_score(score: str | Score) -> Score:
     """A score by name, or as given."""
-    if isinstance(score, (Moment, Mean)):
+    if isinstance(score, Score):
         return score
     if not isinstance(score, str):
-        raise TypeError(f"score: expected 'moment', 'mean', Moment(...) or Mean(), got {type(score).__name__}")
+        listed = " or ".join(repr(name) for name in SCORES)
+        raise TypeError(f"score: expected {listed}, or a value such as Moment(...), got {type(score).__name__}")
     check_choice("score", score, tuple(SCORES))
-    return SCORES[score]
+    return SCORES[score]()
+
+
+def resolve_quantization_name(quantization: str) -> Quantization:
+    """A quantization by its present name, with a note about names of earlier versions."""
+    if quantization in RENAMED_QUANTIZATIONS:
+        present = RENAMED_QUANTIZATIONS[quantization]
+        if not torch.compiler.is_compiling():  # a warning cannot be traced
+            message = f"quantization {quantization!r} is called {present!r} now; the old name will go in version 1.0"
+            warnings.warn(message, DeprecationWarning, stacklevel=3)
+        return cast(Quantization, present)
+    check_choice("quantization", quantization, QUANTIZATIONS)
+    return cast(Quantization, quantization)
 
 
 def check_always_keep(always_keep: Sequence[tuple[int, int]] | None, kv_len: int) -> tuple[tuple[int, int], ...]:
@@ -253,22 +277,3 @@ def _broadcast_heads(mask: BlockMask, shape: Shape) -> BlockMask:
 def _check_mask_device(got: torch.device, expected: torch.device) -> None:
     if got != expected:
         raise ValueError(f"mask: expected the query's device {expected}, got {got}")
-
-
-def unsupported_reason(shape: Shape, dropout_p: float, needs_derivatives: bool) -> str | None:
-    """Why no sparse backend can serve the call, as "expected X, got Y"; None when one can."""
-    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
-        raise TypeError(f"dropout_p: expected a number, got {type(dropout_p).__name__}")
-    if not 0.0 <= dropout_p <= 1.0:
-        raise ValueError(f"dropout_p: expected a value in [0, 1], got {dropout_p}")
-    if dropout_p > 0:
-        return f"dropout_p: expected 0.0 (sparse attention has no dropout), got {dropout_p}"
-    if needs_derivatives:
-        return (
-            "expected inputs without gradients (sparse attention has no derivatives; use torch.no_grad() or "
-            "detach()), got requires_grad=True under autograd, or tangents of forward-mode AD"
-        )
-    for name, size in (("head_dim", shape.head_dim), ("value head_dim", shape.value_dim)):
-        if not MIN_HEAD_DIM <= size <= MAX_HEAD_DIM:
-            return f"{name}: expected a value in [{MIN_HEAD_DIM}, {MAX_HEAD_DIM}], got {size}"
-    return None

@@ -21,6 +21,7 @@ from conftest import (
 from numerics import call, problem_of
 from sparge import Dense, TopK, reference
 from sparge.backends.torch import online as torch_online
+from sparge.call import Call
 from sparge.evaluate.families import by_name
 from sparge.evaluate.inputs import text_like, video_like
 from sparge.geometry import Shape
@@ -118,7 +119,7 @@ class TestTwoParts:
     @pytest.mark.parametrize("kv_len", [64, 128])
     @pytest.mark.parametrize(
         "quantization, backend",
-        [("int8_fp8", "torch"), ("int8_fp8", "reference"), ("int8_fp8_codes", "reference"), ("int8_fp16", "torch")],
+        [("int8_fp8", "torch"), ("int8_fp8", "reference"), ("int8_fp8_fast", "reference"), ("int8_fp16", "torch")],
     )
     def test_what_surrounds_a_sink_keeps_its_share(
         self, name: str, quantization: str, backend: str, kv_len: int
@@ -152,16 +153,8 @@ class TestPvThreshold:
     ) -> reference.AttentionResult:
         shape = Shape(1, 2, 2, 512, 512, 64, 64)
         mask = sparge.predict(sample.query, sample.key, is_causal=True, sparsity=Dense())
-        return reference.attention(
-            sample.query,
-            sample.key,
-            sample.value,
-            mask,
-            shape,
-            scale=scale,
-            quantization=quantization,
-            pv_threshold=pv_threshold,
-        )
+        call = Call(shape, True, scale, quantization=quantization, pv_threshold=pv_threshold)
+        return reference.attention(sample.query, sample.key, sample.value, mask, call)
 
     @backends
     @modes

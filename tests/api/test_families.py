@@ -39,7 +39,7 @@ def test_torch_in_fp16(family: Family) -> None:
 def test_reference_in_fp8(family: Family) -> None:
     """Both ways to P in FP8, and the one without exponentials hardly worse."""
     problem = problem_of(family, 64, 1024, head_dim=width_of(family))
-    results = {name: call(problem, name, "reference") for name in ("int8_fp8", "int8_fp8_codes")}
+    results = {name: call(problem, name, "reference") for name in ("int8_fp8", "int8_fp8_fast")}
     assert_without_exponentials(problem, results)
     for name, result in results.items():
         problem.check(*result, name)
@@ -52,7 +52,7 @@ def test_reference_in_fp16(family: Family) -> None:
 
 
 @pytest.mark.parametrize("name", ["sink-9", "sink-13", "outliers-k-matched-3x30", "peaks-128-8"])
-@pytest.mark.parametrize("quantization", ["int8_fp8_codes", "int8_fp8", "int8_fp16"])
+@pytest.mark.parametrize("quantization", ["int8_fp8_fast", "int8_fp8", "int8_fp16"])
 def test_causal(name: str, quantization: str) -> None:
     family = by_name(name)
     problem = problem_of(family, 64, 1024, head_dim=width_of(family), is_causal=True)
@@ -60,7 +60,7 @@ def test_causal(name: str, quantization: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["sink-13", "sink-16"])
-@pytest.mark.parametrize("quantization", ["int8_fp8_codes", "int8_fp8"])
+@pytest.mark.parametrize("quantization", ["int8_fp8_fast", "int8_fp8"])
 def test_a_longer_tail(name: str, quantization: str) -> None:
     """4096 keys: what the sink's own tile may lose is a 32nd of the tail."""
     problem = problem_of(by_name(name), 64, 4096)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sparge import BlockMask, reference
 from sparge.backends.torch import blocks as torch_blocks
 from sparge.backends.torch import online as torch_online
+from sparge.call import Call
 from sparge.evaluate.metrics import relative_l1
 from sparge.geometry import Shape
 
@@ -41,14 +43,13 @@ def problem(shape: Shape, is_causal: bool, kind: str = "none", density: float = 
     elif kind == "bias":
         attn_mask = torch.randn(1, 1, shape.q_len, shape.kv_len, generator=generator)
         attn_mask[..., :70] = -torch.inf
-    return query, key, value, mask, shape, attn_mask
+    return query, key, value, mask, Call(shape, is_causal, 0.3, attn_mask=attn_mask)
 
 
 def both(case, **options):
-    *arguments, attn_mask = case
-    got = torch_blocks.attention(*arguments, scale=0.3, attn_mask=attn_mask, **options)
-    expected = reference.attention(*arguments, scale=0.3, attn_mask=attn_mask, **options)
-    return got, expected
+    *tensors, call = case
+    call = replace(call, **options)
+    return torch_blocks.attention(*tensors, call), reference.attention(*tensors, call)
 
 
 @pytest.mark.parametrize("kind", ["none", "keys", "elements", "bias"])
@@ -75,7 +76,7 @@ def test_quantised_output_equals_the_specification(name, is_causal, kind, quanti
     """The same codes: what differs is the 13-bit sum inside an FP8 tile, and codes on a rounding edge."""
     case = problem(SHAPES[name], is_causal, kind)
     (output, lse), expected = both(case, quantization=quantization)
-    exact = reference.attention(*case[:-1], scale=0.3, attn_mask=case[-1])
+    exact = reference.attention(*case)
     quantisation_error = relative_l1(expected.output, exact.output)
     assert relative_l1(output, expected.output) < 0.1 * quantisation_error + 64 * 2**-13 / 10
     seen = expected.lse > -math.inf
@@ -86,13 +87,11 @@ def test_quantised_output_equals_the_specification(name, is_causal, kind, quanti
 
 
 def test_per_head_thresholds_skip_in_their_heads_only():
-    *case, _ = problem(SHAPES["square"], False, density=1.1)
-    threshold = torch.tensor([-1e9, -1.0])
-    got, _ = torch_blocks.attention(*case, scale=0.3, pv_threshold=threshold)
-    unskipped, _ = torch_blocks.attention(*case, scale=0.3)
+    case = problem(SHAPES["square"], False, density=1.1)
+    (got, _), expected = both(case, pv_threshold=torch.tensor([-1e9, -1.0]))
+    unskipped, _ = torch_blocks.attention(*case)
     torch.testing.assert_close(got[:, 0], unskipped[:, 0], rtol=1e-4, atol=1e-5)
     assert relative_l1(got[:, 1], unskipped[:, 1]) > 1e-3
-    expected = reference.attention(*case, scale=0.3, pv_threshold=threshold)
     assert relative_l1(got, expected.output) < 20 * EPSILON
     assert expected.pv_skipped[:, 0].sum() == 0
     assert expected.pv_skipped[:, 1].sum() > 0
@@ -118,11 +117,12 @@ def test_the_device_neutral_path_equals_the_cpu_kernel(with_bias):
 
 @pytest.mark.parametrize("quantization", ["none", "int8_fp8"])
 def test_batching_does_not_change_the_result(monkeypatch, quantization):
-    *case, attn_mask = problem(Shape(2, 4, 2, 700, 700, 16, 16), True)
-    whole = torch_blocks.attention(*case, scale=0.3, attn_mask=attn_mask, quantization=quantization)
+    *tensors, call = problem(Shape(2, 4, 2, 700, 700, 16, 16), True)
+    call = replace(call, quantization=quantization)
+    whole = torch_blocks.attention(*tensors, call)
     monkeypatch.setattr(torch_blocks, "CHUNK_BYTES", 1)
     monkeypatch.setattr(torch_online, "ROWS_AT_A_TIME", 1)
-    single = torch_blocks.attention(*case, scale=0.3, attn_mask=attn_mask, quantization=quantization)
+    single = torch_blocks.attention(*tensors, call)
     for a, b in zip(whole, single, strict=True):
         torch.testing.assert_close(a, b)
 
@@ -151,14 +151,14 @@ def test_no_tensor_grows_with_the_square_of_the_length(is_causal):
     kept = torch.rand(1, 1, shape.q_blocks, shape.kv_blocks, generator=generator) < 0.1
     mask = BlockMask.from_dense(kept, q_len=length, kv_len=length, is_causal=is_causal)
     with LargestTensor() as largest:
-        torch_blocks.attention(query, key, value, mask, shape, scale=0.25)
+        torch_blocks.attention(query, key, value, mask, Call(shape, is_causal, 0.25))
     # One byte per element of the attention map would be 64 MiB.
     assert largest.bytes <= torch_blocks.CHUNK_BYTES
 
 
 def test_fp16_values_saturate_instead_of_turning_infinite():
-    query, key, value, mask, shape, _ = problem(SHAPES["square"], False, density=1.1)
-    value[:, :, 5] = 1e6
-    (output, _), expected = both((query, key, value, mask, shape, None), quantization="int8_fp16")
+    case = problem(SHAPES["square"], False, density=1.1)
+    case[2][:, :, 5] = 1e6
+    (output, _), expected = both(case, quantization="int8_fp16")
     assert output.isfinite().all()
     assert relative_l1(output, expected.output) < 1e-3

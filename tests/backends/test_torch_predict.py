@@ -9,6 +9,7 @@ import torch
 
 from sparge import Mean, Moment, TopCdf, TopK, reference
 from sparge.backends.torch import predict as torch_predict
+from sparge.call import Call
 from sparge.geometry import Shape
 
 SHAPES = {
@@ -21,8 +22,8 @@ RULES = {
     "topk": TopK(0.4, min_blocks=1),
     "floor": TopK(0.1, min_blocks=3, sink=True, diagonal=False),
     "topcdf": TopCdf(0.7, min_blocks=2),
-    "judged": TopK(0.3, min_blocks=1, similarity_threshold=0.02),
-    "judged topcdf": TopCdf(0.5, min_blocks=0, similarity_threshold=0.03),
+    "similarity": TopK(0.3, min_blocks=1, similarity_threshold=0.02),
+    "similarity topcdf": TopCdf(0.5, min_blocks=0, similarity_threshold=0.03),
 }
 
 
@@ -69,10 +70,10 @@ def test_the_same_blocks_as_the_specification(name, is_causal, kind, rule, score
         "is_causal": is_causal,
         "scale": 0.2,
         "attn_mask": mask_of(kind, shape),
-        "always_keep": [(65, 70)],
+        "always_keep": ((65, 70),),
     }
-    got = torch_predict.predict(query, key, shape, **options)
-    expected = reference.predict(query, key, shape, **options)
+    got = torch_predict.predict(query, key, Call(shape, **options))
+    expected = reference.predict(query, key, Call(shape, **options))
     assert torch.equal(got.to_dense(), expected.to_dense())
     assert torch.equal(got.visible_num_blocks, expected.visible_num_blocks)
 
@@ -81,9 +82,9 @@ def test_rows_predicted_in_small_chunks_are_the_same(monkeypatch):
     shape = SHAPES["square"]
     query, key = inputs(shape)
     options = {"sparsity": TopK(0.4, min_blocks=1), "score": Moment(), "is_causal": True, "scale": 0.2}
-    whole = torch_predict.predict(query, key, shape, **options)
+    whole = torch_predict.predict(query, key, Call(shape, **options))
     monkeypatch.setattr(torch_predict, "CHUNK_BYTES", 1)
-    assert torch.equal(torch_predict.predict(query, key, shape, **options).kv_indices, whole.kv_indices)
+    assert torch.equal(torch_predict.predict(query, key, Call(shape, **options)).kv_indices, whole.kv_indices)
 
 
 @pytest.mark.parametrize("score", [Moment(), Mean()], ids=str)
@@ -93,8 +94,8 @@ def test_a_channel_offset_and_16_bit_inputs_do_not_move_the_selection(score):
     query, key = inputs(shape)
     query, key = query.bfloat16().float(), key.bfloat16().float()
     options = {"sparsity": TopK(0.4, min_blocks=1), "score": score, "is_causal": False, "scale": 0.2}
-    plain = torch_predict.predict(query, key, shape, **options).to_dense()
-    offset = torch_predict.predict(query, key + 128.0, shape, **options).to_dense()
+    plain = torch_predict.predict(query, key, Call(shape, **options)).to_dense()
+    offset = torch_predict.predict(query, key + 128.0, Call(shape, **options)).to_dense()
     assert (plain == offset).float().mean() > 0.99  # fp32 rounding of key + 128 may swap a near tie
-    half = torch_predict.predict(query.bfloat16(), key.bfloat16(), shape, **options).to_dense()
+    half = torch_predict.predict(query.bfloat16(), key.bfloat16(), Call(shape, **options)).to_dense()
     assert torch.equal(half, plain)

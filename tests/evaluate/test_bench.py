@@ -348,7 +348,7 @@ class TestSuites:
     @pytest.mark.parametrize("is_causal", [False, True])
     def test_numerics(self, on_cpu: bench.Bench, is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         """The rows hold the errors of the calls they name; a family beyond its limit is told apart."""
-        kernels = [("reference", name) for name in ("int8_fp8", "int8_fp8_codes", "int8_fp16")]
+        kernels = [("reference", name) for name in ("int8_fp8", "int8_fp8_fast", "int8_fp16")]
         monkeypatch.setitem(bench_numerics.KERNELS, "torch", [*kernels, ("torch", "int8_fp8")])
         problem = Problem(512, 1, 64, is_causal, queries=40)
         rows = measured(on_cpu, Group("numerics", problem, family="sink-13"))

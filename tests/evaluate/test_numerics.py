@@ -147,16 +147,16 @@ class TestTables:
         rows = [
             numerics_row("sink-9", "sink", "hopper", "int8_fp8", 0.5),
             numerics_row("sink-9", "sink", "hopper", "int8_fp8", 0.004),
-            numerics_row("sink-9", "sink", "hopper", "int8_fp8_codes", 0.0301),
+            numerics_row("sink-9", "sink", "hopper", "int8_fp8_fast", 0.0301),
             numerics_row("sink-13", "sink", "hopper", "int8_fp8", 0.0081),
-            numerics_row("sink-13", "sink", "hopper", "int8_fp8_codes", 0.0107),
+            numerics_row("sink-13", "sink", "hopper", "int8_fp8_fast", 0.0107),
             numerics_row("field", "field", "hopper", "int8_fp8", 0.014, lse_mean=0.0042),
-            numerics_row("field", "field", "hopper", "int8_fp8_codes", 0.0141, head_dim=64),
+            numerics_row("field", "field", "hopper", "int8_fp8_fast", 0.0141, head_dim=64),
         ]
         (tmp_path / "numerics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         filled = {name: tables.fill(f"<!-- table: {name} -->\n<!-- /table -->") for name in tables.NUMERIC_TABLES}
         kinds = filled["numerics_kinds"]
-        assert "| families | N | limit | hopper `int8_fp8_codes` | hopper `int8_fp8` | cuDNN bf16 |\n" in kinds
+        assert "| families | N | limit | hopper `int8_fp8_fast` | hopper `int8_fp8` | cuDNN bf16 |\n" in kinds
         assert "| sink | 8192 | 0.020 | **0.0301** | 0.0081 | 0.0016 |\n" in kinds
         assert "| field | 8192 | 0.020 |  | 0.0140 | 0.0016 |\n" in kinds, "head_dim 64 is not the usual case"
         assert "NVIDIA H200; torch 2.11.0; triton 3.6.0; CUDA 13.0; commit 0123456789." in kinds

@@ -26,7 +26,7 @@ collect_ignore = ["run.py", "sanitize.py", "soak.py"]
 DEVICE = torch.device(os.environ.get("SPARGE_TEST_DEVICE", "cuda"))
 BACKEND = os.environ.get("SPARGE_TEST_BACKEND", "triton")
 ON_CUDA = DEVICE.type == "cuda"
-FP8 = ["int8_fp8", "int8_fp8_codes"] if BACKEND == "hopper" else ["int8_fp8"]
+FP8 = ["int8_fp8", "int8_fp8_fast"] if BACKEND == "hopper" else ["int8_fp8"]
 FASTEST = FP8[-1]
 eight_bits = pytest.mark.parametrize("quantization", [*FP8, "int8_fp16"])
 modes = pytest.mark.parametrize("quantization", ["none", *FP8, "int8_fp16"])
@@ -95,7 +95,7 @@ def assert_like_the_reference(
     whole at most. Of two blocks one has the maximum of both, and P is redrawn for the other one alone: the two differ
     by sqrt(2 / 2) of that part, .71 of the whole. Codes put it into the LSE as well.
     """
-    is_code = quantization == "int8_fp8_codes"
+    is_code = quantization == "int8_fp8_fast"
     is_fp8 = is_code or quantization == "int8_fp8"
     intended = relative_l1(expected[0].double(), exact_result[0])
     assert relative_l1(got[0].cpu().double(), exact_result[0]) <= 1.1 * intended + 1e-3

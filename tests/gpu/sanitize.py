@@ -52,7 +52,7 @@ CONSUMER = ("arithmetic.py:", "products.py:", "walk.py:")
 ACCESS = re.compile(r"\.(load|store)\(|convert_layout|gl\.(max|min|sum)\(|_max\(|_sum\(")
 """What reads or writes shared memory, or may do so: numbers that threads exchange."""
 KERNEL = Path(sparge.__file__).parent / "backends" / "hopper"
-FP8 = "int8_fp8_codes" if BACKEND == "hopper" else "int8_fp8"
+FP8 = "int8_fp8_fast" if BACKEND == "hopper" else "int8_fp8"
 LENGTHS = [(1, 1), (1, 200), (129, 321), (330, 129), (257, 257)]
 LONG = [(129, 1472), (1500, 1500), (65, 4160)]
 """More stages than are on their way at once; more keys than every stage is asked for, so that sinks are marked."""

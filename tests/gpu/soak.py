@@ -35,14 +35,14 @@ LAUNCHES = 20_000
 PER_PROBLEM = 100
 SECONDS_PER_PROBLEM = 60.0
 FORMS = [
-    ("int8_fp8_codes", 128, False, None),
-    ("int8_fp8_codes", 64, True, None),
-    ("int8_fp8_codes", 128, True, -3.0),
+    ("int8_fp8_fast", 128, False, None),
+    ("int8_fp8_fast", 64, True, None),
+    ("int8_fp8_fast", 128, True, -3.0),
     ("int8_fp8", 128, True, None),
     ("none", 128, True, None),
     ("none", 64, False, -3.0),
     ("int8_fp16", 128, False, None),
-    ("int8_fp8_codes", 256, False, None),
+    ("int8_fp8_fast", 256, False, None),
     ("none", 256, False, None),
 ]
 """Quantization, head width, causality, P V threshold."""
@@ -79,8 +79,7 @@ def soak(launches: int) -> dict[str, int]:
         quantization, width, is_causal, threshold = draw.choice(FORMS)
         shape, tensors, dense = random_problem(draw, width)
         mask = BlockMask.from_dense(dense, q_len=shape.q_len, kv_len=shape.kv_len, is_causal=is_causal)
-        fast = quantization.replace("_codes", "_fast")
-        call = Call(shape, is_causal, width**-0.5, quantization=fast, pv_threshold=threshold)
+        call = Call(shape, is_causal, width**-0.5, quantization=quantization, pv_threshold=threshold)
         operands, _ = pipeline.prepare(*tensors, call, with_mask=False, with_operands=True)
         assert operands is not None
         first = launcher.attend(operands, mask, call)

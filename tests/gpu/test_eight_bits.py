@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 
 DTYPE_OF = {
     "int8_fp8": torch.bfloat16,
-    "int8_fp8_codes": torch.bfloat16,
+    "int8_fp8_fast": torch.bfloat16,
     "int8_fp16": torch.float16,
     "none": torch.float16,
 }
@@ -161,7 +161,7 @@ class TestPvThreshold:
         intended = relative_l1(expected[0], exact_on_cpu(*tensors, is_causal=is_causal)[0])
         assert relative_l1(got[0].cpu(), expected[0].double()) <= 0.1 * min(skipped, intended) + 1e-3
         # A code is an eighth of an octave: one that rounds the other way moves the LSE of a row with few keys.
-        assert (got[1].cpu() - expected[1]).abs().max() <= (0.02 if quantization == "int8_fp8_codes" else 0.01)
+        assert (got[1].cpu() - expected[1]).abs().max() <= (0.02 if quantization == "int8_fp8_fast" else 0.01)
 
     @modes
     def test_one_of_minus_infinity_changes_nothing(self, quantization: str) -> None:

@@ -74,7 +74,7 @@ def test_a_recorded_model(family: Family, quantization: str) -> None:
 
 
 @cuda_only
-@pytest.mark.skipif("int8_fp8_codes" not in FP8, reason="this backend computes exponentials")
+@pytest.mark.skipif("int8_fp8_fast" not in FP8, reason="this backend computes exponentials")
 @pytest.mark.parametrize("kv_len", LENGTHS[::2])
 @pytest.mark.parametrize("family", (*FAMILIES, *captured_families()), **by_family)
 def test_without_exponentials(family: Family, kv_len: int) -> None:

@@ -114,7 +114,7 @@ class TestRepetition:
         query, key, value = make_inputs(170, 330, batch=3, heads=4, kv_heads=2)
         lengths = torch.tensor([330, 100, 222], device=DEVICE)
         seen = (torch.arange(330, device=DEVICE) < lengths[:, None])[:, None, None]
-        has_mask = quantization != "int8_fp8_codes"  # which takes none
+        has_mask = quantization != "int8_fp8_fast"  # which takes none
         key[1] *= 3.0
         options = {"is_causal": is_causal, "quantization": quantization, **OPTIONS}
         options["sparsity"] = TopK(0.4, min_blocks=1, similarity_threshold=0.1)

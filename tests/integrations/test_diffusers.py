@@ -231,6 +231,29 @@ class TestDispatcher:
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
         assert torch.equal(run(model, inputs), expected)
 
+    def test_a_name_that_diffusers_has_taken(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Upstream reserves "sparge": if it comes to mean something else there, this library's is still reached."""
+        from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+
+        def upstream(query: Any, **_: Any) -> Any:
+            return torch.zeros_like(query)
+
+        model, inputs = build("flux")
+        expected = run(model, inputs)
+        sparge.register(ALL, "diffusers")
+        monkeypatch.setitem(_AttentionBackendRegistry._backends, AttentionBackendName("sparge"), upstream)
+        sparge.register(ALL, "diffusers")
+        assert "replaced by this library's" in caplog.text
+        model.set_attention_backend("sparge")
+        try:
+            torch.testing.assert_close(run(model, inputs), expected, rtol=0, atol=1e-5)
+        finally:
+            model.reset_attention_backend()
+            model.set_attention_backend("native")
+        assert sparge.stats().reasons == {"sparse: torch": 3}
+
     def test_a_backend_chosen_before_comes_back(self) -> None:
         model, inputs = build("wan")
         model.set_attention_backend("_native_math")

@@ -27,7 +27,7 @@ from sparge.evaluate.oracle import ExactRows, exact_rows, sampled_error
 KERNELS = {
     "hopper": [
         ("hopper", "int8_fp8"),
-        ("hopper", "int8_fp8_codes"),
+        ("hopper", "int8_fp8_fast"),
         ("hopper", "int8_fp16"),
         ("triton", "int8_fp8"),
         ("triton", "int8_fp16"),
@@ -75,9 +75,9 @@ def numerics_rows(backend: str, family: Family, problem: Problem, inputs: Inputs
         limit = output_limit(family, problem.head_dim, problem.tokens)
         if errors is not None and quantization == "int8_fp8":
             with_exponentials[kernel_backend] = errors.relative_l1
-        if quantization == "int8_fp8_codes" and kernel_backend in with_exponentials:
+        if quantization == "int8_fp8_fast" and kernel_backend in with_exponentials:
             limit = min(limit, codes_limit(with_exponentials[kernel_backend], family, problem.tokens))
-        lse = limits_of_lse(has_codes=quantization == "int8_fp8_codes")
+        lse = limits_of_lse(has_codes=quantization == "int8_fp8_fast")
         allowed = (limit, *lse)
         yield {
             "kind": family.kind,

@@ -23,6 +23,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sparge import api
+from sparge.backends import base
+from sparge.backends.cuda.backend import CudaBackend
 from sparge.bench.cases import (
     ARITHMETICS,
     CROSSOVER_TOPKS,
@@ -49,7 +51,6 @@ from sparge.bench.timing import (
 from sparge.block_mask import BlockMask
 from sparge.call import Call
 from sparge.config import Dense, Quantization, TopK
-from sparge.dispatch import choose_backend, hopper_missing, resolve_quantization
 from sparge.evaluate.device_inputs import make_inputs
 from sparge.evaluate.machine import Gpu, describe_gpu
 from sparge.evaluate.oracle import exact_rows, sampled_error, sampled_queries
@@ -80,20 +81,26 @@ class Bench:
 def cuda_bench(quick: bool) -> Bench:
     """Measure on the current CUDA device, in the arithmetic that ``quantization="auto"`` takes there."""
     from sparge.backends.cuda import pipeline
-    from sparge.ops import _attend_of
 
     device = torch.device("cuda", torch.cuda.current_device())
-    backend = choose_backend("auto", device).backend
+    backend = base.resolve("auto", device)
     return Bench(
         device=device,
         backend=backend,
-        quantization=cast(Quantization, resolve_quantization("auto", backend, device)),
-        pipeline=SimpleNamespace(prepare=pipeline.prepare, attend=lambda *stage, kernels: _attend_of(kernels)(*stage)),
+        quantization=cast(Quantization, base.resolve_quantization("auto", backend, device)),
+        pipeline=SimpleNamespace(prepare=pipeline.prepare, attend=_attend_with),
         time=time_on_cuda,
         peak_extra_bytes=peak_extra_bytes,
         bytes_per_s=copy_bandwidth(),
         turns=QUICK_TURNS if quick else TURNS,
     )
+
+
+def _attend_with(operands: Any, mask: BlockMask | None, call: Call, *, kernels: str) -> tuple[Tensor, Tensor]:
+    """The attention kernel of a backend."""
+    backend = base.get(kernels)
+    assert isinstance(backend, CudaBackend)
+    return backend.kernel()(operands, mask, call)
 
 
 def run_bench(suites: tuple[str, ...], quick: bool) -> Iterator[Row]:
@@ -179,17 +186,16 @@ def _kernel(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
 
 
 def _hopper(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
-    missing = hopper_missing(bench.device.type, bench.device.index)
-    if missing is not None:
-        raise NotImplementedError(f"backend 'hopper': {missing}")
-    arithmetics = ("int8_fp8_codes", "int8_fp8", "none")
-    kernels = {name: (name, "hopper") for name in arithmetics} | {"twin int8_fp8": ("int8_fp8", "triton")}
+    base.resolve("hopper", bench.device)  # or it says what is missing
+    kernels = {name: (name, "hopper") for name in ("int8_fp8_fast", "int8_fp8", "none")} | {
+        "twin int8_fp8": ("int8_fp8", "triton")
+    }
     yield from _given(bench, group, inputs, kernels)
 
 
 def _arithmetics(bench: Bench) -> tuple[str, ...]:
     """Those of the backend, the fastest first."""
-    return ("int8_fp8_codes", *ARITHMETICS) if bench.backend == "hopper" else ARITHMETICS
+    return ("int8_fp8_fast", *ARITHMETICS) if bench.backend == "hopper" else ARITHMETICS
 
 
 def _given(bench: Bench, group: Group, inputs: Inputs, kernels: dict[str, tuple[str, str]]) -> Iterator[Row]:
@@ -326,8 +332,7 @@ def _given_blocks(
 
 
 def _call(problem: Problem, sparsity: TopK | Dense, quantization: str) -> Call:
-    fast = "int8_fp8_fast" if quantization == "int8_fp8_codes" else quantization
-    return Call(problem.shape, problem.is_causal, problem.head_dim**-0.5, sparsity, quantization=fast)
+    return Call(problem.shape, problem.is_causal, problem.head_dim**-0.5, sparsity, quantization=quantization)
 
 
 def _attend(bench: Bench, call: Call, prepare: Callable[[], tuple[Any, Any]], backend: str) -> Variant:

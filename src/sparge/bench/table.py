@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from sparge.bench.cases import IDENTITY, Row
+from sparge.config import RENAMED_QUANTIZATIONS
 
 Cells = Iterator[tuple[str, str]]
 
 NOT_MEASURED = "n/a"
 FIRST_BACKEND = "triton"
 KERNELS = {
-    "int8_fp8_codes": "INT8 + FP8, no exponentials",
+    "int8_fp8_fast": "INT8 + FP8, no exponentials",
     "int8_fp8": "INT8 + FP8",
     "int8_fp16": "INT8 + FP16",
     "none": "16 bits",
@@ -39,8 +40,16 @@ class View:
 
 
 def _field(row: Row, name: str) -> object:
-    """Rows from before there were two backends for a GPU are Triton's."""
+    """Rows from before there were two backends for a GPU are Triton's; kernels have their present names."""
+    if name == "kernel":
+        return kernel_name(row)
     return row.get(name, FIRST_BACKEND if name == "backend" else None)
+
+
+def kernel_name(row: Row) -> str:
+    """The kernel that a row is about, by its present name."""
+    name: str = row.get("kernel", "")
+    return RENAMED_QUANTIZATIONS.get(name, name)
 
 
 def _end_to_end(row: Row) -> Cells:
@@ -70,7 +79,7 @@ def _kernel(row: Row) -> Cells:
     yield "H", _plain(row, "heads")
     yield "D", _plain(row, "head_dim")
     yield "density", _number(row, "asked_density", "g")
-    yield "kernel", KERNELS.get(row.get("kernel", ""), NOT_MEASURED)
+    yield "kernel", KERNELS.get(kernel_name(row), NOT_MEASURED)
     timed = "ms" if row.get("graph_ms") is None else "graph_ms"
     yield "ms", _ms(row, timed)
     yield "TOPS executed", _number(row, "executed_tops", ".0f")
@@ -86,7 +95,7 @@ def _hopper(row: Row) -> Cells:
 
 def _errors(row: Row) -> Cells:
     yield from _problem(row)
-    yield "arithmetic", KERNELS.get(row.get("kernel", ""), NOT_MEASURED)
+    yield "arithmetic", KERNELS.get(kernel_name(row), NOT_MEASURED)
     yield "rel. L1", _number(row, "relative_l1", ".4f")
     target = row.get("target")
     yield "target", "" if target is None else f"<= {target:g}"

@@ -58,7 +58,7 @@ def errors_of(output: Tensor, lse: Tensor, rows: Tensor, exact: ExactRows) -> Er
 
 
 def codes_limit(with_exponentials: float, family: Family, kv_len: int) -> float:
-    """Relative L1 error that "int8_fp8_codes" may have where "int8_fp8" has this one.
+    """Relative L1 error that "int8_fp8_fast" may have where "int8_fp8" has this one.
 
     What lies 15 to 19 octaves below a peak, FP8 rounds to its last numbers, and codes to 0.
     """

@@ -1,7 +1,7 @@
 """One attention call of a model: its sparse output, or None where it is to run dense on the framework's own attention.
 
-All integrations meet here. They say where a call comes from (`Layer`) and what it is (SDPA's arguments); the policy
-decides; the decision is counted. Deciding for dense costs a few microseconds and touches no tensor.
+All integrations meet here. They say where a call comes from (`Layer`) and what it is (SDPA's arguments); `decide` asks
+the policy; the decision is counted. Deciding for dense costs a few microseconds and touches no tensor.
 """
 
 from __future__ import annotations
@@ -13,15 +13,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch._C._functorch import is_functorch_wrapped_tensor
+from torch import Tensor
 
-from sparge import api, dispatch, validation
-from sparge.derivatives import inside_autograd_function, needs_derivatives
+from sparge import api, decide, validation
+from sparge.decide import Reason
 from sparge.integrations.padding import attend_within, spans_of
 from sparge.policy import Policy
 from sparge.stats import counters
-from sparge.validation import DTYPES, MAX_HEAD_DIM, MIN_HEAD_DIM
 
 
 class Steps:
@@ -35,7 +33,7 @@ class Steps:
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self.index, self.total = 0, 0
-        self.dense: str | None = "dense: dense step, the schedule is unknown"
+        self.dense: Reason | None = Reason.UNKNOWN_SCHEDULE
 
     def start(self, total: int) -> None:
         """A schedule of so many steps begins."""
@@ -49,7 +47,7 @@ class Steps:
 
     def _go_to(self, index: int) -> None:
         self.index = index
-        self.dense = "dense: dense step" if self._policy.is_dense_step(index, self.total) else None
+        self.dense = Reason.STEP if self._policy.is_dense_step(index, self.total) else None
 
 
 @dataclass
@@ -106,19 +104,19 @@ def attend(
     """
     if runs_dense(layer, query, key, is_self, is_language):
         return None
-    reason = unsupported or _why_foreign(query, key, value, attn_mask)
+    reason = unsupported or decide.foreign(query, key, value, attn_mask)
     if reason is None:
         query, key, value = (_autocast(tensor) for tensor in (query, key, value))
         attn_mask = None if attn_mask is None else _autocast(attn_mask)
-        reason = _why_unsupported(query, key, value, attn_mask, dropout_p, enable_gqa)
+        reason = decide.unsupported_call(query, key, value, attn_mask, dropout_p, enable_gqa)
     spans = None
     if reason is None and attn_mask is not None:
         if attn_mask.shape[-1:] == key.shape[2:3] and attn_mask.shape[0] in (1, query.shape[0]):
             spans = spans_of(attn_mask)
         if spans is None and query.is_cuda and layer.policy.backend == "auto":
-            reason = _why_slow(attn_mask)
-        if reason is None and attn_mask.dtype != torch.bool:
-            reason = _why_ambiguous(attn_mask)
+            reason = decide.slow_mask(attn_mask)
+        if reason is None:
+            reason = decide.ambiguous_mask(attn_mask)
     if reason is not None:
         refuse(layer, reason)
         return None
@@ -162,24 +160,6 @@ def _attend(
     return attend_within(spans, query, key, value, is_causal=is_causal, keep=keep, attention=api.attention, **options)
 
 
-def _why_slow(attn_mask: Tensor) -> str | None:
-    """Masks whose reading costs a GPU more than sparsity saves (docs/performance.md, "Masks in models")."""
-    if attn_mask.ndim >= 2 and attn_mask.shape[-2] > 1:
-        return "mask with an entry per query"
-    return None if attn_mask.dtype == torch.bool else "additive mask"
-
-
-def _why_ambiguous(attn_mask: Tensor) -> str | None:
-    """Rows of lowest numbers alone: SDPA weighs the keys they are on as if they were 0, `sparge.attention` hides them.
-
-    To know of them the mask is read, which neither a GPU's queue nor a compiled program allows.
-    """
-    if attn_mask.device.type != "cpu" or torch.compiler.is_compiling():
-        return "additive mask"
-    lowest = torch.finfo(attn_mask.dtype).min
-    return "mask with rows of its lowest number" if bool((attn_mask.amax(-1) == lowest).any()) else None
-
-
 def aligned_top_left(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, str | None]:
     """Keys and values for causality as SDPA aligns it; or, third, why `attend` has nothing like it."""
     q_len, kv_len = query.shape[2], key.shape[2]
@@ -213,36 +193,23 @@ def runs_dense(
     if not has_sizes(query, key):
         return False
     q_shape, kv_shape = query.shape, key.shape
-    heads, q_len, kv_len = q_shape[0] * q_shape[heads_at], q_shape[tokens_at], kv_shape[tokens_at]
-    reason = _why_dense(layer, query, heads, q_len, kv_len, is_self, is_language)
+    reason = decide.by_policy(
+        layer.policy,
+        query.device,
+        q_shape[0] * q_shape[heads_at],
+        q_shape[tokens_at],
+        kv_shape[tokens_at],
+        is_self=is_self,
+        is_language=is_language,
+        is_cross=layer.is_cross,
+        is_dense_layer=layer.dense,
+    )
+    if reason is None and layer.steps is not None:
+        reason = layer.steps.dense
     if reason is None:
         return False
-    if not torch.compiler.is_compiling():  # a lock cannot be traced
-        counters.record(reason, layer.name)
+    decide.count(reason, layer.name)
     return True
-
-
-def _why_dense(
-    layer: Layer, query: Tensor, heads: int, q_len: int, kv_len: int, is_self: bool | None, is_language: bool
-) -> str | None:
-    """The policy's reason to run a call dense, in a fixed set of words."""
-    policy = layer.policy
-    if q_len == 1 and is_language:
-        return "dense: decode"
-    if policy.self_attention_only and layer.is_cross:
-        return "dense: cross-attention"
-    if policy.self_attention_only and not (q_len == kv_len or is_language if is_self is None else is_self):
-        return "dense: cross-attention"
-    if kv_len < policy.min_tokens or (q_len < policy.min_tokens and not is_language):
-        return "dense: fewer than min_tokens"
-    if policy.backend == "auto":
-        device = query.device
-        limit = None if device.type == "meta" else dispatch.crossover_for(device.type, device.index)
-        if limit is not None and dispatch.below(limit, heads, q_len, kv_len):
-            return "dense: below the crossover"
-    if layer.dense:
-        return "dense: dense layer"
-    return None if layer.steps is None else layer.steps.dense
 
 
 def _autocast(tensor: Tensor) -> Tensor:
@@ -254,59 +221,13 @@ def _autocast(tensor: Tensor) -> Tensor:
     return tensor.to(torch.get_autocast_dtype(tensor.device.type))
 
 
-def _why_foreign(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> str | None:
-    """What keeps a call from being looked at: its tensors are not plain ones with numbers in them."""
-    if query.is_nested or key.is_nested or value.is_nested:
-        return "nested tensors"
-    if query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
-        return f"{query.ndim} dimensions"
-    if any(type(tensor) is not Tensor for tensor in (query, key, value)):
-        return "tensor subclass"
-    if attn_mask is not None and type(attn_mask) not in (Tensor, nn.Parameter):
-        return "mask of a tensor subclass"
-    if not torch.compiler.is_compiling() and any(map(is_functorch_wrapped_tensor, (query, key, value))):
-        return "a transform of torch.func"
-    if key.device != query.device or value.device != query.device or query.device.type == "meta":
-        return "devices"
-    if attn_mask is not None and attn_mask.device != query.device:
-        return "devices"
-    return None
-
-
-def _why_unsupported(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, enable_gqa: bool
-) -> str | None:
-    """What keeps a call that SDPA would take from being sparse, or SDPA from taking it; it raises its own errors."""
-    if query.dtype not in DTYPES or key.dtype != query.dtype or value.dtype != query.dtype:
-        return f"{query.dtype}".removeprefix("torch.") if query.dtype not in DTYPES else "several dtypes"
-    batch, heads, _, head_dim = query.shape
-    for name, size in (("head_dim", head_dim), ("value head_dim", value.shape[3])):
-        if not MIN_HEAD_DIM <= size <= MAX_HEAD_DIM:
-            return f"{name} {size}"
-    fits = key.shape[0] == batch and key.shape[3] == head_dim and value.shape[:3] == key.shape[:3]
-    groups = key.shape[1] == heads or (enable_gqa and heads % key.shape[1] == 0)
-    if not (fits and groups) or 0 in query.shape or 0 in key.shape:
-        return "shapes"
-    if dropout_p:
-        return "dropout"
-    if needs_derivatives(query, key, value, attn_mask):
-        return "gradients"
-    if inside_autograd_function():
-        return "inside an autograd function, as reentrant checkpoints are"
-    if attn_mask is not None and attn_mask.dtype not in (torch.bool, *DTYPES):
-        return f"mask of {attn_mask.dtype}"
-    return None
-
-
 def refuse(layer: Layer, reason: str) -> None:
     """Count a call that cannot be sparse, and as the policy says raise, warn once for each reason, or say nothing."""
     message = f"an attention call cannot be sparse: {reason}"
     if layer.policy.on_unsupported == "raise":
         raise NotImplementedError(f"{message} (on_unsupported='warn' or 'dense' runs it dense)")
-    if torch.compiler.is_compiling():
-        return
-    counters.record(f"dense: unsupported ({reason})", layer.name)
-    if layer.policy.on_unsupported == "warn":
+    decide.count(Reason.UNSUPPORTED, layer.name, detail=reason)
+    if layer.policy.on_unsupported == "warn" and not torch.compiler.is_compiling():
         _warn_once(reason, f"{message}; it runs dense", stacklevel=5)
 
 

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparge.decide import Reason
 from sparge.integrations.calls import Layer, Steps, attend
 from sparge.policy import Policy
 
@@ -42,7 +43,7 @@ Ranges = Sequence[tuple[int, int]]
 
 _PART = re.compile(r"(-?\d{1,4})(?:\s*-\s*(-?\d{1,4}))?")
 _DENSE_STEP = Steps(Policy())
-_DENSE_STEP.dense = "dense: dense step"
+_DENSE_STEP.dense = Reason.STEP
 _log = logging.getLogger(__name__)
 
 

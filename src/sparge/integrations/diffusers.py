@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from sparge import validation
+from sparge.decide import Reason, count
 from sparge.integrations import diffusers_backend
 from sparge.integrations.calls import Layer, Steps
 from sparge.integrations.schedule import Schedule
 from sparge.integrations.sdpa import Scope, SparseMode
 from sparge.policy import Policy
-from sparge.stats import counters
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ class _Hooks:
             scope.mode.__exit__(None, None, None)
         failed = output is None
         if scope.calls == 0 and not failed and not torch.compiler.is_compiling():
-            counters.record("dense: not through SDPA", self.layer.name)
+            count(Reason.NOT_SDPA, self.layer.name)
             _warn_once(type(module).__name__)
 
     def _describe(self, hidden: Any, encoder: Any) -> tuple[bool | None, tuple[tuple[int, int | None], ...]]:

@@ -6,17 +6,19 @@ that fails, `enable` works without: it reaches the dispatcher's calls through SD
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import Any
 
 from torch import Tensor
 
+from sparge.decide import Reason, count
 from sparge.integrations.calls import Layer, runs_dense
 from sparge.integrations.sdpa import Scope, sparse_sdpa, undisturbed
 from sparge.policy import Policy
-from sparge.stats import counters
 
 NAME = "sparge"
+_log = logging.getLogger(__name__)
 
 _policy = [Policy()]
 _native: list[Any] = []  # what runs dense calls: the dispatcher's SDPA backend
@@ -42,16 +44,21 @@ def register(policy: Policy | None = None) -> Any:
     try:
         from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
-        names = AttentionBackendName
+        names, backends = AttentionBackendName, _AttentionBackendRegistry._backends
         if NAME not in names._value2member_map_:
             member = str.__new__(names, NAME)
             member._name_, member._value_ = NAME.upper(), NAME
             names._member_map_[NAME.upper()] = member
             names._value2member_map_[NAME] = member
             names._member_names_.append(NAME.upper())
-            _native.append(_AttentionBackendRegistry._backends[names.NATIVE])
+        member = names(NAME)
+        if not _native:
+            _native.append(backends[names.NATIVE])
+        if backends.get(member) is not attention:
+            if member in backends:  # diffusers has reserved the name; who registers this library wants this library
+                _log.warning("the attention backend %r of diffusers is replaced by this library's", NAME)
             _AttentionBackendRegistry.register(member)(attention)
-        return names(NAME)
+        return member if backends[member] is attention else None
     except (ImportError, AttributeError, KeyError, TypeError, ValueError):
         return None
 
@@ -72,7 +79,7 @@ def attention(
     output = None
     if _parallel_config is not None:
         scope.calls += 1
-        counters.record("dense: context parallel", scope.layer.name)
+        count(Reason.CONTEXT_PARALLEL, scope.layer.name)
     elif not is_causal and runs_dense(scope.layer, query, key, scope.is_self, heads_at=2, tokens_at=1):
         scope.calls += 1
     else:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparge.stats import counters
+from sparge.decide import Reason, count
 
 Span = tuple[int, int]
 """Visible keys [start, stop) of a sequence."""
@@ -90,7 +90,7 @@ def _within(
     q_len, kv_len = query.shape[2], key.shape[2]
     rows = q_len - (kv_len - stop) if is_causal else q_len  # the queries up to the last visible key
     if stop == start or rows <= 0:
-        counters.record("dense: nothing to see")
+        count(Reason.NOTHING_VISIBLE)
         return query.new_zeros(*query.shape[:3], value.shape[3])
     kept = [(max(a, start) - start, min(b, stop) - start) for a, b in keep]
     output = attention(

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, _pop_mode
 
 from sparge.causal_bias import alignment_of
+from sparge.decide import Reason, count
 from sparge.integrations.calls import Layer, aligned_top_left, attend, has_sizes, runs_dense
 from sparge.integrations.resumed import run_within
 from sparge.policy import Policy
-from sparge.stats import counters
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -80,8 +80,8 @@ class SparseMode(TorchFunctionMode):
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
         inside_module = func is F.multi_head_attention_forward and not _THREAD.deciding  # its SDPA runs below this mode
-        if inside_module and not torch.compiler.is_compiling():
-            counters.record("dense: inside nn.MultiheadAttention", self.scope.layer.name)
+        if inside_module:
+            count(Reason.INSIDE_MODULE, self.scope.layer.name)
         if func is not _SDPA or _THREAD.deciding:
             return func(*args, **kwargs)
         _THREAD.deciding = True  # modes outside this one have no say

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from sparge import validation
+from sparge.decide import Reason, count
 from sparge.integrations.calls import Layer, aligned_top_left, attend, runs_dense, warn_of_missing
 from sparge.integrations.sdpa import undisturbed
 from sparge.policy import Policy
-from sparge.stats import counters
 
 NAME = "sparge"
 LAYER = "_sparge_layer"
@@ -303,8 +303,7 @@ def _names_used(kind: type) -> set[str]:
 
 def _count_own(name: str, *_: Any) -> None:
     """A forward hook."""
-    if not torch.compiler.is_compiling():
-        counters.record("dense: the model's own attention", name)
+    count(Reason.OWN_ATTENTION, name)
 
 
 def _is_cross(module: nn.Module, name: str = "") -> bool:

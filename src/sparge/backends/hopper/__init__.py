@@ -1,1 +1,66 @@
-"""Kernels in Gluon for compute capability 9.0: asynchronous copies, warpgroup products, warp roles (docs/hopper.md)."""
+"""Compute capability 9.0: the attention kernel in Gluon, with asynchronous copies and warp roles (docs/hopper.md)."""
+
+from __future__ import annotations
+
+import torch
+
+from sparge.backends import base
+from sparge.backends.cuda.backend import Attend, CudaBackend
+from sparge.call import Call
+
+CAPABILITY = (9, 0)
+OLDEST_TRITON = (3, 6)
+"""The first Triton whose Gluon has all that the kernel needs."""
+
+
+class HopperBackend(CudaBackend):
+    """Every quantization. Calls with a mask, and float32 without quantization, are left to the Triton backend."""
+
+    name = "hopper"
+    summary = "a warp-specialised kernel for compute capability 9.0"
+    quantizations = ("none", "int8_fp8", "int8_fp8_fast", "int8_fp16")
+
+    def kernel(self) -> Attend:
+        from sparge.backends.hopper.launcher import attend
+
+        return attend
+
+    def missing(self, device: torch.device) -> str | None:
+        missing = super().missing(device)
+        if missing is not None:
+            return missing
+        if device.type != "cuda":
+            return f"expected a CUDA device, got {device.type!r}"
+        found = torch.cuda.get_device_capability(device)
+        if found != CAPABILITY:
+            return f"expected compute capability 9.0, got {found[0]}.{found[1]}"
+        return gluon_missing()
+
+    def quantization_missing(self, quantization: str, device: torch.device, *, has_mask: bool) -> str | None:
+        if quantization == "int8_fp8_fast" and has_mask:
+            return "expected no attn_mask ('int8_fp8' takes one)"
+        return super().quantization_missing(quantization, device, has_mask=has_mask)
+
+    def fastest_quantization(self, device: torch.device, *, has_mask: bool) -> str:  # noqa: ARG002
+        return "int8_fp8" if has_mask else "int8_fp8_fast"
+
+    def serving(self, call: Call, dtype: torch.dtype) -> base.Backend:
+        is_plain_float32 = not call.is_quantized and dtype == torch.float32
+        return base.get("triton") if call.attn_mask is not None or is_plain_float32 else self
+
+
+def gluon_missing() -> str | None:
+    """What keeps Gluon kernels from being compiled."""
+    import triton
+
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if version < OLDEST_TRITON:
+        return f"expected Triton {OLDEST_TRITON[0]}.{OLDEST_TRITON[1]} or newer, got {triton.__version__}"
+    try:
+        from sparge.backends.hopper import gluon  # noqa: F401
+    except (ImportError, AttributeError) as error:
+        return f"expected Gluon for Hopper in Triton {triton.__version__}, got {error!r}"
+    return None
+
+
+BACKEND = HopperBackend()

@@ -1,1 +1,47 @@
-"""Any device, in PyTorch: gathers the kept blocks for torch's own attention."""
+"""Any device, in PyTorch: the kept blocks are gathered for torch's own attention."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparge.backends.base import Backend, Crossover, add_to_totals
+from sparge.block_mask import BlockMask
+from sparge.call import Call
+
+
+class TorchBackend(Backend):
+    """Serves every device; CPUs best of all."""
+
+    name = "torch"
+    summary = "gathers kept blocks for torch's own attention, on any device"
+    quantizations = ("none", "int8_fp8", "int8_fp16")
+    crossover = Crossover(keys=2048, queries=128, scores=2**23)  # measured: docs/performance, "Crossover"
+
+    def missing(self, device: torch.device) -> str | None:  # noqa: ARG002
+        return None
+
+    def predict(self, query: Tensor, key: Tensor, call: Call) -> BlockMask:
+        from sparge.backends.torch import predict
+
+        return predict.predict(query, key, call)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, call: Call, *, totals: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        from sparge.backends.torch import blocks
+
+        add_to_totals(totals, mask)
+        return blocks.attention(query, key, value, mask, call)
+
+    def dense(
+        self, query: Tensor, key: Tensor, value: Tensor, call: Call, *, with_lse: bool, may_use_torch: bool
+    ) -> tuple[Tensor, Tensor]:
+        from sparge.backends.torch import dense
+
+        if call.is_quantized:
+            return super().dense(query, key, value, call, with_lse=with_lse, may_use_torch=may_use_torch)
+        return dense.attention(query, key, value, call)
+
+
+BACKEND = TorchBackend()

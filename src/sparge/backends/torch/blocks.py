@@ -5,7 +5,7 @@ gathered keys. Blocks that need an element mask (the causal diagonal, the ragged
 separately and merged through their log-sum-exp, so that the bulk of the work carries no mask. Arithmetic is float32
 whatever the input: on CPUs without 16-bit matrix units that is both faster and more accurate.
 
-Quantised modes and the P V threshold need the online softmax of `torch_online`.
+Quantised modes and the P V threshold need the online softmax of `online`.
 """
 
 from __future__ import annotations
@@ -16,37 +16,27 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from sparge.backends.torch import online as torch_online
+from sparge.backends.torch import online
 from sparge.backends.torch.tiles import Tiles, Workspace
 from sparge.block_mask import BlockMask
-from sparge.config import PerHead
-from sparge.geometry import BLOCK_K, BLOCK_Q, Shape
+from sparge.call import Call
+from sparge.geometry import BLOCK_K, BLOCK_Q
 from sparge.visibility import find_visibility
 
 CHUNK_BYTES = 16 * 2**20
 """Keys and values gathered at a time: large enough to keep the threads busy, small enough for the caches."""
 
 
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: BlockMask,
-    shape: Shape,
-    *,
-    scale: float,
-    attn_mask: Tensor | None = None,
-    quantization: str = "none",
-    pv_threshold: PerHead | None = None,
-) -> tuple[Tensor, Tensor]:
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, call: Call) -> tuple[Tensor, Tensor]:
     """Attention over the kept blocks: output (B, H, Sq, Dv) in the query's dtype, lse (B, H, Sq) float32."""
-    seen = find_visibility(shape, mask.is_causal, attn_mask, query.device)
-    tiles = Tiles.cut(query, key, value, shape, seen, mask.is_causal, attn_mask)
+    shape = call.shape
+    seen = find_visibility(shape, call.is_causal, call.attn_mask, query.device)
+    tiles = Tiles.cut(query, key, value, call, seen)
     kept = mask.to_dense() & seen.blocks
-    if quantization != "none" or pv_threshold is not None:
-        output, lse = torch_online.attention(tiles, kept, seen, scale, quantization, pv_threshold)
+    if call.is_quantized or call.pv_threshold is not None:
+        output, lse = online.attention(tiles, kept, seen, call)
     else:
-        output, lse = _attend_rows(tiles, kept, seen.full, scale)
+        output, lse = _attend_rows(tiles, kept, seen.full, call.scale)
     rows = (shape.batch, shape.heads, shape.q_blocks * BLOCK_Q)
     output = output.view(*rows, shape.value_dim)[:, :, : shape.q_len].to(query.dtype)
     return output.contiguous(), lse.view(rows)[:, :, : shape.q_len].contiguous()

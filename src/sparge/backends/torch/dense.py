@@ -7,13 +7,15 @@ memory in the square of the length.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparge.backends.torch import blocks as torch_blocks
-from sparge.backends.torch import predict as torch_predict
+from sparge.backends.torch import blocks, predict
 from sparge.call import Call
+from sparge.config import Dense
 from sparge.geometry import Shape
 from sparge.visibility import allowed_elements
 
@@ -21,50 +23,39 @@ MAX_MASK_ELEMENTS = 2**22
 """Elements (batch x heads x queries x keys) up to which an element mask is made whole: 16 MiB."""
 
 
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    shape: Shape,
-    *,
-    is_causal: bool,
-    scale: float,
-    attn_mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def attention(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Attention over every visible key: output (B, H, Sq, Dv) in the query's dtype, lse (B, H, Sq) float32."""
-    is_causal = is_causal and shape.q_len > 1  # the last query sees every key
-    aligned = not is_causal or shape.q_len == shape.kv_len
-    if query.device.type == "cpu" and attn_mask is None and aligned:
-        output, lse = _without_mask(query, key, value, shape, is_causal, scale)
+    shape = call.shape
+    call = replace(call, sparsity=Dense(), is_causal=call.is_causal and shape.q_len > 1)  # the last query sees all keys
+    aligned = not call.is_causal or shape.q_len == shape.kv_len
+    if query.device.type == "cpu" and call.attn_mask is None and aligned:
+        output, lse = _without_mask(query, key, value, call)
     elif shape.batch * shape.heads * shape.q_len * shape.kv_len <= MAX_MASK_ELEMENTS:
-        output, lse = _with_element_mask(query, key, value, shape, is_causal, scale, attn_mask)
+        output, lse = _with_element_mask(query, key, value, call)
     else:
-        everything = torch_predict.predict(query, key, Call(shape, is_causal, scale, attn_mask=attn_mask))
-        return torch_blocks.attention(query, key, value, everything, shape, scale=scale, attn_mask=attn_mask)
+        return blocks.attention(query, key, value, predict.predict(query, key, call), call)
     return output.to(query.dtype).contiguous(), lse.contiguous()
 
 
-def _without_mask(
-    query: Tensor, key: Tensor, value: Tensor, shape: Shape, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def _without_mask(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """torch's CPU flash attention, which also gives the LSE; it wants one width and as many key heads as queries."""
+    shape = call.shape
     query, key, value = query.float(), *_for_every_head(key, value, shape)
     if shape.head_dim != shape.value_dim:
         width = max(shape.head_dim, shape.value_dim)
         query, key, value = (F.pad(tensor, (0, width - tensor.shape[3])) for tensor in (query, key, value))
     output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, is_causal=is_causal, scale=scale
+        query, key, value, is_causal=call.is_causal, scale=call.scale
     )
     return output[..., : shape.value_dim], lse
 
 
-def _with_element_mask(
-    query: Tensor, key: Tensor, value: Tensor, shape: Shape, is_causal: bool, scale: float, attn_mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _with_element_mask(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    shape, attn_mask = call.shape, call.attn_mask
     sizes = (shape.batch, shape.heads, shape.q_len, shape.kv_len)
     allowed = torch.ones(sizes, dtype=torch.bool, device=query.device)
     bias = torch.zeros((), dtype=torch.float32, device=query.device)
-    if is_causal:
+    if call.is_causal:
         allowed = allowed.tril(shape.causal_offset)
     if attn_mask is not None:
         allowed = allowed & allowed_elements(attn_mask)
@@ -72,12 +63,12 @@ def _with_element_mask(
     key, value = _for_every_head(key, value, shape)
     # What nobody sees may hold anything, even NaN.
     keys_seen = allowed.any(2)[..., None]
-    output, lse = torch_blocks.attend(
+    output, lse = blocks.attend(
         torch.where(allowed.any(3, keepdim=True), query.float(), 0.0).flatten(0, 1),
         torch.where(keys_seen, key, 0.0).flatten(0, 1),
         torch.where(keys_seen, value, 0.0).flatten(0, 1),
         torch.where(allowed, bias, -torch.inf).flatten(0, 1),
-        scale,
+        call.scale,
     )
     return output.unflatten(0, sizes[:2]), lse.unflatten(0, sizes[:2])
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from sparge.backends.torch.tiles import Tiles, Workspace
-from sparge.config import PerHead, per_head
+from sparge.call import Call
+from sparge.config import per_head
 from sparge.eight_bits import (
     FP8_MAX,
     FP8_RANGE,
@@ -37,20 +38,13 @@ ROWS_AT_A_TIME = 64
 GROUPS = BLOCK_Q // ROW_GROUP
 
 
-def attention(
-    tiles: Tiles,
-    kept: Tensor,
-    seen: Visibility,
-    scale: float,
-    quantization: str,
-    pv_threshold: PerHead | None,
-) -> tuple[Tensor, Tensor]:
+def attention(tiles: Tiles, kept: Tensor, seen: Visibility, call: Call) -> tuple[Tensor, Tensor]:
     """All rows: output (rows, 128, Dv) and lse (rows, 128), float32. See `reference.attention`."""
     shape, device = tiles.shape, tiles.query.device
-    operands = _Operands(tiles, seen, scale, quantization)
+    operands = _Operands(tiles, seen, call.scale, call.quantization)
     threshold = None
-    if pv_threshold is not None:
-        threshold = per_head(pv_threshold, shape.heads, device).flatten().float()
+    if call.pv_threshold is not None:
+        threshold = per_head(call.pv_threshold, shape.heads, device).flatten().float()
     kept_rows = kept.flatten(0, 2)
     partial_rows = (kept & ~seen.full).flatten(0, 2)
     counts = kept_rows.sum(-1)

@@ -7,7 +7,7 @@ blocks at a time, so that the largest intermediate stays near `CHUNK_BYTES`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sparge.block_mask import BlockMask
 from sparge.call import Call
-from sparge.config import Dense, Mean, Score, TopCdf, TopK, per_head
+from sparge.config import ROUNDING_GUARD, Dense, Mean, Moment, Score, Selection, TopCdf, TopK, per_head
 from sparge.geometry import BLOCK_K, BLOCK_Q, Shape, ceil_div
 from sparge.visibility import Visibility, allowed_elements, block_edges, find_visibility
 
@@ -32,67 +32,68 @@ class _KeyStatistics:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _Rows:
     """What every row of scores needs. ``bias`` is an additive mask (b, h, Sq | 1, Sk), None without one."""
 
     query: Tensor
-    shape: Shape
+    call: Call
     seen: Visibility
-    scale: float
-    is_causal: bool
+    statistics: _KeyStatistics
     bias: Tensor | None
 
     @property
     def has_key_bias(self) -> bool:
         """Whether one bias per key serves all queries."""
-        return self.bias is not None and self.bias.shape[2] == 1 and not self.is_causal
+        return self.bias is not None and self.bias.shape[2] == 1 and not self.call.is_causal
 
     def past(self, positions: Tensor) -> Tensor | None:
         """Keys at or before the given queries, (..., kv_len); None when attention is not causal."""
-        if not self.is_causal:
+        if not self.call.is_causal:
             return None
-        keys = torch.arange(self.shape.kv_len, device=positions.device)
-        return keys <= positions[..., None] + self.shape.causal_offset
+        shape = self.call.shape
+        keys = torch.arange(shape.kv_len, device=positions.device)
+        return keys <= positions[..., None] + shape.causal_offset
 
 
 def predict(query: Tensor, key: Tensor, call: Call) -> BlockMask:
     """Stage 1: which blocks of the attention map to compute. See `reference.predict`."""
-    shape, sparsity, score, is_causal = call.shape, call.sparsity, call.score, call.is_causal
-    attn_mask, always_keep = call.attn_mask, call.always_keep
+    shape, is_causal, attn_mask = call.shape, call.is_causal, call.attn_mask
     seen = find_visibility(shape, is_causal, attn_mask, query.device)
     full_shape = (shape.batch, shape.heads, shape.q_blocks, shape.kv_blocks)
     visible = seen.blocks.expand(full_shape)
-    if isinstance(sparsity, Dense):
+    if isinstance(call.sparsity, Dense):
         kept = visible
     else:
-        statistics = _key_statistics(key, seen.keys, with_variance=not isinstance(score, Mean))
+        rule, score = call.selection, call.score
+        statistics = _key_statistics(key, seen.keys, with_variance=isinstance(score, Moment))
         unfinished = _unfinished_blocks(shape, is_causal, query.device)
-        forced = _forced_blocks(shape, sparsity, is_causal, always_keep, seen.blocks) | unfinished
+        forced = _forced_blocks(call, seen.blocks) | unfinished
         bias = None
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             bias = attn_mask.expand(-1, -1, -1, shape.kv_len)
-        scored = _Call(query, shape, seen, call.scale, is_causal, bias)
-        unjudged = _fix_blocks(scored, key, sparsity)
-        if unjudged is not None:
-            unjudged = unjudged & ~unfinished  # whether such a block takes a place must not depend on its keys
+        summary = _Rows(query, call, seen, statistics, bias)
+        dissimilar = _dissimilar_blocks(summary, key, rule)
+        if dissimilar is not None:
+            dissimilar = dissimilar & ~unfinished  # whether such a block takes a place must not depend on its keys
         rows = []
-        for first, last in _row_chunks(scored, score):
+        for first, last in _row_chunks(summary):
             blocks = slice(first, last)
-            judged = visible[:, :, blocks] if unjudged is None else visible[:, :, blocks] & ~unjudged[:, :, blocks]
-            scores = _scores(scored, statistics, score, blocks)
-            probabilities, broken = _probabilities(scores, judged & ~unfinished[blocks])
-            rows.append(_select(probabilities, visible[:, :, blocks], judged, forced[:, :, blocks] | broken, sparsity))
+            eligible = visible[:, :, blocks]
+            if dissimilar is not None:
+                eligible = eligible & ~dissimilar[:, :, blocks]
+            probabilities, broken = _probabilities(_scores(summary, blocks), eligible & ~unfinished[blocks])
+            rows.append(_select(probabilities, visible[:, :, blocks], eligible, forced[:, :, blocks] | broken, rule))
         kept = torch.cat(rows, 2)
     return BlockMask.from_dense(kept, q_len=shape.q_len, kv_len=shape.kv_len, is_causal=is_causal, visible=visible)
 
 
-def _row_chunks(call: _Call, score: Score) -> list[tuple[int, int]]:
+def _row_chunks(rows: _Rows) -> list[tuple[int, int]]:
     """Ranges of query blocks whose scores, and biases where there are any, fit into `CHUNK_BYTES`."""
-    shape = call.shape
-    samples = 1 if isinstance(score, Mean) else score.samples
+    shape, score = rows.call.shape, rows.call.score
+    samples = score.samples if isinstance(score, Moment) else 1
     row_bytes = 4 * shape.batch * shape.heads * samples * shape.kv_blocks
-    if call.bias is not None and not call.has_key_bias:
-        row_bytes += 8 * call.bias.shape[0] * call.bias.shape[1] * samples * shape.kv_len
+    if rows.bias is not None and not rows.has_key_bias:
+        row_bytes += 8 * rows.bias.shape[0] * rows.bias.shape[1] * samples * shape.kv_len
     step = max(1, CHUNK_BYTES // row_bytes)
     return [(first, min(first + step, shape.q_blocks)) for first in range(0, shape.q_blocks, step)]
 
@@ -148,46 +149,71 @@ def _smooth(blocks: Tensor, present: Tensor | None, is_causal: bool) -> Tensor:
     return smoothed if present is None else torch.where(present, smoothed, 0.0)
 
 
-def _fix_blocks(call: _Call, key: Tensor, sparsity: TopK | TopCdf) -> Tensor | None:
-    """(B, H, q_blocks, kv_blocks): rows and columns whose tokens disagree too much to be judged; None: no judge."""
-    if sparsity.similarity_threshold is None:
+def _dissimilar_blocks(rows: _Rows, key: Tensor, rule: Selection) -> Tensor | None:
+    """(B, H, q_blocks, kv_blocks): rows and columns whose tokens agree too little; None without a threshold."""
+    if rule.similarity_threshold is None:
         return None
-    shape = call.shape
-    threshold = per_head(sparsity.similarity_threshold, shape.heads, key.device)
-    query_blocks, query_count, _ = _blocks_of(call.query, call.seen.queries, BLOCK_Q)
-    key_blocks, key_count, present = _blocks_of(key, call.seen.keys, BLOCK_K)
-    rows = _self_similarity(query_blocks, query_count)[..., None] < threshold
-    columns = _self_similarity(_smooth(key_blocks, present, call.is_causal), key_count)
-    return rows | (columns.repeat_interleave(shape.group, 1)[:, :, None] < threshold)
+    shape = rows.call.shape
+    threshold = per_head(rule.similarity_threshold, shape.heads, key.device)
+    query_blocks, query_count, _ = _blocks_of(rows.query, rows.seen.queries, BLOCK_Q)
+    key_blocks, key_count, present = _blocks_of(key, rows.seen.keys, BLOCK_K)
+    of_queries = _self_similarity(query_blocks, query_count)[..., None] < threshold
+    of_keys = _self_similarity(_smooth(key_blocks, present, rows.call.is_causal), key_count)
+    return of_queries | (of_keys.repeat_interleave(shape.group, 1)[:, :, None] < threshold)
 
 
-def _scores(call: _Call, keys: _KeyStatistics, score: Score, blocks: slice) -> Tensor:
-    """Scores (B, H, rows, queries, kv_blocks) of the query blocks in ``blocks``: one query each for the mean score."""
-    shape = call.shape
+def _scores(rows: _Rows, blocks: slice) -> Tensor:
+    """Scores (B, H, rows, queries, kv_blocks) of the query blocks in ``blocks``, by the call's score."""
+    shape = rows.call.shape
     tokens = slice(blocks.start * BLOCK_Q, min(blocks.stop * BLOCK_Q, shape.q_len))
-    query = call.query[:, :, tokens]
-    queries_seen = None if call.seen.queries is None else call.seen.queries[:, :, tokens]
-    bias = None
-    if call.bias is not None and call.has_key_bias:
-        bias = _log_mean(*_sums_over_keys(call.bias, None))[:, :, None]  # [b, h, 1, 1, kv_blocks]
-    if isinstance(score, Mean):
-        rows, count, _ = _blocks_of(query, queries_seen, BLOCK_Q)
-        features = (rows.sum(3) / count)[:, :, :, None] * call.scale  # [B, H, rows, 1, D]
-        summary = keys.mean
-        if call.bias is not None and bias is None:
-            bias = torch.stack([_block_bias(call, call.bias, i) for i in range(blocks.start, blocks.stop)], 2)
-    else:
-        assert keys.variance is not None
-        picks = _sample_positions(queries_seen, query, score.samples)  # [b, h, rows, samples]
-        rows = _gather_tokens(query, picks).float() * call.scale
-        features = torch.cat([rows, rows.square() * 0.5], -1)  # [B, H, rows, samples, 2 D]
-        summary = torch.cat([keys.mean, keys.variance], -1)  # [B, Hkv, kv_blocks, 2 D]
-        if call.bias is not None and bias is None:
-            bias = _sampled_bias(call, call.bias, picks + tokens.start)
+    features, summary, bias = SCORES[type(rows.call.score)](rows, tokens)
     queries_per_block = features.shape[3]
     grouped = features.reshape(shape.batch, shape.kv_heads, -1, features.shape[-1])  # [B, Hkv, group * rows * P, D]
     scores = (grouped @ summary.mT).view(shape.batch, shape.heads, -1, queries_per_block, shape.kv_blocks)
     return scores if bias is None else scores + bias
+
+
+def _score_mean(rows: _Rows, tokens: slice) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Mean queries [B, H, rows, 1, D] against mean keys [B, Hkv, kv_blocks, D], and the bias between their blocks."""
+    queries, count, _ = _blocks_of(rows.query[:, :, tokens], _seen_queries(rows, tokens), BLOCK_Q)
+    features = (queries.sum(3) / count)[:, :, :, None] * rows.call.scale
+    bias = _key_bias(rows)
+    if rows.bias is not None and bias is None:
+        first, last = tokens.start // BLOCK_Q, ceil_div(tokens.stop, BLOCK_Q)
+        bias = torch.stack([_block_bias(rows, rows.bias, block) for block in range(first, last)], 2)
+    return features, rows.statistics.mean, bias
+
+
+def _score_moment(rows: _Rows, tokens: slice) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Sampled queries and half their squares [B, H, rows, samples, 2 D] against mean and variance of keys."""
+    score, statistics = rows.call.score, rows.statistics
+    assert isinstance(score, Moment) and statistics.variance is not None
+    query = rows.query[:, :, tokens]
+    picks = _sample_positions(_seen_queries(rows, tokens), query, score.samples)  # [b, h, rows, samples]
+    sampled = _gather_tokens(query, picks).float() * rows.call.scale
+    bias = _key_bias(rows)
+    if rows.bias is not None and bias is None:
+        bias = _sampled_bias(rows, rows.bias, picks + tokens.start)
+    features = torch.cat([sampled, sampled.square() * 0.5], -1)
+    return features, torch.cat([statistics.mean, statistics.variance], -1), bias
+
+
+SCORES: dict[type[Score], Callable[[_Rows, slice], tuple[Tensor, Tensor, Tensor | None]]] = {
+    Mean: _score_mean,
+    Moment: _score_moment,
+}
+"""Features of a block's queries, the summary of a key block that they are multiplied with, and a bias, or None."""
+
+
+def _seen_queries(rows: _Rows, tokens: slice) -> Tensor | None:
+    return None if rows.seen.queries is None else rows.seen.queries[:, :, tokens]
+
+
+def _key_bias(rows: _Rows) -> Tensor | None:
+    """A bias that all queries share, [b, h, 1, 1, kv_blocks]; None where there is no such bias."""
+    if rows.bias is None or not rows.has_key_bias:
+        return None
+    return _log_mean(*_sums_over_keys(rows.bias, None))[:, :, None]
 
 
 def _sample_positions(seen: Tensor | None, query: Tensor, samples: int) -> Tensor:
@@ -214,22 +240,22 @@ def _gather_tokens(tokens: Tensor, picks: Tensor) -> Tensor:
     return tokens[b, h, picks.expand(batch, heads, -1, -1)]
 
 
-def _sampled_bias(call: _Call, bias: Tensor, picks: Tensor) -> Tensor:
+def _sampled_bias(rows: _Rows, bias: Tensor, picks: Tensor) -> Tensor:
     """log mean exp of the visible biases of each sampled query and key block: (b, h, rows, samples, kv_blocks)."""
     if bias.shape[2] == 1:
-        rows = bias[:, :, :, None].expand(-1, -1, picks.shape[2], picks.shape[3], -1)
+        biases = bias[:, :, :, None].expand(-1, -1, picks.shape[2], picks.shape[3], -1)
     else:
         leading = (max(bias.shape[0], picks.shape[0]), max(bias.shape[1], picks.shape[1]))
-        rows = _gather_tokens(bias.expand(*leading, -1, -1), picks.expand(*leading, -1, -1))
-    total, count = _sums_over_keys(rows, call.past(picks))
+        biases = _gather_tokens(bias.expand(*leading, -1, -1), picks.expand(*leading, -1, -1))
+    total, count = _sums_over_keys(biases, rows.past(picks))
     return _log_mean(total, count)
 
 
-def _block_bias(call: _Call, bias: Tensor, block: int) -> Tensor:
+def _block_bias(rows: _Rows, bias: Tensor, block: int) -> Tensor:
     """log mean exp of the visible biases between one query block and every key block: (b, h, 1, kv_blocks)."""
-    positions = torch.arange(block * BLOCK_Q, min((block + 1) * BLOCK_Q, call.shape.q_len), device=bias.device)
-    rows = bias[:, :, positions] if bias.shape[2] > 1 else bias.expand(-1, -1, len(positions), -1)
-    total, count = _sums_over_keys(rows, call.past(positions))
+    positions = torch.arange(block * BLOCK_Q, min((block + 1) * BLOCK_Q, rows.call.shape.q_len), device=bias.device)
+    biases = bias[:, :, positions] if bias.shape[2] > 1 else bias.expand(-1, -1, len(positions), -1)
+    total, count = _sums_over_keys(biases, rows.past(positions))
     return _log_mean(total.logsumexp(2, keepdim=True), count.sum(2, keepdim=True))
 
 
@@ -249,34 +275,28 @@ def _log_mean(log_sum: Tensor, count: Tensor) -> Tensor:
     return torch.where(count == 0, 0.0, log_sum - count.clamp(min=1).log())
 
 
-def _probabilities(scores: Tensor, judged: Tensor) -> tuple[Tensor, Tensor]:
-    """Softmax per query over the judged blocks, averaged; and the blocks whose score is not finite."""
-    hidden = ~judged[:, :, :, None]
+def _probabilities(scores: Tensor, eligible: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax per query over the eligible blocks, averaged; and the blocks whose score is not finite."""
+    hidden = ~eligible[:, :, :, None]
     broken = ~scores.isfinite() & ~hidden
     scores = scores.masked_fill(broken | hidden, -math.inf)
     return scores.softmax(-1).nan_to_num_(0.0).mean(3), broken.any(3)
 
 
-def _forced_blocks(
-    shape: Shape,
-    sparsity: TopK | TopCdf,
-    is_causal: bool,
-    always_keep: Sequence[tuple[int, int]],
-    visible: Tensor,
-) -> Tensor:
+def _forced_blocks(call: Call, visible: Tensor) -> Tensor:
     """Sink (the first block any query sees), diagonal and the caller's key ranges: (b, h, q_blocks, kv_blocks).
 
     ``b`` and ``h`` are those of ``visible``, 1 or the call's own.
     """
-    device = visible.device
-    first_query, last_query, first_key, key_end = block_edges(shape, device)
+    rule = call.selection
+    first_query, last_query, first_key, key_end = block_edges(call.shape, visible.device)
     forced = torch.zeros_like(visible)
-    if sparsity.keeps_sink(is_causal):
+    if rule.keeps_sink(call.is_causal):
         seen = visible.any(2, keepdim=True)
         forced |= seen & (seen.cumsum(-1) == 1)
-    if sparsity.keeps_diagonal(is_causal):
+    if rule.keeps_diagonal(call.is_causal):
         forced |= (first_key <= last_query) & (first_query < key_end)
-    for start, stop in always_keep:
+    for start, stop in call.always_keep:
         forced |= (start < key_end) & (first_key < stop)
     return forced
 
@@ -289,19 +309,47 @@ def _unfinished_blocks(shape: Shape, is_causal: bool, device: torch.device) -> T
     return (first_key <= last_query) & (last_query < key_end.clamp(max=shape.kv_len) - 1)
 
 
-def _select(probabilities: Tensor, visible: Tensor, judged: Tensor, forced: Tensor, sparsity: TopK | TopCdf) -> Tensor:
-    """Kept blocks (B, H, rows, kv_blocks): forced first, then by probability to the budget; fix blocks on top."""
-    heads, device = visible.shape[1], visible.device
-    count = visible.sum(-1, keepdim=True)
-    share = torch.zeros_like(count)
-    if isinstance(sparsity, TopK):
-        share = (per_head(sparsity.topk, heads, device) * count * (1 - 1e-7)).ceil().long()
-    budget = share.clamp(min=max(sparsity.min_blocks, 1))
-    priority = torch.where(judged, probabilities, -1.0).masked_fill(judged & forced, 2.0)
-    kept = judged & (_ranks(priority) < budget)
-    if isinstance(sparsity, TopCdf):
-        kept |= judged & _within_cdf(probabilities, judged, per_head(sparsity.cdf, heads, device))
-    return (kept | forced | ~judged) & visible
+def _select(probabilities: Tensor, visible: Tensor, eligible: Tensor, forced: Tensor, rule: Selection) -> Tensor:
+    """Kept blocks (B, H, rows, kv_blocks): the floor and the rule's, forced ones first; dissimilar ones on top."""
+    priority = torch.where(eligible, probabilities, -1.0).masked_fill(eligible & forced, 2.0)
+    ranks = _ranks(priority)
+    row = _Row(probabilities, visible, eligible, ranks)
+    amount = per_head(rule.amount, visible.shape[1], visible.device)
+    kept = SELECTIONS[type(rule)](row, amount) | (eligible & (ranks < max(rule.min_blocks, 1)))
+    return (kept | forced | ~eligible) & visible
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Rows of the block map as a selection rule sees them, (B, H, rows, kv_blocks) each.
+
+    ``ranks`` is each block's place: forced blocks first, then falling probability, ties to the lower index.
+    """
+
+    probabilities: Tensor
+    visible: Tensor
+    eligible: Tensor
+    ranks: Tensor
+
+
+def _select_topk(row: _Row, share: Tensor) -> Tensor:
+    """The best share of the visible blocks, rounded up."""
+    budget = (share * row.visible.sum(-1, keepdim=True) * ROUNDING_GUARD).ceil()
+    return row.eligible & (row.ranks < budget)
+
+
+def _select_topcdf(row: _Row, mass: Tensor) -> Tensor:
+    """Blocks before which the sorted probabilities have not yet summed to ``mass``."""
+    values = torch.where(row.eligible, row.probabilities, -1.0)
+    values, order = torch.sort(values, dim=-1, descending=True, stable=True)
+    values = values.clamp(min=0).to(mass.dtype)
+    covered_before = values.cumsum(-1) - values
+    inside = (covered_before < mass) | (mass >= 1)
+    return row.eligible & torch.zeros_like(inside).scatter_(-1, order, inside)
+
+
+SELECTIONS: dict[type[Selection], Callable[[_Row, Tensor], Tensor]] = {TopK: _select_topk, TopCdf: _select_topcdf}
+"""Which blocks a rule keeps, given its amount for each head (H, 1, 1)."""
 
 
 def _ranks(priority: Tensor) -> Tensor:
@@ -309,12 +357,3 @@ def _ranks(priority: Tensor) -> Tensor:
     order = torch.argsort(priority, dim=-1, descending=True, stable=True)
     places = torch.arange(priority.shape[-1], device=priority.device).expand_as(order)
     return torch.empty_like(order).scatter_(-1, order, places)
-
-
-def _within_cdf(probabilities: Tensor, judged: Tensor, cdf: Tensor) -> Tensor:
-    """Blocks before which the sorted probabilities have not yet summed to ``cdf``."""
-    values, order = torch.sort(torch.where(judged, probabilities, -1.0), dim=-1, descending=True, stable=True)
-    values = values.clamp(min=0).to(cdf.dtype)
-    covered_before = values.cumsum(-1) - values
-    inside = (covered_before < cdf) | (cdf >= 1)
-    return torch.zeros_like(inside).scatter_(-1, order, inside)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparge.call import Call
 from sparge.geometry import BLOCK_K, BLOCK_Q, Shape
 from sparge.visibility import Visibility, allowed_elements
 
@@ -44,22 +45,15 @@ class Tiles:
     attn_mask: Tensor | None
 
     @classmethod
-    def cut(
-        cls,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        shape: Shape,
-        seen: Visibility,
-        is_causal: bool,
-        attn_mask: Tensor | None,
-    ) -> Tiles:
+    def cut(cls, query: Tensor, key: Tensor, value: Tensor, call: Call, seen: Visibility) -> Tiles:
+        """The tensors of a call in blocks; what nobody sees is 0."""
+        shape, attn_mask = call.shape, call.attn_mask
         return cls(
             query=cut_blocks(query, BLOCK_Q, seen.queries),
             key=cut_blocks(key, BLOCK_K, seen.keys),
             value=cut_blocks(value, BLOCK_K, seen.keys),
             shape=shape,
-            is_causal=is_causal,
+            is_causal=call.is_causal,
             attn_mask=None if attn_mask is None else attn_mask.expand(-1, -1, -1, shape.kv_len),
         )
 

@@ -1,1 +1,34 @@
-"""CUDA GPUs from compute capability 8.0: quantise, predict, select and attend in Triton."""
+"""CUDA GPUs from compute capability 8.0: the portable attention kernel, in Triton."""
+
+from __future__ import annotations
+
+import torch
+
+from sparge.backends.cuda.backend import FP8_CAPABILITY, Attend, CudaBackend, capability_missing
+
+
+class TritonBackend(CudaBackend):
+    """Every quantization but the one without exponentials; FP8 where the tensor cores have it."""
+
+    name = "triton"
+    summary = "block-sparse kernels in Triton"
+    quantizations = ("none", "int8_fp8", "int8_fp16")
+
+    def kernel(self) -> Attend:
+        from sparge.backends.triton.attention import attend
+
+        return attend
+
+    def quantization_missing(self, quantization: str, device: torch.device, *, has_mask: bool) -> str | None:
+        missing = super().quantization_missing(quantization, device, has_mask=has_mask)
+        if missing is None and quantization == "int8_fp8" and device.type == "cuda":
+            missing = capability_missing(device, FP8_CAPABILITY)
+            return None if missing is None else f"{missing} ('int8_fp16' works there)"
+        return missing
+
+    def fastest_quantization(self, device: torch.device, *, has_mask: bool) -> str:
+        missing = self.quantization_missing("int8_fp8", device, has_mask=has_mask)
+        return "int8_fp8" if missing is None else "int8_fp16"
+
+
+BACKEND = TritonBackend()

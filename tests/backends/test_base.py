@@ -1,4 +1,4 @@
-"""Which backend and which arithmetic a device gets, and what the refusals say."""
+"""Which backend and which quantization a device gets, and what the refusals say."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ import sys
 import pytest
 import torch
 
-from sparge import dispatch
+from sparge.backends import base
+from sparge.backends.cuda.backend import triton_missing
+from sparge.call import Call
+from sparge.geometry import Shape
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An H200, as far as dispatch asks."""
+    """An H200, as far as backends ask."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.version, "hip", None)
 
@@ -49,27 +52,27 @@ for call in (lambda: sparge.attention(q, q, q, backend="triton"), lambda: sparge
     assert done.stdout.splitlines() == [message, message]
 
 
-class TestChooseBackend:
+class TestResolve:
     def test_a_cpu_gets_torch(self) -> None:
-        assert dispatch.choose_backend("auto", CPU).backend == "torch"
+        assert base.resolve("auto", CPU) == "torch"
 
     @needs_triton
     @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (10, 0), (12, 0)])
     def test_a_gpu_gets_triton(self, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
         missing = f"expected compute capability 9.0, got {capability[0]}.{capability[1]}"
-        choice = dispatch.choose_backend("auto", CUDA)
-        assert choice == dispatch.Choice("triton", f"block-sparse kernels; not 'hopper': {missing}")
-        assert dispatch.choose_backend("triton", CUDA) == dispatch.Choice("triton", "asked for by name")
+        assert base.resolve("auto", CUDA) == "triton"
+        assert base.explain(CUDA) == f"block-sparse kernels in Triton; not 'hopper': {missing}"
+        assert base.resolve("triton", CUDA) == "triton"
         with pytest.raises(NotImplementedError) as raised:
-            dispatch.choose_backend("hopper", CUDA)
+            base.resolve("hopper", CUDA)
         assert str(raised.value) == f"backend 'hopper': {missing}"
 
     @needs_triton
     def test_a_hopper_gpu_gets_its_kernel(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-        assert dispatch.choose_backend("auto", CUDA).backend == "hopper"
-        assert dispatch.choose_backend("hopper", CUDA) == dispatch.Choice("hopper", "asked for by name")
+        assert base.resolve("auto", CUDA) == "hopper"
+        assert base.resolve("hopper", CUDA) == "hopper"
 
     @needs_triton
     def test_a_triton_without_what_the_kernel_needs(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,29 +81,28 @@ class TestChooseBackend:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
         monkeypatch.setattr(triton, "__version__", "3.5.1")
         missing = "expected Triton 3.6 or newer, got 3.5.1"
-        choice = dispatch.choose_backend("auto", CUDA)
-        assert choice == dispatch.Choice("triton", f"block-sparse kernels; not 'hopper': {missing}")
+        assert base.resolve("auto", CUDA) == "triton"
+        assert base.explain(CUDA) == f"block-sparse kernels in Triton; not 'hopper': {missing}"
         with pytest.raises(NotImplementedError, match=r"backend 'hopper': expected Triton 3\.6 or newer"):
-            dispatch.choose_backend("hopper", CUDA)
+            base.resolve("hopper", CUDA)
 
     @needs_triton
     def test_a_gluon_that_moved(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
         monkeypatch.delitem(sys.modules, "sparge.backends.hopper.gluon", raising=False)
-        monkeypatch.delattr(sys.modules.get("sparge.backends.hopper", dispatch), "gluon", raising=False)
+        monkeypatch.delattr(sys.modules.get("sparge.backends.hopper", base), "gluon", raising=False)
         monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)
-        missing = dispatch.hopper_missing("cuda", 0)
+        missing = base.get("hopper").missing(CUDA)
         assert missing is not None
         assert missing.startswith("expected Gluon for Hopper in Triton ")
-        assert dispatch.choose_backend("auto", CUDA).backend == "triton"
+        assert base.resolve("auto", CUDA) == "triton"
 
     def refused(self, device: torch.device, missing: str) -> None:
         """By name it raises, "auto" takes torch; both say what is missing."""
-        choice = dispatch.choose_backend("auto", device)
-        assert choice.backend == "torch"
-        assert choice.reason == f"runs on any device; not 'triton': {missing}"
+        assert base.resolve("auto", device) == "torch"
+        assert base.explain(device) == f"{base.get('torch').summary}; not 'triton': {missing}"
         with pytest.raises(NotImplementedError) as raised:
-            dispatch.choose_backend("triton", device)
+            base.resolve("triton", device)
         assert str(raised.value) == f"backend 'triton': {missing}"
 
     @needs_triton
@@ -123,55 +125,69 @@ class TestChooseBackend:
     @pytest.mark.usefixtures("gpu")
     def test_no_triton(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "triton", None)
-        missing = dispatch.triton_missing("cuda", 0)
+        missing = triton_missing(CUDA)
         assert missing is not None
         assert missing.startswith("expected Triton to be installed, got ModuleNotFoundError(")
         self.refused(CUDA, missing)
         with pytest.raises(NotImplementedError, match="expected Triton to be installed"):
-            dispatch.choose_backend("triton", CPU)
+            base.resolve("triton", CPU)
 
     @needs_triton
     def test_another_device(self) -> None:
         with pytest.raises(NotImplementedError, match=r"^backend 'triton': expected a CUDA device, got 'xpu'$"):
-            dispatch.choose_backend("triton", torch.device("xpu"))
-        choice = dispatch.choose_backend("auto", torch.device("xpu"))
-        assert choice == dispatch.Choice("torch", "runs on any device; no kernels for 'xpu' in this version")
+            base.resolve("triton", torch.device("xpu"))
+        assert base.resolve("auto", torch.device("xpu")) == "torch"
+        assert base.explain(torch.device("xpu")).endswith("not 'triton': expected a CUDA device, got 'xpu'")
+
+    def test_an_unknown_name(self) -> None:
+        with pytest.raises(ValueError, match=r"^backend: expected one of 'auto', 'hopper', .*, got 'cuda'$"):
+            base.resolve("cuda", CPU)
+
+    @pytest.mark.parametrize("name", base.NAMES)
+    def test_every_backend_says_what_it_is(self, name: str) -> None:
+        pytest.importorskip("triton")
+        backend = base.get(name)
+        assert backend.name == name
+        assert backend.summary
+        assert "none" in backend.quantizations
 
 
 class TestQuantization:
     @pytest.mark.parametrize(
-        ("dtype", "quantization", "has_mask", "kernels"),
+        ("dtype", "quantization", "has_mask", "backend"),
         [
             (torch.bfloat16, "none", False, "hopper"),
-            (torch.float32, "int8_fp8_codes", False, "hopper"),
+            (torch.float32, "int8_fp8_fast", False, "hopper"),
             (torch.float32, "none", False, "triton"),
             (torch.bfloat16, "int8_fp8", True, "triton"),
         ],
     )
     def test_triton_takes_what_hopper_has_no_kernel_for(
-        self, dtype: torch.dtype, quantization: str, has_mask: bool, kernels: str
+        self, dtype: torch.dtype, quantization: str, has_mask: bool, backend: str
     ) -> None:
-        assert dispatch.kernels_for("hopper", dtype, quantization, has_mask=has_mask) == kernels
-        assert dispatch.kernels_for("torch", dtype, quantization, has_mask=has_mask) == "torch"
+        mask = torch.ones(1, 1, 1, 1, dtype=torch.bool) if has_mask else None
+        call = Call(Shape(1, 1, 1, 1, 1, 8, 8), False, 1.0, quantization=quantization, attn_mask=mask)
+        assert base.get("hopper").serving(call, dtype).name == backend
+        assert base.get("torch").serving(call, dtype).name == "torch"
 
-    def test_hopper_takes_codes_unless_there_is_a_mask(self) -> None:
-        assert dispatch.resolve_quantization("auto", "hopper", CUDA) == "int8_fp8_codes"
-        assert dispatch.resolve_quantization("auto", "hopper", CUDA, has_mask=True) == "int8_fp8"
-        assert dispatch.resolve_quantization("int8_fp8", "hopper", CUDA) == "int8_fp8"
+    def test_hopper_takes_the_fast_one_unless_there_is_a_mask(self) -> None:
+        assert base.resolve_quantization("auto", "hopper", CUDA) == "int8_fp8_fast"
+        assert base.resolve_quantization("auto", "hopper", CUDA, has_mask=True) == "int8_fp8"
+        assert base.resolve_quantization("int8_fp8", "hopper", CUDA) == "int8_fp8"
         with pytest.raises(NotImplementedError, match=r"expected no attn_mask \('int8_fp8' takes one\)"):
-            dispatch.resolve_quantization("int8_fp8_codes", "hopper", CUDA, has_mask=True)
+            base.resolve_quantization("int8_fp8_fast", "hopper", CUDA, has_mask=True)
 
-    def test_who_has_codes(self) -> None:
-        assert dispatch.resolve_quantization("int8_fp8_codes", "reference", CPU, has_mask=True) == "int8_fp8_codes"
+    def test_who_has_the_fast_one(self) -> None:
+        assert base.resolve_quantization("int8_fp8_fast", "reference", CPU, has_mask=True) == "int8_fp8_fast"
         for backend in ("triton", "torch"):
             with pytest.raises(NotImplementedError, match="expected backend 'hopper' or 'reference', got"):
-                dispatch.resolve_quantization("int8_fp8_codes", backend, CPU)
+                base.resolve_quantization("int8_fp8_fast", backend, CPU)
 
     @pytest.mark.parametrize("asked", ["auto", "none", "int8_fp8", "int8_fp16"])
     @pytest.mark.parametrize("backend", ["torch", "reference"])
     def test_other_backends_quantise_when_told_to(self, backend: str, asked: str) -> None:
         expected = "none" if asked == "auto" else asked
-        assert dispatch.resolve_quantization(asked, backend, CPU) == expected
+        assert base.resolve_quantization(asked, backend, CPU) == expected
 
     @pytest.mark.parametrize(
         "capability, fastest",
@@ -187,18 +203,18 @@ class TestQuantization:
         self, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], fastest: str
     ) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-        assert dispatch.resolve_quantization("auto", "triton", CUDA) == fastest
-        assert dispatch.resolve_quantization("none", "triton", CUDA) == "none"
-        assert dispatch.resolve_quantization("int8_fp16", "triton", CUDA) == "int8_fp16"
+        assert base.resolve_quantization("auto", "triton", CUDA) == fastest
+        assert base.resolve_quantization("none", "triton", CUDA) == "none"
+        assert base.resolve_quantization("int8_fp16", "triton", CUDA) == "int8_fp16"
         if fastest == "int8_fp8":
-            assert dispatch.resolve_quantization("int8_fp8", "triton", CUDA) == "int8_fp8"
+            assert base.resolve_quantization("int8_fp8", "triton", CUDA) == "int8_fp8"
             return
         with pytest.raises(NotImplementedError) as raised:
-            dispatch.resolve_quantization("int8_fp8", "triton", CUDA)
+            base.resolve_quantization("int8_fp8", "triton", CUDA)
         got = ".".join(map(str, capability))
         expected = f"expected compute capability 8.9 or newer, got {got} ('int8_fp16' works there)"
         assert str(raised.value) == f"quantization 'int8_fp8': {expected}"
 
-    def test_the_interpreter_has_every_arithmetic(self) -> None:
-        assert dispatch.resolve_quantization("auto", "triton", CPU) == "int8_fp8"
-        assert dispatch.resolve_quantization("int8_fp8", "triton", CPU) == "int8_fp8"
+    def test_the_interpreter_has_every_quantization(self) -> None:
+        assert base.resolve_quantization("auto", "triton", CPU) == "int8_fp8"
+        assert base.resolve_quantization("int8_fp8", "triton", CPU) == "int8_fp8"

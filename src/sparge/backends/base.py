@@ -1,0 +1,248 @@
+"""What a backend is, which ones there are, and which one serves a call.
+
+A backend is an object in the package of its name (``sparge.backends.<name>.BACKEND``), imported when it is first asked
+for: neither this module nor ``import sparge`` needs Triton. It says what it can do (`Backend.missing`, `quantizations`,
+`crossover`) and does it (`predict`, `attend`, `attention`, `dense`); nobody else asks for a backend's name.
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from sparge.block_mask import BlockMask
+from sparge.call import Call
+from sparge.config import Dense
+from sparge.geometry import Shape
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+NAMES = ("hopper", "triton", "torch", "reference")
+"""Every backend, those that "auto" prefers first."""
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """Sizes below any of which dense attention is faster; ``scores`` counts them over all heads and the batch."""
+
+    keys: int
+    queries: int
+    scores: int
+
+    def is_above(self, heads: int, q_len: int, kv_len: int) -> bool:
+        """Whether a call is smaller; ``heads`` are those of the whole batch."""
+        return kv_len < self.keys or q_len < self.queries or heads * q_len * kv_len < self.scores
+
+
+class Backend(ABC):
+    """One way to compute sparse attention.
+
+    Attributes:
+        name: what a caller passes as ``backend=``.
+        summary: what it is, in a few words.
+        quantizations: those it has on some device; the others are refused.
+        crossover: the sizes from which on sparse attention pays, as measured.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    quantizations: ClassVar[tuple[str, ...]]
+    crossover: ClassVar[Crossover]
+
+    @abstractmethod
+    def missing(self, device: torch.device) -> str | None:
+        """What keeps it from serving a device, as "expected X, got Y"; None when nothing does."""
+
+    def passed_over(self, device: torch.device) -> str | None:
+        """Why "auto" does not take it on a device, None when it does. A backend may serve more than it is best for."""
+        return self.missing(device)
+
+    def quantization_missing(self, quantization: str, device: torch.device, *, has_mask: bool) -> str | None:  # noqa: ARG002
+        """What keeps it from a quantization on a device that it serves, as "expected X, got Y"."""
+        if quantization in self.quantizations:
+            return None
+        able = [repr(name) for name in NAMES if quantization in get(name).quantizations]
+        return f"expected backend {' or '.join(able)}, got {self.name!r}"
+
+    def fastest_quantization(self, device: torch.device, *, has_mask: bool) -> str:  # noqa: ARG002
+        """What "auto" means on a device."""
+        return "none"
+
+    def serving(self, call: Call, dtype: torch.dtype) -> Backend:  # noqa: ARG002
+        """The backend that really computes a call: this one, or one that it leaves some calls to."""
+        return self
+
+    @abstractmethod
+    def predict(self, query: Tensor, key: Tensor, call: Call) -> BlockMask:
+        """Stage 1: which blocks of the attention map to compute."""
+
+    @abstractmethod
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, call: Call, *, totals: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Stage 2: attention over the kept blocks.
+
+        Args:
+            totals: int64 (2,), to which the numbers of kept and of visible blocks are added.
+
+        Returns:
+            Output (B, H, Sq, Dv) in the query's dtype and natural-log LSE (B, H, Sq) float32.
+        """
+
+    def attention(
+        self, query: Tensor, key: Tensor, value: Tensor, call: Call, *, totals: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Both stages; a backend whose stages share passes over K does better than one after the other."""
+        return self.attend(query, key, value, self.predict(query, key, call), call, totals=totals)
+
+    def dense(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        call: Call,
+        *,
+        with_lse: bool,  # noqa: ARG002
+        may_use_torch: bool,  # noqa: ARG002
+    ) -> tuple[Tensor, Tensor]:
+        """Attention over every visible block.
+
+        Args:
+            with_lse: the LSE is read; else it may be anything.
+            may_use_torch: torch's own kernels may compute it where they are faster, since nobody named a backend.
+        """
+        everything = replace(call, sparsity=Dense(), always_keep=(), pv_threshold=None)
+        return self.attend(query, key, value, self.predict(query, key, everything), everything)
+
+
+def add_to_totals(totals: Tensor | None, mask: BlockMask) -> None:
+    """Count a mask's blocks (see `Backend.attend`)."""
+    if totals is not None:
+        totals.add_(torch.stack([mask.kv_num_blocks.sum(), mask.visible_num_blocks.sum()]))
+
+
+def get(name: str) -> Backend:
+    """The backend of a name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if name not in NAMES:
+        listed = ", ".join(map(repr, ("auto", *NAMES)))
+        raise ValueError(f"backend: expected one of {listed}, got {name!r}")
+    found = _LOADED.get(name)
+    if found is None:
+        found = _LOADED[name] = importlib.import_module(f"sparge.backends.{name}").BACKEND
+    return found
+
+
+_LOADED: dict[str, Backend] = {}
+
+
+def resolve(name: str, device: torch.device) -> str:
+    """The name of the backend that serves a device: the one that is named, or for "auto" the best.
+
+    Raises:
+        ValueError: unknown backend.
+        NotImplementedError: the backend cannot serve the device.
+    """
+    if name != "auto" and name not in NAMES:
+        get(name)
+    if device.type == "meta":
+        raise NotImplementedError(f"backend {name!r}: expected a device that holds data, got 'meta'")
+    if name == "auto":
+        return _best_for(device.type, device.index)
+    missing = _missing_on(name, device.type, device.index)
+    if missing is not None:
+        raise NotImplementedError(f"backend {name!r}: {missing}")
+    return name
+
+
+def explain(device: torch.device) -> str:
+    """Why "auto" takes the backend that it takes on a device: what it is, and why not the next better one."""
+    best = resolve("auto", device)
+    better = NAMES[: NAMES.index(best)]
+    reason = get(best).summary
+    if better and device.type != "cpu":
+        reason += f"; not {better[-1]!r}: {get(better[-1]).passed_over(device)}"
+    return reason
+
+
+def resolve_quantization(quantization: str, name: str, device: torch.device, *, has_mask: bool = False) -> str:
+    """ "auto" as the fastest quantization of a backend on a device, any other if the backend has it there.
+
+    Raises:
+        NotImplementedError: it has not.
+    """
+    if quantization == "auto":
+        return _fastest_quantization(name, device.type, device.index, has_mask)
+    missing = _quantization_missing(name, quantization, device.type, device.index, has_mask)
+    if missing is not None:
+        raise NotImplementedError(f"quantization {quantization!r}: {missing}")
+    return quantization
+
+
+def prefers_dense(shape: Shape, name: str) -> bool:
+    """Whether prediction would cost more than it saves at these sizes."""
+    return crossover_of(name).is_above(shape.batch * shape.heads, shape.q_len, shape.kv_len)
+
+
+def constant(function: Function) -> Function:
+    """Tell torch.compile that a function's result does not change: it is called, not traced.
+
+    torch.compiler's own decorator imports Triton.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@constant
+def _missing_on(name: str, device_type: str, index: int | None) -> str | None:
+    return get(name).missing(_device(device_type, index))
+
+
+@constant
+def _best_for(device_type: str, index: int | None) -> str:
+    device = _device(device_type, index)
+    return next(name for name in NAMES if get(name).passed_over(device) is None)
+
+
+@constant
+def crossover_of(name: str) -> Crossover:
+    """`Backend.crossover` of a backend by its name."""
+    return get(name).crossover
+
+
+@constant
+def crossover_for(device_type: str, index: int | None) -> Crossover:
+    """The crossover of the backend that "auto" takes on a device, looked up once."""
+    key = (device_type, index)
+    found = _CROSSOVERS.get(key)
+    if found is None:
+        found = _CROSSOVERS[key] = get(_best_for(device_type, index)).crossover
+    return found
+
+
+_CROSSOVERS: dict[tuple[str, int | None], Crossover] = {}
+
+
+@constant
+def _fastest_quantization(name: str, device_type: str, index: int | None, has_mask: bool) -> str:
+    return get(name).fastest_quantization(_device(device_type, index), has_mask=has_mask)
+
+
+@constant
+def _quantization_missing(
+    name: str, quantization: str, device_type: str, index: int | None, has_mask: bool
+) -> str | None:
+    return get(name).quantization_missing(quantization, _device(device_type, index), has_mask=has_mask)
+
+
+def _device(device_type: str, index: int | None) -> torch.device:
+    return torch.device(device_type) if index is None else torch.device(device_type, index)

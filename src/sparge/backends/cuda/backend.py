@@ -1,0 +1,99 @@
+"""What the GPU backends share as backends: the pipeline of stages, and what the device and Triton must offer.
+
+A backend adds its attention kernel (`CudaBackend.kernel`). Nothing of Triton is imported before a stage runs.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from sparge.backends.base import Backend, Crossover
+from sparge.backends.cuda.operands import Attend
+from sparge.block_mask import BlockMask
+from sparge.call import Call
+
+CAPABILITY = (8, 0)
+FP8_CAPABILITY = (8, 9)
+"""The first compute capability whose tensor cores multiply FP8 numbers."""
+OLDEST_TRITON = (3, 4)
+
+
+class CudaBackend(Backend):
+    """Stages in Triton, then the kernel of a tier."""
+
+    crossover = Crossover(keys=4096, queries=2048, scores=2**29)  # measured: docs/performance, "Crossover"
+
+    @abstractmethod
+    def kernel(self) -> Attend:
+        """What launches the tier's attention kernel, imported when it is asked for."""
+
+    def missing(self, device: torch.device) -> str | None:
+        return triton_missing(device)
+
+    def passed_over(self, device: torch.device) -> str | None:
+        if device.type != "cuda":  # an interpreter may serve a CPU, and is asked for by name
+            return f"expected a CUDA device, got {device.type!r}"
+        return self.missing(device)
+
+    def predict(self, query: Tensor, key: Tensor, call: Call) -> BlockMask:
+        from sparge.backends.cuda import pipeline
+
+        return pipeline.predict(query, key, call)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, call: Call, *, totals: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        from sparge.backends.cuda import pipeline
+
+        return pipeline.attention(query, key, value, mask, call, attend=self.kernel(), totals=totals)
+
+    def attention(
+        self, query: Tensor, key: Tensor, value: Tensor, call: Call, *, totals: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        from sparge.backends.cuda import pipeline
+
+        return pipeline.sparse_attention(query, key, value, call, attend=self.kernel(), totals=totals)
+
+    def dense(
+        self, query: Tensor, key: Tensor, value: Tensor, call: Call, *, with_lse: bool, may_use_torch: bool
+    ) -> tuple[Tensor, Tensor]:
+        from sparge.backends.cuda import dense, pipeline
+
+        if may_use_torch:
+            return dense.attention(query, key, value, call, attend=self.kernel(), with_lse=with_lse)
+        return pipeline.attention(query, key, value, None, call, attend=self.kernel())
+
+
+def triton_missing(device: torch.device) -> str | None:
+    """What keeps Triton's kernels from running on a device."""
+    try:
+        import triton
+    except ImportError as error:
+        return f"expected Triton to be installed, got {error!r}"
+    if device.type == "cpu":
+        from triton.runtime.interpreter import InterpretedFunction
+
+        from sparge.backends.cuda.primitives import is_finite
+
+        is_interpreted = isinstance(is_finite, InterpretedFunction)
+        return None if is_interpreted else "expected a CUDA device (or TRITON_INTERPRET=1), got 'cpu'"
+    if device.type != "cuda":
+        return f"expected a CUDA device, got {device.type!r}"
+    if torch.version.hip is not None:
+        return "expected an NVIDIA GPU, got ROCm (untested)"
+    if not hasattr(triton, "knobs"):
+        return f"expected Triton {_dotted(OLDEST_TRITON)} or newer, got {triton.__version__}"
+    return capability_missing(device, CAPABILITY)
+
+
+def capability_missing(device: torch.device, least: tuple[int, int]) -> str | None:
+    """Whether a CUDA device is older than a compute capability."""
+    found = torch.cuda.get_device_capability(device)
+    return None if found >= least else f"expected compute capability {_dotted(least)} or newer, got {_dotted(found)}"
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"

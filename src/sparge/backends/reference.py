@@ -1,0 +1,39 @@
+"""The specification (`sparge.reference`) as a backend: slow, exact, for tests and for trying things out."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparge import reference
+from sparge.backends.base import Backend, Crossover, add_to_totals
+from sparge.block_mask import BlockMask
+from sparge.call import Call
+
+
+class ReferenceBackend(Backend):
+    """Everything in float64, in loops. It is never taken unless it is named."""
+
+    name = "reference"
+    summary = "the specification, in loops"
+    quantizations = ("none", "int8_fp8", "int8_fp8_fast", "int8_fp16")
+    crossover = Crossover(keys=0, queries=0, scores=0)
+
+    def missing(self, device: torch.device) -> str | None:
+        return "expected a device with float64, got 'mps'" if device.type == "mps" else None
+
+    def passed_over(self, device: torch.device) -> str | None:  # noqa: ARG002
+        return "it is slow"
+
+    def predict(self, query: Tensor, key: Tensor, call: Call) -> BlockMask:
+        return reference.predict(query, key, call)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, call: Call, *, totals: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        add_to_totals(totals, mask)
+        result = reference.attention(query, key, value, mask, call)
+        return result.output.to(query.dtype), result.lse.float()
+
+
+BACKEND = ReferenceBackend()

@@ -1,0 +1,210 @@
+"""Sparse or dense, and why. The API, the integrations and the statistics all ask here; nobody else decides.
+
+    by_arguments    the caller's own words, and the sizes         asked by `api`
+    by_policy       a policy's rules, and the sizes               asked for each call of a model; reads no tensor
+    unsupported     what no sparse backend serves                 asked by `api`: raised, or run dense
+    foreign, unsupported_call, slow_mask, ambiguous_mask          the same for calls that SDPA would take
+
+Each answers with a `Reason`, or for unsupported calls an `Obstacle`, or None: the call is sparse. `count` tells
+`sparge.stats` about a call that runs dense.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
+
+from sparge.backends import base
+from sparge.config import Dense, Sparsity
+from sparge.derivatives import inside_autograd_function, needs_derivatives
+from sparge.geometry import Shape
+from sparge.stats import counters
+
+if TYPE_CHECKING:
+    from sparge.policy import Policy
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MIN_HEAD_DIM, MAX_HEAD_DIM = 8, 256
+
+
+class Reason(Enum):
+    """Why a call runs dense. The value is what `sparge.stats` shows, behind "dense: "."""
+
+    ASKED = "sparsity=Dense()"
+    CROSSOVER = "below the crossover"
+    UNSUPPORTED = "unsupported"
+    DECODE = "decode"
+    CROSS_ATTENTION = "cross-attention"
+    MIN_TOKENS = "fewer than min_tokens"
+    LAYER = "dense layer"
+    STEP = "dense step"
+    UNKNOWN_SCHEDULE = "dense step, the schedule is unknown"
+    NOTHING_VISIBLE = "nothing to see"
+    INSIDE_MODULE = "inside nn.MultiheadAttention"
+    OWN_ATTENTION = "the model's own attention"
+    NOT_SDPA = "not through SDPA"
+    CONTEXT_PARALLEL = "context parallel"
+
+
+def count(reason: Reason, layer: str | None = None, *, detail: str = "") -> None:
+    """Count a call that runs dense, for the layer that this thread is within or the one that is named.
+
+    In a compiled program nothing is counted here: a lock cannot be traced. (`ops` counts what becomes an operator.)
+    """
+    if not torch.compiler.is_compiling():
+        counters.record(f"dense: {reason.value} ({detail})" if detail else f"dense: {reason.value}", layer)
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """What keeps a call from being sparse: in a word for statistics, and as "expected X, got Y" for an error."""
+
+    word: str
+    message: str
+
+
+def by_arguments(shape: Shape, sparsity: Sparsity, quantization: str, backend: str, resolved: str) -> Reason | None:
+    """Why `sparge.attention` runs a call dense that it could run sparse.
+
+    Args:
+        backend: as the caller named it; a named one is never left for dense attention.
+        resolved: the backend that serves the call.
+    """
+    if isinstance(sparsity, Dense):
+        return Reason.ASKED
+    if backend == "auto" and quantization in ("auto", "none") and base.prefers_dense(shape, resolved):
+        return Reason.CROSSOVER
+    return None
+
+
+def by_policy(
+    policy: Policy,
+    device: torch.device,
+    heads: int,
+    q_len: int,
+    kv_len: int,
+    *,
+    is_self: bool | None,
+    is_language: bool,
+    is_cross: bool,
+    is_dense_layer: bool,
+) -> Reason | None:
+    """Why a policy has a call of a model run dense, wherever in a schedule it stands.
+
+    Args:
+        heads: those of the whole batch.
+        is_self: queries and keys are of one sequence; None judges by their lengths.
+        is_language: the tokens are text in order, so that fewer queries than keys are a chunk behind a prefix.
+        is_cross: the layer is known to be cross-attention.
+    """
+    if q_len == 1 and is_language:
+        return Reason.DECODE
+    if policy.self_attention_only:
+        of_one_sequence = (q_len == kv_len or is_language) if is_self is None else is_self
+        if is_cross or not of_one_sequence:
+            return Reason.CROSS_ATTENTION
+    if kv_len < policy.min_tokens or (q_len < policy.min_tokens and not is_language):
+        return Reason.MIN_TOKENS
+    if policy.backend == "auto" and device.type != "meta":
+        crossover = base.crossover_for(device.type, device.index)
+        if crossover.is_above(heads, q_len, kv_len):
+            return Reason.CROSSOVER
+    return Reason.LAYER if is_dense_layer else None
+
+
+def unsupported(shape: Shape, dropout_p: float, is_followed: bool) -> Obstacle | None:
+    """What keeps every sparse backend from a call; ``is_followed`` says that somebody wants its derivatives.
+
+    Raises:
+        TypeError, ValueError: dropout_p is no probability.
+    """
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
+        raise TypeError(f"dropout_p: expected a number, got {type(dropout_p).__name__}")
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"dropout_p: expected a value in [0, 1], got {dropout_p}")
+    if dropout_p > 0:
+        return Obstacle("dropout", f"dropout_p: expected 0.0 (sparse attention has no dropout), got {dropout_p}")
+    if is_followed:
+        return Obstacle(
+            "gradients",
+            "expected inputs without gradients (sparse attention has no derivatives; use torch.no_grad() or "
+            "detach()), got requires_grad=True under autograd, or tangents of forward-mode AD",
+        )
+    return _head_dims(shape.head_dim, shape.value_dim)
+
+
+def _head_dims(head_dim: int, value_dim: int) -> Obstacle | None:
+    for name, size in (("head_dim", head_dim), ("value head_dim", value_dim)):
+        if not MIN_HEAD_DIM <= size <= MAX_HEAD_DIM:
+            message = f"{name}: expected a value in [{MIN_HEAD_DIM}, {MAX_HEAD_DIM}], got {size}"
+            return Obstacle(f"{name} {size}", message)
+    return None
+
+
+def foreign(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> str | None:
+    """What keeps a call from being looked at: its tensors are not plain ones with numbers in them."""
+    if query.is_nested or key.is_nested or value.is_nested:
+        return "nested tensors"
+    if query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
+        return f"{query.ndim} dimensions"
+    if any(type(tensor) is not Tensor for tensor in (query, key, value)):
+        return "tensor subclass"
+    if attn_mask is not None and type(attn_mask) not in (Tensor, nn.Parameter):
+        return "mask of a tensor subclass"
+    if not torch.compiler.is_compiling() and any(map(is_functorch_wrapped_tensor, (query, key, value))):
+        return "a transform of torch.func"
+    if key.device != query.device or value.device != query.device or query.device.type == "meta":
+        return "devices"
+    if attn_mask is not None and attn_mask.device != query.device:
+        return "devices"
+    return None
+
+
+def unsupported_call(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, enable_gqa: bool
+) -> str | None:
+    """What keeps a call that SDPA would take from being sparse, or SDPA from taking it; it raises its own errors."""
+    if query.dtype not in DTYPES or key.dtype != query.dtype or value.dtype != query.dtype:
+        return f"{query.dtype}".removeprefix("torch.") if query.dtype not in DTYPES else "several dtypes"
+    batch, heads, _, head_dim = query.shape
+    obstacle = _head_dims(head_dim, value.shape[3])
+    if obstacle is not None:
+        return obstacle.word
+    fits = key.shape[0] == batch and key.shape[3] == head_dim and value.shape[:3] == key.shape[:3]
+    groups = key.shape[1] == heads or (enable_gqa and heads % key.shape[1] == 0)
+    if not (fits and groups) or 0 in query.shape or 0 in key.shape:
+        return "shapes"
+    if dropout_p:
+        return "dropout"
+    if needs_derivatives(query, key, value, attn_mask):
+        return "gradients"
+    if inside_autograd_function():
+        return "inside an autograd function, as reentrant checkpoints are"
+    if attn_mask is not None and attn_mask.dtype not in (torch.bool, *DTYPES):
+        return f"mask of {attn_mask.dtype}"
+    return None
+
+
+def slow_mask(attn_mask: Tensor) -> str | None:
+    """Masks whose reading costs a GPU more than sparsity saves (docs/performance, "Masks in models")."""
+    if attn_mask.ndim >= 2 and attn_mask.shape[-2] > 1:
+        return "mask with an entry per query"
+    return None if attn_mask.dtype == torch.bool else "additive mask"
+
+
+def ambiguous_mask(attn_mask: Tensor) -> str | None:
+    """Rows of lowest numbers alone: SDPA weighs the keys they are on as if they were 0, `sparge.attention` hides them.
+
+    To know of them the mask is read, which neither a GPU's queue nor a compiled program allows.
+    """
+    if attn_mask.dtype == torch.bool:
+        return None
+    if attn_mask.device.type != "cpu" or torch.compiler.is_compiling():
+        return "additive mask"
+    lowest = torch.finfo(attn_mask.dtype).min
+    return "mask with rows of its lowest number" if bool((attn_mask.amax(-1) == lowest).any()) else None

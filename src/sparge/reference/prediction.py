@@ -1,0 +1,310 @@
+"""Stage 1: which blocks of the attention map to compute.
+
+    pool, self_similarity -> SCORES -> block_probabilities -> forced_blocks, SELECTIONS -> BlockMask
+
+A new score is a function in `SCORES`, a new selection rule one in `SELECTIONS`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparge.block_mask import BlockMask
+from sparge.call import Call
+from sparge.config import ROUNDING_GUARD, Dense, Mean, Moment, Score, Selection, TopCdf, TopK
+from sparge.geometry import BLOCK_K, BLOCK_Q, Shape
+from sparge.reference.shared import element_mask, of_head, smooth_key, visible_blocks, visible_keys
+
+
+def smooth_key_for_similarity(key: Tensor, keys_seen: Tensor, is_causal: bool) -> Tensor:
+    """The keys whose self-similarity is taken: smoothed, and without a look at the future.
+
+    The mean over all tokens lets one late outlier decide whether early tokens agree. In causal attention each block is
+    therefore smoothed by the mean of the tokens up to its own end.
+    """
+    if not is_causal:
+        return smooth_key(key, keys_seen)[0]
+    ends = [min(start + BLOCK_K, key.shape[2]) for start in range(0, key.shape[2], BLOCK_K)]
+    parts = [smooth_key(key[:, :, :end], keys_seen[:, :, :end])[0] for end in ends]
+    return torch.cat([part[:, :, index * BLOCK_K :] for index, part in enumerate(parts)], 2)
+
+
+def token_blocks(tokens: Tensor, seen: Tensor, block: int) -> Iterator[Tensor]:
+    """The visible tokens of each block of one head: (S, D), (S,) -> blocks of (n <= block, D)."""
+    for part, part_seen in zip(tokens.split(block), seen.split(block), strict=True):
+        yield part[part_seen]
+
+
+def pool(tokens: Tensor, seen: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Mean and (population) variance per channel of each block: two tensors of shape (blocks, D)."""
+    means, variances = [], []
+    for part in token_blocks(tokens, seen, block):
+        empty = len(part) == 0
+        mean = torch.zeros_like(tokens[0]) if empty else part.mean(0)
+        means.append(mean)
+        variances.append(torch.zeros_like(mean) if empty else (part - mean).square().mean(0))
+    return torch.stack(means), torch.stack(variances)
+
+
+def self_similarity(tokens: Tensor, seen: Tensor, block: int) -> Tensor:
+    """Mean cosine over all pairs of tokens of each block, (blocks,), in [0, 1]: |mean of the unit vectors|^2."""
+    result = []
+    for part in token_blocks(tokens, seen, block):
+        units = torch.nn.functional.normalize(part, dim=-1)
+        result.append(units.mean(0).square().sum() if len(part) else units.new_zeros(()))
+    return torch.stack(result)
+
+
+def sample_queries(seen: Tensor, samples: int) -> Tensor:
+    """Positions of ``samples`` evenly spaced visible queries per block: (Sq,) bool -> (q_blocks, samples).
+
+    With n visible queries in a block, sample s is the floor((2 s + 1) n / (2 samples))-th of them; a block without
+    any samples its first query (its row sees nothing anyway).
+    """
+    picks = []
+    for block_index, part in enumerate(seen.split(BLOCK_Q)):
+        positions = part.nonzero().flatten().tolist() or [0]
+        ranks = [(2 * s + 1) * len(positions) // (2 * samples) for s in range(samples)]
+        picks.append([block_index * BLOCK_Q + positions[rank] for rank in ranks])
+    return torch.tensor(picks, device=seen.device)
+
+
+def log_mean_exp(bias: Tensor, allowed: Tensor) -> Tensor:
+    """log of the mean of exp(bias) over the allowed elements, 0 without any: what a bias adds to a block's worth."""
+    if not allowed.any():
+        return bias.new_zeros(())
+    return bias[allowed].logsumexp(0) - math.log(int(allowed.sum()))
+
+
+@dataclass(frozen=True)
+class HeadSummary:
+    """What a score knows of one head.
+
+    Attributes:
+        query: (Sq, D); queries_seen: (Sq,), which of them see a key.
+        key_means, key_variances: (kv_blocks, D).
+        allowed, bias: (Sq, Sk), the masks.
+    """
+
+    query: Tensor
+    queries_seen: Tensor
+    key_means: Tensor
+    key_variances: Tensor
+    scale: float
+    allowed: Tensor
+    bias: Tensor
+
+
+def score_mean(head: HeadSummary, score: Score) -> Tensor:  # noqa: ARG001
+    """The paper's compressed scores of one head, (q_blocks, 1, kv_blocks): mean q . mean k * scale + bias."""
+    query_means, _ = pool(head.query, head.queries_seen, BLOCK_Q)
+    scores = query_means @ head.key_means.mT * head.scale
+    rows = zip(head.allowed.split(BLOCK_Q), head.bias.split(BLOCK_Q), strict=True)
+    for i, (allowed_row, bias_row) in enumerate(rows):
+        tiles = zip(allowed_row.split(BLOCK_K, -1), bias_row.split(BLOCK_K, -1), strict=True)
+        scores[i] += torch.stack([log_mean_exp(bias_tile, seen) for seen, bias_tile in tiles])
+    return scores[:, None]
+
+
+def score_moment(head: HeadSummary, score: Score) -> Tensor:
+    """Second-order scores of sampled queries of one head, (q_blocks, samples, kv_blocks).
+
+    log mean_k exp(scale q.k + bias) ~ scale q.mean + scale^2 / 2 (q^2).variance + log mean exp(bias)
+    """
+    assert isinstance(score, Moment)
+    picks = sample_queries(head.queries_seen, score.samples)  # [q_blocks, samples]
+    queries, allowed, bias = head.query[picks], head.allowed[picks], head.bias[picks]
+    scores = queries @ head.key_means.mT * head.scale
+    scores = scores + queries.square() @ head.key_variances.mT * (head.scale**2 / 2)
+    for i in range(scores.shape[0]):
+        for s in range(scores.shape[1]):
+            tiles = zip(allowed[i, s].split(BLOCK_K), bias[i, s].split(BLOCK_K), strict=True)
+            scores[i, s] += torch.stack([log_mean_exp(bias_tile, seen) for seen, bias_tile in tiles])
+    return scores
+
+
+SCORES: dict[type[Score], Callable[[HeadSummary, Score], Tensor]] = {Mean: score_mean, Moment: score_moment}
+"""Scores of one head, (q_blocks, queries, kv_blocks): as many queries of a block as the score looks at."""
+
+
+def block_probabilities(scores: Tensor, eligible: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax of each query's scores over the eligible blocks, averaged over the queries.
+
+    Args:
+        scores: (q_blocks, queries, kv_blocks).
+        eligible: (q_blocks, kv_blocks), visible blocks that a summary can speak for.
+
+    Returns:
+        Probabilities (q_blocks, kv_blocks) and a bool tensor of the same shape that marks blocks whose score is not
+        finite: these take no part in the softmax and are always kept, so that NaN and Inf reach the output.
+    """
+    broken = ~scores.isfinite() & eligible[:, None]
+    scores = scores.masked_fill(broken | ~eligible[:, None], -math.inf)
+    probabilities = scores.softmax(-1).nan_to_num(0.0)  # a row of -inf only has no probabilities
+    return probabilities.mean(1), broken.any(1)
+
+
+def forced_blocks(call: Call, visible: Tensor) -> Tensor:
+    """Blocks kept whatever their score, (q_blocks, kv_blocks): sink, diagonal and the caller's key ranges.
+
+    The sink is the first block any query sees (``visible`` is (q_blocks, kv_blocks)): block 0, or what comes after
+    padding on the left.
+    """
+    shape, rule = call.shape, call.selection
+    forced = torch.zeros(shape.q_blocks, shape.kv_blocks, dtype=torch.bool)
+    if rule.keeps_sink(call.is_causal):
+        seen = visible.any(0).nonzero()
+        forced[:, seen[:1]] = True
+    for i in range(shape.q_blocks):
+        first = i * BLOCK_Q + shape.causal_offset
+        last = min((i + 1) * BLOCK_Q, shape.q_len) - 1 + shape.causal_offset
+        for j in range(shape.kv_blocks):
+            if rule.keeps_diagonal(call.is_causal) and j * BLOCK_K <= last and first < (j + 1) * BLOCK_K:
+                forced[i, j] = True
+            if any(start < (j + 1) * BLOCK_K and j * BLOCK_K < stop for start, stop in call.always_keep):
+                forced[i, j] = True
+    return forced
+
+
+def unfinished_blocks(shape: Shape, is_causal: bool) -> Tensor:
+    """Blocks that hold keys after the row's last query, (q_blocks, kv_blocks).
+
+    Their summary knows the future, so they are kept without a score. They exist only when S_k - S_q is no multiple of
+    the key block, and then lie on the diagonal.
+    """
+    unfinished = torch.zeros(shape.q_blocks, shape.kv_blocks, dtype=torch.bool)
+    for i in range(shape.q_blocks if is_causal else 0):
+        last = min((i + 1) * BLOCK_Q, shape.q_len) - 1 + shape.causal_offset
+        for j in range(shape.kv_blocks):
+            unfinished[i, j] = j * BLOCK_K <= last < min((j + 1) * BLOCK_K, shape.kv_len) - 1
+    return unfinished
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the block map, as a selection rule sees it; all tensors are (kv_blocks,).
+
+    Attributes:
+        probabilities: the share of the row's attention that each block is expected to hold.
+        visible: blocks that some query of the row may see.
+        forced: those kept whatever their score.
+        candidates: visible blocks that a rule chooses from, in ascending order.
+    """
+
+    probabilities: Tensor
+    visible: Tensor
+    forced: Tensor
+    candidates: list[int]
+
+    def best(self, count: int) -> list[int]:
+        """So many candidates: forced ones first, then falling probability, ties to the lower index."""
+        return sorted(self.candidates, key=lambda j: (not self.forced[j], -float(self.probabilities[j]), j))[:count]
+
+
+def topk_budget(topk: float, visible: int, min_blocks: int) -> int:
+    """Blocks a row keeps: ceil(topk * visible), at least ``min_blocks`` and one, at most what it sees.
+
+    The share is lowered by a little (`ROUNDING_GUARD`) so that rounding (.1 in fp32 times 1280) does not add a block.
+    """
+    share = math.ceil(topk * visible * ROUNDING_GUARD)
+    return min(max(share, min_blocks, 1), visible)
+
+
+def select_topk(row: Row, share: float) -> list[int]:
+    """The best share of the visible blocks, rounded up."""
+    return row.best(topk_budget(share, int(row.visible.sum()), 0))
+
+
+def select_topcdf(row: Row, mass: float) -> list[int]:
+    """The most probable candidates until their sum reaches ``mass``, the crossing one included; all for a mass of 1."""
+    kept, covered = [], 0.0
+    for j in sorted(row.candidates, key=lambda j: (-float(row.probabilities[j]), j)):
+        if covered >= mass and mass < 1:
+            break
+        kept.append(j)
+        covered += float(row.probabilities[j])
+    return kept
+
+
+SELECTIONS: dict[type[Selection], Callable[[Row, float], list[int]]] = {TopK: select_topk, TopCdf: select_topcdf}
+"""Which candidates of a row a rule keeps, given its amount; the floor and the forced blocks are added to them."""
+
+
+def select_row(
+    rule: Selection, amount: float, probabilities: Tensor, visible: Tensor, forced: Tensor, dissimilar: Tensor
+) -> Tensor:
+    """The kept blocks of one row; all tensors and the result have shape (kv_blocks,).
+
+    Forced blocks count towards the floor; dissimilar ones are kept on top of it.
+    """
+    candidates = [j for j in range(len(visible)) if visible[j] and not dissimilar[j]]
+    row = Row(probabilities, visible, forced, candidates)
+    kept = (forced | dissimilar) & visible
+    kept[row.best(topk_budget(0.0, int(visible.sum()), rule.min_blocks))] = True
+    kept[SELECTIONS[type(rule)](row, amount)] = True
+    return kept
+
+
+def predict(query: Tensor, key: Tensor, call: Call) -> BlockMask:
+    """Stage 1: which blocks of the attention map to compute."""
+    shape, is_causal = call.shape, call.is_causal
+    masks = element_mask(call, query.device)
+    visible = visible_blocks(masks.allowed)
+
+    def finish(dense: Tensor) -> BlockMask:
+        return BlockMask.from_dense(dense, q_len=shape.q_len, kv_len=shape.kv_len, is_causal=is_causal, visible=visible)
+
+    if isinstance(call.sparsity, Dense):
+        return finish(visible)
+
+    rule = call.selection
+    query, key = query.double(), key.double()
+    keys_seen = visible_keys(masks.allowed, shape.kv_heads)
+    queries_seen = masks.allowed.any(3)
+    smoothed = smooth_key_for_similarity(key, keys_seen, is_causal)
+    unfinished = unfinished_blocks(shape, is_causal).to(query.device)
+    kept = torch.zeros_like(visible)
+    for b in range(shape.batch):
+        for h in range(shape.heads):
+            kv = h // shape.group
+            dissimilar = _dissimilar_blocks(
+                self_similarity(query[b, h], queries_seen[b, h], BLOCK_Q),
+                self_similarity(smoothed[b, kv], keys_seen[b, kv], BLOCK_K),
+                of_head(rule.similarity_threshold, h, shape),
+            )
+            dissimilar = dissimilar & ~unfinished  # whether such a block takes a place must not depend on its keys
+            head = HeadSummary(
+                query[b, h],
+                queries_seen[b, h],
+                *pool(key[b, kv], keys_seen[b, kv], BLOCK_K),
+                call.scale,
+                masks.allowed[b, h],
+                masks.bias[b, h],
+            )
+            scores = SCORES[type(call.score)](head, call.score)
+            probabilities, broken = block_probabilities(scores, visible[b, h] & ~dissimilar & ~unfinished)
+            forced = forced_blocks(call, visible[b, h]).to(query.device) | unfinished
+            amount = of_head(rule.amount, h, shape)
+            assert amount is not None
+            for i in range(shape.q_blocks):
+                kept[b, h, i] = select_row(
+                    rule, amount, probabilities[i], visible[b, h, i], forced[i] | broken[i], dissimilar[i]
+                )
+    return finish(kept)
+
+
+def _dissimilar_blocks(query_similarity: Tensor, key_similarity: Tensor, threshold: float | None) -> Tensor:
+    """(q_blocks, kv_blocks): rows and columns whose tokens agree too little for a summary to speak for them."""
+    if threshold is None:
+        return torch.zeros(
+            len(query_similarity),
+            len(key_similarity),
+            dtype=torch.bool,
+            device=key_similarity.device,
+        )
+    return (query_similarity < threshold)[:, None] | (key_similarity < threshold)

@@ -1,0 +1,65 @@
+"""What both stages use: which keys each query sees and what is added to its scores, smoothed keys, numbers per head."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparge.call import Call
+from sparge.config import per_head
+from sparge.geometry import BLOCK_K, BLOCK_Q, Shape
+from sparge.visibility import allowed_elements
+
+
+class ElementMask(NamedTuple):
+    """Both tensors are (B, H, Sq, Sk): which keys a query sees, and what is added to the scores."""
+
+    allowed: Tensor
+    bias: Tensor
+
+
+def element_mask(call: Call, device: torch.device) -> ElementMask:
+    """Combine bottom-right causality with a boolean or additive mask."""
+    shape, attn_mask = call.shape, call.attn_mask
+    full = (shape.batch, shape.heads, shape.q_len, shape.kv_len)
+    allowed = torch.ones(full, dtype=torch.bool, device=device)
+    bias = torch.zeros(full, dtype=torch.float64, device=device)
+    if call.is_causal:
+        queries = torch.arange(shape.q_len, device=device)[:, None] + shape.causal_offset
+        allowed &= torch.arange(shape.kv_len, device=device) <= queries
+    if attn_mask is not None:
+        allowed &= allowed_elements(attn_mask)
+        if attn_mask.dtype != torch.bool:
+            bias = torch.where(allowed, attn_mask.double(), 0.0)
+    return ElementMask(allowed, bias)
+
+
+def visible_blocks(allowed: Tensor) -> Tensor:
+    """(B, H, Sq, Sk) -> (B, H, q_blocks, kv_blocks): some query of the block sees some key of the block."""
+    rows = [
+        torch.stack([tile.any(-1).any(-1) for tile in row.split(BLOCK_K, dim=3)], -1)
+        for row in allowed.split(BLOCK_Q, dim=2)
+    ]
+    return torch.stack(rows, 2)
+
+
+def visible_keys(allowed: Tensor, kv_heads: int) -> Tensor:
+    """(B, Hkv, Sk): keys that some query of some head of the group sees."""
+    return allowed.any(2).unflatten(1, (kv_heads, -1)).any(2)
+
+
+def smooth_key(key: Tensor, keys_seen: Tensor) -> tuple[Tensor, Tensor]:
+    """Subtract the per-channel mean over the visible, finite tokens; returns (smoothed, mean (B, Hkv, 1, D)).
+
+    Softmax does not change: q . (k - mean) differs from q . k by the same number for every key.
+    """
+    usable = keys_seen[..., None] & key.isfinite().all(-1, keepdim=True)
+    count = usable.sum(2, keepdim=True).clamp(min=1)
+    mean = torch.where(usable, key, 0.0).sum(2, keepdim=True) / count
+    return torch.where(keys_seen[..., None], key - mean, 0.0), mean
+
+
+def of_head(value: float | Tensor | None, head: int, shape: Shape) -> float | None:
+    return None if value is None else float(per_head(value, shape.heads, torch.device("cpu"))[head])

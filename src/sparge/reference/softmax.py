@@ -1,0 +1,191 @@
+"""Stage 2: online softmax over the kept blocks, in 8 bits where the call says so, with skipping and LSE."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparge.block_mask import BlockMask
+from sparge.call import Call
+from sparge.eight_bits import (
+    FP8_MAX,
+    FP8_RANGE,
+    FP16_ROOM,
+    MIXED,
+    REACH,
+    balance,
+    fp8_from_log2,
+    fp8_tensor_core,
+    key_scales,
+    mix,
+    quantize_fp8,
+    quantize_int8,
+    query_scales,
+    to_fp8,
+    to_fp16,
+)
+from sparge.geometry import BLOCK_K, BLOCK_Q, ROW_GROUP
+from sparge.reference.shared import element_mask, of_head, smooth_key, visible_keys
+
+Accumulation = Literal["two_level", "single_level"]
+FP8_MODES = ("int8_fp8", "int8_fp8_fast")
+
+
+class AttentionResult(NamedTuple):
+    """``output`` (B, H, Sq, Dv) and ``lse`` (B, H, Sq), float64; ``pv_skipped`` (B, H, q_blocks): 64-row products."""
+
+    output: Tensor
+    lse: Tensor
+    pv_skipped: Tensor
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: BlockMask,
+    call: Call,
+    *,
+    accumulation: Accumulation = "two_level",
+) -> AttentionResult:
+    """Stage 2 and the output: online softmax over the kept blocks of every row.
+
+    Args:
+        mask: kept blocks.
+        call: its quantization is "none", "int8_fp8" (INT8 Q K^T, FP8 P V), "int8_fp8_fast" (the same with P straight
+            from the scores, see `fp8_from_log2`) or "int8_fp16" (INT8 Q K^T, FP16 P V).
+        accumulation: "two_level" gives every tile of 64 keys a fresh FP8 accumulator; "single_level" keeps one for
+            the whole row, which is how accuracy is lost.
+    """
+    shape, scale, quantization = call.shape, call.scale, call.quantization
+    masks = element_mask(call, query.device)
+    keys_seen = visible_keys(masks.allowed, shape.kv_heads)
+    query, key, value = query.double(), key.double(), value.double()
+    query = torch.where(masks.allowed.any(3, keepdim=True), query, 0.0)
+    key = torch.where(keys_seen[..., None], key, 0.0)
+    value = torch.where(keys_seen[..., None], value, 0.0)
+    mean_score = torch.zeros_like(query[..., 0])
+    if call.is_quantized:
+        key, key_mean = smooth_key(key, keys_seen)
+        mean_score = scale * (query @ key_mean.repeat_interleave(shape.group, 1).mT).squeeze(-1)
+        factors = balance(query, key, keys_seen)
+        query, key = mix(query * factors.repeat_interleave(shape.group, 1)) * MIXED, mix(key / factors)
+
+    kept = mask.to_dense()
+    output = torch.zeros(*query.shape[:3], shape.value_dim, dtype=torch.float64, device=query.device)
+    lse = torch.full(query.shape[:3], -math.inf, dtype=torch.float64, device=query.device)
+    skipped = torch.zeros(kept.shape[:3], dtype=torch.int64, device=query.device)
+    for b in range(shape.batch):
+        for h in range(shape.heads):
+            kv = h // shape.group
+            head = _Head(query[b, h], key[b, kv], value[b, kv], scale, quantization, accumulation)
+            threshold = of_head(call.pv_threshold, h, shape)
+            for first in range(0, shape.q_len, ROW_GROUP):
+                rows = slice(first, min(first + ROW_GROUP, shape.q_len))
+                i = first // BLOCK_Q
+                columns = kept[b, h, i].nonzero().flatten().tolist()
+                result = head.attend(rows, columns, masks.allowed[b, h], masks.bias[b, h], threshold)
+                output[b, h, rows], lse[b, h, rows] = result.output, result.lse
+                skipped[b, h, i] += int(result.pv_skipped)
+    return AttentionResult(output, lse + mean_score, skipped)
+
+
+class _Head:
+    """One head's operands, quantised as asked, and the online softmax over them."""
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        quantization: str,
+        accumulation: Accumulation,
+    ) -> None:
+        self.query, self.key, self.value = query, key, value
+        self.query_scale, self.key_scale = torch.ones_like(query[:, :1]), torch.ones_like(key[:, :1])
+        self.value_scale = torch.ones_like(value[:1])
+        self.scale, self.quantization, self.accumulation = scale, quantization, accumulation
+        if quantization != "none":
+            self.query_scale, self.key_scale = query_scales(query), key_scales(key)
+            self.query = quantize_int8(query, self.query_scale).double()
+            self.key = quantize_int8(key, self.key_scale).double()
+        self.fp8_values = quantization in FP8_MODES
+        if self.fp8_values:
+            self.value, self.value_scale = quantize_fp8(value)
+        elif quantization == "int8_fp16":
+            self.value = to_fp16(value)
+
+    def attend(
+        self,
+        rows: slice,
+        columns: list[int],
+        allowed: Tensor,
+        bias: Tensor,
+        threshold: float | None,
+    ) -> AttentionResult:
+        """Attention of up to 64 rows (one skipping group) to the given key blocks, in order.
+
+        Sums count in units of exp(top). FP8 holds 15 octaves, fewer than lie between a sink and a long tail, so that
+        ``top`` is the maximum of the latest tile alone; else it is that of the row. See `_parts`.
+        """
+        count = rows.stop - rows.start
+        running_max = top = self.query.new_full((count, 1), -math.inf)
+        row_sum = self.query.new_zeros(count, 1)
+        accumulator = self.query.new_zeros(count, self.value.shape[1])
+        skipped = 0
+        for j in columns:
+            keys = slice(j * BLOCK_K, min((j + 1) * BLOCK_K, len(self.key)))
+            scores = self._scores(rows, keys) + bias[rows, keys]
+            scores = scores.masked_fill(~allowed[rows, keys], -math.inf)
+            local_max = scores.amax(1, keepdim=True)
+            new_max = torch.maximum(running_max, local_max)
+            gap = torch.where(local_max == -math.inf, -math.inf, local_max - new_max)
+            if threshold is not None and bool((gap < threshold).all()):
+                skipped += 1
+                continue
+            for part, new_top in self._parts(scores, local_max, new_max):
+                shift = new_top.masked_fill(new_top == -math.inf, 0.0)
+                decay = (top - shift).exp()
+                probability = self._probabilities(part - shift)
+                row_sum = row_sum * decay + probability.sum(1, keepdim=True)
+                accumulator = self._accumulate(accumulator * decay, probability, self.value[keys])
+                top = new_top
+            running_max = new_max
+        unit = FP8_MAX if self.fp8_values else 1.0
+        nothing = row_sum == 0
+        output = accumulator / (unit * row_sum.masked_fill(nothing, 1.0)) * self.value_scale
+        lse = (top + row_sum.log()).squeeze(1)
+        return AttentionResult(torch.where(nothing, 0.0, output), lse, torch.tensor(skipped))
+
+    def _parts(self, scores: Tensor, local_max: Tensor, new_max: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """A tile's scores, and what their P counts from: in two parts, the lower first, where FP8 cannot hold both."""
+        if not self.fp8_values:
+            return [(scores, new_max)]
+        top = torch.maximum(local_max, new_max - REACH * math.log(2.0))
+        edge = top - FP8_RANGE * math.log(2.0)
+        lower, upper = scores.masked_fill(scores > edge, -math.inf), scores.masked_fill(scores <= edge, -math.inf)
+        has_lower = bool((lower > -math.inf).any())
+        return [(lower, edge), (upper, top)] if has_lower else [(scores, top)]
+
+    def _scores(self, rows: slice, keys: slice) -> Tensor:
+        return self.query[rows] @ self.key[keys].mT * self.query_scale[rows] * self.key_scale[keys].mT * self.scale
+
+    def _probabilities(self, log_probability: Tensor) -> Tensor:
+        if self.quantization == "int8_fp8_fast":
+            return fp8_from_log2(log_probability / math.log(2.0)) / FP8_MAX
+        return log_probability.exp()
+
+    def _accumulate(self, accumulator: Tensor, probability: Tensor, value: Tensor) -> Tensor:
+        """P V of one tile. The FP8 accumulator carries P's factor of 448."""
+        if self.quantization == "int8_fp16":
+            return accumulator + to_fp16(probability * 2**FP16_ROOM) / 2**FP16_ROOM @ value
+        if self.quantization == "none":
+            return accumulator + probability @ value
+        codes = to_fp8(probability * FP8_MAX)
+        if self.accumulation == "single_level":
+            return fp8_tensor_core(codes, value, accumulator)
+        return accumulator + fp8_tensor_core(codes, value, torch.zeros_like(accumulator))
