@@ -97,11 +97,11 @@ def _consume(
             row_unit = _row_unit(PART, work, scales, sizes, scale, FORM)
 
 
-@jit(do_not_specialize=["heads", "group", "q_len", "kv_len", "q_blocks", "kv_blocks", "works"])
+@jit(do_not_specialize=["scale", "heads", "group", "q_len", "kv_len", "q_blocks", "kv_blocks", "works"])
 def attention_kernel(
-    query_tiles,
-    key_tiles,
-    value_tiles,
+    query_desc,
+    key_desc,
+    value_desc,
     query_scale_ptr,
     key_scale_ptr,
     value_scale_ptr,
@@ -130,13 +130,13 @@ def attention_kernel(
     if FORM.peaks == "asked":
         declare_far()
     query_smem = gl.allocate_shared_memory(
-        query_tiles.dtype, [FORM.rows_ahead * FORM.chunks, BLOCK_Q, FORM.chunk], FORM.key_tile
+        query_desc.dtype, [FORM.rows_ahead * FORM.chunks, BLOCK_Q, FORM.chunk], FORM.key_tile
     )
     key_smem = gl.allocate_shared_memory(
-        key_tiles.dtype, [FORM.stages * FORM.chunks * FORM.blocks, BLOCK_K, FORM.chunk], FORM.key_tile
+        key_desc.dtype, [FORM.stages * FORM.chunks * FORM.blocks, BLOCK_K, FORM.chunk], FORM.key_tile
     )
     value_smem = gl.allocate_shared_memory(
-        value_tiles.dtype,
+        value_desc.dtype,
         [FORM.stages * FORM.blocks * FORM.value_copies, FORM.value_rows, FORM.value_columns],
         FORM.value_tile,
     )
@@ -163,7 +163,7 @@ def attention_kernel(
     fence_async_shared()
     barrier()
 
-    tiles = (query_tiles, key_tiles, value_tiles)
+    tiles = (query_desc, key_desc, value_desc)
     buffers = (query_smem, key_smem, value_smem, unit_smem, block_smem, kind_smem, work_smem)
     barriers = (query_full, query_free, full, free)
     sizes = (heads, group, q_len, kv_len, q_blocks, kv_blocks, works)

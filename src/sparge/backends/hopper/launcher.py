@@ -80,9 +80,9 @@ def attend(
     launch(
         attention_kernel,
         min(works, _multiprocessors(query.device.type, query.device.index)),
-        query_tiles=_tiles(query, geometry.BLOCK_Q, form.chunk, form.key_tile),
-        key_tiles=_tiles(key, geometry.BLOCK_K, form.chunk, form.key_tile),
-        value_tiles=_tiles(value, form.value_rows, form.value_columns, form.value_tile),
+        query_desc=_tiles(query, geometry.BLOCK_Q, form.chunk, form.key_tile),
+        key_desc=_tiles(key, geometry.BLOCK_K, form.chunk, form.key_tile),
+        value_desc=_tiles(value, form.value_rows, form.value_columns, form.value_tile),
         query_scale_ptr=operands.query_scale,
         key_scale_ptr=operands.key_scale,
         value_scale_ptr=operands.value_scale,

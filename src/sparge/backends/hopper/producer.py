@@ -61,7 +61,7 @@ def produce(
     FORM: gl.constexpr,
 ):
     """Whoever is done takes the next row, so that rows of any length keep all programs busy."""
-    query_tiles, key_tiles, value_tiles = tiles
+    query_desc, key_desc, value_desc = tiles
     query_smem, key_smem, value_smem, unit_smem, block_smem, kind_smem, work_smem = buffers
     query_full, query_free, full, free = barriers
     heads, group_size, q_len, kv_len, q_blocks, kv_blocks, works = sizes
@@ -95,7 +95,7 @@ def produce(
         mbarrier.expect(query_full.index(slot), FORM.query_bytes)
         for c in gl.static_range(chunks):
             query_buffer = query_smem.index(slot * chunks + c)
-            _copy(query_tiles, batch, head, q_block * BLOCK_Q, c * FORM.chunk, query_buffer, query_full.index(slot))
+            _copy(query_desc, batch, head, q_block * BLOCK_Q, c * FORM.chunk, query_buffer, query_full.index(slot))
         row_turn += 1
         following = gl.num_programs(0) + gl.atomic_add(taken_ptr, 1, sem="relaxed")
 
@@ -140,15 +140,15 @@ def produce(
                 block = gl.sum(gl.where(places == b, listed, 0), 0)
                 for c in gl.static_range(chunks):
                     key_buffer = key_smem.index((stage * chunks + c) * blocks + b)
-                    _copy(key_tiles, batch, kv_head, block * BLOCK_K, c * FORM.chunk, key_buffer, landed)
+                    _copy(key_desc, batch, kv_head, block * BLOCK_K, c * FORM.chunk, key_buffer, landed)
                 for c in gl.static_range(value_copies):
                     value_buffer = value_smem.index((stage * blocks + b) * value_copies + c)
                     if FORM.fp8_values:
                         channel = value_slice * FORM.value_dim
-                        _copy(value_tiles, batch, kv_head, channel, block * BLOCK_K, value_buffer, landed)
+                        _copy(value_desc, batch, kv_head, channel, block * BLOCK_K, value_buffer, landed)
                     else:
                         channel = c * FORM.value_columns
-                        _copy(value_tiles, batch, kv_head, block * BLOCK_K, channel, value_buffer, landed)
+                        _copy(value_desc, batch, kv_head, block * BLOCK_K, channel, value_buffer, landed)
             turn += 1
         work = following
     slot = row_turn % FORM.rows_ahead
