@@ -25,7 +25,7 @@ class Row:
     probabilities: Tensor
     visible: Tensor
     forced: Tensor
-    unjudged: Tensor
+    dissimilar: Tensor
     cdf: float | None
     kept: Tensor
 
@@ -34,15 +34,15 @@ class Row:
 
         With a mass to cover, also those before which the mass covered ties with it.
         """
-        free = self.visible & ~self.forced & ~self.unjudged
+        free = self.visible & ~self.forced & ~self.dissimilar
         kept, dropped = free & self.kept, free & ~self.kept
         lowest = self.probabilities.masked_fill(~kept, torch.inf).amin()
         highest = self.probabilities.masked_fill(~dropped, -torch.inf).amax()
         tied = kept & (self.probabilities <= highest * (1 + TIE))
         tied |= dropped & (self.probabilities >= lowest * (1 - TIE))
         if self.cdf is not None:
-            judged = self.probabilities.masked_fill(~self.visible | self.unjudged, -1.0)
-            order = judged.argsort(descending=True, stable=True)
+            eligible = self.probabilities.masked_fill(~self.visible | self.dissimilar, -1.0)
+            order = eligible.argsort(descending=True, stable=True)
             masses = self.probabilities[order]
             before = torch.empty_like(masses)
             before[order] = masses.cumsum(0) - masses
