@@ -4,15 +4,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DATA := $(VENV)/data
-SOURCES := src tests benchmarks examples compat comfyui
+SOURCES := src tests tools benchmarks examples compat comfyui
 
-.PHONY: demo test test-slow lint format bench tables clean
+.PHONY: demo test test-slow oldest lint format bench tables docs docs-serve clean
 
-$(READY): pyproject.toml requirements-dev.txt
+$(READY): pyproject.toml requirements-dev.txt requirements-docs.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "sparge needs Python 3.10 or newer, got " + sys.version)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile -r requirements-dev.txt  # what is used is compiled when used
-	$(BIN)/python -m pip install --quiet --no-compile -e '.[plot]'
+	$(BIN)/python -m pip install --quiet --no-compile -e '.[cli,plot]'
 	touch $(READY)
 
 demo: $(READY)  ## the main job on this machine: a table, and sparge-demo.html
@@ -32,6 +32,20 @@ $(DATA)/.ready: $(READY) requirements-slow.txt
 test-slow: $(DATA)/.ready  ## a real model: SmolLM2-135M, weights and text from packages; minutes
 	SPARGE_DATA=$(DATA) $(BIN)/python -m pytest -m slow tests/slow
 
+# The oldest torch promised, on the CPU; then the oldest Triton of each GPU backend, which compiles without a GPU.
+OLDEST := .oldest
+OLDEST_TESTS := tests/test_import.py tests/test_block_mask.py tests/test_compile.py tests/test_reference.py \
+	tests/integrations/test_sdpa.py tests/api/test_exactness.py tests/api/test_masks.py tests/backends
+oldest: $(READY)  ## the lower bounds of pyproject.toml: docs/release.md
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --no-compile -r tests/oldest.txt
+	OMP_NUM_THREADS=1 PYTHONPATH=src $(OLDEST)/bin/python -m pytest $(OLDEST_TESTS)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(OLDEST)/triton-3.4 triton==3.4.0
+	$(BIN)/python -m pip install --quiet --no-deps --target $(OLDEST)/triton-3.6 triton==3.6.0
+	PYTHONPATH=$(OLDEST)/triton-3.4:src $(BIN)/python tests/ahead_of_time/worker.py 80 > $(OLDEST)/sm_80.jsonl
+	PYTHONPATH=$(OLDEST)/triton-3.4:src $(BIN)/python tests/ahead_of_time/worker.py 89 > $(OLDEST)/sm_89.jsonl
+	PYTHONPATH=$(OLDEST)/triton-3.6:src $(BIN)/python tests/ahead_of_time/worker.py 90 > $(OLDEST)/sm_90.jsonl
+
 lint: $(READY)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
@@ -50,5 +64,11 @@ bench: $(READY)  ## measure, append to benchmarks/results, refresh README's tabl
 tables: $(READY)
 	$(BIN)/python -m benchmarks.tables
 
+docs: $(READY)  ## the documentation site, into site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+docs-serve: $(READY)  ## the same, served and rebuilt as its pages change
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis site

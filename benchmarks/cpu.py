@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from rich.progress import track
 
 import sparge
-from benchmarks.measure import environment, interleaved_medians, peak_extra_bytes
+from benchmarks.measure import environment, peak_extra_bytes
+from sparge.bench.timing import Variant, time_on_host
 from sparge.evaluate.inputs import Sample, text_like, video_like
 from sparge.evaluate.metrics import block_mass, mass_recall, relative_l1
 
@@ -65,9 +66,8 @@ SUITES = {"speed": SPEED, "crossover": CROSSOVER, "few queries": FEW_QUERIES, "f
 
 
 def sample_for(case: Case) -> Sample:
-    if case.is_causal:
-        return text_like(case.tokens, case.heads, HEAD_DIM)
-    return video_like((case.tokens // 256, 16, 16), case.heads, HEAD_DIM)
+    make = text_like if case.is_causal else video_like
+    return make(case.tokens, case.heads, HEAD_DIM)
 
 
 def measure_speed(case: Case, repeats: int) -> dict[str, object]:
@@ -90,7 +90,8 @@ def measure_speed(case: Case, repeats: int) -> dict[str, object]:
     if not gate < GATE:
         raise RuntimeError(f"expected topk=1 to equal dense attention within {GATE}, got {gate} for {case}")
     mask = predict()
-    times = interleaved_medians({"dense": dense, "sparse": sparse, "predict": predict}, repeats)
+    calls = {"dense": Variant(dense), "sparse": Variant(sparse), "predict": Variant(predict)}
+    times = time_on_host(calls, repeats)
     mass = block_mass(query, key, is_causal=case.is_causal)
     return {
         "dense_s": times["dense"],

@@ -1,6 +1,6 @@
 """What 8 bits cost a language model: `python -m benchmarks.divergence --data FOLDER`.
 
-SmolLM2-135M-Instruct reads windows of essays with *dense* attention in every arithmetic. Against the same model on
+SmolLM2-135M-Instruct reads windows of essays with *dense* attention in every quantization. Against the same model on
 torch's attention in the same dtype: KL divergence of the next-token distribution, rise of perplexity, and how often the
 most likely token is the same. Row "none" is the noise of 16 bits alone. The folder is that of `benchmarks.language`; on
 a GPU it takes a minute, on a CPU choose few --tokens and --windows.
@@ -117,16 +117,16 @@ def main() -> None:
 
     backend = base.resolve(args.backend, torch.device(args.device))
     fast = [name for name in base.get(backend).quantizations if name == "int8_fp8_fast"]
-    arithmetics = args.quantization or ["none", "int8_fp16", "int8_fp8", *fast]
+    quantizations = args.quantization or ["none", "int8_fp16", "int8_fp8", *fast]
     model, tokenizer = load(args.data, args.device, getattr(torch, args.dtype))
     tokens = tokenizer(essays(args.data), return_tensors="pt").input_ids[0].to(args.device)
     windows = windows_of(tokens, args.tokens, args.windows)
-    found: dict[str, list[Window]] = {name: [] for name in arithmetics}
+    found: dict[str, list[Window]] = {name: [] for name in quantizations}
     start = time.perf_counter()
     with torch.no_grad():
         for window in windows:
             dense = hidden_states(model, window)
-            for name in arithmetics:
+            for name in quantizations:
                 with dense_attention(model, name, backend):
                     other = hidden_states(model, window)
                 found[name].append(compare(model, window, dense, other))

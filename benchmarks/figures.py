@@ -1,24 +1,62 @@
-"""Draw the pictures in docs/figures: `python -m benchmarks.figures`.
+"""Draw the pictures in docs/figures: `python -m benchmarks.figures [name ...]`.
 
-masks.png     true attention mass beside what each score keeps
-hopper.png    who does what when in the Hopper kernel
+idea      what the library does, at a glance: an attention map, the blocks that are kept, what that costs
+scores    true attention mass beside what each score keeps
+rules     what TopK and TopCdf keep of one row's blocks
+error     the error of the output by density, on three kinds of input
+codes     why P needs no exponentials: FP8's code is almost linear in the logarithm
+hopper    who does what when in the Hopper kernel
+
+Pictures of a `Look` are drawn twice, for light and dark pages: idea-light.png and idea-dark.png.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from torch import Tensor
 
 import sparge
-from sparge.evaluate.inputs import Sample, text_like, video_like
-from sparge.evaluate.metrics import block_mass, mass_recall
-from sparge.evaluate.plots import LIGHT, causal_visibility, paint_blocks, palette
+from sparge.evaluate.inputs import Sample, random_like, text_like, text_with_needles, video_like
+from sparge.evaluate.metrics import block_mass, mass_recall, relative_l1
+from sparge.evaluate.plots import DARK, LIGHT, Theme, causal_visibility, mass_levels, paint_blocks, palette
 
 FOLDER = Path(__file__).parent.parent / "docs" / "figures"
+RESULTS = Path(__file__).parent / "results"
 TOPK = 0.25
+IDEA_HEAD = 0
+IDEA_TOKENS = 8192
+"""The video of `benchmarks.cpu`, whose row says what the kept blocks cost."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """Colours of a page, and those that stand out on it."""
+
+    name: str
+    page: str
+    ink: str
+    quiet: str
+    panel: str
+    marks: tuple[str, str, str]
+    theme: Theme
+
+
+LOOKS = (
+    Look("light", "#ffffff", "#1f2328", "#59636e", "#f3f4f6", ("#2d6cb5", "#d5392c", "#7a8594"), LIGHT),
+    Look("dark", "#0d1117", "#f0f6fc", "#9198a1", "#161b22", ("#68a7ee", "#e8573f", "#8b949e"), DARK),
+)
 
 TILE, MAXIMUM, CODES, PRODUCT, FOLD = 10.0, 1.6, 3.2, 2.0, 1.8
 """Lengths in hopper.png: a tile, its maximum, its P, its S or P V, adding it to the output."""
@@ -33,21 +71,109 @@ KINDS = {
 }
 
 
-def draw_masks() -> Figure:
-    samples = [text_like(8192, heads=1), video_like((8, 32, 32), heads=1)]
-    figure = Figure(figsize=(9.6, 6.8), layout="constrained", dpi=110)
+def new_figure(width: float, height: float, look: Look | None = None) -> Figure:
+    """A figure in inches; transparent where a look is given, so that it lies on any page of that kind."""
+    figure = Figure(figsize=(width, height), layout="constrained", dpi=110 if look is None else 160)
     FigureCanvasAgg(figure)
-    panels = figure.subplots(len(samples), 3)
-    for row, sample in zip(panels, samples, strict=True):
-        _draw_sample(row, sample)
-    figure.supxlabel("key token", fontsize=9)
-    figure.supylabel("query token", fontsize=9)
+    if look is not None:
+        figure.patch.set_alpha(0)
     return figure
 
 
-def _draw_sample(panels, sample: Sample) -> None:
+def dress(panel: Any, look: Look) -> None:
+    """Axes in the colours of the page."""
+    panel.set_facecolor(look.panel)
+    panel.tick_params(labelsize=8, colors=look.quiet)
+    for spine in panel.spines.values():
+        spine.set_color(look.quiet)
+        spine.set_linewidth(0.6)
+    for text in (panel.title, panel.xaxis.label, panel.yaxis.label):
+        text.set_color(look.ink)
+
+
+def measured_on_cpu(topk: float) -> dict[str, Any]:
+    """The newest committed row of full attention at this share."""
+    rows = [json.loads(line) for line in (RESULTS / "cpu.jsonl").read_text().splitlines()]
+    return [
+        row
+        for row in rows
+        if row["suite"] == "speed" and not row["is_causal"] and row["topk"] == topk and row["min_blocks"] == 16
+    ][-1]
+
+
+def attention_map(query: Tensor, key: Tensor, cell: int) -> Tensor:
+    """Mean attention of cells of ``cell`` x ``cell`` tokens, of one head: (S / cell, S / cell)."""
+    scores = query.double() @ key.double().T * query.shape[-1] ** -0.5
+    return F.avg_pool2d(scores.softmax(-1)[None, None], cell)[0, 0]
+
+
+def draw_idea(look: Look) -> Figure:
+    """All scores of a head on the left, the blocks that attention computes on the right, the cost underneath."""
+    sample, row = video_like(IDEA_TOKENS), measured_on_cpu(TOPK)
+    query, key = sample.query, sample.key
+    mask = sparge.predict(query, key, topk=TOPK)
+    mass = block_mass(query, key)
+    tokens = query.shape[2]
+    assert abs(mask.density() - row["density"]) < 1e-3, "expected the blocks of the committed row, got others"
+    assert abs(mass_recall(mask, mass) - row["mass_recall"]) < 1e-3, "expected its mass recall, got another"
+
+    figure = new_figure(8.6, 4.75, look)
+    left, right = figure.subplots(1, 2)
+    ramp = LinearSegmentedColormap.from_list("mass", [look.page, *look.theme.kept])
+    fine = attention_map(query[0, IDEA_HEAD], key[0, IDEA_HEAD], 16) * tokens
+    left.imshow(
+        fine.clamp(min=0.02).log(), cmap=ramp, extent=(0, tokens, tokens, 0), interpolation="nearest", aspect="equal"
+    )
+    left.set_title("Video-like attention: every score", fontsize=10.5)
+
+    kept = mask.to_dense()[0, IDEA_HEAD]
+    levels = mass_levels(mass[0, IDEA_HEAD])
+    colours = torch.tensor(palette(look.theme)[1 : 1 + int(levels.max()) + 1], dtype=torch.float) / 255
+    picture = torch.zeros(*kept.shape, 4)
+    picture[kept] = torch.cat([colours[levels[kept]], torch.ones(int(kept.sum()), 1)], -1)
+    right.imshow(picture.numpy(), extent=(0, tokens, tokens, 0), interpolation="nearest", aspect="auto")
+    right.set_box_aspect(1)
+    right.set_title(f"What is computed: {row['density']:.0%} of the blocks", fontsize=10.5)
+    for panel in (left, right):
+        dress(panel, look)
+        panel.set(xticks=range(0, tokens + 1, 2048), yticks=range(0, tokens + 1, 2048), xlabel="key token")
+        panel.xaxis.label.set_fontsize(8.5)
+    left.set_ylabel("query token", fontsize=8.5)
+    handles = [
+        Patch(facecolor=look.theme.kept[2], label="kept: 128 queries x 64 keys, darker holds more"),
+        Patch(facecolor=look.panel, edgecolor=look.quiet, linewidth=0.6, label="skipped, never computed"),
+    ]
+    if look.name == "dark":
+        handles[0].set_label("kept: 128 queries x 64 keys, brighter holds more")
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=8.5, labelcolor=look.ink
+    )
+    figure.suptitle(
+        f"{row['mass_recall']:.1%} of the attention kept, output off by {row['relative_l1']:.2%}, "
+        f"{row['dense_s']:.2f} s became {row['sparse_s']:.2f} s on two CPU cores",
+        fontsize=11,
+        color=look.ink,
+        fontweight="bold",
+    )
+    return figure
+
+
+def draw_scores(look: Look) -> Figure:
+    """What each score keeps of a text and of a video."""
+    samples = [text_with_needles(8192, heads=1), video_like(8192, heads=1)]
+    figure = new_figure(9.6, 6.8, look)
+    panels = figure.subplots(len(samples), 3)
+    for row, sample in zip(panels, samples, strict=True):
+        _draw_sample(row, sample, look)
+    for name, label in (("supxlabel", "key token"), ("supylabel", "query token")):
+        getattr(figure, name)(label, fontsize=9, color=look.ink)
+    return figure
+
+
+def _draw_sample(panels: Any, sample: Sample, look: Look) -> None:
     mass = block_mass(sample.query, sample.key, is_causal=sample.is_causal)
-    colours = torch.tensor([(255, 255, 255), *palette(LIGHT)[1:]], dtype=torch.uint8)
+    page = tuple(int(look.page[at : at + 2], 16) for at in (1, 3, 5))
+    colours = torch.tensor([page, *palette(look.theme)[1:]], dtype=torch.uint8)
     size = sample.query.shape[2]
     pictures = [(f"{sample.name}: true attention mass", None)]
     for score in ("moment", "mean"):
@@ -60,16 +186,87 @@ def _draw_sample(panels, sample: Sample) -> None:
         entries = paint_blocks(mass[0, 0], kept, visible)
         panel.imshow(colours[entries.long()].numpy(), extent=(0, size, size, 0), aspect="auto", interpolation="nearest")
         panel.set_title(title, fontsize=8)
+        dress(panel, look)
         panel.tick_params(labelsize=7)
         panel.set(xticks=range(0, size + 1, 2048), yticks=range(0, size + 1, 2048))
         for needle in sample.needles:
-            panel.plot(needle.key_start, needle.query_start, "o", mfc="none", mec="black", ms=7, mew=0.9)
+            panel.plot(needle.key_start, needle.query_start, "o", mfc="none", mec=look.ink, ms=7, mew=0.9)
+
+
+def draw_rules(look: Look) -> Figure:
+    """One row of blocks, from the most to the least probable, and where each rule stops."""
+    sample = text_like(8192, heads=1)
+    mass = block_mass(sample.query, sample.key, is_causal=True)[0, 0]
+    figure = new_figure(8.6, 2.9, look)
+    rules = {"TopK(0.25)": sparge.TopK(0.25), "TopCdf(0.95)": sparge.TopCdf(0.95)}
+    for panel, (name, rule) in zip(figure.subplots(1, 2, sharey=True), rules.items(), strict=True):
+        kept = sparge.predict(sample.query, sample.key, is_causal=True, sparsity=rule).to_dense()[0, 0]
+        row = kept.shape[0] - 1
+        shares, order = mass[row].sort(descending=True)
+        chosen = kept[row][order]
+        places = torch.arange(len(shares))
+        for flag, colour in ((True, look.marks[0]), (False, look.marks[1])):
+            those = chosen == flag
+            panel.bar(places[those], shares[those].clamp(min=1e-5), color=colour, width=1.0)
+        panel.set(yscale="log", ylim=(1e-5, 1), xlabel="key blocks of one row, by their true share")
+        panel.set_ylabel("share of the attention")
+        panel.xaxis.label.set_fontsize(8.5)
+        panel.yaxis.label.set_fontsize(8.5)
+        held = float(shares[chosen].sum())
+        panel.set_title(f"{name}: {int(chosen.sum())} of {len(shares)} blocks, {held:.1%} of the mass", fontsize=9.5)
+        dress(panel, look)
+    handles = [Patch(color=look.marks[0], label="kept"), Patch(color=look.marks[1], label="skipped")]
+    panel.legend(handles=handles, frameon=False, fontsize=8.5, labelcolor=look.ink)
+    return figure
+
+
+def draw_error(look: Look) -> Figure:
+    """Mass and error by density: what there is to lose depends on the input."""
+    figure = new_figure(8.6, 3.2, look)
+    left, right = figure.subplots(1, 2)
+    samples = [video_like(4096, heads=2), text_like(4096, heads=2), random_like(4096, heads=2)]
+    for sample, colour in zip(samples, look.marks, strict=True):
+        query, key, value, causal = sample.query, sample.key, sample.value, sample.is_causal
+        exact = F.scaled_dot_product_attention(query, key, value, is_causal=causal)
+        mass = block_mass(query, key, is_causal=causal)
+        densities, recalls, errors = [], [], []
+        for share in (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 0.9):
+            mask = sparge.predict(query, key, is_causal=causal, sparsity=sparge.TopK(share, min_blocks=0))
+            densities.append(mask.density())
+            recalls.append(mass_recall(mask, mass))
+            errors.append(relative_l1(sparge.block_sparse_attention(query, key, value, mask), exact))
+        left.plot(densities, recalls, "o-", color=colour, ms=3, lw=1.4, label=sample.name)
+        right.plot(densities, errors, "o-", color=colour, ms=3, lw=1.4, label=sample.name)
+    left.set(xlabel="density: share of the visible blocks", ylabel="mass recall", xlim=(0, 1), ylim=(0, 1.02))
+    right.set(xlabel="density: share of the visible blocks", ylabel="relative L1 error", xlim=(0, 1), yscale="log")
+    for panel in (left, right):
+        dress(panel, look)
+        panel.grid(color=look.quiet, alpha=0.25, lw=0.5)
+        panel.xaxis.label.set_fontsize(8.5)
+        panel.yaxis.label.set_fontsize(8.5)
+    left.legend(frameon=False, fontsize=8.5, labelcolor=look.ink, loc="lower right")
+    return figure
+
+
+def draw_codes(look: Look) -> Figure:
+    """E4M3's code of 448 * 2^x beside the straight line that "int8_fp8_fast" takes instead."""
+    figure = new_figure(8.6, 2.9, look)
+    panel = figure.subplots()
+    octaves = torch.linspace(-16, 0, 1601, dtype=torch.float64)
+    exact = (448 * 2**octaves).to(torch.float8_e4m3fn).view(torch.uint8)
+    straight = (126 + 8 * octaves).round().clamp(min=0)
+    panel.plot(octaves, exact, color=look.marks[1], lw=1.6, label="code of the exponential, rounded")
+    panel.plot(octaves, straight, color=look.marks[0], lw=1.2, label="126 + 8 x, rounded: no exponential")
+    panel.set(xlabel="score below the maximum, octaves", ylabel="E4M3 code", xlim=(-16, 0), ylim=(0, 130))
+    dress(panel, look)
+    panel.grid(color=look.quiet, alpha=0.25, lw=0.5)
+    panel.legend(frameon=False, fontsize=8.5, labelcolor=look.ink)
+    return figure
 
 
 def draw_hopper() -> Figure:
     """Tiles of both consumers, half a tile apart: the order of things, not their exact length."""
-    figure = Figure(figsize=(9.6, 3.4), layout="constrained", dpi=110)
-    FigureCanvasAgg(figure)
+    figure = new_figure(9.6, 3.4)
     panel = figure.subplots()
     height = {role: len(ROLES) - 1 - place for place, role in enumerate(ROLES)}
 
@@ -94,11 +291,28 @@ def draw_hopper() -> Figure:
     return figure
 
 
+DRAWN: dict[str, Callable[[Look], Figure]] = {
+    "idea": draw_idea,
+    "scores": draw_scores,
+    "rules": draw_rules,
+    "error": draw_error,
+    "codes": draw_codes,
+}
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="which; all by default")
+    names = parser.parse_args().names or [*DRAWN, "hopper"]
     FOLDER.mkdir(exist_ok=True)
-    for name, draw in (("masks", draw_masks), ("hopper", draw_hopper)):
-        draw().savefig(FOLDER / f"{name}.png")
-        print(f"wrote {FOLDER / name}.png")
+    for name in names:
+        if name == "hopper":
+            pictures = {"hopper.png": draw_hopper()}
+        else:
+            pictures = {f"{name}-{look.name}.png": DRAWN[name](look) for look in LOOKS}
+        for file, figure in pictures.items():
+            figure.savefig(FOLDER / file)
+            print(f"wrote {FOLDER / file}")
 
 
 if __name__ == "__main__":

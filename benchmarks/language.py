@@ -78,7 +78,7 @@ def rules_of(policy: sparge.Policy) -> str:
 
 
 def grid(args: argparse.Namespace) -> list[sparge.Policy]:
-    """Every combination of arithmetic, share and score."""
+    """Every combination of quantization, share and score."""
     return [
         sparge.Policy(topk=topk, score=score, quantization=quantization)
         for quantization, topk, score in itertools.product(args.quantization, args.topk, args.score)

@@ -1,28 +1,14 @@
-"""Timing, peak memory and the description of the machine that every result row carries."""
+"""Peak memory and the description of the machine that every result row carries."""
 
 from __future__ import annotations
 
 import json
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 
 from sparge.evaluate.machine import describe_machine
-
-
-def interleaved_medians(functions: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median seconds of each function after one warm-up, taking turns so that drift hits all alike."""
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for turn in range(repeats + 1):
-        for name, function in functions.items():
-            start = time.perf_counter()
-            function()
-            if turn:
-                times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def peak_extra_bytes(function: Callable[[], object]) -> int | None:

@@ -8,8 +8,9 @@ when everything around attention runs as well. Needs a CUDA device.
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 import sparge
 from benchmarks.measure import append_row
+from sparge.bench.timing import Variant, time_on_cuda
 
 RESULTS = Path(__file__).parent / "results" / "models.jsonl"
 
@@ -53,18 +55,14 @@ def llama() -> tuple[Any, Callable[[Any], Tensor]]:
 MODELS = {"Wan 2.1 1.3B": wan, "Llama 3.1 8B": llama}
 
 
-def milliseconds(function: Callable[[], object], repeats: int) -> float:
-    """Median over the repeats, after two warm-ups."""
-    times = []
-    for turn in range(repeats + 2):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        function()
-        end.record()
-        end.synchronize()
-        if turn >= 2:
-            times.append(start.elapsed_time(end))
-    return statistics.median(times)
+@contextmanager
+def enabled(model: Any, policy: sparge.Policy) -> Iterator[None]:
+    """The model with sparse attention, and as it was afterwards."""
+    sparge.enable(model, policy)
+    try:
+        yield
+    finally:
+        sparge.disable(model)
 
 
 @torch.no_grad()
@@ -77,15 +75,20 @@ def measure(name: str, shares: list[float], repeats: int) -> Iterator[dict[str, 
     torch.set_default_dtype(torch.float32)
     model.eval()
     stock = forward(model).float()
-    stock_ms = milliseconds(lambda: forward(model), repeats)
+    run = partial(forward, model)
+    policies = {f"{topk}": partial(enabled, model, sparge.Policy(topk=topk)) for topk in shares}
+    variants = {"stock": Variant(run)} | {topk: Variant(run, context) for topk, context in policies.items()}
+    timings = time_on_cuda(variants, repeats, graphs=False)
+    for variant, timing in timings.items():
+        if timing.ms is None:
+            raise RuntimeError(f"expected a forward pass of {name}, {variant}, got {timing.problem}")
     for topk in shares:
-        sparge.enable(model, sparge.Policy(topk=topk))
-        sparge.reset_stats()
-        error = float((forward(model).float() - stock).abs().sum() / stock.abs().sum())
-        stats = sparge.stats()
-        sparse_ms = milliseconds(lambda: forward(model), repeats)
-        sparge.disable(model)
-        row = {"case": "forward", "model": name, "topk": topk, "stock_ms": stock_ms, "sparse_ms": sparse_ms}
+        with policies[f"{topk}"]():
+            sparge.reset_stats()
+            error = float((run().float() - stock).abs().sum() / stock.abs().sum())
+            stats = sparge.stats()
+        row = {"case": "forward", "model": name, "topk": topk}
+        row |= {"stock_ms": timings["stock"].ms, "sparse_ms": timings[f"{topk}"].ms}
         yield {**row, "density": stats.density, "relative_l1": error, "reasons": stats.reasons}
     assert torch.equal(forward(model).float(), stock), "disable restores"
 

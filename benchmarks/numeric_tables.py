@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from sparge.bench.table import newest
+from sparge.config import RENAMED_QUANTIZATIONS
 
 Row = dict[str, Any]
 Kernel = tuple[str, str]
 
-ORDER = ("int8_fp8_codes", "int8_fp8", "int8_fp16", "none")
+ORDER = ("int8_fp8_fast", "int8_fp8", "int8_fp16", "none")
 SINK = re.compile(r"sink-(\d+)$")
 BROKEN = "**"
 """Marks what breaks its limit."""
@@ -26,19 +27,25 @@ def rows_of(path: Path) -> list[Row]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def renamed(quantization: str) -> str:
+    """A quantization by its present name; rows keep the one they were measured under."""
+    return RENAMED_QUANTIZATIONS.get(quantization, quantization)
+
+
 def measured(results: Path) -> list[Row]:
     """The newest row of each case whose kernel gave a result."""
-    return [row for row in newest(rows_of(results / "numerics.jsonl"), "numerics") if row["relative_l1"] is not None]
+    rows = [row | {"kernel": renamed(row["kernel"])} for row in rows_of(results / "numerics.jsonl")]
+    return [row for row in newest(rows, "numerics") if row["relative_l1"] is not None]
 
 
 def kernels_in(rows: list[Row]) -> list[Kernel]:
-    """(backend, arithmetic), by backend, then from the fastest to the most exact."""
+    """(backend, quantization), by backend, then from the fastest to the most exact."""
     found = {(row["backend"], row["kernel"]) for row in rows}
     return sorted(found, key=lambda kernel: (kernel[0], ORDER.index(kernel[1])))
 
 
 def titles(kernels: list[Kernel]) -> list[str]:
-    return [f"{backend} `{arithmetic}`" for backend, arithmetic in kernels]
+    return [f"{backend} `{quantization}`" for backend, quantization in kernels]
 
 
 def is_usual(row: Row) -> bool:
@@ -124,25 +131,25 @@ def numerics_held(results: Path) -> tuple[list[str], list[list[str]], list[Row]]
 
 
 def divergence(results: Path) -> tuple[list[str], list[list[str]], list[Row]] | None:
-    """What dense 8-bit attention costs a language model, by arithmetic."""
+    """What dense 8-bit attention costs a language model, by quantization."""
     newest_of = {
-        (row["attention"], row["quantization"], row["tokens"]): row
+        (row["attention"], renamed(row["quantization"]), row["tokens"]): row
         for row in rows_of(results / "divergence.jsonl")
         if "gpu" in row
     }
     lines = [
         [
             backend,
-            f"`{arithmetic}`",
+            f"`{quantization}`",
             row["dtype"],
             f"{row['windows']} x {tokens}",
             f"{row['kl']:.5f}" + ("" if row["kl_error"] is None else f" ± {row['kl_error']:.5f}"),
             f"{row['loss']:+.2%}" + ("" if row["loss_error"] is None else f" ± {100 * row['loss_error']:.2f}"),
             f"{row['agreement']:.4f}",
         ]
-        for (backend, arithmetic, tokens), row in newest_of.items()
+        for (backend, quantization, tokens), row in newest_of.items()
     ]
-    header = ["backend", "arithmetic", "dtype", "windows", "KL", "perplexity", "same most likely token"]
+    header = ["backend", "quantization", "dtype", "windows", "KL", "perplexity", "same most likely token"]
     return (header, lines, list(newest_of.values())) if lines else None
 
 

@@ -7,8 +7,6 @@ what deciding and counting cost. It touches no tensor, so it is the same for cal
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from torch import nn
 
 import sparge
 from benchmarks.measure import append_row
+from sparge.bench.timing import Variant, time_on_host
 from sparge.integrations import diffusers_backend
 from sparge.integrations import transformers as integration
 
@@ -25,21 +24,10 @@ RESULTS = Path(__file__).parent / "results" / "overhead.jsonl"
 CALLS, TURNS = 200, 25
 
 
-def microseconds(function: Callable[[], object]) -> float:
-    """Of one call among many."""
-    start = time.perf_counter()
-    for _ in range(CALLS):
-        function()
-    return (time.perf_counter() - start) / CALLS * 1e6
-
-
-def compare(stock: Callable[[], object], integrated: Callable[[], object]) -> dict[str, float]:
-    """Medians of both, taking turns."""
-    times: tuple[list[float], list[float]] = ([], [])
-    for _ in range(TURNS):
-        times[0].append(microseconds(stock))
-        times[1].append(microseconds(integrated))
-    stock_us, integrated_us = map(statistics.median, times)
+def compare(stock: Variant, integrated: Variant) -> dict[str, float]:
+    """Medians of both, of one call among many."""
+    times = time_on_host({"stock": stock, "integrated": integrated}, TURNS, timed=CALLS)
+    stock_us, integrated_us = 1e6 * times["stock"], 1e6 * times["integrated"]
     return {"stock_us": stock_us, "integrated_us": integrated_us, "overhead_us": integrated_us - stock_us}
 
 
@@ -57,21 +45,18 @@ def main() -> None:
     integration.register(sparge.Policy())
     backend = diffusers_backend.register(sparge.Policy())
 
-    def in_a_scope() -> Callable[[], object]:
-        return lambda: F.scaled_dot_product_attention(tensor, tensor, tensor)
+    def attention() -> object:
+        return F.scaled_dot_product_attention(tensor, tensor, tensor)  # looked up at every call, as in a model
 
-    def dispatched(name: AttentionBackendName) -> Callable[[], object]:
-        return lambda: dispatch_attention_fn(tensor, tensor, tensor, backend=name)
+    def forward(function: Callable[..., object]) -> Variant:
+        return Variant(lambda: function(module, tensor, tensor, tensor, None))
 
-    with sparge.replace_sdpa():
-        scoped = statistics.median(microseconds(in_a_scope()) for _ in range(TURNS))
-    plain = statistics.median(microseconds(in_a_scope()) for _ in range(TURNS))
+    def dispatched(name: AttentionBackendName) -> Variant:
+        return Variant(lambda: dispatch_attention_fn(tensor, tensor, tensor, backend=name))
+
     rows = {
-        "replace_sdpa": {"stock_us": plain, "integrated_us": scoped, "overhead_us": scoped - plain},
-        "transformers": compare(
-            lambda: sdpa_attention_forward(module, tensor, tensor, tensor, None),
-            lambda: integration.attention_forward(module, tensor, tensor, tensor, None),
-        ),
+        "replace_sdpa": compare(Variant(attention), Variant(attention, context=sparge.replace_sdpa)),
+        "transformers": compare(forward(sdpa_attention_forward), forward(integration.attention_forward)),
         "diffusers": compare(dispatched(AttentionBackendName.NATIVE), dispatched(backend)),
     }
     for name, row in rows.items():

@@ -1,4 +1,4 @@
-"""Write the tables of the README and the lab book from benchmarks/results: `python -m benchmarks.tables [--check]`.
+"""Write the tables of README and docs from benchmarks/results: `python -m benchmarks.tables [--check]`.
 
 A table stands between ``<!-- table: name -->`` and ``<!-- /table -->``. The newest row of each case is shown. Tables
 ``gpu_*`` come from gpu.jsonl, which ``sparge bench --json`` writes, and gpu_tests.jsonl, which the programs in
@@ -16,13 +16,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.numeric_tables import NUMERIC_TABLES
+from benchmarks.numeric_tables import NUMERIC_TABLES, renamed
 from sparge.bench.table import VIEWS, newest, problem_notes
 
 REPOSITORY = Path(__file__).parent.parent
 RESULTS = REPOSITORY / "benchmarks" / "results"
-PAGES = ("README.md", "CONTRIBUTING.md", "docs/performance.md", "docs/numerics.md")
 MARKER = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
+
+LONGEST, BEST_TOPK, BEST_MODEL = 131072, 0.5, ("Wan 2.1 1.3B", 0.25)
+"""Cases of the README's table."""
 
 Row = dict[str, Any]
 
@@ -161,8 +163,44 @@ def gpu_table(name: str) -> str | None:
     return f"{_markdown(header, body)}\n\nbf16, B 1; {_gpu_source(rows)}{notes}"
 
 
+def best_table() -> str:
+    """The README's three rows: attention without and with causality, and a whole model."""
+    gpu = [json.loads(line) for line in (RESULTS / "gpu.jsonl").read_text().splitlines()]
+    attention = [
+        row for row in newest(gpu, "end_to_end") if row.get("backend") == "hopper" and row["tokens"] == LONGEST
+    ]
+    rows = [(row, "cudnn_ms", "sparge_ms") for row in attention if row["topk"] == BEST_TOPK]
+    models = {(row["model"], row["topk"]): row for row in _rows_of("models")}
+    rows.append((models[BEST_MODEL], "stock_ms", "sparse_ms"))
+    body = []
+    for row, before, after in rows:
+        if "model" in row:
+            what, command = f"{row['model']}, forward pass (random weights)", "python -m benchmarks.models"
+        else:
+            kind = "causal, text-like" if row["is_causal"] else "video-like"
+            what, command = f"Attention over {row['tokens']} tokens, {kind}", "sparge bench"
+        body.append(
+            [
+                what,
+                f"{_three_digits(row[before])}&nbsp;→&nbsp;{_three_digits(row[after])}",
+                f"**{row[before] / row[after]:.2f}x**",
+                f"{row['density']:.3f}",
+                f"{row['relative_l1']:.4f}",
+                f"`{command}`",
+            ]
+        )
+    header = ["against cuDNN's bf16", "ms", "speed-up", "density", "rel. L1 error", "command"]
+    return f"{_markdown(header, body)}\n\n{_gpu_source([row for row, _, _ in rows])}"
+
+
+def _three_digits(milliseconds: float) -> str:
+    """31.0: as fine as times repeat."""
+    places = 0 if milliseconds >= 100 else 1 if milliseconds >= 10 else 2
+    return f"{milliseconds:.{places}f}"
+
+
 def gpu_tests_table() -> str | None:
-    """The last run of tests/gpu/run.py and of every tool beside it, for each backend; None before the first."""
+    """The last run of tests/gpu and of every tool in tools/gpu, for each backend; None before the first."""
     path = RESULTS / "gpu_tests.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     runs = {row["backend"]: row for row in rows if "files" in row}
@@ -179,10 +217,14 @@ def gpu_tests_table() -> str | None:
     notes += [
         f"**{run['crashed']} processes crashed with {backend!r}; their tests are not counted.**"
         for backend, run in runs.items()
-        if run["crashed"]
+        if run.get("crashed")
     ]
     notes += [_tool_note(tool, backend, row) for (tool, backend), row in tools.items()]
     return _markdown(["tests", *map(repr, runs)], body) + "".join(f"\n\n{note}" for note in notes)
+
+
+HAZARDS = {"roles": "between roles", "metadata": "of metadata", "notes": "of metadata"}
+"""How racecheck's hazards are told; rows older than the word metadata say "notes"."""
 
 
 def _counts(lines: list[Row]) -> str:
@@ -203,14 +245,14 @@ def _tool_note(tool: str, backend: str, row: Row) -> str:
         if apart:
             controls = row["controls"]
             told += "; apart from " + " and ".join(
-                f"{count} between {kind}{_control_note(kind, controls)}" for kind, count in apart.items()
+                f"{count} {HAZARDS[kind]}{_control_note(kind, controls)}" for kind, count in apart.items()
             )
     return f"{tool}, {backend!r}: {told}; {_gpu_source([row])}"
 
 
 def _control_note(kind: str, controls: dict[str, int]) -> str:
     """What racecheck says of the smallest kernels that show why a kind of hazard is counted apart."""
-    if kind == "notes":
+    if kind != "roles":
         counts = (
             f"{controls['one_arrives']} if one thread arrives for those it met, {controls['all_arrive']} if all arrive"
         )
@@ -232,7 +274,7 @@ def _rows_of(name: str) -> list[Row]:
     return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
 
 
-ARITHMETIC = {"none": "16 bits", "int8_fp8": "INT8 + FP8", "int8_fp8_codes": "INT8 + FP8, no exponentials"}
+QUANTIZATIONS = {"none": "16 bits", "int8_fp8": "INT8 + FP8", "int8_fp8_fast": "INT8 + FP8, no exponentials"}
 
 
 def language_table() -> str:
@@ -240,17 +282,17 @@ def language_table() -> str:
     rows = [row for row in _rows_of("language") if row["dtype"] == "bfloat16"]
     dense = {row["tokens"]: row for row in rows if row["attention"] == "dense"}
     sparse = {
-        (row["tokens"], row["topk"], row["score"], row["quantization"]): row
+        (row["tokens"], row["topk"], row["score"], renamed(row["quantization"])): row
         for row in rows
         if row["attention"] != "dense" and "rules" not in row
     }
     body = []
     for tokens, topk, score in dict.fromkeys(case[:3] for case in sparse):
-        cells = [sparse[tokens, topk, score, name] for name in ARITHMETIC]
+        cells = [sparse[tokens, topk, score, name] for name in QUANTIZATIONS]
         losses = [f"{row['loss']:+.2%} ± {row['loss_error'] * 100:.2f}" for row in cells]
         first = [f"{tokens}", f"{dense[tokens]['perplexity']:.2f}", f"{topk:g}", score, f"{cells[0]['density']:.3f}"]
         body.append([*first, *losses])
-    header = ["tokens", "dense perplexity", "topk", "score", "density", *ARITHMETIC.values()]
+    header = ["tokens", "dense perplexity", "topk", "score", "density", *QUANTIZATIONS.values()]
     windows = ", ".join(f"{row['windows']} windows of {tokens}" for tokens, row in dense.items())
     source = _gpu_source(list(sparse.values()))
     return f"{_markdown(header, body)}\n\n{windows}; bf16; transformers {rows[-1]['transformers']}; {source}"
@@ -310,6 +352,7 @@ def numeric_table(name: str) -> str | None:
 
 
 TABLES: dict[str, Callable[[], str | None]] = {
+    "best": best_table,
     "speed": speed_table,
     "demo": demo_table,
     "memory": memory_table,
@@ -322,6 +365,11 @@ TABLES: dict[str, Callable[[], str | None]] = {
     "overhead": overhead_table,
     **{name: partial(numeric_table, name) for name in NUMERIC_TABLES},
 }
+
+
+def pages() -> list[Path]:
+    """Every page that may hold tables."""
+    return [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 
 
 def fill(text: str) -> str:
@@ -338,13 +386,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="fail if a page differs from its results")
     check = parser.parse_args().check
-    for name in PAGES:
-        page = REPOSITORY / name
-        before = page.read_text()
+    for page in pages():
+        before = page.read_text(encoding="utf-8")
         after = fill(before)
         if check and before != after:
+            name = page.relative_to(REPOSITORY)
             sys.exit(f"{name}: expected the tables of benchmarks/results, got others; run make tables")
-        page.write_text(after)
+        if before != after:
+            page.write_text(after, encoding="utf-8")
 
 
 if __name__ == "__main__":

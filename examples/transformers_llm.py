@@ -25,7 +25,7 @@ tokenizer = AutoTokenizer.from_pretrained(**source)
 model = AutoModelForCausalLM.from_pretrained(**source, dtype=dtype).to(device).eval()
 
 # The prompt goes sparse; decoding, one query at a time, is dense in any case. To keep what the attention mass asks for,
-# instead of a fixed share, pass sparsity=sparge.TopCdf(0.98): it lost less at the same density (README, "Models").
+# instead of a fixed share, pass sparsity=sparge.TopCdf(0.98): it lost less at the same density (docs/benchmarks.md).
 sparge.enable(model, args.policy or sparge.Policy(topk=args.topk))
 
 prompt = f"{args.prompt_file.read_text()}\n\n{args.question}"

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,10 @@ from sparge.bench import run as bench_module
 from sparge.bench.cases import SUITES
 from sparge.bench.table import TERMINAL_VIEWS
 from sparge.demo import measure as demo_module
-from sparge.demo.measure import Demo, Row, Settings, run_demo, table_cells, video_grid
+from sparge.demo.measure import DEFAULTS, Demo, Row, Settings, run_demo, table_cells
+from sparge.demo.terminal import print_results
 from sparge.evaluate import machine as machine_module
-from sparge.evaluate.inputs import Sample, random_like, text_like, video_like
+from sparge.evaluate.inputs import Sample, random_like, text_with_needles, video_like
 from sparge.evaluate.machine import Gpu
 from sparge.evaluate.metrics import block_mass, mass_recall, needle_recall, relative_l1
 
@@ -47,7 +49,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, dict[str, A
     folder = tmp_path_factory.mktemp("demo")
     page, numbers = folder / "page.html", folder / "numbers.json"
     done = run_command(
-        "demo", "--tokens", str(TOKENS), "--heads", "1", "--topk", "0.4", "--output", str(page), "--json", str(numbers)
+        *("demo", "--device", "cpu", "--tokens", str(TOKENS), "--heads", "1", "--topk", "0.4"),
+        *("--output", str(page), "--json", str(numbers)),
     )
     assert done.returncode == 0, done.stderr
     return done.stdout, page.read_text(encoding="utf-8"), json.loads(numbers.read_text())
@@ -55,7 +58,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, dict[str, A
 
 @pytest.fixture(scope="module")
 def samples() -> dict[str, Sample]:
-    made = (text_like(TOKENS, heads=1), video_like((8, 16, 16), heads=1), random_like(TOKENS, heads=1))
+    made = (make(TOKENS, heads=1) for make in (text_with_needles, video_like, random_like))
     return {sample.name: sample for sample in made}
 
 
@@ -64,7 +67,7 @@ def test_demo_numbers_are_those_of_the_public_functions(
 ) -> None:
     rows = ran[2]["rows"]
     assert [(row["input"], row["score"]) for row in rows] == [
-        (name, score) for name in ("text-like", "video-like", "random") for score in ("moment", "mean")
+        (name, score) for name in ("needles", "video-like", "random") for score in ("moment", "mean")
     ]
     for row in rows:
         sample = samples[row["input"]]
@@ -80,6 +83,7 @@ def test_demo_numbers_are_those_of_the_public_functions(
         needles = [needle_recall(mask, sample.query, sample.key, needle) for needle in sample.needles]
         assert row["needles"] == pytest.approx(needles, abs=1e-6)
         assert row["needle_min"] == min(row["needles"], default=None)
+        assert (row["backend"], row["quantization"], row["dtype"]) == ("torch", "none", "float32")
 
 
 def test_demo_prints_every_number_in_80_columns(ran: tuple[str, str, dict[str, Any]]) -> None:
@@ -111,7 +115,7 @@ def test_narrow_terminal_loses_no_number() -> None:
     result = run_demo(Settings(tokens=256, heads=1))
     for width in (30, 77):
         stream = StringIO()
-        cli._print_results(Console(file=stream, width=width), result)
+        print_results(Console(file=stream, width=width), result)
         for row in result.rows:
             for column, text in table_cells(row):
                 assert not text or f"{column}: {text}\n" in stream.getvalue()
@@ -127,6 +131,7 @@ def test_narrow_terminal_loses_no_number() -> None:
         (["--tokens", "255"], "'--tokens': expected an integer of at least 256, got 255"),
         (["--tokens", "8k"], "'--tokens': expected an integer of at least 256, got 8k"),
         (["--heads", "0"], "'--heads': expected an integer of at least 1, got 0"),
+        (["--device", "tpu"], "'--device': expected auto, cuda or cpu, got tpu"),
         (["--seed", "-1"], "'--seed': expected an integer in [0, 2**63), got -1"),
         (["--output", "{folder}"], "'--output': expected a file to write, got the directory {folder}"),
         (
@@ -227,22 +232,70 @@ assert not heavy & set(sys.modules), heavy & set(sys.modules)
     assert done.stdout == f"sparge {sparge.__version__}\n"
 
 
-@pytest.mark.parametrize("tokens", [256, 300, 2048, 4096, 8192, 10000])
-def test_video_grid_fills_the_tokens_asked_for(tokens: int) -> None:
-    frames, height, width = video_grid(tokens)
-    assert height == width
-    assert 8 <= frames <= 12
-    assert tokens - height * width < frames * height * width <= tokens
-
-
 def test_slow_machine_gets_fewer_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo_module, "ROUND_BUDGET_S", 0.0)
-    steps: list[demo_module.Step] = []
-    result: Demo = run_demo(Settings(tokens=256, heads=1), steps.append)
+    result: Demo = run_demo(Settings(tokens=300, heads=1))
     assert {row.rounds for row in result.rows} == {1}
-    done = [step.done for step in steps]
-    assert done == sorted(done)
-    assert done[-1] == steps[-1].total
+    assert {row.input: row.tokens for row in result.rows} == {"needles": 300, "video-like": 256, "random": 300}
+
+
+def test_every_step_is_told_before_it_starts() -> None:
+    steps: list[demo_module.Step] = []
+    run_demo(Settings(tokens=256, heads=1), steps.append)
+    assert [step.done for step in steps] == list(range(steps[-1].total + 1))
+    assert [step.doing for step in steps[:3]] == [
+        "needles: making the input",
+        "needles: warming up",
+        "needles: timing dense attention",
+    ]
+    assert steps[-1].doing == "done"
+
+
+@pytest.mark.parametrize(
+    ("has_cuda", "arguments", "expected"),
+    [
+        (False, [], DEFAULTS["cpu"]),
+        (True, [], DEFAULTS["cuda"]),
+        (True, ["--device", "cpu", "--heads", "3"], Settings(heads=3)),
+        (True, ["--tokens", "4096", "--seed", "7"], replace(DEFAULTS["cuda"], tokens=4096, seed=7)),
+    ],
+)
+def test_demo_takes_the_best_device(
+    has_cuda: bool, arguments: list[str], expected: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Settings] = []
+
+    def run_demo(settings: Settings, *_: object) -> None:
+        asked.append(settings)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+    monkeypatch.setattr(demo_module, "run_demo", run_demo)
+    with pytest.raises((KeyboardInterrupt, SystemExit, typer.Abort)):
+        cli.main(["demo", *arguments, "--output", str(tmp_path / "page.html")])
+    assert asked == [expected]
+
+
+def test_demo_too_large_for_the_gpu_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_demo(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(demo_module, "run_demo", run_demo)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["demo", "--tokens", "4096", "--output", str(tmp_path / "page.html")])
+    assert stopped.value.code == 2
+    expected = "sparge: error: demo: expected memory for 4096 tokens, got none; take fewer with --tokens\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_numbers_of_an_earlier_demo_can_be_read() -> None:
+    """The committed file may be older than the newest fields of a row."""
+    numbers = json.loads((Path(__file__).parent.parent / "benchmarks/results/demo.json").read_text())
+    for row, stored in zip(as_rows(numbers), numbers["rows"], strict=True):
+        assert row.speedup == pytest.approx(stored["speedup"])
+        assert dict(table_cells(row))["input"] == stored["input"]
 
 
 def bench_row(topk: float) -> dict[str, Any]:

@@ -9,6 +9,9 @@ import torch
 from torch.library import opcheck
 
 import sparge
+from sparge import ops
+from sparge.call import Call
+from sparge.geometry import Shape
 
 
 def qkv(length: int) -> tuple[torch.Tensor, ...]:
@@ -95,21 +98,27 @@ def test_compiled_calls_are_counted():
 
 def test_operators_pass_opcheck():
     query, key, value = qkv(300)
+    rule = sparge.TopK(torch.tensor([0.3, 0.6]), similarity_threshold=0.1)
+    shape = Shape(1, 2, 2, 300, 300, 16, 16)
+    call = Call(shape, True, 0.2, rule, sparge.Moment(4), ((0, 5),), "int8_fp8", -8.0)
     mask = sparge.predict(query, key, topk=0.5, is_causal=True)
     lists = (mask.kv_num_blocks, mask.kv_indices, mask.visible_num_blocks)
-    per_head = torch.tensor([0.3, 0.6])
-    prediction = (query, key, None, True, 0.2, "topk", 1.0, per_head, 0.1, None, 4, True, True, 8, [0, 5], "torch")
+    packed = ops.pack(call, "torch")
     cases = {
-        torch.ops.sparge.predict.default: prediction,
-        torch.ops.sparge.attend.default: (
-            *(query, key, value, *lists, None, True, 0.2),
-            *("int8_fp8", -8.0, None, "torch"),
-        ),
-        torch.ops.sparge.dense.default: (query, key, value, None, True, 0.2, "none", True, "torch", "a check"),
-        torch.ops.sparge.attention.default: (
-            *(query, key, value, *prediction[2:-1]),
-            *("int8_fp8", -8.0, None, "torch"),
-        ),
+        torch.ops.sparge.predict.default: (query, key, *packed),
+        torch.ops.sparge.attend.default: (query, key, value, *lists, *packed),
+        torch.ops.sparge.dense.default: (query, key, value, *packed, True, "a check"),
+        torch.ops.sparge.attention.default: (query, key, value, *packed),
     }
     for operator, arguments in cases.items():
         assert set(opcheck(operator, arguments).values()) == {"SUCCESS"}
+
+
+def test_a_call_comes_out_of_an_operator_as_it_went_in():
+    shape = Shape(1, 2, 1, 300, 400, 16, 24)
+    for call in (
+        Call(shape, True, 0.5, sparge.TopK(0.3, min_blocks=2, sink=False, diagonal=True), sparge.Moment(4), ((0, 5),)),
+        Call(shape, False, 0.5, sparge.TopCdf(0.9, similarity_threshold=0.2, sink=True, diagonal=False), sparge.Mean()),
+        Call(shape, False, 1.0, quantization="int8_fp16", pv_threshold=-3.0),
+    ):
+        assert ops.unpack(shape, ops.pack(call, "triton")) == (call, "triton")

@@ -1,41 +1,94 @@
-"""README's examples run as printed (on fewer tokens), and its tables are those of the committed results."""
+"""README's examples run as printed, on fewer tokens; the tables of all pages are those of the committed results."""
 
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+import sparge
 
 REPOSITORY = Path(__file__).parent.parent
+WORDS = 2500
+"""Of a prompt: enough for a CPU to go sparse by itself."""
+Run = Callable[..., dict[str, Any]]
 
 
-def test_examples_run(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    """Run the Python of a page from top to bottom, with small models in place of published ones.
+
+    Where ``tokens`` is the length that the page writes, 2048 takes its place. The names left over are returned.
+    """
     monkeypatch.syspath_prepend(REPOSITORY / "tests" / "integrations")
-    from test_transformers import llama
-    from tiny_pipelines import PIPELINES
+    import diffusers
+    import transformers
+    from tiny_pipelines import CALLS, PIPELINES, STEPS, seeded, word_tokenizer
 
-    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(blocks) == 3
-    model = llama()
-    namespace: dict[str, Any] = {"pipe": PIPELINES["wan"](), "model": model, "other": lambda: None}
-    for block in blocks:
-        assert "8192" in block or "mask" in namespace
-        exec(block.replace("8192", "2048"), namespace)
-    assert namespace["mask"].density() < 0.8
-    assert model.config._attn_implementation == "sdpa"
-
-
-def test_tables_are_those_of_the_results() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.tables", "--check"],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=120,
+    tokenizer = word_tokenizer()
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer), num_key_value_heads=1, eos_token_id=None, max_position_embeddings=4096, **sizes
     )
-    assert done.returncode == 0, done.stderr
+
+    def load_model(_name: str, attn_implementation: str | None = None, **_: Any) -> Any:
+        model = seeded(transformers.LlamaForCausalLM, config).eval()
+        if attn_implementation is not None:
+            model.set_attn_implementation(attn_implementation)
+        return model
+
+    call = diffusers.WanPipeline.__call__
+
+    def call_small(pipe: Any, prompt: str, **_: Any) -> Any:
+        pipe.set_progress_bar_config(disable=True)
+        return call(pipe, prompt, num_inference_steps=STEPS, output_type="latent", **CALLS["wan"])
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", load_model)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda _name: tokenizer)
+    monkeypatch.setattr(diffusers.WanPipeline, "from_pretrained", lambda _name, **_: PIPELINES["wan"]())
+    monkeypatch.setattr(diffusers.WanPipeline, "__call__", call_small)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "report.txt").write_text("the cat walks in the rain " * (WORDS // 6))
+
+    def run(page: Path, tokens: str | None = None, **namespace: Any) -> dict[str, Any]:
+        text = page.read_text(encoding="utf-8")
+        blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+        assert blocks, f"{page.name}: expected Python, got none"
+        for block in blocks:
+            code = block.replace('"cuda"', '"cpu"')
+            exec(code if tokens is None else code.replace(tokens, "2048"), namespace)
+        return namespace
+
+    return run
+
+
+def test_examples_run(run: Run) -> None:
+    left = run(REPOSITORY / "README.md", "8192", other=torch.sin, x=torch.ones(3))
+    assert left["model"].config._attn_implementation == "sparge"
+    assert left["mask"].density() < 0.8
+    assert left["out"].shape == (1, 8, 2048, 64)
+    reasons = sparge.stats().reasons
+    assert reasons["sparse: torch"] == 2, "expected attention and block_sparse_attention to go sparse"
+    assert {"dense: below the crossover", "dense: cross-attention"} <= set(reasons), "expected calls of the pipeline"
+
+
+def test_two_screens() -> None:
+    """Proof, limits in full and the lab book are one click away, not here."""
+    assert len((REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def test_tables_are_those_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `python -m benchmarks.tables --check` checks."""
+    monkeypatch.syspath_prepend(REPOSITORY)
+    from benchmarks import tables
+
+    filled = 0
+    for page in tables.pages():
+        text = page.read_text(encoding="utf-8")
+        assert tables.fill(text) == text, f"{page.name}: expected the tables of benchmarks/results; run make tables"
+        filled += len(tables.MARKER.findall(text))
+    assert filled > 20

@@ -1,4 +1,4 @@
-"""The hazards that tests/gpu/sanitize.py counts apart: those between notes and between roles, and no others."""
+"""The hazards that tools/gpu/sanitize.py counts apart: those of a stage's metadata and of roles, and no others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REPORT = """========= Error: Potential {} hazard detected at __shared__ 0x410 in
 
 @pytest.fixture(scope="module")
 def sanitize() -> ModuleType:
-    path = Path(__file__).parent / "gpu" / "sanitize.py"
+    path = Path(__file__).parents[1] / "tools" / "gpu" / "sanitize.py"
     spec = importlib.util.spec_from_file_location("sanitize", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -38,36 +38,38 @@ def place(sanitize: ModuleType):
 
 
 @pytest.fixture(scope="module")
-def note(place) -> tuple[str, str]:
-    """Where one is stored and loaded."""
-    return place("producer.py", "kind_smem", ".store("), place("products.py", "notes.index(stage).load(")
+def metadata(place) -> tuple[str, str]:
+    """Where a stage's kind is stored and loaded."""
+    return place("producer.py", "kind_smem", ".store("), place("mma.py", "notes.index(stage).load(")
 
 
-def test_hazards_are_sorted_by_the_lines_they_are_between(sanitize: ModuleType, place, note: tuple[str, str]) -> None:
-    masked, load = note
+def test_hazards_are_sorted_by_the_lines_they_are_between(
+    sanitize: ModuleType, place, metadata: tuple[str, str]
+) -> None:
+    masked, load = metadata
     unit, block = place("producer.py", "unit_smem.index(stage).store("), place("producer.py", "block_smem", ".store(")
-    first_unit = place("arithmetic.py", "units.index(")
-    first_block = place("arithmetic.py", "block = blocks.index(place).load(")
-    count_note, count = place("producer.py", "zero + count"), place("attention.py", "slot * 2 + 1).load(")
-    head, roles = place("attention.py", "def attention_kernel("), place("attention.py", "gl.warp_specialize(")
-    ones = place("attention.py", "ones_smem.store(")
+    first_unit = place("softmax.py", "units.index(")
+    first_block = place("softmax.py", "block = blocks.index(place).load(")
+    count_stored, count = place("producer.py", "zero + count"), place("kernel.py", "slot * 2 + 1).load(")
+    head, roles = place("kernel.py", "def attention_kernel("), place("kernel.py", "gl.warp_specialize(")
+    ones = place("kernel.py", "ones_smem.store(")
     listed = place("producer.py", "gl.load(list_base + listed,")
     hidden, exchanged = (
-        place("arithmetic.py", "gl.where(allowed, scores, HIDDEN_BITS)"),
-        place("arithmetic.py", "gl.max(gl.max("),
+        place("softmax.py", "gl.where(allowed, scores, HIDDEN_BITS)"),
+        place("softmax.py", "gl.max(gl.max("),
     )
     expected = {
-        (masked, load): "notes",
-        (load, masked): "notes",
-        (unit, first_unit): "notes",
-        (first_block, block): "notes",
-        (count_note, count): "notes",
-        (hidden, unit): "notes",
+        (masked, load): "metadata",
+        (load, masked): "metadata",
+        (unit, first_unit): "metadata",
+        (first_block, block): "metadata",
+        (count_stored, count): "metadata",
+        (hidden, unit): "metadata",
         (roles, head): "roles",
         (head, head): "roles",
         (masked, masked): "other",
         (masked, count): "other",
-        (count_note, first_unit): "other",
+        (count_stored, first_unit): "other",
         (masked, listed): "other",
         (masked, exchanged): "other",
         (ones, hidden): "other",
@@ -75,14 +77,18 @@ def test_hazards_are_sorted_by_the_lines_they_are_between(sanitize: ModuleType, 
         (ones, load): "other",
         (load, head): "other",
         (masked, "somewhere.cu:7"): "other",
-        (masked, "products.py:0"): "other",
-        (masked, "products.py:100000"): "other",
+        (masked, "mma.py:0"): "other",
+        (masked, "mma.py:100000"): "other",
     }
     hazards = {("RAW", *places): kind for places, kind in expected.items()}
-    hazards |= {("WAR", unit, first_unit): "notes", ("WAW", unit, first_unit): "other", ("WAW", unit, hidden): "other"}
+    hazards |= {
+        ("WAR", unit, first_unit): "metadata",
+        ("WAW", unit, first_unit): "other",
+        ("WAW", unit, hidden): "other",
+    }
     assert {hazard: sanitize.kind_of(hazard) for hazard in hazards} == hazards
     kinds, found = sanitize.count_hazards("".join(REPORT.format(*hazard) for hazard in hazards))
-    assert dict(kinds) == {"notes": 7, "roles": 2, "other": 14}
+    assert dict(kinds) == {"metadata": 7, "roles": 2, "other": 14}
     assert set(found) == set(hazards)
 
 
@@ -90,10 +96,10 @@ SUMMARY = "========= RACECHECK SUMMARY: {0} hazards displayed ({0} errors, 0 war
 
 
 @pytest.fixture
-def outputs(sanitize: ModuleType, place, note: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """What racecheck says: two hazards of notes and one of roles in the calls; controls as it sees them today."""
-    head = place("attention.py", "def attention_kernel(")
-    hazards = "".join(REPORT.format("RAW", *places) for places in (note, note[::-1], (head, head)))
+def outputs(sanitize: ModuleType, place, metadata: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What racecheck says: two hazards of metadata and one of roles in the calls; controls as it sees them today."""
+    head = place("kernel.py", "def attention_kernel(")
+    hazards = "".join(REPORT.format("RAW", *places) for places in (metadata, metadata[::-1], (head, head)))
     outputs = {
         "calls": hazards + "80 calls\n" + SUMMARY.format(3),
         "all_arrive": "in order\n" + SUMMARY.format(0),
@@ -111,13 +117,13 @@ def outputs(sanitize: ModuleType, place, note: tuple[str, str], monkeypatch: pyt
 @pytest.mark.usefixtures("outputs")
 def test_known_hazards_are_counted_apart(sanitize: ModuleType, capsys) -> None:
     assert sanitize.check("racecheck")
-    assert "racecheck: 80 calls, 0 errors; apart: {'roles': 1, 'notes': 2};" in capsys.readouterr().out
+    assert "racecheck: 80 calls, 0 errors; apart: {'roles': 1, 'metadata': 2};" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("part", "output", "errors"),
     [
-        pytest.param("one_arrives", "in order\n" + SUMMARY.format(0), 2, id="a checker that follows notes"),
+        pytest.param("one_arrives", "in order\n" + SUMMARY.format(0), 2, id="a checker that follows metadata"),
         pytest.param("all_arrive", "in order\n" + SUMMARY.format(4), 2, id="a checker that follows nothing"),
         pytest.param("meeting", "in order\n" + SUMMARY.format(0), 1, id="a checker that follows roles"),
         pytest.param("alone", "in order\n" + SUMMARY.format(2), 1, id="a checker that follows no roles at all"),
@@ -146,14 +152,14 @@ def test_hazards_that_are_not_listed_are_errors(sanitize: ModuleType, outputs: d
 
 
 def test_a_known_warning_does_not_cancel_an_error(
-    sanitize: ModuleType, outputs: dict[str, str], place, note: tuple[str, str], capsys
+    sanitize: ModuleType, outputs: dict[str, str], place, metadata: tuple[str, str], capsys
 ) -> None:
-    race = REPORT.format("RAW", place("attention.py", "ones_smem.store("), note[1])
-    warning = REPORT.format("RAW", *note).replace("Error:", "Warning:")
+    race = REPORT.format("RAW", place("kernel.py", "ones_smem.store("), metadata[1])
+    warning = REPORT.format("RAW", *metadata).replace("Error:", "Warning:")
     summary = "========= RACECHECK SUMMARY: 2 hazards displayed (1 errors, 1 warnings)\n"
     outputs["calls"] = race + warning + "80 calls\n" + summary
     assert not sanitize.check("racecheck")
-    assert "1 errors; apart: {'roles': 0, 'notes': 1};" in capsys.readouterr().out
+    assert "1 errors; apart: {'roles': 0, 'metadata': 1};" in capsys.readouterr().out
 
 
 def test_some_calls_use_every_stage_again_and_look_for_a_peak(sanitize: ModuleType) -> None:

@@ -223,7 +223,7 @@ class TestChoices:
     @PREDICTING
     @pytest.mark.parametrize("wrong", [3, None, sparge.Moment])
     def test_score_of_another_type(self, call: Call, wrong: Any) -> None:
-        message = rf"score: expected 'moment', 'mean', Moment\(...\) or Mean\(\), got {type(wrong).__name__}"
+        message = rf"score: expected 'moment' or 'mean', or a value such as Moment\(...\), got {type(wrong).__name__}"
         rejects(TypeError, message, call, *QKV, score=wrong)
 
     @pytest.mark.parametrize(
@@ -545,7 +545,7 @@ class TestFallback:
         (expected * weight).sum().backward()
         for tensor, oracle in zip(mine, exact, strict=True):
             torch.testing.assert_close(tensor.grad.double(), oracle.grad, rtol=0, atol=1e-5)
-        assert sparge.stats().reasons == {"dense: unsupported": 1}
+        assert sparge.stats().reasons == {"dense: unsupported (gradients)": 1}
 
     def test_warns_once_with_the_reason_at_the_caller(self) -> None:
         with pytest.warns(UserWarning) as caught:

@@ -1,5 +1,22 @@
-"""``python -m sparge``: the command."""
+"""``sparge`` and ``python -m sparge``: the command, or what to install for it."""
 
-from sparge.cli import main
+import sys
 
-main()
+NEEDED = ("rich", "typer")
+
+
+def main() -> None:
+    """Run `sparge.cli`; without its packages exit with 2 and one line that says what to install."""
+    try:
+        for name in NEEDED:
+            __import__(name)
+    except ImportError as error:
+        sys.stderr.write(f"sparge: error: the command needs rich and typer: pip install 'sparge[cli]' ({error})\n")
+        sys.exit(2)
+    from sparge.cli import main as run
+
+    run()
+
+
+if __name__ == "__main__":
+    main()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from sparge.config import Dense, Moment, PerHead, Score, Selection, Sparsity
 from sparge.geometry import Shape
+
+DENSE, DEFAULT_SCORE = Dense(), Moment()  # made here, since torch.compile does not trace a factory
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,8 @@ class Call:
     shape: Shape
     is_causal: bool
     scale: float
-    sparsity: Sparsity = field(default_factory=Dense)
-    score: Score = field(default_factory=Moment)
+    sparsity: Sparsity = DENSE
+    score: Score = DEFAULT_SCORE
     always_keep: tuple[tuple[int, int], ...] = ()
     quantization: str = "none"
     pv_threshold: PerHead | None = None

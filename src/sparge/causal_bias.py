@@ -18,3 +18,8 @@ def alignment_of(attn_mask: Any) -> Alignment | None:
     if not isinstance(attn_mask, CausalBias):
         return None
     return "top-left" if attn_mask.variant == CausalVariant.UPPER_LEFT else "bottom-right"
+
+
+def lengths_of(causal_bias: Any) -> tuple[int, int]:
+    """Queries and keys of a ``CausalBias``. Before torch 2.7 it refuses to tell its shape."""
+    return causal_bias.seq_len_q, causal_bias.seq_len_kv

@@ -1,5 +1,5 @@
 """The ``sparge`` command: ``demo`` shows it on this machine, ``bench`` measures it on a GPU, ``doctor`` says what the
-machine offers, ``lm-eval`` runs the lm-evaluation-harness with it."""
+machine offers, ``lm-eval`` runs the lm-evaluation-harness with it, ``sweep`` derives launch configurations."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,10 +21,8 @@ from sparge._version import __version__
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
     from sparge.bench import cases as bench_cases
-    from sparge.demo.measure import Demo, Row, Settings
     from sparge.policy import Policy
 
 MIN_TOKENS = 256
@@ -87,12 +86,23 @@ def _tokens(text: str) -> int:
     return _integer(text, MIN_TOKENS, sys.maxsize, f"an integer of at least {MIN_TOKENS}")
 
 
-def _heads(text: str) -> int:
+def _count(text: str) -> int:
     return _integer(text, 1, sys.maxsize, "an integer of at least 1")
 
 
 def _seed(text: str) -> int:
     return _integer(text, 0, MAX_SEED, "an integer in [0, 2**63)")
+
+
+def _device(text: str) -> str:
+    if text not in ("auto", "cuda", "cpu"):
+        raise typer.BadParameter(f"expected auto, cuda or cpu, got {text}")
+    if text == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise typer.BadParameter(f"expected a CUDA device, got none (torch {torch.__version__}); see sparge doctor")
+    return text
 
 
 def _writable(text: str) -> Path:
@@ -111,9 +121,17 @@ def demo(
     topk: Annotated[
         float, typer.Option(parser=_share, metavar="SHARE", help="Share of the visible blocks to keep.")
     ] = 0.25,
-    tokens: Annotated[int, typer.Option(parser=_tokens, metavar="N", help="Sequence length.")] = 8192,
-    heads: Annotated[int, typer.Option(parser=_heads, metavar="N", help="Heads of 64 channels.")] = 8,
+    tokens: Annotated[
+        int | None,
+        typer.Option(parser=_tokens, metavar="N", help="Sequence length: 8192 on a CPU, 32768 on a GPU by default."),
+    ] = None,
+    heads: Annotated[
+        int | None, typer.Option(parser=_count, metavar="N", help="Heads: 8 on a CPU, 16 on a GPU by default.")
+    ] = None,
     seed: Annotated[int, typer.Option(parser=_seed, metavar="N", help="Seed of the inputs.")] = 0,
+    device: Annotated[
+        str, typer.Option(parser=_device, metavar="NAME", help="auto, cuda or cpu. auto: cuda where there is one.")
+    ] = "auto",
     output: Annotated[Path, typer.Option(parser=_writable, metavar="PATH", help="Where to write the page.")] = Path(
         "sparge-demo.html"
     ),
@@ -122,93 +140,28 @@ def demo(
     ] = None,
 ) -> None:
     """Dense against sparse attention on this machine: a table, and a page with the predicted masks."""
+    import torch
     from rich.console import Console
 
-    from sparge.demo.measure import Settings
+    from sparge.demo.measure import DEFAULTS, best_device
     from sparge.demo.page import render_page
+    from sparge.demo.terminal import print_results, run_with_progress
 
     if json_path is not None and json_path.resolve() == output.resolve():
         raise typer.BadParameter(f"expected different files for --output and --json, got {output} for both")
     console = Console()
-    result = _run_with_progress(Settings(topk=topk, tokens=tokens, heads=heads, seed=seed))
+    settings = DEFAULTS[best_device() if device == "auto" else device]
+    tokens, heads = tokens or settings.tokens, heads or settings.heads
+    try:
+        result = run_with_progress(replace(settings, topk=topk, tokens=tokens, heads=heads, seed=seed))
+    except torch.OutOfMemoryError as error:
+        raise _UsageError(f"demo: expected memory for {tokens} tokens, got none; take fewer with --tokens") from error
     output.write_text(render_page(result), encoding="utf-8")
     if json_path is not None:
         json_path.write_text(json.dumps(result.to_json(), indent=2) + "\n", encoding="utf-8")
-    _print_results(console, result)
+    print_results(console, result)
     for path in filter(None, (output, json_path)):
         console.print(f"Wrote {path}", soft_wrap=True, highlight=False, markup=False)
-
-
-def _run_with_progress(settings: Settings) -> Demo:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from sparge.demo.measure import Step, run_demo
-
-    console = Console(stderr=True)
-    columns = (BarColumn(bar_width=30), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("")
-
-        def show(step: Step) -> None:
-            progress.update(task, completed=step.done, total=step.total, description=step.doing)
-
-        return run_demo(settings, show)
-
-
-def _print_results(console: Console, result: Demo) -> None:
-    from sparge.demo.measure import HEAD_DIM, table_cells
-
-    settings, machine = result.settings, result.machine
-    commit = f" ({machine.commit})" if machine.commit else ""
-    console.print(
-        f"topk {settings.topk:g}, float32, B 1, H {settings.heads}, D {HEAD_DIM}; {machine.processor}, "
-        f"{machine.threads} threads; torch {machine.torch}, sparge {machine.sparge}{commit}",
-        highlight=False,
-        markup=False,
-    )
-    _print_fitting(console, _results_table(result.rows), [list(table_cells(row)) for row in result.rows])
-
-
-def _print_fitting(console: Console, table: Table, rows: Sequence[Sequence[tuple[str, str]]]) -> None:
-    """The table, or where the console is too narrow for its columns the same cells, one to a line."""
-    from rich.measure import Measurement
-
-    if Measurement.get(console, console.options.update(width=1000), table).maximum <= console.width:
-        console.print(table)
-        return
-    for cells in rows:
-        console.print()
-        for column, text in cells:
-            if text:
-                console.print(f"{column}: {text}", highlight=False, markup=False, soft_wrap=True)
-    console.print()
-
-
-def _results_table(rows: tuple[Row, ...]) -> Table:
-    from sparge.demo.measure import table_cells
-
-    table = _empty_table([column for column, _ in table_cells(rows[0])], left=("input", "score"))
-    before = None
-    for row in rows:
-        if before not in (None, row.input):
-            table.add_row()
-        cells = [text for _, text in table_cells(row)]
-        table.add_row("" if row.input == before else cells[0], *cells[1:])
-        before = row.input
-    return table
-
-
-def _empty_table(columns: Sequence[str], left: Sequence[str], padding: int = 1) -> Table:
-    """A table with headings of two lines, to fit 80 columns; numbers stand right."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, padding, 0, 0), pad_edge=False, show_edge=False)
-    for column in columns:
-        heading = column.replace("speed-up", "speed-\nup").replace(" ", "\n", 1)
-        table.add_column(heading, justify="left" if column in left else "right", no_wrap=True)
-    return table
 
 
 def _suite(text: str) -> str:
@@ -270,20 +223,72 @@ def bench(
 def _print_bench(console: Console, rows: Sequence[bench_cases.Row]) -> None:
     """One table for every view of the suites that ran, and why cells are missing."""
     from sparge.bench.table import TERMINAL_VIEWS, problem_notes
+    from sparge.console import empty_table, print_fitting
 
     for view in TERMINAL_VIEWS:
         shown = [list(view.cells(row)) for row in rows if row["suite"] == view.suite]
         if shown:
-            table = _empty_table(
-                [column for column, _ in shown[0]], left=("family", "backend", "kernel", "arithmetic"), padding=0
+            table = empty_table(
+                [column for column, _ in shown[0]], left=("family", "backend", "kernel", "quantization"), padding=0
             )
             for cells in shown:
                 table.add_row(*(text for _, text in cells))
             console.print()
             console.print(view.title, style="bold")
-            _print_fitting(console, table, shown)
+            print_fitting(console, table, shown)
     for note in problem_notes(rows):
         console.print(f"n/a: {note}", highlight=False, markup=False, soft_wrap=True)
+
+
+@app.command()
+def sweep(
+    cases: Annotated[
+        list[str],
+        typer.Argument(metavar="CASE...", help="KERNEL[:QUANTIZATION][:HEAD_DIM][:VARIANT], e.g. triton:int8_fp8:128."),
+    ],
+    tokens: Annotated[int, typer.Option(parser=_tokens, metavar="N", help="Sequence length.")] = 32768,
+    heads: Annotated[int, typer.Option(parser=_count, metavar="N", help="Heads.")] = 16,
+    distance: Annotated[
+        int, typer.Option(parser=_count, metavar="N", help="Fields that may differ from the chosen row.")
+    ] = 2,
+    budget: Annotated[float | None, typer.Option(metavar="SECONDS", help="Stop by then, say what is missing.")] = None,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Longest that one candidate may take.")] = 60.0,
+    jobs: Annotated[
+        int | None, typer.Option(parser=_count, metavar="N", help="Processes that compile at a time.")
+    ] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", parser=_writable, metavar="PATH", help="Append the rows as JSON lines.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Skip what failed in the rows of --json.")] = False,
+) -> None:
+    """Derive rows of the tables of launch configurations on this machine's CUDA GPU (docs/configurations.md)."""
+    from dataclasses import asdict
+
+    from sparge.bench.run import stamp
+    from sparge.bench.sweep.cases import parse_case
+    from sparge.bench.sweep.results import json_rows, table_text
+    from sparge.bench.sweep.run import missing_device, sweep_here
+    from sparge.evaluate.machine import describe_gpu
+
+    if resume and json_path is None:
+        raise _UsageError("sweep: expected --json with --resume, got none")
+    try:
+        parsed = [parse_case(text, tokens, heads) for text in cases]
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    missing = missing_device(parsed)
+    if missing is not None:
+        raise _UsageError(f"sweep: {missing}")
+    gpu = describe_gpu()
+    typer.echo(str(gpu))
+    options = {"budget_s": budget, "timeout_s": timeout, "distance": distance, "resume": json_path if resume else None}
+    for found in sweep_here(
+        parsed, machine=asdict(gpu), places=jobs, say=lambda line: typer.echo(line, err=True), **options
+    ):
+        typer.echo("\n" + table_text(found))
+        if json_path is not None:
+            with json_path.open("a", encoding="utf-8") as lines:
+                lines.writelines(json.dumps({**row, **stamp(gpu)}) + "\n" for row in json_rows(found))
 
 
 def _policy(text: str) -> Policy:
@@ -360,7 +365,6 @@ def _versions() -> Iterator[tuple[str, str]]:
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
     yield "torch", f"{torch.__version__} ({build})"
     yield "triton", _installed("triton") or "missing (no GPU kernels)"
-    yield "numpy", _installed("numpy") or "missing"
     yield "matplotlib", _installed("matplotlib") or "missing (no BlockMask.plot)"
     for name in ("transformers", "diffusers"):
         yield name, _installed(name) or "missing (needed for its models alone)"

@@ -6,7 +6,7 @@
 
 For programs that call them already: new ones call `sparge.attention`. Every argument has its published place and either
 has an effect or raises; docs/migration.md says what becomes of each, and which results change and why. The names of
-SageAttention 1 and 2 are one function each: the arithmetic is the fastest of the device (`sparge.attention` has
+SageAttention 1 and 2 are one function each: the quantization is the fastest of the device (`sparge.attention` has
 ``quantization`` for another), and despite the names any device will do.
 """
 
@@ -63,7 +63,7 @@ def spas_sage2_attn_meansim_topk_cuda(
         is_causal: query i sees keys up to i + S_k - S_q. Causal rows also keep the diagonal and at least 16 blocks.
         scale: factor on the scores, 1 / sqrt(D) by default.
         smooth_k: True; softmax does not notice it, 8 bits need it.
-        simthreshd1: blocks whose tokens agree less than this are kept unjudged; 0 or less switches the judge off.
+        simthreshd1: blocks whose tokens agree less than this are kept whatever their score; 0 or less asks no block.
         topk: share of the visible blocks each row keeps, in (0, 1]; at least one block.
         pvthreshd: skip P V of 64 rows when all their probabilities lie below 2^-pvthreshd of the running maximum; 50
             or more skips nothing.
@@ -128,8 +128,8 @@ def spas_sage2_attn_meansim_cuda(
     Args:
         cdfthreshd: mass to cover, in (0, 1], the block that crosses it included; a tensor (H,) sets it per head.
 
-    The other arguments, the result and the errors are those of `spas_sage2_attn_meansim_topk_cuda`; the judge
-    (``simthreshd1``) is on by default.
+    The other arguments, the result and the errors are those of `spas_sage2_attn_meansim_topk_cuda`;
+    ``simthreshd1`` is on by default.
 
     Example:
         >>> import torch
@@ -252,7 +252,7 @@ def _detached(threshold: PerHead) -> PerHead:
 
 
 def _similarity_threshold(simthreshd1: PerHead) -> PerHead | None:
-    """The judge's threshold. The measure is never below 0: a threshold of 0 or less judges nothing."""
+    """The similarity threshold. Similarity is never below 0: a threshold of 0 or less asks no block."""
     check_range("simthreshd1", simthreshd1, -math.inf, 1.0, "[-inf, 1]")
     if isinstance(simthreshd1, Tensor):
         return simthreshd1.clamp(min=0.0)

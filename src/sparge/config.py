@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, field
+from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, ClassVar, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -69,8 +69,8 @@ class Selection:
         amount_field: the field that says how much is kept, one number or one per head.
     """
 
-    name: ClassVar[str]
-    amount_field: ClassVar[str]
+    name = ""
+    amount_field = ""
 
     min_blocks: int = field(default=DEFAULT_MIN_BLOCKS, kw_only=True)
     similarity_threshold: PerHead | None = field(default=None, kw_only=True)
@@ -121,9 +121,9 @@ class TopK(Selection):
         topk: share to keep, in (0, 1]; rounded up to whole blocks. A tensor of shape (H,) sets it per head. (Keep such
             tensors on the query's device: others are copied at every call. Their values are checked on a CPU only.)
         min_blocks: a row keeps at least this many blocks when it sees that many.
-        similarity_threshold: blocks whose tokens agree less than this (mean pairwise cosine, in [0, 1]) cannot be
-            judged by a summary and are kept: such a query block keeps its whole row, such a key block its column.
-            ``None`` switches the judge off.
+        similarity_threshold: blocks whose tokens agree less than this (mean pairwise cosine, in [0, 1]) have no
+            summary that speaks for them and are kept: such a query block keeps its whole row, such a key block its
+            column. ``None`` asks no block.
         pv_threshold: inside a kept block, skip the P V product of 64 rows when all their scores lie below the
             running maximum by more than this (negative, natural log). ``None`` skips nothing.
         sink: keep the first key block (behind padding, if any) in every row; ``None`` means "when causal".
@@ -200,12 +200,12 @@ class Score:
         name: what a caller may pass instead of the value, for its defaults.
     """
 
-    name: ClassVar[str]
+    name = ""
 
     @property
     def numbers(self) -> list[float]:
         """Its fields, as operators carry them."""
-        return [float(number) for number in vars(self).values()]
+        return []
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> Score:
@@ -235,6 +235,10 @@ class Moment(Score):
         if not 1 <= self.samples <= 128:
             raise ValueError(f"samples: expected a value in [1, 128], got {self.samples}")
 
+    @property
+    def numbers(self) -> list[float]:
+        return [float(self.samples)]
+
     @classmethod
     def of(cls, numbers: Sequence[float]) -> Moment:
         return cls(int(numbers[0]))
@@ -262,8 +266,7 @@ def trusted(kind: type[_SelectionType], **fields: Any) -> _SelectionType:
     """A selection from parts that were checked before, without reading per-head tensors back from a device."""
     made = object.__new__(kind)
     for name, spec in kind.__dataclass_fields__.items():
-        if spec.default is not MISSING:  # a class's own constants have none
-            object.__setattr__(made, name, fields.get(name, spec.default))
+        object.__setattr__(made, name, fields.get(name, spec.default))
     return made
 
 

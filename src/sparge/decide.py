@@ -98,7 +98,7 @@ def by_policy(
 
     Args:
         heads: those of the whole batch.
-        is_self: queries and keys are of one sequence; None judges by their lengths.
+        is_self: queries and keys are of one sequence; None goes by their lengths.
         is_language: the tokens are text in order, so that fewer queries than keys are a chunk behind a prefix.
         is_cross: the layer is known to be cross-attention.
     """
@@ -112,7 +112,7 @@ def by_policy(
         return Reason.MIN_TOKENS
     if policy.backend == "auto" and device.type != "meta":
         crossover = base.crossover_for(device.type, device.index)
-        if crossover.is_above(heads, q_len, kv_len):
+        if base.is_below(crossover, heads, q_len, kv_len):
             return Reason.CROSSOVER
     return Reason.LAYER if is_dense_layer else None
 
@@ -191,7 +191,7 @@ def unsupported_call(
 
 
 def slow_mask(attn_mask: Tensor) -> str | None:
-    """Masks whose reading costs a GPU more than sparsity saves (docs/performance, "Masks in models")."""
+    """Masks whose reading costs a GPU more than sparsity saves (docs/lab/models.md, "Masks in models")."""
     if attn_mask.ndim >= 2 and attn_mask.shape[-2] > 1:
         return "mask with an entry per query"
     return None if attn_mask.dtype == torch.bool else "additive mask"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sparge.block_mask import BlockMask
-from sparge.causal_bias import alignment_of
+from sparge.causal_bias import alignment_of, lengths_of
 from sparge.config import (
     DEFAULT_TOPK,
     QUANTIZATIONS,
@@ -130,7 +130,7 @@ def resolve_causal_bias(
         return attn_mask, is_causal
     if is_causal:
         raise ValueError("attn_mask: expected no CausalBias together with is_causal=True, got both")
-    lengths = tuple(attn_mask.shape[-2:])
+    lengths = lengths_of(attn_mask)
     if lengths != (shape.q_len, shape.kv_len):
         raise ValueError(f"attn_mask: expected a CausalBias of size {(shape.q_len, shape.kv_len)}, got {lengths}")
     offset = shape.causal_offset if alignment == "bottom-right" else 0

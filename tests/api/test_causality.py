@@ -53,7 +53,7 @@ class TestCausality:
             assert not torch.equal(before[:, :, self.CUT :], after[:, :, self.CUT :])
 
     def structured(self, prefix: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries that agree, and every other key block too: the judge lets some pass."""
+        """Queries that agree, and every other key block too: the threshold lets some pass."""
         query, key, value = make_qkv(1000, 1000 + prefix, heads=1, head_dim=16)
         directions = 2 * torch.randn(8, 1, 16, generator=torch.Generator().manual_seed(8))
         key[:, :, :896].view(7, 2, 64, 16)[:, 0].add_(directions[:7])
@@ -66,7 +66,7 @@ class TestCausality:
             TopCdf(0.6, min_blocks=1),
             TopK(0.4, min_blocks=1, sink=False, diagonal=False, similarity_threshold=0.3),
         ],
-        ids=["topk", "topcdf", "judge"],
+        ids=["topk", "topcdf", "similarity"],
     )
 
     @backends
@@ -89,7 +89,7 @@ class TestCausality:
     def test_the_prediction_leaks_nothing_behind_an_odd_prefix(self, backend: str, score: str, sparsity: Any) -> None:
         """A chunk of queries after 30 cached keys: key blocks reach past the last query of a query block.
 
-        Whether such a block takes a place of the budget may not depend on the judge, who knows all of its keys.
+        Whether such a block takes a place of the budget may not depend on its similarity, which knows all of its keys.
         """
         query, key, _ = self.structured(prefix=30)
         start = self.BLOCK_START + 30  # the first key that query block 5 does not see

@@ -68,7 +68,7 @@ def test_dense_instead_they_are_right(name: str) -> None:
     with sdpa_kernel(SDPBackend.MATH):  # torch's other kernels have no tangents, and say so
         got = BY_NAME[name](lambda query: attend(query, on_unsupported="dense"))
     torch.testing.assert_close(got, BY_NAME[name](exact), rtol=1e-4, atol=1e-5)
-    assert set(sparge.stats().reasons) == {"dense: unsupported"}
+    assert set(sparge.stats().reasons) == {"dense: unsupported (gradients)"}
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])
@@ -96,7 +96,7 @@ class TestReentrantCheckpoints:
         (expected,) = torch.autograd.grad(exact.square().sum(), query)
         got.square().sum().backward()
         torch.testing.assert_close(query.grad, expected, rtol=1e-4, atol=1e-5)
-        assert sparge.stats().reasons == {"dense: unsupported": 2}
+        assert sparge.stats().reasons == {"dense: unsupported (gradients)": 2}
 
     def test_no_grad_and_inference_mode_are_sparse(self) -> None:
         for context in (torch.no_grad, torch.inference_mode):

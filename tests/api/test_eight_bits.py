@@ -23,15 +23,16 @@ from sparge import Dense, TopK, reference
 from sparge.backends.torch import online as torch_online
 from sparge.call import Call
 from sparge.evaluate.families import by_name
-from sparge.evaluate.inputs import text_like, video_like
+from sparge.evaluate.inputs import text_like, text_with_needles, video_like
 from sparge.geometry import Shape
+from sparge.reference import softmax
 
 pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.timeout(120)]
 
 
 def smooth(offset: float) -> tuple[Tensor, Tensor, Tensor]:
     """A smooth field whose keys carry a channel offset."""
-    sample = video_like((4, 16, 16), heads=2, seed=3)
+    sample = video_like(1024, heads=2, seed=3)
     direction = torch.randn(1, 2, 1, 64, generator=torch.Generator().manual_seed(8))
     return sample.query, sample.key + offset * direction, sample.value
 
@@ -126,7 +127,7 @@ class TestTwoParts:
     ) -> None:
         assert self.error(name, quantization, backend, kv_len) < by_name(name).limit
 
-    @pytest.mark.parametrize("backend, module", [("torch", torch_online), ("reference", reference)], ids=BACKENDS)
+    @pytest.mark.parametrize("backend, module", [("torch", torch_online), ("reference", softmax)], ids=BACKENDS)
     def test_in_one_part_it_would_be_lost(self, backend: str, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         """The other 63 keys of the tile are half of all that is not the sink. Nearer ones are rounded coarsely."""
         monkeypatch.setattr(module, "FP8_RANGE", 1e3)
@@ -208,7 +209,7 @@ class TestPvThreshold:
 
     @backends
     def test_per_head(self, backend: str) -> None:
-        sample = text_like(512, heads=2)
+        sample = text_with_needles(512, heads=2)
         call = {"is_causal": True, "backend": backend, "return_lse": True}
         tensors = (sample.query, sample.key, sample.value)
         mask = sparge.predict(*tensors[:2], is_causal=True, sparsity=Dense())

@@ -157,7 +157,7 @@ def test_scale_of_attention(backend: str, scale: float) -> None:
 @backends
 @pytest.mark.parametrize("score", ["moment", "mean"])
 def test_scale_of_the_prediction(backend: str, score: str) -> None:
-    sample = video_like((4, 16, 16), heads=2, head_dim=16)
+    sample = video_like(1024, heads=2, head_dim=16)
     query, key = sample.query, sample.key
     options = {"sparsity": TopCdf(0.8, min_blocks=1), "score": score, "backend": backend}
     masks = {scale: sparge.predict(query, key, scale=scale, **options) for scale in (0.0, 0.25, 1.0)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,13 +21,14 @@ from sparge.bench import numerics as bench_numerics
 from sparge.bench import run as bench
 from sparge.bench import timing as bench_timing
 from sparge.bench.cases import DEFAULT_SUITES, SUITES, Group, Problem, groups_of, random_blocks
+from sparge.bench.inputs import make_inputs
 from sparge.bench.table import VIEWS, newest, one_line, problem_notes
 from sparge.bench.timing import MAX_CALLS, Timing, Variant, repeats_for, time_on_cuda
 from sparge.call import Call
 from sparge.evaluate import oracle as bench_exact
 from sparge.evaluate.captured import captured_families
-from sparge.evaluate.device_inputs import frame_grid, make_inputs
 from sparge.evaluate.families import FAMILIES, by_name
+from sparge.evaluate.inputs import frame_grid
 from sparge.evaluate.machine import Gpu
 from sparge.evaluate.metrics import block_mass, relative_l1
 from sparge.evaluate.oracle import exact_rows, sampled_error, sampled_queries
@@ -235,11 +237,11 @@ class Stages:
         return (query, key, value), mask
 
     @staticmethod
-    def attend(operands: Any, mask: Any, call: Call, kernels: str) -> tuple[Tensor, Tensor]:
+    def attend(operands: Any, mask: Any, call: Call, backend: str) -> tuple[Tensor, Tensor]:
         if mask is None:
             mask = torch.ones(call.shape.q_blocks, call.shape.kv_blocks, dtype=torch.bool)
         return sparge.block_sparse_attention(
-            *operands, mask, quantization=call.quantization, backend=kernels, return_lse=True
+            *operands, mask, quantization=call.quantization, backend=backend, return_lse=True
         )
 
 
@@ -264,7 +266,8 @@ def on_cpu() -> bench.Bench:
         device=CPU,
         backend="torch",
         quantization="int8_fp8",
-        pipeline=Stages,
+        prepare=Stages.prepare,
+        kernel=lambda backend: partial(Stages.attend, backend=backend),
         time=pretend_times,
         peak_extra_bytes=lambda run: run().nbytes // 2,
         bytes_per_s=4e12,
@@ -402,8 +405,7 @@ class TestSuites:
         def broken(*_: Any, **__: Any) -> None:
             raise RuntimeError("illegal memory access")
 
-        stages = SimpleNamespace(prepare=Stages.prepare, attend=broken)
-        row = measured(replace(on_cpu, pipeline=stages), Group("end_to_end", Problem(512, 1, 64)))[0]
+        row = measured(replace(on_cpu, kernel=lambda _: broken), Group("end_to_end", Problem(512, 1, 64)))[0]
         assert row["attend_ms"] is None
         assert row["problems"]["attend"] == "RuntimeError: illegal memory access"
         assert row["prepare_ms"] == 0.05
@@ -490,7 +492,7 @@ class TestTables:
         soak = {"tool": "soak", "backend": "hopper", "launches": 200, "problems": 2, "unequal": 0, "inexact": 0}
         soak |= {"seconds": 3, **machine}
         races = {**tool, "tool": "racecheck", "backend": "hopper", "control_errors": 9}
-        races["apart"] = {"roles": 3, "notes": 40}
+        races["apart"] = {"roles": 3, "metadata": 40}
         races["controls"] = {"all_arrive": 0, "one_arrives": 28, "nobody_waits": 9}
         lines = "".join(json.dumps(row) + "\n" for row in (older, tool, run, other, soak, races))
         (tmp_path / "gpu_tests.jsonl").write_text(lines)
@@ -501,7 +503,7 @@ class TestTables:
         assert "memcheck, 'triton': 0 errors in 80 calls (194 in a call made to fail); NVIDIA H200;" in filled
         assert (
             "racecheck, 'hopper': 0 errors in 80 calls (9 in a call made to fail); apart from 3 between roles and 40 "
-            "between notes (in the control: 28 if one thread arrives for those it met, 0 if all arrive); NVIDIA H200;"
+            "of metadata (in the control: 28 if one thread arrives for those it met, 0 if all arrive); NVIDIA H200;"
         ) in filled
         assert "soak, 'hopper': 200 launches of 2 problems in 3 s, none hung; 0 problems whose bits changed" in filled
         assert "crashed" not in filled

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import sparge
-from sparge.evaluate.inputs import Needle, text_like
+from sparge.evaluate.inputs import Needle, text_with_needles
 from sparge.evaluate.metrics import block_mass, mass_recall, needle_recall, relative_l1
 
 BLOCK_Q, BLOCK_K = 128, 64
@@ -79,7 +79,7 @@ def test_needle_recall_across_block_borders() -> None:
 
 
 def test_recall_falls_and_error_rises_with_fewer_blocks() -> None:
-    sample = text_like(2048, heads=1)
+    sample = text_with_needles(2048, heads=1)
     mass = block_mass(sample.query, sample.key, is_causal=True)
     exact = sparge.attention(sample.query, sample.key, sample.value, is_causal=True, sparsity=sparge.Dense())
     recalls, errors = [], []

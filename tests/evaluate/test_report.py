@@ -13,10 +13,11 @@ import pytest
 import torch
 from PIL import Image
 
+from sparge.demo.maps import LEFT, SIDE, TOP
 from sparge.demo.measure import Demo, InputResult, Prediction, Row, Settings, table_cells
-from sparge.demo.page import LEFT, SIDE, TOP, render_page
+from sparge.demo.page import render_page
 from sparge.evaluate.inputs import Needle
-from sparge.evaluate.machine import Machine
+from sparge.evaluate.machine import Gpu, Machine
 from sparge.evaluate.plots import DARK, LIGHT, paint_blocks, palette
 
 MACHINE = Machine("Imagined <CPU> & sons", 3, "Linux test", "3.10.1", "2.9.9", "0.0.7", "abc1234")
@@ -123,9 +124,38 @@ def test_page_tells_rows_machine_and_command(demo: Demo, parsed: _Balance) -> No
         assert part in text
     for part in ("Imagined <CPU> & sons, 3 threads", "Python 3.10.1", "torch 2.9.9", "sparge 0.0.7 (abc1234)"):
         assert part in text
-    assert "sparge demo --topk 0.37 --tokens 512 --heads 2 --seed 9" in text
+    assert "sparge demo --device cpu --topk 0.37 --tokens 512 --heads 2 --seed 9" in text
+    assert "backend torch / float32, B 1, H 2, D 64" in text
+    assert "3.21 s became 1.07 s, 3.0x as fast, by computing 43.2% of the blocks" in text
+    assert "They hold 87.6% of the attention, and the output is 6.54% off" in text
     assert "50.0% of blocks, 91.0% of mass" in text
     assert "51.0% of blocks, 17.0% of mass" in text
+
+
+def test_page_explains_its_words(parsed: _Balance) -> None:
+    text = " ".join(" ".join(parsed.words).split())
+    for word in ("The map", "The blocks", "The kept", "density", "mass recall", "L1 error", "needles", "score"):
+        assert word in text
+    assert "blocks of 128 queries by 64 keys: 4 x 8 of them here" in text
+    assert "the best 37% of the blocks are kept (topk 0.37)" in text
+    assert "the median of 3 interleaved rounds" in text
+
+
+def test_page_of_a_gpu_names_it(demo: Demo) -> None:
+    gpu = Gpu("NVIDIA H200", "9.0", "2.11.0", "3.6.0", "13.0", "0.1.0", "0123456789")
+    rows = tuple(
+        dataclasses.replace(row, backend="hopper", quantization="int8_fp8", dtype="bfloat16") for row in demo.rows
+    )
+    settings = dataclasses.replace(demo.settings, device="cuda", head_dim=128, dtype="bfloat16")
+    inputs = (dataclasses.replace(demo.inputs[0], rows=rows),)
+    parser = _Balance()
+    parser.feed(render_page(dataclasses.replace(demo, settings=settings, inputs=inputs, gpu=gpu)))
+    text = " ".join(" ".join(parser.words).split())
+    assert "NVIDIA H200, CUDA 13.0 / backend hopper, int8_fp8 / bfloat16, B 1, H 2, D 128" in text
+    assert "triton 3.6.0" in text
+    assert "by CUDA events" in text
+    assert "backend hopper, with Q K in 8-bit integers and P V in 8-bit floating point" in text
+    assert "sparge demo --device cuda" in text
 
 
 def test_pictures_are_the_painted_blocks_in_both_themes(demo: Demo, parsed: _Balance) -> None:

@@ -1,8 +1,9 @@
 """What the tests of a device share: inputs on it, the float64 oracle there, a time limit, a report.
 
-SPARGE_TEST_DEVICE (default "cuda") and SPARGE_TEST_BACKEND (default "triton") say what is tested. With
-SPARGE_TEST_REPORT set, each process appends one JSON line to that file: counts and seconds of every test file, the
-GPU and the versions.
+Most of their time is compilation, so several processes help: ``python -m pytest tests/gpu -n 9`` with pytest-xdist, or
+without -n in one process. SPARGE_TEST_DEVICE (default "cuda") and SPARGE_TEST_BACKEND (default "triton") say what is
+tested. With SPARGE_TEST_REPORT=FILE a run appends one JSON line to that file: counts and seconds of every test file,
+the GPU and the versions.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +24,6 @@ from torch import Tensor
 from conftest import assert_exact, exact_attention, make_qkv, plain_lse, relative_l1
 from sparge.evaluate.machine import describe_gpu, describe_machine
 
-collect_ignore = ["run.py", "sanitize.py", "soak.py"]
 DEVICE = torch.device(os.environ.get("SPARGE_TEST_DEVICE", "cuda"))
 BACKEND = os.environ.get("SPARGE_TEST_BACKEND", "triton")
 ON_CUDA = DEVICE.type == "cuda"
@@ -34,7 +35,9 @@ cuda_only = pytest.mark.skipif(not ON_CUDA, reason="tests what only CUDA has, or
 LSE_TOLERANCE = 1e-3
 SECONDS_PER_TEST = 300.0
 
+COUNTS = ("passed", "failed", "skipped")
 _results: dict[str, dict[str, float]] = {}
+_started = time.perf_counter()
 
 
 def make_inputs(*lengths: int, dtype: torch.dtype = torch.bfloat16, **sizes: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -171,9 +174,6 @@ def time_limit(request: pytest.FixtureRequest, real_stderr: int) -> Iterator[Non
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """SPARGE_TEST_SHARD=2/4 runs the second quarter of the tests, so that several processes can share the work."""
-    shard, _, shards = os.environ.get("SPARGE_TEST_SHARD", "1/1").partition("/")
-    items[:] = items[int(shard) - 1 :: int(shards)]
     if ON_CUDA and not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA device; SPARGE_TEST_DEVICE names another")
         for item in items:
@@ -187,10 +187,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    file = Path(report.location[0])
+    """Count a test; with pytest-xdist the process that started the others hears of all of them."""
+    file = Path(report.nodeid.partition("::")[0])
     if file.parent.name != Path(__file__).parent.name:
         return
-    counts = _results.setdefault(file.name, {"passed": 0, "failed": 0, "skipped": 0, "seconds": 0.0})
+    counts = _results.setdefault(file.name, {**dict.fromkeys(COUNTS, 0), "seconds": 0.0})
     counts["seconds"] += report.duration
     if report.when == "call" or report.outcome != "passed":
         counts[report.outcome] += 1
@@ -200,12 +201,16 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     path = os.environ.get("SPARGE_TEST_REPORT")
     if not path or not _results or hasattr(session.config, "workerinput"):
         return
+    files = [
+        {"file": name, **counts, "seconds": round(counts["seconds"], 1)} for name, counts in sorted(_results.items())
+    ]
     line = {
-        "files": [
-            {"file": name, **counts, "seconds": round(counts["seconds"], 1)} for name, counts in _results.items()
-        ],
+        "files": files,
         "backend": BACKEND,
         **asdict(describe_gpu() if ON_CUDA and torch.cuda.is_available() else describe_machine()),
+        **{kind: sum(row[kind] for row in files) for kind in COUNTS},
+        "processes": session.config.getoption("numprocesses", None) or 1,
+        "seconds": round(time.perf_counter() - _started),
     }
     with open(path, "a") as report:
         report.write(json.dumps(line) + "\n")

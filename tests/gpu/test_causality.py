@@ -40,11 +40,11 @@ class TestCausality:
             TopCdf(0.6, min_blocks=1),
             TopK(0.4, min_blocks=1, sink=False, diagonal=False, similarity_threshold=0.3),
         ],
-        ids=["topk", "topcdf", "judge"],
+        ids=["topk", "topcdf", "similarity"],
     )
 
     def inputs(self, prefix: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries that agree, and every other key block too: the judge lets some pass."""
+        """Queries that agree, and every other key block too: the threshold lets some pass."""
         query, key, value = make_inputs(1000, 1000 + prefix, heads=2, kv_heads=1)
         directions = torch.randn(7, 64, generator=torch.Generator().manual_seed(8)).to(key)
         for index, direction in enumerate(directions):

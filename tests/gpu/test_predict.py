@@ -32,17 +32,17 @@ RULES = {
     "diagonal": TopK(0.3, min_blocks=1, sink=False, diagonal=True),
     "no flags": TopK(0.3, min_blocks=0, sink=False, diagonal=False),
     "per head": TopK(torch.tensor([0.2, 0.7]), min_blocks=1, sink=False, diagonal=False),
-    "judged": TopK(0.3, min_blocks=1, similarity_threshold=0.3),
-    "judged per head": TopK(0.3, min_blocks=1, similarity_threshold=torch.tensor([0.0, 0.3])),
+    "similarity": TopK(0.3, min_blocks=1, similarity_threshold=0.3),
+    "similarity per head": TopK(0.3, min_blocks=1, similarity_threshold=torch.tensor([0.0, 0.3])),
     "topcdf": TopCdf(0.7, min_blocks=2),
     "topcdf per head": TopCdf(torch.tensor([0.3, 0.9]), min_blocks=0),
-    "judged topcdf": TopCdf(0.5, min_blocks=0, similarity_threshold=0.3),
+    "similarity topcdf": TopCdf(0.5, min_blocks=0, similarity_threshold=0.3),
     "dense": Dense(),
 }
 
 
 def structured(name: str, **sizes: Any) -> tuple[Tensor, Tensor]:
-    """Queries that agree, and every other key block too: the judge lets some pass, and the scores differ."""
+    """Queries that agree, and every other key block too: the threshold lets some pass, and the scores differ."""
     query, key, _ = make_inputs(**{**SHAPES[name], **sizes})
     directions = torch.randn(key.shape[2] // 128, key.shape[3], generator=torch.Generator().manual_seed(8)).to(key)
     for index, direction in enumerate(directions):
@@ -118,7 +118,7 @@ def test_widths_and_dtypes(monkeypatch: pytest.MonkeyPatch, is_causal: bool, hea
     assert_same_blocks(monkeypatch, query, key, is_causal=is_causal, sparsity=TopK(0.4, min_blocks=1))
 
 
-@pytest.mark.parametrize("rule", ["no flags", "topcdf", "judged"])
+@pytest.mark.parametrize("rule", ["no flags", "topcdf", "similarity"])
 @causality
 def test_always_keep(monkeypatch: pytest.MonkeyPatch, is_causal: bool, rule: str) -> None:
     query, key = structured("square")

@@ -23,7 +23,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "causal": {"topk": 0.3, "is_causal": True, "quantization": "none"},
     "8 bits": {"topk": 0.3, "quantization": "auto"},
     "8 bits, threshold": {"sparsity": TopCdf(0.9, min_blocks=1, pv_threshold=-8.0), "quantization": "int8_fp16"},
-    "judged": {"sparsity": TopK(0.3, similarity_threshold=0.01), "score": "mean", "quantization": "none"},
+    "similarity": {"sparsity": TopK(0.3, similarity_threshold=0.01), "score": "mean", "quantization": "none"},
     "dense": {"sparsity": Dense(), "quantization": "auto", "is_causal": True},
 }
 calls = pytest.mark.parametrize("name", CALLS)

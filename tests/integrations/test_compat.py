@@ -208,8 +208,8 @@ class TestCausality:
 
 
 class TestThresholds:
-    def test_the_judge(self) -> None:
-        """Random tokens do not agree: with a judge all is kept, as by default in the CDF function."""
+    def test_the_similarity_threshold(self) -> None:
+        """Random tokens do not agree: with a threshold all is kept, as by default in the CDF function."""
         tensors = make_qkv(512)
         assert cdf_attention(*tensors, cdfthreshd=0.3, return_sparsity=True)[1] == 0.0
         assert topk_attention(*tensors, simthreshd1=0.6, return_sparsity=True)[1] == 0.0

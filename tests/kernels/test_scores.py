@@ -14,7 +14,7 @@ from kernels.conftest import call_of, random_bits, shape_of, visibility_of
 from selection import Row, specified
 from sparge import Mean, Moment, TopK
 from sparge.backends.cuda.stages.quantize import summarize_query
-from sparge.backends.cuda.stages.score import INPUTS, block_probabilities
+from sparge.backends.cuda.stages.score import block_probabilities, score_inputs
 from sparge.backends.cuda.stages.summary import summarize_key_value
 from sparge.config import Score
 from sparge.reference import prediction
@@ -51,7 +51,7 @@ def probabilities_of(
     seen = visibility_of(shape, is_causal, attn_mask)
     call = call_of(shape, is_causal=is_causal, scale=scale, score=score, attn_mask=attn_mask)
     similarity = threshold is not None
-    inputs = INPUTS[type(score)]
+    inputs = score_inputs(score)
     key_value = summarize_key_value(
         query, key, key, call, seen, means=True, variance=inputs.variance, codes=False, similarity=similarity
     )
@@ -188,3 +188,11 @@ def test_broken_tokens_are_marked(monkeypatch: pytest.MonkeyPatch, score: Score,
     assert got.isnan()[0, 0, :, 1].all()
     assert got.isnan()[0, 1, 1].all()
     assert int(got.isnan().sum()) == 2 * 3 + 3
+
+
+def test_a_score_without_a_kernel_is_refused() -> None:
+    class Unknown(Score):
+        name = "unknown"
+
+    with pytest.raises(NotImplementedError, match="expected 'moment' or 'mean', got 'unknown'"):
+        score_inputs(Unknown())

@@ -240,3 +240,11 @@ def test_batches_and_heads_find_their_own_rows() -> None:
     assert_selection(probability, shape, TopK(torch.tensor([0.2, 0.4, 0.6, 0.8]), min_blocks=0), **call)
     call["first_seen"] = call["first_seen"][:, :1].expand(-1, 4, -1)
     assert_selection(probability, shape, TopCdf(0.3, min_blocks=1), **call)
+
+
+def test_a_rule_without_a_kernel_is_refused() -> None:
+    class Unknown(TopK):
+        name = "unknown"
+
+    with pytest.raises(NotImplementedError, match=r"expected one of \('topk', 'topcdf'\), got 'unknown'"):
+        selected(torch.zeros(1, 1, 2), Shape(1, 1, 1, 128, 128, 8, 8), Unknown(0.5))

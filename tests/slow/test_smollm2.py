@@ -38,7 +38,7 @@ def model(loaded: tuple[Any, torch.Tensor, Any]) -> Any:
 
 @pytest.mark.parametrize("length, share, most", [(4096, 0.4, 0.03), (8192, 0.25, 0.04)])
 def test_perplexity(loaded: Any, model: Any, length: int, share: float, most: float) -> None:
-    """The loss stays near what 37 and 18 windows gave on average (README); one window differs by about .01."""
+    """The loss stays near what 37 and 18 windows gave on average (docs/benchmarks.md); one may differ by about .01."""
     (window,) = windows_of(loaded[1], length, 1)
     dense = perplexity(model, window)
     sparge.enable(model, Policy(topk=share))

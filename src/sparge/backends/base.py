@@ -35,10 +35,6 @@ class Crossover:
     queries: int
     scores: int
 
-    def is_above(self, heads: int, q_len: int, kv_len: int) -> bool:
-        """Whether a call is smaller; ``heads`` are those of the whole batch."""
-        return kv_len < self.keys or q_len < self.queries or heads * q_len * kv_len < self.scores
-
 
 class Backend(ABC):
     """One way to compute sparse attention.
@@ -190,7 +186,15 @@ def resolve_quantization(quantization: str, name: str, device: torch.device, *, 
 
 def prefers_dense(shape: Shape, name: str) -> bool:
     """Whether prediction would cost more than it saves at these sizes."""
-    return crossover_of(name).is_above(shape.batch * shape.heads, shape.q_len, shape.kv_len)
+    return is_below(crossover_of(name), shape.batch * shape.heads, shape.q_len, shape.kv_len)
+
+
+def is_below(crossover: Crossover, heads: int, q_len: int, kv_len: int) -> bool:
+    """Whether a call is smaller than a crossover; ``heads`` are those of the whole batch.
+
+    No method: torch.compile cannot trace one of an object that a `constant` function returned.
+    """
+    return kv_len < crossover.keys or q_len < crossover.queries or heads * q_len * kv_len < crossover.scores
 
 
 def constant(function: Function) -> Function:

@@ -1,7 +1,7 @@
 """Suite "numerics" of ``sparge bench``: errors of dense attention on families of inputs, against the contract's limits.
 
-One row for each arithmetic of each backend that the device has: error of output and LSE, what they may be, the error of
-cuDNN in bfloat16 beside them, and whether all limits hold. Every query counts, none is sampled.
+One row for each quantization of each backend that the device has: error of output and LSE, what they may be, the error
+of cuDNN in bfloat16 beside them, and whether all limits hold. Every query counts, none is sampled.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ KERNELS = {
         ("triton", "int8_fp16"),
     ]
 }
-"""(backend, arithmetic) by the device's best backend; with exponentials first, which the one without is held against.
+"""(backend, quantization) by the device's best backend; with exponentials first, which the one without is held against.
 Other backends have theirs alone."""
 
 

@@ -3,7 +3,7 @@
 Suites: "end_to_end" (a whole call against cuDNN and FlashAttention-2), "kernel" (attention over random blocks alone,
 against FlexAttention), "error" (dense 8-bit attention against exact attention), "memory" (peak beyond inputs and
 output), "crossover" (from which sizes on a sparse call pays), "hopper" (its kernel beside its twin, and whole calls at
-two budgets), "numerics" (errors of every 8-bit arithmetic on families of inputs, against their limits). Errors are
+two budgets), "numerics" (errors of every 8-bit quantization on families of inputs, against their limits). Errors are
 those of 256 queries per head, see `bench_exact`. A column that could not be measured is None, and ``problems`` of its
 row says why.
 """
@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from functools import cache, partial
-from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -26,9 +25,9 @@ from sparge import api
 from sparge.backends import base
 from sparge.backends.cuda.backend import CudaBackend
 from sparge.bench.cases import (
-    ARITHMETICS,
     CROSSOVER_TOPKS,
     ERROR_TARGETS,
+    QUANTIZATIONS,
     Group,
     Problem,
     Row,
@@ -38,6 +37,7 @@ from sparge.bench.cases import (
     ratio,
     tflops,
 )
+from sparge.bench.inputs import make_inputs
 from sparge.bench.numerics import family_named, inputs_of, numerics_rows
 from sparge.bench.timing import (
     Timing,
@@ -51,7 +51,6 @@ from sparge.bench.timing import (
 from sparge.block_mask import BlockMask
 from sparge.call import Call
 from sparge.config import Dense, Quantization, TopK
-from sparge.evaluate.device_inputs import make_inputs
 from sparge.evaluate.machine import Gpu, describe_gpu
 from sparge.evaluate.oracle import exact_rows, sampled_error, sampled_queries
 from sparge.geometry import BLOCK_K, BLOCK_Q
@@ -70,16 +69,24 @@ class Bench:
     device: torch.device
     backend: str
     quantization: Quantization
-    pipeline: Any
-    """A module with `prepare` and `attend`, the stages of one call."""
+    prepare: Callable[..., Any]
+    """`pipeline.prepare`: everything before the attention kernel."""
+    kernel: Callable[[str], Callable[..., Any]]
+    """What launches the attention kernel of a backend."""
     time: Callable[[dict[str, Variant], int], dict[str, Timing]]
     peak_extra_bytes: Callable[[Callable[[], Tensor]], int]
     bytes_per_s: float
     turns: int = TURNS
 
 
+def _kernel_of(backend: str) -> Callable[..., Any]:
+    found = base.get(backend)
+    assert isinstance(found, CudaBackend)
+    return found.kernel()
+
+
 def cuda_bench(quick: bool) -> Bench:
-    """Measure on the current CUDA device, in the arithmetic that ``quantization="auto"`` takes there."""
+    """Measure on the current CUDA device, in the quantization that "auto" takes there."""
     from sparge.backends.cuda import pipeline
 
     device = torch.device("cuda", torch.cuda.current_device())
@@ -88,19 +95,13 @@ def cuda_bench(quick: bool) -> Bench:
         device=device,
         backend=backend,
         quantization=cast(Quantization, base.resolve_quantization("auto", backend, device)),
-        pipeline=SimpleNamespace(prepare=pipeline.prepare, attend=_attend_with),
+        prepare=pipeline.prepare,
+        kernel=_kernel_of,
         time=time_on_cuda,
         peak_extra_bytes=peak_extra_bytes,
         bytes_per_s=copy_bandwidth(),
         turns=QUICK_TURNS if quick else TURNS,
     )
-
-
-def _attend_with(operands: Any, mask: BlockMask | None, call: Call, *, kernels: str) -> tuple[Tensor, Tensor]:
-    """The attention kernel of a backend."""
-    backend = base.get(kernels)
-    assert isinstance(backend, CudaBackend)
-    return backend.kernel()(operands, mask, call)
 
 
 def run_bench(suites: tuple[str, ...], quick: bool) -> Iterator[Row]:
@@ -182,7 +183,7 @@ def _crossover(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
 
 
 def _kernel(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
-    yield from _given(bench, group, inputs, {name: (name, bench.backend) for name in _arithmetics(bench)})
+    yield from _given(bench, group, inputs, {name: (name, bench.backend) for name in _quantizations(bench)})
 
 
 def _hopper(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
@@ -193,9 +194,9 @@ def _hopper(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
     yield from _given(bench, group, inputs, kernels)
 
 
-def _arithmetics(bench: Bench) -> tuple[str, ...]:
+def _quantizations(bench: Bench) -> tuple[str, ...]:
     """Those of the backend, the fastest first."""
-    return ("int8_fp8_fast", *ARITHMETICS) if bench.backend == "hopper" else ARITHMETICS
+    return ("int8_fp8_fast", *QUANTIZATIONS) if bench.backend == "hopper" else QUANTIZATIONS
 
 
 def _given(bench: Bench, group: Group, inputs: Inputs, kernels: dict[str, tuple[str, str]]) -> Iterator[Row]:
@@ -241,7 +242,7 @@ def _dense_errors(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
             quantization=name,
             backend=bench.backend,
         )
-        for name in _arithmetics(bench)
+        for name in _quantizations(bench)
     }
     runs["cudnn"] = _rival("cudnn", inputs, problem).once
     for name, run in runs.items():
@@ -316,7 +317,7 @@ def _sparge(bench: Bench, inputs: Inputs, problem: Problem, topk: float) -> Vari
 def _stages(bench: Bench, inputs: Inputs, problem: Problem, topk: float) -> tuple[Variant, Variant]:
     """Everything before the attention kernel, and the kernel. Dense attention prepares by quantising alone."""
     call = _call(problem, Dense() if topk == 1.0 else TopK(topk), bench.quantization)
-    prepare = partial(bench.pipeline.prepare, *inputs, call, with_mask=topk != 1.0, with_operands=True)
+    prepare = partial(bench.prepare, *inputs, call, with_mask=topk != 1.0, with_operands=True)
     return Variant(prepare), _attend(bench, call, prepare, bench.backend)
 
 
@@ -326,7 +327,7 @@ def _given_blocks(
     call = _call(problem, Dense(), quantization)
 
     def prepare() -> tuple[Any, BlockMask]:
-        return bench.pipeline.prepare(*inputs, call, with_mask=False, with_operands=True)[0], mask
+        return bench.prepare(*inputs, call, with_mask=False, with_operands=True)[0], mask
 
     return _attend(bench, call, prepare, backend)
 
@@ -338,7 +339,7 @@ def _call(problem: Problem, sparsity: TopK | Dense, quantization: str) -> Call:
 def _attend(bench: Bench, call: Call, prepare: Callable[[], tuple[Any, Any]], backend: str) -> Variant:
     """The attention kernel on operands that are prepared once, when the first call (a warm-up) needs them."""
     prepared = cache(prepare)
-    return Variant(lambda: bench.pipeline.attend(*prepared(), call, kernels=backend))
+    return Variant(lambda: bench.kernel(backend)(*prepared(), call))
 
 
 def _density(bench: Bench, inputs: Inputs, problem: Problem, topk: float) -> float:

@@ -95,7 +95,7 @@ def _hopper(row: Row) -> Cells:
 
 def _errors(row: Row) -> Cells:
     yield from _problem(row)
-    yield "arithmetic", KERNELS.get(kernel_name(row), NOT_MEASURED)
+    yield "quantization", KERNELS.get(kernel_name(row), NOT_MEASURED)
     yield "rel. L1", _number(row, "relative_l1", ".4f")
     target = row.get("target")
     yield "target", "" if target is None else f"<= {target:g}"
@@ -147,7 +147,7 @@ VIEWS = {
     "prepare_triton": View("end_to_end", STAGES, _prepare, {"backend": "triton", "topk": 0.5}),
     "kernel": View("kernel", RANDOM_BLOCKS, _kernel, {"backend": "triton"}),
     "hopper": View("hopper", "Hopper's kernel beside its Triton twin, over random blocks", _hopper),
-    "error": View("error", "Dense attention, error by arithmetic", _errors),
+    "error": View("error", "Dense attention, error by quantization", _errors),
     "numerics": View("numerics", "Dense attention on families of inputs, errors and limits", _numerics),
     "memory": View("memory", "Peak device memory beyond inputs and output", _memory),
     "crossover": View(

@@ -1,6 +1,8 @@
-"""Time on a CUDA device: medians of interleaved turns, as a caller sees it and without the host's launch overhead.
+"""Time of calls on a CPU or a CUDA device: medians of turns that go through all calls that are compared.
 
-`Timing.ms` is CUDA events around back-to-back calls: where the host launches more slowly than the device computes, the
+`take_turns` is the order of all measurements, `host_seconds` and `device_seconds` are the clocks. `time_on_host` and
+`time_on_cuda` put them together; on a device as a caller sees it and without the host's launch overhead: `Timing.ms` is
+CUDA events around back-to-back calls: where the host launches more slowly than the device computes, the
 host is what it measures. `Timing.graph_ms` replays a CUDA graph of the same call: the device alone.
 
 A GPU runs slower after heavy work than after light work: on an H200 the same cuDNN call took 9 % longer behind itself
@@ -11,9 +13,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -26,6 +30,7 @@ MIN_TIMED, MAX_CALLS = 2, 1000
 WARM_UPS = 2
 COPY_BYTES = 2**30
 
+Key = TypeVar("Key")
 Result = TypeVar("Result")
 
 
@@ -50,11 +55,72 @@ class Timing:
     problem: str | None = None
 
 
-def time_on_cuda(variants: dict[str, Variant], turns: int) -> dict[str, Timing]:
-    """Time every variant; one that fails says why and does not disturb the others.
+def take_turns(
+    clocks: Mapping[Key, Callable[[], float | None]],
+    turns: int,
+    *,
+    discarded: int = 1,
+    budget_s: float = math.inf,
+) -> dict[Key, list[float]]:
+    """What every clock says in each turn; a turn goes through all of them, so that whatever drifts hits them alike.
 
-    The turns go through all variants and both ways of timing, so that clocks and temperature hit them alike. One turn
-    before the first is thrown away.
+    Args:
+        clocks: run something and return how long it took; None if it failed.
+        turns: how many are kept.
+        discarded: how many before them are thrown away.
+        budget_s: no further turn starts after so many seconds.
+    """
+    times: dict[Key, list[float]] = {name: [] for name in clocks}
+    begin = time.perf_counter()
+    for turn in range(discarded + turns):
+        if turn > discarded and time.perf_counter() - begin > budget_s:
+            break
+        for name, clock in clocks.items():
+            elapsed = clock()
+            if turn >= discarded and elapsed is not None:
+                times[name].append(elapsed)
+    return times
+
+
+def host_seconds(run: Callable[[], object], *, untimed: int = 0, timed: int = 1) -> float:
+    """Seconds of one of ``timed`` back-to-back calls on the host, right behind ``untimed`` ones."""
+    for _ in range(untimed):
+        run()
+    start = time.perf_counter()
+    for _ in range(timed):
+        run()
+    return (time.perf_counter() - start) / timed
+
+
+def device_seconds(run: Callable[[], object], *, untimed: int = 0, timed: int = 1) -> float:
+    """The same by CUDA events: what the calls take on the device, or the host if that launches more slowly."""
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    for _ in range(untimed):
+        run()
+    start.record()
+    for _ in range(timed):
+        run()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) / timed / 1e3
+
+
+def time_on_host(variants: Mapping[str, Variant], turns: int, *, timed: int = 1) -> dict[str, float]:
+    """Median seconds of one of ``timed`` back-to-back calls of every variant; a turn before the first is discarded."""
+
+    def clock(variant: Variant) -> float:
+        with variant.context():
+            return host_seconds(variant.run, timed=timed)
+
+    times = take_turns({name: partial(clock, variant) for name, variant in variants.items()}, turns)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def time_on_cuda(variants: dict[str, Variant], turns: int, *, graphs: bool = True) -> dict[str, Timing]:
+    """Time every variant, with graphs or by events alone; one that fails says why and does not disturb the others.
+
+    The turns go through all variants and both ways of timing. One turn before the first is thrown away.
     """
     runners: dict[tuple[str, str], Variant] = {}
     repeats: dict[tuple[str, str], tuple[int, int]] = {}
@@ -63,22 +129,19 @@ def time_on_cuda(variants: dict[str, Variant], turns: int) -> dict[str, Timing]:
         try:
             repeats[name, "ms"] = _warm_up(variant)
             runners[name, "ms"] = variant
+            if not graphs:
+                continue
             graph = Variant(_capture(variant).replay)
             repeats[name, "graph_ms"] = _warm_up(graph)
             runners[name, "graph_ms"] = graph
         except Exception as error:
             # Whatever a kernel, a compiler or a rival throws becomes a cell of the table.
             problems[name] = reason(error)
-    times: dict[tuple[str, str], list[float]] = {runner: [] for runner in runners}
-    for turn in range(turns + 1):
-        for (name, kind), runner in runners.items():
-            try:
-                elapsed = _time_calls(runner, *repeats[name, kind])
-            except Exception as error:
-                problems.setdefault(name, reason(error))
-                continue
-            if turn:
-                times[name, kind].append(elapsed)
+
+    def clock(name: str, kind: str) -> float | None:
+        return attempt(problems, name, lambda: _time_calls(runners[name, kind], *repeats[name, kind]))
+
+    times = take_turns({runner: partial(clock, *runner) for runner in runners}, turns)
     medians = {runner: statistics.median(values) for runner, values in times.items() if values}
     return {
         name: Timing(medians.get((name, "ms")), medians.get((name, "graph_ms")), problems.get(name))
@@ -138,17 +201,8 @@ def _warm_up(variant: Variant) -> tuple[int, int]:
 
 def _time_calls(variant: Variant, untimed: int, timed: int) -> float:
     """Milliseconds of one of ``timed`` back-to-back calls, right behind ``untimed`` ones."""
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     with variant.context():
-        torch.cuda.synchronize()
-        for _ in range(untimed):
-            variant.run()
-        start.record()
-        for _ in range(timed):
-            variant.run()
-        stop.record()
-        stop.synchronize()
-    return start.elapsed_time(stop) / timed
+        return 1e3 * device_seconds(variant.run, untimed=untimed, timed=timed)
 
 
 def _capture(variant: Variant) -> torch.cuda.CUDAGraph:

@@ -1,43 +1,71 @@
 """The demo's measurements: dense against sparse attention on three synthetic inputs, speed beside recall and error.
 
-`run_demo` returns plain frozen values; the terminal's table, the page and the JSON file are views of them.
+They are made on the best device there is: a CUDA GPU with the backend that "auto" gives it, else the CPU. `run_demo`
+returns plain frozen values; the terminal's table, the page and the JSON file are views of them.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from sparge import api
+from sparge.backends import base
+from sparge.bench.timing import device_seconds, host_seconds, take_turns
 from sparge.block_mask import BlockMask
 from sparge.config import ScoreName
-from sparge.evaluate.inputs import Needle, Sample, random_like, text_like, video_like
-from sparge.evaluate.machine import Machine, describe_machine
+from sparge.evaluate.inputs import (
+    FRAME_TOKENS,
+    Needle,
+    Sample,
+    frame_grid,
+    random_like,
+    text_with_needles,
+    video_like,
+)
+from sparge.evaluate.machine import Gpu, Machine, describe_gpu, describe_machine
 from sparge.evaluate.metrics import block_mass, mass_recall, needle_recall, relative_l1
 from sparge.evaluate.plots import causal_visibility
 
 SCORES: tuple[ScoreName, ...] = ("moment", "mean")
-HEAD_DIM = 64
-ROUNDS = 3
+ROUNDS = {"cpu": 3, "cuda": 10}
 ROUND_BUDGET_S = 12.0
 """No further timing round of an input starts after this many seconds, which bounds the demo on a slow machine."""
+WARM_UP_TOKENS = 1024
+"""A CPU is warm after a short piece; a GPU's kernels are compiled and loaded for the whole length."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a demo run may vary."""
+    """What a demo run may vary, and what follows from its device: "cpu" or "cuda"."""
 
     topk: float = 0.25
     tokens: int = 8192
     heads: int = 8
     seed: int = 0
+    device: str = "cpu"
+    head_dim: int = 64
+    dtype: str = "float32"
+
+
+DEFAULTS = {
+    "cpu": Settings(),
+    "cuda": Settings(tokens=32768, heads=16, device="cuda", head_dim=128, dtype="bfloat16"),
+}
+"""Sizes that show the gain within seconds on each device."""
+
+
+def best_device() -> str:
+    """ "cuda" where torch finds such a device, else "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @dataclass(frozen=True)
@@ -49,6 +77,7 @@ class Row:
         recall: share of the attention mass in kept blocks.
         error: relative L1 error of the output against torch's dense attention.
         needles: for each needle the share of its mass in kept blocks, all heads together; empty without needles.
+        backend, quantization, dtype: what computed the sparse output, and in which numbers.
     """
 
     input: str
@@ -65,6 +94,9 @@ class Row:
     recall: float
     error: float
     needles: tuple[float, ...]
+    backend: str = "torch"
+    quantization: str = "none"
+    dtype: str = "float32"
 
     @property
     def speedup(self) -> float:
@@ -112,22 +144,24 @@ class InputResult:
 
 @dataclass(frozen=True)
 class Demo:
-    """A whole run."""
+    """A whole run. ``gpu`` is the device that was measured, None for the CPU."""
 
     settings: Settings
     machine: Machine
     inputs: tuple[InputResult, ...]
+    gpu: Gpu | None = None
 
     @property
     def rows(self) -> tuple[Row, ...]:
         return tuple(row for result in self.inputs for row in result.rows)
 
     def to_json(self) -> dict[str, Any]:
-        """Settings, machine and rows as plain values."""
+        """Settings, machine, GPU and rows as plain values."""
         derived = ("speedup", "needle_mean", "needle_min")
         return {
             "settings": asdict(self.settings),
             "machine": asdict(self.machine),
+            "gpu": None if self.gpu is None else asdict(self.gpu),
             "rows": [asdict(row) | {name: getattr(row, name) for name in derived} for row in self.rows],
         }
 
@@ -164,42 +198,47 @@ class Step:
 def run_demo(settings: Settings, on_step: Callable[[Step], None] = lambda _: None) -> Demo:
     """Measure every input with every score; ``on_step`` hears of each step before it starts."""
     makers = _makers(settings)
-    per_input = ROUNDS * (1 + len(SCORES)) + 3
+    per_input = 4 + ROUNDS[settings.device] * (1 + len(SCORES))
+    total = len(makers) * per_input
     results = []
-    for index, (about, make) in enumerate(makers):
+    for index, (name, about, make) in enumerate(makers):
 
-        def tell(done: int, doing: str, before: int = index * per_input) -> None:
-            on_step(Step(before + done, len(makers) * per_input, doing))
+        def tell(done: int, doing: str, name: str = name, before: int = index * per_input) -> None:
+            on_step(Step(before + done, total, f"{name}: {doing}"))
 
-        tell(0, "making inputs")
-        results.append(_measure(make(), about, settings.topk, tell))
-    on_step(Step(len(makers) * per_input, len(makers) * per_input, "done"))
-    return Demo(settings, describe_machine(), tuple(results))
-
-
-def video_grid(tokens: int) -> tuple[int, int, int]:
-    """About eight square frames that together hold no more than ``tokens``."""
-    side = max(int((tokens / 8) ** 0.5), 1)
-    return max(tokens // (side * side), 1), side, side
+        tell(0, "making the input")
+        results.append(_measure(make(), about, settings, tell))
+    on_step(Step(total, total, "done"))
+    gpu = describe_gpu() if settings.device == "cuda" else None
+    return Demo(settings, describe_machine(), tuple(results), gpu)
 
 
-def _makers(settings: Settings) -> tuple[tuple[str, Callable[[], Sample]], ...]:
-    """What each input is like, in a sentence, and how to make it."""
-    sizes = {"heads": settings.heads, "head_dim": HEAD_DIM, "seed": settings.seed}
-    grid = video_grid(settings.tokens)
-    frames, height, width = grid
+def _makers(settings: Settings) -> tuple[tuple[str, str, Callable[[], Sample]], ...]:
+    """Each input's name, what it is like, in a few sentences, and how to make it."""
+    sizes: dict[str, Any] = {
+        "heads": settings.heads,
+        "head_dim": settings.head_dim,
+        "seed": settings.seed,
+        "device": settings.device,
+    }
+    video_tokens = settings.tokens // FRAME_TOKENS * FRAME_TOKENS
+    frames, height, width = frame_grid(video_tokens)
     return (
         (
-            "Causal. Every query attends to the first token (the sink) and to recent tokens on its topic; a few late "
-            "questions look for short sentences far back, the needles.",
-            partial(text_like, settings.tokens, **sizes),
+            "needles",
+            "Text-like and causal, as in a language model: every query attends to the first token (the sink) and to "
+            "recent tokens on its topic. Six needles are hidden in it: short sentences far back that a few late "
+            "questions look for.",
+            partial(text_with_needles, settings.tokens, **sizes),
         ),
         (
-            f"Not causal. A smooth field over {frames} frames of {height} x {width} positions: every query attends to "
-            "its neighbourhood in space and time, which row-major order spreads over stripes.",
-            partial(video_like, grid, **sizes),
+            "video-like",
+            f"Not causal, as in a video model. A smooth field over {frames} frames of {height} x {width} positions: "
+            "every query attends to its neighbourhood in space and time, which row-major order spreads over stripes.",
+            partial(video_like, video_tokens, **sizes),
         ),
         (
+            "random",
             "Not causal. Independent Gaussian noise: no block matters more than another, so nothing can be skipped "
             "without loss. It is here to show that a speed-up alone means nothing.",
             partial(random_like, settings.tokens, **sizes),
@@ -207,24 +246,32 @@ def _makers(settings: Settings) -> tuple[tuple[str, Callable[[], Sample]], ...]:
     )
 
 
-def _measure(sample: Sample, about: str, topk: float, tell: Callable[[int, str], None]) -> InputResult:
-    query, key, value, is_causal = sample.query, sample.key, sample.value, sample.is_causal
-    calls: dict[str, Callable[[], Tensor]] = {
-        "dense": partial(F.scaled_dot_product_attention, query, key, value, is_causal=is_causal)
-    }
+def _measure(sample: Sample, about: str, settings: Settings, tell: Callable[[int, str], None]) -> InputResult:
+    is_causal, topk = sample.is_causal, settings.topk
+    dtype = getattr(torch, settings.dtype)
+    query, key, value = (tensor.to(dtype) for tensor in (sample.query, sample.key, sample.value))
+    backend = base.resolve("auto", query.device)
+    quantization = base.resolve_quantization("auto", backend, query.device)
+    calls: dict[str, Callable[..., Tensor]] = {"dense": partial(F.scaled_dot_product_attention, is_causal=is_causal)}
     for score in SCORES:
-        calls[score] = partial(
-            api.attention, query, key, value, is_causal=is_causal, topk=topk, score=score, backend="torch"
-        )
-    _warm_up(sample)
-    times, outputs = _time_interleaved(calls, lambda done, name: tell(1 + done, f"{sample.name}: {name} attention"))
+        calls[score] = partial(api.attention, is_causal=is_causal, topk=topk, score=score, backend=backend)
+    rounds = ROUNDS[settings.device]
 
-    tell(1 + ROUNDS * len(calls), f"{sample.name}: true attention mass")
+    tell(1, "warming up" if settings.device == "cpu" else "compiling and loading kernels (the first time: a minute)")
+    warm = WARM_UP_TOKENS if settings.device == "cpu" else query.shape[2]
+    for call in calls.values():
+        call(*(tensor[:, :, :warm] for tensor in (query, key, value)))
+    timed: dict[str, Callable[[], Tensor]] = {name: partial(call, query, key, value) for name, call in calls.items()}
+    times, outputs = _time_interleaved(
+        timed, rounds, settings.device, lambda done, name: tell(2 + done, f"timing {name} attention")
+    )
+
+    tell(2 + rounds * len(calls), "computing the true map, for comparison")
     mass = block_mass(query, key, is_causal=is_causal)
-    tell(2 + ROUNDS * len(calls), f"{sample.name}: recall")
+    tell(3 + rounds * len(calls), "comparing")
     rows, predictions = [], []
     for score in SCORES:
-        mask = api.predict(query, key, is_causal=is_causal, topk=topk, score=score, backend="torch")
+        mask = api.predict(query, key, is_causal=is_causal, topk=topk, score=score, backend=backend)
         rows.append(
             Row(
                 input=sample.name,
@@ -241,13 +288,16 @@ def _measure(sample: Sample, about: str, topk: float, tell: Callable[[int, str],
                 recall=mass_recall(mask, mass),
                 error=relative_l1(outputs[score], outputs["dense"]),
                 needles=tuple(needle_recall(mask, query, key, needle) for needle in sample.needles),
+                backend=backend,
+                quantization=quantization,
+                dtype=settings.dtype,
             )
         )
         first = _first_head(mask)
         predictions.append(
             Prediction(
                 score=score,
-                kept=first.to_dense()[0, 0],
+                kept=first.to_dense()[0, 0].cpu(),
                 density=first.density(),
                 recall=mass_recall(first, mass[:, :1]),
                 needles=tuple(needle_recall(first, query[:, :1], key[:, :1], needle) for needle in sample.needles),
@@ -258,7 +308,7 @@ def _measure(sample: Sample, about: str, topk: float, tell: Callable[[int, str],
         about=about,
         tokens=query.shape[2],
         rows=tuple(rows),
-        mass=mass[0, 0],
+        mass=mass[0, 0].cpu(),
         visible=causal_visibility(mask),
         predictions=tuple(predictions),
         needles=sample.needles,
@@ -266,29 +316,23 @@ def _measure(sample: Sample, about: str, topk: float, tell: Callable[[int, str],
 
 
 def _time_interleaved(
-    calls: dict[str, Callable[[], Tensor]], tell: Callable[[int, str], None]
+    calls: dict[str, Callable[[], Tensor]], rounds: int, device: str, tell: Callable[[int, str], None]
 ) -> tuple[dict[str, list[float]], dict[str, Tensor]]:
     """Seconds of every call in every round, and each call's output; rounds go through all calls in turn."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
     outputs: dict[str, Tensor] = {}
-    begin = time.perf_counter()
-    for turn in range(ROUNDS):
-        if turn and time.perf_counter() - begin > ROUND_BUDGET_S:
-            break
-        for index, (name, call) in enumerate(calls.items()):
-            tell(turn * len(calls) + index, name)
-            start = time.perf_counter()
-            outputs[name] = call()
-            times[name].append(time.perf_counter() - start)
-    return times, outputs
+    done = itertools.count()
 
+    def clock(name: str) -> float:
+        tell(next(done), name)
 
-def _warm_up(sample: Sample) -> None:
-    """Start threads and load kernels on a short piece, so that the first timed call does not pay for it."""
-    query, key, value = (tensor[:, :, :1024] for tensor in (sample.query, sample.key, sample.value))
-    F.scaled_dot_product_attention(query, key, value, is_causal=sample.is_causal)
-    for score in SCORES:
-        api.attention(query, key, value, is_causal=sample.is_causal, score=score, backend="torch")
+        def run() -> None:
+            outputs[name] = calls[name]()
+
+        # Behind an untimed call of the same kind: a GPU's clock depends on what ran before.
+        return device_seconds(run, untimed=1) if device == "cuda" else host_seconds(run)
+
+    clocks = {name: partial(clock, name) for name in calls}
+    return take_turns(clocks, rounds, discarded=0, budget_s=ROUND_BUDGET_S), outputs
 
 
 def _first_head(mask: BlockMask) -> BlockMask:

@@ -26,10 +26,10 @@ def captured_families(path: Path = RECORDED) -> tuple[Family, ...]:
         >>> [family.name for family in captured_families()]
         ['smollm2-1', 'smollm2-18', 'smollm2-27']
     """
-    import numpy as np
-
     if not path.exists():
         return ()
+    import numpy as np
+
     with np.load(path) as arrays:
         tensors = {name: torch.from_numpy(arrays[name])[None] for name in arrays.files}
     layers = [name.removeprefix("query_") for name in tensors if name.startswith("query_")]

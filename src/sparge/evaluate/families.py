@@ -17,9 +17,9 @@ from functools import partial
 
 import torch
 
-from sparge.evaluate import device_inputs as bench_inputs
 from sparge.evaluate import family_inputs
 from sparge.evaluate.family_inputs import LOGIT_SPREAD, Draw, Inputs
+from sparge.evaluate.inputs import text_tensors, video_tensors
 
 EVEN_LIMIT, ORDINARY_LIMIT, FIELD_LIMIT = 0.02, 0.03, 0.016
 SINK_ROUNDING = 1.5e-3
@@ -211,14 +211,14 @@ def _families() -> list[Family]:
         *peaks,
         Family("one-row-14", "one row", partial(family_inputs.one_row, gap=14.0), EVEN_LIMIT),
         *slopes,
-        Family("field", "field", partial(family_inputs.of_bench, make=bench_inputs.video_like), FIELD_LIMIT),
+        Family("field", "field", partial(family_inputs.of_bench, make=video_tensors), FIELD_LIMIT),
         *outliers,
         *others,
         *gaussians,
         Family(
             "text",
             "text",
-            partial(family_inputs.of_bench, make=bench_inputs.text_like),
+            partial(family_inputs.of_bench, make=text_tensors),
             _noise_limit(LOGIT_SPREAD),
             may_be_causal=True,
         ),

@@ -1,8 +1,12 @@
-"""Synthetic queries, keys and values with the structure real models show, made from a seed.
+"""Synthetic queries, keys and values with the structure real models show, made from a seed on any device.
 
-`text_like`: causal; an attention sink at token 0, local topics, a few far "needles" (a sentence that a later question
-looks for), a channel offset on the keys. `video_like`: a smooth field over a T x H x W grid, row-major, with a channel
-offset on the keys. `random_like`: independent Gaussians, where no block matters more than another.
+"text-like" and "video-like" mean one thing everywhere: `text_tensors` and `video_tensors` define them, and the bench,
+the demo, the benchmarks and the tests take their inputs from here.
+
+`text_like`: causal; an attention sink at token 0, local topics, a channel offset on the keys. `text_with_needles`: the
+same, with a few far "needles" in it (a sentence that a later question looks for). `video_like`: a smooth field over
+frames, row-major, with a channel offset on the keys. `random_like`: independent Gaussians, where no block matters more
+than another.
 """
 
 from __future__ import annotations
@@ -14,6 +18,13 @@ import torch
 from torch import Tensor
 
 from sparge.geometry import BLOCK_K, BLOCK_Q
+
+Inputs = tuple[Tensor, Tensor, Tensor]
+
+TOPIC_TOKENS = 48
+FRAME_TOKENS = 256
+"""Tokens of the smallest frame."""
+NEEDLE_STRENGTH = 11.0
 
 
 @dataclass(frozen=True)
@@ -28,7 +39,7 @@ class Needle:
 
 @dataclass(frozen=True)
 class Sample:
-    """One attention problem: query, key, value (1, H, S, D)."""
+    """One attention problem: query, key, value (1, H, S, D) in float32."""
 
     name: str
     query: Tensor
@@ -38,60 +49,89 @@ class Sample:
     needles: tuple[Needle, ...] = ()
 
 
-def text_like(tokens: int = 8192, heads: int = 8, head_dim: int = 64, seed: int = 0) -> Sample:
-    """Sink + local topics + needles, causal."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = (1, heads, tokens, head_dim)
-    topic = 0.9 * _smooth_walk(shape, memory=48, generator=generator)
-    query = topic + 0.8 * torch.randn(shape, generator=generator)
-    key = topic + 0.8 * torch.randn(shape, generator=generator)
-    sink = _unit(1, heads, 1, head_dim, generator=generator)
-    query += 6.0 * sink
-    key[:, :, :1] += 10.0 * sink
+def text_like(
+    tokens: int = 8192, heads: int = 8, head_dim: int = 64, seed: int = 0, device: torch.device | str = "cpu"
+) -> Sample:
+    """A sink and local topics, causal."""
+    tensors = text_tensors((1, heads, tokens, head_dim), torch.Generator(device).manual_seed(seed))
+    return Sample("text-like", *tensors, is_causal=True)
+
+
+def text_with_needles(
+    tokens: int = 8192, heads: int = 8, head_dim: int = 64, seed: int = 0, device: torch.device | str = "cpu"
+) -> Sample:
+    """`text_like` of the same seed, but for the keys of six needles and the queries that look for them."""
+    generator = torch.Generator(device).manual_seed(seed)
+    query, key, value = text_tensors((1, heads, tokens, head_dim), generator)
     needles = _place_needles(tokens)
     for needle in needles:
-        direction = _unit(1, heads, 1, head_dim, generator=generator, power=3)
-        key[:, :, needle.key_start : needle.key_stop] += 11.0 * direction
-        query[:, :, needle.query_start : needle.query_stop] += 11.0 * direction
-    key += 2.0 * torch.randn(1, heads, 1, head_dim, generator=generator)
-    return Sample("text-like", query, key, torch.randn(shape, generator=generator), True, needles)
+        # The cube gathers a direction's length in a few channels, as in trained heads.
+        direction = _unit(_normal((1, heads, 1, head_dim), generator) ** 3)
+        key[:, :, needle.key_start : needle.key_stop] += NEEDLE_STRENGTH * direction
+        query[:, :, needle.query_start : needle.query_stop] += NEEDLE_STRENGTH * direction
+    return Sample("needles", query, key, value, True, needles)
 
 
-def video_like(grid: tuple[int, int, int] = (8, 32, 32), heads: int = 8, head_dim: int = 64, seed: int = 0) -> Sample:
-    """A smooth field over a T x H x W grid in row-major order, not causal."""
-    generator = torch.Generator().manual_seed(seed)
-    axes = [torch.linspace(0, 1, size) for size in grid]
-    points = torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).reshape(1, 1, -1, 3)
-    waves = 5.0 * torch.randn(1, heads, 3, head_dim, generator=generator)
-    phases = 2 * math.pi * torch.rand(1, heads, 1, head_dim, generator=generator)
-    field = 2.0 * torch.cos(points @ waves + phases)  # [1, H, S, D]
-    query = field + 0.5 * torch.randn(field.shape, generator=generator)
-    key = field + 0.5 * torch.randn(field.shape, generator=generator)
-    key += 2.0 * torch.randn(1, heads, 1, head_dim, generator=generator)
-    value = field + torch.randn(field.shape, generator=generator)
-    return Sample("video-like", query, key, value, False)
+def video_like(
+    tokens: int = 8192, heads: int = 8, head_dim: int = 64, seed: int = 0, device: torch.device | str = "cpu"
+) -> Sample:
+    """A smooth field over frames of equal size (`frame_grid`) in row-major order, not causal."""
+    tensors = video_tensors((1, heads, tokens, head_dim), torch.Generator(device).manual_seed(seed))
+    return Sample("video-like", *tensors, is_causal=False)
 
 
-def random_like(tokens: int = 8192, heads: int = 8, head_dim: int = 64, seed: int = 0) -> Sample:
+def random_like(
+    tokens: int = 8192, heads: int = 8, head_dim: int = 64, seed: int = 0, device: torch.device | str = "cpu"
+) -> Sample:
     """Independent Gaussians, not causal."""
-    generator = torch.Generator().manual_seed(seed)
-    query, key, value = (torch.randn(1, heads, tokens, head_dim, generator=generator) for _ in range(3))
+    generator = torch.Generator(device).manual_seed(seed)
+    query, key, value = (_normal((1, heads, tokens, head_dim), generator) for _ in range(3))
     return Sample("random", query, key, value, False)
 
 
-def _smooth_walk(shape: tuple[int, ...], memory: int, generator: torch.Generator) -> Tensor:
-    """Unit-variance noise along dimension 2 that forgets itself within about ``memory`` tokens."""
-    batch, heads, tokens, head_dim = shape
-    noise = torch.randn(batch * heads * head_dim, 1, tokens + 4 * memory, generator=generator)
-    window = torch.exp(-torch.arange(4 * memory + 1) / memory)
-    walk = torch.nn.functional.conv1d(noise, (window / window.norm()).view(1, 1, -1))
-    return walk.view(batch, heads, head_dim, tokens).mT.contiguous()
+def text_tensors(shape: tuple[int, int, int, int], generator: torch.Generator) -> Inputs:
+    """An attention sink at token 0, topics of about 48 tokens, a channel offset on the keys: (1, H, S, D) each."""
+    _, heads, tokens, head_dim = shape
+    coarse = _normal((heads, head_dim, tokens // TOPIC_TOKENS + 2), generator)
+    topic = torch.nn.functional.interpolate(coarse, size=tokens, mode="linear").mT[None]  # [1, H, S, D]
+    topic = 0.9 * math.sqrt(1.5) * topic  # interpolation takes a third of the variance
+    query = topic + 0.8 * _normal(shape, generator)
+    key = topic + 0.8 * _normal(shape, generator)
+    sink = _unit(_normal((1, heads, 1, head_dim), generator))
+    query += 6.0 * sink
+    key[:, :, :1] += 10.0 * sink
+    key += 2.0 * _normal((1, heads, 1, head_dim), generator)
+    return query, key, _normal(shape, generator)
 
 
-def _unit(*shape: int, generator: torch.Generator, power: int = 1) -> Tensor:
-    """A random unit vector; a higher (odd) power gathers its length in a few channels, as in trained heads."""
-    vector = torch.randn(*shape, generator=generator) ** power
-    return vector / vector.norm(dim=-1, keepdim=True)
+def video_tensors(shape: tuple[int, int, int, int], generator: torch.Generator) -> Inputs:
+    """A smooth field over frames of equal size, row-major, with a channel offset on the keys: (1, H, S, D) each."""
+    _, heads, tokens, head_dim = shape
+    device = generator.device
+    axes = [torch.linspace(0, 1, size, device=device) for size in frame_grid(tokens)]
+    points = torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).reshape(1, 1, -1, 3)
+    waves = 5.0 * _normal((1, heads, 3, head_dim), generator)
+    phases = 2 * math.pi * torch.rand(1, heads, 1, head_dim, generator=generator, device=device)
+    field = 2.0 * torch.cos(points @ waves + phases)  # [1, H, S, D]
+    query = field + 0.5 * _normal(shape, generator)
+    key = field + 0.5 * _normal(shape, generator) + 2.0 * _normal((1, heads, 1, head_dim), generator)
+    return query, key, field + _normal(shape, generator)
+
+
+def frame_grid(tokens: int) -> tuple[int, int, int]:
+    """Frames x height x width that hold exactly ``tokens``, a multiple of 256."""
+    side = 32 if tokens % 1024 == 0 and tokens >= 4096 else 16
+    if tokens % (side * side):
+        raise ValueError(f"tokens: expected a multiple of {side * side}, got {tokens}")
+    return tokens // (side * side), side, side
+
+
+def _normal(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator, device=generator.device)
+
+
+def _unit(vectors: Tensor) -> Tensor:
+    return torch.nn.functional.normalize(vectors, dim=-1)
 
 
 def _place_needles(tokens: int, count: int = 6, sentence: int = 16, question: int = 32) -> tuple[Needle, ...]:

@@ -173,7 +173,7 @@ def png_data_uri(entries: Tensor, colours: list[Colour]) -> str:
         (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)),
         (b"PLTE", bytes(channel for colour in colours for channel in colour)),
         (b"tRNS", b"\x00"),
-        (b"IDAT", zlib.compress(scanlines.numpy().tobytes(), 9)),
+        (b"IDAT", zlib.compress(bytes(scanlines.flatten().tolist()), 9)),
         (b"IEND", b""),
     ]
     data = b"\x89PNG\r\n\x1a\n" + b"".join(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from typing import Any, Literal
 
@@ -10,6 +11,8 @@ from sparge.integrations.sdpa import replace_sdpa
 from sparge.policy import Policy
 
 __all__ = ["disable", "enable", "register", "replace_sdpa"]
+
+FRAMEWORKS = ("transformers", "diffusers")
 
 
 def enable(model: Any, policy: Policy | None = None, *, scheduler: Any = None) -> None:
@@ -81,7 +84,9 @@ def register(policy: Policy | None = None, framework: Literal["transformers", "d
         ValueError: the policy has rules about steps or, for diffusers, layers.
     """
     policy = _checked(policy)
-    validation.check_choice("framework", framework, ("transformers", "diffusers"))
+    validation.check_choice("framework", framework, FRAMEWORKS)
+    if not _is_installed(framework):
+        raise ImportError(f"expected {framework} to be installed, got none: pip install 'sparge[{framework}]'")
     if framework == "transformers":
         from sparge.integrations import transformers
 
@@ -120,7 +125,13 @@ def _framework_of(model: Any) -> str:
         library = sys.modules.get(framework)
         if library is not None and isinstance(model, tuple(getattr(library, name) for name in names)):
             return framework
+    missing = [name for name in FRAMEWORKS if not _is_installed(name)]
+    hint = f"; for models of {' or '.join(missing)}: pip install 'sparge[{','.join(missing)}]'" if missing else ""
     raise TypeError(
         "model: expected a transformers model, a diffusers pipeline or its transformer "
-        f"(`with sparge.replace_sdpa(policy):` reaches any other), got {type(model).__name__}"
+        f"(`with sparge.replace_sdpa(policy):` reaches any other), got {type(model).__name__}{hint}"
     )
+
+
+def _is_installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None

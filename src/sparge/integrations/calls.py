@@ -93,7 +93,7 @@ def attend(
 
     Args:
         is_causal: aligned bottom-right, as in `sparge.attention`; may be combined with a mask.
-        is_self: queries and keys are of one sequence; None judges by their lengths.
+        is_self: queries and keys are of one sequence; None goes by their lengths.
         is_language: the tokens are text in order, even if a mask rather than ``is_causal`` says so: the rules for
             causal attention hold (sink, diagonal), and fewer queries than keys are a chunk behind a prefix.
         text: key ranges to keep besides the policy's.

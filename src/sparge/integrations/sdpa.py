@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _pop_mode
 
-from sparge.causal_bias import alignment_of
+from sparge.causal_bias import alignment_of, lengths_of
 from sparge.decide import Reason, count
 from sparge.integrations.calls import Layer, aligned_top_left, attend, has_sizes, runs_dense
 from sparge.integrations.resumed import run_within
@@ -51,7 +51,7 @@ class Scope:
 
     Attributes:
         layer: where they come from.
-        is_self: whether queries and keys are of one sequence; None judges each call by its lengths.
+        is_self: whether queries and keys are of one sequence; None goes by each call's lengths.
         text: key ranges [start, stop) to keep besides the policy's; a stop of None is the last key.
         calls: how many were made.
         mode: what sees them, where nobody hands them over.
@@ -117,11 +117,7 @@ def sparse_sdpa(
     elif has_sizes(query, key):
         if causal and query.shape[2] != key.shape[2]:
             is_self = False if is_self is None else is_self
-        if (
-            alignment is not None
-            and attn_mask is not None
-            and tuple(attn_mask.shape[-2:]) != (query.shape[2], key.shape[2])
-        ):
+        if alignment is not None and lengths_of(attn_mask) != (query.shape[2], key.shape[2]):
             unsupported = "shape of the mask"
         elif causal and alignment != "bottom-right":
             key, value, unsupported = aligned_top_left(query, key, value)

@@ -24,7 +24,7 @@ OLDEST_TRITON = (3, 4)
 class CudaBackend(Backend):
     """Stages in Triton, then the kernel of a tier."""
 
-    crossover = Crossover(keys=4096, queries=2048, scores=2**29)  # measured: docs/performance, "Crossover"
+    crossover = Crossover(keys=4096, queries=2048, scores=2**29)  # measured: docs/lab/triton.md, "Crossover on a GPU"
 
     @abstractmethod
     def kernel(self) -> Attend:

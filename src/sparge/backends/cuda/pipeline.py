@@ -19,7 +19,7 @@ from sparge.backends.cuda.operands import Attend, Operands
 from sparge.backends.cuda.peaks import way_with_peaks
 from sparge.backends.cuda.replay import replayed
 from sparge.backends.cuda.stages.quantize import quantize_key_value, summarize_query
-from sparge.backends.cuda.stages.score import INPUTS, block_probabilities
+from sparge.backends.cuda.stages.score import block_probabilities, score_inputs
 from sparge.backends.cuda.stages.select import select
 from sparge.backends.cuda.stages.sinks import mark_sinks
 from sparge.backends.cuda.stages.summary import summarize_key_value
@@ -44,7 +44,7 @@ def prepare(
     has_scores = with_mask and hides_keys_alone and not isinstance(call.sparsity, Dense)
     has_codes = with_operands and call.is_quantized
     has_similarity = has_scores and call.selection.similarity_threshold is not None
-    score_inputs = INPUTS[type(call.score)]
+    inputs = score_inputs(call.score) if has_scores else None
     key_value = summarize_key_value(
         query,
         key,
@@ -52,7 +52,7 @@ def prepare(
         call,
         seen,
         means=has_scores,
-        variance=has_scores and score_inputs.variance,
+        variance=inputs is not None and inputs.variance,
         codes=has_codes,
         similarity=has_similarity,
     )
@@ -62,7 +62,7 @@ def prepare(
         call,
         seen,
         codes=has_codes,
-        mean=has_scores and score_inputs.samples is None,
+        mean=inputs is not None and inputs.samples is None,
         similarity=has_similarity,
     )
     mask = None

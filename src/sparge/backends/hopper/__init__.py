@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from sparge.backends import base
-from sparge.backends.cuda.backend import Attend, CudaBackend
+from sparge.backends.cuda.backend import CudaBackend
+from sparge.backends.cuda.operands import Attend
 from sparge.call import Call
 
 CAPABILITY = (9, 0)

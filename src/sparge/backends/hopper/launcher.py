@@ -55,9 +55,7 @@ def attend(
     head_width = max(LEAST_WIDTH, power_of_two(shape.head_dim))
     value_width = max(LEAST_WIDTH, power_of_two(shape.value_dim))
     slices = max(1, value_width // SLICE) if fp8_values else 1
-    config = configs.hopper_config(
-        call.quantization.replace("_fast", "_codes"), max(head_width, value_width), has_threshold=threshold is not None
-    )
+    config = configs.hopper_config(call.quantization, max(head_width, value_width), has_threshold=threshold is not None)
     form = Form(
         quantized=is_quantized,
         fp8_values=fp8_values,
@@ -74,7 +72,7 @@ def attend(
         slices=slices,
         blocks=config.blocks,
         stages=config.stages,
-        rows_ahead=config.rows_ahead,
+        rows_ahead=config.query_stages,
     )
     works = shape.batch * shape.heads * shape.q_blocks * slices
     launch(

@@ -67,7 +67,7 @@ class Form:
     def rescales_rarely(self) -> bool:
         """Whether P counts from a score that may lie below the maximum: with 16 bits it may exceed 1.
 
-        With an INT8 S it gave nothing (docs/performance.md); a threshold needs the maximum.
+        With an INT8 S it gave nothing (docs/lab/hopper.md); a threshold needs the maximum.
         """
         return not self.quantized and not self.has_threshold
 

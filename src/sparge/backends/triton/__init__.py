@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from sparge.backends.cuda.backend import FP8_CAPABILITY, Attend, CudaBackend, capability_missing
+from sparge.backends.cuda.backend import FP8_CAPABILITY, CudaBackend, capability_missing
+from sparge.backends.cuda.operands import Attend
 
 
 class TritonBackend(CudaBackend):

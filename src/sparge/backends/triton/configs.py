@@ -33,7 +33,7 @@ CONFIGS: dict[ConfigKey, AttentionConfig] = {
     # 712; 2 stages 700, one block a step 669, 128 queries and 8 warps 573
     ConfigKey("hopper", "int8_fp8", 128): AttentionConfig(64, 2, 4, 3),
     # 502; 128 registers 524, but spills with Triton 3.9; 4 stages 497, one block a step 461
-    ConfigKey("hopper", "int8_fp8", 64): AttentionConfig(64, 2, 4, 3, 168),
+    ConfigKey("hopper", "int8_fp8", 64): AttentionConfig(64, 2, 4, 3, max_registers=168),
     # 436; 4 warps 374
     ConfigKey("hopper", "int8_fp8", 256): AttentionConfig(64, 1, 8, 3),
     # 481; 3 stages 467, 64 queries 452 to 460

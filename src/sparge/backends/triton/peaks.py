@@ -5,7 +5,7 @@ P is stored relative to the maximum of a tile and reaches 15 octaves below it. T
 tile is asked. In a long one only peaks that many queries share make up a share: sinks, which `sinks` finds beforehand.
 
 Triton's kernel adds what was lost after its walk, when it knows which steps to take again: a branch in its steps took a
-sixteenth of its speed, an answer of all threads a third (docs/performance.md). Hopper's takes such tiles in two parts.
+sixteenth of its speed, an answer of all threads a third (docs/lab/hopper.md). Hopper's takes such tiles in two parts.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ CONFIGS: dict[StageKey, Any] = {
     StageKey("score", width=256): ScoreConfig(64, 64, 8, 1),
     # Not timed: where products run in registers alone, 64 columns spill.
     StageKey("score", "small"): ScoreConfig(128, 32, 8, 1),
-    StageKey("score", "small", 256): ScoreConfig(64, 32, 8, 1),
+    StageKey("score", "small", width=256): ScoreConfig(64, 32, 8, 1),
     # 16 entries a thread. At N 131072, H 4 (2048 blocks) 0.083 ms; 8 entries 0.104, 4 entries 0.160: sums across warps
     # wait at barriers
     StageKey("select"): SelectConfig(512, 16),
@@ -117,15 +117,20 @@ CANDIDATES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
 """What a sweep tries for each field."""
 
 
-def stage_config(kernel: str, width: int = 128, architecture: int = 90) -> Any:
-    """The row of a kernel, a padded head width and a compute capability (89, 90).
+def stage_key(kernel: str, width: int = 128, architecture: int = 90) -> StageKey:
+    """The row that serves a kernel, a padded head width and a compute capability (89, 90).
 
-    Where there is none, the first of these that exists: any width of the generation, the width of `BASE`, any width of
-    `BASE`.
+    It is the first of these that exists: the width of the generation, any width of it, the width of `BASE`, any width
+    of `BASE`.
     """
     generation, limit = generation_of(architecture), width_class(width)
-    keys = [StageKey(kernel, each, of) for each in (generation, BASE) for of in (limit, None)]
-    return overridden(kernel, next(CONFIGS[key] for key in keys if key in CONFIGS))
+    keys = (StageKey(kernel, each, of) for each in (generation, BASE) for of in (limit, None))
+    return next(key for key in keys if key in CONFIGS)
+
+
+def stage_config(kernel: str, width: int = 128, architecture: int = 90) -> Any:
+    """The configuration of a kernel, by the order of `stage_key`."""
+    return overridden(kernel, CONFIGS[stage_key(kernel, width, architecture)])
 
 
 def summarize_config() -> SummarizeConfig:

@@ -53,6 +53,19 @@ INPUTS: dict[type[Score], ScoreInputs] = {
 }
 
 
+def score_inputs(score: Score) -> ScoreInputs:
+    """What a score reads.
+
+    Raises:
+        NotImplementedError: no kernel has it.
+    """
+    found = INPUTS.get(type(score))
+    if found is None:
+        known = " or ".join(repr(kind.name) for kind in INPUTS)
+        raise NotImplementedError(f"score on a GPU: expected {known}, got {score.name!r}")
+    return found
+
+
 @triton.jit
 def mean_score(rows, statistics, offsets, inside, HAS_LOW: tl.constexpr):
     """The paper's score: s = log2 e scale q . mean_j, [ROWS, COLUMNS]. (The factors are in the means.)"""
@@ -322,7 +335,7 @@ def block_probabilities(
         first_seen, first_query: of `visibility.first_seen_keys` where keys are hidden.
         threshold: (H,), similarity under which a key block is not eligible.
     """
-    shape, inputs = call.shape, INPUTS[type(call.score)]
+    shape, inputs = call.shape, score_inputs(call.score)
     heads = shape.batch * shape.heads
     width = padded(shape.head_dim)
     from_means = inputs.samples is None

@@ -25,6 +25,8 @@ from sparge.geometry import ceil_div
 NUMBERS = ["amount", "heads", "group", "q_len", "kv_len", "q_blocks", "kv_blocks", "min_blocks"]
 INFINITY_BITS = tl.constexpr(0x7F800000)
 ROUNDING_GUARD = tl.constexpr(config.ROUNDING_GUARD)
+SELECTIONS = ("topk", "topcdf")
+"""The rules that `_selected` knows."""
 
 
 @triton.jit
@@ -243,8 +245,13 @@ def select(
         query_similarity, key_similarity: (B * H, q_blocks) and (B * Hkv, kv_blocks) float32, read with a threshold.
         first_seen: of `visibility.first_seen_keys` where keys are hidden.
         threshold: (H,), similarity under which a query or key block is not eligible.
+
+    Raises:
+        NotImplementedError: the kernel does not know the rule.
     """
     shape, rules, device = call.shape, call.selection, probability.device
+    if rules.name not in SELECTIONS:
+        raise NotImplementedError(f"selection rule on a GPU: expected one of {SELECTIONS}, got {rules.name!r}")
     always = probability
     if call.always_keep:
         always = torch.zeros(shape.kv_blocks, dtype=torch.int8, device=device)

@@ -1,4 +1,4 @@
-"""Awkward calls under NVIDIA's checkers: ``python tests/gpu/sanitize.py [memcheck] [racecheck] [synccheck]``.
+"""Awkward calls under NVIDIA's checkers: ``python tools/gpu/sanitize.py [memcheck] [racecheck] [synccheck]``.
 
 Without a name it is memcheck. A checker must find nothing in the calls, and something in a control: memcheck in a
 kernel that is told of more keys than there are (Triton's kernel: what the copy engine reads outside a tensor is 0),
@@ -9,12 +9,12 @@ SPARGE_TEST_BACKEND names the backend (default "triton").
 Two kinds of hazards that racecheck reports in the Hopper kernel are counted apart, each as long as a control shows that
 the checker cannot do better; about their order it says nothing then, and the soak and the comparisons must.
 
-    roles   between the head of the kernel and the start of its roles, where Triton's own accesses are said to stand, if
-            racecheck also reports `roles.py`, which does nothing but start roles after a barrier of some warps, and
-            nothing without that barrier
-    notes   between a line of the producer that stores a note and one that loads it, if racecheck also reports
-            `handover.py`'s note that one thread announces for all, and not the one that all announce. A load that the
-            compiler moves has no line: it is said to stand in one that accesses no shared memory
+    roles     between the head of the kernel and the start of its roles, where Triton's own accesses are said to stand,
+              if racecheck also reports `roles.py`, which does nothing but start roles after a barrier of some warps,
+              and nothing without that barrier
+    metadata  between a line of the producer that stores a stage's metadata and one that loads it, if racecheck also
+              reports `handover.py`'s number that one thread announces for all, and not the one that all announce. A
+              load that the compiler moves has no line: it is said to stand in one that accesses no shared memory
 
 SPARGE_TEST_REPORT=FILE appends the counts of each checker as a JSON line.
 """
@@ -46,9 +46,9 @@ SUMMARY = re.compile(
 )
 HAZARD = re.compile(r"Potential (\w+) hazard detected at .*\n.* in (\S+:\d+)\n.* in (\S+:\d+)\n")
 OPTIONS = {"racecheck": ("--racecheck-report", "hazard", "--print-limit", "100000", "--show-backtrace", "no")}
-NOTES = {"unit_smem": "units", "block_smem": "blocks", "kind_smem": "notes", "work_smem": "work_smem"}
-"""Where the producer stores a note, and what it is called where it is loaded."""
-CONSUMER = ("arithmetic.py:", "products.py:", "walk.py:")
+METADATA = {"unit_smem": "units", "block_smem": "blocks", "kind_smem": "notes", "work_smem": "work_smem"}
+"""Where the producer stores what belongs to a stage or a row, and what it is called where it is loaded."""
+CONSUMER = ("consumer.py:", "mma.py:", "softmax.py:")
 ACCESS = re.compile(r"\.(load|store)\(|convert_layout|gl\.(max|min|sum)\(|_max\(|_sum\(")
 """What reads or writes shared memory, or may do so: numbers that threads exchange."""
 KERNEL = Path(sparge.__file__).parent / "backends" / "hopper"
@@ -129,7 +129,7 @@ def found_by(output: str) -> int:
 
 
 def line_at(place: str) -> str:
-    """A line of the Hopper kernel by a place such as "walk.py:44"; nothing if it is not one of its files."""
+    """A line of the Hopper kernel by a place such as "consumer.py:44"; nothing if it is not one of its files."""
     name, _, number = place.partition(":")
     path = KERNEL / name
     lines = ["", *path.read_text().splitlines()] if path.is_file() else []
@@ -137,21 +137,21 @@ def line_at(place: str) -> str:
 
 
 def kind_of(hazard: tuple[str, str, str]) -> str:
-    """Which kind a hazard is of, by its order (RAW, WAR, WAW) and the two places: "roles", "notes" or "other"."""
+    """Which kind a hazard is of, by its order (RAW, WAR, WAW) and the two places: "roles", "metadata" or "other"."""
     order, *places = hazard
     starts = ("def attention_kernel(", "    gl.warp_specialize(")
-    if all(place.startswith("attention.py:") and line_at(place).startswith(starts) for place in places):
+    if all(place.startswith("kernel.py:") and line_at(place).startswith(starts) for place in places):
         return "roles"
-    if order == "WAW":  # a note has one writer
+    if order == "WAW":  # metadata have one writer
         return "other"
     for writer, reader in (places, places[::-1]):
         stored = re.search(r"^ *(\w+_smem)\.index\(.*\.store\(", line_at(writer))
-        if not writer.startswith("producer.py:") or stored is None or stored.group(1) not in NOTES:
+        if not writer.startswith("producer.py:") or stored is None or stored.group(1) not in METADATA:
             continue
         line = line_at(reader)
         has_no_line = reader.startswith(CONSUMER) and line and not ACCESS.search(line)
-        if has_no_line or re.search(rf"\b{NOTES[stored.group(1)]}\.index\(.*\.load\(", line):
-            return "notes"
+        if has_no_line or re.search(rf"\b{METADATA[stored.group(1)]}\.index\(.*\.load\(", line):
+            return "metadata"
     return "other"
 
 
@@ -171,10 +171,11 @@ def run_controls(checker: str, *tool: str) -> dict[str, int]:
     if checker != "racecheck":
         return {}
     outputs = {
-        form: run_part(form, *tool, program="handover.py") for form in ("all_arrive", "one_arrives", "nobody_waits")
+        variant: run_part(variant, *tool, program="handover.py")
+        for variant in ("all_arrive", "one_arrives", "nobody_waits")
     }
     if BACKEND == "hopper":
-        outputs |= {form: run_part(form, *tool, program="roles.py") for form in ("alone", "meeting")}
+        outputs |= {variant: run_part(variant, *tool, program="roles.py") for variant in ("alone", "meeting")}
     for name, output in outputs.items():
         if name != "nobody_waits" and not re.search(r"^in order$", output, re.MULTILINE):
             raise RuntimeError(f"expected the control {name} to be in order, got:\n{output[-2000:]}")
@@ -191,7 +192,7 @@ def check(checker: str) -> bool:
     kinds, hazards = count_hazards(output)
     excused = {
         "roles": controls.get("meeting", 0) > 0 and controls["alone"] == 0,
-        "notes": controls.get("one_arrives", 0) > 0 and controls["all_arrive"] == 0,
+        "metadata": controls.get("one_arrives", 0) > 0 and controls["all_arrive"] == 0,
     }
     apart = {kind: kinds[kind] if is_excused else 0 for kind, is_excused in excused.items()}
     errors = found_by(output) - sum(apart.values())

@@ -1,14 +1,14 @@
-"""What racecheck follows: a note handed from one warp to a warpgroup and back, three ways, in a kernel of its own.
+"""What racecheck follows: a number handed from one warp to a warpgroup and back, three ways, in a kernel of its own.
 
-``python tests/gpu/handover.py FORM`` runs it and says "in order" if every note was read in its round; `sanitize.py`
-does so under the checker.
+``python tools/gpu/handover.py VARIANT`` runs it and says "in order" if every number was read in its round;
+`sanitize.py` does so under the checker.
 
-    all_arrive     every thread that writes or reads the note arrives at the barrier itself
+    all_arrive     every thread that writes or reads the number arrives at the barrier itself
     one_arrives    all of them meet (bar.warp.sync, bar.sync), then one of them arrives; so do the roles of the Hopper
                    kernel, since that is how Gluon arrives
     nobody_waits   arrivals as in all_arrive, but nobody waits for them: a race
 
-The writer's barrier is completed by bytes, as by a copy. By PTX's memory model the first two forms are in order:
+The writer's barrier is completed by bytes, as by a copy. By PTX's memory model the first two variants are in order:
 meeting is synchronisation among those who meet, and an arrival releases what happened before it. racecheck counts an
 arrival for the arriving thread alone.
 """
@@ -19,7 +19,7 @@ import sys
 
 import torch
 
-FORMS = ("all_arrive", "one_arrives", "nobody_waits")
+VARIANTS = ("all_arrive", "one_arrives", "nobody_waits")
 ROUNDS = 4
 SOURCE = r"""
 __device__ void wait(unsigned address, int parity) {
@@ -36,10 +36,10 @@ __device__ void arrive_with_bytes(unsigned address) {
   asm volatile("mbarrier.complete_tx.relaxed.cluster.shared::cluster.b64 [%0], 16;" :: "r"(address) : "memory");
 }
 
-extern "C" __global__ void hand_over(int* seen, int form, int rounds) {
+extern "C" __global__ void hand_over(int* seen, int variant, int rounds) {
   __shared__ alignas(8) unsigned long long full_storage, free_storage;
-  __shared__ int note;
-  const bool all_arrive = form != 1, waits = form != 2;
+  __shared__ int number;
+  const bool all_arrive = variant != 1, waits = variant != 2;
   const unsigned full = (unsigned)__cvta_generic_to_shared(&full_storage);
   const unsigned free = (unsigned)__cvta_generic_to_shared(&free_storage);
   if (threadIdx.x == 0) {
@@ -50,12 +50,12 @@ extern "C" __global__ void hand_over(int* seen, int form, int rounds) {
   for (int round = 0; round < rounds; round++) {
     if (threadIdx.x >= 128) {
       if (waits) wait(free, (round & 1) ^ 1);
-      note = round;
+      number = round;
       __syncwarp();
       if (all_arrive || threadIdx.x == 128) arrive_with_bytes(full);
     } else {
       if (waits) wait(full, round & 1);
-      seen[round * 128 + threadIdx.x] = note;
+      seen[round * 128 + threadIdx.x] = number;
       asm volatile("bar.sync 1, 128;" ::: "memory");
       if (all_arrive || threadIdx.x == 0) arrive(free);
     }
@@ -64,17 +64,17 @@ extern "C" __global__ void hand_over(int* seen, int form, int rounds) {
 """
 
 
-def hand_over(form: str) -> bool:
-    """Run one form. Whether every thread read every note in its round."""
+def hand_over(variant: str) -> bool:
+    """Run one variant. Whether every thread read every number in its round."""
     kernel = torch.cuda._compile_kernel(SOURCE, "hand_over")
     seen = torch.full((ROUNDS, 128), -1, dtype=torch.int32, device="cuda")
-    kernel(grid=(1, 1, 1), block=(160, 1, 1), args=(seen, FORMS.index(form), ROUNDS))
+    kernel(grid=(1, 1, 1), block=(160, 1, 1), args=(seen, VARIANTS.index(variant), ROUNDS))
     torch.cuda.synchronize()
     rounds = torch.arange(ROUNDS, dtype=torch.int32, device="cuda")[:, None]
     return bool((seen == rounds).all())
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or sys.argv[1] not in FORMS:
-        raise SystemExit(f"expected one of {', '.join(FORMS)}, got {' '.join(sys.argv[1:]) or 'nothing'}")
+    if len(sys.argv) != 2 or sys.argv[1] not in VARIANTS:
+        raise SystemExit(f"expected one of {', '.join(VARIANTS)}, got {' '.join(sys.argv[1:]) or 'nothing'}")
     print("in order" if hand_over(sys.argv[1]) else "out of order")

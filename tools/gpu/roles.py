@@ -1,6 +1,6 @@
 """What racecheck follows of Triton's roles: a Gluon kernel that starts three of them, which store a number each.
 
-``python tests/gpu/roles.py FORM`` runs it and says "in order" if each number was stored; `sanitize.py` does so under
+``python tools/gpu/roles.py VARIANT`` runs it and says "in order" if each number was stored; `sanitize.py` does so under
 the checker.
 
     alone     nothing but that
@@ -22,7 +22,7 @@ import torch
 
 from sparge.backends.hopper.gluon import barrier, gl, jit
 
-FORMS = ("alone", "meeting")
+VARIANTS = ("alone", "meeting")
 PROGRAMS, LAUNCHES = 8, 4
 
 
@@ -41,8 +41,8 @@ def roles_kernel(numbers_ptr, MEETS: gl.constexpr):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or sys.argv[1] not in FORMS:
-        raise SystemExit(f"expected one of {', '.join(FORMS)}, got {' '.join(sys.argv[1:]) or 'nothing'}")
+    if len(sys.argv) != 2 or sys.argv[1] not in VARIANTS:
+        raise SystemExit(f"expected one of {', '.join(VARIANTS)}, got {' '.join(sys.argv[1:]) or 'nothing'}")
     numbers = torch.zeros(3, dtype=torch.int32, device="cuda")
     for _ in range(LAUNCHES):
         roles_kernel[(PROGRAMS,)](numbers, sys.argv[1] == "meeting", num_warps=4)

@@ -1,0 +1,1 @@
+"""``sparge sweep``: launch configurations derived anew, each with its measured reason (docs/configurations.md)."""

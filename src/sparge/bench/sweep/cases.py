@@ -1,0 +1,173 @@
+"""What ``sparge sweep`` sweeps: a kernel's case, its candidate configurations, and how both are written.
+
+A case is a row of a table of configurations, named as ``KERNEL[:QUANTIZATION][:HEAD_DIM][:VARIANT]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, asdict, dataclass, fields, replace
+from itertools import product
+from typing import Any
+
+from sparge.backends.cuda.config_table import PLAIN, VARIANTS, WIDTHS, ConfigKey, generation_of, look_up
+from sparge.backends.cuda.stages import configs as stage_configs
+from sparge.backends.hopper import configs as hopper_configs
+from sparge.backends.triton import configs as triton_configs
+
+ATTENTION: Mapping[str, Any] = {"triton": triton_configs, "hopper": hopper_configs}
+"""Attention kernels and the modules of their tables."""
+KERNELS = (*ATTENTION, *stage_configs.CANDIDATES)
+TOKENS, HEADS = 32768, 16
+TOKENS_PER_QUERY = 8192
+"""Most tokens of a mask with an entry per query, which has their square of entries."""
+
+NUMBER_WORDS = {1: "one", 2: "two"}
+PHRASES: dict[str, Callable[[Any], str]] = {
+    "block_m": "{} queries".format,
+    "blocks": lambda count: f"{NUMBER_WORDS.get(count, count)} block{'s' * (count > 1)} a step",
+    "warps": lambda count: "one warp" if count == 1 else f"{count} warps",
+    "most_warps": "at most {} warps".format,
+    "stages": lambda count: "one stage" if count == 1 else f"{count} stages",
+    "query_stages": lambda count: f"{NUMBER_WORDS.get(count, count)} stage{'s' * (count > 1)} of queries",
+    "max_registers": lambda limit: "no limit of registers" if limit is None else f"{limit} registers",
+    "registers": "{} registers".format,
+    "rows": "{} rows".format,
+    "columns": "{} columns".format,
+    "slab": "{} tokens a slab".format,
+}
+"""A field's value in words, for the reason of a row. Other fields are named as they are."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row to derive: the kernel, what its key says, and the load it is measured on."""
+
+    kernel: str
+    quantization: str = "int8_fp8"
+    head_dim: int = 128
+    variant: str = PLAIN
+    tokens: int = TOKENS
+    heads: int = HEADS
+
+    @property
+    def is_attention(self) -> bool:
+        """Whether it is an attention kernel, whose speed is given in TOPS, not a stage before it."""
+        return self.kernel in ATTENTION
+
+    def __str__(self) -> str:
+        words = [self.kernel, *([self.quantization] if self.is_attention else []), str(self.head_dim)]
+        return ":".join([*words, *([] if self.variant == PLAIN else [self.variant])])
+
+
+def parse_case(text: str, tokens: int = TOKENS, heads: int = HEADS) -> Case:
+    """A case from ``KERNEL[:QUANTIZATION][:HEAD_DIM][:VARIANT]``; what is left out has its default.
+
+    Raises:
+        ValueError: there is no such case.
+
+    Example:
+        >>> parse_case("triton:none:64:mask").variant
+        'mask'
+        >>> str(parse_case("score"))
+        'score:128'
+    """
+    kernel, *words = text.split(":")
+    if kernel not in KERNELS:
+        raise ValueError(f"expected a kernel of {', '.join(KERNELS)}, got {kernel!r}")
+    choices: dict[str, tuple[Any, ...]] = {"head_dim": WIDTHS}
+    if kernel in ATTENTION:
+        table = ATTENTION[kernel].CONFIGS
+        choices["quantization"] = tuple(dict.fromkeys(key.quantization for key in table))
+        variants = {key.variant for key in table}
+        choices["variant"] = tuple(variant for variant in VARIANTS if variant in variants)
+    named: dict[str, Any] = {}
+    for word in words:
+        known = [(name, value) for name, values in choices.items() for value in values if word == str(value)]
+        if not known or known[0][0] in named:
+            listed = "; ".join(f"{name} of {', '.join(map(str, values))}" for name, values in choices.items())
+            raise ValueError(f"expected each once, {listed}; got {word!r} in {text!r}")
+        named |= dict(known)
+    if named.get("variant") == "mask_per_query":
+        tokens = min(tokens, TOKENS_PER_QUERY)
+    return Case(kernel=kernel, tokens=tokens, heads=heads, **named)
+
+
+def key_of(case: Case, architecture: int) -> Any:
+    """What the case's row is called in its table; for a stage, the row that serves it now."""
+    if case.is_attention:
+        return ConfigKey(generation_of(architecture), case.quantization, case.head_dim, case.variant)
+    return stage_configs.stage_key(case.kernel, case.head_dim, architecture)
+
+
+def chosen_config(case: Case, architecture: int) -> Any:
+    """The configuration that launches take now."""
+    if case.is_attention:
+        return look_up(ATTENTION[case.kernel].CONFIGS, key_of(case, architecture))
+    return stage_configs.stage_config(case.kernel, case.head_dim, architecture)
+
+
+def candidates_of(case: Case, chosen: Any, distance: int) -> list[Any]:
+    """Configurations that differ from the chosen one in at most ``distance`` fields, the nearest first."""
+    values = dict(_candidate_values(case))
+    for name in values:
+        own = getattr(chosen, name)
+        values[name] = tuple(dict.fromkeys((own, *values[name])))
+    if case.variant == "threshold":
+        values |= {name: (getattr(chosen, name),) for name in ATTENTION[case.kernel].FIXED_BY_THRESHOLD}
+    every = [replace(chosen, **dict(zip(values, each, strict=True))) for each in product(*values.values())]
+    near = [config for config in every if len(differences(config, chosen)) <= distance]
+    return sorted(near, key=lambda config: len(differences(config, chosen)))
+
+
+def _candidate_values(case: Case) -> Mapping[str, tuple[Any, ...]]:
+    if not case.is_attention:
+        return stage_configs.CANDIDATES[case.kernel]
+    if case.quantization == "float32":
+        return triton_configs.FLOAT32_CANDIDATES
+    values: Mapping[str, tuple[Any, ...]] = ATTENTION[case.kernel].CANDIDATES
+    return values
+
+
+def differences(config: Any, other: Any) -> dict[str, Any]:
+    """The fields of a configuration that differ from another's."""
+    theirs = asdict(other)
+    return {name: value for name, value in asdict(config).items() if value != theirs[name]}
+
+
+def in_words(changes: Mapping[str, Any]) -> str:
+    """Fields and their values as a reason names them.
+
+    Example:
+        >>> in_words({"block_m": 128, "warps": 8})
+        '128 queries and 8 warps'
+    """
+    return " and ".join(
+        PHRASES[name](value) if name in PHRASES else f"{name} {value}" for name, value in changes.items()
+    )
+
+
+def as_code(value: Any) -> str:
+    """A key or a configuration as it stands in a table: numbers with a default by name, what has its default left out.
+
+    Example:
+        >>> as_code(triton_configs.AttentionConfig(64, 2, 4, 3, max_registers=168))
+        'AttentionConfig(64, 2, 4, 3, max_registers=168)'
+        >>> as_code(ConfigKey("hopper", "none", 64, "mask"))
+        'ConfigKey("hopper", "none", 64, "mask")'
+    """
+    arguments, may_go_by_place = [], True
+    for field in fields(value):
+        own = getattr(value, field.name)
+        if own == field.default:
+            may_go_by_place = False
+        elif may_go_by_place and (field.default is MISSING or isinstance(own, str)):
+            arguments.append(_literal(own))
+        else:
+            may_go_by_place = False
+            arguments.append(f"{field.name}={_literal(own)}")
+    return f"{type(value).__name__}({', '.join(arguments)})"
+
+
+def _literal(value: Any) -> str:
+    return f'"{value}"' if isinstance(value, str) else repr(value)

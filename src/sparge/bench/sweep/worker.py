@@ -1,0 +1,355 @@
+"""The process of ``sparge sweep`` that runs kernels: requests and answers are JSON lines on standard input and output.
+
+    {"do": "prepare", "case": ...}                             make the load, run the chosen configuration
+    {"do": "check", "case": ..., "config": ...}                run once: error, registers, spills, shared memory
+    {"do": "time", "case": ..., "configs": [...], "turns": 5}  median milliseconds of each, in turns
+
+The load is that of the tables: B 1, bfloat16, video-like inputs, a random half of the blocks. A real call of the public
+function is made once; what it hands to the kernel's launcher is kept, and launched again in every configuration.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, is_dataclass
+from functools import partial
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+import sparge
+from sparge.backends.cuda.config_table import override
+from sparge.bench.cases import Problem, executed_flop, random_blocks
+from sparge.bench.inputs import make_inputs
+from sparge.bench.sweep.cases import Case, chosen_config
+from sparge.bench.sweep.processes import LAST_ANSWER
+from sparge.bench.timing import Variant, reason, time_on_cuda
+from sparge.block_mask import BlockMask
+from sparge.evaluate.metrics import relative_l1
+from sparge.evaluate.oracle import exact_rows, sampled_error, sampled_queries
+from sparge.geometry import BLOCK_K, BLOCK_Q
+
+LAUNCHERS = {
+    "triton": ("triton.attention", "attend"),
+    "hopper": ("hopper.launcher", "attend"),
+    "summarize": ("cuda.stages.summary", "summarize_key_value"),
+    "reduce": ("cuda.stages.summary", "summarize_key_value"),
+    "quantize_query": ("cuda.stages.quantize", "summarize_query"),
+    "quantize_key_value": ("cuda.stages.quantize", "quantize_key_value"),
+    "score": ("cuda.stages.score", "block_probabilities"),
+    "select": ("cuda.stages.select", "select"),
+    "sinks": ("cuda.stages.sinks", "mark_sinks"),
+}
+"""Module and function that launch each kernel."""
+
+DENSITY = 0.5
+PV_THRESHOLD = -8.0
+HIDDEN_SHARE = 1 / 16
+"""Of the keys, padding at the end, where there is a mask."""
+
+SAME_ERROR = 1.1
+"""Times the chosen configuration's error that another's may be: tiles of other sizes round at other places."""
+ROUNDING = 1e-4
+"""Added to every limit, for kernels that hardly round."""
+WORST_BLOCK = 0.25
+"""Relative difference of one query block from the chosen configuration's result that no rounding explains."""
+WORST_LSE = 0.1
+"""The same for the LSE of one query."""
+STAGE_DIFFERENCE = 1e-3
+"""Relative difference of a stage's results: sums in another order, codes that round the other way."""
+
+
+class WrongResult(ValueError):
+    """A configuration computes something else than the chosen one."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """A launch that can be made again, and what its results are compared with."""
+
+    case: Case
+    run: Callable[[], Any]
+    flop: float | None
+    rows: Tensor | None
+    exact: Tensor | None
+    chosen: list[Tensor]
+    chosen_error: float | None
+
+
+def load_of(case: Case, device: torch.device) -> Load:
+    """Make the inputs, call the public function once, and run the chosen configuration."""
+    problem = Problem(case.tokens, case.heads, case.head_dim)
+    query, key, value = make_inputs(problem, device)
+    if case.quantization == "float32":
+        query, key, value = query.float(), key.float(), value.float()
+    function = _launcher(case.kernel)
+    if not case.is_attention:
+        with captured(function) as calls:
+            sparge.attention(query, key, value, topk=DENSITY, quantization="int8_fp8", backend="triton")
+        return _compared(Load(case, _again(function, calls), None, None, None, [], None))
+    is_causal = case.variant == "mask_per_query"
+    kept = random_blocks(problem.shape, DENSITY, device, is_causal=is_causal)
+    attn_mask, seen = None, case.tokens
+    if case.variant == "mask":
+        seen -= round(HIDDEN_SHARE * case.tokens / BLOCK_K) * BLOCK_K
+        attn_mask = (torch.arange(case.tokens, device=device) < seen).expand(1, 1, 1, -1)
+    elif is_causal:
+        attn_mask = torch.ones(1, 1, case.tokens, case.tokens, dtype=torch.bool, device=device).tril()
+    with captured(function) as calls:
+        sparge.block_sparse_attention(
+            query,
+            key,
+            value,
+            kept,
+            attn_mask=attn_mask,
+            pv_threshold=PV_THRESHOLD if case.variant == "threshold" else None,
+            quantization="none" if case.quantization == "float32" else case.quantization,  # type: ignore[arg-type]
+            backend=case.kernel,
+        )
+    rows = sampled_queries(case.tokens, device)
+    keys = slice(0, seen)
+    blocks = kept[..., : seen // BLOCK_K]
+    if is_causal:  # the oracle's own causality: a square mask of this kind is that
+        exact = exact_rows(query, key, value, rows, is_causal=True, kept=kept).output
+    else:
+        exact = exact_rows(query, key[:, :, keys], value[:, :, keys], rows, kept=blocks).output
+    flop = executed_flop(int(kept.sum()), case.head_dim)
+    return _compared(Load(case, _again(function, calls), flop, rows, exact, [], None))
+
+
+def _launcher(kernel: str) -> Callable[..., Any]:
+    importlib.import_module("sparge.backends.cuda.pipeline")  # before it is looked through for the function
+    module, name = LAUNCHERS[kernel]
+    function: Callable[..., Any] = getattr(importlib.import_module(f"sparge.backends.{module}"), name)
+    return function
+
+
+@contextmanager
+def captured(function: Callable[..., Any]) -> Iterator[list[tuple[Any, Any]]]:
+    """Note the arguments of every call of a function, under whatever name a module of sparge holds it."""
+    calls: list[tuple[Any, Any]] = []
+
+    @functools.wraps(function)
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        calls.append((args, kwargs))
+        return function(*args, **kwargs)
+
+    modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == "sparge"]
+    places = [(module, name) for module in modules for name, value in list(vars(module).items()) if value is function]
+    for module, name in places:
+        setattr(module, name, noting)
+    try:
+        yield calls
+    finally:
+        for module, name in places:
+            setattr(module, name, function)
+
+
+def _again(function: Callable[..., Any], calls: list[tuple[Any, Any]]) -> Callable[[], Any]:
+    """The first of the calls once more. What it has no result for, it changes in its arguments."""
+    if not calls:
+        raise RuntimeError(f"expected a call of {function.__module__}.{function.__qualname__}, got none")
+    args, kwargs = calls[0]
+    if "totals" in kwargs:  # counting is not part of the load
+        kwargs = {**kwargs, "totals": None}
+
+    def run() -> Any:
+        result = function(*args, **kwargs)
+        return (args, kwargs) if result is None else result
+
+    return run
+
+
+def _compared(load: Load) -> Load:
+    """The load with the chosen configuration's result."""
+    chosen = [tensor.clone() for tensor in tensors_in(load.run())]
+    error = None
+    if load.rows is not None and load.exact is not None:
+        error = sampled_error(chosen[0], load.rows, load.exact)
+    return Load(load.case, load.run, load.flop, load.rows, load.exact, chosen, error)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors of nested results, each once."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        parts = list(value.values())
+    elif isinstance(value, tuple | list):
+        parts = list(value)
+    elif is_dataclass(value) or isinstance(value, BlockMask):
+        parts = list(vars(value).values())
+    else:
+        parts = []
+    found = {id(tensor): tensor for part in parts for tensor in tensors_in(part)}
+    return list(found.values())
+
+
+def check(load: Load, config: Any) -> dict[str, Any]:
+    """Run a configuration once.
+
+    Raises:
+        WrongResult: its result is not the chosen configuration's.
+    """
+    with override(load.case.kernel, config):
+        result = tensors_in(load.run())
+        error = _stage_difference(result, load) if load.exact is None else _attention_error(result, load)
+        return {"error": error, **_resources(load)}
+
+
+def _attention_error(result: list[Tensor], load: Load) -> float:
+    """Relative L1 error of the sampled queries; every query is compared with the chosen configuration's."""
+    assert load.rows is not None and load.exact is not None and load.chosen_error is not None
+    (output, lse), (chosen, chosen_lse) = result[:2], load.chosen[:2]
+    if not torch.isfinite(output).all():
+        raise WrongResult("expected finite numbers, got some that are not")
+    error = sampled_error(output, load.rows, load.exact)
+    limit = SAME_ERROR * load.chosen_error + ROUNDING
+    if error > limit:
+        raise WrongResult(f"expected an error of at most {limit:.4f}, got {error:.4f}")
+    difference, limit = relative_l1(output, chosen), 2 * load.chosen_error + ROUNDING
+    if difference > limit:
+        raise WrongResult(f"expected at most {limit:.4f} from the chosen configuration, got {difference:.4f}")
+    apart = (output.float() - chosen.float()).abs().sum(-1).unflatten(-1, (-1, BLOCK_Q)).sum(-1)
+    size = chosen.float().abs().sum(-1).unflatten(-1, (-1, BLOCK_Q)).sum(-1)
+    worst = float((apart / size.clamp(min=1e-30)).max())
+    if worst > WORST_BLOCK:
+        raise WrongResult(f"expected query blocks within {WORST_BLOCK} of the chosen configuration, got {worst:.2f}")
+    worst = float(torch.where(lse == chosen_lse, 0.0, (lse - chosen_lse).abs()).max())
+    if not worst <= WORST_LSE:
+        raise WrongResult(f"expected an LSE within {WORST_LSE} of the chosen configuration, got {worst:.2f}")
+    return error
+
+
+def _stage_difference(result: list[Tensor], load: Load) -> float:
+    """Relative L1 difference from the chosen configuration, the largest of all results."""
+    largest = 0.0
+    for found, chosen in zip(result, load.chosen, strict=True):
+        if found.shape != chosen.shape:
+            continue  # partial sums, by program
+        mine, theirs = found.float(), chosen.float()
+        apart = torch.where(mine == theirs, 0.0, (mine - theirs).abs()).sum(dtype=torch.float64)
+        size = torch.nan_to_num(theirs, posinf=0.0, neginf=0.0).abs().sum(dtype=torch.float64)
+        largest = max(largest, float(apart / size.clamp(min=1e-30)))
+        if not math.isfinite(largest) or largest > STAGE_DIFFERENCE:
+            raise WrongResult(f"expected at most {STAGE_DIFFERENCE} from the chosen configuration, got {largest:.4f}")
+    return largest
+
+
+class _Kernels:
+    """What `cuda.launch` tells a recorder, as far as compiled kernels go."""
+
+    def __init__(self) -> None:
+        self.compiled: list[Any] = []
+
+    def add_launch(self, compiled: Any, *_: Any, **__: Any) -> None:
+        if compiled is not None:  # an interpreter compiles nothing
+            self.compiled.append(compiled)
+
+    def add_buffer(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+def _resources(load: Load) -> dict[str, int | None]:
+    """Registers and spills of a thread, bytes of shared memory of a program: the largest of the kernels asked about."""
+    from sparge.backends.cuda.replay import current_recorder
+
+    kernels = _Kernels()
+    token = current_recorder.set(kernels)  # type: ignore[arg-type]
+    try:
+        load.run()
+    finally:
+        current_recorder.reset(token)
+    word = "attention" if load.case.is_attention else load.case.kernel
+    named = [compiled for compiled in kernels.compiled if word in str(getattr(compiled.metadata, "name", ""))]
+    found = named or kernels.compiled
+    numbers: dict[str, list[int | None]] = {
+        "registers": [getattr(compiled, "n_regs", None) for compiled in found],
+        "spills": [getattr(compiled, "n_spills", None) for compiled in found],
+        "shared": [getattr(compiled.metadata, "shared", None) for compiled in found],
+    }
+    return {
+        name: max((number for number in values if number is not None), default=None) for name, values in numbers.items()
+    }
+
+
+def time_all(load: Load, configs: list[Any], turns: int) -> dict[str, Any]:
+    """Median milliseconds of every configuration by graph replay, or by events where a graph cannot be captured."""
+    variants = {
+        str(place): Variant(load.run, partial(override, load.case.kernel, config))
+        for place, config in enumerate(configs)
+    }
+    timings = time_on_cuda(variants, turns)
+    return {
+        "ms": [timing.ms if timing.graph_ms is None else timing.graph_ms for timing in timings.values()],
+        "problems": [timing.problem for timing in timings.values()],
+        "flop": load.flop,
+    }
+
+
+class Session:
+    """One process's work: it holds the load of the case it was asked about last."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        major, minor = torch.cuda.get_device_capability()
+        self.architecture = 10 * major + minor
+        self.load: Load | None = None
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        case = Case(**request["case"])
+        if self.load is None or self.load.case != case:
+            self.load = None  # its memory goes first
+            torch.cuda.empty_cache()
+            self.load = load_of(case, self.device)
+        if request["do"] == "prepare":
+            return {"error": self.load.chosen_error, "flop": self.load.flop}
+        kind = type(chosen_config(case, self.architecture))
+        if request["do"] == "check":
+            return check(self.load, kind(**request["config"]))
+        return time_all(self.load, [kind(**config) for config in request["configs"]], request["turns"])
+
+
+def serve(requests: Iterable[str], answers: IO[str]) -> None:
+    """Answer requests until there are none."""
+    session: Session | None = None
+    for line in requests:
+        try:
+            session = session or Session()
+            answer = session.answer(json.loads(line))
+        except WrongResult as error:
+            answer = {"wrong": str(error)}
+        except Exception as error:
+            # Compilers, drivers and allocators raise what they like; a candidate that fails is a row of the table.
+            answer = {"failed": reason(error)}
+            answer[LAST_ANSWER] = not _is_well()
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+def _is_well() -> bool:
+    """Whether the device takes another launch: an illegal address stays until its process ends."""
+    try:
+        torch.cuda.synchronize()
+    except Exception:
+        return False
+    return True
+
+
+def main() -> None:
+    """Serve standard input and output; whatever else prints goes to the error output."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    serve(sys.stdin, answers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""The demo in a terminal: progress while it runs, then its table."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from sparge.console import empty_table, print_fitting
+from sparge.demo import measure
+from sparge.demo.measure import Demo, Row, Settings, Step, table_cells
+from sparge.demo.page import machine_parts
+
+
+def run_with_progress(settings: Settings) -> Demo:
+    """Run the demo with a line on stderr that says which step it is at; silent where stderr is no terminal."""
+    console = Console(stderr=True)
+    columns = (
+        *(SpinnerColumn(), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn()),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("")
+
+        def show(step: Step) -> None:
+            progress.update(task, completed=step.done, total=step.total, description=step.doing)
+
+        return measure.run_demo(settings, show)
+
+
+def print_results(console: Console, result: Demo) -> None:
+    """Where it was measured, and a line for each input and score."""
+    console.print(f"topk {result.settings.topk:g}; {'; '.join(machine_parts(result))}", highlight=False, markup=False)
+    print_fitting(console, _results_table(result.rows), [list(table_cells(row)) for row in result.rows])
+
+
+def _results_table(rows: tuple[Row, ...]) -> Table:
+    table = empty_table([column for column, _ in table_cells(rows[0])], left=("input", "score"))
+    before = None
+    for row in rows:
+        if before not in (None, row.input):
+            table.add_row()
+        cells = [text for _, text in table_cells(row)]
+        table.add_row("" if row.input == before else cells[0], *cells[1:])
+        before = row.input
+    return table

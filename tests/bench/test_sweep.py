@@ -1,0 +1,560 @@
+"""``sparge sweep`` without a GPU: cases and candidates, what is recommended and why, how failures are survived."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sparge import cli
+from sparge.backends.cuda.stages.configs import ScoreConfig, SelectConfig
+from sparge.backends.hopper.configs import HopperConfig
+from sparge.backends.triton.configs import AttentionConfig
+from sparge.bench.sweep import run as sweep_run
+from sparge.bench.sweep import worker
+from sparge.bench.sweep.cases import (
+    KERNELS,
+    PHRASES,
+    Case,
+    as_code,
+    candidates_of,
+    chosen_config,
+    differences,
+    key_of,
+    parse_case,
+)
+from sparge.bench.sweep.processes import AnsweringProcess, ProcessFailure, ProcessTimeout
+from sparge.bench.sweep.results import (
+    Outcome,
+    Sweep,
+    json_rows,
+    known_failures,
+    reason_for,
+    recommend,
+    row_text,
+    table_text,
+)
+from sparge.bench.sweep.run import missing_device, run_sweep, sweep_case
+from sparge.evaluate.machine import Gpu
+
+GPU = Gpu("NVIDIA H200", "9.0", "2.11.0", "3.6.0", "13.0", "0.1.0", "0123456789")
+CASE = Case("triton")
+CHOSEN = AttentionConfig(64, 2, 4, 3)
+FLOP = 712e9
+"""So that a launch of 1 ms is 712 TOPS."""
+
+
+class FakeRunner:
+    """Answers as `worker` does: an answer, or what to raise, by configuration; milliseconds by configuration."""
+
+    def __init__(self, places: int = 2, **answers: Any) -> None:
+        self.places = places
+        self.answers: dict[Any, Any] = answers.get("answers", {})
+        self.ms: Callable[[Any], float | None] = answers.get("ms", lambda _: 1.0)
+        self.prepared: Any = answers.get("prepared", {"error": 0.01, "flop": FLOP})
+        self.groups: list[list[Any]] = []
+        self.turns: list[int] = []
+        self.breaks_timing_of: Any = None
+
+    def ask(self, place: int, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        assert 0 <= place < self.places
+        assert timeout_s > 0
+        case = Case(**request["case"])
+        kind = type(chosen_config(case, 90))
+        if request["do"] == "prepare":
+            return self.prepared
+        if request["do"] == "check":
+            answer = self.answers.get(kind(**request["config"]), {})
+            if isinstance(answer, Exception):
+                raise answer
+            if "wrong" in answer or "failed" in answer:
+                return answer
+            return {"error": 0.01, "registers": 168, "spills": 0, "shared": 65536, **answer}
+        configs = [kind(**config) for config in request["configs"]]
+        if self.breaks_timing_of in configs:
+            raise ProcessFailure("the process ended with status -11")
+        self.groups.append(configs)
+        self.turns.append(request["turns"])
+        flop = FLOP if case.is_attention else None
+        return {"ms": [self.ms(config) for config in configs], "problems": [None] * len(configs), "flop": flop}
+
+
+def found(runner: FakeRunner, case: Case = CASE, **options: Any) -> dict[Any, Outcome]:
+    return {outcome.config: outcome for outcome in sweep_case(case, runner, 90, **options).outcomes}
+
+
+class TestCases:
+    def test_words_in_any_order(self) -> None:
+        assert parse_case("triton") == Case("triton", "int8_fp8", 128, "plain", 32768, 16)
+        assert parse_case("triton:none:64:mask", 8192, 2) == Case("triton", "none", 64, "mask", 8192, 2)
+        assert parse_case("hopper:threshold:256:int8_fp16") == Case("hopper", "int8_fp16", 256, "threshold")
+        assert parse_case("select:64") == Case("select", head_dim=64)
+        assert {parse_case(kernel).kernel for kernel in KERNELS} == set(KERNELS)
+
+    def test_a_mask_per_query_is_kept_small(self) -> None:
+        assert parse_case("triton:mask_per_query").tokens == 8192
+        assert parse_case("triton:mask_per_query", 4096).tokens == 4096
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("cuda", "expected a kernel of triton, hopper, summarize"),
+            ("triton:int4", "got 'int4' in 'triton:int4'"),
+            ("triton:64:128", "got '128'"),
+            ("triton:96", "head_dim of 64, 128, 256"),
+            ("hopper:mask", "variant of plain, threshold; got 'mask'"),
+            ("score:int8_fp8", "got 'int8_fp8'"),
+        ],
+    )
+    def test_wrong_names(self, text: str, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            parse_case(text)
+
+    def test_names_lead_back(self) -> None:
+        for text in ("triton:int8_fp8:128", "hopper:none:64:threshold", "score:256"):
+            assert str(parse_case(text)) == text
+
+    def test_what_is_chosen_now(self) -> None:
+        assert chosen_config(CASE, 90) == CHOSEN
+        assert chosen_config(parse_case("triton:float32:128"), 89) == AttentionConfig(16, 1, 4, 1)
+        assert chosen_config(parse_case("hopper:none:128"), 90).blocks == 2
+        assert chosen_config(parse_case("score:256"), 90) == ScoreConfig(64, 64, 8, 1)
+        assert as_code(key_of(parse_case("triton:none:64:mask"), 90)) == 'ConfigKey("hopper", "none", 64, "mask")'
+        assert as_code(key_of(parse_case("score:256"), 120)) == 'StageKey("score", "small", width=256)'
+
+
+class TestCandidates:
+    @pytest.mark.parametrize("text", ["triton:none:64", "hopper:int8_fp8:128", *KERNELS[2:]])
+    @pytest.mark.parametrize("distance", [1, 2])
+    def test_the_chosen_one_and_its_neighbours(self, text: str, distance: int) -> None:
+        case = parse_case(text)
+        chosen = chosen_config(case, 90)
+        candidates = candidates_of(case, chosen, distance)
+        apart = [len(differences(config, chosen)) for config in candidates]
+        assert candidates[0] == chosen
+        assert apart == sorted(apart)
+        assert apart[-1] <= distance
+        assert len(set(candidates)) == len(candidates) > 3
+
+    def test_all_of_them(self) -> None:
+        assert len(candidates_of(CASE, CHOSEN, 5)) == 2 * 2 * 2 * 3 * 3
+        assert len(candidates_of(CASE, CHOSEN, 1)) == 1 + 1 + 1 + 1 + 2 + 2
+
+    def test_a_threshold_fixes_what_is_skipped_together(self) -> None:
+        case = parse_case("triton:int8_fp8:128:threshold")
+        candidates = candidates_of(case, chosen_config(case, 90), 5)
+        assert {(config.block_m, config.blocks) for config in candidates} == {(64, 1)}
+        case = parse_case("hopper:int8_fp8:128:threshold")
+        assert {config.blocks for config in candidates_of(case, chosen_config(case, 90), 4)} == {1}
+
+    def test_no_pipeline_is_no_candidate_but_for_float32(self) -> None:
+        """Triton 3.6 miscompiles it where D_v is narrower than D, which no sweep sees."""
+        for text in ("triton:none:256", "triton:int8_fp16:64:mask"):
+            case = parse_case(text)
+            assert min(config.stages for config in candidates_of(case, chosen_config(case, 90), 5)) == 2
+        case = parse_case("triton:float32:64")
+        assert {config.stages for config in candidates_of(case, chosen_config(case, 90), 5)} == {1, 2}
+
+    def test_the_chosen_value_is_tried_wherever_it_lies(self) -> None:
+        case = parse_case("triton:none:256")
+        chosen = chosen_config(case, 89)
+        assert chosen.stages == 1
+        assert {config.stages for config in candidates_of(case, chosen, 1)} == {1, 2, 3, 4}
+
+
+def outcome(config: Any, tops: float | None, **fields: Any) -> Outcome:
+    ms = None if tops is None else 712 / tops
+    return Outcome(config, **{"status": "right", "ms": ms, "tops": tops, "spills": 0, "is_final": True, **fields})
+
+
+def sweep_of(*outcomes: Outcome, case: Case = CASE, chosen: Any = CHOSEN) -> Sweep:
+    return Sweep(case, key_of(case, 90), chosen, list(outcomes))
+
+
+class TestRecommendation:
+    def test_the_fastest(self) -> None:
+        better = outcome(replace(CHOSEN, stages=4), 730)
+        assert recommend([better, outcome(CHOSEN, 712)], CHOSEN) is better
+
+    def test_the_chosen_one_unless_another_is_clearly_faster(self) -> None:
+        chosen = outcome(CHOSEN, 712)
+        assert recommend([outcome(replace(CHOSEN, stages=4), 716), chosen], CHOSEN) is chosen
+
+    @pytest.mark.parametrize("fields", [{"status": "wrong"}, {"status": "failed"}, {"spills": 12}])
+    def test_never_what_is_wrong_fails_or_spills(self, fields: dict[str, Any]) -> None:
+        chosen = outcome(CHOSEN, 712)
+        assert recommend([outcome(replace(CHOSEN, stages=4), 900, **fields), chosen], CHOSEN) is chosen
+
+    def test_spills_are_no_worse_than_the_chosen_ones(self) -> None:
+        better = outcome(replace(CHOSEN, stages=4), 800, spills=8)
+        assert recommend([better, outcome(CHOSEN, 712, spills=8)], CHOSEN) is better
+
+    def test_the_last_round_counts(self) -> None:
+        lucky, chosen = outcome(replace(CHOSEN, stages=4), 900, is_final=False), outcome(CHOSEN, 712)
+        assert recommend([lucky, chosen], CHOSEN) is chosen
+
+    def test_nothing_timed(self) -> None:
+        assert recommend([outcome(CHOSEN, None)], CHOSEN) is None
+
+
+class TestReason:
+    def test_what_it_is_and_what_others_reach(self) -> None:
+        sweep = sweep_of(
+            outcome(CHOSEN, 712),
+            outcome(replace(CHOSEN, stages=2), 700),
+            outcome(replace(CHOSEN, stages=4), 690),
+            outcome(replace(CHOSEN, blocks=1), 669),
+            outcome(replace(CHOSEN, block_m=128, warps=8), 573),
+            outcome(replace(CHOSEN, warps=8), 500),
+            outcome(replace(CHOSEN, max_registers=128), None, status="wrong"),
+        )
+        assert reason_for(sweep) == "712; 2 stages 700, one block a step 669, 128 queries and 8 warps 573"
+        assert row_text(sweep) == (
+            "    # 712; 2 stages 700, one block a step 669, 128 queries and 8 warps 573\n"
+            '    ConfigKey("hopper", "int8_fp8", 128): AttentionConfig(64, 2, 4, 3),'
+        )
+
+    def test_spills_are_named(self) -> None:
+        limited = replace(CHOSEN, max_registers=128)
+        sweep = sweep_of(outcome(limited, 740, spills=12), outcome(CHOSEN, 712))
+        assert reason_for(sweep) == "712; 128 registers 740, with spills"
+
+    def test_differences_are_from_the_recommended_one(self) -> None:
+        limited = replace(CHOSEN, max_registers=168)
+        sweep = sweep_of(outcome(limited, 740), outcome(CHOSEN, 712))
+        assert reason_for(sweep) == "740; no limit of registers 712"
+        assert row_text(sweep).endswith(": AttentionConfig(64, 2, 4, 3, max_registers=168),")
+
+    def test_a_stage_in_milliseconds(self) -> None:
+        case, chosen = Case("select"), SelectConfig(512, 16)
+        sweep = sweep_of(
+            Outcome(chosen, "right", ms=0.017),
+            Outcome(SelectConfig(128, 16), "right", ms=0.0313),
+            case=case,
+            chosen=chosen,
+        )
+        assert reason_for(sweep) == "0.0170 ms; 128 columns 0.0313"
+        assert row_text(sweep).splitlines()[1] == '    StageKey("select"): SelectConfig(512, 16),'
+
+    def test_long_reasons_stay_within_the_line(self) -> None:
+        sweep = sweep_of(
+            outcome(CHOSEN, 712),
+            outcome(AttentionConfig(128, 1, 8, 2, 128), 600),
+            outcome(AttentionConfig(128, 1, 8, 3, 128), 500),
+            outcome(AttentionConfig(128, 1, 8, 4), 400),
+        )
+        lines = row_text(sweep).splitlines()
+        assert len(lines) == 3
+        assert all(len(line) <= 120 for line in lines)
+        assert lines[1].startswith("    # ")
+
+    def test_nothing_recommended_gives_no_row(self) -> None:
+        sweep = sweep_of(outcome(CHOSEN, None))
+        assert reason_for(sweep) == row_text(sweep) == ""
+
+    def test_every_field_is_put_into_words(self) -> None:
+        for kernel in KERNELS:
+            assert set(asdict(chosen_config(Case(kernel), 90))) <= set(PHRASES)
+        chosen = HopperConfig(2, 4)
+        sweep = sweep_of(outcome(chosen, 1000), outcome(replace(chosen, query_stages=1), 900), chosen=chosen)
+        assert reason_for(sweep) == "1000; one stage of queries 900"
+
+
+class TestSweep:
+    def test_every_candidate_is_checked_and_timed_beside_the_chosen_one(self) -> None:
+        runner = FakeRunner(ms=lambda config: 1.0 + 0.1 * len(differences(config, CHOSEN)))
+        outcomes = found(runner)
+        assert set(outcomes) == set(candidates_of(CASE, CHOSEN, 2))
+        assert all(each.status == "right" and each.ms for each in outcomes.values())
+        assert all(group[0] == CHOSEN for group in runner.groups)
+        assert all(len(group) <= sweep_run.FIRST_GROUP for group in runner.groups)
+        assert runner.turns[-1] > runner.turns[0]
+        assert next(iter(outcomes)) == CHOSEN, "the fastest first"
+        assert outcomes[CHOSEN].tops == pytest.approx(712)
+
+    def test_the_final_is_among_the_fastest_that_do_not_spill(self) -> None:
+        spills, fast = replace(CHOSEN, max_registers=128), replace(CHOSEN, stages=2)
+        speeds = {spills: 0.5, fast: 0.8}
+        runner = FakeRunner(answers={spills: {"spills": 12}}, ms=lambda config: speeds.get(config, 1.0))
+        sweep = sweep_case(CASE, runner, 90)
+        assert fast in runner.groups[-1]
+        assert spills not in runner.groups[-1]
+        assert sweep.recommended is not None
+        assert sweep.recommended.config == fast
+
+    def test_failures_of_every_kind_are_listed_and_disturb_nothing(self) -> None:
+        wrong, fails, hangs, dies = candidates_of(CASE, CHOSEN, 1)[1:5]
+        answers = {
+            wrong: {"wrong": "expected finite numbers, got some that are not"},
+            fails: {"failed": "OutOfResources: shared memory"},
+            hangs: ProcessTimeout("no answer within 60 s"),
+            dies: ProcessFailure("the process ended with status -11"),
+        }
+        runner = FakeRunner(answers=answers, ms=lambda config: 0.1 if config in answers else 1.0)
+        sweep = sweep_case(CASE, runner, 90)
+        status = {each.config: each.status for each in sweep.outcomes}
+        assert [status[config] for config in answers] == ["wrong", "failed", "timed out", "failed"]
+        assert not any(config in group for group in runner.groups for config in answers)
+        assert sweep.recommended is not None
+        assert sweep.recommended.config not in answers
+        text = table_text(sweep)
+        assert "wrong: expected finite numbers" in text
+        assert "timed out: no answer within 60 s" in text
+
+    def test_one_that_breaks_while_it_is_timed(self) -> None:
+        """The others are timed alone then."""
+        runner = FakeRunner()
+        runner.breaks_timing_of = breaks = replace(CHOSEN, stages=4)
+        outcomes = found(runner, distance=1)
+        assert outcomes[breaks].status == "failed"
+        assert "while it was timed" in (outcomes[breaks].note or "")
+        assert all(each.ms for config, each in outcomes.items() if config != breaks)
+
+    def test_a_case_that_cannot_run(self) -> None:
+        runner = FakeRunner(prepared={"failed": "RuntimeError: no memory"})
+        sweep = sweep_case(CASE, runner, 90)
+        assert sweep.problem == "RuntimeError: no memory"
+        assert {each.status for each in sweep.outcomes} == {"not tried"}
+        assert runner.groups == []
+        assert "Not swept: RuntimeError: no memory" in table_text(sweep)
+
+    def test_a_chosen_configuration_that_is_wrong(self) -> None:
+        """Nothing can be compared with it."""
+        runner = FakeRunner(answers={CHOSEN: {"wrong": "garbage"}})
+        sweep = sweep_case(CASE, runner, 90)
+        assert sweep.problem == "the chosen configuration: wrong, garbage"
+        assert sweep.recommended is None
+
+    def test_only_the_chosen_one_works(self) -> None:
+        answers = {config: {"failed": "no"} for config in candidates_of(CASE, CHOSEN, 2)[1:]}
+        sweep = sweep_case(CASE, FakeRunner(answers=answers), 90)
+        assert sweep.recommended is not None
+        assert reason_for(sweep) == "712"
+
+    def test_known_failures_are_not_tried_again(self) -> None:
+        known = Outcome(replace(CHOSEN, stages=4), "wrong", "garbage")
+        runner = FakeRunner(answers={known.config: ValueError("tried again")})
+        assert found(runner, known=[known])[known.config] is known
+
+    def test_a_stage(self) -> None:
+        case = Case("score")
+        sweep = sweep_case(case, FakeRunner(ms=lambda _: 0.075), 90)
+        assert reason_for(sweep).startswith("0.0750 ms; ")
+        assert table_text(sweep).splitlines()[1].split()[0] == "ms"
+
+
+class Clock:
+    """A second passes whenever somebody asks."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+class TestBudget:
+    def test_what_is_missing_is_said(self) -> None:
+        sweep = sweep_case(CASE, FakeRunner(places=1), 90, deadline=20.0, clock=Clock())
+        missing = [each for each in sweep.outcomes if each.status == "not tried"]
+        assert missing
+        assert sweep.missing == missing
+        assert f"Missing, for want of time: {len(missing)} of {len(sweep.outcomes)} candidates" in table_text(sweep)
+        assert sweep.recommended is not None, "what was tried was timed"
+
+    def test_the_chosen_one_is_checked_even_without_time(self) -> None:
+        sweep = sweep_case(CASE, FakeRunner(places=1), 90, deadline=0.0, clock=Clock())
+        status = {each.config: each.status for each in sweep.outcomes}
+        assert status.pop(CHOSEN) == "right"
+        assert set(status.values()) == {"not tried"}
+        assert sweep.recommended is None
+
+    def test_cases_share_what_is_left(self) -> None:
+        cases = [parse_case(text) for text in ("triton:int8_fp8:128", "triton:none:128")]
+        swept = list(run_sweep(cases, FakeRunner(places=1), 90, machine={}, budget_s=50.0, clock=Clock()))
+        assert [sweep.case for sweep in swept] == cases
+        assert all(sweep.recommended is not None and sweep.missing for sweep in swept)
+
+    def test_without_a_budget_nothing_is_missing(self) -> None:
+        (sweep,) = run_sweep([CASE], FakeRunner(), 90, machine={}, clock=Clock())
+        assert sweep.missing == []
+
+
+class TestRows:
+    def test_json_and_resuming(self, tmp_path: Path) -> None:
+        wrong, slow = candidates_of(CASE, CHOSEN, 1)[1:3]
+        runner = FakeRunner(answers={wrong: {"wrong": "garbage"}}, ms=lambda config: 2.0 if config == slow else 1.0)
+        sweep = sweep_case(CASE, runner, 90, distance=1)
+        rows = [json.loads(json.dumps({**row, **asdict(GPU)})) for row in json_rows(sweep)]
+        assert len(rows) == len(sweep.outcomes)
+        best = [row for row in rows if row["is_recommended"]]
+        assert len(best) == 1
+        assert best[0]["is_chosen"]
+        assert best[0]["row"] == row_text(sweep)
+        assert {"suite", "kernel", "quantization", "head_dim", "variant", "tokens", "heads"} <= set(rows[0])
+        assert {"ms", "tops", "error", "registers", "spills", "shared", "status", "gpu", "triton", "commit"} <= set(
+            rows[0]
+        )
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (known,) = known_failures(path, CASE, 90, asdict(GPU))
+        assert (known.config, known.status, known.note) == (wrong, "wrong", "garbage")
+        assert known_failures(path, replace(CASE, head_dim=64), 90, asdict(GPU)) == []
+        assert known_failures(path, CASE, 90, asdict(replace(GPU, triton="3.9.0"))) == []
+        assert known_failures(tmp_path / "none.jsonl", CASE, 90, {}) == []
+
+    def test_the_table(self) -> None:
+        slow = replace(CHOSEN, stages=2)
+        fields = {"registers": 168, "shared": 65536, "error": 0.0123}
+        lines = table_text(sweep_of(outcome(CHOSEN, 712, **fields), outcome(slow, 700, **fields))).splitlines()
+        assert lines[0] == "triton:int8_fp8:128, N 32768, H 16 (* recommended, = chosen now)"
+        assert lines[2].split() == ["*=", "712", "0.0123", "168", "0", "65536", *as_code(CHOSEN).split(), "right"]
+        assert lines[3].split() == ["700", "0.0123", "168", "0", "65536", *as_code(slow).split(), "right"]
+        assert lines[-1].strip() == 'ConfigKey("hopper", "int8_fp8", 128): AttentionConfig(64, 2, 4, 3),'
+
+
+ANSWERS = """
+import json, sys, time
+for line in sys.stdin:
+    request = json.loads(line)
+    if request["do"] == "die":
+        sys.stderr.write("illegal address\\n")
+        sys.exit(3)
+    time.sleep(request.get("sleep", 0))
+    print(json.dumps({"said": request["do"], "is_last": request["do"] == "last"}), flush=True)
+"""
+
+
+class TestProcesses:
+    def test_one_that_dies_or_hangs_is_replaced(self) -> None:
+        process = AnsweringProcess([sys.executable, "-c", ANSWERS])
+        try:
+            assert process.ask({"do": "one"}, 30) == {"said": "one"}
+            with pytest.raises(ProcessFailure, match="ended with status 3: illegal address"):
+                process.ask({"do": "die"}, 30)
+            assert process.ask({"do": "two"}, 30) == {"said": "two"}
+            with pytest.raises(ProcessTimeout, match="no answer within 0 s"):
+                process.ask({"do": "late", "sleep": 60}, 0.3)
+            assert process.ask({"do": "three"}, 30) == {"said": "three"}, "not the answer of the one before"
+            assert process.ask({"do": "last"}, 30) == {"said": "last"}
+            assert process.ask({"do": "four"}, 30) == {"said": "four"}, "by another process"
+        finally:
+            process.end()
+        process.end()
+
+
+class TestCommand:
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU")
+    def test_needs_a_device(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert missing_device([CASE]) is not None
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(["sweep", "triton:int8_fp8:128"])
+        assert stopped.value.code == 2
+        assert "sparge: error: sweep: expected a CUDA device to measure on, got none" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["triton:int4"], "got 'int4' in 'triton:int4'"),
+            (["triton", "--resume"], "expected --json with --resume"),
+            (["triton", "--distance", "0"], "expected an integer of at least 1, got 0"),
+        ],
+    )
+    def test_refuses(self, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(["sweep", *arguments])
+        assert stopped.value.code == 2
+        assert message in capsys.readouterr().err
+
+    def test_prints_tables_and_appends_rows(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(sweep_run, "missing_device", lambda _: None)
+        monkeypatch.setattr("sparge.evaluate.machine.describe_gpu", lambda: GPU)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+        monkeypatch.setattr(sweep_run, "ProcessRunner", FakeRunnerThatCloses)
+        path = tmp_path / "rows.jsonl"
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(
+                ["sweep", "triton:int8_fp8:128", "score:64", "--distance", "1", "--json", str(path), "--jobs", "1"]
+            )
+        assert not stopped.value.code
+        printed = capsys.readouterr()
+        assert 'ConfigKey("hopper", "int8_fp8", 128): AttentionConfig(64, 2, 4, 3),' in printed.out
+        assert "score:64, N 32768" in printed.out
+        assert "triton:int8_fp8:128 1/" in printed.err
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        assert {row["kernel"] for row in rows} == {"triton", "score"}
+        assert all(row["gpu"] == GPU.gpu and row["commit"] == GPU.commit and row["time"] for row in rows)
+
+
+class FakeRunnerThatCloses(FakeRunner):
+    def __init__(self, places: int) -> None:
+        super().__init__(places)
+        assert places == 1
+
+    def close(self) -> None:
+        pass
+
+
+class TestWorker:
+    def test_every_kernel_has_a_launcher(self) -> None:
+        pytest.importorskip("triton.experimental.gluon")
+        assert set(worker.LAUNCHERS) == set(KERNELS)
+        for kernel in KERNELS:
+            assert callable(worker._launcher(kernel))
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU")
+    def test_answers_what_it_cannot_do(self) -> None:
+        answers = StringIO()
+        worker.serve([json.dumps({"do": "prepare", "case": asdict(CASE)})] * 2, answers)
+        said = [json.loads(line) for line in answers.getvalue().splitlines()]
+        assert len(said) == 2
+        assert all(set(answer) == {"failed", "is_last"} and answer["is_last"] for answer in said)
+
+    def test_wrong_results_are_told_apart(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        class Wrong:
+            def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+                raise worker.WrongResult(f"got {request['do']}")
+
+        monkeypatch.setattr(worker, "Session", Wrong)
+        answers = StringIO()
+        worker.serve(['{"do": "garbage"}'], answers)
+        assert json.loads(answers.getvalue()) == {"wrong": "got garbage"}
+
+    def test_resources_have_somebody_to_tell(self) -> None:
+        pytest.importorskip("triton")
+        from sparge.backends.cuda.replay import current_recorder
+
+        assert current_recorder.get() is None
+
+    def test_captures_a_function_under_any_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def function(number: int, *, more: int = 0) -> int:
+            return number + more
+
+        monkeypatch.setattr(sweep_run, "elsewhere", function, raising=False)
+        with worker.captured(function) as calls:
+            assert sweep_run.elsewhere(1, more=2) == 3  # type: ignore[attr-defined]
+        assert calls == [((1,), {"more": 2})]
+        assert sweep_run.elsewhere is function  # type: ignore[attr-defined]
+        assert worker._again(function, calls)() == 3
+        with pytest.raises(RuntimeError, match=r"expected a call of .*function, got none"):
+            worker._again(function, [])
+
+    def test_what_only_changes_its_arguments_is_compared_by_them(self) -> None:
+        scale = torch.ones(3)
+        flip = worker._again(_negate, [((scale,), {})])
+        assert worker.tensors_in(flip())[0] is scale
+        assert scale.tolist() == [-1.0] * 3
+
+
+def _negate(tensor: torch.Tensor) -> None:
+    tensor.neg_()

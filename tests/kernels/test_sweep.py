@@ -1,0 +1,103 @@
+"""The part of ``sparge sweep`` that launches kernels, with kernels interpreted: loads, right and wrong results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from sparge.backends.cuda.config_table import override
+from sparge.bench.sweep.cases import chosen_config, parse_case
+from sparge.bench.sweep.worker import Load, WrongResult, check, load_of, tensors_in
+from sparge.bench.sweep.worker import _launcher as launcher_of
+
+CPU = torch.device("cpu")
+TOKENS = 256
+
+
+def load(text: str) -> Load:
+    return load_of(parse_case(text, TOKENS, 1), CPU)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Load:
+    return load("triton:none:64")
+
+
+@contextmanager
+def changed(made: Load, change: Any) -> Iterator[Load]:
+    """The load, with something done to every result."""
+
+    def run() -> Any:
+        result = made.run()
+        change(tensors_in(result))
+        return result
+
+    yield replace(made, run=run)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("triton:int8_fp16:64:mask", 0.02),
+        ("triton:none:64:mask_per_query", 0.01),
+    ],
+)
+def test_attention_in_another_configuration(text: str, error: float) -> None:
+    made = load(text)
+    assert made.chosen_error is not None
+    assert made.chosen_error < error, "the oracle sees the same keys"
+    chosen = chosen_config(made.case, 90)
+    answer = check(made, replace(chosen, block_m=32, stages=2))
+    assert answer["error"] < error
+    assert set(answer) == {"error", "registers", "spills", "shared"}
+
+
+def test_the_configuration_reaches_the_launch(plain: Load) -> None:
+    config = replace(chosen_config(plain.case, 90), block_m=32, warps=8)
+    with patch("sparge.backends.triton.attention.launch") as launch, override("triton", config):
+        plain.run()
+    options = launch.call_args.kwargs
+    assert (options["BLOCK_M"], options["num_warps"], options["COUNT"]) == (32, 8, False)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda found: found[0].mul_(1.5), "expected an error of at most"),
+        (lambda found: found[0][0, 0, 5].fill_(float("nan")), "expected finite numbers"),
+        (lambda found: found[0][0, 0, 128:256].neg_(), "expected"),
+        (lambda found: found[1][0, 0, 7].add_(1.0), "expected an LSE within"),
+    ],
+)
+def test_wrong_attention(plain: Load, change: Any, message: str) -> None:
+    with changed(plain, change) as wrong, pytest.raises(WrongResult, match=message):
+        check(wrong, chosen_config(plain.case, 90))
+
+
+@pytest.mark.parametrize("kernel", ["reduce", "quantize_key_value", "select"])
+def test_stages(kernel: str) -> None:
+    made = load(f"{kernel}:64")
+    chosen = chosen_config(made.case, 90)
+    changes = {"reduce": {"rows": 32}, "quantize_key_value": {"warps": 8}, "select": {"columns": 256}}
+    assert check(made, replace(chosen, **changes[kernel]))["error"] <= 1e-3
+    with changed(made, lambda found: found[0].add_(1)) as wrong, pytest.raises(WrongResult, match="expected at most"):
+        check(wrong, chosen)
+
+
+def test_a_stage_that_a_call_does_not_have() -> None:
+    """Sinks are marked where there are more than 4096 keys."""
+    with pytest.raises(RuntimeError, match=r"expected a call of .*mark_sinks, got none"):
+        load("sinks:64")
+
+
+def test_captures_leave_nothing_behind(plain: Load) -> None:
+    function = launcher_of("triton")
+    assert not hasattr(function, "__wrapped__")
+    assert load("triton:int8_fp16:64").case != plain.case, "a second capture finds its call"
+    assert launcher_of("triton") is function

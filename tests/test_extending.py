@@ -1,0 +1,93 @@
+"""A score and a selection rule that this library does not have: one entry and one function each, nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+import sparge
+from conftest import make_qkv
+from sparge import config
+from sparge.config import Score, Selection
+from sparge.reference import prediction
+
+
+@dataclass(frozen=True)
+class Nearest(Score):
+    """Prefers key blocks by their distance from the query block."""
+
+    name = "nearest"
+    slope: float = 1.0
+
+    @property
+    def numbers(self) -> list[float]:
+        return [self.slope]
+
+
+@dataclass(frozen=True)
+class EveryOther(Selection):
+    """Keeps every n-th candidate of a row."""
+
+    name = "every_other"
+    amount_field = "step"
+    step: float = 2.0
+
+
+def score_nearest(head: prediction.HeadSummary, score: Score) -> Tensor:
+    assert isinstance(score, Nearest)
+    rows, columns = -(-len(head.query) // 128), len(head.key_means)
+    distance = torch.arange(columns).double() - 2 * torch.arange(rows)[:, None]
+    return -score.slope * distance.abs()[:, None]
+
+
+@pytest.fixture
+def extended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(config.SCORES, "nearest", Nearest)
+    monkeypatch.setitem(prediction.SCORES, Nearest, score_nearest)
+    monkeypatch.setitem(config.SELECTIONS, "every_other", EveryOther)
+    monkeypatch.setitem(prediction.SELECTIONS, EveryOther, lambda row, step: row.candidates[:: int(step)])
+
+
+@pytest.mark.usefixtures("extended")
+class TestExtending:
+    def test_a_score(self) -> None:
+        query, key, _ = make_qkv(512, head_dim=16)
+        rule = sparge.TopK(0.25, min_blocks=0)
+        for score in ("nearest", Nearest(3.0)):
+            kept = sparge.predict(query, key, sparsity=rule, score=score, backend="reference").to_dense()
+            for row in range(4):
+                assert kept[0, 0, row].nonzero().flatten().tolist() == [max(2 * row - 1, 0), max(2 * row, 1)]
+
+    def test_a_selection(self) -> None:
+        query, key, value = make_qkv(512, head_dim=16)
+        rule = EveryOther(3.0, min_blocks=0)
+        output = sparge.attention(query, key, value, sparsity=rule, backend="reference", quantization="none")
+        mask = torch.zeros(4, 8, dtype=torch.bool)
+        mask[:, ::3] = True
+        expected = sparge.block_sparse_attention(query, key, value, mask, backend="reference", quantization="none")
+        kept = sparge.predict(query, key, sparsity=rule, backend="reference").to_dense()[0, 0]
+        best = kept & ~mask  # the floor: one block, the most probable
+        assert (best.sum(1) <= 1).all()
+        assert (kept & mask).equal(mask)
+        rows = (best.sum(1) == 0).repeat_interleave(128)
+        assert torch.equal(output[0, 0, rows], expected[0, 0, rows])
+
+    def test_a_policy_knows_it(self) -> None:
+        policy = sparge.Policy(sparsity=sparge.TopK(0.5), score="nearest")
+        assert sparge.Policy.from_json(policy.to_json()) == policy
+
+
+def test_the_old_name_of_a_quantization_is_still_accepted() -> None:
+    query, key, value = make_qkv(200, head_dim=16)
+    options = {"backend": "reference", "topk": 1.0}
+    expected = sparge.attention(query, key, value, quantization="int8_fp8_fast", **options)
+    with pytest.warns(DeprecationWarning, match="is called 'int8_fp8_fast' now") as caught:
+        got = sparge.attention(query, key, value, quantization="int8_fp8_codes", **options)  # type: ignore[call-overload]
+    assert caught[0].filename == __file__, "the note points at the caller"
+    assert torch.equal(got, expected)
+    with pytest.warns(DeprecationWarning):
+        policy = sparge.Policy.from_json('{"quantization": "int8_fp8_codes"}')
+    assert policy.quantization == "int8_fp8_fast"

@@ -1,0 +1,259 @@
+"""Wheel and sdist as users get them, installed in an environment of their own; what is promised about versions."""
+
+from __future__ import annotations
+
+import email
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from email.message import Message
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import sparge
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parent.parent
+VERSION = sparge.__version__
+
+
+def read_toml(*path: str) -> dict[str, Any]:
+    return tomllib.loads(ROOT.joinpath(*path).read_text())
+
+
+def run(*command: object, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A command that sees nothing of this checkout."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    return subprocess.run(
+        [str(part) for part in command],
+        cwd=folder,
+        env=environment | variables,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def build(project: Path, target: str, folder: Path) -> Path:
+    command = (sys.executable, "-m", "hatchling", "build", "-t", target, "-d", folder)
+    done = subprocess.run([str(part) for part in command], cwd=project, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (made,) = folder.glob("*.whl" if target == "wheel" else "*.tar.gz")
+    return made
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(ROOT, "sdist", tmp_path_factory.mktemp("sdist"))
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from the sdist, which must therefore be complete."""
+    folder = tmp_path_factory.mktemp("wheel")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    return build(folder / f"sparge-{VERSION}", "wheel", folder)
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as archive:
+        return email.message_from_bytes(archive.read(f"sparge-{VERSION}.dist-info/METADATA"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of scripts of a fresh environment with the wheel in it; torch and the rest are those that run here."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, with_pip=False)
+    scripts, python = folder / "bin", folder / "bin" / "python"
+    done = run(
+        *(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel), folder=folder
+    )
+    assert done.returncode == 0, done.stderr
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
+    # A path in a .pth file is searched last, and the .pth files it holds (an editable sparge) are not read.
+    (site / "torch_from_here.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
+    return scripts
+
+
+def test_wheel_holds_the_package_its_types_and_its_licence(wheel: Path) -> None:
+    assert wheel.name == f"sparge-{VERSION}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        licence = archive.read(f"sparge-{VERSION}.dist-info/licenses/LICENSE").decode()
+    assert licence == (ROOT / "LICENSE").read_text()
+    assert {name.partition("/")[0] for name in names} == {"sparge", f"sparge-{VERSION}.dist-info"}
+    assert "sparge/py.typed" in names
+    source = {f"sparge/{path.relative_to(ROOT / 'src' / 'sparge')}" for path in (ROOT / "src/sparge").rglob("*.py")}
+    assert {name for name in names if name.endswith(".py")} == source
+
+
+def test_sdist_holds_what_a_wheel_needs_and_no_more(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        names = {Path(name).parts[1] for name in archive.getnames()}
+    needed = {"src", "README.md", "CHANGELOG.md", "CITATION.cff", "LICENSE", "pyproject.toml", "PKG-INFO"}
+    assert names - {".gitignore"} == needed
+
+
+def test_dependencies_are_torch_and_triton(metadata: Message) -> None:
+    needed: dict[str, set[str]] = {"": set()} | {extra: set() for extra in metadata.get_all("Provides-Extra", [])}
+    for text in metadata.get_all("Requires-Dist", []):
+        extra = re.search(r"extra == '(\w+)'", text)
+        needed[extra[1] if extra else ""].add(re.split(r"[^\w-]", text)[0])
+    assert needed.pop("") == {"torch", "triton"}
+    assert needed.pop("all") == set().union(*needed.values())
+    assert set(needed) == {"cli", "plot", "transformers", "diffusers"}
+    assert needed["cli"] == {"rich", "typer"}
+    assert metadata["Version"] == VERSION
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Requires-Python"] == ">=3.10"
+    assert metadata["Description-Content-Type"] == "text/markdown"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("twine") is None, reason="twine is not installed")
+def test_the_index_would_take_them(wheel: Path, sdist: Path, tmp_path: Path) -> None:
+    done = run(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist, folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("PASSED") == 2
+
+
+def test_installed_wheel_computes(installed: Path, tmp_path: Path) -> None:
+    program = """
+import torch, sparge
+q, k, v = (torch.randn(1, 2, 300, 32) for _ in range(3))
+exact = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double())
+assert (sparge.attention(q, k, v, topk=1.0, backend="torch") - exact).abs().max() < 2e-6
+print(sparge.__file__)
+"""
+    done = run(installed / "python", "-W", "error", "-c", program, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()).is_relative_to(installed.parent), "the installed copy, not the checkout"
+
+
+def test_installed_command_answers(installed: Path, tmp_path: Path) -> None:
+    for command in ([installed / "sparge"], [installed / "python", "-m", "sparge"]):
+        done = run(*command, "--version", folder=tmp_path)
+        assert (done.returncode, done.stdout) == (0, f"sparge {VERSION}\n"), done.stderr
+
+
+@pytest.mark.parametrize(("missing", "argument"), [("typer", "--version"), ("rich", "demo")])
+def test_command_without_its_extra_says_what_to_install(
+    installed: Path, missing: str, argument: str, tmp_path: Path
+) -> None:
+    (tmp_path / f"{missing}.py").write_text(f'raise ImportError("no {missing} here")\n')
+    done = run(installed / "sparge", argument, folder=tmp_path, PYTHONPATH=str(tmp_path))
+    assert (done.returncode, done.stdout) == (2, "")
+    expected = f"sparge: error: the command needs rich and typer: pip install 'sparge[cli]' (no {missing} here)\n"
+    assert done.stderr == expected
+
+
+def test_missing_extras_say_what_to_install(installed: Path, tmp_path: Path) -> None:
+    program = """
+import sys
+for name in ("matplotlib", "transformers", "diffusers"):
+    sys.modules[name] = None
+import torch, sparge
+q = torch.randn(1, 1, 256, 16)
+for call in (
+    lambda: sparge.predict(q, q).plot(),
+    lambda: sparge.enable(torch.nn.Linear(1, 1)),
+    lambda: sparge.register(framework="transformers"),
+    lambda: sparge.register(framework="diffusers"),
+):
+    try:
+        call()
+    except (ImportError, TypeError) as error:
+        print(error)
+"""
+    done = run(installed / "python", "-c", program, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    plot, enable, *register = done.stdout.splitlines()
+    assert plot.endswith("pip install 'sparge[plot]'")
+    assert enable.endswith("for models of transformers or diffusers: pip install 'sparge[transformers,diffusers]'")
+    assert [text.partition("pip ")[2] for text in register] == [
+        "install 'sparge[transformers]'",
+        "install 'sparge[diffusers]'",
+    ]
+
+
+def test_compat_builds_with_its_licence(tmp_path: Path) -> None:
+    with zipfile.ZipFile(build(ROOT / "compat", "wheel", tmp_path)) as archive:
+        names = set(archive.namelist())
+    assert names >= {"spas_sage_attn/__init__.py", f"sparge_compat-{VERSION}.dist-info/licenses/LICENSE"}
+    assert (ROOT / "compat" / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+
+
+def test_one_version_everywhere() -> None:
+    assert read_toml("compat", "pyproject.toml")["project"]["version"] == VERSION
+    assert read_toml("comfyui", "pyproject.toml")["project"]["version"] == VERSION
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == VERSION
+
+
+def bounds(requirements: list[str]) -> dict[str, str]:
+    """Lower bounds, as written: {"torch": "2.6"}."""
+    return {found[1]: found[2] for text in requirements if (found := re.match(r"([\w-]+)>=([\d.]+)", text))}
+
+
+def test_lower_bounds_are_those_that_are_tested() -> None:
+    project = read_toml("pyproject.toml")["project"]
+    promised = bounds(
+        project["dependencies"] + [text for name in ("cli", "plot") for text in project["optional-dependencies"][name]]
+    )
+    pinned = dict(re.findall(r"^([\w-]+)==([\d.]+)$", (ROOT / "tests/oldest.txt").read_text(), re.MULTILINE))
+    commands = (ROOT / "Makefile").read_text()
+    pinned["triton"] = min(re.findall(r"triton==([\d.]+)", commands))
+    assert set(promised) == set(pinned)
+    for name, version in promised.items():
+        assert f"{pinned[name]}.".startswith(f"{version}."), f"{name} {version} is promised, {pinned[name]} is tested"
+        assert f"| {name} | {pinned[name]} |" in (ROOT / "docs/release.md").read_text()
+
+
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflows_run_what_exists(path: Path) -> None:
+    workflow = yaml.safe_load(path.read_text())
+    assert set(workflow) >= {"name", True, "permissions", "jobs"}, "YAML reads the key `on` as true"
+    assert workflow["permissions"] == {"contents": "read"}
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for name, job in workflow["jobs"].items():
+        assert job["runs-on"], name
+        assert job["timeout-minutes"] <= 60
+        for step in job["steps"]:
+            assert ("run" in step) != ("uses" in step)
+            assert set(re.findall(r"\bmake (\S+)", step.get("run", ""))) <= targets
+
+
+def test_workflows_cover_every_promised_python() -> None:
+    project = read_toml("pyproject.toml")["project"]
+    promised = [text.rpartition(" ")[2] for text in project["classifiers"] if re.search(r"Python :: 3\.\d+$", text)]
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
+    assert jobs["tests"]["strategy"]["matrix"]["python-version"] == promised
+    assert f">={promised[0]}" == project["requires-python"]
+    commands = {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in jobs.items()}
+    assert commands == {name: [f"make {name}"] for name in ("lint", "docs", "oldest")} | {"tests": ["make test"]}
+
+
+def test_only_a_tag_publishes() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/publish.yml").read_text())
+    assert workflow[True] == {"push": {"tags": ["v*"]}}
+    publish = workflow["jobs"]["publish"]
+    assert publish["needs"] == "build"
+    assert publish["permissions"] == {"id-token": "write"}
