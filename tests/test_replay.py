@@ -6,11 +6,13 @@ Kernels are stand-ins here that compute on CPU memory by address, as a GPU's do.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -20,9 +22,13 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+import sparge
 from sparge.backends.cuda import replay
+from sparge.backends.cuda.config_table import override
 from sparge.backends.cuda.launch import buffer_like, zeros_like
 from sparge.backends.cuda.replay import ALIGNMENT, MOST_REPLAYS, replayed
+from sparge.backends.cuda.stages import configs as stage_configs
+from sparge.backends.triton import configs as triton_configs
 
 LENGTH = 300
 
@@ -275,6 +281,58 @@ def test_the_kind_unused_for_longest_is_forgotten() -> None:
     replay.forget()
     call(*tensors, kind="used")
     assert call.runs == runs + 2
+
+
+class TestConfigurations:
+    """Whoever changes one need not tell anybody."""
+
+    CHANGES: ClassVar[dict[str, Callable[[pytest.MonkeyPatch], None]]] = {
+        "a row": lambda patch: patch.setitem(
+            triton_configs.CONFIGS, next(iter(triton_configs.CONFIGS)), triton_configs.AttentionConfig(16, 1, 1, 1)
+        ),
+        "a row of another module": lambda patch: patch.delitem(
+            stage_configs.CONFIGS, next(iter(stage_configs.CONFIGS))
+        ),
+        "a table": lambda patch: patch.setattr(triton_configs, "CONFIGS", {}),
+        "a function": lambda patch: patch.setattr(stage_configs, "stage_config", lambda *_: None),
+        "another name": lambda patch: patch.setattr(stage_configs, "FAVOURITE", 1, raising=False),
+    }
+
+    @pytest.mark.parametrize("change", CHANGES)
+    def test_calls_are_recorded_anew(self, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+        call, tensors = Caller(), inputs(0)
+        for runs in (1, 1):
+            assert_right(call(*tensors), tensors)
+            assert call.runs == runs
+        with monkeypatch.context() as patch:
+            self.CHANGES[change](patch)
+            for runs in (2, 2):
+                assert_right(call(*tensors), tensors)
+                assert call.runs == runs
+        for runs in (3, 3):  # changed back
+            assert_right(call(*tensors), tensors)
+            assert call.runs == runs
+
+    def test_an_override_is_a_kind_of_its_own(self) -> None:
+        call, tensors = Caller(), inputs(0)
+        call(*tensors)
+        for runs in (2, 2):
+            with override("triton", triton_configs.AttentionConfig(16, 1, 1, 1)):
+                call(*tensors)
+            assert call.runs == runs
+        call(*tensors)
+        assert call.runs == 2
+
+    def test_every_table_is_looked_at(self) -> None:
+        names = {
+            ".".join(("sparge", *path.relative_to(Path(sparge.__file__).parent).with_suffix("").parts))
+            for path in (Path(sparge.__file__).parent / "backends").rglob("configs.py")
+        }
+        assert len(names) >= 3
+        for name in names:
+            importlib.import_module(name)
+        Caller()(*inputs(0))
+        assert set(replay._tables.namespaces) == names
 
 
 def test_threads_record_and_forget_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from sparge.geometry import BLOCK_K, BLOCK_Q, ceil_div
 
 INT8_MAX = 127.0
+FP16_MAX = 65504.0
 FP8_MAX = 448.0
 FP8_TOP_CODE = 126
 """Of 448; 127 is NaN."""
@@ -156,8 +157,7 @@ def to_fp8(values: Tensor) -> Tensor:
 
 def to_fp16(values: Tensor) -> Tensor:
     """Round to FP16, finite values saturating at 65504, returned as numbers of the input's dtype."""
-    largest = torch.finfo(torch.float16).max
-    return torch.where(values.isfinite(), values.clamp(-largest, largest), values).half().to(values.dtype)
+    return torch.where(values.isfinite(), values.clamp(-FP16_MAX, FP16_MAX), values).half().to(values.dtype)
 
 
 def fp8_from_log2(exponent: Tensor) -> Tensor:

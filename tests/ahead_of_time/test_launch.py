@@ -10,13 +10,18 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+import triton
+import triton.language as tl
+
+from sparge.backends.cuda.launch import launch
 
 PROGRAM = """
 import json
 import torch
 from launches import note_launches
 from sparge.backends.cuda import launch as module
-from sparge.backends.cuda.stages.statistics import key_similarity_kernel
+from sparge.backends.cuda.stages.similarity import key_similarity_kernel
 
 started = note_launches()
 memory = torch.zeros(4096)
@@ -76,3 +81,16 @@ def test_a_kernel_is_compiled_anew_when_a_fact_changes(calls: list[Any], name: s
     is_new = CHANGES[name][1]
     assert known - calls[position - 1][1] == is_new
     assert (kernel != calls[0][0]) == is_new
+
+
+@triton.jit(do_not_specialize=["length"])
+def forgetful_kernel(source_ptr, source_strides, scale, length, width, BLOCK: tl.constexpr):
+    pass
+
+
+def test_a_kernel_that_would_be_compiled_for_its_numbers_is_refused() -> None:
+    """It would be started with another number than the one it was compiled for."""
+    source = torch.zeros(4)
+    arguments = {"source_ptr": source, "source_strides": (1,), "scale": 1.0, "length": 4, "width": 16, "BLOCK": 4}
+    with pytest.raises(AssertionError, match=r"expected do_not_specialize for \['scale', 'width'\]"):
+        launch(forgetful_kernel, 1, **arguments)

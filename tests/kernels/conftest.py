@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from conftest import make_qkv
-from sparge import reference
 from sparge.call import Call
 from sparge.geometry import Shape
+from sparge.reference.shared import element_mask, visible_keys
 from sparge.visibility import Visibility, find_visibility
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -69,8 +69,8 @@ def call_of(shape: Shape, *, is_causal: bool = False, scale: float | None = None
 
 def seen_tokens(shape: Shape, is_causal: bool, attn_mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Keys (B, Hkv, Sk) and queries (B, H, Sq) that take part, by the specification."""
-    allowed = reference.element_mask(shape, is_causal, attn_mask, CPU).allowed
-    return reference._visible_keys(allowed, shape.kv_heads), allowed.any(3)
+    allowed = element_mask(call_of(shape, is_causal=is_causal, attn_mask=attn_mask), CPU).allowed
+    return visible_keys(allowed, shape.kv_heads), allowed.any(3)
 
 
 def visibility_of(shape: Shape, is_causal: bool, attn_mask: Tensor | None) -> Visibility | None:

@@ -66,7 +66,7 @@ def specified(
     if blocks is None:
         blocks = torch.ones(shape.batch, shape.heads, shape.q_blocks, shape.kv_blocks, dtype=torch.bool)
     mask = BlockMask.from_dense(blocks, q_len=shape.q_len, kv_len=shape.kv_len, is_causal=is_causal)
-    return reference.attention(query, key, value, mask, shape, **{"scale": shape.head_dim**-0.5, **options})
+    return reference.attention(query, key, value, mask, call_of(shape, is_causal=is_causal, **options))
 
 
 def assert_attention(
@@ -305,7 +305,7 @@ class TestPeaks:
         with way_with_peaks(way), tiles_of(64, 2):
             got = attend(query, key, value, blocks, quantization="int8_fp8")
         mask = BlockMask.from_dense(blocks, q_len=128, kv_len=448, is_causal=False)
-        exact = reference.attention(query, key, value, mask, shape_of(query, key, value), scale=128**-0.5)
+        exact = reference.attention(query, key, value, mask, call_of(shape_of(query, key, value)))
         assert relative_l1(got[0], exact.output) < self.LIMIT
 
     @pytest.mark.parametrize("blocks", [1, 2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from torch.library import opcheck
 
 import sparge
 from conftest import assert_exact, causality, exact_attention, make_qkv, modes, relative_l1
+from kernels.conftest import call_of, shape_of
 from selection import assert_same_blocks
 from sparge import Dense, Mean, Moment, TopCdf, TopK
+from sparge.ops import pack
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -22,16 +25,16 @@ RULES = {
     "topk": TopK(0.4, min_blocks=1),
     "floor": TopK(0.1, min_blocks=3, sink=False, diagonal=False),
     "per head": TopK(torch.tensor([0.2, 0.7]), min_blocks=1, sink=False, diagonal=False),
-    "judged": TopK(0.3, min_blocks=1, similarity_threshold=0.3),
-    "judged per head": TopK(0.3, min_blocks=1, similarity_threshold=torch.tensor([0.0, 0.3])),
+    "similarity": TopK(0.3, min_blocks=1, similarity_threshold=0.3),
+    "similarity per head": TopK(0.3, min_blocks=1, similarity_threshold=torch.tensor([0.0, 0.3])),
     "topcdf": TopCdf(0.7, min_blocks=2),
-    "judged topcdf": TopCdf(torch.tensor([0.3, 0.6]), min_blocks=0, similarity_threshold=0.3),
+    "similarity topcdf": TopCdf(torch.tensor([0.3, 0.6]), min_blocks=0, similarity_threshold=0.3),
     "dense": Dense(),
 }
 
 
 def structured(q_len: int = 300, kv_len: int = 450, **sizes: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries that agree, and every other key block too: the judge lets some pass, and the scores differ."""
+    """Queries that agree, and every other key block too: some are similar enough, and the scores differ."""
     query, key, value = make_qkv(q_len, kv_len, **{"heads": 2, "kv_heads": 1, "head_dim": 24, **sizes})
     generator = torch.Generator().manual_seed(8)
     for block in key.split(64, 2)[::2]:
@@ -69,7 +72,7 @@ class TestPredict:
         assert_same_blocks(monkeypatch, query, key, backend="triton", **options)
 
     @pytest.mark.parametrize("prefix", [0, 30])
-    @pytest.mark.parametrize("rule", ["topk", "judged", "topcdf"])
+    @pytest.mark.parametrize("rule", ["topk", "similarity", "topcdf"])
     def test_leaks_nothing_of_the_future(self, rule: str, prefix: int) -> None:
         """Query block 1 sees keys up to 255 + prefix; those after them agree, disagree, or are no numbers."""
         query, key, _ = structured(300, 300 + prefix, heads=1)
@@ -88,7 +91,7 @@ class TestAttention:
     def test_one_pass_equals_two(self, is_causal: bool, quantization: str) -> None:
         """`attention` shares the passes over K between the stages; the numbers are those of separate calls."""
         query, key, value = structured(200, 300)
-        rules = {"sparsity": RULES["judged"], "is_causal": is_causal}
+        rules = {"sparsity": RULES["similarity"], "is_causal": is_causal}
         given = {"quantization": quantization, "return_lse": True, **TRITON}
         got = sparge.attention(query, key, value, **rules, **given)
         mask = sparge.predict(query, key, **rules, **TRITON)
@@ -147,14 +150,15 @@ class TestOperators:
         query, key, value = make_qkv(70, heads=2, head_dim=16)
         mask = sparge.predict(query, key, topk=0.5, is_causal=True, **TRITON)
         lists = (mask.kv_num_blocks, mask.kv_indices, mask.visible_num_blocks)
-        per_head = torch.tensor([0.3, 0.6])
-        selection = (None, True, 0.2, "topk", 1.0, per_head, 0.1, None, 1, True, True, 8, [0, 5])
-        arithmetic = ("int8_fp8", -8.0, None, "triton")
+        rule = TopK(torch.tensor([0.3, 0.6]), min_blocks=1, similarity_threshold=0.1)
+        sizes = call_of(shape_of(query, key, value), is_causal=True, scale=0.2)
+        call = replace(sizes, sparsity=rule, always_keep=((0, 5),), quantization="int8_fp8", pv_threshold=-8.0)
+        packed = pack(call, "triton")
         cases = {
-            torch.ops.sparge.predict.default: (query, key, *selection, "triton"),
-            torch.ops.sparge.attend.default: (query, key, value, *lists, None, True, 0.2, *arithmetic),
-            torch.ops.sparge.attention.default: (query, key, value, *selection, *arithmetic),
-            torch.ops.sparge.dense.default: (query, key, value, None, True, 0.2, "none", True, "triton", "a check"),
+            torch.ops.sparge.predict.default: (query, key, *packed),
+            torch.ops.sparge.attend.default: (query, key, value, *lists, *packed),
+            torch.ops.sparge.attention.default: (query, key, value, *packed),
+            torch.ops.sparge.dense.default: (query, key, value, *pack(sizes, "triton"), True, "a check"),
         }
         for operator, arguments in cases.items():
             assert set(opcheck(operator, arguments).values()) == {"SUCCESS"}

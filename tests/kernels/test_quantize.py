@@ -1,4 +1,4 @@
-"""Codes of Q, K and V against the specification's, and the other facts of the pass over Q."""
+"""Codes of Q, K and V against the specification's, and what else the pass over Q gives."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from kernels.conftest import (
     seen_tokens,
     visibility_of,
 )
-from sparge import reference
 from sparge.backends.cuda.launch import padded
-from sparge.backends.cuda.stages.quantize import QueryFacts, quantize_key_value, read_query
-from sparge.backends.cuda.stages.statistics import Summary, summarize
+from sparge.backends.cuda.stages.quantize import QuerySummary, quantize_key_value, summarize_query
+from sparge.backends.cuda.stages.summary import KeyValueSummary, summarize_key_value
 from sparge.eight_bits import MIXED, key_scales, mix, quantize_fp8, quantize_int8, query_scales, to_fp16
 from sparge.geometry import BLOCK_K, BLOCK_Q, Shape
+from sparge.reference import prediction
+from sparge.reference.shared import smooth_key
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -63,18 +64,18 @@ def spread_over_keys(scales: Tensor) -> Tensor:
 
 def summary_of(
     query: Tensor, key: Tensor, value: Tensor, shape: Shape, is_causal: bool, attn_mask: Tensor | None
-) -> Summary:
-    wanted = {"statistics": False, "smoothing": True, "value_scales": True, "similarity": False}
-    call = call_of(shape, is_causal=is_causal, scale=1.0, attn_mask=attn_mask)
-    return summarize(query, key, value, call, visibility_of(shape, is_causal, attn_mask), **wanted)
+) -> KeyValueSummary:
+    wanted = {"means": False, "variance": False, "codes": True, "similarity": False}
+    call = call_of(shape, is_causal=is_causal, scale=1.0, attn_mask=attn_mask, quantization="int8_fp8")
+    return summarize_key_value(query, key, value, call, visibility_of(shape, is_causal, attn_mask), **wanted)
 
 
-def balance_of(summary: Summary, shape: Shape) -> Tensor:
+def balance_of(summary: KeyValueSummary, shape: Shape) -> Tensor:
     """(B, Hkv, 1, D) in float64; `test_statistics` compares it with the specification."""
     return summary.balance.double().view(shape.batch, shape.kv_heads, 1, -1)[..., : shape.head_dim]
 
 
-KeyValueCodes = tuple[Tensor, Tensor, Tensor, Summary]
+KeyValueCodes = tuple[Tensor, Tensor, Tensor, KeyValueSummary]
 
 
 def key_value_codes(
@@ -112,7 +113,7 @@ def assert_key_value(
     got_codes, got_scales, value_codes, summary = codes
     assert got_scales.shape == (shape.batch, shape.kv_heads, shape.kv_blocks, 4)
     keys_seen, _ = seen_tokens(shape, is_causal, attn_mask)
-    smoothed, _ = reference.smooth_key(key.double(), keys_seen)
+    smoothed, _ = smooth_key(key.double(), keys_seen)
     mixed = mix(smoothed / balance_of(summary, shape))
     scales = key_scales(mixed)
     value = torch.where(keys_seen[..., None], value.double(), 0.0)
@@ -198,17 +199,17 @@ class TestKeyValue:
         assert not value_codes.float().any()
 
 
-def summary_with(key_mean: Tensor) -> Summary:
+def summary_with(key_mean: Tensor) -> KeyValueSummary:
     """A mean key (B * Hkv, D padded), and factors that balance channels."""
     stand_in = key_mean.new_ones(1)
     eighths = torch.randint(-24, 25, key_mean.shape, generator=torch.Generator().manual_seed(6))
-    return Summary(stand_in, stand_in, stand_in, key_mean, torch.exp2(eighths / 8), stand_in)
+    return KeyValueSummary(stand_in, stand_in, stand_in, key_mean, torch.exp2(eighths / 8), stand_in)
 
 
-def facts_of(
-    query: Tensor, summary: Summary, shape: Shape, scale: float, is_causal: bool, attn_mask: Tensor | None
-) -> QueryFacts:
-    return read_query(
+def query_summary_of(
+    query: Tensor, summary: KeyValueSummary, shape: Shape, scale: float, is_causal: bool, attn_mask: Tensor | None
+) -> QuerySummary:
+    return summarize_query(
         query,
         summary,
         call_of(shape, is_causal=is_causal, scale=scale, attn_mask=attn_mask),
@@ -220,15 +221,15 @@ def facts_of(
 
 
 def assert_query(
-    facts: QueryFacts,
+    got: QuerySummary,
     query: Tensor,
-    summary: Summary,
+    summary: KeyValueSummary,
     shape: Shape,
     scale: float,
     is_causal: bool = False,
     attn_mask: Tensor | None = None,
 ) -> None:
-    assert facts.scale.shape == (shape.batch * shape.heads, shape.q_blocks * BLOCK_Q)
+    assert got.scale.shape == (shape.batch * shape.heads, shape.q_blocks * BLOCK_Q)
     _, queries_seen = seen_tokens(shape, is_causal, attn_mask)
     query = torch.where(queries_seen[..., None], query.double(), 0.0)
     factors = balance_of(summary, shape).repeat_interleave(shape.group, 1)
@@ -237,16 +238,16 @@ def assert_query(
     for b in range(shape.batch):
         for h in range(shape.heads):
             flat, seen, tokens = b * shape.heads + h, queries_seen[b, h], query[b, h]
-            got_scales = facts.scale[flat].double() / (abs(scale) * LOG2_E * MIXED)
-            assert_int8(facts.codes[b, h], got_scales, mixed[b, h], scales[b, h])
+            got_scales = got.scale[flat].double() / (abs(scale) * LOG2_E * MIXED)
+            assert_int8(got.codes[b, h], got_scales, mixed[b, h], scales[b, h])
             mean = summary.key_mean[b * shape.kv_heads + h // shape.group, : shape.head_dim].double()
             tolerance = 16 * EPSILON * abs(scale) * (tokens.abs() @ mean.abs())
-            assert_close(facts.lse_shift[flat], scale * (tokens @ mean), tolerance)
-            means, _ = reference.pool(tokens, seen, BLOCK_Q)
-            sizes, _ = reference.pool(tokens.abs(), seen, BLOCK_Q)
-            assert_close(facts.mean[flat, :, : shape.head_dim], means, 16 * EPSILON * sizes)
-            assert not facts.mean[flat, :, shape.head_dim :].any()
-            assert_close(facts.similarity[flat], reference.self_similarity(tokens, seen, BLOCK_Q), 1e-5)
+            assert_close(got.lse_shift[flat], scale * (tokens @ mean), tolerance)
+            means, _ = prediction.pool(tokens, seen, BLOCK_Q)
+            sizes, _ = prediction.pool(tokens.abs(), seen, BLOCK_Q)
+            assert_close(got.mean[flat, :, : shape.head_dim], means, 16 * EPSILON * sizes)
+            assert not got.mean[flat, :, shape.head_dim :].any()
+            assert_close(got.similarity[flat], prediction.self_similarity(tokens, seen, BLOCK_Q), 1e-5)
 
 
 class TestQuery:
@@ -258,17 +259,17 @@ class TestQuery:
     def test_lengths_and_dtypes(self, q_len: int, dtype: torch.dtype) -> None:
         query, key, _, shape = make_problem(q_len, 70, batch=2, heads=2, kv_heads=1, head_dim=40, dtype=dtype)
         summary = summary_with(F.pad(key.float().mean(2).flatten(0, 1), (0, 24)))
-        assert_query(facts_of(query, summary, shape, 0.3, False, None), query, summary, shape, 0.3)
+        assert_query(query_summary_of(query, summary, shape, 0.3, False, None), query, summary, shape, 0.3)
 
     def test_the_sign_of_the_scale_is_in_the_codes(self) -> None:
         query, key, _, shape = make_problem(130, 70, heads=1, head_dim=16)
         summary = summary_with(key.mean(2)[0])
-        facts = facts_of(query, summary, shape, -0.5, False, None)
-        assert_query(facts, query, summary, shape, -0.5)
-        nothing = facts_of(query, summary, shape, 0.0, False, None)
+        got = query_summary_of(query, summary, shape, -0.5, False, None)
+        assert_query(got, query, summary, shape, -0.5)
+        nothing = query_summary_of(query, summary, shape, 0.0, False, None)
         torch.testing.assert_close(nothing.scale, torch.full_like(nothing.scale, 1e-20), rtol=1e-6, atol=0)
         assert not nothing.lse_shift.any()
-        assert torch.equal(nothing.codes, -facts.codes)
+        assert torch.equal(nothing.codes, -got.codes)
 
     def test_a_scale_for_every_query(self) -> None:
         """From 1e-12 to 1e12 in one block, and a row of zeros."""
@@ -276,9 +277,9 @@ class TestQuery:
         query = query * torch.logspace(-12, 12, 130)[:, None]
         query[:, :, 7] = 0.0
         summary = summary_with(key.mean(2)[0])
-        facts = facts_of(query, summary, shape, 0.3, False, None)
-        assert_query(facts, query, summary, shape, 0.3)
-        assert (facts.codes[0, 0, :130].abs().amax(1) == 127).tolist() == [row != 7 for row in range(130)]
+        got = query_summary_of(query, summary, shape, 0.3, False, None)
+        assert_query(got, query, summary, shape, 0.3)
+        assert (got.codes[0, 0, :130].abs().amax(1) == 127).tolist() == [row != 7 for row in range(130)]
 
     @pytest.mark.parametrize("masked", [False, True], ids=["no mask", "padding"])
     def test_queries_that_see_nothing_count_as_zero(self, masked: bool) -> None:
@@ -289,22 +290,22 @@ class TestQuery:
         assert hidden.any()
         query[hidden] = math.nan
         summary = summary_with(key.mean(2)[0])
-        assert_query(facts_of(query, summary, shape, 0.3, True, mask), query, summary, shape, 0.3, True, mask)
+        assert_query(query_summary_of(query, summary, shape, 0.3, True, mask), query, summary, shape, 0.3, True, mask)
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf])
     def test_a_broken_query_marks_its_row_alone(self, bad: float) -> None:
         query, key, _, shape = make_problem(200, 60, heads=1, head_dim=16)
         query[0, 0, 150, 3] = bad
         summary = summary_with(key.mean(2)[0])
-        facts = facts_of(query, summary, shape, 0.3, False, None)
-        assert facts.scale.isnan().nonzero().tolist() == [[0, 150]]
-        assert (~facts.lse_shift.isfinite()).nonzero().tolist() == [[0, 150]]
+        got = query_summary_of(query, summary, shape, 0.3, False, None)
+        assert got.scale.isnan().nonzero().tolist() == [[0, 150]]
+        assert (~got.lse_shift.isfinite()).nonzero().tolist() == [[0, 150]]
         if math.isnan(bad):
-            assert_query(facts, query, summary, shape, 0.3)
+            assert_query(got, query, summary, shape, 0.3)
 
     def test_strided_heads(self) -> None:
         query, key, _, shape = make_problem(130, 60, batch=2, heads=2, head_dim=16)
         view = query.transpose(1, 2).contiguous().transpose(1, 2)
         assert not view.is_contiguous()
         summary = summary_with(key.mean(2).flatten(0, 1))
-        assert_query(facts_of(view, summary, shape, 0.3, False, None), query, summary, shape, 0.3)
+        assert_query(query_summary_of(view, summary, shape, 0.3, False, None), query, summary, shape, 0.3)

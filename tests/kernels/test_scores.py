@@ -12,11 +12,12 @@ from torch import Tensor
 from conftest import causality, make_qkv
 from kernels.conftest import call_of, random_bits, shape_of, visibility_of
 from selection import Row, specified
-from sparge import Mean, Moment, TopK, reference
-from sparge.backends.cuda.stages.quantize import read_query
-from sparge.backends.cuda.stages.score import block_probabilities
-from sparge.backends.cuda.stages.statistics import summarize
+from sparge import Mean, Moment, TopK
+from sparge.backends.cuda.stages.quantize import summarize_query
+from sparge.backends.cuda.stages.score import block_probabilities, score_inputs
+from sparge.backends.cuda.stages.summary import summarize_key_value
 from sparge.config import Score
+from sparge.reference import prediction
 from sparge.visibility import first_seen_keys
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -50,13 +51,16 @@ def probabilities_of(
     seen = visibility_of(shape, is_causal, attn_mask)
     call = call_of(shape, is_causal=is_causal, scale=scale, score=score, attn_mask=attn_mask)
     similarity = threshold is not None
-    summary = summarize(
-        query, key, key, call, seen, statistics=True, smoothing=False, value_scales=False, similarity=similarity
+    inputs = score_inputs(score)
+    key_value = summarize_key_value(
+        query, key, key, call, seen, means=True, variance=inputs.variance, codes=False, similarity=similarity
     )
-    facts = read_query(query, summary, call, seen, codes=False, mean=isinstance(score, Mean), similarity=similarity)
+    summary = summarize_query(
+        query, key_value, call, seen, codes=False, mean=inputs.samples is None, similarity=similarity
+    )
     first_seen, first_query = (None, None) if attn_mask is None else first_seen_keys(shape, is_causal, attn_mask)
     thresholds = None if threshold is None else torch.full((shape.heads,), threshold)
-    got = block_probabilities(query, summary, facts, call, first_seen, first_query, thresholds)
+    got = block_probabilities(query, key_value, summary, call, first_seen, first_query, thresholds)
     return got.view(shape.batch, shape.heads, shape.q_blocks, shape.kv_blocks)
 
 
@@ -75,17 +79,17 @@ def assert_probabilities(
     got = probabilities_of(query, key, score, threshold=threshold, **call)
     rule = TopK(1.0, min_blocks=0, sink=False, diagonal=False, similarity_threshold=threshold)
     _, rows = specified(monkeypatch, query, key, score=score, sparsity=rule, **call)
-    unfinished = reference.unfinished_blocks(shape_of(query, key, key), is_causal)
+    unfinished = prediction.unfinished_blocks(shape_of(query, key, key), is_causal)
     for index, (row, mine) in enumerate(zip(rows, got.flatten(0, 2), strict=True)):
         late = unfinished[index % len(unfinished)]
-        if row.unjudged[row.visible & ~late].all():
+        if row.dissimilar[row.visible & ~late].all():
             continue  # its queries disagree: everything is kept, and no kernel reads the probabilities
         broken = row.forced & ~late
         assert torch.equal(mine.isnan() & row.visible, broken), "NaN marks scores that are not finite"
-        judged = row.visible & ~row.unjudged & ~late & ~broken
-        assert not mine[row.visible & ~judged & ~broken].any()
-        expected = row.probabilities[judged]
-        excess = (mine[judged].double() - expected).abs() - TOLERANCE * expected
+        eligible = row.visible & ~row.dissimilar & ~late & ~broken
+        assert not mine[row.visible & ~eligible & ~broken].any()
+        expected = row.probabilities[eligible]
+        excess = (mine[eligible].double() - expected).abs() - TOLERANCE * expected
         assert excess.numel() == 0 or excess.max() < 1e-7, f"off by {excess.max():.3g} at row {index}"
     return got, rows
 
@@ -168,9 +172,9 @@ def test_key_blocks_that_disagree_take_no_part(monkeypatch: pytest.MonkeyPatch, 
     key[:, :, 64:128] += 3.0
     key[:, :, 192:256] -= 3.0
     _, rows = assert_probabilities(monkeypatch, query, key, score, is_causal=is_causal, threshold=0.3)
-    unjudged = torch.stack([row.unjudged for row in rows])
-    assert unjudged.any()
-    assert not unjudged.all()
+    dissimilar = torch.stack([row.dissimilar for row in rows])
+    assert dissimilar.any()
+    assert not dissimilar.all()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -184,3 +188,11 @@ def test_broken_tokens_are_marked(monkeypatch: pytest.MonkeyPatch, score: Score,
     assert got.isnan()[0, 0, :, 1].all()
     assert got.isnan()[0, 1, 1].all()
     assert int(got.isnan().sum()) == 2 * 3 + 3
+
+
+def test_a_score_without_a_kernel_is_refused() -> None:
+    class Unknown(Score):
+        name = "unknown"
+
+    with pytest.raises(NotImplementedError, match="expected 'moment' or 'mean', got 'unknown'"):
+        score_inputs(Unknown())

@@ -1,4 +1,4 @@
-"""The selection kernel against a plain sort: ties, zeros, marks, budgets, masses, forced and unjudged blocks."""
+"""The selection kernel against a plain sort: ties, zeros, marks, budgets, masses, forced and dissimilar blocks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from torch import Tensor
 
 from kernels.conftest import call_of
 from selection import assert_valid_lists
-from sparge import BlockMask, TopCdf, TopK, reference
+from sparge import BlockMask, TopCdf, TopK
 from sparge.backends.cuda.stages.select import select
 from sparge.geometry import BLOCK_K, BLOCK_Q, Shape
+from sparge.reference import prediction
+from sparge.reference.shared import of_head
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -76,30 +78,27 @@ def sorted_selection(
     """Kept and visible blocks, (B, H, q_blocks, kv_blocks), by the specification's rule for one row."""
     size = (shape.batch, shape.heads, shape.q_blocks, shape.kv_blocks)
     kept, visible = torch.zeros(size, dtype=torch.bool), torch.zeros(size, dtype=torch.bool)
-    unfinished = reference.unfinished_blocks(shape, is_causal)
+    call = call_of(shape, is_causal=is_causal, sparsity=sparsity, always_keep=tuple(always_keep or ()))
+    unfinished = prediction.unfinished_blocks(shape, is_causal)
     rows = torch.cartesian_prod(*map(torch.arange, size[:3])).view(-1, 3).tolist()
     for b, h, i in rows:
         seen_from = torch.arange(shape.kv_blocks) * BLOCK_K if first_seen is None else first_seen[b, h]
         last_query = min((i + 1) * BLOCK_Q, shape.q_len) - 1 + shape.causal_offset
         visible[b, h, i] = seen_from <= last_query if is_causal else seen_from < NOWHERE
     for b, h, i in rows:
-        forced = reference.forced_blocks(shape, sparsity, is_causal, always_keep or [], visible[b, h]) | unfinished
+        forced = prediction.forced_blocks(call, visible[b, h]) | unfinished
         flat, flat_kv = b * shape.heads + h, b * shape.kv_heads + h // shape.group
-        unjudged = torch.zeros(shape.kv_blocks, dtype=torch.bool)
+        dissimilar = torch.zeros(shape.kv_blocks, dtype=torch.bool)
         if threshold is not None:
             assert query_similarity is not None
             assert key_similarity is not None
-            unjudged = (query_similarity[flat, i] < threshold[h]) | (key_similarity[flat_kv] < threshold[h])
-            unjudged = unjudged & ~unfinished[i]
+            dissimilar = (query_similarity[flat, i] < threshold[h]) | (key_similarity[flat_kv] < threshold[h])
+            dissimilar = dissimilar & ~unfinished[i]
         row = probability[flat, i]
-        kept[b, h, i] = reference.select_row(
-            row.nan_to_num(0.0),
-            visible[b, h, i],
-            forced[i] | row.isnan(),
-            unjudged,
-            min_blocks=sparsity.min_blocks,
-            topk=reference._of_head(sparsity.topk, h, shape) if isinstance(sparsity, TopK) else None,
-            cdf=reference._of_head(sparsity.cdf, h, shape) if isinstance(sparsity, TopCdf) else None,
+        amount = of_head(sparsity.amount, h, shape)
+        assert amount is not None
+        kept[b, h, i] = prediction.select_row(
+            sparsity, amount, row.nan_to_num(0.0), visible[b, h, i], forced[i] | row.isnan(), dissimilar
         )
     return kept, visible
 
@@ -139,7 +138,7 @@ sparsities = st.builds(
     is_causal=st.booleans(),
     marks=st.sampled_from([0.0, 0.1]),
     seen=st.sampled_from([None, 0.8, 0.1]),
-    judge=st.sampled_from([None, 0.2, 0.6]),
+    threshold=st.sampled_from([None, 0.2, 0.6]),
     always=st.booleans(),
     seed=st.integers(0, 10**6),
 )
@@ -151,7 +150,7 @@ def test_keeps_what_a_sort_keeps(
     is_causal: bool,
     marks: float,
     seen: float | None,
-    judge: float | None,
+    threshold: float | None,
     always: bool,
     seed: int,
 ) -> None:
@@ -166,10 +165,10 @@ def test_keeps_what_a_sort_keeps(
         )
         present = torch.rand(1, 2, shape.kv_blocks, generator=generator) < seen
         call["first_seen"] = torch.where(present & (within < kv_len), within, NOWHERE).int()
-    if judge is not None:
+    if threshold is not None:
         call["query_similarity"] = torch.rand(2, shape.q_blocks, generator=generator) + 0.3
         call["key_similarity"] = torch.rand(1, shape.kv_blocks, generator=generator)
-        call["threshold"] = torch.tensor([judge, judge / 2])
+        call["threshold"] = torch.tensor([threshold, threshold / 2])
     if always:
         call["always_keep"] = [(kv_len // 3, kv_len // 3 + 1), (kv_len - 1, kv_len)]
     assert_selection(probability, shape, sparsity, **call)
@@ -241,3 +240,11 @@ def test_batches_and_heads_find_their_own_rows() -> None:
     assert_selection(probability, shape, TopK(torch.tensor([0.2, 0.4, 0.6, 0.8]), min_blocks=0), **call)
     call["first_seen"] = call["first_seen"][:, :1].expand(-1, 4, -1)
     assert_selection(probability, shape, TopCdf(0.3, min_blocks=1), **call)
+
+
+def test_a_rule_without_a_kernel_is_refused() -> None:
+    class Unknown(TopK):
+        name = "unknown"
+
+    with pytest.raises(NotImplementedError, match=r"expected one of \('topk', 'topcdf'\), got 'unknown'"):
+        selected(torch.zeros(1, 1, 2), Shape(1, 1, 1, 128, 128, 8, 8), Unknown(0.5))

@@ -14,7 +14,6 @@ from sparge.backends.cuda import peaks, pipeline
 from sparge.backends.cuda.primitives import FAR
 from sparge.backends.cuda.stages import sinks
 from sparge.backends.triton import peaks as lost_peaks
-from sparge.evaluate import numerics
 from sparge.evaluate.families import by_name
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -104,10 +103,6 @@ def test_broken_keys_are_no_sinks() -> None:
 )
 def test_way_with_peaks(quantization: str, kv_len: int, has_threshold: bool, way: str) -> None:
     assert peaks.way_with_peaks(quantization, kv_len, has_threshold=has_threshold) == way
-
-
-def test_the_contract_knows_when_tiles_are_asked() -> None:
-    assert numerics.ASKED_KEYS == peaks.ASKED_KEYS
 
 
 def test_every_step_that_asks_has_a_bit() -> None:

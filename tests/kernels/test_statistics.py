@@ -20,9 +20,11 @@ from kernels.conftest import (
     seen_tokens,
     visibility_of,
 )
-from sparge import eight_bits, reference
-from sparge.backends.cuda.stages.statistics import Summary, summarize
+from sparge import eight_bits
+from sparge.backends.cuda.stages.summary import KeyValueSummary, summarize_key_value
 from sparge.geometry import BLOCK_K, Shape
+from sparge.reference import prediction
+from sparge.reference.shared import smooth_key
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -41,22 +43,22 @@ def summary_of(
     attn_mask: Tensor | None,
     *,
     similarity: bool,
-) -> Summary:
-    return summarize(
+) -> KeyValueSummary:
+    return summarize_key_value(
         query,
         key,
         value,
-        call_of(shape, is_causal=is_causal, scale=SCALE, attn_mask=attn_mask),
+        call_of(shape, is_causal=is_causal, scale=SCALE, attn_mask=attn_mask, quantization="int8_fp8"),
         visibility_of(shape, is_causal, attn_mask),
-        statistics=True,
-        smoothing=True,
-        value_scales=True,
+        means=True,
+        variance=True,
+        codes=True,
         similarity=similarity,
     )
 
 
 def assert_balance(
-    summary: Summary,
+    summary: KeyValueSummary,
     query: Tensor,
     key: Tensor,
     shape: Shape,
@@ -66,7 +68,7 @@ def assert_balance(
     """The specification's factors; one step of an eighth of an octave aside where log2 r lies between two."""
     keys_seen, queries_seen = seen_tokens(shape, is_causal, attn_mask)
     query = torch.where(queries_seen[..., None], query.double(), 0.0)
-    smoothed, _ = reference.smooth_key(torch.where(keys_seen[..., None], key.double(), 0.0), keys_seen)
+    smoothed, _ = smooth_key(torch.where(keys_seen[..., None], key.double(), 0.0), keys_seen)
     exact = eight_bits.balance_eighths(query, smoothed, keys_seen).flatten(0, 2)  # [B * Hkv, D]
     got = summary.balance[:, : shape.head_dim].double().log2() * 8
     torch.testing.assert_close(got, got.round(), rtol=0, atol=1e-4)
@@ -75,7 +77,7 @@ def assert_balance(
 
 
 def assert_summary(
-    summary: Summary,
+    summary: KeyValueSummary,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -87,14 +89,14 @@ def assert_summary(
     assert_balance(summary, query, key, shape, is_causal, attn_mask)
     key, value = key.double(), value.double()
     keys_seen, _ = seen_tokens(shape, is_causal, attn_mask)
-    _, smoothing_mean = reference.smooth_key(key, keys_seen)
-    judged_by = reference.smooth_key_for_judge(key, keys_seen, is_causal)
+    _, smoothing_mean = smooth_key(key, keys_seen)
+    centred = prediction.smooth_key_for_similarity(key, keys_seen, is_causal)
     heads = [(b, h) for b in range(shape.batch) for h in range(shape.kv_heads)]
     for flat, (b, h) in enumerate(heads):
         seen = keys_seen[b, h]
-        means, variances = reference.pool(key[b, h], seen, BLOCK_K)
-        sizes, _ = reference.pool(key[b, h].abs(), seen, BLOCK_K)
-        squares, _ = reference.pool(key[b, h].square(), seen, BLOCK_K)
+        means, variances = prediction.pool(key[b, h], seen, BLOCK_K)
+        sizes, _ = prediction.pool(key[b, h].abs(), seen, BLOCK_K)
+        squares, _ = prediction.pool(key[b, h].square(), seen, BLOCK_K)
         unit = SCALE * LOG2_E
         got = summary.mean_high[flat].double() + summary.mean_low[flat].double()
         means = torch.where(means.isfinite(), means * unit, math.nan)
@@ -119,7 +121,7 @@ def assert_summary(
         ):
             assert (tensor[..., width:] == padding).all()
         if summary.key_similarity is not None:
-            similarity = reference.self_similarity(judged_by[b, h], seen, BLOCK_K)
+            similarity = prediction.self_similarity(centred[b, h], seen, BLOCK_K)
             assert_close(summary.key_similarity[flat], similarity, 1e-4)
 
 
@@ -182,14 +184,14 @@ class TestSummarize:
         query, key, value, shape = make_problem(1, 100, heads=1, head_dim=16)
         key = key + 300.0
         summary = summary_of(query, key, value, shape, False, None, similarity=False)
-        _, variances = reference.pool(key[0, 0].double(), torch.ones(100, dtype=torch.bool), BLOCK_K)
+        _, variances = prediction.pool(key[0, 0].double(), torch.ones(100, dtype=torch.bool), BLOCK_K)
         expected = variances * (SCALE**2 / 2 * LOG2_E)
         assert_close(summary.variance[0], expected, 2**-8 * expected)
 
     def test_asks_for_nothing_and_gets_the_key_itself(self) -> None:
         query, key, value, shape = make_problem(1, 100, heads=1)
-        wanted = dict.fromkeys(("statistics", "smoothing", "value_scales", "similarity"), False)
-        summary = summarize(query, key, value, call_of(shape), None, **wanted)
+        wanted = dict.fromkeys(("means", "variance", "codes", "similarity"), False)
+        summary = summarize_key_value(query, key, value, call_of(shape), None, **wanted)
         assert summary.mean_high is summary.key_mean is summary.balance is summary.value_scale is key
 
 
@@ -261,6 +263,6 @@ def test_a_huge_key_has_no_vote() -> None:
     """The square of 3e19 is not finite, which is no size of a channel."""
     query, key, value, shape = make_problem(128, 600, heads=1, head_dim=16)
     key[0, 0, 7, 3] = 3e19
-    asked = {"statistics": False, "smoothing": True, "value_scales": False, "similarity": False}
-    summary = summarize(query, key, value, call_of(shape, scale=SCALE), None, **asked)
+    asked = {"means": False, "variance": False, "codes": True, "similarity": False}
+    summary = summarize_key_value(query, key, value, call_of(shape, scale=SCALE), None, **asked)
     assert summary.balance.isfinite().all()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sparge import eight_bits
+from sparge.backends.cuda.peaks import ASKED_KEYS
 from sparge.evaluate.families import Family
 from sparge.evaluate.oracle import ExactRows, sampled_error, score_chunks
 from sparge.geometry import BLOCK_K
@@ -22,9 +23,8 @@ LSE_MEAN, LSE_WORST = 0.002, 0.02
 CODES_FACTOR, CODES_SLACK = 1.15, 2e-3
 MEAN_DEVIATIONS, WORST_DEVIATIONS = 3.0, 6.0
 """Rows share the rounding of a key they all look at: their mean is one draw, not many."""
-INT8_MAX = 127.0
-ASKED_KEYS, HIDDEN_KEYS = 4096, 127
-"""Keys up to which the kernels look for a peak in every tile (`backends.triton.peaks`); others of a tile."""
+HIDDEN_KEYS = 127
+"""Keys of a tile that lie beside a peak, at most."""
 CODE_NOISE = 0.0265
 """Deviation of one E4M3 number. P's codes are summed as rounded, so that it reaches the LSE."""
 
@@ -134,7 +134,7 @@ def lse_rounding(
             pooled += weights @ smooth[chunk]
             key_part += weights.square() @ key_step[chunk].square()
             squares += weights.square().sum(1)
-        query_step = balanced.abs().amax(1) / INT8_MAX
+        query_step = balanced.abs().amax(1) / eight_bits.INT8_MAX
         variance = (query_step.square() * pooled.square().sum(1) + key_part * balanced.square().sum(1)) / 12
         variance = variance / query.shape[-1] + (CODE_NOISE**2 * squares if has_codes else 0.0)
         deviation[batch, head] = variance.sqrt()
@@ -144,4 +144,4 @@ def lse_rounding(
 def _block_step(key: Tensor) -> Tensor:
     """1/127 of the largest entry of each key's block: (S_k, D) -> (S_k,)."""
     largest = torch.nn.functional.pad(key.abs().amax(1), (0, -len(key) % BLOCK_K)).unflatten(0, (-1, BLOCK_K)).amax(1)
-    return (largest / INT8_MAX).repeat_interleave(BLOCK_K)[: len(key)]
+    return (largest / eight_bits.INT8_MAX).repeat_interleave(BLOCK_K)[: len(key)]

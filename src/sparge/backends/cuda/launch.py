@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from triton.compiler import CompiledKernel
+from triton.runtime.interpreter import InterpretedFunction
 
 from sparge.backends.cuda.replay import current_recorder
 from sparge.block_mask import BlockMask
@@ -21,13 +22,13 @@ LARGEST_INT32 = 2**31 - 1
 
 @dataclass(frozen=True)
 class _Kernel:
-    """Where tiles, pointers, strides and numbers end in a kernel's signature, and what was compiled of it.
+    """Where descriptors, pointers, strides and numbers end in a kernel's signature, and what was compiled of it.
 
     It holds the kernel, so that no other gets its identity.
     """
 
     function: Any
-    tiles: int
+    descriptors: int
     pointers: int
     strides: int
     numbers: int
@@ -45,9 +46,17 @@ def _known(kernel: Any) -> _Kernel:
         kinds = [_kind(name) for name in names]
         order = "*_desc, *_ptr, *_strides, numbers, CONSTANTS"
         assert kinds == sorted(kinds), f"{kernel.__name__}: expected {order}, got {names}"
-        tiles, pointers, strides, numbers = (sum(kind <= last for kind in kinds) for last in range(4))
-        known = _kernels[id(kernel)] = _Kernel(kernel, tiles, pointers, strides, numbers, {})
+        descriptors, pointers, strides, numbers = (sum(kind <= last for kind in kinds) for last in range(4))
+        specialized = set(names[strides:numbers]) - _not_specialized(kernel)
+        assert not specialized, f"{kernel.__name__}: expected do_not_specialize for {sorted(specialized)}"
+        known = _kernels[id(kernel)] = _Kernel(kernel, descriptors, pointers, strides, numbers, {})
     return known
+
+
+def _not_specialized(kernel: Any) -> set[str]:
+    """The arguments whose values a kernel is not compiled for; an interpreter keeps their names elsewhere."""
+    options = kernel.kwargs if isinstance(kernel, InterpretedFunction) else vars(kernel)
+    return set(options["do_not_specialize"] or ())
 
 
 def _kind(name: str) -> int:
@@ -62,19 +71,22 @@ def launch(kernel: Any, programs: int, **arguments: Any) -> None:
     """Start so many programs of a kernel, with its arguments in the order of its signature, then Triton's options.
 
     Triton inspects every argument of every launch, which takes the host longer than a short kernel takes the device. It
-    looks for dtypes, alignment to 16, strides of 1 or of 64 bits, and compile-time values; kernels are not specialised
-    on lengths and other numbers. The same facts are collected here at a fraction of the cost, and what was compiled for
-    them before is started as it is.
+    looks for dtypes, alignment to 16, strides of 1 or of 64 bits, and compile-time values. The same facts are collected
+    here at a fraction of the cost, and what was compiled for them before is started as it is.
+
+    Lengths and other numbers are no such facts. Triton compiles a kernel anew for an integer that is 1 or a multiple of
+    16, unless ``do_not_specialize`` names it; a kernel that forgets one is refused, or it would be started with another
+    number than it was compiled for. (Floats are left alone, but a name does not tell them apart.)
 
     A tensor may be given as Gluon's descriptor for the copy engine (``*_desc``).
     """
     values = list(arguments.values())
     known = _known(kernel)
-    tiles, pointers = values[: known.tiles], values[known.tiles : known.pointers]
-    tensors = [tile.base for tile in tiles] + pointers
+    descriptors, pointers = values[: known.descriptors], values[known.descriptors : known.pointers]
+    tensors = [descriptor.base for descriptor in descriptors] + pointers
     facts = (
         tensors[0].get_device(),
-        tuple([tuple(tile.block_shape) for tile in tiles]),
+        tuple([tuple(descriptor.block_shape) for descriptor in descriptors]),
         tuple([tensor.dtype for tensor in tensors]),
         tuple([tensor.data_ptr() & 15 == 0 for tensor in tensors]),
         tuple(
@@ -97,7 +109,7 @@ def launch(kernel: Any, programs: int, **arguments: Any) -> None:
             compiled = None
     recorder = current_recorder.get()
     if recorder is not None:
-        recorder.add_launch(compiled, programs, tiles, tensors, in_signature[known.pointers :])
+        recorder.add_launch(compiled, programs, descriptors, tensors, in_signature[known.pointers :])
 
 
 def architecture_of(tensor: Tensor) -> int:

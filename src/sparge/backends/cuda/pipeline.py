@@ -18,15 +18,15 @@ from sparge.backends.cuda.launch import per_head_tensor
 from sparge.backends.cuda.operands import Attend, Operands
 from sparge.backends.cuda.peaks import way_with_peaks
 from sparge.backends.cuda.replay import replayed
-from sparge.backends.cuda.stages.quantize import quantize_key_value, read_query
-from sparge.backends.cuda.stages.score import block_probabilities
+from sparge.backends.cuda.stages.quantize import quantize_key_value, summarize_query
+from sparge.backends.cuda.stages.score import block_probabilities, score_inputs
 from sparge.backends.cuda.stages.select import select
 from sparge.backends.cuda.stages.sinks import mark_sinks
-from sparge.backends.cuda.stages.statistics import summarize
+from sparge.backends.cuda.stages.summary import summarize_key_value
 from sparge.backends.torch import predict as torch_predict
 from sparge.block_mask import BlockMask
 from sparge.call import Call
-from sparge.config import Dense, Mean
+from sparge.config import Dense
 from sparge.visibility import find_visibility, first_seen_keys
 
 
@@ -44,24 +44,25 @@ def prepare(
     has_scores = with_mask and hides_keys_alone and not isinstance(call.sparsity, Dense)
     has_codes = with_operands and call.is_quantized
     has_similarity = has_scores and call.selection.similarity_threshold is not None
-    summary = summarize(
+    inputs = score_inputs(call.score) if has_scores else None
+    key_value = summarize_key_value(
         query,
         key,
         key if value is None else value,
         call,
         seen,
-        statistics=has_scores,
-        smoothing=has_codes,
-        value_scales=with_operands and call.has_fp8_values,
+        means=has_scores,
+        variance=inputs is not None and inputs.variance,
+        codes=has_codes,
         similarity=has_similarity,
     )
-    facts = read_query(
+    summary = summarize_query(
         query,
-        summary,
+        key_value,
         call,
         seen,
         codes=has_codes,
-        mean=has_scores and isinstance(call.score, Mean),
+        mean=inputs is not None and inputs.samples is None,
         similarity=has_similarity,
     )
     mask = None
@@ -69,8 +70,8 @@ def prepare(
         hidden = (None, None) if attn_mask is None else first_seen_keys(shape, call.is_causal, attn_mask)
         first_seen, first_query = hidden
         threshold = per_head_tensor(call.selection.similarity_threshold, shape, query.device)
-        probability = block_probabilities(query, summary, facts, call, first_seen, first_query, threshold)
-        mask = select(probability, facts.similarity, summary.key_similarity, call, first_seen, threshold)
+        probability = block_probabilities(query, key_value, summary, call, first_seen, first_query, threshold)
+        mask = select(probability, summary.similarity, key_value.key_similarity, call, first_seen, threshold)
     elif with_mask:
         mask = torch_predict.predict(query, key, call)
     if not with_operands:
@@ -78,18 +79,18 @@ def prepare(
     assert value is not None
     dtype, key_scale = query.dtype, key
     if has_codes:
-        query = facts.codes
-        key, key_scale, value = quantize_key_value(key, value, summary, call, seen)
+        query = summary.codes
+        key, key_scale, value = quantize_key_value(key, value, key_value, call, seen)
     if way_with_peaks(call.quantization, shape.kv_len) == "known":
-        mark_sinks(query, facts.scale, key, key_scale, call)
+        mark_sinks(query, summary.scale, key, key_scale, call)
     operands = Operands(
         query=query,
         key=key,
         value=value,
-        query_scale=facts.scale,
+        query_scale=summary.scale,
         key_scale=key_scale,
-        value_scale=summary.value_scale,
-        lse_shift=facts.lse_shift,
+        value_scale=key_value.value_scale,
+        lse_shift=summary.lse_shift,
         dtype=dtype,
         keys_seen=seen.keys if seen else None,
     )

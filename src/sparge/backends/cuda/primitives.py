@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
 
-from sparge import eight_bits, geometry
+from sparge import eight_bits, geometry, visibility
 
 BLOCK_Q = tl.constexpr(geometry.BLOCK_Q)
 BLOCK_K = tl.constexpr(geometry.BLOCK_K)
@@ -16,13 +18,15 @@ MIXED = tl.constexpr(eight_bits.MIXED)
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-LOG2_FP8_MAX = tl.constexpr(8.807354922057604)
-"""log2(448): P is multiplied by E4M3's largest number before it is rounded to it."""
+LOG2_FP8_MAX = tl.constexpr(math.log2(eight_bits.FP8_MAX))
+"""P is multiplied by E4M3's largest number before it is rounded to it."""
 INT32_AS_FLOAT = tl.constexpr(0x4B400000)
 """The bits of 1.5 * 2^23. An INT32 sum that starts here *is* the float 1.5 * 2^23 + sum, as long as |sum| < 2^22
 (127 * 127 * 256 < 2^22): INT8 products need no conversion, which costs as much as an exponential."""
 FLOAT_OFFSET = tl.constexpr(12582912.0)
 """1.5 * 2^23, what such a float must be lowered by."""
+INT8_MAX = tl.constexpr(eight_bits.INT8_MAX)
+FP16_MAX = tl.constexpr(eight_bits.FP16_MAX)
 FP8_MAX = tl.constexpr(eight_bits.FP8_MAX)
 FP8_RANGE = tl.constexpr(eight_bits.FP8_RANGE)
 FP8_RANGE_FACTOR = tl.constexpr(2.0**eight_bits.FP8_RANGE)
@@ -32,7 +36,9 @@ FP16_ROOM = tl.constexpr(eight_bits.FP16_ROOM)
 REACH = tl.constexpr(eight_bits.REACH)
 SMALLEST_SCALE = tl.constexpr(1e-30)
 """Stands for 0, because a hidden score is -inf before it is scaled."""
-NOWHERE = tl.constexpr(2**31 - 1)
+SMALLEST_NORM = tl.constexpr(1e-12)
+"""What a token is divided by at least to become a unit vector; one of zeros stays 0."""
+NOWHERE = tl.constexpr(visibility.NOWHERE)
 """Position of the first visible key in a block that has none."""
 
 
@@ -121,6 +127,6 @@ def load_tokens(
 def self_similarity(tokens, count):
     """|mean of the unit vectors|^2 of a tile whose absent tokens are 0."""
     norm = tl.sqrt(tl.sum(tokens * tokens, 1))
-    units = tokens / tl.maximum(norm, 1e-12)[:, None]
+    units = tokens / tl.maximum(norm, SMALLEST_NORM)[:, None]
     mean = tl.sum(units, 0) / count
     return tl.sum(mean * mean)

@@ -9,12 +9,14 @@ the device. None of it depends on the numbers, so the second call of a kind only
     Replay          the launches, with the place of every buffer in one workspace
 
 A call is replayed only if its kernels touch nothing but inputs, results and buffers of `launch`, and torch computes
-nothing in between: any other call runs as it is, every time. Who changes `configs` at run time has to call `forget`.
+nothing in between: any other call runs as it is, every time. A replay is what the call would launch now: when a launch
+configuration changes, in a table or by `config_table.override`, calls are recorded anew.
 """
 
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -27,6 +29,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.compiler import CompiledKernel
 
+from sparge.backends.cuda.config_table import active_overrides
+
 MOST_REPLAYS = 256
 """Kinds of calls that are remembered; the one that was not used for longest goes first."""
 ALIGNMENT = 512
@@ -36,6 +40,44 @@ current_recorder: ContextVar[Recorder | None] = ContextVar("current_recorder", d
 """What notes the call that runs now in this thread, if anything does."""
 _replays: OrderedDict[tuple[Hashable, ...], Replay | None] = OrderedDict()
 _lock = threading.Lock()
+
+
+class _Tables:
+    """Every name in the modules called ``configs``, and a number that changes when one of them does.
+
+    A call's modules are known once it was recorded. To look for changes takes a microsecond: what is compared are
+    lists of the same objects.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.namespaces: dict[str, dict[str, Any]] = {}
+        self.states: dict[str, list[Any]] = {}
+
+    def find(self) -> None:
+        """Note modules that were imported since."""
+        for name, module in list(sys.modules.items()):
+            if name.startswith("sparge.backends.") and name.endswith(".configs") and name not in self.namespaces:
+                self.namespaces[name] = vars(module)
+                self.states[name] = _state(self.namespaces[name])
+
+    def version(self) -> int:
+        """The number for what the tables hold now."""
+        for name, namespace in self.namespaces.items():
+            state = _state(namespace)
+            if state != self.states[name]:
+                self.states[name] = state
+                self.number += 1
+        return self.number
+
+
+def _state(namespace: dict[str, Any]) -> list[Any]:
+    """What a module's names stand for, and what its tables hold: equal as long as nothing was changed."""
+    tables = [value for name, value in namespace.items() if name.isupper() and isinstance(value, dict)]
+    return [list(namespace.values()), *[[list(table), list(table.values())] for table in tables]]
+
+
+_tables = _Tables()
 
 
 def forget() -> None:
@@ -57,8 +99,12 @@ def replayed(
     """
     tensors = [tensor for tensor in inputs if tensor is not None]
     ids = [id(tensor) for tensor in tensors]
+    with _lock:
+        version = _tables.version()
     key = (
         kind,
+        version,
+        active_overrides(),
         tuple([tensor is None for tensor in inputs]),
         tuple([ids.index(found) for found in ids]),  # which inputs are the same tensor
         tuple([(tensor.dtype, tensor.device, tensor.stride(), tensor.data_ptr() & 15 == 0) for tensor in tensors]),
@@ -79,6 +125,7 @@ def replayed(
         current_recorder.reset(token)
     replay = recorder.finish(results)
     with _lock:
+        _tables.find()
         _replays[key] = replay
         while len(_replays) > MOST_REPLAYS:
             _replays.popitem(last=False)
@@ -89,12 +136,12 @@ def replayed(
 class _Launch:
     """A kernel, its programs, the places of its tensors (they come first) and its other arguments.
 
-    The first tensors go as tiles: copies of ``tiles`` with another address.
+    The first tensors go as copies of ``descriptors`` with another address.
     """
 
     compiled: CompiledKernel
     programs: int
-    tiles: list[Any]
+    descriptors: list[Any]
     places: list[int]
     values: list[Any]
 
@@ -123,15 +170,15 @@ class Replay:
         addresses += [start + offset for offset in self.offsets]
         for launch in self.launches:
             found = [addresses[place] for place in launch.places]
-            for index, tiles in enumerate(launch.tiles):
-                found[index] = _moved(tiles, found[index])
+            for index, descriptor in enumerate(launch.descriptors):
+                found[index] = _moved(descriptor, found[index])
             launch.compiled[(launch.programs, 1, 1)](*found, *launch.values)
         return output, lse
 
 
 @dataclass(frozen=True)
 class _Address:
-    """As much of a tensor as a descriptor of tiles asks for."""
+    """As much of a tensor as a descriptor asks for."""
 
     address: int
 
@@ -139,9 +186,9 @@ class _Address:
         return self.address
 
 
-def _moved(tiles: Any, address: int) -> Any:
-    """The same tiles of another tensor."""
-    moved = copy.copy(tiles)
+def _moved(descriptor: Any, address: int) -> Any:
+    """The same descriptor of another tensor."""
+    moved = copy.copy(descriptor)
     moved.base = _Address(address)
     return moved
 
@@ -181,12 +228,12 @@ class Recorder(TorchDispatchMode):
         self,
         compiled: CompiledKernel | None,
         programs: int,
-        tiles: list[Any],
+        descriptors: list[Any],
         tensors: list[Tensor],
         values: list[Any],
     ) -> None:
-        """``compiled`` is None where an interpreter ran the kernel; ``tiles`` describe the first tensors."""
-        self.launches.append((compiled, programs, tiles, tensors, values))
+        """``compiled`` is None where an interpreter ran the kernel; ``descriptors`` are those of the first tensors."""
+        self.launches.append((compiled, programs, descriptors, tensors, values))
 
     def finish(self, results: Sequence[Tensor]) -> Replay | None:
         """The replay, None where the launches are not all that happened."""
@@ -197,11 +244,11 @@ class Recorder(TorchDispatchMode):
         order = [*self.inputs, *results, *buffers]
         places = {id(tensor): place for place, tensor in enumerate(order)}
         launches = []
-        for compiled, programs, tiles, tensors, values in self.launches:
+        for compiled, programs, descriptors, tensors, values in self.launches:
             if compiled is None or any(id(tensor) not in places for tensor in tensors):
                 return None
             found = [places[id(tensor)] for tensor in tensors]
-            launches.append(_Launch(compiled, programs, [_moved(each, 0) for each in tiles], found, values))
+            launches.append(_Launch(compiled, programs, [_moved(each, 0) for each in descriptors], found, values))
         uses = []
         for place in range(len(order) - len(buffers), len(order)):
             steps = [step for step, launch in enumerate(launches) if place in launch.places]

@@ -1,17 +1,8 @@
 """Attention over the kept blocks of 128 queries x 64 keys: online softmax, stage-2 skipping, LSE.
 
-    s = c_q c_k (q . k)            in log2 units; c_q carries the softmax scale, INT8 codes or 16-bit numbers
-    t' = max(t, rowmax s),  p = 2^(s - t'),  l = l 2^(t - t') + sum p,  acc = acc 2^(t - t') + P V
-    output = acc / l * value scale,  lse = (t + log2 l) ln 2 + scale q . (mean key)
-
-FP8 holds fewer octaves than lie between a sink and a long tail. There t' is the maximum of the latest step alone, so
-that its range belongs to a step, not to a row. What is lost beside a peak of the same step, `peaks` adds at the end.
-
-Grid: one program for each BLOCK_M queries of each head, in one dimension; causal rows start with the longest. A program
-walks its row's kept blocks in ascending order, one or two at a time. Only the last ones (causal diagonal, ragged end)
-need an element mask, so it is a branch that is seldom taken.
-
-FP8 tensor cores add in 13 bits. Each step of 64 or 128 keys therefore gets a fresh accumulator, added in float32.
+FP8 holds fewer octaves than lie between a sink and a long tail. There P counts from the maximum of the latest step
+alone, so that its range belongs to a step, not to a row. What is lost beside a peak of the same step, `peaks` adds at
+the end. FP8 tensor cores add in 13 bits: each step of 64 or 128 keys gets a fresh accumulator, added in float32.
 """
 
 from __future__ import annotations
@@ -62,8 +53,10 @@ from sparge.backends.triton.softmax import (
 from sparge.block_mask import BlockMask
 from sparge.call import Call
 
+NUMBERS = ["scale", "heads", "group", "q_len", "kv_len", "q_blocks", "kv_blocks"]
 
-@triton.jit(do_not_specialize=["heads", "group", "q_len", "kv_len", "q_blocks", "kv_blocks"])
+
+@triton.jit(do_not_specialize=NUMBERS)
 def attention_kernel(
     query_ptr,
     key_ptr,
@@ -97,7 +90,7 @@ def attention_kernel(
     VALUE_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     VALUE_DIM_PADDED: tl.constexpr,
-    ARITHMETIC: tl.constexpr,
+    QUANTIZATION: tl.constexpr,
     DOT_PRECISION: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     MASK: tl.constexpr,
@@ -111,6 +104,32 @@ def attention_kernel(
     BLOCKS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    """Output and LSE of BLOCK_M queries over the key blocks that their query block keeps.
+
+        s      = c_q c_k (q . k) + mask log2 e            in octaves; c_q carries the softmax scale
+        t'     = max(t, row maximum of s)                 FP8: max(row maximum of s, largest of all so far - REACH)
+        P      = 2^(s - t')
+        l'     = l 2^(t - t') + row sum of P
+        acc'   = acc 2^(t - t') + P V                     not where HAS_THRESHOLD and all of s lies below it
+        output = acc / l * value scale,  lse = (t + log2 l) ln 2 + lse_shift;  0 and -inf for a row that sees nothing
+
+    Grid: one program for each BLOCK_M queries of each head, in one dimension; causal rows start with the longest. A
+    program walks its row's kept blocks in ascending order, BLOCKS at a time. Only the last ones (causal diagonal,
+    ragged end) need an element mask, so it is a branch that is seldom taken.
+
+    Reads
+        query, key, value      [B, H | Hkv, Sq | Sk, D | Dv], or the codes of `quantize`
+        query_scale, key_scale, value_scale, lse_shift    float32, of `quantize.QuerySummary` and `reduce_kernel`
+        kv_num_blocks [B * H, q_blocks], kv_indices [B * H, q_blocks, kv_blocks], int32 (not ALL_BLOCKS)
+        visible_num_blocks     [B * H, q_blocks] int32 (COUNT)
+        mask                   [B, H, Sq | 1, Sk] bool or additive (MASK), which keys it leaves: seen [B, Hkv, Sk]
+        threshold              [H] float32 (HAS_THRESHOLD), natural log
+    Writes
+        output [B, H, Sq, Dv] in its dtype, lse [B, H, Sq] float32
+        totals                 [2] int64 (COUNT), to which kept and visible blocks are added
+    """
+    is_quantized: tl.constexpr = QUANTIZATION != "none"
+    has_fp8_values: tl.constexpr = QUANTIZATION == "int8_fp8"
     tiles_per_block: tl.constexpr = BLOCK_Q // BLOCK_M
     tiles = q_blocks * tiles_per_block
     pid = tl.program_id(0)
@@ -131,7 +150,7 @@ def attention_kernel(
     offs_d = tl.arange(0, HEAD_DIM_PADDED)
     query_base = query_ptr + batch * query_strides[0] + head * query_strides[1]
     query_ptrs = query_base + query_positions.to(tl.int64)[:, None] * query_strides[2] + offs_d[None, :]
-    if ARITHMETIC == "none":
+    if not is_quantized:
         present = (query_positions < q_len)[:, None] & (offs_d < HEAD_DIM)[None, :]
         query = tl.load(query_ptrs, mask=present, other=0.0)
         # Scores are scaled after their maximum is taken, so a negative scale moves into the query.
@@ -160,7 +179,7 @@ def attention_kernel(
 
     count = tl.where(tile * BLOCK_M < q_len, count, 0)  # a tile without queries
 
-    key_stride = key_strides[2] if ARITHMETIC == "none" else HEAD_DIM_PADDED  # codes lie close together
+    key_stride = HEAD_DIM_PADDED if is_quantized else key_strides[2]  # codes lie close together
     key_base = key_ptr + batch * key_strides[0] + kv_head * key_strides[1]
     value_base = value_ptr + batch * value_strides[0] + kv_head * value_strides[1]
     mask_base = mask_ptr + batch * mask_strides[0] + head * mask_strides[1]
@@ -174,10 +193,9 @@ def attention_kernel(
     within = offs_n % BLOCK_K
     offs_dv = tl.arange(0, VALUE_DIM_PADDED).to(tl.int64)  # times a stride that is the number of keys
     # P times 448 fills E4M3's range, P times 2^15 FP16's; the row sums carry the same factor.
-    p_dtype: tl.constexpr = tl.float8e4nv if ARITHMETIC == "int8_fp8" else value_ptr.dtype.element_ty
-    log2_unit: tl.constexpr = LOG2_FP8_MAX if ARITHMETIC == "int8_fp8" else FP16_ROOM if p_dtype == tl.float16 else 0.0
-    eight_bits: tl.constexpr = ARITHMETIC != "none"
-    two_units: tl.constexpr = BLOCKS == 2 and eight_bits
+    p_dtype: tl.constexpr = tl.float8e4nv if has_fp8_values else value_ptr.dtype.element_ty
+    log2_unit: tl.constexpr = LOG2_FP8_MAX if has_fp8_values else FP16_ROOM if p_dtype == tl.float16 else 0.0
+    two_units: tl.constexpr = BLOCKS == 2 and is_quantized
     accumulator = tl.zeros((BLOCK_M, VALUE_DIM_PADDED), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -201,7 +219,7 @@ def attention_kernel(
         in_range = key_positions < kv_len
 
         key_ptrs = key_base + (first_keys * key_stride)[:, None] + within[:, None] * key_stride + offs_d[None, :]
-        if ARITHMETIC == "none":
+        if not is_quantized:
             key_present = in_range[:, None]
             if HEAD_DIM != HEAD_DIM_PADDED:
                 key_present = key_present & (offs_d < HEAD_DIM)[None, :]
@@ -215,7 +233,7 @@ def attention_kernel(
                 last_unit = query_scale[:, None] * tl.abs(tl.load(groups + last_block * KEY_GROUPS))[None, :]
 
         if MASK != "none":
-            scores = block_scores(raw, unit, BLOCK_M) if eight_bits else raw * query_scale
+            scores = block_scores(raw, unit, BLOCK_M) if is_quantized else raw * query_scale
             scores = apply_mask(
                 scores,
                 may_see(query_positions, key_positions, kv_len, causal_offset, IS_CAUSAL),
@@ -241,7 +259,7 @@ def attention_kernel(
                 group_max = largest_of_groups(first_raw, unit, BLOCK_M)
                 group_max = tl.maximum(group_max, largest_of_groups(last_raw, last_unit, BLOCK_M))
                 local_max = tl.max(group_max, 1)
-            elif eight_bits:
+            elif is_quantized:
                 group_max = largest_of_groups(raw, unit, BLOCK_M)
                 local_max = tl.max(group_max, 1)
             else:
@@ -249,7 +267,7 @@ def attention_kernel(
 
         new_max = tl.maximum(row_max, local_max)
         new_top = new_max
-        if ARITHMETIC == "int8_fp8":
+        if has_fp8_values:
             new_top = tl.maximum(local_max, new_max - REACH)
         safe_top = tl.where(new_top == float("-inf"), 0.0, new_top)
         needed = True
@@ -272,7 +290,7 @@ def attention_kernel(
                 last = block_probability(last_raw, last_unit, one, BLOCK_M)
                 total = tl.sum(first + last, 1)
                 probability = side_by_side(first.to(p_dtype), last.to(p_dtype), BLOCK_M)
-            elif eight_bits:
+            elif is_quantized:
                 probability = block_probability(raw, unit, one, BLOCK_M)
                 total = tl.sum(probability, 1)
             else:
@@ -283,7 +301,7 @@ def attention_kernel(
             row_max = new_max
             top = new_top
 
-            if ARITHMETIC == "int8_fp8":
+            if has_fp8_values:
                 value = tl.load(value_ptrs).T  # loaded here: any earlier, Triton 3.6 gets addresses wrong
                 tile_sum = tl.dot(in_fp8_token_order(probability.to(p_dtype)), value)
                 accumulator = accumulator * decay[:, None] + tile_sum
@@ -323,12 +341,12 @@ def attention_kernel(
 
     empty = row_sum == 0.0
     output = accumulator * (1.0 / tl.where(empty, 1.0, row_sum))[:, None]
-    if ARITHMETIC == "int8_fp8":
+    if has_fp8_values:
         output = output * tl.load(value_scale_ptr + flat_kv_head * VALUE_DIM_PADDED + offs_dv)[None, :]
     lse = (top + tl.log2(row_sum * (2.0**-log2_unit))) * LN_2
     inside = query_positions < q_len
     flat_queries = flat_head * q_len + query_positions
-    if ARITHMETIC != "none":
+    if is_quantized:
         lse += tl.load(lse_shift_ptr + flat_queries, mask=inside, other=0.0)
     lse = tl.where(empty, float("-inf"), lse)
     tl.store(lse_ptr + flat_queries, lse, mask=inside)
@@ -409,7 +427,7 @@ def attend(
         VALUE_DIM=shape.value_dim,
         HEAD_DIM_PADDED=width,
         VALUE_DIM_PADDED=value_width,
-        ARITHMETIC=call.quantization,
+        QUANTIZATION=call.quantization,
         DOT_PRECISION="tf32x3" if query.dtype == torch.float32 else "tf32",
         IS_CAUSAL=call.is_causal,
         MASK=mask_kind,

@@ -40,9 +40,9 @@ from sparge.geometry import BLOCK_K, BLOCK_Q
 LAUNCHERS = {
     "triton": ("triton.attention", "attend"),
     "hopper": ("hopper.launcher", "attend"),
-    "summarize": ("cuda.stages.statistics", "summarize"),
-    "reduce": ("cuda.stages.statistics", "summarize"),
-    "quantize_query": ("cuda.stages.quantize", "read_query"),
+    "summarize": ("cuda.stages.summary", "summarize_key_value"),
+    "reduce": ("cuda.stages.summary", "summarize_key_value"),
+    "quantize_query": ("cuda.stages.quantize", "summarize_query"),
     "quantize_key_value": ("cuda.stages.quantize", "quantize_key_value"),
     "score": ("cuda.stages.score", "block_probabilities"),
     "select": ("cuda.stages.select", "select"),

@@ -1,11 +1,9 @@
 """INT8 codes of Q and K, FP8 or FP16 codes of V, and what else one pass over Q gives.
 
     quantize_key_value  K - mean in INT8, four scales per 64 tokens; V in FP8, a scale per channel, transposed; or FP16
-    quantize_query      Q in INT8, one scale per token; the LSE's share of the mean key; block means, similarity
+    summarize_query     Q in INT8, one scale per token; the LSE's share of the mean key; block means, similarity
 
-`eight_bits` is the specification.
-
-Inputs are read in place with their strides. Hidden tokens count as zero.
+`eight_bits` is the specification. Inputs are read in place with their strides. Hidden tokens count as zero.
 """
 
 from __future__ import annotations
@@ -23,6 +21,8 @@ from sparge.backends.cuda.primitives import (
     BLOCK_K,
     BLOCK_Q,
     FLOAT_OFFSET,
+    FP16_MAX,
+    INT8_MAX,
     KEY_GROUPS,
     LOG2_E,
     MIXED,
@@ -33,7 +33,7 @@ from sparge.backends.cuda.primitives import (
     self_similarity,
 )
 from sparge.backends.cuda.stages import configs
-from sparge.backends.cuda.stages.statistics import Summary
+from sparge.backends.cuda.stages.summary import KeyValueSummary
 from sparge.call import Call
 from sparge.visibility import Visibility
 
@@ -41,7 +41,7 @@ LARGEST_SCALE = tl.constexpr(1e15)
 """Of Q and of K, so that their product stays within float32; its reciprocal is the smallest."""
 SMALLEST_UNIT = tl.constexpr(1e-20)
 """Stands for 0 with the softmax scale, because a hidden score is -inf before it is scaled."""
-LENGTHS = ["heads", "kv_heads", "q_len", "kv_len", "q_blocks", "kv_blocks", "first_query"]
+NUMBERS = ["scale", "heads", "kv_heads", "q_len", "kv_len", "q_blocks", "kv_blocks", "first_query"]
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def _scale_of(largest):
 
     The first is bounded, so that two of them have a product; NaN where the number is not finite.
     """
-    scale = largest / 127.0
+    scale = largest / INT8_MAX
     bounded = tl.minimum(tl.maximum(scale, 1.0 / LARGEST_SCALE), LARGEST_SCALE)
     return tl.where(is_finite(scale), bounded, float("nan")), 1.0 / tl.maximum(scale, 1.0 / LARGEST_SCALE)
 
@@ -67,7 +67,7 @@ def _int8_codes(values, factor):
     return (values * factor + FLOAT_OFFSET).to(tl.int32, bitcast=True).to(tl.int8)
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@triton.jit(do_not_specialize=NUMBERS)
 def quantize_key_value_kernel(
     key_ptr,
     value_ptr,
@@ -91,11 +91,24 @@ def quantize_key_value_kernel(
     HAS_SEEN: tl.constexpr,
     VALUE_CODES: tl.constexpr,
 ):
-    """Grid: key blocks of every head, last one first: what `summarize_kernel` read last may still be in the cache.
+    """Codes of K and V.
 
-    Key codes are [B * Hkv, kv_blocks * 64, D], their scales [B * Hkv, kv_blocks, 4]; FP8 values are
-    [B * Hkv, D_v, kv_blocks * 64] with tokens in the order of `fp8_token_order`; FP16 values
-    [B * Hkv, kv_blocks * 64, D_v]. All are padded with zeros.
+        key codes   = round(mix((k - mean) / balance) / key scale),  key scale = largest of 16 keys / 127
+        value codes = v / value scale in FP8 (VALUE_CODES "fp8"), v in FP16 ("fp16"), or none ("none")
+
+    Grid: key blocks of every head, in one dimension, the last one first: what `summarize_kernel` read last may still be
+    in the cache.
+
+    Reads
+        key, value           [B, Hkv, Sk, D | Dv]
+        seen                 [B, Hkv, Sk] bool (HAS_SEEN)
+        key_mean, balance    [B * Hkv, D padded] float32, of `reduce_kernel`
+        value_scale          [B * Hkv, Dv padded] float32 ("fp8"), of `reduce_kernel`
+    Writes, padded with zeros
+        key_codes            [B * Hkv, kv_blocks * 64, D padded] int8
+        key_scale            [B * Hkv, kv_blocks, 4] float32; NaN where a key of the group is not finite
+        value_codes          [B * Hkv, Dv padded, kv_blocks * 64] FP8, tokens in the order of `fp8_token_order`, or
+                             [B * Hkv, kv_blocks * 64, Dv padded] FP16
     """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     block = program % kv_blocks
@@ -147,11 +160,11 @@ def quantize_key_value_kernel(
             columns = (flat_head * VALUE_DIM_PADDED + value_channels) * kv_blocks * BLOCK_K
             tl.store(value_codes_ptr + columns[:, None] + tokens[None, :], scaled.to(tl.float8e4nv).T)
         else:
-            kept = tl.where(is_finite(value), tl.minimum(tl.maximum(value, -65504.0), 65504.0), value)
+            kept = tl.where(is_finite(value), tl.minimum(tl.maximum(value, -FP16_MAX), FP16_MAX), value)
             tl.store(value_codes_ptr + rows[:, None] * VALUE_DIM_PADDED + value_channels[None, :], kept.to(tl.float16))
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@triton.jit(do_not_specialize=NUMBERS)
 def quantize_query_kernel(
     query_ptr,
     seen_ptr,
@@ -177,10 +190,26 @@ def quantize_query_kernel(
     WITH_MEAN: tl.constexpr,
     WITH_SIMILARITY: tl.constexpr,
 ):
-    """Grid: query blocks of every head. Queries before ``first_query`` see nothing.
+    """Codes, mean and similarity of a query block.
 
-    Every query has a scale. What is stored carries |softmax scale| log2 e; its sign is in the codes, because the
-    attention kernel takes the maximum before it scales.
+        codes      = round(sign(scale) mix(q balance) / s),  s = the query's largest / 127
+        scale      = s |scale| log2 e 8, the worth of a code with the softmax scale and what `mix` divides by; the sign
+                     is in the codes, because the attention kernel takes the maximum before it scales
+        lse_shift  = scale q . mean key, what smoothing takes from every score of a query
+        similarity = |mean of the unit vectors q / |q||^2
+
+    Grid: query blocks of every head, in one dimension. Queries before ``first_query`` see nothing.
+
+    Reads
+        query                [B, H, Sq, D]
+        seen                 [B, H, Sq] bool (HAS_SEEN)
+        key_mean, balance    [B * Hkv, D padded] float32 (WITH_CODES), of `reduce_kernel`
+    Writes
+        query_codes          [B * H, q_blocks * 128, D padded] int8 (WITH_CODES)
+        query_scale          [B * H, q_blocks * 128] float32 (WITH_CODES); NaN where the query is not finite
+        lse_shift            [B * H, Sq] float32 (WITH_CODES)
+        query_mean           [B * H, q_blocks, D padded] float32 (WITH_MEAN)
+        similarity           [B * H, q_blocks] float32 (WITH_SIMILARITY)
     """
     block = tl.program_id(0) % q_blocks
     flat_head = (tl.program_id(0) // q_blocks).to(tl.int64)
@@ -225,7 +254,7 @@ def quantize_query_kernel(
 
 
 @dataclass(frozen=True)
-class QueryFacts:
+class QuerySummary:
     """What one pass over Q leaves. A tensor that was not asked for is a stand-in nobody reads.
 
     Attributes:
@@ -243,22 +272,22 @@ class QueryFacts:
     similarity: Tensor
 
 
-def read_query(
+def summarize_query(
     query: Tensor,
-    summary: Summary,
+    key_value: KeyValueSummary,
     call: Call,
     seen: Visibility | None,
     *,
     codes: bool,
     mean: bool,
     similarity: bool,
-) -> QueryFacts:
-    """Read Q once for all that is wanted of it."""
+) -> QuerySummary:
+    """Read Q once for all that is wanted of it: codes, block means, similarity."""
     shape = call.shape
     width = padded(shape.head_dim)
     heads = shape.batch * shape.heads
     length = shape.q_blocks * geometry.BLOCK_Q
-    facts = QueryFacts(
+    summary = QuerySummary(
         codes=buffer_like(query, codes, shape.batch, shape.heads, length, width, dtype=torch.int8),
         scale=buffer_like(query, codes, heads, length),
         lse_shift=buffer_like(query, codes, heads, shape.q_len),
@@ -266,7 +295,7 @@ def read_query(
         similarity=buffer_like(query, similarity, heads, shape.q_blocks),
     )
     if not (codes or mean or similarity):
-        return facts
+        return summary
     queries_seen, seen_strides = seen_argument(
         seen.queries if seen else None, (shape.batch, shape.heads, shape.q_len), query
     )
@@ -275,13 +304,13 @@ def read_query(
         shape.q_blocks * heads,
         query_ptr=query,
         seen_ptr=queries_seen,
-        key_mean_ptr=summary.key_mean,
-        balance_ptr=summary.balance,
-        query_codes_ptr=facts.codes,
-        query_scale_ptr=facts.scale,
-        lse_shift_ptr=facts.lse_shift,
-        query_mean_ptr=facts.mean,
-        similarity_ptr=facts.similarity,
+        key_mean_ptr=key_value.key_mean,
+        balance_ptr=key_value.balance,
+        query_codes_ptr=summary.codes,
+        query_scale_ptr=summary.scale,
+        lse_shift_ptr=summary.lse_shift,
+        query_mean_ptr=summary.mean,
+        similarity_ptr=summary.similarity,
         query_strides=strides_of(query),
         seen_strides=seen_strides,
         scale=call.scale,
@@ -298,11 +327,11 @@ def read_query(
         WITH_SIMILARITY=similarity,
         num_warps=configs.query_config(width).warps,
     )
-    return facts
+    return summary
 
 
 def quantize_key_value(
-    key: Tensor, value: Tensor, summary: Summary, call: Call, seen: Visibility | None
+    key: Tensor, value: Tensor, key_value: KeyValueSummary, call: Call, seen: Visibility | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes of K, their scales (B, Hkv, kv_blocks, 4), and codes of V, or V itself where it is FP16 already."""
     shape = call.shape
@@ -323,9 +352,9 @@ def quantize_key_value(
         key_ptr=key,
         value_ptr=value,
         seen_ptr=keys_seen,
-        key_mean_ptr=summary.key_mean,
-        balance_ptr=summary.balance,
-        value_scale_ptr=summary.value_scale,
+        key_mean_ptr=key_value.key_mean,
+        balance_ptr=key_value.balance,
+        value_scale_ptr=key_value.value_scale,
         key_codes_ptr=key_codes,
         key_scale_ptr=key_scale,
         value_codes_ptr=value_codes,

@@ -1,17 +1,21 @@
 """Block scores and their softmax: how much of each query block's attention every key block is expected to hold.
 
-    s[i, j] = log2 e (scale q_i . mean_j + scale^2 / 2  q_i^2 . variance_j)     for every sampled query i
-    probability[block, j] = mean over its samples i of softmax_j s[i, j]
+    probability[block, j] = mean over its rows i of softmax_j s[i, j]
 
-The product runs on bfloat16 tensor cores with the mean in two parts (and 16 or 32-bit queries too), which leaves an
-error of about 2^-17 of the score. The probabilities are averages of softmaxes, so maximum and sum of each query's row
-must be known first: the row is scored twice. That costs less than writing P scores per block out and reading them
-back, and no memory.
+A row is a query that stands for its block, one of some evenly spaced samples or the mean of all. What s is, a score
+says (`reference.SCORES`): each has a function here (`moment_score`, `mean_score`), which `_block_scores` calls by the
+score's name, and an entry in `INPUTS`.
 
-The paper's "mean" score is the same with one query, the block's mean, and no variance.
+The products run on bfloat16 tensor cores with the mean key in two parts (and 16 or 32-bit queries too), which leaves an
+error of about 2^-17 of the score. The probabilities are averages of softmaxes, so maximum and sum of each row must be
+known first: the row is scored twice. That costs less than writing all scores out and reading them back, and no memory.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -21,17 +25,100 @@ from torch import Tensor
 from sparge.backends.cuda.launch import architecture_of, buffer_like, launch, padded, power_of_two, strides_of
 from sparge.backends.cuda.primitives import BLOCK_K, BLOCK_Q, NOWHERE, is_finite, sampled_query
 from sparge.backends.cuda.stages import configs
-from sparge.backends.cuda.stages.quantize import QueryFacts
-from sparge.backends.cuda.stages.statistics import Summary
+from sparge.backends.cuda.stages.quantize import QuerySummary
+from sparge.backends.cuda.stages.summary import KeyValueSummary
 from sparge.call import Call
-from sparge.config import Mean, Moment
+from sparge.config import Mean, Moment, Score
 from sparge.geometry import ceil_div
 
-LENGTHS = ["heads", "kv_heads", "q_len", "kv_len", "q_blocks", "kv_blocks"]
+NUMBERS = ["heads", "kv_heads", "q_len", "kv_len", "q_blocks", "kv_blocks"]
+
+
+@dataclass(frozen=True)
+class ScoreInputs:
+    """What a score is computed from.
+
+    Attributes:
+        samples: how many evenly spaced queries of a block are its rows; None where its one row is its mean query.
+        variance: whether variances of key blocks are read, besides their means.
+    """
+
+    samples: Callable[[Any], int] | None
+    variance: bool
+
+
+INPUTS: dict[type[Score], ScoreInputs] = {
+    Moment: ScoreInputs(samples=lambda score: score.samples, variance=True),
+    Mean: ScoreInputs(samples=None, variance=False),
+}
+
+
+def score_inputs(score: Score) -> ScoreInputs:
+    """What a score reads.
+
+    Raises:
+        NotImplementedError: no kernel has it.
+    """
+    found = INPUTS.get(type(score))
+    if found is None:
+        known = " or ".join(repr(kind.name) for kind in INPUTS)
+        raise NotImplementedError(f"score on a GPU: expected {known}, got {score.name!r}")
+    return found
 
 
 @triton.jit
-def _judged(
+def mean_score(rows, statistics, offsets, inside, HAS_LOW: tl.constexpr):
+    """The paper's score: s = log2 e scale q . mean_j, [ROWS, COLUMNS]. (The factors are in the means.)"""
+    query, query_low, _ = rows
+    mean_high_base, mean_low_base, _ = statistics
+    mean_high = tl.load(mean_high_base + offsets, mask=inside, other=0.0).T
+    scores = tl.dot(query, mean_high)
+    mean_low = tl.load(mean_low_base + offsets, mask=inside, other=0.0).T
+    scores = tl.dot(query, mean_low, scores)
+    if HAS_LOW:
+        scores = tl.dot(query_low, mean_high, scores)
+    return scores
+
+
+@triton.jit
+def moment_score(rows, statistics, offsets, inside, HAS_LOW: tl.constexpr):
+    """s = log2 e (scale q . mean_j + scale^2 / 2  q^2 . variance_j), [ROWS, COLUMNS]. (The factors are in both.)"""
+    _, _, square = rows
+    _, _, variance_base = statistics
+    scores = mean_score(rows, statistics, offsets, inside, HAS_LOW)
+    variance = tl.load(variance_base + offsets, mask=inside, other=0.0).T
+    return tl.dot(square, variance, scores)
+
+
+@triton.jit
+def _block_scores(
+    rows,
+    statistics,
+    columns,
+    kv_blocks,
+    SCORE: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    HAS_LOW: tl.constexpr,
+):
+    """Scores of rows against key blocks, [ROWS, COLUMNS], in octaves, by the score's name.
+
+    Args:
+        rows: bfloat16 [ROWS, D]: the queries, what bfloat16 leaves of them (HAS_LOW), their squares.
+        statistics: where the head's high and low parts of means, and variances begin, each [kv_blocks, D].
+    """
+    channels = tl.arange(0, HEAD_DIM_PADDED)
+    offsets = columns[:, None] * HEAD_DIM_PADDED + channels[None, :]
+    inside = (columns < kv_blocks)[:, None]
+    if SCORE == "moment":
+        scores = moment_score(rows, statistics, offsets, inside, HAS_LOW)
+    else:
+        tl.static_assert(SCORE == "mean")
+        scores = mean_score(rows, statistics, offsets, inside, HAS_LOW)
+    return scores
+
+
+@triton.jit
+def _eligible(
     columns,
     last_query,
     first_seen_base,
@@ -41,21 +128,24 @@ def _judged(
     kv_blocks,
     IS_CAUSAL: tl.constexpr,
     HAS_SEEN: tl.constexpr,
-    HAS_JUDGE: tl.constexpr,
+    HAS_SIMILARITY: tl.constexpr,
 ):
-    """[rows, columns]: blocks that are visible, hold no key after the row's last query, and agree with themselves."""
+    """[ROWS, COLUMNS]: blocks that take part in the softmax.
+
+    They are visible, hold no key after the row's last query, and their tokens agree enough for a summary.
+    """
     inside = columns < kv_blocks
     end = tl.minimum((columns + 1) * BLOCK_K, kv_len) - 1
-    judged = inside[None, :] & (last_query[:, None] == last_query[:, None])
+    eligible = inside[None, :] & (last_query[:, None] == last_query[:, None])
     if IS_CAUSAL:
-        judged = judged & (end[None, :] <= last_query[:, None])
+        eligible = eligible & (end[None, :] <= last_query[:, None])
     if HAS_SEEN:
         first_seen = tl.load(first_seen_base + columns, mask=inside, other=NOWHERE)
-        judged = judged & (first_seen < NOWHERE)[None, :]
-    if HAS_JUDGE:
+        eligible = eligible & (first_seen < NOWHERE)[None, :]
+    if HAS_SIMILARITY:
         similarity = tl.load(key_similarity_base + columns, mask=inside, other=1.0)
-        judged = judged & ((similarity < threshold) == 0)[None, :]
-    return judged
+        eligible = eligible & ((similarity < threshold) == 0)[None, :]
+    return eligible
 
 
 @triton.jit
@@ -92,36 +182,7 @@ def _sum_samples(values, SAMPLES: tl.constexpr):
     return total
 
 
-@triton.jit
-def _scores(
-    query,
-    query_low,
-    square,
-    mean_high_base,
-    mean_low_base,
-    variance_base,
-    columns,
-    kv_blocks,
-    HEAD_DIM_PADDED: tl.constexpr,
-    HAS_LOW: tl.constexpr,
-    HAS_VARIANCE: tl.constexpr,
-):
-    channels = tl.arange(0, HEAD_DIM_PADDED)
-    offsets = columns[:, None] * HEAD_DIM_PADDED + channels[None, :]
-    inside = (columns < kv_blocks)[:, None]
-    mean_high = tl.load(mean_high_base + offsets, mask=inside, other=0.0).T
-    scores = tl.dot(query, mean_high)
-    mean_low = tl.load(mean_low_base + offsets, mask=inside, other=0.0).T
-    scores = tl.dot(query, mean_low, scores)
-    if HAS_LOW:
-        scores = tl.dot(query_low, mean_high, scores)
-    if HAS_VARIANCE:
-        variance = tl.load(variance_base + offsets, mask=inside, other=0.0).T
-        scores = tl.dot(square, variance, scores)
-    return scores
-
-
-@triton.jit(do_not_specialize=LENGTHS)
+@triton.jit(do_not_specialize=NUMBERS)
 def score_kernel(
     query_ptr,
     mean_high_ptr,
@@ -141,23 +202,33 @@ def score_kernel(
     kv_len,
     q_blocks,
     kv_blocks,
+    SCORE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
+    FROM_MEANS: tl.constexpr,
     SAMPLES: tl.constexpr,
     SAMPLES_PADDED: tl.constexpr,
-    FROM_MEANS: tl.constexpr,
     HAS_LOW: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     HAS_SEEN: tl.constexpr,
-    HAS_JUDGE: tl.constexpr,
+    HAS_SIMILARITY: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Grid: groups of ROWS / SAMPLES_PADDED query blocks of every head. A row is one sampled query.
+    """probability[block, j] = mean over the block's rows i of softmax_j s[i, j], over the eligible blocks j.
 
-    Stores probabilities [B * H, q_blocks, kv_blocks] in float32; NaN marks a block whose score is not finite. What
-    lies beyond the last query of a group stays unwritten: nothing reads it.
+    Grid: groups of ROWS / SAMPLES_PADDED query blocks of every head, in one dimension. A program has ROWS rows, and
+    walks the key blocks in steps of COLUMNS.
+
+    Reads
+        query            [B, H, Sq, D], of which samples are taken, or FROM_MEANS [B * H, q_blocks, D padded] float32
+        mean_high, mean_low, variance    [B * Hkv, kv_blocks, D padded] bfloat16, of `summarize_kernel`
+        first_seen       [B, H, kv_blocks] int32 and first_query [B, H] int32 (HAS_SEEN), of `first_seen_keys`
+        key_similarity   [B * Hkv, kv_blocks] and threshold [H] (HAS_SIMILARITY), float32
+    Writes
+        probability      [B * H, q_blocks, kv_blocks] float32; NaN marks a block whose score is not finite. What lies
+                         beyond the last query of a group stays unwritten: nothing reads it.
     """
     blocks: tl.constexpr = ROWS // SAMPLES_PADDED
     groups = (q_blocks + blocks - 1) // blocks
@@ -198,9 +269,10 @@ def score_kernel(
     first_seen_base = first_seen_ptr + batch * first_seen_strides[0] + head * first_seen_strides[1]
     key_similarity_base = key_similarity_ptr + flat_kv_head * kv_blocks
     threshold = 0.0
-    if HAS_JUDGE:
+    if HAS_SIMILARITY:
         threshold = tl.load(threshold_ptr + head)
-    statistics = flat_kv_head * kv_blocks * HEAD_DIM_PADDED
+    first = flat_kv_head * kv_blocks * HEAD_DIM_PADDED
+    rows = (query, query_low, square)
 
     blocks_here = first_block + tl.arange(0, blocks)
     output_rows = (flat_head * q_blocks + blocks_here) * kv_blocks
@@ -219,20 +291,9 @@ def score_kernel(
                 row_sum = tl.zeros((ROWS,), tl.float32)
             for start in tl.range(0, stop, COLUMNS, num_stages=STAGES):
                 columns = start + tl.arange(0, COLUMNS)
-                scores = _scores(
-                    query,
-                    query_low,
-                    square,
-                    mean_high_ptr + statistics,
-                    mean_low_ptr + statistics,
-                    variance_ptr + statistics,
-                    columns,
-                    kv_blocks,
-                    HEAD_DIM_PADDED,
-                    HAS_LOW,
-                    not FROM_MEANS,
-                )
-                judged = _judged(
+                statistics = (mean_high_ptr + first, mean_low_ptr + first, variance_ptr + first)
+                scores = _block_scores(rows, statistics, columns, kv_blocks, SCORE, HEAD_DIM_PADDED, HAS_LOW)
+                eligible = _eligible(
                     columns,
                     last_query,
                     first_seen_base,
@@ -242,17 +303,17 @@ def score_kernel(
                     kv_blocks,
                     IS_CAUSAL,
                     HAS_SEEN,
-                    HAS_JUDGE,
+                    HAS_SIMILARITY,
                 )
                 if step == 2:
-                    share = tl.where(judged & used[:, None], tl.exp2(scores - row_shift[:, None]), 0.0)
+                    share = tl.where(eligible & used[:, None], tl.exp2(scores - row_shift[:, None]), 0.0)
                     average = _sum_samples(share, SAMPLES_PADDED)
                     stored = (blocks_here < q_blocks)[:, None] & (columns < kv_blocks)[None, :]
                     tl.store(probability_ptr + output_rows[:, None] + columns[None, :], average, mask=stored)
                 else:
                     if step == 1:
-                        judged = judged & (scores == scores)
-                    scores = tl.where(judged, scores, float("-inf"))
+                        eligible = eligible & (scores == scores)
+                    scores = tl.where(eligible, scores, float("-inf"))
                     new_max = tl.maximum(row_max, tl.max(scores, 1))
                     safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
                     row_sum = row_sum * tl.exp2(row_max - safe_max) + tl.sum(tl.exp2(scores - safe_max[:, None]), 1)
@@ -261,8 +322,8 @@ def score_kernel(
 
 def block_probabilities(
     query: Tensor,
-    summary: Summary,
-    facts: QueryFacts,
+    key_value: KeyValueSummary,
+    query_summary: QuerySummary,
     call: Call,
     first_seen: Tensor | None,
     first_query: Tensor | None,
@@ -272,27 +333,28 @@ def block_probabilities(
 
     Args:
         first_seen, first_query: of `visibility.first_seen_keys` where keys are hidden.
-        threshold: (H,), similarity under which a key block is not judged.
+        threshold: (H,), similarity under which a key block is not eligible.
     """
-    shape, score = call.shape, call.score
+    shape, inputs = call.shape, score_inputs(call.score)
     heads = shape.batch * shape.heads
     width = padded(shape.head_dim)
-    from_means = isinstance(score, Mean)
-    samples = score.samples if isinstance(score, Moment) else 1
+    from_means = inputs.samples is None
+    samples = 1 if inputs.samples is None else inputs.samples(call.score)
     samples_padded = power_of_two(samples)
     config = configs.score_config(width, architecture_of(query))
     rows = max(config.rows, samples_padded)
     probability = buffer_like(query, True, heads, shape.q_blocks, shape.kv_blocks)
+    similarity = key_value.key_similarity
     launch(
         score_kernel,
         ceil_div(shape.q_blocks, rows // samples_padded) * heads,
-        query_ptr=facts.mean if from_means else query,
-        mean_high_ptr=summary.mean_high,
-        mean_low_ptr=summary.mean_low,
-        variance_ptr=summary.variance,
+        query_ptr=query_summary.mean if from_means else query,
+        mean_high_ptr=key_value.mean_high,
+        mean_low_ptr=key_value.mean_low,
+        variance_ptr=key_value.variance,
         first_seen_ptr=query if first_seen is None else first_seen,
         first_query_ptr=query if first_query is None else first_query,
-        key_similarity_ptr=query if summary.key_similarity is None else summary.key_similarity,
+        key_similarity_ptr=query if similarity is None else similarity,
         threshold_ptr=query if threshold is None else threshold,
         probability_ptr=probability,
         query_strides=strides_of(query),
@@ -304,15 +366,16 @@ def block_probabilities(
         kv_len=shape.kv_len,
         q_blocks=shape.q_blocks,
         kv_blocks=shape.kv_blocks,
+        SCORE=call.score.name,
         HEAD_DIM=width if from_means else shape.head_dim,
         HEAD_DIM_PADDED=width,
+        FROM_MEANS=from_means,
         SAMPLES=samples,
         SAMPLES_PADDED=samples_padded,
-        FROM_MEANS=from_means,
         HAS_LOW=from_means or query.dtype != torch.bfloat16,
         IS_CAUSAL=call.is_causal,
         HAS_SEEN=first_seen is not None,
-        HAS_JUDGE=threshold is not None,
+        HAS_SIMILARITY=threshold is not None,
         ROWS=rows,
         COLUMNS=config.columns,
         STAGES=config.stages,

@@ -1,8 +1,10 @@
 """From block probabilities to the lists of kept blocks, without sorting.
 
 Probabilities are not negative, so their bit patterns order like integers. The smallest probability that is still kept
-is searched for on those bits: each step counts (TopK) or sums (TopCdf) what lies above a candidate, in registers.
-Ties go to the lower index. Then the kept blocks are written in ascending order, followed by the others.
+is searched for on those bits: each step counts or sums what lies above a candidate, in registers. Ties go to the lower
+index. Then the kept blocks are written in ascending order, followed by the others.
+
+A selection rule is a function (`select_topk`, `select_topcdf`), which `_selected` calls by the rule's name.
 """
 
 from __future__ import annotations
@@ -12,19 +14,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparge import geometry
+from sparge import config, geometry
 from sparge.backends.cuda.launch import buffer_like, launch, per_head_tensor, power_of_two
 from sparge.backends.cuda.primitives import BLOCK_K, BLOCK_Q, NOWHERE
 from sparge.backends.cuda.stages import configs
 from sparge.block_mask import BlockMask
 from sparge.call import Call
-from sparge.config import TopK
 from sparge.geometry import ceil_div
 
-LENGTHS = ["heads", "group", "q_len", "kv_len", "q_blocks", "kv_blocks", "min_blocks"]
+NUMBERS = ["amount", "heads", "group", "q_len", "kv_len", "q_blocks", "kv_blocks", "min_blocks"]
 INFINITY_BITS = tl.constexpr(0x7F800000)
-BELOW_ONE = tl.constexpr(1.0 - 2.0**-22)
-"""Lowers a share so that rounding (.1 in float32 times 1280) does not add a block."""
+ROUNDING_GUARD = tl.constexpr(config.ROUNDING_GUARD)
+SELECTIONS = ("topk", "topcdf")
+"""The rules that `_selected` knows."""
 
 
 @triton.jit
@@ -81,7 +83,45 @@ def _covering(bits, mass):
     return tl.where(mass >= 1.0, bits >= 0, kept)
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@triton.jit
+def _at_least(bits, eligible, forced, count, visible_count):
+    """The best eligible blocks, so many that they and the forced ones are ``count`` (or all that are visible)."""
+    places = tl.minimum(count, visible_count) - tl.sum((forced & eligible).to(tl.int32))
+    return _best(tl.where(eligible & (forced == 0), bits, -1), places)
+
+
+@triton.jit
+def select_topk(bits, eligible, forced, amount, min_blocks, visible_count):
+    """The best blocks: ceil(amount * visible blocks), at least ``min_blocks``."""
+    share = tl.ceil(amount * visible_count.to(tl.float32) * ROUNDING_GUARD).to(tl.int32)
+    return _at_least(bits, eligible, forced, tl.maximum(tl.maximum(min_blocks, 1), share), visible_count)
+
+
+@triton.jit
+def select_topcdf(bits, eligible, forced, amount, min_blocks, visible_count):
+    """The best blocks until their probabilities sum to ``amount``, at least ``min_blocks``."""
+    kept = _at_least(bits, eligible, forced, tl.maximum(min_blocks, 1), visible_count)
+    return kept | _covering(tl.where(eligible, bits, -1), amount)
+
+
+@triton.jit
+def _selected(bits, eligible, forced, amount, min_blocks, visible_count, SELECTION: tl.constexpr):
+    """What a rule keeps of the eligible blocks of a row, [COLUMNS], by the rule's name.
+
+    Args:
+        bits: probabilities as integers.
+        forced: blocks that are kept anyway, and take a place where they are eligible.
+        amount: `config.Selection.amount`.
+    """
+    if SELECTION == "topk":
+        kept = select_topk(bits, eligible, forced, amount, min_blocks, visible_count)
+    else:
+        tl.static_assert(SELECTION == "topcdf")
+        kept = select_topcdf(bits, eligible, forced, amount, min_blocks, visible_count)
+    return kept
+
+
+@triton.jit(do_not_specialize=NUMBERS)
 def select_kernel(
     probability_ptr,
     always_ptr,
@@ -89,12 +129,12 @@ def select_kernel(
     key_similarity_ptr,
     query_similarity_ptr,
     threshold_ptr,
-    share_ptr,
+    amount_ptr,
     kv_num_blocks_ptr,
     kv_indices_ptr,
     visible_num_blocks_ptr,
     first_seen_strides,
-    share,
+    amount,
     heads,
     group,
     q_len,
@@ -103,16 +143,32 @@ def select_kernel(
     kv_blocks,
     min_blocks,
     SELECTION: tl.constexpr,
-    SHARE_PER_HEAD: tl.constexpr,
+    AMOUNT_PER_HEAD: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     SINK: tl.constexpr,
     DIAGONAL: tl.constexpr,
     HAS_ALWAYS: tl.constexpr,
     HAS_SEEN: tl.constexpr,
-    HAS_JUDGE: tl.constexpr,
+    HAS_SIMILARITY: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Grid: query blocks of every head. COLUMNS is the power of two that holds a row, so lengths share few variants."""
+    """The kept blocks of one query block: kept = (selected of the eligible | forced | not eligible) & visible.
+
+    Grid: query blocks of every head, in one dimension. COLUMNS is the power of two that holds a row, so that lengths
+    share few variants.
+
+    Reads
+        probability       [B * H, q_blocks, kv_blocks] float32, of `score_kernel`; NaN forces a block
+        always            [kv_blocks] int8 (HAS_ALWAYS), blocks that every row keeps
+        first_seen        [B, H, kv_blocks] int32 (HAS_SEEN), of `first_seen_keys`
+        key_similarity    [B * Hkv, kv_blocks], query_similarity [B * H, q_blocks] and threshold [H], float32
+                          (HAS_SIMILARITY): blocks below it are dissimilar, and not eligible
+        amount            [H] float32 (AMOUNT_PER_HEAD), instead of the number
+    Writes, int32
+        kv_num_blocks     [B * H, q_blocks], how many blocks are kept
+        kv_indices        [B * H, q_blocks, kv_blocks], the kept ones in ascending order, then the others
+        visible_num_blocks    [B * H, q_blocks]
+    """
     q_block = tl.program_id(0) % q_blocks
     flat_head = (tl.program_id(0) // q_blocks).to(tl.int64)
     batch = flat_head // heads
@@ -152,25 +208,19 @@ def select_kernel(
     if HAS_ALWAYS:
         forced = forced | (tl.load(always_ptr + columns, mask=inside, other=0) != 0)
 
-    judged = visible
-    if HAS_JUDGE:
+    eligible = visible
+    if HAS_SIMILARITY:
         threshold = tl.load(threshold_ptr + head)
         similarity = tl.load(key_similarity_ptr + (flat_head // group) * kv_blocks + columns, mask=inside, other=1.0)
         row_similarity = tl.load(query_similarity_ptr + row)
-        judged = judged & ((similarity < threshold) == 0) & ((row_similarity < threshold) == 0)
-        judged = judged | (visible & unfinished)  # such a block takes a place whatever its keys are
+        eligible = eligible & ((similarity < threshold) == 0) & ((row_similarity < threshold) == 0)
+        eligible = eligible | (visible & unfinished)  # such a block takes a place whatever its keys are
 
     visible_count = tl.sum(visible.to(tl.int32))
-    budget = tl.maximum(min_blocks, 1)
-    if SHARE_PER_HEAD:
-        share = tl.load(share_ptr + head)
-    if SELECTION == "topk":
-        budget = tl.maximum(budget, tl.ceil(share * visible_count.to(tl.float32) * BELOW_ONE).to(tl.int32))
-    places = tl.minimum(budget, visible_count) - tl.sum((forced & judged).to(tl.int32))
-    kept = _best(tl.where(judged & (forced == 0), bits, -1), places)
-    if SELECTION == "topcdf":
-        kept = kept | _covering(tl.where(judged, bits, -1), share)
-    kept = (kept | forced | (judged == 0)) & visible
+    if AMOUNT_PER_HEAD:
+        amount = tl.load(amount_ptr + head)
+    kept = _selected(bits, eligible, forced, amount, min_blocks, visible_count, SELECTION)
+    kept = (kept | forced | (eligible == 0)) & visible
 
     kept_count = tl.sum(kept.to(tl.int32))
     kept_before = tl.cumsum(kept.to(tl.int32), 0) - kept.to(tl.int32)
@@ -188,15 +238,27 @@ def select(
     first_seen: Tensor | None,
     threshold: Tensor | None,
 ) -> BlockMask:
-    """The kept blocks of every row. See `predict.block_probabilities` for the arguments."""
+    """The kept blocks of every row.
+
+    Args:
+        probability: of `score.block_probabilities`.
+        query_similarity, key_similarity: (B * H, q_blocks) and (B * Hkv, kv_blocks) float32, read with a threshold.
+        first_seen: of `visibility.first_seen_keys` where keys are hidden.
+        threshold: (H,), similarity under which a query or key block is not eligible.
+
+    Raises:
+        NotImplementedError: the kernel does not know the rule.
+    """
     shape, rules, device = call.shape, call.selection, probability.device
+    if rules.name not in SELECTIONS:
+        raise NotImplementedError(f"selection rule on a GPU: expected one of {SELECTIONS}, got {rules.name!r}")
     always = probability
     if call.always_keep:
         always = torch.zeros(shape.kv_blocks, dtype=torch.int8, device=device)
         for start, stop in call.always_keep:
             always[start // geometry.BLOCK_K : ceil_div(stop, geometry.BLOCK_K)] = 1
-    share = rules.amount
-    share_per_head = per_head_tensor(share, shape, device) if isinstance(share, Tensor) else None
+    amount = rules.amount
+    amount_per_head = per_head_tensor(amount, shape, device) if isinstance(amount, Tensor) else None
     columns = max(32, power_of_two(shape.kv_blocks))
     rows = (shape.batch, shape.heads, shape.q_blocks)
     counts = buffer_like(probability, True, *rows, dtype=torch.int32)
@@ -211,12 +273,12 @@ def select(
         key_similarity_ptr=probability if key_similarity is None else key_similarity,
         query_similarity_ptr=query_similarity,
         threshold_ptr=probability if threshold is None else threshold,
-        share_ptr=probability if share_per_head is None else share_per_head,
+        amount_ptr=probability if amount_per_head is None else amount_per_head,
         kv_num_blocks_ptr=counts,
         kv_indices_ptr=indices,
         visible_num_blocks_ptr=visible,
         first_seen_strides=(0, 0) if first_seen is None else first_seen.stride()[:2],
-        share=1.0 if isinstance(share, Tensor) else float(share),
+        amount=1.0 if isinstance(amount, Tensor) else float(amount),
         heads=shape.heads,
         group=shape.group,
         q_len=shape.q_len,
@@ -224,14 +286,14 @@ def select(
         q_blocks=shape.q_blocks,
         kv_blocks=shape.kv_blocks,
         min_blocks=min(rules.min_blocks, shape.kv_blocks),
-        SELECTION="topk" if isinstance(rules, TopK) else "topcdf",
-        SHARE_PER_HEAD=share_per_head is not None,
+        SELECTION=rules.name,
+        AMOUNT_PER_HEAD=amount_per_head is not None,
         IS_CAUSAL=call.is_causal,
         SINK=rules.keeps_sink(call.is_causal),
         DIAGONAL=rules.keeps_diagonal(call.is_causal),
         HAS_ALWAYS=bool(call.always_keep),
         HAS_SEEN=first_seen is not None,
-        HAS_JUDGE=threshold is not None,
+        HAS_SIMILARITY=threshold is not None,
         COLUMNS=columns,
         num_warps=configs.select_config().warps(columns),
     )

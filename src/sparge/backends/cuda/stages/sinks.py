@@ -41,7 +41,21 @@ def mark_sinks_kernel(
     BLOCKS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Grid: every BLOCKS key blocks of every head of K and V. The first ones were written last, and may be cached."""
+    """Mark key blocks that hold a sink, by the sign of their scales.
+
+    A group of 16 keys is far where its largest score lies more than FAR octaves below the block's. A block holds a peak
+    for a query of which some group is far, and a sink if it holds a peak for enough of the sampled queries: half of a
+    head's, NEEDED at most.
+
+    Grid: every BLOCKS key blocks of every head of K and V, in one dimension. The first ones were written last, and may
+    be cached.
+
+    Reads
+        query          [B * H, q_blocks * 128, D padded] int8 and query_scale [B * H, q_blocks * 128] float32
+        key            [B * Hkv, kv_blocks * 64, D padded] int8
+    Reads and writes
+        key_scale      [B * Hkv, kv_blocks, 4] float32, negative where a block holds a sink
+    """
     program = tl.program_id(0)
     parts = tl.cdiv(kv_blocks, BLOCKS)
     first = program % parts * BLOCKS
@@ -82,10 +96,11 @@ def mark_sinks(query_codes: Tensor, query_scale: Tensor, key_codes: Tensor, key_
     """Make the scales of key blocks that hold a sink negative: attention kernels load them anyway.
 
     Args:
-        query_codes, query_scale: of `quantize.read_query`.
+        query_codes, query_scale: of `quantize.summarize_query`.
         key_codes, key_scale: of `quantize.quantize_key_value`.
     """
-    shape, config = call.shape, configs.sink_config()
+    shape = call.shape
+    config = configs.sink_config()
     launch(
         mark_sinks_kernel,
         ceil_div(shape.kv_blocks, config.blocks) * shape.batch * shape.kv_heads,

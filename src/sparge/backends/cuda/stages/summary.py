@@ -1,0 +1,88 @@
+"""What is known of K and V before anything is rounded or scored.
+
+key_value_statistics    one pass over K and V: statistics of every key block, sums and maxima of every chunk
+query_sizes             how large the channels of some queries are
+reduce                  sums, maxima and sizes -> mean key, factors that balance channels, value scales
+similarity              how much the tokens of a key block agree, where a call asks for it
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from sparge.backends.cuda.stages.key_value_statistics import key_value_statistics
+from sparge.backends.cuda.stages.query_sizes import query_sizes
+from sparge.backends.cuda.stages.reduce import CodeScales, reduce_parts
+from sparge.backends.cuda.stages.similarity import key_similarity
+from sparge.call import Call
+from sparge.visibility import Visibility
+
+
+@dataclass(frozen=True)
+class KeyValueSummary:
+    """What the passes over K and V leave. A tensor that was not asked for is a stand-in nobody reads.
+
+    Attributes:
+        mean_high, mean_low, variance: (B * Hkv, kv_blocks, D padded) bfloat16, see `summarize_kernel`.
+        key_mean: (B * Hkv, D padded) float32, the smoothing mean.
+        balance: (B * Hkv, D padded) float32, what queries are multiplied by, and keys divided.
+        value_scale: (B * Hkv, D_v padded) float32.
+        key_similarity: (B * Hkv, kv_blocks) float32, None where it was not asked for.
+    """
+
+    mean_high: Tensor
+    mean_low: Tensor
+    variance: Tensor
+    key_mean: Tensor
+    balance: Tensor
+    value_scale: Tensor
+    key_similarity: Tensor | None = None
+
+
+def summarize_key_value(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    call: Call,
+    seen: Visibility | None,
+    *,
+    means: bool,
+    variance: bool,
+    codes: bool,
+    similarity: bool,
+) -> KeyValueSummary:
+    """Read K, and V if its scales are wanted, once, and some queries if Q and K are to be rounded.
+
+    Args:
+        means, variance: of every key block, for the scores.
+        codes: the mean key and the factors, and where V is FP8 its scales.
+        similarity: of every key block.
+    """
+    if not (means or codes or similarity):
+        return KeyValueSummary(*[key] * 6)
+    value_scales = codes and call.has_fp8_values
+    statistics = key_value_statistics(
+        key,
+        value,
+        call,
+        seen,
+        means=means,
+        variance=variance,
+        sums=codes or similarity,
+        value_max=value_scales,
+        sums_of_blocks=similarity,
+    )
+    scales = CodeScales(key, key, key)
+    if codes or similarity:
+        scales = reduce_parts(query_sizes(query, call, seen), statistics, call, value_scales=value_scales)
+    return KeyValueSummary(
+        mean_high=statistics.mean_high,
+        mean_low=statistics.mean_low,
+        variance=statistics.variance,
+        key_mean=scales.key_mean,
+        balance=scales.balance,
+        value_scale=scales.value_scale if value_scales else key,
+        key_similarity=key_similarity(key, statistics, scales.key_mean, call, seen) if similarity else None,
+    )
