@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from sparge.backends.hopper.gluon import aggregate, gl, shared_memory_descriptor, tensor_descriptor
 
+PLAIN, MASKED, NON_FINITE, SINK = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(4)
+"""Flags of a stage, which may be added: every query sees every key; some do not; a key is not finite; one is a sink."""
+
 
 @aggregate
 class Descriptors:
@@ -30,7 +33,7 @@ class Metadata:
     Fields:
         key_scale: of each stage, the scales of its key blocks, 4 each; by block where consumers read them.
         block: of each stage, the numbers of its key blocks; one beyond the last where there is none.
-        flags: of each stage, what is unusual about it (`producer.MASKED` and others).
+        flags: of each stage, what is unusual about it (`MASKED` and others).
         tile: of each query stage, the number of its tile, then how many key blocks the tile visits.
     """
 

@@ -17,11 +17,10 @@ from sparge.backends.hopper.accumulator import (
     issue_stage,
     wait_for_stage,
 )
-from sparge.backends.hopper.aggregates import Metadata
+from sparge.backends.hopper.aggregates import NON_FINITE, PLAIN, SINK, Metadata
 from sparge.backends.hopper.epilogue import TileResult, load_epilogue_scales, write_tile
 from sparge.backends.hopper.gluon import gl, jit, mbarrier, reinterpret, warpgroup_mma_wait
 from sparge.backends.hopper.mma import issue_qk
-from sparge.backends.hopper.producer import NON_FINITE, PLAIN, SINK
 from sparge.backends.hopper.scheduler import coordinates_of
 from sparge.backends.hopper.softmax import LOWEST, any_far_below, load_key_scales, mask_scores, max_by_lane
 from sparge.backends.hopper.spec import ROWS, SLACK

@@ -7,11 +7,9 @@ for each tile:   wait until a query stage is empty  ->  tile metadata  ->  copy 
 from __future__ import annotations
 
 from sparge.backends.cuda.primitives import BLOCK_K, BLOCK_Q, KEY_GROUPS
+from sparge.backends.hopper.aggregates import MASKED, NON_FINITE, PLAIN, SINK
 from sparge.backends.hopper.gluon import async_load, barrier, gl, jit, mbarrier, reinterpret
 from sparge.backends.hopper.scheduler import coordinates_of, count_kept_blocks, next_tile
-
-PLAIN, MASKED, NON_FINITE, SINK = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(4)
-"""Flags of a stage, which may be added: every query sees every key; some do not; a key is not finite; one is a sink."""
 
 
 @jit
@@ -30,18 +28,13 @@ def _wait_empty(empty, counter, STAGES: gl.constexpr):
 @jit
 def _copy_query(descriptors, buffers, query_full, coordinates, query_stage, SPEC: gl.constexpr):
     """Start copying the queries of a tile."""
-    mbarrier.expect(query_full.index(query_stage), SPEC.query_bytes)
+    batch, head, q_block = coordinates.batch, coordinates.head, coordinates.q_block
     chunks: gl.constexpr = SPEC.chunks
+    stage_full = query_full.index(query_stage)
+    mbarrier.expect(stage_full, SPEC.query_bytes)
     for c in gl.static_range(chunks):
-        _copy(
-            descriptors.query,
-            coordinates.batch,
-            coordinates.head,
-            coordinates.q_block * BLOCK_Q,
-            c * SPEC.chunk,
-            buffers.query.index(query_stage * chunks + c),
-            query_full.index(query_stage),
-        )
+        query_buffer = buffers.query.index(query_stage * chunks + c)
+        _copy(descriptors.query, batch, head, q_block * BLOCK_Q, c * SPEC.chunk, query_buffer, stage_full)
 
 
 @jit
@@ -54,18 +47,18 @@ def _copy_key_value(descriptors, buffers, full, coordinates, stage, block_number
     stage_full = full.index(stage)
     mbarrier.expect(stage_full, SPEC.stage_bytes)
     for b in gl.static_range(blocks):
-        first_key = gl.sum(gl.where(places == b, block_numbers, 0), 0) * BLOCK_K
+        block = gl.sum(gl.where(places == b, block_numbers, 0), 0)
         for c in gl.static_range(chunks):
             key_buffer = buffers.key.index((stage * chunks + c) * blocks + b)
-            _copy(descriptors.key, batch, kv_head, first_key, c * SPEC.chunk, key_buffer, stage_full)
+            _copy(descriptors.key, batch, kv_head, block * BLOCK_K, c * SPEC.chunk, key_buffer, stage_full)
         for c in gl.static_range(value_copies):
             value_buffer = buffers.value.index((stage * blocks + b) * value_copies + c)
             if SPEC.fp8_values:
                 channel = coordinates.value_slice * SPEC.value_dim
-                _copy(descriptors.value, batch, kv_head, channel, first_key, value_buffer, stage_full)
+                _copy(descriptors.value, batch, kv_head, channel, block * BLOCK_K, value_buffer, stage_full)
             else:
                 channel = c * SPEC.value_columns
-                _copy(descriptors.value, batch, kv_head, first_key, channel, value_buffer, stage_full)
+                _copy(descriptors.value, batch, kv_head, block * BLOCK_K, channel, value_buffer, stage_full)
 
 
 @jit
@@ -103,8 +96,7 @@ def produce(
         count = count_kept_blocks(lists.kv_num_blocks_ptr, row, coordinates.q_block, sizes, SPEC)
         if SPEC.counts_blocks and coordinates.value_slice == 0:
             gl.atomic_add(totals_ptr, count.to(gl.int64), sem="relaxed")
-            visible_ptr = lists.visible_num_blocks_ptr + row
-            gl.atomic_add(totals_ptr + 1, gl.load(visible_ptr).to(gl.int64), sem="relaxed")
+            gl.atomic_add(totals_ptr + 1, gl.load(lists.visible_num_blocks_ptr + row).to(gl.int64), sem="relaxed")
 
         query_stage = tile_counter % SPEC.query_stages
         _wait_empty(barriers.query_empty, tile_counter, SPEC.query_stages)
