@@ -124,17 +124,23 @@ class Device:
         return 0
 
 
+def dump(binary: Path, *what: str) -> str:
+    """What cuobjdump says of a kernel."""
+    return subprocess.run([CUOBJDUMP, *what, binary], check=True, capture_output=True, text=True).stdout
+
+
 def inspect(case: str, kernel: str, compiled: Any, folder: Path) -> Result:
-    """Read a kernel's machine code."""
+    """Read a kernel's machine code: its instructions if they may be matrix products or use local memory."""
     binary = folder / "kernel.cubin"
     binary.write_bytes(compiled.asm["cubin"])
-    dump = subprocess.run([CUOBJDUMP, "-res-usage", "-sass", binary], check=True, capture_output=True, text=True).stdout
-    found = RESOURCES.search(dump)
-    assert found is not None, dump[:1000]
+    usage = dump(binary, "-res-usage")
+    found = RESOURCES.search(usage)
+    assert found is not None, usage[:1000]
     registers, stack, local = map(int, found.groups())
+    code = dump(binary, "-sass") if "mma" in compiled.asm["ptx"] or stack or local else ""
     instructions = [
         (int(address, 16), name, int(target[1], 16) if (target := re.search(r"0x([0-9a-f]+)", rest)) else None)
-        for address, name, rest in INSTRUCTION.findall(dump)
+        for address, name, rest in INSTRUCTION.findall(code)
     ]
     return Result(
         case=case,
