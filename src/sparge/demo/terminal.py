@@ -15,11 +15,13 @@ from sparge.demo.page import machine_parts
 def run_with_progress(settings: Settings) -> Demo:
     """Run the demo with a line on stderr that says which step it is at; silent where stderr is no terminal."""
     console = Console(stderr=True)
+    if not console.is_terminal:
+        return measure.run_demo(settings)
     columns = (
         *(SpinnerColumn(), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn()),
         TextColumn("{task.description}"),
     )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("")
 
         def show(step: Step) -> None:
