@@ -49,7 +49,8 @@ test-slow: $(DATA)/.ready  ## a real model: SmolLM2-135M, weights and text from 
 # The oldest torch promised, on the CPU; then the oldest Triton of each GPU backend, which compiles without a GPU.
 OLDEST := .oldest
 OLDEST_TESTS := tests/test_import.py tests/test_block_mask.py tests/test_compile.py tests/test_reference.py \
-	tests/integrations/test_sdpa.py tests/api/test_exactness.py tests/backends
+	tests/integrations/test_sdpa.py tests/api/test_exactness.py \
+	$(filter-out %/test_cuda_replay.py,$(wildcard tests/backends/test_*.py))
 oldest: $(READY)  ## the lower bounds of pyproject.toml: docs/release.md
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet --no-compile -r tests/oldest.txt
