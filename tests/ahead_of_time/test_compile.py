@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from ahead_of_time.worker import FP8_ARCHITECTURE, spills_a_step
+from ahead_of_time.worker import FP8_ARCHITECTURE, SLOW, spills_a_step
 
 WORKER = Path(__file__).with_name("worker.py")
 KERNELS = {
@@ -73,11 +73,11 @@ KNOWN_SPILLS = {
 worth some (`configs`). Most bytes belong to what happens seldom: a tile that holds a sink, one that is masked."""
 
 
-def compile_for(architecture: int, cache: Path) -> list[dict[str, Any]]:
+def compile_for(architecture: int, cache: Path, *words: str) -> list[dict[str, Any]]:
     """What `worker.Result` holds, for each kernel."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     worker = subprocess.run(
-        [sys.executable, str(WORKER), str(architecture)],
+        [sys.executable, str(WORKER), str(architecture), *words],
         env={**environment, "TRITON_CACHE_DIR": str(cache), "TRITON_DEFAULT_FP_FUSION": "0"},  # as from 3.10 on
         capture_output=True,
         text=True,
@@ -116,6 +116,13 @@ def faults(result: dict[str, Any], architecture: int) -> list[str]:
     return found
 
 
+def assert_no_faults(results: list[dict[str, Any]], architecture: int) -> None:
+    wrong = [
+        f"{result['kernel']}, {result['case']}: {fault}" for result in results for fault in faults(result, architecture)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def hopper_faults(result: dict[str, Any]) -> list[str]:
     """What would keep a warp-specialised kernel from its speed."""
     instructions = result["instructions"]
@@ -135,10 +142,15 @@ def test_kernels_fit_their_architecture(architecture: int, tmp_path: Path) -> No
     results = compile_for(architecture, tmp_path)
     with_fp8 = architecture >= FP8_ARCHITECTURE
     assert {result["kernel"] for result in results} == KERNELS - (set() if with_fp8 else {"mark_sinks_kernel"})
-    wrong = [
-        f"{result['kernel']}, {result['case']}: {fault}" for result in results for fault in faults(result, architecture)
-    ]
-    assert not wrong, "\n".join(wrong)
+    assert_no_faults(results, architecture)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", SLOW, ids="sm_{}".format)
+def test_more_kernels_fit_their_architecture(architecture: int, tmp_path: Path) -> None:
+    results = compile_for(architecture, tmp_path, "slow")
+    assert {result["case"] for result in results} == SLOW[architecture]
+    assert_no_faults(results, architecture)
 
 
 def test_spills_of_a_step_are_those_of_the_innermost_loop_without_what_it_jumps_over() -> None:

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
 from sparge.bench import timing
-from sparge.bench.timing import Variant, host_seconds, take_turns, time_on_host
+from sparge.bench.timing import (
+    MAX_CALLS,
+    Timing,
+    Variant,
+    host_seconds,
+    repeats_for,
+    take_turns,
+    time_on_cuda,
+    time_on_host,
+)
 
 
 @pytest.fixture
@@ -66,3 +76,44 @@ def test_medians_on_the_host_without_what_a_context_costs(pass_time: Callable[[f
         "slow": Variant(lambda: pass_time(next(lengths["slow"])), context=costly),
     }
     assert time_on_host(variants, 3, timed=2) == {"fast": 2.0, "slow": 7.0}
+
+
+def test_repeats_fill_a_turn() -> None:
+    found = [repeats_for(ms) for ms in (60.0, 10.0, 2.4, 0.1, 0.001, 0.0)]
+    assert found == [(1, 2), (6, 2), (25, 7), (600, 150), (MAX_CALLS, MAX_CALLS), (1000, 1000)]
+
+
+def test_reason_is_one_short_line() -> None:
+    assert timing.reason(RuntimeError("CUDA  out of memory.\nTried")) == "RuntimeError: CUDA out of memory."
+    assert timing.reason(ValueError()) == "ValueError: no message"
+    assert len(timing.reason(ValueError("x" * 500))) == len("ValueError: ") + 160
+
+
+def test_medians_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first turn is thrown away; what fails leaves the others alone."""
+    order: list[str] = []
+    times = {"fast": iter([99.0, 1.0, 3.0, 2.0]), "fast graph": iter([99.0, 0.5, 0.7, 0.6])}
+
+    def fail() -> None:
+        raise RuntimeError("No available kernel.\nMore words")
+
+    def capture(variant: Variant) -> SimpleNamespace:
+        if variant is variants["eager"]:
+            raise RuntimeError("it synchronises")
+        return SimpleNamespace(replay=lambda: "fast graph")
+
+    def time_calls(variant: Variant, untimed: int, timed: int) -> float:
+        assert (untimed, timed) == (9, 4)
+        order.append(variant.once())
+        return next(times[order[-1]]) if order[-1] in times else 7.0
+
+    variants = {"fast": Variant(lambda: "fast"), "broken": Variant(fail), "eager": Variant(lambda: "eager")}
+    monkeypatch.setattr(timing, "_warm_up", lambda variant: variant.once() and (9, 4))
+    monkeypatch.setattr(timing, "_capture", capture)
+    monkeypatch.setattr(timing, "_time_calls", time_calls)
+    assert time_on_cuda(variants, turns=3) == {
+        "fast": Timing(2.0, 0.6),
+        "broken": Timing(problem="RuntimeError: No available kernel."),
+        "eager": Timing(7.0, None, "RuntimeError: it synchronises"),
+    }
+    assert order == ["fast", "fast graph", "eager"] * 4

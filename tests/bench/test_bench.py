@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,16 +19,15 @@ from sparge.bench import run as bench
 from sparge.bench import timing as bench_timing
 from sparge.bench.cases import DEFAULT_SUITES, SUITES, Group, Problem, groups_of, random_blocks
 from sparge.bench.inputs import make_inputs
-from sparge.bench.table import VIEWS, newest, one_line, problem_notes
-from sparge.bench.timing import MAX_CALLS, Timing, Variant, repeats_for, time_on_cuda
+from sparge.bench.table import VIEWS, newest, problem_notes
+from sparge.bench.timing import Timing, Variant
 from sparge.call import Call
-from sparge.evaluate import oracle as bench_exact
 from sparge.evaluate.captured import captured_families
 from sparge.evaluate.families import FAMILIES, by_name
 from sparge.evaluate.inputs import frame_grid
 from sparge.evaluate.machine import Gpu
 from sparge.evaluate.metrics import block_mass, relative_l1
-from sparge.evaluate.oracle import exact_rows, sampled_error, sampled_queries
+from sparge.evaluate.oracle import sampled_queries
 
 CPU = torch.device("cpu")
 GPU = Gpu("NVIDIA H200", "9.0", "2.11.0", "3.6.0", "13.0", "0.1.0", "0123456789")
@@ -140,86 +136,6 @@ class TestInputs:
         everything = make_inputs(Problem(512, 1, 64), CPU)[0]
         few = make_inputs(Problem(512, 1, 64, queries=128), CPU)[0]
         assert torch.equal(few, everything[:, :, -128:])
-
-
-class TestExact:
-    def test_sample_is_even_and_complete_for_short_sequences(self) -> None:
-        rows = sampled_queries(32768, CPU)
-        assert (len(rows), int(rows[0]), int(rows[-1])) == (256, 0, 32767)
-        assert set(rows.diff().tolist()) == {128, 129}
-        assert sampled_queries(100, CPU).tolist() == list(range(100))
-        assert sampled_queries(1, CPU).tolist() == [0]
-
-    @pytest.mark.parametrize("is_causal", [False, True])
-    @pytest.mark.parametrize("has_mask", [False, True])
-    @pytest.mark.parametrize("kv_heads", [2, 1])
-    def test_equals_the_full_computation(
-        self, is_causal: bool, has_mask: bool, kv_heads: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Chunk by chunk of the keys, for scores of thousands of nats too."""
-        monkeypatch.setattr(bench_exact, "KEYS_AT_ONCE", 128)
-        torch.manual_seed(0)
-        query = torch.randn(2, 2, 200, 32) * torch.tensor([1.0, 500.0]).view(2, 1, 1, 1)
-        key, value = torch.randn(2, kv_heads, 300, 32), torch.randn(2, kv_heads, 300, 16)
-        kept = None
-        if has_mask:
-            kept = torch.rand(2, 2, 2, 5) < 0.5
-            kept[0, 0, 1] = False  # queries that see nothing
-        rows = sampled_queries(200, CPU, count=37)
-        exact, lse = exact_attention(query, key, value, is_causal=is_causal, block_mask=kept)
-        got = exact_rows(query, key, value, rows, is_causal=is_causal, kept=kept)
-        torch.testing.assert_close(got.output, exact[:, :, rows], rtol=0, atol=1e-10)
-        torch.testing.assert_close(got.lse, lse[:, :, rows], rtol=1e-12, atol=1e-12)
-
-    def test_error_is_that_of_the_sampled_rows(self) -> None:
-        torch.manual_seed(0)
-        exact, output = torch.randn(1, 2, 64, 8), torch.randn(1, 2, 64, 8)
-        everything = sampled_queries(64, CPU)
-        assert sampled_error(output, everything, exact) == relative_l1(output, exact)
-        rows = sampled_queries(64, CPU, count=5)
-        assert sampled_error(output, rows, exact[:, :, rows]) == relative_l1(output[:, :, rows], exact[:, :, rows])
-        with pytest.raises(ValueError, match="expected a finite output, got a relative L1 error of nan"):
-            sampled_error(torch.full_like(output, math.nan), everything, exact)
-
-
-class TestTiming:
-    def test_repeats_fill_a_turn(self) -> None:
-        found = [repeats_for(ms) for ms in (60.0, 10.0, 2.4, 0.1, 0.001, 0.0)]
-        assert found == [(1, 2), (6, 2), (25, 7), (600, 150), (MAX_CALLS, MAX_CALLS), (1000, 1000)]
-
-    def test_reason_is_one_short_line(self) -> None:
-        assert bench_timing.reason(RuntimeError("CUDA  out of memory.\nTried")) == "RuntimeError: CUDA out of memory."
-        assert bench_timing.reason(ValueError()) == "ValueError: no message"
-        assert len(bench_timing.reason(ValueError("x" * 500))) == len("ValueError: ") + 160
-
-    def test_medians_of_interleaved_turns(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The first turn is thrown away; what fails leaves the others alone."""
-        order: list[str] = []
-        times = {"fast": iter([99.0, 1.0, 3.0, 2.0]), "fast graph": iter([99.0, 0.5, 0.7, 0.6])}
-
-        def fail() -> None:
-            raise RuntimeError("No available kernel.\nMore words")
-
-        def capture(variant: Variant) -> SimpleNamespace:
-            if variant is variants["eager"]:
-                raise RuntimeError("it synchronises")
-            return SimpleNamespace(replay=lambda: "fast graph")
-
-        def time_calls(variant: Variant, untimed: int, timed: int) -> float:
-            assert (untimed, timed) == (9, 4)
-            order.append(variant.once())
-            return next(times[order[-1]]) if order[-1] in times else 7.0
-
-        variants = {"fast": Variant(lambda: "fast"), "broken": Variant(fail), "eager": Variant(lambda: "eager")}
-        monkeypatch.setattr(bench_timing, "_warm_up", lambda variant: variant.once() and (9, 4))
-        monkeypatch.setattr(bench_timing, "_capture", capture)
-        monkeypatch.setattr(bench_timing, "_time_calls", time_calls)
-        assert time_on_cuda(variants, turns=3) == {
-            "fast": Timing(2.0, 0.6),
-            "broken": Timing(problem="RuntimeError: No available kernel."),
-            "eager": Timing(7.0, None, "RuntimeError: it synchronises"),
-        }
-        assert order == ["fast", "fast graph", "eager"] * 4
 
 
 class Stages:
@@ -409,104 +325,3 @@ class TestSuites:
         assert row["attend_ms"] is None
         assert row["problems"]["attend"] == "RuntimeError: illegal memory access"
         assert row["prepare_ms"] == 0.05
-
-
-END_TO_END: Row = {
-    **{"suite": "end_to_end", **Problem(32768, 16).fields(), "topk": 0.5, "quick": False, "problems": {}},
-    **{"sparge_ms": 5.994, "sparge_graph_ms": 5.9, "cudnn_ms": 14.1, "flash_ms": 25.0, "sparge_tflops": 1467.4},
-    **{"speedup": 2.352, "density": 0.5, "relative_l1": 0.01249, "prepare_ms": 0.421, "floor_ms": 0.1405},
-    **{"attend_ms": 5.4, **bench.stamp(GPU)},
-}
-
-
-class TestTables:
-    def test_cells(self) -> None:
-        assert list(VIEWS["end_to_end"].cells(END_TO_END)) == [
-            ("N", "32768"),
-            ("H", "16"),
-            ("D", "128"),
-            ("causal", "no"),
-            ("topk", "0.5"),
-            ("cuDNN ms", "14.1"),
-            ("FA2 ms", "25.0"),
-            ("sparge ms", "5.99"),
-            ("TFLOP/s", "1467"),
-            ("speed-up", "2.35x"),
-            ("density", "0.500"),
-            ("rel. L1", "0.0125"),
-        ]
-        cells = dict(VIEWS["prepare"].cells(END_TO_END))
-        assert [cells[name] for name in ("prepare ms", "floor ms", "attend ms")] == ["0.421", "0.141", "5.40"]
-        assert dict(VIEWS["end_to_end"].cells({**END_TO_END, "topk": 1.0}))["topk"] == "dense"
-        assert VIEWS["prepare_triton"].on_page(END_TO_END), "rows without a backend are Triton's"
-        assert not VIEWS["prepare_triton"].on_page({**END_TO_END, "topk": 0.25})
-        assert not VIEWS["prepare"].on_page(END_TO_END)
-        assert VIEWS["prepare"].on_page({**END_TO_END, "backend": "hopper"})
-        assert one_line(END_TO_END).startswith("end_to_end: N 32768, H 16, D 128, causal no, topk 0.5, cuDNN ms 14.1")
-
-    def test_newest_row_of_each_case_on_the_last_gpu(self) -> None:
-        quarter = {**END_TO_END, "topk": 0.25}
-        again = {**END_TO_END, "sparge_ms": 5.0}
-        quick = {**END_TO_END, "quick": True}
-        other = {**END_TO_END, "suite": "memory"}
-        assert newest([END_TO_END, quarter, again, quick, other], "end_to_end") == [again, quarter]
-        elsewhere = {**quarter, "gpu": "NVIDIA L40S"}
-        assert newest([END_TO_END, elsewhere], "end_to_end") == [elsewhere]
-        assert newest([], "end_to_end") == []
-
-    def test_markdown_from_the_results(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
-        from benchmarks import tables
-
-        monkeypatch.setattr(tables, "RESULTS", tmp_path)
-        page = (
-            "a\n<!-- table: gpu_end_to_end_triton -->\nold\n<!-- /table -->\n"
-            "b\n<!-- table: gpu_memory -->\n<!-- /table -->\n"
-        )
-        assert tables.fill(page) == page, "nothing measured yet"
-        missing = {**END_TO_END, "topk": 0.1, "cudnn_ms": None, "speedup": None, "problems": {"cudnn": "No kernel."}}
-        (tmp_path / "gpu.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (END_TO_END, missing)))
-        filled = tables.fill(page)
-        assert "| 32768 | 16 | 128 | no | 0.5 | 14.1 | 25.0 | 5.99 | 1467 | **2.35x** | 0.500 | 0.0125 |\n" in filled
-        assert "| 32768 | 16 | 128 | no | 0.1 | n/a | 25.0 | 5.99 | 1467 | **n/a** | 0.500 | 0.0125 |\n" in filled
-        assert "bf16, B 1; NVIDIA H200; torch 2.11.0; triton 3.6.0; CUDA 13.0; commit 0123456789." in filled
-        assert "n/a: cudnn: No kernel.\n<!-- /table -->" in filled
-        assert filled.endswith("<!-- table: gpu_memory -->\n<!-- /table -->\n")
-        assert "old" not in filled
-        names = {name for name in tables.TABLES if name.startswith("gpu_")}
-        assert names == {f"gpu_{name}" for name in (*tables.VIEWS, "tests")}
-
-    def test_results_of_the_gpu_tests_are_shown(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
-        from benchmarks import tables
-
-        monkeypatch.setattr(tables, "RESULTS", tmp_path)
-        page = "<!-- table: gpu_tests -->\nold\n<!-- /table -->\n"
-        assert tables.fill(page) == page
-        machine = {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0", "commit": "0123456789"}
-        files = [{"file": "test_a.py", "passed": 5, "failed": 1, "skipped": 2}]
-        run = {"files": files, "passed": 5, "failed": 1, "skipped": 2, "backend": "triton", "crashed": 0, **machine}
-        older = {**run, "failed": 7}
-        tool = {"tool": "memcheck", "calls": 80, "errors": 0, "control_errors": 194, **machine}
-        other = {**run, "backend": "hopper", "files": [{**files[0], "failed": 0, "skipped": 0}]}
-        soak = {"tool": "soak", "backend": "hopper", "launches": 200, "problems": 2, "unequal": 0, "inexact": 0}
-        soak |= {"seconds": 3, **machine}
-        races = {**tool, "tool": "racecheck", "backend": "hopper", "control_errors": 9}
-        races["apart"] = {"roles": 3, "metadata": 40}
-        races["controls"] = {"all_arrive": 0, "one_arrives": 28, "nobody_waits": 9}
-        lines = "".join(json.dumps(row) + "\n" for row in (older, tool, run, other, soak, races))
-        (tmp_path / "gpu_tests.jsonl").write_text(lines)
-        filled = tables.fill(page)
-        assert "| tests | 'triton' | 'hopper' |\n" in filled
-        assert "| `test_a.py` | 5 passed, 1 failed, 2 skipped | 5 passed |\n" in filled
-        assert "| all | **5 passed, 1 failed, 2 skipped** | **5 passed** |\n" in filled
-        assert "memcheck, 'triton': 0 errors in 80 calls (194 in a call made to fail); NVIDIA H200;" in filled
-        assert (
-            "racecheck, 'hopper': 0 errors in 80 calls (9 in a call made to fail); apart from 3 between roles and 40 "
-            "of metadata (in the control: 28 if one thread arrives for those it met, 0 if all arrive); NVIDIA H200;"
-        ) in filled
-        assert "soak, 'hopper': 200 launches of 2 problems in 3 s, none hung; 0 problems whose bits changed" in filled
-        assert "crashed" not in filled
-        (tmp_path / "gpu_tests.jsonl").write_text(json.dumps({**run, "crashed": 3}) + "\n")
-        assert "**3 processes crashed with 'triton'; their tests are not counted.**" in tables.fill(page)
-        assert "old" not in filled and "7" not in filled.replace("0123456789", "")

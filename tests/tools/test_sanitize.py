@@ -17,7 +17,7 @@ REPORT = """========= Error: Potential {} hazard detected at __shared__ 0x410 in
 
 @pytest.fixture(scope="module")
 def sanitize() -> ModuleType:
-    path = Path(__file__).parents[1] / "tools" / "gpu" / "sanitize.py"
+    path = Path(__file__).parents[2] / "tools" / "gpu" / "sanitize.py"
     spec = importlib.util.spec_from_file_location("sanitize", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

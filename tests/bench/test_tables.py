@@ -1,0 +1,118 @@
+"""Rows of ``sparge bench`` and of the GPU tests as tables, in the terminal and on the pages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparge.bench import run as bench
+from sparge.bench.cases import Problem
+from sparge.bench.table import VIEWS, newest, one_line
+from sparge.evaluate.machine import Gpu
+
+GPU = Gpu("NVIDIA H200", "9.0", "2.11.0", "3.6.0", "13.0", "0.1.0", "0123456789")
+Row = dict[str, Any]
+
+
+END_TO_END: Row = {
+    **{"suite": "end_to_end", **Problem(32768, 16).fields(), "topk": 0.5, "quick": False, "problems": {}},
+    **{"sparge_ms": 5.994, "sparge_graph_ms": 5.9, "cudnn_ms": 14.1, "flash_ms": 25.0, "sparge_tflops": 1467.4},
+    **{"speedup": 2.352, "density": 0.5, "relative_l1": 0.01249, "prepare_ms": 0.421, "floor_ms": 0.1405},
+    **{"attend_ms": 5.4, **bench.stamp(GPU)},
+}
+
+
+class TestTables:
+    def test_cells(self) -> None:
+        assert list(VIEWS["end_to_end"].cells(END_TO_END)) == [
+            ("N", "32768"),
+            ("H", "16"),
+            ("D", "128"),
+            ("causal", "no"),
+            ("topk", "0.5"),
+            ("cuDNN ms", "14.1"),
+            ("FA2 ms", "25.0"),
+            ("sparge ms", "5.99"),
+            ("TFLOP/s", "1467"),
+            ("speed-up", "2.35x"),
+            ("density", "0.500"),
+            ("rel. L1", "0.0125"),
+        ]
+        cells = dict(VIEWS["prepare"].cells(END_TO_END))
+        assert [cells[name] for name in ("prepare ms", "floor ms", "attend ms")] == ["0.421", "0.141", "5.40"]
+        assert dict(VIEWS["end_to_end"].cells({**END_TO_END, "topk": 1.0}))["topk"] == "dense"
+        assert VIEWS["prepare_triton"].on_page(END_TO_END), "rows without a backend are Triton's"
+        assert not VIEWS["prepare_triton"].on_page({**END_TO_END, "topk": 0.25})
+        assert not VIEWS["prepare"].on_page(END_TO_END)
+        assert VIEWS["prepare"].on_page({**END_TO_END, "backend": "hopper"})
+        assert one_line(END_TO_END).startswith("end_to_end: N 32768, H 16, D 128, causal no, topk 0.5, cuDNN ms 14.1")
+
+    def test_newest_row_of_each_case_on_the_last_gpu(self) -> None:
+        quarter = {**END_TO_END, "topk": 0.25}
+        again = {**END_TO_END, "sparge_ms": 5.0}
+        quick = {**END_TO_END, "quick": True}
+        other = {**END_TO_END, "suite": "memory"}
+        assert newest([END_TO_END, quarter, again, quick, other], "end_to_end") == [again, quarter]
+        elsewhere = {**quarter, "gpu": "NVIDIA L40S"}
+        assert newest([END_TO_END, elsewhere], "end_to_end") == [elsewhere]
+        assert newest([], "end_to_end") == []
+
+    def test_markdown_from_the_results(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
+        from benchmarks import tables
+
+        monkeypatch.setattr(tables, "RESULTS", tmp_path)
+        page = (
+            "a\n<!-- table: gpu_end_to_end_triton -->\nold\n<!-- /table -->\n"
+            "b\n<!-- table: gpu_memory -->\n<!-- /table -->\n"
+        )
+        assert tables.fill(page) == page, "nothing measured yet"
+        missing = {**END_TO_END, "topk": 0.1, "cudnn_ms": None, "speedup": None, "problems": {"cudnn": "No kernel."}}
+        (tmp_path / "gpu.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (END_TO_END, missing)))
+        filled = tables.fill(page)
+        assert "| 32768 | 16 | 128 | no | 0.5 | 14.1 | 25.0 | 5.99 | 1467 | **2.35x** | 0.500 | 0.0125 |\n" in filled
+        assert "| 32768 | 16 | 128 | no | 0.1 | n/a | 25.0 | 5.99 | 1467 | **n/a** | 0.500 | 0.0125 |\n" in filled
+        assert "bf16, B 1; NVIDIA H200; torch 2.11.0; triton 3.6.0; CUDA 13.0; commit 0123456789." in filled
+        assert "n/a: cudnn: No kernel.\n<!-- /table -->" in filled
+        assert filled.endswith("<!-- table: gpu_memory -->\n<!-- /table -->\n")
+        assert "old" not in filled
+        names = {name for name in tables.TABLES if name.startswith("gpu_")}
+        assert names == {f"gpu_{name}" for name in (*tables.VIEWS, "tests")}
+
+    def test_results_of_the_gpu_tests_are_shown(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
+        from benchmarks import tables
+
+        monkeypatch.setattr(tables, "RESULTS", tmp_path)
+        page = "<!-- table: gpu_tests -->\nold\n<!-- /table -->\n"
+        assert tables.fill(page) == page
+        machine = {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0", "commit": "0123456789"}
+        files = [{"file": "test_a.py", "passed": 5, "failed": 1, "skipped": 2}]
+        run = {"files": files, "passed": 5, "failed": 1, "skipped": 2, "backend": "triton", "crashed": 0, **machine}
+        older = {**run, "failed": 7}
+        tool = {"tool": "memcheck", "calls": 80, "errors": 0, "control_errors": 194, **machine}
+        other = {**run, "backend": "hopper", "files": [{**files[0], "failed": 0, "skipped": 0}]}
+        soak = {"tool": "soak", "backend": "hopper", "launches": 200, "problems": 2, "unequal": 0, "inexact": 0}
+        soak |= {"seconds": 3, **machine}
+        races = {**tool, "tool": "racecheck", "backend": "hopper", "control_errors": 9}
+        races["apart"] = {"roles": 3, "metadata": 40}
+        races["controls"] = {"all_arrive": 0, "one_arrives": 28, "nobody_waits": 9}
+        lines = "".join(json.dumps(row) + "\n" for row in (older, tool, run, other, soak, races))
+        (tmp_path / "gpu_tests.jsonl").write_text(lines)
+        filled = tables.fill(page)
+        assert "| tests | 'triton' | 'hopper' |\n" in filled
+        assert "| `test_a.py` | 5 passed, 1 failed, 2 skipped | 5 passed |\n" in filled
+        assert "| all | **5 passed, 1 failed, 2 skipped** | **5 passed** |\n" in filled
+        assert "memcheck, 'triton': 0 errors in 80 calls (194 in a call made to fail); NVIDIA H200;" in filled
+        assert (
+            "racecheck, 'hopper': 0 errors in 80 calls (9 in a call made to fail); apart from 3 between roles and 40 "
+            "of metadata (in the control: 28 if one thread arrives for those it met, 0 if all arrive); NVIDIA H200;"
+        ) in filled
+        assert "soak, 'hopper': 200 launches of 2 problems in 3 s, none hung; 0 problems whose bits changed" in filled
+        assert "crashed" not in filled
+        (tmp_path / "gpu_tests.jsonl").write_text(json.dumps({**run, "crashed": 3}) + "\n")
+        assert "**3 processes crashed with 'triton'; their tests are not counted.**" in tables.fill(page)
+        assert "old" not in filled and "7" not in filled.replace("0123456789", "")
