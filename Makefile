@@ -6,7 +6,16 @@ READY := $(VENV)/.ready
 DATA := $(VENV)/data
 SOURCES := src tests tools benchmarks examples compat comfyui
 
-.PHONY: demo test test-slow oldest lint format bench tables docs docs-serve clean
+# One worker a core; torch threads on top would fight over it.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+
+# Bytecode goes into .venv, also where the environment asks for none beside the sources: the tests start some fifty
+# processes, and each would compile the modules of torch anew, which takes longer than most tests.
+export PYTHONDONTWRITEBYTECODE :=
+export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/pycache
+
+.PHONY: demo test test-compiled test-interpreted test-slow oldest lint style types format bench tables docs docs-serve \
+	clean
 
 $(READY): pyproject.toml requirements-dev.txt requirements-docs.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "sparge needs Python 3.10 or newer, got " + sys.version)'
@@ -18,10 +27,15 @@ $(READY): pyproject.toml requirements-dev.txt requirements-docs.txt
 demo: $(READY)  ## the main job on this machine: a table, and sparge-demo.html
 	$(BIN)/sparge demo
 
-test: lint  ## lint, types, all tests
-	# One worker a core; torch threads on top would fight over it.
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n auto --dist worksteal tests/kernels
+test: style  ## style, types, all tests
+	$(MAKE) --no-print-directory --jobs=2 types test-compiled  # mypy alone would leave cores idle
+	$(MAKE) --no-print-directory test-interpreted
+
+test-compiled: $(READY)
+	$(PYTEST)
+
+test-interpreted: $(READY)  # Triton decides when it is imported whether a process compiles kernels or interprets them
+	TRITON_INTERPRET=1 $(PYTEST) tests/kernels
 
 $(DATA)/.ready: $(READY) requirements-slow.txt
 	$(BIN)/python -m pip install --quiet -r requirements-slow.txt
@@ -35,7 +49,7 @@ test-slow: $(DATA)/.ready  ## a real model: SmolLM2-135M, weights and text from 
 # The oldest torch promised, on the CPU; then the oldest Triton of each GPU backend, which compiles without a GPU.
 OLDEST := .oldest
 OLDEST_TESTS := tests/test_import.py tests/test_block_mask.py tests/test_compile.py tests/test_reference.py \
-	tests/integrations/test_sdpa.py tests/api/test_exactness.py tests/api/test_masks.py tests/backends
+	tests/integrations/test_sdpa.py tests/api/test_exactness.py tests/backends
 oldest: $(READY)  ## the lower bounds of pyproject.toml: docs/release.md
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet --no-compile -r tests/oldest.txt
@@ -46,9 +60,13 @@ oldest: $(READY)  ## the lower bounds of pyproject.toml: docs/release.md
 	PYTHONPATH=$(OLDEST)/triton-3.4:src $(BIN)/python tests/ahead_of_time/worker.py 89 > $(OLDEST)/sm_89.jsonl
 	PYTHONPATH=$(OLDEST)/triton-3.6:src $(BIN)/python tests/ahead_of_time/worker.py 90 > $(OLDEST)/sm_90.jsonl
 
-lint: $(READY)
+lint: style types
+
+style: $(READY)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
+
+types: $(READY)
 	$(BIN)/mypy
 
 format: $(READY)

@@ -58,8 +58,8 @@ LOOKS = (
     Look("dark", "#0d1117", "#f0f6fc", "#9198a1", "#161b22", ("#68a7ee", "#e8573f", "#8b949e"), DARK),
 )
 
-TILE, MAXIMUM, CODES, PRODUCT, FOLD = 10.0, 1.6, 3.2, 2.0, 1.8
-"""Lengths in hopper.png: a tile, its maximum, its P, its S or P V, adding it to the output."""
+STAGE, MAXIMUM, SOFTMAX, PRODUCT, ADD = 10.0, 1.6, 3.2, 2.0, 1.8
+"""Lengths in hopper.png: a stage, its maximum, its P, its S or P V, adding it to the output."""
 ROLES = ("copy engine", "consumer 0", "products of 0", "consumer 1", "products of 1")
 KINDS = {
     "K, V": "#b9c4d0",
@@ -265,7 +265,7 @@ def draw_codes(look: Look) -> Figure:
 
 
 def draw_hopper() -> Figure:
-    """Tiles of both consumers, half a tile apart: the order of things, not their exact length."""
+    """Stages of both consumers, half a stage apart: the order of things, not their exact length."""
     figure = new_figure(9.6, 3.4)
     panel = figure.subplots()
     height = {role: len(ROLES) - 1 - place for place, role in enumerate(ROLES)}
@@ -274,17 +274,17 @@ def draw_hopper() -> Figure:
         panel.barh(height[role], length, left=start, height=0.62, color=KINDS[kind], edgecolor="white", linewidth=1)
         panel.text(start + length / 2, height[role], label, ha="center", va="center", fontsize=7, clip_on=True)
 
-    for tile in range(2):
-        bar("copy engine", "K, V", tile * TILE, 0.9 * TILE, f"K, V of tile {tile + 3}")
+    for stage in range(2):
+        bar("copy engine", "K, V", stage * STAGE, 0.9 * STAGE, f"K, V of stage {stage + 3}")
         for consumer in (0, 1):
-            role, products, start = f"consumer {consumer}", f"products of {consumer}", (tile + 0.5 * consumer) * TILE
-            bar(role, "maximum", start, MAXIMUM, f"max {tile}")
-            bar(role, "P", start + MAXIMUM, CODES, f"P {tile}")
-            ready = start + MAXIMUM + CODES
-            bar(products, "P V", ready, PRODUCT, f"P V {tile}")
-            bar(products, "S", ready + PRODUCT, PRODUCT, f"S {tile + 1}")
-            bar(role, "add", ready + PRODUCT, FOLD, f"+ P V {tile}")
-    panel.set(yticks=list(height.values()), yticklabels=list(height), xlim=(0, 2 * TILE), xticks=[], xlabel="time")
+            role, products, start = f"consumer {consumer}", f"products of {consumer}", (stage + 0.5 * consumer) * STAGE
+            bar(role, "maximum", start, MAXIMUM, f"max {stage}")
+            bar(role, "P", start + MAXIMUM, SOFTMAX, f"P {stage}")
+            ready = start + MAXIMUM + SOFTMAX
+            bar(products, "P V", ready, PRODUCT, f"P V {stage}")
+            bar(products, "S", ready + PRODUCT, PRODUCT, f"S {stage + 1}")
+            bar(role, "add", ready + PRODUCT, ADD, f"+ P V {stage}")
+    panel.set(yticks=list(height.values()), yticklabels=list(height), xlim=(0, 2 * STAGE), xticks=[], xlabel="time")
     panel.tick_params(labelsize=8)
     for side in ("top", "right"):
         panel.spines[side].set_visible(False)

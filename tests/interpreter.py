@@ -1,13 +1,17 @@
 """Triton's interpreter with the arithmetic of the hardware.
 
 It truncates to bfloat16 (a GPU rounds), loses the carry when rounding to FP8, and multiplies the bit patterns of
-bfloat16 operands as integers. It also remaps the language at every call of a device function, 40 % of its time.
-`repair` replaces its conversion, its matrix product and that call; the kernels under test stay as they are.
+bfloat16 operands as integers: `repair` replaces its conversion and its matrix product. It also remaps the language at
+every launch and every call of a device function, and works out the same types and shapes for every operation; `repair`
+lets it do so once, which makes it twice as fast. The kernels under test stay as they are.
 """
 
 from __future__ import annotations
 
+import math
 import os
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated
@@ -46,20 +50,95 @@ def dot(_builder: Any, a: Any, b: Any, d: Any, _precision: Any, _imprecise: Any)
     return interpreter.TensorHandle(product, d.dtype.scalar)
 
 
+class Remapped:
+    """What stands for a remapped language that nobody restores: the next launch needs it again."""
+
+    def restore(self) -> None:
+        pass
+
+
+_remap = interpreter._patch_lang
 _remapped: set[int] = set()
 
 
-def call_device_function(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Launches remap `triton.language` and restore it; what device functions of Triton's own modules see stays."""
-    module = id(function.fn.__globals__)
+def remap_once(function: Any) -> Remapped:
+    """Remap `triton.language` for the module of a function, which then stays as it is."""
+    module = id(function.__globals__)
     if module not in _remapped:
-        interpreter._patch_lang(function.fn)
+        _remap(function)
         _remapped.add(module)
+    return Remapped()
+
+
+def call_device_function(function: Any, *args: Any, **kwargs: Any) -> Any:
+    remap_once(function.fn)
     return function.rewrite()(*args, **kwargs)
+
+
+@cache
+def _shape_facts(shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """A tensor's shape and number of elements, as the language has them."""
+    return tl.core.tuple([tl.constexpr(size) for size in shape]), tl.constexpr(math.prod(shape))
+
+
+def make_tensor(self: Any, handle: Any, type: Any) -> None:
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.shape, self.numel = _shape_facts(tuple(type.shape) if type.is_block() else ())
+
+
+def reduce_halves(self: Any, tensors: Any) -> list[Any]:
+    """A reduction by any function of two elements: the second half of an axis into the first until one is left.
+
+    The interpreter would call the function for one pair of elements after the other.
+    """
+    assert self.axis is not None and not self.keep_dims
+    parts = [np.moveaxis(tensor.handle.data, self.axis, 0) for tensor in tensors]
+    dtypes = [tensor.dtype for tensor in tensors]
+    while len(parts[0]) > 1:
+        half = len(parts[0]) // 2
+        pairs = [
+            self.to_tensor(part[rows], dtype)
+            for rows in (slice(half), slice(half, None))
+            for part, dtype in zip(parts, dtypes, strict=True)
+        ]
+        combined = self.combine_fn.fn(*pairs)
+        parts = [tensor.handle.data for tensor in (combined if isinstance(combined, tuple) else (combined,))]
+    return [self.to_tensor(part[0], dtype) for part, dtype in zip(parts, dtypes, strict=True)]
+
+
+_find_numpy_dtype = interpreter._get_np_dtype
+_numpy_dtypes: dict[str, np.dtype] = {}
+
+
+def numpy_dtype(dtype: Any) -> np.dtype:
+    name = dtype.scalar.name
+    if name not in _numpy_dtypes:
+        _numpy_dtypes[name] = _find_numpy_dtype(dtype)
+    return _numpy_dtypes[name]
+
+
+_make_block_type = tl.block_type.__init__
+_block_types: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
+
+
+def make_block_type(self: Any, element_ty: Any, shape: Any) -> None:
+    key = element_ty.name, tuple(getattr(size, "value", size) for size in shape)
+    if key not in _block_types:
+        _make_block_type(self, element_ty, shape)
+        _block_types[key] = dict(vars(self))
+    else:
+        vars(self).update(_block_types[key], element_ty=element_ty)
 
 
 def repair() -> None:
     interpreter._convert_float = convert_float
     interpreter.InterpretedFunction.__call__ = call_device_function
+    interpreter._patch_lang = remap_once
+    interpreter._get_np_dtype = numpy_dtype
+    interpreter.ReduceOps.generic_reduce = reduce_halves
+    tl.tensor.__init__ = make_tensor
+    tl.block_type.__init__ = make_block_type
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)  # computed, and told to nobody
     interpreter.InterpreterBuilder.create_dot = dot
     assert tl.float8e4nv.name in DTYPES

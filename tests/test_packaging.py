@@ -166,10 +166,11 @@ def test_command_without_its_extra_says_what_to_install(
 def test_missing_extras_say_what_to_install(installed: Path, tmp_path: Path) -> None:
     program = """
 import sys
-for name in ("matplotlib", "transformers", "diffusers"):
+for name in ("numpy", "matplotlib", "transformers", "diffusers"):
     sys.modules[name] = None
 import torch, sparge
 q = torch.randn(1, 1, 256, 16)
+assert sparge.attention(q, q, q, topk=0.5).shape == q.shape
 for call in (
     lambda: sparge.predict(q, q).plot(),
     lambda: sparge.enable(torch.nn.Linear(1, 1)),

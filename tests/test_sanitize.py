@@ -39,21 +39,22 @@ def place(sanitize: ModuleType):
 
 @pytest.fixture(scope="module")
 def metadata(place) -> tuple[str, str]:
-    """Where a stage's kind is stored and loaded."""
-    return place("producer.py", "kind_smem", ".store("), place("mma.py", "notes.index(stage).load(")
+    """Where a stage's flags are stored and loaded."""
+    return place("producer.py", "metadata.flags", ".store("), place("consumer.py", "metadata.flags.index(stage).load(")
 
 
 def test_hazards_are_sorted_by_the_lines_they_are_between(
     sanitize: ModuleType, place, metadata: tuple[str, str]
 ) -> None:
     masked, load = metadata
-    unit, block = place("producer.py", "unit_smem.index(stage).store("), place("producer.py", "block_smem", ".store(")
-    first_unit = place("softmax.py", "units.index(")
-    first_block = place("softmax.py", "block = blocks.index(place).load(")
-    count_stored, count = place("producer.py", "zero + count"), place("kernel.py", "slot * 2 + 1).load(")
+    scale = place("producer.py", "metadata.key_scale.index(stage).store(")
+    first_scale = place("softmax.py", "metadata.key_scale.index(")
+    block = place("producer.py", "metadata.block", ".store(")
+    first_block = place("softmax.py", "block = metadata.block.index(place).load(")
+    count_stored, count = place("producer.py", "zero + count"), place("consumer.py", "query_stage * 2 + 1).load(")
     head, roles = place("kernel.py", "def attention_kernel("), place("kernel.py", "gl.warp_specialize(")
     ones = place("kernel.py", "ones_smem.store(")
-    listed = place("producer.py", "gl.load(list_base + listed,")
+    listed = place("producer.py", "gl.load(list_ptr + block_numbers,")
     hidden, exchanged = (
         place("softmax.py", "gl.where(allowed, scores, HIDDEN_BITS)"),
         place("softmax.py", "gl.max(gl.max("),
@@ -61,19 +62,19 @@ def test_hazards_are_sorted_by_the_lines_they_are_between(
     expected = {
         (masked, load): "metadata",
         (load, masked): "metadata",
-        (unit, first_unit): "metadata",
+        (scale, first_scale): "metadata",
         (first_block, block): "metadata",
         (count_stored, count): "metadata",
-        (hidden, unit): "metadata",
+        (hidden, scale): "metadata",
         (roles, head): "roles",
         (head, head): "roles",
         (masked, masked): "other",
         (masked, count): "other",
-        (count_stored, first_unit): "other",
+        (count_stored, first_scale): "other",
         (masked, listed): "other",
         (masked, exchanged): "other",
         (ones, hidden): "other",
-        (unit, head): "other",
+        (scale, head): "other",
         (ones, load): "other",
         (load, head): "other",
         (masked, "somewhere.cu:7"): "other",
@@ -82,9 +83,9 @@ def test_hazards_are_sorted_by_the_lines_they_are_between(
     }
     hazards = {("RAW", *places): kind for places, kind in expected.items()}
     hazards |= {
-        ("WAR", unit, first_unit): "metadata",
-        ("WAW", unit, first_unit): "other",
-        ("WAW", unit, hidden): "other",
+        ("WAR", scale, first_scale): "metadata",
+        ("WAW", scale, first_scale): "other",
+        ("WAW", scale, hidden): "other",
     }
     assert {hazard: sanitize.kind_of(hazard) for hazard in hazards} == hazards
     kinds, found = sanitize.count_hazards("".join(REPORT.format(*hazard) for hazard in hazards))

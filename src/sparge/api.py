@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Literal, overload
 
 import torch
@@ -152,16 +151,8 @@ def attention(
     attn_mask, is_causal = validation.resolve_causal_bias(attn_mask, is_causal, shape, query.device)
     attn_mask = validation.check_attn_mask(attn_mask, shape, query.device)
     rule = validation.resolve_sparsity(topk, sparsity, shape.heads)
-    call = Call(
-        shape=shape,
-        is_causal=is_causal,
-        scale=scale,
-        sparsity=rule,
-        score=validation.resolve_score(score),
-        always_keep=validation.check_always_keep(always_keep, shape.kv_len),
-        pv_threshold=None if isinstance(rule, Dense) else rule.pv_threshold,
-        attn_mask=attn_mask,
-    )
+    resolved_score = validation.resolve_score(score)
+    ranges = validation.check_always_keep(always_keep, shape.kv_len)
     chosen = base.resolve(backend, query.device)
     is_followed = needs_derivatives(query, key, value, attn_mask)
     if backend == "auto" and on_unsupported != "raise" and inside_autograd_function():
@@ -175,14 +166,25 @@ def attention(
         if on_unsupported == "warn" and not torch.compiler.is_compiling():  # a warning cannot be traced
             warnings.warn(f"sparge runs dense: {obstacle.message}", stacklevel=2)
         decide.count(Reason.UNSUPPORTED, detail=obstacle.word)
+        call = Call(shape, is_causal, scale, attn_mask=attn_mask)
         return _in_layout(_sdpa(query, key, value, call, dropout_p, enable_gqa), layout)
 
     resolved = base.resolve_quantization(quantization, chosen, query.device, has_mask=attn_mask is not None)
     reason = decide.by_arguments(shape, rule, quantization, backend, chosen)
+    call = Call(
+        shape=shape,
+        is_causal=is_causal,
+        scale=scale,
+        sparsity=rule,
+        score=resolved_score,
+        always_keep=ranges,
+        quantization="none" if reason is Reason.CROSSOVER else resolved,
+        pv_threshold=None if isinstance(rule, Dense) else rule.pv_threshold,
+        attn_mask=attn_mask,
+    )
     if reason is None:
-        output, lse = ops.attention(query, key, value, replace(call, quantization=resolved), chosen)
+        output, lse = ops.attention(query, key, value, call, chosen)
     else:
-        call = replace(call, quantization="none" if reason is Reason.CROSSOVER else resolved)
         output, lse = ops.dense(query, key, value, call, backend, with_lse=return_lse, reason=reason)
     output = _in_layout(output, layout)
     return (output, lse) if return_lse else output

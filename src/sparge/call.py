@@ -9,10 +9,10 @@ from torch import Tensor
 from sparge.config import Dense, Moment, PerHead, Score, Selection, Sparsity
 from sparge.geometry import Shape
 
-DENSE, DEFAULT_SCORE = Dense(), Moment()  # made here, since torch.compile does not trace a factory
+_DENSE, _SCORE = Dense(), Moment()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Call:
     """What a call asks for, without its tensors. Nothing here is checked again.
 
@@ -20,8 +20,8 @@ class Call:
         shape: sizes of query, key and value, heads first.
         is_causal: query i sees keys up to i + kv_len - q_len.
         scale: factor on the scores, above 0.
-        sparsity: which blocks are kept; `Dense` keeps every visible one.
-        score: how a block's worth is predicted.
+        sparsity: which blocks are kept; by default all visible ones, `Dense`.
+        score: how a block's worth is predicted; `Moment` by default.
         always_keep: key ranges [start, stop) whose blocks every row keeps.
         quantization: "none", "int8_fp16", "int8_fp8" or "int8_fp8_fast"; "auto" was resolved before.
         pv_threshold: natural log, below 0: P V of 64 rows is skipped where all scores lie further below the maximum.
@@ -31,12 +31,35 @@ class Call:
     shape: Shape
     is_causal: bool
     scale: float
-    sparsity: Sparsity = DENSE
-    score: Score = DEFAULT_SCORE
-    always_keep: tuple[tuple[int, int], ...] = ()
-    quantization: str = "none"
-    pv_threshold: PerHead | None = None
-    attn_mask: Tensor | None = None
+    sparsity: Sparsity
+    score: Score
+    always_keep: tuple[tuple[int, int], ...]
+    quantization: str
+    pv_threshold: PerHead | None
+    attn_mask: Tensor | None
+
+    def __init__(
+        self,
+        shape: Shape,
+        is_causal: bool,
+        scale: float,
+        sparsity: Sparsity | None = None,
+        score: Score | None = None,
+        always_keep: tuple[tuple[int, int], ...] = (),
+        quantization: str = "none",
+        pv_threshold: PerHead | None = None,
+        attn_mask: Tensor | None = None,
+    ) -> None:
+        """Written out, because torch.compile traces no default that is an object of ours."""
+        object.__setattr__(self, "shape", shape)
+        object.__setattr__(self, "is_causal", is_causal)
+        object.__setattr__(self, "scale", scale)
+        object.__setattr__(self, "sparsity", _DENSE if sparsity is None else sparsity)
+        object.__setattr__(self, "score", _SCORE if score is None else score)
+        object.__setattr__(self, "always_keep", always_keep)
+        object.__setattr__(self, "quantization", quantization)
+        object.__setattr__(self, "pv_threshold", pv_threshold)
+        object.__setattr__(self, "attn_mask", attn_mask)
 
     @property
     def selection(self) -> Selection:

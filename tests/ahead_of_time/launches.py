@@ -1,4 +1,6 @@
-"""What would reach a GPU: kernels are compiled for a stand-in device, their launches noted instead of started.
+"""What would reach a GPU: kernels are built for a stand-in device, their launches noted instead of started.
+
+A launch depends on the kernel's source, types and options, not on its machine code: none is made.
 
 Only for processes of their own (see `run_program` in conftest.py): Triton is patched for good.
 """
@@ -7,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from worker import Device
@@ -15,6 +18,28 @@ from sparge.backends.cuda import launch
 
 AFTER_HANDLES = 9
 """A launch is: programs in three dimensions, six of Triton's own things, the kernel's arguments."""
+
+
+WITHOUT_CODE = {
+    "shared": 0,
+    "tmem_size": 0,
+    "global_scratch_size": 0,
+    "global_scratch_align": 1,
+    "profile_scratch_size": 0,
+    "profile_scratch_align": 1,
+    "tensordesc_meta": None,
+}
+"""What code generation would find out about a kernel."""
+
+
+def add_stages_without_code(_backend: Any, stages: dict[str, Any], *_: Any) -> None:
+    """Stages of compilation that stop where the language has been read and its types have been checked."""
+
+    def skip(_module: Any, metadata: dict[str, Any]) -> bytes:
+        metadata |= WITHOUT_CODE | {"name": "kernel"}
+        return b""
+
+    stages |= dict.fromkeys(("ttir", "cubin"), skip)
 
 
 def note_launches(architecture: int = 90) -> list[tuple[str, list[Any]]]:
@@ -28,6 +53,7 @@ def note_launches(architecture: int = 90) -> list[tuple[str, list[Any]]]:
 
     driver.set_active(Device(architecture))
     launch._architecture = lambda *_: architecture  # type: ignore[assignment]
+    CUDABackend.add_stages = add_stages_without_code
     CompiledKernel._init_handles = lambda *_: None
     CompiledKernel.launch_metadata = lambda *_: None
     CompiledKernel.function = 0

@@ -50,19 +50,19 @@ PRODUCTS = {
     "none": {"16 bits"},
     "int8_fp16": {"INT8", "16 bits"},
     "int8_fp8": {"INT8", "FP8"},
-    "int8_fp8_codes": {"INT8", "FP8"},
+    "int8_fp8_fast": {"INT8", "FP8"},
 }
 SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 """Bytes a program may use, from the CUDA programming guide."""
 TENSOR_MEMORY = 512
 """Columns of it on compute capability 10.0."""
 KNOWN_SPILLS = {
-    (89, "attention_kernel, int8_fp16 judged"): (16, 0),
+    (89, "attention_kernel, int8_fp16 similarity"): (16, 0),
     # Triton 3.9; with 3.6 a third of the bytes or less, none of them in a step.
-    (90, "attention_kernel, int8_fp8_codes on hopper"): (136, 3),
-    (90, "attention_kernel, int8_fp8_codes causal on hopper"): (152, 3),
-    (90, "attention_kernel, int8_fp8_codes causal asked on hopper"): (160, 9),
-    (90, "attention_kernel, int8_fp8_codes D 256 on hopper"): (144, 3),
+    (90, "attention_kernel, int8_fp8_fast on hopper"): (136, 3),
+    (90, "attention_kernel, int8_fp8_fast causal on hopper"): (152, 3),
+    (90, "attention_kernel, int8_fp8_fast causal asked on hopper"): (160, 9),
+    (90, "attention_kernel, int8_fp8_fast D 256 on hopper"): (144, 3),
     (90, "attention_kernel, int8_fp8 on hopper"): (120, 1),
     (90, "attention_kernel, int8_fp16 on hopper"): (16, 0),
     (90, "attention_kernel, none D 256 on hopper"): (32, 1),
@@ -125,7 +125,7 @@ def hopper_faults(result: dict[str, Any]) -> list[str]:
     products = sum(count for name, count in instructions.items() if name.endswith("GMMA"))
     if instructions["WARPGROUP"] >= products:  # two for each where ptxas puts them in sequence
         found.append(f"expected fewer fences and waits than {products} products, got {instructions['WARPGROUP']}")
-    if "codes" in result["case"] and instructions["MUFU"] >= 64:  # a thread has 64 scores of a tile, or 32
+    if "fast" in result["case"] and instructions["MUFU"] >= 64:  # a thread has 64 scores of a tile, or 32
         found.append(f"expected no exponentials of scores, got {instructions['MUFU']}")
     return found
 

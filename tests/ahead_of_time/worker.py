@@ -46,7 +46,7 @@ class Case:
 
     ``backend`` is "triton" or "hopper", which only compute capability 9.0 has.
     ``length`` is `peaks.ASKED_KEYS` where the kernel also looks for a peak in every step ("asked").
-    ``attn_mask`` is None, "keys" (bool) or "bias" (an entry per query). ``judged`` takes the other way through
+    ``attn_mask`` is None, "keys" (bool) or "bias" (an entry per query). ``has_similarity`` takes the other way through
     prediction: block means, a similarity threshold, TopCdf. What is not ``is_typical`` differs little from another
     case, and is compiled for Hopper alone, which is the architecture that was measured.
     """
@@ -56,7 +56,7 @@ class Case:
     is_causal: bool = False
     pv_threshold: float | None = None
     attn_mask: str | None = None
-    judged: bool = False
+    has_similarity: bool = False
     length: int = 16384
     kernels: str = "attention"
     backend: str = "triton"
@@ -71,18 +71,18 @@ CASES = {
     "int8_fp8 keys": Case("int8_fp8", attn_mask="keys", is_typical=False),
     "int8_fp16": Case("int8_fp16", kernels="."),
     "int8_fp16 D 64": Case("int8_fp16", head_dim=64, is_typical=False),
-    "int8_fp16 judged": Case(
-        "int8_fp16", is_causal=True, attn_mask="keys", judged=True, kernels="similarity|select|attention"
+    "int8_fp16 similarity": Case(
+        "int8_fp16", is_causal=True, attn_mask="keys", has_similarity=True, kernels="similarity|select|attention"
     ),
     "none": Case("none"),
     "none D 64": Case("none", head_dim=64, is_typical=False),
     "none bias": Case("none", attn_mask="bias", length=256),
-    "int8_fp8_codes on hopper": Case("int8_fp8_codes", backend="hopper"),
-    "int8_fp8_codes causal on hopper": Case("int8_fp8_codes", is_causal=True, backend="hopper"),
-    "int8_fp8_codes D 64 on hopper": Case("int8_fp8_codes", head_dim=64, backend="hopper"),
-    "int8_fp8_codes D 256 on hopper": Case("int8_fp8_codes", head_dim=256, backend="hopper"),
-    "int8_fp8_codes causal asked on hopper": Case("int8_fp8_codes", is_causal=True, length=4096, backend="hopper"),
-    "int8_fp8_codes threshold on hopper": Case("int8_fp8_codes", pv_threshold=-8.0, backend="hopper"),
+    "int8_fp8_fast on hopper": Case("int8_fp8_fast", backend="hopper"),
+    "int8_fp8_fast causal on hopper": Case("int8_fp8_fast", is_causal=True, backend="hopper"),
+    "int8_fp8_fast D 64 on hopper": Case("int8_fp8_fast", head_dim=64, backend="hopper"),
+    "int8_fp8_fast D 256 on hopper": Case("int8_fp8_fast", head_dim=256, backend="hopper"),
+    "int8_fp8_fast causal asked on hopper": Case("int8_fp8_fast", is_causal=True, length=4096, backend="hopper"),
+    "int8_fp8_fast threshold on hopper": Case("int8_fp8_fast", pv_threshold=-8.0, backend="hopper"),
     "int8_fp8 on hopper": Case("int8_fp8", backend="hopper"),
     "int8_fp16 on hopper": Case("int8_fp16", is_causal=True, backend="hopper"),
     "none on hopper": Case("none", backend="hopper"),
@@ -124,17 +124,23 @@ class Device:
         return 0
 
 
+def dump(binary: Path, *what: str) -> str:
+    """What cuobjdump says of a kernel."""
+    return subprocess.run([CUOBJDUMP, *what, binary], check=True, capture_output=True, text=True).stdout
+
+
 def inspect(case: str, kernel: str, compiled: Any, folder: Path) -> Result:
-    """Read a kernel's machine code."""
+    """Read a kernel's machine code: its instructions if they may be matrix products or use local memory."""
     binary = folder / "kernel.cubin"
     binary.write_bytes(compiled.asm["cubin"])
-    dump = subprocess.run([CUOBJDUMP, "-res-usage", "-sass", binary], check=True, capture_output=True, text=True).stdout
-    found = RESOURCES.search(dump)
-    assert found is not None, dump[:1000]
+    usage = dump(binary, "-res-usage")
+    found = RESOURCES.search(usage)
+    assert found is not None, usage[:1000]
     registers, stack, local = map(int, found.groups())
+    code = dump(binary, "-sass") if "mma" in compiled.asm["ptx"] or stack or local else ""
     instructions = [
         (int(address, 16), name, int(target[1], 16) if (target := re.search(r"0x([0-9a-f]+)", rest)) else None)
-        for address, name, rest in INSTRUCTION.findall(dump)
+        for address, name, rest in INSTRUCTION.findall(code)
     ]
     return Result(
         case=case,
@@ -191,9 +197,9 @@ def call(case: Case) -> None:
         Shape(BATCH, HEADS, KV_HEADS, case.length, case.length, case.head_dim, case.head_dim),
         is_causal=case.is_causal,
         scale=case.head_dim**-0.5,
-        sparsity=TopCdf(0.9, similarity_threshold=0.5) if case.judged else TopK(0.5),
-        score=Mean() if case.judged else Moment(),
-        quantization=case.quantization.replace("_codes", "_fast"),
+        sparsity=TopCdf(0.9, similarity_threshold=0.5) if case.has_similarity else TopK(0.5),
+        score=Mean() if case.has_similarity else Moment(),
+        quantization=case.quantization,
         pv_threshold=case.pv_threshold,
         attn_mask=attn_mask,
     )

@@ -6,6 +6,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from torch.library import opcheck
 
 import sparge
 from gpu.conftest import BACKEND, DEVICE, FASTEST, ON_CUDA, cuda_only, equal, forget_recordings, make_inputs, modes
-from sparge import Dense, TopCdf, TopK
+from sparge import Dense, TopCdf, TopK, ops
+from sparge.call import Call
+from sparge.geometry import Shape
 
 pytestmark = pytest.mark.gpu
 
@@ -74,19 +77,16 @@ class TestCompile:
         query, key, value = make_inputs(300, heads=2)
         mask = sparge.predict(query, key, topk=0.5, is_causal=True, backend=BACKEND)
         lists = (mask.kv_num_blocks, mask.kv_indices, mask.visible_num_blocks)
-        per_head = torch.tensor([0.3, 0.6], device=DEVICE)
-        rule = ("topk", 1.0, per_head, 0.1, None, 4, True, True, 8, [0, 5])
+        rule = TopK(torch.tensor([0.3, 0.6], device=DEVICE), similarity_threshold=0.1)
+        shape = Shape(*query.shape[:2], key.shape[1], 300, 300, query.shape[3], value.shape[3])
+        call = Call(shape, True, 0.2, rule, sparge.Moment(4), ((0, 5),))
+        padded = ops.pack(replace(call, quantization="int8_fp8", pv_threshold=-8.0, attn_mask=padding_of(300)), BACKEND)
+        given = ops.pack(replace(call, quantization=FASTEST, pv_threshold=-8.0), BACKEND)
         cases = {
-            torch.ops.sparge.predict.default: (query, key, padding_of(300), True, 0.2, *rule, BACKEND),
-            torch.ops.sparge.attend.default: (
-                *(query, key, value, *lists, None, True, 0.2),
-                *(FASTEST, -8.0, None, BACKEND),
-            ),
-            torch.ops.sparge.dense.default: (query, key, value, None, True, 0.2, "none", True, BACKEND, "a check"),
-            torch.ops.sparge.attention.default: (
-                *(query, key, value, padding_of(300), True, 0.2, *rule),
-                *("int8_fp8", -8.0, None, BACKEND),
-            ),
+            torch.ops.sparge.predict.default: (query, key, *padded),
+            torch.ops.sparge.attend.default: (query, key, value, *lists, *given),
+            torch.ops.sparge.dense.default: (query, key, value, *ops.pack(call, BACKEND), True, "a check"),
+            torch.ops.sparge.attention.default: (query, key, value, *padded),
         }
         for operator, arguments in cases.items():
             assert set(opcheck(operator, arguments).values()) == {"SUCCESS"}

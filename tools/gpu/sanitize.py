@@ -46,10 +46,8 @@ SUMMARY = re.compile(
 )
 HAZARD = re.compile(r"Potential (\w+) hazard detected at .*\n.* in (\S+:\d+)\n.* in (\S+:\d+)\n")
 OPTIONS = {"racecheck": ("--racecheck-report", "hazard", "--print-limit", "100000", "--show-backtrace", "no")}
-METADATA = {"unit_smem": "units", "block_smem": "blocks", "kind_smem": "notes", "work_smem": "work_smem"}
-"""Where the producer stores what belongs to a stage or a row, and what it is called where it is loaded."""
-CONSUMER = ("consumer.py:", "mma.py:", "softmax.py:")
-ACCESS = re.compile(r"\.(load|store)\(|convert_layout|gl\.(max|min|sum)\(|_max\(|_sum\(")
+CONSUMER = ("accumulator.py:", "consumer.py:", "mma.py:", "softmax.py:")
+ACCESS = re.compile(r"\.(load|store)\(|convert_layout|gl\.(max|min|sum)\(|_max\(|_sum\(|max_by_lane\(")
 """What reads or writes shared memory, or may do so: numbers that threads exchange."""
 KERNEL = Path(sparge.__file__).parent / "backends" / "hopper"
 FP8 = "int8_fp8_fast" if BACKEND == "hopper" else "int8_fp8"
@@ -145,12 +143,12 @@ def kind_of(hazard: tuple[str, str, str]) -> str:
     if order == "WAW":  # metadata have one writer
         return "other"
     for writer, reader in (places, places[::-1]):
-        stored = re.search(r"^ *(\w+_smem)\.index\(.*\.store\(", line_at(writer))
-        if not writer.startswith("producer.py:") or stored is None or stored.group(1) not in METADATA:
+        stored = re.search(r"^ *(metadata\.\w+)\.index\(.*\.store\(", line_at(writer))
+        if not writer.startswith("producer.py:") or stored is None:
             continue
         line = line_at(reader)
         has_no_line = reader.startswith(CONSUMER) and line and not ACCESS.search(line)
-        if has_no_line or re.search(rf"\b{METADATA[stored.group(1)]}\.index\(.*\.load\(", line):
+        if has_no_line or re.search(rf"\b{re.escape(stored.group(1))}\.index\(.*\.load\(", line):
             return "metadata"
     return "other"
 

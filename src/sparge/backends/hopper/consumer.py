@@ -1,291 +1,245 @@
-"""How a consumer walks a row: scores, their maximum, P, products, and the output they are added to.
+"""The consumers: two warpgroups, each of which computes 64 queries of every output tile.
 
-for each tile:   wait for S  ->  maximum  ->  P  ->  start P V  ->  start the next S
-                 ->  wait for P V  ->  give the stage back  ->  add P V to the output
+for each tile:   wait until Q is full
+    for each stage:   wait for S  ->  maximum  ->  P  ->  issue P V  ->  issue the next S
+                      ->  wait for P V  ->  give the stage back  ->  add P V to the output
+    give Q back  ->  epilogue
 """
 
 from __future__ import annotations
 
-from sparge.backends.cuda.primitives import FP8_RANGE, LOG2_E, REACH
-from sparge.backends.hopper import spec as form
-from sparge.backends.hopper.gluon import gl, jit, mbarrier, warpgroup_mma_wait
-from sparge.backends.hopper.mma import await_stage, note_of, start_scores, start_sums, start_values
-from sparge.backends.hopper.producer import BROKEN, PLAIN, SINK
-from sparge.backends.hopper.softmax import (
-    LOWEST,
-    ROWS,
-    TOP_CODE,
-    any_far_below,
-    halves,
-    hide,
-    key_unit_of,
-    probabilities,
-    tile_max,
-    tile_part,
+from sparge.backends.cuda.primitives import BLOCK_Q, FP8_RANGE, KEY_GROUPS, LOG2_E, REACH, SMALLEST_SCALE
+from sparge.backends.hopper.accumulator import (
+    MmaOperands,
+    add_lower_part,
+    add_stage,
+    empty_accumulator,
+    issue_stage,
+    wait_for_stage,
 )
-
-SLACK = gl.constexpr(form.SLACK)
-
-
-def _multiply_unless_one(count: int) -> gl.constexpr:
-    """So many numbers times as many factors, unless those of all threads of the warp are 1.
-
-    The numbers are of two rows, two and two in turns: two factors tell about all.
-    """
-    products = "\n".join(f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count))
-    return gl.constexpr(
-        f"""{{
-        .reg .pred is_needed;
-        setp.neu.f32 is_needed, ${2 * count}, 0f3F800000;
-        setp.neu.or.f32 is_needed, ${2 * count + 2}, 0f3F800000, is_needed;
-        vote.sync.any.pred is_needed, is_needed, 0xffffffff;
-        @!is_needed bra done;
-        {products}
-        done:
-        }}"""
-    )
-
-
-AT_ONCE = gl.constexpr(32)
-"""Numbers of one thread that are multiplied or not."""
-MULTIPLY = _multiply_unless_one(AT_ONCE.value)
-IN_PLACE = gl.constexpr(
-    ",".join(["=&f"] * AT_ONCE.value + [str(i) for i in range(AT_ONCE.value)] + ["f"] * AT_ONCE.value)
-)
+from sparge.backends.hopper.aggregates import NON_FINITE, PLAIN, SINK, Metadata
+from sparge.backends.hopper.epilogue import TileResult, load_epilogue_scales, write_tile
+from sparge.backends.hopper.gluon import gl, jit, mbarrier, reinterpret, warpgroup_mma_wait
+from sparge.backends.hopper.mma import issue_qk
+from sparge.backends.hopper.scheduler import coordinates_of
+from sparge.backends.hopper.softmax import LOWEST, any_far_below, load_key_scales, mask_scores, max_by_lane
+from sparge.backends.hopper.spec import ROWS, SLACK
 
 
 @jit
-def _rescale(output, decay, FORM: gl.constexpr):
-    """The output times the decay of its rows."""
-    factors = gl.convert_layout(decay, FORM.output_rows)[:, None]
-    if FORM.rescales_rarely:
-        return gl.inline_asm_elementwise(
-            MULTIPLY, IN_PLACE, [output, factors], dtype=gl.float32, is_pure=False, pack=AT_ONCE
-        )
+def _wait_full(full, counter, pred, STAGES: gl.constexpr):
+    """Wait until the stage that the counter stands at has landed, if ``pred``."""
+    mbarrier.wait(full.index(counter % STAGES), (counter // STAGES) & 1, pred=pred)
+
+
+@jit
+def _load_flags(metadata, stage, SPEC: gl.constexpr):
+    """What is unusual about a stage, the same number for all threads."""
+    return gl.max(metadata.flags.index(stage).load(SPEC.row_layout), 0)
+
+
+@jit
+def _wait_for_tile(metadata, query_full, tile_counter, SPEC: gl.constexpr):
+    """Wait for the queries of a tile and say which tile it is."""
+    query_stage = tile_counter % SPEC.query_stages
+    _wait_full(query_full, tile_counter, True, SPEC.query_stages)
+    return gl.max(metadata.tile.index(query_stage * 2).load(SPEC.row_layout), 0)
+
+
+@jit
+def _load_query_scale(CONSUMER: gl.constexpr, tile, scales, sizes, softmax_scale, SPEC: gl.constexpr):
+    """The scale of each query's scores, [64], in steps: that of its codes, or one number for unquantised scores."""
+    if SPEC.quantized:
+        coordinates = coordinates_of(tile, sizes, SPEC)
+        row = coordinates.flat_head.to(gl.int64) * sizes.q_blocks + coordinates.q_block
+        first = row * BLOCK_Q + CONSUMER * ROWS
+        pointers = scales.query_ptr + (first + gl.arange(0, ROWS, SPEC.row_layout))
+        return gl.load(pointers, mask=tile < sizes.num_tiles, other=1.0) * SPEC.steps_per_octave
     else:
-        return output * factors
+        return gl.maximum(gl.abs(softmax_scale) * LOG2_E, SMALLEST_SCALE)
 
 
 @jit
-def _tile_units(units, stage, FORM: gl.constexpr):
-    """What a code of a tile's first and second key block is worth; twice the same if there is one."""
-    place = stage * FORM.blocks
-    first = key_unit_of(units, place, FORM)
-    if FORM.blocks == 2:
-        return first, key_unit_of(units, place + 1, FORM)
-    else:
-        return first, first
+def _new_origin(stage_max, row_max, row_origin, SPEC: gl.constexpr):
+    """The score that P of a stage counts from, given its maximum, the row's so far and the origin so far; all [64].
 
-
-@jit
-def _start_products(
-    scores, row_unit, key_units, top, values, stage, ones, sums, FRESH: gl.constexpr, FORM: gl.constexpr
-):
-    """P of a tile, and P V and the sums of codes on their way. Exact sums are complete at once.
-
-    Args:
-        scores: raw, [64, keys].
-        row_unit, key_units: what codes of the queries, and of the tile's key blocks, are worth.
-        top: [64], the score that P counts from, less what P = 1 is stored as.
-        sums: P V and the sums of codes, which are added to, or with FRESH only lend their registers; exact row sums.
-
-    Returns:
-        P V, pending; the sums of codes, pending (else any number); the exact row sums.
-    """
-    product, code_sum, row_sum = sums
-    place = stage * FORM.blocks
-    first, second = halves(scores, FORM.blocks)
-    first_p, first_sum = probabilities(first, row_unit, key_units[0], top, values.dtype, FORM)
-    product = start_values(first_p, values.index(place), product, FRESH, FORM)
-    second_p = first_p
-    if FORM.blocks == 2:
-        second_p, second_sum = probabilities(second, row_unit, key_units[1], top, values.dtype, FORM)
-        product = start_values(second_p, values.index(place + 1), product, False, FORM)
-        first_sum = first_sum + second_sum
-    if FORM.codes:
-        code_sum = start_sums(first_p, ones, code_sum, FRESH, FORM)
-        if FORM.blocks == 2:
-            code_sum = start_sums(second_p, ones, code_sum, False, FORM)
-    else:
-        row_sum = row_sum + first_sum
-    return product, code_sum, row_sum
-
-
-@jit
-def _start_tile(scores, row_unit, key_units, top, decay, operands, stage, state, FORM: gl.constexpr):
-    """The same on top of the state so far: FP8 products are fresh, others go on from the output."""
-    _, _, values, ones = operands
-    output, product, code_sum, row_sum = state
-    if not FORM.codes:
-        row_sum = row_sum * decay[:, None]
-    if not FORM.fp8_values:
-        product = _rescale(output, decay, FORM)
-    sums = (product, code_sum, row_sum)
-    return _start_products(scores, row_unit, key_units, top, values, stage, ones, sums, FORM.fp8_values, FORM)
-
-
-@jit
-def _wait_for_tile(sums, state, PENDING: gl.constexpr, FORM: gl.constexpr):
-    """Wait for what `_start_tile` started, not for the last PENDING products since. Returns the state."""
-    partial, partial_sum, row_sum = sums
-    output, product, code_sum, _ = state
-    if FORM.codes:
-        product, code_sum = warpgroup_mma_wait(PENDING, deps=[partial, partial_sum])
-    elif FORM.fp8_values:
-        product = warpgroup_mma_wait(PENDING, deps=[partial])
-    else:
-        output = warpgroup_mma_wait(PENDING, deps=[partial])
-    return output, product, code_sum, row_sum
-
-
-@jit
-def _add_tile(state, decay, FORM: gl.constexpr):
-    """Add a fresh product and sums of codes. Returns the state."""
-    output, product, code_sum, row_sum = state
-    if FORM.fp8_values:
-        output = output * gl.convert_layout(decay, FORM.output_rows)[:, None] + product
-    if FORM.codes:
-        row_sum = row_sum * gl.convert_layout(decay, FORM.sum_rows)[:, None] + code_sum
-    return output, product, code_sum, row_sum
-
-
-@jit
-def _add_lower_part(scores, row_unit, key_units, edge, row_top, operands, stage, state, FORM: gl.constexpr):
-    """Add what lies below ``edge`` [64] of a tile, relative to it. Returns the scores above, and the state.
-
-    A peak and the keys around it may be more than FP8 holds. It happens seldom, so nothing is overlapped.
-    """
-    decay = gl.exp2((row_top - edge) * (1.0 / FORM.steps))
-    one: gl.constexpr = TOP_CODE if FORM.codes else FORM.one
-    lower = tile_part(scores, row_unit, key_units, edge, False, FORM)
-    sums = _start_tile(lower, row_unit, key_units, edge - one, decay, operands, stage, state, FORM)
-    state = _add_tile(_wait_for_tile(sums, state, 0, FORM), decay, FORM)
-    return tile_part(scores, row_unit, key_units, edge, True, FORM), state
-
-
-@jit
-def _new_top(local_max, row_max, row_top, FORM: gl.constexpr):
-    """The score that P of a tile counts from, given its maximum, and the row's so far.
-
-    FP8 holds fewer octaves than lie between a sink and a long tail: its range belongs to a tile, not to a row. The
+    FP8 holds fewer octaves than lie between a sink and a long tail: its range belongs to a stage, not to a row. The
     output counts from the same score, and may grow in these units as long as float32 can hold it.
     """
-    if FORM.fp8_values:
-        return gl.maximum(local_max, row_max - REACH * FORM.steps)
-    elif FORM.rescales_rarely:
-        return gl.where(local_max - row_top > SLACK, local_max, row_top)
+    if SPEC.fp8_values:
+        return gl.maximum(stage_max, row_max - REACH * SPEC.steps_per_octave)
+    elif SPEC.rescales_rarely:
+        return gl.where(stage_max - row_origin > SLACK, stage_max, row_origin)
     else:
         return row_max
 
 
 @jit
-def walk_row(PART: gl.constexpr, operands, notes, barriers, row, turn, row_unit, threshold_ptr, FORM: gl.constexpr):
-    """A row's tiles, each with its maximum.
-
-    The tensor cores add FP8 products in 13 bits: there, each tile gets a fresh accumulator, added in float32 while the
-    next scores are computed. 16-bit products are added in place.
+def _attend(
+    CONSUMER: gl.constexpr,
+    operands,
+    metadata,
+    barriers,
+    sizes,
+    first_query,
+    count,
+    stage_counter,
+    query_scale,
+    threshold_ptr,
+    SPEC: gl.constexpr,
+):
+    """The main loop: online softmax over the stages of a tile, each with its own maximum.
 
     Args:
-        PART: which of the two consumers this is.
-        operands: Q of this row; all stages of K and V; a tile of ones.
-        notes: what the producer wrote beside the stages: units of K's codes, block numbers, kinds (see `producer`).
-        row: its first query here; sizes of the problem; blocks it visits.
-        turn: the next stage that is used, counted over all rows.
-        row_unit: [64], what a code of each query is worth, in steps; of unquantised scores, one number.
-        threshold_ptr: of the row's head.
+        first_query: of this consumer's 64.
+        count: key blocks that the tile visits.
+        stage_counter: stages used so far, counted over all tiles.
+        query_scale: [64], see `_load_query_scale`.
+        threshold_ptr: of the tile's head.
 
     Returns:
-        Output; row sums; the score they count from, in steps; the next turn.
+        What the epilogue needs; the stage counter.
     """
-    query, keys, _, _ = operands
-    units, blocks, kinds = notes
-    _, _, full, free = barriers
-    first_query, sizes, count = row
-    _, _, q_len, _, _, _, _ = sizes
-    # Scores count steps: octaves, or eighths of one where P is a code. P = 1 is stored as the largest number.
-    steps: gl.constexpr = FORM.steps
-    one: gl.constexpr = TOP_CODE if FORM.codes else FORM.one
-    stage = turn % FORM.stages
-    await_stage(full, turn, True, FORM)
-    pending = start_scores(query, keys.index(stage), FORM)
-    more = count > FORM.blocks
-    next_stage = gl.where(more, (turn + 1) % FORM.stages, stage)
-    await_stage(full, turn + 1, more, FORM)
+    steps: gl.constexpr = SPEC.steps_per_octave
+    stage = stage_counter % SPEC.stages
+    _wait_full(barriers.full, stage_counter, True, SPEC.stages)
+    pending_scores = issue_qk(operands.query, operands.keys.index(stage), SPEC)
+    has_next = count > SPEC.blocks
+    next_stage = gl.where(has_next, (stage_counter + 1) % SPEC.stages, stage)
+    _wait_full(barriers.full, stage_counter + 1, has_next, SPEC.stages)
 
     threshold = 0.0
-    if FORM.has_threshold:
+    if SPEC.has_threshold:
         threshold = gl.load(threshold_ptr) * (LOG2_E * steps)
-    row_max = gl.full((ROWS,), LOWEST, gl.float32, FORM.rows)
-    row_top = row_max
-    output = gl.full((ROWS, FORM.value_dim), 0.0, gl.float32, FORM.output)
-    product = output if FORM.fp8_values else gl.to_tensor(0.0)
-    if FORM.codes:
-        row_sum = gl.full((ROWS, 8), 0.0, gl.float32, FORM.sums)
-        code_sum = row_sum
-    else:
-        row_sum = gl.full((ROWS, 4), 0.0, gl.float32, FORM.lanes)
-        code_sum = gl.to_tensor(0.0)
-    key_units = _tile_units(units, stage, FORM)
-    kind = note_of(kinds, stage, FORM)
-    broken = gl.to_tensor(0.0)  # or NaN, which codes cannot carry
-    for position in range(0, gl.maximum(count, 1), FORM.blocks):
-        scores = warpgroup_mma_wait(0, deps=[pending])
-        state = (output, product, code_sum, row_sum)
-        if kind != PLAIN:
-            scores = hide(scores, blocks, stage * FORM.blocks, first_query, sizes, FORM)
-            if FORM.codes:
-                broken = broken + gl.where((kind & BROKEN) != 0, float("nan"), 0.0)
-            if FORM.peaks == "known":  # noqa: SIM102
-                if (kind & SINK) != 0:
-                    local_max = gl.max(tile_max(scores, row_unit, key_units, FORM), 1)
-                    edge = _new_top(local_max, gl.maximum(row_max, local_max), row_top, FORM) - FP8_RANGE * steps
-                    scores, state = _add_lower_part(
-                        scores, row_unit, key_units, edge, row_top, operands, stage, state, FORM
+    row_max = gl.full((ROWS,), LOWEST, gl.float32, SPEC.row_layout)
+    row_origin = row_max  # what output and row sums count from
+    accumulator = empty_accumulator(SPEC)
+    key_scales = load_key_scales(metadata, stage, SPEC)
+    flags = _load_flags(metadata, stage, SPEC)
+    poison = gl.to_tensor(0.0)  # or NaN, which FP8 codes from the scores cannot carry
+    for position in range(0, gl.maximum(count, 1), SPEC.blocks):
+        scores = warpgroup_mma_wait(0, deps=[pending_scores])
+        if flags != PLAIN:
+            scores = mask_scores(scores, metadata, stage, first_query, sizes, SPEC)
+            if SPEC.exponential_free:
+                poison = poison + gl.where((flags & NON_FINITE) != 0, float("nan"), 0.0)
+            if SPEC.peaks == "known":  # noqa: SIM102
+                if (flags & SINK) != 0:
+                    stage_max = gl.max(max_by_lane(scores, query_scale, key_scales, SPEC), 1)
+                    new_origin = _new_origin(stage_max, gl.maximum(row_max, stage_max), row_origin, SPEC)
+                    edge = new_origin - FP8_RANGE * steps
+                    scores, accumulator = add_lower_part(
+                        scores, query_scale, key_scales, edge, row_origin, operands, stage, accumulator, SPEC
                     )
-                    row_top = edge
-        lane_max = tile_max(scores, row_unit, key_units, FORM)
-        local_max = gl.max(lane_max, 1)
-        row_max = gl.maximum(row_max, local_max)
-        new_top = _new_top(local_max, row_max, row_top, FORM)
-        if FORM.peaks == "asked":  # noqa: SIM102
-            if any_far_below(lane_max, local_max, PART, FORM):
-                edge = new_top - FP8_RANGE * steps
-                scores, state = _add_lower_part(
-                    scores, row_unit, key_units, edge, row_top, operands, stage, state, FORM
+                    row_origin = edge
+        lane_max = max_by_lane(scores, query_scale, key_scales, SPEC)
+        stage_max = gl.max(lane_max, 1)
+        row_max = gl.maximum(row_max, stage_max)
+        new_origin = _new_origin(stage_max, row_max, row_origin, SPEC)
+        if SPEC.peaks == "asked":  # noqa: SIM102
+            if any_far_below(lane_max, stage_max, CONSUMER, SPEC):
+                edge = new_origin - FP8_RANGE * steps
+                scores, accumulator = add_lower_part(
+                    scores, query_scale, key_scales, edge, row_origin, operands, stage, accumulator, SPEC
                 )
-                row_top = edge
-        decay = gl.exp2((row_top - new_top) * (1.0 / steps))
-        top = new_top - one
-        if FORM.has_threshold:
-            is_below = local_max - row_max < threshold
-            if not FORM.quantized:  # a maximum ignores NaN, and NaN must not be skipped
+                row_origin = edge
+        decay = gl.exp2((row_origin - new_origin) * (1.0 / steps))
+        origin = new_origin - SPEC.steps_of_one
+        if SPEC.has_threshold:
+            is_below = stage_max - row_max < threshold
+            if not SPEC.quantized:  # a maximum ignores NaN, and NaN must not be skipped
                 has_nan = gl.max((scores != scores).to(gl.int32), 1)
-                is_below = is_below & (gl.convert_layout(has_nan, FORM.rows) == 0)
-            is_below = is_below | (first_query + gl.arange(0, ROWS, FORM.rows) >= q_len)
+                is_below = is_below & (gl.convert_layout(has_nan, SPEC.row_layout) == 0)
+            is_below = is_below | (first_query + gl.arange(0, ROWS, SPEC.row_layout) >= sizes.q_len)
             if gl.min(is_below.to(gl.int32), 0) == 0:  # one answer for the warpgroup
-                sums = _start_tile(scores, row_unit, key_units, top, decay, operands, stage, state, FORM)
-                state = _add_tile(_wait_for_tile(sums, state, 0, FORM), decay, FORM)
-                row_top = new_top
-            pending = start_scores(query, keys.index(next_stage), FORM)
+                pending = issue_stage(
+                    scores, query_scale, key_scales, origin, decay, operands, stage, accumulator, SPEC
+                )
+                accumulator = add_stage(wait_for_stage(pending, accumulator, 0, SPEC), decay, SPEC)
+                row_origin = new_origin
+            pending_scores = issue_qk(operands.query, operands.keys.index(next_stage), SPEC)
         else:
-            sums = _start_tile(scores, row_unit, key_units, top, decay, operands, stage, state, FORM)
-            # After the last tile this repeats its scores, which nobody reads.
-            pending = start_scores(query, keys.index(next_stage), FORM)
-            state = _wait_for_tile(sums, state, 1, FORM)
-            row_top = new_top
-        mbarrier.arrive(free.index(stage), count=1)
-        turn += 1
+            pending = issue_stage(scores, query_scale, key_scales, origin, decay, operands, stage, accumulator, SPEC)
+            # After the last stage this repeats its scores, which nobody reads.
+            pending_scores = issue_qk(operands.query, operands.keys.index(next_stage), SPEC)
+            accumulator = wait_for_stage(pending, accumulator, 1, SPEC)
+            row_origin = new_origin
+        mbarrier.arrive(barriers.empty.index(stage), count=1)
+        stage_counter += 1
         stage = next_stage
-        more = position + 2 * FORM.blocks < count
-        next_stage = gl.where(more, (turn + 1) % FORM.stages, stage)
-        await_stage(full, turn + 1, more, FORM)
-        if position + FORM.blocks < count:
-            key_units = _tile_units(units, stage, FORM)
-            kind = note_of(kinds, stage, FORM)
-        if not FORM.has_threshold:
-            state = _add_tile(state, decay, FORM)
-        output, product, code_sum, row_sum = state
-    scores = warpgroup_mma_wait(0, deps=[pending])
-    if FORM.codes:
-        row_sum = row_sum + gl.convert_layout(row_unit * 0.0 + broken, FORM.sum_rows)[:, None]
-    return output, row_sum, row_top, turn
+        has_next = position + 2 * SPEC.blocks < count
+        next_stage = gl.where(has_next, (stage_counter + 1) % SPEC.stages, stage)
+        _wait_full(barriers.full, stage_counter + 1, has_next, SPEC.stages)
+        if position + SPEC.blocks < count:
+            key_scales = load_key_scales(metadata, stage, SPEC)
+            flags = _load_flags(metadata, stage, SPEC)
+        if not SPEC.has_threshold:
+            accumulator = add_stage(accumulator, decay, SPEC)
+    scores = warpgroup_mma_wait(0, deps=[pending_scores])
+    row_sum = accumulator.row_sum
+    if SPEC.exponential_free:
+        row_sum = row_sum + gl.convert_layout(query_scale * 0.0 + poison, SPEC.sums_row_layout)[:, None]
+    return TileResult(output=accumulator.output, row_sum=row_sum, row_origin=row_origin), stage_counter
+
+
+@jit
+def consume(
+    CONSUMER: gl.constexpr,
+    buffers,
+    metadata,
+    barriers,
+    sizes,
+    ones,
+    scales,
+    threshold_ptr,
+    results,
+    softmax_scale,
+    SPEC: gl.constexpr,
+):
+    """A consumer's role: 64 queries of every tile, the first (CONSUMER 0) or the second half of its 128."""
+    query_shape: gl.constexpr = [SPEC.query_stages, BLOCK_Q, SPEC.head_dim]
+    queries = reinterpret(buffers.query, buffers.query.dtype, query_shape, SPEC.key_smem_layout)
+    key_shape: gl.constexpr = [SPEC.stages, SPEC.keys, SPEC.head_dim]
+    keys = reinterpret(buffers.key, buffers.key.dtype, key_shape, SPEC.key_smem_layout)
+    values = reinterpret(buffers.value, buffers.value.dtype, SPEC.value_shape, SPEC.value_smem_layout)
+    num_blocks: gl.constexpr = SPEC.stages * SPEC.blocks
+    metadata = Metadata(
+        key_scale=reinterpret(metadata.key_scale, gl.float32, [num_blocks, KEY_GROUPS], SPEC.metadata_smem_layout),
+        block=reinterpret(metadata.block, gl.int32, [num_blocks, 1], SPEC.metadata_smem_layout),
+        flags=metadata.flags,
+        tile=metadata.tile,
+    )
+    stage_counter = 0
+    tile_counter = 0
+    query_stage = 0
+    tile = _wait_for_tile(metadata, barriers.query_full, tile_counter, SPEC)
+    query_scale = _load_query_scale(CONSUMER, tile, scales, sizes, softmax_scale, SPEC)
+    while tile < sizes.num_tiles:
+        coordinates = coordinates_of(tile, sizes, SPEC)
+        count = gl.max(metadata.tile.index(query_stage * 2 + 1).load(SPEC.row_layout), 0)
+        query = queries.index(query_stage).slice(CONSUMER * ROWS, ROWS, 0)
+        first_query = coordinates.q_block * BLOCK_Q + CONSUMER * ROWS
+        result, stage_counter = _attend(
+            CONSUMER,
+            MmaOperands(query=query, keys=keys, values=values, ones=ones),
+            metadata,
+            barriers,
+            sizes,
+            first_query,
+            count,
+            stage_counter,
+            query_scale,
+            threshold_ptr + coordinates.head,
+            SPEC,
+        )
+        mbarrier.arrive(barriers.query_empty.index(query_stage), count=1)
+        epilogue_scales = load_epilogue_scales(scales, coordinates, first_query, sizes, SPEC)
+        tile_counter += 1
+        query_stage = tile_counter % SPEC.query_stages
+        if SPEC.query_stages == 2:  # the next tile is here, as a rule; read its number while these scales are loaded
+            tile = _wait_for_tile(metadata, barriers.query_full, tile_counter, SPEC)
+            query_scale = _load_query_scale(CONSUMER, tile, scales, sizes, softmax_scale, SPEC)
+        write_tile(result, epilogue_scales, coordinates, first_query, sizes, results, SPEC)
+        if SPEC.query_stages == 1:
+            tile = _wait_for_tile(metadata, barriers.query_full, tile_counter, SPEC)
+            query_scale = _load_query_scale(CONSUMER, tile, scales, sizes, softmax_scale, SPEC)

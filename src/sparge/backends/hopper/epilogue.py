@@ -1,32 +1,56 @@
-"""The end of a row: output and LSE leave the registers."""
+"""The epilogue of a tile: output and LSE leave the registers."""
 
 from __future__ import annotations
 
 from sparge.backends.cuda.primitives import LN_2
-from sparge.backends.hopper.gluon import gl, jit
-from sparge.backends.hopper.softmax import LOWEST, ROWS
+from sparge.backends.hopper.gluon import aggregate, gl, jit
+from sparge.backends.hopper.softmax import LOWEST
+from sparge.backends.hopper.spec import ROWS
+
+
+@aggregate
+class TileResult:
+    """What the main loop leaves of a consumer's 64 queries.
+
+    Fields:
+        output: P V, [64, value_dim].
+        row_sum: row sums of P, [64, 8], all columns alike; or each lane's own, [64, 4].
+        row_origin: [64], the score that both count from, in steps.
+    """
+
+    output: gl.tensor
+    row_sum: gl.tensor
+    row_origin: gl.tensor
+
+
+@aggregate
+class EpilogueScales:
+    """What the LSE of each query is shifted by, [64], and the scale of each value channel, [value_dim]."""
+
+    lse_shift: gl.tensor | gl.constexpr
+    value: gl.tensor | gl.constexpr
 
 
 @jit
-def load_row_scales(scales, target, flat_kv_head, FORM: gl.constexpr):
-    """What the LSE of a row's queries is shifted by, and what its value channels are worth."""
-    _, _, value_scale_ptr, lse_shift_ptr = scales
-    flat_head, first_query, value_slice, q_len = target
-    shift = 0.0
+def load_epilogue_scales(scales, coordinates, first_query, sizes, SPEC: gl.constexpr):
+    """Load what the epilogue needs of a tile's scales; 0 and 1 where there are none."""
+    flat_kv_head = coordinates.batch * (sizes.heads // sizes.group) + coordinates.kv_head
+    lse_shift = 0.0
     value_scale = 1.0
-    if FORM.quantized:
-        positions = first_query + gl.arange(0, ROWS, FORM.output_rows)
-        flat_queries = flat_head.to(gl.int64) * q_len + positions
-        shift = gl.load(lse_shift_ptr + flat_queries, mask=positions < q_len, other=0.0)
-    if FORM.fp8_values:
-        channels = value_slice * FORM.value_dim + gl.arange(0, FORM.value_dim, FORM.output_columns)
-        scale_base = value_scale_ptr + flat_kv_head.to(gl.int64) * FORM.value_scales
-        value_scale = gl.load(scale_base + channels, mask=channels < FORM.output_dim, other=0.0)
-    return shift, value_scale
+    if SPEC.quantized:
+        positions = first_query + gl.arange(0, ROWS, SPEC.output_row_layout)
+        flat_queries = coordinates.flat_head.to(gl.int64) * sizes.q_len + positions
+        lse_shift = gl.load(scales.lse_shift_ptr + flat_queries, mask=positions < sizes.q_len, other=0.0)
+    if SPEC.fp8_values:
+        first_channel = coordinates.value_slice * SPEC.value_dim
+        channels = first_channel + gl.arange(0, SPEC.value_dim, SPEC.output_column_layout)
+        scale_ptr = scales.value_ptr + flat_kv_head.to(gl.int64) * SPEC.value_scale_stride
+        value_scale = gl.load(scale_ptr + channels, mask=channels < SPEC.output_dim, other=0.0)
+    return EpilogueScales(lse_shift=lse_shift, value=value_scale)
 
 
 def _exchange_with(lane: int) -> gl.constexpr:
-    """Two words of each thread, $2 and $3, against those of the thread whose number differs in one bit.
+    """Assembly that exchanges words $2 and $3 of each thread with the one whose number differs in one bit.
 
     The thread without the bit keeps the first and gets the other one's first; the other keeps the second.
     """
@@ -51,6 +75,7 @@ LANE_BIT_1 = _exchange_with(2)
 
 @jit
 def _exchange(first, second, WITH: gl.constexpr):
+    """Exchange two tensors between threads by the assembly of `_exchange_with`."""
     return gl.inline_asm_elementwise(
         WITH,
         "=&r,=&r,r,r",
@@ -62,49 +87,49 @@ def _exchange(first, second, WITH: gl.constexpr):
 
 
 @jit
-def in_groups_of_8(output, FORM: gl.constexpr):
+def in_groups_of_8(output, SPEC: gl.constexpr):
     """The output with 8 neighbouring channels per thread: 16 bytes, if they have 16 bits each.
 
     In a product, the four threads of a row hold two neighbours each of every 8 channels. They exchange them: first
     those 8 channels apart against those 2 apart, then 16 against 4.
     """
-    groups: gl.constexpr = FORM.value_dim // 32
+    groups: gl.constexpr = SPEC.value_dim // 32
     bits = gl.reshape(output, (ROWS, groups, 2, 2, 2, 2, 2))  # of a channel's number, the lowest last
     first, second = gl.split(gl.permute(bits, (0, 1, 2, 4, 5, 6, 3)))
     bits = gl.permute(gl.join(*_exchange(first, second, LANE_BIT_0)), (0, 1, 2, 4, 3, 6, 5))
     first, second = gl.split(gl.permute(bits, (0, 1, 3, 4, 5, 6, 2)))
     bits = gl.permute(gl.join(*_exchange(first, second, LANE_BIT_1)), (0, 1, 3, 2, 6, 4, 5))
-    return gl.convert_layout(gl.reshape(bits, (ROWS, FORM.value_dim)), FORM.stored)
+    return gl.convert_layout(gl.reshape(bits, (ROWS, SPEC.value_dim)), SPEC.store_layout)
 
 
 @jit
-def write_row(output, row_sum, row_top, row_scales, target, results, FORM: gl.constexpr):
-    """Divide by the row sums; write output and LSE of 64 queries."""
-    output_ptr, lse_ptr = results
-    shift, value_scale = row_scales
-    flat_head, first_query, value_slice, q_len = target
-    if FORM.codes:
-        total = gl.convert_layout(gl.max(row_sum, 1), FORM.output_rows)
+def write_tile(result, epilogue_scales, coordinates, first_query, sizes, results, SPEC: gl.constexpr):
+    """Divide by the row sums; write output and LSE of 64 queries, 0 and -inf where they saw nothing."""
+    q_len, value_slice = sizes.q_len, coordinates.value_slice
+    if SPEC.exponential_free:
+        total = gl.convert_layout(gl.max(result.row_sum, 1), SPEC.output_row_layout)
     else:
-        total = gl.convert_layout(gl.sum(row_sum, 1), FORM.output_rows)
-    row_top = gl.convert_layout(row_top, FORM.output_rows)
+        total = gl.convert_layout(gl.sum(result.row_sum, 1), SPEC.output_row_layout)
+    row_origin = gl.convert_layout(result.row_origin, SPEC.output_row_layout)
     # Only both: a row of NaN has no maximum, and where scores are huge all codes may be 0.
-    empty = (total == 0.0) & (row_top == LOWEST)
-    positions = first_query + gl.arange(0, ROWS, FORM.output_rows)
-    lse_ptrs = lse_ptr + (flat_head.to(gl.int64) * q_len + positions)
-    lse = (row_top * (1.0 / FORM.steps) + gl.log2(total * FORM.inverse_one)) * LN_2 + shift
-    gl.store(lse_ptrs, gl.where(empty, float("-inf"), lse), mask=(positions < q_len) & (value_slice == 0))
+    is_empty = (total == 0.0) & (row_origin == LOWEST)
+    positions = first_query + gl.arange(0, ROWS, SPEC.output_row_layout)
+    lse_ptrs = results.lse_ptr + (coordinates.flat_head.to(gl.int64) * q_len + positions)
+    log2_of_sum = row_origin * (1.0 / SPEC.steps_per_octave) + gl.log2(total * SPEC.inverse_one)
+    lse = log2_of_sum * LN_2 + epilogue_scales.lse_shift
+    gl.store(lse_ptrs, gl.where(is_empty, float("-inf"), lse), mask=(positions < q_len) & (value_slice == 0))
 
-    output = output * (1.0 / gl.where(empty, 1.0, total))[:, None]
-    if FORM.fp8_values:
-        output = output * value_scale[None, :]
-    output = in_groups_of_8(output.to(output_ptr.dtype.element_ty), FORM)
-    rows: gl.constexpr = gl.SliceLayout(1, FORM.stored)
-    channels = value_slice * FORM.value_dim + gl.arange(0, FORM.value_dim, gl.SliceLayout(0, FORM.stored))
+    output = result.output * (1.0 / gl.where(is_empty, 1.0, total))[:, None]
+    if SPEC.fp8_values:
+        output = output * epilogue_scales.value[None, :]
+    output = in_groups_of_8(output.to(results.output_ptr.dtype.element_ty), SPEC)
+    rows: gl.constexpr = gl.SliceLayout(1, SPEC.store_layout)
+    columns: gl.constexpr = gl.SliceLayout(0, SPEC.store_layout)
+    channels = value_slice * SPEC.value_dim + gl.arange(0, SPEC.value_dim, columns)
     positions = first_query + gl.arange(0, ROWS, rows)
-    flat_queries = flat_head.to(gl.int64) * q_len + positions
-    pointers = output_ptr + flat_queries[:, None] * FORM.output_dim + channels[None, :]
-    inside = (positions < q_len)[:, None] & (channels < FORM.output_dim)[None, :]
-    empty = gl.convert_layout(empty, rows)[:, None]
-    gl.store(pointers, output, mask=inside & (empty == 0))
-    gl.store(pointers, gl.zeros_like(output), mask=inside & empty)  # what was computed may be NaN
+    flat_queries = coordinates.flat_head.to(gl.int64) * q_len + positions
+    pointers = results.output_ptr + flat_queries[:, None] * SPEC.output_dim + channels[None, :]
+    inside = (positions < q_len)[:, None] & (channels < SPEC.output_dim)[None, :]
+    is_empty = gl.convert_layout(is_empty, rows)[:, None]
+    gl.store(pointers, output, mask=inside & (is_empty == 0))
+    gl.store(pointers, gl.zeros_like(output), mask=inside & is_empty)  # what was computed may be NaN

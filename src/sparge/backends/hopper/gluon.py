@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import typing
+
 from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import shared_memory_descriptor
@@ -10,9 +12,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
+    warpgroup_mma_accumulator,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.core import _aggregate
 
 # Names that changed after Triton 3.6. Where both exist, the old one may only raise.
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -22,9 +26,39 @@ reinterpret = (
     if hasattr(shared_memory_descriptor, "reinterpret")
     else shared_memory_descriptor._reinterpret
 )
+tensor_descriptor = tma.tensor_descriptor
+
+
+if typing.TYPE_CHECKING:
+    from typing_extensions import dataclass_transform
+
+    Aggregate = typing.TypeVar("Aggregate")
+
+    @dataclass_transform(kw_only_default=True)
+    def aggregate(cls: type[Aggregate]) -> type[Aggregate]: ...
+
+else:
+
+    def aggregate(cls):
+        """Class decorator: a value with named fields inside kernels, made with keywords, one for each annotation.
+
+        Triton 3.9 exports the same and makes the constructor by itself; 3.6 does neither, and does not resolve
+        annotations that are strings.
+        """
+
+        def initialize(self, **fields):
+            for name, value in fields.items():
+                setattr(self, name, value)
+
+        initialize.__triton_builtin__ = True  # Triton need not look for what it refers to
+        cls.__init__ = initialize
+        cls.__annotations__ = typing.get_type_hints(cls)
+        return _aggregate(cls)
+
 
 __all__ = [
     "TensorDescriptor",
+    "aggregate",
     "async_load",
     "barrier",
     "fence_async_shared",
@@ -32,6 +66,9 @@ __all__ = [
     "jit",
     "mbarrier",
     "reinterpret",
+    "shared_memory_descriptor",
+    "tensor_descriptor",
     "warpgroup_mma",
+    "warpgroup_mma_accumulator",
     "warpgroup_mma_wait",
 ]

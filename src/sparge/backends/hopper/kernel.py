@@ -1,103 +1,38 @@
 """Attention over the kept blocks on Hopper: one producer warp copies, two consumer warpgroups compute.
 
-The contract is that of `triton.attention`, its twin and oracle. A program serves whole rows of 128 queries, one after
-the other; each consumer takes 64 of them, and a tile is one or two key blocks of 64.
+The contract is that of `triton.attention`, its twin and oracle. `attention_kernel` allocates shared memory and starts
+the roles:
 
-    producer    walks the row's kept blocks; copies K and V, and notes scales and positions beside them
-    consumer    S = Q K^T, softmax, P V; products run while it or the other consumer computes P
+    producer    copies Q of a tile, then K and V of its kept blocks, stage by stage, with metadata beside them
+    consumer    S = Q K^T, softmax, P V; products run while it or the other consumer computes P; then the epilogue
 
-`producer.py` is the one role, `walk.py` the other's inner loop; `output.py` ends a row. Barriers: ``full[stage]`` (a
-tile has landed), ``free[stage]`` (both consumers are done with it), and the same for the queries.
-Layouts, and why P needs no exponentials: docs/hopper.md.
-
-Grid: one program per multiprocessor. Each takes the next row when it is done with one, the longest causal rows first.
+`producer.py` and `consumer.py` are the roles, `mma.py`, `softmax.py`, `accumulator.py` and `epilogue.py` what a
+consumer does. Layouts, barriers, and why P needs no exponentials: docs/hopper.md.
 """
 
 from __future__ import annotations
 
-from sparge.backends.cuda.primitives import BLOCK_K, BLOCK_Q, KEY_GROUPS, LOG2_E, SMALLEST_SCALE
-from sparge.backends.hopper.consumer import walk_row
-from sparge.backends.hopper.epilogue import load_row_scales, write_row
+from sparge.backends.cuda.primitives import BLOCK_K, BLOCK_Q, KEY_GROUPS
+from sparge.backends.hopper.aggregates import (
+    Barriers,
+    BlockLists,
+    Buffers,
+    Descriptors,
+    Metadata,
+    Results,
+    Scales,
+    Sizes,
+)
+from sparge.backends.hopper.consumer import consume
 from sparge.backends.hopper.gluon import barrier, fence_async_shared, gl, jit, mbarrier, reinterpret
-from sparge.backends.hopper.producer import place_of, produce
-from sparge.backends.hopper.softmax import ONES_BITS, ROWS, declare_far
+from sparge.backends.hopper.producer import produce
+from sparge.backends.hopper.softmax import declare_far
+
+ONES_BITS = gl.constexpr(0x38383838)
+"""1.0 in E4M3, four times."""
 
 
-@jit
-def _next_work(work_smem, query_full, row_turn, FORM: gl.constexpr):
-    """Wait for the queries of a row and say which row it is."""
-    slot = row_turn % FORM.rows_ahead
-    mbarrier.wait(query_full.index(slot), (row_turn // FORM.rows_ahead) & 1)
-    return gl.max(work_smem.index(slot * 2).load(FORM.rows), 0)
-
-
-@jit
-def _row_unit(PART: gl.constexpr, work, scales, sizes, scale, FORM: gl.constexpr):
-    """What a code of each query is worth, [64], in steps. Of unquantised scores, what one of them is."""
-    _, _, _, _, q_blocks, _, works = sizes
-    if FORM.quantized:
-        query_scale_ptr, _, _, _ = scales
-        _, _, _, flat_head, q_block, _ = place_of(work, sizes, FORM)
-        first = (flat_head.to(gl.int64) * q_blocks + q_block) * BLOCK_Q + PART * ROWS
-        pointers = query_scale_ptr + (first + gl.arange(0, ROWS, FORM.rows))
-        return gl.load(pointers, mask=work < works, other=1.0) * FORM.steps
-    else:
-        return gl.maximum(gl.abs(scale) * LOG2_E, SMALLEST_SCALE)
-
-
-@jit
-def _consume(
-    PART: gl.constexpr,
-    buffers,
-    barriers,
-    sizes,
-    ones,
-    scales,
-    threshold_ptr,
-    results,
-    scale,
-    FORM: gl.constexpr,
-):
-    """One warpgroup: 64 queries of every row, the first (PART 0) or the second half of its 128."""
-    query_smem, key_smem, value_smem, unit_smem, block_smem, kind_smem, work_smem = buffers
-    query_full, query_free, _, _ = barriers
-    heads, group, q_len, _, _, _, works = sizes
-    queries = reinterpret(query_smem, query_smem.dtype, [FORM.rows_ahead, BLOCK_Q, FORM.head_dim], FORM.key_tile)
-    keys = reinterpret(key_smem, key_smem.dtype, [FORM.stages, FORM.keys, FORM.head_dim], FORM.key_tile)
-    values = reinterpret(value_smem, value_smem.dtype, FORM.value_shape, FORM.value_tile)
-    units = reinterpret(unit_smem, gl.float32, [FORM.stages * FORM.blocks, KEY_GROUPS], FORM.plain)
-    blocks = reinterpret(block_smem, gl.int32, [FORM.stages * FORM.blocks, 1], FORM.plain)
-    notes = (units, blocks, kind_smem)
-    turn = 0
-    row_turn = 0
-    slot = 0
-    work = _next_work(work_smem, query_full, row_turn, FORM)
-    row_unit = _row_unit(PART, work, scales, sizes, scale, FORM)
-    while work < works:
-        batch, head, kv_head, flat_head, q_block, value_slice = place_of(work, sizes, FORM)
-        count = gl.max(work_smem.index(slot * 2 + 1).load(FORM.rows), 0)
-        query = queries.index(slot).slice(PART * ROWS, ROWS, 0)
-        first_query = q_block * BLOCK_Q + PART * ROWS
-        operands = (query, keys, values, ones)
-        row = (first_query, sizes, count)
-        output, row_sum, row_top, turn = walk_row(
-            PART, operands, notes, barriers, row, turn, row_unit, threshold_ptr + head, FORM
-        )
-        mbarrier.arrive(query_free.index(slot), count=1)
-        target = (flat_head, first_query, value_slice, q_len)
-        row_scales = load_row_scales(scales, target, batch * (heads // group) + kv_head, FORM)
-        row_turn += 1
-        slot = row_turn % FORM.rows_ahead
-        if FORM.rows_ahead == 2:  # the next row is here, as a rule; read its number while these scales are on their way
-            work = _next_work(work_smem, query_full, row_turn, FORM)
-            row_unit = _row_unit(PART, work, scales, sizes, scale, FORM)
-        write_row(output, row_sum, row_top, row_scales, target, results, FORM)
-        if FORM.rows_ahead == 1:
-            work = _next_work(work_smem, query_full, row_turn, FORM)
-            row_unit = _row_unit(PART, work, scales, sizes, scale, FORM)
-
-
-@jit(do_not_specialize=["scale", "heads", "group", "q_len", "kv_len", "q_blocks", "kv_blocks", "works"])
+@jit(do_not_specialize=["softmax_scale", "heads", "group", "q_len", "kv_len", "q_blocks", "kv_blocks", "num_tiles"])
 def attention_kernel(
     query_desc,
     key_desc,
@@ -114,67 +49,128 @@ def attention_kernel(
     threshold_ptr,
     output_ptr,
     lse_ptr,
-    scale,
+    softmax_scale,
     heads,
     group,
     q_len,
     kv_len,
     q_blocks,
     kv_blocks,
-    works,
-    FORM: gl.constexpr,
+    num_tiles,
+    SPEC: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    """Allocates shared memory and barriers, and starts the roles."""
-    if FORM.peaks == "asked":
+    """Block-sparse attention by online softmax: output and LSE of every query over the key blocks its block keeps.
+
+    Grid: one program per multiprocessor, 9 warps that work. A tile is 128 queries of a head (times a slice of the value
+    channels); whoever is done with one takes the next, the longest causal tiles first (`scheduler`). Each consumer has
+    64 of the queries. A stage is one or two kept blocks of 64 keys.
+
+    For each stage, with S in octaves (or eighths, `Spec.steps_per_octave`) and m, l, O starting at -inf, 0, 0:
+
+        S  = Q K^T, times the scales of Q (in which the softmax scale is) and K; -inf where a key is hidden
+        m' = the score that P counts from. FP8: max(the stage's row maximum, the row maximum so far - 64);
+             16 bits: the row maximum so far, or one up to 8 octaves below it (`consumer._new_origin`)
+        P  = 2^(S - m'), times what 1 is stored as, rounded to FP8 or 16 bits
+        l' = l 2^(m - m') + row sums of P
+        O' = O 2^(m - m') + P V
+
+    and at last output = O / l times the scale of each value channel, LSE = (m + log2 l) ln 2 + lse_shift. A query that
+    sees nothing gets 0 and -inf.
+
+    Args:
+        query_desc: (B, H, q_len, D), for the copy engine; INT8 codes padded to whole blocks, or 16 bits.
+        key_desc: (B, Hkv, kv_len, D), the same.
+        value_desc: (B, Hkv, D_v, kv_len) in FP8, padded, keys in `fp8_token_order`; or (B, Hkv, kv_len, D_v).
+        query_scale_ptr: (B, H, q_blocks * 128), of each query's codes, times softmax_scale log2 e.
+        key_scale_ptr: (B, Hkv, kv_blocks, 4), of each group of keys; negative where the block holds a sink.
+        value_scale_ptr: (B, Hkv, D_v padded), of each channel.
+        lse_shift_ptr: (B, H, q_len), what smoothing of K took from each query's scores.
+        kv_num_blocks_ptr: (B, H, q_blocks), how many key blocks a query block keeps.
+        kv_indices_ptr: (B, H, q_blocks, kv_blocks), their numbers.
+        visible_num_blocks_ptr: (B, H, q_blocks), how many it could see.
+        totals_ptr: (2,), kept and visible blocks of all tiles, which are added to.
+        taken_ptr: (1,), 0: tiles that were taken.
+        threshold_ptr: (H,), natural log: where P V is skipped.
+        output_ptr: (B, H, q_len, D_v).
+        lse_ptr: (B, H, q_len).
+        softmax_scale: of unquantised scores.
+    """
+    if SPEC.peaks == "asked":
         declare_far()
     query_smem = gl.allocate_shared_memory(
-        query_desc.dtype, [FORM.rows_ahead * FORM.chunks, BLOCK_Q, FORM.chunk], FORM.key_tile
+        query_desc.dtype, [SPEC.query_stages * SPEC.chunks, BLOCK_Q, SPEC.chunk], SPEC.key_smem_layout
     )
     key_smem = gl.allocate_shared_memory(
-        key_desc.dtype, [FORM.stages * FORM.chunks * FORM.blocks, BLOCK_K, FORM.chunk], FORM.key_tile
+        key_desc.dtype, [SPEC.stages * SPEC.chunks * SPEC.blocks, BLOCK_K, SPEC.chunk], SPEC.key_smem_layout
     )
     value_smem = gl.allocate_shared_memory(
         value_desc.dtype,
-        [FORM.stages * FORM.blocks * FORM.value_copies, FORM.value_rows, FORM.value_columns],
-        FORM.value_tile,
+        [SPEC.stages * SPEC.blocks * SPEC.value_copies, SPEC.value_rows, SPEC.value_columns],
+        SPEC.value_smem_layout,
     )
-    unit_smem = gl.allocate_shared_memory(gl.float32, [FORM.stages, FORM.blocks * KEY_GROUPS], FORM.plain)
-    block_smem = gl.allocate_shared_memory(gl.int32, [FORM.stages, FORM.blocks], FORM.plain)
-    kind_smem = gl.allocate_shared_memory(gl.int32, [FORM.stages, 1], FORM.plain)
-    work_smem = gl.allocate_shared_memory(gl.int32, [2 * FORM.rows_ahead, 1], FORM.plain)
+    plain: gl.constexpr = SPEC.metadata_smem_layout
+    metadata = Metadata(
+        key_scale=gl.allocate_shared_memory(gl.float32, [SPEC.stages, SPEC.blocks * KEY_GROUPS], plain),
+        block=gl.allocate_shared_memory(gl.int32, [SPEC.stages, SPEC.blocks], plain),
+        flags=gl.allocate_shared_memory(gl.int32, [SPEC.stages, 1], plain),
+        tile=gl.allocate_shared_memory(gl.int32, [2 * SPEC.query_stages, 1], plain),
+    )
     # Stored as integers: Triton 3.6 gets small FP8 tiles wrong. All bytes are the same, so the layout does not matter.
-    ones_smem = gl.allocate_shared_memory(gl.int32, [8 * BLOCK_K // 4], FORM.plain)
+    ones_smem = gl.allocate_shared_memory(gl.int32, [8 * BLOCK_K // 4], plain)
     ones_smem.store(gl.full((8 * BLOCK_K // 4,), ONES_BITS, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
-    ones = reinterpret(ones_smem, gl.float8e4nv, [8, BLOCK_K], FORM.ones_tile).permute((1, 0))
-    full = gl.allocate_shared_memory(gl.int64, [FORM.stages, 1], FORM.barrier)
-    free = gl.allocate_shared_memory(gl.int64, [FORM.stages, 1], FORM.barrier)
-    query_full = gl.allocate_shared_memory(gl.int64, [FORM.rows_ahead, 1], FORM.barrier)
-    query_free = gl.allocate_shared_memory(gl.int64, [FORM.rows_ahead, 1], FORM.barrier)
-    stages: gl.constexpr = FORM.stages
+    ones = reinterpret(ones_smem, gl.float8e4nv, [8, BLOCK_K], SPEC.ones_smem_layout).permute((1, 0))
+    full = gl.allocate_shared_memory(gl.int64, [SPEC.stages, 1], SPEC.barrier_layout)
+    empty = gl.allocate_shared_memory(gl.int64, [SPEC.stages, 1], SPEC.barrier_layout)
+    query_full = gl.allocate_shared_memory(gl.int64, [SPEC.query_stages, 1], SPEC.barrier_layout)
+    query_empty = gl.allocate_shared_memory(gl.int64, [SPEC.query_stages, 1], SPEC.barrier_layout)
+    stages: gl.constexpr = SPEC.stages
     for i in gl.static_range(stages):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(free.index(i), count=2)
-    rows_ahead: gl.constexpr = FORM.rows_ahead
-    for i in gl.static_range(rows_ahead):
+        mbarrier.init(empty.index(i), count=2)
+    query_stages: gl.constexpr = SPEC.query_stages
+    for i in gl.static_range(query_stages):
         mbarrier.init(query_full.index(i), count=1)
-        mbarrier.init(query_free.index(i), count=2)
+        mbarrier.init(query_empty.index(i), count=2)
     fence_async_shared()
     barrier()
 
-    tiles = (query_desc, key_desc, value_desc)
-    buffers = (query_smem, key_smem, value_smem, unit_smem, block_smem, kind_smem, work_smem)
-    barriers = (query_full, query_free, full, free)
-    sizes = (heads, group, q_len, kv_len, q_blocks, kv_blocks, works)
-    scales = (query_scale_ptr, key_scale_ptr, value_scale_ptr, lse_shift_ptr)
-    lists = (kv_num_blocks_ptr, kv_indices_ptr, visible_num_blocks_ptr)
-    results = (output_ptr, lse_ptr)
+    descriptors = Descriptors(query=query_desc, key=key_desc, value=value_desc)
+    buffers = Buffers(query=query_smem, key=key_smem, value=value_smem)
+    barriers = Barriers(query_full=query_full, query_empty=query_empty, full=full, empty=empty)
+    sizes = Sizes(
+        heads=heads,
+        group=group,
+        q_len=q_len,
+        kv_len=kv_len,
+        q_blocks=q_blocks,
+        kv_blocks=kv_blocks,
+        num_tiles=num_tiles,
+    )
+    scales = Scales(
+        query_ptr=query_scale_ptr,
+        key_ptr=key_scale_ptr,
+        value_ptr=value_scale_ptr,
+        lse_shift_ptr=lse_shift_ptr,
+    )
+    lists = BlockLists(
+        kv_num_blocks_ptr=kv_num_blocks_ptr,
+        kv_indices_ptr=kv_indices_ptr,
+        visible_num_blocks_ptr=visible_num_blocks_ptr,
+    )
+    results = Results(output_ptr=output_ptr, lse_ptr=lse_ptr)
     gl.warp_specialize(
         [
-            (_consume, (0, buffers, barriers, sizes, ones, scales, threshold_ptr, results, scale, FORM)),
-            (_consume, (1, buffers, barriers, sizes, ones, scales, threshold_ptr, results, scale, FORM)),
-            (produce, (tiles, buffers, barriers, sizes, scales, lists, totals_ptr, taken_ptr, FORM)),
+            (
+                consume,
+                (0, buffers, metadata, barriers, sizes, ones, scales, threshold_ptr, results, softmax_scale, SPEC),
+            ),
+            (
+                consume,
+                (1, buffers, metadata, barriers, sizes, ones, scales, threshold_ptr, results, softmax_scale, SPEC),
+            ),
+            (produce, (descriptors, buffers, metadata, barriers, sizes, scales, lists, totals_ptr, taken_ptr, SPEC)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

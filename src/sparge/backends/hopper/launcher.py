@@ -1,4 +1,4 @@
-"""Start the Hopper kernel: tiles of the operands for the copy engine, one program per multiprocessor."""
+"""Start the Hopper kernel: descriptors of the operands for the copy engine, one program per multiprocessor."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from sparge.backends.cuda.peaks import way_with_peaks
 from sparge.backends.hopper import configs
 from sparge.backends.hopper.gluon import TensorDescriptor, gl
 from sparge.backends.hopper.kernel import attention_kernel
-from sparge.backends.hopper.spec import Form
+from sparge.backends.hopper.spec import Spec
 from sparge.block_mask import BlockMask
 from sparge.call import Call
 
 LEAST_WIDTH = 64
 """Channels the kernel computes at least; missing ones are copied as 0."""
 SLICE = 128
-"""Value channels of one FP8 row: two accumulators of more do not fit the registers."""
+"""Value channels of one FP8 tile: two accumulators of more do not fit the registers."""
 COPY_ALIGNMENT = 16
 """Bytes: the copy engine's addresses and strides are multiples of it."""
 
@@ -39,14 +39,12 @@ def attend(
     operands: Operands, mask: BlockMask | None, call: Call, *, totals: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attention over a mask's blocks, or over all visible ones without a mask: see `operands.Attend`."""
-    shape = call.shape
     query, key, value, stand_in = operands.query, operands.key, operands.value, operands.query
-    arithmetic = "int8_fp8" if call.quantization == "int8_fp8_fast" else call.quantization
-    is_quantized, fp8_values = arithmetic != "none", arithmetic == "int8_fp8"
-    if not is_quantized:
+    shape, has_threshold = call.shape, call.pv_threshold is not None
+    if not call.is_quantized:
         query = _copyable(-query if call.scale < 0 else query)  # scores are scaled after their maximum is taken
         key = _copyable(key)
-    if not fp8_values:
+    if not call.has_fp8_values:
         value = _copyable(value)
     threshold = per_head_tensor(call.pv_threshold, shape, query.device)
     rows = (shape.batch, shape.heads, shape.q_len)
@@ -54,33 +52,33 @@ def attend(
     lse = buffer_like(stand_in, True, *rows)
     head_width = max(LEAST_WIDTH, power_of_two(shape.head_dim))
     value_width = max(LEAST_WIDTH, power_of_two(shape.value_dim))
-    slices = max(1, value_width // SLICE) if fp8_values else 1
-    config = configs.hopper_config(call.quantization, max(head_width, value_width), has_threshold=threshold is not None)
-    form = Form(
-        quantized=is_quantized,
-        fp8_values=fp8_values,
-        codes=call.quantization == "int8_fp8_fast",
+    value_slices = max(1, value_width // SLICE) if call.has_fp8_values else 1
+    config = configs.hopper_config(call.quantization, max(head_width, value_width), has_threshold=has_threshold)
+    spec = Spec(
+        quantized=call.is_quantized,
+        fp8_values=call.has_fp8_values,
+        exponential_free=call.quantization == "int8_fp8_fast",
         is_causal=call.is_causal,
-        has_threshold=threshold is not None,
+        has_threshold=has_threshold,
         all_blocks=mask is None,
-        count=totals is not None,
-        peaks=way_with_peaks(arithmetic, shape.kv_len, has_threshold=threshold is not None),
+        counts_blocks=totals is not None,
+        peaks=way_with_peaks(call.quantization, shape.kv_len, has_threshold=has_threshold),
         head_dim=head_width,
-        value_dim=value_width // slices,
+        value_dim=value_width // value_slices,
         output_dim=shape.value_dim,
-        value_scales=padded(shape.value_dim),
-        slices=slices,
+        value_scale_stride=padded(shape.value_dim),
+        value_slices=value_slices,
         blocks=config.blocks,
         stages=config.stages,
-        rows_ahead=config.query_stages,
+        query_stages=config.query_stages,
     )
-    works = shape.batch * shape.heads * shape.q_blocks * slices
+    num_tiles = shape.batch * shape.heads * shape.q_blocks * value_slices
     launch(
         attention_kernel,
-        min(works, _multiprocessors(query.device.type, query.device.index)),
-        query_desc=_tiles(query, geometry.BLOCK_Q, form.chunk, form.key_tile),
-        key_desc=_tiles(key, geometry.BLOCK_K, form.chunk, form.key_tile),
-        value_desc=_tiles(value, form.value_rows, form.value_columns, form.value_tile),
+        min(num_tiles, _multiprocessors(query.device.type, query.device.index)),
+        query_desc=_descriptor(query, geometry.BLOCK_Q, spec.chunk, spec.key_smem_layout),
+        key_desc=_descriptor(key, geometry.BLOCK_K, spec.chunk, spec.key_smem_layout),
+        value_desc=_descriptor(value, spec.value_rows, spec.value_columns, spec.value_smem_layout),
         query_scale_ptr=operands.query_scale,
         key_scale_ptr=operands.key_scale,
         value_scale_ptr=operands.value_scale,
@@ -91,15 +89,15 @@ def attend(
         threshold_ptr=stand_in if threshold is None else threshold,
         output_ptr=output,
         lse_ptr=lse,
-        scale=call.scale,
+        softmax_scale=call.scale,
         heads=shape.heads,
         group=shape.group,
         q_len=shape.q_len,
         kv_len=shape.kv_len,
         q_blocks=shape.q_blocks,
         kv_blocks=shape.kv_blocks,
-        works=works,
-        FORM=form,
+        num_tiles=num_tiles,
+        SPEC=spec,
         CONSUMER_REGISTERS=config.registers,
         PRODUCER_REGISTERS=configs.PRODUCER_REGISTERS,
         num_warps=4,
@@ -119,8 +117,8 @@ def _copyable(tensor: Tensor) -> Tensor:
     return copy
 
 
-def _tiles(tensor: Tensor, rows: int, columns: int, layout: gl.NVMMASharedLayout) -> TensorDescriptor:
-    """Tiles of so many rows and columns of a tensor (B, H, rows, columns)."""
+def _descriptor(tensor: Tensor, rows: int, columns: int, layout: gl.NVMMASharedLayout) -> TensorDescriptor:
+    """A tensor (B, H, rows, columns) as the copy engine sees it, in parts of so many rows and columns."""
     strides, unit = list(tensor.stride()), COPY_ALIGNMENT // tensor.element_size()
     for dimension in range(3):
         if tensor.shape[dimension] == 1:  # torch allows any stride there
@@ -130,4 +128,5 @@ def _tiles(tensor: Tensor, rows: int, columns: int, layout: gl.NVMMASharedLayout
 
 @functools.cache
 def _multiprocessors(device_type: str, index: int | None) -> int:
+    """How many multiprocessors the device has; an H200's where there is none."""
     return torch.cuda.get_device_properties(index).multi_processor_count if device_type == "cuda" else 132

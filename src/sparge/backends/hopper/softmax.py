@@ -1,155 +1,167 @@
-"""From scores to P on Hopper: what a consumer computes between its two products.
+"""The softmax of a consumer: what it computes between S = Q K^T and P V.
 
-    key_unit_of -> hide -> tile_max -> [any_far_below -> tile_part] -> probabilities
+    load_key_scales -> mask_scores -> max_by_lane -> [any_far_below -> part_of_scores] -> probabilities
 
-Scores count steps: octaves, or eighths of one where P is a code. docs/hopper.md explains the codes.
+Scores count steps (`Spec.steps_per_octave`): octaves, or eighths of one where P's codes come straight from them;
+docs/hopper.md explains these codes. S is [64, keys], raw: INT32 sums that are floats above 1.5 * 2^23, or float32.
+A row's columns lie in four threads, its lanes.
 """
 
 from __future__ import annotations
 
-from sparge import geometry
 from sparge.backends.cuda import primitives
 from sparge.backends.cuda.primitives import BLOCK_K, FAR, FLOAT_OFFSET
-from sparge.backends.hopper.gluon import gl, jit
+from sparge.backends.hopper.gluon import aggregate, gl, jit
+from sparge.backends.hopper.spec import ROWS
 
-ROWS = gl.constexpr(geometry.ROW_GROUP)
-"""Queries of one consumer: what a warpgroup's matrix instruction takes."""
 in_fp8_token_order = jit(primitives.in_fp8_token_order.fn)
 
 HIDDEN_BITS = gl.constexpr(-0x00800000)
 """-inf as bits: the least of all scores, compared as integers or as floats."""
 LOWEST = gl.constexpr(-3e38)
 """Below every score but those that are hidden."""
-TOP_CODE = gl.constexpr(126.0)
-"""E4M3's code of 448."""
 CODE_STEP = gl.constexpr(2.0**-24)
 """The smallest float16. Codes are rounded as multiples of it: such a number's bits are the code."""
-ONES_BITS = gl.constexpr(0x38383838)
-"""1.0 in E4M3, four times."""
+
+
+@aggregate
+class KeyScales:
+    """Scales of the codes of a stage's first and second key block, [4] each; of unquantised keys, 1."""
+
+    first: gl.tensor | gl.constexpr
+    second: gl.tensor | gl.constexpr
 
 
 @jit
-def key_unit_of(units, place, FORM: gl.constexpr):
-    """What a code of a key block is worth, [4]; of unquantised keys, 1."""
-    if FORM.quantized:
-        return units.index(place).load(FORM.groups)
+def _load_key_scale(metadata, place, SPEC: gl.constexpr):
+    """Load the scales of one key block, [4]; of unquantised keys, 1."""
+    if SPEC.quantized:
+        return metadata.key_scale.index(place).load(SPEC.group_layout)
     else:
         return 1.0
 
 
 @jit
-def _unit(row_unit, key_unit, FORM: gl.constexpr):
-    """What an integer of a key block's scores is worth, [64, 4], in steps; of unquantised scores, one number."""
-    if FORM.quantized:
-        return row_unit[:, None] * key_unit[None, :]
-    else:
-        return row_unit
+def load_key_scales(metadata, stage, SPEC: gl.constexpr):
+    """Load the scales of a stage's key blocks; twice the same if there is one."""
+    place = stage * SPEC.blocks
+    first = _load_key_scale(metadata, place, SPEC)
+    second = first
+    if SPEC.blocks == 2:
+        second = _load_key_scale(metadata, place + 1, SPEC)
+    return KeyScales(first=first, second=second)
 
 
 @jit
-def hide(scores, blocks, place, first_query, sizes, FORM: gl.constexpr):
-    """Scores of a tile [64, keys], with -inf where a key does not exist or follows the query.
+def _score_scale(query_scale, key_scale, SPEC: gl.constexpr):
+    """The scale of a key block's raw scores, [64, 4], in steps; of unquantised scores, one number."""
+    if SPEC.quantized:
+        return query_scale[:, None] * key_scale[None, :]
+    else:
+        return query_scale
 
-    Args:
-        blocks: block numbers in shared memory, from ``place`` on; beyond the last one where there is none.
-    """
-    _, _, q_len, kv_len, _, _, _ = sizes
+
+@jit
+def mask_scores(scores, metadata, stage, first_query, sizes, SPEC: gl.constexpr):
+    """Scores of a stage [64, keys], with -inf where a key does not exist or follows the query."""
     columns: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
     rows: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
+    place = stage * SPEC.blocks
     offsets = gl.arange(0, scores.shape[1], columns)
-    block = blocks.index(place).load(columns)
+    block = metadata.block.index(place).load(columns)
     if scores.shape[1] == 2 * BLOCK_K:
-        block = gl.where(offsets < BLOCK_K, block, blocks.index(place + 1).load(columns))
-    last_key = gl.full((ROWS,), kv_len - 1, gl.int32, rows)
-    if FORM.is_causal:
-        last_key = gl.minimum(last_key, first_query + (kv_len - q_len) + gl.arange(0, ROWS, rows))
+        block = gl.where(offsets < BLOCK_K, block, metadata.block.index(place + 1).load(columns))
+    last_key = gl.full((ROWS,), sizes.kv_len - 1, gl.int32, rows)
+    if SPEC.is_causal:
+        last_key = gl.minimum(last_key, first_query + (sizes.kv_len - sizes.q_len) + gl.arange(0, ROWS, rows))
     # Seen from the block's first key, the last one is one number for each row, and a key is a constant.
     allowed = (offsets % BLOCK_K)[None, :] <= last_key[:, None] - (block * BLOCK_K)[None, :]
-    if FORM.quantized:
+    if SPEC.quantized:
         return gl.where(allowed, scores, HIDDEN_BITS)
     else:
         return gl.where(allowed, scores, float("-inf"))
 
 
 @jit
-def halves(tile, BLOCKS: gl.constexpr):
-    """The key blocks of a tile: [M, 128] as two [M, 64]; twice the same if there is one."""
+def split_blocks(scores, BLOCKS: gl.constexpr):
+    """The key blocks of a stage's scores: [64, 128] as two [64, 64]; twice the same if there is one."""
     if BLOCKS == 1:
-        return tile, tile
+        return scores, scores
     else:
-        return gl.split(gl.permute(gl.reshape(tile, (ROWS, 2, BLOCK_K)), (0, 2, 1)))
+        return gl.split(gl.permute(gl.reshape(scores, (ROWS, 2, BLOCK_K)), (0, 2, 1)))
 
 
 @jit
-def as_scores(values):
+def _join_blocks(first, second, SPEC: gl.constexpr):
+    """The inverse of `split_blocks` of two blocks."""
+    scores = gl.reshape(gl.permute(gl.join(first, second), (0, 2, 1)), (ROWS, 2 * BLOCK_K))
+    return gl.convert_layout(scores, SPEC.scores_layout)
+
+
+@jit
+def _as_floats(scores):
     """INT32 sums that started at `INT32_AS_FLOAT` as floats; floats as they are."""
-    if values.dtype == gl.int32:
-        return values.to(gl.float32, bitcast=True)
+    if scores.dtype == gl.int32:
+        return scores.to(gl.float32, bitcast=True)
     else:
-        return values
+        return scores
 
 
 @jit
-def _lane_max(block, key_unit, FORM: gl.constexpr):
-    """Maximum of each thread's own columns of a key block's scores [64, 64], in units of the row: [64, 4]."""
-    largest = as_scores(gl.max(gl.max(gl.reshape(block, (ROWS, 8, 4, 2)), 3), 1))
-    largest = gl.convert_layout(largest, FORM.lanes)
-    if FORM.quantized:
-        return (largest - FLOAT_OFFSET) * key_unit[None, :]
+def _block_max_by_lane(block, key_scale, SPEC: gl.constexpr):
+    """The maximum of each lane's own columns of a key block's scores [64, 64], not yet scaled by query: [64, 4]."""
+    largest = _as_floats(gl.max(gl.max(gl.reshape(block, (ROWS, 8, 4, 2)), 3), 1))
+    largest = gl.convert_layout(largest, SPEC.lane_layout)
+    if SPEC.quantized:
+        return (largest - FLOAT_OFFSET) * key_scale[None, :]
     else:
         return largest
 
 
 @jit
-def tile_max(tile, row_unit, key_units, FORM: gl.constexpr):
-    """The same of a tile's key blocks, in steps."""
-    first, second = halves(tile, FORM.blocks)
-    largest = _lane_max(first, key_units[0], FORM)
-    if FORM.blocks == 2:
-        largest = gl.maximum(largest, _lane_max(second, key_units[1], FORM))
-    if FORM.quantized:
-        return largest * row_unit[:, None]
+def max_by_lane(scores, query_scale, key_scales, SPEC: gl.constexpr):
+    """The maximum of each lane's own columns of a stage's scores, [64, 4], in steps."""
+    first, second = split_blocks(scores, SPEC.blocks)
+    largest = _block_max_by_lane(first, key_scales.first, SPEC)
+    if SPEC.blocks == 2:
+        largest = gl.maximum(largest, _block_max_by_lane(second, key_scales.second, SPEC))
+    if SPEC.quantized:
+        return largest * query_scale[:, None]
     else:
-        return largest * row_unit
+        return largest * query_scale
 
 
 @jit
-def _block_part(block, row_unit, key_unit, edge, IS_UPPER: gl.constexpr, FORM: gl.constexpr):
+def _part_of_block(block, query_scale, key_scale, edge, IS_UPPER: gl.constexpr, SPEC: gl.constexpr):
     """Raw scores of a key block above a score ``edge`` [64], or up to it, with -inf for the others."""
-    limit = edge[:, None] / _unit(row_unit, key_unit, FORM) + FLOAT_OFFSET
+    limit = edge[:, None] / _score_scale(query_scale, key_scale, SPEC) + FLOAT_OFFSET
     grouped = gl.reshape(block, (ROWS, 8, 4, 2))
     lanes: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, grouped.type.layout))
-    is_upper = as_scores(grouped) > gl.convert_layout(limit, lanes)[:, None, :, None]
+    is_upper = _as_floats(grouped) > gl.convert_layout(limit, lanes)[:, None, :, None]
     kept = gl.where(is_upper == IS_UPPER, grouped, HIDDEN_BITS)
     return gl.reshape(kept, (ROWS, BLOCK_K))
 
 
 @jit
-def _rejoined(first, second, FORM: gl.constexpr):
-    """The inverse of `halves`."""
-    tile = gl.reshape(gl.permute(gl.join(first, second), (0, 2, 1)), (ROWS, 2 * BLOCK_K))
-    return gl.convert_layout(tile, FORM.scores)
-
-
-@jit
-def tile_part(tile, row_unit, key_units, edge, IS_UPPER: gl.constexpr, FORM: gl.constexpr):
-    """The same of a tile."""
-    first, second = halves(tile, FORM.blocks)
-    first = _block_part(first, row_unit, key_units[0], edge, IS_UPPER, FORM)
-    if FORM.blocks == 2:
-        return _rejoined(first, _block_part(second, row_unit, key_units[1], edge, IS_UPPER, FORM), FORM)
+def part_of_scores(scores, query_scale, key_scales, edge, IS_UPPER: gl.constexpr, SPEC: gl.constexpr):
+    """Raw scores of a stage above a score ``edge`` [64], or up to it, with -inf for the others."""
+    first, second = split_blocks(scores, SPEC.blocks)
+    first = _part_of_block(first, query_scale, key_scales.first, edge, IS_UPPER, SPEC)
+    if SPEC.blocks == 2:
+        second = _part_of_block(second, query_scale, key_scales.second, edge, IS_UPPER, SPEC)
+        return _join_blocks(first, second, SPEC)
     else:
-        return gl.convert_layout(first, FORM.scores)
+        return gl.convert_layout(first, SPEC.scores_layout)
 
 
 @jit
-def any_far_below(lane_max, row_max, PART: gl.constexpr, FORM: gl.constexpr):
-    """Whether a thread's own keys all lie so far below their row's maximum that FP8 does not hold both.
+def any_far_below(lane_max, row_max, CONSUMER: gl.constexpr, SPEC: gl.constexpr):
+    """Whether a lane's own keys all lie so far below their row's maximum that FP8 does not hold both.
 
     A reduction to one number would take nine shuffles and two barriers. Here each thread brings its answer into a
     register of its own, and a barrier collects one bit of each.
     """
-    is_far = (lane_max < row_max[:, None] - FAR * FORM.steps) & (lane_max > LOWEST)
+    is_far = (lane_max < row_max[:, None] - FAR * SPEC.steps_per_octave) & (lane_max > LOWEST)
     gl.inline_asm_elementwise(
         "or.b32 far, $2, $3; mov.b32 $0, 0; mov.b32 $1, 0;",
         "=r,=r,r,r",
@@ -158,7 +170,7 @@ def any_far_below(lane_max, row_max, PART: gl.constexpr, FORM: gl.constexpr):
         is_pure=False,
         pack=2,
     )
-    barrier_number: gl.constexpr = 14 + PART  # Triton takes the first ones
+    barrier_number: gl.constexpr = 14 + CONSUMER  # Triton takes the first ones
     answer = gl.inline_asm_elementwise(
         """{
         .reg .pred is_far;
@@ -183,22 +195,23 @@ def declare_far():
 
 
 @jit
-def _as_operand(scores, FORM: gl.constexpr):
-    """Scores of a key block as they lie in P, by lanes: [64, 16 / w, 4, w]."""
-    if FORM.fp8_values:
+def _as_operand(scores, SPEC: gl.constexpr):
+    """Scores of a key block as they lie in P, by lane: [64, 16 / w, 4, w]."""
+    if SPEC.fp8_values:
         scores = in_fp8_token_order(scores)
-    return gl.convert_layout(gl.reshape(scores, (ROWS, 16 // FORM.k_width, 4, FORM.k_width)), FORM.by_lanes)
+    grouped = gl.reshape(scores, (ROWS, 16 // SPEC.k_width, 4, SPEC.k_width))
+    return gl.convert_layout(grouped, SPEC.p_by_lane_layout)
 
 
 @jit
 def _for_lanes(numbers):
-    """One number for each thread of a row [64, 4], to go with `_as_operand`."""
+    """One number for each lane of a row [64, 4], to go with `_as_operand`."""
     return numbers[:, None, :, None]
 
 
 @jit
-def _codes(scores, slope, offset):
-    """E4M3 codes of P: scores * slope + offset, from 0 up, rounded to the next multiple of 2^-24.
+def _fp8_from_scores(scores, slope, offset):
+    """FP8 numbers whose codes are scores * slope + offset, from 0 up, rounded to the next multiple of 2^-24.
 
     The saturating multiply-add clamps at 0, and turns NaN into 0. Conversion to float16 rounds; a permutation collects
     the low bytes. 1.75 instructions for each score.
@@ -225,8 +238,8 @@ def _codes(scores, slope, offset):
 
 
 @jit
-def probabilities(block, row_unit, key_unit, top, P_TYPE: gl.constexpr, FORM: gl.constexpr):
-    """P of one key block as the left operand of P V, and the sum of each thread's own columns, [64, 4] (0 for codes).
+def probabilities(block, query_scale, key_scale, origin, P_TYPE: gl.constexpr, SPEC: gl.constexpr):
+    """P of one key block as the left operand of P V, and each lane's sum of it, [64, 4] (0 if exponential-free).
 
     What is subtracted is of the size of FLOAT_OFFSET and rounded (once: fma), by up to three quarters of an integer;
     the maximum itself by a quarter. So one integer more is subtracted, far less than what rounding Q and K to 8 bits
@@ -234,23 +247,23 @@ def probabilities(block, row_unit, key_unit, top, P_TYPE: gl.constexpr, FORM: gl
 
     Args:
         block: raw scores [64, 64].
-        row_unit, key_unit: what codes of the queries and keys are worth.
-        top: [64], the score that P counts from, the maximum as a rule, less what P = 1 is stored as; in steps.
+        query_scale, key_scale: scales of the codes of the queries [64], in steps, and of the keys [4].
+        origin: [64], the score that P counts from, less what P = 1 is stored as; in steps.
     """
-    scores = _as_operand(as_scores(block), FORM)
+    scores = _as_operand(_as_floats(block), SPEC)
     lane_sum = 0.0
-    if FORM.codes:
-        slope = _unit(row_unit * CODE_STEP, key_unit, FORM)
-        offset = gl.fma(slope, -(FLOAT_OFFSET + 1.0), (top * -CODE_STEP)[:, None])
-        probability = _codes(scores, _for_lanes(slope), _for_lanes(offset))
+    if SPEC.exponential_free:
+        slope = _score_scale(query_scale * CODE_STEP, key_scale, SPEC)
+        offset = gl.fma(slope, -(FLOAT_OFFSET + 1.0), (origin * -CODE_STEP)[:, None])
+        p = _fp8_from_scores(scores, _for_lanes(slope), _for_lanes(offset))
     else:
-        unit = _unit(row_unit, key_unit, FORM)
-        if FORM.quantized:
-            offset = gl.fma(unit, FLOAT_OFFSET + 1.0, top[:, None])
-            scores = scores * _for_lanes(unit) - _for_lanes(offset)
+        score_scale = _score_scale(query_scale, key_scale, SPEC)
+        if SPEC.quantized:
+            offset = gl.fma(score_scale, FLOAT_OFFSET + 1.0, origin[:, None])
+            scores = scores * _for_lanes(score_scale) - _for_lanes(offset)
         else:
-            scores = scores * unit - _for_lanes(top[:, None])
+            scores = scores * score_scale - _for_lanes(origin[:, None])
         exact = gl.exp2(scores)
-        lane_sum = gl.convert_layout(gl.sum(gl.sum(exact, 3), 1), FORM.lanes)
-        probability = exact.to(P_TYPE)
-    return gl.convert_layout(gl.reshape(probability, (ROWS, BLOCK_K)), FORM.probability), lane_sum
+        lane_sum = gl.convert_layout(gl.sum(gl.sum(exact, 3), 1), SPEC.lane_layout)
+        p = exact.to(P_TYPE)
+    return gl.convert_layout(gl.reshape(p, (ROWS, BLOCK_K)), SPEC.p_layout), lane_sum

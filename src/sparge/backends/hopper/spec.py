@@ -11,57 +11,68 @@ from dataclasses import dataclass
 
 from sparge.backends.hopper.gluon import gl, mbarrier
 from sparge.eight_bits import FP8_MAX, FP16_ROOM
-from sparge.geometry import BLOCK_K, BLOCK_Q
+from sparge.geometry import BLOCK_K, BLOCK_Q, ROW_GROUP
 
+ROWS = gl.constexpr(ROW_GROUP)
+"""Queries of one consumer: what a warpgroup's matrix instruction takes."""
 CODES_PER_OCTAVE = 8.0
 """Of E4M3: 3 bits of fraction."""
-SLACK = 8.0
+TOP_CODE = 126.0
+"""E4M3's code of 448, its largest number."""
+SLACK = gl.constexpr(8.0)
 """Octaves that P may exceed 1 by, where the output is rescaled rarely."""
 
 
-def _accumulator(columns: int, depth: int) -> gl.NVMMADistributedLayout:
-    """64 rows of a warpgroup's matrix product, ``depth`` numbers deep per instruction."""
+def _accumulator_layout(columns: int, depth: int) -> gl.NVMMADistributedLayout:
+    """The layout of 64 rows of a warpgroup's matrix product, ``depth`` numbers deep per instruction."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, depth])
 
 
-def _tile(swizzle: int, bits: int) -> gl.NVMMASharedLayout:
+def _operand_layout(swizzle: int, bits: int) -> gl.NVMMASharedLayout:
+    """The layout of a matrix product's operand in shared memory."""
     return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits)
 
 
 @dataclass(frozen=True)
-class Form:
-    """A kind of call. Widths are padded to powers of two; what is missing is copied as 0.
+class Spec:
+    """What one kind of call is compiled for. Widths are padded to powers of two; what is missing is copied as 0.
 
     Attributes:
         quantized: Q and K are INT8 codes, else 16-bit numbers.
         fp8_values: V is FP8, transposed, else 16-bit numbers.
-        codes: P's codes come straight from the scores, without exponentials. Needs fp8_values.
-        peaks: "ignored", "asked" about in every tile or "known" (`peaks.way_with_peaks`); what lies far below one is
+        exponential_free: P's FP8 codes come straight from the scores ("int8_fp8_fast"). Needs fp8_values.
+        is_causal: query i sees keys up to i + kv_len - q_len.
+        has_threshold: P V of 64 rows is skipped where all scores lie further below their row's maximum.
+        all_blocks: a tile visits every visible key block, else those of a list.
+        counts_blocks: visited and visible blocks are added up for `stats`.
+        peaks: "ignored", "asked" about in every stage or "known" (`peaks.way_with_peaks`); what lies far below one is
             taken as a part of its own.
-        value_dim: channels of V a row computes, one of ``slices`` parts.
+        head_dim: channels of Q and K.
+        value_dim: channels of V that a tile computes, one of ``value_slices`` parts.
         output_dim: channels the caller sees.
-        value_scales: distance of one head's value scales from the next one's.
-        blocks: key blocks per tile, 1 or 2.
-        stages: tiles on their way.
-        rows_ahead: rows whose queries are held, 1 or 2.
+        value_scale_stride: distance of one head's value scales from the next one's.
+        value_slices: tiles that share their queries, each with channels of its own.
+        blocks: key blocks per stage, 1 or 2.
+        stages: buffers of K and V.
+        query_stages: buffers of Q, 1 or 2.
     """
 
     quantized: bool
     fp8_values: bool
-    codes: bool
+    exponential_free: bool
     is_causal: bool
     has_threshold: bool
     all_blocks: bool
-    count: bool
+    counts_blocks: bool
     peaks: str
     head_dim: int
     value_dim: int
     output_dim: int
-    value_scales: int
-    slices: int
+    value_scale_stride: int
+    value_slices: int
     blocks: int
     stages: int
-    rows_ahead: int
+    query_stages: int
 
     @property
     def rescales_rarely(self) -> bool:
@@ -72,25 +83,30 @@ class Form:
         return not self.quantized and not self.has_threshold
 
     @property
-    def one(self) -> float:
-        """Octaves: what P = 1 is stored as. The largest FP8 number, or what leaves FP16 room for smaller and larger."""
+    def steps_per_octave(self) -> float:
+        """The unit of the scores: octaves (log2), or eighths of one, in which FP8 codes count."""
+        return CODES_PER_OCTAVE if self.exponential_free else 1.0
+
+    @property
+    def log2_one(self) -> float:
+        """What P = 1 is stored as: the largest FP8 number, or what leaves FP16 room for smaller and larger ones."""
         if self.fp8_values:
             return math.log2(FP8_MAX)
-        return FP16_ROOM - SLACK if self.rescales_rarely else FP16_ROOM
+        return FP16_ROOM - SLACK.value if self.rescales_rarely else FP16_ROOM
+
+    @property
+    def steps_of_one(self) -> float:
+        """The same in steps, which the origin of P is lowered by."""
+        return TOP_CODE if self.exponential_free else self.log2_one
 
     @property
     def inverse_one(self) -> float:
-        """What sums are multiplied by to count from P = 1."""
-        return 2.0**-self.one
-
-    @property
-    def steps(self) -> float:
-        """Per octave: what scores are counted in."""
-        return CODES_PER_OCTAVE if self.codes else 1.0
+        """What sums of stored P are multiplied by."""
+        return 2.0**-self.log2_one
 
     @property
     def keys(self) -> int:
-        """Of one tile."""
+        """Keys of one stage."""
         return self.blocks * BLOCK_K
 
     @property
@@ -100,72 +116,82 @@ class Form:
 
     @property
     def chunks(self) -> int:
+        """Copies of Q, and of a block of K."""
         return self.head_dim // self.chunk
 
     @property
     def value_rows(self) -> int:
-        """Of one copy of V."""
+        """Rows of one copy of V: channels if it is transposed, else keys."""
         return self.value_dim if self.fp8_values else BLOCK_K
 
     @property
     def value_columns(self) -> int:
+        """Columns of one copy of V: keys if it is transposed, else channels."""
         return 64
 
     @property
     def value_copies(self) -> int:
-        """Per key block."""
+        """Copies of a block of V."""
         return self.value_dim * BLOCK_K // (self.value_rows * self.value_columns)
 
     @property
     def query_bytes(self) -> int:
+        """Bytes of the queries of a tile."""
         return BLOCK_Q * self.head_dim * (1 if self.quantized else 2)
 
     @property
-    def tile_bytes(self) -> int:
-        """K and V of one tile."""
+    def stage_bytes(self) -> int:
+        """Bytes of K and V in one stage."""
         return self.keys * (
             self.head_dim * (1 if self.quantized else 2) + self.value_dim * (1 if self.fp8_values else 2)
         )
 
     @property
     def value_shape(self) -> list[int]:
-        """All stages of V, by key block."""
+        """The shape of all stages of V, by key block."""
         block = [self.value_dim, BLOCK_K] if self.fp8_values else [BLOCK_K, self.value_dim]
         return [self.stages * self.blocks, *block]
 
     @property
-    def key_tile(self) -> gl.NVMMASharedLayout:
+    def key_smem_layout(self) -> gl.NVMMASharedLayout:
+        """Q and K in shared memory."""
         bits = 8 if self.quantized else 16
-        return _tile(self.chunk * bits // 8, bits)
+        return _operand_layout(self.chunk * bits // 8, bits)
 
     @property
-    def value_tile(self) -> gl.NVMMASharedLayout:
-        return _tile(64, 8) if self.fp8_values else _tile(128, 16)
+    def value_smem_layout(self) -> gl.NVMMASharedLayout:
+        """V in shared memory."""
+        return _operand_layout(64, 8) if self.fp8_values else _operand_layout(128, 16)
 
     @property
-    def ones_tile(self) -> gl.NVMMASharedLayout:
-        return _tile(64, 8)
+    def ones_smem_layout(self) -> gl.NVMMASharedLayout:
+        """The FP8 ones that P is multiplied with for its row sums."""
+        return _operand_layout(64, 8)
 
     @property
-    def plain(self) -> gl.SwizzledSharedLayout:
+    def metadata_smem_layout(self) -> gl.SwizzledSharedLayout:
+        """Numbers in shared memory, one after the other."""
         return gl.SwizzledSharedLayout(1, 1, 1, order=[0])
 
     @property
-    def barrier(self) -> mbarrier.MBarrierLayout:
+    def barrier_layout(self) -> mbarrier.MBarrierLayout:
+        """Barriers in shared memory."""
         return mbarrier.MBarrierLayout()
 
     @property
-    def scores(self) -> gl.NVMMADistributedLayout:
-        return _accumulator(self.keys, 32 if self.quantized else 16)
+    def scores_layout(self) -> gl.NVMMADistributedLayout:
+        """S of a stage, [64, keys]."""
+        return _accumulator_layout(self.keys, 32 if self.quantized else 16)
 
     @property
-    def output(self) -> gl.NVMMADistributedLayout:
-        return _accumulator(self.value_dim, 32 if self.fp8_values else 16)
+    def output_layout(self) -> gl.NVMMADistributedLayout:
+        """P V, [64, value_dim]."""
+        return _accumulator_layout(self.value_dim, 32 if self.fp8_values else 16)
 
     @property
-    def sums(self) -> gl.NVMMADistributedLayout:
-        """Products with a tile of ones: every column is the row sum."""
-        return _accumulator(8, 32)
+    def sums_layout(self) -> gl.NVMMADistributedLayout:
+        """P times ones, [64, 8]: every column is the row sum."""
+        return _accumulator_layout(8, 32)
 
     @property
     def k_width(self) -> int:
@@ -173,17 +199,17 @@ class Form:
         return 4 if self.fp8_values else 2
 
     @property
-    def probability(self) -> gl.DotOperandLayout:
+    def p_layout(self) -> gl.DotOperandLayout:
         """P as the left operand of P V."""
-        return gl.DotOperandLayout(0, self.output, self.k_width)
+        return gl.DotOperandLayout(0, self.output_layout, self.k_width)
 
     @property
-    def summand(self) -> gl.DotOperandLayout:
+    def summed_p_layout(self) -> gl.DotOperandLayout:
         """P as the left operand of P times ones."""
-        return gl.DotOperandLayout(0, self.sums, 4)
+        return gl.DotOperandLayout(0, self.sums_layout, 4)
 
     @property
-    def by_lanes(self) -> gl.DistributedLinearLayout:
+    def p_by_lane_layout(self) -> gl.DistributedLinearLayout:
         """P of a key block as [64, 16 / w, 4, w]: each of a row's four threads has every fourth w neighbours."""
         width = self.k_width
         neighbours = [[0, 0, 0, bit] for bit in (1, 2) if bit < width]
@@ -197,30 +223,37 @@ class Form:
         )
 
     @property
-    def lanes(self) -> gl.SliceLayout:
+    def lane_layout(self) -> gl.SliceLayout:
         """A number for each of a row's four threads, [64, 4]. Thread t holds the keys of group t, and of no other."""
-        return gl.SliceLayout(1, gl.SliceLayout(3, self.by_lanes))
+        return gl.SliceLayout(1, gl.SliceLayout(3, self.p_by_lane_layout))
 
     @property
-    def groups(self) -> gl.SliceLayout:
+    def group_layout(self) -> gl.SliceLayout:
         """A number for each group of keys, [4]."""
-        return gl.SliceLayout(0, self.lanes)
+        return gl.SliceLayout(0, self.lane_layout)
 
     @property
-    def rows(self) -> gl.SliceLayout:
-        """A number per row, where a row's threads need it for P."""
-        return gl.SliceLayout(1, self.lanes)
+    def row_layout(self) -> gl.SliceLayout:
+        """A number per row, [64], where a row's threads need it for P."""
+        return gl.SliceLayout(1, self.lane_layout)
 
     @property
-    def output_rows(self) -> gl.SliceLayout:
-        return gl.SliceLayout(1, self.output)
+    def output_row_layout(self) -> gl.SliceLayout:
+        """A number per row, [64], where a row's threads need it for the output."""
+        return gl.SliceLayout(1, self.output_layout)
 
     @property
-    def output_columns(self) -> gl.SliceLayout:
-        return gl.SliceLayout(0, self.output)
+    def output_column_layout(self) -> gl.SliceLayout:
+        """A number per channel of the output, [value_dim]."""
+        return gl.SliceLayout(0, self.output_layout)
 
     @property
-    def stored(self) -> gl.DistributedLinearLayout:
+    def sums_row_layout(self) -> gl.SliceLayout:
+        """A number per row, [64], where a row's threads need it for P times ones."""
+        return gl.SliceLayout(1, self.sums_layout)
+
+    @property
+    def store_layout(self) -> gl.DistributedLinearLayout:
         """The output with 8 neighbouring channels per thread."""
         wider = [[0, channels] for channels in (32, 64, 128) if channels < self.value_dim]
         return gl.DistributedLinearLayout(
@@ -230,7 +263,3 @@ class Form:
             block_bases=[],
             shape=[64, self.value_dim],
         )
-
-    @property
-    def sum_rows(self) -> gl.SliceLayout:
-        return gl.SliceLayout(1, self.sums)

@@ -1,0 +1,62 @@
+"""The tile scheduler: which output tile comes when, and where it lies.
+
+A tile is 128 queries of one head, with all value channels or a slice of them. A program takes its first tile by its
+number, and each further one from a counter in global memory: tiles of any length keep all programs busy.
+"""
+
+from __future__ import annotations
+
+from sparge.backends.cuda.primitives import BLOCK_K, BLOCK_Q
+from sparge.backends.hopper.gluon import aggregate, gl, jit
+
+
+@aggregate
+class TileCoordinates:
+    """Where an output tile lies; ``flat_head`` is the query head counted over batches."""
+
+    batch: gl.tensor
+    head: gl.tensor
+    kv_head: gl.tensor
+    flat_head: gl.tensor
+    q_block: gl.tensor
+    value_slice: gl.tensor
+
+
+@jit
+def coordinates_of(tile, sizes, SPEC: gl.constexpr):
+    """The coordinates of a tile: neighbours share a head's K and V in the cache, causal ones start with the longest."""
+    value_slice = tile % SPEC.value_slices
+    tile = tile // SPEC.value_slices
+    q_block = tile % sizes.q_blocks
+    if SPEC.is_causal:
+        q_block = sizes.q_blocks - 1 - q_block
+    flat_head = tile // sizes.q_blocks
+    batch = flat_head // sizes.heads
+    head = flat_head % sizes.heads
+    return TileCoordinates(
+        batch=batch,
+        head=head,
+        kv_head=head // sizes.group,
+        flat_head=flat_head,
+        q_block=q_block,
+        value_slice=value_slice,
+    )
+
+
+@jit
+def next_tile(taken_ptr):
+    """Take the next tile from the counter, after those that programs start with."""
+    return gl.num_programs(0) + gl.atomic_add(taken_ptr, 1, sem="relaxed")
+
+
+@jit
+def count_kept_blocks(kv_num_blocks_ptr, row, q_block, sizes, SPEC: gl.constexpr):
+    """How many key blocks a tile visits; ``row`` is its place in the lists."""
+    if SPEC.all_blocks:
+        count = sizes.kv_blocks
+        if SPEC.is_causal:
+            last_key = gl.minimum((q_block + 1) * BLOCK_Q, sizes.q_len) - 1 + sizes.kv_len - sizes.q_len
+            count = gl.minimum(sizes.kv_blocks, gl.maximum(last_key + BLOCK_K, 0) // BLOCK_K)
+    else:
+        count = gl.load(kv_num_blocks_ptr + row)
+    return count
