@@ -332,7 +332,7 @@ class TestConfigurations:
         for name in names:
             importlib.import_module(name)
         Caller()(*inputs(0))
-        assert set(replay._tables.namespaces) == names
+        assert set(replay._configurations.modules) == names
 
 
 def test_threads_record_and_forget_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,9 +19,10 @@ import copy
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -42,42 +43,45 @@ _replays: OrderedDict[tuple[Hashable, ...], Replay | None] = OrderedDict()
 _lock = threading.Lock()
 
 
-class _Tables:
-    """Every name in the modules called ``configs``, and a number that changes when one of them does.
+class _Configurations:
+    """All that the modules called ``configs`` hold, and a number that changes when any of it does.
 
-    A call's modules are known once it was recorded. To look for changes takes a microsecond: what is compared are
-    lists of the same objects.
+    To look for a change takes a few microseconds: the objects that are compared are the same, as long as there is none.
     """
 
     def __init__(self) -> None:
         self.number = 0
-        self.namespaces: dict[str, dict[str, Any]] = {}
-        self.states: dict[str, list[Any]] = {}
+        self.modules: dict[str, dict[str, Any]] = {}
+        self.views: list[Iterable[Any]] = []
+        """Of names and of rows of tables, which show what is there now."""
+        self.held: list[Any] = []
 
     def find(self) -> None:
-        """Note modules that were imported since."""
+        """Note modules that were imported since; those of a call are there once it has run."""
+        self.version()
+        known = len(self.modules)
         for name, module in list(sys.modules.items()):
-            if name.startswith("sparge.backends.") and name.endswith(".configs") and name not in self.namespaces:
-                self.namespaces[name] = vars(module)
-                self.states[name] = _state(self.namespaces[name])
+            if name.startswith("sparge.backends.") and name.endswith(".configs"):
+                self.modules[name] = vars(module)
+        if len(self.modules) != known:
+            self._look()
 
     def version(self) -> int:
-        """The number for what the tables hold now."""
-        for name, namespace in self.namespaces.items():
-            state = _state(namespace)
-            if state != self.states[name]:
-                self.states[name] = state
-                self.number += 1
+        """The number for what the modules hold now."""
+        if list(chain.from_iterable(self.views)) != self.held:
+            self.number += 1
+            self._look()
         return self.number
 
+    def _look(self) -> None:
+        values = [value for namespace in self.modules.values() for name, value in namespace.items() if name.isupper()]
+        tables = [value for value in values if isinstance(value, dict)]
+        self.views = [namespace.values() for namespace in self.modules.values()]
+        self.views += [view for table in tables for view in (table.keys(), table.values())]
+        self.held = list(chain.from_iterable(self.views))
 
-def _state(namespace: dict[str, Any]) -> list[Any]:
-    """What a module's names stand for, and what its tables hold: equal as long as nothing was changed."""
-    tables = [value for name, value in namespace.items() if name.isupper() and isinstance(value, dict)]
-    return [list(namespace.values()), *[[list(table), list(table.values())] for table in tables]]
 
-
-_tables = _Tables()
+_configurations = _Configurations()
 
 
 def forget() -> None:
@@ -100,7 +104,7 @@ def replayed(
     tensors = [tensor for tensor in inputs if tensor is not None]
     ids = [id(tensor) for tensor in tensors]
     with _lock:
-        version = _tables.version()
+        version = _configurations.version()
     key = (
         kind,
         version,
@@ -125,7 +129,7 @@ def replayed(
         current_recorder.reset(token)
     replay = recorder.finish(results)
     with _lock:
-        _tables.find()
+        _configurations.find()
         _replays[key] = replay
         while len(_replays) > MOST_REPLAYS:
             _replays.popitem(last=False)
