@@ -46,7 +46,7 @@ class Case:
     """One call: what the caller chose, and which kernels to compile (a pattern), since calls share most of them.
 
     ``backend`` is "triton" or "hopper", which only compute capability 9.0 has.
-    ``length`` is `peaks.ASKED_KEYS` where the kernel also looks for a peak in every step ("asked").
+    ``length`` is `peaks.EVERY_TILE_KEYS` where the kernel looks for a peak in every tile.
     ``attn_mask`` is None, "keys" (bool) or "bias" (an entry per query). ``has_similarity`` takes the other way through
     prediction: block means, a similarity threshold, TopCdf. What is not ``is_typical`` differs little from another
     case, and is compiled for Hopper alone, which is the architecture that was measured.
@@ -67,7 +67,7 @@ class Case:
 CASES = {
     "int8_fp8": Case("int8_fp8", kernels="attention|key_value|summarize|sinks"),
     "int8_fp8 D 64": Case("int8_fp8", head_dim=64),
-    "int8_fp8 asked": Case("int8_fp8", is_causal=True, length=4096, is_typical=False),
+    "int8_fp8 every tile": Case("int8_fp8", is_causal=True, length=4096, is_typical=False),
     "int8_fp8 threshold": Case("int8_fp8", pv_threshold=-8.0),
     "int8_fp8 keys": Case("int8_fp8", attn_mask="keys", is_typical=False),
     "int8_fp16": Case("int8_fp16", kernels="."),
@@ -82,7 +82,7 @@ CASES = {
     "int8_fp8_fast causal on hopper": Case("int8_fp8_fast", is_causal=True, backend="hopper"),
     "int8_fp8_fast D 64 on hopper": Case("int8_fp8_fast", head_dim=64, backend="hopper"),
     "int8_fp8_fast D 256 on hopper": Case("int8_fp8_fast", head_dim=256, backend="hopper"),
-    "int8_fp8_fast causal asked on hopper": Case("int8_fp8_fast", is_causal=True, length=4096, backend="hopper"),
+    "int8_fp8_fast causal every tile on hopper": Case("int8_fp8_fast", is_causal=True, length=4096, backend="hopper"),
     "int8_fp8_fast threshold on hopper": Case("int8_fp8_fast", pv_threshold=-8.0, backend="hopper"),
     "int8_fp8 on hopper": Case("int8_fp8", backend="hopper"),
     "int8_fp16 on hopper": Case("int8_fp16", is_causal=True, backend="hopper"),

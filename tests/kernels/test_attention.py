@@ -36,9 +36,9 @@ def tiles_of(queries: int, blocks: int) -> Any:
 
 
 @contextmanager
-def way_with_peaks(way: str) -> Iterator[None]:
+def peaks_handled(way: str) -> Iterator[None]:
     """Run as if the number of keys asked for it."""
-    chosen = {"way_with_peaks": lambda *_, **__: way}
+    chosen = {"peak_handling": lambda _: way}
     with patch.multiple(attention, **chosen), patch.multiple(pipeline, **chosen):
         yield
 
@@ -293,32 +293,32 @@ class TestPeaks:
         return relative_l1(got[0], exact[0])
 
     @pytest.mark.parametrize("queries, blocks", [(16, 1), (64, 1), (128, 1), (64, 2)])
-    @pytest.mark.parametrize("way", ["asked", "known"])
+    @pytest.mark.parametrize("way", ["every_tile", "marked"])
     def test_tiles(self, way: str, queries: int, blocks: int) -> None:
-        with way_with_peaks(way), tiles_of(queries, blocks):
+        with peaks_handled(way), tiles_of(queries, blocks):
             assert self.error() < self.LIMIT
 
-    @pytest.mark.parametrize("way", ["asked", "known"])
+    @pytest.mark.parametrize("way", ["every_tile", "marked"])
     @pytest.mark.parametrize("mask", ["keys", "bias"])
     def test_masks(self, mask: str, way: str) -> None:
-        with way_with_peaks(way):
+        with peaks_handled(way):
             assert self.error(mask=mask) < self.LIMIT
 
-    @pytest.mark.parametrize("way", ["asked", "known"])
+    @pytest.mark.parametrize("way", ["every_tile", "marked"])
     @pytest.mark.parametrize("place", [70, 127, 149])
     def test_in_any_step(self, place: int, way: str) -> None:
         """The last one is ragged, and with two blocks a step alone in its step."""
-        with way_with_peaks(way), tiles_of(64, 2):
+        with peaks_handled(way), tiles_of(64, 2):
             assert self.error(150, place=place) < self.LIMIT
 
-    @pytest.mark.parametrize("way", ["asked", "known"])
+    @pytest.mark.parametrize("way", ["every_tile", "marked"])
     def test_over_listed_blocks(self, way: str) -> None:
         """Sinks in the first, the third and the last listed block, in steps of two blocks that are no neighbours."""
         query, key, value = by_name("sink-16").make(128, 448, dtype=torch.float32)
         for place in (130, 400):
             key[:, :, place], value[:, :, place] = key[:, :, 0], 0.0
         blocks = torch.tensor([1, 0, 1, 1, 0, 0, 1], dtype=torch.bool).view(1, 1, 1, 7)
-        with way_with_peaks(way), tiles_of(64, 2):
+        with peaks_handled(way), tiles_of(64, 2):
             got = attend(query, key, value, blocks, quantization="int8_fp8")
         mask = BlockMask.from_dense(blocks, q_len=128, kv_len=448, is_causal=False)
         exact = reference.attention(query, key, value, mask, call_of(shape_of(query, key, value)))
@@ -327,7 +327,7 @@ class TestPeaks:
     @pytest.mark.parametrize("blocks", [1, 2])
     def test_ignored_it_is_lost(self, blocks: int) -> None:
         """The other keys of the step are half, or all, of what is not the sink."""
-        with way_with_peaks("ignored"), tiles_of(64, blocks):
+        with peaks_handled("ignored"), tiles_of(64, blocks):
             assert (0.4 < self.error() < 0.6) if blocks == 1 else (self.error() > 0.9)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from sparge.backends.cuda.primitives import FAR
 from sparge.backends.cuda.stages import sinks
 from sparge.backends.triton import peaks as lost_peaks
 from sparge.evaluate.families import by_name
+from sparge.geometry import Shape
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -94,16 +96,17 @@ def test_broken_keys_are_no_sinks() -> None:
 @pytest.mark.parametrize(
     "quantization, kv_len, has_threshold, way",
     [
-        ("int8_fp8", 4096, False, "asked"),
-        ("int8_fp8_fast", 4097, False, "known"),
+        ("int8_fp8", 4096, False, "every_tile"),
+        ("int8_fp8_fast", 4097, False, "marked"),
         ("int8_fp8", 4097, True, "ignored"),
         ("int8_fp16", 128, False, "ignored"),
         ("none", 128, False, "ignored"),
     ],
 )
-def test_way_with_peaks(quantization: str, kv_len: int, has_threshold: bool, way: str) -> None:
-    assert peaks.way_with_peaks(quantization, kv_len, has_threshold=has_threshold) == way
+def test_peak_handling(quantization: str, kv_len: int, has_threshold: bool, way: str) -> None:
+    call = call_of(Shape(1, 1, 1, 64, kv_len, 64, 64), quantization=quantization)
+    assert peaks.peak_handling(replace(call, pv_threshold=-8.0 if has_threshold else None)) == way
 
 
-def test_every_step_that_asks_has_a_bit() -> None:
-    assert lost_peaks.STEPS.value * 64 >= peaks.ASKED_KEYS
+def test_every_step_that_is_looked_through_has_a_bit() -> None:
+    assert lost_peaks.STEPS.value * 64 >= peaks.EVERY_TILE_KEYS

@@ -165,7 +165,7 @@ def test_a_known_warning_does_not_cancel_an_error(
 
 def test_some_calls_use_every_stage_again_and_look_for_a_peak(sanitize: ModuleType) -> None:
     pytest.importorskip("triton.experimental.gluon")
-    from sparge.backends.cuda.peaks import ASKED_KEYS
+    from sparge.backends.cuda.peaks import EVERY_TILE_KEYS
     from sparge.backends.hopper.configs import hopper_config
 
     kinds = {bool(options.get("is_causal")) for _, _, options in sanitize.LONG_CASES}
@@ -174,4 +174,4 @@ def test_some_calls_use_every_stage_again_and_look_for_a_peak(sanitize: ModuleTy
         config = hopper_config("int8_fp8_fast", head_dim, has_threshold=False)
         for _, kv_len in sanitize.LONG:
             assert kv_len // 64 > config.stages * config.blocks
-    assert {kv_len <= ASKED_KEYS for _, kv_len in sanitize.LONG} == {False, True}
+    assert {kv_len <= EVERY_TILE_KEYS for _, kv_len in sanitize.LONG} == {False, True}

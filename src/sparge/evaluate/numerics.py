@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sparge import eight_bits
-from sparge.backends.cuda.peaks import ASKED_KEYS
+from sparge.backends.cuda.peaks import EVERY_TILE_KEYS
 from sparge.evaluate.families import Family
 from sparge.evaluate.oracle import ExactRows, sampled_error, score_chunks
 from sparge.geometry import BLOCK_K
@@ -66,8 +66,8 @@ def codes_limit(with_exponentials: float, family: Family, kv_len: int) -> float:
 
 
 def hidden_share(family: Family, kv_len: int) -> float:
-    """Of the output: keys beside a peak that few queries share, where there are more than every tile is asked for."""
-    return HIDDEN_KEYS / kv_len if family.kind == "own sink" and kv_len > ASKED_KEYS else 0.0
+    """Of the output: keys beside a peak that few queries share, where not every tile is looked through."""
+    return HIDDEN_KEYS / kv_len if family.kind == "own sink" and kv_len > EVERY_TILE_KEYS else 0.0
 
 
 def output_limit(family: Family, head_dim: int, kv_len: int) -> float:

@@ -1,16 +1,21 @@
-"""When an attention kernel looks for peaks: keys so far above their neighbours that FP8 does not hold both."""
+"""What an attention kernel does about peaks: keys so far above their neighbours that FP8 does not hold both."""
 
 from __future__ import annotations
 
-ASKED_KEYS = 4096
-"""Keys up to which every tile is asked. The keys around a peak, 127 at most, are 3 % of so many."""
+from sparge.call import Call
+
+EVERY_TILE_KEYS = 4096
+"""Keys up to which every tile is looked through. The keys around a peak, 127 at most, are 3 % of so many."""
 
 
-def way_with_peaks(quantization: str, kv_len: int, *, has_threshold: bool = False) -> str:
-    """What an attention kernel does about peaks: they are "ignored", "asked" about in every tile, or "known".
+def peak_handling(call: Call) -> str:
+    """Where an attention kernel looks for peaks, to take what lies far below one as a part of its own.
 
-    A threshold skips tiles by their maximum, and leaves them whole.
+    Returns:
+        "ignored": nowhere. P is not in FP8, or a threshold skips tiles by their maximum and leaves them whole.
+        "every_tile": in each of them.
+        "marked": in the key blocks that hold a sink, which are marked before it starts (`stages.sinks`).
     """
-    if quantization not in ("int8_fp8", "int8_fp8_fast") or has_threshold:
+    if not call.has_fp8_values or call.pv_threshold is not None:
         return "ignored"
-    return "asked" if kv_len <= ASKED_KEYS else "known"
+    return "every_tile" if call.shape.kv_len <= EVERY_TILE_KEYS else "marked"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sparge.backends.cuda.launch import per_head_tensor
 from sparge.backends.cuda.operands import Attend, Operands
-from sparge.backends.cuda.peaks import way_with_peaks
+from sparge.backends.cuda.peaks import peak_handling
 from sparge.backends.cuda.replay import replayed
 from sparge.backends.cuda.stages.quantize import quantize_key_value, summarize_query
 from sparge.backends.cuda.stages.score import block_probabilities, score_inputs
@@ -81,7 +81,7 @@ def prepare(
     if has_codes:
         query = summary.codes
         key, key_scale, value = quantize_key_value(key, value, key_value, call, seen)
-    if way_with_peaks(call.quantization, shape.kv_len) == "known":
+    if peak_handling(call) == "marked":
         mark_sinks(query, summary.scale, key, key_scale, call)
     operands = Operands(
         query=query,

@@ -123,7 +123,7 @@ def _attend(
             scores = mask_scores(scores, metadata, stage, first_query, sizes, SPEC)
             if SPEC.exponential_free:
                 poison = poison + gl.where((flags & NON_FINITE) != 0, float("nan"), 0.0)
-            if SPEC.peaks == "known":  # noqa: SIM102
+            if SPEC.peaks == "marked":  # noqa: SIM102
                 if (flags & SINK) != 0:
                     stage_max = gl.max(max_by_lane(scores, query_scale, key_scales, SPEC), 1)
                     new_origin = _new_origin(stage_max, gl.maximum(row_max, stage_max), row_origin, SPEC)
@@ -136,7 +136,7 @@ def _attend(
         stage_max = gl.max(lane_max, 1)
         row_max = gl.maximum(row_max, stage_max)
         new_origin = _new_origin(stage_max, row_max, row_origin, SPEC)
-        if SPEC.peaks == "asked":  # noqa: SIM102
+        if SPEC.peaks == "every_tile":  # noqa: SIM102
             if any_far_below(lane_max, stage_max, CONSUMER, SPEC):
                 edge = new_origin - FP8_RANGE * steps
                 scores, accumulator = add_lower_part(

@@ -97,7 +97,7 @@ def attention_kernel(
         lse_ptr: (B, H, q_len).
         softmax_scale: of unquantised scores.
     """
-    if SPEC.peaks == "asked":
+    if SPEC.peaks == "every_tile":
         declare_far()
     query_smem = gl.allocate_shared_memory(
         query_desc.dtype, [SPEC.query_stages * SPEC.chunks, BLOCK_Q, SPEC.chunk], SPEC.key_smem_layout

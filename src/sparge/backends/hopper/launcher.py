@@ -19,7 +19,7 @@ from sparge.backends.cuda.launch import (
     zeros_like,
 )
 from sparge.backends.cuda.operands import Operands
-from sparge.backends.cuda.peaks import way_with_peaks
+from sparge.backends.cuda.peaks import peak_handling
 from sparge.backends.hopper import configs
 from sparge.backends.hopper.gluon import TensorDescriptor, gl
 from sparge.backends.hopper.kernel import attention_kernel
@@ -62,7 +62,7 @@ def attend(
         has_threshold=has_threshold,
         all_blocks=mask is None,
         counts_blocks=totals is not None,
-        peaks=way_with_peaks(call.quantization, shape.kv_len, has_threshold=has_threshold),
+        peaks=peak_handling(call),
         head_dim=head_width,
         value_dim=value_width // value_slices,
         output_dim=shape.value_dim,

@@ -134,7 +134,7 @@ def produce(
                 is_there = position + groups // KEY_GROUPS < count  # hidden keys may be NaN
                 key_scale_ptrs = scale_ptr + block_of_group * KEY_GROUPS + groups % KEY_GROUPS
                 key_scale = gl.load(key_scale_ptrs, mask=is_there, other=1.0)
-                if SPEC.peaks == "known":
+                if SPEC.peaks == "marked":
                     flags += gl.max((key_scale < 0).to(gl.int32), 0) * SINK
                 key_scale = gl.abs(key_scale)
                 if SPEC.exponential_free:  # codes from the scores cannot carry NaN

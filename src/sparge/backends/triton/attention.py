@@ -24,7 +24,7 @@ from sparge.backends.cuda.launch import (
     strides_of,
 )
 from sparge.backends.cuda.operands import Operands
-from sparge.backends.cuda.peaks import way_with_peaks
+from sparge.backends.cuda.peaks import peak_handling
 from sparge.backends.cuda.primitives import (
     BLOCK_K,
     BLOCK_Q,
@@ -279,7 +279,7 @@ def attention_kernel(
             needed = tl.min(below.to(tl.int32)) == 0
         if needed:
             value_ptrs = value_base + first_keys[None, :] + within[None, :] + offs_dv[:, None] * value_strides[2]
-            if PEAKS == "asked":
+            if PEAKS == "every_tile":
                 far_steps |= bits_of_far(group_max, local_max, position // BLOCKS)
             one = safe_top - log2_unit  # the score whose P is stored as 1
             if MASK != "none":
@@ -383,7 +383,6 @@ def attend(
         # (unaligned strides): wrong numbers, bad addresses.
         value_width = max(value_width, 64)
     mask_per_query = attn_mask is not None and attn_mask.shape[2] > 1
-    peaks = way_with_peaks(call.quantization, shape.kv_len, has_threshold=threshold is not None)
     config = configs.attention_config(
         call.quantization,
         max(width, value_width),
@@ -434,7 +433,7 @@ def attend(
         MASK_PER_QUERY=mask_per_query,
         LOWEST=lowest,
         HAS_THRESHOLD=threshold is not None,
-        PEAKS=peaks,
+        PEAKS=peak_handling(call),
         ALL_BLOCKS=mask is None,
         COUNT=totals is not None,
         BLOCK_M=config.block_m,

@@ -2,7 +2,8 @@
 
 P is stored relative to the maximum of a tile and reaches 15 octaves below it. The keys that lie further down are lost,
 127 at most for each tile that holds a peak. In a short sequence that is a share of the tail that can be seen: every
-tile is asked. In a long one only peaks that many queries share make up a share: sinks, which `sinks` finds beforehand.
+tile is looked through. In a long one only peaks that many queries share make up a share: sinks, which are marked
+beforehand (`cuda.stages.sinks`).
 
 Triton's kernel adds what was lost after its walk, when it knows which steps to take again: a branch in its steps took a
 sixteenth of its speed, an answer of all threads a third (docs/lab/hopper.md). Hopper's takes such tiles in two parts.
@@ -178,13 +179,13 @@ def add_lost(
 
     Args:
         top: [M], the score that P V counts from.
-        far_steps: all `bits_of_far` of the walk, where PEAKS is "asked".
+        far_steps: all `bits_of_far` of the walk, where PEAKS is "every_tile".
         row: queries, their scales and positions; the list of blocks and its length; lengths of queries and keys.
         operands: where the head's keys, their scales and the values begin, the values' stride; mask, its strides.
     """
     _, _, _, _, count, _, _ = row
     for first in tl.range(0, count, STEPS * BLOCKS, num_stages=1):
-        if PEAKS == "asked":  # once: there are no more steps than bits
+        if PEAKS == "every_tile":  # once: there are no more steps than bits
             steps = tl.reduce(tl.reduce(far_steps, 1, _either), 0, _either)
         else:
             steps = _bits_of_sinks(row, operands, first, ALL_BLOCKS, BLOCKS)
