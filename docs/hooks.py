@@ -1,6 +1,6 @@
 """What turns the Markdown of this repository into a site: pages outside docs/, links that leave it, formulas.
 
-The same files are read on a code host and on the site. There links such as ``../src/sparge/reference.py`` lead to the
+The same files are read on a code host and on the site. There links such as ``../src/sparge/api.py`` lead to the
 file; on the site they lead to it below ``repo_url`` where mkdocs.yml has one, and are plain text where it has none.
 """
 

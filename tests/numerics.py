@@ -11,7 +11,7 @@ from torch import Tensor
 import sparge
 from sparge.evaluate.captured import SIZES
 from sparge.evaluate.families import Family
-from sparge.evaluate.numerics import Errors, codes_limit, errors_of, lse_limits, lse_rounding, output_limit
+from sparge.evaluate.numerics import Errors, errors_of, exponential_free_limit, lse_limits, lse_rounding, output_limit
 from sparge.evaluate.oracle import ExactRows, exact_rows
 
 LOST = 1.0
@@ -50,7 +50,7 @@ class FamilyProblem:
         neither does its derived deviation, which is that of small errors. Such rows are few, and known: `LOST_ROWS`.
         """
         errors = self.errors(output, lse)
-        call = {"is_causal": self.is_causal, "has_codes": quantization == "int8_fp8_fast"}
+        call = {"is_causal": self.is_causal, "exponential_free": quantization == "int8_fp8_fast"}
         known = torch.ones_like(self.rows, dtype=torch.bool)
         if self.family.name in LOST_ROWS:
             is_lost = lse_rounding(self.query, self.key, self.rows, self.exact, **call) > LOST
@@ -108,5 +108,8 @@ def call(problem: FamilyProblem, quantization: Any, backend: str) -> tuple[Tenso
 def assert_without_exponentials(problem: FamilyProblem, results: dict[str, tuple[Tensor, Tensor]]) -> None:
     """P's codes straight from the scores are hardly worse than P rounded to FP8."""
     errors = {name: problem.errors(*result).relative_l1 for name, result in results.items()}
-    limit, got = codes_limit(errors["int8_fp8"], problem.family, problem.key.shape[2]), errors["int8_fp8_fast"]
+    limit, got = (
+        exponential_free_limit(errors["int8_fp8"], problem.family, problem.key.shape[2]),
+        errors["int8_fp8_fast"],
+    )
     assert got <= limit, f"{problem.family.name}: expected <= {limit:.4f} (with exponentials), got {got:.4f}"

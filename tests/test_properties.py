@@ -197,7 +197,7 @@ def unfinished_blocks(q_len: int, kv_len: int, is_causal: bool) -> Tensor:
 
 
 def predicted_probabilities(query: Tensor, key: Tensor, score: str, is_causal: bool, samples: int = 8) -> Tensor:
-    """The scores of method.md as written, float64, without masks: (B, H, q_blocks, kv_blocks)."""
+    """The scores of docs/algorithm.md as written, float64, without masks: (B, H, q_blocks, kv_blocks)."""
     seen, _ = visible_elements(query, key, is_causal=is_causal)
     scored = visible_blocks(seen) & ~unfinished_blocks(query.shape[2], key.shape[2], is_causal)
     group = query.shape[1] // key.shape[1]

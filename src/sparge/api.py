@@ -117,7 +117,8 @@ def attention(
         score: "moment" (default) or the paper's "mean"; ``Moment(samples)`` sets the number of sampled queries.
         quantization: "none"; "int8_fp8" or "int8_fp16" (Q K^T in INT8, P V in FP8 or FP16); "int8_fp8_fast", which
             is "int8_fp8" with probabilities rounded to FP8 straight from the scores instead of through exponentials
-            (Hopper, without ``attn_mask``, and the reference); or "auto": the fastest on the device.
+            (Hopper, without ``attn_mask``, and the reference); or "auto": the fastest on the device. Naming one with
+            8 bits also switches the crossover off, below which "auto" runs dense.
         layout: "HND" or "NHD", of inputs and output.
         always_keep: key ranges ``[(start, stop), ...]`` whose blocks every row keeps, e.g. text tokens.
         return_lse: also return the log-sum-exp of the scores.

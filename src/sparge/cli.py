@@ -193,13 +193,14 @@ def bench(
     from rich.console import Console
 
     from sparge.backends import base
+    from sparge.backends.cuda.backend import CudaBackend
     from sparge.bench.cases import DEFAULT_SUITES
 
     if not torch.cuda.is_available():
         raise _UsageError(f"bench: expected a CUDA device, got none (torch {torch.__version__}); see sparge doctor")
-    missing = base.get("triton").missing(torch.device("cuda", torch.cuda.current_device()))
-    if missing is not None:
-        raise _UsageError(f"bench: {missing}")
+    device = torch.device("cuda", torch.cuda.current_device())
+    if not isinstance(base.get(base.resolve("auto", device)), CudaBackend):
+        raise _UsageError(f"bench: expected a backend with kernels for {device}, got {base.explain(device)}")
     from sparge.bench.run import run_bench
     from sparge.bench.table import one_line
     from sparge.evaluate.machine import describe_gpu
@@ -407,9 +408,9 @@ def _advice() -> Iterator[tuple[str, str]]:
         why = "this build of torch has no CUDA" if torch.version.cuda is None else "torch finds no CUDA device"
         yield "cuda", f"{why}, though nvidia-smi is here: install torch for CUDA (pytorch.org), or check the driver"
     for index in range(torch.cuda.device_count()):
-        missing = base.get("triton").missing(torch.device("cuda", index))
-        if missing is not None:
-            yield f"cuda:{index}", f"runs the slow torch backend: {missing}"
+        device = torch.device("cuda", index)
+        if base.resolve("auto", device) == "torch":
+            yield f"cuda:{index}", f"runs the slow torch backend: {base.explain(device)}"
     limit = os.environ.get("OMP_NUM_THREADS")
     if limit and torch.get_num_threads() < _usable_cores():
         yield "threads", f"OMP_NUM_THREADS={limit} holds torch below {_usable_cores()} cores: unset it"

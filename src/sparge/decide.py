@@ -1,12 +1,13 @@
-"""Sparse or dense, and why. The API, the integrations and the statistics all ask here; nobody else decides.
+"""Sparse or dense, and why. The API, the integrations and the statistics all ask here.
 
     by_arguments    the caller's own words, and the sizes         asked by `api`
     by_policy       a policy's rules, and the sizes               asked for each call of a model; reads no tensor
     unsupported     what no sparse backend serves                 asked by `api`: raised, or run dense
     foreign, unsupported_call, slow_mask, ambiguous_mask          the same for calls that SDPA would take
 
-Each answers with a `Reason`, or for unsupported calls an `Obstacle`, or None: the call is sparse. `count` tells
-`sparge.stats` about a call that runs dense.
+Each answers with a `Reason`; about unsupported calls with an `Obstacle` or a few words, which `sparge.stats` shows in
+brackets; or with None: the call is sparse. `count` tells the statistics about a call that runs dense. What only an
+integration knows (the place in a schedule, context parallelism) is a `Reason` too, and counted here.
 """
 
 from __future__ import annotations

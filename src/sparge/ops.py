@@ -62,20 +62,20 @@ _LIBRARY.define(
 
 
 def predict(query: Tensor, key: Tensor, call: Call, backend: str) -> BlockMask:
-    """Stage 1 through its operator."""
+    """Prediction through its operator."""
     counts, indices, visible = torch.ops.sparge.predict(query, key, *pack(call, backend))
     return BlockMask(counts, indices, visible, query.shape[2], key.shape[2], call.is_causal)
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, call: Call, backend: str) -> tuple[Tensor, Tensor]:
-    """Both stages through one operator."""
+    """Prediction and attention through one operator."""
     return torch.ops.sparge.attention(query, key, value, *pack(call, backend))
 
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, call: Call, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """Stage 2 through its operator."""
+    """Attention over a mask through its operator."""
     lists = (mask.kv_num_blocks, mask.kv_indices, mask.visible_num_blocks)
     return torch.ops.sparge.attend(query, key, value, *lists, *pack(call, backend))
 

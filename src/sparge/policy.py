@@ -1,7 +1,7 @@
 """Which attention calls of a model go sparse: a plain value, JSON in and out.
 
-A policy knows nothing of any framework. Integrations describe each call to it (`Policy.dense_reason`) and run the call
-dense, on the framework's own attention, when there is a reason to.
+A policy knows nothing of any framework. Integrations describe each call to `decide.by_policy`, which asks the policy,
+and run the call dense, on the framework's own attention, when there is a reason to.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sparge import validation
 from sparge.backends import base
-from sparge.config import SCORES, SELECTIONS, OnUnsupported, Quantization, ScoreName, Selection, TopK
+from sparge.config import ROUNDING_GUARD, SCORES, SELECTIONS, OnUnsupported, Quantization, ScoreName, Selection, TopK
 
 Range = tuple[int, int | None]
 """Tokens [start, stop) as a slice has them: negative numbers count from the end, None is the end."""
@@ -183,7 +183,7 @@ def _check_steps(name: str, steps: float) -> None:
 
 def _count(steps: float, total: int) -> int:
     """Whole steps; .1 of 30 is 3 although .1 * 30 is a little more."""
-    return int(steps) if _is_int(steps) else math.ceil(steps * total * (1 - 1e-7))
+    return int(steps) if _is_int(steps) else math.ceil(steps * total * ROUNDING_GUARD)
 
 
 def _indices(name: str, values: Any) -> tuple[int, ...]:

@@ -112,12 +112,6 @@ class _Counters:
                     torch.cuda.synchronize(device)
             return pages[slot // SLOTS][slot % SLOTS]
 
-    def add_blocks(self, kept: Tensor, visible: Tensor) -> None:
-        """Add the blocks of one call."""
-        totals = self.block_totals(kept.device)
-        if totals is not None:
-            totals.add_(torch.stack([kept.sum(), visible.sum()]))
-
     def read(self) -> Stats:
         with self._lock:
             reasons = {layer: dict(counts) for layer, counts in self._reasons.items()}

@@ -31,10 +31,10 @@ def call_of(lengths=(300, 520), **changes):
 
 def sparse(*tensors, totals=totals, quantization="int8_fp8", **changes):
     call = call_of(quantization=quantization, **changes)
-    return pipeline.sparse_attention(*tensors, call, attend=attend, totals=totals)
+    return pipeline.attention(*tensors, call, launcher=attend, totals=totals)
 
 def given(*tensors, mask=None, quantization="int8_fp16", **changes):
-    return pipeline.attention(*tensors, mask, call_of(quantization=quantization, **changes), attend=attend)
+    return pipeline.attend(*tensors, mask, call_of(quantization=quantization, **changes), launcher=attend)
 
 def over_blocks(*tensors, **changes):
     mask = BlockMask.from_dense(torch.ones(1, 2, 3, 9, dtype=torch.bool), q_len=300, kv_len=520)

@@ -216,7 +216,7 @@ def call(case: Case) -> None:
 
         attend = launcher.attend
     totals = torch.zeros(2, dtype=torch.int64)
-    pipeline.sparse_attention(query, key, value, asked, attend=attend, totals=totals)
+    pipeline.attention(query, key, value, asked, launcher=attend, totals=totals)
 
 
 def cases_for(architecture: int, *, is_slow: bool) -> dict[str, Case]:

@@ -19,19 +19,19 @@ from conftest import make_qkv
 pytestmark = pytest.mark.timeout(120)
 
 QUERY, KEY, VALUE = make_qkv(130, head_dim=8)
-Attend = Callable[[Tensor], Tensor]
+AttentionLauncher = Callable[[Tensor], Tensor]
 
 
 def attend(query: Tensor, **options: Any) -> Tensor:
     return sparge.attention(query, KEY, VALUE, **options)
 
 
-def dual(function: Attend) -> Any:
+def dual(function: AttentionLauncher) -> Any:
     with forward_ad.dual_level():
         return forward_ad.unpack_dual(function(forward_ad.make_dual(QUERY, QUERY))).tangent
 
 
-BY_NAME: dict[str, Callable[[Attend], Any]] = {
+BY_NAME: dict[str, Callable[[AttentionLauncher], Any]] = {
     "dual": dual,
     "jvp": lambda function: jvp(function, (QUERY,), (QUERY,))[1],
     "jacfwd": lambda function: jacfwd(lambda query: function(query).sum())(QUERY),
@@ -48,7 +48,7 @@ asked = pytest.mark.parametrize("ask", BY_NAME.values(), ids=BY_NAME)
 
 @asked
 @pytest.mark.parametrize("backend", ["auto", "torch"])
-def test_whoever_asks_hears_so(ask: Callable[[Attend], Any], backend: str) -> None:
+def test_whoever_asks_hears_so(ask: Callable[[AttentionLauncher], Any], backend: str) -> None:
     with pytest.raises(NotImplementedError, match="expected inputs without gradients"):
         ask(lambda query: attend(query, backend=backend))
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparge.evaluate.captured import SIZES, captured_families
 from sparge.evaluate.families import by_name
-from sparge.evaluate.numerics import codes_limit, errors_of, lse_limits, lse_rounding, output_limit
+from sparge.evaluate.numerics import errors_of, exponential_free_limit, lse_limits, lse_rounding, output_limit
 from sparge.evaluate.oracle import ExactRows, exact_rows
 
 ROWS = torch.arange(100)
@@ -49,13 +49,13 @@ class TestErrors:
             errors_of(exact.output.float(), lse, torch.arange(2), exact)
 
     def test_codes_may_be_a_little_worse(self) -> None:
-        assert codes_limit(0.02, by_name("sink-13"), 8192) == pytest.approx(0.025)
+        assert exponential_free_limit(0.02, by_name("sink-13"), 8192) == pytest.approx(0.025)
 
     def test_keys_beside_a_peak_of_few_queries_may_be_lost_where_tiles_are_not_asked(self) -> None:
         own, shared = by_name("own-sink-13"), by_name("sink-13-several")
         assert output_limit(own, 128, 4096) == output_limit(shared, 128, 131072) == 0.02
         assert output_limit(own, 128, 8192) - 0.02 == pytest.approx(127 / 8192)
-        assert codes_limit(0.02, own, 8192) - 0.025 == pytest.approx(127 / 8192)
+        assert exponential_free_limit(0.02, own, 8192) - 0.025 == pytest.approx(127 / 8192)
 
 
 class TestLseRounding:
@@ -84,7 +84,9 @@ class TestLseRounding:
         for name, low, high in (("sink-20", 0.02, 0.03), ("sink-0", 0.0, 0.002)):
             query, key, value = by_name(name).make(100, 1024, 1, 64)
             exact = exact_rows(query, key, value, ROWS)
-            without, with_codes = (lse_rounding(query, key, ROWS, exact, has_codes=codes) for codes in (False, True))
+            without, with_codes = (
+                lse_rounding(query, key, ROWS, exact, exponential_free=codes) for codes in (False, True)
+            )
             added = (with_codes.square() - without.square()).sqrt()
             assert low <= added.min() and added.max() <= high
 

@@ -17,7 +17,7 @@ from gpu.conftest import rms
 from kernels.conftest import call_of, make_problem, random_bits, seen_tokens, shape_of
 from sparge import BlockMask, reference
 from sparge.backends.cuda import pipeline
-from sparge.backends.cuda.operands import Attend, Operands
+from sparge.backends.cuda.operands import AttentionLauncher, Operands
 from sparge.backends.triton import attention, configs
 from sparge.call import Call
 from sparge.evaluate.families import by_name
@@ -55,7 +55,7 @@ def attend(
     blocks: Tensor | None,
     *,
     is_causal: bool = False,
-    launch: Attend = attention.attend,
+    launch: AttentionLauncher = attention.attend,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """The kernel over the given blocks, or over all visible ones."""
@@ -65,7 +65,7 @@ def attend(
         mask = BlockMask.from_dense(blocks, q_len=shape.q_len, kv_len=shape.kv_len, is_causal=is_causal)
     totals = options.pop("totals", None)
     call = call_of(shape, is_causal=is_causal, **options)
-    return pipeline.attention(query, key, value, mask, call, attend=launch, totals=totals)
+    return pipeline.attend(query, key, value, mask, call, launcher=launch, totals=totals)
 
 
 def specified(

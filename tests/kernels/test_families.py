@@ -34,7 +34,7 @@ def assert_within_limits(
     problem = problem_of(family, 64, kv_len, head_dim=head_dim, is_causal=is_causal)
     shape = shape_of(problem.query, problem.key, problem.value)
     call = call_of(shape, is_causal=problem.is_causal, quantization=quantization)
-    output, lse = pipeline.attention(problem.query, problem.key, problem.value, None, call, attend=attend)
+    output, lse = pipeline.attend(problem.query, problem.key, problem.value, None, call, launcher=attend)
     assert output.dtype == torch.float32
     problem.check(output, lse, quantization)
 

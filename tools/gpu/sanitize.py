@@ -102,7 +102,7 @@ def make_fault() -> None:
 
     query, key, value = (torch.randn(1, 1, 128, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     shape = replace(Shape(1, 1, 1, 128, 128, 64, 64), kv_len=4096)
-    pipeline.attention(query, key, value, None, Call(shape, False, 0.125), attend=attend)
+    pipeline.attend(query, key, value, None, Call(shape, False, 0.125), launcher=attend)
     torch.cuda.synchronize()
 
 

@@ -67,7 +67,7 @@ class Backend(ABC):
         return f"expected backend {' or '.join(able)}, got {self.name!r}"
 
     def fastest_quantization(self, device: torch.device, *, has_mask: bool) -> str:  # noqa: ARG002
-        """What "auto" means on a device."""
+        """The quantization that "auto" stands for on a device."""
         return "none"
 
     def serving(self, call: Call, dtype: torch.dtype) -> Backend:  # noqa: ARG002
@@ -76,13 +76,13 @@ class Backend(ABC):
 
     @abstractmethod
     def predict(self, query: Tensor, key: Tensor, call: Call) -> BlockMask:
-        """Stage 1: which blocks of the attention map to compute."""
+        """Predict which blocks of the attention map to compute."""
 
     @abstractmethod
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, call: Call, *, totals: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Stage 2: attention over the kept blocks.
+        """Attention over the kept blocks.
 
         Args:
             totals: int64 (2,), to which the numbers of kept and of visible blocks are added.
@@ -94,7 +94,7 @@ class Backend(ABC):
     def attention(
         self, query: Tensor, key: Tensor, value: Tensor, call: Call, *, totals: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Both stages; a backend whose stages share passes over K does better than one after the other."""
+        """Prediction and attention; a backend whose passes over K serve both does better than one after the other."""
         return self.attend(query, key, value, self.predict(query, key, call), call, totals=totals)
 
     def dense(

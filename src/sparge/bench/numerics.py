@@ -21,7 +21,7 @@ from sparge.bench.timing import attempt
 from sparge.config import Dense, Quantization
 from sparge.evaluate.captured import SIZES, captured_families
 from sparge.evaluate.families import Family, Inputs, by_name
-from sparge.evaluate.numerics import Errors, codes_limit, errors_of, lse_limits, output_limit
+from sparge.evaluate.numerics import Errors, errors_of, exponential_free_limit, lse_limits, output_limit
 from sparge.evaluate.oracle import ExactRows, exact_rows, sampled_error
 
 KERNELS = {
@@ -76,8 +76,8 @@ def numerics_rows(backend: str, family: Family, problem: Problem, inputs: Inputs
         if errors is not None and quantization == "int8_fp8":
             with_exponentials[kernel_backend] = errors.relative_l1
         if quantization == "int8_fp8_fast" and kernel_backend in with_exponentials:
-            limit = min(limit, codes_limit(with_exponentials[kernel_backend], family, problem.tokens))
-        lse = limits_of_lse(has_codes=quantization == "int8_fp8_fast")
+            limit = min(limit, exponential_free_limit(with_exponentials[kernel_backend], family, problem.tokens))
+        lse = limits_of_lse(exponential_free=quantization == "int8_fp8_fast")
         allowed = (limit, *lse)
         yield {
             "kind": family.kind,

@@ -4,8 +4,8 @@ Suites: "end_to_end" (a whole call against cuDNN and FlashAttention-2), "kernel"
 against FlexAttention), "error" (dense 8-bit attention against exact attention), "memory" (peak beyond inputs and
 output), "crossover" (from which sizes on a sparse call pays), "hopper" (its kernel beside its twin, and whole calls at
 two budgets), "numerics" (errors of every 8-bit quantization on families of inputs, against their limits). Errors are
-those of 256 queries per head, see `bench_exact`. A column that could not be measured is None, and ``problems`` of its
-row says why.
+those of 256 queries per head, see `evaluate.oracle`. A column that could not be measured is None, and ``problems`` of
+its row says why.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Bench:
 def _kernel_of(backend: str) -> Callable[..., Any]:
     found = base.get(backend)
     assert isinstance(found, CudaBackend)
-    return found.kernel()
+    return found.launcher()
 
 
 def cuda_bench(quick: bool) -> Bench:
@@ -196,7 +196,7 @@ def _hopper(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
 
 def _quantizations(bench: Bench) -> tuple[str, ...]:
     """Those of the backend, the fastest first."""
-    return ("int8_fp8_fast", *QUANTIZATIONS) if bench.backend == "hopper" else QUANTIZATIONS
+    return tuple(name for name in QUANTIZATIONS if name in base.get(bench.backend).quantizations)
 
 
 def _given(bench: Bench, group: Group, inputs: Inputs, kernels: dict[str, tuple[str, str]]) -> Iterator[Row]:

@@ -1,7 +1,7 @@
 """The accuracy contract of dense 8-bit attention: its errors on an input, and how large they may be.
 
-The output: `Family.limit`, and without exponentials no more than `CODES_FACTOR` times the error with them. The LSE:
-`LSE_MEAN` on average and `LSE_WORST` in any row, beyond what rounding Q and K to 8 bits must move it by. That part is
+The output: `Family.limit`, and without exponentials no more than `EXPONENTIAL_FREE_FACTOR` times the error with them.
+The LSE: `LSE_MEAN` on average and `LSE_WORST` in any row, beyond what rounding Q and K to 8 bits must move it by. That part is
 derived from the input: see `lse_rounding`.
 """
 
@@ -20,7 +20,7 @@ from sparge.evaluate.oracle import ExactRows, sampled_error, score_chunks
 from sparge.geometry import BLOCK_K
 
 LSE_MEAN, LSE_WORST = 0.002, 0.02
-CODES_FACTOR, CODES_SLACK = 1.15, 2e-3
+EXPONENTIAL_FREE_FACTOR, EXPONENTIAL_FREE_SLACK = 1.15, 2e-3
 MEAN_DEVIATIONS, WORST_DEVIATIONS = 3.0, 6.0
 """Rows share the rounding of a key they all look at: their mean is one draw, not many."""
 HIDDEN_KEYS = 127
@@ -57,12 +57,12 @@ def errors_of(output: Tensor, lse: Tensor, rows: Tensor, exact: ExactRows) -> Er
     return Errors(sampled_error(output, rows, exact.output), float(moved.mean()), worst)
 
 
-def codes_limit(with_exponentials: float, family: Family, kv_len: int) -> float:
+def exponential_free_limit(with_exponentials: float, family: Family, kv_len: int) -> float:
     """Relative L1 error that "int8_fp8_fast" may have where "int8_fp8" has this one.
 
     What lies 15 to 19 octaves below a peak, FP8 rounds to its last numbers, and codes to 0.
     """
-    return CODES_FACTOR * with_exponentials + CODES_SLACK + hidden_share(family, kv_len)
+    return EXPONENTIAL_FREE_FACTOR * with_exponentials + EXPONENTIAL_FREE_SLACK + hidden_share(family, kv_len)
 
 
 def hidden_share(family: Family, kv_len: int) -> float:
@@ -90,7 +90,7 @@ def lse_limits(
     exact: ExactRows,
     *,
     is_causal: bool = False,
-    has_codes: bool = False,
+    exponential_free: bool = False,
     is_lattice: bool = False,
 ) -> LseLimits:
     """What the LSE of these rows may be off by, for the arguments of `lse_rounding`.
@@ -98,7 +98,7 @@ def lse_limits(
     Entries that are a few numbers (``is_lattice``) are rounded alike: D errors of half a step at most add up to D of
     them, not to sqrt(D). Half a step is sqrt(3) deviations.
     """
-    deviation = lse_rounding(query, key, rows, exact, is_causal=is_causal, has_codes=has_codes)
+    deviation = lse_rounding(query, key, rows, exact, is_causal=is_causal, exponential_free=exponential_free)
     of_mean, of_worst = MEAN_DEVIATIONS, WORST_DEVIATIONS
     if is_lattice:
         of_mean = of_worst = math.sqrt(3 * query.shape[-1])
@@ -108,14 +108,20 @@ def lse_limits(
 
 
 def lse_rounding(
-    query: Tensor, key: Tensor, rows: Tensor, exact: ExactRows, *, is_causal: bool = False, has_codes: bool = False
+    query: Tensor,
+    key: Tensor,
+    rows: Tensor,
+    exact: ExactRows,
+    *,
+    is_causal: bool = False,
+    exponential_free: bool = False,
 ) -> Tensor:
     """Standard deviation of every row's LSE when Q and K are rounded to 8 bits as well as that goes: (B, H, rows).
 
     Keys without their mean, channels balanced between Q and K and mixed (`eight_bits.balance`, `eight_bits.mix`), steps
     of 1/127 of a query's largest entry and of a key block's. A step s adds the variance s^2 / 12 to an entry. A query's
-    error e moves all its scores together, by e . sum_j p_j k_j; those of keys are independent. With ``has_codes``, P is
-    rounded in the sum.
+    error e moves all its scores together, by e . sum_j p_j k_j; those of keys are independent. With
+    ``exponential_free``, P is rounded in the sum.
     """
     group = query.shape[1] // key.shape[1]
     last_seen = rows + key.shape[2] - query.shape[2] if is_causal else None
@@ -136,7 +142,7 @@ def lse_rounding(
             squares += weights.square().sum(1)
         query_step = balanced.abs().amax(1) / eight_bits.INT8_MAX
         variance = (query_step.square() * pooled.square().sum(1) + key_part * balanced.square().sum(1)) / 12
-        variance = variance / query.shape[-1] + (CODE_NOISE**2 * squares if has_codes else 0.0)
+        variance = variance / query.shape[-1] + (CODE_NOISE**2 * squares if exponential_free else 0.0)
         deviation[batch, head] = variance.sqrt()
     return deviation
 

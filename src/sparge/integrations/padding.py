@@ -39,7 +39,7 @@ def spans_of(mask: Tensor) -> tuple[Span, ...] | None:
 
 
 def _read(visible: Tensor) -> tuple[Span, ...] | None:
-    """``visible`` is (B, S_k)."""
+    """The spans of a bool mask (B, S_k), or None where what a sequence sees is not contiguous."""
     count = visible.sum(1)
     first = visible.int().argmax(1)
     last = visible.shape[1] - visible.flip(1).int().argmax(1)

@@ -46,14 +46,14 @@ class Schedule:
         self.steps.start(len(self._scheduler.timesteps))
 
     def leave(self) -> None:
-        """Once for each of ``users``; behind the last of them the scheduler is followed no more."""
+        """Say that one of ``users`` is gone; behind the last of them the scheduler is followed no more."""
         self.users -= 1
         if self.users == 0:
             _leave(self._scheduler, self.steps)
 
 
 def _follow(scheduler: Any, steps: Steps) -> None:
-    """Several may follow one scheduler, as when pipelines share it."""
+    """Have a scheduler tell these steps where it stands; several may follow one, as when pipelines share it."""
     if _STEPS not in vars(scheduler):
         setattr(scheduler, _STEPS, [])
         kind = type(scheduler)  # that of a followed one, if it was made from it

@@ -302,7 +302,7 @@ def _names_used(kind: type) -> set[str]:
 
 
 def _count_own(name: str, *_: Any) -> None:
-    """A forward hook."""
+    """Count a forward pass of a module that computes attention by itself; a forward hook."""
     count(Reason.OWN_ATTENTION, name)
 
 

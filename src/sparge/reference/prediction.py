@@ -1,4 +1,4 @@
-"""Stage 1: which blocks of the attention map to compute.
+"""Predict which blocks of the attention map to compute.
 
     pool, self_similarity -> SCORES -> block_probabilities -> forced_blocks, SELECTIONS -> BlockMask
 
@@ -202,7 +202,7 @@ class Row:
     candidates: list[int]
 
     def best(self, count: int) -> list[int]:
-        """So many candidates: forced ones first, then falling probability, ties to the lower index."""
+        """The best ``count`` candidates: forced ones first, then falling probability, ties to the lower index."""
         return sorted(self.candidates, key=lambda j: (not self.forced[j], -float(self.probabilities[j]), j))[:count]
 
 
@@ -251,7 +251,7 @@ def select_row(
 
 
 def predict(query: Tensor, key: Tensor, call: Call) -> BlockMask:
-    """Stage 1: which blocks of the attention map to compute."""
+    """Predict which blocks of the attention map to compute."""
     shape, is_causal = call.shape, call.is_causal
     masks = element_mask(call, query.device)
     visible = visible_blocks(masks.allowed)

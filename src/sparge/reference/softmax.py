@@ -1,4 +1,4 @@
-"""Stage 2: online softmax over the kept blocks, in 8 bits where the call says so, with skipping and LSE."""
+"""Attention: online softmax over the kept blocks, in 8 bits where the call says so, with skipping and LSE."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ from sparge.geometry import BLOCK_K, BLOCK_Q, ROW_GROUP
 from sparge.reference.shared import element_mask, of_head, smooth_key, visible_keys
 
 Accumulation = Literal["two_level", "single_level"]
-FP8_MODES = ("int8_fp8", "int8_fp8_fast")
 
 
 class AttentionResult(NamedTuple):
@@ -51,7 +50,7 @@ def attention(
     *,
     accumulation: Accumulation = "two_level",
 ) -> AttentionResult:
-    """Stage 2 and the output: online softmax over the kept blocks of every row.
+    """Attention: online softmax over the kept blocks of every row.
 
     Args:
         mask: kept blocks.
@@ -60,7 +59,7 @@ def attention(
         accumulation: "two_level" gives every tile of 64 keys a fresh FP8 accumulator; "single_level" keeps one for
             the whole row, which is how accuracy is lost.
     """
-    shape, scale, quantization = call.shape, call.scale, call.quantization
+    shape, scale = call.shape, call.scale
     masks = element_mask(call, query.device)
     keys_seen = visible_keys(masks.allowed, shape.kv_heads)
     query, key, value = query.double(), key.double(), value.double()
@@ -81,7 +80,7 @@ def attention(
     for b in range(shape.batch):
         for h in range(shape.heads):
             kv = h // shape.group
-            head = _Head(query[b, h], key[b, kv], value[b, kv], scale, quantization, accumulation)
+            head = _Head(query[b, h], key[b, kv], value[b, kv], call, accumulation)
             threshold = of_head(call.pv_threshold, h, shape)
             for first in range(0, shape.q_len, ROW_GROUP):
                 rows = slice(first, min(first + ROW_GROUP, shape.q_len))
@@ -101,19 +100,19 @@ class _Head:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        scale: float,
-        quantization: str,
+        call: Call,
         accumulation: Accumulation,
     ) -> None:
         self.query, self.key, self.value = query, key, value
         self.query_scale, self.key_scale = torch.ones_like(query[:, :1]), torch.ones_like(key[:, :1])
         self.value_scale = torch.ones_like(value[:1])
-        self.scale, self.quantization, self.accumulation = scale, quantization, accumulation
-        if quantization != "none":
+        quantization = call.quantization
+        self.scale, self.quantization, self.accumulation = call.scale, quantization, accumulation
+        if call.is_quantized:
             self.query_scale, self.key_scale = query_scales(query), key_scales(key)
             self.query = quantize_int8(query, self.query_scale).double()
             self.key = quantize_int8(key, self.key_scale).double()
-        self.fp8_values = quantization in FP8_MODES
+        self.fp8_values = call.has_fp8_values
         if self.fp8_values:
             self.value, self.value_scale = quantize_fp8(value)
         elif quantization == "int8_fp16":

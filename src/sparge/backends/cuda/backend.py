@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sparge.backends.base import Backend, Crossover
-from sparge.backends.cuda.operands import Attend
+from sparge.backends.cuda.operands import AttentionLauncher
 from sparge.block_mask import BlockMask
 from sparge.call import Call
 
@@ -27,7 +27,7 @@ class CudaBackend(Backend):
     crossover = Crossover(keys=4096, queries=2048, scores=2**29)  # measured: docs/lab/triton.md, "Crossover on a GPU"
 
     @abstractmethod
-    def kernel(self) -> Attend:
+    def launcher(self) -> AttentionLauncher:
         """What launches the tier's attention kernel, imported when it is asked for."""
 
     def missing(self, device: torch.device) -> str | None:
@@ -48,14 +48,14 @@ class CudaBackend(Backend):
     ) -> tuple[Tensor, Tensor]:
         from sparge.backends.cuda import pipeline
 
-        return pipeline.attention(query, key, value, mask, call, attend=self.kernel(), totals=totals)
+        return pipeline.attend(query, key, value, mask, call, launcher=self.launcher(), totals=totals)
 
     def attention(
         self, query: Tensor, key: Tensor, value: Tensor, call: Call, *, totals: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         from sparge.backends.cuda import pipeline
 
-        return pipeline.sparse_attention(query, key, value, call, attend=self.kernel(), totals=totals)
+        return pipeline.attention(query, key, value, call, launcher=self.launcher(), totals=totals)
 
     def dense(
         self, query: Tensor, key: Tensor, value: Tensor, call: Call, *, with_lse: bool, may_use_torch: bool
@@ -63,8 +63,8 @@ class CudaBackend(Backend):
         from sparge.backends.cuda import dense, pipeline
 
         if may_use_torch:
-            return dense.attention(query, key, value, call, attend=self.kernel(), with_lse=with_lse)
-        return pipeline.attention(query, key, value, None, call, attend=self.kernel())
+            return dense.attention(query, key, value, call, launcher=self.launcher(), with_lse=with_lse)
+        return pipeline.attend(query, key, value, None, call, launcher=self.launcher())
 
 
 def triton_missing(device: torch.device) -> str | None:

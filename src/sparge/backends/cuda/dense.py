@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparge.backends.cuda import pipeline
-from sparge.backends.cuda.operands import Attend
+from sparge.backends.cuda.operands import AttentionLauncher
 from sparge.call import Call
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, call: Call, *, with_lse: bool, attend: Attend
+    query: Tensor, key: Tensor, value: Tensor, call: Call, *, with_lse: bool, launcher: AttentionLauncher
 ) -> tuple[Tensor, Tensor]:
     """Attention over every visible key: output (B, H, Sq, Dv) in the query's dtype, lse (B, H, Sq) float32 or empty."""
     if call.is_causal and call.shape.q_len == 1:  # the last query sees every key
@@ -24,7 +24,7 @@ def attention(
             query, key, value, is_causal=call.is_causal, scale=call.scale, enable_gqa=call.shape.group > 1
         )
         return output.contiguous(), query.new_empty(0, dtype=torch.float32)
-    return pipeline.attention(query, key, value, None, call, attend=attend)
+    return pipeline.attend(query, key, value, None, call, launcher=launcher)
 
 
 def _torch_can(query: Tensor, call: Call) -> bool:

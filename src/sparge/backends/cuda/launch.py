@@ -78,7 +78,7 @@ def launch(kernel: Any, programs: int, **arguments: Any) -> None:
     16, unless ``do_not_specialize`` names it; a kernel that forgets one is refused, or it would be started with another
     number than it was compiled for. (Floats are left alone, but a name does not tell them apart.)
 
-    A tensor may be given as Gluon's descriptor for the copy engine (``*_desc``).
+    A tensor may be given as Gluon's descriptor for TMA (``*_desc``).
     """
     values = list(arguments.values())
     known = _known(kernel)

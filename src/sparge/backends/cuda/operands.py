@@ -32,7 +32,7 @@ class Operands:
     keys_seen: Tensor | None
 
 
-class Attend(Protocol):
+class AttentionLauncher(Protocol):
     """The launcher of an attention kernel."""
 
     def __call__(

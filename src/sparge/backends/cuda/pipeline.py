@@ -2,10 +2,10 @@
 
     prepare           everything before the attention kernel, in shared passes over Q, K and V
     predict           the mask alone
-    attention         over a given mask, or over every visible block
-    sparse_attention  prepare, then attend
+    attend            attention over a given mask, or over every visible block
+    attention         prepare, then attend
 
-The last stage is given: ``attend`` launches Triton's attention kernel or Hopper's; all other stages are shared. Nothing
+The last stage is given: ``launcher`` starts Triton's attention kernel or Hopper's; all other stages are shared. Nothing
 here waits for the device. Masks with an entry per query, and additive ones, are scored by `torch.predict`.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sparge.backends.cuda.launch import per_head_tensor
-from sparge.backends.cuda.operands import Attend, Operands
+from sparge.backends.cuda.operands import AttentionLauncher, Operands
 from sparge.backends.cuda.peaks import peak_handling
 from sparge.backends.cuda.replay import replayed
 from sparge.backends.cuda.stages.quantize import quantize_key_value, summarize_query
@@ -42,7 +42,7 @@ def prepare(
     seen = None if attn_mask is None else find_visibility(shape, call.is_causal, attn_mask, query.device)
     hides_keys_alone = attn_mask is None or (attn_mask.shape[2] == 1 and attn_mask.dtype == torch.bool)
     has_scores = with_mask and hides_keys_alone and not isinstance(call.sparsity, Dense)
-    has_codes = with_operands and call.is_quantized
+    quantizes = with_operands and call.is_quantized
     has_similarity = has_scores and call.selection.similarity_threshold is not None
     inputs = score_inputs(call.score) if has_scores else None
     key_value = summarize_key_value(
@@ -53,7 +53,7 @@ def prepare(
         seen,
         means=has_scores,
         variance=inputs is not None and inputs.variance,
-        codes=has_codes,
+        codes=quantizes,
         similarity=has_similarity,
     )
     summary = summarize_query(
@@ -61,7 +61,7 @@ def prepare(
         key_value,
         call,
         seen,
-        codes=has_codes,
+        codes=quantizes,
         mean=inputs is not None and inputs.samples is None,
         similarity=has_similarity,
     )
@@ -78,7 +78,7 @@ def prepare(
         return None, mask
     assert value is not None
     dtype, key_scale = query.dtype, key
-    if has_codes:
+    if quantizes:
         query = summary.codes
         key, key_scale, value = quantize_key_value(key, value, key_value, call, seen)
     if peak_handling(call) == "marked":
@@ -104,45 +104,45 @@ def predict(query: Tensor, key: Tensor, call: Call) -> BlockMask:
     return mask
 
 
-def attention(
+def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     mask: BlockMask | None,
     call: Call,
     *,
-    attend: Attend,
+    launcher: AttentionLauncher,
     totals: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over a given mask, or over every visible block without one. See `reference.attention`."""
     lists: list[Tensor] = []
-    if mask is not None:  # copied here, not by `attend`: a call that copies cannot be replayed
+    if mask is not None:  # copied here, not by the launcher: a call that copies cannot be replayed
         lists = [x.contiguous() for x in (mask.kv_num_blocks, mask.kv_indices, mask.visible_num_blocks)]
         mask = BlockMask(lists[0], lists[1], lists[2], mask.q_len, mask.kv_len, mask.is_causal)
 
     def run() -> tuple[Tensor, Tensor]:
         operands, _ = prepare(query, key, value, call, with_mask=False, with_operands=True)
         assert operands is not None
-        return attend(operands, mask, call, totals=totals)
+        return launcher(operands, mask, call, totals=totals)
 
     if call.attn_mask is not None or call.pv_threshold is not None:
         return run()  # some of it is computed by torch
-    kind = ("attention", attend, call.shape, call.is_causal, call.scale, call.quantization)
+    kind = ("attend", launcher, call.shape, call.is_causal, call.scale, call.quantization)
     return replayed(kind, (query, key, value, totals, *lists), run)
 
 
-def sparse_attention(
-    query: Tensor, key: Tensor, value: Tensor, call: Call, *, attend: Attend, totals: Tensor | None = None
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, call: Call, *, launcher: AttentionLauncher, totals: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Prediction and attention, sharing the passes over K."""
 
     def run() -> tuple[Tensor, Tensor]:
         operands, mask = prepare(query, key, value, call, with_mask=True, with_operands=True)
         assert operands is not None
-        return attend(operands, mask, call, totals=totals)
+        return launcher(operands, mask, call, totals=totals)
 
     thresholds = call.selection.similarity_threshold, call.pv_threshold
     by_torch = call.attn_mask is not None or call.always_keep or call.selection.is_per_head
     if by_torch or any(threshold is not None for threshold in thresholds):
         return run()  # some of it is computed by torch
-    return replayed(("sparse_attention", attend, call), (query, key, value, totals), run)
+    return replayed(("attention", launcher, call), (query, key, value, totals), run)

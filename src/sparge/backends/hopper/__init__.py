@@ -6,7 +6,7 @@ import torch
 
 from sparge.backends import base
 from sparge.backends.cuda.backend import CudaBackend
-from sparge.backends.cuda.operands import Attend
+from sparge.backends.cuda.operands import AttentionLauncher
 from sparge.call import Call
 
 CAPABILITY = (9, 0)
@@ -21,7 +21,7 @@ class HopperBackend(CudaBackend):
     summary = "a warp-specialised kernel for compute capability 9.0"
     quantizations = ("none", "int8_fp8", "int8_fp8_fast", "int8_fp16")
 
-    def kernel(self) -> Attend:
+    def launcher(self) -> AttentionLauncher:
         from sparge.backends.hopper.launcher import attend
 
         return attend

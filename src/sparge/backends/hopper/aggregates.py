@@ -10,7 +10,7 @@ PLAIN, MASKED, NON_FINITE, SINK = gl.constexpr(0), gl.constexpr(1), gl.constexpr
 
 @aggregate
 class Descriptors:
-    """Global tensors as the copy engine sees them."""
+    """Global tensors as TMA sees them."""
 
     query: tensor_descriptor
     key: tensor_descriptor
@@ -19,7 +19,7 @@ class Descriptors:
 
 @aggregate
 class Buffers:
-    """Shared memory that the copy engine fills: query stages of Q, stages of K and V."""
+    """Shared memory that TMA fills: query stages of Q, stages of K and V."""
 
     query: shared_memory_descriptor
     key: shared_memory_descriptor

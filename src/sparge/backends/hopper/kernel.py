@@ -80,7 +80,7 @@ def attention_kernel(
     sees nothing gets 0 and -inf.
 
     Args:
-        query_desc: (B, H, q_len, D), for the copy engine; INT8 codes padded to whole blocks, or 16 bits.
+        query_desc: (B, H, q_len, D), for TMA; INT8 codes padded to whole blocks, or 16 bits.
         key_desc: (B, Hkv, kv_len, D), the same.
         value_desc: (B, Hkv, D_v, kv_len) in FP8, padded, keys in `fp8_token_order`; or (B, Hkv, kv_len, D_v).
         query_scale_ptr: (B, H, q_blocks * 128), of each query's codes, times softmax_scale log2 e.

@@ -1,4 +1,4 @@
-"""Start the Hopper kernel: descriptors of the operands for the copy engine, one program per multiprocessor."""
+"""Start the Hopper kernel: descriptors of the operands for TMA, one program per SM."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ LEAST_WIDTH = 64
 SLICE = 128
 """Value channels of one FP8 tile: two accumulators of more do not fit the registers."""
 COPY_ALIGNMENT = 16
-"""Bytes: the copy engine's addresses and strides are multiples of it."""
+"""Bytes: TMA's addresses and strides are multiples of it."""
 
 
 def attend(
     operands: Operands, mask: BlockMask | None, call: Call, *, totals: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention over a mask's blocks, or over all visible ones without a mask: see `operands.Attend`."""
+    """Attention over a mask's blocks, or over all visible ones without a mask: see `operands.AttentionLauncher`."""
     query, key, value, stand_in = operands.query, operands.key, operands.value, operands.query
     shape, has_threshold = call.shape, call.pv_threshold is not None
     if not call.is_quantized:
@@ -106,7 +106,7 @@ def attend(
 
 
 def _copyable(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy that the copy engine can read: aligned, no dimension repeated."""
+    """The tensor, or a copy that TMA can read: aligned, no dimension repeated."""
     unit = COPY_ALIGNMENT // tensor.element_size()
     strides = [stride for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True) if size > 1]
     if tensor.data_ptr() % COPY_ALIGNMENT == 0 and all(stride > 0 and stride % unit == 0 for stride in strides):
@@ -118,7 +118,7 @@ def _copyable(tensor: Tensor) -> Tensor:
 
 
 def _descriptor(tensor: Tensor, rows: int, columns: int, layout: gl.NVMMASharedLayout) -> TensorDescriptor:
-    """A tensor (B, H, rows, columns) as the copy engine sees it, in parts of so many rows and columns."""
+    """A tensor (B, H, rows, columns) as TMA sees it, in parts of so many rows and columns."""
     strides, unit = list(tensor.stride()), COPY_ALIGNMENT // tensor.element_size()
     for dimension in range(3):
         if tensor.shape[dimension] == 1:  # torch allows any stride there

@@ -10,15 +10,11 @@ import math
 from dataclasses import dataclass
 
 from sparge.backends.hopper.gluon import gl, mbarrier
-from sparge.eight_bits import FP8_MAX, FP16_ROOM
+from sparge.eight_bits import FP8_CODES_PER_OCTAVE, FP8_MAX, FP8_TOP_CODE, FP16_ROOM
 from sparge.geometry import BLOCK_K, BLOCK_Q, ROW_GROUP
 
 ROWS = gl.constexpr(ROW_GROUP)
 """Queries of one consumer: what a warpgroup's matrix instruction takes."""
-CODES_PER_OCTAVE = 8.0
-"""Of E4M3: 3 bits of fraction."""
-TOP_CODE = 126.0
-"""E4M3's code of 448, its largest number."""
 SLACK = gl.constexpr(8.0)
 """Octaves that P may exceed 1 by, where the output is rescaled rarely."""
 
@@ -85,7 +81,7 @@ class Spec:
     @property
     def steps_per_octave(self) -> float:
         """The unit of the scores: octaves (log2), or eighths of one, in which FP8 codes count."""
-        return CODES_PER_OCTAVE if self.exponential_free else 1.0
+        return float(FP8_CODES_PER_OCTAVE) if self.exponential_free else 1.0
 
     @property
     def log2_one(self) -> float:
@@ -97,7 +93,7 @@ class Spec:
     @property
     def steps_of_one(self) -> float:
         """The same in steps, which the origin of P is lowered by."""
-        return TOP_CODE if self.exponential_free else self.log2_one
+        return float(FP8_TOP_CODE) if self.exponential_free else self.log2_one
 
     @property
     def inverse_one(self) -> float:

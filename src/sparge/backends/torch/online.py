@@ -150,7 +150,7 @@ class _Rows:
         self._fold(live, scores[live], value[live], local_max[live])
 
     def _fold(self, groups: slice | Tensor, scores: Tensor, value: Tensor, local_max: Tensor) -> None:
-        """Add a tile; where FP8 cannot hold all of it, what is far below its maximum first (`reference._Head`)."""
+        """Add a tile; where FP8 cannot hold all of it, what is far below its maximum first (as `reference.softmax`)."""
         self.running_max[groups] = new_max = torch.maximum(self.running_max[groups], local_max)
         if self.operands.quantization != "int8_fp8":
             self._add(groups, scores, value, new_max)

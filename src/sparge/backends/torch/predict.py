@@ -7,8 +7,9 @@ blocks at a time, so that the largest intermediate stays near `CHUNK_BYTES`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,8 @@ from sparge.call import Call
 from sparge.config import ROUNDING_GUARD, Dense, Mean, Moment, Score, Selection, TopCdf, TopK, per_head
 from sparge.geometry import BLOCK_K, BLOCK_Q, Shape, ceil_div
 from sparge.visibility import Visibility, allowed_elements, block_edges, find_visibility
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 CHUNK_BYTES = 16 * 2**20
 
@@ -56,7 +59,7 @@ class _Rows:
 
 
 def predict(query: Tensor, key: Tensor, call: Call) -> BlockMask:
-    """Stage 1: which blocks of the attention map to compute. See `reference.predict`."""
+    """Predict which blocks of the attention map to compute. See `reference.predict`."""
     shape, is_causal, attn_mask = call.shape, call.is_causal, call.attn_mask
     seen = find_visibility(shape, is_causal, attn_mask, query.device)
     full_shape = (shape.batch, shape.heads, shape.q_blocks, shape.kv_blocks)
@@ -166,7 +169,7 @@ def _scores(rows: _Rows, blocks: slice) -> Tensor:
     """Scores (B, H, rows, queries, kv_blocks) of the query blocks in ``blocks``, by the call's score."""
     shape = rows.call.shape
     tokens = slice(blocks.start * BLOCK_Q, min(blocks.stop * BLOCK_Q, shape.q_len))
-    features, summary, bias = SCORES[type(rows.call.score)](rows, tokens)
+    features, summary, bias = find(SCORES, rows.call.score, "score")(rows, tokens)
     queries_per_block = features.shape[3]
     grouped = features.reshape(shape.batch, shape.kv_heads, -1, features.shape[-1])  # [B, Hkv, group * rows * P, D]
     scores = (grouped @ summary.mT).view(shape.batch, shape.heads, -1, queries_per_block, shape.kv_blocks)
@@ -203,6 +206,19 @@ SCORES: dict[type[Score], Callable[[_Rows, slice], tuple[Tensor, Tensor, Tensor 
     Moment: _score_moment,
 }
 """Features of a block's queries, the summary of a key block that they are multiplied with, and a bias, or None."""
+
+
+def find(table: Mapping[Any, Function], entry: Score | Selection, name: str) -> Function:
+    """The function of a score or a selection rule.
+
+    Raises:
+        NotImplementedError: this backend has none.
+    """
+    found = table.get(type(entry))
+    if found is None:
+        known = " or ".join(repr(kind.name) for kind in table)
+        raise NotImplementedError(f"{name} on the torch backend: expected {known}, got {entry.name!r}")
+    return found
 
 
 def _seen_queries(rows: _Rows, tokens: slice) -> Tensor | None:
@@ -315,7 +331,7 @@ def _select(probabilities: Tensor, visible: Tensor, eligible: Tensor, forced: Te
     ranks = _ranks(priority)
     row = _Row(probabilities, visible, eligible, ranks)
     amount = per_head(rule.amount, visible.shape[1], visible.device)
-    kept = SELECTIONS[type(rule)](row, amount) | (eligible & (ranks < max(rule.min_blocks, 1)))
+    kept = find(SELECTIONS, rule, "sparsity")(row, amount) | (eligible & (ranks < max(rule.min_blocks, 1)))
     return (kept | forced | ~eligible) & visible
 
 

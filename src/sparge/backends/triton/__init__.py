@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sparge.backends.cuda.backend import FP8_CAPABILITY, CudaBackend, capability_missing
-from sparge.backends.cuda.operands import Attend
+from sparge.backends.cuda.operands import AttentionLauncher
 
 
 class TritonBackend(CudaBackend):
@@ -15,7 +15,7 @@ class TritonBackend(CudaBackend):
     summary = "block-sparse kernels in Triton"
     quantizations = ("none", "int8_fp8", "int8_fp16")
 
-    def kernel(self) -> Attend:
+    def launcher(self) -> AttentionLauncher:
         from sparge.backends.triton.attention import attend
 
         return attend

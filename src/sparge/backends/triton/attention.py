@@ -361,7 +361,7 @@ def attention_kernel(
 def attend(
     operands: Operands, mask: BlockMask | None, call: Call, *, totals: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention over a mask's blocks, or over all visible ones without a mask: see `operands.Attend`."""
+    """Attention over a mask's blocks, or over all visible ones without a mask: see `operands.AttentionLauncher`."""
     assert call.quantization in ("none", "int8_fp16", "int8_fp8"), f"no kernel for {call.quantization!r}"
     shape, query = call.shape, operands.query
     device, stand_in = query.device, operands.query

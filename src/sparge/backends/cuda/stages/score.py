@@ -3,8 +3,8 @@
     probability[block, j] = mean over its rows i of softmax_j s[i, j]
 
 A row is a query that stands for its block, one of some evenly spaced samples or the mean of all. What s is, a score
-says (`reference.SCORES`): each has a function here (`moment_score`, `mean_score`), which `_block_scores` calls by the
-score's name, and an entry in `INPUTS`.
+says (`reference.prediction.SCORES`): each has a function here (`moment_score`, `mean_score`), which `_block_scores`
+calls by the score's name, and an entry in `INPUTS`.
 
 The products run on bfloat16 tensor cores with the mean key in two parts (and 16 or 32-bit queries too), which leaves an
 error of about 2^-17 of the score. The probabilities are averages of softmaxes, so maximum and sum of each row must be
