@@ -67,12 +67,24 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
 
 
 def test_examples_run(run: Run) -> None:
-    left = run(REPOSITORY / "README.md", "8192", other=torch.sin, x=torch.ones(3))
+    class Other(torch.nn.Module):
+        """A model with trainable weights that calls SDPA."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = torch.nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.scaled_dot_product_attention(*[self.project(x)] * 3)
+
+    inputs = {"input_ids": torch.ones(1, 2304, dtype=torch.long)}
+    left = run(REPOSITORY / "README.md", "8192", other=Other(), x=torch.randn(1, 1, 4096, 16), inputs=inputs)
     assert left["model"].config._attn_implementation == "sparge"
     assert left["mask"].density() < 0.8
     assert left["out"].shape == (1, 8, 2048, 64)
     reasons = sparge.stats().reasons
-    assert reasons["sparse: torch"] == 2, "expected attention and block_sparse_attention to go sparse"
+    assert reasons["sparse: torch"] == 2 + 2 + 1, "expected two layers, two functions and the other model to go sparse"
+    assert not any("unsupported" in reason for reason in reasons)
     assert {"dense: below the crossover", "dense: cross-attention"} <= set(reasons), "expected calls of the pipeline"
 
 

@@ -1,8 +1,8 @@
 """The accuracy contract of dense 8-bit attention: its errors on an input, and how large they may be.
 
 The output: `Family.limit`, and without exponentials no more than `EXPONENTIAL_FREE_FACTOR` times the error with them.
-The LSE: `LSE_MEAN` on average and `LSE_WORST` in any row, beyond what rounding Q and K to 8 bits must move it by. That part is
-derived from the input: see `lse_rounding`.
+The LSE: `LSE_MEAN` on average and `LSE_WORST` in any row, beyond what rounding Q and K to 8 bits must move it by. That
+part is derived from the input: see `lse_rounding`.
 """
 
 from __future__ import annotations
