@@ -128,11 +128,11 @@ class _Head:
     ) -> AttentionResult:
         """Attention of up to 64 rows (one skipping group) to the given key blocks, in order.
 
-        Sums count in units of exp(top). FP8 holds 15 octaves, fewer than lie between a sink and a long tail, so that
-        ``top`` is the maximum of the latest tile alone; else it is that of the row. See `_parts`.
+        Sums count in units of exp(origin). FP8 holds 15 octaves, fewer than lie between a sink and a long tail, so that
+        ``origin`` is the maximum of the latest tile alone; else it is that of the row. See `_parts`.
         """
         count = rows.stop - rows.start
-        running_max = top = self.query.new_full((count, 1), -math.inf)
+        running_max = origin = self.query.new_full((count, 1), -math.inf)
         row_sum = self.query.new_zeros(count, 1)
         accumulator = self.query.new_zeros(count, self.value.shape[1])
         skipped = 0
@@ -146,29 +146,29 @@ class _Head:
             if threshold is not None and bool((gap < threshold).all()):
                 skipped += 1
                 continue
-            for part, new_top in self._parts(scores, local_max, new_max):
-                shift = new_top.masked_fill(new_top == -math.inf, 0.0)
-                decay = (top - shift).exp()
+            for part, new_origin in self._parts(scores, local_max, new_max):
+                shift = new_origin.masked_fill(new_origin == -math.inf, 0.0)
+                decay = (origin - shift).exp()
                 probability = self._probabilities(part - shift)
                 row_sum = row_sum * decay + probability.sum(1, keepdim=True)
                 accumulator = self._accumulate(accumulator * decay, probability, self.value[keys])
-                top = new_top
+                origin = new_origin
             running_max = new_max
         unit = FP8_MAX if self.fp8_values else 1.0
         nothing = row_sum == 0
         output = accumulator / (unit * row_sum.masked_fill(nothing, 1.0)) * self.value_scale
-        lse = (top + row_sum.log()).squeeze(1)
+        lse = (origin + row_sum.log()).squeeze(1)
         return AttentionResult(torch.where(nothing, 0.0, output), lse, torch.tensor(skipped))
 
     def _parts(self, scores: Tensor, local_max: Tensor, new_max: Tensor) -> list[tuple[Tensor, Tensor]]:
         """A tile's scores, and what their P counts from: in two parts, the lower first, where FP8 cannot hold both."""
         if not self.fp8_values:
             return [(scores, new_max)]
-        top = torch.maximum(local_max, new_max - REACH * math.log(2.0))
-        edge = top - FP8_RANGE * math.log(2.0)
+        origin = torch.maximum(local_max, new_max - REACH * math.log(2.0))
+        edge = origin - FP8_RANGE * math.log(2.0)
         lower, upper = scores.masked_fill(scores > edge, -math.inf), scores.masked_fill(scores <= edge, -math.inf)
         has_lower = bool((lower > -math.inf).any())
-        return [(lower, edge), (upper, top)] if has_lower else [(scores, top)]
+        return [(lower, edge), (upper, origin)] if has_lower else [(scores, origin)]
 
     def _scores(self, rows: slice, keys: slice) -> Tensor:
         return self.query[rows] @ self.key[keys].mT * self.query_scale[rows] * self.key_scale[keys].mT * self.scale

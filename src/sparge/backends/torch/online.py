@@ -117,7 +117,7 @@ class _Rows:
         self.query = tiles.queries(rows, self.workspace)
         groups = len(rows) * GROUPS
         self.running_max = self.query.new_full((groups, ROW_GROUP, 1), -math.inf)
-        self.top = self.running_max.clone()  # what sums count from
+        self.origin = self.running_max.clone()  # what sums count from
         self.row_sum = self.query.new_zeros(groups, ROW_GROUP, 1)
         self.accumulator = self.query.new_zeros(groups, ROW_GROUP, tiles.shape.value_dim)
         self.threshold = None
@@ -155,25 +155,25 @@ class _Rows:
         if self.operands.quantization != "int8_fp8":
             self._add(groups, scores, value, new_max)
             return
-        top = torch.maximum(local_max, new_max - REACH * math.log(2.0))
-        edge = top - FP8_RANGE * math.log(2.0)
+        origin = torch.maximum(local_max, new_max - REACH * math.log(2.0))
+        edge = origin - FP8_RANGE * math.log(2.0)
         is_low = scores <= edge
         has_low = (is_low & (scores > -math.inf)).any(-1, keepdim=True)
         if bool(has_low.any()):
-            low_top = torch.where(has_low, edge, self.top[groups])  # other rows stay as they are
-            self._add(groups, scores.masked_fill((scores > edge) | ~has_low, -math.inf), value, low_top)
+            low_origin = torch.where(has_low, edge, self.origin[groups])  # other rows stay as they are
+            self._add(groups, scores.masked_fill((scores > edge) | ~has_low, -math.inf), value, low_origin)
             scores = scores.masked_fill(is_low, -math.inf)
-        self._add(groups, scores, value, top)
+        self._add(groups, scores, value, origin)
 
-    def _add(self, groups: slice | Tensor, scores: Tensor, value: Tensor, new_top: Tensor) -> None:
-        """Add P V of a tile, with P relative to ``new_top``."""
-        shift = new_top.masked_fill(new_top == -math.inf, 0.0)
-        decay = (self.top[groups] - shift).exp()
+    def _add(self, groups: slice | Tensor, scores: Tensor, value: Tensor, new_origin: Tensor) -> None:
+        """Add P V of a tile, with P relative to ``new_origin``."""
+        shift = new_origin.masked_fill(new_origin == -math.inf, 0.0)
+        decay = (self.origin[groups] - shift).exp()
         probability = (scores - shift).exp()
         self.row_sum[groups] = self.row_sum[groups] * decay + probability.sum(-1, keepdim=True)
         product = self.operands.product(probability, value)
         self.accumulator[groups] = self.accumulator[groups] * decay + product
-        self.top[groups] = new_top
+        self.origin[groups] = new_origin
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """Output (n, 128, Dv) and lse (n, 128), the latter with the key mean's share put back."""
@@ -181,7 +181,7 @@ class _Rows:
         unit = FP8_MAX if operands.quantization == "int8_fp8" else 1.0
         nothing = self.row_sum == 0
         output = self.accumulator / (unit * self.row_sum.masked_fill(nothing, 1.0))
-        lse = (self.top + self.row_sum.log()).view(len(self.rows), BLOCK_Q)
+        lse = (self.origin + self.row_sum.log()).view(len(self.rows), BLOCK_Q)
         output, nothing = (tensor.view(len(self.rows), BLOCK_Q, -1) for tensor in (output, nothing))
         if operands.value_scale is not None:
             batch, head, _ = self.tiles.place(self.rows)

@@ -199,7 +199,7 @@ def attention_kernel(
     accumulator = tl.zeros((BLOCK_M, VALUE_DIM_PADDED), tl.float32)
     row_sum = tl.zeros((BLOCK_M,), tl.float32)
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    top = row_max  # what sums count from
+    origin = row_max  # what sums count from
     far_steps = tl.zeros((BLOCK_M, KEY_GROUPS), tl.int64)
     for position in tl.range(0, count, BLOCKS, num_stages=STAGES):
         block = position if ALL_BLOCKS else tl.load(indices_base + position)
@@ -266,10 +266,10 @@ def attention_kernel(
                 local_max = tl.max(raw, 1) * query_scale
 
         new_max = tl.maximum(row_max, local_max)
-        new_top = new_max
+        new_origin = new_max
         if has_fp8_values:
-            new_top = tl.maximum(local_max, new_max - REACH)
-        safe_top = tl.where(new_top == float("-inf"), 0.0, new_top)
+            new_origin = tl.maximum(local_max, new_max - REACH)
+        safe_origin = tl.where(new_origin == float("-inf"), 0.0, new_origin)
         needed = True
         if HAS_THRESHOLD:
             gap = tl.where(local_max == float("-inf"), float("-inf"), local_max - new_max)
@@ -281,7 +281,7 @@ def attention_kernel(
             value_ptrs = value_base + first_keys[None, :] + within[None, :] + offs_dv[:, None] * value_strides[2]
             if PEAKS == "every_tile":
                 far_steps |= bits_of_far(group_max, local_max, position // BLOCKS)
-            one = safe_top - log2_unit  # the score whose P is stored as 1
+            one = safe_origin - log2_unit  # the score whose P is stored as 1
             if MASK != "none":
                 probability = tl.exp2(scores - one[:, None])
                 total = tl.sum(probability, 1)
@@ -296,10 +296,10 @@ def attention_kernel(
             else:
                 probability = tl.exp2(raw * query_scale - one[:, None])
                 total = tl.sum(probability, 1)
-            decay = tl.exp2(top - safe_top)
+            decay = tl.exp2(origin - safe_origin)
             row_sum = row_sum * decay + total
             row_max = new_max
-            top = new_top
+            origin = new_origin
 
             if has_fp8_values:
                 value = tl.load(value_ptrs).T  # loaded here: any earlier, Triton 3.6 gets addresses wrong
@@ -324,7 +324,7 @@ def attention_kernel(
         operands = (key_base, key_scale_base, value_base, value_strides[2], mask_base, mask_strides)
         accumulator = add_lost(
             accumulator,
-            top,
+            origin,
             far_steps,
             row,
             operands,
@@ -343,7 +343,7 @@ def attention_kernel(
     output = accumulator * (1.0 / tl.where(empty, 1.0, row_sum))[:, None]
     if has_fp8_values:
         output = output * tl.load(value_scale_ptr + flat_kv_head * VALUE_DIM_PADDED + offs_dv)[None, :]
-    lse = (top + tl.log2(row_sum * (2.0**-log2_unit))) * LN_2
+    lse = (origin + tl.log2(row_sum * (2.0**-log2_unit))) * LN_2
     inside = query_positions < q_len
     flat_queries = flat_head * q_len + query_positions
     if is_quantized:

@@ -128,7 +128,7 @@ def _lost_in_step(
     row,
     operands,
     place,
-    top,
+    origin,
     VALUE_DIM_PADDED: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     MASK: tl.constexpr,
@@ -138,7 +138,7 @@ def _lost_in_step(
     BLOCK_M: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """What FP8 lost of the P V of a step, [M, D_v], counting from ``top``."""
+    """What FP8 lost of the P V of a step, [M, D_v], counting from ``origin``."""
     _, _, value_base, value_stride, _, _ = operands
     keys, unit, scores, step_max = _block_again(
         row, operands, place, IS_CAUSAL, MASK, MASK_PER_QUERY, LOWEST, ALL_BLOCKS, BLOCK_M
@@ -154,14 +154,14 @@ def _lost_in_step(
     if BLOCKS == 2:
         value = tl.load(value_base + channels + last_keys[None, :]).T
         result += tl.dot(_lost(last_scores, last_unit, one, MASK, BLOCK_M), value)
-    factor = tl.where(step_max == float("-inf"), 0.0, tl.exp2(step_max - top - FP8_RANGE))
+    factor = tl.where(step_max == float("-inf"), 0.0, tl.exp2(step_max - origin - FP8_RANGE))
     return result * factor[:, None]
 
 
 @triton.jit
 def add_lost(
     accumulator,
-    top,
+    origin,
     far_steps,
     row,
     operands,
@@ -178,7 +178,7 @@ def add_lost(
     """A row's P V with what FP8 lost beside peaks. Row sums are taken before P is rounded, and need nothing.
 
     Args:
-        top: [M], the score that P V counts from.
+        origin: [M], the score that P V counts from.
         far_steps: all `bits_of_far` of the walk, where PEAKS is "every_tile".
         row: queries, their scales and positions; the list of blocks and its length; lengths of queries and keys.
         operands: where the head's keys, their scales and the values begin, the values' stride; mask, its strides.
@@ -196,7 +196,7 @@ def add_lost(
                     row,
                     operands,
                     place,
-                    top,
+                    origin,
                     VALUE_DIM_PADDED,
                     IS_CAUSAL,
                     MASK,

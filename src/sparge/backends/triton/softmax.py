@@ -48,14 +48,14 @@ def block_scores(raw, unit, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def block_probability(raw, unit, top, BLOCK_M: tl.constexpr):
-    """P of a key block's INT8 scores [M, 64] relative to a score ``top`` [M].
+def block_probability(raw, unit, origin, BLOCK_M: tl.constexpr):
+    """P of a key block's INT8 scores [M, 64] relative to a score ``origin`` [M].
 
     What is subtracted is of the size of the offset and rounded (once: fma), by up to three quarters of an integer, and
     the maximum by a quarter. One integer more keeps P within FP8's range: above it P V would cut off what the row sum
     counts. Q and K are rounded by far more.
     """
-    subtrahend = tl.fma(unit, FLOAT_OFFSET + 1.0, top[:, None])
+    subtrahend = tl.fma(unit, FLOAT_OFFSET + 1.0, origin[:, None])
     exponent = by_group(raw, BLOCK_M) * unit[:, None, :, None] - subtrahend[:, None, :, None]
     return tl.reshape(tl.exp2(exponent), (BLOCK_M, BLOCK_K))
 
