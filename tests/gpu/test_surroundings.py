@@ -208,7 +208,7 @@ def compiled_kernels() -> int:
 
     kernels = set()
     for name, module in list(sys.modules.items()):
-        if name.startswith("sparge.backends.triton"):
+        if name.startswith("sparge.backends."):
             for attribute in vars(module).values():
                 while not isinstance(attribute, JITFunction) and hasattr(attribute, "fn"):  # autotuners wrap kernels
                     attribute = attribute.fn

@@ -93,7 +93,7 @@ def text_tensors(shape: tuple[int, int, int, int], generator: torch.Generator) -
     """An attention sink at token 0, topics of about 48 tokens, a channel offset on the keys: (1, H, S, D) each."""
     _, heads, tokens, head_dim = shape
     coarse = _normal((heads, head_dim, tokens // TOPIC_TOKENS + 2), generator)
-    topic = torch.nn.functional.interpolate(coarse, size=tokens, mode="linear").mT[None]  # [1, H, S, D]
+    topic = torch.nn.functional.interpolate(coarse, size=tokens, mode="linear").mT[None].contiguous()  # [1, H, S, D]
     topic = 0.9 * math.sqrt(1.5) * topic  # interpolation takes a third of the variance
     query = topic + 0.8 * _normal(shape, generator)
     key = topic + 0.8 * _normal(shape, generator)
