@@ -106,8 +106,8 @@ def test_operators_pass_opcheck():
     packed = ops.pack(call, "torch")
     cases = {
         torch.ops.sparge.predict.default: (query, key, *packed),
-        torch.ops.sparge.attend.default: (query, key, value, *lists, *packed),
-        torch.ops.sparge.dense.default: (query, key, value, *packed, True, "a check"),
+        torch.ops.sparge.attend.default: (query, key, value, *lists, *ops.pack_attend(call, "torch")),
+        torch.ops.sparge.dense.default: (query, key, value, *ops.pack_dense(call, "torch"), True, "a check"),
         torch.ops.sparge.attention.default: (query, key, value, *packed),
     }
     for operator, arguments in cases.items():

@@ -88,6 +88,37 @@ def test_the_old_name_of_a_quantization_is_still_accepted() -> None:
         got = sparge.attention(query, key, value, quantization="int8_fp8_codes", **options)  # type: ignore[call-overload]
     assert caught[0].filename == __file__, "the note points at the caller"
     assert torch.equal(got, expected)
-    with pytest.warns(DeprecationWarning):
-        policy = sparge.Policy.from_json('{"quantization": "int8_fp8_codes"}')
+    with pytest.warns(DeprecationWarning) as caught:
+        policy = sparge.Policy(quantization="int8_fp8_codes")  # type: ignore[arg-type]
+    assert caught[0].filename == __file__
     assert policy.quantization == "int8_fp8_fast"
+    with pytest.warns(DeprecationWarning):
+        assert sparge.Policy.from_json('{"quantization": "int8_fp8_codes"}') == policy
+
+
+@dataclass(frozen=True)
+class Unlisted(Selection):
+    name = "unlisted"
+    amount_field = "share"
+    share: float = 0.5
+
+
+def test_a_rule_or_score_that_is_not_listed_is_refused() -> None:
+    query, key, _ = make_qkv(200, head_dim=16)
+    for sparsity in (Unlisted(), Selection()):
+        with pytest.raises(TypeError, match="sparsity: expected"):
+            sparge.predict(query, key, sparsity=sparsity)
+        with pytest.raises(TypeError, match="sparsity: expected"):
+            sparge.Policy(sparsity=sparsity)
+    for score in (Nearest(), Score()):
+        with pytest.raises(TypeError, match="score: expected"):
+            sparge.predict(query, key, score=score)
+
+
+@pytest.mark.usefixtures("extended")
+def test_a_backend_without_it_says_so() -> None:
+    query, key, _ = make_qkv(200, head_dim=16)
+    with pytest.raises(NotImplementedError, match="score on the torch backend: expected 'mean' or 'moment'"):
+        sparge.predict(query, key, score="nearest", backend="torch")
+    with pytest.raises(NotImplementedError, match="sparsity on the torch backend: expected 'topk' or 'topcdf'"):
+        sparge.predict(query, key, sparsity=EveryOther(), backend="torch")

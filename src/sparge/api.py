@@ -172,20 +172,23 @@ def attention(
 
     resolved = base.resolve_quantization(quantization, chosen, query.device, has_mask=attn_mask is not None)
     reason = decide.by_arguments(shape, rule, quantization, backend, chosen)
-    call = Call(
-        shape=shape,
-        is_causal=is_causal,
-        scale=scale,
-        sparsity=rule,
-        score=resolved_score,
-        always_keep=ranges,
-        quantization="none" if reason is Reason.CROSSOVER else resolved,
-        pv_threshold=None if isinstance(rule, Dense) else rule.pv_threshold,
-        attn_mask=attn_mask,
-    )
     if reason is None:
+        assert not isinstance(rule, Dense)
+        call = Call(
+            shape=shape,
+            is_causal=is_causal,
+            scale=scale,
+            sparsity=rule,
+            score=resolved_score,
+            always_keep=ranges,
+            quantization=resolved,
+            pv_threshold=rule.pv_threshold,
+            attn_mask=attn_mask,
+        )
         output, lse = ops.attention(query, key, value, call, chosen)
     else:
+        resolved = "none" if reason is Reason.CROSSOVER else resolved
+        call = Call(shape, is_causal, scale, quantization=resolved, attn_mask=attn_mask)
         output, lse = ops.dense(query, key, value, call, backend, with_lse=return_lse, reason=reason)
     output = _in_layout(output, layout)
     return (output, lse) if return_lse else output
@@ -294,13 +297,14 @@ def block_sparse_attention(
         validation.check_per_head("pv_threshold", pv_threshold, shape.heads)
     chosen = base.resolve(backend, query.device)
     mask = validation.check_block_mask(mask, shape, is_causal, query.device)
+    attn_mask = validation.check_attn_mask(attn_mask, shape, query.device)
     call = Call(
         shape=shape,
         is_causal=mask.is_causal,
         scale=scale,
         quantization=base.resolve_quantization(quantization, chosen, query.device, has_mask=attn_mask is not None),
         pv_threshold=pv_threshold,
-        attn_mask=validation.check_attn_mask(attn_mask, shape, query.device),
+        attn_mask=attn_mask,
     )
     output, lse = ops.attend(query, key, value, mask, call, chosen)
     output = _in_layout(output, layout)

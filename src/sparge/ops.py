@@ -5,9 +5,10 @@
     attention(query, key, value, CALL) -> (output, lse)      predict and attend, sharing the passes over K
     dense(query, key, value, CALL, with_lse, reason) -> (output, lse)
 
-All tensors are heads-first. An operator takes no objects: a `Call` travels as the plain arguments of `CALL`, with a
-tensor beside each number that may differ per head. `stats` counts inside the operators: compiled programs are counted
-too. Nothing here validates, `api` did; nothing here computes, a backend does.
+All tensors are heads-first. An operator takes no objects: of a `Call`, each gets what it reads as plain arguments
+(`ANY_CALL`, `THRESHOLD`, `SELECTION`), with a tensor beside each number that may differ per head. `stats` counts inside
+the operators: compiled programs are counted too. Nothing here validates, `api` did; nothing here computes, a backend
+does.
 """
 
 from __future__ import annotations
@@ -27,10 +28,17 @@ from sparge.decide import Reason
 from sparge.geometry import Shape
 from sparge.stats import counters
 
-CALL = {
+ANY_CALL = {
     "attn_mask": "Tensor?",
     "is_causal": "bool",
     "scale": "float",
+    "quantization": "str",
+    "backend": "str",
+}
+"""What every operator receives of a call, and the name of its backend: name and type of each argument, in order."""
+THRESHOLD = {"pv_threshold": "float?", "pv_threshold_per_head": "Tensor?"}
+"""What stage-2 skipping needs besides."""
+SELECTION = {
     "selection": "str",
     "amount": "float?",
     "amount_per_head": "Tensor?",
@@ -39,26 +47,25 @@ CALL = {
     "min_blocks": "int",
     "sink": "bool",
     "diagonal": "bool",
-    "pv_threshold": "float?",
-    "pv_threshold_per_head": "Tensor?",
     "score": "str",
     "score_numbers": "float[]",
     "always_keep": "SymInt[]",
-    "quantization": "str",
-    "backend": "str",
 }
-"""A call and the name of its backend, as operators receive them: name and type of each argument, in order."""
-_CALL = ", ".join(f"{kind} {name}" for name, kind in CALL.items())
+"""What prediction needs besides."""
+
+
+def _schema(*parts: dict[str, str]) -> str:
+    return ", ".join(f"{kind} {name}" for part in parts for name, kind in part.items())
+
+
+_TENSORS = "Tensor query, Tensor key, Tensor value"
+_LISTS = "Tensor kv_num_blocks, Tensor kv_indices, Tensor visible_num_blocks"
+_CALL = _schema(ANY_CALL, THRESHOLD, SELECTION)
 _LIBRARY = torch.library.Library("sparge", "DEF")
 _LIBRARY.define(f"predict(Tensor query, Tensor key, {_CALL}) -> (Tensor, Tensor, Tensor)")
-_LIBRARY.define(
-    "attend(Tensor query, Tensor key, Tensor value, Tensor kv_num_blocks, Tensor kv_indices, "
-    f"Tensor visible_num_blocks, {_CALL}) -> (Tensor, Tensor)"
-)
-_LIBRARY.define(f"attention(Tensor query, Tensor key, Tensor value, {_CALL}) -> (Tensor, Tensor)")
-_LIBRARY.define(
-    f"dense(Tensor query, Tensor key, Tensor value, {_CALL}, bool with_lse, str reason) -> (Tensor, Tensor)"
-)
+_LIBRARY.define(f"attend({_TENSORS}, {_LISTS}, {_schema(ANY_CALL, THRESHOLD)}) -> (Tensor, Tensor)")
+_LIBRARY.define(f"attention({_TENSORS}, {_CALL}) -> (Tensor, Tensor)")
+_LIBRARY.define(f"dense({_TENSORS}, {_schema(ANY_CALL)}, bool with_lse, str reason) -> (Tensor, Tensor)")
 
 
 def predict(query: Tensor, key: Tensor, call: Call, backend: str) -> BlockMask:
@@ -77,7 +84,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Attention over a mask through its operator."""
     lists = (mask.kv_num_blocks, mask.kv_indices, mask.visible_num_blocks)
-    return torch.ops.sparge.attend(query, key, value, *lists, *pack(call, backend))
+    return torch.ops.sparge.attend(query, key, value, *lists, *pack_attend(call, backend))
 
 
 def dense(
@@ -89,23 +96,28 @@ def dense(
         backend: "auto" takes the faster of torch's kernels and those of the device's backend.
         with_lse: the LSE is empty unless it is asked for: torch's fastest kernels do not give it.
     """
-    return torch.ops.sparge.dense(query, key, value, *pack(call, backend), with_lse, reason.value)
+    return torch.ops.sparge.dense(query, key, value, *pack_dense(call, backend), with_lse, reason.value)
 
 
 def pack(call: Call, backend: str) -> tuple[Any, ...]:
-    """A call as the arguments of `CALL`."""
+    """A call as the arguments of `ANY_CALL`, `THRESHOLD` and `SELECTION`."""
     return (
-        call.attn_mask,
-        call.is_causal,
-        call.scale,
+        *pack_attend(call, backend),
         *_pack_rules(call.sparsity, call.is_causal),
-        *_pack_number(call.pv_threshold),
         call.score.name,
         call.score.numbers,
         [edge for pair in call.always_keep for edge in pair],
-        call.quantization,
-        backend,
     )
+
+
+def pack_attend(call: Call, backend: str) -> tuple[Any, ...]:
+    """A call over a given mask as the arguments of `ANY_CALL` and `THRESHOLD`."""
+    return (*pack_dense(call, backend), *_pack_number(call.pv_threshold))
+
+
+def pack_dense(call: Call, backend: str) -> tuple[Any, ...]:
+    """A call over all blocks as the arguments of `ANY_CALL`."""
+    return call.attn_mask, call.is_causal, call.scale, call.quantization, backend
 
 
 def _pack_rules(rule: Sparsity, is_causal: bool) -> tuple[Any, ...]:
@@ -122,38 +134,31 @@ def _pack_rules(rule: Sparsity, is_causal: bool) -> tuple[Any, ...]:
 
 
 def unpack(shape: Shape, arguments: tuple[Any, ...]) -> tuple[Call, str]:
-    """The inverse of `pack`."""
-    packed = dict(zip(CALL, arguments, strict=True))
-    sparsity: Sparsity = Dense()
-    if packed["selection"] != "dense":
-        rule = SELECTIONS[packed["selection"]]
-        rules = {name: packed[name] for name in ("min_blocks", "sink", "diagonal")}
-        rules[rule.amount_field] = _unpack_number(packed, "amount")
-        rules["similarity_threshold"] = _unpack_number(packed, "similarity_threshold")
-        sparsity = trusted(rule, **rules)
-    edges = packed["always_keep"]
-    call = Call(
-        shape=shape,
-        is_causal=packed["is_causal"],
-        scale=packed["scale"],
-        sparsity=sparsity,
-        score=SCORES[packed["score"]].of(packed["score_numbers"]),
-        always_keep=tuple(zip(edges[::2], edges[1::2], strict=True)),
-        quantization=packed["quantization"],
-        pv_threshold=_unpack_number(packed, "pv_threshold"),
-        attn_mask=packed["attn_mask"],
-    )
-    return call, packed["backend"]
+    """A call and the name of its backend from what `pack`, `pack_attend` or `pack_dense` made."""
+    attn_mask, is_causal, scale, quantization, backend, *rest = arguments
+    call: dict[str, Any] = {"quantization": quantization, "attn_mask": attn_mask}
+    if rest:
+        call["pv_threshold"] = _unpack_number(*rest[:2])
+    if len(rest) > 2:
+        packed = dict(zip(SELECTION, rest[2:], strict=True))
+        call["score"] = SCORES[packed["score"]].of(packed["score_numbers"])
+        edges = packed["always_keep"]
+        call["always_keep"] = tuple(zip(edges[::2], edges[1::2], strict=True))
+        if packed["selection"] != "dense":
+            rule = SELECTIONS[packed["selection"]]
+            rules = {name: packed[name] for name in ("min_blocks", "sink", "diagonal")}
+            for field, name in ((rule.amount_field, "amount"), ("similarity_threshold", "similarity_threshold")):
+                rules[field] = _unpack_number(packed[name], packed[f"{name}_per_head"])
+            call["sparsity"] = trusted(rule, **rules)
+    return Call(shape, is_causal, scale, **call), backend
 
 
 def _pack_number(value: PerHead | None) -> tuple[float | None, Tensor | None]:
     return (None, value.detach()) if isinstance(value, Tensor) else (value, None)
 
 
-def _unpack_number(packed: dict[str, Any], name: str) -> PerHead | None:
-    tensor: Tensor | None = packed[f"{name}_per_head"]
-    number: float | None = packed[name]
-    return number if tensor is None else tensor
+def _unpack_number(number: float | None, per_head: Tensor | None) -> PerHead | None:
+    return number if per_head is None else per_head
 
 
 def _shape_of(query: Tensor, key: Tensor, value: Tensor) -> Shape:
@@ -195,7 +200,8 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[
     *packed, with_lse, reason = arguments
     counters.record(f"dense: {reason}")
     call, asked = unpack(_shape_of(query, key, value), tuple(packed))
-    backend = base.get(base.resolve(asked, query.device)).serving(call, query.dtype)
+    name = base.resolve(asked, query.device) if asked == "auto" else asked
+    backend = base.get(name).serving(call, query.dtype)
     output, lse = backend.dense(query, key, value, call, with_lse=with_lse, may_use_torch=asked == "auto")
     return output, lse if with_lse else lse.new_empty(0)
 

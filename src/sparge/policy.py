@@ -80,12 +80,12 @@ class Policy:
             )
         if self.topk is not None and self.sparsity is not None:
             raise ValueError(f"expected topk or sparsity, got both: topk={self.topk!r} and sparsity={self.sparsity!r}")
-        if self.sparsity is not None and not isinstance(self.sparsity, Selection):
+        if self.sparsity is not None and not isinstance(self.sparsity, tuple(SELECTIONS.values())):
             raise TypeError(f"sparsity: expected TopK(...) or TopCdf(...), got {type(self.sparsity).__name__}")
         if self.topk is not None:
             TopK(self.topk)
         validation.check_choice("score", self.score, tuple(SCORES))
-        object.__setattr__(self, "quantization", validation.resolve_quantization_name(self.quantization))
+        object.__setattr__(self, "quantization", validation.resolve_quantization_name(self.quantization, stacklevel=4))
         validation.check_choice("on_unsupported", self.on_unsupported, validation.ON_UNSUPPORTED)
         validation.check_choice("backend", self.backend, ("auto", *base.NAMES))
         if not _is_int(self.min_tokens):

@@ -19,6 +19,7 @@ from sparge.config import (
     QUANTIZATIONS,
     RENAMED_QUANTIZATIONS,
     SCORES,
+    SELECTIONS,
     Dense,
     PerHead,
     Quantization,
@@ -168,7 +169,7 @@ def resolve_sparsity(topk: PerHead | None, sparsity: Sparsity | None, heads: int
         sparsity = TopK.of(DEFAULT_TOPK if topk is None else topk)
     elif topk is not None:
         raise ValueError(f"expected topk or sparsity, got both: topk={topk!r} and sparsity={sparsity!r}")
-    if isinstance(sparsity, Selection):
+    if isinstance(sparsity, Selection) and isinstance(sparsity, SELECTIONS.get(sparsity.name, ())):
         for name in (sparsity.amount_field, "similarity_threshold", "pv_threshold"):
             check_per_head(name, getattr(sparsity, name), heads)
     elif not isinstance(sparsity, Dense):
@@ -184,7 +185,7 @@ def check_per_head(name: str, value: PerHead | None, heads: int) -> None:
 
 def resolve_score(score: str | Score) -> Score:
     """A score by name, or as given."""
-    if isinstance(score, Score):
+    if isinstance(score, Score) and isinstance(score, SCORES.get(score.name, ())):
         return score
     if not isinstance(score, str):
         listed = " or ".join(repr(name) for name in SCORES)
@@ -193,13 +194,13 @@ def resolve_score(score: str | Score) -> Score:
     return SCORES[score]()
 
 
-def resolve_quantization_name(quantization: str) -> Quantization:
-    """A quantization by its present name, with a note about names of earlier versions."""
-    if quantization in RENAMED_QUANTIZATIONS:
+def resolve_quantization_name(quantization: str, stacklevel: int = 3) -> Quantization:
+    """A quantization by its present name, with a note about names of earlier versions at so many frames from here."""
+    if isinstance(quantization, str) and quantization in RENAMED_QUANTIZATIONS:
         present = RENAMED_QUANTIZATIONS[quantization]
         if not torch.compiler.is_compiling():  # a warning cannot be traced
             message = f"quantization {quantization!r} is called {present!r} now; the old name will go in version 1.0"
-            warnings.warn(message, DeprecationWarning, stacklevel=3)
+            warnings.warn(message, DeprecationWarning, stacklevel=stacklevel)
         return cast(Quantization, present)
     check_choice("quantization", quantization, QUANTIZATIONS)
     return cast(Quantization, quantization)

@@ -195,3 +195,17 @@ class TestDenseDecision:
         assert sparge.stats() == serial
         assert serial.reasons == {"sparse: torch": 24}
         assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["plain", "mask"])
+def test_a_dense_call_below_the_crossover_skips_nothing(masked: bool) -> None:
+    """What a rule says about skipping P V belongs to sparse calls."""
+    query, key, value = (3 * tensor for tensor in make_qkv(1100, heads=4, kv_heads=4, head_dim=16))
+    mask = torch.ones(1, 1, 1100, 1100, dtype=torch.bool).tril() if masked else None
+    results = [
+        sparge.attention(query, key, value, mask, sparsity=TopK(0.5, pv_threshold=threshold), return_lse=True)
+        for threshold in (None, -1.0)
+    ]
+    assert sparge.stats().reasons == {"dense: below the crossover": 2}
+    for plain, skipping in zip(*results, strict=True):
+        assert torch.equal(plain, skipping)

@@ -16,7 +16,7 @@ from conftest import assert_exact, causality, exact_attention, make_qkv, modes, 
 from kernels.conftest import call_of, shape_of
 from selection import assert_same_blocks
 from sparge import Dense, Mean, Moment, TopCdf, TopK
-from sparge.ops import pack
+from sparge.ops import pack, pack_attend, pack_dense
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -156,9 +156,9 @@ class TestOperators:
         packed = pack(call, "triton")
         cases = {
             torch.ops.sparge.predict.default: (query, key, *packed),
-            torch.ops.sparge.attend.default: (query, key, value, *lists, *packed),
+            torch.ops.sparge.attend.default: (query, key, value, *lists, *pack_attend(call, "triton")),
             torch.ops.sparge.attention.default: (query, key, value, *packed),
-            torch.ops.sparge.dense.default: (query, key, value, *pack(sizes, "triton"), True, "a check"),
+            torch.ops.sparge.dense.default: (query, key, value, *pack_dense(sizes, "triton"), True, "a check"),
         }
         for operator, arguments in cases.items():
             assert set(opcheck(operator, arguments).values()) == {"SUCCESS"}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -18,7 +18,6 @@ from torch import Tensor
 
 from sparge.block_mask import BlockMask
 from sparge.call import Call
-from sparge.config import Dense
 from sparge.geometry import Shape
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -107,14 +106,13 @@ class Backend(ABC):
         with_lse: bool,  # noqa: ARG002
         may_use_torch: bool,  # noqa: ARG002
     ) -> tuple[Tensor, Tensor]:
-        """Attention over every visible block.
+        """Attention over every visible block. The call is dense: it has no rules and no threshold.
 
         Args:
             with_lse: the LSE is read; else it may be anything.
             may_use_torch: torch's own kernels may compute it where they are faster, since nobody named a backend.
         """
-        everything = replace(call, sparsity=Dense(), always_keep=(), pv_threshold=None)
-        return self.attend(query, key, value, self.predict(query, key, everything), everything)
+        return self.attend(query, key, value, self.predict(query, key, call), call)
 
 
 def add_to_totals(totals: Tensor | None, mask: BlockMask) -> None:

@@ -28,7 +28,8 @@ _SDPA = F.scaled_dot_product_attention
 
 
 class _Thread(threading.local):
-    deciding = False
+    def __init__(self) -> None:
+        self.deciding = False  # of the thread, not of the class: torch.compile guards on where it lies
 
 
 _THREAD = _Thread()

@@ -89,7 +89,7 @@ _overrides: ContextVar[tuple[tuple[str, Hashable], ...]] = ContextVar("overrides
 def override(kernel: str, config: Hashable) -> Iterator[None]:
     """Launch a kernel in this configuration, whatever its table says, in this thread and for the length of a block.
 
-    A replayed call keeps the configurations it was recorded with; `active_overrides` is for those who record.
+    Calls under it are recorded apart from others (`active_overrides`).
     """
     token = _overrides.set((*_overrides.get(), (kernel, config)))
     try:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from sparge.backends.torch import blocks, predict
 from sparge.call import Call
-from sparge.config import Dense
 from sparge.geometry import Shape
 from sparge.visibility import allowed_elements
 
@@ -26,7 +25,8 @@ MAX_MASK_ELEMENTS = 2**22
 def attention(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Attention over every visible key: output (B, H, Sq, Dv) in the query's dtype, lse (B, H, Sq) float32."""
     shape = call.shape
-    call = replace(call, sparsity=Dense(), is_causal=call.is_causal and shape.q_len > 1)  # the last query sees all keys
+    if call.is_causal and shape.q_len == 1:  # the last query sees all keys
+        call = replace(call, is_causal=False)
     aligned = not call.is_causal or shape.q_len == shape.kv_len
     if query.device.type == "cpu" and call.attn_mask is None and aligned:
         output, lse = _without_mask(query, key, value, call)
