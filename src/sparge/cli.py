@@ -193,14 +193,13 @@ def bench(
     from rich.console import Console
 
     from sparge.backends import base
-    from sparge.backends.cuda.backend import CudaBackend
     from sparge.bench.cases import DEFAULT_SUITES
 
     if not torch.cuda.is_available():
         raise _UsageError(f"bench: expected a CUDA device, got none (torch {torch.__version__}); see sparge doctor")
-    device = torch.device("cuda", torch.cuda.current_device())
-    if not isinstance(base.get(base.resolve("auto", device)), CudaBackend):
-        raise _UsageError(f"bench: expected a backend with kernels for {device}, got {base.explain(device)}")
+    missing = base.get("triton").missing(torch.device("cuda", torch.cuda.current_device()))
+    if missing is not None:
+        raise _UsageError(f"bench: {missing}")
     from sparge.bench.run import run_bench
     from sparge.bench.table import one_line
     from sparge.evaluate.machine import describe_gpu
