@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DATA := $(VENV)/data
-SOURCES := src tests tools benchmarks examples compat comfyui
+SOURCES := src tests tools benchmarks examples compat comfyui docs
 
 # One worker a core; torch threads on top would fight over it.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
@@ -21,7 +21,7 @@ $(READY): pyproject.toml requirements-dev.txt requirements-docs.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "sparge needs Python 3.10 or newer, got " + sys.version)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile -r requirements-dev.txt  # what is used is compiled when used
-	$(BIN)/python -m pip install --quiet --no-compile -e '.[cli,plot]'
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps --no-build-isolation -e .  # they are there
 	touch $(READY)
 
 demo: $(READY)  ## the main job on this machine: a table, and sparge-demo.html

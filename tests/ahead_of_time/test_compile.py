@@ -33,7 +33,7 @@ KERNELS = {
     "key_similarity_kernel",
     "quantize_query_kernel",
     "quantize_key_value_kernel",
-    "mark_sinks_kernel",
+    "mark_peaks_kernel",
     "score_kernel",
     "select_kernel",
     "attention_kernel",
@@ -105,7 +105,7 @@ def faults(result: dict[str, Any], architecture: int) -> list[str]:
     products = {
         "attention_kernel": PRODUCTS[result["case"].split()[0]],
         "score_kernel": {"16 bits"},
-        "mark_sinks_kernel": {"INT8"},
+        "mark_peaks_kernel": {"INT8"},
     }
     expected = [MATRIX_INSTRUCTIONS[architecture][kind] for kind in products.get(result["kernel"], ())]
     used = {name for name in instructions if name.endswith("MMA")}
@@ -146,7 +146,7 @@ def hopper_faults(result: dict[str, Any]) -> list[str]:
 def test_kernels_fit_their_architecture(architecture: int, tmp_path: Path) -> None:
     results = compile_for(architecture, tmp_path)
     with_fp8 = architecture >= FP8_ARCHITECTURE
-    assert {result["kernel"] for result in results} == KERNELS - (set() if with_fp8 else {"mark_sinks_kernel"})
+    assert {result["kernel"] for result in results} == KERNELS - (set() if with_fp8 else {"mark_peaks_kernel"})
     assert_no_faults(results, architecture)
 
 

@@ -91,9 +91,9 @@ def test_stages(kernel: str) -> None:
 
 
 def test_a_stage_that_a_call_does_not_have() -> None:
-    """Sinks are marked where there are more than 4096 keys."""
-    with pytest.raises(RuntimeError, match=r"expected a call of .*mark_sinks, got none"):
-        load("sinks:64")
+    """Peaks are marked where there are more than 4096 keys."""
+    with pytest.raises(RuntimeError, match=r"expected a call of .*mark_peaks, got none"):
+        load("peaks:64")
 
 
 def test_captures_leave_nothing_behind(plain: Load) -> None:

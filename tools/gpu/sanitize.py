@@ -53,7 +53,7 @@ KERNEL = Path(sparge.__file__).parent / "backends" / "hopper"
 FP8 = "int8_fp8_fast" if BACKEND == "hopper" else "int8_fp8"
 LENGTHS = [(1, 1), (1, 200), (129, 321), (330, 129), (257, 257)]
 LONG = [(129, 1472), (1500, 1500), (65, 4160)]
-"""More stages than are on their way at once; more keys than every stage is asked for, so that sinks are marked."""
+"""More stages than are on their way at once; more keys than every stage is asked for, so that peaks are marked."""
 CASES: list[tuple[int, int, dict[str, Any]]] = [
     (64, 64, {"topk": 0.5, "quantization": FP8}),
     (128, 128, {"topk": 0.5, "quantization": FP8, "is_causal": True}),

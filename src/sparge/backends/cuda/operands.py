@@ -17,7 +17,7 @@ class Operands:
     """What the attention kernel reads. Codes are padded to whole blocks; unquantised tensors are the caller's own.
 
     The scales and ``lse_shift`` of `quantize.QuerySummary` and `summary.KeyValueSummary` mean nothing when quantization
-    is "none". ``key_scale`` is negative where a block holds a sink (`sinks.mark_sinks`). ``dtype`` is the output's.
+    is "none". ``key_scale`` is negative where a block holds a shared peak (`stages.peaks`). ``dtype`` is the output's.
     ``keys_seen`` is `visibility.Visibility.keys`, None where all are.
     """
 

@@ -14,7 +14,7 @@ def peak_handling(call: Call) -> str:
     Returns:
         "ignored": nowhere. P is not in FP8, or a threshold skips tiles by their maximum and leaves them whole.
         "every_tile": in each of them.
-        "marked": in the key blocks that hold a sink, which are marked before it starts (`stages.sinks`).
+        "marked": in the key blocks that `stages.peaks` marks before it starts: they hold a peak many queries share.
     """
     if not call.has_fp8_values or call.pv_threshold is not None:
         return "ignored"

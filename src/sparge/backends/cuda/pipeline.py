@@ -18,10 +18,10 @@ from sparge.backends.cuda.launch import per_head_tensor
 from sparge.backends.cuda.operands import AttentionLauncher, Operands
 from sparge.backends.cuda.peaks import peak_handling
 from sparge.backends.cuda.replay import replayed
+from sparge.backends.cuda.stages.peaks import mark_peaks
 from sparge.backends.cuda.stages.quantize import quantize_key_value, summarize_query
 from sparge.backends.cuda.stages.score import block_probabilities, score_inputs
 from sparge.backends.cuda.stages.select import select
-from sparge.backends.cuda.stages.sinks import mark_sinks
 from sparge.backends.cuda.stages.summary import summarize_key_value
 from sparge.backends.torch import predict as torch_predict
 from sparge.block_mask import BlockMask
@@ -82,7 +82,7 @@ def prepare(
         query = summary.codes
         key, key_scale, value = quantize_key_value(key, value, key_value, call, seen)
     if peak_handling(call) == "marked":
-        mark_sinks(query, summary.scale, key, key_scale, call)
+        mark_peaks(query, summary.scale, key, key_scale, call)
     operands = Operands(
         query=query,
         key=key,

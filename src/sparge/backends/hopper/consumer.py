@@ -17,7 +17,7 @@ from sparge.backends.hopper.accumulator import (
     issue_stage,
     wait_for_stage,
 )
-from sparge.backends.hopper.aggregates import NON_FINITE, PLAIN, SINK, Metadata
+from sparge.backends.hopper.aggregates import NON_FINITE, PEAK, PLAIN, Metadata
 from sparge.backends.hopper.epilogue import TileResult, load_epilogue_scales, write_tile
 from sparge.backends.hopper.gluon import gl, jit, mbarrier, reinterpret, warpgroup_mma_wait
 from sparge.backends.hopper.mma import issue_qk
@@ -124,7 +124,7 @@ def _attend(
             if SPEC.exponential_free:
                 poison = poison + gl.where((flags & NON_FINITE) != 0, float("nan"), 0.0)
             if SPEC.peaks == "marked":  # noqa: SIM102
-                if (flags & SINK) != 0:
+                if (flags & PEAK) != 0:
                     stage_max = gl.max(max_by_lane(scores, query_scale, key_scales, SPEC), 1)
                     new_origin = _new_origin(stage_max, gl.maximum(row_max, stage_max), row_origin, SPEC)
                     edge = new_origin - FP8_RANGE * steps

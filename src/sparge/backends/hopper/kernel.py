@@ -84,7 +84,7 @@ def attention_kernel(
         key_desc: (B, Hkv, kv_len, D), the same.
         value_desc: (B, Hkv, D_v, kv_len) in FP8, padded, keys in `fp8_token_order`; or (B, Hkv, kv_len, D_v).
         query_scale_ptr: (B, H, q_blocks * 128), of each query's codes, times softmax_scale log2 e.
-        key_scale_ptr: (B, Hkv, kv_blocks, 4), of each group of keys; negative where the block holds a sink.
+        key_scale_ptr: (B, Hkv, kv_blocks, 4), of each group of keys; negative where the block holds a shared peak.
         value_scale_ptr: (B, Hkv, D_v padded), of each channel.
         lse_shift_ptr: (B, H, q_len), what smoothing of K took from each query's scores.
         kv_num_blocks_ptr: (B, H, q_blocks), how many key blocks a query block keeps.

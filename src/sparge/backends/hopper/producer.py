@@ -7,7 +7,7 @@ for each tile:   wait until a query stage is empty  ->  tile metadata  ->  copy 
 from __future__ import annotations
 
 from sparge.backends.cuda.primitives import BLOCK_K, BLOCK_Q, KEY_GROUPS
-from sparge.backends.hopper.aggregates import MASKED, NON_FINITE, PLAIN, SINK
+from sparge.backends.hopper.aggregates import MASKED, NON_FINITE, PEAK, PLAIN
 from sparge.backends.hopper.gluon import async_load, barrier, gl, jit, mbarrier, reinterpret
 from sparge.backends.hopper.scheduler import coordinates_of, count_kept_blocks, next_tile
 
@@ -135,7 +135,7 @@ def produce(
                 key_scale_ptrs = scale_ptr + block_of_group * KEY_GROUPS + groups % KEY_GROUPS
                 key_scale = gl.load(key_scale_ptrs, mask=is_there, other=1.0)
                 if SPEC.peaks == "marked":
-                    flags += gl.max((key_scale < 0).to(gl.int32), 0) * SINK
+                    flags += gl.max((key_scale < 0).to(gl.int32), 0) * PEAK
                 key_scale = gl.abs(key_scale)
                 if SPEC.exponential_free:  # codes from the scores cannot carry NaN
                     flags += (1 - gl.min((key_scale == key_scale).to(gl.int32), 0)) * NON_FINITE

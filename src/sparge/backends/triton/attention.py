@@ -39,7 +39,7 @@ from sparge.backends.cuda.primitives import (
     in_fp8_token_order,
 )
 from sparge.backends.triton import configs
-from sparge.backends.triton.peaks import add_lost, bits_of_far
+from sparge.backends.triton.peaks import Head, Row, add_lost, bits_of_far
 from sparge.backends.triton.softmax import (
     apply_mask,
     block_probability,
@@ -320,14 +320,12 @@ def attention_kernel(
                 )
 
     if PEAKS != "ignored":
-        row = (query, query_scale, query_positions, indices_base, count, q_len, kv_len)
-        operands = (key_base, key_scale_base, value_base, value_strides[2], mask_base, mask_strides)
         accumulator = add_lost(
             accumulator,
             origin,
             far_steps,
-            row,
-            operands,
+            Row(query, query_scale, query_positions, indices_base, count, q_len, kv_len),
+            Head(key_base, key_scale_base, value_base, value_strides[2], mask_base, mask_strides),
             VALUE_DIM_PADDED,
             IS_CAUSAL,
             MASK,

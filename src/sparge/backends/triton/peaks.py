@@ -2,14 +2,16 @@
 
 P is stored relative to the maximum of a tile and reaches 15 octaves below it. The keys that lie further down are lost,
 127 at most for each tile that holds a peak. In a short sequence that is a share of the tail that can be seen: every
-tile is looked through. In a long one only peaks that many queries share make up a share: sinks, which are marked
-beforehand (`cuda.stages.sinks`).
+tile is looked through. In a long one only peaks that many queries share make up a share, attention sinks for
+example. They are marked beforehand (`cuda.stages.peaks`).
 
 Triton's kernel adds what was lost after its walk, when it knows which steps to take again: a branch in its steps took a
 sixteenth of its speed, an answer of all threads a third (docs/lab/hopper.md). Hopper's takes such tiles in two parts.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -38,6 +40,37 @@ STEPS = tl.constexpr(64)
 ALL_BUT_SIGN = tl.constexpr(2**63 - 1)
 
 
+class Row(NamedTuple):
+    """The queries of a program, and the blocks they keep.
+
+    Attributes:
+        query: codes [M, D].
+        query_scale, query_positions: [M].
+        indices_base: where the list of kept blocks begins; not read where all are kept.
+        count: how many there are.
+        q_len, kv_len: of the call.
+    """
+
+    query: Any
+    query_scale: Any
+    query_positions: Any
+    indices_base: Any
+    count: Any
+    q_len: Any
+    kv_len: Any
+
+
+class Head(NamedTuple):
+    """Where a head's keys, their scales, its values [D_v, keys] and its mask begin, and the strides of both latter."""
+
+    key_base: Any
+    key_scale_base: Any
+    value_base: Any
+    value_stride: Any
+    mask_base: Any
+    mask_strides: Any
+
+
 @triton.jit
 def bits_of_far(group_max, local_max, step):
     """Bit ``step`` where all keys of a group [M, groups] lie too far below their row's maximum for FP8 to hold both."""
@@ -51,23 +84,21 @@ def _either(first, second):
 
 
 @triton.jit
-def _bits_of_sinks(row, operands, first, ALL_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr):
-    """A bit for each of 64 steps from place ``first`` of a row's list on: whether one of its blocks holds a sink."""
-    _, _, _, indices_base, count, _, _ = row
-    _, key_scale_base, _, _, _, _ = operands
+def _bits_of_marked(row, head, first, ALL_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr):
+    """A bit for each of 64 steps from place ``first`` of a row's list on: whether one of its blocks is marked."""
     places = first + tl.arange(0, STEPS * BLOCKS)
     blocks = places
     if not ALL_BLOCKS:
-        blocks = tl.load(indices_base + places, mask=places < count, other=0)
-    is_sink = tl.load(key_scale_base + blocks * KEY_GROUPS, mask=places < count, other=0.0) < 0
-    has_sink = tl.max(tl.reshape(is_sink.to(tl.int64), (STEPS, BLOCKS)), 1)
-    return tl.sum(has_sink << tl.arange(0, STEPS), 0)
+        blocks = tl.load(row.indices_base + places, mask=places < row.count, other=0)
+    is_marked = tl.load(head.key_scale_base + blocks * KEY_GROUPS, mask=places < row.count, other=0.0) < 0
+    has_marked = tl.max(tl.reshape(is_marked.to(tl.int64), (STEPS, BLOCKS)), 1)
+    return tl.sum(has_marked << tl.arange(0, STEPS), 0)
 
 
 @triton.jit
 def _block_again(
     row,
-    operands,
+    head,
     place,
     IS_CAUSAL: tl.constexpr,
     MASK: tl.constexpr,
@@ -80,30 +111,29 @@ def _block_again(
 
     At the list's end, or beyond, all scores are -inf.
     """
-    query, query_scale, query_positions, indices_base, count, q_len, kv_len = row
-    key_base, key_scale_base, _, _, mask_base, mask_strides = operands
-    width: tl.constexpr = query.shape[1]
-    block = tl.minimum(place, count - 1)
+    width: tl.constexpr = row.query.shape[1]
+    block = tl.minimum(place, row.count - 1)
     if not ALL_BLOCKS:
-        block = tl.load(indices_base + block)
+        block = tl.load(row.indices_base + block)
     within = tl.arange(0, BLOCK_K)
     keys = within + block.to(tl.int64) * BLOCK_K
-    raw = raw_scores(query, key_base + keys[:, None] * width + tl.arange(0, width)[None, :], BLOCK_M, BLOCK_K)
-    key_scale = tl.abs(tl.load(key_scale_base + block * KEY_GROUPS + tl.arange(0, KEY_GROUPS)))
-    unit = query_scale[:, None] * key_scale[None, :]
+    raw = raw_scores(row.query, head.key_base + keys[:, None] * width + tl.arange(0, width)[None, :], BLOCK_M, BLOCK_K)
+    key_scale = tl.abs(tl.load(head.key_scale_base + block * KEY_GROUPS + tl.arange(0, KEY_GROUPS)))
+    unit = row.query_scale[:, None] * key_scale[None, :]
     key_positions = within + block * BLOCK_K
-    allowed = may_see(query_positions, key_positions, kv_len, kv_len - q_len, IS_CAUSAL) & (place < count)
+    allowed = may_see(row.query_positions, key_positions, row.kv_len, row.kv_len - row.q_len, IS_CAUSAL)
+    allowed = allowed & (place < row.count)
     if MASK != "none":
         scores = apply_mask(
             block_scores(raw, unit, BLOCK_M),
             allowed,
-            query_positions,
+            row.query_positions,
             key_positions,
-            mask_base,
-            mask_strides[2],
-            mask_strides[3],
-            q_len,
-            kv_len,
+            head.mask_base,
+            head.mask_strides[2],
+            head.mask_strides[3],
+            row.q_len,
+            row.kv_len,
             MASK,
             MASK_PER_QUERY,
             LOWEST,
@@ -126,7 +156,7 @@ def _lost(scores, unit, one, MASK: tl.constexpr, BLOCK_M: tl.constexpr):
 @triton.jit
 def _lost_in_step(
     row,
-    operands,
+    head,
     place,
     origin,
     VALUE_DIM_PADDED: tl.constexpr,
@@ -139,20 +169,19 @@ def _lost_in_step(
     BLOCKS: tl.constexpr,
 ):
     """What FP8 lost of the P V of a step, [M, D_v], counting from ``origin``."""
-    _, _, value_base, value_stride, _, _ = operands
     keys, unit, scores, step_max = _block_again(
-        row, operands, place, IS_CAUSAL, MASK, MASK_PER_QUERY, LOWEST, ALL_BLOCKS, BLOCK_M
+        row, head, place, IS_CAUSAL, MASK, MASK_PER_QUERY, LOWEST, ALL_BLOCKS, BLOCK_M
     )
     if BLOCKS == 2:
         last_keys, last_unit, last_scores, last_max = _block_again(
-            row, operands, place + 1, IS_CAUSAL, MASK, MASK_PER_QUERY, LOWEST, ALL_BLOCKS, BLOCK_M
+            row, head, place + 1, IS_CAUSAL, MASK, MASK_PER_QUERY, LOWEST, ALL_BLOCKS, BLOCK_M
         )
         step_max = tl.maximum(step_max, last_max)
-    channels = tl.arange(0, VALUE_DIM_PADDED).to(tl.int64)[:, None] * value_stride
+    channels = tl.arange(0, VALUE_DIM_PADDED).to(tl.int64)[:, None] * head.value_stride
     one = tl.where(step_max == float("-inf"), 0.0, step_max) - LOG2_FP8_MAX
-    result = tl.dot(_lost(scores, unit, one, MASK, BLOCK_M), tl.load(value_base + channels + keys[None, :]).T)
+    result = tl.dot(_lost(scores, unit, one, MASK, BLOCK_M), tl.load(head.value_base + channels + keys[None, :]).T)
     if BLOCKS == 2:
-        value = tl.load(value_base + channels + last_keys[None, :]).T
+        value = tl.load(head.value_base + channels + last_keys[None, :]).T
         result += tl.dot(_lost(last_scores, last_unit, one, MASK, BLOCK_M), value)
     factor = tl.where(step_max == float("-inf"), 0.0, tl.exp2(step_max - origin - FP8_RANGE))
     return result * factor[:, None]
@@ -164,7 +193,7 @@ def add_lost(
     origin,
     far_steps,
     row,
-    operands,
+    head,
     VALUE_DIM_PADDED: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     MASK: tl.constexpr,
@@ -180,21 +209,20 @@ def add_lost(
     Args:
         origin: [M], the score that P V counts from.
         far_steps: all `bits_of_far` of the walk, where PEAKS is "every_tile".
-        row: queries, their scales and positions; the list of blocks and its length; lengths of queries and keys.
-        operands: where the head's keys, their scales and the values begin, the values' stride; mask, its strides.
+        row: `Row`.
+        head: `Head`.
     """
-    _, _, _, _, count, _, _ = row
-    for first in tl.range(0, count, STEPS * BLOCKS, num_stages=1):
+    for first in tl.range(0, row.count, STEPS * BLOCKS, num_stages=1):
         if PEAKS == "every_tile":  # once: there are no more steps than bits
             steps = tl.reduce(tl.reduce(far_steps, 1, _either), 0, _either)
         else:
-            steps = _bits_of_sinks(row, operands, first, ALL_BLOCKS, BLOCKS)
+            steps = _bits_of_marked(row, head, first, ALL_BLOCKS, BLOCKS)
         place = first
         while steps != 0:
             if (steps & 1) != 0:
                 accumulator += _lost_in_step(
                     row,
-                    operands,
+                    head,
                     place,
                     origin,
                     VALUE_DIM_PADDED,

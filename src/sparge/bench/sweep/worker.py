@@ -46,7 +46,7 @@ LAUNCHERS = {
     "quantize_key_value": ("cuda.stages.quantize", "quantize_key_value"),
     "score": ("cuda.stages.score", "block_probabilities"),
     "select": ("cuda.stages.select", "select"),
-    "sinks": ("cuda.stages.sinks", "mark_sinks"),
+    "peaks": ("cuda.stages.peaks", "mark_peaks"),
 }
 """Module and function that launch each kernel."""
 

@@ -1,1 +1,1 @@
-"""Kernels before attention: statistics, codes, scores, selection, sinks."""
+"""Kernels before attention: statistics, codes, scores, selection, peaks."""

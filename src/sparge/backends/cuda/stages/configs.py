@@ -70,7 +70,7 @@ class SelectConfig:
 
 
 @dataclass(frozen=True)
-class SinkConfig:
+class PeakConfig:
     """Key blocks one program looks at, pipeline depth, warps."""
 
     blocks: int
@@ -102,7 +102,7 @@ CONFIGS: dict[StageKey, Any] = {
     StageKey("select"): SelectConfig(512, 16),
     # N 8192, 32768 and 131072: 0.014, 0.025 and 0.025 ms; 16 blocks 0.016, 0.025 and 0.025, two warps 0.017, 0.031 and
     # 0.031. The floor, K's codes once: 0.008, 0.016 and 0.016
-    StageKey("sinks"): SinkConfig(8, 3, 4),
+    StageKey("peaks"): PeakConfig(8, 3, 4),
 }
 
 CANDIDATES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
@@ -112,7 +112,7 @@ CANDIDATES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
     "quantize_query": {"warps": (2, 4, 8, 16)},
     "score": {"rows": (64, 128, 256), "columns": (32, 64, 128), "warps": (4, 8), "stages": (1, 2)},
     "select": {"columns": (128, 256, 512, 1024), "most_warps": (8, 16)},
-    "sinks": {"blocks": (4, 8, 16), "stages": (2, 3, 4), "warps": (2, 4, 8)},
+    "peaks": {"blocks": (4, 8, 16), "stages": (2, 3, 4), "warps": (2, 4, 8)},
 }
 """What a sweep tries for each field."""
 
@@ -157,5 +157,5 @@ def select_config() -> SelectConfig:
     return cast(SelectConfig, stage_config("select"))
 
 
-def sink_config() -> SinkConfig:
-    return cast(SinkConfig, stage_config("sinks"))
+def peak_config() -> PeakConfig:
+    return cast(PeakConfig, stage_config("peaks"))

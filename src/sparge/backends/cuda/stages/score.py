@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -66,28 +66,40 @@ def score_inputs(score: Score) -> ScoreInputs:
     return found
 
 
+class Rows(NamedTuple):
+    """Queries that stand for their blocks, bfloat16 [ROWS, D]: what bfloat16 leaves of them is in ``low`` (HAS_LOW)."""
+
+    query: Any
+    low: Any
+    square: Any
+
+
+class Statistics(NamedTuple):
+    """Where a head's means of key blocks, in a high and a low part, and their variances begin, each [kv_blocks, D]."""
+
+    mean_high_base: Any
+    mean_low_base: Any
+    variance_base: Any
+
+
 @triton.jit
 def mean_score(rows, statistics, offsets, inside, HAS_LOW: tl.constexpr):
     """The paper's score: s = log2 e scale q . mean_j, [ROWS, COLUMNS]. (The factors are in the means.)"""
-    query, query_low, _ = rows
-    mean_high_base, mean_low_base, _ = statistics
-    mean_high = tl.load(mean_high_base + offsets, mask=inside, other=0.0).T
-    scores = tl.dot(query, mean_high)
-    mean_low = tl.load(mean_low_base + offsets, mask=inside, other=0.0).T
-    scores = tl.dot(query, mean_low, scores)
+    mean_high = tl.load(statistics.mean_high_base + offsets, mask=inside, other=0.0).T
+    scores = tl.dot(rows.query, mean_high)
+    mean_low = tl.load(statistics.mean_low_base + offsets, mask=inside, other=0.0).T
+    scores = tl.dot(rows.query, mean_low, scores)
     if HAS_LOW:
-        scores = tl.dot(query_low, mean_high, scores)
+        scores = tl.dot(rows.low, mean_high, scores)
     return scores
 
 
 @triton.jit
 def moment_score(rows, statistics, offsets, inside, HAS_LOW: tl.constexpr):
     """s = log2 e (scale q . mean_j + scale^2 / 2  q^2 . variance_j), [ROWS, COLUMNS]. (The factors are in both.)"""
-    _, _, square = rows
-    _, _, variance_base = statistics
     scores = mean_score(rows, statistics, offsets, inside, HAS_LOW)
-    variance = tl.load(variance_base + offsets, mask=inside, other=0.0).T
-    return tl.dot(square, variance, scores)
+    variance = tl.load(statistics.variance_base + offsets, mask=inside, other=0.0).T
+    return tl.dot(rows.square, variance, scores)
 
 
 @triton.jit
@@ -100,12 +112,7 @@ def _block_scores(
     HEAD_DIM_PADDED: tl.constexpr,
     HAS_LOW: tl.constexpr,
 ):
-    """Scores of rows against key blocks, [ROWS, COLUMNS], in octaves, by the score's name.
-
-    Args:
-        rows: bfloat16 [ROWS, D]: the queries, what bfloat16 leaves of them (HAS_LOW), their squares.
-        statistics: where the head's high and low parts of means, and variances begin, each [kv_blocks, D].
-    """
+    """Scores of rows against key blocks, [ROWS, COLUMNS], in octaves, by the score's name."""
     channels = tl.arange(0, HEAD_DIM_PADDED)
     offsets = columns[:, None] * HEAD_DIM_PADDED + channels[None, :]
     inside = (columns < kv_blocks)[:, None]
@@ -272,7 +279,7 @@ def score_kernel(
     if HAS_SIMILARITY:
         threshold = tl.load(threshold_ptr + head)
     first = flat_kv_head * kv_blocks * HEAD_DIM_PADDED
-    rows = (query, query_low, square)
+    rows = Rows(query, query_low, square)
 
     blocks_here = first_block + tl.arange(0, blocks)
     output_rows = (flat_head * q_blocks + blocks_here) * kv_blocks
@@ -291,7 +298,7 @@ def score_kernel(
                 row_sum = tl.zeros((ROWS,), tl.float32)
             for start in tl.range(0, stop, COLUMNS, num_stages=STAGES):
                 columns = start + tl.arange(0, COLUMNS)
-                statistics = (mean_high_ptr + first, mean_low_ptr + first, variance_ptr + first)
+                statistics = Statistics(mean_high_ptr + first, mean_low_ptr + first, variance_ptr + first)
                 scores = _block_scores(rows, statistics, columns, kv_blocks, SCORE, HEAD_DIM_PADDED, HAS_LOW)
                 eligible = _eligible(
                     columns,

@@ -1,4 +1,4 @@
-"""Which key blocks are marked as holding a sink, against the definition in plain PyTorch."""
+"""Which key blocks are marked as holding a shared peak, against the definition in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torch import Tensor
 
 from conftest import causality
 from kernels.conftest import call_of, shape_of
-from sparge.backends.cuda import peaks, pipeline
+from sparge.backends.cuda import peaks as handling
+from sparge.backends.cuda import pipeline
 from sparge.backends.cuda.primitives import FAR
-from sparge.backends.cuda.stages import sinks
+from sparge.backends.cuda.stages import peaks
 from sparge.backends.triton import peaks as lost_peaks
 from sparge.evaluate.families import by_name
 from sparge.geometry import Shape
@@ -29,7 +30,7 @@ def marked(query: Tensor, key: Tensor, *, is_causal: bool = False) -> Tensor:
     call = call_of(shape, is_causal=is_causal, quantization="int8_fp8")
     operands, _ = pipeline.prepare(query, key, key, call, with_mask=False, with_operands=True)
     assert operands is not None
-    sinks.mark_sinks(operands.query, operands.query_scale, operands.key, operands.key_scale, call)
+    peaks.mark_peaks(operands.query, operands.query_scale, operands.key, operands.key_scale, call)
     signs = operands.key_scale < 0
     assert torch.equal(signs.any(-1), signs.all(-1))
     return signs[..., 0]
@@ -39,7 +40,7 @@ def votes(query: Tensor, key: Tensor, *, is_causal: bool = False) -> Tensor:
     """How many of the sampled queries have a peak in each block, (B, Hkv, kv_blocks). Lengths are whole blocks."""
     batch, kv_heads, kv_len, head_dim = key.shape
     group, q_len = query.shape[1] // kv_heads, query.shape[2]
-    per_head = max(sinks.SAMPLES // group, 1)
+    per_head = max(peaks.SAMPLES // group, 1)
     positions = (2 * torch.arange(per_head) + 1) * q_len // (2 * per_head)
     sampled = query.view(batch, kv_heads, group, q_len, head_dim)[..., positions, :]
     scores = sampled.float() @ key.float()[:, :, None].mT * head_dim**-0.5
@@ -60,8 +61,8 @@ def test_marks_what_enough_samples_see(heads: int, kv_heads: int, is_causal: boo
     query[:, 0, 224:] += own / 8
     got = marked(query, key, is_causal=is_causal)
     counts = votes(query, key - key.mean(2, keepdim=True), is_causal=is_causal)
-    per_head = sinks.SAMPLES // (heads // kv_heads)
-    needed = min(max(per_head // 2, 2), sinks.NEEDED)
+    per_head = peaks.SAMPLES // (heads // kv_heads)
+    needed = min(max(per_head // 2, 2), peaks.NEEDED)
     assert torch.equal(got, counts >= needed)
     assert got.sum() == 4 * kv_heads
     assert counts[0, 0, 330 // 64] > 0
@@ -75,9 +76,9 @@ def test_marking_twice_changes_nothing() -> None:
     assert operands is not None
     arguments = operands.query, operands.query_scale, operands.key, operands.key_scale, call
     before = operands.key_scale.clone()
-    sinks.mark_sinks(*arguments)
+    peaks.mark_peaks(*arguments)
     once = operands.key_scale.clone()
-    sinks.mark_sinks(*arguments)
+    peaks.mark_peaks(*arguments)
     assert torch.equal(operands.key_scale, once) and torch.equal(once.abs(), before)
     assert (once[..., 0] < 0).flatten().tolist() == [True, False, False]
 
@@ -87,7 +88,7 @@ def test_one_query_is_all_samples() -> None:
     assert marked(query, key).flatten().tolist() == [True, False, False]
 
 
-def test_broken_keys_are_no_sinks() -> None:
+def test_broken_keys_are_no_peaks() -> None:
     query, key, _ = by_name("sink-0").make(64, 192, dtype=torch.float32)
     key[:, :, 70] = math.nan
     assert not marked(query, key).any()
@@ -105,8 +106,8 @@ def test_broken_keys_are_no_sinks() -> None:
 )
 def test_peak_handling(quantization: str, kv_len: int, has_threshold: bool, way: str) -> None:
     call = call_of(Shape(1, 1, 1, 64, kv_len, 64, 64), quantization=quantization)
-    assert peaks.peak_handling(replace(call, pv_threshold=-8.0 if has_threshold else None)) == way
+    assert handling.peak_handling(replace(call, pv_threshold=-8.0 if has_threshold else None)) == way
 
 
 def test_every_step_that_is_looked_through_has_a_bit() -> None:
-    assert lost_peaks.STEPS.value * 64 >= peaks.EVERY_TILE_KEYS
+    assert lost_peaks.STEPS.value * 64 >= handling.EVERY_TILE_KEYS

@@ -1,4 +1,4 @@
-"""Key blocks that hold a sink: a key that lies far above its neighbours for many queries (see `peaks`).
+"""Key blocks that hold a shared peak: a key that lies far above its neighbours for many queries (`cuda.peaks`).
 
 A few queries of each head are multiplied with all keys, in codes, before attention. A block that is found is marked by
 the sign of its scales, which the attention kernels load anyway.
@@ -19,12 +19,12 @@ from sparge.geometry import ceil_div
 SAMPLES = 64
 """Queries that are looked at for each head of K and V, evenly spaced and spread over the heads that share it."""
 NEEDED = 16
-"""A sink is a peak for half of a head's samples, or for so many. What fewer queries see is their own affair: a video,
-where each has neighbours, would be full of it (a sixth of the blocks for 4 of 64 samples, .4 % for 16)."""
+"""A peak is shared if half of a head's samples have it, or so many. What fewer see is their own affair: a video, where
+each query has neighbours, would be full of it (a sixth of the blocks for 4 of 64 samples, .4 % for 16)."""
 
 
 @triton.jit(do_not_specialize=["group", "q_len", "kv_len", "q_blocks", "kv_blocks"])
-def mark_sinks_kernel(
+def mark_peaks_kernel(
     query_ptr,
     key_ptr,
     query_scale_ptr,
@@ -41,10 +41,10 @@ def mark_sinks_kernel(
     BLOCKS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Mark key blocks that hold a sink, by the sign of their scales.
+    """Mark key blocks that hold a shared peak, by the sign of their scales.
 
     A group of 16 keys is far where its largest score lies more than FAR octaves below the block's. A block holds a peak
-    for a query of which some group is far, and a sink if it holds a peak for enough of the sampled queries: half of a
+    for a query of which some group is far, and a shared one if it does so for enough of the sampled queries: half of a
     head's, NEEDED at most.
 
     Grid: every BLOCKS key blocks of every head of K and V, in one dimension. The first ones were written last, and may
@@ -54,7 +54,7 @@ def mark_sinks_kernel(
         query          [B * H, q_blocks * 128, D padded] int8 and query_scale [B * H, q_blocks * 128] float32
         key            [B * Hkv, kv_blocks * 64, D padded] int8
     Reads and writes
-        key_scale      [B * Hkv, kv_blocks, 4] float32, negative where a block holds a sink
+        key_scale      [B * Hkv, kv_blocks, 4] float32, negative where a block holds a shared peak
     """
     program = tl.program_id(0)
     parts = tl.cdiv(kv_blocks, BLOCKS)
@@ -88,21 +88,21 @@ def mark_sinks_kernel(
         gap = tl.max(group_max, 1)[:, None] - group_max
         is_far = (gap > FAR) & (group_max > float("-inf"))
         has_peak = (tl.max(is_far.to(tl.int32), 1) != 0) & is_sample
-        is_sink = tl.sum(has_peak.to(tl.int32), 0) >= needed
-        tl.store(scale_ptrs, tl.where(is_sink, -key_scale, key_scale))
+        is_shared = tl.sum(has_peak.to(tl.int32), 0) >= needed
+        tl.store(scale_ptrs, tl.where(is_shared, -key_scale, key_scale))
 
 
-def mark_sinks(query_codes: Tensor, query_scale: Tensor, key_codes: Tensor, key_scale: Tensor, call: Call) -> None:
-    """Make the scales of key blocks that hold a sink negative: attention kernels load them anyway.
+def mark_peaks(query_codes: Tensor, query_scale: Tensor, key_codes: Tensor, key_scale: Tensor, call: Call) -> None:
+    """Make the scales of key blocks that hold a shared peak negative: attention kernels load them anyway.
 
     Args:
         query_codes, query_scale: of `quantize.summarize_query`.
         key_codes, key_scale: of `quantize.quantize_key_value`.
     """
     shape = call.shape
-    config = configs.sink_config()
+    config = configs.peak_config()
     launch(
-        mark_sinks_kernel,
+        mark_peaks_kernel,
         ceil_div(shape.kv_blocks, config.blocks) * shape.batch * shape.kv_heads,
         query_ptr=query_codes,
         key_ptr=key_codes,
