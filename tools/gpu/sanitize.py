@@ -127,10 +127,15 @@ def found_by(output: str) -> int:
 
 
 def line_at(place: str) -> str:
-    """A line of the Hopper kernel by a place such as "consumer.py:44"; nothing if it is not one of its files."""
+    """A line of the Hopper kernel by a place such as "consumer.py:44"; nothing if it is not one of its files.
+
+    A line of `consume` may be said to stand in kernel.py, which calls it: one that kernel.py does not have is that.
+    """
     name, _, number = place.partition(":")
     path = KERNEL / name
     lines = ["", *path.read_text().splitlines()] if path.is_file() else []
+    if name == "kernel.py" and int(number) >= len(lines):
+        return line_at(f"consumer.py:{number}")
     return lines[int(number)] if int(number) < len(lines) else ""
 
 
