@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import pytest
 import torch
@@ -94,6 +94,13 @@ def test_the_old_name_of_a_quantization_is_still_accepted() -> None:
     assert policy.quantization == "int8_fp8_fast"
     with pytest.warns(DeprecationWarning):
         assert sparge.Policy.from_json('{"quantization": "int8_fp8_codes"}') == policy
+
+
+def test_operators_carry_every_field_of_a_rule() -> None:
+    """One more field would be lost on its way, without a word."""
+    for rule in config.SELECTIONS.values():
+        carried = {rule.amount_field, "pv_threshold", "similarity_threshold", "min_blocks", "sink", "diagonal"}
+        assert {field.name for field in fields(rule)} == carried, rule
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ KNOWN_SPILLS = {
     (120, "attention_kernel, int8_fp16"): (16, 2),
 }
 """Bytes of stack, and how often a step uses it, the larger of Triton 3.6 and 3.9. May shrink; a register limit may be
-worth some (`configs`). Most bytes belong to what happens seldom: a tile that holds a sink, one that is masked."""
+worth some (`configs`). Most bytes belong to what happens seldom: a tile that holds a peak, one that is masked."""
 
 
 def compile_for(architecture: int, cache: Path, *words: str) -> list[dict[str, Any]]:

@@ -64,6 +64,10 @@ def run(model: Any, inputs: dict[str, Any]) -> Tensor:
     return output
 
 
+def test_every_known_model_has_a_tiny_one() -> None:
+    assert {type(build(name)[0]).__name__ for name in TRANSFORMERS} == set(diffusers.KNOWN)
+
+
 @every_model
 class TestEveryModel:
     def test_everything_kept_is_stock(self, name: str) -> None:
