@@ -20,8 +20,7 @@ export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/pycache
 $(READY): pyproject.toml requirements-dev.txt requirements-docs.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "sparge needs Python 3.10 or newer, got " + sys.version)'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile -r requirements-dev.txt  # what is used is compiled when used
-	$(BIN)/python -m pip install --quiet --no-compile --no-deps --no-build-isolation -e .  # they are there
+	$(BIN)/python -m pip install --quiet --no-compile -r requirements-dev.txt -e '.[cli,plot]'  # compiled when used
 	touch $(READY)
 
 demo: $(READY)  ## the main job on this machine: a table, and sparge-demo.html
