@@ -17,7 +17,7 @@ def peak_extra_bytes(function: Callable[[], object]) -> int | None:
     clear = Path("/proc/self/clear_refs")
     if not clear.exists():
         return None
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc keeps what was freed, and the call would use it again
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # what was freed would be used again
     if trim is not None:
         trim(0)
     clear.write_text("5")  # resets the high-water mark

@@ -13,7 +13,7 @@ import torch
 import sparge
 
 REPOSITORY = Path(__file__).parent.parent
-WORDS = 2500
+WORDS = 4500
 """Of a prompt: enough for a CPU to go sparse by itself."""
 Run = Callable[..., dict[str, Any]]
 
@@ -22,7 +22,7 @@ Run = Callable[..., dict[str, Any]]
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     """Run the Python of a page from top to bottom, with small models in place of published ones.
 
-    Where ``tokens`` is the length that the page writes, 2048 takes its place. The names left over are returned.
+    Where ``tokens`` is the length that the page writes, 4096 takes its place. The names left over are returned.
     """
     monkeypatch.syspath_prepend(REPOSITORY / "tests" / "integrations")
     import diffusers
@@ -32,7 +32,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     tokenizer = word_tokenizer()
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer), num_key_value_heads=1, eos_token_id=None, max_position_embeddings=4096, **sizes
+        vocab_size=len(tokenizer), num_key_value_heads=1, eos_token_id=None, max_position_embeddings=8192, **sizes
     )
 
     def load_model(_name: str, attn_implementation: str | None = None, **_: Any) -> Any:
@@ -60,7 +60,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
         assert blocks, f"{page.name}: expected Python, got none"
         for block in blocks:
             code = block.replace('"cuda"', '"cpu"')
-            exec(code if tokens is None else code.replace(tokens, "2048"), namespace)
+            exec(code if tokens is None else code.replace(tokens, "4096"), namespace)
         return namespace
 
     return run
@@ -77,11 +77,11 @@ def test_examples_run(run: Run) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.nn.functional.scaled_dot_product_attention(*[self.project(x)] * 3)
 
-    inputs = {"input_ids": torch.ones(1, 2304, dtype=torch.long)}
+    inputs = {"input_ids": torch.ones(1, 4096, dtype=torch.long)}
     left = run(REPOSITORY / "README.md", "8192", other=Other(), x=torch.randn(1, 1, 4096, 16), inputs=inputs)
     assert left["model"].config._attn_implementation == "sparge"
     assert left["mask"].density() < 0.8
-    assert left["out"].shape == (1, 8, 2048, 64)
+    assert left["out"].shape == (1, 8, 4096, 64)
     reasons = sparge.stats().reasons
     assert reasons["sparse: torch"] == 2 + 2 + 1, "expected two layers, two functions and the other model to go sparse"
     assert not any("unsupported" in reason for reason in reasons)

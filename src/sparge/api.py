@@ -171,7 +171,7 @@ def attention(
         return _in_layout(_sdpa(query, key, value, call, dropout_p, enable_gqa), layout)
 
     resolved = base.resolve_quantization(quantization, chosen, query.device, has_mask=attn_mask is not None)
-    reason = decide.by_arguments(shape, rule, quantization, backend, chosen)
+    reason = decide.by_arguments(shape, is_causal, rule, quantization, backend, chosen)
     if reason is None:
         assert not isinstance(rule, Dense)
         call = Call(

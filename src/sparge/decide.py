@@ -69,7 +69,9 @@ class Obstacle:
     message: str
 
 
-def by_arguments(shape: Shape, sparsity: Sparsity, quantization: str, backend: str, resolved: str) -> Reason | None:
+def by_arguments(
+    shape: Shape, is_causal: bool, sparsity: Sparsity, quantization: str, backend: str, resolved: str
+) -> Reason | None:
     """Why `sparge.attention` runs a call dense that it could run sparse.
 
     Args:
@@ -78,7 +80,7 @@ def by_arguments(shape: Shape, sparsity: Sparsity, quantization: str, backend: s
     """
     if isinstance(sparsity, Dense):
         return Reason.ASKED
-    if backend == "auto" and quantization in ("auto", "none") and base.prefers_dense(shape, resolved):
+    if backend == "auto" and quantization in ("auto", "none") and base.prefers_dense(shape, is_causal, resolved):
         return Reason.CROSSOVER
     return None
 
@@ -92,6 +94,7 @@ def by_policy(
     *,
     is_self: bool | None,
     is_language: bool,
+    is_causal: bool,
     is_cross: bool,
     is_dense_layer: bool,
 ) -> Reason | None:
@@ -101,6 +104,7 @@ def by_policy(
         heads: those of the whole batch.
         is_self: queries and keys are of one sequence; None goes by their lengths.
         is_language: the tokens are text in order, so that fewer queries than keys are a chunk behind a prefix.
+        is_causal: a query sees no key behind it.
         is_cross: the layer is known to be cross-attention.
     """
     if q_len == 1 and is_language:
@@ -113,7 +117,7 @@ def by_policy(
         return Reason.MIN_TOKENS
     if policy.backend == "auto" and device.type != "meta":
         crossover = base.crossover_for(device.type, device.index)
-        if base.is_below(crossover, heads, q_len, kv_len):
+        if base.is_below(crossover, heads, q_len, kv_len, is_causal):
             return Reason.CROSSOVER
     return Reason.LAYER if is_dense_layer else None
 

@@ -131,24 +131,26 @@ class TestSelection:
 
 class TestDenseDecision:
     @pytest.mark.parametrize(
-        "heads, q_len, kv_len, reason",
+        "heads, q_len, kv_len, is_causal, reason",
         [
-            (32, 128, 2048, "sparse: torch"),
-            (33, 128, 2047, "dense: below the crossover"),
-            (33, 127, 2048, "dense: below the crossover"),
-            (31, 128, 2048, "dense: below the crossover"),
-            (1, 1, 4096, "dense: below the crossover"),
+            (32, 128, 2048, False, "sparse: torch"),
+            (33, 128, 2047, False, "dense: below the crossover"),
+            (33, 127, 2048, False, "dense: below the crossover"),
+            (31, 128, 2048, False, "dense: below the crossover"),
+            (1, 1, 4096, False, "dense: below the crossover"),
+            (16, 128, 4096, True, "sparse: torch"),
+            (33, 128, 4095, True, "dense: below the crossover"),
         ],
     )
-    def test_crossover(self, heads: int, q_len: int, kv_len: int, reason: str) -> None:
+    def test_crossover(self, heads: int, q_len: int, kv_len: int, is_causal: bool, reason: str) -> None:
         query, key, value = make_qkv(q_len, kv_len, heads=heads, head_dim=16)
-        output = sparge.attention(query, key, value, topk=0.5)
+        output = sparge.attention(query, key, value, topk=0.5, is_causal=is_causal)
         stats = sparge.stats()
         assert stats.reasons == {reason: 1}
         dense = reason.startswith("dense")
         assert (stats.calls, stats.sparse, stats.dense) == (1, int(not dense), int(dense))
         assert stats.density == (None if dense else 0.5)
-        error = relative_l1(output, exact_attention(query, key, value)[0])
+        error = relative_l1(output, exact_attention(query, key, value, is_causal=is_causal)[0])
         assert error < 1e-5 if dense else error > 1e-3
 
     @backends

@@ -469,13 +469,14 @@ class TestDistribution:
     @causality
     def test_sglang(self, spas_sage_attn: ModuleType, dtype: torch.dtype, is_causal: bool) -> None:
         """SGLang's diffusion backend calls it so, and puts the heads side by side afterwards."""
-        tensors = structured(2048, head_dim=64, dtype=dtype)
+        length = 4096 if is_causal else 2048  # the crossover
+        tensors = structured(length, head_dim=64, dtype=dtype)
         query, key, value = (tensor.transpose(1, 2).contiguous() for tensor in tensors)
         output = spas_sage_attn.spas_sage2_attn_meansim_topk_cuda(
             query, key, value, is_causal=is_causal, scale=0.125, tensor_layout="NHD", topk=0.5
         )
         assert sparge.stats().reasons == {"sparse: torch": 1}
-        heads_first = output.view(1, 2048, 128).unflatten(2, (2, 64)).transpose(1, 2)
+        heads_first = output.view(1, length, 128).unflatten(2, (2, 64)).transpose(1, 2)
         rules = TopK(0.5, min_blocks=16 if is_causal else 0)
         options: dict[str, Any] = {"is_causal": is_causal, "scale": 0.125}
         assert torch.equal(heads_first, sparge.attention(*tensors, sparsity=rules, score="mean", **options))

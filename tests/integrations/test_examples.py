@@ -111,7 +111,7 @@ def test_open_sora_plan(run: Run, tmp_path: Path) -> None:
 
 
 class TestLanguageModel:
-    WORDS = 2500
+    WORDS = 4500
     """Enough for a CPU to go sparse by itself."""
 
     @pytest.fixture
@@ -126,7 +126,7 @@ class TestLanguageModel:
             num_hidden_layers=3,
             num_attention_heads=2,
             num_key_value_heads=1,
-            max_position_embeddings=4096,
+            max_position_embeddings=8192,
             eos_token_id=None,
         )
         seeded(LlamaForCausalLM, config).save_pretrained(tmp_path / "model")

@@ -28,9 +28,16 @@ NAMES = ("hopper", "triton", "torch", "reference")
 
 @dataclass(frozen=True)
 class Crossover:
-    """Sizes below any of which dense attention is faster; ``scores`` counts them over all heads and the batch."""
+    """Sizes below any of which dense attention is faster.
+
+    Attributes:
+        keys, causal_keys: of a sequence; a causal query sees half of them on average.
+        queries: of a sequence.
+        scores: over all heads and the batch.
+    """
 
     keys: int
+    causal_keys: int
     queries: int
     scores: int
 
@@ -182,17 +189,18 @@ def resolve_quantization(quantization: str, name: str, device: torch.device, *, 
     return quantization
 
 
-def prefers_dense(shape: Shape, name: str) -> bool:
+def prefers_dense(shape: Shape, is_causal: bool, name: str) -> bool:
     """Whether prediction would cost more than it saves at these sizes."""
-    return is_below(crossover_of(name), shape.batch * shape.heads, shape.q_len, shape.kv_len)
+    return is_below(crossover_of(name), shape.batch * shape.heads, shape.q_len, shape.kv_len, is_causal)
 
 
-def is_below(crossover: Crossover, heads: int, q_len: int, kv_len: int) -> bool:
+def is_below(crossover: Crossover, heads: int, q_len: int, kv_len: int, is_causal: bool) -> bool:
     """Whether a call is smaller than a crossover; ``heads`` are those of the whole batch.
 
     No method: torch.compile cannot trace one of an object that a `constant` function returned.
     """
-    return kv_len < crossover.keys or q_len < crossover.queries or heads * q_len * kv_len < crossover.scores
+    keys = crossover.causal_keys if is_causal else crossover.keys
+    return kv_len < keys or q_len < crossover.queries or heads * q_len * kv_len < crossover.scores
 
 
 def constant(function: Function) -> Function:

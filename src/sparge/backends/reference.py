@@ -17,7 +17,7 @@ class ReferenceBackend(Backend):
     name = "reference"
     summary = "the specification, in loops"
     quantizations = ("none", "int8_fp8", "int8_fp8_fast", "int8_fp16")
-    crossover = Crossover(keys=0, queries=0, scores=0)
+    crossover = Crossover(keys=0, causal_keys=0, queries=0, scores=0)
 
     def missing(self, device: torch.device) -> str | None:
         return "expected a device with float64, got 'mps'" if device.type == "mps" else None

@@ -102,7 +102,7 @@ def attend(
     Raises:
         NotImplementedError: the call should be sparse, cannot be, and the policy says to raise.
     """
-    if runs_dense(layer, query, key, is_self, is_language):
+    if runs_dense(layer, query, key, is_self, is_language, is_causal):
         return None
     reason = unsupported or decide.foreign(query, key, value, attn_mask)
     if reason is None:
@@ -181,6 +181,7 @@ def runs_dense(
     key: Tensor,
     is_self: bool | None = None,
     is_language: bool = False,
+    is_causal: bool = False,
     *,
     heads_at: int = 1,
     tokens_at: int = 2,
@@ -201,6 +202,7 @@ def runs_dense(
         kv_shape[tokens_at],
         is_self=is_self,
         is_language=is_language,
+        is_causal=is_causal or is_language,
         is_cross=layer.is_cross,
         is_dense_layer=layer.dense,
     )

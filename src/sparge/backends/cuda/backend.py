@@ -24,7 +24,8 @@ OLDEST_TRITON = (3, 4)
 class CudaBackend(Backend):
     """Stages in Triton, then the kernel of a tier."""
 
-    crossover = Crossover(keys=4096, queries=2048, scores=2**29)  # measured: docs/lab/triton.md, "Crossover on a GPU"
+    # measured: docs/lab/triton.md, "Crossover on a GPU"
+    crossover = Crossover(keys=4096, causal_keys=4096, queries=2048, scores=2**29)
 
     @abstractmethod
     def launcher(self) -> AttentionLauncher:

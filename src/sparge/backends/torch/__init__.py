@@ -16,7 +16,8 @@ class TorchBackend(Backend):
     name = "torch"
     summary = "gathers kept blocks for torch's own attention, on any device"
     quantizations = ("none", "int8_fp8", "int8_fp16")
-    crossover = Crossover(keys=2048, queries=128, scores=2**23)  # measured: docs/lab/cpu.md, "Crossover"
+    # measured: docs/lab/cpu.md, "Crossover"
+    crossover = Crossover(keys=2048, causal_keys=4096, queries=128, scores=2**23)
 
     def missing(self, device: torch.device) -> str | None:  # noqa: ARG002
         return None
