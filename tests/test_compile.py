@@ -42,11 +42,13 @@ def test_full_graph_with_dynamic_lengths_equals_eager(options):
         fullgraph=True,
         dynamic=True,
     )
-    for length in (2100, 2560, 2688):
+    for length in (4100, 4160, 4224):
         inputs = qkv(length)
         for got, expected in zip(compiled(*inputs), sparge.attention(*inputs, return_lse=True, **options), strict=True):
             assert torch.equal(got, expected)
     assert len(graphs) == 1, "a new length must not compile again"
+    is_dense = isinstance(options.get("sparsity"), sparge.Dense)
+    assert sparge.stats().sparse == (0 if is_dense else 6), "expected all calls to be sparse, compiled and eager"
 
 
 @pytest.mark.parametrize(

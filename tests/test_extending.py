@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import pytest
 import torch
@@ -10,8 +10,10 @@ from torch import Tensor
 
 import sparge
 from conftest import make_qkv
-from sparge import config
+from sparge import config, ops
+from sparge.call import Call
 from sparge.config import Score, Selection
+from sparge.geometry import Shape
 from sparge.reference import prediction
 
 
@@ -97,10 +99,15 @@ def test_the_old_name_of_a_quantization_is_still_accepted() -> None:
 
 
 def test_operators_carry_every_field_of_a_rule() -> None:
-    """One more field would be lost on its way, without a word."""
-    for rule in config.SELECTIONS.values():
-        carried = {rule.amount_field, "pv_threshold", "similarity_threshold", "min_blocks", "sink", "diagonal"}
-        assert {field.name for field in fields(rule)} == carried, rule
+    """Any other would be lost on its way, without a word."""
+    others = {"min_blocks": 3, "similarity_threshold": 0.25, "pv_threshold": -7.0, "sink": True, "diagonal": False}
+    shape = Shape(1, 2, 2, 256, 256, 16, 16)
+    for kind in config.SELECTIONS.values():
+        rule = kind(**{field.name: others.get(field.name, 0.375) for field in fields(kind)})
+        call = Call(shape, False, 0.25, rule, pv_threshold=rule.pv_threshold)
+        arrived, _ = ops.unpack(shape, ops.pack(call, "torch"))
+        assert arrived.pv_threshold == rule.pv_threshold, "it belongs to attention, not to the rule"
+        assert arrived.sparsity == replace(rule, pv_threshold=None), kind
 
 
 @dataclass(frozen=True)

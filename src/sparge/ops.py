@@ -1,14 +1,13 @@
 """The stages as torch operators (``torch.ops.sparge.*``), so that torch.compile sees one node each.
 
-    predict(query, key, CALL) -> (kv_num_blocks, kv_indices, visible_num_blocks)
-    attend(query, key, value, kv_num_blocks, kv_indices, visible_num_blocks, CALL) -> (output, lse)
-    attention(query, key, value, CALL) -> (output, lse)      predict and attend, sharing the passes over K
-    dense(query, key, value, CALL, with_lse, reason) -> (output, lse)
+    predict(query, key, ANY_CALL, THRESHOLD, SELECTION) -> (kv_num_blocks, kv_indices, visible_num_blocks)
+    attend(query, key, value, kv_num_blocks, kv_indices, visible_num_blocks, ANY_CALL, THRESHOLD) -> (output, lse)
+    attention(query, key, value, ANY_CALL, THRESHOLD, SELECTION) -> (output, lse)      sharing the passes over K
+    dense(query, key, value, ANY_CALL, with_lse, reason) -> (output, lse)
 
-All tensors are heads-first. An operator takes no objects: of a `Call`, each gets what it reads as plain arguments
-(`ANY_CALL`, `THRESHOLD`, `SELECTION`), with a tensor beside each number that may differ per head. `stats` counts inside
-the operators: compiled programs are counted too. Nothing here validates, `api` did; nothing here computes, a backend
-does.
+All tensors are heads-first. An operator takes no objects: a `Call` comes as plain arguments, in one order, as many as
+the operator needs, with a tensor beside each number that may differ per head. `stats` counts inside the operators:
+compiled programs are counted too. Nothing here validates, `api` did; nothing here computes, a backend does.
 """
 
 from __future__ import annotations

@@ -20,8 +20,10 @@ from conftest import (
     plain_attention,
     relative_l1,
 )
-from sparge import Dense, TopK
+from sparge import Dense, Policy, TopK
 from sparge.evaluate.inputs import text_like
+from sparge.integrations import calls
+from sparge.integrations.calls import Layer
 
 pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.timeout(120)]
 
@@ -138,8 +140,8 @@ class TestDenseDecision:
             (33, 127, 2048, False, "dense: below the crossover"),
             (31, 128, 2048, False, "dense: below the crossover"),
             (1, 1, 4096, False, "dense: below the crossover"),
-            (16, 128, 4096, True, "sparse: torch"),
-            (33, 128, 4095, True, "dense: below the crossover"),
+            (16, 256, 2176, True, "sparse: torch"),
+            (16, 257, 2176, True, "dense: below the crossover"),
         ],
     )
     def test_crossover(self, heads: int, q_len: int, kv_len: int, is_causal: bool, reason: str) -> None:
@@ -152,6 +154,22 @@ class TestDenseDecision:
         assert stats.density == (None if dense else 0.5)
         error = relative_l1(output, exact_attention(query, key, value, is_causal=is_causal)[0])
         assert error < 1e-5 if dense else error > 1e-3
+
+    def test_a_causal_query_sees_half_of_the_keys(self) -> None:
+        """Models' calls are decided by the same lengths, before anything of them is touched."""
+        layer = Layer("", Policy())
+
+        def runs_dense(q_len: int, kv_len: int, **kind: bool) -> bool:
+            query, key = (torch.empty(1, 8, length, 16) for length in (q_len, kv_len))
+            return calls.runs_dense(layer, query, key, True, **kind)
+
+        assert not runs_dense(3000, 3000)
+        assert runs_dense(3000, 3000, is_causal=True)
+        assert runs_dense(3000, 3000, is_language=True)
+        assert not runs_dense(4096, 4096, is_causal=True)
+        assert not runs_dense(1000, 3000, is_causal=True), "a chunk behind a prefix sees 2500 keys on average"
+        assert runs_dense(1000, 2047), "fewer than a full call needs"
+        assert sparge.stats().reasons == {"dense: below the crossover": 3}
 
     @backends
     def test_a_named_backend_does_not_go_dense(self, backend: str) -> None:

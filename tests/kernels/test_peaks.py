@@ -11,7 +11,7 @@ from torch import Tensor
 
 from conftest import causality
 from kernels.conftest import call_of, shape_of
-from sparge.backends.cuda import peaks as handling
+from sparge.backends.cuda import peak_handling as handling
 from sparge.backends.cuda import pipeline
 from sparge.backends.cuda.primitives import FAR
 from sparge.backends.cuda.stages import peaks

@@ -2,7 +2,8 @@
 
 A backend is an object in the package of its name (``sparge.backends.<name>.BACKEND``), imported when it is first asked
 for: neither this module nor ``import sparge`` needs Triton. It says what it can do (`Backend.missing`, `quantizations`,
-`crossover`) and does it (`predict`, `attend`, `attention`, `dense`); nobody else asks for a backend's name.
+`crossover`) and does it (`predict`, `attend`, `attention`, `dense`); what a call does never
+depends on a backend's name.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class Crossover:
     """Sizes below any of which dense attention is faster.
 
     Attributes:
-        keys, causal_keys: of a sequence; a causal query sees half of them on average.
+        keys: of a sequence.
+        causal_keys: of a causal one that has as many queries; behind a prefix, twice what a query sees on average.
         queries: of a sequence.
         scores: over all heads and the batch.
     """
@@ -199,8 +201,9 @@ def is_below(crossover: Crossover, heads: int, q_len: int, kv_len: int, is_causa
 
     No method: torch.compile cannot trace one of an object that a `constant` function returned.
     """
-    keys = crossover.causal_keys if is_causal else crossover.keys
-    return kv_len < keys or q_len < crossover.queries or heads * q_len * kv_len < crossover.scores
+    if is_causal and 2 * kv_len - q_len < crossover.causal_keys:
+        return True
+    return kv_len < crossover.keys or q_len < crossover.queries or heads * q_len * kv_len < crossover.scores
 
 
 def constant(function: Function) -> Function:

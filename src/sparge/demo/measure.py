@@ -17,11 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparge import api
+from sparge import api, config
 from sparge.backends import base
 from sparge.bench.timing import device_seconds, host_seconds, take_turns
 from sparge.block_mask import BlockMask
-from sparge.config import ScoreName
 from sparge.evaluate.inputs import (
     FRAME_TOKENS,
     Needle,
@@ -35,7 +34,7 @@ from sparge.evaluate.machine import Gpu, Machine, describe_gpu, describe_machine
 from sparge.evaluate.metrics import block_mass, mass_recall, needle_recall, relative_l1
 from sparge.evaluate.plots import causal_visibility
 
-SCORES: tuple[ScoreName, ...] = ("moment", "mean")
+SCORES: tuple[Any, ...] = tuple(config.SCORES)
 ROUNDS = {"cpu": 3, "cuda": 10}
 ROUND_BUDGET_S = 12.0
 """No further timing round of an input starts after this many seconds, which bounds the demo on a slow machine."""

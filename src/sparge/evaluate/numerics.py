@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sparge import eight_bits
-from sparge.backends.cuda.peaks import EVERY_TILE_KEYS
+from sparge.backends.cuda.peak_handling import EVERY_TILE_KEYS
 from sparge.evaluate.families import Family
 from sparge.evaluate.oracle import ExactRows, sampled_error, score_chunks
 from sparge.geometry import BLOCK_K

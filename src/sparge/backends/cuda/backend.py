@@ -1,6 +1,6 @@
 """What the GPU backends share as backends: the pipeline of stages, and what the device and Triton must offer.
 
-A backend adds its attention kernel (`CudaBackend.kernel`). Nothing of Triton is imported before a stage runs.
+A backend adds its attention kernel (`CudaBackend.launcher`). Nothing of Triton is imported before a stage runs.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sparge.backends.cuda.launch import per_head_tensor
 from sparge.backends.cuda.operands import AttentionLauncher, Operands
-from sparge.backends.cuda.peaks import peak_handling
+from sparge.backends.cuda.peak_handling import peak_handling
 from sparge.backends.cuda.replay import replayed
 from sparge.backends.cuda.stages.peaks import mark_peaks
 from sparge.backends.cuda.stages.quantize import quantize_key_value, summarize_query

@@ -19,7 +19,7 @@ from sparge.backends.cuda.launch import (
     zeros_like,
 )
 from sparge.backends.cuda.operands import Operands
-from sparge.backends.cuda.peaks import peak_handling
+from sparge.backends.cuda.peak_handling import peak_handling
 from sparge.backends.hopper import configs
 from sparge.backends.hopper.gluon import TensorDescriptor, gl
 from sparge.backends.hopper.kernel import attention_kernel

@@ -41,7 +41,7 @@ class Spec:
         has_threshold: P V of 64 rows is skipped where all scores lie further below their row's maximum.
         all_blocks: a tile visits every visible key block, else those of a list.
         counts_blocks: visited and visible blocks are added up for `stats`.
-        peaks: "ignored", looked for in "every_tile", or "marked" (`peaks.peak_handling`); what lies far below one is
+        peaks: "ignored", looked for in "every_tile", or "marked" (`cuda.peak_handling`); what lies far below one is
             taken as a part of its own.
         head_dim: channels of Q and K.
         value_dim: channels of V that a tile computes, one of ``value_slices`` parts.

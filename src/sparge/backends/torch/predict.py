@@ -21,7 +21,7 @@ from sparge.config import ROUNDING_GUARD, Dense, Mean, Moment, Score, Selection,
 from sparge.geometry import BLOCK_K, BLOCK_Q, Shape, ceil_div
 from sparge.visibility import Visibility, allowed_elements, block_edges, find_visibility
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+Entry = TypeVar("Entry")
 
 CHUNK_BYTES = 16 * 2**20
 
@@ -68,7 +68,7 @@ def predict(query: Tensor, key: Tensor, call: Call) -> BlockMask:
         kept = visible
     else:
         rule, score = call.selection, call.score
-        statistics = _key_statistics(key, seen.keys, with_variance=isinstance(score, Moment))
+        statistics = _key_statistics(key, seen.keys, with_variance=find(SCORES, score, "score").has_variance)
         unfinished = _unfinished_blocks(shape, is_causal, query.device)
         forced = _forced_blocks(call, seen.blocks) | unfinished
         bias = None
@@ -93,7 +93,7 @@ def predict(query: Tensor, key: Tensor, call: Call) -> BlockMask:
 def _row_chunks(rows: _Rows) -> list[tuple[int, int]]:
     """Ranges of query blocks whose scores, and biases where there are any, fit into `CHUNK_BYTES`."""
     shape, score = rows.call.shape, rows.call.score
-    samples = score.samples if isinstance(score, Moment) else 1
+    samples = find(SCORES, score, "score").samples(score)
     row_bytes = 4 * shape.batch * shape.heads * samples * shape.kv_blocks
     if rows.bias is not None and not rows.has_key_bias:
         row_bytes += 8 * rows.bias.shape[0] * rows.bias.shape[1] * samples * shape.kv_len
@@ -169,7 +169,7 @@ def _scores(rows: _Rows, blocks: slice) -> Tensor:
     """Scores (B, H, rows, queries, kv_blocks) of the query blocks in ``blocks``, by the call's score."""
     shape = rows.call.shape
     tokens = slice(blocks.start * BLOCK_Q, min(blocks.stop * BLOCK_Q, shape.q_len))
-    features, summary, bias = find(SCORES, rows.call.score, "score")(rows, tokens)
+    features, summary, bias = find(SCORES, rows.call.score, "score").features(rows, tokens)
     queries_per_block = features.shape[3]
     grouped = features.reshape(shape.batch, shape.kv_heads, -1, features.shape[-1])  # [B, Hkv, group * rows * P, D]
     scores = (grouped @ summary.mT).view(shape.batch, shape.heads, -1, queries_per_block, shape.kv_blocks)
@@ -201,14 +201,28 @@ def _score_moment(rows: _Rows, tokens: slice) -> tuple[Tensor, Tensor, Tensor | 
     return features, torch.cat([statistics.mean, statistics.variance], -1), bias
 
 
-SCORES: dict[type[Score], Callable[[_Rows, slice], tuple[Tensor, Tensor, Tensor | None]]] = {
-    Mean: _score_mean,
-    Moment: _score_moment,
+@dataclass(frozen=True)
+class ScoreKind:
+    """How a score is computed, and what from.
+
+    Attributes:
+        features: those of a block's queries, the summary of a key block that they are multiplied with, a bias or None.
+        samples: how many queries stand for a block.
+        has_variance: whether variances of key blocks are read, besides their means.
+    """
+
+    features: Callable[[_Rows, slice], tuple[Tensor, Tensor, Tensor | None]]
+    samples: Callable[[Any], int]
+    has_variance: bool
+
+
+SCORES: dict[type[Score], ScoreKind] = {
+    Mean: ScoreKind(_score_mean, samples=lambda _: 1, has_variance=False),
+    Moment: ScoreKind(_score_moment, samples=lambda score: score.samples, has_variance=True),
 }
-"""Features of a block's queries, the summary of a key block that they are multiplied with, and a bias, or None."""
 
 
-def find(table: Mapping[Any, Function], entry: Score | Selection, name: str) -> Function:
+def find(table: Mapping[Any, Entry], entry: Score | Selection, name: str) -> Entry:
     """The function of a score or a selection rule.
 
     Raises:

@@ -24,7 +24,7 @@ from sparge.backends.cuda.launch import (
     strides_of,
 )
 from sparge.backends.cuda.operands import Operands
-from sparge.backends.cuda.peaks import peak_handling
+from sparge.backends.cuda.peak_handling import peak_handling
 from sparge.backends.cuda.primitives import (
     BLOCK_K,
     BLOCK_Q,

@@ -1,4 +1,4 @@
-"""Key blocks that hold a shared peak: a key that lies far above its neighbours for many queries (`cuda.peaks`).
+"""Key blocks that hold a shared peak: a key that lies far above its neighbours for many queries (`cuda.peak_handling`).
 
 A few queries of each head are multiplied with all keys, in codes, before attention. A block that is found is marked by
 the sign of its scales, which the attention kernels load anyway.

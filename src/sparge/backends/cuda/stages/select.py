@@ -251,7 +251,7 @@ def select(
     """
     shape, rules, device = call.shape, call.selection, probability.device
     if rules.name not in SELECTIONS:
-        raise NotImplementedError(f"selection rule on a GPU: expected one of {SELECTIONS}, got {rules.name!r}")
+        raise NotImplementedError(f"sparsity on a GPU: expected one of {SELECTIONS}, got {rules.name!r}")
     always = probability
     if call.always_keep:
         always = torch.zeros(shape.kv_blocks, dtype=torch.int8, device=device)
