@@ -42,7 +42,7 @@ def test_full_graph_with_dynamic_lengths_equals_eager(options):
         fullgraph=True,
         dynamic=True,
     )
-    for length in (4100, 4160, 4224):
+    for length in (4100, 4160, 4224) if options.get("is_causal") else (2100, 2560, 2688):  # beyond the crossover
         inputs = qkv(length)
         for got, expected in zip(compiled(*inputs), sparge.attention(*inputs, return_lse=True, **options), strict=True):
             assert torch.equal(got, expected)

@@ -249,7 +249,8 @@ def test_workflows_cover_every_promised_python() -> None:
     assert jobs["tests"]["strategy"]["matrix"]["python-version"] == promised
     assert f">={promised[0]}" == project["requires-python"]
     commands = {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in jobs.items()}
-    assert commands == {name: [f"make {name}"] for name in ("lint", "docs", "oldest")} | {"tests": ["make test"]}
+    others = {"tests": ["make test"], "slow": ["make test-slow"]}
+    assert commands == {name: [f"make {name}"] for name in ("lint", "docs", "oldest")} | others
 
 
 def test_only_a_tag_publishes() -> None:
