@@ -7,7 +7,7 @@ all that operators and kernels get (`ops`); what it means stands in `reference`,
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -268,6 +268,22 @@ def trusted(kind: type[_SelectionType], **fields: Any) -> _SelectionType:
     for name, spec in kind.__dataclass_fields__.items():
         object.__setattr__(made, name, fields.get(name, spec.default))
     return made
+
+
+_Entry = TypeVar("_Entry")
+
+
+def entry_of(table: Mapping[Any, _Entry], value: Score | Selection, what: str) -> _Entry:
+    """What a backend's table has for a score or a selection rule; ``what`` is that, and where.
+
+    Raises:
+        NotImplementedError: it has nothing.
+    """
+    found = table.get(type(value))
+    if found is None:
+        known = " or ".join(repr(kind.name) for kind in table)
+        raise NotImplementedError(f"{what}: expected {known}, got {value.name!r}")
+    return found
 
 
 def per_head(value: PerHead, heads: int, device: torch.device) -> Tensor:

@@ -2,8 +2,8 @@
 
 A backend is an object in the package of its name (``sparge.backends.<name>.BACKEND``), imported when it is first asked
 for: neither this module nor ``import sparge`` needs Triton. It says what it can do (`Backend.missing`, `quantizations`,
-`crossover`) and does it (`predict`, `attend`, `attention`, `dense`); what a call does never
-depends on a backend's name.
+`crossover`) and does it (`predict`, `attend`, `attention`, `dense`); callers ask the
+object, not its name.
 """
 
 from __future__ import annotations

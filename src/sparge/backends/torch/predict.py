@@ -7,9 +7,9 @@ blocks at a time, so that the largest intermediate stays near `CHUNK_BYTES`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +17,9 @@ from torch import Tensor
 
 from sparge.block_mask import BlockMask
 from sparge.call import Call
-from sparge.config import ROUNDING_GUARD, Dense, Mean, Moment, Score, Selection, TopCdf, TopK, per_head
+from sparge.config import ROUNDING_GUARD, Dense, Mean, Moment, Score, Selection, TopCdf, TopK, entry_of, per_head
 from sparge.geometry import BLOCK_K, BLOCK_Q, Shape, ceil_div
 from sparge.visibility import Visibility, allowed_elements, block_edges, find_visibility
-
-Entry = TypeVar("Entry")
 
 CHUNK_BYTES = 16 * 2**20
 
@@ -68,7 +66,8 @@ def predict(query: Tensor, key: Tensor, call: Call) -> BlockMask:
         kept = visible
     else:
         rule, score = call.selection, call.score
-        statistics = _key_statistics(key, seen.keys, with_variance=find(SCORES, score, "score").has_variance)
+        kind = entry_of(SCORES, score, "score on the torch backend")
+        statistics = _key_statistics(key, seen.keys, with_variance=kind.has_variance)
         unfinished = _unfinished_blocks(shape, is_causal, query.device)
         forced = _forced_blocks(call, seen.blocks) | unfinished
         bias = None
@@ -93,7 +92,7 @@ def predict(query: Tensor, key: Tensor, call: Call) -> BlockMask:
 def _row_chunks(rows: _Rows) -> list[tuple[int, int]]:
     """Ranges of query blocks whose scores, and biases where there are any, fit into `CHUNK_BYTES`."""
     shape, score = rows.call.shape, rows.call.score
-    samples = find(SCORES, score, "score").samples(score)
+    samples = SCORES[type(score)].samples(score)
     row_bytes = 4 * shape.batch * shape.heads * samples * shape.kv_blocks
     if rows.bias is not None and not rows.has_key_bias:
         row_bytes += 8 * rows.bias.shape[0] * rows.bias.shape[1] * samples * shape.kv_len
@@ -169,7 +168,7 @@ def _scores(rows: _Rows, blocks: slice) -> Tensor:
     """Scores (B, H, rows, queries, kv_blocks) of the query blocks in ``blocks``, by the call's score."""
     shape = rows.call.shape
     tokens = slice(blocks.start * BLOCK_Q, min(blocks.stop * BLOCK_Q, shape.q_len))
-    features, summary, bias = find(SCORES, rows.call.score, "score").features(rows, tokens)
+    features, summary, bias = SCORES[type(rows.call.score)].features(rows, tokens)
     queries_per_block = features.shape[3]
     grouped = features.reshape(shape.batch, shape.kv_heads, -1, features.shape[-1])  # [B, Hkv, group * rows * P, D]
     scores = (grouped @ summary.mT).view(shape.batch, shape.heads, -1, queries_per_block, shape.kv_blocks)
@@ -220,19 +219,6 @@ SCORES: dict[type[Score], ScoreKind] = {
     Mean: ScoreKind(_score_mean, samples=lambda _: 1, has_variance=False),
     Moment: ScoreKind(_score_moment, samples=lambda score: score.samples, has_variance=True),
 }
-
-
-def find(table: Mapping[Any, Entry], entry: Score | Selection, name: str) -> Entry:
-    """The function of a score or a selection rule.
-
-    Raises:
-        NotImplementedError: this backend has none.
-    """
-    found = table.get(type(entry))
-    if found is None:
-        known = " or ".join(repr(kind.name) for kind in table)
-        raise NotImplementedError(f"{name} on the torch backend: expected {known}, got {entry.name!r}")
-    return found
 
 
 def _seen_queries(rows: _Rows, tokens: slice) -> Tensor | None:
@@ -345,7 +331,9 @@ def _select(probabilities: Tensor, visible: Tensor, eligible: Tensor, forced: Te
     ranks = _ranks(priority)
     row = _Row(probabilities, visible, eligible, ranks)
     amount = per_head(rule.amount, visible.shape[1], visible.device)
-    kept = find(SELECTIONS, rule, "sparsity")(row, amount) | (eligible & (ranks < max(rule.min_blocks, 1)))
+    kept = entry_of(SELECTIONS, rule, "sparsity on the torch backend")(row, amount) | (
+        eligible & (ranks < max(rule.min_blocks, 1))
+    )
     return (kept | forced | ~eligible) & visible
 
 

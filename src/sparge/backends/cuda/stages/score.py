@@ -28,7 +28,7 @@ from sparge.backends.cuda.stages import configs
 from sparge.backends.cuda.stages.quantize import QuerySummary
 from sparge.backends.cuda.stages.summary import KeyValueSummary
 from sparge.call import Call
-from sparge.config import Mean, Moment, Score
+from sparge.config import Mean, Moment, Score, entry_of
 from sparge.geometry import ceil_div
 
 NUMBERS = ["heads", "kv_heads", "q_len", "kv_len", "q_blocks", "kv_blocks"]
@@ -59,11 +59,7 @@ def score_inputs(score: Score) -> ScoreInputs:
     Raises:
         NotImplementedError: no kernel has it.
     """
-    found = INPUTS.get(type(score))
-    if found is None:
-        known = " or ".join(repr(kind.name) for kind in INPUTS)
-        raise NotImplementedError(f"score on a GPU: expected {known}, got {score.name!r}")
-    return found
+    return entry_of(INPUTS, score, "score on a GPU")
 
 
 class Rows(NamedTuple):
