@@ -1,5 +1,6 @@
-"""The ``sparge`` command: ``demo`` shows it on this machine, ``bench`` measures it on a GPU, ``doctor`` says what the
-machine offers, ``lm-eval`` runs the lm-evaluation-harness with it, ``sweep`` derives launch configurations."""
+"""The ``sparge`` command: ``demo`` shows it on this machine, ``eval`` judges it on a model, ``bench`` measures it on a
+GPU, ``doctor`` says what the machine offers, ``lm-eval`` runs the lm-evaluation-harness with it, ``sweep`` derives
+launch configurations."""
 
 from __future__ import annotations
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from sparge.bench import cases as bench_cases
+    from sparge.evaluate.variants import Variant
     from sparge.policy import Policy
 
 MIN_TOKENS = 256
@@ -33,6 +35,8 @@ MAX_SEED = 2**63 - 1
 _UsageError: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "UsageError")
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+evaluation = typer.Typer(no_args_is_help=True)
+app.add_typer(evaluation, name="eval", help="Judge sparse attention on your own model: quality beside density.")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -298,6 +302,166 @@ def _policy(text: str) -> Policy:
         return Policy.from_json(Path(text).read_text())
     except (OSError, TypeError, ValueError) as error:
         raise typer.BadParameter(f"expected a JSON file of a policy, got {text!r} ({error})") from error
+
+
+def _variant(text: str) -> Variant:
+    from sparge.evaluate.variants import parse_variant
+
+    try:
+        return parse_variant(text)
+    except (TypeError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _one_of_tasks(text: str) -> str:
+    from sparge.evaluate.language.tasks import TASKS
+
+    if text != "all" and text not in TASKS:
+        raise typer.BadParameter(f"expected all or one of {', '.join(TASKS)}, got {text}")
+    return text
+
+
+def _whole(text: str) -> int:
+    return _integer(text, 0, sys.maxsize, "an integer of 0 or more")
+
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def _dtype(text: str) -> str:
+    if text not in ("auto", *DTYPES):
+        raise typer.BadParameter(f"expected auto, {', '.join(DTYPES)}, got {text}")
+    return text
+
+
+def _device_and_dtype(device: str, dtype: str) -> tuple[str, Any]:
+    """auto: a GPU where there is one, bfloat16 there and float32 on CPUs."""
+    import torch
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if dtype == "auto":
+        dtype = "bfloat16" if device == "cuda" else "float32"
+    return device, getattr(torch, dtype)
+
+
+VARIANT_HELP = (
+    "What to compare with dense attention; may be repeated. topk=0.25 keeps a quarter of the blocks; cdf=0.95 as many "
+    "as hold that share of the attention; further words with commas: score=mean, quantization=none (16 bits), "
+    "dense_layers=..., oracle (blocks chosen by the attention they really hold: the best a score could do). "
+    "dense,quantization=int8_fp8 is dense in 8 bits. sdpa=math is torch's attention on another kernel: the noise. "
+    "Or a file that Policy.to_json wrote."
+)
+
+
+@evaluation.command()
+def llm(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub name, folder, or GGUF file.")],
+    variant: Annotated[
+        list[Any] | None, typer.Option(parser=_variant, metavar="WORDS", help=VARIANT_HELP, show_default=False)
+    ] = None,
+    tokens: Annotated[
+        list[int] | None,
+        typer.Option(parser=_tokens, metavar="N", help="Length of windows and prompts; may be repeated. 4096, 8192."),
+    ] = None,
+    windows: Annotated[
+        int, typer.Option(parser=_whole, metavar="N", help="Windows of text to compare distributions on; 0: none.")
+    ] = 4,
+    task: Annotated[
+        list[str] | None,
+        typer.Option(
+            parser=_one_of_tasks,
+            metavar="NAME",
+            help="Questions: needle, single, multikey, multivalue, tracking, aggregation, or all; may be repeated. "
+            "needle by default.",
+        ),
+    ] = None,
+    items: Annotated[int, typer.Option(parser=_count, metavar="N", help="Questions of each kind and length.")] = 8,
+    needles: Annotated[
+        int, typer.Option(parser=_whole, metavar="N", help="Needles at each of eight depths; 0: none.")
+    ] = 1,
+    text: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SOURCE",
+            help="What to read: a file, a folder of .txt files, or wikitext (from the hub). By default Python's "
+            "language reference, which needs no download.",
+        ),
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SOURCE",
+            help="Questions of LongBench or InfiniteBench: a .jsonl file in their format, longbench:NAME or "
+            "infinitebench:NAME (from the hub); may be repeated.",
+        ),
+    ] = None,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Go sparse also where it does not pay: below the measured crossover."),
+    ] = False,
+    device: Annotated[
+        str, typer.Option(parser=_device, metavar="NAME", help="auto, cuda or cpu. auto: cuda where there is one.")
+    ] = "auto",
+    dtype: Annotated[
+        str, typer.Option(parser=_dtype, metavar="NAME", help="auto: bfloat16 on a GPU, float32 on a CPU.")
+    ] = "auto",
+    seed: Annotated[int, typer.Option(parser=_seed, metavar="N", help="Seed of the questions.")] = 0,
+    output: Annotated[Path, typer.Option(parser=_writable, metavar="PATH", help="Where to write the page.")] = Path(
+        "sparge-eval.html"
+    ),
+    json_path: Annotated[
+        Path | None,
+        typer.Option(
+            "--json",
+            parser=_writable,
+            metavar="PATH",
+            help="Append a row for each result; the same command goes on where it was interrupted.",
+        ),
+    ] = None,
+) -> None:
+    """A language model, sparse against dense, on the same tokens: KL divergence, agreement, perplexity, needles, tasks.
+
+    sparge eval llm HuggingFaceTB/SmolLM2-135M --variant topk=0.5 --variant topk=0.25 --json rows.jsonl
+    """
+    from rich.console import Console
+
+    from sparge.evaluate.language import command
+    from sparge.evaluate.language.run import Settings
+    from sparge.evaluate.language.tasks import TASKS
+    from sparge.evaluate.variants import parse_variant
+
+    tasks = list(dict.fromkeys(task or ["needle"]))
+    tasks = list(TASKS) if "all" in tasks else tasks
+    if not needles:
+        tasks = [name for name in tasks if name != "needle"]
+    chosen = variant or [parse_variant(words) for words in ("topk=0.5", "topk=0.25")]
+    place, kind = _device_and_dtype(device, dtype)
+    try:
+        settings = Settings(
+            tokens=tuple(tokens or (4096, 8192)),
+            windows=windows,
+            tasks=tuple(tasks),
+            items=items,
+            needles=needles,
+            data=tuple(data or ()),
+            seed=seed,
+        )
+        command.run(
+            model,
+            chosen,
+            settings,
+            text=text,
+            device=place,
+            dtype=kind,
+            force=force,
+            output=output,
+            json_path=json_path,
+            command=["sparge", *sys.argv[1:]],
+            console=Console(),
+        )
+    except (ImportError, NotImplementedError, ValueError) as error:
+        raise _UsageError(f"eval llm: {error}") from error
 
 
 @app.command("lm-eval", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -7,7 +7,7 @@ from html import escape
 
 from sparge.demo.maps import HATCH, figure, legend, schematic
 from sparge.demo.measure import Demo, InputResult, Row, table_cells
-from sparge.demo.style import STYLE
+from sparge.evaluate.document import document
 from sparge.geometry import BLOCK_K, BLOCK_Q, ceil_div
 
 QUANTIZED = {
@@ -59,19 +59,7 @@ numbers, <code>sparge demo --help</code> lists the rest. In a program it is one 
 </section>
 </main>
 <footer><p class="machine">{_machine_line(demo)}</p></footer>"""
-    return f"""<!doctype html>
-<html lang="en-GB">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<title>sparge demo: topk {settings.topk:g}, {settings.tokens} tokens</title>
-<style>{STYLE}</style>
-</head>
-<body>{HATCH}{body}
-</body>
-</html>
-"""
+    return document(f"sparge demo: topk {settings.topk:g}, {settings.tokens} tokens", HATCH + body)
 
 
 def machine_parts(demo: Demo) -> Iterator[str]:

@@ -6,9 +6,11 @@ the policy; the decision is counted. Deciding for dense costs a few microseconds
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,6 +71,31 @@ class Layer:
     is_cross: bool = False
 
 
+Substitute = Callable[..., Tensor]
+"""Called with the name of the layer, then as `sparge.attention` is: query, key, value and keywords."""
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.substitute: Substitute | None = None
+
+
+_THREAD = _Thread()
+
+
+@contextmanager
+def substituted(function: Substitute) -> Iterator[None]:
+    """Calls of this thread that go sparse are handed to a function in place of `sparge.attention`, for evaluation.
+
+    Compiled models do not notice.
+    """
+    before, _THREAD.substitute = _THREAD.substitute, function
+    try:
+        yield
+    finally:
+        _THREAD.substitute = before
+
+
 _WARNED: set[str] = set()
 _WARNING = threading.Lock()
 
@@ -123,9 +150,11 @@ def attend(
     options = _options(layer.policy, scale, enable_gqa, rules=is_language and not is_causal)
     keep = [*layer.policy.kept_ranges(key.shape[2]), *text]
     if torch.compiler.is_compiling():
-        return _attend(query, key, value, attn_mask, spans, is_causal, keep, options)
+        return _attend(api.attention, query, key, value, attn_mask, spans, is_causal, keep, options)
+    substitute = _THREAD.substitute
+    attention = api.attention if substitute is None else functools.partial(substitute, layer.name)
     with counters.within(layer.name):
-        return _attend(query, key, value, attn_mask, spans, is_causal, keep, options)
+        return _attend(attention, query, key, value, attn_mask, spans, is_causal, keep, options)
 
 
 def _options(policy: Policy, scale: float | None, enable_gqa: bool, *, rules: bool) -> dict[str, Any]:
@@ -146,6 +175,7 @@ def _options(policy: Policy, scale: float | None, enable_gqa: bool, *, rules: bo
 
 
 def _attend(
+    attention: Callable[..., Tensor],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -156,8 +186,8 @@ def _attend(
     options: dict[str, Any],
 ) -> Tensor:
     if spans is None:
-        return api.attention(query, key, value, attn_mask, is_causal=is_causal, always_keep=keep or None, **options)
-    return attend_within(spans, query, key, value, is_causal=is_causal, keep=keep, attention=api.attention, **options)
+        return attention(query, key, value, attn_mask, is_causal=is_causal, always_keep=keep or None, **options)
+    return attend_within(spans, query, key, value, is_causal=is_causal, keep=keep, attention=attention, **options)
 
 
 def aligned_top_left(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, str | None]:

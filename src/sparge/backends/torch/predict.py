@@ -89,6 +89,20 @@ def predict(query: Tensor, key: Tensor, call: Call) -> BlockMask:
     return BlockMask.from_dense(kept, q_len=shape.q_len, kv_len=shape.kv_len, is_causal=is_causal, visible=visible)
 
 
+def select_blocks(probabilities: Tensor, call: Call) -> BlockMask:
+    """The mask that a call's rule makes of given probabilities (B, H, q_blocks, kv_blocks), as if they were predicted.
+
+    With the true ones it is the best that any score could do under that rule.
+    """
+    shape, is_causal, rule = call.shape, call.is_causal, call.selection
+    seen = find_visibility(shape, is_causal, call.attn_mask, probabilities.device)
+    visible = seen.blocks.expand(probabilities.shape)
+    unfinished = _unfinished_blocks(shape, is_causal, probabilities.device)
+    forced = (_forced_blocks(call, seen.blocks) | unfinished).expand(probabilities.shape)
+    kept = _select(probabilities, visible, visible, forced, rule)
+    return BlockMask.from_dense(kept, q_len=shape.q_len, kv_len=shape.kv_len, is_causal=is_causal, visible=visible)
+
+
 def _row_chunks(rows: _Rows) -> list[tuple[int, int]]:
     """Ranges of query blocks whose scores, and biases where there are any, fit into `CHUNK_BYTES`."""
     shape, score = rows.call.shape, rows.call.score

@@ -1,4 +1,4 @@
-"""The look of the demo's page, in light and dark."""
+"""The look of all pages, in light and dark."""
 
 from sparge.evaluate.plots import DARK, LIGHT, Theme
 

@@ -1,0 +1,340 @@
+"""What attention receives inside a model: recorded, kept in a file of bounded size, and judged.
+
+Recorder           records query, key and value of chosen layers and steps while a model runs
+save, load         safetensors
+attention_error    density, recall of the mass, error of the output, beside the best choice of as many blocks
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import sparge
+from sparge import validation
+from sparge.backends import base
+from sparge.backends.torch.predict import select_blocks
+from sparge.block_mask import BlockMask
+from sparge.call import Call
+from sparge.config import PerHead, Quantization, Score, ScoreName, Selection, TopK
+from sparge.evaluate.metrics import block_mass, relative_l1
+from sparge.integrations.calls import Steps, substituted
+from sparge.policy import Policy
+
+MAX_BYTES = 64 * 2**20
+"""What a recording may hold unless told otherwise."""
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What one attention call received.
+
+    Attributes:
+        layer: the name of the layer, as `sparge.stats` has it.
+        step: the denoising step, from 0; None outside a schedule.
+        query: (B, H, S_q, D).
+        key, value: (B, H_kv, S_k, D).
+        is_causal: aligned bottom-right.
+        scale: factor on the scores.
+    """
+
+    layer: str
+    step: int | None
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    is_causal: bool
+    scale: float
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in (self.query, self.key, self.value))
+
+
+class Recorder:
+    """Records calls of a model that runs dense, as it would without.
+
+    Args:
+        layers: a regular expression that the names of layers must contain; all by default.
+        steps: denoising steps to record, from 0; all by default.
+        heads: query heads to keep of each call, with the key heads they use; all by default. Given as indices.
+        calls: how many calls of a layer and step to record: guidance makes two.
+        max_bytes: what all recordings may hold; those that would exceed it are left out and counted in ``missed``.
+        dtype: what is recorded, float16 by default.
+
+    Example:
+        >>> import torch, sparge
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=99, hidden_size=32, intermediate_size=64,
+        ...                                      num_hidden_layers=2, num_attention_heads=2)).eval()
+        >>> recorder = Recorder(layers=r"layers\\.1\\b")
+        >>> with torch.no_grad(), recorder.recording(model):
+        ...     _ = model(torch.arange(96)[None])
+        >>> [(call.layer, tuple(call.query.shape)) for call in recorder.calls]
+        [('model.layers.1.self_attn', (1, 2, 96, 16))]
+    """
+
+    def __init__(
+        self,
+        layers: str = "",
+        steps: Sequence[int] | None = None,
+        heads: Sequence[int] | None = None,
+        calls: int = 1,
+        max_bytes: int = MAX_BYTES,
+        dtype: torch.dtype = torch.float16,
+    ) -> None:
+        self._layers = re.compile(layers)
+        self._steps = None if steps is None else frozenset(steps)
+        self._heads = None if heads is None else list(heads)
+        self._per_place = calls
+        self._max_bytes = max_bytes
+        self._dtype = dtype
+        self._now: Callable[[], int | None] = lambda: None
+        self.calls: list[Captured] = []
+        self.missed = 0
+
+    @contextmanager
+    def recording(self, model: Any) -> Iterator[Recorder]:
+        """Record the self-attention calls of a transformers model, a diffusers pipeline or its transformer."""
+        device = next(iter(_modules(model))).device
+        sparge.enable(model, Policy(topk=1.0, backend=base.resolve("auto", device)))
+        with ExitStack() as stack:
+            stack.callback(sparge.disable, model)
+            self._now = stack.enter_context(followed_steps(model))
+            stack.enter_context(substituted(self._record))
+            yield self
+
+    def _record(
+        self, layer: str, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **call: Any
+    ) -> Tensor:
+        step = self._now()
+        is_wanted = self._layers.search(layer) and (self._steps is None or step in self._steps)
+        same_place = [one for one in self.calls if (one.layer, one.step) == (layer, step)]
+        if is_wanted and attn_mask is None and len(same_place) < self._per_place:
+            scale = query.shape[3] ** -0.5 if call["scale"] is None else call["scale"]
+            self._add(Captured(layer, step, query, key, value, call["is_causal"], scale))
+        call |= {"sparsity": sparge.Dense(), "always_keep": None, "quantization": "none"}
+        return sparge.attention(query, key, value, attn_mask, **call)
+
+    def _add(self, call: Captured) -> None:
+        if self._heads is not None:
+            group = call.query.shape[1] // call.key.shape[1]
+            sources = list(dict.fromkeys(head // group for head in self._heads))
+            if len(self._heads) % len(sources):
+                raise ValueError(f"heads: expected as many of each key head, got {self._heads} in groups of {group}")
+            call = replace(call, query=call.query[:, self._heads])
+            call = replace(call, key=call.key[:, sources], value=call.value[:, sources])
+        tensors = {name: getattr(call, name) for name in ("query", "key", "value")}
+        numbers = sum(tensor.numel() for tensor in tensors.values())
+        if sum(one.bytes for one in self.calls) + numbers * self._dtype.itemsize > self._max_bytes:
+            self.missed += 1
+            return
+        kept = {name: tensor.detach().to("cpu", self._dtype, copy=True) for name, tensor in tensors.items()}
+        self.calls.append(replace(call, **kept))
+
+
+def _modules(model: Any) -> Iterator[Any]:
+    """The parts of a pipeline that have a device, its transformer first; a model is its own."""
+    if isinstance(model, torch.nn.Module):
+        yield next(model.parameters())
+        return
+    for name in ("transformer", "transformer_2"):
+        if getattr(model, name, None) is not None:
+            yield next(getattr(model, name).parameters())
+
+
+@contextmanager
+def followed_steps(model: Any) -> Iterator[Callable[[], int | None]]:
+    """Says at which step a pipeline's scheduler is; None for what has no scheduler."""
+    if isinstance(model, torch.nn.Module) or getattr(model, "scheduler", None) is None:
+        yield lambda: None
+        return
+    from sparge.integrations.schedule import Schedule
+
+    steps = Steps(Policy())
+    schedule = Schedule(steps, users=1, pipeline=model)
+    try:
+        yield lambda: steps.index
+    finally:
+        schedule.leave()
+
+
+def save(calls: Sequence[Captured], path: str | Path) -> None:
+    """Write recordings as one safetensors file."""
+    from safetensors.torch import save_file
+
+    tensors, places = {}, []
+    for number, call in enumerate(calls):
+        for name in ("query", "key", "value"):
+            tensors[f"{number}.{name}"] = getattr(call, name).contiguous()
+        places.append({"layer": call.layer, "step": call.step, "is_causal": call.is_causal, "scale": call.scale})
+    save_file(tensors, str(path), metadata={"calls": json.dumps(places)})
+
+
+def load(path: str | Path) -> list[Captured]:
+    """Recordings that `save` wrote."""
+    from safetensors import safe_open
+
+    with safe_open(str(path), framework="pt") as file:
+        metadata = file.metadata() or {}
+        if "calls" not in metadata:
+            raise ValueError(f"{path}: expected recordings of sparge.evaluate, got another safetensors file")
+        return [
+            Captured(**place, **{name: file.get_tensor(f"{number}.{name}") for name in ("query", "key", "value")})
+            for number, place in enumerate(json.loads(metadata["calls"]))
+        ]
+
+
+def true_mask(
+    query: Tensor,
+    key: Tensor,
+    *,
+    sparsity: Selection,
+    is_causal: bool = False,
+    scale: float | None = None,
+    always_keep: Sequence[tuple[int, int]] | None = None,
+) -> BlockMask:
+    """The mask a rule makes of the attention that blocks really hold: the best that a score could do under it."""
+    query, key, shape = validation.check_query_key(query, key, "HND", True)
+    mass = block_mass(query, key.repeat_interleave(shape.group, 1), is_causal=is_causal, scale=scale)
+    call = Call(
+        shape=shape,
+        is_causal=is_causal,
+        scale=validation.check_scale(scale, shape.head_dim),
+        sparsity=validation.resolve_sparsity(None, sparsity, shape.heads),
+        always_keep=validation.check_always_keep(always_keep, shape.kv_len),
+    )
+    return select_blocks(mass, call)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """How well a choice of blocks does.
+
+    Attributes:
+        density: kept blocks as a share of the visible ones.
+        mass_recall: share of the attention that lies in kept blocks.
+        recall_beyond_sink: the same of what is not in the first key block, which every causal rule keeps anyway.
+        relative_l1: sum |output - exact| / sum |exact|.
+        cosine: mean cosine between rows of the output and of the exact one.
+    """
+
+    density: float
+    mass_recall: float
+    recall_beyond_sink: float
+    relative_l1: float
+    cosine: float
+
+
+@dataclass(frozen=True)
+class AttentionError:
+    """A prediction, and beside it the blocks that really hold most, as many in each row."""
+
+    predicted: Judged
+    oracle: Judged
+
+
+def attention_error(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    topk: PerHead | None = None,
+    sparsity: Selection | None = None,
+    score: ScoreName | Score = "moment",
+    quantization: Quantization = "none",
+    always_keep: Sequence[tuple[int, int]] | None = None,
+    backend: str = "auto",
+) -> AttentionError:
+    """How far sparse attention is from exact attention on given tensors, and how far with the best choice of blocks.
+
+    Args:
+        query: (B, H, S_q, D).
+        key, value: (B, H_kv, S_k, D); H a multiple of H_kv.
+        quantization: the arithmetic of both outputs, "none" by default: what selection costs.
+
+    The other arguments are those of `sparge.attention`. Memory is linear in the length, time that of dense attention
+    in float32 several times over.
+
+    Example:
+        >>> import torch
+        >>> q, k, v = (torch.randn(1, 2, 2048, 32) for _ in range(3))
+        >>> error = attention_error(q, k, v, topk=0.5)
+        >>> error.predicted.density == error.oracle.density == 0.5
+        True
+        >>> error.predicted.mass_recall <= error.oracle.mass_recall
+        True
+    """
+    heads, group = query.shape[1], query.shape[1] // key.shape[1]
+    rule = validation.resolve_sparsity(topk, sparsity, heads)
+    if not isinstance(rule, Selection):
+        raise TypeError(f"sparsity: expected a rule that leaves blocks out, got {rule!r}")
+    common: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "always_keep": always_keep}
+    mask = sparge.predict(query, key, sparsity=rule, score=score, enable_gqa=True, backend=backend, **common)
+    mass = block_mass(query, key.repeat_interleave(group, 1), is_causal=is_causal, scale=scale)
+    exact = _exact(query, key, value, is_causal, scale)
+
+    def judge(mask: BlockMask) -> Judged:
+        output = sparge.block_sparse_attention(
+            query, key, value, mask, scale=scale, enable_gqa=True, quantization=quantization, backend=backend
+        )
+        assert isinstance(output, Tensor)
+        return _judged(mask, mass, output, exact)
+
+    return AttentionError(judge(mask), judge(_best_of_rows(mask, mass, is_causal, rule, always_keep, query, key)))
+
+
+def _judged(mask: BlockMask, mass: Tensor, output: Tensor, exact: Tensor) -> Judged:
+    kept = mask.to_dense()
+    beyond = mass[..., 1:]
+    return Judged(
+        density=mask.density(),
+        mass_recall=float((mass * kept).sum() / mass.sum()),
+        recall_beyond_sink=float((beyond * kept[..., 1:]).sum() / beyond.sum().clamp(min=1e-30)),
+        relative_l1=relative_l1(output, exact),
+        cosine=float(F.cosine_similarity(output.double(), exact.double(), dim=-1).mean()),
+    )
+
+
+def _exact(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Tensor:
+    """Dense attention in float32, causality aligned bottom-right."""
+    call: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": True, "sparsity": sparge.Dense()}
+    return sparge.attention(query.float(), key.float(), value.float(), quantization="none", **call)
+
+
+def _best_of_rows(
+    mask: BlockMask,
+    mass: Tensor,
+    is_causal: bool,
+    rule: Selection,
+    always_keep: Sequence[tuple[int, int]] | None,
+    query: Tensor,
+    key: Tensor,
+) -> BlockMask:
+    """As many blocks in each row as the mask has: those its rule forces, then those with most mass."""
+    least = replace(TopK(1e-9, min_blocks=0), sink=rule.sink, diagonal=rule.diagonal)
+    shape = validation.check_query_key(query, key, "HND", True)[2]
+    call = Call(
+        shape=shape,
+        is_causal=is_causal,
+        scale=1.0,
+        sparsity=least,
+        always_keep=validation.check_always_keep(always_keep, shape.kv_len),
+    )
+    forced = select_blocks(torch.zeros_like(mass), call).to_dense()
+    counts = mask.to_dense().sum(-1, keepdim=True)
+    order = (mass + 2.0 * forced).argsort(dim=-1, descending=True, stable=True)
+    places = torch.arange(mass.shape[-1], device=mass.device)
+    kept = torch.zeros_like(forced).scatter_(-1, order, (places < counts).expand_as(forced))
+    return BlockMask.from_dense(kept, q_len=mask.q_len, kv_len=mask.kv_len, is_causal=is_causal)

@@ -1,0 +1,55 @@
+"""Means with the interval that 95 of 100 repetitions would cover, by Student's t."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+QUANTILES = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
+)
+"""Of Student's t at .975, by degrees of freedom from 1 on."""
+
+
+class Interval(NamedTuple):
+    """A mean, half the width of its interval (None from a single value), and how many values there were."""
+
+    mean: float
+    half: float | None
+    values: int
+
+    def text(self, digits: int = 3, percent: bool = False) -> str:
+        """The mean and what to add or take away, e.g. "0.012 ± 0.003".
+
+        Example:
+            >>> Interval(0.0123, 0.004, 5).text()
+            '0.012 ± 0.004'
+            >>> Interval(0.0123, None, 1).text(1, percent=True)
+            '+1.2 %'
+        """
+        if percent:
+            half = "" if self.half is None else f" ± {100 * self.half:.{digits}f}"
+            return f"{100 * self.mean:+.{digits}f}{half} %"
+        half = "" if self.half is None else f" ± {self.half:.{digits}f}"
+        return f"{self.mean:.{digits}f}{half}"
+
+
+def mean_interval(values: Sequence[float]) -> Interval:
+    """The mean of values and its interval. For paired measurements give the differences.
+
+    Example:
+        >>> mean_interval([1.0, 2.0, 3.0])
+        Interval(mean=2.0, half=2.484..., values=3)
+    """
+    if not values:
+        raise ValueError("expected one value or more, got none")
+    mean, count = statistics.fmean(values), len(values)
+    if count == 1:
+        return Interval(mean, None, 1)
+    degrees = count - 1
+    quantile = QUANTILES[degrees - 1] if degrees <= len(QUANTILES) else 1.96 + 2.5 / degrees
+    return Interval(mean, quantile * statistics.stdev(values) / math.sqrt(count), count)

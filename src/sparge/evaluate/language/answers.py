@@ -1,0 +1,83 @@
+"""One question asked: the prompt is read in one prefill, under a variant; the answer comes by dense decoding.
+
+That is what generation does: decoding stays dense, on a cache that the prefill has made.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparge.evaluate.language.scoring import METRICS
+from sparge.evaluate.language.tasks import Item
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What a model made of a question.
+
+    Attributes:
+        score: by the item's metric, from 0 to 1.
+        nll: negative log-likelihood of the reference, per token.
+        text: what it wrote; for "exact" the most likely token at each place of the reference.
+        prompt_tokens: how long the prompt was.
+    """
+
+    score: float
+    nll: float
+    text: str
+    prompt_tokens: int
+
+
+@torch.no_grad()
+def ask(model: Any, tokenizer: Any, item: Item, attention: AbstractContextManager[Any]) -> Answered:
+    """Ask a question; the prompt is read within ``attention``."""
+    device = next(model.parameters()).device
+    prompt = tokenizer(item.prompt, return_tensors="pt").input_ids.to(device)
+    reference = tokenizer(item.reference, add_special_tokens=False, return_tensors="pt").input_ids.to(device)
+    with attention:
+        read = model(prompt, use_cache=True, **_last_logits(model))
+    first = read.logits[:, -1:]
+    cache = read.past_key_values
+    if item.metric == "exact":
+        logits = _forced(model, first, reference, cache)
+        text = tokenizer.decode(logits.argmax(-1)[0])
+        score = float(bool((logits.argmax(-1) == reference).all()))
+    else:
+        logits = _forced(model, first, reference, copy.deepcopy(cache))
+        text = _greedy(model, tokenizer, first, cache, item)
+        score = METRICS[item.metric](text, item.answers)
+    nll = -float(logits.float().log_softmax(-1).gather(2, reference[..., None]).mean())
+    return Answered(score, nll, text, prompt.shape[1])
+
+
+def _last_logits(model: Any) -> dict[str, int]:
+    """The keyword that has a model make logits for the last token alone, where it knows it."""
+    return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+
+
+def _forced(model: Any, first: Tensor, reference: Tensor, cache: Any) -> Tensor:
+    """Logits at each place of the reference, given all before it: (1, tokens, vocabulary)."""
+    if reference.shape[1] == 1:
+        return first
+    rest = model(reference[:, :-1], past_key_values=cache, use_cache=True).logits
+    return torch.cat([first, rest], 1)
+
+
+def _greedy(model: Any, tokenizer: Any, first: Tensor, cache: Any, item: Item) -> str:
+    """The most likely continuation, up to the end of the text or, but for summaries, of a line that says something."""
+    written: list[int] = []
+    token, text = first.argmax(-1), ""
+    for _ in range(item.max_new_tokens):
+        written.append(int(token))
+        text = tokenizer.decode(written, skip_special_tokens=True)
+        if written[-1] == tokenizer.eos_token_id or (item.metric != "rouge" and "\n" in text.lstrip()):
+            break
+        token = model(token, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+    return str(text)

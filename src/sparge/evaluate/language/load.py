@@ -1,0 +1,52 @@
+"""A causal language model of transformers from a hub name, a folder or a GGUF file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def load(name: str, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Model, ready to run, and tokenizer.
+
+    Args:
+        name: hub name, folder, or GGUF file; a folder with one GGUF file and no config means that file.
+
+    Raises:
+        ImportError: transformers is missing, or gguf for such a file.
+        ValueError: nothing there, or nothing that can be loaded.
+    """
+    try:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+    except ImportError as error:
+        raise ImportError("expected transformers to be installed: pip install 'sparge[transformers]'") from error
+    place, options = located(name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(place, **options)
+        model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, **options)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ValueError(f"model: expected a hub name, a folder or a GGUF file, got {name!r} ({first})") from error
+    return model.to(device).eval(), tokenizer
+
+
+def located(name: str) -> tuple[str, dict[str, str]]:
+    """What `from_pretrained` takes for it.
+
+    Example:
+        >>> located("org/model")
+        ('org/model', {})
+    """
+    path = Path(name)
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ValueError(f"model: expected a GGUF file, got {name!r}, which is not there")
+        return str(path.parent), {"gguf_file": path.name}
+    if path.is_dir() and not (path / "config.json").exists():
+        files = sorted(path.glob("*.gguf"))
+        if len(files) != 1:
+            raise ValueError(f"model: expected a config.json or one GGUF file in {name!r}, got {len(files)} GGUF files")
+        return str(path), {"gguf_file": files[0].name}
+    return name, {}

@@ -1,0 +1,190 @@
+"""A language model dense and in any number of variants, on the same tokens and questions; what is done stays done."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import sparge
+from sparge.evaluate.language import fidelity
+from sparge.evaluate.language.answers import ask
+from sparge.evaluate.language.collections import read_collection
+from sparge.evaluate.language.tasks import TASKS, Item, make_item
+from sparge.evaluate.language.texts import windows_of
+from sparge.evaluate.rows import Rows
+from sparge.evaluate.variants import Ran, Variant
+
+KEY = ("part", "tokens", "item", "variant")
+"""What tells rows apart. Part "fidelity" compares distributions, all others are tasks."""
+
+DENSE = "dense"
+"""The variant of rows about the model itself."""
+
+DEPTHS = (0.0, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9, 1.0)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to measure.
+
+    Attributes:
+        tokens: lengths of windows and prompts.
+        windows: stretches of text for the fidelity of distributions, per length; 0 leaves it out.
+        tasks: kinds of question, of `tasks.TASKS`.
+        items: questions of each kind and length, besides needles.
+        needles: needles at each depth and length.
+        depths: where needles lie, from 0 to 1.
+        data: files or names of further questions (`collections.read_collection`), asked at the longest length.
+        seed: of the questions.
+    """
+
+    tokens: tuple[int, ...] = (4096, 8192)
+    windows: int = 4
+    tasks: tuple[str, ...] = ("needle",)
+    items: int = 8
+    needles: int = 1
+    depths: tuple[float, ...] = DEPTHS
+    data: tuple[str, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.tokens or min(self.tokens) < 64:
+            raise ValueError(f"tokens: expected lengths of 64 or more, got {self.tokens}")
+        unknown = [task for task in self.tasks if task not in TASKS]
+        if unknown:
+            raise ValueError(f"tasks: expected some of {', '.join(TASKS)}, got {', '.join(unknown)}")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Work on one window or question, in every variant.
+
+    Attributes:
+        part: "fidelity", or the kind of question.
+        window: (1, tokens), for "fidelity".
+        item: for questions.
+    """
+
+    part: str
+    tokens: int
+    number: int
+    window: Tensor | None = None
+    item: Item | None = None
+
+
+def pieces(settings: Settings, tokenizer: Any, text: str) -> Iterator[Piece]:
+    """All windows and questions, in the order of their length.
+
+    Raises:
+        ValueError: the text is too short, or a source has nothing.
+    """
+    if settings.windows:
+        ids = torch.tensor(tokenizer(text).input_ids)
+    for tokens in sorted(settings.tokens):
+        if settings.windows:
+            for number, window in enumerate(windows_of(ids, tokens, settings.windows)):
+                yield Piece("fidelity", tokens, number, window=window)
+        for task in settings.tasks:
+            for number, depth in _numbers(task, settings):
+                item = make_item(task, tokenizer, tokens, number, text=text, depth=depth, seed=settings.seed)
+                yield Piece(task, tokens, number, item=item)
+    for source in settings.data:
+        longest = max(settings.tokens)
+        for item in read_collection(source, tokenizer, longest, settings.items):
+            yield Piece(item.task, longest, item.number, item=item)
+
+
+def _numbers(task: str, settings: Settings) -> Iterator[tuple[int, float | None]]:
+    if task != "needle":
+        yield from ((number, None) for number in range(settings.items))
+        return
+    for repeat in range(settings.needles):
+        for place, depth in enumerate(settings.depths):
+            yield repeat * len(settings.depths) + place, depth
+
+
+def evaluate_model(
+    model: Any,
+    tokenizer: Any,
+    variants: Sequence[Variant],
+    work: Sequence[Piece],
+    rows: Rows,
+    progress: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Do what is not in ``rows`` yet, and add it there.
+
+    Args:
+        model: a causal language model of transformers, as it is without sparse attention.
+        work: what `pieces` gives.
+        rows: with the key `KEY`.
+        progress: called with a line before each run of the model; as often as `runs` says.
+    """
+    for piece in work:
+        wanted = [variant for variant in variants if not _is_done(rows, piece, variant.label)]
+        if piece.window is not None and wanted:
+            _compare(model, piece, wanted, rows, progress)
+        elif piece.item is not None:
+            _ask(model, tokenizer, piece, wanted, rows, progress)
+
+
+def runs(variants: Sequence[Variant], work: Sequence[Piece], rows: Rows) -> int:
+    """How many runs of the model are left to do."""
+    total = 0
+    for piece in work:
+        left = sum(not _is_done(rows, piece, variant.label) for variant in variants)
+        needs_dense = left > 0 if piece.window is not None else not _is_done(rows, piece, DENSE)
+        total += left + needs_dense
+    return total
+
+
+def _is_done(rows: Rows, piece: Piece, variant: str) -> bool:
+    return rows.has(part=piece.part, tokens=piece.tokens, item=piece.number, variant=variant)
+
+
+def _place(piece: Piece, variant: str) -> dict[str, Any]:
+    return {"part": piece.part, "tokens": piece.tokens, "item": piece.number, "variant": variant}
+
+
+def _told(piece: Piece, variant: str) -> str:
+    return f"{piece.part}, {piece.tokens} tokens, {piece.number}: {variant}"
+
+
+def _compare(
+    model: Any, piece: Piece, variants: Sequence[Variant], rows: Rows, progress: Callable[[str], None]
+) -> None:
+    assert piece.window is not None
+    window = piece.window.to(next(model.parameters()).device)
+    progress(_told(piece, DENSE))
+    dense = fidelity.read(model, window)
+    for variant in variants:
+        progress(_told(piece, variant.label))
+        start = time.perf_counter()
+        with variant.applied(model):
+            other = fidelity.read(model, window)
+            ran = Ran.of(sparge.stats())
+        found = fidelity.compare(window, dense, other)
+        seconds = time.perf_counter() - start
+        rows.add({**_place(piece, variant.label), **asdict(found), **asdict(ran), "seconds": seconds})
+
+
+def _ask(
+    model: Any, tokenizer: Any, piece: Piece, variants: Sequence[Variant], rows: Rows, progress: Callable[[str], None]
+) -> None:
+    item = piece.item
+    assert item is not None
+    common = {"depth": item.depth, "metric": item.metric, "answers": list(item.answers)}
+    if not _is_done(rows, piece, DENSE):
+        progress(_told(piece, DENSE))
+        answered = ask(model, tokenizer, item, nullcontext())
+        rows.add({**_place(piece, DENSE), **common, **asdict(answered)})
+    for variant in variants:
+        progress(_told(piece, variant.label))
+        answered = ask(model, tokenizer, item, variant.applied(model))
+        ran = Ran.of(sparge.stats())
+        rows.add({**_place(piece, variant.label), **common, **asdict(answered), **asdict(ran)})

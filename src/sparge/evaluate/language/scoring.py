@@ -1,0 +1,94 @@
+"""How good an answer is, from 0 to 1."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+ARTICLES = frozenset(("a", "an", "the"))
+
+
+def found(answer: str, references: Sequence[str]) -> float:
+    """Share of the references that the answer contains.
+
+    Example:
+        >>> found("They are 12 and 34.", ["12", "56"])
+        0.5
+    """
+    return sum(reference.lower() in answer.lower() for reference in references) / len(references)
+
+
+def f1(answer: str, references: Sequence[str]) -> float:
+    """The best overlap of words with a reference, without articles and punctuation.
+
+    Example:
+        >>> f1("in the Paris", ["Paris", "London"])
+        0.666...
+    """
+    return max(_overlap(_words(answer), _words(reference)) for reference in references)
+
+
+def rouge(answer: str, references: Sequence[str]) -> float:
+    """ROUGE-L: the best F-measure of the longest common subsequence of words.
+
+    Example:
+        >>> rouge("a b c d", ["a c d e"])
+        0.75
+    """
+    return max(_subsequence(answer.lower().split(), reference.lower().split()) for reference in references)
+
+
+def choice(answer: str, references: Sequence[str]) -> float:
+    """Whether the first line begins with, or the answer contains, one of the references.
+
+    Example:
+        >>> choice(" B. the cat", ["B"])
+        1.0
+    """
+    first = answer.strip().splitlines()[0] if answer.strip() else ""
+    words = re.split(r"\W+", first)
+    return float(
+        any(reference in (words[0], first) or (len(reference) > 1 and reference in answer) for reference in references)
+    )
+
+
+def similar(answer: str, references: Sequence[str]) -> float:
+    """How alike the first line that says something is to the references, for code."""
+    lines = [line for line in answer.splitlines() if line.strip() and not line.lstrip().startswith(("#", "//", "`"))]
+    first = lines[0] if lines else ""
+    return max(difflib.SequenceMatcher(None, first.strip(), reference.strip()).ratio() for reference in references)
+
+
+METRICS: dict[str, Callable[[str, Sequence[str]], float]] = {
+    "found": found,
+    "f1": f1,
+    "rouge": rouge,
+    "choice": choice,
+    "similar": similar,
+}
+
+
+def _words(text: str) -> list[str]:
+    cleaned = "".join(letter for letter in text.lower() if letter not in string.punctuation)
+    return [word for word in cleaned.split() if word not in ARTICLES]
+
+
+def _overlap(left: list[str], right: list[str]) -> float:
+    common = sum((Counter(left) & Counter(right)).values())
+    return 2 * common / (len(left) + len(right)) if common else 0.0
+
+
+def _subsequence(left: list[str], right: list[str]) -> float:
+    if not left or not right:
+        return 0.0
+    lengths = [0] * (len(right) + 1)
+    for word in left:
+        before = 0
+        for place, other in enumerate(right, start=1):
+            above = lengths[place]
+            lengths[place] = before + 1 if word == other else max(above, lengths[place - 1])
+            before = above
+    return 2 * lengths[-1] / (len(left) + len(right))

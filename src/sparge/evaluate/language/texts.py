@@ -1,0 +1,79 @@
+"""Text for a model to read: a file, a folder, WikiText, or what every Python has."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+WIKITEXT = ("Salesforce/wikitext", "wikitext-103-raw-v1")
+
+
+def read_text(source: str | None) -> str:
+    """All of a text.
+
+    Args:
+        source: a file (of text; of JSON lines with a field "text"), a folder of .txt files, "wikitext" (from the hub,
+            by the package datasets), or None: Python's language reference, which its standard library carries.
+
+    Raises:
+        ValueError: nothing there.
+    """
+    if source is None:
+        from pydoc_data.topics import topics
+
+        return "\n\n".join(topics[name] for name in sorted(topics))
+    path = Path(source)
+    if path.is_dir():
+        files = sorted(path.glob("*.txt"))
+        if not files:
+            raise ValueError(f"text: expected .txt files in {source!r}, got none")
+        return "\n\n".join(file.read_text(encoding="utf-8") for file in files)
+    if path.is_file():
+        content = path.read_text(encoding="utf-8")
+        return _joined_lines(content, source) if path.suffix in (".jsonl", ".json") else content
+    if source == "wikitext":
+        rows = from_hub(*WIKITEXT, split="test")
+        return "".join(row["text"] for row in rows)
+    raise ValueError(f"text: expected a file, a folder or 'wikitext', got {source!r}")
+
+
+def _joined_lines(content: str, source: str) -> str:
+    rows = [json.loads(line) for line in content.splitlines() if line.strip()]
+    if not rows or not all(isinstance(row, dict) and "text" in row for row in rows):
+        raise ValueError(f"text: expected lines with a field 'text' in {source!r}, got others")
+    return "\n\n".join(row["text"] for row in rows)
+
+
+def from_hub(*name: str, split: str) -> Any:
+    """A data set of the hub.
+
+    Raises:
+        ValueError: the package datasets is missing, or the hub cannot be reached.
+    """
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise ValueError(f"{name[0]}: expected the package datasets (pip install datasets), or a local file") from error
+    try:
+        return load_dataset(*name, split=split)
+    except Exception as error:  # whatever a network may raise
+        raise ValueError(f"{name[0]}: expected a hub that can be reached, or a local file; got {error!r}") from error
+
+
+def windows_of(tokens: Tensor, length: int, count: int) -> list[Tensor]:
+    """Up to ``count`` windows (1, length) of tokens (N,), one after the other.
+
+    Raises:
+        ValueError: fewer tokens than a window has.
+
+    Example:
+        >>> import torch
+        >>> [window.tolist() for window in windows_of(torch.arange(7), 3, 5)]
+        [[[0, 1, 2]], [[3, 4, 5]]]
+    """
+    if len(tokens) < length:
+        raise ValueError(f"text: expected {length} tokens or more, got {len(tokens)}; give a longer one")
+    return [tokens[None, start : start + length] for start in range(0, len(tokens) - length + 1, length)][:count]

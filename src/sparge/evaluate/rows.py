@@ -1,0 +1,100 @@
+"""Results that survive an interruption: one JSON line for each finished piece of work, read again at the next start."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Row = dict[str, Any]
+
+
+class Rows:
+    """The rows of one run.
+
+    Args:
+        path: the file; None keeps rows in memory alone.
+        run: what must agree for a row to count (model, dtype, device, ...). Rows of other runs in the file stay there
+            and are not read.
+        key: the fields that tell pieces of work apart.
+
+    Example:
+        >>> rows = Rows(None, {"model": "m"}, key=("task", "item"))
+        >>> rows.add({"task": "needle", "item": 0, "found": 1.0})
+        >>> rows.has(task="needle", item=0), rows.has(task="needle", item=1)
+        (True, False)
+    """
+
+    def __init__(self, path: Path | None, run: Mapping[str, Any], key: Sequence[str]) -> None:
+        self.path = path
+        self.run = dict(run)
+        self.run_id = hashlib.sha256(json.dumps(self.run, sort_keys=True).encode()).hexdigest()[:12]
+        self._key = tuple(key)
+        self._rows: dict[tuple[Any, ...], Row] = {}
+        self.others = 0
+        self._whole_bytes: int | None = None  # of a file that ends in the middle of a line: killed while it wrote
+        if path is not None and path.exists():
+            self._read(path)
+        self.found = len(self._rows)
+
+    def _read(self, path: Path) -> None:
+        content = path.read_bytes()
+        if content and not content.endswith(b"\n"):
+            self._whole_bytes = content.rfind(b"\n") + 1
+            content = content[: self._whole_bytes]
+        for number, line in enumerate(content.decode().splitlines(), start=1):
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number}: expected JSON, got {line[:60]!r}") from error
+            if row.get("run_id") == self.run_id:
+                self._rows[self._place(row)] = row
+            else:
+                self.others += 1
+
+    def _place(self, row: Mapping[str, Any]) -> tuple[Any, ...]:
+        return tuple(row[name] for name in self._key)
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self._rows.values())
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def has(self, **key: Any) -> bool:
+        """Whether this piece of work is done."""
+        return self._place(key) in self._rows
+
+    def get(self, **key: Any) -> Row:
+        return self._rows[self._place(key)]
+
+    def add(self, row: Row) -> None:
+        """Keep a row, and write it at once."""
+        row = {**row, "run": self.run, "run_id": self.run_id, **_stamp()}
+        self._rows[self._place(row)] = row
+        if self.path is None:
+            return
+        with self.path.open("ab") as file:
+            if self._whole_bytes is not None:
+                file.truncate(self._whole_bytes)
+                self._whole_bytes = None
+            file.write(json.dumps(row).encode() + b"\n")
+
+
+_STAMP: dict[str, Any] = {}
+
+
+def _stamp() -> dict[str, Any]:
+    """Machine, versions, commit, looked up once; and the time."""
+    from sparge.evaluate.machine import describe_gpu, describe_machine
+
+    if not _STAMP:
+        gpu = asdict(describe_gpu()) if torch.cuda.is_available() else {}
+        _STAMP.update({**asdict(describe_machine()), **gpu})
+    return {**_STAMP, "time": datetime.now(timezone.utc).isoformat(timespec="seconds")}

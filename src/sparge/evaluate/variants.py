@@ -1,0 +1,246 @@
+"""What an evaluation compares with the dense model: a policy, or something only an evaluation would run.
+
+topk=0.25                               a policy, its fields with commas between them
+cdf=0.95,score=mean,quantization=none   another rule, score and arithmetic
+topk=0.25,oracle                        the same rule on the true attention mass: the best a score could do
+dense,quantization=int8_fp8             all blocks, in 8 bits
+sdpa=math                               the dense model on another kernel of torch: how much noise is in a figure
+policy.json                             a file that Policy.to_json wrote
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+import sparge
+from sparge.backends import base
+from sparge.config import Selection, TopCdf, TopK
+from sparge.evaluate.capture import true_mask
+from sparge.integrations.calls import substituted
+from sparge.policy import Policy
+from sparge.stats import Stats
+
+Kind = Literal["policy", "oracle", "dense", "sdpa"]
+
+Reach = Callable[[Any, Policy], AbstractContextManager[None]]
+"""Has a model follow a policy as long as a block lasts."""
+
+SDPA_KERNELS = {
+    "math": "MATH",
+    "flash": "FLASH_ATTENTION",
+    "efficient": "EFFICIENT_ATTENTION",
+    "cudnn": "CUDNN_ATTENTION",
+}
+"""torch's kernels by the words a variant has for them."""
+
+SELECTION_FIELDS = frozenset(field.name for field in fields(Selection))
+POLICY_FIELDS = frozenset(field.name for field in fields(Policy)) - {"sparsity"}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run a model's attention.
+
+    Attributes:
+        label: as it was written; it names rows and curves.
+        kind: "policy"; "oracle": the policy's rule on the true mass; "dense": `sparge.attention` over all blocks, where
+            the policy would go sparse; "sdpa": torch's attention on a kernel of its own.
+        policy: what goes sparse, and in which arithmetic.
+        kernel: of torch, for "sdpa".
+    """
+
+    label: str
+    kind: Kind
+    policy: Policy
+    kernel: str = ""
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether blocks are left out."""
+        return self.kind in ("policy", "oracle")
+
+    def forced(self, device: torch.device) -> Variant:
+        """The same without a crossover: calls go sparse however short they are."""
+        if self.kind == "sdpa" or self.policy.backend != "auto":
+            return self
+        return replace(self, policy=replace(self.policy, backend=base.resolve("auto", device)))
+
+    @contextmanager
+    def applied(self, model: Any, reach: Reach | None = None) -> Iterator[None]:
+        """A model or pipeline runs this way as long as the block lasts. The statistics are reset when it begins.
+
+        Args:
+            reach: how the policy gets at the model; `enabled` by default.
+        """
+        sparge.reset_stats()
+        with ExitStack() as stack:
+            if self.kind == "sdpa":
+                from torch.nn.attention import SDPBackend, sdpa_kernel
+
+                stack.enter_context(sdpa_kernel(getattr(SDPBackend, SDPA_KERNELS[self.kernel])))
+            else:
+                stack.enter_context((reach or enabled)(model, self.policy))
+                if self.kind != "policy":
+                    stack.enter_context(substituted(self.attend))
+            yield
+
+    def attend(
+        self, layer: str, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **call: Any
+    ) -> Tensor:
+        """The attention of this variant where a call goes sparse: a `Substitute` of `sparge.attention`."""
+        if self.kind == "oracle":
+            return _attend_by_true_mass(layer, query, key, value, attn_mask, **call)
+        if self.kind == "dense":
+            return _attend_to_all(layer, query, key, value, attn_mask, **call)
+        return sparge.attention(query, key, value, attn_mask, **call)
+
+
+@contextmanager
+def enabled(model: Any, policy: Policy) -> Iterator[None]:
+    """`sparge.enable` as long as the block lasts."""
+    sparge.enable(model, policy)
+    try:
+        yield
+    finally:
+        sparge.disable(model)
+
+
+def parse_variant(text: str) -> Variant:
+    """A variant from a command line: see the top of this module.
+
+    Raises:
+        ValueError, TypeError: a word or a value is not what was expected.
+
+    Example:
+        >>> parse_variant("topk=0.25,score=mean,dense_first_steps=0.1").policy.to_json()
+        '{"topk": 0.25, "score": "mean", "dense_first_steps": 0.1}'
+        >>> parse_variant("dense,quantization=int8_fp8").kind
+        'dense'
+        >>> parse_variant("top=1")
+        Traceback (most recent call last):
+        ...
+        ValueError: variant 'top=1': expected words among cdf, dense, oracle, sdpa, topk or fields of a policy, ...
+    """
+    text = text.strip()
+    if text.startswith("{") or text.endswith(".json"):
+        content = text if text.startswith("{") else _read(text)
+        return Variant(text if text.startswith("{") else Path(text).stem, "policy", Policy.from_json(content))
+    values: dict[str, Any] = {}
+    for word in filter(None, (word.strip() for word in text.split(","))):
+        name, equals, value = word.partition("=")
+        known = name in ("oracle", "dense") if not equals else name in ("topk", "cdf", "sdpa", *_settable())
+        if not known:
+            raise ValueError(
+                f"variant {text!r}: expected words among cdf, dense, oracle, sdpa, topk or fields of a policy, got "
+                f"{name!r}"
+            )
+        if name in values:
+            raise ValueError(f"variant {text!r}: expected {name} once, got it twice")
+        values[name] = _value(value) if equals else True
+    return _of_words(text, values)
+
+
+def _settable() -> frozenset[str]:
+    return POLICY_FIELDS | SELECTION_FIELDS
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"variant {path!r}: expected a file that can be read, got {error}") from error
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return float(text) if text.startswith(".") else text  # .5 is no JSON
+
+
+def _of_words(text: str, values: dict[str, Any]) -> Variant:
+    kinds: list[Kind] = [kind for kind in ("oracle", "dense", "sdpa") if kind in values]
+    amounts = [name for name in ("topk", "cdf") if name in values]
+    if len(kinds) + len(amounts) == 0 or len(kinds) > 1 or len(amounts) > 1:
+        raise ValueError(
+            f"variant {text!r}: expected one of topk=, cdf=, dense, sdpa=, or oracle with one of the first"
+        )
+    kind: Kind = kinds[0] if kinds else "policy"
+    if (kind in ("dense", "sdpa") and amounts) or (kind == "oracle" and not amounts):
+        raise ValueError(
+            f"variant {text!r}: expected an amount (topk= or cdf=) where blocks are chosen, and only there"
+        )
+    if kind == "sdpa":
+        kernel = values.pop("sdpa")
+        if kernel not in SDPA_KERNELS or values:
+            raise ValueError(f"variant {text!r}: expected sdpa= alone, one of {', '.join(SDPA_KERNELS)}")
+        return Variant(text, kind, Policy(), kernel)
+    values = {name: value for name, value in values.items() if name not in ("oracle", "dense")}
+    rules = {name: values.pop(name) for name in list(values) if name in SELECTION_FIELDS}
+    if "cdf" in values:
+        values["sparsity"] = TopCdf(values.pop("cdf"), **rules)
+    elif rules:
+        values["sparsity"] = TopK(values.pop("topk"), **rules)
+    return Variant(text, kind, Policy(**values))
+
+
+def _attend_by_true_mass(
+    layer: str, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **call: Any
+) -> Tensor:
+    """`sparge.attention` with blocks chosen by the attention they really hold."""
+    if attn_mask is not None:
+        raise NotImplementedError(f"{layer}: expected a call without a mask for the oracle, got one")
+    del call["score"]
+    rule, keep, is_causal = call.pop("sparsity"), call.pop("always_keep"), call.pop("is_causal")
+    mask = true_mask(query, key, sparsity=rule, is_causal=is_causal, scale=call["scale"], always_keep=keep)
+    output = sparge.block_sparse_attention(query, key, value, mask, **call)
+    assert isinstance(output, Tensor)
+    return output
+
+
+def _attend_to_all(
+    layer: str, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **call: Any
+) -> Tensor:
+    """`sparge.attention` over all blocks, in the arithmetic the call asks for."""
+    del layer
+    call |= {"sparsity": sparge.Dense(), "always_keep": None}
+    return sparge.attention(query, key, value, attn_mask, **call)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What became of a variant's attention calls.
+
+    Attributes:
+        density: kept blocks as a share of the visible ones over all sparse calls; None without any.
+        sparse, dense: calls.
+        reasons: calls by what was decided.
+    """
+
+    density: float | None
+    sparse: int
+    dense: int
+    reasons: dict[str, int]
+
+    @classmethod
+    def of(cls, stats: Stats) -> Ran:
+        return cls(stats.density, stats.sparse, stats.dense, stats.reasons)
+
+
+def family_of(label: str) -> str:
+    """What curves are drawn of: a variant without how much it keeps.
+
+    Example:
+        >>> family_of("topk=0.25,score=mean"), family_of("cdf=.9"), family_of("dense,quantization=int8_fp8")
+        ('topk, score=mean', 'cdf', 'dense, quantization=int8_fp8')
+    """
+    words = [word.strip() for word in label.split(",")]
+    return ", ".join(word.partition("=")[0] if word.startswith(("topk=", "cdf=")) else word for word in words)

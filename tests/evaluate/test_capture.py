@@ -1,0 +1,113 @@
+"""What attention receives: recorded without a trace in the output, kept in a file, judged against the truth."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_language import tiny_model
+
+import sparge
+from sparge.evaluate import Recorder, attention_error
+from sparge.evaluate.capture import load, save, true_mask
+from sparge.evaluate.inputs import text_with_needles
+from sparge.evaluate.metrics import block_mass, mass_recall
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    pytest.importorskip("transformers")
+    return tiny_model()
+
+
+@torch.no_grad()
+def test_a_model_is_recorded_as_it_runs(model: Any, tmp_path: Path) -> None:
+    tokens = torch.arange(200)[None]
+    stock = model(tokens).logits
+    recorder = Recorder(layers=r"layers\.1\.", dtype=torch.float32)
+    with recorder.recording(model):
+        assert torch.allclose(model(tokens).logits, stock, atol=1e-5)
+    assert torch.equal(model(tokens).logits, stock), "and is itself afterwards"
+    (call,) = recorder.calls
+    assert (call.layer, call.step, call.is_causal) == ("model.layers.1.self_attn", None, True)
+    assert call.query.shape == (1, 4, 200, 8) and call.key.shape == (1, 2, 200, 8)
+    save(recorder.calls, tmp_path / "calls.safetensors")
+    (again,) = load(tmp_path / "calls.safetensors")
+    assert torch.equal(again.query, call.query) and again.scale == call.scale == pytest.approx(8**-0.5)
+
+
+@torch.no_grad()
+def test_recordings_are_bounded(model: Any) -> None:
+    recorder = Recorder(max_bytes=2 * (4 + 2 + 2) * 100 * 8)
+    with recorder.recording(model):
+        for _ in range(2):
+            model(torch.arange(100)[None])
+    assert (len(recorder.calls), recorder.missed) == (1, 2), "the second layer did not fit, in both passes"
+    chosen = Recorder(heads=[2, 3])
+    with chosen.recording(model):
+        model(torch.arange(100)[None])
+    assert [call.query.shape[1] for call in chosen.calls] == [2, 2] and chosen.calls[0].key.shape[1] == 1
+    wrong = Recorder(heads=[0, 1, 2])
+    with pytest.raises(ValueError, match="heads: expected as many of each key head"), wrong.recording(model):
+        model(torch.arange(100)[None])
+    assert model.config._attn_implementation != "sparge"
+
+
+def test_files_of_others_are_told(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"x": torch.ones(1)}, str(tmp_path / "x.safetensors"))
+    with pytest.raises(ValueError, match="expected recordings"):
+        load(tmp_path / "x.safetensors")
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("rule", [sparge.TopK(0.2, min_blocks=2), sparge.TopCdf(0.7, min_blocks=2)])
+def test_error_of_known_tensors(is_causal: bool, rule: Any) -> None:
+    sample = text_with_needles(2048, heads=2)
+    query, key, value = sample.query, sample.key[:, :1], sample.value[:, :1]
+    error = attention_error(query, key, value, is_causal=is_causal, sparsity=rule)
+    mask = sparge.predict(query, key, is_causal=is_causal, sparsity=rule, enable_gqa=True)
+    assert error.predicted.density == error.oracle.density == mask.density()
+    mass = block_mass(query, key.repeat_interleave(2, 1), is_causal=is_causal)
+    assert error.predicted.mass_recall == pytest.approx(mass_recall(mask, mass), abs=1e-6)
+    output = sparge.block_sparse_attention(query, key, value, mask, enable_gqa=True)
+    exact = F.scaled_dot_product_attention(
+        query.double(), key.double(), value.double(), is_causal=is_causal, enable_gqa=True
+    )
+    assert error.predicted.relative_l1 == pytest.approx(float((output - exact).abs().sum() / exact.abs().sum()), rel=1e-3)
+    assert error.predicted.mass_recall <= error.oracle.mass_recall
+    assert error.predicted.recall_beyond_sink < error.predicted.mass_recall or not is_causal, "the sink holds much"
+    assert 0 < error.predicted.cosine <= 1
+    with pytest.raises(TypeError, match="expected a rule that leaves blocks out"):
+        attention_error(query, key, value, sparsity=sparge.Dense())
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_no_mask_of_the_rule_holds_more_than_the_true_one(is_causal: bool) -> None:
+    sample = text_with_needles(2048, heads=2)
+    rule = sparge.TopK(0.3, min_blocks=1)
+    best = true_mask(sample.query, sample.key, sparsity=rule, is_causal=is_causal)
+    mass = block_mass(sample.query, sample.key, is_causal=is_causal)
+    for score in ("moment", "mean"):
+        mask = sparge.predict(sample.query, sample.key, sparsity=rule, score=score, is_causal=is_causal)
+        assert torch.equal(mask.kv_num_blocks, best.kv_num_blocks), "as many in each row"
+        assert mass_recall(mask, mass) < mass_recall(best, mass)
+
+
+@torch.no_grad()
+def test_steps_of_a_pipeline_are_recorded() -> None:
+    pytest.importorskip("diffusers")
+    import sys
+
+    sys.path.insert(0, str(Path(__file__).parents[1] / "integrations"))
+    from tiny_pipelines import wan_pipeline
+
+    pipe = wan_pipeline()
+    recorder = Recorder(layers=r"blocks\.0\.attn1", steps=[0, 2])
+    with recorder.recording(pipe):
+        pipe(prompt="a", num_inference_steps=3, height=16, width=16, num_frames=5, output_type="latent")
+    assert [call.step for call in recorder.calls] == [0, 2]

@@ -1,0 +1,218 @@
+"""A language model judged: the measures are what they say, every task runs, and an interrupted run goes on."""
+
+from __future__ import annotations
+
+import json
+import math
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_language import tiny_model, tiny_tokenizer
+
+import sparge
+from sparge.evaluate.language import fidelity
+from sparge.evaluate.language.answers import ask
+from sparge.evaluate.language.page import render_page
+from sparge.evaluate.language.run import KEY, Piece, Settings, evaluate_model, pieces, runs
+from sparge.evaluate.language.summary import lines_of
+from sparge.evaluate.language.tasks import TASKS, make_item
+from sparge.evaluate.rows import Rows
+from sparge.evaluate.variants import Variant, parse_variant
+
+pytest.importorskip("transformers")
+TEXT = "It was a dark night. The wind blew. Nobody was there, or so it seemed. " * 60
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return tiny_tokenizer()
+
+
+def forced(*words: str) -> list[Variant]:
+    return [parse_variant(word).forced(CPU) for word in words]
+
+
+@torch.no_grad()
+def test_fidelity_is_that_of_the_definition(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fidelity, "CHUNK_TOKENS", 7)
+    window = torch.randint(257, (1, 65), generator=torch.Generator().manual_seed(1))
+    dense = fidelity.read(model, window)
+    noise = 0.1 * torch.randn(dense.states.shape, generator=torch.Generator().manual_seed(2))
+    other = replace(dense, states=dense.states + noise)
+    got = fidelity.compare(window, dense, other)
+    p, q = (model.lm_head(run.states)[0].double().softmax(-1) for run in (dense, other))
+    divergences = (p * (p / q).log()).sum(-1)
+    assert got.kl == pytest.approx(float(divergences.mean()), rel=1e-4)
+    assert got.kl_by_position == pytest.approx(divergences.view(8, 8).mean(1).tolist(), rel=1e-4)
+    assert got.agreement == float((p.argmax(-1) == q.argmax(-1)).double().mean())
+    losses = -q.log().gather(1, window[0, 1:, None])[:, 0]
+    assert got.nll == pytest.approx(float(losses.mean()), rel=1e-5)
+    assert got.dense_nll == pytest.approx(float(model(window, labels=window).loss), rel=1e-5)
+    assert fidelity.compare(window, dense, dense).kl == 0.0
+
+
+@torch.no_grad()
+def test_models_with_capped_logits_are_read_whole() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.Gemma2Config(
+        vocab_size=257, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, head_dim=16,
+        num_key_value_heads=1, final_logit_softcapping=0.5,
+    )  # fmt: skip
+    capped = transformers.Gemma2ForCausalLM(config).eval()
+    window = torch.arange(40)[None]
+    assert torch.equal(fidelity.read(capped, window).logits(slice(0, 40)), capped(window).logits[0, :-1].float())
+
+
+def test_a_prompt_is_read_sparsely_and_answered_densely(model: Any, tokenizer: Any) -> None:
+    item = make_item("single", tokenizer, 1600, 0, text=TEXT)
+    stock = ask(model, tokenizer, item, nullcontext())
+    (all_kept, few) = forced("topk=1.0", "topk=0.1,min_blocks=1")
+    same = ask(model, tokenizer, item, all_kept.applied(model))
+    assert sparge.stats().reasons == {"sparse: torch": 2}, "of two layers, once"
+    assert same.nll == pytest.approx(stock.nll, abs=1e-3) and same.text == stock.text
+    assert ask(model, tokenizer, item, few.applied(model)).nll != pytest.approx(stock.nll, abs=1e-3)
+    ids = tokenizer(item.prompt + item.reference, return_tensors="pt").input_ids
+    with torch.no_grad():
+        logits = model(ids).logits[0].log_softmax(-1)
+    wanted = range(stock.prompt_tokens, ids.shape[1])
+    assert stock.nll == pytest.approx(-sum(float(logits[at - 1, ids[0, at]]) for at in wanted) / len(wanted), abs=1e-4)
+
+
+def test_exact_answers_have_each_token_most_likely(tokenizer: Any) -> None:
+    constant = tiny_model()
+    torch.nn.init.zeros_(constant.model.norm.weight)  # all logits are 0, and the first token is taken: "!"
+    item = make_item("needle", tokenizer, 1000, 0, text=TEXT, depth=0.5)
+    assert ask(constant, tokenizer, replace(item, reference="!!!"), nullcontext()).score == 1.0
+    assert ask(constant, tokenizer, replace(item, reference="!!1"), nullcontext()).score == 0.0
+    assert ask(constant, tokenizer, replace(item, metric="found"), nullcontext()).text == "!" * item.max_new_tokens
+
+
+@pytest.fixture(scope="module")
+def measured(model: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Variant]]:
+    """Rows of a whole evaluation: every task, three kinds of variant."""
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    variants = forced("topk=0.2,min_blocks=1", "topk=0.2,min_blocks=1,oracle", "dense,quantization=none")
+    settings = Settings(tokens=(1300,), windows=2, tasks=tuple(TASKS), items=1, depths=(0.0, 1.0))
+    evaluate_model(model, tokenizer, variants, list(pieces(settings, tokenizer, TEXT)), Rows(path, {"dtype": "x"}, KEY))
+    return path, variants
+
+
+def test_every_task_of_a_model(measured: tuple[Path, list[Variant]]) -> None:
+    path, variants = measured
+    rows = Rows(path, {"dtype": "x"}, KEY)
+    tasks = {row["part"] for row in rows}
+    assert tasks == {"fidelity", *TASKS}
+    lines = {line.variant: line for line in lines_of(rows)}
+    chosen, oracle, all_blocks = (lines[variant.label] for variant in variants)
+    assert chosen.density == oracle.density and 0.2 < float(chosen.density or 0) < 0.4
+    assert all_blocks.density is None and all_blocks.ran == "dense (sparsity=Dense())"
+    for line in lines.values():
+        assert line.kl is not None and line.perplexity is not None and line.dense_perplexity is not None
+        assert line.kl.values == 2 and set(line.scores) == set(TASKS)
+        assert line.rise is not None
+        assert line.rise.mean == pytest.approx(math.log(line.perplexity / line.dense_perplexity), abs=1e-9)
+    assert all_blocks.kl is not None and chosen.kl is not None and oracle.kl is not None
+    assert abs(all_blocks.kl.mean) < 1e-6 < oracle.kl.mean < chosen.kl.mean
+
+
+def test_page_of_a_model(measured: tuple[Path, list[Variant]]) -> None:
+    path, variants = measured
+    page = render_page(list(Rows(path, {"dtype": "x"}, KEY)), "tiny <model>", "sparge eval llm tiny --json rows.jsonl")
+    assert "tiny &lt;model&gt;, sparse against dense" in page
+    assert all(variant.label in page for variant in variants)
+    assert page.count("class='heat'") == 1 + len(variants) and page.count("<svg viewBox='0 0") >= 3 + len(TASKS)
+    assert "http" not in page.replace("http-equiv", "") and "<script" not in page, "loads nothing"
+
+
+def test_an_interrupted_run_goes_on(model: Any, tokenizer: Any, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    variants = forced("topk=0.5", "topk=0.3")
+    settings = Settings(tokens=(600,), windows=2, tasks=("needle",), depths=(0.5,))
+    work = list(pieces(settings, tokenizer, TEXT))
+    total = runs(variants, work, Rows(None, {}, KEY))
+    assert total == 3 * 3, "dense and two variants of two windows and one needle"
+    done: list[str] = []
+
+    def stop(line: str) -> None:
+        done.append(line)
+        if len(done) == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        evaluate_model(model, tokenizer, variants, work, Rows(path, {"model": "m"}, KEY), stop)
+    assert len(path.read_text().splitlines()) == 2, "the fifth run was the second window's first variant"
+    path.write_text(path.read_text() + '{"part": "fid')  # killed while it wrote
+    rows = Rows(path, {"model": "m"}, KEY)
+    left = runs(variants, work, rows)
+    done.clear()
+    evaluate_model(model, tokenizer, variants, work, rows, done.append)
+    assert (rows.found, len(done)) == (2, left) == (2, 6)
+    again = Rows(path, {"model": "m"}, KEY)
+    assert again.found == 7 and runs(variants, work, again) == 0
+    assert Rows(path, {"model": "another"}, KEY).found == 0, "rows of another run do not count"
+    assert model.config._attn_implementation != "sparge", "the model is as it was"
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(ValueError, match="tokens: expected lengths of 64 or more"):
+        Settings(tokens=(4,))
+    with pytest.raises(ValueError, match="tasks: expected some of needle"):
+        Settings(tasks=("haystack",))
+
+
+def test_a_run_below_the_crossover_says_so(model: Any, tokenizer: Any) -> None:
+    rows = Rows(None, {}, KEY)
+    window = torch.tensor(tokenizer(TEXT).input_ids)[None, :500]
+    evaluate_model(model, tokenizer, [parse_variant("topk=0.1")], [Piece("fidelity", 500, 0, window=window)], rows)
+    (line,) = lines_of(rows)
+    assert line.ran == "dense (below the crossover)" and line.density is None
+    assert line.kl is not None and line.kl.mean == 0.0
+
+
+def test_command(model: Any, tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from sparge.cli import main
+
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text(TEXT)
+    arguments = ["eval", "llm", str(tmp_path / "model"), "--text", str(tmp_path / "text.txt"), "--tokens", "700"]
+    arguments += ["--windows", "1", "--variant", "topk=0.5,min_blocks=1", "--force", "--device", "cpu"]
+    arguments += ["--output", str(tmp_path / "page.html"), "--json", str(tmp_path / "rows.jsonl")]
+    with pytest.raises(SystemExit) as done:
+        main(arguments)
+    assert not done.value.code
+    said = capsys.readouterr().out
+    assert "700 tokens" in said and "topk=0.5,min_blocks=1" in said and "page.html" in said
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert len(rows) == 1 + 2 * 8 and rows[0]["run"]["force"] is True and rows[0]["sparge"] == sparge.__version__
+    assert "topk=0.5,min_blocks=1" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["nowhere/at/all"], "model: expected a hub name, a folder or a GGUF file"),
+        (["m.gguf"], "model: expected a GGUF file, got 'm.gguf', which is not there"),
+        (["m", "--text", "nowhere"], "text: expected a file, a folder or 'wikitext', got 'nowhere'"),
+        (["m", "--variant", "topk=2"], "topk: expected a value in (0, 1], got 2"),
+        (["m", "--task", "needles"], "expected all or one of needle, single"),
+    ],
+)
+def test_wrong_command_lines(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from sparge.cli import main
+
+    with pytest.raises(SystemExit) as done:
+        main(["eval", "llm", *arguments])
+    assert done.value.code == 2
+    assert message in capsys.readouterr().err

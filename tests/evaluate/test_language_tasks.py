@@ -1,0 +1,125 @@
+"""Questions with known answers: they fit, hold what is asked for, and are the same for the same seed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_language import tiny_tokenizer
+
+from sparge.evaluate.language.collections import metric_of, read_collection
+from sparge.evaluate.language.scoring import METRICS, choice, similar
+from sparge.evaluate.language.tasks import TASKS, make_item
+from sparge.evaluate.language.texts import read_text, windows_of
+
+pytest.importorskip("transformers")
+TEXT = "It was a dark night. The wind blew. Nobody was there, or so it seemed. " * 40
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return tiny_tokenizer()
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("tokens", [1600, 4000])
+def test_questions_fit_and_can_be_answered(tokenizer: Any, task: str, tokens: int) -> None:
+    items = [make_item(task, tokenizer, tokens, number, text=TEXT) for number in (0, 1, 0)]
+    assert items[0] == items[2] != items[1]
+    for item in items:
+        length = len(tokenizer(item.prompt).input_ids)
+        assert length <= tokens
+        assert length > tokens - 8 or task == "aggregation"
+        assert all(answer in item.prompt for answer in item.answers)
+        assert all(answer in item.reference for answer in item.answers)
+        assert item.metric == "exact" or METRICS[item.metric](item.reference, item.answers) == 1.0
+        asked = item.prompt[item.prompt.rindex("Question:") :]
+        assert not any(answer in asked for answer in item.answers), "the question gives nothing away"
+
+
+def test_most_frequent_words_are_most_frequent(tokenizer: Any) -> None:
+    item = make_item("aggregation", tokenizer, 3000, 0, text="")
+    listed = item.prompt.partition(": ")[2].partition(".")[0].split()
+    counts = {word: listed.count(word) for word in set(listed)}
+    assert set(sorted(counts, key=lambda word: -counts[word])[: len(item.answers)]) == set(item.answers)
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.25, 0.5, 1.0])
+def test_needles_lie_where_they_are_put(tokenizer: Any, depth: float) -> None:
+    item = make_item("needle", tokenizer, 3000, 0, text=TEXT, depth=depth)
+    hay = item.prompt[: item.prompt.rindex("\n\nQuestion:")]
+    assert hay.index("The pass code") / len(hay) == pytest.approx(depth, abs=0.05)
+
+
+def test_too_little_room_is_said(tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="tokens: expected room for facts and question"):
+        make_item("multikey", tokenizer, 300, 0, text=TEXT)
+    with pytest.raises(ValueError, match=r"task: expected one of needle, .*got 'needles'"):
+        make_item("needles", tokenizer, 300, 0, text=TEXT)
+
+
+def test_texts(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_text("second")
+    (tmp_path / "a.txt").write_text("first")
+    (tmp_path / "lines.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    (tmp_path / "wiki.test.raw").write_text(" = Title = \n text \n")
+    assert read_text(str(tmp_path)) == "first\n\nsecond"
+    assert read_text(str(tmp_path / "lines.jsonl")) == "one\n\ntwo"
+    assert read_text(str(tmp_path / "wiki.test.raw")) == " = Title = \n text \n"
+    assert len(read_text(None)) > 200_000, "Python's own reference"
+    with pytest.raises(ValueError, match="text: expected a file, a folder or 'wikitext', got 'nothing'"):
+        read_text("nothing")
+    with pytest.raises(ValueError, match="text: expected 9 tokens or more, got 3"):
+        import torch
+
+        windows_of(torch.arange(3), 9, 1)
+
+
+LONGBENCH = {
+    "_id": "1",
+    "dataset": "hotpotqa",
+    "language": "en",
+    "input": "Where is the cat?",
+    "context": "The cat is in the garden. " * 100,
+    "answers": ["in the garden", "garden"],
+    "length": 600,
+    "all_classes": None,
+}
+INFINITE = {
+    "id": 0,
+    "context": "There was a ship. " * 90,
+    "input": "What was there?",
+    "answer": ["A ship"],
+    "options": ["A house", "A ship", "A tree", "A dog"],
+}
+
+
+def test_longbench_and_infinitebench_files(tokenizer: Any, tmp_path: Path) -> None:
+    (tmp_path / "hotpotqa.jsonl").write_text(json.dumps(LONGBENCH) + "\n" + json.dumps(LONGBENCH) + "\n")
+    (tmp_path / "longbook_choice_eng.jsonl").write_text(json.dumps(INFINITE) + "\n")
+    first, second = read_collection(str(tmp_path / "hotpotqa.jsonl"), tokenizer, 1000, 5)
+    assert (first.task, first.metric, first.answers, second.number) == (
+        "hotpotqa",
+        "f1",
+        tuple(LONGBENCH["answers"]),
+        1,
+    )
+    assert len(tokenizer(first.prompt).input_ids) <= 1000 < len(LONGBENCH["context"]), "the middle is left out"
+    assert first.prompt.endswith("Where is the cat?\n\nAnswer:")
+    (item,) = read_collection(str(tmp_path / "longbook_choice_eng.jsonl"), tokenizer, 4000, 5)
+    assert item.metric == "choice" and "\nB. A ship" in item.prompt
+    assert choice(" B. A ship", item.answers) == choice("A ship", item.answers) == 1.0
+    assert choice(" A. A house", item.answers) == choice("", item.answers) == 0.0
+    (tmp_path / "other.jsonl").write_text('{"question": 1}\n')
+    with pytest.raises(ValueError, match="expected fields context, input and answers .* got question"):
+        read_collection(str(tmp_path / "other.jsonl"), tokenizer, 1000, 5)
+    with pytest.raises(ValueError, match="data: expected a file, longbench:NAME or infinitebench:NAME, got 'x'"):
+        read_collection("x", tokenizer, 1000, 5)
+
+
+def test_metrics_of_data_sets() -> None:
+    named = {"gov_report": "rouge", "trec": "choice", "passage_retrieval_en": "found", "lcc": "similar", "qasper": "f1"}
+    assert {name: metric_of(name)[0] for name in named} == named
+    assert similar("# so\nreturn x + 1\n", ["return x + 1"]) == 1.0 > similar("pass", ["return x + 1"])

@@ -1,0 +1,76 @@
+"""Variants: what their words mean, and that they run as they say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_language import tiny_model
+
+import sparge
+from sparge.evaluate.variants import family_of, parse_variant
+
+
+def test_words(tmp_path: Path) -> None:
+    assert parse_variant("topk=.25,quantization=none").policy == sparge.Policy(topk=0.25, quantization="none")
+    rule = parse_variant("cdf=0.9,min_blocks=4,pv_threshold=-8,score=mean").policy
+    assert rule == sparge.Policy(sparsity=sparge.TopCdf(0.9, min_blocks=4, pv_threshold=-8), score="mean")
+    assert parse_variant("topk=0.5,oracle").kind == "oracle" and parse_variant("sdpa=math").kernel == "math"
+    assert parse_variant("dense,quantization=int8_fp16").policy.quantization == "int8_fp16"
+    (tmp_path / "mine.json").write_text('{"topk": 0.3, "dense_layers": [0, -1]}')
+    from_file = parse_variant(str(tmp_path / "mine.json"))
+    assert from_file.label == "mine" and from_file.policy.dense_layers == (0, -1)
+    assert parse_variant('{"topk": 0.3}').policy.topk == 0.3
+    assert parse_variant("topk=0.5").forced(torch.device("cpu")).policy.backend == "torch"
+    assert family_of("topk=0.5,oracle") == "topk, oracle"
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("", "expected one of topk="),
+        ("oracle", "expected an amount"),
+        ("dense,topk=0.5", "expected an amount"),
+        ("topk=0.5,cdf=0.5", "expected one of topk="),
+        ("topk=0.5,topk=0.4", "expected topk once, got it twice"),
+        ("sdpa=best", "expected sdpa= alone, one of math"),
+        ("sdpa=math,topk=0.5", "expected an amount"),
+        ("topk=3", "topk: expected a value in"),
+        ("topk=0.5,score=best", "score: expected"),
+        ("fast", "expected words among cdf, dense, oracle, sdpa, topk or fields of a policy, got 'fast'"),
+        ("missing.json", "expected a file that can be read"),
+    ],
+)
+def test_wrong_words(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_variant(text)
+
+
+@torch.no_grad()
+def test_they_run_as_they_say() -> None:
+    pytest.importorskip("transformers")
+    model, tokens = tiny_model(), torch.arange(700)[None] % 256
+    stock = model(tokens).logits
+    device = torch.device("cpu")
+    found = {}
+    for words in ("topk=0.2,min_blocks=1", "topk=0.2,min_blocks=1,oracle", "dense,quantization=int8_fp16", "sdpa=math"):
+        with parse_variant(words).forced(device).applied(model):
+            found[words] = float((model(tokens).logits - stock).abs().mean()), sparge.stats()
+        assert torch.equal(model(tokens).logits, stock), "the model is as it was"
+    (chosen, chosen_stats), (oracle, oracle_stats), (eight, eight_stats), (math, math_stats) = found.values()
+    assert chosen_stats.density == oracle_stats.density and oracle < chosen
+    assert chosen_stats.reasons == {"sparse: torch": 2} and eight_stats.reasons == {"dense: sparsity=Dense()": 2}
+    assert math_stats.calls == 0 and math < 1e-4 < eight < chosen
+
+
+@torch.no_grad()
+def test_padded_batches_have_an_oracle_too() -> None:
+    pytest.importorskip("transformers")
+    model, tokens = tiny_model(), (torch.arange(1400) % 256).view(2, 700)
+    padding = torch.ones(2, 700, dtype=torch.long)
+    padding[0, :200] = 0
+    with parse_variant("topk=1.0,oracle").forced(torch.device("cpu")).applied(model):
+        output = model(tokens, attention_mask=padding).logits
+        assert sparge.stats().sparse == 4, "two layers of two sequences"
+    assert torch.allclose(output[1], model(tokens[1:]).logits[0], atol=1e-4)
