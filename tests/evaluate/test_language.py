@@ -116,7 +116,7 @@ def test_every_task_of_a_model(measured: tuple[Path, list[Variant]]) -> None:
     lines = {line.variant: line for line in lines_of(rows)}
     chosen, oracle, all_blocks = (lines[variant.label] for variant in variants)
     assert chosen.density == oracle.density and 0.2 < float(chosen.density or 0) < 0.4
-    assert all_blocks.density is None and all_blocks.ran == "dense (sparsity=Dense())"
+    assert all_blocks.density is None and all_blocks.ran == "all blocks"
     for line in lines.values():
         assert line.kl is not None and line.perplexity is not None and line.dense_perplexity is not None
         assert line.kl.values == 2 and set(line.scores) == set(TASKS)

@@ -113,7 +113,7 @@ def test_longbench_and_infinitebench_files(tokenizer: Any, tmp_path: Path) -> No
     assert choice(" B. A ship", item.answers) == choice("A ship", item.answers) == 1.0
     assert choice(" A. A house", item.answers) == choice("", item.answers) == 0.0
     (tmp_path / "other.jsonl").write_text('{"question": 1}\n')
-    with pytest.raises(ValueError, match="expected fields context, input and answers .* got question"):
+    with pytest.raises(ValueError, match=r"expected fields context, input and answers .* got question"):
         read_collection(str(tmp_path / "other.jsonl"), tokenizer, 1000, 5)
     with pytest.raises(ValueError, match="data: expected a file, longbench:NAME or infinitebench:NAME, got 'x'"):
         read_collection("x", tokenizer, 1000, 5)

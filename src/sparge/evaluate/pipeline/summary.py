@@ -1,0 +1,194 @@
+"""Rows of an evaluation as figures: one line for each variant, means over prompts and seeds with intervals."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from sparge.decide import Reason
+from sparge.evaluate.intervals import Interval, mean_interval
+from sparge.evaluate.pipeline.images import lpips_missing
+from sparge.evaluate.pipeline.run import DENSE, Result
+from sparge.evaluate.rows import Row
+from sparge.evaluate.variants import Variant
+
+BY_RULE = tuple(f"dense: {reason.value}" for reason in (Reason.STEP, Reason.LAYER))
+"""What a policy's own rules keep dense counts as computed in full."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A variant, or the dense pipeline.
+
+    Attributes:
+        variant: its label.
+        ran: "sparse", or how much of it ran dense and why.
+        density: share of the blocks computed; what rules about steps and layers keep dense counts in full.
+        psnr: mean of the clips that differ from the dense ones; None where none does.
+        equal: how many are equal to the dense ones, byte for byte.
+        ssim, lpips, temporal_difference: means; None where not measured.
+        seconds: median of a call.
+        step_seconds: median of a step.
+        speed_up: of a call, against the dense call of the same prompt and seed; the geometric mean.
+        count: prompts and seeds.
+    """
+
+    variant: str
+    ran: str
+    density: float | None
+    psnr: Interval | None
+    equal: int
+    ssim: Interval | None
+    lpips: Interval | None
+    temporal_difference: Interval | None
+    seconds: float
+    step_seconds: float | None
+    speed_up: Interval
+    count: int
+
+
+def lines_of(result: Result) -> list[Line]:
+    """The dense pipeline, then every variant."""
+    dense = [result.row("dense", item, None) for item in result.items]
+    lines = [_line(DENSE, "dense", 1.0, dense, dense)]
+    for variant in result.variants:
+        rows = [result.row("variant", item, variant) for item in result.items]
+        lines.append(_line(variant.label, _ran(variant, rows), _density(variant, rows), rows, dense))
+    return lines
+
+
+def _line(label: str, ran: str, density: float | None, rows: Sequence[Row], dense: Sequence[Row]) -> Line:
+    psnr = [row["psnr"] for row in rows if row.get("psnr") is not None]
+    steps = [row["step_seconds"] for row in rows if row["step_seconds"] is not None]
+    return Line(
+        variant=label,
+        ran=ran,
+        density=density,
+        psnr=mean_interval(psnr) if psnr else None,
+        equal=len(rows) - len(psnr),
+        ssim=_mean(rows, "ssim"),
+        lpips=_mean(rows, "lpips"),
+        temporal_difference=_mean(rows, "temporal_difference"),
+        seconds=statistics.median(row["seconds"] for row in rows),
+        step_seconds=statistics.median(steps) if steps else None,
+        speed_up=_geometric([exact["seconds"] / row["seconds"] for exact, row in zip(dense, rows, strict=True)]),
+        count=len(rows),
+    )
+
+
+def _mean(rows: Sequence[Row], name: str) -> Interval | None:
+    """None unless every row has it."""
+    values = [row.get(name) for row in rows]
+    return None if None in values else mean_interval([float(value) for value in values if value is not None])
+
+
+def _geometric(ratios: Sequence[float]) -> Interval:
+    """The geometric mean: twice as fast and half as fast make 1."""
+    logarithm = mean_interval([math.log(ratio) for ratio in ratios])
+    mean = math.exp(logarithm.mean)
+    return logarithm._replace(mean=mean, half=None if logarithm.half is None else mean * logarithm.half)
+
+
+def _reasons(rows: Sequence[Row]) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for row in rows:
+        total.update(row["reasons"])
+    return total
+
+
+def _density(variant: Variant, rows: Sequence[Row]) -> float | None:
+    sparse = sum(row["sparse"] for row in rows)
+    if not variant.is_sparse:
+        return 1.0
+    if not sparse:
+        return None
+    kept = sum(row["density"] * row["sparse"] for row in rows if row["density"] is not None)
+    by_rule = sum(count for reason, count in _reasons(rows).items() if reason in BY_RULE)
+    return (kept + by_rule) / (sparse + by_rule)
+
+
+def _ran(variant: Variant, rows: Sequence[Row]) -> str:
+    if variant.kind == "sdpa":
+        return "dense"
+    reasons = _reasons(rows)
+    own = f"dense: {Reason.ASKED.value}"
+    done = sum(count for reason, count in reasons.items() if reason.startswith("sparse"))
+    done += reasons[own] if variant.kind == "dense" else 0
+    shown = [
+        (reason.removeprefix("dense: "), count)
+        for reason, count in reasons.most_common()
+        if not reason.startswith("sparse")
+        and reason not in (f"dense: {Reason.CROSS_ATTENTION.value}", own if variant.kind == "dense" else "")
+    ]
+    word = "all blocks" if variant.kind == "dense" else "sparse"
+    if not done:
+        return f"dense: {shown[0][0]}" if shown else "dense: no attention call was seen"
+    left = sum(count for _, count in shown)
+    return word if not left else f"{done / (done + left):.0%} {word}; {shown[0][0]}"
+
+
+def cells(line: Line, lines: Sequence[Line]) -> list[tuple[str, str]]:
+    """Columns and texts, for the page and the terminal. Columns that no line fills are left out."""
+    is_dense = line is lines[0]
+    shown: list[tuple[str, str]] = [("variant", line.variant), ("ran", line.ran)]
+    shown.append(("density", "none" if line.density is None else f"{line.density:.3f}"))
+    shown.append(("PSNR dB", "" if is_dense else _psnr_text(line)))
+    for name, column, digits in (
+        ("ssim", "SSIM", 4),
+        ("lpips", "LPIPS", 4),
+        ("temporal_difference", "temporal difference", 4),
+    ):
+        if any(getattr(other, name) is not None for other in lines):
+            value = getattr(line, name)
+            shown.append((column, "" if value is None else value.text(digits)))
+    if any(other.step_seconds is not None for other in lines):
+        shown.append(("step", "" if line.step_seconds is None else time_text(line.step_seconds)))
+    shown.append(("call", time_text(line.seconds)))
+    shown.append(("speed-up", "" if is_dense else f"{line.speed_up.text(2)}x"))
+    return shown
+
+
+def _psnr_text(line: Line) -> str:
+    if line.psnr is None:
+        return "equal"
+    return line.psnr.text(1) + (f" ({line.equal} of {line.count} equal)" if line.equal else "")
+
+
+def time_text(seconds: float) -> str:
+    """Example:
+    >>> time_text(0.01234), time_text(75.04)
+    ('12.3 ms', '75.0 s')
+    """
+    return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+
+
+def remarks(result: Result, lines: Sequence[Line]) -> Iterator[str]:
+    """What a reader of the table must know."""
+    if not result.is_known:
+        yield (
+            f"sparge.enable does not know {result.kind}: the policies were applied to all self-attention of its "
+            "denoising model (sparge.replace_sdpa). Text tokens inside that attention are not kept by themselves, and "
+            "rules about layers and steps are not possible."
+        )
+    for variant, line in zip(result.variants, lines[1:], strict=True):
+        if variant.is_sparse and line.density is None:
+            told = (
+                " Larger pictures or longer clips go sparse; --force does it anyway." if "crossover" in line.ran else ""
+            )
+            yield f"{variant.label}: nothing ran sparse ({line.ran}), so its figures say nothing about sparsity.{told}"
+        if line.ran.startswith("dense: no attention"):
+            yield f"{variant.label}: none of the pipeline's attention goes through torch's SDPA."
+    if any(variant.is_sparse and variant.policy.backend != "auto" for variant in result.variants):
+        yield "A backend was named or --force given: calls went sparse however short they are, and may take longer so."
+    broken = [row for row in result.rows if row.get("is_finite") is False]
+    for row in broken:
+        yield f"{row['variant']}, seed {row['seed']}: pixels were NaN or infinite; they count as black."
+    if lines[-1].lpips is None:
+        yield f"LPIPS is left out: {lpips_missing() or 'some rows were measured without it'}."
+    if any(variant.kind == "sdpa" for variant in result.variants):
+        yield "An sdpa= line is the dense model on another kernel: differences of that size are rounding noise."
+    if len(result.items) == 1:
+        yield "One prompt and seed have no interval: give several to see how much figures vary."

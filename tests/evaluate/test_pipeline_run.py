@@ -1,0 +1,303 @@
+"""A pipeline against itself: figures, resuming, errors by layer and step, models that `sparge.enable` does not know."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from small_pipelines import FRAMES, LAYERS, STEPS, small_pipeline, unknown_pipeline
+
+import sparge
+from sparge.evaluate.pipeline import Progress, Result, evaluate_pipeline
+from sparge.evaluate.pipeline.errors import ErrorRecorder
+from sparge.evaluate.pipeline.generate import generate
+from sparge.evaluate.pipeline.load import load
+from sparge.evaluate.pipeline.reach import reached
+from sparge.evaluate.pipeline.run import Item
+from sparge.evaluate.pipeline.summary import cells, lines_of, remarks
+from sparge.evaluate.variants import Variant, parse_variant
+
+CPU = torch.device("cpu")
+HALF = "topk=0.34,min_blocks=1"
+
+
+def forced(*labels: str) -> list[Variant]:
+    return [parse_variant(label).forced(CPU) for label in labels]
+
+
+def evaluate(pipe: Any, variants: Sequence[Variant], **options: Any) -> Result:
+    return evaluate_pipeline(pipe, variants, **{"prompts": ["a"], "seeds": [0], "warm_up": False, **options})
+
+
+def table_of(result: Result) -> dict[str, dict[str, str]]:
+    lines = lines_of(result)
+    return {line.variant: dict(cells(line, lines)) for line in lines}
+
+
+def test_figures_of_each_variant() -> None:
+    labels = (HALF, f"{HALF},dense_first_steps=1", "topk=1.0", "dense,quantization=int8_fp8", "sdpa=math")
+    result = evaluate(small_pipeline(), forced(*labels), seeds=[0, 1])
+    lines = {line.variant: line for line in lines_of(result)}
+    assert lines[HALF].psnr is not None
+    assert lines[HALF].psnr.values == 2
+    assert lines[HALF].density == pytest.approx(2 / 3)  # of 3 blocks a row
+    assert lines[HALF].ran == "sparse"
+    later = lines[labels[1]]
+    assert later.density == pytest.approx((1 + 2 * 2 / 3) / 3)  # one step of three is dense
+    assert later.ran == "67% sparse; dense step"
+    assert later.psnr is not None
+    assert later.psnr.mean > lines[HALF].psnr.mean
+    full = lines["topk=1.0"]
+    assert full.psnr is None or full.psnr.mean > 70
+    assert lines["dense,quantization=int8_fp8"].ran == "all blocks"
+    assert lines["sdpa=math"].ran == "dense"
+    assert all(line.seconds > 0 and line.step_seconds for line in lines.values())
+    assert lines["dense"].speed_up.mean == 1.0
+    row = result.row("variant", result.items[0], result.variants[0])
+    assert row["psnr"] == pytest.approx(
+        -10 * math.log10(np.mean([10 ** (-value / 10) for value in row["psnr_frames"]])), rel=1e-6
+    )
+    assert len(row["psnr_frames"]) == FRAMES
+    assert len(row["all_step_seconds"]) == STEPS
+    assert 0 < row["temporal_difference"] < 0.1
+    json.dumps(result.rows, allow_nan=False)
+
+
+def test_equal_clips_have_a_word_in_place_of_a_number() -> None:
+    pipe = small_pipeline()
+    result = evaluate(pipe, [parse_variant(HALF)])  # below the crossover: dense
+    assert table_of(result)[HALF]["PSNR dB"] == "equal"
+    assert table_of(result)[HALF]["ran"] == "dense: below the crossover"
+    assert lines_of(result)[1].density is None
+    told = list(remarks(result, lines_of(result)))
+    assert any("nothing ran sparse (dense: below the crossover)" in text and "--force" in text for text in told)
+    assert result.row("variant", result.items[0], result.variants[0])["psnr"] is None
+
+
+def test_seeds_and_prompts_are_the_same_for_all() -> None:
+    pipe = small_pipeline()
+    first = generate(pipe, "a", 7, {}).frames.pixels
+    assert np.array_equal(generate(pipe, "a", 7, {}).frames.pixels, first)
+    assert not np.array_equal(generate(pipe, "a", 8, {}).frames.pixels, first)
+    pipe.calls.clear()
+    result = evaluate(pipe, forced(HALF), prompts=None, seeds=None)
+    assert len(result.items) == 2
+    assert [prompt for prompt, _ in pipe.calls] == [item.prompt for item in result.items for _ in range(2)]
+    state = torch.random.get_rng_state()
+    generate(pipe, "a", 7, {})
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_everything_is_warmed_up_once_for_two_steps() -> None:
+    pipe = small_pipeline()
+    seen: list[Progress] = []
+    evaluate(pipe, forced(f"{HALF},dense_first_steps=2"), seeds=[0, 1], warm_up=True, progress=seen.append)
+    assert [steps for _, steps in pipe.calls] == [2, STEPS, 2, STEPS, STEPS, STEPS]
+    assert [(one.done, one.total) for one in seen] == [(0, 4), (0, 4), (1, 4), (1, 4), (2, 4), (3, 4)]
+
+
+class Stopped(BaseException):
+    """As Ctrl-C, which pytest keeps for itself."""
+
+
+def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    options: dict[str, Any] = {"rows": path, "seeds": [0, 1], "errors": True}
+    variants = forced(HALF, "topk=1.0")
+    pipe = small_pipeline()
+
+    def stop_at_fifth(progress: Progress) -> None:
+        if progress.done == 4:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        evaluate(pipe, variants, progress=stop_at_fifth, **options)
+    assert len(pipe.calls) == 4
+    dense_files = sorted((tmp_path / "rows.frames").glob("*.npz"))
+
+    again = small_pipeline()
+    result = evaluate(again, variants, **options)
+    assert len(again.calls) == 8 - 4
+    assert set(dense_files) < set((tmp_path / "rows.frames").glob("*.npz"))
+    whole = evaluate(small_pipeline(), variants, seeds=[0, 1], errors=True)
+    for row, other in zip(result.rows, whole.rows, strict=True):
+        for name in {*row} & {"psnr", "ssim", "density", "digest", "values"}:
+            assert row[name] == other[name]
+
+    third = small_pipeline()
+    evaluate(third, variants, **options)
+    assert third.calls == []
+    evaluate(third, [*variants, *forced("topk=0.67,min_blocks=1")], **options)
+    assert len(third.calls) == 3  # the new one, and its errors
+    evaluate(third, variants, **{**options, "arguments": {"num_inference_steps": 2}})
+    assert len(third.calls) == 3 + 8  # another run
+
+
+def test_lost_dense_frames_are_made_again(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    pipe = small_pipeline()
+    evaluate(pipe, forced(HALF), rows=path)
+    for file in (tmp_path / "rows.frames").iterdir():
+        file.write_bytes(b"cut off")
+    pipe.calls.clear()
+    evaluate(pipe, forced(HALF), rows=path)
+    assert len(pipe.calls) == 1  # equal to the lost ones: the variant's row holds
+    for file in (tmp_path / "rows.frames").iterdir():
+        file.unlink()
+    pipe.transformer.proj_out.bias.data += 0.1
+    pipe.calls.clear()
+    evaluate(pipe, forced(HALF), rows=path)
+    assert len(pipe.calls) == 2  # others: it does not
+
+
+def test_a_changed_policy_under_the_same_name_is_another_variant(tmp_path: Path) -> None:
+    pipe = small_pipeline()
+    policy = tmp_path / "policy.json"
+    for topk, calls in ((0.5, 2), (0.5, 0), (0.25, 1)):
+        policy.write_text(json.dumps({"topk": topk}))
+        pipe.calls.clear()
+        evaluate(pipe, [parse_variant(str(policy))], rows=tmp_path / "rows.jsonl")
+        assert len(pipe.calls) == calls
+
+
+def test_errors_by_layer_and_step() -> None:
+    labels = (HALF, f"{HALF},oracle", "topk=1.0", "dense,quantization=int8_fp8", f"{HALF},dense_first_steps=1")
+    result = evaluate(small_pipeline(), forced(*labels, "sdpa=math"), errors=True)
+    rows = {row["variant"]: row for row in result.rows if row["part"] == "errors"}
+    assert list(rows) == list(labels)
+    for label in labels[:4]:
+        assert rows[label]["layers"] == [f"transformer.blocks.{index}.attn1" for index in range(LAYERS)]
+        assert rows[label]["steps"] == list(range(STEPS))
+    assert rows[labels[4]]["steps"] == [1, 2]
+    means = {label: np.mean(row["values"]) for label, row in rows.items()}
+    assert means["topk=1.0"] < 1e-5 < means["dense,quantization=int8_fp8"] < 0.1 < means[HALF]
+    assert means[labels[1]] < 1.1 * means[HALF]
+
+
+@pytest.mark.parametrize("label", [HALF, f"{HALF},oracle", "dense,quantization=int8_fp8"])
+def test_recording_errors_leaves_the_way_of_the_variant_alone(label: str) -> None:
+    pipe, (variant,) = small_pipeline(), forced(label)
+    with variant.applied(pipe, reached):
+        alone = generate(pipe, "a", 0, {}).frames.pixels
+    with ErrorRecorder(variant).recording(pipe):
+        recorded = generate(pipe, "a", 0, {}).frames.pixels
+    assert np.array_equal(alone, recorded)
+    assert not np.array_equal(alone, generate(pipe, "a", 0, {}).frames.pixels)
+
+
+def test_a_model_that_enable_does_not_know() -> None:
+    pipe = unknown_pipeline()
+    result = evaluate(pipe, forced(HALF, "topk=1.0"), prompts=None, seeds=None, errors=True)
+    assert not result.is_known
+    assert result.items == (Item(None, 0), Item(None, 1))
+    half, full = lines_of(result)[1:]
+    assert half.ran == "sparse"
+    assert half.psnr is not None
+    assert full.psnr is None or full.psnr.mean > half.psnr.mean + 20
+    assert any("does not know UnknownPipeline" in text for text in remarks(result, lines_of(result)))
+    (errors, _) = [row for row in result.rows if row["part"] == "errors"]
+    assert errors["layers"] == ["call 1"]
+    assert errors["steps"] == list(range(STEPS))
+    assert "forward" not in vars(pipe.transformer)
+    assert half.temporal_difference is None  # pictures
+
+
+def test_the_pipeline_is_left_as_it_was() -> None:
+    pipe = small_pipeline()
+    pipe.set_progress_bar_config(leave=False)
+    before = pipe.transformer.state_dict().keys(), type(pipe.scheduler), dict(pipe._progress_bar_config)
+    evaluate(pipe, forced(HALF), errors=True)
+    assert (pipe.transformer.state_dict().keys(), type(pipe.scheduler), pipe._progress_bar_config) == before
+    sparge.enable(pipe)
+    with pytest.raises(ValueError, match=r"expected one that runs dense, got one that sparge\.enable was called for"):
+        evaluate(pipe, forced(HALF))
+    sparge.disable(pipe)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"arguments": {"frames": 3}}, r"arguments: expected those of SmallPipeline \(num_inference_steps, .*'frames'"),
+        ({"arguments": {"prompt": "b"}}, "arguments: expected prompts and seeds apart from the others, got 'prompt'"),
+        ({"arguments": {"output_type": "latent"}}, "expected an output_type with pixels, got 'latent'"),
+        ({"variants": []}, r"variants: expected one or more, with different names, got \[\]"),
+        ({"variants": forced(HALF, HALF)}, "variants: expected one or more, with different names"),
+        ({"variants": forced(f"{HALF},dense_layers=[9]")}, "dense_layers: "),
+    ],
+)
+def test_wrong_input_is_told_before_anything_runs(options: dict[str, Any], message: str) -> None:
+    pipe = small_pipeline()
+    with pytest.raises(ValueError, match=message):
+        evaluate(pipe, **{"variants": forced(HALF), **options})
+    assert pipe.calls == []
+
+
+def test_what_an_unknown_model_cannot_do_is_told() -> None:
+    pipe = unknown_pipeline()
+    with pytest.raises(ValueError, match="UnknownPipeline: expected a policy without rules about steps or layers"):
+        evaluate(pipe, forced(f"{HALF},dense_first_steps=1"), prompts=None)
+    with pytest.raises(ValueError, match="prompts: expected none for UnknownPipeline, which takes no prompt, got 1"):
+        evaluate(pipe, forced(HALF))
+
+
+def unconditional_pipeline() -> Any:
+    """A picture of 32 x 32 pixels by a UNet with attention over 256 places."""
+    torch.manual_seed(0)
+    unet = diffusers.UNet2DModel(
+        sample_size=32,
+        in_channels=3,
+        out_channels=3,
+        layers_per_block=1,
+        block_out_channels=(16, 32),
+        norm_num_groups=4,
+        attention_head_dim=16,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+    )
+    return diffusers.DDPMPipeline(unet, diffusers.DDPMScheduler())
+
+
+def test_a_saved_unconditional_pipeline(tmp_path: Path) -> None:
+    unconditional_pipeline().save_pretrained(tmp_path / "ddpm")
+    pipe = load(str(tmp_path / "ddpm"), "cpu", torch.float32)
+    assert type(pipe) is diffusers.DDPMPipeline
+    result = evaluate(pipe, forced(HALF), prompts=None, arguments={"num_inference_steps": 2}, errors=True)
+    (line,) = lines_of(result)[1:]
+    assert line.ran == "sparse"
+    assert line.step_seconds
+    (errors,) = [row for row in result.rows if row["part"] == "errors"]
+    assert errors["layers"] == ["call 1", "call 2", "call 3", "call 4"]
+    assert errors["steps"] == [0, 1]
+
+
+def test_a_published_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "integrations")
+    from tiny_pipelines import build_wan
+
+    arguments = {"num_inference_steps": 2, "height": 96, "width": 96, "num_frames": 5, "guidance_scale": 5.0}
+    result = evaluate(build_wan(), forced(HALF), prompts=["a cat"], arguments=arguments)
+    (line,) = lines_of(result)[1:]
+    assert line.ran == "sparse"
+    assert line.psnr is not None
+    assert line.temporal_difference is not None
+    assert result.row("dense", result.items[0], None)["shape"] == [5, 96, 96, 3]
+
+
+def test_what_cannot_be_loaded_is_told(tmp_path: Path) -> None:
+    for name, message in (
+        ("./nothing", r"expected a hub name \(owner/name\) or a folder, got './nothing', which is not there"),
+        (str(tmp_path), r"expected a folder with a model_index\.json, got .* which has none"),
+        (str(Path(__file__)), r"expected a hub name or a folder with a model_index\.json, got the file"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load(name, "cpu", torch.float32)
+    (tmp_path / "model_index.json").write_text('{"_class_name": "NoSuchPipeline", "_diffusers_version": "0.42.0"}')
+    with pytest.raises(ValueError, match=r"expected a hub name or a folder of diffusers, got .*NoSuchPipeline"):
+        load(str(tmp_path), "cpu", torch.float32)
