@@ -2,20 +2,21 @@
 
 Writes tests/data/smollm2_qkv.npz: query, key and value after the rotary embedding, float16, of three layers that
 differ, one head of the keys and its three query heads each. The text is the first 1024 tokens of the essays; of the
-queries the last 512 are kept. The folder is that of `benchmarks.language`.
+queries the last 512 are kept. The folder is that of `benchmarks.evaluation`.
 """
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from benchmarks.language import essays, load
+from benchmarks.evaluation import ESSAYS, WEIGHTS
+from sparge.evaluate import Recorder
+from sparge.evaluate.language.load import load
+from sparge.evaluate.language.texts import read_text
 
 RECORDED = Path(__file__).parent.parent / "tests" / "data" / "smollm2_qkv.npz"
 TOKENS, QUERIES = 1024, 512
@@ -24,37 +25,22 @@ HEADS = {1: 0, 18: 2, 27: 1}
 nats above the median, and its value is 12 times as small as the others. Layer 27 has both, and V's largest mean."""
 
 
-def attention_inputs(model: Any, tokens: Tensor) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
-    """Query (1, 9, S, D), key and value (1, 3, S, D) of every layer."""
-    from transformers import AttentionInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    inputs: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-
-    def record(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        inputs[module.layer_idx] = query, key, value
-        return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
-
-    AttentionInterface.register("record", record)
-    model.set_attn_implementation("record")
-    with torch.no_grad():
-        model(tokens)
-    return inputs
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
     data = parser.parse_args().data
-    model, tokenizer = load(data, "cpu", torch.float32)
-    tokens = tokenizer(essays(data), return_tensors="pt").input_ids[:, :TOKENS]
-    inputs = attention_inputs(model, tokens)
+    model, tokenizer = load(str(data / WEIGHTS), "cpu", torch.float32)
+    tokens = tokenizer(read_text(str(data / ESSAYS)), return_tensors="pt").input_ids[:, :TOKENS]
+    recorder = Recorder(layers=rf"\.({'|'.join(map(str, HEADS))})\.")
+    with torch.no_grad(), recorder.recording(model):
+        model(tokens)
     arrays = {}
-    for layer, head in HEADS.items():
-        query, key, value = inputs[layer]
-        group = query.shape[1] // key.shape[1]
-        arrays[f"query_{layer}"] = query[0, head * group : (head + 1) * group, -QUERIES:].half().numpy()
-        arrays[f"key_{layer}"], arrays[f"value_{layer}"] = (x[0, head : head + 1].half().numpy() for x in (key, value))
+    for (layer, head), call in zip(HEADS.items(), recorder.calls, strict=True):
+        group = call.query.shape[1] // call.key.shape[1]
+        arrays[f"query_{layer}"] = call.query[0, head * group : (head + 1) * group, -QUERIES:].numpy()
+        arrays[f"key_{layer}"], arrays[f"value_{layer}"] = (
+            x[0, head : head + 1].numpy() for x in (call.key, call.value)
+        )
     np.savez_compressed(RECORDED, **arrays)
     print(f"{RECORDED}: {RECORDED.stat().st_size} bytes")
 

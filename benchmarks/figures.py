@@ -5,6 +5,7 @@ scores    true attention mass beside what each score keeps
 rules     what TopK and TopCdf keep of one row's blocks
 error     the error of the output by density, on three kinds of input
 codes     why P needs no exponentials: FP8's code is almost linear in the logarithm
+quality   what a trained language model loses by density, and which needles it finds
 hopper    who does what when in the Hopper kernel
 
 Pictures of a `Look` are drawn twice, for light and dark pages: idea-light.png and idea-dark.png.
@@ -28,6 +29,7 @@ from matplotlib.patches import Patch
 from torch import Tensor
 
 import sparge
+from benchmarks.quality_tables import rows_of
 from sparge.evaluate.inputs import Sample, random_like, text_like, text_with_needles, video_like
 from sparge.evaluate.metrics import block_mass, mass_recall, relative_l1
 from sparge.evaluate.plots import DARK, LIGHT, Theme, causal_visibility, mass_levels, paint_blocks, palette
@@ -35,6 +37,7 @@ from sparge.evaluate.plots import DARK, LIGHT, Theme, causal_visibility, mass_le
 FOLDER = Path(__file__).parent.parent / "docs" / "figures"
 RESULTS = Path(__file__).parent / "results"
 TOPK = 0.25
+QUALITY_TOKENS = 8192
 IDEA_HEAD = 0
 IDEA_TOKENS = 8192
 """The video of `benchmarks.cpu`, whose row says what the kept blocks cost."""
@@ -264,6 +267,60 @@ def draw_codes(look: Look) -> Figure:
     return figure
 
 
+def draw_quality(look: Look) -> Figure:
+    """KL and needles of SmolLM2 by density: both scores, TopCdf, and the best that TopK could choose."""
+    rows = [row for row in rows_of(RESULTS, "language") if row["tokens"] == QUALITY_TOKENS]
+    figure = new_figure(8.6, 3.3, look)
+    left, right = figure.subplots(1, 2)
+    kinds = (
+        ("topk", "TopK, score moment", look.marks[0], "o"),
+        ("topk score=mean", "TopK, score mean", look.marks[1], "s"),
+        ("cdf", "TopCdf, score moment", look.ink, "D"),
+        ("topk oracle", "TopK on the true mass", look.marks[2], "^"),
+    )
+    for kind, label, colour, mark in kinds:
+        of_kind = sorted((row for row in rows if _kind(row["variant"]) == kind), key=lambda row: row["density"])
+        densities = [row["density"] for row in of_kind]
+        halves = [row["kl_half"] for row in of_kind]
+        style = {"color": colour, "marker": mark, "ms": 4, "lw": 1.4, "label": label}
+        left.errorbar(densities, [row["kl"] for row in of_kind], halves, elinewidth=0.8, capsize=2, **style)
+        found = [row for row in of_kind if "needle" in row]
+        right.plot([row["density"] for row in found], [row["needle"] for row in found], **style)
+    noise = next(row for row in rows if row["variant"] == "sdpa=math")
+    left.axhline(noise["kl"], color=look.quiet, lw=0.8, ls="--")
+    left.text(0.99, noise["kl"], "dense, another kernel", ha="right", va="bottom", fontsize=7.5, color=look.quiet,
+              transform=left.get_yaxis_transform())  # fmt: skip
+    dense = next(row for row in rows if "dense_needle" in row)["dense_needle"]
+    right.axhline(dense, color=look.quiet, lw=0.8, ls="--")
+    right.text(0.99, dense, "dense", ha="right", va="bottom", fontsize=7.5, color=look.quiet,
+               transform=right.get_yaxis_transform())  # fmt: skip
+    left.set(yscale="log", xlabel="density: share of the visible blocks", ylabel="KL from dense, nats a token")
+    left.set_yticks((0.002, 0.005, 0.01, 0.02, 0.04), labels=("0.002", "0.005", "0.01", "0.02", "0.04"))
+    left.minorticks_off()
+    right.set(ylim=(0, 1.02), xlabel="density: share of the visible blocks", ylabel="needles found")
+    for panel in (left, right):
+        dress(panel, look)
+        panel.grid(color=look.quiet, alpha=0.25, lw=0.5)
+        panel.xaxis.label.set_fontsize(8.5)
+        panel.yaxis.label.set_fontsize(8.5)
+    left.set_ylim(bottom=0.9 * noise["kl"])
+    right.legend(frameon=False, fontsize=8, labelcolor=look.ink, loc="lower right")
+    return figure
+
+
+def _kind(variant: str) -> str:
+    """What a 16-bit variant is, without how much it keeps; "" for all others.
+
+    Example:
+        >>> _kind("topk=0.5,score=mean,quantization=none")
+        'topk score=mean'
+    """
+    words = variant.split(",")
+    if "quantization=none" not in words or not words[0].startswith(("topk=", "cdf=")):
+        return ""
+    return " ".join([words[0].partition("=")[0], *(word for word in words[1:] if word != "quantization=none")])
+
+
 def draw_hopper() -> Figure:
     """Stages of both consumers, half a stage apart: the order of things, not their exact length."""
     figure = new_figure(9.6, 3.4)
@@ -297,6 +354,7 @@ DRAWN: dict[str, Callable[[Look], Figure]] = {
     "rules": draw_rules,
     "error": draw_error,
     "codes": draw_codes,
+    "quality": draw_quality,
 }
 
 

@@ -2,7 +2,8 @@
 
 A table stands between ``<!-- table: name -->`` and ``<!-- /table -->``. The newest row of each case is shown. Tables
 ``gpu_*`` come from gpu.jsonl, which ``sparge bench --json`` writes, and gpu_tests.jsonl, which the programs in
-tests/gpu write; without rows of theirs they, and those of `numeric_tables`, stay as they are.
+tests/gpu write; without rows of theirs they, and those of `numeric_tables` and `quality_tables`, stay as they
+are.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.numeric_tables import NUMERIC_TABLES, renamed
+from benchmarks.quality_tables import QUALITY_TABLES
 from sparge.bench.table import VIEWS, newest, problem_notes
 
 REPOSITORY = Path(__file__).parent.parent
@@ -345,9 +347,9 @@ def overhead_table() -> str:
     return f"{_markdown(['integration', *(f'us on {host}' for host in hosts)], body)}\n\ncommit {commits}."
 
 
-def numeric_table(name: str) -> str | None:
-    """One of `numeric_tables`, or None where nothing of it was measured yet."""
-    made = NUMERIC_TABLES[name](RESULTS)
+def made_elsewhere(name: str) -> str | None:
+    """One of `numeric_tables` or `quality_tables`, or None where nothing of it was measured yet."""
+    made = {**NUMERIC_TABLES, **QUALITY_TABLES}[name](RESULTS)
     return None if made is None else f"{_markdown(made[0], made[1])}\n\n{_gpu_source(made[2])}"
 
 
@@ -363,7 +365,7 @@ TABLES: dict[str, Callable[[], str | None]] = {
     "rules": rules_table,
     "models": models_table,
     "overhead": overhead_table,
-    **{name: partial(numeric_table, name) for name in NUMERIC_TABLES},
+    **{name: partial(made_elsewhere, name) for name in (*NUMERIC_TABLES, *QUALITY_TABLES)},
 }
 
 

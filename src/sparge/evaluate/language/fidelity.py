@@ -6,6 +6,7 @@ agreement of the most likely token is what greedy decoding would notice.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -64,6 +65,27 @@ def read(model: Any, window: Tensor) -> Readout:
         hidden = model.base_model(window, use_cache=False).last_hidden_state[:, :-1]
         return Readout(hidden, model.get_output_embeddings())
     return Readout(model(window, use_cache=False).logits[:, :-1], _unchanged)
+
+
+@torch.no_grad()
+def perplexity(model: Any, window: Tensor) -> float:
+    """exp of the mean negative log-likelihood of tokens 1 .. N - 1 of a window (1, N), given all before them.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        ...                      num_attention_heads=1)
+        >>> model = LlamaForCausalLM(config).eval()
+        >>> _ = model.lm_head.weight.data.zero_()
+        >>> round(perplexity(model, torch.arange(32)[None]), 3)  # knows nothing: every token is equally likely
+        32.0
+    """
+    read_out, targets = read(model, window), window[0, 1:]
+    total = 0.0
+    for start in range(0, len(targets), CHUNK_TOKENS):
+        part = slice(start, start + CHUNK_TOKENS)
+        total += float(F.cross_entropy(read_out.logits(part), targets[part], reduction="sum"))
+    return math.exp(total / len(targets))
 
 
 def _unchanged(states: Tensor) -> Tensor:

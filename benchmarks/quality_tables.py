@@ -1,0 +1,104 @@
+"""Tables of quality on trained models, from evaluation.jsonl (`benchmarks.evaluation`): header, lines, rows.
+
+Each returns None where nothing was measured yet.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+Made = tuple[list[str], list[list[str]], list[Row]]
+
+WORDS = {
+    "sdpa=math": "dense, another kernel",
+    "sdpa=flash": "dense, another kernel (FA2)",
+    "sdpa=efficient": "dense, another kernel (memory-efficient)",
+    "quantization=none": "",
+    "quantization=int8_fp8_fast": "8 bits (fast)",
+    "quantization=int8_fp8": "8 bits",
+    "quantization=int8_fp16": "INT8 + FP16",
+}
+"""What variants are called in tables; 16 bits where nothing is said."""
+
+
+def rows_of(results: Path, case: str) -> list[Row]:
+    """The newest row of each length and variant of a case, in the order they were first measured."""
+    path = results / "evaluation.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    rows = [row for row in map(json.loads, lines) if row["case"] == case]
+    return list({(row.get("tokens"), row["variant"]): row for row in rows}.values())
+
+
+def told(variant: str) -> str:
+    """A variant in words.
+
+    Example:
+        >>> told("topk=0.25,score=mean,quantization=none"), told("dense,quantization=int8_fp8")
+        ('topk 0.25, score mean', 'dense, 8 bits')
+    """
+    words = [WORDS.get(word, word.replace("=", " ").replace("_", " ")) for word in variant.split(",")]
+    return ", ".join(filter(None, words))
+
+
+def language(results: Path, tokens: int | None = None) -> Made | None:
+    """KL, agreement, perplexity and needles, a line for each length (or the given one) and variant."""
+    rows = [row for row in rows_of(results, "language") if tokens in (None, row["tokens"])]
+    if not rows:
+        return None
+    lines, before = [], None
+    for row in rows:
+        same_as_before = before is not None and all(row[name] == before[name] for name in ("tokens", "density", "kl"))
+        before = row
+        if same_as_before and row["density"] is not None:
+            continue  # the floor of 16 blocks made two shares one
+        lines.append(
+            [
+                f"{row['tokens']}",
+                told(row["variant"]),
+                "" if row["density"] is None else f"{row['density']:.3f}",
+                f"{row['kl']:.4f} ± {row['kl_half']:.4f}",
+                f"{row['agreement']:.1%}",
+                f"{row['rise']:+.2%} ± {100 * row['rise_half']:.2f}",
+                "" if "needle" not in row else f"{row['needle']:.2f} ({row['dense_needle']:.2f})",
+                "" if "needle" not in row else f"{row['needle_nll']:.2f} ({row['dense_needle_nll']:.2f})",
+            ]
+        )
+    header = ["tokens", "attention", "density", "KL", "same token", "perplexity"]
+    return [*header, "needles found (dense)", "nats an answer's token (dense)"], lines, rows
+
+
+def video(results: Path, case: str = "tiny video") -> Made | None:
+    """PSNR, SSIM and times, a line for each variant."""
+    rows = rows_of(results, case)
+    if not rows:
+        return None
+    lines = [
+        [
+            told(row["variant"]),
+            "" if row["density"] is None else f"{row['density']:.3f}",
+            *_means(row, (("psnr", 1), ("ssim", 4), ("temporal_difference", 4))),
+            f"{1000 * row['step_seconds']:.1f}",
+        ]
+        for row in rows
+    ]
+    return ["attention", "density", "PSNR, dB", "SSIM", "temporal difference", "step, ms"], lines, rows
+
+
+def _means(row: Row, names: Sequence[tuple[str, int]]) -> list[str]:
+    found = []
+    for name, digits in names:
+        half = "" if row[f"{name}_half"] is None else f" ± {row[f'{name}_half']:.{digits}f}"
+        found.append("" if row[name] is None else f"{row[name]:.{digits}f}{half}")
+    return found
+
+
+QUALITY_TABLES: dict[str, Callable[[Path], Made | None]] = {
+    "quality_language": partial(language, tokens=8192),
+    "quality_language_all": language,
+    "quality_video": video,
+}
