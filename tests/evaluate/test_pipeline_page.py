@@ -150,3 +150,23 @@ def test_broken_pixels_are_told() -> None:
     variant = parse_variant("topk=1.0").forced(CPU)
     made = evaluate_pipeline(pipe, [variant], prompts=["a"], seeds=[0], warm_up=False)
     assert "topk=1.0, seed 0: pixels were NaN or infinite; they count as black." in render_page(made, "")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["nowhere/at/all"], "nowhere/at/all"),
+        (["p", "--variant", "topk=2"], "topk: expected a value in (0, 1], got 2"),
+        (["p", "--argument", "guidance"], "guidance"),
+        (["p", "--output", "same.html", "--json", "same.html"], "expected different files for --output and --json"),
+    ],
+)
+def test_wrong_command_lines(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from sparge.cli import main
+
+    with pytest.raises(SystemExit) as done:
+        main(["eval", "pipeline", *arguments])
+    assert done.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("sparge: error: ") and message in said
+    assert len(said.splitlines()) == 1

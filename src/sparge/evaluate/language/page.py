@@ -14,6 +14,9 @@ from sparge.evaluate.language.summary import FIDELITY, Line, cells, lines_of
 from sparge.evaluate.rows import Row
 from sparge.evaluate.variants import family_of
 
+MAX_ALONG = 8
+"""Variants whose loss is drawn by position: the first that went sparse."""
+
 MAX_MAPS = 12
 """Heat maps of needles that are drawn, dense first."""
 
@@ -112,7 +115,7 @@ def _score_curves(lines: Sequence[Line], tasks: Sequence[str]) -> list[str]:
 def _positions(rows: Sequence[Row], tokens: int) -> str:
     """KL by position in the longest windows."""
     measured = [row for row in rows if row["part"] == FIDELITY and row["tokens"] == tokens]
-    variants = list(dict.fromkeys(row["variant"] for row in measured))
+    variants = list(dict.fromkeys(row["variant"] for row in measured if row["density"] is not None))[:MAX_ALONG]
     if not variants:
         return ""
 

@@ -47,6 +47,10 @@ summary{cursor:pointer;margin:.8rem 0}
 """
 
 
+MAX_ALONG = 8
+"""Variants whose quality is drawn frame by frame, from the first on."""
+
+
 def render_page(result: Result, command: str) -> str:
     """The whole page as text.
 
@@ -137,7 +141,8 @@ def _figures(result: Result, lines: Sequence[Line]) -> Iterator[str]:
         found: dict[str, list[Point]] = {}
         for line in drawn:
             value, across = getattr(line, y), line.density if x == "density" else line.seconds
-            if value is not None and across is not None:
+            is_timed = x == "density" or kinds[line.variant] != "oracle"  # it looks at everything first
+            if value is not None and across is not None and is_timed:
                 point = Point(across, value.mean, value.half, line.variant)
                 found.setdefault(family_of(line.variant), []).append(point)
         return [Curve(name, points) for name, points in found.items()]
@@ -154,7 +159,7 @@ def _figures(result: Result, lines: Sequence[Line]) -> Iterator[str]:
     yield charts.curves("LPIPS against density", by_family("density", "lpips"), density, "LPIPS")
     yield charts.curves(
         "PSNR along the clip",
-        [Curve(line.variant, _along(result, line.variant)) for line in drawn],
+        [Curve(line.variant, _along(result, line.variant)) for line in drawn[:MAX_ALONG]],
         "frame",
         "dB",
         whole_x=False,
