@@ -83,10 +83,12 @@ def video(results: Path, case: str = "tiny video") -> Made | None:
             "" if row["density"] is None else f"{row['density']:.3f}",
             *_means(row, (("psnr", 1), ("ssim", 4), ("temporal_difference", 4))),
             f"{1000 * row['step_seconds']:.1f}",
+            "" if row.get("forward_graph_ms") is None else f"{row['forward_graph_ms']:.2f}",
         ]
         for row in rows
     ]
-    return ["attention", "density", "PSNR, dB", "SSIM", "temporal difference", "step, ms"], lines, rows
+    header = ["attention", "density", "PSNR, dB", "SSIM", "temporal difference", "step, ms"]
+    return [*header, "forward pass on the device, ms"], lines, rows
 
 
 def _means(row: Row, names: Sequence[tuple[str, int]]) -> list[str]:

@@ -7,6 +7,7 @@ import math
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from tiny_language import tiny_model, tiny_tokenizer
 
 import sparge
 from sparge.evaluate.language import fidelity
-from sparge.evaluate.language.answers import ask
+from sparge.evaluate.language.answers import ask, tokenized
 from sparge.evaluate.language.page import render_page
 from sparge.evaluate.language.run import KEY, Piece, Settings, evaluate_model, pieces, runs
 from sparge.evaluate.language.summary import lines_of
@@ -62,7 +63,7 @@ def test_fidelity_is_that_of_the_definition(model: Any, monkeypatch: pytest.Monk
 
 
 @torch.no_grad()
-def test_models_with_capped_logits_are_read_whole() -> None:
+def test_capped_logits_are_those_of_the_model() -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.Gemma2Config(
@@ -71,7 +72,30 @@ def test_models_with_capped_logits_are_read_whole() -> None:
     )  # fmt: skip
     capped = transformers.Gemma2ForCausalLM(config).eval()
     window = torch.arange(40)[None]
-    assert torch.equal(fidelity.read(capped, window).logits(slice(0, 40)), capped(window).logits[0, :-1].float())
+    read = fidelity.read(capped, window)
+    assert read.states.shape == (1, 39, 32), "hidden states, not logits"
+    expected = capped(window).logits[0, :-1].float()
+    assert expected.abs().max() < 0.5
+    assert torch.allclose(read.logits(slice(0, 40)), expected, atol=1e-6)
+    assert torch.allclose(read.logits(slice(7, 9)), expected[7:9], atol=1e-6)
+
+
+class Pairs:
+    """A tokenizer of two letters a token, with a mark before and one behind: cuts depend on what came before."""
+
+    eos_token_id = -1
+
+    def __call__(self, text: str) -> Any:
+        pairs = [text[place : place + 2] for place in range(0, len(text), 2)]
+        return SimpleNamespace(input_ids=[0, *(int.from_bytes(pair.encode(), "big") for pair in pairs), -1])
+
+
+def test_references_have_the_tokens_they_have_behind_their_prompt(tokenizer: Any) -> None:
+    item = make_item("needle", tokenizer, 1000, 0, text=TEXT, depth=0.5)
+    prompt, reference = tokenized(tokenizer, item)
+    assert tokenizer.decode(prompt) == item.prompt and tokenizer.decode(reference) == item.reference
+    for told, expected in (("ab", ([0, 24930], [25444])), ("abc", ([0, 24930], [25444]))):
+        assert tokenized(Pairs(), replace(item, prompt=told, reference="abcd"[len(told) :])) == expected
 
 
 def test_a_prompt_is_read_sparsely_and_answered_densely(model: Any, tokenizer: Any) -> None:
@@ -195,7 +219,11 @@ def test_command(model: Any, tokenizer: Any, tmp_path: Path, capsys: pytest.Capt
     said = capsys.readouterr().out
     assert "700 tokens" in said and "topk=0.5,min_blocks=1" in said and "page.html" in said
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert len(rows) == 1 + 2 * 8 and rows[0]["run"]["force"] is True and rows[0]["sparge"] == sparge.__version__
+    assert (
+        len(rows) == 1 + 2 * 8
+        and rows[0]["policy"] == '{"backend": "torch", "sparsity": {"kind": "TopK", "min_blocks": 1, "topk": 0.5}}'
+        and rows[0]["sparge"] == sparge.__version__
+    )
     assert "topk=0.5,min_blocks=1" in (tmp_path / "page.html").read_text()
 
 

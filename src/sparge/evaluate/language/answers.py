@@ -39,8 +39,7 @@ class Answered:
 def ask(model: Any, tokenizer: Any, item: Item, attention: AbstractContextManager[Any]) -> Answered:
     """Ask a question; the prompt is read within ``attention``."""
     device = next(model.parameters()).device
-    prompt = tokenizer(item.prompt, return_tensors="pt").input_ids.to(device)
-    reference = tokenizer(item.reference, add_special_tokens=False, return_tensors="pt").input_ids.to(device)
+    prompt, reference = (torch.tensor([ids], device=device) for ids in tokenized(tokenizer, item))
     with attention:
         read = model(prompt, use_cache=True, **_last_logits(model))
     first = read.logits[:, -1:]
@@ -55,6 +54,19 @@ def ask(model: Any, tokenizer: Any, item: Item, attention: AbstractContextManage
         score = METRICS[item.metric](text, item.answers)
     nll = -float(logits.float().log_softmax(-1).gather(2, reference[..., None]).mean())
     return Answered(score, nll, text, prompt.shape[1])
+
+
+def tokenized(tokenizer: Any, item: Item) -> tuple[list[int], list[int]]:
+    """Prompt and reference, cut where both together are tokenized as the prompt is by itself.
+
+    Tokenizers put a space before a text, or a mark behind it, so a reference by itself may have other tokens.
+    """
+    prompt, both = (tokenizer(text).input_ids for text in (item.prompt, item.prompt + item.reference))
+    if both[-1] == tokenizer.eos_token_id:
+        both = both[:-1]
+    shared = next((place for place, (one, other) in enumerate(zip(prompt, both, strict=False)) if one != other), None)
+    cut = min(len(prompt), len(both) - 1) if shared is None else shared
+    return both[:cut], both[cut:]
 
 
 def _last_logits(model: Any) -> dict[str, int]:

@@ -11,10 +11,11 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from sparge._version import __version__
 from sparge.console import empty_table, print_fitting
 from sparge.evaluate.language.load import load
 from sparge.evaluate.language.page import render_page
-from sparge.evaluate.language.run import KEY, Settings, evaluate_model, pieces, runs
+from sparge.evaluate.language.run import KEY, Settings, evaluate_model, pieces, rows_of, runs
 from sparge.evaluate.language.summary import FIDELITY, cells, lines_of
 from sparge.evaluate.language.texts import read_text
 from sparge.evaluate.rows import Rows
@@ -48,7 +49,8 @@ def run(
         "model": name,
         "dtype": str(dtype).removeprefix("torch."),
         "device": device,
-        "force": force,
+        "sparge": __version__,
+        "torch": torch.__version__,
         "text": text or "Python's language reference",
         "text_hash": hashlib.sha256(content.encode()).hexdigest()[:12],
         "seed": settings.seed,
@@ -67,13 +69,7 @@ def run(
             bar.advance(task)
 
         evaluate_model(model, tokenizer, variants, work, rows, progress)
-    labels = {variant.label for variant in variants}
-    places = {(piece.part, piece.tokens, piece.number) for piece in work}
-    shown = [
-        row
-        for row in rows
-        if (row["part"], row["tokens"], row["item"]) in places and row["variant"] in {*labels, "dense"}
-    ]
+    shown = rows_of(variants, work, rows)
     _print(console, shown)
     output.write_text(render_page(shown, name, shlex.join(command)), encoding="utf-8")
     for path in filter(None, (output, json_path)):

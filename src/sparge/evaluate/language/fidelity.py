@@ -6,9 +6,11 @@ agreement of the most likely token is what greedy decoding would notice.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,11 +45,11 @@ class Fidelity:
 
 @dataclass(frozen=True)
 class Readout:
-    """Logits of a window, made a few positions at a time where the model's head allows it.
+    """Logits of a window, made a few positions at a time: those of a long window may not fit into memory.
 
     Attributes:
-        states: (1, N - 1, C): hidden states, or the logits themselves where a model scales or caps what its head gives.
-        head: from states to logits.
+        states: (1, N - 1, C): last hidden states, or the logits themselves where a model cannot be read in parts.
+        head: from states (1, positions, C) to logits.
     """
 
     states: Tensor
@@ -55,16 +57,52 @@ class Readout:
 
     def logits(self, part: slice) -> Tensor:
         """(positions, vocabulary) in float32."""
-        return self.head(self.states[0, part]).float()
+        return self.head(self.states[:, part])[0].float()
 
 
 @torch.no_grad()
 def read(model: Any, window: Tensor) -> Readout:
     """Run a model over one window (1, N)."""
-    if _has_plain_head(model):
-        hidden = model.base_model(window, use_cache=False).last_hidden_state[:, :-1]
-        return Readout(hidden, model.get_output_embeddings())
-    return Readout(model(window, use_cache=False).logits[:, :-1], _unchanged)
+    if not _can_be_split(model):
+        return Readout(model(window, use_cache=False).logits[:, :-1], _unchanged)
+    output = model.base_model(window, use_cache=False)
+    return Readout(output.last_hidden_state[:, :-1], partial(_logits_of, model, output))
+
+
+def _logits_of(model: Any, output: Any, states: Tensor) -> Tensor:
+    """What the model makes of last hidden states: its own forward pass, in which the base model is left out.
+
+    So whatever a model does to its logits (scales, soft caps) is done.
+    """
+    given = copy.copy(output)
+    given["last_hidden_state"] = states
+    base = model.base_model
+    base.forward = lambda *_, **__: given  # on the object: its class's method is behind it
+    try:
+        logits: Tensor = model(torch.zeros(states.shape[:2], dtype=torch.long, device=states.device)).logits
+    finally:
+        del base.forward
+    return logits
+
+
+def _can_be_split(model: Any) -> bool:
+    """Whether logits can be made from last hidden states; tried once for a model, on a few tokens."""
+    known = getattr(model, "_sparge_can_be_split", None)
+    if known is None:
+        known = _splits(model)
+        model._sparge_can_be_split = known
+    return bool(known)
+
+
+def _splits(model: Any) -> bool:
+    tokens = torch.arange(8, device=next(model.parameters()).device)[None]
+    expected = model(tokens, use_cache=False).logits
+    if model.base_model is model or "forward" in vars(model.base_model):
+        return False
+    output = model.base_model(tokens, use_cache=False)
+    logits = _logits_of(model, output, output.last_hidden_state)
+    tolerance = float(0.05 * expected.float().abs().max()) + 1e-6
+    return logits.shape == expected.shape and torch.allclose(logits.float(), expected.float(), rtol=0, atol=tolerance)
 
 
 @torch.no_grad()
@@ -90,27 +128,6 @@ def perplexity(model: Any, window: Tensor) -> float:
 
 def _unchanged(states: Tensor) -> Tensor:
     return states
-
-
-def _has_plain_head(model: Any) -> bool:
-    """Whether logits are what the output embedding makes of the last hidden states; looked up once for a model."""
-    known = getattr(model, "_sparge_plain_head", None)
-    if known is None:
-        known = _compare_heads(model)
-        model._sparge_plain_head = known
-    return bool(known)
-
-
-def _compare_heads(model: Any) -> bool:
-    head = model.get_output_embeddings()
-    if head is None:
-        return False
-    tokens = torch.arange(8, device=next(model.parameters()).device)[None]
-    expected = model(tokens, use_cache=False).logits.float()
-    logits = head(model.base_model(tokens, use_cache=False).last_hidden_state).float()
-    return logits.shape == expected.shape and torch.allclose(
-        logits, expected, rtol=0, atol=float(0.05 * expected.abs().max()) + 1e-6
-    )
 
 
 @torch.no_grad()

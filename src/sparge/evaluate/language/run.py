@@ -17,10 +17,10 @@ from sparge.evaluate.language.answers import ask
 from sparge.evaluate.language.collections import read_collection
 from sparge.evaluate.language.tasks import TASKS, Item, make_item
 from sparge.evaluate.language.texts import windows_of
-from sparge.evaluate.rows import Rows
+from sparge.evaluate.rows import Row, Rows
 from sparge.evaluate.variants import Ran, Variant
 
-KEY = ("part", "tokens", "item", "variant")
+KEY = ("part", "tokens", "item", "variant", "policy")
 """What tells rows apart. Part "fidelity" compares distributions, all others are tasks."""
 
 DENSE = "dense"
@@ -126,7 +126,7 @@ def evaluate_model(
         progress: called with a line before each run of the model; as often as `runs` says.
     """
     for piece in work:
-        wanted = [variant for variant in variants if not _is_done(rows, piece, variant.label)]
+        wanted = [variant for variant in variants if not _is_done(rows, piece, variant)]
         if piece.window is not None and wanted:
             _compare(model, piece, wanted, rows, progress)
         elif piece.item is not None:
@@ -137,18 +137,27 @@ def runs(variants: Sequence[Variant], work: Sequence[Piece], rows: Rows) -> int:
     """How many runs of the model are left to do."""
     total = 0
     for piece in work:
-        left = sum(not _is_done(rows, piece, variant.label) for variant in variants)
-        needs_dense = left > 0 if piece.window is not None else not _is_done(rows, piece, DENSE)
+        left = sum(not _is_done(rows, piece, variant) for variant in variants)
+        needs_dense = left > 0 if piece.window is not None else not _is_done(rows, piece, None)
         total += left + needs_dense
     return total
 
 
-def _is_done(rows: Rows, piece: Piece, variant: str) -> bool:
-    return rows.has(part=piece.part, tokens=piece.tokens, item=piece.number, variant=variant)
+def rows_of(variants: Sequence[Variant], work: Sequence[Piece], rows: Rows) -> list[Row]:
+    """The rows of this work alone, of all that are there."""
+    wanted: list[Variant | None] = [None, *variants]
+    places = (_place(piece, variant) for piece in work for variant in wanted)
+    return [rows.get(**place) for place in places if rows.has(**place)]
 
 
-def _place(piece: Piece, variant: str) -> dict[str, Any]:
-    return {"part": piece.part, "tokens": piece.tokens, "item": piece.number, "variant": variant}
+def _is_done(rows: Rows, piece: Piece, variant: Variant | None) -> bool:
+    return rows.has(**_place(piece, variant))
+
+
+def _place(piece: Piece, variant: Variant | None) -> dict[str, Any]:
+    """The key of a row; without a variant that of the model itself. A label may come to mean another policy."""
+    label, policy = (DENSE, "") if variant is None else (variant.label, variant.policy.to_json())
+    return {"part": piece.part, "tokens": piece.tokens, "item": piece.number, "variant": label, "policy": policy}
 
 
 def _told(piece: Piece, variant: str) -> str:
@@ -170,7 +179,7 @@ def _compare(
             ran = Ran.of(sparge.stats())
         found = fidelity.compare(window, dense, other)
         seconds = time.perf_counter() - start
-        rows.add({**_place(piece, variant.label), **asdict(found), **asdict(ran), "seconds": seconds})
+        rows.add({**_place(piece, variant), **asdict(found), **asdict(ran), "seconds": seconds})
 
 
 def _ask(
@@ -179,12 +188,12 @@ def _ask(
     item = piece.item
     assert item is not None
     common = {"depth": item.depth, "metric": item.metric, "answers": list(item.answers)}
-    if not _is_done(rows, piece, DENSE):
+    if not _is_done(rows, piece, None):
         progress(_told(piece, DENSE))
         answered = ask(model, tokenizer, item, nullcontext())
-        rows.add({**_place(piece, DENSE), **common, **asdict(answered)})
+        rows.add({**_place(piece, None), **common, **asdict(answered)})
     for variant in variants:
         progress(_told(piece, variant.label))
         answered = ask(model, tokenizer, item, variant.applied(model))
         ran = Ran.of(sparge.stats())
-        rows.add({**_place(piece, variant.label), **common, **asdict(answered), **asdict(ran)})
+        rows.add({**_place(piece, variant), **common, **asdict(answered), **asdict(ran)})
