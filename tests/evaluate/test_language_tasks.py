@@ -53,6 +53,14 @@ def test_needles_lie_where_they_are_put(tokenizer: Any, depth: float) -> None:
     assert hay.index("The pass code") / len(hay) == pytest.approx(depth, abs=0.05)
 
 
+@pytest.mark.parametrize("text", ["昔々あるところに" * 900, "word " * 2000], ids=["no spaces", "no sentences"])
+def test_needles_lie_there_without_sentences(tokenizer: Any, text: str) -> None:
+    for depth in (0.15, 0.45, 0.75):
+        item = make_item("needle", tokenizer, 3000, 0, text=text, depth=depth)
+        hay = item.prompt[: item.prompt.rindex("\n\nQuestion:")]
+        assert hay.index("The pass code") / len(hay) == pytest.approx(depth, abs=0.06)
+
+
 def test_too_little_room_is_said(tokenizer: Any) -> None:
     with pytest.raises(ValueError, match="tokens: expected room for facts and question"):
         make_item("multikey", tokenizer, 300, 0, text=TEXT)
@@ -117,6 +125,16 @@ def test_longbench_and_infinitebench_files(tokenizer: Any, tmp_path: Path) -> No
         read_collection(str(tmp_path / "other.jsonl"), tokenizer, 1000, 5)
     with pytest.raises(ValueError, match="data: expected a file, longbench:NAME or infinitebench:NAME, got 'x'"):
         read_collection("x", tokenizer, 1000, 5)
+
+
+def test_awkward_lines_of_data(tokenizer: Any, tmp_path: Path) -> None:
+    row = {**LONGBENCH, "dataset": "passage_count", "answers": 5, "context": "one\u2028two"}
+    (tmp_path / "counts.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n")
+    (item,) = read_collection(str(tmp_path / "counts.jsonl"), tokenizer, 1000, 5)
+    assert item.answers == ("5",) and METRICS["found"]("There are 15.", item.answers) == 0.0
+    (tmp_path / "none.jsonl").write_text(json.dumps({**LONGBENCH, "answers": []}) + "\n")
+    with pytest.raises(ValueError, match="question 0: expected answers, got none"):
+        read_collection(str(tmp_path / "none.jsonl"), tokenizer, 1000, 5)
 
 
 def test_metrics_of_data_sets() -> None:

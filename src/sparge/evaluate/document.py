@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
+from typing import Any
 
 from sparge.evaluate.style import STYLE
 
@@ -23,6 +24,14 @@ def document(title: str, body: str, style: str = "") -> str:
 </body>
 </html>
 """
+
+
+def machine_line(row: Mapping[str, Any], *parts: str) -> str:
+    """What a row was measured on: device, whatever the caller adds, dtype and versions."""
+    device = row.get("gpu") or f"{row['processor']}, {row['threads']} threads"
+    commit = f" ({row['commit']})" if row.get("commit") else ""
+    versions = (f"torch {row['torch']}", f"sparge {row['sparge']}{commit}")
+    return " / ".join((device, *parts, row["run"]["dtype"], *versions))
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> str:

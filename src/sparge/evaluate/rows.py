@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
@@ -34,8 +34,8 @@ class Rows:
     def __init__(self, path: Path | None, run: Mapping[str, Any], key: Sequence[str]) -> None:
         self.path = path
         self.run = dict(run)
-        self.run_id = hashlib.sha256(json.dumps(self.run, sort_keys=True).encode()).hexdigest()[:12]
         self._key = tuple(key)
+        self.run_id = digest({"run": self.run, "key": self._key})
         self._rows: dict[tuple[Any, ...], Row] = {}
         self.others = 0
         self._whole_bytes: int | None = None  # of a file that ends in the middle of a line: killed while it wrote
@@ -85,6 +85,21 @@ class Rows:
                 file.truncate(self._whole_bytes)
                 self._whole_bytes = None
             file.write(json.dumps(row).encode() + b"\n")
+
+
+def digest(value: Any) -> str:
+    """Twelve letters that differ where plain values do."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def fingerprint(modules: Iterable[torch.nn.Module]) -> str:
+    """Twelve letters that differ where weights do: of a few numbers of each parameter."""
+    numbers: list[float] = []
+    for module in modules:
+        for parameter in module.parameters():
+            values = parameter.detach().flatten()
+            numbers += values[:: max(len(values) // 4, 1)][:5].double().cpu().tolist()
+    return digest(numbers)
 
 
 _STAMP: dict[str, Any] = {}

@@ -11,7 +11,8 @@ policy.json                             a file that Policy.to_json wrote
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch import Tensor
 import sparge
 from sparge.backends import base
 from sparge.config import Selection, TopCdf, TopK
+from sparge.decide import Reason
 from sparge.evaluate.capture import true_mask
 from sparge.integrations.calls import substituted
 from sparge.policy import Policy
@@ -50,7 +52,7 @@ class Variant:
     """One way to run a model's attention.
 
     Attributes:
-        label: as it was written; it names rows and curves.
+        label: as it was written, a file by its path; it names rows and curves.
         kind: "policy"; "oracle": the policy's rule on the true mass; "dense": `sparge.attention` over all blocks, where
             the policy would go sparse; "sdpa": torch's attention on a kernel of its own.
         policy: what goes sparse, and in which arithmetic.
@@ -90,7 +92,13 @@ class Variant:
                 stack.enter_context((reach or enabled)(model, self.policy))
                 if self.kind != "policy":
                     stack.enter_context(substituted(self.attend))
-            yield
+            try:
+                yield
+            except RuntimeError as error:
+                if self.kind == "sdpa" and "No available kernel" in str(error):
+                    message = f"variant {self.label!r}: expected a kernel of torch for this model, got none here"
+                    raise NotImplementedError(message) from error
+                raise
 
     def attend(
         self, layer: str, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **call: Any
@@ -132,9 +140,9 @@ def parse_variant(text: str) -> Variant:
     text = text.strip()
     if text.startswith("{") or text.endswith(".json"):
         content = text if text.startswith("{") else _read(text)
-        return Variant(text if text.startswith("{") else Path(text).stem, "policy", Policy.from_json(content))
+        return Variant(text, "policy", Policy.from_json(content))
     values: dict[str, Any] = {}
-    for word in filter(None, (word.strip() for word in text.split(","))):
+    for word in words_of(text):
         name, equals, value = word.partition("=")
         known = name in ("oracle", "dense") if not equals else name in ("topk", "cdf", "sdpa", *_settable())
         if not known:
@@ -163,7 +171,7 @@ def _value(text: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError:
-        return float(text) if text.startswith(".") else text  # .5 is no JSON
+        return float(text) if re.fullmatch(r"-?\.\d+", text) else text  # .5 is no JSON
 
 
 def _of_words(text: str, values: dict[str, Any]) -> Variant:
@@ -184,6 +192,9 @@ def _of_words(text: str, values: dict[str, Any]) -> Variant:
             raise ValueError(f"variant {text!r}: expected sdpa= alone, one of {', '.join(SDPA_KERNELS)}")
         return Variant(text, kind, Policy(), kernel)
     values = {name: value for name, value in values.items() if name not in ("oracle", "dense")}
+    unheard = sorted({"similarity_threshold", "pv_threshold"} & set(values)) if kind == "oracle" else []
+    if unheard:
+        raise ValueError(f"variant {text!r}: expected no {unheard[0]} beside oracle, which chooses by mass alone")
     rules = {name: values.pop(name) for name in list(values) if name in SELECTION_FIELDS}
     if "cdf" in values:
         values["sparsity"] = TopCdf(values.pop("cdf"), **rules)
@@ -195,9 +206,9 @@ def _of_words(text: str, values: dict[str, Any]) -> Variant:
 def _attend_by_true_mass(
     layer: str, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **call: Any
 ) -> Tensor:
-    """`sparge.attention` with blocks chosen by the attention they really hold."""
+    """`sparge.attention` with blocks chosen by the attention they really hold; with a mask, over all blocks."""
     if attn_mask is not None:
-        raise NotImplementedError(f"{layer}: expected a call without a mask for the oracle, got one")
+        return _attend_to_all(layer, query, key, value, attn_mask, **call)
     del call["score"]
     rule, keep, is_causal = call.pop("sparsity"), call.pop("always_keep"), call.pop("is_causal")
     mask = true_mask(query, key, sparsity=rule, is_causal=is_causal, scale=call["scale"], always_keep=keep)
@@ -235,6 +246,23 @@ class Ran:
         return cls(stats.density, stats.sparse, stats.dense, stats.reasons)
 
 
+BY_RULE = tuple(f"dense: {reason.value}" for reason in (Reason.STEP, Reason.LAYER))
+"""What a policy's own rules keep dense."""
+
+
+def share_computed(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """Share of the visible blocks that was computed in runs with the fields of `Ran`; None where nothing ran sparse.
+
+    Calls that rules about steps and layers keep dense count in full; others (too short, cross-attention) do not count.
+    """
+    sparse = sum(row["sparse"] for row in rows)
+    if not sparse:
+        return None
+    kept = sum(row["density"] * row["sparse"] for row in rows if row["density"] is not None)
+    by_rule = sum(row["reasons"].get(reason, 0) for row in rows for reason in BY_RULE)
+    return float((kept + by_rule) / (sparse + by_rule))
+
+
 def family_of(label: str) -> str:
     """What curves are drawn of: a variant without how much it keeps.
 
@@ -242,5 +270,28 @@ def family_of(label: str) -> str:
         >>> family_of("topk=0.25,score=mean"), family_of("cdf=.9"), family_of("dense,quantization=int8_fp8")
         ('topk, score=mean', 'cdf', 'dense, quantization=int8_fp8')
     """
-    words = [word.strip() for word in label.split(",")]
-    return ", ".join(word.partition("=")[0] if word.startswith(("topk=", "cdf=")) else word for word in words)
+    return ", ".join(word.partition("=")[0] if word.startswith(("topk=", "cdf=")) else word for word in words_of(label))
+
+
+def words_of(text: str) -> list[str]:
+    """The words between commas that stand outside brackets.
+
+    Example:
+        >>> words_of("topk=0.5, dense_layers=[0,-1]")
+        ['topk=0.5', 'dense_layers=[0,-1]']
+    """
+    words, depth = [""], 0
+    for letter in text:
+        depth += (letter in "[{(") - (letter in "]})")
+        if letter == "," and depth == 0:
+            words.append("")
+        else:
+            words[-1] += letter
+    return [word.strip() for word in words if word.strip()]
+
+
+def check_labels(variants: Sequence[Variant]) -> None:
+    """Raise unless there is a variant, and each has a name of its own."""
+    labels = [variant.label for variant in variants]
+    if not labels or len(set(labels)) < len(labels):
+        raise ValueError(f"variants: expected one or more, with different names, got {labels}")

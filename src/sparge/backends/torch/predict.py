@@ -97,10 +97,16 @@ def select_blocks(probabilities: Tensor, call: Call) -> BlockMask:
     shape, is_causal, rule = call.shape, call.is_causal, call.selection
     seen = find_visibility(shape, is_causal, call.attn_mask, probabilities.device)
     visible = seen.blocks.expand(probabilities.shape)
-    unfinished = _unfinished_blocks(shape, is_causal, probabilities.device)
-    forced = (_forced_blocks(call, seen.blocks) | unfinished).expand(probabilities.shape)
-    kept = _select(probabilities, visible, visible, forced, rule)
+    kept = _select(probabilities, visible, visible, forced_blocks(call, probabilities.device), rule)
     return BlockMask.from_dense(kept, q_len=shape.q_len, kv_len=shape.kv_len, is_causal=is_causal, visible=visible)
+
+
+def forced_blocks(call: Call, device: torch.device) -> Tensor:
+    """Blocks that a call keeps whatever their score, (B, H, q_blocks, kv_blocks); some may not be visible."""
+    shape = call.shape
+    seen = find_visibility(shape, call.is_causal, call.attn_mask, device)
+    forced = _forced_blocks(call, seen.blocks) | _unfinished_blocks(shape, call.is_causal, device)
+    return forced.expand(shape.batch, shape.heads, -1, -1)
 
 
 def _row_chunks(rows: _Rows) -> list[tuple[int, int]]:

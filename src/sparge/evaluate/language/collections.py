@@ -41,7 +41,7 @@ def read_collection(source: str, tokenizer: Any, tokens: int, count: int) -> lis
         if not path.is_file():
             raise ValueError(f"data: expected a file, longbench:NAME or infinitebench:NAME, got {source!r}")
         name = path.stem
-        lines = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+        lines = (json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip())
     items = []
     for number, row in zip(range(count), lines, strict=False):
         items.append(_item(row, name, number, tokenizer, tokens))
@@ -57,8 +57,9 @@ def _item(row: Mapping[str, Any], name: str, number: int, tokenizer: Any, tokens
             f"data {name!r}: expected fields context, input and answers (LongBench) or answer (InfiniteBench), got "
             f"{', '.join(sorted(row))}"
         )
-    answers = [answers] if isinstance(answers, (str, int)) else list(answers)
-    answers = [str(answer) for answer in answers]
+    answers = [str(answer) for answer in (answers if isinstance(answers, list) else [answers])]
+    if not answers:
+        raise ValueError(f"data {name!r}, question {number}: expected answers, got none")
     name = row.get("dataset") or name
     metric, max_new_tokens = metric_of(name)
     options = row.get("options") or row.get("all_classes") or []
@@ -73,7 +74,8 @@ def _item(row: Mapping[str, Any], name: str, number: int, tokenizer: Any, tokens
         question += f"\n{listed}"
     question += "\n\nSummary:" if metric == "rouge" else "\n" if metric == "similar" else "\n\nAnswer:"
     prompt = _without_middle(tokenizer, row["context"], question, tokens)
-    return Item(name, tokens, number, prompt, tuple(answers), f" {answers[0]}", metric, max_new_tokens=max_new_tokens)
+    reference = answers[0] if metric == "similar" else f" {answers[0]}"
+    return Item(name, tokens, number, prompt, tuple(answers), reference, metric, max_new_tokens=max_new_tokens)
 
 
 def metric_of(name: str) -> tuple[str, int]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -13,13 +13,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from sparge._version import __version__
 from sparge.console import empty_table, print_fitting
-from sparge.evaluate.language.load import load
+from sparge.evaluate.language.load import load_model, load_tokenizer
 from sparge.evaluate.language.page import render_page
-from sparge.evaluate.language.run import KEY, Settings, evaluate_model, pieces, rows_of, runs
-from sparge.evaluate.language.summary import FIDELITY, cells, lines_of
+from sparge.evaluate.language.run import FIDELITY, KEY, Settings, evaluate_model, pieces, rows_of, runs
+from sparge.evaluate.language.summary import cells, lines_of
 from sparge.evaluate.language.texts import read_text
-from sparge.evaluate.rows import Rows
-from sparge.evaluate.variants import Variant
+from sparge.evaluate.rows import Rows, fingerprint
+from sparge.evaluate.variants import Variant, check_labels
 
 
 def run(
@@ -41,22 +41,23 @@ def run(
     Raises:
         ImportError, ValueError: something is missing, or not what was expected.
     """
+    check_labels(variants)
     content = read_text(text)
-    model, tokenizer = load(name, device, dtype)
+    tokenizer = load_tokenizer(name)
+    work = list(pieces(settings, tokenizer, content))
+    model = load_model(name, device, dtype)
+    _check_positions(model, settings)
     if force:
         variants = [variant.forced(torch.device(device)) for variant in variants]
     described = {
         "model": name,
+        "weights": fingerprint([model]),
         "dtype": str(dtype).removeprefix("torch."),
-        "device": device,
+        "device": torch.cuda.get_device_name() if device == "cuda" else device,
         "sparge": __version__,
         "torch": torch.__version__,
-        "text": text or "Python's language reference",
-        "text_hash": hashlib.sha256(content.encode()).hexdigest()[:12],
-        "seed": settings.seed,
     }
     rows = Rows(json_path, described, KEY)
-    work = list(pieces(settings, tokenizer, content))
     left = runs(variants, work, rows)
     if rows.found:
         console.print(f"{rows.found} rows of an earlier run are taken over, {left} runs are left", highlight=False)
@@ -74,6 +75,13 @@ def run(
     output.write_text(render_page(shown, name, shlex.join(command)), encoding="utf-8")
     for path in filter(None, (output, json_path)):
         console.print(f"Wrote {path}", soft_wrap=True, highlight=False, markup=False)
+
+
+def _check_positions(model: Any, settings: Settings) -> None:
+    """Beyond the positions it was made for, a model's figures mean nothing."""
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if most is not None and max(settings.tokens) > most:
+        raise ValueError(f"tokens: expected at most {most}, the model's max_position_embeddings, got {settings.tokens}")
 
 
 def _print(console: Console, rows: Sequence[dict[str, object]]) -> None:

@@ -18,18 +18,30 @@ def load(name: str, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
         ImportError: transformers is missing, or gguf for such a file.
         ValueError: nothing there, or nothing that can be loaded.
     """
+    return load_model(name, device, dtype), load_tokenizer(name)
+
+
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer alone: it is there in a moment."""
+    return _loaded("AutoTokenizer", name)
+
+
+def load_model(name: str, device: str, dtype: torch.dtype) -> Any:
+    """The model alone."""
+    return _loaded("AutoModelForCausalLM", name, dtype=dtype).to(device).eval()
+
+
+def _loaded(kind: str, name: str, **more: Any) -> Any:
     try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        import transformers
     except ImportError as error:
         raise ImportError("expected transformers to be installed: pip install 'sparge[transformers]'") from error
     place, options = located(name)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(place, **options)
-        model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, **options)
+        return getattr(transformers, kind).from_pretrained(place, **more, **options)
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise ValueError(f"model: expected a hub name, a folder or a GGUF file, got {name!r} ({first})") from error
-    return model.to(device).eval(), tokenizer
 
 
 def located(name: str) -> tuple[str, dict[str, str]]:

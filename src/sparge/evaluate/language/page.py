@@ -8,9 +8,9 @@ from html import escape
 
 from sparge.evaluate import charts
 from sparge.evaluate.charts import Curve, Point
-from sparge.evaluate.document import document, notes, table
-from sparge.evaluate.language.run import DENSE
-from sparge.evaluate.language.summary import FIDELITY, Line, cells, lines_of
+from sparge.evaluate.document import document, machine_line, notes, table
+from sparge.evaluate.language.run import DENSE, FIDELITY, is_stock
+from sparge.evaluate.language.summary import Line, cells, lines_of
 from sparge.evaluate.rows import Row
 from sparge.evaluate.variants import family_of
 
@@ -33,7 +33,7 @@ def render_page(rows: Sequence[Row], model: str, command: str) -> str:
 <p class="lead">The same model reads the same tokens twice: with its own dense attention, and with attention that leaves
 out blocks or computes in 8 bits. This page shows how far the second is from the first, in what the model predicts and
 in what it finds, beside how much was computed.</p>
-<p class="machine">{escape(_machine(rows))}</p>
+<p class="machine">{escape(machine_line(rows[0]))}</p>
 </header>
 <main>
 {"".join(sections)}
@@ -50,15 +50,8 @@ in what it finds, beside how much was computed.</p>
 <code>--json</code> file. <code>sparge eval llm --help</code> lists all options.</p>
 </section>
 </main>
-<footer><p class="machine">{escape(_machine(rows))}</p></footer>"""
+<footer><p class="machine">{escape(machine_line(rows[0]))}</p></footer>"""
     return document(f"{model}: sparse against dense", body, charts.STYLE)
-
-
-def _machine(rows: Sequence[Row]) -> str:
-    row, run = rows[0], rows[0]["run"]
-    device = row.get("gpu") or f"{row['processor']}, {row['threads']} threads"
-    commit = f" ({row['commit']})" if row.get("commit") else ""
-    return f"{device} / {run['dtype']} / torch {row['torch']} / sparge {row['sparge']}{commit}"
 
 
 def _length_section(tokens: int, lines: Sequence[Line], tasks: Sequence[str]) -> str:
@@ -144,7 +137,7 @@ def _needle_maps(rows: Sequence[Row]) -> str:
     needles = [row for row in rows if row["part"] == "needle"]
     if not needles:
         return ""
-    variants = [DENSE, *dict.fromkeys(row["variant"] for row in needles if row["variant"] != DENSE)]
+    variants = [None, *dict.fromkeys(row["variant"] for row in needles if not is_stock(row))]
     lengths = sorted({row["tokens"] for row in needles})
     depths = sorted({row["depth"] for row in needles})
     maps = []
@@ -156,12 +149,13 @@ def _needle_maps(rows: Sequence[Row]) -> str:
                 found = [
                     row["score"]
                     for row in needles
-                    if (row["variant"], row["depth"], row["tokens"]) == (variant, depth, tokens)
+                    if (None if is_stock(row) else row["variant"], row["depth"], row["tokens"])
+                    == (variant, depth, tokens)
                 ]
                 line.append(statistics.fmean(found) if found else None)
             values.append(line)
         names = [f"{depth:.0%}" for depth in depths]
-        maps.append(charts.heat_map(variant, names, [str(tokens) for tokens in lengths], values, "depth"))
+        maps.append(charts.heat_map(variant or DENSE, names, [str(tokens) for tokens in lengths], values, "depth"))
     left = "" if len(variants) <= MAX_MAPS else f"<p>{len(variants) - MAX_MAPS} further variants are in the rows.</p>"
     return f"""<section><h2>Needles</h2><p>A fact is hidden in the text at a depth (0 % is the start) and asked for
 behind it; the share of right answers, for each depth and length.</p><div class="charts">{"".join(maps)}</div>{left}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -17,14 +16,22 @@ from sparge.evaluate.language.answers import ask
 from sparge.evaluate.language.collections import read_collection
 from sparge.evaluate.language.tasks import TASKS, Item, make_item
 from sparge.evaluate.language.texts import windows_of
-from sparge.evaluate.rows import Row, Rows
+from sparge.evaluate.rows import Row, Rows, digest
 from sparge.evaluate.variants import Ran, Variant
 
-KEY = ("part", "tokens", "item", "variant", "policy")
-"""What tells rows apart. Part "fidelity" compares distributions, all others are tasks."""
+KEY = ("part", "tokens", "item", "content", "variant", "policy")
+"""What tells rows apart. Part "fidelity" compares distributions, all others are tasks; ``content`` is a digest of the
+window or the question, ``policy`` is "" for the model itself."""
 
+FIDELITY = "fidelity"
 DENSE = "dense"
-"""The variant of rows about the model itself."""
+"""What rows about the model itself are called."""
+
+
+def is_stock(row: Row) -> bool:
+    """Whether a row is about the model itself, whatever variants are called."""
+    return row["policy"] == ""
+
 
 DEPTHS = (0.0, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9, 1.0)
 
@@ -56,6 +63,8 @@ class Settings:
     def __post_init__(self) -> None:
         if not self.tokens or min(self.tokens) < 64:
             raise ValueError(f"tokens: expected lengths of 64 or more, got {self.tokens}")
+        if not (self.windows or self.data or any(task != "needle" or self.needles for task in self.tasks)):
+            raise ValueError("settings: expected windows, needles, tasks or data to measure, got none of them")
         unknown = [task for task in self.tasks if task not in TASKS]
         if unknown:
             raise ValueError(f"tasks: expected some of {', '.join(TASKS)}, got {', '.join(unknown)}")
@@ -77,6 +86,14 @@ class Piece:
     window: Tensor | None = None
     item: Item | None = None
 
+    @property
+    def content(self) -> str:
+        """What it is about, in twelve letters."""
+        if self.item is not None:
+            return digest([self.item.prompt, self.item.reference, self.item.metric, self.item.max_new_tokens])
+        assert self.window is not None
+        return digest(self.window.tolist())
+
 
 def pieces(settings: Settings, tokenizer: Any, text: str) -> Iterator[Piece]:
     """All windows and questions, in the order of their length.
@@ -84,12 +101,13 @@ def pieces(settings: Settings, tokenizer: Any, text: str) -> Iterator[Piece]:
     Raises:
         ValueError: the text is too short, or a source has nothing.
     """
+    before = prefix_of(tokenizer)
     if settings.windows:
-        ids = torch.tensor(tokenizer(text).input_ids)
+        ids = torch.tensor(tokenizer(text, add_special_tokens=False).input_ids)
     for tokens in sorted(settings.tokens):
         if settings.windows:
-            for number, window in enumerate(windows_of(ids, tokens, settings.windows)):
-                yield Piece("fidelity", tokens, number, window=window)
+            for number, window in enumerate(windows_of(ids, tokens - len(before), settings.windows)):
+                yield Piece(FIDELITY, tokens, number, window=torch.cat([torch.tensor([before]).long(), window], 1))
         for task in settings.tasks:
             for number, depth in _numbers(task, settings):
                 item = make_item(task, tokenizer, tokens, number, text=text, depth=depth, seed=settings.seed)
@@ -97,7 +115,13 @@ def pieces(settings: Settings, tokenizer: Any, text: str) -> Iterator[Piece]:
     for source in settings.data:
         longest = max(settings.tokens)
         for item in read_collection(source, tokenizer, longest, settings.items):
-            yield Piece(item.task, longest, item.number, item=item)
+            part = f"{item.task} (file)" if item.task in (FIDELITY, *TASKS) else item.task
+            yield Piece(part, longest, item.number, item=item)
+
+
+def prefix_of(tokenizer: Any) -> list[int]:
+    """What a tokenizer puts before every text: the mark of its beginning, for models that were trained with one."""
+    return [token for token in tokenizer("").input_ids if token != tokenizer.eos_token_id]
 
 
 def _numbers(task: str, settings: Settings) -> Iterator[tuple[int, float | None]]:
@@ -157,7 +181,8 @@ def _is_done(rows: Rows, piece: Piece, variant: Variant | None) -> bool:
 def _place(piece: Piece, variant: Variant | None) -> dict[str, Any]:
     """The key of a row; without a variant that of the model itself. A label may come to mean another policy."""
     label, policy = (DENSE, "") if variant is None else (variant.label, variant.policy.to_json())
-    return {"part": piece.part, "tokens": piece.tokens, "item": piece.number, "variant": label, "policy": policy}
+    place = {"part": piece.part, "tokens": piece.tokens, "item": piece.number, "content": piece.content}
+    return {**place, "variant": label, "policy": policy}
 
 
 def _told(piece: Piece, variant: str) -> str:
@@ -173,13 +198,11 @@ def _compare(
     dense = fidelity.read(model, window)
     for variant in variants:
         progress(_told(piece, variant.label))
-        start = time.perf_counter()
         with variant.applied(model):
             other = fidelity.read(model, window)
             ran = Ran.of(sparge.stats())
         found = fidelity.compare(window, dense, other)
-        seconds = time.perf_counter() - start
-        rows.add({**_place(piece, variant), **asdict(found), **asdict(ran), "seconds": seconds})
+        rows.add({**_place(piece, variant), **asdict(found), **asdict(ran)})
 
 
 def _ask(

@@ -12,13 +12,14 @@ ARTICLES = frozenset(("a", "an", "the"))
 
 
 def found(answer: str, references: Sequence[str]) -> float:
-    """Share of the references that the answer contains.
+    """Share of the references that the answer contains as words of their own.
 
     Example:
-        >>> found("They are 12 and 34.", ["12", "56"])
+        >>> found("They are 12 and 345.", ["12", "34"])
         0.5
     """
-    return sum(reference.lower() in answer.lower() for reference in references) / len(references)
+    patterns = (rf"(?<!\w){re.escape(reference)}(?!\w)" for reference in references)
+    return sum(bool(re.search(pattern, answer, re.IGNORECASE)) for pattern in patterns) / len(references)
 
 
 def f1(answer: str, references: Sequence[str]) -> float:
@@ -45,11 +46,11 @@ def choice(answer: str, references: Sequence[str]) -> float:
     """Whether the first line begins with, or the answer contains, one of the references.
 
     Example:
-        >>> choice(" B. the cat", ["B"])
-        1.0
+        >>> choice(" B. the cat", ["B"]), choice("(C) the dog", ["B"])
+        (1.0, 0.0)
     """
     first = answer.strip().splitlines()[0] if answer.strip() else ""
-    words = re.split(r"\W+", first)
+    words = re.findall(r"\w+", first) or [""]
     return float(
         any(reference in (words[0], first) or (len(reference) > 1 and reference in answer) for reference in references)
     )

@@ -10,10 +10,9 @@ from typing import Any
 
 from sparge.decide import Reason
 from sparge.evaluate.intervals import Interval, mean_interval
-from sparge.evaluate.language.run import DENSE
+from sparge.evaluate.language.run import FIDELITY, is_stock
 from sparge.evaluate.rows import Row
-
-FIDELITY = "fidelity"
+from sparge.evaluate.variants import share_computed
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Line:
     """A variant at one length.
 
     Attributes:
-        density: kept blocks over visible ones, over all sparse calls; None where nothing ran sparse.
+        density: share of the visible blocks that was computed (`share_computed`); None where nothing ran sparse.
         ran: "sparse", "partly sparse" or "dense", and why; "all blocks" and "as it is" for dense variants.
         kl, agreement: of the next-token distribution; None where it was not measured.
         rise: of the log-perplexity above the dense one.
@@ -55,8 +54,9 @@ class Line:
 def lines_of(rows: Iterable[Row]) -> list[Line]:
     """A line for each length and variant, in the order they were measured."""
     rows = list(rows)
-    places = dict.fromkeys((row["tokens"], row["variant"]) for row in rows if row["variant"] != DENSE)
-    dense = {(row["part"], row["tokens"], row["item"]): row for row in rows if row["variant"] == DENSE}
+    places = dict.fromkeys((row["tokens"], row["variant"]) for row in rows if not is_stock(row))
+    dense = {(row["part"], row["tokens"], row["item"]): row for row in rows if is_stock(row)}
+    rows = [row for row in rows if not is_stock(row)]
     order = list(dict.fromkeys(variant for _, variant in places))
     return [
         _line(tokens, variant, [row for row in rows if (row["tokens"], row["variant"]) == (tokens, variant)], dense)
@@ -68,7 +68,7 @@ def _line(tokens: int, variant: str, rows: Sequence[Row], dense: dict[Any, Row])
     measured = [row for row in rows if row["part"] == FIDELITY]
     tasks = dict.fromkeys(row["part"] for row in rows if row["part"] != FIDELITY)
     scores = {task: _score([row for row in rows if row["part"] == task], dense) for task in tasks}
-    line = Line(tokens, variant, _density(measured or rows), how_it_ran(rows), scores=scores)
+    line = Line(tokens, variant, share_computed(measured or rows), how_it_ran(rows), scores=scores)
     if not measured:
         return line
     rises = [row["nll"] - row["dense_nll"] for row in measured]
@@ -90,18 +90,13 @@ def _perplexity(rows: Sequence[Row], name: str) -> float:
     return math.exp(sum(row[name] for row in rows) / len(rows))
 
 
-def _density(rows: Sequence[Row]) -> float | None:
-    known = [row["density"] for row in rows if row["density"] is not None]
-    return sum(known) / len(known) if known else None
-
-
 def how_it_ran(rows: Sequence[Row]) -> str:
     """Whether calls went sparse, and the most frequent reason for those that did not."""
     counts: Counter[str] = Counter()
     for row in rows:
         counts.update(row["reasons"])
     sparse = any(reason.startswith("sparse") for reason in counts)
-    asked = counts.pop(f"dense: {Reason.ASKED.value}", 0)
+    asked = 0 if sparse else counts.pop(f"dense: {Reason.ASKED.value}", 0)
     reasons = [reason.removeprefix("dense: ") for reason, _ in counts.most_common() if reason.startswith("dense: ")]
     if not reasons:
         return "sparse" if sparse else "all blocks" if asked else "as it is"
@@ -120,6 +115,17 @@ def _score(rows: Sequence[Row], dense: dict[Any, Row]) -> Score:
     )
 
 
+def risen(rise: Interval) -> Interval:
+    """A rise of the log-perplexity as a share of the perplexity.
+
+    Example:
+        >>> risen(Interval(0.6931472, None, 1)).text(0, percent=True)
+        '+100 %'
+    """
+    half = None if rise.half is None else math.exp(rise.mean) * math.sinh(rise.half)
+    return rise._replace(mean=math.expm1(rise.mean), half=half)
+
+
 def cells(line: Line, *, tasks: Sequence[str]) -> list[tuple[str, str]]:
     """Columns and texts of a line, for a terminal or a page."""
     shown = [("variant", line.variant), ("density", "-" if line.density is None else f"{line.density:.3f}")]
@@ -128,7 +134,7 @@ def cells(line: Line, *, tasks: Sequence[str]) -> list[tuple[str, str]]:
             ("KL", line.kl.text(4)),
             ("same token", f"{100 * line.agreement.mean:.1f} %"),
             ("perplexity", f"{line.perplexity:.3f}"),
-            ("against dense", line.rise.text(2, percent=True)),
+            ("against dense", risen(line.rise).text(2, percent=True)),
         ]
     else:
         shown += [(name, "-") for name in ("KL", "same token", "perplexity", "against dense")]

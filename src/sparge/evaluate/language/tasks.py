@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +43,8 @@ WORDS = (
 MOST_FREQUENT = 3
 VALUES = 4
 CHAIN = 4
+MISSED = 0.02
+"""How far from its depth a fact may lie, for the end of a sentence or at least a word; else it is put right there."""
 TRIES = 12
 """To meet a number of tokens with a number of characters; three or four do."""
 
@@ -153,16 +156,20 @@ def hide(
         if -8 <= surplus <= 0:
             break
         length = max(length - round(surplus * length / (room + surplus)) - (surplus > 0), 0)
-    return best or " ".join(facts) + question
+    if not best:
+        raise ValueError(f"tokens: expected to meet {tokens} tokens with this tokenizer, got none that fit")
+    return best
 
 
 def _with_facts(hay: str, facts: Sequence[str], depths: Sequence[float]) -> str:
     """Facts at the ends of sentences, the order of equal depths kept."""
-    ends = [place + 2 for place in range(len(hay)) if hay.startswith(". ", place)] or [0, len(hay)]
+    breaks = [[found.end() for found in re.finditer(pattern, hay)] for pattern in (r"\. |\n", r"\s")]
     pieces, before = [], 0
     for depth, fact in sorted(zip(depths, facts, strict=True), key=lambda pair: pair[0]):
-        wanted = depth * len(hay)
-        place = max(min(ends, key=lambda end: abs(end - wanted)), before)
+        wanted = round(depth * len(hay))
+        near = (min([0, len(hay), *ends], key=lambda end: abs(end - wanted)) for ends in breaks)
+        place = next((end for end in near if abs(end - wanted) <= MISSED * len(hay)), wanted)
+        place = max(place, before)
         pieces += [hay[before:place], fact + " "]
         before = place
     return "".join([*pieces, hay[before:]])

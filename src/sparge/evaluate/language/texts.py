@@ -41,7 +41,7 @@ def read_text(source: str | None) -> str:
 
 
 def _joined_lines(content: str, source: str) -> str:
-    rows = [json.loads(line) for line in content.splitlines() if line.strip()]
+    rows = [json.loads(line) for line in content.split("\n") if line.strip()]
     if not rows or not all(isinstance(row, dict) and "text" in row for row in rows):
         raise ValueError(f"text: expected lines with a field 'text' in {source!r}, got others")
     return "\n\n".join(row["text"] for row in rows)
@@ -60,7 +60,7 @@ def from_hub(*name: str, split: str) -> Any:
     try:
         return load_dataset(*name, split=split)
     except Exception as error:  # whatever a network may raise
-        raise ValueError(f"{name[0]}: expected a hub that can be reached, or a local file; got {error!r}") from error
+        raise ValueError(f"{name[0]}: expected to load it from the hub, got {error!r}; give a local file") from error
 
 
 def windows_of(tokens: Tensor, length: int, count: int) -> list[Tensor]:

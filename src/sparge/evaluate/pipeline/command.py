@@ -33,6 +33,7 @@ def run(
     errors: bool,
     force: bool,
     trust_remote_code: bool,
+    offload: bool = False,
     output: Path,
     json_path: Path,
     command: Sequence[str],
@@ -43,7 +44,7 @@ def run(
     Raises:
         ImportError, ValueError: something is missing, or not what was expected.
     """
-    pipe = load(name, device, dtype, trust_remote_code)
+    pipe = load(name, device, dtype, trust_remote_code, offload)
     if force:
         variants = [variant.forced(torch.device(device)) for variant in variants]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

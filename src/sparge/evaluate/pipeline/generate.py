@@ -68,6 +68,8 @@ def generate(pipe: Any, prompt: str | None, seed: int, arguments: Mapping[str, A
     call: dict[str, Any] = dict(arguments)
     if prompt is not None:
         call["prompt"] = prompt
+    if "output_type" in known:
+        call.setdefault("output_type", "np")  # PIL images hide NaN
     if "generator" in known:
         call["generator"] = torch.Generator("cpu").manual_seed(seed)
     device = device_of(pipe)

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 
-def load(name: str, device: str, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
+def load(name: str, device: str, dtype: torch.dtype, trust_remote_code: bool = False, offload: bool = False) -> Any:
     """The pipeline on a device, ready to run.
 
     Args:
         name: hub name, or folder with a model_index.json.
         trust_remote_code: run code that comes with the weights, as pipelines with a class of their own need.
+        offload: keep models in the host's memory while they are not needed.
 
     Raises:
         ImportError: diffusers is missing.
@@ -31,6 +32,9 @@ def load(name: str, device: str, dtype: torch.dtype, trust_remote_code: bool = F
         if "trust_remote_code" in str(error):
             first = "it has code of its own; where you trust it: --trust-remote-code"
         raise ValueError(f"pipeline: expected a hub name or a folder of diffusers, got {name!r} ({first})") from error
+    if offload:
+        pipe.enable_model_cpu_offload(device=device)
+        return pipe
     return pipe.to(device)
 
 

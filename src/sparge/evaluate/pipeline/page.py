@@ -8,7 +8,7 @@ from html import escape
 
 from sparge.evaluate import charts
 from sparge.evaluate.charts import Curve, Point
-from sparge.evaluate.document import document, notes, table
+from sparge.evaluate.document import document, machine_line, notes, table
 from sparge.evaluate.pipeline.pictures import GAIN, Gallery, galleries
 from sparge.evaluate.pipeline.run import Result
 from sparge.evaluate.pipeline.summary import Line, cells, lines_of, remarks, time_text
@@ -60,7 +60,7 @@ def render_page(result: Result, command: str) -> str:
     lines = lines_of(result)
     told = "".join(f"<li>{escape(text)}</li>" for text in remarks(result, lines))
     shown = galleries(result)
-    machine = escape(_machine(result.rows[0]))
+    machine = escape(machine_line(result.rows[0], result.rows[0]["run"]["pipeline"]))
     body = f"""
 <header>
 <h1>{escape(result.name)}, sparse against dense</h1>
@@ -93,13 +93,6 @@ dense frames are kept. <code>sparge eval pipeline --help</code> lists all option
 </main>
 <footer><p class="machine">{machine}</p></footer>"""
     return document(f"{result.name}: sparse against dense", body, charts.STYLE + STYLE + _dense_pictures(shown))
-
-
-def _machine(row: Row) -> str:
-    run = row["run"]
-    device = row.get("gpu") or f"{row['processor']}, {row['threads']} threads"
-    commit = f" ({row['commit']})" if row.get("commit") else ""
-    return f"{device} / {run['pipeline']} / {run['dtype']} / torch {row['torch']} / sparge {row['sparge']}{commit}"
 
 
 def _asked(result: Result) -> str:
@@ -325,7 +318,7 @@ def _words(lines: Sequence[Line]) -> dict[str, str]:
         "similar.",
         "temporal difference": "Mean change from frame to frame that the dense clip does not have, of a range of 1: "
         "flicker, or movement that differs.",
-        "step": "Median time between two steps of the scheduler.",
+        "step": "Mean time between two steps of the scheduler; the median over prompts and seeds.",
         "call": "Time of a whole call, text encoders and VAE included; the median over prompts and seeds, after "
         "a warm-up.",
         "speed-up": "Dense time of a call over the variant's, for the same prompt and seed; the geometric mean.",

@@ -18,10 +18,10 @@ from sparge.evaluate.pipeline import images
 from sparge.evaluate.pipeline.errors import ErrorRecorder
 from sparge.evaluate.pipeline.generate import Generated, check_arguments, device_of, generate, parameters_of, quiet
 from sparge.evaluate.pipeline.output import Pixels
-from sparge.evaluate.pipeline.reach import is_known, reached
+from sparge.evaluate.pipeline.reach import denoisers, is_known, reached
 from sparge.evaluate.pipeline.store import FrameStore, digest_of
-from sparge.evaluate.rows import Row, Rows
-from sparge.evaluate.variants import Ran, Variant
+from sparge.evaluate.rows import Row, Rows, fingerprint
+from sparge.evaluate.variants import Ran, Variant, check_labels
 
 KEY = ("part", "prompt", "seed", "variant", "policy")
 """What tells rows apart. Parts: "dense", "variant" and "errors"."""
@@ -130,9 +130,7 @@ def evaluate_pipeline(
     """
     arguments = dict(arguments or {})
     check_arguments(pipe, arguments)
-    labels = [variant.label for variant in variants]
-    if not labels or len(set(labels)) < len(labels):
-        raise ValueError(f"variants: expected one or more, with different names, got {labels}")
+    check_labels(variants)
     items = _items(pipe, prompts, seeds, arguments)
     known = is_known(pipe)
     for variant in variants:  # what cannot work is said before the first minute is spent
@@ -180,6 +178,7 @@ def _described(pipe: Any, name: str | None, arguments: Mapping[str, Any]) -> dic
         "model": name or str(getattr(pipe, "name_or_path", "") or type(pipe).__name__),
         "pipeline": type(pipe).__name__,
         "dtype": str(pipe.dtype).removeprefix("torch."),
+        "weights": fingerprint(denoisers(pipe)),
         "device": f"{device.type}: {found}",
         "torch": machine.torch,
         "sparge": machine.sparge,
@@ -321,7 +320,7 @@ def _facts(made: Generated) -> Row:
     steps = [round(seconds, 6) for seconds in made.step_seconds]
     return {
         "seconds": made.seconds,
-        "step_seconds": statistics.median(steps) if steps else None,
+        "step_seconds": statistics.fmean(steps) if steps else None,  # a median would hide dense steps
         "all_step_seconds": steps,
         "is_finite": made.frames.is_finite,
         "digest": digest_of(made.frames.pixels),

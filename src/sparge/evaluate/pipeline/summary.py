@@ -13,10 +13,7 @@ from sparge.evaluate.intervals import Interval, mean_interval
 from sparge.evaluate.pipeline.images import lpips_missing
 from sparge.evaluate.pipeline.run import DENSE, Result
 from sparge.evaluate.rows import Row
-from sparge.evaluate.variants import Variant
-
-BY_RULE = tuple(f"dense: {reason.value}" for reason in (Reason.STEP, Reason.LAYER))
-"""What a policy's own rules keep dense counts as computed in full."""
+from sparge.evaluate.variants import Variant, share_computed
 
 
 @dataclass(frozen=True)
@@ -100,14 +97,7 @@ def _reasons(rows: Sequence[Row]) -> Counter[str]:
 
 
 def _density(variant: Variant, rows: Sequence[Row]) -> float | None:
-    sparse = sum(row["sparse"] for row in rows)
-    if not variant.is_sparse:
-        return 1.0
-    if not sparse:
-        return None
-    kept = sum(row["density"] * row["sparse"] for row in rows if row["density"] is not None)
-    by_rule = sum(count for reason, count in _reasons(rows).items() if reason in BY_RULE)
-    return (kept + by_rule) / (sparse + by_rule)
+    return share_computed(rows) if variant.is_sparse else 1.0
 
 
 def _ran(variant: Variant, rows: Sequence[Row]) -> str:
