@@ -126,6 +126,7 @@ def attention_override(
         ...     q, k, v = (tensor.unflatten(-1, (heads, -1)).transpose(1, 2) for tensor in (q, k, v))
         ...     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
         >>> override = attention_override(25, dense_blocks="0-3, -1")
+        >>> sparge.reset_stats()
         >>> q = torch.randn(1, 4096, 32)
         >>> for index in (0, 4):
         ...     options = {"block_type": "double", "block_index": index, "total_blocks": 19}
