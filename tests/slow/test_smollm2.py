@@ -137,7 +137,12 @@ def test_evaluation(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert {row["part"] for row in found} == {"fidelity", *tasks}
     chosen, oracle = (row for row in found if row["part"] == "fidelity")
     assert 0 < oracle["kl"] < chosen["kl"] < 0.2 and chosen["agreement"] > 0.8
-    stock = [row["score"] for row in found if row["part"] == "needle" and row["variant"] == "dense"]
-    assert sum(stock) >= 7, "the dense model finds needles at this length"
-    best = [row["score"] for row in found if row["part"] == "needle" and row["variant"].endswith("oracle")]
-    assert sum(best) >= sum(stock) - 1, "and so does attention to the blocks that hold most"
+    needles = {
+        kind: [row for row in found if row["part"] == "needle" and row["variant"].endswith(kind)]
+        for kind in ("dense", "min_blocks=4", "oracle")
+    }
+    right = {kind: sum(row["score"] for row in rows) for kind, rows in needles.items()}
+    loss = {kind: sum(row["nll"] for row in rows) for kind, rows in needles.items()}
+    assert right["dense"] >= 7, "the dense model finds needles at this length"
+    assert right["min_blocks=4"] <= right["oracle"] <= right["dense"], "of as many blocks, the fullest find more"
+    assert loss["dense"] < loss["oracle"] < loss["min_blocks=4"]
