@@ -137,7 +137,7 @@ def hopper_faults(result: dict[str, Any]) -> list[str]:
     return found
 
 
-# `make test-slow` compiles the others, which take four minutes of a core: the Triton kernels of 8.9 are those of 9.0 with
+# `make test-slow` compiles the others, which take four minutes of a core: Triton's kernels of 8.9 are those of 9.0 with
 # other instructions, 8.0 has those of 8.9 but FP8, and more shared memory; of Blackwell no card was measured.
 @pytest.mark.parametrize(
     "architecture",
