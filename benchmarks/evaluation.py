@@ -27,7 +27,7 @@ from sparge.evaluate.intervals import Interval
 from sparge.evaluate.language import summary as language_summary
 from sparge.evaluate.language.load import load
 from sparge.evaluate.language.page import render_page
-from sparge.evaluate.language.run import KEY, Settings, evaluate_model, pieces
+from sparge.evaluate.language.run import KEY, Settings, evaluate_model, pieces, rows_of
 from sparge.evaluate.language.texts import read_text
 from sparge.evaluate.pipeline.command import parse_argument
 from sparge.evaluate.rows import Rows, fingerprint
@@ -62,11 +62,13 @@ def language(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     described = {"model": "SmolLM2-135M-Instruct", "dtype": f"{dtype}".removeprefix("torch."), "device": device.type}
     rows = Rows(args.rows, {**described, "weights": fingerprint([model])}, KEY)
     start = time.perf_counter()
-    evaluate_model(model, tokenizer, variants, list(pieces(settings, tokenizer, text)), rows, _Told(start))
+    work = list(pieces(settings, tokenizer, text))
+    evaluate_model(model, tokenizer, variants, work, rows, _Told(start))
+    shown = rows_of(variants, work, rows)
     if args.page is not None:
         command = "python -m benchmarks.evaluation language --data FOLDER"
-        args.page.write_text(render_page(list(rows), "SmolLM2-135M-Instruct", command), encoding="utf-8")
-    yield from language_rows(rows, described, args.needles * len(settings.depths))
+        args.page.write_text(render_page(shown, "SmolLM2-135M-Instruct", command), encoding="utf-8")
+    yield from language_rows(shown, described, args.needles * len(settings.depths))
 
 
 def language_rows(rows: Iterable[dict[str, Any]], described: dict[str, Any], needles: int) -> Iterator[dict[str, Any]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -55,6 +57,23 @@ def _device_and_dtype(device: str, dtype: str) -> tuple[str, Any]:
     if dtype == "auto":
         dtype = "bfloat16" if device == "cuda" else "float32"
     return device, getattr(torch, dtype)
+
+
+@contextmanager
+def _failures_told(command: str, advice: str, rows: Path | None) -> Iterator[None]:
+    """What may go wrong in an evaluation as one line: bad input, too little memory (``advice`` helps), Ctrl-C."""
+    import torch
+
+    try:
+        yield
+    except (ImportError, NotImplementedError, ValueError) as error:
+        raise options.UsageError(f"{command}: {error}") from error
+    except torch.OutOfMemoryError as error:
+        raise options.UsageError(f"{command}: expected memory for this size, got none; {advice}") from error
+    except KeyboardInterrupt:
+        done = f"what is done is in {rows}, and the same command goes on from there"
+        typer.echo(f"Interrupted: {done if rows else 'nothing is kept without --json'}", err=True)
+        raise typer.Exit(130) from None
 
 
 VARIANT_HELP = (
@@ -142,7 +161,6 @@ def llm(
 
     sparge eval llm HuggingFaceTB/SmolLM2-135M --variant topk=0.5 --variant topk=0.25 --json rows.jsonl
     """
-    import torch
     from rich.console import Console
 
     from sparge.evaluate.language import command
@@ -156,7 +174,7 @@ def llm(
         tasks = [name for name in tasks if name != "needle"]
     chosen = variant or [parse_variant(words) for words in ("topk=0.5", "topk=0.25")]
     place, kind = _device_and_dtype(device, dtype)
-    try:
+    with _failures_told("eval llm", "take fewer --tokens", json_path):
         settings = Settings(
             tokens=tuple(tokens or (4096, 8192)),
             windows=windows,
@@ -179,14 +197,6 @@ def llm(
             command=["sparge", *sys.argv[1:]],
             console=Console(),
         )
-    except (ImportError, NotImplementedError, ValueError) as error:
-        raise options.UsageError(f"eval llm: {error}") from error
-    except torch.OutOfMemoryError as error:
-        raise options.UsageError("eval llm: expected memory for this length, got none; take fewer --tokens") from error
-    except KeyboardInterrupt:
-        done = f"what is done is in {json_path}, and the same command goes on from there"
-        typer.echo(f"Interrupted: {done if json_path else 'nothing is kept without --json'}", err=True)
-        raise typer.Exit(130) from None
 
 
 def _argument(text: str) -> tuple[str, Any]:
@@ -280,7 +290,6 @@ def pipeline(
 
     sparge eval pipeline Wan-AI/Wan2.1-T2V-1.3B-Diffusers --variant topk=0.5 --variant topk=0.25,dense_first_steps=0.1
     """
-    import torch
     from rich.console import Console
 
     from sparge.evaluate.pipeline import command
@@ -293,7 +302,7 @@ def pipeline(
     if offload and place != "cuda":
         raise typer.BadParameter("expected a CUDA device for --offload, got none")
     named = {"num_inference_steps": steps, "height": height, "width": width, "num_frames": frames}
-    try:
+    with _failures_told("eval pipeline", "take --offload, or less with --height, --width or --frames", rows):
         command.run(
             name,
             variant or [parse_variant(words) for words in ("topk=0.5", "topk=0.25")],
@@ -311,13 +320,3 @@ def pipeline(
             command=["sparge", *sys.argv[1:]],
             console=Console(),
         )
-    except (ImportError, NotImplementedError, ValueError) as error:
-        raise options.UsageError(f"eval pipeline: {error}") from error
-    except torch.OutOfMemoryError as error:
-        raise options.UsageError(
-            "eval pipeline: expected memory for this size, got none; take --offload, or less with --height, --width, "
-            "--frames"
-        ) from error
-    except KeyboardInterrupt:
-        typer.echo(f"Interrupted: what is done is in {rows}, and the same command goes on from there", err=True)
-        raise typer.Exit(130) from None

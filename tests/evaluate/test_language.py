@@ -80,6 +80,17 @@ def test_capped_logits_are_those_of_the_model() -> None:
     assert torch.allclose(read.logits(slice(7, 9)), expected[7:9], atol=1e-6)
 
 
+def test_perplexity_of_plain_and_scaled_logits(model: Any) -> None:
+    from transformers import CohereConfig, CohereForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 257, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    scaled = CohereForCausalLM(CohereConfig(**sizes, num_attention_heads=2, logit_scale=0.0625)).eval()
+    ids = torch.arange(8, 108)[None]
+    for one in (model, scaled):
+        assert fidelity.perplexity(one, ids) == pytest.approx(float(one(ids, labels=ids).loss.exp()), rel=1e-4)
+
+
 class Pairs:
     """A tokenizer of two letters a token, with a mark before and one behind: cuts depend on what came before."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -86,7 +87,7 @@ class Piece:
     window: Tensor | None = None
     item: Item | None = None
 
-    @property
+    @cached_property
     def content(self) -> str:
         """What it is about, in twelve letters."""
         if self.item is not None:

@@ -55,13 +55,18 @@ def lines_of(rows: Iterable[Row]) -> list[Line]:
     """A line for each length and variant, in the order they were measured."""
     rows = list(rows)
     places = dict.fromkeys((row["tokens"], row["variant"]) for row in rows if not is_stock(row))
-    dense = {(row["part"], row["tokens"], row["item"]): row for row in rows if is_stock(row)}
+    dense = {_question(row): row for row in rows if is_stock(row)}
     rows = [row for row in rows if not is_stock(row)]
     order = list(dict.fromkeys(variant for _, variant in places))
     return [
         _line(tokens, variant, [row for row in rows if (row["tokens"], row["variant"]) == (tokens, variant)], dense)
         for tokens, variant in sorted(places, key=lambda place: (place[0], order.index(place[1])))
     ]
+
+
+def _question(row: Row) -> tuple[Any, ...]:
+    """What a variant's row and the dense one have in common."""
+    return row["part"], row["tokens"], row["item"], row["content"]
 
 
 def _line(tokens: int, variant: str, rows: Sequence[Row], dense: dict[Any, Row]) -> Line:
@@ -104,7 +109,7 @@ def how_it_ran(rows: Sequence[Row]) -> str:
 
 
 def _score(rows: Sequence[Row], dense: dict[Any, Row]) -> Score:
-    pairs = [(row, dense[row["part"], row["tokens"], row["item"]]) for row in rows]
+    pairs = [(row, dense[_question(row)]) for row in rows]
     count = len(pairs)
     return Score(
         mean=sum(row["score"] for row, _ in pairs) / count,
