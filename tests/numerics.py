@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import sparge
-from sparge.evaluate.captured import SIZES
+from sparge.evaluate.captured import recorded_of
 from sparge.evaluate.families import Family
 from sparge.evaluate.numerics import Errors, errors_of, exponential_free_limit, lse_limits, lse_rounding, output_limit
 from sparge.evaluate.oracle import ExactRows, exact_rows
@@ -79,10 +79,11 @@ def problem_of(
     device: torch.device | str = "cpu",
     is_causal: bool = False,
 ) -> FamilyProblem:
-    """Inputs rounded to bfloat16, in the dtype asked for. A recorded family has its own sizes and is causal."""
-    if family.kind == "captured":
-        inputs = family.make(**{**SIZES, "q_len": min(q_len, SIZES["q_len"])}, device=device)
-        is_causal = True
+    """Inputs rounded to bfloat16, in the dtype asked for. A recorded family has its own sizes and causality."""
+    recorded = recorded_of(family.name)
+    if recorded is not None:
+        inputs = family.make(**{**recorded.sizes, "q_len": min(q_len, recorded.sizes["q_len"])}, device=device)
+        is_causal = recorded.is_causal
     else:
         inputs = family.make(q_len, kv_len, heads, head_dim, device)
     query, key, value = (tensor.to(dtype) for tensor in inputs)

@@ -30,6 +30,8 @@ PAN = 0.11
 """How far the camera goes either way from the middle of the photograph, in its width."""
 TRAVEL = 0.5
 """The same for the shape, in half the frame's width."""
+ASIDE, RADIUS = 0.12, 0.46
+"""How far from the middle of the frame a shape's way may lie, and how large a shape is, likewise."""
 
 
 class Scene(NamedTuple):
@@ -37,7 +39,7 @@ class Scene(NamedTuple):
 
     words: Tensor  # (B, slots): places of the words in SLOTS
     camera: Tensor  # (B, 3): offset of the middle (x, y), factor of the span
-    shape: Tensor  # (B, 6): offset of the middle (x, y), radius, first angle, angle turned, place in the texture
+    shape: Tensor  # (B, 3): offset of the middle (x, y), place in the texture
 
 
 @dataclass(frozen=True)
@@ -75,16 +77,14 @@ def draw_scenes(count: int, generator: torch.Generator) -> Scene:
     uniform = torch.rand(count, len(sizes), generator=generator, device=device)
     words = torch.minimum((uniform * sizes).long(), sizes - 1)
     camera = torch.rand(count, 3, generator=generator, device=device) * 2 - 1
-    shape = torch.rand(count, 6, generator=generator, device=device) * 2 - 1
+    shape = torch.rand(count, 3, generator=generator, device=device) * 2 - 1
     return Scene(words, camera, shape)
 
 
-def captions(scene: Scene, moving: bool = True) -> list[str]:
-    """What the scenes' captions say; of single frames nothing that moves."""
-    slots = [slot for slot in SLOTS if moving or slot not in ("motion", "camera")]
-    places = {slot: place for place, slot in enumerate(SLOTS)}
+def captions(scene: Scene) -> list[str]:
+    """What the scenes' captions say."""
     rows = scene.words.tolist()
-    return [write_caption({slot: SLOTS[slot][row[places[slot]]] for slot in slots}) for row in rows]
+    return [write_caption({slot: SLOTS[slot][word] for slot, word in zip(SLOTS, row, strict=True)}) for row in rows]
 
 
 def clip_times(frames: int, device: torch.device | str = "cpu") -> Tensor:
@@ -92,16 +92,19 @@ def clip_times(frames: int, device: torch.device | str = "cpu") -> Tensor:
     return torch.arange(frames, device=device)[None] / (CLIP_FRAMES - 1)
 
 
-def render(pictures: Pictures, scene: Scene, times: Tensor, height: int, width: int) -> Tensor:
-    """Clips of the scenes at these times, (B, F) or (1, F) -> (B, 3, F, H, W) in [-1, 1]."""
+def render(pictures: Pictures, scene: Scene, times: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
+    """Clips of the scenes at these times, (B, F) or (1, F) -> (B, 3, F, H, W) in [-1, 1], and where their shapes are.
+
+    The second is 1 within a disc about the shape and 0 elsewhere, (B, 1, F, H, W).
+    """
     device = scene.words.device
     times = times.expand(len(scene.words), -1)
     y, x = torch.meshgrid(
         *((torch.arange(size, device=device) + 0.5) / size * 2 - 1 for size in (height, width)), indexing="ij"
     )
     background = _seen_by_camera(pictures, scene, times, x, y)
-    colour, cover = _shape(pictures, scene, times, x, y)
-    return background + (colour * 2 - 1 - background) * cover[:, None]
+    colour, cover, near = _shape(pictures, scene, times, x, y)
+    return background + (colour * 2 - 1 - background) * cover[:, None], near[:, None]
 
 
 def _seen_by_camera(pictures: Pictures, scene: Scene, times: Tensor, x: Tensor, y: Tensor) -> Tensor:
@@ -121,25 +124,21 @@ def _seen_by_camera(pictures: Pictures, scene: Scene, times: Tensor, x: Tensor, 
     return seen.unflatten(2, (times.shape[1], -1))
 
 
-def _shape(pictures: Pictures, scene: Scene, times: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Colour (B, 3, F, H, W) in [0, 1], and how much of each pixel the shape covers (B, F, H, W)."""
+def _shape(pictures: Pictures, scene: Scene, times: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Colour (B, 3, F, H, W) in [0, 1], how much of each pixel the shape covers, and what is near it, (B, F, H, W)."""
     places = {slot: scene.words[:, place] for place, slot in enumerate(SLOTS)}
     path = _path(places["motion"], SLOTS["motion"], times) * TRAVEL
     is_moving = path.abs().amax(1, keepdim=True) > 0
-    middle = path + torch.where(is_moving, 0.1, 0.4) * scene.shape[:, None, :2]
-    aside = is_moving.flip(-1) & ~is_moving  # across the way it moves there is more room
-    middle = torch.where(aside, 0.4 * scene.shape[:, None, :2], middle)
-    radius = (0.36 + 0.07 * scene.shape[:, 2])[:, None, None, None]
-    angle = (math.pi * scene.shape[:, 3:4] + 1.6 * scene.shape[:, 4:5] * times)[..., None, None]
-    dx, dy = ((place - middle[..., axis, None, None]) / radius for axis, place in enumerate((x, y)))
-    u, v = dx * angle.cos() + dy * angle.sin(), dy * angle.cos() - dx * angle.sin()  # the shape's own coordinates
-    pixel = 2 / x.shape[-1] / radius
+    middle = path + torch.where(is_moving, 0.0, ASIDE) * scene.shape[:, None, :2]
+    u, v = ((place - middle[..., axis, None, None]) / RADIUS for axis, place in enumerate((x, y)))
+    pixel = 2 / x.shape[-1] / RADIUS
 
     distance = _one_of(places["shape"], [_disc(u, v), _square(u, v), _triangle(u, v), _star(u, v)])
     cover = (0.5 - distance / pixel).clamp(0, 1)
+    near = (u.square() + v.square() < 1.4**2).to(cover.dtype)
     light = _one_of(places["texture"], [*_patterns(u, v, pixel), *_photographed(pictures, scene, u, v)])
     colours = torch.tensor(COLOURS, device=x.device)[places["colour"]][:, :, None, None, None]
-    return colours * (0.25 + 0.75 * light[:, None]), cover
+    return colours * (0.25 + 0.75 * light[:, None]), cover, near
 
 
 def _path(words: Tensor, known: tuple[str, ...], times: Tensor) -> Tensor:
@@ -171,9 +170,9 @@ def _triangle(u: Tensor, v: Tensor) -> Tensor:
 
 
 def _star(u: Tensor, v: Tensor) -> Tensor:
-    """Five points: folded into half a point, the distance from the line between its tip and its inner corner."""
+    """Five points, one of them up: in half a point, the distance from the line between its tip and inner corner."""
     fifth = 2 * math.pi / 5
-    angle = torch.remainder(torch.atan2(v, u) + fifth / 2, fifth) - fifth / 2
+    angle = torch.remainder(torch.atan2(u, -v) + fifth / 2, fifth) - fifth / 2
     length = (u.square() + v.square()).sqrt()
     along, across = length * angle.cos(), length * angle.sin().abs()
     tip, inner = 1.15, 0.55
@@ -182,7 +181,7 @@ def _star(u: Tensor, v: Tensor) -> Tensor:
     return ((along - tip) * edge[1] - across * edge[0]) / math.hypot(*edge)
 
 
-def _patterns(u: Tensor, v: Tensor, pixel: Tensor) -> list[Tensor]:
+def _patterns(u: Tensor, v: Tensor, pixel: float) -> list[Tensor]:
     """Stripes, checks and dots, in [0, 1]; edges are as wide as a pixel."""
     period = 0.5
     turn = 2 * math.pi / period
@@ -194,7 +193,7 @@ def _patterns(u: Tensor, v: Tensor, pixel: Tensor) -> list[Tensor]:
 
 def _photographed(pictures: Pictures, scene: Scene, u: Tensor, v: Tensor) -> list[Tensor]:
     """The grey textures, a part of them as large as the shape."""
-    grid = torch.stack([u, v], dim=-1).flatten(1, 2) * 0.3 + 0.6 * scene.shape[:, 5, None, None, None]
+    grid = torch.stack([u, v], dim=-1).flatten(1, 2) * 0.3 + 0.6 * scene.shape[:, 2, None, None, None]
     found = []
     for texture in pictures.textures:
         sampled = F.grid_sample(

@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparge.evaluate.captured import SIZES, captured_families
+from sparge.evaluate import captured
+from sparge.evaluate.capture import Captured, save
+from sparge.evaluate.captured import RECORDED, Recorded, captured_families, captured_names
 from sparge.evaluate.families import by_name
 from sparge.evaluate.numerics import errors_of, exponential_free_limit, lse_limits, lse_rounding, output_limit
 from sparge.evaluate.oracle import ExactRows, exact_rows
@@ -98,12 +100,17 @@ class TestLseRounding:
 
 
 class TestCaptured:
+    SIZES = RECORDED["smollm2"].sizes
+
+    def test_all_are_here(self) -> None:
+        assert tuple(family.name for family in captured_families()) == captured_names()
+
     def test_layers_differ_as_noted(self) -> None:
         """`benchmarks/capture.py` says why they were chosen."""
         families = {family.name: family for family in captured_families()}
         weights, sink_values = {}, {}
-        for name, family in families.items():
-            query, key, value = family.make(**SIZES, dtype=torch.float32)
+        for name in ("smollm2-1", "smollm2-18", "smollm2-27"):
+            query, key, value = families[name].make(**self.SIZES, dtype=torch.float32)
             seen = torch.ones(512, 1024, dtype=torch.bool).tril(512)
             logits = (query @ key.mT / 8).masked_fill(~seen, -math.inf)
             weights[name] = float(logits.softmax(-1)[..., 0].mean())
@@ -113,13 +120,26 @@ class TestCaptured:
 
     def test_fewer_queries_are_the_last_and_other_sizes_are_refused(self) -> None:
         family = captured_families()[0]
-        everything, few = (family.make(**{**SIZES, "q_len": q_len})[0] for q_len in (512, 60))
+        everything, few = (family.make(**{**self.SIZES, "q_len": q_len})[0] for q_len in (512, 60))
         assert torch.equal(everything[:, :, -60:], few)
-        with pytest.raises(ValueError, match=r"expected the recorded sizes .* got 60 and .2048, 3, 64, 1."):
-            family.make(**{**SIZES, "q_len": 60, "kv_len": 2048})
+        with pytest.raises(ValueError, match=r"expected the recorded sizes .* got .*'kv_len': 2048"):
+            family.make(**{**self.SIZES, "q_len": 60, "kv_len": 2048})
+        with pytest.raises(ValueError, match=r"expected the recorded sizes .* got .'q_len': 513"):
+            family.make(**{**self.SIZES, "q_len": 513})
 
-    def test_none_without_the_file(self, tmp_path: Path) -> None:
-        assert captured_families(tmp_path / "none.npz") == ()
+    def test_a_step_is_part_of_the_name(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        sizes = {"q_len": 3, "kv_len": 5, "heads": 1, "head_dim": 16, "kv_heads": 1}
+        query, key, value = (torch.randn(1, 1, length, 16) for length in (3, 5, 5))
+        call = Captured("transformer.blocks.4.attn1", 12, query, key, value, False, 0.25)
+        save([call], tmp_path / "clip.safetensors")
+        known = {"clip": Recorded("clip.safetensors", sizes, is_causal=False, limits={"4-12": 0.5})}
+        monkeypatch.setattr(captured, "RECORDED", known)
+        (family,) = captured_families(tmp_path)
+        assert (family.name, family.limit, family.may_be_causal) == ("clip-4-12", 0.5, False)
+        assert torch.equal(family.make(**sizes, dtype=torch.float32)[0], query)
+
+    def test_none_without_the_files(self, tmp_path: Path) -> None:
+        assert captured_families(tmp_path) == ()
 
 
 MACHINE = {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0", "commit": "0123456789"}

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparge.evaluate.captured import captured_names, recorded_of
 from sparge.evaluate.families import ESSENTIAL, FAMILIES, SINK_HEADS
 from sparge.geometry import BLOCK_K, BLOCK_Q, Shape
 
@@ -155,8 +156,16 @@ def _numerics() -> list[Group]:
         if family in ESSENTIAL and family.may_be_causal:
             problems.append(replace(of_family, is_causal=True))
         groups += [Group("numerics", problem, family=family.name) for problem in problems]
-    captured = Problem(1024, 3, 64, is_causal=True, queries=NUMERICS_QUERIES)
-    return groups + [Group("numerics", captured, family=f"smollm2-{layer}") for layer in (1, 18, 27)]
+    return groups + [Group("numerics", _recorded_problem(name), family=name) for name in captured_names()]
+
+
+def _recorded_problem(name: str) -> Problem:
+    recorded = recorded_of(name)
+    assert recorded
+    sizes = recorded.sizes
+    return Problem(
+        sizes["kv_len"], sizes["heads"], sizes["head_dim"], is_causal=recorded.is_causal, queries=NUMERICS_QUERIES
+    )
 
 
 SUITES: dict[str, list[Group]] = {

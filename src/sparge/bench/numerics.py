@@ -19,7 +19,7 @@ from sparge import api
 from sparge.bench.cases import Problem, Row
 from sparge.bench.timing import attempt
 from sparge.config import Dense, Quantization
-from sparge.evaluate.captured import SIZES, captured_families
+from sparge.evaluate.captured import captured_families, recorded_of
 from sparge.evaluate.families import Family, Inputs, by_name
 from sparge.evaluate.numerics import Errors, errors_of, exponential_free_limit, lse_limits, output_limit
 from sparge.evaluate.oracle import ExactRows, exact_rows, sampled_error
@@ -39,14 +39,15 @@ Other backends have theirs alone."""
 
 def family_named(name: str) -> Family:
     """Also a captured one."""
-    captured = {family.name: family for family in captured_families()} if name.startswith("smollm2") else {}
+    captured = {family.name: family for family in captured_families()} if recorded_of(name) else {}
     return captured.get(name) or by_name(name)
 
 
 def inputs_of(name: str, problem: Problem, device: torch.device) -> Inputs:
     """Query (1, H, queries, D), key and value (1, H, tokens, D) in bfloat16; grouped heads are repeated."""
     family = family_named(name)
-    kv_heads = SIZES["kv_heads"] if family.kind == "captured" else problem.heads
+    recorded = recorded_of(name)
+    kv_heads = problem.heads if recorded is None else recorded.sizes["kv_heads"]
     query, key, value = family.make(
         problem.queries, problem.tokens, problem.heads, problem.head_dim, device, kv_heads=kv_heads
     )
