@@ -132,6 +132,9 @@ def llm(
             "infinitebench:NAME (from the hub); may be repeated.",
         ),
     ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Ask questions in the tokenizer's chat template, for models tuned to it.")
+    ] = False,
     force: Annotated[
         bool,
         typer.Option("--force", help="Go sparse also where it does not pay: below the measured crossover."),
@@ -182,6 +185,7 @@ def llm(
             items=items,
             needles=needles,
             data=tuple(data or ()),
+            chat=chat,
             seed=seed,
         )
         command.run(

@@ -96,9 +96,10 @@ class Pairs:
 
     eos_token_id = -1
 
-    def __call__(self, text: str) -> Any:
+    def __call__(self, text: str, add_special_tokens: bool = True) -> Any:
         pairs = [text[place : place + 2] for place in range(0, len(text), 2)]
-        return SimpleNamespace(input_ids=[0, *(int.from_bytes(pair.encode(), "big") for pair in pairs), -1])
+        ids = [int.from_bytes(pair.encode(), "big") for pair in pairs]
+        return SimpleNamespace(input_ids=[0, *ids, -1] if add_special_tokens else ids)
 
 
 def test_references_have_the_tokens_they_have_behind_their_prompt(tokenizer: Any) -> None:
@@ -106,7 +107,9 @@ def test_references_have_the_tokens_they_have_behind_their_prompt(tokenizer: Any
     prompt, reference = tokenized(tokenizer, item)
     assert tokenizer.decode(prompt) == item.prompt and tokenizer.decode(reference) == item.reference
     for told, expected in (("ab", ([0, 24930], [25444])), ("abc", ([0, 24930], [25444]))):
-        assert tokenized(Pairs(), replace(item, prompt=told, reference="abcd"[len(told) :])) == expected
+        cut = replace(item, prompt=told, reference="abcd"[len(told) :])
+        assert tokenized(Pairs(), cut) == expected
+        assert tokenized(Pairs(), replace(cut, is_chat=True)) == (expected[0][1:], expected[1])
 
 
 def test_a_prompt_is_read_sparsely_and_answered_densely(model: Any, tokenizer: Any) -> None:
@@ -270,6 +273,10 @@ def test_command(model: Any, tokenizer: Any, tmp_path: Path, capsys: pytest.Capt
         main([*arguments, "--tokens", "2000"])
     assert done.value.code == 2
     assert "tokens: expected at most 1000, the model's max_position_embeddings" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as done:
+        main([*arguments, "--chat"])
+    assert done.value.code == 2
+    assert "chat: expected a tokenizer with a chat template" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 from tiny_language import tiny_tokenizer
 
+from sparge.evaluate.language.answers import tokenized
+from sparge.evaluate.language.chat import as_chat
 from sparge.evaluate.language.collections import metric_of, read_collection
+from sparge.evaluate.language.run import Settings, pieces
 from sparge.evaluate.language.scoring import METRICS, choice, similar
 from sparge.evaluate.language.tasks import TASKS, make_item
 from sparge.evaluate.language.texts import read_text, windows_of
@@ -66,6 +69,62 @@ def test_too_little_room_is_said(tokenizer: Any) -> None:
         make_item("multikey", tokenizer, 300, 0, text=TEXT)
     with pytest.raises(ValueError, match=r"task: expected one of needle, .*got 'needles'"):
         make_item("needles", tokenizer, 300, 0, text=TEXT)
+
+
+TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}</{{ message.role }}>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture
+def chatting() -> Any:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_questions_as_a_chat(chatting: Any, task: str) -> None:
+    """The question is the user's, the beginning of the answer the model's, and both still fit."""
+    settings = {"tokens": (2000,), "windows": 0, "tasks": (task,), "items": 1, "needles": 1, "depths": (0.5,)}
+    (plain,), (chat,) = (
+        [piece.item for piece in pieces(Settings(**settings, chat=chat), chatting, TEXT)] for chat in (False, True)
+    )
+    assert plain is not None and chat is not None
+    assert plain.prompt.endswith(f"\nAnswer: {plain.begun}") and plain.begun
+    assert chat.prompt.startswith("<user>") and "Answer:" not in chat.prompt
+    asked = chat.prompt[chat.prompt.rindex("Question:") :]
+    assert asked.endswith(f"?</user><assistant>{chat.begun}") and chat.reference[0] == " "
+    assert len(chatting(chat.prompt).input_ids) <= 2000
+    assert tokenized(chatting, chat)[0] == chatting(chat.prompt, add_special_tokens=False).input_ids
+
+
+def test_data_as_a_chat(chatting: Any, tmp_path: Path) -> None:
+    row = {**LONGBENCH, "context": "Question: Who?\n\nAnswer: Me.\n\n" + LONGBENCH["context"]}
+    for name, end in (("hotpotqa", "Where is the cat?"), ("gov_report", "Where is the cat?"), ("lcc", "the cat?")):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({**row, "dataset": name}) + "\n")
+        (item,) = read_collection(str(tmp_path / f"{name}.jsonl"), chatting, 4000, 5)
+        chat = as_chat(item, chatting)
+        assert chat.prompt.endswith(f"{end}</user><assistant>"), "nothing begins the answer"
+        assert "\n\nAnswer: Me." in chat.prompt, "what the context says stays"
+        assert chat.reference == "in the garden"
+
+
+def test_a_chat_marks_its_own_beginning(chatting: Any) -> None:
+    """The template has the mark of the beginning, and the tokenizer adds no second one."""
+    from tokenizers.processors import TemplateProcessing
+
+    chatting.backend_tokenizer.post_processor = TemplateProcessing(single="<end> $A", special_tokens=[("<end>", 256)])
+    chatting.chat_template = "<end>" + TEMPLATE
+    item = make_item("single", chatting, 1600, 0, text=TEXT)
+    assert chatting("a").input_ids[0] == tokenized(chatting, item)[0][0] == 256
+    assert tokenized(chatting, as_chat(item, chatting))[0].count(256) == 1
+
+
+def test_no_template_is_said(tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="chat: expected a tokenizer with a chat template, got one without"):
+        list(pieces(Settings(tokens=(2000,), windows=0, chat=True), tokenizer, TEXT))
 
 
 def test_texts(tmp_path: Path) -> None:

@@ -61,7 +61,8 @@ def tokenized(tokenizer: Any, item: Item) -> tuple[list[int], list[int]]:
 
     Tokenizers put a space before a text, or a mark behind it, so a reference by itself may have other tokens.
     """
-    prompt, both = (tokenizer(text).input_ids for text in (item.prompt, item.prompt + item.reference))
+    texts = (item.prompt, item.prompt + item.reference)
+    prompt, both = (tokenizer(text, add_special_tokens=not item.is_chat).input_ids for text in texts)
     if both[-1] == tokenizer.eos_token_id:
         both = both[:-1]
     shared = next((place for place, (one, other) in enumerate(zip(prompt, both, strict=False)) if one != other), None)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from sparge.evaluate.language.tasks import Item
+from sparge.evaluate.language.tasks import ANSWER, SUMMARY, Item
 from sparge.evaluate.language.texts import from_hub
 
 HUB = {"longbench": "zai-org/LongBench", "infinitebench": "xinrongzhang2022/InfiniteBench"}
@@ -72,7 +72,7 @@ def _item(row: Mapping[str, Any], name: str, number: int, tokenizer: Any, tokens
         else:
             listed = "One of: " + ", ".join(options)
         question += f"\n{listed}"
-    question += "\n\nSummary:" if metric == "rouge" else "\n" if metric == "similar" else "\n\nAnswer:"
+    question += f"\n\n{SUMMARY}" if metric == "rouge" else "\n" if metric == "similar" else f"\n\n{ANSWER}"
     prompt = _without_middle(tokenizer, row["context"], question, tokens)
     reference = answers[0] if metric == "similar" else f" {answers[0]}"
     return Item(name, tokens, number, prompt, tuple(answers), reference, metric, max_new_tokens=max_new_tokens)

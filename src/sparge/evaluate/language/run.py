@@ -14,6 +14,7 @@ from torch import Tensor
 import sparge
 from sparge.evaluate.language import fidelity
 from sparge.evaluate.language.answers import ask
+from sparge.evaluate.language.chat import as_chat, template_tokens
 from sparge.evaluate.language.collections import read_collection
 from sparge.evaluate.language.tasks import TASKS, Item, make_item
 from sparge.evaluate.language.texts import windows_of
@@ -49,6 +50,7 @@ class Settings:
         needles: needles at each depth and length.
         depths: where needles lie, from 0 to 1.
         data: files or names of further questions (`collections.read_collection`), asked at the longest length.
+        chat: whether to ask in the template of the tokenizer.
         seed: of the questions.
     """
 
@@ -59,6 +61,7 @@ class Settings:
     needles: int = 1
     depths: tuple[float, ...] = DEPTHS
     data: tuple[str, ...] = ()
+    chat: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -100,9 +103,14 @@ def pieces(settings: Settings, tokenizer: Any, text: str) -> Iterator[Piece]:
     """All windows and questions, in the order of their length.
 
     Raises:
-        ValueError: the text is too short, or a source has nothing.
+        ValueError: the text is too short, a source has nothing, or the tokenizer no template for a chat.
     """
     before = prefix_of(tokenizer)
+    taken = template_tokens(tokenizer) if settings.chat else 0
+
+    def asked(item: Item) -> Item:
+        return as_chat(item, tokenizer) if settings.chat else item
+
     if settings.windows:
         ids = torch.tensor(tokenizer(text, add_special_tokens=False).input_ids)
     for tokens in sorted(settings.tokens):
@@ -111,13 +119,13 @@ def pieces(settings: Settings, tokenizer: Any, text: str) -> Iterator[Piece]:
                 yield Piece(FIDELITY, tokens, number, window=torch.cat([torch.tensor([before]).long(), window], 1))
         for task in settings.tasks:
             for number, depth in _numbers(task, settings):
-                item = make_item(task, tokenizer, tokens, number, text=text, depth=depth, seed=settings.seed)
-                yield Piece(task, tokens, number, item=item)
+                item = make_item(task, tokenizer, tokens - taken, number, text=text, depth=depth, seed=settings.seed)
+                yield Piece(task, tokens, number, item=asked(item))
     for source in settings.data:
         longest = max(settings.tokens)
-        for item in read_collection(source, tokenizer, longest, settings.items):
+        for item in read_collection(source, tokenizer, longest - taken, settings.items):
             part = f"{item.task} (file)" if item.task in (FIDELITY, *TASKS) else item.task
-            yield Piece(part, longest, item.number, item=item)
+            yield Piece(part, longest, item.number, item=asked(item))
 
 
 def prefix_of(tokenizer: Any) -> list[int]:

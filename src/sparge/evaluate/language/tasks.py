@@ -40,6 +40,8 @@ WORDS = (
     *("wallet", "yellow", "zipper", "anchor", "button", "copper", "donkey", "ember", "fossil", "goblin", "helmet"),
     *("insect", "jungle", "kitten", "lemon", "marble", "napkin", "oyster", "parrot", "rocket", "shovel", "tunnel"),
 )
+ANSWER, SUMMARY = "Answer:", "Summary:"
+"""What stands between a question and its answer."""
 MOST_FREQUENT = 3
 VALUES = 4
 CHAIN = 4
@@ -62,7 +64,9 @@ class Item:
         reference: a right answer, as the prompt would go on.
         metric: how an answer is scored: see `scoring.METRICS`; "exact" asks for the reference, read from the logits.
         depth: where a needle lies, from 0 (start) to 1 (end).
+        begun: how the answer begins: the end of the prompt.
         max_new_tokens: how long an answer may be.
+        is_chat: whether the prompt has all marks of a chat in it (`chat.as_chat`).
     """
 
     task: str
@@ -73,7 +77,9 @@ class Item:
     reference: str
     metric: str = "found"
     depth: float | None = None
+    begun: str = ""
     max_new_tokens: int = 32
+    is_chat: bool = False
 
 
 def make_item(
@@ -109,11 +115,14 @@ class _Setting:
     def sample(self, words: Sequence[str], count: int) -> list[str]:
         return self.draw.sample(list(words), count)
 
-    def item(self, task: str, facts: Sequence[str], depths: Sequence[float], question: str, **fields: Any) -> Item:
+    def item(
+        self, task: str, facts: Sequence[str], depths: Sequence[float], question: str, begun: str, **fields: Any
+    ) -> Item:
         """The text with facts at their depths and the question behind it, at most ``tokens`` long."""
         hay = self.text if task == "needle" else _filler(self.draw, self.tokens)
-        prompt = hide(self.tokenizer, hay, facts, depths, question, self.tokens, offset=self.draw.random())
-        return Item(task, self.tokens, self.number, prompt, **fields)
+        asked = _asked(question, begun)
+        prompt = hide(self.tokenizer, hay, facts, depths, asked, self.tokens, offset=self.draw.random())
+        return Item(task, self.tokens, self.number, prompt, begun=begun, **fields)
 
 
 def _filler(draw: random.Random, tokens: int) -> str:
@@ -179,8 +188,13 @@ def _fact(place: str, code: str) -> str:
     return f"The pass code of the {place} is {code}."
 
 
-def _ask(place: str) -> str:
-    return f"\n\nQuestion: What is the pass code of the {place}?\nAnswer: The pass code of the {place} is"
+def _asked(question: str, begun: str) -> str:
+    return f"\n\nQuestion: {question}\n{ANSWER} {begun}"
+
+
+def _ask(place: str) -> tuple[str, str]:
+    """A question and how its answer begins."""
+    return f"What is the pass code of the {place}?", f"The pass code of the {place} is"
 
 
 def _needle(setting: _Setting) -> Item:
@@ -190,7 +204,7 @@ def _needle(setting: _Setting) -> Item:
         "needle",
         [_fact(place, code)],
         [depth],
-        _ask(place),
+        *_ask(place),
         answers=(code,),
         reference=f" {code}",
         metric="exact",
@@ -202,7 +216,7 @@ def _single(setting: _Setting) -> Item:
     (place,), code = setting.sample(PLACES, 1), setting.code()
     depth = setting.draw.random()
     fields: dict[str, Any] = {"answers": (code,), "reference": f" {code}", "depth": depth, "max_new_tokens": 16}
-    return setting.item("single", [_fact(place, code)], [depth], _ask(place), **fields)
+    return setting.item("single", [_fact(place, code)], [depth], *_ask(place), **fields)
 
 
 def _multikey(setting: _Setting) -> Item:
@@ -212,19 +226,17 @@ def _multikey(setting: _Setting) -> Item:
     depths = [setting.draw.random() for _ in places]
     facts = [_fact(place, code) for place, code in codes.items()]
     fields: dict[str, Any] = {"answers": (codes[asked],), "reference": f" {codes[asked]}", "max_new_tokens": 16}
-    return setting.item("multikey", facts, depths, _ask(asked), depth=depths[places.index(asked)], **fields)
+    return setting.item("multikey", facts, depths, *_ask(asked), depth=depths[places.index(asked)], **fields)
 
 
 def _multivalue(setting: _Setting) -> Item:
     (place,), codes = setting.sample(PLACES, 1), [setting.code() for _ in range(VALUES)]
     facts = [f"One of the pass codes of the {place} is {code}." for code in codes]
-    question = (
-        f"\n\nQuestion: What are all {VALUES} pass codes of the {place}?\nAnswer: The pass codes of the {place} are"
-    )
+    question, begun = f"What are all {VALUES} pass codes of the {place}?", f"The pass codes of the {place} are"
     depths = sorted(setting.draw.random() for _ in codes)
     reference = f" {', '.join(codes)}"
     return setting.item(
-        "multivalue", facts, depths, question, answers=tuple(codes), reference=reference, max_new_tokens=48
+        "multivalue", facts, depths, question, begun, answers=tuple(codes), reference=reference, max_new_tokens=48
     )
 
 
@@ -237,23 +249,19 @@ def _tracking(setting: _Setting) -> Item:
     order = sorted(setting.draw.random() for _ in chain)
     second = sorted(setting.draw.random() for _ in others)
     depths = [order[0], second[0], *order[1:], *second[1:]]
-    question = (
-        f"\n\nQuestion: Names were set to numbers and to other names. Which {CHAIN} names hold {value}?\n"
-        f"Answer: The names that hold {value} are"
-    )
+    question = f"Names were set to numbers and to other names. Which {CHAIN} names hold {value}?"
+    begun = f"The names that hold {value} are"
     reference = f" {', '.join(chain)}"
     return setting.item(
-        "tracking", facts, depths, question, answers=tuple(chain), reference=reference, max_new_tokens=32
+        "tracking", facts, depths, question, begun, answers=tuple(chain), reference=reference, max_new_tokens=32
     )
 
 
 def _aggregation(setting: _Setting) -> Item:
     words = setting.sample(WORDS, len(WORDS))
     frequent, rare = words[:MOST_FREQUENT], words[MOST_FREQUENT:]
-    question = (
-        f"\n\nQuestion: Which {MOST_FREQUENT} words are most frequent in the list?\n"
-        f"Answer: The {MOST_FREQUENT} most frequent words are"
-    )
+    begun = f"The {MOST_FREQUENT} most frequent words are"
+    question = _asked(f"Which {MOST_FREQUENT} words are most frequent in the list?", begun)
 
     def prompt(repeats: int) -> str:
         listed = frequent * (4 * repeats) + rare * repeats
@@ -278,6 +286,7 @@ def _aggregation(setting: _Setting) -> Item:
         prompt(low),
         answers=tuple(frequent),
         reference=f" {', '.join(frequent)}",
+        begun=begun,
         max_new_tokens=24,
     )
 

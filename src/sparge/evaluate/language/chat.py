@@ -1,0 +1,41 @@
+"""Questions as a chat: what a model that was tuned to be asked expects to read.
+
+The text and the question are what the user says; how the answer begins is the start of the model's own turn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from sparge.evaluate.language.tasks import ANSWER, SUMMARY, Item
+
+ROUNDING = 4
+"""Tokens by which a template may take more of a long prompt than of one letter."""
+
+
+def as_chat(item: Item, tokenizer: Any) -> Item:
+    """The same question in the tokenizer's template.
+
+    Raises:
+        ValueError: the tokenizer has none.
+    """
+    asked = item.prompt.removesuffix(item.begun).rstrip().removesuffix(ANSWER).removesuffix(SUMMARY).rstrip()
+    reference = item.reference if item.begun else item.reference.lstrip()
+    return replace(item, prompt=_templated(tokenizer, asked) + item.begun, reference=reference, is_chat=True)
+
+
+def template_tokens(tokenizer: Any) -> int:
+    """How many tokens the template takes from a prompt.
+
+    Raises:
+        ValueError: the tokenizer has none.
+    """
+    return len(tokenizer(_templated(tokenizer, "a"), add_special_tokens=False).input_ids) + ROUNDING
+
+
+def _templated(tokenizer: Any, asked: str) -> str:
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ValueError("chat: expected a tokenizer with a chat template, got one without; leave --chat out")
+    said = [{"role": "user", "content": asked}]
+    return str(tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True))
