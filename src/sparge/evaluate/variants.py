@@ -290,6 +290,16 @@ def words_of(text: str) -> list[str]:
     return [word.strip() for word in words if word.strip()]
 
 
+def spaced(label: str) -> str:
+    """A label that can be broken between its words.
+
+    Example:
+        >>> spaced("topk=0.5,dense_layers=[0,-1]")
+        'topk=0.5, dense_layers=[0,-1]'
+    """
+    return ", ".join(words_of(label))
+
+
 def check_labels(variants: Sequence[Variant]) -> None:
     """Raise unless there is a variant, and each has a name of its own."""
     labels = [variant.label for variant in variants]

@@ -12,7 +12,7 @@ from sparge.evaluate.document import document, machine_line, notes, table
 from sparge.evaluate.language.run import DENSE, FIDELITY, is_stock
 from sparge.evaluate.language.summary import Line, cells, lines_of
 from sparge.evaluate.rows import Row
-from sparge.evaluate.variants import family_of
+from sparge.evaluate.variants import family_of, spaced
 
 MAX_ALONG = 8
 """Variants whose loss is drawn by position: the first that went sparse."""
@@ -121,7 +121,7 @@ def _positions(rows: Sequence[Row], tokens: int) -> str:
             for part in range(parts):
                 values = [row[name][part] - (row[minus][part] if minus else 0.0) for row in of_variant]
                 points.append(Point((part + 0.5) / parts * tokens, statistics.fmean(values), None, variant))
-            found.append(Curve(variant, points))
+            found.append(Curve(spaced(variant), points))
         return found
 
     kl = charts.curves("KL by position", drawn("kl_by_position", None), "token", "nats per token", log_y=True)

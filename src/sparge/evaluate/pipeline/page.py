@@ -13,7 +13,7 @@ from sparge.evaluate.pipeline.pictures import GAIN, Gallery, galleries
 from sparge.evaluate.pipeline.run import Result
 from sparge.evaluate.pipeline.summary import Line, cells, lines_of, remarks, time_text
 from sparge.evaluate.rows import Row
-from sparge.evaluate.variants import family_of
+from sparge.evaluate.variants import family_of, spaced
 
 MAX_STEPS = 12
 """Columns of a map of errors; neighbouring steps are taken together beyond."""
@@ -23,10 +23,10 @@ NEAR_NOISE = 15.0
 
 STYLE = """
 .gallery{border-collapse:collapse;width:100%;table-layout:fixed;min-width:40rem;
-max-width:calc(9.5rem + var(--columns)*15rem)}
+max-width:calc(11.5rem + var(--columns)*15rem)}
 .gallery th{font-size:.82rem;font-weight:500;text-align:left;vertical-align:top;padding:.3rem .8rem .3rem 0;
 overflow-wrap:anywhere}
-.gallery th:first-child{width:9.5rem}
+.gallery th:first-child{width:11.5rem}
 .gallery thead th{color:var(--quiet);padding-bottom:.2rem;vertical-align:bottom}
 .gallery td{padding:.15rem}
 .gallery small{display:block}
@@ -109,13 +109,8 @@ def _asked(result: Result) -> str:
 
 def _table(lines: Sequence[Line]) -> str:
     shown = [cells(line, lines) for line in lines]
-    rows = [[_spaced(row[0][1]), *(text for _, text in row[1:])] for row in shown]
+    rows = [[spaced(row[0][1]), *(text for _, text in row[1:])] for row in shown]
     return f"<div class='scroll'>{table([column for column, _ in shown[0]], rows)}</div>"
-
-
-def _spaced(label: str) -> str:
-    """A label that can be broken between its words."""
-    return label.replace(",", ", ")
 
 
 def _figures(result: Result, lines: Sequence[Line]) -> Iterator[str]:
@@ -152,7 +147,7 @@ def _figures(result: Result, lines: Sequence[Line]) -> Iterator[str]:
     yield charts.curves("LPIPS against density", by_family("density", "lpips"), density, "LPIPS")
     yield charts.curves(
         "PSNR along the clip",
-        [Curve(line.variant, _along(result, line.variant)) for line in drawn[:MAX_ALONG]],
+        [Curve(spaced(line.variant), _along(result, line.variant)) for line in drawn[:MAX_ALONG]],
         "frame",
         "dB",
         whole_x=False,
@@ -207,7 +202,7 @@ def _strip_rows(result: Result, gallery: Gallery, place: int, number: int) -> st
         for uri, name in zip(strip.differences, gallery.columns, strict=True)
     )
     return (
-        f"<tr><th scope='row'>{escape(_spaced(strip.variant))}"
+        f"<tr><th scope='row'>{escape(spaced(strip.variant))}"
         f"<small>{escape(_told(result, gallery, strip.variant))}</small></th>{pictures}</tr>"
         f"<tr><th scope='row'><small>difference x {GAIN}</small></th>{differences}</tr>"
     )
@@ -228,7 +223,7 @@ def _moving(gallery: Gallery) -> str:
     if not gallery.strips[0].moving:
         return ""
     clips = "".join(
-        f"<figure><figcaption>{escape(strip.variant or 'dense')}</figcaption>"
+        f"<figure><figcaption>{escape(spaced(strip.variant or 'dense'))}</figcaption>"
         f"<img src='{strip.moving}' alt='{escape(strip.variant or 'dense')}, the clip'></figure>"
         for strip in gallery.strips
     )
