@@ -1,12 +1,10 @@
-"""Record what attention receives in trained models, for the tests: `python -m benchmarks.capture language | video`.
+"""Record what attention receives in trained models, for the tests: `python -m benchmarks.capture language`.
 
     language   three layers of SmolLM2-135M-Instruct that differ, one head of the keys and its three query heads each,
                after the rotary embedding: 1024 tokens of the essays; of the queries the last 512 are kept. --data is
                that of `benchmarks.evaluation`.
-    video      two layers and steps of the model of examples/tiny_video_dit (--pipeline FOLDER), one head each: the keys
-               of the first five frames, and the queries of the third. On a GPU.
 
-Both write float16 to tests/data, `sparge.evaluate.captured` makes families of it.
+It writes float16 to tests/data; `sparge.evaluate.captured` makes families of it.
 """
 
 from __future__ import annotations
@@ -37,17 +35,17 @@ def language(args: argparse.Namespace) -> list[Captured]:
     with torch.no_grad(), recorder.recording(model):
         model(tokens)
     calls = zip(HEADS.values(), recorder.calls, strict=True)
-    return [cut(call, head, queries=slice(-QUERIES, None)) for head, call in calls]
+    return [cut(call, head) for head, call in calls]
 
 
-def cut(call: Captured, head: int, queries: slice, keys: slice = slice(None)) -> Captured:
-    """One head of the keys and the query heads that use it, and a part of both."""
+def cut(call: Captured, head: int) -> Captured:
+    """One head of the keys, and the last queries of those that use it."""
     group = call.query.shape[1] // call.key.shape[1]
     return replace(
         call,
-        query=call.query[:, head * group : (head + 1) * group, queries],
-        key=call.key[:, head : head + 1, keys],
-        value=call.value[:, head : head + 1, keys],
+        query=call.query[:, head * group : (head + 1) * group, -QUERIES:],
+        key=call.key[:, head : head + 1],
+        value=call.value[:, head : head + 1],
     )
 
 
