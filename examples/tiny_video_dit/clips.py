@@ -1,4 +1,4 @@
-"""Clips to train on: a camera moves over a photograph, and before it a textured shape moves and turns.
+"""Clips to train on: a camera moves over a photograph, and before it a textured shape moves.
 
 Everything is drawn on the device, in batches, from seeds: photographs by sampling, shapes and patterns from their
 formulas, edges smoothed over a pixel.
@@ -32,6 +32,8 @@ TRAVEL = 0.5
 """The same for the shape, in half the frame's width."""
 ASIDE, RADIUS = 0.12, 0.46
 """How far from the middle of the frame a shape's way may lie, and how large a shape is, likewise."""
+NEAR = 1.4
+"""What counts as near a shape, in its radius: the corners of all shapes are nearer."""
 
 
 class Scene(NamedTuple):
@@ -135,7 +137,7 @@ def _shape(pictures: Pictures, scene: Scene, times: Tensor, x: Tensor, y: Tensor
 
     distance = _one_of(places["shape"], [_disc(u, v), _square(u, v), _triangle(u, v), _star(u, v)])
     cover = (0.5 - distance / pixel).clamp(0, 1)
-    near = (u.square() + v.square() < 1.4**2).to(cover.dtype)
+    near = (u.square() + v.square() < NEAR**2).to(cover.dtype)
     light = _one_of(places["texture"], [*_patterns(u, v, pixel), *_photographed(pictures, scene, u, v)])
     colours = torch.tensor(COLOURS, device=x.device)[places["colour"]][:, :, None, None, None]
     return colours * (0.25 + 0.75 * light[:, None]), cover, near

@@ -37,8 +37,8 @@ SIGMAS = (0.3, 0.6, 0.9, 0.98)
 DROPPED = 0.1
 """Share of the captions that are left out, for guidance."""
 SHAPE_WEIGHT = 5.0
-"""Of a pixel near a shape, in the loss. The backgrounds are most of a clip, and soon known by heart: without more
-weight on shapes the word that names one was hardly followed after ten minutes."""
+"""Of a pixel near a shape, in the loss. Backgrounds are most of a clip and soon known by heart: without more weight on
+shapes, naming another one changed the error by less than 1 % after the first stage."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sparge.evaluate import captured
-from sparge.evaluate.capture import Captured, save
+from sparge.evaluate.capture import Captured, load, save
 from sparge.evaluate.captured import RECORDED, Recorded, captured_families, captured_names
 from sparge.evaluate.families import by_name
 from sparge.evaluate.numerics import errors_of, exponential_free_limit, lse_limits, lse_rounding, output_limit
@@ -104,6 +104,11 @@ class TestCaptured:
 
     def test_all_are_here(self) -> None:
         assert tuple(family.name for family in captured_families()) == captured_names()
+
+    def test_recordings_are_what_is_said_of_them(self) -> None:
+        for recorded in RECORDED.values():
+            for call in load(captured.FOLDER / recorded.file):
+                assert call.is_causal == recorded.is_causal and call.scale == recorded.sizes["head_dim"] ** -0.5
 
     def test_layers_differ_as_noted(self) -> None:
         """`benchmarks/capture.py` says why they were chosen."""
