@@ -108,6 +108,8 @@ def video(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     pipe = load_pipeline(str(args.pipeline), device.type, dtype, trust_remote_code=True)
     variants: Sequence[Variant] = [parse_variant(words) for words in args.variant or video_variants()]
+    if args.force:
+        variants = [variant.forced(device) for variant in variants]
     start = time.perf_counter()
     told = _Told(start)
     result = evaluate_pipeline(
@@ -199,6 +201,7 @@ def main() -> None:
         "--argument", type=parse_argument, action="append", default=[], help="NAME=VALUE of the pipeline's call"
     )
     two.add_argument("--errors", action="store_true")
+    two.add_argument("--force", action="store_true", help="sparse also below the crossover")
     for command in (one, two):
         command.add_argument("--variant", action="append")
         command.add_argument("--rows", type=Path)

@@ -1,9 +1,9 @@
 """Train the model from nothing, in stages of growing clips, each for so many seconds.
 
 python examples/tiny_video_dit/train.py --photographs photographs.npz --output run \
-    --stages single:75 short:85 long:335
+    --stages single:90 short:80 long:320
 python examples/tiny_video_dit/train.py --photographs photographs.npz --output run-image \
-    --resume run/single.pt --stages image:100
+    --resume run/single.pt --stages image:90 --cooldown 0.4
 
 The model sees a mixture of a clip and noise, (1 - sigma) clip + sigma noise, and predicts the clip. The loss is that of
 the velocity which follows from it: the squared error over sigma^2.

@@ -123,6 +123,17 @@ class TestCaptured:
         assert weights["smollm2-1"] < 0.01 < 0.2 < weights["smollm2-27"] < 0.8 < weights["smollm2-18"]
         assert sink_values["smollm2-18"] < 0.1 < sink_values["smollm2-27"] < 0.3 < sink_values["smollm2-1"]
 
+    def test_video_layers_differ_as_noted(self) -> None:
+        families = {family.name: family for family in captured_families()}
+        effective, logits = {}, {}
+        for name in ("tiny-video-1-4", "tiny-video-3-15"):
+            query, key, _ = families[name].make(**RECORDED["tiny-video"].sizes, dtype=torch.float32)
+            scores = query @ key.mT * 128**-0.5
+            effective[name] = float((1 / scores.softmax(-1).square().sum(-1)).mean())
+            logits[name] = float(scores.max())
+        assert effective["tiny-video-3-15"] < 5 < 800 < effective["tiny-video-1-4"]
+        assert logits["tiny-video-1-4"] < 8 < 25 < logits["tiny-video-3-15"]
+
     def test_fewer_queries_are_the_last_and_other_sizes_are_refused(self) -> None:
         family = captured_families()[0]
         everything, few = (family.make(**{**self.SIZES, "q_len": q_len})[0] for q_len in (512, 60))

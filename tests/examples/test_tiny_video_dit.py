@@ -251,21 +251,63 @@ class TestPacking:
         with pytest.raises(FileNotFoundError, match="expected packed weights"):
             example.packing.load_packed(tmp_path)
 
-    @pytest.mark.skipif(not (FOLDER / "weights").is_dir(), reason="no packed weights in this checkout")
-    def test_packed_weights_of_the_repository(self, example: Any) -> None:
-        weights = FOLDER / "weights"
-        assert all(path.stat().st_size < 15 * 2**20 for path in weights.iterdir())
-        pipe = example.packing.load_packed(weights)  # strict: no key is missing
-        pipe.set_progress_bar_config(disable=True)
-        generator = torch.Generator().manual_seed(0)
-        clips = example.clips
-        scene = clips.draw_scenes(1, generator)
-        clip = clips.render(clips.Pictures.noise(), scene, clips.clip_times(1), 256, 256)[0]
-        noisy = 0.5 * clip + 0.5 * torch.randn(clip.shape, generator=generator)
-        text = example.pipeline.one_hot_tokens(torch.zeros_like(scene.words))
-        with torch.no_grad():
-            error = (pipe._clean(noisy, torch.tensor(500.0), text) - clip).square().mean()
-        assert error < (noisy - clip).square().mean() / 4  # it takes noise away, even from pictures it has not seen
+
+@pytest.fixture(scope="module")
+def drawn(example: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the trained model in the repository makes of noise alone, of single frames (3, H, W) in [-1, 1]."""
+    trained = example.packing.load_packed(FOLDER / "weights")  # strict: no key is missing
+    captions = (
+        "a red gravel square moves right over the rocket, the camera stays",
+        "a green gravel triangle moves left over the rocket, the camera stays",
+    )
+    words = torch.tensor([example.pipeline.slot_indices(caption) for caption in captions])
+    noise = torch.randn(1, 3, 1, 256, 256, generator=torch.Generator().manual_seed(0)).expand(2, -1, -1, -1, -1)
+    with torch.no_grad():
+        frames = trained._clean(noise, torch.tensor(1000.0), example.pipeline.one_hot_tokens(words))[:, :, 0]
+    return frames[0], frames[1]
+
+
+class TestWeights:
+    """It listens to each word. A clip begins where the shape comes from: 64 pixels left or right of the middle."""
+
+    def test_sizes_of_the_files(self) -> None:
+        assert all(path.stat().st_size < 15 * 2**20 for path in (FOLDER / "weights").iterdir())
+
+    def test_colour_and_motion(self, drawn: tuple[torch.Tensor, torch.Tensor]) -> None:
+        square, triangle = drawn
+        inside = slice(112, 144)
+        assert (square[0, inside, 48:80] - square[1, inside, 48:80]).mean() > 0.5, "red on the left"
+        assert (triangle[1, inside, 176:208] - triangle[0, inside, 176:208]).mean() > 0.5, "green on the right"
+        sky = (square[0, inside, 176:208] - square[1, inside, 176:208]).mean()
+        assert abs(sky) < 0.2
+
+    def test_shape(self, drawn: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """How much of its colour is in the upper corners: a square has it there, a triangle the sky's."""
+        square, triangle = (
+            (frame[colour] - frame[1 - colour])[84:100, places].mean()
+            for frame, colour, places in ((drawn[0], 0, slice(20, 36)), (drawn[1], 1, slice(148, 164)))
+        )
+        assert square > 0.6 > 0.3 > triangle
+
+
+class TestRecordings:
+    def test_what_is_cut(self, pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The head, the third frame's queries and the first frames' keys of the layers and steps that are asked for."""
+        from benchmarks import capture
+
+        from sparge.evaluate import Recorder
+
+        for name, value in {"FRAME": 20, "KEY_FRAMES": 2, "VIDEO_HEADS": {(0, 1): 1, (1, 0): 0}}.items():
+            monkeypatch.setattr(capture, name, value)
+        first, second = capture.video_calls(pipe, [(0, 1), (1, 0)], num_inference_steps=2)
+        assert (first.layer, first.step) == ("transformer.blocks.0.attn1", 1)
+        assert (second.layer, second.step) == ("transformer.blocks.1.attn1", 0)
+        recorder = Recorder(layers=r"\.0\.", steps=[1])
+        with recorder.recording(pipe):
+            pipe(capture.PROMPT, num_inference_steps=2, generator=torch.Generator().manual_seed(0))
+        whole = recorder.calls[0]
+        assert torch.equal(first.query, whole.query[:, 1:, 40:60])
+        assert torch.equal(first.key, whole.key[:, 1:, :40]) and torch.equal(first.value, whole.value[:, 1:, :40])
 
 
 class TestPipeline:
