@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.evaluation import ESSAYS, WEIGHTS
+from benchmarks.evaluation import CAPTIONS, ESSAYS, WEIGHTS
 from sparge.evaluate import Recorder
 from sparge.evaluate.capture import Captured, save
 from sparge.evaluate.captured import FOLDER, RECORDED
@@ -32,7 +32,6 @@ HEADS = {1: 0, 18: 2, 27: 1}
 """Layer: head of the keys. Layer 1 has no sink, but outlier channels in K (4x) and Q (8x). In layer 18 the sink lies 23
 nats above the median, and its value is 12 times as small as the others. Layer 27 has both, and V's largest mean."""
 
-PROMPT = "a red striped star moves left over the cat, the camera pans right"
 VIDEO_HEADS = {(1, 4): 0, (3, 15): 1}
 """(Layer, step): head. The first attends to 900 keys of the five frames, no row to any of them much: dropping blocks
 costs most where that is so. The second attends to four, and its logits reach 26 nats: 8 bits cost most there."""
@@ -64,7 +63,7 @@ def video_calls(pipe: Any, places: Sequence[tuple[int, int]], **arguments: Any) 
     layers, steps = ({place[axis] for place in places} for axis in (0, 1))
     recorder = Recorder(layers=rf"\.({'|'.join(map(str, layers))})\.", steps=sorted(steps), max_bytes=2**30)
     with recorder.recording(pipe):
-        pipe(PROMPT, generator=torch.Generator().manual_seed(0), **arguments)
+        pipe(CAPTIONS[0], generator=torch.Generator().manual_seed(0), **arguments)
     assert not recorder.missed
     queries, keys = slice(FRAME * QUERY_FRAME, FRAME * (QUERY_FRAME + 1)), slice(0, FRAME * KEY_FRAMES)
     calls = {(_layer(call), call.step): call for call in recorder.calls}

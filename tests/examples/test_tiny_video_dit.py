@@ -304,7 +304,7 @@ class TestRecordings:
         assert (second.layer, second.step) == ("transformer.blocks.1.attn1", 0)
         recorder = Recorder(layers=r"\.0\.", steps=[1])
         with recorder.recording(pipe):
-            pipe(capture.PROMPT, num_inference_steps=2, generator=torch.Generator().manual_seed(0))
+            pipe(CAPTION, num_inference_steps=2, generator=torch.Generator().manual_seed(0))
         whole = recorder.calls[0]
         assert torch.equal(first.query, whole.query[:, 1:, 40:60])
         assert torch.equal(first.key, whole.key[:, 1:, :40]) and torch.equal(first.value, whole.value[:, 1:, :40])
