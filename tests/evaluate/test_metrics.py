@@ -38,12 +38,15 @@ def random_pair(q_len: int, kv_len: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("scale", [None, 0.7])
+@pytest.mark.parametrize("chunk", [1, 350_000])  # a block of queries at once, and up to two
 @pytest.mark.parametrize(
-    ("q_len", "kv_len", "is_causal"), [(200, 200, True), (129, 200, True), (127, 63, False), (1, 129, False)]
+    ("q_len", "kv_len", "is_causal"),
+    [(200, 200, True), (129, 200, True), (127, 63, False), (1, 129, False), (384, 384, True), (500, 200, False)],
 )
 def test_block_mass_is_the_softmax_summed_by_blocks(
-    q_len: int, kv_len: int, is_causal: bool, scale: float | None
+    q_len: int, kv_len: int, is_causal: bool, chunk: int, scale: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("sparge.evaluate.metrics.CHUNK", chunk)
     query, key = random_pair(q_len, kv_len)
     got = block_mass(query, key, is_causal=is_causal, scale=scale)
     exact = brute_force_mass(query, key, is_causal, 0.25 if scale is None else scale)

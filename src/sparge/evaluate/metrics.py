@@ -9,6 +9,9 @@ from sparge.block_mask import BlockMask
 from sparge.evaluate.inputs import Needle
 from sparge.geometry import BLOCK_K, BLOCK_Q, ceil_div
 
+CHUNK, CHUNK_CUDA = 2**22, 2**26
+"""How many probabilities `block_mass` holds at once: few stay in a cache, many keep a GPU busy."""
+
 
 def relative_l1(output: Tensor, exact: Tensor) -> float:
     """sum |output - exact| / sum |exact|."""
@@ -22,14 +25,20 @@ def block_mass(query: Tensor, key: Tensor, *, is_causal: bool = False, scale: fl
     rows sum to 1 (less where queries see nothing). Heads must match (repeat grouped keys first).
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
+    query, key = query.float(), key.float()
     q_len, kv_len = query.shape[2], key.shape[2]
+    whole = q_len // BLOCK_Q * BLOCK_Q
+    numbers = query.shape[0] * query.shape[1] * BLOCK_Q * kv_len
+    together = BLOCK_Q * max(1, (CHUNK_CUDA if query.is_cuda else CHUNK) // numbers)
+    starts = [*range(0, whole, together), *([whole] if whole < q_len else [])]
     rows = []
-    for start in range(0, q_len, BLOCK_Q):
-        probabilities = _attention_rows(query, key, start, min(start + BLOCK_Q, q_len), is_causal, scale)
+    for start, stop in zip(starts, [*starts[1:], q_len], strict=True):
+        probabilities = _attention_rows(query, key, start, stop, is_causal, scale)
         missing = ceil_div(kv_len, BLOCK_K) * BLOCK_K - kv_len
-        padded = torch.nn.functional.pad(probabilities, (0, missing))
-        rows.append(padded.unflatten(-1, (-1, BLOCK_K)).sum(-1).mean(2))
-    return torch.stack(rows, 2)
+        padded = torch.nn.functional.pad(probabilities, (0, missing)) if missing else probabilities
+        of_queries = padded.unflatten(-1, (-1, BLOCK_K)).sum(-1)
+        rows.append(of_queries.unflatten(2, (-1, min(BLOCK_Q, stop - start))).mean(3))
+    return torch.cat(rows, 2)
 
 
 def mass_recall(mask: BlockMask, mass: Tensor) -> float:

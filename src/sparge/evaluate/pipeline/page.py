@@ -23,10 +23,10 @@ NEAR_NOISE = 15.0
 
 STYLE = """
 .gallery{border-collapse:collapse;width:100%;table-layout:fixed;min-width:40rem;
-max-width:calc(11.5rem + var(--columns)*15rem)}
+max-width:calc(13.5rem + var(--columns)*15rem)}
 .gallery th{font-size:.82rem;font-weight:500;text-align:left;vertical-align:top;padding:.3rem .8rem .3rem 0;
 overflow-wrap:anywhere}
-.gallery th:first-child{width:11.5rem}
+.gallery th:first-child{width:13.5rem}
 .gallery thead th{color:var(--quiet);padding-bottom:.2rem;vertical-align:bottom}
 .gallery td{padding:.15rem}
 .gallery small{display:block}
