@@ -445,3 +445,15 @@ def test_bench_refuses_bad_options(
     assert error.count("\n") == 1
     assert error.endswith(message.format(folder=tmp_path) + "\n")
     assert pretended_gpu == []
+
+
+def test_progress_without_a_terminal_is_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sparge import console
+
+    times = iter([0.0, 10.0, 31.0, 31.0, 45.0, 70.0, 70.0])
+    monkeypatch.setattr(console.time, "monotonic", lambda: next(times))
+    written = StringIO()
+    with console.told_progress(Console(file=written, width=20)) as tell:
+        for done in range(4):
+            tell(f"piece {done} [of work]", done, 4)
+    assert written.getvalue() == "1 of 4 done; piece 1 [of work]\n3 of 4 done; piece 3 [of work]\n"

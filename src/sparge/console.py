@@ -1,13 +1,39 @@
-"""Tables for a terminal of any width."""
+"""Tables for a terminal of any width, and progress where there is one or none."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from rich import box
 from rich.console import Console
 from rich.measure import Measurement
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+
+LINE_SECONDS = 30.0
+"""How often a line about progress is printed where no terminal shows a bar."""
+
+
+@contextmanager
+def told_progress(console: Console) -> Iterator[Callable[[str, int, int], None]]:
+    """To be told what is done next, how many are done, and of how many: a bar, or in a file a line now and then."""
+    if console.is_terminal:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task("")
+            yield lambda doing, done, total: bar.update(task, description=doing, completed=done, total=total)
+        return
+    last = time.monotonic()
+
+    def tell(doing: str, done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last >= LINE_SECONDS:
+            last = time.monotonic()
+            console.print(f"{done} of {total} done; {doing}", soft_wrap=True, highlight=False, markup=False)
+
+    yield tell
 
 
 def print_fitting(console: Console, table: Table, rows: Sequence[Sequence[tuple[str, str]]]) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 from contextlib import nullcontext
 from dataclasses import replace
+from html import escape
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +18,10 @@ from tiny_language import tiny_model, tiny_tokenizer
 import sparge
 from sparge.evaluate.language import fidelity
 from sparge.evaluate.language.answers import ask, tokenized
+from sparge.evaluate.language.load import load_tokenizer
 from sparge.evaluate.language.page import render_page
 from sparge.evaluate.language.run import KEY, Piece, Settings, evaluate_model, pieces, runs
-from sparge.evaluate.language.summary import lines_of
+from sparge.evaluate.language.summary import lines_of, remarks
 from sparge.evaluate.language.tasks import TASKS, make_item
 from sparge.evaluate.rows import Rows
 from sparge.evaluate.variants import Variant, parse_variant
@@ -245,6 +247,26 @@ def test_a_run_below_the_crossover_says_so(model: Any, tokenizer: Any) -> None:
     (line,) = lines_of(rows)
     assert line.ran == "dense (below the crossover)" and line.density is None
     assert line.kl is not None and line.kl.mean == 0.0
+    (told,) = remarks([line])
+    assert told.startswith("topk=0.1, 500 tokens: nothing ran sparse") and "--force" in told
+
+
+def test_what_left_nothing_out_is_told(model: Any, tokenizer: Any) -> None:
+    """Eight blocks are fewer than the floor of 16."""
+    rows = Rows(None, {"dtype": "float32"}, KEY)
+    window = torch.tensor(tokenizer(TEXT).input_ids)[None, :500]
+    variants = forced("topk=0.1", "topk=0.1,min_blocks=1", "dense,quantization=none")
+    evaluate_model(model, tokenizer, variants, [Piece("fidelity", 500, 0, window=window)], rows)
+    (told,) = remarks(lines_of(rows))
+    assert told.startswith("topk=0.1, 500 tokens: every block was kept")
+    assert escape(told) in render_page(list(rows), "model", "command")
+
+
+def test_a_missing_gguf_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "m.gguf").touch()
+    monkeypatch.setattr("sparge.evaluate.language.load.find_spec", lambda _: None)
+    with pytest.raises(ImportError, match=r"expected the package gguf for .*m.gguf': pip install gguf"):
+        load_tokenizer(str(tmp_path / "m.gguf"))
 
 
 def test_command(model: Any, tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

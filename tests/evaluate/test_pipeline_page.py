@@ -64,6 +64,7 @@ def test_the_page_has_table_curves_frames_and_errors(page: str) -> None:
     assert page.count("<table class='heat'>") == 3
     assert "a &lt;b&gt;bold&lt;/b&gt; prompt, seed 1" in page
     assert "sparge eval pipeline NAME --variant &#x27;topk=0.34&#x27;" in page
+    assert "sparge.Policy.from_json(" in page and "&quot;backend&quot;" not in page  # --force is no advice
 
 
 def test_pictures_are_those_of_the_run(result: Result) -> None:

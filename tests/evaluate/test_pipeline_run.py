@@ -41,6 +41,29 @@ def table_of(result: Result) -> dict[str, dict[str, str]]:
     return {line.variant: dict(cells(line, lines)) for line in lines}
 
 
+def test_what_left_nothing_out_is_told() -> None:
+    """Three blocks a row are fewer than the floor of 16; and steps that are all dense leave nothing out either."""
+    result = evaluate(small_pipeline(), forced("topk=0.34", f"{HALF},dense_first_steps={STEPS}", HALF))
+    lines = lines_of(result)
+    assert [line.density for line in lines[1:3]] == [1.0, 1.0]
+    told = list(remarks(result, lines))
+    assert sum("every block was kept" in remark for remark in told) == 1
+    assert any(remark.startswith("topk=0.34: every block was kept") for remark in told)
+    assert any("dense_first_steps" in remark and "nothing ran sparse (dense: dense step)" in remark for remark in told)
+    assert not any(remark.startswith(f"{HALF}:") for remark in told)
+
+
+def test_a_prompt_of_ones_own_that_is_refused_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise ValueError("expected a word, got 'fox'")
+
+    monkeypatch.setattr("sparge.evaluate.pipeline.run.generate", refuse)
+    with pytest.raises(ValueError, match=r"got 'fox' \(no prompt was given, .* --prompt\)"):
+        evaluate(small_pipeline(), forced(HALF), prompts=None)
+    with pytest.raises(ValueError, match=r"got 'fox'$"):
+        evaluate(small_pipeline(), forced(HALF))
+
+
 def test_figures_of_each_variant() -> None:
     labels = (HALF, f"{HALF},dense_first_steps=1", "topk=1.0", "dense,quantization=int8_fp8", "sdpa=math")
     result = evaluate(small_pipeline(), forced(*labels), seeds=[0, 1])

@@ -22,7 +22,10 @@ def test_words(tmp_path: Path) -> None:
     from_file = parse_variant(str(tmp_path / "mine.json"))
     assert from_file.label == str(tmp_path / "mine.json") and from_file.policy.dense_layers == (0, -1)
     assert parse_variant('{"topk": 0.3}').policy.topk == 0.3
-    assert parse_variant("topk=0.5").forced(torch.device("cpu")).policy.backend == "torch"
+    variant = parse_variant("topk=0.5").forced(torch.device("cpu"))
+    assert (variant.policy.backend, variant.asked) == ("torch", parse_variant("topk=0.5").policy)
+    named = parse_variant("topk=0.5,backend=torch").forced(torch.device("cpu"))
+    assert named.asked.backend == "torch"
     assert family_of("topk=0.5,oracle") == "topk, oracle"
     assert parse_variant("topk=0.5,dense_layers=[0,-1],always_keep=[[0,10]]").policy == sparge.Policy(
         topk=0.5, dense_layers=(0, -1), always_keep=((0, 10),)
@@ -80,6 +83,7 @@ def test_dense_layers_count_in_full() -> None:
     ran = {"sparse": 20, "density": 0.3, "reasons": {"sparse: torch": 20, "dense: dense layer": 10, "dense: decode": 7}}
     assert share_computed([ran]) == pytest.approx((20 * 0.3 + 10) / 30)
     assert share_computed([{"sparse": 0, "density": None, "reasons": {}}]) is None
+    assert share_computed([{"sparse": 0, "density": None, "reasons": {"dense: dense step": 3}}]) == 1.0
 
 
 @torch.no_grad()

@@ -38,6 +38,7 @@ vertical-align:bottom}
 .figures th:first-child{text-align:left;padding-left:0;font-weight:500;white-space:normal}
 .figures tbody tr+tr>*{border-top:1px solid var(--line)}
 .scroll{overflow-x:auto}
+.remarks{margin:1rem 0 0;padding-left:1.1rem;font-size:.92rem;max-width:56rem}
 """
 
 
@@ -69,15 +70,24 @@ def curves(
     log_y: bool = False,
     level: tuple[str, float] | None = None,
     whole_x: bool = True,
+    y_range: tuple[float, float] | None = None,
 ) -> str:
-    """Curves with whiskers. ``level`` is a line with a name to compare with; ``whole_x`` makes x start at 0."""
-    points = [point for curve in drawn for point in curve.points if math.isfinite(point.y)]
-    points = [point for point in points if point.y > 0 or not log_y]
+    """Curves with whiskers.
+
+    Args:
+        level: a line with a name to compare with.
+        whole_x: x starts at 0.
+        y_range: what y covers at least; the values and their intervals by default.
+    """
+    drawn = [curve for curve in drawn if any(_fits(point.y, log_y) for point in curve.points)]
+    points = [point for curve in drawn for point in curve.points if _fits(point.y, log_y)]
     if not points:
         return ""
+    ends = [point.y + sign * (point.half or 0.0) for point in points for sign in (-1, 0, 1)]
+    ends = [end for end in ends if _fits(end, log_y)] + list(y_range or ())
     levels = [] if level is None or (log_y and level[1] <= 0) else [level[1]]
     across = _Axis([point.x for point in points], LEFT, WIDTH - RIGHT, from_zero=whole_x)
-    up = _Axis([point.y for point in points] + levels, HEIGHT - BOTTOM, TOP, log=log_y)
+    up = _Axis(ends + levels, HEIGHT - BOTTOM, TOP, log=log_y)
     parts = [
         "".join(
             f"<path class='grid' d='M{LEFT} {up(tick):.1f}H{WIDTH - RIGHT}'/>"
@@ -177,8 +187,12 @@ def _number(value: float) -> str:
     return f"{value:.6g}" if abs(value) < 1e5 else f"{value:.0e}"
 
 
+def _fits(value: float, log: bool) -> bool:
+    return math.isfinite(value) and (value > 0 or not log)
+
+
 def _drawn(number: int, curve: Curve, across: _Axis, up: _Axis) -> str:
-    shown = sorted((p for p in curve.points if math.isfinite(p.y) and (p.y > 0 or not up.is_log)), key=lambda p: p.x)
+    shown = sorted((point for point in curve.points if _fits(point.y, up.is_log)), key=lambda point: point.x)
     places = [(across(point.x), up(point.y)) for point in shown]
     parts = []
     if curve.joined and len(places) > 1:

@@ -30,12 +30,13 @@ class Interval(NamedTuple):
             '0.012 ± 0.004'
             >>> Interval(0.0123, None, 1).text(1, percent=True)
             '+1.2 %'
+            >>> Interval(-1e-7, None, 1).text()
+            '0.000'
         """
-        if percent:
-            half = "" if self.half is None else f" ± {100 * self.half:.{digits}f}"
-            return f"{100 * self.mean:+.{digits}f}{half} %"
-        half = "" if self.half is None else f" ± {self.half:.{digits}f}"
-        return f"{self.mean:.{digits}f}{half}"
+        factor, sign, unit = (100, "+", " %") if percent else (1, "", "")
+        half = "" if self.half is None else f" ± {factor * self.half:.{digits}f}"
+        mean = round(factor * self.mean, digits) + 0.0  # no minus before zeros
+        return f"{mean:{sign}.{digits}f}{half}{unit}"
 
 
 def mean_interval(values: Sequence[float]) -> Interval:

@@ -57,12 +57,19 @@ class Variant:
             the policy would go sparse; "sdpa": torch's attention on a kernel of its own.
         policy: what goes sparse, and in which arithmetic.
         kernel: of torch, for "sdpa".
+        is_forced: the policy names a backend only so that short calls go sparse.
     """
 
     label: str
     kind: Kind
     policy: Policy
     kernel: str = ""
+    is_forced: bool = False
+
+    @property
+    def asked(self) -> Policy:
+        """The policy as it was written."""
+        return replace(self.policy, backend="auto") if self.is_forced else self.policy
 
     @property
     def is_sparse(self) -> bool:
@@ -73,7 +80,7 @@ class Variant:
         """The same without a crossover: calls go sparse however short they are."""
         if self.kind == "sdpa" or self.policy.backend != "auto":
             return self
-        return replace(self, policy=replace(self.policy, backend=base.resolve("auto", device)))
+        return replace(self, policy=replace(self.policy, backend=base.resolve("auto", device)), is_forced=True)
 
     @contextmanager
     def applied(self, model: Any, reach: Reach | None = None) -> Iterator[None]:
@@ -251,16 +258,31 @@ BY_RULE = tuple(f"dense: {reason.value}" for reason in (Reason.STEP, Reason.LAYE
 
 
 def share_computed(rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """Share of the visible blocks that was computed in runs with the fields of `Ran`; None where nothing ran sparse.
+    """Share of the visible blocks that was computed in runs with the fields of `Ran`; None where no call counts.
 
     Calls that rules about steps and layers keep dense count in full; others (too short, cross-attention) do not count.
     """
     sparse = sum(row["sparse"] for row in rows)
-    if not sparse:
+    by_rule = sum(row["reasons"].get(reason, 0) for row in rows for reason in BY_RULE)
+    if not sparse + by_rule:
         return None
     kept = sum(row["density"] * row["sparse"] for row in rows if row["density"] is not None)
-    by_rule = sum(row["reasons"].get(reason, 0) for row in rows for reason in BY_RULE)
     return float((kept + by_rule) / (sparse + by_rule))
+
+
+def kept_everything(density: float | None) -> str:
+    """What to say about a sparse variant that left nothing out; nothing about others.
+
+    Example:
+        >>> kept_everything(0.5)
+        ''
+    """
+    if density is None or density < 0.9995:
+        return ""
+    return (
+        "every block was kept, so its figures say nothing about sparsity: a row keeps at least min_blocks of them, 16 "
+        "by default, which are 1024 tokens"
+    )
 
 
 def family_of(label: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,14 +10,13 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from sparge._version import __version__
-from sparge.console import empty_table, print_fitting
+from sparge.console import empty_table, print_fitting, told_progress
 from sparge.evaluate.language.load import load_model, load_tokenizer
 from sparge.evaluate.language.page import render_page
 from sparge.evaluate.language.run import FIDELITY, KEY, Settings, evaluate_model, pieces, rows_of, runs
-from sparge.evaluate.language.summary import cells, lines_of
+from sparge.evaluate.language.summary import cells, lines_of, remarks
 from sparge.evaluate.language.texts import read_text
 from sparge.evaluate.rows import Rows, fingerprint
 from sparge.evaluate.variants import Variant, check_labels
@@ -61,15 +61,9 @@ def run(
     left = runs(variants, work, rows)
     if rows.found:
         console.print(f"{rows.found} rows of an earlier run are taken over, {left} runs are left", highlight=False)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=left)
-
-        def progress(line: str) -> None:
-            bar.update(task, description=line)
-            bar.advance(task)
-
-        evaluate_model(model, tokenizer, variants, work, rows, progress)
+    with told_progress(console) as tell:
+        done = itertools.count()
+        evaluate_model(model, tokenizer, variants, work, rows, lambda line: tell(line, next(done), left))
     shown = rows_of(variants, work, rows)
     _print(console, shown)
     output.write_text(render_page(shown, name, shlex.join(command)), encoding="utf-8")
@@ -94,3 +88,5 @@ def _print(console: Console, rows: Sequence[dict[str, object]]) -> None:
             table.add_row(*(text for _, text in row))
         console.print(f"{tokens} tokens", style="bold")
         print_fitting(console, table, shown)
+    for text in remarks(lines):
+        console.print(f"- {text}", highlight=False, markup=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ def _loaded(kind: str, name: str, **more: Any) -> Any:
     except ImportError as error:
         raise ImportError("expected transformers to be installed: pip install 'sparge[transformers]'") from error
     place, options = located(name)
+    if options and find_spec("gguf") is None:
+        raise ImportError(f"expected the package gguf for {name!r}: pip install gguf")
     try:
         return getattr(transformers, kind).from_pretrained(place, **more, **options)
     except (OSError, ValueError) as error:

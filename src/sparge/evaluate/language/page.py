@@ -10,7 +10,7 @@ from sparge.evaluate import charts
 from sparge.evaluate.charts import Curve, Point
 from sparge.evaluate.document import document, machine_line, notes, table
 from sparge.evaluate.language.run import DENSE, FIDELITY, is_stock
-from sparge.evaluate.language.summary import Line, cells, lines_of
+from sparge.evaluate.language.summary import Line, cells, lines_of, remarks
 from sparge.evaluate.rows import Row
 from sparge.evaluate.variants import family_of, spaced
 
@@ -63,7 +63,13 @@ def _length_section(tokens: int, lines: Sequence[Line], tasks: Sequence[str]) ->
     figures = [_curves("KL divergence", lines, "nats per token", log=True), *_score_curves(lines, tasks)]
     return f"""<section><h2>{tokens} tokens</h2>{told}
 <div class="scroll">{table([name for name, _ in shown[0]], [[text for _, text in row] for row in shown])}</div>
+{_remarks(lines)}
 <div class="charts">{"".join(figures)}</div></section>"""
+
+
+def _remarks(lines: Sequence[Line]) -> str:
+    found = "".join(f"<li>{escape(text)}</li>" for text in remarks(lines))
+    return f"<ul class='remarks'>{found}</ul>" if found else ""
 
 
 def _curves(title: str, lines: Sequence[Line], label: str, *, log: bool) -> str:
@@ -100,6 +106,7 @@ def _score_curves(lines: Sequence[Line], tasks: Sequence[str]) -> list[str]:
                     "density: share of the visible blocks that is computed",
                     "score",
                     level=("dense", scored[0].dense),
+                    y_range=(0.0, 1.0),
                 )
             )
     return figures

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from sparge.decide import Reason
 from sparge.evaluate.intervals import Interval, mean_interval
 from sparge.evaluate.language.run import FIDELITY, is_stock
 from sparge.evaluate.rows import Row
-from sparge.evaluate.variants import share_computed
+from sparge.evaluate.variants import kept_everything, share_computed
 
 
 @dataclass(frozen=True)
@@ -147,3 +147,14 @@ def cells(line: Line, *, tasks: Sequence[str]) -> list[tuple[str, str]]:
         score = line.scores.get(task)
         shown.append((task, "-" if score is None else f"{score.mean:.2f} (dense {score.dense:.2f})"))
     return [*shown, ("ran", line.ran)]
+
+
+def remarks(lines: Sequence[Line]) -> Iterator[str]:
+    """What a reader of the table must know."""
+    for line in lines:
+        place = f"{line.variant}, {line.tokens} tokens"
+        if line.ran.startswith("dense"):
+            told = " Longer texts go sparse; --force does it anyway." if "crossover" in line.ran else ""
+            yield f"{place}: nothing ran sparse ({line.ran}), so its figures say nothing about sparsity.{told}"
+        elif "sparse" in line.ran and (told := kept_everything(line.density)):
+            yield f"{place}: {told}."

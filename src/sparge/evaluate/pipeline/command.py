@@ -10,10 +10,8 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
 
-from sparge.console import empty_table, print_fitting
+from sparge.console import empty_table, print_fitting, told_progress
 from sparge.evaluate.pipeline.load import load
 from sparge.evaluate.pipeline.page import render_page
 from sparge.evaluate.pipeline.run import Progress, Result, evaluate_pipeline
@@ -47,12 +45,15 @@ def run(
     pipe = load(name, device, dtype, trust_remote_code, offload)
     if force:
         variants = [variant.forced(torch.device(device)) for variant in variants]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Bar(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("")
+    with told_progress(console) as tell:
+        is_first = True
 
         def show(progress: Progress) -> None:
-            bar.update(task, completed=progress.done, total=progress.total, description=progress.doing)
+            nonlocal is_first
+            if is_first and progress.found:
+                console.print(f"{progress.found} rows of an earlier run are taken over", highlight=False)
+            is_first = False
+            tell(progress.doing, progress.done, progress.total)
 
         result = evaluate_pipeline(
             pipe,

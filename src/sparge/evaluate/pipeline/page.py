@@ -38,7 +38,6 @@ overflow-wrap:anywhere}
 .moving figure{margin:0}
 .moving figcaption{font-size:.82rem;margin:0 0 .2rem}
 summary{cursor:pointer;margin:.8rem 0}
-.remarks{margin:1rem 0 0;padding-left:1.1rem;font-size:.92rem;max-width:56rem}
 .heat td{padding:.22rem .35rem}
 .figures th:first-child{min-width:10rem}
 .figures td:nth-child(2),.figures thead th:nth-child(2){text-align:left;white-space:normal;min-width:6rem}
@@ -288,7 +287,7 @@ def _error_cell(values: Sequence[float | None], worst: float) -> str:
 
 
 def _program(result: Result) -> str:
-    policies = [variant.policy for variant in result.variants if variant.kind == "policy"]
+    policies = [variant.asked for variant in result.variants if variant.kind == "policy"]
     policy = policies[0].to_json() if policies else "{}"
     return (
         f"sparge.enable(pipe, sparge.Policy.from_json({policy!r}))"

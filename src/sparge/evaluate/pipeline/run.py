@@ -45,11 +45,12 @@ FIXED_SCHEDULE = ("timesteps", "sigmas", "strength")
 
 @dataclass(frozen=True)
 class Progress:
-    """Calls of the pipeline that are done, of how many, and what is done next."""
+    """Calls of the pipeline that are done, of how many, what is done next, and how many an earlier run had done."""
 
     done: int
     total: int
     doing: str
+    found: int = 0
 
 
 class Item(NamedTuple):
@@ -244,7 +245,7 @@ class _Run:
 
     def _tell(self, doing: str) -> None:
         if self.progress is not None:
-            self.progress(Progress(self.done, len(self.places()), doing))
+            self.progress(Progress(self.done, len(self.places()), doing, self.rows.found))
 
     def _frames_name(self, place: Mapping[str, Any], digest: str) -> list[Any]:
         return [self.rows.run_id, *place.values(), digest]
@@ -297,10 +298,16 @@ class _Run:
         return self._generate(item, variant, self.arguments)
 
     def _generate(self, item: Item, variant: Variant | None, arguments: dict[str, Any]) -> Generated:
-        if variant is None:
-            return generate(self.pipe, *item, arguments)
-        with variant.applied(self.pipe, reached):
-            return generate(self.pipe, *item, arguments)
+        try:
+            if variant is None:
+                return generate(self.pipe, *item, arguments)
+            with variant.applied(self.pipe, reached):
+                return generate(self.pipe, *item, arguments)
+        except ValueError as error:
+            if item.prompt in PROMPTS:
+                told = "no prompt was given, so this is one of sparge's own: give --prompt"
+                raise ValueError(f"{error} ({told})") from error
+            raise
 
     def _short_arguments(self) -> dict[str, Any]:
         """For a warm-up: few steps, where the schedule is free."""

@@ -13,7 +13,7 @@ from sparge.evaluate.intervals import Interval, mean_interval
 from sparge.evaluate.pipeline.images import lpips_missing
 from sparge.evaluate.pipeline.run import DENSE, Result
 from sparge.evaluate.rows import Row
-from sparge.evaluate.variants import Variant, share_computed
+from sparge.evaluate.variants import Variant, kept_everything, share_computed
 
 
 @dataclass(frozen=True)
@@ -164,11 +164,13 @@ def remarks(result: Result, lines: Sequence[Line]) -> Iterator[str]:
             "rules about layers and steps are not possible."
         )
     for variant, line in zip(result.variants, lines[1:], strict=True):
-        if variant.is_sparse and line.density is None:
+        if variant.is_sparse and line.ran.startswith("dense"):
             told = (
                 " Larger pictures or longer clips go sparse; --force does it anyway." if "crossover" in line.ran else ""
             )
             yield f"{variant.label}: nothing ran sparse ({line.ran}), so its figures say nothing about sparsity.{told}"
+        elif variant.is_sparse and (told := kept_everything(line.density)):
+            yield f"{variant.label}: {told}."
         if line.ran.startswith("dense: no attention"):
             yield f"{variant.label}: none of the pipeline's attention goes through torch's SDPA."
     if any(variant.is_sparse and variant.policy.backend != "auto" for variant in result.variants):
