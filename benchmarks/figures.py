@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -244,10 +244,7 @@ def draw_error(look: Look) -> Figure:
     left.set(xlabel="density: share of the visible blocks", ylabel="mass recall", xlim=(0, 1), ylim=(0, 1.02))
     right.set(xlabel="density: share of the visible blocks", ylabel="relative L1 error", xlim=(0, 1), yscale="log")
     for panel in (left, right):
-        dress(panel, look)
-        panel.grid(color=look.quiet, alpha=0.25, lw=0.5)
-        panel.xaxis.label.set_fontsize(8.5)
-        panel.yaxis.label.set_fontsize(8.5)
+        _finish(panel, look)
     left.legend(frameon=False, fontsize=8.5, labelcolor=look.ink, loc="lower right")
     return figure
 
@@ -280,7 +277,7 @@ def draw_quality(look: Look) -> Figure:
         ("topk oracle", "TopK on the true mass", look.marks[2], "^"),
     )
     for kind, label, colour, mark in kinds:
-        of_kind = sorted((row for row in rows if _kind(row["variant"]) == kind), key=lambda row: row["density"])
+        of_kind = _by_density(row for row in rows if _kind(row["variant"]) == kind)
         densities = [row["density"] for row in of_kind]
         halves = [row["kl_half"] for row in of_kind]
         style = {"color": colour, "marker": mark, "ms": 4, "lw": 1.4, "label": label}
@@ -300,10 +297,7 @@ def draw_quality(look: Look) -> Figure:
     left.minorticks_off()
     right.set(ylim=(0, 1.02), xlabel="density: share of the visible blocks", ylabel="needles found")
     for panel in (left, right):
-        dress(panel, look)
-        panel.grid(color=look.quiet, alpha=0.25, lw=0.5)
-        panel.xaxis.label.set_fontsize(8.5)
-        panel.yaxis.label.set_fontsize(8.5)
+        _finish(panel, look)
     left.set_ylim(bottom=0.9 * noise["kl"])
     right.legend(frameon=False, fontsize=8, labelcolor=look.ink, loc="lower right")
     return figure
@@ -321,13 +315,14 @@ def draw_video(look: Look) -> Figure:
         ("topk oracle", "TopK on the true mass", look.marks[2], "^"),
     )
     for kind, label, colour, mark in kinds:
-        of_kind = sorted((row for row in rows if _kind(row["variant"]) == kind), key=lambda row: row["density"])
+        of_kind = _by_density(row for row in rows if _kind(row["variant"]) == kind)
         style = {"color": colour, "marker": mark, "ms": 4, "lw": 1.4, "label": label}
         left.plot([row["density"] for row in of_kind], [row["psnr"] for row in of_kind], **style)
     by_bits = {"16 bits, TopK": "quantization=none", "8 bits, TopK and all blocks": "quantization=int8_fp8_fast"}
     for (label, word), mark, colour in zip(by_bits.items(), "ov", look.marks[:2], strict=True):
-        kept = [row for row in rows if row["variant"].endswith(word) and row["variant"].startswith(("topk", "dense,"))]
-        kept = sorted(kept, key=lambda row: row["density"])
+        kept = _by_density(
+            row for row in rows if row["variant"].endswith(word) and row["variant"].startswith(("topk", "dense,"))
+        )
         right.plot([row["forward_graph_ms"] for row in kept], [row["psnr"] for row in kept], color=colour, marker=mark,
                    ms=4, lw=1.4, label=label)  # fmt: skip
     dense = next(row for row in rows if row["variant"] == "dense")["forward_graph_ms"]
@@ -337,10 +332,7 @@ def draw_video(look: Look) -> Figure:
     noise = next(row for row in rows if row["variant"] == "sdpa=flash")
     for panel in (left, right):
         panel.axhline(noise["psnr"], color=look.quiet, lw=0.8, ls="--")
-        dress(panel, look)
-        panel.grid(color=look.quiet, alpha=0.25, lw=0.5)
-        panel.xaxis.label.set_fontsize(8.5)
-        panel.yaxis.label.set_fontsize(8.5)
+        _finish(panel, look)
     left.text(0.01, noise["psnr"], "dense, another kernel", ha="left", va="top", fontsize=7.5, color=look.quiet,
               transform=left.get_yaxis_transform())  # fmt: skip
     left.set(ylim=(20, 55), xlabel="density: share of the blocks", ylabel="PSNR against dense, dB")
@@ -348,6 +340,18 @@ def draw_video(look: Look) -> Figure:
     left.legend(frameon=False, fontsize=8, labelcolor=look.ink, loc="upper left", bbox_to_anchor=(0, 0.9))
     right.legend(frameon=False, fontsize=8, labelcolor=look.ink, loc="upper left", bbox_to_anchor=(0, 0.9))
     return figure
+
+
+def _by_density(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(rows, key=lambda row: row["density"])
+
+
+def _finish(panel: Any, look: Look) -> None:
+    """Frame, grid and labels of a panel of curves."""
+    dress(panel, look)
+    panel.grid(color=look.quiet, alpha=0.25, lw=0.5)
+    panel.xaxis.label.set_fontsize(8.5)
+    panel.yaxis.label.set_fontsize(8.5)
 
 
 def _kind(variant: str) -> str:

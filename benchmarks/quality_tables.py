@@ -6,7 +6,7 @@ Each returns None where nothing was measured yet.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,14 @@ WORDS = {
     "quantization=int8_fp16": "INT8 + FP16",
 }
 """What variants are called in tables; 16 bits where nothing is said."""
+
+FIGURES = {
+    "psnr": ("PSNR, dB", 1),
+    "ssim": ("SSIM", 4),
+    "lpips": ("LPIPS", 4),
+    "temporal_difference": ("temporal difference", 4),
+}
+"""Of a pipeline's rows: what a column is called, and its digits. Those that were not measured have none."""
 
 
 def rows_of(results: Path, case: str) -> list[Row]:
@@ -77,35 +85,29 @@ def language(results: Path, tokens: int | None = None) -> Made | None:
 
 
 def video(results: Path, case: str = "tiny video") -> Made | None:
-    """PSNR, SSIM and times, a line for each variant; without temporal difference for pictures."""
+    """PSNR, SSIM and times, a line for each variant."""
     rows = rows_of(results, case)
     if not rows:
         return None
-    figures = [("psnr", 1), ("ssim", 4), ("temporal_difference", 4)]
-    if all(row["temporal_difference"] is None for row in rows):
-        figures.pop()
+    figures = {name: FIGURES[name] for name in FIGURES if any(row[name] is not None for row in rows)}
     masks = [(row["density"], row["psnr"]) for row in rows]
     lines = [
         [
             told(row["variant"]),
             "" if row["density"] is None else f"{row['density']:.3f}",
-            *_means(row, figures),
+            *(_mean(row, name, digits) for name, (_, digits) in figures.items()),
             f"{1000 * row['step_seconds']:.1f}",
             "" if row.get("forward_graph_ms") is None else f"{row['forward_graph_ms']:.2f}",
         ]
         for place, row in enumerate(rows)
-        if masks[place] not in masks[:place]  # the floor of 16 blocks made two shares one
+        if row["psnr"] is None or masks[place] not in masks[:place]  # the floor of 16 blocks made two shares one
     ]
-    header = ["attention", "density", *("PSNR, dB", "SSIM", "temporal difference")[: len(figures)], "step, ms"]
+    header = ["attention", "density", *(title for title, _ in figures.values()), "step, ms"]
     return [*header, "forward pass on the device, ms"], lines, rows
 
 
-def _means(row: Row, names: Sequence[tuple[str, int]]) -> list[str]:
-    found = []
-    for name, digits in names:
-        half = "" if row[f"{name}_half"] is None else f" ± {row[f'{name}_half']:.{digits}f}"
-        found.append("" if row[name] is None else f"{row[name]:.{digits}f}{half}")
-    return found
+def _mean(row: Row, name: str, digits: int) -> str:
+    return "" if row[name] is None else Interval(row[name], row[f"{name}_half"], row["clips"]).text(digits)
 
 
 QUALITY_TABLES: dict[str, Callable[[Path], Made | None]] = {

@@ -142,6 +142,16 @@ class TinyVideoPipeline(DiffusionPipeline):
         num_frames, height, width, guidance_scale: what `__call__` takes where nothing else is asked for.
     """
 
+    examples = (
+        "a red striped star moves left over the cat, the camera pans right",
+        "a yellow checked square moves down over the astronaut, the camera stays",
+        "a blue brick disc moves right over the coffee, the camera zooms in",
+        "a green dotted triangle moves up over the retina, the camera pans left",
+        "a white grass star stays over the rocket, the camera zooms out",
+        "a purple gravel square moves left over the tissue, the camera pans down",
+    )
+    """Captions with every kind of word, to look at and to judge by."""
+
     model_cpu_offload_seq = "transformer"
     _callback_tensor_inputs = ("latents",)
 

@@ -15,19 +15,10 @@ from packing import load_packed
 from PIL import Image
 from unpack import WEIGHTS
 
-PROMPTS = (
-    "a red striped star moves left over the cat, the camera pans right",
-    "a yellow checked square moves down over the astronaut, the camera stays",
-    "a blue brick disc moves right over the coffee, the camera zooms in",
-    "a green dotted triangle moves up over the retina, the camera pans left",
-    "a white grass star stays over the rocket, the camera zooms out",
-    "a purple gravel square moves left over the tissue, the camera pans down",
-)
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--prompt", nargs="+", default=PROMPTS, help="captions; default: one of each kind")
+    parser.add_argument("--prompt", nargs="+", help="captions; default: the model's six examples")
     parser.add_argument("--model", type=Path, help="folder that unpack.py wrote; default: the packed weights")
     parser.add_argument("--weights", type=Path, default=WEIGHTS, help="folder of packed weights")
     parser.add_argument("--steps", type=int, default=30, help="default: %(default)s")
@@ -45,7 +36,7 @@ def main() -> None:
     if args.shift is not None:
         pipe.scheduler.set_shift(args.shift)
     clips = []
-    for number, prompt in enumerate(args.prompt):
+    for number, prompt in enumerate(args.prompt or pipe.examples):
         clips += pipe(
             prompt,
             num_frames=args.frames,
