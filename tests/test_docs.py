@@ -68,4 +68,4 @@ def test_site_builds_and_needs_nothing_from_outside(tmp_path: Path) -> None:
         assert not FROM_OUTSIDE.search(text), f"{page.name}: {FROM_OUTSIDE.search(text)}"
         assert "arithmatex" not in text, f"{page.name}: a formula that was not drawn"
     assert "<math" in (site / "algorithm.html").read_text(encoding="utf-8")
-    assert "share of the visible blocks each row keeps" in (site / "api.html").read_text(encoding="utf-8")
+    assert "share of the visible blocks to keep" in (site / "api.html").read_text(encoding="utf-8")

@@ -50,7 +50,8 @@ def extended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(config.SCORES, "nearest", Nearest)
     monkeypatch.setitem(prediction.SCORES, Nearest, score_nearest)
     monkeypatch.setitem(config.SELECTIONS, "every_other", EveryOther)
-    monkeypatch.setitem(prediction.SELECTIONS, EveryOther, lambda row, step: row.candidates[:: int(step)])
+    every_other = prediction.by_row(lambda row: row.candidates[:: int(row.amount)])
+    monkeypatch.setitem(prediction.SELECTIONS, EveryOther, every_other)
 
 
 @pytest.mark.usefixtures("extended")
@@ -132,7 +133,7 @@ def test_a_rule_or_score_that_is_not_listed_is_refused() -> None:
 @pytest.mark.usefixtures("extended")
 def test_a_backend_without_it_says_so() -> None:
     query, key, _ = make_qkv(200, head_dim=16)
-    with pytest.raises(NotImplementedError, match="score on the torch backend: expected 'mean' or 'moment'"):
+    with pytest.raises(NotImplementedError, match="score on the torch backend: expected 'moment' or 'mean'"):
         sparge.predict(query, key, score="nearest", backend="torch")
-    with pytest.raises(NotImplementedError, match="sparsity on the torch backend: expected 'topk' or 'topcdf'"):
+    with pytest.raises(NotImplementedError, match="sparsity on the torch backend: expected 'topk' or 'topcdf' or"):
         sparge.predict(query, key, sparsity=EveryOther(), backend="torch")

@@ -48,7 +48,7 @@ def test_json_of_shares_per_head() -> None:
     [
         ("[]", TypeError, "expected a JSON object, got list"),
         ('{"top_k": 0.5}', ValueError, "got top_k"),
-        ('{"sparsity": {"kind": "Top", "topk": 0.5}}', ValueError, "expected one of 'TopK', 'TopCdf', got 'Top'"),
+        ('{"sparsity": {"kind": "Top", "topk": 0.5}}', ValueError, "one of 'TopK', 'TopCdf', 'Budget', got 'Top'"),
         ('{"topk": 2}', ValueError, r"topk: expected a value in \(0, 1\], got 2"),
     ],
 )
@@ -62,7 +62,7 @@ def test_json_that_is_no_policy(text: str, error: type[Exception], message: str)
     [
         ({"topk": 0.5, "sparsity": TopK(0.5)}, ValueError, "expected topk or sparsity, got both"),
         ({"topk": torch.ones(2)}, TypeError, "topk: expected a number or None, got a tensor"),
-        ({"sparsity": 0.5}, TypeError, r"expected TopK\(...\) or TopCdf\(...\), got float"),
+        ({"sparsity": 0.5}, TypeError, r"expected Budget\(...\), TopK\(...\) or TopCdf\(...\), got float"),
         ({"score": "median"}, ValueError, "score: expected one of 'moment', 'mean', got 'median'"),
         ({"quantization": "int4"}, ValueError, "quantization: expected one of"),
         ({"min_tokens": -1}, ValueError, "min_tokens: expected 0 or more, got -1"),

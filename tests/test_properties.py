@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 from unittest.mock import patch
@@ -23,7 +24,7 @@ from conftest import (
     plain_attention,
     visible_elements,
 )
-from sparge import Dense, TopCdf, TopK
+from sparge import Budget, Dense, TopCdf, TopK
 from sparge.backends.torch.blocks import attend, merge
 from sparge.config import Selection
 from sparge.reference import prediction
@@ -114,14 +115,14 @@ sparsities = st.builds(
 
 def recorded_predict(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """The reference's kept blocks, and the probabilities it chose by, both (B, H, q_blocks, kv_blocks)."""
-    rows = []
-    select_row = prediction.select_row
+    rows: list[Tensor] = []
+    select_rows = prediction.select_rows
 
-    def record(rule: Selection, amount: float, probabilities: Tensor, *rest: Tensor) -> Tensor:
-        rows.append(probabilities)
-        return select_row(rule, amount, probabilities, *rest)
+    def record(rule: Selection, of_batch: Sequence[prediction.Row]) -> list[Tensor]:
+        rows.extend(row.probabilities for row in of_batch)
+        return select_rows(rule, of_batch)
 
-    with patch.object(prediction, "select_row", record):
+    with patch.object(prediction, "select_rows", record):
         mask = sparge.predict(*tensors, backend="reference", **options)
     return mask.to_dense(), torch.stack(rows).view(mask.shape)
 
@@ -132,7 +133,7 @@ def is_a_tie(probabilities: Tensor, one: Tensor, other: Tensor, cdf: float | Non
     if int(one.sum()) == int(other.sum()):
         return bool(differing.max() - differing.min() <= TIE)
     sums = probabilities.sort(descending=True).values.cumsum(0)
-    return cdf is not None and len(differing) == 1 and bool((sums - cdf).abs().min() <= TIE)
+    return cdf is not None and len(differing) == 1 and bool((sums - cdf * sums[-1]).abs().min() <= TIE)
 
 
 @examples(60)
@@ -196,7 +197,7 @@ def unfinished_blocks(q_len: int, kv_len: int, is_causal: bool) -> Tensor:
     return blocks
 
 
-def predicted_probabilities(query: Tensor, key: Tensor, score: str, is_causal: bool, samples: int = 8) -> Tensor:
+def predicted_probabilities(query: Tensor, key: Tensor, score: str, is_causal: bool, samples: int = 16) -> Tensor:
     """The scores of docs/algorithm.md as written, float64, without masks: (B, H, q_blocks, kv_blocks)."""
     seen, _ = visible_elements(query, key, is_causal=is_causal)
     scored = visible_blocks(seen) & ~unfinished_blocks(query.shape[2], key.shape[2], is_causal)
@@ -215,9 +216,10 @@ def predicted_probabilities(query: Tensor, key: Tensor, score: str, is_causal: b
             scores = block.mean(2, keepdim=True) @ means.mT * scale
         else:
             picked = block[:, :, [(2 * s + 1) * count // (2 * samples) for s in range(samples)]]
-            scores = picked @ means.mT * scale + picked.square() @ variances.mT * scale**2 / 2
+            scores = picked @ means.mT * scale + picked.square() @ variances.mT * scale**2 / 4
         hidden = ~scored[:, :, i : i + 1]
-        rows.append(scores.masked_fill(hidden, -math.inf).softmax(-1).nan_to_num(0.0).mean(2))
+        shares = scores.masked_fill(hidden, -math.inf).softmax(-1).nan_to_num(0.0)
+        rows.append(shares.mean(2) if score == "mean" else shares.square().mean(2).sqrt())
     return torch.stack(rows, 2)
 
 
@@ -282,6 +284,45 @@ def test_topk_keeps_its_budget_and_the_best(
 @given(
     sizes=inputs,
     is_causal=st.booleans(),
+    percent=st.integers(1, 100),
+    score=st.sampled_from(["moment", "mean"]),
+    backend=st.sampled_from(["torch", "reference"]),
+)
+def test_a_budget_is_kept_to_the_block_and_goes_to_the_best(
+    sizes: dict[str, int], is_causal: bool, percent: int, score: str, backend: str
+) -> None:
+    query, key, _ = build(sizes)
+    query = 2 * query
+    mask = sparge.predict(
+        query,
+        key,
+        is_causal=is_causal,
+        sparsity=Budget(percent / 100, sink=False, diagonal=False),
+        score=score,
+        enable_gqa=True,
+        backend=backend,
+    )
+    kept = mask.to_dense()
+    visible = visible_blocks(visible_elements(query, key, is_causal=is_causal)[0]).expand_as(kept)
+    forced = unfinished_blocks(query.shape[2], key.shape[2], is_causal).expand_as(kept) & visible
+    probabilities = predicted_probabilities(query, key, score, is_causal)
+    own_share = (Fraction(percent, 200) * sees for sees in visible.sum(-1).flatten().tolist())
+    sure = torch.tensor([math.ceil(share) for share in own_share]).view(kept.shape[:3])
+    sure = torch.maximum(torch.maximum(sure, forced.sum(-1)), visible.any(-1).long())
+    assert (kept.sum(-1) >= sure).all(), "a row is sure of half its share, and of a block"
+    for batch in range(len(kept)):
+        budget = math.ceil(Fraction(percent, 100) * int(visible[batch].sum()))
+        assert int(kept[batch].sum()) == max(budget, int(sure[batch].sum()))
+        dropped = probabilities[batch][visible[batch] & ~kept[batch]]
+        if len(dropped):
+            below = kept[batch] & (probabilities[batch] < dropped.max() * (1 - 2**-11) - TIE)
+            assert (below.sum(-1) <= sure[batch]).all(), "what is worse than a dropped block is there by right alone"
+
+
+@examples(60)
+@given(
+    sizes=inputs,
+    is_causal=st.booleans(),
     cdf=st.floats(0.05, 0.99),
     score=st.sampled_from(["moment", "mean"]),
     backend=st.sampled_from(["torch", "reference"]),
@@ -310,8 +351,9 @@ def test_topcdf_covers_its_mass_with_no_block_too_many(
         row = tuple(place)
         chosen = probabilities[row][kept[row] & visible[row]]
         rest = probabilities[row][visible[row] & ~kept[row]]
-        assert chosen.sum() >= cdf - TIE, "the block that crosses is included"
-        assert len(chosen) == 1 or chosen.sum() - chosen.min() < cdf + TIE
+        mass = cdf * float(probabilities[row][visible[row]].sum())
+        assert chosen.sum() >= mass - TIE, "the block that crosses is included"
+        assert len(chosen) == 1 or chosen.sum() - chosen.min() < mass + TIE
         assert len(rest) == 0 or chosen.min() >= rest.max() - TIE
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from sparge._version import __version__
 from sparge.api import attention, block_sparse_attention, predict
 from sparge.block_mask import BlockMask
-from sparge.config import Dense, Mean, Moment, TopCdf, TopK
+from sparge.config import Budget, Dense, Mean, Moment, TopCdf, TopK
 from sparge.stats import LayerStats, Stats, reset_stats, stats
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BlockMask",
+    "Budget",
     "Dense",
     "LayerStats",
     "Mean",

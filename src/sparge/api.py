@@ -112,8 +112,9 @@ def attention(
         is_causal: query i sees keys up to i + S_k - S_q (aligned bottom-right, as for a KV prefix).
         scale: factor on the scores, 1 / sqrt(D) by default.
         enable_gqa: allow H to be a multiple of H_kv.
-        topk: share of the visible blocks each row keeps, in (0, 1]; 0.5 by default. A tensor (H,) sets it per head.
-        sparsity: `TopK`, `TopCdf` or `Dense` instead of ``topk``, with all their thresholds.
+        topk: share of the visible blocks to keep, in (0, 1]; 0.5 by default. A `Budget`: heads and rows get of it what
+            they need. A tensor (H,) is the share each row of a head keeps, a `TopK`.
+        sparsity: `Budget`, `TopK`, `TopCdf` or `Dense` instead of ``topk``, with all their thresholds.
         score: "moment" (default) or the paper's "mean"; ``Moment(samples)`` sets the number of sampled queries.
         quantization: "none"; "int8_fp8" or "int8_fp16" (Q K^T in INT8, P V in FP8 or FP16); "int8_fp8_fast", which
             is "int8_fp8" with probabilities rounded to FP8 straight from the scores instead of through exponentials

@@ -28,6 +28,15 @@ ScoreName = Literal["moment", "mean"]
 
 DEFAULT_TOPK = 0.5
 DEFAULT_MIN_BLOCKS = 16
+GUARANTEED = 0.5
+"""What a row keeps of an equal share of a `Budget` whatever the other rows need."""
+TIE_BITS = 12
+"""Bits of a float32 probability that a `Budget` does not look at: what agrees to 11 bits after the leading one is tied.
+
+Finer than any score is, and two passes that count find its threshold on a GPU.
+"""
+COARSE_BITS = 21
+"""Bits that it does not look at where it fills the guaranteed part of a row: a quarter of an octave is tied."""
 ROUNDING_GUARD = 1 - 2.0**-22
 """Lowers a share of blocks before it is rounded up: rounding (.1 in float32 times 1280) must not add a block."""
 
@@ -67,10 +76,12 @@ class Selection:
     Attributes:
         name: of the rule, in operators and kernels.
         amount_field: the field that says how much is kept, one number or one per head.
+        is_call_wide: all rows of a batch element share one amount; else each row is chosen from by itself.
     """
 
     name = ""
     amount_field = ""
+    is_call_wide = False
 
     min_blocks: int = field(default=DEFAULT_MIN_BLOCKS, kw_only=True)
     similarity_threshold: PerHead | None = field(default=None, kw_only=True)
@@ -179,6 +190,58 @@ class TopCdf(Selection):
 
 
 @dataclass(frozen=True)
+class Budget(Selection):
+    """Keep the blocks with the largest predicted mass over all heads and rows of a call together.
+
+    Heads and rows whose attention is spread get many blocks, those that look at little get few; the density of the call
+    is what was asked for. A row is sure of half of what an equal share would give it. Each element of a batch has a
+    budget of its own.
+
+    Args:
+        density: share of the visible blocks to keep, in (0, 1], rounded up to whole blocks; one number. Blocks that are
+            kept whatever their score (sink, diagonal, ``always_keep``) are part of it.
+        min_blocks: a row keeps at least this many blocks, 1 by default.
+
+    The other arguments are those of `TopK`. Under causality, how much an early row keeps depends on later tokens too,
+    since they share the budget; `TopK` and `TopCdf` never look ahead.
+
+    Example:
+        >>> Budget(0.25).min_blocks
+        1
+        >>> Budget(0.0)
+        Traceback (most recent call last):
+        ...
+        ValueError: density: expected a value in (0, 1], got 0.0
+    """
+
+    name = "budget"
+    amount_field = "density"
+    is_call_wide = True
+
+    density: float = DEFAULT_TOPK
+    min_blocks: int = field(default=1, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_density(self.density)
+        super().__post_init__()
+
+    @classmethod
+    def of(cls, density: float) -> Budget:
+        """The default rules with another density. torch.compile up to torch 2.11 cannot trace the constructor."""
+        check_density(density)
+        return trusted(cls, density=density)
+
+
+def check_density(density: float) -> None:
+    """Raise unless a density is one number in (0, 1]."""
+    if isinstance(density, Tensor):
+        raise TypeError(
+            "density: expected a number, got a tensor (heads share a budget; per-head shares are sparsity=TopK(...))"
+        )
+    check_range("density", density, 0.0, 1.0, "(0, 1]")
+
+
+@dataclass(frozen=True)
 class Dense:
     """Keep every visible block: dense attention, in 8 bits where ``quantization`` asks for it.
 
@@ -189,7 +252,7 @@ class Dense:
 
 
 Sparsity: TypeAlias = Selection | Dense
-SELECTIONS: dict[str, type[Selection]] = {rule.name: rule for rule in (TopK, TopCdf)}
+SELECTIONS: dict[str, type[Selection]] = {rule.name: rule for rule in (TopK, TopCdf, Budget)}
 
 
 @dataclass(frozen=True)
@@ -198,9 +261,12 @@ class Score:
 
     Attributes:
         name: what a caller may pass instead of the value, for its defaults.
+        exponent: of the mean over a block's queries: their probabilities to this power are averaged, and the root is
+            taken. 1 is the mean, 2 the root mean square.
     """
 
     name = ""
+    exponent = 1
 
     @property
     def numbers(self) -> list[float]:
@@ -215,19 +281,22 @@ class Score:
 
 @dataclass(frozen=True)
 class Moment(Score):
-    """Score: sampled queries against mean plus half the variance of every key block, a softmax each, averaged.
+    """Score: sampled queries against mean plus a quarter of the variance of every key block, a softmax each.
+
+    Then the root of their mean square: a block that a few queries need stands out.
 
     Args:
         samples: queries sampled per block of 128.
 
     Example:
         >>> Moment().samples
-        8
+        16
     """
 
     name = "moment"
+    exponent = 2
 
-    samples: int = 8
+    samples: int = 16
 
     def __post_init__(self) -> None:
         if isinstance(self.samples, bool) or not isinstance(self.samples, int):
@@ -257,6 +326,16 @@ class Mean(Score):
 
 
 SCORES: dict[str, type[Score]] = {score.name: score for score in (Moment, Mean)}
+
+
+NEGLIGIBLE = 2.0**-60
+"""A predicted probability below this counts as 0: its square, which a score may average, is hardly a float32."""
+VARIANCE_SHARE = 0.25
+"""What score "moment" adds of the variance of the logits in a key block to their mean.
+
+Half of it would be right for normally distributed logits. Those of a block are not: with half, a few queries far from
+the rest decide too much (docs/lab/selection.md).
+"""
 
 
 _SelectionType = TypeVar("_SelectionType", bound=Selection)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sparge import validation
 from sparge.backends import base
-from sparge.config import ROUNDING_GUARD, SCORES, SELECTIONS, OnUnsupported, Quantization, ScoreName, Selection, TopK
+from sparge.config import ROUNDING_GUARD, SCORES, SELECTIONS, OnUnsupported, Quantization, ScoreName, Selection
 
 Range = tuple[int, int | None]
 """Tokens [start, stop) as a slice has them: negative numbers count from the end, None is the end."""
@@ -30,8 +30,8 @@ class Policy:
     """What to compute sparsely in a model, and when not to.
 
     Args:
-        topk: share of the visible blocks each row keeps, in (0, 1]; 0.5 by default.
-        sparsity: `TopK` or `TopCdf` instead of ``topk``, with all their thresholds.
+        topk: share of the visible blocks to keep, in (0, 1]; 0.5 by default. It is a `Budget`.
+        sparsity: `Budget`, `TopK` (a share of every row) or `TopCdf` instead of ``topk``, with all their thresholds.
         score: "moment" (default) or the paper's "mean".
         quantization: as in `sparge.attention`; "auto" is 8 bits on GPUs and none on CPUs.
         min_tokens: calls with fewer keys or, outside language models, queries run dense. 0 leaves it to the measured
@@ -81,9 +81,10 @@ class Policy:
         if self.topk is not None and self.sparsity is not None:
             raise ValueError(f"expected topk or sparsity, got both: topk={self.topk!r} and sparsity={self.sparsity!r}")
         if self.sparsity is not None and not isinstance(self.sparsity, tuple(SELECTIONS.values())):
-            raise TypeError(f"sparsity: expected TopK(...) or TopCdf(...), got {type(self.sparsity).__name__}")
+            kind = type(self.sparsity).__name__
+            raise TypeError(f"sparsity: expected Budget(...), TopK(...) or TopCdf(...), got {kind}")
         if self.topk is not None:
-            TopK(self.topk)
+            validation.by_share(self.topk)
         validation.check_choice("score", self.score, tuple(SCORES))
         object.__setattr__(self, "quantization", validation.resolve_quantization_name(self.quantization, stacklevel=4))
         validation.check_choice("on_unsupported", self.on_unsupported, validation.ON_UNSUPPORTED)
@@ -109,9 +110,7 @@ class Policy:
     @property
     def selection(self) -> Selection:
         """What `sparge.attention` gets as ``sparsity``."""
-        if self.sparsity is not None:
-            return self.sparsity
-        return TopK() if self.topk is None else TopK.of(self.topk)
+        return validation.by_share(self.topk) if self.sparsity is None else self.sparsity
 
     @property
     def has_step_rules(self) -> bool:

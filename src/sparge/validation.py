@@ -20,6 +20,7 @@ from sparge.config import (
     RENAMED_QUANTIZATIONS,
     SCORES,
     SELECTIONS,
+    Budget,
     Dense,
     PerHead,
     Quantization,
@@ -27,6 +28,8 @@ from sparge.config import (
     Selection,
     Sparsity,
     TopK,
+    check_range,
+    trusted,
 )
 from sparge.decide import DTYPES
 from sparge.geometry import BLOCK_K, BLOCK_Q, Shape
@@ -166,15 +169,25 @@ def check_attn_mask(attn_mask: Tensor | None, shape: Shape, device: torch.device
 def resolve_sparsity(topk: PerHead | None, sparsity: Sparsity | None, heads: int) -> Sparsity:
     """One selection from the plain knob or the full value, its per-head tensors fitting the heads."""
     if sparsity is None:
-        sparsity = TopK.of(DEFAULT_TOPK if topk is None else topk)
+        sparsity = by_share(topk)
     elif topk is not None:
         raise ValueError(f"expected topk or sparsity, got both: topk={topk!r} and sparsity={sparsity!r}")
     if isinstance(sparsity, Selection) and isinstance(sparsity, SELECTIONS.get(sparsity.name, ())):
         for name in (sparsity.amount_field, "similarity_threshold", "pv_threshold"):
             check_per_head(name, getattr(sparsity, name), heads)
     elif not isinstance(sparsity, Dense):
-        raise TypeError(f"sparsity: expected TopK(...), TopCdf(...) or Dense(), got {type(sparsity).__name__}")
+        kind = type(sparsity).__name__
+        raise TypeError(f"sparsity: expected Budget(...), TopK(...), TopCdf(...) or Dense(), got {kind}")
     return sparsity
+
+
+def by_share(topk: PerHead | None) -> Selection:
+    """What the plain knob stands for: one share is a budget of the whole call, one for each head belongs to rows."""
+    if isinstance(topk, Tensor):
+        return TopK.of(topk)
+    if topk is not None:
+        check_range("topk", topk, 0.0, 1.0, "(0, 1]")
+    return trusted(Budget, density=DEFAULT_TOPK if topk is None else topk)
 
 
 def check_per_head(name: str, value: PerHead | None, heads: int) -> None:

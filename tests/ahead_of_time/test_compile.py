@@ -35,6 +35,7 @@ KERNELS = {
     "quantize_key_value_kernel",
     "mark_peaks_kernel",
     "score_kernel",
+    "budget_kernel",
     "select_kernel",
     "attention_kernel",
 }

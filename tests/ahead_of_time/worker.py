@@ -28,7 +28,7 @@ from triton.runtime.jit import JITFunction
 from sparge.backends.cuda import launch, pipeline
 from sparge.backends.triton import attention as triton_attention
 from sparge.call import Call
-from sparge.config import Mean, Moment, TopCdf, TopK
+from sparge.config import Budget, Mean, Moment, TopCdf
 from sparge.geometry import Shape
 
 BATCH, HEADS, KV_HEADS = 1, 4, 2
@@ -210,7 +210,7 @@ def call(case: Case) -> None:
         Shape(BATCH, HEADS, KV_HEADS, case.length, case.length, case.head_dim, case.head_dim),
         is_causal=case.is_causal,
         scale=case.head_dim**-0.5,
-        sparsity=TopCdf(0.9, similarity_threshold=0.5) if case.has_similarity else TopK(0.5),
+        sparsity=TopCdf(0.9, similarity_threshold=0.5) if case.has_similarity else Budget(0.5),
         score=Mean() if case.has_similarity else Moment(),
         quantization=case.quantization,
         pv_threshold=case.pv_threshold,

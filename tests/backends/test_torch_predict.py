@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from sparge import Mean, Moment, TopCdf, TopK, reference
+from sparge import Budget, Mean, Moment, TopCdf, TopK, reference
 from sparge.backends.torch import predict as torch_predict
 from sparge.call import Call
 from sparge.geometry import Shape
@@ -22,7 +22,10 @@ RULES = {
     "topk": TopK(0.4, min_blocks=1),
     "floor": TopK(0.1, min_blocks=3, sink=True, diagonal=False),
     "topcdf": TopCdf(0.7, min_blocks=2),
+    "budget": Budget(0.3),
+    "budget with a floor": Budget(0.25, min_blocks=2, sink=True),
     "similarity": TopK(0.3, min_blocks=1, similarity_threshold=0.02),
+    "similarity budget": Budget(0.4, similarity_threshold=0.03),
     "similarity topcdf": TopCdf(0.5, min_blocks=0, similarity_threshold=0.03),
 }
 

@@ -255,10 +255,10 @@ def test_what_left_nothing_out_is_told(model: Any, tokenizer: Any) -> None:
     """Eight blocks are fewer than the floor of 16."""
     rows = Rows(None, {"dtype": "float32"}, KEY)
     window = torch.tensor(tokenizer(TEXT).input_ids)[None, :500]
-    variants = forced("topk=0.1", "topk=0.1,min_blocks=1", "dense,quantization=none")
+    variants = forced("rows=0.1", "rows=0.1,min_blocks=1", "dense,quantization=none")
     evaluate_model(model, tokenizer, variants, [Piece("fidelity", 500, 0, window=window)], rows)
     (told,) = remarks(lines_of(rows))
-    assert told.startswith("topk=0.1, 500 tokens: every block was kept")
+    assert told.startswith("rows=0.1, 500 tokens: every block was kept")
     assert escape(told) in render_page(list(rows), "model", "command")
 
 
@@ -287,7 +287,7 @@ def test_command(model: Any, tokenizer: Any, tmp_path: Path, capsys: pytest.Capt
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert (
         len(rows) == 1 + 2 * 8
-        and rows[0]["policy"] == '{"backend": "torch", "sparsity": {"kind": "TopK", "min_blocks": 1, "topk": 0.5}}'
+        and rows[0]["policy"] == '{"backend": "torch", "sparsity": {"kind": "Budget", "min_blocks": 1, "density": 0.5}}'
         and rows[0]["sparge"] == sparge.__version__
     )
     assert "topk=0.5,min_blocks=1" in (tmp_path / "page.html").read_text()

@@ -23,7 +23,7 @@ from sparge.evaluate.pipeline.page import render_page
 from sparge.evaluate.variants import parse_variant
 
 CPU = torch.device("cpu")
-LABELS = ("topk=0.34,min_blocks=1", "topk=0.67,min_blocks=1", "topk=1.0", "sdpa=math")
+LABELS = ("rows=0.34,min_blocks=1", "topk=0.67,min_blocks=1", "topk=1.0", "sdpa=math")
 
 
 @pytest.fixture(scope="module")

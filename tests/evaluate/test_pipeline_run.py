@@ -25,7 +25,7 @@ from sparge.evaluate.pipeline.summary import cells, lines_of, remarks
 from sparge.evaluate.variants import Variant, parse_variant
 
 CPU = torch.device("cpu")
-HALF = "topk=0.34,min_blocks=1"
+HALF = "rows=0.34,min_blocks=1"
 
 
 def forced(*labels: str) -> list[Variant]:
@@ -43,12 +43,12 @@ def table_of(result: Result) -> dict[str, dict[str, str]]:
 
 def test_what_left_nothing_out_is_told() -> None:
     """Three blocks a row are fewer than the floor of 16; and steps that are all dense leave nothing out either."""
-    result = evaluate(small_pipeline(), forced("topk=0.34", f"{HALF},dense_first_steps={STEPS}", HALF))
+    result = evaluate(small_pipeline(), forced("rows=0.34", f"{HALF},dense_first_steps={STEPS}", HALF))
     lines = lines_of(result)
     assert [line.density for line in lines[1:3]] == [1.0, 1.0]
     told = list(remarks(result, lines))
     assert sum("every block was kept" in remark for remark in told) == 1
-    assert any(remark.startswith("topk=0.34: every block was kept") for remark in told)
+    assert any(remark.startswith("rows=0.34: every block was kept") for remark in told)
     assert any("dense_first_steps" in remark and "nothing ran sparse (dense: dense step)" in remark for remark in told)
     assert not any(remark.startswith(f"{HALF}:") for remark in told)
 

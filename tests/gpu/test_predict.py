@@ -13,7 +13,7 @@ import sparge
 from conftest import causality
 from gpu.conftest import BACKEND, DEVICE, make_inputs, random_bits
 from selection import assert_same_blocks as assert_same_blocks_of
-from sparge import Dense, Mean, Moment, TopCdf, TopK
+from sparge import Budget, Dense, Mean, Moment, TopCdf, TopK
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 assert_same_blocks = partial(assert_same_blocks_of, backend=BACKEND)
@@ -35,6 +35,9 @@ RULES = {
     "similarity": TopK(0.3, min_blocks=1, similarity_threshold=0.3),
     "similarity per head": TopK(0.3, min_blocks=1, similarity_threshold=torch.tensor([0.0, 0.3])),
     "topcdf": TopCdf(0.7, min_blocks=2),
+    "budget": Budget(0.4),
+    "budget with a floor": Budget(0.3, min_blocks=2, sink=True),
+    "similarity budget": Budget(0.4, similarity_threshold=0.3),
     "topcdf per head": TopCdf(torch.tensor([0.3, 0.9]), min_blocks=0),
     "similarity topcdf": TopCdf(0.5, min_blocks=0, similarity_threshold=0.3),
     "dense": Dense(),

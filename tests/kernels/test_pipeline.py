@@ -15,7 +15,7 @@ import sparge
 from conftest import assert_exact, causality, exact_attention, make_qkv, modes, relative_l1
 from kernels.conftest import call_of, shape_of
 from selection import assert_same_blocks
-from sparge import Dense, Mean, Moment, TopCdf, TopK
+from sparge import Budget, Dense, Mean, Moment, TopCdf, TopK
 from sparge.ops import pack, pack_attend, pack_dense
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -28,6 +28,9 @@ RULES = {
     "similarity": TopK(0.3, min_blocks=1, similarity_threshold=0.3),
     "similarity per head": TopK(0.3, min_blocks=1, similarity_threshold=torch.tensor([0.0, 0.3])),
     "topcdf": TopCdf(0.7, min_blocks=2),
+    "budget": Budget(0.4),
+    "budget with a floor": Budget(0.3, min_blocks=2, sink=True),
+    "similarity budget": Budget(0.4, similarity_threshold=0.3),
     "similarity topcdf": TopCdf(torch.tensor([0.3, 0.6]), min_blocks=0, similarity_threshold=0.3),
     "dense": Dense(),
 }

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from conftest import causality, make_qkv
 from kernels.conftest import call_of, random_bits, shape_of, visibility_of
-from selection import Row, specified
+from selection import specified
 from sparge import Mean, Moment, TopK
 from sparge.backends.cuda.stages.quantize import summarize_query
 from sparge.backends.cuda.stages.score import block_probabilities, score_inputs
@@ -74,11 +74,12 @@ def assert_probabilities(
     scale: float = 0.2,
     attn_mask: Tensor | None = None,
     threshold: float | None = None,
-) -> tuple[Tensor, list[Row]]:
+) -> tuple[Tensor, list[prediction.Row]]:
     call = {"is_causal": is_causal, "scale": scale, "attn_mask": attn_mask}
     got = probabilities_of(query, key, score, threshold=threshold, **call)
     rule = TopK(1.0, min_blocks=0, sink=False, diagonal=False, similarity_threshold=threshold)
-    _, rows = specified(monkeypatch, query, key, score=score, sparsity=rule, **call)
+    _, chosen = specified(monkeypatch, query, key, score=score, sparsity=rule, **call)
+    rows = [each.row for of_batch in chosen for each in of_batch]
     unfinished = prediction.unfinished_blocks(shape_of(query, key, key), is_causal)
     for index, (row, mine) in enumerate(zip(rows, got.flatten(0, 2), strict=True)):
         late = unfinished[index % len(unfinished)]
@@ -100,9 +101,11 @@ def test_samples_and_lengths(monkeypatch: pytest.MonkeyPatch, name: str, is_caus
     """Fewer samples share a program with more query blocks; 3 are padded to 4."""
     query, key = structured(*LENGTHS[name], heads=2, kv_heads=1, head_dim=24)
     got, rows = assert_probabilities(monkeypatch, query, key, score, is_causal=is_causal)
-    assert torch.allclose(got[:, :, -1].sum(-1), torch.ones(1, 2), rtol=0, atol=1e-3)
+    total = got[:, :, -1].sum(-1)
+    assert (total >= 1 - 1e-3).all(), "a root of mean squares is no less than the mean"
+    assert score.exponent == 2 or (total <= 1 + 1e-3).all()
     chosen = rows[-1].probabilities
-    assert chosen.max() > 1.2 * chosen[chosen > 0].min(), "there is something to choose from"
+    assert chosen.max() > 1.1 * chosen[chosen > 0].min(), "there is something to choose from"
 
 
 @pytest.mark.parametrize("score", [Moment(128), Moment(64), Moment(16), Moment(5)], ids=str)

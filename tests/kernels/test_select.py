@@ -13,8 +13,9 @@ from torch import Tensor
 
 from kernels.conftest import call_of
 from selection import assert_valid_lists
-from sparge import BlockMask, TopCdf, TopK
+from sparge import BlockMask, Budget, TopCdf, TopK
 from sparge.backends.cuda.stages.select import select
+from sparge.config import Selection
 from sparge.geometry import BLOCK_K, BLOCK_Q, Shape
 from sparge.reference import prediction
 from sparge.reference.shared import of_head
@@ -49,7 +50,7 @@ def rows_of(kind: str, rows: int, blocks: int, seed: int) -> Tensor:
 def selected(
     probability: Tensor,
     shape: Shape,
-    sparsity: TopK | TopCdf,
+    sparsity: Selection,
     *,
     is_causal: bool = False,
     always_keep: list[tuple[int, int]] | None = None,
@@ -66,7 +67,7 @@ def selected(
 def sorted_selection(
     probability: Tensor,
     shape: Shape,
-    sparsity: TopK | TopCdf,
+    sparsity: Selection,
     *,
     is_causal: bool = False,
     always_keep: list[tuple[int, int]] | None = None,
@@ -85,6 +86,7 @@ def sorted_selection(
         seen_from = torch.arange(shape.kv_blocks) * BLOCK_K if first_seen is None else first_seen[b, h]
         last_query = min((i + 1) * BLOCK_Q, shape.q_len) - 1 + shape.causal_offset
         visible[b, h, i] = seen_from <= last_query if is_causal else seen_from < NOWHERE
+    chosen_from: list[list[prediction.Row]] = [[] for _ in range(shape.batch)]
     for b, h, i in rows:
         forced = prediction.forced_blocks(call, visible[b, h]) | unfinished
         flat, flat_kv = b * shape.heads + h, b * shape.kv_heads + h // shape.group
@@ -97,13 +99,14 @@ def sorted_selection(
         row = probability[flat, i]
         amount = of_head(sparsity.amount, h, shape)
         assert amount is not None
-        kept[b, h, i] = prediction.select_row(
-            sparsity, amount, row.nan_to_num(0.0), visible[b, h, i], forced[i] | row.isnan(), dissimilar
-        )
+        blocks = (row.nan_to_num(0.0), visible[b, h, i], forced[i] | row.isnan(), dissimilar)
+        chosen_from[b].append(prediction.Row(*blocks, amount, sparsity.min_blocks))
+    for b in range(shape.batch):
+        kept[b] = torch.stack(prediction.select_rows(sparsity, chosen_from[b])).view_as(kept[b])
     return kept, visible
 
 
-def assert_selection(probability: Tensor, shape: Shape, sparsity: TopK | TopCdf, **call: Any) -> Tensor:
+def assert_selection(probability: Tensor, shape: Shape, sparsity: Selection, **call: Any) -> Tensor:
     got = selected(probability, shape, sparsity, **call)
     kept, visible = sorted_selection(probability, shape, sparsity, **call)
     assert_valid_lists(got)
@@ -114,8 +117,10 @@ def assert_selection(probability: Tensor, shape: Shape, sparsity: TopK | TopCdf,
 
 
 sparsities = st.builds(
-    lambda kind, shares, per_head, **rules: kind(torch.tensor(shares) if per_head else shares[0], **rules),
-    kind=st.sampled_from([TopK, TopCdf]),
+    lambda kind, shares, per_head, **rules: kind(
+        torch.tensor(shares) if per_head and kind is not Budget else shares[0], **rules
+    ),
+    kind=st.sampled_from([TopK, TopCdf, Budget]),
     shares=st.lists(st.integers(1, 64).map(lambda n: n / 64), min_size=2, max_size=2),
     per_head=st.booleans(),
     min_blocks=st.sampled_from([0, 1, 3, 1000]),
@@ -146,7 +151,7 @@ def test_keeps_what_a_sort_keeps(
     kind: str,
     q_len: int,
     kv_len: int,
-    sparsity: TopK | TopCdf,
+    sparsity: Selection,
     is_causal: bool,
     marks: float,
     seen: float | None,
@@ -174,7 +179,7 @@ def test_keeps_what_a_sort_keeps(
     assert_selection(probability, shape, sparsity, **call)
 
 
-def kept_of(row: list[float], sparsity: TopK | TopCdf) -> list[int]:
+def kept_of(row: list[float], sparsity: Selection) -> list[int]:
     probability = torch.tensor(row).view(1, 1, -1)
     shape = Shape(1, 1, 1, 128, 64 * len(row), 8, 8)
     return assert_selection(probability, shape, sparsity).flatten().nonzero().flatten().tolist()
@@ -197,9 +202,13 @@ def test_the_block_that_crosses_the_mass_is_kept() -> None:
     assert kept_of(row, topcdf(1.0)) == [0, 1, 2, 3, 4]
 
 
-def test_a_mass_that_is_not_there_keeps_everything() -> None:
-    assert kept_of([0.25, 0.0, 0.25, 0.0], topcdf(0.75)) == [0, 1, 2, 3]
-    assert kept_of([0.25, 0.0, 0.25, 0.0], topcdf(0.5)) == [0, 2]
+def test_a_mass_is_a_share_of_what_is_there() -> None:
+    """Some scores have probabilities that do not sum to 1."""
+    assert kept_of([0.25, 0.0, 0.25, 0.0], topcdf(0.75)) == [0, 2]
+    assert kept_of([0.25, 0.0, 0.25, 0.0], topcdf(0.5)) == [0]
+    assert kept_of([0.75, 0.25, 0.5, 0.5], topcdf(0.5)) == [0, 2]
+    assert kept_of([0.0] * 4, topcdf(0.5)) == [0]
+    assert kept_of([0.0] * 4, topcdf(1.0)) == [0, 1, 2, 3]
 
 
 def test_ties_go_to_the_lower_index() -> None:
@@ -240,11 +249,40 @@ def test_batches_and_heads_find_their_own_rows() -> None:
     assert_selection(probability, shape, TopK(torch.tensor([0.2, 0.4, 0.6, 0.8]), min_blocks=0), **call)
     call["first_seen"] = call["first_seen"][:, :1].expand(-1, 4, -1)
     assert_selection(probability, shape, TopCdf(0.3, min_blocks=1), **call)
+    assert_selection(probability, shape, Budget(0.4), **call)
+
+
+def test_a_budget_goes_where_the_mass_is() -> None:
+    """Two heads: one looks at a block, the other at all of them alike."""
+    rows = [[0.97] + [0.01] * 7, [0.125] * 8]
+    shape = Shape(1, 2, 2, 128, 512, 8, 8)
+    kept = assert_selection(torch.tensor(rows).view(2, 1, 8), shape, Budget(0.5))
+    assert kept.flatten(0, 2).sum(-1).tolist() == [2, 6]
+    kept = assert_selection(torch.tensor(rows).view(2, 1, 8), shape, Budget(0.125))
+    assert kept.flatten(0, 2).sum(-1).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("density", [0.01, 0.37, 1.0])
+def test_a_budget_is_spent_to_the_block_and_ties_are_shared_out(density: float) -> None:
+    shape = Shape(2, 3, 3, 1000, 1280, 8, 8)
+    for kind in ("equal", "ties", "spread", "one"):
+        probability = rows_of(kind, 48, 20, 5).view(6, 8, 20)
+        kept = assert_selection(probability, shape, Budget(density))
+        rows = kept.flatten(1, 2).sum(-1)
+        assert rows.sum(1).tolist() == [max(math.ceil(density * 480 - 1e-6), 24)] * 2
+        if kind == "equal":
+            assert int(rows.max() - rows.min()) <= 1, "equal rows get equal parts"
+
+
+def test_a_budget_of_many_rows() -> None:
+    """More rows than one program reads at once when it adds up ties."""
+    shape = Shape(1, 8, 8, 128 * 130, 64 * 2, 8, 8)
+    assert_selection(rows_of("ties", 1040, 2, 1).view(8, 130, 2), shape, Budget(0.7))
 
 
 def test_a_rule_without_a_kernel_is_refused() -> None:
     class Unknown(TopK):
         name = "unknown"
 
-    with pytest.raises(NotImplementedError, match=r"expected one of \('topk', 'topcdf'\), got 'unknown'"):
+    with pytest.raises(NotImplementedError, match=r"expected one of \('topk', 'topcdf', 'budget'\), got 'unknown'"):
         selected(torch.zeros(1, 1, 2), Shape(1, 1, 1, 128, 128, 8, 8), Unknown(0.5))

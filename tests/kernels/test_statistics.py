@@ -101,7 +101,7 @@ def assert_summary(
         got = summary.mean_high[flat].double() + summary.mean_low[flat].double()
         means = torch.where(means.isfinite(), means * unit, math.nan)
         assert_close(got[:, : shape.head_dim], means, 2**-15 * means.abs() + 8 * EPSILON * sizes * unit)
-        unit = SCALE**2 / 2 * LOG2_E
+        unit = SCALE**2 / 4 * LOG2_E
         got = summary.variance[flat].double()[:, : shape.head_dim]
         known = means.isfinite()
         tolerance = 2**-8 * variances * unit + 64 * EPSILON * squares * unit
@@ -185,7 +185,7 @@ class TestSummarize:
         key = key + 300.0
         summary = summary_of(query, key, value, shape, False, None, similarity=False)
         _, variances = prediction.pool(key[0, 0].double(), torch.ones(100, dtype=torch.bool), BLOCK_K)
-        expected = variances * (SCALE**2 / 2 * LOG2_E)
+        expected = variances * (SCALE**2 / 4 * LOG2_E)
         assert_close(summary.variance[0], expected, 2**-8 * expected)
 
     def test_asks_for_nothing_and_gets_the_key_itself(self) -> None:

@@ -50,7 +50,7 @@ from sparge.bench.timing import (
 )
 from sparge.block_mask import BlockMask
 from sparge.call import Call
-from sparge.config import Dense, Quantization, TopK
+from sparge.config import Budget, Dense, Quantization
 from sparge.evaluate.machine import Gpu, describe_gpu
 from sparge.evaluate.oracle import exact_rows, sampled_error, sampled_queries
 from sparge.geometry import BLOCK_K, BLOCK_Q
@@ -309,14 +309,14 @@ def _compiled_flex() -> Callable[..., Any]:
 
 def _sparge(bench: Bench, inputs: Inputs, problem: Problem, topk: float) -> Variant:
     """A whole call by name of the backend, so that no size falls back to dense attention."""
-    sparsity = Dense() if topk == 1.0 else TopK(topk)
+    sparsity = Dense() if topk == 1.0 else Budget(topk)
     call = partial(api.attention, *inputs, is_causal=problem.is_causal, sparsity=sparsity)
     return Variant(partial(call, quantization=bench.quantization, backend=bench.backend))
 
 
 def _stages(bench: Bench, inputs: Inputs, problem: Problem, topk: float) -> tuple[Variant, Variant]:
     """Everything before the attention kernel, and the kernel. Dense attention prepares by quantising alone."""
-    call = _call(problem, Dense() if topk == 1.0 else TopK(topk), bench.quantization)
+    call = _call(problem, Dense() if topk == 1.0 else Budget(topk), bench.quantization)
     prepare = partial(bench.prepare, *inputs, call, with_mask=topk != 1.0, with_operands=True)
     return Variant(prepare), _attend(bench, call, prepare, bench.backend)
 
@@ -332,7 +332,7 @@ def _given_blocks(
     return _attend(bench, call, prepare, backend)
 
 
-def _call(problem: Problem, sparsity: TopK | Dense, quantization: str) -> Call:
+def _call(problem: Problem, sparsity: Budget | Dense, quantization: str) -> Call:
     return Call(problem.shape, problem.is_causal, problem.head_dim**-0.5, sparsity, quantization=quantization)
 
 

@@ -1,6 +1,7 @@
 """What an evaluation compares with the dense model: a policy, or something only an evaluation would run.
 
 topk=0.25                               a policy, its fields with commas between them
+rows=0.25                               every row the same share (`TopK`) instead of one budget for the call
 cdf=0.95,score=mean,quantization=none   another rule, score and arithmetic
 topk=0.25,oracle                        the same rule on the true attention mass: the best a score could do
 dense,quantization=int8_fp8             all blocks, in 8 bits
@@ -23,7 +24,7 @@ from torch import Tensor
 
 import sparge
 from sparge.backends import base
-from sparge.config import Selection, TopCdf, TopK
+from sparge.config import Budget, Selection, TopCdf, TopK
 from sparge.decide import Reason
 from sparge.evaluate.capture import true_mask
 from sparge.integrations.calls import substituted
@@ -43,6 +44,8 @@ SDPA_KERNELS = {
 }
 """torch's kernels by the words a variant has for them."""
 
+AMOUNTS: dict[str, type[Selection]] = {"topk": Budget, "rows": TopK, "cdf": TopCdf}
+"""Rules by the words that say how much they keep."""
 SELECTION_FIELDS = frozenset(field.name for field in fields(Selection))
 POLICY_FIELDS = frozenset(field.name for field in fields(Policy)) - {"sparsity"}
 
@@ -142,7 +145,7 @@ def parse_variant(text: str) -> Variant:
         >>> parse_variant("top=1")
         Traceback (most recent call last):
         ...
-        ValueError: variant 'top=1': expected words among cdf, dense, oracle, sdpa, topk or fields of a policy, ...
+        ValueError: variant 'top=1': expected words among cdf, dense, oracle, rows, sdpa, topk or fields of a ...
     """
     text = text.strip()
     if text.startswith("{") or text.endswith(".json"):
@@ -151,11 +154,11 @@ def parse_variant(text: str) -> Variant:
     values: dict[str, Any] = {}
     for word in words_of(text):
         name, equals, value = word.partition("=")
-        known = name in ("oracle", "dense") if not equals else name in ("topk", "cdf", "sdpa", *_settable())
+        known = name in ("oracle", "dense") if not equals else name in (*AMOUNTS, "sdpa", *_settable())
         if not known:
             raise ValueError(
-                f"variant {text!r}: expected words among cdf, dense, oracle, sdpa, topk or fields of a policy, got "
-                f"{name!r}"
+                f"variant {text!r}: expected words among cdf, dense, oracle, rows, sdpa, topk or fields of a "
+                f"policy, got {name!r}"
             )
         if name in values:
             raise ValueError(f"variant {text!r}: expected {name} once, got it twice")
@@ -183,15 +186,15 @@ def _value(text: str) -> Any:
 
 def _of_words(text: str, values: dict[str, Any]) -> Variant:
     kinds: list[Kind] = [kind for kind in ("oracle", "dense", "sdpa") if kind in values]
-    amounts = [name for name in ("topk", "cdf") if name in values]
+    amounts = [name for name in AMOUNTS if name in values]
     if len(kinds) + len(amounts) == 0 or len(kinds) > 1 or len(amounts) > 1:
         raise ValueError(
-            f"variant {text!r}: expected one of topk=, cdf=, dense, sdpa=, or oracle with one of the first"
+            f"variant {text!r}: expected one of topk=, rows=, cdf=, dense, sdpa=, or oracle with one of the first three"
         )
     kind: Kind = kinds[0] if kinds else "policy"
     if (kind in ("dense", "sdpa") and amounts) or (kind == "oracle" and not amounts):
         raise ValueError(
-            f"variant {text!r}: expected an amount (topk= or cdf=) where blocks are chosen, and only there"
+            f"variant {text!r}: expected an amount (topk=, rows= or cdf=) where blocks are chosen, and only there"
         )
     if kind == "sdpa":
         kernel = values.pop("sdpa")
@@ -203,10 +206,8 @@ def _of_words(text: str, values: dict[str, Any]) -> Variant:
     if unheard:
         raise ValueError(f"variant {text!r}: expected no {unheard[0]} beside oracle, which chooses by mass alone")
     rules = {name: values.pop(name) for name in list(values) if name in SELECTION_FIELDS}
-    if "cdf" in values:
-        values["sparsity"] = TopCdf(values.pop("cdf"), **rules)
-    elif rules:
-        values["sparsity"] = TopK(values.pop("topk"), **rules)
+    if amounts and (rules or amounts != ["topk"]):
+        values["sparsity"] = AMOUNTS[amounts[0]](values.pop(amounts[0]), **rules)
     return Variant(text, kind, Policy(**values))
 
 
@@ -292,7 +293,8 @@ def family_of(label: str) -> str:
         >>> family_of("topk=0.25,score=mean"), family_of("cdf=.9"), family_of("dense,quantization=int8_fp8")
         ('topk, score=mean', 'cdf', 'dense, quantization=int8_fp8')
     """
-    return ", ".join(word.partition("=")[0] if word.startswith(("topk=", "cdf=")) else word for word in words_of(label))
+    words = (word.partition("=") for word in words_of(label))
+    return ", ".join(name if name in AMOUNTS else f"{name}{equals}{value}" for name, equals, value in words)
 
 
 def words_of(text: str) -> list[str]:

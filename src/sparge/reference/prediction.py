@@ -8,7 +8,7 @@ A new score is a function in `SCORES`, a new selection rule one in `SELECTIONS`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,22 @@ from torch import Tensor
 
 from sparge.block_mask import BlockMask
 from sparge.call import Call
-from sparge.config import ROUNDING_GUARD, Dense, Mean, Moment, Score, Selection, TopCdf, TopK
+from sparge.config import (
+    COARSE_BITS,
+    GUARANTEED,
+    NEGLIGIBLE,
+    ROUNDING_GUARD,
+    TIE_BITS,
+    VARIANCE_SHARE,
+    Budget,
+    Dense,
+    Mean,
+    Moment,
+    Score,
+    Selection,
+    TopCdf,
+    TopK,
+)
 from sparge.geometry import BLOCK_K, BLOCK_Q, Shape
 from sparge.reference.shared import element_mask, of_head, smooth_key, visible_blocks, visible_keys
 
@@ -112,15 +127,16 @@ def score_mean(head: HeadSummary, score: Score) -> Tensor:  # noqa: ARG001
 
 
 def score_moment(head: HeadSummary, score: Score) -> Tensor:
-    """Second-order scores of sampled queries of one head, (q_blocks, samples, kv_blocks).
+    """Scores of sampled queries of one head, (q_blocks, samples, kv_blocks).
 
-    log mean_k exp(scale q.k + bias) ~ scale q.mean + scale^2 / 2 (q^2).variance + log mean exp(bias)
+    log mean_k exp(scale q.k + bias) is about scale q.mean + w scale^2 (q^2).variance + log mean exp(bias), with w = 1/2
+    for logits that are normally distributed; `VARIANCE_SHARE` says what w is here.
     """
     assert isinstance(score, Moment)
     picks = sample_queries(head.queries_seen, score.samples)  # [q_blocks, samples]
     queries, allowed, bias = head.query[picks], head.allowed[picks], head.bias[picks]
     scores = queries @ head.key_means.mT * head.scale
-    scores = scores + queries.square() @ head.key_variances.mT * (head.scale**2 / 2)
+    scores = scores + queries.square() @ head.key_variances.mT * (VARIANCE_SHARE * head.scale**2)
     for i in range(scores.shape[0]):
         for s in range(scores.shape[1]):
             tiles = zip(allowed[i, s].split(BLOCK_K), bias[i, s].split(BLOCK_K), strict=True)
@@ -128,16 +144,17 @@ def score_moment(head: HeadSummary, score: Score) -> Tensor:
     return scores
 
 
-SCORES: dict[type[Score], Callable[[HeadSummary, Score], Tensor]] = {Mean: score_mean, Moment: score_moment}
+SCORES: dict[type[Score], Callable[[HeadSummary, Score], Tensor]] = {Moment: score_moment, Mean: score_mean}
 """Scores of one head, (q_blocks, queries, kv_blocks): as many queries of a block as the score looks at."""
 
 
-def block_probabilities(scores: Tensor, eligible: Tensor) -> tuple[Tensor, Tensor]:
+def block_probabilities(scores: Tensor, eligible: Tensor, exponent: int = 1) -> tuple[Tensor, Tensor]:
     """Softmax of each query's scores over the eligible blocks, averaged over the queries.
 
     Args:
         scores: (q_blocks, queries, kv_blocks).
         eligible: (q_blocks, kv_blocks), visible blocks that a summary can speak for.
+        exponent: of the average, see `Score.exponent`.
 
     Returns:
         Probabilities (q_blocks, kv_blocks) and a bool tensor of the same shape that marks blocks whose score is not
@@ -146,7 +163,8 @@ def block_probabilities(scores: Tensor, eligible: Tensor) -> tuple[Tensor, Tenso
     broken = ~scores.isfinite() & eligible[:, None]
     scores = scores.masked_fill(broken | ~eligible[:, None], -math.inf)
     probabilities = scores.softmax(-1).nan_to_num(0.0)  # a row of -inf only has no probabilities
-    return probabilities.mean(1), broken.any(1)
+    average = probabilities.pow(exponent).mean(1).pow(1 / exponent)
+    return torch.where(average < NEGLIGIBLE, 0.0, average), broken.any(1)
 
 
 def forced_blocks(call: Call, visible: Tensor) -> Tensor:
@@ -192,14 +210,37 @@ class Row:
     Attributes:
         probabilities: the share of the row's attention that each block is expected to hold.
         visible: blocks that some query of the row may see.
-        forced: those kept whatever their score.
-        candidates: visible blocks that a rule chooses from, in ascending order.
+        forced: those kept whatever their score, if they are visible.
+        dissimilar: those without a summary that speaks for them, which are kept on top of any amount.
+        amount: what the rule's amount is for the row's head.
+        min_blocks: the rule's floor.
     """
 
     probabilities: Tensor
     visible: Tensor
     forced: Tensor
-    candidates: list[int]
+    dissimilar: Tensor
+    amount: float
+    min_blocks: int
+
+    @property
+    def candidates(self) -> list[int]:
+        """Visible blocks that a rule chooses from, in ascending order."""
+        return [int(j) for j in (self.visible & ~self.dissimilar).nonzero()]
+
+    def floor(self) -> list[int]:
+        """As many of the best candidates as the floor asks for."""
+        return self.best(topk_budget(0.0, int(self.visible.sum()), self.min_blocks))
+
+    def guaranteed(self) -> list[int]:
+        """What a row keeps of a budget whatever the others need: forced candidates, the best, then those that are
+        probable as far as `COARSE_BITS` tells, in their order, up to the guaranteed share and the floor."""
+        best, forced = self.best(1), [j for j in self.candidates if self.forced[j]]
+        count = topk_budget(GUARANTEED * self.amount, int(self.visible.sum()), self.min_blocks)
+        rest = [j for j in self.candidates if j not in {*best, *forced}]
+        rest.sort(key=lambda j: (-order_of(float(self.probabilities[j]), COARSE_BITS), j))
+        sure = sorted({*best, *forced})
+        return sure + rest[: max(count - len(sure), 0)]
 
     def best(self, count: int) -> list[int]:
         """The best ``count`` candidates: forced ones first, then falling probability, ties to the lower index."""
@@ -215,39 +256,77 @@ def topk_budget(topk: float, visible: int, min_blocks: int) -> int:
     return min(max(share, min_blocks, 1), visible)
 
 
-def select_topk(row: Row, share: float) -> list[int]:
+def select_topk(row: Row) -> list[int]:
     """The best share of the visible blocks, rounded up."""
-    return row.best(topk_budget(share, int(row.visible.sum()), 0))
+    return row.best(topk_budget(row.amount, int(row.visible.sum()), 0))
 
 
-def select_topcdf(row: Row, mass: float) -> list[int]:
-    """The most probable candidates until their sum reaches ``mass``, the crossing one included; all for a mass of 1."""
+def select_topcdf(row: Row) -> list[int]:
+    """The most probable candidates until their sum reaches a share of all, the crossing one included; all for 1."""
     kept, covered = [], 0.0
+    mass = row.amount * sum(float(row.probabilities[j]) for j in row.candidates) * ROUNDING_GUARD
     for j in sorted(row.candidates, key=lambda j: (-float(row.probabilities[j]), j)):
-        if covered >= mass and mass < 1:
+        if covered >= mass and row.amount < 1:
             break
         kept.append(j)
         covered += float(row.probabilities[j])
     return kept
 
 
-SELECTIONS: dict[type[Selection], Callable[[Row, float], list[int]]] = {TopK: select_topk, TopCdf: select_topcdf}
-"""Which candidates of a row a rule keeps, given its amount; the floor and the forced blocks are added to them."""
+def order_of(probability: float, ignored: int) -> int:
+    """A number that is larger for a larger probability, and the same for those that agree but for the last bits."""
+    return int(torch.tensor(probability, dtype=torch.float32).view(torch.int32)) >> ignored
 
 
-def select_row(
-    rule: Selection, amount: float, probabilities: Tensor, visible: Tensor, forced: Tensor, dissimilar: Tensor
-) -> Tensor:
-    """The kept blocks of one row; all tensors and the result have shape (kv_blocks,).
+def select_budget(rows: Sequence[Row]) -> list[list[int]]:
+    """The most probable candidates of all rows together, as many as the density allows beside what rows are sure of.
 
-    Forced blocks count towards the floor; dissimilar ones are kept on top of it.
+    Those that are tied for the last places are shared out evenly among the rows that have them, in their order: of r
+    places for t ties, a row that has the ties number a to b - 1 gets floor(b r / t) - floor(a r / t), the first ones.
     """
-    candidates = [j for j in range(len(visible)) if visible[j] and not dissimilar[j]]
-    row = Row(probabilities, visible, forced, candidates)
-    kept = (forced | dissimilar) & visible
-    kept[row.best(topk_budget(0.0, int(visible.sum()), rule.min_blocks))] = True
-    kept[SELECTIONS[type(rule)](row, amount)] = True
+    visible = sum(int(row.visible.sum()) for row in rows)
+    kept = [row.guaranteed() for row in rows]
+    places = math.ceil(rows[0].amount * visible * ROUNDING_GUARD) - sum(map(len, kept))
+    others = [[j for j in row.candidates if j not in sure] for row, sure in zip(rows, kept, strict=True)]
+    orders = [
+        {j: order_of(float(row.probabilities[j]), TIE_BITS) for j in rest}
+        for row, rest in zip(rows, others, strict=True)
+    ]
+    falling = sorted((order for of_row in orders for order in of_row.values()), reverse=True)
+    if places <= 0 or not falling:
+        return kept
+    last = falling[min(places, len(falling)) - 1]
+    places -= sum(order > last for order in falling)
+    ties, before = falling.count(last), 0
+    for row_kept, of_row in zip(kept, orders, strict=True):
+        tied = [j for j, order in of_row.items() if order == last]
+        count = (before + len(tied)) * places // ties - before * places // ties
+        row_kept += [j for j, order in of_row.items() if order > last] + tied[:count]
+        before += len(tied)
     return kept
+
+
+def by_row(select: Callable[[Row], list[int]]) -> Callable[[Sequence[Row]], list[list[int]]]:
+    """A rule that looks at one row at a time; the floor is added to what it keeps."""
+    return lambda rows: [row.floor() + select(row) for row in rows]
+
+
+SELECTIONS: dict[type[Selection], Callable[[Sequence[Row]], list[list[int]]]] = {
+    TopK: by_row(select_topk),
+    TopCdf: by_row(select_topcdf),
+    Budget: select_budget,
+}
+"""Which candidates a rule keeps of all rows of a batch element, some perhaps named twice."""
+
+
+def select_rows(rule: Selection, rows: Sequence[Row]) -> list[Tensor]:
+    """The kept blocks of all rows of a batch element, (kv_blocks,) each."""
+    result = []
+    for row, selected in zip(rows, SELECTIONS[type(rule)](rows), strict=True):
+        kept = (row.forced | row.dissimilar) & row.visible
+        kept[selected] = True
+        result.append(kept)
+    return result
 
 
 def predict(query: Tensor, key: Tensor, call: Call) -> BlockMask:
@@ -270,6 +349,7 @@ def predict(query: Tensor, key: Tensor, call: Call) -> BlockMask:
     unfinished = unfinished_blocks(shape, is_causal).to(query.device)
     kept = torch.zeros_like(visible)
     for b in range(shape.batch):
+        rows = []
         for h in range(shape.heads):
             kv = h // shape.group
             dissimilar = _dissimilar_blocks(
@@ -287,14 +367,15 @@ def predict(query: Tensor, key: Tensor, call: Call) -> BlockMask:
                 masks.bias[b, h],
             )
             scores = SCORES[type(call.score)](head, call.score)
-            probabilities, broken = block_probabilities(scores, visible[b, h] & ~dissimilar & ~unfinished)
-            forced = forced_blocks(call, visible[b, h]).to(query.device) | unfinished
+            eligible = visible[b, h] & ~dissimilar & ~unfinished
+            probabilities, broken = block_probabilities(scores, eligible, call.score.exponent)
+            forced = forced_blocks(call, visible[b, h]).to(query.device) | unfinished | broken
             amount = of_head(rule.amount, h, shape)
             assert amount is not None
             for i in range(shape.q_blocks):
-                kept[b, h, i] = select_row(
-                    rule, amount, probabilities[i], visible[b, h, i], forced[i] | broken[i], dissimilar[i]
-                )
+                row = (probabilities[i], visible[b, h, i], forced[i], dissimilar[i])
+                rows.append(Row(*row, amount, rule.min_blocks))
+        kept[b] = torch.stack(select_rows(rule, rows)).view_as(kept[b])
     return finish(kept)
 
 

@@ -7,9 +7,9 @@ blocks at a time, so that the largest intermediate stays near `CHUNK_BYTES`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,24 @@ from torch import Tensor
 
 from sparge.block_mask import BlockMask
 from sparge.call import Call
-from sparge.config import ROUNDING_GUARD, Dense, Mean, Moment, Score, Selection, TopCdf, TopK, entry_of, per_head
+from sparge.config import (
+    COARSE_BITS,
+    GUARANTEED,
+    NEGLIGIBLE,
+    ROUNDING_GUARD,
+    TIE_BITS,
+    VARIANCE_SHARE,
+    Budget,
+    Dense,
+    Mean,
+    Moment,
+    Score,
+    Selection,
+    TopCdf,
+    TopK,
+    entry_of,
+    per_head,
+)
 from sparge.geometry import BLOCK_K, BLOCK_Q, Shape, ceil_div
 from sparge.visibility import Visibility, allowed_elements, block_edges, find_visibility
 
@@ -33,7 +50,7 @@ class _KeyStatistics:
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _Summary:
     """What every row of scores needs. ``bias`` is an additive mask (b, h, Sq | 1, Sk), None without one."""
 
     query: Tensor
@@ -73,19 +90,21 @@ def predict(query: Tensor, key: Tensor, call: Call) -> BlockMask:
         bias = None
         if attn_mask is not None and attn_mask.dtype != torch.bool:
             bias = attn_mask.expand(-1, -1, -1, shape.kv_len)
-        summary = _Rows(query, call, seen, statistics, bias)
+        summary = _Summary(query, call, seen, statistics, bias)
         dissimilar = _dissimilar_blocks(summary, key, rule)
         if dissimilar is not None:
             dissimilar = dissimilar & ~unfinished  # whether such a block takes a place must not depend on its keys
-        rows = []
+        parts = []
         for first, last in _row_chunks(summary):
             blocks = slice(first, last)
             eligible = visible[:, :, blocks]
             if dissimilar is not None:
                 eligible = eligible & ~dissimilar[:, :, blocks]
-            probabilities, broken = _probabilities(_scores(summary, blocks), eligible & ~unfinished[blocks])
-            rows.append(_select(probabilities, visible[:, :, blocks], eligible, forced[:, :, blocks] | broken, rule))
-        kept = torch.cat(rows, 2)
+            scores = _scores(summary, blocks)
+            probabilities, broken = _probabilities(scores, eligible & ~unfinished[blocks], score.exponent)
+            part = _Rows(probabilities, visible[:, :, blocks], eligible, forced[:, :, blocks] | broken)
+            parts.append(part if rule.is_call_wide else _select(part, rule))
+        kept = _select(_Rows.joined(parts), rule) if rule.is_call_wide else torch.cat(parts, 2)
     return BlockMask.from_dense(kept, q_len=shape.q_len, kv_len=shape.kv_len, is_causal=is_causal, visible=visible)
 
 
@@ -97,7 +116,8 @@ def select_blocks(probabilities: Tensor, call: Call) -> BlockMask:
     shape, is_causal, rule = call.shape, call.is_causal, call.selection
     seen = find_visibility(shape, is_causal, call.attn_mask, probabilities.device)
     visible = seen.blocks.expand(probabilities.shape)
-    kept = _select(probabilities, visible, visible, forced_blocks(call, probabilities.device), rule)
+    forced = forced_blocks(call, probabilities.device)
+    kept = _select(_Rows(probabilities, visible, visible, forced), rule)
     return BlockMask.from_dense(kept, q_len=shape.q_len, kv_len=shape.kv_len, is_causal=is_causal, visible=visible)
 
 
@@ -109,7 +129,7 @@ def forced_blocks(call: Call, device: torch.device) -> Tensor:
     return forced.expand(shape.batch, shape.heads, -1, -1)
 
 
-def _row_chunks(rows: _Rows) -> list[tuple[int, int]]:
+def _row_chunks(rows: _Summary) -> list[tuple[int, int]]:
     """Ranges of query blocks whose scores, and biases where there are any, fit into `CHUNK_BYTES`."""
     shape, score = rows.call.shape, rows.call.score
     samples = SCORES[type(score)].samples(score)
@@ -171,7 +191,7 @@ def _smooth(blocks: Tensor, present: Tensor | None, is_causal: bool) -> Tensor:
     return smoothed if present is None else torch.where(present, smoothed, 0.0)
 
 
-def _dissimilar_blocks(rows: _Rows, key: Tensor, rule: Selection) -> Tensor | None:
+def _dissimilar_blocks(rows: _Summary, key: Tensor, rule: Selection) -> Tensor | None:
     """(B, H, q_blocks, kv_blocks): rows and columns whose tokens agree too little; None without a threshold."""
     if rule.similarity_threshold is None:
         return None
@@ -184,7 +204,7 @@ def _dissimilar_blocks(rows: _Rows, key: Tensor, rule: Selection) -> Tensor | No
     return of_queries | (of_keys.repeat_interleave(shape.group, 1)[:, :, None] < threshold)
 
 
-def _scores(rows: _Rows, blocks: slice) -> Tensor:
+def _scores(rows: _Summary, blocks: slice) -> Tensor:
     """Scores (B, H, rows, queries, kv_blocks) of the query blocks in ``blocks``, by the call's score."""
     shape = rows.call.shape
     tokens = slice(blocks.start * BLOCK_Q, min(blocks.stop * BLOCK_Q, shape.q_len))
@@ -195,7 +215,7 @@ def _scores(rows: _Rows, blocks: slice) -> Tensor:
     return scores if bias is None else scores + bias
 
 
-def _score_mean(rows: _Rows, tokens: slice) -> tuple[Tensor, Tensor, Tensor | None]:
+def _score_mean(rows: _Summary, tokens: slice) -> tuple[Tensor, Tensor, Tensor | None]:
     """Mean queries [B, H, rows, 1, D] against mean keys [B, Hkv, kv_blocks, D], and the bias between their blocks."""
     queries, count, _ = _blocks_of(rows.query[:, :, tokens], _seen_queries(rows, tokens), BLOCK_Q)
     features = (queries.sum(3) / count)[:, :, :, None] * rows.call.scale
@@ -206,8 +226,8 @@ def _score_mean(rows: _Rows, tokens: slice) -> tuple[Tensor, Tensor, Tensor | No
     return features, rows.statistics.mean, bias
 
 
-def _score_moment(rows: _Rows, tokens: slice) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Sampled queries and half their squares [B, H, rows, samples, 2 D] against mean and variance of keys."""
+def _score_moment(rows: _Summary, tokens: slice) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Sampled queries and a share of their squares [B, H, rows, samples, 2 D] against mean and variance of keys."""
     score, statistics = rows.call.score, rows.statistics
     assert isinstance(score, Moment) and statistics.variance is not None
     query = rows.query[:, :, tokens]
@@ -216,7 +236,7 @@ def _score_moment(rows: _Rows, tokens: slice) -> tuple[Tensor, Tensor, Tensor | 
     bias = _key_bias(rows)
     if rows.bias is not None and bias is None:
         bias = _sampled_bias(rows, rows.bias, picks + tokens.start)
-    features = torch.cat([sampled, sampled.square() * 0.5], -1)
+    features = torch.cat([sampled, sampled.square() * VARIANCE_SHARE], -1)
     return features, torch.cat([statistics.mean, statistics.variance], -1), bias
 
 
@@ -230,22 +250,22 @@ class ScoreKind:
         has_variance: whether variances of key blocks are read, besides their means.
     """
 
-    features: Callable[[_Rows, slice], tuple[Tensor, Tensor, Tensor | None]]
+    features: Callable[[_Summary, slice], tuple[Tensor, Tensor, Tensor | None]]
     samples: Callable[[Any], int]
     has_variance: bool
 
 
 SCORES: dict[type[Score], ScoreKind] = {
-    Mean: ScoreKind(_score_mean, samples=lambda _: 1, has_variance=False),
     Moment: ScoreKind(_score_moment, samples=lambda score: score.samples, has_variance=True),
+    Mean: ScoreKind(_score_mean, samples=lambda _: 1, has_variance=False),
 }
 
 
-def _seen_queries(rows: _Rows, tokens: slice) -> Tensor | None:
+def _seen_queries(rows: _Summary, tokens: slice) -> Tensor | None:
     return None if rows.seen.queries is None else rows.seen.queries[:, :, tokens]
 
 
-def _key_bias(rows: _Rows) -> Tensor | None:
+def _key_bias(rows: _Summary) -> Tensor | None:
     """A bias that all queries share, [b, h, 1, 1, kv_blocks]; None where there is no such bias."""
     if rows.bias is None or not rows.has_key_bias:
         return None
@@ -276,7 +296,7 @@ def _gather_tokens(tokens: Tensor, picks: Tensor) -> Tensor:
     return tokens[b, h, picks.expand(batch, heads, -1, -1)]
 
 
-def _sampled_bias(rows: _Rows, bias: Tensor, picks: Tensor) -> Tensor:
+def _sampled_bias(rows: _Summary, bias: Tensor, picks: Tensor) -> Tensor:
     """log mean exp of the visible biases of each sampled query and key block: (b, h, rows, samples, kv_blocks)."""
     if bias.shape[2] == 1:
         biases = bias[:, :, :, None].expand(-1, -1, picks.shape[2], picks.shape[3], -1)
@@ -287,7 +307,7 @@ def _sampled_bias(rows: _Rows, bias: Tensor, picks: Tensor) -> Tensor:
     return _log_mean(total, count)
 
 
-def _block_bias(rows: _Rows, bias: Tensor, block: int) -> Tensor:
+def _block_bias(rows: _Summary, bias: Tensor, block: int) -> Tensor:
     """log mean exp of the visible biases between one query block and every key block: (b, h, 1, kv_blocks)."""
     positions = torch.arange(block * BLOCK_Q, min((block + 1) * BLOCK_Q, rows.call.shape.q_len), device=bias.device)
     biases = bias[:, :, positions] if bias.shape[2] > 1 else bias.expand(-1, -1, len(positions), -1)
@@ -311,12 +331,14 @@ def _log_mean(log_sum: Tensor, count: Tensor) -> Tensor:
     return torch.where(count == 0, 0.0, log_sum - count.clamp(min=1).log())
 
 
-def _probabilities(scores: Tensor, eligible: Tensor) -> tuple[Tensor, Tensor]:
-    """Softmax per query over the eligible blocks, averaged; and the blocks whose score is not finite."""
+def _probabilities(scores: Tensor, eligible: Tensor, exponent: int) -> tuple[Tensor, Tensor]:
+    """Softmax per query over the eligible blocks, averaged by `Score.exponent`; and the blocks with no finite score."""
     hidden = ~eligible[:, :, :, None]
     broken = ~scores.isfinite() & ~hidden
     scores = scores.masked_fill(broken | hidden, -math.inf)
-    return scores.softmax(-1).nan_to_num_(0.0).mean(3), broken.any(3)
+    probabilities = scores.softmax(-1).nan_to_num_(0.0)
+    average = probabilities.square_().mean(3).sqrt_() if exponent == 2 else probabilities.mean(3)
+    return average.masked_fill_(average < NEGLIGIBLE, 0.0), broken.any(3)
 
 
 def _forced_blocks(call: Call, visible: Tensor) -> Tensor:
@@ -345,49 +367,103 @@ def _unfinished_blocks(shape: Shape, is_causal: bool, device: torch.device) -> T
     return (first_key <= last_query) & (last_query < key_end.clamp(max=shape.kv_len) - 1)
 
 
-def _select(probabilities: Tensor, visible: Tensor, eligible: Tensor, forced: Tensor, rule: Selection) -> Tensor:
-    """Kept blocks (B, H, rows, kv_blocks): the floor and the rule's, forced ones first; dissimilar ones on top."""
-    priority = torch.where(eligible, probabilities, -1.0).masked_fill(eligible & forced, 2.0)
-    ranks = _ranks(priority)
-    row = _Row(probabilities, visible, eligible, ranks)
-    amount = per_head(rule.amount, visible.shape[1], visible.device)
-    kept = entry_of(SELECTIONS, rule, "sparsity on the torch backend")(row, amount) | (
-        eligible & (ranks < max(rule.min_blocks, 1))
-    )
-    return (kept | forced | ~eligible) & visible
-
-
 @dataclass(frozen=True)
-class _Row:
-    """Rows of the block map as a selection rule sees them, (B, H, rows, kv_blocks) each.
-
-    ``ranks`` is each block's place: forced blocks first, then falling probability, ties to the lower index.
-    """
+class _Rows:
+    """Rows of the block map as a selection rule sees them, (B, H, rows, kv_blocks) each."""
 
     probabilities: Tensor
     visible: Tensor
     eligible: Tensor
-    ranks: Tensor
+    forced: Tensor
+
+    @classmethod
+    def joined(cls, parts: Sequence[_Rows]) -> _Rows:
+        """All rows of a call."""
+        fields = zip(*((part.probabilities, part.visible, part.eligible, part.forced) for part in parts), strict=True)
+        return cls(*(torch.cat(field, 2) for field in fields))
+
+    def ranks(self) -> Tensor:
+        """Each block's place in its row: forced blocks first, then falling probability, ties to the lower index."""
+        priority = torch.where(self.eligible, self.probabilities, -1.0).masked_fill(self.eligible & self.forced, 2.0)
+        return _ranks(priority)
 
 
-def _select_topk(row: _Row, share: Tensor) -> Tensor:
+def _select(rows: _Rows, rule: Selection) -> Tensor:
+    """Kept blocks (B, H, rows, kv_blocks): the floor and the rule's, forced ones first; dissimilar ones on top."""
+    amount = per_head(rule.amount, rows.visible.shape[1], rows.visible.device)
+    kept = entry_of(SELECTIONS, rule, "sparsity on the torch backend")(rows, amount, max(rule.min_blocks, 1))
+    return (kept | rows.forced | ~rows.eligible) & rows.visible
+
+
+def _select_topk(rows: _Rows, share: Tensor, min_blocks: int) -> Tensor:
     """The best share of the visible blocks, rounded up."""
-    budget = (share * row.visible.sum(-1, keepdim=True) * ROUNDING_GUARD).ceil()
-    return row.eligible & (row.ranks < budget)
+    budget = (share * rows.visible.sum(-1, keepdim=True) * ROUNDING_GUARD).ceil().clamp(min=min_blocks)
+    return rows.eligible & (rows.ranks() < budget)
 
 
-def _select_topcdf(row: _Row, mass: Tensor) -> Tensor:
-    """Blocks before which the sorted probabilities have not yet summed to ``mass``."""
-    values = torch.where(row.eligible, row.probabilities, -1.0)
+def _select_topcdf(rows: _Rows, mass: Tensor, min_blocks: int) -> Tensor:
+    """Blocks before which the sorted probabilities have not yet summed to a share of all."""
+    values = torch.where(rows.eligible, rows.probabilities, -1.0)
     values, order = torch.sort(values, dim=-1, descending=True, stable=True)
     values = values.clamp(min=0).to(mass.dtype)
     covered_before = values.cumsum(-1) - values
-    inside = (covered_before < mass) | (mass >= 1)
-    return row.eligible & torch.zeros_like(inside).scatter_(-1, order, inside)
+    inside = (covered_before < mass * values.sum(-1, keepdim=True) * ROUNDING_GUARD) | (mass >= 1)
+    covering = torch.zeros_like(inside).scatter_(-1, order, inside)
+    return rows.eligible & (covering | (rows.ranks() < min_blocks))
 
 
-SELECTIONS: dict[type[Selection], Callable[[_Row, Tensor], Tensor]] = {TopK: _select_topk, TopCdf: _select_topcdf}
-"""Which blocks a rule keeps, given its amount for each head (H, 1, 1)."""
+def _select_budget(rows: _Rows, density: Tensor, min_blocks: int) -> Tensor:
+    """The most probable blocks of all rows of a batch element together; ties are shared out among the rows."""
+    density = density.flatten()[0]
+    sure = _guaranteed(rows, density, min_blocks)
+    order = torch.where(rows.eligible & ~sure, _bits(rows.probabilities) >> TIE_BITS, -1)
+    flat = order.flatten(1)
+    places = (density * rows.visible.flatten(1).sum(1) * ROUNDING_GUARD).ceil().long() - sure.flatten(1).sum(1)  # [B]
+    places = torch.minimum(places, (flat >= 0).sum(1)).clamp(min=0)
+    last = _largest(flat, places)[:, None, None, None]
+    above, tied = order > last, (order == last) & (places > 0)[:, None, None, None]
+    by_row = tied.sum(-1).flatten(1)  # [B, H * rows]
+    after = by_row.cumsum(1)
+    left = (places - above.flatten(1).sum(1))[:, None]
+    total = after[:, -1:].clamp(min=1)
+    share = after * left // total - (after - by_row) * left // total
+    return sure | above | (tied & (tied.cumsum(-1) <= share.view(*order.shape[:3], 1)))
+
+
+def _guaranteed(rows: _Rows, density: Tensor, min_blocks: int) -> Tensor:
+    """What each row keeps of a budget whatever the others need."""
+    best = torch.where(rows.eligible, rows.probabilities, -1.0)
+    first = best == best.amax(-1, keepdim=True)
+    forced = rows.eligible & rows.forced
+    sure = forced | (rows.eligible & first & (first.cumsum(-1) == 1) & ~forced.any(-1, keepdim=True))
+    share = (GUARANTEED * density * rows.visible.sum(-1, keepdim=True) * ROUNDING_GUARD).ceil().clamp(min=min_blocks)
+    coarse = torch.where(rows.eligible & ~sure, _bits(rows.probabilities) >> COARSE_BITS, -1)
+    return sure | (rows.eligible & ~sure & (_ranks(coarse) < share - sure.sum(-1, keepdim=True)))
+
+
+def _bits(probabilities: Tensor) -> Tensor:
+    """Numbers that are not negative, as integers in the same order."""
+    return probabilities.float().contiguous().view(torch.int32)
+
+
+def _largest(values: Tensor, count: Tensor) -> Tensor:
+    """The ``count``-th largest entry of each row of integers (n, m); more than all where it is none. No sort, no wait.
+
+    Args:
+        count: (n,), at most as many as there are entries above -1.
+    """
+    low = torch.full_like(count, -1)  # fewer than `count` entries lie above `high`, at least as many above `low`
+    high = torch.full_like(count, 2**31 >> TIE_BITS)
+    for _ in range(32 - TIE_BITS):
+        middle = (low + high + 1) // 2
+        enough = (values >= middle[:, None]).sum(1) >= count
+        low, high = torch.where(enough, middle, low), torch.where(enough, high, middle - 1)
+    return low
+
+
+Rule: TypeAlias = Callable[[_Rows, Tensor, int], Tensor]
+SELECTIONS: dict[type[Selection], Rule] = {TopK: _select_topk, TopCdf: _select_topcdf, Budget: _select_budget}
+"""Which blocks a rule keeps, given its amount for each head (H, 1, 1) and the floor; forced ones are added to them."""
 
 
 def _ranks(priority: Tensor) -> Tensor:

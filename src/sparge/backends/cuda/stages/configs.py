@@ -70,6 +70,13 @@ class SelectConfig:
 
 
 @dataclass(frozen=True)
+class BudgetConfig:
+    """Rows that one program counts; its warps are those of "select"."""
+
+    rows: int
+
+
+@dataclass(frozen=True)
 class PeakConfig:
     """Key blocks one program looks at, pipeline depth, warps."""
 
@@ -100,6 +107,8 @@ CONFIGS: dict[StageKey, Any] = {
     # 16 entries a thread. At N 131072, H 4 (2048 blocks) 0.083 ms; 8 entries 0.104, 4 entries 0.160: sums across warps
     # wait at barriers
     StageKey("select"): SelectConfig(512, 16),
+    # Not timed yet.
+    StageKey("budget"): BudgetConfig(4),
     # N 8192, 32768 and 131072: 0.014, 0.025 and 0.025 ms; 16 blocks 0.016, 0.025 and 0.025, two warps 0.017, 0.031 and
     # 0.031. The floor, K's codes once: 0.008, 0.016 and 0.016
     StageKey("peaks"): PeakConfig(8, 3, 4),
@@ -112,6 +121,7 @@ CANDIDATES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
     "quantize_query": {"warps": (2, 4, 8, 16)},
     "score": {"rows": (64, 128, 256), "columns": (32, 64, 128), "warps": (4, 8), "stages": (1, 2)},
     "select": {"columns": (128, 256, 512, 1024), "most_warps": (8, 16)},
+    "budget": {"rows": (1, 2, 4, 8, 16)},
     "peaks": {"blocks": (4, 8, 16), "stages": (2, 3, 4), "warps": (2, 4, 8)},
 }
 """What a sweep tries for each field."""
@@ -155,6 +165,10 @@ def score_config(width: int, architecture: int) -> ScoreConfig:
 
 def select_config() -> SelectConfig:
     return cast(SelectConfig, stage_config("select"))
+
+
+def budget_config() -> BudgetConfig:
+    return cast(BudgetConfig, stage_config("budget"))
 
 
 def peak_config() -> PeakConfig:

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparge import config
 from sparge.backends.cuda.launch import buffer_like, launch, padded, seen_argument, strides_of
 from sparge.backends.cuda.primitives import BLOCK_K, LOG2_E, is_finite, load_tokens
 from sparge.backends.cuda.stages import configs
@@ -20,6 +21,7 @@ from sparge.call import Call
 from sparge.geometry import ceil_div
 from sparge.visibility import Visibility
 
+VARIANCE_SHARE = tl.constexpr(config.VARIANCE_SHARE)
 NUMBERS = ["scale", "kv_heads", "kv_len", "kv_blocks", "chunks"]
 SUM, SQUARE = tl.constexpr(0), tl.constexpr(1)
 """Rows of a chunk's part of K, [2, D]."""
@@ -146,7 +148,7 @@ def summarize_kernel(
     """Statistics of every key block j, and partial sums of every chunk of BLOCKS blocks, over the tokens that are seen.
 
         mean_j     = scale log2 e  sum k / n            in two bfloat16 numbers (16 bits), high and low
-        variance_j = scale^2 / 2 log2 e  (sum k^2 / n - (sum k / n)^2)      in one: it enters at second order
+        variance_j = scale^2 / 4 log2 e  (sum k^2 / n - (sum k / n)^2)      in one: it enters at second order
         key part   = sum k, sum k^2 and n               of tokens that are finite in every channel
         value max  = largest finite |v|                 of each channel
 
@@ -207,8 +209,8 @@ def summarize_kernel(
                 tl.store(mean_high_ptr + offsets, mean_high, mask=inside)
                 tl.store(mean_low_ptr + offsets, (mean - mean_high.to(tl.float32)).to(tl.bfloat16), mask=inside)
                 if WITH_VARIANCE:
-                    half_variance = variance * (0.5 * scale * scale * LOG2_E)
-                    tl.store(variance_ptr + offsets, half_variance.to(tl.bfloat16), mask=inside)
+                    shared_variance = variance * (VARIANCE_SHARE * scale * scale * LOG2_E)
+                    tl.store(variance_ptr + offsets, shared_variance.to(tl.bfloat16), mask=inside)
         if WITH_SUMS:
             if tl.min(is_finite(key_sum).to(tl.int32)) == 0:
                 key_sum, key_square, key_count = _finite_part(

@@ -1,6 +1,6 @@
 """Block scores and their softmax: how much of each query block's attention every key block is expected to hold.
 
-    probability[block, j] = mean over its rows i of softmax_j s[i, j]
+    probability[block, j] = mean over its rows i of softmax_j s[i, j], or the root of their mean square
 
 A row is a query that stands for its block, one of some evenly spaced samples or the mean of all. What s is, a score
 says (`reference.prediction.SCORES`): each has a function here (`moment_score`, `mean_score`), which `_block_scores`
@@ -13,6 +13,7 @@ known first: the row is scored twice. That costs less than writing all scores ou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparge import config
 from sparge.backends.cuda.launch import architecture_of, buffer_like, launch, padded, power_of_two, strides_of
 from sparge.backends.cuda.primitives import BLOCK_K, BLOCK_Q, NOWHERE, is_finite, sampled_query
 from sparge.backends.cuda.stages import configs
@@ -31,6 +33,7 @@ from sparge.call import Call
 from sparge.config import Mean, Moment, Score, entry_of
 from sparge.geometry import ceil_div
 
+NEGLIGIBLE = tl.constexpr(config.NEGLIGIBLE)
 NUMBERS = ["heads", "kv_heads", "q_len", "kv_len", "q_blocks", "kv_blocks"]
 
 
@@ -92,7 +95,7 @@ def mean_score(rows, statistics, offsets, inside, HAS_LOW: tl.constexpr):
 
 @triton.jit
 def moment_score(rows, statistics, offsets, inside, HAS_LOW: tl.constexpr):
-    """s = log2 e (scale q . mean_j + scale^2 / 2  q^2 . variance_j), [ROWS, COLUMNS]. (The factors are in both.)"""
+    """s = log2 e (scale q . mean_j + scale^2 / 4  q^2 . variance_j), [ROWS, COLUMNS]. (The factors are in both.)"""
     scores = mean_score(rows, statistics, offsets, inside, HAS_LOW)
     variance = tl.load(statistics.variance_base + offsets, mask=inside, other=0.0).T
     return tl.dot(rows.square, variance, scores)
@@ -211,6 +214,8 @@ def score_kernel(
     FROM_MEANS: tl.constexpr,
     SAMPLES: tl.constexpr,
     SAMPLES_PADDED: tl.constexpr,
+    LOG2_SAMPLES: tl.constexpr,
+    EXPONENT: tl.constexpr,
     HAS_LOW: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
     HAS_SEEN: tl.constexpr,
@@ -220,6 +225,8 @@ def score_kernel(
     STAGES: tl.constexpr,
 ):
     """probability[block, j] = mean over the block's rows i of softmax_j s[i, j], over the eligible blocks j.
+
+    With EXPONENT 2 the root of the mean square over them.
 
     Grid: groups of ROWS / SAMPLES_PADDED query blocks of every head, in one dimension. A program has ROWS rows, and
     walks the key blocks in steps of COLUMNS.
@@ -287,8 +294,8 @@ def score_kernel(
     for step in tl.static_range(3):
         broken = tl.max(((row_sum == row_sum) == 0).to(tl.int32), 0) > 0
         if step != 1 or broken:
-            if step == 2:  # 2^(s - row_shift) is the share of one sample in its block's average
-                row_shift = tl.where(row_sum > 0.0, row_max + tl.log2(row_sum * SAMPLES), 0.0)
+            if step == 2:  # 2^(EXPONENT (s - row_shift)) is the share of one sample in its block's average
+                row_shift = tl.where(row_sum > 0.0, row_max + tl.log2(row_sum) + LOG2_SAMPLES / EXPONENT, 0.0)
             else:
                 row_max = tl.full((ROWS,), float("-inf"), tl.float32)
                 row_sum = tl.zeros((ROWS,), tl.float32)
@@ -309,8 +316,11 @@ def score_kernel(
                     HAS_SIMILARITY,
                 )
                 if step == 2:
-                    share = tl.where(eligible & used[:, None], tl.exp2(scores - row_shift[:, None]), 0.0)
-                    average = _sum_samples(share, SAMPLES_PADDED)
+                    share = tl.exp2((scores - row_shift[:, None]) * EXPONENT)
+                    average = _sum_samples(tl.where(eligible & used[:, None], share, 0.0), SAMPLES_PADDED)
+                    if EXPONENT == 2:
+                        average = tl.sqrt(average)
+                    average = tl.where(average < NEGLIGIBLE, 0.0, average)  # keeps NaN
                     stored = (blocks_here < q_blocks)[:, None] & (columns < kv_blocks)[None, :]
                     tl.store(probability_ptr + output_rows[:, None] + columns[None, :], average, mask=stored)
                 else:
@@ -344,8 +354,8 @@ def block_probabilities(
     from_means = inputs.samples is None
     samples = 1 if inputs.samples is None else inputs.samples(call.score)
     samples_padded = power_of_two(samples)
-    config = configs.score_config(width, architecture_of(query))
-    rows = max(config.rows, samples_padded)
+    setting = configs.score_config(width, architecture_of(query))
+    rows = max(setting.rows, samples_padded)
     probability = buffer_like(query, True, heads, shape.q_blocks, shape.kv_blocks)
     similarity = key_value.key_similarity
     launch(
@@ -375,13 +385,15 @@ def block_probabilities(
         FROM_MEANS=from_means,
         SAMPLES=samples,
         SAMPLES_PADDED=samples_padded,
+        LOG2_SAMPLES=math.log2(samples),
+        EXPONENT=call.score.exponent,
         HAS_LOW=from_means or query.dtype != torch.bfloat16,
         IS_CAUSAL=call.is_causal,
         HAS_SEEN=first_seen is not None,
         HAS_SIMILARITY=threshold is not None,
         ROWS=rows,
-        COLUMNS=config.columns,
-        STAGES=config.stages,
-        num_warps=config.warps,
+        COLUMNS=setting.columns,
+        STAGES=setting.stages,
+        num_warps=setting.warps,
     )
     return probability

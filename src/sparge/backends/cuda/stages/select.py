@@ -4,7 +4,8 @@ Probabilities are not negative, so their bit patterns order like integers. The s
 is searched for on those bits: each step counts or sums what lies above a candidate, in registers. Ties go to the lower
 index. Then the kept blocks are written in ascending order, followed by the others.
 
-A selection rule is a function (`select_topk`, `select_topcdf`), which `_selected` calls by the rule's name.
+A selection rule is a function (`select_topk`, `select_topcdf`), which `_selected` calls by the rule's name. A budget is
+found by `budget` for all rows before; here each row takes its part of it.
 """
 
 from __future__ import annotations
@@ -14,19 +15,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparge import config, geometry
-from sparge.backends.cuda.launch import buffer_like, launch, per_head_tensor, power_of_two
-from sparge.backends.cuda.primitives import BLOCK_K, BLOCK_Q, NOWHERE
+from sparge import config
+from sparge.backends.cuda.launch import buffer_like, launch, per_head_tensor
 from sparge.backends.cuda.stages import configs
+from sparge.backends.cuda.stages.block_rows import INFINITY_BITS, SIZES, RowArguments, load_row
+from sparge.backends.cuda.stages.budget import find_budget, within_budget
 from sparge.block_mask import BlockMask
 from sparge.call import Call
-from sparge.geometry import ceil_div
 
-NUMBERS = ["amount", "heads", "group", "q_len", "kv_len", "q_blocks", "kv_blocks", "min_blocks"]
-INFINITY_BITS = tl.constexpr(0x7F800000)
+NUMBERS = ["amount", *SIZES]
 ROUNDING_GUARD = tl.constexpr(config.ROUNDING_GUARD)
-SELECTIONS = ("topk", "topcdf")
-"""The rules that `_selected` knows."""
+SELECTIONS = ("topk", "topcdf", "budget")
+"""The rules that the kernel knows."""
 
 
 @triton.jit
@@ -66,8 +66,10 @@ def _best(bits, count):
 
 @triton.jit
 def _covering(bits, mass):
-    """The largest entries (those below 0 never) until their sum reaches ``mass``, the crossing one included."""
+    """The largest entries (those below 0 never) until their sum reaches a share of all, the crossing one included."""
     probability = tl.where(bits > 0, bits, 0).to(tl.float32, bitcast=True)
+    keeps_all = mass >= 1.0
+    mass = mass * tl.sum(probability) * ROUNDING_GUARD
     low = -1  # what lies above it covers the mass, or it is -1
     high = tl.maximum(tl.max(bits, 0), 0)
     while high - low > 1:
@@ -79,8 +81,9 @@ def _covering(bits, mass):
     missing = mass - tl.sum(tl.where(above, probability, 0.0))
     size = high.to(tl.float32, bitcast=True)
     ties = tl.where(size > 0.0, tl.ceil(missing / tl.where(size > 0.0, size, 1.0)), 2147483000.0)
+    ties = tl.where(missing > 0.0, ties, 0.0)
     kept = above | _first_of(bits == high, tl.minimum(ties, 2147483000.0).to(tl.int32))
-    return tl.where(mass >= 1.0, bits >= 0, kept)
+    return tl.where(keeps_all, bits >= 0, kept)
 
 
 @triton.jit
@@ -106,7 +109,7 @@ def select_topcdf(bits, eligible, forced, amount, min_blocks, visible_count):
 
 @triton.jit
 def _selected(bits, eligible, forced, amount, min_blocks, visible_count, SELECTION: tl.constexpr):
-    """What a rule keeps of the eligible blocks of a row, [COLUMNS], by the rule's name.
+    """What a rule that looks at one row keeps of its eligible blocks, [COLUMNS], by the rule's name.
 
     Args:
         bits: probabilities as integers.
@@ -130,6 +133,9 @@ def select_kernel(
     query_similarity_ptr,
     threshold_ptr,
     amount_ptr,
+    found_ptr,
+    sure_ptr,
+    ties_before_ptr,
     kv_num_blocks_ptr,
     kv_indices_ptr,
     visible_num_blocks_ptr,
@@ -158,74 +164,54 @@ def select_kernel(
     share few variants.
 
     Reads
-        probability       [B * H, q_blocks, kv_blocks] float32, of `score_kernel`; NaN forces a block
-        always            [kv_blocks] int8 (HAS_ALWAYS), blocks that every row keeps
-        first_seen        [B, H, kv_blocks] int32 (HAS_SEEN), of `first_seen_keys`
-        key_similarity    [B * Hkv, kv_blocks], query_similarity [B * H, q_blocks] and threshold [H], float32
-                          (HAS_SIMILARITY): blocks below it are dissimilar, and not eligible
+        what `load_row` reads
         amount            [H] float32 (AMOUNT_PER_HEAD), instead of the number
+        found, sure, ties_before    of `budget_kernel`, under a budget
     Writes, int32
         kv_num_blocks     [B * H, q_blocks], how many blocks are kept
         kv_indices        [B * H, q_blocks, kv_blocks], the kept ones in ascending order, then the others
         visible_num_blocks    [B * H, q_blocks]
     """
-    q_block = tl.program_id(0) % q_blocks
-    flat_head = (tl.program_id(0) // q_blocks).to(tl.int64)
-    batch = flat_head // heads
-    head = flat_head % heads
-    row = flat_head * q_blocks + q_block
-    causal_offset = kv_len - q_len
-    first_query = q_block * BLOCK_Q + causal_offset
-    last_query = tl.minimum((q_block + 1) * BLOCK_Q, q_len) - 1 + causal_offset
-
-    columns = tl.arange(0, COLUMNS)
-    inside = columns < kv_blocks
-    first_key = columns * BLOCK_K
-    visible = inside
-    seen_from = first_key
-    if HAS_SEEN:
-        seen_base = first_seen_ptr + batch * first_seen_strides[0] + head * first_seen_strides[1]
-        seen_from = tl.load(seen_base + columns, mask=inside, other=NOWHERE)
-        visible = visible & (seen_from < NOWHERE)
-    if IS_CAUSAL:
-        visible = visible & (seen_from <= last_query)
-
-    bits = tl.load(probability_ptr + row * kv_blocks + columns, mask=inside, other=0.0).to(tl.int32, bitcast=True)
-    forced = (bits & 0x7FFFFFFF) > INFINITY_BITS  # NaN: the score was not finite
-    bits = tl.where(forced, 0, bits)
-    if SINK:
-        sink = 0
-        if HAS_SEEN:  # padding on the left
-            sink = tl.min(tl.where(seen_from < NOWHERE, columns, COLUMNS), 0)
-        forced = forced | (columns == sink)
-    if DIAGONAL:
-        forced = forced | ((first_key <= last_query) & (first_query < first_key + BLOCK_K))
-    unfinished = columns < 0
-    if IS_CAUSAL:
-        last_key = tl.minimum(first_key + BLOCK_K, kv_len) - 1
-        unfinished = (first_key <= last_query) & (last_query < last_key)  # its summary knows the future
-        forced = forced | unfinished
-    if HAS_ALWAYS:
-        forced = forced | (tl.load(always_ptr + columns, mask=inside, other=0) != 0)
-
-    eligible = visible
-    if HAS_SIMILARITY:
-        threshold = tl.load(threshold_ptr + head)
-        similarity = tl.load(key_similarity_ptr + (flat_head // group) * kv_blocks + columns, mask=inside, other=1.0)
-        row_similarity = tl.load(query_similarity_ptr + row)
-        eligible = eligible & ((similarity < threshold) == 0) & ((row_similarity < threshold) == 0)
-        eligible = eligible | (visible & unfinished)  # such a block takes a place whatever its keys are
-
+    row = tl.program_id(0).to(tl.int64)
+    blocks = load_row(
+        row,
+        probability_ptr,
+        always_ptr,
+        first_seen_ptr,
+        key_similarity_ptr,
+        query_similarity_ptr,
+        threshold_ptr,
+        first_seen_strides,
+        heads,
+        group,
+        q_len,
+        kv_len,
+        q_blocks,
+        kv_blocks,
+        IS_CAUSAL,
+        SINK,
+        DIAGONAL,
+        HAS_ALWAYS,
+        HAS_SEEN,
+        HAS_SIMILARITY,
+        COLUMNS,
+    )
+    columns = blocks.columns
+    visible = blocks.visible
     visible_count = tl.sum(visible.to(tl.int32))
-    if AMOUNT_PER_HEAD:
-        amount = tl.load(amount_ptr + head)
-    kept = _selected(bits, eligible, forced, amount, min_blocks, visible_count, SELECTION)
-    kept = (kept | forced | (eligible == 0)) & visible
+    if SELECTION == "budget":
+        batch = row // q_blocks // heads
+        kept = within_budget(row, batch, blocks, found_ptr, sure_ptr, ties_before_ptr)
+    else:
+        if AMOUNT_PER_HEAD:
+            amount = tl.load(amount_ptr + row // q_blocks % heads)
+        kept = _selected(blocks.bits, blocks.eligible, blocks.forced, amount, min_blocks, visible_count, SELECTION)
+    kept = (kept | blocks.forced | (blocks.eligible == 0)) & visible
 
     kept_count = tl.sum(kept.to(tl.int32))
     kept_before = tl.cumsum(kept.to(tl.int32), 0) - kept.to(tl.int32)
     place = tl.where(kept, kept_before, kept_count + columns - kept_before)
-    tl.store(kv_indices_ptr + row * kv_blocks + place, columns, mask=inside)
+    tl.store(kv_indices_ptr + row * kv_blocks + place, columns, mask=blocks.inside)
     tl.store(kv_num_blocks_ptr + row, kept_count)
     tl.store(visible_num_blocks_ptr + row, visible_count)
 
@@ -252,14 +238,10 @@ def select(
     shape, rules, device = call.shape, call.selection, probability.device
     if rules.name not in SELECTIONS:
         raise NotImplementedError(f"sparsity on a GPU: expected one of {SELECTIONS}, got {rules.name!r}")
-    always = probability
-    if call.always_keep:
-        always = torch.zeros(shape.kv_blocks, dtype=torch.int8, device=device)
-        for start, stop in call.always_keep:
-            always[start // geometry.BLOCK_K : ceil_div(stop, geometry.BLOCK_K)] = 1
+    row_arguments = RowArguments(probability, query_similarity, key_similarity, call, first_seen, threshold)
     amount = rules.amount
     amount_per_head = per_head_tensor(amount, shape, device) if isinstance(amount, Tensor) else None
-    columns = max(32, power_of_two(shape.kv_blocks))
+    budget = find_budget(row_arguments, call) if rules.is_call_wide else None
     rows = (shape.batch, shape.heads, shape.q_blocks)
     counts = buffer_like(probability, True, *rows, dtype=torch.int32)
     indices = buffer_like(probability, True, *rows, shape.kv_blocks, dtype=torch.int32)
@@ -267,34 +249,20 @@ def select(
     launch(
         select_kernel,
         shape.q_blocks * shape.batch * shape.heads,
-        probability_ptr=probability,
-        always_ptr=always,
-        first_seen_ptr=probability if first_seen is None else first_seen,
-        key_similarity_ptr=probability if key_similarity is None else key_similarity,
-        query_similarity_ptr=query_similarity,
-        threshold_ptr=probability if threshold is None else threshold,
+        **row_arguments.pointers,
         amount_ptr=probability if amount_per_head is None else amount_per_head,
+        found_ptr=probability if budget is None else budget.found,
+        sure_ptr=probability if budget is None else budget.sure,
+        ties_before_ptr=probability if budget is None else budget.ties_before,
         kv_num_blocks_ptr=counts,
         kv_indices_ptr=indices,
         visible_num_blocks_ptr=visible,
-        first_seen_strides=(0, 0) if first_seen is None else first_seen.stride()[:2],
+        **row_arguments.strides,
         amount=1.0 if isinstance(amount, Tensor) else float(amount),
-        heads=shape.heads,
-        group=shape.group,
-        q_len=shape.q_len,
-        kv_len=shape.kv_len,
-        q_blocks=shape.q_blocks,
-        kv_blocks=shape.kv_blocks,
-        min_blocks=min(rules.min_blocks, shape.kv_blocks),
+        **row_arguments.sizes,
         SELECTION=rules.name,
         AMOUNT_PER_HEAD=amount_per_head is not None,
-        IS_CAUSAL=call.is_causal,
-        SINK=rules.keeps_sink(call.is_causal),
-        DIAGONAL=rules.keeps_diagonal(call.is_causal),
-        HAS_ALWAYS=bool(call.always_keep),
-        HAS_SEEN=first_seen is not None,
-        HAS_SIMILARITY=threshold is not None,
-        COLUMNS=columns,
-        num_warps=configs.select_config().warps(columns),
+        **row_arguments.constants,
+        num_warps=configs.select_config().warps(row_arguments.columns),
     )
     return BlockMask(counts, indices, visible, shape.q_len, shape.kv_len, call.is_causal)

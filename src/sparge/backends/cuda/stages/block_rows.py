@@ -1,0 +1,169 @@
+"""Rows of the block map as the selection kernels see them: what is visible, forced, eligible, and how probable."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparge import geometry
+from sparge.backends.cuda.launch import power_of_two
+from sparge.backends.cuda.primitives import BLOCK_K, BLOCK_Q, NOWHERE
+from sparge.call import Call
+from sparge.geometry import ceil_div
+
+SIZES = ["heads", "group", "q_len", "kv_len", "q_blocks", "kv_blocks", "min_blocks"]
+INFINITY_BITS = tl.constexpr(0x7F800000)
+
+
+class Blocks(NamedTuple):
+    """The blocks of one row, [COLUMNS] each.
+
+    Fields:
+        columns: their numbers.
+        inside: whether they exist.
+        bits: probabilities as integers, which order alike.
+        visible: some query of the row may see some key.
+        eligible: visible, and a rule may choose them: a summary speaks for them.
+        forced: kept whatever their score, if they are visible.
+    """
+
+    columns: Any
+    inside: Any
+    bits: Any
+    visible: Any
+    eligible: Any
+    forced: Any
+
+
+@triton.jit
+def load_row(
+    row,
+    probability_ptr,
+    always_ptr,
+    first_seen_ptr,
+    key_similarity_ptr,
+    query_similarity_ptr,
+    threshold_ptr,
+    first_seen_strides,
+    heads,
+    group,
+    q_len,
+    kv_len,
+    q_blocks,
+    kv_blocks,
+    IS_CAUSAL: tl.constexpr,
+    SINK: tl.constexpr,
+    DIAGONAL: tl.constexpr,
+    HAS_ALWAYS: tl.constexpr,
+    HAS_SEEN: tl.constexpr,
+    HAS_SIMILARITY: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """`Blocks` of one query block; ``row`` (int64) counts those of all heads. COLUMNS is a power of two that holds it.
+
+    Reads
+        probability       [B * H, q_blocks, kv_blocks] float32, of `score_kernel`; NaN forces a block
+        always            [kv_blocks] int8 (HAS_ALWAYS), blocks that every row keeps
+        first_seen        [B, H, kv_blocks] int32 (HAS_SEEN), of `first_seen_keys`
+        key_similarity    [B * Hkv, kv_blocks], query_similarity [B * H, q_blocks] and threshold [H], float32
+                          (HAS_SIMILARITY): blocks below it are dissimilar, and not eligible
+    """
+    q_block = (row % q_blocks).to(tl.int32)
+    flat_head = row // q_blocks
+    batch = flat_head // heads
+    head = flat_head % heads
+    causal_offset = kv_len - q_len
+    first_query = q_block * BLOCK_Q + causal_offset
+    last_query = tl.minimum((q_block + 1) * BLOCK_Q, q_len) - 1 + causal_offset
+
+    columns = tl.arange(0, COLUMNS)
+    inside = columns < kv_blocks
+    first_key = columns * BLOCK_K
+    visible = inside
+    seen_from = first_key
+    if HAS_SEEN:
+        seen_base = first_seen_ptr + batch * first_seen_strides[0] + head * first_seen_strides[1]
+        seen_from = tl.load(seen_base + columns, mask=inside, other=NOWHERE)
+        visible = visible & (seen_from < NOWHERE)
+    if IS_CAUSAL:
+        visible = visible & (seen_from <= last_query)
+
+    bits = tl.load(probability_ptr + row * kv_blocks + columns, mask=inside, other=0.0).to(tl.int32, bitcast=True)
+    forced = (bits & 0x7FFFFFFF) > INFINITY_BITS  # NaN: the score was not finite
+    bits = tl.where(forced, 0, bits)
+    if SINK:
+        sink = 0
+        if HAS_SEEN:  # padding on the left
+            sink = tl.min(tl.where(seen_from < NOWHERE, columns, COLUMNS), 0)
+        forced = forced | (columns == sink)
+    if DIAGONAL:
+        forced = forced | ((first_key <= last_query) & (first_query < first_key + BLOCK_K))
+    unfinished = columns < 0
+    if IS_CAUSAL:
+        last_key = tl.minimum(first_key + BLOCK_K, kv_len) - 1
+        unfinished = (first_key <= last_query) & (last_query < last_key)  # its summary knows the future
+        forced = forced | unfinished
+    if HAS_ALWAYS:
+        forced = forced | (tl.load(always_ptr + columns, mask=inside, other=0) != 0)
+
+    eligible = visible
+    if HAS_SIMILARITY:
+        threshold = tl.load(threshold_ptr + head)
+        similarity = tl.load(key_similarity_ptr + (flat_head // group) * kv_blocks + columns, mask=inside, other=1.0)
+        row_similarity = tl.load(query_similarity_ptr + row)
+        eligible = eligible & ((similarity < threshold) == 0) & ((row_similarity < threshold) == 0)
+        eligible = eligible | (visible & unfinished)  # such a block takes a place whatever its keys are
+    return Blocks(columns, inside, bits, visible, eligible, forced)
+
+
+class RowArguments:
+    """What every kernel that calls `load_row` is launched with, in the order of kernels' signatures."""
+
+    def __init__(
+        self,
+        probability: Tensor,
+        query_similarity: Tensor,
+        key_similarity: Tensor | None,
+        call: Call,
+        first_seen: Tensor | None,
+        threshold: Tensor | None,
+    ) -> None:
+        """See `select.select`."""
+        shape, rules = call.shape, call.selection
+        always = probability
+        if call.always_keep:
+            always = torch.zeros(shape.kv_blocks, dtype=torch.int8, device=probability.device)
+            for start, stop in call.always_keep:
+                always[start // geometry.BLOCK_K : ceil_div(stop, geometry.BLOCK_K)] = 1
+        self.columns = max(32, power_of_two(shape.kv_blocks))
+        self.pointers = {
+            "probability_ptr": probability,
+            "always_ptr": always,
+            "first_seen_ptr": probability if first_seen is None else first_seen,
+            "key_similarity_ptr": probability if key_similarity is None else key_similarity,
+            "query_similarity_ptr": query_similarity,
+            "threshold_ptr": probability if threshold is None else threshold,
+        }
+        self.strides = {"first_seen_strides": (0, 0) if first_seen is None else first_seen.stride()[:2]}
+        self.sizes = {
+            "heads": shape.heads,
+            "group": shape.group,
+            "q_len": shape.q_len,
+            "kv_len": shape.kv_len,
+            "q_blocks": shape.q_blocks,
+            "kv_blocks": shape.kv_blocks,
+            "min_blocks": min(rules.min_blocks, shape.kv_blocks),
+        }
+        self.constants = {
+            "IS_CAUSAL": call.is_causal,
+            "SINK": rules.keeps_sink(call.is_causal),
+            "DIAGONAL": rules.keeps_diagonal(call.is_causal),
+            "HAS_ALWAYS": bool(call.always_keep),
+            "HAS_SEEN": first_seen is not None,
+            "HAS_SIMILARITY": threshold is not None,
+            "COLUMNS": self.columns,
+        }
