@@ -12,7 +12,7 @@ from torch import Tensor
 
 import sparge
 from sparge import BlockMask, Budget, Dense, TopCdf
-from sparge.config import COARSE_BITS, Selection
+from sparge.config import BUDGET_BITS, Selection
 from sparge.reference import prediction
 
 TIE = 2e-3
@@ -53,38 +53,26 @@ class Chosen:
 def may_differ(rule: Selection, chosen: Sequence[Chosen]) -> Tensor:
     """Blocks of the rows of one batch element that may be chosen otherwise, (rows, kv_blocks).
 
-    Under a budget those that tie with the last kept or first dropped of all rows, and what a row is sure of as far as
-    ties decide about it.
+    A budget shares out the blocks of its last level. One that lies near an edge of it may be counted on the other side,
+    and then some rows keep one block more or less. So there all may differ that lies on that level or near it.
     """
+    by_row = torch.stack([each.may_differ() for each in chosen])
     if not rule.is_call_wide:
-        return torch.stack([each.may_differ() for each in chosen])
-    names = ("probabilities", "visible", "forced", "dissimilar")
-    parts = [torch.stack([getattr(each.row, name) for each in chosen]) for name in names]
-    sure = torch.zeros_like(parts[1])
-    for place, each in enumerate(chosen):
-        sure[place][each.row.guaranteed()] = True
-    parts[2] = parts[2] | sure
-    rows = prediction.Row(*(part.flatten() for part in parts), chosen[0].row.amount, 0)
-    tied = Chosen(rows, torch.stack([each.kept for each in chosen]).flatten()).may_differ().view_as(sure)
-    return tied | torch.stack([unsure(each.row) for each in chosen])
-
-
-def unsure(row: prediction.Row) -> Tensor:
-    """What ties decide about in the guaranteed part of a row: which block is the best, and all of the last quarter of
-    an octave that it reaches if a block lies near its edges."""
-    probabilities = row.probabilities.float()
-    free = row.visible & ~row.forced & ~row.dissimilar
-    best = probabilities.masked_fill(~free, -1.0).amax()
-    near_best = free & (probabilities >= best * (1 - TIE))
-    orders = probabilities.contiguous().view(torch.int32) >> COARSE_BITS
-    reached = [int(orders[j]) for j in row.guaranteed() if free[j]]
-    if not reached:
-        return near_best
-    edges = (torch.tensor([min(reached), min(reached) + 1], dtype=torch.int32) << COARSE_BITS).view(torch.float32)
-    near_edge = free & ((probabilities[:, None] - edges).abs() <= TIE * edges).any(1)
-    if near_edge.any() or near_best.sum() > 1:
-        return near_best | near_edge | (free & (orders == min(reached)))
-    return near_best
+        return by_row
+    rows = [each.row for each in chosen]
+    free = torch.stack([row.visible & ~row.forced & ~row.dissimilar for row in rows])
+    probabilities = torch.stack([row.probabilities for row in rows]).float()
+    kept = torch.stack([each.kept for each in chosen])
+    beyond = [
+        free[i] & kept[i] if len(row.best(row.kept_by_level()[-1])) < int(kept[i].sum()) else free[i] & False
+        for i, row in enumerate(rows)
+    ]
+    taken = probabilities[torch.stack(beyond)]
+    if not len(taken):
+        return by_row
+    level = int(taken.min().view(torch.int32)) >> BUDGET_BITS
+    edges = (torch.tensor([level, level + 1], dtype=torch.int32) << BUDGET_BITS).view(torch.float32)
+    return by_row | (free & (probabilities >= edges[0] * (1 - TIE)) & (probabilities <= edges[1] * (1 + TIE)))
 
 
 def moved(value: Any, device: torch.device) -> Any:

@@ -30,13 +30,9 @@ DEFAULT_TOPK = 0.5
 DEFAULT_MIN_BLOCKS = 16
 GUARANTEED = 0.5
 """What a row keeps of an equal share of a `Budget` whatever the other rows need."""
-TIE_BITS = 12
-"""Bits of a float32 probability that a `Budget` does not look at: what agrees to 11 bits after the leading one is tied.
-
-Finer than any score is, and two passes that count find its threshold on a GPU.
-"""
-COARSE_BITS = 21
-"""Bits that it does not look at where it fills the guaranteed part of a row: a quarter of an octave is tied."""
+BUDGET_BITS, BUDGET_LEVELS = 20, 128
+"""A `Budget` compares probabilities of different rows by levels, of an eighth of an octave each: by what is left of a
+float32 without so many bits, and of that the highest levels below `budget_top`. Far finer than any score is."""
 ROUNDING_GUARD = 1 - 2.0**-22
 """Lowers a share of blocks before it is rounded up: rounding (.1 in float32 times 1280) must not add a block."""
 
@@ -194,8 +190,9 @@ class Budget(Selection):
     """Keep the blocks with the largest predicted mass over all heads and rows of a call together.
 
     Heads and rows whose attention is spread get many blocks, those that look at little get few; the density of the call
-    is what was asked for. A row is sure of half of what an equal share would give it. Each element of a batch has a
-    budget of its own.
+    is what was asked for. A row is sure of half of what an equal share would give it. Blocks of different rows whose
+    probabilities differ by less than an eighth of an octave count alike, and are shared out evenly. Each element of a
+    batch has a budget of its own.
 
     Args:
         density: share of the visible blocks to keep, in (0, 1], rounded up to whole blocks; one number. Blocks that are
@@ -230,6 +227,17 @@ class Budget(Selection):
         """The default rules with another density. torch.compile up to torch 2.11 cannot trace the constructor."""
         check_density(density)
         return trusted(cls, density=density)
+
+
+def budget_top(kv_blocks: int) -> int:
+    """The highest level of a `Budget` for so many key blocks, as the float32 without `BUDGET_BITS` that it begins with.
+
+    The lowest level ends five octaves below an equal share of a row, what lies below is one with it. The highest lies
+    16 octaves above, or at 1.
+    """
+    one = 127 << (23 - BUDGET_BITS)
+    lowest = one - ((max(kv_blocks - 1, 1).bit_length() + 5) << (23 - BUDGET_BITS))
+    return min(lowest + BUDGET_LEVELS - 1, one)
 
 
 def check_density(density: float) -> None:

@@ -35,7 +35,8 @@ KERNELS = {
     "quantize_key_value_kernel",
     "mark_peaks_kernel",
     "score_kernel",
-    "budget_kernel",
+    "count_kernel",
+    "share_kernel",
     "select_kernel",
     "attention_kernel",
 }

@@ -14,6 +14,7 @@ from torch import Tensor
 from kernels.conftest import call_of
 from selection import assert_valid_lists
 from sparge import BlockMask, Budget, TopCdf, TopK
+from sparge.backends.cuda.stages import budget
 from sparge.backends.cuda.stages.select import select
 from sparge.config import Selection
 from sparge.geometry import BLOCK_K, BLOCK_Q, Shape
@@ -274,10 +275,10 @@ def test_a_budget_is_spent_to_the_block_and_ties_are_shared_out(density: float) 
             assert int(rows.max() - rows.min()) <= 1, "equal rows get equal parts"
 
 
-def test_a_budget_of_many_rows() -> None:
-    """More rows than one program reads at once when it adds up ties."""
-    shape = Shape(1, 8, 8, 128 * 130, 64 * 2, 8, 8)
-    assert_selection(rows_of("ties", 1040, 2, 1).view(8, 130, 2), shape, Budget(0.7))
+def test_a_budget_of_more_rows_than_are_shared_out_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "MOST_ROWS", 128)
+    shape = Shape(1, 3, 3, 128 * 100, 64 * 2, 8, 8)
+    assert_selection(rows_of("ties", 300, 2, 1).view(3, 100, 2), shape, Budget(0.7))
 
 
 def test_a_rule_without_a_kernel_is_refused() -> None:

@@ -17,11 +17,11 @@ from torch import Tensor
 from sparge.block_mask import BlockMask
 from sparge.call import Call
 from sparge.config import (
-    COARSE_BITS,
+    BUDGET_BITS,
+    BUDGET_LEVELS,
     GUARANTEED,
     NEGLIGIBLE,
     ROUNDING_GUARD,
-    TIE_BITS,
     VARIANCE_SHARE,
     Budget,
     Dense,
@@ -31,6 +31,7 @@ from sparge.config import (
     Selection,
     TopCdf,
     TopK,
+    budget_top,
 )
 from sparge.geometry import BLOCK_K, BLOCK_Q, Shape
 from sparge.reference.shared import element_mask, of_head, smooth_key, visible_blocks, visible_keys
@@ -232,15 +233,19 @@ class Row:
         """As many of the best candidates as the floor asks for."""
         return self.best(topk_budget(0.0, int(self.visible.sum()), self.min_blocks))
 
-    def guaranteed(self) -> list[int]:
-        """What a row keeps of a budget whatever the others need: forced candidates, the best, then those that are
-        probable as far as `COARSE_BITS` tells, in their order, up to the guaranteed share and the floor."""
-        best, forced = self.best(1), [j for j in self.candidates if self.forced[j]]
-        count = topk_budget(GUARANTEED * self.amount, int(self.visible.sum()), self.min_blocks)
-        rest = [j for j in self.candidates if j not in {*best, *forced}]
-        rest.sort(key=lambda j: (-order_of(float(self.probabilities[j]), COARSE_BITS), j))
-        sure = sorted({*best, *forced})
-        return sure + rest[: max(count - len(sure), 0)]
+    def kept_by_level(self) -> list[int]:
+        """How many blocks the row keeps of a budget that reaches down to each level, at last to none.
+
+        A level says how probable candidates are that are not forced, from 0 to `BUDGET_LEVELS` - 1.
+        """
+        top = budget_top(len(self.visible))
+        bits = self.probabilities.float().view(torch.int32) >> BUDGET_BITS
+        levels = (bits.clamp(max=top) - (top - BUDGET_LEVELS + 1)).clamp(min=0)
+        free = levels[[j for j in self.candidates if not self.forced[j]]]
+        sure = topk_budget(GUARANTEED * self.amount, int(self.visible.sum()), self.min_blocks)
+        forced = len(self.candidates) - len(free)
+        kept = (max(sure, forced + int((free >= level).sum())) for level in range(BUDGET_LEVELS + 1))
+        return [min(count, len(self.candidates)) for count in kept]
 
     def best(self, count: int) -> list[int]:
         """The best ``count`` candidates: forced ones first, then falling probability, ties to the lower index."""
@@ -273,37 +278,27 @@ def select_topcdf(row: Row) -> list[int]:
     return kept
 
 
-def order_of(probability: float, ignored: int) -> int:
-    """A number that is larger for a larger probability, and the same for those that agree but for the last bits."""
-    return int(torch.tensor(probability, dtype=torch.float32).view(torch.int32)) >> ignored
-
-
 def select_budget(rows: Sequence[Row]) -> list[list[int]]:
-    """The most probable candidates of all rows together, as many as the density allows beside what rows are sure of.
+    """The best candidates of every row, down to one level of probability for all rows: as many as the density allows.
 
-    Those that are tied for the last places are shared out evenly among the rows that have them, in their order: of r
-    places for t ties, a row that has the ties number a to b - 1 gets floor(b r / t) - floor(a r / t), the first ones.
+    What the last level holds is shared out evenly: of r places for its t blocks, a row that has the blocks number a to
+    b - 1 of them gets floor(b r / t) - floor(a r / t), its best.
     """
     visible = sum(int(row.visible.sum()) for row in rows)
-    kept = [row.guaranteed() for row in rows]
-    places = math.ceil(rows[0].amount * visible * ROUNDING_GUARD) - sum(map(len, kept))
-    others = [[j for j in row.candidates if j not in sure] for row, sure in zip(rows, kept, strict=True)]
-    orders = [
-        {j: order_of(float(row.probabilities[j]), TIE_BITS) for j in rest}
-        for row, rest in zip(rows, others, strict=True)
-    ]
-    falling = sorted((order for of_row in orders for order in of_row.values()), reverse=True)
-    if places <= 0 or not falling:
-        return kept
-    last = falling[min(places, len(falling)) - 1]
-    places -= sum(order > last for order in falling)
-    ties, before = falling.count(last), 0
-    for row_kept, of_row in zip(kept, orders, strict=True):
-        tied = [j for j, order in of_row.items() if order == last]
-        count = (before + len(tied)) * places // ties - before * places // ties
-        row_kept += [j for j, order in of_row.items() if order > last] + tied[:count]
-        before += len(tied)
-    return kept
+    places = math.ceil(rows[0].amount * visible * ROUNDING_GUARD)
+    by_level = [row.kept_by_level() for row in rows]
+    last = BUDGET_LEVELS
+    while last > 0 and sum(kept[last] for kept in by_level) < places:
+        last -= 1
+    above = [kept[min(last + 1, BUDGET_LEVELS)] for kept in by_level]
+    blocks = [kept[last] - count for kept, count in zip(by_level, above, strict=True)]
+    total = max(sum(blocks), 1)
+    places = min(max(places - sum(above), 0), sum(blocks))
+    result, before = [], 0
+    for row, count, own in zip(rows, above, blocks, strict=True):
+        result.append(row.best(count + (before + own) * places // total - before * places // total))
+        before += own
+    return result
 
 
 def by_row(select: Callable[[Row], list[int]]) -> Callable[[Sequence[Row]], list[list[int]]]:

@@ -18,11 +18,11 @@ from torch import Tensor
 from sparge.block_mask import BlockMask
 from sparge.call import Call
 from sparge.config import (
-    COARSE_BITS,
+    BUDGET_BITS,
+    BUDGET_LEVELS,
     GUARANTEED,
     NEGLIGIBLE,
     ROUNDING_GUARD,
-    TIE_BITS,
     VARIANCE_SHARE,
     Budget,
     Dense,
@@ -32,6 +32,7 @@ from sparge.config import (
     Selection,
     TopCdf,
     TopK,
+    budget_top,
     entry_of,
     per_head,
 )
@@ -413,52 +414,30 @@ def _select_topcdf(rows: _Rows, mass: Tensor, min_blocks: int) -> Tensor:
 
 
 def _select_budget(rows: _Rows, density: Tensor, min_blocks: int) -> Tensor:
-    """The most probable blocks of all rows of a batch element together; ties are shared out among the rows."""
+    """The best blocks of every row, down to one level of probability for all rows of a batch element."""
     density = density.flatten()[0]
-    sure = _guaranteed(rows, density, min_blocks)
-    order = torch.where(rows.eligible & ~sure, _bits(rows.probabilities) >> TIE_BITS, -1)
-    flat = order.flatten(1)
-    places = (density * rows.visible.flatten(1).sum(1) * ROUNDING_GUARD).ceil().long() - sure.flatten(1).sum(1)  # [B]
-    places = torch.minimum(places, (flat >= 0).sum(1)).clamp(min=0)
-    last = _largest(flat, places)[:, None, None, None]
-    above, tied = order > last, (order == last) & (places > 0)[:, None, None, None]
-    by_row = tied.sum(-1).flatten(1)  # [B, H * rows]
-    after = by_row.cumsum(1)
-    left = (places - above.flatten(1).sum(1))[:, None]
-    total = after[:, -1:].clamp(min=1)
-    share = after * left // total - (after - by_row) * left // total
-    return sure | above | (tied & (tied.cumsum(-1) <= share.view(*order.shape[:3], 1)))
-
-
-def _guaranteed(rows: _Rows, density: Tensor, min_blocks: int) -> Tensor:
-    """What each row keeps of a budget whatever the others need."""
-    best = torch.where(rows.eligible, rows.probabilities, -1.0)
-    first = best == best.amax(-1, keepdim=True)
-    forced = rows.eligible & rows.forced
-    sure = forced | (rows.eligible & first & (first.cumsum(-1) == 1) & ~forced.any(-1, keepdim=True))
-    share = (GUARANTEED * density * rows.visible.sum(-1, keepdim=True) * ROUNDING_GUARD).ceil().clamp(min=min_blocks)
-    coarse = torch.where(rows.eligible & ~sure, _bits(rows.probabilities) >> COARSE_BITS, -1)
-    return sure | (rows.eligible & ~sure & (_ranks(coarse) < share - sure.sum(-1, keepdim=True)))
-
-
-def _bits(probabilities: Tensor) -> Tensor:
-    """Numbers that are not negative, as integers in the same order."""
-    return probabilities.float().contiguous().view(torch.int32)
-
-
-def _largest(values: Tensor, count: Tensor) -> Tensor:
-    """The ``count``-th largest entry of each row of integers (n, m); more than all where it is none. No sort, no wait.
-
-    Args:
-        count: (n,), at most as many as there are entries above -1.
-    """
-    low = torch.full_like(count, -1)  # fewer than `count` entries lie above `high`, at least as many above `low`
-    high = torch.full_like(count, 2**31 >> TIE_BITS)
-    for _ in range(32 - TIE_BITS):
-        middle = (low + high + 1) // 2
-        enough = (values >= middle[:, None]).sum(1) >= count
-        low, high = torch.where(enough, middle, low), torch.where(enough, high, middle - 1)
-    return low
+    visible, shape = rows.visible.sum(-1), rows.visible.shape
+    top = budget_top(shape[-1])
+    levels = (rows.probabilities.float().contiguous().view(torch.int32) >> BUDGET_BITS).clamp(max=top)
+    levels = (levels - (top - BUDGET_LEVELS + 1)).clamp(min=0).masked_fill(rows.forced, BUDGET_LEVELS)
+    levels = levels.masked_fill(~rows.eligible, BUDGET_LEVELS + 1)
+    counts = levels.new_zeros(*shape[:-1], BUDGET_LEVELS + 2)
+    counts.scatter_add_(-1, levels.long(), torch.ones_like(levels))
+    at_or_above = counts[..., :-1].flip(-1).cumsum(-1).flip(-1)  # [B, H, rows, levels + 1], the last are forced ones
+    sure = (GUARANTEED * density * visible * ROUNDING_GUARD).ceil().clamp(min=min_blocks).long()
+    kept = torch.maximum(sure[..., None], at_or_above)
+    kept = torch.minimum(kept, rows.eligible.sum(-1, keepdim=True)).flatten(1, 2)  # [B, H * rows, levels + 1]
+    totals = kept.sum(1)
+    places = (density * visible.flatten(1).sum(1) * ROUNDING_GUARD).ceil().long()  # [B]
+    last = (totals >= places[:, None]).sum(1) - 1  # totals fall: the highest level that is low enough
+    last = last.clamp(min=0)[:, None, None].expand(-1, kept.shape[1], 1)
+    below = kept.gather(2, last).squeeze(2)
+    above = kept.gather(2, (last + 1).clamp(max=BUDGET_LEVELS)).squeeze(2)
+    blocks = below - above
+    after, total = blocks.cumsum(1), blocks.sum(1, keepdim=True).clamp(min=1)
+    places = torch.minimum((places[:, None] - above.sum(1, keepdim=True)).clamp(min=0), total)
+    count = above + after * places // total - (after - blocks) * places // total
+    return rows.eligible & (rows.ranks() < count.view(*shape[:-1], 1))
 
 
 Rule: TypeAlias = Callable[[_Rows, Tensor, int], Tensor]

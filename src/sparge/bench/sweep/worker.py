@@ -46,7 +46,7 @@ LAUNCHERS = {
     "quantize_key_value": ("cuda.stages.quantize", "quantize_key_value"),
     "score": ("cuda.stages.score", "block_probabilities"),
     "select": ("cuda.stages.select", "select"),
-    "budget": ("cuda.stages.budget", "find_budget"),
+    "budget": ("cuda.stages.budget", "share_budget"),
     "peaks": ("cuda.stages.peaks", "mark_peaks"),
 }
 """Module and function that launch each kernel."""

@@ -71,9 +71,10 @@ class SelectConfig:
 
 @dataclass(frozen=True)
 class BudgetConfig:
-    """Rows that one program counts; its warps are those of "select"."""
+    """Rows that one program counts, with the warps of "select"; warps of the one program that shares them out."""
 
     rows: int
+    share_warps: int
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ CONFIGS: dict[StageKey, Any] = {
     # wait at barriers
     StageKey("select"): SelectConfig(512, 16),
     # Not timed yet.
-    StageKey("budget"): BudgetConfig(4),
+    StageKey("budget"): BudgetConfig(2, 16),
     # N 8192, 32768 and 131072: 0.014, 0.025 and 0.025 ms; 16 blocks 0.016, 0.025 and 0.025, two warps 0.017, 0.031 and
     # 0.031. The floor, K's codes once: 0.008, 0.016 and 0.016
     StageKey("peaks"): PeakConfig(8, 3, 4),
@@ -121,7 +122,7 @@ CANDIDATES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
     "quantize_query": {"warps": (2, 4, 8, 16)},
     "score": {"rows": (64, 128, 256), "columns": (32, 64, 128), "warps": (4, 8), "stages": (1, 2)},
     "select": {"columns": (128, 256, 512, 1024), "most_warps": (8, 16)},
-    "budget": {"rows": (1, 2, 4, 8, 16)},
+    "budget": {"rows": (1, 2, 4, 8), "share_warps": (4, 8, 16, 32)},
     "peaks": {"blocks": (4, 8, 16), "stages": (2, 3, 4), "warps": (2, 4, 8)},
 }
 """What a sweep tries for each field."""

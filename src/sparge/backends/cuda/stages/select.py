@@ -4,8 +4,8 @@ Probabilities are not negative, so their bit patterns order like integers. The s
 is searched for on those bits: each step counts or sums what lies above a candidate, in registers. Ties go to the lower
 index. Then the kept blocks are written in ascending order, followed by the others.
 
-A selection rule is a function (`select_topk`, `select_topcdf`), which `_selected` calls by the rule's name. A budget is
-found by `budget` for all rows before; here each row takes its part of it.
+A selection rule is a function (`select_topk`, `select_topcdf`), which `_selected` calls by the rule's name. How many
+blocks a row keeps of a budget is counted before, for all rows together (`budget`); here each keeps its best.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sparge import config
 from sparge.backends.cuda.launch import buffer_like, launch, per_head_tensor
 from sparge.backends.cuda.stages import configs
 from sparge.backends.cuda.stages.block_rows import INFINITY_BITS, SIZES, RowArguments, load_row
-from sparge.backends.cuda.stages.budget import find_budget, within_budget
+from sparge.backends.cuda.stages.budget import share_budget
 from sparge.block_mask import BlockMask
 from sparge.call import Call
 
@@ -133,9 +133,7 @@ def select_kernel(
     query_similarity_ptr,
     threshold_ptr,
     amount_ptr,
-    found_ptr,
-    sure_ptr,
-    ties_before_ptr,
+    count_ptr,
     kv_num_blocks_ptr,
     kv_indices_ptr,
     visible_num_blocks_ptr,
@@ -166,7 +164,7 @@ def select_kernel(
     Reads
         what `load_row` reads
         amount            [H] float32 (AMOUNT_PER_HEAD), instead of the number
-        found, sure, ties_before    of `budget_kernel`, under a budget
+        count             [B * H, q_blocks] int32, of `share_budget`: what a row keeps of a budget
     Writes, int32
         kv_num_blocks     [B * H, q_blocks], how many blocks are kept
         kv_indices        [B * H, q_blocks, kv_blocks], the kept ones in ascending order, then the others
@@ -200,8 +198,7 @@ def select_kernel(
     visible = blocks.visible
     visible_count = tl.sum(visible.to(tl.int32))
     if SELECTION == "budget":
-        batch = row // q_blocks // heads
-        kept = within_budget(row, batch, blocks, found_ptr, sure_ptr, ties_before_ptr)
+        kept = _at_least(blocks.bits, blocks.eligible, blocks.forced, tl.load(count_ptr + row), visible_count)
     else:
         if AMOUNT_PER_HEAD:
             amount = tl.load(amount_ptr + row // q_blocks % heads)
@@ -241,7 +238,7 @@ def select(
     row_arguments = RowArguments(probability, query_similarity, key_similarity, call, first_seen, threshold)
     amount = rules.amount
     amount_per_head = per_head_tensor(amount, shape, device) if isinstance(amount, Tensor) else None
-    budget = find_budget(row_arguments, call) if rules.is_call_wide else None
+    counted = share_budget(row_arguments, call) if rules.is_call_wide else probability
     rows = (shape.batch, shape.heads, shape.q_blocks)
     counts = buffer_like(probability, True, *rows, dtype=torch.int32)
     indices = buffer_like(probability, True, *rows, shape.kv_blocks, dtype=torch.int32)
@@ -251,9 +248,7 @@ def select(
         shape.q_blocks * shape.batch * shape.heads,
         **row_arguments.pointers,
         amount_ptr=probability if amount_per_head is None else amount_per_head,
-        found_ptr=probability if budget is None else budget.found,
-        sure_ptr=probability if budget is None else budget.sure,
-        ties_before_ptr=probability if budget is None else budget.ties_before,
+        count_ptr=counted,
         kv_num_blocks_ptr=counts,
         kv_indices_ptr=indices,
         visible_num_blocks_ptr=visible,
