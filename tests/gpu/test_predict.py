@@ -37,7 +37,7 @@ RULES = {
     "topcdf": TopCdf(0.7, min_blocks=2),
     "budget": Budget(0.4),
     "budget with a floor": Budget(0.3, min_blocks=2, sink=True),
-    "similarity budget": Budget(0.4, similarity_threshold=0.3),
+    "similarity budget": Budget(0.3, similarity_threshold=0.2),
     "topcdf per head": TopCdf(torch.tensor([0.3, 0.9]), min_blocks=0),
     "similarity topcdf": TopCdf(0.5, min_blocks=0, similarity_threshold=0.3),
     "dense": Dense(),

@@ -44,7 +44,7 @@ SDPA_KERNELS = {
 }
 """torch's kernels by the words a variant has for them."""
 
-AMOUNTS: dict[str, type[Selection]] = {"topk": Budget, "rows": TopK, "cdf": TopCdf}
+AMOUNTS: dict[str, Callable[..., Selection]] = {"topk": Budget, "rows": TopK, "cdf": TopCdf}
 """Rules by the words that say how much they keep."""
 SELECTION_FIELDS = frozenset(field.name for field in fields(Selection))
 POLICY_FIELDS = frozenset(field.name for field in fields(Policy)) - {"sparsity"}

@@ -95,7 +95,8 @@ def predict(query: Tensor, key: Tensor, call: Call) -> BlockMask:
         dissimilar = _dissimilar_blocks(summary, key, rule)
         if dissimilar is not None:
             dissimilar = dissimilar & ~unfinished  # whether such a block takes a place must not depend on its keys
-        parts = []
+        parts: list[_Rows] = []
+        chosen: list[Tensor] = []
         for first, last in _row_chunks(summary):
             blocks = slice(first, last)
             eligible = visible[:, :, blocks]
@@ -104,8 +105,11 @@ def predict(query: Tensor, key: Tensor, call: Call) -> BlockMask:
             scores = _scores(summary, blocks)
             probabilities, broken = _probabilities(scores, eligible & ~unfinished[blocks], score.exponent)
             part = _Rows(probabilities, visible[:, :, blocks], eligible, forced[:, :, blocks] | broken)
-            parts.append(part if rule.is_call_wide else _select(part, rule))
-        kept = _select(_Rows.joined(parts), rule) if rule.is_call_wide else torch.cat(parts, 2)
+            if rule.is_call_wide:
+                parts.append(part)
+            else:
+                chosen.append(_select(part, rule))
+        kept = _select(_Rows.joined(parts), rule) if rule.is_call_wide else torch.cat(chosen, 2)
     return BlockMask.from_dense(kept, q_len=shape.q_len, kv_len=shape.kv_len, is_causal=is_causal, visible=visible)
 
 

@@ -30,6 +30,8 @@ GUARANTEED = tl.constexpr(config.GUARANTEED)
 ROUNDING_GUARD = tl.constexpr(config.ROUNDING_GUARD)
 # Of each batch element, after its sums for every level: the sum above all levels, and the visible blocks.
 FORCED, VISIBLE, SUMS = tl.constexpr(LEVELS.value), tl.constexpr(LEVELS.value + 1), tl.constexpr(2 * LEVELS.value)
+PARTS = tl.constexpr(32)
+"""Of the sums: programs that add to the same address wait for each other, which took most of the time."""
 
 
 @triton.jit(do_not_specialize=["amount", *SIZES, "top_level", "rows_of_batch", "programs_of_batch"])
@@ -69,7 +71,7 @@ def count_kernel(
 
     Reads what `load_row` reads. Writes, int32
         kept       [B * rows, 2 * LEVELS]: for every level, and for none at LEVELS
-        sums       [B, SUMS], 0 before: sums of ``kept`` over the rows, and the visible blocks
+        sums       [B, PARTS, SUMS], 0 before: sums of ``kept`` over the rows, and the visible blocks
     """
     batch = (tl.program_id(0) // programs_of_batch).to(tl.int64)
     first_row = tl.program_id(0) % programs_of_batch * ROWS
@@ -120,7 +122,7 @@ def count_kernel(
             totals += kept
             forced_total += forced_kept
             visible_total += visible_count
-    sums = sums_ptr + batch * SUMS
+    sums = sums_ptr + (batch * PARTS + tl.program_id(0) % PARTS) * SUMS
     tl.atomic_add(sums + levels, totals, sem="relaxed")
     tl.atomic_add(sums + FORCED, forced_total, sem="relaxed")
     tl.atomic_add(sums + VISIBLE, visible_total, sem="relaxed")
@@ -143,9 +145,10 @@ def share_kernel(
     """
     batch = tl.program_id(0).to(tl.int64)
     levels = tl.arange(0, LEVELS)
-    sums = tl.load(sums_ptr + batch * SUMS + levels)
-    forced_sum = tl.load(sums_ptr + batch * SUMS + FORCED)
-    visible = tl.load(sums_ptr + batch * SUMS + VISIBLE).to(tl.float64)
+    parts = sums_ptr + (batch * PARTS + tl.arange(0, PARTS)) * SUMS
+    sums = tl.sum(tl.load(parts[:, None] + levels[None, :]), 0)
+    forced_sum = tl.sum(tl.load(parts + FORCED), 0)
+    visible = tl.sum(tl.load(parts + VISIBLE), 0).to(tl.float64)
     places = tl.ceil(visible * amount * ROUNDING_GUARD).to(tl.int32)
     last = tl.max(tl.where(sums >= places, levels, 0), 0)  # sums fall
     last = tl.where(forced_sum >= places, LEVELS, last)
@@ -177,7 +180,7 @@ def share_budget(rows: RowArguments, call: Call) -> Tensor:
     amount = call.selection.amount
     assert not isinstance(amount, Tensor)
     kept = buffer_like(like, True, shape.batch * rows_of_batch, 2 * LEVELS.value, dtype=torch.int32)
-    sums = zeros_like(like, shape.batch, SUMS.value, dtype=torch.int32)
+    sums = zeros_like(like, shape.batch, PARTS.value, SUMS.value, dtype=torch.int32)
     counts = buffer_like(like, True, shape.batch, shape.heads, shape.q_blocks, dtype=torch.int32)
     launch(
         count_kernel,
