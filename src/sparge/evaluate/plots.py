@@ -69,7 +69,7 @@ def plot_block_mask(mask: BlockMask, *, batch: int = 0, max_heads: int = 8) -> F
     Example:
         >>> import torch, sparge
         >>> q = torch.randn(1, 2, 2048, 64)
-        >>> figure = sparge.predict(q, q, topk=0.25, is_causal=True).plot()
+        >>> figure = sparge.predict(q, q, sparsity=sparge.TopK(0.25), is_causal=True).plot()
         >>> figure.axes[0].get_title()
         'head 0: 73.5% kept'
     """

@@ -25,6 +25,7 @@ TOKENS_PER_QUERY = 8192
 NUMBER_WORDS = {1: "one", 2: "two"}
 PHRASES: dict[str, Callable[[Any], str]] = {
     "block_m": "{} queries".format,
+    "share_warps": "{} warps that share out".format,
     "blocks": lambda count: f"{NUMBER_WORDS.get(count, count)} block{'s' * (count > 1)} a step",
     "warps": lambda count: "one warp" if count == 1 else f"{count} warps",
     "most_warps": "at most {} warps".format,
