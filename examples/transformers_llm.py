@@ -24,8 +24,8 @@ source = {"pretrained_model_name_or_path": args.model, "gguf_file": args.gguf_fi
 tokenizer = AutoTokenizer.from_pretrained(**source)
 model = AutoModelForCausalLM.from_pretrained(**source, dtype=dtype).to(device).eval()
 
-# The prompt goes sparse; decoding, one query at a time, is dense in any case. For what the attention of each row asks for
-# instead of a fixed share, pass sparsity=sparge.TopCdf(0.98).
+# The prompt goes sparse; decoding, one query at a time, is dense in any case. For what each row asks for instead of a
+# fixed share, pass sparsity=sparge.TopCdf(0.98).
 sparge.enable(model, args.policy or sparge.Policy(topk=args.topk))
 
 prompt = f"{args.prompt_file.read_text()}\n\n{args.question}"

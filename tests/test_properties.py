@@ -186,6 +186,28 @@ def test_backends_agree(
     torch.testing.assert_close(ours[1], theirs[1], rtol=0, atol=1e-5)
 
 
+@examples(30)
+@given(
+    sizes=inputs,
+    is_causal=st.booleans(),
+    kind=st.sampled_from(["none", "padding", "per head"]),
+    sparsity=st.sampled_from([Budget(0.1), TopK(0.1, min_blocks=1), TopCdf(0.3, min_blocks=1)]),
+    backend=st.sampled_from(["torch", "reference"]),
+)
+def test_exact_queries_are_dense(
+    sizes: dict[str, int], is_causal: bool, kind: str, sparsity: Selection, backend: str
+) -> None:
+    query, key, value = build(sizes)
+    middle = query.shape[2] // 2
+    call = {"is_causal": is_causal, "attn_mask": build_mask(kind, query, key, sizes["seed"]), "enable_gqa": True}
+    options = {"return_lse": True, "backend": backend, "quantization": "none", **call}
+    got = sparge.attention(query, key, value, sparsity=sparsity, exact_queries=[(middle, middle + 1)], **options)
+    dense = sparge.attention(query, key, value, sparsity=Dense(), **options)
+    rows = slice(middle // BLOCK_Q * BLOCK_Q, (middle // BLOCK_Q + 1) * BLOCK_Q)
+    for ours, theirs in zip(got, dense, strict=True):
+        torch.testing.assert_close(ours[:, :, rows], theirs[:, :, rows], rtol=0, atol=1e-5)
+
+
 def unfinished_blocks(q_len: int, kv_len: int, is_causal: bool) -> Tensor:
     """(q_blocks, kv_blocks): seen in part, with keys after the row's last query: kept, and not scored."""
     blocks = torch.zeros(-(-q_len // BLOCK_Q), -(-kv_len // BLOCK_K), dtype=torch.bool)

@@ -387,6 +387,12 @@ class TestScaleAndMasks:
         message = r"always_keep: expected .*\(start, stop\).*, got"
         rejects(TypeError, message, call, *QKV, always_keep=wrong)
 
+    @PREDICTING
+    def test_exact_queries(self, call: Call) -> None:
+        message = r"exact_queries: expected 0 <= start < stop <= 100 \(the number of queries\), got \(7, 101\)"
+        rejects(ValueError, message, call, *QKV, exact_queries=[(7, 101)])
+        rejects(TypeError, r"exact_queries: expected .*\(start, stop\).*, got", call, *QKV, exact_queries=7)
+
 
 class TestBlockMasks:
     """The masks here are made before the checks, so nothing forbids computing."""

@@ -50,6 +50,7 @@ def attention(
     quantization: Quantization = ...,
     layout: Layout = ...,
     always_keep: Sequence[tuple[int, int]] | None = ...,
+    exact_queries: Sequence[tuple[int, int]] | None = ...,
     return_lse: Literal[False] = ...,
     backend: str = ...,
     on_unsupported: OnUnsupported = ...,
@@ -73,6 +74,7 @@ def attention(
     quantization: Quantization = ...,
     layout: Layout = ...,
     always_keep: Sequence[tuple[int, int]] | None = ...,
+    exact_queries: Sequence[tuple[int, int]] | None = ...,
     return_lse: Literal[True],
     backend: str = ...,
     on_unsupported: OnUnsupported = ...,
@@ -95,6 +97,7 @@ def attention(
     quantization: Quantization = "auto",
     layout: Layout = "HND",
     always_keep: Sequence[tuple[int, int]] | None = None,
+    exact_queries: Sequence[tuple[int, int]] | None = None,
     return_lse: bool = False,
     backend: str = "auto",
     on_unsupported: OnUnsupported = "raise",
@@ -122,6 +125,8 @@ def attention(
             8 bits also switches the crossover off, below which "auto" runs dense.
         layout: "HND" or "NHD", of inputs and output.
         always_keep: key ranges ``[(start, stop), ...]`` whose blocks every row keeps, e.g. text tokens.
+        exact_queries: query ranges whose blocks of 128 keep all that they see, e.g. text tokens. Under a `Budget` this
+            is part of it.
         return_lse: also return the log-sum-exp of the scores.
         backend: "auto", "hopper", "triton", "torch" or "reference". A named backend never falls back to dense.
         on_unsupported: what ``backend="auto"`` does with calls no sparse backend can serve (dropout, autograd,
@@ -155,6 +160,7 @@ def attention(
     rule = validation.resolve_sparsity(topk, sparsity, shape.heads)
     resolved_score = validation.resolve_score(score)
     ranges = validation.check_always_keep(always_keep, shape.kv_len)
+    exact = validation.check_exact_queries(exact_queries, shape.q_len)
     chosen = base.resolve(backend, query.device)
     is_followed = needs_derivatives(query, key, value, attn_mask)
     if backend == "auto" and on_unsupported != "raise" and inside_autograd_function():
@@ -182,6 +188,7 @@ def attention(
             sparsity=rule,
             score=resolved_score,
             always_keep=ranges,
+            exact_queries=exact,
             quantization=resolved,
             pv_threshold=rule.pv_threshold,
             attn_mask=attn_mask,
@@ -208,6 +215,7 @@ def predict(
     enable_gqa: bool = False,
     layout: Layout = "HND",
     always_keep: Sequence[tuple[int, int]] | None = None,
+    exact_queries: Sequence[tuple[int, int]] | None = None,
     backend: str = "auto",
 ) -> BlockMask:
     """Predict which blocks of the attention map matter.
@@ -239,6 +247,7 @@ def predict(
         sparsity=validation.resolve_sparsity(topk, sparsity, shape.heads),
         score=validation.resolve_score(score),
         always_keep=validation.check_always_keep(always_keep, shape.kv_len),
+        exact_queries=validation.check_exact_queries(exact_queries, shape.q_len),
         attn_mask=validation.check_attn_mask(attn_mask, shape, query.device),
     )
     return ops.predict(query.detach(), key.detach(), call, base.resolve(backend, query.device))

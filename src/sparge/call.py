@@ -23,6 +23,7 @@ class Call:
         sparsity: which blocks are kept; by default all visible ones, `Dense`.
         score: how a block's worth is predicted; `Moment` by default.
         always_keep: key ranges [start, stop) whose blocks every row keeps.
+        exact_queries: query ranges [start, stop) whose blocks keep all they see.
         quantization: "none", "int8_fp16", "int8_fp8" or "int8_fp8_fast"; "auto" was resolved before.
         pv_threshold: natural log, below 0: P V of 64 rows is skipped where all scores lie further below the maximum.
         attn_mask: bool or additive, four dimensions, each 1 or the call's own.
@@ -34,6 +35,7 @@ class Call:
     sparsity: Sparsity
     score: Score
     always_keep: tuple[tuple[int, int], ...]
+    exact_queries: tuple[tuple[int, int], ...]
     quantization: str
     pv_threshold: PerHead | None
     attn_mask: Tensor | None
@@ -49,6 +51,7 @@ class Call:
         quantization: str = "none",
         pv_threshold: PerHead | None = None,
         attn_mask: Tensor | None = None,
+        exact_queries: tuple[tuple[int, int], ...] = (),
     ) -> None:
         """Written out, because torch.compile traces no default that is an object of ours."""
         object.__setattr__(self, "shape", shape)
@@ -57,6 +60,7 @@ class Call:
         object.__setattr__(self, "sparsity", _DENSE if sparsity is None else sparsity)
         object.__setattr__(self, "score", _SCORE if score is None else score)
         object.__setattr__(self, "always_keep", always_keep)
+        object.__setattr__(self, "exact_queries", exact_queries)
         object.__setattr__(self, "quantization", quantization)
         object.__setattr__(self, "pv_threshold", pv_threshold)
         object.__setattr__(self, "attn_mask", attn_mask)

@@ -49,6 +49,7 @@ SELECTION = {
     "score": "str",
     "score_numbers": "float[]",
     "always_keep": "SymInt[]",
+    "exact_queries": "SymInt[]",
 }
 """What prediction needs besides."""
 
@@ -106,6 +107,7 @@ def pack(call: Call, backend: str) -> tuple[Any, ...]:
         call.score.name,
         call.score.numbers,
         [edge for pair in call.always_keep for edge in pair],
+        [edge for pair in call.exact_queries for edge in pair],
     )
 
 
@@ -141,8 +143,9 @@ def unpack(shape: Shape, arguments: tuple[Any, ...]) -> tuple[Call, str]:
     if len(rest) > 2:
         packed = dict(zip(SELECTION, rest[2:], strict=True))
         call["score"] = SCORES[packed["score"]].of(packed["score_numbers"])
-        edges = packed["always_keep"]
-        call["always_keep"] = tuple(zip(edges[::2], edges[1::2], strict=True))
+        for name in ("always_keep", "exact_queries"):
+            edges = packed[name]
+            call[name] = tuple(zip(edges[::2], edges[1::2], strict=True))
         if packed["selection"] != "dense":
             rule = SELECTIONS[packed["selection"]]
             rules = {name: packed[name] for name in ("min_blocks", "sink", "diagonal")}

@@ -221,20 +221,31 @@ def resolve_quantization_name(quantization: str, stacklevel: int = 3) -> Quantiz
 
 def check_always_keep(always_keep: Sequence[tuple[int, int]] | None, kv_len: int) -> tuple[tuple[int, int], ...]:
     """Key ranges as ((start, stop), ...), each with 0 <= start < stop <= kv_len."""
-    if always_keep is None:
+    return _check_ranges("always_keep", always_keep, kv_len, "keys")
+
+
+def check_exact_queries(exact_queries: Sequence[tuple[int, int]] | None, q_len: int) -> tuple[tuple[int, int], ...]:
+    """Query ranges as ((start, stop), ...), each with 0 <= start < stop <= q_len."""
+    return _check_ranges("exact_queries", exact_queries, q_len, "queries")
+
+
+def _check_ranges(
+    name: str, ranges: Sequence[tuple[int, int]] | None, length: int, tokens: str
+) -> tuple[tuple[int, int], ...]:
+    if ranges is None:
         return ()
-    if not isinstance(always_keep, (list, tuple)):
-        raise TypeError(f"always_keep: expected a list of (start, stop) pairs of ints, got {always_keep!r}")
-    ranges = []
-    for entry in always_keep:
+    if not isinstance(ranges, (list, tuple)):
+        raise TypeError(f"{name}: expected a list of (start, stop) pairs of ints, got {ranges!r}")
+    checked = []
+    for entry in ranges:
         is_pair = isinstance(entry, (list, tuple)) and len(entry) == 2
         if not is_pair or not all(isinstance(edge, int) and not isinstance(edge, bool) for edge in entry):
-            raise TypeError(f"always_keep: expected (start, stop) pairs of ints, got {entry!r}")
+            raise TypeError(f"{name}: expected (start, stop) pairs of ints, got {entry!r}")
         start, stop = entry
-        if not 0 <= start < stop <= kv_len:
-            raise ValueError(f"always_keep: expected 0 <= start < stop <= {kv_len} (the number of keys), got {entry!r}")
-        ranges.append((start, stop))
-    return tuple(ranges)
+        if not 0 <= start < stop <= length:
+            raise ValueError(f"{name}: expected 0 <= start < stop <= {length} (the number of {tokens}), got {entry!r}")
+        checked.append((start, stop))
+    return tuple(checked)
 
 
 def check_places(name: str, places: Sequence[int], total: int) -> None:

@@ -121,6 +121,16 @@ def test_widths_and_dtypes(monkeypatch: pytest.MonkeyPatch, is_causal: bool, hea
     assert_same_blocks(monkeypatch, query, key, is_causal=is_causal, sparsity=TopK(0.4, min_blocks=1))
 
 
+@pytest.mark.parametrize("rule", ["no flags", "topcdf", "budget"])
+@causality
+def test_exact_queries(monkeypatch: pytest.MonkeyPatch, is_causal: bool, rule: str) -> None:
+    query, key = structured("square")
+    options = {"is_causal": is_causal, "sparsity": RULES[rule], "exact_queries": [(130, 140), (260, 261)]}
+    kept = assert_same_blocks(monkeypatch, query, key, **options).to_dense()
+    visible = sparge.predict(query, key, is_causal=is_causal, sparsity=Dense(), enable_gqa=True, backend=BACKEND)
+    assert torch.equal(kept[:, :, 1:3], visible.to_dense()[:, :, 1:3])
+
+
 @pytest.mark.parametrize("rule", ["no flags", "topcdf", "similarity"])
 @causality
 def test_always_keep(monkeypatch: pytest.MonkeyPatch, is_causal: bool, rule: str) -> None:

@@ -58,6 +58,7 @@ class TestPredict:
             is_causal=is_causal,
             score=Mean() if "per head" in rule else Moment(),
             always_keep=[(70, 71)] if rule != "floor" else None,
+            exact_queries=[(130, 131)] if rule in ("topk", "budget") else None,
         )
         assert rule == "dense" or 0 < mask.density() < 1, "a choice was made"
 

@@ -169,7 +169,7 @@ def block_probabilities(scores: Tensor, eligible: Tensor, exponent: int = 1) -> 
 
 
 def forced_blocks(call: Call, visible: Tensor) -> Tensor:
-    """Blocks kept whatever their score, (q_blocks, kv_blocks): sink, diagonal and the caller's key ranges.
+    """Blocks kept whatever their score, (q_blocks, kv_blocks): sink, diagonal, the caller's ranges of keys and queries.
 
     The sink is the first block any query sees (``visible`` is (q_blocks, kv_blocks)): block 0, or what comes after
     padding on the left.
@@ -187,6 +187,8 @@ def forced_blocks(call: Call, visible: Tensor) -> Tensor:
                 forced[i, j] = True
             if any(start < (j + 1) * BLOCK_K and j * BLOCK_K < stop for start, stop in call.always_keep):
                 forced[i, j] = True
+        if any(start < (i + 1) * BLOCK_Q and i * BLOCK_Q < stop for start, stop in call.exact_queries):
+            forced[i] = True
     return forced
 
 

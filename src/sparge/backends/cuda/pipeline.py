@@ -142,7 +142,8 @@ def attention(
         return launcher(operands, mask, call, totals=totals)
 
     thresholds = call.selection.similarity_threshold, call.pv_threshold
-    by_torch = call.attn_mask is not None or call.always_keep or call.selection.is_per_head
+    ranges = call.always_keep or call.exact_queries
+    by_torch = call.attn_mask is not None or ranges or call.selection.is_per_head
     if by_torch or any(threshold is not None for threshold in thresholds):
         return run()  # some of it is computed by torch
     return replayed(("attention", launcher, call), (query, key, value, totals), run)

@@ -347,7 +347,7 @@ def _probabilities(scores: Tensor, eligible: Tensor, exponent: int) -> tuple[Ten
 
 
 def _forced_blocks(call: Call, visible: Tensor) -> Tensor:
-    """Sink (the first block any query sees), diagonal and the caller's key ranges: (b, h, q_blocks, kv_blocks).
+    """Sink (the first block any query sees), diagonal, the caller's ranges: (b, h, q_blocks, kv_blocks).
 
     ``b`` and ``h`` are those of ``visible``, 1 or the call's own.
     """
@@ -361,6 +361,8 @@ def _forced_blocks(call: Call, visible: Tensor) -> Tensor:
         forced |= (first_key <= last_query) & (first_query < key_end)
     for start, stop in call.always_keep:
         forced |= (start < key_end) & (first_key < stop)
+    for start, stop in call.exact_queries:
+        forced[:, :, start // BLOCK_Q : ceil_div(stop, BLOCK_Q)] = True
     return forced
 
 

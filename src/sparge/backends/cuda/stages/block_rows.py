@@ -44,6 +44,7 @@ def load_row(
     row,
     probability_ptr,
     always_ptr,
+    exact_ptr,
     first_seen_ptr,
     key_similarity_ptr,
     query_similarity_ptr,
@@ -59,6 +60,7 @@ def load_row(
     SINK: tl.constexpr,
     DIAGONAL: tl.constexpr,
     HAS_ALWAYS: tl.constexpr,
+    HAS_EXACT: tl.constexpr,
     HAS_SEEN: tl.constexpr,
     HAS_SIMILARITY: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -68,6 +70,7 @@ def load_row(
     Reads
         probability       [B * H, q_blocks, kv_blocks] float32, of `score_kernel`; NaN forces a block
         always            [kv_blocks] int8 (HAS_ALWAYS), blocks that every row keeps
+        exact             [q_blocks] int8 (HAS_EXACT), rows that keep every block
         first_seen        [B, H, kv_blocks] int32 (HAS_SEEN), of `first_seen_keys`
         key_similarity    [B * Hkv, kv_blocks], query_similarity [B * H, q_blocks] and threshold [H], float32
                           (HAS_SIMILARITY): blocks below it are dissimilar, and not eligible
@@ -109,6 +112,8 @@ def load_row(
         forced = forced | unfinished
     if HAS_ALWAYS:
         forced = forced | (tl.load(always_ptr + columns, mask=inside, other=0) != 0)
+    if HAS_EXACT:
+        forced = forced | (inside & (tl.load(exact_ptr + q_block) != 0))
 
     eligible = visible
     if HAS_SIMILARITY:
@@ -134,15 +139,13 @@ class RowArguments:
     ) -> None:
         """See `select.select`."""
         shape, rules = call.shape, call.selection
-        always = probability
-        if call.always_keep:
-            always = torch.zeros(shape.kv_blocks, dtype=torch.int8, device=probability.device)
-            for start, stop in call.always_keep:
-                always[start // geometry.BLOCK_K : ceil_div(stop, geometry.BLOCK_K)] = 1
+        always = _marked(call.always_keep, shape.kv_blocks, geometry.BLOCK_K, probability)
+        exact = _marked(call.exact_queries, shape.q_blocks, geometry.BLOCK_Q, probability)
         self.columns = max(32, power_of_two(shape.kv_blocks))
         self.pointers = {
             "probability_ptr": probability,
             "always_ptr": always,
+            "exact_ptr": exact,
             "first_seen_ptr": probability if first_seen is None else first_seen,
             "key_similarity_ptr": probability if key_similarity is None else key_similarity,
             "query_similarity_ptr": query_similarity,
@@ -163,7 +166,18 @@ class RowArguments:
             "SINK": rules.keeps_sink(call.is_causal),
             "DIAGONAL": rules.keeps_diagonal(call.is_causal),
             "HAS_ALWAYS": bool(call.always_keep),
+            "HAS_EXACT": bool(call.exact_queries),
             "HAS_SEEN": first_seen is not None,
             "HAS_SIMILARITY": threshold is not None,
             "COLUMNS": self.columns,
         }
+
+
+def _marked(ranges: tuple[tuple[int, int], ...], blocks: int, size: int, like: Tensor) -> Tensor:
+    """int8 (blocks,), 1 for those that hold tokens of the ranges; any tensor when there are no ranges."""
+    if not ranges:
+        return like
+    marks = torch.zeros(blocks, dtype=torch.int8, device=like.device)
+    for start, stop in ranges:
+        marks[start // size : ceil_div(stop, size)] = 1
+    return marks
