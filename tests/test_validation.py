@@ -387,6 +387,14 @@ class TestScaleAndMasks:
         message = r"always_keep: expected .*\(start, stop\).*, got"
         rejects(TypeError, message, call, *QKV, always_keep=wrong)
 
+    def test_a_budget_is_one_number(self) -> None:
+        for wrong, error, message in (
+            (torch.tensor([0.2, 0.3]), TypeError, "density: expected a number, got a tensor"),
+            (1.5, ValueError, r"density: expected a value in \(0, 1\], got 1.5"),
+        ):
+            with pytest.raises(error, match=message):
+                sparge.Budget(wrong)  # type: ignore[arg-type]
+
     @PREDICTING
     def test_exact_queries(self, call: Call) -> None:
         message = r"exact_queries: expected 0 <= start < stop <= 100 \(the number of queries\), got \(7, 101\)"

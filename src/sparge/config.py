@@ -219,14 +219,12 @@ class Budget(Selection):
     min_blocks: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
-        check_density(self.density)
+        if isinstance(self.density, Tensor):
+            raise TypeError(
+                "density: expected a number, got a tensor (heads share a budget; for a share of each take TopK(...))"
+            )
+        check_range("density", self.density, 0.0, 1.0, "(0, 1]")
         super().__post_init__()
-
-    @classmethod
-    def of(cls, density: float) -> Budget:
-        """The default rules with another density. torch.compile up to torch 2.11 cannot trace the constructor."""
-        check_density(density)
-        return trusted(cls, density=density)
 
 
 def budget_top(kv_blocks: int) -> int:
@@ -238,15 +236,6 @@ def budget_top(kv_blocks: int) -> int:
     one = 127 << (23 - BUDGET_BITS)
     lowest = one - ((max(kv_blocks - 1, 1).bit_length() + 5) << (23 - BUDGET_BITS))
     return min(lowest + BUDGET_LEVELS - 1, one)
-
-
-def check_density(density: float) -> None:
-    """Raise unless a density is one number in (0, 1]."""
-    if isinstance(density, Tensor):
-        raise TypeError(
-            "density: expected a number, got a tensor (heads share a budget; per-head shares are sparsity=TopK(...))"
-        )
-    check_range("density", density, 0.0, 1.0, "(0, 1]")
 
 
 @dataclass(frozen=True)

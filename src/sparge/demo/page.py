@@ -109,9 +109,9 @@ def _idea(demo: Demo) -> str:
         ),
         (
             "The kept",
-            f"Of each row the best {settings.topk:.0%} of the blocks are kept (topk {settings.topk:g}) and computed as "
-            "usual; the others are skipped as if they held nothing. Nothing is trained, and the prediction is made "
-            "anew for every call.",
+            f"Of all heads and rows the best {settings.topk:.0%} of the blocks are kept (topk {settings.topk:g}) and "
+            "computed as usual; the others are skipped as if they held nothing. Nothing is trained, and the prediction "
+            "is made anew for every call.",
         ),
     )
     items = "".join(
@@ -173,9 +173,9 @@ def _table_notes(demo: Demo) -> str:
         ("speed-up", "Dense time over sparse time."),
         (
             "density",
-            "What was computed: kept blocks as a share of those the queries may see. Lower is less work. It exceeds "
-            "topk for causal inputs, because the first key block, the diagonal and at least 16 blocks per row are kept "
-            "whatever their score.",
+            "What was computed: kept blocks as a share of those the queries may see. Lower is less work. It is "
+            "topk, but for short causal inputs, where the first key block and the diagonal, which are kept whatever "
+            "their score, are more than that.",
         ),
         (
             "mass recall",

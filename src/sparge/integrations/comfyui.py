@@ -101,7 +101,7 @@ def attention_override(
     It is a function and not an object, because ComfyUI copies the options of a model deeply, over and over.
 
     Args:
-        keep_percent: share of the blocks each row keeps, in percent: (0, 100].
+        keep_percent: share of the blocks that a call keeps, in percent: (0, 100].
         start_sigma: steps with more noise than this run dense.
         end_sigma: steps with less noise than this run dense.
         dense_blocks: blocks that run dense: "0, 1, -1" or "0-3, -1". A number counts within a list of blocks: 0 is the
