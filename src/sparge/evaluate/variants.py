@@ -281,7 +281,7 @@ def kept_everything(density: float | None) -> str:
     if density is None or density < 0.9995:
         return ""
     return (
-        "every block was kept, so its figures say nothing about sparsity: a row keeps at least min_blocks of them, with "
+        "every block was kept, so its figures say nothing about sparsity: a row keeps at least min_blocks, with "
         "rows= and cdf= 16 by default, which are 1024 tokens"
     )
 
