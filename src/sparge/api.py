@@ -25,6 +25,7 @@ from sparge.config import (
     Quantization,
     Score,
     ScoreName,
+    Skipped,
     Sparsity,
     check_pv_threshold,
 )
@@ -51,6 +52,7 @@ def attention(
     layout: Layout = ...,
     always_keep: Sequence[tuple[int, int]] | None = ...,
     exact_queries: Sequence[tuple[int, int]] | None = ...,
+    skipped: Skipped = ...,
     return_lse: Literal[False] = ...,
     backend: str = ...,
     on_unsupported: OnUnsupported = ...,
@@ -75,6 +77,7 @@ def attention(
     layout: Layout = ...,
     always_keep: Sequence[tuple[int, int]] | None = ...,
     exact_queries: Sequence[tuple[int, int]] | None = ...,
+    skipped: Skipped = ...,
     return_lse: Literal[True],
     backend: str = ...,
     on_unsupported: OnUnsupported = ...,
@@ -98,6 +101,7 @@ def attention(
     layout: Layout = "HND",
     always_keep: Sequence[tuple[int, int]] | None = None,
     exact_queries: Sequence[tuple[int, int]] | None = None,
+    skipped: Skipped = "auto",
     return_lse: bool = False,
     backend: str = "auto",
     on_unsupported: OnUnsupported = "raise",
@@ -127,6 +131,9 @@ def attention(
         always_keep: key ranges ``[(start, stop), ...]`` whose blocks every row keeps, e.g. text tokens.
         exact_queries: query ranges whose blocks of 128 keep all that they see, e.g. text tokens. Under a `Budget` this
             is part of it.
+        skipped: what becomes of a block that is not kept: "drop" leaves it out; "mean" lets it enter the softmax as one
+            key of 64 times the weight, with the mean of its keys and of its values; "auto" is "mean" unless attention
+            is causal or a mask hides a part of a block from some queries only.
         return_lse: also return the log-sum-exp of the scores.
         backend: "auto", "hopper", "triton", "torch" or "reference". A named backend never falls back to dense.
         on_unsupported: what ``backend="auto"`` does with calls no sparse backend can serve (dropout, autograd,
@@ -161,6 +168,7 @@ def attention(
     resolved_score = validation.resolve_score(score)
     ranges = validation.check_always_keep(always_keep, shape.kv_len)
     exact = validation.check_exact_queries(exact_queries, shape.q_len)
+    replaced = validation.resolve_skipped(skipped, is_causal, attn_mask, shape)
     chosen = base.resolve(backend, query.device)
     is_followed = needs_derivatives(query, key, value, attn_mask)
     if backend == "auto" and on_unsupported != "raise" and inside_autograd_function():
@@ -192,6 +200,7 @@ def attention(
             quantization=resolved,
             pv_threshold=rule.pv_threshold,
             attn_mask=attn_mask,
+            skipped=replaced,
         )
         output, lse = ops.attention(query, key, value, call, chosen)
     else:
@@ -264,6 +273,7 @@ def block_sparse_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     pv_threshold: PerHead | None = None,
+    skipped: Skipped = "drop",
     quantization: Quantization = "auto",
     layout: Layout = "HND",
     return_lse: bool = False,
@@ -275,6 +285,8 @@ def block_sparse_attention(
         mask: a `BlockMask`, or a bool tensor broadcastable to (B, H, ceil(S_q / 128), ceil(S_k / 64)).
         is_causal: apply causality inside the kept blocks. By default as the `BlockMask` says, False for a tensor.
         pv_threshold: skip P V of 64 rows whose scores lie further below the running maximum (negative, natural log).
+        skipped: "drop" (default), "mean" or "auto", as in `attention`. A block that is only partly visible to a row of
+            blocks, as on the diagonal, has no mean: it is dropped.
 
     The other arguments and the result are those of `attention`. A row that keeps nothing gives 0 and LSE -inf.
 
@@ -315,6 +327,7 @@ def block_sparse_attention(
         quantization=base.resolve_quantization(quantization, chosen, query.device, has_mask=attn_mask is not None),
         pv_threshold=pv_threshold,
         attn_mask=attn_mask,
+        skipped=validation.resolve_skipped(skipped, mask.is_causal, attn_mask, shape),
     )
     output, lse = ops.attend(query, key, value, mask, call, chosen)
     output = _in_layout(output, layout)

@@ -27,6 +27,7 @@ class Call:
         quantization: "none", "int8_fp16", "int8_fp8" or "int8_fp8_fast"; "auto" was resolved before.
         pv_threshold: natural log, below 0: P V of 64 rows is skipped where all scores lie further below the maximum.
         attn_mask: bool or additive, four dimensions, each 1 or the call's own.
+        skipped: "drop", or "mean": blocks that are not kept enter the softmax as one key, their mean.
     """
 
     shape: Shape
@@ -39,6 +40,7 @@ class Call:
     quantization: str
     pv_threshold: PerHead | None
     attn_mask: Tensor | None
+    skipped: str
 
     def __init__(
         self,
@@ -52,6 +54,7 @@ class Call:
         pv_threshold: PerHead | None = None,
         attn_mask: Tensor | None = None,
         exact_queries: tuple[tuple[int, int], ...] = (),
+        skipped: str = "drop",
     ) -> None:
         """Written out, because torch.compile traces no default that is an object of ours."""
         object.__setattr__(self, "shape", shape)
@@ -64,12 +67,18 @@ class Call:
         object.__setattr__(self, "quantization", quantization)
         object.__setattr__(self, "pv_threshold", pv_threshold)
         object.__setattr__(self, "attn_mask", attn_mask)
+        object.__setattr__(self, "skipped", skipped)
 
     @property
     def selection(self) -> Selection:
         """The rules of a call that is not dense."""
         assert not isinstance(self.sparsity, Dense)
         return self.sparsity
+
+    @property
+    def replaces_skipped(self) -> bool:
+        """Whether blocks that are not kept enter the softmax as their means."""
+        return self.skipped == "mean"
 
     @property
     def is_quantized(self) -> bool:

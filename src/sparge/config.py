@@ -24,6 +24,7 @@ QUANTIZATIONS: tuple[str, ...] = ("auto", "none", "int8_fp8", "int8_fp8_fast", "
 RENAMED_QUANTIZATIONS = {"int8_fp8_codes": "int8_fp8_fast"}
 """Names of earlier versions, which are still accepted."""
 OnUnsupported = Literal["raise", "warn", "dense"]
+Skipped = Literal["auto", "mean", "drop"]
 ScoreName = Literal["moment", "mean"]
 
 DEFAULT_TOPK = 0.5

@@ -1,8 +1,8 @@
 """The stages as torch operators (``torch.ops.sparge.*``), so that torch.compile sees one node each.
 
-    predict(query, key, ANY_CALL, THRESHOLD, SELECTION) -> (kv_num_blocks, kv_indices, visible_num_blocks)
-    attend(query, key, value, kv_num_blocks, kv_indices, visible_num_blocks, ANY_CALL, THRESHOLD) -> (output, lse)
-    attention(query, key, value, ANY_CALL, THRESHOLD, SELECTION) -> (output, lse)      sharing the passes over K
+    predict(query, key, ANY_CALL, SKIPPING, SELECTION) -> (kv_num_blocks, kv_indices, visible_num_blocks)
+    attend(query, key, value, kv_num_blocks, kv_indices, visible_num_blocks, ANY_CALL, SKIPPING) -> (output, lse)
+    attention(query, key, value, ANY_CALL, SKIPPING, SELECTION) -> (output, lse)      sharing the passes over K
     dense(query, key, value, ANY_CALL, with_lse, reason) -> (output, lse)
 
 All tensors are heads-first. An operator takes no objects: a `Call` comes as plain arguments, in one order, as many as
@@ -35,8 +35,8 @@ ANY_CALL = {
     "backend": "str",
 }
 """What every operator receives of a call, and the name of its backend: name and type of each argument, in order."""
-THRESHOLD = {"pv_threshold": "float?", "pv_threshold_per_head": "Tensor?"}
-"""What stage-2 skipping needs besides."""
+SKIPPING = {"skipped": "str", "pv_threshold": "float?", "pv_threshold_per_head": "Tensor?"}
+"""What becomes of blocks that are not kept, and of P V far below the maximum."""
 SELECTION = {
     "selection": "str",
     "amount": "float?",
@@ -60,10 +60,10 @@ def _schema(*parts: dict[str, str]) -> str:
 
 _TENSORS = "Tensor query, Tensor key, Tensor value"
 _LISTS = "Tensor kv_num_blocks, Tensor kv_indices, Tensor visible_num_blocks"
-_CALL = _schema(ANY_CALL, THRESHOLD, SELECTION)
+_CALL = _schema(ANY_CALL, SKIPPING, SELECTION)
 _LIBRARY = torch.library.Library("sparge", "DEF")
 _LIBRARY.define(f"predict(Tensor query, Tensor key, {_CALL}) -> (Tensor, Tensor, Tensor)")
-_LIBRARY.define(f"attend({_TENSORS}, {_LISTS}, {_schema(ANY_CALL, THRESHOLD)}) -> (Tensor, Tensor)")
+_LIBRARY.define(f"attend({_TENSORS}, {_LISTS}, {_schema(ANY_CALL, SKIPPING)}) -> (Tensor, Tensor)")
 _LIBRARY.define(f"attention({_TENSORS}, {_CALL}) -> (Tensor, Tensor)")
 _LIBRARY.define(f"dense({_TENSORS}, {_schema(ANY_CALL)}, bool with_lse, str reason) -> (Tensor, Tensor)")
 
@@ -100,7 +100,7 @@ def dense(
 
 
 def pack(call: Call, backend: str) -> tuple[Any, ...]:
-    """A call as the arguments of `ANY_CALL`, `THRESHOLD` and `SELECTION`."""
+    """A call as the arguments of `ANY_CALL`, `SKIPPING` and `SELECTION`."""
     return (
         *pack_attend(call, backend),
         *_pack_rules(call.sparsity, call.is_causal),
@@ -112,8 +112,8 @@ def pack(call: Call, backend: str) -> tuple[Any, ...]:
 
 
 def pack_attend(call: Call, backend: str) -> tuple[Any, ...]:
-    """A call over a given mask as the arguments of `ANY_CALL` and `THRESHOLD`."""
-    return (*pack_dense(call, backend), *_pack_number(call.pv_threshold))
+    """A call over a given mask as the arguments of `ANY_CALL` and `SKIPPING`."""
+    return (*pack_dense(call, backend), call.skipped, *_pack_number(call.pv_threshold))
 
 
 def pack_dense(call: Call, backend: str) -> tuple[Any, ...]:
@@ -139,9 +139,9 @@ def unpack(shape: Shape, arguments: tuple[Any, ...]) -> tuple[Call, str]:
     attn_mask, is_causal, scale, quantization, backend, *rest = arguments
     call: dict[str, Any] = {"quantization": quantization, "attn_mask": attn_mask}
     if rest:
-        call["pv_threshold"] = _unpack_number(*rest[:2])
-    if len(rest) > 2:
-        packed = dict(zip(SELECTION, rest[2:], strict=True))
+        call["skipped"], call["pv_threshold"] = rest[0], _unpack_number(*rest[1:3])
+    if len(rest) > 3:
+        packed = dict(zip(SELECTION, rest[3:], strict=True))
         call["score"] = SCORES[packed["score"]].of(packed["score_numbers"])
         for name in ("always_keep", "exact_queries"):
             edges = packed[name]

@@ -37,6 +37,7 @@ from sparge.visibility import causal_elements
 
 LAYOUTS = ("HND", "NHD")
 ON_UNSUPPORTED = ("raise", "warn", "dense")
+SKIPPED = ("auto", "mean", "drop")
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
@@ -217,6 +218,31 @@ def resolve_quantization_name(quantization: str, stacklevel: int = 3) -> Quantiz
         return cast(Quantization, present)
     check_choice("quantization", quantization, QUANTIZATIONS)
     return cast(Quantization, quantization)
+
+
+def resolve_skipped(skipped: str, is_causal: bool, attn_mask: Tensor | None, shape: Shape) -> str:
+    """What becomes of skipped blocks, "mean" or "drop"; "auto" is "mean" where attention is not causal and can do it.
+
+    Raises:
+        ValueError: it is none of these.
+        NotImplementedError: "mean" with a mask under which a block's keys are not one for all its queries.
+    """
+    check_choice("skipped", skipped, SKIPPED)
+    if skipped == "drop" or (skipped == "auto" and is_causal):
+        return "drop"
+    obstacle = None
+    if attn_mask is not None:
+        if attn_mask.dtype != torch.bool:
+            obstacle = "an additive one"
+        elif attn_mask.shape[2] > 1:
+            obstacle = "one with an entry per query"
+        elif attn_mask.shape[1] > 1 and shape.group > 1:
+            obstacle = "one that differs among heads that share keys"
+    if obstacle is None:
+        return "mean"
+    if skipped == "mean":
+        raise NotImplementedError(f"skipped='mean': expected no attn_mask, or a bool one over keys, got {obstacle}")
+    return "drop"
 
 
 def check_always_keep(always_keep: Sequence[tuple[int, int]] | None, kv_len: int) -> tuple[tuple[int, int], ...]:

@@ -85,7 +85,7 @@ def first_seen_keys(shape: Shape, is_causal: bool, attn_mask: Tensor) -> tuple[T
     """
     positions = torch.arange(shape.kv_len, dtype=torch.int32, device=attn_mask.device)
     seen_at = torch.where(attn_mask.expand(-1, -1, -1, shape.kv_len).squeeze(2), positions, NOWHERE)
-    first_seen = _key_blocks(seen_at, NOWHERE).amin(-1)  # [b, h, kv_blocks]
+    first_seen = key_blocks(seen_at, NOWHERE).amin(-1)  # [b, h, kv_blocks]
     # Rows start at multiples of 16 whatever the length: kernels are compiled anew for other alignments.
     first_seen = F.pad(first_seen, (0, -shape.kv_blocks % 16), value=NOWHERE)
     first_query = torch.zeros_like(first_seen[..., 0])
@@ -115,9 +115,9 @@ def _with_key_mask(shape: Shape, is_causal: bool, attn_mask: Tensor) -> Visibili
     keys = allowed_elements(attn_mask)
     positions = torch.arange(shape.kv_len, device=device)
     seen_at = torch.where(keys, positions, NOWHERE)  # [b, h, kv_len]
-    first_seen = _key_blocks(seen_at, NOWHERE).amin(-1)[..., None, :]  # [b, h, 1, kv_blocks]
+    first_seen = key_blocks(seen_at, NOWHERE).amin(-1)[..., None, :]  # [b, h, 1, kv_blocks]
     plain = keys if attn_mask.dtype == torch.bool else attn_mask == 0
-    full = _key_blocks(plain, False).all(-1)[..., None, :].expand(-1, -1, shape.q_blocks, -1)
+    full = key_blocks(plain, False).all(-1)[..., None, :].expand(-1, -1, shape.q_blocks, -1)
     if is_causal:
         blocks = first_seen <= last_query
         full = full & (key_end - 1 <= first_query)
@@ -144,13 +144,13 @@ def _with_element_mask(shape: Shape, is_causal: bool, attn_mask: Tensor) -> Visi
             seen, plain = seen & past, plain & past
         some = seen.any(2)  # [b, h, kv_len]
         keys |= some
-        blocks.append(_key_blocks(some, False).any(-1))
-        full.append(_key_blocks(plain.all(2), False).all(-1))
+        blocks.append(key_blocks(some, False).any(-1))
+        full.append(key_blocks(plain.all(2), False).all(-1))
         queries.append(seen.any(3))
     return Visibility(torch.stack(blocks, 2), torch.stack(full, 2), keys, torch.cat(queries, 2))
 
 
-def _key_blocks(per_key: Tensor, fill: float) -> Tensor:
+def key_blocks(per_key: Tensor, fill: float) -> Tensor:
     """(..., kv_len) -> (..., kv_blocks, BLOCK_K), the ragged tail filled."""
     missing = -per_key.shape[-1] % BLOCK_K
     return F.pad(per_key, (0, missing), value=fill).unflatten(-1, (-1, BLOCK_K))

@@ -56,6 +56,7 @@ class Case:
     head_dim: int = 128
     is_causal: bool = False
     pv_threshold: float | None = None
+    skipped: str = "drop"
     attn_mask: str | None = None
     has_similarity: bool = False
     length: int = 16384
@@ -214,6 +215,7 @@ def call(case: Case) -> None:
         score=Mean() if case.has_similarity else Moment(),
         quantization=case.quantization,
         pv_threshold=case.pv_threshold,
+        skipped=case.skipped,
         attn_mask=attn_mask,
     )
     attend = triton_attention.attend

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Literal, NamedTuple
 
 import torch
@@ -28,6 +30,7 @@ from sparge.eight_bits import (
     to_fp16,
 )
 from sparge.geometry import BLOCK_K, BLOCK_Q, ROW_GROUP
+from sparge.replacement import block_means, replaced_bias
 from sparge.reference.shared import element_mask, of_head, smooth_key, visible_keys
 
 Accumulation = Literal["two_level", "single_level"]
@@ -50,7 +53,7 @@ def attention(
     *,
     accumulation: Accumulation = "two_level",
 ) -> AttentionResult:
-    """Attention: online softmax over the kept blocks of every row.
+    """Attention: online softmax over the kept blocks of every row, and over the means of the others if the call says so.
 
     Args:
         mask: kept blocks.
@@ -74,19 +77,24 @@ def attention(
         query, key = mix(query * factors.repeat_interleave(shape.group, 1)) * MIXED, mix(key / factors)
 
     kept = mask.to_dense()
+    means = block_means(key, value, keys_seen)
+    mean_bias = replaced_bias(means, kept, call)
     output = torch.zeros(*query.shape[:3], shape.value_dim, dtype=torch.float64, device=query.device)
     lse = torch.full(query.shape[:3], -math.inf, dtype=torch.float64, device=query.device)
     skipped = torch.zeros(kept.shape[:3], dtype=torch.int64, device=query.device)
     for b in range(shape.batch):
         for h in range(shape.heads):
             kv = h // shape.group
-            head = _Head(query[b, h], key[b, kv], value[b, kv], call, accumulation)
+            head_means = (means.key[b, kv], means.value[b, kv]) if call.replaces_skipped else None
+            head = _Head(query[b, h], key[b, kv], value[b, kv], head_means, call, accumulation)
             threshold = of_head(call.pv_threshold, h, shape)
             for first in range(0, shape.q_len, ROW_GROUP):
                 rows = slice(first, min(first + ROW_GROUP, shape.q_len))
                 i = first // BLOCK_Q
                 columns = kept[b, h, i].nonzero().flatten().tolist()
-                result = head.attend(rows, columns, masks.allowed[b, h], masks.bias[b, h], threshold)
+                tiles = head.tiles(rows, columns, masks.allowed[b, h], masks.bias[b, h])
+                tiles = chain(tiles, head.mean_tiles(rows, mean_bias[b, h, i]))
+                result = head.attend(rows.stop - rows.start, tiles, threshold)
                 output[b, h, rows], lse[b, h, rows] = result.output, result.lse
                 skipped[b, h, i] += int(result.pv_skipped)
     return AttentionResult(output, lse + mean_score, skipped)
@@ -100,10 +108,11 @@ class _Head:
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        means: tuple[Tensor, Tensor] | None,
         call: Call,
         accumulation: Accumulation,
     ) -> None:
-        self.query, self.key, self.value = query, key, value
+        self.query, self.key, self.value, self.means = query, key, value, means
         self.query_scale, self.key_scale = torch.ones_like(query[:, :1]), torch.ones_like(key[:, :1])
         self.value_scale = torch.ones_like(value[:1])
         quantization = call.quantization
@@ -118,28 +127,42 @@ class _Head:
         elif quantization == "int8_fp16":
             self.value = to_fp16(value)
 
-    def attend(
-        self,
-        rows: slice,
-        columns: list[int],
-        allowed: Tensor,
-        bias: Tensor,
-        threshold: float | None,
-    ) -> AttentionResult:
-        """Attention of up to 64 rows (one skipping group) to the given key blocks, in order.
+    def tiles(self, rows: slice, columns: list[int], allowed: Tensor, bias: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Scores of the rows (n, 64) and values (64, Dv) of the given key blocks, in order."""
+        for j in columns:
+            keys = slice(j * BLOCK_K, min((j + 1) * BLOCK_K, len(self.key)))
+            scores = self._scores(rows, self.key[keys], self.key_scale[keys]) + bias[rows, keys]
+            yield scores.masked_fill(~allowed[rows, keys], -math.inf), self.value[keys]
+
+    def mean_tiles(self, rows: slice, bias: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The same of the means of 64 key blocks at a time, whose scores get ``bias`` (kv_blocks,)."""
+        if self.means is None:
+            return
+        key, value = self.means
+        key_scale = torch.ones_like(key[:, :1])
+        if self.quantization != "none":
+            key_scale = key_scales(key)
+            key = quantize_int8(key, key_scale).double()
+        if self.fp8_values:
+            value = to_fp8(value / self.value_scale)
+        elif self.quantization == "int8_fp16":
+            value = to_fp16(value)
+        for first in range(0, len(key), BLOCK_K):
+            blocks = slice(first, min(first + BLOCK_K, len(key)))
+            scores = self._scores(rows, key[blocks], key_scale[blocks]) + bias[blocks]
+            yield scores.masked_fill(bias[blocks] == -math.inf, -math.inf), value[blocks]
+
+    def attend(self, count: int, tiles: Iterable[tuple[Tensor, Tensor]], threshold: float | None) -> AttentionResult:
+        """Attention of ``count`` rows, up to 64 (one skipping group), to tiles of scores and values, in order.
 
         Sums count in units of exp(origin). FP8 holds 15 octaves, fewer than lie between a sink and a long tail, so that
         ``origin`` is the maximum of the latest tile alone; else it is that of the row. See `_parts`.
         """
-        count = rows.stop - rows.start
         running_max = origin = self.query.new_full((count, 1), -math.inf)
         row_sum = self.query.new_zeros(count, 1)
         accumulator = self.query.new_zeros(count, self.value.shape[1])
         skipped = 0
-        for j in columns:
-            keys = slice(j * BLOCK_K, min((j + 1) * BLOCK_K, len(self.key)))
-            scores = self._scores(rows, keys) + bias[rows, keys]
-            scores = scores.masked_fill(~allowed[rows, keys], -math.inf)
+        for scores, value in tiles:
             local_max = scores.amax(1, keepdim=True)
             new_max = torch.maximum(running_max, local_max)
             gap = torch.where(local_max == -math.inf, -math.inf, local_max - new_max)
@@ -151,7 +174,7 @@ class _Head:
                 decay = (origin - shift).exp()
                 probability = self._probabilities(part - shift)
                 row_sum = row_sum * decay + probability.sum(1, keepdim=True)
-                accumulator = self._accumulate(accumulator * decay, probability, self.value[keys])
+                accumulator = self._accumulate(accumulator * decay, probability, value)
                 origin = new_origin
             running_max = new_max
         unit = FP8_MAX if self.fp8_values else 1.0
@@ -170,8 +193,8 @@ class _Head:
         has_lower = bool((lower > -math.inf).any())
         return [(lower, edge), (upper, origin)] if has_lower else [(scores, origin)]
 
-    def _scores(self, rows: slice, keys: slice) -> Tensor:
-        return self.query[rows] @ self.key[keys].mT * self.query_scale[rows] * self.key_scale[keys].mT * self.scale
+    def _scores(self, rows: slice, key: Tensor, key_scale: Tensor) -> Tensor:
+        return self.query[rows] @ key.mT * self.query_scale[rows] * key_scale.mT * self.scale
 
     def _probabilities(self, log_probability: Tensor) -> Tensor:
         if self.quantization == "int8_fp8_fast":

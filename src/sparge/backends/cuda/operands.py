@@ -13,12 +13,33 @@ from sparge.call import Call
 
 
 @dataclass(frozen=True)
+class MeanOperands:
+    """The means that stand for skipped blocks, as K and V: codes padded to whole tiles of 64, or 16-bit numbers.
+
+    Attributes:
+        key, value, key_scale: as in `Operands`, with a block for each token.
+        bias: (B * H * q_blocks, columns) float32, what the scores of each row of blocks get besides, in octaves: log2 of
+            how many keys a mean stands for, -inf where the row keeps the block or cannot have its mean. ``columns`` is
+            a multiple of `BIAS_COLUMNS`.
+    """
+
+    key: Tensor
+    value: Tensor
+    key_scale: Tensor
+    bias: Tensor
+
+
+BIAS_COLUMNS = 128
+"""Means that an attention kernel takes at a time, at most."""
+
+
+@dataclass(frozen=True)
 class Operands:
     """What the attention kernel reads. Codes are padded to whole blocks; unquantised tensors are the caller's own.
 
     The scales and ``lse_shift`` of `quantize.QuerySummary` and `summary.KeyValueSummary` mean nothing when quantization
     is "none". ``key_scale`` is negative where a block holds a shared peak (`stages.peaks`). ``dtype`` is the output's.
-    ``keys_seen`` is `visibility.Visibility.keys`, None where all are.
+    ``keys_seen`` is `visibility.Visibility.keys`, None where all are. ``means`` is None where skipped blocks are dropped.
     """
 
     query: Tensor
@@ -30,6 +51,7 @@ class Operands:
     lse_shift: Tensor
     dtype: torch.dtype
     keys_seen: Tensor | None
+    means: MeanOperands | None = None
 
 
 class AttentionLauncher(Protocol):

@@ -15,34 +15,44 @@ import torch
 from torch import Tensor
 
 from sparge.backends.cuda.launch import per_head_tensor
-from sparge.backends.cuda.operands import AttentionLauncher, Operands
+from sparge.backends.cuda.operands import AttentionLauncher, MeanOperands, Operands
 from sparge.backends.cuda.peak_handling import peak_handling
 from sparge.backends.cuda.replay import replayed
 from sparge.backends.cuda.stages.peaks import mark_peaks
 from sparge.backends.cuda.stages.quantize import quantize_key_value, summarize_query
+from sparge.backends.cuda.stages.replacement import replaced_bias
 from sparge.backends.cuda.stages.score import block_probabilities, score_inputs
 from sparge.backends.cuda.stages.select import select
-from sparge.backends.cuda.stages.summary import summarize_key_value
+from sparge.backends.cuda.stages.summary import KeyValueSummary, summarize_key_value
 from sparge.backends.torch import predict as torch_predict
 from sparge.block_mask import BlockMask
 from sparge.call import Call
 from sparge.config import Dense
-from sparge.visibility import find_visibility, first_seen_keys
+from sparge.visibility import Visibility, find_visibility, first_seen_keys
 
 
 def prepare(
-    query: Tensor, key: Tensor, value: Tensor | None, call: Call, *, with_mask: bool, with_operands: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    call: Call,
+    *,
+    with_mask: bool,
+    with_operands: bool,
+    mask: BlockMask | None = None,
 ) -> tuple[Operands | None, BlockMask | None]:
     """Operands for the attention kernel and the predicted mask, each None where it is not asked for.
 
     Args:
         value: None where no operands are asked for.
+        mask: the given one, where none is asked for.
     """
     shape, attn_mask = call.shape, call.attn_mask
     seen = None if attn_mask is None else find_visibility(shape, call.is_causal, attn_mask, query.device)
     hides_keys_alone = attn_mask is None or (attn_mask.shape[2] == 1 and attn_mask.dtype == torch.bool)
     has_scores = with_mask and hides_keys_alone and not isinstance(call.sparsity, Dense)
     quantizes = with_operands and call.is_quantized
+    replaces = with_operands and call.replaces_skipped
     has_similarity = has_scores and call.selection.similarity_threshold is not None
     inputs = score_inputs(call.score) if has_scores else None
     key_value = summarize_key_value(
@@ -53,6 +63,7 @@ def prepare(
         seen,
         means=has_scores,
         variance=inputs is not None and inputs.variance,
+        blocks=replaces,
         codes=quantizes,
         similarity=has_similarity,
     )
@@ -65,7 +76,6 @@ def prepare(
         mean=inputs is not None and inputs.samples is None,
         similarity=has_similarity,
     )
-    mask = None
     if has_scores:
         hidden = (None, None) if attn_mask is None else first_seen_keys(shape, call.is_causal, attn_mask)
         first_seen, first_query = hidden
@@ -93,8 +103,18 @@ def prepare(
         lse_shift=summary.lse_shift,
         dtype=dtype,
         keys_seen=seen.keys if seen else None,
+        means=_means(key_value, mask, call, seen) if replaces else None,
     )
     return operands, mask
+
+
+def _means(key_value: KeyValueSummary, mask: BlockMask | None, call: Call, seen: Visibility | None) -> MeanOperands:
+    """What stands for the blocks that a mask does not keep."""
+    assert mask is not None
+    key, value, key_scale = key_value.key_block, key_value.value_block, key_value.key_block
+    if call.is_quantized:
+        key, key_scale, value = quantize_key_value(key, value, key_value, call, None)
+    return MeanOperands(key, value, key_scale, replaced_bias(mask, call, seen))
 
 
 def predict(query: Tensor, key: Tensor, call: Call) -> BlockMask:
@@ -121,13 +141,13 @@ def attend(
         mask = BlockMask(lists[0], lists[1], lists[2], mask.q_len, mask.kv_len, mask.is_causal)
 
     def run() -> tuple[Tensor, Tensor]:
-        operands, _ = prepare(query, key, value, call, with_mask=False, with_operands=True)
+        operands, _ = prepare(query, key, value, call, with_mask=False, with_operands=True, mask=mask)
         assert operands is not None
         return launcher(operands, mask, call, totals=totals)
 
     if call.attn_mask is not None or call.pv_threshold is not None:
         return run()  # some of it is computed by torch
-    kind = ("attend", launcher, call.shape, call.is_causal, call.scale, call.quantization)
+    kind = ("attend", launcher, call.shape, call.is_causal, call.scale, call.quantization, call.skipped)
     return replayed(kind, (query, key, value, totals, *lists), run)
 
 

@@ -6,6 +6,8 @@ from sparge.backends.hopper.gluon import aggregate, gl, shared_memory_descriptor
 
 PLAIN, MASKED, NON_FINITE, PEAK = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(4)
 """Flags of a stage, which may be added: every query sees every key; some do not; a key is not finite; one is a peak."""
+MEANS = gl.constexpr(8)
+"""Flag of a stage whose keys are means of skipped blocks."""
 
 
 @aggregate
@@ -34,13 +36,15 @@ class Metadata:
         key_scale: of each stage, the scales of its key blocks, 4 each; by block where consumers read them.
         block: of each stage, the numbers of its key blocks; one beyond the last where there is none.
         flags: of each stage, what is unusual about it (`MASKED` and others).
-        tile: of each query stage, the number of its tile, then how many key blocks the tile visits.
+        tile: of each query stage, the number of its tile, then how many stages the tile has.
+        bias: of each stage of means, what their scores get besides; by block where consumers read them.
     """
 
     key_scale: shared_memory_descriptor
     block: shared_memory_descriptor
     flags: shared_memory_descriptor
     tile: shared_memory_descriptor
+    bias: shared_memory_descriptor
 
 
 @aggregate
@@ -68,21 +72,24 @@ class Sizes:
 
 @aggregate
 class Scales:
-    """Pointers to the scales of the codes of Q, K and V, and to what the LSE of each query is shifted by."""
+    """Pointers to the scales of the codes of Q, K, V and mean keys, and to what the LSE of each query is shifted by."""
 
     query_ptr: gl.tensor
     key_ptr: gl.tensor
+    mean_key_ptr: gl.tensor
     value_ptr: gl.tensor
     lse_shift_ptr: gl.tensor
 
 
 @aggregate
 class BlockLists:
-    """Pointers to how many key blocks a query block keeps, which, and how many it could see."""
+    """Pointers to how many key blocks a query block keeps, which, how many it could see, and the bias of the others."""
 
     kv_num_blocks_ptr: gl.tensor
     kv_indices_ptr: gl.tensor
     visible_num_blocks_ptr: gl.tensor
+    mean_bias_ptr: gl.tensor
+    bias_columns: gl.tensor
 
 
 @aggregate

@@ -8,7 +8,7 @@ for each tile:   wait until Q is full
 
 from __future__ import annotations
 
-from sparge.backends.cuda.primitives import BLOCK_Q, FP8_RANGE, KEY_GROUPS, LOG2_E, REACH, SMALLEST_SCALE
+from sparge.backends.cuda.primitives import BLOCK_K, BLOCK_Q, FP8_RANGE, KEY_GROUPS, LOG2_E, REACH, SMALLEST_SCALE
 from sparge.backends.hopper.accumulator import (
     MmaOperands,
     add_lower_part,
@@ -17,12 +17,12 @@ from sparge.backends.hopper.accumulator import (
     issue_stage,
     wait_for_stage,
 )
-from sparge.backends.hopper.aggregates import NON_FINITE, PEAK, PLAIN, Metadata
+from sparge.backends.hopper.aggregates import MEANS, NON_FINITE, PEAK, PLAIN, Metadata
 from sparge.backends.hopper.epilogue import TileResult, load_epilogue_scales, write_tile
 from sparge.backends.hopper.gluon import gl, jit, mbarrier, reinterpret, warpgroup_mma_wait
 from sparge.backends.hopper.mma import issue_qk
 from sparge.backends.hopper.scheduler import coordinates_of
-from sparge.backends.hopper.softmax import LOWEST, any_far_below, load_key_scales, mask_scores, max_by_lane
+from sparge.backends.hopper.softmax import LOWEST, add_bias, any_far_below, load_key_scales, mask_scores, max_by_lane
 from sparge.backends.hopper.spec import ROWS, SLACK
 
 
@@ -82,7 +82,7 @@ def _attend(
     barriers,
     sizes,
     first_query,
-    count,
+    num_stages,
     stage_counter,
     query_scale,
     threshold_ptr,
@@ -92,7 +92,7 @@ def _attend(
 
     Args:
         first_query: of this consumer's 64.
-        count: key blocks that the tile visits.
+        num_stages: of the tile, one or more.
         stage_counter: stages used so far, counted over all tiles.
         query_scale: [64], see `_load_query_scale`.
         threshold_ptr: of the tile's head.
@@ -104,7 +104,7 @@ def _attend(
     stage = stage_counter % SPEC.stages
     _wait_full(barriers.full, stage_counter, True, SPEC.stages)
     pending_scores = issue_qk(operands.query, operands.keys.index(stage), SPEC)
-    has_next = count > SPEC.blocks
+    has_next = num_stages > 1
     next_stage = gl.where(has_next, (stage_counter + 1) % SPEC.stages, stage)
     _wait_full(barriers.full, stage_counter + 1, has_next, SPEC.stages)
 
@@ -117,10 +117,16 @@ def _attend(
     key_scales = load_key_scales(metadata, stage, SPEC)
     flags = _load_flags(metadata, stage, SPEC)
     poison = gl.to_tensor(0.0)  # or NaN, which FP8 codes from the scores cannot carry
-    for position in range(0, gl.maximum(count, 1), SPEC.blocks):
+    for i in range(0, num_stages):
         scores = warpgroup_mma_wait(0, deps=[pending_scores])
         if flags != PLAIN:
-            scores = mask_scores(scores, metadata, stage, first_query, sizes, SPEC)
+            if SPEC.means:
+                if (flags & MEANS) != 0:
+                    scores = add_bias(scores, metadata, stage, query_scale, key_scales, SPEC)
+                else:
+                    scores = mask_scores(scores, metadata, stage, first_query, sizes, SPEC)
+            else:
+                scores = mask_scores(scores, metadata, stage, first_query, sizes, SPEC)
             if SPEC.exponential_free:
                 poison = poison + gl.where((flags & NON_FINITE) != 0, float("nan"), 0.0)
             if SPEC.peaks == "marked":  # noqa: SIM102
@@ -167,10 +173,10 @@ def _attend(
         mbarrier.arrive(barriers.empty.index(stage), count=1)
         stage_counter += 1
         stage = next_stage
-        has_next = position + 2 * SPEC.blocks < count
+        has_next = i + 2 < num_stages
         next_stage = gl.where(has_next, (stage_counter + 1) % SPEC.stages, stage)
         _wait_full(barriers.full, stage_counter + 1, has_next, SPEC.stages)
-        if position + SPEC.blocks < count:
+        if i + 1 < num_stages:
             key_scales = load_key_scales(metadata, stage, SPEC)
             flags = _load_flags(metadata, stage, SPEC)
         if not SPEC.has_threshold:
@@ -208,6 +214,7 @@ def consume(
         block=reinterpret(metadata.block, gl.int32, [num_blocks, 1], SPEC.metadata_smem_layout),
         flags=metadata.flags,
         tile=metadata.tile,
+        bias=reinterpret(metadata.bias, gl.float32, [num_blocks, SPEC.bias_columns], SPEC.metadata_smem_layout),
     )
     stage_counter = 0
     tile_counter = 0
@@ -216,7 +223,7 @@ def consume(
     query_scale = _load_query_scale(CONSUMER, tile, scales, sizes, softmax_scale, SPEC)
     while tile < sizes.num_tiles:
         coordinates = coordinates_of(tile, sizes, SPEC)
-        count = gl.max(metadata.tile.index(query_stage * 2 + 1).load(SPEC.row_layout), 0)
+        num_stages = gl.max(metadata.tile.index(query_stage * 2 + 1).load(SPEC.row_layout), 0)
         query = queries.index(query_stage).slice(CONSUMER * ROWS, ROWS, 0)
         first_query = coordinates.q_block * BLOCK_Q + CONSUMER * ROWS
         result, stage_counter = _attend(
@@ -226,7 +233,7 @@ def consume(
             barriers,
             sizes,
             first_query,
-            count,
+            num_stages,
             stage_counter,
             query_scale,
             threshold_ptr + coordinates.head,

@@ -32,18 +32,22 @@ ONES_BITS = gl.constexpr(0x38383838)
 """1.0 in E4M3, four times."""
 
 
-@jit(do_not_specialize=["softmax_scale", "heads", "group", "q_len", "kv_len", "q_blocks", "kv_blocks", "num_tiles"])
+@jit(do_not_specialize=["softmax_scale", "heads", "group", "q_len", "kv_len", "q_blocks", "kv_blocks", "num_tiles", "bias_columns"])
 def attention_kernel(
     query_desc,
     key_desc,
     value_desc,
+    mean_key_desc,
+    mean_value_desc,
     query_scale_ptr,
     key_scale_ptr,
+    mean_scale_ptr,
     value_scale_ptr,
     lse_shift_ptr,
     kv_num_blocks_ptr,
     kv_indices_ptr,
     visible_num_blocks_ptr,
+    mean_bias_ptr,
     totals_ptr,
     taken_ptr,
     threshold_ptr,
@@ -57,6 +61,7 @@ def attention_kernel(
     q_blocks,
     kv_blocks,
     num_tiles,
+    bias_columns,
     SPEC: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
@@ -66,6 +71,8 @@ def attention_kernel(
     Grid: one program per multiprocessor, 9 warps that work. A tile is 128 queries of a head (times a slice of the value
     channels); whoever is done with one takes the next, the longest causal tiles first (`scheduler`). Each consumer has
     64 of the queries. A stage is one or two kept blocks of 64 keys.
+
+    Stages of means follow those of kept blocks: a mean is a key, with a bias that is -inf where it does not enter.
 
     For each stage, with S in octaves (or eighths, `Spec.steps_per_octave`) and m, l, O starting at -inf, 0, 0:
 
@@ -83,13 +90,16 @@ def attention_kernel(
         query_desc: (B, H, q_len, D), for TMA; INT8 codes padded to whole blocks, or 16 bits.
         key_desc: (B, Hkv, kv_len, D), the same.
         value_desc: (B, Hkv, D_v, kv_len) in FP8, padded, keys in `fp8_token_order`; or (B, Hkv, kv_len, D_v).
+        mean_key_desc, mean_value_desc: of `operands.MeanOperands` as K and V, a token for each key block (SPEC.means).
         query_scale_ptr: (B, H, q_blocks * 128), of each query's codes, times softmax_scale log2 e.
         key_scale_ptr: (B, Hkv, kv_blocks, 4), of each group of keys; negative where the block holds a shared peak.
+        mean_scale_ptr: (B, Hkv, tiles of means, 4), the same of mean keys.
         value_scale_ptr: (B, Hkv, D_v padded), of each channel.
         lse_shift_ptr: (B, H, q_len), what smoothing of K took from each query's scores.
         kv_num_blocks_ptr: (B, H, q_blocks), how many key blocks a query block keeps.
         kv_indices_ptr: (B, H, q_blocks, kv_blocks), their numbers.
         visible_num_blocks_ptr: (B, H, q_blocks), how many it could see.
+        mean_bias_ptr: (B * H * q_blocks, bias_columns), what the scores of means get besides, in octaves.
         totals_ptr: (2,), kept and visible blocks of all tiles, which are added to.
         taken_ptr: (1,), 0: tiles that were taken.
         threshold_ptr: (H,), natural log: where P V is skipped.
@@ -116,6 +126,7 @@ def attention_kernel(
         block=gl.allocate_shared_memory(gl.int32, [SPEC.stages, SPEC.blocks], plain),
         flags=gl.allocate_shared_memory(gl.int32, [SPEC.stages, 1], plain),
         tile=gl.allocate_shared_memory(gl.int32, [2 * SPEC.query_stages, 1], plain),
+        bias=gl.allocate_shared_memory(gl.float32, [SPEC.stages, SPEC.blocks * SPEC.bias_columns], plain),
     )
     # Stored as integers: Triton 3.6 gets small FP8 tiles wrong. All bytes are the same, so the layout does not matter.
     ones_smem = gl.allocate_shared_memory(gl.int32, [8 * BLOCK_K // 4], plain)
@@ -137,6 +148,7 @@ def attention_kernel(
     barrier()
 
     descriptors = Descriptors(query=query_desc, key=key_desc, value=value_desc)
+    means = Descriptors(query=query_desc, key=mean_key_desc, value=mean_value_desc)
     buffers = Buffers(query=query_smem, key=key_smem, value=value_smem)
     barriers = Barriers(query_full=query_full, query_empty=query_empty, full=full, empty=empty)
     sizes = Sizes(
@@ -151,6 +163,7 @@ def attention_kernel(
     scales = Scales(
         query_ptr=query_scale_ptr,
         key_ptr=key_scale_ptr,
+        mean_key_ptr=mean_scale_ptr,
         value_ptr=value_scale_ptr,
         lse_shift_ptr=lse_shift_ptr,
     )
@@ -158,6 +171,8 @@ def attention_kernel(
         kv_num_blocks_ptr=kv_num_blocks_ptr,
         kv_indices_ptr=kv_indices_ptr,
         visible_num_blocks_ptr=visible_num_blocks_ptr,
+        mean_bias_ptr=mean_bias_ptr,
+        bias_columns=bias_columns,
     )
     results = Results(output_ptr=output_ptr, lse_ptr=lse_ptr)
     gl.warp_specialize(
@@ -170,7 +185,10 @@ def attention_kernel(
                 consume,
                 (1, buffers, metadata, barriers, sizes, ones, scales, threshold_ptr, results, softmax_scale, SPEC),
             ),
-            (produce, (descriptors, buffers, metadata, barriers, sizes, scales, lists, totals_ptr, taken_ptr, SPEC)),
+            (
+                produce,
+                (descriptors, means, buffers, metadata, barriers, sizes, scales, lists, totals_ptr, taken_ptr, SPEC),
+            ),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS],

@@ -46,6 +46,8 @@ def attend(
         key = _copyable(key)
     if not call.has_fp8_values:
         value = _copyable(value)
+    means = operands.means
+    mean_key, mean_value = (key, value) if means is None else (means.key, means.value)
     threshold = per_head_tensor(call.pv_threshold, shape, query.device)
     rows = (shape.batch, shape.heads, shape.q_len)
     output = buffer_like(stand_in, True, *rows, shape.value_dim, dtype=operands.dtype)
@@ -62,6 +64,7 @@ def attend(
         has_threshold=has_threshold,
         all_blocks=mask is None,
         counts_blocks=totals is not None,
+        means=means is not None,
         peaks=peak_handling(call),
         head_dim=head_width,
         value_dim=value_width // value_slices,
@@ -79,11 +82,15 @@ def attend(
         query_desc=_descriptor(query, geometry.BLOCK_Q, spec.chunk, spec.key_smem_layout),
         key_desc=_descriptor(key, geometry.BLOCK_K, spec.chunk, spec.key_smem_layout),
         value_desc=_descriptor(value, spec.value_rows, spec.value_columns, spec.value_smem_layout),
+        mean_key_desc=_descriptor(mean_key, geometry.BLOCK_K, spec.chunk, spec.key_smem_layout),
+        mean_value_desc=_descriptor(mean_value, spec.value_rows, spec.value_columns, spec.value_smem_layout),
         query_scale_ptr=operands.query_scale,
         key_scale_ptr=operands.key_scale,
+        mean_scale_ptr=stand_in if means is None else means.key_scale,
         value_scale_ptr=operands.value_scale,
         lse_shift_ptr=operands.lse_shift,
         **list_arguments(mask, stand_in),
+        mean_bias_ptr=stand_in if means is None else means.bias,
         totals_ptr=stand_in if totals is None else totals,
         taken_ptr=zeros_like(stand_in, 1, dtype=torch.int32),
         threshold_ptr=stand_in if threshold is None else threshold,
@@ -97,6 +104,7 @@ def attend(
         q_blocks=shape.q_blocks,
         kv_blocks=shape.kv_blocks,
         num_tiles=num_tiles,
+        bias_columns=0 if means is None else means.bias.shape[1],
         SPEC=spec,
         CONSUMER_REGISTERS=config.registers,
         PRODUCER_REGISTERS=configs.PRODUCER_REGISTERS,

@@ -2,14 +2,15 @@
 
 for each tile:   wait until a query stage is empty  ->  tile metadata  ->  copy Q
     for each stage:   wait until it is empty  ->  stage metadata  ->  copy K and V of one or two kept blocks
+    for each stage of means:   the same with 64 or 128 means
 """
 
 from __future__ import annotations
 
 from sparge.backends.cuda.primitives import BLOCK_K, BLOCK_Q, KEY_GROUPS
-from sparge.backends.hopper.aggregates import MASKED, NON_FINITE, PEAK, PLAIN
+from sparge.backends.hopper.aggregates import MASKED, MEANS, NON_FINITE, PEAK, PLAIN
 from sparge.backends.hopper.gluon import async_load, barrier, gl, jit, mbarrier, reinterpret
-from sparge.backends.hopper.scheduler import coordinates_of, count_kept_blocks, next_tile
+from sparge.backends.hopper.scheduler import coordinates_of, count_kept_blocks, count_mean_stages, next_tile
 
 
 @jit
@@ -64,6 +65,7 @@ def _copy_key_value(descriptors, buffers, full, coordinates, stage, block_number
 @jit
 def produce(
     descriptors,
+    means,
     buffers,
     metadata,
     barriers,
@@ -77,6 +79,7 @@ def produce(
     """The producer's role: copy what the consumers need for one tile after the other, then tell them to stop.
 
     Args:
+        descriptors, means: of what is attended to: keys and values, means of skipped blocks.
         totals_ptr: visited and visible blocks of all tiles, which are added to.
         taken_ptr: how many tiles were taken, see `scheduler`.
     """
@@ -86,6 +89,7 @@ def produce(
     by_group: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     places = gl.arange(0, blocks, by_block)
     groups = gl.arange(0, blocks * KEY_GROUPS, by_group)  # of every block of a stage
+    columns = gl.arange(0, SPEC.keys, gl.BlockedLayout([SPEC.keys // 32], [32], [1], [0]))
     zero = gl.arange(0, 1, by_block)
     stage_counter = 0
     tile_counter = 0
@@ -101,7 +105,12 @@ def produce(
         query_stage = tile_counter % SPEC.query_stages
         _wait_empty(barriers.query_empty, tile_counter, SPEC.query_stages)
         metadata.tile.index(query_stage * 2).store(zero + tile)
-        metadata.tile.index(query_stage * 2 + 1).store(zero + count)
+        last = gl.maximum(count - 1, 0)
+        num_stages = last // blocks + 1  # a tile that sees nothing gets a hidden stage
+        mean_stages = 0
+        if SPEC.means:
+            mean_stages = count_mean_stages(coordinates.q_block, sizes, SPEC)
+        metadata.tile.index(query_stage * 2 + 1).store(zero + num_stages + mean_stages)
         barrier()
         _copy_query(descriptors, buffers, barriers.query_full, coordinates, query_stage, SPEC)
         tile_counter += 1
@@ -112,8 +121,6 @@ def produce(
             first_query = coordinates.q_block * BLOCK_Q
             seen_by_all = gl.maximum(first_query + sizes.kv_len - sizes.q_len + 1, 0) // BLOCK_K
             plain_blocks = gl.minimum(plain_blocks, seen_by_all)
-        last = gl.maximum(count - 1, 0)
-        num_stages = last // blocks + 1  # a tile that sees nothing gets a hidden stage
         list_ptr = lists.kv_indices_ptr + row * sizes.kv_blocks
         flat_kv_head = coordinates.batch.to(gl.int64) * (sizes.heads // sizes.group) + coordinates.kv_head
         scale_ptr = scales.key_ptr + flat_kv_head * sizes.kv_blocks * KEY_GROUPS
@@ -146,6 +153,28 @@ def produce(
             barrier()
             _copy_key_value(descriptors, buffers, barriers.full, coordinates, stage, block_numbers, places, SPEC)
             stage_counter += 1
+        if SPEC.means:
+            mean_blocks = (sizes.kv_blocks + BLOCK_K - 1) // BLOCK_K
+            bias_ptr = lists.mean_bias_ptr + row * lists.bias_columns
+            scale_ptr = scales.mean_key_ptr + flat_kv_head * mean_blocks * KEY_GROUPS
+            for i in range(0, mean_stages):
+                stage = stage_counter % SPEC.stages
+                block_numbers = gl.minimum(i * blocks + places, mean_blocks - 1)
+                key_scale = gl.full((blocks * KEY_GROUPS,), 1.0, gl.float32, by_group)
+                flags = gl.to_tensor(MEANS)
+                if SPEC.quantized:
+                    is_there = i * blocks + groups // KEY_GROUPS < mean_blocks
+                    key_scale = gl.load(scale_ptr + i * blocks * KEY_GROUPS + groups, mask=is_there, other=1.0)
+                    if SPEC.exponential_free:
+                        flags += (1 - gl.min((key_scale == key_scale).to(gl.int32), 0)) * NON_FINITE
+                bias = gl.load(bias_ptr + i * SPEC.keys + columns) * SPEC.steps_per_octave
+                _wait_empty(barriers.empty, stage_counter, SPEC.stages)
+                metadata.key_scale.index(stage).store(key_scale)
+                metadata.bias.index(stage).store(bias)
+                metadata.flags.index(stage).store(zero + flags)
+                barrier()
+                _copy_key_value(means, buffers, barriers.full, coordinates, stage, block_numbers, places, SPEC)
+                stage_counter += 1
         tile = following
     query_stage = tile_counter % SPEC.query_stages
     _wait_empty(barriers.query_empty, tile_counter, SPEC.query_stages)

@@ -60,3 +60,13 @@ def count_kept_blocks(kv_num_blocks_ptr, row, q_block, sizes, SPEC: gl.constexpr
     else:
         count = gl.load(kv_num_blocks_ptr + row)
     return count
+
+
+@jit
+def count_mean_stages(q_block, sizes, SPEC: gl.constexpr):
+    """How many stages of means a tile visits: causal ones have those of blocks before their first query."""
+    count = sizes.kv_blocks
+    if SPEC.is_causal:
+        first_query = q_block * BLOCK_Q + sizes.kv_len - sizes.q_len
+        count = gl.minimum(count, gl.maximum(first_query + BLOCK_K, 0) // BLOCK_K)
+    return (count + SPEC.keys - 1) // SPEC.keys

@@ -41,6 +41,7 @@ class Spec:
         has_threshold: P V of 64 rows is skipped where all scores lie further below their row's maximum.
         all_blocks: a tile visits every visible key block, else those of a list.
         counts_blocks: visited and visible blocks are added up for `stats`.
+        means: the blocks that a tile does not visit enter as their means, in stages of their own.
         peaks: "ignored", looked for in "every_tile", or "marked" (`cuda.peak_handling`); what lies far below one is
             taken as a part of its own.
         head_dim: channels of Q and K.
@@ -60,6 +61,7 @@ class Spec:
     has_threshold: bool
     all_blocks: bool
     counts_blocks: bool
+    means: bool
     peaks: str
     head_dim: int
     value_dim: int
@@ -104,6 +106,11 @@ class Spec:
     def keys(self) -> int:
         """Keys of one stage."""
         return self.blocks * BLOCK_K
+
+    @property
+    def bias_columns(self) -> int:
+        """Numbers of a key block's bias, if it may have one."""
+        return BLOCK_K if self.means else 1
 
     @property
     def chunk(self) -> int:

@@ -21,6 +21,7 @@ from sparge.backends.torch.tiles import Tiles, Workspace
 from sparge.block_mask import BlockMask
 from sparge.call import Call
 from sparge.geometry import BLOCK_K, BLOCK_Q
+from sparge.replacement import BlockMeans, block_means, replaced_bias
 from sparge.visibility import find_visibility
 
 CHUNK_BYTES = 16 * 2**20
@@ -37,6 +38,9 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, call: 
         output, lse = online.attention(tiles, kept, seen, call)
     else:
         output, lse = _attend_rows(tiles, kept, seen.full, call.scale)
+        if call.replaces_skipped:
+            means = block_means(key, value, seen.keys)
+            output, lse = _add_means(tiles, means, replaced_bias(means, kept, call).flatten(0, 2), call.scale, output, lse)
     rows = (shape.batch, shape.heads, shape.q_blocks * BLOCK_Q)
     output = output.view(*rows, shape.value_dim)[:, :, : shape.q_len].to(query.dtype)
     return output.contiguous(), lse.view(rows)[:, :, : shape.q_len].contiguous()
@@ -61,6 +65,23 @@ def _attend_rows(tiles: Tiles, kept: Tensor, full: Tensor, scale: float) -> tupl
         key, value = tiles.keys_values(rows, columns, workspace)
         bias = tiles.element_bias(rows, columns)
         part, part_lse = attend(tiles.queries(rows, workspace), key, value, bias, scale)
+        output[rows], lse[rows] = merge(output[rows], lse[rows], part, part_lse)
+    return output, lse
+
+
+def _add_means(
+    tiles: Tiles, means: BlockMeans, bias: Tensor, scale: float, output: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Merge what `_attend_rows` returns with the means of skipped blocks, weighted by `replaced_bias`."""
+    shape, workspace = tiles.shape, Workspace()
+    key, value = means.key.flatten(0, 1), means.value.flatten(0, 1)  # [B * Hkv, kv_blocks, width]
+    some = (bias > -math.inf).any(-1).nonzero().flatten()
+    row_bytes = 4 * shape.kv_blocks * (shape.head_dim + shape.value_dim + 3 * BLOCK_Q)
+    for rows in some.split(max(1, CHUNK_BYTES // row_bytes)):
+        batch, head, _ = tiles.place(rows)
+        kv_head = batch * shape.kv_heads + head // shape.group
+        row_bias = bias[rows, None].expand(-1, BLOCK_Q, -1)
+        part, part_lse = attend(tiles.queries(rows, workspace), key[kv_head], value[kv_head], row_bias, scale)
         output[rows], lse[rows] = merge(output[rows], lse[rows], part, part_lse)
     return output, lse
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sparge.backends.torch.tiles import Tiles, Workspace
@@ -32,6 +34,7 @@ from sparge.eight_bits import (
     to_fp16,
 )
 from sparge.geometry import BLOCK_K, BLOCK_Q, ROW_GROUP
+from sparge.replacement import BlockMeans, block_means, replaced_bias
 from sparge.visibility import Visibility
 
 ROWS_AT_A_TIME = 64
@@ -41,7 +44,10 @@ GROUPS = BLOCK_Q // ROW_GROUP
 def attention(tiles: Tiles, kept: Tensor, seen: Visibility, call: Call) -> tuple[Tensor, Tensor]:
     """All rows: output (rows, 128, Dv) and lse (rows, 128), float32. See `reference.attention`."""
     shape, device = tiles.shape, tiles.query.device
-    operands = _Operands(tiles, seen, call.scale, call.quantization)
+    operands = _Operands(tiles, seen, call)
+    bias = None
+    if operands.means is not None:
+        bias = _padded(replaced_bias(operands.means.plain, kept, call).flatten(0, 2).float(), 1, -math.inf)
     threshold = None
     if call.pv_threshold is not None:
         threshold = per_head(call.pv_threshold, shape.heads, device).flatten().float()
@@ -58,6 +64,8 @@ def attention(tiles: Tiles, kept: Tensor, seen: Visibility, call: Call) -> tuple
             active = int((counts[rows] > step).sum())  # rows are sorted by count: the active ones come first
             column = columns[:active, step]
             state.add_block(column, partial_rows[rows[:active], column])
+        if operands.means is not None and bias is not None:
+            state.add_means(operands.means, bias[rows])
         output[rows], lse[rows] = state.finish()
     return output, lse
 
@@ -65,38 +73,50 @@ def attention(tiles: Tiles, kept: Tensor, seen: Visibility, call: Call) -> tuple
 class _Operands:
     """Q, K, V as codes (held in float32) with their scales; scores and products decode them."""
 
-    def __init__(self, tiles: Tiles, seen: Visibility, scale: float, quantization: str) -> None:
-        shape = tiles.shape
+    def __init__(self, tiles: Tiles, seen: Visibility, call: Call) -> None:
+        shape, quantization, scale = tiles.shape, call.quantization, call.scale
         self.quantization, self.scale = quantization, scale
+        present = _present(tiles.key, seen.keys, shape.kv_len)
+        key, value = tiles.key.flatten(2, 3), tiles.value.flatten(2, 3)
         self.query_scale = self.key_scale = self.mean_score = None
         self.value_scale = None
         if quantization != "none":
-            query, key = tiles.query.float(), tiles.key.float()
-            present = _present(key, seen.keys, shape.kv_len)
-            key, mean = _smooth(key.flatten(2, 3), present)
+            query = tiles.query.float()
+            key, mean = _smooth(key.float(), present)
             mean = mean.repeat_interleave(shape.group, 1)
             self.mean_score = scale * torch.einsum("bhnqd,bhkd->bhnq", query, mean).flatten(0, 2)
             factors = balance(query.flatten(2, 3)[:, :, : shape.q_len], key, present)
             query = mix(query * factors.repeat_interleave(shape.group, 1)[:, :, None]) * MIXED
-            key = mix(key / factors).unflatten(2, tiles.key.shape[2:4])
-            self.query_scale, self.key_scale = query_scales(query), key_scales(key)
-            query, key = quantize_int8(query, self.query_scale), quantize_int8(key, self.key_scale)
-            tiles = replace(tiles, query=query.float(), key=key.float())
+            key = mix(key / factors)
+            self.query_scale = query_scales(query)
+            key_codes, self.key_scale = _key_codes(key)
+            tiles = replace(tiles, query=quantize_int8(query, self.query_scale).float(), key=key_codes)
         if quantization == "int8_fp8":
-            value, self.value_scale = quantize_fp8(tiles.value.float().flatten(2, 3))
-            tiles = replace(tiles, value=value.unflatten(2, tiles.value.shape[2:4]))
+            codes, self.value_scale = quantize_fp8(value.float())
+            tiles = replace(tiles, value=codes.unflatten(2, tiles.value.shape[2:4]))
         elif quantization == "int8_fp16":
             tiles = replace(tiles, value=to_fp16(tiles.value.float()))
         self.tiles = tiles
+        self.means = self._codes_of(block_means(key, value, present)) if call.replaces_skipped else None
 
-    def scores(self, rows: Tensor, query: Tensor, key: Tensor, column: Tensor) -> Tensor:
-        """(n, 128, D), (n, 64, D) -> (n, 128, 64) in units of the softmax."""
+    def _codes_of(self, means: BlockMeans) -> _MeanTiles:
+        """Means as operands, rounded as K and V are."""
+        key, value = _padded(means.key, 2), _padded(means.value, 2)
+        tiles, key_scale = key.unflatten(2, (-1, BLOCK_K)), None
+        if self.quantization != "none":
+            tiles, key_scale = _key_codes(key)
+        if self.value_scale is not None:
+            value = to_fp8(value / self.value_scale)
+        elif self.quantization == "int8_fp16":
+            value = to_fp16(value)
+        return _MeanTiles(means, tiles, key_scale, value.unflatten(2, (-1, BLOCK_K)))
+
+    def scores(self, rows: Tensor, query: Tensor, key: Tensor, key_scale: Tensor | None) -> Tensor:
+        """(n, 128, D), (n, 64, D), (n, 64, 1) -> (n, 128, 64) in units of the softmax."""
         scores = torch.bmm(query, key.mT)
-        if self.query_scale is None or self.key_scale is None:
+        if self.query_scale is None or key_scale is None:
             return scores.mul_(self.scale)
-        batch, head, block = self.tiles.place(rows)
-        key_scale = self.key_scale[batch, head // self.tiles.shape.group, column]
-        return scores.mul_(self.query_scale[batch, head, block] * self.scale).mul_(key_scale.mT)
+        return scores.mul_(self.query_scale[self.tiles.place(rows)] * self.scale).mul_(key_scale.mT)
 
     def product(self, probability: Tensor, value: Tensor) -> Tensor:
         """P V of one tile; the FP8 one carries P's factor of 448."""
@@ -105,6 +125,15 @@ class _Operands:
         elif self.quantization == "int8_fp16":
             return torch.bmm(to_fp16(probability * 2**FP16_ROOM), value) / 2**FP16_ROOM
         return torch.bmm(probability, value)
+
+
+class _MeanTiles(NamedTuple):
+    """Means of key blocks as operands, 64 in a tile: (B, Hkv, tiles, 64, width) each; ``plain`` as they were."""
+
+    plain: BlockMeans
+    key: Tensor
+    key_scale: Tensor | None
+    value: Tensor
 
 
 class _Rows:
@@ -132,10 +161,30 @@ class _Rows:
         active = len(column)
         rows = self.rows[:active]
         key, value = self.tiles.keys_values(rows, column[:, None], self.workspace)
-        scores = self.operands.scores(rows, self.query[:active], key, column)
+        key_scale = self.operands.key_scale
+        if key_scale is not None:
+            key_scale = key_scale[self._kv_heads(rows) + (column,)]
+        scores = self.operands.scores(rows, self.query[:active], key, key_scale)
         if bool(partial.any()):
             bias = self.tiles.element_bias(rows[partial], column[partial, None])
             scores[partial] = (scores[partial] + bias).masked_fill(bias == -math.inf, -math.inf)  # hides NaN too
+        self._add_tile(scores, value)
+
+    def add_means(self, means: _MeanTiles, bias: Tensor) -> None:
+        """The means of skipped blocks for all rows, 64 at a time, with ``bias`` (n, blocks) added to their scores."""
+        place = self._kv_heads(self.rows)
+        for tile, tile_bias in enumerate(bias[:, None].split(BLOCK_K, 2)):
+            key_scale = None if means.key_scale is None else means.key_scale[place][:, tile]
+            scores = self.operands.scores(self.rows, self.query, means.key[place][:, tile], key_scale)
+            scores = (scores + tile_bias).masked_fill(tile_bias == -math.inf, -math.inf)
+            self._add_tile(scores, means.value[place][:, tile])
+
+    def _kv_heads(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        batch, head, _ = self.tiles.place(rows)
+        return batch, head // self.tiles.shape.group
+
+    def _add_tile(self, scores: Tensor, value: Tensor) -> None:
+        """Scores (n, 128, 64) and values (n, 64, Dv) of the first n rows."""
         scores = scores.view(-1, ROW_GROUP, BLOCK_K)  # [groups, 64, 64]
         value = value.repeat_interleave(GROUPS, 0)
         local_max = scores.amax(-1, keepdim=True)
@@ -192,12 +241,24 @@ class _Rows:
         return output, lse
 
 
+def _key_codes(key: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes of whole tiles of keys (B, Hkv, tokens, D) and their scales: (B, Hkv, tiles, 64, D | 1)."""
+    key = key.unflatten(2, (-1, BLOCK_K))
+    scales = key_scales(key)
+    return quantize_int8(key, scales).float(), scales
+
+
+def _padded(tensor: Tensor, dim: int, fill: float = 0.0) -> Tensor:
+    """Whole tiles of 64 along a dimension, counted from the first."""
+    return F.pad(tensor, (0, 0) * (tensor.ndim - 1 - dim) + (0, -tensor.shape[dim] % BLOCK_K), value=fill)
+
+
 def _present(key: Tensor, seen: Tensor | None, kv_len: int) -> Tensor:
     """Which tokens of key blocks (B, Hkv, blocks, 64, D) exist and are seen, (B, Hkv, blocks * 64)."""
     tokens = key.shape[2] * key.shape[3]
     present = torch.arange(tokens, device=key.device) < kv_len
     if seen is not None:
-        present = present & torch.nn.functional.pad(seen, (0, tokens - kv_len))
+        present = present & F.pad(seen, (0, tokens - kv_len))
     return present.expand(*key.shape[:2], tokens)
 
 

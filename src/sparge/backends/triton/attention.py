@@ -39,6 +39,7 @@ from sparge.backends.cuda.primitives import (
     in_fp8_token_order,
 )
 from sparge.backends.triton import configs
+from sparge.backends.triton.means import Sums, add_means, blocks_before
 from sparge.backends.triton.peaks import Head, Row, add_lost, bits_of_far
 from sparge.backends.triton.softmax import (
     apply_mask,
@@ -53,7 +54,7 @@ from sparge.backends.triton.softmax import (
 from sparge.block_mask import BlockMask
 from sparge.call import Call
 
-NUMBERS = ["scale", "heads", "group", "q_len", "kv_len", "q_blocks", "kv_blocks"]
+NUMBERS = ["scale", "heads", "group", "q_len", "kv_len", "q_blocks", "kv_blocks", "bias_columns"]
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -72,11 +73,17 @@ def attention_kernel(
     mask_ptr,
     seen_ptr,
     threshold_ptr,
+    mean_key_ptr,
+    mean_value_ptr,
+    mean_scale_ptr,
+    mean_bias_ptr,
     output_ptr,
     lse_ptr,
     query_strides,
     key_strides,
     value_strides,
+    mean_key_strides,
+    mean_value_strides,
     mask_strides,
     seen_strides,
     scale,
@@ -86,6 +93,7 @@ def attention_kernel(
     kv_len,
     q_blocks,
     kv_blocks,
+    bias_columns,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
@@ -99,6 +107,7 @@ def attention_kernel(
     HAS_THRESHOLD: tl.constexpr,
     PEAKS: tl.constexpr,
     ALL_BLOCKS: tl.constexpr,
+    MEAN_WIDTH: tl.constexpr,
     COUNT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -124,6 +133,7 @@ def attention_kernel(
         visible_num_blocks     [B * H, q_blocks] int32 (COUNT)
         mask                   [B, H, Sq | 1, Sk] bool or additive (MASK), which keys it leaves: seen [B, Hkv, Sk]
         threshold              [H] float32 (HAS_THRESHOLD), natural log
+        mean_key, mean_value, mean_scale, mean_bias    of `operands.MeanOperands` (MEAN_WIDTH, the width of its values)
     Writes
         output [B, H, Sq, Dv] in its dtype, lse [B, H, Sq] float32
         totals                 [2] int64 (COUNT), to which kept and visible blocks are added
@@ -319,6 +329,29 @@ def attention_kernel(
                     probability.to(p_dtype), value, accumulator * decay[:, None], input_precision=DOT_PRECISION
                 )
 
+    if MEAN_WIDTH:
+        mean_blocks = tl.cdiv(kv_blocks, BLOCK_K)
+        num_blocks = blocks_before(q_block, q_len, kv_len, kv_blocks, IS_CAUSAL)
+        accumulator, row_sum, row_max, origin = add_means(
+            Sums(accumulator, row_sum, row_max, origin),
+            query,
+            query_scale,
+            mean_bias_ptr + row * bias_columns,
+            mean_key_ptr + batch * mean_key_strides[0] + kv_head * mean_key_strides[1],
+            mean_key_strides[2],
+            mean_scale_ptr + flat_kv_head * mean_blocks * KEY_GROUPS,
+            mean_value_ptr + batch * mean_value_strides[0] + kv_head * mean_value_strides[1],
+            mean_value_strides[2],
+            kv_blocks,
+            num_blocks,
+            HEAD_DIM_PADDED,
+            VALUE_DIM_PADDED,
+            MEAN_WIDTH,
+            QUANTIZATION,
+            DOT_PRECISION,
+            BLOCK_M,
+        )
+
     if PEAKS != "ignored":
         accumulator = add_lost(
             accumulator,
@@ -391,6 +424,8 @@ def attend(
         mask_per_query=mask_per_query,
     )
     tiles = shape.q_blocks * (geometry.BLOCK_Q // config.block_m)
+    means = operands.means
+    mean_key, mean_value = (query, query) if means is None else (means.key, means.value)
     launch(
         attention_kernel,
         tiles * shape.batch * shape.heads,
@@ -406,11 +441,17 @@ def attend(
         mask_ptr=stand_in if attn_mask is None else attn_mask,
         seen_ptr=keys_seen,
         threshold_ptr=stand_in if threshold is None else threshold,
+        mean_key_ptr=mean_key,
+        mean_value_ptr=mean_value,
+        mean_scale_ptr=stand_in if means is None else means.key_scale,
+        mean_bias_ptr=stand_in if means is None else means.bias,
         output_ptr=output,
         lse_ptr=lse,
         query_strides=strides_of(query),
         key_strides=strides_of(operands.key),
         value_strides=strides_of(operands.value),
+        mean_key_strides=strides_of(mean_key),
+        mean_value_strides=strides_of(mean_value),
         mask_strides=mask_strides,
         seen_strides=seen_strides,
         scale=call.scale,
@@ -420,6 +461,7 @@ def attend(
         kv_len=shape.kv_len,
         q_blocks=shape.q_blocks,
         kv_blocks=shape.kv_blocks,
+        bias_columns=0 if means is None else means.bias.shape[1],
         HEAD_DIM=shape.head_dim,
         VALUE_DIM=shape.value_dim,
         HEAD_DIM_PADDED=width,
@@ -433,6 +475,7 @@ def attend(
         HAS_THRESHOLD=threshold is not None,
         PEAKS=peak_handling(call),
         ALL_BLOCKS=mask is None,
+        MEAN_WIDTH=0 if means is None else mean_value.shape[3],
         COUNT=totals is not None,
         BLOCK_M=config.block_m,
         BLOCKS=config.blocks,

@@ -86,6 +86,14 @@ class PeakConfig:
     warps: int
 
 
+@dataclass(frozen=True)
+class ReplacementConfig:
+    """Blocks of a row that a program takes at a time, warps."""
+
+    step: int
+    warps: int
+
+
 CONFIGS: dict[StageKey, Any] = {
     # 0.078 ms (128 registers); 4 blocks and 16 tokens 0.116 (195 registers), 4 and 8 0.092; two warps, 4 and 16 0.086
     StageKey("summarize"): SummarizeConfig(2, 8, 1),
@@ -114,6 +122,8 @@ CONFIGS: dict[StageKey, Any] = {
     # N 8192, 32768 and 131072: 0.014, 0.025 and 0.025 ms; 16 blocks 0.016, 0.025 and 0.025, two warps 0.017, 0.031 and
     # 0.031. The floor, K's codes once: 0.008, 0.016 and 0.016
     StageKey("peaks"): PeakConfig(8, 3, 4),
+    # Not timed.
+    StageKey("replacement"): ReplacementConfig(256, 2),
 }
 
 CANDIDATES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
@@ -125,6 +135,7 @@ CANDIDATES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
     "select": {"columns": (128, 256, 512, 1024), "most_warps": (8, 16)},
     "budget": {"rows": (1, 2, 4, 8), "share_warps": (4, 8, 16, 32)},
     "peaks": {"blocks": (4, 8, 16), "stages": (2, 3, 4), "warps": (2, 4, 8)},
+    "replacement": {"step": (128, 256, 512), "warps": (1, 2, 4)},
 }
 """What a sweep tries for each field."""
 
@@ -175,3 +186,7 @@ def budget_config() -> BudgetConfig:
 
 def peak_config() -> PeakConfig:
     return cast(PeakConfig, stage_config("peaks"))
+
+
+def replacement_config() -> ReplacementConfig:
+    return cast(ReplacementConfig, stage_config("replacement"))

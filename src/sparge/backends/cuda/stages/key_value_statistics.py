@@ -1,4 +1,5 @@
-"""One pass over K and V: mean and variance of every key block for the scores, and sums and maxima for the codes.
+"""One pass over K and V: mean and variance of every key block for the scores, sums and maxima for the codes, and the
+means that stand for skipped blocks.
 
 The pass is bound by memory. Few threads per program and elementwise partial sums keep exchanges between threads out of
 it: 8 warps per block took three times as long.
@@ -39,15 +40,17 @@ def _sums(
     CENTERED: tl.constexpr,
     SLAB: tl.constexpr,
 ):
-    """Partial sums of x - center and of its squares over a key block, [SLAB, PADDED] each, and its number of tokens.
+    """Partial sums of x - center, of its squares and the largest |x| of a key block, [SLAB, PADDED], and its tokens.
 
-    Slabs of a few tokens are added elementwise, which leaves one exchange between threads per block.
+    Slabs of a few tokens are added elementwise, which leaves one exchange between threads per block. What is computed
+    and not used costs nothing.
 
     Args:
         head: where the head's tokens begin, their stride, and the same of which are seen.
     """
     total = tl.zeros((SLAB, PADDED), tl.float32)
     square = tl.zeros((SLAB, PADDED), tl.float32)
+    largest = tl.zeros((SLAB, PADDED), tl.float32)
     count = tl.minimum(tl.maximum(kv_len - block * BLOCK_K, 0), BLOCK_K)
     seen = tl.zeros((SLAB,), tl.int32)
     for step in tl.static_range(BLOCK_K // SLAB):
@@ -59,9 +62,10 @@ def _sums(
             values = tl.where(present[:, None], values - center, 0.0)
         total += values
         square += values * values
+        largest = tl.maximum(largest, tl.abs(values))
     if HAS_SEEN:
         count = tl.sum(seen)
-    return total, square, count
+    return total, square, largest, count
 
 
 @triton.jit
@@ -122,6 +126,8 @@ def summarize_kernel(
     mean_high_ptr,
     mean_low_ptr,
     variance_ptr,
+    key_block_ptr,
+    value_block_ptr,
     key_part_ptr,
     key_count_ptr,
     value_max_ptr,
@@ -140,6 +146,7 @@ def summarize_kernel(
     HAS_SEEN: tl.constexpr,
     WITH_MEANS: tl.constexpr,
     WITH_VARIANCE: tl.constexpr,
+    WITH_BLOCKS: tl.constexpr,
     WITH_SUMS: tl.constexpr,
     WITH_VALUE: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -149,6 +156,7 @@ def summarize_kernel(
 
         mean_j     = scale log2 e  sum k / n            in two bfloat16 numbers (16 bits), high and low
         variance_j = scale^2 / 4 log2 e  (sum k^2 / n - (sum k / n)^2)      in one: it enters at second order
+        key block  = sum k / n,  value block = sum v / n        NaN and 0 where either is not finite
         key part   = sum k, sum k^2 and n               of tokens that are finite in every channel
         value max  = largest finite |v|                 of each channel
 
@@ -160,6 +168,7 @@ def summarize_kernel(
     Writes
         mean_high, mean_low   [B * Hkv, kv_blocks, D padded] bfloat16 (WITH_MEANS)
         variance              the same (WITH_VARIANCE, which needs WITH_MEANS)
+        key_block, value_block    [B * Hkv, kv_blocks, D | Dv padded] (WITH_BLOCKS)
         key_part              [B * Hkv, chunks, 2, D padded] float32, sum and sum of squares (WITH_SUMS)
         key_count             [B * Hkv, chunks] int32 (WITH_SUMS)
         value_max             [B * Hkv, chunks, Dv padded] float32 (WITH_VALUE)
@@ -177,26 +186,41 @@ def summarize_kernel(
     value_head = (value_base, value_strides[2], seen_base, seen_strides[2])
     part = flat_head * chunks + chunk
 
-    if WITH_MEANS or WITH_SUMS:
+    value_largest = tl.zeros((SLAB, VALUE_DIM_PADDED), tl.float32)
+    if WITH_MEANS or WITH_SUMS or WITH_BLOCKS:
         key_sum = tl.zeros((HEAD_DIM_PADDED,), tl.float32)
         key_square = tl.zeros((HEAD_DIM_PADDED,), tl.float32)
         key_count = 0
         for step in range(BLOCKS):
             block = chunk * BLOCKS + step
-            first, square, count = _sums(key_head, block, kv_len, 0.0, HEAD_DIM, HEAD_DIM_PADDED, HAS_SEEN, False, SLAB)
+            first, square, _, count = _sums(key_head, block, kv_len, 0.0, HEAD_DIM, HEAD_DIM_PADDED, HAS_SEEN, False, SLAB)
             total = tl.sum(first, 0)
             squares = tl.sum(square, 0)
             key_sum += total
             key_square += squares
             key_count += count
+            share = 1.0 / tl.maximum(count, 1).to(tl.float32)
+            mean = total * share
+            row = flat_head * kv_blocks + block
+            inside = channels < tl.where(block < kv_blocks, HEAD_DIM_PADDED, 0)
+            if WITH_BLOCKS:
+                value_total, _, largest, _ = _sums(
+                    value_head, block, kv_len, 0.0, VALUE_DIM, VALUE_DIM_PADDED, HAS_SEEN, False, SLAB
+                )
+                value_largest = tl.maximum(value_largest, largest)
+                value_mean = tl.sum(value_total, 0) * share
+                broken = (tl.min(is_finite(mean).to(tl.int32)) == 0) | (tl.min(is_finite(value_mean).to(tl.int32)) == 0)
+                key_block = tl.where(broken, float("nan"), mean).to(key_block_ptr.dtype.element_ty)
+                tl.store(key_block_ptr + row * HEAD_DIM_PADDED + channels, key_block, mask=inside)
+                value_block = tl.where(broken, 0.0, value_mean).to(value_block_ptr.dtype.element_ty)
+                value_inside = value_channels < tl.where(block < kv_blocks, VALUE_DIM_PADDED, 0)
+                tl.store(value_block_ptr + row * VALUE_DIM_PADDED + value_channels, value_block, mask=value_inside)
             if WITH_MEANS:
-                share = 1.0 / tl.maximum(count, 1).to(tl.float32)
-                mean = total * share
                 if WITH_VARIANCE:
                     variance = squares * share - mean * mean
                     if key_ptr.dtype.element_ty == tl.float32:
                         # Squares of 16-bit numbers fit into float32 sums; those of float32 must be centred first.
-                        _, square, count = _sums(
+                        _, square, _, count = _sums(
                             key_head, block, kv_len, mean[None, :], HEAD_DIM, HEAD_DIM_PADDED, HAS_SEEN, True, SLAB
                         )
                         variance = tl.sum(square, 0) * share
@@ -204,8 +228,7 @@ def summarize_kernel(
                 # NaN, not infinity, so that a score of these keys can be nothing else.
                 mean = tl.where(is_finite(mean), mean * (scale * LOG2_E), float("nan"))
                 mean_high = mean.to(tl.bfloat16)
-                offsets = (flat_head * kv_blocks + block) * HEAD_DIM_PADDED + channels
-                inside = channels < tl.where(block < kv_blocks, HEAD_DIM_PADDED, 0)
+                offsets = row * HEAD_DIM_PADDED + channels
                 tl.store(mean_high_ptr + offsets, mean_high, mask=inside)
                 tl.store(mean_low_ptr + offsets, (mean - mean_high.to(tl.float32)).to(tl.bfloat16), mask=inside)
                 if WITH_VARIANCE:
@@ -222,7 +245,10 @@ def summarize_kernel(
             tl.store(key_count_ptr + part, key_count)
 
     if WITH_VALUE:
-        value_max = _largest(value_head, chunk, kv_len, VALUE_DIM, VALUE_DIM_PADDED, HAS_SEEN, False, BLOCKS, SLAB)
+        if WITH_BLOCKS:
+            value_max = tl.max(value_largest, 0)
+        else:
+            value_max = _largest(value_head, chunk, kv_len, VALUE_DIM, VALUE_DIM_PADDED, HAS_SEEN, False, BLOCKS, SLAB)
         if tl.min(is_finite(value_max).to(tl.int32)) == 0:
             value_max = _largest(value_head, chunk, kv_len, VALUE_DIM, VALUE_DIM_PADDED, HAS_SEEN, True, BLOCKS, SLAB)
         tl.store(value_max_ptr + part * VALUE_DIM_PADDED + value_channels, value_max)
@@ -238,6 +264,8 @@ class KeyValueStatistics:
     mean_high: Tensor
     mean_low: Tensor
     variance: Tensor
+    key_block: Tensor
+    value_block: Tensor
     key_part: Tensor
     key_count: Tensor
     value_max: Tensor
@@ -252,13 +280,15 @@ def key_value_statistics(
     *,
     means: bool,
     variance: bool,
+    blocks_for: torch.dtype | None,
     sums: bool,
     value_max: bool,
     sums_of_blocks: bool,
 ) -> KeyValueStatistics:
-    """Read K, and V where its maxima are wanted, once.
+    """Read K, and V where its maxima or means are wanted, once.
 
     Args:
+        blocks_for: the dtype of the means that stand for skipped blocks, None where none do.
         sums_of_blocks: a chunk is one block, so that ``sums`` are those of every block.
     """
     shape, config = call.shape, configs.summarize_config()
@@ -267,10 +297,13 @@ def key_value_statistics(
     blocks = 1 if sums_of_blocks else config.blocks
     chunks = ceil_div(shape.kv_blocks, blocks)
     per_block = (heads, shape.kv_blocks, width)
+    with_blocks, of_heads = blocks_for is not None, (shape.batch, shape.kv_heads, shape.kv_blocks)
     statistics = KeyValueStatistics(
         mean_high=buffer_like(key, means, *per_block, dtype=torch.bfloat16),
         mean_low=buffer_like(key, means, *per_block, dtype=torch.bfloat16),
         variance=buffer_like(key, variance, *per_block, dtype=torch.bfloat16),
+        key_block=buffer_like(key, with_blocks, *of_heads, width, dtype=blocks_for or key.dtype),
+        value_block=buffer_like(key, with_blocks, *of_heads, value_width, dtype=blocks_for or key.dtype),
         key_part=buffer_like(key, sums, heads, chunks, 2, width),
         key_count=buffer_like(key, sums, heads, chunks, dtype=torch.int32),
         value_max=buffer_like(key, value_max, heads, chunks, value_width),
@@ -288,6 +321,8 @@ def key_value_statistics(
         mean_high_ptr=statistics.mean_high,
         mean_low_ptr=statistics.mean_low,
         variance_ptr=statistics.variance,
+        key_block_ptr=statistics.key_block,
+        value_block_ptr=statistics.value_block,
         key_part_ptr=statistics.key_part,
         key_count_ptr=statistics.key_count,
         value_max_ptr=statistics.value_max,
@@ -306,6 +341,7 @@ def key_value_statistics(
         HAS_SEEN=seen is not None and seen.keys is not None,
         WITH_MEANS=means,
         WITH_VARIANCE=variance,
+        WITH_BLOCKS=with_blocks,
         WITH_SUMS=sums,
         WITH_VALUE=value_max,
         BLOCKS=blocks,

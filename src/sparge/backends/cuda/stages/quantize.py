@@ -333,22 +333,27 @@ def summarize_query(
 def quantize_key_value(
     key: Tensor, value: Tensor, key_value: KeyValueSummary, call: Call, seen: Visibility | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes of K, their scales (B, Hkv, kv_blocks, 4), and codes of V, or V itself where it is FP16 already."""
-    shape = call.shape
+    """Codes of K, their scales (B, Hkv, blocks, 4), and codes of V, or V itself where it is FP16 already.
+
+    Args:
+        key, value: of the call, or means of its blocks, which are rounded in the same way: (B, Hkv, tokens, width).
+    """
+    shape, kv_len = call.shape, key.shape[2]
     width, value_width = padded(shape.head_dim), padded(shape.value_dim)
     heads = (shape.batch, shape.kv_heads)
-    length = shape.kv_blocks * geometry.BLOCK_K
+    kv_blocks = geometry.ceil_div(kv_len, geometry.BLOCK_K)
+    length = kv_blocks * geometry.BLOCK_K
     key_codes = buffer_like(key, True, *heads, length, width, dtype=torch.int8)
-    key_scale = buffer_like(key, True, *heads, shape.kv_blocks, eight_bits.KEY_GROUPS)
+    key_scale = buffer_like(key, True, *heads, kv_blocks, eight_bits.KEY_GROUPS)
     value_codes, kind = value, "none"
     if call.has_fp8_values:
         value_codes, kind = buffer_like(key, True, *heads, value_width, length, dtype=torch.float8_e4m3fn), "fp8"
     elif value.dtype != torch.float16:
         value_codes, kind = buffer_like(key, True, *heads, length, value_width, dtype=torch.float16), "fp16"
-    keys_seen, seen_strides = seen_argument(seen.keys if seen else None, (*heads, shape.kv_len), key)
+    keys_seen, seen_strides = seen_argument(seen.keys if seen else None, (*heads, kv_len), key)
     launch(
         quantize_key_value_kernel,
-        shape.kv_blocks * shape.batch * shape.kv_heads,
+        kv_blocks * shape.batch * shape.kv_heads,
         key_ptr=key,
         value_ptr=value,
         seen_ptr=keys_seen,
@@ -362,8 +367,8 @@ def quantize_key_value(
         value_strides=strides_of(value),
         seen_strides=seen_strides,
         kv_heads=shape.kv_heads,
-        kv_len=shape.kv_len,
-        kv_blocks=shape.kv_blocks,
+        kv_len=kv_len,
+        kv_blocks=kv_blocks,
         HEAD_DIM=shape.head_dim,
         VALUE_DIM=shape.value_dim,
         HEAD_DIM_PADDED=width,

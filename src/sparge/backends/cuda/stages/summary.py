@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from sparge.backends.cuda.stages.key_value_statistics import key_value_statistics
@@ -29,12 +30,16 @@ class KeyValueSummary:
         key_mean: (B * Hkv, D padded) float32, the smoothing mean.
         balance: (B * Hkv, D padded) float32, what queries are multiplied by, and keys divided.
         value_scale: (B * Hkv, D_v padded) float32.
+        key_block, value_block: (B, Hkv, kv_blocks, D | D_v padded), the means that stand for skipped blocks; float32
+            where they are to be rounded, else in the dtype of K.
         key_similarity: (B * Hkv, kv_blocks) float32, None where it was not asked for.
     """
 
     mean_high: Tensor
     mean_low: Tensor
     variance: Tensor
+    key_block: Tensor
+    value_block: Tensor
     key_mean: Tensor
     balance: Tensor
     value_scale: Tensor
@@ -50,6 +55,7 @@ def summarize_key_value(
     *,
     means: bool,
     variance: bool,
+    blocks: bool,
     codes: bool,
     similarity: bool,
 ) -> KeyValueSummary:
@@ -57,11 +63,12 @@ def summarize_key_value(
 
     Args:
         means, variance: of every key block, for the scores.
+        blocks: the means that stand for skipped blocks.
         codes: the mean key and the factors, and where V is FP8 its scales.
         similarity: of every key block.
     """
-    if not (means or codes or similarity):
-        return KeyValueSummary(*[key] * 6)
+    if not (means or blocks or codes or similarity):
+        return KeyValueSummary(*[key] * 8)
     value_scales = codes and call.has_fp8_values
     statistics = key_value_statistics(
         key,
@@ -70,6 +77,7 @@ def summarize_key_value(
         seen,
         means=means,
         variance=variance,
+        blocks_for=(torch.float32 if codes else key.dtype) if blocks else None,
         sums=codes or similarity,
         value_max=value_scales,
         sums_of_blocks=similarity,
@@ -81,6 +89,8 @@ def summarize_key_value(
         mean_high=statistics.mean_high,
         mean_low=statistics.mean_low,
         variance=statistics.variance,
+        key_block=statistics.key_block,
+        value_block=statistics.value_block,
         key_mean=scales.key_mean,
         balance=scales.balance,
         value_scale=scales.value_scale if value_scales else key,
