@@ -25,7 +25,7 @@ RENAMED_QUANTIZATIONS = {"int8_fp8_codes": "int8_fp8_fast"}
 """Names of earlier versions, which are still accepted."""
 OnUnsupported = Literal["raise", "warn", "dense"]
 Skipped = Literal["auto", "mean", "drop"]
-ScoreName = Literal["moment", "mean"]
+ScoreName = Literal["moment", "mean", "spread"]
 
 DEFAULT_TOPK = 0.5
 DEFAULT_MIN_BLOCKS = 16
@@ -323,7 +323,47 @@ class Mean(Score):
     name = "mean"
 
 
-SCORES: dict[str, type[Score]] = {score.name: score for score in (Moment, Mean)}
+@dataclass(frozen=True)
+class Spread(Score):
+    """Score for blocks whose means stand for them: how wrong the mean would be, not how much attention they get.
+
+    Mean queries of parts of a block against mean plus a quarter of the variance of every key block, a softmax each,
+    times that quarter: where the logits of a block hardly differ its mean says all. For neighbours in space that lie
+    in the same block (`sparge.ordering`); where blocks are mixed, "moment" is better.
+
+    Args:
+        samples: parts of a block of 128, a power of two.
+
+    Example:
+        >>> Spread().samples
+        16
+    """
+
+    name = "spread"
+    exponent = 2
+
+    samples: int = 16
+
+    def __post_init__(self) -> None:
+        if isinstance(self.samples, bool) or not isinstance(self.samples, int):
+            raise TypeError(f"samples: expected an int, got {type(self.samples).__name__}")
+        if self.samples not in (1, 2, 4, 8, 16, 32, 64, 128):
+            raise ValueError(f"samples: expected a power of two in [1, 128], got {self.samples}")
+
+    @property
+    def numbers(self) -> list[float]:
+        return [float(self.samples)]
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> Spread:
+        return cls(int(numbers[0]))
+
+
+SCORES: dict[str, type[Score]] = {score.name: score for score in (Moment, Mean, Spread)}
+
+
+SPREAD_UNIT = 0.125
+"""Score "spread" is this times the root of what it averages, which brings its range into the levels of a `Budget`."""
 
 
 NEGLIGIBLE = 2.0**-60

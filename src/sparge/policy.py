@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sparge import validation
 from sparge.backends import base
-from sparge.config import ROUNDING_GUARD, SCORES, SELECTIONS, OnUnsupported, Quantization, ScoreName, Selection
+from sparge.config import ROUNDING_GUARD, SCORES, SELECTIONS, OnUnsupported, Quantization, ScoreName, Selection, Skipped
 
 Range = tuple[int, int | None]
 """Tokens [start, stop) as a slice has them: negative numbers count from the end, None is the end."""
@@ -41,6 +41,7 @@ class Policy:
         dense_last_steps: the same at the end.
         dense_steps: indices of further steps that run dense; negative ones count from the end.
         dense_layers: indices of transformer blocks that run dense; negative ones count from the end.
+        skipped: what becomes of blocks that are not kept, as in `sparge.attention`: "auto", "mean" or "drop".
         always_keep: key ranges ((start, stop), ...) whose blocks every row keeps, as in slices: (-226, None) are the
             last 226 tokens. `enable` adds the text tokens of diffusion models by itself.
         self_attention_only: attention between different sequences runs dense. It is told by its lengths where the
@@ -63,6 +64,7 @@ class Policy:
     sparsity: Selection | None = None
     score: ScoreName = "moment"
     quantization: Quantization = "auto"
+    skipped: Skipped = "auto"
     min_tokens: int = 0
     dense_first_steps: int | float = 0
     dense_last_steps: int | float = 0
@@ -87,6 +89,7 @@ class Policy:
             validation.by_share(self.topk)
         validation.check_choice("score", self.score, tuple(SCORES))
         object.__setattr__(self, "quantization", validation.resolve_quantization_name(self.quantization, stacklevel=4))
+        validation.check_choice("skipped", self.skipped, validation.SKIPPED)
         validation.check_choice("on_unsupported", self.on_unsupported, validation.ON_UNSUPPORTED)
         validation.check_choice("backend", self.backend, ("auto", *base.NAMES))
         if not _is_int(self.min_tokens):

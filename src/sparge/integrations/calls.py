@@ -170,6 +170,7 @@ def _options(policy: Policy, scale: float | None, enable_gqa: bool, *, rules: bo
         "sparsity": sparsity,
         "score": policy.score,
         "quantization": policy.quantization,
+        "skipped": "drop" if rules and policy.skipped == "auto" else policy.skipped,
         "backend": policy.backend,
     }
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from sparge.config import (
     GUARANTEED,
     NEGLIGIBLE,
     ROUNDING_GUARD,
+    SPREAD_UNIT,
     VARIANCE_SHARE,
     Budget,
     Dense,
@@ -29,6 +31,7 @@ from sparge.config import (
     Moment,
     Score,
     Selection,
+    Spread,
     TopCdf,
     TopK,
     budget_top,
@@ -116,19 +119,30 @@ class HeadSummary:
     bias: Tensor
 
 
-def score_mean(head: HeadSummary, score: Score) -> Tensor:  # noqa: ARG001
-    """The paper's compressed scores of one head, (q_blocks, 1, kv_blocks): mean q . mean k * scale + bias."""
+class Scores(NamedTuple):
+    """Of one head, (q_blocks, queries, kv_blocks): logits of as many queries of a block as a score looks at, and what
+    their probabilities are multiplied by, if anything."""
+
+    logits: Tensor
+    weights: Tensor | None = None
+
+
+def score_mean(head: HeadSummary, score: Score) -> Scores:  # noqa: ARG001
+    """The paper's compressed scores of one head, one query a block: mean q . mean k * scale + bias."""
     query_means, _ = pool(head.query, head.queries_seen, BLOCK_Q)
-    scores = query_means @ head.key_means.mT * head.scale
+    scores = query_means @ head.key_means.mT * head.scale + block_bias(head)
+    return Scores(scores[:, None])
+
+
+def block_bias(head: HeadSummary) -> Tensor:
+    """What the masks add to the scores of every block, (q_blocks, kv_blocks)."""
     rows = zip(head.allowed.split(BLOCK_Q), head.bias.split(BLOCK_Q), strict=True)
-    for i, (allowed_row, bias_row) in enumerate(rows):
-        tiles = zip(allowed_row.split(BLOCK_K, -1), bias_row.split(BLOCK_K, -1), strict=True)
-        scores[i] += torch.stack([log_mean_exp(bias_tile, seen) for seen, bias_tile in tiles])
-    return scores[:, None]
+    tiles = [zip(seen.split(BLOCK_K, -1), bias.split(BLOCK_K, -1), strict=True) for seen, bias in rows]
+    return torch.stack([torch.stack([log_mean_exp(bias, seen) for seen, bias in row]) for row in tiles])
 
 
-def score_moment(head: HeadSummary, score: Score) -> Tensor:
-    """Scores of sampled queries of one head, (q_blocks, samples, kv_blocks).
+def score_moment(head: HeadSummary, score: Score) -> Scores:
+    """Scores of sampled queries of one head.
 
     log mean_k exp(scale q.k + bias) is about scale q.mean + w scale^2 (q^2).variance + log mean exp(bias), with w = 1/2
     for logits that are normally distributed; `VARIANCE_SHARE` says what w is here.
@@ -142,30 +156,65 @@ def score_moment(head: HeadSummary, score: Score) -> Tensor:
         for s in range(scores.shape[1]):
             tiles = zip(allowed[i, s].split(BLOCK_K), bias[i, s].split(BLOCK_K), strict=True)
             scores[i, s] += torch.stack([log_mean_exp(bias_tile, seen) for seen, bias_tile in tiles])
-    return scores
+    return Scores(scores)
 
 
-SCORES: dict[type[Score], Callable[[HeadSummary, Score], Tensor]] = {Moment: score_moment, Mean: score_mean}
-"""Scores of one head, (q_blocks, queries, kv_blocks): as many queries of a block as the score looks at."""
+def part_means(query: Tensor, seen: Tensor, parts: int) -> Tensor:
+    """Mean queries of so many equal parts of every block, (q_blocks, parts, D), over the queries that see a key.
+
+    A part without any has the mean of its block, a block without any 0.
+    """
+    result = []
+    for start in range(0, len(query), BLOCK_Q):
+        whole = query[start : start + BLOCK_Q][seen[start : start + BLOCK_Q]]
+        block_mean = whole.mean(0) if len(whole) else torch.zeros_like(query[0])
+        size, means = BLOCK_Q // parts, []
+        for first in range(start, start + BLOCK_Q, size):
+            part = query[first : first + size][seen[first : first + size]]
+            means.append(part.mean(0) if len(part) else block_mean)
+        result.append(torch.stack(means))
+    return torch.stack(result)
 
 
-def block_probabilities(scores: Tensor, eligible: Tensor, exponent: int = 1) -> tuple[Tensor, Tensor]:
+def score_spread(head: HeadSummary, score: Score) -> Scores:
+    """Scores of mean queries of parts of a block, and as their weights a share of the variance of the logits.
+
+    A bias is that of the whole block, as in `score_mean`.
+    """
+    assert isinstance(score, Spread)
+    queries = part_means(head.query, head.queries_seen, score.samples)
+    spread = queries.square() @ head.key_variances.mT * (VARIANCE_SHARE * head.scale**2)
+    scores = queries @ head.key_means.mT * head.scale + spread
+    return Scores(scores + block_bias(head)[:, None], spread)
+
+
+SCORES: dict[type[Score], Callable[[HeadSummary, Score], Scores]] = {
+    Moment: score_moment,
+    Mean: score_mean,
+    Spread: score_spread,
+}
+
+
+def block_probabilities(scores: Scores, eligible: Tensor, score: Score) -> tuple[Tensor, Tensor]:
     """Softmax of each query's scores over the eligible blocks, averaged over the queries.
 
     Args:
-        scores: (q_blocks, queries, kv_blocks).
+        scores: of `SCORES`.
         eligible: (q_blocks, kv_blocks), visible blocks that a summary can speak for.
-        exponent: of the average, see `Score.exponent`.
+        score: whose `Score.exponent` the average has.
 
     Returns:
         Probabilities (q_blocks, kv_blocks) and a bool tensor of the same shape that marks blocks whose score is not
         finite: these take no part in the softmax and are always kept, so that NaN and Inf reach the output.
     """
-    broken = ~scores.isfinite() & eligible[:, None]
-    scores = scores.masked_fill(broken | ~eligible[:, None], -math.inf)
-    probabilities = scores.softmax(-1).nan_to_num(0.0)  # a row of -inf only has no probabilities
-    average = probabilities.pow(exponent).mean(1).pow(1 / exponent)
-    return torch.where(average < NEGLIGIBLE, 0.0, average), broken.any(1)
+    broken = ~scores.logits.isfinite() & eligible[:, None]
+    logits = scores.logits.masked_fill(broken | ~eligible[:, None], -math.inf)
+    probabilities = logits.softmax(-1).nan_to_num(0.0)  # a row of -inf only has no probabilities
+    if scores.weights is not None:
+        probabilities = torch.where(probabilities == 0, 0.0, probabilities * scores.weights)
+    average = probabilities.pow(score.exponent).mean(1).pow(1 / score.exponent)
+    average = torch.where(average < NEGLIGIBLE, 0.0, average)
+    return average if scores.weights is None else average.sqrt() * SPREAD_UNIT, broken.any(1)
 
 
 def forced_blocks(call: Call, visible: Tensor) -> Tensor:
@@ -365,7 +414,7 @@ def predict(query: Tensor, key: Tensor, call: Call) -> BlockMask:
             )
             scores = SCORES[type(call.score)](head, call.score)
             eligible = visible[b, h] & ~dissimilar & ~unfinished
-            probabilities, broken = block_probabilities(scores, eligible, call.score.exponent)
+            probabilities, broken = block_probabilities(scores, eligible, call.score)
             forced = forced_blocks(call, visible[b, h]).to(query.device) | unfinished | broken
             amount = of_head(rule.amount, h, shape)
             assert amount is not None

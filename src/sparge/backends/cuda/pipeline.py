@@ -73,7 +73,7 @@ def prepare(
         call,
         seen,
         codes=quantizes,
-        mean=inputs is not None and inputs.samples is None,
+        parts=inputs.parts(call.score) if inputs is not None else 0,
         similarity=has_similarity,
     )
     if has_scores:

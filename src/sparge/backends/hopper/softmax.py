@@ -83,33 +83,32 @@ def mask_scores(scores, metadata, stage, first_query, sizes, SPEC: gl.constexpr)
 
 
 @jit
-def _add_block_bias(block, query_scale, key_scale, bias, SPEC: gl.constexpr):
-    """Raw scores of a key block [64, 64] with what a score gets besides, [64] in steps; -inf where that is.
+def _add_block_bias(block, query_scale, key_scale, bias_smem, SPEC: gl.constexpr):
+    """Raw scores of a key block [64, 64] with what they get besides, [64] in steps; -inf where that is.
 
     Of INT8 codes the bias is rounded to a whole number of raw units, far less than what the codes are rounded by.
     """
+    bias = bias_smem.load(gl.SliceLayout(0, block.type.layout))
     if SPEC.quantized:
         grouped = gl.reshape(_as_floats(block), (ROWS, 8, 4, 2))
         lanes: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, grouped.type.layout))
         units = gl.convert_layout(1.0 / _score_scale(query_scale, key_scale, SPEC), lanes)[:, None, :, None]
         bias = gl.convert_layout(gl.reshape(bias, (8, 4, 2)), gl.SliceLayout(0, grouped.type.layout))[None, :, :, :]
-        summed = gl.where(bias == float("-inf"), float("-inf"), grouped + bias * units)
-        return gl.reshape(summed, (ROWS, BLOCK_K)).to(gl.int32, bitcast=True)
+        return gl.reshape(gl.fma(bias, units, grouped), (ROWS, BLOCK_K)).to(gl.int32, bitcast=True)
     else:
-        bias = gl.convert_layout(bias, gl.SliceLayout(0, block.type.layout))[None, :]
-        return gl.where(bias == float("-inf"), float("-inf"), block + bias * (1.0 / query_scale))
+        # Where the bias is -inf, a mean that is NaN is hidden, too.
+        return gl.where(bias[None, :] == float("-inf"), float("-inf"), block + (bias * (1.0 / query_scale))[None, :])
 
 
 @jit
 def add_bias(scores, metadata, stage, query_scale, key_scales, SPEC: gl.constexpr):
     """Raw scores of a stage of means [64, keys], with their bias; -inf where a mean does not enter."""
-    columns: gl.constexpr = gl.SliceLayout(0, SPEC.scores_layout)
     place = stage * SPEC.blocks
     first, second = split_blocks(scores, SPEC.blocks)
-    first = _add_block_bias(first, query_scale, key_scales.first, metadata.bias.index(place).load(columns), SPEC)
+    first = _add_block_bias(first, query_scale, key_scales.first, metadata.bias.index(place), SPEC)
     if SPEC.blocks == 2:
-        bias = metadata.bias.index(place + 1).load(columns)
-        return _join_blocks(first, _add_block_bias(second, query_scale, key_scales.second, bias, SPEC), SPEC)
+        second = _add_block_bias(second, query_scale, key_scales.second, metadata.bias.index(place + 1), SPEC)
+        return _join_blocks(first, second, SPEC)
     else:
         return gl.convert_layout(first, SPEC.scores_layout)
 

@@ -23,6 +23,7 @@ from sparge.config import (
     GUARANTEED,
     NEGLIGIBLE,
     ROUNDING_GUARD,
+    SPREAD_UNIT,
     VARIANCE_SHARE,
     Budget,
     Dense,
@@ -30,6 +31,7 @@ from sparge.config import (
     Moment,
     Score,
     Selection,
+    Spread,
     TopCdf,
     TopK,
     budget_top,
@@ -103,7 +105,7 @@ def predict(query: Tensor, key: Tensor, call: Call) -> BlockMask:
             if dissimilar is not None:
                 eligible = eligible & ~dissimilar[:, :, blocks]
             scores = _scores(summary, blocks)
-            probabilities, broken = _probabilities(scores, eligible & ~unfinished[blocks], score.exponent)
+            probabilities, broken = _probabilities(*scores, eligible & ~unfinished[blocks], score.exponent)
             part = _Rows(probabilities, visible[:, :, blocks], eligible, forced[:, :, blocks] | broken)
             if rule.is_call_wide:
                 parts.append(part)
@@ -209,26 +211,41 @@ def _dissimilar_blocks(rows: _Summary, key: Tensor, rule: Selection) -> Tensor |
     return of_queries | (of_keys.repeat_interleave(shape.group, 1)[:, :, None] < threshold)
 
 
-def _scores(rows: _Summary, blocks: slice) -> Tensor:
-    """Scores (B, H, rows, queries, kv_blocks) of the query blocks in ``blocks``, by the call's score."""
-    shape = rows.call.shape
+def _scores(rows: _Summary, blocks: slice) -> tuple[Tensor, Tensor | None]:
+    """Scores (B, H, rows, queries, kv_blocks) of the query blocks in ``blocks``, by the call's score, and weights."""
+    shape, kind = rows.call.shape, SCORES[type(rows.call.score)]
     tokens = slice(blocks.start * BLOCK_Q, min(blocks.stop * BLOCK_Q, shape.q_len))
-    features, summary, bias = SCORES[type(rows.call.score)].features(rows, tokens)
-    queries_per_block = features.shape[3]
-    grouped = features.reshape(shape.batch, shape.kv_heads, -1, features.shape[-1])  # [B, Hkv, group * rows * P, D]
-    scores = (grouped @ summary.mT).view(shape.batch, shape.heads, -1, queries_per_block, shape.kv_blocks)
-    return scores if bias is None else scores + bias
+    features, summary, bias = kind.features(rows, tokens)
+    weights = None
+    if kind.has_weights:  # the last half of the features
+        weights = _products(features[..., shape.head_dim :], summary[..., shape.head_dim :], shape)
+        features, summary = features[..., : shape.head_dim], summary[..., : shape.head_dim]
+    scores = _products(features, summary, shape)
+    if weights is not None:
+        scores = scores + weights
+    return scores if bias is None else scores + bias, weights
+
+
+def _products(features: Tensor, summary: Tensor, shape: Shape) -> Tensor:
+    """(B, H, rows, queries, width) times (B, Hkv, kv_blocks, width) -> (B, H, rows, queries, kv_blocks)."""
+    grouped = features.reshape(shape.batch, shape.kv_heads, -1, features.shape[-1])  # [B, Hkv, group * rows * P, width]
+    return (grouped @ summary.mT).view(shape.batch, shape.heads, -1, features.shape[3], shape.kv_blocks)
 
 
 def _score_mean(rows: _Summary, tokens: slice) -> tuple[Tensor, Tensor, Tensor | None]:
     """Mean queries [B, H, rows, 1, D] against mean keys [B, Hkv, kv_blocks, D], and the bias between their blocks."""
     queries, count, _ = _blocks_of(rows.query[:, :, tokens], _seen_queries(rows, tokens), BLOCK_Q)
     features = (queries.sum(3) / count)[:, :, :, None] * rows.call.scale
+    return features, rows.statistics.mean, _bias_of_blocks(rows, tokens)
+
+
+def _bias_of_blocks(rows: _Summary, tokens: slice) -> Tensor | None:
+    """The bias between query blocks and key blocks, [b, h, rows | 1, 1, kv_blocks]."""
     bias = _key_bias(rows)
     if rows.bias is not None and bias is None:
         first, last = tokens.start // BLOCK_Q, ceil_div(tokens.stop, BLOCK_Q)
         bias = torch.stack([_block_bias(rows, rows.bias, block) for block in range(first, last)], 2)
-    return features, rows.statistics.mean, bias
+    return bias
 
 
 def _score_moment(rows: _Summary, tokens: slice) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -245,6 +262,22 @@ def _score_moment(rows: _Summary, tokens: slice) -> tuple[Tensor, Tensor, Tensor
     return features, torch.cat([statistics.mean, statistics.variance], -1), bias
 
 
+def _score_spread(rows: _Summary, tokens: slice) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Mean queries of parts of a block, as `_score_moment` has samples."""
+    score, statistics = rows.call.score, rows.statistics
+    assert isinstance(score, Spread) and statistics.variance is not None
+    queries, count, present = _blocks_of(rows.query[:, :, tokens], _seen_queries(rows, tokens), BLOCK_Q)
+    parts = (score.samples, BLOCK_Q // score.samples)
+    means = queries.unflatten(3, parts).sum(4) * (1 / parts[1])
+    if present is not None:
+        counts = present.unflatten(3, parts).sum(4)  # [b, h, rows, parts, 1]
+        means = means * (parts[1] / counts.clamp(min=1))
+        means = torch.where(counts > 0, means, (queries.sum(3) / count)[:, :, :, None])
+    means = means * rows.call.scale
+    features = torch.cat([means, means.square() * VARIANCE_SHARE], -1)
+    return features, torch.cat([statistics.mean, statistics.variance], -1), _bias_of_blocks(rows, tokens)
+
+
 @dataclass(frozen=True)
 class ScoreKind:
     """How a score is computed, and what from.
@@ -253,16 +286,19 @@ class ScoreKind:
         features: those of a block's queries, the summary of a key block that they are multiplied with, a bias or None.
         samples: how many queries stand for a block.
         has_variance: whether variances of key blocks are read, besides their means.
+        has_weights: whether what the variances add to a score is also what its probability is multiplied by.
     """
 
     features: Callable[[_Summary, slice], tuple[Tensor, Tensor, Tensor | None]]
     samples: Callable[[Any], int]
     has_variance: bool
+    has_weights: bool = False
 
 
 SCORES: dict[type[Score], ScoreKind] = {
     Moment: ScoreKind(_score_moment, samples=lambda score: score.samples, has_variance=True),
     Mean: ScoreKind(_score_mean, samples=lambda _: 1, has_variance=False),
+    Spread: ScoreKind(_score_spread, samples=lambda score: score.samples, has_variance=True, has_weights=True),
 }
 
 
@@ -336,14 +372,19 @@ def _log_mean(log_sum: Tensor, count: Tensor) -> Tensor:
     return torch.where(count == 0, 0.0, log_sum - count.clamp(min=1).log())
 
 
-def _probabilities(scores: Tensor, eligible: Tensor, exponent: int) -> tuple[Tensor, Tensor]:
+def _probabilities(
+    scores: Tensor, weights: Tensor | None, eligible: Tensor, exponent: int
+) -> tuple[Tensor, Tensor]:
     """Softmax per query over the eligible blocks, averaged by `Score.exponent`; and the blocks with no finite score."""
     hidden = ~eligible[:, :, :, None]
     broken = ~scores.isfinite() & ~hidden
     scores = scores.masked_fill(broken | hidden, -math.inf)
     probabilities = scores.softmax(-1).nan_to_num_(0.0)
+    if weights is not None:
+        probabilities = torch.where(probabilities == 0, 0.0, probabilities * weights)
     average = probabilities.square_().mean(3).sqrt_() if exponent == 2 else probabilities.mean(3)
-    return average.masked_fill_(average < NEGLIGIBLE, 0.0), broken.any(3)
+    average.masked_fill_(average < NEGLIGIBLE, 0.0)
+    return average if weights is None else average.sqrt_().mul_(SPREAD_UNIT), broken.any(3)
 
 
 def _forced_blocks(call: Call, visible: Tensor) -> Tensor:

@@ -186,7 +186,7 @@ def summarize_kernel(
     value_head = (value_base, value_strides[2], seen_base, seen_strides[2])
     part = flat_head * chunks + chunk
 
-    value_largest = tl.zeros((SLAB, VALUE_DIM_PADDED), tl.float32)
+    value_max = tl.zeros((VALUE_DIM_PADDED,), tl.float32)
     if WITH_MEANS or WITH_SUMS or WITH_BLOCKS:
         key_sum = tl.zeros((HEAD_DIM_PADDED,), tl.float32)
         key_square = tl.zeros((HEAD_DIM_PADDED,), tl.float32)
@@ -207,7 +207,7 @@ def summarize_kernel(
                 value_total, _, largest, _ = _sums(
                     value_head, block, kv_len, 0.0, VALUE_DIM, VALUE_DIM_PADDED, HAS_SEEN, False, SLAB
                 )
-                value_largest = tl.maximum(value_largest, largest)
+                value_max = tl.maximum(value_max, tl.max(largest, 0))
                 value_mean = tl.sum(value_total, 0) * share
                 broken = (tl.min(is_finite(mean).to(tl.int32)) == 0) | (tl.min(is_finite(value_mean).to(tl.int32)) == 0)
                 key_block = tl.where(broken, float("nan"), mean).to(key_block_ptr.dtype.element_ty)
@@ -245,9 +245,7 @@ def summarize_kernel(
             tl.store(key_count_ptr + part, key_count)
 
     if WITH_VALUE:
-        if WITH_BLOCKS:
-            value_max = tl.max(value_largest, 0)
-        else:
+        if not WITH_BLOCKS:
             value_max = _largest(value_head, chunk, kv_len, VALUE_DIM, VALUE_DIM_PADDED, HAS_SEEN, False, BLOCKS, SLAB)
         if tl.min(is_finite(value_max).to(tl.int32)) == 0:
             value_max = _largest(value_head, chunk, kv_len, VALUE_DIM, VALUE_DIM_PADDED, HAS_SEEN, True, BLOCKS, SLAB)

@@ -187,7 +187,7 @@ def quantize_query_kernel(
     HEAD_DIM_PADDED: tl.constexpr,
     HAS_SEEN: tl.constexpr,
     WITH_CODES: tl.constexpr,
-    WITH_MEAN: tl.constexpr,
+    PARTS: tl.constexpr,
     WITH_SIMILARITY: tl.constexpr,
 ):
     """Codes, mean and similarity of a query block.
@@ -208,7 +208,8 @@ def quantize_query_kernel(
         query_codes          [B * H, q_blocks * 128, D padded] int8 (WITH_CODES)
         query_scale          [B * H, q_blocks * 128] float32 (WITH_CODES); NaN where the query is not finite
         lse_shift            [B * H, Sq] float32 (WITH_CODES)
-        query_mean           [B * H, q_blocks, D padded] float32 (WITH_MEAN)
+        query_mean           [B * H, q_blocks, PARTS, D padded] float32 (PARTS > 0), of equal parts of a block; a part
+                             without queries has the mean of its block
         similarity           [B * H, q_blocks] float32 (WITH_SIMILARITY)
     """
     block = tl.program_id(0) % q_blocks
@@ -247,8 +248,16 @@ def quantize_query_kernel(
         unit = code_scale * tl.abs(scale) * (LOG2_E * MIXED)
         tl.store(query_scale_ptr + rows, tl.where(unit < SMALLEST_UNIT, SMALLEST_UNIT, unit))  # keeps NaN
     count = tl.maximum(tl.sum(present.to(tl.int32)), 1).to(tl.float32)
-    if WITH_MEAN:
+    if PARTS == 1:
         tl.store(query_mean_ptr + row * HEAD_DIM_PADDED + channels, tl.sum(query, 0) / count)
+    elif PARTS > 1:
+        size: tl.constexpr = BLOCK_Q // PARTS
+        counts = tl.sum(tl.reshape(present.to(tl.int32), (PARTS, size)), 1)
+        sums = tl.sum(tl.reshape(query, (PARTS, size, HEAD_DIM_PADDED)), 1)
+        means = sums / tl.maximum(counts, 1).to(tl.float32)[:, None]
+        means = tl.where(counts[:, None] > 0, means, (tl.sum(query, 0) / count)[None, :])
+        offsets = (row * PARTS + tl.arange(0, PARTS))[:, None] * HEAD_DIM_PADDED + channels[None, :]
+        tl.store(query_mean_ptr + offsets, means)
     if WITH_SIMILARITY:
         tl.store(similarity_ptr + row, self_similarity(query, count))
 
@@ -261,7 +270,7 @@ class QuerySummary:
         codes: (B, H, q_blocks * 128, D padded) int8.
         scale: (B * H, q_blocks * 128) float32, with |softmax scale| and log2 e.
         lse_shift: (B * H, Sq) float32, softmax scale times q . mean key.
-        mean: (B * H, q_blocks, D padded) float32.
+        mean: (B * H, q_blocks, parts, D padded) float32.
         similarity: (B * H, q_blocks) float32.
     """
 
@@ -279,10 +288,10 @@ def summarize_query(
     seen: Visibility | None,
     *,
     codes: bool,
-    mean: bool,
+    parts: int,
     similarity: bool,
 ) -> QuerySummary:
-    """Read Q once for all that is wanted of it: codes, block means, similarity."""
+    """Read Q once for all that is wanted of it: codes, means of so many parts of a block, similarity."""
     shape = call.shape
     width = padded(shape.head_dim)
     heads = shape.batch * shape.heads
@@ -291,10 +300,10 @@ def summarize_query(
         codes=buffer_like(query, codes, shape.batch, shape.heads, length, width, dtype=torch.int8),
         scale=buffer_like(query, codes, heads, length),
         lse_shift=buffer_like(query, codes, heads, shape.q_len),
-        mean=buffer_like(query, mean, heads, shape.q_blocks, width),
+        mean=buffer_like(query, parts > 0, heads, shape.q_blocks, parts, width),
         similarity=buffer_like(query, similarity, heads, shape.q_blocks),
     )
-    if not (codes or mean or similarity):
+    if not (codes or parts or similarity):
         return summary
     queries_seen, seen_strides = seen_argument(
         seen.queries if seen else None, (shape.batch, shape.heads, shape.q_len), query
@@ -323,7 +332,7 @@ def summarize_query(
         HEAD_DIM_PADDED=width,
         HAS_SEEN=seen is not None and seen.queries is not None,
         WITH_CODES=codes,
-        WITH_MEAN=mean,
+        PARTS=parts,
         WITH_SIMILARITY=similarity,
         num_warps=configs.query_config(width).warps,
     )

@@ -4,7 +4,7 @@
 
 A row is a query that stands for its block, one of some evenly spaced samples or the mean of all. What s is, a score
 says (`reference.prediction.SCORES`): each has a function here (`moment_score`, `mean_score`), which `_block_scores`
-calls by the score's name, and an entry in `INPUTS`.
+calls by the score's name, and an entry in `INPUTS`. Score "spread" multiplies each softmax by what `spread` says.
 
 The products run on bfloat16 tensor cores with the mean key in two parts (and 16 or 32-bit queries too), which leaves an
 error of about 2^-17 of the score. The probabilities are averages of softmaxes, so maximum and sum of each row must be
@@ -25,15 +25,16 @@ from torch import Tensor
 
 from sparge import config
 from sparge.backends.cuda.launch import architecture_of, buffer_like, launch, padded, power_of_two, strides_of
-from sparge.backends.cuda.primitives import BLOCK_K, BLOCK_Q, NOWHERE, is_finite, sampled_query
+from sparge.backends.cuda.primitives import BLOCK_K, BLOCK_Q, LN_2, NOWHERE, is_finite, sampled_query
 from sparge.backends.cuda.stages import configs
 from sparge.backends.cuda.stages.quantize import QuerySummary
 from sparge.backends.cuda.stages.summary import KeyValueSummary
 from sparge.call import Call
-from sparge.config import Mean, Moment, Score, entry_of
+from sparge.config import Mean, Moment, Score, Spread, entry_of
 from sparge.geometry import ceil_div
 
 NEGLIGIBLE = tl.constexpr(config.NEGLIGIBLE)
+SPREAD_UNIT = tl.constexpr(config.SPREAD_UNIT)
 NUMBERS = ["heads", "kv_heads", "q_len", "kv_len", "q_blocks", "kv_blocks"]
 
 
@@ -42,17 +43,24 @@ class ScoreInputs:
     """What a score is computed from.
 
     Attributes:
-        samples: how many evenly spaced queries of a block are its rows; None where its one row is its mean query.
+        rows: how many queries stand for a block.
+        are_means: they are means of equal parts of the block, else evenly spaced samples.
         variance: whether variances of key blocks are read, besides their means.
     """
 
-    samples: Callable[[Any], int] | None
+    rows: Callable[[Any], int]
+    are_means: bool
     variance: bool
+
+    def parts(self, score: Score) -> int:
+        """How many means of queries it reads of a block."""
+        return self.rows(score) if self.are_means else 0
 
 
 INPUTS: dict[type[Score], ScoreInputs] = {
-    Moment: ScoreInputs(samples=lambda score: score.samples, variance=True),
-    Mean: ScoreInputs(samples=None, variance=False),
+    Moment: ScoreInputs(rows=lambda score: score.samples, are_means=False, variance=True),
+    Mean: ScoreInputs(rows=lambda _: 1, are_means=True, variance=False),
+    Spread: ScoreInputs(rows=lambda score: score.samples, are_means=True, variance=True),
 }
 
 
@@ -102,6 +110,13 @@ def moment_score(rows, statistics, offsets, inside, HAS_LOW: tl.constexpr):
 
 
 @triton.jit
+def spread(rows, statistics, offsets, inside):
+    """What the variance adds to `moment_score`, in nats: the weight of score "spread"."""
+    variance = tl.load(statistics.variance_base + offsets, mask=inside, other=0.0).T
+    return tl.dot(rows.square, variance) * LN_2
+
+
+@triton.jit
 def _block_scores(
     rows,
     statistics,
@@ -111,16 +126,20 @@ def _block_scores(
     HEAD_DIM_PADDED: tl.constexpr,
     HAS_LOW: tl.constexpr,
 ):
-    """Scores of rows against key blocks, [ROWS, COLUMNS], in octaves, by the score's name."""
+    """Scores of rows against key blocks, [ROWS, COLUMNS], in octaves, by the score's name; and weights, or 1."""
     channels = tl.arange(0, HEAD_DIM_PADDED)
     offsets = columns[:, None] * HEAD_DIM_PADDED + channels[None, :]
     inside = (columns < kv_blocks)[:, None]
+    weights = 1.0
     if SCORE == "moment":
         scores = moment_score(rows, statistics, offsets, inside, HAS_LOW)
+    elif SCORE == "spread":
+        scores = moment_score(rows, statistics, offsets, inside, HAS_LOW)
+        weights = spread(rows, statistics, offsets, inside)
     else:
         tl.static_assert(SCORE == "mean")
         scores = mean_score(rows, statistics, offsets, inside, HAS_LOW)
-    return scores
+    return scores, weights
 
 
 @triton.jit
@@ -232,7 +251,7 @@ def score_kernel(
     walks the key blocks in steps of COLUMNS.
 
     Reads
-        query            [B, H, Sq, D], of which samples are taken, or FROM_MEANS [B * H, q_blocks, D padded] float32
+        query            [B, H, Sq, D], of which samples are taken, or FROM_MEANS those of `QuerySummary.mean`
         mean_high, mean_low, variance    [B * Hkv, kv_blocks, D padded] bfloat16, of `summarize_kernel`
         first_seen       [B, H, kv_blocks] int32 and first_query [B, H] int32 (HAS_SEEN), of `first_seen_keys`
         key_similarity   [B * Hkv, kv_blocks] and threshold [H] (HAS_SIMILARITY), float32
@@ -253,7 +272,7 @@ def score_kernel(
     used = (q_block < q_blocks) & (sample < SAMPLES)
     channels = tl.arange(0, HEAD_DIM_PADDED)
     if FROM_MEANS:
-        pointers = query_ptr + (flat_head * q_blocks + q_block)[:, None] * HEAD_DIM_PADDED
+        pointers = query_ptr + ((flat_head * q_blocks + q_block) * SAMPLES + sample)[:, None] * HEAD_DIM_PADDED
     else:
         first_query = tl.maximum(-causal_offset, 0) if IS_CAUSAL else 0
         if HAS_SEEN:
@@ -302,7 +321,7 @@ def score_kernel(
             for start in tl.range(0, stop, COLUMNS, num_stages=STAGES):
                 columns = start + tl.arange(0, COLUMNS)
                 statistics = Statistics(mean_high_ptr + first, mean_low_ptr + first, variance_ptr + first)
-                scores = _block_scores(rows, statistics, columns, kv_blocks, SCORE, HEAD_DIM_PADDED, HAS_LOW)
+                scores, weights = _block_scores(rows, statistics, columns, kv_blocks, SCORE, HEAD_DIM_PADDED, HAS_LOW)
                 eligible = _eligible(
                     columns,
                     last_query,
@@ -317,10 +336,14 @@ def score_kernel(
                 )
                 if step == 2:
                     share = tl.exp2((scores - row_shift[:, None]) * EXPONENT)
+                    if SCORE == "spread":
+                        share = tl.where(share == 0.0, 0.0, share * weights * weights)
                     average = _sum_samples(tl.where(eligible & used[:, None], share, 0.0), SAMPLES_PADDED)
                     if EXPONENT == 2:
                         average = tl.sqrt(average)
                     average = tl.where(average < NEGLIGIBLE, 0.0, average)  # keeps NaN
+                    if SCORE == "spread":
+                        average = tl.sqrt(average) * SPREAD_UNIT
                     stored = (blocks_here < q_blocks)[:, None] & (columns < kv_blocks)[None, :]
                     tl.store(probability_ptr + output_rows[:, None] + columns[None, :], average, mask=stored)
                 else:
@@ -351,8 +374,7 @@ def block_probabilities(
     shape, inputs = call.shape, score_inputs(call.score)
     heads = shape.batch * shape.heads
     width = padded(shape.head_dim)
-    from_means = inputs.samples is None
-    samples = 1 if inputs.samples is None else inputs.samples(call.score)
+    from_means, samples = inputs.are_means, inputs.rows(call.score)
     samples_padded = power_of_two(samples)
     setting = configs.score_config(width, architecture_of(query))
     rows = max(setting.rows, samples_padded)
