@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 from sparge._version import __version__
 from sparge.api import attention, block_sparse_attention, predict
 from sparge.block_mask import BlockMask
-from sparge.config import Budget, Dense, Mean, Moment, TopCdf, TopK
+from sparge.config import Budget, Dense, Mean, Moment, Spread, TopCdf, TopK
 from sparge.stats import LayerStats, Stats, reset_stats, stats
 
 if TYPE_CHECKING:
+    from sparge.calibration import Profile, calibrate
     from sparge.integrations import disable, enable, register, replace_sdpa
     from sparge.policy import Policy
 
@@ -28,12 +29,15 @@ __all__ = [
     "Mean",
     "Moment",
     "Policy",
+    "Profile",
+    "Spread",
     "Stats",
     "TopCdf",
     "TopK",
     "__version__",
     "attention",
     "block_sparse_attention",
+    "calibrate",
     "disable",
     "enable",
     "predict",
@@ -45,6 +49,7 @@ __all__ = [
 
 _WHEN_USED = {
     "Policy": "sparge.policy",
+    **dict.fromkeys(("Profile", "calibrate"), "sparge.calibration"),
     **dict.fromkeys(("disable", "enable", "register", "replace_sdpa"), "sparge.integrations"),
 }
 

@@ -226,7 +226,7 @@ def _predicted_attention(
     call: dict[str, Any] = {"attn_mask": attn_mask, "scale": scale, "enable_gqa": True, "layout": tensor_layout}
     choice: dict[str, Any] = {"sparsity": sparsity, "score": "mean", "is_causal": is_causal}
     if not return_sparsity:
-        return _as_asked(sparge.attention(q, k, v, **call, **choice), output_dtype)
+        return _as_asked(sparge.attention(q, k, v, skipped="drop", **call, **choice), output_dtype)
     mask = sparge.predict(q, k, **call, **choice)
     output = sparge.block_sparse_attention(q, k, v, mask, pv_threshold=sparsity.pv_threshold, **call)
     return _as_asked(output, output_dtype), 1.0 - mask.density()

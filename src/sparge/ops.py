@@ -4,6 +4,7 @@
     attend(query, key, value, kv_num_blocks, kv_indices, visible_num_blocks, ANY_CALL, SKIPPING) -> (output, lse)
     attention(query, key, value, ANY_CALL, SKIPPING, SELECTION) -> (output, lse)      sharing the passes over K
     dense(query, key, value, ANY_CALL, with_lse, reason) -> (output, lse)
+    along(tokens, grid, order, start, undo) -> tokens      in an order of `ordering`, or back from it
 
 All tensors are heads-first. An operator takes no objects: a `Call` comes as plain arguments, in one order, as many as
 the operator needs, with a tensor beside each number that may differ per head. `stats` counts inside the operators:
@@ -25,6 +26,7 @@ from sparge.call import Call
 from sparge.config import SCORES, SELECTIONS, Dense, PerHead, Sparsity, trusted
 from sparge.decide import Reason
 from sparge.geometry import Shape
+from sparge.ordering import OrderName, order_of
 from sparge.stats import counters
 
 ANY_CALL = {
@@ -65,6 +67,7 @@ _LIBRARY = torch.library.Library("sparge", "DEF")
 _LIBRARY.define(f"predict(Tensor query, Tensor key, {_CALL}) -> (Tensor, Tensor, Tensor)")
 _LIBRARY.define(f"attend({_TENSORS}, {_LISTS}, {_schema(ANY_CALL, SKIPPING)}) -> (Tensor, Tensor)")
 _LIBRARY.define(f"attention({_TENSORS}, {_CALL}) -> (Tensor, Tensor)")
+_LIBRARY.define("along(Tensor tokens, SymInt[] grid, str order, SymInt start, bool undo) -> Tensor")
 _LIBRARY.define(f"dense({_TENSORS}, {_schema(ANY_CALL)}, bool with_lse, str reason) -> (Tensor, Tensor)")
 
 
@@ -97,6 +100,11 @@ def dense(
         with_lse: the LSE is empty unless it is asked for: torch's fastest kernels do not give it.
     """
     return torch.ops.sparge.dense(query, key, value, *pack_dense(call, backend), with_lse, reason.value)
+
+
+def along(tokens: Tensor, grid: tuple[int, ...], order: str, start: int, *, undo: bool = False) -> Tensor:
+    """Tokens (B, H, S, D) of a grid that begins at ``start`` in an order of `ordering`, or back from it."""
+    return torch.ops.sparge.along(tokens, grid, order, start, undo)
 
 
 def pack(call: Call, backend: str) -> tuple[Any, ...]:
@@ -226,6 +234,15 @@ def _dense_fake(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> t
     return output, lse if with_lse else lse.new_empty(0)
 
 
+def _along(tokens: Tensor, grid: list[int], order: OrderName, start: int, undo: bool) -> Tensor:
+    found = order_of(tuple(grid), order, tokens.device)
+    return found.undo(tokens, 2, start) if undo else found.apply(tokens, 2, start)
+
+
+def _along_fake(tokens: Tensor, *_: object) -> Tensor:
+    return tokens.new_empty(tokens.shape)
+
+
 def _in_place(function: Callable[..., Any]) -> Callable[..., Any]:
     """Run on the query's device, without autocast and out of reach of `replace_sdpa`: the stages are ours."""
 
@@ -247,6 +264,7 @@ for _name, _real, _fake in (
     ("attend", _attend, _attention_fake),
     ("attention", _attention, _attention_fake),
     ("dense", _dense, _dense_fake),
+    ("along", _along, _along_fake),
 ):
     _LIBRARY.impl(_name, _in_place(_real), "CompositeExplicitAutograd")
     torch.library.register_fake(f"sparge::{_name}", _fake, lib=_LIBRARY)

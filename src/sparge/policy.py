@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
 from sparge import validation
 from sparge.backends import base
-from sparge.config import ROUNDING_GUARD, SCORES, SELECTIONS, OnUnsupported, Quantization, ScoreName, Selection, Skipped
+from sparge.config import ROUNDING_GUARD, SCORES, SELECTIONS, OnUnsupported, Quantization, ScoreName, Selection, Skipped, TopCdf
+from sparge.ordering import ORDERS, OrderName
 
 Range = tuple[int, int | None]
 """Tokens [start, stop) as a slice has them: negative numbers count from the end, None is the end."""
@@ -32,7 +34,8 @@ class Policy:
     Args:
         topk: share of the visible blocks to keep, in (0, 1]; 0.5 by default. It is a `Budget`.
         sparsity: `Budget`, `TopK` (a share of every row) or `TopCdf` instead of ``topk``, with all their thresholds.
-        score: "moment" (default) or the paper's "mean".
+        score: "moment", "spread" or the paper's "mean". "auto" is "spread" where tokens are in an order and skipped
+            blocks are replaced by their means, else "moment".
         quantization: as in `sparge.attention`; "auto" is 8 bits on GPUs and none on CPUs.
         min_tokens: calls with fewer keys or, outside language models, queries run dense. 0 leaves it to the measured
             crossover, which holds in any case unless a backend is named.
@@ -42,8 +45,12 @@ class Policy:
         dense_steps: indices of further steps that run dense; negative ones count from the end.
         dense_layers: indices of transformer blocks that run dense; negative ones count from the end.
         skipped: what becomes of blocks that are not kept, as in `sparge.attention`: "auto", "mean" or "drop".
+        order: in which order of their grid the tokens of pictures and videos are taken, see `sparge.ordering`:
+            "hilbert", "morton", "tile", or "row" as they come. "auto" is "hilbert" where `enable` knows the grid.
         always_keep: key ranges ((start, stop), ...) whose blocks every row keeps, as in slices: (-226, None) are the
             last 226 tokens. `enable` adds the text tokens of diffusion models by itself.
+        budgets: densities of layers, by the names that `sparge.stats` has for them, in place of that of ``topk`` or
+            ``sparsity``; 1 runs dense. `sparge.calibrate` finds them.
         self_attention_only: attention between different sequences runs dense. It is told by its lengths where the
             framework does not say.
         on_unsupported: what becomes of calls that should be sparse and cannot be (gradients, dropout, head_dim outside
@@ -62,15 +69,17 @@ class Policy:
 
     topk: float | None = None
     sparsity: Selection | None = None
-    score: ScoreName = "moment"
+    score: ScoreName | Literal["auto"] = "auto"
     quantization: Quantization = "auto"
     skipped: Skipped = "auto"
+    order: OrderName | Literal["auto"] = "auto"
     min_tokens: int = 0
     dense_first_steps: int | float = 0
     dense_last_steps: int | float = 0
     dense_steps: tuple[int, ...] = ()
     dense_layers: tuple[int, ...] = ()
     always_keep: tuple[Range, ...] = ()
+    budgets: Mapping[str, float] | None = None
     self_attention_only: bool = True
     on_unsupported: OnUnsupported = "warn"
     backend: str = "auto"
@@ -87,8 +96,9 @@ class Policy:
             raise TypeError(f"sparsity: expected Budget(...), TopK(...) or TopCdf(...), got {kind}")
         if self.topk is not None:
             validation.by_share(self.topk)
-        validation.check_choice("score", self.score, tuple(SCORES))
+        validation.check_choice("score", self.score, ("auto", *SCORES))
         object.__setattr__(self, "quantization", validation.resolve_quantization_name(self.quantization, stacklevel=4))
+        validation.check_choice("order", self.order, ("auto", *ORDERS))
         validation.check_choice("skipped", self.skipped, validation.SKIPPED)
         validation.check_choice("on_unsupported", self.on_unsupported, validation.ON_UNSUPPORTED)
         validation.check_choice("backend", self.backend, ("auto", *base.NAMES))
@@ -103,6 +113,8 @@ class Policy:
         object.__setattr__(self, "dense_steps", _indices("dense_steps", self.dense_steps))
         object.__setattr__(self, "dense_layers", _indices("dense_layers", self.dense_layers))
         object.__setattr__(self, "always_keep", _ranges(self.always_keep))
+        if self.budgets is not None:
+            object.__setattr__(self, "budgets", _budgets(self.budgets, self.selection))
 
     def __eq__(self, other: object) -> bool:
         return self.to_json() == other.to_json() if isinstance(other, Policy) else NotImplemented
@@ -114,6 +126,38 @@ class Policy:
     def selection(self) -> Selection:
         """What `sparge.attention` gets as ``sparsity``."""
         return validation.by_share(self.topk) if self.sparsity is None else self.sparsity
+
+    def of_layer(self, name: str) -> Policy:
+        """The policy of one layer: its own budget, if it has one.
+
+        Example:
+            >>> Policy(topk=0.5, budgets={"layers.0": 0.2}).of_layer("layers.0").selection
+            Budget(density=0.2)
+        """
+        if self.budgets is None:
+            return self
+        density = self.budgets.get(name)
+        rule = self.selection
+        if density is not None:
+            rule = replace(rule, **{rule.amount_field: density})
+        return replace(self, topk=None, sparsity=rule, budgets=None)
+
+    def is_dense_by_budget(self, name: str) -> bool:
+        """Whether a layer's budget is all it sees."""
+        return self.budgets is not None and self.budgets.get(name) == 1.0
+
+    def check_layers(self, names: Sequence[str]) -> None:
+        """Raise ValueError for budgets of layers that a model does not have: they are another model's."""
+        unknown = sorted(set(self.budgets or ()) - set(names))
+        if unknown:
+            raise ValueError(f"budgets: expected layers of the model ({', '.join(names[:3])}, ...), got {unknown[0]!r}")
+
+    def score_of(self, *, is_ordered: bool, is_causal: bool) -> ScoreName:
+        """What `sparge.attention` gets as ``score`` for tokens in an order of their grid, or as they come."""
+        if self.score != "auto":
+            return self.score
+        replaces = self.skipped == "mean" or (self.skipped == "auto" and not is_causal)
+        return "spread" if is_ordered and replaces and not isinstance(self.selection, TopCdf) else "moment"
 
     @property
     def has_step_rules(self) -> bool:
@@ -170,6 +214,17 @@ class Policy:
         if isinstance(plain.get("sparsity"), dict):
             plain["sparsity"] = _sparsity(dict(plain["sparsity"]))
         return cls(**plain)
+
+
+def _budgets(values: Any, rule: Selection) -> dict[str, float]:
+    if isinstance(rule, TopCdf):
+        raise ValueError("budgets: expected a Budget or a TopK beside them, got a TopCdf")
+    if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
+        raise TypeError(f"budgets: expected densities by names of layers, got {values!r}")
+    for name, density in values.items():
+        if isinstance(density, bool) or not isinstance(density, Real) or not 0 < density <= 1:
+            raise ValueError(f"budgets: expected values in (0, 1], got {density!r} for {name!r}")
+    return {name: float(density) for name, density in values.items()}
 
 
 def _is_int(value: Any) -> bool:

@@ -25,7 +25,7 @@ from sparge.backends import base
 from sparge.backends.torch.predict import forced_blocks, select_blocks
 from sparge.block_mask import BlockMask
 from sparge.call import Call
-from sparge.config import PerHead, Quantization, Score, ScoreName, Selection
+from sparge.config import PerHead, Quantization, Score, ScoreName, Selection, Skipped
 from sparge.evaluate.metrics import block_mass, relative_l1
 from sparge.integrations.calls import Steps, substituted
 from sparge.policy import Policy
@@ -202,6 +202,7 @@ def true_mask(
     is_causal: bool = False,
     scale: float | None = None,
     always_keep: Sequence[tuple[int, int]] | None = None,
+    exact_queries: Sequence[tuple[int, int]] | None = None,
 ) -> BlockMask:
     """The mask a rule makes of the attention that blocks really hold: the best that a score could do under it."""
     query, key, shape = validation.check_query_key(query, key, "HND", True)
@@ -212,6 +213,7 @@ def true_mask(
         scale=validation.check_scale(scale, shape.head_dim),
         sparsity=validation.resolve_sparsity(None, sparsity, shape.heads),
         always_keep=validation.check_always_keep(always_keep, shape.kv_len),
+        exact_queries=validation.check_exact_queries(exact_queries, shape.q_len),
     )
     return select_blocks(mass, call)
 
@@ -254,6 +256,7 @@ def attention_error(
     sparsity: Selection | None = None,
     score: ScoreName | Score = "moment",
     quantization: Quantization = "none",
+    skipped: Skipped = "auto",
     always_keep: Sequence[tuple[int, int]] | None = None,
     backend: str = "auto",
 ) -> AttentionError:
@@ -286,9 +289,8 @@ def attention_error(
     exact = _exact(query, key, value, is_causal, scale)
 
     def judge(mask: BlockMask) -> Judged:
-        output = sparge.block_sparse_attention(
-            query, key, value, mask, scale=scale, enable_gqa=True, quantization=quantization, backend=backend
-        )
+        options: dict[str, Any] = {"quantization": quantization, "skipped": skipped, "backend": backend}
+        output = sparge.block_sparse_attention(query, key, value, mask, scale=scale, enable_gqa=True, **options)
         assert isinstance(output, Tensor)
         return _judged(mask, mass, output, exact)
 

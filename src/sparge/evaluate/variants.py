@@ -218,8 +218,8 @@ def _attend_by_true_mass(
     if attn_mask is not None:
         return _attend_to_all(layer, query, key, value, attn_mask, **call)
     del call["score"]
-    rule, keep, is_causal = call.pop("sparsity"), call.pop("always_keep"), call.pop("is_causal")
-    mask = true_mask(query, key, sparsity=rule, is_causal=is_causal, scale=call["scale"], always_keep=keep)
+    rules = {name: call.pop(name, None) for name in ("sparsity", "always_keep", "exact_queries")}
+    mask = true_mask(query, key, is_causal=call.pop("is_causal"), scale=call["scale"], **rules)
     output = sparge.block_sparse_attention(query, key, value, mask, **call)
     assert isinstance(output, Tensor)
     return output

@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from sparge import validation
 from sparge.integrations.sdpa import replace_sdpa
 from sparge.policy import Policy
+
+if TYPE_CHECKING:
+    from sparge.calibration import Profile
 
 __all__ = ["disable", "enable", "register", "replace_sdpa"]
 
 FRAMEWORKS = ("transformers", "diffusers")
 
 
-def enable(model: Any, policy: Policy | None = None, *, scheduler: Any = None) -> None:
+def enable(model: Any, policy: Policy | Profile | None = None, *, scheduler: Any = None) -> None:
     """Turn sparse attention on in a model, where a policy says so.
 
     Args:
         model: a transformers model; a diffusers pipeline or its transformer. The rest of a pipeline (text encoders,
             VAE) is left alone. A model that is enabled already gets the new policy.
-        policy: what goes sparse; ``Policy()`` by default.
+        policy: what goes sparse; ``Policy()`` by default. Or the `Profile` of a calibration, whose policy is taken.
         scheduler: the scheduler that drives a transformer enabled without its pipeline, for rules about steps.
 
     Raises:
@@ -39,6 +42,8 @@ def enable(model: Any, policy: Policy | None = None, *, scheduler: Any = None) -
         'sparge'
         >>> sparge.disable(model)
     """
+    if policy is not None and not isinstance(policy, Policy):  # a profile, unless it is a mistake
+        policy = getattr(policy, "policy", policy)
     policy = _checked(policy)
     model = _unwrapped(model)
     framework = _framework_of(model)

@@ -7,6 +7,7 @@ the policy; the decision is counted. Deciding for dense costs a few microseconds
 from __future__ import annotations
 
 import functools
+import math
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -17,8 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparge import api, decide, validation
+from sparge import api, decide, ops, validation
+from sparge.config import Selection
 from sparge.decide import Reason
+from sparge.geometry import BLOCK_Q, ceil_div
 from sparge.integrations.padding import attend_within, spans_of
 from sparge.policy import Policy
 from sparge.stats import counters
@@ -114,6 +117,7 @@ def attend(
     is_self: bool | None = None,
     is_language: bool = False,
     text: Sequence[tuple[int, int]] = (),
+    grid: tuple[int, ...] | None = None,
     unsupported: str | None = None,
 ) -> Tensor | None:
     """The sparse output (B, H, S_q, D_v) of an SDPA call, heads first, or None when it is to run dense; counted.
@@ -123,7 +127,8 @@ def attend(
         is_self: queries and keys are of one sequence; None goes by their lengths.
         is_language: the tokens are text in order, even if a mask rather than ``is_causal`` says so: the rules for
             causal attention hold (sink, diagonal), and fewer queries than keys are a chunk behind a prefix.
-        text: key ranges to keep besides the policy's.
+        text: ranges of tokens that every row keeps besides the policy's, and that see all where that costs little.
+        grid: sizes of the picture or video that all other tokens are, in the order of a raster.
         unsupported: what the caller knows to keep the call from being sparse.
 
     Raises:
@@ -147,17 +152,66 @@ def attend(
     if reason is not None:
         refuse(layer, reason)
         return None
-    options = _options(layer.policy, scale, enable_gqa, rules=is_language and not is_causal)
+    order = None
+    if grid is not None and not is_causal and query.shape[2] == key.shape[2]:
+        order = _order(layer.policy, grid, text, key.shape[2], attn_mask, spans)
+    options = _options(
+        layer.policy, scale, enable_gqa, rules=is_language and not is_causal, is_causal=is_causal, is_ordered=bool(order)
+    )
+    if text and _costs_little(text, layer.policy.selection, query.shape[2]):
+        options["exact_queries"] = list(text)
     keep = [*layer.policy.kept_ranges(key.shape[2]), *text]
+    if order is not None:
+        query, key, value = (ops.along(tokens, *order) for tokens in (query, key, value))
     if torch.compiler.is_compiling():
-        return _attend(api.attention, query, key, value, attn_mask, spans, is_causal, keep, options)
-    substitute = _THREAD.substitute
-    attention = api.attention if substitute is None else functools.partial(substitute, layer.name)
-    with counters.within(layer.name):
-        return _attend(attention, query, key, value, attn_mask, spans, is_causal, keep, options)
+        output = _attend(api.attention, query, key, value, attn_mask, spans, is_causal, keep, options)
+    else:
+        substitute = _THREAD.substitute
+        attention = api.attention if substitute is None else functools.partial(substitute, layer.name)
+        with counters.within(layer.name):
+            output = _attend(attention, query, key, value, attn_mask, spans, is_causal, keep, options)
+    return output if order is None else ops.along(output, *order, undo=True)
 
 
-def _options(policy: Policy, scale: float | None, enable_gqa: bool, *, rules: bool) -> dict[str, Any]:
+def _order(
+    policy: Policy,
+    grid: tuple[int, ...],
+    text: Sequence[tuple[int, int]],
+    tokens: int,
+    attn_mask: Tensor | None,
+    spans: Sequence[tuple[int, int]] | None,
+) -> tuple[tuple[int, ...], str, int] | None:
+    """The grid, the order of its tokens, and where they begin; None where they stay as they come.
+
+    Text must lie before or behind them, and a mask may hide text alone.
+    """
+    name = "hilbert" if policy.order == "auto" else policy.order
+    count = math.prod(grid)
+    start = 0
+    for first, stop in text:
+        if first == 0:
+            start = stop
+    if name == "row" or policy.always_keep or count + sum(stop - first for first, stop in text) != tokens:
+        return None
+    stays = attn_mask is None or (spans is not None and all(a <= start and start + count <= b for a, b in spans))
+    return (grid, name, start) if stays else None
+
+
+EXACT_SHARE = 0.125
+"""Of a budget, what text may take that sees everything."""
+
+
+def _costs_little(text: Sequence[tuple[int, int]], rule: Selection, tokens: int) -> bool:
+    """Whether rows of text that see everything leave the others nearly all they have; each row of `TopK` has its own."""
+    if not rule.is_call_wide:
+        return True
+    rows = sum(ceil_div(stop, BLOCK_Q) - first // BLOCK_Q for first, stop in text)
+    return rows <= EXACT_SHARE * float(rule.amount) * ceil_div(tokens, BLOCK_Q)
+
+
+def _options(
+    policy: Policy, scale: float | None, enable_gqa: bool, *, rules: bool, is_causal: bool, is_ordered: bool
+) -> dict[str, Any]:
     """Keywords of `sparge.attention`; with ``rules`` those of causal attention hold without causality."""
     sparsity = policy.selection
     if rules:
@@ -168,7 +222,7 @@ def _options(policy: Policy, scale: float | None, enable_gqa: bool, *, rules: bo
         "scale": scale,
         "enable_gqa": enable_gqa,
         "sparsity": sparsity,
-        "score": policy.score,
+        "score": policy.score_of(is_ordered=is_ordered, is_causal=is_causal or rules),
         "quantization": policy.quantization,
         "skipped": "drop" if rules and policy.skipped == "auto" else policy.skipped,
         "backend": policy.backend,

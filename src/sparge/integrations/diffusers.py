@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from sparge import validation
+from sparge.backends.base import constant
 from sparge.decide import Reason, count
 from sparge.integrations import diffusers_backend
 from sparge.integrations.calls import Layer, Steps
@@ -36,24 +37,50 @@ class Blocks:
     Attributes:
         lists: its lists of blocks, in the order they run.
         text: where text tokens lie among the keys of joint attention; None: text comes by cross-attention.
+        grid: sizes of the picture or video that its other tokens are, from its configuration and what it was called
+            with; None where they are not known.
         merged: the list whose attention gets text and picture as one tensor, text first.
     """
 
     lists: tuple[str, ...]
     text: Literal["first", "last"] | None
+    grid: Callable[[Any, dict[str, Any]], tuple[int, ...]] | None = None
     merged: str | None = None
 
 
+def _grid_of_latents(config: Any, arguments: dict[str, Any]) -> tuple[int, ...]:
+    """Of latents (B, C, T, H, W) or (B, C, H, W) in patches: T, H, W."""
+    *_, height, width = arguments["hidden_states"].shape
+    patch = config.patch_size
+    if isinstance(patch, int):
+        patch = (getattr(config, "patch_size_t", None) or 1, patch, patch)
+    frames = arguments["hidden_states"].shape[2] if arguments["hidden_states"].ndim == 5 else patch[0]
+    return frames // patch[0], height // patch[1], width // patch[2]
+
+
+def _grid_of_frames(config: Any, arguments: dict[str, Any]) -> tuple[int, ...]:
+    """Of latents (B, T, C, H, W) in patches."""
+    _, frames, _, height, width = arguments["hidden_states"].shape
+    return frames // (config.patch_size_t or 1), height // config.patch_size, width // config.patch_size
+
+
+def _grid_as_told(_: Any, arguments: dict[str, Any]) -> tuple[int, ...]:
+    """Of latents that come as a sequence, with their sizes beside them."""
+    return arguments["num_frames"], arguments["height"], arguments["width"]
+
+
 KNOWN = {
-    "CogVideoXTransformer3DModel": Blocks(("transformer_blocks",), "first"),
+    "CogVideoXTransformer3DModel": Blocks(("transformer_blocks",), "first", _grid_of_frames),
     "FluxTransformer2DModel": Blocks(
-        ("transformer_blocks", "single_transformer_blocks"), "first", "single_transformer_blocks"
+        ("transformer_blocks", "single_transformer_blocks"), "first", merged="single_transformer_blocks"
     ),
-    "HunyuanVideoTransformer3DModel": Blocks(("transformer_blocks", "single_transformer_blocks"), "last"),
-    "LTXVideoTransformer3DModel": Blocks(("transformer_blocks",), None),
-    "MochiTransformer3DModel": Blocks(("transformer_blocks",), "last"),
-    "SD3Transformer2DModel": Blocks(("transformer_blocks",), "last"),
-    "WanTransformer3DModel": Blocks(("blocks",), None),
+    "HunyuanVideoTransformer3DModel": Blocks(
+        ("transformer_blocks", "single_transformer_blocks"), "last", _grid_of_latents
+    ),
+    "LTXVideoTransformer3DModel": Blocks(("transformer_blocks",), None, _grid_as_told),
+    "MochiTransformer3DModel": Blocks(("transformer_blocks",), "last", _grid_of_latents),
+    "SD3Transformer2DModel": Blocks(("transformer_blocks",), "last", _grid_of_latents),
+    "WanTransformer3DModel": Blocks(("blocks",), None, _grid_of_latents),
 }
 
 
@@ -79,6 +106,7 @@ def enable(target: Any, policy: Policy, scheduler: Any) -> None:
         )
     for model in models.values():
         validation.check_places("dense_layers", policy.dense_layers, len(_found_blocks(model)))
+    policy.check_layers([name for prefix, model in models.items() for name in _layer_names(model, prefix)])
     for model in models.values():
         if is_enabled(model):  # by itself or with a pipeline
             disable(model)
@@ -132,7 +160,6 @@ def _hook_model(model: nn.Module, prefix: str, policy: Policy, schedule: Schedul
     known = _blocks_of(model)
     assert known is not None
     found = _found_blocks(model)
-    text_tokens = None
     passes = _Passes()
     undo: list[Callable[[], None]] = [
         passes.unwind,
@@ -142,18 +169,17 @@ def _hook_model(model: nn.Module, prefix: str, policy: Policy, schedule: Schedul
     steps = None if schedule is None else schedule.steps
     if schedule is not None:
         undo += [_remove(model.register_forward_pre_hook(schedule.look)), schedule.leave]
-    if known.merged is not None:
-        place = list(inspect.signature(model.forward).parameters).index("encoder_hidden_states")
-        text_tokens = _TextTokens(place)
-        undo.append(_remove(model.register_forward_pre_hook(text_tokens.read, with_kwargs=True)))
+    inputs = _Inputs(known)
+    undo.append(_remove(model.register_forward_pre_hook(inputs.read, with_kwargs=True)))
     for index, (part, place, block) in enumerate(found):
         dense = policy.is_dense_layer(index, len(found))
         for name, module in block.named_modules():
             if not _is_attention(module):
                 continue
-            layer = Layer(f"{prefix}{part}.{place}.{name}", policy, dense, steps)
+            full = f"{prefix}{part}.{place}.{name}"
+            layer = Layer(full, policy.of_layer(full), dense or policy.is_dense_by_budget(full), steps)
             undo += _dispatched_here(module)
-            hooks = _Hooks(layer, known, text_tokens if part == known.merged else None)
+            hooks = _Hooks(layer, known, inputs, is_merged=part == known.merged)
             undo.append(_remove(module.register_forward_pre_hook(hooks.open, with_kwargs=True)))
             undo.append(_remove(module.register_forward_hook(hooks.close, always_call=True)))
     return undo
@@ -164,6 +190,15 @@ def _found_blocks(model: nn.Module) -> list[tuple[str, int, nn.Module]]:
     known = _blocks_of(model)
     assert known is not None
     return [(part, place, block) for part in known.lists for place, block in enumerate(getattr(model, part))]
+
+
+def _layer_names(model: nn.Module, prefix: str) -> list[str]:
+    return [
+        f"{prefix}{part}.{place}.{name}"
+        for part, place, block in _found_blocks(model)
+        for name, module in block.named_modules()
+        if _is_attention(module)
+    ]
 
 
 def _is_attention(module: nn.Module) -> bool:
@@ -220,46 +255,61 @@ class _Passes:
         self._local.depth = None
 
 
-class _TextTokens:
-    """The number of text tokens of the forward pass under way, for blocks that get text and picture in one tensor.
+class _Inputs:
+    """What the forward pass under way was called with: the number of its text tokens, and the grid of the others.
 
     Each thread has its own. Compiled blocks share one, whichever thread wrote it last: torch.compile up to torch 2.11
     loses what is written to thread-local objects.
     """
 
-    def __init__(self, place: int) -> None:
-        self._place = place  # of the text among the arguments of the model
+    def __init__(self, blocks: Blocks) -> None:
+        self._blocks = blocks
         self._local = threading.local()
-        self._compiled = 0
+        self._compiled: tuple[int, tuple[int, ...] | None] = 0, None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _TextTokens, (self._place,)  # models are copied, what threads know is not
+        return _Inputs, (self._blocks,)  # models are copied, what threads know is not
 
-    def read(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        states = kwargs.get("encoder_hidden_states", args[self._place] if len(args) > self._place else None)
-        count = 0 if states is None else states.shape[1]
-        self._compiled = count
+    def read(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        names = _parameters(type(model))
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        states = arguments.get("encoder_hidden_states")
+        count = states.shape[1] if isinstance(states, Tensor) else 0
+        grid = None
+        if self._blocks.grid is not None:
+            try:
+                grid = self._blocks.grid(model.config, arguments)
+            except (AttributeError, KeyError, TypeError, ValueError):  # called in a way that says nothing of a grid
+                grid = None
+        self._compiled = count, grid
         if not torch.compiler.is_compiling():
-            self._local.count = count
+            self._local.found = count, grid
 
-    def count(self) -> int:
+    def found(self) -> tuple[int, tuple[int, ...] | None]:
         if torch.compiler.is_compiling():
             return self._compiled
-        return getattr(self._local, "count", 0)
+        return getattr(self._local, "found", (0, None))
+
+
+@constant
+def _parameters(kind: type) -> tuple[str, ...]:
+    """Names of what a model's forward takes."""
+    return tuple(inspect.signature(kind.forward).parameters)[1:]
 
 
 class _Hooks:
     """The two hooks of an attention module. Scopes are kept by thread, as several may run one model."""
 
-    def __init__(self, layer: Layer, blocks: Blocks, text_tokens: _TextTokens | None) -> None:
+    def __init__(self, layer: Layer, blocks: Blocks, inputs: _Inputs, *, is_merged: bool) -> None:
         self.layer = layer
         self.blocks = blocks
-        self.text_tokens = text_tokens
+        self.inputs = inputs
+        self.is_merged = is_merged
 
     def open(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden = kwargs.get("hidden_states", args[0] if args else None)
         encoder = kwargs.get("encoder_hidden_states", args[1] if len(args) > 1 else None)
-        scope = Scope(self.layer, *self._describe(hidden, encoder))
+        scope = Scope(self.layer, *self._describe(hidden, encoder), self.inputs.found()[1])
         diffusers_backend.THREAD.scopes.append(scope)
         if not _is_dispatched(module):
             scope.mode = SparseMode(scope)
@@ -281,8 +331,8 @@ class _Hooks:
         if isinstance(encoder, Tensor) and isinstance(hidden, Tensor):
             first = self.blocks.text == "first"
             return True, ((0, encoder.shape[1]) if first else (hidden.shape[1], None),)
-        if self.text_tokens is not None:
-            return True, ((0, self.text_tokens.count()),)
+        if self.is_merged:
+            return True, ((0, self.inputs.found()[0]),)
         return True, ()
 
 

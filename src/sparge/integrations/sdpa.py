@@ -61,6 +61,7 @@ class Scope:
     layer: Layer
     is_self: bool | None = None
     text: Sequence[tuple[int, int | None]] = ()
+    grid: tuple[int, ...] | None = None
     calls: int = 0
     mode: TorchFunctionMode | None = None
 
@@ -135,6 +136,7 @@ def sparse_sdpa(
         enable_gqa,
         is_self=is_self,
         text=text,
+        grid=scope.grid,
         unsupported=unsupported,
     )
 

@@ -97,6 +97,7 @@ def enable(model: Any, policy: Policy) -> None:
     _check_steps(policy)
     attentions = [(name, module) for name, module in model.named_modules() if _is_attention(module)]
     validation.check_places("dense_layers", policy.dense_layers, _longest_list(model, attentions))
+    policy.check_layers([name for name, _ in attentions])
     own = _own_attentions(model, attentions, policy)
     if is_enabled(model):
         disable(model)
@@ -117,7 +118,8 @@ def enable(model: Any, policy: Policy) -> None:
         )
     for name, module in attentions:
         dense = bool(policy.dense_layers) and _is_dense_layer(model, name, policy)
-        setattr(module, LAYER, Layer(name, policy, dense, is_cross=_is_cross(module, name)))
+        dense = dense or policy.is_dense_by_budget(name)
+        setattr(module, LAYER, Layer(name, policy.of_layer(name), dense, is_cross=_is_cross(module, name)))
     for name, module in own:
         model._sparge_hooks.append(module.register_forward_hook(functools.partial(_count_own, name)))
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -119,19 +118,11 @@ class HeadSummary:
     bias: Tensor
 
 
-class Scores(NamedTuple):
-    """Of one head, (q_blocks, queries, kv_blocks): logits of as many queries of a block as a score looks at, and what
-    their probabilities are multiplied by, if anything."""
-
-    logits: Tensor
-    weights: Tensor | None = None
-
-
-def score_mean(head: HeadSummary, score: Score) -> Scores:  # noqa: ARG001
-    """The paper's compressed scores of one head, one query a block: mean q . mean k * scale + bias."""
+def score_mean(head: HeadSummary, score: Score) -> Tensor:  # noqa: ARG001
+    """The paper's compressed scores of one head, (q_blocks, 1, kv_blocks): mean q . mean k * scale + bias."""
     query_means, _ = pool(head.query, head.queries_seen, BLOCK_Q)
     scores = query_means @ head.key_means.mT * head.scale + block_bias(head)
-    return Scores(scores[:, None])
+    return scores[:, None]
 
 
 def block_bias(head: HeadSummary) -> Tensor:
@@ -141,8 +132,8 @@ def block_bias(head: HeadSummary) -> Tensor:
     return torch.stack([torch.stack([log_mean_exp(bias, seen) for seen, bias in row]) for row in tiles])
 
 
-def score_moment(head: HeadSummary, score: Score) -> Scores:
-    """Scores of sampled queries of one head.
+def score_moment(head: HeadSummary, score: Score) -> Tensor:
+    """Scores of sampled queries of one head, (q_blocks, samples, kv_blocks).
 
     log mean_k exp(scale q.k + bias) is about scale q.mean + w scale^2 (q^2).variance + log mean exp(bias), with w = 1/2
     for logits that are normally distributed; `VARIANCE_SHARE` says what w is here.
@@ -156,7 +147,7 @@ def score_moment(head: HeadSummary, score: Score) -> Scores:
         for s in range(scores.shape[1]):
             tiles = zip(allowed[i, s].split(BLOCK_K), bias[i, s].split(BLOCK_K), strict=True)
             scores[i, s] += torch.stack([log_mean_exp(bias_tile, seen) for seen, bias_tile in tiles])
-    return Scores(scores)
+    return scores
 
 
 def part_means(query: Tensor, seen: Tensor, parts: int) -> Tensor:
@@ -176,45 +167,56 @@ def part_means(query: Tensor, seen: Tensor, parts: int) -> Tensor:
     return torch.stack(result)
 
 
-def score_spread(head: HeadSummary, score: Score) -> Scores:
-    """Scores of mean queries of parts of a block, and as their weights a share of the variance of the logits.
+def score_spread(head: HeadSummary, score: Score) -> Tensor:
+    """Scores of mean queries of parts of a block, (q_blocks, parts, kv_blocks), as `score_moment` has samples.
 
     A bias is that of the whole block, as in `score_mean`.
     """
     assert isinstance(score, Spread)
     queries = part_means(head.query, head.queries_seen, score.samples)
-    spread = queries.square() @ head.key_variances.mT * (VARIANCE_SHARE * head.scale**2)
-    scores = queries @ head.key_means.mT * head.scale + spread
-    return Scores(scores + block_bias(head)[:, None], spread)
+    return queries @ head.key_means.mT * head.scale + spread(head, score) + block_bias(head)[:, None]
 
 
-SCORES: dict[type[Score], Callable[[HeadSummary, Score], Scores]] = {
+def spread(head: HeadSummary, score: Score) -> Tensor:
+    """A share of the variance of the logits, (q_blocks, parts, kv_blocks): how much a mean would hide."""
+    assert isinstance(score, Spread)
+    queries = part_means(head.query, head.queries_seen, score.samples)
+    return queries.square() @ head.key_variances.mT * (VARIANCE_SHARE * head.scale**2)
+
+
+SCORES: dict[type[Score], Callable[[HeadSummary, Score], Tensor]] = {
     Moment: score_moment,
     Mean: score_mean,
     Spread: score_spread,
 }
+"""Scores of one head, (q_blocks, queries, kv_blocks): as many queries of a block as the score looks at."""
+WEIGHTS: dict[type[Score], Callable[[HeadSummary, Score], Tensor]] = {Spread: spread}
+"""What probabilities are multiplied by before they are averaged, of the same shape, for scores that have such weights."""
 
 
-def block_probabilities(scores: Scores, eligible: Tensor, score: Score) -> tuple[Tensor, Tensor]:
+def block_probabilities(
+    scores: Tensor, eligible: Tensor, exponent: int = 1, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Softmax of each query's scores over the eligible blocks, averaged over the queries.
 
     Args:
-        scores: of `SCORES`.
+        scores: (q_blocks, queries, kv_blocks).
         eligible: (q_blocks, kv_blocks), visible blocks that a summary can speak for.
-        score: whose `Score.exponent` the average has.
+        exponent: of the average, see `Score.exponent`.
+        weights: of `WEIGHTS`.
 
     Returns:
         Probabilities (q_blocks, kv_blocks) and a bool tensor of the same shape that marks blocks whose score is not
         finite: these take no part in the softmax and are always kept, so that NaN and Inf reach the output.
     """
-    broken = ~scores.logits.isfinite() & eligible[:, None]
-    logits = scores.logits.masked_fill(broken | ~eligible[:, None], -math.inf)
-    probabilities = logits.softmax(-1).nan_to_num(0.0)  # a row of -inf only has no probabilities
-    if scores.weights is not None:
-        probabilities = torch.where(probabilities == 0, 0.0, probabilities * scores.weights)
-    average = probabilities.pow(score.exponent).mean(1).pow(1 / score.exponent)
+    broken = ~scores.isfinite() & eligible[:, None]
+    scores = scores.masked_fill(broken | ~eligible[:, None], -math.inf)
+    probabilities = scores.softmax(-1).nan_to_num(0.0)  # a row of -inf only has no probabilities
+    if weights is not None:
+        probabilities = torch.where(probabilities == 0, 0.0, probabilities * weights)
+    average = probabilities.pow(exponent).mean(1).pow(1 / exponent)
     average = torch.where(average < NEGLIGIBLE, 0.0, average)
-    return average if scores.weights is None else average.sqrt() * SPREAD_UNIT, broken.any(1)
+    return average if weights is None else average.sqrt() * SPREAD_UNIT, broken.any(1)
 
 
 def forced_blocks(call: Call, visible: Tensor) -> Tensor:
@@ -413,8 +415,9 @@ def predict(query: Tensor, key: Tensor, call: Call) -> BlockMask:
                 masks.bias[b, h],
             )
             scores = SCORES[type(call.score)](head, call.score)
+            weights = WEIGHTS[type(call.score)](head, call.score) if type(call.score) in WEIGHTS else None
             eligible = visible[b, h] & ~dissimilar & ~unfinished
-            probabilities, broken = block_probabilities(scores, eligible, call.score)
+            probabilities, broken = block_probabilities(scores, eligible, call.score.exponent, weights)
             forced = forced_blocks(call, visible[b, h]).to(query.device) | unfinished | broken
             amount = of_head(rule.amount, h, shape)
             assert amount is not None

@@ -110,8 +110,9 @@ def prepare(
 
 def _means(key_value: KeyValueSummary, mask: BlockMask | None, call: Call, seen: Visibility | None) -> MeanOperands:
     """What stands for the blocks that a mask does not keep."""
-    assert mask is not None
-    key, value, key_scale = key_value.key_block, key_value.value_block, key_value.key_block
+    key, value = key_value.key_block, key_value.value_block
+    assert mask is not None and key is not None and value is not None
+    key_scale = key
     if call.is_quantized:
         key, key_scale, value = quantize_key_value(key, value, key_value, call, None)
     return MeanOperands(key, value, key_scale, replaced_bias(mask, call, seen))

@@ -27,6 +27,13 @@ def _wait_empty(empty, counter, STAGES: gl.constexpr):
 
 
 @jit
+def _describe(metadata, stage, key_scale, flags, zero):
+    """Tell consumers about a stage; every thread writes the same."""
+    metadata.key_scale.index(stage).store(key_scale)
+    metadata.flags.index(stage).store(zero + flags)
+
+
+@jit
 def _copy_query(descriptors, buffers, query_full, coordinates, query_stage, SPEC: gl.constexpr):
     """Start copying the queries of a tile."""
     batch, head, q_block = coordinates.batch, coordinates.head, coordinates.q_block
@@ -147,9 +154,8 @@ def produce(
                 if SPEC.exponential_free:  # codes from the scores cannot carry NaN
                     flags += (1 - gl.min((key_scale == key_scale).to(gl.int32), 0)) * NON_FINITE
             _wait_empty(barriers.empty, stage_counter, SPEC.stages)
-            metadata.key_scale.index(stage).store(key_scale)
+            _describe(metadata, stage, key_scale, flags, zero)
             metadata.block.index(stage).store(gl.where(is_listed, block_numbers, sizes.kv_blocks))
-            metadata.flags.index(stage).store(zero + flags)
             barrier()
             _copy_key_value(descriptors, buffers, barriers.full, coordinates, stage, block_numbers, places, SPEC)
             stage_counter += 1
@@ -169,9 +175,8 @@ def produce(
                         flags += (1 - gl.min((key_scale == key_scale).to(gl.int32), 0)) * NON_FINITE
                 bias = gl.load(bias_ptr + i * SPEC.keys + columns) * SPEC.steps_per_octave
                 _wait_empty(barriers.empty, stage_counter, SPEC.stages)
-                metadata.key_scale.index(stage).store(key_scale)
+                _describe(metadata, stage, key_scale, flags, zero)
                 metadata.bias.index(stage).store(bias)
-                metadata.flags.index(stage).store(zero + flags)
                 barrier()
                 _copy_key_value(means, buffers, barriers.full, coordinates, stage, block_numbers, places, SPEC)
                 stage_counter += 1

@@ -36,6 +36,7 @@ PHRASES: dict[str, Callable[[Any], str]] = {
     "rows": "{} rows".format,
     "columns": "{} columns".format,
     "slab": "{} tokens a slab".format,
+    "step": "{} blocks a step".format,
 }
 """A field's value in words, for the reason of a row. Other fields are named as they are."""
 

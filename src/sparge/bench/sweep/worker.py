@@ -48,6 +48,7 @@ LAUNCHERS = {
     "select": ("cuda.stages.select", "select"),
     "budget": ("cuda.stages.budget", "share_budget"),
     "peaks": ("cuda.stages.peaks", "mark_peaks"),
+    "replacement": ("cuda.stages.replacement", "replaced_bias"),
 }
 """Module and function that launch each kernel."""
 

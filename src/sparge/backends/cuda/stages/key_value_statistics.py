@@ -278,10 +278,10 @@ def key_value_statistics(
     *,
     means: bool,
     variance: bool,
-    blocks_for: torch.dtype | None,
     sums: bool,
     value_max: bool,
     sums_of_blocks: bool,
+    blocks_for: torch.dtype | None = None,
 ) -> KeyValueStatistics:
     """Read K, and V where its maxima or means are wanted, once.
 

@@ -30,20 +30,20 @@ class KeyValueSummary:
         key_mean: (B * Hkv, D padded) float32, the smoothing mean.
         balance: (B * Hkv, D padded) float32, what queries are multiplied by, and keys divided.
         value_scale: (B * Hkv, D_v padded) float32.
-        key_block, value_block: (B, Hkv, kv_blocks, D | D_v padded), the means that stand for skipped blocks; float32
-            where they are to be rounded, else in the dtype of K.
         key_similarity: (B * Hkv, kv_blocks) float32, None where it was not asked for.
+        key_block, value_block: (B, Hkv, kv_blocks, D | D_v padded), the means that stand for skipped blocks, None where
+            none do; float32 where they are to be rounded, else in the dtype of K.
     """
 
     mean_high: Tensor
     mean_low: Tensor
     variance: Tensor
-    key_block: Tensor
-    value_block: Tensor
     key_mean: Tensor
     balance: Tensor
     value_scale: Tensor
     key_similarity: Tensor | None = None
+    key_block: Tensor | None = None
+    value_block: Tensor | None = None
 
 
 def summarize_key_value(
@@ -55,20 +55,20 @@ def summarize_key_value(
     *,
     means: bool,
     variance: bool,
-    blocks: bool,
     codes: bool,
     similarity: bool,
+    blocks: bool = False,
 ) -> KeyValueSummary:
     """Read K, and V if its scales are wanted, once, and some queries if Q and K are to be rounded.
 
     Args:
         means, variance: of every key block, for the scores.
-        blocks: the means that stand for skipped blocks.
         codes: the mean key and the factors, and where V is FP8 its scales.
         similarity: of every key block.
+        blocks: the means that stand for skipped blocks.
     """
     if not (means or blocks or codes or similarity):
-        return KeyValueSummary(*[key] * 8)
+        return KeyValueSummary(*[key] * 6)
     value_scales = codes and call.has_fp8_values
     statistics = key_value_statistics(
         key,
@@ -89,10 +89,10 @@ def summarize_key_value(
         mean_high=statistics.mean_high,
         mean_low=statistics.mean_low,
         variance=statistics.variance,
-        key_block=statistics.key_block,
-        value_block=statistics.value_block,
         key_mean=scales.key_mean,
         balance=scales.balance,
         value_scale=scales.value_scale if value_scales else key,
         key_similarity=key_similarity(key, statistics, scales.key_mean, call, seen) if similarity else None,
+        key_block=statistics.key_block if blocks else None,
+        value_block=statistics.value_block if blocks else None,
     )

@@ -1,0 +1,168 @@
+"""Measure how wrong every layer of a model is at some densities, while the model itself runs exactly.
+
+A model is run on each input as it would be, with `enable`. Where a call goes sparse, it is computed densely, which is
+what the model goes on with, and at every density, which is what is measured.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import sparge
+from sparge.calibration.profile import Curve, Profile
+from sparge.config import Selection, TopCdf
+from sparge.evaluate.metrics import relative_l1
+from sparge.evaluate.rows import Rows, fingerprint
+from sparge.integrations.calls import substituted
+from sparge.policy import Policy
+
+DENSITIES = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8)
+"""Where errors are measured. Together they cost three times dense attention."""
+
+Progress = Callable[[str, int, int], None]
+"""Told what is done next, how many inputs are done, and of how many."""
+
+
+def calibrate(
+    model: Any,
+    inputs: Sequence[Any],
+    *,
+    max_error: float | None = None,
+    density: float | None = None,
+    policy: Policy | None = None,
+    densities: Sequence[float] = DENSITIES,
+    rows: Path | None = None,
+    progress: Progress | None = None,
+) -> Profile:
+    """Budgets for every layer of a model from a few inputs.
+
+    Args:
+        model: what `sparge.enable` takes: a transformers model, a diffusers pipeline or its transformer.
+        inputs: a few typical ones, as long as those to come: token ids (B, S), keywords of the model or pipeline as a
+            dict, a prompt, or a function that is called with the model.
+        max_error: relative L1 error that no layer's attention may have on any of them.
+        density: instead, the mean of the budgets; the error is the same in all layers then.
+        policy: what goes sparse, and how; ``Policy()`` by default. Its rule is a `Budget` or a `TopK`.
+        densities: where errors are measured, rising.
+        rows: a file of finished inputs, from which an interrupted calibration goes on.
+        progress: told about every input.
+
+    Returns:
+        A `Profile`, which `sparge.enable` takes in place of a policy.
+
+    Raises:
+        ValueError: an argument is not what was expected, or no call of the inputs goes sparse.
+    """
+    Profile.chosen({}, Policy(), {"": Curve((1.0,), ((0.0,),))}, tokens=0, max_error=max_error, density=density)
+    policy = Policy() if policy is None else policy
+    if isinstance(policy.selection, TopCdf):
+        raise ValueError("policy: expected a Budget or a TopK, got a TopCdf: it chooses a density by itself")
+    if not inputs:
+        raise ValueError("inputs: expected one or more, got none")
+    described = {
+        "model": _kind(model),
+        "weights": fingerprint(_modules(model)),
+        "policy": policy.to_json(),
+        "densities": list(densities),
+        "torch": torch.__version__,
+    }
+    done = Rows(rows, described, key=("input",))
+    errors: dict[str, list[list[float]]] = {}
+    tokens = 0
+    for index, entry in enumerate(inputs):
+        if progress is not None:
+            progress(f"input {index}", index, len(inputs))
+        if not done.has(input=index):
+            found, length = _errors(model, entry, policy, densities)
+            done.add({"input": index, "errors": found, "tokens": length})
+        row = done.get(input=index)
+        tokens = max(tokens, row["tokens"])
+        for layer, per_density in row["errors"].items():
+            errors.setdefault(layer, []).append(per_density)
+    if not errors:
+        raise ValueError(
+            "inputs: expected calls that go sparse, got none (they may be too short: sparge.stats() says why, and "
+            "Policy(backend=...) switches the crossover off)"
+        )
+    curves = {layer: Curve(tuple(densities), tuple(map(tuple, found))) for layer, found in errors.items()}
+    about = {"kind": described["model"], "weights": described["weights"]}
+    return Profile.chosen(about, policy, curves, tokens=tokens, max_error=max_error, density=density)
+
+
+def check(
+    model: Any, inputs: Sequence[Any], profile: Profile, *, progress: Progress | None = None
+) -> dict[str, list[float]]:
+    """Errors of every layer at its budget on inputs that the profile has not seen, one for each input."""
+    errors: dict[str, list[float]] = {}
+    for index, entry in enumerate(inputs):
+        if progress is not None:
+            progress(f"held-out input {index}", index, len(inputs))
+        found, _ = _errors(model, entry, profile.policy, None)
+        for layer, (error,) in found.items():
+            errors.setdefault(layer, []).append(error)
+    return errors
+
+
+def _errors(
+    model: Any, entry: Any, policy: Policy, densities: Sequence[float] | None
+) -> tuple[dict[str, list[float]], int]:
+    """Errors of every layer at every density (or as the policy says), the mean of its calls; keys of the longest."""
+    found: dict[str, list[list[float]]] = {}
+    longest = 0
+
+    def measured(layer: str, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **call: Any) -> Tensor:
+        nonlocal longest
+        longest = max(longest, key.shape[2])
+        rule: Selection = call["sparsity"]
+        dense = {**call, "sparsity": sparge.Dense(), "quantization": "none", "always_keep": None}
+        dense.pop("exact_queries", None)
+        exact = sparge.attention(query, key, value, mask, **dense)
+        rules = [rule] if densities is None else [replace(rule, **{rule.amount_field: each}) for each in densities]
+        errors = []
+        for each in rules:
+            output = sparge.attention(query, key, value, mask, **{**call, "sparsity": each})
+            errors.append(relative_l1(output, exact))
+        found.setdefault(layer, []).append(errors)
+        return exact
+
+    with _enabled(model, policy), substituted(measured), torch.no_grad():
+        _run(model, entry)
+    means = {layer: [statistics.fmean(of) for of in zip(*calls, strict=True)] for layer, calls in found.items()}
+    return means, longest
+
+
+@contextmanager
+def _enabled(model: Any, policy: Policy) -> Iterator[None]:
+    sparge.enable(model, policy)
+    try:
+        yield
+    finally:
+        sparge.disable(model)
+
+
+def _run(model: Any, entry: Any) -> None:
+    if callable(entry):
+        entry(model)
+    elif isinstance(entry, Mapping):
+        model(**entry)
+    else:
+        model(entry)
+
+
+def _modules(model: Any) -> list[nn.Module]:
+    if isinstance(model, nn.Module):
+        return [model]
+    found = (getattr(model, name, None) for name in ("transformer", "transformer_2"))
+    return [module for module in found if isinstance(module, nn.Module)]
+
+
+def _kind(model: Any) -> str:
+    return type(model).__name__

@@ -1,0 +1,211 @@
+"""What a calibration found: for every layer its error at some densities, and the budgets that follow from it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparge.policy import Policy
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+VERSION = 1
+"""Of the file's format."""
+PRESETS = {"llm": 0.08, "image": 0.07, "video": 0.05}
+"""Errors that the paper allows of the first stage: Llama 3.1; SD 3.5 and Flux; CogVideoX and Mochi."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Relative L1 errors of one layer's attention output at rising densities: for each input, one at each density.
+
+    Example:
+        >>> curve = Curve((0.1, 0.4), ((0.2, 0.05), (0.1, 0.02)))
+        >>> curve.worst()
+        (0.2, 0.05)
+        >>> round(curve.density_for(0.1), 3)
+        0.2
+    """
+
+    densities: tuple[float, ...]
+    errors: tuple[tuple[float, ...], ...]
+
+    def worst(self) -> tuple[float, ...]:
+        """The largest error of all inputs at each density, never larger than at a lower one."""
+        found: list[float] = []
+        for errors in zip(*self.errors, strict=True):
+            found.append(min(max(errors), found[-1] if found else math.inf))
+        return tuple(found)
+
+    def density_for(self, max_error: float) -> float:
+        """The lowest density that keeps every input's error, between measured ones by the power law through them.
+
+        1 where not even the highest measured one does.
+        """
+        worst = self.worst()
+        if worst[0] <= max_error:
+            return self.densities[0]
+        for place in range(1, len(worst)):
+            if worst[place] <= max_error:
+                low, high = self.densities[place - 1 : place + 1]
+                upper, lower = worst[place - 1], max(worst[place], 1e-30)
+                share = math.log(upper / max_error) / math.log(upper / lower) if lower < upper else 1.0
+                return float(low * (high / low) ** share)
+        return 1.0
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Budgets for every layer of a model, and the measured curves they were read from.
+
+    Attributes:
+        model: its class and a fingerprint of its weights.
+        policy: what was measured; ``policy.budgets`` are the budgets.
+        max_error: the error every layer may have on the inputs; at a given density, the one that came out.
+        curves: by layer.
+        tokens: keys of the longest call.
+
+    Example:
+        >>> curves = {"layers.0": Curve((0.1, 0.4), ((0.2, 0.05),)), "layers.1": Curve((0.1, 0.4), ((0.02, 0.01),))}
+        >>> profile = Profile.chosen({"kind": "Tiny"}, Policy(), curves, tokens=4096, max_error=0.1)
+        >>> {name: round(budget, 2) for name, budget in profile.policy.budgets.items()}
+        {'layers.0': 0.2, 'layers.1': 0.1}
+        >>> Profile.from_json(profile.to_json()) == profile
+        True
+    """
+
+    model: Mapping[str, Any]
+    policy: Policy
+    max_error: float
+    curves: Mapping[str, Curve]
+    tokens: int
+
+    @classmethod
+    def chosen(
+        cls,
+        model: Mapping[str, Any],
+        policy: Policy,
+        curves: Mapping[str, Curve],
+        *,
+        tokens: int,
+        max_error: float | None = None,
+        density: float | None = None,
+    ) -> Profile:
+        """Choose budgets by an error that no layer may exceed, or by their mean with the same error everywhere.
+
+        Raises:
+            ValueError: neither or both are given, one is out of range, or there are no curves.
+        """
+        if (max_error is None) == (density is None):
+            raise ValueError(f"expected max_error or density, got max_error={max_error} and density={density}")
+        if not curves:
+            raise ValueError("curves: expected one layer or more, got none")
+        if max_error is None:
+            assert density is not None
+            if not 0 < density <= 1:
+                raise ValueError(f"density: expected a value in (0, 1], got {density}")
+            max_error = _error_at(curves, density)
+        elif not max_error > 0:
+            raise ValueError(f"max_error: expected a value above 0, got {max_error}")
+        budgets = {name: curve.density_for(max_error) for name, curve in curves.items()}
+        return cls(dict(model), replace(policy, budgets=budgets), max_error, dict(curves), tokens)
+
+    @property
+    def density(self) -> float:
+        """The mean of all budgets."""
+        budgets = self.policy.budgets or {}
+        return sum(budgets.values()) / len(budgets)
+
+    def at(self, *, max_error: float | None = None, density: float | None = None) -> Profile:
+        """The same measurements with other budgets; nothing is measured again."""
+        plain = replace(self.policy, budgets=None)
+        return Profile.chosen(self.model, plain, self.curves, tokens=self.tokens, max_error=max_error, density=density)
+
+    def to_json(self) -> str:
+        """The profile as text that `from_json` reads."""
+        plain = {
+            "version": VERSION,
+            "model": self.model,
+            "policy": json.loads(self.policy.to_json()),
+            "max_error": self.max_error,
+            "tokens": self.tokens,
+            "curves": {name: asdict(curve) for name, curve in self.curves.items()},
+        }
+        return json.dumps(plain, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Profile:
+        """A profile from what `to_json` wrote.
+
+        Raises:
+            ValueError: it is of another version, or no profile.
+        """
+        plain = json.loads(text)
+        if not isinstance(plain, dict) or "curves" not in plain:
+            raise ValueError("profile: expected what Profile.to_json wrote, got other JSON")
+        if plain.get("version") != VERSION:
+            raise ValueError(f"profile: expected version {VERSION}, got {plain.get('version')!r}")
+        curves = {
+            name: Curve(tuple(curve["densities"]), tuple(map(tuple, curve["errors"])))
+            for name, curve in plain["curves"].items()
+        }
+        policy = Policy.from_json(json.dumps(plain["policy"]))
+        return cls(plain["model"], policy, plain["max_error"], curves, plain["tokens"])
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile to a file."""
+        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """A profile from a file that `save` wrote."""
+        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+
+    def plot(self) -> Figure:
+        """Errors over densities, a line for each layer, and each layer's budget."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(9, 3.6), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        budgets = self.policy.budgets or {}
+        shades = [0.15 + 0.7 * place / max(len(self.curves) - 1, 1) for place in range(len(self.curves))]
+        for shade, curve in zip(shades, self.curves.values(), strict=True):
+            left.loglog(curve.densities, curve.worst(), color=_blue(shade), linewidth=1)
+        left.axhline(self.max_error, color="#d5392c", linewidth=1)
+        left.set(xlabel="density", ylabel="relative L1 error, worst input", title="Layers, the first darkest")
+        right.bar(range(len(budgets)), list(budgets.values()), color=[_blue(shade) for shade in shades])
+        right.axhline(self.density, color="#333333", linewidth=1, linestyle=":")
+        right.set(xlabel="layer", ylabel="budget", ylim=(0, 1), title=f"Budgets, mean {self.density:.2f}")
+        return figure
+
+
+def _blue(shade: float) -> tuple[float, float, float]:
+    return 0.1 + 0.6 * shade, 0.25 + 0.5 * shade, 0.5 + 0.4 * shade
+
+
+def _error_at(curves: Mapping[str, Curve], density: float) -> float:
+    """The error at which the mean of all budgets is a density."""
+    low, high = 1e-9, 1e3
+    for _ in range(100):
+        middle = math.sqrt(low * high)
+        found = [curve.density_for(middle) for curve in curves.values()]
+        if sum(found) / len(found) > density:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def within(errors: Mapping[str, Sequence[float]], limit: float) -> float:
+    """The share of layers whose error on every input keeps a limit.
+
+    Example:
+        >>> within({"a": [0.1, 0.2], "b": [0.1, 0.1]}, 0.15)
+        0.5
+    """
+    return sum(max(found) <= limit for found in errors.values()) / len(errors)
