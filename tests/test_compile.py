@@ -26,6 +26,7 @@ def qkv(length: int) -> tuple[torch.Tensor, ...]:
         {"sparsity": sparge.TopCdf(0.9, pv_threshold=-8.0)},
         {"sparsity": sparge.TopK(torch.tensor([0.3, 0.6]), similarity_threshold=0.01), "score": "mean"},
         {"sparsity": sparge.Dense(), "quantization": "int8_fp8"},
+        {"topk": 0.2, "skipped": "mean", "score": sparge.Spread(4), "quantization": "int8_fp8"},
     ],
 )
 def test_full_graph_with_dynamic_lengths_equals_eager(options):
@@ -112,6 +113,7 @@ def test_operators_pass_opcheck():
         torch.ops.sparge.attend.default: (query, key, value, *lists, *ops.pack_attend(call, "torch")),
         torch.ops.sparge.dense.default: (query, key, value, *ops.pack_dense(call, "torch"), True, "a check"),
         torch.ops.sparge.attention.default: (query, key, value, *packed),
+        torch.ops.sparge.along.default: (query, [5, 6, 10], "hilbert", 0, False),
     }
     for operator, arguments in cases.items():
         assert set(opcheck(operator, arguments).values()) == {"SUCCESS"}
@@ -123,5 +125,6 @@ def test_a_call_comes_out_of_an_operator_as_it_went_in():
         Call(shape, True, 0.5, sparge.TopK(0.3, min_blocks=2, sink=False, diagonal=True), sparge.Moment(4), ((0, 5),)),
         Call(shape, False, 0.5, sparge.TopCdf(0.9, similarity_threshold=0.2, sink=True, diagonal=False), sparge.Mean()),
         Call(shape, False, 1.0, quantization="int8_fp16", pv_threshold=-3.0),
+        Call(shape, False, 0.5, sparge.TopK(0.3, sink=False, diagonal=False), sparge.Spread(4), skipped="mean"),
     ):
         assert ops.unpack(shape, ops.pack(call, "triton")) == (call, "triton")

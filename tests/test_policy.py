@@ -18,6 +18,8 @@ SOME = [
     Policy(sparsity=TopCdf(0.9, similarity_threshold=0.4)),
     Policy(dense_first_steps=0.1, dense_last_steps=2, dense_steps=(5, -4), dense_layers=(0, -1)),
     Policy(always_keep=((0, 226), (-10, None)), self_attention_only=False, on_unsupported="raise"),
+    Policy(topk=0.1, order="hilbert", skipped="mean", score="spread"),
+    Policy(order="row", skipped="drop", score="auto"),
 ]
 
 
@@ -31,6 +33,8 @@ def test_json_there_and_back(policy: Policy) -> None:
 
 def test_json_leaves_defaults_out_and_takes_lists() -> None:
     assert Policy().to_json() == "{}"
+    assert Policy(order="auto", skipped="auto", score="auto").to_json() == "{}"
+    assert json.loads(SOME[6].to_json()) == {"topk": 0.1, "score": "spread", "skipped": "mean", "order": "hilbert"}
     assert json.loads(SOME[4].to_json())["dense_layers"] == [0, -1]
     written = '{"dense_layers": [0], "always_keep": [[0, 77], [-5, null]], "sparsity": {"kind": "TopK", "topk": 0.1}}'
     expected = Policy(dense_layers=(0,), always_keep=((0, 77), (-5, None)), sparsity=TopK(0.1))
@@ -63,7 +67,14 @@ def test_json_that_is_no_policy(text: str, error: type[Exception], message: str)
         ({"topk": 0.5, "sparsity": TopK(0.5)}, ValueError, "expected topk or sparsity, got both"),
         ({"topk": torch.ones(2)}, TypeError, "topk: expected a number or None, got a tensor"),
         ({"sparsity": 0.5}, TypeError, r"expected Budget\(...\), TopK\(...\) or TopCdf\(...\), got float"),
-        ({"score": "median"}, ValueError, "score: expected one of 'moment', 'mean', got 'median'"),
+        ({"score": "median"}, ValueError, "score: expected one of 'auto', 'moment', 'mean', 'spread', got 'median'"),
+        ({"score": None}, ValueError, "score: expected one of 'auto', 'moment', 'mean', 'spread', got None"),
+        (
+            {"order": "zigzag"},
+            ValueError,
+            "order: expected one of 'auto', 'row', 'tile', 'morton', 'hilbert', got 'zigzag'",
+        ),
+        ({"skipped": "zero"}, ValueError, "skipped: expected one of 'auto', 'mean', 'drop', got 'zero'"),
         ({"quantization": "int4"}, ValueError, "quantization: expected one of"),
         ({"min_tokens": -1}, ValueError, "min_tokens: expected 0 or more, got -1"),
         ({"min_tokens": 4096.0}, TypeError, "min_tokens: expected an int, got float"),
@@ -83,6 +94,26 @@ def test_json_that_is_no_policy(text: str, error: type[Exception], message: str)
 def test_errors(fields: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         Policy(**fields)
+
+
+@pytest.mark.parametrize(
+    "fields, is_ordered, is_causal, score",
+    [
+        ({}, True, False, "spread"),
+        ({}, False, False, "moment"),
+        ({}, True, True, "moment"),
+        ({"skipped": "mean"}, True, True, "spread"),
+        ({"skipped": "mean"}, False, False, "moment"),
+        ({"skipped": "drop"}, True, False, "moment"),
+        ({"sparsity": TopK(0.2)}, True, False, "spread"),
+        ({"sparsity": TopCdf(0.9)}, True, False, "moment"),
+        ({"score": "mean"}, True, False, "mean"),
+        ({"score": "spread", "skipped": "drop"}, False, True, "spread"),
+    ],
+    ids=str,
+)
+def test_the_score_of_a_call(fields: dict[str, Any], is_ordered: bool, is_causal: bool, score: str) -> None:
+    assert Policy(**fields).score_of(is_ordered=is_ordered, is_causal=is_causal) == score
 
 
 @pytest.mark.parametrize(

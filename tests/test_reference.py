@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 import sparge
 from conftest import make_qkv
-from sparge import Dense, Mean, Moment, TopCdf, TopK, reference
+from sparge import Dense, Mean, Moment, Spread, TopCdf, TopK, reference
 from sparge.call import Call
 from sparge.evaluate.metrics import relative_l1
 from sparge.geometry import Shape
@@ -91,6 +92,55 @@ def test_moment_score_adds_a_quarter_of_the_variance_where_channels_are_independ
         assert prediction.score_moment(head, Moment(1)).item() == pytest.approx(expected)
 
 
+def test_means_of_parts_leave_out_hidden_queries():
+    """Of 130 queries, in parts of 32: one that sees nothing is no query, a part without any has its block's mean."""
+    query, seen = gaussian(130, 4), all_seen(130)
+    seen[5:20] = False
+    seen[32:64] = False
+    query[~seen] = math.nan
+    got = prediction.part_means(query, seen, 4)
+    assert got.shape == (2, 4, 4)
+    torch.testing.assert_close(got[0, 0], torch.cat([query[:5], query[20:32]]).mean(0))
+    torch.testing.assert_close(got[0, 1], query[:128][seen[:128]].mean(0))
+    torch.testing.assert_close(got[0, 2:], torch.stack([query[64:96].mean(0), query[96:128].mean(0)]))
+    torch.testing.assert_close(got[1], query[128:].mean(0).expand(4, 4))
+    assert not prediction.part_means(query, torch.zeros_like(seen), 2).any()
+
+
+def test_spread_score_of_two_blocks_by_hand():
+    """One query of 2; a block of keys 1 and 3, one of keys that are all 2: the same mean, and nothing to get wrong."""
+    keys = torch.cat([torch.tensor([1.0, 3.0]).repeat(32), torch.full((64,), 2.0)])[:, None].double()
+    means, variances = prediction.pool(keys, all_seen(128), 64)
+    assert means.flatten().tolist() == [2.0, 2.0]
+    assert variances.flatten().tolist() == [1.0, 0.0]
+    query = torch.full((1, 1), 2.0, dtype=torch.float64)
+    unmasked = torch.ones(1, 128, dtype=torch.bool), torch.zeros(1, 128, dtype=torch.float64)
+    head = prediction.HeadSummary(query, all_seen(1), means, variances, 0.5, *unmasked)
+    # scale q . mean = 2; a quarter of scale^2 q^2 variance = 1/4
+    assert prediction.spread(head, Spread(2)).tolist() == [[[0.25, 0.0]] * 2]
+    assert prediction.score_spread(head, Spread(2)).tolist() == [[[2.25, 2.0]] * 2]
+    eligible = torch.ones(1, 2, dtype=torch.bool)
+    scores, weights = prediction.score_spread(head, Spread(2)), prediction.spread(head, Spread(2))
+    got, broken = prediction.block_probabilities(scores, eligible, 2, weights)
+    share = 1 / (1 + math.exp(-0.25))
+    assert got[0, 0].item() == pytest.approx(math.sqrt(share * 0.25) / 8)
+    assert got[0, 1].item() == 0
+    assert not broken.any()
+
+
+def test_spread_chooses_what_its_mean_would_get_wrong():
+    """The first block gets more attention, but all its keys are one; the second is what a mean cannot stand for."""
+    query, key = torch.ones(1, 1, 128, 8), torch.zeros(1, 1, 256, 8)
+    key[:, :, :64] = 1.0
+    key[:, :, 64:96], key[:, :, 96:128] = 2.5, -2.5
+    call = Call(Shape(1, 1, 1, 128, 256, 8, 8), False, 0.35, sparsity=TopK(0.25, min_blocks=0))
+    chosen = {}
+    for score in (Mean(), Spread(), Spread(1)):
+        kept = reference.predict(query, key, replace(call, score=score)).to_dense()
+        chosen[score] = kept.flatten().nonzero().flatten().tolist()
+    assert chosen == {Mean(): [0], Spread(): [1], Spread(1): [1]}
+
+
 def test_scores_add_the_log_mean_exp_of_the_visible_bias():
     """A bias of -10 000 on part of a block hides those keys and leaves the block its worth."""
     allowed = torch.ones(1, 1, 100, dtype=torch.bool)
@@ -105,6 +155,7 @@ def test_scores_add_the_log_mean_exp_of_the_visible_bias():
     torch.testing.assert_close(moment, expected)
     assert moment.abs().max() < 1
     torch.testing.assert_close(prediction.score_mean(head, Mean()).flatten(), expected)
+    torch.testing.assert_close(prediction.score_spread(head, Spread(1)).flatten(), expected)
 
 
 def test_probabilities_average_one_softmax_per_query_and_flag_broken_scores():

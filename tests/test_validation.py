@@ -218,12 +218,13 @@ class TestChoices:
 
     @PREDICTING
     def test_unknown_score(self, call: Call) -> None:
-        rejects(ValueError, "score: expected one of 'moment', 'mean', got 'max'", call, *QKV, score="max")
+        rejects(ValueError, "score: expected one of 'moment', 'mean', 'spread', got 'max'", call, *QKV, score="max")
 
     @PREDICTING
     @pytest.mark.parametrize("wrong", [3, None, sparge.Moment])
     def test_score_of_another_type(self, call: Call, wrong: Any) -> None:
-        message = rf"score: expected 'moment' or 'mean', or a value such as Moment\(...\), got {type(wrong).__name__}"
+        names = "'moment' or 'mean' or 'spread'"
+        message = rf"score: expected {names}, or a value such as Moment\(...\), got {type(wrong).__name__}"
         rejects(TypeError, message, call, *QKV, score=wrong)
 
     @pytest.mark.parametrize(
@@ -231,6 +232,22 @@ class TestChoices:
     )
     def test_moment_samples(self, samples: Any, error: type[Exception]) -> None:
         rejects(error, "samples: expected .* got", lambda: sparge.Moment(samples))
+
+    @pytest.mark.parametrize("samples", [0, 3, 12, 127, 256, -4])
+    def test_spread_samples(self, samples: int) -> None:
+        message = rf"^samples: expected a power of two in \[1, 128\], got {samples}$"
+        rejects(ValueError, message, lambda: sparge.Spread(samples))
+
+    @pytest.mark.parametrize("samples", [True, 8.0, "16", None])
+    def test_spread_samples_of_another_type(self, samples: Any) -> None:
+        message = f"^samples: expected an int, got {type(samples).__name__}$"
+        rejects(TypeError, message, lambda: sparge.Spread(samples))
+
+    @ATTENDING
+    @pytest.mark.parametrize("wrong", ["zero", "Mean", None, True])
+    def test_skipped(self, call: Call, wrong: Any) -> None:
+        message = f"^skipped: expected one of 'auto', 'mean', 'drop', got {wrong!r}$"
+        rejects(ValueError, message, call, *QKV, skipped=wrong)
 
     @EVERY
     @pytest.mark.parametrize("wrong", ["yes", 1.0, torch.tensor(True)])

@@ -1,6 +1,6 @@
-"""The ``sparge`` command: ``demo`` shows it on this machine, ``eval`` judges it on a model, ``bench`` measures it on a
-GPU, ``doctor`` says what the machine offers, ``lm-eval`` runs the lm-evaluation-harness with it, ``sweep`` derives
-launch configurations."""
+"""The ``sparge`` command: ``demo`` shows it on this machine, ``eval`` judges it on a model, ``calibrate`` finds budgets
+for its layers, ``bench`` measures on a GPU, ``doctor`` says what the machine offers, ``lm-eval`` runs the
+lm-evaluation-harness with it, ``sweep`` derives launch configurations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sparge import cli_eval
+from sparge import cli_calibrate, cli_eval
 from sparge import cli_options as options
 from sparge._version import __version__
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from sparge.policy import Policy
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app.command()(cli_calibrate.calibrate)
 app.add_typer(cli_eval.app, name="eval", help="Judge sparse attention on your own model: quality beside density.")
 
 

@@ -22,9 +22,9 @@ class BlockMeans(NamedTuple):
     """The means of every key block over its visible tokens, and what their scores get besides.
 
     Fields:
-        key: (B, Hkv, kv_blocks, D); NaN where a key or a value of the block is not finite.
-        value: (B, Hkv, kv_blocks, Dv), finite: what is not is told by the key, which a row may hide.
-        bias: (B | 1, Hkv | 1, kv_blocks), ln of the number of visible keys; -inf without any.
+        key, value: (B, Hkv, kv_blocks, D | Dv); 0 where either is not finite.
+        bias: (B, Hkv, kv_blocks), ln of the number of visible keys; -inf without any; NaN where a key or a value is not
+            finite: it reaches the rows that have the block, and no others.
     """
 
     key: Tensor
@@ -40,11 +40,11 @@ def block_means(key: Tensor, value: Tensor, keys_seen: Tensor | None) -> BlockMe
     seen = torch.ones(1, 1, key.shape[2], dtype=torch.bool, device=key.device) if keys_seen is None else keys_seen
     counts = key_blocks(seen, False).sum(-1)  # [b, h, kv_blocks]
     key_means, value_means = (_means(tokens, keys_seen, counts) for tokens in (key, value))
-    finite = key_means.isfinite().all(-1, keepdim=True) & value_means.isfinite().all(-1, keepdim=True)
+    finite = key_means.isfinite().all(-1) & value_means.isfinite().all(-1)
     return BlockMeans(
-        torch.where(finite, key_means, torch.nan),
-        torch.where(finite, value_means, 0.0),
-        counts.to(key_means.dtype).log(),
+        torch.where(finite[..., None], key_means, 0.0),
+        torch.where(finite[..., None], value_means, 0.0),
+        torch.where(finite, counts.to(key_means.dtype).log(), torch.nan),
     )
 
 
@@ -70,7 +70,5 @@ def replaced_bias(means: BlockMeans, kept: Tensor, call: Call) -> Tensor:
     It is ln of how many keys a mean stands for, and -inf where the row keeps the block or cannot have its mean.
     """
     replaced = ~kept & replaceable_blocks(call.shape, call.is_causal, kept.device)
-    bias = means.bias
-    if bias.shape[1] > 1:
-        bias = bias.repeat_interleave(call.shape.group, 1)
+    bias = means.bias.repeat_interleave(call.shape.group, 1)
     return torch.where(replaced, bias[:, :, None], -torch.inf)

@@ -175,7 +175,8 @@ def test_masks_and_sparsity_together(backend: str, is_causal: bool, kind: str) -
     query, key, value = make_qkv(140, 640, batch=2, heads=4, kv_heads=2, head_dim=16)
     mask = masks(140, 640, 2, 4)[kind]
     call = {"is_causal": is_causal, "attn_mask": mask, "enable_gqa": True, "backend": backend}
-    got = sparge.attention(query, key, value, return_lse=True, quantization="none", **SPARSE, **call)
+    options = {"quantization": "none", "skipped": "drop", **SPARSE, **call}
+    got = sparge.attention(query, key, value, return_lse=True, **options)
     blocks = sparge.predict(query, key, **SPARSE, **call)
     assert 0 < blocks.density() < 0.5
     assert_exact(got, query, key, value, is_causal=is_causal, attn_mask=mask, block_mask=blocks.to_dense())

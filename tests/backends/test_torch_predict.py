@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from sparge import Budget, Mean, Moment, TopCdf, TopK, reference
+from sparge import Budget, Mean, Moment, Spread, TopCdf, TopK, reference
 from sparge.backends.torch import predict as torch_predict
 from sparge.call import Call
 from sparge.geometry import Shape
@@ -59,7 +59,9 @@ def mask_of(kind: str, shape: Shape) -> torch.Tensor | None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "score"), [*itertools.product(RULES, [Moment(), Mean()]), ("topk", Moment(3))], ids=str
+    ("rule", "score"),
+    [*itertools.product(RULES, [Moment(), Mean(), Spread()]), ("topk", Moment(3)), ("topk", Spread(4))],
+    ids=str,
 )
 @pytest.mark.parametrize("kind", ["none", "keys", "elements", "key bias", "head bias"])
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -91,7 +93,7 @@ def test_rows_predicted_in_small_chunks_are_the_same(monkeypatch):
     assert torch.equal(torch_predict.predict(query, key, Call(shape, **options)).kv_indices, whole.kv_indices)
 
 
-@pytest.mark.parametrize("score", [Moment(), Mean()], ids=str)
+@pytest.mark.parametrize("score", [Moment(), Mean(), Spread()], ids=str)
 def test_a_channel_offset_and_16_bit_inputs_do_not_move_the_selection(score):
     """Scores are fp32: an offset of 100 on K changes no block, although q.k grows a hundredfold."""
     shape = SHAPES["square"]

@@ -13,7 +13,7 @@ import sparge
 from conftest import causality
 from gpu.conftest import BACKEND, DEVICE, make_inputs, random_bits
 from selection import assert_same_blocks as assert_same_blocks_of
-from sparge import Budget, Dense, Mean, Moment, TopCdf, TopK
+from sparge import Budget, Dense, Mean, Moment, Spread, TopCdf, TopK
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 assert_same_blocks = partial(assert_same_blocks_of, backend=BACKEND)
@@ -79,7 +79,7 @@ def mask_of(kind: str, query: Tensor, key: Tensor) -> Tensor | None:
     return None
 
 
-@pytest.mark.parametrize("score", [Moment(), Mean()], ids=str)
+@pytest.mark.parametrize("score", [Moment(), Mean(), Spread()], ids=str)
 @causality
 @pytest.mark.parametrize("rule", RULES)
 def test_rules(monkeypatch: pytest.MonkeyPatch, rule: str, is_causal: bool, score: Any) -> None:
@@ -106,11 +106,11 @@ def test_masks_and_the_mean_score(monkeypatch: pytest.MonkeyPatch, is_causal: bo
     assert_same_blocks(monkeypatch, query, key, score="mean", **options)
 
 
-@pytest.mark.parametrize("samples", [1, 5, 16])
+@pytest.mark.parametrize("score", [Moment(1), Moment(5), Moment(16), Spread(4), Spread(128)], ids=str)
 @pytest.mark.parametrize("kind", ["none", "padding"])
-def test_numbers_of_samples(monkeypatch: pytest.MonkeyPatch, kind: str, samples: int) -> None:
+def test_numbers_of_samples(monkeypatch: pytest.MonkeyPatch, kind: str, score: Any) -> None:
     query, key = structured("ragged")
-    options = {"attn_mask": mask_of(kind, query, key), "sparsity": TopK(0.4, min_blocks=1), "score": Moment(samples)}
+    options = {"attn_mask": mask_of(kind, query, key), "sparsity": TopK(0.4, min_blocks=1), "score": score}
     assert_same_blocks(monkeypatch, query, key, is_causal=True, **options)
 
 

@@ -96,11 +96,12 @@ class TestAttention:
         """`attention` shares the passes over K between the stages; the numbers are those of separate calls."""
         query, key, value = structured(200, 300)
         rules = {"sparsity": RULES["similarity"], "is_causal": is_causal}
-        given = {"quantization": quantization, "return_lse": True, **TRITON}
-        got = sparge.attention(query, key, value, **rules, **given)
         mask = sparge.predict(query, key, **rules, **TRITON)
-        for ours, theirs in zip(got, sparge.block_sparse_attention(query, key, value, mask, **given), strict=True):
-            assert torch.equal(ours, theirs)
+        for skipped in ("mean", "drop"):
+            given = {"quantization": quantization, "return_lse": True, "skipped": skipped, **TRITON}
+            got = sparge.attention(query, key, value, **rules, **given)
+            for ours, theirs in zip(got, sparge.block_sparse_attention(query, key, value, mask, **given), strict=True):
+                assert torch.equal(ours, theirs)
         blocks = mask.to_dense()
         if quantization == "none":
             assert_exact(got, query, key, value, is_causal=is_causal, block_mask=blocks)

@@ -92,7 +92,7 @@ def key_value_codes(
     assert shape.kv_len == 1 or (summary.balance != 1).any()
     seen = visibility_of(shape, is_causal, attn_mask)
     call = call_of(shape, is_causal=is_causal, quantization=quantization, attn_mask=attn_mask)
-    return *quantize_key_value(key, value, summary, call, seen), summary
+    return *quantize_key_value(key, value, summary, call, seen.keys if seen else None), summary
 
 
 def random_channels(tokens: Tensor, seed: int = 11) -> Tensor:
@@ -215,7 +215,7 @@ def query_summary_of(
         call_of(shape, is_causal=is_causal, scale=scale, attn_mask=attn_mask),
         visibility_of(shape, is_causal, attn_mask),
         codes=True,
-        mean=True,
+        parts=1,
         similarity=True,
     )
 
@@ -245,8 +245,8 @@ def assert_query(
             assert_close(got.lse_shift[flat], scale * (tokens @ mean), tolerance)
             means, _ = prediction.pool(tokens, seen, BLOCK_Q)
             sizes, _ = prediction.pool(tokens.abs(), seen, BLOCK_Q)
-            assert_close(got.mean[flat, :, : shape.head_dim], means, 16 * EPSILON * sizes)
-            assert not got.mean[flat, :, shape.head_dim :].any()
+            assert_close(got.mean[flat, :, 0, : shape.head_dim], means, 16 * EPSILON * sizes)
+            assert not got.mean[flat, :, 0, shape.head_dim :].any()
             assert_close(got.similarity[flat], prediction.self_similarity(tokens, seen, BLOCK_Q), 1e-5)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from conftest import causality, make_qkv
 from kernels.conftest import call_of, random_bits, shape_of, visibility_of
 from selection import specified
-from sparge import Mean, Moment, TopK
+from sparge import Mean, Moment, Spread, TopK
 from sparge.backends.cuda.stages.quantize import summarize_query
 from sparge.backends.cuda.stages.score import block_probabilities, score_inputs
 from sparge.backends.cuda.stages.summary import summarize_key_value
@@ -53,10 +53,19 @@ def probabilities_of(
     similarity = threshold is not None
     inputs = score_inputs(score)
     key_value = summarize_key_value(
-        query, key, key, call, seen, means=True, variance=inputs.variance, codes=False, similarity=similarity
+        query,
+        key,
+        key,
+        call,
+        seen,
+        means=True,
+        variance=inputs.variance,
+        blocks=False,
+        codes=False,
+        similarity=similarity,
     )
     summary = summarize_query(
-        query, key_value, call, seen, codes=False, mean=inputs.samples is None, similarity=similarity
+        query, key_value, call, seen, codes=False, parts=inputs.parts(call.score), similarity=similarity
     )
     first_seen, first_query = (None, None) if attn_mask is None else first_seen_keys(shape, is_causal, attn_mask)
     thresholds = None if threshold is None else torch.full((shape.heads,), threshold)
@@ -96,26 +105,29 @@ def assert_probabilities(
 
 
 @pytest.mark.parametrize("name, is_causal", [("square", False), *((name, True) for name in LENGTHS)], ids=str)
-@pytest.mark.parametrize("score", [Moment(1), Moment(3), Moment(8), Moment(32), Mean()], ids=str)
+@pytest.mark.parametrize("score", [Moment(1), Moment(3), Moment(8), Moment(32), Mean(), Spread(4), Spread()], ids=str)
 def test_samples_and_lengths(monkeypatch: pytest.MonkeyPatch, name: str, is_causal: bool, score: Score) -> None:
     """Fewer samples share a program with more query blocks; 3 are padded to 4."""
     query, key = structured(*LENGTHS[name], heads=2, kv_heads=1, head_dim=24)
     got, rows = assert_probabilities(monkeypatch, query, key, score, is_causal=is_causal)
-    total = got[:, :, -1].sum(-1)
-    assert (total >= 1 - 1e-3).all(), "a root of mean squares is no less than the mean"
-    assert score.exponent == 2 or (total <= 1 + 1e-3).all()
+    if not isinstance(score, Spread):  # whose numbers are no shares
+        total = got[:, :, -1].sum(-1)
+        assert (total >= 1 - 1e-3).all(), "a root of mean squares is no less than the mean"
+        assert score.exponent == 2 or (total <= 1 + 1e-3).all()
     chosen = rows[-1].probabilities
     assert chosen.max() > 1.1 * chosen[chosen > 0].min(), "there is something to choose from"
 
 
-@pytest.mark.parametrize("score", [Moment(128), Moment(64), Moment(16), Moment(5)], ids=str)
+@pytest.mark.parametrize(
+    "score", [Moment(128), Moment(64), Moment(16), Moment(5), Spread(128), Spread(64), Spread(2), Spread(1)], ids=str
+)
 def test_groups_of_query_blocks(monkeypatch: pytest.MonkeyPatch, score: Score) -> None:
     """A program holds 128 samples: of one query block, two, eight or sixteen."""
     query, key = structured(400, 200, heads=1, head_dim=16)
     assert_probabilities(monkeypatch, query, key, score)
 
 
-@pytest.mark.parametrize("score, is_causal", [(Moment(8), True), (Mean(), False)], ids=str)
+@pytest.mark.parametrize("score, is_causal", [(Moment(8), True), (Mean(), False), (Spread(), False)], ids=str)
 def test_more_key_blocks_than_one_step_takes(monkeypatch: pytest.MonkeyPatch, is_causal: bool, score: Score) -> None:
     query, key = structured(130, 4200, heads=1, head_dim=8)
     assert_probabilities(monkeypatch, query, key, score, is_causal=is_causal)
@@ -126,7 +138,7 @@ def test_more_key_blocks_than_one_step_takes(monkeypatch: pytest.MonkeyPatch, is
     [(8, torch.float16), (72, torch.bfloat16), (128, torch.float32), (256, torch.bfloat16), (200, torch.float16)],
     ids=str,
 )
-@pytest.mark.parametrize("score", [Moment(8), Mean()], ids=str)
+@pytest.mark.parametrize("score", [Moment(8), Mean(), Spread()], ids=str)
 def test_widths_and_dtypes(monkeypatch: pytest.MonkeyPatch, head_dim: int, dtype: torch.dtype, score: Score) -> None:
     query, key = structured(130, 200, heads=1, head_dim=head_dim, dtype=dtype)
     assert_probabilities(monkeypatch, query, key, score, is_causal=True, scale=head_dim**-0.5)
@@ -140,6 +152,9 @@ def test_widths_and_dtypes(monkeypatch: pytest.MonkeyPatch, head_dim: int, dtype
         ("left padding", Mean()),
         ("per head", Moment(8)),
         ("per head", Mean()),
+        ("right padding", Spread(4)),
+        ("left padding", Spread()),
+        ("per head", Spread(4)),
         ("nothing", Moment(8)),
     ],
     ids=str,
@@ -161,13 +176,13 @@ def test_key_masks(monkeypatch: pytest.MonkeyPatch, is_causal: bool, score: Scor
 
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 1.5])
-@pytest.mark.parametrize("score", [Moment(8), Mean()], ids=str)
+@pytest.mark.parametrize("score", [Moment(8), Mean(), Spread()], ids=str)
 def test_scales(monkeypatch: pytest.MonkeyPatch, score: Score, scale: float) -> None:
     query, key = structured(130, 200, heads=1, head_dim=16)
     assert_probabilities(monkeypatch, query * (0.1 if scale > 1 else 1), key, score, scale=scale)
 
 
-@pytest.mark.parametrize("score", [Moment(8), Mean()], ids=str)
+@pytest.mark.parametrize("score", [Moment(8), Mean(), Spread()], ids=str)
 @causality
 def test_key_blocks_that_disagree_take_no_part(monkeypatch: pytest.MonkeyPatch, is_causal: bool, score: Score) -> None:
     query, key, _ = make_qkv(300, 330, heads=2, kv_heads=1, head_dim=16)
@@ -181,7 +196,7 @@ def test_key_blocks_that_disagree_take_no_part(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("score", [Moment(8), Mean()], ids=str)
+@pytest.mark.parametrize("score", [Moment(8), Mean(), Spread()], ids=str)
 def test_broken_tokens_are_marked(monkeypatch: pytest.MonkeyPatch, score: Score, bad: float) -> None:
     """A key spoils its block for every query, a query the whole row of its block; the others keep their softmax."""
     query, key = structured(300, 200, heads=2, kv_heads=1, head_dim=16)
@@ -197,5 +212,5 @@ def test_a_score_without_a_kernel_is_refused() -> None:
     class Unknown(Score):
         name = "unknown"
 
-    with pytest.raises(NotImplementedError, match="expected 'moment' or 'mean', got 'unknown'"):
+    with pytest.raises(NotImplementedError, match="expected 'moment' or 'mean' or 'spread', got 'unknown'"):
         score_inputs(Unknown())

@@ -51,7 +51,7 @@ def test_hazards_are_sorted_by_the_lines_they_are_between(
     first_scale = place("softmax.py", "metadata.key_scale.index(")
     block = place("producer.py", "metadata.block", ".store(")
     first_block = place("softmax.py", "block = metadata.block.index(place).load(")
-    count_stored, count = place("producer.py", "zero + count"), place("consumer.py", "query_stage * 2 + 1).load(")
+    count_stored, count = place("producer.py", "zero + num_stages"), place("consumer.py", "query_stage * 2 + 1).load(")
     head, roles = place("kernel.py", "def attention_kernel("), place("kernel.py", "gl.warp_specialize(")
     ones = place("kernel.py", "ones_smem.store(")
     listed = place("producer.py", "gl.load(list_ptr + block_numbers,")

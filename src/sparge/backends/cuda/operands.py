@@ -19,8 +19,8 @@ class MeanOperands:
     Attributes:
         key, value, key_scale: as in `Operands`, with a block for each token.
         bias: (B * H * q_blocks, columns) float32, what the scores of each row of blocks get besides, in octaves: log2 of
-            how many keys a mean stands for, -inf where the row keeps the block or cannot have its mean. ``columns`` is
-            a multiple of `BIAS_COLUMNS`.
+            how many keys a mean stands for, -inf where the row keeps the block or cannot have its mean, NaN where that
+            is not finite. ``columns`` is a multiple of `BIAS_COLUMNS`.
     """
 
     key: Tensor

@@ -28,7 +28,7 @@ from sparge.backends.torch import predict as torch_predict
 from sparge.block_mask import BlockMask
 from sparge.call import Call
 from sparge.config import Dense
-from sparge.visibility import Visibility, find_visibility, first_seen_keys
+from sparge.visibility import find_visibility, first_seen_keys
 
 
 def prepare(
@@ -90,7 +90,7 @@ def prepare(
     dtype, key_scale = query.dtype, key
     if quantizes:
         query = summary.codes
-        key, key_scale, value = quantize_key_value(key, value, key_value, call, seen)
+        key, key_scale, value = quantize_key_value(key, value, key_value, call, seen.keys if seen else None)
     if peak_handling(call) == "marked":
         mark_peaks(query, summary.scale, key, key_scale, call)
     operands = Operands(
@@ -103,19 +103,19 @@ def prepare(
         lse_shift=summary.lse_shift,
         dtype=dtype,
         keys_seen=seen.keys if seen else None,
-        means=_means(key_value, mask, call, seen) if replaces else None,
+        means=_means(key_value, mask, call) if replaces else None,
     )
     return operands, mask
 
 
-def _means(key_value: KeyValueSummary, mask: BlockMask | None, call: Call, seen: Visibility | None) -> MeanOperands:
+def _means(key_value: KeyValueSummary, mask: BlockMask | None, call: Call) -> MeanOperands:
     """What stands for the blocks that a mask does not keep."""
-    key, value = key_value.key_block, key_value.value_block
-    assert mask is not None and key is not None and value is not None
+    key, value, bias = key_value.key_block, key_value.value_block, key_value.block_bias
+    assert mask is not None and key is not None and value is not None and bias is not None
     key_scale = key
     if call.is_quantized:
-        key, key_scale, value = quantize_key_value(key, value, key_value, call, None)
-    return MeanOperands(key, value, key_scale, replaced_bias(mask, call, seen))
+        key, key_scale, value = quantize_key_value(key, value, key_value, call, key_value.block_usable)
+    return MeanOperands(key, value, key_scale, replaced_bias(mask, bias, call))
 
 
 def predict(query: Tensor, key: Tensor, call: Call) -> BlockMask:

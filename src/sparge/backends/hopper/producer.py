@@ -171,9 +171,9 @@ def produce(
                 if SPEC.quantized:
                     is_there = i * blocks + groups // KEY_GROUPS < mean_blocks
                     key_scale = gl.load(scale_ptr + i * blocks * KEY_GROUPS + groups, mask=is_there, other=1.0)
-                    if SPEC.exponential_free:
-                        flags += (1 - gl.min((key_scale == key_scale).to(gl.int32), 0)) * NON_FINITE
                 bias = gl.load(bias_ptr + i * SPEC.keys + columns) * SPEC.steps_per_octave
+                if SPEC.exponential_free:
+                    flags += (1 - gl.min((bias == bias).to(gl.int32), 0)) * NON_FINITE
                 _wait_empty(barriers.empty, stage_counter, SPEC.stages)
                 _describe(metadata, stage, key_scale, flags, zero)
                 metadata.bias.index(stage).store(bias)

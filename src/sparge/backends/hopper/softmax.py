@@ -96,8 +96,7 @@ def _add_block_bias(block, query_scale, key_scale, bias_smem, SPEC: gl.constexpr
         bias = gl.convert_layout(gl.reshape(bias, (8, 4, 2)), gl.SliceLayout(0, grouped.type.layout))[None, :, :, :]
         return gl.reshape(gl.fma(bias, units, grouped), (ROWS, BLOCK_K)).to(gl.int32, bitcast=True)
     else:
-        # Where the bias is -inf, a mean that is NaN is hidden, too.
-        return gl.where(bias[None, :] == float("-inf"), float("-inf"), block + (bias * (1.0 / query_scale))[None, :])
+        return block + (bias * (1.0 / query_scale))[None, :]
 
 
 @jit

@@ -51,7 +51,7 @@ def add_means(
     """`Sums` with the means of the first ``num_blocks`` blocks, of ``kv_blocks``, added.
 
     Args:
-        bias_base: of the row of blocks, -inf for a mean that does not enter.
+        bias_base: of the row of blocks, -inf for a mean that does not enter, NaN for one that is not finite.
         key_base, key_scale_base, value_base: of the head's means, or of their codes.
         VALUE_WIDTH: channels of a mean value in memory.
     """
@@ -75,7 +75,7 @@ def add_means(
         else:
             key = tl.load(key_ptrs, mask=present, other=0.0)
             scores = tl.dot(query, key.T, input_precision=DOT_PRECISION) * query_scale
-        scores = tl.where((bias == float("-inf"))[None, :], float("-inf"), scores + bias[None, :])
+        scores += bias[None, :]
 
         local_max = tl.max(scores, 1)
         row_max = tl.maximum(row_max, local_max)

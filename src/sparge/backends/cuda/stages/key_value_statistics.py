@@ -128,6 +128,8 @@ def summarize_kernel(
     variance_ptr,
     key_block_ptr,
     value_block_ptr,
+    block_bias_ptr,
+    block_usable_ptr,
     key_part_ptr,
     key_count_ptr,
     value_max_ptr,
@@ -156,7 +158,7 @@ def summarize_kernel(
 
         mean_j     = scale log2 e  sum k / n            in two bfloat16 numbers (16 bits), high and low
         variance_j = scale^2 / 4 log2 e  (sum k^2 / n - (sum k / n)^2)      in one: it enters at second order
-        key block  = sum k / n,  value block = sum v / n        NaN and 0 where either is not finite
+        key block  = sum k / n,  value block = sum v / n,  bias = log2 n;      0, 0 and NaN where either is not finite
         key part   = sum k, sum k^2 and n               of tokens that are finite in every channel
         value max  = largest finite |v|                 of each channel
 
@@ -168,7 +170,8 @@ def summarize_kernel(
     Writes
         mean_high, mean_low   [B * Hkv, kv_blocks, D padded] bfloat16 (WITH_MEANS)
         variance              the same (WITH_VARIANCE, which needs WITH_MEANS)
-        key_block, value_block    [B * Hkv, kv_blocks, D | Dv padded] (WITH_BLOCKS)
+        key_block, value_block    [B * Hkv, kv_blocks, D | Dv padded], block_bias [B * Hkv, kv_blocks] (WITH_BLOCKS)
+        block_usable              [B * Hkv, kv_blocks] int8 (WITH_BLOCKS), whether the bias is finite
         key_part              [B * Hkv, chunks, 2, D padded] float32, sum and sum of squares (WITH_SUMS)
         key_count             [B * Hkv, chunks] int32 (WITH_SUMS)
         value_max             [B * Hkv, chunks, Dv padded] float32 (WITH_VALUE)
@@ -210,11 +213,15 @@ def summarize_kernel(
                 value_max = tl.maximum(value_max, tl.max(largest, 0))
                 value_mean = tl.sum(value_total, 0) * share
                 broken = (tl.min(is_finite(mean).to(tl.int32)) == 0) | (tl.min(is_finite(value_mean).to(tl.int32)) == 0)
-                key_block = tl.where(broken, float("nan"), mean).to(key_block_ptr.dtype.element_ty)
+                key_block = tl.where(broken, 0.0, mean).to(key_block_ptr.dtype.element_ty)
                 tl.store(key_block_ptr + row * HEAD_DIM_PADDED + channels, key_block, mask=inside)
                 value_block = tl.where(broken, 0.0, value_mean).to(value_block_ptr.dtype.element_ty)
                 value_inside = value_channels < tl.where(block < kv_blocks, VALUE_DIM_PADDED, 0)
                 tl.store(value_block_ptr + row * VALUE_DIM_PADDED + value_channels, value_block, mask=value_inside)
+                bias = tl.where(count == BLOCK_K, 6.0, tl.log2(count.to(tl.float32)))
+                tl.store(block_bias_ptr + row, tl.where(broken, float("nan"), bias), mask=block < kv_blocks)
+                usable = (count > 0) & (broken == 0)
+                tl.store(block_usable_ptr + row, usable.to(tl.int8), mask=block < kv_blocks)
             if WITH_MEANS:
                 if WITH_VARIANCE:
                     variance = squares * share - mean * mean
@@ -264,6 +271,8 @@ class KeyValueStatistics:
     variance: Tensor
     key_block: Tensor
     value_block: Tensor
+    block_bias: Tensor
+    block_usable: Tensor
     key_part: Tensor
     key_count: Tensor
     value_max: Tensor
@@ -302,6 +311,8 @@ def key_value_statistics(
         variance=buffer_like(key, variance, *per_block, dtype=torch.bfloat16),
         key_block=buffer_like(key, with_blocks, *of_heads, width, dtype=blocks_for or key.dtype),
         value_block=buffer_like(key, with_blocks, *of_heads, value_width, dtype=blocks_for or key.dtype),
+        block_bias=buffer_like(key, with_blocks, *of_heads),
+        block_usable=buffer_like(key, with_blocks, *of_heads, dtype=torch.int8),
         key_part=buffer_like(key, sums, heads, chunks, 2, width),
         key_count=buffer_like(key, sums, heads, chunks, dtype=torch.int32),
         value_max=buffer_like(key, value_max, heads, chunks, value_width),
@@ -321,6 +332,8 @@ def key_value_statistics(
         variance_ptr=statistics.variance,
         key_block_ptr=statistics.key_block,
         value_block_ptr=statistics.value_block,
+        block_bias_ptr=statistics.block_bias,
+        block_usable_ptr=statistics.block_usable,
         key_part_ptr=statistics.key_part,
         key_count_ptr=statistics.key_count,
         value_max_ptr=statistics.value_max,

@@ -340,12 +340,13 @@ def summarize_query(
 
 
 def quantize_key_value(
-    key: Tensor, value: Tensor, key_value: KeyValueSummary, call: Call, seen: Visibility | None
+    key: Tensor, value: Tensor, key_value: KeyValueSummary, call: Call, seen: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes of K, their scales (B, Hkv, blocks, 4), and codes of V, or V itself where it is FP16 already.
 
     Args:
         key, value: of the call, or means of its blocks, which are rounded in the same way: (B, Hkv, tokens, width).
+        seen: which tokens are, (B | 1, Hkv | 1, tokens); None: all.
     """
     shape, kv_len = call.shape, key.shape[2]
     width, value_width = padded(shape.head_dim), padded(shape.value_dim)
@@ -359,7 +360,7 @@ def quantize_key_value(
         value_codes, kind = buffer_like(key, True, *heads, value_width, length, dtype=torch.float8_e4m3fn), "fp8"
     elif value.dtype != torch.float16:
         value_codes, kind = buffer_like(key, True, *heads, length, value_width, dtype=torch.float16), "fp16"
-    keys_seen, seen_strides = seen_argument(seen.keys if seen else None, (*heads, kv_len), key)
+    keys_seen, seen_strides = seen_argument(seen, (*heads, kv_len), key)
     launch(
         quantize_key_value_kernel,
         kv_blocks * shape.batch * shape.kv_heads,
@@ -382,7 +383,7 @@ def quantize_key_value(
         VALUE_DIM=shape.value_dim,
         HEAD_DIM_PADDED=width,
         VALUE_DIM_PADDED=value_width,
-        HAS_SEEN=seen is not None and seen.keys is not None,
+        HAS_SEEN=seen is not None,
         VALUE_CODES=kind,
         num_warps=configs.key_value_config().warps,
     )

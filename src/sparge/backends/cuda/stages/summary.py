@@ -33,6 +33,8 @@ class KeyValueSummary:
         key_similarity: (B * Hkv, kv_blocks) float32, None where it was not asked for.
         key_block, value_block: (B, Hkv, kv_blocks, D | D_v padded), the means that stand for skipped blocks, None where
             none do; float32 where they are to be rounded, else in the dtype of K.
+        block_bias: (B, Hkv, kv_blocks) float32, log2 of how many keys each stands for, NaN where one is not finite.
+        block_usable: (B, Hkv, kv_blocks) int8, whether the bias is finite.
     """
 
     mean_high: Tensor
@@ -44,6 +46,8 @@ class KeyValueSummary:
     key_similarity: Tensor | None = None
     key_block: Tensor | None = None
     value_block: Tensor | None = None
+    block_bias: Tensor | None = None
+    block_usable: Tensor | None = None
 
 
 def summarize_key_value(
@@ -95,4 +99,6 @@ def summarize_key_value(
         key_similarity=key_similarity(key, statistics, scales.key_mean, call, seen) if similarity else None,
         key_block=statistics.key_block if blocks else None,
         value_block=statistics.value_block if blocks else None,
+        block_bias=statistics.block_bias if blocks else None,
+        block_usable=statistics.block_usable if blocks else None,
     )

@@ -1,0 +1,288 @@
+"""Tokens of pictures and videos along a curve: what reaches `sparge.attention`, and that nothing else notices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+pytest.importorskip("diffusers")
+
+import torch
+from tiny_transformers import build
+from torch import Tensor
+from torch.library import opcheck
+
+import sparge
+from conftest import make_qkv
+from sparge import Budget, Policy, TopCdf, TopK, ops
+from sparge.integrations.calls import Layer, attend, substituted
+from sparge.ordering import ORDERS, order_of
+
+pytestmark = pytest.mark.timeout(240)
+
+GRID = (3, 12, 12)
+"""Of the tiny Wan and CogVideoX; the latter has 70 tokens of text before it."""
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Any:
+    with torch.no_grad():
+        yield
+
+
+@dataclass
+class Seen:
+    """A call as `sparge.attention` gets it."""
+
+    layer: str
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    options: dict[str, Any]
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.query, self.key, self.value
+
+
+def watched(model: Any, inputs: dict[str, Any], **policy: Any) -> tuple[Tensor, list[Seen]]:
+    """A model's output, and its sparse calls."""
+    calls: list[Seen] = []
+
+    def attention(layer: str, query: Tensor, key: Tensor, value: Tensor, *mask: Any, **options: Any) -> Tensor:
+        calls.append(Seen(layer, query, key, value, options))
+        return sparge.attention(query, key, value, *mask, **options)
+
+    sparge.enable(model, Policy(backend="torch", on_unsupported="raise", **policy))
+    with substituted(attention):
+        output = model(**inputs, return_dict=False)[0]
+    sparge.disable(model)
+    return output, calls
+
+
+def options_of(
+    policy: Policy,
+    tokens: int,
+    *,
+    grid: tuple[int, ...] | None,
+    text: Sequence[tuple[int, int]] = (),
+    kv_len: int | None = None,
+    **call: Any,
+) -> Seen:
+    """One call of a layer with the policy."""
+    calls: list[Seen] = []
+
+    def attention(layer: str, query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any) -> Tensor:
+        calls.append(Seen(layer, query, key, value, options))
+        return query
+
+    tensors = make_qkv(tokens, kv_len, heads=1, head_dim=8)
+    with substituted(attention):
+        output = attend(Layer("layer", policy), *tensors, text=text, grid=grid, **call)
+    assert output is not None
+    assert torch.equal(output, tensors[0]), "what was moved is moved back"
+    seen = calls[0]
+    seen.options["is_ordered"] = not torch.equal(seen.query, tensors[0])
+    return seen
+
+
+class TestModels:
+    @pytest.mark.parametrize("name, start", [("wan", 0), ("cogvideox", 70)])
+    @pytest.mark.parametrize("order", ["hilbert", "morton", "tile"])
+    def test_calls_get_tokens_in_order(self, name: str, start: int, order: str) -> None:
+        """Those of the first layer: later ones get what the orders of sums made of it. Text stays first."""
+        model, inputs = build(name)
+        plain, by_row = watched(model, inputs, topk=1.0, order="row")
+        output, ordered = watched(model, inputs, topk=1.0, order=order)
+        assert [call.layer for call in ordered] == [call.layer for call in by_row]
+        expected = order_of(GRID, order)
+        for before, after in zip(by_row[0].tensors, ordered[0].tensors, strict=True):
+            assert after.shape[2] == start + 432
+            assert torch.equal(after, expected.apply(before, 2, start))
+            assert torch.equal(after[:, :, :start], before[:, :, :start])
+            assert not torch.equal(after, before)
+        torch.testing.assert_close(output, plain, rtol=0, atol=float(30 * 2**-23 * plain.abs().max()))
+
+    def test_hilbert_and_spread_are_the_default(self) -> None:
+        model, inputs = build("wan")
+        output, calls = watched(model, inputs, sparsity=TopK(0.3, min_blocks=1))
+        named, _ = watched(model, inputs, sparsity=TopK(0.3, min_blocks=1), order="hilbert", score="spread")
+        assert torch.equal(output, named)
+        assert {call.options["score"] for call in calls} == {"spread"}
+        by_row, calls = watched(model, inputs, sparsity=TopK(0.3, min_blocks=1), order="row")
+        assert {call.options["score"] for call in calls} == {"moment"}
+        assert not torch.equal(output, by_row)
+
+    @pytest.mark.parametrize("name", ["hunyuanvideo", "ltx", "mochi", "sd3"])
+    def test_other_models_are_ordered_too(self, name: str) -> None:
+        model, inputs = build(name)
+        _, calls = watched(model, inputs, topk=1.0)
+        _, by_row = watched(model, inputs, topk=1.0, order="row")
+        assert not torch.equal(calls[0].query, by_row[0].query)
+        torch.testing.assert_close(calls[0].query.sort(2).values, by_row[0].query.sort(2).values, rtol=0, atol=0)
+
+    def test_a_model_without_a_known_grid_stays_as_it_is(self) -> None:
+        model, inputs = build("flux")
+        _, calls = watched(model, inputs, topk=1.0)
+        _, by_row = watched(model, inputs, topk=1.0, order="row")
+        assert torch.equal(calls[0].query, by_row[0].query)
+        assert calls[0].options["score"] == "moment"
+
+    def test_arguments_by_place(self) -> None:
+        """The grid is read from them, however the model is called."""
+        model, inputs = build("wan")
+        _, by_name = watched(model, inputs, topk=1.0)
+        places = ("hidden_states", "timestep", "encoder_hidden_states")
+        calls: list[Tensor] = []
+
+        def attention(_: str, query: Tensor, *__: Any, **___: Any) -> Tensor:
+            calls.append(query)
+            return query
+
+        sparge.enable(model, Policy(topk=1.0, backend="torch"))
+        with substituted(attention):
+            model(*(inputs[name] for name in places), return_dict=False)
+        assert torch.equal(calls[0], by_name[0].query)
+
+    def test_another_size_has_another_grid(self) -> None:
+        model, inputs = build("wan")
+        other = {**inputs, "hidden_states": inputs["hidden_states"][..., :16]}
+        _, by_row = watched(model, other, topk=1.0, order="row")
+        _, calls = watched(model, other, topk=1.0)
+        assert torch.equal(calls[0].query, order_of((3, 12, 8)).apply(by_row[0].query))
+
+    def test_compiled_equals_eager(self) -> None:
+        model, inputs = build("wan")
+        sparge.enable(model, Policy(sparsity=TopK(0.3, min_blocks=1), order="hilbert", backend="torch"))
+        expected = model(**inputs, return_dict=False)[0]
+        torch._dynamo.reset()
+        compiled = torch.compile(model, fullgraph=True, backend="eager")
+        torch.testing.assert_close(compiled(**inputs, return_dict=False)[0], expected, rtol=0, atol=1e-5)
+        assert sparge.stats().reasons["sparse: torch"] == 4
+
+
+class TestCalls:
+    POLICY = Policy(topk=0.3, backend="torch", on_unsupported="raise")
+
+    def test_the_grid_is_all_tokens_but_the_text(self) -> None:
+        for text in ((), [(0, 70)], [(432, 500)], [(0, 70), (502, 520)]):
+            count = 432 + sum(stop - start for start, stop in text)
+            assert options_of(self.POLICY, count, grid=GRID, text=text).options["is_ordered"]
+            for other in (count - 1, count + 1):
+                seen = options_of(self.POLICY, other, grid=GRID, text=text)
+                assert not seen.options["is_ordered"], "it is not the grid of these tokens"
+                assert seen.options["score"] == "moment"
+
+    @pytest.mark.parametrize(
+        "policy, call",
+        [
+            ({"always_keep": ((0, 10),)}, {}),
+            ({"order": "row"}, {}),
+            ({}, {"grid": None}),
+            ({}, {"is_causal": True}),
+            ({}, {"attn_mask": torch.rand(1, 1, 432, 432) < 0.9}),
+            ({}, {"attn_mask": (torch.arange(432) < 400)[None, None, None]}),
+            ({"self_attention_only": False}, {"kv_len": 700}),
+        ],
+        ids=["always keep", "by row", "no grid", "causal", "a mask", "a hidden part of the grid", "other keys"],
+    )
+    def test_what_leaves_tokens_alone(self, policy: dict[str, Any], call: dict[str, Any]) -> None:
+        made = Policy(topk=0.3, backend="torch", on_unsupported="raise", **policy)
+        seen = options_of(made, 432, **{"grid": GRID, **call})
+        assert not seen.options["is_ordered"]
+        assert seen.options["score"] == "moment"
+
+    def test_hidden_text_is_no_obstacle(self) -> None:
+        """As HunyuanVideo's, behind the video: the keys that are left are the video and the first of the text."""
+        mask = (torch.arange(502) < 460)[None, None, None]
+        seen = options_of(self.POLICY, 502, grid=GRID, text=[(432, 502)], attn_mask=mask)
+        assert seen.key.shape[2] == 460
+        assert seen.options["is_ordered"]
+        assert seen.options["score"] == "spread"
+
+    @pytest.mark.parametrize(
+        "policy, score",
+        [
+            ({}, "spread"),
+            ({"skipped": "mean"}, "spread"),
+            ({"skipped": "drop"}, "moment"),
+            ({"score": "mean"}, "mean"),
+            ({"topk": None, "sparsity": TopK(0.3)}, "spread"),
+            ({"topk": None, "sparsity": TopCdf(0.9)}, "moment"),
+        ],
+        ids=str,
+    )
+    def test_the_score(self, policy: dict[str, Any], score: str) -> None:
+        made = Policy(**{"topk": 0.3, "backend": "torch", **policy})
+        seen = options_of(made, 432, grid=GRID)
+        assert seen.options["is_ordered"]
+        assert seen.options["score"] == score
+        assert seen.options["skipped"] == made.skipped
+
+    def test_language_is_no_grid(self) -> None:
+        seen = options_of(self.POLICY, 432, grid=None, is_language=True)
+        assert (seen.options["score"], seen.options["skipped"]) == ("moment", "drop")
+
+    @pytest.mark.parametrize(
+        "rule, is_exact",
+        [(Budget(0.25), True), (Budget(0.24), False), (TopK(0.1), True), (TopCdf(0.5), True)],
+        ids=str,
+    )
+    def test_text_sees_everything_where_that_costs_little(self, rule: Any, is_exact: bool) -> None:
+        """A row of blocks of 33 is an eighth of a budget of .2424 (8 / 33); rows of other rules have their own."""
+        policy = Policy(sparsity=rule, backend="torch")
+        seen = options_of(policy, 4096 + 70, grid=(4, 32, 32), text=[(0, 70)])
+        assert seen.options.get("exact_queries") == ([(0, 70)] if is_exact else None)
+        assert seen.options["always_keep"] == [(0, 70)]
+        longer = options_of(policy, 4096 + 129, grid=(4, 32, 32), text=[(0, 129)])
+        assert ("exact_queries" in longer.options) == (not rule.is_call_wide), "two rows of blocks"
+
+    def test_without_text_nothing_is_exact(self) -> None:
+        assert "exact_queries" not in options_of(self.POLICY, 432, grid=GRID).options
+
+
+class TestAlong:
+    @pytest.mark.parametrize("order", ORDERS)
+    @pytest.mark.parametrize("start", [0, 5])
+    def test_there_and_back(self, order: str, start: int) -> None:
+        tokens = torch.randn(2, 3, 5 + 60 + 7, 4, generator=torch.Generator().manual_seed(0))
+        moved = ops.along(tokens, (3, 4, 5), order, start)
+        assert torch.equal(moved, order_of((3, 4, 5), order).apply(tokens, 2, start))
+        assert torch.equal(ops.along(moved, (3, 4, 5), order, start, undo=True), tokens)
+
+    @pytest.mark.parametrize("tokens", [60, 72], ids=["all", "some"])
+    def test_opcheck(self, tokens: int) -> None:
+        for undo in (False, True):
+            arguments = (torch.randn(1, 2, tokens, 4), [3, 4, 5], "hilbert", tokens - 60, undo)
+            assert set(opcheck(torch.ops.sparge.along.default, arguments).values()) == {"SUCCESS"}
+
+    def test_strided_tokens(self) -> None:
+        """Tokens before heads, as models have them: what a compiled program is told of the result holds."""
+        tokens = torch.randn(1, 60, 2, 4).transpose(1, 2)
+        assert set(opcheck(torch.ops.sparge.along.default, (tokens, [3, 4, 5], "tile", 0, False)).values()) == {
+            "SUCCESS"
+        }
+
+    def test_compiled(self) -> None:
+        """One program for all sizes of a grid."""
+        torch._dynamo.reset()
+        graphs = []
+
+        def count_graphs(graph: torch.fx.GraphModule, _: object) -> object:
+            graphs.append(graph)
+            return graph.forward
+
+        def there_and_back(tokens: Tensor, height: int) -> tuple[Tensor, Tensor]:
+            moved = ops.along(tokens, (2, height, 6), "hilbert", 3)
+            return moved, ops.along(moved, (2, height, 6), "hilbert", 3, undo=True)
+
+        compiled = torch.compile(there_and_back, backend=count_graphs, fullgraph=True, dynamic=True)
+        for height in (5, 6, 9):
+            tokens = torch.randn(1, 2, 3 + 12 * height, 4)
+            moved, back = compiled(tokens, height)
+            assert torch.equal(moved, order_of((2, height, 6)).apply(tokens, 2, 3))
+            assert torch.equal(back, tokens)
+        assert len(graphs) == 1
