@@ -118,6 +118,26 @@ def video_tensors(shape: tuple[int, int, int, int], generator: torch.Generator) 
     return query, key, field + _normal(shape, generator)
 
 
+def smooth_tensors(
+    shape: tuple[int, int, int, int], generator: torch.Generator, *, amplitude: float, noise: float
+) -> Inputs:
+    """A smoother field than that of `video_tensors`, of a given size beside its noise: (1, H, S, D) each.
+
+    With less amplitude attention is more even: no few blocks hold it, but their means say what they hold. Values have a
+    mean, as those of models do.
+    """
+    _, heads, tokens, head_dim = shape
+    device = generator.device
+    axes = [torch.linspace(0, 1, size, device=device) for size in frame_grid(tokens)]
+    points = torch.stack(torch.meshgrid(*axes, indexing="ij"), -1).reshape(1, 1, -1, 3)
+    waves = 2.0 * _normal((1, heads, 3, head_dim), generator)
+    phases = 2 * math.pi * torch.rand(1, heads, 1, head_dim, generator=generator, device=device)
+    field = amplitude * torch.cos(points @ waves + phases)
+    query = field + noise * _normal(shape, generator)
+    key = field + noise * _normal(shape, generator) + 2.0 * _normal((1, heads, 1, head_dim), generator)
+    return query, key, field + _normal(shape, generator) + _normal((1, heads, 1, head_dim), generator)
+
+
 def frame_grid(tokens: int) -> tuple[int, int, int]:
     """Frames x height x width that hold exactly ``tokens``, a multiple of 256."""
     side = 32 if tokens % 1024 == 0 and tokens >= 4096 else 16

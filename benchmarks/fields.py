@@ -1,0 +1,119 @@
+"""Smooth fields: what skipping costs, what the means of skipped blocks give back: `python -m benchmarks.fields`.
+
+Four fields from one that a tenth of the blocks nearly hold to one that no few blocks do, in the order of a raster and
+along Hilbert's curve. On a GPU, whole calls of the first at two lengths are timed besides, in turns with cuDNN's.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import sparge
+from benchmarks.measure import append_row
+from sparge.bench.timing import Variant, time_on_cuda
+from sparge.evaluate.inputs import frame_grid, smooth_tensors
+from sparge.evaluate.metrics import relative_l1
+from sparge.ordering import OrderName, order_of
+
+RESULTS = Path(__file__).parent / "results" / "fields.jsonl"
+FIELDS = ((1.6, 0.5), (1.0, 0.5), (0.7, 0.7), (0.5, 0.3))
+"""Amplitude and noise."""
+DENSITIES = (0.05, 0.1, 0.15, 0.25, 0.5)
+ORDERS: tuple[OrderName, ...] = ("row", "hilbert")
+TOKENS, HEAD_DIM = 8192, 128
+TIMED = ((32768, 16), (131072, 4))
+TURNS = 9
+
+
+def made(tokens: int, heads: int, field: tuple[float, float], order: OrderName, device: str) -> list[Tensor]:
+    """Query, key and value in 16 bits where the device has them."""
+    generator = torch.Generator(device).manual_seed(0)
+    shape = (1, heads, tokens, HEAD_DIM)
+    tensors = smooth_tensors(shape, generator, amplitude=field[0], noise=field[1])
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    along = order_of(frame_grid(tokens), order, device)
+    return [along.apply(tensor, 2).to(dtype) for tensor in tensors]
+
+
+def errors(field: tuple[float, float], order: OrderName, device: str, heads: int) -> list[dict[str, Any]]:
+    """Rows of one field: dropping and replacing, as the device computes by default."""
+    query, key, value = made(TOKENS, heads, field, order, device)
+    exact = F.scaled_dot_product_attention(query.float(), key.float(), value.float())
+    rows = []
+    for density in DENSITIES:
+        for skipped in ("drop", "mean"):
+            output = sparge.attention(query, key, value, topk=density, skipped=skipped)
+            rows.append(
+                {
+                    "suite": "error",
+                    "amplitude": field[0],
+                    "noise": field[1],
+                    "order": order,
+                    "density": density,
+                    "skipped": skipped,
+                    "tokens": TOKENS,
+                    "heads": heads,
+                    "relative_l1": relative_l1(output, exact),
+                }
+            )
+    return rows
+
+
+def speeds(tokens: int, heads: int) -> list[dict[str, Any]]:
+    """Rows of whole calls of the first field: time, that of cuDNN in the same run, error against it."""
+    query, key, value = made(tokens, heads, FIELDS[0], "row", "cuda")
+    variants = {"cudnn": Variant(lambda: F.scaled_dot_product_attention(query, key, value), _cudnn)}
+    asked = [(rule, density, skipped) for rule in ("topk", "rows") for density in (0.1, 0.25) for skipped in ("drop", "mean")]
+
+    def call(rule: str, density: float, skipped: Any) -> Tensor:
+        sparsity = sparge.Budget(density) if rule == "topk" else sparge.TopK(density)
+        return sparge.attention(query, key, value, sparsity=sparsity, skipped=skipped)
+
+    for choice in asked:
+        variants[str(choice)] = Variant(lambda choice=choice: call(*choice))
+    exact = variants["cudnn"].once()
+    times = time_on_cuda(variants, TURNS)
+    return [
+        {
+            "suite": "speed",
+            "tokens": tokens,
+            "heads": heads,
+            "rule": rule,
+            "density": density,
+            "skipped": skipped,
+            "ms": times[str((rule, density, skipped))].graph_ms,
+            "cudnn_ms": times["cudnn"].graph_ms,
+            "relative_l1": relative_l1(call(rule, density, skipped), exact),
+        }
+        for rule, density, skipped in asked
+    ]
+
+
+def _cudnn() -> Any:
+    return sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    heads = 8 if args.device == "cuda" else 2
+    rows = [row for field in FIELDS for order in ORDERS for row in errors(field, order, args.device, heads)]
+    if args.device == "cuda":
+        rows += [row for tokens, heads in TIMED for row in speeds(tokens, heads)]
+    for row in rows:
+        append_row(args.results, row, gpu=args.device == "cuda")
+        print({name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()})
+
+
+if __name__ == "__main__":
+    main()
