@@ -7,6 +7,9 @@ error     the error of the output by density, on three kinds of input
 codes     why P needs no exponentials: FP8's code is almost linear in the logarithm
 quality   what a trained language model loses by density, and which needles it finds
 video     how far clips of a trained video model are from dense ones, by density and by time
+replacement   errors on smooth fields: skipped blocks dropped, replaced by means, and along Hilbert's curve
+order     which tokens of a video one key block holds, as a raster and along Hilbert's curve
+calibration   errors of every layer of a language model by density, and the budgets that follow
 hopper    who does what when in the Hopper kernel
 
 Pictures of a `Look` are drawn twice, for light and dark pages: idea-light.png and idea-dark.png.
@@ -34,6 +37,8 @@ from benchmarks.quality_tables import rows_of
 from sparge.evaluate.inputs import Sample, random_like, text_like, text_with_needles, video_like
 from sparge.evaluate.metrics import block_mass, mass_recall, relative_l1
 from sparge.evaluate.plots import DARK, LIGHT, Theme, causal_visibility, mass_levels, paint_blocks, palette
+from sparge.geometry import BLOCK_K
+from sparge.ordering import OrderName, order_of
 
 FOLDER = Path(__file__).parent.parent / "docs" / "figures"
 RESULTS = Path(__file__).parent / "results"
@@ -342,6 +347,90 @@ def draw_video(look: Look) -> Figure:
     return figure
 
 
+def draw_replacement(look: Look) -> Figure:
+    """One panel for each field of `benchmarks.fields`, in 8 bits on a GPU."""
+    rows = [json.loads(line) for line in (RESULTS / "fields.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if row["suite"] == "error"]
+    fields = list(dict.fromkeys((row["amplitude"], row["noise"]) for row in rows))
+    figure = new_figure(9.6, 2.7, look)
+    panels = figure.subplots(1, len(fields), sharey=True)
+    curves = (
+        ("dropped", "drop", "row", "--", look.marks[1]),
+        ("replaced by means", "mean", "row", "-", look.marks[2]),
+        ("the same, along Hilbert's curve", "mean", "hilbert", "-", look.marks[0]),
+    )
+    for panel, (amplitude, noise) in zip(panels, fields, strict=True):
+        for label, skipped, order, style, colour in curves:
+            points = {
+                row["density"]: row["relative_l1"]
+                for row in rows
+                if (row["amplitude"], row["noise"], row["skipped"], row["order"]) == (amplitude, noise, skipped, order)
+            }
+            panel.loglog(list(points), list(points.values()), style, marker="o", ms=3, lw=1.4, color=colour, label=label)
+        panel.set_title(f"amplitude {amplitude}, noise {noise}", fontsize=9)
+        panel.set_xticks([0.05, 0.1, 0.25, 0.5], ["5 %", "10 %", "25 %", "50 %"])
+        panel.minorticks_off()
+        panel.set_xlabel("blocks kept", fontsize=8)
+        dress(panel, look)
+    panels[0].set_ylabel("relative L1 error", fontsize=8)
+    panels[0].set_yticks([0.003, 0.01, 0.03, 0.1, 0.3], [".003", ".01", ".03", ".1", ".3"])
+    handles, labels = panels[0].get_legend_handles_labels()
+    legend = figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    for text in legend.get_texts():
+        text.set_color(look.ink)
+    return figure
+
+
+ORDER_GRID, ORDER_BLOCK = (4, 16, 16), 5
+"""Frames, height and width of what is drawn, and which of its blocks is marked."""
+ORDERS_DRAWN: tuple[OrderName, ...] = ("row", "hilbert")
+
+
+def draw_order(look: Look) -> Figure:
+    """Frames side by side, each block of 64 tokens in a shade of its own, one of them marked."""
+    frames = ORDER_GRID[0]
+    figure = new_figure(9.6, 4.9, look)
+    panels = figure.subplots(2, frames)
+    shades = LinearSegmentedColormap.from_list("blocks", [look.panel, look.theme.kept[1]])
+    for row, name in zip(panels, ORDERS_DRAWN, strict=True):
+        place = order_of(ORDER_GRID, name).inverse.view(ORDER_GRID)  # of every token
+        block = place // BLOCK_K
+        for frame, panel in enumerate(row):
+            panel.imshow((block[frame] * 7 % 16) / 20 + 0.1, cmap=shades, vmin=0, vmax=1)
+            marked = torch.where(block[frame] == ORDER_BLOCK, 1.0, torch.nan)
+            panel.imshow(marked, cmap=LinearSegmentedColormap.from_list("one", [look.marks[1]] * 2))
+            panel.set_xticks([])
+            panel.set_yticks([])
+            panel.set_title(f"frame {frame}" if name == "row" else "", fontsize=9)
+            dress(panel, look)
+        row[0].set_ylabel("raster" if name == "row" else "Hilbert's curve", fontsize=9)
+    return figure
+
+
+def draw_calibration(look: Look) -> Figure:
+    """The profile of `benchmarks/results/smollm2-profile.json`."""
+    profile = sparge.Profile.load(RESULTS / "smollm2-profile.json")
+    budgets = list((profile.policy.budgets or {}).values())
+    shades = LinearSegmentedColormap.from_list("layers", [look.marks[0], look.marks[1]])
+    colours = [shades(place / (len(budgets) - 1)) for place in range(len(budgets))]
+    figure = new_figure(9.6, 3.2, look)
+    left, right = figure.subplots(1, 2)
+    for colour, curve in zip(colours, profile.curves.values(), strict=True):
+        left.loglog(curve.densities, curve.worst(), color=colour, lw=1)
+    left.axhline(profile.max_error, color=look.ink, lw=1, ls=":")
+    left.set_xticks([0.05, 0.1, 0.2, 0.4, 0.8], ["5 %", "10 %", "20 %", "40 %", "80 %"])
+    left.minorticks_off()
+    left.set(xlabel="blocks kept", ylabel="relative L1 error, worst input")
+    right.bar(range(len(budgets)), budgets, color=colours)
+    right.axhline(profile.density, color=look.ink, lw=1, ls=":")
+    right.set(xlabel="layer", ylabel="budget", ylim=(0, 1))
+    for panel in (left, right):
+        dress(panel, look)
+        panel.xaxis.label.set_size(8)
+        panel.yaxis.label.set_size(8)
+    return figure
+
+
 def _by_density(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: row["density"])
 
@@ -402,6 +491,9 @@ DRAWN: dict[str, Callable[[Look], Figure]] = {
     "codes": draw_codes,
     "quality": draw_quality,
     "video": draw_video,
+    "replacement": draw_replacement,
+    "order": draw_order,
+    "calibration": draw_calibration,
 }
 
 

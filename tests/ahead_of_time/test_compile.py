@@ -64,7 +64,7 @@ TENSOR_MEMORY = 512
 KNOWN_SPILLS = {
     (89, "attention_kernel, int8_fp16 similarity"): (16, 0),
     # Triton 3.9; with 3.6 a third of the bytes or less, none of them in a step.
-    (90, "attention_kernel, int8_fp8_fast on hopper"): (136, 3),
+    (90, "attention_kernel, int8_fp8_fast on hopper"): (152, 3),
     (90, "attention_kernel, int8_fp8_fast causal on hopper"): (152, 3),
     (90, "attention_kernel, int8_fp8_fast causal every tile on hopper"): (160, 9),
     (90, "attention_kernel, int8_fp8_fast D 256 on hopper"): (144, 3),
