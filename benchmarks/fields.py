@@ -7,6 +7,7 @@ along Hilbert's curve. On a GPU, whole calls of the first at two lengths are tim
 from __future__ import annotations
 
 import argparse
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def speeds(tokens: int, heads: int) -> list[dict[str, Any]]:
     """Rows of whole calls of the first field: time, that of cuDNN in the same run, error against it."""
     query, key, value = made(tokens, heads, FIELDS[0], "row", "cuda")
     variants = {"cudnn": Variant(lambda: F.scaled_dot_product_attention(query, key, value), _cudnn)}
-    asked = [(rule, density, skipped) for rule in ("topk", "rows") for density in (0.1, 0.25) for skipped in ("drop", "mean")]
+    asked = list(itertools.product(("topk", "rows"), (0.1, 0.25), ("drop", "mean")))
 
     def call(rule: str, density: float, skipped: Any) -> Tensor:
         sparsity = sparge.Budget(density) if rule == "topk" else sparge.TopK(density)

@@ -366,7 +366,8 @@ def draw_replacement(look: Look) -> Figure:
                 for row in rows
                 if (row["amplitude"], row["noise"], row["skipped"], row["order"]) == (amplitude, noise, skipped, order)
             }
-            panel.loglog(list(points), list(points.values()), style, marker="o", ms=3, lw=1.4, color=colour, label=label)
+            look_of: dict[str, Any] = {"marker": "o", "ms": 3, "lw": 1.4, "color": colour, "label": label}
+            panel.loglog(list(points), list(points.values()), style, **look_of)
         panel.set_title(f"amplitude {amplitude}, noise {noise}", fontsize=9)
         panel.set_xticks([0.05, 0.1, 0.25, 0.5], ["5 %", "10 %", "25 %", "50 %"])
         panel.minorticks_off()

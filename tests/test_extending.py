@@ -67,7 +67,8 @@ class TestExtending:
     def test_a_selection(self) -> None:
         query, key, value = make_qkv(512, head_dim=16)
         rule = EveryOther(3.0, min_blocks=0)
-        output = sparge.attention(query, key, value, sparsity=rule, backend="reference", quantization="none", skipped="drop")
+        options = {"backend": "reference", "quantization": "none", "skipped": "drop"}
+        output = sparge.attention(query, key, value, sparsity=rule, **options)
         mask = torch.zeros(4, 8, dtype=torch.bool)
         mask[:, ::3] = True
         expected = sparge.block_sparse_attention(query, key, value, mask, backend="reference", quantization="none")

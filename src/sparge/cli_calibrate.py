@@ -38,7 +38,9 @@ def _error(text: str) -> float:
 
 
 def calibrate(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Language model: hub name, folder, GGUF file. Or pipeline.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Language model: hub name, folder, GGUF file. Or a pipeline.")
+    ],
     max_error: Annotated[
         float | None,
         typer.Option(
@@ -52,9 +54,7 @@ def calibrate(
         float | None,
         typer.Option(parser=options.share, metavar="SHARE", help="Instead, the mean of the budgets of all layers."),
     ] = None,
-    tokens: Annotated[
-        int, typer.Option(parser=options.tokens, metavar="N", help="Length of windows of text.")
-    ] = 4096,
+    tokens: Annotated[int, typer.Option(parser=options.tokens, metavar="N", help="Length of windows of text.")] = 4096,
     inputs: Annotated[int, typer.Option(parser=options.count, metavar="N", help="Windows to measure.")] = 3,
     held_out: Annotated[
         int, typer.Option(parser=_whole, metavar="N", help="Further windows to check the budgets on; 0: none.")
@@ -64,7 +64,8 @@ def calibrate(
         typer.Option(metavar="TEXT", help="What a pipeline is asked for; may be repeated. MODEL is a pipeline then."),
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(parser=options.count, metavar="N", help="Denoising steps; the pipeline's own by default.")
+        int | None,
+        typer.Option(parser=options.count, metavar="N", help="Denoising steps; the pipeline's own by default."),
     ] = None,
     text: Annotated[
         str | None,

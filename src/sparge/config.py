@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -103,6 +103,16 @@ class Selection:
         """How much is kept."""
         value: PerHead = getattr(self, self.amount_field)
         return value
+
+    def with_amount(self, amount: float) -> Selection:
+        """The same rule with another amount.
+
+        Example:
+            >>> TopK(0.5, min_blocks=4).with_amount(0.25)
+            TopK(min_blocks=4, similarity_threshold=None, pv_threshold=None, sink=None, diagonal=None, topk=0.25)
+        """
+        fields: dict[str, Any] = {self.amount_field: amount}
+        return replace(self, **fields)
 
     @property
     def is_per_head(self) -> bool:

@@ -17,7 +17,17 @@ from torch import Tensor
 
 from sparge import validation
 from sparge.backends import base
-from sparge.config import ROUNDING_GUARD, SCORES, SELECTIONS, OnUnsupported, Quantization, ScoreName, Selection, Skipped, TopCdf
+from sparge.config import (
+    ROUNDING_GUARD,
+    SCORES,
+    SELECTIONS,
+    OnUnsupported,
+    Quantization,
+    ScoreName,
+    Selection,
+    Skipped,
+    TopCdf,
+)
 from sparge.ordering import ORDERS, OrderName
 
 Range = tuple[int, int | None]
@@ -131,15 +141,15 @@ class Policy:
         """The policy of one layer: its own budget, if it has one.
 
         Example:
-            >>> Policy(topk=0.5, budgets={"layers.0": 0.2}).of_layer("layers.0").selection
-            Budget(density=0.2)
+            >>> Policy(topk=0.5, budgets={"layers.0": 0.2}).of_layer("layers.0").selection.amount
+            0.2
         """
         if self.budgets is None:
             return self
         density = self.budgets.get(name)
         rule = self.selection
         if density is not None:
-            rule = replace(rule, **{rule.amount_field: density})
+            rule = rule.with_amount(density)
         return replace(self, topk=None, sparsity=rule, budgets=None)
 
     def is_dense_by_budget(self, name: str) -> bool:
@@ -222,7 +232,7 @@ def _budgets(values: Any, rule: Selection) -> dict[str, float]:
     if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
         raise TypeError(f"budgets: expected densities by names of layers, got {values!r}")
     for name, density in values.items():
-        if isinstance(density, bool) or not isinstance(density, Real) or not 0 < density <= 1:
+        if isinstance(density, bool) or not isinstance(density, Real) or not 0 < float(density) <= 1:
             raise ValueError(f"budgets: expected values in (0, 1], got {density!r} for {name!r}")
     return {name: float(density) for name, density in values.items()}
 

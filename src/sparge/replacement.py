@@ -57,7 +57,7 @@ def _means(tokens: Tensor, seen: Tensor | None, counts: Tensor) -> Tensor:
 
 
 def replaceable_blocks(shape: Shape, is_causal: bool, device: torch.device) -> Tensor:
-    """(q_blocks, kv_blocks): all queries of the row see the block's keys alike. Causal rows: those before all of them."""
+    """(q_blocks, kv_blocks): all queries of the row see the block's keys alike; if causal, it lies before them all."""
     first_query, _, _, key_end = block_edges(shape, device)
     if not is_causal:
         return torch.ones(shape.q_blocks, shape.kv_blocks, dtype=torch.bool, device=device)

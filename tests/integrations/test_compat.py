@@ -479,7 +479,8 @@ class TestDistribution:
         heads_first = output.view(1, length, 128).unflatten(2, (2, 64)).transpose(1, 2)
         rules = TopK(0.5, min_blocks=16 if is_causal else 0)
         options: dict[str, Any] = {"is_causal": is_causal, "scale": 0.125}
-        assert torch.equal(heads_first, sparge.attention(*tensors, sparsity=rules, score="mean", skipped="drop", **options))
+        expected = sparge.attention(*tensors, sparsity=rules, score="mean", skipped="drop", **options)
+        assert torch.equal(heads_first, expected)
         mask = sparge.predict(*tensors[:2], sparsity=rules, score="mean", **options).to_dense()
         last = (tensors[0][:, :, -16:], *tensors[1:])  # few rows: the oracle is slow in 16 bits
         assert_over_blocks(heads_first[:, :, -16:], last, mask[:, :, -1:], **options)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,14 +117,16 @@ def _errors(
     found: dict[str, list[list[float]]] = {}
     longest = 0
 
-    def measured(layer: str, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **call: Any) -> Tensor:
+    def measured(
+        layer: str, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **call: Any
+    ) -> Tensor:
         nonlocal longest
         longest = max(longest, key.shape[2])
         rule: Selection = call["sparsity"]
         dense = {**call, "sparsity": sparge.Dense(), "quantization": "none", "always_keep": None}
         dense.pop("exact_queries", None)
         exact = sparge.attention(query, key, value, mask, **dense)
-        rules = [rule] if densities is None else [replace(rule, **{rule.amount_field: each}) for each in densities]
+        rules = [rule] if densities is None else [rule.with_amount(each) for each in densities]
         errors = []
         for each in rules:
             output = sparge.attention(query, key, value, mask, **{**call, "sparsity": each})

@@ -29,7 +29,7 @@ class Curve:
         >>> curve.worst()
         (0.2, 0.05)
         >>> round(curve.density_for(0.1), 3)
-        0.2
+        0.3
     """
 
     densities: tuple[float, ...]
@@ -43,20 +43,17 @@ class Curve:
         return tuple(found)
 
     def density_for(self, max_error: float) -> float:
-        """The lowest density that keeps every input's error, between measured ones by the power law through them.
+        """The lowest density that keeps every input's error.
 
-        1 where not even the highest measured one does.
+        Errors between measured ones are taken to lie on straight lines, which are above a curve that flattens; the last
+        line ends at 1 with no error.
         """
-        worst = self.worst()
+        densities, worst = (*self.densities, 1.0), (*self.worst(), 0.0)
         if worst[0] <= max_error:
-            return self.densities[0]
-        for place in range(1, len(worst)):
-            if worst[place] <= max_error:
-                low, high = self.densities[place - 1 : place + 1]
-                upper, lower = worst[place - 1], max(worst[place], 1e-30)
-                share = math.log(upper / max_error) / math.log(upper / lower) if lower < upper else 1.0
-                return float(low * (high / low) ** share)
-        return 1.0
+            return densities[0]
+        place = next(place for place, error in enumerate(worst) if error <= max_error)
+        low, high, upper, lower = *densities[place - 1 : place + 1], *worst[place - 1 : place + 1]
+        return low + (high - low) * (upper - max_error) / (upper - lower)
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,7 @@ class Profile:
         >>> curves = {"layers.0": Curve((0.1, 0.4), ((0.2, 0.05),)), "layers.1": Curve((0.1, 0.4), ((0.02, 0.01),))}
         >>> profile = Profile.chosen({"kind": "Tiny"}, Policy(), curves, tokens=4096, max_error=0.1)
         >>> {name: round(budget, 2) for name, budget in profile.policy.budgets.items()}
-        {'layers.0': 0.2, 'layers.1': 0.1}
+        {'layers.0': 0.3, 'layers.1': 0.1}
         >>> Profile.from_json(profile.to_json()) == profile
         True
     """

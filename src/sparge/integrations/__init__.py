@@ -42,9 +42,8 @@ def enable(model: Any, policy: Policy | Profile | None = None, *, scheduler: Any
         'sparge'
         >>> sparge.disable(model)
     """
-    if policy is not None and not isinstance(policy, Policy):  # a profile, unless it is a mistake
-        policy = getattr(policy, "policy", policy)
-    policy = _checked(policy)
+    chosen: Any = getattr(policy, "policy", policy)  # a profile has one
+    policy = _checked(chosen)
     model = _unwrapped(model)
     framework = _framework_of(model)
     if framework == "transformers":

@@ -155,9 +155,8 @@ def attend(
     order = None
     if grid is not None and not is_causal and query.shape[2] == key.shape[2]:
         order = _order(layer.policy, grid, text, key.shape[2], attn_mask, spans)
-    options = _options(
-        layer.policy, scale, enable_gqa, rules=is_language and not is_causal, is_causal=is_causal, is_ordered=bool(order)
-    )
+    rules = is_language and not is_causal
+    options = _options(layer.policy, scale, enable_gqa, rules=rules, is_causal=is_causal, is_ordered=order is not None)
     if text and _costs_little(text, layer.policy.selection, query.shape[2]):
         options["exact_queries"] = list(text)
     keep = [*layer.policy.kept_ranges(key.shape[2]), *text]
@@ -202,7 +201,7 @@ EXACT_SHARE = 0.125
 
 
 def _costs_little(text: Sequence[tuple[int, int]], rule: Selection, tokens: int) -> bool:
-    """Whether rows of text that see everything leave the others nearly all they have; each row of `TopK` has its own."""
+    """Whether rows of text that see everything leave the others nearly all they have; rows of `TopK` share nothing."""
     if not rule.is_call_wide:
         return True
     rows = sum(ceil_div(stop, BLOCK_Q) - first // BLOCK_Q for first, stop in text)

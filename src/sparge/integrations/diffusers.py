@@ -292,7 +292,7 @@ class _Inputs:
 
 
 @constant
-def _parameters(kind: type) -> tuple[str, ...]:
+def _parameters(kind: type[nn.Module]) -> tuple[str, ...]:
     """Names of what a model's forward takes."""
     return tuple(inspect.signature(kind.forward).parameters)[1:]
 

@@ -191,7 +191,7 @@ SCORES: dict[type[Score], Callable[[HeadSummary, Score], Tensor]] = {
 }
 """Scores of one head, (q_blocks, queries, kv_blocks): as many queries of a block as the score looks at."""
 WEIGHTS: dict[type[Score], Callable[[HeadSummary, Score], Tensor]] = {Spread: spread}
-"""What probabilities are multiplied by before they are averaged, of the same shape, for scores that have such weights."""
+"""What probabilities are multiplied by before they are averaged, of the same shape, for scores that have weights."""
 
 
 def block_probabilities(

@@ -30,8 +30,8 @@ from sparge.eight_bits import (
     to_fp16,
 )
 from sparge.geometry import BLOCK_K, BLOCK_Q, ROW_GROUP
-from sparge.replacement import block_means, replaced_bias
 from sparge.reference.shared import element_mask, of_head, smooth_key, visible_keys
+from sparge.replacement import block_means, replaced_bias
 
 Accumulation = Literal["two_level", "single_level"]
 
@@ -53,7 +53,7 @@ def attention(
     *,
     accumulation: Accumulation = "two_level",
 ) -> AttentionResult:
-    """Attention: online softmax over the kept blocks of every row, and over the means of the others if the call says so.
+    """Attention: online softmax over the kept blocks of every row, and the means of the others if the call says so.
 
     Args:
         mask: kept blocks.

@@ -18,7 +18,7 @@ class MeanOperands:
 
     Attributes:
         key, value, key_scale: as in `Operands`, with a block for each token.
-        bias: (B * H * q_blocks, columns) float32, what the scores of each row of blocks get besides, in octaves: log2 of
+        bias: (B * H * q_blocks, columns) float32, what scores of a row of blocks get besides, in octaves: log2 of
             how many keys a mean stands for, -inf where the row keeps the block or cannot have its mean, NaN where that
             is not finite. ``columns`` is a multiple of `BIAS_COLUMNS`.
     """
@@ -39,7 +39,7 @@ class Operands:
 
     The scales and ``lse_shift`` of `quantize.QuerySummary` and `summary.KeyValueSummary` mean nothing when quantization
     is "none". ``key_scale`` is negative where a block holds a shared peak (`stages.peaks`). ``dtype`` is the output's.
-    ``keys_seen`` is `visibility.Visibility.keys`, None where all are. ``means`` is None where skipped blocks are dropped.
+    ``keys_seen`` is `visibility.Visibility.keys`, None where all are. ``means`` is None where blocks are dropped.
     """
 
     query: Tensor

@@ -28,11 +28,12 @@ from sparge.backends.hopper.gluon import barrier, fence_async_shared, gl, jit, m
 from sparge.backends.hopper.producer import produce
 from sparge.backends.hopper.softmax import declare_far
 
+NUMBERS = ["softmax_scale", "heads", "group", "q_len", "kv_len", "q_blocks", "kv_blocks", "num_tiles", "bias_columns"]
 ONES_BITS = gl.constexpr(0x38383838)
 """1.0 in E4M3, four times."""
 
 
-@jit(do_not_specialize=["softmax_scale", "heads", "group", "q_len", "kv_len", "q_blocks", "kv_blocks", "num_tiles", "bias_columns"])
+@jit(do_not_specialize=NUMBERS)
 def attention_kernel(
     query_desc,
     key_desc,

@@ -40,7 +40,8 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, call: 
         output, lse = _attend_rows(tiles, kept, seen.full, call.scale)
         if call.replaces_skipped:
             means = block_means(key, value, seen.keys)
-            output, lse = _add_means(tiles, means, replaced_bias(means, kept, call).flatten(0, 2), call.scale, output, lse)
+            bias = replaced_bias(means, kept, call).flatten(0, 2)
+            output, lse = _add_means(tiles, means, bias, call.scale, output, lse)
     rows = (shape.batch, shape.heads, shape.q_blocks * BLOCK_Q)
     output = output.view(*rows, shape.value_dim)[:, :, : shape.q_len].to(query.dtype)
     return output.contiguous(), lse.view(rows)[:, :, : shape.q_len].contiguous()

@@ -163,7 +163,8 @@ class _Rows:
         key, value = self.tiles.keys_values(rows, column[:, None], self.workspace)
         key_scale = self.operands.key_scale
         if key_scale is not None:
-            key_scale = key_scale[self._kv_heads(rows) + (column,)]
+            batch, kv_head = self._kv_heads(rows)
+            key_scale = key_scale[batch, kv_head, column]
         scores = self.operands.scores(rows, self.query[:active], key, key_scale)
         if bool(partial.any()):
             bias = self.tiles.element_bias(rows[partial], column[partial, None])

@@ -372,9 +372,7 @@ def _log_mean(log_sum: Tensor, count: Tensor) -> Tensor:
     return torch.where(count == 0, 0.0, log_sum - count.clamp(min=1).log())
 
 
-def _probabilities(
-    scores: Tensor, weights: Tensor | None, eligible: Tensor, exponent: int
-) -> tuple[Tensor, Tensor]:
+def _probabilities(scores: Tensor, weights: Tensor | None, eligible: Tensor, exponent: int) -> tuple[Tensor, Tensor]:
     """Softmax per query over the eligible blocks, averaged by `Score.exponent`; and the blocks with no finite score."""
     hidden = ~eligible[:, :, :, None]
     broken = ~scores.isfinite() & ~hidden

@@ -10,9 +10,9 @@ import triton.language as tl
 from sparge.backends.cuda.primitives import (
     BLOCK_K,
     BLOCK_Q,
+    FP16_ROOM,
     KEY_GROUPS,
     LOG2_FP8_MAX,
-    FP16_ROOM,
     REACH,
     in_fp8_token_order,
 )

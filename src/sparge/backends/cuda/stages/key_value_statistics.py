@@ -196,7 +196,9 @@ def summarize_kernel(
         key_count = 0
         for step in range(BLOCKS):
             block = chunk * BLOCKS + step
-            first, square, _, count = _sums(key_head, block, kv_len, 0.0, HEAD_DIM, HEAD_DIM_PADDED, HAS_SEEN, False, SLAB)
+            first, square, _, count = _sums(
+                key_head, block, kv_len, 0.0, HEAD_DIM, HEAD_DIM_PADDED, HAS_SEEN, False, SLAB
+            )
             total = tl.sum(first, 0)
             squares = tl.sum(square, 0)
             key_sum += total

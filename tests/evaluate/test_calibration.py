@@ -1,0 +1,237 @@
+"""Calibration: curves are the layers' true errors, budgets keep them, a profile goes through JSON into a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import sparge
+from evaluate.tiny_language import tiny_model, tiny_tokenizer
+from sparge import Budget, Policy, Profile
+from sparge.calibration import Curve, calibrate, check
+from sparge.calibration.profile import within
+from sparge.cli import main
+from sparge.evaluate.metrics import relative_l1
+from sparge.integrations.calls import substituted
+
+DENSITIES = (0.3, 0.5, 0.8)
+POLICY = Policy(backend="torch", quantization="none")
+LAYERS = ["model.layers.0.self_attn", "model.layers.1.self_attn"]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model()
+
+
+def windows(count: int, length: int = 1024) -> list[Tensor]:
+    return list(torch.randint(256, (count, 1, length), generator=torch.Generator().manual_seed(1)))
+
+
+@pytest.fixture(scope="module")
+def profile(model: Any) -> Profile:
+    return calibrate(model, windows(2), max_error=0.3, policy=POLICY, densities=DENSITIES)
+
+
+def test_curves_are_true_errors_on_the_way_of_the_exact_model(model: Any, profile: Profile) -> None:
+    calls: dict[str, Any] = {}
+
+    def note(layer: str, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **call: Any) -> Tensor:
+        exact = sparge.attention(query, key, value, mask, **{**call, "sparsity": sparge.Dense()})
+        output = sparge.attention(query, key, value, mask, **{**call, "sparsity": Budget(0.5)})
+        calls[layer] = relative_l1(output, exact)
+        return exact
+
+    sparge.enable(model, POLICY)
+    with substituted(note), torch.no_grad():
+        model(windows(2)[1])
+    sparge.disable(model)
+    assert list(profile.curves) == LAYERS == list(calls)
+    for layer, curve in profile.curves.items():
+        assert curve.densities == DENSITIES
+        assert curve.errors[1][1] == pytest.approx(calls[layer], rel=1e-6)
+    assert profile.tokens == 1024
+
+
+def test_budgets_keep_the_error_they_were_chosen_for(model: Any, profile: Profile) -> None:
+    assert profile.policy.budgets is not None
+    assert all(0.3 <= budget <= 0.8 for budget in profile.policy.budgets.values()), "between what was measured"
+    found = check(model, windows(2), profile)
+    assert list(found) == LAYERS and all(len(errors) == 2 for errors in found.values())
+    assert within(found, 1.05 * profile.max_error) == 1.0, "lines between densities are not exact"
+    assert within(found, 0.5 * profile.max_error) < 1.0, "and no more blocks than that takes"
+
+
+def test_a_profile_is_followed_layer_by_layer(model: Any, profile: Profile) -> None:
+    kept: dict[str, float] = {}
+
+    def note(layer: str, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **call: Any) -> Tensor:
+        kept[layer] = call["sparsity"].density
+        return sparge.attention(query, key, value, mask, **call)
+
+    again = Profile.from_json(profile.to_json())
+    assert again == profile
+    sparge.enable(model, again)
+    with substituted(note), torch.no_grad():
+        model(windows(1)[0])
+    sparge.disable(model)
+    assert kept == profile.policy.budgets
+
+
+def test_a_budget_of_all_runs_dense(model: Any) -> None:
+    sparge.reset_stats()
+    sparge.enable(model, Policy(backend="torch", budgets={LAYERS[0]: 1.0, LAYERS[1]: 0.5}))
+    with torch.no_grad():
+        model(windows(1)[0])
+    sparge.disable(model)
+    layers = sparge.stats().layers
+    assert (layers[LAYERS[0]].dense, layers[LAYERS[0]].sparse) == (1, 0)
+    assert layers[LAYERS[1]].density == pytest.approx(0.5, abs=0.02)
+
+
+def test_other_budgets_from_the_same_measurements(profile: Profile) -> None:
+    half = profile.at(density=0.55)
+    assert half.density == pytest.approx(0.55, abs=1e-3)
+    assert half.curves == profile.curves
+    budgets = half.policy.budgets
+    assert budgets is not None
+    for layer, curve in half.curves.items():
+        assert curve.density_for(half.max_error) == pytest.approx(budgets[layer])
+    assert profile.at(max_error=1e-9).density == pytest.approx(1.0), "what cannot be kept takes all"
+
+
+def test_worst_errors_never_rise() -> None:
+    curve = Curve((0.1, 0.2, 0.4), ((0.3, 0.1, 0.12), (0.2, 0.15, 0.05)))
+    assert curve.worst() == (0.3, 0.15, 0.12)
+    assert curve.density_for(0.15) == pytest.approx(0.2)
+    assert curve.density_for(0.12) == pytest.approx(0.4)
+    assert curve.density_for(0.5) == 0.1
+    assert curve.density_for(0.06) == pytest.approx(0.7), "half of the last error, half of the way to all"
+    flat = Curve((0.1, 0.2), ((0.2, 0.2),))
+    assert flat.density_for(0.2) == 0.1
+    assert Curve((0.1, 0.2), ((0.2, 0.0),)).density_for(0.1) <= 0.2, "an error of 0 is no logarithm"
+
+
+def test_an_interrupted_calibration_goes_on(model: Any, profile: Profile, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    options: dict[str, Any] = {"max_error": 0.3, "policy": POLICY, "densities": DENSITIES, "rows": rows}
+    asked: list[int] = []
+
+    def first(_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(model, [windows(2)[0], first], **options)
+    assert not hasattr(model, "_sparge_before"), "the model is as it was"
+
+    def refuse(_: Any) -> None:
+        raise AssertionError("measured already")
+
+    def second(module: Any) -> None:
+        asked.append(1)
+        module(windows(2)[1])
+
+    assert calibrate(model, [refuse, second], **options).curves == profile.curves
+    assert asked == [1] and len(rows.read_text().splitlines()) == 2
+
+
+def test_progress_is_told(model: Any) -> None:
+    told: list[tuple[str, int, int]] = []
+    options: dict[str, Any] = {"policy": POLICY, "densities": (0.5,)}
+    calibrate(model, windows(2), max_error=0.3, progress=lambda *news: told.append(news), **options)
+    assert told == [("input 0", 0, 2), ("input 1", 1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "expected max_error or density, got max_error=None and density=None"),
+        ({"max_error": 0.1, "density": 0.1}, "expected max_error or density, got"),
+        ({"max_error": 0.0}, "max_error: expected a value above 0, got 0.0"),
+        ({"density": 1.5}, r"density: expected a value in \(0, 1\], got 1.5"),
+        ({"max_error": 0.1, "policy": Policy(sparsity=sparge.TopCdf(0.9))}, "policy: expected a Budget or a TopK, got"),
+        ({"max_error": 0.1, "policy": Policy()}, "inputs: expected calls that go sparse, got none"),
+    ],
+)
+def test_errors(model: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        calibrate(model, windows(1, 256), **options)
+    with pytest.raises(ValueError, match="inputs: expected one or more, got none"):
+        calibrate(model, [], max_error=0.1)
+
+
+def test_a_profile_of_another_model_is_refused(model: Any, profile: Profile) -> None:
+    with pytest.raises(ValueError, match=r"budgets: expected layers of the model \(model\.layers\.0.*got 'x'"):
+        sparge.enable(model, Policy(budgets={"x": 0.5}))
+    plain = json.loads(profile.to_json())
+    with pytest.raises(ValueError, match="profile: expected version 1, got 7"):
+        Profile.from_json(json.dumps({**plain, "version": 7}))
+    with pytest.raises(ValueError, match=r"profile: expected what Profile\.to_json wrote"):
+        Profile.from_json("{}")
+
+
+@pytest.mark.parametrize(
+    ("budgets", "kind", "message"),
+    [
+        ([0.5], TypeError, "budgets: expected densities by names of layers"),
+        ({"a": 0.0}, ValueError, r"budgets: expected values in \(0, 1\], got 0.0 for 'a'"),
+        ({"a": "half"}, ValueError, r"budgets: expected values in \(0, 1\], got 'half' for 'a'"),
+    ],
+)
+def test_wrong_budgets(budgets: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        Policy(budgets=budgets)
+    with pytest.raises(ValueError, match="budgets: expected a Budget or a TopK beside them"):
+        Policy(sparsity=sparge.TopCdf(0.9), budgets={"a": 0.5})
+
+
+def test_a_pipeline() -> None:
+    from evaluate.small_pipelines import small_pipeline
+
+    pipeline = small_pipeline()
+    policy = Policy(backend="torch", quantization="none")
+    found = calibrate(
+        pipeline, [{"prompt": "a", "num_inference_steps": 2}], density=0.6, policy=policy, densities=DENSITIES
+    )
+    assert all(name.startswith("transformer.blocks.") for name in found.curves)
+    assert found.density == pytest.approx(0.6, abs=1e-3)
+    sparge.enable(pipeline, found)
+    sparge.disable(pipeline)
+
+
+def test_command(model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, output, plot = tmp_path / "model", tmp_path / "profile.json", tmp_path / "profile.png"
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    (tmp_path / "policy.json").write_text(POLICY.to_json())
+    (tmp_path / "text.txt").write_text("All work and no play makes Jack a dull boy. " * 60)
+    arguments = ["calibrate", str(folder), "--max-error", "0.3", "--tokens", "512", "--inputs", "2", "--held-out", "2"]
+    arguments += ["--policy", str(tmp_path / "policy.json"), "--text", str(tmp_path / "text.txt")]
+    with pytest.raises(SystemExit) as end:
+        main([*arguments, "--output", str(output), "--plot", str(plot), "--rows", str(tmp_path / "rows.jsonl")])
+    assert not end.value.code
+    shown = capsys.readouterr().out
+    assert "2 layers, 512 tokens: mean budget" in shown and "2 further inputs:" in shown
+    assert sorted(Profile.load(output).curves) == LAYERS
+    assert plot.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-error", "much"], "expected a number above 0, or one of llm, image, video, got much"),
+        (["--density", "0"], r"expected a number in (0, 1], got 0"),
+        (["--max-error", "0.1", "--density", "0.5"], "expected --max-error or --density, got both"),
+        (["--policy", "nowhere.json"], "expected a file that Policy.to_json wrote, got nowhere.json"),
+    ],
+)
+def test_wrong_command_lines(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["calibrate", "nowhere", *arguments])
+    assert end.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
