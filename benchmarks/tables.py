@@ -166,17 +166,21 @@ def gpu_table(name: str) -> str | None:
 
 
 def best_table() -> str:
-    """The README's three rows: attention without and with causality, and a whole model."""
+    """The README's four rows: attention without and with causality, with means, and a whole model."""
     gpu = [json.loads(line) for line in (RESULTS / "gpu.jsonl").read_text().splitlines()]
     attention = [
         row for row in newest(gpu, "end_to_end") if row.get("backend") == "hopper" and row["tokens"] == LONGEST
     ]
     rows = [(row, "cudnn_ms", "sparge_ms") for row in attention if row["topk"] == BEST_TOPK]
+    rows += [(row, "cudnn_ms", "ms") for row in _field_speeds() if row["tokens"] == LONGEST and row["density"] == 0.1]
     models = {(row["model"], row["topk"]): row for row in _rows_of("models")}
     rows.append((models[BEST_MODEL], "stock_ms", "sparse_ms"))
     body = []
     for row, before, after in rows:
-        if "model" in row:
+        if "skipped" in row:
+            what = f"Attention over {row['tokens']} tokens, smooth field, skipped blocks as means"
+            command = "python -m benchmarks.fields"
+        elif "model" in row:
             what, command = f"{row['model']}, forward pass (random weights)", "python -m benchmarks.models"
         else:
             kind = "causal, text-like" if row["is_causal"] else "video-like"
@@ -335,6 +339,54 @@ def models_table() -> str:
     return f"{_markdown(header, body)}\n\nbf16, B 1; {_gpu_source(list(newest_of.values()))}"
 
 
+def _field_speeds(rule: str = "topk", skipped: str = "mean") -> list[Row]:
+    """The newest timed calls of `benchmarks.fields`."""
+    found = {
+        (row["tokens"], row["density"]): row
+        for row in _rows_of("fields")
+        if row["suite"] == "speed" and (row["rule"], row["skipped"]) == (rule, skipped)
+    }
+    return list(found.values())
+
+
+def fields_table() -> str:
+    """Whole calls on a smooth field, skipped blocks dropped and replaced by their means."""
+    rows = list(zip(_field_speeds(skipped="drop"), _field_speeds(), strict=True))
+    body = [
+        [
+            str(row["tokens"]),
+            str(row["heads"]),
+            f"{row['density']:g}",
+            f"{row['cudnn_ms']:.1f}",
+            f"{dropped['ms']:.2f}",
+            f"{dropped['relative_l1']:.4f}",
+            f"{row['ms']:.2f}",
+            f"{row['relative_l1']:.4f}",
+            f"**{row['cudnn_ms'] / row['ms']:.2f}x**",
+        ]
+        for dropped, row in rows
+    ]
+    header = ["N", "H", "density", "cuDNN ms", "dropped ms", "rel. L1", "means ms", "rel. L1", "speed-up"]
+    return f"{_markdown(header, body)}\n\nbf16, B 1, D 128; {_gpu_source([row for _, row in rows])}"
+
+
+def field_errors_table() -> str:
+    """Errors at one tenth of the blocks on smooth fields."""
+    rows = [row for row in _rows_of("fields") if row["suite"] == "error" and row["density"] == 0.1]
+    found = {(row["amplitude"], row["noise"], row["order"], row["skipped"]): row for row in rows}
+    body = [
+        [f"{amplitude:g}, {noise:g}"]
+        + [
+            f"{found[amplitude, noise, order, skipped]['relative_l1']:.4f}"
+            for order, skipped in (("row", "drop"), ("row", "mean"), ("hilbert", "mean"))
+        ]
+        for amplitude, noise in dict.fromkeys((row["amplitude"], row["noise"]) for row in rows)
+    ]
+    header = ["amplitude, noise", "dropped", "means", "means, along Hilbert's curve"]
+    sizes = f"{rows[-1]['tokens']} tokens, {rows[-1]['heads']} heads, D 128, density .1, 8 bits"
+    return f"{_markdown(header, body)}\n\n{sizes}; {_gpu_source(rows)}"
+
+
 def overhead_table() -> str:
     """Microseconds an integration adds to a call it lets run dense, by the processor of the host."""
     newest_of = {(row["case"], row["processor"]): row for row in _rows_of("overhead")}
@@ -365,6 +417,8 @@ TABLES: dict[str, Callable[[], str | None]] = {
     "rules": rules_table,
     "models": models_table,
     "overhead": overhead_table,
+    "fields": fields_table,
+    "field_errors": field_errors_table,
     **{name: partial(made_elsewhere, name) for name in (*NUMERIC_TABLES, *QUALITY_TABLES)},
 }
 
