@@ -296,6 +296,18 @@ class TestNonFinite:
 
     @backends
     @modes
+    def test_a_row_that_has_no_other_mean(self, backend: str, quantization: str) -> None:
+        query, key, value = make_qkv(300, 640, heads=1, head_dim=16)
+        key[0, 0, 130, 3] = math.nan
+        blocks = torch.ones(1, 1, 3, 10, dtype=torch.bool)
+        blocks[..., 1:, 2] = False
+        blocks[..., 0, :] = False
+        blocks[..., 0, 2] = True
+        output, _ = attend(query, key, value, blocks, backend=backend, quantization=quantization)
+        assert output.isnan().all()
+
+    @backends
+    @modes
     @pytest.mark.parametrize("which", ["key", "value"])
     def test_means_that_share_an_int8_scale(self, backend: str, quantization: str, which: str) -> None:
         """Block 8 shares one with the blocks 0, 1 and 9, which causal rows from the second on have the means of."""

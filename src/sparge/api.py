@@ -122,7 +122,8 @@ def attention(
         topk: share of the visible blocks to keep, in (0, 1]; 0.5 by default. A `Budget`: heads and rows get of it what
             they need. A tensor (H,) is the share each row of a head keeps, a `TopK`.
         sparsity: `Budget`, `TopK`, `TopCdf` or `Dense` instead of ``topk``, with all their thresholds.
-        score: "moment" (default) or the paper's "mean"; ``Moment(samples)`` sets the number of sampled queries.
+        score: "moment" (default); "spread", for tokens in an order of `sparge.ordering` whose skipped blocks are
+            replaced; or the paper's "mean". ``Moment(samples)`` sets the number of sampled queries.
         quantization: "none"; "int8_fp8" or "int8_fp16" (Q K^T in INT8, P V in FP8 or FP16); "int8_fp8_fast", which
             is "int8_fp8" with probabilities rounded to FP8 straight from the scores instead of through exponentials
             (Hopper, without ``attn_mask``, and the reference); or "auto": the fastest on the device. Naming one with
@@ -133,7 +134,7 @@ def attention(
             is part of it.
         skipped: what becomes of a block that is not kept: "drop" leaves it out; "mean" lets it enter the softmax as one
             key of 64 times the weight, with the mean of its keys and of its values; "auto" is "mean" unless attention
-            is causal or a mask hides a part of a block from some queries only.
+            is causal or has a mask other than a bool one over keys.
         return_lse: also return the log-sum-exp of the scores.
         backend: "auto", "hopper", "triton", "torch" or "reference". A named backend never falls back to dense.
         on_unsupported: what ``backend="auto"`` does with calls no sparse backend can serve (dropout, autograd,
@@ -168,12 +169,15 @@ def attention(
     resolved_score = validation.resolve_score(score)
     ranges = validation.check_always_keep(always_keep, shape.kv_len)
     exact = validation.check_exact_queries(exact_queries, shape.q_len)
-    replaced = validation.resolve_skipped(skipped, is_causal, attn_mask, shape)
+    validation.check_choice("skipped", skipped, validation.SKIPPED)
     chosen = base.resolve(backend, query.device)
+    reason = decide.by_arguments(shape, is_causal, rule, quantization, backend, chosen)
     is_followed = needs_derivatives(query, key, value, attn_mask)
     if backend == "auto" and on_unsupported != "raise" and inside_autograd_function():
         is_followed = True  # its backward calls again and goes dense: so does its forward
     obstacle = decide.unsupported(shape, dropout_p, is_followed)
+    if obstacle is None and reason is None and skipped == "mean":
+        obstacle = decide.no_means(attn_mask, shape.group)
     if obstacle is not None:
         if on_unsupported == "raise" or backend != "auto":
             raise NotImplementedError(obstacle.message)
@@ -186,7 +190,6 @@ def attention(
         return _in_layout(_sdpa(query, key, value, call, dropout_p, enable_gqa), layout)
 
     resolved = base.resolve_quantization(quantization, chosen, query.device, has_mask=attn_mask is not None)
-    reason = decide.by_arguments(shape, is_causal, rule, quantization, backend, chosen)
     if reason is None:
         assert not isinstance(rule, Dense)
         call = Call(
@@ -200,7 +203,7 @@ def attention(
             quantization=resolved,
             pv_threshold=rule.pv_threshold,
             attn_mask=attn_mask,
-            skipped=replaced,
+            skipped=validation.resolve_skipped(skipped, is_causal, attn_mask, shape),
         )
         output, lse = ops.attention(query, key, value, call, chosen)
     else:
@@ -229,7 +232,9 @@ def predict(
 ) -> BlockMask:
     """Predict which blocks of the attention map matter.
 
-    The arguments are those of `attention`. Unlike it, `predict` always predicts, however short the sequence.
+    The arguments are those of `attention`. Unlike it, `predict` always predicts, however short the sequence. What
+    becomes of the other blocks is said where the mask is used: ``block_sparse_attention(..., skipped="auto")`` does as
+    `attention`.
 
     Returns:
         A `BlockMask` of the kept blocks of 128 queries x 64 keys.
@@ -285,10 +290,11 @@ def block_sparse_attention(
         mask: a `BlockMask`, or a bool tensor broadcastable to (B, H, ceil(S_q / 128), ceil(S_k / 64)).
         is_causal: apply causality inside the kept blocks. By default as the `BlockMask` says, False for a tensor.
         pv_threshold: skip P V of 64 rows whose scores lie further below the running maximum (negative, natural log).
-        skipped: "drop" (default), "mean" or "auto", as in `attention`. A block that is only partly visible to a row of
-            blocks, as on the diagonal, has no mean: it is dropped.
+        skipped: "drop" (default: only what the mask says), "mean" or "auto", as in `attention`. A block that is only
+            partly visible to a row of blocks, as on the diagonal, has no mean: it is dropped.
 
-    The other arguments and the result are those of `attention`. A row that keeps nothing gives 0 and LSE -inf.
+    The other arguments and the result are those of `attention`. A row that keeps nothing, and has no means, gives 0 and
+    LSE -inf.
 
     Raises:
         TypeError, ValueError: an argument is not what was expected.

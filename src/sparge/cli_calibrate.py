@@ -46,8 +46,8 @@ def calibrate(
         typer.Option(
             parser=_error,
             metavar="ERROR",
-            help="Relative L1 error that no layer may have: a number, or what the paper allows: llm (0.08, the "
-            "default), image (0.07), video (0.05).",
+            help="Relative L1 error that no layer may have: a number, or what the paper allows: llm (0.08), image "
+            "(0.07), video (0.05). llm by default, video for a pipeline.",
         ),
     ] = None,
     density: Annotated[
@@ -61,7 +61,11 @@ def calibrate(
     ] = 3,
     prompt: Annotated[
         list[str] | None,
-        typer.Option(metavar="TEXT", help="What a pipeline is asked for; may be repeated. MODEL is a pipeline then."),
+        typer.Option(
+            metavar="TEXT",
+            help="What a pipeline is asked for; may be repeated. MODEL is a pipeline then, options about text do not "
+            "count, and every fourth prompt is one to check the budgets on.",
+        ),
     ] = None,
     steps: Annotated[
         int | None,

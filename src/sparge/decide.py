@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 
+from sparge import replacement
 from sparge.backends import base
 from sparge.config import Dense, Sparsity
 from sparge.derivatives import inside_autograd_function, needs_derivatives
@@ -141,6 +142,12 @@ def unsupported(shape: Shape, dropout_p: float, is_followed: bool) -> Obstacle |
             "detach()), got requires_grad=True under autograd, or tangents of forward-mode AD",
         )
     return _head_dims(shape.head_dim, shape.value_dim)
+
+
+def no_means(attn_mask: Tensor | None, group: int) -> Obstacle | None:
+    """What keeps skipped blocks from being replaced by their means under a mask of four dimensions."""
+    unfit = replacement.unfit_for_means(attn_mask, group)
+    return None if unfit is None else Obstacle("means under such a mask", unfit)
 
 
 def _head_dims(head_dim: int, value_dim: int) -> Obstacle | None:

@@ -80,7 +80,7 @@ def order_of(grid: tuple[int, ...], name: OrderName = "hilbert", device: torch.d
     return _order(tuple(grid), name, str(device))
 
 
-@functools.lru_cache(maxsize=64)
+@functools.cache  # none is forgotten: a CUDA graph may hold its address
 def _order(grid: tuple[int, ...], name: str, device: str) -> Order:
     if device != "cpu":
         made = _order(grid, name, "cpu")

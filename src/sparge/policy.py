@@ -54,18 +54,18 @@ class Policy:
         dense_last_steps: the same at the end.
         dense_steps: indices of further steps that run dense; negative ones count from the end.
         dense_layers: indices of transformer blocks that run dense; negative ones count from the end.
-        skipped: what becomes of blocks that are not kept, as in `sparge.attention`: "auto", "mean" or "drop".
-        order: in which order of their grid the tokens of pictures and videos are taken, see `sparge.ordering`:
-            "hilbert", "morton", "tile", or "row" as they come. "auto" is "hilbert" where `enable` knows the grid.
         always_keep: key ranges ((start, stop), ...) whose blocks every row keeps, as in slices: (-226, None) are the
             last 226 tokens. `enable` adds the text tokens of diffusion models by itself.
-        budgets: densities of layers, by the names that `sparge.stats` has for them, in place of that of ``topk`` or
-            ``sparsity``; 1 runs dense. `sparge.calibrate` finds them.
         self_attention_only: attention between different sequences runs dense. It is told by its lengths where the
             framework does not say.
         on_unsupported: what becomes of calls that should be sparse and cannot be (gradients, dropout, head_dim outside
             8..256, ...): "warn" once for each reason and run dense, silently run "dense", or "raise".
         backend: "auto", or a backend's name, which also switches the crossover off.
+        skipped: what becomes of blocks that are not kept, as in `sparge.attention`: "auto", "mean" or "drop".
+        order: in which order of their grid the tokens of pictures and videos are taken, see `sparge.ordering`:
+            "hilbert", "morton", "tile", or "row" as they come. "auto" is "hilbert" where `enable` knows the grid.
+        budgets: densities of layers, by the names that `sparge.stats` has for them, in place of that of ``topk`` or
+            ``sparsity``; 1 runs dense. `sparge.calibrate` finds them.
 
     Example:
         >>> policy = Policy(topk=0.3, min_tokens=4096, dense_first_steps=0.1, dense_layers=(0, -1))
@@ -81,18 +81,18 @@ class Policy:
     sparsity: Selection | None = None
     score: ScoreName | Literal["auto"] = "auto"
     quantization: Quantization = "auto"
-    skipped: Skipped = "auto"
-    order: OrderName | Literal["auto"] = "auto"
     min_tokens: int = 0
     dense_first_steps: int | float = 0
     dense_last_steps: int | float = 0
     dense_steps: tuple[int, ...] = ()
     dense_layers: tuple[int, ...] = ()
     always_keep: tuple[Range, ...] = ()
-    budgets: Mapping[str, float] | None = None
     self_attention_only: bool = True
     on_unsupported: OnUnsupported = "warn"
     backend: str = "auto"
+    skipped: Skipped = "auto"
+    order: OrderName | Literal["auto"] = "auto"
+    budgets: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.topk, Tensor):
@@ -170,6 +170,11 @@ class Policy:
         return "spread" if is_ordered and replaces and not isinstance(self.selection, TopCdf) else "moment"
 
     @property
+    def has_layer_rules(self) -> bool:
+        """Whether it matters which layer a call belongs to."""
+        return bool(self.dense_layers or self.budgets)
+
+    @property
     def has_step_rules(self) -> bool:
         """Whether the place in a schedule matters."""
         return bool(self.dense_first_steps or self.dense_last_steps or self.dense_steps)
@@ -234,7 +239,7 @@ def _budgets(values: Any, rule: Selection) -> dict[str, float]:
     for name, density in values.items():
         if isinstance(density, bool) or not isinstance(density, Real) or not 0 < float(density) <= 1:
             raise ValueError(f"budgets: expected values in (0, 1], got {density!r} for {name!r}")
-    return {name: float(density) for name, density in values.items()}
+    return {name: float(values[name]) for name in sorted(values)}
 
 
 def _is_int(value: Any) -> bool:

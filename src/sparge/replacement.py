@@ -72,3 +72,17 @@ def replaced_bias(means: BlockMeans, kept: Tensor, call: Call) -> Tensor:
     replaced = ~kept & replaceable_blocks(call.shape, call.is_causal, kept.device)
     bias = means.bias.repeat_interleave(call.shape.group, 1)
     return torch.where(replaced, bias[:, :, None], -torch.inf)
+
+
+def unfit_for_means(attn_mask: Tensor | None, group: int) -> str | None:
+    """Why a mask of four dimensions leaves no mean of a block's keys that is one for all its queries; None: it does."""
+    if attn_mask is None:
+        return None
+    got = None
+    if attn_mask.dtype != torch.bool:
+        got = "an additive one"
+    elif attn_mask.shape[2] > 1:
+        got = "one with an entry per query"
+    elif attn_mask.shape[1] > 1 and group > 1:
+        got = "one that differs among heads that share keys"
+    return None if got is None else f"skipped='mean': expected no attn_mask, or a bool one over keys, got {got}"

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from sparge import replacement
 from sparge.block_mask import BlockMask
 from sparge.causal_bias import alignment_of, lengths_of
 from sparge.config import (
@@ -230,18 +231,11 @@ def resolve_skipped(skipped: str, is_causal: bool, attn_mask: Tensor | None, sha
     check_choice("skipped", skipped, SKIPPED)
     if skipped == "drop" or (skipped == "auto" and is_causal):
         return "drop"
-    obstacle = None
-    if attn_mask is not None:
-        if attn_mask.dtype != torch.bool:
-            obstacle = "an additive one"
-        elif attn_mask.shape[2] > 1:
-            obstacle = "one with an entry per query"
-        elif attn_mask.shape[1] > 1 and shape.group > 1:
-            obstacle = "one that differs among heads that share keys"
-    if obstacle is None:
+    unfit = replacement.unfit_for_means(attn_mask, shape.group)
+    if unfit is None:
         return "mean"
     if skipped == "mean":
-        raise NotImplementedError(f"skipped='mean': expected no attn_mask, or a bool one over keys, got {obstacle}")
+        raise NotImplementedError(unfit)
     return "drop"
 
 

@@ -283,3 +283,32 @@ class TestCausalBias:
                 call(attn_mask=bias, is_causal=True)
             with pytest.raises(ValueError, match=r"expected a CausalBias of size \(130, 130\), got \(130, 131\)"):
                 call(attn_mask=causal_lower_right(130, 131))
+
+
+class TestMeansUnderAMask:
+    """What has no means is an obstacle like others: told, or run dense where the caller says so."""
+
+    MASK = torch.rand(1, 1, 300, 300, generator=torch.Generator().manual_seed(0)) < 0.9
+
+    def test_attention(self) -> None:
+        query, key, value = make_qkv(300)
+        call = {"attn_mask": self.MASK, "skipped": "mean", "quantization": "int8_fp16"}
+        message = "skipped='mean': expected no attn_mask, or a bool one over keys, got one with an entry per query"
+        with pytest.raises(NotImplementedError, match=message):
+            sparge.attention(query, key, value, **call)
+        output = sparge.attention(query, key, value, on_unsupported="dense", **call)
+        exact = torch.nn.functional.scaled_dot_product_attention(query, key, value, self.MASK)
+        torch.testing.assert_close(output, exact)
+        assert sparge.stats().reasons == {"dense: unsupported (means under such a mask)": 1}
+
+    def test_what_skips_nothing_needs_none(self) -> None:
+        query, key, value = make_qkv(300)
+        for options in ({"sparsity": Dense()}, {"topk": 0.5}):  # below the crossover
+            sparge.attention(query, key, value, attn_mask=self.MASK, skipped="mean", **options)
+
+    def test_in_a_model(self) -> None:
+        query, key, value = make_qkv(300)
+        policy = sparge.Policy(backend="torch", skipped="mean", on_unsupported="dense")
+        with sparge.replace_sdpa(policy):
+            torch.nn.functional.scaled_dot_product_attention(query, key, value, self.MASK)
+        assert sparge.stats().reasons == {"dense: unsupported (means under such a mask)": 1}

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_language import tiny_model, tiny_tokenizer
 from torch import Tensor
 
 import sparge
-from evaluate.tiny_language import tiny_model, tiny_tokenizer
 from sparge import Budget, Policy, Profile
 from sparge.calibration import Curve, calibrate, check
 from sparge.calibration.profile import within
@@ -97,21 +97,25 @@ def test_a_budget_of_all_runs_dense(model: Any) -> None:
 def test_other_budgets_from_the_same_measurements(profile: Profile) -> None:
     half = profile.at(density=0.55)
     assert half.density == pytest.approx(0.55, abs=1e-3)
+    with pytest.raises(ValueError, match=r"density: expected a value in \[0.3, 1\], as was measured, got 0.1"):
+        profile.at(density=0.1)
     assert half.curves == profile.curves
     budgets = half.policy.budgets
     assert budgets is not None
     for layer, curve in half.curves.items():
         assert curve.density_for(half.max_error) == pytest.approx(budgets[layer])
-    assert profile.at(max_error=1e-9).density == pytest.approx(1.0), "what cannot be kept takes all"
+    assert profile.at(max_error=1e-9).density == 1.0, "what cannot be kept runs dense"
 
 
 def test_worst_errors_never_rise() -> None:
     curve = Curve((0.1, 0.2, 0.4), ((0.3, 0.1, 0.12), (0.2, 0.15, 0.05)))
     assert curve.worst() == (0.3, 0.15, 0.12)
+    assert Curve((0.1, 0.2, 0.4), ((0.3, 0.1, 0.2),)).worst() == (0.3, 0.2, 0.2), "what rises again counts before, too"
+    broken = Curve((0.1, 0.2), ((float("nan"), 0.1), (0.1, 0.1)))
+    assert broken.density_for(0.15) == 0.2, "what is not a number is no small error"
     assert curve.density_for(0.15) == pytest.approx(0.2)
     assert curve.density_for(0.12) == pytest.approx(0.4)
-    assert curve.density_for(0.5) == 0.1
-    assert curve.density_for(0.06) == pytest.approx(0.7), "half of the last error, half of the way to all"
+    assert curve.density_for(0.5) == 0.1 and curve.density_for(0.1) == 1.0
     flat = Curve((0.1, 0.2), ((0.2, 0.2),))
     assert flat.density_for(0.2) == 0.1
     assert Curve((0.1, 0.2), ((0.2, 0.0),)).density_for(0.1) <= 0.2, "an error of 0 is no logarithm"
@@ -120,24 +124,30 @@ def test_worst_errors_never_rise() -> None:
 def test_an_interrupted_calibration_goes_on(model: Any, profile: Profile, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     options: dict[str, Any] = {"max_error": 0.3, "policy": POLICY, "densities": DENSITIES, "rows": rows}
-    asked: list[int] = []
 
-    def first(_: Any) -> None:
+    def stop(_: Any) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        calibrate(model, [windows(2)[0], first], **options)
+        calibrate(model, [windows(2)[0], stop], **options)
     assert not hasattr(model, "_sparge_before"), "the model is as it was"
+    (done,) = rows.read_text().splitlines()
+    assert calibrate(model, windows(2), **options).curves == profile.curves
+    assert rows.read_text().splitlines()[0] == done and len(rows.read_text().splitlines()) == 2
 
-    def refuse(_: Any) -> None:
-        raise AssertionError("measured already")
 
-    def second(module: Any) -> None:
-        asked.append(1)
-        module(windows(2)[1])
+def test_rows_belong_to_their_inputs(model: Any, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"max_error": 0.3, "policy": POLICY, "densities": (0.5,), "rows": str(tmp_path / "rows")}
+    first = calibrate(model, windows(1), **options)
+    shorter = calibrate(model, windows(1, 768), **options)
+    assert (first.tokens, shorter.tokens) == (1024, 768) and first.curves != shorter.curves
 
-    assert calibrate(model, [refuse, second], **options).curves == profile.curves
-    assert asked == [1] and len(rows.read_text().splitlines()) == 2
+
+def test_8_bits_are_not_promised_more_than_they_hold(model: Any) -> None:
+    policy = Policy(backend="torch", quantization="int8_fp8")
+    found = calibrate(model, windows(1, 768), max_error=1e-3, policy=policy, densities=(0.5, 0.95))
+    assert set((found.policy.budgets or {}).values()) == {1.0}
+    assert check(model, windows(1, 768), found) == {}, "dense layers are not measured"
 
 
 def test_progress_is_told(model: Any) -> None:
@@ -153,8 +163,10 @@ def test_progress_is_told(model: Any) -> None:
         ({}, "expected max_error or density, got max_error=None and density=None"),
         ({"max_error": 0.1, "density": 0.1}, "expected max_error or density, got"),
         ({"max_error": 0.0}, "max_error: expected a value above 0, got 0.0"),
-        ({"density": 1.5}, r"density: expected a value in \(0, 1\], got 1.5"),
-        ({"max_error": 0.1, "policy": Policy(sparsity=sparge.TopCdf(0.9))}, "policy: expected a Budget or a TopK, got"),
+        ({"density": 1.5}, r"density: expected a value in \[0.05, 1\], as was measured, got 1.5"),
+        ({"max_error": 0.1, "densities": (0.8, 0.3)}, r"densities: expected rising values in \(0, 1\], got \(0.8, 0.3"),
+        ({"max_error": 0.1, "policy": Policy(budgets={"a": 0.5})}, "policy: expected a Budget .* got budgets"),
+        ({"max_error": 0.1, "policy": Policy(sparsity=sparge.TopCdf(0.9))}, "policy: expected a Budget or a TopK for all layers, got a TopCdf"),
         ({"max_error": 0.1, "policy": Policy()}, "inputs: expected calls that go sparse, got none"),
     ],
 )
@@ -163,6 +175,8 @@ def test_errors(model: Any, options: dict[str, Any], message: str) -> None:
         calibrate(model, windows(1, 256), **options)
     with pytest.raises(ValueError, match="inputs: expected one or more, got none"):
         calibrate(model, [], max_error=0.1)
+    with pytest.raises(TypeError, match="inputs: expected a list, got Tensor"):
+        calibrate(model, windows(1)[0], max_error=0.1)  # type: ignore[arg-type]
 
 
 def test_a_profile_of_another_model_is_refused(model: Any, profile: Profile) -> None:
@@ -191,7 +205,7 @@ def test_wrong_budgets(budgets: Any, kind: type[Exception], message: str) -> Non
 
 
 def test_a_pipeline() -> None:
-    from evaluate.small_pipelines import small_pipeline
+    from small_pipelines import small_pipeline
 
     pipeline = small_pipeline()
     policy = Policy(backend="torch", quantization="none")

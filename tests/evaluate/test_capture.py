@@ -9,12 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tiny_language import tiny_model
+from torch import Tensor
 
 import sparge
 from sparge.evaluate import Recorder, attention_error
 from sparge.evaluate.capture import load, save, true_mask
 from sparge.evaluate.inputs import text_with_needles
 from sparge.evaluate.metrics import block_mass, mass_recall
+from sparge.integrations.calls import substituted
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +77,7 @@ def test_error_of_known_tensors(is_causal: bool, rule: Any) -> None:
     assert error.predicted.density == error.oracle.density == mask.density()
     mass = block_mass(query, key.repeat_interleave(2, 1), is_causal=is_causal)
     assert error.predicted.mass_recall == pytest.approx(mass_recall(mask, mass), abs=1e-6)
-    output = sparge.block_sparse_attention(query, key, value, mask, enable_gqa=True)
+    output = sparge.block_sparse_attention(query, key, value, mask, enable_gqa=True, skipped="auto")
     exact = F.scaled_dot_product_attention(
         query.double(), key.double(), value.double(), is_causal=is_causal, enable_gqa=True
     )
@@ -122,3 +124,27 @@ def test_steps_of_a_pipeline_are_recorded() -> None:
         pipe(prompt="a", num_inference_steps=3, generator=torch.Generator().manual_seed(0))
     assert [call.step for call in recorder.calls] == [0, 2]
     assert [call.layer for call in recorder.calls] == ["transformer.blocks.0.attn1"] * 2
+
+
+def test_recordings_have_the_order_of_the_model() -> None:
+    from small_pipelines import small_pipeline
+
+    pipeline = small_pipeline()
+    own: list[Tensor] = []
+    moved: list[Tensor] = []
+    for order, calls in (("row", own), ("hilbert", moved)):
+
+        def note(layer: str, query: Tensor, *tensors: Any, calls: list[Tensor] = calls, **call: Any) -> Tensor:
+            del layer
+            calls.append(query)
+            return sparge.attention(query, *tensors, **call)
+
+        sparge.enable(pipeline, sparge.Policy(topk=1.0, backend="torch", order=order))
+        with substituted(note):
+            pipeline("", 1, generator=torch.Generator().manual_seed(0))
+        sparge.disable(pipeline)
+    with Recorder().recording(pipeline) as recorder:
+        pipeline("", 1, generator=torch.Generator().manual_seed(0))
+    recorded = recorder.calls[0].query.to(own[0].dtype)
+    assert torch.equal(recorded, own[0].to(recorder.calls[0].query.dtype).to(own[0].dtype))
+    assert not torch.equal(own[0], moved[0])

@@ -536,7 +536,8 @@ class TestNode:
         tensors = make_qkv(2304, heads=HEADS, head_dim=8)
         first, second = sample(patched, Flux(100, *tensors), steps=2)
         assert torch.equal(first["double_block.1"], sdpa(*tensors, HEADS, skip_reshape=True)), "start_percent"
-        expected = flat(sparge.attention(*tensors, topk=0.5, always_keep=[(0, 100)]))
+        text = [(0, 100)]
+        expected = flat(sparge.attention(*tensors, topk=0.5, always_keep=text, exact_queries=text))
         assert torch.equal(second["double_block.1"], expected)
         assert sparse_layers() == {name: (int(not name.endswith(".0")), 1 + name.endswith(".0")) for name in first}
 

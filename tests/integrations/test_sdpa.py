@@ -542,7 +542,7 @@ class TestScope:
         assert not torch.equal(sparse, dense)
         assert sparge.stats().reasons == {"sparse: torch": 2}
 
-    @pytest.mark.parametrize("rules", [{"dense_first_steps": 0.1}, {"dense_layers": (0,)}])
+    @pytest.mark.parametrize("rules", [{"dense_first_steps": 0.1}, {"dense_layers": (0,)}, {"budgets": {"a": 0.5}}])
     def test_rules_that_need_a_model(self, rules: dict[str, Any]) -> None:
         with pytest.raises(ValueError, match=r"expected no rules about steps or layers .*sparge.enable"):
             sparge.replace_sdpa(Policy(**rules))

@@ -6,6 +6,7 @@ what the model goes on with, and at every density, which is what is measured.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ import sparge
 from sparge.calibration.profile import Curve, Profile
 from sparge.config import Selection, TopCdf
 from sparge.evaluate.metrics import relative_l1
-from sparge.evaluate.rows import Rows, fingerprint
+from sparge.evaluate.rows import Rows, digest, fingerprint
 from sparge.integrations.calls import substituted
 from sparge.policy import Policy
 
@@ -38,13 +39,14 @@ def calibrate(
     density: float | None = None,
     policy: Policy | None = None,
     densities: Sequence[float] = DENSITIES,
-    rows: Path | None = None,
+    rows: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Profile:
     """Budgets for every layer of a model from a few inputs.
 
     Args:
-        model: what `sparge.enable` takes: a transformers model, a diffusers pipeline or its transformer.
+        model: what `sparge.enable` takes: a transformers model, a diffusers pipeline or its transformer. It is not
+            enabled afterwards.
         inputs: a few typical ones, as long as those to come: token ids (B, S), keywords of the model or pipeline as a
             dict, a prompt, or a function that is called with the model.
         max_error: relative L1 error that no layer's attention may have on any of them.
@@ -58,14 +60,13 @@ def calibrate(
         A `Profile`, which `sparge.enable` takes in place of a policy.
 
     Raises:
-        ValueError: an argument is not what was expected, or no call of the inputs goes sparse.
+        TypeError, ValueError: an argument is not what was expected, or no call of the inputs goes sparse.
     """
-    Profile.chosen({}, Policy(), {"": Curve((1.0,), ((0.0,),))}, tokens=0, max_error=max_error, density=density)
     policy = Policy() if policy is None else policy
-    if isinstance(policy.selection, TopCdf):
-        raise ValueError("policy: expected a Budget or a TopK, got a TopCdf: it chooses a density by itself")
-    if not inputs:
-        raise ValueError("inputs: expected one or more, got none")
+    model = getattr(model, "_orig_mod", model)  # compiled programs do not notice that calls are measured
+    _check(inputs, densities, policy)
+    nothing = Curve(tuple(densities), ((0.0,) * len(densities),))
+    Profile.chosen({}, Policy(), {"": nothing}, tokens=0, max_error=max_error, density=density)  # arguments are checked
     described = {
         "model": _kind(model),
         "weights": fingerprint(_modules(model)),
@@ -73,16 +74,17 @@ def calibrate(
         "densities": list(densities),
         "torch": torch.__version__,
     }
-    done = Rows(rows, described, key=("input",))
+    done = Rows(None if rows is None else Path(rows), described, key=("input", "content"))
     errors: dict[str, list[list[float]]] = {}
     tokens = 0
     for index, entry in enumerate(inputs):
         if progress is not None:
             progress(f"input {index}", index, len(inputs))
-        if not done.has(input=index):
+        work = {"input": index, "content": _content(entry)}
+        if not done.has(**work):
             found, length = _errors(model, entry, policy, densities)
-            done.add({"input": index, "errors": found, "tokens": length})
-        row = done.get(input=index)
+            done.add({**work, "errors": found, "tokens": length})
+        row = done.get(**work)
         tokens = max(tokens, row["tokens"])
         for layer, per_density in row["errors"].items():
             errors.setdefault(layer, []).append(per_density)
@@ -138,6 +140,32 @@ def _errors(
         _run(model, entry)
     means = {layer: [statistics.fmean(of) for of in zip(*calls, strict=True)] for layer, calls in found.items()}
     return means, longest
+
+
+def _check(inputs: Sequence[Any], densities: Sequence[float], policy: Policy) -> None:
+    if not isinstance(policy, Policy):
+        raise TypeError(f"policy: expected a sparge.Policy, got {type(policy).__name__}")
+    if isinstance(policy.selection, TopCdf) or policy.budgets is not None:
+        got = "budgets" if policy.budgets is not None else "a TopCdf"
+        raise ValueError(f"policy: expected a Budget or a TopK for all layers, got {got}")
+    if not isinstance(inputs, (list, tuple)):
+        raise TypeError(f"inputs: expected a list, got {type(inputs).__name__}")
+    if not inputs:
+        raise ValueError("inputs: expected one or more, got none")
+    rising = all(low < high for low, high in itertools.pairwise(densities))
+    if not densities or not rising or not 0 < densities[0] <= densities[-1] <= 1:
+        raise ValueError(f"densities: expected rising values in (0, 1], got {densities}")
+
+
+def _content(entry: Any) -> str:
+    """Letters that differ where inputs do; of a function its name."""
+    if isinstance(entry, Tensor):
+        numbers = entry.detach().flatten().double().cpu()
+        weights = torch.arange(1, len(numbers) + 1, dtype=torch.float64)
+        return digest([list(entry.shape), float(numbers.sum()), float((numbers * weights).sum())])
+    if isinstance(entry, Mapping):
+        return digest({str(name): _content(value) for name, value in entry.items()})
+    return digest(getattr(entry, "__qualname__", None) or str(entry))
 
 
 @contextmanager

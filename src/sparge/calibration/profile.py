@@ -36,24 +36,27 @@ class Curve:
     errors: tuple[tuple[float, ...], ...]
 
     def worst(self) -> tuple[float, ...]:
-        """The largest error of all inputs at each density, never larger than at a lower one."""
+        """The largest error of all inputs at each density or a higher one; what is not a number is too large."""
         found: list[float] = []
-        for errors in zip(*self.errors, strict=True):
-            found.append(min(max(errors), found[-1] if found else math.inf))
-        return tuple(found)
+        for errors in reversed(list(zip(*self.errors, strict=True))):
+            largest = max(math.inf if math.isnan(error) else error for error in errors)
+            found.append(max(largest, found[-1] if found else 0.0))
+        return tuple(reversed(found))
 
     def density_for(self, max_error: float) -> float:
         """The lowest density that keeps every input's error.
 
-        Errors between measured ones are taken to lie on straight lines, which are above a curve that flattens; the last
-        line ends at 1 with no error.
+        Errors between measured ones are taken to lie on straight lines, which are above a curve that flattens. 1, which
+        is dense, where not even the highest measured one does: 8 bits have an error at any density.
         """
-        densities, worst = (*self.densities, 1.0), (*self.worst(), 0.0)
+        worst = self.worst()
         if worst[0] <= max_error:
-            return densities[0]
-        place = next(place for place, error in enumerate(worst) if error <= max_error)
-        low, high, upper, lower = *densities[place - 1 : place + 1], *worst[place - 1 : place + 1]
-        return low + (high - low) * (upper - max_error) / (upper - lower)
+            return self.densities[0]
+        for place in range(1, len(worst)):
+            if worst[place] <= max_error:
+                low, high, upper, lower = *self.densities[place - 1 : place + 1], *worst[place - 1 : place + 1]
+                return high if upper == math.inf else low + (high - low) * (upper - max_error) / (upper - lower)
+        return 1.0
 
 
 @dataclass(frozen=True)
@@ -104,8 +107,9 @@ class Profile:
             raise ValueError("curves: expected one layer or more, got none")
         if max_error is None:
             assert density is not None
-            if not 0 < density <= 1:
-                raise ValueError(f"density: expected a value in (0, 1], got {density}")
+            lowest = max(curve.densities[0] for curve in curves.values())
+            if not lowest <= density <= 1:
+                raise ValueError(f"density: expected a value in [{lowest:g}, 1], as was measured, got {density}")
             max_error = _error_at(curves, density)
         elif not max_error > 0:
             raise ValueError(f"max_error: expected a value above 0, got {max_error}")
@@ -186,7 +190,7 @@ def _blue(shade: float) -> tuple[float, float, float]:
 
 
 def _error_at(curves: Mapping[str, Curve], density: float) -> float:
-    """The error at which the mean of all budgets is a density."""
+    """The lowest error at which the mean of all budgets is no more than a density."""
     low, high = 1e-9, 1e3
     for _ in range(100):
         middle = math.sqrt(low * high)

@@ -105,7 +105,8 @@ class Recorder:
     @contextmanager
     def recording(self, model: Any) -> Iterator[Recorder]:
         """Record the self-attention calls of a transformers model, a diffusers pipeline or its transformer."""
-        sparge.enable(model, Policy(topk=1.0, backend=base.resolve("auto", _device_of(model))))
+        backend = base.resolve("auto", _device_of(model))
+        sparge.enable(model, Policy(topk=1.0, backend=backend, order="row"))  # tokens as the model has them
         with ExitStack() as stack:
             stack.callback(sparge.disable, model)
             self._now = stack.enter_context(followed_steps(model))

@@ -98,7 +98,7 @@ def register(policy: Policy | None = None, framework: Literal["transformers", "d
         return
     from sparge.integrations import diffusers_backend
 
-    if policy.has_step_rules or policy.dense_layers:
+    if policy.has_step_rules or policy.has_layer_rules:
         raise ValueError(f"policy: expected no rules about steps or layers (sparge.enable knows them), got {policy}")
     if diffusers_backend.register(policy) is None:
         raise ImportError("diffusers: expected a version whose attention backends can be extended (0.42 can)")

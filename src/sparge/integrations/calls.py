@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from sparge import api, decide, ops, validation
-from sparge.config import Selection
+from sparge.config import Selection, TopCdf
 from sparge.decide import Reason
 from sparge.geometry import BLOCK_Q, ceil_div
 from sparge.integrations.padding import attend_within, spans_of
@@ -149,6 +149,9 @@ def attend(
             reason = decide.slow_mask(attn_mask)
         if reason is None:
             reason = decide.ambiguous_mask(attn_mask)
+        if reason is None and spans is None and layer.policy.skipped == "mean":
+            obstacle = decide.no_means(_of_four(attn_mask), query.shape[1] // key.shape[1])
+            reason = None if obstacle is None else obstacle.word
     if reason is not None:
         refuse(layer, reason)
         return None
@@ -162,6 +165,8 @@ def attend(
     keep = [*layer.policy.kept_ranges(key.shape[2]), *text]
     if order is not None:
         query, key, value = (ops.along(tokens, *order) for tokens in (query, key, value))
+        if attn_mask is not None and spans is None:
+            attn_mask = ops.along(_of_four(attn_mask).mT, *order).mT
     if torch.compiler.is_compiling():
         output = _attend(api.attention, query, key, value, attn_mask, spans, is_causal, keep, options)
     else:
@@ -182,7 +187,8 @@ def _order(
 ) -> tuple[tuple[int, ...], str, int] | None:
     """The grid, the order of its tokens, and where they begin; None where they stay as they come.
 
-    Text must lie before or behind them, and a mask may hide text alone.
+    Text must lie before or behind them, and a mask must be one over keys, which moves along; what `padding` cuts off
+    must be text.
     """
     name = "hilbert" if policy.order == "auto" else policy.order
     count = math.prod(grid)
@@ -192,20 +198,28 @@ def _order(
             start = stop
     if name == "row" or policy.always_keep or count + sum(stop - first for first, stop in text) != tokens:
         return None
-    stays = attn_mask is None or (spans is not None and all(a <= start and start + count <= b for a, b in spans))
-    return (grid, name, start) if stays else None
+    if spans is not None:
+        fits = all(first <= start and start + count <= stop for first, stop in spans)
+    else:
+        fits = attn_mask is None or _of_four(attn_mask).shape[2:] == (1, tokens)
+    return (grid, name, start) if fits else None
+
+
+def _of_four(attn_mask: Tensor) -> Tensor:
+    """A mask with all its dimensions."""
+    return attn_mask[(None,) * (4 - attn_mask.ndim)]
 
 
 EXACT_SHARE = 0.125
-"""Of a budget, what text may take that sees everything."""
+"""Of the blocks that are kept, what text may take that sees everything."""
 
 
 def _costs_little(text: Sequence[tuple[int, int]], rule: Selection, tokens: int) -> bool:
-    """Whether rows of text that see everything leave the others nearly all they have; rows of `TopK` share nothing."""
-    if not rule.is_call_wide:
-        return True
+    """Whether rows of text that see everything are a small part of the work; under `TopCdf` of a quarter of all."""
+    amount = rule.amount
+    density = 0.25 if isinstance(rule, TopCdf) else float(amount.mean() if isinstance(amount, Tensor) else amount)
     rows = sum(ceil_div(stop, BLOCK_Q) - first // BLOCK_Q for first, stop in text)
-    return rows <= EXACT_SHARE * float(rule.amount) * ceil_div(tokens, BLOCK_Q)
+    return rows <= EXACT_SHARE * density * ceil_div(tokens, BLOCK_Q)
 
 
 def _options(

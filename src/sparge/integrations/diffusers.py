@@ -281,6 +281,8 @@ class _Inputs:
                 grid = self._blocks.grid(model.config, arguments)
             except (AttributeError, KeyError, TypeError, ValueError):  # called in a way that says nothing of a grid
                 grid = None
+            if grid is not None and any(size is None for size in grid):
+                grid = None
         self._compiled = count, grid
         if not torch.compiler.is_compiling():
             self._local.found = count, grid

@@ -177,7 +177,7 @@ class replace_sdpa:
         policy = Policy() if policy is None else policy
         if not isinstance(policy, Policy):
             raise TypeError(f"policy: expected a sparge.Policy, got {type(policy).__name__}")
-        if policy.has_step_rules or policy.dense_layers:
+        if policy.has_step_rules or policy.has_layer_rules:
             raise ValueError(
                 "policy: expected no rules about steps or layers (SDPA calls do not say where they come from; "
                 f"sparge.enable(model, policy) knows), got {policy}"

@@ -63,6 +63,8 @@ def register(policy: Policy) -> None:
         ValueError: rules about steps.
     """
     _check_steps(policy)
+    if policy.budgets is not None:
+        raise ValueError("policy: expected no budgets of layers (sparge.enable knows their names), got some")
     _register_functions()
     _registered[NAME] = policy
 

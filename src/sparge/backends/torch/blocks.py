@@ -76,7 +76,7 @@ def _add_means(
     """Merge what `_attend_rows` returns with the means of skipped blocks, weighted by `replaced_bias`."""
     shape, workspace = tiles.shape, Workspace()
     key, value = means.key.flatten(0, 1), means.value.flatten(0, 1)  # [B * Hkv, kv_blocks, width]
-    some = (bias > -math.inf).any(-1).nonzero().flatten()
+    some = (bias != -math.inf).any(-1).nonzero().flatten()  # NaN counts
     row_bytes = 4 * shape.kv_blocks * (shape.head_dim + shape.value_dim + 3 * BLOCK_Q)
     for rows in some.split(max(1, CHUNK_BYTES // row_bytes)):
         batch, head, _ = tiles.place(rows)

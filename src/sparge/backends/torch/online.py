@@ -173,12 +173,12 @@ class _Rows:
 
     def add_means(self, means: _MeanTiles, bias: Tensor) -> None:
         """The means of skipped blocks for all rows, 64 at a time, with ``bias`` (n, blocks) added to their scores."""
-        place = self._kv_heads(self.rows)
+        batch, kv_head = self._kv_heads(self.rows)
         for tile, tile_bias in enumerate(bias[:, None].split(BLOCK_K, 2)):
-            key_scale = None if means.key_scale is None else means.key_scale[place][:, tile]
-            scores = self.operands.scores(self.rows, self.query, means.key[place][:, tile], key_scale)
+            key_scale = None if means.key_scale is None else means.key_scale[batch, kv_head, tile]
+            scores = self.operands.scores(self.rows, self.query, means.key[batch, kv_head, tile], key_scale)
             scores = (scores + tile_bias).masked_fill(tile_bias == -math.inf, -math.inf)
-            self._add_tile(scores, means.value[place][:, tile])
+            self._add_tile(scores, means.value[batch, kv_head, tile])
 
     def _kv_heads(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         batch, head, _ = self.tiles.place(rows)

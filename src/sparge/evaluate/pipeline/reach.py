@@ -43,7 +43,7 @@ def reached(pipe: Any, policy: Policy) -> Iterator[None]:
         with enabled(pipe, policy):
             yield
         return
-    if policy.has_step_rules or policy.dense_layers:
+    if policy.has_step_rules or policy.has_layer_rules:
         raise ValueError(
             f"{type(pipe).__name__}: expected a policy without rules about steps or layers (sparge.enable does not "
             f"know this model, and SDPA calls do not say where they come from), got {policy.to_json()}"
