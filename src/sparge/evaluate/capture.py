@@ -265,7 +265,8 @@ def attention_error(
 
     Args:
         query: (B, H, S_q, D).
-        key, value: (B, H_kv, S_k, D); H a multiple of H_kv.
+        key: (B, H_kv, S_k, D); H a multiple of H_kv.
+        value: the same.
         quantization: the arithmetic of both outputs, "none" by default: what selection costs.
 
     The other arguments are those of `sparge.attention`. Memory is linear in the length, time that of dense attention
