@@ -288,20 +288,9 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Moment(Score):
-    """Score: sampled queries against mean plus a quarter of the variance of every key block, a softmax each.
+class _Sampled(Score):
+    """A score that looks at some queries of a block, and takes the root of their mean square."""
 
-    Then the root of their mean square: a block that a few queries need stands out.
-
-    Args:
-        samples: queries sampled per block of 128.
-
-    Example:
-        >>> Moment().samples
-        16
-    """
-
-    name = "moment"
     exponent = 2
 
     samples: int = 16
@@ -317,8 +306,25 @@ class Moment(Score):
         return [float(self.samples)]
 
     @classmethod
-    def of(cls, numbers: Sequence[float]) -> Moment:
+    def of(cls, numbers: Sequence[float]) -> _Sampled:
         return cls(int(numbers[0]))
+
+
+@dataclass(frozen=True)
+class Moment(_Sampled):
+    """Score: sampled queries against mean plus a quarter of the variance of every key block, a softmax each.
+
+    Then the root of their mean square: a block that a few queries need stands out.
+
+    Args:
+        samples: queries sampled per block of 128.
+
+    Example:
+        >>> Moment().samples
+        16
+    """
+
+    name = "moment"
 
 
 @dataclass(frozen=True)
@@ -334,7 +340,7 @@ class Mean(Score):
 
 
 @dataclass(frozen=True)
-class Spread(Score):
+class Spread(_Sampled):
     """Score for blocks whose means stand for them: how wrong the mean would be, not how much attention they get.
 
     Mean queries of parts of a block against mean plus a quarter of the variance of every key block, a softmax each,
@@ -350,23 +356,11 @@ class Spread(Score):
     """
 
     name = "spread"
-    exponent = 2
-
-    samples: int = 16
 
     def __post_init__(self) -> None:
-        if isinstance(self.samples, bool) or not isinstance(self.samples, int):
-            raise TypeError(f"samples: expected an int, got {type(self.samples).__name__}")
-        if self.samples not in (1, 2, 4, 8, 16, 32, 64, 128):
+        if isinstance(self.samples, int) and self.samples not in (1, 2, 4, 8, 16, 32, 64, 128):
             raise ValueError(f"samples: expected a power of two in [1, 128], got {self.samples}")
-
-    @property
-    def numbers(self) -> list[float]:
-        return [float(self.samples)]
-
-    @classmethod
-    def of(cls, numbers: Sequence[float]) -> Spread:
-        return cls(int(numbers[0]))
+        super().__post_init__()
 
 
 SCORES: dict[str, type[Score]] = {score.name: score for score in (Moment, Mean, Spread)}

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from sparge.calibration.profile import Curve, Profile
 from sparge.config import Selection, TopCdf
 from sparge.evaluate.metrics import relative_l1
 from sparge.evaluate.rows import Rows, digest, fingerprint
+from sparge.evaluate.variants import enabled
 from sparge.integrations.calls import substituted
 from sparge.policy import Policy
 
@@ -136,7 +136,7 @@ def _errors(
         found.setdefault(layer, []).append(errors)
         return exact
 
-    with _enabled(model, policy), substituted(measured), torch.no_grad():
+    with enabled(model, policy), substituted(measured), torch.no_grad():
         _run(model, entry)
     means = {layer: [statistics.fmean(of) for of in zip(*calls, strict=True)] for layer, calls in found.items()}
     return means, longest
@@ -166,15 +166,6 @@ def _content(entry: Any) -> str:
     if isinstance(entry, Mapping):
         return digest({str(name): _content(value) for name, value in entry.items()})
     return digest(getattr(entry, "__qualname__", None) or str(entry))
-
-
-@contextmanager
-def _enabled(model: Any, policy: Policy) -> Iterator[None]:
-    sparge.enable(model, policy)
-    try:
-        yield
-    finally:
-        sparge.disable(model)
 
 
 def _run(model: Any, entry: Any) -> None:
