@@ -65,13 +65,13 @@ KNOWN_SPILLS = {
     (89, "attention_kernel, int8_fp16 similarity"): (16, 0),
     # Triton 3.9; with 3.6 a third of the bytes or less, none of them in a step.
     (90, "attention_kernel, int8_fp8_fast on hopper"): (152, 3),
-    (90, "attention_kernel, int8_fp8_fast causal on hopper"): (152, 3),
-    (90, "attention_kernel, int8_fp8_fast causal every tile on hopper"): (168, 9),
+    (90, "attention_kernel, int8_fp8_fast causal on hopper"): (176, 5),
+    (90, "attention_kernel, int8_fp8_fast causal every tile on hopper"): (184, 11),
     (90, "attention_kernel, int8_fp8_fast D 256 on hopper"): (144, 3),
     (90, "attention_kernel, int8_fp8 on hopper"): (160, 3),
     (90, "attention_kernel, int8_fp16 on hopper"): (16, 0),
-    (90, "attention_kernel, none D 256 on hopper"): (32, 1),
-    (90, "attention_kernel, int8_fp8"): (8, 0),
+    (90, "attention_kernel, none D 256 on hopper"): (40, 1),
+    (90, "attention_kernel, int8_fp8"): (16, 0),
     (90, "attention_kernel, int8_fp8 means"): (16, 0),
     (90, "attention_kernel, int8_fp8_fast means on hopper"): (184, 3),
     # Sums of keys and of values at a time; of Triton 3.9 alone.

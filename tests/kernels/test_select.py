@@ -62,7 +62,10 @@ def selected(
 ) -> BlockMask:
     call = call_of(shape, is_causal=is_causal, sparsity=sparsity, always_keep=tuple(always_keep or ()))
     rows = probability if query_similarity is None else query_similarity
-    return select(probability, rows, key_similarity, call, first_seen, threshold)
+    mask, order = select(probability, rows, key_similarity, call, first_seen, threshold)
+    assert (order is not None) == sparsity.is_call_wide
+    assert order is None or order.sort().values.tolist() == list(range(mask.kv_num_blocks.numel()))
+    return mask
 
 
 def sorted_selection(
@@ -234,6 +237,27 @@ def test_tiny_probabilities_keep_their_order() -> None:
     row = [1.0, 1e-38, 3e-45, 0.0, 2e-45, 1e-30, 1e-42, 0.0]
     assert kept_of(row, topk(0.5)) == [0, 1, 5, 6]
     assert kept_of(row, topk(0.75)) == [0, 1, 2, 4, 5, 6]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("most_rows", [128, 4096])
+def test_long_rows_of_a_budget_come_first(is_causal: bool, most_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order that attention computes them in: one that comes last would be waited for."""
+    monkeypatch.setattr(budget, "MOST_ROWS", most_rows)
+    shape = Shape(2, 10, 1, 2048, 2048, 8, 8)
+    rows = shape.heads * shape.q_blocks
+    probability = rows_of("spread", 2 * rows, shape.kv_blocks, 3).view(20, shape.q_blocks, shape.kv_blocks)
+    call = call_of(shape, is_causal=is_causal, sparsity=Budget(0.125), exact_queries=((1900, 2048),))
+    mask, order = select(probability, probability, None, call, None, None)
+    assert order is not None
+    many = budget.LONG * 0.125 * shape.kv_blocks / (2 if is_causal else 1)
+    of_batches = order.view(2, rows) - torch.tensor([[0], [rows]])
+    for counts, numbers in zip(mask.kv_num_blocks.view(2, rows), of_batches, strict=True):
+        is_long = counts > many
+        number = int(is_long.sum())
+        assert number == 2 * shape.heads
+        assert numbers[:number].tolist() == is_long.nonzero().flatten().tolist()
+        assert numbers[number:].tolist() == (~is_long).nonzero().flatten().flip(0).tolist()
 
 
 def test_batches_and_heads_find_their_own_rows() -> None:

@@ -76,12 +76,13 @@ def prepare(
         parts=inputs.parts(call.score) if inputs is not None else 0,
         similarity=has_similarity,
     )
+    order = None
     if has_scores:
         hidden = (None, None) if attn_mask is None else first_seen_keys(shape, call.is_causal, attn_mask)
         first_seen, first_query = hidden
         threshold = per_head_tensor(call.selection.similarity_threshold, shape, query.device)
         probability = block_probabilities(query, key_value, summary, call, first_seen, first_query, threshold)
-        mask = select(probability, summary.similarity, key_value.key_similarity, call, first_seen, threshold)
+        mask, order = select(probability, summary.similarity, key_value.key_similarity, call, first_seen, threshold)
     elif with_mask:
         mask = torch_predict.predict(query, key, call)
     if not with_operands:
@@ -104,6 +105,7 @@ def prepare(
         dtype=dtype,
         keys_seen=seen.keys if seen else None,
         means=_means(key_value, mask, call) if replaces else None,
+        order=order,
     )
     return operands, mask
 

@@ -83,11 +83,15 @@ class Scales:
 
 @aggregate
 class BlockLists:
-    """Pointers to how many key blocks a query block keeps, which, how many it could see, and the bias of the others."""
+    """Pointers to how many key blocks a query block keeps, which, how many it could see, and the bias of the others.
+
+    ``order_ptr`` says which query block comes when.
+    """
 
     kv_num_blocks_ptr: gl.tensor
     kv_indices_ptr: gl.tensor
     visible_num_blocks_ptr: gl.tensor
+    order_ptr: gl.tensor
     mean_bias_ptr: gl.tensor
     bias_columns: gl.tensor
 

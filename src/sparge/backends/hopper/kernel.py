@@ -48,6 +48,7 @@ def attention_kernel(
     kv_num_blocks_ptr,
     kv_indices_ptr,
     visible_num_blocks_ptr,
+    order_ptr,
     mean_bias_ptr,
     totals_ptr,
     taken_ptr,
@@ -70,8 +71,8 @@ def attention_kernel(
     """Block-sparse attention by online softmax: output and LSE of every query over the key blocks its block keeps.
 
     Grid: one program per multiprocessor, 9 warps that work. A tile is 128 queries of a head (times a slice of the value
-    channels); whoever is done with one takes the next, the longest causal tiles first (`scheduler`). Each consumer has
-    64 of the queries. A stage is one or two kept blocks of 64 keys.
+    channels); whoever is done with one takes the next, long tiles first (`scheduler`). Each consumer has 64 of the
+    queries. A stage is one or two kept blocks of 64 keys.
 
     Stages of means follow those of kept blocks: a mean is a key, with a bias that is -inf where it does not enter.
 
@@ -100,9 +101,10 @@ def attention_kernel(
         kv_num_blocks_ptr: (B, H, q_blocks), how many key blocks a query block keeps.
         kv_indices_ptr: (B, H, q_blocks, kv_blocks), their numbers.
         visible_num_blocks_ptr: (B, H, q_blocks), how many it could see.
+        order_ptr: (B * H * q_blocks,), query blocks of every head in the order in which they are taken (SPEC.ordered).
         mean_bias_ptr: (B * H * q_blocks, bias_columns), what the scores of means get besides, in octaves.
         totals_ptr: (2,), kept and visible blocks of all tiles, which are added to.
-        taken_ptr: (1,), 0: tiles that were taken.
+        taken_ptr: (1,), 0: turns that were taken.
         threshold_ptr: (H,), natural log: where P V is skipped.
         output_ptr: (B, H, q_len, D_v).
         lse_ptr: (B, H, q_len).
@@ -172,6 +174,7 @@ def attention_kernel(
         kv_num_blocks_ptr=kv_num_blocks_ptr,
         kv_indices_ptr=kv_indices_ptr,
         visible_num_blocks_ptr=visible_num_blocks_ptr,
+        order_ptr=order_ptr,
         mean_bias_ptr=mean_bias_ptr,
         bias_columns=bias_columns,
     )

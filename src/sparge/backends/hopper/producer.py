@@ -10,7 +10,13 @@ from __future__ import annotations
 from sparge.backends.cuda.primitives import BLOCK_K, BLOCK_Q, KEY_GROUPS
 from sparge.backends.hopper.aggregates import MASKED, MEANS, NON_FINITE, PEAK, PLAIN
 from sparge.backends.hopper.gluon import async_load, barrier, gl, jit, mbarrier, reinterpret
-from sparge.backends.hopper.scheduler import coordinates_of, count_kept_blocks, count_mean_stages, next_tile
+from sparge.backends.hopper.scheduler import (
+    coordinates_of,
+    count_kept_blocks,
+    count_mean_stages,
+    next_turn,
+    tile_of_turn,
+)
 
 
 @jit
@@ -88,7 +94,7 @@ def produce(
     Args:
         descriptors, means: of what is attended to: keys and values, means of skipped blocks.
         totals_ptr: visited and visible blocks of all tiles, which are added to.
-        taken_ptr: how many tiles were taken, see `scheduler`.
+        taken_ptr: how many turns were taken, see `scheduler`.
     """
     blocks: gl.constexpr = SPEC.blocks
     # Every thread writes the same metadata. They meet before one of them arrives.
@@ -100,8 +106,9 @@ def produce(
     zero = gl.arange(0, 1, by_block)
     stage_counter = 0
     tile_counter = 0
-    tile = gl.program_id(0)
-    while tile < sizes.num_tiles:
+    turn = gl.program_id(0)
+    while turn < sizes.num_tiles:
+        tile = tile_of_turn(turn, lists.order_ptr, sizes, SPEC)
         coordinates = coordinates_of(tile, sizes, SPEC)
         row = coordinates.flat_head.to(gl.int64) * sizes.q_blocks + coordinates.q_block
         count = count_kept_blocks(lists.kv_num_blocks_ptr, row, coordinates.q_block, sizes, SPEC)
@@ -121,7 +128,7 @@ def produce(
         barrier()
         _copy_query(descriptors, buffers, barriers.query_full, coordinates, query_stage, SPEC)
         tile_counter += 1
-        following = next_tile(taken_ptr)
+        following = next_turn(taken_ptr)
 
         plain_blocks = sizes.kv_len // BLOCK_K  # blocks from here on need an element mask
         if SPEC.is_causal:
@@ -180,7 +187,7 @@ def produce(
                 barrier()
                 _copy_key_value(means, buffers, barriers.full, coordinates, stage, block_numbers, places, SPEC)
                 stage_counter += 1
-        tile = following
+        turn = following
     query_stage = tile_counter % SPEC.query_stages
     _wait_empty(barriers.query_empty, tile_counter, SPEC.query_stages)
     metadata.tile.index(query_stage * 2).store(zero + sizes.num_tiles)

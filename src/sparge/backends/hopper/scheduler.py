@@ -1,7 +1,8 @@
 """The tile scheduler: which output tile comes when, and where it lies.
 
-A tile is 128 queries of one head, with all value channels or a slice of them. A program takes its first tile by its
-number, and each further one from a counter in global memory: tiles of any length keep all programs busy.
+A tile is 128 queries of one head, with all value channels or a slice of them. A program takes its first turn by its
+number, and each further one from a counter in global memory: tiles of any length keep all programs busy. The producer
+takes turns and finds the tile that has one; consumers learn of tiles alone.
 """
 
 from __future__ import annotations
@@ -24,12 +25,10 @@ class TileCoordinates:
 
 @jit
 def coordinates_of(tile, sizes, SPEC: gl.constexpr):
-    """The coordinates of a tile: neighbours share a head's K and V in the cache, causal ones start with the longest."""
+    """The coordinates of a tile: neighbours share a head's K and V in the cache."""
     value_slice = tile % SPEC.value_slices
     tile = tile // SPEC.value_slices
     q_block = tile % sizes.q_blocks
-    if SPEC.is_causal:
-        q_block = sizes.q_blocks - 1 - q_block
     flat_head = tile // sizes.q_blocks
     batch = flat_head // sizes.heads
     head = flat_head % sizes.heads
@@ -44,8 +43,20 @@ def coordinates_of(tile, sizes, SPEC: gl.constexpr):
 
 
 @jit
-def next_tile(taken_ptr):
-    """Take the next tile from the counter, after those that programs start with."""
+def tile_of_turn(turn, order_ptr, sizes, SPEC: gl.constexpr):
+    """The tile whose turn it is: in a given order, long rows first; else head by head, causal ones from the longest."""
+    row = turn // SPEC.value_slices
+    if SPEC.ordered:
+        row = gl.load(order_ptr + row)
+    elif SPEC.is_causal:
+        q_block = row % sizes.q_blocks
+        row += sizes.q_blocks - 1 - 2 * q_block
+    return row * SPEC.value_slices + turn % SPEC.value_slices
+
+
+@jit
+def next_turn(taken_ptr):
+    """Take the next turn from the counter, after those that programs start with."""
     return gl.num_programs(0) + gl.atomic_add(taken_ptr, 1, sem="relaxed")
 
 

@@ -42,6 +42,7 @@ class Spec:
         all_blocks: a tile visits every visible key block, else those of a list.
         counts_blocks: visited and visible blocks are added up for `stats`.
         means: the blocks that a tile does not visit enter as their means, in stages of their own.
+        ordered: tiles come in a given order, else head by head.
         peaks: "ignored", looked for in "every_tile", or "marked" (`cuda.peak_handling`); what lies far below one is
             taken as a part of its own.
         head_dim: channels of Q and K.
@@ -62,6 +63,7 @@ class Spec:
     all_blocks: bool
     counts_blocks: bool
     means: bool
+    ordered: bool
     peaks: str
     head_dim: int
     value_dim: int

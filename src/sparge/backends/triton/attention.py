@@ -69,6 +69,7 @@ def attention_kernel(
     kv_num_blocks_ptr,
     kv_indices_ptr,
     visible_num_blocks_ptr,
+    order_ptr,
     totals_ptr,
     mask_ptr,
     seen_ptr,
@@ -107,6 +108,7 @@ def attention_kernel(
     HAS_THRESHOLD: tl.constexpr,
     PEAKS: tl.constexpr,
     ALL_BLOCKS: tl.constexpr,
+    ORDERED: tl.constexpr,
     MEAN_WIDTH: tl.constexpr,
     COUNT: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -122,15 +124,17 @@ def attention_kernel(
         acc'   = acc 2^(t - t') + P V                     not where HAS_THRESHOLD and all of s lies below it
         output = acc / l * value scale,  lse = (t + log2 l) ln 2 + lse_shift;  0 and -inf for a row that sees nothing
 
-    Grid: one program for each BLOCK_M queries of each head, in one dimension; causal rows start with the longest. A
-    program walks its row's kept blocks in ascending order, BLOCKS at a time. Only the last ones (causal diagonal,
-    ragged end) need an element mask, so it is a branch that is seldom taken.
+    Grid: one program for each BLOCK_M queries of each head, in one dimension, in a given order (ORDERED); in that of
+    heads else, causal rows starting with the longest. A program walks its row's kept blocks in ascending order, BLOCKS
+    at a time. Only the last ones (causal diagonal, ragged end) need an element mask, so it is a branch that is seldom
+    taken.
 
     Reads
         query, key, value      [B, H | Hkv, Sq | Sk, D | Dv], or the codes of `quantize`
         query_scale, key_scale, value_scale, lse_shift    float32, of `quantize.QuerySummary` and `reduce_kernel`
         kv_num_blocks [B * H, q_blocks], kv_indices [B * H, q_blocks, kv_blocks], int32 (not ALL_BLOCKS)
         visible_num_blocks     [B * H, q_blocks] int32 (COUNT)
+        order                  [B * H * q_blocks] int32 (ORDERED), rows of blocks as they are to be computed
         mask                   [B, H, Sq | 1, Sk] bool or additive (MASK), which keys it leaves: seen [B, Hkv, Sk]
         threshold              [H] float32 (HAS_THRESHOLD), natural log
         mean_key, mean_value, mean_scale, mean_bias    of `operands.MeanOperands` (MEAN_WIDTH, the width of its values)
@@ -143,8 +147,10 @@ def attention_kernel(
     tiles_per_block: tl.constexpr = BLOCK_Q // BLOCK_M
     tiles = q_blocks * tiles_per_block
     pid = tl.program_id(0)
+    if ORDERED:
+        pid = tl.load(order_ptr + pid // tiles_per_block) * tiles_per_block + pid % tiles_per_block
     tile = pid % tiles
-    if IS_CAUSAL:
+    if IS_CAUSAL and not ORDERED:
         tile = tiles - 1 - tile
     q_block = tile // tiles_per_block
     flat_head = (pid // tiles).to(tl.int64)  # batch * heads + head
@@ -437,6 +443,7 @@ def attend(
         value_scale_ptr=operands.value_scale,
         lse_shift_ptr=operands.lse_shift,
         **list_arguments(mask, stand_in),
+        order_ptr=stand_in if operands.order is None else operands.order,
         totals_ptr=stand_in if totals is None else totals,
         mask_ptr=stand_in if attn_mask is None else attn_mask,
         seen_ptr=keys_seen,
@@ -475,6 +482,7 @@ def attend(
         HAS_THRESHOLD=threshold is not None,
         PEAKS=peak_handling(call),
         ALL_BLOCKS=mask is None,
+        ORDERED=operands.order is not None,
         MEAN_WIDTH=0 if means is None else mean_value.shape[3],
         COUNT=totals is not None,
         BLOCK_M=config.block_m,

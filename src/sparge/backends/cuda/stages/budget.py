@@ -5,7 +5,8 @@ Probabilities are compared by levels (`config.BUDGET_LEVELS`). Which blocks a ro
     count_kernel    for every row and level, how many blocks it keeps if the budget reaches down to that level
     share_kernel    the last level that the budget reaches, and what each row gets of it
 
-Nothing is sorted, and nothing waits for the host.
+Nothing is sorted, and nothing waits for the host. A long row that comes last would be waited for, so rows are also put
+in an order: the long ones first, the others as they lie in memory, where neighbours read the same keys.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from sparge.geometry import ceil_div
 
 MOST_ROWS = 4096
 """That `share_kernel` takes at a time."""
+LONG = 3.0
+"""A row is long if it keeps more than so many times an equal share: exact ones are, as a rule. With 1.25 or 2, rows of
+many heads come at once and share no keys, which costs 4 % where heads differ (docs/lab/selection.md)."""
 BUDGET_BITS = tl.constexpr(config.BUDGET_BITS)
 LEVELS = tl.constexpr(config.BUDGET_LEVELS)
 GUARANTEED = tl.constexpr(config.GUARANTEED)
@@ -132,20 +136,25 @@ def count_kernel(
     tl.atomic_add(sums + VISIBLE, visible_total, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["amount", "rows_of_batch"])
+@triton.jit(do_not_specialize=["amount", "many", "rows_of_batch"])
 def share_kernel(
     kept_ptr,
     sums_ptr,
     counts_ptr,
+    order_ptr,
     amount,
+    many,
     rows_of_batch,
     ROWS: tl.constexpr,
 ):
-    """How many blocks each row keeps, [B * rows] int32: what lies above the last level, and its part of that.
+    """How many blocks each row keeps: what lies above the last level, and its part of that; and the order of rows.
 
     Of r places for t blocks, the row that has the blocks number a to b - 1 gets floor(b r / t) - floor(a r / t).
 
-    Grid: batch elements. A program takes ROWS rows at a time. Reads what `count_kernel` writes.
+    Grid: batch elements. A program takes ROWS rows at a time. Reads what `count_kernel` writes. Writes, int32
+        counts     [B * rows]
+        order      [B * rows], the rows of each batch element: those with more than ``many`` blocks, then the others,
+                   the last first
     """
     batch = tl.program_id(0).to(tl.int64)
     levels = tl.arange(0, LEVELS)
@@ -163,6 +172,7 @@ def share_kernel(
     left = tl.minimum(tl.maximum(places - above_sum, 0), below_sum - above_sum).to(tl.int64)
     total = tl.maximum(total, 1)
     before = tl.zeros((), tl.int64)
+    long_before = tl.zeros((), tl.int32)
     for start in range(0, rows_of_batch, ROWS):
         rows = start + tl.arange(0, ROWS)
         inside = rows < rows_of_batch
@@ -171,12 +181,22 @@ def share_kernel(
         blocks = tl.load(kept + last, mask=inside, other=0) - above
         after = before + tl.cumsum(blocks, 0)
         share = after * left // total - (after - blocks) * left // total
-        tl.store(counts_ptr + batch * rows_of_batch + rows, above + share.to(tl.int32), mask=inside)
+        count = above + share.to(tl.int32)
+        tl.store(counts_ptr + batch * rows_of_batch + rows, count, mask=inside)
         before += tl.sum(blocks, 0)
+        is_long = (count > many) & inside
+        longs = long_before + tl.cumsum(is_long.to(tl.int32), 0)
+        place = tl.where(is_long, longs - 1, rows_of_batch - 1 - (rows - longs))
+        numbers = (batch * rows_of_batch + rows).to(tl.int32)
+        tl.store(order_ptr + batch * rows_of_batch + place, numbers, mask=inside)
+        long_before += tl.sum(is_long.to(tl.int32), 0)
 
 
-def share_budget(rows: RowArguments, call: Call) -> Tensor:
-    """How many eligible blocks each row keeps of its batch element's budget, (B, H, q_blocks) int32."""
+def share_budget(rows: RowArguments, call: Call) -> tuple[Tensor, Tensor]:
+    """How many eligible blocks each row keeps of its batch element's budget, (B, H, q_blocks) int32; which comes when.
+
+    The second is (B * H * q_blocks,) int32, the rows' numbers with long ones first in each batch element.
+    """
     shape, like = call.shape, rows.pointers["probability_ptr"]
     rows_of_batch = shape.heads * shape.q_blocks
     setting = configs.budget_config()
@@ -186,6 +206,7 @@ def share_budget(rows: RowArguments, call: Call) -> Tensor:
     kept = buffer_like(like, True, shape.batch * rows_of_batch, 2 * LEVELS.value, dtype=torch.int32)
     sums = zeros_like(like, shape.batch, PARTS.value, SUMS.value, dtype=torch.int32)
     counts = buffer_like(like, True, shape.batch, shape.heads, shape.q_blocks, dtype=torch.int32)
+    order = buffer_like(like, True, counts.numel(), dtype=torch.int32)
     launch(
         count_kernel,
         programs * shape.batch,
@@ -208,9 +229,11 @@ def share_budget(rows: RowArguments, call: Call) -> Tensor:
         kept_ptr=kept,
         sums_ptr=sums,
         counts_ptr=counts,
+        order_ptr=order,
         amount=float(amount),
+        many=LONG * float(amount) * shape.kv_blocks * (0.5 if call.is_causal else 1.0),
         rows_of_batch=rows_of_batch,
         ROWS=min(max(power_of_two(rows_of_batch), 128), MOST_ROWS),
         num_warps=setting.share_warps,
     )
-    return counts
+    return counts, order

@@ -224,8 +224,8 @@ def select(
     call: Call,
     first_seen: Tensor | None,
     threshold: Tensor | None,
-) -> BlockMask:
-    """The kept blocks of every row.
+) -> tuple[BlockMask, Tensor | None]:
+    """The kept blocks of every row, and in which order rows are best computed, None where any will do.
 
     Args:
         probability: of `score.block_probabilities`.
@@ -242,7 +242,7 @@ def select(
     row_arguments = RowArguments(probability, query_similarity, key_similarity, call, first_seen, threshold)
     amount = rules.amount
     amount_per_head = per_head_tensor(amount, shape, device) if isinstance(amount, Tensor) else None
-    counted = share_budget(row_arguments, call) if rules.is_call_wide else probability
+    counted, order = share_budget(row_arguments, call) if rules.is_call_wide else (probability, None)
     rows = (shape.batch, shape.heads, shape.q_blocks)
     counts = buffer_like(probability, True, *rows, dtype=torch.int32)
     indices = buffer_like(probability, True, *rows, shape.kv_blocks, dtype=torch.int32)
@@ -264,4 +264,4 @@ def select(
         **row_arguments.constants,
         num_warps=configs.select_config().warps(row_arguments.columns),
     )
-    return BlockMask(counts, indices, visible, shape.q_len, shape.kv_len, call.is_causal)
+    return BlockMask(counts, indices, visible, shape.q_len, shape.kv_len, call.is_causal), order
