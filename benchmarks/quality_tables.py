@@ -25,6 +25,8 @@ WORDS = {
     "quantization=int8_fp8_fast": "8 bits (fast)",
     "quantization=int8_fp8": "8 bits",
     "quantization=int8_fp16": "INT8 + FP16",
+    "skipped=drop": "dropped",
+    "order=row": "raster order",
 }
 """What variants are called in tables; 16 bits where nothing is said."""
 
@@ -38,11 +40,11 @@ FIGURES = {
 
 
 def rows_of(results: Path, case: str) -> list[Row]:
-    """The newest row of each length and variant of a case, in the order they were first measured."""
+    """The rows of the newest commit that a case was measured at, the newest of each length and variant."""
     path = results / "evaluation.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     rows = [row for row in map(json.loads, lines) if row["case"] == case]
-    rows = [row for row in rows if row["dtype"] == rows[-1]["dtype"]]  # a table has one
+    rows = [row for row in rows if row["commit"] == rows[-1]["commit"]]  # "topk" has not always meant the same
     return list({(row.get("tokens"), row["variant"]): row for row in rows}.values())
 
 
