@@ -463,10 +463,10 @@ class TestThreshold:
         threshold = -9.0
         mask = sparge.BlockMask.from_dense(blocks, q_len=256, kv_len=640)
         call = Call(Shape(1, 1, 1, 256, 640, 16, 16), False, 0.25, pv_threshold=threshold, skipped="mean")
-        found = reference.attention(query, key, value, mask, call).pv_skipped
-        assert found.tolist() == [[[4, 4]]], "a block, and the tile of means, of two groups of rows"
-        never = reference.attention(query, key, value, mask, replace(call, pv_threshold=None)).pv_skipped
-        assert not never.any()
+        found = reference.attention(query, key, value, mask, call)
+        assert found.pv_skipped.tolist() == found.means_skipped.tolist() == [[[2, 2]]], "of two groups of rows"
+        never = reference.attention(query, key, value, mask, replace(call, pv_threshold=None))
+        assert not never.pv_skipped.any() and not never.means_skipped.any()
         output, lse = attend(query, key, value, blocks, pv_threshold=threshold, backend=backend)
         expected = replaced_attention(query, key, value, blocks)
         lost = 640 * math.exp(threshold)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 
 import sparge
@@ -79,6 +80,66 @@ def test_printed() -> None:
         "  blocks.0            1       1       0    1.000",
         "  blocks.10           1       0       1",
     ]
+
+
+class TestSkippedProducts:
+    """Two of three blocks: the second lies 5 below the first for 64 queries, and level with it for the others."""
+
+    @staticmethod
+    def call(threshold: float | None, layer: str = "") -> None:
+        query, key = torch.zeros(1, 1, 128, 8), torch.zeros(1, 1, 192, 8)
+        query[:, :, :64, 0] = 1.0
+        key[:, :, 64:, 0] = -5.0
+        blocks = torch.tensor([[True, True, False]])
+        with counters.within(layer):
+            sparge.block_sparse_attention(
+                query, key, key, blocks, scale=1.0, pv_threshold=threshold, quantization="none", backend="torch"
+            )
+
+    def test_share(self) -> None:
+        self.call(-4.9)
+        stats = sparge.stats()
+        assert (stats.density, stats.pv_skipped) == (2 / 3, 1 / 4)
+        assert stats.sparsity == pytest.approx((2 * 1 + 0.5) / (2 * 3)), "a block, and P V of half a block"
+
+    def test_none_without_a_threshold(self) -> None:
+        self.call(None)
+        assert sparge.stats().pv_skipped is None
+        assert sparge.stats().sparsity == pytest.approx(1 / 3)
+        self.call(-5.1)
+        assert sparge.stats().pv_skipped == 0.0
+        sparge.reset_stats()
+        assert (sparge.stats().pv_skipped, sparge.stats().sparsity) == (None, None)
+
+    def test_by_layer(self) -> None:
+        self.call(-4.9, "one")
+        self.call(None, "one")
+        self.call(None, "two")
+        stats = sparge.stats()
+        assert (stats.layers["one"].pv_skipped, stats.layers["two"].pv_skipped) == (1 / 8, None)
+        assert stats.pv_skipped == 1 / 12
+        assert str(stats).splitlines() == [
+            "3 attention calls: 3 sparse, 0 dense; density 0.667, P V skipped 0.083",
+            "  sparse: torch       3",
+            "  layer           calls  sparse   dense  density  P V skipped",
+            "  one                 2       2       0    0.667        0.125",
+            "  two                 1       1       0    0.667",
+        ]
+
+    def test_of_a_graph_that_goes_on_after_a_reset(self) -> None:
+        """Its kernels count, its calls are not recorded."""
+        totals = counters.block_totals(torch.device("cpu"))
+        assert totals is not None
+        totals += torch.tensor([2, 3, 1])
+        assert (sparge.stats().density, sparge.stats().pv_skipped) == (2 / 3, 1 / 4)
+
+
+def test_counts_are_aligned() -> None:
+    """Triton compiles a kernel anew for a pointer that is not aligned to 16 bytes."""
+    for layer in ("one", "two", "three"):
+        with counters.within(layer):
+            totals = counters.block_totals(torch.device("cpu"))
+        assert totals is not None and totals.data_ptr() % 16 == 0
 
 
 def test_compiled_calls_count_in_the_totals() -> None:

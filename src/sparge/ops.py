@@ -195,14 +195,14 @@ def _attend(
     shape = call.shape
     mask = BlockMask(kv_num_blocks, kv_indices, visible_num_blocks, shape.q_len, shape.kv_len, call.is_causal)
     backend = base.get(name).serving(call, query.dtype)
-    counters.record(f"sparse: {backend.name}")
+    counters.record(f"sparse: {backend.name}", has_threshold=call.pv_threshold is not None)
     return backend.attend(query, key, value, mask, call, totals=counters.block_totals(query.device))
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     call, name = unpack(_shape_of(query, key, value), arguments)
     backend = base.get(name).serving(call, query.dtype)
-    counters.record(f"sparse: {backend.name}")
+    counters.record(f"sparse: {backend.name}", has_threshold=call.pv_threshold is not None)
     return backend.attention(query, key, value, call, totals=counters.block_totals(query.device))
 
 

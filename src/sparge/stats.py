@@ -13,6 +13,10 @@ from torch import Tensor
 
 SLOTS = 256
 """Layers whose blocks are counted apart in one allocation."""
+COUNTS = 3
+"""Kept blocks, visible ones, and halves of kept ones whose P V was skipped (`backends.base.Backend.attend`)."""
+ALIGNED = 4
+"""Numbers from one layer's counts to the next one's: Triton would compile anew for those not aligned to 16 bytes."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +28,16 @@ class LayerStats:
     dense: int
     reasons: dict[str, int]
     density: float | None
+    pv_skipped: float | None = None
+
+    @property
+    def sparsity(self) -> float | None:
+        """Products Q K^T and P V that were skipped, as a share of those of all visible blocks."""
+        return None if self.density is None else 1.0 - self.density * (1.0 - (self.pv_skipped or 0.0) / 2)
 
 
 @dataclass(frozen=True)
-class Stats:
+class Stats(LayerStats):
     """Counts since the start or the last `reset_stats`. ``print`` shows them as a table.
 
     Attributes:
@@ -36,27 +46,31 @@ class Stats:
         dense: calls that ran dense.
         reasons: calls by what was decided, e.g. {"sparse: torch": 3, "dense: sparsity=Dense()": 1}.
         density: kept blocks as a share of the visible ones over all sparse calls; None without any.
+        pv_skipped: products P V that ``pv_threshold`` skipped, as a share of those of the kept blocks over all sparse
+            calls, by halves of blocks (64 queries by 64 keys); None where no call had a threshold.
+        sparsity: products Q K^T and P V that were skipped, as a share of those of all visible blocks (the paper's
+            measure): 1 - density (1 - pv_skipped / 2).
         layers: the same by layer, for calls that came from a model with names for them (`sparge.enable`).
     """
 
-    calls: int
-    sparse: int
-    dense: int
-    reasons: dict[str, int]
-    density: float | None
     layers: dict[str, LayerStats] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [f"{self.calls} attention calls: {self.sparse} sparse, {self.dense} dense"]
         if self.density is not None:
             lines[0] += f"; density {self.density:.3f}"
+        has_skipped = self.pv_skipped is not None
+        if has_skipped:
+            lines[0] += f", P V skipped {self.pv_skipped:.3f}"
         width = max((len(name) for name in (*self.reasons, *self.layers)), default=0)
         lines += [f"  {reason:<{width}} {count:>7}" for reason, count in sorted(self.reasons.items())]
         if self.layers:
-            lines.append(f"  {'layer':<{width}} {'calls':>7} {'sparse':>7} {'dense':>7} {'density':>8}")
+            titles = f"  {'layer':<{width}} {'calls':>7} {'sparse':>7} {'dense':>7} {'density':>8}"
+            lines.append(titles + (f" {'P V skipped':>12}" if has_skipped else ""))
         for name, layer in self.layers.items():
-            density = "" if layer.density is None else f"{layer.density:.3f}"
-            lines.append(f"  {name:<{width}} {layer.calls:>7} {layer.sparse:>7} {layer.dense:>7} {density:>8}".rstrip())
+            density, skipped = ("" if share is None else f"{share:.3f}" for share in (layer.density, layer.pv_skipped))
+            counts = f"  {name:<{width}} {layer.calls:>7} {layer.sparse:>7} {layer.dense:>7}"
+            lines.append(f"{counts} {density:>8} {skipped:>12}".rstrip())
         return "\n".join(lines)
 
 
@@ -71,6 +85,7 @@ class _Counters:
         self._lock = threading.Lock()
         self._current = _Current()
         self._reasons: dict[str, Counter[str]] = {}
+        self._with_threshold: set[str] = set()
         self._blocks: dict[torch.device, list[list[Tensor]]] = {}
         self._slots: dict[str, int] = {}
 
@@ -83,7 +98,7 @@ class _Counters:
         finally:
             self._current.layer = before
 
-    def record(self, reason: str, layer: str | None = None) -> None:
+    def record(self, reason: str, layer: str | None = None, *, has_threshold: bool = False) -> None:
         """Count a call of the layer, by default of the one this thread is within."""
         layer = self._current.layer if layer is None else layer
         with self._lock:
@@ -91,9 +106,11 @@ class _Counters:
             if counts is None:
                 counts = self._reasons[layer] = Counter()
             counts[reason] += 1
+            if has_threshold:
+                self._with_threshold.add(layer)
 
     def block_totals(self, device: torch.device) -> Tensor | None:
-        """Kept and visible blocks of this thread's layer on a device, int64 (2,), for kernels to add to.
+        """The `COUNTS` of this thread's layer on a device, int64 (3,), for kernels to add to.
 
         They live as long as the process, so a CUDA graph that was captured with them goes on counting. A graph that is
         captured before the first call cannot make them: None.
@@ -106,8 +123,8 @@ class _Counters:
                 if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                     return None
                 with torch.inference_mode(False):
-                    page = torch.zeros(SLOTS, 2, dtype=torch.int64, device=device)
-                    pages.append([page[index] for index in range(SLOTS)])
+                    page = torch.zeros(SLOTS, ALIGNED, dtype=torch.int64, device=device)
+                    pages.append([page[index, :COUNTS] for index in range(SLOTS)])
                 if device.type == "cuda":  # the next call may come from another stream
                     torch.cuda.synchronize(device)
             return pages[slot // SLOTS][slot % SLOTS]
@@ -115,39 +132,47 @@ class _Counters:
     def read(self) -> Stats:
         with self._lock:
             reasons = {layer: dict(counts) for layer, counts in self._reasons.items()}
+            with_threshold = set(self._with_threshold)
             slots = dict(self._slots)
             pages = [list(pages) for pages in self._blocks.values()]
-        blocks = torch.zeros(max(map(len, pages), default=0) * SLOTS, 2, dtype=torch.int64)
+        blocks = torch.zeros(max(map(len, pages), default=0) * SLOTS, COUNTS, dtype=torch.int64)
         for device_pages in pages:
             if device_pages and device_pages[0][0].is_cuda:  # calls may have run on other streams
                 torch.cuda.synchronize(device_pages[0][0].device)
             for index, page in enumerate(device_pages):
                 blocks[index * SLOTS : (index + 1) * SLOTS] += torch.stack(page).cpu()
-        pairs = blocks.tolist()
+        by_slot = blocks.tolist()
         layers = {}
         for layer, counts in reasons.items():
-            slot = slots.get(layer, len(pairs))
-            layers[layer] = LayerStats(*_summary(counts, pairs[slot] if slot < len(pairs) else [0, 0]))
+            slot = slots.get(layer, len(by_slot))
+            of_layer = by_slot[slot] if slot < len(by_slot) else [0] * COUNTS
+            layers[layer] = LayerStats(*_summary(counts, of_layer, layer in with_threshold))
         everything: Counter[str] = Counter()
         for counts in reasons.values():
             everything.update(counts)
-        total = _summary(dict(everything), blocks.sum(0).tolist())
+        total = _summary(dict(everything), blocks.sum(0).tolist(), bool(with_threshold))
         layers.pop("", None)
         return Stats(*total, layers=layers)
 
     def reset(self) -> None:
         with self._lock:
             self._reasons.clear()
+            self._with_threshold.clear()
             for pages in self._blocks.values():
                 for page in pages:
                     torch._foreach_zero_(page)
 
 
-def _summary(reasons: dict[str, int], blocks: list[int]) -> tuple[int, int, int, dict[str, int], float | None]:
+def _summary(
+    reasons: dict[str, int], blocks: list[int], has_threshold: bool
+) -> tuple[int, int, int, dict[str, int], float | None, float | None]:
     calls = sum(reasons.values())
     sparse = sum(count for reason, count in reasons.items() if reason.startswith("sparse"))
-    kept, visible = blocks
-    return calls, sparse, calls - sparse, reasons, kept / visible if visible else None
+    kept, visible, skipped = blocks
+    density, pv_skipped = kept / visible if visible else None, None
+    if kept and (has_threshold or skipped):  # a CUDA graph goes on skipping after a reset, and is not recorded
+        pv_skipped = skipped / (2 * kept)
+    return calls, sparse, calls - sparse, reasons, density, pv_skipped
 
 
 counters = _Counters()

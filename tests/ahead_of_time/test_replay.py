@@ -23,7 +23,7 @@ from sparge.config import Mean, Moment, TopCdf, TopK
 from sparge.geometry import Shape
 
 started = note_launches()
-totals = torch.zeros(2, dtype=torch.int64)
+totals = torch.zeros(3, dtype=torch.int64)
 
 def call_of(lengths=(300, 520), **changes):
     options = {"is_causal": True, "scale": 0.125, "sparsity": TopK(0.5), **changes}

@@ -227,7 +227,7 @@ def call(case: Case) -> None:
         from sparge.backends.hopper import launcher
 
         attend = launcher.attend
-    totals = torch.zeros(2, dtype=torch.int64)
+    totals = torch.zeros(3, dtype=torch.int64)
     pipeline.attention(query, key, value, asked, launcher=attend, totals=totals)
 
 

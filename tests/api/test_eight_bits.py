@@ -19,6 +19,7 @@ from conftest import (
     relative_l1,
 )
 from numerics import call, problem_of
+from skipping import LENGTHS, assert_counted
 from sparge import Dense, TopK, reference
 from sparge.backends.torch import online as torch_online
 from sparge.call import Call
@@ -241,3 +242,20 @@ class TestPvThreshold:
         # Codes that round the other way in float32 move an output by an FP8 step of one probability.
         assert relative_l1(output, expected.output) < (1e-6 if quantization == "none" else 1e-3)
         assert (lse - expected.lse).abs().max() < (1e-5 if quantization == "none" else 1e-3)
+
+    @backends
+    @modes
+    @causality
+    @pytest.mark.parametrize("name", LENGTHS)
+    def test_skipped_products_are_counted(self, name: str, is_causal: bool, quantization: str, backend: str) -> None:
+        assert_counted(LENGTHS[name], is_causal=is_causal, quantization=quantization, backend=backend)
+
+    @backends
+    @modes
+    def test_means_are_not_counted(self, quantization: str, backend: str) -> None:
+        assert_counted((300, 330), skipped="mean", quantization=quantization, backend=backend)
+
+    @backends
+    def test_products_that_a_mask_hides_are_counted(self, backend: str) -> None:
+        hides = torch.arange(384) >= 200
+        assert_counted((256, 384), attn_mask=~hides[None, None, None], quantization="none", backend=backend)

@@ -24,6 +24,7 @@ from gpu.conftest import (
     modes,
     random_bits,
 )
+from skipping import LENGTHS, assert_counted
 from sparge import Dense, TopK
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
@@ -162,6 +163,19 @@ class TestPvThreshold:
         assert relative_l1(got[0].cpu(), expected[0].double()) <= 0.1 * min(skipped, intended) + 1e-3
         # A code is an eighth of an octave: one that rounds the other way moves the LSE of a row with few keys.
         assert (got[1].cpu() - expected[1]).abs().max() <= (0.02 if quantization == "int8_fp8_fast" else 0.01)
+
+    @modes
+    @causality
+    @pytest.mark.parametrize("name", LENGTHS)
+    def test_skipped_products_are_counted(self, name: str, is_causal: bool, quantization: str) -> None:
+        options = {"quantization": quantization, "device": DEVICE, "backend": BACKEND}
+        assert_counted(LENGTHS[name], is_causal=is_causal, dtype=DTYPE_OF[quantization], **options)
+
+    @modes
+    @pytest.mark.parametrize("head_dim", [64, 256])
+    def test_means_are_not_counted(self, head_dim: int, quantization: str) -> None:
+        options = {"quantization": quantization, "device": DEVICE, "backend": BACKEND}
+        assert_counted((300, 330), skipped="mean", head_dim=head_dim, dtype=DTYPE_OF[quantization], **options)
 
     @modes
     def test_one_of_minus_infinity_changes_nothing(self, quantization: str) -> None:

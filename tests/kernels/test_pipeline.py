@@ -15,6 +15,7 @@ import sparge
 from conftest import assert_exact, causality, exact_attention, make_qkv, modes, relative_l1
 from kernels.conftest import call_of, shape_of
 from selection import assert_same_blocks
+from skipping import LENGTHS, assert_counted
 from sparge import Budget, Dense, Mean, Moment, TopCdf, TopK
 from sparge.ops import pack, pack_attend, pack_dense
 
@@ -143,6 +144,20 @@ class TestAttention:
         sparge.attention(query, key, value, sparsity=RULES["topk"], is_causal=True, quantization="none", **TRITON)
         assert sparge.stats().reasons == {"sparse: triton": 3}
         assert sparge.stats().density == pytest.approx(mask.density())
+
+    @modes
+    @causality
+    @pytest.mark.parametrize("name", LENGTHS)
+    def test_skipped_products_are_counted(self, name: str, is_causal: bool, quantization: str) -> None:
+        assert_counted(LENGTHS[name], is_causal=is_causal, quantization=quantization, backend="triton")
+
+    @modes
+    def test_means_are_not_counted(self, quantization: str) -> None:
+        assert_counted((300, 330), skipped="mean", quantization=quantization, backend="triton")
+
+    def test_products_that_a_mask_hides_are_counted(self) -> None:
+        hides = torch.arange(384) >= 200
+        assert_counted((256, 384), attn_mask=~hides[None, None, None], quantization="none", backend="triton")
 
     def test_a_named_backend_does_not_fall_back(self) -> None:
         query, key, value = structured(70, 150)

@@ -93,7 +93,9 @@ class Backend(ABC):
         """Attention over the kept blocks.
 
         Args:
-            totals: int64 (2,), to which the numbers of kept and of visible blocks are added.
+            totals: int64 (3,), to which the numbers of kept and of visible blocks are added, and that of halves of kept
+                blocks (64 queries by 64 keys) whose P V the threshold skipped. A half without queries is skipped with
+                the other one; means are not counted.
 
         Returns:
             Output (B, H, Sq, Dv) in the query's dtype and natural-log LSE (B, H, Sq) float32.
@@ -124,10 +126,10 @@ class Backend(ABC):
         return self.attend(query, key, value, self.predict(query, key, call), call)
 
 
-def add_to_totals(totals: Tensor | None, mask: BlockMask) -> None:
-    """Count a mask's blocks (see `Backend.attend`)."""
+def add_to_totals(totals: Tensor | None, mask: BlockMask, pv_skipped: Tensor) -> None:
+    """Count a mask's blocks, and the halves of them whose P V was skipped (see `Backend.attend`)."""
     if totals is not None:
-        totals.add_(torch.stack([mask.kv_num_blocks.sum(), mask.visible_num_blocks.sum()]))
+        totals.add_(torch.stack([mask.kv_num_blocks.sum(), mask.visible_num_blocks.sum(), pv_skipped.sum()]))
 
 
 def get(name: str) -> Backend:

@@ -31,8 +31,8 @@ class ReferenceBackend(Backend):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, call: Call, *, totals: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        add_to_totals(totals, mask)
         result = reference.attention(query, key, value, mask, call)
+        add_to_totals(totals, mask, result.pv_skipped)
         return result.output.to(query.dtype), result.lse.float()
 
 

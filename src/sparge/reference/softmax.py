@@ -37,11 +37,16 @@ Accumulation = Literal["two_level", "single_level"]
 
 
 class AttentionResult(NamedTuple):
-    """``output`` (B, H, Sq, Dv) and ``lse`` (B, H, Sq), float64; ``pv_skipped`` (B, H, q_blocks): 64-row products."""
+    """``output`` (B, H, Sq, Dv) and ``lse`` (B, H, Sq), float64, and where P V was skipped, (B, H, q_blocks).
+
+    ``pv_skipped`` counts halves of kept blocks, 64 queries by 64 keys; a half without queries is skipped with the other
+    one. ``means_skipped`` counts tiles of means, 64 queries by 64 means.
+    """
 
     output: Tensor
     lse: Tensor
     pv_skipped: Tensor
+    means_skipped: Tensor
 
 
 def attention(
@@ -81,7 +86,8 @@ def attention(
     mean_bias = replaced_bias(means, kept, call)
     output = torch.zeros(*query.shape[:3], shape.value_dim, dtype=torch.float64, device=query.device)
     lse = torch.full(query.shape[:3], -math.inf, dtype=torch.float64, device=query.device)
-    skipped = torch.zeros(kept.shape[:3], dtype=torch.int64, device=query.device)
+    pv_skipped = torch.zeros(kept.shape[:3], dtype=torch.int64, device=query.device)
+    means_skipped = torch.zeros_like(pv_skipped)
     for b in range(shape.batch):
         for h in range(shape.heads):
             kv = h // shape.group
@@ -94,10 +100,11 @@ def attention(
                 columns = kept[b, h, i].nonzero().flatten().tolist()
                 tiles = head.tiles(rows, columns, masks.allowed[b, h], masks.bias[b, h])
                 tiles = chain(tiles, head.mean_tiles(rows, mean_bias[b, h, i]))
-                result = head.attend(rows.stop - rows.start, tiles, threshold)
-                output[b, h, rows], lse[b, h, rows] = result.output, result.lse
-                skipped[b, h, i] += int(result.pv_skipped)
-    return AttentionResult(output, lse + mean_score, skipped)
+                output[b, h, rows], lse[b, h, rows], skipped = head.attend(rows.stop - rows.start, tiles, threshold)
+                weight = 2 if shape.q_len - i * BLOCK_Q <= ROW_GROUP else 1
+                pv_skipped[b, h, i] += weight * sum(skipped[: len(columns)])
+                means_skipped[b, h, i] += sum(skipped[len(columns) :])
+    return AttentionResult(output, lse + mean_score, pv_skipped, means_skipped)
 
 
 class _Head:
@@ -152,8 +159,12 @@ class _Head:
             scores = self._scores(rows, key[blocks], key_scale[blocks]) + bias[blocks]
             yield scores.masked_fill(bias[blocks] == -math.inf, -math.inf), value[blocks]
 
-    def attend(self, count: int, tiles: Iterable[tuple[Tensor, Tensor]], threshold: float | None) -> AttentionResult:
+    def attend(
+        self, count: int, tiles: Iterable[tuple[Tensor, Tensor]], threshold: float | None
+    ) -> tuple[Tensor, Tensor, list[bool]]:
         """Attention of ``count`` rows, up to 64 (one skipping group), to tiles of scores and values, in order.
+
+        Returns output, LSE and which of the tiles were skipped.
 
         Sums count in units of exp(origin). FP8 holds 15 octaves, fewer than lie between a sink and a long tail, so that
         ``origin`` is the maximum of the latest tile alone; else it is that of the row. See `_parts`.
@@ -161,13 +172,13 @@ class _Head:
         running_max = origin = self.query.new_full((count, 1), -math.inf)
         row_sum = self.query.new_zeros(count, 1)
         accumulator = self.query.new_zeros(count, self.value.shape[1])
-        skipped = 0
+        skipped = []
         for scores, value in tiles:
             local_max = scores.amax(1, keepdim=True)
             new_max = torch.maximum(running_max, local_max)
             gap = torch.where(local_max == -math.inf, -math.inf, local_max - new_max)
-            if threshold is not None and bool((gap < threshold).all()):
-                skipped += 1
+            skipped.append(threshold is not None and bool((gap < threshold).all()))
+            if skipped[-1]:
                 continue
             for part, new_origin in self._parts(scores, local_max, new_max):
                 shift = new_origin.masked_fill(new_origin == -math.inf, 0.0)
@@ -181,7 +192,7 @@ class _Head:
         nothing = row_sum == 0
         output = accumulator / (unit * row_sum.masked_fill(nothing, 1.0)) * self.value_scale
         lse = (origin + row_sum.log()).squeeze(1)
-        return AttentionResult(torch.where(nothing, 0.0, output), lse, torch.tensor(skipped))
+        return torch.where(nothing, 0.0, output), lse, skipped
 
     def _parts(self, scores: Tensor, local_max: Tensor, new_max: Tensor) -> list[tuple[Tensor, Tensor]]:
         """A tile's scores, and what their P counts from: in two parts, the lower first, where FP8 cannot hold both."""

@@ -65,7 +65,7 @@ class AttentionLauncher(Protocol):
         """Attention over a mask's blocks, or over all visible ones without a mask.
 
         Args:
-            totals: int64 (2,); the numbers of kept and of visible blocks are added to it. Needs a mask.
+            totals: int64 (3,), see `base.Backend.attend`. Needs a mask.
 
         Returns:
             Output (B, H, Sq, Dv) in ``operands.dtype`` and natural-log LSE (B, H, Sq) float32.

@@ -8,6 +8,8 @@ PLAIN, MASKED, NON_FINITE, PEAK = gl.constexpr(0), gl.constexpr(1), gl.constexpr
 """Flags of a stage, which may be added: every query sees every key; some do not; a key is not finite; one is a peak."""
 MEANS = gl.constexpr(8)
 """Flag of a stage whose keys are means of skipped blocks."""
+NOTHING = gl.constexpr(16)
+"""Flag of the stage of a tile that keeps no block, where skipped products are counted."""
 
 
 @aggregate
@@ -102,3 +104,4 @@ class Results:
 
     output_ptr: gl.tensor
     lse_ptr: gl.tensor
+    totals_ptr: gl.tensor

@@ -17,7 +17,7 @@ from sparge.backends.hopper.accumulator import (
     issue_stage,
     wait_for_stage,
 )
-from sparge.backends.hopper.aggregates import MEANS, NON_FINITE, PEAK, PLAIN, Metadata
+from sparge.backends.hopper.aggregates import MEANS, NON_FINITE, NOTHING, PEAK, PLAIN, Metadata
 from sparge.backends.hopper.epilogue import TileResult, load_epilogue_scales, write_tile
 from sparge.backends.hopper.gluon import gl, jit, mbarrier, reinterpret, warpgroup_mma_wait
 from sparge.backends.hopper.mma import issue_qk
@@ -116,6 +116,7 @@ def _attend(
     accumulator = empty_accumulator(SPEC)
     key_scales = load_key_scales(metadata, stage, SPEC)
     flags = _load_flags(metadata, stage, SPEC)
+    skipped = 0
     poison = gl.to_tensor(0.0)  # or NaN, which FP8 codes from the scores cannot carry
     for i in range(0, num_stages):
         scores = warpgroup_mma_wait(0, deps=[pending_scores])
@@ -157,7 +158,10 @@ def _attend(
                 has_nan = gl.max((scores != scores).to(gl.int32), 1)
                 is_below = is_below & (gl.convert_layout(has_nan, SPEC.row_layout) == 0)
             is_below = is_below | (first_query + gl.arange(0, ROWS, SPEC.row_layout) >= sizes.q_len)
-            if gl.min(is_below.to(gl.int32), 0) == 0:  # one answer for the warpgroup
+            is_skipped = gl.min(is_below.to(gl.int32), 0)  # one answer for the warpgroup
+            if SPEC.counts_skipped:
+                skipped += gl.where((flags & (MEANS | NOTHING)) == 0, is_skipped, 0)
+            if is_skipped == 0:
                 pending = issue_stage(
                     scores, query_scale, key_scales, origin, decay, operands, stage, accumulator, SPEC
                 )
@@ -185,7 +189,17 @@ def _attend(
     row_sum = accumulator.row_sum
     if SPEC.exponential_free:
         row_sum = row_sum + gl.convert_layout(query_scale * 0.0 + poison, SPEC.sums_row_layout)[:, None]
-    return TileResult(output=accumulator.output, row_sum=row_sum, row_origin=row_origin), stage_counter
+    result = TileResult(output=accumulator.output, row_sum=row_sum, row_origin=row_origin, skipped=skipped)
+    return result, stage_counter
+
+
+@jit
+def _count_skipped(totals_ptr, skipped, coordinates, first_query, sizes):
+    """Add what a consumer skipped of a tile to the totals, in halves of blocks."""
+    queries = sizes.q_len - coordinates.q_block * BLOCK_Q
+    weight = gl.where(queries <= ROWS, 2, 1)  # a half without queries goes with the other
+    if (first_query < sizes.q_len) & (coordinates.value_slice == 0):
+        gl.atomic_add(totals_ptr + 2, (skipped * weight).to(gl.int64), sem="relaxed")
 
 
 @jit
@@ -240,6 +254,8 @@ def consume(
             SPEC,
         )
         mbarrier.arrive(barriers.query_empty.index(query_stage), count=1)
+        if SPEC.counts_skipped:
+            _count_skipped(results.totals_ptr, result.skipped, coordinates, first_query, sizes)
         epilogue_scales = load_epilogue_scales(scales, coordinates, first_query, sizes, SPEC)
         tile_counter += 1
         query_stage = tile_counter % SPEC.query_stages

@@ -16,11 +16,13 @@ class TileResult:
         output: P V, [64, value_dim].
         row_sum: row sums of P, [64, 8], all columns alike; or each lane's own, [64, 4].
         row_origin: [64], the score that both count from, in steps.
+        skipped: kept blocks whose P V was skipped; 0 where they are not counted.
     """
 
     output: gl.tensor
     row_sum: gl.tensor
     row_origin: gl.tensor
+    skipped: gl.tensor | gl.constexpr
 
 
 @aggregate

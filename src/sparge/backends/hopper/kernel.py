@@ -103,7 +103,8 @@ def attention_kernel(
         visible_num_blocks_ptr: (B, H, q_blocks), how many it could see.
         order_ptr: (B * H * q_blocks,), query blocks of every head in the order in which they are taken (SPEC.ordered).
         mean_bias_ptr: (B * H * q_blocks, bias_columns), what the scores of means get besides, in octaves.
-        totals_ptr: (2,), kept and visible blocks of all tiles, which are added to.
+        totals_ptr: (3,), kept and visible blocks of all tiles, and halves of kept ones whose P V was skipped, which are
+            added to.
         taken_ptr: (1,), 0: turns that were taken.
         threshold_ptr: (H,), natural log: where P V is skipped.
         output_ptr: (B, H, q_len, D_v).
@@ -178,7 +179,7 @@ def attention_kernel(
         mean_bias_ptr=mean_bias_ptr,
         bias_columns=bias_columns,
     )
-    results = Results(output_ptr=output_ptr, lse_ptr=lse_ptr)
+    results = Results(output_ptr=output_ptr, lse_ptr=lse_ptr, totals_ptr=totals_ptr)
     gl.warp_specialize(
         [
             (

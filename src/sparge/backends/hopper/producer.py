@@ -8,7 +8,7 @@ for each tile:   wait until a query stage is empty  ->  tile metadata  ->  copy 
 from __future__ import annotations
 
 from sparge.backends.cuda.primitives import BLOCK_K, BLOCK_Q, KEY_GROUPS
-from sparge.backends.hopper.aggregates import MASKED, MEANS, NON_FINITE, PEAK, PLAIN
+from sparge.backends.hopper.aggregates import MASKED, MEANS, NON_FINITE, NOTHING, PEAK, PLAIN
 from sparge.backends.hopper.gluon import async_load, barrier, gl, jit, mbarrier, reinterpret
 from sparge.backends.hopper.scheduler import (
     coordinates_of,
@@ -147,6 +147,8 @@ def produce(
                 block_numbers = gl.load(list_ptr + block_numbers, mask=count > 0, other=0)
             is_plain = (block_numbers < plain_blocks) & is_listed
             flags = gl.where(gl.min(is_plain.to(gl.int32), 0) == 1, PLAIN, MASKED)
+            if SPEC.counts_skipped:
+                flags += gl.where(count == 0, NOTHING, 0)
             key_scale = gl.full((blocks * KEY_GROUPS,), 1.0, gl.float32, by_group)
             if SPEC.quantized:
                 block_of_group = gl.minimum(position + groups // KEY_GROUPS, last)

@@ -40,7 +40,7 @@ class Spec:
         is_causal: query i sees keys up to i + kv_len - q_len.
         has_threshold: P V of 64 rows is skipped where all scores lie further below their row's maximum.
         all_blocks: a tile visits every visible key block, else those of a list.
-        counts_blocks: visited and visible blocks are added up for `stats`.
+        counts_blocks: visited and visible blocks, and skipped products, are added up for `stats`.
         means: the blocks that a tile does not visit enter as their means, in stages of their own.
         ordered: tiles come in a given order, else head by head.
         peaks: "ignored", looked for in "every_tile", or "marked" (`cuda.peak_handling`); what lies far below one is
@@ -81,6 +81,11 @@ class Spec:
         With an INT8 S it gave nothing (docs/lab/hopper.md); a threshold needs the maximum.
         """
         return not self.quantized and not self.has_threshold
+
+    @property
+    def counts_skipped(self) -> bool:
+        """Whether there are skipped products to be counted."""
+        return self.has_threshold and self.counts_blocks
 
     @property
     def steps_per_octave(self) -> float:

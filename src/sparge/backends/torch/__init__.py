@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparge.backends.base import Backend, Crossover, add_to_totals
+from sparge.backends.base import Backend, Crossover
 from sparge.block_mask import BlockMask
 from sparge.call import Call
 
@@ -32,8 +32,7 @@ class TorchBackend(Backend):
     ) -> tuple[Tensor, Tensor]:
         from sparge.backends.torch import blocks
 
-        add_to_totals(totals, mask)
-        return blocks.attention(query, key, value, mask, call)
+        return blocks.attention(query, key, value, mask, call, totals=totals)
 
     def dense(
         self, query: Tensor, key: Tensor, value: Tensor, call: Call, *, with_lse: bool, may_use_torch: bool

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from sparge.backends.base import add_to_totals
 from sparge.backends.torch import online
 from sparge.backends.torch.tiles import Tiles, Workspace
 from sparge.block_mask import BlockMask
@@ -28,20 +29,27 @@ CHUNK_BYTES = 16 * 2**20
 """Keys and values gathered at a time: large enough to keep the threads busy, small enough for the caches."""
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, call: Call) -> tuple[Tensor, Tensor]:
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, call: Call, *, totals: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Attention over the kept blocks: output (B, H, Sq, Dv) in the query's dtype, lse (B, H, Sq) float32."""
     shape = call.shape
     seen = find_visibility(shape, call.is_causal, call.attn_mask, query.device)
     tiles = Tiles.cut(query, key, value, call, seen)
-    kept = mask.to_dense() & seen.blocks
+    listed = mask.to_dense()
+    kept = listed & seen.blocks
+    pv_skipped = kept.new_zeros((), dtype=torch.int64)
     if call.is_quantized or call.pv_threshold is not None:
-        output, lse = online.attention(tiles, kept, seen, call)
+        output, lse, pv_skipped = online.attention(tiles, kept, seen, call)
+        if call.pv_threshold is not None:  # of blocks that a mask hides all is skipped
+            pv_skipped += online.GROUPS * (listed & ~kept).sum()
     else:
         output, lse = _attend_rows(tiles, kept, seen.full, call.scale)
         if call.replaces_skipped:
             means = block_means(key, value, seen.keys)
             bias = replaced_bias(means, kept, call).flatten(0, 2)
             output, lse = _add_means(tiles, means, bias, call.scale, output, lse)
+    add_to_totals(totals, mask, pv_skipped)
     rows = (shape.batch, shape.heads, shape.q_blocks * BLOCK_Q)
     output = output.view(*rows, shape.value_dim)[:, :, : shape.q_len].to(query.dtype)
     return output.contiguous(), lse.view(rows)[:, :, : shape.q_len].contiguous()

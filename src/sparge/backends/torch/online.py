@@ -41,8 +41,11 @@ ROWS_AT_A_TIME = 64
 GROUPS = BLOCK_Q // ROW_GROUP
 
 
-def attention(tiles: Tiles, kept: Tensor, seen: Visibility, call: Call) -> tuple[Tensor, Tensor]:
-    """All rows: output (rows, 128, Dv) and lse (rows, 128), float32. See `reference.attention`."""
+def attention(tiles: Tiles, kept: Tensor, seen: Visibility, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """All rows: output (rows, 128, Dv) and lse (rows, 128), float32; how many halves of kept blocks had no P V, int64.
+
+    See `reference.attention`.
+    """
     shape, device = tiles.shape, tiles.query.device
     operands = _Operands(tiles, seen, call)
     bias = None
@@ -57,6 +60,7 @@ def attention(tiles: Tiles, kept: Tensor, seen: Visibility, call: Call) -> tuple
     total = len(kept_rows)
     output = torch.empty(total, BLOCK_Q, shape.value_dim, dtype=torch.float32, device=device)
     lse = torch.empty(total, BLOCK_Q, dtype=torch.float32, device=device)
+    skipped = torch.zeros((), dtype=torch.int64, device=device)
     for rows in torch.argsort(counts, descending=True, stable=True).split(ROWS_AT_A_TIME):
         columns = torch.argsort((~kept_rows[rows]).to(torch.uint8), dim=-1, stable=True)
         state = _Rows(operands, rows, threshold)
@@ -64,10 +68,11 @@ def attention(tiles: Tiles, kept: Tensor, seen: Visibility, call: Call) -> tuple
             active = int((counts[rows] > step).sum())  # rows are sorted by count: the active ones come first
             column = columns[:active, step]
             state.add_block(column, partial_rows[rows[:active], column])
+        skipped += state.skipped  # before the means, which stand for other blocks
         if operands.means is not None and bias is not None:
             state.add_means(operands.means, bias[rows])
         output[rows], lse[rows] = state.finish()
-    return output, lse
+    return output, lse, skipped
 
 
 class _Operands:
@@ -150,11 +155,14 @@ class _Rows:
         self.row_sum = self.query.new_zeros(groups, ROW_GROUP, 1)
         self.accumulator = self.query.new_zeros(groups, ROW_GROUP, tiles.shape.value_dim)
         self.threshold = None
+        self.skipped = torch.zeros((), dtype=torch.int64, device=device)  # half blocks, see `reference.attention`
         if threshold is not None:
             _, head, block = tiles.place(rows)
             positions = block[:, None] * BLOCK_Q + torch.arange(BLOCK_Q, device=device)
             self.threshold = threshold[head].repeat_interleave(GROUPS)[:, None, None]
             self.outside = (positions >= tiles.shape.q_len).view(groups, ROW_GROUP, 1)
+            one_group = (tiles.shape.q_len - block * BLOCK_Q <= ROW_GROUP).long()
+            self.weight = torch.stack([1 + one_group, 1 - one_group], 1).flatten()  # [groups]
 
     def add_block(self, column: Tensor, partial: Tensor) -> None:
         """One more key block for the first ``len(column)`` rows; ``partial`` says which need an element mask."""
@@ -196,7 +204,9 @@ class _Rows:
         new_max = torch.maximum(self.running_max[:groups], local_max)
         gap = torch.where(local_max == -math.inf, -math.inf, local_max - new_max)
         below = (gap < self.threshold[:groups]) | self.outside[:groups]
-        live = (~below.all(1)).flatten().nonzero().flatten()
+        is_skipped = below.all(1).flatten()
+        self.skipped += self.weight[:groups][is_skipped].sum()
+        live = (~is_skipped).nonzero().flatten()
         self._fold(live, scores[live], value[live], local_max[live])
 
     def _fold(self, groups: slice | Tensor, scores: Tensor, value: Tensor, local_max: Tensor) -> None:

@@ -140,7 +140,8 @@ def attention_kernel(
         mean_key, mean_value, mean_scale, mean_bias    of `operands.MeanOperands` (MEAN_WIDTH, the width of its values)
     Writes
         output [B, H, Sq, Dv] in its dtype, lse [B, H, Sq] float32
-        totals                 [2] int64 (COUNT), to which kept and visible blocks are added
+        totals                 [3] int64 (COUNT), to which kept and visible blocks and, if HAS_THRESHOLD, halves of kept
+                               blocks whose P V was skipped are added; that is one step of one program (`configs`)
     """
     is_quantized: tl.constexpr = QUANTIZATION != "none"
     has_fp8_values: tl.constexpr = QUANTIZATION == "int8_fp8"
@@ -217,6 +218,7 @@ def attention_kernel(
     row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     origin = row_max  # what sums count from
     far_steps = tl.zeros((BLOCK_M, KEY_GROUPS), tl.int64)
+    skipped = 0
     for position in tl.range(0, count, BLOCKS, num_stages=STAGES):
         block = position if ALL_BLOCKS else tl.load(indices_base + position)
         last_block = block
@@ -292,7 +294,10 @@ def attention_kernel(
             # A maximum ignores NaN, and NaN must not be skipped.
             broken = (scores != scores) if MASK != "none" else (raw != raw)
             below = ((gap < threshold) & (tl.max(broken.to(tl.int32), 1) == 0)) | (query_positions >= q_len)
-            needed = tl.min(below.to(tl.int32)) == 0
+            is_skipped = tl.min(below.to(tl.int32))
+            needed = is_skipped == 0
+            if COUNT:
+                skipped += is_skipped
         if needed:
             value_ptrs = value_base + first_keys[None, :] + within[None, :] + offs_dv[:, None] * value_strides[2]
             if PEAKS == "every_tile":
@@ -334,6 +339,10 @@ def attention_kernel(
                 accumulator = tl.dot(
                     probability.to(p_dtype), value, accumulator * decay[:, None], input_precision=DOT_PRECISION
                 )
+
+    if COUNT and HAS_THRESHOLD:
+        weight = tl.where(q_len - q_block * BLOCK_Q <= BLOCK_M, 2, 1)  # a half without queries goes with the other
+        tl.atomic_add(totals_ptr + 2, (skipped * weight).to(tl.int64), sem="relaxed")
 
     if MEAN_WIDTH:
         mean_blocks = tl.cdiv(kv_blocks, BLOCK_K)
