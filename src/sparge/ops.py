@@ -103,7 +103,10 @@ def dense(
 
 
 def along(tokens: Tensor, grid: tuple[int, ...], order: str, start: int, *, undo: bool = False) -> Tensor:
-    """Tokens (B, H, S, D) of a grid that begins at ``start`` in an order of `ordering`, or back from it."""
+    """Tokens (B, H, S, D) of a grid that begins at ``start`` in an order of `ordering`, or back from it.
+
+    In memory heads come first as kernels like them, and on the way back tokens as models do.
+    """
     return torch.ops.sparge.along(tokens, grid, order, start, undo)
 
 
@@ -236,11 +239,15 @@ def _dense_fake(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> t
 
 def _along(tokens: Tensor, grid: list[int], order: OrderName, start: int, undo: bool) -> Tensor:
     found = order_of(tuple(grid), order, tokens.device)
-    return found.undo(tokens, 2, start) if undo else found.apply(tokens, 2, start)
+    moved = _along_fake(tokens, grid, order, start, undo)
+    backend = base.get(base.resolve("auto", tokens.device))
+    backend.move(tokens, found.inverse if undo else found.permutation, start, moved)
+    return moved
 
 
-def _along_fake(tokens: Tensor, *_: object) -> Tensor:
-    return tokens.new_empty(tokens.shape)
+def _along_fake(tokens: Tensor, grid: list[int], order: OrderName, start: int, undo: bool) -> Tensor:  # noqa: ARG001
+    batch, heads, length, width = tokens.shape
+    return tokens.new_empty(batch, length, heads, width).transpose(1, 2) if undo else tokens.new_empty(tokens.shape)
 
 
 def _in_place(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,6 +19,7 @@ from gpu.conftest import BACKEND, DEVICE, FASTEST, ON_CUDA, cuda_only, equal, fo
 from sparge import Dense, TopCdf, TopK, ops
 from sparge.call import Call
 from sparge.geometry import Shape
+from sparge.ordering import order_of
 
 pytestmark = pytest.mark.gpu
 
@@ -337,3 +338,15 @@ class TestStatistics:
         query, key, value = qkv(100)
         attend(query, key, value, topk=0.5)
         assert sparge.stats().reasons == {f"sparse: {BACKEND}": 1}
+
+
+@pytest.mark.parametrize("start", [0, 77])
+def test_tokens_along_an_order(start: int) -> None:
+    """Heads first on the way there, tokens first on the way back."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randn(2, start + 6 * 17 * 31 + 5, 3, 128, generator=generator).to(DEVICE, torch.bfloat16)
+    moved = ops.along(tokens.transpose(1, 2), (6, 17, 31), "hilbert", start)
+    assert torch.equal(moved.cpu(), order_of((6, 17, 31)).apply(tokens.cpu().transpose(1, 2), 2, start))
+    back = ops.along(moved, (6, 17, 31), "hilbert", start, undo=True)
+    assert torch.equal(back, tokens.transpose(1, 2))
+    assert back.transpose(1, 2).is_contiguous()

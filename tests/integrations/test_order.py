@@ -253,7 +253,10 @@ class TestAlong:
         tokens = torch.randn(2, 3, 5 + 60 + 7, 4, generator=torch.Generator().manual_seed(0))
         moved = ops.along(tokens, (3, 4, 5), order, start)
         assert torch.equal(moved, order_of((3, 4, 5), order).apply(tokens, 2, start))
-        assert torch.equal(ops.along(moved, (3, 4, 5), order, start, undo=True), tokens)
+        back = ops.along(moved, (3, 4, 5), order, start, undo=True)
+        assert torch.equal(back, tokens)
+        assert moved.is_contiguous()
+        assert back.transpose(1, 2).is_contiguous(), "as models have them: what follows need not copy"
 
     @pytest.mark.parametrize("tokens", [60, 72], ids=["all", "some"])
     def test_opcheck(self, tokens: int) -> None:

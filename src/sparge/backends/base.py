@@ -125,6 +125,13 @@ class Backend(ABC):
         """
         return self.attend(query, key, value, self.predict(query, key, call), call)
 
+    def move(self, tokens: Tensor, permutation: Tensor, start: int, moved: Tensor) -> None:
+        """Copy tokens (B, H, S, D) to ``moved``, of any strides: those from ``start`` on permuted, others in place."""
+        stop = start + len(permutation)
+        moved[:, :, :start] = tokens[:, :, :start]
+        moved[:, :, start:stop] = tokens[:, :, start:stop].index_select(2, permutation)
+        moved[:, :, stop:] = tokens[:, :, stop:]
+
 
 def add_to_totals(totals: Tensor | None, mask: BlockMask, pv_skipped: Tensor) -> None:
     """Count a mask's blocks, and the halves of them whose P V was skipped (see `Backend.attend`)."""

@@ -67,6 +67,14 @@ class CudaBackend(Backend):
             return dense.attention(query, key, value, call, launcher=self.launcher(), with_lse=with_lse)
         return pipeline.attend(query, key, value, None, call, launcher=self.launcher())
 
+    def move(self, tokens: Tensor, permutation: Tensor, start: int, moved: Tensor) -> None:
+        if tokens.stride(3) != 1:
+            super().move(tokens, permutation, start, moved)
+            return
+        from sparge.backends.cuda.stages import order
+
+        order.move(tokens, permutation, start, moved)
+
 
 def triton_missing(device: torch.device) -> str | None:
     """What keeps Triton's kernels from running on a device."""
