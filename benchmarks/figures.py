@@ -2,7 +2,7 @@
 
 idea      what the library does, at a glance: an attention map, the blocks that are kept, what that costs
 scores    true attention mass beside what each score keeps
-rules     what TopK and TopCdf keep of one row's blocks
+rules     what TopK, TopCdf and one budget keep of the blocks of two heads
 error     the error of the output by density, on three kinds of input
 codes     why P needs no exponentials: FP8's code is almost linear in the logarithm
 quality   what a trained language model loses by density, and which needles it finds
@@ -202,30 +202,42 @@ def _draw_sample(panels: Any, sample: Sample, look: Look) -> None:
             panel.plot(needle.key_start, needle.query_start, "o", mfc="none", mec=look.ink, ms=7, mew=0.9)
 
 
+ROW_DRAWN = 32
+"""Of the 64 rows of blocks."""
+
+
 def draw_rules(look: Look) -> Figure:
-    """One row of blocks, from the most to the least probable, and where each rule stops."""
-    sample = text_like(8192, heads=1)
-    mass = block_mass(sample.query, sample.key, is_causal=True)[0, 0]
-    figure = new_figure(8.6, 2.9, look)
-    rules = {"TopK(0.25)": sparge.TopK(0.25), "TopCdf(0.95)": sparge.TopCdf(0.95)}
-    for panel, (name, rule) in zip(figure.subplots(1, 2, sharey=True), rules.items(), strict=True):
-        kept = sparge.predict(sample.query, sample.key, is_causal=True, sparsity=rule).to_dense()[0, 0]
-        row = kept.shape[0] - 1
-        shares, order = mass[row].sort(descending=True)
-        chosen = kept[row][order]
-        places = torch.arange(len(shares))
-        for flag, colour in ((True, look.marks[0]), (False, look.marks[1])):
-            those = chosen == flag
-            panel.bar(places[those], shares[those].clamp(min=1e-5), color=colour, width=1.0)
-        panel.set(yscale="log", ylim=(1e-5, 1), xlabel="key blocks of one row, by their true share")
-        panel.set_ylabel("share of the attention")
-        panel.xaxis.label.set_fontsize(8.5)
-        panel.yaxis.label.set_fontsize(8.5)
-        held = float(shares[chosen].sum())
-        panel.set_title(f"{name}: {int(chosen.sum())} of {len(shares)} blocks, {held:.1%} of the mass", fontsize=9.5)
-        dress(panel, look)
+    """Two heads, a row of blocks of each, from the most to the least probable, and where each rule stops."""
+    sample = video_like(8192, heads=1)
+    query, key = torch.cat([sample.query, 0.25 * sample.query], 1), sample.key.expand(-1, 2, -1, -1)
+    mass = block_mass(query, key, is_causal=False)[0]
+    figure = new_figure(9.6, 4.3, look)
+    rules = {
+        "TopK(0.25)": sparge.TopK(0.25),
+        "TopCdf(0.95)": sparge.TopCdf(0.95),
+        "topk=0.25: one budget": sparge.Budget(0.25),
+    }
+    panels = figure.subplots(2, len(rules), sharex=True, sharey=True)
+    for column, (name, rule) in enumerate(rules.items()):
+        mask = sparge.predict(query, key, sparsity=rule)
+        for head, panel in enumerate(panels[:, column]):
+            kept = mask.to_dense()[0, head, ROW_DRAWN]
+            shares, order = mass[head, ROW_DRAWN].sort(descending=True)
+            chosen = kept[order]
+            places = torch.arange(len(shares))
+            for flag, colour in ((True, look.marks[0]), (False, look.marks[1])):
+                those = chosen == flag
+                panel.bar(places[those], shares[those].clamp(min=1e-5), color=colour, width=1.0)
+            panel.set(yscale="log", ylim=(1e-5, 1))
+            rule_of_head = f"{name}\n" if head == 0 else ""
+            held = f"{int(chosen.sum())} of {len(shares)} blocks, {float(shares[chosen].sum()):.0%} of the mass"
+            panel.set_title(rule_of_head + held, fontsize=8.5)
+            dress(panel, look)
+    for label, panel in zip(("a head that looks at little", "one that looks at much"), panels[:, 0], strict=True):
+        panel.set_ylabel(f"{label}:\nshare of the attention", fontsize=8.5)
+    figure.supxlabel("key blocks of one row, by their true share", fontsize=8.5, color=look.ink)
     handles = [Patch(color=look.marks[0], label="kept"), Patch(color=look.marks[1], label="skipped")]
-    panel.legend(handles=handles, frameon=False, fontsize=8.5, labelcolor=look.ink)
+    panels[0, -1].legend(handles=handles, frameon=False, fontsize=8.5, labelcolor=look.ink)
     return figure
 
 
@@ -271,15 +283,15 @@ def draw_codes(look: Look) -> Figure:
 
 
 def draw_quality(look: Look) -> Figure:
-    """KL and needles of SmolLM2 by density: both scores, TopCdf, and the best that TopK could choose."""
+    """KL and needles of SmolLM2 by density: budgets, rows alike, TopCdf, and the best that a budget could choose."""
     rows = [row for row in rows_of(RESULTS, "language") if row["tokens"] == QUALITY_TOKENS]
     figure = new_figure(8.6, 3.3, look)
     left, right = figure.subplots(1, 2)
     kinds = (
-        ("topk", "TopK, score moment", look.marks[0], "o"),
-        ("topk score=mean", "TopK, score mean", look.marks[1], "s"),
-        ("cdf", "TopCdf, score moment", look.ink, "D"),
-        ("topk oracle", "TopK on the true mass", look.marks[2], "^"),
+        ("topk", "one budget (topk)", look.marks[0], "o"),
+        ("rows", "every row the same share (TopK)", look.marks[1], "s"),
+        ("cdf", "TopCdf", look.ink, "D"),
+        ("topk oracle", "one budget, by the true mass", look.marks[2], "^"),
     )
     for kind, label, colour, mark in kinds:
         of_kind = _by_density(row for row in rows if _kind(row["variant"]) == kind)
@@ -289,21 +301,20 @@ def draw_quality(look: Look) -> Figure:
         left.errorbar(densities, [row["kl"] for row in of_kind], halves, elinewidth=0.8, capsize=2, **style)
         found = [row for row in of_kind if "needle" in row]
         right.plot([row["density"] for row in found], [row["needle"] for row in found], **style)
-    noise = next(row for row in rows if row["variant"] == "sdpa=math")
-    left.axhline(noise["kl"], color=look.quiet, lw=0.8, ls="--")
-    left.text(0.99, noise["kl"], "dense, another kernel", ha="right", va="bottom", fontsize=7.5, color=look.quiet,
+    bits = next(row for row in rows if row["variant"] == "dense,quantization=int8_fp8")
+    left.axhline(bits["kl"], color=look.quiet, lw=0.8, ls="--")
+    left.text(0.99, bits["kl"], "dense, 8 bits", ha="right", va="bottom", fontsize=7.5, color=look.quiet,
               transform=left.get_yaxis_transform())  # fmt: skip
     dense = next(row for row in rows if "dense_needle" in row)["dense_needle"]
     right.axhline(dense, color=look.quiet, lw=0.8, ls="--")
     right.text(0.99, dense, "dense", ha="right", va="bottom", fontsize=7.5, color=look.quiet,
                transform=right.get_yaxis_transform())  # fmt: skip
     left.set(yscale="log", xlabel="density: share of the visible blocks", ylabel="KL from dense, nats a token")
-    left.set_yticks((0.002, 0.005, 0.01, 0.02, 0.04), labels=("0.002", "0.005", "0.01", "0.02", "0.04"))
+    left.set_yticks((0.0005, 0.002, 0.005, 0.02, 0.1), labels=("0.0005", "0.002", "0.005", "0.02", "0.1"))
     left.minorticks_off()
     right.set(ylim=(0, 1.02), xlabel="density: share of the visible blocks", ylabel="needles found")
     for panel in (left, right):
         _finish(panel, look)
-    left.set_ylim(bottom=0.9 * noise["kl"])
     right.legend(frameon=False, fontsize=8, labelcolor=look.ink, loc="lower right")
     return figure
 
@@ -313,17 +324,19 @@ def draw_video(look: Look) -> Figure:
     rows = rows_of(RESULTS, "tiny video")
     figure = new_figure(8.6, 3.3, look)
     left, right = figure.subplots(1, 2, sharey=True)
+    bits = "quantization=int8_fp8_fast"
     kinds = (
-        ("topk", "TopK, score moment", look.marks[0], "o"),
-        ("topk score=mean", "TopK, score mean", look.marks[1], "s"),
-        ("topk dense_first_steps=0.2", "moment, first fifth of the steps dense", look.ink, "D"),
-        ("topk oracle", "TopK on the true mass", look.marks[2], "^"),
+        (f"topk {bits}", "topk: means, Hilbert's curve", look.marks[0], "o-"),
+        (f"topk {bits} dense_first_steps=0.2", "the same, first fifth of the steps dense", look.ink, "D-"),
+        (f"topk {bits} order=row", "topk in the order of a raster", look.marks[2], "^"),
+        (f"topk {bits} skipped=drop", "topk, skipped blocks dropped", look.marks[2], "v"),
+        (f"rows {bits} skipped=drop order=row", "every row alike, dropped, raster", look.marks[1], "s-"),
     )
     for kind, label, colour, mark in kinds:
-        of_kind = _by_density(row for row in rows if _kind(row["variant"]) == kind)
-        style = {"color": colour, "marker": mark, "ms": 4, "lw": 1.4, "label": label}
-        left.plot([row["density"] for row in of_kind], [row["psnr"] for row in of_kind], **style)
-    by_bits = {"16 bits, TopK": "quantization=none", "8 bits, TopK and all blocks": "quantization=int8_fp8_fast"}
+        of_kind = _by_density(row for row in rows if _kind(row["variant"], bits) == kind)
+        style = {"color": colour, "ms": 4, "lw": 1.4, "label": label}
+        left.plot([row["density"] for row in of_kind], [row["psnr"] for row in of_kind], mark, **style)
+    by_bits = {"16 bits": "quantization=none", "8 bits, and all blocks in 8 bits": bits}
     for (label, word), mark, colour in zip(by_bits.items(), "ov", look.marks[:2], strict=True):
         kept = _by_density(
             row for row in rows if row["variant"].endswith(word) and row["variant"].startswith(("topk", "dense,"))
@@ -342,7 +355,7 @@ def draw_video(look: Look) -> Figure:
               transform=left.get_yaxis_transform())  # fmt: skip
     left.set(ylim=(20, 55), xlabel="density: share of the blocks", ylabel="PSNR against dense, dB")
     right.set(xlabel="forward pass on the device, ms")
-    left.legend(frameon=False, fontsize=8, labelcolor=look.ink, loc="upper left", bbox_to_anchor=(0, 0.9))
+    left.legend(frameon=False, fontsize=7, labelcolor=look.ink, loc="upper left", bbox_to_anchor=(0, 0.9))
     right.legend(frameon=False, fontsize=8, labelcolor=look.ink, loc="upper left", bbox_to_anchor=(0, 0.9))
     return figure
 
@@ -444,17 +457,18 @@ def _finish(panel: Any, look: Look) -> None:
     panel.yaxis.label.set_fontsize(8.5)
 
 
-def _kind(variant: str) -> str:
-    """What a 16-bit variant is, without how much it keeps; "" for all others.
+def _kind(variant: str, quantization: str = "quantization=none") -> str:
+    """What a variant of one arithmetic is, without how much it keeps; "" for all others.
 
     Example:
-        >>> _kind("topk=0.5,score=mean,quantization=none")
-        'topk score=mean'
+        >>> _kind("topk=0.5,score=mean,quantization=none"), _kind("topk=0.5,quantization=int8_fp8")
+        ('topk score=mean', '')
     """
     words = variant.split(",")
-    if "quantization=none" not in words or not words[0].startswith(("topk=", "cdf=")):
+    if quantization not in words or not words[0].startswith(("topk=", "rows=", "cdf=")):
         return ""
-    return " ".join([words[0].partition("=")[0], *(word for word in words[1:] if word != "quantization=none")])
+    shown = [word for word in words[1:] if word != "quantization=none"]
+    return " ".join([words[0].partition("=")[0], *shown])
 
 
 def draw_hopper() -> Figure:
