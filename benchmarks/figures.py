@@ -424,7 +424,7 @@ def draw_order(look: Look) -> Figure:
 def draw_calibration(look: Look) -> Figure:
     """The profile of `benchmarks/results/smollm2-profile.json`."""
     profile = sparge.Profile.load(RESULTS / "smollm2-profile.json")
-    budgets = list((profile.policy.budgets or {}).values())
+    budgets = profile.by_layer()
     shades = LinearSegmentedColormap.from_list("layers", [look.marks[0], look.marks[1]])
     colours = [shades(place / (len(budgets) - 1)) for place in range(len(budgets))]
     figure = new_figure(9.6, 3.2, look)
@@ -436,7 +436,10 @@ def draw_calibration(look: Look) -> Figure:
     left.minorticks_off()
     left.set(xlabel="blocks kept", ylabel="relative L1 error, worst input")
     right.bar(range(len(budgets)), budgets, color=colours)
+    shared = profile.at(density=profile.density).by_layer()
+    right.plot(range(len(shared)), shared, "o", color=look.ink, ms=3, label="the same mean, shared out")
     right.axhline(profile.density, color=look.ink, lw=1, ls=":")
+    right.legend(frameon=False, fontsize=8, labelcolor=look.ink, loc="upper right")
     right.set(xlabel="layer", ylabel="budget", ylim=(0, 1))
     for panel in (left, right):
         dress(panel, look)

@@ -129,18 +129,23 @@ def calibrate(
             errors = check(loaded, unseen, profile, progress=tell) if unseen else {}
     profile.save(output)
     budgets = profile.policy.budgets or {}
+    reason = f"for an error of {profile.max_error:.3f}"
+    if profile.max_error is None:
+        reason = f"which hold {profile.share:.1%} of the predicted attention of every row"
     console.print(
         f"{len(budgets)} layers, {profile.tokens} tokens: mean budget {profile.density:.3f}, "
-        f"from {min(budgets.values()):.2f} to {max(budgets.values()):.2f}, for an error of {profile.max_error:.3f}",
+        f"from {min(budgets.values()):.2f} to {max(budgets.values()):.2f}, {reason}",
         highlight=False,
     )
     if errors:
-        limit = HELD_OUT_LIMIT * profile.max_error
-        console.print(
-            f"{len(unseen)} further inputs: {within(errors, profile.max_error):.0%} of the layers keep it on all of "
-            f"them, {within(errors, limit):.0%} keep {HELD_OUT_LIMIT} times it",
-            highlight=False,
-        )
+        worst = sorted(max(found) for found in errors.values())
+        seen = f"errors from {worst[0]:.3f} to {worst[-1]:.3f}"
+        if profile.max_error is not None:
+            seen = (
+                f"{within(errors, profile.max_error):.0%} of the layers keep it on all of them, "
+                f"{within(errors, HELD_OUT_LIMIT * profile.max_error):.0%} keep {HELD_OUT_LIMIT} times it"
+            )
+        console.print(f"{len(unseen)} further inputs: {seen}", highlight=False)
     if plot is not None:
         profile.plot().savefig(plot, dpi=150)
     for path in filter(None, (output, plot)):

@@ -76,6 +76,8 @@ def test_a_profile_is_followed_layer_by_layer(model: Any, profile: Profile) -> N
 
     again = Profile.from_json(profile.to_json())
     assert again == profile
+    assert profile.policy.budgets is not None
+    assert again.by_layer() == [profile.policy.budgets[layer] for layer in LAYERS]
     sparge.enable(model, again)
     with substituted(note), torch.no_grad():
         model(windows(1)[0])
@@ -95,16 +97,40 @@ def test_a_budget_of_all_runs_dense(model: Any) -> None:
 
 
 def test_other_budgets_from_the_same_measurements(profile: Profile) -> None:
-    half = profile.at(density=0.55)
-    assert half.density == pytest.approx(0.55, abs=1e-3)
-    with pytest.raises(ValueError, match=r"density: expected a value in \[0.3, 1\], as was measured, got 0.1"):
-        profile.at(density=0.1)
-    assert half.curves == profile.curves
+    half = profile.at(density=0.75)
+    assert half.density == pytest.approx(0.75, abs=1e-3)
+    assert half.max_error is None and half.share is not None and 0.5 < half.share < 1
+    for wrong in (0.001, 1.5):
+        with pytest.raises(ValueError, match=rf"density: expected a value in \[0.01, 1\], got {wrong}"):
+            profile.at(density=wrong)
+    assert (half.curves, half.needs) == (profile.curves, profile.needs)
     budgets = half.policy.budgets
     assert budgets is not None
-    for layer, curve in half.curves.items():
-        assert curve.density_for(half.max_error) == pytest.approx(budgets[layer])
+    for layer, needs in half.needs.items():
+        assert needs.density_for(half.share) == pytest.approx(budgets[layer])
+    assert half.policy.selection == Budget(0.75, min_blocks=8), "small budgets leave a row its blocks"
+    again = half.at(max_error=profile.max_error)
+    assert again.policy.budgets == profile.policy.budgets
     assert profile.at(max_error=1e-9).density == 1.0, "what cannot be kept runs dense"
+
+
+def test_needs_are_the_densities_of_shares(model: Any, profile: Profile) -> None:
+    kept: dict[str, float] = {}
+
+    def note(layer: str, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **call: Any) -> Tensor:
+        exact = sparge.attention(query, key, value, mask, **{**call, "sparsity": sparge.Dense()})
+        rule = sparge.TopCdf(0.9, min_blocks=1)
+        found = sparge.predict(query, key, is_causal=True, sparsity=rule, scale=call["scale"], enable_gqa=True)
+        kept[layer] = found.density()
+        return exact
+
+    sparge.enable(model, POLICY)
+    with substituted(note), torch.no_grad():
+        model(windows(2)[1])
+    sparge.disable(model)
+    for layer, needs in profile.needs.items():
+        assert needs.densities[1][needs.shares.index(0.9)] == pytest.approx(kept[layer], rel=1e-6)
+        assert list(needs.densities[1]) == sorted(needs.densities[1])
 
 
 def test_worst_errors_never_rise() -> None:
@@ -163,7 +189,7 @@ def test_progress_is_told(model: Any) -> None:
         ({}, "expected max_error or density, got max_error=None and density=None"),
         ({"max_error": 0.1, "density": 0.1}, "expected max_error or density, got"),
         ({"max_error": 0.0}, "max_error: expected a value above 0, got 0.0"),
-        ({"density": 1.5}, r"density: expected a value in \[0.05, 1\], as was measured, got 1.5"),
+        ({"density": 1.5}, r"density: expected a value in \[0.01, 1\], got 1.5"),
         ({"max_error": 0.1, "densities": (0.8, 0.3)}, r"densities: expected rising values in \(0, 1\], got \(0.8, 0.3"),
         ({"max_error": 0.1, "policy": Policy(budgets={"a": 0.5})}, "policy: expected a Budget .* got budgets"),
         ({"max_error": 0.1, "policy": Policy(sparsity=sparge.TopCdf(0.9))}, "expected a Budget or a TopK .*a TopCdf"),
@@ -183,7 +209,7 @@ def test_a_profile_of_another_model_is_refused(model: Any, profile: Profile) -> 
     with pytest.raises(ValueError, match=r"budgets: expected layers of the model \(model\.layers\.0.*got 'x'"):
         sparge.enable(model, Policy(budgets={"x": 0.5}))
     plain = json.loads(profile.to_json())
-    with pytest.raises(ValueError, match="profile: expected version 1, got 7"):
+    with pytest.raises(ValueError, match="profile: expected version 2, got 7; calibrate again"):
         Profile.from_json(json.dumps({**plain, "version": 7}))
     with pytest.raises(ValueError, match=r"profile: expected what Profile\.to_json wrote"):
         Profile.from_json("{}")

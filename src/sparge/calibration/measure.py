@@ -1,7 +1,8 @@
 """Measure how wrong every layer of a model is at some densities, while the model itself runs exactly.
 
 A model is run on each input as it would be, with `enable`. Where a call goes sparse, it is computed densely, which is
-what the model goes on with, and at every density, which is what is measured.
+what the model goes on with, and at every density, which is what is measured. Besides, it is predicted which density
+holds some shares of the attention.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import sparge
-from sparge.calibration.profile import Curve, Profile
+from sparge.calibration.profile import Curve, Needs, Profile
 from sparge.config import Selection, TopCdf
 from sparge.evaluate.metrics import relative_l1
 from sparge.evaluate.rows import Rows, digest, fingerprint
@@ -26,6 +27,10 @@ from sparge.policy import Policy
 
 DENSITIES = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8)
 """Where errors are measured. Together they cost three times dense attention."""
+SHARES = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995)
+"""Of the predicted attention, for which the density is noted."""
+PREDICTION = ("score", "is_causal", "scale", "enable_gqa", "always_keep", "exact_queries", "backend")
+"""Arguments of a call that `sparge.predict` takes too."""
 
 Progress = Callable[[str, int, int], None]
 """Told what is done next, how many inputs are done, and of how many."""
@@ -50,7 +55,8 @@ def calibrate(
         inputs: a few typical ones, as long as those to come: token ids (B, S), keywords of the model or pipeline as a
             dict, a prompt, or a function that is called with the model.
         max_error: relative L1 error that no layer's attention may have on any of them.
-        density: instead, the mean of the budgets; the error is the same in all layers then.
+        density: instead, the mean of the budgets; rows of all layers hold the same share of the predicted attention
+            then, and at least 8 blocks.
         policy: what goes sparse, and how; ``Policy()`` by default. Its rule is a `Budget` or a `TopK`.
         densities: where errors are measured, rising.
         rows: a file of finished inputs, from which an interrupted calibration goes on.
@@ -66,36 +72,41 @@ def calibrate(
     model = getattr(model, "_orig_mod", model)  # compiled programs do not notice that calls are measured
     _check(inputs, densities, policy)
     nothing = Curve(tuple(densities), ((0.0,) * len(densities),))
-    Profile.chosen({}, Policy(), {"": nothing}, tokens=0, max_error=max_error, density=density)  # arguments are checked
+    some = Needs(SHARES, (SHARES,))
+    Profile.chosen({}, Policy(), {"": nothing}, {"": some}, tokens=0, max_error=max_error, density=density)  # a check
     described = {
         "model": _kind(model),
         "weights": fingerprint(_modules(model)),
         "policy": policy.to_json(),
         "densities": list(densities),
+        "shares": list(SHARES),
         "torch": torch.__version__,
     }
     done = Rows(None if rows is None else Path(rows), described, key=("input", "content"))
     errors: dict[str, list[list[float]]] = {}
+    needs: dict[str, list[list[float]]] = {}
     tokens = 0
     for index, entry in enumerate(inputs):
         if progress is not None:
             progress(f"input {index}", index, len(inputs))
         work = {"input": index, "content": _content(entry)}
         if not done.has(**work):
-            found, length = _errors(model, entry, policy, densities)
-            done.add({**work, "errors": found, "tokens": length})
+            found, needed, length = _measured(model, entry, policy, densities)
+            done.add({**work, "errors": found, "needs": needed, "tokens": length})
         row = done.get(**work)
         tokens = max(tokens, row["tokens"])
         for layer, per_density in row["errors"].items():
             errors.setdefault(layer, []).append(per_density)
+            needs.setdefault(layer, []).append(row["needs"][layer])
     if not errors:
         raise ValueError(
             "inputs: expected calls that go sparse, got none (they may be too short: sparge.stats() says why, and "
             "Policy(backend=...) switches the crossover off)"
         )
     curves = {layer: Curve(tuple(densities), tuple(map(tuple, found))) for layer, found in errors.items()}
+    by_layer = {layer: Needs(SHARES, tuple(map(tuple, found))) for layer, found in needs.items()}
     about = {"kind": described["model"], "weights": described["weights"]}
-    return Profile.chosen(about, policy, curves, tokens=tokens, max_error=max_error, density=density)
+    return Profile.chosen(about, policy, curves, by_layer, tokens=tokens, max_error=max_error, density=density)
 
 
 def check(
@@ -106,17 +117,21 @@ def check(
     for index, entry in enumerate(inputs):
         if progress is not None:
             progress(f"held-out input {index}", index, len(inputs))
-        found, _ = _errors(model, entry, profile.policy, None)
+        found, _, _ = _measured(model, entry, profile.policy, None)
         for layer, (error,) in found.items():
             errors.setdefault(layer, []).append(error)
     return errors
 
 
-def _errors(
+def _measured(
     model: Any, entry: Any, policy: Policy, densities: Sequence[float] | None
-) -> tuple[dict[str, list[float]], int]:
-    """Errors of every layer at every density (or as the policy says), the mean of its calls; keys of the longest."""
+) -> tuple[dict[str, list[float]], dict[str, list[float]], int]:
+    """Errors of every layer at every density (or as the policy says), densities of all `SHARES`, keys of the longest.
+
+    Of a layer's calls the mean.
+    """
     found: dict[str, list[list[float]]] = {}
+    needed: dict[str, list[list[float]]] = {}
     longest = 0
 
     def measured(
@@ -134,12 +149,22 @@ def _errors(
             output = sparge.attention(query, key, value, mask, **{**call, "sparsity": each})
             errors.append(relative_l1(output, exact))
         found.setdefault(layer, []).append(errors)
+        if densities is not None:
+            asked = {name: call[name] for name in PREDICTION if name in call}
+            forced = {"sink": rule.sink, "diagonal": rule.diagonal}
+            rules = [TopCdf(share, min_blocks=1, **forced) for share in SHARES]
+            masks = [sparge.predict(query, key, attn_mask=mask, **asked, sparsity=each) for each in rules]
+            needed.setdefault(layer, []).append([each.density() for each in masks])
         return exact
 
     with enabled(model, policy), substituted(measured), torch.no_grad():
         _run(model, entry)
-    means = {layer: [statistics.fmean(of) for of in zip(*calls, strict=True)] for layer, calls in found.items()}
-    return means, longest
+    return _means(found), _means(needed), longest
+
+
+def _means(calls: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, list[float]]:
+    """Of every layer, what its calls have in the mean."""
+    return {layer: [statistics.fmean(of) for of in zip(*found, strict=True)] for layer, found in calls.items()}
 
 
 def _check(inputs: Sequence[Any], densities: Sequence[float], policy: Policy) -> None:

@@ -1,21 +1,32 @@
-"""What a calibration found: for every layer its error at some densities, and the budgets that follow from it."""
+"""What a calibration found of every layer, and the budgets that follow from it.
+
+Two things are known of a layer: its error at some densities, and which density its rows need to hold some share of the
+attention that is predicted. The first says what keeps an error. The second says how to share out a mean density: the
+error of a layer, which may add much or little to what the model knows already, does not.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparge.config import Budget
 from sparge.policy import Policy
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-VERSION = 1
+VERSION = 2
 """Of the file's format."""
+LEAST_BUDGET = 0.01
+ROW_FLOOR = 8
+"""Blocks that every row keeps where a mean density is shared out: the budgets of some layers are small."""
 PRESETS = {"llm": 0.08, "image": 0.07, "video": 0.05}
 """Errors that the paper allows of the first stage: Llama 3.1; SD 3.5 and Flux; CogVideoX and Mochi."""
 
@@ -60,29 +71,58 @@ class Curve:
 
 
 @dataclass(frozen=True)
+class Needs:
+    """Densities at which every row of a layer holds shares of the predicted attention: for each input, one at each.
+
+    Example:
+        >>> needs = Needs((0.5, 0.9), ((0.1, 0.3), (0.3, 0.5)))
+        >>> round(needs.density_for(0.7), 3), needs.density_for(1.0)
+        (0.3, 1.0)
+    """
+
+    shares: tuple[float, ...]
+    densities: tuple[tuple[float, ...], ...]
+
+    def density_for(self, share: float) -> float:
+        """The mean density of all inputs that holds a share, on straight lines: nothing holds 0, and everything 1."""
+        means = [statistics.fmean(of) for of in zip(*self.densities, strict=True)]
+        points = [(0.0, 0.0), *zip(self.shares, means, strict=True), (1.0, 1.0)]
+        for (left, low), (right, high) in itertools.pairwise(points):
+            if share <= right:
+                return low + (high - low) * (share - left) / (right - left)
+        return 1.0
+
+
+@dataclass(frozen=True)
 class Profile:
-    """Budgets for every layer of a model, and the measured curves they were read from.
+    """Budgets for every layer of a model, and the measurements they were read from.
 
     Attributes:
         model: its class and a fingerprint of its weights.
         policy: what was measured; ``policy.budgets`` are the budgets.
-        max_error: the error every layer may have on the inputs; at a given density, the one that came out.
-        curves: by layer.
+        max_error: the error that no layer has on the inputs; None where a density was shared out.
+        share: of the predicted attention, what the rows of all layers hold there; None where an error is kept.
+        curves, needs: by layer.
         tokens: keys of the longest call.
 
     Example:
         >>> curves = {"layers.0": Curve((0.1, 0.4), ((0.2, 0.05),)), "layers.1": Curve((0.1, 0.4), ((0.02, 0.01),))}
-        >>> profile = Profile.chosen({"kind": "Tiny"}, Policy(), curves, tokens=4096, max_error=0.1)
+        >>> needs = {"layers.0": Needs((0.5,), ((0.2,),)), "layers.1": Needs((0.5,), ((0.1,),))}
+        >>> profile = Profile.chosen({"kind": "Tiny"}, Policy(), curves, needs, tokens=4096, max_error=0.1)
         >>> {name: round(budget, 2) for name, budget in profile.policy.budgets.items()}
         {'layers.0': 0.3, 'layers.1': 0.1}
+        >>> {name: round(budget, 2) for name, budget in profile.at(density=0.15).policy.budgets.items()}
+        {'layers.0': 0.2, 'layers.1': 0.1}
         >>> Profile.from_json(profile.to_json()) == profile
         True
     """
 
     model: Mapping[str, Any]
     policy: Policy
-    max_error: float
+    max_error: float | None
+    share: float | None
     curves: Mapping[str, Curve]
+    needs: Mapping[str, Needs]
     tokens: int
 
     @classmethod
@@ -91,12 +131,13 @@ class Profile:
         model: Mapping[str, Any],
         policy: Policy,
         curves: Mapping[str, Curve],
+        needs: Mapping[str, Needs],
         *,
         tokens: int,
         max_error: float | None = None,
         density: float | None = None,
     ) -> Profile:
-        """Choose budgets by an error that no layer may exceed, or by their mean with the same error everywhere.
+        """Choose budgets by an error that no layer may exceed, or by their mean: rows of all layers hold as much then.
 
         Raises:
             ValueError: neither or both are given, one is out of range, or there are no curves.
@@ -105,16 +146,24 @@ class Profile:
             raise ValueError(f"expected max_error or density, got max_error={max_error} and density={density}")
         if not curves:
             raise ValueError("curves: expected one layer or more, got none")
+        share = None
         if max_error is None:
             assert density is not None
-            lowest = max(curve.densities[0] for curve in curves.values())
-            if not lowest <= density <= 1:
-                raise ValueError(f"density: expected a value in [{lowest:g}, 1], as was measured, got {density}")
-            max_error = _error_at(curves, density)
+            if not LEAST_BUDGET <= density <= 1:
+                raise ValueError(f"density: expected a value in [{LEAST_BUDGET}, 1], got {density}")
+            share = _share_at(needs, density)
+            budgets = _budgets(needs, share)
+            policy = _with_floor(policy, density)
         elif not max_error > 0:
             raise ValueError(f"max_error: expected a value above 0, got {max_error}")
-        budgets = {name: curve.density_for(max_error) for name, curve in curves.items()}
-        return cls(dict(model), replace(policy, budgets=budgets), max_error, dict(curves), tokens)
+        else:
+            budgets = {name: curve.density_for(max_error) for name, curve in curves.items()}
+        return cls(dict(model), replace(policy, budgets=budgets), max_error, share, dict(curves), dict(needs), tokens)
+
+    def by_layer(self) -> list[float]:
+        """The budgets in the order in which layers run."""
+        budgets = self.policy.budgets or {}
+        return [budgets[name] for name in self.curves]
 
     @property
     def density(self) -> float:
@@ -125,7 +174,8 @@ class Profile:
     def at(self, *, max_error: float | None = None, density: float | None = None) -> Profile:
         """The same measurements with other budgets; nothing is measured again."""
         plain = replace(self.policy, budgets=None)
-        return Profile.chosen(self.model, plain, self.curves, tokens=self.tokens, max_error=max_error, density=density)
+        known = (self.model, plain, self.curves, self.needs)
+        return Profile.chosen(*known, tokens=self.tokens, max_error=max_error, density=density)
 
     def to_json(self) -> str:
         """The profile as text that `from_json` reads."""
@@ -134,8 +184,10 @@ class Profile:
             "model": self.model,
             "policy": json.loads(self.policy.to_json()),
             "max_error": self.max_error,
+            "share": self.share,
             "tokens": self.tokens,
             "curves": {name: asdict(curve) for name, curve in self.curves.items()},
+            "needs": {name: asdict(needs) for name, needs in self.needs.items()},
         }
         return json.dumps(plain, indent=1)
 
@@ -150,13 +202,18 @@ class Profile:
         if not isinstance(plain, dict) or "curves" not in plain:
             raise ValueError("profile: expected what Profile.to_json wrote, got other JSON")
         if plain.get("version") != VERSION:
-            raise ValueError(f"profile: expected version {VERSION}, got {plain.get('version')!r}")
+            got = plain.get("version")
+            raise ValueError(f"profile: expected version {VERSION}, got {got!r}; calibrate again")
         curves = {
             name: Curve(tuple(curve["densities"]), tuple(map(tuple, curve["errors"])))
             for name, curve in plain["curves"].items()
         }
+        needs = {
+            name: Needs(tuple(needs["shares"]), tuple(map(tuple, needs["densities"])))
+            for name, needs in plain["needs"].items()
+        }
         policy = Policy.from_json(json.dumps(plain["policy"]))
-        return cls(plain["model"], policy, plain["max_error"], curves, plain["tokens"])
+        return cls(plain["model"], policy, plain["max_error"], plain["share"], curves, needs, plain["tokens"])
 
     def save(self, path: str | Path) -> None:
         """Write the profile to a file."""
@@ -173,13 +230,14 @@ class Profile:
 
         figure = Figure(figsize=(9, 3.6), layout="constrained")
         left, right = figure.subplots(1, 2)
-        budgets = self.policy.budgets or {}
+        budgets = self.by_layer()
         shades = [0.15 + 0.7 * place / max(len(self.curves) - 1, 1) for place in range(len(self.curves))]
         for shade, curve in zip(shades, self.curves.values(), strict=True):
             left.loglog(curve.densities, curve.worst(), color=_blue(shade), linewidth=1)
-        left.axhline(self.max_error, color="#d5392c", linewidth=1)
+        if self.max_error is not None:
+            left.axhline(self.max_error, color="#d5392c", linewidth=1)
         left.set(xlabel="density", ylabel="relative L1 error, worst input", title="Layers, the first darkest")
-        right.bar(range(len(budgets)), list(budgets.values()), color=[_blue(shade) for shade in shades])
+        right.bar(range(len(budgets)), budgets, color=[_blue(shade) for shade in shades])
         right.axhline(self.density, color="#333333", linewidth=1, linestyle=":")
         right.set(xlabel="layer", ylabel="budget", ylim=(0, 1), title=f"Budgets, mean {self.density:.2f}")
         return figure
@@ -189,17 +247,29 @@ def _blue(shade: float) -> tuple[float, float, float]:
     return 0.1 + 0.6 * shade, 0.25 + 0.5 * shade, 0.5 + 0.4 * shade
 
 
-def _error_at(curves: Mapping[str, Curve], density: float) -> float:
-    """The lowest error at which the mean of all budgets is no more than a density."""
-    low, high = 1e-9, 1e3
-    for _ in range(100):
-        middle = math.sqrt(low * high)
-        found = [curve.density_for(middle) for curve in curves.values()]
-        if sum(found) / len(found) > density:
-            low = middle
-        else:
+def _budgets(needs: Mapping[str, Needs], share: float) -> dict[str, float]:
+    return {name: max(of_layer.density_for(share), LEAST_BUDGET) for name, of_layer in needs.items()}
+
+
+def _share_at(needs: Mapping[str, Needs], density: float) -> float:
+    """The highest share at which the mean of all budgets is no more than a density."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        if statistics.fmean(_budgets(needs, middle).values()) > density:
             high = middle
-    return high
+        else:
+            low = middle
+    return low
+
+
+def _with_floor(policy: Policy, density: float) -> Policy:
+    """The policy with a `Budget` of at least `ROW_FLOOR` blocks a row, unless it has another rule."""
+    rule = policy.selection
+    if not isinstance(rule, Budget):
+        return policy
+    rule = replace(rule, density=density, min_blocks=max(rule.min_blocks, ROW_FLOOR))
+    return replace(policy, topk=None, sparsity=rule)
 
 
 def within(errors: Mapping[str, Sequence[float]], limit: float) -> float:
