@@ -39,6 +39,7 @@ KERNELS = {
     "share_kernel",
     "select_kernel",
     "replaced_bias_kernel",
+    "move_kernel",
     "attention_kernel",
 }
 WITH_FP8 = {"mark_peaks_kernel", "replaced_bias_kernel"}
