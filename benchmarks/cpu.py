@@ -38,16 +38,15 @@ class Case:
     tokens: int
     is_causal: bool
     topk: float
-    min_blocks: int = 16
     heads: int = 8
     queries: int | None = None  # the last so many queries; all by default
     dtype: str = "float32"
 
 
 SPEED = [
-    Case("speed", 8192, is_causal, topk, min_blocks)
+    Case("speed", 8192, is_causal, topk)
     for is_causal in (False, True)
-    for topk, min_blocks in ((0.5, 16), (0.25, 16), (0.1, 16), (0.1, 0))
+    for topk in (0.5, 0.25, 0.1)
 ]
 CROSSOVER = [
     Case("crossover", tokens, is_causal, topk)
@@ -74,19 +73,19 @@ def measure_speed(case: Case, repeats: int) -> dict[str, object]:
     sample = sample_for(case)
     query, key, value = (tensor.to(getattr(torch, case.dtype)) for tensor in (sample.query, sample.key, sample.value))
     query = query[:, :, -(case.queries or case.tokens) :].contiguous()
-    rule = sparge.TopK(case.topk, min_blocks=case.min_blocks)
+    rule = sparge.Budget(case.topk)
 
     def dense() -> torch.Tensor:
         return F.scaled_dot_product_attention(query, key, value, is_causal=case.is_causal)
 
-    def sparse(sparsity: sparge.TopK = rule) -> torch.Tensor:
+    def sparse(sparsity: sparge.Budget = rule) -> torch.Tensor:
         return sparge.attention(query, key, value, is_causal=case.is_causal, sparsity=sparsity, backend="torch")
 
     def predict() -> sparge.BlockMask:
         return sparge.predict(query, key, is_causal=case.is_causal, sparsity=rule)
 
     exact = dense()
-    gate = relative_l1(sparse(sparge.TopK(1.0)), exact)
+    gate = relative_l1(sparse(sparge.Budget(1.0)), exact)
     if not gate < GATE:
         raise RuntimeError(f"expected topk=1 to equal dense attention within {GATE}, got {gate} for {case}")
     mask = predict()
@@ -148,7 +147,6 @@ def main() -> None:
                 "tokens",
                 "is_causal",
                 "topk",
-                "min_blocks",
                 "speedup",
                 "density",
                 "relative_l1",

@@ -41,7 +41,6 @@ def newest_rows(suite: str) -> list[Row]:
                 row["tokens"],
                 row["is_causal"],
                 row["topk"],
-                row["min_blocks"],
                 row["heads"],
                 row["queries"],
                 row["dtype"],
@@ -72,7 +71,7 @@ def speed_table() -> str:
     body = [
         [
             _attention(row),
-            f"{row['topk']:g}" + ("" if row["min_blocks"] else ", no floor"),
+            f"{row['topk']:g}",
             f"{row['dense_s']:.2f} s",
             f"{row['sparse_s']:.2f} s",
             f"**{row['speedup']:.2f}x**",
