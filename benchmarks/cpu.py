@@ -43,11 +43,7 @@ class Case:
     dtype: str = "float32"
 
 
-SPEED = [
-    Case("speed", 8192, is_causal, topk)
-    for is_causal in (False, True)
-    for topk in (0.5, 0.25, 0.1)
-]
+SPEED = [Case("speed", 8192, is_causal, topk) for is_causal in (False, True) for topk in (0.5, 0.25, 0.1)]
 CROSSOVER = [
     Case("crossover", tokens, is_causal, topk)
     for tokens in (1024, 1536, 2048, 3072, 4096)

@@ -103,11 +103,7 @@ def dress(panel: Any, look: Look) -> None:
 def measured_on_cpu(topk: float) -> dict[str, Any]:
     """The newest committed row of full attention at this share."""
     rows = [json.loads(line) for line in (RESULTS / "cpu.jsonl").read_text().splitlines()]
-    return [
-        row
-        for row in rows
-        if row["suite"] == "speed" and not row["is_causal"] and row["topk"] == topk
-    ][-1]
+    return [row for row in rows if row["suite"] == "speed" and not row["is_causal"] and row["topk"] == topk][-1]
 
 
 def attention_map(query: Tensor, key: Tensor, cell: int) -> Tensor:
