@@ -1,7 +1,4 @@
-"""Tokens of a grid along an order of `ordering`, or back: whole rows are copied to other places.
-
-torch's own selection along an inner dimension takes several times as long as reading and writing does.
-"""
+"""Tokens of a grid along an order of `ordering`, or back: whole rows are copied to other places."""
 
 from __future__ import annotations
 
