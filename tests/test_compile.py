@@ -100,8 +100,11 @@ def test_compiled_calls_are_counted():
     assert sparge.stats().density == 0.5
 
 
-def test_operators_pass_opcheck():
+@pytest.mark.parametrize("tokens_first", [False, True])
+def test_operators_pass_opcheck(tokens_first):
     query, key, value = qkv(300)
+    if tokens_first:
+        query = query.transpose(1, 2).contiguous().transpose(1, 2)
     rule = sparge.TopK(torch.tensor([0.3, 0.6]), similarity_threshold=0.1)
     shape = Shape(1, 2, 2, 300, 300, 16, 16)
     call = Call(shape, True, 0.2, rule, sparge.Moment(4), ((0, 5),), "int8_fp8", -8.0)

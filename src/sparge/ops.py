@@ -26,6 +26,7 @@ from sparge.call import Call
 from sparge.config import SCORES, SELECTIONS, Dense, PerHead, Sparsity, trusted
 from sparge.decide import Reason
 from sparge.geometry import Shape
+from sparge.layout import empty_like, laid_out
 from sparge.ordering import OrderName, order_of
 from sparge.stats import counters
 
@@ -105,7 +106,7 @@ def dense(
 def along(tokens: Tensor, grid: tuple[int, ...], order: str, start: int, *, undo: bool = False) -> Tensor:
     """Tokens (B, H, S, D) of a grid that begins at ``start`` in an order of `ordering`, or back from it.
 
-    In memory heads come first as kernels like them, and on the way back tokens as models do.
+    They lie in memory as they did.
     """
     return torch.ops.sparge.along(tokens, grid, order, start, undo)
 
@@ -199,14 +200,16 @@ def _attend(
     mask = BlockMask(kv_num_blocks, kv_indices, visible_num_blocks, shape.q_len, shape.kv_len, call.is_causal)
     backend = base.get(name).serving(call, query.dtype)
     counters.record(f"sparse: {backend.name}", has_threshold=call.pv_threshold is not None)
-    return backend.attend(query, key, value, mask, call, totals=counters.block_totals(query.device))
+    output, lse = backend.attend(query, key, value, mask, call, totals=counters.block_totals(query.device))
+    return laid_out(output, query), lse
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     call, name = unpack(_shape_of(query, key, value), arguments)
     backend = base.get(name).serving(call, query.dtype)
     counters.record(f"sparse: {backend.name}", has_threshold=call.pv_threshold is not None)
-    return backend.attention(query, key, value, call, totals=counters.block_totals(query.device))
+    output, lse = backend.attention(query, key, value, call, totals=counters.block_totals(query.device))
+    return laid_out(output, query), lse
 
 
 def _dense(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -216,7 +219,7 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[
     name = base.resolve(asked, query.device) if asked == "auto" else asked
     backend = base.get(name).serving(call, query.dtype)
     output, lse = backend.dense(query, key, value, call, with_lse=with_lse, may_use_torch=asked == "auto")
-    return output, lse if with_lse else lse.new_empty(0)
+    return laid_out(output, query), lse if with_lse else lse.new_empty(0)
 
 
 def _predict_fake(query: Tensor, key: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
@@ -227,7 +230,7 @@ def _predict_fake(query: Tensor, key: Tensor, *_: object) -> tuple[Tensor, Tenso
 
 
 def _attention_fake(query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, Tensor]:  # noqa: ARG001
-    output = query.new_empty((*query.shape[:3], value.shape[3]))
+    output = empty_like(query, value.shape[3])
     return output, query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
@@ -246,8 +249,7 @@ def _along(tokens: Tensor, grid: list[int], order: OrderName, start: int, undo: 
 
 
 def _along_fake(tokens: Tensor, grid: list[int], order: OrderName, start: int, undo: bool) -> Tensor:  # noqa: ARG001
-    batch, heads, length, width = tokens.shape
-    return tokens.new_empty(batch, length, heads, width).transpose(1, 2) if undo else tokens.new_empty(tokens.shape)
+    return empty_like(tokens, tokens.shape[3])
 
 
 def _in_place(function: Callable[..., Any]) -> Callable[..., Any]:

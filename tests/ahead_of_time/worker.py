@@ -29,7 +29,7 @@ from sparge.backends.cuda import launch, pipeline
 from sparge.backends.cuda.stages.order import move
 from sparge.backends.triton import attention as triton_attention
 from sparge.call import Call
-from sparge.config import Budget, Mean, Moment, TopCdf
+from sparge.config import Budget, Mean, Moment, Spread, TopCdf
 from sparge.geometry import Shape
 
 BATCH, HEADS, KV_HEADS = 1, 4, 2
@@ -87,7 +87,7 @@ CASES = {
     "int8_fp8_fast D 256 on hopper": Case("int8_fp8_fast", head_dim=256, backend="hopper"),
     "int8_fp8_fast causal every tile on hopper": Case("int8_fp8_fast", is_causal=True, length=4096, backend="hopper"),
     "int8_fp8_fast means on hopper": Case(
-        "int8_fp8_fast", skipped="mean", kernels="attention|replaced", backend="hopper"
+        "int8_fp8_fast", skipped="mean", kernels="attention|replaced|query|score", backend="hopper"
     ),
     "int8_fp8_fast threshold on hopper": Case("int8_fp8_fast", pv_threshold=-8.0, backend="hopper"),
     "int8_fp8 on hopper": Case("int8_fp8", backend="hopper"),
@@ -204,7 +204,7 @@ def spills_a_step(instructions: list[tuple[int, str, int | None]]) -> int:
 def call(case: Case) -> None:
     """The whole pipeline, on zeros."""
     query, key, value = (
-        torch.zeros(BATCH, heads, case.length, case.head_dim, dtype=torch.bfloat16)
+        torch.zeros(BATCH, case.length, heads, case.head_dim, dtype=torch.bfloat16).transpose(1, 2)
         for heads in (HEADS, KV_HEADS, KV_HEADS)
     )
     attn_mask = None
@@ -217,7 +217,7 @@ def call(case: Case) -> None:
         is_causal=case.is_causal,
         scale=case.head_dim**-0.5,
         sparsity=TopCdf(0.9, similarity_threshold=0.5) if case.has_similarity else Budget(0.5),
-        score=Mean() if case.has_similarity else Moment(),
+        score=Mean() if case.has_similarity else Spread() if case.skipped == "mean" else Moment(),
         quantization=case.quantization,
         pv_threshold=case.pv_threshold,
         skipped=case.skipped,

@@ -101,6 +101,34 @@ class TestSurroundings:
         assert_within_budget(sparge.attention(*arguments), exact, plain)
 
 
+def tokens_first(tensor: Tensor) -> Tensor:
+    """The same numbers, with the heads of a token next to each other."""
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+class TestMemory:
+    """An output lies in memory as its query does, so that what follows in a model need not copy."""
+
+    @backends
+    @TestSurroundings.OPTIONS
+    @pytest.mark.parametrize("return_lse", [False, True], ids=["output", "lse"])
+    def test_the_output_lies_as_the_query_does(self, backend: str, options: dict[str, Any], return_lse: bool) -> None:
+        query, key, value = make_qkv(200, 400, heads=2, kv_heads=1, value_dim=24)
+        call = {**options, "backend": backend, "enable_gqa": True, "return_lse": return_lse}
+        plain, turned = (sparge.attention(each, key, value, **call) for each in (query, tokens_first(query)))
+        if return_lse:
+            assert plain[1].is_contiguous() and turned[1].is_contiguous()
+            assert torch.equal(plain[1], turned[1])
+            plain, turned = plain[0], turned[0]
+        assert plain.is_contiguous() and turned.transpose(1, 2).is_contiguous()
+        assert torch.equal(plain, turned)
+
+    def test_tokens_first_throughout(self) -> None:
+        tensors = [tensor.transpose(1, 2).contiguous() for tensor in make_qkv(300, heads=2)]
+        assert sparge.attention(*tensors, topk=0.5, layout="NHD", backend="torch").is_contiguous()
+
+
+
 @backends
 def test_counting_starts_in_inference_mode_and_goes_on_outside(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(counters, "_blocks", {})

@@ -58,6 +58,7 @@ def run(case: Case, query: Tensor, key: Tensor, value: Tensor, **options: object
         enable_gqa=True,
         layout=case.layout,
         quantization="none",
+        skipped="drop",
         return_lse=True,
         backend=BACKEND,
         **options,

@@ -65,7 +65,8 @@ def test_masks_are_honoured(kind: str, is_causal: bool) -> None:
     assert_matches_exact(full, query, key, value, **call)
     blocks = sparge.predict(query, key, **SPARSE, **options)
     assert 0 < blocks.density() < 0.5
-    got = sparge.attention(query, key, value, quantization="none", return_lse=True, **SPARSE, **options)
+    result = {"quantization": "none", "skipped": "drop", "return_lse": True}
+    got = sparge.attention(query, key, value, **result, **SPARSE, **options)
     assert_matches_exact(got, query, key, value, block_mask=blocks.to_dense(), **call)
 
 

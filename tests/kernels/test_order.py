@@ -37,3 +37,11 @@ def test_channels_far_apart() -> None:
     moved = torch.empty(tokens.shape)
     base.get("triton").move(tokens, order_of(GRID).permutation, 0, moved)
     assert torch.equal(moved, order_of(GRID).apply(tokens))
+
+
+@pytest.mark.parametrize("width", [24, 200], ids=["a piece of all heads", "two pieces"])
+def test_heads_that_lie_together_move_as_one(width: int) -> None:
+    tokens = torch.randn(2, 3 + COUNT, 3, width, generator=torch.Generator().manual_seed(2)).transpose(1, 2)
+    moved = torch.empty(2, 3 + COUNT, 3, width).transpose(1, 2)
+    base.get("triton").move(tokens, order_of(GRID).permutation, 3, moved)
+    assert torch.equal(moved, order_of(GRID).apply(tokens, 2, 3))

@@ -166,8 +166,11 @@ class TestAttention:
 
 
 class TestOperators:
-    def test_opcheck(self) -> None:
+    @pytest.mark.parametrize("tokens_first", [False, True])
+    def test_opcheck(self, tokens_first: bool) -> None:
         query, key, value = make_qkv(70, heads=2, head_dim=16)
+        if tokens_first:
+            query = query.transpose(1, 2).contiguous().transpose(1, 2)
         mask = sparge.predict(query, key, topk=0.5, is_causal=True, **TRITON)
         lists = (mask.kv_num_blocks, mask.kv_indices, mask.visible_num_blocks)
         rule = TopK(torch.tensor([0.3, 0.6]), min_blocks=1, similarity_threshold=0.1)

@@ -23,7 +23,7 @@ def attention(
         output = F.scaled_dot_product_attention(
             query, key, value, is_causal=call.is_causal, scale=call.scale, enable_gqa=call.shape.group > 1
         )
-        return output.contiguous(), query.new_empty(0, dtype=torch.float32)
+        return output, query.new_empty(0, dtype=torch.float32)
     return pipeline.attend(query, key, value, None, call, launcher=launcher)
 
 

@@ -16,6 +16,7 @@ from sparge.block_mask import BlockMask
 from sparge.call import Call
 from sparge.config import PerHead
 from sparge.geometry import Shape
+from sparge.layout import gapless_strides
 
 LARGEST_INT32 = 2**31 - 1
 
@@ -165,9 +166,16 @@ def strides_of(tensor: Tensor) -> tuple[int, ...]:
 
 def buffer_like(tensor: Tensor, wanted: bool, *sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Uninitialised memory on the tensor's device; the tensor itself where none is wanted (no kernel will read it)."""
-    if not wanted:
-        return tensor
-    buffer = torch.empty(sizes, dtype=dtype, device=tensor.device)
+    return _recorded(torch.empty(sizes, dtype=dtype, device=tensor.device)) if wanted else tensor
+
+
+def output_buffer(tensor: Tensor, sizes: tuple[int, int, int, int], dtype: torch.dtype, *, tokens_first: bool) -> Tensor:
+    """Uninitialised memory on the tensor's device, (B, H, S, D) in one of the two layouts."""
+    strides = gapless_strides(sizes, tokens_first=tokens_first)
+    return _recorded(torch.empty_strided(sizes, strides, dtype=dtype, device=tensor.device))
+
+
+def _recorded(buffer: Tensor) -> Tensor:
     recorder = current_recorder.get()
     if recorder is not None:
         recorder.add_buffer(buffer)

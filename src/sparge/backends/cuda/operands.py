@@ -38,8 +38,8 @@ class Operands:
     """What the attention kernel reads. Codes are padded to whole blocks; unquantised tensors are the caller's own.
 
     The scales and ``lse_shift`` of `quantize.QuerySummary` and `summary.KeyValueSummary` mean nothing when quantization
-    is "none". ``key_scale`` is negative where a block holds a shared peak (`stages.peaks`). ``dtype`` is the output's.
-    ``keys_seen`` is `visibility.Visibility.keys`, None where all are. ``means`` is None where blocks are dropped.
+    is "none". ``key_scale`` is negative where a block holds a shared peak (`stages.peaks`). ``dtype`` is the output's,
+    ``tokens_first`` says how it lies in memory (`layout`). ``keys_seen`` is `visibility.Visibility.keys`, None where all are. ``means`` is None where blocks are dropped.
     ``order`` is the order in which rows of blocks are best computed (`stages.budget`), None where any will do.
     """
 
@@ -51,6 +51,7 @@ class Operands:
     value_scale: Tensor
     lse_shift: Tensor
     dtype: torch.dtype
+    tokens_first: bool
     keys_seen: Tensor | None
     means: MeanOperands | None = None
     order: Tensor | None = None

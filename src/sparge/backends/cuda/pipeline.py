@@ -28,6 +28,7 @@ from sparge.backends.torch import predict as torch_predict
 from sparge.block_mask import BlockMask
 from sparge.call import Call
 from sparge.config import Dense
+from sparge.layout import is_tokens_first
 from sparge.visibility import find_visibility, first_seen_keys
 
 
@@ -88,7 +89,7 @@ def prepare(
     if not with_operands:
         return None, mask
     assert value is not None
-    dtype, key_scale = query.dtype, key
+    dtype, tokens_first, key_scale = query.dtype, is_tokens_first(query), key
     if quantizes:
         query = summary.codes
         key, key_scale, value = quantize_key_value(key, value, key_value, call, seen.keys if seen else None)
@@ -103,6 +104,7 @@ def prepare(
         value_scale=key_value.value_scale,
         lse_shift=summary.lse_shift,
         dtype=dtype,
+        tokens_first=tokens_first,
         keys_seen=seen.keys if seen else None,
         means=_means(key_value, mask, call) if replaces else None,
         order=order,

@@ -37,6 +37,9 @@ MOST_REPLAYS = 256
 ALIGNMENT = 512
 """Bytes, as torch aligns its allocations: kernels were compiled for addresses that are multiples of 16."""
 
+ALLOCATIONS = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default)
+"""What torch may do while a call is recorded."""
+
 current_recorder: ContextVar[Recorder | None] = ContextVar("current_recorder", default=None)
 """What notes the call that runs now in this thread, if anything does."""
 _replays: OrderedDict[tuple[Hashable, ...], Replay | None] = OrderedDict()
@@ -155,7 +158,8 @@ class Replay:
     """Launches whose tensors are known by place: first the inputs, then the results, then the buffers."""
 
     launches: list[_Launch]
-    results: list[tuple[torch.Size, torch.dtype]]
+    results: list[tuple[torch.Size, tuple[int, ...], torch.dtype]]
+    """Sizes, strides and dtypes."""
     offsets: list[int]
     """Of every buffer in the workspace."""
     zeros: list[tuple[int, int]]
@@ -165,7 +169,9 @@ class Replay:
     def run(self, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Launch everything on the current stream."""
         device = inputs[0].device
-        output, lse = [torch.empty(size, dtype=dtype, device=device) for size, dtype in self.results]
+        output, lse = [
+            torch.empty_strided(size, strides, dtype=dtype, device=device) for size, strides, dtype in self.results
+        ]
         workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=device)
         for first, end in self.zeros:
             workspace[first:end].zero_()
@@ -219,7 +225,7 @@ class Recorder(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         clears = func is torch.ops.aten.zero_.default and any(args[0] is buffer for buffer in self.zeros)
-        self.torch_computed |= not clears and func is not torch.ops.aten.empty.memory_format
+        self.torch_computed |= not clears and func not in ALLOCATIONS
         return func(*args, **(kwargs or {}))
 
     def add_buffer(self, buffer: Tensor, *, is_zero: bool = False) -> None:
@@ -264,7 +270,8 @@ class Recorder(TorchDispatchMode):
             for offset, buffer in zip(offsets, buffers, strict=True)
             if any(buffer is zero for zero in self.zeros)
         ]
-        return Replay(launches, [(tensor.shape, tensor.dtype) for tensor in results], offsets, zeros, workspace_bytes)
+        kinds = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in results]
+        return Replay(launches, kinds, offsets, zeros, workspace_bytes)
 
 
 def _pack(sizes: list[int], uses: list[list[int]]) -> tuple[list[int], int]:

@@ -129,7 +129,10 @@ def write_tile(result, epilogue_scales, coordinates, first_query, sizes, results
     columns: gl.constexpr = gl.SliceLayout(0, SPEC.store_layout)
     channels = value_slice * SPEC.value_dim + gl.arange(0, SPEC.value_dim, columns)
     positions = first_query + gl.arange(0, ROWS, rows)
-    flat_queries = coordinates.flat_head.to(gl.int64) * q_len + positions
+    if SPEC.tokens_first:
+        flat_queries = (coordinates.batch.to(gl.int64) * q_len + positions) * sizes.heads + coordinates.head
+    else:
+        flat_queries = coordinates.flat_head.to(gl.int64) * q_len + positions
     pointers = results.output_ptr + flat_queries[:, None] * SPEC.output_dim + channels[None, :]
     inside = (positions < q_len)[:, None] & (channels < SPEC.output_dim)[None, :]
     is_empty = gl.convert_layout(is_empty, rows)[:, None]

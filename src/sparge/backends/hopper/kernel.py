@@ -107,7 +107,7 @@ def attention_kernel(
             added to.
         taken_ptr: (1,), 0: turns that were taken.
         threshold_ptr: (H,), natural log: where P V is skipped.
-        output_ptr: (B, H, q_len, D_v).
+        output_ptr: (B, H, q_len, D_v), or (B, q_len, H, D_v) if ``SPEC.tokens_first``.
         lse_ptr: (B, H, q_len).
         softmax_scale: of unquantised scores.
     """

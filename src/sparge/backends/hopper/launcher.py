@@ -13,6 +13,7 @@ from sparge.backends.cuda.launch import (
     buffer_like,
     launch,
     list_arguments,
+    output_buffer,
     padded,
     per_head_tensor,
     power_of_two,
@@ -50,7 +51,8 @@ def attend(
     mean_key, mean_value = (key, value) if means is None else (means.key, means.value)
     threshold = per_head_tensor(call.pv_threshold, shape, query.device)
     rows = (shape.batch, shape.heads, shape.q_len)
-    output = buffer_like(stand_in, True, *rows, shape.value_dim, dtype=operands.dtype)
+    sizes = (*rows, shape.value_dim)
+    output = output_buffer(stand_in, sizes, operands.dtype, tokens_first=operands.tokens_first)
     lse = buffer_like(stand_in, True, *rows)
     head_width = max(LEAST_WIDTH, power_of_two(shape.head_dim))
     value_width = max(LEAST_WIDTH, power_of_two(shape.value_dim))
@@ -66,6 +68,7 @@ def attend(
         counts_blocks=totals is not None,
         means=means is not None,
         ordered=operands.order is not None,
+        tokens_first=operands.tokens_first,
         peaks=peak_handling(call),
         head_dim=head_width,
         value_dim=value_width // value_slices,

@@ -43,6 +43,7 @@ class Spec:
         counts_blocks: visited and visible blocks, and skipped products, are added up for `stats`.
         means: the blocks that a tile does not visit enter as their means, in stages of their own.
         ordered: tiles come in a given order, else head by head.
+        tokens_first: in the output, the heads of a token lie together.
         peaks: "ignored", looked for in "every_tile", or "marked" (`cuda.peak_handling`); what lies far below one is
             taken as a part of its own.
         head_dim: channels of Q and K.
@@ -64,6 +65,7 @@ class Spec:
     counts_blocks: bool
     means: bool
     ordered: bool
+    tokens_first: bool
     peaks: str
     head_dim: int
     value_dim: int

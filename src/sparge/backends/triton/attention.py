@@ -18,6 +18,7 @@ from sparge.backends.cuda.launch import (
     buffer_like,
     launch,
     list_arguments,
+    output_buffer,
     padded,
     per_head_tensor,
     seen_argument,
@@ -109,6 +110,7 @@ def attention_kernel(
     PEAKS: tl.constexpr,
     ALL_BLOCKS: tl.constexpr,
     ORDERED: tl.constexpr,
+    TOKENS_FIRST: tl.constexpr,
     MEAN_WIDTH: tl.constexpr,
     COUNT: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -139,7 +141,7 @@ def attention_kernel(
         threshold              [H] float32 (HAS_THRESHOLD), natural log
         mean_key, mean_value, mean_scale, mean_bias    of `operands.MeanOperands` (MEAN_WIDTH, the width of its values)
     Writes
-        output [B, H, Sq, Dv] in its dtype, lse [B, H, Sq] float32
+        output [B, H, Sq, Dv] in its dtype, TOKENS_FIRST [B, Sq, H, Dv]; lse [B, H, Sq] float32
         totals                 [3] int64 (COUNT), to which kept and visible blocks and, if HAS_THRESHOLD, halves of kept
                                blocks whose P V was skipped are added; that is one step of one program (`configs`)
     """
@@ -396,6 +398,8 @@ def attention_kernel(
         lse += tl.load(lse_shift_ptr + flat_queries, mask=inside, other=0.0)
     lse = tl.where(empty, float("-inf"), lse)
     tl.store(lse_ptr + flat_queries, lse, mask=inside)
+    if TOKENS_FIRST:
+        flat_queries = (batch * q_len + query_positions) * heads + head
     output_ptrs = output_ptr + flat_queries[:, None] * VALUE_DIM + offs_dv[None, :]
     tl.store(
         output_ptrs,
@@ -421,7 +425,8 @@ def attend(
     keys_seen, seen_strides = seen_argument(operands.keys_seen, (shape.batch, shape.kv_heads, shape.kv_len), stand_in)
     threshold = per_head_tensor(call.pv_threshold, shape, device)
     rows = (shape.batch, shape.heads, shape.q_len)
-    output = buffer_like(query, True, *rows, shape.value_dim, dtype=operands.dtype)
+    sizes = (*rows, shape.value_dim)
+    output = output_buffer(query, sizes, operands.dtype, tokens_first=operands.tokens_first)
     lse = buffer_like(query, True, *rows)
     width, value_width = padded(shape.head_dim), padded(shape.value_dim)
     if operands.value.element_size() == 2:
@@ -492,6 +497,7 @@ def attend(
         PEAKS=peak_handling(call),
         ALL_BLOCKS=mask is None,
         ORDERED=operands.order is not None,
+        TOKENS_FIRST=operands.tokens_first,
         MEAN_WIDTH=0 if means is None else mean_value.shape[3],
         COUNT=totals is not None,
         BLOCK_M=config.block_m,

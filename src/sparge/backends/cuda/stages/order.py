@@ -9,11 +9,11 @@ from torch import Tensor
 from sparge.backends.cuda.launch import launch, power_of_two, strides_of
 from sparge.geometry import ceil_div
 
-ROWS, WARPS = 64, 4
-"""Tokens that a program copies; bound by memory."""
+NUMBERS, MOST_CHANNELS, WARPS = 8192, 512, 4
+"""That a program copies, and how many of them next to each other at most."""
 
 
-@triton.jit(do_not_specialize=["length", "start", "count", "heads", "width"])
+@triton.jit(do_not_specialize=["length", "start", "count", "heads"])
 def move_kernel(
     tokens_ptr,
     permutation_ptr,
@@ -24,30 +24,34 @@ def move_kernel(
     start,
     count,
     heads,
-    width,
-    ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
 ):
     """moved[b, h, start + i] = tokens[b, h, start + permutation[i]] for the tokens of a grid; the others stay.
 
-    Grid: groups of ROWS tokens of every head, in one dimension.
+    Grid: CHANNELS of groups of ROWS tokens of every head, in one dimension; pieces of a token are neighbours.
 
     Reads
-        tokens         [B, H, length, width], channels close together
+        tokens         [B, H, length, WIDTH], channels close together
         permutation    [count] int64
     Writes
-        moved          [B, H, length, width]
+        moved          [B, H, length, WIDTH]
     """
-    programs_of_head = tl.cdiv(length, ROWS)
-    flat_head = (tl.program_id(0) // programs_of_head).to(tl.int64)
+    pieces = tl.cdiv(WIDTH, CHANNELS)
+    program = tl.program_id(0) // pieces
+    groups = tl.cdiv(length, ROWS)
+    flat_head = (program // groups).to(tl.int64)
     batch = flat_head // heads
     head = flat_head % heads
-    places = tl.program_id(0) % programs_of_head * ROWS + tl.arange(0, ROWS)
+    places = program % groups * ROWS + tl.arange(0, ROWS)
     in_grid = (places >= start) & (places < start + count)
     sources = start + tl.load(permutation_ptr + places - start, mask=in_grid, other=0)
     sources = tl.where(in_grid, sources, places.to(tl.int64))
-    channels = tl.arange(0, WIDTH)
-    inside = (places < length)[:, None] & (channels < width)[None, :]
+    channels = tl.program_id(0) % pieces * CHANNELS + tl.arange(0, CHANNELS)
+    inside = (places < length)[:, None]
+    if WIDTH % CHANNELS:
+        inside = inside & (channels < WIDTH)[None, :]
     from_head = tokens_ptr + batch * tokens_strides[0] + head * tokens_strides[1]
     to_head = moved_ptr + batch * moved_strides[0] + head * moved_strides[1]
     rows = tl.load(from_head + (sources * tokens_strides[2])[:, None] + channels[None, :], mask=inside)
@@ -56,10 +60,13 @@ def move_kernel(
 
 def move(tokens: Tensor, permutation: Tensor, start: int, moved: Tensor) -> None:
     """See `backends.base.Backend.move`; channels lie close together in both."""
+    tokens, moved = _joined(tokens, moved)
     batch, heads, length, width = tokens.shape
+    channels = min(power_of_two(width), MOST_CHANNELS)
+    rows = NUMBERS // channels
     launch(
         move_kernel,
-        batch * heads * ceil_div(length, ROWS),
+        batch * heads * ceil_div(length, rows) * ceil_div(width, channels),
         tokens_ptr=tokens,
         permutation_ptr=permutation,
         moved_ptr=moved,
@@ -69,8 +76,18 @@ def move(tokens: Tensor, permutation: Tensor, start: int, moved: Tensor) -> None
         start=start,
         count=len(permutation),
         heads=heads,
-        width=width,
-        ROWS=ROWS,
-        WIDTH=power_of_two(width),
+        WIDTH=width,
+        ROWS=rows,
+        CHANNELS=channels,
         num_warps=WARPS,
     )
+
+
+def _joined(tokens: Tensor, moved: Tensor) -> tuple[Tensor, Tensor]:
+    """Both as one wide head, where the heads of a token lie next to each other in both."""
+    batch, heads, length, width = tokens.shape
+    if tokens.stride(1) != width or moved.stride(1) != width:
+        return tokens, moved
+    wide = (batch, 1, length, heads * width)
+    one, other = (x.as_strided(wide, (x.stride(0), 0, x.stride(2), 1)) for x in (tokens, moved))
+    return one, other

@@ -216,7 +216,10 @@ def quantize_query_kernel(
     flat_head = (tl.program_id(0) // q_blocks).to(tl.int64)
     batch = flat_head // heads
     head = flat_head % heads
-    positions = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    places = tl.arange(0, BLOCK_Q)
+    if PARTS > 1:  # the first of every part, then the second of every part: a thread adds up what it has
+        places = places % PARTS * (BLOCK_Q // PARTS) + places // PARTS
+    positions = block * BLOCK_Q + places
     channels = tl.arange(0, HEAD_DIM_PADDED)
     query_base = query_ptr + batch * query_strides[0] + head * query_strides[1]
     seen_base = seen_ptr + batch * seen_strides[0] + head * seen_strides[1]
@@ -233,6 +236,17 @@ def quantize_query_kernel(
         HAS_SEEN,
     )
     row = flat_head * q_blocks + block
+    count = tl.maximum(tl.sum(present.to(tl.int32)), 1).to(tl.float32)
+    if PARTS == 1:
+        tl.store(query_mean_ptr + row * HEAD_DIM_PADDED + channels, tl.sum(query, 0) / count)
+    elif PARTS > 1:
+        size: tl.constexpr = BLOCK_Q // PARTS
+        counts = tl.sum(tl.reshape(present.to(tl.int32), (size, PARTS)), 0)
+        sums = tl.sum(tl.reshape(query, (size, PARTS, HEAD_DIM_PADDED)), 0)
+        means = sums / tl.maximum(counts, 1).to(tl.float32)[:, None]
+        means = tl.where(counts[:, None] > 0, means, (tl.sum(sums, 0) / count)[None, :])
+        offsets = (row * PARTS + tl.arange(0, PARTS))[:, None] * HEAD_DIM_PADDED + channels[None, :]
+        tl.store(query_mean_ptr + offsets, means)
     if WITH_CODES:
         kv_head = batch * kv_heads + head // (heads // kv_heads)
         factors = tl.load(balance_ptr + kv_head * HEAD_DIM_PADDED + channels)
@@ -243,21 +257,10 @@ def quantize_query_kernel(
         mixed = mix(balanced)
         code_scale, code_factor = _scale_of(_absolute_max(mixed, 1))
         codes = _int8_codes(mixed, (tl.where(scale < 0, -1.0, 1.0) * code_factor)[:, None])
-        rows = row * BLOCK_Q + tl.arange(0, BLOCK_Q)
+        rows = row * BLOCK_Q + places
         tl.store(query_codes_ptr + rows[:, None] * HEAD_DIM_PADDED + channels[None, :], codes)
         unit = code_scale * tl.abs(scale) * (LOG2_E * MIXED)
         tl.store(query_scale_ptr + rows, tl.where(unit < SMALLEST_UNIT, SMALLEST_UNIT, unit))  # keeps NaN
-    count = tl.maximum(tl.sum(present.to(tl.int32)), 1).to(tl.float32)
-    if PARTS == 1:
-        tl.store(query_mean_ptr + row * HEAD_DIM_PADDED + channels, tl.sum(query, 0) / count)
-    elif PARTS > 1:
-        size: tl.constexpr = BLOCK_Q // PARTS
-        counts = tl.sum(tl.reshape(present.to(tl.int32), (PARTS, size)), 1)
-        sums = tl.sum(tl.reshape(query, (PARTS, size, HEAD_DIM_PADDED)), 1)
-        means = sums / tl.maximum(counts, 1).to(tl.float32)[:, None]
-        means = tl.where(counts[:, None] > 0, means, (tl.sum(query, 0) / count)[None, :])
-        offsets = (row * PARTS + tl.arange(0, PARTS))[:, None] * HEAD_DIM_PADDED + channels[None, :]
-        tl.store(query_mean_ptr + offsets, means)
     if WITH_SIMILARITY:
         tl.store(similarity_ptr + row, self_similarity(query, count))
 

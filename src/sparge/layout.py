@@ -1,0 +1,46 @@
+"""How an output lies in memory: as the query does. Models keep the heads of a token together, as their projections do;
+an output that lies so need not be copied by what follows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def is_tokens_first(tensor: Tensor) -> bool:
+    """Whether the heads of a token lie closer together than the tokens of a head in (B, H, S, D).
+
+    Example:
+        >>> is_tokens_first(torch.empty(1, 5, 2, 8).transpose(1, 2)), is_tokens_first(torch.empty(1, 2, 5, 8))
+        (True, False)
+    """
+    return bool(tensor.stride(1) < tensor.stride(2))
+
+
+def gapless_strides(sizes: tuple[int, int, int, int], *, tokens_first: bool) -> tuple[int, int, int, int]:
+    """Strides of (B, H, S, D) without gaps.
+
+    Example:
+        >>> gapless_strides((1, 2, 5, 4), tokens_first=True), gapless_strides((1, 2, 5, 4), tokens_first=False)
+        ((40, 4, 8, 1), (40, 20, 4, 1))
+    """
+    _, heads, tokens, width = sizes
+    if tokens_first:
+        return tokens * heads * width, width, heads * width, 1
+    return heads * tokens * width, tokens * width, width, 1
+
+
+def empty_like(query: Tensor, width: int) -> Tensor:
+    """Uninitialised memory for a result (B, H, S, width)."""
+    batch, heads, tokens, _ = query.shape
+    sizes = (batch, heads, tokens, width)
+    strides = gapless_strides(sizes, tokens_first=is_tokens_first(query))
+    return torch.empty_strided(sizes, strides, dtype=query.dtype, device=query.device)
+
+
+def laid_out(output: Tensor, query: Tensor) -> Tensor:
+    """The output as the query lies; copied where it lies otherwise."""
+    sizes = (query.shape[0], query.shape[1], query.shape[2], output.shape[3])
+    if output.stride() == gapless_strides(sizes, tokens_first=is_tokens_first(query)):
+        return output
+    return empty_like(query, output.shape[3]).copy_(output)
