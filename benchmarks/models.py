@@ -95,7 +95,7 @@ def measure(name: str, shares: list[float], repeats: int) -> Iterator[dict[str, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--topk", type=float, nargs="+", default=[0.5, 0.25])
+    parser.add_argument("--topk", type=float, nargs="+", default=[0.5, 0.25, 0.15])
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--results", type=Path, default=RESULTS)

@@ -59,9 +59,9 @@ def told(variant: str) -> str:
     return ", ".join(filter(None, words))
 
 
-def language(results: Path, tokens: int | None = None) -> Made | None:
+def language(results: Path, tokens: int | None = None, case: str = "language") -> Made | None:
     """KL, agreement, perplexity and needles, a line for each length (or the given one) and variant."""
-    rows = [row for row in rows_of(results, "language") if tokens in (None, row["tokens"])]
+    rows = [row for row in rows_of(results, case) if tokens in (None, row["tokens"])]
     if not rows:
         return None
     lines, before = [], None
@@ -115,6 +115,7 @@ def _mean(row: Row, name: str, digits: int) -> str:
 QUALITY_TABLES: dict[str, Callable[[Path], Made | None]] = {
     "quality_language": partial(language, tokens=8192),
     "quality_language_all": language,
+    "quality_layers": partial(language, case="layers"),
     "quality_video": video,
     "quality_pictures": partial(video, case="tiny image"),
 }

@@ -341,10 +341,27 @@ def models_table() -> str:
             f"{row['density']:.3f}",
             f"{row['relative_l1']:.4f}",
         ]
-        for row in newest_of.values()
+        for row in sorted(newest_of.values(), key=lambda row: (row["model"], row["topk"]), reverse=True)
     ]
     header = ["model", "topk", "stock ms", "sparge ms", "speed-up", "density", "rel. L1"]
     return f"{_markdown(header, body)}\n\nbf16, B 1; {_gpu_source(list(newest_of.values()))}"
+
+
+def threshold_table() -> str:
+    """Whole calls with and without a threshold for P V: what it skips, and how much longer the call takes."""
+    groups: dict[tuple[Any, ...], dict[float | None, Row]] = {}
+    for row in _rows_of("threshold"):
+        name = (row["tokens"], row["heads"], row["inputs"], row["rule"])
+        groups.setdefault(name, {})[row["threshold"]] = row
+    thresholds = [value for value in next(iter(groups.values())) if value is not None]
+    body = []
+    for name, rows in groups.items():
+        of = [rows[value] for value in thresholds]
+        cells = [f"{row['pv_skipped']:.3f}, {row['ms'] / rows[None]['ms']:.2f}x" for row in of]
+        body.append([*map(str, name), f"{rows[None]['ms']:.3g}", f"{rows[None]['relative_l1']:.4f}", *cells])
+    header = ["N", "H", "inputs", "rule", "none: ms", "rel. L1", *(f"{value:g}" for value in thresholds)]
+    source = _gpu_source([row for rows in groups.values() for row in rows.values()])
+    return f"{_markdown(header, body)}\n\nbf16, B 1, D 128, INT8 + FP8 without exponentials; {source}"
 
 
 def _field_speeds(rule: str = "topk", skipped: str = "mean") -> list[Row]:
@@ -426,6 +443,7 @@ TABLES: dict[str, Callable[[], str | None]] = {
     "models": models_table,
     "overhead": overhead_table,
     "fields": fields_table,
+    "threshold": threshold_table,
     "field_errors": field_errors_table,
     **{name: partial(made_elsewhere, name) for name in (*NUMERIC_TABLES, *QUALITY_TABLES)},
 }

@@ -1,4 +1,4 @@
-"""Stage 2, skipping P V by `pv_threshold`: how much it skips, what that costs and saves: `python -m benchmarks.threshold`.
+"""Stage 2: how much P V a threshold skips, and what that costs or saves: `python -m benchmarks.threshold`.
 
 Whole calls in turns without and with thresholds, at three lengths. Needs a CUDA device.
 """

@@ -128,7 +128,6 @@ class TestMemory:
         assert sparge.attention(*tensors, topk=0.5, layout="NHD", backend="torch").is_contiguous()
 
 
-
 @backends
 def test_counting_starts_in_inference_mode_and_goes_on_outside(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(counters, "_blocks", {})

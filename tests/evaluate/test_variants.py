@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from tiny_language import tiny_model
 
 import sparge
+from sparge.calibration.profile import Curve, Needs, Profile
 from sparge.evaluate.variants import family_of, parse_variant, share_computed
 
 
@@ -44,14 +46,31 @@ def test_words(tmp_path: Path) -> None:
         ("sdpa=math,topk=0.5", "expected an amount"),
         ("topk=3", "topk: expected a value in"),
         ("topk=0.5,score=best", "score: expected"),
-        ("fast", "expected words among cdf, dense, oracle, rows, sdpa, topk or fields of a policy, got 'fast'"),
+        ("fast", "expected words among cdf, dense, oracle, profile, rows, sdpa, topk or fields of .*, got 'fast'"),
         ("missing.json", "expected a file that can be read"),
         ("topk=0.5,oracle,pv_threshold=-5", "expected no pv_threshold beside oracle"),
+        ("profile=missing.json,topk=0.5", "expected a file that can be read"),
+        ("cdf=0.9,profile=missing.json", "expected topk= and fields of a policy beside profile="),
+        ("profile=missing.json,topk=0.5,oracle", "expected topk= and fields of a policy beside profile="),
     ],
 )
 def test_wrong_words(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_variant(text)
+
+
+def test_profiles(tmp_path: Path) -> None:
+    """Two layers of which one needs twice the density of the other for the same share of the attention."""
+    curve = Curve((0.1, 0.4), ((0.2, 0.05),))
+    needs = {name: Needs((0.5, 0.9), (densities,)) for name, densities in (("a", (0.2, 0.6)), ("b", (0.1, 0.3)))}
+    profile = Profile.chosen({}, sparge.Policy(), {"a": curve, "b": curve}, needs, tokens=4096, max_error=0.1)
+    profile.save(tmp_path / "profile.json")
+    assert parse_variant(str(tmp_path / "profile.json")).policy == profile.policy
+    variant = parse_variant(f"profile={tmp_path}/profile.json,topk=0.15,quantization=none")
+    assert variant.policy == dataclasses.replace(profile.at(density=0.15).policy, quantization="none")
+    assert variant.policy.budgets == pytest.approx({"a": 0.2, "b": 0.1})
+    with pytest.raises(ValueError, match="expected topk= and fields of a policy beside profile=, got min_blocks"):
+        parse_variant(f"profile={tmp_path}/profile.json,topk=0.15,min_blocks=4")
 
 
 @torch.no_grad()

@@ -198,9 +198,9 @@ class Profile:
         Raises:
             ValueError: it is of another version, or no profile.
         """
-        plain = json.loads(text)
-        if not isinstance(plain, dict) or "curves" not in plain:
+        if not _is_profile(text):
             raise ValueError("profile: expected what Profile.to_json wrote, got other JSON")
+        plain = json.loads(text)
         if plain.get("version") != VERSION:
             got = plain.get("version")
             raise ValueError(f"profile: expected version {VERSION}, got {got!r}; calibrate again")
@@ -241,6 +241,21 @@ class Profile:
         right.axhline(self.density, color="#333333", linewidth=1, linestyle=":")
         right.set(xlabel="layer", ylabel="budget", ylim=(0, 1), title=f"Budgets, mean {self.density:.2f}")
         return figure
+
+
+def policy_of_json(text: str) -> Policy:
+    """The policy in the JSON of a policy or of a profile.
+
+    Example:
+        >>> policy_of_json('{"topk": 0.25}').topk
+        0.25
+    """
+    return Profile.from_json(text).policy if _is_profile(text) else Policy.from_json(text)
+
+
+def _is_profile(text: str) -> bool:
+    plain = json.loads(text)
+    return isinstance(plain, dict) and "curves" in plain
 
 
 def _blue(shade: float) -> tuple[float, float, float]:

@@ -6,7 +6,8 @@ cdf=0.95,score=mean,quantization=none   another rule, score and arithmetic
 topk=0.25,oracle                        the same rule on the true attention mass: the best a score could do
 dense,quantization=int8_fp8             all blocks, in 8 bits
 sdpa=math                               the dense model on another kernel of torch: how much noise is in a figure
-policy.json                             a file that Policy.to_json wrote
+policy.json                             a file that Policy.to_json wrote, or Profile.save: budgets by layer
+profile=profile.json,topk=0.25          budgets by layer with another mean, shared out anew
 """
 
 from __future__ import annotations
@@ -145,19 +146,20 @@ def parse_variant(text: str) -> Variant:
         >>> parse_variant("top=1")
         Traceback (most recent call last):
         ...
-        ValueError: variant 'top=1': expected words among cdf, dense, oracle, rows, sdpa, topk or fields of a ...
+        ValueError: variant 'top=1': expected words among cdf, dense, oracle, profile, rows, sdpa, topk or ...
     """
     text = text.strip()
-    if text.startswith("{") or text.endswith(".json"):
-        content = text if text.startswith("{") else _read(text)
-        return Variant(text, "policy", Policy.from_json(content))
+    if text.startswith("{") or (text.endswith(".json") and "profile=" not in text):
+        from sparge.calibration.profile import policy_of_json
+
+        return Variant(text, "policy", policy_of_json(text if text.startswith("{") else _read(text)))
     values: dict[str, Any] = {}
     for word in words_of(text):
         name, equals, value = word.partition("=")
-        known = name in ("oracle", "dense") if not equals else name in (*AMOUNTS, "sdpa", *_settable())
+        known = name in ("oracle", "dense") if not equals else name in (*AMOUNTS, "sdpa", "profile", *_settable())
         if not known:
             raise ValueError(
-                f"variant {text!r}: expected words among cdf, dense, oracle, rows, sdpa, topk or fields of a "
+                f"variant {text!r}: expected words among cdf, dense, oracle, profile, rows, sdpa, topk or fields of a "
                 f"policy, got {name!r}"
             )
         if name in values:
@@ -192,6 +194,8 @@ def _of_words(text: str, values: dict[str, Any]) -> Variant:
             f"variant {text!r}: expected one of topk=, rows=, cdf=, dense, sdpa=, or oracle with one of the first three"
         )
     kind: Kind = kinds[0] if kinds else "policy"
+    if "profile" in values and (kind != "policy" or amounts != ["topk"]):
+        raise ValueError(f"variant {text!r}: expected topk= and fields of a policy beside profile=")
     if (kind in ("dense", "sdpa") and amounts) or (kind == "oracle" and not amounts):
         raise ValueError(
             f"variant {text!r}: expected an amount (topk=, rows= or cdf=) where blocks are chosen, and only there"
@@ -205,10 +209,24 @@ def _of_words(text: str, values: dict[str, Any]) -> Variant:
     unheard = sorted({"similarity_threshold", "pv_threshold"} & set(values)) if kind == "oracle" else []
     if unheard:
         raise ValueError(f"variant {text!r}: expected no {unheard[0]} beside oracle, which chooses by mass alone")
+    if "profile" in values:
+        return Variant(text, "policy", _of_profile(text, values))
     rules = {name: values.pop(name) for name in list(values) if name in SELECTION_FIELDS}
     if amounts and (rules or amounts != ["topk"]):
         values["sparsity"] = AMOUNTS[amounts[0]](values.pop(amounts[0]), **rules)
     return Variant(text, kind, Policy(**values))
+
+
+def _of_profile(text: str, values: dict[str, Any]) -> Policy:
+    """The policy of a profile with a mean density of ``topk``; other words are fields of a policy."""
+    from sparge.calibration.profile import Profile
+
+    profile = Profile.from_json(_read(values.pop("profile")))
+    rules = sorted(set(values) & SELECTION_FIELDS)
+    if rules:
+        raise ValueError(f"variant {text!r}: expected topk= and fields of a policy beside profile=, got {rules[0]}")
+    shared = profile.at(density=values.pop("topk")).policy
+    return replace(shared, **values)
 
 
 def _attend_by_true_mass(

@@ -11,6 +11,7 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime.interpreter import InterpretedFunction
 
+from sparge.backends.cuda.operands import Operands
 from sparge.backends.cuda.replay import current_recorder
 from sparge.block_mask import BlockMask
 from sparge.call import Call
@@ -169,10 +170,11 @@ def buffer_like(tensor: Tensor, wanted: bool, *sizes: int, dtype: torch.dtype = 
     return _recorded(torch.empty(sizes, dtype=dtype, device=tensor.device)) if wanted else tensor
 
 
-def output_buffer(tensor: Tensor, sizes: tuple[int, int, int, int], dtype: torch.dtype, *, tokens_first: bool) -> Tensor:
-    """Uninitialised memory on the tensor's device, (B, H, S, D) in one of the two layouts."""
-    strides = gapless_strides(sizes, tokens_first=tokens_first)
-    return _recorded(torch.empty_strided(sizes, strides, dtype=dtype, device=tensor.device))
+def output_buffer(operands: Operands, shape: Shape) -> Tensor:
+    """Uninitialised memory for the output, (B, H, Sq, Dv), that lies as the query does."""
+    sizes = (shape.batch, shape.heads, shape.q_len, shape.value_dim)
+    strides = gapless_strides(sizes, tokens_first=operands.tokens_first)
+    return _recorded(torch.empty_strided(sizes, strides, dtype=operands.dtype, device=operands.query.device))
 
 
 def _recorded(buffer: Tensor) -> Tensor:

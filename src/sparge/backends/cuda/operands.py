@@ -39,8 +39,9 @@ class Operands:
 
     The scales and ``lse_shift`` of `quantize.QuerySummary` and `summary.KeyValueSummary` mean nothing when quantization
     is "none". ``key_scale`` is negative where a block holds a shared peak (`stages.peaks`). ``dtype`` is the output's,
-    ``tokens_first`` says how it lies in memory (`layout`). ``keys_seen`` is `visibility.Visibility.keys`, None where all are. ``means`` is None where blocks are dropped.
-    ``order`` is the order in which rows of blocks are best computed (`stages.budget`), None where any will do.
+    and ``tokens_first`` says how it lies in memory (`layout`). ``keys_seen`` is `visibility.Visibility.keys`, None
+    where all are. ``means`` is None where blocks are dropped. ``order`` is the order in which rows of blocks are best
+    computed (`stages.budget`), None where any will do.
     """
 
     query: Tensor

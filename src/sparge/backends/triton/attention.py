@@ -425,8 +425,7 @@ def attend(
     keys_seen, seen_strides = seen_argument(operands.keys_seen, (shape.batch, shape.kv_heads, shape.kv_len), stand_in)
     threshold = per_head_tensor(call.pv_threshold, shape, device)
     rows = (shape.batch, shape.heads, shape.q_len)
-    sizes = (*rows, shape.value_dim)
-    output = output_buffer(query, sizes, operands.dtype, tokens_first=operands.tokens_first)
+    output = output_buffer(operands, shape)
     lse = buffer_like(query, True, *rows)
     width, value_width = padded(shape.head_dim), padded(shape.value_dim)
     if operands.value.element_size() == 2:
