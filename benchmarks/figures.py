@@ -279,7 +279,10 @@ def draw_codes(look: Look) -> Figure:
 
 
 def draw_quality(look: Look) -> Figure:
-    """KL and needles of SmolLM2 by density: budgets, rows alike, TopCdf, and the best that a budget could choose."""
+    """KL and needles of SmolLM2 by density: budgets, rows alike, TopCdf, and the best that a budget could choose.
+
+    Budgets by layer were asked for twice as many needles, so they are in the left panel alone.
+    """
     rows = [row for row in rows_of(RESULTS, "language") if row["tokens"] == QUALITY_TOKENS]
     figure = new_figure(8.6, 3.3, look)
     left, right = figure.subplots(1, 2)
@@ -297,6 +300,10 @@ def draw_quality(look: Look) -> Figure:
         left.errorbar(densities, [row["kl"] for row in of_kind], halves, elinewidth=0.8, capsize=2, **style)
         found = [row for row in of_kind if "needle" in row]
         right.plot([row["density"] for row in found], [row["needle"] for row in found], **style)
+    layers = _by_density(row for row in rows_of(RESULTS, "layers") if row["variant"].startswith("layers="))
+    style = {"color": look.marks[0], "marker": "o", "mfc": look.page, "ms": 4, "lw": 1.2, "ls": "--"}
+    left.plot([row["density"] for row in layers], [row["kl"] for row in layers], **style)
+    right.plot([], [], label="budgets by layer (left)", **style)
     bits = next(row for row in rows if row["variant"] == "dense,quantization=int8_fp8")
     left.axhline(bits["kl"], color=look.quiet, lw=0.8, ls="--")
     left.text(0.99, bits["kl"], "dense, 8 bits", ha="right", va="bottom", fontsize=7.5, color=look.quiet,

@@ -82,7 +82,7 @@ VARIANT_HELP = (
     "dense_first_steps=0.2 (of a schedule), oracle (blocks chosen by the attention they really hold: the best a score "
     "could do). "
     "dense,quantization=int8_fp8 is dense in 8 bits. sdpa=math is torch's attention on another kernel: the noise. "
-    "Or a file that Policy.to_json wrote."
+    "Or a file that Policy.to_json or Profile.save wrote; profile=FILE,topk=0.25 is a profile with another mean."
 )
 
 

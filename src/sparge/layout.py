@@ -39,8 +39,18 @@ def empty_like(query: Tensor, width: int) -> Tensor:
 
 
 def laid_out(output: Tensor, query: Tensor) -> Tensor:
-    """The output as the query lies; copied where it lies otherwise."""
-    sizes = (query.shape[0], query.shape[1], query.shape[2], output.shape[3])
-    if output.stride() == gapless_strides(sizes, tokens_first=is_tokens_first(query)):
+    """The output as the query lies; copied where it lies otherwise.
+
+    Example:
+        >>> heads_first = torch.empty(1, 2, 5, 8)
+        >>> laid_out(heads_first, torch.empty(1, 2, 5, 4)) is heads_first
+        True
+        >>> laid_out(heads_first, torch.empty(1, 5, 2, 4).transpose(1, 2)).stride()
+        (80, 8, 16, 1)
+    """
+    batch, heads, tokens, width = output.shape
+    strides = gapless_strides((batch, heads, tokens, width), tokens_first=is_tokens_first(query))
+    found = zip(output.shape, output.stride(), strides, strict=True)
+    if all(has == wanted for size, has, wanted in found if size > 1):  # one token may have any stride
         return output
-    return empty_like(query, output.shape[3]).copy_(output)
+    return empty_like(query, width).copy_(output)

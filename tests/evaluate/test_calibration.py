@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -108,10 +109,19 @@ def test_other_budgets_from_the_same_measurements(profile: Profile) -> None:
     assert budgets is not None
     for layer, needs in half.needs.items():
         assert needs.density_for(half.share) == pytest.approx(budgets[layer])
-    assert half.policy.selection == Budget(0.75, min_blocks=8), "small budgets leave a row its blocks"
-    again = half.at(max_error=profile.max_error)
-    assert again.policy.budgets == profile.policy.budgets
+    assert half.at(max_error=profile.max_error) == profile
     assert profile.at(max_error=1e-9).density == 1.0, "what cannot be kept runs dense"
+
+
+@pytest.mark.parametrize(
+    "tokens, density, least", [(8192, 0.25, 8), (4096, 0.2, 6), (1024, 0.5, 4), (1024, 0.05, 1), (8192, 1.0, 8)]
+)
+def test_small_budgets_leave_a_row_its_blocks(profile: Profile, tokens: int, density: float, least: int) -> None:
+    """Unless they alone would exceed the density: causal rows see half of the blocks on average."""
+    long = dataclasses.replace(profile, tokens=tokens).at(density=density)
+    assert long.policy.selection == Budget(density, min_blocks=least)
+    asked = dataclasses.replace(long, measured=Policy(sparsity=Budget(0.5, min_blocks=10)))
+    assert asked.at(density=density).policy.selection == Budget(density, min_blocks=10)
 
 
 def test_needs_are_the_densities_of_shares(model: Any, profile: Profile) -> None:
@@ -209,7 +219,7 @@ def test_a_profile_of_another_model_is_refused(model: Any, profile: Profile) -> 
     with pytest.raises(ValueError, match=r"budgets: expected layers of the model \(model\.layers\.0.*got 'x'"):
         sparge.enable(model, Policy(budgets={"x": 0.5}))
     plain = json.loads(profile.to_json())
-    with pytest.raises(ValueError, match="profile: expected version 2, got 7; calibrate again"):
+    with pytest.raises(ValueError, match="profile: expected version 3, got 7; calibrate again"):
         Profile.from_json(json.dumps({**plain, "version": 7}))
     with pytest.raises(ValueError, match=r"profile: expected what Profile\.to_json wrote"):
         Profile.from_json("{}")

@@ -56,7 +56,7 @@ def calibrate(
             dict, a prompt, or a function that is called with the model.
         max_error: relative L1 error that no layer's attention may have on any of them.
         density: instead, the mean of the budgets; rows of all layers hold the same share of the predicted attention
-            then, and at least 8 blocks.
+            then, and at least 8 blocks where inputs are long enough.
         policy: what goes sparse, and how; ``Policy()`` by default. Its rule is a `Budget` or a `TopK`.
         densities: where errors are measured, rising.
         rows: a file of finished inputs, from which an interrupted calibration goes on.
