@@ -350,7 +350,7 @@ def models_table() -> str:
 def threshold_table() -> str:
     """Whole calls with and without a threshold for P V: what it skips, and how much longer the call takes."""
     groups: dict[tuple[Any, ...], dict[float | None, Row]] = {}
-    for row in _rows_of("threshold"):
+    for row in (row for row in _rows_of("threshold") if row["case"] == "threshold"):
         name = (row["tokens"], row["heads"], row["inputs"], row["rule"])
         groups.setdefault(name, {})[row["threshold"]] = row
     thresholds = [value for value in next(iter(groups.values())) if value is not None]

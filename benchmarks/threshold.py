@@ -1,6 +1,7 @@
 """Stage 2: how much P V a threshold skips, and what that costs or saves: `python -m benchmarks.threshold`.
 
-Whole calls in turns without and with thresholds, at three lengths. Needs a CUDA device.
+Whole calls in turns without and with thresholds, at three lengths, on a CUDA device. With --data FOLDER (as
+`benchmarks.evaluation` has it) instead what a threshold skips of SmolLM2's P V and what that costs it, on any device.
 """
 
 from __future__ import annotations
@@ -16,10 +17,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import sparge
+from benchmarks.evaluation import ESSAYS, WEIGHTS
 from benchmarks.measure import append_row
+from sparge.backends.base import resolve
 from sparge.bench.timing import Variant, time_on_cuda
 from sparge.evaluate.inputs import smooth_tensors, text_tensors, video_tensors
+from sparge.evaluate.language import fidelity
+from sparge.evaluate.language.load import load
+from sparge.evaluate.language.texts import read_text, windows_of
 from sparge.evaluate.metrics import relative_l1
+from sparge.evaluate.variants import enabled
 
 RESULTS = Path(__file__).parent / "results" / "threshold.jsonl"
 LENGTHS = ((8192, 32), (32768, 16), (131072, 4))
@@ -67,11 +74,40 @@ def measured(kind: str, rule: str, tokens: int, heads: int) -> Iterator[dict[str
         }
 
 
+def of_model(data: Path, tokens: int) -> Iterator[dict[str, Any]]:
+    """A row for each density and threshold: one window of essays, 16 bits or more."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.float16 if device.type == "cuda" else torch.float32
+    model, tokenizer = load(str(data / WEIGHTS), device.type, dtype)
+    ids = torch.tensor(tokenizer(read_text(str(data / ESSAYS)), add_special_tokens=False).input_ids)
+    window = windows_of(ids, tokens, 1)[0].to(device)
+    dense = fidelity.read(model, window)
+    for density in (0.5, 0.25):
+        for threshold in (None, *THRESHOLDS):
+            rule = sparge.Budget(density, pv_threshold=threshold)
+            policy = sparge.Policy(sparsity=rule, quantization="none", backend=resolve("auto", device))
+            sparge.reset_stats()
+            with enabled(model, policy):
+                found = fidelity.compare(window, dense, fidelity.read(model, window))
+            stats = sparge.stats()
+            yield {
+                **{"case": "model", "model": "SmolLM2-135M-Instruct", "tokens": tokens, "threshold": threshold},
+                **{"density": stats.density, "pv_skipped": stats.pv_skipped, "kl": found.kl},
+            }
+
+
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--tokens", type=int, default=8192, help="of the model; default: %(default)s")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
+    if args.data is not None:
+        for row in of_model(args.data, args.tokens):
+            append_row(args.results, row, gpu=torch.cuda.is_available())
+            print(row, flush=True)
+        return
     for tokens, heads in LENGTHS:
         for kind in ("field", "video-like", "text-like"):
             for rule in RULES:

@@ -246,12 +246,12 @@ def sweep(
 
 
 def _policy(text: str) -> Policy:
-    from sparge.calibration.profile import policy_of_json
+    from sparge.policy import Policy
 
     try:
-        return policy_of_json(Path(text).read_text(encoding="utf-8"))
+        return Policy.from_json(Path(text).read_text(encoding="utf-8"))
     except (OSError, TypeError, ValueError) as error:
-        raise typer.BadParameter(f"expected a JSON file of a policy or a profile, got {text!r} ({error})") from error
+        raise typer.BadParameter(f"expected a JSON file of a policy, got {text!r} ({error})") from error
 
 
 @app.command("lm-eval", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -10,11 +10,13 @@ from torch import Tensor
 def is_tokens_first(tensor: Tensor) -> bool:
     """Whether the heads of a token lie closer together than the tokens of a head in (B, H, S, D).
 
+    One head that stands for all of them has no place beside others.
+
     Example:
         >>> is_tokens_first(torch.empty(1, 5, 2, 8).transpose(1, 2)), is_tokens_first(torch.empty(1, 2, 5, 8))
         (True, False)
     """
-    return bool(tensor.stride(1) < tensor.stride(2))
+    return bool(0 < tensor.stride(1) < tensor.stride(2))
 
 
 def gapless_strides(sizes: tuple[int, int, int, int], *, tokens_first: bool) -> tuple[int, int, int, int]:

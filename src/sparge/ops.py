@@ -106,7 +106,7 @@ def dense(
 def along(tokens: Tensor, grid: tuple[int, ...], order: str, start: int, *, undo: bool = False) -> Tensor:
     """Tokens (B, H, S, D) of a grid that begins at ``start`` in an order of `ordering`, or back from it.
 
-    They lie in memory as they did.
+    They lie in memory as they did, and on the way back tokens first, as models have them.
     """
     return torch.ops.sparge.along(tokens, grid, order, start, undo)
 
@@ -249,7 +249,10 @@ def _along(tokens: Tensor, grid: list[int], order: OrderName, start: int, undo: 
 
 
 def _along_fake(tokens: Tensor, grid: list[int], order: OrderName, start: int, undo: bool) -> Tensor:  # noqa: ARG001
-    return empty_like(tokens, tokens.shape[3])
+    batch, heads, length, width = tokens.shape
+    if undo:
+        return tokens.new_empty(batch, length, heads, width).transpose(1, 2)
+    return empty_like(tokens, width)
 
 
 def _in_place(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -107,9 +107,8 @@ def check_query_key_value(
 
 def _heads_first(tensor: Tensor, layout: str) -> Tensor:
     """The tensor as (B, H, S, D) with a unit last stride, which kernels rely on; a copy only to get the latter."""
-    if layout == "NHD":
-        tensor = tensor.transpose(1, 2)
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+    tensor = tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+    return tensor.transpose(1, 2) if layout == "NHD" else tensor
 
 
 def check_scale(scale: float | None, head_dim: int) -> float:

@@ -69,8 +69,18 @@ def test_profiles(tmp_path: Path) -> None:
     variant = parse_variant(f"profile={tmp_path}/profile.json,topk=0.15,quantization=none")
     assert variant.policy == dataclasses.replace(profile.at(density=0.15).policy, quantization="none")
     assert variant.policy.budgets == pytest.approx({"a": 0.2, "b": 0.1})
-    with pytest.raises(ValueError, match="expected topk= and fields of a policy beside profile=, got min_blocks"):
-        parse_variant(f"profile={tmp_path}/profile.json,topk=0.15,min_blocks=4")
+    for words in ("min_blocks=4", "budgets={}"):
+        with pytest.raises(ValueError, match=f"a policy beside profile=, got {words.partition('=')[0]}"):
+            parse_variant(f"profile={tmp_path}/profile.json,topk=0.15,{words}")
+    with pytest.raises(TypeError, match="topk: expected a number"):
+        parse_variant(f"profile={tmp_path}/profile.json,topk=a")
+    folder = tmp_path / "profile=a"
+    folder.mkdir()
+    (folder / "policy.json").write_text('{"topk": 0.3}')
+    assert parse_variant(str(folder / "policy.json")).policy.topk == 0.3
+    (tmp_path / "other.json").write_text('{"curves": {}, "version": 3}')
+    with pytest.raises(ValueError, match=r"expected what Profile\.to_json wrote, got other JSON"):
+        parse_variant(str(tmp_path / "other.json"))
 
 
 @torch.no_grad()

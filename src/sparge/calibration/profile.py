@@ -203,22 +203,27 @@ class Profile:
         Raises:
             ValueError: it is of another version, or no profile.
         """
+        other = "profile: expected what Profile.to_json wrote, got other JSON"
         if not _is_profile(text):
-            raise ValueError("profile: expected what Profile.to_json wrote, got other JSON")
+            raise ValueError(other)
         plain = json.loads(text)
         if plain.get("version") != VERSION:
             got = plain.get("version")
             raise ValueError(f"profile: expected version {VERSION}, got {got!r}; calibrate again")
-        curves = {
-            name: Curve(tuple(curve["densities"]), tuple(map(tuple, curve["errors"])))
-            for name, curve in plain["curves"].items()
-        }
-        needs = {
-            name: Needs(tuple(needs["shares"]), tuple(map(tuple, needs["densities"])))
-            for name, needs in plain["needs"].items()
-        }
-        measured, policy = (Policy.from_json(json.dumps(plain[name])) for name in ("measured", "policy"))
-        return cls(plain["model"], measured, policy, plain["max_error"], plain["share"], curves, needs, plain["tokens"])
+        try:
+            curves = {
+                name: Curve(tuple(curve["densities"]), tuple(map(tuple, curve["errors"])))
+                for name, curve in plain["curves"].items()
+            }
+            needs = {
+                name: Needs(tuple(needs["shares"]), tuple(map(tuple, needs["densities"])))
+                for name, needs in plain["needs"].items()
+            }
+            measured, policy = (Policy.from_json(json.dumps(plain[name])) for name in ("measured", "policy"))
+            rest = {name: plain[name] for name in ("model", "max_error", "share", "tokens")}
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"{other} ({error!r})") from error
+        return cls(measured=measured, policy=policy, curves=curves, needs=needs, **rest)
 
     def save(self, path: str | Path) -> None:
         """Write the profile to a file."""

@@ -149,7 +149,8 @@ def parse_variant(text: str) -> Variant:
         ValueError: variant 'top=1': expected words among cdf, dense, oracle, profile, rows, sdpa, topk or ...
     """
     text = text.strip()
-    if text.startswith("{") or (text.endswith(".json") and "profile=" not in text):
+    is_profile = any(word.startswith("profile=") for word in words_of(text))
+    if text.startswith("{") or (text.endswith(".json") and not is_profile):
         from sparge.calibration.profile import policy_of_json
 
         return Variant(text, "policy", policy_of_json(text if text.startswith("{") else _read(text)))
@@ -221,11 +222,11 @@ def _of_profile(text: str, values: dict[str, Any]) -> Policy:
     """The policy of a profile with a mean density of ``topk``; other words are fields of a policy."""
     from sparge.calibration.profile import Profile
 
-    profile = Profile.from_json(_read(values.pop("profile")))
-    rules = sorted(set(values) & SELECTION_FIELDS)
-    if rules:
-        raise ValueError(f"variant {text!r}: expected topk= and fields of a policy beside profile=, got {rules[0]}")
-    shared = profile.at(density=values.pop("topk")).policy
+    profile = Profile.from_json(_read(str(values.pop("profile"))))
+    others = sorted(set(values) & (SELECTION_FIELDS | {"budgets"}))
+    if others:
+        raise ValueError(f"variant {text!r}: expected topk= and fields of a policy beside profile=, got {others[0]}")
+    shared = profile.at(density=Policy(topk=values.pop("topk")).topk).policy  # which checks it
     return replace(shared, **values)
 
 
