@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,27 +41,28 @@ THRESHOLDS = (-4.0, -6.0, -8.0, -12.0)
 TURNS = 5
 
 
-def made(kind: str, tokens: int, heads: int, device: str) -> tuple[list[Tensor], bool]:
+def made(kind: str, tokens: int, heads: int, device: str) -> tuple[Tensor, Tensor, Tensor, bool]:
     """Query, key and value in 16 bits, and whether they are causal."""
     generator, shape = torch.Generator(device).manual_seed(0), (1, heads, tokens, 128)
     if kind == "field":
         tensors = smooth_tensors(shape, generator, amplitude=1.6, noise=0.5)
     else:
         tensors = (video_tensors if kind == "video-like" else text_tensors)(shape, generator)
-    return [tensor.bfloat16() for tensor in tensors], kind == "text-like"
+    query, key, value = (tensor.bfloat16() for tensor in tensors)
+    return query, key, value, kind == "text-like"
 
 
 def measured(kind: str, rule: str, tokens: int, heads: int) -> Iterator[dict[str, Any]]:
     """A row for each threshold, and one without."""
-    inputs, is_causal = made(kind, tokens, heads, "cuda")
-    exact = F.scaled_dot_product_attention(*inputs, is_causal=is_causal)
+    query, key, value, is_causal = made(kind, tokens, heads, "cuda")
+    exact = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
 
     def call(threshold: float | None) -> Tensor:
         sparsity = replace(RULES[rule], pv_threshold=threshold)
-        return sparge.attention(*inputs, is_causal=is_causal, sparsity=sparsity)
+        return sparge.attention(query, key, value, is_causal=is_causal, sparsity=sparsity)
 
     asked: list[float | None] = [None, *THRESHOLDS]
-    times = time_on_cuda({f"{threshold}": Variant(lambda each=threshold: call(each)) for threshold in asked}, TURNS)
+    times = time_on_cuda({f"{threshold}": Variant(partial(call, threshold)) for threshold in asked}, TURNS)
     for threshold in asked:
         sparge.reset_stats()
         error = relative_l1(call(threshold), exact)
