@@ -25,6 +25,11 @@ modes = pytest.mark.parametrize("quantization", ["none", "int8_fp8", "int8_fp16"
 SPARSE = {"sparsity": sparge.TopK(0.25, min_blocks=1, sink=False, diagonal=False)}
 
 
+def tokens_first(tensor: Tensor) -> Tensor:
+    """The same numbers, with the heads of a token next to each other in memory."""
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def no_quantization(backend: str, **options: Any) -> dict[str, Any]:
     return {"backend": backend, "quantization": "none", "return_lse": True, "enable_gqa": True, **options}
 

@@ -18,6 +18,7 @@ from conftest import (
     exact_attention,
     make_qkv,
     plain_attention,
+    tokens_first,
 )
 from sparge import Dense, TopCdf, TopK
 from sparge.backends.torch import blocks as torch_blocks
@@ -99,11 +100,6 @@ class TestSurroundings:
         exact, _ = exact_attention(query, key, value, attn_mask=mask, scale=0.3)
         plain = plain_attention(query, key, value, attn_mask=mask, scale=0.3)
         assert_within_budget(sparge.attention(*arguments), exact, plain)
-
-
-def tokens_first(tensor: Tensor) -> Tensor:
-    """The same numbers, with the heads of a token next to each other."""
-    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 class TestMemory:

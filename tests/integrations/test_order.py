@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 import sparge
-from conftest import make_qkv
+from conftest import make_qkv, tokens_first
 from sparge import Budget, Policy, TopCdf, TopK, ops
 from sparge.integrations.calls import Layer, attend, substituted
 from sparge.ordering import ORDERS, order_of
@@ -249,12 +249,12 @@ class TestCalls:
 class TestAlong:
     @pytest.mark.parametrize("order", ORDERS)
     @pytest.mark.parametrize("start", [0, 5])
-    @pytest.mark.parametrize("tokens_first", [True, False], ids=["tokens first", "heads first"])
-    def test_there_and_back(self, order: str, start: int, tokens_first: bool) -> None:
+    @pytest.mark.parametrize("turned", [True, False], ids=["tokens first", "heads first"])
+    def test_there_and_back(self, order: str, start: int, turned: bool) -> None:
         """In memory they lie as they did, and tokens first on the way back: what follows need not copy."""
         tokens = torch.randn(2, 3, 5 + 60 + 7, 4, generator=torch.Generator().manual_seed(0))
-        if tokens_first:
-            tokens = tokens.transpose(1, 2).contiguous().transpose(1, 2)
+        if turned:
+            tokens = tokens_first(tokens)
         moved = ops.along(tokens, (3, 4, 5), order, start)
         assert torch.equal(moved, order_of((3, 4, 5), order).apply(tokens, 2, start))
         back = ops.along(moved, (3, 4, 5), order, start, undo=True)

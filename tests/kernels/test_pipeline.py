@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 import sparge
-from conftest import assert_exact, causality, exact_attention, make_qkv, modes, relative_l1
+from conftest import assert_exact, causality, exact_attention, make_qkv, modes, relative_l1, tokens_first
 from kernels.conftest import call_of, shape_of
 from selection import assert_same_blocks
 from skipping import LENGTHS, assert_counted
@@ -166,11 +166,11 @@ class TestAttention:
 
 
 class TestOperators:
-    @pytest.mark.parametrize("tokens_first", [False, True])
-    def test_opcheck(self, tokens_first: bool) -> None:
+    @pytest.mark.parametrize("turned", [False, True])
+    def test_opcheck(self, turned: bool) -> None:
         query, key, value = make_qkv(70, heads=2, head_dim=16)
-        if tokens_first:
-            query = query.transpose(1, 2).contiguous().transpose(1, 2)
+        if turned:
+            query = tokens_first(query)
         mask = sparge.predict(query, key, topk=0.5, is_causal=True, **TRITON)
         lists = (mask.kv_num_blocks, mask.kv_indices, mask.visible_num_blocks)
         rule = TopK(torch.tensor([0.3, 0.6]), min_blocks=1, similarity_threshold=0.1)
