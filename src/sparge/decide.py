@@ -42,6 +42,7 @@ class Reason(Enum):
     UNSUPPORTED = "unsupported"
     DECODE = "decode"
     CROSS_ATTENTION = "cross-attention"
+    TEXT = "text alone"
     MIN_TOKENS = "fewer than min_tokens"
     LAYER = "dense layer"
     STEP = "dense step"

@@ -124,8 +124,25 @@ class TestModels:
         assert not torch.equal(calls[0].query, by_row[0].query)
         torch.testing.assert_close(calls[0].query.sort(2).values, by_row[0].query.sort(2).values, rtol=0, atol=0)
 
-    def test_a_model_without_a_known_grid_stays_as_it_is(self) -> None:
+    def test_a_grid_that_is_read_from_places(self) -> None:
         model, inputs = build("flux")
+        _, calls = watched(model, inputs, topk=1.0)
+        _, by_row = watched(model, inputs, topk=1.0, order="row")
+        assert calls[0].options["score"] == "spread"
+        text = inputs["encoder_hidden_states"].shape[1]
+        along = sparge.ordering.order_of((20, 20), "hilbert")
+        assert torch.equal(calls[0].query[:, :, :text], by_row[0].query[:, :, :text])
+        assert torch.equal(calls[0].query[:, :, text:], along.apply(by_row[0].query[:, :, text:], dim=2))
+
+    @pytest.mark.parametrize("change", ["a second picture", "another order"])
+    def test_places_that_are_no_grid_stay_as_they_are(self, change: str) -> None:
+        model, inputs = build("flux")
+        places = inputs["img_ids"].clone()
+        if change == "a second picture":
+            places[200:, 0] = 1
+        else:
+            places = places.flip(0)
+        inputs["img_ids"] = places
         _, calls = watched(model, inputs, topk=1.0)
         _, by_row = watched(model, inputs, topk=1.0, order="row")
         assert torch.equal(calls[0].query, by_row[0].query)

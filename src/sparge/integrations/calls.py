@@ -198,6 +198,8 @@ def _order(
             start = stop
     if name == "row" or policy.always_keep or count + sum(stop - first for first, stop in text) != tokens:
         return None
+    if any(first < start + count and start < stop for first, stop in text):
+        return None
     if spans is not None:
         fits = all(first <= start and start + count <= stop for first, stop in spans)
     else:

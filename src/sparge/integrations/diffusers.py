@@ -13,9 +13,9 @@ import functools
 import inspect
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,66 +23,12 @@ from torch import Tensor, nn
 from sparge import validation
 from sparge.backends.base import constant
 from sparge.decide import Reason, count
-from sparge.integrations import diffusers_backend
+from sparge.integrations import diffusers_backend, diffusers_probe
 from sparge.integrations.calls import Layer, Steps
+from sparge.integrations.diffusers_models import Blocks, attentions, blocks_of, found_blocks, grid_of
 from sparge.integrations.schedule import Schedule
-from sparge.integrations.sdpa import Scope, SparseMode
+from sparge.integrations.sdpa import Scope, SparseMode, Tokens
 from sparge.policy import Policy
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """How a transformer is built.
-
-    Attributes:
-        lists: its lists of blocks, in the order they run.
-        text: where text tokens lie among the keys of joint attention; None: text comes by cross-attention.
-        grid: sizes of the picture or video that its other tokens are, from its configuration and what it was called
-            with; None where they are not known.
-        merged: the list whose attention gets text and picture as one tensor, text first.
-    """
-
-    lists: tuple[str, ...]
-    text: Literal["first", "last"] | None
-    grid: Callable[[Any, dict[str, Any]], tuple[int, ...]] | None = None
-    merged: str | None = None
-
-
-def _grid_of_latents(config: Any, arguments: dict[str, Any]) -> tuple[int, ...]:
-    """Of latents (B, C, T, H, W) or (B, C, H, W) in patches: T, H, W."""
-    *_, height, width = arguments["hidden_states"].shape
-    patch = config.patch_size
-    if isinstance(patch, int):
-        patch = (getattr(config, "patch_size_t", None) or 1, patch, patch)
-    frames = arguments["hidden_states"].shape[2] if arguments["hidden_states"].ndim == 5 else patch[0]
-    return frames // patch[0], height // patch[1], width // patch[2]
-
-
-def _grid_of_frames(config: Any, arguments: dict[str, Any]) -> tuple[int, ...]:
-    """Of latents (B, T, C, H, W) in patches."""
-    _, frames, _, height, width = arguments["hidden_states"].shape
-    return frames // (config.patch_size_t or 1), height // config.patch_size, width // config.patch_size
-
-
-def _grid_as_told(_: Any, arguments: dict[str, Any]) -> tuple[int, ...]:
-    """Of latents that come as a sequence, with their sizes beside them."""
-    return arguments["num_frames"], arguments["height"], arguments["width"]
-
-
-KNOWN = {
-    "CogVideoXTransformer3DModel": Blocks(("transformer_blocks",), "first", _grid_of_frames),
-    "FluxTransformer2DModel": Blocks(
-        ("transformer_blocks", "single_transformer_blocks"), "first", merged="single_transformer_blocks"
-    ),
-    "HunyuanVideoTransformer3DModel": Blocks(
-        ("transformer_blocks", "single_transformer_blocks"), "last", _grid_of_latents
-    ),
-    "LTXVideoTransformer3DModel": Blocks(("transformer_blocks",), None, _grid_as_told),
-    "MochiTransformer3DModel": Blocks(("transformer_blocks",), "last", _grid_of_latents),
-    "SD3Transformer2DModel": Blocks(("transformer_blocks",), "last", _grid_of_latents),
-    "WanTransformer3DModel": Blocks(("blocks",), None, _grid_of_latents),
-}
-
 
 STATE = "_sparge_enabled"
 """Attribute of an enabled transformer: what undoes it."""
@@ -104,9 +50,10 @@ def enable(target: Any, policy: Policy, scheduler: Any) -> None:
             "policy: expected a pipeline, or scheduler=..., for rules about denoising steps, "
             f"got a bare {type(target).__name__}"
         )
-    for model in models.values():
-        validation.check_places("dense_layers", policy.dense_layers, len(_found_blocks(model)))
-    policy.check_layers([name for prefix, model in models.items() for name in _layer_names(model, prefix)])
+    for prefix, model in models.items():
+        if not prefix.startswith("controlnet"):  # it has fewer blocks than what it controls
+            validation.check_places("dense_layers", policy.dense_layers, len(found_blocks(model)))
+    policy.check_layers([f"{prefix}{name}" for prefix, model in models.items() for _, name, _ in attentions(model)])
     for model in models.values():
         if is_enabled(model):  # by itself or with a pipeline
             disable(model)
@@ -129,37 +76,39 @@ def disable(target: Any) -> None:
             action()
 
 
+PARTS = ("diffusers.models.transformers.", "diffusers.models.unets.", "diffusers.models.controlnets.")
+"""Where the classes of a pipeline's models come from that have attention worth the while."""
+
+
 def _models_of(target: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Transformers with the prefix of their layers' names."""
+    """Models with the prefix of their layers' names."""
     if isinstance(target, nn.Module):
         found = {"": target}
     else:
-        named = {f"{name}.": getattr(target, name, None) for name in ("transformer", "transformer_2")}
-        found = {prefix: model for prefix, model in named.items() if model is not None}
+        found = {
+            f"{name}.": part
+            for name, part in target.components.items()
+            if isinstance(part, nn.Module) and any(kind.__module__.startswith(PARTS) for kind in type(part).__mro__)
+        }
     if not found:
         raise NotImplementedError(
-            f"{type(target).__name__}: expected a pipeline with a transformer, got one without "
+            f"{type(target).__name__}: expected a pipeline with a transformer, a U-Net or a control net, got none "
             "(`with sparge.replace_sdpa(policy):` reaches any model that calls SDPA)"
         )
-    for prefix, model in found.items():
-        if _blocks_of(model) is None:
-            raise NotImplementedError(
-                f"{type(model).__name__}: expected one of {', '.join(KNOWN)} "
-                "(`with sparge.replace_sdpa(policy):` reaches any model that calls SDPA; "
-                "Policy(always_keep=...) keeps its text tokens)"
-            )
-        yield prefix, model
-
-
-def _blocks_of(model: nn.Module) -> Blocks | None:
-    return next((KNOWN[kind.__name__] for kind in type(model).__mro__ if kind.__name__ in KNOWN), None)
+    reached = {prefix: model for prefix, model in found.items() if found_blocks(model)}
+    if not reached:
+        kinds = ", ".join(type(model).__name__ for model in found.values())
+        raise NotImplementedError(
+            f"{kinds}: expected a model with attention modules, got none "
+            "(`with sparge.replace_sdpa(policy):` reaches any model that calls SDPA)"
+        )
+    yield from reached.items()
 
 
 def _hook_model(model: nn.Module, prefix: str, policy: Policy, schedule: Schedule | None) -> list[Callable[[], None]]:
     """Hooks on every attention module of every block."""
-    known = _blocks_of(model)
-    assert known is not None
-    found = _found_blocks(model)
+    found = list(attentions(model))
+    total = len(found_blocks(model))
     passes = _Passes()
     undo: list[Callable[[], None]] = [
         passes.unwind,
@@ -169,41 +118,18 @@ def _hook_model(model: nn.Module, prefix: str, policy: Policy, schedule: Schedul
     steps = None if schedule is None else schedule.steps
     if schedule is not None:
         undo += [_remove(model.register_forward_pre_hook(schedule.look)), schedule.leave]
-    inputs = _Inputs(known)
+    blocks = blocks_of(model)
+    inputs = _Inputs(blocks, [f"{prefix}{name}" for _, name, _ in found])
     undo.append(_remove(model.register_forward_pre_hook(inputs.read, with_kwargs=True)))
-    for index, (part, place, block) in enumerate(found):
-        dense = policy.is_dense_layer(index, len(found))
-        for name, module in block.named_modules():
-            if not _is_attention(module):
-                continue
-            full = f"{prefix}{part}.{place}.{name}"
-            layer = Layer(full, policy.of_layer(full), dense or policy.is_dense_by_budget(full), steps)
-            undo += _dispatched_here(module)
-            hooks = _Hooks(layer, known, inputs, is_merged=part == known.merged)
-            undo.append(_remove(module.register_forward_pre_hook(hooks.open, with_kwargs=True)))
-            undo.append(_remove(module.register_forward_hook(hooks.close, always_call=True)))
+    for index, name, module in found:
+        full = f"{prefix}{name}"
+        dense = policy.is_dense_layer(index, total) or policy.is_dense_by_budget(full)
+        layer = Layer(full, policy.of_layer(full), dense, steps)
+        undo += _dispatched_here(module)
+        hooks = _Hooks(layer, blocks, inputs, is_merged=name.startswith(tuple(f"{part}." for part in blocks.merged)))
+        undo.append(_remove(module.register_forward_pre_hook(hooks.open, with_kwargs=True)))
+        undo.append(_remove(module.register_forward_hook(hooks.close, always_call=True)))
     return undo
-
-
-def _found_blocks(model: nn.Module) -> list[tuple[str, int, nn.Module]]:
-    """All blocks in the order they run, with their list and their place in it."""
-    known = _blocks_of(model)
-    assert known is not None
-    return [(part, place, block) for part in known.lists for place, block in enumerate(getattr(model, part))]
-
-
-def _layer_names(model: nn.Module, prefix: str) -> list[str]:
-    return [
-        f"{prefix}{part}.{place}.{name}"
-        for part, place, block in _found_blocks(model)
-        for name, module in block.named_modules()
-        if _is_attention(module)
-    ]
-
-
-def _is_attention(module: nn.Module) -> bool:
-    """What diffusers' attention modules, old and new, have in common."""
-    return hasattr(module, "processor")
 
 
 def _remove(handle: Any) -> Callable[[], None]:
@@ -213,19 +139,24 @@ def _remove(handle: Any) -> Callable[[], None]:
 
 def _dispatched_here(module: nn.Module) -> list[Callable[[], None]]:
     """Have a processor that goes through the dispatcher take our backend, or else SDPA, whatever was chosen before."""
-    processor: Any = module.processor
-    if not hasattr(processor, "_attention_backend"):
+    if not _has_dispatcher(module):
         return []
     from diffusers.models.attention_dispatch import AttentionBackendName
 
+    processor: Any = module.processor
     before = processor._attention_backend
     processor._attention_backend = diffusers_backend.register() or AttentionBackendName.NATIVE
     return [functools.partial(setattr, processor, "_attention_backend", before)]  # copied along with a model
 
 
+def _has_dispatcher(module: Any) -> bool:
+    """Whether its processor goes through the dispatcher."""
+    return hasattr(getattr(module, "processor", None), "_attention_backend")
+
+
 def _is_dispatched(module: Any) -> bool:
     """Whether its processor is set to our backend (at the moment: set_attention_backend may be called at any time)."""
-    return getattr(module.processor, "_attention_backend", None) == diffusers_backend.NAME
+    return getattr(getattr(module, "processor", None), "_attention_backend", None) == diffusers_backend.NAME
 
 
 class _Passes:
@@ -238,12 +169,12 @@ class _Passes:
         return _Passes, ()
 
     def begin(self, *_: Any) -> None:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and not diffusers_probe.is_probing():
             self.unwind()
             self._local.depth = len(diffusers_backend.THREAD.scopes)
 
     def end(self, *_: Any) -> None:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and not diffusers_probe.is_probing():
             self._local.depth = None
 
     def unwind(self) -> None:
@@ -256,41 +187,91 @@ class _Passes:
 
 
 class _Inputs:
-    """What the forward pass under way was called with: the number of its text tokens, and the grid of the others.
+    """What the forward pass under way was called with: text tokens, the grid of the others, or what a probe found.
 
     Each thread has its own. Compiled blocks share one, whichever thread wrote it last: torch.compile up to torch 2.11
     loses what is written to thread-local objects.
     """
 
-    def __init__(self, blocks: Blocks) -> None:
+    def __init__(self, blocks: Blocks, layers: Sequence[str]) -> None:
         self._blocks = blocks
+        self._layers = layers
+        self._probed: dict[Hashable, dict[str, tuple[Tokens, ...]]] = {}
+        self._latest: dict[str, tuple[Tokens, ...]] = {}
         self._local = threading.local()
-        self._compiled: tuple[int, tuple[int, ...] | None] = 0, None
+        self._compiled = _Pass()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Inputs, (self._blocks,)  # models are copied, what threads know is not
+        return _Inputs, (self._blocks, self._layers)  # models are copied, what threads know is not
 
     def read(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if diffusers_probe.is_probing():
+            return
         names = _parameters(type(model))
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         states = arguments.get("encoder_hidden_states")
-        count = states.shape[1] if isinstance(states, Tensor) else 0
-        grid = None
-        if self._blocks.grid is not None:
-            try:
-                grid = self._blocks.grid(model.config, arguments)
-            except (AttributeError, KeyError, TypeError, ValueError):  # called in a way that says nothing of a grid
-                grid = None
-            if grid is not None and any(size is None for size in grid):
-                grid = None
-        self._compiled = count, grid
+        text = states.shape[1] if isinstance(states, Tensor) else 0
+        grid = grid_of(self._blocks.grid, getattr(model, "config", None), arguments)
+        if torch.compiler.is_compiling():
+            grid = grid or self._compiled.grid  # what cannot be read in it is that of the latest pass
+        found = self._tokens(model, arguments) if self._blocks.text == "probe" else None
+        self._compiled = _Pass(text, grid, found)
         if not torch.compiler.is_compiling():
-            self._local.found = count, grid
+            self._local.found = self._compiled
 
-    def found(self) -> tuple[int, tuple[int, ...] | None]:
+    def _tokens(self, model: nn.Module, arguments: dict[str, Any]) -> dict[str, tuple[Tokens, ...]]:
+        """What a probe finds for such arguments; nothing where it fails, which is said.
+
+        A compiled pass cannot be probed: it takes what the latest one that was not compiled found.
+        """
+        if torch.compiler.is_compiling():
+            if not self._probed:
+                _warn_of_probe(type(model).__name__, "a compiled one (run it once before it is compiled)")
+            return self._latest
+        kind = _kind(arguments)
+        if kind not in self._probed:
+            try:
+                found = diffusers_probe.probe(model.forward, arguments, self._layers)
+            except Exception as error:  # whatever a model makes of other latents
+                found = {}
+                _warn_of_probe(type(model).__name__, f"{type(error).__name__}: {error}")
+            self._probed[kind] = found
+        self._latest = self._probed[kind]
+        return self._latest
+
+    def found(self) -> _Pass:
         if torch.compiler.is_compiling():
             return self._compiled
-        return getattr(self._local, "found", (0, None))
+        return getattr(self._local, "found", _Pass())
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """A forward pass: the number of its text tokens, the grid of the others, what a probe found for each layer."""
+
+    text: int = 0
+    grid: tuple[int, ...] | None = None
+    tokens: dict[str, tuple[Tokens, ...]] | None = None
+
+
+def _kind(value: Any) -> Hashable:
+    """What of an argument decides where tokens lie: shapes, masks, numbers of things; not the numbers to denoise."""
+    if isinstance(value, Tensor):
+        is_small = not value.is_floating_point() and value.numel() <= SMALL
+        return tuple(value.shape), tuple(value.flatten().tolist()) if is_small else None
+    if isinstance(value, dict):
+        return tuple((name, _kind(item)) for name, item in value.items() if name not in NOT_PLACES)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_kind, value))
+    is_plain = value is None or isinstance(value, (str, int))
+    return cast(Hashable, value if is_plain else type(value))
+
+
+SMALL = 2**16
+"""Masks and ids of so many entries are read; what is larger says nothing about places but by its shape."""
+
+NOT_PLACES = ("timestep", "timesteps", "t", "sigma", "guidance", "return_dict")
+"""Arguments that change along a schedule, and move no token."""
 
 
 @constant
@@ -307,13 +288,19 @@ class _Hooks:
         self.blocks = blocks
         self.inputs = inputs
         self.is_merged = is_merged
+        self.calls_sdpa = False  # a processor that is to be dispatched may call it all the same
 
     def open(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         hidden = kwargs.get("hidden_states", args[0] if args else None)
         encoder = kwargs.get("encoder_hidden_states", args[1] if len(args) > 1 else None)
-        scope = Scope(self.layer, *self._describe(hidden, encoder), self.inputs.found()[1])
+        now = self.inputs.found()
+        tokens = (
+            self._describe(hidden, encoder, now.text) if now.tokens is None else now.tokens.get(self.layer.name, ())
+        )
+        recorder = None if torch.compiler.is_compiling() else diffusers_probe.recorder_of(self.layer.name)
+        scope = Scope(self.layer, tokens, now.grid, recorder=recorder)
         diffusers_backend.THREAD.scopes.append(scope)
-        if not _is_dispatched(module):
+        if self.calls_sdpa or recorder is not None or not _is_dispatched(module):
             scope.mode = SparseMode(scope)
             scope.mode.__enter__()
 
@@ -321,21 +308,27 @@ class _Hooks:
         scope = diffusers_backend.THREAD.scopes.pop()
         if scope.mode is not None:
             scope.mode.__exit__(None, None, None)
+            self.calls_sdpa = self.calls_sdpa or scope.mode.was_used
         failed = output is None
-        if scope.calls == 0 and not failed and not torch.compiler.is_compiling():
+        if scope.calls == 0 and not failed and not torch.compiler.is_compiling() and scope.recorder is None:
             count(Reason.NOT_SDPA, self.layer.name)
-            _warn_once(type(module).__name__)
+            if _has_dispatcher(module):
+                _warn_once(type(module).__name__)
 
-    def _describe(self, hidden: Any, encoder: Any) -> tuple[bool | None, tuple[tuple[int, int | None], ...]]:
-        """Whether it is self-attention, and the text tokens among its keys."""
+    def _describe(self, hidden: Any, encoder: Any, text: int) -> tuple[Tokens, ...]:
+        """What the tokens of its calls are, by what the module was called with."""
         if self.blocks.text is None:
-            return encoder is None, ()
+            return (_SELF if encoder is None else _CROSS,)
         if isinstance(encoder, Tensor) and isinstance(hidden, Tensor):
             first = self.blocks.text == "first"
-            return True, ((0, encoder.shape[1]) if first else (hidden.shape[1], None),)
-        if self.is_merged:
-            return True, ((0, self.inputs.found()[0]),)
-        return True, ()
+            return (Tokens(True, ((0, encoder.shape[1]) if first else (hidden.shape[1], None),)),)
+        if self.is_merged and isinstance(hidden, Tensor):
+            first = self.blocks.text == "first"
+            return (Tokens(True, ((0, text) if first else (hidden.shape[1] - text, None),)),)
+        return (_SELF,)
+
+
+_SELF, _CROSS = Tokens(True), Tokens(False)
 
 
 @functools.cache
@@ -343,5 +336,14 @@ def _warn_once(kind: str) -> None:
     warnings.warn(
         f"sparge: {kind} did not call SDPA, so it runs as it was (was set_attention_backend called after "
         "sparge.enable?)",
+        stacklevel=2,
+    )
+
+
+@constant
+def _warn_of_probe(kind: str, obstacle: str) -> None:
+    warnings.warn(
+        f"sparge: {kind}: expected a forward pass in which its text tokens can be found, got {obstacle}; "
+        "no tokens are kept besides those of Policy(always_keep=...)",
         stacklevel=2,
     )

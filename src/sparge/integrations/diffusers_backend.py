@@ -7,10 +7,12 @@ that fails, `enable` works without: it reaches the dispatcher's calls through SD
 from __future__ import annotations
 
 import logging
+import sys
 import threading
+import warnings
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparge.decide import Reason, count
 from sparge.integrations.calls import Layer, runs_dense
@@ -58,9 +60,48 @@ def register(policy: Policy | None = None) -> Any:
             if member in backends:  # diffusers has reserved the name; who registers this library wants this library
                 _log.warning("the attention backend %r of diffusers is replaced by this library's", NAME)
             _AttentionBackendRegistry.register(member)(attention)
+        _keep_to_models(_AttentionBackendRegistry)
         return member if backends[member] is attention else None
     except (ImportError, AttributeError, KeyError, TypeError, ValueError):
         return None
+
+
+def _keep_to_models(registry: Any) -> None:
+    """Have ``model.set_attention_backend("sparge")`` be about that model alone, and say so where it does nothing.
+
+    diffusers also makes the name that of all models whose processors name none, which nobody asked for; its context
+    manager ``attention_backend`` does the same, and there it is meant.
+    """
+    original = registry.set_active_backend
+    if getattr(original, _KEPT, False):
+        return
+
+    def set_active_backend(cls: Any, backend: Any) -> None:
+        caller = sys._getframe(1)
+        if backend != NAME or caller.f_code.co_name != "set_attention_backend":
+            original.__func__(cls, backend)
+            return
+        model = caller.f_locals.get("self")
+        if isinstance(model, nn.Module):
+            _warn_of_others(model)
+
+    setattr(set_active_backend, _KEPT, True)
+    registry.set_active_backend = classmethod(set_active_backend)
+
+
+_KEPT = "_sparge_keeps_to_models"
+
+
+def _warn_of_others(model: nn.Module) -> None:
+    """Say how many attention modules of a model call SDPA themselves, whatever backend is named."""
+    processors = [module.processor for module in model.modules() if hasattr(module, "processor")]
+    others = sum(not hasattr(processor, "_attention_backend") for processor in processors)
+    if others:
+        warnings.warn(
+            f'sparge: set_attention_backend("{NAME}") does not reach {others} of {len(processors)} attention modules '
+            f"of {type(model).__name__}, which call SDPA themselves: sparge.enable(model) does",
+            stacklevel=4,
+        )
 
 
 def attention(
@@ -76,13 +117,14 @@ def attention(
 ) -> Tensor:
     """What the dispatcher calls: query (B, S_q, H, D), key and value (B, S_k, H_kv, D), output (B, S_q, H, D)."""
     scope = THREAD.scopes[-1] if THREAD.scopes else Scope(Layer("", _policy[0]))
-    output = None
-    if _parallel_config is not None:
-        scope.calls += 1
+    output, tokens = None, None
+    if scope.recorder is None:
+        tokens = scope.next_call(key, tokens_at=1)
+    if tokens is not None and _parallel_config is not None:
         count(Reason.CONTEXT_PARALLEL, scope.layer.name)
-    elif not is_causal and runs_dense(scope.layer, query, key, scope.is_self, heads_at=2, tokens_at=1):
-        scope.calls += 1
-    else:
+    elif (
+        tokens is None or is_causal or not runs_dense(scope.layer, query, key, tokens.is_self, heads_at=2, tokens_at=1)
+    ):
         mask = attn_mask
         if mask is not None and mask.ndim == 2 and mask.shape == (query.shape[0], key.shape[1]):
             mask = mask[:, None, None, :]  # the dispatcher's key padding
@@ -96,6 +138,7 @@ def attention(
             is_causal,
             scale=scale,
             enable_gqa=enable_gqa,
+            tokens=tokens,
         )
     if output is not None:
         return output.transpose(1, 2)

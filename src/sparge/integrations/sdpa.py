@@ -46,32 +46,63 @@ def undisturbed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         _THREAD.deciding = before
 
 
+@dataclass(frozen=True)
+class Tokens:
+    """What the tokens of an attention call are.
+
+    Attributes:
+        is_self: whether queries and keys are of one sequence; None goes by their lengths.
+        text: key ranges [start, stop) to keep besides the policy's; a stop of None is the last key.
+        keys: how many there are; None: any number.
+        is_text: no token belongs to a picture.
+    """
+
+    is_self: bool | None = None
+    text: Sequence[tuple[int, int | None]] = ()
+    keys: int | None = None
+    is_text: bool = False
+
+
+UNKNOWN = Tokens()
+
+Recorder = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Takes the place of attention: query, key and value, heads first, to an output."""
+
+
 @dataclass
 class Scope:
     """What is known about the SDPA calls of a stretch of code.
 
     Attributes:
         layer: where they come from.
-        is_self: whether queries and keys are of one sequence; None goes by each call's lengths.
-        text: key ranges [start, stop) to keep besides the policy's; a stop of None is the last key.
+        tokens: what the tokens of each call are, in the order of calls; of further ones, those of the last.
+        grid: sizes of the picture or video that all other tokens than text are.
         calls: how many were made.
         mode: what sees them, where nobody hands them over.
+        recorder: what runs in place of attention.
     """
 
     layer: Layer
-    is_self: bool | None = None
-    text: Sequence[tuple[int, int | None]] = ()
+    tokens: Sequence[Tokens] = (UNKNOWN,)
     grid: tuple[int, ...] | None = None
     calls: int = 0
-    mode: TorchFunctionMode | None = None
+    mode: SparseMode | None = None
+    recorder: Recorder | None = None
+
+    def next_call(self, key: Tensor, tokens_at: int = 2) -> Tokens:
+        """Count a call, and say what its tokens are; ``tokens_at`` is their dimension."""
+        known = self.tokens[min(self.calls, len(self.tokens) - 1)] if self.tokens else UNKNOWN
+        self.calls += 1
+        return known if known.keys is None or known.keys == key.shape[tokens_at] else UNKNOWN
 
 
 class SparseMode(TorchFunctionMode):
-    """SDPA calls of this thread belong to a scope and go sparse where its policy says so."""
+    """SDPA calls of this thread belong to a scope and go sparse where its policy says so; ``was_used`` if any did."""
 
     def __init__(self, scope: Scope) -> None:
         super().__init__()
         self.scope = scope
+        self.was_used = False
 
     def __torch_function__(
         self,
@@ -86,6 +117,7 @@ class SparseMode(TorchFunctionMode):
             count(Reason.INSIDE_MODULE, self.scope.layer.name)
         if func is not _SDPA or _THREAD.deciding:
             return func(*args, **kwargs)
+        self.was_used = True
         _THREAD.deciding = True  # modes outside this one have no say
         try:
             output = sparse_sdpa(self.scope, *args, **kwargs)
@@ -105,14 +137,24 @@ def sparse_sdpa(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
+    tokens: Tokens | None = None,
 ) -> Tensor | None:
-    """An SDPA call in this library's terms (causality aligned top-left, CausalBias honoured), or None: run it dense."""
-    scope.calls += 1
+    """An SDPA call in this library's terms (causality aligned top-left, CausalBias honoured), or None: run it dense.
+
+    Args:
+        tokens: of a call that the scope has counted.
+    """
+    if scope.recorder is not None:
+        return scope.recorder(query, key, value)
+    tokens = scope.next_call(key) if tokens is None else tokens
+    if tokens.is_text:
+        count(Reason.TEXT, scope.layer.name)
+        return None
     alignment = alignment_of(attn_mask)
     causal = is_causal or alignment is not None
-    if not causal and runs_dense(scope.layer, query, key, scope.is_self):
+    if not causal and runs_dense(scope.layer, query, key, tokens.is_self):
         return None
-    is_self, unsupported = scope.is_self, None
+    is_self, unsupported = tokens.is_self, None
     text: Sequence[tuple[int, int]] = ()
     if is_causal and attn_mask is not None:
         unsupported = "a mask and is_causal"  # SDPA forbids it; some of its kernels take it
@@ -123,7 +165,7 @@ def sparse_sdpa(
             unsupported = "shape of the mask"
         elif causal and alignment != "bottom-right":
             key, value, unsupported = aligned_top_left(query, key, value)
-        text = _resolved(scope.text, key.shape[2]) if scope.text else ()
+        text = _resolved(tokens.text, key.shape[2]) if tokens.text else ()
     return attend(
         scope.layer,
         query,

@@ -1,0 +1,246 @@
+"""How diffusers' models are built: a row for each that the library knows by name.
+
+A row spares a model the two forward passes of `diffusers_probe`, which finds out the same for any other; the tests
+compare them. What a row does not say is found in the model itself: its lists of blocks, and the grid of its latents.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+Grid = Callable[[Any, dict[str, Any]], tuple[int, ...] | None]
+"""Sizes of the picture or video whose tokens a model denoises, from its configuration and what it was called with."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How a model is built.
+
+    Attributes:
+        text: where text tokens lie among the keys of joint attention; None: text comes by cross-attention; "probe":
+            it is to be found out.
+        grid: sizes of the picture or video that its other tokens are, None where they are not known.
+        merged: lists whose attention gets text and picture as one tensor.
+        lists: its lists of blocks, in the order they run; None: all of those with attention.
+    """
+
+    text: Literal["first", "last", "probe"] | None
+    grid: Grid | None = None
+    merged: tuple[str, ...] = ()
+    lists: tuple[str, ...] | None = None
+
+
+def of_latents(config: Any, arguments: dict[str, Any]) -> tuple[int, ...]:
+    """Of latents (B, C, T, H, W) or (B, C, H, W) in patches: T, H, W."""
+    latents = arguments["hidden_states"]
+    *_, height, width = latents.shape
+    patch = _patches(config)
+    frames = latents.shape[2] if latents.ndim == 5 else patch[0]
+    return frames // patch[0], height // patch[1], width // patch[2]
+
+
+def of_frames(config: Any, arguments: dict[str, Any]) -> tuple[int, ...]:
+    """Of latents (B, T, C, H, W) in patches."""
+    _, frames, _, height, width = arguments["hidden_states"].shape
+    patch = _patches(config)
+    return frames // patch[0], height // patch[1], width // patch[2]
+
+
+def _patches(config: Any) -> Sequence[int]:
+    """Sizes of a patch: frames, height, width."""
+    patch = config.patch_size
+    if isinstance(patch, int):
+        return getattr(config, "patch_size_t", None) or 1, patch, patch
+    return (1, *patch)[-3:]
+
+
+def as_told(_: Any, arguments: dict[str, Any]) -> tuple[int, ...]:
+    """Of latents that come as a sequence, with their sizes beside them."""
+    return arguments["num_frames"], arguments["height"], arguments["width"]
+
+
+def of_shapes(_: Any, arguments: dict[str, Any]) -> tuple[int, ...] | None:
+    """Of latents that come as a sequence, with a list of sizes; several pictures are no grid."""
+    shapes = arguments["img_shapes"]
+    while isinstance(shapes[0], (list, tuple)):
+        if len(shapes) > 1 and not isinstance(shapes[0][0], (list, tuple)):
+            return None
+        shapes = shapes[0]
+    return tuple(shapes)
+
+
+def of_ids(_: Any, arguments: dict[str, Any]) -> tuple[int, ...] | None:
+    """Of latents that come as a sequence, with the place of each token: (S, 3) or (B, S, 3), read once a schedule.
+
+    None where they are not all places of one grid, as with reference pictures, and in a compiled program.
+    """
+    ids = arguments["img_ids"]
+    if torch.compiler.is_compiling():
+        return None
+    known = getattr(ids, _PLACES, None)
+    version = None if ids.is_inference() else ids._version
+    if known is None or version is None or known[0] != version:
+        known = version, _grid_of_places(ids)
+        setattr(ids, _PLACES, known)
+    return known[1]
+
+
+_PLACES = "_sparge_places"
+
+
+def _grid_of_places(ids: Tensor) -> tuple[int, ...] | None:
+    places = ids.reshape(-1, ids.shape[-2], ids.shape[-1])[0].cpu().long()
+    first, last = places.amin(0), places.amax(0)
+    sizes = (last - first + 1).tolist()
+    if math.prod(sizes) != len(places):
+        return None
+    index = places.new_zeros(len(places))
+    for axis, size in enumerate(sizes):
+        index = index * size + places[:, axis] - first[axis]
+    in_order = bool((index == index.new_tensor(range(len(places)))).all())
+    return tuple(size for size in sizes if size > 1) if in_order else None
+
+
+def channels_last(config: Any, arguments: dict[str, Any]) -> tuple[int, ...]:
+    """Of latents (B, T, H, W, C) in patches."""
+    sizes = arguments["hidden_states"].shape[1:4]
+    return tuple(size // patch for size, patch in zip(sizes, config.patch_size, strict=True))
+
+
+SINGLE = ("single_transformer_blocks",)
+
+KNOWN = {
+    # text and picture in one sequence, text first
+    "BriaFiboTransformer2DModel": Blocks("first", of_ids, SINGLE),
+    "BriaTransformer2DModel": Blocks("first", of_ids, SINGLE),
+    "ChromaTransformer2DModel": Blocks("first", of_ids, SINGLE),
+    "CogVideoXTransformer3DModel": Blocks("first", of_frames),
+    "CogView3PlusTransformer2DModel": Blocks("first", of_latents),
+    "CogView4Transformer2DModel": Blocks("first", of_latents),
+    "ConsisIDTransformer3DModel": Blocks("first", of_frames, lists=("transformer_blocks",)),
+    "EasyAnimateTransformer3DModel": Blocks("first", of_latents),
+    "FluxTransformer2DModel": Blocks("first", of_ids, SINGLE),
+    "LongCatImageTransformer2DModel": Blocks("first", of_ids, SINGLE),
+    "OvisImageTransformer2DModel": Blocks("first", of_ids, SINGLE),
+    "PRXTransformer2DModel": Blocks("first", of_latents),
+    "QwenImageControlNetModel": Blocks("first", of_shapes),
+    "QwenImageTransformer2DModel": Blocks("first", of_shapes),
+    # text and picture in one sequence, text last
+    "HunyuanImageTransformer2DModel": Blocks("last", of_latents, lists=("transformer_blocks", *SINGLE)),
+    "HunyuanVideo15Transformer3DModel": Blocks("last", of_latents, lists=("transformer_blocks",)),
+    "HunyuanVideoTransformer3DModel": Blocks("last", of_latents, lists=("transformer_blocks", *SINGLE)),
+    "JoyImageEditPlusTransformer3DModel": Blocks("last"),
+    "JoyImageEditTransformer3DModel": Blocks("last", of_latents),
+    "MochiTransformer3DModel": Blocks("last", of_latents, lists=("transformer_blocks",)),
+    "NucleusMoEImageTransformer2DModel": Blocks("last", of_shapes),
+    "SD3ControlNetModel": Blocks("last", of_latents),
+    "SD3Transformer2DModel": Blocks("last", of_latents),
+    # text by cross-attention
+    "AceStepTransformer1DModel": Blocks(None),
+    "AllegroTransformer3DModel": Blocks(None, of_latents),
+    "AnyFlowTransformer3DModel": Blocks(None, of_frames),
+    "ChronoEditTransformer3DModel": Blocks(None, of_latents),
+    "ControlNetModel": Blocks(None),
+    "ControlNetUnionModel": Blocks(None),
+    "CosmosTransformer3DModel": Blocks(None, of_latents),
+    "HunyuanDiT2DControlNetModel": Blocks(None, of_latents, lists=("blocks",)),
+    "HunyuanDiT2DModel": Blocks(None, of_latents, lists=("blocks",)),
+    "I2VGenXLUNet": Blocks(None),
+    "Kandinsky5Transformer3DModel": Blocks(None, channels_last, lists=("visual_transformer_blocks",)),
+    "Kandinsky6Transformer3DModel": Blocks(None, channels_last, lists=("visual_transformer_blocks",)),
+    "LTX2VideoTransformer3DModel": Blocks(None, as_told),
+    "LTXVideoTransformer3DModel": Blocks(None, as_told),
+    "LatteTransformer3DModel": Blocks(None),
+    "LongCatAudioDiTTransformer": Blocks(None),
+    "PixArtTransformer2DModel": Blocks(None, of_latents),
+    "SanaVideoTransformer3DModel": Blocks(None, of_latents),
+    "SkyReelsV2Transformer3DModel": Blocks(None, of_latents),
+    "UNet2DConditionModel": Blocks(None),
+    "UNet3DConditionModel": Blocks(None),
+    "WanAnimate2Transformer3DModel": Blocks(None, of_latents),
+    "WanAnimateTransformer3DModel": Blocks(None, of_latents),
+    "WanTransformer3DModel": Blocks(None, of_latents),
+    "WanVACETransformer3DModel": Blocks(None, of_latents),
+}
+
+GRIDS: tuple[Grid, ...] = (as_told, of_shapes, of_ids, of_latents)
+"""Tried one after another for a model without a row."""
+
+
+def any_grid(config: Any, arguments: dict[str, Any]) -> tuple[int, ...] | None:
+    """The first grid that somebody finds. Whether it has as many places as there are tokens is checked at each call."""
+    for grid in GRIDS:
+        found = grid_of(grid, config, arguments)
+        if found is not None:
+            return found
+    return None
+
+
+def grid_of(grid: Grid | None, config: Any, arguments: dict[str, Any]) -> tuple[int, ...] | None:
+    """What a function finds; None where a model was called in a way that says nothing of a grid."""
+    if grid is None:
+        return None
+    try:
+        found = grid(config, arguments)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        return None
+    is_grid = found is not None and 1 <= len(found) <= 3 and all(isinstance(size, int) and size > 0 for size in found)
+    return found if is_grid else None
+
+
+def blocks_of(model: nn.Module) -> Blocks:
+    """The row of a model, or of the class it is made from; without one, what is to be found out."""
+    known = (KNOWN[kind.__name__] for kind in type(model).__mro__ if kind.__name__ in KNOWN)
+    return next(known, Blocks("probe", any_grid))
+
+
+def found_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """All blocks with attention and their names: members of its lists, and what lies in none."""
+    lists = blocks_of(model).lists
+    if lists is None:
+        return list(_outermost(model, ""))
+    return [
+        (f"{name}.{place}", block)
+        for name in lists
+        for place, block in enumerate(cast(nn.ModuleList, model.get_submodule(name)))
+    ]
+
+
+def _outermost(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """Members of the outermost lists, and attention outside of them."""
+    for part, child in module.named_children():
+        full = f"{name}.{part}" if name else part
+        if not any(map(is_attention, child.modules())):
+            continue
+        if is_attention(child) or isinstance(module, nn.ModuleList):
+            yield full, child
+        else:
+            yield from _outermost(child, full)
+
+
+def attentions(model: nn.Module) -> Iterator[tuple[int, str, nn.Module]]:
+    """Attention modules with the index of their block and their full name."""
+    for index, (block_name, block) in enumerate(found_blocks(model)):
+        for name, module in block.named_modules():
+            if is_attention(module):
+                yield index, f"{block_name}.{name}" if name else block_name, module
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Modules that call attention: old and new ones have a processor, the others are named so and contain none."""
+    if hasattr(module, "processor"):
+        return True
+    return _is_named(module) and not any(
+        hasattr(part, "processor") or _is_named(part) for part in module.modules() if part is not module
+    )
+
+
+def _is_named(module: nn.Module) -> bool:
+    kind = type(module).__name__
+    return "Attention" in kind or "Attn" in kind

@@ -1,0 +1,206 @@
+"""Every model class of the installed diffusers: reached, with its text where it lies, or named with the reason."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from typing import Any
+
+import diffusers.models.controlnets
+import diffusers.models.transformers
+import diffusers.models.unets
+import pytest
+import torch
+from diffusers import ModelMixin
+from families import FAMILIES, WITHOUT, class_of
+from families.page import PAGE, POLICY, page, row
+from families.tiny import Keys, Tiny, first_tensor
+from torch import Tensor
+
+import sparge
+from sparge import Policy
+from sparge.integrations import calls as calls_module
+from sparge.integrations import diffusers_models, sdpa
+from sparge.integrations.calls import substituted
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Keys]]:
+    """What the keys of every call are taken for, by layer."""
+    seen: dict[str, list[Keys]] = {}
+    next_call = sdpa.Scope.next_call
+
+    def watched(scope: Any, key: Tensor, tokens_at: int = 2) -> sdpa.Tokens:
+        tokens = next_call(scope, key, tokens_at)
+        ends = ((start, key.shape[tokens_at] if stop is None else stop) for start, stop in tokens.text)
+        ranges = tuple((start, stop) for start, stop in ends if start < stop)
+        taken: Keys = "other" if tokens.is_text else "cross" if tokens.is_self is False else ranges
+        seen.setdefault(scope.layer.name, []).append(taken)
+        return tokens
+
+    monkeypatch.setattr(sdpa.Scope, "next_call", watched)
+    return seen
+
+
+def expected(tiny: Tiny) -> dict[str, list[Keys]]:
+    return {layer: keys if isinstance(keys, list) else [keys] for layer, keys in tiny.layers.items()}
+
+
+def watched_orders(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each sparse call with a grid, whether its tokens are taken in an order."""
+    found: list[bool] = []
+    order = calls_module._order
+
+    def watched(*args: Any) -> Any:
+        result = order(*args)
+        found.append(result is not None)
+        return result
+
+    monkeypatch.setattr(calls_module, "_order", watched)
+    return found
+
+
+def built(name: str) -> Tiny:
+    torch.manual_seed(0)
+    tiny = FAMILIES[name]()
+    tiny.model.eval()
+    return tiny
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family(name: str, calls: dict[str, list[Keys]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A probe finds what a reader of its code finds; so does its row; and with everything kept it is what it was."""
+    tiny = built(name)
+    known = diffusers_models.KNOWN.get(class_of(name))
+    orders = watched_orders(monkeypatch)
+    with torch.no_grad():
+        stock = first_tensor(tiny.model(**tiny.inputs))
+        with monkeypatch.context() as patch:
+            patch.setattr(diffusers_models, "KNOWN", {})
+            sparge.enable(tiny.model, POLICY)
+            output = first_tensor(tiny.model(**tiny.inputs))
+        wanted = expected(tiny)
+        assert {layer: _like(keys, wanted[layer]) for layer, keys in calls.items()} == wanted
+        torch.testing.assert_close(output, stock, rtol=0, atol=tiny.rounding * float(stock.abs().max()))
+        assert sparge.stats().sparse >= 1
+        sparge.disable(tiny.model)
+        calls.clear()
+        if known is not None:
+            orders.clear()
+            sparge.enable(tiny.model, POLICY)
+            tiny.model(**tiny.inputs)
+        assert row(name, tiny, is_ordered=any(orders)) in PAGE.read_text()
+        assert all(wanted[layer] == ["other"] or set(keys) == set(wanted[layer]) for layer, keys in calls.items())
+        assert known is None or all(wanted[layer] == ["other"] for layer in set(wanted) - set(calls))
+
+
+def _like(keys: list[Keys], wanted: list[Keys]) -> list[Keys]:
+    """Calls of one kind as one; sound that looks at pictures is cross-attention, too, if nobody asks for more."""
+    kinds = keys if len(wanted) > 1 else list(dict.fromkeys(keys))
+    return wanted if kinds == ["cross"] and wanted == ["other"] else kinds
+
+
+def test_every_class_is_in_the_table() -> None:
+    """Of the installed diffusers: a new release shows here what it has brought."""
+    found = set()
+    for package in (diffusers.models.transformers, diffusers.models.unets, diffusers.models.controlnets):
+        for part in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            module = importlib.import_module(part.name)
+            found |= {
+                name
+                for name, kind in inspect.getmembers(module, inspect.isclass)
+                if issubclass(kind, ModelMixin) and kind.__module__ == module.__name__
+            }
+    assert found <= {class_of(name) for name in (*FAMILIES, *WITHOUT)}
+    assert set(diffusers_models.KNOWN) <= found
+
+
+def test_the_page_is_current() -> None:
+    """`python -m families.page` in this folder writes it; its rows are compared above."""
+    written = PAGE.read_text()
+    lines = {
+        line.split("|")[1].strip().replace("`", ""): line for line in written.splitlines() if line.startswith("| `")
+    }
+    assert written == page({name: lines.get(name, "missing") for name in FAMILIES})
+
+
+class TestWithoutARow:
+    """A model that no row knows, as tomorrow's will be."""
+
+    NAME = "Flux2Transformer2DModel"
+
+    def test_it_is_probed_once_for_each_kind_of_input(self, calls: dict[str, list[Keys]]) -> None:
+        tiny = built(self.NAME)
+        passes: list[int] = []
+        tiny.model.proj_out.register_forward_hook(lambda *_: passes.append(1))
+        sparge.enable(tiny.model, POLICY)
+        with torch.no_grad():
+            for timestep in (0.9, 0.5):
+                tiny.model(**{**tiny.inputs, "timestep": torch.tensor([timestep])})
+            assert len(passes) == 2 + 2
+            shorter = {
+                **tiny.inputs,
+                "encoder_hidden_states": tiny.inputs["encoder_hidden_states"][:, :50],
+                "txt_ids": tiny.inputs["txt_ids"][..., :50, :],
+            }
+            calls.clear()
+            tiny.model(**shorter)
+        assert len(passes) == 2 + 2 + 3
+        assert {keys for found in calls.values() for keys in found} == {((0, 50),)}
+
+    def test_a_probe_that_fails_is_said(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        tiny = built(self.NAME)
+        with torch.no_grad():
+            stock = first_tensor(tiny.model(**tiny.inputs))
+            sparge.enable(tiny.model, POLICY)
+            monkeypatch.setattr("sparge.integrations.diffusers_probe._other", lambda latents: latents[..., :3])
+            with pytest.warns(UserWarning, match=r"Flux2\w*: expected a forward pass .* got RuntimeError"):
+                output = first_tensor(tiny.model(**tiny.inputs))
+        torch.testing.assert_close(output, stock, rtol=0, atol=1e-5)
+
+    def test_text_that_is_found_is_kept(self) -> None:
+        tiny = built(self.NAME)
+        kept = []
+        sparge.enable(tiny.model, Policy(topk=0.3, backend="torch"))
+
+        def attention(_: str, query: Tensor, *__: Any, **options: Any) -> Tensor:
+            kept.append(options["always_keep"])
+            return query
+
+        with torch.no_grad(), substituted(attention):
+            tiny.model(**tiny.inputs)
+        assert kept == [[(0, 70)]] * len(tiny.layers)
+
+
+class TestByName:
+    """``set_attention_backend("sparge")``, which diffusers makes a matter of all models."""
+
+    def test_it_stays_with_its_model(self) -> None:
+        sparge.register(POLICY, "diffusers")
+        one, other = built("QwenImageTransformer2DModel"), built("WanVACETransformer3DModel")
+        one.model.set_attention_backend("sparge")
+        with torch.no_grad():
+            other.model(**other.inputs)
+            assert sparge.stats().calls == 0
+            one.model(**one.inputs)
+            assert sparge.stats().sparse == len(one.layers)
+
+    def test_a_scope_of_diffusers_reaches_all(self) -> None:
+        from diffusers.models.attention_dispatch import attention_backend
+
+        sparge.register(POLICY, "diffusers")
+        tiny = built("QwenImageTransformer2DModel")
+        with torch.no_grad(), attention_backend("sparge"):
+            tiny.model(**tiny.inputs)
+        assert sparge.stats().sparse == len(tiny.layers)
+        with torch.no_grad():
+            tiny.model(**tiny.inputs)
+        assert sparge.stats().sparse == len(tiny.layers)
+
+    @pytest.mark.parametrize("name", ["CogView4Transformer2DModel", "AuraFlowTransformer2DModel"])
+    def test_a_model_it_does_not_reach_is_said(self, name: str) -> None:
+        sparge.register(POLICY, "diffusers")
+        tiny = built(name)
+        with pytest.warns(UserWarning, match=rf"does not reach \d of \d attention modules of {name}.*sparge.enable"):
+            tiny.model.set_attention_backend("sparge")
