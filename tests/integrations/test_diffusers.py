@@ -403,3 +403,21 @@ def test_what_enable_refuses() -> None:
         sparge.enable(AutoencoderTiny(encoder_block_out_channels=(4, 4, 4, 4), decoder_block_out_channels=(4, 4, 4, 4)))
     with pytest.raises(ValueError, match=r"expected one that sparge.enable was called for"):
         sparge.disable(model)
+
+
+def test_blocks_that_are_compiled_by_themselves_share_a_graph() -> None:
+    """As diffusers' compile_repeated_blocks has it: torch.compile gives up where each of them needs its own."""
+    torch.compiler.reset()
+    model, inputs = build("wan")
+    sparge.enable(model, THIN)
+    expected = run(model, inputs)
+    graphs = []
+
+    def keep(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    model.compile_repeated_blocks(fullgraph=True, backend=keep)
+    torch.testing.assert_close(run(model, inputs), expected, rtol=0, atol=1e-5)
+    assert len(graphs) == 1
+    assert sparge.stats().reasons["sparse: torch"] == 2 * len(SELF["wan"])

@@ -127,9 +127,34 @@ def _hook_model(model: nn.Module, prefix: str, policy: Policy, schedule: Schedul
         layer = Layer(full, policy.of_layer(full), dense, steps)
         undo += _dispatched_here(module)
         hooks = _Hooks(layer, blocks, inputs, is_merged=name.startswith(tuple(f"{part}." for part in blocks.merged)))
-        undo.append(_remove(module.register_forward_pre_hook(hooks.open, with_kwargs=True)))
-        undo.append(_remove(module.register_forward_hook(hooks.close, always_call=True)))
+        undo.append(_hooked(module, hooks))
     return undo
+
+
+def _hooked(module: nn.Module, hooks: _Hooks) -> Callable[[], None]:
+    """Put the hooks of an attention module in place, and say how to remove them.
+
+    Under one name for all modules: torch's own functions number hooks, torch.compile guards on the numbers, and would
+    compile every block of a model anew.
+    """
+    module._forward_pre_hooks[KEY] = hooks.open
+    module._forward_pre_hooks_with_kwargs[KEY] = True
+    module._forward_hooks[KEY] = hooks.close
+    module._forward_hooks_always_called[KEY] = True
+    return functools.partial(_unhook, module)
+
+
+def _unhook(module: nn.Module) -> None:
+    for hooks in (
+        module._forward_pre_hooks,
+        module._forward_pre_hooks_with_kwargs,
+        module._forward_hooks,
+        module._forward_hooks_always_called,
+    ):
+        cast(dict[Any, Any], hooks).pop(KEY, None)
+
+
+KEY: Any = "sparge"
 
 
 def _remove(handle: Any) -> Callable[[], None]:
