@@ -20,6 +20,7 @@ SOME = [
     Policy(always_keep=((0, 226), (-10, None)), self_attention_only=False, on_unsupported="raise"),
     Policy(topk=0.1, order="hilbert", skipped="mean", score="spread"),
     Policy(order="row", skipped="drop", score="auto"),
+    Policy(dense_first_steps=2, dense="8bit"),
 ]
 
 
@@ -88,6 +89,8 @@ def test_json_that_is_no_policy(text: str, error: type[Exception], message: str)
         ({"self_attention_only": 1}, TypeError, "self_attention_only: expected a bool, got 1"),
         ({"on_unsupported": "ignore"}, ValueError, "on_unsupported: expected one of"),
         ({"backend": "cuda"}, ValueError, "backend: expected one of"),
+        ({"dense": 8}, ValueError, "dense: expected one of '16bit', '8bit', got 8"),
+        ({"dense": "8bit", "quantization": "none"}, ValueError, "dense: expected '16bit' beside quantization='none'"),
     ],
     ids=str,
 )

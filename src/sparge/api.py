@@ -209,9 +209,39 @@ def attention(
     else:
         resolved = "none" if reason is Reason.CROSSOVER else resolved
         call = Call(shape, is_causal, scale, quantization=resolved, attn_mask=attn_mask)
-        output, lse = ops.dense(query, key, value, call, backend, with_lse=return_lse, reason=reason)
+        output, lse = ops.dense(query, key, value, call, backend, with_lse=return_lse, words=decide.in_words(reason))
     output = _in_layout(output, layout)
     return (output, lse) if return_lse else output
+
+
+def dense_in_eight_bits(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    quantization: Quantization,
+    backend: str,
+    reason: Reason,
+) -> Tensor:
+    """`attention` over all blocks, in 8 bits, for a call of a model that a policy keeps dense.
+
+    The arguments are those of `attention`, which would count the call as one that was asked for.
+
+    Args:
+        reason: what it is counted as.
+    """
+    query, key, value, shape = validation.check_query_key_value(query, key, value, "HND", enable_gqa)
+    query, scale = _positively_scaled(query, validation.check_scale(scale, shape.head_dim))
+    attn_mask = validation.check_attn_mask(attn_mask, shape, query.device)
+    chosen = base.resolve(backend, query.device)
+    resolved = base.resolve_quantization(quantization, chosen, query.device, has_mask=attn_mask is not None)
+    call = Call(shape, is_causal, scale, quantization=resolved, attn_mask=attn_mask)
+    words = decide.in_words(reason, in_eight_bits=True)
+    return ops.dense(query, key, value, call, backend, with_lse=False, words=words)[0]
 
 
 def predict(

@@ -2,6 +2,7 @@
 
     by_arguments    the caller's own words, and the sizes         asked by `api`
     by_policy       a policy's rules, and the sizes               asked for each call of a model; reads no tensor
+    in_eight_bits   where what a policy keeps dense is computed   asked behind it
     unsupported     what no sparse backend serves                 asked by `api`: raised, or run dense
     foreign, unsupported_call, slow_mask, ambiguous_mask          the same for calls that SDPA would take
 
@@ -54,13 +55,23 @@ class Reason(Enum):
     CONTEXT_PARALLEL = "context parallel"
 
 
+BY_RULE = (Reason.LAYER, Reason.STEP, Reason.UNKNOWN_SCHEDULE)
+"""Why calls run dense that would be sparse but for a rule of the policy."""
+
+
+def in_words(reason: Reason, *, in_eight_bits: bool = False) -> str:
+    """What `sparge.stats` counts a dense call as."""
+    return f"dense in 8 bits: {reason.value}" if in_eight_bits else f"dense: {reason.value}"
+
+
 def count(reason: Reason, layer: str | None = None, *, detail: str = "") -> None:
     """Count a call that runs dense, for the layer that this thread is within or the one that is named.
 
     In a compiled program nothing is counted here: a lock cannot be traced. (`ops` counts what becomes an operator.)
     """
     if not torch.compiler.is_compiling():
-        counters.record(f"dense: {reason.value} ({detail})" if detail else f"dense: {reason.value}", layer)
+        words = in_words(reason)
+        counters.record(f"{words} ({detail})" if detail else words, layer)
 
 
 @dataclass(frozen=True)
@@ -122,6 +133,19 @@ def by_policy(
         if base.is_below(crossover, heads, q_len, kv_len, is_causal):
             return Reason.CROSSOVER
     return Reason.LAYER if is_dense_layer else None
+
+
+def in_eight_bits(policy: Policy, reason: Reason, device: torch.device) -> bool:
+    """Whether a call that a policy has run dense is computed here, in 8 bits, and not by the framework.
+
+    Raises:
+        NotImplementedError: the policy names a backend that does not serve the device.
+    """
+    if policy.dense != "8bit" or reason not in BY_RULE or device.type == "meta":
+        return False
+    if policy.backend != "auto" and policy.quantization != "auto":
+        return True
+    return base.resolve_quantization("auto", base.resolve(policy.backend, device), device) != "none"
 
 
 def unsupported(shape: Shape, dropout_p: float, is_followed: bool) -> Obstacle | None:

@@ -3,7 +3,7 @@
     predict(query, key, ANY_CALL, SKIPPING, SELECTION) -> (kv_num_blocks, kv_indices, visible_num_blocks)
     attend(query, key, value, kv_num_blocks, kv_indices, visible_num_blocks, ANY_CALL, SKIPPING) -> (output, lse)
     attention(query, key, value, ANY_CALL, SKIPPING, SELECTION) -> (output, lse)      sharing the passes over K
-    dense(query, key, value, ANY_CALL, with_lse, reason) -> (output, lse)
+    dense(query, key, value, ANY_CALL, with_lse, words) -> (output, lse)
     along(tokens, grid, order, start, undo) -> tokens      in an order of `ordering`, or back from it
 
 All tensors are heads-first. An operator takes no objects: a `Call` comes as plain arguments, in one order, as many as
@@ -24,7 +24,6 @@ from sparge.backends import base
 from sparge.block_mask import BlockMask
 from sparge.call import Call
 from sparge.config import SCORES, SELECTIONS, Dense, PerHead, Sparsity, trusted
-from sparge.decide import Reason
 from sparge.geometry import Shape
 from sparge.layout import empty_like, laid_out
 from sparge.ordering import OrderName, order_of
@@ -69,7 +68,7 @@ _LIBRARY.define(f"predict(Tensor query, Tensor key, {_CALL}) -> (Tensor, Tensor,
 _LIBRARY.define(f"attend({_TENSORS}, {_LISTS}, {_schema(ANY_CALL, SKIPPING)}) -> (Tensor, Tensor)")
 _LIBRARY.define(f"attention({_TENSORS}, {_CALL}) -> (Tensor, Tensor)")
 _LIBRARY.define("along(Tensor tokens, SymInt[] grid, str order, SymInt start, bool undo) -> Tensor")
-_LIBRARY.define(f"dense({_TENSORS}, {_schema(ANY_CALL)}, bool with_lse, str reason) -> (Tensor, Tensor)")
+_LIBRARY.define(f"dense({_TENSORS}, {_schema(ANY_CALL)}, bool with_lse, str words) -> (Tensor, Tensor)")
 
 
 def predict(query: Tensor, key: Tensor, call: Call, backend: str) -> BlockMask:
@@ -92,15 +91,16 @@ def attend(
 
 
 def dense(
-    query: Tensor, key: Tensor, value: Tensor, call: Call, backend: str, *, with_lse: bool, reason: Reason
+    query: Tensor, key: Tensor, value: Tensor, call: Call, backend: str, *, with_lse: bool, words: str
 ) -> tuple[Tensor, Tensor]:
     """Attention over every visible block through its operator.
 
     Args:
         backend: "auto" takes the faster of torch's kernels and those of the device's backend.
         with_lse: the LSE is empty unless it is asked for: torch's fastest kernels do not give it.
+        words: what it is counted as.
     """
-    return torch.ops.sparge.dense(query, key, value, *pack_dense(call, backend), with_lse, reason.value)
+    return torch.ops.sparge.dense(query, key, value, *pack_dense(call, backend), with_lse, words)
 
 
 def along(tokens: Tensor, grid: tuple[int, ...], order: str, start: int, *, undo: bool = False) -> Tensor:
@@ -213,8 +213,8 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tu
 
 
 def _dense(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    *packed, with_lse, reason = arguments
-    counters.record(f"dense: {reason}")
+    *packed, with_lse, words = arguments
+    counters.record(words)
     call, asked = unpack(_shape_of(query, key, value), tuple(packed))
     name = base.resolve(asked, query.device) if asked == "auto" else asked
     backend = base.get(name).serving(call, query.dtype)

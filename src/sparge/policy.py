@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from numbers import Integral, Real
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
@@ -32,6 +32,9 @@ from sparge.ordering import ORDERS, OrderName
 
 Range = tuple[int, int | None]
 """Tokens [start, stop) as a slice has them: negative numbers count from the end, None is the end."""
+
+DenseBits = Literal["16bit", "8bit"]
+"""What dense steps and layers are computed in."""
 
 SPARSITIES: dict[str, type[Selection]] = {rule.__name__: rule for rule in SELECTIONS.values()}
 """By the names that JSON has for them."""
@@ -66,6 +69,9 @@ class Policy:
             "hilbert", "morton", "tile", or "row" as they come. "auto" is "hilbert" where `enable` knows the grid.
         budgets: densities of layers, by the names that `sparge.stats` has for them, in place of that of ``topk`` or
             ``sparsity``; 1 runs dense. `sparge.calibrate` finds them.
+        dense: in what the steps and layers that a rule keeps dense are computed: "16bit" is the framework's own
+            attention, "8bit" this library's over all blocks, in its quantization, on devices where that is faster. On
+            a CPU, where 8 bits are a simulation, it takes a named backend and quantization.
 
     Example:
         >>> policy = Policy(topk=0.3, min_tokens=4096, dense_first_steps=0.1, dense_layers=(0, -1))
@@ -93,6 +99,7 @@ class Policy:
     skipped: Skipped = "auto"
     order: OrderName | Literal["auto"] = "auto"
     budgets: Mapping[str, float] | None = None
+    dense: DenseBits = "16bit"
 
     def __post_init__(self) -> None:
         if isinstance(self.topk, Tensor):
@@ -111,6 +118,9 @@ class Policy:
         validation.check_choice("order", self.order, ("auto", *ORDERS))
         validation.check_choice("skipped", self.skipped, validation.SKIPPED)
         validation.check_choice("on_unsupported", self.on_unsupported, validation.ON_UNSUPPORTED)
+        validation.check_choice("dense", self.dense, get_args(DenseBits))
+        if self.dense == "8bit" and self.quantization == "none":
+            raise ValueError("dense: expected '16bit' beside quantization='none', got '8bit'")
         validation.check_choice("backend", self.backend, ("auto", *base.NAMES))
         if not _is_int(self.min_tokens):
             raise TypeError(f"min_tokens: expected an int, got {type(self.min_tokens).__name__}")

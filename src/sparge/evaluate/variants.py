@@ -5,6 +5,7 @@ rows=0.25                               every row the same share (`TopK`) instea
 cdf=0.95,score=mean,quantization=none   another rule, score and arithmetic
 topk=0.25,oracle                        the same rule on the true attention mass: the best a score could do
 dense,quantization=int8_fp8             all blocks, in 8 bits
+topk=0.25,dense_first_steps=5,dense=8bit   a policy whose dense steps run in 8 bits
 sdpa=math                               the dense model on another kernel of torch: how much noise is in a figure
 policy.json                             a file that Policy.to_json wrote, or Profile.save: budgets by layer
 profile=profile.json,topk=0.25          budgets by layer with another mean, shared out anew
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from torch import Tensor
 import sparge
 from sparge.backends import base
 from sparge.config import Budget, Selection, TopCdf, TopK
-from sparge.decide import Reason
+from sparge.decide import Reason, in_words
 from sparge.evaluate.capture import true_mask
 from sparge.integrations.calls import substituted
 from sparge.policy import Policy
@@ -154,6 +155,7 @@ def parse_variant(text: str) -> Variant:
         from sparge.calibration.profile import policy_of_json
 
         return Variant(text, "policy", policy_of_json(text if text.startswith("{") else _read(text)))
+    bare: list[Kind] = []
     values: dict[str, Any] = {}
     for word in words_of(text):
         name, equals, value = word.partition("=")
@@ -163,10 +165,13 @@ def parse_variant(text: str) -> Variant:
                 f"variant {text!r}: expected words among cdf, dense, oracle, profile, rows, sdpa, topk or fields of a "
                 f"policy, got {name!r}"
             )
-        if name in values:
+        if name in (values if equals else bare):
             raise ValueError(f"variant {text!r}: expected {name} once, got it twice")
-        values[name] = _value(value) if equals else True
-    return _of_words(text, values)
+        if equals:
+            values[name] = _value(value)
+        else:
+            bare.append(cast(Kind, name))
+    return _of_words(text, bare, values)
 
 
 def _settable() -> frozenset[str]:
@@ -187,8 +192,9 @@ def _value(text: str) -> Any:
         return float(text) if re.fullmatch(r"-?\.\d+", text) else text  # .5 is no JSON
 
 
-def _of_words(text: str, values: dict[str, Any]) -> Variant:
-    kinds: list[Kind] = [kind for kind in ("oracle", "dense", "sdpa") if kind in values]
+def _of_words(text: str, bare: list[Kind], values: dict[str, Any]) -> Variant:
+    """A variant from the words that stand alone and those with a value."""
+    kinds: list[Kind] = [*bare, "sdpa"] if "sdpa" in values else bare
     amounts = [name for name in AMOUNTS if name in values]
     if len(kinds) + len(amounts) == 0 or len(kinds) > 1 or len(amounts) > 1:
         raise ValueError(
@@ -206,7 +212,6 @@ def _of_words(text: str, values: dict[str, Any]) -> Variant:
         if kernel not in SDPA_KERNELS or values:
             raise ValueError(f"variant {text!r}: expected sdpa= alone, one of {', '.join(SDPA_KERNELS)}")
         return Variant(text, kind, Policy(), kernel)
-    values = {name: value for name, value in values.items() if name not in ("oracle", "dense")}
     unheard = sorted({"similarity_threshold", "pv_threshold"} & set(values)) if kind == "oracle" else []
     if unheard:
         raise ValueError(f"variant {text!r}: expected no {unheard[0]} beside oracle, which chooses by mass alone")
@@ -273,7 +278,9 @@ class Ran:
         return cls(stats.density, stats.sparse, stats.dense, stats.reasons)
 
 
-BY_RULE = tuple(f"dense: {reason.value}" for reason in (Reason.STEP, Reason.LAYER))
+BY_RULE = tuple(
+    in_words(reason, in_eight_bits=bits) for reason in (Reason.STEP, Reason.LAYER) for bits in (False, True)
+)
 """What a policy's own rules keep dense."""
 
 

@@ -120,7 +120,9 @@ def attend(
     grid: tuple[int, ...] | None = None,
     unsupported: str | None = None,
 ) -> Tensor | None:
-    """The sparse output (B, H, S_q, D_v) of an SDPA call, heads first, or None when it is to run dense; counted.
+    """The output (B, H, S_q, D_v) of an SDPA call, heads first, or None when the framework is to run it; counted.
+
+    It is sparse, or dense in 8 bits where a rule keeps it dense and the policy wants those so.
 
     Args:
         is_causal: aligned bottom-right, as in `sparge.attention`; may be combined with a mask.
@@ -134,7 +136,9 @@ def attend(
     Raises:
         NotImplementedError: the call should be sparse, cannot be, and the policy says to raise.
     """
-    if runs_dense(layer, query, key, is_self, is_language, is_causal):
+    dense = _why_dense(layer, query, key, is_self, is_language, is_causal)
+    if dense is not None and not decide.in_eight_bits(layer.policy, dense, query.device):
+        decide.count(dense, layer.name)
         return None
     reason = unsupported or decide.foreign(query, key, value, attn_mask)
     if reason is None:
@@ -149,12 +153,17 @@ def attend(
             reason = decide.slow_mask(attn_mask)
         if reason is None:
             reason = decide.ambiguous_mask(attn_mask)
-        if reason is None and spans is None and layer.policy.skipped == "mean":
+        if reason is None and spans is None and dense is None and layer.policy.skipped == "mean":
             obstacle = decide.no_means(_of_four(attn_mask), query.shape[1] // key.shape[1])
             reason = None if obstacle is None else obstacle.word
     if reason is not None:
-        refuse(layer, reason)
+        if dense is None:
+            refuse(layer, reason)
+        else:
+            decide.count(dense, layer.name)
         return None
+    if dense is not None:
+        return _in_eight_bits(layer, dense, query, key, value, attn_mask, spans, is_causal, scale, enable_gqa)
     order = None
     if grid is not None and not is_causal and query.shape[2] == key.shape[2]:
         order = _order(layer.policy, grid, text, key.shape[2], attn_mask, spans)
@@ -175,6 +184,38 @@ def attend(
         with counters.within(layer.name):
             output = _attend(attention, query, key, value, attn_mask, spans, is_causal, keep, options)
     return output if order is None else ops.along(output, *order, undo=True)
+
+
+def _in_eight_bits(
+    layer: Layer,
+    reason: Reason,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    spans: tuple[tuple[int, int], ...] | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """The output of a call that a rule keeps dense. No `Substitute` sees it, as none sees other dense calls."""
+    options = {
+        "scale": scale,
+        "enable_gqa": enable_gqa,
+        "quantization": layer.policy.quantization,
+        "backend": layer.policy.backend,
+        "reason": reason,
+    }
+    if torch.compiler.is_compiling():
+        return _attend(_over_all_blocks, query, key, value, attn_mask, spans, is_causal, [], options)
+    with counters.within(layer.name):
+        return _attend(_over_all_blocks, query, key, value, attn_mask, spans, is_causal, [], options)
+
+
+def _over_all_blocks(*tensors: Any, always_keep: None = None, **call: Any) -> Tensor:
+    """`dense_in_eight_bits` for `_attend`, which speaks of blocks to keep."""
+    del always_keep
+    return api.dense_in_eight_bits(*tensors, **call)
 
 
 def _order(
@@ -286,13 +327,32 @@ def runs_dense(
     heads_at: int = 1,
     tokens_at: int = 2,
 ) -> bool:
-    """Whether the policy has a call run dense, counted if so; the other arguments are those of `attend`.
+    """Whether the framework is to run a call, counted if so; the other arguments are those of `attend`.
 
     Args:
         heads_at, tokens_at: their dimensions.
     """
-    if not has_sizes(query, key):
+    reason = _why_dense(layer, query, key, is_self, is_language, is_causal, heads_at=heads_at, tokens_at=tokens_at)
+    if reason is None or decide.in_eight_bits(layer.policy, reason, query.device):
         return False
+    decide.count(reason, layer.name)
+    return True
+
+
+def _why_dense(
+    layer: Layer,
+    query: Tensor,
+    key: Tensor,
+    is_self: bool | None,
+    is_language: bool,
+    is_causal: bool,
+    *,
+    heads_at: int = 1,
+    tokens_at: int = 2,
+) -> Reason | None:
+    """Why the policy has a call run dense; None: it does not, or there are no sizes to tell by."""
+    if not has_sizes(query, key):
+        return None
     q_shape, kv_shape = query.shape, key.shape
     reason = decide.by_policy(
         layer.policy,
@@ -308,10 +368,7 @@ def runs_dense(
     )
     if reason is None and layer.steps is not None:
         reason = layer.steps.dense
-    if reason is None:
-        return False
-    decide.count(reason, layer.name)
-    return True
+    return reason
 
 
 def _autocast(tensor: Tensor) -> Tensor:

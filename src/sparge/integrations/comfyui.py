@@ -184,7 +184,7 @@ class _Sparse:
 
     def __init__(self, policy: Policy, start_sigma: float, end_sigma: float) -> None:
         self.policy = policy
-        self.unquantized = replace(policy, quantization="none")
+        self.unquantized = replace(policy, quantization="none", dense="16bit")
         self.sigmas = None if start_sigma == math.inf and end_sigma <= 0 else _SigmaRange(start_sigma, end_sigma)
         self.text = _TextTokens()
         self.told = False

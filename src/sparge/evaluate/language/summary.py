@@ -102,7 +102,8 @@ def how_it_ran(rows: Sequence[Row]) -> str:
         counts.update(row["reasons"])
     sparse = any(reason.startswith("sparse") for reason in counts)
     asked = 0 if sparse else counts.pop(f"dense: {Reason.ASKED.value}", 0)
-    reasons = [reason.removeprefix("dense: ") for reason, _ in counts.most_common() if reason.startswith("dense: ")]
+    dense = [reason for reason, _ in counts.most_common() if reason.startswith("dense")]
+    reasons = [reason.removeprefix("dense").lstrip(": ") for reason in dense]
     if not reasons:
         return "sparse" if sparse else "all blocks" if asked else "as it is"
     return f"partly sparse ({reasons[0]})" if sparse or asked else f"dense ({reasons[0]})"

@@ -108,7 +108,7 @@ def _ran(variant: Variant, rows: Sequence[Row]) -> str:
     done = sum(count for reason, count in reasons.items() if reason.startswith("sparse"))
     done += reasons[own] if variant.kind == "dense" else 0
     shown = [
-        (reason.removeprefix("dense: "), count)
+        (reason.removeprefix("dense").lstrip(": "), count)
         for reason, count in reasons.most_common()
         if not reason.startswith("sparse")
         and reason not in (f"dense: {Reason.CROSS_ATTENTION.value}", own if variant.kind == "dense" else "")

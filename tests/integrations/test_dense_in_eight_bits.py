@@ -1,0 +1,169 @@
+"""What a policy keeps dense, computed in 8 bits where it says so, and by the framework where that is not possible."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from test_transformers import llama, padding, tokens
+from tiny_transformers import build
+from torch import Tensor
+
+import sparge
+from sparge import Dense, Policy, decide
+from sparge.backends import base
+from sparge.decide import Reason
+from sparge.evaluate.variants import parse_variant, share_computed
+from sparge.integrations import comfyui
+from sparge.integrations.calls import Layer, Steps, attend
+
+EIGHT = {"dense": "8bit", "quantization": "int8_fp8"}
+NAMED = Policy(**EIGHT, backend="torch", on_unsupported="raise")
+
+
+def qkv(length: int = 300, heads: int = 4) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(2, count, length, 16) for count in (heads, 2, 2)]
+
+
+def relative(got: Tensor, expected: Tensor) -> float:
+    return float((got - expected).abs().mean() / expected.abs().mean())
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Any:
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("by", ["layer", "step", "unknown schedule"])
+def test_it_is_dense_attention_in_8_bits(backend: str, by: str) -> None:
+    query, key, value = qkv(200)
+    policy = Policy(**EIGHT, backend=backend)
+    steps = Steps(policy)
+    if by != "unknown schedule":
+        steps.dense = Reason.STEP if by == "step" else None
+    got = attend(Layer("a", policy, by == "layer", steps), query, key, value, is_causal=True, enable_gqa=True)
+    reasons = sparge.stats().layers["a"].reasons
+    expected = sparge.attention(
+        query, key, value, is_causal=True, enable_gqa=True, sparsity=Dense(), quantization="int8_fp8", backend=backend
+    )
+    assert got is not None and torch.equal(got, expected)
+    words = {"layer": "dense layer", "step": "dense step", "unknown schedule": "dense step, the schedule is unknown"}
+    assert reasons == {f"dense in 8 bits: {words[by]}": 1}
+    assert sparge.stats().layers["a"].dense == 1 and sparge.stats().sparse == 0
+
+
+@pytest.mark.parametrize(
+    "policy, is_faster, runs",
+    [
+        (Policy(dense="8bit"), True, True),
+        (Policy(dense="8bit", quantization="int8_fp16"), True, True),
+        (Policy(dense="8bit", quantization="int8_fp8"), False, False),
+        (Policy(dense="8bit"), False, False),
+        (Policy(dense="8bit", backend="torch"), False, False),
+        (Policy(), True, False),
+    ],
+    ids=str,
+)
+def test_where_8_bits_are_faster(policy: Policy, is_faster: bool, runs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU they are a simulation: only a backend and a quantization that are both named have it run there."""
+    monkeypatch.setattr(base, "_fastest_quantization", lambda *_: "int8_fp8" if is_faster else "none")
+    cpu = torch.device("cpu")
+    assert decide.in_eight_bits(policy, Reason.STEP, cpu) is runs
+    for reason in set(Reason) - set(decide.BY_RULE):
+        assert not decide.in_eight_bits(policy, reason, cpu)
+
+
+def test_calls_that_are_dense_at_any_rate_stay_with_the_framework() -> None:
+    query, key, value = qkv()
+    layer = Layer("", Policy(**EIGHT, backend="torch", min_tokens=250), dense=True)
+    assert attend(layer, query[:, :, :1], key, value, enable_gqa=True, is_language=True) is None
+    assert attend(layer, query[:, :, :9], key, value, enable_gqa=True) is None
+    assert attend(layer, *(tensor[:, :, :200] for tensor in (query, key, value)), enable_gqa=True) is None
+    assert sparge.stats().reasons == {
+        "dense: decode": 1, "dense: cross-attention": 1, "dense: fewer than min_tokens": 1
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("obstacle", ["dropout", "gradients", "rows of lowest numbers", "said by the caller"])
+def test_what_cannot_be_sparse_is_no_error(obstacle: str) -> None:
+    """It would be dense anyway, and is, in 16 bits."""
+    query, key, value = qkv()
+    call: dict[str, Any] = {"enable_gqa": True}
+    if obstacle == "dropout":
+        call["dropout_p"] = 0.1
+    elif obstacle == "rows of lowest numbers":
+        call["attn_mask"] = torch.full((300, 300), torch.finfo(torch.float32).min)
+    elif obstacle == "said by the caller":
+        call["unsupported"] = "anything"
+    with torch.set_grad_enabled(obstacle == "gradients"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        query.requires_grad_(obstacle == "gradients")
+        assert attend(Layer("", NAMED, dense=True), query, key, value, **call) is None
+    assert sparge.stats().reasons == {"dense: dense layer": 1}
+
+
+def test_masks() -> None:
+    query, key, value = qkv()
+    bias = torch.randn(300, 300)
+    visible = padding("left").bool()[:, None, None, :300]
+    for mask in (bias, visible):
+        options = {"enable_gqa": True, "quantization": "int8_fp8", "backend": "torch"}
+        got = attend(Layer("", NAMED, dense=True), query, key, value, mask, enable_gqa=True)
+        expected = sparge.attention(query, key, value, mask, sparsity=Dense(), **options)
+        assert got is not None and relative(got, expected) < (1e-6 if mask is bias else 0.02), "cut off, not masked"
+    assert set(sparge.stats().reasons) == {"dense in 8 bits: dense layer", "dense: sparsity=Dense()"}
+
+
+def test_a_language_model() -> None:
+    model, ids, mask = llama(), tokens(), padding("left")
+    expected = model(ids, attention_mask=mask).logits
+    sparge.enable(model, Policy(topk=1.0, **EIGHT, backend="torch", dense_layers=(0, -1)))
+    got = model(ids, attention_mask=mask).logits
+    layers = sparge.stats().layers
+    for index, word in enumerate(("dense in 8 bits: dense layer", "sparse: torch", "dense in 8 bits: dense layer")):
+        assert set(layers[f"model.layers.{index}.self_attn"].reasons) == {word}
+    assert 1e-5 < relative(got[mask.bool()], expected[mask.bool()]) < 0.05
+    sparge.enable(model, Policy(topk=1.0, backend="torch", budgets={"model.layers.1.self_attn": 1.0}, **EIGHT))
+    sparge.reset_stats()
+    model(ids)
+    assert sparge.stats().layers["model.layers.1.self_attn"].reasons == {"dense in 8 bits: dense layer": 1}
+
+
+def test_compiled_programs_count_it() -> None:
+    query, key, value = qkv()
+    layer = Layer("", NAMED, dense=True)
+    compiled = torch.compile(lambda *qkv: attend(layer, *qkv, enable_gqa=True), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(query, key, value), attend(layer, query, key, value, enable_gqa=True))
+    assert sparge.stats().reasons == {"dense in 8 bits: dense layer": 2}
+
+
+@pytest.mark.parametrize("name", ["wan", "sd3"], ids=["through the dispatcher", "through SDPA"])
+def test_a_video_or_picture_model(name: str) -> None:
+    model, inputs = build(name)
+    expected = model(**inputs).sample
+    sparge.enable(model, Policy(**EIGHT, backend="torch", dense_layers=(0, 1)))
+    got = model(**inputs).sample
+    assert sparge.stats().sparse == 0
+    assert sparge.stats().reasons["dense in 8 bits: dense layer"] >= 2
+    assert 1e-6 < relative(got, expected) < 0.05
+
+
+def test_comfyui_without_quantization() -> None:
+    """A call that asks for float32 has no 8 bits."""
+    sparse = comfyui._Sparse(NAMED, 1.0, 0.0)
+    assert (sparse.unquantized.quantization, sparse.unquantized.dense) == ("none", "16bit")
+
+
+def test_words_of_a_variant() -> None:
+    variant = parse_variant("topk=0.25,dense_first_steps=2,dense=8bit")
+    assert variant.kind == "policy" and variant.policy == Policy(topk=0.25, dense_first_steps=2, dense="8bit")
+    assert parse_variant("dense,quantization=int8_fp8").kind == "dense"
+    with pytest.raises(ValueError, match="dense: expected one of '16bit', '8bit', got True"):
+        parse_variant("topk=0.25,dense=true")
+    row = {"sparse": 2, "density": 0.5, "reasons": {"sparse: torch": 2, "dense in 8 bits: dense step": 2}}
+    assert share_computed([row]) == 0.75
