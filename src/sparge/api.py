@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
@@ -214,7 +214,7 @@ def attention(
     return (output, lse) if return_lse else output
 
 
-def dense_in_eight_bits(
+def dense(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -223,16 +223,17 @@ def dense_in_eight_bits(
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
-    quantization: Quantization,
-    backend: str,
-    reason: Reason,
-) -> Tensor:
-    """`attention` over all blocks, in 8 bits, for a call of a model that a policy keeps dense.
+    quantization: Quantization = "none",
+    backend: str = "auto",
+    return_lse: bool = False,
+    words: str = "",
+) -> Any:
+    """`attention` over all blocks, for a call of a model whose integration knows why it is dense.
 
-    The arguments are those of `attention`, which would count the call as one that was asked for.
+    The arguments and the result are those of `attention`, which would count the call as one that was asked for.
 
     Args:
-        reason: what it is counted as.
+        words: what it is counted as; nothing where it was counted before.
     """
     query, key, value, shape = validation.check_query_key_value(query, key, value, "HND", enable_gqa)
     query, scale = _positively_scaled(query, validation.check_scale(scale, shape.head_dim))
@@ -240,8 +241,8 @@ def dense_in_eight_bits(
     chosen = base.resolve(backend, query.device)
     resolved = base.resolve_quantization(quantization, chosen, query.device, has_mask=attn_mask is not None)
     call = Call(shape, is_causal, scale, quantization=resolved, attn_mask=attn_mask)
-    words = decide.in_words(reason, in_eight_bits=True)
-    return ops.dense(query, key, value, call, backend, with_lse=False, words=words)[0]
+    output, lse = ops.dense(query, key, value, call, backend, with_lse=return_lse, words=words)
+    return (output, lse) if return_lse else output
 
 
 def predict(

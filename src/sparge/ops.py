@@ -98,7 +98,7 @@ def dense(
     Args:
         backend: "auto" takes the faster of torch's kernels and those of the device's backend.
         with_lse: the LSE is empty unless it is asked for: torch's fastest kernels do not give it.
-        words: what it is counted as.
+        words: what it is counted as; nothing where it was counted before.
     """
     return torch.ops.sparge.dense(query, key, value, *pack_dense(call, backend), with_lse, words)
 
@@ -214,7 +214,8 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tu
 
 def _dense(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     *packed, with_lse, words = arguments
-    counters.record(words)
+    if words:
+        counters.record(words)
     call, asked = unpack(_shape_of(query, key, value), tuple(packed))
     name = base.resolve(asked, query.device) if asked == "auto" else asked
     backend = base.get(name).serving(call, query.dtype)

@@ -23,6 +23,7 @@ from sparge.config import Selection, TopCdf
 from sparge.decide import Reason
 from sparge.geometry import BLOCK_Q, ceil_div
 from sparge.integrations.padding import attend_within, spans_of
+from sparge.integrations.sinks import with_exact_sinks, with_sinks
 from sparge.policy import Policy
 from sparge.stats import counters
 
@@ -118,6 +119,7 @@ def attend(
     is_language: bool = False,
     text: Sequence[tuple[int, int]] = (),
     grid: tuple[int, ...] | None = None,
+    sinks: Tensor | None = None,
     unsupported: str | None = None,
 ) -> Tensor | None:
     """The output (B, H, S_q, D_v) of an SDPA call, heads first, or None when the framework is to run it; counted.
@@ -131,6 +133,7 @@ def attend(
             causal attention hold (sink, diagonal), and fewer queries than keys are a chunk behind a prefix.
         text: ranges of tokens that every row keeps besides the policy's, and that see all where that costs little.
         grid: sizes of the picture or video that all other tokens are, in the order of a raster.
+        sinks: logits (H,) of attention sinks.
         unsupported: what the caller knows to keep the call from being sparse.
 
     Raises:
@@ -163,7 +166,7 @@ def attend(
             decide.count(dense, layer.name)
         return None
     if dense is not None:
-        return _in_eight_bits(layer, dense, query, key, value, attn_mask, spans, is_causal, scale, enable_gqa)
+        return _in_eight_bits(layer, dense, query, key, value, attn_mask, spans, is_causal, scale, enable_gqa, sinks)
     order = None
     if grid is not None and not is_causal and query.shape[2] == key.shape[2]:
         order = _order(layer.policy, grid, text, key.shape[2], attn_mask, spans)
@@ -176,11 +179,15 @@ def attend(
         query, key, value = (ops.along(tokens, *order) for tokens in (query, key, value))
         if attn_mask is not None and spans is None:
             attn_mask = ops.along(_of_four(attn_mask).mT, *order).mT
+    substitute = None if torch.compiler.is_compiling() else _THREAD.substitute
+    attention: Callable[..., Any] = api.attention
+    if substitute is not None:
+        attention = functools.partial(substitute, layer.name)
+    if sinks is not None:
+        attention = (with_sinks if substitute is None else with_exact_sinks)(attention, sinks)
     if torch.compiler.is_compiling():
-        output = _attend(api.attention, query, key, value, attn_mask, spans, is_causal, keep, options)
+        output = _attend(attention, query, key, value, attn_mask, spans, is_causal, keep, options)
     else:
-        substitute = _THREAD.substitute
-        attention = api.attention if substitute is None else functools.partial(substitute, layer.name)
         with counters.within(layer.name):
             output = _attend(attention, query, key, value, attn_mask, spans, is_causal, keep, options)
     return output if order is None else ops.along(output, *order, undo=True)
@@ -197,6 +204,7 @@ def _in_eight_bits(
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
+    sinks: Tensor | None,
 ) -> Tensor:
     """The output of a call that a rule keeps dense. No `Substitute` sees it, as none sees other dense calls."""
     options = {
@@ -204,18 +212,19 @@ def _in_eight_bits(
         "enable_gqa": enable_gqa,
         "quantization": layer.policy.quantization,
         "backend": layer.policy.backend,
-        "reason": reason,
+        "words": decide.in_words(reason, in_eight_bits=True),
     }
+    attention = _over_all_blocks if sinks is None else with_sinks(_over_all_blocks, sinks)
     if torch.compiler.is_compiling():
-        return _attend(_over_all_blocks, query, key, value, attn_mask, spans, is_causal, [], options)
+        return _attend(attention, query, key, value, attn_mask, spans, is_causal, [], options)
     with counters.within(layer.name):
-        return _attend(_over_all_blocks, query, key, value, attn_mask, spans, is_causal, [], options)
+        return _attend(attention, query, key, value, attn_mask, spans, is_causal, [], options)
 
 
-def _over_all_blocks(*tensors: Any, always_keep: None = None, **call: Any) -> Tensor:
-    """`dense_in_eight_bits` for `_attend`, which speaks of blocks to keep."""
+def _over_all_blocks(*tensors: Any, always_keep: None = None, **call: Any) -> Any:
+    """`api.dense` for `_attend`, which speaks of blocks to keep."""
     del always_keep
-    return api.dense_in_eight_bits(*tensors, **call)
+    return api.dense(*tensors, **call)
 
 
 def _order(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from sparge import validation
 from sparge.decide import Reason, count
+from sparge.integrations import eager
 from sparge.integrations.calls import Layer, aligned_top_left, attend, runs_dense, warn_of_missing
 from sparge.integrations.sdpa import undisturbed
 from sparge.policy import Policy
@@ -31,8 +32,8 @@ keys (B, 1, 1, S_k) or None: all."""
 
 NEEDED = "5.17"
 
-EXTRAS = {"position_bias": "position bias", "cache": "paged cache"}
-"""Arguments only the SDPA function knows what to do with."""
+EXTRAS = {"position_bias": "position bias", "cache": "paged cache", eager.CAP: "soft-capped scores"}
+"""Arguments only transformers' own functions know what to do with."""
 
 CROSS_ATTENTION = ("encoder_attn", "cross_attn", "crossattention", "EncDecAttention")
 """What layers call theirs."""
@@ -44,8 +45,6 @@ OWN = ("softmax", "scaled_dot_product_attention")
 """What it names, too, if it computes attention by itself."""
 
 FORBIDDEN = {
-    "s_aux": "attention sinks",
-    "softcap": "soft-capped scores",
     "indices": "an index of keys",
     "block_indices": "an index of key blocks",
 }
@@ -92,7 +91,7 @@ def enable(model: Any, policy: Policy) -> None:
         NotImplementedError: the model cannot run on SDPA, or computes or chooses its attention in its own way.
         ValueError: rules about steps, or layers it does not have; a part of the model is enabled already.
     """
-    if not getattr(model, "_supports_sdpa", False):
+    if not _can_be_served(model):
         raise NotImplementedError(
             f"{type(model).__name__}: expected a model that supports SDPA attention (transformers says it does not)"
         )
@@ -124,6 +123,14 @@ def enable(model: Any, policy: Policy) -> None:
         setattr(module, LAYER, Layer(name, policy.of_layer(name), dense, is_cross=_is_cross(module, name)))
     for name, module in own:
         model._sparge_hooks.append(module.register_forward_hook(functools.partial(_count_own, name)))
+
+
+def _can_be_served(model: nn.Module) -> bool:
+    """Whether transformers says that SDPA serves a model, or that only sinks or capped scores keep it from that."""
+    if getattr(model, "_supports_sdpa", False):
+        return True
+    kinds = {type(module) for module in model.modules() if _is_attention(module)}
+    return bool(getattr(model, "_supports_flash_attn", False)) and any(map(eager.asks_for_it, kinds))
 
 
 def is_enabled(model: Any) -> bool:
@@ -161,20 +168,24 @@ def attention_forward(
                 f"{meaning} ({name}): expected None, got a value (the model cannot run on a function like SDPA)"
             )
     layer = _layer_of(module)
-    if layer is None:
-        return _stock[0](module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    causal = causal and not layer.is_cross
     output = None
-    if not runs_dense(layer, query, key, is_language=causal):
-        unsupported = next((EXTRAS[name] for name in EXTRAS if kwargs.get(name) is not None), None)
-        output = _sparse(layer, query, key, value, attention_mask, dropout, scaling, causal, unsupported)
-    if output is None:
-        stock: tuple[Tensor, None] = undisturbed(
-            _stock[0], module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs
-        )
-        return stock
-    return output.transpose(1, 2).contiguous(), None
+    if layer is not None:
+        of_text = causal and not layer.is_cross
+        if not runs_dense(layer, query, key, is_language=of_text):
+            unsupported = next((EXTRAS[name] for name in EXTRAS if kwargs.get(name) is not None), None)
+            sinks = kwargs.get(eager.SINKS)
+            if sinks is not None and sinks.shape != query.shape[1:2]:
+                unsupported = "sinks of another shape than (heads,)"
+            output = _sparse(layer, query, key, value, attention_mask, dropout, scaling, of_text, sinks, unsupported)
+    if output is not None:
+        return output.transpose(1, 2).contiguous(), None
+    if eager.needed(kwargs):
+        return eager.attention_forward(module, query, key, value, attention_mask, dropout, scaling, causal, **kwargs)
+    arguments = (module, query, key, value, attention_mask, dropout, scaling, is_causal)
+    stock: tuple[Tensor, None]
+    stock = _stock[0](*arguments, **kwargs) if layer is None else undisturbed(_stock[0], *arguments, **kwargs)
+    return stock
 
 
 def _sparse(
@@ -186,6 +197,7 @@ def _sparse(
     dropout: float,
     scaling: float | None,
     causal: bool,
+    sinks: Tensor | None,
     unsupported: str | None,
 ) -> Tensor | None:
     applies_causality = causal and attention_mask is None and query.shape[2] > 1
@@ -206,6 +218,7 @@ def _sparse(
         scaling,
         enable_gqa=True,
         is_language=causal,
+        sinks=sinks,
         unsupported=unsupported,
     )
 
