@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import warnings
 from collections.abc import Callable
@@ -9,6 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -20,12 +24,14 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    PreTrainedTokenizerFast,
     SamConfig,
     SamModel,
     SamVisionModel,
     StaticCache,
     T5Config,
     T5ForConditionalGeneration,
+    TextGenerationPipeline,
 )
 
 import sparge
@@ -163,6 +169,29 @@ def test_a_second_chunk_into_a_static_cache() -> None:
     model(ids[:, :250], past_key_values=cache)
     assert_logits_equal(model(ids[:, 250:], past_key_values=cache).logits, expected)
     assert sparge.stats().reasons == {"sparse: torch": 6}
+
+
+def test_another_attention_set_after_enable_is_noticed() -> None:
+    model, ids = llama(), tokens(1)
+    expected = model(ids).logits
+    sparge.enable(model, THIN)
+    model(ids)
+    model.set_attn_implementation("eager")
+    for told in (True, False):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model(ids)
+        message = "LlamaForCausalLM was set to 'eager' after sparge.enable, so nothing runs sparse"
+        assert [message in str(warning.message) for warning in caught] == [True] * told
+    sparge.enable(model, THIN)
+    sparge.reset_stats()
+    copy.deepcopy(model)(ids)
+    assert sparge.stats().sparse == 3
+    model.set_attn_implementation("sdpa")
+    with pytest.warns(UserWarning, match="was set to 'sdpa'"):
+        assert torch.equal(model(ids).logits, expected)
+    sparge.disable(model)
+    assert not model._forward_pre_hooks
 
 
 def test_a_model_with_the_same_config_is_not_enabled_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -526,6 +555,18 @@ def test_a_model_that_was_compiled_before() -> None:
     assert sparge.stats().reasons == {"sparse: torch": 3}
     sparge.disable(compiled)
     assert torch.equal(model(ids).logits, expected)
+
+
+def test_a_pipeline_of_transformers() -> None:
+    words = Tokenizer(WordLevel({"[UNK]": 0, **{str(index): index for index in range(1, 99)}}, unk_token="[UNK]"))
+    words.pre_tokenizer = Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", eos_token="[UNK]")
+    pipe = TextGenerationPipeline(model=llama(), tokenizer=tokenizer)
+    sparge.enable(pipe, ALL)
+    pipe(" ".join(map(str, tokens(1)[0].tolist())), max_new_tokens=2, do_sample=False)
+    assert sparge.stats().reasons == {"sparse: torch": 3, "dense: decode": 3}
+    sparge.disable(pipe)
+    assert pipe.model.config._attn_implementation == "sdpa"
 
 
 def test_a_model_wrapped_by_peft(monkeypatch: pytest.MonkeyPatch) -> None:

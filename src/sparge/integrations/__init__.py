@@ -22,8 +22,8 @@ def enable(model: Any, policy: Policy | Profile | None = None, *, scheduler: Any
     """Turn sparse attention on in a model, where a policy says so.
 
     Args:
-        model: a transformers model; a diffusers pipeline or its transformer. The rest of a pipeline (text encoders,
-            VAE) is left alone. A model that is enabled already gets the new policy.
+        model: a transformers model, or a pipeline around one; a diffusers pipeline or its transformer. The rest of a
+            pipeline (text encoders, VAE) is left alone. A model that is enabled already gets the new policy.
         policy: what goes sparse; ``Policy()`` by default. Or the `Profile` of a calibration, whose policy is taken.
         scheduler: the scheduler that drives a transformer enabled without its pipeline, for rules about steps.
 
@@ -113,7 +113,10 @@ def _checked(policy: Policy | None) -> Policy:
 
 
 def _unwrapped(model: Any) -> Any:
-    """The model inside what PEFT and torch.compile wrap around it."""
+    """The model inside what PEFT, torch.compile and transformers' pipelines wrap around it."""
+    pipelines = sys.modules.get("transformers.pipelines.base")
+    if pipelines is not None and isinstance(model, pipelines.Pipeline):
+        return _unwrapped(model.model)
     peft = sys.modules.get("peft")
     if peft is not None and isinstance(model, peft.PeftModel):
         return _unwrapped(model.get_base_model())

@@ -121,8 +121,23 @@ def enable(model: Any, policy: Policy) -> None:
         dense = bool(policy.dense_layers) and _is_dense_layer(model, name, policy)
         dense = dense or policy.is_dense_by_budget(name)
         setattr(module, LAYER, Layer(name, policy.of_layer(name), dense, is_cross=_is_cross(module, name)))
+    model._sparge_hooks.append(model.register_forward_pre_hook(_notice_another))
     for name, module in own:
         model._sparge_hooks.append(module.register_forward_hook(functools.partial(_count_own, name)))
+
+
+def _notice_another(model: Any, *_: Any) -> None:
+    """Say, once, that somebody has set another attention since; a forward pre-hook."""
+    if torch.compiler.is_compiling():
+        return
+    found = model.config._attn_implementation
+    if found != NAME:
+        model._sparge_hooks[0].remove()
+        warnings.warn(
+            f"sparge: {type(model).__name__} was set to {found!r} after sparge.enable, so nothing runs sparse (enable "
+            "it again, or sparge.disable it)",
+            stacklevel=2,
+        )
 
 
 def _can_be_served(model: nn.Module) -> bool:
