@@ -32,6 +32,8 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
     TextGenerationPipeline,
+    UMT5Config,
+    UMT5ForConditionalGeneration,
 )
 
 import sparge
@@ -485,21 +487,27 @@ def test_encoders_are_not_causal() -> None:
     assert_logits_equal(got[valid], expected[valid])
 
 
-def test_what_sdpa_does_for_us_stays_dense_and_counted() -> None:
-    """T5's position bias is SDPA's business; its cross-attention is dense by policy."""
+@pytest.mark.parametrize(
+    "build, config", [(T5ForConditionalGeneration, T5Config), (UMT5ForConditionalGeneration, UMT5Config)]
+)
+def test_position_biases_stay_dense_and_are_counted(build: Any, config: Any) -> None:
+    """T5's biases are SDPA's business, and every layer says so; its cross-attention is dense by policy."""
+    if "ALL_ATTENTION_FUNCTIONS" not in inspect.getsource(inspect.getmodule(build)):
+        pytest.skip("T5 of transformers 5.17 computes attention by itself")
     torch.manual_seed(0)
-    config = T5Config(vocab_size=99, d_model=32, d_kv=16, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0)
-    model, ids = T5ForConditionalGeneration(config).eval(), tokens(1, 200)
+    sizes = {"vocab_size": 99, "d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    model, ids = build(config(**sizes, decoder_start_token_id=0)).eval(), tokens(1, 200)
     expected = model(input_ids=ids, decoder_input_ids=ids[:, :130]).logits
     sparge.enable(model, Policy(backend="torch"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with pytest.warns(UserWarning, match="cannot be sparse: position bias; it runs dense"):
         got = model(input_ids=ids, decoder_input_ids=ids[:, :130]).logits
     assert torch.equal(got, expected)
-    assert sparge.stats().sparse == 0
-    assert set(sparge.stats().reasons) <= {"dense: unsupported (position bias)", "dense: cross-attention"}
-    asks = "ALL_ATTENTION_FUNCTIONS" in inspect.getsource(inspect.getmodule(T5ForConditionalGeneration))
-    assert sparge.stats().calls == (3 if asks else 0), "T5 of transformers 5.17 computes attention by itself"
+    reasons = {name: layer.reasons for name, layer in sparge.stats().layers.items()}
+    for block in range(2):
+        for place in (f"encoder.block.{block}.layer.0", f"decoder.block.{block}.layer.0"):
+            assert reasons.pop(f"{place}.SelfAttention") == {"dense: unsupported (position bias)": 1}
+        assert reasons.pop(f"decoder.block.{block}.layer.1.EncDecAttention") == {"dense: cross-attention": 1}
+    assert not reasons
 
 
 class TestErrors:
