@@ -76,6 +76,7 @@ class Stats(LayerStats):
 
 class _Current(threading.local):
     layer = ""
+    together: list[tuple[str, bool]] | None = None
 
 
 class _Counters:
@@ -98,8 +99,24 @@ class _Counters:
         finally:
             self._current.layer = before
 
+    @contextmanager
+    def as_one(self) -> Iterator[None]:
+        """Calls of this thread count as one, as long as the block lasts: as the first that is sparse, or the first."""
+        together: list[tuple[str, bool]] = []
+        self._current.together = together
+        try:
+            yield
+        finally:
+            self._current.together = None
+            if together:
+                sparse = next((call for call in together if call[0].startswith("sparse")), together[0])
+                self.record(sparse[0], has_threshold=sparse[1])
+
     def record(self, reason: str, layer: str | None = None, *, has_threshold: bool = False) -> None:
         """Count a call of the layer, by default of the one this thread is within."""
+        if self._current.together is not None:
+            self._current.together.append((reason, has_threshold))
+            return
         layer = self._current.layer if layer is None else layer
         with self._lock:
             counts = self._reasons.get(layer)

@@ -591,6 +591,52 @@ class TestPadding:
         assert padding.spans_of(mask) is None
         assert padding.spans_of(mask.float()) is None
 
+    def test_views_of_a_mask_are_read_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """diffusers' dispatcher hands every layer the same (B, S_k), which becomes a view of four dimensions."""
+        from sparge.integrations import padding
+
+        reads = []
+        read = padding._read
+        monkeypatch.setattr(padding, "_read", lambda visible: reads.append(1) or read(visible))
+        mask = torch.ones(2, 100, dtype=torch.bool)
+        for _ in range(3):
+            assert padding.spans_of(mask[:, None, None, :]) == ((0, 100),) * 2
+        assert len(reads) == 1
+        assert padding.spans_of(mask[:1, None, None, :50]) == ((0, 50),), "another view"
+        mask[:, :9] = False
+        assert padding.spans_of(mask[:, None, None, :]) == ((9, 100),) * 2
+
+    @pytest.mark.parametrize("waits", [True, False], ids=["a device", "the CPU"])
+    def test_masks_of_inference_mode_are_read_once_a_pass(self, waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        """They do not say that they were written to: what was read holds until a layer asks again."""
+        from sparge.integrations import padding
+
+        reads = []
+        read = padding._read
+        monkeypatch.setattr(padding, "_read", lambda visible: reads.append(1) or read(visible))
+        monkeypatch.setattr(padding, "_reading_waits", lambda _: waits)
+        with torch.inference_mode():
+            mask = torch.ones(1, 1, 1, 100, dtype=torch.bool)
+            for stop in (100, 80):
+                mask[..., stop:] = False
+                for layer in ("a", "b", "c"):
+                    assert padding.spans_of(mask, layer) == ((0, stop),)
+            assert len(reads) == (2 if waits else 6)
+            for stop in (60, 50):
+                mask[..., stop:] = False
+                assert padding.spans_of(mask) == ((0, stop),), "nobody says which layer it is"
+
+    def test_sequences_of_one_call_are_counted_as_one(self) -> None:
+        query, key, value = make_qkv(300, batch=3)
+        mask = torch.ones(3, 1, 1, 300, dtype=torch.bool)
+        mask[0, ..., :] = False
+        mask[1, ..., :40] = False
+        layer = calls.Layer("a", ALL)
+        assert calls.attend(layer, query, key, value, mask) is not None
+        assert sparge.stats().layers["a"].reasons == {"sparse: torch": 1}
+        assert calls.attend(layer, query[:2], key[:2], value[:2], mask[:1]) is not None
+        assert sparge.stats().layers["a"].reasons == {"sparse: torch": 1, "dense: nothing to see": 1}
+
     def test_a_mask_that_broadcasts_over_the_keys(self) -> None:
         query, key, value = make_qkv(300, batch=2)
         mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)

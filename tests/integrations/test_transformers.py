@@ -554,6 +554,53 @@ def test_compiled_equals_eager() -> None:
     assert sparge.stats().reasons == {"sparse: torch": 6}
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_compiled_padding(side: str) -> None:
+    """A compiled program cannot read where padding ends, and masks it instead of cutting it off.
+
+    What is visible is the same where padding is behind. Before the text it moves the edges of the blocks, so other
+    blocks are kept, and the error is another one of the same size.
+    """
+    model, ids = llama(), tokens(2, 1024)
+    mask = torch.ones(2, 1024, dtype=torch.long)
+    mask[0, slice(0, 200) if side == "left" else slice(824, None)] = 0
+    stock = model(ids, attention_mask=mask).logits
+    shapes = []
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        shapes.append(None if len(args) < 4 or args[3] is None else tuple(args[3].shape))
+        return attention(*args, **kwargs)
+
+    attention, calls.api.attention = calls.api.attention, watched
+    try:
+        sparge.enable(model, Policy(topk=0.3, backend="torch"))
+        cut = model(ids, attention_mask=mask).logits
+        assert sparge.stats().reasons == {"sparse: torch": 3}
+        masked = torch.compile(model, backend="eager")(ids, attention_mask=mask, use_cache=False).logits
+    finally:
+        calls.api.attention = attention
+    assert sparge.stats().reasons == {"sparse: torch": 6}
+    assert set(shapes) == {None, (2, 1, 1, 1024)}, "never a square: GPUs would run it dense"
+    shown = mask.bool()
+    torch.testing.assert_close(masked[1], cut[1], rtol=0, atol=1e-5)
+    if side == "right":
+        torch.testing.assert_close(masked[shown], cut[shown], rtol=0, atol=1e-5)
+    errors = [float((got - stock)[0, shown[0]].norm() / stock[0, shown[0]].norm()) for got in (cut, masked)]
+    assert 0.6 < errors[1] / errors[0] < 1.7
+
+
+def test_layers_compiled_one_by_one_under_padding() -> None:
+    """Their mask was made outside, and may have been edited since: it is taken as it is."""
+    model, ids, mask = llama(), tokens(), padding("left")
+    expected = model(ids, attention_mask=mask).logits
+    sparge.enable(model, ALL)
+    for layer in model.model.layers:
+        layer.compile(backend="eager", fullgraph=True)
+    got = model(ids, attention_mask=mask, use_cache=False).logits
+    assert_logits_equal(got[mask.bool()], expected[mask.bool()])
+    assert sparge.stats().reasons == {"sparse: torch": 3}
+
+
 def test_a_model_that_was_compiled_before() -> None:
     model, ids = llama(), tokens(1)
     expected = model(ids).logits

@@ -151,7 +151,7 @@ def attend(
     spans = None
     if reason is None and attn_mask is not None:
         if attn_mask.shape[-1:] == key.shape[2:3] and attn_mask.shape[0] in (1, query.shape[0]):
-            spans = spans_of(attn_mask)
+            spans = spans_of(attn_mask, layer.name)
         if spans is None and query.is_cuda and layer.policy.backend == "auto":
             reason = decide.slow_mask(attn_mask)
         if reason is None:

@@ -7,12 +7,14 @@ same thing. To know where they lie the mask is read once; models hand the same m
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparge.decide import Reason, count
+from sparge.stats import counters
 
 Span = tuple[int, int]
 """Visible keys [start, stop) of a sequence."""
@@ -20,22 +22,58 @@ Span = tuple[int, int]
 _SPANS = "_sparge_spans"
 
 
-def spans_of(mask: Tensor) -> tuple[Span, ...] | None:
+def spans_of(mask: Tensor, layer: str = "") -> tuple[Span, ...] | None:
     """The visible keys of each sequence of a mask (B | 1, 1, 1, S_k), or None where they are not one stretch.
 
     None, too, where the mask must not be read: in a compiled program or a CUDA graph that is being captured.
+
+    What was read holds as long as nobody has written to the mask. Tensors of inference mode do not say whether anybody
+    has: theirs holds for one pass through the layers, until a layer asks again, where reading waits for a device.
+
+    Args:
+        layer: the name of who asks.
     """
     if mask.dtype != torch.bool or mask.ndim != 4 or mask.shape[1:3] != (1, 1) or torch.compiler.is_compiling():
         return None
-    version = None if mask.is_inference() else mask._version  # inference tensors may change without a trace
-    version_then, found = getattr(mask, _SPANS, (None, None))
-    if version is not None and version == version_then:
-        return found
+    version = None if mask.is_inference() else mask._version
+    view = (mask.shape, mask.stride(), mask.storage_offset())
+    holder = mask if mask._base is None else mask._base  # each layer may make a view of its own
+    known: _Known | None = getattr(holder, _SPANS, None)
+    if known is not None and known.view == view and known.holds(version, layer, mask):
+        return known.spans
     if mask.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
     found = _read(mask[:, 0, 0])
-    setattr(mask, _SPANS, (version, found))
+    setattr(holder, _SPANS, _Known(found, view, version, {layer}))
     return found
+
+
+@dataclass
+class _Known:
+    """What was read of a mask.
+
+    Attributes:
+        view: sizes, strides and offset of what was read.
+        version: of the mask, then; None: it has none.
+        layers: names of those who have asked since, where it has none.
+    """
+
+    spans: tuple[Span, ...] | None
+    view: tuple[Any, ...]
+    version: int | None
+    layers: set[str]
+
+    def holds(self, version: int | None, layer: str, mask: Tensor) -> bool:
+        if version is not None:
+            return version == self.version
+        if not layer or layer in self.layers or not _reading_waits(mask):
+            return False
+        self.layers.add(layer)
+        return True
+
+
+def _reading_waits(mask: Tensor) -> bool:
+    return mask.is_cuda
 
 
 def _read(visible: Tensor) -> tuple[Span, ...] | None:
@@ -64,6 +102,7 @@ def attend_within(
 ) -> Tensor:
     """Attention over the visible keys of each sequence: one call, or one for each sequence where they differ.
 
+    The latter are counted as one, which is sparse if any of them is.
     Causality is aligned bottom-right. Queries behind the last visible key, which are padding themselves, give 0.
 
     Args:
@@ -73,7 +112,8 @@ def attend_within(
     if len(set(spans)) == 1:
         return _within(spans[0], query, key, value, is_causal, keep, attention, call)
     parts = zip(spans, query.split(1), key.split(1), value.split(1), strict=True)
-    return torch.cat([_within(span, q, k, v, is_causal, keep, attention, call) for span, q, k, v in parts])
+    with counters.as_one():
+        return torch.cat([_within(span, q, k, v, is_causal, keep, attention, call) for span, q, k, v in parts])
 
 
 def _within(

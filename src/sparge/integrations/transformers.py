@@ -30,6 +30,9 @@ PADDING = "_sparge_padding"
 """Attribute of a mask that is causal (aligned bottom-right) and padding: its version when that was so, and the visible
 keys (B, 1, 1, S_k) or None: all."""
 
+COMPILED = -1
+"""In place of a version, in programs that torch.compile traces from the making of a mask to its use."""
+
 NEEDED = "5.17"
 
 EXTRAS = {"position_bias": "position bias", "cache": "paged cache", eager.CAP: "soft-capped scores"}
@@ -220,7 +223,7 @@ def _sparse(
         key, value, misaligned = aligned_top_left(query, key, value)
         unsupported = unsupported or misaligned
     version, padding = getattr(attention_mask, PADDING, (None, None))
-    if causal and attention_mask is not None and version is not None and version == attention_mask._version:
+    if causal and attention_mask is not None and version is not None and version == _version_of(attention_mask):
         attention_mask, applies_causality = padding, True
     return attend(
         layer,
@@ -255,8 +258,14 @@ def mask(
     arguments = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
     at_the_end = isinstance(q_offset, int) and kv_offset == 0 and q_offset + q_length == kv_length
     told = attention_mask is None or attention_mask.shape[-1] == kv_length
-    if torch.compiler.is_compiling() or mask_function is not causal_mask_function or not (at_the_end and told):
+    if mask_function is not causal_mask_function or not (at_the_end and told):
         full: Tensor | None = sdpa_mask(*arguments, **kwargs)
+        return full
+    if torch.compiler.is_compiling():
+        full = sdpa_mask(*arguments, **kwargs)
+        if full is not None:
+            padding = None if attention_mask is None else attention_mask[:, None, None, :].to(torch.bool)
+            setattr(full, PADDING, (COMPILED, padding))
         return full
     with torch.inference_mode(False):  # what is made in it has no version, and could be edited without a trace
         full = sdpa_mask(*arguments, **kwargs)
@@ -264,6 +273,11 @@ def mask(
     if full is not None and not full.is_inference():
         setattr(full, PADDING, (full._version, padding))
     return full
+
+
+def _version_of(attention_mask: Tensor) -> int:
+    """Which version of a mask this is, as `PADDING` has it."""
+    return COMPILED if torch.compiler.is_compiling() else attention_mask._version
 
 
 def _layer_of(module: nn.Module) -> Layer | None:
