@@ -41,7 +41,7 @@ class SpargeAttention:
                         "min": 1.0,
                         "max": 100.0,
                         "step": 1.0,
-                        "tooltip": "Share of the attention map that is computed. Less is faster; 100: all, in 8 bits.",
+                        "tooltip": "Share of the map to compute. Less is faster; 100: all, on GPUs in 8 bits.",
                     },
                 ),
                 "start_percent": (

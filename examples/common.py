@@ -16,7 +16,7 @@ def command_line(description: str, *, model: str, **options: Any) -> argparse.Na
     """--model, --topk, --policy, and an option for each further keyword, with its default."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--model", default=model, help="hub id or local folder (default: %(default)s)")
-    parser.add_argument("--topk", type=float, default=0.5, help="share of the blocks that are kept (default: 0.5)")
+    parser.add_argument("--topk", type=read_share, default=0.5, help="share of the blocks that are kept (default: 0.5)")
     parser.add_argument("--policy", type=read_policy, help="JSON file of a sparge.Policy, in place of the example's")
     for name, default in options.items():
         option = f"--{name.replace('_', '-')}"
@@ -25,6 +25,16 @@ def command_line(description: str, *, model: str, **options: Any) -> argparse.Na
     if str(vars(args).get("output")).endswith(".mp4") and not all(map(find_spec, ("imageio", "imageio_ffmpeg"))):
         parser.error("--output: .mp4 takes the packages imageio and imageio-ffmpeg; .webp and .gif take none")
     return args
+
+
+def read_share(text: str) -> float:
+    """A share of the blocks, checked before a model is loaded."""
+    try:
+        share = float(text)
+        sparge.Policy(topk=share)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return share
 
 
 def read_policy(path: str) -> sparge.Policy:

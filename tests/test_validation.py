@@ -254,6 +254,14 @@ class TestChoices:
     def test_is_causal(self, call: Call, wrong: Any) -> None:
         rejects(TypeError, r"is_causal: expected .*bool.*, got", call, *QKV, is_causal=wrong)
 
+    @EVERY
+    def test_enable_gqa(self, call: Call) -> None:
+        rejects(TypeError, "enable_gqa: expected a bool, got 'false'", call, *QKV, enable_gqa="false")
+
+    @ATTENDING
+    def test_return_lse(self, call: Call) -> None:
+        rejects(TypeError, "return_lse: expected a bool, got 'false'", call, *QKV, return_lse="false")
+
 
 @pytest.mark.usefixtures("nothing_runs")
 class TestSparsity:

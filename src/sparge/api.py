@@ -159,7 +159,8 @@ def attention(
         torch.Size([1, 2, 4096])
     """
     validation.check_choice("on_unsupported", on_unsupported, validation.ON_UNSUPPORTED)
-    validation.check_is_causal(is_causal)
+    validation.check_flag("is_causal", is_causal)
+    validation.check_flag("return_lse", return_lse)
     quantization = validation.resolve_quantization_name(quantization)
     query, key, value, shape = validation.check_query_key_value(query, key, value, layout, enable_gqa)
     query, scale = _positively_scaled(query, validation.check_scale(scale, shape.head_dim))
@@ -281,7 +282,7 @@ def predict(
         >>> mask.shape, mask.density()
         ((1, 2, 32, 64), 0.25)
     """
-    validation.check_is_causal(is_causal)
+    validation.check_flag("is_causal", is_causal)
     query, key, shape = validation.check_query_key(query, key, layout, enable_gqa)
     query, scale = _positively_scaled(query, validation.check_scale(scale, shape.head_dim))
     attn_mask, is_causal = validation.resolve_causal_bias(attn_mask, is_causal, shape, query.device)
@@ -343,7 +344,8 @@ def block_sparse_attention(
         ValueError: mask: expected a shape that broadcasts to (B, H, ceil(S_q / 128), ceil(S_k / 64)) = (1, 2, 4, 8) ...
     """
     if is_causal is not None:
-        validation.check_is_causal(is_causal)
+        validation.check_flag("is_causal", is_causal)
+    validation.check_flag("return_lse", return_lse)
     quantization = validation.resolve_quantization_name(quantization)
     query, key, value, shape = validation.check_query_key_value(query, key, value, layout, enable_gqa)
     query, scale = _positively_scaled(query, validation.check_scale(scale, shape.head_dim))

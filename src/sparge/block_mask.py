@@ -70,6 +70,8 @@ class BlockMask:
         if not isinstance(dense, Tensor) or dense.dtype != torch.bool:
             got = dense.dtype if isinstance(dense, Tensor) else type(dense).__name__
             raise TypeError(f"dense: expected a bool tensor, got {got}")
+        if not isinstance(is_causal, bool):
+            raise TypeError(f"is_causal: expected a bool, got {is_causal!r}")
         blocks = (ceil_div(q_len, BLOCK_Q), ceil_div(kv_len, BLOCK_K))
         if dense.ndim != 4 or tuple(dense.shape[2:]) != blocks:
             raise ValueError(

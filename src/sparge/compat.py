@@ -191,7 +191,7 @@ def block_sparse_sage2_attn_cuda(
         ...
         ValueError: mask_id: expected (B, H, ceil(S_q / 128), ceil(S_k / 64)) = (1, 2, 2, 4) ... blocks of 64 x 128, ...
     """
-    shape = _check(q, k, v, dropout_p, smooth_k, tensor_layout, output_dtype)
+    shape = _check(q, k, v, dropout_p, smooth_k, tensor_layout, output_dtype, return_sparsity)
     pv_threshold = _pv_threshold(_detached(pvthreshd))
     kept = _kept_blocks(mask_id, attention_sink, shape, q.device)
     mask = validation.check_block_mask(kept, shape, is_causal=False, device=q.device)
@@ -222,7 +222,7 @@ def _predicted_attention(
     return_sparsity: bool,
 ) -> Tensor | tuple[Tensor, float]:
     """What both selections share. A sparsity is told only of blocks that this very call predicted and computed."""
-    _check(q, k, v, dropout_p, smooth_k, tensor_layout, output_dtype)
+    _check(q, k, v, dropout_p, smooth_k, tensor_layout, output_dtype, return_sparsity)
     call: dict[str, Any] = {"attn_mask": attn_mask, "scale": scale, "enable_gqa": True, "layout": tensor_layout}
     choice: dict[str, Any] = {"sparsity": sparsity, "score": "mean", "is_causal": is_causal}
     if not return_sparsity:
@@ -276,8 +276,7 @@ def _pv_threshold(pvthreshd: PerHead) -> PerHead | None:
 
 def _kept_blocks(mask_id: Tensor | None, attention_sink: bool, shape: Shape, device: torch.device) -> Tensor:
     """The bool tensor of kept blocks. Nothing is broadcast: a mask of another geometry must not pass for this one."""
-    if not isinstance(attention_sink, bool):
-        raise TypeError(f"attention_sink: expected a bool, got {attention_sink!r}")
+    validation.check_flag("attention_sink", attention_sink)
     full = (shape.batch, shape.heads, shape.q_blocks, shape.kv_blocks)
     if mask_id is None:
         return torch.ones(full, dtype=torch.bool, device=device)
@@ -309,6 +308,7 @@ def _check(
     smooth_k: bool,
     tensor_layout: str,
     output_dtype: torch.dtype | None,
+    return_sparsity: bool,
 ) -> Shape:
     """Raise before anything is computed; the sizes of the call."""
     if smooth_k is not True:
@@ -318,6 +318,7 @@ def _check(
     if output_dtype is not None and not (isinstance(output_dtype, torch.dtype) and output_dtype.is_floating_point):
         raise TypeError(f"output_dtype: expected a floating-point torch.dtype or None, got {output_dtype!r}")
     validation.check_choice("tensor_layout", tensor_layout, validation.LAYOUTS)
+    validation.check_flag("return_sparsity", return_sparsity)
     *_, shape = validation.check_query_key_value(q, k, v, tensor_layout, enable_gqa=True)
     obstacle = decide.unsupported(shape, dropout_p, is_followed=False)  # of gradients the call itself speaks
     if obstacle is not None:

@@ -126,8 +126,7 @@ class Policy:
             raise TypeError(f"min_tokens: expected an int, got {type(self.min_tokens).__name__}")
         if self.min_tokens < 0:
             raise ValueError(f"min_tokens: expected 0 or more, got {self.min_tokens}")
-        if not isinstance(self.self_attention_only, bool):
-            raise TypeError(f"self_attention_only: expected a bool, got {self.self_attention_only!r}")
+        validation.check_flag("self_attention_only", self.self_attention_only)
         _check_steps("dense_first_steps", self.dense_first_steps)
         _check_steps("dense_last_steps", self.dense_last_steps)
         object.__setattr__(self, "dense_steps", _indices("dense_steps", self.dense_steps))

@@ -48,10 +48,10 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
         raise ValueError(f"{name}: expected one of {listed}, got {value!r}")
 
 
-def check_is_causal(is_causal: bool) -> None:
+def check_flag(name: str, value: bool) -> None:
     """Raise TypeError unless it is a bool: "no" and [False] would count as true."""
-    if not isinstance(is_causal, bool):
-        raise TypeError(f"is_causal: expected a bool, got {is_causal!r}")
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected a bool, got {value!r}")
 
 
 def check_query_key(query: Tensor, key: Tensor, layout: str, enable_gqa: bool) -> tuple[Tensor, Tensor, Shape]:
@@ -65,6 +65,7 @@ def check_query_key_value(
 ) -> tuple[Tensor, Tensor, Tensor, Shape]:
     """Check three tensors and view them heads-first: (B, H, Sq, D), (B, Hkv, Sk, D), (B, Hkv, Sk, Dv)."""
     check_choice("layout", layout, LAYOUTS)
+    check_flag("enable_gqa", enable_gqa)
     named = {"query": query, "key": key, "value": value}
     for name, tensor in named.items():
         if not isinstance(tensor, Tensor):

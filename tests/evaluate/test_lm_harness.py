@@ -89,7 +89,7 @@ def test_a_share_and_a_policy(share: str, tmp_path: Path, capsys: pytest.Capture
             "expected a JSON file of a policy, got",
         ),
         (["--topk", "2", "--", "-a", "pretrained=x"], "expected"),
-        (["--", "-a", "pretrained=x"], "expected lm_eval to be installed (pip install lm_eval)"),
+        (["--", "-a", "pretrained=x"], "expected lm_eval to be installed (pip install 'lm_eval[hf]')"),
     ],
 )
 def test_refusals(

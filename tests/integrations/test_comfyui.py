@@ -36,6 +36,7 @@ from torch.overrides import TorchFunctionMode
 
 import sparge
 from conftest import assert_within_budget, exact_attention, make_qkv, plain_attention
+from sparge.backends import base
 from sparge.integrations import calls, comfyui
 from sparge.integrations.comfyui import attention_override, parse_blocks, sparsify
 
@@ -73,6 +74,10 @@ def node() -> Iterator[ModuleType]:
     del sys.modules[name]
 
 
+ALL = 99.999
+"""Rounded up to whole blocks, every one; 100 is another thing: no prediction."""
+
+
 class TestLayouts:
     @pytest.mark.parametrize("skip_output_reshape", [False, True])
     @pytest.mark.parametrize("skip_reshape", [False, True])
@@ -81,7 +86,7 @@ class TestLayouts:
         tensors = make_qkv(length, batch=2, heads=3, head_dim=24)
         inputs = tensors if skip_reshape else tuple(map(flat, tensors))
         call = {"skip_reshape": skip_reshape, "skip_output_reshape": skip_output_reshape}
-        out = run(attention_override(100, backend="torch"), *inputs, 3, **call)
+        out = run(attention_override(ALL, backend="torch"), *inputs, 3, **call)
         exact, plain = exact_attention(*tensors)[0], plain_attention(*tensors)
         if not skip_output_reshape:
             exact, plain = flat(exact), flat(plain)
@@ -93,7 +98,7 @@ class TestLayouts:
     def test_grouped_heads_and_scale(self, skip_reshape: bool) -> None:
         tensors = make_qkv(200, batch=1, heads=4, kv_heads=2, head_dim=16)
         inputs = tensors if skip_reshape else tuple(map(flat, tensors))
-        override = attention_override(100, backend="torch")
+        override = attention_override(ALL, backend="torch")
         out = run(override, *inputs, 4, skip_reshape=skip_reshape, enable_gqa=True, scale=0.1)
         exact, plain = exact_attention(*tensors, scale=0.1)[0], plain_attention(*tensors, scale=0.1)
         assert_within_budget(out, flat(exact), flat(plain))
@@ -104,6 +109,36 @@ class TestLayouts:
         assert torch.equal(out, flat(sparge.attention(*qkv, topk=0.25, backend="torch")))
         assert sparge.stats().density == 0.25
         assert not torch.equal(out, sdpa(*map(flat, qkv), HEADS))
+
+
+class TestEverything:
+    """100 percent are dense attention: in 8 bits where they are faster, which CPUs only pretend to be."""
+
+    def last_of_two(self, qkv: Tensors, **call: Any) -> Tensor:
+        override = attention_override(100, dense_blocks="0", backend="torch")
+        for index in (0, 1):
+            options = {"block_type": "double", "block_index": index, "total_blocks": 2}
+            out = run(override, *map(flat, qkv), HEADS, options=options, **call)
+        return out
+
+    def test_8_bits_where_they_are_faster(self, qkv: Tensors, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(base, "_fastest_quantization", lambda *_: "int8_fp8")
+        out = self.last_of_two(qkv)
+        options = {"sparsity": sparge.Dense(), "backend": "torch", "quantization": "int8_fp8"}
+        assert {name: layer.reasons for name, layer in sparge.stats().layers.items()} == {
+            "double_block.0": {"dense: dense layer": 1},
+            "double_block.1": {"dense in 8 bits: dense layer": 1},
+        }
+        assert torch.equal(out, flat(sparge.attention(*qkv, **options)))
+
+    @pytest.mark.parametrize("is_faster, call", [(False, {}), (True, {"attn_precision": torch.float32})])
+    def test_else_it_is_stock(
+        self, is_faster: bool, call: dict[str, Any], qkv: Tensors, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        if is_faster:
+            monkeypatch.setattr(base, "_fastest_quantization", lambda *_: "int8_fp8")
+        assert torch.equal(self.last_of_two(qkv, **call), sdpa(*map(flat, qkv), HEADS))
+        assert sparge.stats().reasons == {"dense: dense layer": 2}
 
 
 def masks(length: int) -> dict[str, Tensor]:
@@ -135,7 +170,7 @@ class TestMasks:
     def test_all_blocks_are_stock_attention(self, name: str) -> None:
         mask = masks(200)[name]
         tensors = make_qkv(200, batch=2, heads=3, head_dim=16)
-        out = run(attention_override(100, backend="torch"), *map(flat, tensors), 3, mask)
+        out = run(attention_override(ALL, backend="torch"), *map(flat, tensors), 3, mask)
         full = mask[None, None] if mask.ndim == 2 else mask[:, None] if mask.ndim == 3 else mask
         exact, plain = exact_attention(*tensors, attn_mask=full)[0], plain_attention(*tensors, attn_mask=full)
         assert_within_budget(out, flat(exact), flat(plain))
@@ -408,7 +443,7 @@ class TestDense:
         assert patcher.model_options["transformer_options"]["optimized_attention_override"] is earlier
 
     def test_two_nodes_share_the_steps(self, qkv: Tensors) -> None:
-        first = sparsify(Patcher(), keep_percent=100, end_percent=0.4, backend="torch")
+        first = sparsify(Patcher(), keep_percent=ALL, end_percent=0.4, backend="torch")
         both = sparsify(first, keep_percent=25, start_percent=0.5, backend="torch")
         outputs = sample(both, Flux(0, *qkv), steps=2)
         for step, topk in zip(outputs, (1.0, 0.25), strict=True):

@@ -406,6 +406,7 @@ class TestErrors:
             (TypeError, "pvthreshd: expected .* got str", {"pvthreshd": "50"}),
             (ValueError, "pv_threshold: expected one entry per query head .2., got 3", {"pvthreshd": torch.ones(3)}),
             (TypeError, "sink: expected .* got 'yes'", {"attention_sink": "yes"}),
+            (TypeError, "return_sparsity: expected a bool, got 'false'", {"return_sparsity": "false"}),
             (ValueError, "tensor_layout: expected one of 'HND', 'NHD', got 'BSHD'", {"tensor_layout": "BSHD"}),
             (TypeError, "output_dtype: expected a floating-point .* got torch.int8", {"output_dtype": torch.int8}),
             (TypeError, "output_dtype: expected .* got 'float16'", {"output_dtype": "float16"}),
@@ -416,7 +417,7 @@ class TestErrors:
         self, call: Call, extra: dict[str, Any], error: type[Exception], message: str, options: dict[str, Any]
     ) -> None:
         with pytest.raises(error, match=message):
-            call(*make_qkv(100), **options, **extra)
+            call(*make_qkv(100), **extra | options)
 
     @PREDICTING
     @pytest.mark.parametrize(
@@ -456,7 +457,8 @@ def spas_sage_attn(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.syspath_prepend(str(REPOSITORY / "compat" / "src"))
     assert "spas_sage_attn" not in sys.modules
     yield importlib.import_module("spas_sage_attn")
-    del sys.modules["spas_sage_attn"]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "spas_sage_attn"]:
+        del sys.modules[name]
 
 
 class TestDistribution:
@@ -464,6 +466,21 @@ class TestDistribution:
         assert Path(str(spas_sage_attn.__file__)).is_relative_to(REPOSITORY / "compat")
         assert sorted(spas_sage_attn.__all__) == sorted(compat.__all__)
         assert all(getattr(spas_sage_attn, name) is getattr(compat, name) for name in compat.__all__)
+
+    @pytest.mark.usefixtures("spas_sage_attn")
+    def test_published_modules(self) -> None:
+        """The functions are where they were; other names say what does their work."""
+        core = importlib.import_module("spas_sage_attn.core")
+        assert all(getattr(core, name) is getattr(compat, name) for name in compat.__all__)
+        for module, instead in (
+            ("core", r"sparge\.attention"),
+            ("autotune", r"sparge\.calibrate\(model, inputs\)"),
+            ("utils", r"sparge\.predict"),
+        ):
+            message = rf"spas_sage_attn\.{module}\.anything: expected a name that sparge serves.*use .*{instead}"
+            with pytest.raises(ImportError, match=message):
+                exec(f"from spas_sage_attn.{module} import anything")
+            assert not hasattr(importlib.import_module(f"spas_sage_attn.{module}"), "__wrapped__")
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     @causality

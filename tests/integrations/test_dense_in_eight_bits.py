@@ -16,7 +16,6 @@ from sparge import Dense, Policy, decide
 from sparge.backends import base
 from sparge.decide import Reason
 from sparge.evaluate.variants import parse_variant, share_computed
-from sparge.integrations import comfyui
 from sparge.integrations.calls import Layer, Steps, attend
 
 EIGHT = {"dense": "8bit", "quantization": "int8_fp8"}
@@ -151,12 +150,6 @@ def test_a_video_or_picture_model(name: str) -> None:
     assert sparge.stats().sparse == 0
     assert sparge.stats().reasons["dense in 8 bits: dense layer"] >= 2
     assert 1e-6 < relative(got, expected) < 0.05
-
-
-def test_comfyui_without_quantization() -> None:
-    """A call that asks for float32 has no 8 bits."""
-    sparse = comfyui._Sparse(NAMED, 1.0, 0.0)
-    assert (sparse.unquantized.quantization, sparse.unquantized.dense) == ("none", "16bit")
 
 
 def test_words_of_a_variant() -> None:

@@ -164,6 +164,14 @@ class TestCommandLine:
             run("cogvideox", output="out.mp4")
         assert "imageio" in capsys.readouterr().err
 
+    @pytest.mark.parametrize("topk", ["50", "0", "half"])
+    def test_a_share_that_is_none_is_refused_before_the_work(
+        self, topk: str, run: Run, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(SystemExit):
+            run("wan", model="nowhere", topk=topk)
+        assert "argument --topk" in capsys.readouterr().err
+
     def test_policy_with_an_unknown_field(self, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "policy.json").write_text('{"dense_start": 2}')
         with pytest.raises(SystemExit):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -535,6 +536,14 @@ class TestErrors:
         with pytest.raises(NotImplementedError, match="expected a model that supports SDPA"):
             sparge.enable(model)
         assert model.config._attn_implementation == "sdpa"
+
+    @pytest.mark.parametrize("framework", ["transformers", "diffusers"])
+    def test_a_framework_that_is_not_installed(self, framework: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, framework, None)
+        message = rf"expected {framework} to be installed, got none: pip install 'sparge\[{framework}\]'"
+        for policy in (None, Policy()):
+            with pytest.raises(ImportError, match=message):
+                sparge.register(policy, framework)
 
     @pytest.mark.parametrize("name", ["indices", "block_indices"])
     def test_arguments_that_change_the_result(self, name: str) -> None:

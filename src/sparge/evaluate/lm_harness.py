@@ -54,7 +54,7 @@ def run(policy: Policy, arguments: Sequence[str]) -> None:
     try:
         from lm_eval.__main__ import cli_evaluate
     except ImportError as error:
-        raise ImportError(f"expected lm_eval to be installed (pip install lm_eval), got {error!r}") from error
+        raise ImportError(f"expected lm_eval to be installed (pip install 'lm_eval[hf]'), got {error!r}") from error
     sparge.register(policy)
     before = sys.argv
     sys.argv = ["lm_eval", *words]

@@ -101,7 +101,8 @@ def attention_override(
     It is a function and not an object, because ComfyUI copies the options of a model deeply, over and over.
 
     Args:
-        keep_percent: share of the blocks that a call keeps, in percent: (0, 100].
+        keep_percent: share of the blocks that a call keeps, in percent: (0, 100]. 100 is dense attention: in 8 bits
+            where those are faster (GPUs), elsewhere what the model would do without.
         start_sigma: steps with more noise than this run dense.
         end_sigma: steps with less noise than this run dense.
         dense_blocks: blocks that run dense: "0, 1, -1" or "0-3, -1". A number counts within a list of blocks: 0 is the
@@ -184,7 +185,8 @@ class _Sparse:
 
     def __init__(self, policy: Policy, start_sigma: float, end_sigma: float) -> None:
         self.policy = policy
-        self.unquantized = replace(policy, quantization="none", dense="16bit")
+        self.unquantized = replace(policy, quantization="none")
+        self.over_all = replace(policy, dense="8bit") if policy.topk == 1 else None
         self.sigmas = None if start_sigma == math.inf and end_sigma <= 0 else _SigmaRange(start_sigma, end_sigma)
         self.text = _TextTokens()
         self.told = False
@@ -219,13 +221,16 @@ class _Sparse:
         is_inside = True if self.sigmas is None else self.sigmas.contain(options.get("sigmas"))
         unknown_step = "start_percent or end_percent, but the call has no sigmas" if is_inside is None else None
         exact = attn_precision == torch.float32 or not low_precision_attention
+        layer = Layer(
+            name,
+            self.unquantized if exact else self.policy,
+            is_dense_block,
+            _DENSE_STEP if is_inside is False else None,
+        )
+        if self.over_all is not None and layer.steps is None and not is_dense_block:
+            layer = Layer(name, self.unquantized if exact else self.over_all, dense=True)
         output = attend(
-            Layer(
-                name,
-                self.unquantized if exact else self.policy,
-                is_dense_block,
-                _DENSE_STEP if is_inside is False else None,
-            ),
+            layer,
             q,
             k,
             v,
@@ -239,7 +244,8 @@ class _Sparse:
             return None
         if not self.told and not torch.compiler.is_compiling():
             self.told = True
-            _log.info("sparge: sparse attention is on, %d tokens, %s", k.shape[2], name or "no name for the block")
+            kind = "sparse attention" if self.over_all is None else "attention in 8 bits"
+            _log.info("sparge: %s is on, %d tokens, %s", kind, k.shape[2], name or "no name for the block")
         return output if skip_output_reshape else output.transpose(1, 2).flatten(2)
 
 

@@ -1,0 +1,24 @@
+"""The published module of the attention functions: `spas_sage_attn` has them all."""
+
+from typing import Any
+
+from spas_sage_attn import (
+    block_sparse_sage2_attn_cuda,
+    spas_sage2_attn_meansim_cuda,
+    spas_sage2_attn_meansim_topk_cuda,
+    spas_sage_attn_meansim_cuda,
+    spas_sage_attn_meansim_topk_cuda,
+)
+from spas_sage_attn._missing import refuse
+
+__all__ = [
+    "block_sparse_sage2_attn_cuda",
+    "spas_sage2_attn_meansim_cuda",
+    "spas_sage2_attn_meansim_topk_cuda",
+    "spas_sage_attn_meansim_cuda",
+    "spas_sage_attn_meansim_topk_cuda",
+]
+
+
+def __getattr__(name: str) -> Any:
+    return refuse(__name__, name, "one of the five functions, or sparge.attention, which has their options")
