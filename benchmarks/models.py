@@ -1,113 +1,185 @@
-"""Time of a forward pass of whole models with random weights, stock and sparse: `python -m benchmarks.models`.
+"""Time of whole models with random weights, stock, in 8 bits and sparse: `python -m benchmarks.models`.
 
-Shapes are those of published models; weights are random, so attention has little structure and the error says how far
-sparse and stock outputs differ on such input, not how a trained model looks. What it shows is the speed that is left
-when everything around attention runs as well. Needs a CUDA device.
+Shapes are those of published models (`model_shapes`); weights are random, so attention has little structure and the
+error says how far sparse and stock outputs differ on such input, not how a trained model looks. What it shows is the
+speed that is left when everything around attention runs as well. Needs a CUDA device.
+
+    forward     a forward pass: stock, dense in 8 bits, and with shares of the blocks; eager, or block by block compiled
+    schedule    20 steps of denoising, the first fifth of them dense, in 16 bits and in 8
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import sparge
 from benchmarks.measure import append_row
-from sparge.bench.timing import Variant, time_on_cuda
+from benchmarks.model_shapes import CASES, Case, build
+from sparge.bench.timing import device_seconds, take_turns
 
 RESULTS = Path(__file__).parent / "results" / "models.jsonl"
-
-
-def wan() -> tuple[Any, Callable[[Any], Tensor]]:
-    """Wan 2.1 T2V 1.3B: 81 frames of 832 x 480 are 32 760 tokens."""
-    from diffusers import WanTransformer3DModel
-
-    model = WanTransformer3DModel(num_attention_heads=12, ffn_dim=8960, num_layers=30)
-    video = torch.randn(1, 16, 21, 60, 104, device="cuda", dtype=torch.bfloat16)
-    text = torch.randn(1, 512, 4096, device="cuda", dtype=torch.bfloat16)
-    step = torch.tensor([500], device="cuda")
-    return model, lambda model: model(video, step, text, return_dict=False)[0]
-
-
-def llama() -> tuple[Any, Callable[[Any], Tensor]]:
-    """Llama 3.1 8B: prefill of 32 768 tokens."""
-    from transformers import LlamaConfig, LlamaModel
-
-    config = LlamaConfig(
-        vocab_size=1024,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=131072,
-    )
-    tokens = torch.randint(0, 1024, (1, 32768), device="cuda")
-    return LlamaModel(config), lambda model: model(tokens, use_cache=False).last_hidden_state
-
-
-MODELS = {"Wan 2.1 1.3B": wan, "Llama 3.1 8B": llama}
+STEPS, DENSE_STEPS = 20, 0.2
 
 
 @contextmanager
-def enabled(model: Any, policy: sparge.Policy) -> Iterator[None]:
+def enabled(case: Case, policy: sparge.Policy, scheduler: Any = None) -> Iterator[None]:
     """The model with sparse attention, and as it was afterwards."""
-    sparge.enable(model, policy)
+    sparge.enable(case.model, policy, scheduler=scheduler)
     try:
         yield
     finally:
-        sparge.disable(model)
+        sparge.disable(case.model)
+
+
+def in_eight_bits(case: Case) -> sparge.Policy:
+    """Every layer dense, in 8 bits where that is faster."""
+    config = case.model.config
+    names = ("num_layers", "num_single_layers", "num_hidden_layers")
+    layers = sum(getattr(config, name, None) or 0 for name in names)
+    return sparge.Policy(dense_layers=tuple(range(layers)), dense="8bit")
+
+
+@contextmanager
+def compiled(model: nn.Module) -> Iterator[None]:
+    """Blocks compiled by themselves, as both frameworks recommend it."""
+    blocks = [block for part in model.children() if isinstance(part, nn.ModuleList) for block in part]
+    for block in blocks:
+        block.compile(fullgraph=True)
+    try:
+        yield
+    finally:
+        for block in blocks:
+            block._compiled_call_impl = None
+        torch.compiler.reset()
 
 
 @torch.no_grad()
-def measure(name: str, shares: list[float], repeats: int) -> Iterator[dict[str, Any]]:
-    """A row for each share of kept blocks."""
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
-        model, forward = MODELS[name]()
-    torch.set_default_dtype(torch.float32)
-    model.eval()
-    stock = forward(model).float()
-    run = partial(forward, model)
-    policies = {f"{topk}": partial(enabled, model, sparge.Policy(topk=topk)) for topk in shares}
-    variants = {"stock": Variant(run)} | {topk: Variant(run, context) for topk, context in policies.items()}
-    timings = time_on_cuda(variants, repeats, graphs=False)
-    for variant, timing in timings.items():
-        if timing.ms is None:
-            raise RuntimeError(f"expected a forward pass of {name}, {variant}, got {timing.problem}")
-    for topk in shares:
-        with policies[f"{topk}"]():
+def forward_rows(
+    name: str, case: Case, shares: list[float], repeats: int, is_compiled: bool
+) -> Iterator[dict[str, Any]]:
+    """A row for each way to run a forward pass."""
+    step = torch.tensor([500.0], device="cuda")
+
+    def run() -> Tensor:
+        return case.forward(case.model, case.latents, step)
+
+    policies = {"8 bits": in_eight_bits(case)} | {f"{share:g}": sparge.Policy(topk=share) for share in shares}
+    contexts: dict[str, Callable[[], Any]] = {"stock": nullcontext}
+    contexts |= {variant: partial(enabled, case, policy) for variant, policy in policies.items()}
+    stock = run().float()
+    found: dict[str, tuple[float, sparge.Stats]] = {}
+
+    def clock(variant: str) -> float:
+        with contexts[variant]():
+            if variant not in found:
+                run()  # compiles and tunes
+                sparge.reset_stats()
+                error = float((run().float() - stock).abs().sum() / stock.abs().sum())
+                found[variant] = error, sparge.stats()
+            return device_seconds(run, untimed=0, timed=1)
+
+    with compiled(case.model) if is_compiled else nullcontext():
+        times = take_turns({variant: partial(clock, variant) for variant in contexts}, repeats, discarded=0)
+    milliseconds = {variant: 1e3 * statistics.median(values) for variant, values in times.items()}
+    for variant in policies:
+        error, stats = found[variant]
+        yield {
+            "case": "forward",
+            "model": name,
+            "variant": variant,
+            "topk": None if variant == "8 bits" else float(variant),
+            "compiled": is_compiled,
+            "stock_ms": milliseconds["stock"],
+            "sparse_ms": milliseconds[variant],
+            "density": stats.density if stats.sparse else 1.0,
+            "relative_l1": error,
+            "reasons": stats.reasons,
+        }
+
+
+@torch.no_grad()
+def schedule_rows(name: str, case: Case, share: float, repeats: int) -> Iterator[dict[str, Any]]:
+    """A row for each way to run the dense steps of a schedule."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    scheduler = FlowMatchEulerDiscreteScheduler()
+
+    def run() -> Tensor:
+        scheduler.set_timesteps(STEPS, device="cuda")
+        latents = case.latents
+        assert latents is not None
+        for step in scheduler.timesteps:
+            noise = case.forward(case.model, latents, step[None])
+            latents = scheduler.step(noise, step, latents, return_dict=False)[0]
+        return latents
+
+    contexts: dict[str, Callable[[], Any]] = {"stock": nullcontext}
+    for dense in ("16bit", "8bit"):
+        policy = sparge.Policy(topk=share, dense_first_steps=DENSE_STEPS, dense=dense)  # type: ignore[arg-type]
+        contexts[dense] = partial(enabled, case, policy, scheduler)
+    found: dict[str, tuple[Tensor, sparge.Stats]] = {}
+
+    def clock(variant: str) -> float:
+        with contexts[variant]():
+            case.forward(case.model, case.latents, torch.tensor([500.0], device="cuda"))  # compiles and tunes
             sparge.reset_stats()
-            error = float((run().float() - stock).abs().sum() / stock.abs().sum())
-            stats = sparge.stats()
-        row = {"case": "forward", "model": name, "topk": topk}
-        row |= {"stock_ms": timings["stock"].ms, "sparse_ms": timings[f"{topk}"].ms}
-        yield {**row, "density": stats.density, "relative_l1": error, "reasons": stats.reasons}
-    assert torch.equal(forward(model).float(), stock), "disable restores"
+            outputs: list[Tensor] = []
+            seconds = device_seconds(lambda: outputs.append(run()), untimed=0, timed=1)
+            found[variant] = outputs[-1].float(), sparge.stats()
+            return seconds
+
+    times = take_turns({variant: partial(clock, variant) for variant in contexts}, repeats, discarded=0)
+    stock = found["stock"][0]
+    for variant in ("16bit", "8bit"):
+        output, stats = found[variant]
+        yield {
+            "case": "schedule",
+            "model": name,
+            "variant": variant,
+            "topk": share,
+            "steps": STEPS,
+            "dense_steps": DENSE_STEPS,
+            "stock_ms": 1e3 * statistics.median(times["stock"]),
+            "sparse_ms": 1e3 * statistics.median(times[variant]),
+            "density": stats.density,
+            "relative_l1": float((output - stock).abs().sum() / stock.abs().sum()),
+            "reasons": stats.reasons,
+        }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--topk", type=float, nargs="+", default=[0.5, 0.25, 0.15])
-    parser.add_argument("--models", nargs="+", default=list(MODELS))
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--models", nargs="+", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--compiled", action="store_true", help="blocks compiled by themselves instead of eager")
+    parser.add_argument("--schedule", action="store_true", help="whole schedules at a quarter, not forward passes")
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
     for name in args.models:
-        for row in measure(name, args.topk, args.repeats):
+        case = build(name)
+        if args.schedule:
+            rows = schedule_rows(name, case, 0.25, args.repeats)
+        else:
+            rows = forward_rows(name, case, args.topk, args.repeats, args.compiled)
+        for row in rows:
             append_row(args.results, row, gpu=True)
             print(
-                "{model} topk {topk}: {stock_ms:.1f} -> {sparse_ms:.1f} ms, density {density:.3f}, "
+                "{case} {model}, {variant}: {stock_ms:.1f} -> {sparse_ms:.1f} ms, density {density:.3f}, "
                 "relative L1 {relative_l1:.4f}, {reasons}".format(**row),
                 flush=True,
             )
+        del case
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,152 @@
+"""Published models in their real shapes, with random weights and inputs, on the GPU in bf16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and what it is called with.
+
+    Attributes:
+        model: in bf16, on the GPU.
+        latents: what is denoised; None for a language model.
+        forward: the model's output for a model, latents and a timestep.
+    """
+
+    model: Any
+    latents: Tensor | None
+    forward: Callable[[Any, Tensor | None, Tensor], Tensor]
+
+
+def wan_small() -> Case:
+    """Wan 2.1 T2V 1.3B: 81 frames of 832 x 480 are 32 760 tokens."""
+    return _wan(heads=12, width=8960, layers=30, video=(21, 60, 104))
+
+
+def wan_large() -> Case:
+    """Wan 2.1 T2V 14B: 81 frames of 1280 x 720 are 75 600 tokens."""
+    return _wan(heads=40, width=13824, layers=40, video=(21, 90, 160))
+
+
+def _wan(heads: int, width: int, layers: int, video: tuple[int, int, int]) -> Case:
+    from diffusers import WanTransformer3DModel
+
+    model = WanTransformer3DModel(num_attention_heads=heads, ffn_dim=width, num_layers=layers)
+    text = torch.randn(1, 512, 4096)
+    return Case(
+        model, torch.randn(1, 16, *video), lambda model, latents, step: model(latents, step, text, return_dict=False)[0]
+    )
+
+
+def hunyuanvideo() -> Case:
+    """HunyuanVideo: 129 frames of 1280 x 720 are 118 800 tokens, and 256 of text."""
+    from diffusers import HunyuanVideoTransformer3DModel
+
+    model = HunyuanVideoTransformer3DModel()
+    text, pooled = torch.randn(1, 256, 4096), torch.randn(1, 768)
+    mask, guidance = torch.ones(1, 256), torch.tensor([6000.0])
+
+    def forward(model: Any, latents: Tensor | None, step: Tensor) -> Tensor:
+        output: Tensor = model(latents, step, text, mask, pooled, guidance=guidance, return_dict=False)[0]
+        return output
+
+    return Case(model, torch.randn(1, 16, 33, 90, 160), forward)
+
+
+def flux(side: int = 64) -> Case:
+    """Flux 1: 1024 x 1024 pixels are 4096 tokens, 2048 x 2048 are 16 384; and 512 of text."""
+    from diffusers import FluxTransformer2DModel
+
+    model = FluxTransformer2DModel(guidance_embeds=True)
+    text, pooled, guidance = torch.randn(1, 512, 4096), torch.randn(1, 768), torch.tensor([3.5])
+    places = torch.cartesian_prod(torch.zeros(1), torch.arange(float(side)), torch.arange(float(side)))
+    text_places = torch.zeros(512, 3)
+
+    def forward(model: Any, latents: Tensor | None, step: Tensor) -> Tensor:
+        output: Tensor = model(
+            latents,
+            text,
+            pooled,
+            step / 1000,
+            img_ids=places,
+            txt_ids=text_places,
+            guidance=guidance,
+            return_dict=False,
+        )[0]
+        return output
+
+    return Case(model, torch.randn(1, side * side, 64), forward)
+
+
+def flux_large() -> Case:
+    """Flux 1 at 2048 x 2048 pixels."""
+    return flux(128)
+
+
+def qwen_image() -> Case:
+    """Qwen-Image, 20B: 1664 x 928 pixels are 6032 tokens, and 256 of text."""
+    from diffusers import QwenImageTransformer2DModel
+
+    model = QwenImageTransformer2DModel()
+    text = torch.randn(1, 256, 3584)
+    mask = torch.ones(1, 256, dtype=torch.bool)
+
+    def forward(model: Any, latents: Tensor | None, step: Tensor) -> Tensor:
+        output: Tensor = model(latents, text, mask, step / 1000, img_shapes=[[(1, 58, 104)]], return_dict=False)[0]
+        return output
+
+    return Case(model, torch.randn(1, 58 * 104, 64), forward)
+
+
+def llama(tokens: int = 32768) -> Case:
+    """Llama 3.1 8B: prefill of 32 768 tokens."""
+    from transformers import LlamaConfig, LlamaModel
+
+    config = LlamaConfig(
+        vocab_size=1024,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+    )
+    prompt = torch.randint(0, 1024, (1, tokens))
+    return Case(LlamaModel(config), None, lambda model, *_: model(prompt, use_cache=False).last_hidden_state)
+
+
+def llama_long() -> Case:
+    """Llama 3.1 8B: prefill of 131 072 tokens."""
+    return llama(131072)
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "Wan 2.1 1.3B": wan_small,
+    "Wan 2.1 14B": wan_large,
+    "HunyuanVideo": hunyuanvideo,
+    "Flux, 1024 x 1024": flux,
+    "Flux, 2048 x 2048": flux_large,
+    "Qwen-Image": qwen_image,
+    "Llama 3.1 8B": llama,
+    "Llama 3.1 8B, 128K": llama_long,
+}
+
+
+def build(name: str) -> Case:
+    """A model of the table, seeded, for inference."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("cuda"):
+            case = CASES[name]()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    case.model.eval()
+    return case
