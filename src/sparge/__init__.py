@@ -15,6 +15,7 @@ from sparge.api import attention, block_sparse_attention, predict
 from sparge.block_mask import BlockMask
 from sparge.config import Budget, Dense, Mean, Moment, Spread, TopCdf, TopK
 from sparge.stats import LayerStats, Stats, reset_stats, stats
+from sparge.varlen import varlen_attention
 
 if TYPE_CHECKING:
     from sparge.calibration import Profile, calibrate
@@ -45,6 +46,7 @@ __all__ = [
     "replace_sdpa",
     "reset_stats",
     "stats",
+    "varlen_attention",
 ]
 
 _WHEN_USED = {

@@ -56,19 +56,20 @@ SELECTION = {
 """What prediction needs besides."""
 
 
-def _schema(*parts: dict[str, str]) -> str:
+def schema(*parts: dict[str, str]) -> str:
+    """Arguments as the definition of an operator lists them."""
     return ", ".join(f"{kind} {name}" for part in parts for name, kind in part.items())
 
 
 _TENSORS = "Tensor query, Tensor key, Tensor value"
 _LISTS = "Tensor kv_num_blocks, Tensor kv_indices, Tensor visible_num_blocks"
-_CALL = _schema(ANY_CALL, SKIPPING, SELECTION)
+_CALL = schema(ANY_CALL, SKIPPING, SELECTION)
 _LIBRARY = torch.library.Library("sparge", "DEF")
 _LIBRARY.define(f"predict(Tensor query, Tensor key, {_CALL}) -> (Tensor, Tensor, Tensor)")
-_LIBRARY.define(f"attend({_TENSORS}, {_LISTS}, {_schema(ANY_CALL, SKIPPING)}) -> (Tensor, Tensor)")
+_LIBRARY.define(f"attend({_TENSORS}, {_LISTS}, {schema(ANY_CALL, SKIPPING)}) -> (Tensor, Tensor)")
 _LIBRARY.define(f"attention({_TENSORS}, {_CALL}) -> (Tensor, Tensor)")
 _LIBRARY.define("along(Tensor tokens, SymInt[] grid, str order, SymInt start, bool undo) -> Tensor")
-_LIBRARY.define(f"dense({_TENSORS}, {_schema(ANY_CALL)}, bool with_lse, str words) -> (Tensor, Tensor)")
+_LIBRARY.define(f"dense({_TENSORS}, {schema(ANY_CALL)}, bool with_lse, str words) -> (Tensor, Tensor)")
 
 
 def predict(query: Tensor, key: Tensor, call: Call, backend: str) -> BlockMask:

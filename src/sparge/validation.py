@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from numbers import Real
 from typing import Any, cast
 
@@ -322,3 +323,90 @@ def _broadcast_heads(mask: BlockMask, shape: Shape) -> BlockMask:
 def _check_mask_device(got: torch.device, expected: torch.device) -> None:
     if got != expected:
         raise ValueError(f"mask: expected the query's device {expected}, got {got}")
+
+
+def check_packed(query: Tensor, key: Tensor, value: Tensor) -> Shape:
+    """Check packed tensors (total_q, H, D), (total_k, Hkv, D), (total_k, Hkv, Dv), any of which may have no tokens.
+
+    Returns:
+        The sizes, as if the pack were one sequence.
+    """
+    whole = []
+    for name, tensor in (("q", query), ("k", key), ("v", value)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.is_nested or tensor.ndim != 3:
+            got = "a nested tensor" if tensor.is_nested else f"shape {tuple(tensor.shape)}"
+            raise ValueError(f"{name}: expected 3 dimensions (tokens, H, D), got {got}")
+        whole.append(tensor[None] if len(tensor) else tensor.new_empty(1, 1, *tensor.shape[1:]))
+    if len(value) != len(key):
+        raise ValueError(f"v: expected as many tokens as k has, {len(key)}, got {len(value)}")
+    *_, shape = check_query_key_value(whole[0], whole[1], whole[2], "NHD", enable_gqa=True)
+    return shape
+
+
+def check_bounds(name: str, bounds: Any, longest: Any, device: torch.device) -> None:
+    """Check what can be known of the bounds of segments, and of the length that none exceeds, without reading them."""
+    if isinstance(bounds, Tensor):
+        if bounds.ndim != 1 or bounds.dtype not in (torch.int32, torch.int64):
+            got = f"shape {tuple(bounds.shape)} and dtype {bounds.dtype}"
+            raise TypeError(f"{name}: expected int32 or int64 (n + 1,), got {got}")
+        if bounds.device.type != "cpu" and bounds.device != device:
+            raise ValueError(f"{name}: expected the query's device {device} or the CPU, got {bounds.device}")
+    elif not isinstance(bounds, (list, tuple)):
+        raise TypeError(f"{name}: expected a tensor, a list or a tuple of ints, got {type(bounds).__name__}")
+    elif not all(isinstance(bound, int) and not isinstance(bound, bool) for bound in bounds):
+        raise TypeError(f"{name}: expected ints, got {bounds!r}")
+    if longest is not None and (isinstance(longest, bool) or not isinstance(longest, (int, torch.SymInt))):
+        name = name.replace("cu_seqlens", "max_seqlen")
+        raise TypeError(f"{name}: expected an int or None, got {type(longest).__name__}")
+
+
+def check_segments(
+    bounds_q: Sequence[int], bounds_k: Sequence[int], totals: tuple[int, int], longest: tuple[int | None, int | None]
+) -> None:
+    """Check the bounds of segments against each other, the numbers of tokens and the lengths that none exceeds."""
+    for side, bounds, total, limit in zip("qk", (bounds_q, bounds_k), totals, longest, strict=True):
+        name = f"cu_seqlens_{side}"
+        if len(bounds) == 0 or bounds[0] != 0 or bounds[-1] != total:
+            got = f"{bounds[0]} ... {bounds[-1]}" if len(bounds) else "none"
+            raise ValueError(f"{name}: expected bounds from 0 to the {total} tokens of {side}, got {got}")
+        lengths = [stop - start for start, stop in pairwise(bounds)]
+        if min(lengths, default=0) < 0:
+            at = next(place for place, length in enumerate(lengths) if length < 0)
+            raise ValueError(f"{name}: expected rising bounds, got {bounds[at + 1]} behind {bounds[at]}")
+        if limit is not None and max(lengths, default=0) > limit:
+            raise ValueError(f"max_seqlen_{side}: expected {max(lengths)}, the longest segment, or more, got {limit}")
+    if len(bounds_q) != len(bounds_k):
+        raise ValueError(f"cu_seqlens_k: expected as many bounds as cu_seqlens_q, {len(bounds_q)}, got {len(bounds_k)}")
+
+
+def check_not_capturing(name: str, bounds: Tensor) -> None:
+    """Raise NotImplementedError where bounds would be read from a device while a CUDA graph is captured."""
+    if bounds.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise NotImplementedError(
+            f"{name}: expected bounds on the host (a list, a tuple or a CPU tensor) while a CUDA graph is captured, "
+            f"got a tensor on {bounds.device}"
+        )
+
+
+def resolve_window_size(window_size: Any, causal: bool) -> bool:
+    """Whether attention is causal, by FlashAttention's window and flag.
+
+    Raises:
+        NotImplementedError: any other window.
+    """
+    if not isinstance(window_size, (list, tuple)) or len(window_size) != 2:
+        raise TypeError(f"window_size: expected a pair (left, right), got {window_size!r}")
+    left, right = window_size
+    if left != -1 or right not in (-1, 0):
+        raise NotImplementedError(
+            f"window_size: expected (-1, -1), no window, or (-1, 0), causal attention, got {(left, right)}"
+        )
+    return causal or right == 0
+
+
+def check_softcap(softcap: Any) -> None:
+    """Raise NotImplementedError unless scores are left uncapped."""
+    if softcap != 0:
+        raise NotImplementedError(f"softcap: expected 0.0 (scores are not capped), got {softcap!r}")

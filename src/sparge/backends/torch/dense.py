@@ -7,6 +7,7 @@ memory in the square of the length.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -19,7 +20,7 @@ from sparge.geometry import Shape
 from sparge.visibility import allowed_elements
 
 MAX_MASK_ELEMENTS = 2**22
-"""Elements (batch x heads x queries x keys) up to which an element mask is made whole: 16 MiB."""
+"""Elements (heads x queries x keys) up to which the element mask of a sequence is made whole: 16 MiB."""
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -30,8 +31,10 @@ def attention(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Te
     aligned = not call.is_causal or shape.q_len == shape.kv_len
     if query.device.type == "cpu" and call.attn_mask is None and aligned:
         output, lse = _without_mask(query, key, value, call)
-    elif shape.batch * shape.heads * shape.q_len * shape.kv_len <= MAX_MASK_ELEMENTS:
-        output, lse = _with_element_mask(query, key, value, call)
+    elif shape.heads * shape.q_len * shape.kv_len <= MAX_MASK_ELEMENTS:  # what others of the batch are changes nothing
+        at_once = MAX_MASK_ELEMENTS // (shape.heads * shape.q_len * shape.kv_len)
+        parts = [_with_element_mask(*part) for part in _parts_of_batch(query, key, value, call, at_once)]
+        output, lse = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
     else:
         return blocks.attention(query, key, value, predict.predict(query, key, call), call)
     return output.to(query.dtype).contiguous(), lse.contiguous()
@@ -48,6 +51,19 @@ def _without_mask(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tupl
         query, key, value, is_causal=call.is_causal, scale=call.scale
     )
     return output[..., : shape.value_dim], lse
+
+
+def _parts_of_batch(
+    query: Tensor, key: Tensor, value: Tensor, call: Call, at_once: int
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Call]]:
+    """A call as several, of so many elements of its batch each."""
+    for start in range(0, call.shape.batch, at_once):
+        part = slice(start, start + at_once)
+        mask = call.attn_mask
+        if mask is not None and mask.shape[0] > 1:
+            mask = mask[part]
+        batch = len(query[part])
+        yield query[part], key[part], value[part], replace(call, shape=replace(call.shape, batch=batch), attn_mask=mask)
 
 
 def _with_element_mask(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,370 @@
+"""Packed sequences: attention within the segments of one long row of tokens, as FlashAttention's varlen function.
+
+A segment is attended to as if it were alone: it has its own blocks, prediction and budget, and is dense or sparse by
+its own sizes. Neighbours of equal lengths are one batched call on views of the pack; nothing is copied before it.
+
+The bounds are read on the host, once for each tensor. In a compiled program the whole pack is one operator, which reads
+them when it runs:
+
+    varlen(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, ANY_CALL, SKIPPING, SELECTION,
+           with_lse) -> (output, lse)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast, overload
+
+import torch
+from torch import Tensor
+
+from sparge import api, decide, ops, validation
+from sparge.backends import base
+from sparge.call import Call
+from sparge.config import Dense, OnUnsupported, PerHead, Quantization, Score, ScoreName, Skipped, Sparsity
+from sparge.decide import Reason
+from sparge.derivatives import needs_derivatives
+from sparge.geometry import Shape
+
+Bounds = Tensor | Sequence[int]
+"""Where segments begin, and where the last one ends: n + 1 numbers, on the host or the query's device."""
+
+_READ = "_sparge_bounds"
+
+
+@overload
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Bounds,
+    cu_seqlens_k: Bounds,
+    max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ...,
+    dropout_p: float = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    *,
+    topk: PerHead | None = ...,
+    sparsity: Sparsity | None = ...,
+    score: ScoreName | Score = ...,
+    quantization: Quantization = ...,
+    skipped: Skipped = ...,
+    return_lse: Literal[False] = ...,
+    backend: str = ...,
+    on_unsupported: OnUnsupported = ...,
+) -> Tensor: ...
+
+
+@overload
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Bounds,
+    cu_seqlens_k: Bounds,
+    max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ...,
+    dropout_p: float = ...,
+    softmax_scale: float | None = ...,
+    causal: bool = ...,
+    window_size: tuple[int, int] = ...,
+    softcap: float = ...,
+    *,
+    topk: PerHead | None = ...,
+    sparsity: Sparsity | None = ...,
+    score: ScoreName | Score = ...,
+    quantization: Quantization = ...,
+    skipped: Skipped = ...,
+    return_lse: Literal[True],
+    backend: str = ...,
+    on_unsupported: OnUnsupported = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Bounds,
+    cu_seqlens_k: Bounds,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    *,
+    topk: PerHead | None = None,
+    sparsity: Sparsity | None = None,
+    score: ScoreName | Score = "moment",
+    quantization: Quantization = "auto",
+    skipped: Skipped = "auto",
+    return_lse: bool = False,
+    backend: str = "auto",
+    on_unsupported: OnUnsupported = "raise",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Sparse attention within the segments of packed sequences, with the arguments of FlashAttention's varlen function.
+
+    The result is that of `sparge.attention` for each segment by itself: what a segment is packed with changes nothing.
+
+    Args:
+        q: (total_q, H, D), the queries of all segments one after another; float16, bfloat16 or float32.
+        k: (total_k, H_kv, D); H is a multiple of H_kv.
+        v: (total_k, H_kv, D_v).
+        cu_seqlens_q: where the queries of each segment begin, and total_q: (n + 1,) int32 or int64, on the query's
+            device or the CPU; or a list or tuple of ints. A tensor on a device is read once, which waits for it, and
+            again when it was changed (or may have been, made under ``torch.inference_mode()``).
+        cu_seqlens_k: the same for keys. Segments may be empty on either side.
+        max_seqlen_q, max_seqlen_k: lengths that no segment exceeds. Not needed: if given, they are checked.
+        dropout_p: 0.0; sparse attention has no dropout.
+        softmax_scale: factor on the scores, 1 / sqrt(D) by default.
+        causal: query i of a segment sees its keys up to i + S_k - S_q (aligned bottom-right).
+        window_size: (-1, -1), no window; or (-1, 0), which is ``causal=True``.
+        softcap: 0.0; scores are not capped.
+        return_lse: also return the log-sum-exp of the scores.
+
+    The other arguments are those of `sparge.attention`, and hold for each segment: ``topk=0.25`` is a budget of each.
+    `sparge.stats` counts the calls that are made, one for each run of neighbours of equal lengths.
+
+    Returns:
+        The output (total_q, H, D_v) in the query's dtype. With ``return_lse`` also the LSE (H, total_q), natural log,
+        float32. A query that sees nothing gives 0 and -inf.
+
+    Raises:
+        TypeError, ValueError: an argument is not what was expected.
+        NotImplementedError: dropout, gradients, windows, capped scores, head_dim or device that cannot be served;
+            bounds on a device while a CUDA graph is captured.
+
+    Example:
+        >>> import torch, sparge
+        >>> q, k, v = (torch.randn(8192 + 300, 2, 64) for _ in range(3))
+        >>> out, lse = sparge.varlen_attention(q, k, v, [0, 4096, 8192, 8492], [0, 4096, 8192, 8492],
+        ...                                    causal=True, topk=0.25, return_lse=True)
+        >>> out.shape, lse.shape
+        (torch.Size([8492, 2, 64]), torch.Size([2, 8492]))
+        >>> alone = sparge.attention(q[None, :4096], k[None, :4096], v[None, :4096],
+        ...                          is_causal=True, topk=0.25, layout="NHD")
+        >>> torch.equal(out[None, :4096], alone)
+        True
+    """
+    validation.check_choice("on_unsupported", on_unsupported, validation.ON_UNSUPPORTED)
+    validation.check_flag("causal", causal)
+    is_causal = validation.resolve_window_size(window_size, causal)
+    validation.check_softcap(softcap)
+    shape = validation.check_packed(q, k, v)
+    validation.check_bounds("cu_seqlens_q", cu_seqlens_q, max_seqlen_q, q.device)
+    validation.check_bounds("cu_seqlens_k", cu_seqlens_k, max_seqlen_k, q.device)
+    validation.check_choice("skipped", skipped, validation.SKIPPED)
+    rule = validation.resolve_sparsity(topk, sparsity, shape.heads)
+    call = Call(
+        shape=shape,
+        is_causal=is_causal,
+        scale=validation.check_scale(softmax_scale, shape.head_dim),
+        sparsity=rule,
+        score=validation.resolve_score(score),
+        quantization=validation.resolve_quantization_name(quantization),
+        pv_threshold=None if isinstance(rule, Dense) else rule.pv_threshold,
+        skipped=skipped,
+    )
+    longest = (max_seqlen_q, max_seqlen_k)
+    obstacle = decide.unsupported(shape, dropout_p, needs_derivatives(q, k, v))
+    if torch.compiler.is_compiling() and obstacle is None:
+        bounds = (torch.as_tensor(bounds) for bounds in (cu_seqlens_q, cu_seqlens_k))
+        output, lse = torch.ops.sparge.varlen(q, k, v, *bounds, *longest, *ops.pack(call, backend), return_lse)
+    else:
+        options = {"dropout_p": dropout_p, "backend": backend, "on_unsupported": on_unsupported}
+        output, lse = _attend(q, k, v, cu_seqlens_q, cu_seqlens_k, longest, call, return_lse, options)
+    return (output, lse) if return_lse else output
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring segments of equal lengths.
+
+    Attributes:
+        count: how many.
+        q_start, kv_start: where the first one begins.
+        q_len, kv_len: of each.
+    """
+
+    count: int
+    q_start: int
+    q_len: int
+    kv_start: int
+    kv_len: int
+
+    def queries(self, tokens: Tensor) -> Tensor:
+        """(total_q, H, D) -> (count, q_len, H, D), a view."""
+        return _cut(tokens, self.q_start, self.count, self.q_len)
+
+    def keys(self, tokens: Tensor) -> Tensor:
+        """(total_k, H_kv, D) -> (count, kv_len, H_kv, D), a view."""
+        return _cut(tokens, self.kv_start, self.count, self.kv_len)
+
+
+def runs_of(bounds_q: Sequence[int], bounds_k: Sequence[int]) -> list[Run]:
+    """The segments in their order, neighbours of equal lengths together, those without queries left out.
+
+    Example:
+        >>> runs_of([0, 4, 8, 8, 9], [0, 4, 8, 8, 12])
+        [Run(count=2, q_start=0, q_len=4, kv_start=0, kv_len=4), Run(count=1, q_start=8, q_len=1, kv_start=8, kv_len=4)]
+    """
+    runs: list[Run] = []
+    for q_start, q_stop, kv_start, kv_stop in zip(
+        bounds_q[:-1], bounds_q[1:], bounds_k[:-1], bounds_k[1:], strict=True
+    ):
+        q_len, kv_len = q_stop - q_start, kv_stop - kv_start
+        if q_len == 0:
+            continue
+        last = runs[-1] if runs else None
+        if (
+            last is not None
+            and (last.q_len, last.kv_len) == (q_len, kv_len)
+            and last.kv_start + last.count * kv_len == kv_start  # no keys of a segment without queries between them
+        ):
+            runs[-1] = replace(last, count=last.count + 1)
+        else:
+            runs.append(Run(1, q_start, q_len, kv_start, kv_len))
+    return runs
+
+
+def _cut(tokens: Tensor, start: int, count: int, length: int) -> Tensor:
+    return tokens[start : start + count * length].unflatten(0, (count, length))
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Bounds,
+    cu_seqlens_k: Bounds,
+    longest: tuple[int | None, int | None],
+    call: Call,
+    with_lse: bool,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    """All segments: output (total_q, H, Dv) and, if it is asked for, LSE (H, total_q).
+
+    Args:
+        call: what is asked of every segment, with the sizes of the pack.
+        options: what `sparge.attention` takes besides.
+    """
+    bounds_q, bounds_k = _read("cu_seqlens_q", cu_seqlens_q), _read("cu_seqlens_k", cu_seqlens_k)
+    validation.check_segments(bounds_q, bounds_k, (len(query), len(key)), longest)
+    outputs, lses = [], []
+    for run in runs_of(bounds_q, bounds_k):
+        for part in _decided_as_one(run, call, options["backend"], query.device):
+            output, lse = _attend_run(part, query, key, value, call, with_lse, options)
+            outputs.append(output.flatten(0, 1))  # [tokens, H, Dv]
+            if lse is not None:
+                lses.append(lse.transpose(0, 1).flatten(1))  # [H, tokens]
+    if len(outputs) == 1:
+        return outputs[0], lses[0] if with_lse else None
+    nothing = _nothing(query[:0], call.shape)
+    output = torch.cat([*outputs, nothing[0]])
+    return output, torch.cat([*lses, nothing[1]], 1) if with_lse else None
+
+
+def _attend_run(
+    run: Run, query: Tensor, key: Tensor, value: Tensor, call: Call, with_lse: bool, options: dict[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    """Output (count, q_len, H, Dv) and, if it is asked for, LSE (count, H, q_len) of a run."""
+    queries = run.queries(query)
+    if run.kv_len == 0:
+        decide.count(Reason.NOTHING_VISIBLE)
+        output, lse = _nothing(queries.flatten(0, 1), call.shape)
+        return output.unflatten(0, queries.shape[:2]), lse.unflatten(1, queries.shape[:2]).transpose(0, 1)
+    asked = {
+        "is_causal": call.is_causal,
+        "scale": call.scale,
+        "sparsity": call.sparsity,
+        "score": call.score,
+        "quantization": call.quantization,
+        "skipped": call.skipped,
+        "return_lse": with_lse,
+        **options,
+    }
+    result: Any = api.attention(queries, run.keys(key), run.keys(value), enable_gqa=True, layout="NHD", **asked)
+    return result if with_lse else (result, None)
+
+
+def _nothing(query: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+    """Output and LSE of queries (tokens, H, D) that see no key."""
+    sizes = (len(query), shape.heads)
+    lse = query.new_full(sizes[::-1], -math.inf, dtype=torch.float32)
+    return query.new_zeros(*sizes, shape.value_dim), lse
+
+
+def _decided_as_one(run: Run, call: Call, backend: str, device: torch.device) -> Iterator[Run]:
+    """The run in batches that are dense or sparse as each of their segments would be by itself.
+
+    A batch has more scores than a segment, and may be above the crossover where that is below it.
+    """
+    one = replace(call.shape, batch=1, q_len=run.q_len, kv_len=run.kv_len)
+    chosen = base.resolve(backend, device)
+    asked = (call.is_causal, call.sparsity, call.quantization, backend, chosen)
+    at_once = run.count
+    if decide.by_arguments(one, *asked) is not decide.by_arguments(replace(one, batch=run.count), *asked):
+        at_once = max(1, (base.crossover_of(chosen).scores - 1) // (one.heads * one.q_len * one.kv_len))
+    for first in range(0, run.count, at_once):
+        yield replace(
+            run,
+            count=min(at_once, run.count - first),
+            q_start=run.q_start + first * run.q_len,
+            kv_start=run.kv_start + first * run.kv_len,
+        )
+
+
+def _read(name: str, bounds: Bounds) -> Sequence[int]:
+    """The bounds as numbers; those on a device are remembered until their tensor is written to.
+
+    Raises:
+        NotImplementedError: a CUDA graph is being captured, and they were not read before.
+    """
+    if not isinstance(bounds, Tensor):
+        return bounds
+    if bounds.device.type == "cpu":
+        return bounds.tolist()
+    version = None if bounds.is_inference() else bounds._version  # inference tensors may change without a trace
+    version_then, found = getattr(bounds, _READ, (None, ()))
+    if version is not None and version == version_then:
+        return cast(Sequence[int], found)
+    validation.check_not_capturing(name, bounds)
+    numbers: Sequence[int] = bounds.tolist()
+    setattr(bounds, _READ, (version, numbers))
+    return numbers
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    """The operator: what `varlen_attention` does with a call that has no obstacle, once it runs."""
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *packed, with_lse = arguments
+    shape = validation.check_packed(query, key, value)
+    call, backend = ops.unpack(shape, tuple(packed))
+    if not isinstance(call.sparsity, Dense):
+        call = replace(call, sparsity=replace(call.sparsity, pv_threshold=call.pv_threshold))
+    longest = (max_seqlen_q, max_seqlen_k)
+    output, lse = _attend(query, key, value, cu_seqlens_q, cu_seqlens_k, longest, call, with_lse, {"backend": backend})
+    return output.contiguous(), query.new_empty(0, dtype=torch.float32) if lse is None else lse.contiguous()
+
+
+def _varlen_fake(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    *_, with_lse = arguments
+    tokens, heads, _ = query.shape
+    lse = query.new_empty((heads, tokens) if with_lse else (0,), dtype=torch.float32)
+    return query.new_empty(tokens, heads, value.shape[2]), lse
+
+
+_LIBRARY = torch.library.Library("sparge", "FRAGMENT")
+_LIBRARY.define(
+    "varlen(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+    "SymInt? max_seqlen_q, SymInt? max_seqlen_k, "
+    f"{ops.schema(ops.ANY_CALL, ops.SKIPPING, ops.SELECTION)}, bool with_lse) -> (Tensor, Tensor)"
+)
+_LIBRARY.impl("varlen", _varlen, "CompositeExplicitAutograd")
+torch.library.register_fake("sparge::varlen", _varlen_fake, lib=_LIBRARY)
