@@ -4,6 +4,8 @@
     spas_sage2_attn_meansim_cuda, spas_sage_attn_meansim_cuda               keep blocks until their mass is covered
     block_sparse_sage2_attn_cuda                                            keep the blocks of a given mask
 
+and those of FlashAttention from `sparge.compat_flash`: flash_attn_func, flash_attn_varlen_func.
+
 For programs that call them already: new ones call `sparge.attention`. Every argument has its published place and either
 has an effect or raises; docs/migration.md says what becomes of each, and which results change and why. The names of
 SageAttention 1 and 2 are one function each: the quantization is the fastest of the device (`sparge.attention` has
@@ -20,11 +22,14 @@ from torch import Tensor
 
 import sparge
 from sparge import decide, validation
+from sparge.compat_flash import flash_attn_func, flash_attn_varlen_func
 from sparge.config import DEFAULT_MIN_BLOCKS, Layout, PerHead, Selection, TopCdf, TopK, check_range
 from sparge.geometry import BLOCK_K, BLOCK_Q, Shape, ceil_div
 
 __all__ = [
     "block_sparse_sage2_attn_cuda",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
     "spas_sage2_attn_meansim_cuda",
     "spas_sage2_attn_meansim_topk_cuda",
     "spas_sage_attn_meansim_cuda",

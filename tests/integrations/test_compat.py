@@ -464,8 +464,9 @@ def spas_sage_attn(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 class TestDistribution:
     def test_it_has_every_name(self, spas_sage_attn: ModuleType) -> None:
         assert Path(str(spas_sage_attn.__file__)).is_relative_to(REPOSITORY / "compat")
-        assert sorted(spas_sage_attn.__all__) == sorted(compat.__all__)
-        assert all(getattr(spas_sage_attn, name) is getattr(compat, name) for name in compat.__all__)
+        names = [name for name in compat.__all__ if not name.startswith("flash_attn")]
+        assert sorted(spas_sage_attn.__all__) == sorted(names)
+        assert all(getattr(spas_sage_attn, name) is getattr(compat, name) for name in names)
 
     @pytest.mark.usefixtures("spas_sage_attn")
     def test_published_modules(self) -> None:
@@ -501,6 +502,61 @@ class TestDistribution:
         mask = sparge.predict(*tensors[:2], sparsity=rules, score="mean", **options).to_dense()
         last = (tensors[0][:, :, -16:], *tensors[1:])  # few rows: the oracle is slow in 16 bits
         assert_over_blocks(heads_first[:, :, -16:], last, mask[:, :, -1:], **options)
+
+
+class TestFlashAttention:
+    """The functions of FlashAttention 2 with its signatures."""
+
+    SHARED = "dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic return_attn_probs"
+    BOUNDS = "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k "
+
+    def test_order_and_defaults(self) -> None:
+        defaults = [0.0, None, False, (-1, -1), 0.0, None, False, False]
+        for name, places, values in (
+            ("flash_attn_func", "q k v " + self.SHARED, defaults),
+            ("flash_attn_varlen_func", self.BOUNDS + self.SHARED + " block_table", [*defaults, None]),
+        ):
+            signature = inspect.signature(getattr(compat, name)).parameters
+            assert list(signature) == places.split()
+            assert [parameter.default for parameter in signature.values()][-len(values) :] == values
+
+    def test_packed(self) -> None:
+        tensors = [tensor[0].transpose(0, 1).contiguous() for tensor in structured(700, heads=4, kv_heads=2)]
+        bounds = torch.tensor([0, 200, 700], dtype=torch.int32)
+        call = (*tensors, bounds, bounds, 500, 500)
+        got = compat.flash_attn_varlen_func(*call, 0.0, 0.3, True, return_attn_probs=True)
+        options: dict[str, Any] = {"softmax_scale": 0.3, "causal": True, "return_lse": True}
+        expected = sparge.varlen_attention(*tensors, bounds, bounds, **options)
+        assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1]) and got[2] is None
+        same = compat.flash_attn_varlen_func(
+            *tensors, bounds, bounds, 500, 500, 0.0, 0.3, False, (-1, 0), 0.0, None, True
+        )
+        assert torch.equal(same, expected[0])
+
+    def test_a_batch(self) -> None:
+        tensors = [tensor.transpose(1, 2).contiguous() for tensor in structured(300, heads=4, kv_heads=2)]
+        got = compat.flash_attn_func(*tensors, 0.0, 0.3, True, (-1, -1), 0.0, None, False, True)
+        options: dict[str, Any] = {"scale": 0.3, "is_causal": True, "enable_gqa": True, "layout": "NHD"}
+        expected = sparge.attention(*tensors, return_lse=True, **options)
+        assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1]) and got[2] is None
+        assert torch.equal(compat.flash_attn_func(*tensors, 0.0, 0.3, window_size=(-1, 0)), expected[0])
+
+    @pytest.mark.parametrize(
+        "change, error, message",
+        [
+            ({"alibi_slopes": torch.ones(2)}, NotImplementedError, "alibi_slopes: expected None, got Tensor"),
+            ({"block_table": torch.ones(2)}, NotImplementedError, "block_table: expected None, got Tensor"),
+            ({"return_attn_probs": 1}, TypeError, "return_attn_probs: expected a bool, got 1"),
+            ({"softcap": 5.0}, NotImplementedError, "softcap: expected 0.0"),
+        ],
+    )
+    def test_refuses(self, change: dict[str, Any], error: type[Exception], message: str) -> None:
+        tokens = torch.zeros(8, 2, 16)
+        with pytest.raises(error, match=message):
+            compat.flash_attn_varlen_func(tokens, tokens, tokens, [0, 8], [0, 8], 8, 8, **change)
+        if "block_table" not in change:
+            with pytest.raises(error, match=message):
+                compat.flash_attn_func(tokens[None], tokens[None], tokens[None], **change)
 
 
 class TestMigrationPage:
