@@ -207,6 +207,17 @@ class Run:
         """(total_k, H_kv, D) -> (count, kv_len, H_kv, D), a view."""
         return _cut(tokens, self.kv_start, self.count, self.kv_len)
 
+    def batches(self, at_once: int) -> Iterator[Run]:
+        """Its segments in runs of so many, and one of those that are left."""
+        for first in range(0, self.count, at_once):
+            yield Run(
+                min(at_once, self.count - first),
+                self.q_start + first * self.q_len,
+                self.q_len,
+                self.kv_start + first * self.kv_len,
+                self.kv_len,
+            )
+
 
 def runs_of(bounds_q: Sequence[int], bounds_k: Sequence[int]) -> list[Run]:
     """The segments in their order, neighbours of equal lengths together, those without queries left out.
@@ -255,7 +266,7 @@ def _attend(
         call: what is asked of every segment, with the sizes of the pack.
         options: what `sparge.attention` takes besides.
     """
-    bounds_q, bounds_k = _read("cu_seqlens_q", cu_seqlens_q), _read("cu_seqlens_k", cu_seqlens_k)
+    bounds_q, bounds_k = read("cu_seqlens_q", cu_seqlens_q), read("cu_seqlens_k", cu_seqlens_k)
     validation.check_segments(bounds_q, bounds_k, (len(query), len(key)), longest)
     outputs, lses = [], []
     for run in runs_of(bounds_q, bounds_k):
@@ -312,16 +323,10 @@ def _decided_as_one(run: Run, call: Call, backend: str, device: torch.device) ->
     at_once = run.count
     if decide.by_arguments(one, *asked) is not decide.by_arguments(replace(one, batch=run.count), *asked):
         at_once = max(1, (base.crossover_of(chosen).scores - 1) // (one.heads * one.q_len * one.kv_len))
-    for first in range(0, run.count, at_once):
-        yield replace(
-            run,
-            count=min(at_once, run.count - first),
-            q_start=run.q_start + first * run.q_len,
-            kv_start=run.kv_start + first * run.kv_len,
-        )
+    return run.batches(at_once)
 
 
-def _read(name: str, bounds: Bounds) -> Sequence[int]:
+def read(name: str, bounds: Bounds) -> Sequence[int]:
     """The bounds as numbers; those on a device are remembered until their tensor is written to.
 
     Raises:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from sparge import validation
 from sparge.decide import Reason, count
-from sparge.integrations import eager
+from sparge.integrations import eager, packing
 from sparge.integrations.calls import Layer, aligned_top_left, attend, runs_dense, warn_of_missing
 from sparge.integrations.sdpa import undisturbed
 from sparge.policy import Policy
@@ -187,23 +187,45 @@ def attention_forward(
             )
     layer = _layer_of(module)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    output = None
-    if layer is not None:
-        of_text = causal and not layer.is_cross
-        if not runs_dense(layer, query, key, is_language=of_text):
-            unsupported = next((EXTRAS[name] for name in EXTRAS if kwargs.get(name) is not None), None)
-            sinks = kwargs.get(eager.SINKS)
-            if sinks is not None and sinks.shape != query.shape[1:2]:
-                unsupported = "sinks of another shape than (heads,)"
-            output = _sparse(layer, query, key, value, attention_mask, dropout, scaling, of_text, sinks, unsupported)
-    if output is not None:
-        return output.transpose(1, 2).contiguous(), None
-    if eager.needed(kwargs):
-        return eager.attention_forward(module, query, key, value, attention_mask, dropout, scaling, causal, **kwargs)
-    arguments = (module, query, key, value, attention_mask, dropout, scaling, is_causal)
-    stock: tuple[Tensor, None]
-    stock = _stock[0](*arguments, **kwargs) if layer is None else undisturbed(_stock[0], *arguments, **kwargs)
-    return stock
+    of_text = causal and layer is not None and not layer.is_cross
+    unsupported = next((EXTRAS[name] for name in EXTRAS if kwargs.get(name) is not None), None)
+    sinks = kwargs.get(eager.SINKS)
+    if sinks is not None and sinks.shape != query.shape[1:2]:
+        unsupported = "sinks of another shape than (heads,)"
+
+    def sparse(query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None) -> Tensor | None:
+        if layer is None or runs_dense(layer, query, key, is_language=of_text):
+            return None
+        return _sparse(layer, query, key, value, attention_mask, dropout, scaling, of_text, sinks, unsupported)
+
+    def dense(query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None) -> Tensor:
+        call = (module, query, key, value, attention_mask, dropout, scaling)
+        if eager.needed(kwargs):
+            return eager.attention_forward(*call, causal, **kwargs)[0]
+        if layer is None:
+            return _stock[0](*call, is_causal, **kwargs)[0]
+        output: Tensor = undisturbed(_stock[0], *call, is_causal, **kwargs)[0]
+        return output
+
+    pack = None
+    if layer is not None and not unsupported and not layer.is_cross:
+        pack = packing.pack_of(query, key, attention_mask, causal, kwargs)
+    if layer is not None and pack is not None:
+        aligned = functools.partial(_bottom_right, device=query.device) if causal else None
+        whole = packing.attend_within(pack, query, key, value, attention_mask, sparse, dense, aligned, layer.name)
+        return whole.contiguous(), None
+    output = sparse(query, key, value, attention_mask)
+    if output is None:
+        return dense(query, key, value, attention_mask), None
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _bottom_right(q_len: int, kv_len: int, device: torch.device) -> Tensor:
+    """A causal mask (1, 1, S_q, S_k) that says so."""
+    with torch.inference_mode(False):
+        aligned = torch.ones(1, 1, q_len, kv_len, dtype=torch.bool, device=device).tril(kv_len - q_len)
+    setattr(aligned, PADDING, (aligned._version, None))
+    return aligned
 
 
 def _sparse(
@@ -255,11 +277,19 @@ def mask(
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     mask_function = causal_mask_function if mask_function is None else mask_function
+    full: Tensor | None
     arguments = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
     at_the_end = isinstance(q_offset, int) and kv_offset == 0 and q_offset + q_length == kv_length
     told = attention_mask is None or attention_mask.shape[-1] == kv_length
+    bounds = None if torch.compiler.is_compiling() else packing.bounds_of_mask(*arguments)
+    if bounds is not None:
+        with torch.inference_mode(False):
+            full: Tensor | None = sdpa_mask(*arguments, **kwargs)
+        if full is not None and not full.is_inference():
+            setattr(full, packing.BOUNDS, (full._version, bounds))
+        return full
     if mask_function is not causal_mask_function or not (at_the_end and told):
-        full: Tensor | None = sdpa_mask(*arguments, **kwargs)
+        full = sdpa_mask(*arguments, **kwargs)
         return full
     if torch.compiler.is_compiling():
         full = sdpa_mask(*arguments, **kwargs)
