@@ -377,11 +377,12 @@ def test_bench_keeps_its_rows_when_it_is_cut_short(
 
 def test_bench_tables_fit_80_columns() -> None:
     """With the longest text each column can show."""
-    times = ["sparge", "cudnn", "flash", "prepare", "attend", "floor", "sparge_graph"]
+    times = ["sparge", "cudnn", "flash", "prepare", "attend", "floor", "sparge_graph", "loop"]
     row = bench_row(1.0) | {"tokens": 131072, "queries": 131072, "kernel": "flex", "asked_density": 0.25}
     row |= {f"{name}_ms": 123.4 for name in times} | {"graph_ms": 123.4, "executed_tops": 1234.5, "target": 0.013}
     row |= {"sparge_tflops": 12345.6, "speedup": 12.3, "graph_speedup": 12.3, "density": 0.123, "relative_l1": 0.0123}
     row |= {"family": "outliers-k-matched-1x100", "backend": "hopper", "lse_mean": 0.0123, "passes": True}
+    row |= {"segments": 64, "loop_speedup": 12.3}
     stream = StringIO()
     rows = {name: row | {"suite": name} for name in SUITES}
     rows["numerics"]["kernel"] = "int8_fp8_fast"

@@ -1,7 +1,7 @@
 """What ``sparge bench`` measures: the groups of every suite, the arithmetic of their columns, random block masks.
 
-A group is one attention problem (batch 1, bfloat16) whose variants are timed in turns, in one run. It gives one or more
-rows.
+A group is one attention problem (batch 1, or segments that are packed; bfloat16) whose variants are timed in turns, in
+one run. It gives one or more rows.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ TOPKS = (1.0, 0.5, 0.25, 0.1)
 CROSSOVER_TOPKS = (0.5, 0.25)
 DENSITIES = (1.0, 0.5, 0.25, 0.1)
 HOPPER_TOPKS = (1.0, 0.5)
+PACKED_TOPKS = (1.0, 0.5, 0.25)
 NUMERICS_QUERIES = 512
 NUMERICS_LENGTHS = (1024, 8192, 32768, 131072)
 QUANTIZATIONS = ("int8_fp8_fast", "int8_fp8", "int8_fp16", "none")
@@ -42,32 +43,38 @@ IDENTITY = (
     "asked_density",
     "kernel",
     "family",
+    "segments",
 )
 """The fields that name a row's case; rows that agree in all of them are measurements of the same thing."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One attention problem: the last ``queries`` of ``tokens`` positions look at all keys they may see."""
+    """One attention problem: the last ``queries`` of ``tokens`` positions look at all keys they may see.
+
+    ``segments`` of these sizes are packed one after another (suite "packed").
+    """
 
     tokens: int
     heads: int
     head_dim: int = 128
     is_causal: bool = False
     queries: int = 0  # 0: as many as tokens
+    segments: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "queries", self.queries or self.tokens)
 
     @property
     def shape(self) -> Shape:
+        """Of one segment."""
         return Shape(1, self.heads, self.heads, self.queries, self.tokens, self.head_dim, self.head_dim)
 
     @property
     def flop(self) -> float:
-        """Of dense attention: 4 H Nq Nk D, less the causal triangle (half of it for equal lengths)."""
+        """Of dense attention: 4 H Nq Nk D a segment, less the causal triangle (half of it for equal lengths)."""
         pairs = self.queries * self.tokens - (self.queries**2 / 2 if self.is_causal else 0)
-        return 4.0 * self.heads * pairs * self.head_dim
+        return 4.0 * self.segments * self.heads * pairs * self.head_dim
 
     @property
     def preparation_bytes(self) -> int:
@@ -141,6 +148,16 @@ def _hopper() -> list[Group]:
     return [Group("hopper", problem, density) for problem, density in kernels] + _end_to_end(HOPPER_TOPKS)
 
 
+def _packed() -> list[Group]:
+    """As many tokens in short segments and in long ones."""
+    problems = [
+        Problem(tokens, 16, is_causal=is_causal, segments=segments)
+        for segments, tokens in ((64, 2048), (8, 16384))
+        for is_causal in (False, True)
+    ]
+    return [Group("packed", problem, topks=PACKED_TOPKS) for problem in problems]
+
+
 def _numerics() -> list[Group]:
     """Every family at a short and a long length, sinks and the field at more; some at head_dim 64, and causal."""
     usual = Problem(8192, 2, queries=NUMERICS_QUERIES)
@@ -176,8 +193,9 @@ SUITES: dict[str, list[Group]] = {
     "crossover": _crossover(),
     "hopper": _hopper(),
     "numerics": _numerics(),
+    "packed": _packed(),
 }
-DEFAULT_SUITES = tuple(name for name in SUITES if name not in ("crossover", "hopper", "numerics"))
+DEFAULT_SUITES = tuple(name for name in SUITES if name not in ("crossover", "hopper", "numerics", "packed"))
 
 
 def groups_of(suites: tuple[str, ...], quick: bool) -> list[Group]:

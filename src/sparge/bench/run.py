@@ -3,7 +3,8 @@
 Suites: "end_to_end" (a whole call against cuDNN and FlashAttention-2), "kernel" (attention over random blocks alone,
 against FlexAttention), "error" (dense 8-bit attention against exact attention), "memory" (peak beyond inputs and
 output), "crossover" (from which sizes on a sparse call pays), "hopper" (its kernel beside its twin, and whole calls at
-two budgets), "numerics" (errors of every 8-bit quantization on families of inputs, against their limits). Errors are
+two budgets), "numerics" (errors of every 8-bit quantization on families of inputs, against their limits), "packed" (a
+call over packed segments against a loop over them, and against cuDNN and FlashAttention-2 in such a loop). Errors are
 those of 256 queries per head, see `evaluate.oracle`. A column that could not be measured is None, and ``problems`` of
 its row says why.
 """
@@ -54,6 +55,7 @@ from sparge.config import Budget, Dense, Quantization
 from sparge.evaluate.machine import Gpu, describe_gpu
 from sparge.evaluate.oracle import exact_rows, sampled_error, sampled_queries
 from sparge.geometry import BLOCK_K, BLOCK_Q
+from sparge.varlen import varlen_attention
 
 TURNS, QUICK_TURNS = 5, 2
 MEMORY_TOPK = 0.5
@@ -273,6 +275,53 @@ def _numerics(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
     yield from numerics_rows(bench.backend, family_named(group.family), group.problem, inputs)
 
 
+def _packed(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
+    problem = group.problem
+    rows = sampled_queries(problem.queries, bench.device)
+    exact = exact_rows(*inputs, rows, is_causal=problem.is_causal).output
+    alone = [(q[None], k[None], v[None]) for q, k, v in zip(*inputs, strict=True)]
+    variants = {name: _in_turn([_rival(name, segment, problem) for segment in alone]) for name in RIVALS}
+    for topk in group.topks:
+        variants[f"loop {topk}"] = _in_turn([_sparge(bench, segment, problem, topk) for segment in alone])
+        variants[f"sparge {topk}"] = _sparge_packed(bench, inputs, problem, topk)
+    timings = bench.time(variants, bench.turns)
+    for topk in group.topks:
+        named = {name: timings[name] for name in RIVALS}
+        named |= {name: timings[f"{name} {topk}"] for name in ("sparge", "loop")}
+        problems = _problems(named)
+        density = attempt(problems, "density", partial(_density, bench, inputs, problem, topk))
+        error = attempt(problems, "sparge", partial(_packed_error, variants[f"sparge {topk}"].once, rows, exact))
+        yield {
+            "topk": topk,
+            "quantization": bench.quantization,
+            **_speeds(problem, named),
+            "loop_ms": named["loop"].ms,
+            "loop_graph_ms": named["loop"].graph_ms,
+            "loop_speedup": ratio(named["loop"].ms, named["sparge"].ms),
+            "density": density,
+            "relative_l1": error,
+            "problems": problems,
+        }
+
+
+def _in_turn(variants: list[Variant]) -> Variant:
+    """Calls of one kind, one after another."""
+    return Variant(lambda: [variant.run() for variant in variants], variants[0].context)
+
+
+def _sparge_packed(bench: Bench, inputs: Inputs, problem: Problem, topk: float) -> Variant:
+    """A call by name of the backend over tokens with their heads together, whose bounds are on the host."""
+    tokens = [tensor.transpose(1, 2).flatten(0, 1) for tensor in inputs]  # [segments * tokens, H, D]
+    bounds = [list(range(0, len(side) + 1, len(side) // problem.segments)) for side in tokens[:2]]
+    sparsity = Dense() if topk == 1.0 else Budget(topk)
+    call = partial(varlen_attention, *tokens, *bounds, causal=problem.is_causal, sparsity=sparsity)
+    return Variant(partial(call, quantization=bench.quantization, backend=bench.backend))
+
+
+def _packed_error(run: Callable[[], Any], rows: Tensor, exact: Tensor) -> float:
+    return sampled_error(run().unflatten(0, (len(exact), -1)).transpose(1, 2), rows, exact)
+
+
 MEASURES: dict[str, Callable[[Bench, Group, Inputs], Iterator[Row]]] = {
     "end_to_end": _end_to_end,
     "kernel": _kernel,
@@ -281,6 +330,7 @@ MEASURES: dict[str, Callable[[Bench, Group, Inputs], Iterator[Row]]] = {
     "crossover": _crossover,
     "hopper": _hopper,
     "numerics": _numerics,
+    "packed": _packed,
 }
 
 

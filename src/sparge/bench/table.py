@@ -40,10 +40,10 @@ class View:
 
 
 def _field(row: Row, name: str) -> object:
-    """Rows from before there were two backends for a GPU are Triton's; kernels have their present names."""
+    """Rows from before there were two backends for a GPU are Triton's, and of one segment; kernels by present names."""
     if name == "kernel":
         return kernel_name(row)
-    return row.get(name, FIRST_BACKEND if name == "backend" else None)
+    return row.get(name, {"backend": FIRST_BACKEND, "segments": 1}.get(name))
 
 
 def kernel_name(row: Row) -> str:
@@ -137,6 +137,20 @@ def _crossover(row: Row) -> Cells:
     yield "density", _number(row, "density", ".3f")
 
 
+def _packed(row: Row) -> Cells:
+    yield "segments", _plain(row, "segments")
+    yield "N", _plain(row, "tokens")
+    yield "causal", _causal(row)
+    yield "topk", _topk(row)
+    yield "cuDNN ms", _ms(row, "cudnn_ms")
+    yield "loop ms", _ms(row, "loop_ms")
+    yield "sparge ms", _ms(row, "sparge_ms")
+    yield "speed-up", _times(row, "speedup")
+    yield "of loop", _times(row, "loop_speedup")
+    yield "density", _number(row, "density", ".3f")
+    yield "rel. L1", _number(row, "relative_l1", ".4f")
+
+
 END_TO_END = "End to end, prediction and quantisation included"
 STAGES = "Where the time of one call goes, by graph replay"
 RANDOM_BLOCKS = "Attention over random blocks, the kernel alone"
@@ -150,6 +164,7 @@ VIEWS = {
     "error": View("error", "Dense attention, error by quantization", _errors),
     "numerics": View("numerics", "Dense attention on families of inputs, errors and limits", _numerics),
     "memory": View("memory", "Peak device memory beyond inputs and output", _memory),
+    "packed": View("packed", "Packed segments, against loops over them", _packed),
     "crossover": View(
         "crossover", "Sparse 8-bit attention against dense, by size", _crossover, {"topk": 0.5, "head_dim": 128}
     ),
