@@ -39,6 +39,7 @@ def visible_elements(
     key: Tensor,
     *,
     is_causal: bool = False,
+    window: tuple[int | None, int | None] = (None, None),
     attn_mask: Tensor | None = None,
     block_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -50,6 +51,12 @@ def visible_elements(
     bias = torch.zeros(full, dtype=torch.float64)
     if is_causal:
         seen &= torch.ones(q_len, kv_len, dtype=torch.bool).tril(kv_len - q_len)
+    distance = torch.arange(kv_len) - torch.arange(q_len)[:, None] - (kv_len - q_len)
+    left, right = window
+    if left is not None:
+        seen &= distance >= -left
+    if right is not None:
+        seen &= distance <= right
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         seen &= attn_mask
     elif attn_mask is not None:
@@ -68,6 +75,7 @@ def exact_attention(
     value: Tensor,
     *,
     is_causal: bool = False,
+    window: tuple[int | None, int | None] = (None, None),
     attn_mask: Tensor | None = None,
     scale: float | None = None,
     block_mask: Tensor | None = None,
@@ -77,7 +85,8 @@ def exact_attention(
     Causality is aligned bottom-right; grouped heads are repeated; additive masks hide with -inf or the lowest number of
     their dtype; ``block_mask`` is a bool tensor of 128 x 64 blocks. A row that sees nothing gives 0 and -inf.
     """
-    seen, bias = visible_elements(query, key, is_causal=is_causal, attn_mask=attn_mask, block_mask=block_mask)
+    masks = {"is_causal": is_causal, "window": window, "attn_mask": attn_mask, "block_mask": block_mask}
+    seen, bias = visible_elements(query, key, **masks)
     group = query.shape[1] // key.shape[1]
     query, key, value = query.double(), key.double().repeat_interleave(group, 1), value.double()
     value = value.repeat_interleave(group, 1)
@@ -95,12 +104,14 @@ def plain_attention(
     value: Tensor,
     *,
     is_causal: bool = False,
+    window: tuple[int | None, int | None] = (None, None),
     attn_mask: Tensor | None = None,
     scale: float | None = None,
     block_mask: Tensor | None = None,
 ) -> Tensor:
     """torch's own attention in the dtype of the inputs: the plain low-precision path that budgets are measured by."""
-    seen, bias = visible_elements(query, key, is_causal=is_causal, attn_mask=attn_mask, block_mask=block_mask)
+    masks = {"is_causal": is_causal, "window": window, "attn_mask": attn_mask, "block_mask": block_mask}
+    seen, bias = visible_elements(query, key, **masks)
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     empty = ~seen.any(-1, keepdim=True)

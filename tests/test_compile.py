@@ -58,10 +58,11 @@ def test_full_graph_with_dynamic_lengths_equals_eager(options):
         (lambda *inputs: sparge.attention(*inputs, topk=torch.tensor([0.3, 0.6])), 1),
         (lambda *inputs: sparge.attention(*inputs, always_keep=[(0, inputs[0].shape[2] // 2)], topk=0.3), 1),
         (lambda *inputs: sparge.attention(*inputs, exact_queries=[(0, inputs[0].shape[2] // 2)], topk=0.3), 1),
+        (lambda *inputs: sparge.attention(*inputs, window=(inputs[0].shape[2] // 2, 2000), topk=0.3), 1),
         (lambda *inputs: sparge.attention(*inputs, dropout_p=1.0, on_unsupported="warn"), 1),
         (lambda *inputs: sparge.attention(*inputs, scale=inputs[0].shape[2] ** -0.5), 3),  # torch keeps floats fixed
     ],
-    ids=["per head", "always keep", "exact queries", "unsupported", "scale"],
+    ids=["per head", "always keep", "exact queries", "window", "unsupported", "scale"],
 )
 def test_arguments_that_depend_on_the_call_compile(call, compilations):
     torch._dynamo.reset()

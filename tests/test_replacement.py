@@ -30,6 +30,7 @@ from sparge.evaluate.inputs import video_like
 from sparge.geometry import Shape
 from sparge.ordering import order_of
 from sparge.replacement import block_means, replaceable_blocks
+from sparge.window import window_of
 
 pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.timeout(120)]
 
@@ -168,7 +169,7 @@ class TestDefinition:
             for tensor in (key, value)
         )
         shape = Shape(1, 2, 1, 384, 450, 32, 32)
-        blocks = blocks_of(query, key) | ~replaceable_blocks(shape, is_causal, key.device)
+        blocks = blocks_of(query, key) | ~replaceable_blocks(shape, window_of(is_causal), key.device)
         got = attend(query, key, value, blocks, backend=backend, is_causal=is_causal)
         assert_close(got, exact_attention(query, key, value, is_causal=is_causal))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -366,6 +367,23 @@ class TestScaleAndMasks:
     def test_scale_of_another_type(self, call: Call, wrong: Any) -> None:
         message = f"scale: expected a number or None, got {type(wrong).__name__}"
         rejects(TypeError, message, call, *QKV, scale=wrong)
+
+    @EVERY
+    @pytest.mark.parametrize("wrong", [128, (128,), (1, 2, 3), "ab", {1, 2}])
+    def test_window_that_is_no_pair(self, call: Call, wrong: Any) -> None:
+        message = re.escape(f"window: expected None or a pair (left, right), got {wrong!r}")
+        rejects(TypeError, message, call, *QKV, window=wrong)
+
+    @EVERY
+    @pytest.mark.parametrize("wrong", [(1.0, 0), (True, 0), (None, "0")])
+    def test_window_of_other_types(self, call: Call, wrong: Any) -> None:
+        message = re.escape(f"window: expected two ints (or None, no bound), got {wrong!r}")
+        rejects(TypeError, message, call, *QKV, window=wrong)
+
+    @EVERY
+    def test_window_below_zero(self, call: Call) -> None:
+        message = r"window: expected numbers from 0 up \(or -1 or None, no bound\), got \(5, -2\)"
+        rejects(ValueError, message, call, *QKV, window=(5, -2))
 
     @EVERY
     @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.complex64, torch.float64, torch.float8_e4m3fn])

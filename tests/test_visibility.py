@@ -9,6 +9,7 @@ from sparge.call import Call
 from sparge.geometry import BLOCK_K, BLOCK_Q, Shape
 from sparge.reference import shared
 from sparge.visibility import find_visibility
+from sparge.window import Window
 
 SHAPES = [(1, 1), (128, 64), (200, 200), (130, 330), (330, 130), (129, 64)]
 
@@ -35,13 +36,13 @@ def masks(kind: str, shape: Shape) -> torch.Tensor | None:
 
 
 @pytest.mark.parametrize("kind", ["none", "keys", "elements", "queries", "additive"])
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("window", [(None, None), (None, 0), (0, 0), (63, 0), (100, 5), (None, 70), (30, None)])
 @pytest.mark.parametrize(("q_len", "kv_len"), SHAPES)
-def test_visibility_is_what_the_element_mask_reduces_to(kind, is_causal, q_len, kv_len):
+def test_visibility_is_what_the_element_mask_reduces_to(kind, window, q_len, kv_len):
     shape = Shape(2, 4, 2, q_len, kv_len, 8, 8)
     mask = masks(kind, shape)
-    found = find_visibility(shape, is_causal, mask, torch.device("cpu"))
-    allowed, bias = shared.element_mask(Call(shape, is_causal, 1.0, attn_mask=mask), torch.device("cpu"))
+    found = find_visibility(shape, Window(*window), mask, torch.device("cpu"))
+    allowed, bias = shared.element_mask(Call(shape, False, 1.0, attn_mask=mask, window=window), torch.device("cpu"))
     visible = shared.visible_blocks(allowed)
     assert torch.equal(found.blocks.expand_as(visible), visible)
 

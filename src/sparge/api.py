@@ -31,7 +31,8 @@ from sparge.config import (
 )
 from sparge.decide import Reason
 from sparge.derivatives import inside_autograd_function, needs_derivatives
-from sparge.visibility import allowed_elements, causal_elements
+from sparge.visibility import allowed_elements, window_elements
+from sparge.window import Window
 
 
 @overload
@@ -45,6 +46,7 @@ def attention(
     scale: float | None = ...,
     enable_gqa: bool = ...,
     *,
+    window: tuple[int | None, int | None] | None = ...,
     topk: PerHead | None = ...,
     sparsity: Sparsity | None = ...,
     score: ScoreName | Score = ...,
@@ -70,6 +72,7 @@ def attention(
     scale: float | None = ...,
     enable_gqa: bool = ...,
     *,
+    window: tuple[int | None, int | None] | None = ...,
     topk: PerHead | None = ...,
     sparsity: Sparsity | None = ...,
     score: ScoreName | Score = ...,
@@ -94,6 +97,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
+    window: tuple[int | None, int | None] | None = None,
     topk: PerHead | None = None,
     sparsity: Sparsity | None = None,
     score: ScoreName | Score = "moment",
@@ -119,6 +123,9 @@ def attention(
         is_causal: query i sees keys up to i + S_k - S_q (aligned bottom-right, as for a KV prefix).
         scale: factor on the scores, 1 / sqrt(D) by default.
         enable_gqa: allow H to be a multiple of H_kv.
+        window: (left, right), as FlashAttention's window_size: query i, which stands at key p = i + S_k - S_q, sees
+            keys p - left to p + right. None (or -1) in either place is no bound on that side. ``is_causal`` is
+            right = 0, and (None, 0) is causal. May be combined with ``attn_mask``.
         topk: share of the visible blocks to keep, in (0, 1]; 0.5 by default. A `Budget`: heads and rows get of it what
             they need. A tensor (H,) is the share each row of a head keeps, a `TopK`.
         sparsity: `Budget`, `TopK`, `TopCdf` or `Dense` instead of ``topk``, with all their thresholds.
@@ -134,7 +141,8 @@ def attention(
             is part of it.
         skipped: what becomes of a block that is not kept: "drop" leaves it out; "mean" lets it enter the softmax as one
             key of 64 times the weight, with the mean of its keys and of its values; "auto" is "mean" unless attention
-            is causal or has a mask other than a bool one over keys.
+            is causal or has a mask other than a bool one over keys. A block that only some queries of a row of blocks
+            see, at the edge of a window, has no mean.
         return_lse: also return the log-sum-exp of the scores.
         backend: "auto", "hopper", "triton", "torch" or "reference". A named backend never falls back to dense.
         on_unsupported: what ``backend="auto"`` does with calls no sparse backend can serve (dropout, autograd,
@@ -165,6 +173,8 @@ def attention(
     query, key, value, shape = validation.check_query_key_value(query, key, value, layout, enable_gqa)
     query, scale = _positively_scaled(query, validation.check_scale(scale, shape.head_dim))
     attn_mask, is_causal = validation.resolve_causal_bias(attn_mask, is_causal, shape, query.device)
+    bounds = validation.resolve_window(window, is_causal, shape.q_len, shape.kv_len)
+    is_causal = bounds.right == 0
     attn_mask = validation.check_attn_mask(attn_mask, shape, query.device)
     rule = validation.resolve_sparsity(topk, sparsity, shape.heads)
     resolved_score = validation.resolve_score(score)
@@ -172,7 +182,7 @@ def attention(
     exact = validation.check_exact_queries(exact_queries, shape.q_len)
     validation.check_choice("skipped", skipped, validation.SKIPPED)
     chosen = base.resolve(backend, query.device)
-    reason = decide.by_arguments(shape, is_causal, rule, quantization, backend, chosen)
+    reason = decide.by_arguments(shape, bounds, rule, quantization, backend, chosen)
     is_followed = needs_derivatives(query, key, value, attn_mask)
     if backend == "auto" and on_unsupported != "raise" and inside_autograd_function():
         is_followed = True  # its backward calls again and goes dense: so does its forward
@@ -187,7 +197,7 @@ def attention(
         if on_unsupported == "warn" and not torch.compiler.is_compiling():  # a warning cannot be traced
             warnings.warn(f"sparge runs dense: {obstacle.message}", stacklevel=2)
         decide.count(Reason.UNSUPPORTED, detail=obstacle.word)
-        call = Call(shape, is_causal, scale, attn_mask=attn_mask)
+        call = Call(shape, is_causal, scale, attn_mask=attn_mask, window=bounds)
         return _in_layout(_sdpa(query, key, value, call, dropout_p, enable_gqa), layout)
 
     resolved = base.resolve_quantization(quantization, chosen, query.device, has_mask=attn_mask is not None)
@@ -205,11 +215,12 @@ def attention(
             pv_threshold=rule.pv_threshold,
             attn_mask=attn_mask,
             skipped=validation.resolve_skipped(skipped, is_causal, attn_mask, shape),
+            window=bounds,
         )
         output, lse = ops.attention(query, key, value, call, chosen)
     else:
-        resolved = "none" if reason is Reason.CROSSOVER else resolved
-        call = Call(shape, is_causal, scale, quantization=resolved, attn_mask=attn_mask)
+        resolved = "none" if reason in (Reason.CROSSOVER, Reason.WINDOW) else resolved
+        call = Call(shape, is_causal, scale, quantization=resolved, attn_mask=attn_mask, window=bounds)
         output, lse = ops.dense(query, key, value, call, backend, with_lse=return_lse, words=decide.in_words(reason))
     output = _in_layout(output, layout)
     return (output, lse) if return_lse else output
@@ -254,6 +265,7 @@ def predict(
     sparsity: Sparsity | None = None,
     score: ScoreName | Score = "moment",
     is_causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
     attn_mask: Tensor | None = None,
     enable_gqa: bool = False,
@@ -295,6 +307,7 @@ def predict(
         always_keep=validation.check_always_keep(always_keep, shape.kv_len),
         exact_queries=validation.check_exact_queries(exact_queries, shape.q_len),
         attn_mask=validation.check_attn_mask(attn_mask, shape, query.device),
+        window=validation.resolve_window(window, is_causal, shape.q_len, shape.kv_len),
     )
     return ops.predict(query.detach(), key.detach(), call, base.resolve(backend, query.device))
 
@@ -306,6 +319,7 @@ def block_sparse_attention(
     mask: BlockMask | Tensor,
     *,
     is_causal: bool | None = None,
+    window: tuple[int | None, int | None] | None = None,
     attn_mask: Tensor | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
@@ -321,9 +335,10 @@ def block_sparse_attention(
     Args:
         mask: a `BlockMask`, or a bool tensor broadcastable to (B, H, ceil(S_q / 128), ceil(S_k / 64)).
         is_causal: apply causality inside the kept blocks. By default as the `BlockMask` says, False for a tensor.
+        window: apply this window inside the kept blocks, in the same way.
         pv_threshold: skip P V of 64 rows whose scores lie further below the running maximum (negative, natural log).
         skipped: "drop" (default: only what the mask says), "mean" or "auto", as in `attention`. A block that is only
-            partly visible to a row of blocks, as on the diagonal, has no mean: it is dropped.
+            partly visible to a row of blocks, as on the diagonal or at a window's edge, has no mean: it is dropped.
 
     The other arguments and the result are those of `attention`. A row that keeps nothing, and has no means, gives 0 and
     LSE -inf.
@@ -357,7 +372,7 @@ def block_sparse_attention(
         check_pv_threshold(pv_threshold)
         validation.check_per_head("pv_threshold", pv_threshold, shape.heads)
     chosen = base.resolve(backend, query.device)
-    mask = validation.check_block_mask(mask, shape, is_causal, query.device)
+    mask = validation.check_block_mask(mask, shape, is_causal, query.device, window)
     attn_mask = validation.check_attn_mask(attn_mask, shape, query.device)
     call = Call(
         shape=shape,
@@ -367,6 +382,7 @@ def block_sparse_attention(
         pv_threshold=pv_threshold,
         attn_mask=attn_mask,
         skipped=validation.resolve_skipped(skipped, mask.is_causal, attn_mask, shape),
+        window=mask.window,
     )
     output, lse = ops.attend(query, key, value, mask, call, chosen)
     output = _in_layout(output, layout)
@@ -385,14 +401,15 @@ def _in_layout(output: Tensor, layout: str) -> Tensor:
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, call: Call, dropout_p: float, enable_gqa: bool) -> Tensor:
-    """torch's attention with this library's causal alignment, for calls that need dropout or gradients."""
+    """torch's attention with this library's causal alignment and window, for calls that need dropout or gradients."""
     shape, attn_mask, is_causal = call.shape, call.attn_mask, call.is_causal
-    if is_causal and (attn_mask is not None or shape.q_len != shape.kv_len):
-        past = causal_elements(shape, shape.causal_offset, query.device)
+    is_plain = call.window == Window() or (is_causal and call.window.left is None and shape.q_len == shape.kv_len)
+    if not is_plain or (is_causal and attn_mask is not None):
+        inside = window_elements(shape, call.window, torch.arange(shape.q_len, device=query.device))
         if attn_mask is None or attn_mask.dtype == torch.bool:
-            attn_mask = past if attn_mask is None else attn_mask & past
+            attn_mask = inside if attn_mask is None else attn_mask & inside
         else:
-            attn_mask = attn_mask.masked_fill(~past, -torch.inf)
+            attn_mask = attn_mask.masked_fill(~inside, -torch.inf)
         is_causal = False
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         attn_mask = attn_mask.masked_fill(~allowed_elements(attn_mask), -torch.inf).to(query.dtype)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sparge.geometry import BLOCK_K, BLOCK_Q, Shape, ceil_div
 from sparge.visibility import find_visibility
+from sparge.window import Window, window_of, within
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,6 +28,8 @@ class BlockMask:
         q_len: number of queries.
         kv_len: number of keys.
         is_causal: whether the mask belongs to causal attention (aligned bottom-right).
+        window: how far a query sees, (left, right) as in `sparge.attention`; None is no bound, and right is 0 if the
+            mask is causal.
 
     Example:
         >>> dense = torch.tensor([[True, False, True], [True, True, True]]).expand(1, 1, 2, 3)
@@ -43,6 +46,13 @@ class BlockMask:
     q_len: int
     kv_len: int
     is_causal: bool = False
+    window: tuple[int | None, int | None] = Window()
+
+    def __post_init__(self) -> None:
+        """Causality and window say the same."""
+        window = window_of(self.is_causal, self.window)
+        object.__setattr__(self, "window", window)
+        object.__setattr__(self, "is_causal", window.right == 0)
 
     @classmethod
     def from_dense(
@@ -52,6 +62,7 @@ class BlockMask:
         q_len: int,
         kv_len: int,
         is_causal: bool = False,
+        window: tuple[int | None, int | None] | None = None,
         visible: Tensor | None = None,
     ) -> BlockMask:
         """Build the lists from a bool tensor of shape (B, H, ceil(q_len / 128), ceil(kv_len / 64)).
@@ -61,7 +72,8 @@ class BlockMask:
             q_len: number of queries.
             kv_len: number of keys.
             is_causal: drop blocks that lie wholly in the future.
-            visible: blocks that could be kept, broadcastable to ``dense``; all (or all causal ones) by default.
+            window: drop blocks that no query sees, (left, right) as in `sparge.attention`.
+            visible: blocks that could be kept, broadcastable to ``dense``; by default those that the window shows.
 
         Raises:
             TypeError: ``dense`` is not a bool tensor.
@@ -78,9 +90,10 @@ class BlockMask:
                 f"dense: expected shape (B, H, {blocks[0]}, {blocks[1]}) for {q_len} queries and {kv_len} keys in "
                 f"blocks of {BLOCK_Q} x {BLOCK_K}, got {tuple(dense.shape)}"
             )
+        joined = within(window_of(is_causal, window), q_len, kv_len)
         if visible is None:
             shape = Shape(1, 1, 1, q_len, kv_len, 1, 1)
-            visible = find_visibility(shape, is_causal, None, dense.device).blocks
+            visible = find_visibility(shape, joined, None, dense.device).blocks
         dense = dense & visible
         return cls(
             kv_num_blocks=dense.sum(-1, dtype=torch.int32),
@@ -88,7 +101,7 @@ class BlockMask:
             visible_num_blocks=visible.sum(-1, dtype=torch.int32).expand(dense.shape[:3]),
             q_len=q_len,
             kv_len=kv_len,
-            is_causal=is_causal,
+            window=joined,
         )
 
     @property
@@ -108,6 +121,8 @@ class BlockMask:
 
     def __repr__(self) -> str:
         kind = "causal" if self.is_causal else "full"
+        if self.window[0] is not None or self.window[1]:
+            kind = f"window={tuple(self.window)}"
         return f"BlockMask(shape={self.shape}, {kind}, q_len={self.q_len}, kv_len={self.kv_len})"
 
     def density(self) -> float:
@@ -124,19 +139,21 @@ class BlockMask:
             self.q_len,
             self.kv_len,
             self.is_causal,
+            self.window,
         )
 
     def to_flex(self) -> Any:
         """The same blocks as a ``torch.nn.attention.flex_attention.BlockMask`` of block size (128, 64).
 
-        Blocks cut by the causal diagonal or by the ragged end are listed as partial, the others as full. The
-        ``mask_mod`` states the same blocks and causality element by element: eager FlexAttention reads it alone.
+        Blocks cut by the causal diagonal, by an edge of the window or by the ragged end are listed as partial, the
+        others as full. The ``mask_mod`` states the same blocks and window element by element: eager FlexAttention reads
+        it alone.
         """
         from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
         dense = self.to_dense()
         shape = Shape(1, 1, 1, self.q_len, self.kv_len, 1, 1)
-        full = find_visibility(shape, self.is_causal, None, dense.device).full
+        full = find_visibility(shape, Window(*self.window), None, dense.device).full
         parts = [
             BlockMask.from_dense(part, q_len=self.q_len, kv_len=self.kv_len) for part in (dense & ~full, dense & full)
         ]
@@ -146,17 +163,20 @@ class BlockMask:
             parts[1].kv_num_blocks,
             parts[1].kv_indices,
             BLOCK_SIZE=self.block_size,
-            mask_mod=_KeptElements(dense, shape.causal_offset if self.is_causal else None),
+            mask_mod=_KeptElements(dense, shape.causal_offset, Window(*self.window)),
             seq_lengths=(self.q_len, self.kv_len),
         )
 
     @classmethod
-    def from_flex(cls, flex: Any, *, is_causal: bool | None = None) -> BlockMask:
+    def from_flex(
+        cls, flex: Any, *, is_causal: bool | None = None, window: tuple[int | None, int | None] | None = None
+    ) -> BlockMask:
         """Take the blocks of a FlexAttention mask whose block sizes are multiples of 128 and 64.
 
         Args:
             flex: a ``torch.nn.attention.flex_attention.BlockMask``.
             is_causal: say True when its ``mask_mod`` is bottom-right causal. Masks made by `to_flex` know it.
+            window: say (left, right) when its ``mask_mod`` is that window, as in `sparge.attention`; the same holds.
 
         Raises:
             ValueError: the block size does not fit, or partial blocks carry a ``mask_mod`` that block lists cannot
@@ -169,13 +189,13 @@ class BlockMask:
                 f"got ({flex_q}, {flex_k})"
             )
         is_ours = isinstance(flex.mask_mod, _KeptElements)
-        if is_causal is None:
-            is_causal = is_ours and flex.mask_mod.causal_offset is not None
+        if is_causal is None and window is None and is_ours:
+            window = flex.mask_mod.window
         has_mask_mod = not is_ours and getattr(flex.mask_mod, "__name__", "") != "noop_mask"
-        if has_mask_mod and not is_causal and bool(flex.kv_num_blocks.any()):
+        if has_mask_mod and not is_causal and window is None and bool(flex.kv_num_blocks.any()):
             raise ValueError(
                 "expected a FlexAttention mask of whole blocks, got partial blocks with a mask_mod, which block lists "
-                "cannot express: pass is_causal=True if it is bottom-right causal"
+                "cannot express: pass is_causal=True if it is bottom-right causal, window=(left, right) if it is one"
             )
         kept = _listed(flex.kv_num_blocks, flex.kv_indices)
         if flex.full_kv_num_blocks is not None:
@@ -183,7 +203,7 @@ class BlockMask:
         q_len, kv_len = flex.seq_lengths
         dense = kept.repeat_interleave(flex_q // BLOCK_Q, 2).repeat_interleave(flex_k // BLOCK_K, 3)
         dense = dense[:, :, : ceil_div(q_len, BLOCK_Q), : ceil_div(kv_len, BLOCK_K)]
-        return cls.from_dense(dense, q_len=q_len, kv_len=kv_len, is_causal=is_causal)
+        return cls.from_dense(dense, q_len=q_len, kv_len=kv_len, is_causal=bool(is_causal), window=window)
 
     def plot(self, *, batch: int = 0, max_heads: int = 8) -> Figure:
         """Draw the kept blocks of the first heads, one panel each (needs matplotlib: ``pip install sparge[plot]``)."""
@@ -194,14 +214,18 @@ class BlockMask:
 
 @dataclass(frozen=True, eq=False)
 class _KeptElements:
-    """A ``mask_mod``: the elements of kept blocks (B, H, q_blocks, kv_blocks), up to key query + offset if causal."""
+    """A ``mask_mod``: the elements of kept blocks (B, H, q_blocks, kv_blocks) in the window around query + offset."""
 
     kept: Tensor
-    causal_offset: int | None
+    offset: int
+    window: Window
 
     def __call__(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         kept = self.kept[batch, head, query // BLOCK_Q, key // BLOCK_K]
-        return kept if self.causal_offset is None else kept & (query + self.causal_offset >= key)
+        left, right = self.window
+        if right is not None:
+            kept = kept & (key <= query + (self.offset + right))
+        return kept if left is None else kept & (key >= query + (self.offset - left))
 
 
 def _listed(num_blocks: Tensor, indices: Tensor) -> Tensor:

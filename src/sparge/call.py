@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from sparge.config import Dense, Moment, PerHead, Score, Selection, Sparsity
 from sparge.geometry import Shape
+from sparge.window import Window, first_seen_key, window_of, within
 
 _DENSE, _SCORE = Dense(), Moment()
 
@@ -18,7 +19,7 @@ class Call:
 
     Attributes:
         shape: sizes of query, key and value, heads first.
-        is_causal: query i sees keys up to i + kv_len - q_len.
+        is_causal: query i sees keys up to i + kv_len - q_len; the window says so too, ``right = 0``.
         scale: factor on the scores, above 0.
         sparsity: which blocks are kept; by default all visible ones, `Dense`.
         score: how a block's worth is predicted; `Moment` by default.
@@ -28,6 +29,7 @@ class Call:
         pv_threshold: natural log, below 0: P V of 64 rows is skipped where all scores lie further below the maximum.
         attn_mask: bool or additive, four dimensions, each 1 or the call's own.
         skipped: "drop", or "mean": blocks that are not kept enter the softmax as one key, their mean.
+        window: how far a query sees.
     """
 
     shape: Shape
@@ -41,6 +43,7 @@ class Call:
     pv_threshold: PerHead | None
     attn_mask: Tensor | None
     skipped: str
+    window: Window
 
     def __init__(
         self,
@@ -55,10 +58,12 @@ class Call:
         attn_mask: Tensor | None = None,
         exact_queries: tuple[tuple[int, int], ...] = (),
         skipped: str = "drop",
+        window: tuple[int | None, int | None] | None = None,
     ) -> None:
         """Written out, because torch.compile traces no default that is an object of ours."""
+        joined = window_of(is_causal, window)
         object.__setattr__(self, "shape", shape)
-        object.__setattr__(self, "is_causal", is_causal)
+        object.__setattr__(self, "is_causal", joined.right == 0)
         object.__setattr__(self, "scale", scale)
         object.__setattr__(self, "sparsity", _DENSE if sparsity is None else sparsity)
         object.__setattr__(self, "score", _SCORE if score is None else score)
@@ -68,6 +73,7 @@ class Call:
         object.__setattr__(self, "pv_threshold", pv_threshold)
         object.__setattr__(self, "attn_mask", attn_mask)
         object.__setattr__(self, "skipped", skipped)
+        object.__setattr__(self, "window", joined)
 
     @property
     def selection(self) -> Selection:
@@ -89,3 +95,16 @@ class Call:
     def has_fp8_values(self) -> bool:
         """Whether P V is computed in FP8."""
         return self.quantization in ("int8_fp8", "int8_fp8_fast")
+
+
+def without_unseen(key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor, Call]:
+    """A dense call without the keys that lie before every query's window: what is left has blocks of its own."""
+    start = first_seen_key(call.window, call.shape)
+    if start == 0:
+        return key, value, call
+    attn_mask = call.attn_mask
+    if attn_mask is not None and attn_mask.shape[3] > 1:
+        attn_mask = attn_mask[..., start:]
+    shape = replace(call.shape, kv_len=call.shape.kv_len - start)
+    window = within(call.window, shape.q_len, shape.kv_len)
+    return key[:, :, start:], value[:, :, start:], replace(call, shape=shape, window=window, attn_mask=attn_mask)

@@ -27,6 +27,7 @@ from sparge.config import Dense, Sparsity
 from sparge.derivatives import inside_autograd_function, needs_derivatives
 from sparge.geometry import Shape
 from sparge.stats import counters
+from sparge.window import Window, keys_of_query
 
 if TYPE_CHECKING:
     from sparge.policy import Policy
@@ -40,6 +41,7 @@ class Reason(Enum):
 
     ASKED = "sparsity=Dense()"
     CROSSOVER = "below the crossover"
+    WINDOW = "inside the window"
     UNSUPPORTED = "unsupported"
     DECODE = "decode"
     CROSS_ATTENTION = "cross-attention"
@@ -83,9 +85,11 @@ class Obstacle:
 
 
 def by_arguments(
-    shape: Shape, is_causal: bool, sparsity: Sparsity, quantization: str, backend: str, resolved: str
+    shape: Shape, window: Window, sparsity: Sparsity, quantization: str, backend: str, resolved: str
 ) -> Reason | None:
     """Why `sparge.attention` runs a call dense that it could run sparse.
+
+    A call whose window shows each query fewer keys than the crossover has is dense inside of it.
 
     Args:
         backend: as the caller named it; a named one is never left for dense attention.
@@ -93,8 +97,13 @@ def by_arguments(
     """
     if isinstance(sparsity, Dense):
         return Reason.ASKED
-    if backend == "auto" and quantization in ("auto", "none") and base.prefers_dense(shape, is_causal, resolved):
+    if backend != "auto" or quantization not in ("auto", "none"):
+        return None
+    if base.prefers_dense(shape, window.right == 0, resolved):
         return Reason.CROSSOVER
+    keys = keys_of_query(window, shape.kv_len)
+    if keys < shape.kv_len and base.prefers_dense(shape, False, resolved, keys):
+        return Reason.WINDOW
     return None
 
 

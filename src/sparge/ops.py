@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sparge.backends import base
 from sparge.block_mask import BlockMask
-from sparge.call import Call
+from sparge.call import Call, without_unseen
 from sparge.config import SCORES, SELECTIONS, Dense, PerHead, Sparsity, trusted
 from sparge.geometry import Shape
 from sparge.layout import empty_like, laid_out
@@ -31,7 +31,8 @@ from sparge.stats import counters
 
 ANY_CALL = {
     "attn_mask": "Tensor?",
-    "is_causal": "bool",
+    "window_left": "SymInt?",
+    "window_right": "SymInt?",
     "scale": "float",
     "quantization": "str",
     "backend": "str",
@@ -75,7 +76,7 @@ _LIBRARY.define(f"dense({_TENSORS}, {schema(ANY_CALL)}, bool with_lse, str words
 def predict(query: Tensor, key: Tensor, call: Call, backend: str) -> BlockMask:
     """Prediction through its operator."""
     counts, indices, visible = torch.ops.sparge.predict(query, key, *pack(call, backend))
-    return BlockMask(counts, indices, visible, query.shape[2], key.shape[2], call.is_causal)
+    return BlockMask(counts, indices, visible, query.shape[2], key.shape[2], window=call.window)
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, call: Call, backend: str) -> tuple[Tensor, Tensor]:
@@ -131,7 +132,7 @@ def pack_attend(call: Call, backend: str) -> tuple[Any, ...]:
 
 def pack_dense(call: Call, backend: str) -> tuple[Any, ...]:
     """A call over all blocks as the arguments of `ANY_CALL`."""
-    return call.attn_mask, call.is_causal, call.scale, call.quantization, backend
+    return call.attn_mask, *call.window, call.scale, call.quantization, backend
 
 
 def _pack_rules(rule: Sparsity, is_causal: bool) -> tuple[Any, ...]:
@@ -149,8 +150,8 @@ def _pack_rules(rule: Sparsity, is_causal: bool) -> tuple[Any, ...]:
 
 def unpack(shape: Shape, arguments: tuple[Any, ...]) -> tuple[Call, str]:
     """A call and the name of its backend from what `pack`, `pack_attend` or `pack_dense` made."""
-    attn_mask, is_causal, scale, quantization, backend, *rest = arguments
-    call: dict[str, Any] = {"quantization": quantization, "attn_mask": attn_mask}
+    attn_mask, left, right, scale, quantization, backend, *rest = arguments
+    call: dict[str, Any] = {"quantization": quantization, "attn_mask": attn_mask, "window": (left, right)}
     if rest:
         call["skipped"], call["pv_threshold"] = rest[0], _unpack_number(*rest[1:3])
     if len(rest) > 3:
@@ -165,7 +166,7 @@ def unpack(shape: Shape, arguments: tuple[Any, ...]) -> tuple[Call, str]:
             for field, name in ((rule.amount_field, "amount"), ("similarity_threshold", "similarity_threshold")):
                 rules[field] = _unpack_number(packed[name], packed[f"{name}_per_head"])
             call["sparsity"] = trusted(rule, **rules)
-    return Call(shape, is_causal, scale, **call), backend
+    return Call(shape, right == 0, scale, **call), backend
 
 
 def _pack_number(value: PerHead | None) -> tuple[float | None, Tensor | None]:
@@ -198,7 +199,8 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     call, name = unpack(_shape_of(query, key, value), arguments)
     shape = call.shape
-    mask = BlockMask(kv_num_blocks, kv_indices, visible_num_blocks, shape.q_len, shape.kv_len, call.is_causal)
+    lengths = (shape.q_len, shape.kv_len)
+    mask = BlockMask(kv_num_blocks, kv_indices, visible_num_blocks, *lengths, window=call.window)
     backend = base.get(name).serving(call, query.dtype)
     counters.record(f"sparse: {backend.name}", has_threshold=call.pv_threshold is not None)
     output, lse = backend.attend(query, key, value, mask, call, totals=counters.block_totals(query.device))
@@ -218,6 +220,7 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[
     if words:
         counters.record(words)
     call, asked = unpack(_shape_of(query, key, value), tuple(packed))
+    key, value, call = without_unseen(key, value, call)
     name = base.resolve(asked, query.device) if asked == "auto" else asked
     backend = base.get(name).serving(call, query.dtype)
     output, lse = backend.dense(query, key, value, call, with_lse=with_lse, may_use_torch=asked == "auto")

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from sparge.call import Call
 from sparge.geometry import BLOCK_K, Shape
-from sparge.visibility import block_edges, key_blocks
+from sparge.visibility import block_edges, key_blocks, row_edges
+from sparge.window import Window
 
 
 class BlockMeans(NamedTuple):
@@ -56,12 +57,11 @@ def _means(tokens: Tensor, seen: Tensor | None, counts: Tensor) -> Tensor:
     return blocks.sum(3, dtype=torch.promote_types(tokens.dtype, torch.float32)) / counts.clamp(min=1)[..., None]
 
 
-def replaceable_blocks(shape: Shape, is_causal: bool, device: torch.device) -> Tensor:
+def replaceable_blocks(shape: Shape, window: Window, device: torch.device) -> Tensor:
     """(q_blocks, kv_blocks): all queries of the row see the block's keys alike; if causal, it lies before them all."""
-    first_query, _, _, key_end = block_edges(shape, device)
-    if not is_causal:
-        return torch.ones(shape.q_blocks, shape.kv_blocks, dtype=torch.bool, device=device)
-    return key_end.clamp(max=shape.kv_len) - 1 <= first_query
+    rows = row_edges(shape, window, device)
+    _, _, first_key, key_end = block_edges(shape, device)
+    return (key_end.clamp(max=shape.kv_len) - 1 <= rows.inner_last) & (first_key >= rows.inner_first)
 
 
 def replaced_bias(means: BlockMeans, kept: Tensor, call: Call) -> Tensor:
@@ -69,7 +69,7 @@ def replaced_bias(means: BlockMeans, kept: Tensor, call: Call) -> Tensor:
 
     It is ln of how many keys a mean stands for, and -inf where the row keeps the block or cannot have its mean.
     """
-    replaced = ~kept & replaceable_blocks(call.shape, call.is_causal, kept.device)
+    replaced = ~kept & replaceable_blocks(call.shape, call.window, kept.device)
     bias = means.bias.repeat_interleave(call.shape.group, 1)
     return torch.where(replaced, bias[:, :, None], -torch.inf)
 

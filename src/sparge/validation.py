@@ -36,6 +36,7 @@ from sparge.config import (
 from sparge.decide import DTYPES
 from sparge.geometry import BLOCK_K, BLOCK_Q, Shape
 from sparge.visibility import causal_elements
+from sparge.window import Window, window_of, within
 
 LAYOUTS = ("HND", "NHD")
 ON_UNSUPPORTED = ("raise", "warn", "dense")
@@ -53,6 +54,26 @@ def check_flag(name: str, value: bool) -> None:
     """Raise TypeError unless it is a bool: "no" and [False] would count as true."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}: expected a bool, got {value!r}")
+
+
+def resolve_window(window: tuple[int | None, int | None] | None, is_causal: bool, q_len: int, kv_len: int) -> Window:
+    """A window and causality in one, without bounds that bound nothing; -1 is no bound, as FlashAttention has it.
+
+    Raises:
+        TypeError, ValueError: it is no pair of numbers of keys.
+    """
+    if window is None:
+        return window_of(is_causal)
+    if not isinstance(window, (list, tuple)) or len(window) != 2:
+        raise TypeError(f"window: expected None or a pair (left, right), got {window!r}")
+    bounds: list[int | None] = []
+    for bound in window:
+        if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int)):
+            raise TypeError(f"window: expected two ints (or None, no bound), got {window!r}")
+        if bound is not None and bound < -1:
+            raise ValueError(f"window: expected numbers from 0 up (or -1 or None, no bound), got {window!r}")
+        bounds.append(None if bound == -1 else bound)
+    return within(window_of(is_causal, (bounds[0], bounds[1])), q_len, kv_len)
 
 
 def check_query_key(query: Tensor, key: Tensor, layout: str, enable_gqa: bool) -> tuple[Tensor, Tensor, Shape]:
@@ -277,8 +298,15 @@ def check_places(name: str, places: Sequence[int], total: int) -> None:
         raise ValueError(f"{name}: expected {things} below {total} (or from -{total} on), got {listed}")
 
 
-def check_block_mask(mask: BlockMask | Tensor, shape: Shape, is_causal: bool | None, device: torch.device) -> BlockMask:
-    """A BlockMask of the call's geometry, causal or not as the caller and the mask agree."""
+def check_block_mask(
+    mask: BlockMask | Tensor,
+    shape: Shape,
+    is_causal: bool | None,
+    device: torch.device,
+    window: tuple[int | None, int | None] | None = None,
+) -> BlockMask:
+    """A BlockMask of the call's geometry, causal or not and with a window as the caller and the mask agree."""
+    asked = resolve_window(window, bool(is_causal), shape.q_len, shape.kv_len)
     full = (shape.batch, shape.heads, shape.q_blocks, shape.kv_blocks)
     geometry = (
         f"(B, H, ceil(S_q / {BLOCK_Q}), ceil(S_k / {BLOCK_K})) = {full} "
@@ -292,7 +320,7 @@ def check_block_mask(mask: BlockMask | Tensor, shape: Shape, is_causal: bool | N
             raise ValueError(f"mask: expected a shape that broadcasts to {geometry}, got {tuple(mask.shape)}")
         _check_mask_device(mask.device, device)
         dense = mask.reshape(sizes).expand(full)
-        return BlockMask.from_dense(dense, q_len=shape.q_len, kv_len=shape.kv_len, is_causal=bool(is_causal))
+        return BlockMask.from_dense(dense, q_len=shape.q_len, kv_len=shape.kv_len, window=asked)
     if not isinstance(mask, BlockMask):
         raise TypeError(f"mask: expected a BlockMask or a bool tensor, got {type(mask).__name__}")
     mask = _broadcast_heads(mask, shape)
@@ -302,6 +330,8 @@ def check_block_mask(mask: BlockMask | Tensor, shape: Shape, is_causal: bool | N
     _check_mask_device(mask.kv_indices.device, device)
     if is_causal is not None and is_causal != mask.is_causal:
         raise ValueError(f"is_causal: expected {mask.is_causal} as in the mask, got {is_causal}")
+    if window is not None and asked != mask.window:
+        raise ValueError(f"window: expected {tuple(mask.window)} as in the mask, got {tuple(window)}")
     return mask
 
 

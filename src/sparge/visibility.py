@@ -1,18 +1,20 @@
 """Which tokens and blocks may be seen at all, before anything is predicted.
 
-Causality, key padding and attention masks are reduced to four facts (`Visibility`). The work is done per row of
-query blocks, so no intermediate is larger than 128 x kv_len per mask head.
+Windows (causality among them), key padding and attention masks are reduced to four facts (`Visibility`). The work is
+done per row of query blocks, so no intermediate is larger than 128 x kv_len per mask head.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from sparge.geometry import BLOCK_K, BLOCK_Q, Shape
+from sparge.window import Window, first_offset, first_seeing_query, first_seen_key, last_offset
 
 NOWHERE = 2**31 - 1
 """Position of the first visible key in a block that has none. It fits a double, in which padding values travel."""
@@ -47,15 +49,26 @@ def causal_elements(shape: Shape, offset: int, device: torch.device) -> Tensor:
     return torch.ones(shape.q_len, shape.kv_len, dtype=torch.bool, device=device).tril(offset)
 
 
-def find_visibility(shape: Shape, is_causal: bool, attn_mask: Tensor | None, device: torch.device) -> Visibility:
-    """Reduce causality and a mask of shape (B | 1, H | 1, Sq | 1, Sk | 1) to block and token facts."""
+def window_elements(shape: Shape, window: Window, queries: Tensor) -> Tensor:
+    """(..., kv_len), True where the queries of the given numbers (...) see key j by a window."""
+    first, last = first_offset(window, shape), last_offset(window, shape)
+    keys = torch.arange(shape.kv_len, dtype=queries.dtype, device=queries.device)
+    queries = queries[..., None]
+    seen = torch.ones_like(keys, dtype=torch.bool) if last is None else keys <= queries + last
+    if first is not None:
+        seen = seen & (keys >= queries + first)
+    return seen.expand(*queries.shape[:-1], shape.kv_len)
+
+
+def find_visibility(shape: Shape, window: Window, attn_mask: Tensor | None, device: torch.device) -> Visibility:
+    """Reduce a window and a mask of shape (B | 1, H | 1, Sq | 1, Sk | 1) to block and token facts."""
     if attn_mask is None:
-        return _without_mask(shape, is_causal, device)
+        return _without_mask(shape, window, device)
     attn_mask = attn_mask.expand(-1, -1, -1, shape.kv_len)
     found = (
-        _with_key_mask(shape, is_causal, attn_mask.squeeze(2))
+        _with_key_mask(shape, window, attn_mask.squeeze(2))
         if attn_mask.shape[2] == 1
-        else _with_element_mask(shape, is_causal, attn_mask)
+        else _with_element_mask(shape, window, attn_mask)
     )
     if found.keys is not None and shape.group > 1 and found.keys.shape[1] == shape.heads:
         keys = found.keys.unflatten(1, (shape.kv_heads, shape.group)).any(2)
@@ -76,8 +89,45 @@ def block_edges(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, Ten
     )
 
 
-def first_seen_keys(shape: Shape, is_causal: bool, attn_mask: Tensor) -> tuple[Tensor, Tensor]:
+class RowEdges(NamedTuple):
+    """What rows of blocks see by a window, (q_blocks, 1): some query keys first .. last, all of them inner_first ..
+    inner_last. They may lie outside of the sequence.
+    """
+
+    first: Tensor
+    last: Tensor
+    inner_first: Tensor
+    inner_last: Tensor
+
+
+def row_edges(shape: Shape, window: Window, device: torch.device) -> RowEdges:
+    """The edges of a window for every row of blocks."""
+    first_query, last_query, _, _ = block_edges(shape, device)
+    first, inner_first = torch.zeros_like(first_query), torch.zeros_like(first_query)
+    last, inner_last = torch.full_like(first, shape.kv_len - 1), torch.full_like(first, shape.kv_len - 1)
+    if window.left is not None:
+        first, inner_first = first_query - window.left, last_query - window.left
+    if window.right is not None:
+        last, inner_last = last_query + window.right, first_query + window.right
+    return RowEdges(first, last, inner_first, inner_last)
+
+
+def unfinished_blocks(shape: Shape, window: Window, device: torch.device) -> Tensor:
+    """Blocks with keys that a row sees and others that none of its queries does, (q_blocks, kv_blocks).
+
+    They are kept unscored: their summary knows of keys outside of the window, of the future if it is causal.
+    """
+    rows = row_edges(shape, window, device)
+    _, _, first_key, key_end = block_edges(shape, device)
+    last_key = key_end.clamp(max=shape.kv_len) - 1
+    behind = (first_key <= rows.last) & (rows.last < last_key)
+    return behind | ((first_key < rows.first) & (rows.first <= last_key))
+
+
+def first_seen_keys(shape: Shape, window: Window, attn_mask: Tensor) -> tuple[Tensor, Tensor]:
     """Where a bool mask of keys, (b, h, 1, Sk), starts to show something; both int32, expanded to B and H.
+
+    The window has no left bound.
 
     Returns:
         (B, H, kv_blocks): position of the first visible key in each key block, 2^31 - 1 where there is none.
@@ -88,60 +138,67 @@ def first_seen_keys(shape: Shape, is_causal: bool, attn_mask: Tensor) -> tuple[T
     first_seen = key_blocks(seen_at, NOWHERE).amin(-1)  # [b, h, kv_blocks]
     # Rows start at multiples of 16 whatever the length: kernels are compiled anew for other alignments.
     first_seen = F.pad(first_seen, (0, -shape.kv_blocks % 16), value=NOWHERE)
-    first_query = torch.zeros_like(first_seen[..., 0])
-    if is_causal:
-        first_query = (first_seen.amin(-1).long() - shape.causal_offset).clamp(0, shape.q_len).int()
+    first_query, last = torch.zeros_like(first_seen[..., 0]), last_offset(window, shape)
+    if last is not None:
+        first_query = (first_seen.amin(-1).long() - last).clamp(0, shape.q_len).int()
     leading = (shape.batch, shape.heads)
     return first_seen.expand(*leading, -1)[..., : shape.kv_blocks], first_query.expand(leading)
 
 
-def _without_mask(shape: Shape, is_causal: bool, device: torch.device) -> Visibility:
-    first_query, last_query, first_key, key_end = block_edges(shape, device)
-    full = (key_end <= shape.kv_len).expand(shape.q_blocks, -1)
-    blocks = torch.ones_like(full)
-    queries = None
-    if is_causal:
-        blocks = first_key <= last_query
-        full = full & (key_end - 1 <= first_query)
-        if shape.causal_offset < 0:
-            queries = torch.arange(shape.q_len, device=device)[None, None] + shape.causal_offset >= 0
-    return Visibility(blocks[None, None], full[None, None], None, queries)
+def _without_mask(shape: Shape, window: Window, device: torch.device) -> Visibility:
+    keys = queries = None
+    first_key, first_query = first_seen_key(window, shape), first_seeing_query(window, shape)
+    if first_key > 0:
+        keys = (torch.arange(shape.kv_len, device=device) >= first_key)[None, None]
+    if first_query > 0:
+        queries = (torch.arange(shape.q_len, device=device) >= first_query)[None, None]
+    blocks, full = _by_window(shape, window, device)
+    return Visibility(blocks[None, None], full[None, None], keys, queries)
 
 
-def _with_key_mask(shape: Shape, is_causal: bool, attn_mask: Tensor) -> Visibility:
+def _by_window(shape: Shape, window: Window, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Blocks (q_blocks, kv_blocks) of which a window shows something, and all."""
+    rows = row_edges(shape, window, device)
+    _, _, first_key, key_end = block_edges(shape, device)
+    blocks = (first_key <= rows.last) & (key_end.clamp(max=shape.kv_len) > rows.first)
+    full = (key_end - 1 <= rows.inner_last) & (first_key >= rows.inner_first) & (key_end <= shape.kv_len)
+    return blocks, full
+
+
+def _with_key_mask(shape: Shape, window: Window, attn_mask: Tensor) -> Visibility:
     """``attn_mask`` is (b, h, kv_len): the same keys (or biases) for every query."""
     device = attn_mask.device
-    first_query, last_query, _, key_end = block_edges(shape, device)
     keys = allowed_elements(attn_mask)
-    positions = torch.arange(shape.kv_len, device=device)
-    seen_at = torch.where(keys, positions, NOWHERE)  # [b, h, kv_len]
-    first_seen = key_blocks(seen_at, NOWHERE).amin(-1)[..., None, :]  # [b, h, 1, kv_blocks]
     plain = keys if attn_mask.dtype == torch.bool else attn_mask == 0
-    full = key_blocks(plain, False).all(-1)[..., None, :].expand(-1, -1, shape.q_blocks, -1)
-    if is_causal:
-        blocks = first_seen <= last_query
-        full = full & (key_end - 1 <= first_query)
-        query_positions = torch.arange(shape.q_len, device=device) + shape.causal_offset
-        queries = seen_at.amin(-1, keepdim=True) <= query_positions
-    else:
-        blocks = (first_seen < NOWHERE).expand(-1, -1, shape.q_blocks, -1)
-        queries = keys.any(-1, keepdim=True).expand(-1, -1, shape.q_len)
-    return Visibility(blocks, full, keys, queries)
+    _, full = _by_window(shape, window, device)
+    full = full & key_blocks(plain, False).all(-1)[..., None, :]
+    keys = keys & (torch.arange(shape.kv_len, device=device) >= first_seen_key(window, shape))
+    before = F.pad(keys.cumsum(-1, dtype=torch.int32), (1, 0))  # [b, h, kv_len + 1], visible keys before each
+    rows = row_edges(shape, window, device)
+    _, _, first_key, key_end = block_edges(shape, device)
+    first = torch.maximum(first_key, rows.first).clamp(0, shape.kv_len)
+    end = torch.minimum(key_end, rows.last + 1).clamp(0, shape.kv_len)
+    blocks = before[..., end] > before[..., torch.minimum(first, end)]
+    positions = torch.arange(shape.q_len, device=device)
+    first_of_query, last_of_query = first_offset(window, shape), last_offset(window, shape)
+    since = before[..., :1] if first_of_query is None else before[..., (positions + first_of_query).clamp(min=0)]
+    until = before[..., -1:]
+    if last_of_query is not None:
+        until = before[..., (positions + last_of_query + 1).clamp(0, shape.kv_len)]
+    return Visibility(blocks, full, keys, (until > since).expand(-1, -1, shape.q_len))
 
 
-def _with_element_mask(shape: Shape, is_causal: bool, attn_mask: Tensor) -> Visibility:
+def _with_element_mask(shape: Shape, window: Window, attn_mask: Tensor) -> Visibility:
     """``attn_mask`` is (b, h, q_len, kv_len)."""
-    positions = torch.arange(shape.kv_len, device=attn_mask.device)
     keys = torch.zeros_like(attn_mask[:, :, 0], dtype=torch.bool)
     blocks, full, queries = [], [], []
     for start in range(0, shape.q_len, BLOCK_Q):
         rows = attn_mask[:, :, start : start + BLOCK_Q]  # [b, h, rows, kv_len]
         seen = allowed_elements(rows)
         plain = seen if attn_mask.dtype == torch.bool else rows == 0
-        if is_causal:
-            row_positions = start + torch.arange(rows.shape[2], device=rows.device)
-            past = positions <= row_positions[:, None] + shape.causal_offset
-            seen, plain = seen & past, plain & past
+        if window != Window():
+            inside = window_elements(shape, window, start + torch.arange(rows.shape[2], device=rows.device))
+            seen, plain = seen & inside, plain & inside
         some = seen.any(2)  # [b, h, kv_len]
         keys |= some
         blocks.append(key_blocks(some, False).any(-1))

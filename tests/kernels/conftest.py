@@ -22,6 +22,7 @@ from sparge.call import Call
 from sparge.geometry import Shape
 from sparge.reference.shared import element_mask, visible_keys
 from sparge.visibility import Visibility, find_visibility
+from sparge.window import window_of
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if importlib.util.find_spec("triton") is None:
@@ -75,7 +76,7 @@ def seen_tokens(shape: Shape, is_causal: bool, attn_mask: Tensor | None) -> tupl
 
 def visibility_of(shape: Shape, is_causal: bool, attn_mask: Tensor | None) -> Visibility | None:
     """What the kernels are told of it: nothing without a mask."""
-    return None if attn_mask is None else find_visibility(shape, is_causal, attn_mask, CPU)
+    return None if attn_mask is None else find_visibility(shape, window_of(is_causal), attn_mask, CPU)
 
 
 def random_bits(*shape: int, share: float = 0.6, seed: int = 5) -> Tensor:

@@ -19,6 +19,7 @@ from sparge.backends.cuda.stages.summary import summarize_key_value
 from sparge.config import Score
 from sparge.reference import prediction
 from sparge.visibility import first_seen_keys
+from sparge.window import window_of
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -67,7 +68,9 @@ def probabilities_of(
     summary = summarize_query(
         query, key_value, call, seen, codes=False, parts=inputs.parts(call.score), similarity=similarity
     )
-    first_seen, first_query = (None, None) if attn_mask is None else first_seen_keys(shape, is_causal, attn_mask)
+    first_seen, first_query = (
+        (None, None) if attn_mask is None else first_seen_keys(shape, window_of(is_causal), attn_mask)
+    )
     thresholds = None if threshold is None else torch.full((shape.heads,), threshold)
     got = block_probabilities(query, key_value, summary, call, first_seen, first_query, thresholds)
     return got.view(shape.batch, shape.heads, shape.q_blocks, shape.kv_blocks)

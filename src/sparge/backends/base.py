@@ -200,9 +200,10 @@ def resolve_quantization(quantization: str, name: str, device: torch.device, *, 
     return quantization
 
 
-def prefers_dense(shape: Shape, is_causal: bool, name: str) -> bool:
-    """Whether prediction would cost more than it saves at these sizes."""
-    return is_below(crossover_of(name), shape.batch * shape.heads, shape.q_len, shape.kv_len, is_causal)
+def prefers_dense(shape: Shape, is_causal: bool, name: str, kv_len: int | None = None) -> bool:
+    """Whether prediction would cost more than it saves at these sizes; ``kv_len`` keys instead of all, if given."""
+    kv_len = shape.kv_len if kv_len is None else kv_len
+    return is_below(crossover_of(name), shape.batch * shape.heads, shape.q_len, kv_len, is_causal)
 
 
 def is_below(crossover: Crossover, heads: int, q_len: int, kv_len: int, is_causal: bool) -> bool:

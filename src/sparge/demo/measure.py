@@ -342,4 +342,5 @@ def _first_head(mask: BlockMask) -> BlockMask:
         mask.q_len,
         mask.kv_len,
         mask.is_causal,
+        mask.window,
     )

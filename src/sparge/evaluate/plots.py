@@ -15,6 +15,7 @@ from torch import Tensor
 from sparge.block_mask import BlockMask
 from sparge.geometry import BLOCK_K, BLOCK_Q, Shape
 from sparge.visibility import find_visibility
+from sparge.window import Window
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -59,8 +60,8 @@ def plot_block_mask(mask: BlockMask, *, batch: int = 0, max_heads: int = 8) -> F
         max_heads: draw at most this many heads, four panels a row.
 
     Returns:
-        A figure with an Agg canvas. Blocks that lie wholly in the causal future are hatched; a mask does not remember
-        which blocks an ``attn_mask`` hid, so those look dropped.
+        A figure with an Agg canvas. Blocks that lie wholly in the causal future or outside of the window are hatched; a
+        mask does not remember which blocks an ``attn_mask`` hid, so those look dropped.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -122,9 +123,9 @@ def plot_block_mask(mask: BlockMask, *, batch: int = 0, max_heads: int = 8) -> F
 
 
 def causal_visibility(mask: BlockMask) -> Tensor:
-    """Blocks that causality lets the queries see: bool (q_blocks, kv_blocks), on the CPU."""
+    """Blocks that causality and a window let the queries see: bool (q_blocks, kv_blocks), on the CPU."""
     shape = Shape(1, 1, 1, mask.q_len, mask.kv_len, 1, 1)
-    blocks = find_visibility(shape, mask.is_causal, None, torch.device("cpu")).blocks
+    blocks = find_visibility(shape, Window(*mask.window), None, torch.device("cpu")).blocks
     return blocks.expand(1, 1, *mask.shape[2:])[0, 0]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ from sparge.config import (
 )
 from sparge.geometry import BLOCK_K, BLOCK_Q, Shape
 from sparge.reference.shared import element_mask, of_head, smooth_key, visible_blocks, visible_keys
+from sparge.window import Window
 
 
 def smooth_key_for_similarity(key: Tensor, keys_seen: Tensor, is_causal: bool) -> Tensor:
@@ -219,16 +220,16 @@ def block_probabilities(
     return average if weights is None else average.sqrt() * SPREAD_UNIT, broken.any(1)
 
 
-def forced_blocks(call: Call, visible: Tensor) -> Tensor:
+def forced_blocks(call: Call, reachable: Tensor) -> Tensor:
     """Blocks kept whatever their score, (q_blocks, kv_blocks): sink, diagonal, the caller's ranges of keys and queries.
 
-    The sink is the first block any query sees (``visible`` is (q_blocks, kv_blocks)): block 0, or what comes after
-    padding on the left.
+    The sink is the first block any query would see if the window had no left bound (``reachable`` is (q_blocks,
+    kv_blocks)): block 0, or what comes after padding on the left. A row keeps it if it sees it.
     """
     shape, rule = call.shape, call.selection
     forced = torch.zeros(shape.q_blocks, shape.kv_blocks, dtype=torch.bool)
     if rule.keeps_sink(call.is_causal):
-        seen = visible.any(0).nonzero()
+        seen = reachable.any(0).nonzero()
         forced[:, seen[:1]] = True
     for i in range(shape.q_blocks):
         first = i * BLOCK_Q + shape.causal_offset
@@ -243,17 +244,23 @@ def forced_blocks(call: Call, visible: Tensor) -> Tensor:
     return forced
 
 
-def unfinished_blocks(shape: Shape, is_causal: bool) -> Tensor:
-    """Blocks that hold keys after the row's last query, (q_blocks, kv_blocks).
+def unfinished_blocks(shape: Shape, window: Window) -> Tensor:
+    """Blocks with keys that some query of the row sees and others that none does, (q_blocks, kv_blocks).
 
-    Their summary knows the future, so they are kept without a score. They exist only when S_k - S_q is no multiple of
-    the key block, and then lie on the diagonal.
+    Their summary knows of keys outside of the window, so they are kept without a score. In causal attention these are
+    keys after the row's last query; they exist only when S_k - S_q is no multiple of the key block, and then lie on the
+    diagonal.
     """
     unfinished = torch.zeros(shape.q_blocks, shape.kv_blocks, dtype=torch.bool)
-    for i in range(shape.q_blocks if is_causal else 0):
+    for i in range(shape.q_blocks):
+        first = i * BLOCK_Q + shape.causal_offset
         last = min((i + 1) * BLOCK_Q, shape.q_len) - 1 + shape.causal_offset
         for j in range(shape.kv_blocks):
-            unfinished[i, j] = j * BLOCK_K <= last < min((j + 1) * BLOCK_K, shape.kv_len) - 1
+            first_key, last_key = j * BLOCK_K, min((j + 1) * BLOCK_K, shape.kv_len) - 1
+            if window.right is not None and first_key <= last + window.right < last_key:
+                unfinished[i, j] = True
+            if window.left is not None and first_key < first - window.left <= last_key:
+                unfinished[i, j] = True
     return unfinished
 
 
@@ -379,12 +386,13 @@ def select_rows(rule: Selection, rows: Sequence[Row]) -> list[Tensor]:
 
 def predict(query: Tensor, key: Tensor, call: Call) -> BlockMask:
     """Predict which blocks of the attention map to compute."""
-    shape, is_causal = call.shape, call.is_causal
+    shape, is_causal, window = call.shape, call.is_causal, call.window
     masks = element_mask(call, query.device)
     visible = visible_blocks(masks.allowed)
+    reachable = visible_blocks(element_mask(replace(call, window=Window(None, window.right)), query.device).allowed)
 
     def finish(dense: Tensor) -> BlockMask:
-        return BlockMask.from_dense(dense, q_len=shape.q_len, kv_len=shape.kv_len, is_causal=is_causal, visible=visible)
+        return BlockMask.from_dense(dense, q_len=shape.q_len, kv_len=shape.kv_len, window=window, visible=visible)
 
     if isinstance(call.sparsity, Dense):
         return finish(visible)
@@ -394,7 +402,7 @@ def predict(query: Tensor, key: Tensor, call: Call) -> BlockMask:
     keys_seen = visible_keys(masks.allowed, shape.kv_heads)
     queries_seen = masks.allowed.any(3)
     smoothed = smooth_key_for_similarity(key, keys_seen, is_causal)
-    unfinished = unfinished_blocks(shape, is_causal).to(query.device)
+    unfinished = unfinished_blocks(shape, window).to(query.device)
     kept = torch.zeros_like(visible)
     for b in range(shape.batch):
         rows = []
@@ -418,7 +426,7 @@ def predict(query: Tensor, key: Tensor, call: Call) -> BlockMask:
             weights = WEIGHTS[type(call.score)](head, call.score) if type(call.score) in WEIGHTS else None
             eligible = visible[b, h] & ~dissimilar & ~unfinished
             probabilities, broken = block_probabilities(scores, eligible, call.score.exponent, weights)
-            forced = forced_blocks(call, visible[b, h]).to(query.device) | unfinished | broken
+            forced = forced_blocks(call, reachable[b, h]).to(query.device) | unfinished | broken
             amount = of_head(rule.amount, h, shape)
             assert amount is not None
             for i in range(shape.q_blocks):

@@ -21,14 +21,17 @@ class ElementMask(NamedTuple):
 
 
 def element_mask(call: Call, device: torch.device) -> ElementMask:
-    """Combine bottom-right causality with a boolean or additive mask."""
+    """Combine a window, aligned bottom-right, with a boolean or additive mask."""
     shape, attn_mask = call.shape, call.attn_mask
     full = (shape.batch, shape.heads, shape.q_len, shape.kv_len)
     allowed = torch.ones(full, dtype=torch.bool, device=device)
     bias = torch.zeros(full, dtype=torch.float64, device=device)
-    if call.is_causal:
-        queries = torch.arange(shape.q_len, device=device)[:, None] + shape.causal_offset
-        allowed &= torch.arange(shape.kv_len, device=device) <= queries
+    positions = torch.arange(shape.q_len, device=device)[:, None] + shape.causal_offset
+    keys = torch.arange(shape.kv_len, device=device)
+    if call.window.left is not None:
+        allowed &= keys >= positions - call.window.left
+    if call.window.right is not None:
+        allowed &= keys <= positions + call.window.right
     if attn_mask is not None:
         allowed &= allowed_elements(attn_mask)
         if attn_mask.dtype != torch.bool:

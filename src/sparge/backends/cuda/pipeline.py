@@ -49,7 +49,7 @@ def prepare(
         mask: the given one, where none is asked for.
     """
     shape, attn_mask = call.shape, call.attn_mask
-    seen = None if attn_mask is None else find_visibility(shape, call.is_causal, attn_mask, query.device)
+    seen = None if attn_mask is None else find_visibility(shape, call.window, attn_mask, query.device)
     hides_keys_alone = attn_mask is None or (attn_mask.shape[2] == 1 and attn_mask.dtype == torch.bool)
     has_scores = with_mask and hides_keys_alone and not isinstance(call.sparsity, Dense)
     quantizes = with_operands and call.is_quantized
@@ -79,7 +79,7 @@ def prepare(
     )
     order = None
     if has_scores:
-        hidden = (None, None) if attn_mask is None else first_seen_keys(shape, call.is_causal, attn_mask)
+        hidden = (None, None) if attn_mask is None else first_seen_keys(shape, call.window, attn_mask)
         first_seen, first_query = hidden
         threshold = per_head_tensor(call.selection.similarity_threshold, shape, query.device)
         probability = block_probabilities(query, key_value, summary, call, first_seen, first_query, threshold)
@@ -143,7 +143,7 @@ def attend(
     lists: list[Tensor] = []
     if mask is not None:  # copied here, not by the launcher: a call that copies cannot be replayed
         lists = [x.contiguous() for x in (mask.kv_num_blocks, mask.kv_indices, mask.visible_num_blocks)]
-        mask = BlockMask(lists[0], lists[1], lists[2], mask.q_len, mask.kv_len, mask.is_causal)
+        mask = BlockMask(lists[0], lists[1], lists[2], mask.q_len, mask.kv_len, window=mask.window)
 
     def run() -> tuple[Tensor, Tensor]:
         operands, _ = prepare(query, key, value, call, with_mask=False, with_operands=True, mask=mask)

@@ -1,7 +1,7 @@
 """Block-sparse attention in PyTorch, for CPUs and any other device: only kept blocks are gathered and multiplied.
 
 Rows (query blocks of a head) that keep the same number of blocks form one batch of dense attention over their
-gathered keys. Blocks that need an element mask (the causal diagonal, the ragged end, caller masks) are attended to
+gathered keys. Blocks that need an element mask (edges of the window, the ragged end, caller masks) are attended to
 separately and merged through their log-sum-exp, so that the bulk of the work carries no mask. Arithmetic is float32
 whatever the input: on CPUs without 16-bit matrix units that is both faster and more accurate.
 
@@ -34,7 +34,7 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention over the kept blocks: output (B, H, Sq, Dv) in the query's dtype, lse (B, H, Sq) float32."""
     shape = call.shape
-    seen = find_visibility(shape, call.is_causal, call.attn_mask, query.device)
+    seen = find_visibility(shape, call.window, call.attn_mask, query.device)
     tiles = Tiles.cut(query, key, value, call, seen)
     listed = mask.to_dense()
     kept = listed & seen.blocks

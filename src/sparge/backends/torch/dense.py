@@ -1,8 +1,8 @@
 """Dense attention with this library's contract (LSE, bottom-right causality, 0 for rows that see nothing), float32.
 
-Without a mask torch's own CPU kernel does all of it. Short masked calls, such as decoding with padding, take one batch
-with an element mask. Everything else runs through the block backend with every visible block kept, which needs no
-memory in the square of the length.
+Without a mask torch's own CPU kernel does all of it. Short calls with a mask or a window, such as decoding with
+padding, take one batch with an element mask. Everything else runs through the block backend with every visible block
+kept, which needs no memory in the square of the length, and no time outside of a window.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from torch import Tensor
 from sparge.backends.torch import blocks, predict
 from sparge.call import Call
 from sparge.geometry import Shape
-from sparge.visibility import allowed_elements
+from sparge.visibility import allowed_elements, window_elements
+from sparge.window import Window
 
 MAX_MASK_ELEMENTS = 2**22
 """Elements (heads x queries x keys) up to which the element mask of a sequence is made whole: 16 MiB."""
@@ -26,9 +27,9 @@ MAX_MASK_ELEMENTS = 2**22
 def attention(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Attention over every visible key: output (B, H, Sq, Dv) in the query's dtype, lse (B, H, Sq) float32."""
     shape = call.shape
-    if call.is_causal and shape.q_len == 1:  # the last query sees all keys
-        call = replace(call, is_causal=False)
-    aligned = not call.is_causal or shape.q_len == shape.kv_len
+    if call.is_causal and shape.q_len == 1:  # the last query sees all keys that it has not lost to the left
+        call = replace(call, is_causal=False, window=Window(call.window.left))
+    aligned = call.window == Window() or (call.window == Window(None, 0) and shape.q_len == shape.kv_len)
     if query.device.type == "cpu" and call.attn_mask is None and aligned:
         output, lse = _without_mask(query, key, value, call)
     elif shape.heads * shape.q_len * shape.kv_len <= MAX_MASK_ELEMENTS:  # what others of the batch are changes nothing
@@ -71,8 +72,8 @@ def _with_element_mask(query: Tensor, key: Tensor, value: Tensor, call: Call) ->
     sizes = (shape.batch, shape.heads, shape.q_len, shape.kv_len)
     allowed = torch.ones(sizes, dtype=torch.bool, device=query.device)
     bias = torch.zeros((), dtype=torch.float32, device=query.device)
-    if call.is_causal:
-        allowed = allowed.tril(shape.causal_offset)
+    if call.window != Window():
+        allowed = allowed & window_elements(shape, call.window, torch.arange(shape.q_len, device=query.device))
     if attn_mask is not None:
         allowed = allowed & allowed_elements(attn_mask)
         bias = bias if attn_mask.dtype == torch.bool else attn_mask.float()

@@ -39,7 +39,15 @@ from sparge.config import (
     per_head,
 )
 from sparge.geometry import BLOCK_K, BLOCK_Q, Shape, ceil_div
-from sparge.visibility import Visibility, allowed_elements, block_edges, find_visibility
+from sparge.visibility import (
+    Visibility,
+    allowed_elements,
+    block_edges,
+    find_visibility,
+    unfinished_blocks,
+    window_elements,
+)
+from sparge.window import Window
 
 CHUNK_BYTES = 16 * 2**20
 
@@ -65,21 +73,17 @@ class _Summary:
     @property
     def has_key_bias(self) -> bool:
         """Whether one bias per key serves all queries."""
-        return self.bias is not None and self.bias.shape[2] == 1 and not self.call.is_causal
+        return self.bias is not None and self.bias.shape[2] == 1 and self.call.window == Window()
 
-    def past(self, positions: Tensor) -> Tensor | None:
-        """Keys at or before the given queries, (..., kv_len); None when attention is not causal."""
-        if not self.call.is_causal:
-            return None
-        shape = self.call.shape
-        keys = torch.arange(shape.kv_len, device=positions.device)
-        return keys <= positions[..., None] + shape.causal_offset
+    def seen_by(self, positions: Tensor) -> Tensor | None:
+        """Keys that a window shows to the given queries, (..., kv_len); None without one."""
+        return None if self.call.window == Window() else window_elements(self.call.shape, self.call.window, positions)
 
 
 def predict(query: Tensor, key: Tensor, call: Call) -> BlockMask:
     """Predict which blocks of the attention map to compute. See `reference.predict`."""
-    shape, is_causal, attn_mask = call.shape, call.is_causal, call.attn_mask
-    seen = find_visibility(shape, is_causal, attn_mask, query.device)
+    shape, window, attn_mask = call.shape, call.window, call.attn_mask
+    seen = find_visibility(shape, window, attn_mask, query.device)
     full_shape = (shape.batch, shape.heads, shape.q_blocks, shape.kv_blocks)
     visible = seen.blocks.expand(full_shape)
     if isinstance(call.sparsity, Dense):
@@ -88,7 +92,7 @@ def predict(query: Tensor, key: Tensor, call: Call) -> BlockMask:
         rule, score = call.selection, call.score
         kind = entry_of(SCORES, score, "score on the torch backend")
         statistics = _key_statistics(key, seen.keys, with_variance=kind.has_variance)
-        unfinished = _unfinished_blocks(shape, is_causal, query.device)
+        unfinished = unfinished_blocks(shape, window, query.device)
         forced = _forced_blocks(call, seen.blocks) | unfinished
         bias = None
         if attn_mask is not None and attn_mask.dtype != torch.bool:
@@ -112,7 +116,7 @@ def predict(query: Tensor, key: Tensor, call: Call) -> BlockMask:
             else:
                 chosen.append(_select(part, rule))
         kept = _select(_Rows.joined(parts), rule) if rule.is_call_wide else torch.cat(chosen, 2)
-    return BlockMask.from_dense(kept, q_len=shape.q_len, kv_len=shape.kv_len, is_causal=is_causal, visible=visible)
+    return BlockMask.from_dense(kept, q_len=shape.q_len, kv_len=shape.kv_len, window=window, visible=visible)
 
 
 def select_blocks(probabilities: Tensor, call: Call) -> BlockMask:
@@ -120,19 +124,19 @@ def select_blocks(probabilities: Tensor, call: Call) -> BlockMask:
 
     With the true ones it is the best that any score could do under that rule.
     """
-    shape, is_causal, rule = call.shape, call.is_causal, call.selection
-    seen = find_visibility(shape, is_causal, call.attn_mask, probabilities.device)
+    shape, window, rule = call.shape, call.window, call.selection
+    seen = find_visibility(shape, window, call.attn_mask, probabilities.device)
     visible = seen.blocks.expand(probabilities.shape)
     forced = forced_blocks(call, probabilities.device)
     kept = _select(_Rows(probabilities, visible, visible, forced), rule)
-    return BlockMask.from_dense(kept, q_len=shape.q_len, kv_len=shape.kv_len, is_causal=is_causal, visible=visible)
+    return BlockMask.from_dense(kept, q_len=shape.q_len, kv_len=shape.kv_len, window=window, visible=visible)
 
 
 def forced_blocks(call: Call, device: torch.device) -> Tensor:
     """Blocks that a call keeps whatever their score, (B, H, q_blocks, kv_blocks); some may not be visible."""
     shape = call.shape
-    seen = find_visibility(shape, call.is_causal, call.attn_mask, device)
-    forced = _forced_blocks(call, seen.blocks) | _unfinished_blocks(shape, call.is_causal, device)
+    seen = find_visibility(shape, call.window, call.attn_mask, device)
+    forced = _forced_blocks(call, seen.blocks) | unfinished_blocks(shape, call.window, device)
     return forced.expand(shape.batch, shape.heads, -1, -1)
 
 
@@ -344,7 +348,7 @@ def _sampled_bias(rows: _Summary, bias: Tensor, picks: Tensor) -> Tensor:
     else:
         leading = (max(bias.shape[0], picks.shape[0]), max(bias.shape[1], picks.shape[1]))
         biases = _gather_tokens(bias.expand(*leading, -1, -1), picks.expand(*leading, -1, -1))
-    total, count = _sums_over_keys(biases, rows.past(picks))
+    total, count = _sums_over_keys(biases, rows.seen_by(picks))
     return _log_mean(total, count)
 
 
@@ -352,15 +356,15 @@ def _block_bias(rows: _Summary, bias: Tensor, block: int) -> Tensor:
     """log mean exp of the visible biases between one query block and every key block: (b, h, 1, kv_blocks)."""
     positions = torch.arange(block * BLOCK_Q, min((block + 1) * BLOCK_Q, rows.call.shape.q_len), device=bias.device)
     biases = bias[:, :, positions] if bias.shape[2] > 1 else bias.expand(-1, -1, len(positions), -1)
-    total, count = _sums_over_keys(biases, rows.past(positions))
+    total, count = _sums_over_keys(biases, rows.seen_by(positions))
     return _log_mean(total.logsumexp(2, keepdim=True), count.sum(2, keepdim=True))
 
 
-def _sums_over_keys(bias: Tensor, past: Tensor | None) -> tuple[Tensor, Tensor]:
+def _sums_over_keys(bias: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
     """log sum exp and number of the visible biases of each key block: (..., kv_len) -> twice (..., kv_blocks)."""
     allowed = allowed_elements(bias)
-    if past is not None:
-        allowed = allowed & past
+    if seen is not None:
+        allowed = allowed & seen
     missing = -bias.shape[-1] % BLOCK_K
     hidden = F.pad(bias.float().masked_fill(~allowed, -math.inf), (0, missing), value=-math.inf)
     count = F.pad(allowed, (0, missing)).unflatten(-1, (-1, BLOCK_K)).sum(-1)
@@ -386,15 +390,19 @@ def _probabilities(scores: Tensor, weights: Tensor | None, eligible: Tensor, exp
 
 
 def _forced_blocks(call: Call, visible: Tensor) -> Tensor:
-    """Sink (the first block any query sees), diagonal, the caller's ranges: (b, h, q_blocks, kv_blocks).
+    """Sink (the first block any query sees, a left bound aside), diagonal, the caller's ranges.
 
-    ``b`` and ``h`` are those of ``visible``, 1 or the call's own.
+    They are (b, h, q_blocks, kv_blocks); ``b`` and ``h`` are those of ``visible``, 1 or the call's own.
     """
     rule = call.selection
     first_query, last_query, first_key, key_end = block_edges(call.shape, visible.device)
     forced = torch.zeros_like(visible)
     if rule.keeps_sink(call.is_causal):
-        seen = visible.any(2, keepdim=True)
+        reachable = visible
+        if call.window.left is not None:
+            unbounded = Window(None, call.window.right)
+            reachable = find_visibility(call.shape, unbounded, call.attn_mask, visible.device).blocks
+        seen = reachable.any(2, keepdim=True)
         forced |= seen & (seen.cumsum(-1) == 1)
     if rule.keeps_diagonal(call.is_causal):
         forced |= (first_key <= last_query) & (first_query < key_end)
@@ -403,14 +411,6 @@ def _forced_blocks(call: Call, visible: Tensor) -> Tensor:
     for start, stop in call.exact_queries:
         forced[:, :, start // BLOCK_Q : ceil_div(stop, BLOCK_Q)] = True
     return forced
-
-
-def _unfinished_blocks(shape: Shape, is_causal: bool, device: torch.device) -> Tensor:
-    """Blocks with keys after the row's last query, (q_blocks, kv_blocks): kept unscored, as they know the future."""
-    if not is_causal:
-        return torch.zeros(shape.q_blocks, shape.kv_blocks, dtype=torch.bool, device=device)
-    _, last_query, first_key, key_end = block_edges(shape, device)
-    return (first_key <= last_query) & (last_query < key_end.clamp(max=shape.kv_len) - 1)
 
 
 @dataclass(frozen=True)

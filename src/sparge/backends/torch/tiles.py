@@ -16,6 +16,7 @@ from torch import Tensor
 from sparge.call import Call
 from sparge.geometry import BLOCK_K, BLOCK_Q, Shape
 from sparge.visibility import Visibility, allowed_elements
+from sparge.window import Window, first_offset, last_offset
 
 
 def cut_blocks(tokens: Tensor, block: int, seen: Tensor | None = None) -> Tensor:
@@ -41,7 +42,7 @@ class Tiles:
     key: Tensor
     value: Tensor
     shape: Shape
-    is_causal: bool
+    window: Window
     attn_mask: Tensor | None
 
     @classmethod
@@ -53,7 +54,7 @@ class Tiles:
             key=cut_blocks(key, BLOCK_K, seen.keys),
             value=cut_blocks(value, BLOCK_K, seen.keys),
             shape=shape,
-            is_causal=call.is_causal,
+            window=call.window,
             attn_mask=None if attn_mask is None else attn_mask.expand(-1, -1, -1, shape.kv_len),
         )
 
@@ -82,7 +83,7 @@ class Tiles:
     def element_bias(self, rows: Tensor, columns: Tensor) -> Tensor:
         """What to add to the scores of each row and its key blocks: (n | 1, 128, c * 64), -inf where hidden.
 
-        The leading size is 1 when all rows share one pattern, as they do along an aligned causal diagonal.
+        The leading size is 1 when all rows share one pattern, as they do along an aligned edge of a window.
         """
         batch, head, block = self.place(rows)
         if self.attn_mask is None:
@@ -94,8 +95,11 @@ class Tiles:
         queries = (block.int()[:, None] * BLOCK_Q + within_q)[:, :, None]  # [n, 128, 1]
         keys = (columns.int()[..., None] * BLOCK_K + within_k).flatten(1)[:, None, :]  # [n, 1, c * 64]
         allowed = keys < self.shape.kv_len
-        if self.is_causal:
-            allowed = allowed & (keys <= queries + self.shape.causal_offset)
+        first, last = first_offset(self.window, self.shape), last_offset(self.window, self.shape)
+        if last is not None:
+            allowed = allowed & (keys <= queries + last)
+        if first is not None:
+            allowed = allowed & (keys >= queries + first)
         bias = torch.zeros((), dtype=torch.float32, device=rows.device)
         if self.attn_mask is not None:
             mask = self.attn_mask

@@ -264,4 +264,4 @@ def select(
         **row_arguments.constants,
         num_warps=configs.select_config().warps(row_arguments.columns),
     )
-    return BlockMask(counts, indices, visible, shape.q_len, shape.kv_len, call.is_causal), order
+    return BlockMask(counts, indices, visible, shape.q_len, shape.kv_len, window=call.window), order

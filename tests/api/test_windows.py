@@ -1,0 +1,255 @@
+"""Sliding windows: which keys a query sees, in prediction, attention and masks, on the backends in PyTorch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import sparge
+from conftest import (
+    BLOCK_K,
+    assert_exact,
+    backends,
+    exact_attention,
+    make_qkv,
+    modes,
+    no_quantization,
+    relative_l1,
+    visible_elements,
+)
+from sparge import BlockMask, Budget, Dense, TopCdf, TopK
+
+pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.timeout(120)]
+
+WINDOWS = [(0, 0), (63, 0), (64, 64), (200, 0), (100, 3), (None, 70), (65, None)]
+windows = pytest.mark.parametrize("window", WINDOWS, ids=str)
+LENGTHS = [(300, 300), (130, 500), (400, 200)]
+lengths = pytest.mark.parametrize("q_len, kv_len", LENGTHS)
+EVERYTHING = TopK(1.0)
+RULES = {
+    "topk": TopK(0.4, min_blocks=1),
+    "topcdf": TopCdf(0.6, min_blocks=1, similarity_threshold=0.1),
+    "budget": Budget(0.3, sink=True, diagonal=True),
+}
+
+
+def mask_of(kind: str, q_len: int, kv_len: int) -> Tensor | None:
+    generator = torch.Generator().manual_seed(kv_len)
+    if kind == "none":
+        return None
+    if kind == "keys":  # behind padding some queries see nothing in their window
+        mask = torch.rand(1, 1, 1, kv_len, generator=generator) < 0.5
+        mask[..., : kv_len // 3] = False
+        return mask
+    if kind == "elements":
+        return torch.rand(1, 2, q_len, kv_len, generator=generator) < 0.6
+    bias = torch.randn(q_len, kv_len, generator=generator)
+    return bias.masked_fill(torch.rand(q_len, kv_len, generator=generator) < 0.3, -math.inf)
+
+
+@backends
+@windows
+@lengths
+def test_all_blocks_of_a_window_are_exact(
+    backend: str, window: tuple[int | None, int | None], q_len: int, kv_len: int
+) -> None:
+    query, key, value = make_qkv(q_len, kv_len, kv_heads=1, head_dim=16)
+    for rule in (EVERYTHING, Dense()):
+        got = sparge.attention(query, key, value, window=window, sparsity=rule, **no_quantization(backend))
+        assert_exact(got, query, key, value, window=window)
+
+
+@windows
+@pytest.mark.parametrize("kind", ["keys", "elements", "additive"])
+def test_with_a_mask(kind: str, window: tuple[int | None, int | None]) -> None:
+    query, key, value = make_qkv(200, 330, head_dim=16)
+    call: dict[str, Any] = {"window": window, "attn_mask": mask_of(kind, 200, 330)}
+    for rule in (EVERYTHING, Dense()):
+        got = sparge.attention(query, key, value, sparsity=rule, **call, **no_quantization("torch"))
+        assert_exact(got, query, key, value, **call)
+
+
+@pytest.mark.parametrize("window", [(63, 0), (100, 3), (65, None)], ids=str)
+@lengths
+@pytest.mark.parametrize("kind, rule", [("none", "topk"), ("none", "budget"), ("keys", "topk"), ("elements", "topcdf")])
+def test_backends_predict_the_same(
+    window: tuple[int | None, int | None], q_len: int, kv_len: int, kind: str, rule: str
+) -> None:
+    query, key, _ = make_qkv(q_len, kv_len, kv_heads=1, head_dim=16)
+    options = {"window": window, "sparsity": RULES[rule], "attn_mask": mask_of(kind, q_len, kv_len)}
+    got, expected = (
+        sparge.predict(query, key, enable_gqa=True, backend=backend, **options) for backend in ("torch", "reference")
+    )
+    assert torch.equal(got.to_dense(), expected.to_dense())
+    assert torch.equal(got.visible_num_blocks, expected.visible_num_blocks)
+    assert got.window == expected.window
+    seen, _ = visible_elements(query, key, window=window, attn_mask=options["attn_mask"])
+    for row, tile in enumerate(seen.split(128, 2)):
+        blocks = F.pad(tile.any(2), (0, -kv_len % BLOCK_K)).unflatten(-1, (-1, BLOCK_K)).any(-1)
+        assert torch.equal(got.visible_num_blocks[:, :, row], blocks.sum(-1).int())
+        assert not (got.to_dense()[:, :, row] & ~blocks).any()
+
+
+@backends
+@modes
+@pytest.mark.parametrize("skipped", ["drop", "mean"])
+def test_eight_bits_and_means(backend: str, quantization: str, skipped: str) -> None:
+    """Both backends in PyTorch against each other, and what a window hides against noise in its place."""
+    query, key, value = make_qkv(256, 700, head_dim=32)
+    options: dict[str, Any] = {"window": (200, 30), "sparsity": TopK(0.5, min_blocks=1), "skipped": skipped}
+    options |= {"quantization": quantization, "return_lse": True}
+    output, lse = sparge.attention(query, key, value, backend=backend, **options)
+    expected, expected_lse = sparge.attention(query, key, value, backend="reference", **options)
+    assert relative_l1(output, expected) < 2e-3
+    assert (lse - expected_lse).abs().max() < 2e-3
+    for tensor in (key, value):
+        tensor[:, :, : 700 - 256 - 200] = math.nan  # nobody sees these
+    again = sparge.attention(query, key, value, backend=backend, **options)
+    assert torch.equal(again[0], output)
+    assert torch.equal(again[1], lse)
+
+
+@backends
+@pytest.mark.parametrize("rule", [TopK(0.4, min_blocks=1), TopCdf(0.2, min_blocks=1)], ids=["topk", "topcdf"])
+@pytest.mark.parametrize("left, outside", [(130, 3.0), (130, 1e6), (128, math.nan)])
+def test_keys_outside_of_a_row_s_window_change_nothing(backend: str, rule: Any, left: int, outside: float) -> None:
+    """Numbers that are not finite may reach rows whose blocks hold them, as they do in SDPA: there is none at 128."""
+    tensors = make_qkv(640, 640, heads=1, head_dim=16)
+    row, first, end = slice(256, 384), 256 - left, 384
+    changed = [tensor.clone() for tensor in tensors]
+    for tensor in changed[1:]:
+        noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(3))
+        tensor[:, :, :first] = outside * noise[:, :, :first]
+        tensor[:, :, end:] = outside * noise[:, :, end:]
+    options: dict[str, Any] = {"window": (left, 0), "sparsity": rule, "backend": backend}
+    before, after = (sparge.predict(*given[:2], **options).to_dense()[:, :, 2] for given in (tensors, changed))
+    assert 0 < before.sum() < 5, "a choice was made"
+    assert torch.equal(before, after)
+    options["quantization"] = "none"
+    before, after = (sparge.attention(*given, **options)[:, :, row] for given in (tensors, changed))
+    assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("options", [{}, {"quantization": "int8_fp8"}, {"sparsity": Dense()}], ids=str)
+def test_bounds_that_bound_nothing(options: dict[str, Any]) -> None:
+    """Equal in every bit to causal attention, and to that without a window."""
+    query, key, value = make_qkv(260, 400, head_dim=16)
+    options = {"topk": None if "sparsity" in options else 0.5, "return_lse": True, "backend": "torch", **options}
+    for window, plain in (
+        ((None, 0), {"is_causal": True}),
+        ((-1, 0), {"is_causal": True}),
+        ((399, 0), {"is_causal": True}),
+        ((None, None), {}),
+        ((-1, -1), {}),
+        ((399, 259), {}),
+    ):
+        for got, expected in zip(
+            sparge.attention(query, key, value, window=window, **options),
+            sparge.attention(query, key, value, **plain, **options),
+            strict=True,
+        ):
+            assert torch.equal(got, expected)
+    both = sparge.attention(query, key, value, window=(70, 9), is_causal=True, **options)
+    right = sparge.attention(query, key, value, window=(70, 0), **options)
+    assert torch.equal(both[0], right[0])
+
+
+def test_the_sink_is_kept_where_it_is_seen() -> None:
+    query, key, _ = make_qkv(1024, 1024, heads=1, head_dim=16)
+    key[:, :, :64] = -10 * query.mean(2, keepdim=True)  # nobody would choose it
+    rule = TopK(0.1, min_blocks=1, sink=True)
+    kept = sparge.predict(query, key, window=(300, 0), sparsity=rule, backend="torch").to_dense()[0, 0]
+    assert kept[:, 0].tolist() == [i * 128 - 300 <= 63 for i in range(8)]
+    diagonal = torch.stack([kept[i, 2 * i : 2 * i + 2].all() for i in range(8)])
+    assert diagonal.all()
+
+
+def test_derivatives_run_on_sdpa() -> None:
+    query, key, value = make_qkv(150, 200, head_dim=16)
+    query.requires_grad_()
+    call: dict[str, Any] = {"window": (40, 0)}
+    for attn_mask in (None, mask_of("keys", 150, 200), mask_of("additive", 150, 200)):
+        got = sparge.attention(query, key, value, attn_mask, on_unsupported="dense", **call)
+        exact, lse = exact_attention(query.detach(), key, value, attn_mask=attn_mask, **call)
+        seen = lse.isfinite()
+        assert (got.double() - exact)[seen].abs().max() < 1e-5
+
+
+class TestDecisions:
+    def reasons(self, tokens: int, **options: Any) -> dict[str, int]:
+        query, key, value = make_qkv(tokens, heads=2, head_dim=8)
+        sparge.reset_stats()
+        got = sparge.attention(query, key, value, **options)
+        expected = sparge.attention(query, key, value, **{**options, "sparsity": Dense(), "topk": None})
+        if options.get("topk", 1.0) == 1.0:
+            assert (got - expected).abs().max() < 1e-5
+        return {name: count for name, count in sparge.stats().reasons.items() if name != "dense: sparsity=Dense()"}
+
+    def test_a_narrow_window_is_dense_inside(self) -> None:
+        assert self.reasons(4096, window=(500, 0)) == {"dense: inside the window": 1}
+        assert self.reasons(4096, window=(500, 500), topk=0.5) == {"dense: inside the window": 1}
+
+    def test_a_wide_one_is_predicted(self) -> None:
+        assert self.reasons(4096, window=(2047, 0), topk=0.5) == {"sparse: torch": 1}
+        assert self.reasons(4096, window=(1100, 1100), topk=0.5) == {"sparse: torch": 1}
+        assert self.reasons(4096, window=(None, 300), topk=0.5) == {"sparse: torch": 1}
+
+    def test_short_calls_are_below_the_crossover(self) -> None:
+        assert self.reasons(600, window=(100, 0)) == {"dense: below the crossover": 1}
+
+    def test_a_backend_by_name_predicts(self) -> None:
+        assert self.reasons(600, window=(200, 0), topk=0.5, backend="torch") == {"sparse: torch": 1}
+
+    def test_decoding_reads_the_window_alone(self) -> None:
+        query, key, value = make_qkv(1, 5000, head_dim=16)
+        key[:, :, :-33] = math.nan
+        value[:, :, :-33] = math.nan
+        got = sparge.attention(query, key, value, window=(32, 0), return_lse=True)
+        assert_exact(got, query, key[:, :, -33:], value[:, :, -33:])
+
+
+class TestBlockMasks:
+    def test_a_mask_carries_its_window(self) -> None:
+        query, key, value = make_qkv(300, 400, head_dim=16)
+        mask = sparge.predict(query, key, window=(100, 5), topk=0.5, backend="torch")
+        assert mask.window == (100, 5)
+        assert mask.to("cpu").window == (100, 5)
+        assert "window=(100, 5)" in repr(mask)
+        got = sparge.block_sparse_attention(query, key, value, mask, **no_quantization("torch"))
+        assert_exact(got, query, key, value, window=(100, 5), block_mask=mask.to_dense())
+        same = sparge.block_sparse_attention(query, key, value, mask, window=(100, 5), **no_quantization("torch"))
+        assert torch.equal(same[0], got[0])
+
+    def test_a_tensor_with_a_window(self) -> None:
+        query, key, value = make_qkv(300, 400, head_dim=16)
+        blocks = torch.rand(1, 2, 3, 7, generator=torch.Generator().manual_seed(1)) < 0.7
+        got = sparge.block_sparse_attention(query, key, value, blocks, window=(70, 0), **no_quantization("torch"))
+        assert_exact(got, query, key, value, window=(70, 0), block_mask=blocks)
+
+    def test_another_window_is_refused(self) -> None:
+        query, key, value = make_qkv(300, 400, head_dim=16)
+        mask = sparge.predict(query, key, window=(100, 0), topk=0.5, backend="torch")
+        assert mask.is_causal
+        with pytest.raises(ValueError, match=r"window: expected \(100, 0\) as in the mask, got \(90, 0\)"):
+            sparge.block_sparse_attention(query, key, value, mask, window=(90, 0))
+
+    @pytest.mark.parametrize("window", [(100, 0), (90, 20), (None, 30), (40, None)], ids=str)
+    def test_flex_attention_and_back(self, window: tuple[int | None, int | None]) -> None:
+        dense = torch.rand(1, 2, 3, 7, generator=torch.Generator().manual_seed(1)) < 0.7
+        mask = BlockMask.from_dense(dense, q_len=300, kv_len=400, window=window)
+        flex = mask.to_flex()
+        back = BlockMask.from_flex(flex)
+        assert back.window == mask.window
+        assert torch.equal(back.to_dense(), mask.to_dense())
+        query, key, _ = make_qkv(300, 400)
+        seen, _ = visible_elements(query, key, window=window, block_mask=mask.to_dense())
+        places = (torch.arange(1)[:, None, None, None], torch.arange(2)[:, None, None])
+        stated = flex.mask_mod(*places, torch.arange(300)[:, None], torch.arange(400))
+        assert torch.equal(stated, seen)
+        full = BlockMask.from_dense(dense & (flex.full_kv_num_blocks[..., None] >= 0), q_len=300, kv_len=400)
+        assert full.window == (None, None)
