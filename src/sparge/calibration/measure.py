@@ -29,7 +29,7 @@ DENSITIES = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8)
 """Where errors are measured. Together they cost three times dense attention."""
 SHARES = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995)
 """Of the predicted attention, for which the density is noted."""
-PREDICTION = ("score", "is_causal", "scale", "enable_gqa", "always_keep", "exact_queries", "backend")
+PREDICTION = ("score", "is_causal", "window", "scale", "enable_gqa", "always_keep", "exact_queries", "backend")
 """Arguments of a call that `sparge.predict` takes too."""
 
 Progress = Callable[[str, int, int], None]

@@ -119,7 +119,8 @@ class Recorder:
         step = self._now()
         is_wanted = self._layers.search(layer) and (self._steps is None or step in self._steps)
         same_place = [one for one in self.calls if (one.layer, one.step) == (layer, step)]
-        if is_wanted and attn_mask is None and len(same_place) < self._per_place:
+        is_plain = attn_mask is None and call.get("window") is None
+        if is_wanted and is_plain and len(same_place) < self._per_place:
             scale = query.shape[3] ** -0.5 if call["scale"] is None else call["scale"]
             self._add(Captured(layer, step, query, key, value, call["is_causal"], scale))
         call |= {"sparsity": sparge.Dense(), "always_keep": None, "quantization": "none"}

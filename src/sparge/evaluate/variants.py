@@ -238,8 +238,8 @@ def _of_profile(text: str, values: dict[str, Any]) -> Policy:
 def _attend_by_true_mass(
     layer: str, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **call: Any
 ) -> Tensor:
-    """`sparge.attention` with blocks chosen by the attention they really hold; with a mask, over all blocks."""
-    if attn_mask is not None:
+    """`sparge.attention` with blocks chosen by the attention they hold; with a mask or a window, over all blocks."""
+    if attn_mask is not None or call.get("window") is not None:
         return _attend_to_all(layer, query, key, value, attn_mask, **call)
     del call["score"]
     rules = {name: call.pop(name, None) for name in ("sparsity", "always_keep", "exact_queries")}

@@ -117,6 +117,7 @@ def attend(
     *,
     is_self: bool | None = None,
     is_language: bool = False,
+    window: tuple[int | None, int | None] | None = None,
     text: Sequence[tuple[int, int]] = (),
     grid: tuple[int, ...] | None = None,
     sinks: Tensor | None = None,
@@ -131,6 +132,7 @@ def attend(
         is_self: queries and keys are of one sequence; None goes by their lengths.
         is_language: the tokens are text in order, even if a mask rather than ``is_causal`` says so: the rules for
             causal attention hold (sink, diagonal), and fewer queries than keys are a chunk behind a prefix.
+        window: as in `sparge.attention`, of a causal call.
         text: ranges of tokens that every row keeps besides the policy's, and that see all where that costs little.
         grid: sizes of the picture or video that all other tokens are, in the order of a raster.
         sinks: logits (H,) of attention sinks.
@@ -172,6 +174,8 @@ def attend(
         order = _order(layer.policy, grid, text, key.shape[2], attn_mask, spans)
     rules = is_language and not is_causal
     options = _options(layer.policy, scale, enable_gqa, rules=rules, is_causal=is_causal, is_ordered=order is not None)
+    if window is not None:
+        options["window"] = window
     if text and _costs_little(text, layer.policy.selection, query.shape[2]):
         options["exact_queries"] = list(text)
     keep = [*layer.policy.kept_ranges(key.shape[2]), *text]

@@ -1,8 +1,8 @@
 """transformers: ``attn_implementation="sparge"``, in both the attention and the mask registry.
 
 The prefill of a language model goes sparse, decoding and everything else runs on transformers' own SDPA function, so
-that what is dense is equal in every bit. Masks are those of SDPA. Where a mask is only causality and padding, it
-carries its padding along: the kernels then read one row for each sequence instead of a square.
+that what is dense is equal in every bit. Masks are those of SDPA. Where a mask is only causality, a sliding window and
+padding, it carries these along: the kernels then read one row for each sequence instead of a square.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ NAME = "sparge"
 LAYER = "_sparge_layer"
 BY_NAME = "_sparge_layer_by_name"
 PADDING = "_sparge_padding"
-"""Attribute of a mask that is causal (aligned bottom-right) and padding: its version when that was so, and the visible
-keys (B, 1, 1, S_k) or None: all."""
+"""Attribute of a mask that is causal (aligned bottom-right) and padding: its version when that was so, the visible keys
+(B, 1, 1, S_k) or None: all, and how many keys a query sees, or None: all before it."""
 
 COMPILED = -1
 """In place of a version, in programs that torch.compile traces from the making of a mask to its use."""
@@ -224,7 +224,7 @@ def _bottom_right(q_len: int, kv_len: int, device: torch.device) -> Tensor:
     """A causal mask (1, 1, S_q, S_k) that says so."""
     with torch.inference_mode(False):
         aligned = torch.ones(1, 1, q_len, kv_len, dtype=torch.bool, device=device).tril(kv_len - q_len)
-    setattr(aligned, PADDING, (aligned._version, None))
+    setattr(aligned, PADDING, (aligned._version, None, None))
     return aligned
 
 
@@ -244,9 +244,11 @@ def _sparse(
     if applies_causality:  # behind the queries, a static cache is empty
         key, value, misaligned = aligned_top_left(query, key, value)
         unsupported = unsupported or misaligned
-    version, padding = getattr(attention_mask, PADDING, (None, None))
+    version, padding, sliding_window = getattr(attention_mask, PADDING, (None, None, None))
+    window = None
     if causal and attention_mask is not None and version is not None and version == _version_of(attention_mask):
         attention_mask, applies_causality = padding, True
+        window = None if sliding_window is None else (sliding_window - 1, 0)
     return attend(
         layer,
         query,
@@ -259,6 +261,7 @@ def _sparse(
         enable_gqa=True,
         is_language=causal,
         sinks=sinks,
+        window=window,
         unsupported=unsupported,
     )
 
@@ -273,41 +276,80 @@ def mask(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """SDPA's mask, with its padding beside it where that is all there is to it besides causality."""
+    """SDPA's mask, with padding and sliding window beside it where they are all there is to it besides causality."""
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     mask_function = causal_mask_function if mask_function is None else mask_function
     full: Tensor | None
     arguments = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
-    at_the_end = isinstance(q_offset, int) and kv_offset == 0 and q_offset + q_length == kv_length
-    told = attention_mask is None or attention_mask.shape[-1] == kv_length
-    bounds = None if torch.compiler.is_compiling() else packing.bounds_of_mask(*arguments)
-    if bounds is not None:
-        with torch.inference_mode(False):
-            full: Tensor | None = sdpa_mask(*arguments, **kwargs)
-        if full is not None and not full.is_inference():
-            setattr(full, packing.BOUNDS, (full._version, bounds))
-        return full
-    if mask_function is not causal_mask_function or not (at_the_end and told):
+    at_the_end = isinstance(q_offset, int) and q_offset + q_length == kv_offset + kv_length
+    told = attention_mask is None or attention_mask.shape[-1] == kv_offset + kv_length
+    is_causal, sliding_window = mask_function is causal_mask_function and kv_offset == 0, None
+    if not torch.compiler.is_compiling():
+        bounds = packing.bounds_of_mask(*arguments)
+        if bounds is not None:
+            with torch.inference_mode(False):
+                full = sdpa_mask(*arguments, **kwargs)
+            if full is not None and not full.is_inference():
+                setattr(full, packing.BOUNDS, (full._version, bounds))
+            return full
+        is_causal, sliding_window = _causality_of(mask_function)
+    if not (is_causal and at_the_end and told):
         full = sdpa_mask(*arguments, **kwargs)
         return full
     if torch.compiler.is_compiling():
         full = sdpa_mask(*arguments, **kwargs)
         if full is not None:
             padding = None if attention_mask is None else attention_mask[:, None, None, :].to(torch.bool)
-            setattr(full, PADDING, (COMPILED, padding))
+            setattr(full, PADDING, (COMPILED, padding, None))
         return full
     with torch.inference_mode(False):  # what is made in it has no version, and could be edited without a trace
         full = sdpa_mask(*arguments, **kwargs)
-        padding = None if attention_mask is None else attention_mask[:, None, None, :].to(torch.bool, copy=True)
+        padding = None
+        if attention_mask is not None:
+            padding = attention_mask[:, None, None, kv_offset:].to(torch.bool, copy=True)
     if full is not None and not full.is_inference():
-        setattr(full, PADDING, (full._version, padding))
+        setattr(full, PADDING, (full._version, padding, sliding_window))
     return full
 
 
 def _version_of(attention_mask: Tensor) -> int:
     """Which version of a mask this is, as `PADDING` has it."""
     return COMPILED if torch.compiler.is_compiling() else attention_mask._version
+
+
+def _causality_of(mask_function: Callable[..., Any]) -> tuple[bool, int | None]:
+    """Whether a function is transformers' own for causal masks, and how many keys a query sees if they slide.
+
+    The sliding one is made anew for every mask, from two others: known by their code, not by themselves.
+    """
+    from transformers.masking_utils import (
+        causal_mask_function,
+        sliding_window_causal_mask_function,
+        sliding_window_overlay,
+    )
+
+    if mask_function is causal_mask_function:
+        return True, None
+    known, overlay = sliding_window_causal_mask_function(1), sliding_window_overlay(1)
+    held = _held_by(mask_function)
+    parts = held[0] if len(held) == 1 and isinstance(held[0], tuple) else ()
+    if _code_of(mask_function) is not _code_of(known) or len(parts) != 2 or parts[1] is not causal_mask_function:
+        return False, None
+    sizes = _held_by(parts[0])
+    if _code_of(parts[0]) is not _code_of(overlay) or len(sizes) != 1 or not isinstance(sizes[0], int):
+        return False, None
+    return True, sizes[0]
+
+
+def _held_by(function: Any) -> list[Any]:
+    """What a function took along from where it was made."""
+    cells: Sequence[Any] = getattr(function, "__closure__", None) or ()
+    return [cell.cell_contents for cell in cells]
+
+
+def _code_of(function: Any) -> Any:
+    return getattr(function, "__code__", None)
 
 
 def _layer_of(module: nn.Module) -> Layer | None:

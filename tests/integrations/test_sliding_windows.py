@@ -1,0 +1,164 @@
+"""Language models whose layers slide: their masks are recognised as windows, and everything kept is the stock model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    masking_utils,
+)
+
+import sparge
+from sparge import Policy
+from sparge.integrations import calls
+from sparge.integrations.transformers import PADDING, mask
+
+pytestmark = pytest.mark.timeout(240)
+
+WINDOW, LENGTH, PADDED = 100, 400, 90
+ALL = Policy(topk=1.0, backend="torch", on_unsupported="raise")
+SIZES: dict[str, Any] = {
+    "vocab_size": 99,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "pad_token_id": 0,
+    "sliding_window": WINDOW,
+}
+MIXED = {"layer_types": ["sliding_attention", "full_attention"]}
+MODELS: dict[str, Callable[[], Any]] = {
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES)),
+    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, **MIXED)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, **MIXED, use_sliding_window=True)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, **MIXED, use_sliding_window=True)),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Any:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(params=MODELS)
+def model(request: pytest.FixtureRequest) -> Any:
+    torch.manual_seed(0)
+    return MODELS[request.param]().eval()
+
+
+@pytest.fixture
+def windows(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The window and the mask of every call that reaches attention."""
+    seen: list[Any] = []
+
+    def attention(*tensors: Any, window: Any = None, **options: Any) -> Tensor:
+        seen.append((window, tensors[3] if len(tensors) > 3 else None))
+        return sparge.attention(*tensors, window=window, **options)
+
+    monkeypatch.setattr(calls.api, "attention", attention)
+    return seen
+
+
+def tokens(batch: int = 2) -> Tensor:
+    return torch.randint(1, 99, (batch, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def assert_equal(got: Tensor, expected: Tensor) -> None:
+    """To rounding: a few units of float32 at the size of the largest logit."""
+    torch.testing.assert_close(got, expected, rtol=0, atol=float(20 * 2**-23 * expected.abs().max()))
+
+
+def test_prefill(model: Any, windows: list[Any]) -> None:
+    ids = tokens()
+    expected = model(ids).logits
+    sparge.enable(model, ALL)
+    assert_equal(model(ids).logits, expected)
+    sliding = [(WINDOW - 1, 0)] * (2 if "Mistral" in type(model).__name__ else 1)
+    assert [window for window, _ in windows if window is not None] == sliding
+    assert all(attn_mask is None for _, attn_mask in windows), "no square mask is read"
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_prefill(model: Any, windows: list[Any], side: str) -> None:
+    ids, attention_mask = tokens(), torch.ones(2, LENGTH, dtype=torch.long)
+    attention_mask[0, slice(0, PADDED) if side == "left" else slice(LENGTH - PADDED, None)] = 0
+    expected = model(ids, attention_mask=attention_mask).logits
+    sparge.enable(model, ALL)
+    got = model(ids, attention_mask=attention_mask).logits
+    is_token = attention_mask.bool()
+    assert_equal(got[is_token], expected[is_token])
+    assert all(attn_mask is None for _, attn_mask in windows)
+    assert (WINDOW - 1, 0) in [window for window, _ in windows]
+
+
+@pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 130}, {"cache_implementation": "static"}], ids=str)
+def test_generate(options: dict[str, Any]) -> None:
+    """Chunks behind a sliding cache of WINDOW - 1 keys, and decoding, which stays as it is."""
+    torch.manual_seed(0)
+    model = MODELS["gemma3"]().eval()
+    ids, attention_mask = tokens(), torch.ones(2, LENGTH, dtype=torch.long)
+    attention_mask[0, :PADDED] = 0
+    call = {"attention_mask": attention_mask, "max_new_tokens": 4, "do_sample": False, "disable_compile": True}
+    call |= {"output_logits": True, "return_dict_in_generate": True, **options}
+    expected = model.generate(ids, **call)
+    sparge.enable(model, ALL)
+    got = model.generate(ids, **call)
+    assert torch.equal(got.sequences, expected.sequences)
+    assert_equal(torch.stack(got.logits), torch.stack(expected.logits))
+    assert sparge.stats().reasons["dense: decode"] == 2 * 3
+
+
+def test_a_narrow_window_is_dense_inside() -> None:
+    torch.manual_seed(0)
+    model = MistralForCausalLM(MistralConfig(**{**SIZES, "num_hidden_layers": 1})).eval()
+    ids = torch.randint(1, 99, (1, 4224), generator=torch.Generator().manual_seed(1))
+    expected = model(ids).logits
+    sparge.enable(model, Policy(topk=0.3, on_unsupported="raise"))
+    got = model(ids).logits
+    assert sparge.stats().reasons == {"dense: inside the window": 1}
+    assert_equal(got, expected)
+
+
+class TestRecognition:
+    def known(self, mask_function: Any, **options: Any) -> Any:
+        made = mask(1, 70, 70, mask_function=mask_function, **options)
+        return made, getattr(made, PADDING, None)
+
+    @pytest.mark.parametrize("size", [1, 2, 31, 69])
+    def test_the_window_is_what_the_mask_shows(self, size: int) -> None:
+        function = masking_utils.sliding_window_causal_mask_function(size)
+        made, (_, padding, found) = self.known(function, local_size=size)
+        assert padding is None
+        distance = torch.arange(70)[:, None] - torch.arange(70)
+        assert torch.equal(made[0, 0], (distance >= 0) & (distance <= found - 1))
+        assert found == size
+
+    def test_other_functions_stay_masks(self) -> None:
+        causal = masking_utils.causal_mask_function
+        overlay = masking_utils.sliding_window_overlay(30)
+        for function in (
+            masking_utils.and_masks(overlay, causal, overlay),
+            masking_utils.and_masks(causal, causal),
+            masking_utils.and_masks(causal, overlay),
+            masking_utils.or_masks(overlay, causal),
+            masking_utils.sliding_window_bidirectional_mask_function(30),
+            overlay,
+            lambda _batch, _head, query, key: key <= query,
+        ):
+            _, found = self.known(function, local_size=30, allow_is_causal_skip=False)
+            assert found is None
