@@ -68,9 +68,11 @@ def call_of(shape: Shape, *, is_causal: bool = False, scale: float | None = None
     return Call(shape, is_causal, shape.head_dim**-0.5 if scale is None else scale, **options)
 
 
-def seen_tokens(shape: Shape, is_causal: bool, attn_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def seen_tokens(
+    shape: Shape, is_causal: bool, attn_mask: Tensor | None, window: tuple[int | None, int | None] | None = None
+) -> tuple[Tensor, Tensor]:
     """Keys (B, Hkv, Sk) and queries (B, H, Sq) that take part, by the specification."""
-    allowed = element_mask(call_of(shape, is_causal=is_causal, attn_mask=attn_mask), CPU).allowed
+    allowed = element_mask(call_of(shape, is_causal=is_causal, attn_mask=attn_mask, window=window), CPU).allowed
     return visible_keys(allowed, shape.kv_heads), allowed.any(3)
 
 

@@ -62,7 +62,8 @@ def attend(
     shape = shape_of(query, key, value)
     mask = None
     if blocks is not None:
-        mask = BlockMask.from_dense(blocks, q_len=shape.q_len, kv_len=shape.kv_len, is_causal=is_causal)
+        lengths = {"q_len": shape.q_len, "kv_len": shape.kv_len}
+        mask = BlockMask.from_dense(blocks, **lengths, is_causal=is_causal, window=options.get("window"))
     totals = options.pop("totals", None)
     call = call_of(shape, is_causal=is_causal, **options)
     return pipeline.attend(query, key, value, mask, call, launcher=launch, totals=totals)
@@ -74,7 +75,8 @@ def specified(
     shape = shape_of(query, key, value)
     if blocks is None:
         blocks = torch.ones(shape.batch, shape.heads, shape.q_blocks, shape.kv_blocks, dtype=torch.bool)
-    mask = BlockMask.from_dense(blocks, q_len=shape.q_len, kv_len=shape.kv_len, is_causal=is_causal)
+    lengths = {"q_len": shape.q_len, "kv_len": shape.kv_len}
+    mask = BlockMask.from_dense(blocks, **lengths, is_causal=is_causal, window=options.get("window"))
     return reference.attention(query, key, value, mask, call_of(shape, is_causal=is_causal, **options))
 
 
@@ -86,6 +88,7 @@ def assert_attention(
     *,
     quantization: str = "none",
     is_causal: bool = False,
+    window: tuple[int | None, int | None] = (None, None),
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -98,7 +101,7 @@ def assert_attention(
     3e-4 here. It moves a share 8 u of the codes to the next one, by twelve times the variance of their rounding: the
     difference is sqrt(96 u), .1 to .16, of P's share of the error, which is sqrt(1/2) of it.
     """
-    options = {"is_causal": is_causal, "attn_mask": attn_mask}
+    options = {"is_causal": is_causal, "window": window, "attn_mask": attn_mask}
     if scale is not None:
         options["scale"] = scale
     of_one_block: list[tuple[Tensor, Tensor]] = []
@@ -110,7 +113,7 @@ def assert_attention(
         return attention.attend(operands, mask, call, **totals)
 
     got = attend(query, key, value, blocks, quantization=quantization, launch=launch, **options)
-    keys_seen, _ = seen_tokens(shape_of(query, key, value), is_causal, attn_mask)
+    keys_seen, _ = seen_tokens(shape_of(query, key, value), is_causal, attn_mask, window)
     key, value = (torch.where(keys_seen[..., None], tensor, 0.0) for tensor in (key, value))
     if quantization == "none":
         assert_exact(got, query, key, value, block_mask=blocks, **options)

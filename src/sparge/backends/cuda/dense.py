@@ -11,14 +11,15 @@ from torch import Tensor
 from sparge.backends.cuda import pipeline
 from sparge.backends.cuda.operands import AttentionLauncher
 from sparge.call import Call
+from sparge.window import Window
 
 
 def attention(
     query: Tensor, key: Tensor, value: Tensor, call: Call, *, with_lse: bool, launcher: AttentionLauncher
 ) -> tuple[Tensor, Tensor]:
     """Attention over every visible key: output (B, H, Sq, Dv) in the query's dtype, lse (B, H, Sq) float32 or empty."""
-    if call.is_causal and call.shape.q_len == 1:  # the last query sees every key
-        call = replace(call, is_causal=False)
+    if call.is_causal and call.shape.q_len == 1:  # the last query sees every key that it has not lost to the left
+        call = replace(call, is_causal=False, window=Window(call.window.left))
     if not with_lse and _torch_can(query, call):
         output = F.scaled_dot_product_attention(
             query, key, value, is_causal=call.is_causal, scale=call.scale, enable_gqa=call.shape.group > 1
@@ -28,14 +29,17 @@ def attention(
 
 
 def _torch_can(query: Tensor, call: Call) -> bool:
-    """What torch's fast kernels serve (it chooses which); it aligns causality top-left, all else needs a mask."""
+    """What torch's fast kernels serve (it chooses which); it aligns causality top-left, all else needs a mask.
+
+    A window is one that is as large as the map of all scores: our kernel walks the blocks inside of it.
+    """
     shape = call.shape
     return (
         query.is_cuda
         and query.dtype in (torch.float16, torch.bfloat16)
         and not call.is_quantized
         and call.attn_mask is None
-        and (not call.is_causal or shape.q_len == shape.kv_len)
+        and (call.window == Window() or (call.window == Window(None, 0) and shape.q_len == shape.kv_len))
         and shape.head_dim == shape.value_dim
         and shape.head_dim % 8 == 0
     )

@@ -18,6 +18,7 @@ from sparge.call import Call
 from sparge.config import PerHead
 from sparge.geometry import Shape
 from sparge.layout import gapless_strides
+from sparge.window import first_offset, first_seeing_query, first_seen_key, last_offset
 
 LARGEST_INT32 = 2**31 - 1
 
@@ -149,7 +150,23 @@ def seen_argument(
 
 def first_query(call: Call) -> int:
     """The first query that sees a key: with more queries than keys, the first ones of causal attention do not."""
-    return max(-call.shape.causal_offset, 0) if call.is_causal else 0
+    return first_seeing_query(call.window, call.shape)
+
+
+def first_key(call: Call) -> int:
+    """The first key that some query sees: with a prefix longer than a window, nobody sees those before it."""
+    return first_seen_key(call.window, call.shape)
+
+
+def window_offsets(call: Call) -> dict[str, int]:
+    """Query i sees keys i + first_offset to i + last_offset: numbers of kernels, read where `window_flags` say so."""
+    first, last = first_offset(call.window, call.shape), last_offset(call.window, call.shape)
+    return {"first_offset": 0 if first is None else first, "last_offset": 0 if last is None else last}
+
+
+def window_flags(call: Call) -> dict[str, bool]:
+    """Whether queries have a first and a last key that they see: compile-time values of kernels."""
+    return {"HAS_FIRST": call.window.left is not None, "HAS_LAST": call.window.right is not None}
 
 
 def list_arguments(mask: BlockMask | None, otherwise: Tensor) -> dict[str, Tensor]:

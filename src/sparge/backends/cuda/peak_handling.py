@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from sparge.call import Call
+from sparge.geometry import BLOCK_K
+from sparge.window import blocks_of_row
 
 EVERY_TILE_KEYS = 4096
-"""Keys up to which every tile is looked through. The keys around a peak, 127 at most, are 3 % of so many."""
+"""Keys of a row up to which every tile is looked through. The keys around a peak, 127 at most, are 3 % of so many."""
 
 
 def peak_handling(call: Call) -> str:
@@ -18,4 +20,5 @@ def peak_handling(call: Call) -> str:
     """
     if not call.has_fp8_values or call.pv_threshold is not None:
         return "ignored"
-    return "every_tile" if call.shape.kv_len <= EVERY_TILE_KEYS else "marked"
+    keys = blocks_of_row(call.window, call.shape) * BLOCK_K
+    return "every_tile" if keys <= EVERY_TILE_KEYS else "marked"

@@ -6,7 +6,8 @@
     attention         prepare, then attend
 
 The last stage is given: ``launcher`` starts Triton's attention kernel or Hopper's; all other stages are shared. Nothing
-here waits for the device. Masks with an entry per query, and additive ones, are scored by `torch.predict`.
+here waits for the device. Masks with an entry per query, additive ones, and those under a window with a left bound are
+scored by `torch.predict`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparge.backends.cuda.launch import per_head_tensor
+from sparge.backends.cuda.launch import first_key, per_head_tensor
 from sparge.backends.cuda.operands import AttentionLauncher, MeanOperands, Operands
 from sparge.backends.cuda.peak_handling import peak_handling
 from sparge.backends.cuda.replay import replayed
@@ -50,7 +51,9 @@ def prepare(
     """
     shape, attn_mask = call.shape, call.attn_mask
     seen = None if attn_mask is None else find_visibility(shape, call.window, attn_mask, query.device)
-    hides_keys_alone = attn_mask is None or (attn_mask.shape[2] == 1 and attn_mask.dtype == torch.bool)
+    hides_keys_alone = attn_mask is None or (
+        attn_mask.shape[2] == 1 and attn_mask.dtype == torch.bool and call.window.left is None
+    )
     has_scores = with_mask and hides_keys_alone and not isinstance(call.sparsity, Dense)
     quantizes = with_operands and call.is_quantized
     replaces = with_operands and call.replaces_skipped
@@ -92,7 +95,8 @@ def prepare(
     dtype, tokens_first, key_scale = query.dtype, is_tokens_first(query), key
     if quantizes:
         query = summary.codes
-        key, key_scale, value = quantize_key_value(key, value, key_value, call, seen.keys if seen else None)
+        keys_seen = seen.keys if seen else None
+        key, key_scale, value = quantize_key_value(key, value, key_value, call, keys_seen, first_key(call))
     if peak_handling(call) == "marked":
         mark_peaks(query, summary.scale, key, key_scale, call)
     operands = Operands(
@@ -152,7 +156,7 @@ def attend(
 
     if call.attn_mask is not None or call.pv_threshold is not None:
         return run()  # some of it is computed by torch
-    kind = ("attend", launcher, call.shape, call.is_causal, call.scale, call.quantization, call.skipped)
+    kind = ("attend", launcher, call.shape, call.window, call.scale, call.quantization, call.skipped)
     return replayed(kind, (query, key, value, totals, *lists), run)
 
 

@@ -23,6 +23,8 @@ from sparge.backends.cuda.launch import (
     per_head_tensor,
     seen_argument,
     strides_of,
+    window_flags,
+    window_offsets,
 )
 from sparge.backends.cuda.operands import Operands
 from sparge.backends.cuda.peak_handling import peak_handling
@@ -40,7 +42,7 @@ from sparge.backends.cuda.primitives import (
     in_fp8_token_order,
 )
 from sparge.backends.triton import configs
-from sparge.backends.triton.means import Sums, add_means, blocks_before
+from sparge.backends.triton.means import Sums, add_means, blocks_with_means
 from sparge.backends.triton.peaks import Head, Row, add_lost, bits_of_far
 from sparge.backends.triton.softmax import (
     apply_mask,
@@ -55,7 +57,18 @@ from sparge.backends.triton.softmax import (
 from sparge.block_mask import BlockMask
 from sparge.call import Call
 
-NUMBERS = ["scale", "heads", "group", "q_len", "kv_len", "q_blocks", "kv_blocks", "bias_columns"]
+NUMBERS = [
+    "scale",
+    "heads",
+    "group",
+    "q_len",
+    "kv_len",
+    "first_offset",
+    "last_offset",
+    "q_blocks",
+    "kv_blocks",
+    "bias_columns",
+]
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -93,6 +106,8 @@ def attention_kernel(
     group,
     q_len,
     kv_len,
+    first_offset,
+    last_offset,
     q_blocks,
     kv_blocks,
     bias_columns,
@@ -102,7 +117,8 @@ def attention_kernel(
     VALUE_DIM_PADDED: tl.constexpr,
     QUANTIZATION: tl.constexpr,
     DOT_PRECISION: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
+    HAS_FIRST: tl.constexpr,
+    HAS_LAST: tl.constexpr,
     MASK: tl.constexpr,
     MASK_PER_QUERY: tl.constexpr,
     LOWEST: tl.constexpr,
@@ -128,7 +144,8 @@ def attention_kernel(
 
     Grid: one program for each BLOCK_M queries of each head, in one dimension, in a given order (ORDERED); in that of
     heads else, causal rows starting with the longest. A program walks its row's kept blocks in ascending order, BLOCKS
-    at a time. Only the last ones (causal diagonal, ragged end) need an element mask, so it is a branch that is seldom
+    at a time. Query i sees keys from i + first_offset (HAS_FIRST) to i + last_offset (HAS_LAST). Only the last blocks
+    (causal diagonal, ragged end) and the first ones of a window need an element mask, so it is a branch that is seldom
     taken.
 
     Reads
@@ -153,7 +170,7 @@ def attention_kernel(
     if ORDERED:
         pid = tl.load(order_ptr + pid // tiles_per_block) * tiles_per_block + pid % tiles_per_block
     tile = pid % tiles
-    if IS_CAUSAL and not ORDERED:
+    if HAS_LAST and not ORDERED:
         tile = tiles - 1 - tile
     q_block = tile // tiles_per_block
     flat_head = (pid // tiles).to(tl.int64)  # batch * heads + head
@@ -162,7 +179,6 @@ def attention_kernel(
     kv_head = head // group
     flat_kv_head = batch * (heads // group) + kv_head
     row = flat_head * q_blocks + q_block
-    causal_offset = kv_len - q_len
 
     offs_m = tl.arange(0, BLOCK_M)
     query_positions = tile * BLOCK_M + offs_m
@@ -182,14 +198,21 @@ def attention_kernel(
         key_scale_base = key_scale_ptr + flat_kv_head * kv_blocks * KEY_GROUPS
 
     plain_blocks = kv_len // BLOCK_K  # blocks from here on need an element mask; they are the last of a list
-    if IS_CAUSAL:
-        plain_blocks = tl.minimum(plain_blocks, tl.maximum(tile * BLOCK_M + causal_offset + 1, 0) // BLOCK_K)
+    if HAS_LAST:
+        plain_blocks = tl.minimum(plain_blocks, tl.maximum(tile * BLOCK_M + last_offset + 1, 0) // BLOCK_K)
+    first_plain = 0  # and blocks before here, the first of a list
+    if HAS_FIRST:
+        first_plain = tl.maximum(tile * BLOCK_M + (BLOCK_M - 1 + BLOCK_K - 1) + first_offset, 0) // BLOCK_K
     indices_base = kv_indices_ptr + row * kv_blocks
+    first_block = 0  # of all that are visible
     if ALL_BLOCKS:
         count = kv_blocks
-        if IS_CAUSAL:
-            last_query = tl.minimum((q_block + 1) * BLOCK_Q, q_len) - 1 + causal_offset
-            count = tl.minimum(kv_blocks, tl.maximum(last_query + BLOCK_K, 0) // BLOCK_K)
+        if HAS_LAST:
+            last_key = tl.minimum((q_block + 1) * BLOCK_Q, q_len) - 1 + last_offset
+            count = tl.minimum(kv_blocks, tl.maximum(last_key + BLOCK_K, 0) // BLOCK_K)
+        if HAS_FIRST:
+            first_block = tl.maximum(tile * BLOCK_M + first_offset, 0) // BLOCK_K
+            count = tl.maximum(count - first_block, 0)
     else:
         count = tl.load(kv_num_blocks_ptr + row)
     if COUNT and tile % tiles_per_block == 0:  # first, because at the end it would cost registers in the loop
@@ -222,16 +245,18 @@ def attention_kernel(
     far_steps = tl.zeros((BLOCK_M, KEY_GROUPS), tl.int64)
     skipped = 0
     for position in tl.range(0, count, BLOCKS, num_stages=STAGES):
-        block = position if ALL_BLOCKS else tl.load(indices_base + position)
+        block = first_block + position if ALL_BLOCKS else tl.load(indices_base + position)
         last_block = block
         blocks = tl.where(offs_n < BLOCK_K, block, block)
         if BLOCKS == 2:
             next_position = tl.minimum(position + 1, count - 1)
-            last_block = next_position if ALL_BLOCKS else tl.load(indices_base + next_position)
+            last_block = first_block + next_position if ALL_BLOCKS else tl.load(indices_base + next_position)
             blocks = tl.where(offs_n < BLOCK_K, block, last_block)
         first_keys = blocks.to(tl.int64) * BLOCK_K
         key_positions = blocks * BLOCK_K + within
         is_plain = tl.maximum(block, last_block) < plain_blocks
+        if HAS_FIRST:
+            is_plain = is_plain & (tl.minimum(block, last_block) >= first_plain)
         if BLOCKS == 2:
             missing = position + 1 >= count
             is_plain = is_plain & (missing == 0)
@@ -256,7 +281,7 @@ def attention_kernel(
             scores = block_scores(raw, unit, BLOCK_M) if is_quantized else raw * query_scale
             scores = apply_mask(
                 scores,
-                may_see(query_positions, key_positions, kv_len, causal_offset, IS_CAUSAL),
+                may_see(query_positions, key_positions, kv_len, first_offset, last_offset, HAS_FIRST, HAS_LAST),
                 query_positions,
                 key_positions,
                 mask_base,
@@ -272,7 +297,9 @@ def attention_kernel(
             local_max = tl.max(group_max, 1)
         else:
             if is_plain == 0:
-                allowed = may_see(query_positions, key_positions, kv_len, causal_offset, IS_CAUSAL)
+                allowed = may_see(
+                    query_positions, key_positions, kv_len, first_offset, last_offset, HAS_FIRST, HAS_LAST
+                )
                 raw = tl.where(allowed, raw, float("-inf"))
             if two_units:
                 first_raw, last_raw = halves(raw, BLOCK_M)
@@ -334,7 +361,9 @@ def attention_kernel(
                 value_present = in_range[:, None]
                 if VALUE_DIM != VALUE_DIM_PADDED:
                     value_present = value_present & (offs_dv < VALUE_DIM)[None, :]
-                if MASK != "none":  # what nobody sees may hold anything, and 0 times NaN is NaN
+                if HAS_FIRST:  # what nobody sees may hold anything, and 0 times NaN is NaN
+                    value_present = value_present & (key_positions >= first_offset)[:, None]
+                if MASK != "none":
                     seen = tl.load(seen_base + key_positions * seen_strides[2], mask=in_range, other=0)
                     value_present = value_present & (seen != 0)[:, None]
                 value = tl.load(value_ptrs, mask=value_present, other=0.0)
@@ -348,7 +377,9 @@ def attention_kernel(
 
     if MEAN_WIDTH:
         mean_blocks = tl.cdiv(kv_blocks, BLOCK_K)
-        num_blocks = blocks_before(q_block, q_len, kv_len, kv_blocks, IS_CAUSAL)
+        mean_begin, mean_end = blocks_with_means(
+            q_block, q_len, kv_blocks, first_offset, last_offset, HAS_FIRST, HAS_LAST
+        )
         accumulator, row_sum, row_max, origin = add_means(
             Sums(accumulator, row_sum, row_max, origin),
             query,
@@ -360,7 +391,8 @@ def attention_kernel(
             mean_value_ptr + batch * mean_value_strides[0] + kv_head * mean_value_strides[1],
             mean_value_strides[2],
             kv_blocks,
-            num_blocks,
+            mean_begin,
+            mean_end,
             HEAD_DIM_PADDED,
             VALUE_DIM_PADDED,
             MEAN_WIDTH,
@@ -374,10 +406,22 @@ def attention_kernel(
             accumulator,
             origin,
             far_steps,
-            Row(query, query_scale, query_positions, indices_base, count, q_len, kv_len),
+            Row(
+                query,
+                query_scale,
+                query_positions,
+                indices_base,
+                first_block,
+                count,
+                q_len,
+                kv_len,
+                first_offset,
+                last_offset,
+            ),
             Head(key_base, key_scale_base, value_base, value_strides[2], mask_base, mask_strides),
             VALUE_DIM_PADDED,
-            IS_CAUSAL,
+            HAS_FIRST,
+            HAS_LAST,
             MASK,
             MASK_PER_QUERY,
             LOWEST,
@@ -479,6 +523,7 @@ def attend(
         group=shape.group,
         q_len=shape.q_len,
         kv_len=shape.kv_len,
+        **window_offsets(call),
         q_blocks=shape.q_blocks,
         kv_blocks=shape.kv_blocks,
         bias_columns=0 if means is None else means.bias.shape[1],
@@ -488,7 +533,7 @@ def attend(
         VALUE_DIM_PADDED=value_width,
         QUANTIZATION=call.quantization,
         DOT_PRECISION="tf32x3" if query.dtype == torch.float32 else "tf32",
-        IS_CAUSAL=call.is_causal,
+        **window_flags(call),
         MASK=mask_kind,
         MASK_PER_QUERY=mask_per_query,
         LOWEST=lowest,

@@ -40,7 +40,8 @@ def add_means(
     value_base,
     value_stride,
     kv_blocks,
-    num_blocks,
+    begin,
+    end,
     HEAD_DIM_PADDED: tl.constexpr,
     VALUE_DIM_PADDED: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
@@ -48,7 +49,7 @@ def add_means(
     DOT_PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """`Sums` with the means of the first ``num_blocks`` blocks, of ``kv_blocks``, added.
+    """`Sums` with the means of blocks ``begin``, a multiple of 64, to ``end``, of ``kv_blocks``, added.
 
     Args:
         bias_base: of the row of blocks, -inf for a mean that does not enter, NaN for one that is not finite.
@@ -63,7 +64,7 @@ def add_means(
     offs_n = tl.arange(0, BLOCK_K)
     offs_d = tl.arange(0, HEAD_DIM_PADDED)
     offs_dv = tl.arange(0, VALUE_DIM_PADDED).to(tl.int64)
-    for first in range(0, num_blocks, BLOCK_K):
+    for first in range(begin, end, BLOCK_K):
         blocks = first + offs_n
         present = (blocks < kv_blocks)[:, None]
         bias = tl.load(bias_base + blocks)
@@ -101,10 +102,16 @@ def add_means(
 
 
 @triton.jit
-def blocks_before(q_block, q_len, kv_len, kv_blocks, IS_CAUSAL: tl.constexpr):
-    """How many blocks a row of blocks may have the means of, from the first on."""
-    count = kv_blocks
-    if IS_CAUSAL:
-        first_query = q_block * BLOCK_Q + kv_len - q_len
-        count = tl.minimum(kv_blocks, tl.maximum(first_query + BLOCK_K, 0) // BLOCK_K)
-    return count
+def blocks_with_means(
+    q_block, q_len, kv_blocks, first_offset, last_offset, HAS_FIRST: tl.constexpr, HAS_LAST: tl.constexpr
+):
+    """The first tile of means that a row of blocks may have some of, a multiple of 64, and the end of these blocks."""
+    begin = 0
+    end = kv_blocks
+    first_query = q_block * BLOCK_Q
+    if HAS_LAST:
+        end = tl.minimum(kv_blocks, tl.maximum(first_query + last_offset + BLOCK_K, 0) // BLOCK_K)
+    if HAS_FIRST:
+        last_query = tl.minimum(first_query + BLOCK_Q, q_len) - 1
+        begin = tl.maximum(last_query + first_offset, 0) // (BLOCK_K * BLOCK_K) * BLOCK_K
+    return begin, end

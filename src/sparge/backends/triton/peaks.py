@@ -47,17 +47,21 @@ class Row(NamedTuple):
         query: codes [M, D].
         query_scale, query_positions: [M].
         indices_base: where the list of kept blocks begins; not read where all are kept.
+        first_block: the first of all that are visible.
         count: how many there are.
-        q_len, kv_len: of the call.
+        q_len, kv_len, first_offset, last_offset: of the call.
     """
 
     query: Any
     query_scale: Any
     query_positions: Any
     indices_base: Any
+    first_block: Any
     count: Any
     q_len: Any
     kv_len: Any
+    first_offset: Any
+    last_offset: Any
 
 
 class Head(NamedTuple):
@@ -87,7 +91,7 @@ def _either(first, second):
 def _bits_of_marked(row, head, first, ALL_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr):
     """A bit for each of 64 steps from place ``first`` of a row's list on: whether one of its blocks is marked."""
     places = first + tl.arange(0, STEPS * BLOCKS)
-    blocks = places
+    blocks = row.first_block + places
     if not ALL_BLOCKS:
         blocks = tl.load(row.indices_base + places, mask=places < row.count, other=0)
     is_marked = tl.load(head.key_scale_base + blocks * KEY_GROUPS, mask=places < row.count, other=0.0) < 0
@@ -100,7 +104,8 @@ def _block_again(
     row,
     head,
     place,
-    IS_CAUSAL: tl.constexpr,
+    HAS_FIRST: tl.constexpr,
+    HAS_LAST: tl.constexpr,
     MASK: tl.constexpr,
     MASK_PER_QUERY: tl.constexpr,
     LOWEST: tl.constexpr,
@@ -113,15 +118,16 @@ def _block_again(
     """
     width: tl.constexpr = row.query.shape[1]
     block = tl.minimum(place, row.count - 1)
-    if not ALL_BLOCKS:
-        block = tl.load(row.indices_base + block)
+    block = row.first_block + block if ALL_BLOCKS else tl.load(row.indices_base + block)
     within = tl.arange(0, BLOCK_K)
     keys = within + block.to(tl.int64) * BLOCK_K
     raw = raw_scores(row.query, head.key_base + keys[:, None] * width + tl.arange(0, width)[None, :], BLOCK_M, BLOCK_K)
     key_scale = tl.abs(tl.load(head.key_scale_base + block * KEY_GROUPS + tl.arange(0, KEY_GROUPS)))
     unit = row.query_scale[:, None] * key_scale[None, :]
     key_positions = within + block * BLOCK_K
-    allowed = may_see(row.query_positions, key_positions, row.kv_len, row.kv_len - row.q_len, IS_CAUSAL)
+    allowed = may_see(
+        row.query_positions, key_positions, row.kv_len, row.first_offset, row.last_offset, HAS_FIRST, HAS_LAST
+    )
     allowed = allowed & (place < row.count)
     if MASK != "none":
         scores = apply_mask(
@@ -160,7 +166,8 @@ def _lost_in_step(
     place,
     origin,
     VALUE_DIM_PADDED: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
+    HAS_FIRST: tl.constexpr,
+    HAS_LAST: tl.constexpr,
     MASK: tl.constexpr,
     MASK_PER_QUERY: tl.constexpr,
     LOWEST: tl.constexpr,
@@ -170,11 +177,11 @@ def _lost_in_step(
 ):
     """What FP8 lost of the P V of a step, [M, D_v], counting from ``origin``."""
     keys, unit, scores, step_max = _block_again(
-        row, head, place, IS_CAUSAL, MASK, MASK_PER_QUERY, LOWEST, ALL_BLOCKS, BLOCK_M
+        row, head, place, HAS_FIRST, HAS_LAST, MASK, MASK_PER_QUERY, LOWEST, ALL_BLOCKS, BLOCK_M
     )
     if BLOCKS == 2:
         last_keys, last_unit, last_scores, last_max = _block_again(
-            row, head, place + 1, IS_CAUSAL, MASK, MASK_PER_QUERY, LOWEST, ALL_BLOCKS, BLOCK_M
+            row, head, place + 1, HAS_FIRST, HAS_LAST, MASK, MASK_PER_QUERY, LOWEST, ALL_BLOCKS, BLOCK_M
         )
         step_max = tl.maximum(step_max, last_max)
     channels = tl.arange(0, VALUE_DIM_PADDED).to(tl.int64)[:, None] * head.value_stride
@@ -195,7 +202,8 @@ def add_lost(
     row,
     head,
     VALUE_DIM_PADDED: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
+    HAS_FIRST: tl.constexpr,
+    HAS_LAST: tl.constexpr,
     MASK: tl.constexpr,
     MASK_PER_QUERY: tl.constexpr,
     LOWEST: tl.constexpr,
@@ -226,7 +234,8 @@ def add_lost(
                     place,
                     origin,
                     VALUE_DIM_PADDED,
-                    IS_CAUSAL,
+                    HAS_FIRST,
+                    HAS_LAST,
                     MASK,
                     MASK_PER_QUERY,
                     LOWEST,

@@ -61,11 +61,21 @@ def block_probability(raw, unit, origin, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def may_see(query_positions, key_positions, kv_len, causal_offset, IS_CAUSAL: tl.constexpr):
-    """[M, N]: the key exists and, if causal, is not after the query."""
+def may_see(
+    query_positions,
+    key_positions,
+    kv_len,
+    first_offset,
+    last_offset,
+    HAS_FIRST: tl.constexpr,
+    HAS_LAST: tl.constexpr,
+):
+    """[M, N]: the key exists and lies neither before the query's first one nor behind its last one."""
     allowed = (key_positions < kv_len)[None, :] & (query_positions >= 0)[:, None]
-    if IS_CAUSAL:
-        allowed = allowed & (key_positions[None, :] <= query_positions[:, None] + causal_offset)
+    if HAS_LAST:
+        allowed = allowed & (key_positions[None, :] <= query_positions[:, None] + last_offset)
+    if HAS_FIRST:
+        allowed = allowed & (key_positions[None, :] >= query_positions[:, None] + first_offset)
     return allowed
 
 

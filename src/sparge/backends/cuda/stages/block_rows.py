@@ -10,12 +10,12 @@ import triton.language as tl
 from torch import Tensor
 
 from sparge import geometry
-from sparge.backends.cuda.launch import power_of_two
+from sparge.backends.cuda.launch import power_of_two, window_flags, window_offsets
 from sparge.backends.cuda.primitives import BLOCK_K, BLOCK_Q, NOWHERE
 from sparge.call import Call
 from sparge.geometry import ceil_div
 
-SIZES = ["heads", "group", "q_len", "kv_len", "q_blocks", "kv_blocks", "min_blocks"]
+SIZES = ["heads", "group", "q_len", "kv_len", "first_offset", "last_offset", "q_blocks", "kv_blocks", "min_blocks"]
 INFINITY_BITS = tl.constexpr(0x7F800000)
 
 
@@ -54,9 +54,12 @@ def load_row(
     group,
     q_len,
     kv_len,
+    first_offset,
+    last_offset,
     q_blocks,
     kv_blocks,
-    IS_CAUSAL: tl.constexpr,
+    HAS_FIRST: tl.constexpr,
+    HAS_LAST: tl.constexpr,
     SINK: tl.constexpr,
     DIAGONAL: tl.constexpr,
     HAS_ALWAYS: tl.constexpr,
@@ -66,6 +69,8 @@ def load_row(
     COLUMNS: tl.constexpr,
 ):
     """`Blocks` of one query block; ``row`` (int64) counts those of all heads. COLUMNS is a power of two that holds it.
+
+    Query i sees keys from i + first_offset (HAS_FIRST, without HAS_SEEN) to i + last_offset (HAS_LAST).
 
     Reads
         probability       [B * H, q_blocks, kv_blocks] float32, of `score_kernel`; NaN forces a block
@@ -79,21 +84,24 @@ def load_row(
     flat_head = row // q_blocks
     batch = flat_head // heads
     head = flat_head % heads
-    causal_offset = kv_len - q_len
-    first_query = q_block * BLOCK_Q + causal_offset
-    last_query = tl.minimum((q_block + 1) * BLOCK_Q, q_len) - 1 + causal_offset
+    first_query = q_block * BLOCK_Q
+    last_query = tl.minimum((q_block + 1) * BLOCK_Q, q_len) - 1
 
     columns = tl.arange(0, COLUMNS)
     inside = columns < kv_blocks
     first_key = columns * BLOCK_K
+    last_key = tl.minimum(first_key + BLOCK_K, kv_len) - 1
     visible = inside
     seen_from = first_key
     if HAS_SEEN:
         seen_base = first_seen_ptr + batch * first_seen_strides[0] + head * first_seen_strides[1]
         seen_from = tl.load(seen_base + columns, mask=inside, other=NOWHERE)
         visible = visible & (seen_from < NOWHERE)
-    if IS_CAUSAL:
-        visible = visible & (seen_from <= last_query)
+    if HAS_LAST:
+        visible = visible & (seen_from <= last_query + last_offset)
+    if HAS_FIRST:
+        tl.static_assert(not HAS_SEEN)
+        visible = visible & (last_key >= first_query + first_offset)
 
     bits = tl.load(probability_ptr + row * kv_blocks + columns, mask=inside, other=0.0).to(tl.int32, bitcast=True)
     forced = (bits & 0x7FFFFFFF) > INFINITY_BITS  # NaN: the score was not finite
@@ -104,11 +112,16 @@ def load_row(
             sink = tl.min(tl.where(seen_from < NOWHERE, columns, COLUMNS), 0)
         forced = forced | (columns == sink)
     if DIAGONAL:
-        forced = forced | ((first_key <= last_query) & (first_query < first_key + BLOCK_K))
-    unfinished = columns < 0
-    if IS_CAUSAL:
-        last_key = tl.minimum(first_key + BLOCK_K, kv_len) - 1
-        unfinished = (first_key <= last_query) & (last_query < last_key)  # its summary knows the future
+        diagonal = kv_len - q_len
+        forced = forced | ((first_key <= last_query + diagonal) & (first_query + diagonal < first_key + BLOCK_K))
+    unfinished = columns < 0  # its summary knows of keys outside of the window, of the future
+    if HAS_LAST:
+        last_seen = last_query + last_offset
+        unfinished = (first_key <= last_seen) & (last_seen < last_key)
+    if HAS_FIRST:
+        first_seen = first_query + first_offset
+        unfinished = unfinished | ((first_key < first_seen) & (first_seen <= last_key))
+    if HAS_LAST or HAS_FIRST:
         forced = forced | unfinished
     if HAS_ALWAYS:
         forced = forced | (tl.load(always_ptr + columns, mask=inside, other=0) != 0)
@@ -157,12 +170,13 @@ class RowArguments:
             "group": shape.group,
             "q_len": shape.q_len,
             "kv_len": shape.kv_len,
+            **window_offsets(call),
             "q_blocks": shape.q_blocks,
             "kv_blocks": shape.kv_blocks,
             "min_blocks": min(rules.min_blocks, shape.kv_blocks),
         }
         self.constants = {
-            "IS_CAUSAL": call.is_causal,
+            **window_flags(call),
             "SINK": rules.keeps_sink(call.is_causal),
             "DIAGONAL": rules.keeps_diagonal(call.is_causal),
             "HAS_ALWAYS": bool(call.always_keep),

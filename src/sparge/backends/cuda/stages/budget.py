@@ -22,6 +22,7 @@ from sparge.backends.cuda.stages import configs
 from sparge.backends.cuda.stages.block_rows import SIZES, RowArguments, load_row
 from sparge.call import Call
 from sparge.geometry import ceil_div
+from sparge.window import blocks_of_row
 
 MOST_ROWS = 4096
 """That `share_kernel` takes at a time."""
@@ -55,6 +56,8 @@ def count_kernel(
     group,
     q_len,
     kv_len,
+    first_offset,
+    last_offset,
     q_blocks,
     kv_blocks,
     min_blocks,
@@ -62,7 +65,8 @@ def count_kernel(
     rows_of_batch,
     programs_of_batch,
     ROWS: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
+    HAS_FIRST: tl.constexpr,
+    HAS_LAST: tl.constexpr,
     SINK: tl.constexpr,
     DIAGONAL: tl.constexpr,
     HAS_ALWAYS: tl.constexpr,
@@ -102,9 +106,12 @@ def count_kernel(
                 group,
                 q_len,
                 kv_len,
+                first_offset,
+                last_offset,
                 q_blocks,
                 kv_blocks,
-                IS_CAUSAL,
+                HAS_FIRST,
+                HAS_LAST,
                 SINK,
                 DIAGONAL,
                 HAS_ALWAYS,
@@ -201,6 +208,7 @@ def share_budget(rows: RowArguments, call: Call) -> tuple[Tensor, Tensor]:
     rows_of_batch = shape.heads * shape.q_blocks
     setting = configs.budget_config()
     programs = ceil_div(rows_of_batch, setting.rows)
+    seen_blocks = min(shape.kv_blocks * (0.5 if call.is_causal else 1.0), blocks_of_row(call.window, shape))
     amount = call.selection.amount
     assert not isinstance(amount, Tensor)
     kept = buffer_like(like, True, shape.batch * rows_of_batch, 2 * LEVELS.value, dtype=torch.int32)
@@ -231,7 +239,7 @@ def share_budget(rows: RowArguments, call: Call) -> tuple[Tensor, Tensor]:
         counts_ptr=counts,
         order_ptr=order,
         amount=float(amount),
-        many=LONG * float(amount) * shape.kv_blocks * (0.5 if call.is_causal else 1.0),
+        many=LONG * float(amount) * seen_blocks,
         rows_of_batch=rows_of_batch,
         ROWS=min(max(power_of_two(rows_of_batch), 128), MOST_ROWS),
         num_warps=setting.share_warps,

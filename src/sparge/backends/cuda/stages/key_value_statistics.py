@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparge import config
-from sparge.backends.cuda.launch import buffer_like, launch, padded, seen_argument, strides_of
+from sparge.backends.cuda.launch import buffer_like, first_key, launch, padded, seen_argument, strides_of
 from sparge.backends.cuda.primitives import BLOCK_K, LOG2_E, is_finite, load_tokens
 from sparge.backends.cuda.stages import configs
 from sparge.call import Call
@@ -23,7 +23,7 @@ from sparge.geometry import ceil_div
 from sparge.visibility import Visibility
 
 VARIANCE_SHARE = tl.constexpr(config.VARIANCE_SHARE)
-NUMBERS = ["scale", "kv_heads", "kv_len", "kv_blocks", "chunks"]
+NUMBERS = ["scale", "kv_heads", "kv_len", "kv_blocks", "first_key", "chunks"]
 SUM, SQUARE = tl.constexpr(0), tl.constexpr(1)
 """Rows of a chunk's part of K, [2, D]."""
 
@@ -32,6 +32,7 @@ SUM, SQUARE = tl.constexpr(0), tl.constexpr(1)
 def _sums(
     head,
     block,
+    first_key,
     kv_len,
     center,
     DIM: tl.constexpr,
@@ -51,11 +52,12 @@ def _sums(
     total = tl.zeros((SLAB, PADDED), tl.float32)
     square = tl.zeros((SLAB, PADDED), tl.float32)
     largest = tl.zeros((SLAB, PADDED), tl.float32)
-    count = tl.minimum(tl.maximum(kv_len - block * BLOCK_K, 0), BLOCK_K)
+    start = block * BLOCK_K
+    count = tl.maximum(tl.minimum(start + BLOCK_K, kv_len) - tl.maximum(start, first_key), 0)
     seen = tl.zeros((SLAB,), tl.int32)
     for step in tl.static_range(BLOCK_K // SLAB):
         tokens = block * BLOCK_K + step * SLAB + tl.arange(0, SLAB)
-        values, present = load_tokens(*head, tokens, 0, kv_len, DIM, PADDED, HAS_SEEN)
+        values, present = load_tokens(*head, tokens, first_key, kv_len, DIM, PADDED, HAS_SEEN)
         if HAS_SEEN:
             seen += present.to(tl.int32)
         if CENTERED:
@@ -72,6 +74,7 @@ def _sums(
 def _largest(
     head,
     chunk,
+    first_key,
     kv_len,
     DIM: tl.constexpr,
     PADDED: tl.constexpr,
@@ -84,7 +87,7 @@ def _largest(
     largest = tl.zeros((SLAB, PADDED), tl.float32)
     for step in range(BLOCKS * BLOCK_K // SLAB):
         tokens = chunk * BLOCKS * BLOCK_K + step * SLAB + tl.arange(0, SLAB)
-        values, _ = load_tokens(*head, tokens, 0, kv_len, DIM, PADDED, HAS_SEEN)
+        values, _ = load_tokens(*head, tokens, first_key, kv_len, DIM, PADDED, HAS_SEEN)
         size = tl.abs(values)
         if FINITE:
             size = tl.where(is_finite(values), size, 0.0)
@@ -96,6 +99,7 @@ def _largest(
 def _finite_part(
     head,
     chunk,
+    first_key,
     kv_len,
     DIM: tl.constexpr,
     PADDED: tl.constexpr,
@@ -109,7 +113,7 @@ def _finite_part(
     count = 0
     for step in range(BLOCKS * BLOCK_K // SLAB):
         tokens = chunk * BLOCKS * BLOCK_K + step * SLAB + tl.arange(0, SLAB)
-        values, present = load_tokens(*head, tokens, 0, kv_len, DIM, PADDED, HAS_SEEN)
+        values, present = load_tokens(*head, tokens, first_key, kv_len, DIM, PADDED, HAS_SEEN)
         usable = present & (tl.min(is_finite(values).to(tl.int32), 1) != 0)
         kept = tl.where(usable[:, None], values, 0.0)
         total += tl.sum(kept, 0)
@@ -140,6 +144,7 @@ def summarize_kernel(
     kv_heads,
     kv_len,
     kv_blocks,
+    first_key,
     chunks,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -162,7 +167,7 @@ def summarize_kernel(
         key part   = sum k, sum k^2 and n               of tokens that are finite in every channel
         value max  = largest finite |v|                 of each channel
 
-    Grid: chunks of every head of K and V, in one dimension.
+    Grid: chunks of every head of K and V, in one dimension. Keys before ``first_key`` are seen by nobody.
 
     Reads
         key, value            [B, Hkv, Sk, D | Dv]
@@ -197,7 +202,7 @@ def summarize_kernel(
         for step in range(BLOCKS):
             block = chunk * BLOCKS + step
             first, square, _, count = _sums(
-                key_head, block, kv_len, 0.0, HEAD_DIM, HEAD_DIM_PADDED, HAS_SEEN, False, SLAB
+                key_head, block, first_key, kv_len, 0.0, HEAD_DIM, HEAD_DIM_PADDED, HAS_SEEN, False, SLAB
             )
             total = tl.sum(first, 0)
             squares = tl.sum(square, 0)
@@ -210,7 +215,7 @@ def summarize_kernel(
             inside = channels < tl.where(block < kv_blocks, HEAD_DIM_PADDED, 0)
             if WITH_BLOCKS:
                 value_total, _, largest, _ = _sums(
-                    value_head, block, kv_len, 0.0, VALUE_DIM, VALUE_DIM_PADDED, HAS_SEEN, False, SLAB
+                    value_head, block, first_key, kv_len, 0.0, VALUE_DIM, VALUE_DIM_PADDED, HAS_SEEN, False, SLAB
                 )
                 value_max = tl.maximum(value_max, tl.max(largest, 0))
                 value_mean = tl.sum(value_total, 0) * share
@@ -229,8 +234,9 @@ def summarize_kernel(
                     variance = squares * share - mean * mean
                     if key_ptr.dtype.element_ty == tl.float32:
                         # Squares of 16-bit numbers fit into float32 sums; those of float32 must be centred first.
+                        center = mean[None, :]
                         _, square, _, count = _sums(
-                            key_head, block, kv_len, mean[None, :], HEAD_DIM, HEAD_DIM_PADDED, HAS_SEEN, True, SLAB
+                            key_head, block, first_key, kv_len, center, HEAD_DIM, HEAD_DIM_PADDED, HAS_SEEN, True, SLAB
                         )
                         variance = tl.sum(square, 0) * share
                     variance = tl.maximum(variance, 0.0)
@@ -246,7 +252,7 @@ def summarize_kernel(
         if WITH_SUMS:
             if tl.min(is_finite(key_sum).to(tl.int32)) == 0:
                 key_sum, key_square, key_count = _finite_part(
-                    key_head, chunk, kv_len, HEAD_DIM, HEAD_DIM_PADDED, HAS_SEEN, BLOCKS, SLAB
+                    key_head, chunk, first_key, kv_len, HEAD_DIM, HEAD_DIM_PADDED, HAS_SEEN, BLOCKS, SLAB
                 )
             key_part = key_part_ptr + part * 2 * HEAD_DIM_PADDED + channels
             tl.store(key_part + SUM * HEAD_DIM_PADDED, key_sum)
@@ -255,9 +261,13 @@ def summarize_kernel(
 
     if WITH_VALUE:
         if not WITH_BLOCKS:
-            value_max = _largest(value_head, chunk, kv_len, VALUE_DIM, VALUE_DIM_PADDED, HAS_SEEN, False, BLOCKS, SLAB)
+            value_max = _largest(
+                value_head, chunk, first_key, kv_len, VALUE_DIM, VALUE_DIM_PADDED, HAS_SEEN, False, BLOCKS, SLAB
+            )
         if tl.min(is_finite(value_max).to(tl.int32)) == 0:
-            value_max = _largest(value_head, chunk, kv_len, VALUE_DIM, VALUE_DIM_PADDED, HAS_SEEN, True, BLOCKS, SLAB)
+            value_max = _largest(
+                value_head, chunk, first_key, kv_len, VALUE_DIM, VALUE_DIM_PADDED, HAS_SEEN, True, BLOCKS, SLAB
+            )
         tl.store(value_max_ptr + part * VALUE_DIM_PADDED + value_channels, value_max)
 
 
@@ -346,6 +356,7 @@ def key_value_statistics(
         kv_heads=shape.kv_heads,
         kv_len=shape.kv_len,
         kv_blocks=shape.kv_blocks,
+        first_key=first_key(call),
         chunks=chunks,
         HEAD_DIM=shape.head_dim,
         VALUE_DIM=shape.value_dim,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparge.backends.cuda.launch import launch, padded
+from sparge.backends.cuda.launch import launch, padded, window_flags, window_offsets
 from sparge.backends.cuda.primitives import BLOCK_K, BLOCK_Q, FAR, KEY_GROUPS, by_group
 from sparge.backends.cuda.stages import configs
 from sparge.call import Call
@@ -23,7 +23,7 @@ NEEDED = 16
 each query has neighbours, would be full of it (a sixth of the blocks for 4 of 64 samples, .4 % for 16)."""
 
 
-@triton.jit(do_not_specialize=["group", "q_len", "kv_len", "q_blocks", "kv_blocks"])
+@triton.jit(do_not_specialize=["group", "q_len", "kv_len", "first_offset", "last_offset", "q_blocks", "kv_blocks"])
 def mark_peaks_kernel(
     query_ptr,
     key_ptr,
@@ -32,10 +32,13 @@ def mark_peaks_kernel(
     group,
     q_len,
     kv_len,
+    first_offset,
+    last_offset,
     q_blocks,
     kv_blocks,
     HEAD_DIM_PADDED: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
+    HAS_FIRST: tl.constexpr,
+    HAS_LAST: tl.constexpr,
     SAMPLES: tl.constexpr,
     NEEDED: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -45,7 +48,7 @@ def mark_peaks_kernel(
 
     A group of 16 keys is far where its largest score lies more than FAR octaves below the block's. A block holds a peak
     for a query of which some group is far, and a shared one if it does so for enough of the sampled queries: half of a
-    head's, NEEDED at most.
+    head's, NEEDED at most. Of a window's blocks (HAS_FIRST) only queries near them can tell: half of those that see it.
 
     Grid: every BLOCKS key blocks of every head of K and V, in one dimension. The first ones were written last, and may
     be cached.
@@ -73,8 +76,8 @@ def mark_peaks_kernel(
     query_scale = tl.load(query_scale_ptr + row)
     needed = tl.minimum(tl.maximum(per_head // 2, 2), NEEDED)
     last_key = tl.full((SAMPLES,), kv_len - 1, tl.int32)
-    if IS_CAUSAL:
-        last_key = tl.minimum(last_key, position + (kv_len - q_len))
+    if HAS_LAST:
+        last_key = tl.minimum(last_key, position + last_offset)
     within = tl.arange(0, BLOCK_K)
     for block in tl.range(first, tl.minimum(first + BLOCKS, kv_blocks), 1, num_stages=STAGES):
         flat_block = flat_kv_head * kv_blocks + block
@@ -83,7 +86,13 @@ def mark_peaks_kernel(
         scale_ptrs = key_scale_ptr + flat_block * KEY_GROUPS + tl.arange(0, KEY_GROUPS)
         key_scale = tl.abs(tl.load(scale_ptrs))
         raw = tl.dot(query, key.T, out_dtype=tl.int32).to(tl.float32)
-        raw = tl.where((within + block * BLOCK_K)[None, :] <= last_key[:, None], raw, float("-inf"))
+        key_positions = (within + block * BLOCK_K)[None, :]
+        raw = tl.where(key_positions <= last_key[:, None], raw, float("-inf"))
+        if HAS_FIRST:
+            first_key = position + first_offset
+            raw = tl.where(key_positions >= first_key[:, None], raw, float("-inf"))
+            sees = is_sample & (block * BLOCK_K <= last_key) & (block * BLOCK_K + BLOCK_K > first_key)
+            needed = tl.minimum(tl.maximum(tl.sum(sees.to(tl.int32), 0) // (2 * group), 1), NEEDED)
         group_max = tl.max(tl.max(by_group(raw, SAMPLES), 3), 1) * (query_scale[:, None] * key_scale[None, :])
         gap = tl.max(group_max, 1)[:, None] - group_max
         is_far = (gap > FAR) & (group_max > float("-inf"))
@@ -111,10 +120,11 @@ def mark_peaks(query_codes: Tensor, query_scale: Tensor, key_codes: Tensor, key_
         group=shape.group,
         q_len=shape.q_len,
         kv_len=shape.kv_len,
+        **window_offsets(call),
         q_blocks=shape.q_blocks,
         kv_blocks=shape.kv_blocks,
         HEAD_DIM_PADDED=padded(shape.head_dim),
-        IS_CAUSAL=call.is_causal,
+        **window_flags(call),
         SAMPLES=SAMPLES,
         NEEDED=NEEDED,
         BLOCKS=config.blocks,

@@ -41,7 +41,7 @@ LARGEST_SCALE = tl.constexpr(1e15)
 """Of Q and of K, so that their product stays within float32; its reciprocal is the smallest."""
 SMALLEST_UNIT = tl.constexpr(1e-20)
 """Stands for 0 with the softmax scale, because a hidden score is -inf before it is scaled."""
-NUMBERS = ["scale", "heads", "kv_heads", "q_len", "kv_len", "q_blocks", "kv_blocks", "first_query"]
+NUMBERS = ["scale", "heads", "kv_heads", "q_len", "kv_len", "q_blocks", "kv_blocks", "first_query", "first_key"]
 
 
 @triton.jit
@@ -84,6 +84,7 @@ def quantize_key_value_kernel(
     kv_heads,
     kv_len,
     kv_blocks,
+    first_key,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
@@ -97,7 +98,7 @@ def quantize_key_value_kernel(
         value codes = v / value scale in FP8 (VALUE_CODES "fp8"), v in FP16 ("fp16"), or none ("none")
 
     Grid: key blocks of every head, in one dimension, the last one first: what `summarize_kernel` read last may still be
-    in the cache.
+    in the cache. Keys before ``first_key`` are seen by nobody.
 
     Reads
         key, value           [B, Hkv, Sk, D | Dv]
@@ -125,7 +126,16 @@ def quantize_key_value_kernel(
     rows = flat_head * kv_blocks * BLOCK_K + tokens  # in a padded [B * Hkv * kv_blocks * 64, D] buffer
 
     key, present = load_tokens(
-        key_base, key_strides[2], seen_base, seen_strides[2], tokens, 0, kv_len, HEAD_DIM, HEAD_DIM_PADDED, HAS_SEEN
+        key_base,
+        key_strides[2],
+        seen_base,
+        seen_strides[2],
+        tokens,
+        first_key,
+        kv_len,
+        HEAD_DIM,
+        HEAD_DIM_PADDED,
+        HAS_SEEN,
     )
     mean = tl.load(key_mean_ptr + flat_head * HEAD_DIM_PADDED + channels)
     factor = 1.0 / tl.load(balance_ptr + flat_head * HEAD_DIM_PADDED + channels)
@@ -148,7 +158,7 @@ def quantize_key_value_kernel(
             seen_base,
             seen_strides[2],
             ordered,
-            0,
+            first_key,
             kv_len,
             VALUE_DIM,
             VALUE_DIM_PADDED,
@@ -343,13 +353,14 @@ def summarize_query(
 
 
 def quantize_key_value(
-    key: Tensor, value: Tensor, key_value: KeyValueSummary, call: Call, seen: Tensor | None
+    key: Tensor, value: Tensor, key_value: KeyValueSummary, call: Call, seen: Tensor | None, first_key: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes of K, their scales (B, Hkv, blocks, 4), and codes of V, or V itself where it is FP16 already.
 
     Args:
         key, value: of the call, or means of its blocks, which are rounded in the same way: (B, Hkv, tokens, width).
         seen: which tokens are, (B | 1, Hkv | 1, tokens); None: all.
+        first_key: the first one that is.
     """
     shape, kv_len = call.shape, key.shape[2]
     width, value_width = padded(shape.head_dim), padded(shape.value_dim)
@@ -382,6 +393,7 @@ def quantize_key_value(
         kv_heads=shape.kv_heads,
         kv_len=kv_len,
         kv_blocks=kv_blocks,
+        first_key=first_key,
         HEAD_DIM=shape.head_dim,
         VALUE_DIM=shape.value_dim,
         HEAD_DIM_PADDED=width,

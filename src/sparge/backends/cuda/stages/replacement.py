@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparge.backends.cuda.launch import buffer_like, launch
+from sparge.backends.cuda.launch import buffer_like, launch, window_flags, window_offsets
 from sparge.backends.cuda.operands import BIAS_COLUMNS
 from sparge.backends.cuda.primitives import BLOCK_K, BLOCK_Q
 from sparge.backends.cuda.stages import configs
@@ -14,8 +14,10 @@ from sparge.block_mask import BlockMask
 from sparge.call import Call
 from sparge.geometry import ceil_div
 
+NUMBERS = ["heads", "group", "q_len", "kv_len", "first_offset", "last_offset", "q_blocks", "kv_blocks", "columns"]
 
-@triton.jit(do_not_specialize=["heads", "group", "q_len", "kv_len", "q_blocks", "kv_blocks", "columns"])
+
+@triton.jit(do_not_specialize=NUMBERS)
 def replaced_bias_kernel(
     kv_num_blocks_ptr,
     kv_indices_ptr,
@@ -25,16 +27,19 @@ def replaced_bias_kernel(
     group,
     q_len,
     kv_len,
+    first_offset,
+    last_offset,
     q_blocks,
     kv_blocks,
     columns,
-    IS_CAUSAL: tl.constexpr,
+    HAS_FIRST: tl.constexpr,
+    HAS_LAST: tl.constexpr,
     STEP: tl.constexpr,
 ):
     """What the scores of mean keys get besides: each block's own bias, -inf where a row has no use of it.
 
     A row has the means of the blocks that it does not keep and whose keys all its queries see alike: causal rows those
-    before all of them.
+    before all of them, with a window those inside of all their windows.
 
     Grid: one program per row of blocks.
 
@@ -46,7 +51,8 @@ def replaced_bias_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     flat_head = row // q_blocks
-    first_query = (row % q_blocks).to(tl.int32) * BLOCK_Q + kv_len - q_len
+    first_query = (row % q_blocks).to(tl.int32) * BLOCK_Q
+    last_query = tl.minimum(first_query + BLOCK_Q, q_len) - 1
     kv_head = flat_head // heads * (heads // group) + flat_head % heads // group
     kept = tl.load(kv_num_blocks_ptr + row)
     bias_row = bias_ptr + row * columns
@@ -54,8 +60,11 @@ def replaced_bias_kernel(
     for start in range(0, columns, STEP):
         blocks = start + places
         is_replaced = blocks < kv_blocks
-        if IS_CAUSAL:
-            is_replaced = is_replaced & (tl.minimum(blocks * BLOCK_K + BLOCK_K, kv_len) - 1 <= first_query)
+        if HAS_LAST:
+            last_key = tl.minimum(blocks * BLOCK_K + BLOCK_K, kv_len) - 1
+            is_replaced = is_replaced & (last_key <= first_query + last_offset)
+        if HAS_FIRST:
+            is_replaced = is_replaced & (blocks * BLOCK_K >= last_query + first_offset)
         bias = tl.load(block_bias_ptr + kv_head * kv_blocks + blocks, mask=is_replaced, other=float("-inf"))
         tl.store(bias_row + blocks, bias, mask=blocks < columns)
     tl.debug_barrier()  # what is written next stays
@@ -83,10 +92,11 @@ def replaced_bias(mask: BlockMask, block_bias: Tensor, call: Call) -> Tensor:
         group=shape.group,
         q_len=shape.q_len,
         kv_len=shape.kv_len,
+        **window_offsets(call),
         q_blocks=shape.q_blocks,
         kv_blocks=shape.kv_blocks,
         columns=columns,
-        IS_CAUSAL=call.is_causal,
+        **window_flags(call),
         STEP=config.step,
         num_warps=config.warps,
     )

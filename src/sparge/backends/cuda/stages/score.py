@@ -24,7 +24,16 @@ import triton.language as tl
 from torch import Tensor
 
 from sparge import config
-from sparge.backends.cuda.launch import architecture_of, buffer_like, launch, padded, power_of_two, strides_of
+from sparge.backends.cuda.launch import (
+    architecture_of,
+    buffer_like,
+    launch,
+    padded,
+    power_of_two,
+    strides_of,
+    window_flags,
+    window_offsets,
+)
 from sparge.backends.cuda.primitives import BLOCK_K, BLOCK_Q, LN_2, NOWHERE, is_finite, sampled_query
 from sparge.backends.cuda.stages import configs
 from sparge.backends.cuda.stages.quantize import QuerySummary
@@ -35,7 +44,7 @@ from sparge.geometry import ceil_div
 
 NEGLIGIBLE = tl.constexpr(config.NEGLIGIBLE)
 SPREAD_UNIT = tl.constexpr(config.SPREAD_UNIT)
-NUMBERS = ["heads", "kv_heads", "q_len", "kv_len", "q_blocks", "kv_blocks"]
+NUMBERS = ["heads", "kv_heads", "q_len", "kv_len", "first_offset", "last_offset", "q_blocks", "kv_blocks"]
 
 
 @dataclass(frozen=True)
@@ -145,25 +154,30 @@ def _block_scores(
 @triton.jit
 def _eligible(
     columns,
-    last_query,
+    first_key,
+    last_key,
     first_seen_base,
     key_similarity_base,
     threshold,
     kv_len,
     kv_blocks,
-    IS_CAUSAL: tl.constexpr,
+    HAS_FIRST: tl.constexpr,
+    HAS_LAST: tl.constexpr,
     HAS_SEEN: tl.constexpr,
     HAS_SIMILARITY: tl.constexpr,
 ):
     """[ROWS, COLUMNS]: blocks that take part in the softmax.
 
-    They are visible, hold no key after the row's last query, and their tokens agree enough for a summary.
+    They are visible, hold no key before the first or after the last one that their row sees, and their tokens agree
+    enough for a summary.
     """
     inside = columns < kv_blocks
     end = tl.minimum((columns + 1) * BLOCK_K, kv_len) - 1
-    eligible = inside[None, :] & (last_query[:, None] == last_query[:, None])
-    if IS_CAUSAL:
-        eligible = eligible & (end[None, :] <= last_query[:, None])
+    eligible = inside[None, :] & (last_key[:, None] == last_key[:, None])
+    if HAS_LAST:
+        eligible = eligible & (end[None, :] <= last_key[:, None])
+    if HAS_FIRST:
+        eligible = eligible & ((columns * BLOCK_K)[None, :] >= first_key[:, None])
     if HAS_SEEN:
         first_seen = tl.load(first_seen_base + columns, mask=inside, other=NOWHERE)
         eligible = eligible & (first_seen < NOWHERE)[None, :]
@@ -225,6 +239,8 @@ def score_kernel(
     kv_heads,
     q_len,
     kv_len,
+    first_offset,
+    last_offset,
     q_blocks,
     kv_blocks,
     SCORE: tl.constexpr,
@@ -236,7 +252,8 @@ def score_kernel(
     LOG2_SAMPLES: tl.constexpr,
     EXPONENT: tl.constexpr,
     HAS_LOW: tl.constexpr,
-    IS_CAUSAL: tl.constexpr,
+    HAS_FIRST: tl.constexpr,
+    HAS_LAST: tl.constexpr,
     HAS_SEEN: tl.constexpr,
     HAS_SIMILARITY: tl.constexpr,
     ROWS: tl.constexpr,
@@ -257,7 +274,7 @@ def score_kernel(
         key_similarity   [B * Hkv, kv_blocks] and threshold [H] (HAS_SIMILARITY), float32
     Writes
         probability      [B * H, q_blocks, kv_blocks] float32; NaN marks a block whose score is not finite. What lies
-                         beyond the last query of a group stays unwritten: nothing reads it.
+                         outside of what a group's queries see stays unwritten: nothing reads it.
     """
     blocks: tl.constexpr = ROWS // SAMPLES_PADDED
     groups = (q_blocks + blocks - 1) // blocks
@@ -265,7 +282,6 @@ def score_kernel(
     batch = flat_head // heads
     head = flat_head % heads
     flat_kv_head = batch * kv_heads + head // (heads // kv_heads)
-    causal_offset = kv_len - q_len
     first_block = tl.program_id(0) % groups * blocks
     row_block, sample = _row_order(SAMPLES_PADDED, ROWS)
     q_block = first_block + row_block
@@ -274,7 +290,7 @@ def score_kernel(
     if FROM_MEANS:
         pointers = query_ptr + ((flat_head * q_blocks + q_block) * SAMPLES + sample)[:, None] * HEAD_DIM_PADDED
     else:
-        first_query = tl.maximum(-causal_offset, 0) if IS_CAUSAL else 0
+        first_query = tl.maximum(-last_offset, 0) if HAS_LAST else 0
         if HAS_SEEN:
             first_query = tl.load(first_query_ptr + batch * first_query_strides[0] + head * first_query_strides[1])
         pick = sampled_query(q_block, sample, first_query, q_len, SAMPLES)
@@ -290,10 +306,14 @@ def score_kernel(
     query_low = (wide - query.to(tl.float32)).to(tl.bfloat16)
     square = (wide * wide).to(tl.bfloat16)
 
-    last_query = tl.minimum((q_block + 1) * BLOCK_Q, q_len) - 1 + causal_offset
+    first_key = q_block * BLOCK_Q + first_offset
+    last_key = tl.minimum((q_block + 1) * BLOCK_Q, q_len) - 1 + last_offset
+    begin = 0
     stop = kv_blocks
-    if IS_CAUSAL:
-        last_of_all = tl.minimum((first_block + blocks) * BLOCK_Q, q_len) - 1 + causal_offset
+    if HAS_FIRST:
+        begin = tl.maximum(first_block * BLOCK_Q + first_offset, 0) // BLOCK_K
+    if HAS_LAST:
+        last_of_all = tl.minimum((first_block + blocks) * BLOCK_Q, q_len) - 1 + last_offset
         stop = tl.minimum(kv_blocks, tl.maximum(last_of_all + 1, 0) // BLOCK_K + 1)
     first_seen_base = first_seen_ptr + batch * first_seen_strides[0] + head * first_seen_strides[1]
     key_similarity_base = key_similarity_ptr + flat_kv_head * kv_blocks
@@ -318,19 +338,21 @@ def score_kernel(
             else:
                 row_max = tl.full((ROWS,), float("-inf"), tl.float32)
                 row_sum = tl.zeros((ROWS,), tl.float32)
-            for start in tl.range(0, stop, COLUMNS, num_stages=STAGES):
+            for start in tl.range(begin, stop, COLUMNS, num_stages=STAGES):
                 columns = start + tl.arange(0, COLUMNS)
                 statistics = Statistics(mean_high_ptr + first, mean_low_ptr + first, variance_ptr + first)
                 scores, weights = _block_scores(rows, statistics, columns, kv_blocks, SCORE, HEAD_DIM_PADDED, HAS_LOW)
                 eligible = _eligible(
                     columns,
-                    last_query,
+                    first_key,
+                    last_key,
                     first_seen_base,
                     key_similarity_base,
                     threshold,
                     kv_len,
                     kv_blocks,
-                    IS_CAUSAL,
+                    HAS_FIRST,
+                    HAS_LAST,
                     HAS_SEEN,
                     HAS_SIMILARITY,
                 )
@@ -399,6 +421,7 @@ def block_probabilities(
         kv_heads=shape.kv_heads,
         q_len=shape.q_len,
         kv_len=shape.kv_len,
+        **window_offsets(call),
         q_blocks=shape.q_blocks,
         kv_blocks=shape.kv_blocks,
         SCORE=call.score.name,
@@ -410,7 +433,7 @@ def block_probabilities(
         LOG2_SAMPLES=math.log2(samples),
         EXPONENT=call.score.exponent,
         HAS_LOW=from_means or query.dtype != torch.bfloat16,
-        IS_CAUSAL=call.is_causal,
+        **window_flags(call),
         HAS_SEEN=first_seen is not None,
         HAS_SIMILARITY=threshold is not None,
         ROWS=rows,

@@ -6,13 +6,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparge.backends.cuda.launch import buffer_like, launch, padded, seen_argument, strides_of
+from sparge.backends.cuda.launch import buffer_like, first_key, launch, padded, seen_argument, strides_of
 from sparge.backends.cuda.primitives import BLOCK_K, load_tokens, self_similarity
 from sparge.backends.cuda.stages.key_value_statistics import SUM, KeyValueStatistics
 from sparge.call import Call
 from sparge.visibility import Visibility
 
-NUMBERS = ["kv_heads", "kv_len", "kv_blocks"]
+NUMBERS = ["kv_heads", "kv_len", "kv_blocks", "first_key"]
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -27,13 +27,14 @@ def key_similarity_kernel(
     kv_heads,
     kv_len,
     kv_blocks,
+    first_key,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     HAS_SEEN: tl.constexpr,
 ):
     """similarity = |mean of the unit vectors (k - center) / |k - center||^2, the mean cosine over all pairs of a block.
 
-    Grid: key blocks of every head of K and V, in one dimension.
+    Grid: key blocks of every head of K and V, in one dimension. Keys before ``first_key`` are seen by nobody.
 
     Reads
         key           [B, Hkv, Sk, D]
@@ -51,7 +52,16 @@ def key_similarity_kernel(
     key_base = key_ptr + batch * key_strides[0] + head * key_strides[1]
     seen_base = seen_ptr + batch * seen_strides[0] + head * seen_strides[1]
     key, present = load_tokens(
-        key_base, key_strides[2], seen_base, seen_strides[2], tokens, 0, kv_len, HEAD_DIM, HEAD_DIM_PADDED, HAS_SEEN
+        key_base,
+        key_strides[2],
+        seen_base,
+        seen_strides[2],
+        tokens,
+        first_key,
+        kv_len,
+        HEAD_DIM,
+        HEAD_DIM_PADDED,
+        HAS_SEEN,
     )
     center = tl.load(center_ptr + flat_head * center_strides[0] + block * center_strides[1] + channels)
     key = tl.where(present[:, None], key - center[None, :], 0.0)
@@ -92,6 +102,7 @@ def key_similarity(
         kv_heads=shape.kv_heads,
         kv_len=shape.kv_len,
         kv_blocks=shape.kv_blocks,
+        first_key=first_key(call),
         HEAD_DIM=shape.head_dim,
         HEAD_DIM_PADDED=width,
         HAS_SEEN=seen is not None and seen.keys is not None,
