@@ -239,6 +239,7 @@ def dense(
     backend: str = "auto",
     return_lse: bool = False,
     words: str = "",
+    window: tuple[int | None, int | None] | None = None,
 ) -> Any:
     """`attention` over all blocks, for a call of a model whose integration knows why it is dense.
 
@@ -252,7 +253,8 @@ def dense(
     attn_mask = validation.check_attn_mask(attn_mask, shape, query.device)
     chosen = base.resolve(backend, query.device)
     resolved = base.resolve_quantization(quantization, chosen, query.device, has_mask=attn_mask is not None)
-    call = Call(shape, is_causal, scale, quantization=resolved, attn_mask=attn_mask)
+    bounds = validation.resolve_window(window, is_causal, shape.q_len, shape.kv_len)
+    call = Call(shape, bounds.right == 0, scale, quantization=resolved, attn_mask=attn_mask, window=bounds)
     output, lse = ops.dense(query, key, value, call, backend, with_lse=return_lse, words=words)
     return (output, lse) if return_lse else output
 

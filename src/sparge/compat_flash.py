@@ -45,12 +45,11 @@ def flash_attn_func(
         torch.Size([1, 512, 2, 64])
     """
     _check(alibi_slopes, deterministic, return_attn_probs)
-    validation.check_is_causal(causal, "causal")
-    is_causal = validation.resolve_window_size(window_size, causal)
+    validation.check_flag("causal", causal)
     validation.check_softcap(softcap)
-    call = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": softmax_scale, "return_lse": return_attn_probs}
+    call = {"dropout_p": dropout_p, "is_causal": causal, "scale": softmax_scale, "return_lse": return_attn_probs}
     attention: Any = sparge.attention
-    result = attention(q, k, v, enable_gqa=True, layout="NHD", **call)
+    result = attention(q, k, v, enable_gqa=True, layout="NHD", window=window_size, **call)
     return (*result, None) if return_attn_probs else result
 
 

@@ -56,7 +56,9 @@ def check_flag(name: str, value: bool) -> None:
         raise TypeError(f"{name}: expected a bool, got {value!r}")
 
 
-def resolve_window(window: tuple[int | None, int | None] | None, is_causal: bool, q_len: int, kv_len: int) -> Window:
+def resolve_window(
+    window: tuple[int | None, int | None] | None, is_causal: bool, q_len: int, kv_len: int, name: str = "window"
+) -> Window:
     """A window and causality in one, without bounds that bound nothing; -1 is no bound, as FlashAttention has it.
 
     Raises:
@@ -65,13 +67,13 @@ def resolve_window(window: tuple[int | None, int | None] | None, is_causal: bool
     if window is None:
         return window_of(is_causal)
     if not isinstance(window, (list, tuple)) or len(window) != 2:
-        raise TypeError(f"window: expected None or a pair (left, right), got {window!r}")
+        raise TypeError(f"{name}: expected None or a pair (left, right), got {window!r}")
     bounds: list[int | None] = []
     for bound in window:
         if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int)):
-            raise TypeError(f"window: expected two ints (or None, no bound), got {window!r}")
+            raise TypeError(f"{name}: expected two ints (or None, no bound), got {window!r}")
         if bound is not None and bound < -1:
-            raise ValueError(f"window: expected numbers from 0 up (or -1 or None, no bound), got {window!r}")
+            raise ValueError(f"{name}: expected numbers from 0 up (or -1 or None, no bound), got {window!r}")
         bounds.append(None if bound == -1 else bound)
     return within(window_of(is_causal, (bounds[0], bounds[1])), q_len, kv_len)
 
@@ -418,22 +420,6 @@ def check_not_capturing(name: str, bounds: Tensor) -> None:
             f"{name}: expected bounds on the host (a list, a tuple or a CPU tensor) while a CUDA graph is captured, "
             f"got a tensor on {bounds.device}"
         )
-
-
-def resolve_window_size(window_size: Any, causal: bool) -> bool:
-    """Whether attention is causal, by FlashAttention's window and flag.
-
-    Raises:
-        NotImplementedError: any other window.
-    """
-    if not isinstance(window_size, (list, tuple)) or len(window_size) != 2:
-        raise TypeError(f"window_size: expected a pair (left, right), got {window_size!r}")
-    left, right = window_size
-    if left != -1 or right not in (-1, 0):
-        raise NotImplementedError(
-            f"window_size: expected (-1, -1), no window, or (-1, 0), causal attention, got {(left, right)}"
-        )
-    return causal or right == 0
 
 
 def check_softcap(softcap: Any) -> None:

@@ -27,6 +27,7 @@ from sparge.config import Dense, OnUnsupported, PerHead, Quantization, Score, Sc
 from sparge.decide import Reason
 from sparge.derivatives import needs_derivatives
 from sparge.geometry import Shape
+from sparge.window import within
 
 Bounds = Tensor | Sequence[int]
 """Where segments begin, and where the last one ends: n + 1 numbers, on the host or the query's device."""
@@ -125,7 +126,8 @@ def varlen_attention(
         dropout_p: 0.0; sparse attention has no dropout.
         softmax_scale: factor on the scores, 1 / sqrt(D) by default.
         causal: query i of a segment sees its keys up to i + S_k - S_q (aligned bottom-right).
-        window_size: (-1, -1), no window; or (-1, 0), which is ``causal=True``.
+        window_size: (left, right), as ``window`` of `sparge.attention`: in each segment, query i stands at its key
+            p = i + S_k - S_q and sees keys p - left .. p + right; -1 is no bound.
         softcap: 0.0; scores are not capped.
         return_lse: also return the log-sum-exp of the scores.
 
@@ -138,7 +140,7 @@ def varlen_attention(
 
     Raises:
         TypeError, ValueError: an argument is not what was expected.
-        NotImplementedError: dropout, gradients, windows, capped scores, head_dim or device that cannot be served;
+        NotImplementedError: dropout, gradients, capped scores, head_dim or device that cannot be served;
             bounds on a device while a CUDA graph is captured.
 
     Example:
@@ -155,22 +157,23 @@ def varlen_attention(
     """
     validation.check_choice("on_unsupported", on_unsupported, validation.ON_UNSUPPORTED)
     validation.check_flag("causal", causal)
-    is_causal = validation.resolve_window_size(window_size, causal)
     validation.check_softcap(softcap)
     shape = validation.check_packed(q, k, v)
+    window = validation.resolve_window(window_size, causal, shape.q_len, shape.kv_len, "window_size")
     validation.check_bounds("cu_seqlens_q", cu_seqlens_q, max_seqlen_q, q.device)
     validation.check_bounds("cu_seqlens_k", cu_seqlens_k, max_seqlen_k, q.device)
     validation.check_choice("skipped", skipped, validation.SKIPPED)
     rule = validation.resolve_sparsity(topk, sparsity, shape.heads)
     call = Call(
         shape=shape,
-        is_causal=is_causal,
+        is_causal=window.right == 0,
         scale=validation.check_scale(softmax_scale, shape.head_dim),
         sparsity=rule,
         score=validation.resolve_score(score),
         quantization=validation.resolve_quantization_name(quantization),
         pv_threshold=None if isinstance(rule, Dense) else rule.pv_threshold,
         skipped=skipped,
+        window=window,
     )
     longest = (max_seqlen_q, max_seqlen_k)
     obstacle = decide.unsupported(shape, dropout_p, needs_derivatives(q, k, v))
@@ -293,6 +296,7 @@ def _attend_run(
         return output.unflatten(0, queries.shape[:2]), lse.unflatten(1, queries.shape[:2]).transpose(0, 1)
     asked = {
         "is_causal": call.is_causal,
+        "window": call.window,
         "scale": call.scale,
         "sparsity": call.sparsity,
         "score": call.score,
@@ -319,7 +323,8 @@ def _decided_as_one(run: Run, call: Call, backend: str, device: torch.device) ->
     """
     one = replace(call.shape, batch=1, q_len=run.q_len, kv_len=run.kv_len)
     chosen = base.resolve(backend, device)
-    asked = (call.is_causal, call.sparsity, call.quantization, backend, chosen)
+    window = within(call.window, run.q_len, run.kv_len)
+    asked = (window, call.sparsity, call.quantization, backend, chosen)
     at_once = run.count
     if decide.by_arguments(one, *asked) is not decide.by_arguments(replace(one, batch=run.count), *asked):
         at_once = max(1, (base.crossover_of(chosen).scores - 1) // (one.heads * one.q_len * one.kv_len))

@@ -104,6 +104,15 @@ class TestALoopOverSegments:
         heads_first = torch.randn(3, 2, 600, 16, generator=torch.Generator().manual_seed(0)).transpose(1, 2)
         assert_equals_a_loop((*heads_first.unbind(0), equal, equal), topk=0.4, backend="torch")
 
+    @pytest.mark.parametrize("window", [(70, 0), (100, 30), (-1, 40), (40, -1)])
+    def test_windows(self, window: tuple[int, int]) -> None:
+        """Of each segment, counted from its own end."""
+        tensors = packed(MIXED)
+        expected = one_by_one(*tensors, window=window, topk=0.6, backend="torch")
+        got = sparge.varlen_attention(*tensors, window_size=window, topk=0.6, backend="torch", return_lse=True)
+        assert torch.equal(got[0], expected[0])
+        assert torch.equal(got[1], expected[1])
+
     def test_exact(self) -> None:
         """Against float64, where everything is kept."""
         q, k, v, *bounds = packed(MIXED)
@@ -200,8 +209,8 @@ class TestBounds:
             ({"v": torch.zeros(399, 1, 16)}, ValueError, "v: expected as many tokens as k has, 400, got 399"),
             ({"k": torch.zeros(400, 1, 8)}, ValueError, "key: expected batch 1 and head_dim 16"),
             ({"k": "keys"}, TypeError, "k: expected a torch.Tensor, got str"),
-            ({"window_size": (128, 0)}, NotImplementedError, "window_size: expected"),
-            ({"window_size": 5}, TypeError, "window_size: expected a pair"),
+            ({"window_size": (-2, 0)}, ValueError, "window_size: expected numbers from 0 up"),
+            ({"window_size": 5}, TypeError, "window_size: expected None or a pair"),
             ({"softcap": 30.0}, NotImplementedError, "softcap: expected 0.0"),
             ({"causal": 1}, TypeError, "causal: expected a bool"),
             ({"dropout_p": 0.1}, NotImplementedError, "dropout_p: expected 0.0"),

@@ -472,7 +472,7 @@ class TestDistribution:
     def test_published_modules(self) -> None:
         """The functions are where they were; other names say what does their work."""
         core = importlib.import_module("spas_sage_attn.core")
-        assert all(getattr(core, name) is getattr(compat, name) for name in compat.__all__)
+        assert all(getattr(core, name) is getattr(compat, name) for name in core.__all__)
         for module, instead in (
             ("core", r"sparge\.attention"),
             ("autotune", r"sparge\.calibrate\(model, inputs\)"),

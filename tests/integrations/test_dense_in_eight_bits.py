@@ -56,6 +56,14 @@ def test_it_is_dense_attention_in_8_bits(backend: str, by: str) -> None:
     assert sparge.stats().layers["a"].dense == 1 and sparge.stats().sparse == 0
 
 
+def test_a_window_holds_in_8_bits() -> None:
+    query, key, value = qkv(300)
+    call = {"is_causal": True, "enable_gqa": True, "window": (90, 0)}
+    got = attend(Layer("a", NAMED, True), query, key, value, **call)
+    expected = sparge.attention(query, key, value, sparsity=Dense(), quantization="int8_fp8", backend="torch", **call)
+    assert got is not None and torch.equal(got, expected)
+
+
 @pytest.mark.parametrize(
     "policy, is_faster, runs",
     [

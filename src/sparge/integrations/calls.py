@@ -168,7 +168,8 @@ def attend(
             decide.count(dense, layer.name)
         return None
     if dense is not None:
-        return _in_eight_bits(layer, dense, query, key, value, attn_mask, spans, is_causal, scale, enable_gqa, sinks)
+        call = {"scale": scale, "enable_gqa": enable_gqa, "window": window}
+        return _in_eight_bits(layer, dense, query, key, value, attn_mask, spans, is_causal, sinks, call)
     order = None
     if grid is not None and not is_causal and query.shape[2] == key.shape[2]:
         order = _order(layer.policy, grid, text, key.shape[2], attn_mask, spans)
@@ -206,14 +207,12 @@ def _in_eight_bits(
     attn_mask: Tensor | None,
     spans: tuple[tuple[int, int], ...] | None,
     is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
     sinks: Tensor | None,
+    call: dict[str, Any],
 ) -> Tensor:
     """The output of a call that a rule keeps dense. No `Substitute` sees it, as none sees other dense calls."""
     options = {
-        "scale": scale,
-        "enable_gqa": enable_gqa,
+        **call,
         "quantization": layer.policy.quantization,
         "backend": layer.policy.backend,
         "words": decide.in_words(reason, in_eight_bits=True),
