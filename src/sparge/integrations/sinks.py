@@ -39,7 +39,7 @@ def with_exact_sinks(attention: Callable[..., Tensor], sinks: Tensor) -> Callabl
 
     def attend(*tensors: Any, is_causal: bool, scale: float | None, enable_gqa: bool, **options: Any) -> Tensor:
         call: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-        _, lse = api.dense(*tensors, **call, return_lse=True)
+        _, lse = api.dense(*tensors, **call, window=options.get("window"), return_lse=True)
         return weighed(attention(*tensors, **call, **options), lse, sinks)
 
     return attend
