@@ -1,0 +1,63 @@
+"""Packed sequences on a device: every segment as if it were alone, in every bit; bounds there and on the host."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import sparge
+from gpu.conftest import BACKEND, DEVICE, FASTEST, cuda_only, make_inputs
+
+pytestmark = pytest.mark.gpu
+LENGTHS = [(300, 300)] * 3 + [(129, 1000), (1000, 129), (0, 70), (70, 0), (1, 64)]
+
+
+def packed() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    bounds_q, bounds_k = (torch.tensor([0, *side]).cumsum(0).int() for side in zip(*LENGTHS, strict=True))
+    inputs = make_inputs(int(bounds_q[-1]), int(bounds_k[-1]), heads=4, kv_heads=2)
+    query, key, value = (tensor[0].transpose(0, 1).contiguous() for tensor in inputs)
+    return query, key, value, bounds_q, bounds_k
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("quantization", ["none", FASTEST])
+def test_segments_are_those_of_a_loop(quantization: str, causal: bool) -> None:
+    *tensors, bounds_q, bounds_k = packed()
+    options: dict[str, Any] = {"topk": 0.4, "backend": BACKEND, "quantization": quantization, "return_lse": True}
+    on_device = (bounds_q.to(DEVICE), bounds_k.to(DEVICE))
+    output, lse = sparge.varlen_attention(*tensors, *on_device, causal=causal, **options)
+    again = sparge.varlen_attention(*tensors, bounds_q.tolist(), bounds_k, causal=causal, **options)
+    assert torch.equal(output, again[0]) and torch.equal(lse, again[1])
+    options |= {"is_causal": causal, "enable_gqa": True, "layout": "NHD"}
+    for q_start, q_stop, k_start, k_stop in zip(bounds_q, bounds_q[1:], bounds_k, bounds_k[1:], strict=False):
+        mine = output[q_start:q_stop], lse[:, q_start:q_stop]
+        if k_start == k_stop:
+            assert not mine[0].any() and bool((mine[1] == -math.inf).all())
+        elif q_start < q_stop:
+            keys = slice(k_start, k_stop)
+            segment = (tensors[0][None, q_start:q_stop], tensors[1][None, keys], tensors[2][None, keys])
+            expected = sparge.attention(*segment, **options)
+            assert torch.equal(mine[0], expected[0][0]) and torch.equal(mine[1], expected[1][0])
+
+
+@cuda_only
+def test_a_captured_graph_needs_bounds_on_the_host() -> None:
+    *tensors, bounds_q, bounds_k = packed()
+    options: dict[str, Any] = {"topk": 0.4, "backend": BACKEND}
+    on_device = (bounds_q.to(DEVICE), bounds_k.to(DEVICE))
+    expected = sparge.varlen_attention(*tensors, bounds_q.tolist(), bounds_k.tolist(), **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        with pytest.raises(NotImplementedError, match="cu_seqlens_q: expected bounds on the host"):
+            sparge.varlen_attention(*tensors, *on_device, **options)
+        captured = sparge.varlen_attention(*tensors, bounds_q.tolist(), bounds_k.tolist(), **options)
+    captured.zero_()
+    graph.replay()
+    assert torch.equal(captured, expected)
+    assert torch.equal(sparge.varlen_attention(*tensors, *on_device, **options), expected)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        sparge.varlen_attention(*tensors, *on_device, **options)  # they were read before
