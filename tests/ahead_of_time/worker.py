@@ -56,6 +56,7 @@ class Case:
     quantization: str
     head_dim: int = 128
     is_causal: bool = False
+    window: tuple[int | None, int | None] | None = None
     pv_threshold: float | None = None
     skipped: str = "drop"
     attn_mask: str | None = None
@@ -93,6 +94,9 @@ CASES = {
     "int8_fp8 on hopper": Case("int8_fp8", backend="hopper"),
     "int8_fp16 on hopper": Case("int8_fp16", is_causal=True, backend="hopper"),
     "none on hopper": Case("none", backend="hopper"),
+    "int8_fp8 window": Case("int8_fp8", window=(5000, 0), kernels="attention|peaks|score|select", is_typical=False),
+    "int8_fp8_fast window on hopper": Case("int8_fp8_fast", window=(5000, 0), backend="hopper"),
+    "none window on hopper": Case("none", window=(5000, 0), backend="hopper"),
     "none D 256 on hopper": Case("none", head_dim=256, backend="hopper"),
 }
 
@@ -101,6 +105,7 @@ SLOW = {
     90: {
         *("int8_fp8 keys", "int8_fp8 D 64", "int8_fp16 D 64", "none D 64", "int8_fp8 means"),
         *("int8_fp8_fast causal on hopper", "int8_fp8_fast threshold on hopper", "none D 256 on hopper"),
+        *("int8_fp8 window", "int8_fp8_fast window on hopper", "none window on hopper"),
     },
     100: {"int8_fp8 D 64", "int8_fp8 threshold", "none bias"},
 }
@@ -217,6 +222,7 @@ def call(case: Case) -> None:
     asked = Call(
         Shape(BATCH, HEADS, KV_HEADS, case.length, case.length, case.head_dim, case.head_dim),
         is_causal=case.is_causal,
+        window=case.window,
         scale=case.head_dim**-0.5,
         sparsity=TopCdf(0.9, similarity_threshold=0.5) if case.has_similarity else Budget(0.5),
         score=Mean() if case.has_similarity else Spread() if case.skipped == "mean" else Moment(),

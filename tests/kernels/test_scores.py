@@ -92,7 +92,7 @@ def assert_probabilities(
     rule = TopK(1.0, min_blocks=0, sink=False, diagonal=False, similarity_threshold=threshold)
     _, chosen = specified(monkeypatch, query, key, score=score, sparsity=rule, **call)
     rows = [each.row for of_batch in chosen for each in of_batch]
-    unfinished = prediction.unfinished_blocks(shape_of(query, key, key), is_causal)
+    unfinished = prediction.unfinished_blocks(shape_of(query, key, key), window_of(is_causal))
     for index, (row, mine) in enumerate(zip(rows, got.flatten(0, 2), strict=True)):
         late = unfinished[index % len(unfinished)]
         if row.dissimilar[row.visible & ~late].all():

@@ -84,7 +84,7 @@ def sorted_selection(
     size = (shape.batch, shape.heads, shape.q_blocks, shape.kv_blocks)
     kept, visible = torch.zeros(size, dtype=torch.bool), torch.zeros(size, dtype=torch.bool)
     call = call_of(shape, is_causal=is_causal, sparsity=sparsity, always_keep=tuple(always_keep or ()))
-    unfinished = prediction.unfinished_blocks(shape, is_causal)
+    unfinished = prediction.unfinished_blocks(shape, call.window)
     rows = torch.cartesian_prod(*map(torch.arange, size[:3])).view(-1, 3).tolist()
     for b, h, i in rows:
         seen_from = torch.arange(shape.kv_blocks) * BLOCK_K if first_seen is None else first_seen[b, h]

@@ -61,12 +61,19 @@ class Barriers:
 
 @aggregate
 class Sizes:
-    """Sizes of the problem; ``group`` query heads share one head of K and V."""
+    """Sizes of the problem; ``group`` query heads share one head of K and V.
+
+    Query i sees keys from i + first_offset to i + last_offset (`Spec.has_first`, `Spec.has_last`). ``first_value`` is
+    the key whose values V begins with, where V holds no codes.
+    """
 
     heads: gl.tensor
     group: gl.tensor
     q_len: gl.tensor
     kv_len: gl.tensor
+    first_offset: gl.tensor
+    last_offset: gl.tensor
+    first_value: gl.tensor
     q_blocks: gl.tensor
     kv_blocks: gl.tensor
     num_tiles: gl.tensor

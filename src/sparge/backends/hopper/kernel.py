@@ -28,7 +28,10 @@ from sparge.backends.hopper.gluon import barrier, fence_async_shared, gl, jit, m
 from sparge.backends.hopper.producer import produce
 from sparge.backends.hopper.softmax import declare_far
 
-NUMBERS = ["softmax_scale", "heads", "group", "q_len", "kv_len", "q_blocks", "kv_blocks", "num_tiles", "bias_columns"]
+NUMBERS = [
+    *("softmax_scale", "heads", "group", "q_len", "kv_len", "first_offset", "last_offset", "first_value"),
+    *("q_blocks", "kv_blocks", "num_tiles", "bias_columns"),
+]
 ONES_BITS = gl.constexpr(0x38383838)
 """1.0 in E4M3, four times."""
 
@@ -60,6 +63,9 @@ def attention_kernel(
     group,
     q_len,
     kv_len,
+    first_offset,
+    last_offset,
+    first_value,
     q_blocks,
     kv_blocks,
     num_tiles,
@@ -110,6 +116,8 @@ def attention_kernel(
         output_ptr: (B, H, q_len, D_v), or (B, q_len, H, D_v) if ``SPEC.tokens_first``.
         lse_ptr: (B, H, q_len).
         softmax_scale: of unquantised scores.
+        first_offset, last_offset: query i sees keys from i + first_offset to i + last_offset, if SPEC says so.
+        first_value: the key whose values ``value_desc`` begins with: what nobody sees before it is copied as 0.
     """
     if SPEC.peaks == "every_tile":
         declare_far()
@@ -160,6 +168,9 @@ def attention_kernel(
         group=group,
         q_len=q_len,
         kv_len=kv_len,
+        first_offset=first_offset,
+        last_offset=last_offset,
+        first_value=first_value,
         q_blocks=q_blocks,
         kv_blocks=kv_blocks,
         num_tiles=num_tiles,

@@ -11,12 +11,14 @@ from torch import Tensor
 from sparge import geometry
 from sparge.backends.cuda.launch import (
     buffer_like,
+    first_key,
     launch,
     list_arguments,
     output_buffer,
     padded,
     per_head_tensor,
     power_of_two,
+    window_offsets,
     zeros_like,
 )
 from sparge.backends.cuda.operands import Operands
@@ -45,7 +47,11 @@ def attend(
     if not call.is_quantized:
         query = _copyable(-query if call.scale < 0 else query)  # scores are scaled after their maximum is taken
         key = _copyable(key)
+    first_value = 0
     if not call.has_fp8_values:
+        if first_key(call) % geometry.BLOCK_K:  # values that nobody sees share a block with others
+            first_value = first_key(call)
+            value = value[:, :, first_value:]
         value = _copyable(value)
     means = operands.means
     mean_key, mean_value = (key, value) if means is None else (means.key, means.value)
@@ -61,6 +67,8 @@ def attend(
         quantized=call.is_quantized,
         fp8_values=call.has_fp8_values,
         exponential_free=call.quantization == "int8_fp8_fast",
+        has_first=call.window.left is not None,
+        has_last=call.window.right is not None,
         is_causal=call.is_causal,
         has_threshold=has_threshold,
         all_blocks=mask is None,
@@ -105,6 +113,8 @@ def attend(
         group=shape.group,
         q_len=shape.q_len,
         kv_len=shape.kv_len,
+        **window_offsets(call),
+        first_value=first_value,
         q_blocks=shape.q_blocks,
         kv_blocks=shape.kv_blocks,
         num_tiles=num_tiles,

@@ -13,7 +13,10 @@ from sparge.backends.hopper.gluon import async_load, barrier, gl, jit, mbarrier,
 from sparge.backends.hopper.scheduler import (
     coordinates_of,
     count_kept_blocks,
-    count_mean_stages,
+    end_of_mean_stages,
+    first_mean_stage,
+    first_visible_block,
+    last_offset_of,
     next_turn,
     tile_of_turn,
 )
@@ -52,8 +55,10 @@ def _copy_query(descriptors, buffers, query_full, coordinates, query_stage, SPEC
 
 
 @jit
-def _copy_key_value(descriptors, buffers, full, coordinates, stage, block_numbers, places, SPEC: gl.constexpr):
-    """Start copying a stage: K and V of the key blocks whose numbers stand at ``places``."""
+def _copy_key_value(
+    descriptors, buffers, full, coordinates, stage, block_numbers, places, first_value, SPEC: gl.constexpr
+):
+    """Start copying a stage: K and V of the key blocks whose numbers stand at ``places``; V begins at a key."""
     chunks: gl.constexpr = SPEC.chunks
     blocks: gl.constexpr = SPEC.blocks
     value_copies: gl.constexpr = SPEC.value_copies
@@ -71,8 +76,8 @@ def _copy_key_value(descriptors, buffers, full, coordinates, stage, block_number
                 channel = coordinates.value_slice * SPEC.value_dim
                 _copy(descriptors.value, batch, kv_head, channel, block * BLOCK_K, value_buffer, stage_full)
             else:
-                channel = c * SPEC.value_columns
-                _copy(descriptors.value, batch, kv_head, block * BLOCK_K, channel, value_buffer, stage_full)
+                row, channel = block * BLOCK_K - first_value, c * SPEC.value_columns
+                _copy(descriptors.value, batch, kv_head, row, channel, value_buffer, stage_full)
 
 
 @jit
@@ -121,20 +126,27 @@ def produce(
         metadata.tile.index(query_stage * 2).store(zero + tile)
         last = gl.maximum(count - 1, 0)
         num_stages = last // blocks + 1  # a tile that sees nothing gets a hidden stage
-        mean_stages = 0
+        mean_begin = 0
+        mean_end = 0
         if SPEC.means:
-            mean_stages = count_mean_stages(coordinates.q_block, sizes, SPEC)
-        metadata.tile.index(query_stage * 2 + 1).store(zero + num_stages + mean_stages)
+            mean_end = end_of_mean_stages(coordinates.q_block, sizes, SPEC)
+            mean_begin = first_mean_stage(coordinates.q_block, mean_end, sizes, SPEC)
+        metadata.tile.index(query_stage * 2 + 1).store(zero + num_stages + (mean_end - mean_begin))
         barrier()
         _copy_query(descriptors, buffers, barriers.query_full, coordinates, query_stage, SPEC)
         tile_counter += 1
         following = next_turn(taken_ptr)
 
         plain_blocks = sizes.kv_len // BLOCK_K  # blocks from here on need an element mask
-        if SPEC.is_causal:
+        if SPEC.has_last:
             first_query = coordinates.q_block * BLOCK_Q
-            seen_by_all = gl.maximum(first_query + sizes.kv_len - sizes.q_len + 1, 0) // BLOCK_K
+            seen_by_all = gl.maximum(first_query + last_offset_of(sizes, SPEC) + 1, 0) // BLOCK_K
             plain_blocks = gl.minimum(plain_blocks, seen_by_all)
+        first_block = first_visible_block(coordinates.q_block, sizes, SPEC)
+        first_plain = 0  # and blocks before here do, too
+        if SPEC.has_first:
+            last_query = coordinates.q_block * BLOCK_Q + BLOCK_Q - 1
+            first_plain = gl.maximum(last_query + sizes.first_offset + BLOCK_K - 1, 0) // BLOCK_K
         list_ptr = lists.kv_indices_ptr + row * sizes.kv_blocks
         flat_kv_head = coordinates.batch.to(gl.int64) * (sizes.heads // sizes.group) + coordinates.kv_head
         scale_ptr = scales.key_ptr + flat_kv_head * sizes.kv_blocks * KEY_GROUPS
@@ -145,7 +157,11 @@ def produce(
             block_numbers = gl.minimum(position + places, last)
             if not SPEC.all_blocks:
                 block_numbers = gl.load(list_ptr + block_numbers, mask=count > 0, other=0)
+            elif SPEC.has_first:
+                block_numbers += first_block
             is_plain = (block_numbers < plain_blocks) & is_listed
+            if SPEC.has_first:
+                is_plain = is_plain & (block_numbers >= first_plain)
             flags = gl.where(gl.min(is_plain.to(gl.int32), 0) == 1, PLAIN, MASKED)
             if SPEC.counts_skipped:
                 flags += gl.where(count == 0, NOTHING, 0)
@@ -154,6 +170,8 @@ def produce(
                 block_of_group = gl.minimum(position + groups // KEY_GROUPS, last)
                 if not SPEC.all_blocks:
                     block_of_group = gl.load(list_ptr + block_of_group, mask=count > 0, other=0)
+                elif SPEC.has_first:
+                    block_of_group += first_block
                 is_there = position + groups // KEY_GROUPS < count  # hidden keys may be NaN
                 key_scale_ptrs = scale_ptr + block_of_group * KEY_GROUPS + groups % KEY_GROUPS
                 key_scale = gl.load(key_scale_ptrs, mask=is_there, other=1.0)
@@ -166,13 +184,16 @@ def produce(
             _describe(metadata, stage, key_scale, flags, zero)
             metadata.block.index(stage).store(gl.where(is_listed, block_numbers, sizes.kv_blocks))
             barrier()
-            _copy_key_value(descriptors, buffers, barriers.full, coordinates, stage, block_numbers, places, SPEC)
+            first_value = sizes.first_value if SPEC.has_first else 0
+            _copy_key_value(
+                descriptors, buffers, barriers.full, coordinates, stage, block_numbers, places, first_value, SPEC
+            )
             stage_counter += 1
         if SPEC.means:
             mean_blocks = (sizes.kv_blocks + BLOCK_K - 1) // BLOCK_K
             bias_ptr = lists.mean_bias_ptr + row * lists.bias_columns
             scale_ptr = scales.mean_key_ptr + flat_kv_head * mean_blocks * KEY_GROUPS
-            for i in range(0, mean_stages):
+            for i in range(mean_begin, mean_end):
                 stage = stage_counter % SPEC.stages
                 block_numbers = gl.minimum(i * blocks + places, mean_blocks - 1)
                 key_scale = gl.full((blocks * KEY_GROUPS,), 1.0, gl.float32, by_group)
@@ -187,7 +208,7 @@ def produce(
                 _describe(metadata, stage, key_scale, flags, zero)
                 metadata.bias.index(stage).store(bias)
                 barrier()
-                _copy_key_value(means, buffers, barriers.full, coordinates, stage, block_numbers, places, SPEC)
+                _copy_key_value(means, buffers, barriers.full, coordinates, stage, block_numbers, places, 0, SPEC)
                 stage_counter += 1
         turn = following
     query_stage = tile_counter % SPEC.query_stages

@@ -48,7 +48,7 @@ def tile_of_turn(turn, order_ptr, sizes, SPEC: gl.constexpr):
     row = turn // SPEC.value_slices
     if SPEC.ordered:
         row = gl.load(order_ptr + row)
-    elif SPEC.is_causal:
+    elif SPEC.has_last:
         q_block = row % sizes.q_blocks
         row += sizes.q_blocks - 1 - 2 * q_block
     return row * SPEC.value_slices + turn % SPEC.value_slices
@@ -61,23 +61,53 @@ def next_turn(taken_ptr):
 
 
 @jit
+def last_offset_of(sizes, SPEC: gl.constexpr):
+    """Query i sees no key behind i + this."""
+    if SPEC.is_causal:
+        return sizes.kv_len - sizes.q_len
+    else:
+        return sizes.last_offset
+
+
+@jit
+def first_visible_block(q_block, sizes, SPEC: gl.constexpr):
+    """The first key block that a tile sees something of."""
+    if SPEC.has_first:
+        return gl.maximum(q_block * BLOCK_Q + sizes.first_offset, 0) // BLOCK_K
+    else:
+        return 0
+
+
+@jit
 def count_kept_blocks(kv_num_blocks_ptr, row, q_block, sizes, SPEC: gl.constexpr):
     """How many key blocks a tile visits; ``row`` is its place in the lists."""
     if SPEC.all_blocks:
         count = sizes.kv_blocks
-        if SPEC.is_causal:
-            last_key = gl.minimum((q_block + 1) * BLOCK_Q, sizes.q_len) - 1 + sizes.kv_len - sizes.q_len
+        if SPEC.has_last:
+            last_key = gl.minimum((q_block + 1) * BLOCK_Q, sizes.q_len) - 1 + last_offset_of(sizes, SPEC)
             count = gl.minimum(sizes.kv_blocks, gl.maximum(last_key + BLOCK_K, 0) // BLOCK_K)
+        if SPEC.has_first:
+            count = gl.maximum(count - first_visible_block(q_block, sizes, SPEC), 0)
     else:
         count = gl.load(kv_num_blocks_ptr + row)
     return count
 
 
 @jit
-def count_mean_stages(q_block, sizes, SPEC: gl.constexpr):
-    """How many stages of means a tile visits: causal ones have those of blocks before their first query."""
+def end_of_mean_stages(q_block, sizes, SPEC: gl.constexpr):
+    """Where the stages of means end that a tile visits: causal ones have those of blocks before their first query."""
     count = sizes.kv_blocks
-    if SPEC.is_causal:
-        first_query = q_block * BLOCK_Q + sizes.kv_len - sizes.q_len
-        count = gl.minimum(count, gl.maximum(first_query + BLOCK_K, 0) // BLOCK_K)
+    if SPEC.has_last:
+        last_key = q_block * BLOCK_Q + last_offset_of(sizes, SPEC)
+        count = gl.minimum(count, gl.maximum(last_key + BLOCK_K, 0) // BLOCK_K)
     return (count + SPEC.keys - 1) // SPEC.keys
+
+
+@jit
+def first_mean_stage(q_block, end, sizes, SPEC: gl.constexpr):
+    """Where they begin, at ``end`` at most: at blocks inside of all the tile's windows."""
+    if SPEC.has_first:
+        first_key = gl.minimum((q_block + 1) * BLOCK_Q, sizes.q_len) - 1 + sizes.first_offset
+        return gl.minimum(gl.maximum(first_key, 0) // (BLOCK_K * SPEC.keys), end)
+    else:
+        return 0

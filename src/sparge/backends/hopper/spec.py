@@ -37,7 +37,9 @@ class Spec:
         quantized: Q and K are INT8 codes, else 16-bit numbers.
         fp8_values: V is FP8, transposed, else 16-bit numbers.
         exponential_free: P's FP8 codes come straight from the scores ("int8_fp8_fast"). Needs fp8_values.
-        is_causal: query i sees keys up to i + kv_len - q_len.
+        has_first: query i sees no key before i + first_offset.
+        has_last: query i sees no key behind i + last_offset.
+        is_causal: that is i + kv_len - q_len, which costs no register.
         has_threshold: P V of 64 rows is skipped where all scores lie further below their row's maximum.
         all_blocks: a tile visits every visible key block, else those of a list.
         counts_blocks: visited and visible blocks, and skipped products, are added up for `stats`.
@@ -59,6 +61,8 @@ class Spec:
     quantized: bool
     fp8_values: bool
     exponential_free: bool
+    has_first: bool
+    has_last: bool
     is_causal: bool
     has_threshold: bool
     all_blocks: bool
