@@ -36,7 +36,7 @@ def masks(kind: str, shape: Shape) -> torch.Tensor | None:
 
 
 @pytest.mark.parametrize("kind", ["none", "keys", "elements", "queries", "additive"])
-@pytest.mark.parametrize("window", [(None, None), (None, 0), (0, 0), (63, 0), (100, 5), (None, 70), (30, None)])
+@pytest.mark.parametrize("window", [(None, None), (None, 0), (63, 0), (100, 5), (30, None)])
 @pytest.mark.parametrize(("q_len", "kv_len"), SHAPES)
 def test_visibility_is_what_the_element_mask_reduces_to(kind, window, q_len, kv_len):
     shape = Shape(2, 4, 2, q_len, kv_len, 8, 8)

@@ -38,7 +38,7 @@ def call(**changes):
         use.get("programs", 8),
         key_ptr=use["key"], seen_ptr=use["seen"], center_ptr=use["center"], similarity_ptr=use["similarity"],
         key_strides=use["key_strides"], seen_strides=use["seen_strides"], center_strides=use["center_strides"],
-        kv_heads=1, kv_len=use["kv_len"], kv_blocks=2,
+        kv_heads=1, kv_len=use["kv_len"], kv_blocks=2, first_key=0,
         HEAD_DIM=use["dim"], HEAD_DIM_PADDED=use["dim"], HAS_SEEN=False, num_warps=use["num_warps"],
     )
     kernel, arguments = started[-1]

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.timeout(12
 
 WINDOWS = [(0, 0), (63, 0), (64, 64), (200, 0), (100, 3), (None, 70), (65, None)]
 windows = pytest.mark.parametrize("window", WINDOWS, ids=str)
-LENGTHS = [(300, 300), (130, 500), (400, 200)]
+LENGTHS = [(300, 300), (130, 400), (300, 150)]
 lengths = pytest.mark.parametrize("q_len, kv_len", LENGTHS)
 EVERYTHING = TopK(1.0)
 RULES = {
@@ -52,16 +52,20 @@ def mask_of(kind: str, q_len: int, kv_len: int) -> Tensor | None:
     return bias.masked_fill(torch.rand(q_len, kv_len, generator=generator) < 0.3, -math.inf)
 
 
-@backends
 @windows
 @lengths
-def test_all_blocks_of_a_window_are_exact(
-    backend: str, window: tuple[int | None, int | None], q_len: int, kv_len: int
-) -> None:
+def test_all_blocks_of_a_window_are_exact(window: tuple[int | None, int | None], q_len: int, kv_len: int) -> None:
     query, key, value = make_qkv(q_len, kv_len, kv_heads=1, head_dim=16)
     for rule in (EVERYTHING, Dense()):
-        got = sparge.attention(query, key, value, window=window, sparsity=rule, **no_quantization(backend))
+        got = sparge.attention(query, key, value, window=window, sparsity=rule, **no_quantization("torch"))
         assert_exact(got, query, key, value, window=window)
+
+
+@pytest.mark.parametrize("window", [(63, 0), (100, 3)], ids=str)
+def test_the_specification_is_exact(window: tuple[int | None, int | None]) -> None:
+    query, key, value = make_qkv(130, 300, heads=1, head_dim=16)
+    got = sparge.attention(query, key, value, window=window, sparsity=EVERYTHING, **no_quantization("reference"))
+    assert_exact(got, query, key, value, window=window)
 
 
 @windows
@@ -74,9 +78,9 @@ def test_with_a_mask(kind: str, window: tuple[int | None, int | None]) -> None:
         assert_exact(got, query, key, value, **call)
 
 
-@pytest.mark.parametrize("window", [(63, 0), (100, 3), (65, None)], ids=str)
+@pytest.mark.parametrize("window", [(63, 0), (100, 3)], ids=str)
 @lengths
-@pytest.mark.parametrize("kind, rule", [("none", "topk"), ("none", "budget"), ("keys", "topk"), ("elements", "topcdf")])
+@pytest.mark.parametrize("kind, rule", [("none", "budget"), ("keys", "topk"), ("elements", "topcdf")])
 def test_backends_predict_the_same(
     window: tuple[int | None, int | None], q_len: int, kv_len: int, kind: str, rule: str
 ) -> None:
@@ -95,23 +99,22 @@ def test_backends_predict_the_same(
         assert not (got.to_dense()[:, :, row] & ~blocks).any()
 
 
-@backends
 @modes
 @pytest.mark.parametrize("skipped", ["drop", "mean"])
-def test_eight_bits_and_means(backend: str, quantization: str, skipped: str) -> None:
-    """Both backends in PyTorch against each other, and what a window hides against noise in its place."""
-    query, key, value = make_qkv(256, 700, head_dim=32)
+def test_eight_bits_and_means(quantization: str, skipped: str) -> None:
+    """Both backends in PyTorch against each other, and what a window hides against NaN in its place."""
+    query, key, value = make_qkv(200, 600, heads=1, head_dim=16)
     options: dict[str, Any] = {"window": (200, 30), "sparsity": TopK(0.5, min_blocks=1), "skipped": skipped}
     options |= {"quantization": quantization, "return_lse": True}
-    output, lse = sparge.attention(query, key, value, backend=backend, **options)
+    output, lse = sparge.attention(query, key, value, backend="torch", **options)
+    for tensor in (key, value):
+        tensor[:, :, : 600 - 200 - 200] = math.nan  # nobody sees these
+    again, again_lse = sparge.attention(query, key, value, backend="torch", **options)
+    assert torch.equal(again, output)
+    assert torch.equal(again_lse, lse)
     expected, expected_lse = sparge.attention(query, key, value, backend="reference", **options)
     assert relative_l1(output, expected) < 2e-3
     assert (lse - expected_lse).abs().max() < 2e-3
-    for tensor in (key, value):
-        tensor[:, :, : 700 - 256 - 200] = math.nan  # nobody sees these
-    again = sparge.attention(query, key, value, backend=backend, **options)
-    assert torch.equal(again[0], output)
-    assert torch.equal(again[1], lse)
 
 
 @backends
@@ -119,7 +122,7 @@ def test_eight_bits_and_means(backend: str, quantization: str, skipped: str) -> 
 @pytest.mark.parametrize("left, outside", [(130, 3.0), (130, 1e6), (128, math.nan)])
 def test_keys_outside_of_a_row_s_window_change_nothing(backend: str, rule: Any, left: int, outside: float) -> None:
     """Numbers that are not finite may reach rows whose blocks hold them, as they do in SDPA: there is none at 128."""
-    tensors = make_qkv(640, 640, heads=1, head_dim=16)
+    tensors = make_qkv(448, 448, heads=1, head_dim=16)
     row, first, end = slice(256, 384), 256 - left, 384
     changed = [tensor.clone() for tensor in tensors]
     for tensor in changed[1:]:

@@ -32,11 +32,9 @@ class TestPredict:
         [
             ("topk", Moment(), (130, 0)),
             ("similarity", Mean(), (200, 20)),
-            ("topcdf", Moment(), (64, None)),
             ("budget with a floor", Moment(), (150, 0)),
             ("similarity budget", Spread(4), (100, 64)),
             ("budget", Mean(), (None, 65)),
-            ("dense", Moment(), (63, 0)),
         ],
     )
     def test_rules(self, monkeypatch: pytest.MonkeyPatch, rule: str, score: Any, window: Window) -> None:
@@ -69,21 +67,18 @@ class TestAttention:
     @pytest.mark.parametrize(
         "quantization, window, q_len, kv_len",
         [
-            ("none", (0, 0), 129, 300),
+            ("none", (0, 0), 129, 200),
             ("none", (64, 65), 300, 129),
-            ("none", (70, None), 200, 200),
+            ("none", (70, None), 129, 129),
             ("int8_fp8", (100, 0), 129, 300),
-            ("int8_fp8", (None, 30), 300, 129),
-            ("int8_fp16", (63, 3), 129, 300),
+            ("int8_fp16", (63, 3), 129, 200),
         ],
     )
     def test_all_blocks(self, quantization: str, window: Window, q_len: int, kv_len: int) -> None:
         query, key, value, _ = make_problem(q_len, kv_len, head_dim=32, dtype=DTYPE_OF[quantization])
         assert_attention(query, key, value, None, quantization=quantization, window=window)
 
-    @pytest.mark.parametrize(
-        "quantization, tile", [("none", (128, 1)), ("none", (64, 2)), ("int8_fp8", (64, 2)), ("int8_fp16", (128, 2))]
-    )
+    @pytest.mark.parametrize("quantization, tile", [("none", (128, 1)), ("int8_fp8", (64, 2)), ("int8_fp16", (128, 2))])
     def test_lists(self, quantization: str, tile: tuple[int, int]) -> None:
         query, key, value, shape = make_problem(130, 400, head_dim=32, dtype=DTYPE_OF[quantization])
         with tiles_of(*tile):
@@ -91,12 +86,12 @@ class TestAttention:
 
     @pytest.mark.parametrize("quantization, kind", [("none", "keys"), ("int8_fp8", "elements"), ("none", "additive")])
     def test_masks(self, quantization: str, kind: str) -> None:
-        query, key, value, shape = make_problem(130, 330, head_dim=32, dtype=DTYPE_OF[quantization])
+        query, key, value, shape = make_problem(65, 330, head_dim=32, dtype=DTYPE_OF[quantization])
         generator = torch.Generator().manual_seed(3)
         mask = {
             "keys": torch.rand(1, 1, 1, 330, generator=generator) > 0.4,
-            "elements": torch.rand(1, 2, 130, 330, generator=generator) > 0.4,
-            "additive": torch.randn(1, 1, 130, 330, generator=generator).to(query.dtype),
+            "elements": torch.rand(1, 2, 65, 330, generator=generator) > 0.4,
+            "additive": torch.randn(1, 1, 65, 330, generator=generator).to(query.dtype),
         }[kind]
         mask[..., :40] = False if mask.dtype == torch.bool else -math.inf
         blocks = None if kind == "keys" else blocks_of(shape)
@@ -108,7 +103,7 @@ class TestAttention:
     )
     def test_means_and_what_nobody_sees(self, quantization: str, skipped: str, window: Window) -> None:
         """A prefix that the window has left behind may hold anything."""
-        query, key, value = make_qkv(130, 600, heads=1, head_dim=32)
+        query, key, value = make_qkv(65, 600, heads=1, head_dim=32)
         options: dict[str, Any] = {"window": window, "sparsity": TopK(0.4, min_blocks=1, sink=False), "score": "mean"}
         options |= {"quantization": quantization, "skipped": skipped, "return_lse": True}
         output, lse = sparge.attention(query, key, value, **options, **TRITON)
@@ -116,7 +111,7 @@ class TestAttention:
         assert relative_l1(output, expected) < (1e-5 if quantization == "none" else 0.03)
         assert (lse - expected_lse).abs().max() < (1e-4 if quantization == "none" else 0.02)
         for tensor in (key, value):
-            tensor[:, :, : 600 - 130 - (window[0] or 0)] = math.nan
+            tensor[:, :, : 600 - 65 - (window[0] or 0)] = math.nan
         for got, before in zip(sparge.attention(query, key, value, **options, **TRITON), (output, lse), strict=True):
             assert torch.equal(got, before)
 
