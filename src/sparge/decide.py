@@ -37,7 +37,14 @@ MIN_HEAD_DIM, MAX_HEAD_DIM = 8, 256
 
 
 class Reason(Enum):
-    """Why a call runs dense. The value is what `sparge.stats` shows, behind "dense: "."""
+    """Why a call runs dense. The value is what `sparge.stats` shows, behind "dense: ".
+
+    Attributes:
+        words: both together, made once.
+    """
+
+    def __init__(self, value: str) -> None:
+        self.words = f"dense: {value}"
 
     ASKED = "sparsity=Dense()"
     CROSSOVER = "below the crossover"
@@ -63,7 +70,7 @@ BY_RULE = (Reason.LAYER, Reason.STEP, Reason.UNKNOWN_SCHEDULE)
 
 def in_words(reason: Reason, *, in_eight_bits: bool = False) -> str:
     """What `sparge.stats` counts a dense call as."""
-    return f"dense in 8 bits: {reason.value}" if in_eight_bits else f"dense: {reason.value}"
+    return f"dense in 8 bits: {reason.value}" if in_eight_bits else reason.words
 
 
 def count(reason: Reason, layer: str | None = None, *, detail: str = "") -> None:
@@ -72,8 +79,7 @@ def count(reason: Reason, layer: str | None = None, *, detail: str = "") -> None
     In a compiled program nothing is counted here: a lock cannot be traced. (`ops` counts what becomes an operator.)
     """
     if not torch.compiler.is_compiling():
-        words = in_words(reason)
-        counters.record(f"{words} ({detail})" if detail else words, layer)
+        counters.record(f"{reason.words} ({detail})" if detail else reason.words, layer)
 
 
 @dataclass(frozen=True)

@@ -114,10 +114,12 @@ class _Counters:
 
     def record(self, reason: str, layer: str | None = None, *, has_threshold: bool = False) -> None:
         """Count a call of the layer, by default of the one this thread is within."""
-        if self._current.together is not None:
-            self._current.together.append((reason, has_threshold))
-            return
-        layer = self._current.layer if layer is None else layer
+        if layer is None:
+            current = self._current
+            if current.together is not None:
+                current.together.append((reason, has_threshold))
+                return
+            layer = current.layer
         with self._lock:
             counts = self._reasons.get(layer)
             if counts is None:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sparge
 from conftest import assert_within_budget, exact_attention, make_qkv, plain_attention, relative_l1
-from sparge import Policy, TopK
+from sparge import Policy, TopK, decide
 from sparge.integrations import calls
 
 pytestmark = pytest.mark.timeout(120)
@@ -211,6 +211,37 @@ class TestMeaning:
 
 
 class TestDecisions:
+    def test_a_layer_that_asks_again_is_answered_from_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As long as its calls are alike; where the schedule stands is looked at each time."""
+        asked = []
+        by_policy = decide.by_policy
+        monkeypatch.setattr(decide, "by_policy", lambda *args, **call: asked.append(1) or by_policy(*args, **call))
+        policy = Policy(backend="torch", min_tokens=150)
+        layer = calls.Layer("a", policy, steps=calls.Steps(policy))
+        long, short = torch.zeros(1, 2, 200, 16), torch.zeros(1, 2, 100, 16)
+        for query, key, expected in (
+            (short, short, "dense: fewer than min_tokens"),
+            (short, short, "dense: fewer than min_tokens"),
+            (long, short, "dense: cross-attention"),
+            (long, long, "dense: dense step, the schedule is unknown"),
+            (long, long, "dense: dense step, the schedule is unknown"),
+        ):
+            sparge.reset_stats()
+            assert calls.runs_dense(layer, query, key)
+            assert sparge.stats().layers["a"].reasons == {expected: 1}
+        assert len(asked) == 3
+        assert layer.steps is not None
+        layer.steps.start(4)
+        assert not calls.runs_dense(layer, long, long)
+        turned = short.transpose(1, 2)
+        assert calls.runs_dense(layer, turned, turned, heads_at=2, tokens_at=1)
+        assert len(asked) == 4
+        same_sizes = torch.zeros(1, 200, 200, 16)
+        assert not calls.runs_dense(layer, same_sizes, same_sizes)
+        assert not calls.runs_dense(layer, same_sizes, same_sizes, heads_at=2, tokens_at=1)
+        assert calls.runs_dense(layer, same_sizes[:, :1], same_sizes, is_self=False)
+        assert len(asked) == 7
+
     @pytest.mark.parametrize(
         "policy, sizes, reason",
         [

@@ -167,7 +167,8 @@ class TestCaps:
 
 
 @pytest.mark.parametrize("argument", [{"softcap": 50.0}, {"s_aux": torch.zeros(2)}], ids=str)
-def test_a_module_without_a_function_of_its_own(argument: dict[str, Any]) -> None:
+def test_a_module_without_a_function_of_its_own(argument: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparge.integrations.transformers._registered", {})
     query = torch.randn(1, 2, 8, 16)
     with pytest.raises(NotImplementedError, match="expected eager_attention_forward in its file"):
         attention_forward(torch.nn.Module(), query, query, query, None, **argument)

@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -66,6 +66,7 @@ class Layer:
         dense: the policy's ``dense_layers`` name it.
         is_cross: it is known to be cross-attention.
         steps: the schedule, where the policy has rules about it.
+        last: what was asked last, and the answer: a layer's calls are alike, and asking again takes longer.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Layer:
     dense: bool = False
     steps: Steps | None = None
     is_cross: bool = False
+    last: tuple[Any, Reason | None] = field(default=(None, None), compare=False, repr=False)
 
 
 Substitute = Callable[..., Tensor]
@@ -344,8 +346,8 @@ def runs_dense(
     Args:
         heads_at, tokens_at: their dimensions.
     """
-    reason = _why_dense(layer, query, key, is_self, is_language, is_causal, heads_at=heads_at, tokens_at=tokens_at)
-    if reason is None or decide.in_eight_bits(layer.policy, reason, query.device):
+    reason = _why_dense(layer, query, key, is_self, is_language, is_causal, heads_at, tokens_at)
+    if reason is None or (layer.policy.dense == "8bit" and decide.in_eight_bits(layer.policy, reason, query.device)):
         return False
     decide.count(reason, layer.name)
     return True
@@ -358,15 +360,40 @@ def _why_dense(
     is_self: bool | None,
     is_language: bool,
     is_causal: bool,
-    *,
     heads_at: int = 1,
     tokens_at: int = 2,
 ) -> Reason | None:
     """Why the policy has a call run dense; None: it does not, or there are no sizes to tell by."""
+    if query.is_nested or key.is_nested:
+        return None
+    if torch.compiler.is_compiling():
+        reason = _by_policy(layer, query, key, is_self, is_language, is_causal, heads_at, tokens_at)
+    else:
+        asked = (query.shape, key.shape, is_self, is_language, is_causal, tokens_at, query.device)
+        known, reason = layer.last
+        if known != asked:
+            reason = _by_policy(layer, query, key, is_self, is_language, is_causal, heads_at, tokens_at)
+            layer.last = (asked, reason)
+    if reason is None and layer.steps is not None and has_sizes(query, key):
+        reason = layer.steps.dense
+    return reason
+
+
+def _by_policy(
+    layer: Layer,
+    query: Tensor,
+    key: Tensor,
+    is_self: bool | None,
+    is_language: bool,
+    is_causal: bool,
+    heads_at: int,
+    tokens_at: int,
+) -> Reason | None:
+    """What `decide` says, wherever in a schedule a call stands."""
     if not has_sizes(query, key):
         return None
     q_shape, kv_shape = query.shape, key.shape
-    reason = decide.by_policy(
+    return decide.by_policy(
         layer.policy,
         query.device,
         q_shape[0] * q_shape[heads_at],
@@ -378,9 +405,6 @@ def _why_dense(
         is_cross=layer.is_cross,
         is_dense_layer=layer.dense,
     )
-    if reason is None and layer.steps is not None:
-        reason = layer.steps.dense
-    return reason
 
 
 def _autocast(tensor: Tensor) -> Tensor:

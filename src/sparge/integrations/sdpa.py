@@ -37,8 +37,10 @@ _THREAD = _Thread()
 
 def undisturbed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a framework's own attention after a decision for dense: no scope around it may decide again."""
-    if torch.compiler.is_compiling():  # its guards do not bear a thread's attribute that comes and goes
-        return function(*args, **kwargs)
+    if torch.compiler.is_compiling() or not torch._C._len_torch_function_stack():
+        return function(
+            *args, **kwargs
+        )  # guards do not bear a thread's attribute that comes and goes; no scope is open
     before, _THREAD.deciding = _THREAD.deciding, True
     try:
         return function(*args, **kwargs)
@@ -150,7 +152,7 @@ def sparse_sdpa(
     if tokens.is_text:
         count(Reason.TEXT, scope.layer.name)
         return None
-    alignment = alignment_of(attn_mask)
+    alignment = None if attn_mask is None else alignment_of(attn_mask)
     causal = is_causal or alignment is not None
     if not causal and runs_dense(scope.layer, query, key, tokens.is_self):
         return None

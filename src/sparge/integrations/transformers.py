@@ -185,7 +185,7 @@ def attention_forward(
             raise NotImplementedError(
                 f"{meaning} ({name}): expected None, got a value (the model cannot run on a function like SDPA)"
             )
-    layer = _layer_of(module)
+    layer = vars(module).get(LAYER) or _layer_of(module)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     of_text = causal and layer is not None and not layer.is_cross
     unsupported = next((EXTRAS[name] for name in EXTRAS if kwargs.get(name) is not None), None)
