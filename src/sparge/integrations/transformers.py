@@ -188,29 +188,25 @@ def attention_forward(
     layer = vars(module).get(LAYER) or _layer_of(module)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     of_text = causal and layer is not None and not layer.is_cross
-    unsupported = next((EXTRAS[name] for name in EXTRAS if kwargs.get(name) is not None), None)
-    sinks = kwargs.get(eager.SINKS)
-    if sinks is not None and sinks.shape != query.shape[1:2]:
-        unsupported = "sinks of another shape than (heads,)"
-
-    def sparse(query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None) -> Tensor | None:
-        if layer is None or runs_dense(layer, query, key, is_language=of_text):
-            return None
-        return _sparse(layer, query, key, value, attention_mask, dropout, scaling, of_text, sinks, unsupported)
 
     def dense(query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None) -> Tensor:
         call = (module, query, key, value, attention_mask, dropout, scaling)
         if eager.needed(kwargs):
             return eager.attention_forward(*call, causal, **kwargs)[0]
-        if layer is None:
-            return _stock[0](*call, is_causal, **kwargs)[0]
         output: Tensor = undisturbed(_stock[0], *call, is_causal, **kwargs)[0]
         return output
 
     pack = None
-    if layer is not None and not unsupported and not layer.is_cross:
+    if layer is not None and not layer.is_cross:
         pack = packing.pack_of(query, key, attention_mask, causal, kwargs)
-    if layer is not None and pack is not None:
+    if layer is None or (pack is None and runs_dense(layer, query, key, is_language=of_text)):
+        return dense(query, key, value, attention_mask), None
+    unsupported = next((EXTRAS[name] for name in EXTRAS if kwargs.get(name) is not None), None)
+    sinks = kwargs.get(eager.SINKS)
+    if sinks is not None and sinks.shape != query.shape[1:2]:
+        unsupported = "sinks of another shape than (heads,)"
+    sparse = functools.partial(_sparse, layer, dropout, scaling, of_text, sinks, unsupported)
+    if pack is not None and unsupported is None:
         aligned = functools.partial(_bottom_right, device=query.device) if causal else None
         whole = packing.attend_within(pack, query, key, value, attention_mask, sparse, dense, aligned, layer.name)
         return whole.contiguous(), None
@@ -230,16 +226,17 @@ def _bottom_right(q_len: int, kv_len: int, device: torch.device) -> Tensor:
 
 def _sparse(
     layer: Layer,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
     dropout: float,
     scaling: float | None,
     causal: bool,
     sinks: Tensor | None,
     unsupported: str | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
 ) -> Tensor | None:
+    """The output (B, H, S_q, D) of a call, or None: run it dense."""
     applies_causality = causal and attention_mask is None and query.shape[2] > 1
     if applies_causality:  # behind the queries, a static cache is empty
         key, value, misaligned = aligned_top_left(query, key, value)
