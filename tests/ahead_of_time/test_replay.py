@@ -85,6 +85,8 @@ CALLS = {
     "by mass": "lambda x: sparse(*x, sparsity=TopCdf(0.5))",
     "fewer samples": "lambda x: sparse(*x, score=Moment(4))",
     "means": "lambda x: sparse(*x, score=Mean())",
+    "text": "lambda x: sparse(*x, always_keep=((0, 70),))",
+    "exact text": "lambda x: sparse(*x, always_keep=((0, 70),), exact_queries=((0, 70),))",
     "shorter": "lambda x: sparse(*x, lengths=(300, 400))",
     "dense": "lambda x: given(*x)",
     "dense, scale": "lambda x: given(*x, scale=0.25)",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -152,8 +153,8 @@ class RowArguments:
     ) -> None:
         """See `select.select`."""
         shape, rules = call.shape, call.selection
-        always = _marked(call.always_keep, shape.kv_blocks, geometry.BLOCK_K, probability)
-        exact = _marked(call.exact_queries, shape.q_blocks, geometry.BLOCK_Q, probability)
+        marks = marks_of(call, probability.device)
+        always, exact = (probability if marked is None else marked for marked in marks)
         self.columns = max(32, power_of_two(shape.kv_blocks))
         self.pointers = {
             "probability_ptr": probability,
@@ -187,11 +188,39 @@ class RowArguments:
         }
 
 
-def _marked(ranges: tuple[tuple[int, int], ...], blocks: int, size: int, like: Tensor) -> Tensor:
-    """int8 (blocks,), 1 for those that hold tokens of the ranges; any tensor when there are no ranges."""
+def marks_of(call: Call, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    """Key blocks that every row keeps and rows that keep all, int8 with 1 for those; None where there are no ranges.
+
+    A model asks for the same ones in every layer and step: they are made once for each stream, which no other waits
+    for. What is made while a CUDA graph is captured belongs to the graph.
+    """
+    if not call.always_keep and not call.exact_queries:
+        return None, None
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    shape = call.shape
+    is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    marked = _marked.__wrapped__ if is_captured else _marked
+    always = marked(call.always_keep, shape.kv_blocks, geometry.BLOCK_K, device, stream)
+    exact = marked(call.exact_queries, shape.q_blocks, geometry.BLOCK_Q, device, stream)
+    return always, exact
+
+
+MOST_MARKS = 64
+"""Ranges of so many kinds of calls are remembered."""
+
+
+@functools.lru_cache(MOST_MARKS)
+def _marked(
+    ranges: tuple[tuple[int, int], ...],
+    blocks: int,
+    size: int,
+    device: torch.device,
+    stream: int,  # noqa: ARG001 - tells those of other streams apart
+) -> Tensor | None:
+    """int8 (blocks,), 1 for those that hold tokens of the ranges."""
     if not ranges:
-        return like
-    marks = torch.zeros(blocks, dtype=torch.int8, device=like.device)
+        return None
+    marks = torch.zeros(blocks, dtype=torch.int8, device=device)
     for start, stop in ranges:
         marks[start // size : ceil_div(stop, size)] = 1
     return marks
