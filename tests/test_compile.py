@@ -118,6 +118,7 @@ def test_operators_pass_opcheck(tokens_first):
         torch.ops.sparge.dense.default: (query, key, value, *ops.pack_dense(call, "torch"), True, "a check"),
         torch.ops.sparge.attention.default: (query, key, value, *packed),
         torch.ops.sparge.along.default: (query, [5, 6, 10], "hilbert", 0, False),
+        torch.ops.sparge.all_along.default: (query, query + 1, query + 2, [5, 6, 10], "hilbert", 0),
     }
     for operator, arguments in cases.items():
         assert set(opcheck(operator, arguments).values()) == {"SUCCESS"}

@@ -70,6 +70,7 @@ _LIBRARY.define(f"predict(Tensor query, Tensor key, {_CALL}) -> (Tensor, Tensor,
 _LIBRARY.define(f"attend({_TENSORS}, {_LISTS}, {schema(ANY_CALL, SKIPPING)}) -> (Tensor, Tensor)")
 _LIBRARY.define(f"attention({_TENSORS}, {_CALL}) -> (Tensor, Tensor)")
 _LIBRARY.define("along(Tensor tokens, SymInt[] grid, str order, SymInt start, bool undo) -> Tensor")
+_LIBRARY.define(f"all_along({_TENSORS}, SymInt[] grid, str order, SymInt start) -> (Tensor, Tensor, Tensor)")
 _LIBRARY.define(f"dense({_TENSORS}, {schema(ANY_CALL)}, bool with_lse, str words) -> (Tensor, Tensor)")
 
 
@@ -111,6 +112,13 @@ def along(tokens: Tensor, grid: tuple[int, ...], order: str, start: int, *, undo
     They lie in memory as they did, and on the way back tokens first, as models have them.
     """
     return torch.ops.sparge.along(tokens, grid, order, start, undo)
+
+
+def all_along(
+    query: Tensor, key: Tensor, value: Tensor, grid: tuple[int, ...], order: str, start: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`along` for three tensors: an operator costs the host about as much as moving a short sequence."""
+    return torch.ops.sparge.all_along(query, key, value, grid, order, start)
 
 
 def pack(call: Call, backend: str) -> tuple[Any, ...]:
@@ -260,6 +268,22 @@ def _along_fake(tokens: Tensor, grid: list[int], order: OrderName, start: int, u
     return empty_like(tokens, width)
 
 
+def _all_along(
+    query: Tensor, key: Tensor, value: Tensor, grid: list[int], order: OrderName, start: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    permutation = order_of(tuple(grid), order, query.device).permutation
+    moved = _all_along_fake(query, key, value)
+    backend = base.get(base.resolve("auto", query.device))
+    for tokens, result in zip((query, key, value), moved, strict=True):
+        backend.move(tokens, permutation, start, result)
+    return moved
+
+
+def _all_along_fake(query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+    moved = [empty_like(tokens, tokens.shape[3]) for tokens in (query, key, value)]
+    return moved[0], moved[1], moved[2]
+
+
 def _in_place(function: Callable[..., Any]) -> Callable[..., Any]:
     """Run on the query's device, without autocast and out of reach of `replace_sdpa`: the stages are ours."""
 
@@ -282,6 +306,7 @@ for _name, _real, _fake in (
     ("attention", _attention, _attention_fake),
     ("dense", _dense, _dense_fake),
     ("along", _along, _along_fake),
+    ("all_along", _all_along, _all_along_fake),
 ):
     _LIBRARY.impl(_name, _in_place(_real), "CompositeExplicitAutograd")
     torch.library.register_fake(f"sparge::{_name}", _fake, lib=_LIBRARY)

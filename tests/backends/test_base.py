@@ -24,6 +24,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "hip", None)
 
 
+@pytest.fixture(autouse=True)
+def nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each test has GPUs of its own."""
+    monkeypatch.setattr(base, "_BEST_ON_GPUS", {})
+
+
 needs_triton = pytest.mark.usefixtures("gpu", "triton_installed")
 
 

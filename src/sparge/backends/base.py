@@ -232,8 +232,17 @@ def _missing_on(name: str, device_type: str, index: int | None) -> str | None:
 
 @constant
 def _best_for(device_type: str, index: int | None) -> str:
-    device = _device(device_type, index)
-    return next(name for name in NAMES if get(name).passed_over(device) is None)
+    best = _BEST_ON_GPUS.get((device_type, index))
+    if best is None:
+        device = _device(device_type, index)
+        best = next(name for name in NAMES if get(name).passed_over(device) is None)
+        if device_type == "cuda":
+            _BEST_ON_GPUS[device_type, index] = best
+    return best
+
+
+_BEST_ON_GPUS: dict[tuple[str, int | None], str] = {}
+"""To ask every backend takes tens of microseconds there, and is done several times a call."""
 
 
 @constant

@@ -183,7 +183,7 @@ def attend(
         options["exact_queries"] = list(text)
     keep = [*layer.policy.kept_ranges(key.shape[2]), *text]
     if order is not None:
-        query, key, value = (ops.along(tokens, *order) for tokens in (query, key, value))
+        query, key, value = ops.all_along(query, key, value, *order)
         if attn_mask is not None and spans is None:
             attn_mask = ops.along(_of_four(attn_mask).mT, *order).mT
     substitute = None if torch.compiler.is_compiling() else _THREAD.substitute
