@@ -181,7 +181,7 @@ def best_table() -> str:
     ]
     rows = [(row, "cudnn_ms", "sparge_ms") for row in attention if row["topk"] == BEST_TOPK[row["is_causal"]]]
     rows += [(row, "cudnn_ms", "ms") for row in _field_speeds() if row["tokens"] == LONGEST and row["density"] == 0.1]
-    models = {(row["model"], row["topk"]): row for row in _rows_of("models")}
+    models = {(row["model"], row["topk"]): row for row in _rows_of("models") if not row.get("compiled")}
     rows.append((models[BEST_MODEL], "stock_ms", "sparse_ms"))
     body = []
     for row, before, after in rows:
@@ -329,22 +329,46 @@ def rules_table() -> str:
 
 
 def models_table() -> str:
-    """Forward passes of whole models."""
-    newest_of = {(row["model"], row["topk"]): row for row in _rows_of("models")}
+    """Forward passes of whole models: stock, dense in 8 bits, and with shares of the blocks."""
+    rows = [row for row in _rows_of("models") if row["case"] == "forward" and "variant" in row]
+    groups: dict[tuple[str, bool], dict[str, Row]] = {}
+    for row in rows:
+        groups.setdefault((row["model"], row["compiled"]), {})[row["variant"]] = row
+    variants = ["8 bits", "0.5", "0.25", "0.15"]
+    body = []
+    for (model, is_compiled), of in sorted(groups.items()):
+        cells = [_model_cell(of.get(variant)) for variant in variants]
+        name = f"{model}, compiled" if is_compiled else model
+        body.append([name, f"{next(iter(of.values()))['stock_ms']:.0f}", *cells])
+    header = ["model", "stock, 16 bits: ms", "dense, 8 bits", *(f"topk {share}" for share in variants[1:])]
+    return f"{_markdown(header, body)}\n\nbf16, B 1; ms, times faster, relative L1; {_gpu_source(rows)}"
+
+
+def _model_cell(row: Row | None) -> str:
+    if row is None:
+        return ""
+    faster = row["stock_ms"] / row["sparse_ms"]
+    return f"{row['sparse_ms']:.0f}, **{faster:.2f}x**, {row['relative_l1']:.4f}"
+
+
+def schedules_table() -> str:
+    """Whole schedules with dense first steps, in 16 bits and in 8."""
+    newest_of = {(row["model"], row["variant"]): row for row in _rows_of("models") if row["case"] == "schedule"}
     body = [
         [
-            row["model"],
-            f"{row['topk']:g}",
-            f"{row['stock_ms']:.0f}",
-            f"{row['sparse_ms']:.0f}",
+            model,
+            {"16bit": "16 bits", "8bit": "8 bits"}[variant],
+            f"{row['stock_ms'] / 1e3:.1f}",
+            f"{row['sparse_ms'] / 1e3:.1f}",
             f"**{row['stock_ms'] / row['sparse_ms']:.2f}x**",
             f"{row['density']:.3f}",
             f"{row['relative_l1']:.4f}",
         ]
-        for row in sorted(newest_of.values(), key=lambda row: (row["model"], row["topk"]), reverse=True)
+        for (model, variant), row in sorted(newest_of.items())
     ]
-    header = ["model", "topk", "stock ms", "sparge ms", "speed-up", "density", "rel. L1"]
-    return f"{_markdown(header, body)}\n\nbf16, B 1; {_gpu_source(list(newest_of.values()))}"
+    header = ["model", "dense steps", "stock s", "sparge s", "speed-up", "density of sparse steps", "rel. L1"]
+    note = "20 steps, the first 4 dense, topk 0.25; bf16, B 1"
+    return f"{_markdown(header, body)}\n\n{note}; {_gpu_source(list(newest_of.values()))}"
 
 
 def threshold_table() -> str:
@@ -441,6 +465,7 @@ TABLES: dict[str, Callable[[], str | None]] = {
     "language": language_table,
     "rules": rules_table,
     "models": models_table,
+    "schedules": schedules_table,
     "overhead": overhead_table,
     "fields": fields_table,
     "threshold": threshold_table,
