@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import sparge
+from sparge.backends.base import Crossover
+from sparge.backends.torch import TorchBackend
 
 collect_ignore = ["interpreter.py"]  # importing it makes Triton interpret kernels, which only tests/kernels want
 BLOCK_Q, BLOCK_K = 128, 64
@@ -205,6 +207,16 @@ def fresh_stats() -> Iterator[None]:
     sparge.reset_stats()
     yield
     sparge.reset_stats()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def crossover_of_one_processor() -> Iterator[None]:
+    """Calls go sparse from the same sizes on wherever the tests run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            TorchBackend, "crossover", lambda *_: Crossover(2048, causal_keys=4096, queries=128, scores=2**23)
+        )
+        yield
 
 
 @pytest.fixture

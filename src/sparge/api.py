@@ -182,7 +182,7 @@ def attention(
     exact = validation.check_exact_queries(exact_queries, shape.q_len)
     validation.check_choice("skipped", skipped, validation.SKIPPED)
     chosen = base.resolve(backend, query.device)
-    reason = decide.by_arguments(shape, bounds, rule, quantization, backend, chosen)
+    reason = decide.by_arguments(shape, bounds, rule, quantization, backend, chosen, query.device, query.dtype)
     is_followed = needs_derivatives(query, key, value, attn_mask)
     if backend == "auto" and on_unsupported != "raise" and inside_autograd_function():
         is_followed = True  # its backward calls again and goes dense: so does its forward
@@ -216,6 +216,7 @@ def attention(
             attn_mask=attn_mask,
             skipped=validation.resolve_skipped(skipped, is_causal, attn_mask, shape),
             window=bounds,
+            exact_lse=return_lse,
         )
         output, lse = ops.attention(query, key, value, call, chosen)
     else:
@@ -385,6 +386,7 @@ def block_sparse_attention(
         attn_mask=attn_mask,
         skipped=validation.resolve_skipped(skipped, mask.is_causal, attn_mask, shape),
         window=mask.window,
+        exact_lse=return_lse,
     )
     output, lse = ops.attend(query, key, value, mask, call, chosen)
     output = _in_layout(output, layout)

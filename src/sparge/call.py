@@ -30,6 +30,7 @@ class Call:
         attn_mask: bool or additive, four dimensions, each 1 or the call's own.
         skipped: "drop", or "mean": blocks that are not kept enter the softmax as one key, their mean.
         window: how far a query sees.
+        exact_lse: the LSE is read; else it may be as rough as the output is.
     """
 
     shape: Shape
@@ -44,6 +45,7 @@ class Call:
     attn_mask: Tensor | None
     skipped: str
     window: Window
+    exact_lse: bool
 
     def __init__(
         self,
@@ -59,6 +61,7 @@ class Call:
         exact_queries: tuple[tuple[int, int], ...] = (),
         skipped: str = "drop",
         window: tuple[int | None, int | None] | None = None,
+        exact_lse: bool = True,
     ) -> None:
         """Written out, because torch.compile traces no default that is an object of ours."""
         joined = window_of(is_causal, window)
@@ -74,6 +77,7 @@ class Call:
         object.__setattr__(self, "attn_mask", attn_mask)
         object.__setattr__(self, "skipped", skipped)
         object.__setattr__(self, "window", joined)
+        object.__setattr__(self, "exact_lse", exact_lse)
 
     @property
     def selection(self) -> Selection:

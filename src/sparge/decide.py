@@ -91,7 +91,14 @@ class Obstacle:
 
 
 def by_arguments(
-    shape: Shape, window: Window, sparsity: Sparsity, quantization: str, backend: str, resolved: str
+    shape: Shape,
+    window: Window,
+    sparsity: Sparsity,
+    quantization: str,
+    backend: str,
+    resolved: str,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> Reason | None:
     """Why `sparge.attention` runs a call dense that it could run sparse.
 
@@ -100,15 +107,16 @@ def by_arguments(
     Args:
         backend: as the caller named it; a named one is never left for dense attention.
         resolved: the backend that serves the call.
+        device, dtype: those of the query.
     """
     if isinstance(sparsity, Dense):
         return Reason.ASKED
     if backend != "auto" or quantization not in ("auto", "none"):
         return None
-    if base.prefers_dense(shape, window.right == 0, resolved):
+    if base.prefers_dense(shape, window.right == 0, resolved, device, dtype):
         return Reason.CROSSOVER
     keys = keys_of_query(window, shape.kv_len)
-    if keys < shape.kv_len and base.prefers_dense(shape, False, resolved, keys):
+    if keys < shape.kv_len and base.prefers_dense(shape, False, resolved, device, dtype, keys):
         return Reason.WINDOW
     return None
 
@@ -116,6 +124,7 @@ def by_arguments(
 def by_policy(
     policy: Policy,
     device: torch.device,
+    dtype: torch.dtype,
     heads: int,
     q_len: int,
     kv_len: int,
@@ -129,6 +138,7 @@ def by_policy(
     """Why a policy has a call of a model run dense, wherever in a schedule it stands.
 
     Args:
+        device, dtype: those of the query.
         heads: those of the whole batch.
         is_self: queries and keys are of one sequence; None goes by their lengths.
         is_language: the tokens are text in order, so that fewer queries than keys are a chunk behind a prefix.
@@ -144,7 +154,7 @@ def by_policy(
     if kv_len < policy.min_tokens or (q_len < policy.min_tokens and not is_language):
         return Reason.MIN_TOKENS
     if policy.backend == "auto" and device.type != "meta":
-        crossover = base.crossover_for(device.type, device.index)
+        crossover = base.crossover_for(device.type, device.index, dtype)
         if base.is_below(crossover, heads, q_len, kv_len, is_causal):
             return Reason.CROSSOVER
     return Reason.LAYER if is_dense_layer else None

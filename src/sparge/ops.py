@@ -35,6 +35,7 @@ ANY_CALL = {
     "window_right": "SymInt?",
     "scale": "float",
     "quantization": "str",
+    "exact_lse": "bool",
     "backend": "str",
 }
 """What every operator receives of a call, and the name of its backend: name and type of each argument, in order."""
@@ -140,7 +141,7 @@ def pack_attend(call: Call, backend: str) -> tuple[Any, ...]:
 
 def pack_dense(call: Call, backend: str) -> tuple[Any, ...]:
     """A call over all blocks as the arguments of `ANY_CALL`."""
-    return call.attn_mask, *call.window, call.scale, call.quantization, backend
+    return call.attn_mask, *call.window, call.scale, call.quantization, call.exact_lse, backend
 
 
 def _pack_rules(rule: Sparsity, is_causal: bool) -> tuple[Any, ...]:
@@ -158,8 +159,9 @@ def _pack_rules(rule: Sparsity, is_causal: bool) -> tuple[Any, ...]:
 
 def unpack(shape: Shape, arguments: tuple[Any, ...]) -> tuple[Call, str]:
     """A call and the name of its backend from what `pack`, `pack_attend` or `pack_dense` made."""
-    attn_mask, left, right, scale, quantization, backend, *rest = arguments
+    attn_mask, left, right, scale, quantization, exact_lse, backend, *rest = arguments
     call: dict[str, Any] = {"quantization": quantization, "attn_mask": attn_mask, "window": (left, right)}
+    call["exact_lse"] = exact_lse
     if rest:
         call["skipped"], call["pv_threshold"] = rest[0], _unpack_number(*rest[1:3])
     if len(rest) > 3:

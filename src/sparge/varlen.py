@@ -273,7 +273,7 @@ def _attend(
     validation.check_segments(bounds_q, bounds_k, (len(query), len(key)), longest)
     outputs, lses = [], []
     for run in runs_of(bounds_q, bounds_k):
-        for part in _decided_as_one(run, call, options["backend"], query.device):
+        for part in _decided_as_one(run, call, options["backend"], query):
             output, lse = _attend_run(part, query, key, value, call, with_lse, options)
             outputs.append(output.flatten(0, 1))  # [tokens, H, Dv]
             if lse is not None:
@@ -316,18 +316,19 @@ def _nothing(query: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
     return query.new_zeros(*sizes, shape.value_dim), lse
 
 
-def _decided_as_one(run: Run, call: Call, backend: str, device: torch.device) -> Iterator[Run]:
+def _decided_as_one(run: Run, call: Call, backend: str, query: Tensor) -> Iterator[Run]:
     """The run in batches that are dense or sparse as each of their segments would be by itself.
 
     A batch has more scores than a segment, and may be above the crossover where that is below it.
     """
     one = replace(call.shape, batch=1, q_len=run.q_len, kv_len=run.kv_len)
-    chosen = base.resolve(backend, device)
+    chosen = base.resolve(backend, query.device)
     window = within(call.window, run.q_len, run.kv_len)
-    asked = (window, call.sparsity, call.quantization, backend, chosen)
+    asked = (window, call.sparsity, call.quantization, backend, chosen, query.device, query.dtype)
     at_once = run.count
     if decide.by_arguments(one, *asked) is not decide.by_arguments(replace(one, batch=run.count), *asked):
-        at_once = max(1, (base.crossover_of(chosen).scores - 1) // (one.heads * one.q_len * one.kv_len))
+        crossover = base.crossover_of(chosen, query.device.type, query.dtype)
+        at_once = max(1, (crossover.scores - 1) // (one.heads * one.q_len * one.kv_len))
     return run.batches(at_once)
 
 

@@ -44,6 +44,12 @@ class Crossover:
     scores: int
 
 
+ALWAYS = Crossover(keys=0, causal_keys=0, queries=0, scores=0)
+"""Sparse whatever the size."""
+NEVER = Crossover(keys=2**62, causal_keys=2**62, queries=0, scores=0)
+"""Dense whatever the size: nothing was measured, or nothing was gained."""
+
+
 class Backend(ABC):
     """One way to compute sparse attention.
 
@@ -51,13 +57,11 @@ class Backend(ABC):
         name: what a caller passes as ``backend=``.
         summary: what it is, in a few words.
         quantizations: those it has on some device; the others are refused.
-        crossover: the sizes from which on sparse attention pays, as measured.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
     quantizations: ClassVar[tuple[str, ...]]
-    crossover: ClassVar[Crossover]
 
     @abstractmethod
     def missing(self, device: torch.device) -> str | None:
@@ -77,6 +81,10 @@ class Backend(ABC):
     def fastest_quantization(self, device: torch.device, *, has_mask: bool) -> str:  # noqa: ARG002
         """The quantization that "auto" stands for on a device."""
         return "none"
+
+    @abstractmethod
+    def crossover(self, device_type: str, dtype: torch.dtype) -> Crossover:
+        """The sizes from which on sparse attention of inputs of a dtype pays on a kind of device, as measured."""
 
     def serving(self, call: Call, dtype: torch.dtype) -> Backend:  # noqa: ARG002
         """The backend that really computes a call: this one, or one that it leaves some calls to."""
@@ -200,10 +208,13 @@ def resolve_quantization(quantization: str, name: str, device: torch.device, *, 
     return quantization
 
 
-def prefers_dense(shape: Shape, is_causal: bool, name: str, kv_len: int | None = None) -> bool:
+def prefers_dense(
+    shape: Shape, is_causal: bool, name: str, device: torch.device, dtype: torch.dtype, kv_len: int | None = None
+) -> bool:
     """Whether prediction would cost more than it saves at these sizes; ``kv_len`` keys instead of all, if given."""
     kv_len = shape.kv_len if kv_len is None else kv_len
-    return is_below(crossover_of(name), shape.batch * shape.heads, shape.q_len, kv_len, is_causal)
+    crossover = crossover_of(name, device.type, dtype)
+    return is_below(crossover, shape.batch * shape.heads, shape.q_len, kv_len, is_causal)
 
 
 def is_below(crossover: Crossover, heads: int, q_len: int, kv_len: int, is_causal: bool) -> bool:
@@ -246,22 +257,22 @@ _BEST_ON_GPUS: dict[tuple[str, int | None], str] = {}
 
 
 @constant
-def crossover_of(name: str) -> Crossover:
+def crossover_of(name: str, device_type: str, dtype: torch.dtype) -> Crossover:
     """`Backend.crossover` of a backend by its name."""
-    return get(name).crossover
+    return get(name).crossover(device_type, dtype)
 
 
 @constant
-def crossover_for(device_type: str, index: int | None) -> Crossover:
-    """The crossover of the backend that "auto" takes on a device, looked up once."""
+def crossover_for(device_type: str, index: int | None, dtype: torch.dtype) -> Crossover:
+    """The crossover of the backend that "auto" takes on a device, which is looked up once."""
     key = (device_type, index)
-    found = _CROSSOVERS.get(key)
-    if found is None:
-        found = _CROSSOVERS[key] = get(_best_for(device_type, index)).crossover
-    return found
+    name = _BEST.get(key)
+    if name is None:
+        name = _BEST[key] = _best_for(device_type, index)
+    return crossover_of(name, device_type, dtype)
 
 
-_CROSSOVERS: dict[tuple[str, int | None], Crossover] = {}
+_BEST: dict[tuple[str, int | None], str] = {}
 
 
 @constant

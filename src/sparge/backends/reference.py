@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sparge import reference
-from sparge.backends.base import Backend, Crossover, add_to_totals
+from sparge.backends.base import ALWAYS, Backend, Crossover, add_to_totals
 from sparge.block_mask import BlockMask
 from sparge.call import Call
 
@@ -17,13 +17,15 @@ class ReferenceBackend(Backend):
     name = "reference"
     summary = "the specification, in loops"
     quantizations = ("none", "int8_fp8", "int8_fp8_fast", "int8_fp16")
-    crossover = Crossover(keys=0, causal_keys=0, queries=0, scores=0)
 
     def missing(self, device: torch.device) -> str | None:
         return "expected a device with float64, got 'mps'" if device.type == "mps" else None
 
     def passed_over(self, device: torch.device) -> str | None:  # noqa: ARG002
         return "it is slow"
+
+    def crossover(self, device_type: str, dtype: torch.dtype) -> Crossover:  # noqa: ARG002
+        return ALWAYS
 
     def predict(self, query: Tensor, key: Tensor, call: Call) -> BlockMask:
         return reference.predict(query, key, call)

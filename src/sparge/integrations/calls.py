@@ -396,6 +396,7 @@ def _by_policy(
     return decide.by_policy(
         layer.policy,
         query.device,
+        query.dtype,
         q_shape[0] * q_shape[heads_at],
         q_shape[tokens_at],
         kv_shape[tokens_at],

@@ -19,13 +19,12 @@ CAPABILITY = (8, 0)
 FP8_CAPABILITY = (8, 9)
 """The first compute capability whose tensor cores multiply FP8 numbers."""
 OLDEST_TRITON = (3, 4)
+CROSSOVER = Crossover(keys=4096, causal_keys=4096, queries=2048, scores=2**29)
+"""Measured: docs/lab/triton.md, "Crossover on a GPU"."""
 
 
 class CudaBackend(Backend):
     """Stages in Triton, then the kernel of a tier."""
-
-    # measured: docs/lab/triton.md, "Crossover on a GPU"
-    crossover = Crossover(keys=4096, causal_keys=4096, queries=2048, scores=2**29)
 
     @abstractmethod
     def launcher(self) -> AttentionLauncher:
@@ -38,6 +37,9 @@ class CudaBackend(Backend):
         if device.type != "cuda":  # an interpreter may serve a CPU, and is asked for by name
             return f"expected a CUDA device, got {device.type!r}"
         return self.missing(device)
+
+    def crossover(self, device_type: str, dtype: torch.dtype) -> Crossover:  # noqa: ARG002
+        return CROSSOVER
 
     def predict(self, query: Tensor, key: Tensor, call: Call) -> BlockMask:
         from sparge.backends.cuda import pipeline

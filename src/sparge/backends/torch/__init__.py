@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from sparge.backends.base import Backend, Crossover
+from sparge.backends.torch import processor
 from sparge.block_mask import BlockMask
 from sparge.call import Call
 
@@ -16,11 +19,12 @@ class TorchBackend(Backend):
     name = "torch"
     summary = "gathers kept blocks for torch's own attention, on any device"
     quantizations = ("none", "int8_fp8", "int8_fp16")
-    # measured: docs/lab/cpu.md, "Crossover"
-    crossover = Crossover(keys=2048, causal_keys=4096, queries=128, scores=2**23)
 
     def missing(self, device: torch.device) -> str | None:  # noqa: ARG002
         return None
+
+    def crossover(self, device_type: str, dtype: torch.dtype) -> Crossover:
+        return processor.crossover(device_type, dtype)
 
     def predict(self, query: Tensor, key: Tensor, call: Call) -> BlockMask:
         from sparge.backends.torch import predict
@@ -41,7 +45,7 @@ class TorchBackend(Backend):
 
         if call.is_quantized:
             return super().dense(query, key, value, call, with_lse=with_lse, may_use_torch=may_use_torch)
-        return dense.attention(query, key, value, call)
+        return dense.attention(query, key, value, replace(call, exact_lse=with_lse))
 
 
 BACKEND = TorchBackend()
