@@ -1,9 +1,10 @@
 """Block-sparse attention in PyTorch, for CPUs and any other device: only kept blocks are gathered and multiplied.
 
-Rows (query blocks of a head) that keep the same number of blocks form one batch of dense attention over their
-gathered keys. Blocks that need an element mask (edges of the window, the ragged end, caller masks) are attended to
-separately and merged through their log-sum-exp, so that the bulk of the work carries no mask. Arithmetic is float32
-whatever the input: on CPUs without 16-bit matrix units that is both faster and more accurate.
+Rows (query blocks of a head) with equal numbers of blocks form one batch of dense attention over their gathered keys.
+Rows are cut for that: into what they share with their neighbours, which is gathered once; numbers of blocks that many
+rows have, or threads would wait for each other; and blocks that need an element mask (edges of the window, the ragged
+end, caller masks), so that the bulk of the work carries none. The parts are merged through their log-sum-exp. Sums are
+float32 whatever the input, and so are products, unless the processor has matrix units for 16 bits (`processor`).
 
 Quantised modes and the P V threshold need the online softmax of `online`.
 """
@@ -12,21 +13,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparge.backends.base import add_to_totals
 from sparge.backends.torch import online
+from sparge.backends.torch.processor import dtype_of_products, has_cpu_kernel
 from sparge.backends.torch.tiles import Tiles, Workspace
 from sparge.block_mask import BlockMask
 from sparge.call import Call
-from sparge.geometry import BLOCK_K, BLOCK_Q
+from sparge.config import Dense
+from sparge.geometry import BLOCK_K, BLOCK_Q, ceil_div
 from sparge.replacement import BlockMeans, block_means, replaced_bias
 from sparge.visibility import find_visibility
 
 CHUNK_BYTES = 16 * 2**20
-"""Keys and values gathered at a time: large enough to keep the threads busy, small enough for the caches."""
+"""Keys and values gathered at a time, for eight threads: enough to keep them busy, small enough for the caches."""
+SPANS = (4, 2)
+"""How many neighbours attend together to what all of them keep."""
+WHOLE = 8
+"""Key blocks of one step of torch's kernel, 512 keys: a row is cut into whole steps and a rest."""
 
 
 def attention(
@@ -44,10 +52,10 @@ def attention(
         if call.pv_threshold is not None:  # of blocks that a mask hides all is skipped
             pv_skipped += online.GROUPS * (listed & ~kept).sum()
     else:
-        output, lse = _attend_rows(tiles, kept, seen.full, call.scale)
+        output, lse = _attend_rows(tiles, kept, seen.full, call)
         if call.replaces_skipped:
             means = block_means(key, value, seen.keys)
-            bias = replaced_bias(means, kept, call).flatten(0, 2)
+            bias = replaced_bias(means, kept, call)
             output, lse = _add_means(tiles, means, bias, call.scale, output, lse)
     add_to_totals(totals, mask, pv_skipped)
     rows = (shape.batch, shape.heads, shape.q_blocks * BLOCK_Q)
@@ -55,64 +63,124 @@ def attention(
     return output.contiguous(), lse.view(rows)[:, :, : shape.q_len].contiguous()
 
 
-def _attend_rows(tiles: Tiles, kept: Tensor, full: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _attend_rows(tiles: Tiles, kept: Tensor, full: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """All rows: output (rows, 128, Dv) and lse (rows, 128), float32; 0 and -inf where nothing is kept."""
-    shape = tiles.shape
+    shape, device = tiles.shape, tiles.query.device
     total = shape.batch * shape.heads * shape.q_blocks
-    device = tiles.query.device
-    output = torch.empty(total, BLOCK_Q, shape.value_dim, dtype=torch.float32, device=device)
-    output[~(kept & full).flatten(0, 2).any(-1)] = 0.0  # the others are written below
-    lse = torch.full((total, BLOCK_Q), -math.inf, dtype=torch.float32, device=device)
-    workspace = Workspace()
-    gathered = BLOCK_K * (shape.head_dim + shape.value_dim) * 4
+    result = _Result(
+        torch.zeros(total, BLOCK_Q, shape.value_dim, dtype=torch.float32, device=device),
+        torch.full((total, BLOCK_Q), -math.inf, dtype=torch.float32, device=device),
+        torch.zeros(total, dtype=torch.bool, device=device),
+    )
+    workspace = Workspace(dtype_of_products(tiles.query, tiles.value, exact_lse=call.exact_lse))
+    gathered = BLOCK_K * (shape.head_dim + shape.value_dim) * workspace.dtype.itemsize
     if not has_cpu_kernel(tiles.query, tiles.value):
         gathered += BLOCK_Q * BLOCK_K * 8  # scores and probabilities
-    for rows, columns in _batches(kept & full, gathered):
-        key, value = tiles.keys_values(rows, columns, workspace)
-        output[rows], lse[rows] = attend(tiles.queries(rows, workspace), key, value, None, scale)
-    for rows, columns in _batches(kept & ~full, gathered + BLOCK_Q * BLOCK_K * 16):
-        key, value = tiles.keys_values(rows, columns, workspace)
+    left = (kept & full).flatten(0, 2)
+    for span in SPANS if _may_share(call) else ():
+        neighbours, shared = _shared(left, shape.q_blocks, span)
+        left[neighbours] &= ~shared[:, None]
+        for batch, columns in _batches(shared, gathered):
+            rows = neighbours[batch]
+            result.add(rows, *_attend_batch(tiles, rows, columns, workspace, call.scale))
+    whole = _whole_steps(left)
+    for part in (whole, left & ~whole):
+        for rows, columns in _batches(part, gathered):
+            rows = rows[:, None]
+            result.add(rows, *_attend_batch(tiles, rows, columns, workspace, call.scale))
+    for rows, columns in _batches((kept & ~full).flatten(0, 2), gathered + BLOCK_Q * BLOCK_K * 16):
         bias = tiles.element_bias(rows, columns)
-        part, part_lse = attend(tiles.queries(rows, workspace), key, value, bias, scale)
-        output[rows], lse[rows] = merge(output[rows], lse[rows], part, part_lse)
-    return output, lse
+        rows = rows[:, None]
+        result.add(rows, *_attend_batch(tiles, rows, columns, workspace, call.scale, bias))
+    return result.output, result.lse
+
+
+class _Result(NamedTuple):
+    """Output (rows, 128, Dv) and LSE (rows, 128) of what was added so far, and to which rows that was, (rows,)."""
+
+    output: Tensor
+    lse: Tensor
+    begun: Tensor
+
+    def add(self, rows: Tensor, part: Tensor, part_lse: Tensor) -> None:
+        """Attention of the rows (n, span) over further keys: (n, span * 128, Dv) and (n, span * 128)."""
+        rows = rows.flatten()
+        part, part_lse = part.view(len(rows), BLOCK_Q, -1), part_lse.view(len(rows), BLOCK_Q)
+        if bool(self.begun[rows].any()):
+            part, part_lse = merge(self.output[rows], self.lse[rows], part, part_lse)
+        self.output[rows], self.lse[rows], self.begun[rows] = part, part_lse, True
+
+
+def _attend_batch(
+    tiles: Tiles, rows: Tensor, columns: Tensor, into: Workspace, scale: float, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention of rows (n, span) that share the key blocks ``columns`` (n, c)."""
+    key, value = tiles.keys_values(rows[:, 0], columns, into)
+    query = tiles.queries(rows.flatten(), into).view(len(rows), -1, key.shape[-1])
+    return attend(query, key, value, bias, scale)
 
 
 def _add_means(
     tiles: Tiles, means: BlockMeans, bias: Tensor, scale: float, output: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Merge what `_attend_rows` returns with the means of skipped blocks, weighted by `replaced_bias`."""
-    shape, workspace = tiles.shape, Workspace()
-    key, value = means.key.flatten(0, 1), means.value.flatten(0, 1)  # [B * Hkv, kv_blocks, width]
-    some = (bias != -math.inf).any(-1).nonzero().flatten()  # NaN counts
-    row_bytes = 4 * shape.kv_blocks * (shape.head_dim + shape.value_dim + 3 * BLOCK_Q)
-    for rows in some.split(max(1, CHUNK_BYTES // row_bytes)):
-        batch, head, _ = tiles.place(rows)
-        kv_head = batch * shape.kv_heads + head // shape.group
-        row_bias = bias[rows, None].expand(-1, BLOCK_Q, -1)
-        part, part_lse = attend(tiles.queries(rows, workspace), key[kv_head], value[kv_head], row_bias, scale)
-        output[rows], lse[rows] = merge(output[rows], lse[rows], part, part_lse)
+    """Merge what `_attend_rows` returns with the means of skipped blocks, weighted by `replaced_bias`, head by head."""
+    shape = tiles.shape
+    for number, (query, weights) in enumerate(zip(tiles.query.flatten(0, 1), bias.flatten(0, 1), strict=True)):
+        batch, head = divmod(number, shape.heads)
+        at = (batch, head // shape.group)
+        rows = slice(number * shape.q_blocks, (number + 1) * shape.q_blocks)
+        if bool((weights != -math.inf).any()):  # NaN counts
+            key, value = (mean[at].expand(shape.q_blocks, -1, -1) for mean in (means.key, means.value))
+            row_bias = weights[:, None].expand(-1, BLOCK_Q, -1)
+            merge(output[rows], lse[rows], *attend(query.float(), key, value, row_bias, scale))
     return output, lse
 
 
+def _may_share(call: Call) -> bool:
+    """Whether a row may be cut as its neighbours' blocks would have it.
+
+    Where each causal row chooses for itself it may not: the next one, which knows the future, would decide how its sums
+    are rounded.
+    """
+    by_row = not isinstance(call.sparsity, Dense) and not call.sparsity.is_call_wide
+    return not (call.is_causal and by_row)
+
+
+def _shared(kept: Tensor, q_blocks: int, span: int) -> tuple[Tensor, Tensor]:
+    """Rows of neighbours (n, span), and which blocks they should attend to together (n, kv_blocks)."""
+    heads = torch.arange(len(kept), device=kept.device).unflatten(0, (-1, q_blocks))
+    rows = heads[:, : q_blocks // span * span].reshape(-1, span)
+    return rows, _whole_steps(kept[rows].all(1))
+
+
+def _whole_steps(kept: Tensor) -> Tensor:
+    """The first blocks of each row, as many as `WHOLE` divides.
+
+    It depends on nothing else: how a row is cut, and so how its sums are rounded, must not tell of other rows.
+    """
+    return kept & (kept.cumsum(-1, dtype=torch.int32) <= kept.sum(-1, keepdim=True) // WHOLE * WHOLE)
+
+
 def _batches(kept: Tensor, block_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Rows with equal numbers of kept blocks, (n,), and those blocks, (n, c), up to `CHUNK_BYTES` a batch."""
-    rows = kept.flatten(0, 2)
-    counts = rows.sum(-1)
+    """Rows with equal numbers of kept blocks, (n,), and those blocks, (n, c), of about `CHUNK_BYTES` a batch."""
+    chunk = CHUNK_BYTES * max(1, torch.get_num_threads() // 8)
+    counts = kept.sum(-1)
+    starts = counts.cumsum(0) - counts
     order = torch.argsort(counts, descending=True, stable=True)  # largest first: the buffers are allocated once
-    kept_first = torch.argsort((~rows).to(torch.uint8), dim=-1, stable=True)
+    columns = kept.nonzero()[:, 1]
     values, sizes = torch.unique_consecutive(counts[order], return_counts=True)
     start = 0
     for count, size in zip(values.tolist(), sizes.tolist(), strict=True):
         if count:
-            step = max(1, CHUNK_BYTES // (count * block_bytes))
-            for batch in order[start : start + size].split(step):
-                yield batch, kept_first[batch, :count]
+            within = torch.arange(count, device=kept.device)
+            batches = ceil_div(size, max(1, chunk // (count * block_bytes)))
+            for batch in order[start : start + size].tensor_split(batches):
+                yield batch, columns[starts[batch, None] + within]
         start += size
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """Dense attention of a batch, float32: (n, M, D), (n, K, D), (n, K, Dv) -> output (n, M, Dv), lse (n, M)."""
+    """Dense attention of a batch: (n, M, D), (n, K, D), (n, K, Dv) -> output (n, M, Dv), lse (n, M), float32."""
     if not has_cpu_kernel(query, value):
         return _attend_anywhere(query, key, value, bias, scale)
     output, lse = _attend_cpu(query, key, value, bias, scale)
@@ -128,17 +196,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale
 def _attend_anywhere(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
+    query, key, value = query.float(), key.float(), value.float()
     scores = torch.bmm(query * scale, key.mT)  # [n, M, K]
     if bias is not None:
         scores = (scores + bias).masked_fill_(bias == -math.inf, -math.inf)
     lse = scores.logsumexp(-1)
     shift = lse.masked_fill(lse == -math.inf, 0.0)
     return torch.bmm(scores.sub_(shift[..., None]).exp_(), value), lse
-
-
-def has_cpu_kernel(query: Tensor, value: Tensor) -> bool:
-    """Whether torch's CPU flash attention takes these: it wants one width for keys and values."""
-    return query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
 
 
 def _attend_cpu(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
@@ -149,11 +213,11 @@ def _attend_cpu(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, 
         attn_mask=None if bias is None else bias[:, None],
         scale=scale,
     )
-    output, lse = output.squeeze(1), lse.squeeze(1)
+    output, lse = output.squeeze(1).float(), lse.squeeze(1)
     zero = lse == 0
     if bool(zero.any()):  # the kernel reports 0 for a query whose scores are all -inf
         suspects = zero.any(-1)
-        scores = torch.bmm(query[suspects], key[suspects].mT) * scale
+        scores = torch.bmm(query[suspects].float(), key[suspects].float().mT) * scale
         if bias is not None:
             scores = scores + bias.expand(len(query), -1, -1)[suspects]
         lse[suspects] = lse[suspects].masked_fill((scores == -math.inf).all(-1), -math.inf)
@@ -161,8 +225,8 @@ def _attend_cpu(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, 
 
 
 def merge(output: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Combine two softmax-weighted outputs over disjoint keys by their log-sum-exp."""
+    """Add to a softmax-weighted output that over other keys, by their log-sum-exp; in place."""
     total = torch.logaddexp(lse, part_lse)
     shift = total.masked_fill(total == -math.inf, 0.0)
     mine, other = ((x - shift).exp()[..., None] for x in (lse, part_lse))
-    return (output * mine).addcmul_(part, other), total
+    return output.mul_(mine).addcmul_(part, other), lse.copy_(total)

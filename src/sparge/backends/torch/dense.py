@@ -1,8 +1,9 @@
-"""Dense attention with this library's contract (LSE, bottom-right causality, 0 for rows that see nothing), float32.
+"""Dense attention with this library's contract (LSE, bottom-right causality, 0 for rows that see nothing).
 
-Without a mask torch's own CPU kernel does all of it. Short calls with a mask or a window, such as decoding with
-padding, take one batch with an element mask. Everything else runs through the block backend with every visible block
-kept, which needs no memory in the square of the length, and no time outside of a window.
+Without a mask torch's own CPU kernel does all of it, in float32 where 16 bits would be emulated (`processor`). Short
+calls with a mask or a window, such as decoding with padding, take one batch with an element mask, in float32.
+Everything else runs through the block backend with every visible block kept, which needs no memory in the square of the
+length, and no time outside of a window.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparge.backends.torch import blocks, predict
+from sparge.backends.torch.processor import dtype_of_dense
 from sparge.call import Call
 from sparge.geometry import Shape
 from sparge.visibility import allowed_elements, window_elements
@@ -43,8 +45,8 @@ def attention(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Te
 
 def _without_mask(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """torch's CPU flash attention, which also gives the LSE; it wants one width and as many key heads as queries."""
-    shape = call.shape
-    query, key, value = query.float(), *_for_every_head(key, value, shape)
+    shape, dtype = call.shape, dtype_of_dense(query.dtype, exact_lse=call.exact_lse)
+    query, key, value = query.to(dtype), *_for_every_head(key, value, shape, dtype)
     if shape.head_dim != shape.value_dim:
         width = max(shape.head_dim, shape.value_dim)
         query, key, value = (F.pad(tensor, (0, width - tensor.shape[3])) for tensor in (query, key, value))
@@ -77,7 +79,7 @@ def _with_element_mask(query: Tensor, key: Tensor, value: Tensor, call: Call) ->
     if attn_mask is not None:
         allowed = allowed & allowed_elements(attn_mask)
         bias = bias if attn_mask.dtype == torch.bool else attn_mask.float()
-    key, value = _for_every_head(key, value, shape)
+    key, value = _for_every_head(key, value, shape, torch.float32)
     # What nobody sees may hold anything, even NaN.
     keys_seen = allowed.any(2)[..., None]
     output, lse = blocks.attend(
@@ -90,8 +92,8 @@ def _with_element_mask(query: Tensor, key: Tensor, value: Tensor, call: Call) ->
     return output.unflatten(0, sizes[:2]), lse.unflatten(0, sizes[:2])
 
 
-def _for_every_head(key: Tensor, value: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
-    """Keys and values in float32, grouped heads repeated; without a copy where neither is needed."""
+def _for_every_head(key: Tensor, value: Tensor, shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys and values in a dtype, grouped heads repeated; without a copy where neither is needed."""
     if shape.group > 1:
         key, value = key.repeat_interleave(shape.group, 1), value.repeat_interleave(shape.group, 1)
-    return key.float(), value.float()
+    return key.to(dtype), value.to(dtype)

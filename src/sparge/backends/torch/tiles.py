@@ -68,11 +68,11 @@ class Tiles:
         )
 
     def queries(self, rows: Tensor, into: Workspace) -> Tensor:
-        """(n,) -> (n, 128, D), float32."""
+        """(n,) -> (n, 128, D), in the workspace's dtype."""
         return into.gather("query", self.query, rows)
 
     def keys_values(self, rows: Tensor, columns: Tensor, into: Workspace) -> tuple[Tensor, Tensor]:
-        """Key blocks ``columns`` (n, c) of each row's head: (n, c * 64, D) and (n, c * 64, Dv), float32."""
+        """Key blocks ``columns`` (n, c) of each row's head: (n, c * 64, D) and (n, c * 64, Dv)."""
         batch, head, _ = self.place(rows)
         kv_head = batch * self.shape.kv_heads + head // self.shape.group
         flat = (kv_head[:, None] * self.shape.kv_blocks + columns).flatten()
@@ -121,19 +121,24 @@ class Tiles:
 
 
 class Workspace:
-    """Buffers to gather into, one per name and dtype. What `gather` returns is valid until its next call."""
+    """Buffers to gather into, one per name and dtype. What `gather` returns is valid until its next call.
 
-    def __init__(self) -> None:
+    Args:
+        dtype: what is computed in; blocks of another one are converted.
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self.dtype = dtype
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def gather(self, name: str, blocks: Tensor, index: Tensor) -> Tensor:
-        """Blocks (flattened over batch, head and position) number ``index`` (n,), as float32 (n, block, D)."""
+        """Blocks (flattened over batch, head and position) number ``index`` (n,): (n, block, D)."""
         flat = blocks.flatten(0, 2)
         gathered = self._buffer(name, flat, len(index), flat.dtype)
         torch.index_select(flat, 0, index, out=gathered)
-        if flat.dtype == torch.float32:
+        if flat.dtype == self.dtype:
             return gathered
-        return self._buffer(name, flat, len(index), torch.float32).copy_(gathered)
+        return self._buffer(name, flat, len(index), self.dtype).copy_(gathered)
 
     def _buffer(self, name: str, like: Tensor, count: int, dtype: torch.dtype) -> Tensor:
         found = self._buffers.get((name, dtype))

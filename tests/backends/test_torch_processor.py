@@ -1,0 +1,237 @@
+"""What the torch backend makes of a processor: its units for 16 bits, its threads, its crossover."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import sparge
+from conftest import assert_within_budget, causality, exact_attention, make_qkv, plain_attention
+from sparge import Budget, TopK, stats
+from sparge.backends import base
+from sparge.backends.torch import TorchBackend, processor
+from sparge.backends.torch import blocks as torch_blocks
+from sparge.backends.torch.processor import CROSSOVERS, SCORES_PER_THREAD, Units
+from sparge.geometry import Shape
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+HALVES = pytest.mark.parametrize("dtype", [BF16, FP16])
+
+
+@pytest.fixture
+def has_units(monkeypatch: pytest.MonkeyPatch) -> Callable[[Units], None]:
+    """Make this machine one with such units for 16 bits: its kernels are slower then, and give the same."""
+
+    def patch(units: Units) -> None:
+        monkeypatch.setattr(processor, "units", lambda dtype: Units.NATIVE if dtype == FP32 else units)
+
+    return patch
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Let the backend believe in so many threads."""
+    return lambda number: monkeypatch.setattr(torch, "get_num_threads", lambda: number)
+
+
+def blocks_of(query: Tensor, key: Tensor, density: float) -> Tensor:
+    """Random blocks, of which neighbours share most."""
+    generator = torch.Generator().manual_seed(3)
+    sizes = (*query.shape[:2], -(-query.shape[2] // 128), -(-key.shape[2] // 64))
+    kept = torch.rand(sizes, generator=generator) < density
+    odd = kept[:, :, : kept.shape[2] // 2 * 2 : 2]
+    kept[:, :, 1::2] = odd ^ (torch.rand(odd.shape, generator=generator) < 0.1)
+    return kept
+
+
+@pytest.fixture
+def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.dtype, int]]:
+    """Dtypes and lengths of the queries that torch's CPU attention was called with."""
+    calls = []
+    kernel = torch_blocks._attend_cpu
+
+    def noted(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+        calls.append((query.dtype, query.shape[1]))
+        return kernel(query, *others)
+
+    monkeypatch.setattr(torch_blocks, "_attend_cpu", noted)
+    return calls
+
+
+class TestSixteenBits:
+    @causality
+    @HALVES
+    def test_products_on_matrix_units_are_within_the_budget(self, dtype, is_causal, has_units, kernel_calls) -> None:
+        has_units(Units.MATRIX)
+        query, key, value = make_qkv(300, 1000, heads=2, kv_heads=1, head_dim=16, dtype=dtype)
+        mask = blocks_of(query, key, 0.95)
+        output = sparge.block_sparse_attention(query, key, value, mask, is_causal=is_causal, enable_gqa=True)
+        assert set(kernel_calls) == {(dtype, 128), (dtype, 256)}
+        exact, _ = exact_attention(query, key, value, is_causal=is_causal, block_mask=mask)
+        plain = plain_attention(query, key, value, is_causal=is_causal, block_mask=mask)
+        assert_within_budget(output, exact, plain)
+
+    @pytest.mark.parametrize("units", [Units.VECTOR, Units.NONE])
+    def test_without_matrix_units_products_are_float32(self, units, has_units, kernel_calls) -> None:
+        has_units(units)
+        query, key, value = make_qkv(300, head_dim=16, dtype=BF16)
+        sparge.attention(query, key, value, topk=0.5, backend="torch")
+        assert {dtype for dtype, _ in kernel_calls} == {FP32}
+
+    def test_an_lse_that_is_read_is_exact(self, has_units) -> None:
+        """Torch's kernel for 16 bits has rough exponentials: its LSE is off by 5e-5."""
+        query, key, value = make_qkv(300, head_dim=16, dtype=BF16)
+        results = []
+        for units in (Units.NONE, Units.MATRIX):
+            has_units(units)
+            for sparsity in (Budget(0.5), sparge.Dense()):
+                got = sparge.attention(query, key, value, sparsity=sparsity, backend="torch", return_lse=True)
+                results.append(got)
+        for before, after in zip(results[:2], results[2:], strict=True):
+            assert torch.equal(before[0], after[0]) and torch.equal(before[1], after[1])
+
+    @causality
+    @pytest.mark.parametrize("units", [Units.MATRIX, Units.VECTOR])
+    def test_dense_attention_is_torchs_own(self, units, is_causal, has_units) -> None:
+        has_units(units)
+        query, key, value = make_qkv(200, head_dim=16, dtype=BF16)
+        output = sparge.attention(query, key, value, topk=0.5, is_causal=is_causal)
+        assert stats().reasons == {"dense: below the crossover": 1}
+        assert torch.equal(output, F.scaled_dot_product_attention(query, key, value, is_causal=is_causal))
+
+    def test_hidden_keys_that_are_not_finite_stay_hidden(self, has_units) -> None:
+        has_units(Units.MATRIX)
+        query, key, value = make_qkv(200, head_dim=16, dtype=BF16)
+        key[:, :, 130:] = torch.nan
+        full = sparge.attention(query, key, value, is_causal=True, topk=1.0, backend="torch")
+        past = sparge.attention(*(x[:, :, :130] for x in (query, key, value)), is_causal=True, topk=1, backend="torch")
+        assert torch.equal(full[:, :, :128], past[:, :, :128])
+        torch.testing.assert_close(full[:, :, 128:130], past[:, :, 128:])
+
+    def test_other_widths_of_values_take_float32(self, has_units) -> None:
+        has_units(Units.MATRIX)
+        query, key, value = make_qkv(300, head_dim=16, value_dim=24, dtype=BF16)
+        output = sparge.attention(query, key, value, topk=1.0, backend="torch")
+        exact, _ = exact_attention(query, key, value)
+        assert_within_budget(output, exact, plain_attention(query, key, value))
+
+
+class TestBatches:
+    @causality
+    @pytest.mark.parametrize("whole", [1, 3, 8])
+    def test_every_kept_block_counts_once(self, whole, is_causal, monkeypatch: pytest.MonkeyPatch) -> None:
+        """However rows are cut, and whatever neighbours share."""
+        monkeypatch.setattr(torch_blocks, "WHOLE", whole)
+        query, key, value = make_qkv(650, 1500, heads=2, head_dim=16)
+        mask = blocks_of(query, key, 0.7)
+        got = sparge.block_sparse_attention(query, key, value, mask, is_causal=is_causal, backend="torch")
+        exact, _ = exact_attention(query, key, value, is_causal=is_causal, block_mask=mask)
+        torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-6)
+
+    def test_rows_of_many_lengths_are_few_batches(self, kernel_calls) -> None:
+        """Threads wait for each other where a batch is one row, and each batch costs the host a dozen operators."""
+        query, key, value = make_qkv(4096, heads=2, head_dim=16)
+        kept = (
+            torch.rand(1, 2, 32, 64, generator=torch.Generator().manual_seed(0)) < torch.linspace(0.1, 0.9, 32)[:, None]
+        )
+        sparge.block_sparse_attention(query, key, value, kept, backend="torch")
+        assert len(kept.sum(-1).unique()) > 35
+        assert len(kernel_calls) < 22
+
+    def test_the_future_does_not_cut_the_past(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A causal row that chooses for itself is not cut by what its neighbour, which sees more, chose."""
+        monkeypatch.setattr(torch_blocks, "WHOLE", 1)
+        query, key, value = make_qkv(1024, heads=2, head_dim=16)
+        changed = query.clone()
+        changed[:, :, 896:] = make_qkv(128, heads=2, head_dim=16, seed=7)[0]  # the second of the last pair
+        options = {"is_causal": True, "sparsity": TopK(0.6, min_blocks=1), "backend": "torch"}
+        before, after = (sparge.attention(q, key, value, **options) for q in (query, changed))
+        assert torch.equal(before[:, :, :896], after[:, :, :896])
+        assert not torch.equal(before[:, :, 896:], after[:, :, 896:])
+
+    def test_items_of_a_batch_do_not_cut_each_other(self) -> None:
+        query, key, value = make_qkv(1024, batch=3, heads=2, head_dim=16)
+        key[1] *= 3
+        options = {"topk": 0.6, "backend": "torch"}
+        together = sparge.attention(query, key, value, **options)
+        for item in range(3):
+            alone = sparge.attention(*(x[item : item + 1] for x in (query, key, value)), **options)
+            assert torch.equal(alone[0], together[item])
+
+
+class TestUnits:
+    @pytest.fixture(autouse=True)
+    def forgetful(self) -> Iterator[None]:
+        yield
+        for cached in (processor.units, processor.architecture, processor._crossover):
+            cached.cache_clear()
+
+    @pytest.mark.parametrize(
+        "machine, features, expected",
+        [
+            ("x86_64", {"amx_tile", "avx512_bf16", "mkldnn_bf16"}, {BF16: Units.MATRIX, FP16: Units.NONE}),
+            ("AMD64", {"amx_tile", "amx_fp16", "mkldnn_fp16"}, {BF16: Units.MATRIX, FP16: Units.MATRIX}),
+            ("x86_64", {"avx512_bf16", "mkldnn_bf16"}, {BF16: Units.VECTOR, FP16: Units.NONE}),
+            ("x86_64", {"mkldnn_bf16", "mkldnn_fp16"}, {BF16: Units.NONE, FP16: Units.VECTOR}),
+            ("aarch64", {"mkldnn_fp16"}, {BF16: Units.NONE, FP16: Units.NONE}),
+            ("arm64", {"mkldnn_bf16", "mkldnn_fp16"}, {BF16: Units.VECTOR, FP16: Units.NONE}),
+            ("riscv64", set(), {BF16: Units.NONE, FP16: Units.NONE}),
+        ],
+    )
+    def test_are_what_torch_says(self, machine, features, expected, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(processor.platform, "machine", lambda: machine)
+        monkeypatch.setattr(processor, "_cpu_has", lambda name: name in features)
+        monkeypatch.setattr(processor, "_onednn_has", lambda name: f"mkldnn_{name}" in features)
+        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+        self.clear()
+        assert {dtype: processor.units(dtype) for dtype in expected} == expected
+        assert processor.units(FP32) is Units.NATIVE
+
+    def test_a_torch_that_cannot_tell_has_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(processor.platform, "machine", lambda: "x86_64")
+        for name in ("amx_tile", "amx_fp16", "avx512_bf16"):
+            monkeypatch.delattr(torch.cpu, f"_is_{name}_supported", raising=False)
+        monkeypatch.setattr(torch.ops, "mkldnn", object())
+        self.clear()
+        assert {processor.units(dtype) for dtype in (BF16, FP16)} == {Units.NONE}
+
+    @staticmethod
+    def clear() -> None:
+        processor.units.cache_clear()
+        processor.architecture.cache_clear()
+
+    def test_crossovers_are_of_the_processor(self, monkeypatch: pytest.MonkeyPatch, threads, has_units) -> None:
+        threads(2)
+        monkeypatch.setattr(processor, "architecture", lambda: "x86")
+        for units in (Units.MATRIX, Units.VECTOR, Units.NONE):
+            has_units(units)
+            processor._crossover.cache_clear()
+            expected = CROSSOVERS.get(("x86", units), base.NEVER)
+            got = processor.crossover("cpu", BF16)
+            assert (got.keys, got.causal_keys) == (expected.keys, expected.causal_keys)
+            assert processor.crossover("cpu", FP32) == CROSSOVERS["x86", Units.NATIVE]
+        assert processor.crossover("mps", BF16) == CROSSOVERS["arm", Units.NATIVE]
+        threads(16)
+        assert processor.crossover("cpu", FP32).scores == 16 * SCORES_PER_THREAD == 2**26
+
+    def test_what_was_not_measured_is_never_sparse(self, monkeypatch: pytest.MonkeyPatch, has_units) -> None:
+        monkeypatch.setattr(TorchBackend, "crossover", lambda _, *asked: processor.crossover(*asked))
+        has_units(Units.VECTOR)
+        processor._crossover.cache_clear()
+        shape, device = Shape(8, 32, 32, 2**20, 2**20, 128, 128), torch.device("cpu")
+        prefers_dense = {dtype: base.prefers_dense(shape, True, "torch", device, dtype) for dtype in (BF16, FP16, FP32)}
+        assert prefers_dense == {BF16: True, FP16: True, FP32: False}
+
+    def test_models_ask_by_dtype(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        by_dtype = {BF16: base.NEVER, FP32: base.ALWAYS}
+        monkeypatch.setattr(TorchBackend, "crossover", lambda _, __, dtype: by_dtype[dtype])
+        tensors = make_qkv(200, head_dim=16)
+        with sparge.replace_sdpa(sparge.Policy(min_tokens=0)):
+            for dtype in (BF16, FP32):
+                F.scaled_dot_product_attention(*(x.to(dtype) for x in tensors))
+        assert stats().reasons == {"dense: below the crossover": 1, "sparse: torch": 1}
