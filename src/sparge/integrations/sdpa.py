@@ -77,7 +77,8 @@ class Scope:
 
     Attributes:
         layer: where they come from.
-        tokens: what the tokens of each call are, in the order of calls; of further ones, those of the last.
+        tokens: what the tokens of each call are, in the order of calls; of further ones, those of the last. (Empty
+            where nothing is known: torch.compile traces no default that is an object of ours.)
         grid: sizes of the picture or video that all other tokens than text are.
         calls: how many were made.
         mode: what sees them, where nobody hands them over.
@@ -85,7 +86,7 @@ class Scope:
     """
 
     layer: Layer
-    tokens: Sequence[Tokens] = (UNKNOWN,)
+    tokens: Sequence[Tokens] = ()
     grid: tuple[int, ...] | None = None
     calls: int = 0
     mode: SparseMode | None = None
