@@ -104,6 +104,17 @@ class TestSixteenBits:
         assert stats().reasons == {"dense: below the crossover": 1}
         assert torch.equal(output, F.scaled_dot_product_attention(query, key, value, is_causal=is_causal))
 
+    @causality
+    def test_dense_attention_with_a_mask_is_within_the_budget(self, is_causal, has_units, kernel_calls) -> None:
+        has_units(Units.MATRIX)
+        query, key, value = make_qkv(150, 200, head_dim=16, dtype=BF16)
+        call = {"is_causal": is_causal, "attn_mask": torch.arange(200) > 60}
+        output = sparge.attention(query, key, value, topk=0.5, **call)
+        assert kernel_calls == [(BF16, 150)]
+        assert_within_budget(
+            output, exact_attention(query, key, value, **call)[0], plain_attention(query, key, value, **call)
+        )
+
     def test_hidden_keys_that_are_not_finite_stay_hidden(self, has_units) -> None:
         has_units(Units.MATRIX)
         query, key, value = make_qkv(200, head_dim=16, dtype=BF16)

@@ -30,7 +30,10 @@ from sparge.replacement import BlockMeans, block_means, replaced_bias
 from sparge.visibility import find_visibility
 
 CHUNK_BYTES = 16 * 2**20
-"""Keys and values gathered at a time, for eight threads: enough to keep them busy, small enough for the caches."""
+"""Keys and values gathered at a time: large enough to keep the threads busy, small enough for the caches."""
+MANY_THREADS = 16
+"""From so many on they get twice as much. Not more: the kernel packs as much again, and beyond 32 MiB the C library
+takes fresh pages for it at every call."""
 SPANS = (4, 2)
 """How many neighbours attend together to what all of them keep."""
 WHOLE = 8
@@ -76,19 +79,20 @@ def _attend_rows(tiles: Tiles, kept: Tensor, full: Tensor, call: Call) -> tuple[
     gathered = BLOCK_K * (shape.head_dim + shape.value_dim) * workspace.dtype.itemsize
     if not has_cpu_kernel(tiles.query, tiles.value):
         gathered += BLOCK_Q * BLOCK_K * 8  # scores and probabilities
+    of_row = BLOCK_Q * (shape.head_dim * workspace.dtype.itemsize + shape.value_dim * 12)  # query, and what is merged
     left = (kept & full).flatten(0, 2)
     for span in SPANS if _may_share(call) else ():
         neighbours, shared = _shared(left, shape.q_blocks, span)
         left[neighbours] &= ~shared[:, None]
-        for batch, columns in _batches(shared, gathered):
+        for batch, columns in _batches(shared, gathered, span * of_row):
             rows = neighbours[batch]
             result.add(rows, *_attend_batch(tiles, rows, columns, workspace, call.scale))
     whole = _whole_steps(left)
     for part in (whole, left & ~whole):
-        for rows, columns in _batches(part, gathered):
+        for rows, columns in _batches(part, gathered, of_row):
             rows = rows[:, None]
             result.add(rows, *_attend_batch(tiles, rows, columns, workspace, call.scale))
-    for rows, columns in _batches((kept & ~full).flatten(0, 2), gathered + BLOCK_Q * BLOCK_K * 16):
+    for rows, columns in _batches((kept & ~full).flatten(0, 2), gathered + BLOCK_Q * BLOCK_K * 16, of_row):
         bias = tiles.element_bias(rows, columns)
         rows = rows[:, None]
         result.add(rows, *_attend_batch(tiles, rows, columns, workspace, call.scale, bias))
@@ -125,14 +129,18 @@ def _add_means(
 ) -> tuple[Tensor, Tensor]:
     """Merge what `_attend_rows` returns with the means of skipped blocks, weighted by `replaced_bias`, head by head."""
     shape = tiles.shape
+    scores = 0 if has_cpu_kernel(tiles.query, tiles.value) else 3 * shape.kv_blocks
+    at_once = max(1, CHUNK_BYTES // (4 * BLOCK_Q * (shape.head_dim + 2 * shape.value_dim + scores)))
     for number, (query, weights) in enumerate(zip(tiles.query.flatten(0, 1), bias.flatten(0, 1), strict=True)):
         batch, head = divmod(number, shape.heads)
         at = (batch, head // shape.group)
-        rows = slice(number * shape.q_blocks, (number + 1) * shape.q_blocks)
-        if bool((weights != -math.inf).any()):  # NaN counts
-            key, value = (mean[at].expand(shape.q_blocks, -1, -1) for mean in (means.key, means.value))
-            row_bias = weights[:, None].expand(-1, BLOCK_Q, -1)
-            merge(output[rows], lse[rows], *attend(query.float(), key, value, row_bias, scale))
+        for start in range(0, shape.q_blocks, at_once):
+            row_bias = weights[start : start + at_once, None].expand(-1, BLOCK_Q, -1)
+            if bool((row_bias[:, 0] != -math.inf).any()):  # NaN counts
+                rows = slice(number * shape.q_blocks + start, number * shape.q_blocks + start + len(row_bias))
+                key, value = (mean[at].expand(len(row_bias), -1, -1) for mean in (means.key, means.value))
+                part = attend(query[start : start + at_once].float(), key, value, row_bias, scale)
+                merge(output[rows], lse[rows], *part)
     return output, lse
 
 
@@ -161,9 +169,9 @@ def _whole_steps(kept: Tensor) -> Tensor:
     return kept & (kept.cumsum(-1, dtype=torch.int32) <= kept.sum(-1, keepdim=True) // WHOLE * WHOLE)
 
 
-def _batches(kept: Tensor, block_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _batches(kept: Tensor, block_bytes: int, row_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Rows with equal numbers of kept blocks, (n,), and those blocks, (n, c), of about `CHUNK_BYTES` a batch."""
-    chunk = CHUNK_BYTES * max(1, torch.get_num_threads() // 8)
+    chunk = 2 * CHUNK_BYTES if torch.get_num_threads() >= MANY_THREADS else CHUNK_BYTES
     counts = kept.sum(-1)
     starts = counts.cumsum(0) - counts
     order = torch.argsort(counts, descending=True, stable=True)  # largest first: the buffers are allocated once
@@ -173,7 +181,7 @@ def _batches(kept: Tensor, block_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
     for count, size in zip(values.tolist(), sizes.tolist(), strict=True):
         if count:
             within = torch.arange(count, device=kept.device)
-            batches = ceil_div(size, max(1, chunk // (count * block_bytes)))
+            batches = ceil_div(size, max(1, chunk // (count * block_bytes + row_bytes)))
             for batch in order[start : start + size].tensor_split(batches):
                 yield batch, columns[starts[batch, None] + within]
         start += size

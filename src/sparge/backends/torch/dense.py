@@ -1,9 +1,9 @@
 """Dense attention with this library's contract (LSE, bottom-right causality, 0 for rows that see nothing).
 
 Without a mask torch's own CPU kernel does all of it, in float32 where 16 bits would be emulated (`processor`). Short
-calls with a mask or a window, such as decoding with padding, take one batch with an element mask, in float32.
-Everything else runs through the block backend with every visible block kept, which needs no memory in the square of the
-length, and no time outside of a window.
+calls with a mask or a window, such as decoding with padding, take one batch with an element mask. Everything else runs
+through the block backend with every visible block kept, which needs no memory in the square of the length, and no time
+outside of a window.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Te
 
 def _without_mask(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """torch's CPU flash attention, which also gives the LSE; it wants one width and as many key heads as queries."""
-    shape, dtype = call.shape, dtype_of_dense(query.dtype, exact_lse=call.exact_lse)
+    shape, dtype = call.shape, dtype_of_dense(query, exact_lse=call.exact_lse)
     query, key, value = query.to(dtype), *_for_every_head(key, value, shape, dtype)
     if shape.head_dim != shape.value_dim:
         width = max(shape.head_dim, shape.value_dim)
@@ -79,11 +79,12 @@ def _with_element_mask(query: Tensor, key: Tensor, value: Tensor, call: Call) ->
     if attn_mask is not None:
         allowed = allowed & allowed_elements(attn_mask)
         bias = bias if attn_mask.dtype == torch.bool else attn_mask.float()
-    key, value = _for_every_head(key, value, shape, torch.float32)
+    dtype = dtype_of_dense(query, exact_lse=call.exact_lse)
+    key, value = _for_every_head(key, value, shape, dtype)
     # What nobody sees may hold anything, even NaN.
     keys_seen = allowed.any(2)[..., None]
     output, lse = blocks.attend(
-        torch.where(allowed.any(3, keepdim=True), query.float(), 0.0).flatten(0, 1),
+        torch.where(allowed.any(3, keepdim=True), query.to(dtype), 0.0).flatten(0, 1),
         torch.where(keys_seen, key, 0.0).flatten(0, 1),
         torch.where(keys_seen, value, 0.0).flatten(0, 1),
         torch.where(allowed, bias, -torch.inf).flatten(0, 1),

@@ -22,7 +22,7 @@ from torch import Tensor
 from sparge.backends.base import NEVER, Crossover
 
 SCORES_PER_THREAD = 2**22
-"""What a thread must have to do for small operators, which more threads do not hurry, to be few beside it."""
+"""Scores that each thread must have: more threads do not hurry a call's small operators. Two had 2^23 when measured."""
 
 
 class Units(Enum):
@@ -35,14 +35,14 @@ class Units(Enum):
 
 
 CROSSOVERS: dict[tuple[str, Units], Crossover] = {
-    # Neoverse-N1, 2 threads: causal gains a third at 4096 and topk .5.
+    # Neoverse-N1, 2 threads: at topk .5, causal gains a third at 4096.
     ("arm", Units.NATIVE): Crossover(keys=2048, causal_keys=4096, queries=128, scores=2**23),
-    # Xeon, 2 threads: causal loses a tenth at 4096 and topk .5, gains a tenth at 8192. 16 threads: the same.
+    # Xeon, 2 threads: at topk .5, causal loses a tenth at 4096 and gains a tenth at 8192.
     ("x86", Units.NATIVE): Crossover(keys=2048, causal_keys=8192, queries=128, scores=2**23),
-    # Emulated dense attention is never faster than float32: what pays there pays here.
+    # What is emulated is not faster than float32: what pays there pays here.
     ("arm", Units.NONE): Crossover(keys=2048, causal_keys=4096, queries=128, scores=2**23),
     ("x86", Units.NONE): Crossover(keys=2048, causal_keys=8192, queries=128, scores=2**23),
-    # Xeon with AMX: widened to float32, sparse attention took twice as long as dense at 8192 and topk .5.
+    # Xeon with AMX: at topk .5 and 8192, half as fast as SDPA while blocks were widened; unmeasured since they are not.
     ("x86", Units.MATRIX): NEVER,
 }
 """By architecture and units, each with its measured reason (docs/lab/cpu.md, "Crossover"); `NEVER` for all others."""
@@ -64,9 +64,10 @@ def dtype_of_products(query: Tensor, value: Tensor, *, exact_lse: bool) -> torch
     return query.dtype if own else torch.float32
 
 
-def dtype_of_dense(dtype: torch.dtype, *, exact_lse: bool) -> torch.dtype:
+def dtype_of_dense(query: Tensor, *, exact_lse: bool) -> torch.dtype:
     """What torch's kernel is handed when nothing is skipped: as SDPA does it, but float32 for what it emulates."""
-    return torch.float32 if exact_lse or units(dtype) is Units.NONE else dtype
+    own = query.device.type == "cpu" and units(query.dtype) is not Units.NONE and not exact_lse
+    return query.dtype if own else torch.float32
 
 
 def has_cpu_kernel(query: Tensor, value: Tensor) -> bool:
