@@ -132,6 +132,43 @@ def crossover_table() -> str:
     return f"{_markdown(header, body)}\n\n{_source(rows)}"
 
 
+def processor_table(variants: bool) -> str | None:
+    """Speed by processor, dtype, head_dim and length (`benchmarks.processor`); or the variants of one length."""
+    path = RESULTS / "processor.jsonl"
+    rows: dict[tuple[Any, ...], Row] = {}
+    for line in path.read_text().splitlines() if path.exists() else []:
+        row = json.loads(line)
+        if not variants and row["variant"] != "as it is":
+            continue
+        fields = ("processor", "threads", "dtype", "is_causal", "head_dim", "tokens", "topk", "variant")
+        rows[tuple(row[name] for name in fields)] = row
+    if variants:  # beside each other, and beside what they vary
+        varied = {case[:-1] for case in rows if case[-1] != "as it is"}
+        rows = {case: row for case, row in rows.items() if case[:-1] in varied}
+    if not rows:
+        return None
+    body = [
+        [
+            f"{row['processor']}, {row['threads']}",
+            row["dtype"],
+            _attention(row),
+            f"{row['head_dim']}",
+            f"{row['tokens']}",
+            f"{row['topk']:g}",
+            *([row["variant"]] if variants else []),
+            f"{row['dense_s'] * 1e3:.0f} ms",
+            f"{row['sparse_s'] * 1e3:.0f} ms",
+            f"{row['speedup']:.2f}x",
+            f"{row['density']:.3f}",
+            f"{row['relative_l1']:.4f} ({row['dense_relative_l1']:.4f})",
+        ]
+        for _, row in sorted(rows.items(), key=lambda entry: (*entry[0][:6], -entry[0][6]))
+    ]
+    header = ["processor, threads", "dtype", "attention", "D", "N", "topk", *(["variant"] if variants else [])]
+    header += ["SDPA", "sparge", "speed-up", "density", "rel. L1 (SDPA's)"]
+    return f"{_markdown(header, body)}\n\nB 1, H 8; {_source(list(rows.values()))}"
+
+
 def demo_table() -> str:
     demo = json.loads((RESULTS / "demo.json").read_text())
     body = [
@@ -460,6 +497,8 @@ TABLES: dict[str, Callable[[], str | None]] = {
     "demo": demo_table,
     "memory": memory_table,
     "crossover": crossover_table,
+    "processor": partial(processor_table, False),
+    "processor_variants": partial(processor_table, True),
     **{f"gpu_{name}": partial(gpu_table, name) for name in VIEWS},
     "gpu_tests": gpu_tests_table,
     "language": language_table,
