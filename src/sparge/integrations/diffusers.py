@@ -10,7 +10,6 @@ cross-attention. The scheduler says which step it is.
 from __future__ import annotations
 
 import functools
-import inspect
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -26,8 +25,9 @@ from sparge.decide import Reason, count
 from sparge.integrations import diffusers_backend, diffusers_probe
 from sparge.integrations.calls import Layer, Steps
 from sparge.integrations.diffusers_models import Blocks, attentions, blocks_of, found_blocks, grid_of
+from sparge.integrations.hooks import THREAD, Passes, close_scope, hooked, open_mode, parameters_of
 from sparge.integrations.schedule import Schedule
-from sparge.integrations.sdpa import Scope, SparseMode, Tokens
+from sparge.integrations.sdpa import Scope, Tokens
 from sparge.policy import Policy
 
 STATE = "_sparge_enabled"
@@ -109,7 +109,7 @@ def _hook_model(model: nn.Module, prefix: str, policy: Policy, schedule: Schedul
     """Hooks on every attention module of every block."""
     found = list(attentions(model))
     total = len(found_blocks(model))
-    passes = _Passes()
+    passes = Passes(diffusers_probe.is_probing)
     undo: list[Callable[[], None]] = [
         passes.unwind,
         _remove(model.register_forward_pre_hook(passes.begin)),
@@ -127,34 +127,8 @@ def _hook_model(model: nn.Module, prefix: str, policy: Policy, schedule: Schedul
         layer = Layer(full, policy.of_layer(full), dense, steps)
         undo += _dispatched_here(module)
         hooks = _Hooks(layer, blocks, inputs, is_merged=name.startswith(tuple(f"{part}." for part in blocks.merged)))
-        undo.append(_hooked(module, hooks))
+        undo.append(hooked(module, hooks.open, hooks.close))
     return undo
-
-
-def _hooked(module: nn.Module, hooks: _Hooks) -> Callable[[], None]:
-    """Put the hooks of an attention module in place, and say how to remove them.
-
-    Under one name for all modules: torch's own functions number hooks, torch.compile guards on the numbers, and would
-    compile every block of a model anew.
-    """
-    module._forward_pre_hooks[KEY] = hooks.open
-    module._forward_pre_hooks_with_kwargs[KEY] = True
-    module._forward_hooks[KEY] = hooks.close
-    module._forward_hooks_always_called[KEY] = True
-    return functools.partial(_unhook, module)
-
-
-def _unhook(module: nn.Module) -> None:
-    for hooks in (
-        module._forward_pre_hooks,
-        module._forward_pre_hooks_with_kwargs,
-        module._forward_hooks,
-        module._forward_hooks_always_called,
-    ):
-        cast(dict[Any, Any], hooks).pop(KEY, None)
-
-
-KEY: Any = "sparge"
 
 
 def _remove(handle: Any) -> Callable[[], None]:
@@ -184,33 +158,6 @@ def _is_dispatched(module: Any) -> bool:
     return getattr(getattr(module, "processor", None), "_attention_backend", None) == diffusers_backend.NAME
 
 
-class _Passes:
-    """Scopes that a forward pass left open are closed before the next: torch calls no hook after Ctrl-C."""
-
-    def __init__(self) -> None:
-        self._local = threading.local()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Passes, ()
-
-    def begin(self, *_: Any) -> None:
-        if not torch.compiler.is_compiling() and not diffusers_probe.is_probing():
-            self.unwind()
-            self._local.depth = len(diffusers_backend.THREAD.scopes)
-
-    def end(self, *_: Any) -> None:
-        if not torch.compiler.is_compiling() and not diffusers_probe.is_probing():
-            self._local.depth = None
-
-    def unwind(self) -> None:
-        depth = getattr(self._local, "depth", None)
-        while depth is not None and len(diffusers_backend.THREAD.scopes) > depth:
-            mode = diffusers_backend.THREAD.scopes.pop().mode
-            if mode is not None:
-                mode.__exit__(None, None, None)
-        self._local.depth = None
-
-
 class _Inputs:
     """What the forward pass under way was called with: text tokens, the grid of the others, or what a probe found.
 
@@ -232,7 +179,7 @@ class _Inputs:
     def read(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if diffusers_probe.is_probing():
             return
-        names = _parameters(type(model))
+        names = parameters_of(type(model))
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         states = arguments.get("encoder_hidden_states")
         text = states.shape[1] if isinstance(states, Tensor) else 0
@@ -299,12 +246,6 @@ NOT_PLACES = ("timestep", "timesteps", "t", "sigma", "guidance", "return_dict")
 """Arguments that change along a schedule, and move no token."""
 
 
-@constant
-def _parameters(kind: type[nn.Module]) -> tuple[str, ...]:
-    """Names of what a model's forward takes."""
-    return tuple(inspect.signature(kind.forward).parameters)[1:]
-
-
 class _Hooks:
     """The two hooks of an attention module. Scopes are kept by thread, as several may run one model."""
 
@@ -324,15 +265,13 @@ class _Hooks:
         )
         recorder = None if torch.compiler.is_compiling() else diffusers_probe.recorder_of(self.layer.name)
         scope = Scope(self.layer, tokens, now.grid, recorder=recorder)
-        diffusers_backend.THREAD.scopes.append(scope)
+        THREAD.scopes.append(scope)
         if self.calls_sdpa or recorder is not None or not _is_dispatched(module):
-            scope.mode = SparseMode(scope)
-            scope.mode.__enter__()
+            open_mode(scope)
 
     def close(self, module: Any, _: Any, output: Any) -> None:
-        scope = diffusers_backend.THREAD.scopes.pop()
+        scope = close_scope()
         if scope.mode is not None:
-            scope.mode.__exit__(None, None, None)
             self.calls_sdpa = self.calls_sdpa or scope.mode.was_used
         failed = output is None
         if scope.calls == 0 and not failed and not torch.compiler.is_compiling() and scope.recorder is None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
 import warnings
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from sparge.decide import Reason, count
 from sparge.integrations.calls import Layer, runs_dense
+from sparge.integrations.hooks import THREAD
 from sparge.integrations.sdpa import Scope, sparse_sdpa, undisturbed
 from sparge.policy import Policy
 
@@ -24,15 +24,6 @@ _log = logging.getLogger(__name__)
 
 _policy = [Policy()]
 _native: list[Any] = []  # what runs dense calls: the dispatcher's SDPA backend
-
-
-class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.scopes: list[Scope] = []
-
-
-THREAD = _Thread()
-"""Scopes of the attention modules this thread is in, opened and closed by hooks."""
 
 
 def register(policy: Policy | None = None) -> Any:
