@@ -307,7 +307,7 @@ def test_reentrant_checkpoints_train_as_stock() -> None:
 
 
 class TestAttentionOfItsOwn:
-    """SAM's picture encoder adds biases of its own making; only its small decoder asks for a function by name."""
+    """SAM's picture encoder, loaded as "eager", computes softmax itself; its small decoder asks for a function."""
 
     def build(self) -> Any:
         torch.manual_seed(0)
@@ -318,6 +318,7 @@ class TestAttentionOfItsOwn:
             mask_decoder_config={**sizes, "num_hidden_layers": 1, "iou_head_hidden_dim": 32},
             prompt_encoder_config={"hidden_size": 32, "image_size": 32, "patch_size": 4},
         )
+        config._attn_implementation = "eager"
         return SamModel(config).eval()
 
     def inputs(self) -> dict[str, Tensor]:
@@ -327,7 +328,7 @@ class TestAttentionOfItsOwn:
         model = self.build()
         names = [sorted(vars(module)) for module in model.modules()]
         hooks = [len(module._forward_hooks) for module in model.modules()]
-        with pytest.warns(UserWarning, match=r"got that of SamVisionSdpaAttention itself .*replace_sdpa"):
+        with pytest.warns(UserWarning, match=r"got that of SamVisionAttention itself .*implementation='sdpa'"):
             sparge.enable(model, Policy(backend="torch"))
         model(**self.inputs())
         layers = sparge.stats().layers
@@ -337,7 +338,7 @@ class TestAttentionOfItsOwn:
         sparge.disable(model)
         assert [sorted(vars(module)) for module in model.modules()] == names
         assert [len(module._forward_hooks) for module in model.modules()] == hooks
-        with pytest.raises(NotImplementedError, match="SamVisionSdpaAttention itself"):
+        with pytest.raises(NotImplementedError, match="SamVisionAttention itself"):
             sparge.enable(model, ALL)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -348,7 +349,7 @@ class TestAttentionOfItsOwn:
         model = SamVisionModel(self.build().config.vision_config)
         with pytest.raises(NotImplementedError, match=r"SamVisionModel: expected attention by one of transformers'"):
             sparge.enable(model, Policy(on_unsupported=on_unsupported))
-        assert model.config._attn_implementation == "sdpa"
+        assert model.config._attn_implementation == "eager"
 
 
 def test_a_scope_around_an_enabled_model_has_no_say() -> None:

@@ -179,7 +179,7 @@ def attend(
     options = _options(layer.policy, scale, enable_gqa, rules=rules, is_causal=is_causal, is_ordered=order is not None)
     if window is not None:
         options["window"] = window
-    if text and _costs_little(text, layer.policy.selection, query.shape[2]):
+    if text and _costs_little(text, layer.policy.selection, query.shape[2], is_causal=is_causal or is_language):
         options["exact_queries"] = list(text)
     keep = [*layer.policy.kept_ranges(key.shape[2]), *text]
     if order is not None:
@@ -271,12 +271,16 @@ EXACT_SHARE = 0.125
 """Of the blocks that are kept, what text may take that sees everything."""
 
 
-def _costs_little(text: Sequence[tuple[int, int]], rule: Selection, tokens: int) -> bool:
+def _costs_little(text: Sequence[tuple[int, int]], rule: Selection, tokens: int, *, is_causal: bool) -> bool:
     """Whether rows of text that see everything are a small part of the work; under `TopCdf` of a quarter of all."""
     amount = rule.amount
     density = 0.25 if isinstance(rule, TopCdf) else float(amount.mean() if isinstance(amount, Tensor) else amount)
-    rows = sum(ceil_div(stop, BLOCK_Q) - first // BLOCK_Q for first, stop in text)
-    return rows <= EXACT_SHARE * density * ceil_div(tokens, BLOCK_Q)
+    rows = ceil_div(tokens, BLOCK_Q)
+    seen = 0
+    for start, stop in text:
+        first, last = start // BLOCK_Q, ceil_div(stop, BLOCK_Q)
+        seen += (last - first) * (first + last + 1 if is_causal else 2 * rows)
+    return seen <= EXACT_SHARE * density * rows * (rows + 1 if is_causal else 2 * rows)
 
 
 def _options(

@@ -133,6 +133,9 @@ def _within(
         count(Reason.NOTHING_VISIBLE)
         return query.new_zeros(*query.shape[:3], value.shape[3])
     kept = [(max(a, start) - start, min(b, stop) - start) for a, b in keep]
+    if "exact_queries" in call:
+        exact = [(a, min(b, rows)) for a, b in call["exact_queries"] if a < rows]
+        call = {**call, "exact_queries": exact or None}
     output = attention(
         query[:, :, :rows],
         key[:, :, start:stop],

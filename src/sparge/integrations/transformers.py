@@ -20,12 +20,17 @@ from sparge import validation
 from sparge.decide import Reason, count
 from sparge.integrations import eager, packing
 from sparge.integrations.calls import Layer, aligned_top_left, attend, runs_dense, warn_of_missing
-from sparge.integrations.sdpa import undisturbed
+from sparge.integrations.hooks import THREAD, Passes, close_scope, hooked, open_mode
+from sparge.integrations.pictures import Inputs, takes_pictures
+from sparge.integrations.sdpa import UNKNOWN, Scope, undisturbed
 from sparge.policy import Policy
 
 NAME = "sparge"
 LAYER = "_sparge_layer"
 BY_NAME = "_sparge_layer_by_name"
+INPUTS = "_sparge_inputs"
+"""Attribute of an attention module: what is known of the forward pass of the part it belongs to."""
+
 PADDING = "_sparge_padding"
 """Attribute of a mask that is causal (aligned bottom-right) and padding: its version when that was so, the visible keys
 (B, 1, 1, S_k) or None: all, and how many keys a query sees, or None: all before it."""
@@ -44,7 +49,8 @@ CROSS_ATTENTION = ("encoder_attn", "cross_attn", "crossattention", "EncDecAttent
 REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 """What the code of a module names if its attention can be set."""
 
-OWN = ("softmax", "scaled_dot_product_attention")
+SDPA = "scaled_dot_product_attention"
+OWN = ("softmax", SDPA)
 """What it names, too, if it computes attention by itself."""
 
 FORBIDDEN = {
@@ -112,7 +118,7 @@ def enable(model: Any, policy: Policy) -> None:
     before = _implementations(model)
     _register_functions()
     model._sparge_before = before
-    model._sparge_hooks = []
+    model._sparge_undo = []
     model.set_attn_implementation(NAME)
     if model.config._attn_implementation != NAME:
         disable(model)
@@ -124,9 +130,9 @@ def enable(model: Any, policy: Policy) -> None:
         dense = bool(policy.dense_layers) and _is_dense_layer(model, name, policy)
         dense = dense or policy.is_dense_by_budget(name)
         setattr(module, LAYER, Layer(name, policy.of_layer(name), dense, is_cross=_is_cross(module, name)))
-    model._sparge_hooks.append(model.register_forward_pre_hook(_notice_another))
-    for name, module in own:
-        model._sparge_hooks.append(module.register_forward_hook(functools.partial(_count_own, name)))
+    model._sparge_undo.append(model.register_forward_pre_hook(_notice_another).remove)
+    model._sparge_undo += _follow_pictures(model, attentions)
+    model._sparge_undo += _follow_own(model, own)
 
 
 def _notice_another(model: Any, *_: Any) -> None:
@@ -135,12 +141,70 @@ def _notice_another(model: Any, *_: Any) -> None:
         return
     found = model.config._attn_implementation
     if found != NAME:
-        model._sparge_hooks[0].remove()
+        model._sparge_undo[0]()
         warnings.warn(
             f"sparge: {type(model).__name__} was set to {found!r} after sparge.enable, so nothing runs sparse (enable "
             "it again, or sparge.disable it)",
             stacklevel=2,
         )
+
+
+def _follow_pictures(model: nn.Module, attentions: Sequence[tuple[str, nn.Module]]) -> list[Callable[[], None]]:
+    """Have the parts that take pictures remember them for their layers; returns what undoes it."""
+    parts: dict[nn.Module, Inputs] = {}
+    for name, module in attentions:
+        part = _innermost(model, name, takes_pictures)
+        if part is not None:
+            setattr(module, INPUTS, parts.setdefault(part, Inputs.of(part)))
+    return [hooked(part, inputs.read, inputs.forget) for part, inputs in parts.items()]
+
+
+def _follow_own(model: nn.Module, own: Sequence[tuple[str, nn.Module]]) -> list[Callable[[], None]]:
+    """Open scopes around modules that call SDPA themselves, and count the others; returns what undoes it."""
+    from transformers import PreTrainedModel
+
+    undo: list[Callable[[], None]] = []
+    parts: dict[nn.Module, Passes] = {}
+    for name, module in own:
+        hooks = _Own(vars(module)[LAYER], calls_sdpa=SDPA in _names_used(type(module)))
+        undo.append(hooked(module, hooks.open, hooks.close))
+        part = _innermost(model, name, lambda part: isinstance(part, PreTrainedModel))
+        parts.setdefault(model if part is None else part, Passes())
+    for part, passes in parts.items():
+        undo += [
+            passes.unwind,
+            part.register_forward_pre_hook(passes.begin).remove,
+            part.register_forward_hook(passes.end, always_call=True).remove,
+        ]
+    return undo
+
+
+class _Own:
+    """The two hooks of a module that computes attention by itself; where it calls SDPA, a scope sees that."""
+
+    def __init__(self, layer: Layer, *, calls_sdpa: bool) -> None:
+        self.layer = layer
+        self.calls_sdpa = calls_sdpa
+
+    def open(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002
+        hidden = kwargs.get("hidden_states", args[0] if args else None)
+        grid = tuple(hidden.shape[1:3]) if isinstance(hidden, Tensor) and hidden.ndim == 4 else None
+        scope = Scope(self.layer, (UNKNOWN,), grid)
+        THREAD.scopes.append(scope)
+        if self.calls_sdpa:
+            open_mode(scope)
+
+    def close(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG002
+        scope = close_scope()
+        if scope.calls == 0 and output is not None:
+            count(Reason.OWN_ATTENTION, self.layer.name)
+
+
+def _innermost(model: nn.Module, name: str, fits: Callable[[nn.Module], bool]) -> nn.Module | None:
+    """The innermost part of a model around a module that fits."""
+    parts = name.split(".")
+    around = (model.get_submodule(".".join(parts[:stop])) for stop in reversed(range(len(parts))))
+    return next((part for part in around if fits(part)), None)
 
 
 def _can_be_served(model: nn.Module) -> bool:
@@ -160,11 +224,11 @@ def disable(model: Any) -> None:
     """Give a model back the attention it had before `enable`."""
     for config, implementation in model._sparge_before:
         config._attn_implementation_internal = implementation
-    for hook in model._sparge_hooks:
-        hook.remove()
-    del model._sparge_before, model._sparge_hooks
+    for action in model._sparge_undo:
+        action()
+    del model._sparge_before, model._sparge_undo
     for module in model.modules():
-        for name in (LAYER, BY_NAME):
+        for name in (LAYER, BY_NAME, INPUTS):
             vars(module).pop(name, None)
 
 
@@ -205,7 +269,8 @@ def attention_forward(
     sinks = kwargs.get(eager.SINKS)
     if sinks is not None and sinks.shape != query.shape[1:2]:
         unsupported = "sinks of another shape than (heads,)"
-    sparse = functools.partial(_sparse, layer, dropout, scaling, of_text, sinks, unsupported)
+    inputs = vars(module).get(INPUTS)
+    sparse = functools.partial(_sparse, layer, inputs, dropout, scaling, of_text, sinks, unsupported)
     if pack is not None and unsupported is None:
         aligned = functools.partial(_bottom_right, device=query.device) if causal else None
         whole = packing.attend_within(pack, query, key, value, attention_mask, sparse, dense, aligned, layer.name)
@@ -226,6 +291,7 @@ def _bottom_right(q_len: int, kv_len: int, device: torch.device) -> Tensor:
 
 def _sparse(
     layer: Layer,
+    inputs: Inputs | None,
     dropout: float,
     scaling: float | None,
     causal: bool,
@@ -246,6 +312,10 @@ def _sparse(
     if causal and attention_mask is not None and version is not None and version == _version_of(attention_mask):
         attention_mask, applies_causality = padding, True
         window = None if sliding_window is None else (sliding_window - 1, 0)
+    grid: tuple[int, ...] | None = None
+    text: Sequence[tuple[int, int]] = ()
+    if inputs is not None and query.shape[2] == key.shape[2]:
+        grid, text = (None, inputs.text(key.shape[2])) if causal else inputs.grid(key.shape[2])
     return attend(
         layer,
         query,
@@ -257,6 +327,8 @@ def _sparse(
         scaling,
         enable_gqa=True,
         is_language=causal,
+        text=text,
+        grid=grid,
         sinks=sinks,
         window=window,
         unsupported=unsupported,
@@ -383,7 +455,7 @@ def _is_attention(module: nn.Module) -> bool:
 def _own_attentions(
     model: nn.Module, attentions: Sequence[tuple[str, nn.Module]], policy: Policy
 ) -> list[tuple[str, nn.Module]]:
-    """Modules that compute attention by themselves, out of reach; said as the policy wants it said.
+    """Modules that ask for no function. Those that do not call SDPA either are out of reach, said as the policy says.
 
     Raises:
         NotImplementedError: the model has no others, or the policy says to raise.
@@ -396,14 +468,16 @@ def _own_attentions(
         and REGISTRY not in names[type(module)]
         and not names[type(module)].isdisjoint(OWN)
     ]
-    if not own:
+    by_hand = {type(module) for _, module in own if SDPA not in names[type(module)]}
+    if not by_hand:
         return own
-    kinds = ", ".join(sorted({type(module).__name__ for _, module in own}))
     message = (
-        f"{type(model).__name__}: expected attention by one of transformers' functions, got that of {kinds} itself "
-        "(`with sparge.replace_sdpa(policy):` reaches it where it calls SDPA)"
+        f"{type(model).__name__}: expected attention by one of transformers' functions or by SDPA, got that of "
+        f"{', '.join(sorted(kind.__name__ for kind in by_hand))} itself"
     )
-    if not any(REGISTRY in used for used in names.values()) or policy.on_unsupported == "raise":
+    if any(SDPA in _names_used(other) for kind in by_hand for other in kind.__subclasses__()):
+        message += " (another class calls SDPA: load the model with attn_implementation='sdpa')"
+    if not any({REGISTRY, SDPA} & used for used in names.values()) or policy.on_unsupported == "raise":
         raise NotImplementedError(message)
     if policy.on_unsupported == "warn":
         warnings.warn(f"sparge: {message}; it runs as it was", stacklevel=4)
@@ -414,11 +488,6 @@ def _names_used(kind: type) -> set[str]:
     """The names in the code of a class and of those it is made from."""
     methods = [inspect.unwrap(method) for base in kind.__mro__ for method in vars(base).values() if callable(method)]
     return set(name for method in methods if inspect.isfunction(method) for name in method.__code__.co_names)
-
-
-def _count_own(name: str, *_: Any) -> None:
-    """Count a forward pass of a module that computes attention by itself; a forward hook."""
-    count(Reason.OWN_ATTENTION, name)
 
 
 def _is_cross(module: nn.Module, name: str = "") -> bool:
