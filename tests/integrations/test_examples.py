@@ -155,6 +155,87 @@ class TestLanguageModel:
         assert sparge.stats().reasons == {"sparse: torch": 3, "dense: decode": 3}
 
 
+class TestVision:
+    def test_video_question(
+        self, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The processor is a stand-in: transformers' own takes torchvision and a decoder of videos."""
+        import torch
+        from transformers import AutoProcessor, BatchFeature, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+        frames, video = 64, 91
+        sizes = {"hidden_size": 32, "intermediate_size": 32}
+        text = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 99}
+        places = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+        ids = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": 0}
+        vision = {"depth": 1, "out_hidden_size": 32, "num_heads": 2, "patch_size": 4, "fullatt_block_indexes": [0]}
+        config = Qwen2_5_VLConfig(
+            text_config={**sizes, **text, **places, **ids},
+            vision_config={**sizes, **vision},
+            image_token_id=90,
+            video_token_id=video,
+        )
+        seeded(Qwen2_5_VLForConditionalGeneration, config).save_pretrained(tmp_path / "model")
+
+        class Processor:
+            def apply_chat_template(self, messages: Any, **_: Any) -> str:
+                return " ".join(part.get("text", "<video>") for part in messages[0]["content"])
+
+            def __call__(self, text: list[str], videos: list[str], **options: Any) -> BatchFeature:
+                assert (text, videos) == (["<video> Why?"], ["rain.mp4"])
+                assert (options["fps"], options["do_sample_frames"]) == (2.0, True)
+                prompt = torch.tensor([[1, 2, *[video] * (frames * 64), 5, 6]])
+                return BatchFeature(
+                    {
+                        "input_ids": prompt,
+                        "mm_token_type_ids": (prompt == video).int() * 2,
+                        "pixel_values_videos": torch.randn(frames * 256, 96),
+                        "video_grid_thw": torch.tensor([[frames, 16, 16]]),
+                    }
+                )
+
+            def decode(self, tokens: Any, **_: Any) -> str:
+                return f"{len(tokens)} tokens"
+
+        monkeypatch.setattr(AutoProcessor, "from_pretrained", lambda _: Processor())
+        run("video_question", model=tmp_path / "model", video="rain.mp4", question="Why?", tokens=3)
+        stats = sparge.stats()
+        assert capsys.readouterr().out.endswith(f"3 tokens\n{stats}\n")
+        assert {name: layer.reasons for name, layer in stats.layers.items()} == {
+            "model.visual.blocks.0.attn": {"dense: below the crossover": frames},
+            **{
+                f"model.language_model.layers.{index}.self_attn": {"sparse: torch": 1, "dense: decode": 2}
+                for index in range(2)
+            },
+        }
+
+    def test_segmentation(self, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        from transformers import SamConfig, SamModel, SamProcessor
+        from transformers.models.sam.image_processing_pil_sam import SamImageProcessorPil
+
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "mlp_dim": 32}
+        picture = {"image_size": 192, "patch_size": 4, "num_pos_feats": 16, "output_channels": 32, "window_size": 7}
+        config = SamConfig(
+            vision_config={**sizes, **picture, "global_attn_indexes": [1]},
+            mask_decoder_config={**sizes, "num_hidden_layers": 1, "iou_head_hidden_dim": 32},
+            prompt_encoder_config={"hidden_size": 32, "image_size": 192, "patch_size": 4},
+        )
+        seeded(SamModel, config).save_pretrained(tmp_path / "model")
+        square = {"height": 192, "width": 192}
+        SamProcessor(SamImageProcessorPil(size={"longest_edge": 192}, pad_size=square)).save_pretrained(
+            tmp_path / "model"
+        )
+        Image.linear_gradient("L").resize((160, 120)).save(tmp_path / "picture.png")
+        run("segmentation", model=tmp_path / "model", picture="picture.png", x=50, y=40)
+        with Image.open(tmp_path / "mask.png") as mask:
+            assert mask.size == (160, 120)
+        stats = sparge.stats()
+        assert capsys.readouterr().out.endswith(f"{stats}\n")
+        reasons = {name: layer.reasons for name, layer in stats.layers.items()}
+        assert reasons["vision_encoder.layers.0.attn"] == {"dense: below the crossover": 1}
+        assert reasons["vision_encoder.layers.1.attn"] == {"sparse: torch": 1}
+
+
 class TestCommandLine:
     def test_mp4_is_refused_before_the_work(
         self, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
