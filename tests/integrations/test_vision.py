@@ -324,10 +324,8 @@ def a_video_and_a_question(version: str, padding: tuple[int, int] = (0, 0)) -> d
     frame = [VIDEO] * 64
     frames = [3, 4, 92, *frame, 93] * FRAMES if version == "3" else [92, *frame * FRAMES, 93]
     ids = torch.tensor([[1, 2, *frames, 5, 6, 7]])
-    before, behind = padding
     padded = torch.nn.functional.pad(ids, padding, value=PAD)
     mask = torch.nn.functional.pad(torch.ones_like(ids), padding)
-    assert padded.shape[1] == before + ids.shape[1] + behind
     return {
         "input_ids": padded,
         "attention_mask": mask,
@@ -338,7 +336,7 @@ def a_video_and_a_question(version: str, padding: tuple[int, int] = (0, 0)) -> d
 
 
 class TestVideosInPrompts:
-    @pytest.mark.parametrize("padding", [(0, 0), (70, 0), (0, 70)], ids=["", "left", "right"])
+    @pytest.mark.parametrize("padding", [(0, 0), (70, 0)], ids=["", "left"])
     def test_the_question_is_exact(self, padding: tuple[int, int]) -> None:
         model, inputs = qwen("2.5"), a_video_and_a_question("2.5", padding)
         expected = model(**inputs).logits
@@ -352,6 +350,19 @@ class TestVideosInPrompts:
             "model.visual.blocks.0.attn": {"dense: fewer than min_tokens": FRAMES},
             "model.language_model.layers.0.self_attn": {"sparse: torch": 1},
         }
+
+    def test_questions_of_different_lengths(self) -> None:
+        """What is text in the longer sequence lies behind the end of the shorter one."""
+        model, short = qwen("2.5"), a_video_and_a_question("2.5", (0, 100))
+        long = {**short, "input_ids": short["input_ids"].where(short["attention_mask"] == 1, 8)}
+        long["attention_mask"] = torch.ones_like(short["attention_mask"])
+        inputs = {name: torch.cat([long[name], short[name]]) for name in short}
+        expected = model(**inputs).logits
+        sparge.enable(model, Policy(topk=0.9, backend="torch", on_unsupported="raise", min_tokens=1000))
+        got = model(**inputs).logits
+        start, stop = 2 + 1 + FRAMES * 64, int(short["attention_mask"].sum())
+        assert_equal(got[0, start:], expected[0, start:])
+        assert_equal(got[1, start:stop], expected[1, start:stop])
 
     def test_ids_are_read_once_and_only_by_sparse_calls(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from sparge.integrations import pictures
