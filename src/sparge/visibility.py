@@ -6,7 +6,7 @@ done per row of query blocks, so no intermediate is larger than 128 x kv_len per
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -21,20 +21,29 @@ NOWHERE = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class Visibility:
-    """What the masks of one call allow. The leading dimensions b and h are 1 or the call's own.
+class SeenTokens:
+    """Which tokens take part. The leading dimensions b and h are 1 or the call's own.
 
     Attributes:
-        blocks: (b, h, q_blocks, kv_blocks), some query of the block may see some key of the block.
-        full: the same shape, every query sees every key and no bias applies: the block needs no element mask.
         keys: (b, kv_heads or 1, kv_len), keys that some query may see; None when all are.
         queries: (b, h, q_len), queries that may see some key; None when all do.
     """
 
-    blocks: Tensor
-    full: Tensor
     keys: Tensor | None
     queries: Tensor | None
+
+
+@dataclass(frozen=True)
+class Visibility(SeenTokens):
+    """What the masks of one call allow.
+
+    Attributes:
+        blocks: (b, h, q_blocks, kv_blocks), some query of the block may see some key of the block.
+        full: the same shape, every query sees every key and no bias applies: the block needs no element mask.
+    """
+
+    blocks: Tensor
+    full: Tensor
 
 
 def allowed_elements(attn_mask: Tensor) -> Tensor:
@@ -72,7 +81,7 @@ def find_visibility(shape: Shape, window: Window, attn_mask: Tensor | None, devi
     )
     if found.keys is not None and shape.group > 1 and found.keys.shape[1] == shape.heads:
         keys = found.keys.unflatten(1, (shape.kv_heads, shape.group)).any(2)
-        return Visibility(found.blocks, found.full, keys, found.queries)
+        return replace(found, keys=keys)
     return found
 
 
@@ -153,7 +162,7 @@ def _without_mask(shape: Shape, window: Window, device: torch.device) -> Visibil
     if first_query > 0:
         queries = (torch.arange(shape.q_len, device=device) >= first_query)[None, None]
     blocks, full = _by_window(shape, window, device)
-    return Visibility(blocks[None, None], full[None, None], keys, queries)
+    return Visibility(keys, queries, blocks[None, None], full[None, None])
 
 
 def _by_window(shape: Shape, window: Window, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -185,7 +194,7 @@ def _with_key_mask(shape: Shape, window: Window, attn_mask: Tensor) -> Visibilit
     until = before[..., -1:]
     if last_of_query is not None:
         until = before[..., (positions + last_of_query + 1).clamp(0, shape.kv_len)]
-    return Visibility(blocks, full, keys, (until > since).expand(-1, -1, shape.q_len))
+    return Visibility(keys, (until > since).expand(-1, -1, shape.q_len), blocks, full)
 
 
 def _with_element_mask(shape: Shape, window: Window, attn_mask: Tensor) -> Visibility:
@@ -204,7 +213,7 @@ def _with_element_mask(shape: Shape, window: Window, attn_mask: Tensor) -> Visib
         blocks.append(key_blocks(some, False).any(-1))
         full.append(key_blocks(plain.all(2), False).all(-1))
         queries.append(seen.any(3))
-    return Visibility(torch.stack(blocks, 2), torch.stack(full, 2), keys, torch.cat(queries, 2))
+    return Visibility(keys, torch.cat(queries, 2), torch.stack(blocks, 2), torch.stack(full, 2))
 
 
 def key_blocks(per_key: Tensor, fill: float) -> Tensor:

@@ -27,6 +27,8 @@ from ahead_of_time.worker import FP8_ARCHITECTURE, SLOW, spills_a_step
 
 WORKER = Path(__file__).with_name("worker.py")
 KERNELS = {
+    "mask_kernel",
+    "sample_kernel",
     "size_kernel",
     "summarize_kernel",
     "reduce_kernel",

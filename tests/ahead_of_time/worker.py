@@ -48,9 +48,9 @@ class Case:
 
     ``backend`` is "triton" or "hopper", which only compute capability 9.0 has.
     ``length`` is `peak_handling.EVERY_TILE_KEYS` where the kernel looks for a peak in every tile.
-    ``attn_mask`` is None, "keys" (bool) or "bias" (an entry per query). ``has_similarity`` takes the other way through
-    prediction: block means, a similarity threshold, TopCdf. What is not ``is_typical`` differs little from another
-    case, and is compiled for 9.0 alone, which is the architecture that was measured.
+    ``attn_mask`` is None, "keys" (bool), "bool" or "bias" (both with an entry per query). ``has_similarity`` takes the
+    other way through prediction: block means, a similarity threshold, TopCdf. What is not ``is_typical`` differs little
+    from another case, and is compiled for 9.0 alone, which is the architecture that was measured.
     """
 
     quantization: str
@@ -81,7 +81,8 @@ CASES = {
     ),
     "none": Case("none"),
     "none D 64": Case("none", head_dim=64, is_typical=False),
-    "none bias": Case("none", attn_mask="bias", length=256),
+    "none bool": Case("none", attn_mask="bool", length=256, kernels="mask_kernel|sample_kernel"),
+    "none bias": Case("none", attn_mask="bias", length=256, kernels="attention|mask_kernel|sample_kernel|score"),
     "int8_fp8_fast on hopper": Case("int8_fp8_fast", backend="hopper"),
     "int8_fp8_fast causal on hopper": Case("int8_fp8_fast", is_causal=True, backend="hopper"),
     "int8_fp8_fast D 64 on hopper": Case("int8_fp8_fast", head_dim=64, backend="hopper"),
@@ -217,6 +218,8 @@ def call(case: Case) -> None:
     attn_mask = None
     if case.attn_mask == "keys":
         attn_mask = torch.ones(BATCH, 1, 1, case.length, dtype=torch.bool)
+    elif case.attn_mask == "bool":
+        attn_mask = torch.ones(1, 1, case.length, case.length, dtype=torch.bool)
     elif case.attn_mask == "bias":
         attn_mask = torch.zeros(1, 1, case.length, case.length, dtype=torch.bfloat16)
     asked = Call(

@@ -13,12 +13,13 @@ from conftest import causality, make_qkv
 from kernels.conftest import call_of, random_bits, shape_of, visibility_of
 from selection import specified
 from sparge import Mean, Moment, Spread, TopK
+from sparge.backends.cuda.stages.mask_blocks import mask_blocks
 from sparge.backends.cuda.stages.quantize import summarize_query
 from sparge.backends.cuda.stages.score import block_probabilities, score_inputs
 from sparge.backends.cuda.stages.summary import summarize_key_value
 from sparge.config import Score
 from sparge.reference import prediction
-from sparge.visibility import first_seen_keys
+from sparge.visibility import SeenTokens, first_seen_keys
 from sparge.window import window_of
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -49,10 +50,17 @@ def probabilities_of(
 ) -> Tensor:
     """What the kernels give, (B, H, q_blocks, kv_blocks)."""
     shape = shape_of(query, key, key)
-    seen = visibility_of(shape, is_causal, attn_mask)
-    call = call_of(shape, is_causal=is_causal, scale=scale, score=score, attn_mask=attn_mask)
+    call = call_of(shape, is_causal=is_causal, scale=scale, score=score, attn_mask=attn_mask, sparsity=TopK(1.0))
     similarity = threshold is not None
     inputs = score_inputs(score)
+    first_seen = first_query = blocks = None
+    seen: SeenTokens | None = None
+    if attn_mask is not None and attn_mask.shape[2] == 1 and attn_mask.dtype == torch.bool:
+        seen = visibility_of(shape, is_causal, attn_mask)
+        first_seen, first_query = first_seen_keys(shape, window_of(is_causal), attn_mask)
+    elif attn_mask is not None:
+        blocks = mask_blocks(call, scored=inputs.rows(score), are_means=inputs.are_means)
+        seen = blocks.tokens
     key_value = summarize_key_value(
         query,
         key,
@@ -68,11 +76,8 @@ def probabilities_of(
     summary = summarize_query(
         query, key_value, call, seen, codes=False, parts=inputs.parts(call.score), similarity=similarity
     )
-    first_seen, first_query = (
-        (None, None) if attn_mask is None else first_seen_keys(shape, window_of(is_causal), attn_mask)
-    )
     thresholds = None if threshold is None else torch.full((shape.heads,), threshold)
-    got = block_probabilities(query, key_value, summary, call, first_seen, first_query, thresholds)
+    got = block_probabilities(query, key_value, summary, call, first_seen, first_query, thresholds, blocks)
     return got.view(shape.batch, shape.heads, shape.q_blocks, shape.kv_blocks)
 
 
@@ -176,6 +181,37 @@ def test_key_masks(monkeypatch: pytest.MonkeyPatch, is_causal: bool, score: Scor
     seen = mask.expand(2, 2, 1, 200).any(1).squeeze(1)
     key = torch.where(seen[:, None, :, None], key, math.nan)
     assert_probabilities(monkeypatch, query, key, score, is_causal=is_causal, attn_mask=mask)
+
+
+@pytest.mark.parametrize("score", [Moment(8), Moment(5), Mean(), Spread(4)], ids=str)
+@pytest.mark.parametrize("kind", ["elements", "bias", "bias of keys"])
+def test_masks_with_entries(monkeypatch: pytest.MonkeyPatch, kind: str, score: Score) -> None:
+    """Biases are averaged over what a query sees, numbers beyond float32's octaves among them; rows see nothing."""
+    query, key = structured(140, 200, batch=2, heads=2, kv_heads=1, head_dim=16)
+    generator = torch.Generator().manual_seed(4)
+    mask = {
+        "elements": random_bits(1, 2, 140, 200, share=0.3),
+        "bias": 3 * torch.randn(2, 1, 140, 200, generator=generator),
+        "bias of keys": 3 * torch.randn(2, 1, 1, 200, generator=generator),
+    }[kind]
+    hidden = False if kind == "elements" else -math.inf
+    mask[:, :, :40] = hidden if kind != "bias of keys" else mask[:, :, :40]
+    mask[:, :, 3::5, 64:128] = hidden
+    if kind == "bias":
+        mask[0, 0, :, 130:190] = -3e38
+        mask[1, 0, 128:, :64] = torch.finfo(torch.float32).min
+    for is_causal in (False, True):
+        assert_probabilities(monkeypatch, query, key, score, is_causal=is_causal, attn_mask=mask)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("score", [Moment(128), Mean()], ids=str)
+def test_broken_biases_are_marked(monkeypatch: pytest.MonkeyPatch, score: Score, bad: float) -> None:
+    query, key = structured(140, 200, heads=1, head_dim=16)
+    mask = torch.zeros(140, 200)
+    mask[17, 70] = bad
+    got, _ = assert_probabilities(monkeypatch, query, key, score, attn_mask=mask[None, None])
+    assert got.isnan().nonzero().tolist() == [[0, 0, 0, 1]]
 
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 1.5])

@@ -1,37 +1,41 @@
 """The stages in order: statistics -> codes, scores -> selection -> attention.
 
-    prepare           everything before the attention kernel, in shared passes over Q, K and V
+    prepare           everything before the attention kernel, in shared passes over Q, K, V and the mask
     predict           the mask alone
     attend            attention over a given mask, or over every visible block
     attention         prepare, then attend
 
 The last stage is given: ``launcher`` starts Triton's attention kernel or Hopper's; all other stages are shared. Nothing
-here waits for the device. Masks with an entry per query, additive ones, and those under a window with a left bound are
-scored by `torch.predict`.
+here waits for the device. Bool masks of keys are reduced to where keys begin to be seen, by torch; all others are read
+by `stages.mask_blocks`.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from sparge.backends.cuda.launch import first_key, per_head_tensor
+from sparge.backends.cuda.launch import first_key, per_head_tensor, zeros_like
 from sparge.backends.cuda.operands import AttentionLauncher, MeanOperands, Operands
 from sparge.backends.cuda.peak_handling import peak_handling
 from sparge.backends.cuda.replay import replayed
 from sparge.backends.cuda.stages.block_rows import marks_of
+from sparge.backends.cuda.stages.mask_blocks import MaskBlocks, mask_blocks
 from sparge.backends.cuda.stages.peaks import mark_peaks
 from sparge.backends.cuda.stages.quantize import quantize_key_value, summarize_query
 from sparge.backends.cuda.stages.replacement import replaced_bias
 from sparge.backends.cuda.stages.score import block_probabilities, score_inputs
 from sparge.backends.cuda.stages.select import select
 from sparge.backends.cuda.stages.summary import KeyValueSummary, summarize_key_value
-from sparge.backends.torch import predict as torch_predict
 from sparge.block_mask import BlockMask
 from sparge.call import Call
-from sparge.config import Dense
+from sparge.config import Dense, TopK
 from sparge.layout import is_tokens_first
-from sparge.visibility import find_visibility, first_seen_keys
+from sparge.visibility import SeenTokens, find_visibility, first_seen_keys
+
+ALL_BLOCKS = TopK(1.0, min_blocks=0, sink=False, diagonal=False)
 
 
 def prepare(
@@ -51,15 +55,19 @@ def prepare(
         mask: the given one, where none is asked for.
     """
     shape, attn_mask = call.shape, call.attn_mask
-    seen = None if attn_mask is None else find_visibility(shape, call.window, attn_mask, query.device)
-    hides_keys_alone = attn_mask is None or (
-        attn_mask.shape[2] == 1 and attn_mask.dtype == torch.bool and call.window.left is None
-    )
-    has_scores = with_mask and hides_keys_alone and not isinstance(call.sparsity, Dense)
+    has_scores = with_mask and not isinstance(call.sparsity, Dense)
     quantizes = with_operands and call.is_quantized
     replaces = with_operands and call.replaces_skipped
     has_similarity = has_scores and call.selection.similarity_threshold is not None
     inputs = score_inputs(call.score) if has_scores else None
+    blocks: MaskBlocks | None = None
+    seen: SeenTokens | None = None
+    if attn_mask is not None and _hides_keys_alone(attn_mask, call):
+        seen = find_visibility(shape, call.window, attn_mask, query.device)
+    elif attn_mask is not None:
+        scored, are_means = (0, False) if inputs is None else (inputs.rows(call.score), inputs.are_means)
+        blocks = mask_blocks(call, scored=scored, are_means=are_means)
+        seen = blocks.tokens
     key_value = summarize_key_value(
         query,
         key,
@@ -82,14 +90,22 @@ def prepare(
         similarity=has_similarity,
     )
     order = None
-    if has_scores:
-        hidden = (None, None) if attn_mask is None else first_seen_keys(shape, call.window, attn_mask)
-        first_seen, first_query = hidden
-        threshold = per_head_tensor(call.selection.similarity_threshold, shape, query.device)
-        probability = block_probabilities(query, key_value, summary, call, first_seen, first_query, threshold)
-        mask, order = select(probability, summary.similarity, key_value.key_similarity, call, first_seen, threshold)
-    elif with_mask:
-        mask = torch_predict.predict(query, key, call)
+    if with_mask:
+        first_seen = first_query = threshold = None
+        if attn_mask is not None and blocks is None:
+            first_seen, first_query = first_seen_keys(shape, call.window, attn_mask)
+        rules = call
+        if has_scores:
+            threshold = per_head_tensor(call.selection.similarity_threshold, shape, query.device)
+            probability = block_probabilities(
+                query, key_value, summary, call, first_seen, first_query, threshold, blocks
+            )
+        else:
+            rules = replace(call, sparsity=ALL_BLOCKS)
+            probability = zeros_like(query, shape.batch * shape.heads, shape.q_blocks, shape.kv_blocks)
+        mask, order = select(
+            probability, summary.similarity, key_value.key_similarity, rules, first_seen, threshold, blocks
+        )
     if not with_operands:
         return None, mask
     assert value is not None
@@ -115,6 +131,11 @@ def prepare(
         order=order,
     )
     return operands, mask
+
+
+def _hides_keys_alone(attn_mask: Tensor, call: Call) -> bool:
+    """Whether all that a mask says is which keys are hidden, and a row's first visible block follows from that."""
+    return attn_mask.shape[2] == 1 and attn_mask.dtype == torch.bool and call.window.left is None
 
 
 def _means(key_value: KeyValueSummary, mask: BlockMask | None, call: Call) -> MeanOperands:

@@ -13,6 +13,7 @@ from torch import Tensor
 from sparge import geometry
 from sparge.backends.cuda.launch import power_of_two, window_flags, window_offsets
 from sparge.backends.cuda.primitives import BLOCK_K, BLOCK_Q, NOWHERE
+from sparge.backends.cuda.stages.mask_blocks import HIDDEN, MaskBlocks
 from sparge.call import Call
 from sparge.geometry import ceil_div
 
@@ -47,10 +48,14 @@ def load_row(
     always_ptr,
     exact_ptr,
     first_seen_ptr,
+    kind_ptr,
+    column_ptr,
     key_similarity_ptr,
     query_similarity_ptr,
     threshold_ptr,
     first_seen_strides,
+    kind_strides,
+    column_strides,
     heads,
     group,
     q_len,
@@ -66,6 +71,7 @@ def load_row(
     HAS_ALWAYS: tl.constexpr,
     HAS_EXACT: tl.constexpr,
     HAS_SEEN: tl.constexpr,
+    HAS_BLOCKS: tl.constexpr,
     HAS_SIMILARITY: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -78,6 +84,8 @@ def load_row(
         always            [kv_blocks] int8 (HAS_ALWAYS), blocks that every row keeps
         exact             [q_blocks] int8 (HAS_EXACT), rows that keep every block
         first_seen        [B, H, kv_blocks] int32 (HAS_SEEN), of `first_seen_keys`
+        kind              [B, H, q_blocks, kv_blocks] int8 (HAS_BLOCKS, without HAS_SEEN) and column [B, H, kv_blocks]
+                          int8 (SINK besides), of `mask_blocks`
         key_similarity    [B * Hkv, kv_blocks], query_similarity [B * H, q_blocks] and threshold [H], float32
                           (HAS_SIMILARITY): blocks below it are dissimilar, and not eligible
     """
@@ -98,11 +106,16 @@ def load_row(
         seen_base = first_seen_ptr + batch * first_seen_strides[0] + head * first_seen_strides[1]
         seen_from = tl.load(seen_base + columns, mask=inside, other=NOWHERE)
         visible = visible & (seen_from < NOWHERE)
-    if HAS_LAST:
-        visible = visible & (seen_from <= last_query + last_offset)
-    if HAS_FIRST:
+    if HAS_BLOCKS:  # the window is in it
         tl.static_assert(not HAS_SEEN)
-        visible = visible & (last_key >= first_query + first_offset)
+        kinds = kind_ptr + batch * kind_strides[0] + head * kind_strides[1] + q_block.to(tl.int64) * kind_strides[2]
+        visible = tl.load(kinds + columns, mask=inside, other=HIDDEN) != HIDDEN
+    else:
+        if HAS_LAST:
+            visible = visible & (seen_from <= last_query + last_offset)
+        if HAS_FIRST:
+            tl.static_assert(not HAS_SEEN)
+            visible = visible & (last_key >= first_query + first_offset)
 
     bits = tl.load(probability_ptr + row * kv_blocks + columns, mask=inside, other=0.0).to(tl.int32, bitcast=True)
     forced = (bits & 0x7FFFFFFF) > INFINITY_BITS  # NaN: the score was not finite
@@ -111,6 +124,9 @@ def load_row(
         sink = 0
         if HAS_SEEN:  # padding on the left
             sink = tl.min(tl.where(seen_from < NOWHERE, columns, COLUMNS), 0)
+        if HAS_BLOCKS:
+            reached = column_ptr + batch * column_strides[0] + head * column_strides[1] + columns
+            sink = tl.min(tl.where(tl.load(reached, mask=inside, other=0) != 0, columns, COLUMNS), 0)
         forced = forced | (columns == sink)
     if DIAGONAL:
         diagonal = kv_len - q_len
@@ -150,22 +166,30 @@ class RowArguments:
         call: Call,
         first_seen: Tensor | None,
         threshold: Tensor | None,
+        blocks: MaskBlocks | None,
     ) -> None:
         """See `select.select`."""
         shape, rules = call.shape, call.selection
         marks = marks_of(call, probability.device)
         always, exact = (probability if marked is None else marked for marked in marks)
+        column = None if blocks is None else blocks.column
         self.columns = max(32, power_of_two(shape.kv_blocks))
         self.pointers = {
             "probability_ptr": probability,
             "always_ptr": always,
             "exact_ptr": exact,
             "first_seen_ptr": probability if first_seen is None else first_seen,
+            "kind_ptr": probability if blocks is None else blocks.kind,
+            "column_ptr": probability if column is None else column,
             "key_similarity_ptr": probability if key_similarity is None else key_similarity,
             "query_similarity_ptr": query_similarity,
             "threshold_ptr": probability if threshold is None else threshold,
         }
-        self.strides = {"first_seen_strides": (0, 0) if first_seen is None else first_seen.stride()[:2]}
+        self.strides = {
+            "first_seen_strides": (0, 0) if first_seen is None else first_seen.stride()[:2],
+            "kind_strides": (0, 0, 0) if blocks is None else blocks.kind.stride()[:3],
+            "column_strides": (0, 0) if column is None else column.stride()[:2],
+        }
         self.sizes = {
             "heads": shape.heads,
             "group": shape.group,
@@ -183,6 +207,7 @@ class RowArguments:
             "HAS_ALWAYS": bool(call.always_keep),
             "HAS_EXACT": bool(call.exact_queries),
             "HAS_SEEN": first_seen is not None,
+            "HAS_BLOCKS": blocks is not None,
             "HAS_SIMILARITY": threshold is not None,
             "COLUMNS": self.columns,
         }

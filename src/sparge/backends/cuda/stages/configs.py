@@ -94,6 +94,14 @@ class ReplacementConfig:
     warps: int
 
 
+@dataclass(frozen=True)
+class MaskConfig:
+    """Key blocks of a mask that one program reads, warps."""
+
+    blocks: int
+    warps: int
+
+
 CONFIGS: dict[StageKey, Any] = {
     # 0.078 ms (128 registers); 4 blocks and 16 tokens 0.116 (195 registers), 4 and 8 0.092; two warps, 4 and 16 0.086
     StageKey("summarize"): SummarizeConfig(2, 8, 1),
@@ -124,6 +132,8 @@ CONFIGS: dict[StageKey, Any] = {
     StageKey("peaks"): PeakConfig(8, 3, 4),
     # Not timed.
     StageKey("replacement"): ReplacementConfig(256, 2),
+    # Not timed.
+    StageKey("mask"): MaskConfig(8, 4),
 }
 
 CANDIDATES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
@@ -135,6 +145,7 @@ CANDIDATES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
     "select": {"columns": (128, 256, 512, 1024), "most_warps": (8, 16)},
     "budget": {"rows": (1, 2, 4, 8), "share_warps": (4, 8, 16, 32)},
     "peaks": {"blocks": (4, 8, 16), "stages": (2, 3, 4), "warps": (2, 4, 8)},
+    "mask": {"blocks": (4, 8, 16), "warps": (2, 4, 8)},
     "replacement": {"step": (128, 256, 512), "warps": (1, 2, 4)},
 }
 """What a sweep tries for each field."""
@@ -190,3 +201,7 @@ def peak_config() -> PeakConfig:
 
 def replacement_config() -> ReplacementConfig:
     return cast(ReplacementConfig, stage_config("replacement"))
+
+
+def mask_config() -> MaskConfig:
+    return cast(MaskConfig, stage_config("mask"))

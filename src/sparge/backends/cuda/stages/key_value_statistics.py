@@ -20,7 +20,7 @@ from sparge.backends.cuda.primitives import BLOCK_K, LOG2_E, is_finite, load_tok
 from sparge.backends.cuda.stages import configs
 from sparge.call import Call
 from sparge.geometry import ceil_div
-from sparge.visibility import Visibility
+from sparge.visibility import SeenTokens
 
 VARIANCE_SHARE = tl.constexpr(config.VARIANCE_SHARE)
 NUMBERS = ["scale", "kv_heads", "kv_len", "kv_blocks", "first_key", "chunks"]
@@ -295,7 +295,7 @@ def key_value_statistics(
     key: Tensor,
     value: Tensor,
     call: Call,
-    seen: Visibility | None,
+    seen: SeenTokens | None,
     *,
     means: bool,
     variance: bool,

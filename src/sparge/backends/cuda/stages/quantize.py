@@ -35,7 +35,7 @@ from sparge.backends.cuda.primitives import (
 from sparge.backends.cuda.stages import configs
 from sparge.backends.cuda.stages.summary import KeyValueSummary
 from sparge.call import Call
-from sparge.visibility import Visibility
+from sparge.visibility import SeenTokens
 
 LARGEST_SCALE = tl.constexpr(1e15)
 """Of Q and of K, so that their product stays within float32; its reciprocal is the smallest."""
@@ -298,7 +298,7 @@ def summarize_query(
     query: Tensor,
     key_value: KeyValueSummary,
     call: Call,
-    seen: Visibility | None,
+    seen: SeenTokens | None,
     *,
     codes: bool,
     parts: int,

@@ -10,7 +10,7 @@ from sparge import eight_bits
 from sparge.backends.cuda.launch import buffer_like, first_query, launch, padded, seen_argument, strides_of
 from sparge.backends.cuda.primitives import BLOCK_Q, is_finite, load_tokens
 from sparge.call import Call
-from sparge.visibility import Visibility
+from sparge.visibility import SeenTokens
 
 NUMBERS = ["heads", "q_len", "q_blocks", "first_query"]
 LOG, VOTES = tl.constexpr(0), tl.constexpr(1)
@@ -71,7 +71,7 @@ def size_kernel(
     tl.store(part + VOTES * HEAD_DIM_PADDED, votes)
 
 
-def query_sizes(query: Tensor, call: Call, seen: Visibility | None) -> Tensor:
+def query_sizes(query: Tensor, call: Call, seen: SeenTokens | None) -> Tensor:
     """Parts of every query block, (B * H, q_blocks, 2, D padded) float32."""
     shape = call.shape
     width, programs = padded(shape.head_dim), shape.batch * shape.heads * shape.q_blocks

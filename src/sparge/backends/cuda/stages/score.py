@@ -36,6 +36,7 @@ from sparge.backends.cuda.launch import (
 )
 from sparge.backends.cuda.primitives import BLOCK_K, BLOCK_Q, LN_2, NOWHERE, is_finite, sampled_query
 from sparge.backends.cuda.stages import configs
+from sparge.backends.cuda.stages.mask_blocks import HIDDEN, MaskBlocks
 from sparge.backends.cuda.stages.quantize import QuerySummary
 from sparge.backends.cuda.stages.summary import KeyValueSummary
 from sparge.call import Call
@@ -229,12 +230,18 @@ def score_kernel(
     variance_ptr,
     first_seen_ptr,
     first_query_ptr,
+    kind_ptr,
+    pick_ptr,
+    bias_ptr,
     key_similarity_ptr,
     threshold_ptr,
     probability_ptr,
     query_strides,
     first_seen_strides,
     first_query_strides,
+    kind_strides,
+    pick_strides,
+    bias_strides,
     heads,
     kv_heads,
     q_len,
@@ -255,6 +262,8 @@ def score_kernel(
     HAS_FIRST: tl.constexpr,
     HAS_LAST: tl.constexpr,
     HAS_SEEN: tl.constexpr,
+    HAS_BLOCKS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     HAS_SIMILARITY: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -271,6 +280,9 @@ def score_kernel(
         query            [B, H, Sq, D], of which samples are taken, or FROM_MEANS those of `QuerySummary.mean`
         mean_high, mean_low, variance    [B * Hkv, kv_blocks, D padded] bfloat16, of `summarize_kernel`
         first_seen       [B, H, kv_blocks] int32 and first_query [B, H] int32 (HAS_SEEN), of `first_seen_keys`
+        pick             [B, H, q_blocks, SAMPLES] int32 (HAS_BLOCKS, not FROM_MEANS), of `mask_blocks`
+        kind, bias       [B, H, q_blocks, kv_blocks] int8, or [B, H, q_blocks, SAMPLES, kv_blocks] float32 (HAS_BIAS),
+                         what is visible and what a mask adds, of `mask_blocks` (HAS_BLOCKS)
         key_similarity   [B * Hkv, kv_blocks] and threshold [H] (HAS_SIMILARITY), float32
     Writes
         probability      [B * H, q_blocks, kv_blocks] float32; NaN marks a block whose score is not finite. What lies
@@ -290,10 +302,14 @@ def score_kernel(
     if FROM_MEANS:
         pointers = query_ptr + ((flat_head * q_blocks + q_block) * SAMPLES + sample)[:, None] * HEAD_DIM_PADDED
     else:
-        first_query = tl.maximum(-last_offset, 0) if HAS_LAST else 0
-        if HAS_SEEN:
-            first_query = tl.load(first_query_ptr + batch * first_query_strides[0] + head * first_query_strides[1])
-        pick = sampled_query(q_block, sample, first_query, q_len, SAMPLES)
+        if HAS_BLOCKS:
+            picks = pick_ptr + batch * pick_strides[0] + head * pick_strides[1]
+            pick = tl.load(picks + q_block * pick_strides[2] + sample * pick_strides[3], mask=used, other=0)
+        else:
+            first_query = tl.maximum(-last_offset, 0) if HAS_LAST else 0
+            if HAS_SEEN:
+                first_query = tl.load(first_query_ptr + batch * first_query_strides[0] + head * first_query_strides[1])
+            pick = sampled_query(q_block, sample, first_query, q_len, SAMPLES)
         base = query_ptr + batch * query_strides[0] + head * query_strides[1]
         pointers = base + pick.to(tl.int64)[:, None] * query_strides[2]
     inside = used[:, None]
@@ -316,6 +332,11 @@ def score_kernel(
         last_of_all = tl.minimum((first_block + blocks) * BLOCK_Q, q_len) - 1 + last_offset
         stop = tl.minimum(kv_blocks, tl.maximum(last_of_all + 1, 0) // BLOCK_K + 1)
     first_seen_base = first_seen_ptr + batch * first_seen_strides[0] + head * first_seen_strides[1]
+    # Rows that are not used read what others do: a mask over rows costs more.
+    read_block = tl.minimum(q_block, q_blocks - 1).to(tl.int64)
+    kinds = kind_ptr + batch * kind_strides[0] + head * kind_strides[1] + read_block * kind_strides[2]
+    biases = bias_ptr + batch * bias_strides[0] + head * bias_strides[1]
+    biases = biases + read_block * bias_strides[2] + tl.minimum(sample, SAMPLES - 1) * bias_strides[3]
     key_similarity_base = key_similarity_ptr + flat_kv_head * kv_blocks
     threshold = 0.0
     if HAS_SIMILARITY:
@@ -356,6 +377,15 @@ def score_kernel(
                     HAS_SEEN,
                     HAS_SIMILARITY,
                 )
+                if HAS_BLOCKS:
+                    exists = (columns < kv_blocks)[None, :]
+                    places = start + tl.arange(0, COLUMNS)[None, :]
+                    if HAS_BIAS:
+                        bias = tl.load(biases[:, None] + places, mask=exists, other=float("-inf"))
+                        eligible = eligible & (bias != float("-inf"))
+                        scores += bias
+                    else:
+                        eligible = eligible & (tl.load(kinds[:, None] + places, mask=exists, other=HIDDEN) != HIDDEN)
                 if step == 2:
                     share = tl.exp2((scores - row_shift[:, None]) * EXPONENT)
                     if SCORE == "spread":
@@ -386,12 +416,14 @@ def block_probabilities(
     first_seen: Tensor | None,
     first_query: Tensor | None,
     threshold: Tensor | None,
+    blocks: MaskBlocks | None = None,
 ) -> Tensor:
     """Expected share of each key block, (B * H, q_blocks, kv_blocks) float32.
 
     Args:
         first_seen, first_query: of `visibility.first_seen_keys` where keys are hidden.
         threshold: (H,), similarity under which a key block is not eligible.
+        blocks: of `mask_blocks.mask_blocks` where a mask has more to say than which keys are hidden.
     """
     shape, inputs = call.shape, score_inputs(call.score)
     heads = shape.batch * shape.heads
@@ -402,6 +434,7 @@ def block_probabilities(
     rows = max(setting.rows, samples_padded)
     probability = buffer_like(query, True, heads, shape.q_blocks, shape.kv_blocks)
     similarity = key_value.key_similarity
+    pick, bias = (None, None) if blocks is None else (blocks.pick, blocks.bias)
     launch(
         score_kernel,
         ceil_div(shape.q_blocks, rows // samples_padded) * heads,
@@ -411,12 +444,18 @@ def block_probabilities(
         variance_ptr=key_value.variance,
         first_seen_ptr=query if first_seen is None else first_seen,
         first_query_ptr=query if first_query is None else first_query,
+        kind_ptr=query if blocks is None else blocks.kind,
+        pick_ptr=query if pick is None else pick,
+        bias_ptr=query if bias is None else bias,
         key_similarity_ptr=query if similarity is None else similarity,
         threshold_ptr=query if threshold is None else threshold,
         probability_ptr=probability,
         query_strides=strides_of(query),
         first_seen_strides=(0, 0) if first_seen is None else first_seen.stride()[:2],
         first_query_strides=(0, 0) if first_query is None else first_query.stride(),
+        kind_strides=(0, 0, 0) if blocks is None else blocks.kind.stride()[:3],
+        pick_strides=(0, 0, 0, 0) if pick is None else pick.stride(),
+        bias_strides=(0, 0, 0, 0) if bias is None else bias.stride()[:4],
         heads=shape.heads,
         kv_heads=shape.kv_heads,
         q_len=shape.q_len,
@@ -435,6 +474,8 @@ def block_probabilities(
         HAS_LOW=from_means or query.dtype != torch.bfloat16,
         **window_flags(call),
         HAS_SEEN=first_seen is not None,
+        HAS_BLOCKS=blocks is not None,
+        HAS_BIAS=bias is not None,
         HAS_SIMILARITY=threshold is not None,
         ROWS=rows,
         COLUMNS=setting.columns,

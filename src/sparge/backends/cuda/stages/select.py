@@ -20,6 +20,7 @@ from sparge.backends.cuda.launch import buffer_like, launch, per_head_tensor
 from sparge.backends.cuda.stages import configs
 from sparge.backends.cuda.stages.block_rows import INFINITY_BITS, SIZES, RowArguments, load_row
 from sparge.backends.cuda.stages.budget import share_budget
+from sparge.backends.cuda.stages.mask_blocks import MaskBlocks
 from sparge.block_mask import BlockMask
 from sparge.call import Call
 
@@ -130,6 +131,8 @@ def select_kernel(
     always_ptr,
     exact_ptr,
     first_seen_ptr,
+    kind_ptr,
+    column_ptr,
     key_similarity_ptr,
     query_similarity_ptr,
     threshold_ptr,
@@ -139,6 +142,8 @@ def select_kernel(
     kv_indices_ptr,
     visible_num_blocks_ptr,
     first_seen_strides,
+    kind_strides,
+    column_strides,
     amount,
     heads,
     group,
@@ -158,6 +163,7 @@ def select_kernel(
     HAS_ALWAYS: tl.constexpr,
     HAS_EXACT: tl.constexpr,
     HAS_SEEN: tl.constexpr,
+    HAS_BLOCKS: tl.constexpr,
     HAS_SIMILARITY: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -182,10 +188,14 @@ def select_kernel(
         always_ptr,
         exact_ptr,
         first_seen_ptr,
+        kind_ptr,
+        column_ptr,
         key_similarity_ptr,
         query_similarity_ptr,
         threshold_ptr,
         first_seen_strides,
+        kind_strides,
+        column_strides,
         heads,
         group,
         q_len,
@@ -201,6 +211,7 @@ def select_kernel(
         HAS_ALWAYS,
         HAS_EXACT,
         HAS_SEEN,
+        HAS_BLOCKS,
         HAS_SIMILARITY,
         COLUMNS,
     )
@@ -230,6 +241,7 @@ def select(
     call: Call,
     first_seen: Tensor | None,
     threshold: Tensor | None,
+    blocks: MaskBlocks | None = None,
 ) -> tuple[BlockMask, Tensor | None]:
     """The kept blocks of every row, and in which order rows are best computed, None where any will do.
 
@@ -238,6 +250,7 @@ def select(
         query_similarity, key_similarity: (B * H, q_blocks) and (B * Hkv, kv_blocks) float32, read with a threshold.
         first_seen: of `visibility.first_seen_keys` where keys are hidden.
         threshold: (H,), similarity under which a query or key block is not eligible.
+        blocks: of `mask_blocks.mask_blocks` where a mask has more to say than which keys are hidden.
 
     Raises:
         NotImplementedError: the kernel does not know the rule.
@@ -245,7 +258,7 @@ def select(
     shape, rules, device = call.shape, call.selection, probability.device
     if rules.name not in SELECTIONS:
         raise NotImplementedError(f"sparsity on a GPU: expected one of {SELECTIONS}, got {rules.name!r}")
-    row_arguments = RowArguments(probability, query_similarity, key_similarity, call, first_seen, threshold)
+    row_arguments = RowArguments(probability, query_similarity, key_similarity, call, first_seen, threshold, blocks)
     amount = rules.amount
     amount_per_head = per_head_tensor(amount, shape, device) if isinstance(amount, Tensor) else None
     counted, order = share_budget(row_arguments, call) if rules.is_call_wide else (probability, None)

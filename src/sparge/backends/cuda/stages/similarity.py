@@ -10,7 +10,7 @@ from sparge.backends.cuda.launch import buffer_like, first_key, launch, padded, 
 from sparge.backends.cuda.primitives import BLOCK_K, load_tokens, self_similarity
 from sparge.backends.cuda.stages.key_value_statistics import SUM, KeyValueStatistics
 from sparge.call import Call
-from sparge.visibility import Visibility
+from sparge.visibility import SeenTokens
 
 NUMBERS = ["kv_heads", "kv_len", "kv_blocks", "first_key"]
 
@@ -70,7 +70,7 @@ def key_similarity_kernel(
 
 
 def key_similarity(
-    key: Tensor, statistics: KeyValueStatistics, key_mean: Tensor, call: Call, seen: Visibility | None
+    key: Tensor, statistics: KeyValueStatistics, key_mean: Tensor, call: Call, seen: SeenTokens | None
 ) -> Tensor:
     """Similarity of every key block, (B * Hkv, kv_blocks) float32.
 

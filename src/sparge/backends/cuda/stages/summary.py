@@ -18,7 +18,7 @@ from sparge.backends.cuda.stages.query_sizes import query_sizes
 from sparge.backends.cuda.stages.reduce import CodeScales, reduce_parts
 from sparge.backends.cuda.stages.similarity import key_similarity
 from sparge.call import Call
-from sparge.visibility import Visibility
+from sparge.visibility import SeenTokens
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def summarize_key_value(
     key: Tensor,
     value: Tensor,
     call: Call,
-    seen: Visibility | None,
+    seen: SeenTokens | None,
     *,
     means: bool,
     variance: bool,

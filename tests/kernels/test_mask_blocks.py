@@ -1,0 +1,150 @@
+"""Masks with entries, read by a kernel: facts about blocks and tokens, and the specification's choice of blocks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import sparge
+from kernels.conftest import CPU, call_of, random_bits
+from kernels.test_pipeline import RULES, TRITON, structured
+from selection import assert_same_blocks
+from sparge import Mean, Moment, Spread, TopK
+from sparge.backends.cuda.stages.mask_blocks import HIDDEN, PARTLY, WHOLLY, mask_blocks
+from sparge.backends.torch import predict as torch_predict
+from sparge.geometry import Shape
+from sparge.visibility import find_visibility
+from sparge.window import Window
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+SHAPE = Shape(2, 4, 2, 140, 330, 8, 8)
+KINDS = (
+    "elements",
+    "per head",
+    "blocks",
+    "queries",
+    "keys",
+    "bias",
+    "bias in bfloat16",
+    "bias per head in float16",
+    "bias of keys",
+    "transposed",
+    "nothing",
+)
+
+
+def mask_of(kind: str, shape: Shape) -> Tensor:
+    """Some rows and columns are hidden, some blocks visible as a whole, in most of them."""
+    q_len, kv_len = shape.q_len, shape.kv_len
+    generator = torch.Generator().manual_seed(3)
+    bits = random_bits(shape.batch, shape.heads, q_len, kv_len)
+    bits[..., : q_len // 4, :] = bits[..., kv_len // 3 : kv_len // 2] = False
+    bits[..., q_len // 2 :, -100:] = False
+    bits[:, 1:, :, :70] = True
+    bias = 3 * torch.randn(bits.shape, generator=generator)
+    bias[..., 64:200] = 0.0
+    bias[~bits] = -math.inf
+    bias[..., -70:] = torch.finfo(torch.float32).min
+    documents = (torch.arange(q_len) * 3 // q_len)[:, None] == torch.arange(kv_len) * 3 // kv_len
+    made = {
+        "elements": bits[:, :1],
+        "per head": bits[:1],
+        "blocks": documents[None, None],
+        "queries": bits[:, :1, :, :1],
+        "keys": bits[:, 1:2, -1:],
+        "bias": bias[:, :1],
+        "bias in bfloat16": bias[:1, 1:2].clamp(min=torch.finfo(torch.bfloat16).min).bfloat16(),
+        "bias per head in float16": bias[:1].clamp(min=torch.finfo(torch.float16).min).half(),
+        "bias of keys": bias[:, :1, -1:],
+        "transposed": bits[:1, :1].mT.contiguous().mT,
+        "nothing": torch.zeros(1, 1, q_len, kv_len, dtype=torch.bool),
+    }
+    return made[kind]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("window", [(None, None), (None, 0), (100, 5)], ids=str)
+def test_facts(kind: str, window: tuple[int | None, int | None]) -> None:
+    mask = mask_of(kind, SHAPE)
+    for shape, given in ((SHAPE, mask), (Shape(2, 4, 4, 330, 129, 8, 8), None)):
+        given = mask_of(kind, shape) if given is None else given
+        call = call_of(shape, attn_mask=given, window=window, sparsity=TopK(0.5, sink=True))
+        got = mask_blocks(call, scored=1)
+        expected = find_visibility(shape, call.window, given, CPU)
+        assert expected.keys is not None
+        assert expected.queries is not None
+        kinds = torch.where(expected.blocks, PARTLY.value, HIDDEN.value)
+        kinds = torch.where(expected.full, WHOLLY.value, kinds)
+        assert torch.equal(got.kind, kinds.to(torch.int8).expand_as(got.kind))
+        assert got.tokens.keys is not None
+        assert got.tokens.queries is not None
+        assert torch.equal(got.tokens.keys.expand(2, shape.kv_heads, -1), expected.keys.expand(2, shape.kv_heads, -1))
+        assert torch.equal(got.tokens.queries.expand(2, 4, -1), expected.queries.expand(2, 4, -1))
+        reached = find_visibility(shape, Window(None, window[1]), given, CPU).blocks.any(2)
+        assert got.column is not None
+        assert torch.equal(got.column.bool(), reached.expand_as(got.column))
+
+
+@pytest.mark.parametrize(
+    "kind, rule, score, options",
+    [
+        ("elements", "topk", Moment(), {"is_causal": True, "always_keep": [(70, 71)]}),
+        ("per head", "similarity budget", Spread(4), {}),
+        ("per head", "floor", Moment(5), {"window": (150, 0)}),
+        ("blocks", "budget", Moment(), {}),
+        ("queries", "topcdf", Mean(), {"is_causal": True}),
+        ("keys", "budget with a floor", Moment(), {"window": (130, 0)}),
+        ("bias", "budget", Moment(), {"is_causal": True, "exact_queries": [(130, 131)]}),
+        ("bias in bfloat16", "topcdf", Mean(), {}),
+        ("bias per head in float16", "per head", Moment(), {"window": (None, 65)}),
+        ("bias of keys", "topk", Moment(), {}),
+        ("bias of keys", "similarity", Spread(), {"is_causal": True}),
+        ("bias of keys", "budget with a floor", Moment(16), {"window": (100, 0)}),
+        ("transposed", "budget", Spread(), {"is_causal": True}),
+        ("bias", "dense", Moment(), {"is_causal": True}),
+        ("keys", "dense", Moment(), {}),
+        ("nothing", "budget", Moment(), {}),
+    ],
+    ids=str,
+)
+def test_blocks_are_the_specifications(
+    monkeypatch: pytest.MonkeyPatch, kind: str, rule: str, score: Any, options: dict[str, Any]
+) -> None:
+    """None of it is computed by torch."""
+    shape = Shape(2, 2, 1, 140, 330, 16, 16)
+    query, key, _ = structured(140, 330, batch=2, head_dim=16)
+    monkeypatch.setattr(torch_predict, "predict", None)
+    given = {"sparsity": RULES[rule], "score": score, "attn_mask": mask_of(kind, shape), **options}
+    got = assert_same_blocks(monkeypatch, query, key, backend="triton", **given)
+    assert kind == "nothing" or got.density() > 0
+
+
+def test_a_sink_that_nobody_sees_has_no_successor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the first block that the mask lets some query reach, were it not for the window, whose first is block 1."""
+    query, key, _ = structured(256, 600, heads=1, head_dim=16)
+    rule = TopK(0.01, min_blocks=0, sink=True, diagonal=False)
+    mask = torch.ones(1, 1, 256, 600, dtype=torch.bool)
+    mask[..., :10] = False
+    given = {"sparsity": rule, "window": (280, 0), "attn_mask": mask}
+    kept = assert_same_blocks(monkeypatch, query, key, backend="triton", **given).to_dense()
+    assert not kept[0, 0, 0, :2].any()
+    mask[..., :64] = False
+    kept = assert_same_blocks(monkeypatch, query, key, backend="triton", **given).to_dense()
+    assert kept[0, 0, 0, 1]
+
+
+def test_nobody_waits_for_samples_that_see_nothing() -> None:
+    """Queries that see nothing are never sampled, wherever they are in a block."""
+    query, key, _ = structured(300, 450, heads=1, head_dim=16)
+    mask = random_bits(300, 450, share=0.9)
+    empty = torch.arange(300) % 3 != 1
+    mask[empty] = False
+    options = {"attn_mask": mask, "topk": 0.4, "score": Moment(8), **TRITON}
+    expected = sparge.predict(query, key, **options).to_dense()
+    query[:, :, empty] = math.nan
+    assert torch.equal(sparge.predict(query, key, **options).to_dense(), expected)
