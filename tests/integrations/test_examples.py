@@ -156,6 +156,8 @@ class TestLanguageModel:
 
 
 class TestVision:
+    POLICY = Policy(sparsity=TopK(0.3, min_blocks=1), backend="torch", min_tokens=300)
+
     def test_video_question(
         self, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -163,7 +165,7 @@ class TestVision:
         import torch
         from transformers import AutoProcessor, BatchFeature, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-        frames, video = 64, 91
+        frames, video = 8, 91
         sizes = {"hidden_size": 32, "intermediate_size": 32}
         text = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 99}
         places = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
@@ -198,11 +200,12 @@ class TestVision:
                 return f"{len(tokens)} tokens"
 
         monkeypatch.setattr(AutoProcessor, "from_pretrained", lambda _: Processor())
-        run("video_question", model=tmp_path / "model", video="rain.mp4", question="Why?", tokens=3)
+        policy = written(self.POLICY, tmp_path / "policy.json")
+        run("video_question", model=tmp_path / "model", policy=policy, video="rain.mp4", question="Why?", tokens=3)
         stats = sparge.stats()
         assert capsys.readouterr().out.endswith(f"3 tokens\n{stats}\n")
         assert {name: layer.reasons for name, layer in stats.layers.items()} == {
-            "model.visual.blocks.0.attn": {"dense: below the crossover": frames},
+            "model.visual.blocks.0.attn": {"dense: fewer than min_tokens": frames},
             **{
                 f"model.language_model.layers.{index}.self_attn": {"sparse: torch": 1, "dense: decode": 2}
                 for index in range(2)
@@ -214,25 +217,26 @@ class TestVision:
         from transformers.models.sam.image_processing_pil_sam import SamImageProcessorPil
 
         sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "mlp_dim": 32}
-        picture = {"image_size": 192, "patch_size": 4, "num_pos_feats": 16, "output_channels": 32, "window_size": 7}
+        picture = {"image_size": 96, "patch_size": 4, "num_pos_feats": 16, "output_channels": 32, "window_size": 7}
         config = SamConfig(
             vision_config={**sizes, **picture, "global_attn_indexes": [1]},
             mask_decoder_config={**sizes, "num_hidden_layers": 1, "iou_head_hidden_dim": 32},
-            prompt_encoder_config={"hidden_size": 32, "image_size": 192, "patch_size": 4},
+            prompt_encoder_config={"hidden_size": 32, "image_size": 96, "patch_size": 4},
         )
         seeded(SamModel, config).save_pretrained(tmp_path / "model")
-        square = {"height": 192, "width": 192}
-        SamProcessor(SamImageProcessorPil(size={"longest_edge": 192}, pad_size=square)).save_pretrained(
+        square = {"height": 96, "width": 96}
+        SamProcessor(SamImageProcessorPil(size={"longest_edge": 96}, pad_size=square)).save_pretrained(
             tmp_path / "model"
         )
         Image.linear_gradient("L").resize((160, 120)).save(tmp_path / "picture.png")
-        run("segmentation", model=tmp_path / "model", picture="picture.png", x=50, y=40)
+        policy = written(self.POLICY, tmp_path / "policy.json")
+        run("segmentation", model=tmp_path / "model", policy=policy, picture="picture.png", x=50, y=40)
         with Image.open(tmp_path / "mask.png") as mask:
             assert mask.size == (160, 120)
         stats = sparge.stats()
         assert capsys.readouterr().out.endswith(f"{stats}\n")
         reasons = {name: layer.reasons for name, layer in stats.layers.items()}
-        assert reasons["vision_encoder.layers.0.attn"] == {"dense: below the crossover": 1}
+        assert reasons["vision_encoder.layers.0.attn"] == {"dense: fewer than min_tokens": 1}
         assert reasons["vision_encoder.layers.1.attn"] == {"sparse: torch": 1}
 
 
