@@ -245,4 +245,7 @@ class TestUnits:
         with sparge.replace_sdpa(sparge.Policy(min_tokens=0)):
             for dtype in (BF16, FP32):
                 F.scaled_dot_product_attention(*(x.to(dtype) for x in tensors))
-        assert stats().reasons == {"dense: below the crossover": 1, "sparse: torch": 1}
+            assert stats().reasons == {"dense: below the crossover": 1, "sparse: torch": 1}
+            with torch.autocast("cpu", dtype=BF16):
+                F.scaled_dot_product_attention(*tensors)
+        assert stats().reasons == {"dense: below the crossover": 2, "sparse: torch": 1}

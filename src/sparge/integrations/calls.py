@@ -373,7 +373,7 @@ def _why_dense(
     if torch.compiler.is_compiling():
         reason = _by_policy(layer, query, key, is_self, is_language, is_causal, heads_at, tokens_at)
     else:
-        asked = (query.shape, key.shape, is_self, is_language, is_causal, tokens_at, query.device)
+        asked = (query.shape, key.shape, is_self, is_language, is_causal, tokens_at, query.device, _dtype(query))
         known, reason = layer.last
         if known != asked:
             reason = _by_policy(layer, query, key, is_self, is_language, is_causal, heads_at, tokens_at)
@@ -400,7 +400,7 @@ def _by_policy(
     return decide.by_policy(
         layer.policy,
         query.device,
-        query.dtype,
+        _dtype(query),
         q_shape[0] * q_shape[heads_at],
         q_shape[tokens_at],
         kv_shape[tokens_at],
@@ -410,6 +410,13 @@ def _by_policy(
         is_cross=layer.is_cross,
         is_dense_layer=layer.dense,
     )
+
+
+def _dtype(query: Tensor) -> torch.dtype:
+    """What a call is computed in, as far as it matters to a decision: on a CPU."""
+    if query.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
+        return torch.get_autocast_dtype("cpu")
+    return query.dtype
 
 
 def _autocast(tensor: Tensor) -> Tensor:
