@@ -382,7 +382,7 @@ def test_bench_tables_fit_80_columns() -> None:
     row |= {f"{name}_ms": 123.4 for name in times} | {"graph_ms": 123.4, "executed_tops": 1234.5, "target": 0.013}
     row |= {"sparge_tflops": 12345.6, "speedup": 12.3, "graph_speedup": 12.3, "density": 0.123, "relative_l1": 0.0123}
     row |= {"family": "outliers-k-matched-1x100", "backend": "hopper", "lse_mean": 0.0123, "passes": True}
-    row |= {"segments": 64, "loop_speedup": 12.3}
+    row |= {"segments": 64, "loop_speedup": 12.3, "mask": "documents", "sdpa_ms": 123.4}
     stream = StringIO()
     rows = {name: row | {"suite": name} for name in SUITES}
     rows["numerics"]["kernel"] = "int8_fp8_fast"

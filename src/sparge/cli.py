@@ -129,8 +129,8 @@ def bench(
         typer.Option(
             parser=_suite,
             metavar="NAME",
-            help="end_to_end, kernel, error, memory, crossover, hopper or numerics; may be repeated. The first four by "
-            "default.",
+            help="end_to_end, kernel, error, memory, crossover, hopper, numerics, packed or masks; may be repeated. "
+            "The first four by default.",
         ),
     ] = None,
     json_path: Annotated[

@@ -91,6 +91,7 @@ class TestCases:
             "hopper": 12,
             "numerics": len(SUITES["numerics"]),
             "packed": 4,
+            "masks": 7,
         }
         families = {group.family for group in SUITES["numerics"]}
         assert families == {family.name for family in (*FAMILIES, *captured_families())}
@@ -337,6 +338,23 @@ class TestSuites:
         assert (cells["segments"], cells["topk"], cells["of loop"]) == ("3", "0.5", "2.00x")
         other = {**rows[1], "segments": 4}
         assert newest([rows[1], other], "packed") == [rows[1], other]
+
+    @pytest.mark.parametrize("mask", ["documents", "window", "random", "bias"])
+    def test_masks(self, on_cpu: bench.Bench, mask: str) -> None:
+        problem = Problem(256, 2, 32)
+        (row,) = measured(on_cpu, Group("masks", problem, topks=(0.5,), mask=mask))
+        inputs = make_inputs(problem, CPU)
+        entries = bench.MASKS[mask](problem, CPU)
+        assert entries.shape == (1, 2 if mask == "bias" else 1, 256, 256)
+        exact, _ = exact_attention(*(tensor.float() for tensor in inputs), attn_mask=entries)
+        got = sparge.attention(*inputs, entries, topk=0.5, backend="torch")
+        assert row["relative_l1"] == pytest.approx(relative_l1(got, exact), rel=1e-4)
+        density = sparge.predict(*inputs[:2], attn_mask=entries, topk=0.5, backend="torch").density()
+        assert (row["mask"], row["density"], row["problems"]) == (mask, density, {})
+        cells = dict(VIEWS["masks"].cells(row))
+        assert (cells["mask"], cells["topk"]) == (mask, "0.5")
+        assert None not in (row["sdpa_ms"], row["sparge_ms"], row["prepare_ms"], row["attend_ms"])
+        assert newest([row, {**row, "mask": "another"}], "masks") == [row, {**row, "mask": "another"}]
 
     def test_group_that_fails_is_one_row(self, on_cpu: bench.Bench) -> None:
         (row,) = measured(on_cpu, Group("kernel", Problem(300, 1, 64), density=0.5))

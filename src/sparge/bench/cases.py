@@ -44,6 +44,7 @@ IDENTITY = (
     "kernel",
     "family",
     "segments",
+    "mask",
 )
 """The fields that name a row's case; rows that agree in all of them are measurements of the same thing."""
 
@@ -90,7 +91,7 @@ class Group:
     """What is timed together.
 
     ``density`` is the share of the visible blocks kept at random (suites "kernel" and "hopper"), else None; ``topks``
-    are those of whole calls; ``family`` names the inputs (suite "numerics").
+    are those of whole calls; ``family`` names the inputs (suite "numerics"), ``mask`` a mask (suite "masks").
     """
 
     suite: str
@@ -99,6 +100,7 @@ class Group:
     with_flex: bool = False
     topks: tuple[float, ...] = TOPKS
     family: str | None = None
+    mask: str | None = None
 
 
 def _end_to_end(topks: tuple[float, ...] = TOPKS) -> list[Group]:
@@ -158,6 +160,13 @@ def _packed() -> list[Group]:
     return [Group("packed", problem, topks=PACKED_TOPKS) for problem in problems]
 
 
+def _masks() -> list[Group]:
+    """A bias for every head is too large at the second length."""
+    short, long = Problem(8192, 32), Problem(32768, 8)
+    cases = [(problem, mask) for problem in (short, long) for mask in ("documents", "window", "random")]
+    return [Group("masks", problem, topks=CROSSOVER_TOPKS, mask=mask) for problem, mask in [*cases, (short, "bias")]]
+
+
 def _numerics() -> list[Group]:
     """Every family at a short and a long length, sinks and the field at more; some at head_dim 64, and causal."""
     usual = Problem(8192, 2, queries=NUMERICS_QUERIES)
@@ -194,8 +203,9 @@ SUITES: dict[str, list[Group]] = {
     "hopper": _hopper(),
     "numerics": _numerics(),
     "packed": _packed(),
+    "masks": _masks(),
 }
-DEFAULT_SUITES = tuple(name for name in SUITES if name not in ("crossover", "hopper", "numerics", "packed"))
+DEFAULT_SUITES = tuple(name for name in SUITES if name not in ("crossover", "hopper", "numerics", "packed", "masks"))
 
 
 def groups_of(suites: tuple[str, ...], quick: bool) -> list[Group]:

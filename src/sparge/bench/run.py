@@ -4,15 +4,15 @@ Suites: "end_to_end" (a whole call against cuDNN and FlashAttention-2), "kernel"
 against FlexAttention), "error" (dense 8-bit attention against exact attention), "memory" (peak beyond inputs and
 output), "crossover" (from which sizes on a sparse call pays), "hopper" (its kernel beside its twin, and whole calls at
 two budgets), "numerics" (errors of every 8-bit quantization on families of inputs, against their limits), "packed" (a
-call over packed segments against a loop over them, and against cuDNN and FlashAttention-2 in such a loop). Errors are
-those of 256 queries per head, see `evaluate.oracle`. A column that could not be measured is None, and ``problems`` of
-its row says why.
+call over packed segments against a loop over them, and against cuDNN and FlashAttention-2 in such a loop), "masks" (a
+whole call under a mask with an entry per query, against SDPA under the same). Errors are those of 256 queries per head,
+see `evaluate.oracle`. A column that could not be measured is None, and ``problems`` of its row says why.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from functools import cache, partial
 from typing import Any, cast
@@ -39,6 +39,7 @@ from sparge.bench.cases import (
     tflops,
 )
 from sparge.bench.inputs import make_inputs
+from sparge.bench.masks import MASKS, exact_under_mask
 from sparge.bench.numerics import family_named, inputs_of, numerics_rows
 from sparge.bench.timing import (
     Timing,
@@ -123,6 +124,7 @@ def measure(bench: Bench, group: Group) -> Iterator[Row]:
     """Rows of one group. A group that fails as a whole gives one row that says why."""
     case = {"suite": group.suite, "backend": bench.backend, **group.problem.fields(), "turns": bench.turns}
     case |= {"family": group.family} if group.family else {}
+    case |= {"mask": group.mask} if group.mask else {}
     try:
         torch.cuda.empty_cache()  # what earlier groups left; without CUDA it does nothing
         make = partial(inputs_of, group.family) if group.family else make_inputs
@@ -322,6 +324,48 @@ def _packed_error(run: Callable[[], Any], rows: Tensor, exact: Tensor) -> float:
     return sampled_error(run().unflatten(0, (len(exact), -1)).transpose(1, 2), rows, exact)
 
 
+def _masks(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
+    """The quantization is what "auto" is under a mask, and the kernel the one that serves it."""
+    problem = group.problem
+    assert group.mask is not None
+    mask = MASKS[group.mask](problem, bench.device)
+    quantization = base.resolve_quantization("auto", bench.backend, bench.device, has_mask=True)
+    rows = sampled_queries(problem.queries, bench.device)
+    exact = exact_under_mask(*inputs, rows, mask)
+    options: Row = {"attn_mask": mask, "backend": bench.backend}
+    variants = {"sdpa": Variant(partial(F.scaled_dot_product_attention, *inputs, attn_mask=mask))}
+    for topk in group.topks:
+        call = replace(_call(problem, Budget(topk), quantization), attn_mask=mask)
+        prepare = partial(bench.prepare, *inputs, call, with_mask=True, with_operands=True)
+        serving = base.get(bench.backend).serving(call, inputs[0].dtype).name
+        variants[f"sparge {topk}"] = Variant(
+            partial(api.attention, *inputs, topk=topk, quantization=cast(Quantization, quantization), **options)
+        )
+        variants[f"prepare {topk}"], variants[f"attend {topk}"] = (
+            Variant(prepare),
+            _attend(bench, call, prepare, serving),
+        )
+    timings = bench.time(variants, bench.turns)
+    for topk in group.topks:
+        named = {name: timings[f"{name} {topk}"] for name in ("sparge", "prepare", "attend")}
+        problems = _problems(named | {"sdpa": timings["sdpa"]})
+        blocks = attempt(problems, "density", partial(api.predict, *inputs[:2], topk=topk, **options))
+        error = attempt(problems, "sparge", partial(_error, variants[f"sparge {topk}"].once, rows, exact))
+        yield {
+            "topk": topk,
+            "quantization": quantization,
+            "sdpa_ms": timings["sdpa"].ms,
+            "sparge_ms": named["sparge"].ms,
+            "sparge_graph_ms": named["sparge"].graph_ms,
+            "prepare_ms": named["prepare"].graph_ms,
+            "attend_ms": named["attend"].graph_ms,
+            "speedup": ratio(timings["sdpa"].ms, named["sparge"].ms),
+            "density": None if blocks is None else blocks.density(),
+            "relative_l1": error,
+            "problems": problems,
+        }
+
+
 MEASURES: dict[str, Callable[[Bench, Group, Inputs], Iterator[Row]]] = {
     "end_to_end": _end_to_end,
     "kernel": _kernel,
@@ -331,6 +375,7 @@ MEASURES: dict[str, Callable[[Bench, Group, Inputs], Iterator[Row]]] = {
     "hopper": _hopper,
     "numerics": _numerics,
     "packed": _packed,
+    "masks": _masks,
 }
 
 

@@ -151,6 +151,19 @@ def _packed(row: Row) -> Cells:
     yield "rel. L1", _number(row, "relative_l1", ".4f")
 
 
+def _masks(row: Row) -> Cells:
+    yield "mask", _plain(row, "mask")
+    yield "N", _plain(row, "tokens")
+    yield "topk", _topk(row)
+    yield "SDPA ms", _ms(row, "sdpa_ms")
+    yield "sparge ms", _ms(row, "sparge_ms")
+    yield "prepare ms", _ms(row, "prepare_ms")
+    yield "attend ms", _ms(row, "attend_ms")
+    yield "speed-up", _times(row, "speedup")
+    yield "density", _number(row, "density", ".3f")
+    yield "rel. L1", _number(row, "relative_l1", ".4f")
+
+
 END_TO_END = "End to end, prediction and quantisation included"
 STAGES = "Where the time of one call goes, by graph replay"
 RANDOM_BLOCKS = "Attention over random blocks, the kernel alone"
@@ -165,6 +178,7 @@ VIEWS = {
     "numerics": View("numerics", "Dense attention on families of inputs, errors and limits", _numerics),
     "memory": View("memory", "Peak device memory beyond inputs and output", _memory),
     "packed": View("packed", "Packed segments, against loops over them", _packed),
+    "masks": View("masks", "Masks with an entry per query, against SDPA", _masks),
     "crossover": View(
         "crossover", "Sparse 8-bit attention against dense, by size", _crossover, {"topk": 0.5, "head_dim": 128}
     ),
