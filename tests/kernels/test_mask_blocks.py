@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 import sparge
-from kernels.conftest import CPU, call_of, random_bits
+from kernels.conftest import CPU, call_of, make_problem, random_bits
+from kernels.test_attention import DTYPE_OF, assert_attention, tiles_of
 from kernels.test_pipeline import RULES, TRITON, structured
 from selection import assert_same_blocks
 from sparge import Mean, Moment, Spread, TopK
@@ -22,7 +23,6 @@ from sparge.window import Window
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-SHAPE = Shape(2, 4, 2, 140, 330, 8, 8)
 KINDS = (
     "elements",
     "per head",
@@ -68,14 +68,13 @@ def mask_of(kind: str, shape: Shape) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("window", [(None, None), (None, 0), (100, 5)], ids=str)
-def test_facts(kind: str, window: tuple[int | None, int | None]) -> None:
-    mask = mask_of(kind, SHAPE)
-    for shape, given in ((SHAPE, mask), (Shape(2, 4, 4, 330, 129, 8, 8), None)):
-        given = mask_of(kind, shape) if given is None else given
-        call = call_of(shape, attn_mask=given, window=window, sparsity=TopK(0.5, sink=True))
+def test_facts(kind: str) -> None:
+    fewer, more = Shape(2, 2, 1, 140, 330, 8, 8), Shape(1, 2, 2, 200, 129, 8, 8)
+    for shape, window in ((fewer, (None, None)), (fewer, (100, 5)), (more, (None, 0))):
+        mask = mask_of(kind, shape)
+        call = call_of(shape, attn_mask=mask, window=window, sparsity=TopK(0.5, sink=True))
         got = mask_blocks(call, scored=1)
-        expected = find_visibility(shape, call.window, given, CPU)
+        expected = find_visibility(shape, call.window, mask, CPU)
         assert expected.keys is not None
         assert expected.queries is not None
         kinds = torch.where(expected.blocks, PARTLY.value, HIDDEN.value)
@@ -83,9 +82,10 @@ def test_facts(kind: str, window: tuple[int | None, int | None]) -> None:
         assert torch.equal(got.kind, kinds.to(torch.int8).expand_as(got.kind))
         assert got.tokens.keys is not None
         assert got.tokens.queries is not None
-        assert torch.equal(got.tokens.keys.expand(2, shape.kv_heads, -1), expected.keys.expand(2, shape.kv_heads, -1))
-        assert torch.equal(got.tokens.queries.expand(2, 4, -1), expected.queries.expand(2, 4, -1))
-        reached = find_visibility(shape, Window(None, window[1]), given, CPU).blocks.any(2)
+        batch, heads = shape.batch, shape.kv_heads
+        assert torch.equal(got.tokens.keys.expand(batch, heads, -1), expected.keys.expand(batch, heads, -1))
+        assert torch.equal(got.tokens.queries.expand(batch, 2, -1), expected.queries.expand(batch, 2, -1))
+        reached = find_visibility(shape, Window(None, window[1]), mask, CPU).blocks.any(2)
         assert got.column is not None
         assert torch.equal(got.column.bool(), reached.expand_as(got.column))
 
@@ -103,9 +103,8 @@ def test_facts(kind: str, window: tuple[int | None, int | None]) -> None:
         ("bias in bfloat16", "topcdf", Mean(), {}),
         ("bias per head in float16", "per head", Moment(), {"window": (None, 65)}),
         ("bias of keys", "topk", Moment(), {}),
-        ("bias of keys", "similarity", Spread(), {"is_causal": True}),
         ("bias of keys", "budget with a floor", Moment(16), {"window": (100, 0)}),
-        ("transposed", "budget", Spread(), {"is_causal": True}),
+        ("transposed", "similarity", Spread(), {"is_causal": True}),
         ("bias", "dense", Moment(), {"is_causal": True}),
         ("keys", "dense", Moment(), {}),
         ("nothing", "budget", Moment(), {}),
@@ -138,8 +137,27 @@ def test_a_sink_that_nobody_sees_has_no_successor(monkeypatch: pytest.MonkeyPatc
     assert kept[0, 0, 0, 1]
 
 
-def test_nobody_waits_for_samples_that_see_nothing() -> None:
-    """Queries that see nothing are never sampled, wherever they are in a block."""
+@pytest.mark.parametrize(
+    "kind, quantization, tile",
+    [("bool", "none", (128, 1)), ("additive", "none", (64, 2)), ("bool", "int8_fp8", (64, 1))],
+)
+def test_attention_over_blocks_that_are_seen_as_a_whole(kind: str, quantization: str, tile: tuple[int, int]) -> None:
+    """Their entries are not read; those of their neighbours are, the ragged end and what a list leaves out."""
+    query, key, value, shape = make_problem(200, 330, head_dim=32, dtype=DTYPE_OF[quantization])
+    seen = torch.ones(1, 1, 200, 330, dtype=torch.bool)
+    seen[..., 5, 70:300] = seen[..., 128:, 200:] = False
+    mask = seen if kind == "bool" else torch.zeros(seen.shape).masked_fill(~seen, -math.inf)
+    mask = mask.to(mask.dtype if kind == "bool" else query.dtype)
+    blocks = torch.ones(1, shape.heads, 2, 6, dtype=torch.bool)
+    blocks[..., 2] = False
+    kinds = mask_blocks(call_of(shape, attn_mask=mask), scored=0).kind[0, 0]
+    assert sorted(set(kinds.flatten().tolist())) == [HIDDEN.value, PARTLY.value, WHOLLY.value]
+    with tiles_of(*tile):
+        assert_attention(query, key, value, blocks, quantization=quantization, attn_mask=mask)
+
+
+def test_queries_that_see_nothing_are_not_sampled() -> None:
+    """Wherever they are in a block."""
     query, key, _ = structured(300, 450, heads=1, head_dim=16)
     mask = random_bits(300, 450, share=0.9)
     empty = torch.arange(300) % 3 != 1

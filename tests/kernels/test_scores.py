@@ -183,8 +183,18 @@ def test_key_masks(monkeypatch: pytest.MonkeyPatch, is_causal: bool, score: Scor
     assert_probabilities(monkeypatch, query, key, score, is_causal=is_causal, attn_mask=mask)
 
 
-@pytest.mark.parametrize("score", [Moment(8), Moment(5), Mean(), Spread(4)], ids=str)
-@pytest.mark.parametrize("kind", ["elements", "bias", "bias of keys"])
+@pytest.mark.parametrize(
+    "kind, score",
+    [
+        ("elements", Moment(5)),
+        ("elements", Spread(4)),
+        ("bias", Moment(8)),
+        ("bias", Mean()),
+        ("bias of keys", Moment(8)),
+        ("bias of keys", Spread(4)),
+    ],
+    ids=str,
+)
 def test_masks_with_entries(monkeypatch: pytest.MonkeyPatch, kind: str, score: Score) -> None:
     """Biases are averaged over what a query sees, numbers beyond float32's octaves among them; rows see nothing."""
     query, key = structured(140, 200, batch=2, heads=2, kv_heads=1, head_dim=16)

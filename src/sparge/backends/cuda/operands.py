@@ -41,7 +41,8 @@ class Operands:
     is "none". ``key_scale`` is negative where a block holds a shared peak (`stages.peaks`). ``dtype`` is the output's,
     and ``tokens_first`` says how it lies in memory (`layout`). ``keys_seen`` is `visibility.Visibility.keys`, None
     where all are. ``means`` is None where blocks are dropped. ``order`` is the order in which rows of blocks are best
-    computed (`stages.budget`), None where any will do.
+    computed (`stages.budget`), None where any will do. ``kind`` is `mask_blocks.MaskBlocks.kind`, None where no
+    mask was read.
     """
 
     query: Tensor
@@ -56,6 +57,7 @@ class Operands:
     keys_seen: Tensor | None
     means: MeanOperands | None = None
     order: Tensor | None = None
+    kind: Tensor | None = None
 
 
 class AttentionLauncher(Protocol):

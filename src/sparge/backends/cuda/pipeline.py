@@ -129,6 +129,7 @@ def prepare(
         keys_seen=seen.keys if seen else None,
         means=_means(key_value, mask, call) if replaces else None,
         order=order,
+        kind=None if blocks is None else blocks.kind,
     )
     return operands, mask
 

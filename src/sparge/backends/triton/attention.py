@@ -41,6 +41,7 @@ from sparge.backends.cuda.primitives import (
     by_group,
     in_fp8_token_order,
 )
+from sparge.backends.cuda.stages.mask_blocks import WHOLLY
 from sparge.backends.triton import configs
 from sparge.backends.triton.means import Sums, add_means, blocks_with_means
 from sparge.backends.triton.peaks import Head, Row, add_lost, bits_of_far
@@ -86,6 +87,7 @@ def attention_kernel(
     order_ptr,
     totals_ptr,
     mask_ptr,
+    kind_ptr,
     seen_ptr,
     threshold_ptr,
     mean_key_ptr,
@@ -100,6 +102,7 @@ def attention_kernel(
     mean_key_strides,
     mean_value_strides,
     mask_strides,
+    kind_strides,
     seen_strides,
     scale,
     heads,
@@ -121,6 +124,7 @@ def attention_kernel(
     HAS_LAST: tl.constexpr,
     MASK: tl.constexpr,
     MASK_PER_QUERY: tl.constexpr,
+    HAS_KINDS: tl.constexpr,
     LOWEST: tl.constexpr,
     HAS_THRESHOLD: tl.constexpr,
     PEAKS: tl.constexpr,
@@ -155,6 +159,8 @@ def attention_kernel(
         visible_num_blocks     [B * H, q_blocks] int32 (COUNT)
         order                  [B * H * q_blocks] int32 (ORDERED), rows of blocks as they are to be computed
         mask                   [B, H, Sq | 1, Sk] bool or additive (MASK), which keys it leaves: seen [B, Hkv, Sk]
+        kind                   [B, H, q_blocks, kv_blocks] int8 (HAS_KINDS), of `mask_blocks`: what is WHOLLY seen needs
+                               no entries of the mask
         threshold              [H] float32 (HAS_THRESHOLD), natural log
         mean_key, mean_value, mean_scale, mean_bias    of `operands.MeanOperands` (MEAN_WIDTH, the width of its values)
     Writes
@@ -225,6 +231,7 @@ def attention_kernel(
     key_base = key_ptr + batch * key_strides[0] + kv_head * key_strides[1]
     value_base = value_ptr + batch * value_strides[0] + kv_head * value_strides[1]
     mask_base = mask_ptr + batch * mask_strides[0] + head * mask_strides[1]
+    kind_base = kind_ptr + batch * kind_strides[0] + head * kind_strides[1] + q_block.to(tl.int64) * kind_strides[2]
     seen_base = seen_ptr + batch * seen_strides[0] + kv_head * seen_strides[1]
     threshold = 0.0
     if HAS_THRESHOLD:
@@ -279,20 +286,26 @@ def attention_kernel(
 
         if MASK != "none":
             scores = block_scores(raw, unit, BLOCK_M) if is_quantized else raw * query_scale
-            scores = apply_mask(
-                scores,
-                may_see(query_positions, key_positions, kv_len, first_offset, last_offset, HAS_FIRST, HAS_LAST),
-                query_positions,
-                key_positions,
-                mask_base,
-                mask_strides[2],
-                mask_strides[3],
-                q_len,
-                kv_len,
-                MASK,
-                MASK_PER_QUERY,
-                LOWEST,
-            )
+            is_whole = False
+            if HAS_KINDS:
+                is_whole = tl.load(kind_base + block) == WHOLLY
+                if BLOCKS == 2:
+                    is_whole = is_whole & (tl.load(kind_base + last_block) == WHOLLY) & (missing == 0)
+            if is_whole == 0:
+                scores = apply_mask(
+                    scores,
+                    may_see(query_positions, key_positions, kv_len, first_offset, last_offset, HAS_FIRST, HAS_LAST),
+                    query_positions,
+                    key_positions,
+                    mask_base,
+                    mask_strides[2],
+                    mask_strides[3],
+                    q_len,
+                    kv_len,
+                    MASK,
+                    MASK_PER_QUERY,
+                    LOWEST,
+                )
             group_max = tl.max(tl.max(by_group(scores, BLOCK_M), 3), 1) if BLOCKS == 1 else scores
             local_max = tl.max(group_max, 1)
         else:
@@ -503,6 +516,7 @@ def attend(
         order_ptr=stand_in if operands.order is None else operands.order,
         totals_ptr=stand_in if totals is None else totals,
         mask_ptr=stand_in if attn_mask is None else attn_mask,
+        kind_ptr=stand_in if operands.kind is None else operands.kind,
         seen_ptr=keys_seen,
         threshold_ptr=stand_in if threshold is None else threshold,
         mean_key_ptr=mean_key,
@@ -517,6 +531,7 @@ def attend(
         mean_key_strides=strides_of(mean_key),
         mean_value_strides=strides_of(mean_value),
         mask_strides=mask_strides,
+        kind_strides=(0, 0, 0) if operands.kind is None else operands.kind.stride()[:3],
         seen_strides=seen_strides,
         scale=call.scale,
         heads=shape.heads,
@@ -536,6 +551,7 @@ def attend(
         **window_flags(call),
         MASK=mask_kind,
         MASK_PER_QUERY=mask_per_query,
+        HAS_KINDS=operands.kind is not None,
         LOWEST=lowest,
         HAS_THRESHOLD=threshold is not None,
         PEAKS=peak_handling(call),
