@@ -22,7 +22,7 @@ from sparge.policy import Policy
 NAME = "sparge"
 _log = logging.getLogger(__name__)
 
-_policy = [Policy()]
+_unnamed = [Layer("", Policy())]  # whom calls outside of enabled models belong to
 _native: list[Any] = []  # what runs dense calls: the dispatcher's SDPA backend
 
 
@@ -33,7 +33,7 @@ def register(policy: Policy | None = None) -> Any:
         policy: for calls outside of enabled models, as after ``set_attention_backend("sparge")``.
     """
     if policy is not None:
-        _policy[0] = policy
+        _unnamed[0] = Layer("", policy)
     try:
         from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
@@ -107,7 +107,7 @@ def attention(
     _parallel_config: Any = None,
 ) -> Tensor:
     """What the dispatcher calls: query (B, S_q, H, D), key and value (B, S_k, H_kv, D), output (B, S_q, H, D)."""
-    scope = THREAD.scopes[-1] if THREAD.scopes else Scope(Layer("", _policy[0]))
+    scope = THREAD.scopes[-1] if THREAD.scopes else Scope(_unnamed[0])
     output, tokens = None, None
     if scope.recorder is None:
         tokens = scope.next_call(key, tokens_at=1)
