@@ -142,14 +142,14 @@ def test_a_sink_that_nobody_sees_has_no_successor(monkeypatch: pytest.MonkeyPatc
     [("bool", "none", (128, 1)), ("additive", "none", (64, 2)), ("bool", "int8_fp8", (64, 1))],
 )
 def test_attention_over_blocks_that_are_seen_as_a_whole(kind: str, quantization: str, tile: tuple[int, int]) -> None:
-    """Their entries are not read; those of their neighbours are, the ragged end and what a list leaves out."""
+    """Their entries are not read; those of their neighbours are, and of the ragged end."""
     query, key, value, shape = make_problem(200, 330, head_dim=32, dtype=DTYPE_OF[quantization])
     seen = torch.ones(1, 1, 200, 330, dtype=torch.bool)
     seen[..., 5, 70:300] = seen[..., 128:, 200:] = False
     mask = seen if kind == "bool" else torch.zeros(seen.shape).masked_fill(~seen, -math.inf)
     mask = mask.to(mask.dtype if kind == "bool" else query.dtype)
     blocks = torch.ones(1, shape.heads, 2, 6, dtype=torch.bool)
-    blocks[..., 2] = False
+    blocks[..., 0, 2] = blocks[..., 1, 3:] = False  # three are an odd number, and all of them are whole
     kinds = mask_blocks(call_of(shape, attn_mask=mask), scored=0).kind[0, 0]
     assert sorted(set(kinds.flatten().tolist())) == [HIDDEN.value, PARTLY.value, WHOLLY.value]
     with tiles_of(*tile):

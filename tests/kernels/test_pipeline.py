@@ -65,7 +65,6 @@ class TestPredict:
 
     @pytest.mark.parametrize("kind", ["padding", "elements", "bias"])
     def test_masks(self, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-        """Of these, only key padding is scored by kernels."""
         query, key, _ = structured(batch=2)
         generator = torch.Generator().manual_seed(3)
         mask = {

@@ -355,7 +355,11 @@ def score_kernel(
         broken = tl.max(((row_sum == row_sum) == 0).to(tl.int32), 0) > 0
         if step != 1 or broken:
             if step == 2:  # 2^(EXPONENT (s - row_shift)) is the share of one sample in its block's average
-                row_shift = tl.where(row_sum > 0.0, row_max + tl.log2(row_sum) + LOG2_SAMPLES / EXPONENT, 0.0)
+                if HAS_BIAS:  # s may be -1e9 throughout, beside which a logarithm is lost
+                    row_shift = tl.where(row_sum > 0.0, tl.log2(row_sum) + LOG2_SAMPLES / EXPONENT, 0.0)
+                    row_max = tl.where(row_sum > 0.0, row_max, 0.0)
+                else:
+                    row_shift = tl.where(row_sum > 0.0, row_max + tl.log2(row_sum) + LOG2_SAMPLES / EXPONENT, 0.0)
             else:
                 row_max = tl.full((ROWS,), float("-inf"), tl.float32)
                 row_sum = tl.zeros((ROWS,), tl.float32)
@@ -387,6 +391,8 @@ def score_kernel(
                     else:
                         eligible = eligible & (tl.load(kinds[:, None] + places, mask=exists, other=HIDDEN) != HIDDEN)
                 if step == 2:
+                    if HAS_BIAS:
+                        scores = scores - row_max[:, None]
                     share = tl.exp2((scores - row_shift[:, None]) * EXPONENT)
                     if SCORE == "spread":
                         share = tl.where(share == 0.0, 0.0, share * weights * weights)
