@@ -80,7 +80,7 @@ def test_wrong_attention(plain: Load, change: Any, message: str) -> None:
         check(wrong, chosen_config(plain.case, 90))
 
 
-@pytest.mark.parametrize("kernel", ["reduce", "quantize_key_value", "select"])
+@pytest.mark.parametrize("kernel", ["reduce", "quantize_key_value", "select", "mask"])
 def test_stages(kernel: str) -> None:
     made = load(f"{kernel}:64")
     chosen = chosen_config(made.case, 90)

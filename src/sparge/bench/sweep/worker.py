@@ -49,6 +49,7 @@ LAUNCHERS = {
     "budget": ("cuda.stages.budget", "share_budget"),
     "peaks": ("cuda.stages.peaks", "mark_peaks"),
     "replacement": ("cuda.stages.replacement", "replaced_bias"),
+    "mask": ("cuda.stages.mask_blocks", "mask_blocks"),
 }
 """Module and function that launch each kernel."""
 
@@ -94,8 +95,9 @@ def load_of(case: Case, device: torch.device) -> Load:
         query, key, value = query.float(), key.float(), value.float()
     function = _launcher(case.kernel)
     if not case.is_attention:
+        mask = _causal_mask(case, device) if case.kernel == "mask" else None
         with captured(function) as calls:
-            sparge.attention(query, key, value, topk=DENSITY, quantization="int8_fp8", backend="triton")
+            sparge.attention(query, key, value, mask, topk=DENSITY, quantization="int8_fp8", backend="triton")
         return _compared(Load(case, _again(function, calls), None, None, None, [], None))
     is_causal = case.variant == "mask_per_query"
     kept = random_blocks(problem.shape, DENSITY, device, is_causal=is_causal)
@@ -104,7 +106,7 @@ def load_of(case: Case, device: torch.device) -> Load:
         seen -= round(HIDDEN_SHARE * case.tokens / BLOCK_K) * BLOCK_K
         attn_mask = (torch.arange(case.tokens, device=device) < seen).expand(1, 1, 1, -1)
     elif is_causal:
-        attn_mask = torch.ones(1, 1, case.tokens, case.tokens, dtype=torch.bool, device=device).tril()
+        attn_mask = _causal_mask(case, device)
     with captured(function) as calls:
         sparge.block_sparse_attention(
             query,
@@ -125,6 +127,11 @@ def load_of(case: Case, device: torch.device) -> Load:
         exact = exact_rows(query, key[:, :, keys], value[:, :, keys], rows, kept=blocks).output
     flop = executed_flop(int(kept.sum()), case.head_dim)
     return _compared(Load(case, _again(function, calls), flop, rows, exact, [], None))
+
+
+def _causal_mask(case: Case, device: torch.device) -> Tensor:
+    """Causality as a mask with an entry per query."""
+    return torch.ones(1, 1, case.tokens, case.tokens, dtype=torch.bool, device=device).tril()
 
 
 def _launcher(kernel: str) -> Callable[..., Any]:
