@@ -27,6 +27,8 @@ KINDS = (
     "additive per head",
     "additive per key in bfloat16",
     "sliding window",
+    "whole blocks",
+    "additive whole blocks",
 )
 
 
@@ -39,6 +41,8 @@ def mask_of(kind: str, q_len: int, kv_len: int, batch: int, heads: int) -> Tenso
     lowest = torch.finfo(torch.float32).min
     per_head = random_bits(1, heads, q_len, kv_len)
     per_head[:, 1, 10:20] = False
+    whole = torch.ones(q_len, kv_len, dtype=torch.bool, device=DEVICE)
+    whole[: q_len // 2, 200:210] = whole[-3:, 400:] = False
     made = {
         "padding": padding[:, None, None],
         "additive padding": torch.zeros_like(padding, dtype=torch.float32).masked_fill(~padding, lowest)[:, None, None],
@@ -49,6 +53,8 @@ def mask_of(kind: str, q_len: int, kv_len: int, batch: int, heads: int) -> Tenso
         "additive": bias(batch, 1, q_len, kv_len).masked_fill(~random_bits(q_len, kv_len), -math.inf),
         "additive per head": bias(1, heads, q_len, kv_len).masked_fill(~per_head, lowest),
         "additive per key in bfloat16": bias(batch, 1, 1, kv_len).bfloat16(),
+        "whole blocks": whole,
+        "additive whole blocks": torch.zeros(q_len, kv_len, device=DEVICE).masked_fill(~whole, -math.inf),
         "sliding window": torch.ones(q_len, kv_len, dtype=torch.bool, device=DEVICE).tril(40).triu(-40),
     }
     return made[kind]

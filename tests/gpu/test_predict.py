@@ -72,6 +72,14 @@ def mask_of(kind: str, query: Tensor, key: Tensor) -> Tensor | None:
         bias = torch.randn(batch, 1, 1, kv_len, generator=torch.Generator().manual_seed(3)).to(DEVICE)
         bias[..., :70] = -torch.inf
         return bias
+    if kind in ("documents", "transposed"):
+        mask = (torch.arange(q_len, device=DEVICE) * 2 // q_len)[:, None] <= torch.arange(kv_len, device=DEVICE) // 256
+        mask[q_len // 3] = False
+        return mask if kind == "documents" else mask.mT.contiguous().mT
+    if kind == "bias of batches in bfloat16":
+        bias = torch.randn(batch, 1, q_len, kv_len, generator=torch.Generator().manual_seed(4)).to(DEVICE)
+        bias[:, :, ::3, : kv_len // 2] = -torch.inf
+        return bias.bfloat16()
     if kind == "bias":
         bias = 3 * torch.randn(1, heads, q_len, kv_len, generator=torch.Generator().manual_seed(3)).to(DEVICE)
         bias[..., 70:140] = torch.finfo(torch.float32).min
@@ -89,7 +97,10 @@ def test_rules(monkeypatch: pytest.MonkeyPatch, rule: str, is_causal: bool, scor
         assert 0 < mask.density() < 1, "a choice was made"
 
 
-@pytest.mark.parametrize("kind", ["none", "padding", "keys per head", "elements", "bias per key", "bias"])
+KINDS = ("padding", "keys per head", "elements", "documents", "bias per key", "bias", "bias of batches in bfloat16")
+
+
+@pytest.mark.parametrize("kind", ["none", *KINDS])
 @causality
 @pytest.mark.parametrize("name", ["ragged", "more queries", "one query", "prefix"])
 def test_masks_and_lengths(monkeypatch: pytest.MonkeyPatch, name: str, is_causal: bool, kind: str) -> None:
@@ -104,6 +115,25 @@ def test_masks_and_the_mean_score(monkeypatch: pytest.MonkeyPatch, is_causal: bo
     query, key = structured("ragged")
     options = {"is_causal": is_causal, "attn_mask": mask_of(kind, query, key), "sparsity": TopCdf(0.6, min_blocks=1)}
     assert_same_blocks(monkeypatch, query, key, score="mean", **options)
+
+
+@pytest.mark.parametrize("rule", ["similarity", "budget", "topcdf", "dense"])
+@pytest.mark.parametrize("kind", ["elements", "transposed", "bias per key", "bias"])
+@pytest.mark.parametrize("window", [(None, 0), (130, 0), (200, 64)], ids=str)
+def test_masks_rules_and_windows(
+    monkeypatch: pytest.MonkeyPatch, window: tuple[int | None, int], kind: str, rule: str
+) -> None:
+    query, key = structured("prefix")
+    options = {"window": window, "attn_mask": mask_of(kind, query, key), "sparsity": RULES[rule]}
+    assert_same_blocks(monkeypatch, query, key, **options)
+
+
+@pytest.mark.parametrize("kind", ["elements", "bias"])
+@pytest.mark.parametrize("score", [Moment(1), Moment(128), Spread(4), Mean()], ids=str)
+def test_masks_and_scores(monkeypatch: pytest.MonkeyPatch, kind: str, score: Any) -> None:
+    query, key = structured("ragged")
+    options = {"attn_mask": mask_of(kind, query, key), "sparsity": Budget(0.4), "score": score}
+    assert_same_blocks(monkeypatch, query, key, **options)
 
 
 @pytest.mark.parametrize("score", [Moment(1), Moment(5), Moment(16), Spread(4), Spread(128)], ids=str)

@@ -47,6 +47,19 @@ def padding_of(length: int) -> Tensor:
     return (torch.arange(length, device=DEVICE) < length - 50)[None, None, None]
 
 
+def mask_of(kind: str, length: int) -> Tensor | None:
+    seen = torch.ones(1, 1, length, length, dtype=torch.bool, device=DEVICE).triu(-300)
+    return {
+        "no mask": None,
+        "padding": padding_of(length),
+        "elements": seen,
+        "bias": torch.zeros(1, 4, length, length, device=DEVICE).masked_fill(~seen, -torch.inf),
+    }[kind]
+
+
+masks = pytest.mark.parametrize("kind", ["no mask", "padding", "elements", "bias"])
+
+
 class TestCompile:
     @calls
     def test_one_full_graph_serves_all_lengths(self, name: str) -> None:
@@ -97,10 +110,10 @@ class TestCompile:
 @cuda_only
 class TestStreams:
     @calls
-    @pytest.mark.parametrize("masked", [False, True], ids=["no mask", "padding"])
-    def test_a_captured_graph_follows_its_inputs(self, name: str, masked: bool) -> None:
+    @masks
+    def test_a_captured_graph_follows_its_inputs(self, name: str, kind: str) -> None:
         static = qkv(1000)
-        mask = padding_of(1000) if masked else None
+        mask = mask_of(kind, 1000)
         call = functools.partial(attend, attn_mask=mask, **CALLS[name])
         warm_up = torch.cuda.Stream()
         warm_up.wait_stream(torch.cuda.current_stream())
@@ -159,9 +172,9 @@ class TestStreams:
         torch.cuda.set_sync_debug_mode("default")
 
     @calls
-    @pytest.mark.parametrize("masked", [False, True], ids=["no mask", "padding"])
-    def test_attention_does_not_wait(self, name: str, masked: bool, no_waiting: Callable[..., Any]) -> None:
-        tensors, mask = qkv(1000), padding_of(1000) if masked else None
+    @masks
+    def test_attention_does_not_wait(self, name: str, kind: str, no_waiting: Callable[..., Any]) -> None:
+        tensors, mask = qkv(1000), mask_of(kind, 1000)
         no_waiting(lambda: attend(*tensors, attn_mask=mask, **CALLS[name]))
 
     def test_the_other_calls_do_not_wait(self, no_waiting: Callable[..., Any]) -> None:
