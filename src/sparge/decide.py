@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MIN_HEAD_DIM, MAX_HEAD_DIM = 8, 256
+SLOW_MASKS = ("mask with an entry per query", "additive mask")
+"""Masks whose reading costs a GPU more than sparsity saves (docs/lab/models.md, "Masks in models")."""
 
 
 class Reason(Enum):
@@ -253,10 +255,11 @@ def unsupported_call(
 
 
 def slow_mask(attn_mask: Tensor) -> str | None:
-    """Masks whose reading costs a GPU more than sparsity saves (docs/lab/models.md, "Masks in models")."""
-    if attn_mask.ndim >= 2 and attn_mask.shape[-2] > 1:
-        return "mask with an entry per query"
-    return None if attn_mask.dtype == torch.bool else "additive mask"
+    """What kind of mask it is, if it is one of `SLOW_MASKS`."""
+    has_entries = attn_mask.ndim >= 2 and attn_mask.shape[-2] > 1
+    kind = "mask with an entry per query" if has_entries else "additive mask"
+    is_plain = attn_mask.dtype == torch.bool and not has_entries
+    return kind if kind in SLOW_MASKS and not is_plain else None
 
 
 def ambiguous_mask(attn_mask: Tensor) -> str | None:
