@@ -427,8 +427,8 @@ def test_bench_without_cuda_is_one_line(tmp_path: Path, capsys: pytest.CaptureFi
     [
         (
             ["--suite", "speed"],
-            "'--suite': expected one of end_to_end, kernel, error, memory, crossover, hopper, numerics, packed, masks, got "
-            "speed",
+            "'--suite': expected one of end_to_end, kernel, error, memory, crossover, hopper, numerics, packed, masks, "
+            "got speed",
         ),
         (["--json", "{folder}"], "'--json': expected a file to write, got the directory {folder}"),
     ],

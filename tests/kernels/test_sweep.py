@@ -80,7 +80,7 @@ def test_wrong_attention(plain: Load, change: Any, message: str) -> None:
         check(wrong, chosen_config(plain.case, 90))
 
 
-@pytest.mark.parametrize("kernel", ["reduce", "quantize_key_value", "select", "mask"])
+@pytest.mark.parametrize("kernel", ["reduce", "quantize_key_value", "select"])
 def test_stages(kernel: str) -> None:
     made = load(f"{kernel}:64")
     chosen = chosen_config(made.case, 90)
@@ -88,6 +88,11 @@ def test_stages(kernel: str) -> None:
     assert check(made, replace(chosen, **changes[kernel]))["error"] <= 1e-3
     with changed(made, lambda found: found[0].add_(1)) as wrong, pytest.raises(WrongResult, match="expected at most"):
         check(wrong, chosen)
+
+
+def test_the_stage_that_reads_a_mask_has_one() -> None:
+    made = load("mask:64")
+    assert check(made, replace(chosen_config(made.case, 90), blocks=4))["error"] == 0
 
 
 def test_a_stage_that_a_call_does_not_have() -> None:
