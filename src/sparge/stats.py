@@ -103,11 +103,11 @@ class _Counters:
     def as_one(self) -> Iterator[None]:
         """Calls of this thread count as one, as long as the block lasts: as the first that is sparse, or the first."""
         together: list[tuple[str, bool]] = []
-        self._current.together = together
+        before, self._current.together = self._current.together, together
         try:
             yield
         finally:
-            self._current.together = None
+            self._current.together = before
             if together:
                 sparse = next((call for call in together if call[0].startswith("sparse")), together[0])
                 self.record(sparse[0], has_threshold=sparse[1])

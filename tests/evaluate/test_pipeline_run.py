@@ -294,7 +294,7 @@ def test_a_saved_unconditional_pipeline(tmp_path: Path) -> None:
     assert line.ran == "sparse"
     assert line.step_seconds
     (errors,) = [row for row in result.rows if row["part"] == "errors"]
-    assert errors["layers"] == ["call 1", "call 2", "call 3", "call 4"]
+    assert len(errors["layers"]) == 4 and all(name.startswith("unet.") for name in errors["layers"])
     assert errors["steps"] == [0, 1]
 
 

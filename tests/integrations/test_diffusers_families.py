@@ -159,6 +159,15 @@ class TestWithoutARow:
                 output = first_tensor(tiny.model(**tiny.inputs))
         torch.testing.assert_close(output, stock, rtol=0, atol=1e-5)
 
+    def test_latents_of_any_seed_are_changed(self, calls: dict[str, list[Keys]]) -> None:
+        """Of the probe's own, too."""
+        tiny = built("UNet2DModel")
+        sample = torch.randn(tiny.inputs["sample"].shape, generator=torch.Generator().manual_seed(0))
+        sparge.enable(tiny.model, POLICY)
+        with torch.no_grad():
+            tiny.model(**{**tiny.inputs, "sample": sample})
+        assert calls == expected(tiny)
+
     def test_text_that_is_found_is_kept(self) -> None:
         tiny = built(self.NAME)
         kept = []

@@ -112,6 +112,33 @@ class TestDocuments:
 
 
 @without_gradients
+def test_windows_of_documents_are_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a cache the mask is a sliding window and nothing else: no entry of it is read."""
+    model, (ids, told) = mistral(), packed()
+    sparge.enable(model, ALL)
+    seen = []
+    attention = calls.api.attention
+
+    def watched(*tensors: Any, **options: Any) -> Any:
+        seen.append((tensors[0].shape[0], tensors[3], options.get("window")))
+        return attention(*tensors, **options)
+
+    monkeypatch.setattr(calls.api, "attention", watched)
+    model(ids, position_ids=POSITIONS, **told)
+    assert set(seen) == {(2, None, (99, 0)), (1, None, (99, 0))}
+
+
+@without_gradients
+def test_layers_compiled_one_by_one() -> None:
+    model, (ids, _) = llama(), packed()
+    sparge.enable(model, ALL)
+    expected = model(ids, position_ids=POSITIONS, use_cache=False).logits
+    for layer in model.model.layers:
+        layer.compile(fullgraph=True, backend="eager")
+    assert_logits_equal(model(ids, position_ids=POSITIONS, use_cache=False).logits, expected)
+
+
+@without_gradients
 class TestMasks:
     def test_what_is_dense_is_stock_in_every_bit(self) -> None:
         model, (ids, _) = llama(), packed()

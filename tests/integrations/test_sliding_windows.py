@@ -162,3 +162,16 @@ class TestRecognition:
         ):
             _, found = self.known(function, local_size=30, allow_is_causal_skip=False)
             assert found is None
+
+
+def test_a_narrow_window_is_dense_in_the_quantization_of_a_policy() -> None:
+    """A policy's name for 8 bits does not switch the crossover off."""
+    query = torch.randn(1, 2, 4096, 16)
+    for quantization, reason in (
+        ("auto", "dense: inside the window"),
+        ("int8_fp16", "dense in 8 bits: inside the window"),
+    ):
+        sparge.reset_stats()
+        layer = calls.Layer("", Policy(quantization=quantization))
+        calls.attend(layer, query, query, query, is_causal=True, is_language=True, window=(63, 0))
+        assert sparge.stats().reasons == {reason: 1}

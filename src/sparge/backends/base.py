@@ -265,14 +265,7 @@ def crossover_of(name: str, device_type: str, dtype: torch.dtype) -> Crossover:
 @constant
 def crossover_for(device_type: str, index: int | None, dtype: torch.dtype) -> Crossover:
     """The crossover of the backend that "auto" takes on a device, which is looked up once."""
-    key = (device_type, index)
-    name = _BEST.get(key)
-    if name is None:
-        name = _BEST[key] = _best_for(device_type, index)
-    return crossover_of(name, device_type, dtype)
-
-
-_BEST: dict[tuple[str, int | None], str] = {}
+    return crossover_of(_best_for(device_type, index), device_type, dtype)
 
 
 @constant

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from sparge import api, decide, ops, validation
+from sparge.backends import base
 from sparge.config import Selection, TopCdf
 from sparge.decide import Reason
 from sparge.geometry import BLOCK_Q, ceil_div
@@ -26,6 +27,7 @@ from sparge.integrations.padding import attend_within, spans_of
 from sparge.integrations.sinks import with_exact_sinks, with_sinks
 from sparge.policy import Policy
 from sparge.stats import counters
+from sparge.window import Window, keys_of_query
 
 
 class Steps:
@@ -169,6 +171,8 @@ def attend(
         else:
             decide.count(dense, layer.name)
         return None
+    if dense is None and window is not None and _is_narrow(layer.policy, query, key, window):
+        dense = Reason.WINDOW
     if dense is not None:
         call = {"scale": scale, "enable_gqa": enable_gqa, "window": window}
         return _in_eight_bits(layer, dense, query, key, value, attn_mask, spans, is_causal, sinks, call)
@@ -198,6 +202,17 @@ def attend(
         with counters.within(layer.name):
             output = _attend(attention, query, key, value, attn_mask, spans, is_causal, keep, options)
     return output if order is None else ops.along(output, *order, undo=True)
+
+
+def _is_narrow(policy: Policy, query: Tensor, key: Tensor, window: tuple[int | None, int | None]) -> bool:
+    """Whether a window shows fewer keys than the crossover has, under an 8-bit quantization that is named: in
+    `sparge.attention` such a name switches the crossover off, in a policy it does not."""
+    if policy.backend != "auto" or policy.quantization in ("auto", "none"):
+        return False
+    keys = keys_of_query(Window(*window), key.shape[2])
+    crossover = base.crossover_for(query.device.type, query.device.index, query.dtype)
+    heads = query.shape[0] * query.shape[1]
+    return keys < key.shape[2] and base.is_below(crossover, heads, query.shape[2], keys, False)
 
 
 def _in_eight_bits(
@@ -373,7 +388,8 @@ def _why_dense(
     if torch.compiler.is_compiling():
         reason = _by_policy(layer, query, key, is_self, is_language, is_causal, heads_at, tokens_at)
     else:
-        asked = (query.shape, key.shape, is_self, is_language, is_causal, tokens_at, query.device, _dtype(query))
+        causality = is_language, is_causal or is_language
+        asked = (query.shape, key.shape, is_self, causality, tokens_at, query.device, _dtype(query))
         known, reason = layer.last
         if known != asked:
             reason = _by_policy(layer, query, key, is_self, is_language, is_causal, heads_at, tokens_at)

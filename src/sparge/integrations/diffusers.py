@@ -194,11 +194,13 @@ class _Inputs:
     def _tokens(self, model: nn.Module, arguments: dict[str, Any]) -> dict[str, tuple[Tokens, ...]]:
         """What a probe finds for such arguments; nothing where it fails, which is said.
 
-        A compiled pass cannot be probed: it takes what the latest one that was not compiled found.
+        A compiled or captured pass cannot be probed: it takes what the latest one that was neither found.
         """
         if torch.compiler.is_compiling():
             if not self._probed:
                 _warn_of_probe(type(model).__name__, "a compiled one (run it once before it is compiled)")
+            return self._latest
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return self._latest
         kind = _kind(arguments)
         if kind not in self._probed:
@@ -208,6 +210,8 @@ class _Inputs:
                 found = {}
                 _warn_of_probe(type(model).__name__, f"{type(error).__name__}: {error}")
             self._probed[kind] = found
+            if len(self._probed) > MOST_KINDS:
+                self._probed.pop(next(iter(self._probed)))
         self._latest = self._probed[kind]
         return self._latest
 
@@ -232,7 +236,12 @@ def _kind(value: Any) -> Hashable:
         is_small = not value.is_floating_point() and value.numel() <= SMALL
         return tuple(value.shape), tuple(value.flatten().tolist()) if is_small else None
     if isinstance(value, dict):
-        return tuple((name, _kind(item)) for name, item in value.items() if name not in NOT_PLACES)
+        places = {
+            name: item
+            for name, item in value.items()
+            if name != "t" and not any(part in str(name) for part in NOT_PLACES)
+        }
+        return tuple((name, _kind(item)) for name, item in places.items())
     if isinstance(value, (list, tuple)):
         return tuple(map(_kind, value))
     is_plain = value is None or isinstance(value, (str, int))
@@ -242,8 +251,11 @@ def _kind(value: Any) -> Hashable:
 SMALL = 2**16
 """Masks and ids of so many entries are read; what is larger says nothing about places but by its shape."""
 
-NOT_PLACES = ("timestep", "timesteps", "t", "sigma", "guidance", "return_dict")
-"""Arguments that change along a schedule, and move no token."""
+NOT_PLACES = ("timestep", "sigma", "guidance", "return_dict")
+"""In names of arguments that change along a schedule, and move no token; so does one that is called "t"."""
+
+MOST_KINDS = 64
+"""Kinds of inputs whose probes are remembered."""
 
 
 class _Hooks:

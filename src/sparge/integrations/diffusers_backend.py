@@ -114,7 +114,10 @@ def attention(
     if tokens is not None and _parallel_config is not None:
         count(Reason.CONTEXT_PARALLEL, scope.layer.name)
     elif (
-        tokens is None or is_causal or not runs_dense(scope.layer, query, key, tokens.is_self, heads_at=2, tokens_at=1)
+        tokens is None
+        or is_causal
+        or tokens.is_text
+        or not runs_dense(scope.layer, query, key, tokens.is_self, heads_at=2, tokens_at=1)
     ):
         mask = attn_mask
         if mask is not None and mask.ndim == 2 and mask.shape == (query.shape[0], key.shape[1]):

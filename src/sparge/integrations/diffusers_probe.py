@@ -142,7 +142,7 @@ def _other(latents: Any) -> Any:
         if not latents.is_floating_point():
             return latents.flip(tuple(range(1, latents.ndim)))
         generator = torch.Generator().manual_seed(0)
-        return torch.randn(latents.shape, generator=generator).to(latents)
+        return torch.randn(latents.shape, generator=generator).to(latents) - latents  # which may be that very noise
     if isinstance(latents, dict):
         return {name: _other(value) for name, value in latents.items()}
     return type(latents)(map(_other, latents)) if isinstance(latents, (list, tuple)) else latents

@@ -19,7 +19,7 @@ from sparge.varlen import Run
 
 KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """What transformers hands to FlashAttention's packed path, if all of them are there."""
-BOUNDS = "_sparge_bounds"
+BOUNDS = "_sparge_segments"
 """Attribute of a mask that is causality (aligned bottom-right) within segments: its version when that was so, and the
 bounds of queries and of keys."""
 
@@ -102,7 +102,8 @@ def pack_of(
         ValueError: bounds in the keywords that do not fit the call.
     """
     version, bounds = getattr(attention_mask, BOUNDS, (None, ([], [])))
-    if causal and attention_mask is not None and version is not None and version == attention_mask._version:
+    is_known = not torch.compiler.is_compiling() and version is not None  # a compiled program cannot ask for versions
+    if is_known and causal and attention_mask is not None and version == attention_mask._version:
         return Pack(varlen.runs_of(*bounds), is_masked=True)
     if query.shape[0] != 1 or any(keywords.get(name) is None for name in KEYWORDS):
         return None
@@ -121,7 +122,7 @@ def attend_within(
     attention_mask: Tensor | None,
     sparse: Attention,
     dense: Attention,
-    bottom_right: Callable[[int, int], Tensor] | None,
+    mask_of: Callable[[int, int], Tensor | None] | None,
     layer: str,
 ) -> Tensor:
     """The output (B, S_q, H, D_v) of a call, each run sparse where that gives something, else dense.
@@ -131,11 +132,11 @@ def attend_within(
     Args:
         sparse: gives (B, H, S_q, D_v) or None.
         dense: gives (B, S_q, H, D_v).
-        bottom_right: makes a causal mask for so many queries and keys; None where attention is not causal.
+        mask_of: the mask of a segment of so many queries and keys, where it needs one; None where none does.
         layer: where calls without keys are counted.
     """
     if pack.is_masked or attention_mask is None:
-        parts = [_part(run, query, key, value, None, bottom_right) for run in pack.runs]
+        parts = [_part(run, query, key, value, None, mask_of) for run in pack.runs]
     else:
         singles = [one for run in pack.runs for one in run.batches(1)]
         parts = [_part(one, query, key, value, attention_mask, None) for one in singles]
@@ -156,7 +157,7 @@ def _part(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    bottom_right: Callable[[int, int], Tensor] | None,
+    mask_of: Callable[[int, int], Tensor | None] | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The arguments of a run's own call, its segments as a batch."""
     q_tokens = slice(run.q_start, run.q_start + run.count * run.q_len)
@@ -164,8 +165,8 @@ def _part(
     if attention_mask is not None:
         rows = q_tokens if attention_mask.shape[-2] > 1 else slice(None)
         attention_mask = attention_mask[..., rows, kv_tokens]
-    elif bottom_right is not None and run.q_len != run.kv_len:
-        attention_mask = bottom_right(run.q_len, run.kv_len)
+    elif mask_of is not None:
+        attention_mask = mask_of(run.q_len, run.kv_len)
     queries, keys, values = (
         tokens[:, :, part].unflatten(2, (run.count, -1)).transpose(1, 2).flatten(0, 1)
         for tokens, part in ((query, q_tokens), (key, kv_tokens), (value, kv_tokens))

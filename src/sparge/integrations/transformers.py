@@ -272,8 +272,10 @@ def attention_forward(
     inputs = vars(module).get(INPUTS)
     sparse = functools.partial(_sparse, layer, inputs, dropout, scaling, of_text, sinks, unsupported)
     if pack is not None and unsupported is None:
-        aligned = functools.partial(_bottom_right, device=query.device) if causal else None
-        whole = packing.attend_within(pack, query, key, value, attention_mask, sparse, dense, aligned, layer.name)
+        window = None if pack.is_masked else _window_of(attention_mask, pack)
+        mask_of = functools.partial(_bottom_right, device=query.device, window=window) if causal else None
+        told = attention_mask if window is None else None
+        whole = packing.attend_within(pack, query, key, value, told, sparse, dense, mask_of, layer.name)
         return whole.contiguous(), None
     output = sparse(query, key, value, attention_mask)
     if output is None:
@@ -281,11 +283,25 @@ def attention_forward(
     return output.transpose(1, 2).contiguous(), None
 
 
-def _bottom_right(q_len: int, kv_len: int, device: torch.device) -> Tensor:
-    """A causal mask (1, 1, S_q, S_k) that says so."""
+def _window_of(attention_mask: Tensor | None, pack: packing.Pack) -> int | None:
+    """How many keys a query sees by a mask that is a sliding window alone, of segments that are the same on both sides;
+    None for all others, whose entries are cut out."""
+    version, padding, window = getattr(attention_mask, PADDING, (None, None, None))
+    if attention_mask is None or window is None or padding is not None or version != _version_of(attention_mask):
+        return None
+    same = all((run.q_start, run.q_len) == (run.kv_start, run.kv_len) for run in pack.runs)
+    return cast(int, window) if same else None
+
+
+def _bottom_right(q_len: int, kv_len: int, device: torch.device, window: int | None) -> Tensor | None:
+    """A causal mask (1, 1, S_q, S_k) that says so, and how many keys a query sees; None where causality says it all."""
+    if q_len == kv_len and window is None:
+        return None
     with torch.inference_mode(False):
         aligned = torch.ones(1, 1, q_len, kv_len, dtype=torch.bool, device=device).tril(kv_len - q_len)
-    setattr(aligned, PADDING, (aligned._version, None, None))
+        if window is not None:
+            aligned = aligned.triu(kv_len - q_len - window + 1)
+    setattr(aligned, PADDING, (aligned._version, None, window))
     return aligned
 
 

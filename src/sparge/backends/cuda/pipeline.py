@@ -21,7 +21,7 @@ from sparge.backends.cuda.launch import first_key, per_head_tensor, zeros_like
 from sparge.backends.cuda.operands import AttentionLauncher, MeanOperands, Operands
 from sparge.backends.cuda.peak_handling import peak_handling
 from sparge.backends.cuda.replay import replayed
-from sparge.backends.cuda.stages.block_rows import marks_of
+from sparge.backends.cuda.stages.block_rows import are_remembered, marks_of
 from sparge.backends.cuda.stages.mask_blocks import MaskBlocks, mask_blocks
 from sparge.backends.cuda.stages.peaks import mark_peaks
 from sparge.backends.cuda.stages.quantize import quantize_key_value, summarize_query
@@ -194,7 +194,7 @@ def attention(
         return launcher(operands, mask, call, totals=totals)
 
     thresholds = call.selection.similarity_threshold, call.pv_threshold
-    by_torch = call.attn_mask is not None or call.selection.is_per_head
+    by_torch = call.attn_mask is not None or call.selection.is_per_head or not are_remembered(call, query.device)
     if by_torch or any(threshold is not None for threshold in thresholds):
         return run()  # some of it is computed by torch
     return replayed(("attention", launcher, call), (query, key, value, totals, *marks_of(call, query.device)), run)

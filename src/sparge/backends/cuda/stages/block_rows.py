@@ -216,18 +216,25 @@ class RowArguments:
 def marks_of(call: Call, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
     """Key blocks that every row keeps and rows that keep all, int8 with 1 for those; None where there are no ranges.
 
-    A model asks for the same ones in every layer and step: they are made once for each stream, which no other waits
-    for. What is made while a CUDA graph is captured belongs to the graph.
+    A model asks for the same ones in every layer and step, so they are remembered where they may be.
     """
     if not call.always_keep and not call.exact_queries:
         return None, None
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     shape = call.shape
-    is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    marked = _marked.__wrapped__ if is_captured else _marked
-    always = marked(call.always_keep, shape.kv_blocks, geometry.BLOCK_K, device, stream)
-    exact = marked(call.exact_queries, shape.q_blocks, geometry.BLOCK_Q, device, stream)
+    marked = _marked if are_remembered(call, device) else _marked.__wrapped__
+    always = marked(call.always_keep, shape.kv_blocks, geometry.BLOCK_K, device)
+    exact = marked(call.exact_queries, shape.q_blocks, geometry.BLOCK_Q, device)
     return always, exact
+
+
+def are_remembered(call: Call, device: torch.device) -> bool:
+    """Whether a call's marks outlive it: on the default stream. Other streams do not wait for what was made there, and
+    what is made while a CUDA graph is captured, or run for its capture on a stream of its own, belongs to the graph.
+    """
+    if device.type != "cuda" or not (call.always_keep or call.exact_queries):
+        return True
+    on_default = torch.cuda.current_stream(device) == torch.cuda.default_stream(device)
+    return on_default and not torch.cuda.is_current_stream_capturing()
 
 
 MOST_MARKS = 64
@@ -240,7 +247,6 @@ def _marked(
     blocks: int,
     size: int,
     device: torch.device,
-    stream: int,  # noqa: ARG001 - tells those of other streams apart
 ) -> Tensor | None:
     """int8 (blocks,), 1 for those that hold tokens of the ranges."""
     if not ranges:
