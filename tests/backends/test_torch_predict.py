@@ -60,7 +60,12 @@ def mask_of(kind: str, shape: Shape) -> torch.Tensor | None:
 
 @pytest.mark.parametrize(
     ("rule", "score"),
-    [*itertools.product(RULES, [Moment(), Mean(), Spread()]), ("topk", Moment(3)), ("topk", Spread(4))],
+    [
+        *itertools.product(RULES, [Moment()]),  # a rule sees the probabilities alone, whichever score they come from
+        *itertools.product(["topk", "budget", "similarity"], [Mean(), Spread()]),
+        ("topk", Moment(3)),
+        ("topk", Spread(4)),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("kind", ["none", "keys", "elements", "key bias", "head bias"])
