@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sparge import validation, varlen
 from sparge.decide import Reason, count
+from sparge.integrations.mask_functions import captured
 from sparge.varlen import Run
 
 KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -43,15 +44,15 @@ def bounds_of_mask(
     """
     from transformers.masking_utils import causal_mask_function
 
-    parts = _captured(mask_function, "and_masks", causal_mask_function).get("mask_functions", ())
+    parts = captured(mask_function, "and_masks", causal_mask_function).get("mask_functions", ())
     if len(parts) != 2 or causal_mask_function not in parts:
         return None
     stop = kv_offset + kv_length
     if not isinstance(q_offset, int) or q_offset + q_length != stop:
         return None
     within = parts[0] if parts[1] is causal_mask_function else parts[1]
-    packed = _captured(within, "packed_sequence_mask_function", torch.empty(0))
-    chunked = _captured(within, "chunked_overlay", 1, torch.empty(0))
+    packed = captured(within, "packed_sequence_mask_function", torch.empty(0))
+    chunked = captured(within, "chunked_overlay", 1, torch.empty(0))
     if packed and batch_size == 1 and q_length == kv_length:
         counts = packed["packed_sequence_mask"][0].unique_consecutive(return_counts=True)[1]
         edges = [0, *counts.cumsum(0).tolist()]
@@ -63,21 +64,6 @@ def bounds_of_mask(
         return None
     bounds_q, bounds_k = ([max(edge - offset, 0) for edge in edges] for offset in (q_offset, kv_offset))
     return bounds_q, bounds_k
-
-
-def _captured(function: Any, maker: str, *arguments: Any) -> dict[str, Any]:
-    """What a mask function has captured, by name, if transformers' function of that name made it; else nothing.
-
-    Args:
-        arguments: with which one like it is made: all of them have the same code.
-    """
-    from transformers import masking_utils
-
-    make = getattr(masking_utils, maker, None)
-    code = getattr(function, "__code__", None)
-    if make is None or code is None or make(*arguments).__code__ is not code:
-        return {}
-    return dict(zip(code.co_freevars, (cell.cell_contents for cell in function.__closure__), strict=True))
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from sparge.decide import Reason, count
 from sparge.integrations import eager, packing
 from sparge.integrations.calls import Layer, aligned_top_left, attend, runs_dense, warn_of_missing
 from sparge.integrations.hooks import THREAD, Passes, close_scope, hooked, open_mode
+from sparge.integrations.mask_functions import causality_of
 from sparge.integrations.pictures import Inputs, takes_pictures
 from sparge.integrations.sdpa import UNKNOWN, Scope, undisturbed
 from sparge.policy import Policy
@@ -378,7 +379,7 @@ def mask(
             if full is not None and not full.is_inference():
                 setattr(full, packing.BOUNDS, (full._version, bounds))
             return full
-        is_causal, sliding_window = _causality_of(mask_function)
+        is_causal, sliding_window = causality_of(mask_function)
     if not (is_causal and at_the_end and told):
         full = sdpa_mask(*arguments, **kwargs)
         return full
@@ -401,40 +402,6 @@ def mask(
 def _version_of(attention_mask: Tensor) -> int:
     """Which version of a mask this is, as `PADDING` has it."""
     return COMPILED if torch.compiler.is_compiling() else attention_mask._version
-
-
-def _causality_of(mask_function: Callable[..., Any]) -> tuple[bool, int | None]:
-    """Whether a function is transformers' own for causal masks, and how many keys a query sees if they slide.
-
-    The sliding one is made anew for every mask, from two others: known by their code, not by themselves.
-    """
-    from transformers.masking_utils import (
-        causal_mask_function,
-        sliding_window_causal_mask_function,
-        sliding_window_overlay,
-    )
-
-    if mask_function is causal_mask_function:
-        return True, None
-    known, overlay = sliding_window_causal_mask_function(1), sliding_window_overlay(1)
-    held = _held_by(mask_function)
-    parts = held[0] if len(held) == 1 and isinstance(held[0], tuple) else ()
-    if _code_of(mask_function) is not _code_of(known) or len(parts) != 2 or parts[1] is not causal_mask_function:
-        return False, None
-    sizes = _held_by(parts[0])
-    if _code_of(parts[0]) is not _code_of(overlay) or len(sizes) != 1 or not isinstance(sizes[0], int):
-        return False, None
-    return True, sizes[0]
-
-
-def _held_by(function: Any) -> list[Any]:
-    """What a function took along from where it was made."""
-    cells: Sequence[Any] = getattr(function, "__closure__", None) or ()
-    return [cell.cell_contents for cell in cells]
-
-
-def _code_of(function: Any) -> Any:
-    return getattr(function, "__code__", None)
 
 
 def _layer_of(module: nn.Module) -> Layer | None:
