@@ -8,6 +8,7 @@ from torch import Tensor
 
 from sparge.config import Dense, Moment, PerHead, Score, Selection, Sparsity
 from sparge.geometry import Shape
+from sparge.segments import Segments
 from sparge.window import Window, first_seen_key, window_of, within
 
 _DENSE, _SCORE = Dense(), Moment()
@@ -31,6 +32,7 @@ class Call:
         skipped: "drop", or "mean": blocks that are not kept enter the softmax as one key, their mean.
         window: how far a query sees.
         exact_lse: the LSE is read; else it may be as rough as the output is.
+        segments: the batch is segments of a pack, and the shape that of the longest; None: it is what it looks like.
     """
 
     shape: Shape
@@ -46,6 +48,7 @@ class Call:
     skipped: str
     window: Window
     exact_lse: bool
+    segments: Segments | None
 
     def __init__(
         self,
@@ -62,6 +65,7 @@ class Call:
         skipped: str = "drop",
         window: tuple[int | None, int | None] | None = None,
         exact_lse: bool = True,
+        segments: Segments | None = None,
     ) -> None:
         """Written out, because torch.compile traces no default that is an object of ours."""
         joined = window_of(is_causal, window)
@@ -78,6 +82,7 @@ class Call:
         object.__setattr__(self, "skipped", skipped)
         object.__setattr__(self, "window", joined)
         object.__setattr__(self, "exact_lse", exact_lse)
+        object.__setattr__(self, "segments", segments)
 
     @property
     def selection(self) -> Selection:

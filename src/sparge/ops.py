@@ -107,6 +107,18 @@ def dense(
     return torch.ops.sparge.dense(query, key, value, *pack_dense(call, backend), with_lse, words)
 
 
+def packed(query: Tensor, key: Tensor, value: Tensor, call: Call, backend: str, *, words: str = "") -> None:
+    """A call over segments of a pack (`Call.segments`), where its results are written.
+
+    It is no operator of its own: `varlen`, which knows the bounds once it runs, is one around it.
+
+    Args:
+        query, key, value: the pack as (1, H | Hkv, tokens, D | Dv).
+        words: what a dense call is counted as.
+    """
+    _packed(query, key, value, call, backend, words)
+
+
 def along(tokens: Tensor, grid: tuple[int, ...], order: str, start: int, *, undo: bool = False) -> Tensor:
     """Tokens (B, H, S, D) of a grid that begins at ``start`` in an order of `ordering`, or back from it.
 
@@ -300,6 +312,18 @@ def _in_place(function: Callable[..., Any]) -> Callable[..., Any]:
                 return function(query, *arguments)
 
     return run
+
+
+@_in_place
+def _packed(query: Tensor, key: Tensor, value: Tensor, call: Call, name: str, words: str) -> None:
+    backend = base.get(name).serving(call, query.dtype)
+    has_threshold = call.pv_threshold is not None
+    counters.record(words or f"sparse: {backend.name}", has_threshold=has_threshold and not words)
+    query, key, value = (tensor.expand(call.shape.batch, -1, -1, -1) for tensor in (query, key, value))
+    if words:
+        backend.dense(query, key, value, call, with_lse=True, may_use_torch=False)
+    else:
+        backend.attention(query, key, value, call, totals=counters.block_totals(query.device))
 
 
 for _name, _real, _fake in (

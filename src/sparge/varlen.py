@@ -1,7 +1,8 @@
 """Packed sequences: attention within the segments of one long row of tokens, as FlashAttention's varlen function.
 
 A segment is attended to as if it were alone: it has its own blocks, prediction and budget, and is dense or sparse by
-its own sizes. Neighbours of equal lengths are one batched call on views of the pack; nothing is copied before it.
+its own sizes. Neighbours of equal lengths are one batched call on views of the pack (`Run`), and on GPUs segments of
+similar lengths one packed call (`segments`); nothing is copied before either.
 
 The bounds are read on the host, once for each tensor. In a compiled program the whole pack is one operator, which reads
 them when it runs:
@@ -13,7 +14,7 @@ them when it runs:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, overload
 
@@ -25,8 +26,9 @@ from sparge.backends import base
 from sparge.call import Call
 from sparge.config import Dense, OnUnsupported, PerHead, Quantization, Score, ScoreName, Skipped, Sparsity
 from sparge.decide import Reason
-from sparge.derivatives import needs_derivatives
+from sparge.derivatives import inside_autograd_function, needs_derivatives
 from sparge.geometry import Shape
+from sparge.segments import Segment, alike, longest, packed
 from sparge.window import within
 
 Bounds = Tensor | Sequence[int]
@@ -132,7 +134,8 @@ def varlen_attention(
         return_lse: also return the log-sum-exp of the scores.
 
     The other arguments are those of `sparge.attention`, and hold for each segment: ``topk=0.25`` is a budget of each.
-    `sparge.stats` counts the calls that are made, one for each run of neighbours of equal lengths.
+    `sparge.stats` counts the calls that are made: one for each run of neighbours of equal lengths, and on GPUs one for
+    all segments whose numbers of blocks have the same next power of two.
 
     Returns:
         The output (total_q, H, D_v) in the query's dtype. With ``return_lse`` also the LSE (H, total_q), natural log,
@@ -202,6 +205,12 @@ class Run:
     kv_start: int
     kv_len: int
 
+    def segments(self) -> Iterator[Segment]:
+        """Its segments, one by one."""
+        for index in range(self.count):
+            q_start, kv_start = self.q_start + index * self.q_len, self.kv_start + index * self.kv_len
+            yield Segment(q_start, self.q_len, kv_start, self.kv_len)
+
     def queries(self, tokens: Tensor) -> Tensor:
         """(total_q, H, D) -> (count, q_len, H, D), a view."""
         return _cut(tokens, self.q_start, self.count, self.q_len)
@@ -209,6 +218,11 @@ class Run:
     def keys(self, tokens: Tensor) -> Tensor:
         """(total_k, H_kv, D) -> (count, kv_len, H_kv, D), a view."""
         return _cut(tokens, self.kv_start, self.count, self.kv_len)
+
+    def next(self) -> Segment:
+        """The segment that would go on with it."""
+        q_start, kv_start = self.q_start + self.count * self.q_len, self.kv_start + self.count * self.kv_len
+        return Segment(q_start, self.q_len, kv_start, self.kv_len)
 
     def batches(self, at_once: int) -> Iterator[Run]:
         """Its segments in runs of so many, and one of those that are left."""
@@ -229,22 +243,22 @@ def runs_of(bounds_q: Sequence[int], bounds_k: Sequence[int]) -> list[Run]:
         >>> runs_of([0, 4, 8, 8, 9], [0, 4, 8, 8, 12])
         [Run(count=2, q_start=0, q_len=4, kv_start=0, kv_len=4), Run(count=1, q_start=8, q_len=1, kv_start=8, kv_len=4)]
     """
+    edges = zip(bounds_q[:-1], bounds_q[1:], bounds_k[:-1], bounds_k[1:], strict=True)
+    return _runs(
+        Segment(q_start, q_stop - q_start, kv_start, kv_stop - kv_start)
+        for q_start, q_stop, kv_start, kv_stop in edges
+        if q_start < q_stop
+    )
+
+
+def _runs(segments: Iterable[Segment]) -> list[Run]:
     runs: list[Run] = []
-    for q_start, q_stop, kv_start, kv_stop in zip(
-        bounds_q[:-1], bounds_q[1:], bounds_k[:-1], bounds_k[1:], strict=True
-    ):
-        q_len, kv_len = q_stop - q_start, kv_stop - kv_start
-        if q_len == 0:
-            continue
+    for segment in segments:
         last = runs[-1] if runs else None
-        if (
-            last is not None
-            and (last.q_len, last.kv_len) == (q_len, kv_len)
-            and last.kv_start + last.count * kv_len == kv_start  # no keys of a segment without queries between them
-        ):
+        if last is not None and last.next() == segment:
             runs[-1] = replace(last, count=last.count + 1)
         else:
-            runs.append(Run(1, q_start, q_len, kv_start, kv_len))
+            runs.append(Run(1, *segment))
     return runs
 
 
@@ -271,18 +285,95 @@ def _attend(
     """
     bounds_q, bounds_k = read("cu_seqlens_q", cu_seqlens_q), read("cu_seqlens_k", cu_seqlens_k)
     validation.check_segments(bounds_q, bounds_k, (len(query), len(key)), longest)
-    outputs, lses = [], []
-    for run in runs_of(bounds_q, bounds_k):
-        for part in _decided_as_one(run, call, options["backend"], query):
-            output, lse = _attend_run(part, query, key, value, call, with_lse, options)
-            outputs.append(output.flatten(0, 1))  # [tokens, H, Dv]
-            if lse is not None:
-                lses.append(lse.transpose(0, 1).flatten(1))  # [H, tokens]
-    if len(outputs) == 1:
-        return outputs[0], lses[0] if with_lse else None
-    nothing = _nothing(query[:0], call.shape)
-    output = torch.cat([*outputs, nothing[0]])
-    return output, torch.cat([*lses, nothing[1]], 1) if with_lse else None
+    runs, groups = _planned(runs_of(bounds_q, bounds_k), query, key, value, call, options)
+    parts = [part for run in runs for part in _decided_as_one(run, call, options["backend"], query)]
+    if len(parts) == 1 and not groups:
+        output, lse = _attend_run(parts[0], query, key, value, call, with_lse, options)
+        return output.flatten(0, 1), None if lse is None else lse.transpose(0, 1).flatten(1)
+    shape = call.shape
+    output = query.new_empty(len(query), shape.heads, shape.value_dim)
+    lse = query.new_empty(shape.heads, len(query), dtype=torch.float32)
+    for part in parts:
+        found, found_lse = _attend_run(part, query, key, value, call, with_lse, options)
+        stop = part.q_start + part.count * part.q_len
+        output[part.q_start : stop] = found.flatten(0, 1)
+        if found_lse is not None:
+            lse[:, part.q_start : stop] = found_lse.transpose(0, 1).flatten(1)
+    for group in groups:
+        _attend_group(group, query, key, value, call, output, lse, with_lse, options["backend"])
+    return output, lse if with_lse else None
+
+
+def _planned(
+    runs: list[Run], query: Tensor, key: Tensor, value: Tensor, call: Call, options: dict[str, Any]
+) -> tuple[list[Run], list[tuple[Segment, ...]]]:
+    """The runs that are calls of their own, and groups of segments that are one packed call each.
+
+    Packed are segments that the backend's own kernels compute, if they are not one run as it is.
+    """
+    if len(runs) < 2 or not _is_ours(query, key, value, call, options.get("dropout_p", 0.0)):
+        return runs, []
+    backend = options["backend"]
+    chosen = base.resolve(backend, query.device)
+    resolved = base.resolve_quantization(call.quantization, chosen, query.device)
+    asked = replace(call, quantization=resolved)
+    if not base.get(chosen).serving(asked, query.dtype).packs(asked):
+        return runs, []
+    alone: list[Run] = []
+    packable: list[Run] = []
+    for run in runs:
+        reason = _reason(run, call, backend, chosen, query)
+        in_kernels = reason is None or (reason is Reason.ASKED and asked.is_quantized and call.window.left is None)
+        (packable if in_kernels and run.kv_len > 0 else alone).append(run)
+    groups = []
+    for group in alike(segment for run in packable for segment in run.segments()):
+        of_group = _runs(group)
+        if len(of_group) == 1:
+            alone += of_group
+        else:
+            groups.append(group)
+    return alone, groups
+
+
+def _is_ours(query: Tensor, key: Tensor, value: Tensor, call: Call, dropout_p: float) -> bool:
+    """Whether nothing keeps a call from the kernels, for which `sparge.attention` would do something about it."""
+    if call.scale <= 0 or inside_autograd_function():
+        return False
+    return decide.unsupported(call.shape, dropout_p, needs_derivatives(query, key, value)) is None
+
+
+def _attend_group(
+    group: tuple[Segment, ...],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    call: Call,
+    output: Tensor,
+    lse: Tensor,
+    with_lse: bool,
+    backend: str,
+) -> None:
+    """Segments of similar lengths as one call, which writes to their places in ``output`` and ``lse``."""
+    q_len, kv_len = longest(group)
+    shape = replace(call.shape, batch=len(group), q_len=q_len, kv_len=kv_len)
+    chosen = base.resolve(backend, query.device)
+    is_dense = isinstance(call.sparsity, Dense)
+    whole = replace(
+        call,
+        shape=shape,
+        window=within(call.window, q_len, kv_len),
+        quantization=base.resolve_quantization(call.quantization, chosen, query.device),
+        skipped="drop" if is_dense else validation.resolve_skipped(call.skipped, call.is_causal, None, shape),
+        exact_lse=with_lse,
+        segments=packed(group, shape.heads, output, lse),
+    )
+    words = decide.in_words(Reason.ASKED) if is_dense else ""
+    ops.packed(_heads_first(query), _heads_first(key), _heads_first(value), whole, chosen, words=words)
+
+
+def _heads_first(tokens: Tensor) -> Tensor:
+    """(tokens, H, D) -> (1, H, tokens, D), a view if channels lie side by side."""
+    return (tokens if tokens.stride(2) == 1 else tokens.contiguous()).transpose(0, 1)[None]
 
 
 def _attend_run(
@@ -321,15 +412,21 @@ def _decided_as_one(run: Run, call: Call, backend: str, query: Tensor) -> Iterat
 
     A batch has more scores than a segment, and may be above the crossover where that is below it.
     """
-    one = replace(call.shape, batch=1, q_len=run.q_len, kv_len=run.kv_len)
     chosen = base.resolve(backend, query.device)
-    window = within(call.window, run.q_len, run.kv_len)
-    asked = (window, call.sparsity, call.quantization, backend, chosen, query.device, query.dtype)
     at_once = run.count
-    if decide.by_arguments(one, *asked) is not decide.by_arguments(replace(one, batch=run.count), *asked):
+    if _reason(run, call, backend, chosen, query) is not _reason(run, call, backend, chosen, query, batch=run.count):
         crossover = base.crossover_of(chosen, query.device.type, query.dtype)
-        at_once = max(1, (crossover.scores - 1) // (one.heads * one.q_len * one.kv_len))
+        at_once = max(1, (crossover.scores - 1) // (call.shape.heads * run.q_len * run.kv_len))
     return run.batches(at_once)
+
+
+def _reason(run: Run, call: Call, backend: str, chosen: str, query: Tensor, *, batch: int = 1) -> Reason | None:
+    """Why so many segments of a run are dense as one call; None: they are not."""
+    shape = replace(call.shape, batch=batch, q_len=run.q_len, kv_len=run.kv_len)
+    window = within(call.window, run.q_len, run.kv_len)
+    return decide.by_arguments(
+        shape, window, call.sparsity, call.quantization, backend, chosen, query.device, query.dtype
+    )
 
 
 def read(name: str, bounds: Bounds) -> Sequence[int]:

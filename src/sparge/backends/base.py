@@ -90,6 +90,10 @@ class Backend(ABC):
         """The backend that really computes a call: this one, or one that it leaves some calls to."""
         return self
 
+    def packs(self, call: Call) -> bool:  # noqa: ARG002
+        """Whether it takes segments of unequal lengths as one call (`Call.segments`), but for these this one."""
+        return False
+
     @abstractmethod
     def predict(self, query: Tensor, key: Tensor, call: Call) -> BlockMask:
         """Predict which blocks of the attention map to compute."""

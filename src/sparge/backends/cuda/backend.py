@@ -14,6 +14,7 @@ from sparge.backends.base import Backend, Crossover
 from sparge.backends.cuda.operands import AttentionLauncher
 from sparge.block_mask import BlockMask
 from sparge.call import Call
+from sparge.config import Dense
 
 CAPABILITY = (8, 0)
 FP8_CAPABILITY = (8, 9)
@@ -40,6 +41,11 @@ class CudaBackend(Backend):
 
     def crossover(self, device_type: str, dtype: torch.dtype) -> Crossover:  # noqa: ARG002
         return CROSSOVER
+
+    def packs(self, call: Call) -> bool:
+        """Tables of segments are copied to the device, which a CUDA graph does not capture."""
+        has_similarity = not isinstance(call.sparsity, Dense) and call.sparsity.similarity_threshold is not None
+        return not has_similarity and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
     def predict(self, query: Tensor, key: Tensor, call: Call) -> BlockMask:
         from sparge.backends.cuda import pipeline

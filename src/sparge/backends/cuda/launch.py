@@ -148,14 +148,34 @@ def seen_argument(
     return expanded, expanded.stride()
 
 
+NO_BOUND = -(2**30)
+
+
 def first_query(call: Call) -> int:
-    """The first query that sees a key: with more queries than keys, the first ones of causal attention do not."""
-    return first_seeing_query(call.window, call.shape)
+    """The first query that sees a key: with more queries than keys, the first ones of causal attention do not.
+
+    Of a packed call it may lie below 0: kernels move it by a segment's shift before they cut it off there.
+    """
+    if call.segments is None:
+        return first_seeing_query(call.window, call.shape)
+    last = last_offset(call.window, call.shape)
+    return NO_BOUND if last is None else -last
 
 
 def first_key(call: Call) -> int:
-    """The first key that some query sees: with a prefix longer than a window, nobody sees those before it."""
-    return first_seen_key(call.window, call.shape)
+    """The first key that some query sees: with a prefix longer than a window, nobody sees those before it.
+
+    Of a packed call it may lie below 0, as `first_query`.
+    """
+    if call.segments is None:
+        return first_seen_key(call.window, call.shape)
+    first = first_offset(call.window, call.shape)
+    return NO_BOUND if first is None else first
+
+
+def segments_argument(call: Call, otherwise: Tensor) -> Tensor:
+    """The table of a packed call's segments; any tensor of another call."""
+    return otherwise if call.segments is None else call.segments.table
 
 
 def window_offsets(call: Call) -> dict[str, int]:

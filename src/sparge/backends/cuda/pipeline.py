@@ -17,14 +17,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sparge.backends.cuda.launch import first_key, per_head_tensor, zeros_like
+from sparge.backends.cuda.launch import per_head_tensor, zeros_like
 from sparge.backends.cuda.operands import AttentionLauncher, MeanOperands, Operands
 from sparge.backends.cuda.peak_handling import peak_handling
 from sparge.backends.cuda.replay import replayed
 from sparge.backends.cuda.stages.block_rows import are_remembered, marks_of
 from sparge.backends.cuda.stages.mask_blocks import MaskBlocks, mask_blocks
 from sparge.backends.cuda.stages.peaks import mark_peaks
-from sparge.backends.cuda.stages.quantize import quantize_key_value, summarize_query
+from sparge.backends.cuda.stages.quantize import quantize_key_value, quantize_means, summarize_query
 from sparge.backends.cuda.stages.replacement import replaced_bias
 from sparge.backends.cuda.stages.score import block_probabilities, score_inputs
 from sparge.backends.cuda.stages.select import select
@@ -89,7 +89,7 @@ def prepare(
         parts=inputs.parts(call.score) if inputs is not None else 0,
         similarity=has_similarity,
     )
-    order = None
+    order = None if call.segments is None else call.segments.order
     if with_mask:
         first_seen = first_query = threshold = None
         if attn_mask is not None and blocks is None:
@@ -103,17 +103,18 @@ def prepare(
         else:
             rules = replace(call, sparsity=ALL_BLOCKS)
             probability = zeros_like(query, shape.batch * shape.heads, shape.q_blocks, shape.kv_blocks)
-        mask, order = select(
+        mask, shared = select(
             probability, summary.similarity, key_value.key_similarity, rules, first_seen, threshold, blocks
         )
+        order = order if shared is None else shared
     if not with_operands:
         return None, mask
     assert value is not None
-    dtype, tokens_first, key_scale = query.dtype, is_tokens_first(query), key
+    dtype, key_scale = query.dtype, key
+    tokens_first = call.segments is not None or is_tokens_first(query)
     if quantizes:
         query = summary.codes
-        keys_seen = seen.keys if seen else None
-        key, key_scale, value = quantize_key_value(key, value, key_value, call, keys_seen, first_key(call))
+        key, key_scale, value = quantize_key_value(key, value, key_value, call, seen.keys if seen else None)
     if peak_handling(call) == "marked":
         mark_peaks(query, summary.scale, key, key_scale, call)
     operands = Operands(
@@ -145,7 +146,7 @@ def _means(key_value: KeyValueSummary, mask: BlockMask | None, call: Call) -> Me
     assert mask is not None and key is not None and value is not None and bias is not None
     key_scale = key
     if call.is_quantized:
-        key, key_scale, value = quantize_key_value(key, value, key_value, call, key_value.block_usable)
+        key, key_scale, value = quantize_means(key_value, call)
     return MeanOperands(key, value, key_scale, replaced_bias(mask, bias, call))
 
 
@@ -177,8 +178,8 @@ def attend(
         assert operands is not None
         return launcher(operands, mask, call, totals=totals)
 
-    if call.attn_mask is not None or call.pv_threshold is not None:
-        return run()  # some of it is computed by torch
+    if call.attn_mask is not None or call.pv_threshold is not None or call.segments is not None:
+        return run()  # some of it is computed by torch, or not the same the next time
     kind = ("attend", launcher, call.shape, call.window, call.scale, call.quantization, call.skipped)
     return replayed(kind, (query, key, value, totals, *lists), run)
 
@@ -195,6 +196,6 @@ def attention(
 
     thresholds = call.selection.similarity_threshold, call.pv_threshold
     by_torch = call.attn_mask is not None or call.selection.is_per_head or not are_remembered(call, query.device)
-    if by_torch or any(threshold is not None for threshold in thresholds):
-        return run()  # some of it is computed by torch
+    if by_torch or call.segments is not None or any(threshold is not None for threshold in thresholds):
+        return run()  # some of it is computed by torch, or not the same the next time
     return replayed(("attention", launcher, call), (query, key, value, totals, *marks_of(call, query.device)), run)

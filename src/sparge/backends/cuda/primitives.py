@@ -7,7 +7,7 @@ import math
 import triton
 import triton.language as tl
 
-from sparge import eight_bits, geometry, visibility
+from sparge import eight_bits, geometry, segments, visibility
 
 BLOCK_Q = tl.constexpr(geometry.BLOCK_Q)
 BLOCK_K = tl.constexpr(geometry.BLOCK_K)
@@ -40,6 +40,33 @@ SMALLEST_NORM = tl.constexpr(1e-12)
 """What a token is divided by at least to become a unit vector; one of zeros stays 0."""
 NOWHERE = tl.constexpr(visibility.NOWHERE)
 """Position of the first visible key in a block that has none."""
+
+
+SEGMENT_COLUMNS = tl.constexpr(segments.TABLE_COLUMNS)
+Q_START, Q_LEN = tl.constexpr(segments.Q_START), tl.constexpr(segments.Q_LEN)
+KV_START, KV_LEN = tl.constexpr(segments.KV_START), tl.constexpr(segments.KV_LEN)
+FIRST_ROW, TOP_LEVEL = tl.constexpr(segments.FIRST_ROW), tl.constexpr(segments.TOP_LEVEL)
+SHIFT = tl.constexpr(segments.SHIFT)
+
+
+@triton.jit
+def segment_queries(segments_ptr, batch):
+    """Where the queries of a segment begin in the pack (int64), and how many there are."""
+    segment = segments_ptr + batch * SEGMENT_COLUMNS
+    return tl.load(segment + Q_START).to(tl.int64), tl.load(segment + Q_LEN)
+
+
+@triton.jit
+def segment_keys(segments_ptr, batch):
+    """Where the keys of a segment begin in the pack (int64), and how many there are."""
+    segment = segments_ptr + batch * SEGMENT_COLUMNS
+    return tl.load(segment + KV_START).to(tl.int64), tl.load(segment + KV_LEN)
+
+
+@triton.jit
+def segment_number(segments_ptr, batch, COLUMN: tl.constexpr):
+    """Another number of a segment: FIRST_ROW, TOP_LEVEL, SHIFT."""
+    return tl.load(segments_ptr + batch * SEGMENT_COLUMNS + COLUMN)
 
 
 @triton.jit

@@ -22,6 +22,7 @@ from sparge.backends.cuda.launch import (
     padded,
     per_head_tensor,
     seen_argument,
+    segments_argument,
     strides_of,
     window_flags,
     window_offsets,
@@ -37,9 +38,13 @@ from sparge.backends.cuda.primitives import (
     LOG2_E,
     LOG2_FP8_MAX,
     REACH,
+    SHIFT,
     SMALLEST_SCALE,
     by_group,
     in_fp8_token_order,
+    segment_keys,
+    segment_number,
+    segment_queries,
 )
 from sparge.backends.cuda.stages.mask_blocks import WHOLLY
 from sparge.backends.triton import configs
@@ -69,6 +74,7 @@ NUMBERS = [
     "q_blocks",
     "kv_blocks",
     "bias_columns",
+    "total_q",
 ]
 
 
@@ -96,6 +102,7 @@ def attention_kernel(
     mean_bias_ptr,
     output_ptr,
     lse_ptr,
+    segments_ptr,
     query_strides,
     key_strides,
     value_strides,
@@ -114,6 +121,7 @@ def attention_kernel(
     q_blocks,
     kv_blocks,
     bias_columns,
+    total_q,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
@@ -130,6 +138,7 @@ def attention_kernel(
     PEAKS: tl.constexpr,
     ALL_BLOCKS: tl.constexpr,
     ORDERED: tl.constexpr,
+    PACKED: tl.constexpr,
     TOKENS_FIRST: tl.constexpr,
     MEAN_WIDTH: tl.constexpr,
     COUNT: tl.constexpr,
@@ -163,8 +172,10 @@ def attention_kernel(
                                no entries of the mask
         threshold              [H] float32 (HAS_THRESHOLD), natural log
         mean_key, mean_value, mean_scale, mean_bias    of `operands.MeanOperands` (MEAN_WIDTH, the width of its values)
+        segments               of `Segments.table` (PACKED, which needs ORDERED and TOKENS_FIRST)
     Writes
-        output [B, H, Sq, Dv] in its dtype, TOKENS_FIRST [B, Sq, H, Dv]; lse [B, H, Sq] float32
+        output [B, H, Sq, Dv] in its dtype, TOKENS_FIRST [B, Sq, H, Dv], PACKED [total_q, H, Dv]
+        lse [B, H, Sq] float32, PACKED [H, total_q]
         totals                 [3] int64 (COUNT), to which kept and visible blocks and, if HAS_THRESHOLD, halves of kept
                                blocks whose P V was skipped are added; that is one step of one program (`configs`)
     """
@@ -185,11 +196,29 @@ def attention_kernel(
     kv_head = head // group
     flat_kv_head = batch * (heads // group) + kv_head
     row = flat_head * q_blocks + q_block
+    indices_base = kv_indices_ptr + row * kv_blocks
+    key_scale_base = key_scale_ptr + flat_kv_head * kv_blocks * KEY_GROUPS
+    mean_scale_base = mean_scale_ptr + flat_kv_head * tl.cdiv(kv_blocks, BLOCK_K) * KEY_GROUPS
+    flat_queries = flat_head * q_len  # where a head's begin
+    query_base = query_ptr + batch * query_strides[0] + head * query_strides[1]
+    key_base = key_ptr + batch * key_strides[0] + kv_head * key_strides[1]
+    value_base = value_ptr + batch * value_strides[0] + kv_head * value_strides[1]
+    q_start = tl.zeros((), tl.int64)
+    if PACKED:  # from here on the sizes are the segment's own
+        q_start, q_len = segment_queries(segments_ptr, batch)
+        kv_start, kv_len = segment_keys(segments_ptr, batch)
+        shift = segment_number(segments_ptr, batch, SHIFT)
+        first_offset += shift
+        last_offset += shift
+        kv_blocks = tl.cdiv(kv_len, BLOCK_K)
+        if not is_quantized:
+            query_base += q_start * query_strides[2]
+            key_base += kv_start * key_strides[2]
+            value_base += kv_start * value_strides[2]
 
     offs_m = tl.arange(0, BLOCK_M)
     query_positions = tile * BLOCK_M + offs_m
     offs_d = tl.arange(0, HEAD_DIM_PADDED)
-    query_base = query_ptr + batch * query_strides[0] + head * query_strides[1]
     query_ptrs = query_base + query_positions.to(tl.int64)[:, None] * query_strides[2] + offs_d[None, :]
     if not is_quantized:
         present = (query_positions < q_len)[:, None] & (offs_d < HEAD_DIM)[None, :]
@@ -197,11 +226,9 @@ def attention_kernel(
         # Scores are scaled after their maximum is taken, so a negative scale moves into the query.
         query = tl.where(scale < 0, -query, query)
         query_scale = tl.maximum(tl.abs(scale) * LOG2_E, SMALLEST_SCALE)
-        key_scale_base = key_ptr
     else:
         query = tl.load(query_ptrs)
         query_scale = tl.load(query_scale_ptr + flat_head * q_blocks * BLOCK_Q + query_positions)  # [M]
-        key_scale_base = key_scale_ptr + flat_kv_head * kv_blocks * KEY_GROUPS
 
     plain_blocks = kv_len // BLOCK_K  # blocks from here on need an element mask; they are the last of a list
     if HAS_LAST:
@@ -209,7 +236,6 @@ def attention_kernel(
     first_plain = 0  # and blocks before here, the first of a list
     if HAS_FIRST:
         first_plain = tl.maximum(tile * BLOCK_M + (BLOCK_M - 1 + BLOCK_K - 1) + first_offset, 0) // BLOCK_K
-    indices_base = kv_indices_ptr + row * kv_blocks
     first_block = 0  # of all that are visible
     if ALL_BLOCKS:
         count = kv_blocks
@@ -228,8 +254,6 @@ def attention_kernel(
     count = tl.where(tile * BLOCK_M < q_len, count, 0)  # a tile without queries
 
     key_stride = HEAD_DIM_PADDED if is_quantized else key_strides[2]  # codes lie close together
-    key_base = key_ptr + batch * key_strides[0] + kv_head * key_strides[1]
-    value_base = value_ptr + batch * value_strides[0] + kv_head * value_strides[1]
     mask_base = mask_ptr + batch * mask_strides[0] + head * mask_strides[1]
     kind_base = kind_ptr + batch * kind_strides[0] + head * kind_strides[1] + q_block.to(tl.int64) * kind_strides[2]
     seen_base = seen_ptr + batch * seen_strides[0] + kv_head * seen_strides[1]
@@ -389,7 +413,6 @@ def attention_kernel(
         tl.atomic_add(totals_ptr + 2, (skipped * weight).to(tl.int64), sem="relaxed")
 
     if MEAN_WIDTH:
-        mean_blocks = tl.cdiv(kv_blocks, BLOCK_K)
         mean_begin, mean_end = blocks_with_means(
             q_block, q_len, kv_blocks, first_offset, last_offset, HAS_FIRST, HAS_LAST
         )
@@ -400,7 +423,7 @@ def attention_kernel(
             mean_bias_ptr + row * bias_columns,
             mean_key_ptr + batch * mean_key_strides[0] + kv_head * mean_key_strides[1],
             mean_key_strides[2],
-            mean_scale_ptr + flat_kv_head * mean_blocks * KEY_GROUPS,
+            mean_scale_base,
             mean_value_ptr + batch * mean_value_strides[0] + kv_head * mean_value_strides[1],
             mean_value_strides[2],
             kv_blocks,
@@ -450,12 +473,16 @@ def attention_kernel(
         output = output * tl.load(value_scale_ptr + flat_kv_head * VALUE_DIM_PADDED + offs_dv)[None, :]
     lse = (origin + tl.log2(row_sum * (2.0**-log2_unit))) * LN_2
     inside = query_positions < q_len
-    flat_queries = flat_head * q_len + query_positions
+    flat_queries += query_positions
     if is_quantized:
         lse += tl.load(lse_shift_ptr + flat_queries, mask=inside, other=0.0)
     lse = tl.where(empty, float("-inf"), lse)
+    if PACKED:
+        flat_queries = head * total_q + q_start + query_positions
     tl.store(lse_ptr + flat_queries, lse, mask=inside)
-    if TOKENS_FIRST:
+    if PACKED:
+        flat_queries = (q_start + query_positions) * heads + head
+    elif TOKENS_FIRST:
         flat_queries = (batch * q_len + query_positions) * heads + head
     output_ptrs = output_ptr + flat_queries[:, None] * VALUE_DIM + offs_dv[None, :]
     tl.store(
@@ -481,9 +508,12 @@ def attend(
         lowest = 0.0 if mask_kind == "bool" else torch.finfo(attn_mask.dtype).min
     keys_seen, seen_strides = seen_argument(operands.keys_seen, (shape.batch, shape.kv_heads, shape.kv_len), stand_in)
     threshold = per_head_tensor(call.pv_threshold, shape, device)
-    rows = (shape.batch, shape.heads, shape.q_len)
-    output = output_buffer(operands, shape)
-    lse = buffer_like(query, True, *rows)
+    segments = call.segments
+    if segments is None:
+        output = output_buffer(operands, shape)
+        lse = buffer_like(query, True, shape.batch, shape.heads, shape.q_len)
+    else:
+        output, lse = segments.output, segments.lse
     width, value_width = padded(shape.head_dim), padded(shape.value_dim)
     if operands.value.element_size() == 2:
         # Triton 3.6 miscompiles 16-bit products 32 columns wide on Hopper when the values are not copied asynchronously
@@ -499,12 +529,12 @@ def attend(
         has_mask=attn_mask is not None,
         mask_per_query=mask_per_query,
     )
-    tiles = shape.q_blocks * (geometry.BLOCK_Q // config.block_m)
+    rows = shape.batch * shape.heads * shape.q_blocks if segments is None else segments.order.numel()
     means = operands.means
     mean_key, mean_value = (query, query) if means is None else (means.key, means.value)
     launch(
         attention_kernel,
-        tiles * shape.batch * shape.heads,
+        rows * (geometry.BLOCK_Q // config.block_m),
         query_ptr=query,
         key_ptr=operands.key,
         value_ptr=operands.value,
@@ -525,6 +555,7 @@ def attend(
         mean_bias_ptr=stand_in if means is None else means.bias,
         output_ptr=output,
         lse_ptr=lse,
+        segments_ptr=segments_argument(call, stand_in),
         query_strides=strides_of(query),
         key_strides=strides_of(operands.key),
         value_strides=strides_of(operands.value),
@@ -542,6 +573,7 @@ def attend(
         q_blocks=shape.q_blocks,
         kv_blocks=shape.kv_blocks,
         bias_columns=0 if means is None else means.bias.shape[1],
+        total_q=0 if segments is None else segments.total_q,
         HEAD_DIM=shape.head_dim,
         VALUE_DIM=shape.value_dim,
         HEAD_DIM_PADDED=width,
@@ -557,6 +589,7 @@ def attend(
         PEAKS=peak_handling(call),
         ALL_BLOCKS=mask is None,
         ORDERED=operands.order is not None,
+        PACKED=segments is not None,
         TOKENS_FIRST=operands.tokens_first,
         MEAN_WIDTH=0 if means is None else mean_value.shape[3],
         COUNT=totals is not None,

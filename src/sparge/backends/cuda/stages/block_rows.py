@@ -11,8 +11,16 @@ import triton.language as tl
 from torch import Tensor
 
 from sparge import geometry
-from sparge.backends.cuda.launch import power_of_two, window_flags, window_offsets
-from sparge.backends.cuda.primitives import BLOCK_K, BLOCK_Q, NOWHERE
+from sparge.backends.cuda.launch import power_of_two, segments_argument, window_flags, window_offsets
+from sparge.backends.cuda.primitives import (
+    BLOCK_K,
+    BLOCK_Q,
+    NOWHERE,
+    SHIFT,
+    segment_keys,
+    segment_number,
+    segment_queries,
+)
 from sparge.backends.cuda.stages.mask_blocks import HIDDEN, MaskBlocks
 from sparge.call import Call
 from sparge.geometry import ceil_div
@@ -53,6 +61,7 @@ def load_row(
     key_similarity_ptr,
     query_similarity_ptr,
     threshold_ptr,
+    segments_ptr,
     first_seen_strides,
     kind_strides,
     column_strides,
@@ -73,6 +82,7 @@ def load_row(
     HAS_SEEN: tl.constexpr,
     HAS_BLOCKS: tl.constexpr,
     HAS_SIMILARITY: tl.constexpr,
+    PACKED: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """`Blocks` of one query block; ``row`` (int64) counts those of all heads. COLUMNS is a power of two that holds it.
@@ -88,16 +98,23 @@ def load_row(
                           int8 (SINK besides), of `mask_blocks`
         key_similarity    [B * Hkv, kv_blocks], query_similarity [B * H, q_blocks] and threshold [H], float32
                           (HAS_SIMILARITY): blocks below it are dissimilar, and not eligible
+        segments          of `Segments.table` (PACKED); a row that its segment does not have sees nothing
     """
     q_block = (row % q_blocks).to(tl.int32)
     flat_head = row // q_blocks
     batch = flat_head // heads
     head = flat_head % heads
     first_query = q_block * BLOCK_Q
-    last_query = tl.minimum((q_block + 1) * BLOCK_Q, q_len) - 1
-
     columns = tl.arange(0, COLUMNS)
     inside = columns < kv_blocks
+    if PACKED:
+        _, q_len = segment_queries(segments_ptr, batch)
+        _, kv_len = segment_keys(segments_ptr, batch)
+        shift = segment_number(segments_ptr, batch, SHIFT)
+        first_offset += shift
+        last_offset += shift
+        inside = columns < tl.where(first_query < q_len, tl.cdiv(kv_len, BLOCK_K), 0)
+    last_query = tl.minimum((q_block + 1) * BLOCK_Q, q_len) - 1
     first_key = columns * BLOCK_K
     last_key = tl.minimum(first_key + BLOCK_K, kv_len) - 1
     visible = inside
@@ -184,6 +201,7 @@ class RowArguments:
             "key_similarity_ptr": probability if key_similarity is None else key_similarity,
             "query_similarity_ptr": query_similarity,
             "threshold_ptr": probability if threshold is None else threshold,
+            "segments_ptr": segments_argument(call, probability),
         }
         self.strides = {
             "first_seen_strides": (0, 0) if first_seen is None else first_seen.stride()[:2],
@@ -209,6 +227,7 @@ class RowArguments:
             "HAS_SEEN": first_seen is not None,
             "HAS_BLOCKS": blocks is not None,
             "HAS_SIMILARITY": threshold is not None,
+            "PACKED": call.segments is not None,
             "COLUMNS": self.columns,
         }
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sparge import config
 from sparge.backends.cuda.launch import buffer_like, launch, power_of_two, zeros_like
+from sparge.backends.cuda.primitives import BLOCK_Q, FIRST_ROW, TOP_LEVEL, segment_number, segment_queries
 from sparge.backends.cuda.stages import configs
 from sparge.backends.cuda.stages.block_rows import SIZES, RowArguments, load_row
 from sparge.call import Call
@@ -50,6 +51,7 @@ def count_kernel(
     key_similarity_ptr,
     query_similarity_ptr,
     threshold_ptr,
+    segments_ptr,
     kept_ptr,
     sums_ptr,
     first_seen_strides,
@@ -78,6 +80,7 @@ def count_kernel(
     HAS_SEEN: tl.constexpr,
     HAS_BLOCKS: tl.constexpr,
     HAS_SIMILARITY: tl.constexpr,
+    PACKED: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """kept[row, level] = max(what the row is sure of, its forced blocks and those at or above the level).
@@ -90,6 +93,8 @@ def count_kernel(
     """
     batch = (tl.program_id(0) // programs_of_batch).to(tl.int64)
     first_row = tl.program_id(0) % programs_of_batch * ROWS
+    if PACKED:
+        top_level = segment_number(segments_ptr, batch, TOP_LEVEL)
     levels = tl.arange(0, LEVELS)
     totals = tl.zeros((LEVELS,), tl.int32)
     forced_total = 0
@@ -108,6 +113,7 @@ def count_kernel(
                 key_similarity_ptr,
                 query_similarity_ptr,
                 threshold_ptr,
+                segments_ptr,
                 first_seen_strides,
                 kind_strides,
                 column_strides,
@@ -128,6 +134,7 @@ def count_kernel(
                 HAS_SEEN,
                 HAS_BLOCKS,
                 HAS_SIMILARITY,
+                PACKED,
                 COLUMNS,
             )
             level = tl.minimum(blocks.bits >> BUDGET_BITS, top_level) - (top_level - LEVELS + 1)
@@ -153,15 +160,19 @@ def count_kernel(
     tl.atomic_add(sums + VISIBLE, visible_total, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["amount", "many", "rows_of_batch"])
+@triton.jit(do_not_specialize=["amount", "many", "rows_of_batch", "heads", "q_blocks"])
 def share_kernel(
     kept_ptr,
     sums_ptr,
     counts_ptr,
     order_ptr,
+    segments_ptr,
     amount,
     many,
     rows_of_batch,
+    heads,
+    q_blocks,
+    PACKED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """How many blocks each row keeps: what lies above the last level, and its part of that; and the order of rows.
@@ -171,7 +182,7 @@ def share_kernel(
     Grid: batch elements. A program takes ROWS rows at a time. Reads what `count_kernel` writes. Writes, int32
         counts     [B * rows]
         order      [B * rows], the rows of each batch element: those with more than ``many`` blocks, then the others,
-                   the last first
+                   the last first; PACKED, those that exist, without gaps (`Segments.table`)
     """
     batch = tl.program_id(0).to(tl.int64)
     levels = tl.arange(0, LEVELS)
@@ -190,6 +201,13 @@ def share_kernel(
     total = tl.maximum(total, 1)
     before = tl.zeros((), tl.int64)
     long_before = tl.zeros((), tl.int32)
+    first_row = batch * rows_of_batch
+    own_blocks = q_blocks
+    if PACKED:
+        _, q_len = segment_queries(segments_ptr, batch)
+        own_blocks = tl.cdiv(q_len, BLOCK_Q)
+        first_row = segment_number(segments_ptr, batch, FIRST_ROW).to(tl.int64)
+    last_place = heads * own_blocks - 1
     for start in range(0, rows_of_batch, ROWS):
         rows = start + tl.arange(0, ROWS)
         inside = rows < rows_of_batch
@@ -203,16 +221,20 @@ def share_kernel(
         before += tl.sum(blocks, 0)
         is_long = (count > many) & inside
         longs = long_before + tl.cumsum(is_long.to(tl.int32), 0)
-        place = tl.where(is_long, longs - 1, rows_of_batch - 1 - (rows - longs))
+        rank = rows
+        if PACKED:
+            inside = inside & (rows % q_blocks < own_blocks)
+            rank = rows // q_blocks * own_blocks + rows % q_blocks
+        place = tl.where(is_long, longs - 1, last_place - (rank - longs))
         numbers = (batch * rows_of_batch + rows).to(tl.int32)
-        tl.store(order_ptr + batch * rows_of_batch + place, numbers, mask=inside)
+        tl.store(order_ptr + first_row + place, numbers, mask=inside)
         long_before += tl.sum(is_long.to(tl.int32), 0)
 
 
 def share_budget(rows: RowArguments, call: Call) -> tuple[Tensor, Tensor]:
     """How many eligible blocks each row keeps of its batch element's budget, (B, H, q_blocks) int32; which comes when.
 
-    The second is (B * H * q_blocks,) int32, the rows' numbers with long ones first in each batch element.
+    The second is (rows that exist,) int32, the rows' numbers with long ones first in each batch element.
     """
     shape, like = call.shape, rows.pointers["probability_ptr"]
     rows_of_batch = shape.heads * shape.q_blocks
@@ -224,7 +246,8 @@ def share_budget(rows: RowArguments, call: Call) -> tuple[Tensor, Tensor]:
     kept = buffer_like(like, True, shape.batch * rows_of_batch, 2 * LEVELS.value, dtype=torch.int32)
     sums = zeros_like(like, shape.batch, PARTS.value, SUMS.value, dtype=torch.int32)
     counts = buffer_like(like, True, shape.batch, shape.heads, shape.q_blocks, dtype=torch.int32)
-    order = buffer_like(like, True, counts.numel(), dtype=torch.int32)
+    many_rows = counts.numel() if call.segments is None else call.segments.order.numel()
+    order = buffer_like(like, True, many_rows, dtype=torch.int32)
     launch(
         count_kernel,
         programs * shape.batch,
@@ -248,9 +271,13 @@ def share_budget(rows: RowArguments, call: Call) -> tuple[Tensor, Tensor]:
         sums_ptr=sums,
         counts_ptr=counts,
         order_ptr=order,
+        segments_ptr=rows.pointers["segments_ptr"],
         amount=float(amount),
         many=LONG * float(amount) * seen_blocks,
         rows_of_batch=rows_of_batch,
+        heads=shape.heads,
+        q_blocks=shape.q_blocks,
+        PACKED=call.segments is not None,
         ROWS=min(max(power_of_two(rows_of_batch), 128), MOST_ROWS),
         num_warps=setting.share_warps,
     )

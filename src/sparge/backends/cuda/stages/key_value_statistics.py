@@ -15,8 +15,24 @@ import triton.language as tl
 from torch import Tensor
 
 from sparge import config
-from sparge.backends.cuda.launch import buffer_like, first_key, launch, padded, seen_argument, strides_of
-from sparge.backends.cuda.primitives import BLOCK_K, LOG2_E, is_finite, load_tokens
+from sparge.backends.cuda.launch import (
+    buffer_like,
+    first_key,
+    launch,
+    padded,
+    seen_argument,
+    segments_argument,
+    strides_of,
+)
+from sparge.backends.cuda.primitives import (
+    BLOCK_K,
+    LOG2_E,
+    SHIFT,
+    is_finite,
+    load_tokens,
+    segment_keys,
+    segment_number,
+)
 from sparge.backends.cuda.stages import configs
 from sparge.call import Call
 from sparge.geometry import ceil_div
@@ -137,6 +153,7 @@ def summarize_kernel(
     key_part_ptr,
     key_count_ptr,
     value_max_ptr,
+    segments_ptr,
     key_strides,
     value_strides,
     seen_strides,
@@ -156,6 +173,7 @@ def summarize_kernel(
     WITH_BLOCKS: tl.constexpr,
     WITH_SUMS: tl.constexpr,
     WITH_VALUE: tl.constexpr,
+    PACKED: tl.constexpr,
     BLOCKS: tl.constexpr,
     SLAB: tl.constexpr,
 ):
@@ -172,6 +190,7 @@ def summarize_kernel(
     Reads
         key, value            [B, Hkv, Sk, D | Dv]
         seen                  [B, Hkv, Sk] bool (HAS_SEEN)
+        segments              of `Segments.table` (PACKED)
     Writes
         mean_high, mean_low   [B * Hkv, kv_blocks, D padded] bfloat16 (WITH_MEANS)
         variance              the same (WITH_VARIANCE, which needs WITH_MEANS)
@@ -190,6 +209,11 @@ def summarize_kernel(
     key_base = key_ptr + batch * key_strides[0] + head * key_strides[1]
     value_base = value_ptr + batch * value_strides[0] + head * value_strides[1]
     seen_base = seen_ptr + batch * seen_strides[0] + head * seen_strides[1]
+    if PACKED:
+        kv_start, kv_len = segment_keys(segments_ptr, batch)
+        key_base += kv_start * key_strides[2]
+        value_base += kv_start * value_strides[2]
+        first_key = tl.maximum(first_key + segment_number(segments_ptr, batch, SHIFT), 0)
     key_head = (key_base, key_strides[2], seen_base, seen_strides[2])
     value_head = (value_base, value_strides[2], seen_base, seen_strides[2])
     part = flat_head * chunks + chunk
@@ -349,6 +373,7 @@ def key_value_statistics(
         key_part_ptr=statistics.key_part,
         key_count_ptr=statistics.key_count,
         value_max_ptr=statistics.value_max,
+        segments_ptr=segments_argument(call, key),
         key_strides=strides_of(key),
         value_strides=strides_of(value),
         seen_strides=seen_strides,
@@ -368,6 +393,7 @@ def key_value_statistics(
         WITH_BLOCKS=with_blocks,
         WITH_SUMS=sums,
         WITH_VALUE=value_max,
+        PACKED=call.segments is not None,
         BLOCKS=blocks,
         SLAB=config.slab,
         num_warps=config.warps,

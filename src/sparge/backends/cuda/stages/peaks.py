@@ -10,8 +10,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparge.backends.cuda.launch import launch, padded, window_flags, window_offsets
-from sparge.backends.cuda.primitives import BLOCK_K, BLOCK_Q, FAR, KEY_GROUPS, by_group
+from sparge.backends.cuda.launch import launch, padded, segments_argument, window_flags, window_offsets
+from sparge.backends.cuda.primitives import (
+    BLOCK_K,
+    BLOCK_Q,
+    FAR,
+    KEY_GROUPS,
+    SHIFT,
+    by_group,
+    segment_keys,
+    segment_number,
+    segment_queries,
+)
 from sparge.backends.cuda.stages import configs
 from sparge.call import Call
 from sparge.geometry import ceil_div
@@ -23,12 +33,17 @@ NEEDED = 16
 each query has neighbours, would be full of it (a sixth of the blocks for 4 of 64 samples, .4 % for 16)."""
 
 
-@triton.jit(do_not_specialize=["group", "q_len", "kv_len", "first_offset", "last_offset", "q_blocks", "kv_blocks"])
+NUMBERS = ["kv_heads", "group", "q_len", "kv_len", "first_offset", "last_offset", "q_blocks", "kv_blocks"]
+
+
+@triton.jit(do_not_specialize=NUMBERS)
 def mark_peaks_kernel(
     query_ptr,
     key_ptr,
     query_scale_ptr,
     key_scale_ptr,
+    segments_ptr,
+    kv_heads,
     group,
     q_len,
     kv_len,
@@ -39,6 +54,7 @@ def mark_peaks_kernel(
     HEAD_DIM_PADDED: tl.constexpr,
     HAS_FIRST: tl.constexpr,
     HAS_LAST: tl.constexpr,
+    PACKED: tl.constexpr,
     SAMPLES: tl.constexpr,
     NEEDED: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -56,6 +72,7 @@ def mark_peaks_kernel(
     Reads
         query          [B * H, q_blocks * 128, D padded] int8 and query_scale [B * H, q_blocks * 128] float32
         key            [B * Hkv, kv_blocks * 64, D padded] int8
+        segments       of `Segments.table` (PACKED)
     Reads and writes
         key_scale      [B * Hkv, kv_blocks, 4] float32, negative where a block holds a shared peak
     """
@@ -63,6 +80,15 @@ def mark_peaks_kernel(
     parts = tl.cdiv(kv_blocks, BLOCKS)
     first = program % parts * BLOCKS
     flat_kv_head = (program // parts).to(tl.int64)
+    own_blocks = kv_blocks
+    if PACKED:
+        batch = flat_kv_head // kv_heads
+        _, q_len = segment_queries(segments_ptr, batch)
+        _, kv_len = segment_keys(segments_ptr, batch)
+        shift = segment_number(segments_ptr, batch, SHIFT)
+        first_offset += shift
+        last_offset += shift
+        own_blocks = tl.cdiv(kv_len, BLOCK_K)
     sample = tl.arange(0, SAMPLES)
     per_head = tl.maximum(SAMPLES // group, 1)
     place = sample // group
@@ -79,7 +105,7 @@ def mark_peaks_kernel(
     if HAS_LAST:
         last_key = tl.minimum(last_key, position + last_offset)
     within = tl.arange(0, BLOCK_K)
-    for block in tl.range(first, tl.minimum(first + BLOCKS, kv_blocks), 1, num_stages=STAGES):
+    for block in tl.range(first, tl.minimum(first + BLOCKS, own_blocks), 1, num_stages=STAGES):
         flat_block = flat_kv_head * kv_blocks + block
         keys = within + flat_block * BLOCK_K
         key = tl.load(key_ptr + keys[:, None] * HEAD_DIM_PADDED + channels[None, :])
@@ -117,6 +143,8 @@ def mark_peaks(query_codes: Tensor, query_scale: Tensor, key_codes: Tensor, key_
         key_ptr=key_codes,
         query_scale_ptr=query_scale,
         key_scale_ptr=key_scale,
+        segments_ptr=segments_argument(call, key_scale),
+        kv_heads=shape.kv_heads,
         group=shape.group,
         q_len=shape.q_len,
         kv_len=shape.kv_len,
@@ -125,6 +153,7 @@ def mark_peaks(query_codes: Tensor, query_scale: Tensor, key_codes: Tensor, key_
         kv_blocks=shape.kv_blocks,
         HEAD_DIM_PADDED=padded(shape.head_dim),
         **window_flags(call),
+        PACKED=call.segments is not None,
         SAMPLES=SAMPLES,
         NEEDED=NEEDED,
         BLOCKS=config.blocks,

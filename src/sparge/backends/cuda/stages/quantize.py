@@ -16,7 +16,16 @@ import triton.language as tl
 from torch import Tensor
 
 from sparge import eight_bits, geometry
-from sparge.backends.cuda.launch import buffer_like, first_query, launch, padded, seen_argument, strides_of
+from sparge.backends.cuda.launch import (
+    buffer_like,
+    first_key,
+    first_query,
+    launch,
+    padded,
+    seen_argument,
+    segments_argument,
+    strides_of,
+)
 from sparge.backends.cuda.primitives import (
     BLOCK_K,
     BLOCK_Q,
@@ -26,10 +35,14 @@ from sparge.backends.cuda.primitives import (
     KEY_GROUPS,
     LOG2_E,
     MIXED,
+    SHIFT,
     fp8_token_order,
     is_finite,
     load_tokens,
     mix,
+    segment_keys,
+    segment_number,
+    segment_queries,
     self_similarity,
 )
 from sparge.backends.cuda.stages import configs
@@ -78,6 +91,7 @@ def quantize_key_value_kernel(
     key_codes_ptr,
     key_scale_ptr,
     value_codes_ptr,
+    segments_ptr,
     key_strides,
     value_strides,
     seen_strides,
@@ -90,6 +104,7 @@ def quantize_key_value_kernel(
     HEAD_DIM_PADDED: tl.constexpr,
     VALUE_DIM_PADDED: tl.constexpr,
     HAS_SEEN: tl.constexpr,
+    PACKED: tl.constexpr,
     VALUE_CODES: tl.constexpr,
 ):
     """Codes of K and V.
@@ -105,6 +120,7 @@ def quantize_key_value_kernel(
         seen                 [B, Hkv, Sk] bool (HAS_SEEN)
         key_mean, balance    [B * Hkv, D padded] float32, of `reduce_kernel`
         value_scale          [B * Hkv, Dv padded] float32 ("fp8"), of `reduce_kernel`
+        segments             of `Segments.table` (PACKED)
     Writes, padded with zeros
         key_codes            [B * Hkv, kv_blocks * 64, D padded] int8
         key_scale            [B * Hkv, kv_blocks, 4] float32; NaN where a key of the group is not finite
@@ -124,6 +140,13 @@ def quantize_key_value_kernel(
     value_base = value_ptr + batch * value_strides[0] + head * value_strides[1]
     seen_base = seen_ptr + batch * seen_strides[0] + head * seen_strides[1]
     rows = flat_head * kv_blocks * BLOCK_K + tokens  # in a padded [B * Hkv * kv_blocks * 64, D] buffer
+    if PACKED:
+        kv_start, kv_len = segment_keys(segments_ptr, batch)
+        key_base += kv_start * key_strides[2]
+        value_base += kv_start * value_strides[2]
+        first_key = tl.maximum(first_key + segment_number(segments_ptr, batch, SHIFT), 0)
+        if block * BLOCK_K >= kv_len:
+            return
 
     key, present = load_tokens(
         key_base,
@@ -185,6 +208,7 @@ def quantize_query_kernel(
     lse_shift_ptr,
     query_mean_ptr,
     similarity_ptr,
+    segments_ptr,
     query_strides,
     seen_strides,
     scale,
@@ -199,6 +223,7 @@ def quantize_query_kernel(
     WITH_CODES: tl.constexpr,
     PARTS: tl.constexpr,
     WITH_SIMILARITY: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     """Codes, mean and similarity of a query block.
 
@@ -214,6 +239,7 @@ def quantize_query_kernel(
         query                [B, H, Sq, D]
         seen                 [B, H, Sq] bool (HAS_SEEN)
         key_mean, balance    [B * Hkv, D padded] float32 (WITH_CODES), of `reduce_kernel`
+        segments             of `Segments.table` (PACKED)
     Writes
         query_codes          [B * H, q_blocks * 128, D padded] int8 (WITH_CODES)
         query_scale          [B * H, q_blocks * 128] float32 (WITH_CODES); NaN where the query is not finite
@@ -233,6 +259,13 @@ def quantize_query_kernel(
     channels = tl.arange(0, HEAD_DIM_PADDED)
     query_base = query_ptr + batch * query_strides[0] + head * query_strides[1]
     seen_base = seen_ptr + batch * seen_strides[0] + head * seen_strides[1]
+    shifts = lse_shift_ptr + flat_head * q_len
+    if PACKED:
+        q_start, q_len = segment_queries(segments_ptr, batch)
+        query_base += q_start * query_strides[2]
+        first_query = tl.maximum(first_query - segment_number(segments_ptr, batch, SHIFT), 0)
+        if block * BLOCK_Q >= q_len:
+            return
     query, present = load_tokens(
         query_base,
         query_strides[2],
@@ -263,7 +296,7 @@ def quantize_query_kernel(
         balanced = query * factors[None, :]
         mean = tl.load(key_mean_ptr + kv_head * HEAD_DIM_PADDED + channels)
         shift = tl.sum(balanced * (mean / factors)[None, :], 1) * scale
-        tl.store(lse_shift_ptr + flat_head * q_len + positions, shift, mask=positions < q_len)
+        tl.store(shifts + positions, shift, mask=positions < q_len)
         mixed = mix(balanced)
         code_scale, code_factor = _scale_of(_absolute_max(mixed, 1))
         codes = _int8_codes(mixed, (tl.where(scale < 0, -1.0, 1.0) * code_factor)[:, None])
@@ -333,6 +366,7 @@ def summarize_query(
         lse_shift_ptr=summary.lse_shift,
         query_mean_ptr=summary.mean,
         similarity_ptr=summary.similarity,
+        segments_ptr=segments_argument(call, query),
         query_strides=strides_of(query),
         seen_strides=seen_strides,
         scale=call.scale,
@@ -347,22 +381,42 @@ def summarize_query(
         WITH_CODES=codes,
         PARTS=parts,
         WITH_SIMILARITY=similarity,
+        PACKED=call.segments is not None,
         num_warps=configs.query_config(width).warps,
     )
     return summary
 
 
 def quantize_key_value(
-    key: Tensor, value: Tensor, key_value: KeyValueSummary, call: Call, seen: Tensor | None, first_key: int = 0
+    key: Tensor, value: Tensor, key_value: KeyValueSummary, call: Call, seen: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Codes of K, their scales (B, Hkv, blocks, 4), and codes of V, or V itself where it is FP16 already.
 
     Args:
-        key, value: of the call, or means of its blocks, which are rounded in the same way: (B, Hkv, tokens, width).
-        seen: which tokens are, (B | 1, Hkv | 1, tokens); None: all.
-        first_key: the first one that is.
+        key, value: of the call, (B, Hkv, Sk, width).
+        seen: which keys are, (B | 1, Hkv | 1, Sk); None: all that some query sees by its place.
     """
-    shape, kv_len = call.shape, key.shape[2]
+    return _quantize(key, value, key_value, call, seen, call.shape.kv_len, first_key(call), call.segments is not None)
+
+
+def quantize_means(key_value: KeyValueSummary, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of the means that stand for blocks, a token for each; what a segment does not have is not usable."""
+    key, value = key_value.key_block, key_value.value_block
+    assert key is not None and value is not None
+    return _quantize(key, value, key_value, call, key_value.block_usable, call.shape.kv_blocks, 0, is_packed=False)
+
+
+def _quantize(
+    key: Tensor,
+    value: Tensor,
+    key_value: KeyValueSummary,
+    call: Call,
+    seen: Tensor | None,
+    kv_len: int,
+    first_key: int,
+    is_packed: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    shape = call.shape
     width, value_width = padded(shape.head_dim), padded(shape.value_dim)
     heads = (shape.batch, shape.kv_heads)
     kv_blocks = geometry.ceil_div(kv_len, geometry.BLOCK_K)
@@ -372,7 +426,7 @@ def quantize_key_value(
     value_codes, kind = value, "none"
     if call.has_fp8_values:
         value_codes, kind = buffer_like(key, True, *heads, value_width, length, dtype=torch.float8_e4m3fn), "fp8"
-    elif value.dtype != torch.float16:
+    elif value.dtype != torch.float16 or is_packed:
         value_codes, kind = buffer_like(key, True, *heads, length, value_width, dtype=torch.float16), "fp16"
     keys_seen, seen_strides = seen_argument(seen, (*heads, kv_len), key)
     launch(
@@ -387,6 +441,7 @@ def quantize_key_value(
         key_codes_ptr=key_codes,
         key_scale_ptr=key_scale,
         value_codes_ptr=value_codes,
+        segments_ptr=segments_argument(call, key),
         key_strides=strides_of(key),
         value_strides=strides_of(value),
         seen_strides=seen_strides,
@@ -399,6 +454,7 @@ def quantize_key_value(
         HEAD_DIM_PADDED=width,
         VALUE_DIM_PADDED=value_width,
         HAS_SEEN=seen is not None,
+        PACKED=is_packed,
         VALUE_CODES=kind,
         num_warps=configs.key_value_config().warps,
     )

@@ -7,8 +7,23 @@ import triton.language as tl
 from torch import Tensor
 
 from sparge import eight_bits
-from sparge.backends.cuda.launch import buffer_like, first_query, launch, padded, seen_argument, strides_of
-from sparge.backends.cuda.primitives import BLOCK_Q, is_finite, load_tokens
+from sparge.backends.cuda.launch import (
+    buffer_like,
+    first_query,
+    launch,
+    padded,
+    seen_argument,
+    segments_argument,
+    strides_of,
+)
+from sparge.backends.cuda.primitives import (
+    BLOCK_Q,
+    SHIFT,
+    is_finite,
+    load_tokens,
+    segment_number,
+    segment_queries,
+)
 from sparge.call import Call
 from sparge.visibility import SeenTokens
 
@@ -23,6 +38,7 @@ def size_kernel(
     query_ptr,
     seen_ptr,
     query_part_ptr,
+    segments_ptr,
     query_strides,
     seen_strides,
     heads,
@@ -32,6 +48,7 @@ def size_kernel(
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     HAS_SEEN: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     """How large each channel of Q is in a block: the largest |q| among SAMPLES queries, `eight_bits.balance`.
 
@@ -41,18 +58,26 @@ def size_kernel(
     Grid: query blocks of every head, in one dimension. Queries before ``first_query`` see nothing. The last block
     reaches back, if it is short.
 
-    Reads query [B, H, Sq, D] and seen [B, H, Sq] bool (HAS_SEEN); writes query_part [B * H, q_blocks, 2, D padded]
-    float32.
+    Reads query [B, H, Sq, D], seen [B, H, Sq] bool (HAS_SEEN) and `Segments.table` (PACKED); writes query_part
+    [B * H, q_blocks, 2, D padded] float32.
     """
     row = tl.program_id(0).to(tl.int64)
     flat_head = row // q_blocks
     batch = flat_head // heads
     head = flat_head % heads
     channels = tl.arange(0, HEAD_DIM_PADDED)
-    start = tl.maximum(tl.minimum(tl.program_id(0) % q_blocks * BLOCK_Q, q_len - BLOCK_Q), 0)
+    block = tl.program_id(0) % q_blocks
+    query_base = query_ptr + batch * query_strides[0] + head * query_strides[1]
+    if PACKED:
+        q_start, q_len = segment_queries(segments_ptr, batch)
+        query_base += q_start * query_strides[2]
+        first_query = tl.maximum(first_query - segment_number(segments_ptr, batch, SHIFT), 0)
+        if block * BLOCK_Q >= q_len:
+            return
+    start = tl.maximum(tl.minimum(block * BLOCK_Q, q_len - BLOCK_Q), 0)
     tokens = start + (2 * tl.arange(0, SAMPLES) + 1) * tl.minimum(q_len, BLOCK_Q) // (2 * SAMPLES)
     values, _ = load_tokens(
-        query_ptr + batch * query_strides[0] + head * query_strides[1],
+        query_base,
         query_strides[2],
         seen_ptr + batch * seen_strides[0] + head * seen_strides[1],
         seen_strides[2],
@@ -85,6 +110,7 @@ def query_sizes(query: Tensor, call: Call, seen: SeenTokens | None) -> Tensor:
         query_ptr=query,
         seen_ptr=queries_seen,
         query_part_ptr=query_part,
+        segments_ptr=segments_argument(call, query),
         query_strides=strides_of(query),
         seen_strides=seen_strides,
         heads=shape.heads,
@@ -94,6 +120,7 @@ def query_sizes(query: Tensor, call: Call, seen: SeenTokens | None) -> Tensor:
         HEAD_DIM=shape.head_dim,
         HEAD_DIM_PADDED=width,
         HAS_SEEN=seen is not None and seen.queries is not None,
+        PACKED=call.segments is not None,
         num_warps=1,
     )
     return query_part

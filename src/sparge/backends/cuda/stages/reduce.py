@@ -9,15 +9,15 @@ import triton.language as tl
 from torch import Tensor
 
 from sparge import eight_bits, geometry
-from sparge.backends.cuda.launch import buffer_like, launch, padded
-from sparge.backends.cuda.primitives import FLOAT_OFFSET, FP8_MAX, is_finite
+from sparge.backends.cuda.launch import buffer_like, launch, padded, segments_argument
+from sparge.backends.cuda.primitives import BLOCK_Q, FLOAT_OFFSET, FP8_MAX, is_finite, segment_queries
 from sparge.backends.cuda.stages import configs
 from sparge.backends.cuda.stages.key_value_statistics import SQUARE, SUM, KeyValueStatistics
 from sparge.backends.cuda.stages.query_sizes import LOG, VOTES
 from sparge.call import Call
 from sparge.geometry import ceil_div
 
-NUMBERS = ["chunks", "query_parts"]
+NUMBERS = ["chunks", "query_parts", "kv_heads", "q_blocks"]
 SMALLEST_SIZE = tl.constexpr(1e-6)
 """Of a channel's mean square before smoothing: what rounding leaves of a constant channel is no size."""
 SMALLEST_VALUE_SCALE = tl.constexpr(1e-36)
@@ -60,13 +60,17 @@ def reduce_kernel(
     key_mean_ptr,
     balance_ptr,
     value_scale_ptr,
+    segments_ptr,
     chunks,
     query_parts,
+    kv_heads,
+    q_blocks,
     HEAD_DIM_PADDED: tl.constexpr,
     VALUE_DIM_PADDED: tl.constexpr,
     WITH_VALUE: tl.constexpr,
     MEMBERS: tl.constexpr,
     GATHERED: tl.constexpr,
+    PACKED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -86,6 +90,7 @@ def reduce_kernel(
         query_part     [B * H, q_blocks, 2, D padded] float32, of `size_kernel`; a head's group is query_parts of them
         key_part       [B * Hkv, chunks, 2, D padded] float32 and key_count [B * Hkv, chunks] int32
         value_max      [B * Hkv, chunks, Dv padded] float32 (WITH_VALUE); all three of `summarize_kernel`
+        segments       of `Segments.table` (PACKED): of a head's q_blocks parts the first ones exist
     Writes, float32
         key_mean, balance    [B * Hkv, D padded]
         value_scale          [B * Hkv, Dv padded] (WITH_VALUE)
@@ -123,8 +128,16 @@ def reduce_kernel(
         key_votes += votes
     query_log = tl.zeros((ROWS, COLUMNS), tl.float32)
     query_votes = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in range(0, query_parts, ROWS):
+    parts = query_parts
+    own_blocks = q_blocks
+    if PACKED:
+        _, q_len = segment_queries(segments_ptr, flat_head // kv_heads)
+        own_blocks = tl.cdiv(q_len, BLOCK_Q)
+        parts = query_parts // q_blocks * own_blocks
+    for start in range(0, parts, ROWS):
         part = start + tl.arange(0, ROWS)
+        if PACKED:
+            part = part // own_blocks * q_blocks + part % own_blocks
         first = flat_head * query_parts
         query_log += _load_part(query_part_ptr, first, part, LOG, query_parts, channels, HEAD_DIM_PADDED)
         query_votes += _load_part(query_part_ptr, first, part, VOTES, query_parts, channels, HEAD_DIM_PADDED)
@@ -180,13 +193,17 @@ def reduce_parts(query_part: Tensor, statistics: KeyValueStatistics, call: Call,
         key_mean_ptr=scales.key_mean,
         balance_ptr=scales.balance,
         value_scale_ptr=scales.value_scale,
+        segments_ptr=segments_argument(call, query_part),
         chunks=ceil_div(shape.kv_blocks, statistics.blocks),
         query_parts=shape.group * shape.q_blocks,
+        kv_heads=shape.kv_heads,
+        q_blocks=shape.q_blocks,
         HEAD_DIM_PADDED=width,
         VALUE_DIM_PADDED=value_width,
         WITH_VALUE=value_scales,
         MEMBERS=unit // statistics.blocks,
         GATHERED=eight_bits.BALANCE_KEYS // (unit * geometry.BLOCK_K),
+        PACKED=call.segments is not None,
         ROWS=config.rows,
         COLUMNS=config.columns,
         num_warps=config.warps,

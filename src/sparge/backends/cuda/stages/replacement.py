@@ -6,9 +6,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparge.backends.cuda.launch import buffer_like, launch, window_flags, window_offsets
+from sparge.backends.cuda.launch import buffer_like, launch, segments_argument, window_flags, window_offsets
 from sparge.backends.cuda.operands import BIAS_COLUMNS
-from sparge.backends.cuda.primitives import BLOCK_K, BLOCK_Q
+from sparge.backends.cuda.primitives import (
+    BLOCK_K,
+    BLOCK_Q,
+    SHIFT,
+    segment_keys,
+    segment_number,
+    segment_queries,
+)
 from sparge.backends.cuda.stages import configs
 from sparge.block_mask import BlockMask
 from sparge.call import Call
@@ -23,6 +30,7 @@ def replaced_bias_kernel(
     kv_indices_ptr,
     block_bias_ptr,
     bias_ptr,
+    segments_ptr,
     heads,
     group,
     q_len,
@@ -34,6 +42,7 @@ def replaced_bias_kernel(
     columns,
     HAS_FIRST: tl.constexpr,
     HAS_LAST: tl.constexpr,
+    PACKED: tl.constexpr,
     STEP: tl.constexpr,
 ):
     """What the scores of mean keys get besides: each block's own bias, -inf where a row has no use of it.
@@ -46,12 +55,23 @@ def replaced_bias_kernel(
     Reads
         kv_num_blocks [B * H, q_blocks], kv_indices [B * H, q_blocks, kv_blocks], int32; of a row no more than it keeps
         block_bias    [B, Hkv, kv_blocks] float32, of `summarize_kernel`
+        segments      of `Segments.table` (PACKED)
     Writes
         bias          [B * H * q_blocks, columns] float32
     """
     row = tl.program_id(0).to(tl.int64)
     flat_head = row // q_blocks
     first_query = (row % q_blocks).to(tl.int32) * BLOCK_Q
+    own_blocks = kv_blocks
+    if PACKED:
+        _, q_len = segment_queries(segments_ptr, flat_head // heads)
+        _, kv_len = segment_keys(segments_ptr, flat_head // heads)
+        shift = segment_number(segments_ptr, flat_head // heads, SHIFT)
+        first_offset += shift
+        last_offset += shift
+        own_blocks = tl.cdiv(kv_len, BLOCK_K)
+        if first_query >= q_len:
+            return
     last_query = tl.minimum(first_query + BLOCK_Q, q_len) - 1
     kv_head = flat_head // heads * (heads // group) + flat_head % heads // group
     kept = tl.load(kv_num_blocks_ptr + row)
@@ -59,7 +79,7 @@ def replaced_bias_kernel(
     places = tl.arange(0, STEP)
     for start in range(0, columns, STEP):
         blocks = start + places
-        is_replaced = blocks < kv_blocks
+        is_replaced = blocks < own_blocks
         if HAS_LAST:
             last_key = tl.minimum(blocks * BLOCK_K + BLOCK_K, kv_len) - 1
             is_replaced = is_replaced & (last_key <= first_query + last_offset)
@@ -88,6 +108,7 @@ def replaced_bias(mask: BlockMask, block_bias: Tensor, call: Call) -> Tensor:
         kv_indices_ptr=mask.kv_indices.contiguous(),
         block_bias_ptr=block_bias,
         bias_ptr=bias,
+        segments_ptr=segments_argument(call, bias),
         heads=shape.heads,
         group=shape.group,
         q_len=shape.q_len,
@@ -97,6 +118,7 @@ def replaced_bias(mask: BlockMask, block_bias: Tensor, call: Call) -> Tensor:
         kv_blocks=shape.kv_blocks,
         columns=columns,
         **window_flags(call),
+        PACKED=call.segments is not None,
         STEP=config.step,
         num_warps=config.warps,
     )

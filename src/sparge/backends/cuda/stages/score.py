@@ -30,11 +30,23 @@ from sparge.backends.cuda.launch import (
     launch,
     padded,
     power_of_two,
+    segments_argument,
     strides_of,
     window_flags,
     window_offsets,
 )
-from sparge.backends.cuda.primitives import BLOCK_K, BLOCK_Q, LN_2, NOWHERE, is_finite, sampled_query
+from sparge.backends.cuda.primitives import (
+    BLOCK_K,
+    BLOCK_Q,
+    LN_2,
+    NOWHERE,
+    SHIFT,
+    is_finite,
+    sampled_query,
+    segment_keys,
+    segment_number,
+    segment_queries,
+)
 from sparge.backends.cuda.stages import configs
 from sparge.backends.cuda.stages.mask_blocks import HIDDEN, MaskBlocks
 from sparge.backends.cuda.stages.quantize import QuerySummary
@@ -236,6 +248,7 @@ def score_kernel(
     key_similarity_ptr,
     threshold_ptr,
     probability_ptr,
+    segments_ptr,
     query_strides,
     first_seen_strides,
     first_query_strides,
@@ -265,6 +278,7 @@ def score_kernel(
     HAS_BLOCKS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SIMILARITY: tl.constexpr,
+    PACKED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -284,6 +298,7 @@ def score_kernel(
         kind, bias       [B, H, q_blocks, kv_blocks] int8, or [B, H, q_blocks, SAMPLES, kv_blocks] float32 (HAS_BIAS),
                          what is visible and what a mask adds, of `mask_blocks` (HAS_BLOCKS)
         key_similarity   [B * Hkv, kv_blocks] and threshold [H] (HAS_SIMILARITY), float32
+        segments         of `Segments.table` (PACKED)
     Writes
         probability      [B * H, q_blocks, kv_blocks] float32; NaN marks a block whose score is not finite. What lies
                          outside of what a group's queries see stays unwritten: nothing reads it.
@@ -297,10 +312,27 @@ def score_kernel(
     first_block = tl.program_id(0) % groups * blocks
     row_block, sample = _row_order(SAMPLES_PADDED, ROWS)
     q_block = first_block + row_block
+    first = flat_kv_head * kv_blocks * HEAD_DIM_PADDED
+    key_similarity_base = key_similarity_ptr + flat_kv_head * kv_blocks
+    blocks_here = first_block + tl.arange(0, blocks)
+    output_rows = (flat_head * q_blocks + blocks_here) * kv_blocks
+    query_rows = flat_head * q_blocks + q_block
+    base = query_ptr + batch * query_strides[0] + head * query_strides[1]
+    if PACKED:  # from here on the sizes are the segment's own
+        q_start, q_len = segment_queries(segments_ptr, batch)
+        _, kv_len = segment_keys(segments_ptr, batch)
+        shift = segment_number(segments_ptr, batch, SHIFT)
+        first_offset += shift
+        last_offset += shift
+        q_blocks = tl.cdiv(q_len, BLOCK_Q)
+        kv_blocks = tl.cdiv(kv_len, BLOCK_K)
+        base += q_start * query_strides[2]
+        if first_block >= q_blocks:
+            return
     used = (q_block < q_blocks) & (sample < SAMPLES)
     channels = tl.arange(0, HEAD_DIM_PADDED)
     if FROM_MEANS:
-        pointers = query_ptr + ((flat_head * q_blocks + q_block) * SAMPLES + sample)[:, None] * HEAD_DIM_PADDED
+        pointers = query_ptr + (query_rows * SAMPLES + sample)[:, None] * HEAD_DIM_PADDED
     else:
         if HAS_BLOCKS:
             picks = pick_ptr + batch * pick_strides[0] + head * pick_strides[1]
@@ -310,7 +342,6 @@ def score_kernel(
             if HAS_SEEN:
                 first_query = tl.load(first_query_ptr + batch * first_query_strides[0] + head * first_query_strides[1])
             pick = sampled_query(q_block, sample, first_query, q_len, SAMPLES)
-        base = query_ptr + batch * query_strides[0] + head * query_strides[1]
         pointers = base + pick.to(tl.int64)[:, None] * query_strides[2]
     inside = used[:, None]
     if HEAD_DIM != HEAD_DIM_PADDED:
@@ -337,15 +368,11 @@ def score_kernel(
     kinds = kind_ptr + batch * kind_strides[0] + head * kind_strides[1] + read_block * kind_strides[2]
     biases = bias_ptr + batch * bias_strides[0] + head * bias_strides[1]
     biases = biases + read_block * bias_strides[2] + tl.minimum(sample, SAMPLES - 1) * bias_strides[3]
-    key_similarity_base = key_similarity_ptr + flat_kv_head * kv_blocks
     threshold = 0.0
     if HAS_SIMILARITY:
         threshold = tl.load(threshold_ptr + head)
-    first = flat_kv_head * kv_blocks * HEAD_DIM_PADDED
     rows = Rows(query, query_low, square)
 
-    blocks_here = first_block + tl.arange(0, blocks)
-    output_rows = (flat_head * q_blocks + blocks_here) * kv_blocks
     row_max = tl.full((ROWS,), float("-inf"), tl.float32)
     row_sum = tl.zeros((ROWS,), tl.float32)
     row_shift = row_sum
@@ -456,6 +483,7 @@ def block_probabilities(
         key_similarity_ptr=query if similarity is None else similarity,
         threshold_ptr=query if threshold is None else threshold,
         probability_ptr=probability,
+        segments_ptr=segments_argument(call, query),
         query_strides=strides_of(query),
         first_seen_strides=(0, 0) if first_seen is None else first_seen.stride()[:2],
         first_query_strides=(0, 0) if first_query is None else first_query.stride(),
@@ -483,6 +511,7 @@ def block_probabilities(
         HAS_BLOCKS=blocks is not None,
         HAS_BIAS=bias is not None,
         HAS_SIMILARITY=threshold is not None,
+        PACKED=call.segments is not None,
         ROWS=rows,
         COLUMNS=setting.columns,
         STAGES=setting.stages,

@@ -136,6 +136,7 @@ def select_kernel(
     key_similarity_ptr,
     query_similarity_ptr,
     threshold_ptr,
+    segments_ptr,
     amount_ptr,
     count_ptr,
     kv_num_blocks_ptr,
@@ -165,6 +166,7 @@ def select_kernel(
     HAS_SEEN: tl.constexpr,
     HAS_BLOCKS: tl.constexpr,
     HAS_SIMILARITY: tl.constexpr,
+    PACKED: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """The kept blocks of one query block: kept = (selected of the eligible | forced | not eligible) & visible.
@@ -193,6 +195,7 @@ def select_kernel(
         key_similarity_ptr,
         query_similarity_ptr,
         threshold_ptr,
+        segments_ptr,
         first_seen_strides,
         kind_strides,
         column_strides,
@@ -213,6 +216,7 @@ def select_kernel(
         HAS_SEEN,
         HAS_BLOCKS,
         HAS_SIMILARITY,
+        PACKED,
         COLUMNS,
     )
     columns = blocks.columns

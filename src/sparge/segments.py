@@ -1,0 +1,111 @@
+"""Segments of unequal lengths as one call: each is a batch element with lengths of its own.
+
+A packed call looks like a batch that is padded to its longest segment: the buffers between the stages lie so. Queries,
+keys and values are read where they lie in the pack, blocks that a segment does not have are not computed, and results
+go to the pack. So a segment's numbers, and the order in which they are added, are those of a call by itself.
+
+What padding costs is memory between the stages. Segments are taken together whose numbers of blocks have the same next
+power of two (`alike`): no buffer is more than twice as long as its segment needs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparge.config import budget_top
+from sparge.geometry import BLOCK_K, BLOCK_Q, ceil_div
+
+TABLE_COLUMNS = 8
+"""Of the table that kernels read, one of them unused."""
+Q_START, Q_LEN, KV_START, KV_LEN, FIRST_ROW, TOP_LEVEL, SHIFT = range(7)
+"""What they hold: where a segment's queries and keys begin in the pack and how many there are; how many rows of blocks
+other segments before it have; `config.budget_top`; how far its causal diagonal lies right of the longest one's."""
+MOST_TABLES = 64
+"""So many packs are remembered: all layers of a model have the same one."""
+
+
+class Segment(NamedTuple):
+    """Where a segment's queries and keys begin in the pack, and how many there are of each."""
+
+    q_start: int
+    q_len: int
+    kv_start: int
+    kv_len: int
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """The segments of a packed call, whose shape is that of a batch of so many, as long as the longest.
+
+    Attributes:
+        table: (n, TABLE_COLUMNS) int32 on the device.
+        order: (rows,) int32, the rows of blocks that exist, numbered as in the padded batch.
+        total_q: queries of the pack.
+        output, lse: (total_q, H, Dv) in the query's dtype and (H, total_q) float32, where results are written.
+    """
+
+    table: Tensor
+    order: Tensor
+    total_q: int
+    output: Tensor
+    lse: Tensor
+
+
+def alike(segments: Iterable[Segment]) -> list[tuple[Segment, ...]]:
+    """Segments that are computed together, in their order.
+
+    Example:
+        >>> segments = [Segment(0, length, 0, length) for length in (5000, 9000, 4200, 6000)]
+        >>> [len(group) for group in alike(segments)]
+        [3, 1]
+    """
+    groups: dict[tuple[int, int], list[Segment]] = {}
+    for segment in segments:
+        blocks = ceil_div(segment.q_len, BLOCK_Q), ceil_div(segment.kv_len, BLOCK_K)
+        groups.setdefault(((blocks[0] - 1).bit_length(), (blocks[1] - 1).bit_length()), []).append(segment)
+    return [tuple(group) for group in groups.values()]
+
+
+def longest(segments: Sequence[Segment]) -> tuple[int, int]:
+    """The most queries and the most keys that one of them has."""
+    return max(segment.q_len for segment in segments), max(segment.kv_len for segment in segments)
+
+
+def packed(segments: tuple[Segment, ...], heads: int, output: Tensor, lse: Tensor) -> Segments:
+    """What a packed call carries of its segments; results are written into ``output`` and ``lse``."""
+    device = output.device
+    tables = _tables if _is_remembered(device) else _tables.__wrapped__
+    table, order = tables(segments, heads, device)
+    return Segments(table, order, len(output), output, lse)
+
+
+def _is_remembered(device: torch.device) -> bool:
+    """On the default stream alone: others do not wait for what was made there; and not in a CUDA graph's memory."""
+    if device.type != "cuda":
+        return True
+    on_default = torch.cuda.current_stream(device) == torch.cuda.default_stream(device)
+    return on_default and not torch.cuda.is_current_stream_capturing()
+
+
+@functools.lru_cache(MOST_TABLES)
+def _tables(segments: tuple[Segment, ...], heads: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """`Segments.table` and `Segments.order`, copied to the device together."""
+    q_len, kv_len = longest(segments)
+    table, first_row = [], 0
+    for segment in segments:
+        shift = (segment.kv_len - segment.q_len) - (kv_len - q_len)
+        table += [*segment, first_row, budget_top(ceil_div(segment.kv_len, BLOCK_K)), shift, 0]
+        first_row += heads * ceil_div(segment.q_len, BLOCK_Q)
+    q_blocks = ceil_div(q_len, BLOCK_Q)
+    own = torch.tensor([ceil_div(segment.q_len, BLOCK_Q) for segment in segments])
+    exists = torch.arange(q_blocks).flip(0) < own[:, None, None]  # causal rows begin with the longest
+    numbers = torch.arange(len(segments) * heads * q_blocks).view(-1, heads, q_blocks).flip(2)
+    order = numbers[exists.expand_as(numbers)]
+    both = torch.cat([torch.tensor(table), order]).int().to(device)
+    return both[: len(table)].view(-1, TABLE_COLUMNS), both[len(table) :]

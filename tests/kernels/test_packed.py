@@ -1,0 +1,77 @@
+"""Segments of unequal lengths as one call: every segment as if it were alone, in every bit, whatever lies beside it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import sparge
+from conftest import make_qkv
+from sparge import Budget, Dense, TopCdf, TopK
+from sparge.segments import Segment, alike
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+LENGTHS = [(130, 200), (0, 9), (250, 129), (70, 0), (1, 64), (129, 256)]
+"""Three that are one call and one by itself; no queries, no keys, odd ends, more queries than keys."""
+
+
+def pack(**sizes: Any) -> tuple[list[Tensor], list[int], list[int]]:
+    bounds_q, bounds_k = (torch.tensor([0, *side]).cumsum(0).tolist() for side in zip(*LENGTHS, strict=True))
+    inputs = make_qkv(bounds_q[-1], bounds_k[-1], **{"heads": 2, "kv_heads": 1, "head_dim": 16, **sizes})
+    return [tensor[0].transpose(0, 1).contiguous() for tensor in inputs], bounds_q, bounds_k
+
+
+def assert_equals_a_loop(
+    tensors: list[Tensor], bounds_q: list[int], bounds_k: list[int], *, causal: bool, **options: Any
+) -> Tensor:
+    options |= {"return_lse": True, "backend": "triton"}
+    sparge.reset_stats()
+    output, lse = sparge.varlen_attention(*tensors, bounds_q, bounds_k, causal=causal, **options)
+    assert sparge.stats().calls == 3, "one for three segments, one for another, one that sees nothing"
+    options |= {"is_causal": causal, "enable_gqa": True, "layout": "NHD", "window": options.pop("window_size", None)}
+    for q_start, q_stop, k_start, k_stop in zip(bounds_q, bounds_q[1:], bounds_k, bounds_k[1:], strict=False):
+        mine, my_lse = output[q_start:q_stop], lse[:, q_start:q_stop]
+        if k_start == k_stop:
+            assert not mine.any() and bool((my_lse == -math.inf).all())
+        elif q_start < q_stop:
+            segment = (tensors[0][None, q_start:q_stop], *(tensor[None, k_start:k_stop] for tensor in tensors[1:]))
+            found, found_lse = sparge.attention(*segment, **options)
+            torch.testing.assert_close(mine, found[0], rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(my_lse, found_lse[0], rtol=0, atol=0, equal_nan=True)
+    return output
+
+
+@pytest.mark.parametrize(
+    "options, causal",
+    [
+        ({"sparsity": Budget(0.6), "quantization": "int8_fp8"}, False),
+        ({"sparsity": Budget(0.5), "quantization": "int8_fp16", "skipped": "mean"}, True),
+        ({"sparsity": TopK(0.4), "quantization": "none", "score": "spread"}, False),
+        ({"sparsity": TopCdf(0.6, pv_threshold=-8.0), "quantization": "none", "score": "mean"}, True),
+        ({"sparsity": Dense(), "quantization": "int8_fp8"}, True),
+        ({"sparsity": Budget(0.4), "quantization": "int8_fp8", "window_size": (90, 40), "skipped": "mean"}, False),
+    ],
+)
+def test_equals_a_loop(options: dict[str, Any], causal: bool) -> None:
+    assert_equals_a_loop(*pack(), causal=causal, **options)
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8_fp16"])
+def test_numbers_of_another_segment_do_not_leak(quantization: str) -> None:
+    """Not finite ones least of all: the last block of a segment ends where the next one begins."""
+    tensors, bounds_q, bounds_k = pack(dtype=torch.float16)
+    tensors[0][bounds_q[2] : bounds_q[3]] = torch.nan
+    for tensor in tensors[1:]:
+        tensor[bounds_k[2] : bounds_k[3]] = torch.nan
+    output = assert_equals_a_loop(tensors, bounds_q, bounds_k, causal=False, topk=0.5, quantization=quantization)
+    assert torch.isfinite(output[: bounds_q[2]]).all() and torch.isfinite(output[bounds_q[3] :]).all()
+
+
+def test_groups() -> None:
+    segments = [Segment(0, q_len, 0, kv_len) for q_len, kv_len in ((129, 65), (256, 128), (257, 128), (256, 129))]
+    assert alike(segments) == [tuple(segments[:2]), (segments[2],), (segments[3],)]
