@@ -155,7 +155,18 @@ ALLOWED_ROOMS = {"cuda": {"torch"}, "triton": {"cuda"}, "hopper": {"cuda"}}
 
 @pytest.mark.parametrize("path", BACKENDS, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_backends_import_only_what_lies_below_them(path: Path) -> None:
-    lowest = ("geometry", "window", "config", "call", "visibility", "block_mask", "eight_bits", "replacement", "layout")
+    lowest = (
+        "geometry",
+        "window",
+        "segments",
+        "config",
+        "call",
+        "visibility",
+        "block_mask",
+        "eight_bits",
+        "replacement",
+        "layout",
+    )
     below = {f"sparge.{name}" for name in lowest}
     room = path.relative_to(SOURCE / "backends").parts[0]
     allowed = ALLOWED_ROOMS.get(room, set()) | {room.removesuffix(".py"), "base"}
@@ -174,7 +185,7 @@ def test_the_reference_imports_no_backend() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["geometry", "window", "config", "call", "visibility", "block_mask", "layout", "stats"]
+    "name", ["geometry", "window", "segments", "config", "call", "visibility", "block_mask", "layout", "stats"]
 )
 def test_the_lowest_layer_imports_nothing_above_it(name: str) -> None:
     above = ("sparge.api", "sparge.ops", "sparge.backends", "sparge.reference", "sparge.decide", "sparge.validation")

@@ -31,6 +31,7 @@ from sparge.backends.triton import attention as triton_attention
 from sparge.call import Call
 from sparge.config import Budget, Mean, Moment, Spread, TopCdf
 from sparge.geometry import Shape
+from sparge.segments import Segment, packed
 
 BATCH, HEADS, KV_HEADS = 1, 4, 2
 FP8_ARCHITECTURE = 89
@@ -50,7 +51,8 @@ class Case:
     ``length`` is `peak_handling.EVERY_TILE_KEYS` where the kernel looks for a peak in every tile.
     ``attn_mask`` is None, "keys" (bool), "bool" or "bias" (both with an entry per query). ``has_similarity`` takes the
     other way through prediction: block means, a similarity threshold, TopCdf. What is not ``is_typical`` differs little
-    from another case, and is compiled for 9.0 alone, which is the architecture that was measured.
+    from another case, and is compiled for 9.0 alone, which is the architecture that was measured. ``is_packed``: two
+    segments, of which one is shorter.
     """
 
     quantization: str
@@ -65,6 +67,7 @@ class Case:
     kernels: str = "attention"
     backend: str = "triton"
     is_typical: bool = True
+    is_packed: bool = False
 
 
 CASES = {
@@ -99,6 +102,8 @@ CASES = {
     "int8_fp8_fast window on hopper": Case("int8_fp8_fast", window=(5000, 0), backend="hopper"),
     "none window on hopper": Case("none", window=(5000, 0), backend="hopper"),
     "none D 256 on hopper": Case("none", head_dim=256, backend="hopper"),
+    "int8_fp8 packed": Case("int8_fp8", skipped="mean", kernels=".", is_packed=True, is_typical=False),
+    "int8_fp8_fast packed on hopper": Case("int8_fp8_fast", is_causal=True, backend="hopper", is_packed=True),
 }
 
 
@@ -209,9 +214,10 @@ def spills_a_step(instructions: list[tuple[int, str, int | None]]) -> int:
 
 def call(case: Case) -> None:
     """The whole pipeline, on zeros."""
+    lengths = [case.length, case.length - 100] if case.is_packed else [case.length]
+    batch, tokens = (1, sum(lengths)) if case.is_packed else (BATCH, case.length)
     query, key, value = (
-        torch.zeros(BATCH, heads, case.length, case.head_dim, dtype=torch.bfloat16)
-        for heads in (HEADS, KV_HEADS, KV_HEADS)
+        torch.zeros(batch, heads, tokens, case.head_dim, dtype=torch.bfloat16) for heads in (HEADS, KV_HEADS, KV_HEADS)
     )
     if case.skipped == "mean":  # as models of pictures have it: tokens before heads
         query, key, value = (tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (query, key, value))
@@ -222,8 +228,16 @@ def call(case: Case) -> None:
         attn_mask = torch.ones(1, 1, case.length, case.length, dtype=torch.bool)
     elif case.attn_mask == "bias":
         attn_mask = torch.zeros(1, 1, case.length, case.length, dtype=torch.bfloat16)
+    segments = None
+    if case.is_packed:
+        parts = tuple(
+            Segment(case.length * index, length, case.length * index, length) for index, length in enumerate(lengths)
+        )
+        results = torch.zeros(tokens, HEADS, case.head_dim, dtype=torch.bfloat16), torch.zeros(HEADS, tokens)
+        segments = packed(parts, HEADS, *results)
+        query, key, value = (tensor.expand(len(parts), -1, -1, -1) for tensor in (query, key, value))
     asked = Call(
-        Shape(BATCH, HEADS, KV_HEADS, case.length, case.length, case.head_dim, case.head_dim),
+        Shape(len(query), HEADS, KV_HEADS, case.length, case.length, case.head_dim, case.head_dim),
         is_causal=case.is_causal,
         window=case.window,
         scale=case.head_dim**-0.5,
@@ -233,6 +247,7 @@ def call(case: Case) -> None:
         pv_threshold=case.pv_threshold,
         skipped=case.skipped,
         attn_mask=attn_mask,
+        segments=segments,
     )
     attend = triton_attention.attend
     if case.backend == "hopper":
@@ -241,7 +256,7 @@ def call(case: Case) -> None:
         attend = launcher.attend
     totals = torch.zeros(3, dtype=torch.int64)
     pipeline.attention(query, key, value, asked, launcher=attend, totals=totals)
-    move(query, torch.arange(case.length), 0, torch.empty_like(query))
+    move(query, torch.arange(query.shape[2]), 0, torch.empty_like(query))
 
 
 def cases_for(architecture: int, *, is_slow: bool) -> dict[str, Case]:

@@ -313,29 +313,36 @@ class TestSuites:
         assert (row["input_bytes"], row["output_bytes"]) == (3 * 2 * 512 * 64 * 2, 2 * 512 * 64 * 2)
         assert row["extra_share"] == pytest.approx(1 / 6)
 
-    def test_packed(self, on_cpu: bench.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("unequal", [False, True])
+    def test_packed(self, on_cpu: bench.Bench, monkeypatch: pytest.MonkeyPatch, unequal: bool) -> None:
         monkeypatch.setitem(bench.RIVALS, "cudnn", bench.RIVALS["flash"])
-        problem = Problem(256, 1, 32, segments=3)
-        assert problem.flop == 3 * Problem(256, 1, 32).flop
+        problem = Problem(256, 1, 32, segments=3, unequal=unequal)
+        lengths = [128, 256, 192] if unequal else [256] * 3
+        assert problem.lengths == lengths
+        assert problem.flop == sum(Problem(length, 1, 32).flop for length in lengths)
         sparge.reset_stats()
         rows = measured(on_cpu, Group("packed", problem, topks=(1.0, 0.5)))
-        assert sparge.stats().sparse == 3 + 1 + 1, "a loop, a packed call, and its error"
+        calls = 3 if unequal else 1
+        assert sparge.stats().sparse == 3 + calls + calls, "a loop, a packed call, and its error"
         inputs = make_inputs(problem, CPU)
         assert [tensor.shape for tensor in inputs] == [(3, 1, 256, 32)] * 3
         assert not torch.equal(inputs[0][0], inputs[0][1])
-        exact, _ = exact_attention(*(tensor.float() for tensor in inputs))
+        segments = [
+            tuple(tensor[index : index + 1, :, :length] for tensor in inputs) for index, length in enumerate(lengths)
+        ]
+        exact = torch.cat([exact_attention(*(tensor.float() for tensor in each))[0] for each in segments], 2)
         for row, topk in zip(rows, (1.0, 0.5), strict=True):
             options = {"sparsity": sparge.Dense()} if topk == 1.0 else {"topk": topk}
             options |= {"quantization": "int8_fp8", "backend": "torch"}
-            segments = zip(*(tensor.split(1) for tensor in inputs), strict=True)
             parts = [sparge.attention(*segment, **options) for segment in segments]
-            expected = relative_l1(torch.cat(parts), exact)  # short enough for all queries
+            expected = relative_l1(torch.cat(parts, 2), exact)  # short enough for all queries
             assert row["relative_l1"] == pytest.approx(expected, rel=1e-4)
             assert (row["segments"], row["topk"], row["density"]) == (3, topk, topk)
             assert (row["sparge_ms"], row["loop_ms"], row["speedup"]) == (2.0 * topk, 4.0 * topk, 2.0 / topk)
             assert row["loop_speedup"] == 2.0 and row["problems"] == {}
         cells = dict(VIEWS["packed"].cells(rows[1]))
-        assert (cells["segments"], cells["topk"], cells["of loop"]) == ("3", "0.5", "2.00x")
+        expected_cells = ("3", "128 to 256" if unequal else "256", "0.5", "2.00x")
+        assert (cells["segments"], cells["N"], cells["topk"], cells["of loop"]) == expected_cells
         other = {**rows[1], "segments": 4}
         assert newest([rows[1], other], "packed") == [rows[1], other]
 

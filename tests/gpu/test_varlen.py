@@ -13,7 +13,8 @@ import sparge
 from gpu.conftest import BACKEND, DEVICE, FASTEST, cuda_only, make_inputs
 
 pytestmark = pytest.mark.gpu
-LENGTHS = [(300, 300)] * 3 + [(129, 1000), (1000, 129), (0, 70), (70, 0), (1, 64)]
+LENGTHS = [(300, 300)] * 3 + [(129, 1000), (385, 320), (1000, 129), (0, 70), (70, 0), (1, 64), (200, 901), (260, 290)]
+"""Five of similar lengths, two others, and some by themselves."""
 
 
 def packed() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -24,12 +25,23 @@ def packed() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("quantization", ["none", FASTEST])
-def test_segments_are_those_of_a_loop(quantization: str, causal: bool) -> None:
+@pytest.mark.parametrize(
+    "quantization, options",
+    [
+        ("none", {"topk": 0.4}),
+        (FASTEST, {"topk": 0.4}),
+        ("int8_fp16", {"sparsity": sparge.TopCdf(0.7)}),
+        (FASTEST, {"sparsity": sparge.Dense()}),
+    ],
+    ids=["none", "fastest", "int8_fp16", "dense"],
+)
+def test_segments_are_those_of_a_loop(quantization: str, options: dict[str, Any], causal: bool) -> None:
     *tensors, bounds_q, bounds_k = packed()
-    options: dict[str, Any] = {"topk": 0.4, "backend": BACKEND, "quantization": quantization, "return_lse": True}
+    options = {**options, "backend": BACKEND, "quantization": quantization, "return_lse": True}
     on_device = (bounds_q.to(DEVICE), bounds_k.to(DEVICE))
+    sparge.reset_stats()
     output, lse = sparge.varlen_attention(*tensors, *on_device, causal=causal, **options)
+    assert sparge.stats().calls == 5, "two groups, two by themselves, one that sees nothing"
     again = sparge.varlen_attention(*tensors, bounds_q.tolist(), bounds_k, causal=causal, **options)
     assert torch.equal(output, again[0]) and torch.equal(lse, again[1])
     options |= {"is_causal": causal, "enable_gqa": True, "layout": "NHD"}

@@ -44,6 +44,7 @@ IDENTITY = (
     "kernel",
     "family",
     "segments",
+    "unequal",
     "mask",
 )
 """The fields that name a row's case; rows that agree in all of them are measurements of the same thing."""
@@ -53,7 +54,8 @@ IDENTITY = (
 class Problem:
     """One attention problem: the last ``queries`` of ``tokens`` positions look at all keys they may see.
 
-    ``segments`` of these sizes are packed one after another (suite "packed").
+    ``segments`` of these sizes are packed one after another (suite "packed"); ``unequal`` ones are between half as long
+    and so long, all of another length.
     """
 
     tokens: int
@@ -62,6 +64,7 @@ class Problem:
     is_causal: bool = False
     queries: int = 0  # 0: as many as tokens
     segments: int = 1
+    unequal: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "queries", self.queries or self.tokens)
@@ -72,10 +75,20 @@ class Problem:
         return Shape(1, self.heads, self.heads, self.queries, self.tokens, self.head_dim, self.head_dim)
 
     @property
+    def lengths(self) -> list[int]:
+        """Tokens of each segment."""
+        if not self.unequal:
+            return [self.tokens] * self.segments
+        half, last = self.tokens // 2, max(self.segments - 1, 1)
+        mixed = [index * 5 % self.segments for index in range(self.segments)]  # of segments that 5 does not divide
+        return [half + half * index // last for index in mixed]
+
+    @property
     def flop(self) -> float:
         """Of dense attention: 4 H Nq Nk D a segment, less the causal triangle (half of it for equal lengths)."""
         pairs = self.queries * self.tokens - (self.queries**2 / 2 if self.is_causal else 0)
-        return 4.0 * self.segments * self.heads * pairs * self.head_dim
+        squares = sum((length / self.tokens) ** 2 for length in self.lengths)
+        return 4.0 * squares * self.heads * pairs * self.head_dim
 
     @property
     def preparation_bytes(self) -> int:
@@ -151,10 +164,11 @@ def _hopper() -> list[Group]:
 
 
 def _packed() -> list[Group]:
-    """As many tokens in short segments and in long ones."""
+    """As many tokens in short segments and in long ones, of one length and of as many as there are."""
     problems = [
-        Problem(tokens, 16, is_causal=is_causal, segments=segments)
+        Problem(tokens, 16, is_causal=is_causal, segments=segments, unequal=unequal)
         for segments, tokens in ((64, 2048), (8, 16384))
+        for unequal in (False, True)
         for is_causal in (False, True)
     ]
     return [Group("packed", problem, topks=PACKED_TOPKS) for problem in problems]

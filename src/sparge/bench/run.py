@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from functools import cache, partial
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -279,20 +280,27 @@ def _numerics(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
 
 def _packed(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
     problem = group.problem
-    rows = sampled_queries(problem.queries, bench.device)
-    exact = exact_rows(*inputs, rows, is_causal=problem.is_causal).output
-    alone = [(q[None], k[None], v[None]) for q, k, v in zip(*inputs, strict=True)]
+    alone = [
+        (q[None, :, :length], k[None, :, :length], v[None, :, :length])
+        for q, k, v, length in zip(*inputs, problem.lengths, strict=True)
+    ]
+    rows = [sampled_queries(length, bench.device) for length in problem.lengths]
+    exact = [
+        exact_rows(*segment, sampled, is_causal=problem.is_causal).output
+        for segment, sampled in zip(alone, rows, strict=True)
+    ]
     variants = {name: _in_turn([_rival(name, segment, problem) for segment in alone]) for name in RIVALS}
     for topk in group.topks:
         variants[f"loop {topk}"] = _in_turn([_sparge(bench, segment, problem, topk) for segment in alone])
-        variants[f"sparge {topk}"] = _sparge_packed(bench, inputs, problem, topk)
+        variants[f"sparge {topk}"] = _sparge_packed(bench, alone, problem, topk)
     timings = bench.time(variants, bench.turns)
     for topk in group.topks:
         named = {name: timings[name] for name in RIVALS}
         named |= {name: timings[f"{name} {topk}"] for name in ("sparge", "loop")}
         problems = _problems(named)
-        density = attempt(problems, "density", partial(_density, bench, inputs, problem, topk))
-        error = attempt(problems, "sparge", partial(_packed_error, variants[f"sparge {topk}"].once, rows, exact))
+        once = variants[f"sparge {topk}"].once
+        density = attempt(problems, "density", partial(_packed_density, bench, alone, problem, topk))
+        error = attempt(problems, "sparge", partial(_packed_error, once, problem.lengths, rows, exact))
         yield {
             "topk": topk,
             "quantization": bench.quantization,
@@ -311,17 +319,28 @@ def _in_turn(variants: list[Variant]) -> Variant:
     return Variant(lambda: [variant.run() for variant in variants], variants[0].context)
 
 
-def _sparge_packed(bench: Bench, inputs: Inputs, problem: Problem, topk: float) -> Variant:
+def _sparge_packed(bench: Bench, alone: list[Inputs], problem: Problem, topk: float) -> Variant:
     """A call by name of the backend over tokens with their heads together, whose bounds are on the host."""
-    tokens = [tensor.transpose(1, 2).flatten(0, 1) for tensor in inputs]  # [segments * tokens, H, D]
-    bounds = [list(range(0, len(side) + 1, len(side) // problem.segments)) for side in tokens[:2]]
+    tokens = [torch.cat([part[0].transpose(0, 1) for part in side]) for side in zip(*alone, strict=True)]
+    bounds = [0, *accumulate(problem.lengths)]
     sparsity = Dense() if topk == 1.0 else Budget(topk)
-    call = partial(varlen_attention, *tokens, *bounds, causal=problem.is_causal, sparsity=sparsity)
+    call = partial(varlen_attention, *tokens, bounds, bounds, causal=problem.is_causal, sparsity=sparsity)
     return Variant(partial(call, quantization=bench.quantization, backend=bench.backend))
 
 
-def _packed_error(run: Callable[[], Any], rows: Tensor, exact: Tensor) -> float:
-    return sampled_error(run().unflatten(0, (len(exact), -1)).transpose(1, 2), rows, exact)
+def _packed_density(bench: Bench, alone: list[Inputs], problem: Problem, topk: float) -> float:
+    """Kept blocks as a share of the visible ones of all segments."""
+    if topk == 1.0:
+        return 1.0
+    masks = [api.predict(*part[:2], topk=topk, is_causal=problem.is_causal, backend=bench.backend) for part in alone]
+    kept = sum(int(mask.kv_num_blocks.sum()) for mask in masks)
+    return kept / sum(int(mask.visible_num_blocks.sum()) for mask in masks)
+
+
+def _packed_error(run: Callable[[], Any], lengths: list[int], rows: list[Tensor], exact: list[Tensor]) -> float:
+    parts = zip(run().split(lengths), rows, strict=True)
+    found = torch.cat([output[sampled].transpose(0, 1)[None] for output, sampled in parts], 2)
+    return sampled_error(found, torch.arange(found.shape[2], device=found.device), torch.cat(exact, 2))
 
 
 def _masks(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:

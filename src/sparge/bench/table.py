@@ -43,7 +43,7 @@ def _field(row: Row, name: str) -> object:
     """Rows from before there were two backends for a GPU are Triton's, and of one segment; kernels by present names."""
     if name == "kernel":
         return kernel_name(row)
-    return row.get(name, {"backend": FIRST_BACKEND, "segments": 1}.get(name))
+    return row.get(name, {"backend": FIRST_BACKEND, "segments": 1, "unequal": False}.get(name))
 
 
 def kernel_name(row: Row) -> str:
@@ -139,7 +139,7 @@ def _crossover(row: Row) -> Cells:
 
 def _packed(row: Row) -> Cells:
     yield "segments", _plain(row, "segments")
-    yield "N", _plain(row, "tokens")
+    yield "N", f"{row['tokens'] // 2} to {row['tokens']}" if row.get("unequal") else _plain(row, "tokens")
     yield "causal", _causal(row)
     yield "topk", _topk(row)
     yield "cuDNN ms", _ms(row, "cudnn_ms")
