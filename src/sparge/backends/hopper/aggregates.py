@@ -38,7 +38,8 @@ class Metadata:
         key_scale: of each stage, the scales of its key blocks, 4 each; by block where consumers read them.
         block: of each stage, the numbers of its key blocks; one beyond the last where there is none.
         flags: of each stage, what is unusual about it (`MASKED` and others).
-        tile: of each query stage, the number of its tile, then how many stages the tile has.
+        tile: of each query stage, the number of its tile, how many stages the tile has, its `lengths` where consumers
+            cannot know them.
         bias: of each stage of means, what their scores get besides; by block where consumers read them.
     """
 
@@ -63,6 +64,9 @@ class Barriers:
 class Sizes:
     """Sizes of the problem; ``group`` query heads share one head of K and V.
 
+    Where segments are packed, these are the sizes of the padded batch, by which all but the results lies in memory; a
+    tile is bounded by its own `lengths.Lengths`. ``total_q`` is how many queries the pack has.
+
     Query i sees keys from i + first_offset to i + last_offset (`Spec.has_first`, `Spec.has_last`). ``first_value`` is
     the key whose values V begins with, where V holds no codes.
     """
@@ -77,6 +81,7 @@ class Sizes:
     q_blocks: gl.tensor
     kv_blocks: gl.tensor
     num_tiles: gl.tensor
+    total_q: gl.tensor
 
 
 @aggregate
@@ -94,13 +99,14 @@ class Scales:
 class BlockLists:
     """Pointers to how many key blocks a query block keeps, which, how many it could see, and the bias of the others.
 
-    ``order_ptr`` says which query block comes when.
+    ``order_ptr`` says which query block comes when, ``segments_ptr`` how long each batch element is.
     """
 
     kv_num_blocks_ptr: gl.tensor
     kv_indices_ptr: gl.tensor
     visible_num_blocks_ptr: gl.tensor
     order_ptr: gl.tensor
+    segments_ptr: gl.tensor
     mean_bias_ptr: gl.tensor
     bias_columns: gl.tensor
 

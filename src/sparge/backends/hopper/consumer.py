@@ -20,8 +20,9 @@ from sparge.backends.hopper.accumulator import (
 from sparge.backends.hopper.aggregates import MEANS, NON_FINITE, NOTHING, PEAK, PLAIN, Metadata
 from sparge.backends.hopper.epilogue import TileResult, load_epilogue_scales, write_tile
 from sparge.backends.hopper.gluon import gl, jit, mbarrier, reinterpret, warpgroup_mma_wait
+from sparge.backends.hopper.lengths import NUM_STAGES, TILE, load_lengths, load_of_tile
 from sparge.backends.hopper.mma import issue_qk
-from sparge.backends.hopper.scheduler import coordinates_of
+from sparge.backends.hopper.scheduler import coordinates_of, end_of_tiles
 from sparge.backends.hopper.softmax import LOWEST, add_bias, any_far_below, load_key_scales, mask_scores, max_by_lane
 from sparge.backends.hopper.spec import ROWS, SLACK
 
@@ -43,7 +44,7 @@ def _wait_for_tile(metadata, query_full, tile_counter, SPEC: gl.constexpr):
     """Wait for the queries of a tile and say which tile it is."""
     query_stage = tile_counter % SPEC.query_stages
     _wait_full(query_full, tile_counter, True, SPEC.query_stages)
-    return gl.max(metadata.tile.index(query_stage * 2).load(SPEC.row_layout), 0)
+    return load_of_tile(metadata, query_stage, TILE, SPEC)
 
 
 @jit
@@ -54,7 +55,7 @@ def _load_query_scale(CONSUMER: gl.constexpr, tile, scales, sizes, softmax_scale
         row = coordinates.flat_head.to(gl.int64) * sizes.q_blocks + coordinates.q_block
         first = row * BLOCK_Q + CONSUMER * ROWS
         pointers = scales.query_ptr + (first + gl.arange(0, ROWS, SPEC.row_layout))
-        return gl.load(pointers, mask=tile < sizes.num_tiles, other=1.0) * SPEC.steps_per_octave
+        return gl.load(pointers, mask=tile < end_of_tiles(sizes, SPEC), other=1.0) * SPEC.steps_per_octave
     else:
         return gl.maximum(gl.abs(softmax_scale) * LOG2_E, SMALLEST_SCALE)
 
@@ -80,7 +81,7 @@ def _attend(
     operands,
     metadata,
     barriers,
-    sizes,
+    lengths,
     first_query,
     num_stages,
     stage_counter,
@@ -125,9 +126,9 @@ def _attend(
                 if (flags & MEANS) != 0:
                     scores = add_bias(scores, metadata, stage, query_scale, key_scales, SPEC)
                 else:
-                    scores = mask_scores(scores, metadata, stage, first_query, sizes, SPEC)
+                    scores = mask_scores(scores, metadata, stage, first_query, lengths, SPEC)
             else:
-                scores = mask_scores(scores, metadata, stage, first_query, sizes, SPEC)
+                scores = mask_scores(scores, metadata, stage, first_query, lengths, SPEC)
             if SPEC.exponential_free:
                 poison = poison + gl.where((flags & NON_FINITE) != 0, float("nan"), 0.0)
             if SPEC.peaks == "marked":  # noqa: SIM102
@@ -157,7 +158,7 @@ def _attend(
             if not SPEC.quantized:  # a maximum ignores NaN, and NaN must not be skipped
                 has_nan = gl.max((scores != scores).to(gl.int32), 1)
                 is_below = is_below & (gl.convert_layout(has_nan, SPEC.row_layout) == 0)
-            is_below = is_below | (first_query + gl.arange(0, ROWS, SPEC.row_layout) >= sizes.q_len)
+            is_below = is_below | (first_query + gl.arange(0, ROWS, SPEC.row_layout) >= lengths.q_len)
             is_skipped = gl.min(is_below.to(gl.int32), 0)  # one answer for the warpgroup
             if SPEC.counts_skipped:
                 skipped += gl.where((flags & (MEANS | NOTHING)) == 0, is_skipped, 0)
@@ -194,11 +195,11 @@ def _attend(
 
 
 @jit
-def _count_skipped(totals_ptr, skipped, coordinates, first_query, sizes):
+def _count_skipped(totals_ptr, skipped, coordinates, first_query, lengths):
     """Add what a consumer skipped of a tile to the totals, in halves of blocks."""
-    queries = sizes.q_len - coordinates.q_block * BLOCK_Q
+    queries = lengths.q_len - coordinates.q_block * BLOCK_Q
     weight = gl.where(queries <= ROWS, 2, 1)  # a half without queries goes with the other
-    if (first_query < sizes.q_len) & (coordinates.value_slice == 0):
+    if (first_query < lengths.q_len) & (coordinates.value_slice == 0):
         gl.atomic_add(totals_ptr + 2, (skipped * weight).to(gl.int64), sem="relaxed")
 
 
@@ -235,9 +236,10 @@ def consume(
     query_stage = 0
     tile = _wait_for_tile(metadata, barriers.query_full, tile_counter, SPEC)
     query_scale = _load_query_scale(CONSUMER, tile, scales, sizes, softmax_scale, SPEC)
-    while tile < sizes.num_tiles:
+    while tile < end_of_tiles(sizes, SPEC):
         coordinates = coordinates_of(tile, sizes, SPEC)
-        num_stages = gl.max(metadata.tile.index(query_stage * 2 + 1).load(SPEC.row_layout), 0)
+        lengths = load_lengths(metadata, query_stage, sizes, SPEC)
+        num_stages = load_of_tile(metadata, query_stage, NUM_STAGES, SPEC)
         query = queries.index(query_stage).slice(CONSUMER * ROWS, ROWS, 0)
         first_query = coordinates.q_block * BLOCK_Q + CONSUMER * ROWS
         result, stage_counter = _attend(
@@ -245,7 +247,7 @@ def consume(
             MmaOperands(query=query, keys=keys, values=values, ones=ones),
             metadata,
             barriers,
-            sizes,
+            lengths,
             first_query,
             num_stages,
             stage_counter,
@@ -253,16 +255,17 @@ def consume(
             threshold_ptr + coordinates.head,
             SPEC,
         )
+        lengths = load_lengths(metadata, query_stage, sizes, SPEC)  # again, to keep them out of the loop's registers
         mbarrier.arrive(barriers.query_empty.index(query_stage), count=1)
         if SPEC.counts_skipped:
-            _count_skipped(results.totals_ptr, result.skipped, coordinates, first_query, sizes)
-        epilogue_scales = load_epilogue_scales(scales, coordinates, first_query, sizes, SPEC)
+            _count_skipped(results.totals_ptr, result.skipped, coordinates, first_query, lengths)
+        epilogue_scales = load_epilogue_scales(scales, coordinates, first_query, sizes, lengths, SPEC)
         tile_counter += 1
         query_stage = tile_counter % SPEC.query_stages
         if SPEC.query_stages == 2:  # the next tile is here, as a rule; read its number while these scales are loaded
             tile = _wait_for_tile(metadata, barriers.query_full, tile_counter, SPEC)
             query_scale = _load_query_scale(CONSUMER, tile, scales, sizes, softmax_scale, SPEC)
-        write_tile(result, epilogue_scales, coordinates, first_query, sizes, results, SPEC)
+        write_tile(result, epilogue_scales, coordinates, first_query, sizes, lengths, results, SPEC)
         if SPEC.query_stages == 1:
             tile = _wait_for_tile(metadata, barriers.query_full, tile_counter, SPEC)
             query_scale = _load_query_scale(CONSUMER, tile, scales, sizes, softmax_scale, SPEC)

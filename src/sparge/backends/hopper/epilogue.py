@@ -34,7 +34,7 @@ class EpilogueScales:
 
 
 @jit
-def load_epilogue_scales(scales, coordinates, first_query, sizes, SPEC: gl.constexpr):
+def load_epilogue_scales(scales, coordinates, first_query, sizes, lengths, SPEC: gl.constexpr):
     """Load what the epilogue needs of a tile's scales; 0 and 1 where there are none."""
     flat_kv_head = coordinates.batch * (sizes.heads // sizes.group) + coordinates.kv_head
     lse_shift = 0.0
@@ -42,7 +42,7 @@ def load_epilogue_scales(scales, coordinates, first_query, sizes, SPEC: gl.const
     if SPEC.quantized:
         positions = first_query + gl.arange(0, ROWS, SPEC.output_row_layout)
         flat_queries = coordinates.flat_head.to(gl.int64) * sizes.q_len + positions
-        lse_shift = gl.load(scales.lse_shift_ptr + flat_queries, mask=positions < sizes.q_len, other=0.0)
+        lse_shift = gl.load(scales.lse_shift_ptr + flat_queries, mask=positions < lengths.q_len, other=0.0)
     if SPEC.fp8_values:
         first_channel = coordinates.value_slice * SPEC.value_dim
         channels = first_channel + gl.arange(0, SPEC.value_dim, SPEC.output_column_layout)
@@ -105,9 +105,9 @@ def in_groups_of_8(output, SPEC: gl.constexpr):
 
 
 @jit
-def write_tile(result, epilogue_scales, coordinates, first_query, sizes, results, SPEC: gl.constexpr):
+def write_tile(result, epilogue_scales, coordinates, first_query, sizes, lengths, results, SPEC: gl.constexpr):
     """Divide by the row sums; write output and LSE of 64 queries, 0 and -inf where they saw nothing."""
-    q_len, value_slice = sizes.q_len, coordinates.value_slice
+    q_len, value_slice = lengths.q_len, coordinates.value_slice
     if SPEC.exponential_free:
         total = gl.convert_layout(gl.max(result.row_sum, 1), SPEC.output_row_layout)
     else:
@@ -116,7 +116,11 @@ def write_tile(result, epilogue_scales, coordinates, first_query, sizes, results
     # Only both: a row of NaN has no maximum, and where scores are huge all codes may be 0.
     is_empty = (total == 0.0) & (row_origin == LOWEST)
     positions = first_query + gl.arange(0, ROWS, SPEC.output_row_layout)
-    lse_ptrs = results.lse_ptr + (coordinates.flat_head.to(gl.int64) * q_len + positions)
+    if SPEC.packed:
+        flat_queries = coordinates.head.to(gl.int64) * sizes.total_q + (lengths.q_start + positions)
+    else:
+        flat_queries = coordinates.flat_head.to(gl.int64) * q_len + positions
+    lse_ptrs = results.lse_ptr + flat_queries
     log2_of_sum = row_origin * (1.0 / SPEC.steps_per_octave) + gl.log2(total * SPEC.inverse_one)
     lse = log2_of_sum * LN_2 + epilogue_scales.lse_shift
     gl.store(lse_ptrs, gl.where(is_empty, float("-inf"), lse), mask=(positions < q_len) & (value_slice == 0))
@@ -129,7 +133,9 @@ def write_tile(result, epilogue_scales, coordinates, first_query, sizes, results
     columns: gl.constexpr = gl.SliceLayout(0, SPEC.store_layout)
     channels = value_slice * SPEC.value_dim + gl.arange(0, SPEC.value_dim, columns)
     positions = first_query + gl.arange(0, ROWS, rows)
-    if SPEC.tokens_first:
+    if SPEC.packed:
+        flat_queries = (lengths.q_start.to(gl.int64) + positions) * sizes.heads + coordinates.head
+    elif SPEC.tokens_first:
         flat_queries = (coordinates.batch.to(gl.int64) * q_len + positions) * sizes.heads + coordinates.head
     else:
         flat_queries = coordinates.flat_head.to(gl.int64) * q_len + positions

@@ -30,7 +30,7 @@ from sparge.backends.hopper.softmax import declare_far
 
 NUMBERS = [
     *("softmax_scale", "heads", "group", "q_len", "kv_len", "first_offset", "last_offset", "first_value"),
-    *("q_blocks", "kv_blocks", "num_tiles", "bias_columns"),
+    *("q_blocks", "kv_blocks", "num_tiles", "bias_columns", "total_q"),
 ]
 ONES_BITS = gl.constexpr(0x38383838)
 """1.0 in E4M3, four times."""
@@ -52,6 +52,7 @@ def attention_kernel(
     kv_indices_ptr,
     visible_num_blocks_ptr,
     order_ptr,
+    segments_ptr,
     mean_bias_ptr,
     totals_ptr,
     taken_ptr,
@@ -70,6 +71,7 @@ def attention_kernel(
     kv_blocks,
     num_tiles,
     bias_columns,
+    total_q,
     SPEC: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
@@ -108,13 +110,16 @@ def attention_kernel(
         kv_indices_ptr: (B, H, q_blocks, kv_blocks), their numbers.
         visible_num_blocks_ptr: (B, H, q_blocks), how many it could see.
         order_ptr: (B * H * q_blocks,), query blocks of every head in the order in which they are taken (SPEC.ordered).
+            Of a pack, those that exist.
+        segments_ptr: (B, 8), `segments.Segments.table` (SPEC.packed). All but output and LSE lies as in a batch of
+            sequences as long as the longest.
         mean_bias_ptr: (B * H * q_blocks, bias_columns), what the scores of means get besides, in octaves.
         totals_ptr: (3,), kept and visible blocks of all tiles, and halves of kept ones whose P V was skipped, which are
             added to.
         taken_ptr: (1,), 0: turns that were taken.
         threshold_ptr: (H,), natural log: where P V is skipped.
-        output_ptr: (B, H, q_len, D_v), or (B, q_len, H, D_v) if ``SPEC.tokens_first``.
-        lse_ptr: (B, H, q_len).
+        output_ptr: (B, H, q_len, D_v), or (B, q_len, H, D_v) if ``SPEC.tokens_first``; of a pack (total_q, H, D_v).
+        lse_ptr: (B, H, q_len); of a pack (H, total_q).
         softmax_scale: of unquantised scores.
         first_offset, last_offset: query i sees keys from i + first_offset to i + last_offset, if SPEC says so.
         first_value: the key whose values ``value_desc`` begins with: what nobody sees before it is copied as 0.
@@ -137,7 +142,7 @@ def attention_kernel(
         key_scale=gl.allocate_shared_memory(gl.float32, [SPEC.stages, SPEC.blocks * KEY_GROUPS], plain),
         block=gl.allocate_shared_memory(gl.int32, [SPEC.stages, SPEC.blocks], plain),
         flags=gl.allocate_shared_memory(gl.int32, [SPEC.stages, 1], plain),
-        tile=gl.allocate_shared_memory(gl.int32, [2 * SPEC.query_stages, 1], plain),
+        tile=gl.allocate_shared_memory(gl.int32, [SPEC.tile_numbers * SPEC.query_stages, 1], plain),
         bias=gl.allocate_shared_memory(gl.float32, [SPEC.stages, SPEC.blocks * SPEC.bias_columns], plain),
     )
     # Stored as integers: Triton 3.6 gets small FP8 tiles wrong. All bytes are the same, so the layout does not matter.
@@ -174,6 +179,7 @@ def attention_kernel(
         q_blocks=q_blocks,
         kv_blocks=kv_blocks,
         num_tiles=num_tiles,
+        total_q=total_q,
     )
     scales = Scales(
         query_ptr=query_scale_ptr,
@@ -187,6 +193,7 @@ def attention_kernel(
         kv_indices_ptr=kv_indices_ptr,
         visible_num_blocks_ptr=visible_num_blocks_ptr,
         order_ptr=order_ptr,
+        segments_ptr=segments_ptr,
         mean_bias_ptr=mean_bias_ptr,
         bias_columns=bias_columns,
     )

@@ -18,6 +18,7 @@ from sparge.backends.cuda.launch import (
     padded,
     per_head_tensor,
     power_of_two,
+    segments_argument,
     window_offsets,
     zeros_like,
 )
@@ -29,6 +30,7 @@ from sparge.backends.hopper.kernel import attention_kernel
 from sparge.backends.hopper.spec import Spec
 from sparge.block_mask import BlockMask
 from sparge.call import Call
+from sparge.segments import KV_LEN, KV_START, Q_LEN, Q_START
 
 LEAST_WIDTH = 64
 """Channels the kernel computes at least; missing ones are copied as 0."""
@@ -43,22 +45,27 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Attention over a mask's blocks, or over all visible ones without a mask: see `operands.AttentionLauncher`."""
     query, key, value, stand_in = operands.query, operands.key, operands.value, operands.query
-    shape, has_threshold = call.shape, call.pv_threshold is not None
+    shape, segments, has_threshold = call.shape, call.segments, call.pv_threshold is not None
+    if segments is not None and not call.is_quantized:
+        query, key, value = _unpacked(query, key, value, segments.table, call)
     if not call.is_quantized:
         query = _copyable(-query if call.scale < 0 else query)  # scores are scaled after their maximum is taken
         key = _copyable(key)
     first_value = 0
     if not call.has_fp8_values:
-        if first_key(call) % geometry.BLOCK_K:  # values that nobody sees share a block with others
+        if segments is None and first_key(call) % geometry.BLOCK_K:  # values that nobody sees share a block with others
             first_value = first_key(call)
             value = value[:, :, first_value:]
         value = _copyable(value)
     means = operands.means
     mean_key, mean_value = (key, value) if means is None else (means.key, means.value)
     threshold = per_head_tensor(call.pv_threshold, shape, query.device)
-    rows = (shape.batch, shape.heads, shape.q_len)
-    output = output_buffer(operands, shape)
-    lse = buffer_like(stand_in, True, *rows)
+    num_rows = shape.batch * shape.heads * shape.q_blocks
+    if segments is None:
+        output = output_buffer(operands, shape)
+        lse = buffer_like(stand_in, True, shape.batch, shape.heads, shape.q_len)
+    else:
+        output, lse, num_rows = segments.output, segments.lse, segments.order.numel()
     head_width = max(LEAST_WIDTH, power_of_two(shape.head_dim))
     value_width = max(LEAST_WIDTH, power_of_two(shape.value_dim))
     value_slices = max(1, value_width // SLICE) if call.has_fp8_values else 1
@@ -75,6 +82,7 @@ def attend(
         counts_blocks=totals is not None,
         means=means is not None,
         ordered=operands.order is not None,
+        packed=segments is not None,
         tokens_first=operands.tokens_first,
         peaks=peak_handling(call),
         head_dim=head_width,
@@ -86,7 +94,7 @@ def attend(
         stages=config.stages,
         query_stages=config.query_stages,
     )
-    num_tiles = shape.batch * shape.heads * shape.q_blocks * value_slices
+    num_tiles = num_rows * value_slices
     launch(
         attention_kernel,
         min(num_tiles, _multiprocessors(query.device.type, query.device.index)),
@@ -102,6 +110,7 @@ def attend(
         lse_shift_ptr=operands.lse_shift,
         **list_arguments(mask, stand_in),
         order_ptr=stand_in if operands.order is None else operands.order,
+        segments_ptr=segments_argument(call, stand_in),
         mean_bias_ptr=stand_in if means is None else means.bias,
         totals_ptr=stand_in if totals is None else totals,
         taken_ptr=zeros_like(stand_in, 1, dtype=torch.int32),
@@ -119,12 +128,40 @@ def attend(
         kv_blocks=shape.kv_blocks,
         num_tiles=num_tiles,
         bias_columns=0 if means is None else means.bias.shape[1],
+        total_q=0 if segments is None else segments.total_q,
         SPEC=spec,
         CONSUMER_REGISTERS=config.registers,
         PRODUCER_REGISTERS=configs.PRODUCER_REGISTERS,
         num_warps=4,
     )
     return output, lse
+
+
+def _unpacked(query: Tensor, key: Tensor, value: Tensor, table: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """Q, K and V of a pack, (B, H, tokens of all segments, D) with a stride of 0 over the segments, as a padded batch.
+
+    TMA takes no such stride, and a segment's last block would hold what follows it: 0 times NaN is NaN. So would a
+    block of values that nobody sees in part, before the first window. All of that becomes 0.
+    """
+    shape = call.shape
+    q_start, q_len, kv_start, kv_len = (table[:, column, None] for column in (Q_START, Q_LEN, KV_START, KV_LEN))
+    first_seen = torch.zeros_like(kv_len)
+    if call.window.left is not None:
+        first_seen = (kv_len - q_len - call.window.left).clamp(min=0)
+    return (
+        _gathered(query, q_start, torch.zeros_like(q_len), q_len, shape.q_len),
+        _gathered(key, kv_start, torch.zeros_like(kv_len), kv_len, shape.kv_len),
+        _gathered(value, kv_start, first_seen, kv_len, shape.kv_len),
+    )
+
+
+def _gathered(pack: Tensor, start: Tensor, first: Tensor, end: Tensor, longest: int) -> Tensor:
+    """Tokens ``first`` to ``end`` of the segments of a pack, each (B, 1), as (B, H, longest, D); others are 0."""
+    positions = torch.arange(longest, device=pack.device)
+    tokens = (start + positions).clamp(max=pack.shape[2] - 1)  # [B, longest]
+    outside = (positions < first) | (positions >= end)
+    batch = pack[0].transpose(0, 1)[tokens].masked_fill(outside[:, :, None, None], 0)
+    return batch.transpose(1, 2)
 
 
 def _copyable(tensor: Tensor) -> Tensor:

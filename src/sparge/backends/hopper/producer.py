@@ -10,10 +10,12 @@ from __future__ import annotations
 from sparge.backends.cuda.primitives import BLOCK_K, BLOCK_Q, KEY_GROUPS
 from sparge.backends.hopper.aggregates import MASKED, MEANS, NON_FINITE, NOTHING, PEAK, PLAIN
 from sparge.backends.hopper.gluon import async_load, barrier, gl, jit, mbarrier, reinterpret
+from sparge.backends.hopper.lengths import NUM_STAGES, TILE, lengths_of, store_lengths, store_of_tile
 from sparge.backends.hopper.scheduler import (
     coordinates_of,
     count_kept_blocks,
     end_of_mean_stages,
+    end_of_tiles,
     first_mean_stage,
     first_visible_block,
     last_offset_of,
@@ -116,37 +118,39 @@ def produce(
         tile = tile_of_turn(turn, lists.order_ptr, sizes, SPEC)
         coordinates = coordinates_of(tile, sizes, SPEC)
         row = coordinates.flat_head.to(gl.int64) * sizes.q_blocks + coordinates.q_block
-        count = count_kept_blocks(lists.kv_num_blocks_ptr, row, coordinates.q_block, sizes, SPEC)
+        lengths = lengths_of(coordinates.batch, lists.segments_ptr, sizes, SPEC)
+        count = count_kept_blocks(lists.kv_num_blocks_ptr, row, coordinates.q_block, lengths, SPEC)
         if SPEC.counts_blocks and coordinates.value_slice == 0:
             gl.atomic_add(totals_ptr, count.to(gl.int64), sem="relaxed")
             gl.atomic_add(totals_ptr + 1, gl.load(lists.visible_num_blocks_ptr + row).to(gl.int64), sem="relaxed")
 
         query_stage = tile_counter % SPEC.query_stages
         _wait_empty(barriers.query_empty, tile_counter, SPEC.query_stages)
-        metadata.tile.index(query_stage * 2).store(zero + tile)
+        store_of_tile(metadata, query_stage, TILE, tile, zero, SPEC)
         last = gl.maximum(count - 1, 0)
         num_stages = last // blocks + 1  # a tile that sees nothing gets a hidden stage
         mean_begin = 0
         mean_end = 0
         if SPEC.means:
-            mean_end = end_of_mean_stages(coordinates.q_block, sizes, SPEC)
-            mean_begin = first_mean_stage(coordinates.q_block, mean_end, sizes, SPEC)
-        metadata.tile.index(query_stage * 2 + 1).store(zero + num_stages + (mean_end - mean_begin))
+            mean_end = end_of_mean_stages(coordinates.q_block, lengths, SPEC)
+            mean_begin = first_mean_stage(coordinates.q_block, mean_end, lengths, SPEC)
+        store_of_tile(metadata, query_stage, NUM_STAGES, num_stages + (mean_end - mean_begin), zero, SPEC)
+        store_lengths(metadata, query_stage, lengths, zero, SPEC)
         barrier()
         _copy_query(descriptors, buffers, barriers.query_full, coordinates, query_stage, SPEC)
         tile_counter += 1
         following = next_turn(taken_ptr)
 
-        plain_blocks = sizes.kv_len // BLOCK_K  # blocks from here on need an element mask
+        plain_blocks = lengths.kv_len // BLOCK_K  # blocks from here on need an element mask
         if SPEC.has_last:
             first_query = coordinates.q_block * BLOCK_Q
-            seen_by_all = gl.maximum(first_query + last_offset_of(sizes, SPEC) + 1, 0) // BLOCK_K
+            seen_by_all = gl.maximum(first_query + last_offset_of(lengths, SPEC) + 1, 0) // BLOCK_K
             plain_blocks = gl.minimum(plain_blocks, seen_by_all)
-        first_block = first_visible_block(coordinates.q_block, sizes, SPEC)
+        first_block = first_visible_block(coordinates.q_block, lengths, SPEC)
         first_plain = 0  # and blocks before here do, too
         if SPEC.has_first:
             last_query = coordinates.q_block * BLOCK_Q + BLOCK_Q - 1
-            first_plain = gl.maximum(last_query + sizes.first_offset + BLOCK_K - 1, 0) // BLOCK_K
+            first_plain = gl.maximum(last_query + lengths.first_offset + BLOCK_K - 1, 0) // BLOCK_K
         list_ptr = lists.kv_indices_ptr + row * sizes.kv_blocks
         flat_kv_head = coordinates.batch.to(gl.int64) * (sizes.heads // sizes.group) + coordinates.kv_head
         scale_ptr = scales.key_ptr + flat_kv_head * sizes.kv_blocks * KEY_GROUPS
@@ -182,7 +186,7 @@ def produce(
                     flags += (1 - gl.min((key_scale == key_scale).to(gl.int32), 0)) * NON_FINITE
             _wait_empty(barriers.empty, stage_counter, SPEC.stages)
             _describe(metadata, stage, key_scale, flags, zero)
-            metadata.block.index(stage).store(gl.where(is_listed, block_numbers, sizes.kv_blocks))
+            metadata.block.index(stage).store(gl.where(is_listed, block_numbers, lengths.kv_blocks))
             barrier()
             first_value = sizes.first_value if SPEC.has_first else 0
             _copy_key_value(
@@ -213,6 +217,6 @@ def produce(
         turn = following
     query_stage = tile_counter % SPEC.query_stages
     _wait_empty(barriers.query_empty, tile_counter, SPEC.query_stages)
-    metadata.tile.index(query_stage * 2).store(zero + sizes.num_tiles)
+    store_of_tile(metadata, query_stage, TILE, end_of_tiles(sizes, SPEC), zero, SPEC)
     barrier()
     mbarrier.arrive(barriers.query_full.index(query_stage), count=1)

@@ -10,6 +10,9 @@ from __future__ import annotations
 from sparge.backends.cuda.primitives import BLOCK_K, BLOCK_Q
 from sparge.backends.hopper.gluon import aggregate, gl, jit
 
+BEYOND_TILES = gl.constexpr(2**31 - 1)
+"""The largest int32."""
+
 
 @aggregate
 class TileCoordinates:
@@ -55,59 +58,68 @@ def tile_of_turn(turn, order_ptr, sizes, SPEC: gl.constexpr):
 
 
 @jit
+def end_of_tiles(sizes, SPEC: gl.constexpr):
+    """A number beyond every tile's: what the producer calls the tile after the last one."""
+    if SPEC.packed:  # numbers of tiles have gaps, where a shorter segment has no queries
+        return BEYOND_TILES
+    else:
+        return sizes.num_tiles
+
+
+@jit
 def next_turn(taken_ptr):
     """Take the next turn from the counter, after those that programs start with."""
     return gl.num_programs(0) + gl.atomic_add(taken_ptr, 1, sem="relaxed")
 
 
 @jit
-def last_offset_of(sizes, SPEC: gl.constexpr):
+def last_offset_of(lengths, SPEC: gl.constexpr):
     """Query i sees no key behind i + this."""
     if SPEC.is_causal:
-        return sizes.kv_len - sizes.q_len
+        return lengths.kv_len - lengths.q_len
     else:
-        return sizes.last_offset
+        return lengths.last_offset
 
 
 @jit
-def first_visible_block(q_block, sizes, SPEC: gl.constexpr):
+def first_visible_block(q_block, lengths, SPEC: gl.constexpr):
     """The first key block that a tile sees something of."""
     if SPEC.has_first:
-        return gl.maximum(q_block * BLOCK_Q + sizes.first_offset, 0) // BLOCK_K
+        return gl.maximum(q_block * BLOCK_Q + lengths.first_offset, 0) // BLOCK_K
     else:
         return 0
 
 
 @jit
-def count_kept_blocks(kv_num_blocks_ptr, row, q_block, sizes, SPEC: gl.constexpr):
+def count_kept_blocks(kv_num_blocks_ptr, row, q_block, lengths, SPEC: gl.constexpr):
     """How many key blocks a tile visits; ``row`` is its place in the lists."""
     if SPEC.all_blocks:
-        count = sizes.kv_blocks
+        count = lengths.kv_blocks
         if SPEC.has_last:
-            last_key = gl.minimum((q_block + 1) * BLOCK_Q, sizes.q_len) - 1 + last_offset_of(sizes, SPEC)
-            count = gl.minimum(sizes.kv_blocks, gl.maximum(last_key + BLOCK_K, 0) // BLOCK_K)
+            last_key = gl.minimum((q_block + 1) * BLOCK_Q, lengths.q_len) - 1 + last_offset_of(lengths, SPEC)
+            count = gl.minimum(lengths.kv_blocks, gl.maximum(last_key + BLOCK_K, 0) // BLOCK_K)
         if SPEC.has_first:
-            count = gl.maximum(count - first_visible_block(q_block, sizes, SPEC), 0)
+            count = gl.maximum(count - first_visible_block(q_block, lengths, SPEC), 0)
     else:
         count = gl.load(kv_num_blocks_ptr + row)
     return count
 
 
 @jit
-def end_of_mean_stages(q_block, sizes, SPEC: gl.constexpr):
+def end_of_mean_stages(q_block, lengths, SPEC: gl.constexpr):
     """Where the stages of means end that a tile visits: causal ones have those of blocks before their first query."""
-    count = sizes.kv_blocks
+    count = lengths.kv_blocks
     if SPEC.has_last:
-        last_key = q_block * BLOCK_Q + last_offset_of(sizes, SPEC)
+        last_key = q_block * BLOCK_Q + last_offset_of(lengths, SPEC)
         count = gl.minimum(count, gl.maximum(last_key + BLOCK_K, 0) // BLOCK_K)
     return (count + SPEC.keys - 1) // SPEC.keys
 
 
 @jit
-def first_mean_stage(q_block, end, sizes, SPEC: gl.constexpr):
+def first_mean_stage(q_block, end, lengths, SPEC: gl.constexpr):
     """Where they begin, at ``end`` at most: at blocks inside of all the tile's windows."""
     if SPEC.has_first:
-        first_key = gl.minimum((q_block + 1) * BLOCK_Q, sizes.q_len) - 1 + sizes.first_offset
+        first_key = gl.minimum((q_block + 1) * BLOCK_Q, lengths.q_len) - 1 + lengths.first_offset
         return gl.minimum(gl.maximum(first_key, 0) // (BLOCK_K * SPEC.keys), end)
     else:
         return 0

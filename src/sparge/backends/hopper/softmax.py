@@ -63,7 +63,7 @@ def _score_scale(query_scale, key_scale, SPEC: gl.constexpr):
 
 
 @jit
-def mask_scores(scores, metadata, stage, first_query, sizes, SPEC: gl.constexpr):
+def mask_scores(scores, metadata, stage, first_query, lengths, SPEC: gl.constexpr):
     """Scores of a stage [64, keys], with -inf where a key does not exist or lies outside of the query's window."""
     columns: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
     rows: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
@@ -72,16 +72,16 @@ def mask_scores(scores, metadata, stage, first_query, sizes, SPEC: gl.constexpr)
     block = metadata.block.index(place).load(columns)
     if scores.shape[1] == 2 * BLOCK_K:
         block = gl.where(offsets < BLOCK_K, block, metadata.block.index(place + 1).load(columns))
-    last_key = gl.full((ROWS,), sizes.kv_len - 1, gl.int32, rows)
+    last_key = gl.full((ROWS,), lengths.kv_len - 1, gl.int32, rows)
     if SPEC.has_last and not SPEC.has_first:
-        last_key = gl.minimum(last_key, first_query + last_offset_of(sizes, SPEC) + gl.arange(0, ROWS, rows))
+        last_key = gl.minimum(last_key, first_query + last_offset_of(lengths, SPEC) + gl.arange(0, ROWS, rows))
     # Seen from the block's first key, the last one is one number for each row, and a key is a constant.
     allowed = (offsets % BLOCK_K)[None, :] <= last_key[:, None] - (block * BLOCK_K)[None, :]
     if SPEC.has_first:  # from the same first key, which keeps numbers of rows out of the loop's registers
-        first_key = (first_query + sizes.first_offset - block * BLOCK_K)[None, :] + gl.arange(0, ROWS, rows)[:, None]
+        first_key = (first_query + lengths.first_offset - block * BLOCK_K)[None, :] + gl.arange(0, ROWS, rows)[:, None]
         allowed = allowed & ((offsets % BLOCK_K)[None, :] >= first_key)
         if SPEC.has_last:
-            reach = last_offset_of(sizes, SPEC) - sizes.first_offset
+            reach = last_offset_of(lengths, SPEC) - lengths.first_offset
             allowed = allowed & ((offsets % BLOCK_K)[None, :] <= first_key + reach)
     if SPEC.quantized:
         return gl.where(allowed, scores, HIDDEN_BITS)

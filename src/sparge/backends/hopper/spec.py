@@ -45,7 +45,8 @@ class Spec:
         counts_blocks: visited and visible blocks, and skipped products, are added up for `stats`.
         means: the blocks that a tile does not visit enter as their means, in stages of their own.
         ordered: tiles come in a given order, else head by head.
-        tokens_first: in the output, the heads of a token lie together.
+        packed: batch elements are segments of a pack with lengths of their own. Needs ordered.
+        tokens_first: in the output, the heads of a token lie together, as they always do in a pack.
         peaks: "ignored", looked for in "every_tile", or "marked" (`cuda.peak_handling`); what lies far below one is
             taken as a part of its own.
         head_dim: channels of Q and K.
@@ -69,6 +70,7 @@ class Spec:
     counts_blocks: bool
     means: bool
     ordered: bool
+    packed: bool
     tokens_first: bool
     peaks: str
     head_dim: int
@@ -124,6 +126,11 @@ class Spec:
     def bias_columns(self) -> int:
         """Numbers of a key block's bias, if it may have one."""
         return BLOCK_K if self.means else 1
+
+    @property
+    def tile_numbers(self) -> int:
+        """Numbers that a consumer must know about a tile: two, and its `lengths.Lengths` where they are its own."""
+        return 7 if self.packed else 2
 
     @property
     def chunk(self) -> int:
