@@ -204,7 +204,8 @@ def gpu_table(name: str) -> str | None:
 
 def _by_problem(rows: list[Row]) -> list[Row]:
     """Rows of a problem side by side, from the densest on, wherever they were measured."""
-    problems = [tuple(row.get(name) for name in ("tokens", "heads", "head_dim", "is_causal")) for row in rows]
+    fields = ("tokens", "heads", "head_dim", "is_causal", "segments", "mask")
+    problems = [tuple(row.get(name) for name in fields) for row in rows]
     places = {problem: place for place, problem in reversed(list(enumerate(problems)))}
     order = sorted(range(len(rows)), key=lambda at: (places[problems[at]], -(rows[at].get("topk") or 0)))
     return [rows[at] for at in order]

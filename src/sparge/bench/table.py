@@ -140,6 +140,7 @@ def _crossover(row: Row) -> Cells:
 def _packed(row: Row) -> Cells:
     yield "segments", _plain(row, "segments")
     yield "N", f"{row['tokens'] // 2} to {row['tokens']}" if row.get("unequal") else _plain(row, "tokens")
+    yield "H", _plain(row, "heads")
     yield "causal", _causal(row)
     yield "topk", _topk(row)
     yield "cuDNN ms", _ms(row, "cudnn_ms")
@@ -154,6 +155,7 @@ def _packed(row: Row) -> Cells:
 def _masks(row: Row) -> Cells:
     yield "mask", _plain(row, "mask")
     yield "N", _plain(row, "tokens")
+    yield "H", _plain(row, "heads")
     yield "topk", _topk(row)
     yield "SDPA ms", _ms(row, "sdpa_ms")
     yield "sparge ms", _ms(row, "sparge_ms")
