@@ -4,7 +4,8 @@
     by_policy       a policy's rules, and the sizes               asked for each call of a model; reads no tensor
     in_eight_bits   where what a policy keeps dense is computed   asked behind it
     unsupported     what no sparse backend serves                 asked by `api`: raised, or run dense
-    foreign, unsupported_call, slow_mask, ambiguous_mask          the same for calls that SDPA would take
+    foreign, unsupported_call, costly_mask, ambiguous_mask        the same for calls that SDPA would take
+    is_small_under_mask                                           the crossover of a mask with an entry per query
 
 Each answers with a `Reason`; about unsupported calls with an `Obstacle` or a few words, which `sparge.stats` shows in
 brackets; or with None: the call is sparse. `count` tells the statistics about a call that runs dense. What only an
@@ -34,8 +35,10 @@ if TYPE_CHECKING:
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MIN_HEAD_DIM, MAX_HEAD_DIM = 8, 256
-SLOW_MASKS = ("mask with an entry per query", "additive mask")
-"""Masks whose reading costs a GPU more than sparsity saves (docs/lab/models.md, "Masks in models")."""
+SQUARE_MASK = "mask with an entry per query"
+SHARING_HEADS = 4
+"""So many heads share a mask with an entry per query that is worth reading on a GPU: to read an entry takes it as long
+as SDPA takes for a score (docs/lab/models.md, "Masks in models")."""
 
 
 class Reason(Enum):
@@ -254,12 +257,39 @@ def unsupported_call(
     return None
 
 
-def slow_mask(attn_mask: Tensor) -> str | None:
-    """What kind of mask it is, if it is one of `SLOW_MASKS`."""
-    has_entries = attn_mask.ndim >= 2 and attn_mask.shape[-2] > 1
-    kind = "mask with an entry per query" if has_entries else "additive mask"
-    is_plain = attn_mask.dtype == torch.bool and not has_entries
-    return kind if kind in SLOW_MASKS and not is_plain else None
+def is_on_gpu(query: Tensor) -> bool:
+    """Whether kernels of a GPU would read a call's mask."""
+    return query.is_cuda
+
+
+def costly_mask(query: Tensor, attn_mask: Tensor, *, over_all_blocks: bool) -> str | None:
+    """What mask it is, if to read it costs a GPU more than sparsity saves, or nobody knows.
+
+    Bool masks are worth it: those of keys cost little, those with an entry per query if heads share them. Additive
+    masks, and computing all blocks under a mask with an entry per query, were not measured. Whether an additive mask
+    only hides, which would make a bool mask of it, the host would have to wait for the device to know.
+    """
+    if attn_mask.dtype != torch.bool:
+        return "additive mask"
+    if not _has_entries(attn_mask):
+        return None
+    own_heads = attn_mask.shape[-3] if attn_mask.ndim > 2 else 1
+    if query.shape[1] < SHARING_HEADS * own_heads:
+        return f"mask that fewer than {SHARING_HEADS} heads share"
+    return SQUARE_MASK if over_all_blocks else None
+
+
+def is_small_under_mask(query: Tensor, key: Tensor, attn_mask: Tensor) -> bool:
+    """Whether a mask has an entry per query, and a call is too small for that."""
+    if not _has_entries(attn_mask):
+        return False
+    crossover = base.crossover_under_mask_for(query.device.type, query.device.index)
+    return base.is_below(crossover, query.shape[0] * query.shape[1], query.shape[2], key.shape[2], False)
+
+
+def _has_entries(attn_mask: Tensor) -> bool:
+    """Whether a mask has an entry per query."""
+    return attn_mask.ndim >= 2 and attn_mask.shape[-2] > 1
 
 
 def ambiguous_mask(attn_mask: Tensor) -> str | None:

@@ -7,6 +7,7 @@ import contextlib
 import threading
 import warnings
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ from torch.utils.checkpoint import checkpoint
 import sparge
 from conftest import assert_within_budget, exact_attention, make_qkv, plain_attention, relative_l1
 from sparge import Policy, TopK, decide
+from sparge.backends import base
+from sparge.backends.base import ALWAYS
 from sparge.integrations import calls
 
 pytestmark = pytest.mark.timeout(120)
@@ -208,6 +211,74 @@ class TestMeaning:
             else:
                 assert torch.equal(F.scaled_dot_product_attention(*arguments), expected)
         assert sparge.stats().reasons == {"dense: unsupported (a mask and is_causal)": 1}
+
+
+class TestMasksOnGpus:
+    """Decided as on a GPU, with 5 heads of 2048 tokens as the crossover under a mask; computed on the CPU."""
+
+    @pytest.fixture(autouse=True)
+    def gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(decide, "is_on_gpu", lambda _: True)
+        monkeypatch.setattr(decide.base, "crossover_under_mask_for", lambda *_: replace(ALWAYS, scores=5 * 2048**2))
+
+    @pytest.mark.parametrize(
+        "shape, is_compiled", [((2048, 2048), False), ((1, 1, 2048, 2048), False), ((2048, 2048), True)], ids=str
+    )
+    def test_a_bool_mask_that_heads_share_is_sparse(self, shape: tuple[int, ...], is_compiled: bool) -> None:
+        tensors, mask = make_qkv(2048, heads=5, head_dim=16), documents(2048).view(shape)
+        expected = sparge.attention(*tensors, mask, topk=0.25, backend="torch")
+        sparge.reset_stats()
+        sdpa = F.scaled_dot_product_attention
+        with sparge.replace_sdpa(Policy(topk=0.25)):
+            got = (torch.compile(sdpa, fullgraph=True, backend="eager") if is_compiled else sdpa)(*tensors, mask)
+        assert torch.equal(got, expected)
+        assert sparge.stats().reasons == {"sparse: torch": 1}
+
+    @pytest.mark.parametrize(
+        "kind, heads, reason",
+        [
+            ("bias", 5, "unsupported (additive mask)"),
+            ("bias of keys", 5, "unsupported (additive mask)"),
+            ("hides", 5, "unsupported (additive mask)"),
+            ("own heads", 5, "unsupported (mask that fewer than 4 heads share)"),
+            ("shared", 3, "unsupported (mask that fewer than 4 heads share)"),
+            ("shared", 4, "below the crossover (mask with an entry per query)"),
+        ],
+    )
+    def test_others_are_sdpas_with_a_reason(self, kind: str, heads: int, reason: str) -> None:
+        tensors, shared = make_qkv(2048, heads=heads, head_dim=16), documents(2048)
+        mask = {
+            "bias": torch.linspace(-1, 1, 2048).repeat(2048, 1),
+            "bias of keys": torch.linspace(-1, 1, 2048)[None],
+            "hides": torch.zeros(2048, 2048).masked_fill(~shared, -torch.inf),
+            "own heads": shared.repeat(1, heads, 1, 1),
+            "shared": shared,
+        }[kind]
+        with sparge.replace_sdpa(Policy(topk=0.25, on_unsupported="dense")):
+            got = F.scaled_dot_product_attention(*tensors, mask)
+        assert torch.equal(got, F.scaled_dot_product_attention(*tensors, mask))
+        assert sparge.stats().reasons == {f"dense: {reason}": 1}
+
+    def test_over_all_blocks_nobody_measured_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(decide, "in_eight_bits", lambda *_: True)
+        layer = calls.Layer("a", Policy(dense="8bit"), dense=True)
+        assert calls.attend(layer, *make_qkv(2048, heads=5, head_dim=16), documents(2048)) is None
+        assert sparge.stats().reasons == {"dense: dense layer": 1}
+
+
+def documents(length: int) -> Tensor:
+    number = torch.arange(length) // 900
+    return number[:, None] == number
+
+
+def test_crossovers_under_masks() -> None:
+    """What was measured holds for the kernels that read masks; nothing is known of others on a GPU."""
+    assert {name: base.get(name).crossover_under_mask("cuda").scores for name in ("hopper", "triton")} == {
+        "hopper": 2**30,
+        "triton": 2**30,
+    }
+    assert base.get("torch").crossover_under_mask("cuda") == base.NEVER
+    assert base.get("torch").crossover_under_mask("cpu") == base.crossover_under_mask_for("cpu", None) == ALWAYS
 
 
 class TestDecisions:

@@ -37,6 +37,7 @@ from transformers import (
 
 import sparge
 from sparge import Policy, TopK
+from sparge.backends.base import ALWAYS
 from sparge.integrations import calls, hooks, transformers
 from sparge.integrations.pictures import grid_of, text_of
 
@@ -255,12 +256,13 @@ class TestModulesThatCallSdpa:
         assert set(orders) == {((16, 16), "hilbert", 0)}
 
     def test_a_gpu_would_run_it_dense_with_a_reason(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(calls.decide, "ambiguous_mask", calls.decide.slow_mask)  # asked there, on a GPU, first
+        monkeypatch.setattr(calls.decide, "is_on_gpu", lambda _: True)
+        monkeypatch.setattr(calls.decide.base, "crossover_for", lambda *_: ALWAYS)
         model, inputs = sam(), pixels(64, 64)
         expected = model(**inputs)[0]
-        sparge.enable(model, Policy(backend="torch", on_unsupported="dense"))
+        sparge.enable(model, Policy(min_tokens=0, on_unsupported="dense"))
         assert torch.equal(model(**inputs)[0], expected)
-        assert sparge.stats().reasons == {"dense: unsupported (mask with an entry per query)": 3}
+        assert sparge.stats().reasons == {"dense: unsupported (additive mask)": 3}
 
     def test_compiled_layers_share_a_graph(self) -> None:
         model, inputs = sam(use_rel_pos=False), pixels(64, 64)

@@ -86,6 +86,10 @@ class Backend(ABC):
     def crossover(self, device_type: str, dtype: torch.dtype) -> Crossover:
         """The sizes from which on sparse attention of inputs of a dtype pays on a kind of device, as measured."""
 
+    def crossover_under_mask(self, device_type: str) -> Crossover:
+        """What a call needs besides `crossover` under a bool mask with an entry per query; never, if unmeasured."""
+        return ALWAYS if device_type == "cpu" else NEVER
+
     def serving(self, call: Call, dtype: torch.dtype) -> Backend:  # noqa: ARG002
         """The backend that really computes a call: this one, or one that it leaves some calls to."""
         return self
@@ -270,6 +274,12 @@ def crossover_of(name: str, device_type: str, dtype: torch.dtype) -> Crossover:
 def crossover_for(device_type: str, index: int | None, dtype: torch.dtype) -> Crossover:
     """The crossover of the backend that "auto" takes on a device, which is looked up once."""
     return crossover_of(_best_for(device_type, index), device_type, dtype)
+
+
+@constant
+def crossover_under_mask_for(device_type: str, index: int | None) -> Crossover:
+    """`Backend.crossover_under_mask` of the backend that "auto" takes on a device."""
+    return get(_best_for(device_type, index)).crossover_under_mask(device_type)
 
 
 @constant

@@ -158,8 +158,11 @@ def attend(
     if reason is None and attn_mask is not None:
         if attn_mask.shape[-1:] == key.shape[2:3] and attn_mask.shape[0] in (1, query.shape[0]):
             spans = spans_of(attn_mask, layer.name)
-        if spans is None and query.is_cuda and layer.policy.backend == "auto":
-            reason = decide.slow_mask(attn_mask)
+        if spans is None and layer.policy.backend == "auto" and decide.is_on_gpu(query):
+            reason = decide.costly_mask(query, attn_mask, over_all_blocks=dense is not None)
+            if reason is None and decide.is_small_under_mask(query, key, attn_mask):
+                decide.count(Reason.CROSSOVER, layer.name, detail=decide.SQUARE_MASK)
+                return None
         if reason is None:
             reason = decide.ambiguous_mask(attn_mask)
         if reason is None and spans is None and dense is None and layer.policy.skipped == "mean":

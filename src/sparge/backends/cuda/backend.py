@@ -22,6 +22,8 @@ FP8_CAPABILITY = (8, 9)
 OLDEST_TRITON = (3, 4)
 CROSSOVER = Crossover(keys=4096, causal_keys=4096, queries=2048, scores=2**29)
 """Measured: docs/lab/triton.md, "Crossover on a GPU"."""
+CROSSOVER_UNDER_MASK = Crossover(keys=0, causal_keys=0, queries=0, scores=2**30)
+"""Of masks with an entry per query: docs/lab/models.md, "Masks in models"."""
 
 
 class CudaBackend(Backend):
@@ -46,6 +48,9 @@ class CudaBackend(Backend):
         """Tables of segments are copied to the device, which a CUDA graph does not capture."""
         has_similarity = not isinstance(call.sparsity, Dense) and call.sparsity.similarity_threshold is not None
         return not has_similarity and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
+    def crossover_under_mask(self, device_type: str) -> Crossover:  # noqa: ARG002
+        return CROSSOVER_UNDER_MASK
 
     def predict(self, query: Tensor, key: Tensor, call: Call) -> BlockMask:
         from sparge.backends.cuda import pipeline
