@@ -23,7 +23,7 @@ import sparge
 from conftest import assert_within_budget, exact_attention, make_qkv, plain_attention, relative_l1
 from sparge import Policy, TopK, decide
 from sparge.backends import base
-from sparge.backends.base import ALWAYS
+from sparge.backends.base import ALWAYS, Crossover
 from sparge.integrations import calls
 
 pytestmark = pytest.mark.timeout(120)
@@ -282,6 +282,31 @@ def test_crossovers_under_masks() -> None:
 
 
 class TestDecisions:
+    @pytest.mark.parametrize("is_causal", [False, True])
+    @pytest.mark.parametrize("has_sinks", [False, True])
+    def test_sequences_are_judged_by_their_own_length_under_a_named_quantization(
+        self, is_causal: bool, has_sinks: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A policy's name for 8 bits does not switch the crossover off, for padded sequences either."""
+        monkeypatch.setattr(decide.base, "crossover_of", lambda *_: Crossover(512, 512, 128, 0))
+        monkeypatch.setattr(decide.base, "crossover_for", lambda *_: Crossover(512, 512, 128, 0))
+        tensors, mask = make_qkv(640, batch=2, heads=2), torch.ones(2, 1, 1, 640, dtype=torch.bool)
+        mask[1, ..., 500:] = False
+        call = {"is_causal": is_causal, "is_language": is_causal, "sinks": torch.ones(2) if has_sinks else None}
+        named, plain = (
+            calls.attend(calls.Layer(name, Policy(topk=0.5, quantization=name)), *tensors, mask, **call)
+            for name in ("int8_fp16", "none")
+        )
+        assert not torch.equal(named[0], plain[0]), "above the crossover, in 8 bits"
+        assert torch.equal(named[1], plain[1]), "below it, in 16"
+        short = [tensor[1:, :, :500] for tensor in tensors]
+        if not has_sinks:
+            expected = F.scaled_dot_product_attention(*short, is_causal=is_causal)
+            torch.testing.assert_close(named[1:, :, :500], expected)
+        sparge.reset_stats()
+        calls.attend(calls.Layer("", Policy(quantization="int8_fp16")), *(t[1:] for t in tensors), mask[1:], **call)
+        assert sparge.stats().reasons == {"dense: below the crossover": 1}
+
     def test_a_layer_that_asks_again_is_answered_from_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """As long as its calls are alike; where the schedule stands is looked at each time."""
         asked = []

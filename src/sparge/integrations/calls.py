@@ -197,6 +197,8 @@ def attend(
     attention: Callable[..., Any] = api.attention
     if substitute is not None:
         attention = functools.partial(substitute, layer.name)
+    if spans is not None and _names_eight_bits(layer.policy):
+        attention = functools.partial(_dense_if_small, attention)
     if sinks is not None:
         attention = (with_sinks if substitute is None else with_exact_sinks)(attention, sinks)
     if torch.compiler.is_compiling():
@@ -207,15 +209,41 @@ def attend(
     return output if order is None else ops.along(output, *order, undo=True)
 
 
+def _names_eight_bits(policy: Policy) -> bool:
+    """Whether a policy names 8 bits, but no backend: in `sparge.attention` that switches the crossover off, in a policy
+    it does not."""
+    return policy.backend == "auto" and policy.quantization not in ("auto", "none")
+
+
 def _is_narrow(policy: Policy, query: Tensor, key: Tensor, window: tuple[int | None, int | None]) -> bool:
-    """Whether a window shows fewer keys than the crossover has, under an 8-bit quantization that is named: in
-    `sparge.attention` such a name switches the crossover off, in a policy it does not."""
-    if policy.backend != "auto" or policy.quantization in ("auto", "none"):
-        return False
+    """Whether a window shows fewer keys than the crossover has, where `sparge.attention` would not ask."""
     keys = keys_of_query(Window(*window), key.shape[2])
+    return _names_eight_bits(policy) and keys < key.shape[2] and _is_small(query, keys, is_causal=False)
+
+
+def _is_small(query: Tensor, keys: int, *, is_causal: bool) -> bool:
+    """Whether a call over so many keys is below the crossover of the backend that "auto" takes."""
     crossover = base.crossover_for(query.device.type, query.device.index, query.dtype)
-    heads = query.shape[0] * query.shape[1]
-    return keys < key.shape[2] and base.is_below(crossover, heads, query.shape[2], keys, False)
+    return base.is_below(crossover, query.shape[0] * query.shape[1], query.shape[2], keys, is_causal)
+
+
+def _dense_if_small(
+    attention: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    **options: Any,
+) -> Any:
+    """A sequence without its padding, dense in 16 bits below the crossover, as `sparge.attention` has it by itself."""
+    call: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+    if not _is_small(query, key.shape[2], is_causal=is_causal):
+        return attention(query, key, value, **call, **options)
+    told = {name: options[name] for name in ("window", "return_lse") if name in options}
+    return api.dense(query, key, value, **call, **told, words=decide.in_words(Reason.CROSSOVER))
 
 
 def _in_eight_bits(
