@@ -27,7 +27,7 @@ from torch import Tensor
 import sparge
 from sparge.backends import base
 from sparge.config import Budget, Selection, TopCdf, TopK
-from sparge.decide import Reason, in_words
+from sparge.decide import BY_RULE, in_words
 from sparge.evaluate.capture import true_mask
 from sparge.integrations.calls import substituted
 from sparge.policy import Policy
@@ -278,19 +278,14 @@ class Ran:
         return cls(stats.density, stats.sparse, stats.dense, stats.reasons)
 
 
-BY_RULE = tuple(
-    in_words(reason, in_eight_bits=bits) for reason in (Reason.STEP, Reason.LAYER) for bits in (False, True)
-)
-"""What a policy's own rules keep dense."""
-
-
 def share_computed(rows: Sequence[Mapping[str, Any]]) -> float | None:
     """Share of the visible blocks that was computed in runs with the fields of `Ran`; None where no call counts.
 
     Calls that rules about steps and layers keep dense count in full; others (too short, cross-attention) do not count.
     """
     sparse = sum(row["sparse"] for row in rows)
-    by_rule = sum(row["reasons"].get(reason, 0) for row in rows for reason in BY_RULE)
+    words = [in_words(reason, in_eight_bits=bits) for reason in BY_RULE for bits in (False, True)]
+    by_rule = sum(row["reasons"].get(word, 0) for row in rows for word in words)
     if not sparse + by_rule:
         return None
     kept = sum(row["density"] * row["sparse"] for row in rows if row["density"] is not None)
