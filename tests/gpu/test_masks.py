@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import sparge
 from conftest import SPARSE, causality, modes
-from gpu.conftest import BACKEND, DEVICE, assert_matches_exact, equal, make_inputs, random_bits
-from sparge import Dense, TopCdf, TopK
+from gpu.conftest import BACKEND, DEVICE, assert_matches_exact, cuda_only, equal, make_inputs, random_bits
+from sparge import Dense, Policy, TopCdf, TopK
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 
@@ -209,3 +210,28 @@ def test_nan_in_an_additive_mask(quantization: str) -> None:
     output = sparge.attention(query, key, value, mask, topk=1, quantization=quantization, backend=BACKEND)
     assert output[:, :, 7].isnan().all()
     assert output[:, :, torch.arange(200, device=DEVICE) != 7].isfinite().all()
+
+
+@cuda_only
+@pytest.mark.parametrize(
+    "heads, kind, reason",
+    [
+        (16, "documents", "sparse: "),
+        (8, "documents", "dense: below the crossover (mask with an entry per query)"),
+        (16, "bias", "dense: unsupported (additive mask)"),
+    ],
+)
+def test_models_calls_under_masks(heads: int, kind: str, reason: str) -> None:
+    tensors, number = make_inputs(8192, heads=heads), torch.arange(8192, device=DEVICE) // 900
+    mask = number[:, None] == number
+    mask = mask if kind == "documents" else torch.zeros_like(mask, dtype=torch.bfloat16).masked_fill(~mask, -math.inf)
+    expected = F.scaled_dot_product_attention(*tensors, mask)
+    with sparge.replace_sdpa(Policy(topk=0.5, on_unsupported="dense")):
+        got = F.scaled_dot_product_attention(*tensors, mask)
+    (found,) = sparge.stats().reasons
+    assert found.startswith(reason)
+    if reason == "sparse: ":
+        assert torch.equal(got, sparge.attention(*tensors, mask, topk=0.5))
+        assert not torch.equal(got, expected)
+    else:
+        assert torch.equal(got, expected)
