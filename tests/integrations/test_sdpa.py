@@ -259,6 +259,19 @@ class TestMasksOnGpus:
         assert torch.equal(got, F.scaled_dot_product_attention(*tensors, mask))
         assert sparge.stats().reasons == {f"dense: {reason}": 1}
 
+    def test_expanded_masks_are_what_they_were(self) -> None:
+        tensors, shared = make_qkv(2200, heads=5, head_dim=16), documents(2200)
+        keys = (torch.arange(2200) < 2100)[None, None, None]
+        for mask in (shared, keys):
+            with sparge.replace_sdpa(Policy(topk=0.25)):
+                expected = F.scaled_dot_product_attention(*tensors, mask)
+                got = F.scaled_dot_product_attention(*tensors, mask.expand(1, 5, 2200, 2200))
+            assert torch.equal(got, expected)
+        assert sparge.stats().reasons == {"sparse: torch": 4}
+        wrong = keys[0, 0].expand(7, 2200)
+        with sparge.replace_sdpa(Policy(on_unsupported="dense")), pytest.raises((RuntimeError, ValueError)):
+            F.scaled_dot_product_attention(*tensors, wrong)
+
     def test_over_all_blocks_nobody_measured_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(decide, "in_eight_bits", lambda *_: True)
         layer = calls.Layer("a", Policy(dense="8bit"), dense=True)

@@ -152,7 +152,7 @@ def attend(
     reason = unsupported or decide.foreign(query, key, value, attn_mask)
     if reason is None:
         query, key, value = (_autocast(tensor) for tensor in (query, key, value))
-        attn_mask = None if attn_mask is None else _autocast(attn_mask)
+        attn_mask = None if attn_mask is None else _unexpanded(_autocast(attn_mask), query)
         reason = decide.unsupported_call(query, key, value, attn_mask, dropout_p, enable_gqa)
     spans = None
     if reason is None and attn_mask is not None:
@@ -311,6 +311,14 @@ def _order(
 def _of_four(attn_mask: Tensor) -> Tensor:
     """A mask with all its dimensions."""
     return attn_mask[(None,) * (4 - attn_mask.ndim)]
+
+
+def _unexpanded(attn_mask: Tensor, query: Tensor) -> Tensor:
+    """A mask as it was before `expand` had sequences, heads or queries share its entries: kernels read each once."""
+    for dim in range(-min(attn_mask.ndim, 4), -1):
+        if attn_mask.stride(dim) == 0 and attn_mask.shape[dim] == query.shape[dim] > 1:
+            attn_mask = attn_mask.narrow(dim, 0, 1)
+    return attn_mask
 
 
 EXACT_SHARE = 0.125
