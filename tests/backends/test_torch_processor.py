@@ -228,7 +228,8 @@ class TestUnits:
             assert processor.crossover("cpu", FP32) == CROSSOVERS["x86", Units.NATIVE]
         assert processor.crossover("mps", BF16) == CROSSOVERS["arm", Units.NATIVE]
         threads(16)
-        assert processor.crossover("cpu", FP32).scores == 16 * SCORES_PER_THREAD == 2**26
+        many = processor.crossover("cpu", FP32)
+        assert (many.keys, many.causal_keys, many.scores) == (8192, 8192, 16 * SCORES_PER_THREAD) == (8192, 8192, 2**29)
 
     def test_what_was_not_measured_is_never_sparse(self, monkeypatch: pytest.MonkeyPatch, has_units) -> None:
         monkeypatch.setattr(TorchBackend, "crossover", lambda _, *asked: processor.crossover(*asked))
