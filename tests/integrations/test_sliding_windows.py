@@ -134,6 +134,21 @@ def test_a_narrow_window_is_dense_inside() -> None:
     assert_equal(got, expected)
 
 
+def test_a_narrow_window_that_only_the_layer_knows_of_is_dense() -> None:
+    """As in a compiled program, where a mask is one like any other."""
+    torch.manual_seed(0)
+    model = MistralForCausalLM(MistralConfig(**{**SIZES, "num_hidden_layers": 1})).eval()
+    ids = torch.randint(1, 99, (1, 4224), generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(4224)
+    distance = positions[:, None] - positions
+    sliding = ((distance >= 0) & (distance < WINDOW))[None, None]
+    expected = model(ids, attention_mask=sliding).logits
+    sparge.enable(model, Policy(topk=0.3, on_unsupported="raise"))
+    got = model(ids, attention_mask=sliding).logits
+    assert sparge.stats().reasons == {"dense: inside the window": 1}
+    assert_equal(got, expected)
+
+
 class TestRecognition:
     def known(self, mask_function: Any, **options: Any) -> Any:
         made = mask(1, 70, 70, mask_function=mask_function, **options)

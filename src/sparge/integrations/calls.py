@@ -125,6 +125,7 @@ def attend(
     text: Sequence[tuple[int, int]] = (),
     grid: tuple[int, ...] | None = None,
     sinks: Tensor | None = None,
+    most_keys: int | None = None,
     unsupported: str | None = None,
 ) -> Tensor | None:
     """The output (B, H, S_q, D_v) of an SDPA call, heads first, or None when the framework is to run it; counted.
@@ -140,6 +141,7 @@ def attend(
         text: ranges of tokens that every row keeps besides the policy's, and that see all where that costs little.
         grid: sizes of the picture or video that all other tokens are, in the order of a raster.
         sinks: logits (H,) of attention sinks.
+        most_keys: that the mask shows to a query, where the caller knows.
         unsupported: what the caller knows to keep the call from being sparse.
 
     Raises:
@@ -163,6 +165,9 @@ def attend(
             if reason is None and decide.is_small_under_mask(query, key, attn_mask):
                 decide.count(Reason.CROSSOVER, layer.name, detail=decide.SQUARE_MASK)
                 return None
+        if reason is None and dense is None and _shows_little(layer.policy, query, key, most_keys):
+            decide.count(Reason.WINDOW, layer.name)
+            return None
         if reason is None:
             reason = decide.ambiguous_mask(attn_mask)
         if reason is None and spans is None and dense is None and layer.policy.skipped == "mean":
@@ -219,6 +224,13 @@ def _is_narrow(policy: Policy, query: Tensor, key: Tensor, window: tuple[int | N
     """Whether a window shows fewer keys than the crossover has, where `sparge.attention` would not ask."""
     keys = keys_of_query(Window(*window), key.shape[2])
     return _names_eight_bits(policy) and keys < key.shape[2] and _is_small(query, keys, is_causal=False)
+
+
+def _shows_little(policy: Policy, query: Tensor, key: Tensor, most_keys: int | None) -> bool:
+    """Whether a mask shows each query fewer keys than the crossover has: dense, as a window that is known to be one."""
+    if most_keys is None or policy.backend != "auto":
+        return False
+    return most_keys < key.shape[2] and _is_small(query, most_keys, is_causal=False)
 
 
 def _is_small(query: Tensor, keys: int, *, is_causal: bool) -> bool:

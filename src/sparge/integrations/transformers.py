@@ -271,7 +271,8 @@ def attention_forward(
     if sinks is not None and sinks.shape != query.shape[1:2]:
         unsupported = "sinks of another shape than (heads,)"
     inputs = vars(module).get(INPUTS)
-    sparse = functools.partial(_sparse, layer, inputs, dropout, scaling, of_text, sinks, unsupported)
+    most_keys = kwargs.get("sliding_window")
+    sparse = functools.partial(_sparse, layer, inputs, dropout, scaling, of_text, sinks, unsupported, most_keys)
     if pack is not None and unsupported is None:
         window = None if pack.is_masked else _window_of(attention_mask, pack)
         mask_of = functools.partial(_bottom_right, device=query.device, window=window) if causal else None
@@ -314,12 +315,17 @@ def _sparse(
     causal: bool,
     sinks: Tensor | None,
     unsupported: str | None,
+    most_keys: int | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
 ) -> Tensor | None:
-    """The output (B, H, S_q, D) of a call, or None: run it dense."""
+    """The output (B, H, S_q, D) of a call, or None: run it dense.
+
+    Args:
+        most_keys: that a query sees by the layer's own word; a mask in a compiled program does not say so itself.
+    """
     applies_causality = causal and attention_mask is None and query.shape[2] > 1
     if applies_causality:  # behind the queries, a static cache is empty
         key, value, misaligned = aligned_top_left(query, key, value)
@@ -348,6 +354,7 @@ def _sparse(
         grid=grid,
         sinks=sinks,
         window=window,
+        most_keys=most_keys if window is None and attention_mask is not None else None,
         unsupported=unsupported,
     )
 
