@@ -58,19 +58,26 @@ def mask_of(kind: str, shape: Shape) -> torch.Tensor | None:
     return None
 
 
-@pytest.mark.parametrize(
-    ("rule", "score"),
-    [
-        *itertools.product(RULES, [Moment()]),  # a rule sees the probabilities alone, whichever score they come from
-        *itertools.product(["topk", "budget", "similarity"], [Mean(), Spread()]),
-        ("topk", Moment(3)),
-        ("topk", Spread(4)),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("kind", ["none", "keys", "elements", "key bias", "head bias"])
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("name", SHAPES)
+MASKS = ["none", "keys", "elements", "key bias", "head bias"]
+RULES_AND_SCORES = [
+    *itertools.product(RULES, [Moment()]),  # a rule sees the probabilities alone, whichever score they come from
+    *itertools.product(["topk", "budget", "similarity"], [Mean(), Spread()]),
+    ("topk", Moment(3)),
+    ("topk", Spread(4)),
+]
+
+
+def cases() -> list[tuple[str, bool, str, str, Moment | Mean | Spread]]:
+    """Every rule and score under every mask, and on every shape, full and causal; every mask on every shape, both."""
+    names = list(SHAPES)
+    return [
+        (names[(first + second) % len(names)], bool((first // len(names) + second) % 2), kind, rule, score)
+        for first, (rule, score) in enumerate(RULES_AND_SCORES)
+        for second, kind in enumerate(MASKS)
+    ]
+
+
+@pytest.mark.parametrize(("name", "is_causal", "kind", "rule", "score"), cases(), ids=str)
 def test_the_same_blocks_as_the_specification(name, is_causal, kind, rule, score):
     shape = SHAPES[name]
     query, key = inputs(shape)
