@@ -179,9 +179,9 @@ def fp8_tensor_core(probability: Tensor, value: Tensor, accumulator: Tensor) -> 
     fraction bits. Small products vanish beside a large accumulator. Equal in every bit to results of an H200.
     """
     for p, v in zip(probability.split(FP8_MMA_KEYS, 1), value.split(FP8_MMA_KEYS, 0), strict=True):
-        terms = torch.cat([p[:, :, None] * v[None], accumulator[:, None]], 1)  # [M, keys + 1, Dv]
-        exponents = torch.cat([_exponent(p)[:, :, None] + _exponent(v)[None], _exponent(accumulator)[:, None]], 1)
-        aligned = _cut(terms, exponents.amax(1, keepdim=True)).sum(1)
+        largest = (_exponent(p)[:, :, None] + _exponent(v)).amax(1)
+        largest = torch.maximum(largest, _exponent(accumulator))  # [M, Dv]
+        aligned = _cut(p[:, :, None] * v, largest[:, None]).sum(1) + _cut(accumulator, largest)
         accumulator = _cut(aligned, _exponent(aligned))
     return accumulator
 
@@ -194,5 +194,5 @@ def _exponent(values: Tensor) -> Tensor:
 
 def _cut(values: Tensor, exponent: Tensor) -> Tensor:
     """Truncate towards zero what lies more than 13 bits below the exponent."""
-    quantum = torch.ldexp(torch.ones_like(values), exponent - FP8_ACCUMULATOR_BITS)
-    return torch.trunc(values / quantum) * quantum
+    quantum = torch.ldexp(torch.ones_like(exponent, dtype=values.dtype), exponent - FP8_ACCUMULATOR_BITS)
+    return (values / quantum).trunc_() * quantum

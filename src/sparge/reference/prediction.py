@@ -94,10 +94,15 @@ def sample_queries(seen: Tensor, samples: int) -> Tensor:
 
 
 def log_mean_exp(bias: Tensor, allowed: Tensor) -> Tensor:
-    """log of the mean of exp(bias) over the allowed elements, 0 without any: what a bias adds to a block's worth."""
-    if not allowed.any():
-        return bias.new_zeros(())
-    return bias[allowed].logsumexp(0) - math.log(int(allowed.sum()))
+    """log of the mean of exp(bias) over the allowed elements of every block, 0 without any: what it adds to its worth.
+
+    (..., queries, Sk) each, all queries together -> (..., kv_blocks).
+    """
+    blocks = []
+    for tile, seen in zip(bias.split(BLOCK_K, -1), allowed.split(BLOCK_K, -1), strict=True):
+        total, count = tile.masked_fill(~seen, -math.inf).logsumexp((-2, -1)), seen.sum((-2, -1))
+        blocks.append(torch.where(count == 0, 0.0, total - count.to(total.dtype).log()))
+    return torch.stack(blocks, -1)
 
 
 @dataclass(frozen=True)
@@ -129,8 +134,7 @@ def score_mean(head: HeadSummary, score: Score) -> Tensor:  # noqa: ARG001
 def block_bias(head: HeadSummary) -> Tensor:
     """What the masks add to the scores of every block, (q_blocks, kv_blocks)."""
     rows = zip(head.allowed.split(BLOCK_Q), head.bias.split(BLOCK_Q), strict=True)
-    tiles = [zip(seen.split(BLOCK_K, -1), bias.split(BLOCK_K, -1), strict=True) for seen, bias in rows]
-    return torch.stack([torch.stack([log_mean_exp(bias, seen) for seen, bias in row]) for row in tiles])
+    return torch.stack([log_mean_exp(bias, seen) for seen, bias in rows])
 
 
 def score_moment(head: HeadSummary, score: Score) -> Tensor:
@@ -144,11 +148,7 @@ def score_moment(head: HeadSummary, score: Score) -> Tensor:
     queries, allowed, bias = head.query[picks], head.allowed[picks], head.bias[picks]
     scores = queries @ head.key_means.mT * head.scale
     scores = scores + queries.square() @ head.key_variances.mT * (VARIANCE_SHARE * head.scale**2)
-    for i in range(scores.shape[0]):
-        for s in range(scores.shape[1]):
-            tiles = zip(allowed[i, s].split(BLOCK_K), bias[i, s].split(BLOCK_K), strict=True)
-            scores[i, s] += torch.stack([log_mean_exp(bias_tile, seen) for seen, bias_tile in tiles])
-    return scores
+    return scores + log_mean_exp(bias[:, :, None], allowed[:, :, None])
 
 
 def part_means(query: Tensor, seen: Tensor, parts: int) -> Tensor:
@@ -287,7 +287,7 @@ class Row:
     @property
     def candidates(self) -> list[int]:
         """Visible blocks that a rule chooses from, in ascending order."""
-        return [int(j) for j in (self.visible & ~self.dissimilar).nonzero()]
+        return (self.visible & ~self.dissimilar).nonzero().flatten().tolist()
 
     def floor(self) -> list[int]:
         """As many of the best candidates as the floor asks for."""
@@ -301,11 +301,12 @@ class Row:
         top = budget_top(len(self.visible))
         bits = self.probabilities.float().view(torch.int32) >> BUDGET_BITS
         levels = (bits.clamp(max=top) - (top - BUDGET_LEVELS + 1)).clamp(min=0)
-        free = levels[[j for j in self.candidates if not self.forced[j]]]
+        candidates = self.candidates
+        free = levels[[j for j in candidates if not self.forced[j]]]
         sure = topk_budget(GUARANTEED * self.amount, int(self.visible.sum()), self.min_blocks)
-        forced = len(self.candidates) - len(free)
-        kept = (max(sure, forced + int((free >= level).sum())) for level in range(BUDGET_LEVELS + 1))
-        return [min(count, len(self.candidates)) for count in kept]
+        forced = len(candidates) - len(free)
+        reached = (free >= torch.arange(BUDGET_LEVELS + 1, device=free.device)[:, None]).sum(1)
+        return [min(max(sure, forced + count), len(candidates)) for count in reached.tolist()]
 
     def best(self, count: int) -> list[int]:
         """The best ``count`` candidates: forced ones first, then falling probability, ties to the lower index."""
