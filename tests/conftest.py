@@ -76,19 +76,17 @@ def exact_attention(
     key: Tensor,
     value: Tensor,
     *,
-    is_causal: bool = False,
-    window: tuple[int | None, int | None] = (None, None),
-    attn_mask: Tensor | None = None,
     scale: float | None = None,
-    block_mask: Tensor | None = None,
+    elements: tuple[Tensor, Tensor] | None = None,
+    **masks: Any,
 ) -> tuple[Tensor, Tensor]:
     """Dense softmax attention in float64, heads first: output (B, H, S_q, D_v) and natural-log LSE (B, H, S_q).
 
     Causality is aligned bottom-right; grouped heads are repeated; additive masks hide with -inf or the lowest number of
     their dtype; ``block_mask`` is a bool tensor of 128 x 64 blocks. A row that sees nothing gives 0 and -inf.
+    ``elements`` is what `visible_elements` says of the ``masks``, where it was asked before.
     """
-    masks = {"is_causal": is_causal, "window": window, "attn_mask": attn_mask, "block_mask": block_mask}
-    seen, bias = visible_elements(query, key, **masks)
+    seen, bias = visible_elements(query, key, **masks) if elements is None else elements
     group = query.shape[1] // key.shape[1]
     query, key, value = query.double(), key.double().repeat_interleave(group, 1), value.double()
     value = value.repeat_interleave(group, 1)
@@ -105,15 +103,12 @@ def plain_attention(
     key: Tensor,
     value: Tensor,
     *,
-    is_causal: bool = False,
-    window: tuple[int | None, int | None] = (None, None),
-    attn_mask: Tensor | None = None,
     scale: float | None = None,
-    block_mask: Tensor | None = None,
+    elements: tuple[Tensor, Tensor] | None = None,
+    **masks: Any,
 ) -> Tensor:
     """torch's own attention in the dtype of the inputs: the plain low-precision path that budgets are measured by."""
-    masks = {"is_causal": is_causal, "window": window, "attn_mask": attn_mask, "block_mask": block_mask}
-    seen, bias = visible_elements(query, key, **masks)
+    seen, bias = visible_elements(query, key, **masks) if elements is None else elements
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     empty = ~seen.any(-1, keepdim=True)
@@ -121,9 +116,16 @@ def plain_attention(
     return F.scaled_dot_product_attention(query, key, value, mask, scale=scale).masked_fill(empty, 0.0)
 
 
-def plain_lse(query: Tensor, key: Tensor, *, scale: float | None = None, **masks: Any) -> Tensor:
+def plain_lse(
+    query: Tensor,
+    key: Tensor,
+    *,
+    scale: float | None = None,
+    elements: tuple[Tensor, Tensor] | None = None,
+    **masks: Any,
+) -> Tensor:
     """The LSE in float32 arithmetic."""
-    seen, bias = visible_elements(query, key, **masks)
+    seen, bias = visible_elements(query, key, **masks) if elements is None else elements
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     key = key.float().repeat_interleave(query.shape[1] // key.shape[1], 1)
     scores = query.float() @ key.mT * scale + bias.float()
@@ -158,18 +160,19 @@ def assert_exact(got: tuple[Tensor, Tensor], query: Tensor, key: Tensor, value: 
     What cancels: a score is a sum of products of size |q_d k_d|, an output a sum of values of size |v|. A score and the
     LSE it is compared with are each rounded once in float32, which moves a probability by as large a share.
     """
-    output, lse = exact_attention(query, key, value, **call)
-    scale = call.get("scale")
+    scale = call.pop("scale", None)
+    oracle: dict[str, Any] = {"scale": scale, "elements": visible_elements(query, key, **call)}
+    both, lse = exact_attention(query, key, torch.cat((value, value.abs()), -1), **oracle)
+    output, sizes = both.chunk(2, -1)
     scale = query.shape[-1] ** -0.5 if scale is None else abs(scale)
     spread = key.double().abs().repeat_interleave(query.shape[1] // key.shape[1], 1)
     products = (query.double().abs() @ spread.mT * scale).amax(-1)
     finite_lse = torch.where(lse.isfinite(), lse, 0.0).abs()
-    plain = plain_attention(query, key, value, **call)
-    sizes, _ = exact_attention(query, key, value.abs(), **call)
+    plain = plain_attention(query, key, value, **oracle)
     shares = (products + finite_lse) * torch.finfo(torch.float32).eps / 2
     rounding = output.abs() + sizes * shares[..., None] / torch.finfo(plain.dtype).eps
     assert_within_budget(got[0], output, plain, rounding)
-    assert_within_budget(got[1], lse, plain_lse(query, key, **call), torch.maximum(products, finite_lse))
+    assert_within_budget(got[1], lse, plain_lse(query, key, **oracle), torch.maximum(products, finite_lse))
 
 
 def relative_l1(got: Tensor, exact: Tensor) -> float:
