@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
+from triton.language.semantic import TritonSemantic
 
 DTYPES = {
     "fp32": torch.float32,
@@ -136,6 +137,28 @@ def make_block_type(self: Any, element_ty: Any, shape: Any) -> None:
         vars(self).update(_block_types[key], element_ty=element_ty)
 
 
+_broadcast = TritonSemantic.broadcast_impl_value
+_cast = TritonSemantic.cast
+_find_common_type = TritonSemantic.computation_type_impl
+_common_types: dict[tuple[Any, ...], Any] = {}
+
+
+def broadcast(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+    """Most operands have one shape, which is one object: `_shape_facts`."""
+    return (lhs, rhs) if lhs.shape is rhs.shape else _broadcast(self, lhs, rhs)
+
+
+def cast(self: Any, input: Any, dst_ty: Any, *rounding: Any) -> Any:
+    return input if input.dtype is dst_ty else _cast(self, input, dst_ty, *rounding)
+
+
+def common_type(self: Any, a_ty: Any, a_is_scalar: bool, b_ty: Any, b_is_scalar: bool, div_or_mod: bool) -> Any:
+    key = a_ty.name, a_is_scalar, b_ty.name, b_is_scalar, div_or_mod
+    if key not in _common_types:
+        _common_types[key] = _find_common_type(self, a_ty, a_is_scalar, b_ty, b_is_scalar, div_or_mod)
+    return _common_types[key]
+
+
 def repair() -> None:
     interpreter._convert_float = convert_float
     interpreter.InterpretedFunction.__call__ = call_device_function
@@ -144,6 +167,9 @@ def repair() -> None:
     interpreter.ReduceOps.generic_reduce = reduce_halves
     tl.tensor.__init__ = make_tensor
     tl.block_type.__init__ = make_block_type
+    TritonSemantic.broadcast_impl_value = broadcast
+    TritonSemantic.cast = cast
+    TritonSemantic.computation_type_impl = common_type
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)  # computed, and told to nobody
     interpreter.InterpreterBuilder.create_dot = dot
