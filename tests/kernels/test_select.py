@@ -92,7 +92,8 @@ def sorted_selection(
         visible[b, h, i] = seen_from <= last_query if is_causal else seen_from < NOWHERE
     chosen_from: list[list[prediction.Row]] = [[] for _ in range(shape.batch)]
     for b, h, i in rows:
-        forced = prediction.forced_blocks(call, visible[b, h]) | unfinished
+        if i == 0:
+            forced = prediction.forced_blocks(call, visible[b, h]) | unfinished
         flat, flat_kv = b * shape.heads + h, b * shape.kv_heads + h // shape.group
         dissimilar = torch.zeros(shape.kv_blocks, dtype=torch.bool)
         if threshold is not None:
