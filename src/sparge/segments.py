@@ -1,8 +1,9 @@
-"""Segments of unequal lengths as one call: each is a batch element with lengths of its own.
+"""The segments of a pack: neighbours of equal lengths as one batch (`Run`), unequal ones as one call (`Segments`).
 
-A packed call looks like a batch that is padded to its longest segment: the buffers between the stages lie so. Queries,
-keys and values are read where they lie in the pack, blocks that a segment does not have are not computed, and results
-go to the pack. So a segment's numbers, and the order in which they are added, are those of a call by itself.
+In a packed call each segment is a batch element with lengths of its own. It looks like a batch that is padded to its
+longest segment: the buffers between the stages lie so. Queries, keys and values are read where they lie in the pack,
+blocks that a segment does not have are not computed, and results go to the pack. So a segment's numbers, and the order
+in which they are added, are those of a call by itself.
 
 What padding costs is memory between the stages. Segments are taken together whose numbers of blocks have the same next
 power of two (`alike`): no buffer is more than twice as long as its segment needs.
@@ -11,8 +12,8 @@ power of two (`alike`): no buffer is more than twice as long as its segment need
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -37,6 +38,84 @@ class Segment(NamedTuple):
     q_len: int
     kv_start: int
     kv_len: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring segments of equal lengths.
+
+    Attributes:
+        count: how many.
+        q_start, kv_start: where the first one begins.
+        q_len, kv_len: of each.
+    """
+
+    count: int
+    q_start: int
+    q_len: int
+    kv_start: int
+    kv_len: int
+
+    def segments(self) -> Iterator[Segment]:
+        """Its segments, one by one."""
+        for index in range(self.count):
+            q_start, kv_start = self.q_start + index * self.q_len, self.kv_start + index * self.kv_len
+            yield Segment(q_start, self.q_len, kv_start, self.kv_len)
+
+    def queries(self, tokens: Tensor) -> Tensor:
+        """(total_q, H, D) -> (count, q_len, H, D), a view."""
+        return _cut(tokens, self.q_start, self.count, self.q_len)
+
+    def keys(self, tokens: Tensor) -> Tensor:
+        """(total_k, H_kv, D) -> (count, kv_len, H_kv, D), a view."""
+        return _cut(tokens, self.kv_start, self.count, self.kv_len)
+
+    def next(self) -> Segment:
+        """The segment that would go on with it."""
+        q_start, kv_start = self.q_start + self.count * self.q_len, self.kv_start + self.count * self.kv_len
+        return Segment(q_start, self.q_len, kv_start, self.kv_len)
+
+    def batches(self, at_once: int) -> Iterator[Run]:
+        """Its segments in runs of so many, and one of those that are left."""
+        for first in range(0, self.count, at_once):
+            yield Run(
+                min(at_once, self.count - first),
+                self.q_start + first * self.q_len,
+                self.q_len,
+                self.kv_start + first * self.kv_len,
+                self.kv_len,
+            )
+
+
+def runs_of(bounds_q: Sequence[int], bounds_k: Sequence[int]) -> list[Run]:
+    """The segments in their order, neighbours of equal lengths together, those without queries left out.
+
+    Example:
+        >>> runs_of([0, 4, 8, 8, 9], [0, 4, 8, 8, 12])
+        [Run(count=2, q_start=0, q_len=4, kv_start=0, kv_len=4), Run(count=1, q_start=8, q_len=1, kv_start=8, kv_len=4)]
+    """
+    edges = zip(bounds_q[:-1], bounds_q[1:], bounds_k[:-1], bounds_k[1:], strict=True)
+    return in_runs(
+        Segment(q_start, q_stop - q_start, kv_start, kv_stop - kv_start)
+        for q_start, q_stop, kv_start, kv_stop in edges
+        if q_start < q_stop
+    )
+
+
+def in_runs(segments: Iterable[Segment]) -> list[Run]:
+    """Segments in their order, neighbours of equal lengths together."""
+    runs: list[Run] = []
+    for segment in segments:
+        last = runs[-1] if runs else None
+        if last is not None and last.next() == segment:
+            runs[-1] = replace(last, count=last.count + 1)
+        else:
+            runs.append(Run(1, *segment))
+    return runs
+
+
+def _cut(tokens: Tensor, start: int, count: int, length: int) -> Tensor:
+    return tokens[start : start + count * length].unflatten(0, (count, length))
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,8 +1,8 @@
 """Packed sequences: attention within the segments of one long row of tokens, as FlashAttention's varlen function.
 
 A segment is attended to as if it were alone: it has its own blocks, prediction and budget, and is dense or sparse by
-its own sizes. Neighbours of equal lengths are one batched call on views of the pack (`Run`), and on GPUs segments of
-similar lengths one packed call (`segments`); nothing is copied before either.
+its own sizes. Neighbours of equal lengths are one batched call on views of the pack (`segments.Run`), and on GPUs
+segments of similar lengths one packed call (`segments.Segments`); nothing is copied before either.
 
 The bounds are read on the host, once for each tensor. In a compiled program the whole pack is one operator, which reads
 them when it runs:
@@ -14,9 +14,9 @@ them when it runs:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, cast, overload
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple, cast, overload
 
 import torch
 from torch import Tensor
@@ -28,11 +28,15 @@ from sparge.config import Dense, OnUnsupported, PerHead, Quantization, Score, Sc
 from sparge.decide import Reason
 from sparge.derivatives import inside_autograd_function, needs_derivatives
 from sparge.geometry import Shape
-from sparge.segments import Segment, alike, longest, packed
+from sparge.segments import Run, Segment, alike, in_runs, longest, packed, runs_of
 from sparge.window import within
 
 Bounds = Tensor | Sequence[int]
 """Where segments begin, and where the last one ends: n + 1 numbers, on the host or the query's device."""
+
+SMALL_SCORES = 2**26
+"""Of a dense segment in 16 bits that is packed with others: torch's kernels take an H200 60 us for so many, not more
+than a call takes the host (64 segments of 2048 tokens and 16 heads in a loop: 4.0 ms, docs/benchmarks.md)."""
 
 _READ = "_sparge_bounds"
 
@@ -114,7 +118,8 @@ def varlen_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Sparse attention within the segments of packed sequences, with the arguments of FlashAttention's varlen function.
 
-    The result is that of `sparge.attention` for each segment by itself: what a segment is packed with changes nothing.
+    The result is that of `sparge.attention` for each segment by itself: what a segment is packed with changes nothing
+    but, on GPUs, which kernel computes a short one that runs dense in 16 bits.
 
     Args:
         q: (total_q, H, D), the queries of all segments one after another; float16, bfloat16 or float32.
@@ -189,83 +194,6 @@ def varlen_attention(
     return (output, lse) if return_lse else output
 
 
-@dataclass(frozen=True)
-class Run:
-    """Neighbouring segments of equal lengths.
-
-    Attributes:
-        count: how many.
-        q_start, kv_start: where the first one begins.
-        q_len, kv_len: of each.
-    """
-
-    count: int
-    q_start: int
-    q_len: int
-    kv_start: int
-    kv_len: int
-
-    def segments(self) -> Iterator[Segment]:
-        """Its segments, one by one."""
-        for index in range(self.count):
-            q_start, kv_start = self.q_start + index * self.q_len, self.kv_start + index * self.kv_len
-            yield Segment(q_start, self.q_len, kv_start, self.kv_len)
-
-    def queries(self, tokens: Tensor) -> Tensor:
-        """(total_q, H, D) -> (count, q_len, H, D), a view."""
-        return _cut(tokens, self.q_start, self.count, self.q_len)
-
-    def keys(self, tokens: Tensor) -> Tensor:
-        """(total_k, H_kv, D) -> (count, kv_len, H_kv, D), a view."""
-        return _cut(tokens, self.kv_start, self.count, self.kv_len)
-
-    def next(self) -> Segment:
-        """The segment that would go on with it."""
-        q_start, kv_start = self.q_start + self.count * self.q_len, self.kv_start + self.count * self.kv_len
-        return Segment(q_start, self.q_len, kv_start, self.kv_len)
-
-    def batches(self, at_once: int) -> Iterator[Run]:
-        """Its segments in runs of so many, and one of those that are left."""
-        for first in range(0, self.count, at_once):
-            yield Run(
-                min(at_once, self.count - first),
-                self.q_start + first * self.q_len,
-                self.q_len,
-                self.kv_start + first * self.kv_len,
-                self.kv_len,
-            )
-
-
-def runs_of(bounds_q: Sequence[int], bounds_k: Sequence[int]) -> list[Run]:
-    """The segments in their order, neighbours of equal lengths together, those without queries left out.
-
-    Example:
-        >>> runs_of([0, 4, 8, 8, 9], [0, 4, 8, 8, 12])
-        [Run(count=2, q_start=0, q_len=4, kv_start=0, kv_len=4), Run(count=1, q_start=8, q_len=1, kv_start=8, kv_len=4)]
-    """
-    edges = zip(bounds_q[:-1], bounds_q[1:], bounds_k[:-1], bounds_k[1:], strict=True)
-    return _runs(
-        Segment(q_start, q_stop - q_start, kv_start, kv_stop - kv_start)
-        for q_start, q_stop, kv_start, kv_stop in edges
-        if q_start < q_stop
-    )
-
-
-def _runs(segments: Iterable[Segment]) -> list[Run]:
-    runs: list[Run] = []
-    for segment in segments:
-        last = runs[-1] if runs else None
-        if last is not None and last.next() == segment:
-            runs[-1] = replace(last, count=last.count + 1)
-        else:
-            runs.append(Run(1, *segment))
-    return runs
-
-
-def _cut(tokens: Tensor, start: int, count: int, length: int) -> Tensor:
-    return tokens[start : start + count * length].unflatten(0, (count, length))
-
-
 def _attend(
     query: Tensor,
     key: Tensor,
@@ -299,39 +227,41 @@ def _attend(
         output[part.q_start : stop] = found.flatten(0, 1)
         if found_lse is not None:
             lse[:, part.q_start : stop] = found_lse.transpose(0, 1).flatten(1)
-    for group in groups:
-        _attend_group(group, query, key, value, call, output, lse, with_lse, options["backend"])
+    for plan, group in groups:
+        _attend_group(plan, group, query, key, value, call, output, lse, with_lse)
     return output, lse if with_lse else None
+
+
+class Plan(NamedTuple):
+    """How a segment is computed: why it is dense (None: it is not), by which backend, in which quantization."""
+
+    reason: Reason | None
+    backend: str
+    quantization: str
 
 
 def _planned(
     runs: list[Run], query: Tensor, key: Tensor, value: Tensor, call: Call, options: dict[str, Any]
-) -> tuple[list[Run], list[tuple[Segment, ...]]]:
-    """The runs that are calls of their own, and groups of segments that are one packed call each.
-
-    Packed are segments that the backend's own kernels compute, if they are not one run as it is.
-    """
+) -> tuple[list[Run], list[tuple[Plan, tuple[Segment, ...]]]]:
+    """The runs that are calls of their own, and groups of segments that are one packed call each."""
     if len(runs) < 2 or not _is_ours(query, key, value, call, options.get("dropout_p", 0.0)):
         return runs, []
-    backend = options["backend"]
-    chosen = base.resolve(backend, query.device)
-    resolved = base.resolve_quantization(call.quantization, chosen, query.device)
-    asked = replace(call, quantization=resolved)
-    if not base.get(chosen).serving(asked, query.dtype).packs(asked):
-        return runs, []
     alone: list[Run] = []
-    packable: list[Run] = []
+    packable: dict[Plan, list[Segment]] = {}
     for run in runs:
-        reason = _reason(run, call, backend, chosen, query)
-        in_kernels = reason is None or (reason is Reason.ASKED and asked.is_quantized and call.window.left is None)
-        (packable if in_kernels and run.kv_len > 0 else alone).append(run)
-    groups = []
-    for group in alike(segment for run in packable for segment in run.segments()):
-        of_group = _runs(group)
-        if len(of_group) == 1:
-            alone += of_group
+        plan = _plan_of(run, call, options["backend"], query)
+        if plan is None:
+            alone.append(run)
         else:
-            groups.append(group)
+            packable.setdefault(plan, []).extend(run.segments())
+    groups = []
+    for plan, segments in packable.items():
+        for group in alike(segments):
+            of_group = in_runs(group)
+            if len(of_group) == 1:  # as a batch it need not look anything up
+                alone += of_group
+            else:
+                groups.append((plan, group))
     return alone, groups
 
 
@@ -342,7 +272,33 @@ def _is_ours(query: Tensor, key: Tensor, value: Tensor, call: Call, dropout_p: f
     return decide.unsupported(call.shape, dropout_p, needs_derivatives(query, key, value)) is None
 
 
+def _plan_of(run: Run, call: Call, backend: str, query: Tensor) -> Plan | None:
+    """How the segments of a run are computed if they are packed with others; None: they cannot or need not be.
+
+    Where torch would compute a dense segment, the portable kernel computes small ones: a call for each would take the
+    host longer than the device.
+    """
+    if run.kv_len == 0:
+        return None
+    chosen = base.resolve(backend, query.device)
+    reason = _reason(run, call, backend, chosen, query)
+    quantization = base.resolve_quantization(call.quantization, chosen, query.device)
+    if reason in (Reason.CROSSOVER, Reason.WINDOW):
+        quantization = "none"
+    asked = replace(call, quantization=quantization)
+    serving = base.get(chosen).serving(asked, query.dtype)
+    if not serving.packs(asked):
+        return None
+    if reason is not None and not asked.is_quantized and backend == "auto":
+        is_small = call.shape.heads * run.q_len * run.kv_len < SMALL_SCORES
+        return Plan(reason, "triton", quantization) if is_small else None
+    if reason is not None and call.window.left is not None:
+        return None  # a call by itself leaves out what lies before all windows, and its blocks begin there
+    return Plan(reason, serving.name, quantization)
+
+
 def _attend_group(
+    plan: Plan,
     group: tuple[Segment, ...],
     query: Tensor,
     key: Tensor,
@@ -351,24 +307,24 @@ def _attend_group(
     output: Tensor,
     lse: Tensor,
     with_lse: bool,
-    backend: str,
 ) -> None:
     """Segments of similar lengths as one call, which writes to their places in ``output`` and ``lse``."""
     q_len, kv_len = longest(group)
     shape = replace(call.shape, batch=len(group), q_len=q_len, kv_len=kv_len)
-    chosen = base.resolve(backend, query.device)
-    is_dense = isinstance(call.sparsity, Dense)
+    rules: dict[str, Any] = {"sparsity": Dense(), "pv_threshold": None, "skipped": "drop"}
+    if plan.reason is None:
+        rules = {"skipped": validation.resolve_skipped(call.skipped, call.is_causal, None, shape)}
     whole = replace(
         call,
         shape=shape,
         window=within(call.window, q_len, kv_len),
-        quantization=base.resolve_quantization(call.quantization, chosen, query.device),
-        skipped="drop" if is_dense else validation.resolve_skipped(call.skipped, call.is_causal, None, shape),
+        quantization=plan.quantization,
         exact_lse=with_lse,
         segments=packed(group, shape.heads, output, lse),
+        **rules,
     )
-    words = decide.in_words(Reason.ASKED) if is_dense else ""
-    ops.packed(_heads_first(query), _heads_first(key), _heads_first(value), whole, chosen, words=words)
+    words = "" if plan.reason is None else decide.in_words(plan.reason)
+    ops.packed(_heads_first(query), _heads_first(key), _heads_first(value), whole, plan.backend, words=words)
 
 
 def _heads_first(tokens: Tensor) -> Tensor:

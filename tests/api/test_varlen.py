@@ -15,6 +15,7 @@ from conftest import exact_attention
 from sparge import Budget, Dense, TopCdf, TopK, ops, varlen
 from sparge.call import Call
 from sparge.geometry import Shape
+from sparge.segments import Run, runs_of
 
 pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.timeout(120)]
 
@@ -141,7 +142,7 @@ class TestCalls:
         """Queries are neighbours, keys are not."""
         tensors = packed([(200, 200), (0, 50), (200, 200)])
         assert assert_equals_a_loop(tensors, topk=0.5, backend="torch") == {"sparse: torch": 2}
-        assert varlen.runs_of([0, 4, 4, 8], [0, 4, 6, 10]) == [varlen.Run(1, 0, 4, 0, 4), varlen.Run(1, 4, 4, 6, 4)]
+        assert runs_of([0, 4, 4, 8], [0, 4, 6, 10]) == [Run(1, 0, 4, 0, 4), Run(1, 4, 4, 6, 4)]
 
     def test_nothing_to_see_is_counted(self) -> None:
         q, k, v, *bounds = packed([(3, 0), (3, 0)])

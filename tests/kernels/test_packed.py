@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 import sparge
-from conftest import make_qkv
-from sparge import Budget, Dense, TopCdf, TopK
+from conftest import assert_exact, make_qkv
+from sparge import Budget, Dense, TopCdf, TopK, varlen
+from sparge.backends import base
 from sparge.segments import Segment, alike
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -54,6 +55,7 @@ def assert_equals_a_loop(
         ({"sparsity": TopK(0.4), "quantization": "none", "score": "spread"}, False),
         ({"sparsity": TopCdf(0.6, pv_threshold=-8.0), "quantization": "none", "score": "mean"}, True),
         ({"sparsity": Dense(), "quantization": "int8_fp8"}, True),
+        ({"sparsity": Dense(), "quantization": "none"}, True),
         ({"sparsity": Budget(0.4), "quantization": "int8_fp8", "window_size": (90, 40), "skipped": "mean"}, False),
     ],
 )
@@ -70,6 +72,26 @@ def test_numbers_of_another_segment_do_not_leak(quantization: str) -> None:
         tensor[bounds_k[2] : bounds_k[3]] = torch.nan
     output = assert_equals_a_loop(tensors, bounds_q, bounds_k, causal=False, topk=0.5, quantization=quantization)
     assert torch.isfinite(output[: bounds_q[2]]).all() and torch.isfinite(output[bounds_q[3] :]).all()
+
+
+def test_small_dense_segments_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where the crossover has them dense and nobody named a backend."""
+    resolve = base.resolve
+    monkeypatch.setattr(base, "resolve", lambda name, device: resolve("triton" if name == "auto" else name, device))
+    tensors, bounds_q, bounds_k = pack()
+    sparge.reset_stats()
+    output, lse = sparge.varlen_attention(*tensors, bounds_q, bounds_k, causal=True, topk=0.5, return_lse=True)
+    assert sparge.stats().reasons == {"dense: below the crossover": 2, "dense: nothing to see": 1}
+    for q_start, q_stop, k_start, k_stop in zip(bounds_q, bounds_q[1:], bounds_k, bounds_k[1:], strict=False):
+        if q_start < q_stop and k_start < k_stop:
+            segment = [tensor[None].transpose(1, 2) for tensor in tensors]
+            segment = [segment[0][:, :, q_start:q_stop], *(tensor[:, :, k_start:k_stop] for tensor in segment[1:])]
+            found = output[None, q_start:q_stop].transpose(1, 2), lse[None, :, q_start:q_stop]
+            assert_exact(found, *segment, is_causal=True)
+    sparge.reset_stats()
+    monkeypatch.setattr(varlen, "SMALL_SCORES", 2 * 250 * 129)
+    sparge.varlen_attention(*tensors, bounds_q, bounds_k, causal=True, topk=0.5)
+    assert sparge.stats().calls == 5, "none is small but the one that was alone"
 
 
 def test_groups() -> None:

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparge import validation, varlen
+from sparge import validation
 from sparge.decide import Reason, count
 from sparge.integrations.mask_functions import captured
-from sparge.varlen import Run
+from sparge.segments import Run, runs_of
+from sparge.varlen import read
 
 KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """What transformers hands to FlashAttention's packed path, if all of them are there."""
@@ -90,14 +91,14 @@ def pack_of(
     version, bounds = getattr(attention_mask, BOUNDS, (None, ([], [])))
     is_known = not torch.compiler.is_compiling() and version is not None  # a compiled program cannot ask for versions
     if is_known and causal and attention_mask is not None and version == attention_mask._version:
-        return Pack(varlen.runs_of(*bounds), is_masked=True)
+        return Pack(runs_of(*bounds), is_masked=True)
     if query.shape[0] != 1 or any(keywords.get(name) is None for name in KEYWORDS):
         return None
     if attention_mask is not None and torch.compiler.is_compiling():
         return None  # reading would break the graph, and a mask that was made with it has the segments in it
-    bounds_q, bounds_k = (varlen.read(name, keywords[name]) for name in KEYWORDS[:2])
+    bounds_q, bounds_k = (read(name, keywords[name]) for name in KEYWORDS[:2])
     validation.check_segments(bounds_q, bounds_k, (query.shape[2], key.shape[2]), (None, None))
-    return Pack(varlen.runs_of(bounds_q, bounds_k), is_masked=False) if len(bounds_q) > 2 else None
+    return Pack(runs_of(bounds_q, bounds_k), is_masked=False) if len(bounds_q) > 2 else None
 
 
 def attend_within(
