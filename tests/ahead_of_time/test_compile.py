@@ -81,10 +81,12 @@ KNOWN_SPILLS = {
     (90, "attention_kernel, int8_fp8 window"): (8, 0),
     (90, "attention_kernel, int8_fp8_fast window on hopper"): (160, 22),
     (90, "attention_kernel, int8_fp8_fast packed on hopper"): (144, 2),
+    (90, "attention_kernel, int8_fp8 packed"): (16, 0),
     (90, "attention_kernel, none window on hopper"): (8, 0),
     # Sums of keys and of values at a time; of Triton 3.9 alone.
     (89, "summarize_kernel, int8_fp8 means"): (32, 0),
     (90, "summarize_kernel, int8_fp8 means"): (112, 0),
+    (90, "summarize_kernel, int8_fp8 packed"): (112, 0),
     (100, "summarize_kernel, int8_fp8 means"): (112, 0),
     (120, "summarize_kernel, int8_fp8 means"): (96, 0),
     (120, "attention_kernel, int8_fp16"): (16, 2),

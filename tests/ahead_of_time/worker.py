@@ -111,7 +111,7 @@ SLOW = {
     90: {
         *("int8_fp8 keys", "int8_fp8 D 64", "int8_fp16 D 64", "none D 64", "int8_fp8 means"),
         *("int8_fp8_fast causal on hopper", "int8_fp8_fast threshold on hopper", "none D 256 on hopper"),
-        *("int8_fp8 window", "int8_fp8_fast window on hopper", "none window on hopper"),
+        *("int8_fp8 window", "int8_fp8_fast window on hopper", "none window on hopper", "int8_fp8 packed"),
     },
     100: {"int8_fp8 D 64", "int8_fp8 threshold", "none bias"},
 }
