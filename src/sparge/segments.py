@@ -6,12 +6,13 @@ blocks that a segment does not have are not computed, and results go to the pack
 in which they are added, are those of a call by itself.
 
 What padding costs is memory between the stages. Segments are taken together whose numbers of blocks have the same next
-power of two (`alike`): no buffer is more than twice as long as its segment needs.
+power of two (`alike`): no buffer is more than twice as long as its segment needs, no block map four times as large.
 """
 
 from __future__ import annotations
 
-import functools
+import threading
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -28,7 +29,9 @@ Q_START, Q_LEN, KV_START, KV_LEN, FIRST_ROW, TOP_LEVEL, SHIFT = range(7)
 """What they hold: where a segment's queries and keys begin in the pack and how many there are; how many rows of blocks
 other segments before it have; `config.budget_top`; how far its causal diagonal lies right of the longest one's."""
 MOST_TABLES = 64
-"""So many packs are remembered: all layers of a model have the same one."""
+"""So many groups of segments are remembered: all layers of a model have the same ones."""
+MOST_BLOCKS = 2**27
+"""Of the block maps of a packed call: its lists take 4 bytes for each, and its probabilities as many."""
 
 
 class Segment(NamedTuple):
@@ -136,19 +139,23 @@ class Segments:
     lse: Tensor
 
 
-def alike(segments: Iterable[Segment]) -> list[tuple[Segment, ...]]:
+def alike(segments: Iterable[Segment], heads: int) -> list[tuple[Segment, ...]]:
     """Segments that are computed together, in their order.
 
     Example:
         >>> segments = [Segment(0, length, 0, length) for length in (5000, 9000, 4200, 6000)]
-        >>> [len(group) for group in alike(segments)]
+        >>> [len(group) for group in alike(segments, heads=8)]
         [3, 1]
     """
     groups: dict[tuple[int, int], list[Segment]] = {}
     for segment in segments:
         blocks = ceil_div(segment.q_len, BLOCK_Q), ceil_div(segment.kv_len, BLOCK_K)
         groups.setdefault(((blocks[0] - 1).bit_length(), (blocks[1] - 1).bit_length()), []).append(segment)
-    return [tuple(group) for group in groups.values()]
+    cut = []
+    for (q_bits, kv_bits), group in groups.items():
+        at_once = max(1, MOST_BLOCKS // (heads << (q_bits + kv_bits)))
+        cut += [tuple(group[first : first + at_once]) for first in range(0, len(group), at_once)]
+    return cut
 
 
 def longest(segments: Sequence[Segment]) -> tuple[int, int]:
@@ -158,23 +165,58 @@ def longest(segments: Sequence[Segment]) -> tuple[int, int]:
 
 def packed(segments: tuple[Segment, ...], heads: int, output: Tensor, lse: Tensor) -> Segments:
     """What a packed call carries of its segments; results are written into ``output`` and ``lse``."""
-    device = output.device
-    tables = _tables if _is_remembered(device) else _tables.__wrapped__
-    table, order = tables(segments, heads, device)
-    return Segments(table, order, len(output), output, lse)
+    tables = _tables_of(segments, heads, output.device)
+    return Segments(tables.table, tables.order, len(output), output, lse)
 
 
-def _is_remembered(device: torch.device) -> bool:
-    """On the default stream alone: others do not wait for what was made there; and not in a CUDA graph's memory."""
-    if device.type != "cuda":
-        return True
-    on_default = torch.cuda.current_stream(device) == torch.cuda.default_stream(device)
-    return on_default and not torch.cuda.is_current_stream_capturing()
+def is_ready(segments: tuple[Segment, ...], heads: int, device: torch.device) -> bool:
+    """Whether `packed` can be called now: while a CUDA graph is captured, if it was before."""
+    return not _is_capturing(device) or (segments, heads, device) in _tables
 
 
-@functools.lru_cache(MOST_TABLES)
-def _tables(segments: tuple[Segment, ...], heads: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """`Segments.table` and `Segments.order`, copied to the device together."""
+class _Tables(NamedTuple):
+    """What kernels read of a group of segments, and what says that it has arrived (None on CPUs)."""
+
+    table: Tensor
+    order: Tensor
+    arrived: torch.cuda.Event | None
+
+
+_tables: OrderedDict[tuple[tuple[Segment, ...], int, torch.device], _Tables] = OrderedDict()
+_captured: list[_Tables] = []
+"""Those that CUDA graphs read, which may be replayed as long as the process lives."""
+_lock = threading.Lock()
+
+
+def _tables_of(segments: tuple[Segment, ...], heads: int, device: torch.device) -> _Tables:
+    """The tables, made or remembered; the current stream waits for them, and they for it before they go."""
+    key = (segments, heads, device)
+    with _lock:
+        found = _tables.get(key)
+        if found is not None:
+            _tables.move_to_end(key)
+    if found is None:
+        found = _made(segments, heads, device)
+        with _lock:
+            _tables[key] = found
+            while len(_tables) > MOST_TABLES:
+                _tables.popitem(last=False)
+    if found.arrived is not None:
+        if _is_capturing(device):
+            _captured.append(found)
+        else:
+            stream = torch.cuda.current_stream(device)
+            stream.wait_event(found.arrived)
+            found.table.record_stream(stream)  # and the order, which lies behind it
+    return found
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _made(segments: tuple[Segment, ...], heads: int, device: torch.device) -> _Tables:
+    """`Segments.table` and `Segments.order`, copied to the device together; the host does not wait."""
     q_len, kv_len = longest(segments)
     table, first_row = [], 0
     for segment in segments:
@@ -186,5 +228,9 @@ def _tables(segments: tuple[Segment, ...], heads: int, device: torch.device) -> 
     exists = torch.arange(q_blocks).flip(0) < own[:, None, None]  # causal rows begin with the longest
     numbers = torch.arange(len(segments) * heads * q_blocks).view(-1, heads, q_blocks).flip(2)
     order = numbers[exists.expand_as(numbers)]
-    both = torch.cat([torch.tensor(table), order]).int().to(device)
-    return both[: len(table)].view(-1, TABLE_COLUMNS), both[len(table) :]
+    both = torch.cat([torch.tensor(table), order]).int()
+    arrived = None
+    if device.type == "cuda":
+        both = both.pin_memory().to(device, non_blocking=True)
+        arrived = torch.cuda.current_stream(device).record_event()
+    return _Tables(both[: len(table)].view(-1, TABLE_COLUMNS), both[len(table) :], arrived)

@@ -14,29 +14,24 @@ them when it runs:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, cast, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor
 
 from sparge import api, decide, ops, validation
-from sparge.backends import base
 from sparge.call import Call
 from sparge.config import Dense, OnUnsupported, PerHead, Quantization, Score, ScoreName, Skipped, Sparsity
 from sparge.decide import Reason
 from sparge.derivatives import inside_autograd_function, needs_derivatives
 from sparge.geometry import Shape
-from sparge.segments import Run, Segment, alike, in_runs, longest, packed, runs_of
-from sparge.window import within
+from sparge.plans import Group, plan_of
+from sparge.segments import Run, is_ready, longest, packed
 
 Bounds = Tensor | Sequence[int]
 """Where segments begin, and where the last one ends: n + 1 numbers, on the host or the query's device."""
-
-SMALL_SCORES = 2**26
-"""Of a dense segment in 16 bits that is packed with others: torch's kernels take an H200 60 us for so many, not more
-than a call takes the host (64 segments of 2048 tokens and 16 heads in a loop: 4.0 ms, docs/benchmarks.md)."""
 
 _READ = "_sparge_bounds"
 
@@ -213,93 +208,44 @@ def _attend(
     """
     bounds_q, bounds_k = read("cu_seqlens_q", cu_seqlens_q), read("cu_seqlens_k", cu_seqlens_k)
     validation.check_segments(bounds_q, bounds_k, (len(query), len(key)), longest)
-    runs, groups = _planned(runs_of(bounds_q, bounds_k), query, key, value, call, options)
-    parts = [part for run in runs for part in _decided_as_one(run, call, options["backend"], query)]
-    if len(parts) == 1 and not groups:
-        output, lse = _attend_run(parts[0], query, key, value, call, with_lse, options)
-        return output.flatten(0, 1), None if lse is None else lse.transpose(0, 1).flatten(1)
+    may_pack = _may_pack(query, key, value, call, options.get("dropout_p", 0.0))
+    plan = plan_of(bounds_q, bounds_k, call, options["backend"], query.device, query.dtype, may_pack=may_pack)
+    if not plan.groups:
+        results = [_attend_part(part, query, key, value, call, with_lse, options) for part in plan.parts]
+        if len(results) == 1:
+            return results[0]
+        nothing = _nothing(query[:0], call.shape)
+        output = torch.cat([*(output for output, _ in results), nothing[0]])
+        return output, torch.cat([*(lse for _, lse in results if lse is not None), nothing[1]], 1) if with_lse else None
     shape = call.shape
     output = query.new_empty(len(query), shape.heads, shape.value_dim)
     lse = query.new_empty(shape.heads, len(query), dtype=torch.float32)
+    parts = list(plan.parts)
+    pack = _heads_first(query), _heads_first(key), _heads_first(value)
+    for group in plan.groups:
+        if is_ready(group.segments, shape.heads, query.device):
+            _attend_group(group, *pack, call, output, lse, with_lse)
+        else:
+            parts += group.parts
     for part in parts:
-        found, found_lse = _attend_run(part, query, key, value, call, with_lse, options)
-        stop = part.q_start + part.count * part.q_len
-        output[part.q_start : stop] = found.flatten(0, 1)
+        rows = slice(part.q_start, part.q_start + part.count * part.q_len)
+        found, found_lse = _attend_part(part, query, key, value, call, with_lse, options)
+        output[rows] = found
         if found_lse is not None:
-            lse[:, part.q_start : stop] = found_lse.transpose(0, 1).flatten(1)
-    for plan, group in groups:
-        _attend_group(plan, group, query, key, value, call, output, lse, with_lse)
+            lse[:, rows] = found_lse
     return output, lse if with_lse else None
 
 
-class Plan(NamedTuple):
-    """How a segment is computed: why it is dense (None: it is not), by which backend, in which quantization."""
-
-    reason: Reason | None
-    backend: str
-    quantization: str
-
-
-def _planned(
-    runs: list[Run], query: Tensor, key: Tensor, value: Tensor, call: Call, options: dict[str, Any]
-) -> tuple[list[Run], list[tuple[Plan, tuple[Segment, ...]]]]:
-    """The runs that are calls of their own, and groups of segments that are one packed call each."""
-    if len(runs) < 2 or not _is_ours(query, key, value, call, options.get("dropout_p", 0.0)):
-        return runs, []
-    alone: list[Run] = []
-    packable: dict[Plan, list[Segment]] = {}
-    for run in runs:
-        plan = _plan_of(run, call, options["backend"], query)
-        if plan is None:
-            alone.append(run)
-        else:
-            packable.setdefault(plan, []).extend(run.segments())
-    groups = []
-    for plan, segments in packable.items():
-        for group in alike(segments):
-            of_group = in_runs(group)
-            if len(of_group) == 1:  # as a batch it need not look anything up
-                alone += of_group
-            else:
-                groups.append((plan, group))
-    return alone, groups
-
-
-def _is_ours(query: Tensor, key: Tensor, value: Tensor, call: Call, dropout_p: float) -> bool:
-    """Whether nothing keeps a call from the kernels, for which `sparge.attention` would do something about it."""
-    if call.scale <= 0 or inside_autograd_function():
+def _may_pack(query: Tensor, key: Tensor, value: Tensor, call: Call, dropout_p: float) -> bool:
+    """Whether nothing keeps a call from packed kernels: derivatives, for example, `sparge.attention` sees to."""
+    has_similarity = not isinstance(call.sparsity, Dense) and call.sparsity.similarity_threshold is not None
+    if has_similarity or call.scale <= 0 or inside_autograd_function():
         return False
     return decide.unsupported(call.shape, dropout_p, needs_derivatives(query, key, value)) is None
 
 
-def _plan_of(run: Run, call: Call, backend: str, query: Tensor) -> Plan | None:
-    """How the segments of a run are computed if they are packed with others; None: they cannot or need not be.
-
-    Where torch would compute a dense segment, the portable kernel computes small ones: a call for each would take the
-    host longer than the device.
-    """
-    if run.kv_len == 0:
-        return None
-    chosen = base.resolve(backend, query.device)
-    reason = _reason(run, call, backend, chosen, query)
-    quantization = base.resolve_quantization(call.quantization, chosen, query.device)
-    if reason in (Reason.CROSSOVER, Reason.WINDOW):
-        quantization = "none"
-    asked = replace(call, quantization=quantization)
-    serving = base.get(chosen).serving(asked, query.dtype)
-    if not serving.packs(asked):
-        return None
-    if reason is not None and not asked.is_quantized and backend == "auto":
-        is_small = call.shape.heads * run.q_len * run.kv_len < SMALL_SCORES
-        return Plan(reason, "triton", quantization) if is_small else None
-    if reason is not None and call.window.left is not None:
-        return None  # a call by itself leaves out what lies before all windows, and its blocks begin there
-    return Plan(reason, serving.name, quantization)
-
-
 def _attend_group(
-    plan: Plan,
-    group: tuple[Segment, ...],
+    group: Group,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -308,23 +254,28 @@ def _attend_group(
     lse: Tensor,
     with_lse: bool,
 ) -> None:
-    """Segments of similar lengths as one call, which writes to their places in ``output`` and ``lse``."""
-    q_len, kv_len = longest(group)
-    shape = replace(call.shape, batch=len(group), q_len=q_len, kv_len=kv_len)
+    """Segments of similar lengths as one call, which writes to their places in ``output`` and ``lse``.
+
+    Args:
+        query, key, value: the pack as (1, H | Hkv, tokens, D | Dv).
+    """
+    reason, backend, quantization, window = group.way
+    q_len, kv_len = longest(group.segments)
+    shape = replace(call.shape, batch=len(group.segments), q_len=q_len, kv_len=kv_len)
     rules: dict[str, Any] = {"sparsity": Dense(), "pv_threshold": None, "skipped": "drop"}
-    if plan.reason is None:
+    if reason is None:
         rules = {"skipped": validation.resolve_skipped(call.skipped, call.is_causal, None, shape)}
     whole = replace(
         call,
         shape=shape,
-        window=within(call.window, q_len, kv_len),
-        quantization=plan.quantization,
+        window=window,
+        quantization=quantization,
         exact_lse=with_lse,
-        segments=packed(group, shape.heads, output, lse),
+        segments=packed(group.segments, shape.heads, output, lse),
         **rules,
     )
-    words = "" if plan.reason is None else decide.in_words(plan.reason)
-    ops.packed(_heads_first(query), _heads_first(key), _heads_first(value), whole, plan.backend, words=words)
+    words = "" if reason is None else decide.in_words(reason)
+    ops.packed(query, key, value, whole, backend, words=words)
 
 
 def _heads_first(tokens: Tensor) -> Tensor:
@@ -332,15 +283,14 @@ def _heads_first(tokens: Tensor) -> Tensor:
     return (tokens if tokens.stride(2) == 1 else tokens.contiguous()).transpose(0, 1)[None]
 
 
-def _attend_run(
+def _attend_part(
     run: Run, query: Tensor, key: Tensor, value: Tensor, call: Call, with_lse: bool, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
-    """Output (count, q_len, H, Dv) and, if it is asked for, LSE (count, H, q_len) of a run."""
+    """Output (tokens, H, Dv) and, if it is asked for, LSE (H, tokens) of a run."""
     queries = run.queries(query)
     if run.kv_len == 0:
         decide.count(Reason.NOTHING_VISIBLE)
-        output, lse = _nothing(queries.flatten(0, 1), call.shape)
-        return output.unflatten(0, queries.shape[:2]), lse.unflatten(1, queries.shape[:2]).transpose(0, 1)
+        return _nothing(queries.flatten(0, 1), call.shape)
     asked = {
         "is_causal": call.is_causal,
         "window": call.window,
@@ -353,7 +303,8 @@ def _attend_run(
         **options,
     }
     result: Any = api.attention(queries, run.keys(key), run.keys(value), enable_gqa=True, layout="NHD", **asked)
-    return result if with_lse else (result, None)
+    output, lse = result if with_lse else (result, None)
+    return output.flatten(0, 1), None if lse is None else lse.transpose(0, 1).flatten(1)
 
 
 def _nothing(query: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
@@ -361,28 +312,6 @@ def _nothing(query: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
     sizes = (len(query), shape.heads)
     lse = query.new_full(sizes[::-1], -math.inf, dtype=torch.float32)
     return query.new_zeros(*sizes, shape.value_dim), lse
-
-
-def _decided_as_one(run: Run, call: Call, backend: str, query: Tensor) -> Iterator[Run]:
-    """The run in batches that are dense or sparse as each of their segments would be by itself.
-
-    A batch has more scores than a segment, and may be above the crossover where that is below it.
-    """
-    chosen = base.resolve(backend, query.device)
-    at_once = run.count
-    if _reason(run, call, backend, chosen, query) is not _reason(run, call, backend, chosen, query, batch=run.count):
-        crossover = base.crossover_of(chosen, query.device.type, query.dtype)
-        at_once = max(1, (crossover.scores - 1) // (call.shape.heads * run.q_len * run.kv_len))
-    return run.batches(at_once)
-
-
-def _reason(run: Run, call: Call, backend: str, chosen: str, query: Tensor, *, batch: int = 1) -> Reason | None:
-    """Why so many segments of a run are dense as one call; None: they are not."""
-    shape = replace(call.shape, batch=batch, q_len=run.q_len, kv_len=run.kv_len)
-    window = within(call.window, run.q_len, run.kv_len)
-    return decide.by_arguments(
-        shape, window, call.sparsity, call.quantization, backend, chosen, query.device, query.dtype
-    )
 
 
 def read(name: str, bounds: Bounds) -> Sequence[int]:

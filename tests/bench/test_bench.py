@@ -90,7 +90,7 @@ class TestCases:
             "crossover": 104,
             "hopper": 12,
             "numerics": len(SUITES["numerics"]),
-            "packed": 4,
+            "packed": 8,
             "masks": 7,
         }
         families = {group.family for group in SUITES["numerics"]}

@@ -73,3 +73,39 @@ def test_a_captured_graph_needs_bounds_on_the_host() -> None:
     assert torch.equal(sparge.varlen_attention(*tensors, *on_device, **options), expected)
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         sparge.varlen_attention(*tensors, *on_device, **options)  # they were read before
+
+
+@cuda_only
+def test_bounds_on_the_host_wait_for_nothing_and_any_stream_may_read_their_table() -> None:
+    """New packs of lengths that kernels know, on the default stream and on one of its own."""
+    options: dict[str, Any] = {"topk": 0.4, "backend": BACKEND, "quantization": FASTEST}
+    query, key, value = (tensor[0].transpose(0, 1).contiguous() for tensor in make_inputs(900, 900, heads=4))
+    sparge.varlen_attention(query, key, value, [0, 300, 570, 900], [0, 300, 570, 900], **options)  # compiles
+    torch.cuda.synchronize()
+    stream, bounds = torch.cuda.Stream(), [0, 310, 590, 900]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        expected = sparge.varlen_attention(query, key, value, bounds, bounds, **options)
+        with torch.cuda.stream(stream):
+            elsewhere = sparge.varlen_attention(query, key, value, bounds, bounds, **options)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert torch.equal(elsewhere, expected)
+
+
+@cuda_only
+def test_a_captured_graph_reads_the_table_of_an_earlier_call() -> None:
+    """And needs no kernel that the call before did not load: all segments are one packed call."""
+    options: dict[str, Any] = {"topk": 0.4, "backend": BACKEND}
+    query, key, value = (tensor[0].transpose(0, 1).contiguous() for tensor in make_inputs(570, 570, heads=4))
+    bounds = [0, 300, 570]
+    expected = sparge.varlen_attention(query, key, value, bounds, bounds, **options)
+    graph = torch.cuda.CUDAGraph()
+    sparge.reset_stats()
+    with torch.cuda.graph(graph):
+        captured = sparge.varlen_attention(query, key, value, bounds, bounds, **options)
+    assert sparge.stats().calls == 1, "packed"
+    captured.zero_()
+    graph.replay()
+    assert torch.equal(captured, expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -11,9 +12,12 @@ from torch import Tensor
 
 import sparge
 from conftest import assert_exact, make_qkv
-from sparge import Budget, Dense, TopCdf, TopK, varlen
+from kernels.conftest import CPU
+from sparge import Budget, Dense, TopCdf, TopK, plans
 from sparge.backends import base
-from sparge.segments import Segment, alike
+from sparge.call import Call
+from sparge.geometry import Shape
+from sparge.segments import Run, Segment, alike
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -89,11 +93,41 @@ def test_small_dense_segments_are_one_call(monkeypatch: pytest.MonkeyPatch) -> N
             found = output[None, q_start:q_stop].transpose(1, 2), lse[None, :, q_start:q_stop]
             assert_exact(found, *segment, is_causal=True)
     sparge.reset_stats()
-    monkeypatch.setattr(varlen, "SMALL_SCORES", 2 * 250 * 129)
+    monkeypatch.setattr(plans, "SMALL_SCORES", 2 * 250 * 129)
+    plans._plan.cache_clear()
     sparge.varlen_attention(*tensors, bounds_q, bounds_k, causal=True, topk=0.5)
+    plans._plan.cache_clear()
     assert sparge.stats().calls == 5, "none is small but the one that was alone"
 
 
-def test_groups() -> None:
-    segments = [Segment(0, q_len, 0, kv_len) for q_len, kv_len in ((129, 65), (256, 128), (257, 128), (256, 129))]
-    assert alike(segments) == [tuple(segments[:2]), (segments[2],), (segments[3],)]
+def planned(lengths: list[tuple[int, int]], heads: int = 2, **call: Any) -> plans.Plan:
+    bounds_q, bounds_k = ([0, *accumulate(side)] for side in zip(*lengths, strict=True))
+    asked = Call(Shape(1, heads, 1, bounds_q[-1], bounds_k[-1], 16, 16), False, 1.0, Budget(0.5), **call)
+    return plans.plan_of(bounds_q, bounds_k, asked, "triton", CPU, torch.float32, may_pack=True)
+
+
+class TestPlans:
+    def test_groups_have_as_many_blocks_to_the_next_power_of_two(self) -> None:
+        plan = planned([(129, 65), (257, 128), (256, 128), (256, 129), (256, 70)])
+        assert [[segment.q_len for segment in group.segments] for group in plan.groups] == [[129, 256, 256]]
+        assert [part.q_len for part in plan.parts] == [257, 256], "others are calls of their own, in their order"
+        assert [part.count for part in plan.groups[0].parts] == [1, 1, 1], "and all, where there is no table"
+
+    def test_a_window_bounds_all_segments_of_a_group_or_none(self) -> None:
+        """Marked peaks, for one, go by which bounds there are (`stages.peaks`)."""
+        lengths = [(128, 190), (120, 250), (100, 180), (110, 256)]
+        groups = planned(lengths, window=(200, 0)).groups
+        assert [(group.way.window.left, len(group.segments)) for group in groups] == [(None, 2), (200, 2)]
+        assert len(planned(lengths, window=(300, 0)).groups) == 1
+
+    def test_groups_are_cut_where_their_block_maps_are_too_large(self) -> None:
+        segments = [Segment(0, 2**16 - index, 0, 2**16) for index in range(9)]
+        assert [len(group) for group in alike(segments, heads=32)] == [8, 1]
+
+    def test_equal_neighbours_are_a_batch(self) -> None:
+        assert planned([(200, 200)] * 3) == plans.Plan((Run(3, 0, 200, 0, 200),), ())
+
+    def test_are_remembered(self) -> None:
+        first = planned([(140, 300), (150, 310)])
+        assert planned([(140, 300), (150, 310)]) is first
+        assert planned([(140, 300), (150, 310)], quantization="int8_fp8") is not first

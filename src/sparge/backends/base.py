@@ -57,11 +57,13 @@ class Backend(ABC):
         name: what a caller passes as ``backend=``.
         summary: what it is, in a few words.
         quantizations: those it has on some device; the others are refused.
+        packs: it takes segments of unequal lengths as one call (`Call.segments`), without a similarity threshold.
     """
 
     name: ClassVar[str]
     summary: ClassVar[str]
     quantizations: ClassVar[tuple[str, ...]]
+    packs: ClassVar[bool] = False
 
     @abstractmethod
     def missing(self, device: torch.device) -> str | None:
@@ -93,10 +95,6 @@ class Backend(ABC):
     def serving(self, call: Call, dtype: torch.dtype) -> Backend:  # noqa: ARG002
         """The backend that really computes a call: this one, or one that it leaves some calls to."""
         return self
-
-    def packs(self, call: Call) -> bool:  # noqa: ARG002
-        """Whether it takes segments of unequal lengths as one call (`Call.segments`), but for these this one."""
-        return False
 
     @abstractmethod
     def predict(self, query: Tensor, key: Tensor, call: Call) -> BlockMask:

@@ -14,7 +14,6 @@ from sparge.backends.base import Backend, Crossover
 from sparge.backends.cuda.operands import AttentionLauncher
 from sparge.block_mask import BlockMask
 from sparge.call import Call
-from sparge.config import Dense
 
 CAPABILITY = (8, 0)
 FP8_CAPABILITY = (8, 9)
@@ -28,6 +27,8 @@ CROSSOVER_UNDER_MASK = Crossover(keys=0, causal_keys=0, queries=0, scores=2**30)
 
 class CudaBackend(Backend):
     """Stages in Triton, then the kernel of a tier."""
+
+    packs = True
 
     @abstractmethod
     def launcher(self) -> AttentionLauncher:
@@ -43,11 +44,6 @@ class CudaBackend(Backend):
 
     def crossover(self, device_type: str, dtype: torch.dtype) -> Crossover:  # noqa: ARG002
         return CROSSOVER
-
-    def packs(self, call: Call) -> bool:
-        """Tables of segments are copied to the device, which a CUDA graph does not capture."""
-        has_similarity = not isinstance(call.sparsity, Dense) and call.sparsity.similarity_threshold is not None
-        return not has_similarity and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
     def crossover_under_mask(self, device_type: str) -> Crossover:  # noqa: ARG002
         return CROSSOVER_UNDER_MASK

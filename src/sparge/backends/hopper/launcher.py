@@ -160,7 +160,7 @@ def _gathered(pack: Tensor, start: Tensor, first: Tensor, end: Tensor, longest: 
     positions = torch.arange(longest, device=pack.device)
     tokens = (start + positions).clamp(max=pack.shape[2] - 1)  # [B, longest]
     outside = (positions < first) | (positions >= end)
-    batch = pack[0].transpose(0, 1)[tokens].masked_fill(outside[:, :, None, None], 0)
+    batch = pack[0].transpose(0, 1)[tokens].masked_fill_(outside[:, :, None, None], 0)
     return batch.transpose(1, 2)
 
 
