@@ -42,6 +42,7 @@ def main() -> None:
 
     tensor = torch.randn(1, 8, 64, 64, device=args.device)
     module = nn.Module()
+    module.is_causal = True  # as all attention modules of transformers have it
     integration.register(sparge.Policy())
     backend = diffusers_backend.register(sparge.Policy())
 

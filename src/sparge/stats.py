@@ -85,7 +85,7 @@ class _Counters:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._current = _Current()
-        self._reasons: dict[str, Counter[str]] = {}
+        self._reasons: dict[str, dict[str, int]] = {}
         self._with_threshold: set[str] = set()
         self._blocks: dict[torch.device, list[list[Tensor]]] = {}
         self._slots: dict[str, int] = {}
@@ -123,8 +123,8 @@ class _Counters:
         with self._lock:
             counts = self._reasons.get(layer)
             if counts is None:
-                counts = self._reasons[layer] = Counter()
-            counts[reason] += 1
+                counts = self._reasons[layer] = {}
+            counts[reason] = counts.get(reason, 0) + 1
             if has_threshold:
                 self._with_threshold.add(layer)
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from sparge import api, decide, ops, validation
 from sparge.backends import base
@@ -419,7 +420,8 @@ def runs_dense(
     reason = _why_dense(layer, query, key, is_self, is_language, is_causal, heads_at, tokens_at)
     if reason is None or (layer.policy.dense == "8bit" and decide.in_eight_bits(layer.policy, reason, query.device)):
         return False
-    decide.count(reason, layer.name)
+    if not is_compiling():
+        counters.record(reason.words, layer.name)
     return True
 
 
@@ -436,11 +438,10 @@ def _why_dense(
     """Why the policy has a call run dense; None: it does not, or there are no sizes to tell by."""
     if query.is_nested or key.is_nested:
         return None
-    if torch.compiler.is_compiling():
+    if is_compiling():
         reason = _by_policy(layer, query, key, is_self, is_language, is_causal, heads_at, tokens_at)
     else:
-        causality = is_language, is_causal or is_language
-        asked = (query.shape, key.shape, is_self, causality, tokens_at, query.device, _dtype(query))
+        asked = (query.shape, key.shape, query.device, _dtype(query), tokens_at, is_self, is_language, is_causal)
         known, reason = layer.last
         if known != asked:
             reason = _by_policy(layer, query, key, is_self, is_language, is_causal, heads_at, tokens_at)
@@ -481,7 +482,7 @@ def _by_policy(
 
 def _dtype(query: Tensor) -> torch.dtype:
     """What a call is computed in, as far as it matters to a decision: on a CPU."""
-    if query.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
+    if query.is_cpu and torch.is_autocast_enabled("cpu"):  # to ask a device for its type takes six times as long
         return torch.get_autocast_dtype("cpu")
     return query.dtype
 

@@ -94,8 +94,10 @@ class Scope:
 
     def next_call(self, key: Tensor, tokens_at: int = 2) -> Tokens:
         """Count a call, and say what its tokens are; ``tokens_at`` is their dimension."""
-        known = self.tokens[min(self.calls, len(self.tokens) - 1)] if self.tokens else UNKNOWN
         self.calls += 1
+        if not self.tokens:
+            return UNKNOWN
+        known = self.tokens[min(self.calls, len(self.tokens)) - 1]
         return known if known.keys is None or known.keys == key.shape[tokens_at] else UNKNOWN
 
 
@@ -115,18 +117,18 @@ class SparseMode(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
-        inside_module = func is F.multi_head_attention_forward and not _THREAD.deciding  # its SDPA runs below this mode
-        if inside_module:
-            count(Reason.INSIDE_MODULE, self.scope.layer.name)
-        if func is not _SDPA or _THREAD.deciding:
+        thread = _THREAD
+        if func is not _SDPA or thread.deciding:
+            if func is F.multi_head_attention_forward and not thread.deciding:  # its SDPA runs below this mode
+                count(Reason.INSIDE_MODULE, self.scope.layer.name)
             return func(*args, **kwargs)
         self.was_used = True
-        _THREAD.deciding = True  # modes outside this one have no say
+        thread.deciding = True  # modes outside this one have no say
         try:
             output = sparse_sdpa(self.scope, *args, **kwargs)
             return func(*args, **kwargs) if output is None else output
         finally:
-            _THREAD.deciding = False
+            thread.deciding = False
 
 
 def sparse_sdpa(

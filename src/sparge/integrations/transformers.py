@@ -245,32 +245,27 @@ def attention_forward(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls: query (B, H, S_q, D), key and value (B, H_kv, S_k, D), output (B, S_q, H, D)."""
-    for name, meaning in FORBIDDEN.items():
-        if kwargs.get(name) is not None:
-            raise NotImplementedError(
-                f"{meaning} ({name}): expected None, got a value (the model cannot run on a function like SDPA)"
-            )
-    layer = vars(module).get(LAYER) or _layer_of(module)
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if not FORBIDDEN.keys().isdisjoint(kwargs):
+        _check_forbidden(kwargs)
+    attributes = vars(module)
+    layer = attributes.get(LAYER) or _layer_of(module)
+    causal = is_causal
+    if causal is None:  # a module's __getattr__ would look for it among weights first
+        causal = attributes["is_causal"] if "is_causal" in attributes else getattr(module, "is_causal", True)
     of_text = causal and layer is not None and not layer.is_cross
 
-    def dense(query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None) -> Tensor:
-        call = (module, query, key, value, attention_mask, dropout, scaling)
-        if eager.needed(kwargs):
-            return eager.attention_forward(*call, causal, **kwargs)[0]
-        output: Tensor = undisturbed(_stock[0], *call, is_causal, **kwargs)[0]
-        return output
-
     pack = None
-    if layer is not None and not layer.is_cross:
+    if (attention_mask is not None or packing.KEYWORDS[0] in kwargs) and layer is not None and not layer.is_cross:
         pack = packing.pack_of(query, key, attention_mask, causal, kwargs)
+    call = (dropout, scaling, is_causal)
     if layer is None or (pack is None and runs_dense(layer, query, key, is_language=of_text)):
-        return dense(query, key, value, attention_mask), None
+        return _dense(module, causal, call, kwargs, query, key, value, attention_mask), None
+    dense = functools.partial(_dense, module, causal, call, kwargs)
     unsupported = next((EXTRAS[name] for name in EXTRAS if kwargs.get(name) is not None), None)
     sinks = kwargs.get(eager.SINKS)
     if sinks is not None and sinks.shape != query.shape[1:2]:
         unsupported = "sinks of another shape than (heads,)"
-    inputs = vars(module).get(INPUTS)
+    inputs = attributes.get(INPUTS)
     most_keys = kwargs.get("sliding_window")
     sparse = functools.partial(_sparse, layer, inputs, dropout, scaling, of_text, sinks, unsupported, most_keys)
     if pack is not None and unsupported is None:
@@ -283,6 +278,33 @@ def attention_forward(
     if output is None:
         return dense(query, key, value, attention_mask), None
     return output.transpose(1, 2).contiguous(), None
+
+
+def _check_forbidden(arguments: dict[str, Any]) -> None:
+    for name, meaning in FORBIDDEN.items():
+        if arguments.get(name) is not None:
+            raise NotImplementedError(
+                f"{meaning} ({name}): expected None, got a value (the model cannot run on a function like SDPA)"
+            )
+
+
+def _dense(
+    module: nn.Module,
+    causal: bool,
+    call: tuple[float, float | None, bool | None],
+    arguments: dict[str, Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+) -> Tensor:
+    """A call as transformers would run it; ``call`` is dropout, scaling and is_causal as it came."""
+    if eager.needed(arguments):
+        dropout, scaling, _ = call
+        tensors = (query, key, value, attention_mask)
+        return eager.attention_forward(module, *tensors, dropout, scaling, causal, **arguments)[0]
+    output: Tensor = undisturbed(_stock[0], module, query, key, value, attention_mask, *call, **arguments)[0]
+    return output
 
 
 def _window_of(attention_mask: Tensor | None, pack: packing.Pack) -> int | None:
