@@ -245,8 +245,11 @@ def attention_forward(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls: query (B, H, S_q, D), key and value (B, H_kv, S_k, D), output (B, S_q, H, D)."""
-    if not FORBIDDEN.keys().isdisjoint(kwargs):
-        _check_forbidden(kwargs)
+    for name in FORBIDDEN:
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(
+                f"{FORBIDDEN[name]} ({name}): expected None, got a value (the model cannot run on a function like SDPA)"
+            )
     attributes = vars(module)
     layer = attributes.get(LAYER) or _layer_of(module)
     causal = is_causal
@@ -278,14 +281,6 @@ def attention_forward(
     if output is None:
         return dense(query, key, value, attention_mask), None
     return output.transpose(1, 2).contiguous(), None
-
-
-def _check_forbidden(arguments: dict[str, Any]) -> None:
-    for name, meaning in FORBIDDEN.items():
-        if arguments.get(name) is not None:
-            raise NotImplementedError(
-                f"{meaning} ({name}): expected None, got a value (the model cannot run on a function like SDPA)"
-            )
 
 
 def _dense(
