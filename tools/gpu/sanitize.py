@@ -47,7 +47,9 @@ SUMMARY = re.compile(
 HAZARD = re.compile(r"Potential (\w+) hazard detected at .*\n.* in (\S+:\d+)\n.* in (\S+:\d+)\n")
 OPTIONS = {"racecheck": ("--racecheck-report", "hazard", "--print-limit", "100000", "--show-backtrace", "no")}
 CONSUMER = ("accumulator.py:", "consumer.py:", "mma.py:", "softmax.py:")
-ACCESS = re.compile(r"\.(load|store)\(|convert_layout|gl\.(max|min|sum)\(|_max\(|_sum\(|max_by_lane\(")
+ACCESS = re.compile(
+    r"\.(load|store)\(|convert_layout|gl\.(max|min|sum)\(|_max\(|_sum\(|max_by_lane\(|load_(of_tile|lengths)\("
+)
 """What reads or writes shared memory, or may do so: numbers that threads exchange."""
 KERNEL = Path(sparge.__file__).parent / "backends" / "hopper"
 FP8 = "int8_fp8_fast" if BACKEND == "hopper" else "int8_fp8"
@@ -148,14 +150,26 @@ def kind_of(hazard: tuple[str, str, str]) -> str:
     if order == "WAW":  # metadata have one writer
         return "other"
     for writer, reader in (places, places[::-1]):
-        stored = re.search(r"^ *(metadata\.\w+)\.index\(.*\.store\(", line_at(writer))
-        if not writer.startswith("producer.py:") or stored is None:
+        stored = _stored_at(writer)
+        if stored is None:
             continue
         line = line_at(reader)
         has_no_line = reader.startswith(CONSUMER) and line and not ACCESS.search(line)
-        if has_no_line or re.search(rf"\b{re.escape(stored.group(1))}\.index\(.*\.load\(", line):
+        of_tile = stored == "metadata.tile" and re.search(r"\bload_(of_tile|lengths)\(", line)
+        if has_no_line or of_tile or re.search(rf"\b{re.escape(stored)}\.index\(.*\.load\(", line):
             return "metadata"
     return "other"
+
+
+def _stored_at(place: str) -> str | None:
+    """Which metadata the line of a place stores: those of a tile by functions that the producer calls."""
+    if not place.startswith(("producer.py:", "lengths.py:")):
+        return None
+    line = line_at(place)
+    if re.search(r"^ *store_(of_tile|lengths)\(", line):
+        return "metadata.tile"
+    stored = re.search(r"^ *(metadata\.\w+)\.index\(.*\.store\(", line)
+    return None if stored is None else stored.group(1)
 
 
 def count_hazards(output: str) -> tuple[Counter[str], Counter[tuple[str, str, str]]]:
