@@ -46,7 +46,7 @@ class BlockMask:
     q_len: int
     kv_len: int
     is_causal: bool = False
-    window: tuple[int | None, int | None] = Window()
+    window: tuple[int | None, int | None] = (None, None)
 
     def __post_init__(self) -> None:
         """Causality and window say the same."""
