@@ -183,7 +183,7 @@ class _Tables(NamedTuple):
 
 
 _tables: OrderedDict[tuple[tuple[Segment, ...], int, torch.device], _Tables] = OrderedDict()
-_captured: list[_Tables] = []
+_captured: dict[tuple[tuple[Segment, ...], int, torch.device], _Tables] = {}
 """Those that CUDA graphs read, which may be replayed as long as the process lives."""
 _lock = threading.Lock()
 
@@ -203,7 +203,7 @@ def _tables_of(segments: tuple[Segment, ...], heads: int, device: torch.device) 
                 _tables.popitem(last=False)
     if found.arrived is not None:
         if _is_capturing(device):
-            _captured.append(found)
+            _captured[key] = found
         else:
             stream = torch.cuda.current_stream(device)
             stream.wait_event(found.arrived)

@@ -213,7 +213,8 @@ def _attend(
     if not plan.groups:
         results = [_attend_part(part, query, key, value, call, with_lse, options) for part in plan.parts]
         if len(results) == 1:
-            return results[0]
+            output, lse = results[0]
+            return output, lse if with_lse else None
         nothing = _nothing(query[:0], call.shape)
         output = torch.cat([*(output for output, _ in results), nothing[0]])
         return output, torch.cat([*(lse for _, lse in results if lse is not None), nothing[1]], 1) if with_lse else None

@@ -318,3 +318,7 @@ class TestCompiled:
         arguments = (q, k, v, *bounds, None, 200, *ops.pack(call, "torch"))
         for with_lse in (False, True):
             opcheck(torch.ops.sparge.varlen.default, (*arguments, with_lse))
+        nothing = torch.tensor([0, 0], dtype=torch.int32)
+        whole = torch.tensor([0, 400], dtype=torch.int32)
+        _, lse = torch.ops.sparge.varlen(q, k[:0], v[:0], whole, nothing, None, None, *ops.pack(call, "torch"), False)
+        assert lse.shape == (0,), "no LSE of queries that see nothing, either"

@@ -70,6 +70,15 @@ def segment_number(segments_ptr, batch, COLUMN: tl.constexpr):
 
 
 @triton.jit
+def segment_sizes(segments_ptr, batch, first_offset, last_offset):
+    """How many queries and keys a segment has, and the offsets of its window, from those of the longest segment's."""
+    _, q_len = segment_queries(segments_ptr, batch)
+    _, kv_len = segment_keys(segments_ptr, batch)
+    shift = segment_number(segments_ptr, batch, SHIFT)
+    return q_len, kv_len, first_offset + shift, last_offset + shift
+
+
+@triton.jit
 def is_finite(values):
     """True where a float32 is neither NaN nor infinite."""
     return tl.abs(values) < float("inf")

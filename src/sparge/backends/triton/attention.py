@@ -38,13 +38,12 @@ from sparge.backends.cuda.primitives import (
     LOG2_E,
     LOG2_FP8_MAX,
     REACH,
-    SHIFT,
     SMALLEST_SCALE,
     by_group,
     in_fp8_token_order,
     segment_keys,
-    segment_number,
     segment_queries,
+    segment_sizes,
 )
 from sparge.backends.cuda.stages.mask_blocks import WHOLLY
 from sparge.backends.triton import configs
@@ -205,11 +204,9 @@ def attention_kernel(
     value_base = value_ptr + batch * value_strides[0] + kv_head * value_strides[1]
     q_start = tl.zeros((), tl.int64)
     if PACKED:  # from here on the sizes are the segment's own
-        q_start, q_len = segment_queries(segments_ptr, batch)
-        kv_start, kv_len = segment_keys(segments_ptr, batch)
-        shift = segment_number(segments_ptr, batch, SHIFT)
-        first_offset += shift
-        last_offset += shift
+        q_start, _ = segment_queries(segments_ptr, batch)
+        kv_start, _ = segment_keys(segments_ptr, batch)
+        q_len, kv_len, first_offset, last_offset = segment_sizes(segments_ptr, batch, first_offset, last_offset)
         kv_blocks = tl.cdiv(kv_len, BLOCK_K)
         if not is_quantized:
             query_base += q_start * query_strides[2]

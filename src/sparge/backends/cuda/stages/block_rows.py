@@ -12,15 +12,7 @@ from torch import Tensor
 
 from sparge import geometry
 from sparge.backends.cuda.launch import power_of_two, segments_argument, window_flags, window_offsets
-from sparge.backends.cuda.primitives import (
-    BLOCK_K,
-    BLOCK_Q,
-    NOWHERE,
-    SHIFT,
-    segment_keys,
-    segment_number,
-    segment_queries,
-)
+from sparge.backends.cuda.primitives import BLOCK_K, BLOCK_Q, NOWHERE, segment_sizes
 from sparge.backends.cuda.stages.mask_blocks import HIDDEN, MaskBlocks
 from sparge.call import Call
 from sparge.geometry import ceil_div
@@ -108,11 +100,7 @@ def load_row(
     columns = tl.arange(0, COLUMNS)
     inside = columns < kv_blocks
     if PACKED:
-        _, q_len = segment_queries(segments_ptr, batch)
-        _, kv_len = segment_keys(segments_ptr, batch)
-        shift = segment_number(segments_ptr, batch, SHIFT)
-        first_offset += shift
-        last_offset += shift
+        q_len, kv_len, first_offset, last_offset = segment_sizes(segments_ptr, batch, first_offset, last_offset)
         inside = columns < tl.where(first_query < q_len, tl.cdiv(kv_len, BLOCK_K), 0)
     last_query = tl.minimum((q_block + 1) * BLOCK_Q, q_len) - 1
     first_key = columns * BLOCK_K

@@ -11,17 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparge.backends.cuda.launch import launch, padded, segments_argument, window_flags, window_offsets
-from sparge.backends.cuda.primitives import (
-    BLOCK_K,
-    BLOCK_Q,
-    FAR,
-    KEY_GROUPS,
-    SHIFT,
-    by_group,
-    segment_keys,
-    segment_number,
-    segment_queries,
-)
+from sparge.backends.cuda.primitives import BLOCK_K, BLOCK_Q, FAR, KEY_GROUPS, by_group, segment_sizes
 from sparge.backends.cuda.stages import configs
 from sparge.call import Call
 from sparge.geometry import ceil_div
@@ -83,11 +73,7 @@ def mark_peaks_kernel(
     own_blocks = kv_blocks
     if PACKED:
         batch = flat_kv_head // kv_heads
-        _, q_len = segment_queries(segments_ptr, batch)
-        _, kv_len = segment_keys(segments_ptr, batch)
-        shift = segment_number(segments_ptr, batch, SHIFT)
-        first_offset += shift
-        last_offset += shift
+        q_len, kv_len, first_offset, last_offset = segment_sizes(segments_ptr, batch, first_offset, last_offset)
         own_blocks = tl.cdiv(kv_len, BLOCK_K)
     sample = tl.arange(0, SAMPLES)
     per_head = tl.maximum(SAMPLES // group, 1)

@@ -8,14 +8,7 @@ from torch import Tensor
 
 from sparge.backends.cuda.launch import buffer_like, launch, segments_argument, window_flags, window_offsets
 from sparge.backends.cuda.operands import BIAS_COLUMNS
-from sparge.backends.cuda.primitives import (
-    BLOCK_K,
-    BLOCK_Q,
-    SHIFT,
-    segment_keys,
-    segment_number,
-    segment_queries,
-)
+from sparge.backends.cuda.primitives import BLOCK_K, BLOCK_Q, segment_sizes
 from sparge.backends.cuda.stages import configs
 from sparge.block_mask import BlockMask
 from sparge.call import Call
@@ -64,11 +57,8 @@ def replaced_bias_kernel(
     first_query = (row % q_blocks).to(tl.int32) * BLOCK_Q
     own_blocks = kv_blocks
     if PACKED:
-        _, q_len = segment_queries(segments_ptr, flat_head // heads)
-        _, kv_len = segment_keys(segments_ptr, flat_head // heads)
-        shift = segment_number(segments_ptr, flat_head // heads, SHIFT)
-        first_offset += shift
-        last_offset += shift
+        batch = flat_head // heads
+        q_len, kv_len, first_offset, last_offset = segment_sizes(segments_ptr, batch, first_offset, last_offset)
         own_blocks = tl.cdiv(kv_len, BLOCK_K)
         if first_query >= q_len:
             return

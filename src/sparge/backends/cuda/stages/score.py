@@ -40,12 +40,10 @@ from sparge.backends.cuda.primitives import (
     BLOCK_Q,
     LN_2,
     NOWHERE,
-    SHIFT,
     is_finite,
     sampled_query,
-    segment_keys,
-    segment_number,
     segment_queries,
+    segment_sizes,
 )
 from sparge.backends.cuda.stages import configs
 from sparge.backends.cuda.stages.mask_blocks import HIDDEN, MaskBlocks
@@ -319,11 +317,8 @@ def score_kernel(
     query_rows = flat_head * q_blocks + q_block
     base = query_ptr + batch * query_strides[0] + head * query_strides[1]
     if PACKED:  # from here on the sizes are the segment's own
-        q_start, q_len = segment_queries(segments_ptr, batch)
-        _, kv_len = segment_keys(segments_ptr, batch)
-        shift = segment_number(segments_ptr, batch, SHIFT)
-        first_offset += shift
-        last_offset += shift
+        q_start, _ = segment_queries(segments_ptr, batch)
+        q_len, kv_len, first_offset, last_offset = segment_sizes(segments_ptr, batch, first_offset, last_offset)
         q_blocks = tl.cdiv(q_len, BLOCK_Q)
         kv_blocks = tl.cdiv(kv_len, BLOCK_K)
         base += q_start * query_strides[2]
