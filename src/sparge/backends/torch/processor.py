@@ -44,7 +44,7 @@ CROSSOVERS: dict[tuple[str, Units], Crossover] = {
     # What is emulated is not faster than float32: what pays there pays here.
     ("arm", Units.NONE): Crossover(keys=2048, causal_keys=4096, queries=128, scores=2**23),
     ("x86", Units.NONE): Crossover(keys=2048, causal_keys=8192, queries=128, scores=2**23),
-    # Xeon with AMX, 16 threads: at topk .5 .56x to .72x of SDPA at 8192, .74x to .94x at 16384 (.25: 1.13x to 1.39x).
+    # Xeon with AMX, 16 threads: at topk .5 .50x to .72x of SDPA at 8192, .74x to .94x at 16384 (.25: 1.13x to 1.39x).
     ("x86", Units.MATRIX): NEVER,
 }
 """By architecture and units, each with its measured reason (docs/lab/cpu.md, "Crossover"); `NEVER` for all others."""
