@@ -50,6 +50,29 @@ NEVER = Crossover(keys=2**62, causal_keys=2**62, queries=0, scores=0)
 """Dense whatever the size: nothing was measured, or nothing was gained."""
 
 
+class Candidates(ABC):
+    """Rows of blocks whose probabilities are known and of which nothing is chosen yet: some rows of a call, perhaps.
+
+    A rule that looks at one row at a time chooses at once. Of a `Budget`, `kept_by_level` is what the rows ask for, and
+    `sharing.share_out` says what they get.
+    """
+
+    @abstractmethod
+    def kept_by_level(self, kv_blocks: int) -> tuple[Tensor, Tensor]:
+        """Blocks that each row keeps of a budget that reaches down to each level, and those that all rows see.
+
+        Args:
+            kv_blocks: those of the whole call, of which these rows may see the first alone: levels go by them.
+
+        Returns:
+            (B, H, q_blocks, levels + 1) and (B,), ints.
+        """
+
+    @abstractmethod
+    def choose(self, counts: Tensor | None) -> BlockMask:
+        """The mask: of a budget so many blocks of each row, (B, H, q_blocks); by the call's rule without counts."""
+
+
 class Backend(ABC):
     """One way to compute sparse attention.
 
@@ -99,6 +122,25 @@ class Backend(ABC):
     @abstractmethod
     def predict(self, query: Tensor, key: Tensor, call: Call) -> BlockMask:
         """Predict which blocks of the attention map to compute."""
+
+    def summarize_keys(self, key: Tensor, call: Call) -> tuple[Tensor, ...]:  # noqa: ARG002
+        """What prediction reads of keys: tensors (B, Hkv, kv_blocks, width).
+
+        Those of parts of a sequence that are cut between blocks join along dimension 2. A similarity threshold needs
+        more than them.
+
+        Raises:
+            NotImplementedError: the backend predicts in one piece.
+        """
+        raise NotImplementedError(f"prediction over several ranks: expected another backend, got {self.name!r}")
+
+    def candidates(self, query: Tensor, keys: tuple[Tensor, ...], call: Call) -> Candidates:  # noqa: ARG002
+        """Prediction up to the choice, from what `summarize_keys` made.
+
+        Raises:
+            NotImplementedError: the backend predicts in one piece.
+        """
+        raise NotImplementedError(f"prediction over several ranks: expected another backend, got {self.name!r}")
 
     @abstractmethod
     def attend(

@@ -10,7 +10,7 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from sparge.backends.base import Backend, Crossover
+from sparge.backends.base import Backend, Candidates, Crossover
 from sparge.backends.cuda.operands import AttentionLauncher
 from sparge.block_mask import BlockMask
 from sparge.call import Call
@@ -52,6 +52,16 @@ class CudaBackend(Backend):
         from sparge.backends.cuda import pipeline
 
         return pipeline.predict(query, key, call)
+
+    def summarize_keys(self, key: Tensor, call: Call) -> tuple[Tensor, ...]:
+        from sparge.backends.cuda import pipeline
+
+        return pipeline.summarize_keys(key, call)
+
+    def candidates(self, query: Tensor, keys: tuple[Tensor, ...], call: Call) -> Candidates:
+        from sparge.backends.cuda import pipeline
+
+        return pipeline.CudaCandidates(query, keys, call)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, call: Call, *, totals: Tensor | None = None

@@ -17,21 +17,23 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from sparge.backends.base import Candidates
 from sparge.backends.cuda.launch import per_head_tensor, zeros_like
 from sparge.backends.cuda.operands import AttentionLauncher, MeanOperands, Operands
 from sparge.backends.cuda.peak_handling import peak_handling
 from sparge.backends.cuda.replay import replayed
-from sparge.backends.cuda.stages.block_rows import are_remembered, marks_of
+from sparge.backends.cuda.stages.block_rows import RowArguments, are_remembered, marks_of
+from sparge.backends.cuda.stages.budget import count_budget
 from sparge.backends.cuda.stages.mask_blocks import MaskBlocks, mask_blocks
 from sparge.backends.cuda.stages.peaks import mark_peaks
 from sparge.backends.cuda.stages.quantize import quantize_key_value, quantize_means, summarize_query
 from sparge.backends.cuda.stages.replacement import replaced_bias
 from sparge.backends.cuda.stages.score import block_probabilities, score_inputs
-from sparge.backends.cuda.stages.select import select
+from sparge.backends.cuda.stages.select import select, select_rows
 from sparge.backends.cuda.stages.summary import KeyValueSummary, summarize_key_value
 from sparge.block_mask import BlockMask
 from sparge.call import Call
-from sparge.config import Dense, TopK
+from sparge.config import BUDGET_LEVELS, Dense, TopK
 from sparge.layout import is_tokens_first
 from sparge.visibility import SeenTokens, find_visibility, first_seen_keys
 
@@ -60,14 +62,7 @@ def prepare(
     replaces = with_operands and call.replaces_skipped
     has_similarity = has_scores and call.selection.similarity_threshold is not None
     inputs = score_inputs(call.score) if has_scores else None
-    blocks: MaskBlocks | None = None
-    seen: SeenTokens | None = None
-    if attn_mask is not None and _hides_keys_alone(attn_mask, call):
-        seen = find_visibility(shape, call.window, attn_mask, query.device)
-    elif attn_mask is not None:
-        scored, are_means = (0, False) if inputs is None else (inputs.rows(call.score), inputs.are_means)
-        blocks = mask_blocks(call, scored=scored, are_means=are_means)
-        seen = blocks.tokens
+    seen, blocks = _seen(call, query.device, has_scores=has_scores)
     key_value = summarize_key_value(
         query,
         key,
@@ -135,6 +130,20 @@ def prepare(
     return operands, mask
 
 
+def _seen(call: Call, device: torch.device, *, has_scores: bool) -> tuple[SeenTokens | None, MaskBlocks | None]:
+    """What a mask says of tokens, and of blocks if it says more than which keys are hidden."""
+    if call.attn_mask is None:
+        return None, None
+    if _hides_keys_alone(call.attn_mask, call):
+        return find_visibility(call.shape, call.window, call.attn_mask, device), None
+    scored, are_means = 0, False
+    if has_scores:
+        inputs = score_inputs(call.score)
+        scored, are_means = inputs.rows(call.score), inputs.are_means
+    blocks = mask_blocks(call, scored=scored, are_means=are_means)
+    return blocks.tokens, blocks
+
+
 def _hides_keys_alone(attn_mask: Tensor, call: Call) -> bool:
     """Whether all that a mask says is which keys are hidden, and a row's first visible block follows from that."""
     return attn_mask.shape[2] == 1 and attn_mask.dtype == torch.bool and call.window.left is None
@@ -148,6 +157,43 @@ def _means(key_value: KeyValueSummary, mask: BlockMask | None, call: Call) -> Me
     if call.is_quantized:
         key, key_scale, value = quantize_means(key_value, call)
     return MeanOperands(key, value, key_scale, replaced_bias(mask, bias, call))
+
+
+def summarize_keys(key: Tensor, call: Call) -> tuple[Tensor, ...]:
+    """See `base.Backend.summarize_keys`."""
+    inputs, shape = score_inputs(call.score), call.shape
+    seen, _ = _seen(call, key.device, has_scores=False)
+    summary = summarize_key_value(
+        key, key, key, call, seen, means=True, variance=inputs.variance, codes=False, similarity=False
+    )
+    tensors = [summary.mean_high, summary.mean_low, *([summary.variance] if inputs.variance else [])]
+    return tuple(tensor.view(shape.batch, shape.kv_heads, shape.kv_blocks, -1) for tensor in tensors)
+
+
+class CudaCandidates(Candidates):
+    """See `base.Candidates`."""
+
+    def __init__(self, query: Tensor, keys: tuple[Tensor, ...], call: Call) -> None:
+        inputs, first_seen, first_query = score_inputs(call.score), None, None
+        seen, blocks = _seen(call, query.device, has_scores=True)
+        if call.attn_mask is not None and blocks is None:
+            first_seen, first_query = first_seen_keys(call.shape, call.window, call.attn_mask)
+        flat = [tensor.flatten(0, 1).contiguous() for tensor in keys]
+        key_value = KeyValueSummary(flat[0], flat[1], flat[-1], query, query, query)
+        parts = inputs.parts(call.score)
+        summary = summarize_query(query, key_value, call, seen, codes=False, parts=parts, similarity=False)
+        probability = block_probabilities(query, key_value, summary, call, first_seen, first_query, None, blocks)
+        self._call = call
+        self._rows = RowArguments(probability, summary.similarity, None, call, first_seen, None, blocks)
+
+    def kept_by_level(self, kv_blocks: int) -> tuple[Tensor, Tensor]:
+        shape = self._call.shape
+        kept, sums = count_budget(self._rows, self._call, kv_blocks)
+        by_row = kept.view(shape.batch, shape.heads, shape.q_blocks, -1)
+        return by_row[..., : BUDGET_LEVELS + 1], sums[:, :, BUDGET_LEVELS + 1].sum(1)
+
+    def choose(self, counts: Tensor | None) -> BlockMask:
+        return select_rows(self._rows, self._call, None if counts is None else counts.int().contiguous())
 
 
 def predict(query: Tensor, key: Tensor, call: Call) -> BlockMask:

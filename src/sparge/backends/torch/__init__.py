@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sparge.backends.base import Backend, Crossover
+from sparge.backends.base import Backend, Candidates, Crossover
 from sparge.backends.torch import processor
 from sparge.block_mask import BlockMask
 from sparge.call import Call
@@ -30,6 +30,16 @@ class TorchBackend(Backend):
         from sparge.backends.torch import predict
 
         return predict.predict(query, key, call)
+
+    def summarize_keys(self, key: Tensor, call: Call) -> tuple[Tensor, ...]:
+        from sparge.backends.torch import predict
+
+        return predict.summarize_keys(key, call)
+
+    def candidates(self, query: Tensor, keys: tuple[Tensor, ...], call: Call) -> Candidates:
+        from sparge.backends.torch import predict
+
+        return predict.TorchCandidates(query, keys, call)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, call: Call, *, totals: Tensor | None = None

@@ -7,7 +7,7 @@ blocks at a time, so that the largest intermediate stays near `CHUNK_BYTES`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparge.backends.base import Candidates
 from sparge.block_mask import BlockMask
 from sparge.call import Call
 from sparge.config import (
@@ -39,6 +40,7 @@ from sparge.config import (
     per_head,
 )
 from sparge.geometry import BLOCK_K, BLOCK_Q, Shape, ceil_div
+from sparge.sharing import share_out
 from sparge.visibility import (
     Visibility,
     allowed_elements,
@@ -82,41 +84,76 @@ class _Summary:
 
 def predict(query: Tensor, key: Tensor, call: Call) -> BlockMask:
     """Predict which blocks of the attention map to compute. See `reference.predict`."""
-    shape, window, attn_mask = call.shape, call.window, call.attn_mask
-    seen = find_visibility(shape, window, attn_mask, query.device)
-    full_shape = (shape.batch, shape.heads, shape.q_blocks, shape.kv_blocks)
-    visible = seen.blocks.expand(full_shape)
+    shape, window = call.shape, call.window
+    seen = find_visibility(shape, window, call.attn_mask, query.device)
     if isinstance(call.sparsity, Dense):
-        kept = visible
+        kept = visible = _visible(seen, shape)
     else:
-        rule, score = call.selection, call.score
-        kind = entry_of(SCORES, score, "score on the torch backend")
-        statistics = _key_statistics(key, seen.keys, with_variance=kind.has_variance)
-        unfinished = unfinished_blocks(shape, window, query.device)
-        forced = _forced_blocks(call, seen.blocks) | unfinished
-        bias = None
-        if attn_mask is not None and attn_mask.dtype != torch.bool:
-            bias = attn_mask.expand(-1, -1, -1, shape.kv_len)
-        summary = _Summary(query, call, seen, statistics, bias)
-        dissimilar = _dissimilar_blocks(summary, key, rule)
-        if dissimilar is not None:
-            dissimilar = dissimilar & ~unfinished  # whether such a block takes a place must not depend on its keys
-        parts: list[_Rows] = []
-        chosen: list[Tensor] = []
-        for first, last in _row_chunks(summary):
-            blocks = slice(first, last)
-            eligible = visible[:, :, blocks]
-            if dissimilar is not None:
-                eligible = eligible & ~dissimilar[:, :, blocks]
-            scores = _scores(summary, blocks)
-            probabilities, broken = _probabilities(*scores, eligible & ~unfinished[blocks], score.exponent)
-            part = _Rows(probabilities, visible[:, :, blocks], eligible, forced[:, :, blocks] | broken)
-            if rule.is_call_wide:
-                parts.append(part)
-            else:
-                chosen.append(_select(part, rule))
-        kept = _select(_Rows.joined(parts), rule) if rule.is_call_wide else torch.cat(chosen, 2)
+        rule, visible = call.selection, _visible(seen, shape)
+        kind = entry_of(SCORES, call.score, "score on the torch backend")
+        summary = _summary(query, _key_statistics(key, seen.keys, with_variance=kind.has_variance), call, seen)
+        rows = _rows(summary, _dissimilar_blocks(summary, key, rule))
+        if rule.is_call_wide:
+            kept = _select(_Rows.joined(list(rows)), rule)
+        else:
+            kept = torch.cat([_select(part, rule) for part in rows], 2)
     return BlockMask.from_dense(kept, q_len=shape.q_len, kv_len=shape.kv_len, window=window, visible=visible)
+
+
+def summarize_keys(key: Tensor, call: Call) -> tuple[Tensor, ...]:
+    """See `base.Backend.summarize_keys`."""
+    seen = find_visibility(call.shape, call.window, call.attn_mask, key.device)
+    kind = entry_of(SCORES, call.score, "score on the torch backend")
+    statistics = _key_statistics(key, seen.keys, with_variance=kind.has_variance)
+    return (statistics.mean,) if statistics.variance is None else (statistics.mean, statistics.variance)
+
+
+class TorchCandidates(Candidates):
+    """See `base.Candidates`."""
+
+    def __init__(self, query: Tensor, keys: tuple[Tensor, ...], call: Call) -> None:
+        self._call = call
+        seen = find_visibility(call.shape, call.window, call.attn_mask, query.device)
+        statistics = _KeyStatistics(keys[0], keys[1] if len(keys) > 1 else None)
+        self._rows = _Rows.joined(list(_rows(_summary(query, statistics, call, seen), None)))
+
+    def kept_by_level(self, kv_blocks: int) -> tuple[Tensor, Tensor]:
+        return _kept_by_level(self._rows, self._call.selection, budget_top(kv_blocks))
+
+    def choose(self, counts: Tensor | None) -> BlockMask:
+        rows, rule, shape = self._rows, self._call.selection, self._call.shape
+        kept = _select(rows, rule) if counts is None else _with_others(rows, _first(rows, counts))
+        window = self._call.window
+        return BlockMask.from_dense(kept, q_len=shape.q_len, kv_len=shape.kv_len, window=window, visible=rows.visible)
+
+
+def _visible(seen: Visibility, shape: Shape) -> Tensor:
+    return seen.blocks.expand(shape.batch, shape.heads, shape.q_blocks, shape.kv_blocks)
+
+
+def _summary(query: Tensor, statistics: _KeyStatistics, call: Call, seen: Visibility) -> _Summary:
+    bias = None
+    if call.attn_mask is not None and call.attn_mask.dtype != torch.bool:
+        bias = call.attn_mask.expand(-1, -1, -1, call.shape.kv_len)
+    return _Summary(query, call, seen, statistics, bias)
+
+
+def _rows(summary: _Summary, dissimilar: Tensor | None) -> Iterator[_Rows]:
+    """The rows of a call, a few at a time."""
+    call, seen = summary.call, summary.seen
+    visible = _visible(seen, call.shape)
+    unfinished = unfinished_blocks(call.shape, call.window, summary.query.device)
+    forced = _forced_blocks(call, seen.blocks) | unfinished
+    if dissimilar is not None:
+        dissimilar = dissimilar & ~unfinished  # whether such a block takes a place must not depend on its keys
+    for first, last in _row_chunks(summary):
+        blocks = slice(first, last)
+        eligible = visible[:, :, blocks]
+        if dissimilar is not None:
+            eligible = eligible & ~dissimilar[:, :, blocks]
+        scores = _scores(summary, blocks)
+        probabilities, broken = _probabilities(*scores, eligible & ~unfinished[blocks], call.score.exponent)
+        yield _Rows(probabilities, visible[:, :, blocks], eligible, forced[:, :, blocks] | broken)
 
 
 def select_blocks(probabilities: Tensor, call: Call) -> BlockMask:
@@ -436,58 +473,70 @@ class _Rows:
 
 def _select(rows: _Rows, rule: Selection) -> Tensor:
     """Kept blocks (B, H, rows, kv_blocks): the floor and the rule's, forced ones first; dissimilar ones on top."""
-    amount = per_head(rule.amount, rows.visible.shape[1], rows.visible.device)
-    kept = entry_of(SELECTIONS, rule, "sparsity on the torch backend")(rows, amount, max(rule.min_blocks, 1))
+    kept = entry_of(SELECTIONS, rule, "sparsity on the torch backend")(rows, rule)
+    return _with_others(rows, kept)
+
+
+def _with_others(rows: _Rows, kept: Tensor) -> Tensor:
+    """What a rule keeps, and what is kept whatever it says."""
     return (kept | rows.forced | ~rows.eligible) & rows.visible
 
 
-def _select_topk(rows: _Rows, share: Tensor, min_blocks: int) -> Tensor:
+def _amounts(rows: _Rows, rule: Selection) -> Tensor:
+    """A rule's amount for each head, (H, 1, 1)."""
+    return per_head(rule.amount, rows.visible.shape[1], rows.visible.device)
+
+
+def _select_topk(rows: _Rows, rule: Selection) -> Tensor:
     """The best share of the visible blocks, rounded up."""
-    budget = (share * rows.visible.sum(-1, keepdim=True) * ROUNDING_GUARD).ceil().clamp(min=min_blocks)
+    share = _amounts(rows, rule) * rows.visible.sum(-1, keepdim=True) * ROUNDING_GUARD
+    budget = share.ceil().clamp(min=max(rule.min_blocks, 1))
     return rows.eligible & (rows.ranks() < budget)
 
 
-def _select_topcdf(rows: _Rows, mass: Tensor, min_blocks: int) -> Tensor:
+def _select_topcdf(rows: _Rows, rule: Selection) -> Tensor:
     """Blocks before which the sorted probabilities have not yet summed to a share of all."""
+    mass = _amounts(rows, rule)
     values = torch.where(rows.eligible, rows.probabilities, -1.0)
     values, order = torch.sort(values, dim=-1, descending=True, stable=True)
     values = values.clamp(min=0).to(mass.dtype)
     covered_before = values.cumsum(-1) - values
     inside = (covered_before < mass * values.sum(-1, keepdim=True) * ROUNDING_GUARD) | (mass >= 1)
     covering = torch.zeros_like(inside).scatter_(-1, order, inside)
-    return rows.eligible & (covering | (rows.ranks() < min_blocks))
+    return rows.eligible & (covering | (rows.ranks() < max(rule.min_blocks, 1)))
 
 
-def _select_budget(rows: _Rows, density: Tensor, min_blocks: int) -> Tensor:
+def _select_budget(rows: _Rows, rule: Selection) -> Tensor:
     """The best blocks of every row, down to one level of probability for all rows of a batch element."""
-    density = density.flatten()[0]
+    assert isinstance(rule, Budget)
+    kept, visible = _kept_by_level(rows, rule, budget_top(rows.visible.shape[-1]))
+    counts = share_out(kept.flatten(1, 2), visible, rule.density)
+    return _first(rows, counts.view(kept.shape[:3]))
+
+
+def _kept_by_level(rows: _Rows, rule: Selection, top: int) -> tuple[Tensor, Tensor]:
+    """What rows keep of a budget that reaches down to each level (B, H, rows, levels + 1), and all of them see (B,)."""
     visible, shape = rows.visible.sum(-1), rows.visible.shape
-    top = budget_top(shape[-1])
+    density = per_head(rule.amount, 1, visible.device).flatten()
     levels = (rows.probabilities.float().contiguous().view(torch.int32) >> BUDGET_BITS).clamp(max=top)
     levels = (levels - (top - BUDGET_LEVELS + 1)).clamp(min=0).masked_fill(rows.forced, BUDGET_LEVELS)
     levels = levels.masked_fill(~rows.eligible, BUDGET_LEVELS + 1)
     counts = levels.new_zeros(*shape[:-1], BUDGET_LEVELS + 2)
     counts.scatter_add_(-1, levels.long(), torch.ones_like(levels))
     at_or_above = counts[..., :-1].flip(-1).cumsum(-1).flip(-1)  # [B, H, rows, levels + 1], the last are forced ones
-    sure = (GUARANTEED * density * visible * ROUNDING_GUARD).ceil().clamp(min=min_blocks).long()
+    sure = (GUARANTEED * density * visible * ROUNDING_GUARD).ceil().clamp(min=max(rule.min_blocks, 1)).long()
     kept = torch.maximum(sure[..., None], at_or_above)
-    kept = torch.minimum(kept, rows.eligible.sum(-1, keepdim=True)).flatten(1, 2)  # [B, H * rows, levels + 1]
-    totals = kept.sum(1)
-    places = (density * visible.flatten(1).sum(1) * ROUNDING_GUARD).ceil().long()  # [B]
-    last = (totals >= places[:, None]).sum(1) - 1  # totals fall: the highest level that is low enough
-    last = last.clamp(min=0)[:, None, None].expand(-1, kept.shape[1], 1)
-    below = kept.gather(2, last).squeeze(2)
-    above = kept.gather(2, (last + 1).clamp(max=BUDGET_LEVELS)).squeeze(2)
-    blocks = below - above
-    after, total = blocks.cumsum(1), blocks.sum(1, keepdim=True).clamp(min=1)
-    places = torch.minimum((places[:, None] - above.sum(1, keepdim=True)).clamp(min=0), total)
-    count = above + after * places // total - (after - blocks) * places // total
-    return rows.eligible & (rows.ranks() < count.view(*shape[:-1], 1))
+    return torch.minimum(kept, rows.eligible.sum(-1, keepdim=True)), visible.flatten(1).sum(1)
 
 
-Rule: TypeAlias = Callable[[_Rows, Tensor, int], Tensor]
+def _first(rows: _Rows, counts: Tensor) -> Tensor:
+    """So many eligible blocks of every row (B, H, rows), its best."""
+    return rows.eligible & (rows.ranks() < counts[..., None])
+
+
+Rule: TypeAlias = Callable[[_Rows, Selection], Tensor]
 SELECTIONS: dict[type[Selection], Rule] = {TopK: _select_topk, TopCdf: _select_topcdf, Budget: _select_budget}
-"""Which blocks a rule keeps, given its amount for each head (H, 1, 1) and the floor; forced ones are added to them."""
+"""Which blocks a rule keeps, its floor among them; forced ones are added to them."""
 
 
 def _ranks(priority: Tensor) -> Tensor:

@@ -231,23 +231,18 @@ def share_kernel(
         long_before += tl.sum(is_long.to(tl.int32), 0)
 
 
-def share_budget(rows: RowArguments, call: Call) -> tuple[Tensor, Tensor]:
-    """How many eligible blocks each row keeps of its batch element's budget, (B, H, q_blocks) int32; which comes when.
+def count_budget(rows: RowArguments, call: Call, kv_blocks: int) -> tuple[Tensor, Tensor]:
+    """What rows keep of a budget that reaches down to each level, and the sums of it, as `count_kernel` writes them.
 
-    The second is (rows that exist,) int32, the rows' numbers with long ones first in each batch element.
+    Args:
+        kv_blocks: of the whole call, by which levels go.
     """
     shape, like = call.shape, rows.pointers["probability_ptr"]
     rows_of_batch = shape.heads * shape.q_blocks
     setting = configs.budget_config()
     programs = ceil_div(rows_of_batch, setting.rows)
-    seen_blocks = min(shape.kv_blocks * (0.5 if call.is_causal else 1.0), blocks_of_row(call.window, shape))
-    amount = call.selection.amount
-    assert not isinstance(amount, Tensor)
     kept = buffer_like(like, True, shape.batch * rows_of_batch, 2 * LEVELS.value, dtype=torch.int32)
     sums = zeros_like(like, shape.batch, PARTS.value, SUMS.value, dtype=torch.int32)
-    counts = buffer_like(like, True, shape.batch, shape.heads, shape.q_blocks, dtype=torch.int32)
-    many_rows = counts.numel() if call.segments is None else call.segments.order.numel()
-    order = buffer_like(like, True, many_rows, dtype=torch.int32)
     launch(
         count_kernel,
         programs * shape.batch,
@@ -255,15 +250,36 @@ def share_budget(rows: RowArguments, call: Call) -> tuple[Tensor, Tensor]:
         kept_ptr=kept,
         sums_ptr=sums,
         **rows.strides,
-        amount=float(amount),
+        amount=_density(call),
         **rows.sizes,
-        top_level=config.budget_top(shape.kv_blocks),
+        top_level=config.budget_top(kv_blocks),
         rows_of_batch=rows_of_batch,
         programs_of_batch=programs,
         ROWS=setting.rows,
         **rows.constants,
         num_warps=configs.select_config().warps(rows.columns),
     )
+    return kept, sums
+
+
+def _density(call: Call) -> float:
+    amount = call.selection.amount
+    assert not isinstance(amount, Tensor)
+    return float(amount)
+
+
+def share_budget(rows: RowArguments, call: Call) -> tuple[Tensor, Tensor]:
+    """How many eligible blocks each row keeps of its batch element's budget, (B, H, q_blocks) int32; which comes when.
+
+    The second is (rows that exist,) int32, the rows' numbers with long ones first in each batch element.
+    """
+    shape, like = call.shape, rows.pointers["probability_ptr"]
+    rows_of_batch = shape.heads * shape.q_blocks
+    seen_blocks = min(shape.kv_blocks * (0.5 if call.is_causal else 1.0), blocks_of_row(call.window, shape))
+    kept, sums = count_budget(rows, call, shape.kv_blocks)
+    counts = buffer_like(like, True, shape.batch, shape.heads, shape.q_blocks, dtype=torch.int32)
+    many_rows = counts.numel() if call.segments is None else call.segments.order.numel()
+    order = buffer_like(like, True, many_rows, dtype=torch.int32)
     launch(
         share_kernel,
         shape.batch,
@@ -272,13 +288,13 @@ def share_budget(rows: RowArguments, call: Call) -> tuple[Tensor, Tensor]:
         counts_ptr=counts,
         order_ptr=order,
         segments_ptr=rows.pointers["segments_ptr"],
-        amount=float(amount),
-        many=LONG * float(amount) * seen_blocks,
+        amount=_density(call),
+        many=LONG * _density(call) * seen_blocks,
         rows_of_batch=rows_of_batch,
         heads=shape.heads,
         q_blocks=shape.q_blocks,
         PACKED=call.segments is not None,
         ROWS=min(max(power_of_two(rows_of_batch), 128), MOST_ROWS),
-        num_warps=setting.share_warps,
+        num_warps=configs.budget_config().share_warps,
     )
     return counts, order

@@ -259,13 +259,22 @@ def select(
     Raises:
         NotImplementedError: the kernel does not know the rule.
     """
-    shape, rules, device = call.shape, call.selection, probability.device
+    rows = RowArguments(probability, query_similarity, key_similarity, call, first_seen, threshold, blocks)
+    counted, order = share_budget(rows, call) if call.selection.is_call_wide else (None, None)
+    return select_rows(rows, call, counted), order
+
+
+def select_rows(row_arguments: RowArguments, call: Call, counted: Tensor | None) -> BlockMask:
+    """The kept blocks of every row; of a budget so many, (B, H, q_blocks) int32.
+
+    Raises:
+        NotImplementedError: the kernel does not know the rule.
+    """
+    shape, rules, probability = call.shape, call.selection, row_arguments.pointers["probability_ptr"]
     if rules.name not in SELECTIONS:
         raise NotImplementedError(f"sparsity on a GPU: expected one of {SELECTIONS}, got {rules.name!r}")
-    row_arguments = RowArguments(probability, query_similarity, key_similarity, call, first_seen, threshold, blocks)
     amount = rules.amount
-    amount_per_head = per_head_tensor(amount, shape, device) if isinstance(amount, Tensor) else None
-    counted, order = share_budget(row_arguments, call) if rules.is_call_wide else (probability, None)
+    amount_per_head = per_head_tensor(amount, shape, probability.device) if isinstance(amount, Tensor) else None
     rows = (shape.batch, shape.heads, shape.q_blocks)
     counts = buffer_like(probability, True, *rows, dtype=torch.int32)
     indices = buffer_like(probability, True, *rows, shape.kv_blocks, dtype=torch.int32)
@@ -275,7 +284,7 @@ def select(
         shape.q_blocks * shape.batch * shape.heads,
         **row_arguments.pointers,
         amount_ptr=probability if amount_per_head is None else amount_per_head,
-        count_ptr=counted,
+        count_ptr=probability if counted is None else counted,
         kv_num_blocks_ptr=counts,
         kv_indices_ptr=indices,
         visible_num_blocks_ptr=visible,
@@ -287,4 +296,4 @@ def select(
         **row_arguments.constants,
         num_warps=configs.select_config().warps(row_arguments.columns),
     )
-    return BlockMask(counts, indices, visible, shape.q_len, shape.kv_len, window=call.window), order
+    return BlockMask(counts, indices, visible, shape.q_len, shape.kv_len, window=call.window)
