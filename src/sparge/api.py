@@ -171,7 +171,7 @@ def attention(
     validation.check_flag("return_lse", return_lse)
     quantization = validation.resolve_quantization_name(quantization)
     query, key, value, shape = validation.check_query_key_value(query, key, value, layout, enable_gqa)
-    query, scale = _positively_scaled(query, validation.check_scale(scale, shape.head_dim))
+    query, scale = positively_scaled(query, validation.check_scale(scale, shape.head_dim))
     attn_mask, is_causal = validation.resolve_causal_bias(attn_mask, is_causal, shape, query.device)
     bounds = validation.resolve_window(window, is_causal, shape.q_len, shape.kv_len)
     is_causal = bounds.right == 0
@@ -250,7 +250,7 @@ def dense(
         words: what it is counted as; nothing where it was counted before.
     """
     query, key, value, shape = validation.check_query_key_value(query, key, value, "HND", enable_gqa)
-    query, scale = _positively_scaled(query, validation.check_scale(scale, shape.head_dim))
+    query, scale = positively_scaled(query, validation.check_scale(scale, shape.head_dim))
     attn_mask = validation.check_attn_mask(attn_mask, shape, query.device)
     chosen = base.resolve(backend, query.device)
     resolved = base.resolve_quantization(quantization, chosen, query.device, has_mask=attn_mask is not None)
@@ -299,7 +299,7 @@ def predict(
     """
     validation.check_flag("is_causal", is_causal)
     query, key, shape = validation.check_query_key(query, key, layout, enable_gqa)
-    query, scale = _positively_scaled(query, validation.check_scale(scale, shape.head_dim))
+    query, scale = positively_scaled(query, validation.check_scale(scale, shape.head_dim))
     attn_mask, is_causal = validation.resolve_causal_bias(attn_mask, is_causal, shape, query.device)
     call = Call(
         shape=shape,
@@ -366,7 +366,7 @@ def block_sparse_attention(
     validation.check_flag("return_lse", return_lse)
     quantization = validation.resolve_quantization_name(quantization)
     query, key, value, shape = validation.check_query_key_value(query, key, value, layout, enable_gqa)
-    query, scale = _positively_scaled(query, validation.check_scale(scale, shape.head_dim))
+    query, scale = positively_scaled(query, validation.check_scale(scale, shape.head_dim))
     attn_mask, _ = validation.resolve_causal_bias(attn_mask, bool(is_causal), shape, query.device, as_mask=True)
     obstacle = decide.unsupported(shape, 0.0, needs_derivatives(query, key, value, attn_mask))
     if obstacle is not None:
@@ -393,7 +393,7 @@ def block_sparse_attention(
     return (output, lse) if return_lse else output
 
 
-def _positively_scaled(query: Tensor, scale: float) -> tuple[Tensor, float]:
+def positively_scaled(query: Tensor, scale: float) -> tuple[Tensor, float]:
     """The same scores by a scale above 0: torch's kernels hide with -inf before they scale, and -inf times 0 is NaN."""
     if scale > 0:
         return query, scale

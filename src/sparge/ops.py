@@ -315,6 +315,18 @@ def _in_place(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @_in_place
+def summarize_keys(key: Tensor, call: Call, backend: str) -> tuple[Tensor, ...]:
+    """What prediction reads of keys, for calls over several ranks. See `base.Backend.summarize_keys`."""
+    return base.get(backend).summarize_keys(key, call)
+
+
+@_in_place
+def candidates(query: Tensor, keys: tuple[Tensor, ...], call: Call, backend: str) -> base.Candidates:
+    """Prediction up to the choice. See `base.Backend.candidates`."""
+    return base.get(backend).candidates(query, keys, call)
+
+
+@_in_place
 def _packed(query: Tensor, key: Tensor, value: Tensor, call: Call, name: str, words: str) -> None:
     backend = base.get(name).serving(call, query.dtype)
     has_threshold = call.pv_threshold is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -29,6 +29,7 @@ class LayerStats:
     reasons: dict[str, int]
     density: float | None
     pv_skipped: float | None = None
+    imbalance: float | None = None
 
     @property
     def sparsity(self) -> float | None:
@@ -50,6 +51,8 @@ class Stats(LayerStats):
             calls, by halves of blocks (64 queries by 64 keys); None where no call had a threshold.
         sparsity: products Q K^T and P V that were skipped, as a share of those of all visible blocks (the paper's
             measure): 1 - density (1 - pv_skipped / 2).
+        imbalance: kept blocks of the rank that had the most, by those of the mean rank, over the calls of
+            `sparge.distributed.ulysses_attention` with a `HeadBalance`; 1 is even, None without any.
         layers: the same by layer, for calls that came from a model with names for them (`sparge.enable`).
     """
 
@@ -62,6 +65,8 @@ class Stats(LayerStats):
         has_skipped = self.pv_skipped is not None
         if has_skipped:
             lines[0] += f", P V skipped {self.pv_skipped:.3f}"
+        if self.imbalance is not None:
+            lines[0] += f", imbalance {self.imbalance:.3f}"
         width = max((len(name) for name in (*self.reasons, *self.layers)), default=0)
         lines += [f"  {reason:<{width}} {count:>7}" for reason, count in sorted(self.reasons.items())]
         if self.layers:
@@ -89,6 +94,7 @@ class _Counters:
         self._with_threshold: set[str] = set()
         self._blocks: dict[torch.device, list[list[Tensor]]] = {}
         self._slots: dict[str, int] = {}
+        self._work: dict[str, Tensor] = {}
 
     @contextmanager
     def within(self, layer: str) -> Iterator[None]:
@@ -128,6 +134,13 @@ class _Counters:
             if has_threshold:
                 self._with_threshold.add(layer)
 
+    def record_work(self, by_rank: Tensor) -> None:
+        """Add what each rank of a group had to do in a call, (ranks,), to this thread's layer; nothing waits for it."""
+        work = torch.stack([by_rank.max().double(), by_rank.double().mean()])
+        with self._lock:
+            before = self._work.get(self._current.layer)
+            self._work[self._current.layer] = work if before is None else before.to(work.device) + work
+
     def block_totals(self, device: torch.device) -> Tensor | None:
         """The `COUNTS` of this thread's layer on a device, int64 (3,), for kernels to add to.
 
@@ -154,6 +167,7 @@ class _Counters:
             with_threshold = set(self._with_threshold)
             slots = dict(self._slots)
             pages = [list(pages) for pages in self._blocks.values()]
+            work = dict(self._work)
         blocks = torch.zeros(max(map(len, pages), default=0) * SLOTS, COUNTS, dtype=torch.int64)
         for device_pages in pages:
             if device_pages and device_pages[0][0].is_cuda:  # calls may have run on other streams
@@ -165,18 +179,20 @@ class _Counters:
         for layer, counts in reasons.items():
             slot = slots.get(layer, len(by_slot))
             of_layer = by_slot[slot] if slot < len(by_slot) else [0] * COUNTS
-            layers[layer] = LayerStats(*_summary(counts, of_layer, layer in with_threshold))
+            summary = _summary(counts, of_layer, layer in with_threshold)
+            layers[layer] = LayerStats(*summary, _imbalance([work.get(layer)]))
         everything: Counter[str] = Counter()
         for counts in reasons.values():
             everything.update(counts)
         total = _summary(dict(everything), blocks.sum(0).tolist(), bool(with_threshold))
         layers.pop("", None)
-        return Stats(*total, layers=layers)
+        return Stats(*total, _imbalance(work.values()), layers=layers)
 
     def reset(self) -> None:
         with self._lock:
             self._reasons.clear()
             self._with_threshold.clear()
+            self._work.clear()
             for pages in self._blocks.values():
                 for page in pages:
                     torch._foreach_zero_(page)
@@ -192,6 +208,13 @@ def _summary(
     if kept and (has_threshold or skipped):  # a CUDA graph goes on skipping after a reset, and is not recorded
         pv_skipped = skipped / (2 * kept)
     return calls, sparse, calls - sparse, reasons, density, pv_skipped
+
+
+def _imbalance(work: Iterable[Tensor | None]) -> float | None:
+    """The largest work of a rank by the mean one, both summed over calls."""
+    sums = [entry.tolist() for entry in work if entry is not None]
+    mean = sum(entry[1] for entry in sums)
+    return sum(entry[0] for entry in sums) / mean if mean else None
 
 
 counters = _Counters()

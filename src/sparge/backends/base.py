@@ -123,7 +123,7 @@ class Backend(ABC):
     def predict(self, query: Tensor, key: Tensor, call: Call) -> BlockMask:
         """Predict which blocks of the attention map to compute."""
 
-    def summarize_keys(self, key: Tensor, call: Call) -> tuple[Tensor, ...]:  # noqa: ARG002
+    def summarize_keys(self, key: Tensor, call: Call) -> tuple[Tensor, ...]:
         """What prediction reads of keys: tensors (B, Hkv, kv_blocks, width).
 
         Those of parts of a sequence that are cut between blocks join along dimension 2. A similarity threshold needs
@@ -134,7 +134,7 @@ class Backend(ABC):
         """
         raise NotImplementedError(f"prediction over several ranks: expected another backend, got {self.name!r}")
 
-    def candidates(self, query: Tensor, keys: tuple[Tensor, ...], call: Call) -> Candidates:  # noqa: ARG002
+    def candidates(self, query: Tensor, keys: tuple[Tensor, ...], call: Call) -> Candidates:
         """Prediction up to the choice, from what `summarize_keys` made.
 
         Raises:

@@ -1,0 +1,128 @@
+"""One `Budget` for rows of blocks that lie on several ranks: the same blocks as if they lay on one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparge import ops
+from sparge.block_mask import BlockMask
+from sparge.call import Call
+from sparge.geometry import BLOCK_Q, ceil_div
+from sparge.sharing import Pool, share_out
+
+
+class Ranks(Protocol):
+    """What `RowPool` asks of an `Exchange`, or of several."""
+
+    size: int
+    rank: int
+
+    def total(self, own: Tensor) -> Tensor: ...
+
+    def stack(self, own: Tensor) -> Tensor: ...
+
+
+class RowPool:
+    """The rows of all ranks, for `sharing.share_out`.
+
+    Args:
+        ranks: whom to ask.
+        numbers: (ranks, rows) int64, the place of every row among those of the whole call; `NOWHERE` behind the last
+            row of a rank that has fewer.
+        own_rows: how many rows this rank has.
+    """
+
+    def __init__(self, ranks: Ranks, numbers: Tensor, own_rows: int) -> None:
+        self._ranks = ranks
+        self._own_rows = own_rows
+        self._width = numbers.shape[1]
+        self._order = numbers.flatten().argsort(stable=True)
+
+    def total(self, own: Tensor) -> Tensor:
+        return self._ranks.total(own)
+
+    def before(self, blocks: Tensor) -> Tensor:
+        padded = F.pad(blocks, (0, self._width - self._own_rows)).int()
+        everyone = self._ranks.stack(padded).transpose(0, 1).flatten(1).long()  # [B, ranks * rows]
+        in_order = everyone[:, self._order]
+        before = torch.empty_like(everyone)
+        before[:, self._order] = in_order.cumsum(1) - in_order
+        start = self._ranks.rank * self._width
+        return before[:, start : start + self._own_rows]
+
+
+NOWHERE = 2**62
+
+
+def numbers_of_heads(heads: Tensor, q_blocks: int) -> Tensor:
+    """Numbers of rows where each rank has all rows of some heads: (ranks, heads) -> (ranks, heads * q_blocks)."""
+    return (heads[..., None] * q_blocks + torch.arange(q_blocks, device=heads.device)).flatten(1)
+
+
+@functools.lru_cache(maxsize=64)
+def numbers_of_tokens(
+    starts: tuple[tuple[tuple[int, int], ...], ...], heads: tuple[range, ...], q_blocks: int, device: torch.device
+) -> Tensor:
+    """Numbers of rows where each rank has some rows of some heads, (ranks, rows).
+
+    Args:
+        starts: for every rank the pieces (start, stop) of the sequence whose queries it has.
+        heads: for every rank its heads.
+        q_blocks: rows of a head of the whole call.
+    """
+    numbers = []
+    for pieces, own_heads in zip(starts, heads, strict=True):
+        of_heads = torch.tensor(own_heads)[:, None] * q_blocks
+        parts = []
+        for start, stop in pieces:
+            rows = torch.arange(ceil_div(stop - start, BLOCK_Q)) + start // BLOCK_Q
+            parts.append((of_heads + rows).flatten())
+        numbers.append(torch.cat(parts))
+    width = max(map(len, numbers))
+    return torch.stack([F.pad(part, (0, width - len(part)), value=NOWHERE) for part in numbers]).to(device)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of a call on this rank.
+
+    Attributes:
+        query: (B, H, n, D).
+        keys: of `base.Backend.summarize_keys`, all blocks that the rows may see.
+        call: what is asked for, with the sizes of these rows and keys.
+    """
+
+    query: Tensor
+    keys: tuple[Tensor, ...]
+    call: Call
+
+
+def choose(rows: Sequence[Rows], kv_blocks: int, pool: Pool, backend: str) -> list[BlockMask]:
+    """The blocks that rows on this rank keep, by one rule for the rows of all ranks.
+
+    Args:
+        rows: those of this rank; all calls have the same rule.
+        kv_blocks: of the whole sequence.
+        pool: the rows of all ranks.
+    """
+    candidates = [ops.candidates(part.query, part.keys, part.call, backend) for part in rows]
+    rule = rows[0].call.selection
+    if not rule.is_call_wide:
+        return [candidate.choose(None) for candidate in candidates]
+    asked = [candidate.kept_by_level(kv_blocks) for candidate in candidates]
+    kept = torch.cat([levels.flatten(1, 2) for levels, _ in asked], 1)
+    visible = torch.stack([seen for _, seen in asked]).sum(0)
+    assert not isinstance(rule.amount, Tensor)
+    counts = share_out(kept, visible, rule.amount, pool)
+    shares = counts.split([levels.shape[1] * levels.shape[2] for levels, _ in asked], 1)
+    return [
+        candidate.choose(share.unflatten(1, levels.shape[1:3]))
+        for candidate, share, (levels, _) in zip(candidates, shares, asked, strict=True)
+    ]

@@ -1,0 +1,123 @@
+"""Ulysses: ranks exchange tokens for heads, compute whole sequences of some heads, and exchange them back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from sparge import ops
+from sparge.block_mask import BlockMask
+from sparge.call import Call
+from sparge.distributed.balance import HeadBalance
+from sparge.distributed.budget import Ranks, RowPool, Rows, numbers_of_heads
+from sparge.distributed.computing import attend, choose_rows
+from sparge.distributed.exchange import Exchange
+from sparge.distributed.request import Request, of_heads
+from sparge.geometry import Shape
+
+
+def check_heads(heads: int, kv_heads: int, ranks: int) -> None:
+    """Raise ValueError unless heads can be dealt evenly, those of K and V perhaps to several ranks each."""
+    if heads % ranks:
+        raise ValueError(
+            f"query: expected a multiple of {ranks} heads for {ranks} ranks, got {heads} (gathered_attention and "
+            "ring_attention take any number, mesh_attention a divisor of the ranks)"
+        )
+    if kv_heads % ranks and ranks % kv_heads:
+        raise ValueError(f"key: expected a multiple or a divisor of {ranks} heads for {ranks} ranks, got {kv_heads}")
+
+
+def to_heads(
+    query: Tensor, key: Tensor, value: Tensor, exchange: Exchange, lengths: Sequence[int], heads: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Whole sequences of this rank's heads, (B, H / ranks, S, D).
+
+    Args:
+        heads: (H,), heads of queries in the order of ranks; None is their own.
+    """
+    group = query.shape[1] // key.shape[1]
+    if heads is not None:
+        query = query.index_select(1, heads)
+        key, value = (tensor.index_select(1, heads[::group] // group) for tensor in (key, value))
+    if key.shape[1] < exchange.size:  # ranks whose queries share a head of K and V each get it
+        copies = exchange.size // key.shape[1]
+        key, value = (tensor.repeat_interleave(copies, 1) for tensor in (key, value))
+    arrivals = [exchange.start_to_heads(tensor, lengths) for tensor in (query, key, value)]
+    query, key, value = (arrive() for arrive in arrivals)
+    return query, key, value
+
+
+def to_tokens(
+    output: Tensor, lse: Tensor | None, exchange: Exchange, lengths: Sequence[int], heads: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """This rank's tokens of all heads, and their LSE; undoes `to_heads`."""
+    output = exchange.to_tokens(output, lengths)
+    if lse is not None:
+        lse = exchange.to_tokens(lse[..., None], lengths)[..., 0]
+    if heads is not None:
+        back = heads.argsort()
+        output = output.index_select(1, back)
+        lse = None if lse is None else lse.index_select(1, back)
+    return output, lse
+
+
+def own_heads(heads: int, ranks: int, rank: int, order: Tensor | None, device: torch.device) -> Tensor:
+    """The heads of a rank, (H / ranks,)."""
+    every = torch.arange(heads, device=device) if order is None else order
+    return every.view(ranks, -1)[rank]
+
+
+def compute(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    asked: Request,
+    ranks: Ranks,
+    *,
+    order: Tensor | None = None,
+    balance: HeadBalance | None = None,
+    with_lse: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Attention of this rank's heads over whole sequences, (B, H / ranks, S, D); a budget is that of all ranks.
+
+    Args:
+        asked: the whole call, with all heads.
+        order: (H,), heads in the order of ranks.
+        balance: learns what each head cost.
+    """
+    call = local_call(query, key, asked, ranks, order)
+    if asked.reason is not None:
+        return attend(query, key, value, None, call, asked, with_lse=with_lse)
+    if balance is None and not call.selection.is_call_wide:
+        return ops.attention(query, key, value, call, asked.backend)
+    mask = predict(query, key, call, asked, ranks, order)
+    if balance is not None:
+        learn(balance, mask, asked, ranks)
+    return attend(query, key, value, mask, call, asked, with_lse=with_lse)
+
+
+def local_call(query: Tensor, key: Tensor, asked: Request, ranks: Ranks, order: Tensor | None) -> Call:
+    """The call of this rank's heads."""
+    whole = asked.call.shape
+    shape = Shape(whole.batch, query.shape[1], key.shape[1], whole.q_len, whole.kv_len, whole.head_dim, whole.value_dim)
+    heads = own_heads(whole.heads, ranks.size, ranks.rank, order, query.device)
+    return replace(of_heads(asked.call, heads), shape=shape)
+
+
+def predict(query: Tensor, key: Tensor, call: Call, asked: Request, ranks: Ranks, order: Tensor | None) -> BlockMask:
+    """The mask of this rank's heads."""
+    whole = asked.call.shape
+    every = torch.arange(whole.heads, device=query.device) if order is None else order
+    numbers = numbers_of_heads(every.view(ranks.size, -1), whole.q_blocks)
+    pool = RowPool(ranks, numbers, call.shape.heads * call.shape.q_blocks)
+    keys = ops.summarize_keys(key, call, asked.backend)
+    return choose_rows([Rows(query, keys, call)], asked, pool)[0]
+
+
+def learn(balance: HeadBalance, mask: BlockMask, asked: Request, ranks: Ranks) -> None:
+    """Tell a balance what every head of all ranks kept."""
+    kept = mask.kv_num_blocks.sum((0, 2), dtype=torch.int64)
+    balance.learn(ranks.stack(kept).flatten(), asked.call.shape.kv_heads, ranks.size)
