@@ -20,6 +20,11 @@ Arrival = Callable[[], Tensor]
 """Waits for what was asked for, and returns it."""
 
 
+def exchange_of(group: dist.ProcessGroup | Exchange | None) -> Exchange:
+    """A process group as an `Exchange`, which it may be already."""
+    return group if isinstance(group, Exchange) else Exchange(group)
+
+
 class Exchange:
     """A process group as attention uses it.
 

@@ -10,7 +10,7 @@ Prediction is global in all of them: the masks are those of one process.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from sparge.config import Layout, PerHead, Quantization, Score, ScoreName, Skipped, Sparsity
 from sparge.distributed import gathered, ring, ulysses
 from sparge.distributed.balance import HeadBalance
-from sparge.distributed.exchange import Exchange
+from sparge.distributed.exchange import Exchange, exchange_of
 from sparge.distributed.mesh import Mesh
 from sparge.distributed.places import Places, Sharding, places_of
 from sparge.distributed.request import Options, Request, check_key_mask, check_lengths, of_heads, request
@@ -81,22 +81,8 @@ def ulysses_attention(
         NotImplementedError: gradients, head_dim or device that cannot be served.
         RuntimeError: no process group; or torch.distributed's own, when a rank is gone.
     """
-    exchange = Exchange(group)
-    options = Options(
-        is_causal,
-        scale,
-        enable_gqa,
-        window,
-        topk,
-        sparsity,
-        score,
-        quantization,
-        layout,
-        always_keep,
-        exact_queries,
-        skipped,
-        backend,
-    )
+    exchange = exchange_of(group)
+    options = Options.among(locals())
     check_flag("return_lse", return_lse)
     lengths = _lengths(query, layout, lengths, exchange)
     check_key_mask(attn_mask, sum(lengths))
@@ -107,7 +93,7 @@ def ulysses_attention(
         return replace(whole, heads=whole.heads // exchange.size, kv_heads=kv_heads)
 
     query, key, value, asked = request(
-        query, key, value, options, total=sum(lengths), largest=largest, attn_mask=attn_mask
+        query, key, value, options, total=sum(lengths), largest=largest, attn_mask=attn_mask, with_lse=return_lse
     )
     shape = asked.call.shape
     order = None if balance is None else balance.heads(shape.kv_heads, shape.group, query.device)
@@ -158,27 +144,20 @@ def gathered_attention(
     process where each rank's pieces are whole blocks of 128 tokens; others are served too, with rows of blocks that
     begin at each piece.
     """
-    exchange = Exchange(group)
-    options = Options(
-        is_causal,
-        scale,
-        enable_gqa,
-        window,
-        topk,
-        sparsity,
-        score,
-        quantization,
-        layout,
-        always_keep,
-        exact_queries,
-        skipped,
-        backend,
-    )
+    exchange = exchange_of(group)
+    options = Options.among(locals())
     check_flag("return_lse", return_lse)
     places = places_of(_lengths(query, layout, lengths, exchange), sharding)
     check_key_mask(attn_mask, places.total)
     query, key, value, asked = request(
-        query, key, value, options, total=places.total, largest=_longest(places), attn_mask=attn_mask
+        query,
+        key,
+        value,
+        options,
+        total=places.total,
+        largest=_longest(places),
+        attn_mask=attn_mask,
+        with_lse=return_lse,
     )
     pool = gathered.pool_of(asked, places, exchange, [range(query.shape[1])] * exchange.size, query.device)
     output, lse = gathered.compute(
@@ -229,27 +208,13 @@ def ring_attention(
 
     The other arguments, the result and the errors are those of `gathered_attention`; there is no mask and no window.
     """
-    exchange = Exchange(group)
-    options = Options(
-        is_causal,
-        scale,
-        enable_gqa,
-        None,
-        topk,
-        sparsity,
-        score,
-        quantization,
-        layout,
-        always_keep,
-        exact_queries,
-        skipped,
-        backend,
-    )
+    exchange = exchange_of(group)
+    options = Options.among(locals())
     check_flag("return_lse", return_lse)
     places = places_of(_lengths(query, layout, lengths, exchange), sharding)
     ring.check_places(places)
     query, key, value, asked = request(
-        query, key, value, options, total=places.total, largest=_longest(places), exact_lse=True
+        query, key, value, options, total=places.total, largest=_longest(places), is_merged=True
     )
     pool = gathered.pool_of(asked, places, exchange, [range(query.shape[1])] * exchange.size, query.device)
     output, lse = ring.compute(query, key, value, asked, exchange, places, pool)
@@ -293,22 +258,8 @@ def mesh_attention(
 
     The other arguments, the result and the errors are those of `gathered_attention` and `ring_attention`.
     """
-    outer, between = Exchange(ulysses_group), Exchange(group)
-    options = Options(
-        is_causal,
-        scale,
-        enable_gqa,
-        None,
-        topk,
-        sparsity,
-        score,
-        quantization,
-        layout,
-        always_keep,
-        exact_queries,
-        skipped,
-        backend,
-    )
+    outer, between = exchange_of(ulysses_group), exchange_of(group)
+    options = Options.among(locals())
     check_flag("return_lse", return_lse)
     check_choice("inner", inner, INNER)
     lengths = _lengths(query, layout, None, outer)
@@ -322,7 +273,7 @@ def mesh_attention(
         return replace(_longest(places)(whole), heads=whole.heads // outer.size, kv_heads=kv_heads)
 
     query, key, value, asked = request(
-        query, key, value, options, total=places.total, largest=largest, exact_lse=inner == "ring"
+        query, key, value, options, total=places.total, largest=largest, with_lse=return_lse, is_merged=inner == "ring"
     )
     heads = asked.call.shape.heads // outer.size
     query, key, value = ulysses.to_heads(query, key, value, outer, lengths, None)
@@ -346,7 +297,7 @@ def _lengths(query: Tensor, layout: str, lengths: Sequence[int] | None, exchange
     return check_lengths(lengths, own, exchange.rank, exchange.size)
 
 
-def _longest(places: Places):  # type: ignore[no-untyped-def]
+def _longest(places: Places) -> Callable[[Shape], Shape]:
     return lambda whole: replace(whole, q_len=max(places.lengths))
 
 

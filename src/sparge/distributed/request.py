@@ -7,7 +7,7 @@ sizes could wait for each other for ever.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -31,7 +31,6 @@ class Options:
     is_causal: bool
     scale: float | None
     enable_gqa: bool
-    window: tuple[int | None, int | None] | None
     topk: PerHead | None
     sparsity: Sparsity | None
     score: Any
@@ -41,6 +40,12 @@ class Options:
     exact_queries: Sequence[tuple[int, int]] | None
     skipped: Any
     backend: str
+    window: tuple[int | None, int | None] | None = None
+
+    @classmethod
+    def among(cls, names: dict[str, Any]) -> Options:
+        """Those found among the arguments of a function, by their names."""
+        return cls(**{field.name: names[field.name] for field in fields(cls) if field.name in names})
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,8 @@ def request(
     total: int | None = None,
     heads: int | None = None,
     attn_mask: Tensor | None = None,
-    exact_lse: bool = False,
+    with_lse: bool = False,
+    is_merged: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Request]:
     """Check a call of which this rank has some tokens, or some heads.
 
@@ -85,7 +91,8 @@ def request(
         total: tokens on all ranks, of queries and keys; None: what is here is what is asked about.
         heads: those of which rules may have numbers, by default those that are here.
         attn_mask: of the whole call.
-        exact_lse: parts are merged by their LSEs.
+        with_lse: the LSE is read.
+        is_merged: parts are put together by their LSEs.
 
     Returns:
         The tensors heads first, and the request.
@@ -99,7 +106,7 @@ def request(
     query, key, value, shape = validation.check_query_key_value(query, key, value, options.layout, options.enable_gqa)
     if total is not None and shape.q_len != shape.kv_len:
         raise ValueError(f"key: expected as many tokens here as the query has, {shape.q_len}, got {shape.kv_len}")
-    if exact_lse and quantization == "int8_fp8_fast":
+    if is_merged and quantization == "int8_fp8_fast":
         raise NotImplementedError(
             "quantization: expected 'int8_fp8', 'int8_fp16' or 'none' where parts are merged by their LSE (it is rough "
             "without exponentials), got 'int8_fp8_fast'"
@@ -117,7 +124,7 @@ def request(
     reason = decide.by_arguments(part, window, rule, quantization, asked, backend, query.device, query.dtype)
     has_mask = attn_mask is not None
     resolved = base.resolve_quantization(quantization, backend, query.device, has_mask=has_mask)
-    if exact_lse and resolved == "int8_fp8_fast":
+    if is_merged and resolved == "int8_fp8_fast":
         resolved = "int8_fp8"
     if reason in (Reason.CROSSOVER, Reason.WINDOW):
         resolved = "none"
@@ -135,7 +142,7 @@ def request(
         attn_mask=validation.check_attn_mask(attn_mask, whole, query.device),
         skipped=validation.resolve_skipped(options.skipped, is_causal, attn_mask, whole),
         window=window,
-        exact_lse=exact_lse,
+        exact_lse=with_lse or is_merged,
     )
     return query, key, value, Request(call, reason, backend, asked)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sparge import api, ops, validation
 from sparge.config import Dense
+from sparge.derivatives import needs_derivatives
 from sparge.distributed.budget import Ranks, RowPool, Rows, choose, numbers_of_tokens
 from sparge.distributed.computing import attend
 from sparge.distributed.request import Options, request, rule_of_heads
@@ -80,12 +81,12 @@ def attention(
     rule = validation.resolve_sparsity(topk, sparsity, share.all_heads)
     own = share.heads[share.ranks.rank]
     call: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-    if isinstance(rule, Dense) or not rule.is_call_wide or share.ranks.size == 1 or dropout_p:
+    is_followed = needs_derivatives(query, key, value, attn_mask)
+    if isinstance(rule, Dense) or not rule.is_call_wide or share.ranks.size == 1 or dropout_p or is_followed:
         if not isinstance(rule, Dense):
             rule = rule_of_heads(rule, slice(own.start, own.stop))
-        return api.attention(
-            query, key, value, attn_mask, dropout_p, **call, **options, sparsity=rule, return_lse=return_lse
-        )
+        alone: Any = api.attention
+        return alone(query, key, value, attn_mask, dropout_p, **call, **options, sparsity=rule, return_lse=return_lse)
     options.pop("on_unsupported", None)
     layout = options.pop("layout", "HND")
     given = Options(
@@ -110,9 +111,9 @@ def attention(
         return replace(here, q_len=most, heads=most_heads, kv_heads=max(most_heads // here.group, 1))
 
     query, key, value, asked = request(
-        query, key, value, given, largest=largest, heads=share.all_heads, attn_mask=attn_mask
+        query, key, value, given, largest=largest, heads=share.all_heads, attn_mask=attn_mask, with_lse=return_lse
     )
-    local, mask = replace(asked.call, exact_lse=return_lse), None
+    local, mask = asked.call, None
     if asked.reason is None:
         keys = ops.summarize_keys(key, local, asked.backend)
         rows = [Rows(query, keys, local)]

@@ -1,0 +1,92 @@
+"""Pieces of what the modes are made of."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sparge.distributed import shard, split_lengths
+from sparge.distributed.balance import deal
+from sparge.distributed.merge import merged
+from sparge.distributed.places import Piece, places_of
+from sparge.distributed.ring import Rectangle, rectangles
+
+
+def partial(scores: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over some keys, as kernels give it: 0 and -inf where nothing is seen."""
+    return scores.softmax(-1).nan_to_num(0.0) @ values, scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("size", [1.0, 30.0, 1e4], ids=["even", "sharp", "beyond exponentials"])
+def test_merged_parts_are_the_whole(size: float) -> None:
+    scores, values = torch.randn(2, 3, 5, 60, dtype=torch.float64) * size, torch.randn(60, 8, dtype=torch.float64)
+    scores[0, 0, 0, :20] = -torch.inf  # nothing in the first part
+    scores[0, 0, 1, 20:] = -torch.inf  # nothing in the others
+    scores[0, 0, 2] = -torch.inf  # nothing at all
+    parts = [partial(scores[..., cut], values[cut]) for cut in (slice(0, 20), slice(20, 50), slice(50, 60))]
+    output, lse = torch.zeros(2, 3, 5, 8), torch.full((2, 3, 5), -torch.inf)
+    for part in parts:
+        output, lse = merged(output, lse, *(tensor.float() for tensor in part))
+    expected, expected_lse = partial(scores, values)
+    torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), expected_lse, atol=1e-5, rtol=1e-6)
+    assert lse[0, 0, 2] == -torch.inf and not output[0, 0, 2].any()
+
+
+def test_pieces_cover_a_sequence_once() -> None:
+    for ranks in (1, 2, 3, 5):
+        for sharding, lengths in (("contiguous", split_lengths(2000, ranks)), ("head_tail", (256,) * ranks)):
+            places = places_of(lengths, sharding)
+            flat = sorted(piece for pieces in places.pieces for piece in pieces)
+            assert [piece.start for piece in flat] == [0, *(piece.stop for piece in flat[:-1])]
+            assert flat[-1].stop == places.total == sum(lengths)
+            tokens = torch.arange(places.total)[None, None, :, None]
+            held = [shard(tokens, rank, ranks, sharding=sharding, lengths=lengths) for rank in range(ranks)]
+            assert torch.equal(places.in_order(torch.cat(held, 2)), tokens)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_head_tail_gives_every_rank_as_much_to_do(ranks: int) -> None:
+    places = places_of((256,) * ranks, "head_tail")
+    work = [sum(end * (end + 1) - start * (start + 1) for start, end in pieces) // 2 for pieces in places.pieces]
+    assert max(work) - min(work) < places.total  # of places.total ** 2 / 2
+
+
+def test_every_rank_gets_whole_blocks_but_the_last() -> None:
+    assert split_lengths(1024, 4) == (256, 256, 256, 256)
+    assert split_lengths(130, 2) == (128, 2)
+    assert sum(split_lengths(75600, 8)) == 75600 and all(n % 128 == 0 for n in split_lengths(75600, 8)[:-1])
+    with pytest.raises(ValueError, match="a block of 128 tokens or more for each of 3 ranks, got 256"):
+        split_lengths(256, 3)
+    with pytest.raises(ValueError, match="lengths: expected 10 tokens in all, got 12"):
+        shard(torch.zeros(1, 1, 10, 1), 0, 2, lengths=(6, 6))
+    with pytest.raises(ValueError, match="expected a multiple of 4 tokens, got 10"):
+        shard(torch.zeros(1, 1, 10, 1), 0, 2, sharding="head_tail")
+
+
+def test_rectangles_cover_what_is_seen_once_and_no_more() -> None:
+    for sharding in ("contiguous", "head_tail"):
+        places = places_of((256,) * 4, sharding)
+        for is_causal in (False, True):
+            seen = torch.zeros(8, 8, dtype=torch.int32)  # blocks of 128
+            for own in places.pieces:
+                for other in places.pieces:
+                    for rectangle in rectangles(own, other, is_causal):
+                        _mark(seen, [own[i] for i in rectangle.queries], [other[i] for i in rectangle.keys], rectangle)
+            expected = torch.ones(8, 8, dtype=torch.int32)
+            assert torch.equal(seen, expected.tril() if is_causal else expected)
+    assert len(list(rectangles(*places.pieces[1:3], True))) == 1  # one call where one is enough
+
+
+def _mark(seen: torch.Tensor, queries: list[Piece], keys: list[Piece], rectangle: Rectangle) -> None:
+    for query in queries:
+        for key in keys:
+            block = seen[query.start // 128 : query.stop // 128, key.start // 128 : key.stop // 128]
+            block += torch.ones_like(block).tril() if rectangle.is_causal else 1
+
+
+def test_a_deal_is_even() -> None:
+    costs = torch.tensor([100, 90, 80, 70, 4, 3, 2, 1])
+    order = deal(costs, 2)
+    assert sorted(order.tolist()) == list(range(8))
+    assert costs[order].view(2, 4).sum(1).tolist() == [175, 175]

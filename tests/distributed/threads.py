@@ -1,0 +1,121 @@
+"""Ranks as threads of one process, which take turns: one runs until it has to wait for the others."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparge.distributed.exchange import Arrival, Exchange
+
+TIMEOUT = 120.0
+
+
+class Meeting:
+    """Where the ranks of a group hand each other things. ``turn`` is held by the rank that runs."""
+
+    def __init__(self, size: int, turn: threading.Lock) -> None:
+        self._barrier = threading.Barrier(size)
+        self._brought: list[Any] = [None] * size
+        self._turn = turn
+
+    def meet(self, rank: int, thing: Any) -> list[Any]:
+        """What every rank brought."""
+        self._brought[rank] = thing
+        self._wait()
+        everything = list(self._brought)
+        self._wait()
+        return everything
+
+    def leave(self) -> None:
+        """A rank failed: nobody need wait for it."""
+        self._barrier.abort()
+
+    def _wait(self) -> None:
+        self._turn.release()
+        try:
+            self._barrier.wait(TIMEOUT)
+        finally:
+            self._turn.acquire()
+
+
+class ThreadedExchange(Exchange):
+    """An `Exchange` between threads."""
+
+    def __init__(self, meeting: Meeting, rank: int, size: int) -> None:
+        self._meeting = meeting
+        self.rank, self.size = rank, size
+
+    def _all(self, thing: Any) -> list[Any]:
+        return self._meeting.meet(self.rank, thing)
+
+    def total(self, own: Tensor) -> Tensor:
+        return torch.stack(self._all(own)).sum(0)
+
+    def stack(self, own: Tensor) -> Tensor:
+        return torch.stack(self._all(own))
+
+    def start_gather(self, tokens: Tensor, lengths: Sequence[int]) -> Arrival:
+        parts = self._all(tokens)
+        assert [part.shape[2] for part in parts] == list(lengths)
+        return lambda: torch.cat(parts, 2)
+
+    def start_to_heads(self, tokens: Tensor, lengths: Sequence[int]) -> Arrival:
+        parts = self._all(tokens)
+        assert [part.shape[2] for part in parts] == list(lengths)
+        return lambda: torch.cat([part.chunk(self.size, 1)[self.rank] for part in parts], 2)
+
+    def to_tokens(self, heads: Tensor, lengths: Sequence[int]) -> Tensor:
+        return torch.cat([part.split(list(lengths), 2)[self.rank] for part in self._all(heads)], 1)
+
+    def move(self, tokens: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        parts = [part.split(list(sizes), 2)[self.rank] for part, sizes in self._all((tokens, sent))]
+        assert [part.shape[2] for part in parts] == list(received)
+        return torch.cat(parts, 2)
+
+    def start_pass(self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Callable[[], list[Tensor]]:
+        previous = list(self._all(tensors)[self.rank - 1])
+        assert [tuple(tensor.shape) for tensor in previous] == [tuple(shape) for shape in shapes]
+        return lambda: previous
+
+
+def on_ranks(size: int, work: Callable[..., Any], *, columns: int = 1) -> list[Any]:
+    """What ``work`` returns on every rank, given its `ThreadedExchange`.
+
+    With several columns it is given two: that of its row, of ``size / columns`` neighbours, and that of its column.
+    """
+    turn = threading.Lock()
+    rows = size // columns
+    groups = [
+        [ThreadedExchange(meeting, rank, rows) for rank in range(rows)]
+        for meeting in [Meeting(rows, turn) for _ in range(columns)]
+    ]
+    across = [
+        [ThreadedExchange(meeting, rank, columns) for rank in range(columns)]
+        for meeting in [Meeting(columns, turn) for _ in range(rows)]
+    ]
+    results: list[Any] = [None] * size
+    failures: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        column, row = divmod(rank, rows)
+        exchanges = [groups[column][row], across[row][column]]
+        with turn, torch.no_grad():
+            try:
+                results[rank] = work(*exchanges[: 1 if columns == 1 else 2])
+            except BaseException as error:
+                failures.append(error)
+                for exchange in (exchange for group in (*groups, *across) for exchange in group):
+                    exchange._meeting.leave()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise next((error for error in failures if not isinstance(error, threading.BrokenBarrierError)), failures[0])
+    return results
