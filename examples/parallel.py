@@ -1,21 +1,23 @@
-"""What the parallel_*_attention examples share: the process group, and a sequence to attend to."""
+"""What the parallel_*_attention examples share: the process group, a sequence to attend to, and a comparison."""
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import sparge
+
 IS_OURS = not dist.is_initialized()
+HAS_GPU = torch.cuda.is_available()
+BACKEND = "auto" if HAS_GPU else "torch"  # a named one is sparse at any length: CPUs would run one so short dense
 
 
-def start() -> tuple[int, int, torch.device]:
-    """Join the group that torchrun made: this rank, how many there are, and the device to compute on."""
-    has_gpu = torch.cuda.is_available()
+def start() -> tuple[int, int]:
+    """Join the group that torchrun made: this rank, and how many there are."""
     if IS_OURS:
-        dist.init_process_group("nccl" if has_gpu else "gloo")
-    rank = dist.get_rank()
-    if has_gpu:
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-    return rank, dist.get_world_size(), torch.device("cuda" if has_gpu else "cpu")
+        dist.init_process_group("nccl" if HAS_GPU else "gloo")
+    if HAS_GPU:
+        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    return dist.get_rank(), dist.get_world_size()
 
 
 def finish() -> None:
@@ -24,17 +26,23 @@ def finish() -> None:
         dist.destroy_process_group()
 
 
-def tokens(device: torch.device, heads: int = 8, length: int = 2048, width: int = 64) -> list[Tensor]:
+def tokens(heads: int = 8) -> list[Tensor]:
     """Query, key and value of a sequence, the same on every rank; the first heads look at more of it than the last."""
     generator = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(1, heads, length, width, generator=generator) for _ in range(3))
-    key += 2 * torch.randn(1, heads, length // 64, 1, width, generator=generator).expand(-1, -1, -1, 64, -1).flatten(2, 3)
+    length = 8192 if HAS_GPU else 2048
+    query, key, value = (torch.randn(1, heads, length, 64, generator=generator) for _ in range(3))
+    places = torch.randn(1, heads, length // 64, 1, 64, generator=generator)
+    key += 2 * places.expand(-1, -1, -1, 64, -1).flatten(2, 3)
     query *= torch.linspace(0.05, 1.5, heads)[:, None, None]
-    return [tensor.to(device, torch.float16 if device.type == "cuda" else torch.float32) for tensor in (query, key, value)]
+    return [tensor.half().cuda() if HAS_GPU else tensor for tensor in (query, key, value)]
 
 
-def largest_difference(one: Tensor, other: Tensor) -> float:
-    """Over all ranks."""
-    difference = (one.float() - other.float()).abs().max()
-    dist.all_reduce(difference, dist.ReduceOp.MAX)
-    return float(difference)
+def report(name: str, output: Tensor, expected: Tensor) -> None:
+    """Print, on rank 0, how many blocks each rank kept, and whether the outputs of all are what was expected."""
+    densities: list[float | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(densities, sparge.stats().density)
+    error = (output.float() - expected.float()).norm() / expected.float().norm()
+    dist.all_reduce(error, dist.ReduceOp.MAX)
+    if dist.get_rank() == 0:
+        shares = ", ".join(f"{density:.3f}" for density in densities)
+        print(f"{name}: density by rank {shares}; equal to one process: {bool(error < (0.05 if HAS_GPU else 1e-5))}")

@@ -74,6 +74,7 @@ def mesh_cases(size: int) -> dict[str, str]:
 def examples(size: int) -> dict[str, str]:
     """What each example for so many ranks prints on this one."""
     printed = {}
+    sys.path.insert(0, str(EXAMPLES))  # as it is for a script that is run
     for path in sorted(EXAMPLES.glob("parallel_*_attention.py")):
         if f"--nproc-per-node {size} " in path.read_text():
             with contextlib.redirect_stdout(io.StringIO()) as lines:
