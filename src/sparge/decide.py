@@ -9,7 +9,7 @@
 
 Each answers with a `Reason`; about unsupported calls with an `Obstacle` or a few words, which `sparge.stats` shows in
 brackets; or with None: the call is sparse. `count` tells the statistics about a call that runs dense. What only an
-integration knows (the place in a schedule, context parallelism) is a `Reason` too, and counted here.
+integration knows (the place in a schedule) is a `Reason` too, and counted here.
 """
 
 from __future__ import annotations
@@ -66,7 +66,6 @@ class Reason(Enum):
     INSIDE_MODULE = "inside nn.MultiheadAttention"
     OWN_ATTENTION = "the model's own attention"
     NOT_SDPA = "not through SDPA"
-    CONTEXT_PARALLEL = "context parallel"
 
 
 BY_RULE = (Reason.LAYER, Reason.STEP, Reason.UNKNOWN_SCHEDULE)

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -80,6 +80,43 @@ class Layer:
     last: tuple[Any, Reason | None] = field(default=(None, None), compare=False, repr=False)
 
 
+class Rows(Protocol):
+    """Queries of a call that is split by rows of blocks: a rank exchanges those that it has for those of its rows."""
+
+    @property
+    def total(self) -> int:
+        """Of the whole call."""
+
+    @property
+    def are_enough(self) -> bool:
+        """Whether each rank gets a row of blocks."""
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Those of this rank's rows, [start, stop)."""
+
+    def take(self, query: Tensor, order: tuple[Any, ...] | None) -> Tensor:
+        """Queries (B, H, S, D) of this rank -> those of its rows, which are made along an order."""
+
+    def give(self, output: Tensor, order: tuple[Any, ...] | None) -> Tensor:
+        """The way back, for outputs."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What of a call that several ranks make together one of them holds: some heads, or some queries, or both.
+
+    Attributes:
+        sizes: query and key that have as many heads and tokens as all ranks are to decide by, whatever is in them.
+        attention: `sparge.attention` for it, in which a budget is that of all ranks.
+        rows: how queries are split; None: they are not.
+    """
+
+    sizes: tuple[Tensor, Tensor]
+    attention: Callable[..., Tensor]
+    rows: Rows | None = None
+
+
 Substitute = Callable[..., Tensor]
 """Called with the name of the layer, then as `sparge.attention` is: query, key, value and keywords."""
 
@@ -128,6 +165,7 @@ def attend(
     sinks: Tensor | None = None,
     most_keys: int | None = None,
     unsupported: str | None = None,
+    part: Part | None = None,
 ) -> Tensor | None:
     """The output (B, H, S_q, D_v) of an SDPA call, heads first, or None when the framework is to run it; counted.
 
@@ -144,11 +182,14 @@ def attend(
         sinks: logits (H,) of attention sinks.
         most_keys: that the mask shows to a query, where the caller knows.
         unsupported: what the caller knows to keep the call from being sparse.
+        part: what of a call of several ranks this is. All that is said of tokens is about the whole call.
 
     Raises:
         NotImplementedError: the call should be sparse, cannot be, and the policy says to raise.
     """
-    dense = _why_dense(layer, query, key, is_self, is_language, is_causal)
+    whole_query, whole_key = (query, key) if part is None else part.sizes
+    rows = None if part is None else part.rows
+    dense = _why_dense(layer, whole_query, whole_key, is_self, is_language, is_causal)
     if dense is not None and not decide.in_eight_bits(layer.policy, dense, query.device):
         decide.count(dense, layer.name)
         return None
@@ -157,6 +198,11 @@ def attend(
         query, key, value = (_autocast(tensor) for tensor in (query, key, value))
         attn_mask = None if attn_mask is None else _unexpanded(_autocast(attn_mask), query)
         reason = decide.unsupported_call(query, key, value, attn_mask, dropout_p, enable_gqa)
+    if reason is None and part is not None and dense is None:
+        if rows is not None and not rows.are_enough:
+            decide.count(Reason.CROSSOVER, layer.name, detail="fewer rows of blocks than ranks")
+            return None
+        reason = _unfit_for_parts(layer.policy.selection, rows, attn_mask)
     spans = None
     if reason is None and attn_mask is not None:
         if attn_mask.shape[-1:] == key.shape[2:3] and attn_mask.shape[0] in (1, query.shape[0]):
@@ -185,25 +231,31 @@ def attend(
     if dense is not None:
         call = {"scale": scale, "enable_gqa": enable_gqa, "window": window}
         return _in_eight_bits(layer, dense, query, key, value, attn_mask, spans, is_causal, sinks, call)
-    order = None
-    if grid is not None and not is_causal and query.shape[2] == key.shape[2]:
+    order, q_len = None, query.shape[2] if rows is None else rows.total
+    if grid is not None and not is_causal and q_len == key.shape[2]:
         order = _order(layer.policy, grid, text, key.shape[2], attn_mask, spans)
     rules = is_language and not is_causal
     options = _options(layer.policy, scale, enable_gqa, rules=rules, is_causal=is_causal, is_ordered=order is not None)
     if window is not None:
         options["window"] = window
-    if text and _costs_little(text, layer.policy.selection, query.shape[2], is_causal=is_causal or is_language):
+    if text and _costs_little(text, layer.policy.selection, q_len, is_causal=is_causal or is_language):
         options["exact_queries"] = list(text)
     keep = [*layer.policy.kept_ranges(key.shape[2]), *text]
+    if rows is not None:
+        query = rows.take(query, order)
+        options["exact_queries"] = _within_rows(options.get("exact_queries", ()), rows)
     if order is not None:
-        query, key, value = ops.all_along(query, key, value, *order)
+        if rows is None:
+            query, key, value = ops.all_along(query, key, value, *order)
+        else:
+            key, value = (ops.along(tensor, *order) for tensor in (key, value))
         if attn_mask is not None and spans is None:
             attn_mask = ops.along(_of_four(attn_mask).mT, *order).mT
     substitute = None if torch.compiler.is_compiling() else _THREAD.substitute
-    attention: Callable[..., Any] = api.attention
+    attention: Callable[..., Any] = api.attention if part is None else part.attention
     if substitute is not None:
         attention = functools.partial(substitute, layer.name)
-    if spans is not None and _names_eight_bits(layer.policy):
+    if spans is not None and part is None and _names_eight_bits(layer.policy):
         attention = functools.partial(_dense_if_small, attention)
     if sinks is not None:
         attention = (with_sinks if substitute is None else with_exact_sinks)(attention, sinks)
@@ -212,7 +264,23 @@ def attend(
     else:
         with counters.within(layer.name):
             output = _attend(attention, query, key, value, attn_mask, spans, is_causal, keep, options)
+    if rows is not None:
+        return rows.give(output, order)
     return output if order is None else ops.along(output, *order, undo=True)
+
+
+def _unfit_for_parts(rule: Selection, rows: Rows | None, attn_mask: Tensor | None) -> str | None:
+    """What keeps a call from being computed by several ranks."""
+    if rule.is_call_wide and rule.similarity_threshold is not None:
+        return "a similarity threshold of a budget over several ranks"
+    has_entries = rows is not None and attn_mask is not None and _of_four(attn_mask).shape[2] > 1
+    return decide.SQUARE_MASK if has_entries else None
+
+
+def _within_rows(ranges: Sequence[tuple[int, int]], rows: Rows) -> list[tuple[int, int]]:
+    """Ranges of a call's queries, counted from the first of a rank's."""
+    start, stop = rows.span
+    return [(max(a, start) - start, min(b, stop) - start) for a, b in ranges if a < stop and b > start]
 
 
 def _names_eight_bits(policy: Policy) -> bool:

@@ -22,12 +22,13 @@ from torch import Tensor, nn
 from sparge import validation
 from sparge.backends.base import constant
 from sparge.decide import Reason, count
-from sparge.integrations import diffusers_backend, diffusers_probe
+from sparge.integrations import diffusers_backend, diffusers_parallel, diffusers_probe
 from sparge.integrations.calls import Layer, Steps
 from sparge.integrations.diffusers_models import Blocks, attentions, blocks_of, found_blocks, grid_of
 from sparge.integrations.hooks import THREAD, Passes, close_scope, hooked, open_mode, parameters_of
 from sparge.integrations.schedule import Schedule
 from sparge.integrations.sdpa import Scope, Tokens
+from sparge.integrations.shards import Mesh
 from sparge.policy import Policy
 
 STATE = "_sparge_enabled"
@@ -170,6 +171,7 @@ class _Inputs:
         self._layers = layers
         self._probed: dict[Hashable, dict[str, tuple[Tokens, ...]]] = {}
         self._latest: dict[str, tuple[Tokens, ...]] = {}
+        self._split: tuple[Any, bool] = (None, False)
         self._local = threading.local()
         self._compiled = _Pass()
 
@@ -186,12 +188,23 @@ class _Inputs:
         grid = grid_of(self._blocks.grid, getattr(model, "config", None), arguments)
         if torch.compiler.is_compiling():
             grid = grid or self._compiled.grid  # what cannot be read in it is that of the latest pass
-        found = self._tokens(model, arguments) if self._blocks.text == "probe" else None
-        self._compiled = _Pass(text, grid, found)
+        part = self._compiled.part if torch.compiler.is_compiling() else self._part(model, text)
+        found = self._tokens(model, arguments, part) if self._blocks.text == "probe" else None
+        self._compiled = _Pass(text, grid, found, part)
         if not torch.compiler.is_compiling():
             self._local.found = self._compiled
 
-    def _tokens(self, model: nn.Module, arguments: dict[str, Any]) -> dict[str, tuple[Tokens, ...]]:
+    def _part(self, model: nn.Module, text: int) -> _Part | None:
+        """What a rank has of the text, where tokens are split over ranks."""
+        mesh = diffusers_parallel.mesh_of_model(model)
+        if mesh is None:
+            return None
+        config: Any = model._parallel_config
+        if self._split[0] is not config:
+            self._split = (config, diffusers_parallel.splits_text(model))
+        return _Part(mesh, diffusers_parallel.own_share(text, mesh) if self._split[1] else None)
+
+    def _tokens(self, model: nn.Module, arguments: dict[str, Any], part: _Part | None) -> dict[str, tuple[Tokens, ...]]:
         """What a probe finds for such arguments; nothing where it fails, which is said.
 
         A compiled or captured pass cannot be probed: it takes what the latest one that was neither found.
@@ -202,13 +215,15 @@ class _Inputs:
             return self._latest
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return self._latest
-        kind = _kind(arguments)
+        kind = (_kind(arguments), part is not None)
         if kind not in self._probed:
             try:
                 found = diffusers_probe.probe(model.forward, arguments, self._layers)
             except Exception as error:  # whatever a model makes of other latents
                 found = {}
                 _warn_of_probe(type(model).__name__, f"{type(error).__name__}: {error}")
+            if part is not None:
+                found = diffusers_parallel.of_all_ranks(found, part.mesh, part.text)
             self._probed[kind] = found
             if len(self._probed) > MOST_KINDS:
                 self._probed.pop(next(iter(self._probed)))
@@ -223,11 +238,27 @@ class _Inputs:
 
 @dataclass(frozen=True)
 class _Pass:
-    """A forward pass: the number of its text tokens, the grid of the others, what a probe found for each layer."""
+    """A forward pass: the number of its text tokens, the grid of the others, what a probe found for each layer.
+
+    All of it is about the tokens of all ranks, where they are split; what a rank has of them is its ``part``.
+    """
 
     text: int = 0
     grid: tuple[int, ...] | None = None
     tokens: dict[str, tuple[Tokens, ...]] | None = None
+    part: _Part | None = None
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Tokens that are split over ranks.
+
+    Attributes:
+        text: how many of the text's this rank has; None: text is not split by itself.
+    """
+
+    mesh: Mesh
+    text: int | None
 
 
 def _kind(value: Any) -> Hashable:
@@ -272,9 +303,7 @@ class _Hooks:
         hidden = kwargs.get("hidden_states", args[0] if args else None)
         encoder = kwargs.get("encoder_hidden_states", args[1] if len(args) > 1 else None)
         now = self.inputs.found()
-        tokens = (
-            self._describe(hidden, encoder, now.text) if now.tokens is None else now.tokens.get(self.layer.name, ())
-        )
+        tokens = self._describe(hidden, encoder, now) if now.tokens is None else now.tokens.get(self.layer.name, ())
         recorder = None if torch.compiler.is_compiling() else diffusers_probe.recorder_of(self.layer.name)
         scope = Scope(self.layer, tokens, now.grid, recorder=recorder)
         THREAD.scopes.append(scope)
@@ -291,17 +320,23 @@ class _Hooks:
             if _has_dispatcher(module):
                 _warn_once(type(module).__name__)
 
-    def _describe(self, hidden: Any, encoder: Any, text: int) -> tuple[Tokens, ...]:
+    def _describe(self, hidden: Any, encoder: Any, now: _Pass) -> tuple[Tokens, ...]:
         """What the tokens of its calls are, by what the module was called with."""
         if self.blocks.text is None:
             return (_SELF if encoder is None else _CROSS,)
-        if isinstance(encoder, Tensor) and isinstance(hidden, Tensor):
-            first = self.blocks.text == "first"
-            return (Tokens(True, ((0, encoder.shape[1]) if first else (hidden.shape[1], None),)),)
-        if self.is_merged and isinstance(hidden, Tensor):
-            first = self.blocks.text == "first"
-            return (Tokens(True, ((0, text) if first else (hidden.shape[1] - text, None),)),)
-        return (_SELF,)
+        if not isinstance(hidden, Tensor):
+            return (_SELF,)
+        own_text = None if now.part is None else now.part.text
+        if isinstance(encoder, Tensor):
+            text, others = encoder.shape[1], hidden.shape[1]
+        elif self.is_merged:
+            text = now.text if own_text is None else own_text
+            others = hidden.shape[1] - text
+        else:
+            return (_SELF,)
+        first = self.blocks.text == "first"
+        seam = None if own_text is None else text if first else others
+        return (Tokens(True, ((0, text) if first else (others, None),), seam=seam),)
 
 
 _SELF, _CROSS = Tokens(True), Tokens(False)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
-from sparge.decide import Reason, count
-from sparge.integrations.calls import Layer, runs_dense
+from sparge.derivatives import needs_derivatives
+from sparge.integrations import diffusers_parallel
+from sparge.integrations.calls import Layer, refuse, runs_dense
 from sparge.integrations.hooks import THREAD
 from sparge.integrations.sdpa import Scope, sparse_sdpa, undisturbed
 from sparge.policy import Policy
@@ -50,7 +51,7 @@ def register(policy: Policy | None = None) -> Any:
         if backends.get(member) is not attention:
             if member in backends:  # diffusers has reserved the name; who registers this library wants this library
                 _log.warning("the attention backend %r of diffusers is replaced by this library's", NAME)
-            _AttentionBackendRegistry.register(member)(attention)
+            _AttentionBackendRegistry.register(member, supports_context_parallel=True)(attention)
         _keep_to_models(_AttentionBackendRegistry)
         return member if backends[member] is attention else None
     except (ImportError, AttributeError, KeyError, TypeError, ValueError):
@@ -108,20 +109,24 @@ def attention(
 ) -> Tensor:
     """What the dispatcher calls: query (B, S_q, H, D), key and value (B, S_k, H_kv, D), output (B, S_q, H, D)."""
     scope = THREAD.scopes[-1] if THREAD.scopes else Scope(_unnamed[0])
-    output, tokens = None, None
+    mask = attn_mask
+    if mask is not None and mask.ndim == 2 and mask.shape == (query.shape[0], key.shape[1]):
+        mask = mask[:, None, None, :]  # the dispatcher's key padding
+    output, tokens, mesh = None, None, None
     if scope.recorder is None:
         tokens = scope.next_call(key, tokens_at=1)
-    if tokens is not None and _parallel_config is not None:
-        count(Reason.CONTEXT_PARALLEL, scope.layer.name)
+        mesh = None if _parallel_config is None else diffusers_parallel.mesh_of(_parallel_config)
+    if tokens is not None and mesh is not None:
+        if not needs_derivatives(query, key, value, attn_mask):
+            call = (query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
+            return diffusers_parallel.attention(scope, tokens, mesh, _dense, *call)
+        refuse(scope.layer, "gradients")
     elif (
         tokens is None
         or is_causal
         or tokens.is_text
         or not runs_dense(scope.layer, query, key, tokens.is_self, heads_at=2, tokens_at=1)
     ):
-        mask = attn_mask
-        if mask is not None and mask.ndim == 2 and mask.shape == (query.shape[0], key.shape[1]):
-            mask = mask[:, None, None, :]  # the dispatcher's key padding
         output = sparse_sdpa(
             scope,
             query.transpose(1, 2),
@@ -136,16 +141,9 @@ def attention(
         )
     if output is not None:
         return output.transpose(1, 2)
-    result: Tensor = undisturbed(
-        _native[0],
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale,
-        enable_gqa,
-        _parallel_config=_parallel_config,
-    )
-    return result
+    return _dense(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, _parallel_config)
+
+
+def _dense(*call: Any) -> Tensor:
+    """A dense call as the dispatcher's SDPA backend has it; the last argument may be ``_parallel_config``."""
+    return cast(Tensor, undisturbed(_native[0], *call[:8], _parallel_config=call[8] if len(call) > 8 else None))

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode
 
 from sparge.causal_bias import alignment_of, lengths_of
 from sparge.decide import Reason, count
-from sparge.integrations.calls import Layer, aligned_top_left, attend, has_sizes, runs_dense
+from sparge.integrations.calls import Layer, Part, aligned_top_left, attend, has_sizes, runs_dense
 from sparge.integrations.resumed import run_within
 from sparge.policy import Policy
 
@@ -57,12 +57,17 @@ class Tokens:
         text: key ranges [start, stop) to keep besides the policy's; a stop of None is the last key.
         keys: how many there are; None: any number.
         is_text: no token belongs to a picture.
+        seam: of a rank's part of the tokens, how many belong to the first of two streams that were split one by one;
+            None: there is one.
+        ranks: of such a part, what each rank holds, where it is known and not alike.
     """
 
     is_self: bool | None = None
     text: Sequence[tuple[int, int | None]] = ()
     keys: int | None = None
     is_text: bool = False
+    seam: int | None = None
+    ranks: tuple[Tokens, ...] = ()
 
 
 UNKNOWN = Tokens()
@@ -143,11 +148,13 @@ def sparse_sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
     tokens: Tokens | None = None,
+    part: Part | None = None,
 ) -> Tensor | None:
     """An SDPA call in this library's terms (causality aligned top-left, CausalBias honoured), or None: run it dense.
 
     Args:
         tokens: of a call that the scope has counted.
+        part: what of a call of several ranks this is, which is not dense by policy.
     """
     if scope.recorder is not None:
         return scope.recorder(query, key, value)
@@ -157,7 +164,7 @@ def sparse_sdpa(
         return None
     alignment = None if attn_mask is None else alignment_of(attn_mask)
     causal = is_causal or alignment is not None
-    if not causal and runs_dense(scope.layer, query, key, tokens.is_self):
+    if part is None and not causal and runs_dense(scope.layer, query, key, tokens.is_self):
         return None
     is_self, unsupported = tokens.is_self, None
     text: Sequence[tuple[int, int]] = ()
@@ -185,6 +192,7 @@ def sparse_sdpa(
         text=text,
         grid=scope.grid,
         unsupported=unsupported,
+        part=part,
     )
 
 

@@ -1,0 +1,414 @@
+"""Cases of context parallelism, run on several processes with gloo; what they find is written to a folder.
+
+    python parallel_cases.py FOLDER
+
+One process imports everything and forks the ranks, first two, then four: to import takes longer than all cases.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import io
+import logging
+import os
+import runpy
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import torch._dynamo  # once, before ranks are forked
+import torch.distributed as dist
+import torch.multiprocessing
+from diffusers import ContextParallelConfig, ParallelConfig
+from families import pictures, videos
+from tiny_pipelines import PIPELINES, call
+from tiny_transformers import TRANSFORMERS, build
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import sparge
+from sparge import Budget, Policy, TopK
+from sparge.integrations import diffusers_backend
+from sparge.integrations.calls import Layer
+from sparge.integrations.hooks import THREAD
+from sparge.integrations.sdpa import Scope, Tokens
+
+SPARSE = Policy(sparsity=Budget(0.4), backend="torch", on_unsupported="raise")
+LOOSE = replace(SPARSE, on_unsupported="dense")
+DENSE = Policy(min_tokens=10**6)
+ULYSSES, RING = {"ulysses_degree": 2}, {"ring_degree": 2}
+DEGREES = {"ulysses": ULYSSES, "ring": RING}
+MODELS = ("wan", "flux", "ltx", "qwen_image", "flux2", "chronoedit", "minimax_h3", "helios", "ltx2")
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+Case = Callable[[], Any]
+CASES: dict[int, dict[str, Case]] = {2: {}, 4: {}}
+"""By the number of ranks, by name."""
+
+
+def case(name: str, ranks: int = 2) -> Callable[[Case], Case]:
+    def register(function: Case) -> Case:
+        CASES[ranks][name] = function
+        return function
+
+    return register
+
+
+def model_of(name: str) -> tuple[Any, dict[str, Any]]:
+    if name in TRANSFORMERS:
+        return build(name)
+    torch.manual_seed(0)
+    if name == "helios":
+        return helios()
+    tiny = getattr(pictures, name, None) or getattr(videos, name)
+    built = tiny()
+    if name == "ltx2":  # diffusers forgets a part
+        built.model._cp_plan = {**built.model._cp_plan, "cross_attn_rope": built.model._cp_plan["rope"]}
+    return built.model.eval(), built.inputs
+
+
+def helios() -> tuple[Any, dict[str, Any]]:
+    """With an even number of tokens, and a plan for its two blocks."""
+    tiny = videos.helios()
+    config = {**tiny.model.config, "is_amplify_history": False}  # which diffusers finds by the whole sequence's length
+    model = diffusers.HeliosTransformer3DModel(**{k: v for k, v in config.items() if not k.startswith("_")}).eval()
+    model._cp_plan = {name: plan for name, plan in model._cp_plan.items() if name.split(".")[1] in "*01"}
+    noise = {
+        name: torch.randn(1, 4, frames, 32, 24)
+        for name, frames in {"hidden_states": 3, "latents_history_short": 1, "latents_history_mid": 2}.items()
+    }
+    return model, {**tiny.inputs, **noise, "latents_history_long": torch.randn(1, 4, 4, 32, 24)}
+
+
+def run(model: Any, inputs: dict[str, Any]) -> Tensor:
+    output = model(**inputs, return_dict=False)
+    while not isinstance(output, Tensor):
+        output = output[0]
+    return output
+
+
+def counted(function: Callable[[], Any]) -> tuple[Any, dict[str, dict[str, int]]]:
+    """What a function returns, and what was counted meanwhile, by layer."""
+    sparge.reset_stats()
+    result = function()
+    return result, {name: dict(row.reasons) for name, row in sparge.stats().layers.items()}
+
+
+def compared(name: str, policy: Policy, degrees: dict[str, Any]) -> dict[str, Any]:
+    """A model on one rank and on two."""
+    model, inputs = model_of(name)
+    stock = run(model, inputs)
+    sparge.enable(model, policy)
+    want, alone = counted(lambda: run(model, inputs))
+    model.enable_parallelism(config=ContextParallelConfig(**degrees))
+    got, together = counted(lambda: run(model, inputs))
+    return {"stock": stock, "want": want, "got": got, "alone": alone, "together": together}
+
+
+for _name in MODELS:
+    for _kind, _degrees in DEGREES.items():
+        case(f"{_name}, {_kind}")(lambda name=_name, degrees=_degrees: compared(name, SPARSE, degrees))
+
+for _name in ("wan", "flux", "ltx"):
+    case(f"{_name}, dense ring")(lambda name=_name: compared(name, DENSE, RING))
+
+PER_HEAD = Policy(
+    sparsity=TopK(torch.tensor([0.2, 0.7]), min_blocks=1, pv_threshold=torch.tensor([-3.0, -9.0])), backend="torch"
+)
+for _kind, _degrees in DEGREES.items():
+    case(f"wan per head, {_kind}")(lambda degrees=_degrees: compared("wan", PER_HEAD, degrees))
+
+
+def latents(name: str, degrees: dict[str, Any]) -> dict[str, Any]:
+    """A pipeline with a dense first step, on one rank and on two."""
+    pipe = PIPELINES[name]()
+    policy = replace(SPARSE, dense_first_steps=1)
+    more = {"max_sequence_length": 64} if name == "flux" else {}
+    stock = call(name, pipe, **more)[-1]
+    sparge.enable(pipe, policy)
+    want, alone = counted(lambda: call(name, pipe, **more)[-1])
+    pipe.transformer.enable_parallelism(config=ContextParallelConfig(**degrees))
+    got, together = counted(lambda: call(name, pipe, **more)[-1])
+    return {"stock": stock, "want": want, "got": got, "alone": alone, "together": together}
+
+
+for _name, _kind in (("wan", "ulysses"), ("flux", "ulysses"), ("ltx", "ring")):
+    case(f"pipeline {_name}, {_kind}")(lambda name=_name, degrees=DEGREES[_kind]: latents(name, degrees))
+
+
+@case("orders")
+def orders() -> dict[str, Tensor]:
+    """`enable` and ``set_attention_backend``, before and after ``enable_parallelism``; and back."""
+    diffusers_backend.register(SPARSE)
+    results = {}
+    for name in ("wan", "flux"):
+        model, inputs = model_of(name)
+        results[f"{name} stock"] = run(model, inputs)
+        model.enable_parallelism(config=ContextParallelConfig(**ULYSSES))
+        results[f"{name} native"] = run(model, inputs)
+        sparge.enable(model, SPARSE)
+        results[f"{name} parallel, enable"] = run(model, inputs)
+        sparge.disable(model)
+        results[f"{name} disabled"] = run(model, inputs)
+        sparge.enable(model, SPARSE)
+        results[f"{name} enabled again"] = run(model, inputs)
+    model, inputs = model_of("wan")
+    model.set_attention_backend("sparge")
+    results["wan by name"] = run(model, inputs)
+    model.enable_parallelism(config=ContextParallelConfig(**RING))
+    results["wan by name, parallel"] = run(model, inputs)
+    model, inputs = model_of("wan")
+    model.enable_parallelism(config=ContextParallelConfig(**RING))
+    model.set_attention_backend("sparge")
+    results["wan parallel, by name"] = run(model, inputs)
+    model.set_attention_backend("native")
+    return results
+
+
+@case("compiled")
+def compiled() -> dict[str, Any]:
+    """A module that is compiled: one graph before attention and one behind it."""
+    model, inputs = model_of("flux")
+    sparge.enable(model, SPARSE)
+    model.enable_parallelism(config=ContextParallelConfig(**RING))
+    want, alone = counted(lambda: run(model, inputs))
+    model.transformer_blocks[0].attn.compile(backend="eager")
+    got, together = counted(lambda: run(model, inputs))
+    return {"want": want, "got": got, "alone": alone, "together": together}
+
+
+TEXT, GRID = 40, (2, 11, 16)
+
+
+def config_of(ulysses: int, ring: int, **more: Any) -> Any:
+    """What ``enable_parallelism`` makes of a configuration, without a model."""
+    mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
+    config = ParallelConfig(
+        context_parallel_config=ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses, **more)
+    )
+    config.setup(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), mesh=mesh)
+    return config
+
+
+def noise(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def own(tensor: Tensor, dim: int, text: int) -> Tensor:
+    """What a rank has of both streams."""
+    parts = tensor.tensor_split((text,), dim)
+    shards = (part.tensor_split(dist.get_world_size(), dim)[dist.get_rank()] for part in parts)
+    return torch.cat(list(shards), dim)
+
+
+def all_of(tensor: Tensor, text: int) -> Tensor:
+    """The tokens (B, S, H, D) of all ranks, as they were before `own`."""
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, tensor)
+    seams = [len(part) for part in torch.arange(text).tensor_split(len(told))]
+    parts = [part.tensor_split((seam,), 1) for part, seam in zip(told, seams, strict=True)]
+    return torch.cat([first for first, _ in parts] + [second for _, second in parts], 1)
+
+
+def called(tokens: Tokens, policy: Policy, *args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, int]]:
+    """The backend within a scope that knows these tokens."""
+    sparge.reset_stats()
+    THREAD.scopes.append(Scope(Layer("layer", policy), (tokens,), GRID))
+    try:
+        output = diffusers_backend.attention(*args, **kwargs)
+    finally:
+        THREAD.scopes.pop()
+    return output, dict(sparge.stats().layers["layer"].reasons)
+
+
+def attention(
+    config: Any,
+    *,
+    heads: int = 4,
+    kv_heads: int | None = None,
+    text: int = TEXT,
+    tokens: int = TEXT + 2 * 11 * 16,
+    mask: Tensor | None = None,
+    own_mask: Tensor | None = None,
+    policy: Policy = SPARSE,
+    runs_dense: bool = False,
+    **call: Any,
+) -> dict[str, Any]:
+    """A call of two streams on one rank and on all, where it may run dense."""
+    query = noise(2, tokens, heads, 16)
+    key, value = noise(2, tokens, kv_heads or heads, 16) / 2, noise(2, tokens, kv_heads or heads, 24)
+    alone_by = DENSE if runs_dense else policy
+    want, alone = called(Tokens(True, ((0, text),)), alone_by, query, key, value, mask, **call)
+    seam = len(torch.arange(text).tensor_split(dist.get_world_size())[dist.get_rank()])
+    parts = (own(tensor, 1, text) for tensor in (query, key, value))
+    told = Tokens(True, ((0, seam),), seam=seam)
+    got, together = called(told, policy, *parts, own_mask, **call, _parallel_config=config)
+    return {"want": want, "got": all_of(got, text), "alone": alone, "together": together}
+
+
+@case("uneven")
+def uneven() -> dict[str, Any]:
+    """Numbers of tokens, text tokens and heads that do not divide."""
+    sizes = {"heads": 3, "text": 37, "tokens": 37 + 2 * 11 * 16}
+    more = {"text": 37, "tokens": 37 + 351}
+    return {
+        "ulysses": attention(config_of(2, 1, ulysses_anything=True), **sizes),
+        "ring": attention(config_of(1, 2, ring_anything=True), **sizes),
+        "ulysses, no grid": attention(config_of(2, 1, ulysses_anything=True), **more),
+        "ring, no grid": attention(config_of(1, 2, ring_anything=True), **more),
+    }
+
+
+def key_masks() -> dict[str, Tensor]:
+    """Padding behind the text, holes, and an additive one that differs by head; over all keys."""
+    keys = torch.arange(TEXT + 2 * 11 * 16)
+    padded = torch.stack([(keys < 30) | (keys >= TEXT), keys >= 0])[:, None, None]
+    return {
+        "padding": padded,
+        "2-D": padded[:, 0, 0],
+        "holes": (keys % 7 != 3)[None, None, None],
+        "additive": noise(1, 4, 1, len(keys)),
+    }
+
+
+def with_masks(config: Any) -> dict[str, Any]:
+    return {
+        name: attention(config, mask=mask, own_mask=own(mask, mask.ndim - 1, TEXT))
+        for name, mask in key_masks().items()
+    }
+
+
+@case("masks")
+def masks() -> dict[str, Any]:
+    size = TEXT + 2 * 11 * 16
+    rows = noise(1, 4, size, size) > -0.5
+    results = {}
+    for kind, config in {"ulysses": config_of(2, 1), "ring": config_of(1, 2)}.items():
+        results |= {f"{kind}, {name}": found for name, found in with_masks(config).items()}
+        for which, mask in {"own": own(rows, 2, TEXT), "all": rows}.items():
+            found = attention(config, mask=rows, own_mask=mask, policy=LOOSE, runs_dense=kind == "ring")
+            results[f"{kind}, {which} rows"] = found
+    return results
+
+
+@case("kinds of calls")
+def kinds_of_calls() -> dict[str, Any]:
+    ulysses, ring = config_of(2, 1), config_of(1, 2)
+    return {
+        "grouped, ulysses": attention(ulysses, kv_heads=2, enable_gqa=True),
+        "one head of keys, ulysses": attention(ulysses, kv_heads=1, enable_gqa=True),
+        "grouped, ring": attention(ring, kv_heads=2, enable_gqa=True),
+        "causal, ulysses": attention(ulysses, is_causal=True),
+        "scaled, ring": attention(ring, scale=0.3),
+        "few rows, ring": attention(ring, text=20, tokens=120, policy=LOOSE, runs_dense=True),
+        "similarity, ulysses": attention(
+            ulysses, policy=replace(LOOSE, sparsity=Budget(0.4, similarity_threshold=0.1)), runs_dense=True
+        ),
+        "rows in place, ring": attention(ring, text=0, tokens=512, policy=replace(SPARSE, order="row")),
+        "dropped, ring": attention(ring, policy=replace(SPARSE, skipped="drop")),
+        "8 bits, ulysses": attention(ulysses, policy=replace(SPARSE, quantization="int8_fp8")),
+        "cdf, ring": attention(ring, policy=Policy(sparsity=sparge.TopCdf(0.7), backend="torch")),
+    }
+
+
+def error_of(function: Callable[[], Any]) -> str:
+    try:
+        function()
+    except (NotImplementedError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+@case("errors")
+def errors() -> dict[str, str]:
+    ulysses, ring = config_of(2, 1), config_of(1, 2)
+    size = (TEXT + 2 * 11 * 16) // 2
+    return {
+        "mask": error_of(lambda: attention(ring, own_mask=torch.ones(size, size, dtype=torch.bool))),
+        "causal": error_of(lambda: attention(ring, is_causal=True)),
+        "heads": error_of(lambda: attention(ulysses, heads=1)),
+    }
+
+
+@case("gradients")
+def gradients() -> dict[str, Any]:
+    """They run dense, on diffusers' own attention of all ranks."""
+    query = noise(1, 400, 2, 16).requires_grad_()
+    tokens = Tokens(True)
+    with torch.enable_grad():
+        want, _ = called(tokens, LOOSE, query, query, query)
+        part = own(query.detach(), 1, 0).requires_grad_()
+        got, reasons = called(tokens, LOOSE, part, part, part, _parallel_config=config_of(2, 1))
+        want.square().sum().backward()
+        got.square().sum().backward()
+    return {"want": own(query.grad, 1, 0), "got": part.grad, "reasons": reasons}
+
+
+@case("example")
+def example() -> str:
+    """What the script prints on this rank."""
+    with contextlib.redirect_stdout(io.StringIO()) as lines:
+        runpy.run_path(str(EXAMPLES / "parallel_diffusers.py"))
+    return lines.getvalue()
+
+
+@case("mesh of two by two", ranks=4)
+def mesh() -> dict[str, Any]:
+    config = config_of(2, 2)
+    return {
+        "sparse": attention(config),
+        "dense": attention(config, policy=DENSE),
+        "per head": attention(
+            config, policy=Policy(sparsity=TopK(torch.tensor([0.2, 0.7, 0.3, 1.0]), min_blocks=1), backend="torch")
+        ),
+        **with_masks(config),
+    }
+
+
+def work(rank: int, ranks: int, folder: Path) -> None:
+    """All cases for so many ranks; the first that fails ends them, as ranks may wait for each other."""
+    torch.set_num_threads(1)
+    diffusers_backend.register()
+    torch.accelerator.device_count = lambda: 1  # diffusers divides by it
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous-{ranks}",
+        rank=rank,
+        world_size=ranks,
+        timeout=datetime.timedelta(seconds=60),
+    )
+    results: dict[str, Any] = {}
+    with torch.no_grad():
+        for name, function in CASES[ranks].items():
+            try:
+                results[name] = function()
+            except Exception:
+                results["failed"] = f"{name}, rank {rank}\n{traceback.format_exc()}"
+                break
+    torch.save(results, folder / f"{ranks}-{rank}.pt")
+    os._exit(0)  # groups whose ranks are gone cannot be taken apart
+
+
+def main(folder: Path) -> None:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    context = torch.multiprocessing.get_context("fork")
+    for ranks in CASES:
+        processes = [context.Process(target=work, args=(rank, ranks, folder)) for rank in range(ranks)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(EXAMPLES))  # as it is for a script that is run
+    main(Path(sys.argv[1]))

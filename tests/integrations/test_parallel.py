@@ -1,0 +1,153 @@
+"""diffusers' context parallelism on gloo: what several ranks make together is what one makes."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from filelock import FileLock
+
+pytestmark = pytest.mark.timeout(300)
+
+HERE = Path(__file__).parent
+PATIENCE = 240
+ROUNDING = 4 * 2**-23
+"""Of the largest number: matrices of other sizes are multiplied in other orders."""
+
+
+@pytest.fixture(scope="session")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """By case, what each rank found; the processes run once for all processes of a test run."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    folder = folder / "parallel_cases"
+    with FileLock(folder.with_suffix(".lock")):
+        if not folder.exists():
+            folder.mkdir()
+            program = [sys.executable, str(HERE / "parallel_cases.py"), str(folder)]
+            done = subprocess.run(program, capture_output=True, text=True, timeout=PATIENCE)
+            assert done.returncode == 0, done.stderr[-4000:]
+    results: dict[str, list[Any]] = {}
+    for path in sorted(folder.glob("*.pt")):
+        for name, result in torch.load(path, weights_only=False).items():
+            results.setdefault(name, []).append(result)
+    return results
+
+
+def of(found: dict[str, list[Any]], case: str) -> list[Any]:
+    """What each rank found in a case."""
+    assert case in found, "\n".join(found.get("failed", ["no rank came so far"]))
+    return found[case]
+
+
+def check(result: dict[str, Any], *, same_reasons: bool = True) -> None:
+    largest = float(result["want"].abs().max())
+    torch.testing.assert_close(result["got"], result["want"], rtol=0, atol=ROUNDING * largest)
+    if same_reasons:
+        assert result["together"] == result["alone"]
+
+
+@pytest.mark.parametrize("kind", ["ulysses", "ring"])
+@pytest.mark.parametrize(
+    "name", ["wan", "flux", "ltx", "qwen_image", "flux2", "chronoedit", "minimax_h3", "helios", "ltx2", "wan per head"]
+)
+def test_models(name: str, kind: str, found: dict[str, list[Any]]) -> None:
+    """Sparse by one budget for all ranks, or by numbers per head; text where it was, tokens along a curve."""
+    for result in of(found, f"{name}, {kind}"):
+        check(result, same_reasons=name != "ltx2")  # its audio is a block, and on two ranks a ring has two
+        assert not torch.equal(result["want"], result["stock"]), "blocks were skipped"
+        assert any("sparse: torch" in reasons for reasons in result["together"].values())
+
+
+@pytest.mark.parametrize("name", ["wan", "flux", "ltx"])
+def test_dense_calls_of_a_ring_are_stock(name: str, found: dict[str, list[Any]]) -> None:
+    """diffusers' own SDPA has no LSE, and raises."""
+    for result in of(found, f"{name}, dense ring"):
+        check(result)
+        check({**result, "want": result["stock"]})
+        assert all(reason.startswith("dense") for layer in result["together"].values() for reason in layer)
+
+
+@pytest.mark.parametrize("case", ["wan, ulysses", "flux, ulysses", "ltx, ring"])
+def test_pipelines(case: str, found: dict[str, list[Any]]) -> None:
+    for result in of(found, f"pipeline {case}"):
+        check(result)
+        assert not torch.equal(result["want"], result["stock"])
+        reasons = {reason for layer in result["together"].values() for reason in layer}
+        assert {"sparse: torch", "dense: dense step"} <= reasons
+
+
+def test_either_order_and_back(found: dict[str, list[Any]]) -> None:
+    """`enable` and ``set_attention_backend`` after ``enable_parallelism``; `test_models` has them before it."""
+    enabled = {name: of(found, f"{name}, ulysses") for name in ("wan", "flux")}
+    for rank, result in enumerate(of(found, "orders")):
+        for name in ("wan", "flux"):
+            want = enabled[name][rank]["want"]
+            check({"want": want, "got": result[f"{name} parallel, enable"]}, same_reasons=False)
+            assert torch.equal(result[f"{name} enabled again"], result[f"{name} parallel, enable"])
+            check({"want": result[f"{name} stock"], "got": result[f"{name} native"]}, same_reasons=False)
+            assert torch.equal(result[f"{name} disabled"], result[f"{name} native"])
+        for way in ("wan by name, parallel", "wan parallel, by name"):
+            check({"want": result["wan by name"], "got": result[way]}, same_reasons=False)
+        assert not torch.equal(result["wan by name"], result["wan stock"])
+
+
+def test_compiled_blocks(found: dict[str, list[Any]]) -> None:
+    for result in of(found, "compiled"):
+        check(result)
+
+
+@pytest.mark.parametrize("case", ["uneven", "masks", "kinds of calls", "mesh of two by two"])
+def test_calls(case: str, found: dict[str, list[Any]]) -> None:
+    for results in of(found, case):
+        for name, result in results.items():
+            (reason,) = result["together"]
+            try:
+                check(result, same_reasons=name not in REFUSED)
+            except AssertionError as error:
+                raise AssertionError(f"{name}: {error}") from error
+            expected = REFUSED.get(name, "dense: fewer than min_tokens" if name == "dense" else "sparse: torch")
+            assert reason == expected, name
+
+
+REFUSED = {
+    "few rows, ring": "dense: below the crossover (fewer rows of blocks than ranks)",
+    "similarity, ulysses": "dense: unsupported (a similarity threshold of a budget over several ranks)",
+    "ring, own rows": "dense: unsupported (mask with an entry per query)",
+    "ring, all rows": "dense: unsupported (mask with an entry per query)",
+}
+"""Calls that are sparse on one rank, and dense on several."""
+
+
+def test_gradients_are_those_of_one_rank(found: dict[str, list[Any]]) -> None:
+    for result in of(found, "gradients"):
+        torch.testing.assert_close(result["got"], result["want"])
+        assert result["reasons"] == {"dense: unsupported (gradients)": 1}
+
+
+def test_errors_speak(found: dict[str, list[Any]]) -> None:
+    for result in of(found, "errors"):
+        assert result["mask"].startswith("ValueError: attn_mask: expected one over keys, or one over the keys of all")
+        assert result["mask"].endswith("got (196, 196) for 196 of 392 queries and 196 of 392 keys")
+        assert result["causal"] == (
+            "NotImplementedError: context parallelism: expected ulysses_degree alone for causal attention, got "
+            "ring_degree 2"
+        )
+        assert result["heads"] == "ValueError: ulysses_degree: expected some of 1 heads for each rank, got 2"
+
+
+def test_the_example_prints_what_it_says(found: dict[str, list[Any]]) -> None:
+    first, *others = of(found, "example")
+    source = (HERE.parents[1] / "examples" / "parallel_diffusers.py").read_text()
+    document = ast.get_docstring(ast.parse(source))
+    assert document is not None
+    expected = document.split("prints\n\n")[1].split("\n\n")[0]
+    assert first.strip().splitlines() == [line.strip() for line in expected.splitlines()]
+    assert others == [""]
