@@ -240,18 +240,21 @@ def attention(
     own_mask: Tensor | None = None,
     policy: Policy = SPARSE,
     runs_dense: bool = False,
+    text_last: bool = False,
     **call: Any,
 ) -> dict[str, Any]:
     """A call of two streams on one rank and on all, where it may run dense."""
+    first = tokens - text if text_last else text
     query = noise(2, tokens, heads, 16)
     key, value = noise(2, tokens, kv_heads or heads, 16) / 2, noise(2, tokens, kv_heads or heads, 24)
     alone_by = DENSE if runs_dense else policy
-    want, alone = called(Tokens(True, ((0, text),)), alone_by, query, key, value, mask, **call)
-    seam = len(torch.arange(text).tensor_split(dist.get_world_size())[dist.get_rank()])
-    parts = (own(tensor, 1, text) for tensor in (query, key, value))
-    told = Tokens(True, ((0, seam),), seam=seam)
+    ranges = ((first, None) if text_last else (0, first),)
+    want, alone = called(Tokens(True, ranges), alone_by, query, key, value, mask, **call)
+    seam = len(torch.arange(first).tensor_split(dist.get_world_size())[dist.get_rank()])
+    parts = (own(tensor, 1, first) for tensor in (query, key, value))
+    told = Tokens(True, ((seam, None) if text_last else (0, seam),), seam=seam)
     got, together = called(told, policy, *parts, own_mask, **call, _parallel_config=config)
-    return {"want": want, "got": all_of(got, text), "alone": alone, "together": together}
+    return {"want": want, "got": all_of(got, first), "alone": alone, "together": together}
 
 
 @case("uneven")
@@ -264,6 +267,7 @@ def uneven() -> dict[str, Any]:
         "ring": attention(config_of(1, 2, ring_anything=True), **sizes),
         "ulysses, no grid": attention(config_of(2, 1, ulysses_anything=True), **more),
         "ring, no grid": attention(config_of(1, 2, ring_anything=True), **more),
+        "ring, text last": attention(config_of(1, 2, ring_anything=True), **sizes, text_last=True),
     }
 
 
@@ -309,6 +313,9 @@ def kinds_of_calls() -> dict[str, Any]:
         "causal, ulysses": attention(ulysses, is_causal=True),
         "scaled, ring": attention(ring, scale=0.3),
         "few rows, ring": attention(ring, text=20, tokens=120, policy=LOOSE, runs_dense=True),
+        "exact text, ring": attention(ring, text=10, tokens=1810, policy=replace(SPARSE, sparsity=Budget(0.6))),
+        "text last, ulysses": attention(ulysses, text_last=True),
+        "text last, ring": attention(ring, text_last=True),
         "similarity, ulysses": attention(
             ulysses, policy=replace(LOOSE, sparsity=Budget(0.4, similarity_threshold=0.1)), runs_dense=True
         ),
