@@ -34,7 +34,7 @@ test-compiled: $(READY)
 	$(PYTEST)
 
 test-interpreted: $(READY)  # Triton decides when it is imported whether a process compiles kernels or interprets them
-	TRITON_INTERPRET=1 $(PYTEST) tests/kernels
+	TRITON_INTERPRET=1 $(PYTEST) tests/interpreted
 
 $(DATA)/.ready: $(READY) requirements-slow.txt
 	$(BIN)/python -m pip install --quiet -r requirements-slow.txt
