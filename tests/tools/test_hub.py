@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -380,9 +380,10 @@ sys.meta_path.insert(0, Blocked())
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.fixture(scope="module")
-def by_name(repository: Path) -> Iterator[dict[str, Any]]:
-    """What happens in a process without the library in which transformers loads the kernel by its name."""
+@needs_client
+@pytest.mark.timeout(120)
+def test_transformers_by_name(repository: Path, variant: Path) -> None:
+    """``attn_implementation="someone/sparge"``, offline by LOCAL_KERNELS, where the library cannot be imported."""
     pytest.importorskip("transformers")
     program = """
 import importlib, json, torch
@@ -443,34 +444,17 @@ report["sparse"] = compare(llama, "sdpa", input_ids=torch.randint(99, (1, 2048))
 report["ours"] = [name for name in sys.modules if name.partition(".")[0] == "sparge"]
 print(json.dumps(report))
 """
-    return run_alone(program, LOCAL_KERNELS=f"someone/sparge={repository}")
-
-
-@needs_client
-@pytest.mark.timeout(120)
-class TestByName:
-    """``attn_implementation="someone/sparge"``, offline by LOCAL_KERNELS, where the library cannot be imported."""
-
-    def test_loads_without_the_library(self, by_name: dict[str, Any], variant: Path) -> None:
-        assert by_name["kernel"] == identity_of(variant)
-        assert by_name["implementation"] == "someone/sparge"
-        assert by_name["ours"] == []
-
-    @pytest.mark.parametrize("case", ["batch", "padding", "packed", "sinks"])
-    def test_short_calls_are_exact(self, by_name: dict[str, Any], case: str) -> None:
-        """Dense attention in float32 beside another dense one: two layers of rounding."""
-        assert by_name[case]["error"] < 1e-5
-        (reason,) = by_name[case]["reasons"]
+    report = run_alone(program, LOCAL_KERNELS=f"someone/sparge={repository}")
+    assert report["kernel"] == identity_of(variant)
+    assert report["implementation"] == "someone/sparge"
+    for case in ("batch", "padding", "packed", "sinks"):
+        assert report[case]["error"] < 1e-5, f"{case}: dense beside dense, two layers of float32"
+        (reason,) = report[case]["reasons"]
         assert reason.startswith("dense: ")
-
-    def test_generates(self, by_name: dict[str, Any]) -> None:
-        assert by_name["generated alike"]
-
-    def test_refuses(self, by_name: dict[str, Any]) -> None:
-        assert "gradients" in by_name["gradients"]
-        assert by_name["capped scores"].startswith("softcap: expected 0.0")
-
-    def test_long_calls_are_sparse(self, by_name: dict[str, Any]) -> None:
-        assert by_name["sparse"]["reasons"] == {"sparse: torch": 2}
-        assert by_name["sparse"]["density"] == pytest.approx(0.5, abs=0.01)
-        assert 1e-5 < by_name["sparse"]["error"] < 0.5
+    assert report["generated alike"]
+    assert "gradients" in report["gradients"]
+    assert report["capped scores"].startswith("softcap: expected 0.0")
+    assert report["sparse"]["reasons"] == {"sparse: torch": 2}
+    assert report["sparse"]["density"] == pytest.approx(0.5, abs=0.01)
+    assert 1e-5 < report["sparse"]["error"] < 0.5
+    assert report["ours"] == []
