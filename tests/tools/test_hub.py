@@ -47,12 +47,16 @@ def builder() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def repository(builder: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the build that ``SPARGE_KERNEL`` names, as `make kernel` has it; or of a new one."""
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the build that ``SPARGE_KERNEL`` names, as `make kernel` has it; or of a new one, made by Python alone."""
     if "SPARGE_KERNEL" in os.environ:
         return Path(os.environ["SPARGE_KERNEL"])
     folder = tmp_path_factory.mktemp("repository")
-    builder.build(folder)
+    command = [sys.executable, "-I", "-S", HUB / "build.py", folder, "--source", "someone/sparge"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    variant = folder / "build" / "torch-universal"
+    assert done.stdout == f"{variant}: {identity_of(variant)}\n{folder / 'torch-ext' / 'sparge'}\n"
     return folder
 
 
@@ -179,17 +183,18 @@ class TestTree:
         assert (tmp_path / "folder" / "a.py").read_text() == "new"
 
     @needs_client
-    def test_source_for_the_hubs_builder(self, builder: ModuleType, variant: Path, tmp_path: Path) -> None:
+    @pytest.mark.skipif("SPARGE_KERNEL" in os.environ, reason="expected a build with its source")
+    def test_source_for_the_hubs_builder(self, repository: Path, variant: Path, tmp_path: Path) -> None:
         """Its `_ops` names the operators; all other modules are those of the tree that was tested."""
         from kernels._rust import Backend, Build
 
-        folder = builder.write_source(tmp_path, "someone/sparge")
-        assert Build.open(tmp_path).general.backends == [Backend.CPU, Backend.CUDA]
-        (tmp_path / "other").mkdir()
-        text = (tmp_path / "build.toml").read_text()
-        (tmp_path / "other" / "build.toml").write_text(text.replace('"cpu"', '"abacus"'))
+        folder = repository / "torch-ext" / "sparge"
+        assert Build.open(repository).general.backends == [Backend.CPU, Backend.CUDA]
+        text = (repository / "build.toml").read_text()
+        assert 'repo-id = "someone/sparge"' in text
+        (tmp_path / "build.toml").write_text(text.replace('"cpu"', '"abacus"'))
         with pytest.raises(ValueError):
-            Build.open(tmp_path / "other")
+            Build.open(tmp_path)
         texts = [
             {path.relative_to(each).as_posix(): path.read_text() for path in each.rglob("*.py")}
             for each in (folder, variant)

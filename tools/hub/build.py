@@ -55,8 +55,6 @@ if {id!r} not in sys.modules:
 globals().update({{name: getattr(sys.modules[{id!r}], name) for name in sys.modules[{id!r}].__all__}})
 __all__ = sys.modules[{id!r}].__all__
 '''
-
-
 BUILD_TOML = """\
 [general]
 name = "{name}"
