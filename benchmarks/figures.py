@@ -461,8 +461,8 @@ SCALE_DRAWN = ("16 bits", "8 bits", "0.25", "0.1")
 def draw_scale(look: Look) -> Figure:
     """Seconds of all layers, attention and exchange on top of each other, by workload (columns) and cluster (rows)."""
     rows = scale.rows_of(RESULTS)
-    shades = LinearSegmentedColormap.from_list("variants", [look.marks[2], look.marks[0]])
-    colours = [shades(place / (len(SCALE_DRAWN) - 1)) for place in range(len(SCALE_DRAWN))]
+    shades = LinearSegmentedColormap.from_list("variants", [look.page, look.marks[0]])
+    colours = [look.marks[2], shades(0.4), shades(0.7), shades(1.0)]
     figure = new_figure(10.4, 7.4, look)
     heights = [max(len(plan.splits(workload, cluster)) for workload in plan.WORKLOADS) for cluster in plan.CLUSTERS]
     panels = figure.subplots(len(plan.CLUSTERS), len(plan.WORKLOADS), height_ratios=heights)

@@ -23,6 +23,7 @@ def main() -> None:
         "--only", nargs="+", default=[], help='parts whose name has one of these words, e.g. "1M: ring"'
     )
     parser.add_argument("--repeats", type=int, default=3, help="at most, of a part; default: %(default)s")
+    parser.add_argument("--budget", type=float, default=480, help="seconds after which no part begins; default: 480")
     parser.add_argument("--tiny", action="store_true", help="small sizes on any device, to see that it runs; not kept")
     parser.add_argument("--results", type=Path, default=None, help=f"default: {RESULTS.name}, or nowhere if --tiny")
     args = parser.parse_args()
@@ -31,7 +32,8 @@ def main() -> None:
         parser.error("expected a CUDA device, got none; --tiny runs anywhere")
     results = args.results or (None if args.tiny else RESULTS)
     device = "cuda" if on_gpu else "cpu"
-    for row in all_rows(device, repeats=args.repeats, only=args.only, tiny=args.tiny):
+    options = {"repeats": args.repeats, "only": args.only, "tiny": args.tiny, "budget_s": args.budget}
+    for row in all_rows(device, **options):
         if results is not None:
             append_row(results, row, gpu=on_gpu)
 

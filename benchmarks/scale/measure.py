@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -27,8 +28,8 @@ BUDGET_S = 2.0
 
 TINY_CLUSTERS = (Cluster("2 GPUs", 1, 2, NVLINK, NETWORK), Cluster("2 x 2 GPUs", 2, 2, NVLINK, NETWORK))
 TINY_WORKLOADS = (
-    Workload("tiny video", 1, 500, 6, 6, 16, is_causal=False),
-    Workload("tiny text", 1, 512, 4, 2, 16, is_causal=True),
+    Workload("tiny video", 1, 1000, 6, 6, 16, is_causal=False),
+    Workload("tiny text", 1, 1024, 4, 2, 16, is_causal=True),
 )
 """Six heads do not divide by four, four ranks are more than two key heads: as with the real ones."""
 
@@ -78,11 +79,11 @@ def measure(part: Part, inputs: Inputs, repeats: int) -> Iterator[Row]:
     if part.case == "attention":
         yield from _attention_rows(part, inputs, repeats)
         return
-    row = {**part.fields(), "variant": None, "ms": None, "problem": None, "repeats": repeats}
+    row = {**part.fields(), "variant": None, "ms": None, "repeats": 0, "problem": None}
     try:
         run = BESIDES[part.case](inputs, part.workload, part.split)
         run()
-        row["ms"] = times_of({"": run}, repeats, is_long=False)[""]
+        row |= _median(times_of({"": run}, repeats, is_long=False)[""])
     except Exception as error:  # whatever a kernel throws becomes a cell of a table
         row["problem"] = reason(error)
     yield row
@@ -90,12 +91,12 @@ def measure(part: Part, inputs: Inputs, repeats: int) -> Iterator[Row]:
 
 def _attention_rows(part: Part, inputs: Inputs, repeats: int) -> Iterator[Row]:
     run = part_of(inputs, part.workload, part.split, part.shard)
-    runs = {variant: partial(run, Attend(variant)) for variant in VARIANTS}
+    runs = {variant: partial(run, Attend(variant, drops=part.workload.is_causal)) for variant in VARIANTS}
     found: dict[str, Row] = {}
     exact: Tensor | None = None
     for variant in VARIANTS:
         row = found[variant] = {**part.fields(), "variant": variant, "ms": None, "density": None, "relative_l1": None}
-        row |= {"problem": None, "repeats": repeats}
+        row |= {"repeats": 0, "problem": None}
         sparge.reset_stats()
         try:
             output = runs[variant]()[:, :, ::SAMPLED].clone()
@@ -109,13 +110,13 @@ def _attention_rows(part: Part, inputs: Inputs, repeats: int) -> Iterator[Row]:
             exact = output
         elif exact is not None:
             row["relative_l1"] = relative_l1(output, exact)
-    for variant, milliseconds in times_of(runs, repeats, is_long=part.flop > LONG_FLOP).items():
-        found[variant]["ms"] = milliseconds
+    for variant, seconds in times_of(runs, repeats, is_long=part.flop > LONG_FLOP).items():
+        found[variant] |= _median(seconds)
     yield from found.values()
 
 
-def times_of(runs: dict[str, Callable[[], Any]], repeats: int, *, is_long: bool) -> dict[str, float]:
-    """Median milliseconds of calls that ran before, in turns: short ones behind 60 ms of their own kind."""
+def times_of(runs: Mapping[str, Callable[[], Any]], repeats: int, *, is_long: bool) -> dict[str, list[float]]:
+    """Seconds of calls that ran before, in turns: short ones behind 60 ms of their own kind."""
     seconds = device_seconds if torch.cuda.is_available() else host_seconds
 
     def clock(run: Callable[[], Any]) -> Callable[[], float]:
@@ -126,13 +127,19 @@ def times_of(runs: dict[str, Callable[[], Any]], repeats: int, *, is_long: bool)
         return partial(seconds, run, untimed=0 if milliseconds > UNTIMED_MS else untimed, timed=timed)
 
     clocks = {name: clock(run) for name, run in runs.items()}
-    times = take_turns(clocks, repeats, discarded=0, budget_s=BUDGET_S)
-    return {name: 1e3 * statistics.median(values) for name, values in times.items()}
+    return take_turns(clocks, repeats, discarded=0, budget_s=BUDGET_S)
+
+
+def _median(seconds: list[float]) -> Row:
+    return {"ms": 1e3 * statistics.median(seconds), "repeats": len(seconds)}
 
 
 @torch.no_grad()
-def all_rows(device: str, *, repeats: int, only: list[str], tiny: bool) -> Iterator[Row]:
-    """Every row of every part whose name has one of these words in it, with a line of progress."""
+def all_rows(device: str, *, repeats: int, only: list[str], tiny: bool, budget_s: float = math.inf) -> Iterator[Row]:
+    """Every row of every part whose name has one of these words in it, with a line of progress.
+
+    After ``budget_s`` no further part begins; those that are left are named.
+    """
     workloads, clusters = (TINY_WORKLOADS, TINY_CLUSTERS) if tiny else (WORKLOADS, CLUSTERS)
     begin = time.perf_counter()
     for workload in workloads:
@@ -141,6 +148,9 @@ def all_rows(device: str, *, repeats: int, only: list[str], tiny: bool) -> Itera
             continue
         inputs = make_inputs(workload, device)
         for place, part in enumerate(parts):
+            if time.perf_counter() - begin > budget_s:
+                print(f"out of time: {part.name}", flush=True)
+                continue
             for row in measure(part, inputs, repeats):
                 seconds = f"{time.perf_counter() - begin:6.1f} s"
                 print(f"{seconds}  {place + 1}/{len(parts)}  {part.name}{_told(row)}", flush=True)

@@ -1,8 +1,8 @@
 """The part of one rank, by public functions, on one device: nothing is sent, what would arrive lies there.
 
 Causal sequences are cut into twice as many pieces as shards, and a shard holds one from either end (head and tail): all
-see as many keys. A part of a gather is a call for each piece, aligned bottom-right; a part of a ring is a call for each
-chunk, with its LSE, and a merge.
+see as many keys. Blocks are predicted over whole rows first. A part of a gather is then a call for each piece, aligned
+bottom-right; a part of a ring is a call for each chunk, with its columns of the masks and its LSE, and a merge.
 """
 
 from __future__ import annotations
@@ -12,11 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import sparge
 from benchmarks.scale.plan import Split, Workload, exchanged_kv_heads
+from sparge import BlockMask
+from sparge.config import Quantization, Skipped
 from sparge.evaluate.inputs import FRAME_TOKENS, text_tensors, video_tensors
+from sparge.geometry import BLOCK_K, BLOCK_Q, ceil_div
 
 VARIANTS = ("16 bits", "8 bits", "0.5", "0.25", "0.1")
 """Dense by torch's kernel, dense in 8 bits, and shares of the blocks (8 bits on a GPU)."""
@@ -41,7 +45,7 @@ def make_inputs(workload: Workload, device: str, seed: int = 0) -> Inputs:
     generator = torch.Generator(device).manual_seed(seed)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     group, tokens = workload.heads // workload.kv_heads, workload.tokens
-    many = tokens if workload.is_causal else -(-tokens // FRAME_GRAIN) * FRAME_GRAIN
+    many = tokens if workload.is_causal else ceil_div(tokens, FRAME_GRAIN) * FRAME_GRAIN
     make = text_tensors if workload.is_causal else video_tensors
     sides: tuple[list[Tensor], ...] = ([], [], [])
     for _ in range(workload.kv_heads):
@@ -63,10 +67,11 @@ def of_heads(inputs: Inputs, workload: Workload, split: Split, rank: int = 0) ->
 
 
 def ranges_of(workload: Workload, shards: int, shard: int) -> list[tuple[int, int]]:
-    """Where the tokens of a shard begin and end: one range, or head and tail of a causal sequence."""
+    """Where the tokens of a shard begin and end: one range of whole blocks, or head and tail of a causal sequence."""
     places = [shard, 2 * shards - 1 - shard] if workload.is_causal and shards > 1 else [shard]
-    pieces = shards * len(places)
-    return [(workload.tokens * place // pieces, workload.tokens * (place + 1) // pieces) for place in places]
+    pieces, blocks = shards * len(places), ceil_div(workload.tokens, BLOCK_Q)
+    ends = [min(ceil_div(blocks * place, pieces) * BLOCK_Q, workload.tokens) for place in range(pieces + 1)]
+    return [(ends[place], ends[place + 1]) for place in places]
 
 
 def taken(tensor: Tensor, ranges: list[tuple[int, int]]) -> Tensor:
@@ -74,43 +79,53 @@ def taken(tensor: Tensor, ranges: list[tuple[int, int]]) -> Tensor:
     return torch.cat([tensor[:, :, start:stop] for start, stop in ranges], 2)
 
 
+@dataclass(frozen=True)
 class Attend:
-    """Attention of a variant: output, and LSE where it is asked for."""
+    """Attention of a variant.
 
-    def __init__(self, variant: str) -> None:
-        self.variant = variant
+    Attributes:
+        variant: one of `VARIANTS`, or another share.
+        drops: what is skipped is left out, wherever it lies, as causal attention has it.
+        merged: quantization where an LSE is asked for (that of the fastest is rougher than a merge can bear), and where
+            there is no GPU.
+    """
+
+    variant: str
+    drops: bool
+    merged: Quantization = "int8_fp8"
+
+    @property
+    def is_sparse(self) -> bool:
+        return not self.variant.endswith("bits")
+
+    def predict(self, query: Tensor, key: Tensor, *, is_causal: bool) -> BlockMask | None:
+        """The blocks of the last so many queries of these keys; None for all."""
+        if not self.is_sparse:
+            return None
+        grouped = query.shape[1] != key.shape[1]
+        return sparge.predict(query, key, topk=float(self.variant), is_causal=is_causal, enable_gqa=grouped)
 
     def __call__(
         self,
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        mask: BlockMask | None,
         *,
         is_causal: bool,
         with_lse: bool = False,
-        drops: bool = False,
-        has_sink: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """One call.
-
-        Args:
-            drops: what is skipped is left out, as in all steps of a causal ring.
-            has_sink: the keys begin with the sequence's first, which every row of a causal ring keeps.
-        """
+        """Output, and LSE where it is asked for."""
         if self.variant == "16 bits":
             return _dense(query, key, value, is_causal=is_causal, with_lse=with_lse)
-        options: dict[str, Any] = {"is_causal": is_causal, "enable_gqa": query.shape[1] != key.shape[1]}
-        if with_lse:  # the fastest kind of 8 bits has a rougher LSE than a merge can bear
-            options |= {"return_lse": True, "quantization": "int8_fp8"}
-        elif self.variant == "8 bits":
-            options["quantization"] = "auto" if query.is_cuda else "int8_fp8"
-        if self.variant == "8 bits":
-            options["sparsity"] = sparge.Dense()
+        options: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1], "return_lse": with_lse}
+        if with_lse or not query.is_cuda:
+            options["quantization"] = self.merged
+        if mask is None:
+            found = sparge.attention(query, key, value, sparsity=sparge.Dense(), is_causal=is_causal, **options)
         else:
-            options["topk"] = float(self.variant)
-            options["skipped"] = "drop" if drops else "auto"
-            options["always_keep"] = [(0, 1)] if has_sink and not is_causal else None
-        found = sparge.attention(query, key, value, **options)
+            skipped: Skipped = "drop" if self.drops else "mean"
+            found = sparge.block_sparse_attention(query, key, value, mask, skipped=skipped, **options)
         return found if with_lse else (found, None)
 
 
@@ -147,7 +162,7 @@ def _torch_kernel(
 
 
 class Merged:
-    """Outputs over parts of the keys, joined by their LSE in float32; every row has seen a key."""
+    """Outputs over parts of the keys, joined by their LSE in float32; in the first part every row has seen a key."""
 
     def __init__(self, output: Tensor, lse: Tensor) -> None:
         self.output, self.lse = output.float(), lse.float()
@@ -164,15 +179,16 @@ Run = Callable[[Attend], Tensor]
 
 def gather_part(inputs: Inputs, workload: Workload, shards: int, shard: int) -> Run:
     """A shard's queries against all keys; with one shard, the whole: what a rank of Ulysses computes."""
-    ranges = ranges_of(workload, shards, shard)
+    ranges, causal = ranges_of(workload, shards, shard), workload.is_causal
     pieces = [inputs.query[:, :, start:stop].contiguous() for start, stop in ranges]
+    ends = [stop if causal else workload.tokens for _, stop in ranges]
 
     def run(attend: Attend) -> Tensor:
         outputs = []
-        for query, (_, stop) in zip(pieces, ranges, strict=True):
-            end = stop if workload.is_causal else workload.tokens
+        for query, end in zip(pieces, ends, strict=True):
             key, value = inputs.key[:, :, :end], inputs.value[:, :, :end]
-            outputs.append(attend(query, key, value, is_causal=workload.is_causal)[0])
+            mask = attend.predict(query, key, is_causal=causal)
+            outputs.append(attend(query, key, value, mask, is_causal=causal)[0])
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 
     return run
@@ -184,29 +200,40 @@ def ring_part(inputs: Inputs, workload: Workload, shards: int, shard: int) -> Ru
     Of a causal sequence, its own chunk is causal. The chunks of shards before it hold keys that all its queries see,
     the heads, and keys that none sees; both pieces of the shards behind it are seen by the queries of its tail alone.
     """
-    causal = workload.is_causal
-    query = taken(inputs.query, ranges_of(workload, shards, shard))
-    half = query.shape[2] // 2
+    causal, own = workload.is_causal, ranges_of(workload, shards, shard)
+    query = taken(inputs.query, own)
+    ends = [stop if causal else workload.tokens for _, stop in own]
     chunks = []
     for step in range(shards):
-        ranges = ranges_of(workload, shards, (shard - step) % shards)
-        chunks.append((taken(inputs.key, ranges), taken(inputs.value, ranges), ranges[0][0] == 0))
+        source = (shard - step) % shards
+        ranges = ranges_of(workload, shards, source)
+        first = query.shape[2] // 2 if causal and source > shard else 0
+        ranges = ranges[:1] if causal and source < shard else ranges
+        chunks.append((first, ranges, taken(inputs.key, ranges), taken(inputs.value, ranges)))
+
+    def masks(attend: Attend) -> Tensor | None:
+        """Kept blocks of all rows, those of a head padded to the length of a tail's."""
+        if not attend.is_sparse:
+            return None
+        found = []
+        for piece, end in zip(query.split([stop - start for start, stop in own], 2), ends, strict=True):
+            mask = attend.predict(piece, inputs.key[:, :, :end], is_causal=causal)
+            assert mask is not None
+            found.append(mask.to_dense())
+        width = ceil_div(workload.tokens, BLOCK_K)
+        return torch.cat([F.pad(mask, (0, width - mask.shape[3])) for mask in found], 2)
 
     def run(attend: Attend) -> Tensor:
-        merged: Merged | None = None
-        for step, (key, value, has_first) in enumerate(chunks):
-            source = (shard - step) % shards
-            first = half if causal and source > shard else 0
-            end = key.shape[2] // 2 if causal and source < shard else key.shape[2]
-            output, lse = attend(
-                query[:, :, first:],
-                key[:, :, :end],
-                value[:, :, :end],
-                is_causal=causal and step == 0,
-                with_lse=True,
-                drops=causal,
-                has_sink=causal and has_first,
-            )
+        kept, merged = masks(attend), None
+        for step, (first, ranges, key, value) in enumerate(chunks):
+            queries, is_diagonal = query[:, :, first:], causal and step == 0
+            mask = None
+            if kept is not None:
+                rows = kept[:, :, first // BLOCK_Q :]
+                columns = [rows[..., start // BLOCK_K : ceil_div(stop, BLOCK_K)] for start, stop in ranges]
+                blocks, q_len, kv_len = torch.cat(columns, 3), queries.shape[2], key.shape[2]
+                mask = BlockMask.from_dense(blocks, q_len=q_len, kv_len=kv_len, is_causal=is_diagonal)
+            output, lse = attend(queries, key, value, mask, is_causal=is_diagonal, with_lse=True)
             assert lse is not None
             if merged is None:
                 merged = Merged(output, lse)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import Literal
 
 BYTES = 2
@@ -18,7 +19,9 @@ STATISTICS = 1 / 32
 EXCHANGED = 4
 """Collectives of Ulysses: query, key, value, output."""
 GATHERED = 2
-"""Collectives of a gather: key and value. Their statistics go before them, in a third of a ring."""
+"""Collectives of a gather: key and value."""
+GATHERED_BYTES = 2**30
+"""Of K and V that a gather fetches at a time: whole heads, as many as fit."""
 
 Way = Literal["gather", "ring"]
 
@@ -241,9 +244,14 @@ def statistics_seconds(workload: Workload, split: Split, cluster: Cluster) -> fl
     return share * (cluster.inside.seconds(moved.inside) + cluster.across.seconds(moved.across)) + link.latency
 
 
-def exposed_seconds(
-    workload: Workload, split: Split, cluster: Cluster, attention: float, *, head_chunks: int = 1
-) -> float:
+def head_chunks(workload: Workload, split: Split) -> int:
+    """In how many parts a gather fetches the heads of K and V."""
+    heads = exchanged_kv_heads(workload, split.ulysses) // split.ulysses
+    of_head = split.shards * chunk_bytes(workload, split) / heads
+    return ceil(heads / max(1, min(heads, GATHERED_BYTES // of_head)))
+
+
+def exposed_seconds(workload: Workload, split: Split, cluster: Cluster, attention: float) -> float:
     """What one layer waits for its exchange.
 
     A ring sends the next chunk while it attends to the last one: each of its steps waits for what takes longer. A
@@ -251,7 +259,6 @@ def exposed_seconds(
 
     Args:
         attention: seconds of a rank's attention, merges included.
-        head_chunks: parts in which a gather fetches heads.
     """
     exposed = ulysses_seconds(workload, split, cluster)
     if split.shards == 1:
@@ -259,20 +266,20 @@ def exposed_seconds(
     if split.way == "ring":
         waiting = max(0.0, ring_step_seconds(workload, split, cluster) - attention / split.shards)
         return exposed + statistics_seconds(workload, split, cluster) + (split.shards - 1) * waiting
-    gather = gather_seconds(workload, split, cluster)
-    first = gather / head_chunks
-    return exposed + first + (head_chunks - 1) * max(0.0, first - attention / head_chunks)
+    chunks = head_chunks(workload, split)
+    one = gather_seconds(workload, split, cluster) / chunks
+    return exposed + one + (chunks - 1) * max(0.0, one - attention / chunks)
 
 
-def kv_memory(workload: Workload, split: Split, *, head_chunks: int = 1) -> float:
-    """Bytes of K and V in 16 bits that a rank holds for a layer: all of its heads, or two chunks of them at a time.
+def kv_memory(workload: Workload, split: Split) -> float:
+    """Bytes of K and V in 16 bits that a rank holds for a layer, its own tokens not counted.
 
-    A ring has one chunk of tokens that it attends to and one that arrives.
+    A gather has a chunk of heads that it attends to and one that arrives, a ring a chunk of tokens each.
     """
     chunk = chunk_bytes(workload, split)
     if split.shards > 1 and split.way == "ring":
         return 2 * chunk
-    return split.shards * chunk * min(1.0, 2 / head_chunks)
+    return split.shards * chunk * min(1.0, 2 / head_chunks(workload, split))
 
 
 def imbalance(kept_blocks: Sequence[float]) -> float:

@@ -58,9 +58,7 @@ class Layer:
         return self.attention + self.exchange
 
 
-def layer_of(
-    rows: dict[Key, Row], workload: Workload, split: Split, cluster: Cluster, variant: str, *, head_chunks: int = 1
-) -> Layer | None:
+def layer_of(rows: dict[Key, Row], workload: Workload, split: Split, cluster: Cluster, variant: str) -> Layer | None:
     """None where a part of it was not measured."""
     parts = [part for part in parts_of(workload, (cluster,)) if part.split == split]
     attention = [row_of(rows, part, variant) for part in parts if part.case == "attention"]
@@ -68,7 +66,7 @@ def layer_of(
     if not attention or any(row is None for row in (*attention, *copies)):
         return None
     seconds = max(row["ms"] for row in attention if row) / 1e3
-    exposed = plan.exposed_seconds(workload, split, cluster, seconds, head_chunks=head_chunks)
+    exposed = plan.exposed_seconds(workload, split, cluster, seconds)
     return Layer(seconds, sum(row["ms"] for row in copies if row) / 1e3, exposed)
 
 
