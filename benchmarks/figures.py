@@ -502,8 +502,10 @@ def _draw_splits(
             panel.text(total, height, f" {total:.3g}", va="center", fontsize=6.5, color=look.ink)
             widest = max(widest, total)
     names = [split.name.replace(" x ", "\nx ") for split in splits]
-    panel.set(yticks=range(len(splits)), yticklabels=names, xlim=(0, 1.15 * widest or 1.0))
-    panel.invert_yaxis()
+    panel.set(yticks=range(len(splits)), yticklabels=names, ylim=(len(splits) - 0.5, -0.5))
+    panel.set_xlim(0, 1.15 * widest or 1.0)
+    if not widest:
+        panel.set_xticks([])
 
 
 def _by_density(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
