@@ -1,4 +1,4 @@
-"""Measure the parts of ranks on one GPU: `python -m benchmarks.scale [--only WORD ...] [--tiny]`; about three minutes.
+"""Measure the parts of ranks on one GPU: `python -m benchmarks.scale [--only WORD ...] [--tiny]`; takes minutes.
 
 Rows go to benchmarks/results/scale.jsonl; `python -m benchmarks.tables` and `python -m benchmarks.figures scale` then
 make the tables and the picture of docs/scale.md anew. What ranks send is computed there, from benchmarks/scale/plan.py.
