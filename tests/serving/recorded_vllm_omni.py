@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from abc import ABC
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -65,7 +64,7 @@ def modules() -> dict[str, ModuleType]:
     for module in made.values():
         module.__path__ = []  # type: ignore[attr-defined]
 
-    class AttentionBackend(ABC):
+    class AttentionBackend:
         supports_piecewise_spans = supports_paged_kv = supports_prefix_kv_slicing = False
         supported_platforms: tuple[str, ...] | None = None
 
@@ -106,7 +105,7 @@ def modules() -> dict[str, ModuleType]:
         video_layout: VideoTokenLayout | None = None
         packed_padding: Any = None
 
-    class AttentionImpl(ABC):
+    class AttentionImpl:
         def __init__(
             self,
             num_heads: int,

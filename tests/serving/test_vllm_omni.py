@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from recorded_vllm import arguments_of
-from recorded_vllm_omni import FORWARD, IMPL, METADATA, RECORDED, Engine, engine
+from recorded_vllm_omni import FORWARD, IMPL, METADATA, RECORDED, SDPA, Engine, engine
 from torch import Tensor
 
 import sparge
-from sparge import serving
+from sparge import ordering, serving
 from sparge.serving.sparse_attn import sparse_attn
 
 __all__ = ["engine"]  # a fixture
@@ -47,19 +47,9 @@ def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, is_cau
 
 def in_order(q: Tensor, k: Tensor, v: Tensor, text: int = 0, **options: Any) -> Tensor:
     """Sparse attention along Hilbert's curve through the video, behind the text."""
-    order = sparge_order(text)
-    q, k, v = (tensor[:, order] for tensor in (q, k, v))
-    if text:
-        options |= {"always_keep": [(0, text)]}
-    output = sparse(q, k, v, score="spread", **options)
-    return output[:, order.argsort()]
-
-
-def sparge_order(text: int) -> Tensor:
-    from sparge import ordering
-
-    order = ordering.order(GRID, "hilbert")
-    return torch.cat([torch.arange(text), order + text])
+    order = ordering.order_of(GRID)
+    moved = (order.apply(tensor, dim=1, start=text) for tensor in (q, k, v))
+    return order.undo(sparse(*moved, score="spread", **options), dim=1, start=text)
 
 
 def test_self_attention(engine: Engine) -> None:
@@ -140,7 +130,7 @@ def test_videos_behind_text(engine: Engine) -> None:
     metadata = engine.abstract.AttentionMetadata(attn_mask=mask, video_layout=layout)
     output = engine.impl(backend_kwargs=OPTIONS).forward(q, k, v, metadata)
     inside = [tensor[:, : TEXT + VIDEO] for tensor in (q, k, v)]
-    assert torch.equal(output[:, : TEXT + VIDEO], in_order(*inside, TEXT))
+    assert torch.equal(output[:, : TEXT + VIDEO], in_order(*inside, TEXT, always_keep=[(0, TEXT)]))
     assert (output[:, TEXT + VIDEO :] == 0).all() and output.shape == q.shape
 
 
@@ -213,34 +203,37 @@ def test_policy_of_the_environment(engine: Engine, monkeypatch: pytest.MonkeyPat
 
 
 def test_what_is_refused_at_the_start(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="backend_kwargs: policy: expected fields among .*, got sparsity_ratio"):
+    with pytest.raises(ValueError, match=r"backend_kwargs: policy: expected fields among .*, got sparsity_ratio"):
         engine.impl(backend_kwargs={"sparsity_ratio": 0.5})
     with pytest.raises(ValueError, match="expected dense='16bit'"):
         engine.impl(backend_kwargs={"dense": "8bit"})
     config = dataclasses.make_dataclass("Config", ["parallel_config"])
     parallel = dataclasses.make_dataclass("Parallel", ["ring_degree"])
     monkeypatch.setattr(engine.sparge, "get_current_diffusion_config_or_none", lambda: config(parallel(2)))
-    with pytest.raises(ValueError, match="ring_degree: expected 1 .*, got 2"):
+    with pytest.raises(ValueError, match=r"ring_degree: expected 1 .*, got 2"):
         engine.impl(backend_kwargs=OPTIONS)
 
 
-def test_registering(engine: Engine) -> None:
+@pytest.fixture
+def registered(engine: Engine) -> Iterator[Any]:
+    """vLLM-Omni's names, with this library's among them."""
     names = engine.registry.DiffusionAttentionBackendEnum
-    before = list(names.__members__)
-    try:
-        serving.register_vllm_omni()
-        serving.register_vllm_omni()
-        assert list(names.__members__) == [*before, "SPARGE"]
-        assert names["SPARGE"].get_path() == "sparge.serving.vllm_omni.SpargeBackend"
-        assert names("sparge.serving.vllm_omni.SpargeBackend") is names.SPARGE if hasattr(names, "SPARGE") else True
-        assert names["SPARGE"] in list(names) and names["SPARGE"] is not names["TORCH_SDPA"]
-        if engine.is_installed:
-            assert names["SPARGE"].get_class().get_name() == "SPARGE"
-            assert not names["SPARGE"].is_overridden()
-    finally:
-        member = names._member_map_.pop("SPARGE")
-        names._value2member_map_.pop(member._value_)
-        names._member_names_.remove("SPARGE")
+    serving.register_vllm_omni()
+    yield names
+    member = names._member_map_.pop("SPARGE")
+    names._value2member_map_.pop(member._value_)
+    names._member_names_.remove("SPARGE")
+
+
+def test_registering(engine: Engine, registered: Any) -> None:
+    members = list(registered)
+    serving.register_vllm_omni()
+    assert list(registered) == members, "a second time changes nothing"
+    assert registered["SPARGE"] is members[-1] is registered("sparge.serving.vllm_omni.SpargeBackend")
+    assert registered["SPARGE"].get_path() == "sparge.serving.vllm_omni.SpargeBackend"
+    assert registered["TORCH_SDPA"].get_path() == SDPA
+    if engine.is_installed:
+        assert registered["SPARGE"].get_class().get_name() == "SPARGE"
 
 
 def test_what_the_backend_says(engine: Engine) -> None:
@@ -260,7 +253,7 @@ def test_what_the_backend_says(engine: Engine) -> None:
     assert names == METADATA, f"recorded of {RECORDED}"
 
 
-def test_the_layer_of_vllm_omni_takes_it(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_layer_of_vllm_omni_takes_it(engine: Engine, registered: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Selected by its name, through vLLM-Omni's own layer."""
     if not engine.is_installed:
         pytest.skip("vLLM-Omni is not installed; its layer was not recorded")
@@ -272,7 +265,7 @@ def test_the_layer_of_vllm_omni_takes_it(engine: Engine, monkeypatch: pytest.Mon
 
     def resolved(name: str | None, head_size: int, allow_trtllm_default: bool = True) -> Any:
         del head_size, allow_trtllm_default
-        return engine.registry.DiffusionAttentionBackendEnum[name].get_class() if name else engine.sdpa.SDPABackend
+        return registered[name].get_class() if name else engine.sdpa.SDPABackend
 
     monkeypatch.setattr(selector, "_cached_get_backend_cls", resolved)
     monkeypatch.setattr(
@@ -282,7 +275,6 @@ def test_the_layer_of_vllm_omni_takes_it(engine: Engine, monkeypatch: pytest.Mon
         layer_module, "build_parallel_attention_strategy", lambda **_: layer_module.NoParallelAttention()
     )
     monkeypatch.setenv("SPARGE_POLICY", json.dumps(OPTIONS))
-    serving.register_vllm_omni()
     layer = layer_module.Attention(HEADS, HEAD_DIM, causal=False, softmax_scale=SCALE, prefix="blocks.1.attn")
     assert isinstance(layer.attention, engine.sparge.SpargeImpl)
     q, k, v = tensors()
