@@ -96,7 +96,6 @@ def test_what_cannot_be_sparse(engine: Engine) -> None:
     cases: list[tuple[str, dict[str, Any], list[Tensor], Any]] = [
         ("spans of full attention", {}, [q, k, v], spans),
         ("layout BNSD", {"qkv_layout": "BNSD"}, [q, k, v], None),
-        ("negative dense_layers, but", {"backend_kwargs": {**OPTIONS, "dense_layers": [-1]}}, [q, k, v], None),
         (
             "dense_layers, but the layer",
             {"backend_kwargs": {**OPTIONS, "dense_layers": [1]}, "prefix": "a"},
@@ -205,6 +204,8 @@ def test_policy_of_the_environment(engine: Engine, monkeypatch: pytest.MonkeyPat
 def test_what_is_refused_at_the_start(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"backend_kwargs: policy: expected fields among .*, got sparsity_ratio"):
         engine.impl(backend_kwargs={"sparsity_ratio": 0.5})
+    with pytest.raises(ValueError, match=r"expected dense_layers counted from 0 .*, got -2"):
+        engine.impl(backend_kwargs={"dense_layers": [1, -2]})
     with pytest.raises(ValueError, match="expected dense='16bit'"):
         engine.impl(backend_kwargs={"dense": "8bit"})
     config = dataclasses.make_dataclass("Config", ["parallel_config"])

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from sparge import validation
 from sparge.integrations.calls import Layer
 from sparge.policy import Policy
 
@@ -62,16 +63,28 @@ def _read(text: str, source: str) -> Policy:
         raise kind(f"{source}: {error}") from error
 
 
-def check_served(policy: Policy, source: str, *, has_steps: bool) -> None:
+def check_served(policy: Policy, source: str, *, has_steps: bool, total: int | None) -> None:
     """Raise for rules that an engine cannot follow.
 
+    Args:
+        has_steps: whether there is a denoising schedule.
+        total: how many transformer blocks there are; None where the engine does not say.
+
     Raises:
-        ValueError: what is dense should run in 8 bits, or there are rules about steps and the engine has none.
+        ValueError: what is dense should run in 8 bits; or a rule is about steps, or about layers that are not there or
+            counted from the end, and cannot be followed.
     """
     if policy.dense != "16bit":
         raise ValueError(f"{source}: expected dense='16bit' (the engine computes what is dense), got {policy.dense!r}")
     if policy.has_step_rules and not has_steps:
         raise ValueError(f"{source}: expected no rules about denoising steps, got {policy.to_json()}")
+    if total is not None:
+        validation.check_places("dense_layers", policy.dense_layers, total)
+    elif min(policy.dense_layers, default=0) < 0:
+        found = min(policy.dense_layers)
+        raise ValueError(
+            f"{source}: expected dense_layers counted from 0 (how many there are is not told), got {found}"
+        )
 
 
 def index_of(name: str) -> int | None:
@@ -89,14 +102,12 @@ def layer_of(name: str, policy: Policy, total: int | None) -> tuple[Layer, str |
     """A layer by its engine's name, and what keeps its rules from being followed.
 
     Args:
-        total: how many blocks the model has; None where the engine does not say.
+        total: how many blocks the model has; None where the engine does not say, and `check_served` has seen to it.
     """
     index, rules = index_of(name), policy.dense_layers
     dense, obstacle = policy.is_dense_by_budget(name), None
     if rules and index is None:
         obstacle = "dense_layers, but the layer has no number"
-    elif rules and index is not None and total is None and index not in rules and min(rules) < 0:
-        obstacle = "negative dense_layers, but the engine does not say how many there are"
     elif rules and index is not None:
-        dense = dense or index in rules or (total is not None and policy.is_dense_layer(index, total))
+        dense = dense or policy.is_dense_layer(index, total or 0)
     return Layer(name, policy.of_layer(name), dense), obstacle

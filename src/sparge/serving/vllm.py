@@ -26,7 +26,7 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from sparge import decide, validation
+from sparge import decide
 from sparge.decide import Reason
 from sparge.geometry import BLOCK_Q
 from sparge.integrations import calls
@@ -127,10 +127,8 @@ class SpargeMetadataBuilder(FlashAttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         options = vllm_config.additional_config
         policy = policy_from(options.get("sparge") if isinstance(options, dict) else None, SOURCE)
-        check_served(policy, SOURCE, has_steps=False)
         total = getattr(vllm_config.model_config.hf_text_config, "num_hidden_layers", None)
-        if total is not None:
-            validation.check_places("dense_layers", policy.dense_layers, total)
+        check_served(policy, SOURCE, has_steps=False, total=total)
         names = [_name_of(name) for name in vllm_config.compilation_config.static_forward_context]
         if policy.budgets and policy.budgets.keys().isdisjoint(names):  # a rank of a pipeline has some of the layers
             policy.check_layers(names)

@@ -81,7 +81,7 @@ class SpargeImpl(AttentionImpl):
         **extra_impl_args: Any,
     ) -> None:
         policy = policy_from(backend_kwargs, SOURCE)
-        check_served(policy, SOURCE, has_steps=True)
+        check_served(policy, SOURCE, has_steps=True, total=None)
         _check_ring()
         self.policy, self.softmax_scale, self.causal = policy, softmax_scale, causal
         self._layer, self._obstacle = layer_of(prefix, policy, None)
