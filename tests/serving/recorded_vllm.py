@@ -382,7 +382,7 @@ class Engine:
 
             spec = FullAttentionSpec(block_size=16, num_kv_heads=kv_heads, head_size=head_dim, dtype=torch.float32)
         kind = kind or self.sparge.SpargeMetadataBuilder
-        return kind(spec, list(config.compilation_config.static_forward_context), config, torch.device("cpu"))
+        return kind(spec, list(config.compilation_config.static_forward_context), config, torch.empty(0).device)
 
     def impl(self, heads: int, head_dim: int, scale: float, kv_heads: int, **others: Any) -> Any:
         told = {"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto", **others}

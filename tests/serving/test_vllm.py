@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +31,7 @@ import sparge
 
 __all__ = ["engine", "newest"]  # fixtures
 
+DEVICE = torch.device(os.environ.get("SPARGE_TEST_DEVICE", "cpu"))
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 4, 2, 16, 16
 SCALE = 0.3
 OPTIONS = {"topk": 0.4, "backend": "torch", "min_tokens": 512}
@@ -36,6 +39,13 @@ NAME = "model.layers.1.self_attn"
 MIXED = ((1, 900), (640, 0), (1, 40), (100, 0), (256, 700), (3, 500), (130, 300))
 """Queries, and keys before them: decode, a prompt, decode, a short prompt, a chunk, verification, a short chunk."""
 LONG = (1, 4)
+
+
+@pytest.fixture(autouse=True)
+def _device() -> Iterator[None]:
+    """Everything that tests make lies on the device; what vLLM has on the host does so."""
+    with DEVICE:
+        yield
 
 
 @dataclass
@@ -77,7 +87,7 @@ def batch_of(engine: Engine, sizes: tuple[tuple[int, int], ...] = MIXED, *, padd
     tokens = int(starts[-1])
     common = engine.backend.CommonAttentionMetadata(
         query_start_loc=starts,
-        query_start_loc_cpu=starts,
+        query_start_loc_cpu=starts.cpu(),
         seq_lens=torch.tensor(lengths, dtype=torch.int32),
         num_reqs=len(sizes),
         num_actual_tokens=tokens,
@@ -85,7 +95,7 @@ def batch_of(engine: Engine, sizes: tuple[tuple[int, int], ...] = MIXED, *, padd
         max_seq_len=max(lengths),
         block_table_tensor=table.clamp(max=len(keys) - 1),
         slot_mapping=torch.zeros(len(sizes), dtype=torch.int64),
-        seq_lens_cpu_upper_bound=torch.tensor(lengths, dtype=torch.int32),
+        seq_lens_cpu_upper_bound=torch.tensor(lengths, dtype=torch.int32, device="cpu"),
     )
     own_keys = [k[len(k) - len(q) :] for q, k, _ in requests]
     own_values = [v[len(v) - len(q) :] for q, _, v in requests]
@@ -144,6 +154,18 @@ def test_mixed_batches(engine: Engine) -> None:
     assert engine.kernel.calls == [others], "one call, without the long requests"
     assert stats.reasons == {"sparse: torch": 2, "dense: fewer than min_tokens": 1}
     assert stats.layers[NAME].sparse == 2
+
+
+def test_a_default_device(newest: Engine) -> None:
+    """What is made on the host stays there, wherever vLLM has new tensors go."""
+    batch = batch_of(newest)
+    builder = newest.builder(newest.config(HEADS, OPTIONS), KV_HEADS, HEAD_DIM)
+    with torch.device("meta"):
+        step = builder.build(0, batch.common).sparge
+    rows, rest = step.rest_of(builder.build(0, batch.common))
+    with torch.device("meta"):
+        again, same = step.renewed().rest_of(builder.build(0, batch.common))
+    assert torch.equal(rows, again) and torch.equal(rest.query_start_loc, same.query_start_loc)
 
 
 @pytest.mark.parametrize(

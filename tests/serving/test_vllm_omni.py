@@ -89,6 +89,40 @@ def test_dense_calls_are_the_platform_s(engine: Engine) -> None:
     }
 
 
+class Maskless:
+    """A platform's backend that takes no mask."""
+
+    def __init__(self, **told: Any) -> None:
+        assert told["softmax_scale"] == SCALE and told["prefix"] == "blocks.0"
+
+    @classmethod
+    def get_impl_cls(cls) -> Any:
+        return cls
+
+    @classmethod
+    def supports_attention_mask(cls, attention_spec: object | None = None) -> bool:
+        del attention_spec
+        return False
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attn_metadata: Any = None) -> Tensor:
+        assert attn_metadata is None or attn_metadata.attn_mask is None
+        return dense(query, key, value) + 1
+
+
+def test_masks_that_the_platform_does_not_take(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = f"{__name__}.Maskless"
+    platform = engine.sparge.current_omni_platform
+    monkeypatch.setattr(type(platform), "get_diffusion_attn_backend_cls", lambda *_, **__: path)
+    impl = engine.impl(backend_kwargs={"min_tokens": 9999}, prefix="blocks.0")
+    q, k, v = tensors()
+    mask = torch.arange(VIDEO)[None] < 600
+    metadata = engine.abstract.AttentionMetadata
+    for told in (None, metadata()):
+        assert torch.equal(impl.forward(q, k, v, told), dense(q, k, v) + 1)
+    output = impl.forward(q, k, v, metadata(attn_mask=mask))
+    torch.testing.assert_close(output, dense(q, k, v, mask[:, None, None]), rtol=0, atol=1e-6)
+
+
 @pytest.mark.filterwarnings("ignore:sparge")
 def test_what_cannot_be_sparse(engine: Engine) -> None:
     q, k, v = tensors()

@@ -90,7 +90,7 @@ def rows_of(requests: Sequence[Request], device: torch.device) -> slice | Tensor
         return slice(0, 0)
     if all(stop == start for (_, stop), (start, _) in itertools.pairwise(spans)):
         return slice(spans[0][0], spans[-1][1])
-    return to_device(torch.cat([torch.arange(*span) for span in spans]), device)
+    return to_device(torch.cat([torch.arange(*span, device="cpu") for span in spans]), device)
 
 
 def to_device(numbers: Tensor, device: torch.device) -> Tensor:

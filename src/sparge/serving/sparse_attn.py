@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import os
 from dataclasses import fields
 from typing import Any
@@ -73,7 +72,7 @@ def sparse_attn(
         v,
         mask,
         **call,
-        grid=_grid(params, query.shape[1]),
+        grid=_grid(params),
         unsupported=why_unaligned(query, key, is_causal),
     )
     if output is None:
@@ -114,13 +113,12 @@ def _policy(chosen: str, environment: str) -> Policy:
     return policy
 
 
-def _grid(params: dict[str, Any], tokens: int) -> tuple[int, ...] | None:
-    """Frames, rows and columns of a video that is the whole sequence, by the sizes before it was cut into patches."""
+def _grid(params: dict[str, Any]) -> tuple[int, ...] | None:
+    """Frames, rows and columns of a video, by the sizes before it was cut into patches."""
     latent, patch = params.get("latent_shape"), params.get("patch_size")
     if latent is None or patch is None:
         return None
-    grid = tuple(size // part for size, part in zip(_triple(latent), _triple(patch), strict=True))
-    return grid if math.prod(grid) == tokens else None
+    return tuple(size // part for size, part in zip(_triple(latent), _triple(patch), strict=True))
 
 
 def _triple(sizes: Any) -> list[int]:

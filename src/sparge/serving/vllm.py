@@ -99,8 +99,8 @@ class Step:
 
     def _cut(self, metadata: FlashAttentionMetadata) -> tuple[slice | Tensor, FlashAttentionMetadata]:
         others, device = self.plan.others, metadata.seq_lens.device
-        lengths = torch.tensor([0] + [request.stop - request.start for request in others])
-        index = to_device(torch.tensor([request.index for request in others]), device)
+        lengths = torch.tensor([0] + [request.stop - request.start for request in others], device="cpu")
+        index = to_device(torch.tensor([request.index for request in others], device="cpu"), device)
         rest = copy.copy(metadata)
         setattr(rest, STEP, None)
         rest.num_actual_tokens = int(lengths.sum())
