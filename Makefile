@@ -14,8 +14,8 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 export PYTHONDONTWRITEBYTECODE :=
 export PYTHONPYCACHEPREFIX := $(CURDIR)/$(VENV)/pycache
 
-.PHONY: demo test test-compiled test-interpreted test-slow oldest lint style types format bench tables docs docs-serve \
-	clean
+.PHONY: demo test test-compiled test-interpreted test-slow oldest lint style types format bench tables kernel docs \
+	docs-serve clean
 
 $(READY): pyproject.toml requirements-dev.txt requirements-docs.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "sparge needs Python 3.10 or newer, got " + sys.version)'
@@ -34,7 +34,7 @@ test-compiled: $(READY)
 	$(PYTEST)
 
 test-interpreted: $(READY)  # Triton decides when it is imported whether a process compiles kernels or interprets them
-	TRITON_INTERPRET=1 $(PYTEST) tests/kernels
+	TRITON_INTERPRET=1 $(PYTEST) tests/interpreted
 
 $(DATA)/.ready: $(READY) requirements-slow.txt
 	$(BIN)/python -m pip install --quiet -r requirements-slow.txt
@@ -81,6 +81,11 @@ bench: $(READY)  ## measure, append to benchmarks/results, refresh README's tabl
 
 tables: $(READY)
 	$(BIN)/python -m benchmarks.tables
+
+KERNEL := build/kernel
+kernel: $(READY)  ## the library as a kernel of the Hugging Face hub, into build/kernel, and its tests: docs/hub.md
+	$(BIN)/python tools/hub/build.py $(KERNEL)
+	SPARGE_KERNEL=$(CURDIR)/$(KERNEL) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/tools/test_hub.py
 
 docs: $(READY)  ## the documentation site, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -10,6 +10,7 @@ video     how far clips of a trained video model are from dense ones, by density
 replacement   errors on smooth fields: skipped blocks dropped, replaced by means, and along Hilbert's curve
 order     which tokens of a video one key block holds, as a raster and along Hilbert's curve
 calibration   errors of every layer of a language model by density, and the budgets that follow
+scale     attention and what its exchange adds on 8 and 2 x 8 GPUs, by how ranks share it
 hopper    who does what when in the Hopper kernel
 
 Pictures of a `Look` are drawn twice, for light and dark pages: idea-light.png and idea-dark.png.
@@ -34,11 +35,13 @@ from torch import Tensor
 
 import sparge
 from benchmarks.quality_tables import rows_of
+from benchmarks.scale import plan
+from benchmarks.scale import summary as scale
 from sparge.evaluate.inputs import Sample, random_like, text_like, text_with_needles, video_like
 from sparge.evaluate.metrics import block_mass, mass_recall, relative_l1
-from sparge.evaluate.plots import DARK, LIGHT, Theme, causal_visibility, mass_levels, paint_blocks, palette
 from sparge.geometry import BLOCK_K
 from sparge.ordering import OrderName, order_of
+from sparge.plots import DARK, LIGHT, Theme, causal_visibility, mass_levels, paint_blocks, palette
 
 FOLDER = Path(__file__).parent.parent / "docs" / "figures"
 RESULTS = Path(__file__).parent / "results"
@@ -451,6 +454,60 @@ def draw_calibration(look: Look) -> Figure:
     return figure
 
 
+SCALE_DRAWN = ("16 bits", "8 bits", "0.25", "0.1")
+"""Variants of `benchmarks.scale`, from the top of a group down."""
+
+
+def draw_scale(look: Look) -> Figure:
+    """Seconds of all layers, attention and exchange on top of each other, by workload (columns) and cluster (rows)."""
+    rows = scale.rows_of(RESULTS)
+    shades = LinearSegmentedColormap.from_list("variants", [look.page, look.marks[0]])
+    colours = [look.marks[2], shades(0.4), shades(0.7), shades(1.0)]
+    figure = new_figure(10.4, 7.4, look)
+    heights = [max(len(plan.splits(workload, cluster)) for workload in plan.WORKLOADS) for cluster in plan.CLUSTERS]
+    panels = figure.subplots(len(plan.CLUSTERS), len(plan.WORKLOADS), height_ratios=heights)
+    for line, cluster in zip(panels, plan.CLUSTERS, strict=True):
+        for panel, workload in zip(line, plan.WORKLOADS, strict=True):
+            _draw_splits(panel, rows, workload, cluster, colours, look)
+            dress(panel, look)
+            panel.set_title(f"{workload.name}, {cluster.name}", fontsize=9)
+            panel.xaxis.label.set_fontsize(8.5)
+    for panel in panels[-1]:
+        panel.set_xlabel("seconds a pass, all layers", fontsize=8.5)
+    names = [name if name.endswith("bits") else f"topk {name}" for name in SCALE_DRAWN]
+    handles = [Patch(color=colour, label=f"attention, {name}") for name, colour in zip(names, colours, strict=True)]
+    handles.append(Patch(color=look.marks[1], label="exchange that is not hidden"))
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=8, labelcolor=look.ink
+    )
+    return figure
+
+
+def _draw_splits(
+    panel: Any, rows: Any, workload: plan.Workload, cluster: plan.Cluster, colours: list[Any], look: Look
+) -> None:
+    """A group of bars for each split, the sum at its end."""
+    splits, thick = plan.splits(workload, cluster), 0.8 / len(SCALE_DRAWN)
+    widest = 0.0
+    for group, split in enumerate(splits):
+        for place, (variant, colour) in enumerate(zip(SCALE_DRAWN, colours, strict=True)):
+            height = group + (place - (len(SCALE_DRAWN) - 1) / 2) * thick
+            layer = scale.layer_of(rows, workload, split, cluster, variant)
+            if layer is None:
+                panel.text(0, height, f" {scale.NOT_MEASURED}", va="center", fontsize=6, color=look.quiet)
+                continue
+            attention, total = workload.layers * layer.attention, workload.layers * layer.total
+            panel.barh(height, attention, height=0.9 * thick, color=colour)
+            panel.barh(height, total - attention, left=attention, height=0.9 * thick, color=look.marks[1])
+            panel.text(total, height, f" {total:.3g}", va="center", fontsize=6.5, color=look.ink)
+            widest = max(widest, total)
+    names = [split.name.replace(" x ", "\nx ") for split in splits]
+    panel.set(yticks=range(len(splits)), yticklabels=names, ylim=(len(splits) - 0.5, -0.5))
+    panel.set_xlim(0, 1.15 * widest or 1.0)
+    if not widest:
+        panel.set_xticks([])
+
+
 def _by_density(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: row["density"])
 
@@ -515,6 +572,7 @@ DRAWN: dict[str, Callable[[Look], Figure]] = {
     "replacement": draw_replacement,
     "order": draw_order,
     "calibration": draw_calibration,
+    "scale": draw_scale,
 }
 
 

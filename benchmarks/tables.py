@@ -19,6 +19,7 @@ from typing import Any
 
 from benchmarks.numeric_tables import NUMERIC_TABLES, renamed
 from benchmarks.quality_tables import QUALITY_TABLES
+from benchmarks.scale.summary import SCALE_TABLES
 from sparge.bench.table import VIEWS, newest, problem_notes
 
 REPOSITORY = Path(__file__).parent.parent
@@ -492,6 +493,13 @@ def made_elsewhere(name: str) -> str | None:
     return None if made is None else f"{_markdown(made[0], made[1])}\n\n{_gpu_source(made[2])}"
 
 
+def scale_table(name: str) -> str:
+    """A table of docs/scale.md; what was not measured yet says so in its cell."""
+    header, body, rows = SCALE_TABLES[name](RESULTS)
+    source = f"\n\nbf16, B 1; {_gpu_source(rows)}" if rows else ""
+    return f"{_markdown(header, body)}{source}"
+
+
 TABLES: dict[str, Callable[[], str | None]] = {
     "best": best_table,
     "speed": speed_table,
@@ -511,6 +519,7 @@ TABLES: dict[str, Callable[[], str | None]] = {
     "threshold": threshold_table,
     "field_errors": field_errors_table,
     **{name: partial(made_elsewhere, name) for name in (*NUMERIC_TABLES, *QUALITY_TABLES)},
+    **{name: partial(scale_table, name) for name in SCALE_TABLES},
 }
 
 

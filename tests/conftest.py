@@ -18,7 +18,7 @@ import sparge
 from sparge.backends.base import Crossover
 from sparge.backends.torch import TorchBackend
 
-collect_ignore = ["interpreter.py"]  # importing it makes Triton interpret kernels, which only tests/kernels want
+collect_ignore = ["interpreter.py"]  # importing it makes Triton interpret kernels, which only tests/interpreted want
 BLOCK_Q, BLOCK_K = 128, 64
 BACKENDS = ("torch", "reference")
 backends = pytest.mark.parametrize("backend", BACKENDS)

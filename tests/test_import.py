@@ -193,5 +193,31 @@ def test_the_lowest_layer_imports_nothing_above_it(name: str) -> None:
 
 
 def test_only_the_api_and_its_users_import_the_api() -> None:
-    inner = [path for path in SOURCE.glob("*.py") if path.name not in ("__init__.py", "api.py", "cli.py", "varlen.py")]
-    assert {path.name for path in inner if "sparge.api" in imports_of(path)} <= set()
+    users = {"__init__.py", "api.py", "cli.py", "varlen.py", "compat_flash.py", "sinks.py"}
+    assert {path.name for path in SOURCE.glob("*.py") if "sparge.api" in imports_of(path)} <= users
+
+
+def test_engines_are_imported_in_their_own_modules_alone() -> None:
+    """vLLM runs the plug-ins of every process: they import no engine's classes, and no model of a framework."""
+    loaded = run(
+        """
+import json, sys, torch, sparge
+import sparge.serving, sparge.serving.sparse_attn
+print(json.dumps(sorted(sys.modules)))
+"""
+    )
+    assert not {name.partition(".")[0] for name in loaded} & {
+        "vllm",
+        "vllm_omni",
+        "transformers",
+        "diffusers",
+        *OPTIONAL,
+    }
+    for path in SOURCE.rglob("*.py"):
+        own = {"serving/vllm.py", "serving/vllm_omni.py"}
+        if str(path.relative_to(SOURCE)) in own:
+            continue
+        top = ast.parse(path.read_text()).body
+        names = {alias.name for node in top if isinstance(node, ast.Import) for alias in node.names}
+        names |= {node.module or "" for node in top if isinstance(node, ast.ImportFrom)}
+        assert not {name.partition(".")[0] for name in names} & {"vllm", "vllm_omni"}, path

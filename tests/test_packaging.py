@@ -114,9 +114,10 @@ def test_sdist_holds_what_a_wheel_needs_and_no_more(sdist: Path) -> None:
 def test_dependencies_are_torch_and_triton(metadata: Message) -> None:
     needed: dict[str, set[str]] = {"": set()} | {extra: set() for extra in metadata.get_all("Provides-Extra", [])}
     for text in metadata.get_all("Requires-Dist", []):
-        extra = re.search(r"extra == '(\w+)'", text)
+        extra = re.search(r"extra == '([\w-]+)'", text)
         needed[extra[1] if extra else ""].add(re.split(r"[^\w-]", text)[0])
     assert needed.pop("") == {"torch", "triton"}
+    assert {name: needed.pop(name) for name in ("vllm", "vllm-omni")} == {"vllm": {"vllm"}, "vllm-omni": {"vllm-omni"}}
     assert needed.pop("all") == set().union(*needed.values())
     assert set(needed) == {"cli", "plot", "transformers", "diffusers"}
     assert needed["cli"] == {"rich", "typer"}

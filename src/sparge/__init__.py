@@ -50,17 +50,17 @@ __all__ = [
 ]
 
 _WHEN_USED = {
-    "Policy": "sparge.policy",
-    **dict.fromkeys(("Profile", "calibrate"), "sparge.calibration"),
-    **dict.fromkeys(("disable", "enable", "register", "replace_sdpa"), "sparge.integrations"),
+    "Policy": ".policy",
+    **dict.fromkeys(("Profile", "calibrate"), ".calibration"),
+    **dict.fromkeys(("disable", "enable", "register", "replace_sdpa"), ".integrations"),
 }
 
 
 def __getattr__(name: str) -> Any:
     """What concerns models is imported when it is used: it would take a third of the time of the whole import."""
     if name not in _WHEN_USED:
-        raise AttributeError(f"module 'sparge' has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_WHEN_USED[name]), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_WHEN_USED[name], __name__), name)
     return value
 
 

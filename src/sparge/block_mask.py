@@ -207,7 +207,7 @@ class BlockMask:
 
     def plot(self, *, batch: int = 0, max_heads: int = 8) -> Figure:
         """Draw the kept blocks of the first heads, one panel each (needs matplotlib: ``pip install sparge[plot]``)."""
-        from sparge.evaluate.plots import plot_block_mask
+        from sparge.plots import plot_block_mask
 
         return plot_block_mask(self, batch=batch, max_heads=max_heads)
 

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparge._ops import add_op_namespace_prefix
+from sparge._ops import ops as operators
 from sparge.backends import base
 from sparge.block_mask import BlockMask
 from sparge.call import Call, without_unseen
@@ -66,7 +68,7 @@ def schema(*parts: dict[str, str]) -> str:
 _TENSORS = "Tensor query, Tensor key, Tensor value"
 _LISTS = "Tensor kv_num_blocks, Tensor kv_indices, Tensor visible_num_blocks"
 _CALL = schema(ANY_CALL, SKIPPING, SELECTION)
-_LIBRARY = torch.library.Library("sparge", "DEF")
+_LIBRARY = torch.library.Library(operators.name, "DEF")
 _LIBRARY.define(f"predict(Tensor query, Tensor key, {_CALL}) -> (Tensor, Tensor, Tensor)")
 _LIBRARY.define(f"attend({_TENSORS}, {_LISTS}, {schema(ANY_CALL, SKIPPING)}) -> (Tensor, Tensor)")
 _LIBRARY.define(f"attention({_TENSORS}, {_CALL}) -> (Tensor, Tensor)")
@@ -77,13 +79,13 @@ _LIBRARY.define(f"dense({_TENSORS}, {schema(ANY_CALL)}, bool with_lse, str words
 
 def predict(query: Tensor, key: Tensor, call: Call, backend: str) -> BlockMask:
     """Prediction through its operator."""
-    counts, indices, visible = torch.ops.sparge.predict(query, key, *pack(call, backend))
+    counts, indices, visible = operators.predict(query, key, *pack(call, backend))
     return BlockMask(counts, indices, visible, query.shape[2], key.shape[2], window=call.window)
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, call: Call, backend: str) -> tuple[Tensor, Tensor]:
     """Prediction and attention through one operator."""
-    return torch.ops.sparge.attention(query, key, value, *pack(call, backend))
+    return operators.attention(query, key, value, *pack(call, backend))
 
 
 def attend(
@@ -91,7 +93,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Attention over a mask through its operator."""
     lists = (mask.kv_num_blocks, mask.kv_indices, mask.visible_num_blocks)
-    return torch.ops.sparge.attend(query, key, value, *lists, *pack_attend(call, backend))
+    return operators.attend(query, key, value, *lists, *pack_attend(call, backend))
 
 
 def dense(
@@ -104,7 +106,7 @@ def dense(
         with_lse: the LSE is empty unless it is asked for: torch's fastest kernels do not give it.
         words: what it is counted as; nothing where it was counted before.
     """
-    return torch.ops.sparge.dense(query, key, value, *pack_dense(call, backend), with_lse, words)
+    return operators.dense(query, key, value, *pack_dense(call, backend), with_lse, words)
 
 
 def packed(query: Tensor, key: Tensor, value: Tensor, call: Call, backend: str, *, words: str = "") -> None:
@@ -124,14 +126,14 @@ def along(tokens: Tensor, grid: tuple[int, ...], order: str, start: int, *, undo
 
     They lie in memory as they did, and on the way back tokens first, as models have them.
     """
-    return torch.ops.sparge.along(tokens, grid, order, start, undo)
+    return operators.along(tokens, grid, order, start, undo)
 
 
 def all_along(
     query: Tensor, key: Tensor, value: Tensor, grid: tuple[int, ...], order: str, start: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`along` for three tensors: an operator costs the host about as much as moving a short sequence."""
-    return torch.ops.sparge.all_along(query, key, value, grid, order, start)
+    return operators.all_along(query, key, value, grid, order, start)
 
 
 def pack(call: Call, backend: str) -> tuple[Any, ...]:
@@ -347,4 +349,4 @@ for _name, _real, _fake in (
     ("all_along", _all_along, _all_along_fake),
 ):
     _LIBRARY.impl(_name, _in_place(_real), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"sparge::{_name}", _fake, lib=_LIBRARY)
+    torch.library.register_fake(add_op_namespace_prefix(_name), _fake, lib=_LIBRARY)

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 
 from sparge import api, decide, ops, validation
+from sparge._ops import add_op_namespace_prefix
+from sparge._ops import ops as operators
 from sparge.call import Call
 from sparge.config import Dense, OnUnsupported, PerHead, Quantization, Score, ScoreName, Skipped, Sparsity
 from sparge.decide import Reason
@@ -33,7 +35,8 @@ from sparge.segments import Run, is_ready, longest, packed
 Bounds = Tensor | Sequence[int]
 """Where segments begin, and where the last one ends: n + 1 numbers, on the host or the query's device."""
 
-_READ = "_sparge_bounds"
+_READ = f"{__name__}: bounds"
+"""The attribute of a tensor that holds its numbers. Another copy of this library may hold something else in its own."""
 
 
 @overload
@@ -182,7 +185,7 @@ def varlen_attention(
     obstacle = decide.unsupported(shape, dropout_p, needs_derivatives(q, k, v))
     if torch.compiler.is_compiling() and obstacle is None:
         bounds = (torch.as_tensor(bounds) for bounds in (cu_seqlens_q, cu_seqlens_k))
-        output, lse = torch.ops.sparge.varlen(q, k, v, *bounds, *longest, *ops.pack(call, backend), return_lse)
+        output, lse = operators.varlen(q, k, v, *bounds, *longest, *ops.pack(call, backend), return_lse)
     else:
         options = {"dropout_p": dropout_p, "backend": backend, "on_unsupported": on_unsupported}
         output, lse = _attend(q, k, v, cu_seqlens_q, cu_seqlens_k, longest, call, return_lse, options)
@@ -354,11 +357,11 @@ def _varlen_fake(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> 
     return query.new_empty(tokens, heads, value.shape[2]), lse
 
 
-_LIBRARY = torch.library.Library("sparge", "FRAGMENT")
+_LIBRARY = torch.library.Library(operators.name, "FRAGMENT")
 _LIBRARY.define(
     "varlen(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
     "SymInt? max_seqlen_q, SymInt? max_seqlen_k, "
     f"{ops.schema(ops.ANY_CALL, ops.SKIPPING, ops.SELECTION)}, bool with_lse) -> (Tensor, Tensor)"
 )
 _LIBRARY.impl("varlen", _varlen, "CompositeExplicitAutograd")
-torch.library.register_fake("sparge::varlen", _varlen_fake, lib=_LIBRARY)
+torch.library.register_fake(add_op_namespace_prefix("varlen"), _varlen_fake, lib=_LIBRARY)

@@ -1,6 +1,6 @@
 """The accuracy contract on the CPU: 8-bit attention on families of inputs, output and LSE within their limits.
 
-tests/kernels and tests/gpu hold the kernels to the same limits; `FamilyProblem.check` is what all three ask.
+tests/interpreted and tests/gpu hold the kernels to the same limits; `FamilyProblem.check` is what all three ask.
 """
 
 from __future__ import annotations

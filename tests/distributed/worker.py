@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.distributed.cases import Case, check, tensors, whole
 
 from sparge.distributed import gathered_attention
 from sparge.distributed.exchange import Exchange
-from tests.distributed.cases import Case, check, tensors, whole
 
 PATIENCE = 60.0
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -117,7 +117,8 @@ def main(rank: int, size: int, store: str, work: str) -> None:
         result = {"gone": gone, "stuck": stuck}[work](rank)
     else:
         result = {name: globals()[name](size) for name in work.split(",")}
-    print(json.dumps(result), flush=True)
+    sys.stdout.write(json.dumps(result) + "\n")
+    sys.stdout.flush()
     os._exit(0)  # groups whose ranks are gone cannot be taken apart
 
 

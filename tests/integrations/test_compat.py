@@ -8,6 +8,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -505,16 +506,16 @@ class TestDistribution:
 
 
 class TestFlashAttention:
-    """The functions of FlashAttention 2 with its signatures."""
+    """The functions of FlashAttention 2 with its signatures, and behind them FlashAttention 3's sinks."""
 
     SHARED = "dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic return_attn_probs"
     BOUNDS = "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k "
 
     def test_order_and_defaults(self) -> None:
-        defaults = [0.0, None, False, (-1, -1), 0.0, None, False, False]
+        defaults = [0.0, None, False, (-1, -1), 0.0, None, False, False, None]
         for name, places, values in (
-            ("flash_attn_func", "q k v " + self.SHARED, defaults),
-            ("flash_attn_varlen_func", self.BOUNDS + self.SHARED + " block_table", [*defaults, None]),
+            ("flash_attn_func", "q k v " + self.SHARED + " s_aux", defaults),
+            ("flash_attn_varlen_func", self.BOUNDS + self.SHARED + " block_table s_aux", [*defaults, None]),
         ):
             signature = inspect.signature(getattr(compat, name)).parameters
             assert list(signature) == places.split()
@@ -541,6 +542,34 @@ class TestFlashAttention:
         assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1]) and got[2] is None
         assert torch.equal(compat.flash_attn_func(*tensors, 0.0, 0.3, window_size=(-1, 0)), expected[0])
 
+    def test_longest_segments_may_be_tensors(self) -> None:
+        """transformers hands them over so where it finds the segments by their positions."""
+        tokens = torch.randn(50, 2, 16)
+        bounds = torch.tensor([0, 20, 50], dtype=torch.int32)
+        longest = bounds.diff().max()
+        got = compat.flash_attn_varlen_func(tokens, tokens, tokens, bounds, bounds, longest, longest, causal=True)
+        expected = compat.flash_attn_varlen_func(tokens, tokens, tokens, bounds, bounds, 30, 30, causal=True)
+        assert torch.equal(got, expected)
+
+    def test_sinks_take_weight(self) -> None:
+        """Dense at these sizes: exact but for float32, sums over up to 150 keys of products near 1."""
+        query, key, value = (torch.randn(150, heads, 16) for heads in (4, 2, 2))
+        sinks = torch.tensor([-3.0, 0.0, 2.0, 30.0])
+        bounds = [0, 60, 150]
+        got = compat.flash_attn_varlen_func(query, key, value, bounds, bounds, 90, 90, causal=True, s_aux=sinks)
+        for start, stop in pairwise(bounds):
+            tensors = [tensor[start:stop] for tensor in (query, key, value)]
+            batched = compat.flash_attn_func(*(tensor[None] for tensor in tensors), causal=True, s_aux=sinks)
+            q, k, v = (tensor.double().transpose(0, 1) for tensor in tensors)
+            scores = q @ k.repeat_interleave(2, 0).mT / 4
+            hidden = torch.ones(stop - start, stop - start, dtype=torch.bool).triu(1)
+            weights = scores.masked_fill(hidden, -math.inf)
+            column = sinks.double()[:, None, None].expand(-1, stop - start, 1)
+            shares = torch.cat([weights, column], 2).softmax(2)[:, :, :-1]
+            exact = (shares @ v.repeat_interleave(2, 0)).transpose(0, 1)
+            assert (got[start:stop] - exact).abs().max() < 2e-6
+            assert (batched[0] - exact).abs().max() < 2e-6
+
     @pytest.mark.parametrize(
         "change, error, message",
         [
@@ -548,6 +577,13 @@ class TestFlashAttention:
             ({"block_table": torch.ones(2)}, NotImplementedError, "block_table: expected None, got Tensor"),
             ({"return_attn_probs": 1}, TypeError, "return_attn_probs: expected a bool, got 1"),
             ({"softcap": 5.0}, NotImplementedError, "softcap: expected 0.0"),
+            ({"s_aux": torch.ones(3)}, ValueError, r"s_aux: expected a number for each head, \(2,\), got \(3,\)"),
+            ({"s_aux": 1.0}, ValueError, r"s_aux: expected a number for each head, \(2,\), got float"),
+            (
+                {"s_aux": torch.ones(2), "return_attn_probs": True},
+                NotImplementedError,
+                "return_attn_probs: expected False with s_aux, got True",
+            ),
         ],
     )
     def test_refuses(self, change: dict[str, Any], error: type[Exception], message: str) -> None:

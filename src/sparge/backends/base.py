@@ -206,7 +206,7 @@ def get(name: str) -> Backend:
         raise ValueError(f"backend: expected one of {listed}, got {name!r}")
     found = _LOADED.get(name)
     if found is None:
-        found = _LOADED[name] = importlib.import_module(f"sparge.backends.{name}").BACKEND
+        found = _LOADED[name] = importlib.import_module(f".{name}", __package__).BACKEND
     return found
 
 

@@ -32,7 +32,7 @@ from sparge.evaluate.inputs import (
 )
 from sparge.evaluate.machine import Gpu, Machine, describe_gpu, describe_machine
 from sparge.evaluate.metrics import block_mass, mass_recall, needle_recall, relative_l1
-from sparge.evaluate.plots import causal_visibility
+from sparge.plots import causal_visibility
 
 SCORES: tuple[Any, ...] = tuple(name for name in config.SCORES if name != "spread")
 ROUNDS = {"cpu": 3, "cuda": 10}

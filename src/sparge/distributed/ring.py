@@ -28,7 +28,7 @@ from sparge.window import Window
 
 
 class Rectangle(NamedTuple):
-    """Pieces of queries that see the same pieces of keys: all of them, or on the diagonal one those up to itself."""
+    """Pieces of queries that see the same pieces of keys: all of them, or if these are their own, those up to each."""
 
     queries: range
     keys: range
@@ -37,13 +37,9 @@ class Rectangle(NamedTuple):
 
 def rectangles(queries: Sequence[Piece], keys: Sequence[Piece], is_causal: bool) -> Iterator[Rectangle]:
     """What queries here see of a part of the keys, in as few calls as can be; pieces are named by their places."""
-    if not is_causal:
-        yield Rectangle(range(len(queries)), range(len(keys)), False)
+    if not is_causal or queries == keys:  # a rank's pieces rise: causality among them is that of their tokens
+        yield Rectangle(range(len(queries)), range(len(keys)), is_causal)
         return
-    for place, piece in enumerate(queries):
-        if piece in keys:
-            own = keys.index(piece)
-            yield Rectangle(range(place, place + 1), range(own, own + 1), True)
     first = 0
     while first < len(queries):
         seen = _seen(queries[first], keys)
@@ -56,7 +52,7 @@ def rectangles(queries: Sequence[Piece], keys: Sequence[Piece], is_causal: bool)
 
 
 def _seen(query: Piece, keys: Sequence[Piece]) -> int:
-    """How many pieces of keys lie before a piece of queries; a rank's pieces rise."""
+    """How many pieces of keys lie before a piece of queries."""
     return sum(piece.stop <= query.start for piece in keys)
 
 

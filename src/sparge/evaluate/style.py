@@ -1,6 +1,6 @@
 """The look of all pages, in light and dark."""
 
-from sparge.evaluate.plots import DARK, LIGHT, Theme
+from sparge.plots import DARK, LIGHT, Theme
 
 
 def _theme_variables(theme: Theme) -> str:

@@ -25,8 +25,8 @@ from sparge.config import Selection, TopCdf
 from sparge.decide import Reason
 from sparge.geometry import BLOCK_Q, ceil_div
 from sparge.integrations.padding import attend_within, spans_of
-from sparge.integrations.sinks import with_exact_sinks, with_sinks
 from sparge.policy import Policy
+from sparge.sinks import with_exact_sinks, with_sinks
 from sparge.stats import counters
 from sparge.window import Window, keys_of_query
 

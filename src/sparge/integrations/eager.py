@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sparge import api, decide
 from sparge.integrations.calls import aligned_top_left
-from sparge.integrations.sinks import weighed
+from sparge.sinks import weighed
 
 FUNCTION = "eager_attention_forward"
 SINKS, CAP = "s_aux", "softcap"

@@ -44,6 +44,8 @@ current_recorder: ContextVar[Recorder | None] = ContextVar("current_recorder", d
 """What notes the call that runs now in this thread, if anything does."""
 _replays: OrderedDict[tuple[Hashable, ...], Replay | None] = OrderedDict()
 _lock = threading.Lock()
+_BACKENDS = __name__.removesuffix("cuda.replay")
+"""How the names of all modules of backends begin."""
 
 
 class _Configurations:
@@ -64,7 +66,7 @@ class _Configurations:
         self.version()
         known = len(self.modules)
         for name, module in list(sys.modules.items()):
-            if name.startswith("sparge.backends.") and name.endswith(".configs"):
+            if name.startswith(_BACKENDS) and name.endswith(".configs"):
                 self.modules[name] = vars(module)
         if len(self.modules) != known:
             self._look()

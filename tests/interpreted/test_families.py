@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.conftest import call_of, shape_of
+from interpreted.conftest import call_of, shape_of
 from numerics import problem_of
 from sparge.backends.cuda import pipeline
 from sparge.backends.triton.attention import attend

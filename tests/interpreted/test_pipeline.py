@@ -13,7 +13,7 @@ from torch.library import opcheck
 
 import sparge
 from conftest import assert_exact, causality, exact_attention, make_qkv, modes, relative_l1, tokens_first
-from kernels.conftest import call_of, shape_of
+from interpreted.conftest import call_of, shape_of
 from selection import assert_same_blocks
 from skipping import LENGTHS, assert_counted
 from sparge import Budget, Dense, Mean, Moment, TopCdf, TopK

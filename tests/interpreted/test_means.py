@@ -12,7 +12,7 @@ from torch import Tensor
 import sparge
 from conftest import causality, make_qkv, modes, relative_l1
 from gpu.conftest import rms
-from kernels.conftest import LOG2_E, assert_close, call_of, make_problem, random_bits, seen_tokens, visibility_of
+from interpreted.conftest import LOG2_E, assert_close, call_of, make_problem, random_bits, seen_tokens, visibility_of
 from sparge import BlockMask
 from sparge.backends.cuda.operands import BIAS_COLUMNS
 from sparge.backends.cuda.stages.replacement import replaced_bias

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 import sparge
-from sparge.evaluate.plots import (
+from sparge.plots import (
     DARK,
     DROPPED,
     KEPT,

@@ -19,7 +19,7 @@ from sparge import api
 
 
 def weighed(output: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """An output (B, H, S, D) whose softmax has a sink (H,) in each head; ``lse`` is (B, H, S)."""
+    """An output (..., H, S, D) whose softmax has a sink (H,) in each head; ``lse`` is (..., H, S)."""
     share = torch.sigmoid(lse - sinks.float()[:, None])
     return (output.float() * share[..., None]).to(output.dtype)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from conftest import assert_exact, causality, exact_attention, modes, relative_l1
 from gpu.conftest import rms
-from kernels.conftest import call_of, make_problem, random_bits, seen_tokens, shape_of
+from interpreted.conftest import call_of, make_problem, random_bits, seen_tokens, shape_of
 from sparge import BlockMask, reference
 from sparge.backends.cuda import pipeline
 from sparge.backends.cuda.operands import AttentionLauncher, Operands

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from conftest import causality, make_qkv
-from kernels.conftest import call_of, random_bits, shape_of, visibility_of
+from interpreted.conftest import call_of, random_bits, shape_of, visibility_of
 from selection import specified
 from sparge import Mean, Moment, Spread, TopK
 from sparge.backends.cuda.stages.mask_blocks import mask_blocks

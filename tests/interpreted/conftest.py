@@ -1,7 +1,7 @@
 """What the tests of the kernels share: the interpreter, inputs, what a call's masks leave to be seen.
 
 A process either interprets kernels or compiles them, and Triton decides when it is imported. These tests therefore run
-in processes of their own: TRITON_INTERPRET=1 pytest tests/kernels (`make test` does both).
+in processes of their own: TRITON_INTERPRET=1 pytest tests/interpreted (`make test` does both).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ EPSILON = torch.finfo(torch.float32).eps
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not INTERPRETED:
-        skip = pytest.mark.skip(reason="needs a process of its own: TRITON_INTERPRET=1 pytest tests/kernels")
+        skip = pytest.mark.skip(reason="needs a process of its own: TRITON_INTERPRET=1 pytest tests/interpreted")
         for item in items:
             if Path(__file__).parent in item.path.parents:
                 item.add_marker(skip)

@@ -11,9 +11,9 @@ from torch import Tensor
 
 import sparge
 from conftest import make_qkv, relative_l1
-from kernels.conftest import call_of, make_problem
-from kernels.test_attention import DTYPE_OF, assert_attention, blocks_of, peaks_handled, tiles_of
-from kernels.test_pipeline import RULES, structured
+from interpreted.conftest import call_of, make_problem
+from interpreted.test_attention import DTYPE_OF, assert_attention, blocks_of, peaks_handled, tiles_of
+from interpreted.test_pipeline import RULES, structured
 from selection import assert_same_blocks
 from sparge import Dense, Mean, Moment, Spread, TopK
 from sparge.backends.cuda.peak_handling import peak_handling

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import sparge
-from kernels.conftest import CPU, call_of, make_problem, random_bits
-from kernels.test_attention import DTYPE_OF, assert_attention, tiles_of
-from kernels.test_pipeline import RULES, TRITON, structured
+from interpreted.conftest import CPU, call_of, make_problem, random_bits
+from interpreted.test_attention import DTYPE_OF, assert_attention, tiles_of
+from interpreted.test_pipeline import RULES, TRITON, structured
 from selection import assert_same_blocks
 from sparge import Mean, Moment, Spread, TopK
 from sparge.backends.cuda.stages.mask_blocks import HIDDEN, PARTLY, WHOLLY, mask_blocks

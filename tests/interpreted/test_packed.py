@@ -12,7 +12,7 @@ from torch import Tensor
 
 import sparge
 from conftest import assert_exact, make_qkv
-from kernels.conftest import CPU
+from interpreted.conftest import CPU
 from sparge import Budget, Dense, TopCdf, TopK, plans
 from sparge.backends import base
 from sparge.call import Call

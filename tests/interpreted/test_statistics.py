@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from conftest import causality
-from kernels.conftest import (
+from interpreted.conftest import (
     EPSILON,
     LOG2_E,
     assert_close,

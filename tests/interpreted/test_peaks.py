@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from conftest import causality
-from kernels.conftest import call_of, shape_of
+from interpreted.conftest import call_of, shape_of
 from sparge.backends.cuda import peak_handling as handling
 from sparge.backends.cuda import pipeline
 from sparge.backends.cuda.primitives import FAR

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.conftest import call_of
+from interpreted.conftest import call_of
 from selection import assert_valid_lists
 from sparge import BlockMask, Budget, TopCdf, TopK
 from sparge.backends.cuda.stages import budget

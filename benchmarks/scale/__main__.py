@@ -1,0 +1,42 @@
+"""Measure the parts of ranks on one GPU: `python -m benchmarks.scale [--only WORD ...] [--tiny]`; takes minutes.
+
+Rows go to benchmarks/results/scale.jsonl; `python -m benchmarks.tables` and `python -m benchmarks.figures scale` then
+make the tables and the picture of docs/scale.md anew. What ranks send is computed there, from benchmarks/scale/plan.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from benchmarks.measure import append_row
+from benchmarks.scale.measure import all_rows
+
+RESULTS = Path(__file__).parent.parent / "results" / "scale.jsonl"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--only", nargs="+", default=[], help='parts whose name has one of these words, e.g. "1M: ring"'
+    )
+    parser.add_argument("--repeats", type=int, default=3, help="at most, of a part; default: %(default)s")
+    parser.add_argument("--budget", type=float, default=480, help="seconds after which no part begins; default: 480")
+    parser.add_argument("--tiny", action="store_true", help="small sizes on any device, to see that it runs; not kept")
+    parser.add_argument("--results", type=Path, default=None, help=f"default: {RESULTS.name}, or nowhere if --tiny")
+    args = parser.parse_args()
+    on_gpu = torch.cuda.is_available()
+    if not on_gpu and not args.tiny:
+        parser.error("expected a CUDA device, got none; --tiny runs anywhere")
+    results = args.results or (None if args.tiny else RESULTS)
+    device = "cuda" if on_gpu else "cpu"
+    options = {"repeats": args.repeats, "only": args.only, "tiny": args.tiny, "budget_s": args.budget}
+    for row in all_rows(device, **options):
+        if results is not None:
+            append_row(results, row, gpu=on_gpu)
+
+
+if __name__ == "__main__":
+    main()

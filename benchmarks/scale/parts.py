@@ -1,0 +1,325 @@
+"""The part of one rank, by public functions, on one device: nothing is sent, what would arrive lies there.
+
+Causal sequences are cut into twice as many pieces as shards, and a shard holds one from either end (head and tail): all
+see as many keys. Blocks are predicted over whole rows first. A part of a gather is then a call for each piece, aligned
+bottom-right; a part of a ring is a call for each chunk, with its columns of the masks and its LSE, and a merge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import sparge
+from benchmarks.scale.plan import Split, Workload, exchanged_kv_heads
+from sparge import BlockMask
+from sparge.config import Quantization, Skipped
+from sparge.evaluate.inputs import FRAME_TOKENS, text_tensors, video_tensors
+from sparge.geometry import BLOCK_K, BLOCK_Q, ceil_div
+
+VARIANTS = ("16 bits", "8 bits", "0.5", "0.25", "0.1")
+"""Dense by torch's kernel, dense in 8 bits, and shares of the blocks (8 bits on a GPU)."""
+GROUP_NOISE = 0.4
+"""By how much the queries of a group differ from each other."""
+PREPARED_QUERIES = 128
+FRAME_GRAIN = 4 * FRAME_TOKENS
+"""Tokens of made-up videos come in so many."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Query (1, H, S, D), key and value (1, Hkv, S, D) of a whole layer."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+def make_inputs(workload: Workload, device: str, seed: int = 0) -> Inputs:
+    """Text-like or video-like tensors in 16 bits (float32 on a CPU), made head by head: a million tokens fit so."""
+    generator = torch.Generator(device).manual_seed(seed)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    group, tokens = workload.heads // workload.kv_heads, workload.tokens
+    many = tokens if workload.is_causal else ceil_div(tokens, FRAME_GRAIN) * FRAME_GRAIN
+    make = text_tensors if workload.is_causal else video_tensors
+    sides: tuple[list[Tensor], ...] = ([], [], [])
+    for _ in range(workload.kv_heads):
+        query, key, value = make((1, 1, many, workload.head_dim), generator)
+        noise = torch.randn((1, group - 1, many, workload.head_dim), generator=generator, device=device, dtype=dtype)
+        of_group = torch.cat([query.to(dtype), query.to(dtype) + GROUP_NOISE * noise], 1)
+        for side, tensor in zip(sides, (of_group, key, value), strict=True):
+            side.append(tensor[:, :, :tokens].to(dtype))
+    return Inputs(*(torch.cat(side, 1) for side in sides))
+
+
+def of_heads(inputs: Inputs, workload: Workload, split: Split, rank: int = 0) -> Inputs:
+    """What a rank has after heads were exchanged: its heads, all tokens; of repeated key heads the one it needs."""
+    heads = workload.heads // split.ulysses
+    kv_heads = exchanged_kv_heads(workload, split.ulysses) // split.ulysses
+    first = rank * heads * workload.kv_heads // workload.heads
+    query = inputs.query[:, rank * heads : (rank + 1) * heads]
+    return Inputs(query, *(side[:, first : first + kv_heads] for side in (inputs.key, inputs.value)))
+
+
+def ranges_of(workload: Workload, shards: int, shard: int) -> list[tuple[int, int]]:
+    """Where the tokens of a shard begin and end: one range of whole blocks, or head and tail of a causal sequence."""
+    places = [shard, 2 * shards - 1 - shard] if workload.is_causal and shards > 1 else [shard]
+    pieces, blocks = shards * len(places), ceil_div(workload.tokens, BLOCK_Q)
+    ends = [min(ceil_div(blocks * place, pieces) * BLOCK_Q, workload.tokens) for place in range(pieces + 1)]
+    return [(ends[place], ends[place + 1]) for place in places]
+
+
+def taken(tensor: Tensor, ranges: list[tuple[int, int]]) -> Tensor:
+    """The tokens of these ranges, in a tensor of their own."""
+    return torch.cat([tensor[:, :, start:stop] for start, stop in ranges], 2)
+
+
+@dataclass(frozen=True)
+class Attend:
+    """Attention of a variant.
+
+    Attributes:
+        variant: one of `VARIANTS`, or another share.
+        drops: what is skipped is left out, wherever it lies, as causal attention has it.
+        merged: quantization where an LSE is asked for (that of the fastest is rougher than a merge can bear), and where
+            there is no GPU.
+    """
+
+    variant: str
+    drops: bool
+    merged: Quantization = "int8_fp8"
+
+    @property
+    def is_sparse(self) -> bool:
+        return not self.variant.endswith("bits")
+
+    def predict(self, query: Tensor, key: Tensor, *, is_causal: bool) -> BlockMask | None:
+        """The blocks of the last so many queries of these keys; None for all."""
+        if not self.is_sparse:
+            return None
+        grouped = query.shape[1] != key.shape[1]
+        return sparge.predict(query, key, topk=float(self.variant), is_causal=is_causal, enable_gqa=grouped)
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: BlockMask | None,
+        *,
+        is_causal: bool,
+        with_lse: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Output, and LSE where it is asked for."""
+        if self.variant == "16 bits":
+            return _dense(query, key, value, is_causal=is_causal, with_lse=with_lse)
+        options: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1], "return_lse": with_lse}
+        if with_lse or not query.is_cuda:
+            options["quantization"] = self.merged
+        if mask is None:
+            found = sparge.attention(query, key, value, sparsity=sparge.Dense(), is_causal=is_causal, **options)
+        else:
+            skipped: Skipped = "drop" if self.drops else "mean"
+            found = sparge.block_sparse_attention(query, key, value, mask, skipped=skipped, **options)
+        return found if with_lse else (found, None)
+
+
+def _dense(
+    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, with_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """torch's kernel, cuDNN's on a GPU. It aligns causality top-left: the keys before the square are a call apart."""
+    before = key.shape[2] - query.shape[2]
+    if is_causal and before:
+        square = _torch_kernel(query, key[:, :, before:], value[:, :, before:], is_causal=True, with_lse=True)
+        past = _torch_kernel(query, key[:, :, :before], value[:, :, :before], is_causal=False, with_lse=True)
+        merged = Merged(*square)
+        merged.add(*past)
+        return merged.output.to(query.dtype), merged.lse
+    output, lse = _torch_kernel(query, key, value, is_causal=is_causal, with_lse=with_lse)
+    return output, lse if with_lse else None
+
+
+def _torch_kernel(
+    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, with_lse: bool
+) -> tuple[Tensor, Tensor]:
+    """One kernel of torch by its operator, which alone gives an LSE: (B, H, S_q, D), (B, H, S_q)."""
+    shape, group = query.shape, query.shape[1] // key.shape[1]
+    if is_causal:
+        key, value = (side.repeat_interleave(group, 1) if group > 1 else side for side in (key, value))
+    else:  # the queries of a group are as many more queries of one head
+        query = query.reshape(shape[0], key.shape[1], group * shape[2], shape[3])
+    if query.is_cuda:
+        found = torch.ops.aten._scaled_dot_product_cudnn_attention(query, key, value, None, with_lse, 0.0, is_causal)
+    else:
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal)
+    lse = found[1].reshape(shape[:3]) if with_lse else found[1]
+    return found[0].reshape(shape), lse
+
+
+class Merged:
+    """Outputs over parts of the keys, joined by their LSE in float32; in the first part every row has seen a key."""
+
+    def __init__(self, output: Tensor, lse: Tensor) -> None:
+        self.output, self.lse = output.float(), lse.float()
+
+    def add(self, output: Tensor, lse: Tensor, first: int = 0) -> None:
+        """Join what the queries from ``first`` on found elsewhere."""
+        here = self.output[:, :, first:], self.lse[:, :, first:]
+        here[0].lerp_(output.float(), torch.sigmoid(lse - here[1]).unsqueeze(-1))
+        here[1].copy_(torch.logaddexp(here[1], lse))
+
+
+Run = Callable[[Attend], Tensor]
+
+
+def gather_part(inputs: Inputs, workload: Workload, shards: int, shard: int) -> Run:
+    """A shard's queries against all keys; with one shard, the whole: what a rank of Ulysses computes."""
+    ranges, causal = ranges_of(workload, shards, shard), workload.is_causal
+    pieces = [inputs.query[:, :, start:stop].contiguous() for start, stop in ranges]
+    ends = [stop if causal else workload.tokens for _, stop in ranges]
+
+    def run(attend: Attend) -> Tensor:
+        outputs = []
+        for query, end in zip(pieces, ends, strict=True):
+            key, value = inputs.key[:, :, :end], inputs.value[:, :, :end]
+            mask = attend.predict(query, key, is_causal=causal)
+            outputs.append(attend(query, key, value, mask, is_causal=causal)[0])
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
+
+    return run
+
+
+def ring_part(inputs: Inputs, workload: Workload, shards: int, shard: int) -> Run:
+    """A shard's queries against one chunk after the other, from its own on, as they come round.
+
+    Of a causal sequence, its own chunk is causal. The chunks of shards before it hold keys that all its queries see,
+    the heads, and keys that none sees; both pieces of the shards behind it are seen by the queries of its tail alone.
+    """
+    causal, own = workload.is_causal, ranges_of(workload, shards, shard)
+    query = taken(inputs.query, own)
+    ends = [stop if causal else workload.tokens for _, stop in own]
+    chunks = []
+    for step in range(shards):
+        source = (shard - step) % shards
+        ranges = ranges_of(workload, shards, source)
+        first = query.shape[2] // 2 if causal and source > shard else 0
+        ranges = ranges[:1] if causal and source < shard else ranges
+        chunks.append((first, ranges, taken(inputs.key, ranges), taken(inputs.value, ranges)))
+
+    def masks(attend: Attend) -> Tensor | None:
+        """Kept blocks of all rows, those of a head padded to the length of a tail's."""
+        if not attend.is_sparse:
+            return None
+        found = []
+        for piece, end in zip(query.split([stop - start for start, stop in own], 2), ends, strict=True):
+            mask = attend.predict(piece, inputs.key[:, :, :end], is_causal=causal)
+            assert mask is not None
+            found.append(mask.to_dense())
+        width = ceil_div(workload.tokens, BLOCK_K)
+        return torch.cat([F.pad(mask, (0, width - mask.shape[3])) for mask in found], 2)
+
+    def run(attend: Attend) -> Tensor:
+        kept, merged = masks(attend), None
+        for step, (first, ranges, key, value) in enumerate(chunks):
+            queries, is_diagonal = query[:, :, first:], causal and step == 0
+            mask = None
+            if kept is not None:
+                rows = kept[:, :, first // BLOCK_Q :]
+                columns = [rows[..., start // BLOCK_K : ceil_div(stop, BLOCK_K)] for start, stop in ranges]
+                blocks, q_len, kv_len = torch.cat(columns, 3), queries.shape[2], key.shape[2]
+                mask = BlockMask.from_dense(blocks, q_len=q_len, kv_len=kv_len, is_causal=is_diagonal)
+            output, lse = attend(queries, key, value, mask, is_causal=is_diagonal, with_lse=True)
+            assert lse is not None
+            if merged is None:
+                merged = Merged(output, lse)
+            else:
+                merged.add(output, lse, first)
+        assert merged is not None
+        return merged.output.to(query.dtype)
+
+    return run
+
+
+def part_of(inputs: Inputs, workload: Workload, split: Split, shard: int) -> Run:
+    """The part of the rank with the first heads and this shard of the tokens."""
+    own = of_heads(inputs, workload, split)
+    make = ring_part if split.shards > 1 and split.way == "ring" else gather_part
+    return make(own, workload, split.shards, shard)
+
+
+def exchange_copies(inputs: Inputs, workload: Workload, split: Split) -> Callable[[], object]:
+    """What a rank copies around an exchange of heads, where the heads of a token lie together.
+
+    Before it, the heads for each rank are brought together, of query, key and value; after it, those of the output are
+    put back.
+    """
+    tokens, ulysses = workload.tokens // split.ranks, split.ulysses
+    repeats = exchanged_kv_heads(workload, ulysses) // workload.kv_heads
+    # [S / P, H, D]
+    query, key, value = (
+        side[0, :, :tokens].transpose(0, 1).contiguous() for side in (inputs.query, inputs.key, inputs.value)
+    )
+
+    def run() -> list[Tensor]:
+        sides = [query, *(side.repeat_interleave(repeats, 1) if repeats > 1 else side for side in (key, value))]
+        sent = [side.unflatten(1, (ulysses, -1)).transpose(0, 1).contiguous() for side in sides]
+        return [*sent, sent[0].transpose(0, 1).contiguous()]
+
+    return run
+
+
+def gather_copies(inputs: Inputs, workload: Workload, split: Split) -> Callable[[], object]:
+    """What a rank copies behind a gather of a causal sequence: heads and tails are put in order."""
+    own = of_heads(inputs, workload, split)
+    gathered = [side[0].transpose(0, 1).contiguous() for side in (own.key, own.value)]  # [S, Hkv / U, D]
+    ranges = [one for shard in range(split.shards) for one in ranges_of(workload, split.shards, shard)]
+    places = sorted(range(len(ranges)), key=lambda place: ranges[place])
+
+    def run() -> list[Tensor]:
+        split_up = [side.tensor_split(len(places)) for side in gathered]
+        return [torch.cat([pieces[place] for place in places]) for pieces in split_up]
+
+    return run
+
+
+def preparation(inputs: Inputs, workload: Workload, split: Split) -> Callable[[], object]:
+    """Statistics and codes of all keys and values of a rank: attention of so few queries is little else."""
+    own = of_heads(inputs, workload, split)
+    query = own.query[:, :, -PREPARED_QUERIES:].contiguous()
+    is_grouped = query.shape[1] != own.key.shape[1]
+    return lambda: sparge.attention(query, own.key, own.value, topk=0.1, quantization="int8_fp8", enable_gqa=is_grouped)
+
+
+def one_merge(inputs: Inputs, workload: Workload, split: Split) -> Callable[[], object]:
+    """One of the merges of a ring."""
+    own = of_heads(inputs, workload, split)
+    output = taken(own.query, ranges_of(workload, split.shards, 0))
+    lse = output[..., 0].float()
+    merged = Merged(output, lse)
+    return lambda: merged.add(output, lse)
+
+
+BESIDES: dict[str, Callable[[Inputs, Workload, Split], Callable[[], object]]] = {
+    "exchange": exchange_copies,
+    "order": gather_copies,
+    "prepare": preparation,
+    "merge": one_merge,
+}
+"""What is timed by itself; the last two are in the times of attention, too."""
+
+
+def besides(workload: Workload, split: Split) -> list[str]:
+    """Which of `BESIDES` a rank of this split has."""
+    found = ["exchange"] if split.ulysses > 1 else []
+    if split.shards > 1 and split.way == "gather":
+        found += ["order", "prepare"] if workload.is_causal else ["prepare"]
+    return [*found, "merge"] if split.shards > 1 and split.way == "ring" else found
+
+
+COPIES = ("exchange", "order")
+"""What comes on top of attention."""

@@ -1,0 +1,287 @@
+"""What ranks send for one layer of attention, how long that takes, and what of it attention cannot hide.
+
+Bytes are counted as they leave a rank. Ranks hold equal parts of the tokens; element sizes are those of 16 bits. Links
+are assumptions that stand here with their source, not measurements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal
+
+BYTES = 2
+"""Of an element in 16 bits."""
+STATISTICS = 1 / 32
+"""What the statistics of key blocks add to K and V: mean and variance of 64 keys in float32, 8 bytes a channel beside
+64 keys and values of 2 bytes each."""
+EXCHANGED = 4
+"""Collectives of Ulysses: query, key, value, output."""
+GATHERED = 2
+"""Collectives of a gather: key and value."""
+GATHERED_BYTES = 2**30
+"""Of K and V that a gather fetches at a time: whole heads, as many as fit."""
+
+Way = Literal["gather", "ring"]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One attention layer of a model, batch 1, and how many there are of it in a forward pass."""
+
+    name: str
+    layers: int
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    is_causal: bool
+
+
+@dataclass(frozen=True)
+class Link:
+    """What joins two GPUs: bytes a second in one direction by its data sheet, what is left of them, and a start."""
+
+    name: str
+    rated: float
+    efficiency: float
+    latency: float
+
+    def seconds(self, sent: float) -> float:
+        """Of so many bytes, without the start."""
+        return sent / (self.rated * self.efficiency)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes of equal size, and their links."""
+
+    name: str
+    nodes: int
+    gpus: int
+    inside: Link
+    across: Link
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.gpus
+
+
+@dataclass(frozen=True)
+class Split:
+    """How ranks share the attention of a layer: ``ulysses`` parts of the heads times ``shards`` parts of the tokens.
+
+    Attributes:
+        ulysses: ranks that exchange heads for tokens; 1 for none.
+        shards: ranks that each keep their own queries and need the keys of all; 1 for none.
+        way: how these get the keys.
+        is_reversed: shards are neighbours inside a node and heads are exchanged across; else the other way round.
+    """
+
+    ulysses: int = 1
+    shards: int = 1
+    way: Way = "gather"
+    is_reversed: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return self.ulysses * self.shards
+
+    @property
+    def name(self) -> str:
+        """As tables call it, what is inside of a node first."""
+        names = [f"Ulysses {self.ulysses}"] if self.ulysses > 1 else []
+        names += [f"{self.way} {self.shards}"] if self.shards > 1 else []
+        return " x ".join(reversed(names) if self.is_reversed else names)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes that leave one rank, by link."""
+
+    inside: float = 0.0
+    across: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.inside + self.across
+
+
+NVLINK = Link("NVLink 4", rated=450e9, efficiency=0.8, latency=20e-6)
+"""H100 and H200: 900 GB/s both ways together, by data sheet; efficiency and start are assumed."""
+NETWORK = Link("400 Gb/s a GPU", rated=50e9, efficiency=0.8, latency=50e-6)
+"""A network adapter of 400 Gb/s for each GPU; efficiency and start are assumed."""
+ONE_NODE = Cluster("8 GPUs", 1, 8, NVLINK, NETWORK)
+TWO_NODES = Cluster("2 x 8 GPUs", 2, 8, NVLINK, NETWORK)
+CLUSTERS = (ONE_NODE, TWO_NODES)
+
+WORKLOADS = (
+    Workload("Wan 14B, 75K", 40, 75600, 40, 40, 128, is_causal=False),
+    Workload("Llama 8B, 128K", 32, 131072, 32, 8, 128, is_causal=True),
+    Workload("Llama 8B, 1M", 32, 1048576, 32, 8, 128, is_causal=True),
+)
+"""Wan 2.1 14B: 81 frames of 1280 x 720. Llama 3.1 8B: a prefill; its shape at a length it was not trained for."""
+
+
+def splits(workload: Workload, cluster: Cluster) -> list[Split]:
+    """What is compared: one way over all ranks where heads divide, and heads inside of a node with tokens across."""
+    ranks = cluster.ranks
+    found = [Split(ranks)] if can_exchange(workload, ranks) else []
+    found += [Split(shards=ranks, way="gather"), Split(shards=ranks, way="ring")]
+    if cluster.nodes > 1 and can_exchange(workload, cluster.gpus):
+        found += [Split(cluster.gpus, cluster.nodes, "gather"), Split(cluster.gpus, cluster.nodes, "ring")]
+    return found
+
+
+def reversed_splits(workload: Workload, cluster: Cluster) -> list[Split]:
+    """Tokens inside of a node and heads across: what not to take."""
+    if cluster.nodes == 1 or not can_exchange(workload, cluster.nodes):
+        return []
+    return [Split(cluster.nodes, cluster.gpus, "gather", is_reversed=True)]
+
+
+def can_exchange(workload: Workload, ulysses: int) -> bool:
+    """Whether every rank gets as many heads, and keys of whole groups or of one repeated head."""
+    kv_heads = workload.kv_heads
+    return workload.heads % ulysses == 0 and (kv_heads % ulysses == 0 or ulysses % kv_heads == 0)
+
+
+def exchanged_kv_heads(workload: Workload, ulysses: int) -> int:
+    """Key heads that travel: those of a group are repeated where there are more ranks than heads."""
+    return max(workload.kv_heads, ulysses)
+
+
+def neighbours(split: Split, cluster: Cluster) -> tuple[int, int]:
+    """Ranks of one node in a group that exchanges heads, and in one that shares tokens, itself included."""
+    inner, outer = (split.shards, split.ulysses) if split.is_reversed else (split.ulysses, split.shards)
+    of_inner = min(inner, cluster.gpus)
+    of_outer = min(outer, max(1, cluster.gpus // inner))
+    return (of_outer, of_inner) if split.is_reversed else (of_inner, of_outer)
+
+
+def ulysses_sent(workload: Workload, split: Split, cluster: Cluster) -> Sent:
+    """Query, key, value and output: of its tokens, a rank keeps its own heads and sends each other rank theirs."""
+    kv_heads = exchanged_kv_heads(workload, split.ulysses)
+    tokens = workload.tokens / split.ranks
+    to_each = 2 * (workload.heads + kv_heads) / split.ulysses * tokens * workload.head_dim * BYTES
+    together, _ = neighbours(split, cluster)
+    return Sent((together - 1) * to_each, (split.ulysses - together) * to_each)
+
+
+def chunk_bytes(workload: Workload, split: Split) -> float:
+    """K and V of the tokens that one shard holds, of the heads of one rank."""
+    kv_heads = exchanged_kv_heads(workload, split.ulysses) / split.ulysses
+    return 2 * kv_heads * workload.tokens / split.shards * workload.head_dim * BYTES
+
+
+def gather_sent(workload: Workload, split: Split, cluster: Cluster) -> Sent:
+    """K, V and statistics of a shard: once to every other node, and what a node has to all that are in it."""
+    _, together = neighbours(split, cluster)
+    nodes = split.shards // together
+    chunk = chunk_bytes(workload, split) * (1 + STATISTICS)
+    return Sent((together - 1) * nodes * chunk, (nodes - 1) * chunk)
+
+
+def ring_sent(workload: Workload, split: Split, cluster: Cluster) -> Sent:
+    """As many bytes as a gather, all to the next rank: of the rank whose next one is in another node, if any is."""
+    sent = (split.shards - 1) * chunk_bytes(workload, split)
+    statistics = gather_sent(workload, split, cluster)
+    share = STATISTICS / (1 + STATISTICS)
+    _, together = neighbours(split, cluster)
+    is_inside = together == split.shards
+    return Sent(
+        statistics.inside * share + (sent if is_inside else 0.0),
+        statistics.across * share + (0.0 if is_inside else sent),
+    )
+
+
+def shards_sent(workload: Workload, split: Split, cluster: Cluster) -> Sent:
+    """What the shards of a split send, by its way."""
+    if split.shards == 1:
+        return Sent()
+    return (gather_sent if split.way == "gather" else ring_sent)(workload, split, cluster)
+
+
+def sent(workload: Workload, split: Split, cluster: Cluster) -> Sent:
+    """All that a rank sends in one layer."""
+    parts = [shards_sent(workload, split, cluster)]
+    if split.ulysses > 1:
+        parts.append(ulysses_sent(workload, split, cluster))
+    return Sent(sum(part.inside for part in parts), sum(part.across for part in parts))
+
+
+def ulysses_seconds(workload: Workload, split: Split, cluster: Cluster) -> float:
+    """An exchange uses both links at once; nothing is computed meanwhile."""
+    if split.ulysses == 1:
+        return 0.0
+    moved = ulysses_sent(workload, split, cluster)
+    latency = cluster.across.latency if moved.across else cluster.inside.latency
+    return max(cluster.inside.seconds(moved.inside), cluster.across.seconds(moved.across)) + EXCHANGED * latency
+
+
+def gather_seconds(workload: Workload, split: Split, cluster: Cluster) -> float:
+    """What came from other nodes is passed on inside: one link after the other."""
+    if split.shards == 1:
+        return 0.0
+    moved = gather_sent(workload, split, cluster)
+    latency = cluster.across.latency if moved.across else cluster.inside.latency
+    return cluster.inside.seconds(moved.inside) + cluster.across.seconds(moved.across) + GATHERED * latency
+
+
+def ring_step_seconds(workload: Workload, split: Split, cluster: Cluster) -> float:
+    """One chunk from every rank to the next: as slow as the slowest link among them."""
+    _, together = neighbours(split, cluster)
+    link = cluster.inside if together == split.shards else cluster.across
+    return link.seconds(chunk_bytes(workload, split)) + link.latency
+
+
+def statistics_seconds(workload: Workload, split: Split, cluster: Cluster) -> float:
+    """A gather of the statistics alone, before a ring."""
+    moved = gather_sent(workload, split, cluster)
+    share = STATISTICS / (1 + STATISTICS)
+    link = cluster.across if moved.across else cluster.inside
+    return share * (cluster.inside.seconds(moved.inside) + cluster.across.seconds(moved.across)) + link.latency
+
+
+def head_chunks(workload: Workload, split: Split) -> int:
+    """In how many parts a gather fetches the heads of K and V."""
+    heads = exchanged_kv_heads(workload, split.ulysses) // split.ulysses
+    of_head = split.shards * chunk_bytes(workload, split) / heads
+    return ceil(heads / max(1, min(heads, GATHERED_BYTES // of_head)))
+
+
+def exposed_seconds(workload: Workload, split: Split, cluster: Cluster, attention: float) -> float:
+    """What one layer waits for its exchange.
+
+    A ring sends the next chunk while it attends to the last one: each of its steps waits for what takes longer. A
+    gather in chunks of heads does the same from its second chunk on.
+
+    Args:
+        attention: seconds of a rank's attention, merges included.
+    """
+    exposed = ulysses_seconds(workload, split, cluster)
+    if split.shards == 1:
+        return exposed
+    if split.way == "ring":
+        waiting = max(0.0, ring_step_seconds(workload, split, cluster) - attention / split.shards)
+        return exposed + statistics_seconds(workload, split, cluster) + (split.shards - 1) * waiting
+    chunks = head_chunks(workload, split)
+    one = gather_seconds(workload, split, cluster) / chunks
+    return exposed + one + (chunks - 1) * max(0.0, one - attention / chunks)
+
+
+def kv_memory(workload: Workload, split: Split) -> float:
+    """Bytes of K and V in 16 bits that a rank holds for a layer, its own tokens not counted.
+
+    A gather has a chunk of heads that it attends to and one that arrives, a ring a chunk of tokens each.
+    """
+    chunk = chunk_bytes(workload, split)
+    if split.shards > 1 and split.way == "ring":
+        return 2 * chunk
+    return split.shards * chunk * min(1.0, 2 / head_chunks(workload, split))
+
+
+def imbalance(kept_blocks: Sequence[float]) -> float:
+    """Kept blocks of the rank that has most over their mean: how much longer all ranks wait than they would have to."""
+    return max(kept_blocks) * len(kept_blocks) / sum(kept_blocks)

@@ -1,0 +1,113 @@
+"""Where an engine's process finds its policy: the engine's own options, or the environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sparge import validation
+from sparge.integrations.calls import Layer
+from sparge.policy import Policy
+
+VARIABLE = "SPARGE_POLICY"
+"""A policy in JSON, or the path of a file that holds one, or the profile of a calibration."""
+
+
+def policy_from(options: Any, source: str) -> Policy:
+    """The policy that an engine was given, else that of the environment, else ``Policy()``.
+
+    Args:
+        options: fields of `Policy` as JSON has them; None or empty where the engine has none.
+        source: what the engine calls them, for errors.
+
+    Raises:
+        TypeError, ValueError: a field is unknown, or its value is not what was expected.
+
+    Example:
+        >>> policy_from({"topk": 0.4, "dense_layers": [0]}, "additional_config['sparge']").dense_layers
+        (0,)
+        >>> policy_from({"top_k": 0.4}, "additional_config['sparge']")
+        Traceback (most recent call last):
+        ...
+        ValueError: additional_config['sparge']: policy: expected fields among always_keep, ..., got top_k
+    """
+    if options is not None and not isinstance(options, Mapping):
+        raise TypeError(f"{source}: expected fields of a sparge.Policy, got {type(options).__name__}")
+    if options:
+        return _read(json.dumps(dict(options)), source)
+    text = os.environ.get(VARIABLE, "").strip()
+    if not text:
+        return Policy()
+    if not text.startswith("{"):
+        path = Path(text)
+        if not path.is_file():
+            raise ValueError(f"{VARIABLE}: expected a JSON object or the path of a file, got {text!r}")
+        text = path.read_text()
+    return _read(text, VARIABLE)
+
+
+def _read(text: str, source: str) -> Policy:
+    try:
+        plain = json.loads(text)
+        if isinstance(plain, dict) and "curves" in plain:
+            from sparge.calibration import Profile
+
+            return Profile.from_json(text).policy
+        return Policy.from_json(text)
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError  # JSON's own takes more than words
+        raise kind(f"{source}: {error}") from error
+
+
+def check_served(policy: Policy, source: str, *, has_steps: bool, total: int | None) -> None:
+    """Raise for rules that an engine cannot follow.
+
+    Args:
+        has_steps: whether there is a denoising schedule.
+        total: how many transformer blocks there are; None where the engine does not say.
+
+    Raises:
+        ValueError: what is dense should run in 8 bits; or a rule is about steps, or about layers that are not there or
+            counted from the end, and cannot be followed.
+    """
+    if policy.dense != "16bit":
+        raise ValueError(f"{source}: expected dense='16bit' (the engine computes what is dense), got {policy.dense!r}")
+    if policy.has_step_rules and not has_steps:
+        raise ValueError(f"{source}: expected no rules about denoising steps, got {policy.to_json()}")
+    if total is not None:
+        validation.check_places("dense_layers", policy.dense_layers, total)
+    elif min(policy.dense_layers, default=0) < 0:
+        found = min(policy.dense_layers)
+        raise ValueError(
+            f"{source}: expected dense_layers counted from 0 (how many there are is not told), got {found}"
+        )
+
+
+def index_of(name: str) -> int | None:
+    """The number of the transformer block that a layer is in: the first one among the parts of its name.
+
+    Example:
+        >>> index_of("model.layers.11.self_attn"), index_of("vision.attn")
+        (11, None)
+    """
+    found = re.search(r"(?:^|\.)(\d+)(?=\.|$)", name)
+    return None if found is None else int(found.group(1))
+
+
+def layer_of(name: str, policy: Policy, total: int | None) -> tuple[Layer, str | None]:
+    """A layer by its engine's name, and what keeps its rules from being followed.
+
+    Args:
+        total: how many blocks the model has; None where the engine does not say, and `check_served` has seen to it.
+    """
+    index, rules = index_of(name), policy.dense_layers
+    dense, obstacle = policy.is_dense_by_budget(name), None
+    if rules and index is None:
+        obstacle = "dense_layers, but the layer has no number"
+    elif rules and index is not None:
+        dense = dense or policy.is_dense_layer(index, total or 0)
+    return Layer(name, policy.of_layer(name), dense), obstacle

@@ -1,0 +1,363 @@
+"""vLLM's backend CUSTOM: long prefills sparse, everything else by vLLM's FlashAttention, whose classes these extend.
+
+    SpargeMetadataBuilder   once for each step: which requests are long, by lengths that only it has on the host
+    SpargeImpl              for each layer: those by `sparge.attention`, the others in one call of FlashAttention
+    SpargeBackend           what vLLM asks
+
+A long request without context has its keys and values in the call. One with context (a chunk behind others, a cached
+prefix) has them in pages of the cache, which are gathered. Whatever FlashAttention is told that is not understood here
+is a reason to leave the whole batch to it.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadata,
+    FlashAttentionMetadataBuilder,
+)
+
+from sparge import decide
+from sparge.decide import Reason
+from sparge.geometry import BLOCK_Q
+from sparge.integrations import calls
+from sparge.policy import Policy
+from sparge.serving.options import check_served, layer_of, policy_from
+from sparge.serving.pages import Layout, gather, layout_of
+from sparge.serving.plan import Plan, rows_of, split, to_device
+
+STEP = "sparge"
+"""The attribute of vLLM's metadata that holds a `Step`."""
+SOURCE = "additional_config['sparge']"
+UNDERSTOOD = {
+    "num_actual_tokens",
+    "max_query_len",
+    "query_start_loc",
+    "max_seq_len",
+    "seq_lens",
+    "block_table",
+    "slot_mapping",
+    "scheduler_metadata",
+    "prefix_scheduler_metadata",
+    "max_num_splits",
+    "causal",
+}
+"""Fields of `FlashAttentionMetadata` whose meaning is known. Others (cascades, context parallelism, masks of pictures,
+reference windows, and what later versions add) must say nothing."""
+NOTHING = (None, False, 0, (-1, -1))
+SIXTEEN_BITS = ("auto", "float16", "bfloat16")
+"""Types of caches whose pages hold what keys and values are."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What holds for all steps.
+
+    Attributes:
+        policy: what goes sparse.
+        total: transformer blocks of the model; None where its configuration does not say.
+        fewest: queries of a request that may be long: a whole block, and more than any verification of drafted tokens,
+            whose lengths the host does not know exactly.
+    """
+
+    policy: Policy
+    total: int | None
+    fewest: int
+
+
+class Step:
+    """What the layers of one step share.
+
+    Attributes:
+        settings: those of the builder.
+        plan: which requests are long.
+        obstacle: what vLLM asks for in this step that only FlashAttention has.
+    """
+
+    def __init__(self, settings: Settings, plan: Plan, obstacle: str | None = None) -> None:
+        self.settings, self.plan, self.obstacle = settings, plan, obstacle
+        self._rest: tuple[slice | Tensor, FlashAttentionMetadata] | None = None
+
+    def renewed(self) -> Step:
+        """The same for another block table."""
+        return Step(self.settings, self.plan, self.obstacle)
+
+    def rest_of(self, metadata: FlashAttentionMetadata) -> tuple[slice | Tensor, FlashAttentionMetadata]:
+        """Rows and metadata of the requests that are not long; made once."""
+        if self._rest is None:
+            self._rest = self._cut(metadata)
+        return self._rest
+
+    def _cut(self, metadata: FlashAttentionMetadata) -> tuple[slice | Tensor, FlashAttentionMetadata]:
+        others, device = self.plan.others, metadata.seq_lens.device
+        lengths = torch.tensor([0] + [request.stop - request.start for request in others], device="cpu")
+        index = to_device(torch.tensor([request.index for request in others], device="cpu"), device)
+        rest = copy.copy(metadata)
+        setattr(rest, STEP, None)
+        rest.num_actual_tokens = int(lengths.sum())
+        rest.max_query_len = int(lengths.max())
+        rest.query_start_loc = to_device(lengths.cumsum(0).to(metadata.query_start_loc.dtype), device)
+        rest.max_seq_len = max(request.kv_len for request in others)
+        rest.seq_lens = metadata.seq_lens.index_select(0, index)
+        rest.block_table = metadata.block_table.index_select(0, index)
+        rest.scheduler_metadata = None  # of the whole batch; FlashAttention makes its own
+        return rows_of(others, device), rest
+
+
+class SpargeMetadataBuilder(FlashAttentionMetadataBuilder):
+    """FlashAttention's metadata, and beside it which requests are long.
+
+    The policy is ``--additional-config '{"sparge": {"topk": 0.4}}'``, else that of the environment variable
+    ``SPARGE_POLICY``, else ``Policy()``.
+
+    Raises:
+        TypeError, ValueError: the policy is not one, or has rules that vLLM cannot follow.
+    """
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        options = vllm_config.additional_config
+        policy = policy_from(options.get("sparge") if isinstance(options, dict) else None, SOURCE)
+        total = getattr(vllm_config.model_config.hf_text_config, "num_hidden_layers", None)
+        check_served(policy, SOURCE, has_steps=False, total=total)
+        names = [_name_of(name) for name in vllm_config.compilation_config.static_forward_context]
+        if policy.budgets and policy.budgets.keys().isdisjoint(names):  # a rank of a pipeline has some of the layers
+            policy.check_layers(names)
+        drafts = getattr(vllm_config.speculative_config, "num_speculative_tokens", None) or 0
+        self._settings = Settings(policy, total, max(BLOCK_Q, 2 * drafts + 2))
+        self._why_dense = functools.partial(
+            decide.by_policy,
+            policy,
+            torch.device(device),
+            vllm_config.model_config.dtype,
+            self.num_heads_q,
+            is_self=True,
+            is_language=True,
+            is_causal=True,
+            is_cross=False,
+            is_dense_layer=False,
+        )
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Graphs of decode steps: what a prefill launches depends on its lengths."""
+        support = super().get_cudagraph_support(vllm_config, kv_cache_spec)
+        return min(support, AttentionCGSupport.UNIFORM_BATCH, key=lambda level: level.value)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> FlashAttentionMetadata:
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        setattr(metadata, STEP, self._step(common_attn_metadata, metadata))
+        return metadata
+
+    def update_block_table(
+        self, metadata: FlashAttentionMetadata, blk_table: Tensor, slot_mapping: Tensor
+    ) -> FlashAttentionMetadata:
+        updated = super().update_block_table(metadata, blk_table, slot_mapping)
+        step: Step | None = getattr(metadata, STEP, None)
+        setattr(updated, STEP, None if step is None else step.renewed())
+        return updated
+
+    def _step(self, common: CommonAttentionMetadata, metadata: FlashAttentionMetadata) -> Step:
+        settings = self._settings
+        if common.max_query_len < settings.fewest:  # the other numbers may still be on their way to the host
+            return Step(settings, Plan(reason=Reason.DECODE if common.max_query_len <= 1 else Reason.CROSSOVER))
+        if type(self).build is not SpargeMetadataBuilder.build:
+            # Attention with static sinks, in chunks, across sequences: vLLM extends the builder, and changes lengths
+            # and pages on the device alone.
+            return Step(settings, Plan(reason=Reason.UNSUPPORTED, detail="a metadata builder of vLLM around this one"))
+        kv_lens = common.seq_lens_cpu_upper_bound
+        if kv_lens is None:
+            return Step(settings, Plan(reason=Reason.UNSUPPORTED, detail="no lengths on the host"))
+        starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
+        plan = split(starts, kv_lens[: common.num_reqs].tolist(), self._why_dense, settings.fewest)
+        return Step(settings, plan, _why_foreign(metadata))
+
+
+def _name_of(layer_name: str) -> str:
+    """transformers' name of a layer, which profiles of `sparge.calibrate` know it by."""
+    return layer_name.removesuffix(".attn")
+
+
+def _why_foreign(metadata: FlashAttentionMetadata) -> str | None:
+    """What vLLM tells FlashAttention that is not understood here."""
+    if metadata.causal is not True:
+        return "not causal"
+    assert is_dataclass(metadata)
+    for field in fields(metadata):
+        value = getattr(metadata, field.name)
+        if field.name not in UNDERSTOOD and (isinstance(value, Tensor) or value not in NOTHING):
+            return field.name
+    return None
+
+
+class SpargeImpl(FlashAttentionImpl):
+    """Attention of one layer: long prefills sparse, the rest of the batch by FlashAttention.
+
+    The arguments are FlashAttention's.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._obstacle = self._why_dense()
+        self._layout: Layout | None = layout_of(getattr(FlashAttentionBackend, "get_kv_cache_shape", None))
+        self._known: tuple[Settings, calls.Layer, str | None] | None = None
+
+    def _why_dense(self) -> str | None:
+        """What this layer has that only FlashAttention serves."""
+        kind = getattr(self.attn_type, "value", self.attn_type)
+        found = {
+            f"attention of type {kind}": kind != "decoder",
+            "sliding window": self.sliding_window not in (None, (-1, -1)),
+            "capped scores": bool(self.logits_soft_cap),
+            "ALiBi": self.alibi_slopes is not None,
+            "attention sinks": self.sinks is not None,
+            f"KV cache of {self.kv_cache_dtype}": self.kv_cache_dtype not in SIXTEEN_BITS,
+            "context parallelism": max(self.dcp_world_size, getattr(self, "pcp_world_size", 1)) > 1,
+        }
+        return next((words for words, is_so in found.items() if is_so), None)
+
+    def forward(
+        self,
+        layer: nn.Module,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor,
+        attn_metadata: FlashAttentionMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """The output of a batch, written to ``output``.
+
+        Args:
+            query: (tokens, heads, head_dim), the requests of a batch one after another; padding may follow.
+            key, value: (tokens, kv heads, head_dim); None where a fused operator wrote them to the cache alone.
+            kv_cache: pages, which hold the keys and values of this step already.
+            attn_metadata: None in the run by which vLLM measures memory.
+        """
+        dense = functools.partial(super().forward, layer)
+        whole = functools.partial(
+            dense, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
+        )
+        step: Step | None = getattr(attn_metadata, STEP, None)
+        if attn_metadata is None or step is None:
+            return whole()
+        place, obstacle = self._place(layer, step.settings)
+        plan = step.plan
+        if not plan.long:
+            decide.count(plan.reason, place.name, detail=plan.detail)
+            return whole()
+        if place.dense:
+            decide.count(Reason.LAYER, place.name)
+            return whole()
+        if output_scale is not None or output_block_scale is not None:
+            obstacle = "quantized output"
+        obstacle = obstacle or step.obstacle or self._obstacle or self._why_unread(key, plan)
+        if obstacle is not None:
+            calls.refuse(place, obstacle)
+            return whole()
+        parts = self._attend(place, query, key, value, kv_cache, attn_metadata, plan)
+        if parts is None:
+            return whole()
+        if plan.others:
+            decide.count(plan.reason, place.name)
+            rows, rest = step.rest_of(attn_metadata)
+            own = [_rows(tensor, rows) for tensor in (query, key, value)]
+            if isinstance(rows, slice):
+                dense(*own, kv_cache, rest, output[rows])
+            else:
+                scratch = output.new_empty(len(rows), *output.shape[1:])
+                dense(*own, kv_cache, rest, scratch)
+                output.index_copy_(0, rows, scratch)
+        for request, part in zip(plan.long, parts, strict=True):
+            output[request.start : request.stop].view(part.shape).copy_(part)
+        return output
+
+    def _place(self, layer: nn.Module, settings: Settings) -> tuple[calls.Layer, str | None]:
+        """The layer for the policy and the statistics, and what keeps its rules from being followed."""
+        if self._known is None or self._known[0] is not settings:
+            name = _name_of(getattr(layer, "layer_name", ""))
+            self._known = (settings, *layer_of(name, settings.policy, settings.total))
+        return self._known[1:]
+
+    def _reads_cache(self, key: Tensor | None) -> bool:
+        """Whether keys lie in the cache alone, those of this step among them."""
+        return key is None or self.kv_sharing_target_layer_name is not None
+
+    def _why_unread(self, key: Tensor | None, plan: Plan) -> str | None:
+        needs_pages = self._reads_cache(key) or any(request.has_context for request in plan.long)
+        return "layout of the KV cache" if needs_pages and self._layout is None else None
+
+    def _attend(
+        self,
+        place: calls.Layer,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor,
+        metadata: FlashAttentionMetadata,
+        plan: Plan,
+    ) -> list[Tensor] | None:
+        """Outputs (queries, heads, head_dim) of the long requests; None where one of them cannot be sparse."""
+        parts = []
+        for request in plan.long:
+            rows = slice(request.start, request.stop)
+            if key is None or value is None or request.has_context or self._reads_cache(key):
+                assert self._layout is not None
+                table = metadata.block_table[request.index]
+                own = [gather(pages, table, request.kv_len) for pages in self._layout(kv_cache, self.head_size)]
+            else:
+                own = [key[rows], value[rows]]
+            q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query[rows], *own))
+            part = calls.attend(
+                place, q, k, v, is_causal=True, scale=self.scale, enable_gqa=True, is_self=True, is_language=True
+            )
+            if part is None:
+                return None
+            parts.append(part[0].transpose(0, 1))
+        return parts
+
+
+def _rows(tensor: Tensor | None, rows: slice | Tensor) -> Tensor | None:
+    if tensor is None:
+        return None
+    return tensor[rows] if isinstance(rows, slice) else tensor.index_select(0, rows)
+
+
+class SpargeBackend(FlashAttentionBackend):
+    """``--attention-backend CUSTOM``."""
+
+    @staticmethod
+    def get_name() -> str:
+        """What vLLM looks up in its registry."""
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[SpargeImpl]:
+        return SpargeImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[SpargeMetadataBuilder]:
+        return SpargeMetadataBuilder
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """Where a prompt is cut into chunks, which depends on the batch, changes which blocks are kept."""
+        return False
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """Rows of long requests are found by the host's lengths."""
+        return False

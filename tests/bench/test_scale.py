@@ -1,0 +1,313 @@
+"""The plan past one GPU: bytes as counted when tensors are really cut and sent, parts that make up the whole."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from benchmarks.scale import measure, parts, plan, summary
+from benchmarks.scale.parts import VARIANTS, Attend, Inputs, make_inputs, of_heads, ranges_of
+from benchmarks.scale.plan import Cluster, Link, Sent, Split, Workload
+from torch import Tensor
+
+from sparge.evaluate.metrics import relative_l1
+
+FAST, SLOW = Link("fast", 100.0, 0.5, 0.25), Link("slow", 10.0, 0.5, 0.5)
+"""50 and 5 bytes a second."""
+ONE, TWO = Cluster("4 GPUs", 1, 4, FAST, SLOW), Cluster("2 x 2 GPUs", 2, 2, FAST, SLOW)
+VIDEO, TEXT = measure.TINY_WORKLOADS
+
+
+class Ranks:
+    """All ranks of a cluster in one process: counts the bytes of every tensor that leaves one for another."""
+
+    def __init__(self, workload: Workload, split: Split, cluster: Cluster) -> None:
+        self.workload, self.split, self.cluster = workload, split, cluster
+        self.inside: dict[int, int] = defaultdict(int)
+        self.across: dict[int, int] = defaultdict(int)
+        self.places = [(shard, head) for shard in range(split.shards) for head in range(split.ulysses)]
+        if split.is_reversed:
+            self.places.sort(key=lambda place: place[1])
+
+    def node(self, rank: int) -> int:
+        return rank // self.cluster.gpus
+
+    def send(self, tensor: Tensor, source: int, target: int) -> Tensor:
+        if source != target:
+            counts = self.inside if self.node(source) == self.node(target) else self.across
+            counts[source] += tensor.numel() * tensor.element_size()
+        return tensor
+
+    def sent(self, rank: int) -> Sent:
+        return Sent(self.inside[rank], self.across[rank])
+
+    def group(self, rank: int, along: int) -> list[int]:
+        """Ranks that differ from this one in their shard (0) or their heads (1) alone."""
+        own = self.places[rank]
+        return [other for other, place in enumerate(self.places) if place[1 - along] == own[1 - along]]
+
+    def exchange_heads(self, tokens: list[Tensor], heads: list[list[int]]) -> list[Tensor]:
+        """(n, H, D) of every rank -> (n times the group, own heads, D), heads by place in the group."""
+        found = []
+        for target, (_, place) in enumerate(self.places):
+            group = self.group(target, 1)
+            found.append(torch.cat([self.send(tokens[one][:, heads[place]], one, target) for one in group]))
+        return found
+
+    def return_tokens(self, outputs: list[Tensor]) -> list[Tensor]:
+        """What `exchange_heads` did to queries, undone."""
+        found = []
+        for target, (_, place) in enumerate(self.places):
+            back = {one: outputs[one].chunk(self.split.ulysses)[place] for one in self.group(target, 1)}
+            found.append(torch.cat([self.send(piece, one, target) for one, piece in back.items()], 1))
+        return found
+
+    def gather(self, chunks: list[Tensor]) -> list[Tensor]:
+        """Every chunk of a group on each of its ranks: once to every other node, then on within the node."""
+        known: list[dict[int, Tensor]] = [{self.places[rank][0]: chunk} for rank, chunk in enumerate(chunks)]
+        for stage in ("across", "inside"):
+            before = [dict(one) for one in known]
+            for target in range(len(known)):
+                group = self.group(target, 0)
+                for source in group:
+                    is_inside = self.node(source) == self.node(target)
+                    twins = [one for one in group if self.node(one) == self.node(source)]
+                    own = [one for one in group if self.node(one) == self.node(target)]
+                    is_twin = twins.index(source) == own.index(target)
+                    if source == target or is_inside != (stage == "inside") or not (is_inside or is_twin):
+                        continue
+                    for shard, chunk in before[source].items():
+                        known[target][shard] = self.send(chunk, source, target)
+        return [torch.cat([one[shard] for shard in sorted(one)]) for one in known]
+
+    def pass_round(self, chunks: list[Tensor]) -> list[Tensor]:
+        """Every chunk of a group on each of its ranks, one after the other."""
+        seen: list[dict[int, Tensor]] = [{self.places[rank][0]: chunk} for rank, chunk in enumerate(chunks)]
+        here = [(self.places[rank][0], chunk) for rank, chunk in enumerate(chunks)]
+        for _ in range(self.split.shards - 1):
+            arriving = list(here)
+            for target in range(len(chunks)):
+                group = self.group(target, 0)
+                source = group[group.index(target) - 1]
+                shard, chunk = here[source]
+                arriving[target] = (shard, self.send(chunk, source, target))
+                seen[target][shard] = chunk
+            here = arriving
+        return [torch.cat([one[shard] for shard in sorted(one)]) for one in seen]
+
+
+def statistics_of(key: Tensor) -> Tensor:
+    """Mean and variance of 64 keys each in float32, (blocks, 2, H, D)."""
+    blocks = key.float().unflatten(0, (-1, 64))
+    return torch.stack([blocks.mean(1), blocks.var(1)], 1)
+
+
+SPLITS = [
+    (ONE, Split(4)),
+    (ONE, Split(shards=4, way="gather")),
+    (ONE, Split(shards=4, way="ring")),
+    (TWO, Split(4)),
+    (TWO, Split(shards=4, way="gather")),
+    (TWO, Split(shards=4, way="ring")),
+    (TWO, Split(2, 2, "gather")),
+    (TWO, Split(2, 2, "ring")),
+    (TWO, Split(2, 2, "gather", is_reversed=True)),
+]
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(8, 8), (8, 4), (8, 2)])
+@pytest.mark.parametrize("cluster, split", SPLITS, ids=lambda one: one.name)
+def test_bytes_are_those_of_tensors_that_are_really_sent(
+    cluster: Cluster, split: Split, heads: int, kv_heads: int
+) -> None:
+    workload = Workload("counted", 1, 1024, heads, kv_heads, 8, is_causal=False)
+    ranks = Ranks(workload, split, cluster)
+    query, key = (
+        torch.arange(1024 * count * 8).view(1024, count, 8).to(torch.int16)  # as large as bfloat16
+        for count in (heads, kv_heads)
+    )
+    order = [shard * split.ulysses + head for shard, head in ranks.places]
+    queries, keys = ([whole.chunk(split.ranks)[place] for place in order] for whole in (query, key))
+
+    own_heads = [group.tolist() for group in torch.arange(heads).chunk(split.ulysses)]
+    own_kv = [sorted({head * kv_heads // heads for head in group}) for group in own_heads]
+    exchanged = ranks.exchange_heads(queries, own_heads)
+    for _ in ("key", "value"):
+        chunks = ranks.exchange_heads(keys, own_kv)
+    for rank, (shard, place) in enumerate(ranks.places):
+        tokens = slice(shard * 1024 // split.shards, (shard + 1) * 1024 // split.shards)
+        assert torch.equal(exchanged[rank], query[tokens][:, own_heads[place]])
+        assert torch.equal(chunks[rank], key[tokens][:, own_kv[place]])
+    for got, expected in zip(ranks.return_tokens(exchanged), queries, strict=True):
+        assert torch.equal(got, expected)
+    by_exchange = [ranks.sent(rank) for rank in range(split.ranks)]
+    if split.shards > 1:
+        statistics = ranks.gather([statistics_of(chunk) for chunk in chunks])
+        for _ in ("key", "value"):
+            whole = ranks.gather(chunks) if split.way == "gather" else ranks.pass_round(chunks)
+        for rank, (_, place) in enumerate(ranks.places):
+            assert torch.equal(whole[rank], key[:, own_kv[place]])
+            assert torch.equal(statistics[rank], statistics_of(key[:, own_kv[place]]))
+
+    all_sent = [ranks.sent(rank) for rank in range(split.ranks)]
+    assert set(by_exchange) == {plan.ulysses_sent(workload, split, cluster)}
+    assert max(all_sent, key=lambda one: one.across) == plan.sent(workload, split, cluster)
+    if split.way == "gather":
+        assert len(set(all_sent)) == 1, "all ranks send as much"
+
+
+def test_kv_heads_are_repeated_only_for_ranks_that_share_them() -> None:
+    llama = plan.WORKLOADS[1]
+    assert [plan.exchanged_kv_heads(llama, ranks) for ranks in (2, 8, 16)] == [8, 8, 16]
+    assert [plan.can_exchange(plan.WORKLOADS[0], ranks) for ranks in (8, 16)] == [True, False]
+    assert not plan.can_exchange(Workload("", 1, 1, 12, 6, 1, is_causal=True), 4), "a rank would need half of a group"
+    assert Split(16) in plan.splits(llama, plan.TWO_NODES)
+    assert Split(16) not in plan.splits(plan.WORKLOADS[0], plan.TWO_NODES)
+
+
+class TestSeconds:
+    WORKLOAD = Workload("", 1, 64, 4, 4, 1, is_causal=False)
+    """A shard of 4 has 16 tokens: K and V of it are 256 bytes."""
+
+    def test_an_exchange_of_heads_is_as_slow_as_its_slower_link(self) -> None:
+        # 16 tokens, one head of Q, K, V and O to each of 3: 128 bytes each
+        assert plan.ulysses_seconds(self.WORKLOAD, Split(4), ONE) == pytest.approx(3 * 128 / 50 + 4 * 0.25)
+        assert plan.ulysses_seconds(self.WORKLOAD, Split(4), TWO) == pytest.approx(2 * 128 / 5 + 4 * 0.5)
+
+    def test_a_ring_hides_as_much_as_attention_takes(self) -> None:
+        split = Split(shards=4, way="ring")
+        step = 256 / 50 + 0.25
+        statistics = 3 * 256 / 32 / 50 + 0.25
+        assert plan.exposed_seconds(self.WORKLOAD, split, ONE, 0.0) == pytest.approx(statistics + 3 * step)
+        assert plan.exposed_seconds(self.WORKLOAD, split, ONE, 4 * 5.0) == pytest.approx(statistics + 3 * (step - 5))
+        assert plan.exposed_seconds(self.WORKLOAD, split, ONE, 1e6) == pytest.approx(statistics)
+        assert plan.ring_step_seconds(self.WORKLOAD, split, TWO) == pytest.approx(256 / 5 + 0.5), "the slowest link"
+
+    def test_a_gather_hides_all_but_its_first_heads(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        split = Split(shards=4, way="gather")
+        whole = 3 * 256 * 33 / 32 / 50 + 2 * 0.25
+        assert plan.exposed_seconds(self.WORKLOAD, split, ONE, 1e6) == pytest.approx(whole)
+        assert plan.kv_memory(self.WORKLOAD, split) == 4 * 256
+        monkeypatch.setattr(plan, "GATHERED_BYTES", 256)  # one head of four
+        assert plan.head_chunks(self.WORKLOAD, split) == 4
+        assert plan.exposed_seconds(self.WORKLOAD, split, ONE, 1e6) == pytest.approx(whole / 4)
+        assert plan.exposed_seconds(self.WORKLOAD, split, ONE, 0.0) == pytest.approx(whole)
+        assert plan.kv_memory(self.WORKLOAD, split) == 2 * 256, "one that is read and one that arrives"
+
+    def test_imbalance(self) -> None:
+        assert plan.imbalance([3.0, 3.0]) == 1.0
+        assert plan.imbalance([6.0, 2.0, 2.0, 2.0]) == 2.0
+
+
+def together(way: str, variant: str, inputs: Inputs, workload: Workload, shards: int) -> Tensor:
+    """The outputs of all shards, in the order of the sequence."""
+    make = parts.ring_part if way == "ring" else parts.gather_part
+    output = torch.empty_like(inputs.query)
+    for shard in range(shards):
+        attend = Attend(variant, drops=workload.is_causal, merged="none")
+        part = make(inputs, workload, shards, shard)(attend)
+        ranges = ranges_of(workload, shards, shard)
+        for (start, stop), piece in zip(ranges, part.split([b - a for a, b in ranges], 2), strict=True):
+            output[:, :, start:stop] = piece
+    return output
+
+
+@pytest.mark.parametrize("workload", [VIDEO, TEXT], ids=lambda one: one.name)
+class TestParts:
+    def test_shards_make_up_the_whole(self, workload: Workload) -> None:
+        inputs = make_inputs(workload, "cpu")
+        exact = F.scaled_dot_product_attention(
+            inputs.query, inputs.key, inputs.value, is_causal=workload.is_causal, enable_gqa=True
+        )
+        for way in ("gather", "ring"):
+            for shards in (1, 2, 4):
+                assert torch.allclose(together(way, "16 bits", inputs, workload, shards), exact, atol=1e-5)
+
+    def test_a_ring_keeps_what_a_gather_keeps(self, workload: Workload) -> None:
+        inputs = make_inputs(workload, "cpu")
+        ring, gather = (together(way, "0.25", inputs, workload, 4) for way in ("ring", "gather"))
+        dense = together("gather", "16 bits", inputs, workload, 1)
+        assert relative_l1(gather, dense) > 0.05
+        assert torch.allclose(ring, gather, atol=1e-5)
+
+    def test_heads_make_up_the_whole(self, workload: Workload) -> None:
+        inputs = make_inputs(workload, "cpu")
+        exact = together("gather", "16 bits", inputs, workload, 1)
+        ranks = 4 if workload is TEXT else 2
+        own = [of_heads(inputs, workload, Split(ranks), rank) for rank in range(ranks)]
+        assert own[0].key.shape[1] == max(workload.kv_heads // ranks, 1)
+        whole = torch.cat([together("gather", "16 bits", one, workload, 1) for one in own], 1)
+        assert torch.allclose(whole, exact, atol=1e-5)
+
+
+class TestRows:
+    def test_a_part_is_measured(self, capsys: pytest.CaptureFixture[str]) -> None:
+        rows = list(measure.all_rows("cpu", repeats=1, only=["tiny text: Ulysses 2 x ring 2"], tiny=True))
+        attention = [row for row in rows if row["case"] == "attention"]
+        assert [(row["shard"], row["variant"]) for row in attention] == [(s, v) for s in (0, 1) for v in VARIANTS]
+        for row in attention[1:5]:
+            share = 1.0 if row["variant"] == "8 bits" else float(row["variant"])
+            assert share <= row["density"] < share + 0.25
+            assert 0 < row["relative_l1"] < 0.15
+        assert {row["case"] for row in rows} == {"attention", "exchange", "merge"}
+        assert all(row["problem"] is None and row["ms"] > 0 for row in rows)
+        assert "tiny text: Ulysses 2 x ring 2, merge, shard 0: " in capsys.readouterr().out
+
+    def test_what_fails_says_why(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        part = next(part for part in measure.parts_of(VIDEO, measure.TINY_CLUSTERS) if part.case == "attention")
+        monkeypatch.setattr(measure, "VARIANTS", ("16 bits", "2.0", "0.25"))
+        dense, wrong, sparse = measure.measure(part, make_inputs(VIDEO, "cpu"), 1)
+        assert wrong["ms"] is None and wrong["problem"].startswith("ValueError: topk")
+        assert dense["ms"] > 0 and sparse["relative_l1"] > 0
+
+    def test_pages_show_them(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        from benchmarks import tables
+
+        monkeypatch.setattr(tables, "RESULTS", tmp_path)
+        page = "".join(f"<!-- table: {name} -->\n<!-- /table -->\n" for name in summary.SCALE_TABLES)
+        assert "| Wan 14B, 75K | 8 GPUs | Ulysses 8 | not measured |" in tables.fill(page)
+        rows = [
+            *made_rows(8.0, "gather", attention=100.0),  # older
+            *made_rows(8.0, "gather", attention=10.0),
+            *made_rows(9.0, None, attention=8.0),
+            {**made_rows(1.0, None, attention=1.0)[0], "ms": None, "problem": "RuntimeError: none"},
+        ]
+        (tmp_path / "scale.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        filled = tables.fill(page)
+        # 1.02 ms of exchange and 9 of copies; of a gather in two parts of heads the second is hidden
+        assert "| Wan 14B, 75K | 8 GPUs | Ulysses 8 | **0.32 + 0.40** |" not in filled
+        assert "| Wan 14B, 75K | 8 GPUs | Ulysses 8 | 0.32 + 0.40 | not measured |" in filled
+        assert "| Wan 14B, 75K | 8 GPUs | gather 8 | **0.40 + 0.08** | not measured |" in filled
+        assert "| Wan 14B, 75K | gather 8 | 0 | 10 | not measured |" in filled
+        assert "bf16, B 1; NVIDIA H200; torch 2.11.0;" in filled
+
+    def test_the_slowest_shard_counts(self) -> None:
+        llama, split = plan.WORKLOADS[1], Split(shards=8, way="gather")
+        rows = {}
+        for part in measure.parts_of(llama):
+            if part.split == split:
+                row = {**part.fields(), "ms": 5.0 + part.shard}
+                rows[summary._key(row, "0.5" if part.case == "attention" else None)] = row
+        layer = summary.layer_of(rows, llama, split, plan.ONE_NODE, "0.5")
+        assert layer is not None
+        assert math.isclose(layer.attention, 12e-3) and math.isclose(layer.copies, 5e-3)
+        assert summary.layer_of(rows, llama, split, plan.ONE_NODE, "0.25") is None
+
+
+def made_rows(copies: float, way: str | None, *, attention: float) -> list[dict[str, Any]]:
+    """Rows of Wan on 8 GPUs, dense in 16 bits."""
+    machine = {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "cuda": "13.0", "commit": "0123456789"}
+    split = Split(8) if way is None else Split(shards=8, way="gather")
+    found = []
+    for part in measure.parts_of(plan.WORKLOADS[0]):
+        if part.split == split:
+            is_attention = part.case == "attention"
+            row = {"variant": "16 bits" if is_attention else None, "ms": attention if is_attention else copies}
+            found.append({**part.fields(), **row, "relative_l1": None, "problem": None, **machine})
+    return found

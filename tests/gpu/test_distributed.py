@@ -1,0 +1,66 @@
+"""Ranks' parts of one call, one after another on one device: masks are those of one process, errors no larger."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.distributed.cases import MODES, RULES, Case, check, part, tensors, whole
+from tests.distributed.threads import on_ranks
+
+import sparge
+from gpu.conftest import BACKEND, DEVICE, FP8, ON_CUDA
+
+LENGTH = 8192 if ON_CUDA else 512
+WIDTH = 128 if ON_CUDA else 32
+
+
+def every_case():
+    for mode in MODES:
+        for rule in ("budget", "topcdf", "dense"):
+            yield Case(mode, rule, length=LENGTH)
+        yield Case(mode, "budget", True, "contiguous" if mode == "ulysses" else "head_tail", length=LENGTH)
+        yield Case(mode, "budget", length=LENGTH - 24, options={"always_keep": [(0, 100)], "score": "spread"})
+        yield Case(mode, "budget", length=LENGTH, batch=2, heads=(8, 8), options={"exact_queries": [(300, 310)]})
+    yield Case("gathered", "budget", length=LENGTH, options={"kv_heads_at_once": 1})
+
+
+@pytest.mark.parametrize("case", list(every_case()), ids=str)
+def test_four_ranks_are_one_process(case: Case) -> None:
+    inputs = tensors(case, width=WIDTH, device=DEVICE, dtype=torch.bfloat16)
+    case.options["quantization"] = "none"
+    expected = whole(case, inputs, BACKEND)
+    on_ranks(4, lambda exchange: check(case, inputs, expected, (exchange,), BACKEND, tolerance=2e-2))
+
+
+@pytest.mark.parametrize("mode", ["gathered", "ring"])
+def test_a_mesh_is_one_process(mode: str) -> None:
+    case = Case(mode, "budget", True, "head_tail", length=LENGTH, options={"quantization": "none"})
+    inputs = tensors(case, width=WIDTH, device=DEVICE, dtype=torch.bfloat16)
+    expected = whole(case, inputs, BACKEND)
+    on_ranks(4, lambda *exchanges: check(case, inputs, expected, exchanges, BACKEND, tolerance=2e-2), columns=2)
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize("quantization", [*FP8, "int8_fp16"])
+def test_eight_bits_stay_within_their_own_error(mode: str, quantization: str) -> None:
+    if mode == "ring" and quantization == "int8_fp8_fast":
+        pytest.skip("refused: its LSE is rough")
+    case = Case(mode, length=LENGTH, options={"quantization": quantization})
+    inputs = tensors(case, width=WIDTH, device=DEVICE, dtype=torch.bfloat16)
+    call = {"enable_gqa": True, "backend": BACKEND, **RULES["budget"]}
+    exact = sparge.attention(*inputs, quantization="none", **call).float()
+    alone = sparge.attention(*inputs, quantization=quantization, **call).float()
+    parts = on_ranks(4, lambda exchange: part(case, inputs, (exchange,), BACKEND)[0])
+    error = (torch.cat(parts, 2).float() - exact).norm() / exact.norm()
+    assert 0 < error < 1.25 * (alone - exact).norm() / exact.norm()
+
+
+def test_auto_takes_a_quantization_whose_lse_can_be_merged() -> None:
+    case = Case("ring", length=LENGTH)
+    inputs = tensors(case, width=WIDTH, device=DEVICE, dtype=torch.bfloat16)
+    named = Case("ring", length=LENGTH, options={"quantization": "int8_fp8"})
+    by_itself, by_name = (
+        on_ranks(2, lambda ex, asked=asked: part(asked, inputs, (ex,), BACKEND)) for asked in (case, named)
+    )
+    for own, other in zip(by_itself, by_name, strict=True):
+        assert torch.equal(own[0], other[0])
