@@ -149,3 +149,11 @@ def test_compiled_calls_count_in_the_totals() -> None:
     )
     compiled(query, key, value)
     assert sparge.stats().reasons == {"sparse: torch": 1}
+
+
+def test_a_default_device_does_not_concern_the_counts() -> None:
+    query = torch.randn(1, 1, 256, 32)
+    sparge.reset_stats()
+    sparge.attention(query, query, query, backend="torch", topk=0.5)
+    with torch.device("meta"):  # as engines set one
+        assert sparge.stats().density == 0.5

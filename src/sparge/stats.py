@@ -168,7 +168,7 @@ class _Counters:
             slots = dict(self._slots)
             pages = [list(pages) for pages in self._blocks.values()]
             work = dict(self._work)
-        blocks = torch.zeros(max(map(len, pages), default=0) * SLOTS, COUNTS, dtype=torch.int64)
+        blocks = torch.zeros(max(map(len, pages), default=0) * SLOTS, COUNTS, dtype=torch.int64, device="cpu")
         for device_pages in pages:
             if device_pages and device_pages[0][0].is_cuda:  # calls may have run on other streams
                 torch.cuda.synchronize(device_pages[0][0].device)

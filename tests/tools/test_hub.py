@@ -216,9 +216,8 @@ def add_op_namespace_prefix(op_name):
 
     @needs_client
     def test_client_reads_the_metadata_and_finds_the_digests(self, variant: Path) -> None:
-        from kernels._rust import Digest, DigestAlgorithm
-
         from kernels import Metadata
+        from kernels._rust import Digest, DigestAlgorithm
 
         metadata = Metadata.read_from_file(variant / "metadata.json")
         assert (str(metadata.name), metadata.version, metadata.license) == ("sparge", 1, "apache-2.0")

@@ -34,16 +34,16 @@ class RowPool:
 
     Args:
         ranks: whom to ask.
-        numbers: (ranks, rows) int64, the place of every row among those of the whole call; `NOWHERE` behind the last
-            row of a rank that has fewer.
+        order: (ranks * rows,) int64, the rows of all ranks, one rank's behind the other's, as the whole call has them;
+            ranks with fewer rows than others have some that are none.
         own_rows: how many rows this rank has.
     """
 
-    def __init__(self, ranks: Ranks, numbers: Tensor, own_rows: int) -> None:
+    def __init__(self, ranks: Ranks, order: Tensor, own_rows: int) -> None:
         self._ranks = ranks
         self._own_rows = own_rows
-        self._width = numbers.shape[1]
-        self._order = numbers.flatten().argsort(stable=True)
+        self._width = len(order) // ranks.size
+        self._order = order
 
     def total(self, own: Tensor) -> Tensor:
         return self._ranks.total(own)
@@ -61,16 +61,16 @@ class RowPool:
 NOWHERE = 2**62
 
 
-def numbers_of_heads(heads: Tensor, q_blocks: int) -> Tensor:
-    """Numbers of rows where each rank has all rows of some heads: (ranks, heads) -> (ranks, heads * q_blocks)."""
-    return (heads[..., None] * q_blocks + torch.arange(q_blocks, device=heads.device)).flatten(1)
+def order_of_heads(heads: Tensor, q_blocks: int) -> Tensor:
+    """`RowPool`'s order where each rank has all rows of as many heads, (H,), one rank's behind the other's."""
+    return (heads.argsort()[:, None] * q_blocks + torch.arange(q_blocks, device=heads.device)).flatten()
 
 
 @functools.lru_cache(maxsize=64)
-def numbers_of_tokens(
+def order_of_rows(
     starts: tuple[tuple[tuple[int, int], ...], ...], heads: tuple[range, ...], q_blocks: int, device: torch.device
 ) -> Tensor:
-    """Numbers of rows where each rank has some rows of some heads, (ranks, rows).
+    """`RowPool`'s order where each rank has some rows of some heads.
 
     Args:
         starts: for every rank the pieces (start, stop) of the sequence whose queries it has.
@@ -79,14 +79,15 @@ def numbers_of_tokens(
     """
     numbers = []
     for pieces, own_heads in zip(starts, heads, strict=True):
-        of_heads = torch.tensor(own_heads)[:, None] * q_blocks
+        of_heads = torch.tensor(own_heads, device="cpu")[:, None] * q_blocks
         parts = []
         for start, stop in pieces:
-            rows = torch.arange(ceil_div(stop - start, BLOCK_Q)) + start // BLOCK_Q
+            rows = torch.arange(ceil_div(stop - start, BLOCK_Q), device="cpu") + start // BLOCK_Q
             parts.append((of_heads + rows).flatten())
         numbers.append(torch.cat(parts))
     width = max(map(len, numbers))
-    return torch.stack([F.pad(part, (0, width - len(part)), value=NOWHERE) for part in numbers]).to(device)
+    padded = torch.cat([F.pad(part, (0, width - len(part)), value=NOWHERE) for part in numbers])
+    return padded.argsort(stable=True).to(device)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from sparge import ops
 from sparge.block_mask import BlockMask
 from sparge.call import Call
-from sparge.distributed.budget import Ranks, RowPool, Rows, numbers_of_tokens
+from sparge.distributed.budget import Ranks, RowPool, Rows, order_of_rows
 from sparge.distributed.computing import as_one, attend, choose_rows
 from sparge.distributed.exchange import Exchange
 from sparge.distributed.places import Places
@@ -112,9 +112,9 @@ def pool_of(asked: Request, places: Places, ranks: Ranks, heads: Sequence[range]
         heads: of every rank, in the order of ``ranks``; the places repeat in it.
     """
     starts = tuple(tuple(map(tuple, places.pieces[rank % len(places.pieces)])) for rank in range(ranks.size))
-    numbers = numbers_of_tokens(starts, tuple(heads), asked.call.shape.q_blocks, device)
+    order = order_of_rows(starts, tuple(heads), asked.call.shape.q_blocks, device)
     own = sum(ceil_div(stop - start, BLOCK_Q) for start, stop in starts[ranks.rank]) * len(heads[ranks.rank])
-    return RowPool(ranks, numbers, own)
+    return RowPool(ranks, order, own)
 
 
 def predict(

@@ -6,25 +6,24 @@ a `Budget` is spent as on one device, and the rules of the sink and the diagonal
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sparge.block_mask import BlockMask
 from sparge.call import Call
-from sparge.config import Dense
 from sparge.distributed import gathered
 from sparge.distributed.budget import RowPool
 from sparge.distributed.computing import as_one, attend
 from sparge.distributed.exchange import Exchange
-from sparge.distributed.merge import merged
+from sparge.distributed.merge import merge
 from sparge.distributed.places import Piece, Places
 from sparge.distributed.request import Request
 from sparge.geometry import BLOCK_K, BLOCK_Q, Shape, ceil_div
-from sparge.window import Window
 
 
 class Rectangle(NamedTuple):
@@ -65,37 +64,90 @@ def check_places(places: Places) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Part:
+    """What a rank's queries see of one rank's keys, and one call computes.
+
+    Attributes:
+        holder: the rank whose keys they are.
+        queries, keys: where they lie among the tokens of their ranks.
+        columns: the key blocks of the whole sequence that they are.
+    """
+
+    holder: int
+    queries: Piece
+    keys: Piece
+    columns: tuple[slice, ...]
+    is_causal: bool
+
+
+def parts_of(places: Places, rank: int, is_causal: bool) -> list[Part]:
+    """All calls of a rank, in the order in which keys come by."""
+    found = []
+    for step in range(len(places.pieces)):
+        holder = (rank - step) % len(places.pieces)
+        own, other = places.pieces[rank], places.pieces[holder]
+        for queries, keys, is_own in rectangles(own, other, is_causal):
+            chosen = other[keys.start : keys.stop]
+            columns = tuple(slice(piece.start // BLOCK_K, ceil_div(piece.stop, BLOCK_K)) for piece in chosen)
+            found.append(Part(holder, _within(own, queries), _within(other, keys), columns, is_own))
+    return found
+
+
 def compute(
     query: Tensor, key: Tensor, value: Tensor, asked: Request, exchange: Exchange, places: Places, pool: RowPool
 ) -> tuple[Tensor, Tensor]:
     """Attention of this rank's queries over the keys of all ranks; the LSE is always computed."""
-    kept = None
+    parts = parts_of(places, exchange.rank, asked.call.is_causal)
+    masks: list[BlockMask | None] = [None] * len(parts)
     if asked.reason is None:
         kept = _joined(gathered.predict(query, key, asked, exchange, places, pool), asked.call.shape.kv_blocks)
-    batch, heads, length, _ = query.shape
-    output = query.new_zeros((batch, heads, length, value.shape[3]), dtype=torch.float32)
-    lse = query.new_full((batch, heads, length), -torch.inf, dtype=torch.float32)
-    here = (key, value)
+        masks = [*_masks(kept, parts)]
+    output = query.new_zeros((*query.shape[:3], value.shape[3]), dtype=torch.float32)
+    lse = query.new_full(query.shape[:3], -torch.inf, dtype=torch.float32)
     with as_one():
         for step in range(exchange.size):
             holder = (exchange.rank - step) % exchange.size
             coming = None
             if step + 1 < exchange.size:
                 length = places.lengths[(holder - 1) % exchange.size]
-                shapes = [(*tensor.shape[:2], length, tensor.shape[3]) for tensor in here]
-                coming = exchange.start_pass(here, shapes)  # while this part is computed
-            for rectangle in rectangles(places.pieces[exchange.rank], places.pieces[holder], asked.call.is_causal):
-                _add(output, lse, query, *here, rectangle, kept, asked, places, exchange.rank, holder)
+                shapes = [(*tensor.shape[:2], length, tensor.shape[3]) for tensor in (key, value)]
+                coming = exchange.start_pass((key, value), shapes)  # while this part is computed
+            for part, mask in zip(parts, masks, strict=True):
+                if part.holder == holder:
+                    _add(output, lse, query, key, value, part, mask, asked)
             if coming is not None:
                 key, value = coming()
-                here = (key, value)
     return output.to(query.dtype), lse
 
 
 def _joined(masks: Sequence[BlockMask], kv_blocks: int) -> Tensor:
     """The kept blocks of all pieces, (B, H, rows, kv_blocks)."""
     parts = [mask.to_dense() for mask in masks]
-    return torch.cat([torch.nn.functional.pad(part, (0, kv_blocks - part.shape[3])) for part in parts], 2)
+    return torch.cat([F.pad(part, (0, kv_blocks - part.shape[3])) for part in parts], 2)
+
+
+def _masks(kept: Tensor, parts: Sequence[Part]) -> list[BlockMask]:
+    """The mask of every part: its columns of the rows of its queries.
+
+    Lists of parts with the same sizes are made together: to make those of each takes the host longer than a short part
+    takes the device.
+    """
+    alike: dict[Hashable, list[int]] = {}
+    for index, part in enumerate(parts):
+        alike.setdefault((part.queries, part.keys.length, part.is_causal), []).append(index)
+    masks: dict[int, BlockMask] = {}
+    for indices in alike.values():
+        first = parts[indices[0]]
+        rows = kept[:, :, first.queries.start // BLOCK_Q : ceil_div(first.queries.stop, BLOCK_Q)]
+        dense = torch.cat([torch.cat([rows[..., cut] for cut in parts[index].columns], 3) for index in indices])
+        q_len, kv_len = first.queries.length, first.keys.length
+        together = BlockMask.from_dense(dense, q_len=q_len, kv_len=kv_len, is_causal=first.is_causal)
+        for place, index in enumerate(indices):
+            own = slice(place * len(kept), (place + 1) * len(kept))
+            counts, listed = together.kv_num_blocks[own], together.kv_indices[own]
+            masks[index] = BlockMask(counts, listed, together.visible_num_blocks[own], q_len, kv_len, first.is_causal)
+    return [masks[index] for index in range(len(parts))]
 
 
 def _add(
@@ -104,38 +156,15 @@ def _add(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    rectangle: Rectangle,
-    kept: Tensor | None,
+    part: Part,
+    mask: BlockMask | None,
     asked: Request,
-    places: Places,
-    rank: int,
-    holder: int,
 ) -> None:
-    """Merge what a rectangle gives into the output and LSE of its queries."""
-    queries = _within(places.pieces[rank], rectangle.queries)
-    keys = _within(places.pieces[holder], rectangle.keys)
-    call = _call(asked.call, query, key, queries, keys, rectangle.is_causal)
-    mask = None
-    if kept is not None:
-        rows = kept[:, :, queries.start // BLOCK_Q : ceil_div(queries.stop, BLOCK_Q)]
-        columns = [
-            rows[..., piece.start // BLOCK_K : ceil_div(piece.stop, BLOCK_K)]
-            for piece in places.pieces[holder][rectangle.keys.start : rectangle.keys.stop]
-        ]
-        mask = BlockMask.from_dense(
-            torch.cat(columns, 3), q_len=queries.length, kv_len=keys.length, is_causal=rectangle.is_causal
-        )
-    part, part_lse = attend(
-        query[:, :, queries.start : queries.stop],
-        key[:, :, keys.start : keys.stop],
-        value[:, :, keys.start : keys.stop],
-        mask,
-        call,
-        asked,
-        with_lse=True,
-    )
-    own = slice(queries.start, queries.stop)
-    output[:, :, own], lse[:, :, own] = merged(output[:, :, own], lse[:, :, own], part, part_lse)
+    """Merge what a part gives into the output and LSE of its queries."""
+    queries, keys = (slice(*piece) for piece in (part.queries, part.keys))
+    call = _call(asked.call, query, key, part)
+    tensors = query[:, :, queries], key[:, :, keys], value[:, :, keys]
+    merge(output[:, :, queries], lse[:, :, queries], *attend(*tensors, mask, call, asked, with_lse=True))
 
 
 def _within(pieces: Sequence[Piece], chosen: range) -> Piece:
@@ -144,16 +173,16 @@ def _within(pieces: Sequence[Piece], chosen: range) -> Piece:
     return Piece(start, start + sum(piece.length for piece in pieces[chosen.start : chosen.stop]))
 
 
-def _call(whole: Call, query: Tensor, key: Tensor, queries: Piece, keys: Piece, is_causal: bool) -> Call:
+def _call(whole: Call, query: Tensor, key: Tensor, part: Part) -> Call:
+    lengths = (part.queries.length, part.keys.length)
     shape = Shape(
-        whole.shape.batch,
-        query.shape[1],
-        key.shape[1],
-        queries.length,
-        keys.length,
-        whole.shape.head_dim,
-        whole.shape.value_dim,
+        whole.shape.batch, query.shape[1], key.shape[1], *lengths, whole.shape.head_dim, whole.shape.value_dim
     )
-    return replace(
-        whole, shape=shape, is_causal=is_causal, window=Window(), sparsity=Dense(), always_keep=(), exact_queries=()
+    return Call(
+        shape,
+        part.is_causal,
+        whole.scale,
+        quantization=whole.quantization,
+        pv_threshold=whole.pv_threshold,
+        skipped=whole.skipped,
     )

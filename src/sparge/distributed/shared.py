@@ -16,7 +16,7 @@ from torch import Tensor
 from sparge import api, ops, validation
 from sparge.config import Dense
 from sparge.derivatives import needs_derivatives
-from sparge.distributed.budget import Ranks, RowPool, Rows, choose, numbers_of_tokens
+from sparge.distributed.budget import Ranks, RowPool, Rows, choose, order_of_rows
 from sparge.distributed.computing import attend
 from sparge.distributed.request import Options, request, rule_of_heads
 from sparge.geometry import BLOCK_Q, Shape, ceil_div
@@ -50,9 +50,9 @@ class Share:
     def pool(self, device: torch.device) -> RowPool:
         """The rows of all ranks."""
         blocks = ceil_div(max(stop for _, stop in self.queries), BLOCK_Q)
-        numbers = numbers_of_tokens(tuple((place,) for place in self.queries), self.heads, blocks, device)
+        order = order_of_rows(tuple((place,) for place in self.queries), self.heads, blocks, device)
         start, stop = self.queries[self.ranks.rank]
-        return RowPool(self.ranks, numbers, ceil_div(stop - start, BLOCK_Q) * len(self.heads[self.ranks.rank]))
+        return RowPool(self.ranks, order, ceil_div(stop - start, BLOCK_Q) * len(self.heads[self.ranks.rank]))
 
 
 def attention(

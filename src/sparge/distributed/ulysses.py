@@ -12,7 +12,7 @@ from sparge import ops
 from sparge.block_mask import BlockMask
 from sparge.call import Call
 from sparge.distributed.balance import HeadBalance
-from sparge.distributed.budget import Ranks, RowPool, Rows, numbers_of_heads
+from sparge.distributed.budget import Ranks, RowPool, Rows, order_of_heads, order_of_rows
 from sparge.distributed.computing import attend, choose_rows
 from sparge.distributed.exchange import Exchange
 from sparge.distributed.request import Request, of_heads
@@ -64,10 +64,11 @@ def to_tokens(
     return output, lse
 
 
-def own_heads(heads: int, ranks: int, rank: int, order: Tensor | None, device: torch.device) -> Tensor:
-    """The heads of a rank, (H / ranks,)."""
-    every = torch.arange(heads, device=device) if order is None else order
-    return every.view(ranks, -1)[rank]
+def own_heads(heads: int, ranks: Ranks, order: Tensor | None) -> Tensor | slice:
+    """The heads of this rank."""
+    own = heads // ranks.size
+    cut = slice(ranks.rank * own, (ranks.rank + 1) * own)
+    return cut if order is None else order[cut]
 
 
 def compute(
@@ -103,16 +104,18 @@ def local_call(query: Tensor, key: Tensor, asked: Request, ranks: Ranks, order: 
     """The call of this rank's heads."""
     whole = asked.call.shape
     shape = Shape(whole.batch, query.shape[1], key.shape[1], whole.q_len, whole.kv_len, whole.head_dim, whole.value_dim)
-    heads = own_heads(whole.heads, ranks.size, ranks.rank, order, query.device)
-    return replace(of_heads(asked.call, heads), shape=shape)
+    return replace(of_heads(asked.call, own_heads(whole.heads, ranks, order)), shape=shape)
 
 
 def predict(query: Tensor, key: Tensor, call: Call, asked: Request, ranks: Ranks, order: Tensor | None) -> BlockMask:
     """The mask of this rank's heads."""
-    whole = asked.call.shape
-    every = torch.arange(whole.heads, device=query.device) if order is None else order
-    numbers = numbers_of_heads(every.view(ranks.size, -1), whole.q_blocks)
-    pool = RowPool(ranks, numbers, call.shape.heads * call.shape.q_blocks)
+    whole, own = asked.call.shape, call.shape.heads
+    if order is None:
+        heads = tuple(range(rank * own, (rank + 1) * own) for rank in range(ranks.size))
+        rows = order_of_rows((((0, whole.q_len),),) * ranks.size, heads, whole.q_blocks, query.device)
+    else:
+        rows = order_of_heads(order, whole.q_blocks)
+    pool = RowPool(ranks, rows, own * whole.q_blocks)
     keys = ops.summarize_keys(key, call, asked.backend)
     return choose_rows([Rows(query, keys, call)], asked, pool)[0]
 
