@@ -166,6 +166,7 @@ def test_backends_import_only_what_lies_below_them(path: Path) -> None:
         "eight_bits",
         "replacement",
         "layout",
+        "sharing",
     )
     below = {f"sparge.{name}" for name in lowest}
     room = path.relative_to(SOURCE / "backends").parts[0]
@@ -185,7 +186,8 @@ def test_the_reference_imports_no_backend() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["geometry", "window", "segments", "config", "call", "visibility", "block_mask", "layout", "stats"]
+    "name",
+    ["geometry", "window", "segments", "config", "call", "visibility", "block_mask", "layout", "stats", "sharing"],
 )
 def test_the_lowest_layer_imports_nothing_above_it(name: str) -> None:
     above = ("sparge.api", "sparge.ops", "sparge.backends", "sparge.reference", "sparge.decide", "sparge.validation")
