@@ -1,4 +1,4 @@
-"""Measure the parts of ranks on one GPU: `python -m benchmarks.scale [--only WORD ...] [--tiny]`; takes minutes.
+"""Measure the parts of ranks on one GPU: `python -m benchmarks.scale [--only WORD ...] [--calls]`; takes minutes.
 
 Rows go to benchmarks/results/scale.jsonl; `python -m benchmarks.tables` and `python -m benchmarks.figures scale` then
 make the tables and the picture of docs/scale.md anew. What ranks send is computed there, from benchmarks/scale/plan.py.
@@ -12,8 +12,10 @@ from pathlib import Path
 import torch
 
 from benchmarks.measure import append_row
+from benchmarks.scale import calls
 from benchmarks.scale.measure import all_rows
 
+CALLS = Path(__file__).parent.parent / "results" / "scale_calls.jsonl"
 RESULTS = Path(__file__).parent.parent / "results" / "scale.jsonl"
 
 
@@ -24,6 +26,7 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=3, help="at most, of a part; default: %(default)s")
     parser.add_argument("--budget", type=float, default=480, help="seconds after which no part begins; default: 480")
+    parser.add_argument("--calls", action="store_true", help="the functions of sparge.distributed on one rank instead")
     parser.add_argument("--tiny", action="store_true", help="small sizes on any device, to see that it runs; not kept")
     parser.add_argument("--results", type=Path, default=None, help=f"default: {RESULTS.name}, or nowhere if --tiny")
     args = parser.parse_args()
@@ -32,6 +35,10 @@ def main() -> None:
         parser.error("expected a CUDA device, got none; --tiny runs anywhere")
     results = args.results or (None if args.tiny else RESULTS)
     device = "cuda" if on_gpu else "cpu"
+    if args.calls:
+        for row in calls.all_rows():
+            append_row(args.results or CALLS, row, gpu=on_gpu)
+        return
     options = {"repeats": args.repeats, "only": args.only, "tiny": args.tiny, "budget_s": args.budget}
     for row in all_rows(device, **options):
         if results is not None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.scale import plan
+from benchmarks.scale.calls import MODES
 from benchmarks.scale.measure import Part, parts_of
 from benchmarks.scale.parts import BESIDES, COPIES, VARIANTS, besides
 from benchmarks.scale.plan import CLUSTERS, WORKLOADS, Cluster, Split, Workload
@@ -150,11 +151,26 @@ def _part(row: Row | None) -> str:
 
 
 def _milliseconds(row: Row | None) -> str:
-    return NOT_MEASURED if row is None else f"{row['ms']:.3g}"
+    return NOT_MEASURED if row is None else f"{row['ms']:.0f}" if row["ms"] >= 100 else f"{row['ms']:.3g}"
+
+
+def calls_table(results: Path) -> Made:
+    """What the functions take on one rank: all in all, and on the host alone."""
+    path = results / "scale_calls.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    newest = {(row["workload"], row["topk"], row["mode"]): row for row in rows}
+    body = []
+    for workload, topk in dict.fromkeys(key[:2] for key in newest):
+        found = [newest[workload, topk, mode] for mode in MODES if (workload, topk, mode) in newest]
+        cells = [f"{row['ms']:.2f} ({row['host_ms']:.1f})" for row in found]
+        eighths = {row["whole_ms"] / row["ranks"] for row in found}
+        body.append([workload, str(topk), f"{max(eighths):.2f}", *cells])
+    return ["layer of", "topk", "an eighth of one GPU's call", *MODES], body, list(newest.values())
 
 
 SCALE_TABLES: dict[str, Callable[[Path], Made]] = {
     "scale_sent": sent_table,
     "scale_seconds": seconds_table,
     "scale_parts": parts_table,
+    "scale_calls": calls_table,
 }

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from benchmarks.scale import measure, parts, plan, summary
+from benchmarks.scale import calls, measure, parts, plan, summary
 from benchmarks.scale.parts import VARIANTS, Attend, Inputs, make_inputs, of_heads, ranges_of
 from benchmarks.scale.plan import Cluster, Link, Sent, Split, Workload
 from torch import Tensor
 
+import sparge
 from sparge.evaluate.metrics import relative_l1
 
 FAST, SLOW = Link("fast", 100.0, 0.5, 0.25), Link("slow", 10.0, 0.5, 0.5)
@@ -311,3 +312,14 @@ def made_rows(copies: float, way: str | None, *, attention: float) -> list[dict[
             row = {"variant": "16 bits" if is_attention else None, "ms": attention if is_attention else copies}
             found.append({**part.fields(), **row, "relative_l1": None, "problem": None, **machine})
     return found
+
+
+@pytest.mark.parametrize("workload", [VIDEO, TEXT], ids=lambda workload: workload.name)
+@pytest.mark.parametrize("mode", list(calls.MODES))
+def test_a_rank_by_itself_is_given_what_others_would_send(mode: str, workload: Workload) -> None:
+    inputs = make_inputs(workload, "cpu")
+    sparge.reset_stats()
+    output = calls.rank_call(mode, workload, (inputs.query, inputs.key, inputs.value), 0.5, ranks=2)()
+    assert output.shape[1] == workload.heads and output.isfinite().all()
+    stats = sparge.stats()
+    assert stats.calls == 1 and set(stats.reasons) == {"dense: below the crossover"}

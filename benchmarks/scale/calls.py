@@ -1,0 +1,115 @@
+"""What a call of `sparge.distributed` takes on a rank, host and device, without the links: its neighbours are itself.
+
+The functions are called as they are; what other ranks would send is copied from what this one has, so that nothing
+crosses a link but everything is computed. Outputs mean nothing, times and densities do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import sparge
+from benchmarks.scale.parts import make_inputs
+from benchmarks.scale.plan import WORKLOADS, Workload
+from sparge.bench.timing import device_seconds
+from sparge.distributed import gathered_attention, ring_attention, shard, split_lengths, ulysses_attention
+from sparge.distributed.exchange import Arrival, Exchange
+
+RANKS = 8
+SHARES = (0.5, 0.25, 0.1)
+TIMED = 6
+MODES = {
+    "ulysses_attention": ulysses_attention,
+    "gathered_attention": gathered_attention,
+    "ring_attention": ring_attention,
+}
+
+
+class Mirror(Exchange):
+    """A rank whose neighbours have what it has; it copies as many bytes as it would get."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def total(self, own: Tensor) -> Tensor:
+        return own * self.size
+
+    def stack(self, own: Tensor) -> Tensor:
+        return own.expand(self.size, *own.shape).contiguous()
+
+    def start_gather(self, tokens: Tensor, lengths: Sequence[int]) -> Arrival:
+        return partial(self._filled, tokens.permute(2, 0, 1, 3).contiguous(), sum(lengths))
+
+    def start_to_heads(self, tokens: Tensor, lengths: Sequence[int]) -> Arrival:
+        sent = tokens.unflatten(1, (self.size, -1)).permute(1, 3, 0, 2, 4).flatten(0, 1)
+        return partial(self._filled, sent, sum(lengths))
+
+    def to_tokens(self, heads: Tensor, lengths: Sequence[int]) -> Tensor:
+        own = heads.permute(2, 0, 1, 3).contiguous()[: lengths[self.rank]]
+        return own.expand(self.size, *own.shape).permute(2, 0, 3, 1, 4).flatten(1, 2)
+
+    def start_pass(self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Callable[[], list[Tensor]]:
+        taken = [
+            self._filled(tensor.permute(2, 0, 1, 3), shape[2]) for tensor, shape in zip(tensors, shapes, strict=True)
+        ]
+        return lambda: [tensor.contiguous() for tensor in taken]
+
+    @staticmethod
+    def _filled(tokens: Tensor, length: int) -> Tensor:
+        """Tokens (n, B, H, D), as often as it takes to have so many, as (B, H, n, D)."""
+        times = -(-length // len(tokens))
+        return tokens.expand(times, *tokens.shape).flatten(0, 1)[:length].permute(1, 2, 0, 3)
+
+
+def rank_call(
+    mode: str, workload: Workload, inputs: Sequence[Tensor], topk: float, ranks: int = RANKS
+) -> Callable[[], Any]:
+    """A call of a rank in the middle."""
+    options: dict[str, Any] = {"is_causal": workload.is_causal, "enable_gqa": True, "topk": topk}
+    sharding: Any = "head_tail" if workload.is_causal and mode != "ulysses_attention" else "contiguous"
+    lengths = (workload.tokens // ranks,) * ranks if sharding == "head_tail" else split_lengths(workload.tokens, ranks)
+    own = [shard(tensor, ranks // 2, ranks, sharding=sharding, lengths=lengths) for tensor in inputs]
+    if mode != "ulysses_attention":
+        options["sharding"] = sharding
+    return partial(MODES[mode], *own, group=Mirror(ranks // 2, ranks), lengths=lengths, **options)
+
+
+def seconds_of(run: Callable[[], Any]) -> tuple[float, float]:
+    """Of one of several calls: what they take, and what the host takes to launch them."""
+    on_device = device_seconds(run, untimed=3, timed=TIMED)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(TIMED):
+        run()
+    on_host = (time.perf_counter() - start) / TIMED
+    torch.cuda.synchronize()
+    return on_device, on_host
+
+
+@torch.no_grad()
+def all_rows() -> Iterator[dict[str, Any]]:
+    """A row for each workload that fits one GPU, share and mode, with a line of progress."""
+    for workload in WORKLOADS[:2]:
+        inputs = make_inputs(workload, "cuda")
+        tensors = (inputs.query, inputs.key, inputs.value)
+        for topk in SHARES:
+            whole = partial(sparge.attention, *tensors, is_causal=workload.is_causal, enable_gqa=True, topk=topk)
+            one, _ = seconds_of(whole)
+            for mode in MODES:
+                run = rank_call(mode, workload, tensors, topk)
+                sparge.reset_stats()
+                run()
+                density = sparge.stats().density
+                both, host = seconds_of(run)
+                row = {"suite": "scale_calls", "workload": workload.name, "mode": mode, "ranks": RANKS, "topk": topk}
+                row |= {"ms": 1e3 * both, "host_ms": 1e3 * host, "whole_ms": 1e3 * one, "density": density}
+                print(f"{workload.name}, {topk}: {mode} {row['ms']:.2f} ms, host {row['host_ms']:.2f}", flush=True)
+                yield row
+        del inputs, tensors, whole, run
+        torch.cuda.empty_cache()
