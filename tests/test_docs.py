@@ -24,7 +24,8 @@ FROM_OUTSIDE = re.compile(r'<(?:script|link|img|iframe)[^>]*(?:src|href)="(?:htt
 
 
 @pytest.mark.parametrize(
-    "name, tokens", [("llm", None), ("diffusers", None), ("pytorch", None), ("serving", None), ("masks", None)]
+    "name, tokens",
+    [("llm", None), ("diffusers", None), ("pytorch", None), ("serving", None), ("masks", None), ("parallel", None)],
 )
 def test_quick_starts_run(name: str, tokens: str | None, run: Run) -> None:
     run(DOCS / "quickstart" / f"{name}.md", tokens)
