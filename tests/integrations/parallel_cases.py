@@ -303,6 +303,27 @@ def masks() -> dict[str, Any]:
     return results
 
 
+@case("balance")
+def balance() -> dict[str, Any]:
+    """Three steps of a layer whose first heads look everywhere, under an additive mask that differs by head."""
+    size, config = 1024, config_of(2, 1)
+    query, key, value = (noise(1, size, 8, 16) for _ in range(3))
+    key = key + 2 * noise(1, size // 64, 1, 8, 16).expand(-1, -1, 64, -1, -1).flatten(1, 2)
+    query = query * torch.tensor([0.05] * 4 + [2.0] * 4)[:, None]
+    mask = noise(1, 8, 1, size) / 4
+    want, _ = called(Tokens(True), SPARSE, query, key, value, mask)
+    layer, got, imbalances = Layer("layer", SPARSE), [], []
+    for _ in range(3):
+        sparge.reset_stats()
+        THREAD.scopes.append(Scope(layer, (Tokens(True),), None))
+        own_part = (own(tensor, 1, 0) for tensor in (query, key, value))
+        output = diffusers_backend.attention(*own_part, own(mask, 3, 0), _parallel_config=config)
+        THREAD.scopes.pop()
+        got.append(all_of(output, 0))
+        imbalances.append(sparge.stats().layers["layer"].imbalance)
+    return {"want": want, "got": got, "imbalances": imbalances}
+
+
 @case("kinds of calls")
 def kinds_of_calls() -> dict[str, Any]:
     ulysses, ring = config_of(2, 1), config_of(1, 2)

@@ -75,6 +75,15 @@ def test_dense_calls_of_a_ring_are_stock(name: str, found: dict[str, list[Any]])
         assert all(reason.startswith("dense") for layer in result["together"].values() for reason in layer)
 
 
+def test_heads_are_dealt_by_what_they_cost(found: dict[str, list[Any]]) -> None:
+    for result in of(found, "balance"):
+        for output in result["got"]:
+            largest = float(result["want"].abs().max())
+            torch.testing.assert_close(output, result["want"], rtol=0, atol=ROUNDING * largest)
+        first, second, third = result["imbalances"]
+        assert first > 1.1 and second == third < 1.05
+
+
 @pytest.mark.parametrize("case", ["wan, ulysses", "flux, ulysses", "ltx, ring"])
 def test_pipelines(case: str, found: dict[str, list[Any]]) -> None:
     for result in of(found, f"pipeline {case}"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from tests.distributed.cases import Case, check, tensors, whole
 from tests.distributed.threads import on_ranks
 

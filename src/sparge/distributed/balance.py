@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparge.block_mask import BlockMask
+from sparge.distributed.budget import Ranks
 from sparge.stats import counters
 
 
@@ -41,6 +43,11 @@ class HeadBalance:
         if self.order is None:
             return None
         return (self.order[:, None] * group + torch.arange(group, device=device)).flatten()
+
+    def learn_from(self, mask: BlockMask, kv_heads: int, ranks: Ranks) -> None:
+        """`learn` what every head kept; all ranks tell of theirs."""
+        kept = mask.kv_num_blocks.sum((0, 2), dtype=torch.int64)
+        self.learn(ranks.stack(kept).flatten(), kv_heads, ranks.size)
 
     def learn(self, costs: Tensor, kv_heads: int, ranks: int) -> None:
         """Deal the heads anew by what they cost, (H,) in the order of the call that is over, rank by rank."""

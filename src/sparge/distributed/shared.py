@@ -16,7 +16,8 @@ from torch import Tensor
 from sparge import api, ops, validation
 from sparge.config import Dense
 from sparge.derivatives import needs_derivatives
-from sparge.distributed.budget import Ranks, RowPool, Rows, choose, order_of_rows
+from sparge.distributed.balance import HeadBalance
+from sparge.distributed.budget import Ranks, RowPool, Rows, choose, order_of_heads, order_of_rows
 from sparge.distributed.computing import attend
 from sparge.distributed.request import Options, of_heads, request, rule_of_heads
 from sparge.geometry import BLOCK_Q, Shape, ceil_div
@@ -30,11 +31,15 @@ class Share:
         ranks: whom to ask.
         heads: of every rank, its heads of queries.
         queries: of every rank, where its queries (start, stop) lie in the call's sequence of them.
+        balance: learns what the heads cost, where each rank has all queries of as many heads.
+        order: (H,), the heads that it dealt, of which ranks have those that ``heads`` says; None: it dealt none.
     """
 
     ranks: Ranks
     heads: tuple[range, ...]
     queries: tuple[tuple[int, int], ...]
+    balance: HeadBalance | None = None
+    order: Tensor | None = None
 
     @property
     def all_heads(self) -> int:
@@ -43,7 +48,10 @@ class Share:
     def pool(self, device: torch.device) -> RowPool:
         """The rows of all ranks."""
         blocks = ceil_div(max(stop for _, stop in self.queries), BLOCK_Q)
-        order = order_of_rows(tuple((place,) for place in self.queries), self.heads, blocks, device)
+        if self.order is not None:
+            order = order_of_heads(self.order, blocks)
+        else:
+            order = order_of_rows(tuple((place,) for place in self.queries), self.heads, blocks, device)
         start, stop = self.queries[self.ranks.rank]
         return RowPool(self.ranks, order, ceil_div(stop - start, BLOCK_Q) * len(self.heads[self.ranks.rank]))
 
@@ -72,8 +80,8 @@ def attention(
     """
     topk, sparsity = options.pop("topk", None), options.pop("sparsity", None)
     rule = validation.resolve_sparsity(topk, sparsity, share.all_heads)
-    own = share.heads[share.ranks.rank]
-    own_heads = slice(own.start, own.stop)
+    cut = slice(share.heads[share.ranks.rank].start, share.heads[share.ranks.rank].stop)
+    own_heads = cut if share.order is None else share.order[cut]
     call: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     is_followed = needs_derivatives(query, key, value, attn_mask)
     if isinstance(rule, Dense) or not rule.is_call_wide or share.ranks.size == 1 or dropout_p or is_followed:
@@ -111,6 +119,8 @@ def attention(
         keys = ops.summarize_keys(key, local, asked.backend)
         rows = [Rows(query, keys, local)]
         mask = choose(rows, local.shape.kv_blocks, share.pool(query.device), asked.backend)[0]
+        if share.balance is not None:
+            share.balance.learn_from(mask, share.all_heads // local.shape.group, share.ranks)
     output, lse = attend(query, key, value, mask, local, asked, with_lse=return_lse)
     output = output.transpose(1, 2) if layout == "NHD" else output
     return (output, lse) if return_lse else output

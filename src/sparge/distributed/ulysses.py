@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from sparge import ops
@@ -96,7 +95,7 @@ def compute(
         return ops.attention(query, key, value, call, asked.backend)
     mask = predict(query, key, call, asked, ranks, order)
     if balance is not None:
-        learn(balance, mask, asked, ranks)
+        balance.learn_from(mask, asked.call.shape.kv_heads, ranks)
     return attend(query, key, value, mask, call, asked, with_lse=with_lse)
 
 
@@ -118,9 +117,3 @@ def predict(query: Tensor, key: Tensor, call: Call, asked: Request, ranks: Ranks
     pool = RowPool(ranks, rows, own * whole.q_blocks)
     keys = ops.summarize_keys(key, call, asked.backend)
     return choose_rows([Rows(query, keys, call)], asked, pool)[0]
-
-
-def learn(balance: HeadBalance, mask: BlockMask, asked: Request, ranks: Ranks) -> None:
-    """Tell a balance what every head of all ranks kept."""
-    kept = mask.kv_num_blocks.sum((0, 2), dtype=torch.int64)
-    balance.learn(ranks.stack(kept).flatten(), asked.call.shape.kv_heads, ranks.size)

@@ -70,6 +70,7 @@ class Layer:
         is_cross: it is known to be cross-attention.
         steps: the schedule, where the policy has rules about it.
         last: what was asked last, and the answer: a layer's calls are alike, and asking again takes longer.
+        balance: how its heads are dealt to ranks that exchange them.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Layer:
     steps: Steps | None = None
     is_cross: bool = False
     last: tuple[Any, Reason | None] = field(default=(None, None), compare=False, repr=False)
+    balance: Any = field(default=None, compare=False, repr=False)
 
 
 class Rows(Protocol):

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from sparge.distributed import shared
+from sparge.distributed.balance import HeadBalance
 from sparge.distributed.exchange import Exchange
 from sparge.distributed.shared import Share
 from sparge.geometry import ceil_div
-from sparge.integrations.calls import Part, runs_dense
+from sparge.integrations.calls import Layer, Part, runs_dense
 from sparge.integrations.sdpa import Scope, Tokens, sparse_sdpa
 from sparge.integrations.shards import Mesh, Rows, Shards
 
@@ -149,7 +150,14 @@ def attention(
         return _dense(dense, query, key, value, mask, *call).transpose(1, 2)
     if key.shape[1] != heads and key.shape[1] % mesh.ulysses.size:
         key, value = (tensor.repeat_interleave(heads // tensor.shape[1], 1) for tensor in (key, value))
-    mask = _whole_mask(attn_mask, queries, keys, mesh, mesh.heads(heads), mesh.column)
+    balance = None if is_dense else _balance(scope.layer, heads, key.shape[1], mesh)
+    order = None if balance is None else balance.heads(key.shape[1], heads // key.shape[1], query.device)
+    if order is not None:
+        group = heads // key.shape[1]
+        query = query.index_select(1, order)
+        key, value = (tensor.index_select(1, order[::group] // group) for tensor in (key, value))
+    own = mesh.heads(heads)
+    mask = _whole_mask(attn_mask, queries, keys, mesh, own if order is None else order[own], mesh.column)
     pairs = ((query, queries), (key, keys), (value, keys))
     query, key, value = (arrive() for arrive in [mesh.start_to_heads(*pair) for pair in pairs])
     key, value = (mesh.gather(tensor, keys) for tensor in (key, value))
@@ -159,7 +167,7 @@ def attention(
     output = None
     if not is_dense:
         spans = ((0, queries.total),) * mesh.everyone.size if rows is None else rows.spans
-        share = Share(mesh.everyone, mesh.all_heads(heads), spans)
+        share = Share(mesh.everyone, mesh.all_heads(heads), spans, balance, order)
         part = Part(sizes, functools.partial(shared.attention, share=share), rows)
         output = sparse_sdpa(
             scope, query, key, value, mask, *call[:2], scale=scale, enable_gqa=enable_gqa, tokens=told, part=part
@@ -168,7 +176,21 @@ def attention(
         output = _dense(dense, query, key, value, mask, *call)
     if rows is None:
         output = queries.part(output)
-    return mesh.to_tokens(output, queries, heads).transpose(1, 2)
+    output = mesh.to_tokens(output, queries, heads)
+    return (output if order is None else output.index_select(1, order.argsort())).transpose(1, 2)
+
+
+def _balance(layer: Layer, heads: int, kv_heads: int, mesh: Mesh) -> HeadBalance | None:
+    """How a layer deals its heads to ranks, from step to step; None where they cannot be dealt evenly, or along a ring.
+
+    Calls of no layer come from all of them, and one knows nothing of the next.
+    """
+    if not layer.name or mesh.ring.size > 1 or heads % mesh.ulysses.size or kv_heads % mesh.ulysses.size:
+        return None
+    if layer.balance is None:
+        layer.balance = HeadBalance()
+    balance: HeadBalance = layer.balance
+    return balance
 
 
 def _dense(function: Any, query: Tensor, key: Tensor, value: Tensor, *call: Any) -> Tensor:
@@ -214,7 +236,7 @@ def _merged(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 
 def _whole_mask(
-    attn_mask: Tensor | None, queries: Shards, keys: Shards, mesh: Mesh, heads: slice, ranks: range
+    attn_mask: Tensor | None, queries: Shards, keys: Shards, mesh: Mesh, heads: slice | Tensor, ranks: range
 ) -> Tensor | None:
     """The mask of some heads over the queries of some ranks, or over those of all, and the keys of all.
 
