@@ -7,10 +7,15 @@ import json
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+
+from sparge.distributed import gathered_attention, ring_attention, ulysses_attention
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 150
@@ -63,3 +68,20 @@ def test_a_rank_that_is_lost_is_an_error_and_no_hang(work: str, tmp_path: Path) 
     said, seconds = on_processes(2, work, tmp_path / "store")
     assert "Error" in said[0]
     assert seconds < 60
+
+
+def test_compiled_programs_go_on_behind_it() -> None:
+    query = torch.randn(1, 2, 512, 32)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for function in (ulysses_attention, gathered_attention, ring_attention):
+
+            def program(x: torch.Tensor, function: Any = function) -> Any:
+                return function(x * 2, x, x, backend="torch", topk=0.5).sin()
+
+            with warnings.catch_warnings(), torch.no_grad():
+                warnings.simplefilter("error")
+                compiled = torch.compile(program, backend="eager")(query)
+            torch.testing.assert_close(compiled, program(query))
+    finally:
+        dist.destroy_process_group()

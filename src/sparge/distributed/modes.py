@@ -5,7 +5,8 @@
     ring_attention        keys and values travel around; parts are merged by their LSE
     mesh_attention        Ulysses within one group, one of the others between groups
 
-Prediction is global in all of them: the masks are those of one process.
+Prediction is global in all of them: the masks are those of one process. Compiled programs end before a call and go on
+behind it: ranks exchange things in between.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -30,6 +32,7 @@ from sparge.validation import check_choice, check_flag
 INNER = ("gathered", "ring")
 
 
+@torch.compiler.disable
 def ulysses_attention(
     query: Tensor,
     key: Tensor,
@@ -102,6 +105,7 @@ def ulysses_attention(
     return _result(*ulysses.to_tokens(output, lse if return_lse else None, exchange, lengths, order), layout)
 
 
+@torch.compiler.disable
 def gathered_attention(
     query: Tensor,
     key: Tensor,
@@ -174,6 +178,7 @@ def gathered_attention(
     return _result(output, lse if return_lse else None, layout)
 
 
+@torch.compiler.disable
 def ring_attention(
     query: Tensor,
     key: Tensor,
@@ -221,6 +226,7 @@ def ring_attention(
     return _result(output, lse if return_lse else None, layout)
 
 
+@torch.compiler.disable
 def mesh_attention(
     query: Tensor,
     key: Tensor,
