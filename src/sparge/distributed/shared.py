@@ -18,7 +18,7 @@ from sparge.config import Dense
 from sparge.derivatives import needs_derivatives
 from sparge.distributed.budget import Ranks, RowPool, Rows, choose, order_of_rows
 from sparge.distributed.computing import attend
-from sparge.distributed.request import Options, request, rule_of_heads
+from sparge.distributed.request import Options, of_heads, request, rule_of_heads
 from sparge.geometry import BLOCK_Q, Shape, ceil_div
 
 
@@ -35,13 +35,6 @@ class Share:
     ranks: Ranks
     heads: tuple[range, ...]
     queries: tuple[tuple[int, int], ...]
-
-    @classmethod
-    def of_heads(cls, ranks: Ranks, heads: int, q_len: int) -> Share:
-        """Every rank has all queries of as many neighbouring heads."""
-        own = heads // ranks.size
-        ranges = tuple(range(rank * own, (rank + 1) * own) for rank in range(ranks.size))
-        return cls(ranks, ranges, ((0, q_len),) * ranks.size)
 
     @property
     def all_heads(self) -> int:
@@ -75,19 +68,19 @@ def attention(
         query, key, value: those of this rank; causality and ranges of tokens are about them.
         share: what the other ranks have. Numbers for each head are those of all heads.
 
-    The other arguments, the result and the errors are those of `sparge.attention`.
+    The other arguments (``on_unsupported`` is none of them), the result and the errors are those of `sparge.attention`.
     """
     topk, sparsity = options.pop("topk", None), options.pop("sparsity", None)
     rule = validation.resolve_sparsity(topk, sparsity, share.all_heads)
     own = share.heads[share.ranks.rank]
+    own_heads = slice(own.start, own.stop)
     call: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
     is_followed = needs_derivatives(query, key, value, attn_mask)
     if isinstance(rule, Dense) or not rule.is_call_wide or share.ranks.size == 1 or dropout_p or is_followed:
         if not isinstance(rule, Dense):
-            rule = rule_of_heads(rule, slice(own.start, own.stop))
+            rule = rule_of_heads(rule, own_heads)
         alone: Any = api.attention
         return alone(query, key, value, attn_mask, dropout_p, **call, **options, sparsity=rule, return_lse=return_lse)
-    options.pop("on_unsupported", None)
     layout = options.pop("layout", "HND")
     given = Options(
         window=options.pop("window", None),
@@ -113,7 +106,7 @@ def attention(
     query, key, value, asked = request(
         query, key, value, given, largest=largest, heads=share.all_heads, attn_mask=attn_mask, with_lse=return_lse
     )
-    local, mask = asked.call, None
+    local, mask = of_heads(asked.call, own_heads), None
     if asked.reason is None:
         keys = ops.summarize_keys(key, local, asked.backend)
         rows = [Rows(query, keys, local)]
