@@ -164,7 +164,11 @@ def rule_of_heads(rule: Selection, heads: Tensor | slice) -> Selection:
 
 
 def _cut(value: PerHead | None, heads: Tensor | slice) -> PerHead | None:
-    return value.flatten()[heads] if isinstance(value, Tensor) else value
+    if not isinstance(value, Tensor):
+        return value
+    if isinstance(heads, Tensor):
+        value = value.to(heads.device)  # numbers may lie on the host, a deal of heads does not
+    return value.flatten()[heads]
 
 
 def of_piece(call: Call, start: int, stop: int, heads: int, kv_heads: int) -> Call:
