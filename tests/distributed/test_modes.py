@@ -230,8 +230,15 @@ def test_what_cannot_be_is_refused_with_its_reason() -> None:
     options = {"sparsity": sparge.Budget(0.5, similarity_threshold=0.5), "backend": "torch"}
     refused(NotImplementedError, "similarity_threshold", ulysses_attention, *some(2, 512), **options)
     refused(ValueError, "inner: expected one of", mesh_attention, *some(2, 128), size=4, columns=2, inner="ulysses")
+    ring = {"size": 4, "columns": 2, "inner": "ring", "kv_heads_at_once": 1}
+    refused(ValueError, "kv_heads_at_once: expected None with inner", mesh_attention, *some(2, 128), **ring)
+    refused(ValueError, r"ranks \[\d+, \d+\] in common", _on_a_group_twice, *some(2, 128))
     query, key, value = some(2, 128)
     refused(NotImplementedError, "gradients", _with_gradients, query, key, value)
+
+
+def _on_a_group_twice(query, key, value, *, group):
+    return mesh_attention(query, key, value, ulysses_group=group, group=group)
 
 
 def _with_gradients(query, key, value, *, group):

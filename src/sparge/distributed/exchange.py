@@ -32,17 +32,30 @@ class Exchange:
         group: of torch.distributed, whatever its backend; None is the default one.
 
     Raises:
-        RuntimeError: torch.distributed was not initialised.
+        TypeError: it is no process group.
+        RuntimeError: torch.distributed was not initialised, or this rank does not belong to the group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         if not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError("group: expected an initialised process group (torchrun, init_process_group), got none")
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise RuntimeError("group: expected a process group that this rank belongs to, got another")
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise TypeError(
+                "group: expected a ProcessGroup or None (of a DeviceMesh: mesh.get_group(name)), got "
+                f"{type(group).__name__}"
+            )
         self._group = group
         self.size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
         if self.rank < 0:
             raise RuntimeError("group: expected a process group that this rank belongs to, got another")
+
+    @property
+    def members(self) -> frozenset[int]:
+        """The ranks of the group, as the default group numbers them."""
+        return frozenset(dist.get_process_group_ranks(self._group or dist.group.WORLD))
 
     def total(self, own: Tensor) -> Tensor:
         """The sum over all ranks."""

@@ -255,13 +255,20 @@ def mesh_attention(
         ulysses_group: this rank's row of the mesh, among which heads are exchanged.
         group: its column, among which K and V are gathered, or travel.
         inner: "gathered" or "ring".
+        kv_heads_at_once: of "gathered".
 
     The other arguments, the result and the errors are those of `gathered_attention` and `ring_attention`.
     """
     outer, between = exchange_of(ulysses_group), exchange_of(group)
+    ranks = Mesh(outer, between)
     options = Options.among(locals())
     check_flag("return_lse", return_lse)
     check_choice("inner", inner, INNER)
+    kv_heads_at_once = _positive("kv_heads_at_once", kv_heads_at_once)
+    if inner == "ring" and kv_heads_at_once is not None:
+        raise ValueError(
+            f'kv_heads_at_once: expected None with inner="ring", which gathers none, got {kv_heads_at_once}'
+        )
     lengths = _lengths(query, layout, None, outer)
     places = places_of((sum(lengths),) * between.size, sharding)
     if inner == "ring":
@@ -277,7 +284,6 @@ def mesh_attention(
     )
     heads = asked.call.shape.heads // outer.size
     query, key, value = ulysses.to_heads(query, key, value, outer, lengths, None)
-    ranks = Mesh(outer, between)
     of_ranks = [range(rank * heads, (rank + 1) * heads) for rank in range(outer.size) for _ in range(between.size)]
     pool = gathered.pool_of(asked, places, ranks, of_ranks, query.device)
     own = slice(outer.rank * heads, (outer.rank + 1) * heads)
@@ -285,9 +291,8 @@ def mesh_attention(
     if inner == "ring":
         output, lse = ring.compute(query, key, value, asked, between, places, pool)
     else:
-        at_once = _positive("kv_heads_at_once", kv_heads_at_once)
         output, lse = gathered.compute(
-            query, key, value, asked, between, places, pool, kv_heads_at_once=at_once, with_lse=return_lse
+            query, key, value, asked, between, places, pool, kv_heads_at_once=kv_heads_at_once, with_lse=return_lse
         )
     return _result(*ulysses.to_tokens(output, lse if return_lse else None, outer, lengths, None), layout)
 
