@@ -224,6 +224,9 @@ def test_what_cannot_be_is_refused_with_its_reason() -> None:
         window=(9, 9),
         backend="torch",
     )
+    own_blocks = {"sparsity": sparge.TopK(0.5, diagonal=True), "backend": "torch"}
+    refused(NotImplementedError, "got diagonal=True without", ring_attention, *some(2, 512), **own_blocks)
+    refused(TypeError, "balance: expected a HeadBalance", ulysses_attention, *some(2, 512), balance=True)
     mask = torch.ones(1, 1, 256, 256, dtype=torch.bool)
     refused(NotImplementedError, "bool mask of all keys", ulysses_attention, *some(2, 128), mask)
     refused(ValueError, "kv_heads_at_once: expected None or", gathered_attention, *some(2, 128), kv_heads_at_once=0)

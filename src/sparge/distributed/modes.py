@@ -84,6 +84,8 @@ def ulysses_attention(
     exchange = exchange_of(group)
     options = Options.among(locals())
     check_flag("return_lse", return_lse)
+    if balance is not None and not isinstance(balance, HeadBalance):
+        raise TypeError(f"balance: expected a HeadBalance or None, got {type(balance).__name__}")
     lengths = _lengths(query, layout, lengths, exchange)
     check_key_mask(attn_mask, sum(lengths))
 

@@ -180,9 +180,10 @@ def of_piece(call: Call, start: int, stop: int, heads: int, kv_heads: int) -> Ca
     shape = call.shape
     kv_len = stop if call.is_causal else shape.kv_len
     if not call.is_causal and (call.window != Window() or _keeps_diagonal(call)) and stop - start != shape.q_len:
+        got = "diagonal=True" if call.window == Window() else f"window={tuple(call.window)}"
         raise NotImplementedError(
             "window, diagonal: expected causal attention where ranks keep their queries (ulysses_attention takes any), "
-            f"got window={tuple(call.window)} without causality"
+            f"got {got} without causality"
         )
     exact = [(max(first, start) - start, min(last, stop) - start) for first, last in call.exact_queries]
     always = [(first, min(last, kv_len)) for first, last in call.always_keep]
