@@ -214,6 +214,7 @@ def test_what_cannot_be_is_refused_with_its_reason() -> None:
     refused(ValueError, "one even number of tokens", gathered_attention, *some(2, 101), sharding="head_tail")
     refused(ValueError, "sharding: expected one of", gathered_attention, *some(2, 128), sharding="zigzag")
     refused(ValueError, "lengths: expected a number above 0", gathered_attention, *some(2, 128), lengths=(128,))
+    refused(TypeError, "lengths: expected an int for each", gathered_attention, *some(2, 128), lengths=(128.0, 128))
     refused(ValueError, "which has so many tokens", gathered_attention, *some(2, 128), lengths=(64, 192))
     refused(NotImplementedError, "without exponentials", ring_attention, *some(2, 128), quantization="int8_fp8_fast")
     refused(

@@ -64,10 +64,10 @@ class Exchange:
         return result
 
     def stack(self, own: Tensor) -> Tensor:
-        """The tensors of all ranks, (ranks, ...). They are of one shape."""
+        """The tensors of all ranks, (ranks, ...). They are of one shape, with one dimension or more."""
         own = own.contiguous()
         result = own.new_empty((self.size, *own.shape))
-        _all_gather(result.flatten(0, 1) if own.ndim else result, own, group=self._group)
+        _all_gather(result.flatten(0, 1), own, group=self._group)
         return result
 
     def gather(self, tokens: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -109,10 +109,6 @@ class Exchange:
             return result.permute(1, 2, 0, 3)
 
         return arrive
-
-    def to_heads(self, tokens: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Tokens of all heads -> all tokens of some heads. See `start_to_heads`."""
-        return self.start_to_heads(tokens, lengths)()
 
     def to_tokens(self, heads: Tensor, lengths: Sequence[int]) -> Tensor:
         """All tokens of some heads (B, H / ranks, S, D) -> this rank's of all heads, (B, H, n, D)."""

@@ -64,7 +64,7 @@ def ulysses_attention(
         key, value: the same tokens, (B, H_kv, n, D | D_v); H_kv a multiple or a divisor of the number of ranks.
         attn_mask: bool (B | 1, 1, 1, S) over the keys of all ranks, the same on every rank.
         group: the process group, by default all ranks.
-        lengths: tokens of every rank, where they differ.
+        lengths: tokens of every rank, the same on each (`split_lengths`); to be given where they are not all as many.
         balance: deals heads to ranks by what they cost in the call before; one for each layer.
         topk, sparsity: of the whole call. Numbers for each head are those of all H heads.
         always_keep, exact_queries: ranges of the whole sequence.

@@ -6,6 +6,7 @@ sizes could wait for each other for ever.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -149,7 +150,6 @@ def request(
 
 def of_heads(call: Call, heads: Tensor | slice) -> Call:
     """A call's numbers for each head, for some of its heads alone. Its shape is not changed."""
-
     rule = call.sparsity
     if isinstance(rule, Selection):
         rule = rule_of_heads(rule, heads)
@@ -205,11 +205,15 @@ def check_lengths(lengths: Sequence[int] | None, own: int, rank: int, ranks: int
     """Tokens of every rank; by default as many as here.
 
     Raises:
+        TypeError: they are no ints.
         ValueError: they are not those of so many ranks, or not what this rank has.
     """
     if lengths is None:
         return (own,) * ranks
-    found = tuple(int(length) for length in lengths)
+    try:
+        found = tuple(operator.index(length) for length in lengths)
+    except TypeError as error:
+        raise TypeError(f"lengths: expected an int for each of {ranks} ranks, got {lengths!r}") from error
     if len(found) != ranks or min(found) < 1:
         raise ValueError(f"lengths: expected a number above 0 for each of {ranks} ranks, got {tuple(lengths)}")
     if found[rank] != own:
