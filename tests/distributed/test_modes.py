@@ -214,6 +214,7 @@ def test_what_cannot_be_is_refused_with_its_reason() -> None:
     refused(ValueError, "one even number of tokens", gathered_attention, *some(2, 101), sharding="head_tail")
     refused(ValueError, "sharding: expected one of", gathered_attention, *some(2, 128), sharding="zigzag")
     refused(ValueError, "lengths: expected a number above 0", gathered_attention, *some(2, 128), lengths=(128,))
+    refused(TypeError, "lengths: expected an int for each", gathered_attention, *some(2, 128), lengths=(128.0, 128))
     refused(ValueError, "which has so many tokens", gathered_attention, *some(2, 128), lengths=(64, 192))
     refused(NotImplementedError, "without exponentials", ring_attention, *some(2, 128), quantization="int8_fp8_fast")
     refused(
@@ -224,14 +225,24 @@ def test_what_cannot_be_is_refused_with_its_reason() -> None:
         window=(9, 9),
         backend="torch",
     )
+    own_blocks = {"sparsity": sparge.TopK(0.5, diagonal=True), "backend": "torch"}
+    refused(NotImplementedError, "got diagonal=True without", ring_attention, *some(2, 512), **own_blocks)
+    refused(TypeError, "balance: expected a HeadBalance", ulysses_attention, *some(2, 512), balance=True)
     mask = torch.ones(1, 1, 256, 256, dtype=torch.bool)
     refused(NotImplementedError, "bool mask of all keys", ulysses_attention, *some(2, 128), mask)
     refused(ValueError, "kv_heads_at_once: expected None or", gathered_attention, *some(2, 128), kv_heads_at_once=0)
     options = {"sparsity": sparge.Budget(0.5, similarity_threshold=0.5), "backend": "torch"}
     refused(NotImplementedError, "similarity_threshold", ulysses_attention, *some(2, 512), **options)
     refused(ValueError, "inner: expected one of", mesh_attention, *some(2, 128), size=4, columns=2, inner="ulysses")
+    ring = {"size": 4, "columns": 2, "inner": "ring", "kv_heads_at_once": 1}
+    refused(ValueError, "kv_heads_at_once: expected None with inner", mesh_attention, *some(2, 128), **ring)
+    refused(ValueError, r"ranks \[\d+, \d+\] in common", _on_a_group_twice, *some(2, 128))
     query, key, value = some(2, 128)
     refused(NotImplementedError, "gradients", _with_gradients, query, key, value)
+
+
+def _on_a_group_twice(query, key, value, *, group):
+    return mesh_attention(query, key, value, ulysses_group=group, group=group)
 
 
 def _with_gradients(query, key, value, *, group):

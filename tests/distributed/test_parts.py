@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+import sparge
 from sparge.distributed import shard, split_lengths
 from sparge.distributed.balance import deal
 from sparge.distributed.merge import merge
 from sparge.distributed.places import Piece, places_of
+from sparge.distributed.request import rule_of_heads
 from sparge.distributed.ring import Rectangle, rectangles
 
 
@@ -90,3 +92,11 @@ def test_a_deal_is_even() -> None:
     order = deal(costs, 2)
     assert sorted(order.tolist()) == list(range(8))
     assert costs[order].view(2, 4).sum(1).tolist() == [175, 175]
+
+
+def test_numbers_of_heads_go_to_where_a_deal_of_heads_lies() -> None:
+    """Those of a caller may lie on the host, where no device's index reaches them."""
+    rule = sparge.TopK(torch.linspace(0.1, 0.8, 8), pv_threshold=torch.linspace(-9, -2, 8))
+    here, there = (rule_of_heads(rule, torch.tensor([6, 1], device=device)) for device in ("cpu", "meta"))
+    assert torch.equal(here.amount, rule.topk[[6, 1]]) and torch.equal(here.pv_threshold, rule.pv_threshold[[6, 1]])
+    assert {there.amount.device.type, there.pv_threshold.device.type} == {"meta"}

@@ -21,6 +21,13 @@ ROOT = Path(__file__).parents[2]
 PATIENCE = 150
 
 
+REFUSED = {
+    "a mesh": "TypeError: group: expected a ProcessGroup or None (of a DeviceMesh: mesh.get_group(name))",
+    "another's": "RuntimeError: group: expected a process group that this rank belongs to",
+    "twice": "ValueError: ulysses_group",
+}
+
+
 def on_processes(size: int, work: str, store: Path) -> tuple[list[Any], float]:
     """What each rank of a group says, None where it is gone; and how long the first took."""
     command = [sys.executable, "-m", "tests.distributed.worker"]
@@ -48,11 +55,13 @@ def on_processes(size: int, work: str, store: Path) -> tuple[list[Any], float]:
 def test_every_mode_is_one_process(size: int, tmp_path: Path) -> None:
     """And the examples print what they say they do, on rank 0."""
     said, _ = on_processes(
-        size, "every_case,mesh_cases,examples" if size == 4 else "every_case,examples", tmp_path / "store"
+        size, "every_case,mesh_cases,examples" if size == 4 else "every_case,refusals,examples", tmp_path / "store"
     )
     for rank, result in enumerate(said):
         for failures in (result["every_case"], result.get("mesh_cases", {})):
             assert not failures, f"rank {rank}: " + "\n".join(failures.values())
+        refused = result.get("refusals", REFUSED)
+        assert {name: words.split(",")[0] for name, words in refused.items()} == REFUSED
     printed = said[0]["examples"]
     assert len(printed) == {2: 3, 4: 1}[size]
     for name, lines in printed.items():

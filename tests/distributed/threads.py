@@ -49,6 +49,10 @@ class ThreadedExchange(Exchange):
         self._meeting = meeting
         self.rank, self.size = rank, size
 
+    @property
+    def members(self) -> frozenset[int]:
+        return frozenset(self._meeting.meet(self.rank, threading.get_ident()))
+
     def _all(self, thing: Any) -> list[Any]:
         return self._meeting.meet(self.rank, thing)
 

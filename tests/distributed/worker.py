@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from tests.distributed.cases import Case, check, tensors, whole
 
-from sparge.distributed import gathered_attention
+from sparge.distributed import gathered_attention, mesh_attention
 from sparge.distributed.exchange import Exchange
 
 PATIENCE = 60.0
@@ -69,6 +69,25 @@ def mesh_cases(size: int) -> dict[str, str]:
             except AssertionError:
                 failures[str(case)] = traceback.format_exc()
     return failures
+
+
+def refusals(size: int) -> dict[str, str]:
+    """What is said of groups that are none, or no mesh."""
+    tokens = torch.randn(1, size, 128, 32)
+    mesh = torch.distributed.init_device_mesh("cpu", (size,))
+    other = [dist.new_group([rank]) for rank in range(size)][dist.get_rank() - 1]
+    calls = {
+        "a mesh": lambda: gathered_attention(tokens, tokens, tokens, group=mesh),
+        "another's": lambda: gathered_attention(tokens, tokens, tokens, group=other),
+        "twice": lambda: mesh_attention(tokens, tokens, tokens, ulysses_group=dist.group.WORLD, group=None),
+    }
+    found = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except (TypeError, ValueError, RuntimeError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
 
 
 def examples(size: int) -> dict[str, str]:

@@ -9,6 +9,7 @@ from tests.distributed.threads import on_ranks
 
 import sparge
 from gpu.conftest import BACKEND, DEVICE, FP8, ON_CUDA
+from sparge.distributed import HeadBalance, ulysses_attention
 
 LENGTH = 8192 if ON_CUDA else 512
 WIDTH = 128 if ON_CUDA else 32
@@ -53,6 +54,21 @@ def test_eight_bits_stay_within_their_own_error(mode: str, quantization: str) ->
     parts = on_ranks(4, lambda exchange: part(case, inputs, (exchange,), BACKEND)[0])
     error = (torch.cat(parts, 2).float() - exact).norm() / exact.norm()
     assert 0 < error < 1.25 * (alone - exact).norm() / exact.norm()
+
+
+def test_numbers_of_heads_on_the_host_follow_heads_that_are_dealt() -> None:
+    case = Case("ulysses", heads=(8, 8), length=LENGTH)
+    inputs = tensors(case, width=WIDTH, device=DEVICE, dtype=torch.bfloat16)
+    rule = sparge.TopK(torch.linspace(0.1, 0.9, 8), min_blocks=1)
+    options = {"sparsity": rule, "backend": BACKEND, "quantization": "none"}
+    expected = sparge.attention(*inputs, **options)
+
+    def work(exchange):
+        balance, own = HeadBalance(), [x.chunk(2, 2)[exchange.rank] for x in inputs]
+        return [ulysses_attention(*own, group=exchange, balance=balance, **options) for _ in range(2)]
+
+    for parts in zip(*on_ranks(2, work), strict=True):  # in their order, then dealt
+        torch.testing.assert_close(torch.cat(parts, 2), expected, atol=2e-2, rtol=2e-2)
 
 
 def test_auto_takes_a_quantization_whose_lse_can_be_merged() -> None:

@@ -294,9 +294,14 @@ def with_masks(config: Any) -> dict[str, Any]:
 def masks() -> dict[str, Any]:
     size = TEXT + 2 * 11 * 16
     rows = noise(1, 4, size, size) > -0.5
+    shown = (noise(2, 1, 1, size) > -0.5).expand(-1, 4, size, -1)
+    own_sizes = (2, 4, size // 2, size // 2)
     results = {}
     for kind, config in {"ulysses": config_of(2, 1), "ring": config_of(1, 2)}.items():
         results |= {f"{kind}, {name}": found for name, found in with_masks(config).items()}
+        results[f"{kind}, expanded"] = attention(
+            config, mask=shown, own_mask=own(shown[:, :, :1], 3, TEXT).expand(own_sizes)
+        )
         for which, mask in {"own": own(rows, 2, TEXT), "all": rows}.items():
             found = attention(config, mask=rows, own_mask=mask, policy=LOOSE, runs_dense=kind == "ring")
             results[f"{kind}, {which} rows"] = found

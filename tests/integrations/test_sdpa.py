@@ -25,6 +25,7 @@ from sparge import Policy, TopK, decide
 from sparge.backends import base
 from sparge.backends.base import ALWAYS, Crossover
 from sparge.integrations import calls
+from sparge.integrations.sdpa import Scope, Tokens, sparse_sdpa
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -258,6 +259,18 @@ class TestMasksOnGpus:
             got = F.scaled_dot_product_attention(*tensors, mask)
         assert torch.equal(got, F.scaled_dot_product_attention(*tensors, mask))
         assert sparge.stats().reasons == {f"dense: {reason}": 1}
+
+    @pytest.mark.parametrize("kind", ["shared", "own heads"])
+    @pytest.mark.parametrize("own", [5, 1], ids=["most heads", "one head"])
+    def test_ranks_with_unequal_heads_decide_alike(self, kind: str, own: int) -> None:
+        """Of six heads five are on one rank: ranks that decided by what they have would wait for each other."""
+        tensors, shared = make_qkv(2048, heads=own, head_dim=16), documents(2048)[None, None]
+        mask = shared if kind == "shared" else shared.repeat(1, 6, 1, 1)
+        sizes = tuple(tensor[:, :1, :1].expand(-1, 5, 2048, -1) for tensor in tensors[:2])
+        part = calls.Part(sizes, sparge.attention, mask=mask)
+        scope = Scope(calls.Layer("layer", Policy(topk=0.25, on_unsupported="dense")))
+        output = sparse_sdpa(scope, *tensors, mask[:, :own], tokens=Tokens(True), part=part)
+        assert (output is not None) == (kind == "shared")
 
     def test_expanded_masks_are_what_they_were(self) -> None:
         tensors, shared = make_qkv(2200, heads=5, head_dim=16), documents(2200)

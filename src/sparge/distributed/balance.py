@@ -18,6 +18,7 @@ from sparge.stats import counters
 class HeadBalance:
     """The deal of one layer's heads to the ranks of `ulysses_attention`; each layer has its own.
 
+    Each rank has one too, and all of them make the same calls with it: a deal that one has not learnt mixes up heads.
     The first call takes heads in their order. Grouped heads go together with the head of K and V that they share; with
     as many ranks as such heads, or more, there is nothing to deal. How uneven the work was, is measured:
     `sparge.stats().imbalance`, the blocks of the rank with the most by those of the mean rank.

@@ -32,17 +32,30 @@ class Exchange:
         group: of torch.distributed, whatever its backend; None is the default one.
 
     Raises:
-        RuntimeError: torch.distributed was not initialised.
+        TypeError: it is no process group.
+        RuntimeError: torch.distributed was not initialised, or this rank does not belong to the group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         if not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError("group: expected an initialised process group (torchrun, init_process_group), got none")
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise RuntimeError("group: expected a process group that this rank belongs to, got another")
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise TypeError(
+                "group: expected a ProcessGroup or None (of a DeviceMesh: mesh.get_group(name)), got "
+                f"{type(group).__name__}"
+            )
         self._group = group
         self.size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
         if self.rank < 0:
             raise RuntimeError("group: expected a process group that this rank belongs to, got another")
+
+    @property
+    def members(self) -> frozenset[int]:
+        """The ranks of the group, as the default group numbers them."""
+        return frozenset(dist.get_process_group_ranks(self._group or dist.group.WORLD))
 
     def total(self, own: Tensor) -> Tensor:
         """The sum over all ranks."""
@@ -51,10 +64,10 @@ class Exchange:
         return result
 
     def stack(self, own: Tensor) -> Tensor:
-        """The tensors of all ranks, (ranks, ...). They are of one shape."""
+        """The tensors of all ranks, (ranks, ...). They are of one shape, with one dimension or more."""
         own = own.contiguous()
         result = own.new_empty((self.size, *own.shape))
-        _all_gather(result.flatten(0, 1) if own.ndim else result, own, group=self._group)
+        _all_gather(result.flatten(0, 1), own, group=self._group)
         return result
 
     def gather(self, tokens: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -96,10 +109,6 @@ class Exchange:
             return result.permute(1, 2, 0, 3)
 
         return arrive
-
-    def to_heads(self, tokens: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Tokens of all heads -> all tokens of some heads. See `start_to_heads`."""
-        return self.start_to_heads(tokens, lengths)()
 
     def to_tokens(self, heads: Tensor, lengths: Sequence[int]) -> Tensor:
         """All tokens of some heads (B, H / ranks, S, D) -> this rank's of all heads, (B, H, n, D)."""

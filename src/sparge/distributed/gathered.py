@@ -143,14 +143,14 @@ def gather_summary(key: Tensor, asked: Request, exchange: Exchange, places: Plac
     shape = asked.call.shape
     here = Shape(shape.batch, key.shape[1], key.shape[1], key.shape[2], key.shape[2], shape.head_dim, shape.head_dim)
     local = replace(asked.call, shape=here, is_causal=False, window=Window(), attn_mask=None)
-    blocks = replace_lengths(places)
+    blocks = _in_key_blocks(places)
     arrivals = [
         exchange.start_gather(tensor, blocks.lengths) for tensor in ops.summarize_keys(key, local, asked.backend)
     ]
     return tuple(blocks.in_order(arrive()) for arrive in arrivals)
 
 
-def replace_lengths(places: Places) -> Places:
+def _in_key_blocks(places: Places) -> Places:
     """The same places, counted in key blocks."""
     return Places(
         tuple(
@@ -174,6 +174,6 @@ def _summaries(
             found.append(ops.summarize_keys(whole[:, :, : shape.kv_len], local, asked.backend))
         by_head.append(found)
     return [
-        tuple(torch.cat(tensors, 1) for tensors in zip(*of_piece_, strict=True))
-        for of_piece_ in zip(*by_head, strict=True)
+        tuple(torch.cat(tensors, 1) for tensors in zip(*heads_of_piece, strict=True))
+        for heads_of_piece in zip(*by_head, strict=True)
     ]

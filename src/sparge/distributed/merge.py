@@ -11,7 +11,7 @@ def merge(output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None
 
     A query that sees nothing of a set has an LSE of -inf there, and takes nothing from it; one that sees nothing of
     either keeps its output of 0 and LSE of -inf, whose difference is no number, and stands for no share. What is NaN
-    because an output is, stays so: nothing times NaN is NaN.
+    because an output is, stays so: nothing times NaN is NaN. (An infinite value may end as NaN.)
     """
     total = torch.logaddexp(lse, other_lse)
     share = torch.exp(other_lse - total).nan_to_num_(0.0)

@@ -67,7 +67,7 @@ def ulysses_attention(
         key, value: the same tokens, (B, H_kv, n, D | D_v); H_kv a multiple or a divisor of the number of ranks.
         attn_mask: bool (B | 1, 1, 1, S) over the keys of all ranks, the same on every rank.
         group: the process group, by default all ranks.
-        lengths: tokens of every rank, where they differ.
+        lengths: tokens of every rank, the same on each (`split_lengths`); to be given where they are not all as many.
         balance: deals heads to ranks by what they cost in the call before; one for each layer.
         topk, sparsity: of the whole call. Numbers for each head are those of all H heads.
         always_keep, exact_queries: ranges of the whole sequence.
@@ -87,6 +87,8 @@ def ulysses_attention(
     exchange = exchange_of(group)
     options = Options.among(locals())
     check_flag("return_lse", return_lse)
+    if balance is not None and not isinstance(balance, HeadBalance):
+        raise TypeError(f"balance: expected a HeadBalance or None, got {type(balance).__name__}")
     lengths = _lengths(query, layout, lengths, exchange)
     check_key_mask(attn_mask, sum(lengths))
 
@@ -261,13 +263,20 @@ def mesh_attention(
         ulysses_group: this rank's row of the mesh, among which heads are exchanged.
         group: its column, among which K and V are gathered, or travel.
         inner: "gathered" or "ring".
+        kv_heads_at_once: of "gathered".
 
     The other arguments, the result and the errors are those of `gathered_attention` and `ring_attention`.
     """
     outer, between = exchange_of(ulysses_group), exchange_of(group)
+    ranks = Mesh(outer, between)
     options = Options.among(locals())
     check_flag("return_lse", return_lse)
     check_choice("inner", inner, INNER)
+    kv_heads_at_once = _positive("kv_heads_at_once", kv_heads_at_once)
+    if inner == "ring" and kv_heads_at_once is not None:
+        raise ValueError(
+            f'kv_heads_at_once: expected None with inner="ring", which gathers none, got {kv_heads_at_once}'
+        )
     lengths = _lengths(query, layout, None, outer)
     places = places_of((sum(lengths),) * between.size, sharding)
     if inner == "ring":
@@ -283,7 +292,6 @@ def mesh_attention(
     )
     heads = asked.call.shape.heads // outer.size
     query, key, value = ulysses.to_heads(query, key, value, outer, lengths, None)
-    ranks = Mesh(outer, between)
     of_ranks = [range(rank * heads, (rank + 1) * heads) for rank in range(outer.size) for _ in range(between.size)]
     pool = gathered.pool_of(asked, places, ranks, of_ranks, query.device)
     own = slice(outer.rank * heads, (outer.rank + 1) * heads)
@@ -291,9 +299,8 @@ def mesh_attention(
     if inner == "ring":
         output, lse = ring.compute(query, key, value, asked, between, places, pool)
     else:
-        at_once = _positive("kv_heads_at_once", kv_heads_at_once)
         output, lse = gathered.compute(
-            query, key, value, asked, between, places, pool, kv_heads_at_once=at_once, with_lse=return_lse
+            query, key, value, asked, between, places, pool, kv_heads_at_once=kv_heads_at_once, with_lse=return_lse
         )
     return _result(*ulysses.to_tokens(output, lse if return_lse else None, outer, lengths, None), layout)
 

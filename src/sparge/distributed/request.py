@@ -6,6 +6,7 @@ sizes could wait for each other for ever.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -149,7 +150,6 @@ def request(
 
 def of_heads(call: Call, heads: Tensor | slice) -> Call:
     """A call's numbers for each head, for some of its heads alone. Its shape is not changed."""
-
     rule = call.sparsity
     if isinstance(rule, Selection):
         rule = rule_of_heads(rule, heads)
@@ -164,7 +164,11 @@ def rule_of_heads(rule: Selection, heads: Tensor | slice) -> Selection:
 
 
 def _cut(value: PerHead | None, heads: Tensor | slice) -> PerHead | None:
-    return value.flatten()[heads] if isinstance(value, Tensor) else value
+    if not isinstance(value, Tensor):
+        return value
+    if isinstance(heads, Tensor):
+        value = value.to(heads.device)  # numbers may lie on the host, a deal of heads does not
+    return value.flatten()[heads]
 
 
 def of_piece(call: Call, start: int, stop: int, heads: int, kv_heads: int) -> Call:
@@ -176,9 +180,10 @@ def of_piece(call: Call, start: int, stop: int, heads: int, kv_heads: int) -> Ca
     shape = call.shape
     kv_len = stop if call.is_causal else shape.kv_len
     if not call.is_causal and (call.window != Window() or _keeps_diagonal(call)) and stop - start != shape.q_len:
+        got = "diagonal=True" if call.window == Window() else f"window={tuple(call.window)}"
         raise NotImplementedError(
             "window, diagonal: expected causal attention where ranks keep their queries (ulysses_attention takes any), "
-            f"got window={tuple(call.window)} without causality"
+            f"got {got} without causality"
         )
     exact = [(max(first, start) - start, min(last, stop) - start) for first, last in call.exact_queries]
     always = [(first, min(last, kv_len)) for first, last in call.always_keep]
@@ -200,11 +205,15 @@ def check_lengths(lengths: Sequence[int] | None, own: int, rank: int, ranks: int
     """Tokens of every rank; by default as many as here.
 
     Raises:
+        TypeError: they are no ints.
         ValueError: they are not those of so many ranks, or not what this rank has.
     """
     if lengths is None:
         return (own,) * ranks
-    found = tuple(int(length) for length in lengths)
+    try:
+        found = tuple(operator.index(length) for length in lengths)
+    except TypeError as error:
+        raise TypeError(f"lengths: expected an int for each of {ranks} ranks, got {lengths!r}") from error
     if len(found) != ranks or min(found) < 1:
         raise ValueError(f"lengths: expected a number above 0 for each of {ranks} ranks, got {tuple(lengths)}")
     if found[rank] != own:

@@ -112,11 +112,13 @@ class Part:
         sizes: query and key that have as many heads and tokens as all ranks are to decide by, whatever is in them.
         attention: `sparge.attention` for it, in which a budget is that of all ranks.
         rows: how queries are split; None: they are not.
+        mask: the one of all heads, by whose dimensions ranks decide: ranks have unequal numbers of heads, perhaps.
     """
 
     sizes: tuple[Tensor, Tensor]
     attention: Callable[..., Tensor]
     rows: Rows | None = None
+    mask: Tensor | None = None
 
 
 Substitute = Callable[..., Tensor]
@@ -198,7 +200,7 @@ def attend(
     reason = unsupported or decide.foreign(query, key, value, attn_mask)
     if reason is None:
         query, key, value = (_autocast(tensor) for tensor in (query, key, value))
-        attn_mask = None if attn_mask is None else _unexpanded(_autocast(attn_mask), query)
+        attn_mask = None if attn_mask is None else unexpanded(_autocast(attn_mask), query)
         reason = decide.unsupported_call(query, key, value, attn_mask, dropout_p, enable_gqa)
     if reason is None and part is not None and dense is None:
         if rows is not None and not rows.are_enough:
@@ -210,8 +212,9 @@ def attend(
         if attn_mask.shape[-1:] == key.shape[2:3] and attn_mask.shape[0] in (1, query.shape[0]):
             spans = spans_of(attn_mask, layer.name)
         if spans is None and layer.policy.backend == "auto" and decide.is_on_gpu(query):
-            reason = decide.costly_mask(query, attn_mask, over_all_blocks=dense is not None)
-            if reason is None and decide.is_small_under_mask(query, key, attn_mask):
+            whole_mask = attn_mask if part is None or part.mask is None else part.mask
+            reason = decide.costly_mask(whole_query, whole_mask, over_all_blocks=dense is not None)
+            if reason is None and decide.is_small_under_mask(whole_query, whole_key, whole_mask):
                 decide.count(Reason.CROSSOVER, layer.name, detail=decide.SQUARE_MASK)
                 return None
         if reason is None and dense is None and _shows_little(layer.policy, query, key, most_keys):
@@ -396,7 +399,7 @@ def _of_four(attn_mask: Tensor) -> Tensor:
     return attn_mask[(None,) * (4 - attn_mask.ndim)]
 
 
-def _unexpanded(attn_mask: Tensor, query: Tensor) -> Tensor:
+def unexpanded(attn_mask: Tensor, query: Tensor) -> Tensor:
     """A mask as it was before `expand` had sequences, heads or queries share its entries: kernels read each once."""
     for dim in range(-min(attn_mask.ndim, 4), -1):
         if attn_mask.stride(dim) == 0 and attn_mask.shape[dim] == query.shape[dim] > 1:

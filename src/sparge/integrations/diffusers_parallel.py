@@ -21,7 +21,7 @@ from sparge.distributed.balance import HeadBalance
 from sparge.distributed.exchange import Exchange
 from sparge.distributed.shared import Share
 from sparge.geometry import ceil_div
-from sparge.integrations.calls import Layer, Part, runs_dense
+from sparge.integrations.calls import Layer, Part, runs_dense, unexpanded
 from sparge.integrations.sdpa import Scope, Tokens, sparse_sdpa
 from sparge.integrations.shards import Mesh, Rows, Shards
 
@@ -142,6 +142,7 @@ def attention(
     )
     if attn_mask is not None and attn_mask.shape == (query.shape[0], keys.total):
         attn_mask = attn_mask[:, None, None, :]  # the dispatcher's key padding
+    attn_mask = None if attn_mask is None else unexpanded(attn_mask, query)
     call = (dropout_p, is_causal, scale, enable_gqa)
     is_dense = not (is_causal or told.is_text) and runs_dense(scope.layer, *sizes, told.is_self)
     if is_dense and keys.total <= min(queries.tokens):  # cross-attention: fewer keys travel than queries would
@@ -168,7 +169,7 @@ def attention(
     if not is_dense:
         spans = ((0, queries.total),) * mesh.everyone.size if rows is None else rows.spans
         share = Share(mesh.everyone, mesh.all_heads(heads), spans, balance, order)
-        part = Part(sizes, functools.partial(shared.attention, share=share), rows)
+        part = Part(sizes, functools.partial(shared.attention, share=share), rows, attn_mask)
         output = sparse_sdpa(
             scope, query, key, value, mask, *call[:2], scale=scale, enable_gqa=enable_gqa, tokens=told, part=part
         )
