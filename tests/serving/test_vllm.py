@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ from recorded_vllm import (
 from torch import Tensor
 
 import sparge
+from sparge import serving
 
 __all__ = ["engine", "newest"]  # fixtures
 
@@ -429,8 +431,6 @@ def test_what_the_backend_says(engine: Engine) -> None:
 
 
 def test_registering(newest: Engine) -> None:
-    from sparge import serving
-
     custom = newest.registry.AttentionBackendEnum.CUSTOM
     try:
         serving.register_vllm()
@@ -442,6 +442,20 @@ def test_registering(newest: Engine) -> None:
     finally:
         if newest.is_installed:
             custom.clear_override()
+
+
+@pytest.mark.parametrize(
+    "register, engine_name", [("register_vllm", "vLLM 0.20"), ("register_vllm_omni", "vLLM-Omni 0.30")]
+)
+def test_an_engine_without_such_names_is_left_alone(
+    register: str, engine_name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Engines call what is installed, asked for or not, and end where it raises."""
+    for name in ("vllm.v1.attention.backends.registry", "vllm_omni.diffusion.attention.backends.registry"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with caplog.at_level("INFO", "sparge"):
+        getattr(serving, register)()
+    assert f"expected {engine_name} or newer" in caplog.text
 
 
 def test_signatures_are_those_of_vllm(engine: Engine) -> None:
