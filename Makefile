@@ -43,7 +43,7 @@ $(DATA)/.ready: $(READY) requirements-slow.txt
 	touch $@
 
 test-slow: $(DATA)/.ready  ## a real model, weights and text from packages; kernels like others that are compiled; minutes
-	SPARGE_DATA=$(DATA) $(BIN)/python -m pytest -m slow tests/slow tests/ahead_of_time
+	SPARGE_DATA=$(DATA) $(BIN)/python -m pytest -m slow tests/slow tests/ahead_of_time tests/integrations/test_parallel.py
 
 # The oldest torch promised, on the CPU; then the oldest Triton of each GPU backend, which compiles without a GPU.
 OLDEST := .oldest
