@@ -43,7 +43,7 @@ $(DATA)/.ready: $(READY) requirements-slow.txt
 	touch $@
 
 test-slow: $(DATA)/.ready  ## a real model, weights and text from packages; kernels like others that are compiled; minutes
-	SPARGE_DATA=$(DATA) $(BIN)/python -m pytest -m slow tests/slow tests/ahead_of_time
+	SPARGE_DATA=$(DATA) $(BIN)/python -m pytest -m slow tests/slow tests/ahead_of_time tests/integrations/test_parallel.py
 
 # The oldest torch promised, on the CPU; then the oldest Triton of each GPU backend, which compiles without a GPU.
 OLDEST := .oldest
@@ -94,4 +94,4 @@ docs-serve: $(READY)  ## the same, served and rebuilt as its pages change
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 clean:
-	rm -rf $(VENV) $(OLDEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis site
+	rm -rf $(VENV) $(OLDEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis build site

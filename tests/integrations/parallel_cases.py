@@ -1,6 +1,6 @@
 """Cases of context parallelism, run on several processes with gloo; what they find is written to a folder.
 
-    python parallel_cases.py FOLDER
+    python parallel_cases.py FOLDER [CASE]
 
 One process imports everything and forks the ranks, first two, then four: to import takes longer than all cases.
 """
@@ -52,6 +52,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 Case = Callable[[], Any]
 CASES: dict[int, dict[str, Case]] = {2: {}, 4: {}}
 """By the number of ranks, by name."""
+SLOW = "compiled"
+"""Runs where it is asked for alone: torch's tracing takes as long as ten other cases."""
 
 
 def case(name: str, ranks: int = 2) -> Callable[[Case], Case]:
@@ -173,7 +175,7 @@ def orders() -> dict[str, Tensor]:
     return results
 
 
-@case("compiled")
+@case(SLOW)
 def compiled() -> dict[str, Any]:
     """A module that is compiled: one graph before attention and one behind it."""
     model, inputs = model_of("flux")
@@ -430,11 +432,14 @@ def work(rank: int, ranks: int, folder: Path) -> None:
     os._exit(0)  # groups whose ranks are gone cannot be taken apart
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, only: str | None = None) -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     context = torch.multiprocessing.get_context("fork")
-    for ranks in CASES:
+    for ranks, cases in CASES.items():
+        CASES[ranks] = {name: cases[name] for name in cases if (name == only if only else name != SLOW)}
+        if not CASES[ranks]:
+            continue
         processes = [context.Process(target=work, args=(rank, ranks, folder)) for rank in range(ranks)]
         for process in processes:
             process.start()
@@ -444,4 +449,4 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(EXAMPLES))  # as it is for a script that is run
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

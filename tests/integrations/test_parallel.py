@@ -31,9 +31,17 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     with FileLock(folder.with_suffix(".lock")):
         if not folder.exists():
             folder.mkdir()
-            program = [sys.executable, str(HERE / "parallel_cases.py"), str(folder)]
-            done = subprocess.run(program, capture_output=True, text=True, timeout=PATIENCE)
-            assert done.returncode == 0, done.stderr[-4000:]
+            run(folder)
+    return results_in(folder)
+
+
+def run(folder: Path, *only: str) -> None:
+    program = [sys.executable, str(HERE / "parallel_cases.py"), str(folder), *only]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def results_in(folder: Path) -> dict[str, list[Any]]:
     results: dict[str, list[Any]] = {}
     for path in sorted(folder.glob("*.pt")):
         for name, result in torch.load(path, weights_only=False).items():
@@ -108,8 +116,10 @@ def test_either_order_and_back(found: dict[str, list[Any]]) -> None:
         assert not torch.equal(result["wan by name"], result["wan stock"])
 
 
-def test_compiled_blocks(found: dict[str, list[Any]]) -> None:
-    for result in of(found, "compiled"):
+@pytest.mark.slow
+def test_compiled_blocks(tmp_path: Path) -> None:
+    run(tmp_path, "compiled")
+    for result in of(results_in(tmp_path), "compiled"):
         check(result)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ from recorded_vllm import (
 from torch import Tensor
 
 import sparge
+from sparge import serving
 
 __all__ = ["engine", "newest"]  # fixtures
 
@@ -176,13 +178,14 @@ def test_a_default_device(newest: Engine) -> None:
         (((640, 0), (1, 7), (512, 16), (129, 900)), (0, 2, 3)),
         (((640, 0), (600, 30)), (0, 1)),
         (((0, 0), (640, 0), (0, 0)), (1,)),
+        (((1, 900), (640, 0), (0, 7), (3, 40), (0, 0)), (1,)),
     ],
-    ids=["long last", "long first", "one between", "all long", "empty rows of a padded batch"],
+    ids=["long last", "long first", "one between", "all long", "long beside nothing", "rows of a padded batch"],
 )
 def test_where_long_requests_lie(newest: Engine, sizes: tuple[tuple[int, int], ...], long: tuple[int, ...]) -> None:
     batch = batch_of(newest, sizes)
     check(batch, run(newest, batch), long)
-    others = [queries for index, (queries, _) in enumerate(sizes) if index not in long]
+    others = [queries for index, (queries, _) in enumerate(sizes) if queries and index not in long]
     assert newest.kernel.calls == ([others] if others else [])
 
 
@@ -343,6 +346,7 @@ def test_what_steps_leave_to_flash_attention(engine: Engine) -> None:
     assert builder.build(0, batch.common).sparge.obstacle is None
 
 
+@pytest.mark.filterwarnings("ignore:sparge")
 def test_builders_of_vllm_around_this_one(newest: Engine) -> None:
     """Static sinks lengthen what a request sees on the device alone."""
     batch = batch_of(newest)
@@ -357,11 +361,16 @@ def test_builders_of_vllm_around_this_one(newest: Engine) -> None:
     assert list(sparge.stats().reasons) == ["dense: unsupported (a metadata builder of vLLM around this one)"]
 
 
+@pytest.mark.filterwarnings("ignore:sparge")
 def test_lengths_on_the_device_alone(newest: Engine) -> None:
     batch = batch_of(newest)
     batch.common.seq_lens_cpu_upper_bound = None
     check(batch, run(newest, batch), ())
     assert list(sparge.stats().reasons) == ["dense: unsupported (no lengths on the host)"]
+    check(batch, run(newest, batch, {**OPTIONS, "dense_layers": [1]}), ())
+    assert list(sparge.stats().reasons) == ["dense: dense layer"]
+    with pytest.raises(NotImplementedError, match="no lengths on the host"):
+        run(newest, batch, {**OPTIONS, "on_unsupported": "raise"})
 
 
 @pytest.mark.filterwarnings("ignore:sparge")
@@ -429,8 +438,6 @@ def test_what_the_backend_says(engine: Engine) -> None:
 
 
 def test_registering(newest: Engine) -> None:
-    from sparge import serving
-
     custom = newest.registry.AttentionBackendEnum.CUSTOM
     try:
         serving.register_vllm()
@@ -442,6 +449,20 @@ def test_registering(newest: Engine) -> None:
     finally:
         if newest.is_installed:
             custom.clear_override()
+
+
+@pytest.mark.parametrize(
+    "register, engine_name", [("register_vllm", "vLLM 0.20"), ("register_vllm_omni", "vLLM-Omni 0.30")]
+)
+def test_an_engine_without_such_names_is_left_alone(
+    register: str, engine_name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Engines call what is installed, asked for or not, and end where it raises."""
+    for name in ("vllm.v1.attention.backends.registry", "vllm_omni.diffusion.attention.backends.registry"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with caplog.at_level("INFO", "sparge"):
+        getattr(serving, register)()
+    assert f"expected {engine_name} or newer" in caplog.text
 
 
 def test_signatures_are_those_of_vllm(engine: Engine) -> None:

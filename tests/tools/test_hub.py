@@ -169,6 +169,9 @@ class TestTree:
         drawing, checking = {"matplotlib"}, {"typing_extensions"}  # when a mask is drawn; for type checkers alone
         assert roots - set(sys.stdlib_module_names) == {"torch", "triton"} | drawing | checking
 
+    def test_the_licence_goes_with_it(self, repository: Path) -> None:
+        assert (repository / "LICENSE").read_text() == (REPOSITORY / "LICENSE").read_text()
+
     def test_every_name_of_a_file_counts_in_the_id(self, builder: ModuleType) -> None:
         files = {"a.py": "x", "b.py": "y"}
         others = [{"a.py": "x", "b.py": "z"}, {"a.py": "xb.py", "y": ""}, {"a.py": "x"}, {"a.py": "x", "c.py": "y"}]

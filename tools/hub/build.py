@@ -1,5 +1,6 @@
 """The library as a kernel of the Hugging Face hub: ``python tools/hub/build.py FOLDER`` (build/kernel unless told).
 
+    FOLDER/LICENSE
     FOLDER/build/torch-universal/
         __init__.py         the public names, from tools/hub/kernel.py
         *.py, backends/     the modules these need, and no others
@@ -120,6 +121,7 @@ def build(folder: Path, source: Path = SOURCE) -> Path:
         "backend": {"type": "cuda"},  # one must be named; a universal variant is taken on every other, too
         "digest": {"algorithm": "sha256", "files": {name: _sha256(text) for name, text in sorted(files.items())}},
     }
+    shutil.copyfile(ROOT / "LICENSE", folder / "LICENSE")
     (variant / "metadata.json").write_bytes(json.dumps(metadata, indent=2).encode() + b"\n")
     return variant
 

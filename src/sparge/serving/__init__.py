@@ -1,7 +1,8 @@
 """Serving engines. vLLM and vLLM-Omni call these two by their entry points, in every process, whatever is served.
 
 So nothing happens here but that a name is made known: the modules with the classes, which import the engine, are
-imported when somebody selects the name. An engine is imported nowhere else.
+imported when somebody selects the name. An engine is imported nowhere else. What they raise would end the engine, also
+for those who never asked for this library: versions without such names are left alone.
 """
 
 from __future__ import annotations
@@ -18,8 +19,11 @@ VLLM_OMNI_NAME = "SPARGE"
 
 def register_vllm() -> None:
     """Make ``--attention-backend CUSTOM`` this library's, unless another plug-in has taken the name."""
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-
+    try:
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    except ImportError as error:  # before 0.14 it lay elsewhere
+        _log.info("sparge: expected vLLM 0.20 or newer, so there is no attention backend CUSTOM: %s", error)
+        return
     member = AttentionBackendEnum.CUSTOM
     if member.is_overridden() and member.get_path() != VLLM_BACKEND:
         _log.info("sparge: the attention backend CUSTOM of vLLM is %s, and stays so", member.get_path())
@@ -33,8 +37,11 @@ def register_vllm_omni() -> None:
     Its enumeration has no free name, and no function to add one: a member is added by hand. Where vLLM-Omni has one of
     that name already, it is left alone.
     """
-    from vllm_omni.diffusion.attention.backends.registry import DiffusionAttentionBackendEnum
-
+    try:
+        from vllm_omni.diffusion.attention.backends.registry import DiffusionAttentionBackendEnum
+    except ImportError as error:
+        _log.info("sparge: expected vLLM-Omni 0.30 or newer, so there is no backend %s: %s", VLLM_OMNI_NAME, error)
+        return
     names = DiffusionAttentionBackendEnum
     if VLLM_OMNI_NAME in names.__members__:
         return

@@ -39,15 +39,14 @@ class Plan:
 
     Attributes:
         long: what runs sparse, in layers that can.
-        others: the rest.
+        others: the rest. Requests without queries, as padded batches have, are in neither: kernels need not take a
+            batch that has no others.
         reason: why the longest of the rest runs dense; that of all, if nothing is long.
-        detail: a few words more about it.
     """
 
     long: tuple[Request, ...] = ()
     others: tuple[Request, ...] = ()
     reason: Reason = Reason.DECODE
-    detail: str = ""
 
 
 def split(
@@ -69,6 +68,8 @@ def split(
     for index, kv_len in enumerate(kv_lens):
         request = Request(index, starts[index], starts[index + 1], kv_len)
         queries = request.stop - request.start
+        if not queries:
+            continue
         why = why_dense(queries, kv_len) if queries >= fewest else _why_short(queries)
         if why is None:
             long.append(request)
@@ -85,9 +86,7 @@ def _why_short(queries: int) -> Reason:
 
 def rows_of(requests: Sequence[Request], device: torch.device) -> slice | Tensor:
     """The rows of some requests: a slice where they lie together, or numbers on the device."""
-    spans = [(request.start, request.stop) for request in requests if request.start < request.stop]
-    if not spans:
-        return slice(0, 0)
+    spans = [(request.start, request.stop) for request in requests]
     if all(stop == start for (_, stop), (start, _) in itertools.pairwise(spans)):
         return slice(spans[0][0], spans[-1][1])
     return to_device(torch.cat([torch.arange(*span, device="cpu") for span in spans]), device)

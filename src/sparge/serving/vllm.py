@@ -175,10 +175,10 @@ class SpargeMetadataBuilder(FlashAttentionMetadataBuilder):
         if type(self).build is not SpargeMetadataBuilder.build:
             # Attention with static sinks, in chunks, across sequences: vLLM extends the builder, and changes lengths
             # and pages on the device alone.
-            return Step(settings, Plan(reason=Reason.UNSUPPORTED, detail="a metadata builder of vLLM around this one"))
+            return Step(settings, Plan(reason=Reason.UNSUPPORTED), "a metadata builder of vLLM around this one")
         kv_lens = common.seq_lens_cpu_upper_bound
         if kv_lens is None:
-            return Step(settings, Plan(reason=Reason.UNSUPPORTED, detail="no lengths on the host"))
+            return Step(settings, Plan(reason=Reason.UNSUPPORTED), "no lengths on the host")
         starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
         plan = split(starts, kv_lens[: common.num_reqs].tolist(), self._why_dense, settings.fewest)
         return Step(settings, plan, _why_foreign(metadata))
@@ -256,8 +256,8 @@ class SpargeImpl(FlashAttentionImpl):
             return whole()
         place, obstacle = self._place(layer, step.settings)
         plan = step.plan
-        if not plan.long:
-            decide.count(plan.reason, place.name, detail=plan.detail)
+        if not plan.long and plan.reason is not Reason.UNSUPPORTED:
+            decide.count(plan.reason, place.name)
             return whole()
         if place.dense:
             decide.count(Reason.LAYER, place.name)
