@@ -34,6 +34,8 @@ MODES = {
 class Mirror(Exchange):
     """A rank whose neighbours have what it has; it copies as many bytes as it would get."""
 
+    _name = None
+
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 

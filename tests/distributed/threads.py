@@ -45,6 +45,8 @@ class Meeting:
 class ThreadedExchange(Exchange):
     """An `Exchange` between threads."""
 
+    _name = None
+
     def __init__(self, meeting: Meeting, rank: int, size: int) -> None:
         self._meeting = meeting
         self.rank, self.size = rank, size

@@ -82,6 +82,7 @@ def refusals(size: int) -> dict[str, str]:
         "a mesh": lambda: gathered_attention(tokens, tokens, tokens, group=mesh),
         "another's": lambda: gathered_attention(tokens, tokens, tokens, group=other),
         "twice": lambda: mesh_attention(tokens, tokens, tokens, ulysses_group=dist.group.WORLD, group=None),
+        "uneven": lambda: gathered_attention(*[torch.randn(1, 2, 100 + dist.get_rank(), 32)] * 3),
     }
     found = {}
     for name, call in calls.items():

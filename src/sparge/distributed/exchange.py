@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name up to torch 2.12
+_ALIKE: set[tuple[str | None, int]] = set()
+"""Groups whose ranks all had so many tokens."""
 Arrival = Callable[[], Tensor]
 """Waits for what was asked for, and returns it."""
 
@@ -56,6 +58,32 @@ class Exchange:
     def members(self) -> frozenset[int]:
         """The ranks of the group, as the default group numbers them."""
         return frozenset(dist.get_process_group_ranks(self._group or dist.group.WORLD))
+
+    def check_alike(self, tokens: int, device: torch.device) -> None:
+        """Raise where ranks have different numbers of tokens: collectives of other sizes hang, or end the process.
+
+        They are asked once for each number, which the host waits for. What is not asked again is found by nobody, if
+        ranks agreed on it before.
+
+        Raises:
+            ValueError: on every rank.
+        """
+        known = (self._name, tokens)
+        if self._name is not None and known in _ALIKE:
+            return
+        found = self.stack(torch.tensor([tokens], device=device)).flatten().tolist()
+        if len(set(found)) > 1:
+            raise ValueError(
+                "lengths: expected the tokens of every rank where they differ, got None, and ranks that have "
+                f"{', '.join(map(str, found))}"
+            )
+        _ALIKE.add(known)
+
+    @property
+    def _name(self) -> str | None:
+        """What tells the group from others as long as the process lives."""
+        group: Any = self._group or dist.group.WORLD
+        return str(group.group_name)
 
     def total(self, own: Tensor) -> Tensor:
         """The sum over all ranks."""

@@ -278,6 +278,7 @@ def mesh_attention(
             f'kv_heads_at_once: expected None with inner="ring", which gathers none, got {kv_heads_at_once}'
         )
     lengths = _lengths(query, layout, None, outer)
+    _lengths(query, layout, None, between)
     places = places_of((sum(lengths),) * between.size, sharding)
     if inner == "ring":
         ring.check_places(places)
@@ -307,6 +308,8 @@ def mesh_attention(
 
 def _lengths(query: Tensor, layout: str, lengths: Sequence[int] | None, exchange: Exchange) -> tuple[int, ...]:
     own = query.shape[1 if layout == "NHD" else 2] if isinstance(query, Tensor) and query.ndim == 4 else 0
+    if lengths is None and exchange.size > 1 and own:
+        exchange.check_alike(own, query.device)
     return check_lengths(lengths, own, exchange.rank, exchange.size)
 
 
