@@ -11,6 +11,7 @@ import sparge
 from gpu.conftest import BACKEND, DEVICE, FP8, ON_CUDA
 from sparge.distributed import HeadBalance, ulysses_attention
 
+pytestmark = pytest.mark.gpu
 LENGTH = 8192 if ON_CUDA else 512
 WIDTH = 128 if ON_CUDA else 32
 
