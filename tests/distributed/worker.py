@@ -132,7 +132,7 @@ def _error() -> str:
 def work(rank: int, size: int, folder: Path, works: str) -> None:
     """The life of one rank."""
     group = f"{size}-{works}"
-    patience = datetime.timedelta(seconds=5.0 if works == "stuck" else PATIENCE)
+    patience = datetime.timedelta(seconds=2.0 if works == "stuck" else PATIENCE)
     store = f"file://{folder}/{group}.store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=patience)
     result = LOSING[works](rank) if works in LOSING else {name: globals()[name](size) for name in works.split(",")}
