@@ -35,6 +35,21 @@ def test_merged_parts_are_the_whole(size: float) -> None:
     assert lse[0, 0, 2] == -torch.inf and not output[0, 0, 2].any()
 
 
+def test_what_is_not_finite_travels_through_a_merge() -> None:
+    """An infinite or undefined value, in the first part or the second."""
+    scores, values = torch.randn(3, 40), torch.randn(40, 4)
+    for bad in (torch.inf, -torch.inf, torch.nan):
+        for place in (5, 35):
+            changed = values.clone()
+            changed[place, 1] = bad
+            output, lse = torch.zeros(3, 4), torch.full((3,), -torch.inf)
+            for cut in (slice(0, 20), slice(20, 40)):
+                merge(output, lse, *partial(scores[:, cut], changed[cut]))
+            expected, expected_lse = scores.softmax(-1) @ changed, scores.logsumexp(-1)
+            torch.testing.assert_close(output, expected, equal_nan=True)
+            torch.testing.assert_close(lse, expected_lse)
+
+
 def test_pieces_cover_a_sequence_once() -> None:
     for ranks in (1, 2, 3, 5):
         for sharding, lengths in (("contiguous", split_lengths(2000, ranks)), ("head_tail", (256,) * ranks)):
