@@ -19,6 +19,7 @@ import sparge
 from benchmarks.scale.plan import Split, Workload, exchanged_kv_heads
 from sparge import BlockMask
 from sparge.config import Quantization, Skipped
+from sparge.distributed.merge import merge
 from sparge.evaluate.inputs import FRAME_TOKENS, text_tensors, video_tensors
 from sparge.geometry import BLOCK_K, BLOCK_Q, ceil_div
 
@@ -162,16 +163,14 @@ def _torch_kernel(
 
 
 class Merged:
-    """Outputs over parts of the keys, joined by their LSE in float32; in the first part every row has seen a key."""
+    """Outputs over parts of the keys, joined by their LSE in float32."""
 
     def __init__(self, output: Tensor, lse: Tensor) -> None:
         self.output, self.lse = output.float(), lse.float()
 
     def add(self, output: Tensor, lse: Tensor, first: int = 0) -> None:
         """Join what the queries from ``first`` on found elsewhere."""
-        here = self.output[:, :, first:], self.lse[:, :, first:]
-        here[0].lerp_(output.float(), torch.sigmoid(lse - here[1]).unsqueeze(-1))
-        here[1].copy_(torch.logaddexp(here[1], lse))
+        merge(self.output[:, :, first:], self.lse[:, :, first:], output, lse)
 
 
 Run = Callable[[Attend], Tensor]

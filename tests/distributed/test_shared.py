@@ -34,3 +34,16 @@ def test_numbers_of_heads_under_a_budget_are_those_of_the_rank(split: str) -> No
 
     parts = on_ranks(2, work)
     torch.testing.assert_close(torch.cat(parts, 1 if split == "heads" else 2), expected, atol=2e-5, rtol=2e-5)
+
+
+def test_a_similarity_threshold_is_not_forgotten() -> None:
+    inputs = tensors(Case("ulysses", heads=(HEADS, HEADS)))
+    rule = sparge.Budget(0.5, similarity_threshold=0.1)
+
+    def work(exchange):
+        share = Share(exchange, (range(2), range(2, HEADS)), ((0, LENGTH),) * 2)
+        own = [x.chunk(2, 1)[exchange.rank] for x in inputs]
+        return shared.attention(*own, share=share, sparsity=rule, backend="torch")
+
+    with pytest.raises(NotImplementedError, match="similarity_threshold: expected None"):
+        on_ranks(2, work)

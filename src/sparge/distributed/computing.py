@@ -13,7 +13,6 @@ from sparge.distributed.budget import Rows, choose
 from sparge.distributed.request import Request
 from sparge.geometry import BLOCK_K, ceil_div
 from sparge.sharing import Pool
-from sparge.stats import counters
 
 
 def attend(
@@ -38,7 +37,3 @@ def choose_rows(rows: Sequence[Rows], asked: Request, pool: Pool) -> list[BlockM
             "ulysses_attention without a HeadBalance), got one"
         )
     return choose(rows, ceil_div(asked.call.shape.kv_len, BLOCK_K), pool, asked.backend)
-
-
-as_one = counters.as_one
-"""Calls of a rank that belong to one call of the user are counted as one."""

@@ -12,11 +12,12 @@ from sparge import ops
 from sparge.block_mask import BlockMask
 from sparge.call import Call
 from sparge.distributed.budget import Ranks, RowPool, Rows, order_of_rows
-from sparge.distributed.computing import as_one, attend, choose_rows
+from sparge.distributed.computing import attend, choose_rows
 from sparge.distributed.exchange import Exchange
 from sparge.distributed.places import Places
 from sparge.distributed.request import Request, of_heads, of_piece
 from sparge.geometry import BLOCK_K, BLOCK_Q, Shape, ceil_div
+from sparge.stats import counters
 from sparge.window import Window
 
 GATHERED_BYTES = 2**30
@@ -59,7 +60,7 @@ def compute(
 
     coming = start(chunks[0])
     results = []
-    with as_one():
+    with counters.as_one():
         for index, chunk in enumerate(chunks):
             keys, values = (places.in_order(arrive()) for arrive in coming)
             if index + 1 < len(chunks):

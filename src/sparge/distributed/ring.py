@@ -18,12 +18,13 @@ from sparge.block_mask import BlockMask
 from sparge.call import Call
 from sparge.distributed import gathered
 from sparge.distributed.budget import RowPool
-from sparge.distributed.computing import as_one, attend
+from sparge.distributed.computing import attend
 from sparge.distributed.exchange import Exchange
 from sparge.distributed.merge import merge
 from sparge.distributed.places import Piece, Places
 from sparge.distributed.request import Request
 from sparge.geometry import BLOCK_K, BLOCK_Q, Shape, ceil_div
+from sparge.stats import counters
 
 
 class Rectangle(NamedTuple):
@@ -105,7 +106,7 @@ def compute(
         masks = [*_masks(kept, parts)]
     output = query.new_zeros((*query.shape[:3], value.shape[3]), dtype=torch.float32)
     lse = query.new_full(query.shape[:3], -torch.inf, dtype=torch.float32)
-    with as_one():
+    with counters.as_one():
         for step in range(exchange.size):
             holder = (exchange.rank - step) % exchange.size
             coming = None

@@ -17,8 +17,8 @@ from sparge import api, ops, validation
 from sparge.config import Dense
 from sparge.derivatives import needs_derivatives
 from sparge.distributed.balance import HeadBalance
-from sparge.distributed.budget import Ranks, RowPool, Rows, choose, order_of_heads, order_of_rows
-from sparge.distributed.computing import attend
+from sparge.distributed.budget import Ranks, RowPool, Rows, order_of_heads, order_of_rows
+from sparge.distributed.computing import attend, choose_rows
 from sparge.distributed.request import Options, of_heads, request, rule_of_heads
 from sparge.geometry import BLOCK_Q, Shape, ceil_div
 
@@ -117,8 +117,7 @@ def attention(
     local, mask = of_heads(asked.call, own_heads), None
     if asked.reason is None:
         keys = ops.summarize_keys(key, local, asked.backend)
-        rows = [Rows(query, keys, local)]
-        mask = choose(rows, local.shape.kv_blocks, share.pool(query.device), asked.backend)[0]
+        (mask,) = choose_rows([Rows(query, keys, local)], asked, share.pool(query.device))
         if share.balance is not None:
             share.balance.learn_from(mask, share.all_heads // local.shape.group, share.ranks)
     output, lse = attend(query, key, value, mask, local, asked, with_lse=return_lse)
