@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import functools
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -33,6 +35,7 @@ class Call:
         window: how far a query sees.
         exact_lse: the LSE is read; else it may be as rough as the output is.
         segments: the batch is segments of a pack, and the shape that of the longest; None: it is what it looks like.
+        recordings: what a backend keeps for the next time the same object is run, such as recorded launches.
     """
 
     shape: Shape
@@ -49,6 +52,7 @@ class Call:
     window: Window
     exact_lse: bool
     segments: Segments | None
+    recordings: dict[Any, Any] = field(init=False, compare=False, repr=False)
 
     def __init__(
         self,
@@ -83,12 +87,19 @@ class Call:
         object.__setattr__(self, "window", joined)
         object.__setattr__(self, "exact_lse", exact_lse)
         object.__setattr__(self, "segments", segments)
+        object.__setattr__(self, "recordings", {})
 
     @property
     def selection(self) -> Selection:
         """The rules of a call that is not dense."""
         assert not isinstance(self.sparsity, Dense)
         return self.sparsity
+
+    @functools.cached_property
+    def has_per_head_numbers(self) -> bool:
+        """Whether some option is a tensor with an entry for each head."""
+        rule = self.sparsity
+        return isinstance(self.pv_threshold, Tensor) or (not isinstance(rule, Dense) and rule.is_per_head)
 
     @property
     def replaces_skipped(self) -> bool:

@@ -9,16 +9,21 @@
 All tensors are heads-first. An operator takes no objects: a `Call` comes as plain arguments, in one order, as many as
 the operator needs, with a tensor beside each number that may differ per head. `stats` counts inside the operators:
 compiled programs are counted too. Nothing here validates, `api` did; nothing here computes, a backend does.
+
+An operator costs about 100 us of launch overhead for its many arguments. Calls on plain tensors, outside of tracing and
+of torch's modes, go to the backend directly (`is_direct`).
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
 
 from sparge._ops import add_op_namespace_prefix
 from sparge._ops import ops as operators
@@ -77,6 +82,40 @@ _LIBRARY.define(f"all_along({_TENSORS}, SymInt[] grid, str order, SymInt start) 
 _LIBRARY.define(f"dense({_TENSORS}, {schema(ANY_CALL)}, bool with_lse, str words) -> (Tensor, Tensor)")
 
 
+MAX_CALLS = 256
+"""Kinds of calls whose recordings are kept."""
+_calls: dict[Call, Call] = {}
+
+
+def is_direct(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Return whether a call needs no operator: its tensors are plain, and nothing traces or intercepts operators."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(query) is type(key) is type(value) is Tensor
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._len_torch_function_stack() == 0
+        and torch._C._get_tracing_state() is None
+        and _functorch.peek_interpreter_stack() is None
+    )
+
+
+def interned(call: Call) -> Call:
+    """Return the first call that was equal to this one: it holds the recordings of a backend."""
+    if call.attn_mask is not None or call.segments is not None or call.has_per_head_numbers:
+        return call
+    found = _calls.get(call)
+    if found is None:
+        if len(_calls) >= MAX_CALLS:
+            _calls.clear()
+        found = _calls.setdefault(call, call)
+    return found
+
+
+def forget() -> None:
+    """Drop all recordings of calls."""
+    _calls.clear()
+
+
 def predict(query: Tensor, key: Tensor, call: Call, backend: str) -> BlockMask:
     """Prediction through its operator."""
     counts, indices, visible = operators.predict(query, key, *pack(call, backend))
@@ -85,6 +124,8 @@ def predict(query: Tensor, key: Tensor, call: Call, backend: str) -> BlockMask:
 
 def attention(query: Tensor, key: Tensor, value: Tensor, call: Call, backend: str) -> tuple[Tensor, Tensor]:
     """Prediction and attention through one operator."""
+    if is_direct(query, key, value):
+        return run_attention(query, key, value, interned(call), base.get(backend).serving(call, query.dtype))
     return operators.attention(query, key, value, *pack(call, backend))
 
 
@@ -92,6 +133,8 @@ def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, call: Call, backend: str
 ) -> tuple[Tensor, Tensor]:
     """Attention over a mask through its operator."""
+    if is_direct(query, key, value):
+        return run_attend(query, key, value, mask, interned(call), base.get(backend).serving(call, query.dtype))
     lists = (mask.kv_num_blocks, mask.kv_indices, mask.visible_num_blocks)
     return operators.attend(query, key, value, *lists, *pack_attend(call, backend))
 
@@ -106,6 +149,8 @@ def dense(
         with_lse: the LSE is empty unless it is asked for: torch's fastest kernels do not give it.
         words: what it is counted as; nothing where it was counted before.
     """
+    if is_direct(query, key, value):
+        return run_dense(query, key, value, interned(call), backend, with_lse=with_lse, words=words)
     return operators.dense(query, key, value, *pack_dense(call, backend), with_lse, words)
 
 
@@ -126,6 +171,8 @@ def along(tokens: Tensor, grid: tuple[int, ...], order: str, start: int, *, undo
 
     They lie in memory as they did, and on the way back tokens first, as models have them.
     """
+    if is_direct(tokens, tokens, tokens):
+        return run_along(tokens, list(grid), order, start, undo)
     return operators.along(tokens, grid, order, start, undo)
 
 
@@ -133,6 +180,8 @@ def all_along(
     query: Tensor, key: Tensor, value: Tensor, grid: tuple[int, ...], order: str, start: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`along` for three tensors: an operator costs the host about as much as moving a short sequence."""
+    if is_direct(query, key, value):
+        return run_all_along(query, key, value, list(grid), order, start)
     return operators.all_along(query, key, value, grid, order, start)
 
 
@@ -222,33 +271,20 @@ def _attend(
     *arguments: Any,
 ) -> tuple[Tensor, Tensor]:
     call, name = unpack(_shape_of(query, key, value), arguments)
-    shape = call.shape
-    lengths = (shape.q_len, shape.kv_len)
+    lengths = (call.shape.q_len, call.shape.kv_len)
     mask = BlockMask(kv_num_blocks, kv_indices, visible_num_blocks, *lengths, window=call.window)
-    backend = base.get(name).serving(call, query.dtype)
-    counters.record(f"sparse: {backend.name}", has_threshold=call.pv_threshold is not None)
-    output, lse = backend.attend(query, key, value, mask, call, totals=counters.block_totals(query.device))
-    return laid_out(output, query), lse
+    return run_attend(query, key, value, mask, interned(call), base.get(name).serving(call, query.dtype))
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     call, name = unpack(_shape_of(query, key, value), arguments)
-    backend = base.get(name).serving(call, query.dtype)
-    counters.record(f"sparse: {backend.name}", has_threshold=call.pv_threshold is not None)
-    output, lse = backend.attention(query, key, value, call, totals=counters.block_totals(query.device))
-    return laid_out(output, query), lse
+    return run_attention(query, key, value, interned(call), base.get(name).serving(call, query.dtype))
 
 
 def _dense(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     *packed, with_lse, words = arguments
-    if words:
-        counters.record(words)
     call, asked = unpack(_shape_of(query, key, value), tuple(packed))
-    key, value, call = without_unseen(key, value, call)
-    name = base.resolve(asked, query.device) if asked == "auto" else asked
-    backend = base.get(name).serving(call, query.dtype)
-    output, lse = backend.dense(query, key, value, call, with_lse=with_lse, may_use_torch=asked == "auto")
-    return laid_out(output, query), lse if with_lse else lse.new_empty(0)
+    return run_dense(query, key, value, interned(call), asked, with_lse=with_lse, words=words)
 
 
 def _predict_fake(query: Tensor, key: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
@@ -269,30 +305,11 @@ def _dense_fake(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> t
     return output, lse if with_lse else lse.new_empty(0)
 
 
-def _along(tokens: Tensor, grid: list[int], order: OrderName, start: int, undo: bool) -> Tensor:
-    found = order_of(tuple(grid), order, tokens.device)
-    moved = _along_fake(tokens, grid, order, start, undo)
-    backend = base.get(base.resolve("auto", tokens.device))
-    backend.move(tokens, found.inverse if undo else found.permutation, start, moved)
-    return moved
-
-
 def _along_fake(tokens: Tensor, grid: list[int], order: OrderName, start: int, undo: bool) -> Tensor:  # noqa: ARG001
     batch, heads, length, width = tokens.shape
     if undo:
         return tokens.new_empty(batch, length, heads, width).transpose(1, 2)
     return empty_like(tokens, width)
-
-
-def _all_along(
-    query: Tensor, key: Tensor, value: Tensor, grid: list[int], order: OrderName, start: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    permutation = order_of(tuple(grid), order, query.device).permutation
-    moved = _all_along_fake(query, key, value)
-    backend = base.get(base.resolve("auto", query.device))
-    for tokens, result in zip((query, key, value), moved, strict=True):
-        backend.move(tokens, permutation, start, result)
-    return moved
 
 
 def _all_along_fake(query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
@@ -304,16 +321,76 @@ def _in_place(function: Callable[..., Any]) -> Callable[..., Any]:
     """Run on the query's device, without autocast and out of reach of `replace_sdpa`: the stages are ours."""
 
     @functools.wraps(function)
-    def run(query: Tensor, *arguments: Any) -> Any:
-        device = query.device.type
-        with torch._C.DisableTorchFunction():
-            if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
-                with torch.cuda.device_of(query):  # kernels are launched on the current device
-                    return function(query, *arguments)
-            with torch.cuda.device_of(query), torch.autocast(device, enabled=False):
-                return function(query, *arguments)
+    def run(query: Tensor, *arguments: Any, **options: Any) -> Any:
+        device = query.device
+        is_elsewhere = device.type == "cuda" and device.index != torch._C._cuda_getDevice()
+        is_autocast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+        if not (is_elsewhere or is_autocast or torch._C._len_torch_function_stack()):
+            return function(query, *arguments, **options)
+        with ExitStack() as stack:
+            stack.enter_context(torch._C.DisableTorchFunction())
+            if is_elsewhere:  # kernels are launched on the current device
+                stack.enter_context(torch.cuda.device(device))
+            if is_autocast:
+                stack.enter_context(torch.autocast(device.type, enabled=False))
+            return function(query, *arguments, **options)
 
     return run
+
+
+@_in_place
+def run_attention(
+    query: Tensor, key: Tensor, value: Tensor, call: Call, backend: base.Backend
+) -> tuple[Tensor, Tensor]:
+    """Count a call, predict its mask and compute attention over it; ``backend`` is the one that serves the call."""
+    totals = counters.record_sparse(backend.name, query.device, has_threshold=call.pv_threshold is not None)
+    output, lse = backend.attention(query, key, value, call, totals=totals)
+    return laid_out(output, query), lse
+
+
+@_in_place
+def run_attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, call: Call, backend: base.Backend
+) -> tuple[Tensor, Tensor]:
+    """Count a call and compute attention over a given mask."""
+    totals = counters.record_sparse(backend.name, query.device, has_threshold=call.pv_threshold is not None)
+    output, lse = backend.attend(query, key, value, mask, call, totals=totals)
+    return laid_out(output, query), lse
+
+
+@_in_place
+def run_dense(
+    query: Tensor, key: Tensor, value: Tensor, call: Call, asked: str, *, with_lse: bool, words: str
+) -> tuple[Tensor, Tensor]:
+    """Count a call and compute attention over every visible key; ``asked`` is the backend as the caller named it."""
+    if words:
+        counters.record(words)
+    key, value, call = without_unseen(key, value, call)
+    name = base.resolve(asked, query.device) if asked == "auto" else asked
+    backend = base.get(name).serving(call, query.dtype)
+    output, lse = backend.dense(query, key, value, call, with_lse=with_lse, may_use_torch=asked == "auto")
+    return laid_out(output, query), lse if with_lse else lse.new_empty(0)
+
+
+@_in_place
+def run_along(tokens: Tensor, grid: list[int], order: OrderName, start: int, undo: bool) -> Tensor:
+    found = order_of(tuple(grid), order, tokens.device)
+    moved = _along_fake(tokens, grid, order, start, undo)
+    backend = base.get(base.resolve("auto", tokens.device))
+    backend.move(tokens, found.inverse if undo else found.permutation, start, moved)
+    return moved
+
+
+@_in_place
+def run_all_along(
+    query: Tensor, key: Tensor, value: Tensor, grid: list[int], order: OrderName, start: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    permutation = order_of(tuple(grid), order, query.device).permutation
+    moved = _all_along_fake(query, key, value)
+    backend = base.get(base.resolve("auto", query.device))
+    for tokens, result in zip((query, key, value), moved, strict=True):
+        backend.move(tokens, permutation, start, result)
+    return moved
 
 
 @_in_place
@@ -331,22 +408,22 @@ def candidates(query: Tensor, keys: tuple[Tensor, ...], call: Call, backend: str
 @_in_place
 def _packed(query: Tensor, key: Tensor, value: Tensor, call: Call, name: str, words: str) -> None:
     backend = base.get(name).serving(call, query.dtype)
-    has_threshold = call.pv_threshold is not None
-    counters.record(words or f"sparse: {backend.name}", has_threshold=has_threshold and not words)
     query, key, value = (tensor.expand(call.shape.batch, -1, -1, -1) for tensor in (query, key, value))
     if words:
+        counters.record(words)
         backend.dense(query, key, value, call, with_lse=True, may_use_torch=False)
     else:
-        backend.attention(query, key, value, call, totals=counters.block_totals(query.device))
+        totals = counters.record_sparse(backend.name, query.device, has_threshold=call.pv_threshold is not None)
+        backend.attention(query, key, value, call, totals=totals)
 
 
 for _name, _real, _fake in (
-    ("predict", _predict, _predict_fake),
+    ("predict", _in_place(_predict), _predict_fake),
     ("attend", _attend, _attention_fake),
     ("attention", _attention, _attention_fake),
     ("dense", _dense, _dense_fake),
-    ("along", _along, _along_fake),
-    ("all_along", _all_along, _all_along_fake),
+    ("along", run_along, _along_fake),
+    ("all_along", run_all_along, _all_along_fake),
 ):
-    _LIBRARY.impl(_name, _in_place(_real), "CompositeExplicitAutograd")
+    _LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
     torch.library.register_fake(add_op_namespace_prefix(_name), _fake, lib=_LIBRARY)

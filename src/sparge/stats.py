@@ -95,6 +95,7 @@ class _Counters:
         self._blocks: dict[torch.device, list[list[Tensor]]] = {}
         self._slots: dict[str, int] = {}
         self._work: dict[str, Tensor] = {}
+        self._totals: dict[tuple[str, torch.device], Tensor] = {}
 
     @contextmanager
     def within(self, layer: str) -> Iterator[None]:
@@ -134,6 +135,11 @@ class _Counters:
             if has_threshold:
                 self._with_threshold.add(layer)
 
+    def record_sparse(self, backend: str, device: torch.device, *, has_threshold: bool = False) -> Tensor | None:
+        """Count a sparse call and return the `block_totals` that its kernels add to."""
+        self.record(f"sparse: {backend}", has_threshold=has_threshold)
+        return self.block_totals(device)
+
     def record_work(self, by_rank: Tensor) -> None:
         """Add what each rank of a group had to do in a call, (ranks,), to this thread's layer; nothing waits for it."""
         work = torch.stack([by_rank.max().double(), by_rank.double().mean()])
@@ -148,6 +154,9 @@ class _Counters:
         captured before the first call cannot make them: None.
         """
         layer = self._current.layer
+        found = self._totals.get((layer, device))
+        if found is not None:
+            return found
         with self._lock:
             slot = self._slots.setdefault(layer, len(self._slots))
             pages = self._blocks.setdefault(device, [])
@@ -159,7 +168,8 @@ class _Counters:
                     pages.append([page[index, :COUNTS] for index in range(SLOTS)])
                 if device.type == "cuda":  # the next call may come from another stream
                     torch.cuda.synchronize(device)
-            return pages[slot // SLOTS][slot % SLOTS]
+            found = self._totals[layer, device] = pages[slot // SLOTS][slot % SLOTS]
+            return found
 
     def read(self) -> Stats:
         with self._lock:

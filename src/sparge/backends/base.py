@@ -181,6 +181,10 @@ class Backend(ABC):
         """
         return self.attend(query, key, value, self.predict(query, key, call), call)
 
+    def dense_is_sdpa(self, query: Tensor, call: Call) -> bool:  # noqa: ARG002
+        """Return whether `dense` without an LSE is torch's SDPA, given the same tensors."""
+        return False
+
     def move(self, tokens: Tensor, permutation: Tensor, start: int, moved: Tensor) -> None:
         """Copy tokens (B, H, S, D) to ``moved``, of any strides: those from ``start`` on permuted, others in place."""
         stop = start + len(permutation)

@@ -86,7 +86,7 @@ class Bench:
 def _kernel_of(backend: str) -> Callable[..., Any]:
     found = base.get(backend)
     assert isinstance(found, CudaBackend)
-    return found.launcher()
+    return found.launcher
 
 
 def cuda_bench(quick: bool) -> Bench:

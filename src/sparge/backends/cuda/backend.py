@@ -5,6 +5,7 @@ A backend adds its attention kernel (`CudaBackend.launcher`). Nothing of Triton 
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 
 import torch
@@ -30,9 +31,14 @@ class CudaBackend(Backend):
 
     packs = True
 
-    @abstractmethod
+    @functools.cached_property
     def launcher(self) -> AttentionLauncher:
-        """What launches the tier's attention kernel, imported when it is asked for."""
+        """What launches the tier's attention kernel."""
+        return self.load_launcher()
+
+    @abstractmethod
+    def load_launcher(self) -> AttentionLauncher:
+        """Import the tier's attention kernel, which needs Triton."""
 
     def missing(self, device: torch.device) -> str | None:
         return triton_missing(device)
@@ -68,14 +74,14 @@ class CudaBackend(Backend):
     ) -> tuple[Tensor, Tensor]:
         from sparge.backends.cuda import pipeline
 
-        return pipeline.attend(query, key, value, mask, call, launcher=self.launcher(), totals=totals)
+        return pipeline.attend(query, key, value, mask, call, launcher=self.launcher, totals=totals)
 
     def attention(
         self, query: Tensor, key: Tensor, value: Tensor, call: Call, *, totals: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         from sparge.backends.cuda import pipeline
 
-        return pipeline.attention(query, key, value, call, launcher=self.launcher(), totals=totals)
+        return pipeline.attention(query, key, value, call, launcher=self.launcher, totals=totals)
 
     def dense(
         self, query: Tensor, key: Tensor, value: Tensor, call: Call, *, with_lse: bool, may_use_torch: bool
@@ -83,8 +89,13 @@ class CudaBackend(Backend):
         from sparge.backends.cuda import dense, pipeline
 
         if may_use_torch:
-            return dense.attention(query, key, value, call, launcher=self.launcher(), with_lse=with_lse)
-        return pipeline.attend(query, key, value, None, call, launcher=self.launcher())
+            return dense.attention(query, key, value, call, launcher=self.launcher, with_lse=with_lse)
+        return pipeline.attend(query, key, value, None, call, launcher=self.launcher)
+
+    def dense_is_sdpa(self, query: Tensor, call: Call) -> bool:
+        from sparge.backends.cuda import dense
+
+        return dense.torch_serves(query, call)
 
     def move(self, tokens: Tensor, permutation: Tensor, start: int, moved: Tensor) -> None:
         if tokens.stride(3) != 1:

@@ -20,7 +20,7 @@ def attention(
     """Attention over every visible key: output (B, H, Sq, Dv) in the query's dtype, lse (B, H, Sq) float32 or empty."""
     if call.is_causal and call.shape.q_len == 1:  # the last query sees every key that it has not lost to the left
         call = replace(call, is_causal=False, window=Window(call.window.left))
-    if not with_lse and _torch_can(query, call):
+    if not with_lse and torch_serves(query, call):
         output = F.scaled_dot_product_attention(
             query, key, value, is_causal=call.is_causal, scale=call.scale, enable_gqa=call.shape.group > 1
         )
@@ -28,8 +28,8 @@ def attention(
     return pipeline.attend(query, key, value, None, call, launcher=launcher)
 
 
-def _torch_can(query: Tensor, call: Call) -> bool:
-    """What torch's fast kernels serve (it chooses which); it aligns causality top-left, all else needs a mask.
+def torch_serves(query: Tensor, call: Call) -> bool:
+    """Return whether torch's fast kernels serve a call; they align causality top-left, all else needs a mask.
 
     A window is one that is as large as the map of all scores: our kernel walks the blocks inside of it.
     """

@@ -12,7 +12,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime.interpreter import InterpretedFunction
 
 from sparge.backends.cuda.operands import Operands
-from sparge.backends.cuda.replay import current_recorder
+from sparge.backends.cuda.replay import constant, current_recorder
 from sparge.block_mask import BlockMask
 from sparge.call import Call
 from sparge.config import PerHead
@@ -236,4 +236,9 @@ def per_head_tensor(value: PerHead | None, shape: Shape, device: torch.device) -
         return None
     if isinstance(value, Tensor):
         return value.to(device=device, dtype=torch.float32).contiguous()
-    return torch.full((shape.heads,), float(value), dtype=torch.float32, device=device)
+    number = float(value)
+    return constant(
+        ("per head", number, shape.heads),
+        device,
+        lambda: torch.full((shape.heads,), number, dtype=torch.float32, device=device),
+    )

@@ -22,7 +22,7 @@ from sparge.backends.cuda.launch import per_head_tensor, zeros_like
 from sparge.backends.cuda.operands import AttentionLauncher, MeanOperands, Operands
 from sparge.backends.cuda.peak_handling import peak_handling
 from sparge.backends.cuda.replay import replayed
-from sparge.backends.cuda.stages.block_rows import RowArguments, are_remembered, marks_of
+from sparge.backends.cuda.stages.block_rows import RowArguments
 from sparge.backends.cuda.stages.budget import count_budget
 from sparge.backends.cuda.stages.mask_blocks import MaskBlocks, mask_blocks
 from sparge.backends.cuda.stages.peaks import mark_peaks
@@ -224,10 +224,9 @@ def attend(
         assert operands is not None
         return launcher(operands, mask, call, totals=totals)
 
-    if call.attn_mask is not None or call.pv_threshold is not None or call.segments is not None:
-        return run()  # some of it is computed by torch, or not the same the next time
-    kind = ("attend", launcher, call.shape, call.window, call.scale, call.quantization, call.skipped)
-    return replayed(kind, (query, key, value, totals, *lists), run)
+    if not _is_replayable(call):
+        return run()
+    return replayed(call, (launcher, mask is None), (query, key, value, totals, *lists), run)
 
 
 def attention(
@@ -240,8 +239,11 @@ def attention(
         assert operands is not None
         return launcher(operands, mask, call, totals=totals)
 
-    thresholds = call.selection.similarity_threshold, call.pv_threshold
-    by_torch = call.attn_mask is not None or call.selection.is_per_head or not are_remembered(call, query.device)
-    if by_torch or call.segments is not None or any(threshold is not None for threshold in thresholds):
-        return run()  # some of it is computed by torch, or not the same the next time
-    return replayed(("attention", launcher, call), (query, key, value, totals, *marks_of(call, query.device)), run)
+    if not _is_replayable(call):
+        return run()
+    return replayed(call, launcher, (query, key, value, totals), run)
+
+
+def _is_replayable(call: Call) -> bool:
+    """Return whether a call launches the same kernels each time and torch computes nothing between them."""
+    return call.attn_mask is None and call.segments is None and not call.has_per_head_numbers

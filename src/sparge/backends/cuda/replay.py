@@ -1,39 +1,39 @@
-"""Calls that come again: what a call launches is recorded once, then started anew on other tensors.
+"""Calls that are repeated: the launches of a call are recorded once and started again on other tensors.
 
 A model makes the same call thousands of times: same shapes, strides and options, other numbers. Choosing
-configurations, allocating a dozen buffers and describing eight launches takes the host longer than a short call takes
-the device. None of it depends on the numbers, so the second call of a kind only fills in addresses.
+configurations, allocating buffers and describing launches takes longer than a short call takes the device. None of it
+depends on the numbers, so a repeated call only fills in addresses.
 
     replayed        runs a call, or replays it
-    Recorder        notes buffers and launches while a call runs; `launch` tells it
-    Replay          the launches, with the place of every buffer in one workspace
+    Recorder        notes buffers and launches while a call runs; `launch` reports them
+    Replay          the launches with their arguments laid out (`driver`), and the place of each buffer in a workspace
+    constant        a small tensor that is made once and kept, such as marked blocks or a threshold for each head
 
-A call is replayed only if its kernels touch nothing but inputs, results and buffers of `launch`, and torch computes
-nothing in between: any other call runs as it is, every time. A replay is what the call would launch now: when a launch
-configuration changes, in a table or by `config_table.override`, calls are recorded anew.
+A call is replayed only if its kernels touch nothing but inputs, results, constants and buffers of `launch`, and torch
+computes nothing in between. Any other call runs step by step each time.
 """
 
 from __future__ import annotations
 
-import copy
-import sys
+import logging
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
-from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.compiler import CompiledKernel
 
+from sparge.backends.cuda import driver
 from sparge.backends.cuda.config_table import active_overrides
+from sparge.backends.cuda.driver import BoundLaunches, LaunchRecord, UnsupportedKernel
+from sparge.call import Call
 
-MOST_REPLAYS = 256
-"""Kinds of calls that are remembered; the one that was not used for longest goes first."""
+MAX_RECORDINGS = 64
+"""Recordings of one kind of call, which differ in strides, alignment and device."""
+MAX_CONSTANTS = 256
 ALIGNMENT = 512
 """Bytes, as torch aligns its allocations: kernels were compiled for addresses that are multiples of 16."""
 
@@ -42,167 +42,127 @@ ALLOCATIONS = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.
 
 current_recorder: ContextVar[Recorder | None] = ContextVar("current_recorder", default=None)
 """What notes the call that runs now in this thread, if anything does."""
-_replays: OrderedDict[tuple[Hashable, ...], Replay | None] = OrderedDict()
 _lock = threading.Lock()
-_BACKENDS = __name__.removesuffix("cuda.replay")
-"""How the names of all modules of backends begin."""
-
-
-class _Configurations:
-    """All that the modules called ``configs`` hold, and a number that changes when any of it does.
-
-    To look for a change takes a few microseconds: the objects that are compared are the same, as long as there is none.
-    """
-
-    def __init__(self) -> None:
-        self.number = 0
-        self.modules: dict[str, dict[str, Any]] = {}
-        self.views: list[Iterable[Any]] = []
-        """Of names and of rows of tables, which show what is there now."""
-        self.held: list[Any] = []
-
-    def find(self) -> None:
-        """Note modules that were imported since; those of a call are there once it has run."""
-        self.version()
-        known = len(self.modules)
-        for name, module in list(sys.modules.items()):
-            if name.startswith(_BACKENDS) and name.endswith(".configs"):
-                self.modules[name] = vars(module)
-        if len(self.modules) != known:
-            self._look()
-
-    def version(self) -> int:
-        """The number for what the modules hold now."""
-        if list(chain.from_iterable(self.views)) != self.held:
-            self.number += 1
-            self._look()
-        return self.number
-
-    def _look(self) -> None:
-        values = [value for namespace in self.modules.values() for name, value in namespace.items() if name.isupper()]
-        tables = [value for value in values if isinstance(value, dict)]
-        self.views = [namespace.values() for namespace in self.modules.values()]
-        self.views += [view for table in tables for view in (table.keys(), table.values())]
-        self.held = list(chain.from_iterable(self.views))
-
-
-_configurations = _Configurations()
-
-
-def forget() -> None:
-    """Drop all recordings."""
-    with _lock:
-        _replays.clear()
+_constants: dict[Hashable, Tensor] = {}
+_logger = logging.getLogger(__name__)
 
 
 def replayed(
-    kind: tuple[Hashable, ...], inputs: Sequence[Tensor | None], call: Callable[[], tuple[Tensor, Tensor]]
+    call: Call, kind: Hashable, inputs: Sequence[Tensor | None], run: Callable[[], tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor]:
-    """The result of ``call``, by a replay where one of the same kind was recorded.
+    """Return the result of ``run``, by a replay where the same call was recorded before.
 
     Args:
-        kind: all that the call depends on, but for dtypes, strides, alignment and device of its inputs; so the inputs'
-            shapes belong to it.
+        call: its ``recordings`` hold the replays. A call that is made again must be the same object.
+        kind: all that the launches depend on besides the call, and besides dtypes, strides, alignment, device and
+            identity of the inputs.
         inputs: the tensors it reads.
-        call: launches kernels and waits for nothing.
+        run: launches kernels and waits for nothing.
     """
     tensors = [tensor for tensor in inputs if tensor is not None]
     ids = [id(tensor) for tensor in tensors]
-    with _lock:
-        version = _configurations.version()
     key = (
         kind,
-        version,
         active_overrides(),
         tuple([tensor is None for tensor in inputs]),
-        tuple([ids.index(found) for found in ids]),  # which inputs are the same tensor
-        tuple([(tensor.dtype, tensor.device, tensor.stride(), tensor.data_ptr() & 15 == 0) for tensor in tensors]),
+        len(set(ids)) == len(ids) or tuple([ids.index(found) for found in ids]),  # which inputs are the same tensor
+        tuple([(tensor.dtype, tensor.device, tensor.stride(), tensor.data_ptr() & 15) for tensor in tensors]),
     )
-    with _lock:
-        known = key in _replays
-        if known:
-            _replays.move_to_end(key)
-            replay = _replays[key]
-    if known:
-        return call() if replay is None else replay.run(tensors)
+    if key in call.recordings:
+        replay = call.recordings[key]
+        return run() if replay is None else replay.run(tensors)
     recorder = Recorder(tensors)
     token = current_recorder.set(recorder)
     try:
         with recorder:
-            results = call()
+            results = run()
     finally:
         current_recorder.reset(token)
     replay = recorder.finish(results)
     with _lock:
-        _configurations.find()
-        _replays[key] = replay
-        while len(_replays) > MOST_REPLAYS:
-            _replays.popitem(last=False)
+        if len(call.recordings) >= MAX_RECORDINGS:
+            call.recordings.clear()
+        call.recordings[key] = replay
     return results
 
 
-@dataclass(frozen=True)
-class _Launch:
-    """A kernel, its programs, the places of its tensors (they come first) and its other arguments.
+def constant(key: Hashable, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
+    """Return a tensor that is made once for each key and device, and that no kernel writes to.
 
-    The first tensors go as copies of ``descriptors`` with another address.
+    The device is synchronized when it is made, so kernels of every stream may read it. While a CUDA graph is captured
+    nothing can be kept: the tensor belongs to the graph.
     """
+    place = (key, device)
+    found = _constants.get(place)
+    if found is None:
+        with _disable_current_modes():  # a recorder would take it for a part of its call
+            found = make()
+        if device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                return found
+            torch.cuda.synchronize(device)
+        with _lock:
+            if len(_constants) >= MAX_CONSTANTS:
+                _constants.clear()  # replays hold those that they read
+            found = _constants.setdefault(place, found)
+    recorder = current_recorder.get()
+    if recorder is not None:
+        recorder.constants.append(found)
+    return found
 
-    compiled: CompiledKernel
-    programs: int
-    descriptors: list[Any]
-    places: list[int]
-    values: list[Any]
+
+class ResultSpec(NamedTuple):
+    """Sizes, strides and dtype of a result."""
+
+    sizes: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
 
 
-@dataclass(frozen=True)
 class Replay:
-    """Launches whose tensors are known by place: first the inputs, then the results, then the buffers."""
+    """Launches whose tensors have slots: first the inputs, then the results, the buffers and the constants."""
 
-    launches: list[_Launch]
-    results: list[tuple[torch.Size, tuple[int, ...], torch.dtype]]
-    """Sizes, strides and dtypes."""
-    offsets: list[int]
-    """Of every buffer in the workspace."""
-    zeros: list[tuple[int, int]]
-    """Start and end of buffers that begin as zeros."""
-    workspace_bytes: int
+    def __init__(
+        self,
+        launches: BoundLaunches,
+        results: Sequence[ResultSpec],
+        offsets: list[int],
+        zero_bytes: int,
+        workspace_bytes: int,
+        constants: list[Tensor],
+        device: torch.device,
+    ) -> None:
+        """Create a replay.
+
+        Args:
+            offsets: of every buffer in the workspace.
+            zero_bytes: the first bytes of the workspace, which are cleared before the first launch.
+        """
+        self.launches = launches
+        self.results = results
+        self.offsets = offsets
+        self.zero_bytes = zero_bytes
+        self.workspace_bytes = workspace_bytes
+        self._constants = constants
+        self._constant_addresses = [tensor.data_ptr() for tensor in constants]
+        self._device = device
+        self._index = device.index or 0
 
     def run(self, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Launch everything on the current stream."""
-        device = inputs[0].device
+        device = self._device
         output, lse = [
-            torch.empty_strided(size, strides, dtype=dtype, device=device) for size, strides, dtype in self.results
+            torch.empty_strided(sizes, strides, dtype=dtype, device=device) for sizes, strides, dtype in self.results
         ]
         workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=device)
-        for first, end in self.zeros:
-            workspace[first:end].zero_()
         start = workspace.data_ptr()
-        addresses = [tensor.data_ptr() for tensor in (*inputs, output, lse)]
+        addresses = [tensor.data_ptr() for tensor in inputs]
+        addresses += (output.data_ptr(), lse.data_ptr())
         addresses += [start + offset for offset in self.offsets]
-        for launch in self.launches:
-            found = [addresses[place] for place in launch.places]
-            for index, descriptor in enumerate(launch.descriptors):
-                found[index] = _moved(descriptor, found[index])
-            launch.compiled[(launch.programs, 1, 1)](*found, *launch.values)
+        addresses += self._constant_addresses
+        stream = torch._C._cuda_getCurrentRawStream(self._index) if device.type == "cuda" else 0
+        self.launches.start(addresses, stream, (start, self.zero_bytes) if self.zero_bytes else None)
         return output, lse
-
-
-@dataclass(frozen=True)
-class _Address:
-    """As much of a tensor as a descriptor asks for."""
-
-    address: int
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
-def _moved(descriptor: Any, address: int) -> Any:
-    """The same descriptor of another tensor."""
-    moved = copy.copy(descriptor)
-    moved.base = _Address(address)
-    return moved
 
 
 class Recorder(TorchDispatchMode):
@@ -216,6 +176,7 @@ class Recorder(TorchDispatchMode):
         self.inputs = inputs
         self.buffers: list[Tensor] = []
         self.zeros: list[Tensor] = []
+        self.constants: list[Tensor] = []
         self.launches: list[tuple[CompiledKernel | None, int, list[Any], list[Tensor], list[Any]]] = []
         self.torch_computed = False
 
@@ -231,7 +192,7 @@ class Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def add_buffer(self, buffer: Tensor, *, is_zero: bool = False) -> None:
-        """A buffer of this call; ``is_zero`` announces that it will be cleared, for nothing else's use before."""
+        """Note a buffer of this call; ``is_zero``: it is cleared before its first use."""
         self.buffers.append(buffer)
         if is_zero:
             self.zeros.append(buffer)
@@ -248,36 +209,58 @@ class Recorder(TorchDispatchMode):
         self.launches.append((compiled, programs, descriptors, tensors, values))
 
     def finish(self, results: Sequence[Tensor]) -> Replay | None:
-        """The replay, None where the launches are not all that happened."""
+        """Return the replay, None where the launches are not all that happened."""
         made = {id(buffer) for buffer in self.buffers}
         if self.torch_computed or any(id(result) not in made for result in results):
             return None
-        buffers = [buffer for buffer in self.buffers if all(buffer is not result for result in results)]
-        order = [*self.inputs, *results, *buffers]
-        places = {id(tensor): place for place, tensor in enumerate(order)}
-        launches = []
+        is_zero = {id(buffer) for buffer in self.zeros}
+        returned = {id(result) for result in results}
+        if is_zero & returned:
+            return None
+        buffers = [*self.zeros, *[x for x in self.buffers if id(x) not in returned and id(x) not in is_zero]]
+        order = [*self.inputs, *results, *buffers, *self.constants]
+        places = {id(tensor): place for place, tensor in reversed(list(enumerate(order)))}
+        records = []
         for compiled, programs, descriptors, tensors, values in self.launches:
             if compiled is None or any(id(tensor) not in places for tensor in tensors):
                 return None
             found = [places[id(tensor)] for tensor in tensors]
-            launches.append(_Launch(compiled, programs, [_moved(each, 0) for each in descriptors], found, values))
-        uses = []
-        for place in range(len(order) - len(buffers), len(order)):
-            steps = [step for step, launch in enumerate(launches) if place in launch.places]
-            # Cleared before the first launch.
-            uses.append([0, *steps] if any(order[place] is zero for zero in self.zeros) else steps)
-        offsets, workspace_bytes = _pack([buffer.nbytes for buffer in buffers], uses)
-        zeros = [
-            (offset, offset + buffer.nbytes)
-            for offset, buffer in zip(offsets, buffers, strict=True)
-            if any(buffer is zero for zero in self.zeros)
+            records.append(LaunchRecord(compiled, programs, descriptors, found, values))
+        zero_offsets, zero_bytes = _one_after_the_other([buffer.nbytes for buffer in self.zeros])
+        first_shared = len(self.inputs) + len(results) + len(self.zeros)
+        shared = buffers[len(self.zeros) :]
+        uses = [
+            [step for step, record in enumerate(records) if first_shared + index in record.places]
+            for index in range(len(shared))
         ]
-        kinds = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in results]
-        return Replay(launches, kinds, offsets, zeros, workspace_bytes)
+        offsets, shared_bytes = _pack([buffer.nbytes for buffer in shared], uses)
+        try:
+            launches = BoundLaunches(records, len(order), driver.load())
+        except UnsupportedKernel as error:
+            _logger.warning("repeated calls are launched step by step, which is slower: %s", error)
+            return None
+        return Replay(
+            launches,
+            [ResultSpec(tensor.shape, tensor.stride(), tensor.dtype) for tensor in results],
+            [*zero_offsets, *[zero_bytes + offset for offset in offsets]],
+            zero_bytes,
+            zero_bytes + shared_bytes,
+            self.constants,
+            results[0].device,
+        )
+
+
+def _one_after_the_other(sizes: list[int]) -> tuple[list[int], int]:
+    """Return offsets of buffers that share no memory, and the bytes of all."""
+    offsets, end = [], 0
+    for size in sizes:
+        offsets.append(end)
+        end += -(-size // ALIGNMENT) * ALIGNMENT
+    return offsets, end
 
 
 def _pack(sizes: list[int], uses: list[list[int]]) -> tuple[list[int], int]:
-    """Offsets of buffers in one workspace, and its size. Buffers whose uses do not overlap may share memory.
+    """Return offsets of buffers in one workspace, and its size. Buffers whose uses do not overlap may share memory.
 
     The largest are placed first, each at the lowest offset that is free while it is in use.
     """

@@ -21,7 +21,7 @@ class HopperBackend(CudaBackend):
     summary = "a warp-specialised kernel for compute capability 9.0"
     quantizations = ("none", "int8_fp8", "int8_fp8_fast", "int8_fp16")
 
-    def launcher(self) -> AttentionLauncher:
+    def load_launcher(self) -> AttentionLauncher:
         from sparge.backends.hopper.launcher import attend
 
         return attend

@@ -57,5 +57,10 @@ class TorchBackend(Backend):
             return super().dense(query, key, value, call, with_lse=with_lse, may_use_torch=may_use_torch)
         return dense.attention(query, key, value, replace(call, exact_lse=with_lse))
 
+    def dense_is_sdpa(self, query: Tensor, call: Call) -> bool:
+        from sparge.backends.torch import dense
+
+        return dense.torch_serves(query, call) and call.shape.group == 1
+
 
 BACKEND = TorchBackend()

@@ -31,8 +31,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Te
     shape = call.shape
     if call.is_causal and shape.q_len == 1:  # the last query sees all keys that it has not lost to the left
         call = replace(call, is_causal=False, window=Window(call.window.left))
-    aligned = call.window == Window() or (call.window == Window(None, 0) and shape.q_len == shape.kv_len)
-    if query.device.type == "cpu" and call.attn_mask is None and aligned:
+    if query.device.type == "cpu" and call.attn_mask is None and _is_aligned(call):
         output, lse = _without_mask(query, key, value, call)
     elif shape.heads * shape.q_len * shape.kv_len <= MAX_MASK_ELEMENTS:  # what others of the batch are changes nothing
         at_once = MAX_MASK_ELEMENTS // (shape.heads * shape.q_len * shape.kv_len)
@@ -41,6 +40,24 @@ def attention(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Te
     else:
         return blocks.attention(query, key, value, predict.predict(query, key, call), call)
     return output.to(query.dtype).contiguous(), lse.contiguous()
+
+
+def torch_serves(query: Tensor, call: Call) -> bool:
+    """Return whether torch's SDPA gives the same output without an LSE, in the query's own dtype."""
+    return (
+        query.device.type == "cpu"
+        and call.attn_mask is None
+        and not call.is_quantized
+        and _is_aligned(call)
+        and call.shape.head_dim == call.shape.value_dim
+        and dtype_of_dense(query, exact_lse=False) == query.dtype
+    )
+
+
+def _is_aligned(call: Call) -> bool:
+    """Return whether a call has no window, or causality that is the same in both alignments."""
+    is_square = call.shape.q_len == call.shape.kv_len
+    return call.window == Window() or (call.window == Window(None, 0) and is_square)
 
 
 def _without_mask(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from sparge import geometry
 from sparge.backends.cuda.launch import power_of_two, segments_argument, window_flags, window_offsets
 from sparge.backends.cuda.primitives import BLOCK_K, BLOCK_Q, NOWHERE, segment_sizes
+from sparge.backends.cuda.replay import constant
 from sparge.backends.cuda.stages.mask_blocks import HIDDEN, MaskBlocks
 from sparge.call import Call
 from sparge.geometry import ceil_div
@@ -221,44 +221,21 @@ class RowArguments:
 
 
 def marks_of(call: Call, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-    """Key blocks that every row keeps and rows that keep all, int8 with 1 for those; None where there are no ranges.
-
-    A model asks for the same ones in every layer and step, so they are remembered where they may be.
-    """
-    if not call.always_keep and not call.exact_queries:
-        return None, None
-    shape = call.shape
-    marked = _marked if are_remembered(call, device) else _marked.__wrapped__
-    always = marked(call.always_keep, shape.kv_blocks, geometry.BLOCK_K, device)
-    exact = marked(call.exact_queries, shape.q_blocks, geometry.BLOCK_Q, device)
+    """Return key blocks that every row keeps and rows that keep all, int8 with 1 for those; None without ranges."""
+    always = _marked(call.always_keep, call.shape.kv_blocks, geometry.BLOCK_K, device)
+    exact = _marked(call.exact_queries, call.shape.q_blocks, geometry.BLOCK_Q, device)
     return always, exact
 
 
-def are_remembered(call: Call, device: torch.device) -> bool:
-    """Whether a call's marks outlive it: on the default stream. Other streams do not wait for what was made there, and
-    what is made while a CUDA graph is captured, or run for its capture on a stream of its own, belongs to the graph.
-    """
-    if device.type != "cuda" or not (call.always_keep or call.exact_queries):
-        return True
-    on_default = torch.cuda.current_stream(device) == torch.cuda.default_stream(device)
-    return on_default and not torch.cuda.is_current_stream_capturing()
-
-
-MOST_MARKS = 64
-"""Ranges of so many kinds of calls are remembered."""
-
-
-@functools.lru_cache(MOST_MARKS)
-def _marked(
-    ranges: tuple[tuple[int, int], ...],
-    blocks: int,
-    size: int,
-    device: torch.device,
-) -> Tensor | None:
-    """int8 (blocks,), 1 for those that hold tokens of the ranges."""
+def _marked(ranges: tuple[tuple[int, int], ...], blocks: int, size: int, device: torch.device) -> Tensor | None:
+    """Return int8 (blocks,), 1 for those that hold tokens of the ranges."""
     if not ranges:
         return None
-    marks = torch.zeros(blocks, dtype=torch.int8, device=device)
-    for start, stop in ranges:
-        marks[start // size : ceil_div(stop, size)] = 1
-    return marks
+
+    def make() -> Tensor:
+        marks = torch.zeros(blocks, dtype=torch.int8, device=device)
+        for start, stop in ranges:
+            marks[start // size : ceil_div(stop, size)] = 1
+        return marks
+
+    return constant(("marked", ranges, blocks, size), device, make)

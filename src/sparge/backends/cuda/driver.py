@@ -1,0 +1,299 @@
+"""Kernel launches through the CUDA driver, with arguments that are laid out in memory beforehand.
+
+A launch through Triton inspects every argument and costs 7 to 14 us. `cuLaunchKernelEx` takes a pointer to a launch
+configuration and a pointer to an array of argument addresses. Both are prepared once here, so a repeated launch only
+passes two pointers:
+
+    slots               one 64-bit address for each tensor of a call, shared by all of its launches
+    parameters          for each launch, the addresses of its arguments: slots, tensor maps and constants
+    tensor maps         TMA descriptors, encoded once; only their address is replaced when a tensor moves
+
+The argument layout of a compiled kernel is read from the parameter list of its PTX.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from triton.compiler import CompiledKernel
+
+SUCCESS = 0
+INVALID_CONTEXT = 201
+"""The status of a launch in a thread that has not used CUDA yet."""
+TENSOR_MAP_BYTES = 128
+TENSOR_MAP_ALIGNMENT = 64
+L2_PROMOTION_128B = 2
+TMA_HOST_DTYPES = {8: 10, 9: 8, 10: 9}
+"""Triton numbers the data types of tensor maps as the device does; these differ on the host."""
+
+_ENTRY = re.compile(r"\.entry\s+\w+\s*\(([^)]*)\)", re.DOTALL)
+_PARAMETER = re.compile(r"\.([busf])(8|16|32|64)\b[^\[]*(?:\[(\d+)\])?")
+
+
+class UnsupportedKernel(Exception):
+    """A compiled kernel whose arguments cannot be laid out here; it is launched through Triton each time."""
+
+
+class Parameter(NamedTuple):
+    """One parameter of a compiled kernel: its bytes, and whether it is a floating-point number."""
+
+    size: int
+    is_float: bool
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig: grid and block sizes, shared memory, stream, no attributes."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("num_attributes", ctypes.c_uint),
+    )
+
+
+class Driver:
+    """The functions of libcuda that a replay needs. Each returns a status."""
+
+    def __init__(self) -> None:
+        library = ctypes.CDLL("libcuda.so.1")
+        self.launch: Callable[..., int] = library.cuLaunchKernelEx
+        self.memset: Callable[..., int] = library.cuMemsetD8Async
+        self.encode_tensor_map: Callable[..., int] = library.cuTensorMapEncodeTiled
+        self.replace_address: Callable[..., int] = library.cuTensorMapReplaceAddress
+        self._library = library
+
+    def current_context(self) -> ctypes.c_void_p:
+        """Return the CUDA context of this thread."""
+        context = ctypes.c_void_p()
+        self.check(self._library.cuCtxGetCurrent(ctypes.byref(context)), "cuCtxGetCurrent")
+        return context
+
+    def set_context(self, context: ctypes.c_void_p) -> None:
+        """Make a context current in this thread."""
+        self.check(self._library.cuCtxSetCurrent(context), "cuCtxSetCurrent")
+
+    def check(self, status: int, what: str) -> None:
+        """Raise RuntimeError unless a call succeeded."""
+        if status != SUCCESS:
+            name = ctypes.c_char_p()
+            self._library.cuGetErrorName(status, ctypes.byref(name))
+            raise RuntimeError(f"{what}: expected CUDA_SUCCESS, got {(name.value or b'?').decode()} ({status})")
+
+
+@functools.cache
+def load() -> Driver:
+    """Return the driver of this process."""
+    return Driver()
+
+
+def parameters_of(compiled: CompiledKernel) -> list[Parameter]:
+    """Return the parameters of a compiled kernel, in order, as its PTX declares them."""
+    entry = _ENTRY.search(compiled.asm["ptx"])
+    if entry is None:
+        raise UnsupportedKernel("PTX without an entry")
+    found = []
+    for line in entry.group(1).split(","):
+        if line.strip():
+            match = _PARAMETER.search(line)
+            if match is None:
+                raise UnsupportedKernel(f"PTX parameter {line.strip()!r}")
+            kind, bits, count = match.groups()
+            found.append(Parameter(int(bits) // 8 * int(count or 1), kind == "f"))
+    return found
+
+
+class _Memory:
+    """Host memory that keeps its address; `place` returns the address of a new aligned piece of it."""
+
+    def __init__(self, size: int) -> None:
+        self._buffer = ctypes.create_string_buffer(size + TENSOR_MAP_ALIGNMENT)
+        self._next = ctypes.addressof(self._buffer)
+        self._end = self._next + size + TENSOR_MAP_ALIGNMENT
+
+    def place(self, size: int, alignment: int = 8) -> int:
+        address = -(-self._next // alignment) * alignment
+        self._next = address + size
+        assert self._next <= self._end
+        return address
+
+
+class LaunchRecord(NamedTuple):
+    """One launch of a recorded call.
+
+    Attributes:
+        compiled: the kernel.
+        programs: of a grid with one dimension.
+        descriptors: Gluon's TMA descriptors of the first tensors.
+        places: the slot of each tensor, those of the descriptors first.
+        values: strides, numbers and compile-time values, as in the kernel's signature behind its tensors.
+    """
+
+    compiled: CompiledKernel
+    programs: int
+    descriptors: list[Any]
+    places: list[int]
+    values: list[Any]
+
+
+class BoundLaunches:
+    """Launches whose arguments lie in memory; `start` fills in the addresses of a call's tensors and launches all.
+
+    A lock guards the memory, so threads may start the same launches on different tensors.
+    """
+
+    def __init__(self, records: Sequence[LaunchRecord], num_slots: int, driver: Driver) -> None:
+        """Lay out the arguments.
+
+        Raises:
+            UnsupportedKernel: a kernel needs scratch memory, or Triton passes it arguments that are not known here.
+        """
+        self._driver = driver
+        self._lock = threading.Lock()
+        self._compiled = [record.compiled for record in records]  # keeps their machine code loaded
+        self._slots = (ctypes.c_uint64 * max(num_slots, 1))()
+        self._fill = struct.Struct(f"{num_slots}Q").pack_into
+        self._configs: list[LaunchConfig] = []
+        self._stream = 0
+        self._tensor_maps: list[list[Any]] = []
+        self._memory: list[Any] = []
+        self._starts = [self._bind(record) for record in records]
+        self._context = driver.current_context()
+
+    def start(self, addresses: Sequence[int], stream: int, zeros: tuple[int, int] | None = None) -> None:
+        """Launch everything on a stream.
+
+        Args:
+            addresses: one for each slot.
+            stream: a raw stream handle.
+            zeros: address and bytes of memory that is cleared first.
+        """
+        driver = self._driver
+        with self._lock:
+            self._fill(self._slots, 0, *addresses)
+            for tensor_map in self._tensor_maps:
+                address = addresses[tensor_map[0]]
+                if tensor_map[2] != address:
+                    driver.check(driver.replace_address(tensor_map[1], ctypes.c_void_p(address)), "TMA address")
+                    tensor_map[2] = address
+            if stream != self._stream:
+                for config in self._configs:
+                    config.stream = stream
+                self._stream = stream
+            if zeros is not None:
+                memory = (ctypes.c_uint64(zeros[0]), 0, ctypes.c_size_t(zeros[1]), ctypes.c_void_p(stream))
+                self._check_first(functools.partial(driver.memset, *memory))
+            for start in self._starts:
+                status = start()
+                if status != SUCCESS:
+                    self._check_first(start, status)
+
+    def _check_first(self, start: Callable[[], int], status: int | None = None) -> None:
+        """Launch, again where this thread has no CUDA context yet (only the first launch of a call can fail so)."""
+        status = start() if status is None else status
+        if status == INVALID_CONTEXT:
+            self._driver.set_context(self._context)
+            status = start()
+        self._driver.check(status, "kernel launch")
+
+    def _bind(self, record: LaunchRecord) -> Callable[[], int]:
+        compiled = record.compiled
+        metadata = compiled.metadata
+        if metadata.global_scratch_size or metadata.profile_scratch_size or metadata.num_ctas != 1:
+            raise UnsupportedKernel(f"{compiled.name}: scratch memory or clusters")
+        if metadata.launch_cooperative_grid or metadata.launch_pdl:
+            raise UnsupportedKernel(f"{compiled.name}: launch attributes")
+        declared = parameters_of(compiled)
+        memory = _Memory(sum(parameter.size + TENSOR_MAP_ALIGNMENT for parameter in declared))
+        addresses: list[int] = []
+
+        def add_constant(value: int | float) -> None:
+            size, is_float = _next(declared, len(addresses), compiled)
+            code = "fd"[size // 8] if is_float or isinstance(value, float) else {1: "b", 2: "h", 4: "i", 8: "q"}[size]
+            address = memory.place(size)
+            (ctypes.c_char * size).from_address(address).raw = struct.pack(f"={code}", value)
+            addresses.append(address)
+
+        maps = iter(metadata.tensordesc_meta or ())
+        for descriptor, place in zip(record.descriptors, record.places, strict=False):
+            if _next(declared, len(addresses), compiled).size != TENSOR_MAP_BYTES:
+                raise UnsupportedKernel(f"{compiled.name}: a descriptor that is no tensor map")
+            address = memory.place(TENSOR_MAP_BYTES, TENSOR_MAP_ALIGNMENT)
+            base = descriptor.base.data_ptr()
+            self._encode(address, base, descriptor, next(maps))
+            self._tensor_maps.append([place, ctypes.c_void_p(address), base])
+            addresses.append(address)
+            for number in (*descriptor.shape, *descriptor.strides):
+                add_constant(number)
+        first_slot = ctypes.addressof(self._slots)
+        for place in record.places[len(record.descriptors) :]:
+            _next(declared, len(addresses), compiled)
+            addresses.append(first_slot + 8 * place)
+        types = list(compiled.src.signature.values())[len(record.places) :]
+        for kind, value in zip(types, record.values, strict=True):
+            for each_kind, each_value in _flattened(kind, value):
+                if each_kind != "constexpr":
+                    add_constant(each_value)
+        unused = declared[len(addresses) :]  # scratch memory that the kernel does not use
+        if any(parameter.size != 8 for parameter in unused) or len(unused) > 2:
+            raise UnsupportedKernel(f"{compiled.name}: {len(unused)} parameters are not known")
+        nothing = memory.place(8)
+        parameters = (ctypes.c_void_p * len(declared))(*addresses, *[nothing] * len(unused))
+        config = LaunchConfig((record.programs, 1, 1), (32 * metadata.num_warps, 1, 1), metadata.shared, None, None, 0)
+        self._configs.append(config)
+        self._memory += [memory, parameters]
+        function = ctypes.c_void_p(compiled.function)
+        return functools.partial(
+            self._driver.launch,
+            ctypes.c_void_p(ctypes.addressof(config)),
+            function,
+            ctypes.c_void_p(ctypes.addressof(parameters)),
+            None,
+        )
+
+    def _encode(self, address: int, base: int, descriptor: Any, meta: Any) -> None:
+        """Encode a TMA descriptor as Triton does: dimensions from the innermost on, strides in bytes."""
+        rank, size = len(descriptor.shape), meta["elem_size"]
+        dtype = TMA_HOST_DTYPES.get(meta["elem_type"], meta["elem_type"])
+        shape = (ctypes.c_uint64 * rank)(*reversed(descriptor.shape))
+        strides = (ctypes.c_uint64 * rank)(*[size * stride for stride in reversed(descriptor.strides[:-1])])
+        box = (ctypes.c_uint32 * rank)(*reversed(meta["block_size"]))
+        steps = (ctypes.c_uint32 * rank)(*[1] * rank)
+        if meta["fp4_padded"] or descriptor.padding != "zero" or meta.get("is_im2col"):
+            raise UnsupportedKernel("a descriptor with unusual options")
+        status = self._driver.encode_tensor_map(
+            ctypes.c_void_p(address),
+            dtype,
+            rank,
+            ctypes.c_void_p(base),
+            shape,
+            strides,
+            box,
+            steps,
+            0,
+            meta["swizzle"],
+            L2_PROMOTION_128B,
+            0,
+        )
+        self._driver.check(status, "cuTensorMapEncodeTiled")
+
+
+def _next(declared: list[Parameter], index: int, compiled: CompiledKernel) -> Parameter:
+    if index >= len(declared):
+        raise UnsupportedKernel(f"{compiled.name}: expected more than {len(declared)} parameters")
+    return declared[index]
+
+
+def _flattened(kind: Any, value: Any) -> list[tuple[Any, Any]]:
+    """Return (type, value) of an argument, or of each entry of a tuple."""
+    if isinstance(kind, tuple):
+        return [pair for each in zip(kind, value, strict=True) for pair in _flattened(*each)]
+    return [(kind, value)]
