@@ -233,7 +233,7 @@ def attention(
             exact_lse=return_lse,
         )
         if is_repeatable and not call.has_per_head_numbers:
-            repeated.remember(kind, repeated.SparseCalls(call, chosen, query.dtype, layout=layout))
+            repeated.remember(kind, repeated.SparseCalls(call, chosen, query.dtype, layout=layout, with_lse=return_lse))
         output, lse = ops.attention(query, key, value, call, chosen)
     else:
         resolved = "none" if reason in (Reason.CROSSOVER, Reason.WINDOW) else resolved

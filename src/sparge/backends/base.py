@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -71,6 +71,16 @@ class Candidates(ABC):
     @abstractmethod
     def choose(self, counts: Tensor | None) -> BlockMask:
         """The mask: of a budget so many blocks of each row, (B, H, q_blocks); by the call's rule without counts."""
+
+
+class RecordedAttention(Protocol):
+    """A call of `Backend.attention` that can be repeated on other tensors of the same kind."""
+
+    def run(self, inputs: Sequence[int], *, with_lse: bool = True) -> tuple[Tensor, Tensor]:
+        """Compute output and LSE from the addresses of query, key, value and totals, on the current device and stream.
+
+        The addresses are multiples of 16, and those of different tensors.
+        """
 
 
 class Backend(ABC):
@@ -162,6 +172,22 @@ class Backend(ABC):
     ) -> tuple[Tensor, Tensor]:
         """Prediction and attention; a backend whose passes over K serve both does better than one after the other."""
         return self.attend(query, key, value, self.predict(query, key, call), call, totals=totals)
+
+    def is_overridden(self) -> bool:
+        """Return whether this thread changes the configuration of kernels now; recorded calls are not repeated then."""
+        return False
+
+    def recorded_attention(
+        self,
+        query: Tensor,  # noqa: ARG002
+        key: Tensor,  # noqa: ARG002
+        value: Tensor,  # noqa: ARG002
+        call: Call,  # noqa: ARG002
+        *,
+        totals: Tensor | None,  # noqa: ARG002
+    ) -> RecordedAttention | None:
+        """Return what repeats an `attention` call that was made before, None where a backend records nothing."""
+        return None
 
     def dense(
         self,

@@ -11,7 +11,8 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from sparge.backends.base import Backend, Candidates, Crossover
+from sparge.backends.base import Backend, Candidates, Crossover, RecordedAttention
+from sparge.backends.cuda.config_table import active_overrides
 from sparge.backends.cuda.operands import AttentionLauncher
 from sparge.block_mask import BlockMask
 from sparge.call import Call
@@ -82,6 +83,16 @@ class CudaBackend(Backend):
         from sparge.backends.cuda import pipeline
 
         return pipeline.attention(query, key, value, call, launcher=self.launcher, totals=totals)
+
+    def is_overridden(self) -> bool:
+        return bool(active_overrides())
+
+    def recorded_attention(
+        self, query: Tensor, key: Tensor, value: Tensor, call: Call, *, totals: Tensor | None
+    ) -> RecordedAttention | None:
+        from sparge.backends.cuda import pipeline
+
+        return pipeline.recorded_attention(query, key, value, call, launcher=self.launcher, totals=totals)
 
     def dense(
         self, query: Tensor, key: Tensor, value: Tensor, call: Call, *, with_lse: bool, may_use_torch: bool

@@ -1,12 +1,14 @@
-"""Kernel launches through the CUDA driver, with arguments that are laid out in memory beforehand.
+"""The launches of a call through the CUDA driver, with arguments that are laid out in memory beforehand.
 
-A launch through Triton inspects every argument and costs 7 to 14 us. `cuLaunchKernelEx` takes a pointer to a launch
-configuration and a pointer to an array of argument addresses. Both are prepared once here, so a repeated launch only
-passes two pointers:
+A launch through Triton inspects every argument and costs 7 to 14 us; `cuLaunchKernelEx` costs 4 to 5. The launches of a
+call are therefore one CUDA graph. It costs 4 us however many kernels it has, and 1 us for each kernel whose arguments
+have changed since:
 
     slots               one 64-bit address for each tensor of a call, shared by all of its launches
     parameters          for each launch, the addresses of its arguments: slots, tensor maps and constants
     tensor maps         TMA descriptors, encoded once; only their address is replaced when a tensor moves
+
+A graph cannot be launched into a stream that is being captured. There each kernel is launched by itself.
 
 The argument layout of a compiled kernel is read from the parameter list of its PTX.
 """
@@ -60,15 +62,52 @@ class LaunchConfig(ctypes.Structure):
     )
 
 
+class KernelNode(ctypes.Structure):
+    """CUDA_KERNEL_NODE_PARAMS: one kernel of a graph."""
+
+    _fields_ = (
+        ("function", ctypes.c_void_p),
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("parameters", ctypes.c_void_p),
+        ("extra", ctypes.c_void_p),
+        ("kernel", ctypes.c_void_p),
+        ("context", ctypes.c_void_p),
+    )
+
+
+class MemsetNode(ctypes.Structure):
+    """CUDA_MEMSET_NODE_PARAMS: memory that a graph clears."""
+
+    _fields_ = (
+        ("address", ctypes.c_uint64),
+        ("pitch", ctypes.c_size_t),
+        ("value", ctypes.c_uint),
+        ("element_bytes", ctypes.c_uint),
+        ("width", ctypes.c_size_t),
+        ("height", ctypes.c_size_t),
+    )
+
+
 class Driver:
     """The functions of libcuda that a replay needs. Each returns a status."""
 
     def __init__(self) -> None:
         library = ctypes.CDLL("libcuda.so.1")
         self.launch: Callable[..., int] = library.cuLaunchKernelEx
-        self.memset: Callable[..., int] = library.cuMemsetD8Async
+        self.memset: Callable[..., int] = library.cuMemsetD32Async
         self.encode_tensor_map: Callable[..., int] = library.cuTensorMapEncodeTiled
         self.replace_address: Callable[..., int] = library.cuTensorMapReplaceAddress
+        self.create_graph: Callable[..., int] = library.cuGraphCreate
+        self.add_kernel: Callable[..., int] = library.cuGraphAddKernelNode_v2
+        self.add_memset: Callable[..., int] = library.cuGraphAddMemsetNode
+        self.instantiate: Callable[..., int] = library.cuGraphInstantiateWithFlags
+        self.update_kernel: Callable[..., int] = library.cuGraphExecKernelNodeSetParams_v2
+        self.update_memset: Callable[..., int] = library.cuGraphExecMemsetNodeSetParams
+        self.launch_graph: Callable[..., int] = library.cuGraphLaunch
+        self.destroy_graph: Callable[..., int] = library.cuGraphDestroy
+        self.destroy_executable: Callable[..., int] = library.cuGraphExecDestroy
         self._library = library
 
     def current_context(self) -> ctypes.c_void_p:
@@ -150,61 +189,139 @@ class BoundLaunches:
     A lock guards the memory, so threads may start the same launches on different tensors.
     """
 
-    def __init__(self, records: Sequence[LaunchRecord], num_slots: int, driver: Driver) -> None:
+    def __init__(
+        self, records: Sequence[LaunchRecord], num_slots: int, moving: set[int], zero_bytes: int, driver: Driver
+    ) -> None:
         """Lay out the arguments.
+
+        Args:
+            num_slots: tensors of the call.
+            moving: slots of inputs and results, whose addresses differ from call to call; others seldom do.
+            zero_bytes: memory that is cleared before the first launch.
 
         Raises:
             UnsupportedKernel: a kernel needs scratch memory, or Triton passes it arguments that are not known here.
         """
         self._driver = driver
         self._lock = threading.Lock()
+        self._zero_bytes = zero_bytes
         self._compiled = [record.compiled for record in records]  # keeps their machine code loaded
         self._slots = (ctypes.c_uint64 * max(num_slots, 1))()
         self._fill = struct.Struct(f"{num_slots}Q").pack_into
-        self._configs: list[LaunchConfig] = []
-        self._stream = 0
+        self._addresses: list[int] = []
+        self._still = [place for place in range(num_slots) if place not in moving]
+        self._still_addresses: list[int] = []
+        self._zeros_at = -1
         self._tensor_maps: list[list[Any]] = []
         self._memory: list[Any] = []
-        self._starts = [self._bind(record) for record in records]
+        self._kernels = [self._bind(record) for record in records]
         self._context = driver.current_context()
+        self._updates: list[Callable[[], int]] = []
+        self._moving_updates: list[Callable[[], int]] = []
+        self._graph = ctypes.c_void_p()
+        self._executable = ctypes.c_void_p()
+        self._graph_launch: Callable[..., int] | None = None
+        self._moves = [bool(moving & set(record.places)) for record in records]
 
-    def start(self, addresses: Sequence[int], stream: int, zeros: tuple[int, int] | None = None) -> None:
+    def start(self, addresses: list[int], stream: int, zeros: int, *, is_capturing: bool) -> None:
         """Launch everything on a stream.
 
         Args:
             addresses: one for each slot.
             stream: a raw stream handle.
-            zeros: address and bytes of memory that is cleared first.
+            zeros: where the memory begins that is cleared first.
+            is_capturing: the stream is being captured, so no graph can be launched into it.
         """
         driver = self._driver
         with self._lock:
-            self._fill(self._slots, 0, *addresses)
-            for tensor_map in self._tensor_maps:
-                address = addresses[tensor_map[0]]
-                if tensor_map[2] != address:
-                    driver.check(driver.replace_address(tensor_map[1], ctypes.c_void_p(address)), "TMA address")
-                    tensor_map[2] = address
-            if stream != self._stream:
-                for config in self._configs:
-                    config.stream = stream
-                self._stream = stream
-            if zeros is not None:
-                memory = (ctypes.c_uint64(zeros[0]), 0, ctypes.c_size_t(zeros[1]), ctypes.c_void_p(stream))
-                self._check_first(functools.partial(driver.memset, *memory))
-            for start in self._starts:
-                status = start()
-                if status != SUCCESS:
-                    self._check_first(start, status)
+            if addresses != self._addresses:
+                self._fill(self._slots, 0, *addresses)
+                for tensor_map in self._tensor_maps:
+                    address = addresses[tensor_map[0]]
+                    if tensor_map[2] != address:
+                        driver.check(driver.replace_address(tensor_map[1], ctypes.c_void_p(address)), "TMA address")
+                        tensor_map[2] = address
+            if is_capturing:
+                self._start_one_by_one(stream, zeros)
+                self._addresses = []  # the graph knows nothing of these
+                return
+            if self._graph_launch is None:
+                self._instantiate(zeros)
+            elif addresses != self._addresses:
+                still = [addresses[place] for place in self._still]
+                updates = self._moving_updates
+                if still != self._still_addresses or not self._addresses:
+                    updates = self._updates
+                    self._still_addresses = still
+                for update in updates:
+                    status = update()
+                    if status != SUCCESS:
+                        self._retry(update, status)
+                if self._zero_bytes and zeros != self._zeros_at:
+                    self._memset.address = self._zeros_at = zeros
+                    self._retry(self._update_memset, self._update_memset())
+            self._addresses = addresses
+            assert self._graph_launch is not None
+            status = self._graph_launch(ctypes.c_void_p(stream))
+            if status != SUCCESS:
+                self._retry(functools.partial(self._graph_launch, ctypes.c_void_p(stream)), status)
 
-    def _check_first(self, start: Callable[[], int], status: int | None = None) -> None:
-        """Launch, again where this thread has no CUDA context yet (only the first launch of a call can fail so)."""
-        status = start() if status is None else status
+    def _retry(self, function: Callable[[], int], status: int) -> None:
+        """Repeat what failed for lack of a CUDA context in this thread; raise where that was not the reason."""
         if status == INVALID_CONTEXT:
             self._driver.set_context(self._context)
-            status = start()
-        self._driver.check(status, "kernel launch")
+            status = function()
+        self._driver.check(status, "launch of recorded kernels")
 
-    def _bind(self, record: LaunchRecord) -> Callable[[], int]:
+    def _start_one_by_one(self, stream: int, zeros: int) -> None:
+        """Launch kernel by kernel."""
+        driver, handle = self._driver, ctypes.c_void_p(stream)
+        if self._zero_bytes:
+            words = ctypes.c_size_t(self._zero_bytes // 4)
+            driver.check(driver.memset(ctypes.c_uint64(zeros), 0, words, handle), "cuMemsetD32Async")
+        for kernel in self._kernels:
+            config = LaunchConfig(kernel.grid, kernel.block, kernel.shared_bytes, stream, None, 0)
+            parameters = ctypes.c_void_p(kernel.parameters)
+            status = driver.launch(ctypes.byref(config), ctypes.c_void_p(kernel.function), parameters, None)
+            driver.check(status, "cuLaunchKernelEx")
+
+    def _instantiate(self, zeros: int) -> None:
+        """Make the graph, with the arguments as they are now: each launch waits for the one before."""
+        driver = self._driver
+        graph, previous = self._graph, ctypes.c_void_p()  # updates name the nodes of the graph, so it is kept
+        driver.check(driver.create_graph(ctypes.byref(graph), 0), "cuGraphCreate")
+
+        def add(function: Callable[..., int], *arguments: Any) -> ctypes.c_void_p:
+            node = ctypes.c_void_p()
+            count = ctypes.c_size_t(1 if previous.value else 0)
+            driver.check(function(ctypes.byref(node), graph, ctypes.byref(previous), count, *arguments), "CUDA graph")
+            previous.value = node.value
+            return node
+
+        executable = self._executable
+        if self._zero_bytes:
+            self._memset = MemsetNode(zeros, 0, 0, 4, self._zero_bytes // 4, 1)
+            self._zeros_at = zeros
+            cleared = add(driver.add_memset, ctypes.byref(self._memset), self._context)
+            arguments = (executable, cleared, ctypes.byref(self._memset), self._context)
+            self._update_memset = functools.partial(driver.update_memset, *arguments)
+        for kernel, moves in zip(self._kernels, self._moves, strict=True):
+            node = add(driver.add_kernel, ctypes.byref(kernel))
+            update = functools.partial(driver.update_kernel, executable, node, ctypes.byref(kernel))
+            self._updates.append(update)
+            if moves:
+                self._moving_updates.append(update)
+        status = driver.instantiate(ctypes.byref(executable), graph, ctypes.c_ulonglong(0))
+        driver.check(status, "cuGraphInstantiateWithFlags")
+        self._still_addresses = [int(self._slots[place]) for place in self._still]
+        self._graph_launch = functools.partial(driver.launch_graph, executable)
+
+    def __del__(self) -> None:
+        if getattr(self, "_graph_launch", None) is not None:
+            self._driver.destroy_executable(self._executable)
+            self._driver.destroy_graph(self._graph)
+
+    def _bind(self, record: LaunchRecord) -> KernelNode:
         compiled = record.compiled
         metadata = compiled.metadata
         if metadata.global_scratch_size or metadata.profile_scratch_size or metadata.num_ctas != 1:
@@ -247,15 +364,15 @@ class BoundLaunches:
             raise UnsupportedKernel(f"{compiled.name}: {len(unused)} parameters are not known")
         nothing = memory.place(8)
         parameters = (ctypes.c_void_p * len(declared))(*addresses, *[nothing] * len(unused))
-        config = LaunchConfig((record.programs, 1, 1), (32 * metadata.num_warps, 1, 1), metadata.shared, None, None, 0)
-        self._configs.append(config)
         self._memory += [memory, parameters]
-        function = ctypes.c_void_p(compiled.function)
-        return functools.partial(
-            self._driver.launch,
-            ctypes.c_void_p(ctypes.addressof(config)),
-            function,
-            ctypes.c_void_p(ctypes.addressof(parameters)),
+        return KernelNode(
+            compiled.function,
+            (record.programs, 1, 1),
+            (32 * metadata.num_warps, 1, 1),
+            metadata.shared,
+            ctypes.addressof(parameters),
+            None,
+            None,
             None,
         )
 

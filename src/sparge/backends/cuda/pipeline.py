@@ -21,7 +21,7 @@ from sparge.backends.base import Candidates
 from sparge.backends.cuda.launch import per_head_tensor, zeros_like
 from sparge.backends.cuda.operands import AttentionLauncher, MeanOperands, Operands
 from sparge.backends.cuda.peak_handling import peak_handling
-from sparge.backends.cuda.replay import replayed
+from sparge.backends.cuda.replay import Replay, recorded, replayed
 from sparge.backends.cuda.stages.block_rows import RowArguments
 from sparge.backends.cuda.stages.budget import count_budget
 from sparge.backends.cuda.stages.mask_blocks import MaskBlocks, mask_blocks
@@ -242,6 +242,13 @@ def attention(
     if not _is_replayable(call):
         return run()
     return replayed(call, launcher, (query, key, value, totals), run)
+
+
+def recorded_attention(
+    query: Tensor, key: Tensor, value: Tensor, call: Call, *, launcher: AttentionLauncher, totals: Tensor | None
+) -> Replay | None:
+    """Return what `attention` recorded for such tensors, None if it cannot be replayed."""
+    return recorded(call, launcher, (query, key, value, totals)) if _is_replayable(call) else None
 
 
 def _is_replayable(call: Call) -> bool:

@@ -16,6 +16,7 @@ computes nothing in between. Any other call runs step by step each time.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextvars import ContextVar
@@ -59,18 +60,11 @@ def replayed(
         inputs: the tensors it reads.
         run: launches kernels and waits for nothing.
     """
+    key_of_call = _key_of(kind, inputs)
     tensors = [tensor for tensor in inputs if tensor is not None]
-    ids = [id(tensor) for tensor in tensors]
-    key = (
-        kind,
-        active_overrides(),
-        tuple([tensor is None for tensor in inputs]),
-        len(set(ids)) == len(ids) or tuple([ids.index(found) for found in ids]),  # which inputs are the same tensor
-        tuple([(tensor.dtype, tensor.device, tensor.stride(), tensor.data_ptr() & 15) for tensor in tensors]),
-    )
-    if key in call.recordings:
-        replay = call.recordings[key]
-        return run() if replay is None else replay.run(tensors)
+    if key_of_call in call.recordings:
+        replay = call.recordings[key_of_call]
+        return run() if replay is None else replay.run([tensor.data_ptr() for tensor in tensors])
     recorder = Recorder(tensors)
     token = current_recorder.set(recorder)
     try:
@@ -82,8 +76,27 @@ def replayed(
     with _lock:
         if len(call.recordings) >= MAX_RECORDINGS:
             call.recordings.clear()
-        call.recordings[key] = replay
+        call.recordings[key_of_call] = replay
     return results
+
+
+def recorded(call: Call, kind: Hashable, inputs: Sequence[Tensor | None]) -> Replay | None:
+    """Return what `replayed` recorded for a call on such inputs; None where nothing can be replayed."""
+    found: Replay | None = call.recordings.get(_key_of(kind, inputs))
+    return found
+
+
+def _key_of(kind: Hashable, inputs: Sequence[Tensor | None]) -> Hashable:
+    """Return all that a recording depends on besides its call."""
+    tensors = [tensor for tensor in inputs if tensor is not None]
+    ids = [id(tensor) for tensor in tensors]
+    return (
+        kind,
+        active_overrides(),
+        tuple([tensor is None for tensor in inputs]),
+        tuple([ids.index(found) for found in ids]),  # which inputs are the same tensor
+        tuple([(tensor.dtype, tensor.device, tensor.stride(), tensor.data_ptr() & 15) for tensor in tensors]),
+    )
 
 
 def constant(key: Hashable, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
@@ -111,10 +124,30 @@ def constant(key: Hashable, device: torch.device, make: Callable[[], Tensor]) ->
     return found
 
 
+def _empty(sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return uninitialized memory on the current device, without torch's dispatcher where there is a way around it."""
+    if device.type == "cuda" and _empty_strided_cuda is not None:
+        return _empty_strided_cuda(sizes, strides, dtype)
+    return torch.empty_strided(sizes, strides, dtype=dtype, device=device)
+
+
+def _current_stream(index: int) -> int:
+    """Return the handle of the current stream of a device."""
+    return torch._C._cuda_getCurrentRawStream(index)
+
+
+def _is_capturing() -> bool:
+    """Return whether the current stream is being captured into a CUDA graph."""
+    return torch._C._cuda_isCurrentStreamCapturing()
+
+
+_empty_strided_cuda: Callable[..., Tensor] | None = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+
+
 class ResultSpec(NamedTuple):
     """Sizes, strides and dtype of a result."""
 
-    sizes: torch.Size
+    sizes: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
 
@@ -127,7 +160,6 @@ class Replay:
         launches: BoundLaunches,
         results: Sequence[ResultSpec],
         offsets: list[int],
-        zero_bytes: int,
         workspace_bytes: int,
         constants: list[Tensor],
         device: torch.device,
@@ -135,33 +167,38 @@ class Replay:
         """Create a replay.
 
         Args:
-            offsets: of every buffer in the workspace.
-            zero_bytes: the first bytes of the workspace, which are cleared before the first launch.
+            offsets: of every buffer in the workspace, which begins with what is cleared before the first launch.
         """
         self.launches = launches
         self.results = results
         self.offsets = offsets
-        self.zero_bytes = zero_bytes
         self.workspace_bytes = workspace_bytes
         self._constants = constants
         self._constant_addresses = [tensor.data_ptr() for tensor in constants]
         self._device = device
         self._index = device.index or 0
+        self._lse_bytes = -(-math.prod(results[1].sizes) * results[1].dtype.itemsize // ALIGNMENT) * ALIGNMENT
 
-    def run(self, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Launch everything on the current stream."""
-        device = self._device
-        output, lse = [
-            torch.empty_strided(sizes, strides, dtype=dtype, device=device) for sizes, strides, dtype in self.results
-        ]
-        workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=device)
-        start = workspace.data_ptr()
-        addresses = [tensor.data_ptr() for tensor in inputs]
-        addresses += (output.data_ptr(), lse.data_ptr())
+    def run(self, inputs: Sequence[int], *, with_lse: bool = True) -> tuple[Tensor, Tensor]:
+        """Launch everything on the current stream, on inputs at these addresses.
+
+        Without ``with_lse`` the LSE lies in the workspace, and the output is returned in its place.
+        """
+        output = _empty(*self.results[0], self._device)
+        if with_lse:
+            lse = _empty(*self.results[1], self._device)
+            lse_address = lse.data_ptr()
+            workspace = _empty((self.workspace_bytes,), (1,), torch.uint8, self._device)
+            start = workspace.data_ptr()
+        else:
+            lse = output
+            workspace = _empty((self.workspace_bytes + self._lse_bytes,), (1,), torch.uint8, self._device)
+            start = workspace.data_ptr()
+            lse_address = start + self.workspace_bytes
+        addresses = [*inputs, output.data_ptr(), lse_address]
         addresses += [start + offset for offset in self.offsets]
         addresses += self._constant_addresses
-        stream = torch._C._cuda_getCurrentRawStream(self._index) if device.type == "cuda" else 0
-        self.launches.start(addresses, stream, (start, self.zero_bytes) if self.zero_bytes else None)
+        self.launches.start(addresses, _current_stream(self._index), start, is_capturing=_is_capturing())
         return output, lse
 
 
@@ -235,15 +272,15 @@ class Recorder(TorchDispatchMode):
         ]
         offsets, shared_bytes = _pack([buffer.nbytes for buffer in shared], uses)
         try:
-            launches = BoundLaunches(records, len(order), driver.load())
+            moving = set(range(len(self.inputs) + len(results)))
+            launches = BoundLaunches(records, len(order), moving, zero_bytes, driver.load())
         except UnsupportedKernel as error:
             _logger.warning("repeated calls are launched step by step, which is slower: %s", error)
             return None
         return Replay(
             launches,
-            [ResultSpec(tensor.shape, tensor.stride(), tensor.dtype) for tensor in results],
+            [ResultSpec(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in results],
             [*zero_offsets, *[zero_bytes + offset for offset in offsets]],
-            zero_bytes,
             zero_bytes + shared_bytes,
             self.constants,
             results[0].device,
