@@ -7,14 +7,22 @@ Only for processes of their own (see `run_program` in conftest.py): Triton is pa
 
 from __future__ import annotations
 
+import struct
+import sys
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import CompiledKernel
-from triton.runtime import driver
+from triton.runtime import driver as triton_driver
 from worker import Device
 
-from sparge.backends.cuda import launch
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from fake_driver import FakeDriver
+from sparge.backends.cuda import driver, launch, replay
+from sparge.backends.cuda.driver import Parameter
 
 AFTER_HANDLES = 9
 """A launch is: programs in three dimensions, six of Triton's own things, the kernel's arguments."""
@@ -42,20 +50,64 @@ def add_stages_without_code(_backend: Any, stages: dict[str, Any], *_: Any) -> N
     stages |= dict.fromkeys(("ttir", "cubin"), skip)
 
 
+SIZES = {"i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "fp32": 4, "u64": 8, "u32": 4}
+FORMATS = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "fp32": "f", "u64": "Q", "u32": "I"}
+
+
+def types_of(kernel: CompiledKernel) -> list[str]:
+    """The types of all that reaches a kernel."""
+
+    def flattened(kind: Any) -> list[str]:
+        return [each for part in kind for each in flattened(part)] if isinstance(kind, tuple) else [kind]
+
+    return ["u64" if kind.startswith("*") else kind for kind in flattened(tuple(kernel.src.signature.values()))]
+
+
+def arguments_of(kernel: CompiledKernel, arguments: Iterable[Any]) -> list[Any]:
+    """Numbers and addresses that reach a kernel, of its arguments."""
+
+    def flattened(values: Iterable[Any]) -> list[Any]:
+        return [each for value in values for each in (flattened(value) if isinstance(value, tuple) else [value])]
+
+    values = zip(types_of(kernel), flattened(arguments), strict=True)
+    shown = [value.data_ptr() if hasattr(value, "data_ptr") else value for kind, value in values if kind != "constexpr"]
+    return [struct.unpack("f", struct.pack("f", value))[0] if isinstance(value, float) else value for value in shown]
+
+
+def parameters_of(kernel: CompiledKernel) -> list[Parameter]:
+    """As `driver.parameters_of`, by the signature: without code there is no PTX."""
+    return [Parameter(SIZES[kind], kind == "fp32") for kind in types_of(kernel) if kind != "constexpr"]
+
+
 def note_launches(architecture: int = 90) -> list[tuple[str, list[Any]]]:
-    """From now on, (kernel, [programs in three dimensions, then its arguments]) of every launch goes to this list."""
+    """From now on, (kernel, [programs, then its arguments]) of every launch goes to this list, also of replays."""
     started: list[tuple[str, list[Any]]] = []
+    fake = FakeDriver()
+    handles: dict[str, int] = {}
 
     def start(kernel: CompiledKernel, arguments: tuple[Any, ...]) -> None:
-        shown = [*arguments[:3], *arguments[AFTER_HANDLES:]]
-        addresses = [x.data_ptr() if hasattr(x, "data_ptr") else x for x in shown]
-        started.append((kernel.hash, addresses))
+        started.append((kernel.hash, [arguments[0], *arguments_of(kernel, arguments[AFTER_HANDLES:])]))
 
-    driver.set_active(Device(architecture))
+    def handle_of(kernel: CompiledKernel) -> int:
+        if kernel.hash not in handles:
+            kinds = [FORMATS[kind] for kind in types_of(kernel) if kind != "constexpr"]
+
+            def replay(programs: int, arguments: list[bytes]) -> None:
+                values = [struct.unpack(f"={kind}", each)[0] for kind, each in zip(kinds, arguments, strict=True)]
+                started.append((kernel.hash, [programs, *values]))
+
+            handles[kernel.hash] = fake.add_function(replay, parameters_of(kernel))
+        return handles[kernel.hash]
+
+    triton_driver.set_active(Device(architecture))
     launch._architecture = lambda *_: architecture  # type: ignore[assignment]
     CUDABackend.add_stages = add_stages_without_code
     CompiledKernel._init_handles = lambda *_: None
     CompiledKernel.launch_metadata = lambda *_: None
-    CompiledKernel.function = 0
+    CompiledKernel.function = property(handle_of, lambda *_: None)
     CompiledKernel.run = property(lambda self: lambda *arguments: start(self, arguments))
+    driver.load = lambda: fake  # type: ignore[assignment]
+    driver.parameters_of = parameters_of
+    replay._current_stream = lambda _: 0
+    replay._is_capturing = lambda: False
     return started

@@ -15,7 +15,8 @@ PROGRAM = """
 import json
 import torch
 from launches import note_launches
-from sparge.backends.cuda import pipeline, replay
+from sparge import ops
+from sparge.backends.cuda import pipeline
 from sparge.backends.triton.attention import attend
 from sparge.block_mask import BlockMask
 from sparge.call import Call
@@ -27,7 +28,7 @@ totals = torch.zeros(3, dtype=torch.int64)
 
 def call_of(lengths=(300, 520), **changes):
     options = {"is_causal": True, "scale": 0.125, "sparsity": TopK(0.5), **changes}
-    return Call(Shape(1, 2, 1, *lengths, 64, 64), **options)
+    return ops.interned(Call(Shape(1, 2, 1, *lengths, 64, 64), **options))
 
 def sparse(*tensors, totals=totals, quantization="int8_fp8", **changes):
     call = call_of(quantization=quantization, **changes)
@@ -58,9 +59,9 @@ def make(text):
 
 alive, found = [], {text: [] for text in calls}
 for text in calls:
-    replay.forget()
+    ops.forget()
     found[text].append(make(text)[0])
-replay.forget()
+ops.forget()
 for turn in range(3):
     for text in calls:
         with torch.inference_mode(turn == 1):
@@ -68,8 +69,9 @@ for turn in range(3):
         alive.append(known)
         if turn:
             found[text].append(made)
-assert len(replay._replays) == len(calls), "every call is a kind of its own"
-assert all(replay._replays.values()), "every kind can be replayed"
+recordings = [recorded for call in ops._calls for recorded in call.recordings.values()]
+assert len(recordings) == len(calls), "every call is a kind of its own"
+assert all(recordings), "every kind can be replayed"
 print(json.dumps(found))
 """
 CALLS = {

@@ -6,12 +6,11 @@ Kernels are stand-ins here that compute on CPU memory by address, as a GPU's do.
 from __future__ import annotations
 
 import ctypes
-import importlib
+import struct
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -22,33 +21,75 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-import sparge
-from sparge.backends.cuda import replay
+from fake_driver import FakeDriver
+from sparge.backends.cuda import driver, replay
 from sparge.backends.cuda.config_table import override
+from sparge.backends.cuda.driver import Parameter
 from sparge.backends.cuda.launch import buffer_like, zeros_like
-from sparge.backends.cuda.replay import ALIGNMENT, MOST_REPLAYS, replayed
-from sparge.backends.cuda.stages import configs as stage_configs
+from sparge.backends.cuda.replay import ALIGNMENT, MAX_RECORDINGS, replayed
 from sparge.backends.triton import configs as triton_configs
+from sparge.call import Call
+from sparge.geometry import Shape
 
 LENGTH = 300
+PARAMETERS = [*[Parameter(8, False)] * 3, Parameter(4, True), Parameter(4, False), *[Parameter(8, False)] * 2]
+"""Three tensors, two numbers, and memory that the kernel does not use."""
+PTX = """
+.visible .entry fused(
+    .param .u64 .ptr .global .align 16 fused_param_0,
+    .param .u64 .ptr .global .align 16 fused_param_1,
+    .param .u64 .ptr .global .align 16 fused_param_2,
+    .param .f32 fused_param_3,
+    .param .u32 fused_param_4,
+    .param .u64 .ptr .global .align 1 fused_param_5,
+    .param .u64 .ptr .global .align 1 fused_param_6
+)
+.reqntid 32
+{
+"""
+DRIVER = FakeDriver()
+
+
+def compute(arguments: list[bytes]) -> None:
+    """``target[i] = first[i] * factor + second[i]`` for ``length`` float32 numbers, by address."""
+    *addresses, factor, length = struct.unpack("=3Qfi", b"".join(arguments[:5]))
+    first, second, target = ((ctypes.c_float * length).from_address(address) for address in addresses)
+    for i in range(length):
+        target[i] = first[i] * factor + second[i]
 
 
 class Kernel:
-    """``target[i] = first[i] * factor + second[i]`` for ``length`` float32 numbers, by address."""
+    """As much of a compiled kernel as a recorder and the driver ask for."""
+
+    name = "fused"
+    asm: ClassVar = {"ptx": PTX}
+    src = SimpleNamespace(
+        signature={
+            **dict.fromkeys(("first_ptr", "second_ptr", "target_ptr"), "*fp32"),
+            "factor": "fp32",
+            "length": "i32",
+            "SIZE": "constexpr",
+        }
+    )
+    metadata = SimpleNamespace(
+        global_scratch_size=0,
+        profile_scratch_size=0,
+        num_ctas=1,
+        num_warps=1,
+        shared=0,
+        launch_cooperative_grid=False,
+        launch_pdl=False,
+        tensordesc_meta=None,
+    )
 
     def __init__(self) -> None:
         self.starts = 0
+        self.function = DRIVER.add_function(self.start, PARAMETERS)
 
-    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
-        assert grid == (1, 1, 1)
-        return self.start
-
-    def start(self, *arguments: Any) -> None:
+    def start(self, programs: int, arguments: list[bytes]) -> None:
+        assert programs == 7
         self.starts += 1
-        *addresses, factor, length = arguments
-        numbers = [(ctypes.c_float * length).from_address(address) for address in addresses]
-        for i in range(length):
-            numbers[2][i] = numbers[0][i] * factor + numbers[1][i]
+        compute(arguments)
 
 
 KERNEL = Kernel()
@@ -56,10 +97,11 @@ KERNEL = Kernel()
 
 def fused(first: Tensor, second: Tensor, target: Tensor, factor: float, length: int = LENGTH) -> None:
     """Launch as `launch` does."""
-    KERNEL.start(first.data_ptr(), second.data_ptr(), target.data_ptr(), factor, length)
+    numbers = struct.pack("=3Qfi", first.data_ptr(), second.data_ptr(), target.data_ptr(), factor, length)
+    KERNEL.start(7, [numbers])
     recorder = replay.current_recorder.get()
     if recorder is not None:
-        recorder.add_launch(KERNEL, 1, [], [first, second, target], [factor, length])  # type: ignore[arg-type]
+        recorder.add_launch(KERNEL, 7, [], [first, second, target], [factor, length, 64])  # type: ignore[arg-type]
 
 
 def chain(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
@@ -99,7 +141,9 @@ def inputs(seed: int, **changes: Any) -> tuple[Tensor, Tensor]:
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(replay, "_replays", OrderedDict())
+    monkeypatch.setattr(driver, "load", lambda: DRIVER)
+    monkeypatch.setattr(replay, "_current_stream", lambda _: 0)
+    monkeypatch.setattr(replay, "_is_capturing", lambda: False)
     yield
     assert replay.current_recorder.get() is None
 
@@ -109,13 +153,14 @@ class Caller:
 
     def __init__(self, function: Callable[..., tuple[Tensor, Tensor]] = chain) -> None:
         self.function, self.runs = function, 0
+        self.call = Call(Shape(1, 1, 1, LENGTH, LENGTH, 64, 64), False, 1.0)
 
-    def __call__(self, *tensors: Tensor, kind: str = "a kind") -> tuple[Tensor, Tensor]:
+    def __call__(self, *tensors: Tensor | None, kind: str = "a kind") -> tuple[Tensor, Tensor]:
         def run() -> tuple[Tensor, Tensor]:
             self.runs += 1
             return self.function(*tensors)
 
-        return replayed((kind,), tensors, run)
+        return replayed(self.call, kind, tensors, run)
 
 
 def assert_right(got: tuple[Tensor, Tensor], tensors: tuple[Tensor, Tensor]) -> None:
@@ -139,7 +184,7 @@ def test_later_calls_are_replayed_on_their_own_tensors() -> None:
 def test_buffers_share_the_workspace() -> None:
     call = Caller()
     call(*inputs(0))
-    (recorded,) = replay._replays.values()
+    (recorded,) = call.call.recordings.values()
     assert recorded is not None
     a, b, c, d = recorded.offsets
     assert len({a, b, c}) == 3, "c is made of the other two"
@@ -239,15 +284,10 @@ def test_a_view_of_an_input_is_not_replayed() -> None:
 
 def test_a_missing_input_is_a_kind_of_its_own() -> None:
     first, second = inputs(0)
-    runs = []
-
-    def run() -> tuple[Tensor, Tensor]:
-        runs.append(1)
-        return chain(first, second)
-
+    call = Caller(lambda *_: chain(first, second))
     for tensors in ((first, None, second), (None, first, second), (first, None, second), (None, first, second)):
-        assert_right(replayed(("a kind",), tensors, run), (first, second))
-    assert len(runs) == 2
+        assert_right(call(*tensors), (first, second))
+    assert call.runs == 2
 
 
 def test_an_error_leaves_no_recorder() -> None:
@@ -264,85 +304,117 @@ def test_an_error_leaves_no_recorder() -> None:
     assert_right(call(*tensors), tensors)
 
 
-def test_the_kind_unused_for_longest_is_forgotten() -> None:
+def test_the_number_of_recordings_is_bounded() -> None:
+    call, tensors = Caller(), inputs(0)
+    for number in range(2 * MAX_RECORDINGS + 3):
+        assert_right(call(*tensors, kind=str(number)), tensors)
+        assert len(call.call.recordings) <= MAX_RECORDINGS
+
+
+def test_an_override_is_a_kind_of_its_own() -> None:
+    call, tensors = Caller(), inputs(0)
+    call(*tensors)
+    for runs in (2, 2):
+        with override("triton", triton_configs.AttentionConfig(16, 1, 1, 1)):
+            call(*tensors)
+        assert call.runs == runs
+    call(*tensors)
+    assert call.runs == 2
+
+
+def test_only_kernels_whose_tensors_have_moved_are_updated() -> None:
+    call, first, second = Caller(), inputs(0), inputs(1)
+    for tensors in (first, first):
+        call(*tensors)
+    results = [call(*tensors) for tensors in (first, second, first, second)]
+    for got, tensors in zip(results, (first, second, first, second), strict=True):
+        assert_right(got, tensors)
+    updates, launches = DRIVER.updates, DRIVER.graph_launches
+    replayed_again = [call(*second) for _ in range(3)]
+    assert DRIVER.graph_launches == launches + 3
+    assert DRIVER.updates - updates <= 3 * 6
+    for got in replayed_again:
+        assert_right(got, second)
+
+
+def test_a_stream_that_is_captured_gets_each_kernel_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = Caller(counted)
+    for seed, is_capturing in enumerate((False, False, True, False, True, True, False)):
+        monkeypatch.setattr(replay, "_is_capturing", lambda is_capturing=is_capturing: is_capturing)
+        tensors, graphs = inputs(seed), DRIVER.graph_launches
+        output, lse = call(*tensors)
+        wanted = expected(*tensors)
+        torch.testing.assert_close(output, wanted[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(lse, wanted[1] + tensors[0], rtol=1e-5, atol=1e-5)
+        assert DRIVER.graph_launches == graphs + (seed > 0 and not is_capturing)
+    assert call.runs == 1
+
+
+def test_a_thread_without_a_context_gets_one() -> None:
     call = Caller()
-    tensors = inputs(0)
-    call(*tensors, kind="used")
-    call(*tensors, kind="unused")
-    for number in range(MOST_REPLAYS - 1):
-        call(*tensors, kind=str(number))
-        call(*tensors, kind="used")
-    assert len(replay._replays) == MOST_REPLAYS
-    runs = call.runs
-    call(*tensors, kind="used")
-    assert call.runs == runs
-    call(*tensors, kind="unused")
-    assert call.runs == runs + 1
-    replay.forget()
-    call(*tensors, kind="used")
-    assert call.runs == runs + 2
-
-
-class TestConfigurations:
-    """Whoever changes one need not tell anybody."""
-
-    CHANGES: ClassVar[dict[str, Callable[[pytest.MonkeyPatch], None]]] = {
-        "a row": lambda patch: patch.setitem(
-            triton_configs.CONFIGS, next(iter(triton_configs.CONFIGS)), triton_configs.AttentionConfig(16, 1, 1, 1)
-        ),
-        "a row of another module": lambda patch: patch.delitem(
-            stage_configs.CONFIGS, next(iter(stage_configs.CONFIGS))
-        ),
-        "a table": lambda patch: patch.setattr(triton_configs, "CONFIGS", {}),
-        "a function": lambda patch: patch.setattr(stage_configs, "stage_config", lambda *_: None),
-        "another name": lambda patch: patch.setattr(stage_configs, "FAVOURITE", 1, raising=False),
-    }
-
-    @pytest.mark.parametrize("change", CHANGES)
-    def test_calls_are_recorded_anew(self, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
-        call, tensors = Caller(), inputs(0)
-        for runs in (1, 1):
-            assert_right(call(*tensors), tensors)
-            assert call.runs == runs
-        with monkeypatch.context() as patch:
-            self.CHANGES[change](patch)
-            for runs in (2, 2):
-                assert_right(call(*tensors), tensors)
-                assert call.runs == runs
-        for runs in (3, 3):  # changed back
-            assert_right(call(*tensors), tensors)
-            assert call.runs == runs
-
-    def test_an_override_is_a_kind_of_its_own(self) -> None:
-        call, tensors = Caller(), inputs(0)
+    for seed in range(3):
+        tensors = inputs(seed)
         call(*tensors)
-        for runs in (2, 2):
-            with override("triton", triton_configs.AttentionConfig(16, 1, 1, 1)):
-                call(*tensors)
-            assert call.runs == runs
-        call(*tensors)
-        assert call.runs == 2
-
-    def test_every_table_is_looked_at(self) -> None:
-        names = {
-            ".".join(("sparge", *path.relative_to(Path(sparge.__file__).parent).with_suffix("").parts))
-            for path in (Path(sparge.__file__).parent / "backends").rglob("configs.py")
-        }
-        assert len(names) >= 3
-        for name in names:
-            importlib.import_module(name)
-        Caller()(*inputs(0))
-        assert set(replay._configurations.modules) == names
+    DRIVER.has_context = False
+    tensors = inputs(4)
+    assert_right(call(*tensors), tensors)
+    assert DRIVER.has_context
 
 
-def test_threads_record_and_forget_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every thread gets the result of its own tensors, while recordings come and go."""
-    monkeypatch.setattr(replay, "MOST_REPLAYS", 3)
+def test_an_lse_that_nobody_reads_lies_in_the_workspace() -> None:
+    call, tensors = Caller(), inputs(0)
+    call(*tensors)
+    (recorded,) = call.call.recordings.values()
+    output, lse = recorded.run([tensor.data_ptr() for tensor in tensors], with_lse=False)
+    assert lse is output
+    torch.testing.assert_close(output, expected(*tensors)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_constants_are_made_once() -> None:
+    made = []
+
+    def make() -> Tensor:
+        made.append(1)
+        return torch.full((LENGTH,), 3.0)
+
+    def with_constant(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        number = replay.constant("three", first.device, make)
+        output, lse = chain(first, second)
+        fused(number, lse, lse, 1.0)
+        return output, lse
+
+    call = Caller(with_constant)
+    for seed in range(3):
+        tensors = inputs(seed)
+        _, lse = call(*tensors)
+        torch.testing.assert_close(lse, expected(*tensors)[1] + 3.0, rtol=1e-5, atol=1e-5)
+    assert (call.runs, len(made)) == (1, 1)
+
+
+@pytest.mark.parametrize("change", ["scratch", "parameters", "no entry"])
+def test_a_kernel_that_cannot_be_laid_out_is_launched_each_time(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    if change == "scratch":
+        monkeypatch.setattr(Kernel.metadata, "global_scratch_size", 8)
+    elif change == "parameters":
+        monkeypatch.setitem(Kernel.asm, "ptx", PTX.replace(".param .u64 .ptr .global .align 1 ", ".param .u32 "))
+    else:
+        monkeypatch.setitem(Kernel.asm, "ptx", "")
+    call = Caller()
+    for seed in range(3):
+        tensors = inputs(seed)
+        assert_right(call(*tensors), tensors)
+    assert call.runs == 3
+
+
+def test_threads_share_a_recording() -> None:
+    """Every thread gets the result of its own tensors."""
+    call = Caller()
+    call(*inputs(0))
 
     def work(seed: int) -> None:
-        call, tensors = Caller(), inputs(seed)
-        for turn in range(40):
-            assert_right(call(*tensors, kind=str((seed + turn) % 7)), tensors)
+        tensors = inputs(seed)
+        for _ in range(20):
+            assert_right(call(*tensors), tensors)
 
     switch_interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -351,7 +423,7 @@ def test_threads_record_and_forget_at_the_same_time(monkeypatch: pytest.MonkeyPa
             list(threads.map(work, range(8)))
     finally:
         sys.setswitchinterval(switch_interval)
-    assert len(replay._replays) <= 3
+    assert call.runs == 1
 
 
 @st.composite

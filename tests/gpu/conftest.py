@@ -111,9 +111,10 @@ def assert_like_the_reference(
 def forget_recordings() -> None:
     """The next call of every kind is made from the beginning."""
     if BACKEND in ("triton", "hopper"):
-        from sparge.backends.cuda.replay import forget
+        from sparge import ops, repeated
 
-        forget()
+        repeated.forget()
+        ops.forget()
 
 
 def equal(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:

@@ -1,0 +1,125 @@
+"""A stand-in for the CUDA driver (`backends.cuda.driver.Driver`): graphs of kernels that are Python functions.
+
+As a real driver, it copies the arguments of a kernel when a node is added or updated: a launch sees nothing newer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sparge.backends.cuda.driver import INVALID_CONTEXT, SUCCESS, Parameter
+
+Arguments = list[bytes]
+Kernel = Callable[[int, Arguments], None]
+"""Called with the number of programs and the bytes of each parameter."""
+
+
+@dataclass
+class Graph:
+    nodes: dict[int, Callable[[], None]] = field(default_factory=dict)
+
+
+class FakeDriver:
+    """Kernels are registered by `add_function`; whoever launches them runs them at once."""
+
+    def __init__(self) -> None:
+        self.handles = itertools.count(1)
+        self.functions: dict[int, tuple[Kernel, Sequence[Parameter]]] = {}
+        self.graphs: dict[int, Graph] = {}
+        self.updates = 0
+        self.graph_launches = 0
+        self.has_context = True
+
+    def add_function(self, kernel: Kernel, parameters: Sequence[Parameter]) -> int:
+        handle = next(self.handles)
+        self.functions[handle] = kernel, parameters
+        return handle
+
+    def _prepared(self, node: Any) -> Callable[[], None]:
+        kernel, parameters = self.functions[node.function]
+        addresses = (ctypes.c_void_p * len(parameters)).from_address(node.parameters)
+        arguments = [
+            ctypes.string_at(address, parameter.size) for address, parameter in zip(addresses, parameters, strict=True)
+        ]
+        programs = node.grid[0]
+        return lambda: kernel(programs, arguments)
+
+    def launch(self, config: Any, function: Any, parameters: Any, _extra: Any) -> int:
+        class Node:
+            grid = config._obj.grid
+
+        Node.function, Node.parameters = function.value, parameters.value  # type: ignore[attr-defined]
+        self._prepared(Node)()
+        return SUCCESS
+
+    def memset(self, address: Any, value: int, words: Any, _stream: Any) -> int:
+        ctypes.memset(address.value, value, 4 * words.value)
+        return SUCCESS
+
+    def encode_tensor_map(self, tensor_map: Any, _dtype: int, _rank: int, base: Any, *_: Any) -> int:
+        return self.replace_address(tensor_map, base)
+
+    def replace_address(self, tensor_map: Any, address: Any) -> int:
+        ctypes.c_uint64.from_address(tensor_map.value).value = address.value
+        return SUCCESS
+
+    def create_graph(self, graph: Any, _flags: int) -> int:
+        graph._obj.value = next(self.handles)
+        self.graphs[graph._obj.value] = Graph()
+        return SUCCESS
+
+    def _add(self, node: Any, graph: Any, run: Callable[[], None]) -> int:
+        node._obj.value = next(self.handles)
+        self.graphs[graph.value].nodes[node._obj.value] = run
+        return SUCCESS
+
+    def add_kernel(self, node: Any, graph: Any, _previous: Any, _count: Any, kernel: Any) -> int:
+        return self._add(node, graph, self._prepared(kernel._obj))
+
+    def add_memset(self, node: Any, graph: Any, _previous: Any, _count: Any, memset: Any, _context: Any) -> int:
+        return self._add(node, graph, self._clearing(memset._obj))
+
+    def _clearing(self, memset: Any) -> Callable[[], None]:
+        address, size = memset.address, memset.element_bytes * memset.width
+        return lambda: ctypes.memset(address, 0, size) and None
+
+    def instantiate(self, executable: Any, graph: Any, _flags: Any) -> int:
+        executable._obj.value = graph.value
+        return SUCCESS
+
+    def update_kernel(self, executable: Any, node: Any, kernel: Any) -> int:
+        self.updates += 1
+        self.graphs[executable.value].nodes[node.value] = self._prepared(kernel._obj)
+        return SUCCESS
+
+    def update_memset(self, executable: Any, node: Any, memset: Any, _context: Any) -> int:
+        self.graphs[executable.value].nodes[node.value] = self._clearing(memset._obj)
+        return SUCCESS
+
+    def launch_graph(self, executable: Any, _stream: Any) -> int:
+        if not self.has_context:
+            return INVALID_CONTEXT
+        self.graph_launches += 1
+        for run in self.graphs[executable.value].nodes.values():
+            run()
+        return SUCCESS
+
+    def destroy_graph(self, graph: Any) -> int:
+        self.graphs.pop(graph.value)
+        return SUCCESS
+
+    def destroy_executable(self, _executable: Any) -> int:
+        return SUCCESS
+
+    def current_context(self) -> ctypes.c_void_p:
+        return ctypes.c_void_p(1)
+
+    def set_context(self, _context: ctypes.c_void_p) -> None:
+        self.has_context = True
+
+    def check(self, status: int, what: str) -> None:
+        assert status == SUCCESS, (status, what)
