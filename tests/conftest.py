@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import sparge
+from sparge import ops, repeated
 from sparge.backends.base import Crossover
 from sparge.backends.torch import TorchBackend
 
@@ -205,9 +206,10 @@ def make_qkv(
 
 
 @pytest.fixture(autouse=True)
-def fresh_stats() -> Iterator[None]:
-    """Every test starts with all counters at zero."""
-    sparge.reset_stats()
+def fresh_state() -> Iterator[None]:
+    """Every test starts with all counters at zero, and no call was made before: tests change what calls go by."""
+    for forget in (sparge.reset_stats, repeated.forget, ops.forget):
+        forget()
     yield
     sparge.reset_stats()
 

@@ -55,31 +55,36 @@ def kind_of(
         or inside_autograd_function()
     ):
         return None
-    mask = None
-    if attn_mask is not None:
-        if type(attn_mask) is not Tensor or (attn_mask.requires_grad and torch.is_grad_enabled()):
-            return None
-        mask = (attn_mask.shape, attn_mask.stride(), attn_mask.dtype, attn_mask.device)
+    if attn_mask is not None and (
+        type(attn_mask) is not Tensor or (attn_mask.requires_grad and torch.is_grad_enabled())
+    ):
+        return None
     if always_keep is not None or exact_queries is not None:
         options = (*options, _hashable(always_keep), _hashable(exact_queries))
-    device = query.device
-    return (
-        query.shape,
-        key.shape,
-        value.shape,
-        query.stride(),
-        key.stride(),
-        value.stride(),
-        query.dtype,
-        key.dtype,
-        value.dtype,
-        device,
-        key.device,
-        value.device,
-        torch.get_num_threads() if device.type == "cpu" else 0,  # the crossover of CPUs depends on it
-        mask,
-        options,
-    )
+    try:
+        mask: Any = None
+        if attn_mask is not None:
+            mask = (attn_mask.shape, attn_mask.stride(), attn_mask.dtype, attn_mask.device)
+        device = query.device
+        return (
+            query.shape,
+            key.shape,
+            value.shape,
+            query.stride(),
+            key.stride(),
+            value.stride(),
+            query.dtype,
+            key.dtype,
+            value.dtype,
+            device,
+            key.device,
+            value.device,
+            torch.get_num_threads() if device.type == "cpu" else 0,  # the crossover of CPUs depends on it
+            mask,
+            options,
+        )
+    except RuntimeError:  # nested and sparse tensors have no strides
+        return None
 
 
 def _hashable(ranges: Any) -> Any:

@@ -127,6 +127,7 @@ class TestMemory:
 @backends
 def test_counting_starts_in_inference_mode_and_goes_on_outside(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(counters, "_blocks", {})
+    monkeypatch.setattr(counters, "_totals", {})
     query, key, value = make_qkv(200)
     with torch.inference_mode():
         sparge.attention(query, key, value, topk=1, backend=backend)
