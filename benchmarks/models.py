@@ -2,7 +2,8 @@
 
 Shapes are those of published models (`model_shapes`); weights are random, so attention has little structure and the
 error says how far sparse and stock outputs differ on such input, not how a trained model looks. What it shows is the
-speed that is left when everything around attention runs as well. Needs a CUDA device.
+speed that is left when everything around attention runs as well. "Stock" is torch's SDPA; where FlashAttention-4 is
+installed, the dense model is also timed with it, except compiled. Needs a CUDA device.
 
     forward     a forward pass: stock, dense in 8 bits, and with shares of the blocks; eager, or block by block compiled
     schedule    20 steps of denoising, the first fifth of them dense, in 16 bits and in 8
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 import sparge
 from benchmarks.measure import append_row
 from benchmarks.model_shapes import CASES, Case, build
+from sparge.bench.rivals import dense_model_contexts, fa4_version
 from sparge.bench.timing import device_seconds, take_turns
 
 RESULTS = Path(__file__).parent / "results" / "models.jsonl"
@@ -73,7 +75,8 @@ def forward_rows(
         return case.forward(case.model, case.latents, step)
 
     policies = {"8 bits": in_eight_bits(case)} | {f"{share:g}": sparge.Policy(topk=share) for share in shares}
-    contexts: dict[str, Callable[[], Any]] = {"stock": nullcontext}
+    dense = {} if is_compiled else dense_model_contexts()
+    contexts: dict[str, Callable[[], Any]] = {"stock": nullcontext, **dense}
     contexts |= {variant: partial(enabled, case, policy) for variant, policy in policies.items()}
     stock = run().float()
     found: dict[str, tuple[float, sparge.Stats]] = {}
@@ -99,6 +102,7 @@ def forward_rows(
             "topk": None if variant == "8 bits" else float(variant),
             "compiled": is_compiled,
             "stock_ms": milliseconds["stock"],
+            **{f"{name}_ms": milliseconds[name] for name in dense},
             "sparse_ms": milliseconds[variant],
             "density": stats.density if stats.sparse else 1.0,
             "relative_l1": error,
@@ -122,10 +126,11 @@ def schedule_rows(name: str, case: Case, share: float, repeats: int) -> Iterator
             latents = scheduler.step(noise, step, latents, return_dict=False)[0]
         return latents
 
-    contexts: dict[str, Callable[[], Any]] = {"stock": nullcontext}
-    for dense in ("16bit", "8bit"):
-        policy = sparge.Policy(topk=share, dense_first_steps=DENSE_STEPS, dense=dense)  # type: ignore[arg-type]
-        contexts[dense] = partial(enabled, case, policy, scheduler)
+    dense = dense_model_contexts()
+    contexts: dict[str, Callable[[], Any]] = {"stock": nullcontext, **dense}
+    for bits in ("16bit", "8bit"):
+        policy = sparge.Policy(topk=share, dense_first_steps=DENSE_STEPS, dense=bits)  # type: ignore[arg-type]
+        contexts[bits] = partial(enabled, case, policy, scheduler)
     found: dict[str, tuple[Tensor, sparge.Stats]] = {}
 
     def clock(variant: str) -> float:
@@ -149,6 +154,7 @@ def schedule_rows(name: str, case: Case, share: float, repeats: int) -> Iterator
             "steps": STEPS,
             "dense_steps": DENSE_STEPS,
             "stock_ms": 1e3 * statistics.median(times["stock"]),
+            **{f"{name}_ms": 1e3 * statistics.median(times[name]) for name in dense},
             "sparse_ms": 1e3 * statistics.median(times[variant]),
             "density": stats.density,
             "relative_l1": float((output - stock).abs().sum() / stock.abs().sum()),
@@ -172,7 +178,7 @@ def main() -> None:
         else:
             rows = forward_rows(name, case, args.topk, args.repeats, args.compiled)
         for row in rows:
-            append_row(args.results, row, gpu=True)
+            append_row(args.results, row | {"flash_attn_4": fa4_version()}, gpu=True)
             print(
                 "{case} {model}, {variant}: {stock_ms:.1f} -> {sparse_ms:.1f} ms, density {density:.3f}, "
                 "relative L1 {relative_l1:.4f}, {reasons}".format(**row),

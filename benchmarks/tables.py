@@ -2,8 +2,8 @@
 
 A table stands between ``<!-- table: name -->`` and ``<!-- /table -->``. The newest row of each case is shown. Tables
 ``gpu_*`` come from gpu.jsonl, which ``sparge bench --json`` writes, and gpu_tests.jsonl, which the programs in
-tests/gpu write; without rows of theirs they, and those of `numeric_tables` and `quality_tables`, stay as they
-are.
+tests/gpu write; ``host`` comes from host.jsonl (``sparge bench --suite host``). Without rows of theirs they, and those
+of `numeric_tables` and `quality_tables`, stay as they are.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any
 from benchmarks.numeric_tables import NUMERIC_TABLES, renamed
 from benchmarks.quality_tables import QUALITY_TABLES
 from benchmarks.scale.summary import SCALE_TABLES
-from sparge.bench.table import VIEWS, newest, problem_notes
+from sparge.bench.rivals import RIVALS, fastest
+from sparge.bench.table import NOT_MEASURED, VIEWS, newest, problem_notes
 
 REPOSITORY = Path(__file__).parent.parent
 RESULTS = REPOSITORY / "benchmarks" / "results"
@@ -196,11 +197,18 @@ def gpu_table(name: str) -> str | None:
     if not rows:
         return None
     rows = _by_problem(rows)
-    shown = [list(view.cells(row)) for row in rows]
-    header = [column for column, _ in shown[0]]
-    body = [[f"**{text}**" if column == "speed-up" else text for column, text in cells] for cells in shown]
+    shown = [dict(view.page_cells(row)) for row in rows]
+    unmeasured = {
+        name for name in _rival_columns() if all(cells.get(name, NOT_MEASURED) == NOT_MEASURED for cells in shown)
+    }
+    header = [column for column in shown[0] if column not in unmeasured]
+    body = [[f"**{cells[name]}**" if name == "speed-up" else cells[name] for name in header] for cells in shown]
     notes = "".join(f"\n\nn/a: {note}" for note in problem_notes(rows))
-    return f"{_markdown(header, body)}\n\nbf16, B 1; {_gpu_source(rows)}{notes}"
+    return f"{_markdown(header, body)}\n\nbf16, B 1; {_gpu_source(rows)}{_without_fa4(rows)}{notes}"
+
+
+def _rival_columns() -> list[str]:
+    return [f"{rival.column} ms" for rival in RIVALS.values()]
 
 
 def _by_problem(rows: list[Row]) -> list[Row]:
@@ -214,36 +222,55 @@ def _by_problem(rows: list[Row]) -> list[Row]:
 
 def best_table() -> str:
     """The README's four rows: attention without and with causality, with means, and a whole model."""
-    gpu = [json.loads(line) for line in (RESULTS / "gpu.jsonl").read_text().splitlines()]
     attention = [
-        row for row in newest(gpu, "end_to_end") if row.get("backend") == "hopper" and row["tokens"] == LONGEST
+        row
+        for row in newest(_rows_of("gpu"), "end_to_end")
+        if row.get("backend") == "hopper" and row["tokens"] == LONGEST
     ]
-    rows = [(row, "cudnn_ms", "sparge_ms") for row in attention if row["topk"] == BEST_TOPK[row["is_causal"]]]
-    rows += [(row, "cudnn_ms", "ms") for row in _field_speeds() if row["tokens"] == LONGEST and row["density"] == 0.1]
+    rows = [row for row in attention if row["topk"] == BEST_TOPK[row["is_causal"]]]
+    rows += [row for row in _field_speeds() if row["tokens"] == LONGEST and row["density"] == 0.1]
     models = {(row["model"], row["topk"]): row for row in _rows_of("models") if not row.get("compiled")}
-    rows.append((models[BEST_MODEL], "stock_ms", "sparse_ms"))
+    rows.append(models[BEST_MODEL])
     body = []
-    for row, before, after in rows:
+    for row in rows:
         if "skipped" in row:
             what = f"Attention over {row['tokens']} tokens, smooth field, skipped blocks as means"
-            command = "python -m benchmarks.fields"
+            command, after = "python -m benchmarks.fields", row["ms"]
         elif "model" in row:
             what, command = f"{row['model']}, forward pass (random weights)", "python -m benchmarks.models"
+            after = row["sparse_ms"]
         else:
             kind = "causal, text-like" if row["is_causal"] else "video-like"
-            what, command = f"Attention over {row['tokens']} tokens, {kind}", "sparge bench"
+            what, command, after = f"Attention over {row['tokens']} tokens, {kind}", "sparge bench", row["sparge_ms"]
+        dense, before = _baseline(row)
         body.append(
             [
                 what,
-                f"{_three_digits(row[before])}&nbsp;→&nbsp;{_three_digits(row[after])}",
-                f"**{row[before] / row[after]:.2f}x**",
+                dense,
+                f"{_three_digits(before)}&nbsp;→&nbsp;{_three_digits(after)}",
+                f"**{before / after:.2f}x**",
                 f"{row['density']:.3f}",
                 f"{row['relative_l1']:.4f}",
                 f"`{command}`",
             ]
         )
-    header = ["against cuDNN's bf16", "ms", "speed-up", "density", "rel. L1 error", "command"]
-    return f"{_markdown(header, body)}\n\n{_gpu_source([row for row, _, _ in rows])}"
+    header = ["bf16", "fastest dense kernel", "ms", "speed-up", "density", "rel. L1 error", "command"]
+    return f"{_markdown(header, body)}\n\n{_gpu_source(rows)}{_without_fa4(rows)}"
+
+
+def _without_fa4(rows: list[Row]) -> str:
+    """A note about rows with dense times in whose run FlashAttention-4 was not measured."""
+    dense = [row for row in rows if "cudnn_ms" in row or "stock_ms" in row]
+    commits = sorted({str(row["commit"]) for row in dense if row.get("fa4_ms") is None})
+    return f"\n\nMeasured without FlashAttention-4: commit {', '.join(commits)}." if commits else ""
+
+
+def _baseline(row: Row) -> tuple[str, float]:
+    """Name and milliseconds of the fastest dense kernel of a row; in a model, SDPA is one of them."""
+    name = fastest(row)
+    rival = (float("inf"), "") if name is None else (row[f"{name}_ms"], RIVALS[name].title)
+    milliseconds, title = min(rival, (row.get("stock_ms", float("inf")), "torch's SDPA"))
+    return title, milliseconds
 
 
 def _three_digits(milliseconds: float) -> str:
@@ -318,9 +345,10 @@ def _control_note(kind: str, controls: dict[str, int]) -> str:
 
 def _gpu_source(rows: list[Row]) -> str:
     """Device, versions and commits behind the rows."""
-    parts = [("", "gpu"), ("torch ", "torch"), ("triton ", "triton"), ("CUDA ", "cuda"), ("commit ", "commit")]
-    told = (word + ", ".join(sorted({str(row[field]) for row in rows})) for word, field in parts)
-    return "; ".join(told) + "."
+    parts = [("", "gpu"), ("torch ", "torch"), ("triton ", "triton"), ("CUDA ", "cuda")]
+    parts += [("FlashAttention-4 ", "flash_attn_4"), ("commit ", "commit")]
+    known = [(word, {str(row[field]) for row in rows if row.get(field) is not None}) for word, field in parts]
+    return "; ".join(word + ", ".join(sorted(values)) for word, values in known if values) + "."
 
 
 def _rows_of(name: str) -> list[Row]:
@@ -378,15 +406,17 @@ def models_table() -> str:
     for (model, is_compiled), of in sorted(groups.items()):
         cells = [_model_cell(of.get(variant)) for variant in variants]
         name = f"{model}, compiled" if is_compiled else model
-        body.append([name, f"{next(iter(of.values()))['stock_ms']:.0f}", *cells])
-    header = ["model", "stock, 16 bits: ms", "dense, 8 bits", *(f"topk {share}" for share in variants[1:])]
-    return f"{_markdown(header, body)}\n\nbf16, B 1; ms, times faster, relative L1; {_gpu_source(rows)}"
+        dense, milliseconds = _baseline(next(iter(of.values())))
+        body.append([name, f"{milliseconds:.0f}, {dense}", *cells])
+    header = ["model", "dense, 16 bits", "dense, 8 bits", *(f"topk {share}" for share in variants[1:])]
+    source = f"{_gpu_source(rows)}{_without_fa4(rows)}"
+    return f"{_markdown(header, body)}\n\nbf16, B 1; ms, times faster, relative L1; {source}"
 
 
 def _model_cell(row: Row | None) -> str:
     if row is None:
         return ""
-    faster = row["stock_ms"] / row["sparse_ms"]
+    faster = _baseline(row)[1] / row["sparse_ms"]
     return f"{row['sparse_ms']:.0f}, **{faster:.2f}x**, {row['relative_l1']:.4f}"
 
 
@@ -397,17 +427,18 @@ def schedules_table() -> str:
         [
             model,
             {"16bit": "16 bits", "8bit": "8 bits"}[variant],
-            f"{row['stock_ms'] / 1e3:.1f}",
+            f"{_baseline(row)[1] / 1e3:.1f}, {_baseline(row)[0]}",
             f"{row['sparse_ms'] / 1e3:.1f}",
-            f"**{row['stock_ms'] / row['sparse_ms']:.2f}x**",
+            f"**{_baseline(row)[1] / row['sparse_ms']:.2f}x**",
             f"{row['density']:.3f}",
             f"{row['relative_l1']:.4f}",
         ]
         for (model, variant), row in sorted(newest_of.items())
     ]
-    header = ["model", "dense steps", "stock s", "sparge s", "speed-up", "density of sparse steps", "rel. L1"]
+    header = ["model", "dense steps", "dense s", "sparge s", "speed-up", "density of sparse steps", "rel. L1"]
     note = "20 steps, the first 4 dense, topk 0.25; bf16, B 1"
-    return f"{_markdown(header, body)}\n\n{note}; {_gpu_source(list(newest_of.values()))}"
+    rows = list(newest_of.values())
+    return f"{_markdown(header, body)}\n\n{note}; {_gpu_source(rows)}{_without_fa4(rows)}"
 
 
 def threshold_table() -> str:
@@ -445,17 +476,18 @@ def fields_table() -> str:
             str(row["tokens"]),
             str(row["heads"]),
             f"{row['density']:g}",
-            f"{row['cudnn_ms']:.1f}",
+            f"{_baseline(row)[1]:.1f}, {_baseline(row)[0]}",
             f"{dropped['ms']:.2f}",
             f"{dropped['relative_l1']:.4f}",
             f"{row['ms']:.2f}",
             f"{row['relative_l1']:.4f}",
-            f"**{row['cudnn_ms'] / row['ms']:.2f}x**",
+            f"**{_baseline(row)[1] / row['ms']:.2f}x**",
         ]
         for dropped, row in rows
     ]
-    header = ["N", "H", "density", "cuDNN ms", "dropped ms", "rel. L1", "means ms", "rel. L1", "speed-up"]
-    return f"{_markdown(header, body)}\n\nbf16, B 1, D 128; {_gpu_source([row for _, row in rows])}"
+    header = ["N", "H", "density", "fastest dense, ms", "dropped ms", "rel. L1", "means ms", "rel. L1", "speed-up"]
+    means = [row for _, row in rows]
+    return f"{_markdown(header, body)}\n\nbf16, B 1, D 128; {_gpu_source(means)}{_without_fa4(means)}"
 
 
 def field_errors_table() -> str:
@@ -475,16 +507,23 @@ def field_errors_table() -> str:
     return f"{_markdown(header, body)}\n\n{sizes}; {_gpu_source(list(found.values()))}"
 
 
-def overhead_table() -> str:
-    """Microseconds an integration adds to a call it lets run dense, by the processor of the host."""
-    newest_of = {(row["case"], row["processor"]): row for row in _rows_of("overhead")}
-    hosts = list(dict.fromkeys(host for _, host in newest_of))
-    body = [
-        [case, *(f"{newest_of[case, host]['overhead_us']:.1f}" for host in hosts)]
-        for case in dict.fromkeys(case for case, _ in newest_of)
-    ]
-    commits = ", ".join(sorted({row["commit"] for row in newest_of.values()}))
-    return f"{_markdown(['integration', *(f'us on {host}' for host in hosts)], body)}\n\ncommit {commits}."
+def host_table() -> str | None:
+    """Launch overhead of each kind of call, a table for every machine; None before the first run."""
+    path, view = RESULTS / "host.jsonl", VIEWS["host"]
+    machines: dict[tuple[str, str | None], dict[str, Row]] = {}
+    for row in map(json.loads, path.read_text().splitlines() if path.exists() else []):
+        if not row["quick"]:
+            machines.setdefault((row["processor"], row.get("gpu")), {})[row["call"]] = row
+    tables = []
+    for (processor, gpu), calls in machines.items():
+        rows = list(calls.values())
+        shown = [dict(view.page_cells(row)) for row in rows]
+        measured = [name for name in shown[0] if any(cells[name] != NOT_MEASURED for cells in shown)]
+        body = [["" if cells[name] == NOT_MEASURED else cells[name] for name in measured] for cells in shown]
+        size = f"{rows[-1]['tokens']} tokens, {rows[-1]['heads']} head, D {rows[-1]['head_dim']}"
+        source = _gpu_source(rows) if gpu else f"on the CPU; torch {rows[-1]['torch']}; commit {rows[-1]['commit']}."
+        tables.append(f"{_markdown(measured, body)}\n\n{size}; {processor}; {source}")
+    return "\n\n".join(tables) or None
 
 
 def made_elsewhere(name: str) -> str | None:
@@ -508,13 +547,13 @@ TABLES: dict[str, Callable[[], str | None]] = {
     "crossover": crossover_table,
     "processor": partial(processor_table, False),
     "processor_variants": partial(processor_table, True),
-    **{f"gpu_{name}": partial(gpu_table, name) for name in VIEWS},
+    **{f"gpu_{name}": partial(gpu_table, name) for name in VIEWS if name != "host"},
     "gpu_tests": gpu_tests_table,
     "language": language_table,
     "rules": rules_table,
     "models": models_table,
     "schedules": schedules_table,
-    "overhead": overhead_table,
+    "host": host_table,
     "fields": fields_table,
     "threshold": threshold_table,
     "field_errors": field_errors_table,

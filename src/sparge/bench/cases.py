@@ -46,6 +46,7 @@ IDENTITY = (
     "segments",
     "unequal",
     "mask",
+    "call",
 )
 """The fields that name a row's case; rows that agree in all of them are measurements of the same thing."""
 
@@ -218,8 +219,9 @@ SUITES: dict[str, list[Group]] = {
     "numerics": _numerics(),
     "packed": _packed(),
     "masks": _masks(),
+    "host": [Group("host", Problem(4096, 1))],
 }
-DEFAULT_SUITES = tuple(name for name in SUITES if name not in ("crossover", "hopper", "numerics", "packed", "masks"))
+DEFAULT_SUITES = ("end_to_end", "kernel", "error", "memory")
 
 
 def groups_of(suites: tuple[str, ...], quick: bool) -> list[Group]:
