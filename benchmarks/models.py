@@ -26,7 +26,7 @@ import sparge
 from benchmarks.measure import append_row
 from benchmarks.model_shapes import CASES, Case, build
 from sparge.bench.rivals import dense_model_contexts, fa4_version
-from sparge.bench.timing import device_seconds, take_turns
+from sparge.bench.timing import attempt, device_seconds, take_turns
 
 RESULTS = Path(__file__).parent / "results" / "models.jsonl"
 STEPS, DENSE_STEPS = 20, 0.2
@@ -80,8 +80,12 @@ def forward_rows(
     contexts |= {variant: partial(enabled, case, policy) for variant, policy in policies.items()}
     stock = run().float()
     found: dict[str, tuple[float, sparge.Stats]] = {}
+    problems: dict[str, str] = {}
 
-    def clock(variant: str) -> float:
+    def clock(variant: str) -> float | None:
+        return attempt(problems, variant, partial(timed, variant)) if variant in dense else timed(variant)
+
+    def timed(variant: str) -> float:
         with contexts[variant]():
             if variant not in found:
                 sparge.reset_stats()
@@ -92,7 +96,7 @@ def forward_rows(
     with compiled(case.model) if is_compiled else nullcontext():
         discarded = 1 if is_compiled else 0  # the first turn after compilation was half as fast again
         times = take_turns({variant: partial(clock, variant) for variant in contexts}, repeats, discarded=discarded)
-    milliseconds = {variant: 1e3 * statistics.median(values) for variant, values in times.items()}
+    milliseconds = {variant: 1e3 * statistics.median(values) for variant, values in times.items() if values}
     for variant in policies:
         error, stats = found[variant]
         yield {
@@ -102,11 +106,12 @@ def forward_rows(
             "topk": None if variant == "8 bits" else float(variant),
             "compiled": is_compiled,
             "stock_ms": milliseconds["stock"],
-            **{f"{name}_ms": milliseconds[name] for name in dense},
+            **{f"{name}_ms": milliseconds.get(name) for name in dense},
             "sparse_ms": milliseconds[variant],
             "density": stats.density if stats.sparse else 1.0,
             "relative_l1": error,
             "reasons": stats.reasons,
+            "problems": problems,
         }
 
 
@@ -132,8 +137,12 @@ def schedule_rows(name: str, case: Case, share: float, repeats: int) -> Iterator
         policy = sparge.Policy(topk=share, dense_first_steps=DENSE_STEPS, dense=bits)  # type: ignore[arg-type]
         contexts[bits] = partial(enabled, case, policy, scheduler)
     found: dict[str, tuple[Tensor, sparge.Stats]] = {}
+    problems: dict[str, str] = {}
 
-    def clock(variant: str) -> float:
+    def clock(variant: str) -> float | None:
+        return attempt(problems, variant, partial(timed, variant)) if variant in dense else timed(variant)
+
+    def timed(variant: str) -> float:
         with contexts[variant]():
             run(steps=2)  # a dense one and a sparse one compile and tune
             sparge.reset_stats()
@@ -154,11 +163,12 @@ def schedule_rows(name: str, case: Case, share: float, repeats: int) -> Iterator
             "steps": STEPS,
             "dense_steps": DENSE_STEPS,
             "stock_ms": 1e3 * statistics.median(times["stock"]),
-            **{f"{name}_ms": 1e3 * statistics.median(times[name]) for name in dense},
+            **{f"{name}_ms": 1e3 * statistics.median(times[name]) for name in dense if times[name]},
             "sparse_ms": 1e3 * statistics.median(times[variant]),
             "density": stats.density,
             "relative_l1": float((output - stock).abs().sum() / stock.abs().sum()),
             "reasons": stats.reasons,
+            "problems": problems,
         }
 
 

@@ -9,7 +9,6 @@ of `numeric_tables` and `quality_tables`, stay as they are.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Callable
@@ -17,11 +16,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cpu_tables import CPU_TABLES
+from benchmarks.markdown import Row, cpu_source, gpu_source, markdown
+from benchmarks.measure import read_rows
 from benchmarks.numeric_tables import NUMERIC_TABLES, renamed
 from benchmarks.quality_tables import QUALITY_TABLES
 from benchmarks.scale.summary import SCALE_TABLES
 from sparge.bench.rivals import RIVALS, fastest
-from sparge.bench.table import NOT_MEASURED, VIEWS, newest, problem_notes
+from sparge.bench.table import KERNELS, NOT_MEASURED, VIEWS, newest, problem_notes
 
 REPOSITORY = Path(__file__).parent.parent
 RESULTS = REPOSITORY / "benchmarks" / "results"
@@ -30,170 +32,11 @@ MARKER = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 LONGEST, BEST_TOPK, BEST_MODEL = 131072, {False: 0.1, True: 0.5}, ("Wan 2.1 14B", 0.25)
 """Cases of the README's table."""
 
-Row = dict[str, Any]
-
-
-def newest_rows(suite: str) -> list[Row]:
-    """The last row of every case of a suite, in the order the cases were first measured."""
-    rows: dict[tuple[Any, ...], Row] = {}
-    for line in (RESULTS / "cpu.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        if row["suite"] == suite:
-            case = (
-                row["tokens"],
-                row["is_causal"],
-                row["topk"],
-                row["heads"],
-                row["queries"],
-                row["dtype"],
-            )
-            rows[case] = row
-    return list(rows.values())
-
-
-def _markdown(header: list[str], body: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *body]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def _source(rows: list[Row]) -> str:
-    """Machine, versions and commits behind the rows."""
-    machine = ", ".join(sorted({f"{row['processor']}, {row['threads']} threads, {row['system']}" for row in rows}))
-    torch = ", ".join(sorted({row["torch"] for row in rows}))
-    commit = ", ".join(sorted({row["commit"] for row in rows}))
-    return f"{machine}; torch {torch}; commit {commit}."
-
-
-def _attention(row: Row) -> str:
-    return "causal, text-like" if row["is_causal"] else "full, video-like"
-
-
-def speed_table() -> str:
-    rows = newest_rows("speed")
-    body = [
-        [
-            _attention(row),
-            f"{row['topk']:g}",
-            f"{row['dense_s']:.2f} s",
-            f"{row['sparse_s']:.2f} s",
-            f"**{row['speedup']:.2f}x**",
-            f"{row['density']:.3f}",
-            f"{row['mass_recall']:.3f}",
-            f"{row['relative_l1']:.4f}",
-            f"{row['predict_s'] * 1e3:.0f} ms",
-        ]
-        for row in rows
-    ]
-    header = [
-        "attention",
-        "topk",
-        "SDPA",
-        "sparge",
-        "speed-up",
-        "density",
-        "mass recall",
-        "rel. L1",
-        "of it prediction",
-    ]
-    shape = f"fp32, B 1, H {rows[0]['heads']}, D {rows[0]['head_dim']}, N {rows[0]['tokens']}"
-    return f"{_markdown(header, body)}\n\n{shape}; {_source(rows)}"
-
-
-def memory_table() -> str:
-    rows = newest_rows("memory")
-    body = [
-        [
-            f"{row['tokens']}",
-            _attention(row),
-            f"{row['input_bytes'] / 2**20:.0f} MiB",
-            f"{row['extra_bytes'] / 2**20:.0f} MiB",
-            f"{row['extra_ratio']:.2f}x",
-        ]
-        for row in rows
-    ]
-    header = ["N", "attention", "q + k + v", "peak extra (output included)", "ratio"]
-    return f"{_markdown(header, body)}\n\nfp32, topk {rows[0]['topk']:g}; {_source(rows)}"
-
-
-def crossover_table() -> str:
-    rows = newest_rows("crossover") + newest_rows("few queries") + newest_rows("few heads")
-    body = [
-        [
-            f"{row['heads']}",
-            f"{row['queries'] or row['tokens']}",
-            f"{row['tokens']}",
-            _attention(row),
-            f"{row['topk']:g}",
-            f"{row['density']:.3f}",
-            f"{row['speedup']:.2f}x",
-            f"{row['relative_l1']:.4f}",
-        ]
-        for row in sorted(rows, key=lambda row: (row["suite"], row["is_causal"], row["topk"]))
-    ]
-    header = ["heads", "queries", "keys", "attention", "topk", "density", "speed-up", "rel. L1"]
-    return f"{_markdown(header, body)}\n\n{_source(rows)}"
-
-
-def processor_table(variants: bool) -> str | None:
-    """Speed by processor, dtype, head_dim and length (`benchmarks.processor`); or the variants of one length."""
-    path = RESULTS / "processor.jsonl"
-    rows: dict[tuple[Any, ...], Row] = {}
-    for line in path.read_text().splitlines() if path.exists() else []:
-        row = json.loads(line)
-        if not variants and row["variant"] != "as it is":
-            continue
-        fields = ("processor", "threads", "dtype", "is_causal", "head_dim", "tokens", "topk", "variant")
-        rows[tuple(row[name] for name in fields)] = row
-    if variants:  # beside each other, and beside what they vary
-        varied = {case[:-1] for case in rows if case[-1] != "as it is"}
-        rows = {case: row for case, row in rows.items() if case[:-1] in varied}
-    if not rows:
-        return None
-    body = [
-        [
-            f"{row['processor']}, {row['threads']}",
-            row["dtype"],
-            _attention(row),
-            f"{row['head_dim']}",
-            f"{row['tokens']}",
-            f"{row['topk']:g}",
-            *([row["variant"]] if variants else []),
-            f"{row['dense_s'] * 1e3:.0f} ms",
-            f"{row['sparse_s'] * 1e3:.0f} ms",
-            f"{row['speedup']:.2f}x",
-            f"{row['density']:.3f}",
-            f"{row['relative_l1']:.4f} ({row['dense_relative_l1']:.4f})",
-        ]
-        for _, row in sorted(rows.items(), key=lambda entry: (*entry[0][:6], -entry[0][6]))
-    ]
-    header = ["processor, threads", "dtype", "attention", "D", "N", "topk", *(["variant"] if variants else [])]
-    header += ["SDPA", "sparge", "speed-up", "density", "rel. L1 (SDPA's)"]
-    return f"{_markdown(header, body)}\n\nB 1, H 8; {_source(list(rows.values()))}"
-
-
-def demo_table() -> str:
-    demo = json.loads((RESULTS / "demo.json").read_text())
-    body = [
-        [
-            row["input"],
-            row["score"],
-            f"{row['speedup']:.2f}x",
-            f"{row['density']:.3f}",
-            f"{row['recall']:.3f}",
-            f"{row['error']:.4f}",
-            "" if row["needle_mean"] is None else f"{row['needle_mean']:.0%} / {row['needle_min']:.0%}",
-        ]
-        for row in demo["rows"]
-    ]
-    header = ["input", "score", "speed-up", "density", "mass recall", "rel. L1", "needles kept: mean / worst"]
-    return f"{_markdown(header, body)}\n\ntopk {demo['settings']['topk']:g}; {_source([demo['machine']])}"
-
 
 def gpu_table(name: str) -> str | None:
     """A view of ``sparge bench``, or None where nothing of it was measured yet."""
-    path, view = RESULTS / "gpu.jsonl", VIEWS[name]
-    lines = path.read_text().splitlines() if path.exists() else []
-    rows = [row for row in newest([json.loads(line) for line in lines], view.suite) if view.on_page(row)]
+    view = VIEWS[name]
+    rows = [row for row in newest(_rows_of("gpu"), view.suite) if view.on_page(row)]
     if not rows:
         return None
     rows = _by_problem(rows)
@@ -204,7 +47,7 @@ def gpu_table(name: str) -> str | None:
     header = [column for column in shown[0] if column not in unmeasured]
     body = [[f"**{cells[name]}**" if name == "speed-up" else cells[name] for name in header] for cells in shown]
     notes = "".join(f"\n\nn/a: {note}" for note in problem_notes(rows))
-    return f"{_markdown(header, body)}\n\nbf16, B 1; {_gpu_source(rows)}{_without_fa4(rows)}{notes}"
+    return f"{markdown(header, body)}\n\nbf16, B 1; {gpu_source(rows)}{_without_fa4(rows)}{notes}"
 
 
 def _rival_columns() -> list[str]:
@@ -255,7 +98,7 @@ def best_table() -> str:
             ]
         )
     header = ["bf16", "fastest dense kernel", "ms", "speed-up", "density", "rel. L1 error", "command"]
-    return f"{_markdown(header, body)}\n\n{_gpu_source(rows)}{_without_fa4(rows)}"
+    return f"{markdown(header, body)}\n\n{gpu_source(rows)}{_without_fa4(rows)}"
 
 
 def _without_fa4(rows: list[Row]) -> str:
@@ -281,8 +124,7 @@ def _three_digits(milliseconds: float) -> str:
 
 def gpu_tests_table() -> str | None:
     """The last run of tests/gpu and of every tool in tools/gpu, for each backend; None before the first."""
-    path = RESULTS / "gpu_tests.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    rows = _rows_of("gpu_tests")
     runs = {row["backend"]: row for row in rows if "files" in row}
     if not runs:
         return None
@@ -293,14 +135,14 @@ def gpu_tests_table() -> str | None:
     ]
     body.append(["all", *(f"**{_counts(run['files'])}**" for run in runs.values())])
     tools = {(row["tool"], row.get("backend", "triton")): row for row in rows if "tool" in row}
-    notes = [f"Backend {backend!r}: {_gpu_source([run])}" for backend, run in runs.items()]
+    notes = [f"Backend {backend!r}: {gpu_source([run])}" for backend, run in runs.items()]
     notes += [
         f"**{run['crashed']} processes crashed with {backend!r}; their tests are not counted.**"
         for backend, run in runs.items()
         if run.get("crashed")
     ]
     notes += [_tool_note(tool, backend, row) for (tool, backend), row in tools.items()]
-    return _markdown(["tests", *map(repr, runs)], body) + "".join(f"\n\n{note}" for note in notes)
+    return markdown(["tests", *map(repr, runs)], body) + "".join(f"\n\n{note}" for note in notes)
 
 
 HAZARDS = {"roles": "between roles", "metadata": "of metadata", "notes": "of metadata"}
@@ -327,7 +169,7 @@ def _tool_note(tool: str, backend: str, row: Row) -> str:
             told += "; apart from " + " and ".join(
                 f"{count} {HAZARDS[kind]}{_control_note(kind, controls)}" for kind, count in apart.items()
             )
-    return f"{tool}, {backend!r}: {told}; {_gpu_source([row])}"
+    return f"{tool}, {backend!r}: {told}; {gpu_source([row])}"
 
 
 def _control_note(kind: str, controls: dict[str, int]) -> str:
@@ -343,19 +185,11 @@ def _control_note(kind: str, controls: dict[str, int]) -> str:
     return f" (in the control: {counts})"
 
 
-def _gpu_source(rows: list[Row]) -> str:
-    """Device, versions and commits behind the rows."""
-    parts = [("", "gpu"), ("torch ", "torch"), ("triton ", "triton"), ("CUDA ", "cuda")]
-    parts += [("FlashAttention-4 ", "flash_attn_4"), ("commit ", "commit")]
-    known = [(word, {str(row[field]) for row in rows if row.get(field) is not None}) for word, field in parts]
-    return "; ".join(word + ", ".join(sorted(values)) for word, values in known if values) + "."
-
-
 def _rows_of(name: str) -> list[Row]:
-    return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
+    return read_rows(RESULTS / f"{name}.jsonl")
 
 
-QUANTIZATIONS = {"none": "16 bits", "int8_fp8": "INT8 + FP8", "int8_fp8_fast": "INT8 + FP8, no exponentials"}
+QUANTIZATIONS = {name: KERNELS[name] for name in ("none", "int8_fp8", "int8_fp8_fast")}
 
 
 def language_table() -> str:
@@ -375,8 +209,8 @@ def language_table() -> str:
         body.append([*first, *losses])
     header = ["tokens", "dense perplexity", "topk", "score", "density", *QUANTIZATIONS.values()]
     windows = ", ".join(f"{row['windows']} windows of {tokens}" for tokens, row in dense.items())
-    source = _gpu_source(list(sparse.values()))
-    return f"{_markdown(header, body)}\n\n{windows}; bf16; transformers {rows[-1]['transformers']}; {source}"
+    source = gpu_source(list(sparse.values()))
+    return f"{markdown(header, body)}\n\n{windows}; bf16; transformers {rows[-1]['transformers']}; {source}"
 
 
 def rules_table() -> str:
@@ -392,7 +226,7 @@ def rules_table() -> str:
             [name, *(f"{row['density']:.3f}: {row['loss']:+.2%} ± {row['loss_error'] * 100:.2f}" for row in cells)]
         )
     header = ["rules", *(f"{tokens} tokens: density, loss" for tokens in lengths)]
-    return f'{_markdown(header, body)}\n\n16 bits, score "moment"; {_gpu_source(list(rows.values()))}'
+    return f'{markdown(header, body)}\n\n16 bits, score "moment"; {gpu_source(list(rows.values()))}'
 
 
 def models_table() -> str:
@@ -409,8 +243,8 @@ def models_table() -> str:
         dense, milliseconds = _baseline(next(iter(of.values())))
         body.append([name, f"{milliseconds:.0f}, {dense}", *cells])
     header = ["model", "dense, 16 bits", "dense, 8 bits", *(f"topk {share}" for share in variants[1:])]
-    source = f"{_gpu_source(rows)}{_without_fa4(rows)}"
-    return f"{_markdown(header, body)}\n\nbf16, B 1; ms, times faster, relative L1; {source}"
+    source = f"{gpu_source(rows)}{_without_fa4(rows)}"
+    return f"{markdown(header, body)}\n\nbf16, B 1; ms, times faster, relative L1; {source}"
 
 
 def _model_cell(row: Row | None) -> str:
@@ -438,7 +272,7 @@ def schedules_table() -> str:
     header = ["model", "dense steps", "dense s", "sparge s", "speed-up", "density of sparse steps", "rel. L1"]
     note = "20 steps, the first 4 dense, topk 0.25; bf16, B 1"
     rows = list(newest_of.values())
-    return f"{_markdown(header, body)}\n\n{note}; {_gpu_source(rows)}{_without_fa4(rows)}"
+    return f"{markdown(header, body)}\n\n{note}; {gpu_source(rows)}{_without_fa4(rows)}"
 
 
 def threshold_table() -> str:
@@ -454,8 +288,8 @@ def threshold_table() -> str:
         cells = [f"{row['pv_skipped']:.3f}, {row['ms'] / rows[None]['ms']:.2f}x" for row in of]
         body.append([*map(str, name), f"{rows[None]['ms']:.3g}", f"{rows[None]['relative_l1']:.4f}", *cells])
     header = ["N", "H", "inputs", "rule", "none: ms", "rel. L1", *(f"{value:g}" for value in thresholds)]
-    source = _gpu_source([row for rows in groups.values() for row in rows.values()])
-    return f"{_markdown(header, body)}\n\nbf16, B 1, D 128, INT8 + FP8 without exponentials; {source}"
+    source = gpu_source([row for rows in groups.values() for row in rows.values()])
+    return f"{markdown(header, body)}\n\nbf16, B 1, D 128, INT8 + FP8 without exponentials; {source}"
 
 
 def _field_speeds(rule: str = "topk", skipped: str = "mean") -> list[Row]:
@@ -487,7 +321,7 @@ def fields_table() -> str:
     ]
     header = ["N", "H", "density", "fastest dense, ms", "dropped ms", "rel. L1", "means ms", "rel. L1", "speed-up"]
     means = [row for _, row in rows]
-    return f"{_markdown(header, body)}\n\nbf16, B 1, D 128; {_gpu_source(means)}{_without_fa4(means)}"
+    return f"{markdown(header, body)}\n\nbf16, B 1, D 128; {gpu_source(means)}{_without_fa4(means)}"
 
 
 def field_errors_table() -> str:
@@ -504,14 +338,14 @@ def field_errors_table() -> str:
     ]
     header = ["amplitude, noise", "dropped", "means", "means, along Hilbert's curve"]
     sizes = f"{rows[-1]['tokens']} tokens, {rows[-1]['heads']} heads, D 128, density .1, 8 bits"
-    return f"{_markdown(header, body)}\n\n{sizes}; {_gpu_source(list(found.values()))}"
+    return f"{markdown(header, body)}\n\n{sizes}; {gpu_source(list(found.values()))}"
 
 
 def host_table() -> str | None:
     """Launch overhead of each kind of call, a table for every machine; None before the first run."""
-    path, view = RESULTS / "host.jsonl", VIEWS["host"]
+    view = VIEWS["host"]
     machines: dict[tuple[str, str | None], dict[str, Row]] = {}
-    for row in map(json.loads, path.read_text().splitlines() if path.exists() else []):
+    for row in _rows_of("host"):
         if not row["quick"]:
             machines.setdefault((row["processor"], row.get("gpu")), {})[row["call"]] = row
     tables = []
@@ -521,32 +355,30 @@ def host_table() -> str | None:
         measured = [name for name in shown[0] if any(cells[name] != NOT_MEASURED for cells in shown)]
         body = [["" if cells[name] == NOT_MEASURED else cells[name] for name in measured] for cells in shown]
         size = f"{rows[-1]['tokens']} tokens, {rows[-1]['heads']} head, D {rows[-1]['head_dim']}"
-        source = _gpu_source(rows) if gpu else f"on the CPU; torch {rows[-1]['torch']}; commit {rows[-1]['commit']}."
-        tables.append(f"{_markdown(measured, body)}\n\n{size}; {processor}; {source}")
+        source = f"{processor}; {gpu_source(rows)}" if gpu else cpu_source(rows)
+        tables.append(f"{markdown(measured, body)}\n\n{size}; {source}")
     return "\n\n".join(tables) or None
+
+
+def cpu_table(name: str) -> str | None:
+    return CPU_TABLES[name](RESULTS)
 
 
 def made_elsewhere(name: str) -> str | None:
     """One of `numeric_tables` or `quality_tables`, or None where nothing of it was measured yet."""
     made = {**NUMERIC_TABLES, **QUALITY_TABLES}[name](RESULTS)
-    return None if made is None else f"{_markdown(made[0], made[1])}\n\n{_gpu_source(made[2])}"
+    return None if made is None else f"{markdown(made[0], made[1])}\n\n{gpu_source(made[2])}"
 
 
 def scale_table(name: str) -> str:
     """A table of docs/scale.md; what was not measured yet says so in its cell."""
     header, body, rows = SCALE_TABLES[name](RESULTS)
-    source = f"\n\nbf16, B 1; {_gpu_source(rows)}" if rows else ""
-    return f"{_markdown(header, body)}{source}"
+    source = f"\n\nbf16, B 1; {gpu_source(rows)}" if rows else ""
+    return f"{markdown(header, body)}{source}"
 
 
 TABLES: dict[str, Callable[[], str | None]] = {
     "best": best_table,
-    "speed": speed_table,
-    "demo": demo_table,
-    "memory": memory_table,
-    "crossover": crossover_table,
-    "processor": partial(processor_table, False),
-    "processor_variants": partial(processor_table, True),
     **{f"gpu_{name}": partial(gpu_table, name) for name in VIEWS if name != "host"},
     "gpu_tests": gpu_tests_table,
     "language": language_table,
@@ -557,6 +389,7 @@ TABLES: dict[str, Callable[[], str | None]] = {
     "fields": fields_table,
     "threshold": threshold_table,
     "field_errors": field_errors_table,
+    **{name: partial(cpu_table, name) for name in CPU_TABLES},
     **{name: partial(made_elsewhere, name) for name in (*NUMERIC_TABLES, *QUALITY_TABLES)},
     **{name: partial(scale_table, name) for name in SCALE_TABLES},
 }

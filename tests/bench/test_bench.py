@@ -91,7 +91,7 @@ class TestCases:
             "error": 1,
             "memory": 3,
             "crossover": 104,
-            "hopper": 12,
+            "hopper": 6,
             "numerics": len(SUITES["numerics"]),
             "packed": 8,
             "masks": 7,

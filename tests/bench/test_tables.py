@@ -117,6 +117,7 @@ class TestTables:
         assert tables.host_table() is None
         row = {**Problem(4096, 1).fields(), "call": "SDPA", "total_us": 18.04, "api_us": None, "decision_us": None}
         row |= {"launch_us": None, "over_sdpa_us": 0.0, "launches": 1, "quick": False, "processor": "Xeon"}
+        row |= {"threads": 2, "system": "Linux x86_64"}
         row |= bench.stamp(GPU)
         dense = {**row, "call": "attention, runs dense", "total_us": 30.0, "api_us": 10.0, "launch_us": 20.0}
         on_cpu = {**row, "launches": None}
@@ -129,7 +130,9 @@ class TestTables:
         assert "| call | us | API | launch | over SDPA | launches |" in first
         assert "| attention, runs dense | 30.0 | 10.0 | 20.0 | 0.0 | 1 |\n| SDPA | 18.0 |  |  | 0.0 | 1 |" in first
         assert "4096 tokens, 1 head, D 128; Xeon; NVIDIA H200; torch 2.11.0" in first
-        assert "| us | over SDPA |\n" in second and "Xeon; on the CPU; torch 2.11.0; commit" in second
+        assert (
+            "| us | over SDPA |\n" in second and "D 128; Xeon, 2 threads, Linux x86_64; torch 2.11.0; commit" in second
+        )
 
     def test_results_of_the_gpu_tests_are_shown(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))

@@ -2,11 +2,11 @@
 
 Suites: "end_to_end" (a whole call against the dense kernels of `rivals`), "kernel" (attention over random blocks alone,
 against FlexAttention), "error" (dense 8-bit attention against exact attention), "memory" (peak beyond inputs and
-output), "crossover" (from which sizes on a sparse call pays), "hopper" (its kernel beside its twin, and whole calls at
-two budgets), "numerics" (errors of every 8-bit quantization on families of inputs, against their limits), "packed" (a
-call over packed segments against a loop over them, and against the dense kernels), "masks" (a whole call under a full
-mask, against SDPA under the same), "host" (launch overhead per call, see `host`). Errors are those of 256 queries per
-head, see `evaluate.oracle`. A column that could not be measured is None, and ``problems`` of its row says why.
+output), "crossover" (from which sizes on a sparse call pays), "hopper" (its kernel beside its twin), "numerics" (errors
+of every 8-bit quantization on families of inputs, against their limits), "packed" (a call over packed segments against
+a loop over them, and against the dense kernels), "masks" (a whole call under a full mask, against SDPA under the same),
+"host" (launch overhead per call, see `host`). Errors are those of 256 queries per head, see `evaluate.oracle`. A column
+that could not be measured is None, and ``problems`` of its row says why.
 """
 
 from __future__ import annotations
