@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import sparge
 from sparge import cli
 from sparge.bench import host
 from sparge.bench.timing import Variant
@@ -57,8 +58,6 @@ def test_the_command_measures_a_cpu(
 
 
 def test_calls_run_as_they_are_named() -> None:
-    import sparge
-
     for name, call in host.calls_on(host.CPU_PROBLEM, CPU).items():
         sparge.reset_stats()
         call.variant.once()
@@ -86,4 +85,15 @@ def test_preparation_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     variant = Variant(lambda: order.append("call"))
     assert host._clock(host.HostCall(variant, lambda: order.append("prepare")), CPU) == 1.0
     assert host._clock(host.HostCall(variant), CPU) == 1.0
-    assert order == ["prepare", "1 timed", "call", f"{host.BATCH} timed", "call"]
+    assert order == ["prepare", "1 timed", "call", "call", f"{host.BATCH} timed", "call"]
+
+
+def test_the_first_call_of_a_kind_is_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its parts would be those of a call that is replayed."""
+    tensors = [torch.randn(1, 1, 64, 16) for _ in range(3)]
+    variant = Variant(lambda: sparge.attention(*tensors))
+    calls = {"SDPA": host.HostCall(variant), "first": host.HostCall(variant, lambda: None)}
+    monkeypatch.setattr(host, "calls_on", lambda *_: calls)
+    steady, first = host.host_rows(host.CPU_PROBLEM, CPU, turns=1)
+    assert None not in (steady["decision_us"], steady["launch_us"], steady["api_us"], first["total_us"])
+    assert first["decision_us"] is first["launch_us"] is first["api_us"] is None

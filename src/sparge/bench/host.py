@@ -7,14 +7,14 @@ shows the median. A CPU has no queue: there the time includes the computation, o
 Columns of a row, in microseconds:
 
     total_us       the whole call
-    decision_us    the function of `DECISIONS` that the call runs through, alone, with the arguments it gets there
-    launch_us      the method of the backend (`LAUNCHES`) in the same way: allocations and launches; SDPA's own time for
-                   calls of a model that run dense
+    decision_us    the function of `STAGES` that decides, alone, with the arguments it gets in the call
+    launch_us      the method of the backend that allocates and launches, in the same way; SDPA's own time for calls of
+                   a model that run dense
     api_us         the rest: arguments, operator dispatch, statistics, and what a framework does around the call
     over_sdpa_us   total_us minus SDPA's
     launches       kernels, fills and copies on the device, counted by the profiler
 
-A call that runs through none of these functions has no such column.
+A call that runs through none of these functions, and the first call of its kind, have no such column.
 """
 
 from __future__ import annotations
@@ -50,14 +50,16 @@ BATCH = 8
 TURNS, QUICK_TURNS = 60, 10
 BASELINE, RUNS_DENSE = "SDPA", ", runs dense"
 
-DECISIONS: Sequence[tuple[Any, str]] = (
-    (decide, "by_arguments"),
-    (sdpa, "runs_dense"),
-    (transformers_integration, "runs_dense"),
-)
-"""Functions that decide between sparse and dense, by the module that calls them."""
-LAUNCHES = ("attention", "attend", "dense")
-"""Methods of `base.Backend`."""
+STAGES: dict[str, Sequence[tuple[Any, str]]] = {
+    "decision": (
+        (decide, "by_arguments"),
+        (sdpa, "runs_dense"),
+        (transformers_integration, "runs_dense"),
+    ),
+    "launch": [(base.get(name), method) for name in base.NAMES for method in ("attention", "attend", "dense")],
+}
+"""Functions that decide between sparse and dense, and that allocate and launch, as (owner, attribute). The first one
+that a call runs through is its stage."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,7 @@ def host_rows(problem: Problem, device: torch.device, *, turns: int = TURNS) -> 
             for _ in range(3):  # compile, tune and record
                 call.variant.once()
             timed[name, "total"] = call
-            for stage, run in stages_of(call.variant).items():
+            for stage, run in stages_of(call.variant).items() if call.prepare is None else ():
                 run()
                 timed[name, stage] = HostCall(Variant(run))
         except Exception as error:
@@ -170,7 +172,6 @@ def host_rows(problem: Problem, device: torch.device, *, turns: int = TURNS) -> 
         total, decision, launch = (medians.get((name, stage)) for stage in ("total", "decision", "launch"))
         if launch is None and name.endswith(RUNS_DENSE):
             launch = medians.get((BASELINE, "total"))
-        known = [part for part in (decision, launch) if part is not None]
         yield {
             "suite": "host",
             "call": name,
@@ -180,7 +181,7 @@ def host_rows(problem: Problem, device: torch.device, *, turns: int = TURNS) -> 
             "total_us": total,
             "decision_us": decision,
             "launch_us": launch,
-            "api_us": total - sum(known) if total is not None and known else None,
+            "api_us": None if total is None or launch is None else total - launch - (decision or 0.0),
             "over_sdpa_us": None if total is None else total - medians[BASELINE, "total"],
             "launches": launches.get(name),
             "problems": problems[name],
@@ -191,16 +192,18 @@ def stages_of(variant: Variant) -> dict[str, Callable[[], object]]:
     """Return the decision and the launch inside a call, each with the arguments it gets there."""
     found: dict[str, Callable[[], object]] = {}
 
-    def spy(stage: str, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        found.setdefault(stage, partial(real, *args, **kwargs))
-        return real(*args, **kwargs)
+    def spy_on(stage: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def spy(*args: Any, **kwargs: Any) -> Any:
+            found.setdefault(stage, partial(real, *args, **kwargs))
+            return real(*args, **kwargs)
 
-    backends = [base.get(name) for name in base.NAMES]
-    places = [("decision", *place) for place in DECISIONS]
-    places += [("launch", backend, method) for backend in backends for method in LAUNCHES]
+        return spy
+
     with ExitStack() as patches:
-        for stage, owner, attribute in places:
-            patches.enter_context(mock.patch.object(owner, attribute, partial(spy, stage, getattr(owner, attribute))))
+        for stage, places in STAGES.items():
+            for owner, attribute in places:
+                spy = spy_on(stage, getattr(owner, attribute))
+                patches.enter_context(mock.patch.object(owner, attribute, spy))
         variant.once()
     return found
 
@@ -217,8 +220,10 @@ def count_launches(variant: Variant) -> int:
 def _clock(call: HostCall, device: torch.device) -> float:
     """Return the seconds of one call of a batch, or of the one call behind ``prepare``."""
     with call.variant.context():
-        if call.prepare is not None:
+        if call.prepare is None:
+            call.variant.run()  # another call may have forgotten its recording
+        else:
             call.prepare()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        return host_seconds(call.variant.run, timed=1 if call.prepare else BATCH)
+        return host_seconds(call.variant.run, timed=BATCH if call.prepare is None else 1)
