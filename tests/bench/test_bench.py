@@ -86,7 +86,7 @@ class TestCases:
     def test_suites_are_the_documented_ones(self) -> None:
         assert DEFAULT_SUITES == ("end_to_end", "kernel", "error", "memory")
         assert {name: len(groups) for name, groups in SUITES.items()} == {
-            "end_to_end": 6,
+            "end_to_end": 7,
             "kernel": 16,
             "error": 1,
             "memory": 3,

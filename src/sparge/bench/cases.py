@@ -119,6 +119,7 @@ class Group:
 def _end_to_end() -> list[Group]:
     problems = [
         Problem(8192, 32),
+        Problem(4096, 32),
         Problem(32768, 16),
         Problem(131072, 4),
         Problem(32768, 16, head_dim=64),
