@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -81,11 +82,19 @@ def test_a_call_that_fails_has_its_reason(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_preparation_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-    monkeypatch.setattr(host, "host_seconds", lambda run, *, timed: order.append(f"{timed} timed") or run() or 1.0)
+    times = iter([5.0, 1.0, 9.0, 2.0])
+
+    def clock(run: Callable[[], object]) -> float:
+        order.append("timed")
+        run()
+        return next(times)
+
+    monkeypatch.setattr(host, "host_seconds", clock)
+    monkeypatch.setattr(host, "BATCH", 3)
     variant = Variant(lambda: order.append("call"))
-    assert host._clock(host.HostCall(variant, lambda: order.append("prepare")), CPU) == 1.0
-    assert host._clock(host.HostCall(variant), CPU) == 1.0
-    assert order == ["prepare", "1 timed", "call", "call", f"{host.BATCH} timed", "call"]
+    assert host._clock(host.HostCall(variant, lambda: order.append("prepare")), CPU) == 5.0
+    assert host._clock(host.HostCall(variant), CPU) == 2.0
+    assert order == ["prepare", "timed", "call", "call", *["timed", "call"] * 3]
 
 
 def test_the_first_call_of_a_kind_is_not_split(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
 """Suite "host" of ``sparge bench``: launch overhead per call, for each kind of call.
 
 The device work is tiny (one head), so that the queue is empty and a call takes as long as the host needs to return
-from it. Calls are timed in batches with a synchronization before each batch; batches of all calls take turns, and a row
-shows the median. A CPU has no queue: there the time includes the computation, over even fewer tokens.
+from it. Calls are timed one by one, in batches with a synchronization before each batch; the batches of all kinds take
+turns, and a row shows the median. A CPU has no queue: there the time includes the computation, over even fewer tokens.
 
 Columns of a row, in microseconds:
 
@@ -218,7 +218,7 @@ def count_launches(variant: Variant) -> int:
 
 
 def _clock(call: HostCall, device: torch.device) -> float:
-    """Return the seconds of one call of a batch, or of the one call behind ``prepare``."""
+    """Return the median seconds of the calls of a batch, or the seconds of the one call behind ``prepare``."""
     with call.variant.context():
         if call.prepare is None:
             call.variant.run()  # another call may have forgotten its recording
@@ -226,4 +226,4 @@ def _clock(call: HostCall, device: torch.device) -> float:
             call.prepare()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        return host_seconds(call.variant.run, timed=BATCH if call.prepare is None else 1)
+        return statistics.median(host_seconds(call.variant.run) for _ in range(BATCH if call.prepare is None else 1))
