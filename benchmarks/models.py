@@ -107,6 +107,7 @@ def forward_rows(
             "compiled": is_compiled,
             "stock_ms": milliseconds["stock"],
             **{f"{name}_ms": milliseconds.get(name) for name in dense},
+            **{f"{name}_relative_l1": found[name][0] for name in dense if name in found},
             "sparse_ms": milliseconds[variant],
             "density": stats.density if stats.sparse else 1.0,
             "relative_l1": error,

@@ -277,6 +277,7 @@ class TestSuites:
         assert [page[name] for name in names] == ["3.00", "n/a", "4.00", "FA4"]
         packed = measured(on_cpu, Group("packed", Problem(256, 1, 32, segments=3), topks=(0.5,)))[0]
         assert packed["fa4_ms"] == 4.0 and packed["fastest"] == "fa4", "the first of equals"
+        assert packed["fa4_relative_l1"] > 0.1, "the stand-in returns its queries"
         assert set(fake_fa4) == {"(1, 512, 1, 64) True", "packed (768, 1, 32) [0, 256, 512, 768]"}
 
     @pytest.mark.parametrize("queries", [512, 128])

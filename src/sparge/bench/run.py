@@ -322,6 +322,7 @@ def _packed(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
         once = variants[f"sparge {topk}"].once
         density = attempt(problems, "density", partial(_packed_density, bench, alone, problem, topk))
         error = attempt(problems, "sparge", partial(_packed_error, once, problem.lengths, rows, exact))
+        fa4 = partial(_packed_error, variants["fa4"].once, problem.lengths, rows, exact)
         yield {
             "topk": topk,
             "quantization": bench.quantization,
@@ -331,6 +332,7 @@ def _packed(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
             "loop_speedup": ratio(named["loop"].ms, named["sparge"].ms),
             "density": density,
             "relative_l1": error,
+            "fa4_relative_l1": attempt(problems, "fa4", fa4),
             "problems": problems,
         }
 
