@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from rich.progress import track
 
 import sparge
-from benchmarks.measure import environment, peak_extra_bytes
+from benchmarks.measure import environment, peak_resident_bytes
 from sparge.bench.timing import Variant, time_on_host
 from sparge.evaluate.inputs import Sample, text_like, video_like
 from sparge.evaluate.metrics import block_mass, mass_recall, relative_l1
@@ -105,7 +105,7 @@ def measure_memory(case: Case, repeats: int) -> dict[str, object]:  # noqa: ARG0
     inputs = sum(tensor.nbytes for tensor in (sample.query, sample.key, sample.value))
     small = [tensor[:, :, :2048] for tensor in (sample.query, sample.key, sample.value)]
     sparge.attention(*small, is_causal=case.is_causal, topk=case.topk, backend="torch")  # loads code and thread pools
-    extra = peak_extra_bytes(
+    extra = peak_resident_bytes(
         lambda: sparge.attention(
             sample.query, sample.key, sample.value, is_causal=case.is_causal, topk=case.topk, backend="torch"
         )

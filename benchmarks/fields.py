@@ -1,7 +1,7 @@
 """Smooth fields: what skipping costs, what the means of skipped blocks give back: `python -m benchmarks.fields`.
 
 Four fields from one that a tenth of the blocks nearly hold to one that no few blocks do, in the order of a raster and
-along Hilbert's curve. On a GPU, whole calls of the first at two lengths are timed besides, in turns with cuDNN's.
+along Hilbert's curve. On a GPU, whole calls of the first at two lengths are timed besides, in turns with dense kernels.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sparge
 from benchmarks.measure import append_row
+from sparge.bench.rivals import RIVALS, fa4_version
 from sparge.bench.timing import Variant, time_on_cuda
 from sparge.evaluate.inputs import frame_grid, smooth_tensors
 from sparge.evaluate.metrics import relative_l1
@@ -68,9 +68,9 @@ def errors(field: tuple[float, float], order: OrderName, device: str, heads: int
 
 
 def speeds(tokens: int, heads: int) -> list[dict[str, Any]]:
-    """Rows of whole calls of the first field: time, that of cuDNN in the same run, error against it."""
+    """Rows of whole calls of the first field: time, those of dense kernels in the same run, error against cuDNN."""
     query, key, value = made(tokens, heads, FIELDS[0], "row", "cuda")
-    variants = {"cudnn": Variant(lambda: F.scaled_dot_product_attention(query, key, value), _cudnn)}
+    variants = {name: rival.call((query, key, value), False) for name, rival in RIVALS.items()}
     asked = list(itertools.product(("topk", "rows"), (0.1, 0.25), ("drop", "mean")))
 
     def call(rule: str, density: float, skipped: Any) -> Tensor:
@@ -90,15 +90,11 @@ def speeds(tokens: int, heads: int) -> list[dict[str, Any]]:
             "density": density,
             "skipped": skipped,
             "ms": times[str((rule, density, skipped))].graph_ms,
-            "cudnn_ms": times["cudnn"].graph_ms,
+            **{f"{name}_ms": times[name].graph_ms for name in RIVALS},
             "relative_l1": relative_l1(call(rule, density, skipped), exact),
         }
         for rule, density, skipped in asked
     ]
-
-
-def _cudnn() -> Any:
-    return sdpa_kernel(SDPBackend.CUDNN_ATTENTION)
 
 
 @torch.no_grad()
@@ -112,7 +108,7 @@ def main() -> None:
     if args.device == "cuda":
         rows += [row for tokens, heads in TIMED for row in speeds(tokens, heads)]
     for row in rows:
-        append_row(args.results, row, gpu=args.device == "cuda")
+        append_row(args.results, row | {"flash_attn_4": fa4_version()}, gpu=args.device == "cuda")
         print({name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()})
 
 

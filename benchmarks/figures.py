@@ -19,7 +19,6 @@ Pictures of a `Look` are drawn twice, for light and dark pages: idea-light.png a
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +33,7 @@ from matplotlib.patches import Patch
 from torch import Tensor
 
 import sparge
+from benchmarks.measure import read_rows
 from benchmarks.quality_tables import rows_of
 from benchmarks.scale import plan
 from benchmarks.scale import summary as scale
@@ -105,7 +105,7 @@ def dress(panel: Any, look: Look) -> None:
 
 def measured_on_cpu(topk: float) -> dict[str, Any]:
     """The newest committed row of full attention at this share."""
-    rows = [json.loads(line) for line in (RESULTS / "cpu.jsonl").read_text().splitlines()]
+    rows = read_rows(RESULTS / "cpu.jsonl")
     return [row for row in rows if row["suite"] == "speed" and not row["is_causal"] and row["topk"] == topk][-1]
 
 
@@ -368,7 +368,7 @@ def draw_video(look: Look) -> Figure:
 
 def draw_replacement(look: Look) -> Figure:
     """One panel for each field of `benchmarks.fields`, in 8 bits on a GPU."""
-    rows = [json.loads(line) for line in (RESULTS / "fields.jsonl").read_text().splitlines()]
+    rows = read_rows(RESULTS / "fields.jsonl")
     rows = [row for row in rows if row["suite"] == "error"]
     fields = list(dict.fromkeys((row["amplitude"], row["noise"]) for row in rows))
     figure = new_figure(9.6, 2.7, look)

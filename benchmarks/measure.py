@@ -1,4 +1,4 @@
-"""Peak memory and the description of the machine that every result row carries."""
+"""Rows of benchmarks/results: reading them, appending one with its machine; peak memory of a process."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from collections.abc import Callable
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 from sparge.evaluate.machine import describe_machine
 
 
-def peak_extra_bytes(function: Callable[[], object]) -> int | None:
+def peak_resident_bytes(function: Callable[[], object]) -> int | None:
     """How far the process's resident memory rises above its level before the call; None where Linux does not tell."""
     clear = Path("/proc/self/clear_refs")
     if not clear.exists():
@@ -31,6 +32,11 @@ def _status_bytes(field: str) -> int:
         if line.startswith(field):
             return int(line.split()[1]) * 1024
     raise RuntimeError(f"expected {field} in /proc/self/status, got none")
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return all rows of a file, none where nothing was measured yet."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def environment() -> dict[str, str | int | None]:

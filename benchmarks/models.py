@@ -2,7 +2,8 @@
 
 Shapes are those of published models (`model_shapes`); weights are random, so attention has little structure and the
 error says how far sparse and stock outputs differ on such input, not how a trained model looks. What it shows is the
-speed that is left when everything around attention runs as well. Needs a CUDA device.
+speed that is left when everything around attention runs as well. "Stock" is torch's SDPA; where FlashAttention-4 is
+installed, the dense model is also timed with it, except compiled. Needs a CUDA device.
 
     forward     a forward pass: stock, dense in 8 bits, and with shares of the blocks; eager, or block by block compiled
     schedule    20 steps of denoising, the first fifth of them dense, in 16 bits and in 8
@@ -24,7 +25,8 @@ from torch import Tensor, nn
 import sparge
 from benchmarks.measure import append_row
 from benchmarks.model_shapes import CASES, Case, build
-from sparge.bench.timing import device_seconds, take_turns
+from sparge.bench.rivals import dense_model_contexts, fa4_version
+from sparge.bench.timing import attempt, device_seconds, take_turns
 
 RESULTS = Path(__file__).parent / "results" / "models.jsonl"
 STEPS, DENSE_STEPS = 20, 0.2
@@ -73,12 +75,17 @@ def forward_rows(
         return case.forward(case.model, case.latents, step)
 
     policies = {"8 bits": in_eight_bits(case)} | {f"{share:g}": sparge.Policy(topk=share) for share in shares}
-    contexts: dict[str, Callable[[], Any]] = {"stock": nullcontext}
+    dense = {} if is_compiled else dense_model_contexts()
+    contexts: dict[str, Callable[[], Any]] = {"stock": nullcontext, **dense}
     contexts |= {variant: partial(enabled, case, policy) for variant, policy in policies.items()}
     stock = run().float()
     found: dict[str, tuple[float, sparge.Stats]] = {}
+    problems: dict[str, str] = {}
 
-    def clock(variant: str) -> float:
+    def clock(variant: str) -> float | None:
+        return attempt(problems, variant, partial(timed, variant)) if variant in dense else timed(variant)
+
+    def timed(variant: str) -> float:
         with contexts[variant]():
             if variant not in found:
                 sparge.reset_stats()
@@ -89,7 +96,7 @@ def forward_rows(
     with compiled(case.model) if is_compiled else nullcontext():
         discarded = 1 if is_compiled else 0  # the first turn after compilation was half as fast again
         times = take_turns({variant: partial(clock, variant) for variant in contexts}, repeats, discarded=discarded)
-    milliseconds = {variant: 1e3 * statistics.median(values) for variant, values in times.items()}
+    milliseconds = {variant: 1e3 * statistics.median(values) for variant, values in times.items() if values}
     for variant in policies:
         error, stats = found[variant]
         yield {
@@ -99,10 +106,13 @@ def forward_rows(
             "topk": None if variant == "8 bits" else float(variant),
             "compiled": is_compiled,
             "stock_ms": milliseconds["stock"],
+            **{f"{name}_ms": milliseconds.get(name) for name in dense},
+            **{f"{name}_relative_l1": found[name][0] for name in dense if name in found},
             "sparse_ms": milliseconds[variant],
             "density": stats.density if stats.sparse else 1.0,
             "relative_l1": error,
             "reasons": stats.reasons,
+            "problems": problems,
         }
 
 
@@ -122,13 +132,18 @@ def schedule_rows(name: str, case: Case, share: float, repeats: int) -> Iterator
             latents = scheduler.step(noise, step, latents, return_dict=False)[0]
         return latents
 
-    contexts: dict[str, Callable[[], Any]] = {"stock": nullcontext}
-    for dense in ("16bit", "8bit"):
-        policy = sparge.Policy(topk=share, dense_first_steps=DENSE_STEPS, dense=dense)  # type: ignore[arg-type]
-        contexts[dense] = partial(enabled, case, policy, scheduler)
+    dense = dense_model_contexts()
+    contexts: dict[str, Callable[[], Any]] = {"stock": nullcontext, **dense}
+    for bits in ("16bit", "8bit"):
+        policy = sparge.Policy(topk=share, dense_first_steps=DENSE_STEPS, dense=bits)  # type: ignore[arg-type]
+        contexts[bits] = partial(enabled, case, policy, scheduler)
     found: dict[str, tuple[Tensor, sparge.Stats]] = {}
+    problems: dict[str, str] = {}
 
-    def clock(variant: str) -> float:
+    def clock(variant: str) -> float | None:
+        return attempt(problems, variant, partial(timed, variant)) if variant in dense else timed(variant)
+
+    def timed(variant: str) -> float:
         with contexts[variant]():
             run(steps=2)  # a dense one and a sparse one compile and tune
             sparge.reset_stats()
@@ -149,10 +164,12 @@ def schedule_rows(name: str, case: Case, share: float, repeats: int) -> Iterator
             "steps": STEPS,
             "dense_steps": DENSE_STEPS,
             "stock_ms": 1e3 * statistics.median(times["stock"]),
+            **{f"{name}_ms": 1e3 * statistics.median(times[name]) for name in dense if times[name]},
             "sparse_ms": 1e3 * statistics.median(times[variant]),
             "density": stats.density,
             "relative_l1": float((output - stock).abs().sum() / stock.abs().sum()),
             "reasons": stats.reasons,
+            "problems": problems,
         }
 
 
@@ -172,7 +189,7 @@ def main() -> None:
         else:
             rows = forward_rows(name, case, args.topk, args.repeats, args.compiled)
         for row in rows:
-            append_row(args.results, row, gpu=True)
+            append_row(args.results, row | {"flash_attn_4": fa4_version()}, gpu=True)
             print(
                 "{case} {model}, {variant}: {stock_ms:.1f} -> {sparse_ms:.1f} ms, density {density:.3f}, "
                 "relative L1 {relative_l1:.4f}, {reasons}".format(**row),

@@ -5,12 +5,12 @@ Each returns None where nothing was measured yet.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measure import read_rows
 from sparge.bench.table import newest
 from sparge.config import RENAMED_QUANTIZATIONS
 
@@ -23,10 +23,6 @@ BROKEN = "**"
 """Marks what breaks its limit."""
 
 
-def rows_of(path: Path) -> list[Row]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def renamed(quantization: str) -> str:
     """A quantization by its present name; rows keep the one they were measured under."""
     return RENAMED_QUANTIZATIONS.get(quantization, quantization)
@@ -34,7 +30,7 @@ def renamed(quantization: str) -> str:
 
 def measured(results: Path) -> list[Row]:
     """The newest row of each case whose kernel gave a result."""
-    rows = [row | {"kernel": renamed(row["kernel"])} for row in rows_of(results / "numerics.jsonl")]
+    rows = [row | {"kernel": renamed(row["kernel"])} for row in read_rows(results / "numerics.jsonl")]
     return [row for row in newest(rows, "numerics") if row["relative_l1"] is not None]
 
 
@@ -134,7 +130,7 @@ def divergence(results: Path) -> tuple[list[str], list[list[str]], list[Row]] | 
     """What dense 8-bit attention costs a language model, by quantization."""
     newest_of = {
         (row["attention"], renamed(row["quantization"]), row["tokens"]): row
-        for row in rows_of(results / "divergence.jsonl")
+        for row in read_rows(results / "divergence.jsonl")
         if "gpu" in row
     }
     lines = [

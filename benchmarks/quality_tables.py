@@ -5,12 +5,12 @@ Each returns None where nothing was measured yet.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measure import read_rows
 from sparge.evaluate.intervals import Interval
 from sparge.evaluate.language.summary import risen
 
@@ -41,9 +41,7 @@ FIGURES = {
 
 def rows_of(results: Path, case: str) -> list[Row]:
     """The rows of the newest commit that a case was measured at, the newest of each length and variant."""
-    path = results / "evaluation.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    rows = [row for row in map(json.loads, lines) if row["case"] == case]
+    rows = [row for row in read_rows(results / "evaluation.jsonl") if row["case"] == case]
     rows = [row for row in rows if row["commit"] == rows[-1]["commit"]]  # "topk" has not always meant the same
     return list({(row.get("tokens"), row["variant"]): row for row in rows}.values())
 

@@ -2,14 +2,13 @@
 
 A table stands between ``<!-- table: name -->`` and ``<!-- /table -->``. The newest row of each case is shown. Tables
 ``gpu_*`` come from gpu.jsonl, which ``sparge bench --json`` writes, and gpu_tests.jsonl, which the programs in
-tests/gpu write; without rows of theirs they, and those of `numeric_tables` and `quality_tables`, stay as they
-are.
+tests/gpu write; ``host`` comes from host.jsonl (``sparge bench --suite host``). Without rows of theirs they, and those
+of `numeric_tables` and `quality_tables`, stay as they are.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Callable
@@ -17,10 +16,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cpu_tables import CPU_TABLES
+from benchmarks.markdown import Row, cpu_source, gpu_source, markdown
+from benchmarks.measure import read_rows
 from benchmarks.numeric_tables import NUMERIC_TABLES, renamed
 from benchmarks.quality_tables import QUALITY_TABLES
 from benchmarks.scale.summary import SCALE_TABLES
-from sparge.bench.table import VIEWS, newest, problem_notes
+from sparge.bench.rivals import RIVALS, fastest
+from sparge.bench.table import KERNELS, NOT_MEASURED, VIEWS, newest, problem_notes
 
 REPOSITORY = Path(__file__).parent.parent
 RESULTS = REPOSITORY / "benchmarks" / "results"
@@ -29,178 +32,27 @@ MARKER = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 LONGEST, BEST_TOPK, BEST_MODEL = 131072, {False: 0.1, True: 0.5}, ("Wan 2.1 14B", 0.25)
 """Cases of the README's table."""
 
-Row = dict[str, Any]
-
-
-def newest_rows(suite: str) -> list[Row]:
-    """The last row of every case of a suite, in the order the cases were first measured."""
-    rows: dict[tuple[Any, ...], Row] = {}
-    for line in (RESULTS / "cpu.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        if row["suite"] == suite:
-            case = (
-                row["tokens"],
-                row["is_causal"],
-                row["topk"],
-                row["heads"],
-                row["queries"],
-                row["dtype"],
-            )
-            rows[case] = row
-    return list(rows.values())
-
-
-def _markdown(header: list[str], body: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *body]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def _source(rows: list[Row]) -> str:
-    """Machine, versions and commits behind the rows."""
-    machine = ", ".join(sorted({f"{row['processor']}, {row['threads']} threads, {row['system']}" for row in rows}))
-    torch = ", ".join(sorted({row["torch"] for row in rows}))
-    commit = ", ".join(sorted({row["commit"] for row in rows}))
-    return f"{machine}; torch {torch}; commit {commit}."
-
-
-def _attention(row: Row) -> str:
-    return "causal, text-like" if row["is_causal"] else "full, video-like"
-
-
-def speed_table() -> str:
-    rows = newest_rows("speed")
-    body = [
-        [
-            _attention(row),
-            f"{row['topk']:g}",
-            f"{row['dense_s']:.2f} s",
-            f"{row['sparse_s']:.2f} s",
-            f"**{row['speedup']:.2f}x**",
-            f"{row['density']:.3f}",
-            f"{row['mass_recall']:.3f}",
-            f"{row['relative_l1']:.4f}",
-            f"{row['predict_s'] * 1e3:.0f} ms",
-        ]
-        for row in rows
-    ]
-    header = [
-        "attention",
-        "topk",
-        "SDPA",
-        "sparge",
-        "speed-up",
-        "density",
-        "mass recall",
-        "rel. L1",
-        "of it prediction",
-    ]
-    shape = f"fp32, B 1, H {rows[0]['heads']}, D {rows[0]['head_dim']}, N {rows[0]['tokens']}"
-    return f"{_markdown(header, body)}\n\n{shape}; {_source(rows)}"
-
-
-def memory_table() -> str:
-    rows = newest_rows("memory")
-    body = [
-        [
-            f"{row['tokens']}",
-            _attention(row),
-            f"{row['input_bytes'] / 2**20:.0f} MiB",
-            f"{row['extra_bytes'] / 2**20:.0f} MiB",
-            f"{row['extra_ratio']:.2f}x",
-        ]
-        for row in rows
-    ]
-    header = ["N", "attention", "q + k + v", "peak extra (output included)", "ratio"]
-    return f"{_markdown(header, body)}\n\nfp32, topk {rows[0]['topk']:g}; {_source(rows)}"
-
-
-def crossover_table() -> str:
-    rows = newest_rows("crossover") + newest_rows("few queries") + newest_rows("few heads")
-    body = [
-        [
-            f"{row['heads']}",
-            f"{row['queries'] or row['tokens']}",
-            f"{row['tokens']}",
-            _attention(row),
-            f"{row['topk']:g}",
-            f"{row['density']:.3f}",
-            f"{row['speedup']:.2f}x",
-            f"{row['relative_l1']:.4f}",
-        ]
-        for row in sorted(rows, key=lambda row: (row["suite"], row["is_causal"], row["topk"]))
-    ]
-    header = ["heads", "queries", "keys", "attention", "topk", "density", "speed-up", "rel. L1"]
-    return f"{_markdown(header, body)}\n\n{_source(rows)}"
-
-
-def processor_table(variants: bool) -> str | None:
-    """Speed by processor, dtype, head_dim and length (`benchmarks.processor`); or the variants of one length."""
-    path = RESULTS / "processor.jsonl"
-    rows: dict[tuple[Any, ...], Row] = {}
-    for line in path.read_text().splitlines() if path.exists() else []:
-        row = json.loads(line)
-        if not variants and row["variant"] != "as it is":
-            continue
-        fields = ("processor", "threads", "dtype", "is_causal", "head_dim", "tokens", "topk", "variant")
-        rows[tuple(row[name] for name in fields)] = row
-    if variants:  # beside each other, and beside what they vary
-        varied = {case[:-1] for case in rows if case[-1] != "as it is"}
-        rows = {case: row for case, row in rows.items() if case[:-1] in varied}
-    if not rows:
-        return None
-    body = [
-        [
-            f"{row['processor']}, {row['threads']}",
-            row["dtype"],
-            _attention(row),
-            f"{row['head_dim']}",
-            f"{row['tokens']}",
-            f"{row['topk']:g}",
-            *([row["variant"]] if variants else []),
-            f"{row['dense_s'] * 1e3:.0f} ms",
-            f"{row['sparse_s'] * 1e3:.0f} ms",
-            f"{row['speedup']:.2f}x",
-            f"{row['density']:.3f}",
-            f"{row['relative_l1']:.4f} ({row['dense_relative_l1']:.4f})",
-        ]
-        for _, row in sorted(rows.items(), key=lambda entry: (*entry[0][:6], -entry[0][6]))
-    ]
-    header = ["processor, threads", "dtype", "attention", "D", "N", "topk", *(["variant"] if variants else [])]
-    header += ["SDPA", "sparge", "speed-up", "density", "rel. L1 (SDPA's)"]
-    return f"{_markdown(header, body)}\n\nB 1, H 8; {_source(list(rows.values()))}"
-
-
-def demo_table() -> str:
-    demo = json.loads((RESULTS / "demo.json").read_text())
-    body = [
-        [
-            row["input"],
-            row["score"],
-            f"{row['speedup']:.2f}x",
-            f"{row['density']:.3f}",
-            f"{row['recall']:.3f}",
-            f"{row['error']:.4f}",
-            "" if row["needle_mean"] is None else f"{row['needle_mean']:.0%} / {row['needle_min']:.0%}",
-        ]
-        for row in demo["rows"]
-    ]
-    header = ["input", "score", "speed-up", "density", "mass recall", "rel. L1", "needles kept: mean / worst"]
-    return f"{_markdown(header, body)}\n\ntopk {demo['settings']['topk']:g}; {_source([demo['machine']])}"
-
 
 def gpu_table(name: str) -> str | None:
     """A view of ``sparge bench``, or None where nothing of it was measured yet."""
-    path, view = RESULTS / "gpu.jsonl", VIEWS[name]
-    lines = path.read_text().splitlines() if path.exists() else []
-    rows = [row for row in newest([json.loads(line) for line in lines], view.suite) if view.on_page(row)]
+    view = VIEWS[name]
+    rows = [row for row in newest(_rows_of("gpu"), view.suite) if view.on_page(row)]
     if not rows:
         return None
     rows = _by_problem(rows)
-    shown = [list(view.cells(row)) for row in rows]
-    header = [column for column, _ in shown[0]]
-    body = [[f"**{text}**" if column == "speed-up" else text for column, text in cells] for cells in shown]
-    notes = "".join(f"\n\nn/a: {note}" for note in problem_notes(rows))
-    return f"{_markdown(header, body)}\n\nbf16, B 1; {_gpu_source(rows)}{notes}"
+    shown = [dict(view.page_cells(row)) for row in rows]
+    unmeasured = {
+        name for name in _rival_columns() if all(cells.get(name, NOT_MEASURED) == NOT_MEASURED for cells in shown)
+    }
+    header = [column for column in shown[0] if column not in unmeasured]
+    body = [[f"**{cells[name]}**" if name == "speed-up" else cells[name] for name in header] for cells in shown]
+    notes = _without_fa4(rows) if "speed-up" in header else ""
+    notes += "".join(f"\n\nn/a: {note}" for note in problem_notes(rows))
+    return f"{markdown(header, body)}\n\nbf16, B 1; {gpu_source(rows)}{notes}"
+
+
+def _rival_columns() -> list[str]:
+    return [f"{rival.column} ms" for rival in RIVALS.values()]
 
 
 def _by_problem(rows: list[Row]) -> list[Row]:
@@ -214,36 +66,55 @@ def _by_problem(rows: list[Row]) -> list[Row]:
 
 def best_table() -> str:
     """The README's four rows: attention without and with causality, with means, and a whole model."""
-    gpu = [json.loads(line) for line in (RESULTS / "gpu.jsonl").read_text().splitlines()]
     attention = [
-        row for row in newest(gpu, "end_to_end") if row.get("backend") == "hopper" and row["tokens"] == LONGEST
+        row
+        for row in newest(_rows_of("gpu"), "end_to_end")
+        if row.get("backend") == "hopper" and row["tokens"] == LONGEST
     ]
-    rows = [(row, "cudnn_ms", "sparge_ms") for row in attention if row["topk"] == BEST_TOPK[row["is_causal"]]]
-    rows += [(row, "cudnn_ms", "ms") for row in _field_speeds() if row["tokens"] == LONGEST and row["density"] == 0.1]
+    rows = [row for row in attention if row["topk"] == BEST_TOPK[row["is_causal"]]]
+    rows += [row for row in _field_speeds() if row["tokens"] == LONGEST and row["density"] == 0.1]
     models = {(row["model"], row["topk"]): row for row in _rows_of("models") if not row.get("compiled")}
-    rows.append((models[BEST_MODEL], "stock_ms", "sparse_ms"))
+    rows.append(models[BEST_MODEL])
     body = []
-    for row, before, after in rows:
+    for row in rows:
         if "skipped" in row:
             what = f"Attention over {row['tokens']} tokens, smooth field, skipped blocks as means"
-            command = "python -m benchmarks.fields"
+            command, after = "python -m benchmarks.fields", row["ms"]
         elif "model" in row:
             what, command = f"{row['model']}, forward pass (random weights)", "python -m benchmarks.models"
+            after = row["sparse_ms"]
         else:
             kind = "causal, text-like" if row["is_causal"] else "video-like"
-            what, command = f"Attention over {row['tokens']} tokens, {kind}", "sparge bench"
+            what, command, after = f"Attention over {row['tokens']} tokens, {kind}", "sparge bench", row["sparge_ms"]
+        dense, before = _baseline(row)
         body.append(
             [
                 what,
-                f"{_three_digits(row[before])}&nbsp;→&nbsp;{_three_digits(row[after])}",
-                f"**{row[before] / row[after]:.2f}x**",
+                dense,
+                f"{_three_digits(before)}&nbsp;→&nbsp;{_three_digits(after)}",
+                f"**{before / after:.2f}x**",
                 f"{row['density']:.3f}",
                 f"{row['relative_l1']:.4f}",
                 f"`{command}`",
             ]
         )
-    header = ["against cuDNN's bf16", "ms", "speed-up", "density", "rel. L1 error", "command"]
-    return f"{_markdown(header, body)}\n\n{_gpu_source([row for row, _, _ in rows])}"
+    header = ["bf16", "fastest dense kernel", "ms", "speed-up", "density", "rel. L1 error", "command"]
+    return f"{markdown(header, body)}\n\n{gpu_source(rows)}{_without_fa4(rows)}"
+
+
+def _without_fa4(rows: list[Row]) -> str:
+    """A note about rows with dense times in whose run FlashAttention-4 was not measured."""
+    dense = [row for row in rows if "cudnn_ms" in row or "stock_ms" in row]
+    commits = sorted({str(row["commit"]) for row in dense if row.get("fa4_ms") is None})
+    return f"\n\nMeasured without FlashAttention-4: commit {', '.join(commits)}." if commits else ""
+
+
+def _baseline(row: Row) -> tuple[str, float]:
+    """Name and milliseconds of the fastest dense kernel of a row; in a model, SDPA is one of them."""
+    name = fastest(row)
+    rival = (float("inf"), "") if name is None else (row[f"{name}_ms"], RIVALS[name].title)
+    milliseconds, title = min(rival, (row.get("stock_ms", float("inf")), "torch's SDPA"))
+    return title, milliseconds
 
 
 def _three_digits(milliseconds: float) -> str:
@@ -254,8 +125,7 @@ def _three_digits(milliseconds: float) -> str:
 
 def gpu_tests_table() -> str | None:
     """The last run of tests/gpu and of every tool in tools/gpu, for each backend; None before the first."""
-    path = RESULTS / "gpu_tests.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    rows = _rows_of("gpu_tests")
     runs = {row["backend"]: row for row in rows if "files" in row}
     if not runs:
         return None
@@ -266,14 +136,14 @@ def gpu_tests_table() -> str | None:
     ]
     body.append(["all", *(f"**{_counts(run['files'])}**" for run in runs.values())])
     tools = {(row["tool"], row.get("backend", "triton")): row for row in rows if "tool" in row}
-    notes = [f"Backend {backend!r}: {_gpu_source([run])}" for backend, run in runs.items()]
+    notes = [f"Backend {backend!r}: {gpu_source([run])}" for backend, run in runs.items()]
     notes += [
         f"**{run['crashed']} processes crashed with {backend!r}; their tests are not counted.**"
         for backend, run in runs.items()
         if run.get("crashed")
     ]
     notes += [_tool_note(tool, backend, row) for (tool, backend), row in tools.items()]
-    return _markdown(["tests", *map(repr, runs)], body) + "".join(f"\n\n{note}" for note in notes)
+    return markdown(["tests", *map(repr, runs)], body) + "".join(f"\n\n{note}" for note in notes)
 
 
 HAZARDS = {"roles": "between roles", "metadata": "of metadata", "notes": "of metadata"}
@@ -300,7 +170,7 @@ def _tool_note(tool: str, backend: str, row: Row) -> str:
             told += "; apart from " + " and ".join(
                 f"{count} {HAZARDS[kind]}{_control_note(kind, controls)}" for kind, count in apart.items()
             )
-    return f"{tool}, {backend!r}: {told}; {_gpu_source([row])}"
+    return f"{tool}, {backend!r}: {told}; {gpu_source([row])}"
 
 
 def _control_note(kind: str, controls: dict[str, int]) -> str:
@@ -316,18 +186,11 @@ def _control_note(kind: str, controls: dict[str, int]) -> str:
     return f" (in the control: {counts})"
 
 
-def _gpu_source(rows: list[Row]) -> str:
-    """Device, versions and commits behind the rows."""
-    parts = [("", "gpu"), ("torch ", "torch"), ("triton ", "triton"), ("CUDA ", "cuda"), ("commit ", "commit")]
-    told = (word + ", ".join(sorted({str(row[field]) for row in rows})) for word, field in parts)
-    return "; ".join(told) + "."
-
-
 def _rows_of(name: str) -> list[Row]:
-    return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
+    return read_rows(RESULTS / f"{name}.jsonl")
 
 
-QUANTIZATIONS = {"none": "16 bits", "int8_fp8": "INT8 + FP8", "int8_fp8_fast": "INT8 + FP8, no exponentials"}
+QUANTIZATIONS = {name: KERNELS[name] for name in ("none", "int8_fp8", "int8_fp8_fast")}
 
 
 def language_table() -> str:
@@ -347,8 +210,8 @@ def language_table() -> str:
         body.append([*first, *losses])
     header = ["tokens", "dense perplexity", "topk", "score", "density", *QUANTIZATIONS.values()]
     windows = ", ".join(f"{row['windows']} windows of {tokens}" for tokens, row in dense.items())
-    source = _gpu_source(list(sparse.values()))
-    return f"{_markdown(header, body)}\n\n{windows}; bf16; transformers {rows[-1]['transformers']}; {source}"
+    source = gpu_source(list(sparse.values()))
+    return f"{markdown(header, body)}\n\n{windows}; bf16; transformers {rows[-1]['transformers']}; {source}"
 
 
 def rules_table() -> str:
@@ -364,7 +227,7 @@ def rules_table() -> str:
             [name, *(f"{row['density']:.3f}: {row['loss']:+.2%} ± {row['loss_error'] * 100:.2f}" for row in cells)]
         )
     header = ["rules", *(f"{tokens} tokens: density, loss" for tokens in lengths)]
-    return f'{_markdown(header, body)}\n\n16 bits, score "moment"; {_gpu_source(list(rows.values()))}'
+    return f'{markdown(header, body)}\n\n16 bits, score "moment"; {gpu_source(list(rows.values()))}'
 
 
 def models_table() -> str:
@@ -378,15 +241,17 @@ def models_table() -> str:
     for (model, is_compiled), of in sorted(groups.items()):
         cells = [_model_cell(of.get(variant)) for variant in variants]
         name = f"{model}, compiled" if is_compiled else model
-        body.append([name, f"{next(iter(of.values()))['stock_ms']:.0f}", *cells])
-    header = ["model", "stock, 16 bits: ms", "dense, 8 bits", *(f"topk {share}" for share in variants[1:])]
-    return f"{_markdown(header, body)}\n\nbf16, B 1; ms, times faster, relative L1; {_gpu_source(rows)}"
+        dense, milliseconds = _baseline(next(iter(of.values())))
+        body.append([name, f"{milliseconds:.0f}, {dense}", *cells])
+    header = ["model", "dense, 16 bits", "dense, 8 bits", *(f"topk {share}" for share in variants[1:])]
+    source = f"{gpu_source(rows)}{_without_fa4(rows)}"
+    return f"{markdown(header, body)}\n\nbf16, B 1; ms, times faster, relative L1; {source}"
 
 
 def _model_cell(row: Row | None) -> str:
     if row is None:
         return ""
-    faster = row["stock_ms"] / row["sparse_ms"]
+    faster = _baseline(row)[1] / row["sparse_ms"]
     return f"{row['sparse_ms']:.0f}, **{faster:.2f}x**, {row['relative_l1']:.4f}"
 
 
@@ -397,17 +262,18 @@ def schedules_table() -> str:
         [
             model,
             {"16bit": "16 bits", "8bit": "8 bits"}[variant],
-            f"{row['stock_ms'] / 1e3:.1f}",
+            f"{_baseline(row)[1] / 1e3:.1f}, {_baseline(row)[0]}",
             f"{row['sparse_ms'] / 1e3:.1f}",
-            f"**{row['stock_ms'] / row['sparse_ms']:.2f}x**",
+            f"**{_baseline(row)[1] / row['sparse_ms']:.2f}x**",
             f"{row['density']:.3f}",
             f"{row['relative_l1']:.4f}",
         ]
         for (model, variant), row in sorted(newest_of.items())
     ]
-    header = ["model", "dense steps", "stock s", "sparge s", "speed-up", "density of sparse steps", "rel. L1"]
+    header = ["model", "dense steps", "dense s", "sparge s", "speed-up", "density of sparse steps", "rel. L1"]
     note = "20 steps, the first 4 dense, topk 0.25; bf16, B 1"
-    return f"{_markdown(header, body)}\n\n{note}; {_gpu_source(list(newest_of.values()))}"
+    rows = list(newest_of.values())
+    return f"{markdown(header, body)}\n\n{note}; {gpu_source(rows)}{_without_fa4(rows)}"
 
 
 def threshold_table() -> str:
@@ -423,8 +289,8 @@ def threshold_table() -> str:
         cells = [f"{row['pv_skipped']:.3f}, {row['ms'] / rows[None]['ms']:.2f}x" for row in of]
         body.append([*map(str, name), f"{rows[None]['ms']:.3g}", f"{rows[None]['relative_l1']:.4f}", *cells])
     header = ["N", "H", "inputs", "rule", "none: ms", "rel. L1", *(f"{value:g}" for value in thresholds)]
-    source = _gpu_source([row for rows in groups.values() for row in rows.values()])
-    return f"{_markdown(header, body)}\n\nbf16, B 1, D 128, INT8 + FP8 without exponentials; {source}"
+    source = gpu_source([row for rows in groups.values() for row in rows.values()])
+    return f"{markdown(header, body)}\n\nbf16, B 1, D 128, INT8 + FP8 without exponentials; {source}"
 
 
 def _field_speeds(rule: str = "topk", skipped: str = "mean") -> list[Row]:
@@ -445,17 +311,18 @@ def fields_table() -> str:
             str(row["tokens"]),
             str(row["heads"]),
             f"{row['density']:g}",
-            f"{row['cudnn_ms']:.1f}",
+            f"{_baseline(row)[1]:.1f}, {_baseline(row)[0]}",
             f"{dropped['ms']:.2f}",
             f"{dropped['relative_l1']:.4f}",
             f"{row['ms']:.2f}",
             f"{row['relative_l1']:.4f}",
-            f"**{row['cudnn_ms'] / row['ms']:.2f}x**",
+            f"**{_baseline(row)[1] / row['ms']:.2f}x**",
         ]
         for dropped, row in rows
     ]
-    header = ["N", "H", "density", "cuDNN ms", "dropped ms", "rel. L1", "means ms", "rel. L1", "speed-up"]
-    return f"{_markdown(header, body)}\n\nbf16, B 1, D 128; {_gpu_source([row for _, row in rows])}"
+    header = ["N", "H", "density", "fastest dense, ms", "dropped ms", "rel. L1", "means ms", "rel. L1", "speed-up"]
+    means = [row for _, row in rows]
+    return f"{markdown(header, body)}\n\nbf16, B 1, D 128; {gpu_source(means)}{_without_fa4(means)}"
 
 
 def field_errors_table() -> str:
@@ -472,52 +339,58 @@ def field_errors_table() -> str:
     ]
     header = ["amplitude, noise", "dropped", "means", "means, along Hilbert's curve"]
     sizes = f"{rows[-1]['tokens']} tokens, {rows[-1]['heads']} heads, D 128, density .1, 8 bits"
-    return f"{_markdown(header, body)}\n\n{sizes}; {_gpu_source(list(found.values()))}"
+    return f"{markdown(header, body)}\n\n{sizes}; {gpu_source(list(found.values()))}"
 
 
-def overhead_table() -> str:
-    """Microseconds an integration adds to a call it lets run dense, by the processor of the host."""
-    newest_of = {(row["case"], row["processor"]): row for row in _rows_of("overhead")}
-    hosts = list(dict.fromkeys(host for _, host in newest_of))
-    body = [
-        [case, *(f"{newest_of[case, host]['overhead_us']:.1f}" for host in hosts)]
-        for case in dict.fromkeys(case for case, _ in newest_of)
-    ]
-    commits = ", ".join(sorted({row["commit"] for row in newest_of.values()}))
-    return f"{_markdown(['integration', *(f'us on {host}' for host in hosts)], body)}\n\ncommit {commits}."
+def host_table() -> str | None:
+    """Launch overhead of each kind of call, a table for every machine; None before the first run."""
+    view = VIEWS["host"]
+    machines: dict[tuple[str, str | None], dict[str, Row]] = {}
+    for row in _rows_of("host"):
+        if not row["quick"]:
+            machines.setdefault((row["processor"], row.get("gpu")), {})[row["call"]] = row
+    tables = []
+    for (processor, gpu), calls in machines.items():
+        rows = list(calls.values())
+        shown = [dict(view.page_cells(row)) for row in rows]
+        measured = [name for name in shown[0] if any(cells[name] != NOT_MEASURED for cells in shown)]
+        body = [["" if cells[name] == NOT_MEASURED else cells[name] for name in measured] for cells in shown]
+        size = f"{rows[-1]['tokens']} tokens, {rows[-1]['heads']} head, D {rows[-1]['head_dim']}"
+        source = f"{processor}; {gpu_source(rows)}" if gpu else cpu_source(rows)
+        tables.append(f"{markdown(measured, body)}\n\n{size}; {source}")
+    return "\n\n".join(tables) or None
+
+
+def cpu_table(name: str) -> str | None:
+    return CPU_TABLES[name](RESULTS)
 
 
 def made_elsewhere(name: str) -> str | None:
     """One of `numeric_tables` or `quality_tables`, or None where nothing of it was measured yet."""
     made = {**NUMERIC_TABLES, **QUALITY_TABLES}[name](RESULTS)
-    return None if made is None else f"{_markdown(made[0], made[1])}\n\n{_gpu_source(made[2])}"
+    return None if made is None else f"{markdown(made[0], made[1])}\n\n{gpu_source(made[2])}"
 
 
 def scale_table(name: str) -> str:
     """A table of docs/scale.md; what was not measured yet says so in its cell."""
     header, body, rows = SCALE_TABLES[name](RESULTS)
-    source = f"\n\nbf16, B 1; {_gpu_source(rows)}" if rows else ""
-    return f"{_markdown(header, body)}{source}"
+    source = f"\n\nbf16, B 1; {gpu_source(rows)}" if rows else ""
+    return f"{markdown(header, body)}{source}"
 
 
 TABLES: dict[str, Callable[[], str | None]] = {
     "best": best_table,
-    "speed": speed_table,
-    "demo": demo_table,
-    "memory": memory_table,
-    "crossover": crossover_table,
-    "processor": partial(processor_table, False),
-    "processor_variants": partial(processor_table, True),
-    **{f"gpu_{name}": partial(gpu_table, name) for name in VIEWS},
+    **{f"gpu_{name}": partial(gpu_table, name) for name in VIEWS if name != "host"},
     "gpu_tests": gpu_tests_table,
     "language": language_table,
     "rules": rules_table,
     "models": models_table,
     "schedules": schedules_table,
-    "overhead": overhead_table,
+    "host": host_table,
     "fields": fields_table,
     "threshold": threshold_table,
     "field_errors": field_errors_table,
+    **{name: partial(cpu_table, name) for name in CPU_TABLES},
     **{name: partial(made_elsewhere, name) for name in (*NUMERIC_TABLES, *QUALITY_TABLES)},
     **{name: partial(scale_table, name) for name in SCALE_TABLES},
 }

@@ -341,7 +341,8 @@ def test_bench_prints_tables_and_appends_rows(
     assert written[:2] == [{"suite": "before"}, bench_row(0.5)]
     assert len(written) == 3
     printed = capsys.readouterr()
-    first, *rest = printed.out.splitlines()
+    first, second, *rest = printed.out.splitlines()
+    assert second.startswith("FlashAttention-4: missing (sparge bench compares with cuDNN and FlashAttention-2 alone)")
     assert first == ("NVIDIA H200, capability 9.0; torch 2.11.0, triton 3.6.0, CUDA 13.0, sparge 0.1.0 (0123456789)")
     shown = [line.split() for line in rest]
     assert ["8192", "32", "128", "no", "0.5", "192", "MiB", "64", "MiB", "96", "MiB", "0.50x"] in shown
@@ -377,12 +378,14 @@ def test_bench_keeps_its_rows_when_it_is_cut_short(
 
 def test_bench_tables_fit_80_columns() -> None:
     """With the longest text each column can show."""
-    times = ["sparge", "cudnn", "flash", "prepare", "attend", "floor", "sparge_graph", "loop"]
+    times = ["sparge", "fa4", "cudnn", "flash", "prepare", "attend", "floor", "sparge_graph", "loop"]
     row = bench_row(1.0) | {"tokens": 131072, "queries": 131072, "kernel": "flex", "asked_density": 0.25}
     row |= {f"{name}_ms": 123.4 for name in times} | {"graph_ms": 123.4, "executed_tops": 1234.5, "target": 0.013}
     row |= {"sparge_tflops": 12345.6, "speedup": 12.3, "graph_speedup": 12.3, "density": 0.123, "relative_l1": 0.0123}
     row |= {"family": "outliers-k-matched-1x100", "backend": "hopper", "lse_mean": 0.0123, "passes": True}
-    row |= {"segments": 64, "loop_speedup": 12.3, "mask": "documents", "sdpa_ms": 123.4}
+    row |= {"segments": 64, "loop_speedup": 12.3, "mask": "documents", "sdpa_ms": 123.4, "cudnn_ms": 100.1}
+    row |= {"call": "enabled layer, Hilbert order", "total_us": 1234.5, "api_us": 123.4, "decision_us": 12.3}
+    row |= {"launch_us": 1234.5, "over_sdpa_us": 1234.5, "launches": 123}
     stream = StringIO()
     rows = {name: row | {"suite": name} for name in SUITES}
     rows["numerics"]["kernel"] = "int8_fp8_fast"
@@ -428,7 +431,7 @@ def test_bench_without_cuda_is_one_line(tmp_path: Path, capsys: pytest.CaptureFi
         (
             ["--suite", "speed"],
             "'--suite': expected one of end_to_end, kernel, error, memory, crossover, hopper, numerics, packed, masks, "
-            "got speed",
+            "host, got speed",
         ),
         (["--json", "{folder}"], "'--json': expected a file to write, got the directory {folder}"),
     ],

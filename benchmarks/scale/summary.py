@@ -5,12 +5,12 @@ What was not measured yet says so.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measure import read_rows
 from benchmarks.scale import plan
 from benchmarks.scale.calls import MODES
 from benchmarks.scale.measure import Part, parts_of
@@ -27,9 +27,7 @@ MEGA = 1e6
 
 def rows_of(results: Path) -> dict[Key, Row]:
     """The newest row of every part and variant that was measured on a GPU and gave a time."""
-    path = results / "scale.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    rows = [row for row in map(json.loads, lines) if "gpu" in row and row["ms"] is not None]
+    rows = [row for row in read_rows(results / "scale.jsonl") if "gpu" in row and row["ms"] is not None]
     return {_key(row, row["variant"]): row for row in rows}
 
 
@@ -156,8 +154,7 @@ def _milliseconds(row: Row | None) -> str:
 
 def calls_table(results: Path) -> Made:
     """What the functions take on one rank: all in all, and on the host alone."""
-    path = results / "scale_calls.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    rows = read_rows(results / "scale_calls.jsonl")
     newest = {(row["workload"], row["topk"], row["mode"]): row for row in rows}
     body = []
     for workload, topk in dict.fromkeys(key[:2] for key in newest):

@@ -129,8 +129,8 @@ def bench(
         typer.Option(
             parser=_suite,
             metavar="NAME",
-            help="end_to_end, kernel, error, memory, crossover, hopper, numerics, packed or masks; may be repeated. "
-            "The first four by default.",
+            help="end_to_end, kernel, error, memory, crossover, hopper, numerics, packed, masks or host; may be "
+            "repeated. The first four by default; host also runs on a CPU.",
         ),
     ] = None,
     json_path: Annotated[
@@ -139,27 +139,33 @@ def bench(
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="One case of each suite, fewer turns.")] = False,
 ) -> None:
-    """Sparge against its rivals on this machine's CUDA GPU: speed, density, error and memory."""
+    """Compare sparge with dense attention on this machine's CUDA GPU: speed, density, error, memory, overhead."""
     import torch
     from rich.console import Console
 
     from sparge.backends import base
     from sparge.bench.cases import DEFAULT_SUITES
 
-    if not torch.cuda.is_available():
+    suites = tuple(dict.fromkeys(suite or DEFAULT_SUITES))
+    has_cuda = torch.cuda.is_available()
+    if not has_cuda and suites != ("host",):
         raise options.UsageError(
             f"bench: expected a CUDA device, got none (torch {torch.__version__}); see sparge doctor"
         )
-    missing = base.get("triton").missing(torch.device("cuda", torch.cuda.current_device()))
+    missing = base.get("triton").missing(torch.device("cuda", torch.cuda.current_device())) if has_cuda else None
     if missing is not None:
         raise options.UsageError(f"bench: {missing}")
+    from sparge.bench.rivals import describe_fa4
     from sparge.bench.run import run_bench
     from sparge.bench.table import one_line
-    from sparge.evaluate.machine import describe_gpu
+    from sparge.evaluate.machine import describe_gpu, describe_machine
 
     console = Console()
-    console.print(str(describe_gpu()), highlight=False, markup=False, soft_wrap=True)
-    suites = tuple(dict.fromkeys(suite or DEFAULT_SUITES))
+    lines_before = (
+        [str(describe_gpu()), f"FlashAttention-4: {describe_fa4()}"] if has_cuda else [str(describe_machine())]
+    )
+    for line in lines_before:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     rows = []
     with nullcontext() if json_path is None else json_path.open("a", encoding="utf-8") as lines:
         for row in run_bench(suites, quick):
@@ -182,7 +188,9 @@ def _print_bench(console: Console, rows: Sequence[bench_cases.Row]) -> None:
         shown = [list(view.cells(row)) for row in rows if row["suite"] == view.suite]
         if shown:
             table = empty_table(
-                [column for column, _ in shown[0]], left=("family", "backend", "kernel", "quantization"), padding=0
+                [column for column, _ in shown[0]],
+                left=("family", "backend", "kernel", "quantization", "call"),
+                padding=0,
             )
             for cells in shown:
                 table.add_row(*(text for _, text in cells))
@@ -315,6 +323,8 @@ def _installed(name: str) -> str | None:
 def _versions() -> Iterator[tuple[str, str]]:
     import torch
 
+    from sparge.bench.rivals import FA4_PACKAGE, describe_fa4
+
     yield "sparge", __version__
     yield "python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
@@ -323,6 +333,7 @@ def _versions() -> Iterator[tuple[str, str]]:
     yield "matplotlib", _installed("matplotlib") or "missing (no BlockMask.plot)"
     for name in ("transformers", "diffusers"):
         yield name, _installed(name) or "missing (needed for its models alone)"
+    yield FA4_PACKAGE, describe_fa4()
 
 
 def _devices() -> Iterator[tuple[str, str]]:

@@ -18,7 +18,7 @@ from filelock import FileLock
 
 collect_ignore = ["worker.py", "launches.py"]
 if importlib.util.find_spec("triton") is None:
-    collect_ignore += ["test_compile.py", "test_launch.py", "test_replay.py"]
+    collect_ignore += ["test_compile.py", "test_launch.py", "test_replay.py", "test_call_counts.py"]
 
 
 @pytest.fixture(scope="session")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ import sparge
 from conftest import exact_attention
 from sparge.bench import cases as bench_cases
 from sparge.bench import numerics as bench_numerics
+from sparge.bench import rivals
 from sparge.bench import run as bench
 from sparge.bench import timing as bench_timing
 from sparge.bench.cases import DEFAULT_SUITES, SUITES, Group, Problem, groups_of, random_blocks
@@ -83,15 +86,16 @@ class TestCases:
     def test_suites_are_the_documented_ones(self) -> None:
         assert DEFAULT_SUITES == ("end_to_end", "kernel", "error", "memory")
         assert {name: len(groups) for name, groups in SUITES.items()} == {
-            "end_to_end": 6,
+            "end_to_end": 7,
             "kernel": 16,
             "error": 1,
             "memory": 3,
             "crossover": 104,
-            "hopper": 12,
+            "hopper": 6,
             "numerics": len(SUITES["numerics"]),
             "packed": 8,
             "masks": 7,
+            "host": 1,
         }
         families = {group.family for group in SUITES["numerics"]}
         assert families == {family.name for family in (*FAMILIES, *captured_families())}
@@ -192,6 +196,27 @@ def on_cpu() -> bench.Bench:
     )
 
 
+@pytest.fixture
+def fake_fa4(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """A stand-in for FlashAttention-4; the list receives its calls."""
+    calls: list[str] = []
+
+    def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, None]:
+        calls.append(f"{tuple(q.shape)} {causal}")
+        assert all(tensor.is_contiguous() for tensor in (q, k, v))
+        heads_first = (tensor.transpose(1, 2) for tensor in (q, k, v))
+        return torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=causal).transpose(1, 2), None
+
+    def flash_attn_varlen_func(q: Tensor, *_: Tensor, **options: Any) -> Tensor:
+        assert options["cu_seqlens_k"] is options["cu_seqlens_q"] and options["max_seqlen_k"] == 256
+        calls.append(f"packed {tuple(q.shape)} {options['cu_seqlens_q'].tolist()}")
+        return q
+
+    functions = {"flash_attn_func": flash_attn_func, "flash_attn_varlen_func": flash_attn_varlen_func}
+    monkeypatch.setattr(rivals, "_import_fa4", lambda: SimpleNamespace(**functions))
+    yield calls
+
+
 def measured(on_cpu: bench.Bench, group: Group) -> list[Row]:
     """Rows as they come back from a file."""
     rows = [{**row, "quick": False, **bench.stamp(GPU)} for row in bench.measure(on_cpu, group)]
@@ -227,17 +252,36 @@ class TestSuites:
         assert [row["relative_l1"] for row in rows] == sorted(row["relative_l1"] for row in rows)
 
     def test_missing_rival_is_a_reason_not_a_crash(self, on_cpu: bench.Bench) -> None:
-        """There is no cuDNN on a CPU."""
+        """There is neither cuDNN nor FlashAttention-4 on a CPU."""
         row = measured(on_cpu, Group("end_to_end", Problem(512, 1, 64)))[1]
-        assert row["cudnn_ms"] is row["cudnn_tflops"] is row["speedup"] is row["cudnn_relative_l1"] is None
-        assert set(row["problems"]) == {"cudnn"}
+        assert row["cudnn_ms"] is row["cudnn_tflops"] is row["cudnn_relative_l1"] is row["fa4_ms"] is None
+        assert set(row["problems"]) == {"cudnn", "fa4"}
+        assert (row["fastest"], row["speedup"]) == ("flash", 4.0), "the ratio is against what ran"
         cells = dict(VIEWS["end_to_end"].cells(row))
-        assert (cells["cuDNN ms"], cells["speed-up"], cells["sparge ms"]) == ("n/a", "n/a", "1.00")
-        assert problem_notes([row, row]) == [f"cudnn: {row['problems']['cudnn']}"]
+        assert (cells["dense"], cells["dense ms"], cells["sparge ms"]) == ("FA2", "4.00", "1.00")
+        assert f"cudnn: {row['problems']['cudnn']}" in problem_notes([row, row])
+
+    def test_the_fastest_dense_kernel_is_the_baseline(self, on_cpu: bench.Bench, fake_fa4: list[str]) -> None:
+        """FlashAttention-4 gets its own layout, computes the same, and is the baseline where it is faster."""
+
+        def time(variants: dict[str, Variant], turns: int) -> dict[str, Timing]:
+            return pretend_times(variants, turns) | {"fa4": Timing(3.0, 2.5)}
+
+        row = measured(replace(on_cpu, time=time), Group("end_to_end", Problem(512, 1, 64, True)))[1]
+        assert (row["fastest"], row["speedup"], row["graph_speedup"]) == ("fa4", 3.0, 4.0), "by graph FA2 takes 2 ms"
+        assert row["fa4_relative_l1"] < 1e-2 and "fa4" not in row["problems"]
+        cells = dict(VIEWS["end_to_end"].cells(row))
+        assert (cells["dense"], cells["dense ms"]) == ("FA4", "3.00")
+        page = dict(VIEWS["end_to_end"].page_cells(row))
+        names = ("FA4 ms", "cuDNN ms", "FA2 ms", "fastest dense")
+        assert [page[name] for name in names] == ["3.00", "n/a", "4.00", "FA4"]
+        packed = measured(on_cpu, Group("packed", Problem(256, 1, 32, segments=3), topks=(0.5,)))[0]
+        assert packed["fa4_ms"] == 4.0 and packed["fastest"] == "fa4", "the first of equals"
+        assert packed["fa4_relative_l1"] > 0.1, "the stand-in returns its queries"
+        assert set(fake_fa4) == {"(1, 512, 1, 64) True", "packed (768, 1, 32) [0, 256, 512, 768]"}
 
     @pytest.mark.parametrize("queries", [512, 128])
-    def test_crossover(self, on_cpu: bench.Bench, queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(bench.RIVALS, "cudnn", bench.RIVALS["flash"])
+    def test_crossover(self, on_cpu: bench.Bench, queries: int) -> None:
         rows = measured(on_cpu, Group("crossover", Problem(512, 1, 64, True, queries)))
         assert [(row["topk"], row["speedup"], row["graph_speedup"]) for row in rows] == [
             (0.5, 4.0, 4.0),
@@ -261,10 +305,12 @@ class TestSuites:
             ("int8_fp8", 0.013),
             ("int8_fp16", None),
             ("none", None),
+            ("fa4", None),
             ("cudnn", None),
+            ("flash", None),
         ]
         assert rows[2]["relative_l1"] < rows[1]["relative_l1"] < rows[0]["relative_l1"] < 0.05
-        assert rows[3]["relative_l1"] is None
+        assert [row["relative_l1"] is None for row in rows[3:]] == [True, True, False]
 
     @pytest.mark.parametrize("is_causal", [False, True])
     def test_numerics(self, on_cpu: bench.Bench, is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,8 +360,7 @@ class TestSuites:
         assert row["extra_share"] == pytest.approx(1 / 6)
 
     @pytest.mark.parametrize("unequal", [False, True])
-    def test_packed(self, on_cpu: bench.Bench, monkeypatch: pytest.MonkeyPatch, unequal: bool) -> None:
-        monkeypatch.setitem(bench.RIVALS, "cudnn", bench.RIVALS["flash"])
+    def test_packed(self, on_cpu: bench.Bench, unequal: bool) -> None:
         problem = Problem(256, 1, 32, segments=3, unequal=unequal)
         lengths = [128, 256, 192] if unequal else [256] * 3
         assert problem.lengths == lengths
@@ -339,7 +384,7 @@ class TestSuites:
             assert row["relative_l1"] == pytest.approx(expected, rel=1e-4)
             assert (row["segments"], row["topk"], row["density"]) == (3, topk, topk)
             assert (row["sparge_ms"], row["loop_ms"], row["speedup"]) == (2.0 * topk, 4.0 * topk, 2.0 / topk)
-            assert row["loop_speedup"] == 2.0 and row["problems"] == {}
+            assert row["loop_speedup"] == 2.0 and set(row["problems"]) == {"fa4", "cudnn"}
         cells = dict(VIEWS["packed"].cells(rows[1]))
         expected_cells = ("3", "128 to 256" if unequal else "256", "0.5", "2.00x")
         assert (cells["segments"], cells["N"], cells["topk"], cells["of loop"]) == expected_cells

@@ -33,8 +33,8 @@ class TestTables:
             ("D", "128"),
             ("causal", "no"),
             ("topk", "0.5"),
-            ("cuDNN ms", "14.1"),
-            ("FA2 ms", "25.0"),
+            ("dense", "cuDNN"),
+            ("dense ms", "14.1"),
             ("sparge ms", "5.99"),
             ("TFLOP/s", "1467"),
             ("speed-up", "2.35x"),
@@ -48,7 +48,9 @@ class TestTables:
         assert not VIEWS["prepare_triton"].on_page({**END_TO_END, "topk": 0.25})
         assert not VIEWS["prepare"].on_page(END_TO_END)
         assert VIEWS["prepare"].on_page({**END_TO_END, "backend": "hopper"})
-        assert one_line(END_TO_END).startswith("end_to_end: N 32768, H 16, D 128, causal no, topk 0.5, cuDNN ms 14.1")
+        assert one_line(END_TO_END).startswith(
+            "end_to_end: N 32768, H 16, D 128, causal no, topk 0.5, dense cuDNN, dense ms"
+        )
 
     def test_newest_row_of_each_case_on_the_last_gpu(self) -> None:
         quarter = {**END_TO_END, "topk": 0.25}
@@ -73,14 +75,64 @@ class TestTables:
         missing = {**END_TO_END, "topk": 0.1, "cudnn_ms": None, "speedup": None, "problems": {"cudnn": "No kernel."}}
         (tmp_path / "gpu.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (END_TO_END, missing)))
         filled = tables.fill(page)
-        assert "| 32768 | 16 | 128 | no | 0.5 | 14.1 | 25.0 | 5.99 | 1467 | **2.35x** | 0.500 | 0.0125 |\n" in filled
-        assert "| 32768 | 16 | 128 | no | 0.1 | n/a | 25.0 | 5.99 | 1467 | **n/a** | 0.500 | 0.0125 |\n" in filled
+        assert (
+            "| 32768 | 16 | 128 | no | 0.5 | 14.1 | 25.0 | cuDNN | 5.99 | 1467 | **2.35x** | 0.500 | 0.0125 |\n"
+            in filled
+        )
+        assert "| 32768 | 16 | 128 | no | 0.1 | n/a | 25.0 | FA2 | 5.99 | 1467 | **n/a** | 0.500 | 0.0125 |\n" in filled
         assert "bf16, B 1; NVIDIA H200; torch 2.11.0; triton 3.6.0; CUDA 13.0; commit 0123456789." in filled
-        assert "n/a: cudnn: No kernel.\n<!-- /table -->" in filled
+        assert (
+            "Measured without FlashAttention-4: commit 0123456789.\n\nn/a: cudnn: No kernel.\n<!-- /table -->" in filled
+        )
+        assert "FA4 ms" not in filled, "a column that no run has is left out"
+        newer = {**END_TO_END, "topk": 0.1, "fa4_ms": 12.0, "flash_attn_4": "4.0"}
+        (tmp_path / "gpu.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (END_TO_END, newer)))
+        filled = tables.fill(page)
+        assert "| 0.5 | n/a | 14.1 | 25.0 | cuDNN | 5.99 |" in filled
+        assert "| 0.1 | 12.0 | 14.1 | 25.0 | FA4 | 5.99 |" in filled
+        assert "FlashAttention-4 4.0;" in filled and "Measured without FlashAttention-4: commit 0123456789." in filled
         assert filled.endswith("<!-- table: gpu_memory -->\n<!-- /table -->\n")
         assert "old" not in filled
         names = {name for name in tables.TABLES if name.startswith("gpu_")}
-        assert names == {f"gpu_{name}" for name in (*tables.VIEWS, "tests")}
+        assert names == {f"gpu_{name}" for name in (*tables.VIEWS, "tests") if name != "host"}
+
+    def test_every_ratio_is_against_the_fastest_dense_kernel(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
+        from benchmarks import tables
+
+        assert tables._baseline(END_TO_END) == ("cuDNN", 14.1)
+        assert tables._baseline({**END_TO_END, "fa4_ms": 12.0}) == ("FlashAttention-4", 12.0)
+        model = {"stock_ms": 50.0, "sparse_ms": 30.0, "relative_l1": 0.01, "commit": "0123456789"}
+        assert tables._baseline(model) == ("torch's SDPA", 50.0)
+        assert tables._baseline({**model, "fa4_ms": 45.0}) == ("FlashAttention-4", 45.0)
+        assert tables._model_cell({**model, "fa4_ms": 45.0}) == "30, **1.50x**, 0.0100"
+        assert tables._without_fa4([model]) == "\n\nMeasured without FlashAttention-4: commit 0123456789."
+        assert tables._without_fa4([{**model, "fa4_ms": 45.0}]) == tables._without_fa4([{"commit": "a"}]) == ""
+
+    def test_overhead_of_every_machine(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
+        from benchmarks import tables
+
+        monkeypatch.setattr(tables, "RESULTS", tmp_path)
+        assert tables.host_table() is None
+        row = {**Problem(4096, 1).fields(), "call": "SDPA", "total_us": 18.04, "api_us": None, "decision_us": None}
+        row |= {"launch_us": None, "over_sdpa_us": 0.0, "launches": 1, "quick": False, "processor": "Xeon"}
+        row |= {"threads": 2, "system": "Linux x86_64"}
+        row |= bench.stamp(GPU)
+        dense = {**row, "call": "attention, runs dense", "total_us": 30.0, "api_us": 10.0, "launch_us": 20.0}
+        on_cpu = {**row, "launches": None}
+        del on_cpu["gpu"]
+        rows = [{**dense, "total_us": 104.0}, row, dense, on_cpu, {**on_cpu, "quick": True}]
+        (tmp_path / "host.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        table = tables.host_table()
+        assert table is not None
+        first, second = table.split("\n\n| call")
+        assert "| call | us | API | launch | over SDPA | launches |" in first
+        assert "| attention, runs dense | 30.0 | 10.0 | 20.0 | 0.0 | 1 |\n| SDPA | 18.0 |  |  | 0.0 | 1 |" in first
+        assert "4096 tokens, 1 head, D 128; Xeon; NVIDIA H200; torch 2.11.0" in first
+        assert (
+            "| us | over SDPA |\n" in second and "D 128; Xeon, 2 threads, Linux x86_64; torch 2.11.0; commit" in second
+        )
 
     def test_results_of_the_gpu_tests_are_shown(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))

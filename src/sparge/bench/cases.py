@@ -22,7 +22,6 @@ TOPKS = (1.0, 0.5, 0.25, 0.1)
 """1.0 stands for `Dense`: every block, in 8 bits, without a prediction."""
 CROSSOVER_TOPKS = (0.5, 0.25)
 DENSITIES = (1.0, 0.5, 0.25, 0.1)
-HOPPER_TOPKS = (1.0, 0.5)
 PACKED_TOPKS = (1.0, 0.5, 0.25)
 NUMERICS_QUERIES = 512
 NUMERICS_LENGTHS = (1024, 8192, 32768, 131072)
@@ -46,6 +45,7 @@ IDENTITY = (
     "segments",
     "unequal",
     "mask",
+    "call",
 )
 """The fields that name a row's case; rows that agree in all of them are measurements of the same thing."""
 
@@ -116,16 +116,17 @@ class Group:
     mask: str | None = None
 
 
-def _end_to_end(topks: tuple[float, ...] = TOPKS) -> list[Group]:
+def _end_to_end() -> list[Group]:
     problems = [
         Problem(8192, 32),
+        Problem(4096, 32),
         Problem(32768, 16),
         Problem(131072, 4),
         Problem(32768, 16, head_dim=64),
         Problem(32768, 16, is_causal=True),
         Problem(131072, 4, is_causal=True),
     ]
-    return [Group("end_to_end", problem, topks=topks) for problem in problems]
+    return [Group("end_to_end", problem) for problem in problems]
 
 
 def _kernel() -> list[Group]:
@@ -151,7 +152,7 @@ def _crossover() -> list[Group]:
 
 
 def _hopper() -> list[Group]:
-    """What Hopper's kernel has to show, beside its twin, then whole calls."""
+    """Hopper's kernel beside its Triton twin."""
     kernels = [
         (Problem(32768, 16), 0.5),
         (Problem(32768, 16), 1.0),
@@ -160,7 +161,7 @@ def _hopper() -> list[Group]:
         (Problem(32768, 16, head_dim=64), 0.5),
         (Problem(32768, 16, is_causal=True), 0.5),
     ]
-    return [Group("hopper", problem, density) for problem, density in kernels] + _end_to_end(HOPPER_TOPKS)
+    return [Group("hopper", problem, density) for problem, density in kernels]
 
 
 def _packed() -> list[Group]:
@@ -218,8 +219,9 @@ SUITES: dict[str, list[Group]] = {
     "numerics": _numerics(),
     "packed": _packed(),
     "masks": _masks(),
+    "host": [Group("host", Problem(4096, 1))],
 }
-DEFAULT_SUITES = tuple(name for name in SUITES if name not in ("crossover", "hopper", "numerics", "packed", "masks"))
+DEFAULT_SUITES = ("end_to_end", "kernel", "error", "memory")
 
 
 def groups_of(suites: tuple[str, ...], quick: bool) -> list[Group]:

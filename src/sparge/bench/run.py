@@ -1,12 +1,12 @@
 """``sparge bench``: sparge and its rivals on one CUDA device, speed beside density and error, as plain rows.
 
-Suites: "end_to_end" (a whole call against cuDNN and FlashAttention-2), "kernel" (attention over random blocks alone,
+Suites: "end_to_end" (a whole call against the dense kernels of `rivals`), "kernel" (attention over random blocks alone,
 against FlexAttention), "error" (dense 8-bit attention against exact attention), "memory" (peak beyond inputs and
-output), "crossover" (from which sizes on a sparse call pays), "hopper" (its kernel beside its twin, and whole calls at
-two budgets), "numerics" (errors of every 8-bit quantization on families of inputs, against their limits), "packed" (a
-call over packed segments against a loop over them, and against cuDNN and FlashAttention-2 in such a loop), "masks" (a
-whole call under a mask with an entry per query, against SDPA under the same). Errors are those of 256 queries per head,
-see `evaluate.oracle`. A column that could not be measured is None, and ``problems`` of its row says why.
+output), "crossover" (from which sizes on a sparse call pays), "hopper" (its kernel beside its twin), "numerics" (errors
+of every 8-bit quantization on families of inputs, against their limits), "packed" (a call over packed segments against
+a loop over them, and against the dense kernels), "masks" (a whole call under a full mask, against SDPA under the same),
+"host" (launch overhead per call, see `host`). Errors are those of 256 queries per head, see `evaluate.oracle`. A column
+that could not be measured is None, and ``problems`` of its row says why.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sparge import api
 from sparge.backends import base
 from sparge.backends.cuda.backend import CudaBackend
+from sparge.bench import host
 from sparge.bench.cases import (
     CROSSOVER_TOPKS,
     ERROR_TARGETS,
@@ -42,6 +42,7 @@ from sparge.bench.cases import (
 from sparge.bench.inputs import make_inputs
 from sparge.bench.masks import MASKS, exact_under_mask
 from sparge.bench.numerics import family_named, inputs_of, numerics_rows
+from sparge.bench.rivals import RIVALS, fa4_version, fastest, in_turn
 from sparge.bench.timing import (
     Timing,
     Variant,
@@ -54,14 +55,13 @@ from sparge.bench.timing import (
 from sparge.block_mask import BlockMask
 from sparge.call import Call
 from sparge.config import Budget, Dense, Quantization
-from sparge.evaluate.machine import Gpu, describe_gpu
+from sparge.evaluate.machine import Gpu, describe_gpu, describe_machine
 from sparge.evaluate.oracle import exact_rows, sampled_error, sampled_queries
 from sparge.geometry import BLOCK_K, BLOCK_Q
 from sparge.varlen import varlen_attention
 
 TURNS, QUICK_TURNS = 5, 2
 MEMORY_TOPK = 0.5
-RIVALS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
 Inputs = tuple[Tensor, Tensor, Tensor]
 
@@ -109,16 +109,34 @@ def cuda_bench(quick: bool) -> Bench:
 
 
 def run_bench(suites: tuple[str, ...], quick: bool) -> Iterator[Row]:
-    """Rows of the suites as they are measured, each with the device, the versions, the commit and the time."""
-    bench, gpu = cuda_bench(quick), describe_gpu()
+    """Rows of the suites as they are measured, each with the device, the versions, the commit and the time.
+
+    The suite "host" alone also runs without a CUDA device.
+    """
+    bench = cuda_bench(quick) if suites != ("host",) else None
+    gpu = describe_gpu() if torch.cuda.is_available() else None
     for group in groups_of(suites, quick):
-        for row in measure(bench, group):
+        rows = host_suite(group, quick) if bench is None or group.suite == "host" else measure(bench, group)
+        for row in rows:
             yield {**row, "quick": quick, **stamp(gpu)}
 
 
-def stamp(gpu: Gpu) -> Row:
+def host_suite(group: Group, quick: bool) -> Iterator[Row]:
+    """Rows of the suite "host" on the current CUDA device, or without one on the CPU; with the host's processor."""
+    has_cuda = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if has_cuda else torch.device("cpu")
+    problem = group.problem if has_cuda else host.CPU_PROBLEM
+    turns = host.QUICK_TURNS if quick else host.TURNS
+    for row in host.host_rows(problem, device, turns=turns):
+        yield {**row, **asdict(describe_machine())}
+
+
+def stamp(gpu: Gpu | None) -> Row:
     """What every row carries besides its numbers."""
-    return {**asdict(gpu), "time": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+    row: Row = {"time": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+    if gpu is not None:
+        row |= {**asdict(gpu), "cudnn": torch.backends.cudnn.version(), "flash_attn_4": fa4_version()}
+    return row
 
 
 def measure(bench: Bench, group: Group) -> Iterator[Row]:
@@ -141,13 +159,16 @@ def _end_to_end(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
     problem = group.problem
     rows = sampled_queries(problem.queries, bench.device)
     exact = exact_rows(*inputs, rows, is_causal=problem.is_causal).output
-    variants = {name: _rival(name, inputs, problem) for name in RIVALS}
+    variants = _rivals(inputs, problem)
     for topk in group.topks:
         variants[f"sparge {topk}"] = _sparge(bench, inputs, problem, topk)
         variants[f"prepare {topk}"], variants[f"attend {topk}"] = _stages(bench, inputs, problem, topk)
     timings = bench.time(variants, bench.turns)
     common: dict[str, str] = {}
-    cudnn_error = attempt(common, "cudnn", partial(_error, variants["cudnn"].once, rows, exact))
+    errors = {
+        f"{name}_relative_l1": attempt(common, name, partial(_error, variants[name].once, rows, exact))
+        for name in RIVALS
+    }
     for topk in group.topks:
         named = {name: timings[f"{name} {topk}"] for name in ("sparge", "prepare", "attend")}
         named |= {name: timings[name] for name in RIVALS}
@@ -160,7 +181,7 @@ def _end_to_end(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
             **_speeds(problem, named),
             "density": density,
             "relative_l1": error,
-            "cudnn_relative_l1": cudnn_error,
+            **errors,
             "prepare_ms": named["prepare"].graph_ms,
             "attend_ms": named["attend"].graph_ms,
             "floor_ms": 1e3 * problem.preparation_bytes / bench.bytes_per_s,
@@ -171,11 +192,11 @@ def _end_to_end(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
 
 def _crossover(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
     problem = group.problem
-    variants = {"cudnn": _rival("cudnn", inputs, problem)}
+    variants = _rivals(inputs, problem)
     variants |= {f"sparge {topk}": _sparge(bench, inputs, problem, topk) for topk in CROSSOVER_TOPKS}
     timings = bench.time(variants, bench.turns)
     for topk in CROSSOVER_TOPKS:
-        named = {"cudnn": timings["cudnn"], "sparge": timings[f"sparge {topk}"]}
+        named = {name: timings[name] for name in RIVALS} | {"sparge": timings[f"sparge {topk}"]}
         problems = _problems(named)
         density = attempt(problems, "density", partial(_density, bench, inputs, problem, topk))
         yield {
@@ -249,7 +270,7 @@ def _dense_errors(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
         )
         for name in _quantizations(bench)
     }
-    runs["cudnn"] = _rival("cudnn", inputs, problem).once
+    runs |= {name: variant.once for name, variant in _rivals(inputs, problem).items()}
     for name, run in runs.items():
         problems: dict[str, str] = {}
         error = attempt(problems, name, partial(_error, run, rows, exact))
@@ -289,9 +310,9 @@ def _packed(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
         exact_rows(*segment, sampled, is_causal=problem.is_causal).output
         for segment, sampled in zip(alone, rows, strict=True)
     ]
-    variants = {name: _in_turn([_rival(name, segment, problem) for segment in alone]) for name in RIVALS}
+    variants = {name: rival.packed(alone, problem.is_causal) for name, rival in RIVALS.items()}
     for topk in group.topks:
-        variants[f"loop {topk}"] = _in_turn([_sparge(bench, segment, problem, topk) for segment in alone])
+        variants[f"loop {topk}"] = in_turn([_sparge(bench, segment, problem, topk) for segment in alone])
         variants[f"sparge {topk}"] = _sparge_packed(bench, alone, problem, topk)
     timings = bench.time(variants, bench.turns)
     for topk in group.topks:
@@ -301,6 +322,7 @@ def _packed(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
         once = variants[f"sparge {topk}"].once
         density = attempt(problems, "density", partial(_packed_density, bench, alone, problem, topk))
         error = attempt(problems, "sparge", partial(_packed_error, once, problem.lengths, rows, exact))
+        fa4 = partial(_packed_error, variants["fa4"].once, problem.lengths, rows, exact)
         yield {
             "topk": topk,
             "quantization": bench.quantization,
@@ -310,13 +332,9 @@ def _packed(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
             "loop_speedup": ratio(named["loop"].ms, named["sparge"].ms),
             "density": density,
             "relative_l1": error,
+            "fa4_relative_l1": attempt(problems, "fa4", fa4),
             "problems": problems,
         }
-
-
-def _in_turn(variants: list[Variant]) -> Variant:
-    """Calls of one kind, one after another."""
-    return Variant(lambda: [variant.run() for variant in variants], variants[0].context)
 
 
 def _sparge_packed(bench: Bench, alone: list[Inputs], problem: Problem, topk: float) -> Variant:
@@ -398,14 +416,8 @@ MEASURES: dict[str, Callable[[Bench, Group, Inputs], Iterator[Row]]] = {
 }
 
 
-def _rival(name: str, inputs: Inputs, problem: Problem) -> Variant:
-    """torch's attention by one of its kernels.
-
-    Its causality is aligned top-left. For fewer queries than keys it runs without: the few last queries see nearly all.
-    """
-    is_causal = problem.is_causal and problem.queries == problem.tokens
-    attend = partial(F.scaled_dot_product_attention, *inputs, is_causal=is_causal)
-    return Variant(attend, partial(sdpa_kernel, RIVALS[name]))
+def _rivals(inputs: Inputs, problem: Problem) -> dict[str, Variant]:
+    return {name: rival.call(inputs, problem.is_causal) for name, rival in RIVALS.items()}
 
 
 def _flex(inputs: Inputs, mask: BlockMask) -> Variant:
@@ -469,16 +481,16 @@ def _error(run: Callable[[], Any], rows: Tensor, exact: Tensor) -> float:
 
 
 def _speeds(problem: Problem, timings: dict[str, Timing]) -> Row:
-    """Times and effective TFLOP/s of sparge and its rivals, and the speed-up against cuDNN."""
+    """Times and effective TFLOP/s of sparge and its rivals, and the speed-up against the fastest of them."""
     columns: Row = {}
     for name in ("sparge", *RIVALS):
         if name in timings:
             timing = timings[name]
             columns |= {f"{name}_ms": timing.ms, f"{name}_graph_ms": timing.graph_ms}
             columns[f"{name}_tflops"] = tflops(problem.flop, timing.ms)
-    sparge, cudnn = timings["sparge"], timings["cudnn"]
-    columns["speedup"] = ratio(cudnn.ms, sparge.ms)
-    columns["graph_speedup"] = ratio(cudnn.graph_ms, sparge.graph_ms)
+    columns["fastest"] = fastest(columns)
+    for speedup, suffix in (("speedup", "_ms"), ("graph_speedup", "_graph_ms")):
+        columns[speedup] = ratio(columns.get(f"{fastest(columns, suffix)}{suffix}"), columns[f"sparge{suffix}"])
     return columns
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from sparge.bench.cases import IDENTITY, Row
+from sparge.bench.rivals import RIVALS, fastest
 from sparge.config import RENAMED_QUANTIZATIONS
 
 Cells = Iterator[tuple[str, str]]
@@ -19,7 +21,7 @@ KERNELS = {
     "none": "16 bits",
     "twin int8_fp8": "INT8 + FP8, Triton",
     "flex": "FlexAttention bf16",
-    "cudnn": "cuDNN bf16",
+    **{name: f"{rival.title} bf16" for name, rival in RIVALS.items()},
 }
 
 
@@ -27,13 +29,19 @@ KERNELS = {
 class View:
     """One table: the suite its rows come from, its title, and a row's cells as (column, text).
 
-    ``cases`` are the values a row must have to stand on a page; a terminal shows all rows.
+    ``cases`` are the values a row must have to stand on a page; a terminal shows all rows. ``page`` gives the cells
+    there, where there is room for more columns than the 80 characters of a terminal hold.
     """
 
     suite: str
     title: str
     cells: Callable[[Row], Cells]
     cases: Row = field(default_factory=dict)
+    page: Callable[[Row], Cells] | None = None
+
+    @property
+    def page_cells(self) -> Callable[[Row], Cells]:
+        return self.page or self.cells
 
     def on_page(self, row: Row) -> bool:
         return all(_field(row, name) == value for name, value in self.cases.items())
@@ -55,8 +63,7 @@ def kernel_name(row: Row) -> str:
 def _end_to_end(row: Row) -> Cells:
     yield from _problem(row)
     yield "topk", _topk(row)
-    yield "cuDNN ms", _ms(row, "cudnn_ms")
-    yield "FA2 ms", _ms(row, "flash_ms")
+    yield from _fastest(row)
     yield "sparge ms", _ms(row, "sparge_ms")
     yield "TFLOP/s", _number(row, "sparge_tflops", ".0f")
     yield "speed-up", _times(row, "speedup")
@@ -130,7 +137,7 @@ def _crossover(row: Row) -> Cells:
     yield "D", _plain(row, "head_dim")
     yield "causal", _causal(row)
     yield "topk", _topk(row)
-    yield "cuDNN ms", _ms(row, "cudnn_ms")
+    yield from _fastest(row)
     yield "sparge ms", _ms(row, "sparge_ms")
     yield "speed-up", _times(row, "speedup")
     yield "by graph", _times(row, "graph_speedup")
@@ -143,8 +150,7 @@ def _packed(row: Row) -> Cells:
     yield "H", _plain(row, "heads")
     yield "causal", _causal(row)
     yield "topk", _topk(row)
-    yield "cuDNN ms", _ms(row, "cudnn_ms")
-    yield "loop ms", _ms(row, "loop_ms")
+    yield from _fastest(row)
     yield "sparge ms", _ms(row, "sparge_ms")
     yield "speed-up", _times(row, "speedup")
     yield "of loop", _times(row, "loop_speedup")
@@ -166,12 +172,45 @@ def _masks(row: Row) -> Cells:
     yield "rel. L1", _number(row, "relative_l1", ".4f")
 
 
-END_TO_END = "End to end, prediction and quantisation included"
+def _fastest(row: Row) -> Cells:
+    """The fastest dense kernel of the run, and its time."""
+    name = fastest(row)
+    yield "dense", RIVALS[name].column if name else NOT_MEASURED
+    yield "dense ms", _ms(row, f"{name}_ms")
+
+
+def _with_rivals(cells: Callable[[Row], Cells], row: Row) -> Cells:
+    """The same with the time of every rival, and of a loop of sparse calls."""
+    for column, text in cells(row):
+        if column == "dense":
+            for name, rival in RIVALS.items():
+                yield f"{rival.column} ms", _ms(row, f"{name}_ms")
+            yield "fastest dense", text
+        elif column != "dense ms":
+            yield column, text
+        elif "loop_ms" in row:
+            yield "loop ms", _ms(row, "loop_ms")
+
+
+def _host(row: Row) -> Cells:
+    yield "call", _plain(row, "call")
+    yield "us", _us(row, "total_us")
+    for part in ("API", "decision", "launch"):
+        yield part, _us(row, f"{part.lower()}_us")
+    yield "over SDPA", _us(row, "over_sdpa_us")
+    yield "launches", _number(row, "launches", "d")
+
+
+END_TO_END = "Whole calls against the fastest dense kernel, prediction and quantization included"
 STAGES = "Where the time of one call goes, by graph replay"
 RANDOM_BLOCKS = "Attention over random blocks, the kernel alone"
 VIEWS = {
-    "end_to_end": View("end_to_end", END_TO_END, _end_to_end, {"backend": "hopper"}),
-    "end_to_end_triton": View("end_to_end", END_TO_END, _end_to_end, {"backend": "triton"}),
+    "end_to_end": View(
+        "end_to_end", END_TO_END, _end_to_end, {"backend": "hopper"}, partial(_with_rivals, _end_to_end)
+    ),
+    "end_to_end_triton": View(
+        "end_to_end", END_TO_END, _end_to_end, {"backend": "triton"}, partial(_with_rivals, _end_to_end)
+    ),
     "prepare": View("end_to_end", STAGES, _prepare, {"backend": "hopper", "topk": 0.5}),
     "prepare_triton": View("end_to_end", STAGES, _prepare, {"backend": "triton", "topk": 0.5}),
     "kernel": View("kernel", RANDOM_BLOCKS, _kernel, {"backend": "triton"}),
@@ -179,11 +218,22 @@ VIEWS = {
     "error": View("error", "Dense attention, error by quantization", _errors),
     "numerics": View("numerics", "Dense attention on families of inputs, errors and limits", _numerics),
     "memory": View("memory", "Peak device memory beyond inputs and output", _memory),
-    "packed": View("packed", "Packed segments, against loops over them", _packed),
-    "masks": View("masks", "Masks with an entry per query, against SDPA", _masks),
-    "crossover": View(
-        "crossover", "Sparse 8-bit attention against dense, by size", _crossover, {"topk": 0.5, "head_dim": 128}
+    "packed": View(
+        "packed",
+        "Packed segments against the fastest dense kernel, and against a loop of sparse calls",
+        _packed,
+        {},
+        partial(_with_rivals, _packed),
     ),
+    "masks": View("masks", "Full masks, against SDPA under the same mask", _masks),
+    "crossover": View(
+        "crossover",
+        "Sparse 8-bit attention against the fastest dense kernel, by size",
+        _crossover,
+        {"topk": 0.5, "head_dim": 128},
+        partial(_with_rivals, _crossover),
+    ),
+    "host": View("host", "Launch overhead per call, microseconds", _host),
 }
 TERMINAL_VIEWS = [view for name, view in VIEWS.items() if not name.endswith("_triton")]
 """A terminal shows the rows of one run, whatever their backend."""
@@ -240,6 +290,11 @@ def _ms(row: Row, name: str) -> str:
     if value is None:
         return NOT_MEASURED
     return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 10 else f"{value:.1f}"
+
+
+def _us(row: Row, name: str) -> str:
+    value = row.get(name)
+    return NOT_MEASURED if value is None else f"{value:.1f}" if abs(value) < 100 else f"{value:.0f}"
 
 
 def _times(row: Row, name: str) -> str:

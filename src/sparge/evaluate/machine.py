@@ -25,6 +25,10 @@ class Machine:
     sparge: str
     commit: str | None
 
+    def __str__(self) -> str:
+        commit = f" ({self.commit})" if self.commit else ""
+        return f"{self.processor}, {self.threads} threads; torch {self.torch}, sparge {self.sparge}{commit}"
+
 
 def describe_machine() -> Machine:
     """The processor, thread count and versions of this process."""

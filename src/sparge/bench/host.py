@@ -1,0 +1,229 @@
+"""Suite "host" of ``sparge bench``: launch overhead per call, for each kind of call.
+
+The device work is tiny (one head), so that the queue is empty and a call takes as long as the host needs to return
+from it. Calls are timed one by one, in batches with a synchronization before each batch; the batches of all kinds take
+turns, and a row shows the median. A CPU has no queue: there the time includes the computation, over even fewer tokens.
+
+Columns of a row, in microseconds:
+
+    total_us       the whole call
+    decision_us    the function of `STAGES` that decides, alone, with the arguments it gets in the call
+    launch_us      the method of the backend that allocates and launches, in the same way; SDPA's own time for calls of
+                   a model that run dense
+    api_us         the rest: arguments, operator dispatch, statistics, and what a framework does around the call
+    over_sdpa_us   total_us minus SDPA's
+    launches       kernels, fills and copies on the device, counted by the profiler
+
+A call that runs through none of these functions, and the first call of its kind, have no such column.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from sparge import api, decide
+from sparge.backends import base
+from sparge.bench.cases import Problem, Row
+from sparge.bench.timing import Variant, attempt, host_seconds, reason, take_turns
+from sparge.integrations import sdpa
+from sparge.integrations import transformers as transformers_integration
+from sparge.integrations.calls import Layer
+from sparge.ordering import order_of
+from sparge.policy import Policy
+from sparge.varlen import varlen_attention
+
+CPU_PROBLEM = Problem(128, 1, 16)
+TOPK = 0.25
+BATCH = 8
+"""Calls between two synchronizations: far fewer launches than a queue holds."""
+TURNS, QUICK_TURNS = 60, 10
+BASELINE, RUNS_DENSE = "SDPA", ", runs dense"
+
+STAGES: dict[str, Sequence[tuple[Any, str]]] = {
+    "decision": (
+        (decide, "by_arguments"),
+        (sdpa, "runs_dense"),
+        (transformers_integration, "runs_dense"),
+    ),
+    "launch": [(base.get(name), method) for name in base.NAMES for method in ("attention", "attend", "dense")],
+}
+"""Functions that decide between sparse and dense, and that allocate and launch, as (owner, attribute). The first one
+that a call runs through is its stage."""
+
+
+@dataclass(frozen=True)
+class HostCall:
+    """A kind of call; ``prepare`` runs before every call and is not timed."""
+
+    variant: Variant
+    prepare: Callable[[], object] | None = None
+
+
+def calls_on(problem: Problem, device: torch.device) -> dict[str, HostCall]:
+    """Return the kinds of calls by name, SDPA first."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    generator = torch.Generator(device).manual_seed(0)
+    size = (1, problem.heads, problem.tokens, problem.head_dim)
+    q, k, v = (torch.randn(size, dtype=dtype, device=device, generator=generator) for _ in range(3))
+    backend = base.resolve("auto", device)
+    named: dict[str, Any] = {"backend": backend}  # a named backend never runs dense
+    sparse = partial(api.attention, q, k, v, topk=TOPK, **named)
+    padding = torch.arange(problem.tokens, device=device) < problem.tokens * 7 // 8
+    full = padding.expand(problem.tokens, -1).contiguous()[None, None]
+    blocks = api.predict(q, k, topk=TOPK, **named)
+    packed = [tensor[0].transpose(0, 1).contiguous() for tensor in (q, k, v)]  # (tokens, H, D)
+    bounds = [0, problem.tokens // 2, problem.tokens]
+    sparse_policy = Policy(topk=TOPK, **named)
+
+    def stock() -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v)  # looked up at every call, as in a model
+
+    def in_order() -> Tensor:
+        order = order_of((problem.tokens // 64, 8, 8), "hilbert", device)
+        moved = [order.apply(tensor) for tensor in (q, k, v)]
+        return order.undo(api.attention(moved[0], moved[1], moved[2], topk=TOPK, score="spread", **named))
+
+    scope = sdpa.Scope(Layer("", sparse_policy), grid=(problem.tokens // 64, 8, 8))
+    calls: dict[str, Callable[[], object]] = {
+        BASELINE: stock,
+        f"attention{RUNS_DENSE}": partial(api.attention, q, k, v),
+        "attention": sparse,
+        "attention, key padding": partial(sparse, padding[None, None, None]),
+        "attention, full mask": partial(sparse, full),
+        "attention, Hilbert order": in_order,
+        "varlen_attention": partial(varlen_attention, *packed, bounds, bounds, topk=TOPK, **named),
+        "block_sparse_attention": partial(api.block_sparse_attention, q, k, v, blocks, **named),
+        "enabled layer, Hilbert order": partial(sdpa.sparse_sdpa, scope, q, k, v),
+    }
+    found = {name: HostCall(Variant(call)) for name, call in calls.items()}
+    for name, policy in ((f"replace_sdpa{RUNS_DENSE}", Policy()), ("replace_sdpa", sparse_policy)):
+        found[name] = HostCall(Variant(stock, partial(sdpa.replace_sdpa, policy)))
+    if device.type == "cuda":
+        from sparge.backends.cuda import replay
+
+        found["attention, first of its kind"] = HostCall(Variant(sparse), replay.forget)
+    return found | _frameworks(q, k, v)
+
+
+def _frameworks(q: Tensor, k: Tensor, v: Tensor) -> dict[str, HostCall]:
+    """Return calls of the installed frameworks, stock and with an integration that lets them run dense."""
+    calls: dict[str, Callable[[], object]] = {}
+    try:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    except ImportError:
+        pass
+    else:
+        module = nn.Module()
+        module.is_causal = False  # type: ignore[assignment]
+        transformers_integration.register(Policy())
+        calls["transformers, stock"] = partial(sdpa_attention_forward, module, q, k, v, None)
+        forward = transformers_integration.attention_forward
+        calls[f"transformers{RUNS_DENSE}"] = partial(forward, module, q, k, v, None)
+    try:
+        from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
+    except ImportError:
+        pass
+    else:
+        from sparge.integrations import diffusers_backend
+
+        tokens_first = [tensor.transpose(1, 2) for tensor in (q, k, v)]
+        dispatch = partial(dispatch_attention_fn, *tokens_first)
+        calls["diffusers, stock"] = partial(dispatch, backend=AttentionBackendName.NATIVE)
+        calls[f"diffusers{RUNS_DENSE}"] = partial(dispatch, backend=diffusers_backend.register(Policy()))
+    return {name: HostCall(Variant(call)) for name, call in calls.items()}
+
+
+@torch.no_grad()
+def host_rows(problem: Problem, device: torch.device, *, turns: int = TURNS) -> Iterator[Row]:
+    """Return one row for each kind of call; a call that fails gives a row with the reason."""
+    problems: dict[str, dict[str, str]] = {}
+    timed: dict[tuple[str, str], HostCall] = {}
+    launches: dict[str, int | None] = {}
+    calls = calls_on(problem, device)
+    for name, call in calls.items():
+        problems[name] = {}
+        try:
+            for _ in range(3):  # compile, tune and record
+                call.variant.once()
+            timed[name, "total"] = call
+            for stage, run in stages_of(call.variant).items() if call.prepare is None else ():
+                run()
+                timed[name, stage] = HostCall(Variant(run))
+        except Exception as error:
+            problems[name]["call"] = reason(error)
+            continue
+        if device.type == "cuda":
+            launches[name] = attempt(problems[name], "launches", partial(count_launches, call.variant))
+    clocks = {key: partial(_clock, call, device) for key, call in timed.items()}
+    times = take_turns(clocks, turns)
+    medians = {key: 1e6 * statistics.median(values) for key, values in times.items()}
+    for name in calls:
+        total, decision, launch = (medians.get((name, stage)) for stage in ("total", "decision", "launch"))
+        if launch is None and name.endswith(RUNS_DENSE):
+            launch = medians.get((BASELINE, "total"))
+        yield {
+            "suite": "host",
+            "call": name,
+            "device": device.type,
+            **problem.fields(),
+            "turns": turns,
+            "total_us": total,
+            "decision_us": decision,
+            "launch_us": launch,
+            "api_us": None if total is None or launch is None else total - launch - (decision or 0.0),
+            "over_sdpa_us": None if total is None else total - medians[BASELINE, "total"],
+            "launches": launches.get(name),
+            "problems": problems[name],
+        }
+
+
+def stages_of(variant: Variant) -> dict[str, Callable[[], object]]:
+    """Return the decision and the launch inside a call, each with the arguments it gets there."""
+    found: dict[str, Callable[[], object]] = {}
+
+    def spy_on(stage: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def spy(*args: Any, **kwargs: Any) -> Any:
+            found.setdefault(stage, partial(real, *args, **kwargs))
+            return real(*args, **kwargs)
+
+        return spy
+
+    with ExitStack() as patches:
+        for stage, places in STAGES.items():
+            for owner, attribute in places:
+                spy = spy_on(stage, getattr(owner, attribute))
+                patches.enter_context(mock.patch.object(owner, attribute, spy))
+        variant.once()
+    return found
+
+
+def count_launches(variant: Variant) -> int:
+    """Return the number of kernels, fills and copies that one call runs on a CUDA device."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        variant.once()
+        torch.cuda.synchronize()
+    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profiled.events() or ())
+
+
+def _clock(call: HostCall, device: torch.device) -> float:
+    """Return the median seconds of the calls of a batch, or the seconds of the one call behind ``prepare``."""
+    with call.variant.context():
+        if call.prepare is None:
+            call.variant.run()  # another call may have forgotten its recording
+        else:
+            call.prepare()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return statistics.median(host_seconds(call.variant.run) for _ in range(BATCH if call.prepare is None else 1))

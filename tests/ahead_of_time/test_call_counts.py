@@ -1,0 +1,59 @@
+"""Overhead of a replayed call of a GPU backend: its function calls and launches against fixed limits.
+
+The calls go through the public functions on CPU tensors. A stand-in driver notes the launches (`launches`), so that all
+Python in front of the driver runs, and nothing else does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from call_counts import LAUNCHES, LIMITS
+
+PROGRAM = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+import json
+import torch
+import launches
+import sparge
+from call_counts import count_calls
+from sparge.backends.cuda import replay
+from sparge.backends.cuda.backend import CudaBackend
+
+CudaBackend.missing = lambda *_: None
+started = launches.note_launches()
+tensors = [torch.zeros(1, 2, 512, 64, dtype=torch.bfloat16) for _ in range(3)]
+options = {{"quantization": "int8_fp8", "backend": "triton"}}
+mask = sparge.predict(*tensors[:2], topk=0.5)
+calls = {{
+    "replayed attention": lambda: sparge.attention(*tensors, topk=0.5, **options),
+    "replayed attention, causal": lambda: sparge.attention(*tensors, topk=0.5, is_causal=True, **options),
+    "replayed block_sparse_attention": lambda: sparge.block_sparse_attention(*tensors, mask, **options),
+}}
+found = {{}}
+for name, call in calls.items():
+    replay.forget()
+    count = count_calls(call, stand_in=launches.__file__)
+    assert list(map(bool, replay._replays.values())) == [True], "one recording, which can be replayed"
+    started.clear()
+    call()
+    found[name] = count, len(started)
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def found(run_once: Callable[[str], Any]) -> dict[str, tuple[int, int]]:
+    return run_once(PROGRAM)
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_replayed_calls_stay_within_their_limits(found: dict[str, tuple[int, int]], name: str) -> None:
+    calls, launches = found[name]
+    assert calls <= LIMITS[name]
+    assert 0 < launches <= LAUNCHES[name]

@@ -1,0 +1,108 @@
+"""Suite "host": every kind of call has a row whose parts add up, on a CPU too."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import sparge
+from sparge import cli
+from sparge.bench import host
+from sparge.bench.timing import Variant
+
+CPU = torch.device("cpu")
+CALLS = {
+    "SDPA",
+    "attention, runs dense",
+    "attention",
+    "attention, key padding",
+    "attention, full mask",
+    "attention, Hilbert order",
+    "varlen_attention",
+    "block_sparse_attention",
+    "enabled layer, Hilbert order",
+    "replace_sdpa, runs dense",
+    "replace_sdpa",
+}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_the_command_measures_a_cpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "QUICK_TURNS", 1)
+    monkeypatch.setattr(host, "BATCH", 1)
+    path = tmp_path / "host.jsonl"
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["bench", "--suite", "host", "--quick", "--json", str(path)])
+    assert not stopped.value.code
+    rows = {row["call"]: row for row in map(json.loads, path.read_text().splitlines())}
+    assert rows.keys() >= CALLS
+    for name, row in rows.items():
+        assert row["problems"] == {}, name
+        assert (row["suite"], row["device"], row["launches"], row["quick"]) == ("host", "cpu", None, True)
+        assert row["total_us"] > 0 and {"processor", "torch", "commit", "time"} <= row.keys()
+        parts = [row[part] for part in ("api_us", "decision_us", "launch_us")]
+        assert parts[0] is None or sum(filter(None, parts)) == pytest.approx(row["total_us"])
+        assert row["over_sdpa_us"] == pytest.approx(row["total_us"] - rows["SDPA"]["total_us"])
+    for name in CALLS - {"SDPA", "block_sparse_attention"}:
+        assert None not in (rows[name]["decision_us"], rows[name]["launch_us"]), name
+    printed = capsys.readouterr().out
+    _, *table, appended = printed.splitlines()
+    assert max(map(len, table)) <= 80 and appended == f"Rows appended to {path}"
+    assert "Launch overhead per call" in printed
+    assert all(name in printed for name in CALLS)
+
+
+def test_calls_run_as_they_are_named() -> None:
+    for name, call in host.calls_on(host.CPU_PROBLEM, CPU).items():
+        sparge.reset_stats()
+        call.variant.once()
+        stats = sparge.stats()
+        if name == "SDPA" or name.endswith("stock"):
+            assert (stats.sparse, stats.dense) == (0, 0), name
+        else:
+            assert (stats.sparse > 0) != name.endswith("runs dense"), name
+
+
+def test_a_call_that_fails_has_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("out of memory")
+
+    calls = {"SDPA": host.HostCall(Variant(lambda: None)), "broken": host.HostCall(Variant(fail))}
+    monkeypatch.setattr(host, "calls_on", lambda *_: calls)
+    _, row = host.host_rows(host.CPU_PROBLEM, CPU, turns=1)
+    assert row["total_us"] is row["over_sdpa_us"] is None
+    assert row["problems"] == {"call": "RuntimeError: out of memory"}
+
+
+def test_preparation_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    times = iter([5.0, 1.0, 9.0, 2.0])
+
+    def clock(run: Callable[[], object]) -> float:
+        order.append("timed")
+        run()
+        return next(times)
+
+    monkeypatch.setattr(host, "host_seconds", clock)
+    monkeypatch.setattr(host, "BATCH", 3)
+    variant = Variant(lambda: order.append("call"))
+    assert host._clock(host.HostCall(variant, lambda: order.append("prepare")), CPU) == 5.0
+    assert host._clock(host.HostCall(variant), CPU) == 2.0
+    assert order == ["prepare", "timed", "call", "call", *["timed", "call"] * 3]
+
+
+def test_the_first_call_of_a_kind_is_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its parts would be those of a call that is replayed."""
+    tensors = [torch.randn(1, 1, 64, 16) for _ in range(3)]
+    variant = Variant(lambda: sparge.attention(*tensors))
+    calls = {"SDPA": host.HostCall(variant), "first": host.HostCall(variant, lambda: None)}
+    monkeypatch.setattr(host, "calls_on", lambda *_: calls)
+    steady, first = host.host_rows(host.CPU_PROBLEM, CPU, turns=1)
+    assert None not in (steady["decision_us"], steady["launch_us"], steady["api_us"], first["total_us"])
+    assert first["decision_us"] is first["launch_us"] is first["api_us"] is None

@@ -1,0 +1,102 @@
+"""Dense rivals: which one is the fastest, and how FlashAttention-4 is found."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparge.bench import rivals
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder on the path for stand-ins of unpacked wheels, as PYTHONPATH would have it."""
+    if rivals._folder("flash_attn") is not None or rivals._folder("nvidia_cutlass_dsl") is not None:
+        pytest.skip("this machine has FlashAttention")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    rivals._import_fa4.cache_clear()
+    yield tmp_path
+    rivals._import_fa4.cache_clear()
+    for name in [name for name in sys.modules if name.split(".")[0] in ("flash_attn", "cutlass")]:
+        del sys.modules[name]
+
+
+def write(folder: Path, path: str, text: str = "") -> None:
+    (folder / path).parent.mkdir(parents=True, exist_ok=True)
+    (folder / path).write_text(text)
+
+
+@pytest.mark.usefixtures("packages")
+def test_missing() -> None:
+    assert rivals.fa4_version() is None
+    assert rivals.describe_fa4().endswith("pip install flash-attn-4")
+    with pytest.raises(ImportError, match="expected the package flash-attn-4, got none"):
+        rivals._import_fa4()
+    assert rivals.dense_model_contexts() == {}
+
+
+def test_without_cutlass(packages: Path) -> None:
+    write(packages, "flash_attn/cute/__init__.py", "import cutlass")
+    expected = "not usable without the module cutlass: pip install nvidia-cutlass-dsl"
+    assert rivals.describe_fa4() == f"unknown in {packages}/flash_attn/cute, {expected}"
+    with pytest.raises(ImportError, match="cutlass"):
+        rivals._import_fa4()
+
+
+@pytest.mark.parametrize("name", ["dsl_packages", "python_packages"])
+def test_wheels_on_the_path_need_no_pth_file(packages: Path, name: str) -> None:
+    write(packages, "flash_attn/cute/__init__.py", "import cutlass\nflash_attn_func = cutlass.NAME")
+    write(packages, "flash_attn_4-4.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: flash-attn-4\nVersion: 4.0\n")
+    write(packages, f"nvidia_cutlass_dsl/{name}/cutlass/__init__.py", "NAME = 'found'")
+    added = packages / "nvidia_cutlass_dsl" / name
+    described = f"4.0 in {packages}/flash_attn/cute; cutlass in {added}, which sparge bench adds to sys.path"
+    assert rivals.describe_fa4() == described
+    assert "flash_attn" not in sys.modules, "to describe it takes no import"
+    assert rivals._import_fa4().flash_attn_func == "found"
+    assert rivals.describe_fa4() == f"4.0 in {packages}/flash_attn/cute", "cutlass is on the path now"
+    assert sys.path.count(str(added)) == 1
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [
+        ({"fa4_ms": 1.0, "cudnn_ms": 2.0, "flash_ms": 3.0}, "fa4"),
+        ({"fa4_ms": 3.0, "cudnn_ms": 2.0, "flash_ms": 3.0}, "cudnn"),
+        ({"fa4_ms": None, "cudnn_ms": 2.0, "flash_ms": 3.0}, "cudnn"),
+        ({"cudnn_ms": 4.0, "flash_ms": 3.0, "sparge_ms": 1.0}, "flash"),
+        ({"cudnn_graph_ms": 4.0}, None),
+    ],
+)
+def test_the_fastest_of_those_that_ran(times: dict[str, float | None], expected: str | None) -> None:
+    assert rivals.fastest(times) == expected
+
+
+def test_a_model_runs_through_flash_attention_4_where_that_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def flash_attn_func(q: Tensor, _: Tensor, v: Tensor, *, causal: bool, softmax_scale: float | None) -> Tensor:
+        seen.append((tuple(q.shape), causal, softmax_scale))
+        return q.new_full((*q.shape[:3], v.shape[3]), 7.0)
+
+    monkeypatch.setattr(rivals, "_import_fa4", lambda: SimpleNamespace(flash_attn_func=flash_attn_func))
+    query, short = torch.randn(1, 4, 6, 8).bfloat16(), torch.randn(1, 4, 3, 8).bfloat16()
+    mask = torch.ones(6, 6, dtype=torch.bool)
+    calls = {
+        "taken": lambda: F.scaled_dot_product_attention(query, query, query, is_causal=True, scale=0.5),
+        "fewer queries": lambda: F.scaled_dot_product_attention(short, query, query),
+        "top-left": lambda: F.scaled_dot_product_attention(short, query, query, is_causal=True),
+        "mask": lambda: F.scaled_dot_product_attention(query, query, query, mask),
+        "float32": lambda: F.scaled_dot_product_attention(*[query.float()] * 3),
+    }
+    with rivals.Fa4Sdpa():
+        outputs = {name: call() for name, call in calls.items()}
+    assert seen == [((1, 6, 4, 8), True, 0.5), ((1, 3, 4, 8), False, None)]
+    assert {name for name, output in outputs.items() if (output == 7.0).all()} == {"taken", "fewer queries"}
+    assert outputs["taken"].shape == (1, 4, 6, 8)

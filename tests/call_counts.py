@@ -1,0 +1,53 @@
+"""Python and C function calls of one steady-state call, and how many each kind may make.
+
+Counts do not depend on the speed or load of a machine: a call that makes more of them got slower. They differ a little
+between releases of Python and torch; the limits leave room for that. Lower a limit when the overhead falls.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable
+from types import FrameType
+
+LIMITS = {
+    "attention, runs dense": 250,  # 236 with Python 3.11 and torch 2.13
+    "attention, causal, runs dense": 250,  # 238
+    "replace_sdpa, runs dense": 20,  # 17
+    "replayed attention": 435,  # 413
+    "replayed attention, causal": 420,  # 397
+    "replayed block_sparse_attention": 290,  # 274
+}
+"""By kind of call. A "replayed" call goes to a GPU backend that has recorded its launches
+(ahead_of_time/test_call_counts.py)."""
+LAUNCHES = {"replayed attention": 12, "replayed attention, causal": 10, "replayed block_sparse_attention": 6}
+"""Kernels that replayed calls may launch."""
+WARM_UPS = 4
+
+
+def count_calls(run: Callable[[], object], stand_in: str = "") -> int:
+    """Return the number of Python and C functions that a call runs, once the first calls are over.
+
+    Args:
+        stand_in: path of a module whose calls do not count: it stands for a driver.
+    """
+    for _ in range(WARM_UPS):
+        run()
+    calls = 0
+
+    def count(frame: FrameType, event: str, _argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call") and frame.f_code.co_filename != stand_in
+
+    before = sys.getprofile()
+    was_enabled = gc.isenabled()
+    gc.disable()  # collecting runs callbacks
+    sys.setprofile(count)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+        if was_enabled:
+            gc.enable()
+    return calls - 2  # run itself and the last setprofile
