@@ -21,6 +21,7 @@ from worker import Device
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from fake_driver import FakeDriver
+from sparge import repeated
 from sparge.backends.cuda import driver, launch, replay
 from sparge.backends.cuda.driver import Parameter
 
@@ -110,4 +111,5 @@ def note_launches(architecture: int = 90) -> list[tuple[str, list[Any]]]:
     driver.parameters_of = parameters_of
     replay._current_stream = lambda _: 0
     replay._is_capturing = lambda: False
+    repeated._is_current = lambda _: True
     return started

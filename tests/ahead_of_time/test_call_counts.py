@@ -17,12 +17,14 @@ from call_counts import LAUNCHES, LIMITS
 PROGRAM = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+import ctypes
 import json
 import torch
+import fake_driver
 import launches
 import sparge
 from call_counts import count_calls
-from sparge.backends.cuda import replay
+from sparge import ops, repeated
 from sparge.backends.cuda.backend import CudaBackend
 
 CudaBackend.missing = lambda *_: None
@@ -37,9 +39,11 @@ calls = {{
 }}
 found = {{}}
 for name, call in calls.items():
-    replay.forget()
-    count = count_calls(call, stand_in=launches.__file__)
-    assert list(map(bool, replay._replays.values())) == [True], "one recording, which can be replayed"
+    repeated.forget()
+    ops.forget()
+    count = count_calls(call, stand_ins=(launches.__file__, fake_driver.__file__, ctypes.__file__))
+    (made,) = ops._calls
+    assert list(map(bool, made.recordings.values())) == [True], "one recording, which can be replayed"
     started.clear()
     call()
     found[name] = count, len(started)

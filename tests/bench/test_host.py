@@ -100,7 +100,7 @@ def test_preparation_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_first_call_of_a_kind_is_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its parts would be those of a call that is replayed."""
     tensors = [torch.randn(1, 1, 64, 16) for _ in range(3)]
-    variant = Variant(lambda: sparge.attention(*tensors))
+    variant = Variant(lambda: sparge.attention(*tensors, backend="torch"))
     calls = {"SDPA": host.HostCall(variant), "first": host.HostCall(variant, lambda: None)}
     monkeypatch.setattr(host, "calls_on", lambda *_: calls)
     steady, first = host.host_rows(host.CPU_PROBLEM, CPU, turns=1)

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from sparge import api, decide
+from sparge import api, ops, repeated
 from sparge.backends import base
 from sparge.bench.cases import Problem, Row
 from sparge.bench.timing import Variant, attempt, host_seconds, reason, take_turns
@@ -52,14 +52,14 @@ BASELINE, RUNS_DENSE = "SDPA", ", runs dense"
 
 STAGES: dict[str, Sequence[tuple[Any, str]]] = {
     "decision": (
-        (decide, "by_arguments"),
+        (repeated, "kind_of"),
         (sdpa, "runs_dense"),
         (transformers_integration, "runs_dense"),
     ),
     "launch": [(base.get(name), method) for name in base.NAMES for method in ("attention", "attend", "dense")],
 }
-"""Functions that decide between sparse and dense, and that allocate and launch, as (owner, attribute). The first one
-that a call runs through is its stage."""
+"""Functions that decide between sparse and dense (by looking up what was decided before), and that allocate and launch,
+as (owner, attribute). The first one that a call runs through is its stage."""
 
 
 @dataclass(frozen=True)
@@ -110,10 +110,14 @@ def calls_on(problem: Problem, device: torch.device) -> dict[str, HostCall]:
     for name, policy in ((f"replace_sdpa{RUNS_DENSE}", Policy()), ("replace_sdpa", sparse_policy)):
         found[name] = HostCall(Variant(stock, partial(sdpa.replace_sdpa, policy)))
     if device.type == "cuda":
-        from sparge.backends.cuda import replay
-
-        found["attention, first of its kind"] = HostCall(Variant(sparse), replay.forget)
+        found["attention, first of its kind"] = HostCall(Variant(sparse), _forget)
     return found | _frameworks(q, k, v)
+
+
+def _forget() -> None:
+    """Drop all that makes a repeated call cheap."""
+    repeated.forget()
+    ops.forget()
 
 
 def _frameworks(q: Tensor, k: Tensor, v: Tensor) -> dict[str, HostCall]:
@@ -191,6 +195,11 @@ def host_rows(problem: Problem, device: torch.device, *, turns: int = TURNS) -> 
 def stages_of(variant: Variant) -> dict[str, Callable[[], object]]:
     """Return the decision and the launch inside a call, each with the arguments it gets there."""
     found: dict[str, Callable[[], object]] = {}
+    places = {stage: list(functions) for stage, functions in STAGES.items()}
+    if torch.cuda.is_available():
+        from sparge.backends.cuda.replay import Replay
+
+        places["launch"].append((Replay, "run"))
 
     def spy_on(stage: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def spy(*args: Any, **kwargs: Any) -> Any:
@@ -200,8 +209,8 @@ def stages_of(variant: Variant) -> dict[str, Callable[[], object]]:
         return spy
 
     with ExitStack() as patches:
-        for stage, places in STAGES.items():
-            for owner, attribute in places:
+        for stage, functions in places.items():
+            for owner, attribute in functions:
                 spy = spy_on(stage, getattr(owner, attribute))
                 patches.enter_context(mock.patch.object(owner, attribute, spy))
         variant.once()
