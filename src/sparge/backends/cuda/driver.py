@@ -234,7 +234,8 @@ class BoundLaunches:
         """
         driver = self._driver
         with self._lock:
-            if addresses != self._addresses:
+            before, self._addresses = self._addresses, []  # unknown, should anything fail
+            if addresses != before:
                 self._fill(self._slots, 0, *addresses)
                 for tensor_map in self._tensor_maps:
                     address = addresses[tensor_map[0]]
@@ -242,29 +243,31 @@ class BoundLaunches:
                         driver.check(driver.replace_address(tensor_map[1], ctypes.c_void_p(address)), "TMA address")
                         tensor_map[2] = address
             if is_capturing:
-                self._start_one_by_one(stream, zeros)
-                self._addresses = []  # the graph knows nothing of these
+                self._start_one_by_one(stream, zeros)  # the graph keeps its old arguments
                 return
             if self._graph_launch is None:
-                self._instantiate(zeros)
-            elif addresses != self._addresses:
-                still = [addresses[place] for place in self._still]
-                updates = self._moving_updates
-                if still != self._still_addresses or not self._addresses:
-                    updates = self._updates
-                    self._still_addresses = still
-                for update in updates:
-                    status = update()
-                    if status != SUCCESS:
-                        self._retry(update, status)
-                if self._zero_bytes and zeros != self._zeros_at:
-                    self._memset.address = self._zeros_at = zeros
-                    self._retry(self._update_memset, self._update_memset())
-            self._addresses = addresses
-            assert self._graph_launch is not None
-            status = self._graph_launch(ctypes.c_void_p(stream))
+                self._graph_launch = self._instantiate(zeros)
+            elif addresses != before:
+                self._update(addresses, zeros, is_complete=not before)
+            launch = functools.partial(self._graph_launch, ctypes.c_void_p(stream))
+            status = launch()
             if status != SUCCESS:
-                self._retry(functools.partial(self._graph_launch, ctypes.c_void_p(stream)), status)
+                self._retry(launch, status)
+            self._addresses = addresses
+
+    def _update(self, addresses: list[int], zeros: int, *, is_complete: bool) -> None:
+        """Hand new arguments to the graph: to kernels of inputs and results, or to all if the workspace has moved."""
+        still = [addresses[place] for place in self._still]
+        is_complete = is_complete or still != self._still_addresses
+        for update in self._updates if is_complete else self._moving_updates:
+            status = update()
+            if status != SUCCESS:
+                self._retry(update, status)
+        self._still_addresses = still
+        if self._zero_bytes and zeros != self._zeros_at:
+            self._memset.address = zeros
+            self._retry(self._update_memset, self._update_memset())
+            self._zeros_at = zeros
 
     def _retry(self, function: Callable[[], int], status: int) -> None:
         """Repeat what failed for lack of a CUDA context in this thread; raise where that was not the reason."""
@@ -285,8 +288,8 @@ class BoundLaunches:
             status = driver.launch(ctypes.byref(config), ctypes.c_void_p(kernel.function), parameters, None)
             driver.check(status, "cuLaunchKernelEx")
 
-    def _instantiate(self, zeros: int) -> None:
-        """Make the graph, with the arguments as they are now: each launch waits for the one before."""
+    def _instantiate(self, zeros: int) -> Callable[..., int]:
+        """Make the graph with the arguments as they are now, each launch behind the one before; return its launch."""
         driver = self._driver
         graph, previous = self._graph, ctypes.c_void_p()  # updates name the nodes of the graph, so it is kept
         driver.check(driver.create_graph(ctypes.byref(graph), 0), "cuGraphCreate")
@@ -314,7 +317,7 @@ class BoundLaunches:
         status = driver.instantiate(ctypes.byref(executable), graph, ctypes.c_ulonglong(0))
         driver.check(status, "cuGraphInstantiateWithFlags")
         self._still_addresses = [int(self._slots[place]) for place in self._still]
-        self._graph_launch = functools.partial(driver.launch_graph, executable)
+        return functools.partial(driver.launch_graph, executable)
 
     def __del__(self) -> None:
         if getattr(self, "_graph_launch", None) is not None:
