@@ -58,6 +58,16 @@ class ScoreConfig:
 
 
 @dataclass(frozen=True)
+class HopperScoreConfig:
+    """Warpgroups of 64 sampled queries, key blocks per tile, tiles in shared memory, a consumer's registers."""
+
+    consumers: int
+    columns: int
+    stages: int
+    registers: int
+
+
+@dataclass(frozen=True)
 class SelectConfig:
     """Blocks of a row that one warp takes, most warps."""
 
@@ -121,6 +131,11 @@ CONFIGS: dict[StageKey, Any] = {
     # Not timed: where products run in registers alone, 64 columns spill.
     StageKey("score", "small"): ScoreConfig(128, 32, 8, 1),
     StageKey("score", "small", width=256): ScoreConfig(64, 32, 8, 1),
+    # N 8192, 32768 and 131072: 0.020, 0.089 and 0.289 ms; 64 columns and 4 stages 0.021, 0.092 and 0.307; 3 consumers
+    # 0.026, 0.096 and 0.316
+    StageKey("score_hopper"): HopperScoreConfig(2, 128, 2, 240),
+    # Not timed.
+    StageKey("score_hopper", width=256): HopperScoreConfig(2, 32, 4, 240),
     # 16 entries a thread. At N 131072, H 4 (2048 blocks) 0.083 ms; 8 entries 0.104, 4 entries 0.160: sums across warps
     # wait at barriers
     StageKey("select"): SelectConfig(512, 16),
@@ -185,6 +200,10 @@ def query_config(width: int) -> QuantizeConfig:
 
 def score_config(width: int, architecture: int) -> ScoreConfig:
     return cast(ScoreConfig, stage_config("score", width, architecture))
+
+
+def hopper_score_config(width: int) -> HopperScoreConfig:
+    return cast(HopperScoreConfig, stage_config("score_hopper", width))
 
 
 def select_config() -> SelectConfig:
