@@ -25,8 +25,7 @@ from sparge.backends.cuda.replay import replayed
 from sparge.backends.cuda.stages.block_rows import RowArguments, are_remembered, marks_of
 from sparge.backends.cuda.stages.budget import count_budget
 from sparge.backends.cuda.stages.mask_blocks import MaskBlocks, mask_blocks
-from sparge.backends.cuda.stages.peaks import mark_peaks
-from sparge.backends.cuda.stages.quantize import quantize_key_value, quantize_means, summarize_query
+from sparge.backends.cuda.stages.quantize import KeyValueCodes, quantize_key_value, summarize_query
 from sparge.backends.cuda.stages.replacement import replaced_bias
 from sparge.backends.cuda.stages.score import block_probabilities, score_inputs
 from sparge.backends.cuda.stages.select import select, select_rows
@@ -105,13 +104,13 @@ def prepare(
     if not with_operands:
         return None, mask
     assert value is not None
-    dtype, key_scale = query.dtype, key
+    dtype, key_scale, mean_codes = query.dtype, key, None
     tokens_first = call.segments is not None or is_tokens_first(query)
     if quantizes:
-        query = summary.codes
-        key, key_scale, value = quantize_key_value(key, value, key_value, call, seen.keys if seen else None)
-    if peak_handling(call) == "marked":
-        mark_peaks(query, summary.scale, key, key_scale, call)
+        marking = summary if peak_handling(call) == "marked" else None
+        keys_seen = seen.keys if seen else None
+        codes, mean_codes = quantize_key_value(key, value, key_value, call, keys_seen, marking)
+        query, key, key_scale, value = summary.codes, codes.key, codes.key_scale, codes.value
     operands = Operands(
         query=query,
         key=key,
@@ -123,7 +122,7 @@ def prepare(
         dtype=dtype,
         tokens_first=tokens_first,
         keys_seen=seen.keys if seen else None,
-        means=_means(key_value, mask, call) if replaces else None,
+        means=_means(key_value, mean_codes, mask, call) if replaces else None,
         order=order,
         kind=None if blocks is None else blocks.kind,
     )
@@ -149,13 +148,13 @@ def _hides_keys_alone(attn_mask: Tensor, call: Call) -> bool:
     return attn_mask.shape[2] == 1 and attn_mask.dtype == torch.bool and call.window.left is None
 
 
-def _means(key_value: KeyValueSummary, mask: BlockMask | None, call: Call) -> MeanOperands:
-    """What stands for the blocks that a mask does not keep."""
+def _means(key_value: KeyValueSummary, codes: KeyValueCodes | None, mask: BlockMask | None, call: Call) -> MeanOperands:
+    """What stands for the blocks that a mask does not keep: their means, or the codes of these."""
     key, value, bias = key_value.key_block, key_value.value_block, key_value.block_bias
     assert mask is not None and key is not None and value is not None and bias is not None
     key_scale = key
-    if call.is_quantized:
-        key, key_scale, value = quantize_means(key_value, call)
+    if codes is not None:
+        key, key_scale, value = codes.key, codes.key_scale, codes.value
     return MeanOperands(key, value, key_scale, replaced_bias(mask, bias, call))
 
 

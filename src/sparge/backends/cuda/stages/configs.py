@@ -88,15 +88,6 @@ class BudgetConfig:
 
 
 @dataclass(frozen=True)
-class PeakConfig:
-    """Key blocks one program looks at, pipeline depth, warps."""
-
-    blocks: int
-    stages: int
-    warps: int
-
-
-@dataclass(frozen=True)
 class ReplacementConfig:
     """Blocks of a row that a program takes at a time, warps."""
 
@@ -142,9 +133,6 @@ CONFIGS: dict[StageKey, Any] = {
     # With one sum for all programs, at N 32768: 0.049 ms; 2 rows 0.070, one 0.120: they wait for each other. 8 or 32
     # warps within 0.002. Not timed since the sums have parts.
     StageKey("budget"): BudgetConfig(4, 16),
-    # N 8192, 32768 and 131072: 0.014, 0.025 and 0.025 ms; 16 blocks 0.016, 0.025 and 0.025, two warps 0.017, 0.031 and
-    # 0.031. The floor, K's codes once: 0.008, 0.016 and 0.016
-    StageKey("peaks"): PeakConfig(8, 3, 4),
     # Not timed.
     StageKey("replacement"): ReplacementConfig(256, 2),
     # Not timed.
@@ -159,7 +147,6 @@ CANDIDATES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
     "score": {"rows": (64, 128, 256), "columns": (32, 64, 128), "warps": (4, 8), "stages": (1, 2)},
     "select": {"columns": (128, 256, 512, 1024), "most_warps": (8, 16)},
     "budget": {"rows": (1, 2, 4, 8), "share_warps": (4, 8, 16, 32)},
-    "peaks": {"blocks": (4, 8, 16), "stages": (2, 3, 4), "warps": (2, 4, 8)},
     "mask": {"blocks": (4, 8, 16), "warps": (2, 4, 8)},
     "replacement": {"step": (128, 256, 512), "warps": (1, 2, 4)},
 }
@@ -212,10 +199,6 @@ def select_config() -> SelectConfig:
 
 def budget_config() -> BudgetConfig:
     return cast(BudgetConfig, stage_config("budget"))
-
-
-def peak_config() -> PeakConfig:
-    return cast(PeakConfig, stage_config("peaks"))
 
 
 def replacement_config() -> ReplacementConfig:
