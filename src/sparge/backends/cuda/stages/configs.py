@@ -24,7 +24,7 @@ class StageKey:
 
 @dataclass(frozen=True)
 class SummarizeConfig:
-    """Key blocks a program summarises, tokens added elementwise before threads exchange sums, warps."""
+    """Key blocks a program summarizes, tokens added elementwise before threads exchange sums, warps."""
 
     blocks: int
     slab: int
