@@ -59,12 +59,11 @@ class ScoreConfig:
 
 @dataclass(frozen=True)
 class HopperScoreConfig:
-    """Warpgroups of 64 sampled queries, key blocks per tile, tiles in shared memory, a consumer's registers."""
+    """Sampled queries of each of the two consumers, key blocks per tile, tiles in shared memory."""
 
-    consumers: int
+    rows: int
     columns: int
     stages: int
-    registers: int
 
 
 @dataclass(frozen=True)
@@ -81,10 +80,9 @@ class SelectConfig:
 
 @dataclass(frozen=True)
 class BudgetConfig:
-    """Rows that one program counts, with the warps of "select"; warps of the one program that shares them out."""
+    """Rows that one program counts, with the warps of "select". A power of two up to 64."""
 
     rows: int
-    share_warps: int
 
 
 @dataclass(frozen=True)
@@ -124,15 +122,15 @@ CONFIGS: dict[StageKey, Any] = {
     StageKey("score", "small", width=256): ScoreConfig(64, 32, 8, 1),
     # N 8192, 32768 and 131072: 0.020, 0.089 and 0.289 ms; 64 columns and 4 stages 0.021, 0.092 and 0.307; 3 consumers
     # 0.026, 0.096 and 0.316
-    StageKey("score_hopper"): HopperScoreConfig(2, 128, 2, 240),
+    StageKey("score_hopper"): HopperScoreConfig(64, 128, 2),
     # Not timed.
-    StageKey("score_hopper", width=256): HopperScoreConfig(2, 32, 4, 240),
+    StageKey("score_hopper", width=256): HopperScoreConfig(64, 32, 4),
     # 16 entries a thread. At N 131072, H 4 (2048 blocks) 0.083 ms; 8 entries 0.104, 4 entries 0.160: sums across warps
     # wait at barriers
     StageKey("select"): SelectConfig(512, 16),
     # With one sum for all programs, at N 32768: 0.049 ms; 2 rows 0.070, one 0.120: they wait for each other. 8 or 32
     # warps within 0.002. Not timed since the sums have parts.
-    StageKey("budget"): BudgetConfig(4, 16),
+    StageKey("budget"): BudgetConfig(4),
     # Not timed.
     StageKey("replacement"): ReplacementConfig(256, 2),
     # Not timed.
@@ -145,8 +143,9 @@ CANDIDATES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
     "quantize_key_value": {"warps": (2, 4, 8, 16)},
     "quantize_query": {"warps": (2, 4, 8, 16)},
     "score": {"rows": (64, 128, 256), "columns": (32, 64, 128), "warps": (4, 8), "stages": (1, 2)},
+    "score_hopper": {"rows": (64, 128), "columns": (32, 64, 128), "stages": (2, 3, 4)},
     "select": {"columns": (128, 256, 512, 1024), "most_warps": (8, 16)},
-    "budget": {"rows": (1, 2, 4, 8), "share_warps": (4, 8, 16, 32)},
+    "budget": {"rows": (1, 2, 4, 8)},
     "mask": {"blocks": (4, 8, 16), "warps": (2, 4, 8)},
     "replacement": {"step": (128, 256, 512), "warps": (1, 2, 4)},
 }

@@ -1,6 +1,6 @@
 """`score.score_kernel` for compute capability 9.0, for calls without masks, windows' left bounds and segments.
 
-One producer warp copies statistics of key blocks, tile by tile; each consumer warpgroup scores 64 rows against every
+One producer warp copies statistics of key blocks, tile by tile; each consumer warpgroup scores its rows against every
 tile. Rows stay in registers as the left operand, the next tile's products run while a tile's scores are summed, and
 consumers wait for nobody but the producer. The Triton kernel waits after every product, and reads statistics for half
 as many rows at a time.
@@ -37,11 +37,13 @@ from sparge.geometry import ceil_div
 from sparge.window import last_offset
 
 NEGLIGIBLE = gl.constexpr(config.NEGLIGIBLE)
-ROWS = gl.constexpr(64)
-"""Of one consumer: what a warpgroup's matrix instruction takes."""
 CHUNK = 64
 """Channels that lie in one row of shared memory, 128 bytes."""
-PRODUCER_REGISTERS = 24
+LEAST_ROWS = 64
+"""Of a consumer."""
+CONSUMERS = gl.constexpr(2)
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
+"""Of a thread."""
 NUMBERS = ["heads", "group", "q_len", "kv_len", "last_offset", "q_blocks", "kv_blocks"]
 
 
@@ -57,7 +59,7 @@ class ScoreSpec:
         exponent: of their mean.
         has_variance, has_low: what is multiplied besides q . mean, see `score.Rows`.
         has_last: query i sees no key behind i + last_offset.
-        consumers: warpgroups, of 64 rows each.
+        rows: of each consumer, 64 or 128: what a warpgroup's matrix instruction takes, or two of it.
         columns: key blocks of a tile.
         stages: tiles in shared memory.
     """
@@ -70,7 +72,7 @@ class ScoreSpec:
     has_variance: bool
     has_low: bool
     has_last: bool
-    consumers: int
+    rows: int
     columns: int
     stages: int
 
@@ -82,7 +84,7 @@ class ScoreSpec:
     @property
     def blocks(self) -> int:
         """Query blocks of a consumer."""
-        return ROWS.value // self.samples_padded
+        return self.rows // self.samples_padded
 
     @property
     def parts(self) -> int:
@@ -111,34 +113,34 @@ class ScoreSpec:
 
     @property
     def scores_layout(self) -> gl.NVMMADistributedLayout:
-        """Scores of a tile, [64, columns]."""
+        """Scores of a tile, [rows, columns]."""
         return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, self.columns, 16])
 
     @property
     def rows_layout(self) -> gl.DotOperandLayout:
-        """Rows as the left operand, [64, width]."""
+        """Rows as the left operand, [rows, width]."""
         return gl.DotOperandLayout(0, self.scores_layout, 2)
 
     @property
     def by_lane_layout(self) -> gl.DistributedLinearLayout:
-        """Scores as [64, columns / 8, 4, 2]: each of a row's four threads has every fourth pair of neighbours."""
+        """Scores as [rows, columns / 8, 4, 2]: each of a row's four threads has every fourth pair of neighbours."""
         pairs = [[0, bit, 0, 0] for bit in (1, 2, 4, 8, 16) if bit < self.columns // 8]
         return gl.DistributedLinearLayout(
-            reg_bases=[[0, 0, 0, 1], [8, 0, 0, 0], *pairs],
+            reg_bases=[[0, 0, 0, 1], [8, 0, 0, 0], *pairs, *([[64, 0, 0, 0]] if self.rows > 64 else [])],
             lane_bases=[[0, 0, 1, 0], [0, 0, 2, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
             warp_bases=[[16, 0, 0, 0], [32, 0, 0, 0]],
             block_bases=[],
-            shape=[64, self.columns // 8, 4, 2],
+            shape=[self.rows, self.columns // 8, 4, 2],
         )
 
     @property
     def lane_layout(self) -> gl.SliceLayout:
-        """A number for each of a row's four threads, [64, 4]."""
+        """A number for each of a row's four threads, [rows, 4]."""
         return gl.SliceLayout(1, gl.SliceLayout(3, self.by_lane_layout))
 
     @property
     def row_layout(self) -> gl.SliceLayout:
-        """A number per row, [64]."""
+        """A number per row, [rows]."""
         return gl.SliceLayout(1, self.scores_layout)
 
 
@@ -176,7 +178,7 @@ class Statistics:
 
 @aggregate
 class Operands:
-    """A consumer's rows in bfloat16, what that leaves of them, and their squares, [64, width] each."""
+    """A consumer's rows in bfloat16, what that leaves of them, and their squares, [rows, width] each."""
 
     query: gl.tensor
     low: gl.tensor
@@ -217,11 +219,11 @@ def _tile(stages, stage, PART: gl.constexpr, SPEC: gl.constexpr):
 
 @jit
 def _scores(operands, stages, counter, SPEC: gl.constexpr):
-    """Scores of the next tile, [64, columns], which is given back."""
+    """Scores of the next tile, [rows, columns], which is given back."""
     stage = counter % SPEC.stages
     mbarrier.wait(stages.full.index(stage), (counter // SPEC.stages) & 1)
     mean_high = _tile(stages, stage, 0, SPEC)
-    scores = gl.full((ROWS, SPEC.columns), 0.0, gl.float32, SPEC.scores_layout)
+    scores = gl.full((SPEC.rows, SPEC.columns), 0.0, gl.float32, SPEC.scores_layout)
     scores = warpgroup_mma(operands.query, mean_high, scores, use_acc=False, is_async=True)
     scores = warpgroup_mma(operands.query, _tile(stages, stage, 1, SPEC), scores, is_async=True)
     if SPEC.has_low:
@@ -245,7 +247,7 @@ def _row_order(rows, SAMPLES: gl.constexpr):
 
 
 @jit
-def _sum_samples(values, SAMPLES: gl.constexpr, COLUMNS: gl.constexpr):
+def _sum_samples(values, SAMPLES: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """See `score._sum_samples`."""
     if SAMPLES == 1:
         return values
@@ -259,7 +261,7 @@ def _sum_samples(values, SAMPLES: gl.constexpr, COLUMNS: gl.constexpr):
 @jit
 def _load_rows(query_base, query_stride, first_block, sizes, SPEC: gl.constexpr):
     """The rows of a consumer, see `score.Rows`."""
-    rows = gl.arange(0, ROWS, gl.SliceLayout(1, SPEC.rows_layout))
+    rows = gl.arange(0, SPEC.rows, gl.SliceLayout(1, SPEC.rows_layout))
     channels = gl.arange(0, SPEC.width, gl.SliceLayout(0, SPEC.rows_layout))
     block, sample = _row_order(rows, SPEC.samples_padded)
     q_block = first_block + block
@@ -285,11 +287,11 @@ def _load_rows(query_base, query_stride, first_block, sizes, SPEC: gl.constexpr)
 
 @jit
 def _eligible(first_block, first, sizes, SPEC: gl.constexpr):
-    """Blocks of a tile that rows see whole, [64, columns]."""
-    rows = gl.arange(0, ROWS, SPEC.row_layout)
+    """Blocks of a tile that rows see whole, [rows, columns]."""
+    rows = gl.arange(0, SPEC.rows, SPEC.row_layout)
     columns = first + gl.arange(0, SPEC.columns, gl.SliceLayout(0, SPEC.scores_layout))
     block, _ = _row_order(rows, SPEC.samples_padded)
-    last_key = gl.full((ROWS,), 2147483647, gl.int32, SPEC.row_layout)
+    last_key = gl.full((SPEC.rows,), 2147483647, gl.int32, SPEC.row_layout)
     if SPEC.has_last:
         last_key = gl.minimum((first_block + block + 1) * BLOCK_Q, sizes.q_len) - 1 + sizes.last_offset
     end = gl.minimum((columns + 1) * BLOCK_K, sizes.kv_len) - 1
@@ -308,8 +310,8 @@ def _consume(CONSUMER: gl.constexpr, stages, sizes, query_base, query_stride, pr
         last_key = gl.minimum((first_block + 1) * BLOCK_Q, sizes.q_len) - 1 + sizes.last_offset
         whole = gl.minimum(whole, gl.maximum(last_key + 1, 0) // BLOCK_K)
 
-    lane_max = gl.full((ROWS, 4), float("-inf"), gl.float32, SPEC.lane_layout)
-    lane_sum = gl.full((ROWS, 4), 0.0, gl.float32, SPEC.lane_layout)
+    lane_max = gl.full((SPEC.rows, 4), float("-inf"), gl.float32, SPEC.lane_layout)
+    lane_sum = gl.full((SPEC.rows, 4), 0.0, gl.float32, SPEC.lane_layout)
     for counter in range(0, sizes.tiles):
         scores = _scores(operands, stages, counter, SPEC)
         first = counter * columns
@@ -317,7 +319,7 @@ def _consume(CONSUMER: gl.constexpr, stages, sizes, query_base, query_stride, pr
             scores = gl.where(_eligible(first_block, first, sizes, SPEC), scores, float("-inf"))
         scores = gl.maximum(scores, float("-inf"))  # NaN takes no part
         by_lane = gl.convert_layout(
-            gl.reshape(scores, (ROWS, columns // 8, 4, 2)), SPEC.by_lane_layout, assert_trivial=True
+            gl.reshape(scores, (SPEC.rows, columns // 8, 4, 2)), SPEC.by_lane_layout, assert_trivial=True
         )
         new_max = gl.maximum(lane_max, gl.max(gl.max(by_lane, 3), 1))
         safe_max = gl.where(new_max == float("-inf"), 0.0, new_max)
@@ -332,7 +334,7 @@ def _consume(CONSUMER: gl.constexpr, stages, sizes, query_base, query_stride, pr
     row_sum = gl.convert_layout(row_sum, SPEC.row_layout)
     # 2^(exponent (s - shift)) is the share of one row in its block's mean; rows that are not used have none.
     row_shift = gl.where(row_sum > 0.0, row_max + gl.log2(row_sum) + SPEC.log2_samples, 0.0)
-    _, sample = _row_order(gl.arange(0, ROWS, SPEC.row_layout), SPEC.samples_padded)
+    _, sample = _row_order(gl.arange(0, SPEC.rows, SPEC.row_layout), SPEC.samples_padded)
     row_shift = gl.where(sample < SPEC.samples, row_shift * SPEC.exponent, float("inf"))
 
     for counter in range(sizes.tiles, 2 * sizes.tiles):
@@ -341,7 +343,7 @@ def _consume(CONSUMER: gl.constexpr, stages, sizes, query_base, query_stride, pr
         share = gl.exp2(scores * SPEC.exponent - gl.expand_dims(row_shift, 1))
         if first + columns > whole:
             share = gl.where(_eligible(first_block, first, sizes, SPEC), share, 0.0)
-        average = _sum_samples(share, SPEC.samples_padded, columns)  # [blocks, columns]
+        average = _sum_samples(share, SPEC.samples_padded, SPEC.rows, columns)  # [blocks, columns]
         if SPEC.exponent == 2:
             average = gl.sqrt(average)
         average = gl.where(average < NEGLIGIBLE, 0.0, average)  # keeps NaN
@@ -369,8 +371,6 @@ def hopper_score_kernel(
     q_blocks,
     kv_blocks,
     SPEC: gl.constexpr,
-    CONSUMER_REGISTERS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr,
 ):
     """probability[block, j] = mean over the block's rows i of softmax_j s[i, j]; see `score.score_kernel`.
 
@@ -392,11 +392,11 @@ def hopper_score_kernel(
     num_stages: gl.constexpr = SPEC.stages
     for stage in gl.static_range(num_stages):
         mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=SPEC.consumers)
+        mbarrier.init(empty.index(stage), count=CONSUMERS)
     fence_async_shared()
     barrier()
 
-    blocks: gl.constexpr = SPEC.blocks * SPEC.consumers
+    blocks: gl.constexpr = SPEC.blocks * CONSUMERS
     groups = (q_blocks + blocks - 1) // blocks
     flat_head = gl.program_id(0) // groups
     # The last groups first: with a causal window they are the longest.
@@ -425,27 +425,15 @@ def hopper_score_kernel(
     stages = Stages(copies=copies, full=full, empty=empty)
     statistics = Statistics(mean_high=mean_high_desc, mean_low=mean_low_desc, variance=variance_desc)
     stride = query_strides[2]
-    if SPEC.consumers == 2:
-        gl.warp_specialize(
-            [
-                (_consume, (0, stages, sizes, query_base, stride, probability_ptr, SPEC)),
-                (_consume, (1, stages, sizes, query_base, stride, probability_ptr, SPEC)),
-                (_produce, (statistics, stages, kv_head, tiles, SPEC)),
-            ],
-            [4, 1],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_consume, (0, stages, sizes, query_base, stride, probability_ptr, SPEC)),
-                (_consume, (1, stages, sizes, query_base, stride, probability_ptr, SPEC)),
-                (_consume, (2, stages, sizes, query_base, stride, probability_ptr, SPEC)),
-                (_produce, (statistics, stages, kv_head, tiles, SPEC)),
-            ],
-            [4, 4, 1],
-            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )
+    gl.warp_specialize(
+        [
+            (_consume, (0, stages, sizes, query_base, stride, probability_ptr, SPEC)),
+            (_consume, (1, stages, sizes, query_base, stride, probability_ptr, SPEC)),
+            (_produce, (statistics, stages, kv_head, tiles, SPEC)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )
 
 
 def serves(call: Call, *, has_blocks: bool, has_threshold: bool) -> bool:
@@ -454,7 +442,7 @@ def serves(call: Call, *, has_blocks: bool, has_threshold: bool) -> bool:
     samples = getattr(score, "samples", 1)
     is_plain = not is_masked and call.window.left is None and call.segments is None
     return (
-        is_plain and score.name in ("moment", "mean") and samples <= ROWS.value and padded(call.shape.head_dim) >= CHUNK
+        is_plain and score.name in ("moment", "mean") and samples <= LEAST_ROWS and padded(call.shape.head_dim) >= CHUNK
     )
 
 
@@ -479,7 +467,7 @@ def launch_scores(
         has_variance=score.name == "moment",
         has_low=has_low,
         has_last=call.window.right is not None,
-        consumers=config.consumers,
+        rows=LEAST_ROWS if has_low else config.rows,  # three operands of more do not fit the registers
         columns=config.columns,
         stages=config.stages,
     )
@@ -487,7 +475,7 @@ def launch_scores(
     offset = last_offset(call.window, shape)
     launch(
         hopper_score_kernel,
-        ceil_div(shape.q_blocks, spec.blocks * spec.consumers) * heads,
+        ceil_div(shape.q_blocks, spec.blocks * CONSUMERS.value) * heads,
         mean_high_desc=_descriptor(mean_high, spec),
         mean_low_desc=_descriptor(mean_low, spec),
         variance_desc=_descriptor(variance if spec.has_variance else mean_low, spec),
@@ -502,8 +490,6 @@ def launch_scores(
         q_blocks=shape.q_blocks,
         kv_blocks=shape.kv_blocks,
         SPEC=spec,
-        CONSUMER_REGISTERS=config.registers,
-        PRODUCER_REGISTERS=PRODUCER_REGISTERS,
         num_warps=4,
     )
     return probability
