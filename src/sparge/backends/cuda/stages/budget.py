@@ -33,7 +33,7 @@ BUDGET_BITS = tl.constexpr(config.BUDGET_BITS)
 LEVELS = tl.constexpr(config.BUDGET_LEVELS)
 GUARANTEED = tl.constexpr(config.GUARANTEED)
 ROUNDING_GUARD = tl.constexpr(config.ROUNDING_GUARD)
-PART_ROWS = tl.constexpr(64)
+PART_ROWS = tl.constexpr(128)
 """Rows whose sums are one part: programs that add to the same address wait for each other, which took most of the time;
 and a row reads those before it in its part."""
 # Of each part, after its sums for every level: the sum above all levels, visible blocks, blocks of the last level that
@@ -42,7 +42,7 @@ and a row reads those before it in its part."""
 FORCED, VISIBLE, BEFORE = (tl.constexpr(LEVELS.value + place) for place in range(3))
 DONE, LAST, LEFT, TOTAL, IN_FRONT, BEHIND = (tl.constexpr(LEVELS.value + place) for place in range(3, 9))
 SUMS = tl.constexpr(2 * LEVELS.value)
-GATHERED = tl.constexpr(8)
+GATHERED = tl.constexpr(16)
 """Parts that are added at a time."""
 
 

@@ -80,7 +80,7 @@ class SelectConfig:
 
 @dataclass(frozen=True)
 class BudgetConfig:
-    """Rows that one program counts, with the warps of "select". A power of two up to 64."""
+    """Rows that one program counts, with the warps of "select". A power of two up to 128."""
 
     rows: int
 
@@ -106,7 +106,8 @@ CONFIGS: dict[StageKey, Any] = {
     StageKey("summarize"): SummarizeConfig(2, 8, 1),
     # N 8192, 32768 and 131072: 0.006, 0.008 and 0.021 ms; 128 and 8 0.007, 0.008 and 0.018
     StageKey("reduce"): ReduceConfig(64, 16, 4),
-    # 0.108 ms; 8 warps 0.113, 16 warps 0.160. The floor, 0.40 GB at 4.24 TB/s, is 0.095
+    # 0.150 ms with means and peaks. Without: 0.108; 8 warps 0.113, 16 warps 0.160; the floor, 0.40 GB at 4.24 TB/s, is
+    # 0.095
     StageKey("quantize_key_value"): QuantizeConfig(4),
     # 0.056 ms; 8 warps 0.072. The floor, 0.20 GB, is 0.047
     StageKey("quantize_query"): QuantizeConfig(4),
@@ -120,16 +121,16 @@ CONFIGS: dict[StageKey, Any] = {
     # Not timed: where products run in registers alone, 64 columns spill.
     StageKey("score", "small"): ScoreConfig(128, 32, 8, 1),
     StageKey("score", "small", width=256): ScoreConfig(64, 32, 8, 1),
-    # N 8192, 32768 and 131072: 0.020, 0.089 and 0.289 ms; 64 columns and 4 stages 0.021, 0.092 and 0.307; 3 consumers
-    # 0.026, 0.096 and 0.316
+    # N 8192, 32768 and 131072: 0.020, 0.089 and 0.288 ms; 64 columns and 4 stages 0.021, 0.092 and 0.307; with 128 rows
+    # 0.020, 0.094 and 0.314. A third consumer: 0.026, 0.096 and 0.316
     StageKey("score_hopper"): HopperScoreConfig(64, 128, 2),
     # Not timed.
     StageKey("score_hopper", width=256): HopperScoreConfig(64, 32, 4),
     # 16 entries a thread. At N 131072, H 4 (2048 blocks) 0.083 ms; 8 entries 0.104, 4 entries 0.160: sums across warps
     # wait at barriers
     StageKey("select"): SelectConfig(512, 16),
-    # With one sum for all programs, at N 32768: 0.049 ms; 2 rows 0.070, one 0.120: they wait for each other. 8 or 32
-    # warps within 0.002. Not timed since the sums have parts.
+    # With one sum for all programs, at N 32768: 0.049 ms; 2 rows 0.070, one 0.120: they wait for each other. Not timed
+    # since the sums have parts.
     StageKey("budget"): BudgetConfig(4),
     # Not timed.
     StageKey("replacement"): ReplacementConfig(256, 2),

@@ -201,7 +201,7 @@ def summarize_kernel(
         key part   = sum k, sum k^2 and n               of tokens that are finite in every channel
         value max  = largest finite |v|                 of each channel
 
-    Grid: ``sized`` query blocks of all heads (`size_queries`, WITH_SUMS), then chunks of every head of K and V, in one
+    Grid: chunks of every head of K and V, then ``sized`` query blocks of all heads (`size_queries`, WITH_SUMS), in one
     dimension. Keys before ``first_key`` are seen by nobody, queries before ``first_query`` see nothing.
 
     Reads
@@ -220,9 +220,9 @@ def summarize_kernel(
         query_part            [B * H, q_blocks, 2, D padded] float32 (WITH_SUMS)
     """
     if WITH_SUMS:  # noqa: SIM102
-        if tl.program_id(0) < sized:
+        if tl.program_id(0) >= tl.num_programs(0) - sized:  # they are short, and fill up the end
             size_queries(
-                tl.program_id(0),
+                tl.program_id(0) - (tl.num_programs(0) - sized),
                 query_ptr,
                 queries_seen_ptr,
                 query_part_ptr,
@@ -239,9 +239,8 @@ def summarize_kernel(
                 PACKED,
             )
             return
-    program = tl.program_id(0) - sized
-    chunk = program % chunks
-    flat_head = (program // chunks).to(tl.int64)
+    chunk = tl.program_id(0) % chunks
+    flat_head = (tl.program_id(0) // chunks).to(tl.int64)
     batch = flat_head // kv_heads
     head = flat_head % kv_heads
     channels = tl.arange(0, HEAD_DIM_PADDED)

@@ -465,9 +465,9 @@ def block_probabilities(
     if _has_hopper_kernel(query, call, has_blocks=blocks is not None, has_threshold=threshold is not None):
         from sparge.backends.cuda.stages.score_hopper import launch_scores
 
-        rows = query_summary.mean if from_means else query
-        means = key_value.mean_high, key_value.mean_low, key_value.variance
-        return launch_scores(rows, *means, call, from_means=from_means, has_low=has_low)
+        of_queries = query_summary.mean if from_means else query
+        of_keys = key_value.mean_high, key_value.mean_low, key_value.variance
+        return launch_scores(of_queries, *of_keys, call, from_means=from_means, has_low=has_low)
     setting = configs.score_config(width, architecture_of(query))
     rows = max(setting.rows, samples_padded)
     probability = buffer_like(query, True, heads, shape.q_blocks, shape.kv_blocks)
