@@ -29,22 +29,20 @@ WORKER = Path(__file__).with_name("worker.py")
 KERNELS = {
     "mask_kernel",
     "sample_kernel",
-    "size_kernel",
     "summarize_kernel",
     "reduce_kernel",
     "key_similarity_kernel",
     "quantize_query_kernel",
     "quantize_key_value_kernel",
-    "mark_peaks_kernel",
     "score_kernel",
     "count_kernel",
-    "share_kernel",
     "select_kernel",
     "replaced_bias_kernel",
     "move_kernel",
     "attention_kernel",
 }
-WITH_FP8 = {"mark_peaks_kernel", "replaced_bias_kernel"}
+HOPPER_KERNELS = {"hopper_score_kernel"}
+WITH_FP8 = {"replaced_bias_kernel"}
 """Those that are compiled for cases with FP8 alone."""
 SYNCHRONOUS = {"16 bits": {"HMMA"}, "INT8": {"IMMA"}, "FP8": {"QMMA"}}
 MATRIX_INSTRUCTIONS = {
@@ -127,7 +125,8 @@ def faults(result: dict[str, Any], architecture: int) -> list[str]:
     products = {
         "attention_kernel": PRODUCTS[result["case"].split()[0]],
         "score_kernel": {"16 bits"},
-        "mark_peaks_kernel": {"INT8"},
+        "hopper_score_kernel": {"16 bits"},
+        "quantize_key_value_kernel": {"INT8"} if "int8_fp8" in result["case"] else set(),
     }
     expected = [MATRIX_INSTRUCTIONS[architecture][kind] for kind in products.get(result["kernel"], ())]
     used = {name for name in instructions if name.endswith("MMA")}
@@ -169,7 +168,8 @@ def hopper_faults(result: dict[str, Any]) -> list[str]:
 def test_kernels_fit_their_architecture(architecture: int, tmp_path: Path) -> None:
     results = compile_for(architecture, tmp_path)
     with_fp8 = architecture >= FP8_ARCHITECTURE
-    assert {result["kernel"] for result in results} == KERNELS - (set() if with_fp8 else WITH_FP8)
+    expected = KERNELS - (set() if with_fp8 else WITH_FP8) | (HOPPER_KERNELS if architecture == 90 else set())
+    assert {result["kernel"] for result in results} == expected
     assert_no_faults(results, architecture)
 
 

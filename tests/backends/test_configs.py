@@ -129,7 +129,6 @@ def test_stages_get_what_they_got(architecture: int) -> None:
     assert astuple(stage_configs.summarize_config()) == (2, 8, 1)
     assert astuple(stage_configs.reduce_config()) == (64, 16, 4)
     assert stage_configs.key_value_config().warps == 4
-    assert astuple(stage_configs.peak_config()) == (8, 3, 4)
     for width in (16, 32, 64, 128, 256):
         assert stage_configs.query_config(width).warps == (4 if width <= 128 else 8)
         expected = (128 if width <= 128 else 64, 32 if is_small else 64, 8, 1)
@@ -186,13 +185,13 @@ def test_override_holds_inside_its_block_alone() -> None:
     with override("triton", other):
         assert chosen() == other
         assert astuple(hopper_configs.hopper_config("int8_fp8", 128, has_threshold=False)) == (2, 4, 2, 240)
-        with override("triton", inner), override("peaks", stage_configs.PeakConfig(4, 2, 2)):
+        with override("triton", inner), override("mask", stage_configs.MaskConfig(4, 2)):
             assert chosen() == inner
-            assert stage_configs.peak_config().blocks == 4
+            assert stage_configs.mask_config().blocks == 4
             assert active_overrides() == (
                 ("triton", other),
                 ("triton", inner),
-                ("peaks", stage_configs.PeakConfig(4, 2, 2)),
+                ("mask", stage_configs.MaskConfig(4, 2)),
             )
         assert chosen() == other
     assert chosen() == usual

@@ -62,7 +62,7 @@ def selected(
 ) -> BlockMask:
     call = call_of(shape, is_causal=is_causal, sparsity=sparsity, always_keep=tuple(always_keep or ()))
     rows = probability if query_similarity is None else query_similarity
-    mask, order = select(probability, rows, key_similarity, call, first_seen, threshold)
+    mask, order, _ = select(probability, rows, key_similarity, call, first_seen, threshold)
     assert (order is not None) == sparsity.is_call_wide
     assert order is None or order.sort().values.tolist() == list(range(mask.kv_num_blocks.numel()))
     return mask
@@ -241,15 +241,13 @@ def test_tiny_probabilities_keep_their_order() -> None:
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("most_rows", [128, 4096])
-def test_long_rows_of_a_budget_come_first(is_causal: bool, most_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_rows_of_a_budget_come_first(is_causal: bool) -> None:
     """In the order that attention computes them in: one that comes last would be waited for."""
-    monkeypatch.setattr(budget, "MOST_ROWS", most_rows)
     shape = Shape(2, 10, 1, 2048, 2048, 8, 8)
     rows = shape.heads * shape.q_blocks
     probability = rows_of("spread", 2 * rows, shape.kv_blocks, 3).view(20, shape.q_blocks, shape.kv_blocks)
     call = call_of(shape, is_causal=is_causal, sparsity=Budget(0.125), exact_queries=((1900, 2048),))
-    mask, order = select(probability, probability, None, call, None, None)
+    mask, order, _ = select(probability, probability, None, call, None, None)
     assert order is not None
     many = budget.LONG * 0.125 * shape.kv_blocks / (2 if is_causal else 1)
     of_batches = order.view(2, rows) - torch.tensor([[0], [rows]])
@@ -300,8 +298,7 @@ def test_a_budget_is_spent_to_the_block_and_ties_are_shared_out(density: float) 
             assert int(rows.max() - rows.min()) <= 1, "equal rows get equal parts"
 
 
-def test_a_budget_of_more_rows_than_are_shared_out_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget, "MOST_ROWS", 128)
+def test_a_budget_of_rows_in_several_parts() -> None:
     shape = Shape(1, 3, 3, 128 * 100, 64 * 2, 8, 8)
     assert_selection(rows_of("ties", 300, 2, 1).view(3, 100, 2), shape, Budget(0.7))
 

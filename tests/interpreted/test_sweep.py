@@ -96,9 +96,9 @@ def test_the_stage_that_reads_a_mask_has_one() -> None:
 
 
 def test_a_stage_that_a_call_does_not_have() -> None:
-    """Peaks are marked where there are more than 4096 keys."""
-    with pytest.raises(RuntimeError, match=r"expected a call of .*mark_peaks, got none"):
-        load("peaks:64")
+    """A call that selects its blocks has their bias from the selection."""
+    with pytest.raises(RuntimeError, match=r"expected a call of .*replaced_bias, got none"):
+        load("replacement:64")
 
 
 def test_captures_leave_nothing_behind(plain: Load) -> None:

@@ -25,8 +25,7 @@ from sparge.backends.cuda.replay import Replay, recorded, replayed
 from sparge.backends.cuda.stages.block_rows import RowArguments
 from sparge.backends.cuda.stages.budget import count_budget
 from sparge.backends.cuda.stages.mask_blocks import MaskBlocks, mask_blocks
-from sparge.backends.cuda.stages.peaks import mark_peaks
-from sparge.backends.cuda.stages.quantize import quantize_key_value, quantize_means, summarize_query
+from sparge.backends.cuda.stages.quantize import KeyValueCodes, quantize_key_value, summarize_query
 from sparge.backends.cuda.stages.replacement import replaced_bias
 from sparge.backends.cuda.stages.score import block_probabilities, score_inputs
 from sparge.backends.cuda.stages.select import select, select_rows
@@ -84,7 +83,7 @@ def prepare(
         parts=inputs.parts(call.score) if inputs is not None else 0,
         similarity=has_similarity,
     )
-    order = None if call.segments is None else call.segments.order
+    order, bias = None if call.segments is None else call.segments.order, None
     if with_mask:
         first_seen = first_query = threshold = None
         if attn_mask is not None and blocks is None:
@@ -98,20 +97,21 @@ def prepare(
         else:
             rules = replace(call, sparsity=ALL_BLOCKS)
             probability = zeros_like(query, shape.batch * shape.heads, shape.q_blocks, shape.kv_blocks)
-        mask, shared = select(
-            probability, summary.similarity, key_value.key_similarity, rules, first_seen, threshold, blocks
+        similarities = summary.similarity, key_value.key_similarity
+        mask, shared, bias = select(
+            probability, *similarities, rules, first_seen, threshold, blocks, key_value.block_bias
         )
         order = order if shared is None else shared
     if not with_operands:
         return None, mask
     assert value is not None
-    dtype, key_scale = query.dtype, key
+    dtype, key_scale, mean_codes = query.dtype, key, None
     tokens_first = call.segments is not None or is_tokens_first(query)
     if quantizes:
-        query = summary.codes
-        key, key_scale, value = quantize_key_value(key, value, key_value, call, seen.keys if seen else None)
-    if peak_handling(call) == "marked":
-        mark_peaks(query, summary.scale, key, key_scale, call)
+        marking = summary if peak_handling(call) == "marked" else None
+        keys_seen = seen.keys if seen else None
+        codes, mean_codes = quantize_key_value(key, value, key_value, call, keys_seen, marking)
+        query, key, key_scale, value = summary.codes, codes.key, codes.key_scale, codes.value
     operands = Operands(
         query=query,
         key=key,
@@ -123,7 +123,7 @@ def prepare(
         dtype=dtype,
         tokens_first=tokens_first,
         keys_seen=seen.keys if seen else None,
-        means=_means(key_value, mask, call) if replaces else None,
+        means=_means(key_value, mean_codes, bias, mask, call) if replaces else None,
         order=order,
         kind=None if blocks is None else blocks.kind,
     )
@@ -149,14 +149,24 @@ def _hides_keys_alone(attn_mask: Tensor, call: Call) -> bool:
     return attn_mask.shape[2] == 1 and attn_mask.dtype == torch.bool and call.window.left is None
 
 
-def _means(key_value: KeyValueSummary, mask: BlockMask | None, call: Call) -> MeanOperands:
-    """What stands for the blocks that a mask does not keep."""
-    key, value, bias = key_value.key_block, key_value.value_block, key_value.block_bias
-    assert mask is not None and key is not None and value is not None and bias is not None
+def _means(
+    key_value: KeyValueSummary,
+    codes: KeyValueCodes | None,
+    bias: Tensor | None,
+    mask: BlockMask | None,
+    call: Call,
+) -> MeanOperands:
+    """What stands for the blocks that a mask does not keep: their means or the codes of these, and the bias.
+
+    Args:
+        bias: of a mask that was selected; None where the mask was given.
+    """
+    key, value, block_bias = key_value.key_block, key_value.value_block, key_value.block_bias
+    assert mask is not None and key is not None and value is not None and block_bias is not None
     key_scale = key
-    if call.is_quantized:
-        key, key_scale, value = quantize_means(key_value, call)
-    return MeanOperands(key, value, key_scale, replaced_bias(mask, bias, call))
+    if codes is not None:
+        key, key_scale, value = codes.key, codes.key_scale, codes.value
+    return MeanOperands(key, value, key_scale, replaced_bias(mask, block_bias, call) if bias is None else bias)
 
 
 def summarize_keys(key: Tensor, call: Call) -> tuple[Tensor, ...]:
@@ -188,12 +198,13 @@ class CudaCandidates(Candidates):
 
     def kept_by_level(self, kv_blocks: int) -> tuple[Tensor, Tensor]:
         shape = self._call.shape
-        kept, sums = count_budget(self._rows, self._call, kv_blocks)
+        kept, sums = count_budget(self._rows, self._call, kv_blocks, shares=False)
         by_row = kept.view(shape.batch, shape.heads, shape.q_blocks, -1)
         return by_row[..., : BUDGET_LEVELS + 1], sums[:, :, BUDGET_LEVELS + 1].sum(1)
 
     def choose(self, counts: Tensor | None) -> BlockMask:
-        return select_rows(self._rows, self._call, None if counts is None else counts.int().contiguous())
+        counted = None if counts is None else counts.int().contiguous()
+        return select_rows(self._rows, self._call, counted).mask
 
 
 def predict(query: Tensor, key: Tensor, call: Call) -> BlockMask:

@@ -45,9 +45,9 @@ LAUNCHERS = {
     "quantize_query": ("cuda.stages.quantize", "summarize_query"),
     "quantize_key_value": ("cuda.stages.quantize", "quantize_key_value"),
     "score": ("cuda.stages.score", "block_probabilities"),
+    "score_hopper": ("cuda.stages.score", "block_probabilities"),
     "select": ("cuda.stages.select", "select"),
-    "budget": ("cuda.stages.budget", "share_budget"),
-    "peaks": ("cuda.stages.peaks", "mark_peaks"),
+    "budget": ("cuda.stages.select", "select"),
     "replacement": ("cuda.stages.replacement", "replaced_bias"),
     "mask": ("cuda.stages.mask_blocks", "mask_blocks"),
 }

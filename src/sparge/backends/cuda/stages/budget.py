@@ -2,11 +2,12 @@
 
 Probabilities are compared by levels (`config.BUDGET_LEVELS`). Which blocks a row keeps is its own affair: the best.
 
-    count_kernel    for every row and level, how many blocks it keeps if the budget reaches down to that level
-    share_kernel    the last level that the budget reaches, and what each row gets of it
+    count_kernel    for every row and level, how many blocks it keeps if the budget reaches down to that level; the last
+                    program finds the last level that the budget reaches
+    share_of_row    what a row gets of that level, which `select_kernel` asks for
 
 Nothing is sorted, and nothing waits for the host. A long row that comes last would be waited for, so rows are also put
-in an order: the long ones first, the others as they lie in memory, where neighbours read the same keys.
+in an order (`place_row`): the long ones first, the others as they lie in memory, where neighbors read the same keys.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparge import config
-from sparge.backends.cuda.launch import buffer_like, launch, power_of_two, zeros_like
+from sparge.backends.cuda.launch import buffer_like, launch, zeros_like
 from sparge.backends.cuda.primitives import BLOCK_Q, FIRST_ROW, TOP_LEVEL, segment_number, segment_queries
 from sparge.backends.cuda.stages import configs
 from sparge.backends.cuda.stages.block_rows import SIZES, RowArguments, load_row
@@ -25,8 +26,6 @@ from sparge.call import Call
 from sparge.geometry import ceil_div
 from sparge.window import blocks_of_row
 
-MOST_ROWS = 4096
-"""That `share_kernel` takes at a time."""
 LONG = 3.0
 """A row is long if it keeps more than so many times an equal share: exact ones are, as a rule. With 1.25 or 2, rows of
 many heads come at once and share no keys, which costs 4 % where heads differ (docs/lab/selection.md)."""
@@ -34,13 +33,52 @@ BUDGET_BITS = tl.constexpr(config.BUDGET_BITS)
 LEVELS = tl.constexpr(config.BUDGET_LEVELS)
 GUARANTEED = tl.constexpr(config.GUARANTEED)
 ROUNDING_GUARD = tl.constexpr(config.ROUNDING_GUARD)
-# Of each batch element, after its sums for every level: the sum above all levels, and the visible blocks.
-FORCED, VISIBLE, SUMS = tl.constexpr(LEVELS.value), tl.constexpr(LEVELS.value + 1), tl.constexpr(2 * LEVELS.value)
-PARTS = tl.constexpr(32)
-"""Of the sums: programs that add to the same address wait for each other, which took most of the time."""
+PART_ROWS = tl.constexpr(128)
+"""Rows whose sums are one part: programs that add to the same address wait for each other, which took most of the time;
+and a row reads those before it in its part."""
+# Of each part, after its sums for every level: the sum above all levels, visible blocks, blocks of the last level that
+# parts before it have. In the first part also: programs that are done; the last level, places that are left in it and
+# its blocks; rows that were placed in front and behind.
+FORCED, VISIBLE, BEFORE = (tl.constexpr(LEVELS.value + place) for place in range(3))
+DONE, LAST, LEFT, TOTAL, IN_FRONT, BEHIND = (tl.constexpr(LEVELS.value + place) for place in range(3, 9))
+SUMS = tl.constexpr(2 * LEVELS.value)
+GATHERED = tl.constexpr(16)
+"""Parts that are added at a time."""
 
 
-@triton.jit(do_not_specialize=["amount", *SIZES, "top_level", "rows_of_batch", "programs_of_batch"])
+@triton.jit
+def _find_level(sums_ptr, amount, parts):
+    """The last level that the budget of a batch element reaches, and what its parts have of it."""
+    levels = tl.arange(0, LEVELS)
+    sums = tl.zeros((LEVELS,), tl.int32)
+    forced_sum = tl.zeros((), tl.int32)
+    visible = tl.zeros((), tl.int32)
+    for start in range(0, parts, GATHERED):
+        part = start + tl.arange(0, GATHERED)
+        inside = part < parts
+        sums += tl.sum(tl.load(sums_ptr + part[:, None] * SUMS + levels[None, :], mask=inside[:, None], other=0), 0)
+        forced_sum += tl.sum(tl.load(sums_ptr + part * SUMS + FORCED, mask=inside, other=0), 0)
+        visible += tl.sum(tl.load(sums_ptr + part * SUMS + VISIBLE, mask=inside, other=0), 0)
+    places = tl.ceil(visible.to(tl.float64) * amount * ROUNDING_GUARD).to(tl.int32)
+    last = tl.max(tl.where(sums >= places, levels, 0), 0)  # sums fall
+    last = tl.where(forced_sum >= places, LEVELS, last)
+    higher = tl.minimum(last + 1, LEVELS)
+    above_sum = tl.sum(tl.where(levels == higher, sums, 0), 0) + tl.where(higher == LEVELS, forced_sum, 0)
+    below_sum = tl.sum(tl.where(levels == last, sums, 0), 0) + tl.where(last == LEVELS, forced_sum, 0)
+    tl.store(sums_ptr + LAST, last)
+    tl.store(sums_ptr + LEFT, tl.minimum(tl.maximum(places - above_sum, 0), below_sum - above_sum))
+    tl.store(sums_ptr + TOTAL, tl.maximum(below_sum - above_sum, 1))
+    before = tl.zeros((), tl.int32)
+    for start in range(0, parts, 32):
+        part = start + tl.arange(0, 32)
+        inside = part < parts
+        blocks = tl.load(sums_ptr + part * SUMS + last, mask=inside, other=0)
+        blocks -= tl.load(sums_ptr + part * SUMS + higher, mask=inside, other=0)
+        tl.store(sums_ptr + part * SUMS + BEFORE, before + tl.cumsum(blocks, 0) - blocks, mask=inside)
+        before += tl.sum(blocks, 0)
+
+
+@triton.jit(do_not_specialize=["amount", *SIZES, "top_level", "rows_of_batch", "programs_of_batch", "parts"])
 def count_kernel(
     probability_ptr,
     always_ptr,
@@ -70,6 +108,8 @@ def count_kernel(
     top_level,
     rows_of_batch,
     programs_of_batch,
+    parts,
+    SHARES: tl.constexpr,
     ROWS: tl.constexpr,
     HAS_FIRST: tl.constexpr,
     HAS_LAST: tl.constexpr,
@@ -89,7 +129,8 @@ def count_kernel(
 
     Reads what `load_row` reads. Writes, int32
         kept       [B * rows, 2 * LEVELS]: for every level, and for none at LEVELS
-        sums       [B, PARTS, SUMS], 0 before: sums of ``kept`` over the rows, and the visible blocks
+        sums       [B, parts, SUMS], 0 before: sums of ``kept`` over PART_ROWS rows, and the visible blocks; SHARES what
+                   `share_of_row` needs besides
     """
     batch = (tl.program_id(0) // programs_of_batch).to(tl.int64)
     first_row = tl.program_id(0) % programs_of_batch * ROWS
@@ -154,95 +195,76 @@ def count_kernel(
             totals += kept
             forced_total += forced_kept
             visible_total += visible_count
-    sums = sums_ptr + (batch * PARTS + tl.program_id(0) % PARTS) * SUMS
+    of_batch = sums_ptr + batch * parts * SUMS
+    sums = of_batch + first_row // PART_ROWS * SUMS
     tl.atomic_add(sums + levels, totals, sem="relaxed")
     tl.atomic_add(sums + FORCED, forced_total, sem="relaxed")
     tl.atomic_add(sums + VISIBLE, visible_total, sem="relaxed")
+    if SHARES:
+        tl.debug_barrier()
+        if tl.atomic_add(of_batch + DONE, 1, sem="acq_rel") == programs_of_batch - 1:
+            _find_level(of_batch, amount, parts)
 
 
-@triton.jit(do_not_specialize=["amount", "many", "rows_of_batch", "heads", "q_blocks"])
-def share_kernel(
-    kept_ptr,
-    sums_ptr,
-    counts_ptr,
-    order_ptr,
-    segments_ptr,
-    amount,
-    many,
-    rows_of_batch,
-    heads,
-    q_blocks,
-    PACKED: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """How many blocks each row keeps: what lies above the last level, and its part of that; and the order of rows.
+@triton.jit
+def share_of_row(row, kept_ptr, sums_ptr, rows_of_batch, parts):
+    """How many blocks a row keeps: what lies above the last level, and its part of that.
 
     Of r places for t blocks, the row that has the blocks number a to b - 1 gets floor(b r / t) - floor(a r / t).
-
-    Grid: batch elements. A program takes ROWS rows at a time. Reads what `count_kernel` writes. Writes, int32
-        counts     [B * rows]
-        order      [B * rows], the rows of each batch element: those with more than ``many`` blocks, then the others,
-                   the last first; PACKED, those that exist, without gaps (`Segments.table`)
     """
-    batch = tl.program_id(0).to(tl.int64)
-    levels = tl.arange(0, LEVELS)
-    parts = sums_ptr + (batch * PARTS + tl.arange(0, PARTS)) * SUMS
-    sums = tl.sum(tl.load(parts[:, None] + levels[None, :]), 0)
-    forced_sum = tl.sum(tl.load(parts + FORCED), 0)
-    visible = tl.sum(tl.load(parts + VISIBLE), 0).to(tl.float64)
-    places = tl.ceil(visible * amount * ROUNDING_GUARD).to(tl.int32)
-    last = tl.max(tl.where(sums >= places, levels, 0), 0)  # sums fall
-    last = tl.where(forced_sum >= places, LEVELS, last)
-    higher = tl.minimum(last + 1, LEVELS)
-    above_sum = tl.sum(tl.where(levels == higher, sums, 0), 0) + tl.where(higher == LEVELS, forced_sum, 0)
-    below_sum = tl.sum(tl.where(levels == last, sums, 0), 0) + tl.where(last == LEVELS, forced_sum, 0)
-    total = (below_sum - above_sum).to(tl.int64)
-    left = tl.minimum(tl.maximum(places - above_sum, 0), below_sum - above_sum).to(tl.int64)
-    total = tl.maximum(total, 1)
-    before = tl.zeros((), tl.int64)
-    long_before = tl.zeros((), tl.int32)
-    first_row = batch * rows_of_batch
-    own_blocks = q_blocks
+    batch = row // rows_of_batch
+    place = (row % rows_of_batch).to(tl.int32)
+    of_batch = sums_ptr + batch * parts * SUMS
+    last = tl.load(of_batch + LAST)
+    left = tl.load(of_batch + LEFT).to(tl.int64)
+    total = tl.load(of_batch + TOTAL).to(tl.int64)
+    before = tl.load(of_batch + place // PART_ROWS * SUMS + BEFORE)
+    rows = place // PART_ROWS * PART_ROWS + tl.arange(0, PART_ROWS)
+    inside = rows <= place
+    kept = kept_ptr + (batch * rows_of_batch + rows) * (2 * LEVELS)
+    above = tl.load(kept + tl.minimum(last + 1, LEVELS), mask=inside, other=0)
+    blocks = tl.load(kept + last, mask=inside, other=0) - above
+    after = (before + tl.sum(blocks, 0)).to(tl.int64)
+    own = tl.sum(tl.where(rows == place, blocks, 0), 0)
+    share = after * left // total - (after - own) * left // total
+    return tl.sum(tl.where(rows == place, above, 0), 0) + share.to(tl.int32)
+
+
+@triton.jit
+def place_row(
+    row, count, many, order_ptr, sums_ptr, segments_ptr, rows_of_batch, parts, heads, q_blocks, PACKED: tl.constexpr
+):
+    """Put a row into the order of its batch element: if it keeps more than ``many`` blocks the next in front, else the
+    next behind; PACKED, without gaps if it exists (`Segments.table`)."""
+    batch = row // rows_of_batch
+    first = batch * rows_of_batch
+    rows = rows_of_batch
+    exists = True
     if PACKED:
         _, q_len = segment_queries(segments_ptr, batch)
-        own_blocks = tl.cdiv(q_len, BLOCK_Q)
-        first_row = segment_number(segments_ptr, batch, FIRST_ROW).to(tl.int64)
-    last_place = heads * own_blocks - 1
-    for start in range(0, rows_of_batch, ROWS):
-        rows = start + tl.arange(0, ROWS)
-        inside = rows < rows_of_batch
-        kept = kept_ptr + (batch * rows_of_batch + rows) * (2 * LEVELS)
-        above = tl.load(kept + higher, mask=inside, other=0)
-        blocks = tl.load(kept + last, mask=inside, other=0) - above
-        after = before + tl.cumsum(blocks, 0)
-        share = after * left // total - (after - blocks) * left // total
-        count = above + share.to(tl.int32)
-        tl.store(counts_ptr + batch * rows_of_batch + rows, count, mask=inside)
-        before += tl.sum(blocks, 0)
-        is_long = (count > many) & inside
-        longs = long_before + tl.cumsum(is_long.to(tl.int32), 0)
-        rank = rows
-        if PACKED:
-            inside = inside & (rows % q_blocks < own_blocks)
-            rank = rows // q_blocks * own_blocks + rows % q_blocks
-        place = tl.where(is_long, longs - 1, last_place - (rank - longs))
-        numbers = (batch * rows_of_batch + rows).to(tl.int32)
-        tl.store(order_ptr + first_row + place, numbers, mask=inside)
-        long_before += tl.sum(is_long.to(tl.int32), 0)
+        first = segment_number(segments_ptr, batch, FIRST_ROW).to(tl.int64)
+        rows = heads * tl.cdiv(q_len, BLOCK_Q)
+        exists = row % q_blocks * BLOCK_Q < q_len
+    if exists:
+        of_batch = sums_ptr + batch * parts * SUMS
+        is_long = count > many
+        before = tl.atomic_add(of_batch + tl.where(is_long, IN_FRONT, BEHIND), 1, sem="relaxed")
+        tl.store(order_ptr + first + tl.where(is_long, before, rows - 1 - before), row.to(tl.int32))
 
 
-def count_budget(rows: RowArguments, call: Call, kv_blocks: int) -> tuple[Tensor, Tensor]:
+def count_budget(rows: RowArguments, call: Call, kv_blocks: int, *, shares: bool) -> tuple[Tensor, Tensor]:
     """What rows keep of a budget that reaches down to each level, and the sums of it, as `count_kernel` writes them.
 
     Args:
         kv_blocks: of the whole call, by which levels go.
+        shares: `share_of_row` will be asked.
     """
     shape, like = call.shape, rows.pointers["probability_ptr"]
     rows_of_batch = shape.heads * shape.q_blocks
     setting = configs.budget_config()
-    programs = ceil_div(rows_of_batch, setting.rows)
+    programs, parts = ceil_div(rows_of_batch, setting.rows), ceil_div(rows_of_batch, PART_ROWS.value)
     kept = buffer_like(like, True, shape.batch * rows_of_batch, 2 * LEVELS.value, dtype=torch.int32)
-    sums = zeros_like(like, shape.batch, PARTS.value, SUMS.value, dtype=torch.int32)
+    sums = zeros_like(like, shape.batch, parts, SUMS.value, dtype=torch.int32)
     launch(
         count_kernel,
         programs * shape.batch,
@@ -250,11 +272,13 @@ def count_budget(rows: RowArguments, call: Call, kv_blocks: int) -> tuple[Tensor
         kept_ptr=kept,
         sums_ptr=sums,
         **rows.strides,
-        amount=_density(call),
+        amount=density_of(call),
         **rows.sizes,
         top_level=config.budget_top(kv_blocks),
         rows_of_batch=rows_of_batch,
         programs_of_batch=programs,
+        parts=parts,
+        SHARES=shares,
         ROWS=setting.rows,
         **rows.constants,
         num_warps=configs.select_config().warps(rows.columns),
@@ -262,39 +286,15 @@ def count_budget(rows: RowArguments, call: Call, kv_blocks: int) -> tuple[Tensor
     return kept, sums
 
 
-def _density(call: Call) -> float:
+def density_of(call: Call) -> float:
+    """The share of all blocks that a budget has."""
     amount = call.selection.amount
     assert not isinstance(amount, Tensor)
     return float(amount)
 
 
-def share_budget(rows: RowArguments, call: Call) -> tuple[Tensor, Tensor]:
-    """How many eligible blocks each row keeps of its batch element's budget, (B, H, q_blocks) int32; which comes when.
-
-    The second is (rows that exist,) int32, the rows' numbers with long ones first in each batch element.
-    """
-    shape, like = call.shape, rows.pointers["probability_ptr"]
-    rows_of_batch = shape.heads * shape.q_blocks
+def many_blocks(call: Call) -> float:
+    """How many blocks a long row keeps at least."""
+    shape = call.shape
     seen_blocks = min(shape.kv_blocks * (0.5 if call.is_causal else 1.0), blocks_of_row(call.window, shape))
-    kept, sums = count_budget(rows, call, shape.kv_blocks)
-    counts = buffer_like(like, True, shape.batch, shape.heads, shape.q_blocks, dtype=torch.int32)
-    many_rows = counts.numel() if call.segments is None else call.segments.order.numel()
-    order = buffer_like(like, True, many_rows, dtype=torch.int32)
-    launch(
-        share_kernel,
-        shape.batch,
-        kept_ptr=kept,
-        sums_ptr=sums,
-        counts_ptr=counts,
-        order_ptr=order,
-        segments_ptr=rows.pointers["segments_ptr"],
-        amount=_density(call),
-        many=LONG * _density(call) * seen_blocks,
-        rows_of_batch=rows_of_batch,
-        heads=shape.heads,
-        q_blocks=shape.q_blocks,
-        PACKED=call.segments is not None,
-        ROWS=min(max(power_of_two(rows_of_batch), 128), MOST_ROWS),
-        num_warps=configs.budget_config().share_warps,
-    )
-    return counts, order
+    return LONG * density_of(call) * seen_blocks

@@ -24,7 +24,7 @@ class StageKey:
 
 @dataclass(frozen=True)
 class SummarizeConfig:
-    """Key blocks a program summarises, tokens added elementwise before threads exchange sums, warps."""
+    """Key blocks a program summarizes, tokens added elementwise before threads exchange sums, warps."""
 
     blocks: int
     slab: int
@@ -58,6 +58,15 @@ class ScoreConfig:
 
 
 @dataclass(frozen=True)
+class HopperScoreConfig:
+    """Sampled queries of each of the two consumers, key blocks per tile, tiles in shared memory."""
+
+    rows: int
+    columns: int
+    stages: int
+
+
+@dataclass(frozen=True)
 class SelectConfig:
     """Blocks of a row that one warp takes, most warps."""
 
@@ -71,19 +80,9 @@ class SelectConfig:
 
 @dataclass(frozen=True)
 class BudgetConfig:
-    """Rows that one program counts, with the warps of "select"; warps of the one program that shares them out."""
+    """Rows that one program counts, with the warps of "select". A power of two up to 128."""
 
     rows: int
-    share_warps: int
-
-
-@dataclass(frozen=True)
-class PeakConfig:
-    """Key blocks one program looks at, pipeline depth, warps."""
-
-    blocks: int
-    stages: int
-    warps: int
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,8 @@ CONFIGS: dict[StageKey, Any] = {
     StageKey("summarize"): SummarizeConfig(2, 8, 1),
     # N 8192, 32768 and 131072: 0.006, 0.008 and 0.021 ms; 128 and 8 0.007, 0.008 and 0.018
     StageKey("reduce"): ReduceConfig(64, 16, 4),
-    # 0.108 ms; 8 warps 0.113, 16 warps 0.160. The floor, 0.40 GB at 4.24 TB/s, is 0.095
+    # 0.150 ms with means and peaks. Without: 0.108; 8 warps 0.113, 16 warps 0.160; the floor, 0.40 GB at 4.24 TB/s, is
+    # 0.095
     StageKey("quantize_key_value"): QuantizeConfig(4),
     # 0.056 ms; 8 warps 0.072. The floor, 0.20 GB, is 0.047
     StageKey("quantize_query"): QuantizeConfig(4),
@@ -121,15 +121,17 @@ CONFIGS: dict[StageKey, Any] = {
     # Not timed: where products run in registers alone, 64 columns spill.
     StageKey("score", "small"): ScoreConfig(128, 32, 8, 1),
     StageKey("score", "small", width=256): ScoreConfig(64, 32, 8, 1),
+    # N 8192, 32768 and 131072: 0.020, 0.089 and 0.288 ms; 64 columns and 4 stages 0.021, 0.092 and 0.307; with 128 rows
+    # 0.020, 0.094 and 0.314. A third consumer: 0.026, 0.096 and 0.316
+    StageKey("score_hopper"): HopperScoreConfig(64, 128, 2),
+    # Not timed.
+    StageKey("score_hopper", width=256): HopperScoreConfig(64, 32, 4),
     # 16 entries a thread. At N 131072, H 4 (2048 blocks) 0.083 ms; 8 entries 0.104, 4 entries 0.160: sums across warps
     # wait at barriers
     StageKey("select"): SelectConfig(512, 16),
-    # With one sum for all programs, at N 32768: 0.049 ms; 2 rows 0.070, one 0.120: they wait for each other. 8 or 32
-    # warps within 0.002. Not timed since the sums have parts.
-    StageKey("budget"): BudgetConfig(4, 16),
-    # N 8192, 32768 and 131072: 0.014, 0.025 and 0.025 ms; 16 blocks 0.016, 0.025 and 0.025, two warps 0.017, 0.031 and
-    # 0.031. The floor, K's codes once: 0.008, 0.016 and 0.016
-    StageKey("peaks"): PeakConfig(8, 3, 4),
+    # With one sum for all programs, at N 32768: 0.049 ms; 2 rows 0.070, one 0.120: they wait for each other. Not timed
+    # since the sums have parts.
+    StageKey("budget"): BudgetConfig(4),
     # Not timed.
     StageKey("replacement"): ReplacementConfig(256, 2),
     # Not timed.
@@ -142,9 +144,9 @@ CANDIDATES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
     "quantize_key_value": {"warps": (2, 4, 8, 16)},
     "quantize_query": {"warps": (2, 4, 8, 16)},
     "score": {"rows": (64, 128, 256), "columns": (32, 64, 128), "warps": (4, 8), "stages": (1, 2)},
+    "score_hopper": {"rows": (64, 128), "columns": (32, 64, 128), "stages": (2, 3, 4)},
     "select": {"columns": (128, 256, 512, 1024), "most_warps": (8, 16)},
-    "budget": {"rows": (1, 2, 4, 8), "share_warps": (4, 8, 16, 32)},
-    "peaks": {"blocks": (4, 8, 16), "stages": (2, 3, 4), "warps": (2, 4, 8)},
+    "budget": {"rows": (1, 2, 4, 8)},
     "mask": {"blocks": (4, 8, 16), "warps": (2, 4, 8)},
     "replacement": {"step": (128, 256, 512), "warps": (1, 2, 4)},
 }
@@ -187,16 +189,16 @@ def score_config(width: int, architecture: int) -> ScoreConfig:
     return cast(ScoreConfig, stage_config("score", width, architecture))
 
 
+def hopper_score_config(width: int) -> HopperScoreConfig:
+    return cast(HopperScoreConfig, stage_config("score_hopper", width))
+
+
 def select_config() -> SelectConfig:
     return cast(SelectConfig, stage_config("select"))
 
 
 def budget_config() -> BudgetConfig:
     return cast(BudgetConfig, stage_config("budget"))
-
-
-def peak_config() -> PeakConfig:
-    return cast(PeakConfig, stage_config("peaks"))
 
 
 def replacement_config() -> ReplacementConfig:

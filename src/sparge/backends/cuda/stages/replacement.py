@@ -8,13 +8,46 @@ from torch import Tensor
 
 from sparge.backends.cuda.launch import buffer_like, launch, segments_argument, window_flags, window_offsets
 from sparge.backends.cuda.operands import BIAS_COLUMNS
-from sparge.backends.cuda.primitives import BLOCK_K, BLOCK_Q, segment_sizes
+from sparge.backends.cuda.primitives import BLOCK_K, BLOCK_Q, segment_queries, segment_sizes
 from sparge.backends.cuda.stages import configs
 from sparge.block_mask import BlockMask
 from sparge.call import Call
 from sparge.geometry import ceil_div
 
 NUMBERS = ["heads", "group", "q_len", "kv_len", "first_offset", "last_offset", "q_blocks", "kv_blocks", "columns"]
+
+
+@triton.jit
+def has_mean(
+    row,
+    blocks,
+    segments_ptr,
+    heads,
+    q_len,
+    kv_len,
+    first_offset,
+    last_offset,
+    q_blocks,
+    kv_blocks,
+    HAS_FIRST: tl.constexpr,
+    HAS_LAST: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """Whether all queries of a row see the keys of a block alike, so that its mean can stand for it: causal rows have
+    the blocks before all of their queries, with a window those inside of all their windows."""
+    first_query = (row % q_blocks).to(tl.int32) * BLOCK_Q
+    if PACKED:
+        batch = row // q_blocks // heads
+        q_len, kv_len, first_offset, last_offset = segment_sizes(segments_ptr, batch, first_offset, last_offset)
+        kv_blocks = tl.cdiv(kv_len, BLOCK_K)
+    found = blocks < kv_blocks
+    if HAS_LAST:
+        last_key = tl.minimum(blocks * BLOCK_K + BLOCK_K, kv_len) - 1
+        found = found & (last_key <= first_query + last_offset)
+    if HAS_FIRST:
+        last_query = tl.minimum(first_query + BLOCK_Q, q_len) - 1
+        found = found & (blocks * BLOCK_K >= last_query + first_offset)
+    return found
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -40,8 +73,7 @@ def replaced_bias_kernel(
 ):
     """What the scores of mean keys get besides: each block's own bias, -inf where a row has no use of it.
 
-    A row has the means of the blocks that it does not keep and whose keys all its queries see alike: causal rows those
-    before all of them, with a window those inside of all their windows.
+    A row has the means of the blocks that it does not keep and that `has_mean` allows.
 
     Grid: one program per row of blocks.
 
@@ -54,29 +86,32 @@ def replaced_bias_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     flat_head = row // q_blocks
-    first_query = (row % q_blocks).to(tl.int32) * BLOCK_Q
-    own_blocks = kv_blocks
     if PACKED:
-        batch = flat_head // heads
-        q_len, kv_len, first_offset, last_offset = segment_sizes(segments_ptr, batch, first_offset, last_offset)
-        own_blocks = tl.cdiv(kv_len, BLOCK_K)
-        if first_query >= q_len:
+        _, q_len = segment_queries(segments_ptr, flat_head // heads)
+        if row % q_blocks * BLOCK_Q >= q_len:
             return
-    last_query = tl.minimum(first_query + BLOCK_Q, q_len) - 1
-    kv_head = flat_head // heads * (heads // group) + flat_head % heads // group
     kept = tl.load(kv_num_blocks_ptr + row)
     bias_row = bias_ptr + row * columns
     places = tl.arange(0, STEP)
     for start in range(0, columns, STEP):
         blocks = start + places
-        is_replaced = blocks < own_blocks
-        if HAS_LAST:
-            last_key = tl.minimum(blocks * BLOCK_K + BLOCK_K, kv_len) - 1
-            is_replaced = is_replaced & (last_key <= first_query + last_offset)
-        if HAS_FIRST:
-            is_replaced = is_replaced & (blocks * BLOCK_K >= last_query + first_offset)
-        bias = tl.load(block_bias_ptr + kv_head * kv_blocks + blocks, mask=is_replaced, other=float("-inf"))
-        tl.store(bias_row + blocks, bias, mask=blocks < columns)
+        is_replaced = has_mean(
+            row,
+            blocks,
+            segments_ptr,
+            heads,
+            q_len,
+            kv_len,
+            first_offset,
+            last_offset,
+            q_blocks,
+            kv_blocks,
+            HAS_FIRST,
+            HAS_LAST,
+            PACKED,
+        )
+        pointers = block_bias_ptr + flat_head // group * kv_blocks + blocks
+        tl.store(bias_row + blocks, tl.load(pointers, is_replaced, float("-inf")), mask=blocks < columns)
     tl.debug_barrier()  # what is written next stays
     for start in range(0, kept, STEP):
         listed = start + places < kept
@@ -84,11 +119,16 @@ def replaced_bias_kernel(
         tl.store(bias_row + blocks, tl.full((STEP,), float("-inf"), tl.float32), mask=listed)
 
 
+def bias_columns(kv_blocks: int) -> int:
+    """Columns of the bias."""
+    return ceil_div(kv_blocks, BIAS_COLUMNS) * BIAS_COLUMNS
+
+
 def replaced_bias(mask: BlockMask, block_bias: Tensor, call: Call) -> Tensor:
     """The bias of `operands.MeanOperands` for a mask, from that of every block (`summary.KeyValueSummary`)."""
     shape, counts = call.shape, mask.kv_num_blocks
     rows = shape.batch * shape.heads * shape.q_blocks
-    columns = ceil_div(shape.kv_blocks, BIAS_COLUMNS) * BIAS_COLUMNS
+    columns = bias_columns(shape.kv_blocks)
     bias = buffer_like(counts, True, rows, columns)
     config = configs.replacement_config()
     launch(

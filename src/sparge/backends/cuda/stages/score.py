@@ -13,6 +13,7 @@ known first: the row is scored twice. That costs less than writing all scores ou
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction
 
 from sparge import config
 from sparge.backends.cuda.launch import (
@@ -53,6 +55,7 @@ from sparge.call import Call
 from sparge.config import Mean, Moment, Score, Spread, entry_of
 from sparge.geometry import ceil_div
 
+HOPPER = 90
 NEGLIGIBLE = tl.constexpr(config.NEGLIGIBLE)
 SPREAD_UNIT = tl.constexpr(config.SPREAD_UNIT)
 NUMBERS = ["heads", "kv_heads", "q_len", "kv_len", "first_offset", "last_offset", "q_blocks", "kv_blocks"]
@@ -458,6 +461,13 @@ def block_probabilities(
     width = padded(shape.head_dim)
     from_means, samples = inputs.are_means, inputs.rows(call.score)
     samples_padded = power_of_two(samples)
+    has_low = from_means or query.dtype != torch.bfloat16
+    if _has_hopper_kernel(query, call, has_blocks=blocks is not None, has_threshold=threshold is not None):
+        from sparge.backends.cuda.stages.score_hopper import launch_scores
+
+        of_queries = query_summary.mean if from_means else query
+        of_keys = key_value.mean_high, key_value.mean_low, key_value.variance
+        return launch_scores(of_queries, *of_keys, call, from_means=from_means, has_low=has_low)
     setting = configs.score_config(width, architecture_of(query))
     rows = max(setting.rows, samples_padded)
     probability = buffer_like(query, True, heads, shape.q_blocks, shape.kv_blocks)
@@ -500,7 +510,7 @@ def block_probabilities(
         SAMPLES_PADDED=samples_padded,
         LOG2_SAMPLES=math.log2(samples),
         EXPONENT=call.score.exponent,
-        HAS_LOW=from_means or query.dtype != torch.bfloat16,
+        HAS_LOW=has_low,
         **window_flags(call),
         HAS_SEEN=first_seen is not None,
         HAS_BLOCKS=blocks is not None,
@@ -513,3 +523,20 @@ def block_probabilities(
         num_warps=setting.warps,
     )
     return probability
+
+
+def _has_hopper_kernel(query: Tensor, call: Call, *, has_blocks: bool, has_threshold: bool) -> bool:
+    """Whether `score_hopper` serves the call; no interpreter runs it."""
+    if architecture_of(query) != HOPPER or isinstance(score_kernel, InterpretedFunction) or not has_gluon():
+        return False
+    from sparge.backends.cuda.stages.score_hopper import serves
+
+    return serves(call, has_blocks=has_blocks, has_threshold=has_threshold)
+
+
+@functools.cache
+def has_gluon() -> bool:
+    """Whether Gluon kernels can be compiled."""
+    from sparge.backends.hopper import gluon_missing
+
+    return gluon_missing() is None

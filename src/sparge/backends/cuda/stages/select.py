@@ -10,6 +10,8 @@ blocks a row keeps of a budget is counted before, for all rows together (`budget
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -19,12 +21,13 @@ from sparge import config
 from sparge.backends.cuda.launch import buffer_like, launch, per_head_tensor
 from sparge.backends.cuda.stages import configs
 from sparge.backends.cuda.stages.block_rows import INFINITY_BITS, SIZES, RowArguments, load_row
-from sparge.backends.cuda.stages.budget import share_budget
+from sparge.backends.cuda.stages.budget import count_budget, many_blocks, place_row, share_of_row
 from sparge.backends.cuda.stages.mask_blocks import MaskBlocks
+from sparge.backends.cuda.stages.replacement import bias_columns, has_mean
 from sparge.block_mask import BlockMask
 from sparge.call import Call
 
-NUMBERS = ["amount", *SIZES]
+NUMBERS = ["amount", "many", *SIZES, "rows_of_batch", "parts", "bias_columns"]
 ROUNDING_GUARD = tl.constexpr(config.ROUNDING_GUARD)
 SELECTIONS = ("topk", "topcdf", "budget")
 """The rules that the kernel knows."""
@@ -139,13 +142,19 @@ def select_kernel(
     segments_ptr,
     amount_ptr,
     count_ptr,
+    kept_ptr,
+    sums_ptr,
+    block_bias_ptr,
     kv_num_blocks_ptr,
     kv_indices_ptr,
     visible_num_blocks_ptr,
+    bias_ptr,
+    order_ptr,
     first_seen_strides,
     kind_strides,
     column_strides,
     amount,
+    many,
     heads,
     group,
     q_len,
@@ -155,8 +164,13 @@ def select_kernel(
     q_blocks,
     kv_blocks,
     min_blocks,
+    rows_of_batch,
+    parts,
+    bias_columns,
     SELECTION: tl.constexpr,
     AMOUNT_PER_HEAD: tl.constexpr,
+    SHARES: tl.constexpr,
+    WITH_BIAS: tl.constexpr,
     HAS_FIRST: tl.constexpr,
     HAS_LAST: tl.constexpr,
     SINK: tl.constexpr,
@@ -177,11 +191,16 @@ def select_kernel(
     Reads
         what `load_row` reads
         amount            [H] float32 (AMOUNT_PER_HEAD), instead of the number
-        count             [B * H, q_blocks] int32, of `share_budget`: what a row keeps of a budget
+        count             [B * H, q_blocks] int32, what a row keeps of a budget
+        kept, sums        of `count_kernel` (SHARES), instead
+        block_bias        [B, Hkv, kv_blocks] float32, of `summarize_kernel` (WITH_BIAS)
     Writes, int32
         kv_num_blocks     [B * H, q_blocks], how many blocks are kept
         kv_indices        [B * H, q_blocks, kv_blocks], the kept ones in ascending order, then the others
         visible_num_blocks    [B * H, q_blocks]
+        order             [B * rows], see `place_row` (SHARES)
+    and in float32
+        bias              [B * H * q_blocks, bias_columns] (WITH_BIAS), as `replaced_bias_kernel` does
     """
     row = tl.program_id(0).to(tl.int64)
     blocks = load_row(
@@ -223,7 +242,24 @@ def select_kernel(
     visible = blocks.visible
     visible_count = tl.sum(visible.to(tl.int32))
     if SELECTION == "budget":
-        kept = _at_least(blocks.bits, blocks.eligible, blocks.forced, tl.load(count_ptr + row), visible_count)
+        if SHARES:
+            count = share_of_row(row, kept_ptr, sums_ptr, rows_of_batch, parts)
+            place_row(
+                row,
+                count,
+                many,
+                order_ptr,
+                sums_ptr,
+                segments_ptr,
+                rows_of_batch,
+                parts,
+                heads,
+                q_blocks,
+                PACKED,
+            )
+        else:
+            count = tl.load(count_ptr + row)
+        kept = _at_least(blocks.bits, blocks.eligible, blocks.forced, count, visible_count)
     else:
         if AMOUNT_PER_HEAD:
             amount = tl.load(amount_ptr + row // q_blocks % heads)
@@ -236,6 +272,42 @@ def select_kernel(
     tl.store(kv_indices_ptr + row * kv_blocks + place, columns, mask=blocks.inside)
     tl.store(kv_num_blocks_ptr + row, kept_count)
     tl.store(visible_num_blocks_ptr + row, visible_count)
+    if WITH_BIAS:
+        replaced = has_mean(
+            row,
+            columns,
+            segments_ptr,
+            heads,
+            q_len,
+            kv_len,
+            first_offset,
+            last_offset,
+            q_blocks,
+            kv_blocks,
+            HAS_FIRST,
+            HAS_LAST,
+            PACKED,
+        )
+        replaced = replaced & (kept == 0)
+        bias = tl.load(block_bias_ptr + row // q_blocks // group * kv_blocks + columns, replaced, float("-inf"))
+        tl.store(bias_ptr + row * bias_columns + columns, bias, mask=columns < bias_columns)
+        for start in range(COLUMNS, bias_columns, COLUMNS):
+            nothing = tl.full((COLUMNS,), float("-inf"), tl.float32)
+            tl.store(bias_ptr + row * bias_columns + start + columns, nothing, mask=start + columns < bias_columns)
+
+
+class Selected(NamedTuple):
+    """What `select` returns.
+
+    Attributes:
+        mask: the kept blocks of every row.
+        order: (rows that exist,) int32, in which order rows are best computed, None where any will do.
+        bias: of `operands.MeanOperands`, None where none was asked for.
+    """
+
+    mask: BlockMask
+    order: Tensor | None
+    bias: Tensor | None
 
 
 def select(
@@ -246,8 +318,9 @@ def select(
     first_seen: Tensor | None,
     threshold: Tensor | None,
     blocks: MaskBlocks | None = None,
-) -> tuple[BlockMask, Tensor | None]:
-    """The kept blocks of every row, and in which order rows are best computed, None where any will do.
+    block_bias: Tensor | None = None,
+) -> Selected:
+    """The kept blocks of every row.
 
     Args:
         probability: of `score.block_probabilities`.
@@ -255,17 +328,27 @@ def select(
         first_seen: of `visibility.first_seen_keys` where keys are hidden.
         threshold: (H,), similarity under which a query or key block is not eligible.
         blocks: of `mask_blocks.mask_blocks` where a mask has more to say than which keys are hidden.
+        block_bias: of `summary.KeyValueSummary`, where means stand for the blocks that are not kept.
 
     Raises:
         NotImplementedError: the kernel does not know the rule.
     """
     rows = RowArguments(probability, query_similarity, key_similarity, call, first_seen, threshold, blocks)
-    counted, order = share_budget(rows, call) if call.selection.is_call_wide else (None, None)
-    return select_rows(rows, call, counted), order
+    counts = count_budget(rows, call, call.shape.kv_blocks, shares=True) if call.selection.is_call_wide else None
+    return select_rows(rows, call, None, counts, block_bias)
 
 
-def select_rows(row_arguments: RowArguments, call: Call, counted: Tensor | None) -> BlockMask:
-    """The kept blocks of every row; of a budget so many, (B, H, q_blocks) int32.
+def select_rows(
+    row_arguments: RowArguments,
+    call: Call,
+    counted: Tensor | None,
+    budget: tuple[Tensor, Tensor] | None = None,
+    block_bias: Tensor | None = None,
+) -> Selected:
+    """The kept blocks of every row; of a budget so many, (B, H, q_blocks) int32, or its share of ``budget``.
+
+    Args:
+        budget: of `count_budget`.
 
     Raises:
         NotImplementedError: the kernel does not know the rule.
@@ -279,21 +362,39 @@ def select_rows(row_arguments: RowArguments, call: Call, counted: Tensor | None)
     counts = buffer_like(probability, True, *rows, dtype=torch.int32)
     indices = buffer_like(probability, True, *rows, shape.kv_blocks, dtype=torch.int32)
     visible = buffer_like(probability, True, *rows, dtype=torch.int32)
+    shares, with_bias = budget is not None, block_bias is not None
+    kept, sums = (probability, probability) if budget is None else budget
+    many_rows = counts.numel() if call.segments is None else call.segments.order.numel()
+    order = buffer_like(probability, shares, many_rows, dtype=torch.int32)
+    columns = bias_columns(shape.kv_blocks)
+    bias = buffer_like(probability, with_bias, counts.numel(), columns)
     launch(
         select_kernel,
         shape.q_blocks * shape.batch * shape.heads,
         **row_arguments.pointers,
         amount_ptr=probability if amount_per_head is None else amount_per_head,
         count_ptr=probability if counted is None else counted,
+        kept_ptr=kept,
+        sums_ptr=sums,
+        block_bias_ptr=probability if block_bias is None else block_bias,
         kv_num_blocks_ptr=counts,
         kv_indices_ptr=indices,
         visible_num_blocks_ptr=visible,
+        bias_ptr=bias,
+        order_ptr=order,
         **row_arguments.strides,
         amount=1.0 if isinstance(amount, Tensor) else float(amount),
+        many=many_blocks(call) if shares else 0.0,
         **row_arguments.sizes,
+        rows_of_batch=shape.heads * shape.q_blocks,
+        parts=sums.shape[1] if shares else 0,
+        bias_columns=columns,
         SELECTION=rules.name,
         AMOUNT_PER_HEAD=amount_per_head is not None,
+        SHARES=shares,
+        WITH_BIAS=with_bias,
         **row_arguments.constants,
         num_warps=configs.select_config().warps(row_arguments.columns),
     )
-    return BlockMask(counts, indices, visible, shape.q_len, shape.kv_len, window=call.window)
+    mask = BlockMask(counts, indices, visible, shape.q_len, shape.kv_len, window=call.window)
+    return Selected(mask, order if shares else None, bias if with_bias else None)

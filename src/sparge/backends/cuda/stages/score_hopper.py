@@ -1,0 +1,501 @@
+"""`score.score_kernel` for compute capability 9.0, for calls without masks, windows' left bounds and segments.
+
+One producer warp copies statistics of key blocks, tile by tile; each consumer warpgroup scores its rows against every
+tile. Rows stay in registers as the left operand, the next tile's products run while a tile's scores are summed, and
+consumers wait for nobody but the producer. The Triton kernel waits after every product, and reads statistics for half
+as many rows at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from sparge import config
+from sparge.backends.cuda.launch import buffer_like, launch, padded, power_of_two, strides_of
+from sparge.backends.cuda.primitives import BLOCK_K, BLOCK_Q
+from sparge.backends.cuda.stages import configs
+from sparge.backends.hopper.gluon import (
+    TensorDescriptor,
+    aggregate,
+    async_load,
+    barrier,
+    fence_async_shared,
+    gl,
+    jit,
+    mbarrier,
+    reinterpret,
+    shared_memory_descriptor,
+    tensor_descriptor,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from sparge.call import Call
+from sparge.geometry import ceil_div
+from sparge.window import last_offset
+
+NEGLIGIBLE = gl.constexpr(config.NEGLIGIBLE)
+CHUNK = 64
+"""Channels that lie in one row of shared memory, 128 bytes."""
+LEAST_ROWS = 64
+"""Of a consumer."""
+CONSUMERS = gl.constexpr(2)
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
+"""Of a thread."""
+NUMBERS = ["heads", "group", "q_len", "kv_len", "last_offset", "q_blocks", "kv_blocks"]
+
+
+@dataclass(frozen=True)
+class ScoreSpec:
+    """What the kernel is compiled for.
+
+    Attributes:
+        head_dim: channels as the caller has them, or padded ones where rows are means.
+        width: channels of the statistics, 64 or more.
+        from_means: rows are means of parts of a block, float32; else samples.
+        samples: rows of a block, at most 64.
+        exponent: of their mean.
+        has_variance, has_low: what is multiplied besides q . mean, see `score.Rows`.
+        has_last: query i sees no key behind i + last_offset.
+        rows: of each consumer, 64 or 128: what a warpgroup's matrix instruction takes, or two of it.
+        columns: key blocks of a tile.
+        stages: tiles in shared memory.
+    """
+
+    head_dim: int
+    width: int
+    from_means: bool
+    samples: int
+    exponent: int
+    has_variance: bool
+    has_low: bool
+    has_last: bool
+    rows: int
+    columns: int
+    stages: int
+
+    @property
+    def samples_padded(self) -> int:
+        """Rows that a block takes."""
+        return power_of_two(self.samples)
+
+    @property
+    def blocks(self) -> int:
+        """Query blocks of a consumer."""
+        return self.rows // self.samples_padded
+
+    @property
+    def parts(self) -> int:
+        """Tensors of statistics: high and low part of the means, variances."""
+        return 3 if self.has_variance else 2
+
+    @property
+    def chunks(self) -> int:
+        """Copies of a tile of one of them."""
+        return self.width // CHUNK
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of a stage."""
+        return self.parts * self.columns * self.width * 2
+
+    @property
+    def log2_samples(self) -> float:
+        """What the logarithm of a row's sum is raised by, for its share of the mean."""
+        return math.log2(self.samples) / self.exponent
+
+    @property
+    def copied_layout(self) -> gl.NVMMASharedLayout:
+        """A copy in shared memory."""
+        return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16)
+
+    @property
+    def scores_layout(self) -> gl.NVMMADistributedLayout:
+        """Scores of a tile, [rows, columns]."""
+        return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, self.columns, 16])
+
+    @property
+    def rows_layout(self) -> gl.DotOperandLayout:
+        """Rows as the left operand, [rows, width]."""
+        return gl.DotOperandLayout(0, self.scores_layout, 2)
+
+    @property
+    def by_lane_layout(self) -> gl.DistributedLinearLayout:
+        """Scores as [rows, columns / 8, 4, 2]: each of a row's four threads has every fourth pair of neighbours."""
+        pairs = [[0, bit, 0, 0] for bit in (1, 2, 4, 8, 16) if bit < self.columns // 8]
+        return gl.DistributedLinearLayout(
+            reg_bases=[[0, 0, 0, 1], [8, 0, 0, 0], *pairs, *([[64, 0, 0, 0]] if self.rows > 64 else [])],
+            lane_bases=[[0, 0, 1, 0], [0, 0, 2, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
+            warp_bases=[[16, 0, 0, 0], [32, 0, 0, 0]],
+            block_bases=[],
+            shape=[self.rows, self.columns // 8, 4, 2],
+        )
+
+    @property
+    def lane_layout(self) -> gl.SliceLayout:
+        """A number for each of a row's four threads, [rows, 4]."""
+        return gl.SliceLayout(1, gl.SliceLayout(3, self.by_lane_layout))
+
+    @property
+    def row_layout(self) -> gl.SliceLayout:
+        """A number per row, [rows]."""
+        return gl.SliceLayout(1, self.scores_layout)
+
+
+@aggregate
+class Sizes:
+    """Of the problem, and what a program has of it: ``tiles`` of key blocks, query blocks from ``first_block`` on."""
+
+    q_len: gl.tensor
+    kv_len: gl.tensor
+    last_offset: gl.tensor
+    q_blocks: gl.tensor
+    kv_blocks: gl.tensor
+    flat_head: gl.tensor
+    first_block: gl.tensor
+    tiles: gl.tensor
+
+
+@aggregate
+class Stages:
+    """Shared memory: copies of all stages, and barriers for those that have landed or were read."""
+
+    copies: shared_memory_descriptor
+    full: shared_memory_descriptor
+    empty: shared_memory_descriptor
+
+
+@aggregate
+class Statistics:
+    """Means of key blocks in a high and a low part, and their variances, as TMA sees them."""
+
+    mean_high: tensor_descriptor
+    mean_low: tensor_descriptor
+    variance: tensor_descriptor
+
+
+@aggregate
+class Operands:
+    """A consumer's rows in bfloat16, what that leaves of them, and their squares, [rows, width] each."""
+
+    query: gl.tensor
+    low: gl.tensor
+    square: gl.tensor
+
+
+@jit
+def _copy(descriptor, head, first, PART: gl.constexpr, stages, stage, SPEC: gl.constexpr):
+    """Start copying a tile of one kind of statistics; what lies outside becomes 0."""
+    chunks: gl.constexpr = SPEC.chunks
+    for chunk in gl.static_range(chunks):
+        buffer = stages.copies.index((stage * SPEC.parts + PART) * chunks + chunk)
+        buffer = reinterpret(buffer, descriptor.dtype, descriptor.block_shape, descriptor.layout)
+        async_load(descriptor, [head, first, chunk * descriptor.block_shape[2]], stages.full.index(stage), buffer)
+
+
+@jit
+def _produce(statistics, stages, kv_head, tiles, SPEC: gl.constexpr):
+    """Copy all tiles, twice."""
+    for counter in range(0, 2 * tiles):
+        stage = counter % SPEC.stages
+        mbarrier.wait(stages.empty.index(stage), ((counter // SPEC.stages) & 1) ^ 1)
+        mbarrier.expect(stages.full.index(stage), SPEC.stage_bytes)
+        first = counter % tiles * SPEC.columns
+        _copy(statistics.mean_high, kv_head, first, 0, stages, stage, SPEC)
+        _copy(statistics.mean_low, kv_head, first, 1, stages, stage, SPEC)
+        if SPEC.has_variance:
+            _copy(statistics.variance, kv_head, first, 2, stages, stage, SPEC)
+
+
+@jit
+def _tile(stages, stage, PART: gl.constexpr, SPEC: gl.constexpr):
+    """Statistics of a stage as the right operand, [width, columns]."""
+    shape: gl.constexpr = [SPEC.stages * SPEC.parts, SPEC.columns, SPEC.width]
+    tiles = reinterpret(stages.copies, gl.bfloat16, shape, SPEC.copied_layout)
+    return tiles.index(stage * SPEC.parts + PART).permute((1, 0))
+
+
+@jit
+def _scores(operands, stages, counter, SPEC: gl.constexpr):
+    """Scores of the next tile, [rows, columns], which is given back."""
+    stage = counter % SPEC.stages
+    mbarrier.wait(stages.full.index(stage), (counter // SPEC.stages) & 1)
+    mean_high = _tile(stages, stage, 0, SPEC)
+    scores = gl.full((SPEC.rows, SPEC.columns), 0.0, gl.float32, SPEC.scores_layout)
+    scores = warpgroup_mma(operands.query, mean_high, scores, use_acc=False, is_async=True)
+    scores = warpgroup_mma(operands.query, _tile(stages, stage, 1, SPEC), scores, is_async=True)
+    if SPEC.has_low:
+        scores = warpgroup_mma(operands.low, mean_high, scores, is_async=True)
+    if SPEC.has_variance:
+        scores = warpgroup_mma(operands.square, _tile(stages, stage, 2, SPEC), scores, is_async=True)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    mbarrier.arrive(stages.empty.index(stage), count=1)
+    return scores
+
+
+@jit
+def _row_order(rows, SAMPLES: gl.constexpr):
+    """See `score._row_order`."""
+    half: gl.constexpr = SAMPLES // 2
+    if SAMPLES == 1 or SAMPLES > 16:
+        return rows // SAMPLES, rows % SAMPLES
+    else:
+        within = rows % 8
+        return rows // 16 * (16 // SAMPLES) + within // half, rows // 8 % 2 * half + within % half
+
+
+@jit
+def _sum_samples(values, SAMPLES: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """See `score._sum_samples`."""
+    if SAMPLES == 1:
+        return values
+    elif SAMPLES > 16:
+        return gl.sum(gl.reshape(values, (ROWS // SAMPLES, SAMPLES, COLUMNS)), 1)
+    else:
+        halves = gl.sum(gl.reshape(values, (ROWS // 16, 2, 8, COLUMNS)), 1)
+        return gl.sum(gl.reshape(halves, (ROWS // SAMPLES, SAMPLES // 2, COLUMNS)), 1)
+
+
+@jit
+def _load_rows(query_base, query_stride, first_block, sizes, SPEC: gl.constexpr):
+    """The rows of a consumer, see `score.Rows`."""
+    rows = gl.arange(0, SPEC.rows, gl.SliceLayout(1, SPEC.rows_layout))
+    channels = gl.arange(0, SPEC.width, gl.SliceLayout(0, SPEC.rows_layout))
+    block, sample = _row_order(rows, SPEC.samples_padded)
+    q_block = first_block + block
+    used = (q_block < sizes.q_blocks) & (sample < SPEC.samples)
+    if SPEC.from_means:
+        place = (sizes.flat_head * sizes.q_blocks + q_block).to(gl.int64) * SPEC.samples + sample
+        pointers = query_base + place * SPEC.head_dim
+    else:
+        first_query = gl.maximum(-sizes.last_offset, 0) if SPEC.has_last else 0
+        start = q_block * BLOCK_Q
+        seen_start = gl.maximum(start, first_query)
+        count = gl.minimum(start + BLOCK_Q, sizes.q_len) - seen_start
+        pick = seen_start + (2 * sample + 1) * count // (2 * SPEC.samples)
+        pointers = query_base + gl.where(count > 0, pick, start).to(gl.int64) * query_stride
+    inside = gl.expand_dims(used, 1) & gl.expand_dims(channels < SPEC.head_dim, 0)
+    exact = gl.load(gl.expand_dims(pointers, 1) + gl.expand_dims(channels, 0), mask=inside, other=0.0)
+    wide = exact.to(gl.float32)
+    wide = gl.where(gl.abs(wide) < float("inf"), wide, float("nan"))
+    query = wide.to(gl.bfloat16)
+    low = (wide - query.to(gl.float32)).to(gl.bfloat16)
+    return Operands(query=query, low=low, square=(wide * wide).to(gl.bfloat16))
+
+
+@jit
+def _eligible(first_block, first, sizes, SPEC: gl.constexpr):
+    """Blocks of a tile that rows see whole, [rows, columns]."""
+    rows = gl.arange(0, SPEC.rows, SPEC.row_layout)
+    columns = first + gl.arange(0, SPEC.columns, gl.SliceLayout(0, SPEC.scores_layout))
+    block, _ = _row_order(rows, SPEC.samples_padded)
+    last_key = gl.full((SPEC.rows,), 2147483647, gl.int32, SPEC.row_layout)
+    if SPEC.has_last:
+        last_key = gl.minimum((first_block + block + 1) * BLOCK_Q, sizes.q_len) - 1 + sizes.last_offset
+    end = gl.minimum((columns + 1) * BLOCK_K, sizes.kv_len) - 1
+    return gl.expand_dims(columns < sizes.kv_blocks, 0) & (gl.expand_dims(end, 0) <= gl.expand_dims(last_key, 1))
+
+
+@jit
+def _consume(CONSUMER: gl.constexpr, stages, sizes, query_base, query_stride, probability_ptr, SPEC: gl.constexpr):
+    """Score all tiles twice: first for maximum and sum of every row, then for the probabilities."""
+    columns: gl.constexpr = SPEC.columns
+    blocks: gl.constexpr = SPEC.blocks
+    first_block = sizes.first_block + CONSUMER * blocks
+    operands = _load_rows(query_base, query_stride, first_block, sizes, SPEC)
+    whole = sizes.kv_blocks  # key blocks up to which no score is masked
+    if SPEC.has_last:
+        last_key = gl.minimum((first_block + 1) * BLOCK_Q, sizes.q_len) - 1 + sizes.last_offset
+        whole = gl.minimum(whole, gl.maximum(last_key + 1, 0) // BLOCK_K)
+
+    lane_max = gl.full((SPEC.rows, 4), float("-inf"), gl.float32, SPEC.lane_layout)
+    lane_sum = gl.full((SPEC.rows, 4), 0.0, gl.float32, SPEC.lane_layout)
+    for counter in range(0, sizes.tiles):
+        scores = _scores(operands, stages, counter, SPEC)
+        first = counter * columns
+        if first + columns > whole:
+            scores = gl.where(_eligible(first_block, first, sizes, SPEC), scores, float("-inf"))
+        scores = gl.maximum(scores, float("-inf"))  # NaN takes no part
+        by_lane = gl.convert_layout(
+            gl.reshape(scores, (SPEC.rows, columns // 8, 4, 2)), SPEC.by_lane_layout, assert_trivial=True
+        )
+        new_max = gl.maximum(lane_max, gl.max(gl.max(by_lane, 3), 1))
+        safe_max = gl.where(new_max == float("-inf"), 0.0, new_max)
+        shifted = by_lane - gl.expand_dims(gl.expand_dims(safe_max, 1), 3)
+        lane_sum = lane_sum * gl.exp2(lane_max - safe_max) + gl.sum(gl.sum(gl.exp2(shifted), 3), 1)
+        lane_max = new_max
+
+    row_max = gl.max(lane_max, 1)
+    safe_max = gl.where(row_max == float("-inf"), 0.0, row_max)
+    row_sum = gl.sum(lane_sum * gl.exp2(lane_max - gl.expand_dims(safe_max, 1)), 1)
+    row_max = gl.convert_layout(safe_max, SPEC.row_layout)
+    row_sum = gl.convert_layout(row_sum, SPEC.row_layout)
+    # 2^(exponent (s - shift)) is the share of one row in its block's mean; rows that are not used have none.
+    row_shift = gl.where(row_sum > 0.0, row_max + gl.log2(row_sum) + SPEC.log2_samples, 0.0)
+    _, sample = _row_order(gl.arange(0, SPEC.rows, SPEC.row_layout), SPEC.samples_padded)
+    row_shift = gl.where(sample < SPEC.samples, row_shift * SPEC.exponent, float("inf"))
+
+    for counter in range(sizes.tiles, 2 * sizes.tiles):
+        scores = _scores(operands, stages, counter, SPEC)
+        first = (counter - sizes.tiles) * columns
+        share = gl.exp2(scores * SPEC.exponent - gl.expand_dims(row_shift, 1))
+        if first + columns > whole:
+            share = gl.where(_eligible(first_block, first, sizes, SPEC), share, 0.0)
+        average = _sum_samples(share, SPEC.samples_padded, SPEC.rows, columns)  # [blocks, columns]
+        if SPEC.exponent == 2:
+            average = gl.sqrt(average)
+        average = gl.where(average < NEGLIGIBLE, 0.0, average)  # keeps NaN
+        layout: gl.constexpr = average.type.layout
+        block = first_block + gl.arange(0, blocks, gl.SliceLayout(1, layout))
+        column = first + gl.arange(0, columns, gl.SliceLayout(0, layout))
+        places = (sizes.flat_head * sizes.q_blocks + block).to(gl.int64) * sizes.kv_blocks
+        stored = gl.expand_dims(block < sizes.q_blocks, 1) & gl.expand_dims(column < sizes.kv_blocks, 0)
+        gl.store(probability_ptr + (gl.expand_dims(places, 1) + gl.expand_dims(column, 0)), average, mask=stored)
+
+
+@jit(do_not_specialize=NUMBERS)
+def hopper_score_kernel(
+    mean_high_desc,
+    mean_low_desc,
+    variance_desc,
+    query_ptr,
+    probability_ptr,
+    query_strides,
+    heads,
+    group,
+    q_len,
+    kv_len,
+    last_offset,
+    q_blocks,
+    kv_blocks,
+    SPEC: gl.constexpr,
+):
+    """probability[block, j] = mean over the block's rows i of softmax_j s[i, j]; see `score.score_kernel`.
+
+    Grid: groups of query blocks of every head, in one dimension.
+
+    Reads
+        mean_high, mean_low, variance    [B * Hkv, kv_blocks, D padded] bfloat16, for TMA
+        query            [B, H, Sq, D], or [B * H, q_blocks, samples, D padded] float32 (SPEC.from_means)
+    Writes
+        probability      [B * H, q_blocks, kv_blocks] float32
+    """
+    copies = gl.allocate_shared_memory(
+        gl.bfloat16,
+        [SPEC.stages * SPEC.parts * SPEC.chunks, SPEC.columns, SPEC.width // SPEC.chunks],
+        SPEC.copied_layout,
+    )
+    full = gl.allocate_shared_memory(gl.int64, [SPEC.stages, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SPEC.stages, 1], mbarrier.MBarrierLayout())
+    num_stages: gl.constexpr = SPEC.stages
+    for stage in gl.static_range(num_stages):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=CONSUMERS)
+    fence_async_shared()
+    barrier()
+
+    blocks: gl.constexpr = SPEC.blocks * CONSUMERS
+    groups = (q_blocks + blocks - 1) // blocks
+    flat_head = gl.program_id(0) // groups
+    # The last groups first: with a causal window they are the longest.
+    first_block = (groups - 1 - gl.program_id(0) % groups) * blocks
+    batch = flat_head // heads
+    head = flat_head % heads
+    kv_head = batch * (heads // group) + head // group
+    stop = kv_blocks
+    if SPEC.has_last:
+        last_key = gl.minimum((first_block + blocks) * BLOCK_Q, q_len) - 1 + last_offset
+        stop = gl.minimum(kv_blocks, gl.maximum(last_key + 1, 0) // BLOCK_K + 1)
+    tiles = (stop + SPEC.columns - 1) // SPEC.columns
+    query_base = query_ptr
+    if not SPEC.from_means:
+        query_base = query_ptr + batch.to(gl.int64) * query_strides[0] + head.to(gl.int64) * query_strides[1]
+    sizes = Sizes(
+        q_len=q_len,
+        kv_len=kv_len,
+        last_offset=last_offset,
+        q_blocks=q_blocks,
+        kv_blocks=kv_blocks,
+        flat_head=flat_head,
+        first_block=first_block,
+        tiles=tiles,
+    )
+    stages = Stages(copies=copies, full=full, empty=empty)
+    statistics = Statistics(mean_high=mean_high_desc, mean_low=mean_low_desc, variance=variance_desc)
+    stride = query_strides[2]
+    gl.warp_specialize(
+        [
+            (_consume, (0, stages, sizes, query_base, stride, probability_ptr, SPEC)),
+            (_consume, (1, stages, sizes, query_base, stride, probability_ptr, SPEC)),
+            (_produce, (statistics, stages, kv_head, tiles, SPEC)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )
+
+
+def serves(call: Call, *, has_blocks: bool, has_threshold: bool) -> bool:
+    """Whether the kernel knows the call."""
+    score, is_masked = call.score, call.attn_mask is not None or has_blocks or has_threshold
+    samples = getattr(score, "samples", 1)
+    is_plain = not is_masked and call.window.left is None and call.segments is None
+    return (
+        is_plain and score.name in ("moment", "mean") and samples <= LEAST_ROWS and padded(call.shape.head_dim) >= CHUNK
+    )
+
+
+def launch_scores(
+    rows: Tensor, mean_high: Tensor, mean_low: Tensor, variance: Tensor, call: Call, *, from_means: bool, has_low: bool
+) -> Tensor:
+    """Expected share of each key block, (B * H, q_blocks, kv_blocks) float32.
+
+    Args:
+        rows: the queries, or `QuerySummary.mean` (``from_means``).
+        has_low: bfloat16 leaves something of the rows.
+    """
+    shape, score = call.shape, call.score
+    width, heads = padded(shape.head_dim), shape.batch * shape.heads
+    config = configs.hopper_score_config(width)
+    spec = ScoreSpec(
+        head_dim=width if from_means else shape.head_dim,
+        width=width,
+        from_means=from_means,
+        samples=getattr(score, "samples", 1),
+        exponent=score.exponent,
+        has_variance=score.name == "moment",
+        has_low=has_low,
+        has_last=call.window.right is not None,
+        rows=LEAST_ROWS if has_low else config.rows,  # three operands of more do not fit the registers
+        columns=config.columns,
+        stages=config.stages,
+    )
+    probability = buffer_like(rows, True, heads, shape.q_blocks, shape.kv_blocks)
+    offset = last_offset(call.window, shape)
+    launch(
+        hopper_score_kernel,
+        ceil_div(shape.q_blocks, spec.blocks * CONSUMERS.value) * heads,
+        mean_high_desc=_descriptor(mean_high, spec),
+        mean_low_desc=_descriptor(mean_low, spec),
+        variance_desc=_descriptor(variance if spec.has_variance else mean_low, spec),
+        query_ptr=rows,
+        probability_ptr=probability,
+        query_strides=strides_of(rows),
+        heads=shape.heads,
+        group=shape.group,
+        q_len=shape.q_len,
+        kv_len=shape.kv_len,
+        last_offset=0 if offset is None else offset,
+        q_blocks=shape.q_blocks,
+        kv_blocks=shape.kv_blocks,
+        SPEC=spec,
+        num_warps=4,
+    )
+    return probability
+
+
+def _descriptor(tensor: Tensor, spec: ScoreSpec) -> TensorDescriptor:
+    """Statistics (B * Hkv, kv_blocks, width) as TMA sees them, in parts of some key blocks and `CHUNK` channels."""
+    layout = replace(spec.copied_layout, rank=3)
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, spec.columns, CHUNK], layout)
