@@ -29,7 +29,7 @@ from sparge._ops import add_op_namespace_prefix
 from sparge._ops import ops as operators
 from sparge.backends import base
 from sparge.block_mask import BlockMask
-from sparge.call import Call, without_unseen
+from sparge.call import Call, interned, without_unseen
 from sparge.config import SCORES, SELECTIONS, Dense, PerHead, Sparsity, trusted
 from sparge.geometry import Shape
 from sparge.layout import empty_like, laid_out
@@ -82,11 +82,6 @@ _LIBRARY.define(f"all_along({_TENSORS}, SymInt[] grid, str order, SymInt start) 
 _LIBRARY.define(f"dense({_TENSORS}, {schema(ANY_CALL)}, bool with_lse, str words) -> (Tensor, Tensor)")
 
 
-MAX_CALLS = 256
-"""Kinds of calls whose recordings are kept."""
-_calls: dict[Call, Call] = {}
-
-
 def is_direct(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Return whether a call needs no operator: its tensors are plain, and nothing traces or intercepts operators."""
     return (
@@ -97,23 +92,6 @@ def is_direct(query: Tensor, key: Tensor, value: Tensor) -> bool:
         and torch._C._get_tracing_state() is None
         and _functorch.peek_interpreter_stack() is None
     )
-
-
-def interned(call: Call) -> Call:
-    """Return the first call that was equal to this one: it holds the recordings of a backend."""
-    if call.attn_mask is not None or call.segments is not None or call.has_per_head_numbers:
-        return call
-    found = _calls.get(call)
-    if found is None:
-        if len(_calls) >= MAX_CALLS:
-            _calls.clear()
-        found = _calls.setdefault(call, call)
-    return found
-
-
-def forget() -> None:
-    """Drop all recordings of calls."""
-    _calls.clear()
 
 
 def predict(query: Tensor, key: Tensor, call: Call, backend: str) -> BlockMask:
@@ -154,16 +132,10 @@ def dense(
     return operators.dense(query, key, value, *pack_dense(call, backend), with_lse, words)
 
 
-def packed(query: Tensor, key: Tensor, value: Tensor, call: Call, backend: str, *, words: str = "") -> None:
-    """A call over segments of a pack (`Call.segments`), where its results are written.
-
-    It is no operator of its own: `varlen`, which knows the bounds once it runs, is one around it.
-
-    Args:
-        query, key, value: the pack as (1, H | Hkv, tokens, D | Dv).
-        words: what a dense call is counted as.
-    """
-    _packed(query, key, value, call, backend, words)
+def over_segments(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """The tensors of a pack, repeated for each segment without a copy."""
+    sizes = (call.shape.batch, -1, -1, -1)
+    return query.expand(sizes), key.expand(sizes), value.expand(sizes)
 
 
 def along(tokens: Tensor, grid: tuple[int, ...], order: str, start: int, *, undo: bool = False) -> Tensor:
@@ -365,7 +337,8 @@ def run_dense(
     """Count a call and compute attention over every visible key; ``asked`` is the backend as the caller named it."""
     if words:
         counters.record(words)
-    key, value, call = without_unseen(key, value, call)
+    key, value, cut = without_unseen(key, value, call)
+    call = call if cut is call else interned(cut)
     name = base.resolve(asked, query.device) if asked == "auto" else asked
     backend = base.get(name).serving(call, query.dtype)
     output, lse = backend.dense(query, key, value, call, with_lse=with_lse, may_use_torch=asked == "auto")
@@ -406,9 +379,15 @@ def candidates(query: Tensor, keys: tuple[Tensor, ...], call: Call, backend: str
 
 
 @_in_place
-def _packed(query: Tensor, key: Tensor, value: Tensor, call: Call, name: str, words: str) -> None:
-    backend = base.get(name).serving(call, query.dtype)
-    query, key, value = (tensor.expand(call.shape.batch, -1, -1, -1) for tensor in (query, key, value))
+def run_packed(query: Tensor, key: Tensor, value: Tensor, call: Call, backend: base.Backend, *, words: str) -> None:
+    """Count a call over the segments of a pack (`Call.segments`), and write its results where that says.
+
+    It is no operator: `varlen`, which knows the bounds once it runs, is one around it.
+
+    Args:
+        query, key, value: of `over_segments`.
+        words: what a dense call is counted as; nothing for a sparse one.
+    """
     if words:
         counters.record(words)
         backend.dense(query, key, value, call, with_lse=True, may_use_torch=False)

@@ -76,11 +76,15 @@ class Candidates(ABC):
 class RecordedAttention(Protocol):
     """A call of `Backend.attention` that can be repeated on other tensors of the same kind."""
 
-    def run(self, inputs: Sequence[int], *, with_lse: bool = True) -> tuple[Tensor, Tensor]:
-        """Compute output and LSE from the addresses of query, key, value and totals, on the current device and stream.
+    def run(self, inputs: Sequence[int]) -> tuple[Tensor, ...]:
+        """Return output and LSE of inputs at these addresses, which are multiples of 16 and of different tensors.
 
-        The addresses are multiples of 16, and those of different tensors.
+        They are query, key, value, and where there are any: mask, totals, the output and LSE of a packed call, which
+        are written to, so that nothing is returned. It runs on the current device and stream.
         """
+
+    def run_without_lse(self, inputs: Sequence[int]) -> Tensor:
+        """Return the output alone."""
 
 
 class Backend(ABC):
@@ -186,7 +190,10 @@ class Backend(ABC):
         *,
         totals: Tensor | None,  # noqa: ARG002
     ) -> RecordedAttention | None:
-        """Return what repeats an `attention` call that was made before, None where a backend records nothing."""
+        """Return what repeats an `attention` call that was made before, None where a backend records nothing.
+
+        A call without sparsity is one of `dense`, without torch's kernels.
+        """
         return None
 
     def dense(

@@ -142,9 +142,9 @@ def seen_argument(
     """A bool tensor that broadcasts to (B, H, S) and its strides; any tensor when there is none."""
     if seen is None:
         return otherwise, (0, 0, 0)
-    if tuple(seen.shape) == shape and seen.is_contiguous():
-        return seen, seen.stride()  # nothing of torch: such a call can be replayed
-    expanded = seen.contiguous().expand(shape)  # a stride of 1: positions times strides stay within 32 bits
+    if seen.stride(2) > 1:
+        seen = seen.contiguous()  # positions times strides stay within 32 bits
+    expanded = seen.expand(shape)
     return expanded, expanded.stride()
 
 

@@ -6,24 +6,23 @@
     attention         prepare, then attend
 
 The last stage is given: ``launcher`` starts Triton's attention kernel or Hopper's; all other stages are shared. Nothing
-here waits for the device. Bool masks of keys are reduced to where keys begin to be seen, by torch; all others are read
-by `stages.mask_blocks`.
+here waits for the device. Bool masks of keys are read by `stages.key_mask`, all others by `stages.mask_blocks`.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from sparge.backends.base import Candidates
 from sparge.backends.cuda.launch import per_head_tensor, zeros_like
 from sparge.backends.cuda.operands import AttentionLauncher, MeanOperands, Operands
 from sparge.backends.cuda.peak_handling import peak_handling
-from sparge.backends.cuda.replay import Replay, recorded, replayed
+from sparge.backends.cuda.replay import Replay, note_constant, recorded, replayed
 from sparge.backends.cuda.stages.block_rows import RowArguments
 from sparge.backends.cuda.stages.budget import count_budget
+from sparge.backends.cuda.stages.key_mask import KeyMask, hides_keys_alone, key_mask
 from sparge.backends.cuda.stages.mask_blocks import MaskBlocks, mask_blocks
 from sparge.backends.cuda.stages.peaks import mark_peaks
 from sparge.backends.cuda.stages.quantize import quantize_key_value, quantize_means, summarize_query
@@ -35,7 +34,7 @@ from sparge.block_mask import BlockMask
 from sparge.call import Call
 from sparge.config import BUDGET_LEVELS, Dense, TopK
 from sparge.layout import is_tokens_first
-from sparge.visibility import SeenTokens, find_visibility, first_seen_keys
+from sparge.visibility import SeenTokens
 
 ALL_BLOCKS = TopK(1.0, min_blocks=0, sink=False, diagonal=False)
 
@@ -56,13 +55,13 @@ def prepare(
         value: None where no operands are asked for.
         mask: the given one, where none is asked for.
     """
-    shape, attn_mask = call.shape, call.attn_mask
+    shape = call.shape
     has_scores = with_mask and not isinstance(call.sparsity, Dense)
     quantizes = with_operands and call.is_quantized
     replaces = with_operands and call.replaces_skipped
     has_similarity = has_scores and call.selection.similarity_threshold is not None
     inputs = score_inputs(call.score) if has_scores else None
-    seen, blocks = _seen(call, query.device, has_scores=has_scores)
+    seen, keys, blocks = _seen(call, has_scores=has_scores)
     key_value = summarize_key_value(
         query,
         key,
@@ -84,12 +83,14 @@ def prepare(
         parts=inputs.parts(call.score) if inputs is not None else 0,
         similarity=has_similarity,
     )
-    order = None if call.segments is None else call.segments.order
+    order = None
+    if call.segments is not None:
+        order = call.segments.order
+        note_constant(call.segments.table)
+        note_constant(order)
     if with_mask:
-        first_seen = first_query = threshold = None
-        if attn_mask is not None and blocks is None:
-            first_seen, first_query = first_seen_keys(shape, call.window, attn_mask)
-        rules = call
+        first_seen, first_query = (None, None) if keys is None else (keys.first_seen, keys.first_query)
+        threshold, rules = None, call
         if has_scores:
             threshold = per_head_tensor(call.selection.similarity_threshold, shape, query.device)
             probability = block_probabilities(
@@ -130,23 +131,19 @@ def prepare(
     return operands, mask
 
 
-def _seen(call: Call, device: torch.device, *, has_scores: bool) -> tuple[SeenTokens | None, MaskBlocks | None]:
-    """What a mask says of tokens, and of blocks if it says more than which keys are hidden."""
+def _seen(call: Call, *, has_scores: bool) -> tuple[SeenTokens | None, KeyMask | None, MaskBlocks | None]:
+    """Return which tokens a call's mask shows, and the mask as one of the two stages reads it."""
     if call.attn_mask is None:
-        return None, None
-    if _hides_keys_alone(call.attn_mask, call):
-        return find_visibility(call.shape, call.window, call.attn_mask, device), None
+        return None, None, None
+    if hides_keys_alone(call):
+        keys = key_mask(call)
+        return keys.tokens, keys, None
     scored, are_means = 0, False
     if has_scores:
         inputs = score_inputs(call.score)
         scored, are_means = inputs.rows(call.score), inputs.are_means
     blocks = mask_blocks(call, scored=scored, are_means=are_means)
-    return blocks.tokens, blocks
-
-
-def _hides_keys_alone(attn_mask: Tensor, call: Call) -> bool:
-    """Whether all that a mask says is which keys are hidden, and a row's first visible block follows from that."""
-    return attn_mask.shape[2] == 1 and attn_mask.dtype == torch.bool and call.window.left is None
+    return blocks.tokens, None, blocks
 
 
 def _means(key_value: KeyValueSummary, mask: BlockMask | None, call: Call) -> MeanOperands:
@@ -162,7 +159,7 @@ def _means(key_value: KeyValueSummary, mask: BlockMask | None, call: Call) -> Me
 def summarize_keys(key: Tensor, call: Call) -> tuple[Tensor, ...]:
     """See `base.Backend.summarize_keys`."""
     inputs, shape = score_inputs(call.score), call.shape
-    seen, _ = _seen(call, key.device, has_scores=False)
+    seen, _, _ = _seen(call, has_scores=False)
     summary = summarize_key_value(
         key, key, key, call, seen, means=True, variance=inputs.variance, codes=False, similarity=False
     )
@@ -174,10 +171,11 @@ class CudaCandidates(Candidates):
     """See `base.Candidates`."""
 
     def __init__(self, query: Tensor, keys: tuple[Tensor, ...], call: Call) -> None:
-        inputs, first_seen, first_query = score_inputs(call.score), None, None
-        seen, blocks = _seen(call, query.device, has_scores=True)
-        if call.attn_mask is not None and blocks is None:
-            first_seen, first_query = first_seen_keys(call.shape, call.window, call.attn_mask)
+        inputs = score_inputs(call.score)
+        seen, masked_keys, blocks = _seen(call, has_scores=True)
+        first_seen = first_query = None
+        if masked_keys is not None:
+            first_seen, first_query = masked_keys.first_seen, masked_keys.first_query
         flat = [tensor.flatten(0, 1).contiguous() for tensor in keys]
         key_value = KeyValueSummary(flat[0], flat[1], flat[-1], query, query, query)
         parts = inputs.parts(call.score)
@@ -226,7 +224,8 @@ def attend(
 
     if not _is_replayable(call):
         return run()
-    return replayed(call, (launcher, mask is None), (query, key, value, totals, *lists), run)
+    output, lse = replayed(call, (launcher, mask is None), (*_inputs(query, key, value, call, totals), *lists), run)
+    return output, lse
 
 
 def attention(
@@ -241,16 +240,24 @@ def attention(
 
     if not _is_replayable(call):
         return run()
-    return replayed(call, launcher, (query, key, value, totals), run)
+    output, lse = replayed(call, launcher, _inputs(query, key, value, call, totals), run)
+    return output, lse
 
 
 def recorded_attention(
     query: Tensor, key: Tensor, value: Tensor, call: Call, *, launcher: AttentionLauncher, totals: Tensor | None
 ) -> Replay | None:
-    """Return what `attention` recorded for such tensors, None if it cannot be replayed."""
-    return recorded(call, launcher, (query, key, value, totals)) if _is_replayable(call) else None
+    """Return what `attention`, or `attend` without a mask, recorded for such tensors, None if it cannot be replayed."""
+    kind = (launcher, True) if isinstance(call.sparsity, Dense) else launcher
+    return recorded(call, kind, _inputs(query, key, value, call, totals)) if _is_replayable(call) else None
+
+
+def _inputs(query: Tensor, key: Tensor, value: Tensor, call: Call, totals: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return all tensors of a call that may be others the next time."""
+    tensors = query, key, value, call.attn_mask, totals
+    return tensors if call.segments is None else (*tensors, call.segments.output, call.segments.lse)
 
 
 def _is_replayable(call: Call) -> bool:
     """Return whether a call launches the same kernels each time and torch computes nothing between them."""
-    return call.attn_mask is None and call.segments is None and not call.has_per_head_numbers
+    return not call.has_per_head_numbers
