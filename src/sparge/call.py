@@ -145,10 +145,14 @@ _calls: dict[tuple[Call, Any], Call] = {}
 """Without masks and segments, which are tensors, but by what a recording depends on of them."""
 
 
+_FIRST = "is_first"
+"""The attribute of a call that `interned` returned, or of one with another mask: it need not be looked up again."""
+
+
 def interned(call: Call) -> Call:
     """Return the first call that was equal to this one, with this one's mask: it holds the recordings of a backend."""
     mask, segments = call.attn_mask, call.segments
-    if call.has_per_head_numbers:
+    if call.has_per_head_numbers or _FIRST in vars(call):
         return call
     if mask is None and segments is None:
         return _first(call, None)
@@ -162,6 +166,7 @@ def _first(call: Call, of_tensors: Any) -> Call:
         if len(_calls) >= MAX_CALLS:
             _calls.clear()
         found = _calls.setdefault((call, of_tensors), call)
+        vars(found)[_FIRST] = True
     return found
 
 

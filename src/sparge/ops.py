@@ -17,7 +17,7 @@ of torch's modes, go to the backend directly (`is_direct`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -34,6 +34,7 @@ from sparge.config import SCORES, SELECTIONS, Dense, PerHead, Sparsity, trusted
 from sparge.geometry import Shape
 from sparge.layout import empty_like, laid_out
 from sparge.ordering import OrderName, order_of
+from sparge.sharing import RankPool
 from sparge.stats import counters
 
 ANY_CALL = {
@@ -369,13 +370,55 @@ def run_all_along(
 @_in_place
 def summarize_keys(key: Tensor, call: Call, backend: str) -> tuple[Tensor, ...]:
     """What prediction reads of keys, for calls over several ranks. See `base.Backend.summarize_keys`."""
-    return base.get(backend).summarize_keys(key, call)
+    return base.get(backend).summarize_keys(key, interned(call))
 
 
 @_in_place
 def candidates(query: Tensor, keys: tuple[Tensor, ...], call: Call, backend: str) -> base.Candidates:
     """Prediction up to the choice. See `base.Backend.candidates`."""
-    return base.get(backend).candidates(query, keys, call)
+    return base.get(backend).candidates(query, keys, interned(call))
+
+
+@_in_place
+def choose_together(
+    query: Tensor,  # noqa: ARG001
+    candidates: Sequence[base.Candidates],
+    call: Call,
+    kv_blocks: int,
+    pool: RankPool,
+    backend: str,
+) -> list[BlockMask]:
+    """The choice, by one rule for the rows of all ranks. See `base.Backend.choose_together`."""
+    return base.get(backend).choose_together(candidates, call.selection, kv_blocks, pool)
+
+
+@_in_place
+def attend_part(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    masks: Sequence[BlockMask] | None,
+    columns: tuple[slice, ...],
+    call: Call,
+    backend: str,
+    output: Tensor,
+    lse: Tensor,
+    *,
+    is_first: bool,
+    words: str,
+) -> None:
+    """Count a call over a part of the keys, and merge it into an output. See `base.Backend.attend_part`.
+
+    Args:
+        words: what a dense call is counted as; nothing for a sparse one.
+    """
+    call = interned(call)
+    serving, totals = base.get(backend).serving(call, query.dtype), None
+    if words:
+        counters.record(words)
+    else:
+        totals = counters.record_sparse(serving.name, query.device, has_threshold=call.pv_threshold is not None)
+    serving.attend_part(query, key, value, masks, columns, call, output, lse, is_first=is_first, totals=totals)
 
 
 @_in_place

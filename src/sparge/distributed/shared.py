@@ -112,7 +112,15 @@ def attention(
         return replace(here, q_len=most, heads=most_heads, kv_heads=max(most_heads // here.group, 1))
 
     query, key, value, asked = request(
-        query, key, value, given, largest=largest, heads=share.all_heads, attn_mask=attn_mask, with_lse=return_lse
+        query,
+        key,
+        value,
+        given,
+        mode=("share", share.heads, share.queries),
+        largest=largest,
+        heads=share.all_heads,
+        attn_mask=attn_mask,
+        with_lse=return_lse,
     )
     local, mask = of_heads(asked.call, own_heads), None
     if asked.reason is None:

@@ -15,24 +15,21 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from sparge.backends.base import Candidates
 from sparge.backends.cuda.launch import per_head_tensor, zeros_like
 from sparge.backends.cuda.operands import AttentionLauncher, MeanOperands, Operands
 from sparge.backends.cuda.peak_handling import peak_handling
 from sparge.backends.cuda.replay import Replay, note_constant, recorded, replayed
-from sparge.backends.cuda.stages.block_rows import RowArguments
-from sparge.backends.cuda.stages.budget import count_budget
 from sparge.backends.cuda.stages.key_mask import KeyMask, hides_keys_alone, key_mask
 from sparge.backends.cuda.stages.mask_blocks import MaskBlocks, mask_blocks
 from sparge.backends.cuda.stages.peaks import mark_peaks
 from sparge.backends.cuda.stages.quantize import quantize_key_value, quantize_means, summarize_query
 from sparge.backends.cuda.stages.replacement import replaced_bias
 from sparge.backends.cuda.stages.score import block_probabilities, score_inputs
-from sparge.backends.cuda.stages.select import select, select_rows
+from sparge.backends.cuda.stages.select import select
 from sparge.backends.cuda.stages.summary import KeyValueSummary, summarize_key_value
 from sparge.block_mask import BlockMask
 from sparge.call import Call
-from sparge.config import BUDGET_LEVELS, Dense, TopK
+from sparge.config import Dense, TopK
 from sparge.layout import is_tokens_first
 from sparge.visibility import SeenTokens
 
@@ -61,7 +58,7 @@ def prepare(
     replaces = with_operands and call.replaces_skipped
     has_similarity = has_scores and call.selection.similarity_threshold is not None
     inputs = score_inputs(call.score) if has_scores else None
-    seen, keys, blocks = _seen(call, has_scores=has_scores)
+    seen, keys, blocks = seen_by_mask(call, has_scores=has_scores)
     key_value = summarize_key_value(
         query,
         key,
@@ -131,7 +128,7 @@ def prepare(
     return operands, mask
 
 
-def _seen(call: Call, *, has_scores: bool) -> tuple[SeenTokens | None, KeyMask | None, MaskBlocks | None]:
+def seen_by_mask(call: Call, *, has_scores: bool) -> tuple[SeenTokens | None, KeyMask | None, MaskBlocks | None]:
     """Return which tokens a call's mask shows, and the mask as one of the two stages reads it."""
     if call.attn_mask is None:
         return None, None, None
@@ -154,44 +151,6 @@ def _means(key_value: KeyValueSummary, mask: BlockMask | None, call: Call) -> Me
     if call.is_quantized:
         key, key_scale, value = quantize_means(key_value, call)
     return MeanOperands(key, value, key_scale, replaced_bias(mask, bias, call))
-
-
-def summarize_keys(key: Tensor, call: Call) -> tuple[Tensor, ...]:
-    """See `base.Backend.summarize_keys`."""
-    inputs, shape = score_inputs(call.score), call.shape
-    seen, _, _ = _seen(call, has_scores=False)
-    summary = summarize_key_value(
-        key, key, key, call, seen, means=True, variance=inputs.variance, codes=False, similarity=False
-    )
-    tensors = [summary.mean_high, summary.mean_low, *([summary.variance] if inputs.variance else [])]
-    return tuple(tensor.view(shape.batch, shape.kv_heads, shape.kv_blocks, -1) for tensor in tensors)
-
-
-class CudaCandidates(Candidates):
-    """See `base.Candidates`."""
-
-    def __init__(self, query: Tensor, keys: tuple[Tensor, ...], call: Call) -> None:
-        inputs = score_inputs(call.score)
-        seen, masked_keys, blocks = _seen(call, has_scores=True)
-        first_seen = first_query = None
-        if masked_keys is not None:
-            first_seen, first_query = masked_keys.first_seen, masked_keys.first_query
-        flat = [tensor.flatten(0, 1).contiguous() for tensor in keys]
-        key_value = KeyValueSummary(flat[0], flat[1], flat[-1], query, query, query)
-        parts = inputs.parts(call.score)
-        summary = summarize_query(query, key_value, call, seen, codes=False, parts=parts, similarity=False)
-        probability = block_probabilities(query, key_value, summary, call, first_seen, first_query, None, blocks)
-        self._call = call
-        self._rows = RowArguments(probability, summary.similarity, None, call, first_seen, None, blocks)
-
-    def kept_by_level(self, kv_blocks: int) -> tuple[Tensor, Tensor]:
-        shape = self._call.shape
-        kept, sums = count_budget(self._rows, self._call, kv_blocks)
-        by_row = kept.view(shape.batch, shape.heads, shape.q_blocks, -1)
-        return by_row[..., : BUDGET_LEVELS + 1], sums[:, :, BUDGET_LEVELS + 1].sum(1)
-
-    def choose(self, counts: Tensor | None) -> BlockMask:
-        return select_rows(self._rows, self._call, None if counts is None else counts.int().contiguous())
 
 
 def predict(query: Tensor, key: Tensor, call: Call) -> BlockMask:
@@ -222,9 +181,9 @@ def attend(
         assert operands is not None
         return launcher(operands, mask, call, totals=totals)
 
-    if not _is_replayable(call):
+    if not is_replayable(call):
         return run()
-    output, lse = replayed(call, (launcher, mask is None), (*_inputs(query, key, value, call, totals), *lists), run)
+    output, lse = replayed(call, (launcher, mask is None), (*inputs_of(query, key, value, call, totals), *lists), run)
     return output, lse
 
 
@@ -238,9 +197,9 @@ def attention(
         assert operands is not None
         return launcher(operands, mask, call, totals=totals)
 
-    if not _is_replayable(call):
+    if not is_replayable(call):
         return run()
-    output, lse = replayed(call, launcher, _inputs(query, key, value, call, totals), run)
+    output, lse = replayed(call, launcher, inputs_of(query, key, value, call, totals), run)
     return output, lse
 
 
@@ -249,15 +208,17 @@ def recorded_attention(
 ) -> Replay | None:
     """Return what `attention`, or `attend` without a mask, recorded for such tensors, None if it cannot be replayed."""
     kind = (launcher, True) if isinstance(call.sparsity, Dense) else launcher
-    return recorded(call, kind, _inputs(query, key, value, call, totals)) if _is_replayable(call) else None
+    return recorded(call, kind, inputs_of(query, key, value, call, totals)) if is_replayable(call) else None
 
 
-def _inputs(query: Tensor, key: Tensor, value: Tensor, call: Call, totals: Tensor | None) -> tuple[Tensor | None, ...]:
+def inputs_of(
+    query: Tensor, key: Tensor, value: Tensor, call: Call, totals: Tensor | None
+) -> tuple[Tensor | None, ...]:
     """Return all tensors of a call that may be others the next time."""
     tensors = query, key, value, call.attn_mask, totals
     return tensors if call.segments is None else (*tensors, call.segments.output, call.segments.lse)
 
 
-def _is_replayable(call: Call) -> bool:
+def is_replayable(call: Call) -> bool:
     """Return whether a call launches the same kernels each time and torch computes nothing between them."""
     return not call.has_per_head_numbers
