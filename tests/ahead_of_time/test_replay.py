@@ -15,7 +15,7 @@ PROGRAM = """
 import json
 import torch
 from launches import note_launches
-from sparge.backends.cuda import pipeline
+from sparge.backends.cuda import pipeline, rank_pipeline
 from sparge.backends.triton.attention import attend
 from sparge.block_mask import BlockMask
 from sparge.call import Call, _calls, forget_recordings, interned
@@ -61,6 +61,30 @@ def packed(*tensors, dense=False, quantization="int8_fp8", **changes):
         return pipeline.attend(*tensors, None, call, launcher=attend)
     return pipeline.attention(*tensors, call, launcher=attend, totals=totals)
 
+def part(*tensors, dense=False, is_first=False, **changes):
+    results = torch.zeros(1, 2, 300, 64), torch.zeros(1, 2, 300)
+    masks = [
+        BlockMask.from_dense(torch.ones(1, 2, rows, 40, dtype=torch.bool), q_len=rows * 128, kv_len=2560)
+        for rows in (1, 2)
+    ]
+    columns = (slice(3, 8), slice(20, 24))
+    call = call_of(sparsity=None, is_causal=False, quantization="int8_fp8", **changes)
+    options = {"is_first": is_first, "launcher": attend, "totals": None if dense else totals}
+    rank_pipeline.attend_part(*tensors, None if dense else masks, columns, call, *results, **options)
+    return results
+
+class Pool:
+    width, first, order = 8, 0, torch.arange(16)
+    total = staticmethod(lambda own: own)
+    gather = staticmethod(lambda own: own.repeat(2, 1, 1))
+
+def on_ranks(query, key, value, **changes):
+    call = call_of(sparsity=Budget(0.5), **changes)
+    keys = rank_pipeline.summarize_keys(key, call)
+    candidates = [rank_pipeline.CudaCandidates(query, keys, call)]
+    (mask,) = rank_pipeline.choose_together(candidates, call.selection, 9, Pool)
+    return mask.kv_num_blocks, mask.kv_indices
+
 calls = CALLS
 
 def make(text):
@@ -90,7 +114,8 @@ for turn in range(3):
         if turn:
             found[text].append(made)
 recordings = [recorded for call in _calls.values() for recorded in call.recordings.values()]
-assert len(recordings) == len(calls), "every call is a kind of its own"
+several = sum("on_ranks" in text for text in calls)
+assert len(recordings) == len(calls) + 3 * several, "every call is a kind of its own; over ranks it is four"
 assert all(recordings), "every kind can be replayed"
 print(json.dumps(found))
 """
@@ -135,6 +160,11 @@ CALLS = {
     "packed, means": "lambda x: packed(*x, is_causal=False, skipped='mean')",
     "packed, dense": "lambda x: packed(*x, dense=True)",
     "packed, dense, 16 bits": "lambda x: packed(*x, dense=True, quantization='none')",
+    "part": "lambda x: part(*x)",
+    "first part": "lambda x: part(*x, is_first=True)",
+    "part, means": "lambda x: part(*x, skipped='mean')",
+    "part, dense": "lambda x: part(*x, dense=True)",
+    "ranks": "lambda x: on_ranks(*x)",
 }
 LAUNCHES = {
     "16 bits": 4,
@@ -157,6 +187,11 @@ LAUNCHES = {
     "packed, means": 12,
     "packed, dense": 6,
     "packed, dense, 16 bits": 1,
+    "part": 9,
+    "first part": 9,
+    "part, means": 11,
+    "part, dense": 7,
+    "ranks": 7,
 }
 ADDRESSES_FROM = 2**32
 
