@@ -349,9 +349,9 @@ def run_dense(
 @_in_place
 def run_along(tokens: Tensor, grid: list[int], order: OrderName, start: int, undo: bool) -> Tensor:
     found = order_of(tuple(grid), order, tokens.device)
-    moved = _along_fake(tokens, grid, order, start, undo)
     backend = base.get(base.resolve("auto", tokens.device))
-    backend.move(tokens, found.inverse if undo else found.permutation, start, moved)
+    index = found.inverse if undo else found.permutation
+    (moved,) = backend.move_all((tokens,), index, start, tokens_first=True if undo else None)
     return moved
 
 
@@ -360,11 +360,9 @@ def run_all_along(
     query: Tensor, key: Tensor, value: Tensor, grid: list[int], order: OrderName, start: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     permutation = order_of(tuple(grid), order, query.device).permutation
-    moved = _all_along_fake(query, key, value)
     backend = base.get(base.resolve("auto", query.device))
-    for tokens, result in zip((query, key, value), moved, strict=True):
-        backend.move(tokens, permutation, start, result)
-    return moved
+    query, key, value = backend.move_all((query, key, value), permutation, start)
+    return query, key, value
 
 
 @_in_place
@@ -374,9 +372,10 @@ def summarize_keys(key: Tensor, call: Call, backend: str) -> tuple[Tensor, ...]:
 
 
 @_in_place
-def candidates(query: Tensor, keys: tuple[Tensor, ...], call: Call, backend: str) -> base.Candidates:
-    """Prediction up to the choice. See `base.Backend.candidates`."""
-    return base.get(backend).candidates(query, keys, interned(call))
+def candidates(query: Tensor, keys: Tensor | tuple[Tensor, ...], call: Call, backend: str) -> base.Candidates:
+    """Prediction up to the choice, from K itself or what `summarize_keys` made. See `base.Backend.candidates`."""
+    found, call = base.get(backend), interned(call)
+    return found.candidates(query, keys, call) if isinstance(keys, tuple) else found.candidates_of(query, keys, call)
 
 
 @_in_place

@@ -22,6 +22,7 @@ from sparge.block_mask import BlockMask
 from sparge.call import Call
 from sparge.config import Selection
 from sparge.geometry import Shape
+from sparge.layout import gapless_strides, is_tokens_first
 from sparge.merging import merge
 from sparge.sharing import RankPool, share_out
 
@@ -160,6 +161,10 @@ class Backend(ABC):
         """
         raise NotImplementedError(f"prediction over several ranks: expected another backend, got {self.name!r}")
 
+    def candidates_of(self, query: Tensor, key: Tensor, call: Call) -> Candidates:
+        """`candidates` of keys that are all here."""
+        return self.candidates(query, self.summarize_keys(key, call), call)
+
     def choose_together(
         self, candidates: Sequence[Candidates], rule: Selection, kv_blocks: int, pool: RankPool
     ) -> list[BlockMask]:
@@ -289,6 +294,21 @@ class Backend(ABC):
         moved[:, :, :start] = tokens[:, :, :start]
         moved[:, :, start:stop] = tokens[:, :, start:stop].index_select(2, permutation)
         moved[:, :, stop:] = tokens[:, :, stop:]
+
+    def move_all(
+        self, tensors: Sequence[Tensor], permutation: Tensor, start: int, *, tokens_first: bool | None = None
+    ) -> tuple[Tensor, ...]:
+        """`move` tensors to new ones, which lie in memory tokens first, heads first, or by default as they did."""
+        results = []
+        for tokens in tensors:
+            batch, heads, length, width = tokens.shape
+            lies_so = is_tokens_first(tokens) if tokens_first is None else tokens_first
+            sizes = (batch, heads, length, width)
+            strides = gapless_strides(sizes, tokens_first=lies_so)
+            moved = torch.empty_strided(sizes, strides, dtype=tokens.dtype, device=tokens.device)
+            self.move(tokens, permutation, start, moved)
+            results.append(moved)
+        return tuple(results)
 
 
 def add_to_totals(totals: Tensor | None, mask: BlockMask, pv_skipped: Tensor) -> None:

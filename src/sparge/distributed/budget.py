@@ -99,12 +99,12 @@ class Rows:
 
     Attributes:
         query: (B, H, n, D).
-        keys: of `base.Backend.summarize_keys`, all blocks that the rows may see.
+        keys: K, or what `base.Backend.summarize_keys` made of it, of all blocks that the rows may see.
         call: what is asked for, with the sizes of these rows and keys.
     """
 
     query: Tensor
-    keys: tuple[Tensor, ...]
+    keys: Tensor | tuple[Tensor, ...]
     call: Call
 
 

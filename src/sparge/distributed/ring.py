@@ -111,17 +111,16 @@ def compute(
                 shapes = [(*tensor.shape[:2], length, tensor.shape[3]) for tensor in (key, value)]
                 coming = exchange.start_pass((key, value), shapes)  # while this part is computed
             for part, call in parts:
-                queries, keys = (slice(*piece) for piece in (part.queries, part.keys))
                 ops.attend_part(
-                    query[:, :, queries],
-                    key[:, :, keys],
-                    value[:, :, keys],
+                    _cut(query, part.queries),
+                    _cut(key, part.keys),
+                    _cut(value, part.keys),
                     None if masks is None else masks[part.pieces.start : part.pieces.stop],
                     part.columns,
                     call,
                     asked.backend,
-                    output[:, :, queries],
-                    lse[:, :, queries],
+                    _cut(output, part.queries),
+                    _cut(lse, part.queries),
                     is_first=is_first,  # a rank's own keys come first, which all of its queries see
                     words=words,
                 )
@@ -140,6 +139,11 @@ def _steps(
         step = (exchange.rank - part.holder) % exchange.size
         steps[step].append((part, interned(_call(asked.call, query, key, part))))
     return steps
+
+
+def _cut(tokens: Tensor, piece: Piece) -> Tensor:
+    """(B, H, n, ...) -> the tokens of a piece."""
+    return tokens if piece.length == tokens.shape[2] else tokens[:, :, piece.start : piece.stop]
 
 
 def _within(pieces: Sequence[Piece], chosen: range) -> Piece:

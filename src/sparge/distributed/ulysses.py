@@ -44,8 +44,7 @@ def to_heads(
     if key.shape[1] < exchange.size:  # ranks whose queries share a head of K and V each get it
         copies = exchange.size // key.shape[1]
         key, value = (tensor.repeat_interleave(copies, 1) for tensor in (key, value))
-    arrivals = [exchange.start_to_heads(tensor, lengths) for tensor in (query, key, value)]
-    query, key, value = (arrive() for arrive in arrivals)
+    query, key, value = exchange.start_all_to_heads((query, key, value), lengths)()
     return query, key, value
 
 
@@ -121,5 +120,4 @@ def predict(query: Tensor, key: Tensor, call: Call, asked: Request, ranks: Ranks
 
     rows = asked.once(("rows", ranks.size), find) if order is None else order_of_heads(order, whole.q_blocks)
     pool = RowPool(ranks, rows, own * whole.q_blocks)
-    keys = ops.summarize_keys(key, call, asked.backend)
-    return choose_rows([Rows(query, keys, call)], asked, pool)[0]
+    return choose_rows([Rows(query, key, call)], asked, pool)[0]

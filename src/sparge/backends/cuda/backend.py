@@ -73,6 +73,11 @@ class CudaBackend(Backend):
 
         return rank_pipeline.CudaCandidates(query, keys, call)
 
+    def candidates_of(self, query: Tensor, key: Tensor, call: Call) -> Candidates:
+        from sparge.backends.cuda import rank_pipeline
+
+        return rank_pipeline.CudaCandidates(query, key, call)
+
     def choose_together(
         self, candidates: Sequence[Candidates], rule: Selection, kv_blocks: int, pool: RankPool
     ) -> list[BlockMask]:
@@ -155,6 +160,15 @@ class CudaBackend(Backend):
         from sparge.backends.cuda.stages import order
 
         order.move(tokens, permutation, start, moved)
+
+    def move_all(
+        self, tensors: Sequence[Tensor], permutation: Tensor, start: int, *, tokens_first: bool | None = None
+    ) -> tuple[Tensor, ...]:
+        if any(tokens.stride(3) != 1 for tokens in tensors):
+            return super().move_all(tensors, permutation, start, tokens_first=tokens_first)
+        from sparge.backends.cuda.stages import order
+
+        return order.move_all(tensors, permutation, start, tokens_first)
 
 
 def triton_missing(device: torch.device) -> str | None:

@@ -210,8 +210,13 @@ def buffer_like(tensor: Tensor, wanted: bool, *sizes: int, dtype: torch.dtype = 
 def output_buffer(operands: Operands, shape: Shape) -> Tensor:
     """Uninitialised memory for the output, (B, H, Sq, Dv), that lies as the query does."""
     sizes = (shape.batch, shape.heads, shape.q_len, shape.value_dim)
-    strides = gapless_strides(sizes, tokens_first=operands.tokens_first)
-    return _recorded(torch.empty_strided(sizes, strides, dtype=operands.dtype, device=operands.query.device))
+    return strided_buffer(operands.query, sizes, operands.dtype, tokens_first=operands.tokens_first)
+
+
+def strided_buffer(like: Tensor, sizes: tuple[int, int, int, int], dtype: torch.dtype, *, tokens_first: bool) -> Tensor:
+    """Uninitialised memory for (B, H, S, D) on a tensor's device, without gaps."""
+    strides = gapless_strides(sizes, tokens_first=tokens_first)
+    return _recorded(torch.empty_strided(sizes, strides, dtype=dtype, device=like.device))
 
 
 def _recorded(buffer: Tensor) -> Tensor:

@@ -31,30 +31,41 @@ from sparge.block_mask import BlockMask
 from sparge.call import Call
 from sparge.config import BUDGET_LEVELS, Selection
 from sparge.sharing import RankPool
+from sparge.visibility import SeenTokens
 
 
 def summarize_keys(key: Tensor, call: Call) -> tuple[Tensor, ...]:
     """See `base.Backend.summarize_keys`."""
-    inputs, shape = score_inputs(call.score), call.shape
+    shape = call.shape
 
     def run() -> tuple[Tensor, ...]:
         seen, _, _ = seen_by_mask(call, has_scores=False)
-        summary = summarize_key_value(
-            key, key, key, call, seen, means=True, variance=inputs.variance, codes=False, similarity=False
-        )
-        return summary.mean_high, summary.mean_low, *([summary.variance] if inputs.variance else [])
+        return _summaries(key, call, seen)
 
     tensors = replayed(call, "keys", (key, call.attn_mask), run) if is_replayable(call) else run()
     return tuple(tensor.view(shape.batch, shape.kv_heads, shape.kv_blocks, -1) for tensor in tensors)
 
 
-class CudaCandidates(Candidates):
-    """See `base.Candidates`. Nothing is computed before it is asked for."""
+def _summaries(key: Tensor, call: Call, seen: SeenTokens | None) -> tuple[Tensor, ...]:
+    variance = score_inputs(call.score).variance
+    summary = summarize_key_value(
+        key, key, key, call, seen, means=True, variance=variance, codes=False, similarity=False
+    )
+    return summary.mean_high, summary.mean_low, *([summary.variance] if variance else [])
 
-    def __init__(self, query: Tensor, keys: tuple[Tensor, ...], call: Call) -> None:
+
+class CudaCandidates(Candidates):
+    """See `base.Candidates`. Nothing is computed before it is asked for.
+
+    Args:
+        keys: K itself, or what `summarize_keys` made of it.
+    """
+
+    def __init__(self, query: Tensor, keys: Tensor | tuple[Tensor, ...], call: Call) -> None:
         self.call = call
         self._query = query
-        self._keys = [tensor.flatten(0, 1).contiguous() for tensor in keys]
+        self._are_summarized = isinstance(keys, tuple)
+        self._keys = [tensor.flatten(0, 1).contiguous() for tensor in keys] if isinstance(keys, tuple) else [keys]
         self._is_replayable = is_replayable(call) and call.attn_mask is None
         self._rows: RowArguments | None = None
         self._probability: Tensor | None = None
@@ -72,7 +83,8 @@ class CudaCandidates(Candidates):
         first_seen = first_query = None
         if masked_keys is not None:
             first_seen, first_query = masked_keys.first_seen, masked_keys.first_query
-        key_value = KeyValueSummary(self._keys[0], self._keys[1], self._keys[-1], query, query, query)
+        summaries = self._keys if self._are_summarized else _summaries(self._keys[0], call, seen)
+        key_value = KeyValueSummary(summaries[0], summaries[1], summaries[-1], query, query, query)
         parts = inputs.parts(call.score)
         summary = summarize_query(query, key_value, call, seen, codes=False, parts=parts, similarity=False)
         probability = block_probabilities(query, key_value, summary, call, first_seen, first_query, None, blocks)
@@ -96,7 +108,7 @@ class CudaCandidates(Candidates):
             return rows.pointers["probability_ptr"], kept, own_totals(sums)
 
         inputs = (self._query, *self._keys)
-        self._probability, kept, totals = self._replayed(("counts", kv_blocks), inputs, run)
+        self._probability, kept, totals = self._replayed(("counts", kv_blocks, self._are_summarized), inputs, run)
         return kept, totals
 
     def kept_by_level(self, kv_blocks: int) -> tuple[Tensor, Tensor]:
@@ -111,7 +123,7 @@ class CudaCandidates(Candidates):
             return _lists(select_rows(rows, self.call, None if counts is None else counts.int().contiguous()))
 
         if counts is None:
-            return self._mask(self._replayed("choice", (self._query, *self._keys), run))
+            return self._mask(self._replayed(("choice", self._are_summarized), (self._query, *self._keys), run))
         return self._mask(run())
 
     def choose_portions(

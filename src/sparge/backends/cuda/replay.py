@@ -49,13 +49,20 @@ _constants: dict[Hashable, Tensor] = {}
 _logger = logging.getLogger(__name__)
 
 
+class Recordings:
+    """Recordings of something that is no call."""
+
+    def __init__(self) -> None:
+        self.recordings: dict[Any, Any] = {}
+
+
 def replayed(
-    call: Call, kind: Hashable, inputs: Sequence[Tensor | None], run: Callable[[], tuple[Tensor, ...]]
+    call: Call | Recordings, kind: Hashable, inputs: Sequence[Tensor | None], run: Callable[[], tuple[Tensor, ...]]
 ) -> tuple[Tensor, ...]:
     """Return the results of ``run``, by a replay where the same call was recorded before.
 
     Args:
-        call: its ``recordings`` hold the replays. A call that is made again must be the same object.
+        call: its ``recordings`` hold the replays. A call that is made again must be the same object, or share them.
         kind: all that the launches depend on besides the call, and besides dtypes, strides, alignment, device and
             identity of the inputs.
         inputs: the tensors it reads, and those it writes to that are not made by ``run``.
