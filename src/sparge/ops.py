@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -97,6 +98,8 @@ def is_direct(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 def predict(query: Tensor, key: Tensor, call: Call, backend: str) -> BlockMask:
     """Prediction through its operator."""
+    if is_direct(query, key, key):
+        return run_predict(query, key, interned(call), backend)
     counts, indices, visible = operators.predict(query, key, *pack(call, backend))
     return BlockMask(counts, indices, visible, query.shape[2], key.shape[2], window=call.window)
 
@@ -230,8 +233,8 @@ def _shape_of(query: Tensor, key: Tensor, value: Tensor) -> Shape:
 
 def _predict(query: Tensor, key: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     call, backend = unpack(_shape_of(query, key, key), arguments)
-    mask = base.get(backend).predict(query, key, call)
-    return mask.kv_num_blocks, mask.kv_indices, mask.visible_num_blocks.contiguous()
+    mask = run_predict(query, key, interned(call), backend)
+    return mask.kv_num_blocks, mask.kv_indices, mask.visible_num_blocks
 
 
 def _attend(
@@ -309,6 +312,15 @@ def _in_place(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(query, *arguments, **options)
 
     return run
+
+
+@_in_place
+def run_predict(query: Tensor, key: Tensor, call: Call, backend: str) -> BlockMask:
+    """Predict the mask of a call; the named backend does so for every call."""
+    mask = base.get(backend).predict(query, key, call)
+    if mask.visible_num_blocks.is_contiguous():
+        return mask
+    return replace(mask, visible_num_blocks=mask.visible_num_blocks.contiguous())
 
 
 @_in_place
@@ -439,7 +451,7 @@ def run_packed(query: Tensor, key: Tensor, value: Tensor, call: Call, backend: b
 
 
 for _name, _real, _fake in (
-    ("predict", _in_place(_predict), _predict_fake),
+    ("predict", _predict, _predict_fake),
     ("attend", _attend, _attention_fake),
     ("attention", _attention, _attention_fake),
     ("dense", _dense, _dense_fake),

@@ -20,14 +20,15 @@ from torch.autograd import forward_ad
 
 from sparge import ops
 from sparge.backends import base
+from sparge.block_mask import BlockMask
 from sparge.call import Call, interned
 from sparge.derivatives import inside_autograd_function
 from sparge.layout import gapless_strides, is_tokens_first, laid_out
 from sparge.segments import Segment, Tables, is_ready, tables_of
 from sparge.stats import counters
 
-Runner = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], tuple[Tensor, Tensor]]
-"""Computes output and LSE of calls of one kind, from tensors as the caller passed them."""
+Runner = Callable[..., Any]
+"""Computes the result of calls of one kind, from tensors as the caller passed them."""
 
 MAX_KINDS = 512
 _runners: dict[Any, Runner] = {}
@@ -122,7 +123,7 @@ def forget() -> None:
 
 
 class SparseCalls:
-    """Sparse calls of one kind. Once a backend has recorded one, the others repeat it."""
+    """Sparse calls of one kind, of predicted or of given blocks. Once a backend has recorded one, others repeat it."""
 
     def __init__(self, call: Call, backend: str, dtype: torch.dtype, *, layout: str, with_lse: bool) -> None:
         self._call = interned(call).of()  # without its mask, which would be kept
@@ -132,33 +133,76 @@ class SparseCalls:
         self._with_lse = with_lse
         self._recorded: base.RecordedAttention | None = None
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, blocks: BlockMask | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return output and LSE; ``blocks`` are the given ones."""
         recorded = self._recorded
         if recorded is not None and _is_current(query.device) and not self._backend.is_overridden():
             addresses = [query.data_ptr(), key.data_ptr(), value.data_ptr()]
             if attn_mask is not None:
                 addresses.append(attn_mask.data_ptr())
             totals = counters.block_totals(query.device)
-            if _are_plain(addresses) and totals is not None:
-                counters.record(self._counted, has_threshold=self._call.pv_threshold is not None)
+            if totals is not None and _are_plain(addresses):
                 addresses.append(totals.data_ptr())
-                if self._with_lse:
-                    output, lse = recorded.run(addresses)
-                else:
-                    output = lse = recorded.run_without_lse(addresses)
-                return (output.transpose(1, 2) if self._is_tokens_first else output), lse
+                if blocks is not None:
+                    lists = [tensor.data_ptr() for tensor in _lists(blocks)]
+                    addresses += lists
+                if blocks is None or _are_plain(lists):
+                    counters.record(self._counted, has_threshold=self._call.pv_threshold is not None)
+                    if self._with_lse:
+                        output, lse = recorded.run(addresses)
+                    else:
+                        output = lse = recorded.run_without_lse(addresses)
+                    return (output.transpose(1, 2) if self._is_tokens_first else output), lse
         if self._is_tokens_first:
             query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         call = self._call
         if attn_mask is not None:
             call = call.of(attn_mask=_in_four_dimensions(attn_mask))
-        output, lse = ops.run_attention(query, key, value, call, self._backend)
+        if blocks is None:
+            output, lse = ops.run_attention(query, key, value, call, self._backend)
+        else:
+            output, lse = ops.run_attend(query, key, value, blocks, call, self._backend)
         if recorded is None:
-            inputs = [query, key, value, *([] if attn_mask is None else [attn_mask])]
-            if _are_plain([tensor.data_ptr() for tensor in inputs]):
+            read = [query, key, value, *([] if attn_mask is None else [attn_mask])]
+            read += [] if blocks is None else _lists(blocks)
+            if _are_plain([tensor.data_ptr() for tensor in read]):
                 totals = counters.block_totals(query.device)
-                self._recorded = self._backend.recorded_attention(query, key, value, call, totals=totals)
+                self._recorded = self._backend.recorded_attention(query, key, value, call, totals=totals, blocks=blocks)
         return (output.transpose(1, 2) if self._is_tokens_first else output), lse
+
+
+def kind_of_blocks(blocks: Any) -> Any:
+    """Return what a call over given blocks depends on of them; None if they have to be checked or copied each time."""
+    if type(blocks) is not BlockMask:
+        return None
+    lists = _lists(blocks)
+    if not all(type(tensor) is Tensor and tensor.is_contiguous() for tensor in lists):
+        return None
+    tensors = tuple([(tensor.shape, tensor.dtype, tensor.device) for tensor in lists])
+    return blocks.q_len, blocks.kv_len, blocks.window, tensors
+
+
+def _lists(blocks: BlockMask) -> list[Tensor]:
+    return [blocks.kv_num_blocks, blocks.kv_indices, blocks.visible_num_blocks]
+
+
+class Predictions:
+    """Predictions of one kind."""
+
+    def __init__(self, call: Call, backend: str, *, layout: str) -> None:
+        self._call = interned(call).of()
+        self._backend = backend
+        self._is_tokens_first = layout == "NHD"
+
+    def __call__(self, query: Tensor, key: Tensor, attn_mask: Tensor | None) -> BlockMask:
+        if self._is_tokens_first:
+            query, key = query.transpose(1, 2), key.transpose(1, 2)
+        call = self._call
+        if attn_mask is not None:
+            call = call.of(attn_mask=_in_four_dimensions(attn_mask))
+        return ops.run_predict(query, key, call, self._backend)
 
 
 class PackedCalls:

@@ -73,6 +73,10 @@ def part(*tensors, dense=False, is_first=False, **changes):
     rank_pipeline.attend_part(*tensors, None if dense else masks, columns, call, *results, **options)
     return results
 
+def predicted(query, key, value, **changes):
+    mask = pipeline.predict(query, key, call_of(**changes))
+    return mask.kv_num_blocks, mask.kv_indices
+
 class Pool:
     width, first, order = 8, 0, torch.arange(16)
     total = staticmethod(lambda own: own)
@@ -165,6 +169,8 @@ CALLS = {
     "part, means": "lambda x: part(*x, skipped='mean')",
     "part, dense": "lambda x: part(*x, dense=True)",
     "ranks": "lambda x: on_ranks(*x)",
+    "predicted": "lambda x: predicted(*x, scale=0.75)",
+    "predicted, all": "lambda x: predicted(*x, sparsity=None)",
 }
 LAUNCHES = {
     "16 bits": 4,
@@ -192,6 +198,8 @@ LAUNCHES = {
     "part, means": 11,
     "part, dense": 7,
     "ranks": 7,
+    "predicted": 3,
+    "predicted, all": 1,
 }
 ADDRESSES_FROM = 2**32
 

@@ -84,8 +84,8 @@ class RecordedAttention(Protocol):
     def run(self, inputs: Sequence[int]) -> tuple[Tensor, ...]:
         """Return output and LSE of inputs at these addresses, which are multiples of 16 and of different tensors.
 
-        They are query, key, value, and where there are any: mask, totals, the output and LSE of a packed call, which
-        are written to, so that nothing is returned. It runs on the current device and stream.
+        They are query, key, value, and where there are any: mask, totals, lists of given blocks, and the output and LSE
+        of a packed call, which are written to, so that nothing is returned. It runs on the current device and stream.
         """
 
     def run_without_lse(self, inputs: Sequence[int]) -> Tensor:
@@ -259,10 +259,11 @@ class Backend(ABC):
         call: Call,  # noqa: ARG002
         *,
         totals: Tensor | None,  # noqa: ARG002
+        blocks: BlockMask | None = None,  # noqa: ARG002
     ) -> RecordedAttention | None:
         """Return what repeats an `attention` call that was made before, None where a backend records nothing.
 
-        A call without sparsity is one of `dense`, without torch's kernels.
+        With ``blocks`` it is one of `attend`, else without sparsity one of `dense` that torch did not compute.
         """
         return None
 

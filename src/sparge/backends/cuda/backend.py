@@ -133,11 +133,19 @@ class CudaBackend(Backend):
         return bool(active_overrides())
 
     def recorded_attention(
-        self, query: Tensor, key: Tensor, value: Tensor, call: Call, *, totals: Tensor | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        call: Call,
+        *,
+        totals: Tensor | None,
+        blocks: BlockMask | None = None,
     ) -> RecordedAttention | None:
         from sparge.backends.cuda import pipeline
 
-        return pipeline.recorded_attention(query, key, value, call, launcher=self.launcher, totals=totals)
+        tensors, launcher = (query, key, value), self.launcher
+        return pipeline.recorded_attention(*tensors, call, launcher=launcher, totals=totals, blocks=blocks)
 
     def dense(
         self, query: Tensor, key: Tensor, value: Tensor, call: Call, *, with_lse: bool, may_use_torch: bool

@@ -155,9 +155,16 @@ def _means(key_value: KeyValueSummary, mask: BlockMask | None, call: Call) -> Me
 
 def predict(query: Tensor, key: Tensor, call: Call) -> BlockMask:
     """Stage 1: which blocks of the attention map to compute. See `reference.predict`."""
-    _, mask = prepare(query, key, None, call, with_mask=True, with_operands=False)
-    assert mask is not None
-    return mask
+
+    def run() -> tuple[Tensor, Tensor, Tensor]:
+        _, mask = prepare(query, key, None, call, with_mask=True, with_operands=False)
+        assert mask is not None
+        return lists_of(mask)
+
+    counts, indices, visible = (
+        replayed(call, "predict", (query, key, call.attn_mask), run) if is_replayable(call) else run()
+    )
+    return BlockMask(counts, indices, visible, call.shape.q_len, call.shape.kv_len, window=call.window)
 
 
 def attend(
@@ -173,7 +180,7 @@ def attend(
     """Attention over a given mask, or over every visible block without one. See `reference.attention`."""
     lists: list[Tensor] = []
     if mask is not None:  # copied here, not by the launcher: a call that copies cannot be replayed
-        lists = [x.contiguous() for x in (mask.kv_num_blocks, mask.kv_indices, mask.visible_num_blocks)]
+        lists = [x.contiguous() for x in lists_of(mask)]
         mask = BlockMask(lists[0], lists[1], lists[2], mask.q_len, mask.kv_len, window=mask.window)
 
     def run() -> tuple[Tensor, Tensor]:
@@ -204,11 +211,27 @@ def attention(
 
 
 def recorded_attention(
-    query: Tensor, key: Tensor, value: Tensor, call: Call, *, launcher: AttentionLauncher, totals: Tensor | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    call: Call,
+    *,
+    launcher: AttentionLauncher,
+    totals: Tensor | None,
+    blocks: BlockMask | None,
 ) -> Replay | None:
-    """Return what `attention`, or `attend` without a mask, recorded for such tensors, None if it cannot be replayed."""
-    kind = (launcher, True) if isinstance(call.sparsity, Dense) else launcher
-    return recorded(call, kind, inputs_of(query, key, value, call, totals)) if is_replayable(call) else None
+    """Return what `attention` or `attend` recorded for such tensors, None if it cannot be replayed."""
+    if not is_replayable(call):
+        return None
+    inputs = inputs_of(query, key, value, call, totals)
+    if blocks is not None:
+        return recorded(call, (launcher, False), (*inputs, *lists_of(blocks)))
+    return recorded(call, (launcher, True) if isinstance(call.sparsity, Dense) else launcher, inputs)
+
+
+def lists_of(mask: BlockMask) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the tensors of a mask."""
+    return mask.kv_num_blocks, mask.kv_indices, mask.visible_num_blocks
 
 
 def inputs_of(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparge.backends.base import Candidates
 from sparge.backends.cuda.operands import AttentionLauncher
-from sparge.backends.cuda.pipeline import inputs_of, is_replayable, prepare, seen_by_mask
+from sparge.backends.cuda.pipeline import inputs_of, is_replayable, lists_of, prepare, seen_by_mask
 from sparge.backends.cuda.replay import replayed
 from sparge.backends.cuda.stages.block_rows import RowArguments
 from sparge.backends.cuda.stages.budget import count_budget
@@ -120,7 +120,7 @@ class CudaCandidates(Candidates):
     def choose(self, counts: Tensor | None) -> BlockMask:
         def run() -> tuple[Tensor, Tensor, Tensor]:
             rows = self._score() if counts is None else self._scored()
-            return _lists(select_rows(rows, self.call, None if counts is None else counts.int().contiguous()))
+            return lists_of(select_rows(rows, self.call, None if counts is None else counts.int().contiguous()))
 
         if counts is None:
             return self._mask(self._replayed(("choice", self._are_summarized), (self._query, *self._keys), run))
@@ -133,7 +133,7 @@ class CudaCandidates(Candidates):
 
         def run() -> tuple[Tensor, Tensor, Tensor]:
             counts = portions(kept, totals, everyone, order, amount, first)
-            return _lists(select_rows(self._scored(), self.call, counts))
+            return lists_of(select_rows(self._scored(), self.call, counts))
 
         assert self._probability is not None
         kind = ("portions", first, tuple(everyone.shape))
@@ -142,10 +142,6 @@ class CudaCandidates(Candidates):
     def _mask(self, lists: tuple[Tensor, ...]) -> BlockMask:
         shape = self.call.shape
         return BlockMask(lists[0], lists[1], lists[2], shape.q_len, shape.kv_len, window=self.call.window)
-
-
-def _lists(mask: BlockMask) -> tuple[Tensor, Tensor, Tensor]:
-    return mask.kv_num_blocks, mask.kv_indices, mask.visible_num_blocks
 
 
 def choose_together(
