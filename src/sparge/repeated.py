@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -265,7 +264,10 @@ def _heads_first(tokens: Tensor) -> Tensor:
 
 def _are_plain(addresses: list[int]) -> bool:
     """Return whether addresses are aligned to 16 bytes and different, as those of recorded calls are."""
-    return not functools.reduce(operator.or_, addresses) & 15 and len(set(addresses)) == len(addresses)
+    joined = 0
+    for address in addresses:
+        joined |= address
+    return not joined & 15 and len(set(addresses)) == len(addresses)
 
 
 def _is_current(device: torch.device) -> bool:
