@@ -17,11 +17,23 @@ LIMITS = {
     "replace_sdpa, runs dense": 20,  # 17
     "replayed attention": 55,  # 48
     "replayed attention, causal": 55,  # 48
-    "replayed block_sparse_attention": 235,  # 219
+    "replayed block_sparse_attention": 80,  # 71
+    "replayed attention, key padding": 60,  # 54
+    "replayed attention, full mask": 60,  # 54
+    "replayed varlen_attention": 95,  # 85
+    "replayed predict": 95,  # 86
 }
 """By kind of call. A "replayed" call goes to a GPU backend that has recorded its launches
 (ahead_of_time/test_call_counts.py)."""
-LAUNCHES = {"replayed attention": 12, "replayed attention, causal": 10, "replayed block_sparse_attention": 6}
+LAUNCHES = {
+    "replayed attention": 12,
+    "replayed attention, causal": 10,
+    "replayed block_sparse_attention": 6,
+    "replayed attention, key padding": 14,
+    "replayed attention, full mask": 14,
+    "replayed varlen_attention": 12,
+    "replayed predict": 5,
+}
 """Kernels that replayed calls may launch."""
 WARM_UPS = 4
 

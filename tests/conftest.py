@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import sparge
-from sparge import ops, repeated
+from sparge import repeated
 from sparge.backends.base import Crossover
 from sparge.backends.torch import TorchBackend
+from sparge.call import forget_recordings
 
 collect_ignore = ["interpreter.py"]  # importing it makes Triton interpret kernels, which only tests/interpreted want
 BLOCK_Q, BLOCK_K = 128, 64
@@ -208,7 +209,7 @@ def make_qkv(
 @pytest.fixture(autouse=True)
 def fresh_state() -> Iterator[None]:
     """Every test starts with all counters at zero, and no call was made before: tests change what calls go by."""
-    for forget in (sparge.reset_stats, repeated.forget, ops.forget):
+    for forget in (sparge.reset_stats, repeated.forget, forget_recordings):
         forget()
     yield
     sparge.reset_stats()

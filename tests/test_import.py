@@ -149,26 +149,27 @@ def is_module(parts: list[str]) -> bool:
 
 
 BACKENDS = sorted((SOURCE / "backends").rglob("*.py"))
+LOWEST = (
+    "geometry",
+    "window",
+    "segments",
+    "config",
+    "call",
+    "visibility",
+    "block_mask",
+    "eight_bits",
+    "replacement",
+    "layout",
+    "sharing",
+    "merging",
+)
 ALLOWED_ROOMS = {"cuda": {"torch"}, "triton": {"cuda"}, "hopper": {"cuda"}}
 """Rooms of backends that a room may import from besides its own: the kernels are leaves, and import no other kernel."""
 
 
 @pytest.mark.parametrize("path", BACKENDS, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_backends_import_only_what_lies_below_them(path: Path) -> None:
-    lowest = (
-        "geometry",
-        "window",
-        "segments",
-        "config",
-        "call",
-        "visibility",
-        "block_mask",
-        "eight_bits",
-        "replacement",
-        "layout",
-        "sharing",
-    )
-    below = {f"sparge.{name}" for name in lowest}
+    below = {f"sparge.{name}" for name in LOWEST}
     room = path.relative_to(SOURCE / "backends").parts[0]
     allowed = ALLOWED_ROOMS.get(room, set()) | {room.removesuffix(".py"), "base"}
     others = {
@@ -187,7 +188,19 @@ def test_the_reference_imports_no_backend() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["geometry", "window", "segments", "config", "call", "visibility", "block_mask", "layout", "stats", "sharing"],
+    [
+        "geometry",
+        "window",
+        "segments",
+        "config",
+        "call",
+        "visibility",
+        "block_mask",
+        "layout",
+        "stats",
+        "sharing",
+        "merging",
+    ],
 )
 def test_the_lowest_layer_imports_nothing_above_it(name: str) -> None:
     above = ("sparge.api", "sparge.ops", "sparge.backends", "sparge.reference", "sparge.decide", "sparge.validation")

@@ -317,9 +317,21 @@ def predict(
         >>> mask.shape, mask.density()
         ((1, 2, 32, 64), 0.25)
     """
+    kind = None
+    if not torch.compiler.is_compiling():
+        flags = (type(is_causal), type(enable_gqa), type(topk), type(scale))
+        options = ("predict", is_causal, enable_gqa, topk, scale, window, sparsity, score, layout, backend, flags)
+        kind = repeated.kind_of(query, key, key, attn_mask, always_keep, exact_queries, options)
+        runner = repeated.find(kind)
+        if runner is not None:
+            found: BlockMask = runner(query, key, attn_mask)
+            return found
+    strides = (query.stride(-1), key.stride(-1)) if kind is not None else ()
     validation.check_flag("is_causal", is_causal)
     query, key, shape = validation.check_query_key(query, key, layout, enable_gqa)
-    query, scale = positively_scaled(query, validation.check_scale(scale, shape.head_dim))
+    scale = validation.check_scale(scale, shape.head_dim)
+    is_repeatable = strides == (1, 1) and scale > 0
+    query, scale = positively_scaled(query, scale)
     attn_mask, is_causal = validation.resolve_causal_bias(attn_mask, is_causal, shape, query.device)
     call = Call(
         shape=shape,
@@ -332,7 +344,10 @@ def predict(
         attn_mask=validation.check_attn_mask(attn_mask, shape, query.device),
         window=validation.resolve_window(window, is_causal, shape.q_len, shape.kv_len),
     )
-    return ops.predict(query.detach(), key.detach(), call, base.resolve(backend, query.device))
+    chosen = base.resolve(backend, query.device)
+    if is_repeatable and not call.has_per_head_numbers:
+        repeated.remember(kind, repeated.Predictions(call, chosen, layout=layout))
+    return ops.predict(query.detach(), key.detach(), call, chosen)
 
 
 def block_sparse_attention(
@@ -381,12 +396,27 @@ def block_sparse_attention(
         ...
         ValueError: mask: expected a shape that broadcasts to (B, H, ceil(S_q / 128), ceil(S_k / 64)) = (1, 2, 4, 8) ...
     """
+    kind = None
+    if not torch.compiler.is_compiling():
+        of_blocks = repeated.kind_of_blocks(mask)
+        if of_blocks is not None:
+            flags = (type(is_causal), type(enable_gqa), type(return_lse), type(pv_threshold), type(scale))
+            choices = (skipped, quantization, layout, backend)
+            options = (is_causal, enable_gqa, return_lse, pv_threshold, scale, window, flags, choices)
+            kind = repeated.kind_of(query, key, value, attn_mask, None, None, ("blocks", of_blocks, options))
+        runner = repeated.find(kind)
+        if runner is not None:
+            output, lse = runner(query, key, value, attn_mask, mask)
+            return (output, lse) if return_lse else output
     if is_causal is not None:
         validation.check_flag("is_causal", is_causal)
     validation.check_flag("return_lse", return_lse)
-    quantization = validation.resolve_quantization_name(quantization)
+    named, quantization = quantization, validation.resolve_quantization_name(quantization)
+    strides = (query.stride(-1), key.stride(-1), value.stride(-1)) if kind is not None else ()
     query, key, value, shape = validation.check_query_key_value(query, key, value, layout, enable_gqa)
-    query, scale = positively_scaled(query, validation.check_scale(scale, shape.head_dim))
+    scale = validation.check_scale(scale, shape.head_dim)
+    is_repeatable = strides == (1, 1, 1) and scale > 0 and named == quantization
+    query, scale = positively_scaled(query, scale)
     attn_mask, _ = validation.resolve_causal_bias(attn_mask, bool(is_causal), shape, query.device, as_mask=True)
     obstacle = decide.unsupported(shape, 0.0, needs_derivatives(query, key, value, attn_mask))
     if obstacle is not None:
@@ -395,7 +425,7 @@ def block_sparse_attention(
         check_pv_threshold(pv_threshold)
         validation.check_per_head("pv_threshold", pv_threshold, shape.heads)
     chosen = base.resolve(backend, query.device)
-    mask = validation.check_block_mask(mask, shape, is_causal, query.device, window)
+    given, mask = mask, validation.check_block_mask(mask, shape, is_causal, query.device, window)
     attn_mask = validation.check_attn_mask(attn_mask, shape, query.device)
     call = Call(
         shape=shape,
@@ -408,6 +438,8 @@ def block_sparse_attention(
         window=mask.window,
         exact_lse=return_lse,
     )
+    if is_repeatable and given is mask and not call.has_per_head_numbers:
+        repeated.remember(kind, repeated.SparseCalls(call, chosen, query.dtype, layout=layout, with_lse=return_lse))
     output, lse = ops.attend(query, key, value, mask, call, chosen)
     output = _in_layout(output, layout)
     return (output, lse) if return_lse else output

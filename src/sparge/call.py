@@ -101,6 +101,15 @@ class Call:
         rule = self.sparsity
         return isinstance(self.pv_threshold, Tensor) or (not isinstance(rule, Dense) and rule.is_per_head)
 
+    def of(self, *, attn_mask: Tensor | None = None, segments: Segments | None = None) -> Call:
+        """Return the same call of another mask of the same shape and dtype, or of other results of the same segments.
+
+        It shares the recordings.
+        """
+        changed = object.__new__(Call)
+        vars(changed).update(vars(self), attn_mask=attn_mask, segments=segments)
+        return changed
+
     @property
     def replaces_skipped(self) -> bool:
         """Whether blocks that are not kept enter the softmax as their means."""
@@ -128,3 +137,39 @@ def without_unseen(key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tens
     shape = replace(call.shape, kv_len=call.shape.kv_len - start)
     window = within(call.window, shape.q_len, shape.kv_len)
     return key[:, :, start:], value[:, :, start:], replace(call, shape=shape, window=window, attn_mask=attn_mask)
+
+
+MAX_CALLS = 256
+"""Kinds of calls whose recordings are kept."""
+_calls: dict[tuple[Call, Any], Call] = {}
+"""Without masks and segments, which are tensors, but by what a recording depends on of them."""
+
+
+_FIRST = "is_first"
+"""The attribute of a call that `interned` returned, or of one with another mask: it need not be looked up again."""
+
+
+def interned(call: Call) -> Call:
+    """Return the first call that was equal to this one, with this one's mask: it holds the recordings of a backend."""
+    mask, segments = call.attn_mask, call.segments
+    if call.has_per_head_numbers or _FIRST in vars(call):
+        return call
+    if mask is None and segments is None:
+        return _first(call, None)
+    of_tensors = (None if mask is None else (mask.shape, mask.dtype), None if segments is None else segments.group)
+    return _first(call.of(), of_tensors).of(attn_mask=mask, segments=segments)
+
+
+def _first(call: Call, of_tensors: Any) -> Call:
+    found = _calls.get((call, of_tensors))
+    if found is None:
+        if len(_calls) >= MAX_CALLS:
+            _calls.clear()
+        found = _calls.setdefault((call, of_tensors), call)
+        vars(found)[_FIRST] = True
+    return found
+
+
+def forget_recordings() -> None:
+    """Drop all recordings of calls."""
+    _calls.clear()

@@ -17,8 +17,9 @@ of torch's modes, go to the backend directly (`is_direct`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,11 +30,12 @@ from sparge._ops import add_op_namespace_prefix
 from sparge._ops import ops as operators
 from sparge.backends import base
 from sparge.block_mask import BlockMask
-from sparge.call import Call, without_unseen
+from sparge.call import Call, interned, without_unseen
 from sparge.config import SCORES, SELECTIONS, Dense, PerHead, Sparsity, trusted
 from sparge.geometry import Shape
 from sparge.layout import empty_like, laid_out
 from sparge.ordering import OrderName, order_of
+from sparge.sharing import RankPool
 from sparge.stats import counters
 
 ANY_CALL = {
@@ -82,11 +84,6 @@ _LIBRARY.define(f"all_along({_TENSORS}, SymInt[] grid, str order, SymInt start) 
 _LIBRARY.define(f"dense({_TENSORS}, {schema(ANY_CALL)}, bool with_lse, str words) -> (Tensor, Tensor)")
 
 
-MAX_CALLS = 256
-"""Kinds of calls whose recordings are kept."""
-_calls: dict[Call, Call] = {}
-
-
 def is_direct(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Return whether a call needs no operator: its tensors are plain, and nothing traces or intercepts operators."""
     return (
@@ -99,25 +96,10 @@ def is_direct(query: Tensor, key: Tensor, value: Tensor) -> bool:
     )
 
 
-def interned(call: Call) -> Call:
-    """Return the first call that was equal to this one: it holds the recordings of a backend."""
-    if call.attn_mask is not None or call.segments is not None or call.has_per_head_numbers:
-        return call
-    found = _calls.get(call)
-    if found is None:
-        if len(_calls) >= MAX_CALLS:
-            _calls.clear()
-        found = _calls.setdefault(call, call)
-    return found
-
-
-def forget() -> None:
-    """Drop all recordings of calls."""
-    _calls.clear()
-
-
 def predict(query: Tensor, key: Tensor, call: Call, backend: str) -> BlockMask:
     """Prediction through its operator."""
+    if is_direct(query, key, key):
+        return run_predict(query, key, interned(call), backend)
     counts, indices, visible = operators.predict(query, key, *pack(call, backend))
     return BlockMask(counts, indices, visible, query.shape[2], key.shape[2], window=call.window)
 
@@ -154,16 +136,10 @@ def dense(
     return operators.dense(query, key, value, *pack_dense(call, backend), with_lse, words)
 
 
-def packed(query: Tensor, key: Tensor, value: Tensor, call: Call, backend: str, *, words: str = "") -> None:
-    """A call over segments of a pack (`Call.segments`), where its results are written.
-
-    It is no operator of its own: `varlen`, which knows the bounds once it runs, is one around it.
-
-    Args:
-        query, key, value: the pack as (1, H | Hkv, tokens, D | Dv).
-        words: what a dense call is counted as.
-    """
-    _packed(query, key, value, call, backend, words)
+def over_segments(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """The tensors of a pack, repeated for each segment without a copy."""
+    sizes = (call.shape.batch, -1, -1, -1)
+    return query.expand(sizes), key.expand(sizes), value.expand(sizes)
 
 
 def along(tokens: Tensor, grid: tuple[int, ...], order: str, start: int, *, undo: bool = False) -> Tensor:
@@ -257,8 +233,8 @@ def _shape_of(query: Tensor, key: Tensor, value: Tensor) -> Shape:
 
 def _predict(query: Tensor, key: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     call, backend = unpack(_shape_of(query, key, key), arguments)
-    mask = base.get(backend).predict(query, key, call)
-    return mask.kv_num_blocks, mask.kv_indices, mask.visible_num_blocks.contiguous()
+    mask = run_predict(query, key, interned(call), backend)
+    return mask.kv_num_blocks, mask.kv_indices, mask.visible_num_blocks
 
 
 def _attend(
@@ -339,6 +315,15 @@ def _in_place(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @_in_place
+def run_predict(query: Tensor, key: Tensor, call: Call, backend: str) -> BlockMask:
+    """Predict the mask of a call; the named backend does so for every call."""
+    mask = base.get(backend).predict(query, key, call)
+    if mask.visible_num_blocks.is_contiguous():
+        return mask
+    return replace(mask, visible_num_blocks=mask.visible_num_blocks.contiguous())
+
+
+@_in_place
 def run_attention(
     query: Tensor, key: Tensor, value: Tensor, call: Call, backend: base.Backend
 ) -> tuple[Tensor, Tensor]:
@@ -365,7 +350,8 @@ def run_dense(
     """Count a call and compute attention over every visible key; ``asked`` is the backend as the caller named it."""
     if words:
         counters.record(words)
-    key, value, call = without_unseen(key, value, call)
+    key, value, cut = without_unseen(key, value, call)
+    call = call if cut is call else interned(cut)
     name = base.resolve(asked, query.device) if asked == "auto" else asked
     backend = base.get(name).serving(call, query.dtype)
     output, lse = backend.dense(query, key, value, call, with_lse=with_lse, may_use_torch=asked == "auto")
@@ -375,9 +361,9 @@ def run_dense(
 @_in_place
 def run_along(tokens: Tensor, grid: list[int], order: OrderName, start: int, undo: bool) -> Tensor:
     found = order_of(tuple(grid), order, tokens.device)
-    moved = _along_fake(tokens, grid, order, start, undo)
     backend = base.get(base.resolve("auto", tokens.device))
-    backend.move(tokens, found.inverse if undo else found.permutation, start, moved)
+    index = found.inverse if undo else found.permutation
+    (moved,) = backend.move_all((tokens,), index, start, tokens_first=True if undo else None)
     return moved
 
 
@@ -386,29 +372,76 @@ def run_all_along(
     query: Tensor, key: Tensor, value: Tensor, grid: list[int], order: OrderName, start: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     permutation = order_of(tuple(grid), order, query.device).permutation
-    moved = _all_along_fake(query, key, value)
     backend = base.get(base.resolve("auto", query.device))
-    for tokens, result in zip((query, key, value), moved, strict=True):
-        backend.move(tokens, permutation, start, result)
-    return moved
+    query, key, value = backend.move_all((query, key, value), permutation, start)
+    return query, key, value
 
 
 @_in_place
 def summarize_keys(key: Tensor, call: Call, backend: str) -> tuple[Tensor, ...]:
     """What prediction reads of keys, for calls over several ranks. See `base.Backend.summarize_keys`."""
-    return base.get(backend).summarize_keys(key, call)
+    return base.get(backend).summarize_keys(key, interned(call))
 
 
 @_in_place
-def candidates(query: Tensor, keys: tuple[Tensor, ...], call: Call, backend: str) -> base.Candidates:
-    """Prediction up to the choice. See `base.Backend.candidates`."""
-    return base.get(backend).candidates(query, keys, call)
+def candidates(query: Tensor, keys: Tensor | tuple[Tensor, ...], call: Call, backend: str) -> base.Candidates:
+    """Prediction up to the choice, from K itself or what `summarize_keys` made. See `base.Backend.candidates`."""
+    found, call = base.get(backend), interned(call)
+    return found.candidates(query, keys, call) if isinstance(keys, tuple) else found.candidates_of(query, keys, call)
 
 
 @_in_place
-def _packed(query: Tensor, key: Tensor, value: Tensor, call: Call, name: str, words: str) -> None:
-    backend = base.get(name).serving(call, query.dtype)
-    query, key, value = (tensor.expand(call.shape.batch, -1, -1, -1) for tensor in (query, key, value))
+def choose_together(
+    query: Tensor,  # noqa: ARG001
+    candidates: Sequence[base.Candidates],
+    call: Call,
+    kv_blocks: int,
+    pool: RankPool,
+    backend: str,
+) -> list[BlockMask]:
+    """The choice, by one rule for the rows of all ranks. See `base.Backend.choose_together`."""
+    return base.get(backend).choose_together(candidates, call.selection, kv_blocks, pool)
+
+
+@_in_place
+def attend_part(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    masks: Sequence[BlockMask] | None,
+    columns: tuple[slice, ...],
+    call: Call,
+    backend: str,
+    output: Tensor,
+    lse: Tensor,
+    *,
+    is_first: bool,
+    words: str,
+) -> None:
+    """Count a call over a part of the keys, and merge it into an output. See `base.Backend.attend_part`.
+
+    Args:
+        words: what a dense call is counted as; nothing for a sparse one.
+    """
+    call = interned(call)
+    serving, totals = base.get(backend).serving(call, query.dtype), None
+    if words:
+        counters.record(words)
+    else:
+        totals = counters.record_sparse(serving.name, query.device, has_threshold=call.pv_threshold is not None)
+    serving.attend_part(query, key, value, masks, columns, call, output, lse, is_first=is_first, totals=totals)
+
+
+@_in_place
+def run_packed(query: Tensor, key: Tensor, value: Tensor, call: Call, backend: base.Backend, *, words: str) -> None:
+    """Count a call over the segments of a pack (`Call.segments`), and write its results where that says.
+
+    It is no operator: `varlen`, which knows the bounds once it runs, is one around it.
+
+    Args:
+        query, key, value: of `over_segments`.
+        words: what a dense call is counted as; nothing for a sparse one.
+    """
     if words:
         counters.record(words)
         backend.dense(query, key, value, call, with_lse=True, may_use_torch=False)
@@ -418,7 +451,7 @@ def _packed(query: Tensor, key: Tensor, value: Tensor, call: Call, name: str, wo
 
 
 for _name, _real, _fake in (
-    ("predict", _in_place(_predict), _predict_fake),
+    ("predict", _predict, _predict_fake),
     ("attend", _attend, _attention_fake),
     ("attention", _attention, _attention_fake),
     ("dense", _dense, _dense_fake),

@@ -11,6 +11,7 @@ power of two (`alike`): no buffer is more than twice as long as its segment need
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
@@ -128,12 +129,14 @@ class Segments:
     Attributes:
         table: (n, TABLE_COLUMNS) int32 on the device.
         order: (rows,) int32, the rows of blocks that exist, numbered as in the padded batch.
+        group: a number that no other table has.
         total_q: queries of the pack.
         output, lse: (total_q, H, Dv) in the query's dtype and (H, total_q) float32, where results are written.
     """
 
     table: Tensor
     order: Tensor
+    group: int
     total_q: int
     output: Tensor
     lse: Tensor
@@ -165,8 +168,9 @@ def longest(segments: Sequence[Segment]) -> tuple[int, int]:
 
 def packed(segments: tuple[Segment, ...], heads: int, output: Tensor, lse: Tensor) -> Segments:
     """What a packed call carries of its segments; results are written into ``output`` and ``lse``."""
-    tables = _tables_of(segments, heads, output.device)
-    return Segments(tables.table, tables.order, len(output), output, lse)
+    tables = tables_of(segments, heads, output.device)
+    tables.arrive()
+    return tables.with_results(output, lse)
 
 
 def is_ready(segments: tuple[Segment, ...], heads: int, device: torch.device) -> bool:
@@ -174,40 +178,64 @@ def is_ready(segments: tuple[Segment, ...], heads: int, device: torch.device) ->
     return not _is_capturing(device) or (segments, heads, device) in _tables
 
 
-class _Tables(NamedTuple):
-    """What kernels read of a group of segments, and what says that it has arrived (None on CPUs)."""
+class Tables:
+    """What kernels read of a group of segments.
 
-    table: Tensor
-    order: Tensor
-    arrived: torch.cuda.Event | None
+    Attributes:
+        table, order, group: as `Segments` has them.
+    """
+
+    def __init__(self, table: Tensor, order: Tensor, arrived: torch.cuda.Event | None) -> None:
+        self.table = table
+        self.order = order
+        self.group = next(_numbers)
+        self._arrived = arrived
+        self._streams: set[int] = set()
+
+    def with_results(self, output: Tensor, lse: Tensor) -> Segments:
+        """The segments of a call that writes to these."""
+        return Segments(self.table, self.order, self.group, len(output), output, lse)
+
+    def arrive(self) -> None:
+        """Let the current stream wait until the tables were copied, and the tables for the stream before they go.
+
+        Both are needed once for a stream. A CUDA graph may be replayed as long as the process lives, and so the tables
+        live that are used while one is captured.
+        """
+        if self._arrived is None:  # on CPUs
+            return
+        device = self.table.device
+        if _is_capturing(device):
+            _captured[self.group] = self
+            return
+        handle = torch._C._cuda_getCurrentRawStream(device.index)
+        if handle not in self._streams:
+            stream = torch.cuda.current_stream(device)
+            stream.wait_event(self._arrived)
+            self.table.record_stream(stream)  # and the order, which lies behind it
+            self._streams.add(handle)
 
 
-_tables: OrderedDict[tuple[tuple[Segment, ...], int, torch.device], _Tables] = OrderedDict()
-_captured: dict[tuple[tuple[Segment, ...], int, torch.device], _Tables] = {}
-"""Those that CUDA graphs read, which may be replayed as long as the process lives."""
+_numbers = itertools.count()
+_tables: OrderedDict[tuple[tuple[Segment, ...], int, torch.device], Tables] = OrderedDict()
+_captured: dict[int, Tables] = {}
+"""Those that CUDA graphs read."""
 _lock = threading.Lock()
 
 
-def _tables_of(segments: tuple[Segment, ...], heads: int, device: torch.device) -> _Tables:
-    """The tables, made or remembered; the current stream waits for them, and they for it before they go."""
+def tables_of(segments: tuple[Segment, ...], heads: int, device: torch.device) -> Tables:
+    """The tables of a group, made or remembered."""
     key = (segments, heads, device)
     with _lock:
         found = _tables.get(key)
         if found is not None:
             _tables.move_to_end(key)
-    if found is None:
-        found = _made(segments, heads, device)
-        with _lock:
-            _tables[key] = found
-            while len(_tables) > MOST_TABLES:
-                _tables.popitem(last=False)
-    if found.arrived is not None:
-        if _is_capturing(device):
-            _captured[key] = found
-        else:
-            stream = torch.cuda.current_stream(device)
-            stream.wait_event(found.arrived)
-            found.table.record_stream(stream)  # and the order, which lies behind it
+            return found
+    found = _made(segments, heads, device)
+    with _lock:
+        _tables[key] = found
+        while len(_tables) > MOST_TABLES:
+            _tables.popitem(last=False)
     return found
 
 
@@ -215,7 +243,7 @@ def _is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _made(segments: tuple[Segment, ...], heads: int, device: torch.device) -> _Tables:
+def _made(segments: tuple[Segment, ...], heads: int, device: torch.device) -> Tables:
     """`Segments.table` and `Segments.order`, copied to the device together; the host does not wait."""
     q_len, kv_len = longest(segments)
     table, first_row = [], 0
@@ -233,4 +261,4 @@ def _made(segments: tuple[Segment, ...], heads: int, device: torch.device) -> _T
     if device.type == "cuda":
         both = both.pin_memory().to(device, non_blocking=True)
         arrived = torch.cuda.current_stream(device).record_event()
-    return _Tables(both[: len(table)].view(-1, TABLE_COLUMNS), both[len(table) :], arrived)
+    return Tables(both[: len(table)].view(-1, TABLE_COLUMNS), both[len(table) :], arrived)

@@ -26,6 +26,23 @@ class Pool(Protocol):
         """(B, rows) ints of the rows here -> for each, the sum over all rows anywhere that come before it."""
 
 
+class RankPool(Pool, Protocol):
+    """A `Pool` of rows on several ranks, each padded to as many.
+
+    Attributes:
+        width: rows of a rank.
+        first: the number of the first row here among those of all ranks, one rank's behind the other's.
+        order: (ranks * width,) int64, the numbers of all rows as the whole call has them.
+    """
+
+    width: int
+    first: int
+    order: Tensor
+
+    def gather(self, own: Tensor) -> Tensor:
+        """(B, width) of the rows here -> (ranks, B, width)."""
+
+
 class Alone:
     """A `Pool` of the rows that are here."""
 

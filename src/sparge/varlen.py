@@ -21,7 +21,7 @@ from typing import Any, Literal, cast, overload
 import torch
 from torch import Tensor
 
-from sparge import api, decide, ops, validation
+from sparge import api, decide, ops, repeated, validation
 from sparge._ops import add_op_namespace_prefix
 from sparge._ops import ops as operators
 from sparge.call import Call
@@ -29,8 +29,9 @@ from sparge.config import Dense, OnUnsupported, PerHead, Quantization, Score, Sc
 from sparge.decide import Reason
 from sparge.derivatives import inside_autograd_function, needs_derivatives
 from sparge.geometry import Shape
-from sparge.plans import Group, plan_of
-from sparge.segments import Run, is_ready, longest, packed
+from sparge.plans import Group, Plan, plan_of
+from sparge.repeated import PackedCalls
+from sparge.segments import Run, longest
 
 Bounds = Tensor | Sequence[int]
 """Where segments begin, and where the last one ends: n + 1 numbers, on the host or the query's device."""
@@ -161,6 +162,18 @@ def varlen_attention(
         >>> torch.equal(out[None, :4096], alone)
         True
     """
+    kind = None
+    if not torch.compiler.is_compiling():
+        bounds = (_numbers_of("cu_seqlens_q", cu_seqlens_q, q), _numbers_of("cu_seqlens_k", cu_seqlens_k, q))
+        if None not in bounds:
+            numbers = (causal, return_lse, topk, softmax_scale, dropout_p, softcap, max_seqlen_q, max_seqlen_k)
+            flags = tuple([type(number) for number in numbers])
+            choices = (sparsity, score, quantization, skipped, backend, on_unsupported, window_size)
+            kind = repeated.kind_of(q, k, v, None, None, None, ("packed", bounds, flags, choices, numbers))
+        runner = repeated.find(kind)
+        if runner is not None:
+            output, lse = runner(q, k, v, None)
+            return (output, lse) if return_lse else output
     validation.check_choice("on_unsupported", on_unsupported, validation.ON_UNSUPPORTED)
     validation.check_flag("causal", causal)
     validation.check_softcap(softcap)
@@ -184,15 +197,30 @@ def varlen_attention(
     longest = (max_seqlen_q, max_seqlen_k)
     obstacle = decide.unsupported(shape, dropout_p, needs_derivatives(q, k, v))
     if torch.compiler.is_compiling() and obstacle is None:
-        bounds = (torch.as_tensor(bounds) for bounds in (cu_seqlens_q, cu_seqlens_k))
-        output, lse = operators.varlen(q, k, v, *bounds, *longest, *ops.pack(call, backend), return_lse)
+        bounds_q, bounds_k = (torch.as_tensor(bounds) for bounds in (cu_seqlens_q, cu_seqlens_k))
+        output, lse = operators.varlen(q, k, v, bounds_q, bounds_k, *longest, *ops.pack(call, backend), return_lse)
     else:
         options = {"dropout_p": dropout_p, "backend": backend, "on_unsupported": on_unsupported}
-        output, lse = _attend(q, k, v, cu_seqlens_q, cu_seqlens_k, longest, call, return_lse, options)
+        calls = _calls_of(q, k, v, cu_seqlens_q, cu_seqlens_k, longest, call, return_lse, options)
+        if obstacle is None and call.quantization == quantization and not call.has_per_head_numbers:
+            repeated.remember(kind, calls)
+        output, lse = calls(q, k, v)
     return (output, lse) if return_lse else output
 
 
-def _attend(
+def _numbers_of(name: str, bounds: Bounds, query: Tensor) -> tuple[int, ...] | None:
+    """Bounds as numbers that can be looked up; None if they are not what was expected, or their tensor is unusual."""
+    if isinstance(bounds, Tensor):
+        is_known = bounds.dtype in (torch.int32, torch.int64) and bounds.ndim == 1 and type(bounds) is Tensor
+        if not is_known or not isinstance(query, Tensor) or bounds.device.type not in ("cpu", query.device.type):
+            return None
+        return tuple(read(name, bounds)) if bounds.device.type == "cpu" or bounds.device == query.device else None
+    if isinstance(bounds, (list, tuple)) and all(type(bound) is int for bound in bounds):
+        return tuple(bounds)
+    return None
+
+
+def _calls_of(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -202,8 +230,8 @@ def _attend(
     call: Call,
     with_lse: bool,
     options: dict[str, Any],
-) -> tuple[Tensor, Tensor | None]:
-    """All segments: output (total_q, H, Dv) and, if it is asked for, LSE (H, total_q).
+) -> _PackedSequences:
+    """Check the bounds and plan the calls of a pack.
 
     Args:
         call: what is asked of every segment, with the sizes of the pack.
@@ -213,31 +241,46 @@ def _attend(
     validation.check_segments(bounds_q, bounds_k, (len(query), len(key)), longest)
     may_pack = _may_pack(query, key, value, call, options.get("dropout_p", 0.0))
     plan = plan_of(bounds_q, bounds_k, call, options["backend"], query.device, query.dtype, may_pack=may_pack)
-    if not plan.groups:
-        results = [_attend_part(part, query, key, value, call, with_lse, options) for part in plan.parts]
-        if len(results) == 1:
-            output, lse = results[0]
-            return output, lse if with_lse else None
-        nothing = _nothing(query[:0], call.shape)
-        output = torch.cat([*(output for output, _ in results), nothing[0]])
-        return output, torch.cat([*(lse for _, lse in results if lse is not None), nothing[1]], 1) if with_lse else None
-    shape = call.shape
-    output = query.new_empty(len(query), shape.heads, shape.value_dim)
-    lse = query.new_empty(shape.heads, len(query), dtype=torch.float32)
-    parts = list(plan.parts)
-    pack = _heads_first(query), _heads_first(key), _heads_first(value)
-    for group in plan.groups:
-        if is_ready(group.segments, shape.heads, query.device):
-            _attend_group(group, *pack, call, output, lse, with_lse)
-        else:
-            parts += group.parts
-    for part in parts:
-        rows = slice(part.q_start, part.q_start + part.count * part.q_len)
-        found, found_lse = _attend_part(part, query, key, value, call, with_lse, options)
-        output[rows] = found
-        if found_lse is not None:
-            lse[:, rows] = found_lse
-    return output, lse if with_lse else None
+    return _PackedSequences(plan, call, query.dtype, with_lse, options)
+
+
+class _PackedSequences:
+    """The calls of a pack, which may be made again on other tensors of the same bounds, shapes and dtypes."""
+
+    def __init__(self, plan: Plan, call: Call, dtype: torch.dtype, with_lse: bool, options: dict[str, Any]) -> None:
+        self._plan = plan
+        self._call = call
+        self._with_lse = with_lse
+        self._options = options
+        self._groups = [(_packed_calls(group, call, dtype, with_lse), group.parts) for group in plan.groups]
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, _attn_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Output (total_q, H, Dv) and, if it is asked for, LSE (H, total_q)."""
+        call, with_lse, options, shape = self._call, self._with_lse, self._options, self._call.shape
+        parts = self._plan.parts
+        if not self._groups:
+            results = [_attend_part(part, query, key, value, call, with_lse, options) for part in parts]
+            if len(results) == 1:
+                return results[0]
+            nothing = _nothing(query[:0], shape)
+            output = torch.cat([*(output for output, _ in results), nothing[0]])
+            return output, torch.cat([*(lse for _, lse in results), nothing[1]], 1) if with_lse else output
+        output = query.new_empty(len(query), shape.heads, shape.value_dim)
+        lse = query.new_empty(shape.heads, len(query), dtype=torch.float32)
+        for group, parts_of_group in self._groups:
+            if group.is_ready(query.device):
+                group(query, key, value, output, lse)
+            else:
+                parts += parts_of_group
+        for part in parts:
+            rows = slice(part.q_start, part.q_start + part.count * part.q_len)
+            found, found_lse = _attend_part(part, query, key, value, call, with_lse, options)
+            output[rows] = found
+            if with_lse:
+                lse[:, rows] = found_lse
+        return output, lse
 
 
 def _may_pack(query: Tensor, key: Tensor, value: Tensor, call: Call, dropout_p: float) -> bool:
@@ -248,49 +291,23 @@ def _may_pack(query: Tensor, key: Tensor, value: Tensor, call: Call, dropout_p: 
     return decide.unsupported(call.shape, dropout_p, needs_derivatives(query, key, value)) is None
 
 
-def _attend_group(
-    group: Group,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    call: Call,
-    output: Tensor,
-    lse: Tensor,
-    with_lse: bool,
-) -> None:
-    """Segments of similar lengths as one call, which writes to their places in ``output`` and ``lse``.
-
-    Args:
-        query, key, value: the pack as (1, H | Hkv, tokens, D | Dv).
-    """
+def _packed_calls(group: Group, call: Call, dtype: torch.dtype, with_lse: bool) -> PackedCalls:
+    """Segments of similar lengths as one call."""
     reason, backend, quantization, window = group.way
     q_len, kv_len = longest(group.segments)
     shape = replace(call.shape, batch=len(group.segments), q_len=q_len, kv_len=kv_len)
     rules: dict[str, Any] = {"sparsity": Dense(), "pv_threshold": None, "skipped": "drop"}
     if reason is None:
         rules = {"skipped": validation.resolve_skipped(call.skipped, call.is_causal, None, shape)}
-    whole = replace(
-        call,
-        shape=shape,
-        window=window,
-        quantization=quantization,
-        exact_lse=with_lse,
-        segments=packed(group.segments, shape.heads, output, lse),
-        **rules,
-    )
+    whole = replace(call, shape=shape, window=window, quantization=quantization, exact_lse=with_lse, **rules)
     words = "" if reason is None else decide.in_words(reason)
-    ops.packed(query, key, value, whole, backend, words=words)
-
-
-def _heads_first(tokens: Tensor) -> Tensor:
-    """(tokens, H, D) -> (1, H, tokens, D), a view if channels lie side by side."""
-    return (tokens if tokens.stride(2) == 1 else tokens.contiguous()).transpose(0, 1)[None]
+    return PackedCalls(whole, backend, dtype, group.segments, words)
 
 
 def _attend_part(
     run: Run, query: Tensor, key: Tensor, value: Tensor, call: Call, with_lse: bool, options: dict[str, Any]
-) -> tuple[Tensor, Tensor | None]:
-    """Output (tokens, H, Dv) and, if it is asked for, LSE (H, tokens) of a run."""
+) -> tuple[Tensor, Tensor]:
+    """Output (tokens, H, Dv) and LSE (H, tokens) of a run; in its place anything where it is not asked for."""
     queries = run.queries(query)
     if run.kv_len == 0:
         decide.count(Reason.NOTHING_VISIBLE)
@@ -307,8 +324,11 @@ def _attend_part(
         **options,
     }
     result: Any = api.attention(queries, run.keys(key), run.keys(value), enable_gqa=True, layout="NHD", **asked)
-    output, lse = result if with_lse else (result, None)
-    return output.flatten(0, 1), None if lse is None else lse.transpose(0, 1).flatten(1)
+    if not with_lse:
+        output = result.flatten(0, 1)
+        return output, output
+    output, lse = result
+    return output.flatten(0, 1), lse.transpose(0, 1).flatten(1)
 
 
 def _nothing(query: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
@@ -346,8 +366,10 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple
     if not isinstance(call.sparsity, Dense):
         call = replace(call, sparsity=replace(call.sparsity, pv_threshold=call.pv_threshold))
     longest = (max_seqlen_q, max_seqlen_k)
-    output, lse = _attend(query, key, value, cu_seqlens_q, cu_seqlens_k, longest, call, with_lse, {"backend": backend})
-    return output.contiguous(), query.new_empty(0, dtype=torch.float32) if lse is None else lse.contiguous()
+    options = {"backend": backend}
+    calls = _calls_of(query, key, value, cu_seqlens_q, cu_seqlens_k, longest, call, with_lse, options)
+    output, lse = calls(query, key, value)
+    return output.contiguous(), lse.contiguous() if with_lse else query.new_empty(0, dtype=torch.float32)
 
 
 def _varlen_fake(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:  # noqa: ARG001

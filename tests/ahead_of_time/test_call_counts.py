@@ -24,25 +24,32 @@ import fake_driver
 import launches
 import sparge
 from call_counts import count_calls
-from sparge import ops, repeated
+from sparge import repeated
 from sparge.backends.cuda.backend import CudaBackend
+from sparge.call import _calls, forget_recordings
 
 CudaBackend.missing = lambda *_: None
 started = launches.note_launches()
 tensors = [torch.zeros(1, 2, 512, 64, dtype=torch.bfloat16) for _ in range(3)]
 options = {{"quantization": "int8_fp8", "backend": "triton"}}
-mask = sparge.predict(*tensors[:2], topk=0.5)
+mask = sparge.predict(*tensors[:2], topk=0.5, backend="triton")
+padding, full = (torch.ones(1, 1, rows, 512, dtype=torch.bool) for rows in (1, 512))
+pack, bounds = [tensor[0, :, :500].transpose(0, 1).contiguous() for tensor in tensors], [0, 244, 500]
 calls = {{
     "replayed attention": lambda: sparge.attention(*tensors, topk=0.5, **options),
     "replayed attention, causal": lambda: sparge.attention(*tensors, topk=0.5, is_causal=True, **options),
     "replayed block_sparse_attention": lambda: sparge.block_sparse_attention(*tensors, mask, **options),
+    "replayed attention, key padding": lambda: sparge.attention(*tensors, padding, topk=0.5, **options),
+    "replayed attention, full mask": lambda: sparge.attention(*tensors, full, topk=0.5, **options),
+    "replayed varlen_attention": lambda: sparge.varlen_attention(*pack, bounds, bounds, topk=0.5, **options),
+    "replayed predict": lambda: sparge.predict(*tensors[:2], topk=0.5, backend="triton"),
 }}
 found = {{}}
 for name, call in calls.items():
     repeated.forget()
-    ops.forget()
+    forget_recordings()
     count = count_calls(call, stand_ins=(launches.__file__, fake_driver.__file__, ctypes.__file__))
-    (made,) = ops._calls
+    (made,) = _calls.values()
     assert list(map(bool, made.recordings.values())) == [True], "one recording, which can be replayed"
     started.clear()
     call()

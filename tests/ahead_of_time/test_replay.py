@@ -15,20 +15,21 @@ PROGRAM = """
 import json
 import torch
 from launches import note_launches
-from sparge import ops
-from sparge.backends.cuda import pipeline
+from sparge.backends.cuda import pipeline, rank_pipeline
 from sparge.backends.triton.attention import attend
 from sparge.block_mask import BlockMask
-from sparge.call import Call
-from sparge.config import Mean, Moment, TopCdf, TopK
+from sparge.call import Call, _calls, forget_recordings, interned
+from sparge.config import Budget, Mean, Moment, TopCdf, TopK
 from sparge.geometry import Shape
+from sparge.segments import Segment
+from sparge.segments import packed as segments_of
 
 started = note_launches()
 totals = torch.zeros(3, dtype=torch.int64)
 
 def call_of(lengths=(300, 520), **changes):
     options = {"is_causal": True, "scale": 0.125, "sparsity": TopK(0.5), **changes}
-    return ops.interned(Call(Shape(1, 2, 1, *lengths, 64, 64), **options))
+    return interned(Call(Shape(1, 2, 1, *lengths, 64, 64), **options))
 
 def sparse(*tensors, totals=totals, quantization="int8_fp8", **changes):
     call = call_of(quantization=quantization, **changes)
@@ -41,6 +42,53 @@ def over_blocks(*tensors, **changes):
     mask = BlockMask.from_dense(torch.ones(1, 2, 3, 9, dtype=torch.bool), q_len=300, kv_len=520)
     return given(*tensors, mask=mask, **changes), (mask.kv_num_blocks, mask.kv_indices)
 
+def masked(*tensors, sizes=(1, 1, 1, 520), dtype=torch.bool, run=sparse, **changes):
+    mask = torch.zeros(sizes, dtype=dtype)
+    made = run(*tensors, attn_mask=mask, **changes)
+    results, lists = made if run is over_blocks else (made, ())
+    return results, (mask, *lists)
+
+def packed(*tensors, dense=False, quantization="int8_fp8", **changes):
+    results = torch.zeros(300, 2, 64, dtype=torch.bfloat16), torch.zeros(2, 300)
+    parts = Segment(0, 140, 0, 250), Segment(140, 160, 250, 270)
+    segments = segments_of(parts, 2, *results)
+    options = {"is_causal": True, "scale": 0.125, "quantization": quantization, **changes}
+    if not dense:
+        options = {"sparsity": Budget(0.5), **options}
+    call = interned(Call(Shape(2, 2, 1, 160, 270, 64, 64), segments=segments, **options))
+    tensors = [tensor.expand(2, -1, -1, -1) for tensor in tensors]
+    if dense:
+        return pipeline.attend(*tensors, None, call, launcher=attend)
+    return pipeline.attention(*tensors, call, launcher=attend, totals=totals)
+
+def part(*tensors, dense=False, is_first=False, **changes):
+    results = torch.zeros(1, 2, 300, 64), torch.zeros(1, 2, 300)
+    masks = [
+        BlockMask.from_dense(torch.ones(1, 2, rows, 40, dtype=torch.bool), q_len=rows * 128, kv_len=2560)
+        for rows in (1, 2)
+    ]
+    columns = (slice(3, 8), slice(20, 24))
+    call = call_of(sparsity=None, is_causal=False, quantization="int8_fp8", **changes)
+    options = {"is_first": is_first, "launcher": attend, "totals": None if dense else totals}
+    rank_pipeline.attend_part(*tensors, None if dense else masks, columns, call, *results, **options)
+    return results
+
+def predicted(query, key, value, **changes):
+    mask = pipeline.predict(query, key, call_of(**changes))
+    return mask.kv_num_blocks, mask.kv_indices
+
+class Pool:
+    width, first, order = 8, 0, torch.arange(16)
+    total = staticmethod(lambda own: own)
+    gather = staticmethod(lambda own: own.repeat(2, 1, 1))
+
+def on_ranks(query, key, value, **changes):
+    call = call_of(sparsity=Budget(0.5), **changes)
+    keys = rank_pipeline.summarize_keys(key, call)
+    candidates = [rank_pipeline.CudaCandidates(query, keys, call)]
+    (mask,) = rank_pipeline.choose_together(candidates, call.selection, 9, Pool)
+    return mask.kv_num_blocks, mask.kv_indices
+
 calls = CALLS
 
 def make(text):
@@ -49,7 +97,7 @@ def make(text):
     tensors = [tensor[:, :, :length] for tensor, length in zip(tensors, lengths)]
     started.clear()
     results, lists = eval(text)(tensors), ()
-    if "blocks" in text:
+    if isinstance(results[0], tuple):
         results, lists = results
     known = [*tensors, *results, totals, *lists]
     return {
@@ -59,9 +107,9 @@ def make(text):
 
 alive, found = [], {text: [] for text in calls}
 for text in calls:
-    ops.forget()
+    forget_recordings()
     found[text].append(make(text)[0])
-ops.forget()
+forget_recordings()
 for turn in range(3):
     for text in calls:
         with torch.inference_mode(turn == 1):
@@ -69,8 +117,9 @@ for turn in range(3):
         alive.append(known)
         if turn:
             found[text].append(made)
-recordings = [recorded for call in ops._calls for recorded in call.recordings.values()]
-assert len(recordings) == len(calls), "every call is a kind of its own"
+recordings = [recorded for call in _calls.values() for recorded in call.recordings.values()]
+several = sum("on_ranks" in text for text in calls)
+assert len(recordings) == len(calls) + 3 * several, "every call is a kind of its own; over ranks it is four"
 assert all(recordings), "every kind can be replayed"
 print(json.dumps(found))
 """
@@ -95,8 +144,63 @@ CALLS = {
     "dense, full": "lambda x: given(*x, is_causal=False)",
     "dense, 16 bits": "lambda x: given(*x, quantization='none')",
     "blocks": "lambda x: over_blocks(*x)",
+    "hidden keys": "lambda x: masked(*x)",
+    "hidden keys of heads": "lambda x: masked(*x, sizes=(1, 2, 1, 520))",
+    "hidden keys, full": "lambda x: masked(*x, is_causal=False)",
+    "hidden keys, 16 bits": "lambda x: masked(*x, quantization='none')",
+    "hidden keys, dense": "lambda x: masked(*x, run=given)",
+    "hidden keys, blocks": "lambda x: masked(*x, run=over_blocks)",
+    "hidden keys, window": "lambda x: masked(*x, window=(200, 0))",
+    "bias of keys": "lambda x: masked(*x, dtype=torch.bfloat16)",
+    "bias of queries": "lambda x: masked(*x, sizes=(1, 1, 300, 1), dtype=torch.bfloat16)",
+    "a mask": "lambda x: masked(*x, sizes=(1, 1, 300, 520))",
+    "a mask, means": "lambda x: masked(*x, sizes=(1, 1, 300, 520), score=Mean())",
+    "a mask of heads": "lambda x: masked(*x, sizes=(1, 2, 300, 520))",
+    "a bias": "lambda x: masked(*x, sizes=(1, 1, 300, 520), dtype=torch.float32)",
+    "a mask, 16 bits": "lambda x: masked(*x, sizes=(1, 1, 300, 520), quantization='none')",
+    "a mask, blocks": "lambda x: masked(*x, sizes=(1, 1, 300, 520), run=over_blocks)",
+    "packed": "lambda x: packed(*x)",
+    "packed, 16 bits": "lambda x: packed(*x, quantization='none')",
+    "packed, means": "lambda x: packed(*x, is_causal=False, skipped='mean')",
+    "packed, dense": "lambda x: packed(*x, dense=True)",
+    "packed, dense, 16 bits": "lambda x: packed(*x, dense=True, quantization='none')",
+    "part": "lambda x: part(*x)",
+    "first part": "lambda x: part(*x, is_first=True)",
+    "part, means": "lambda x: part(*x, skipped='mean')",
+    "part, dense": "lambda x: part(*x, dense=True)",
+    "ranks": "lambda x: on_ranks(*x)",
+    "predicted": "lambda x: predicted(*x, scale=0.75)",
+    "predicted, all": "lambda x: predicted(*x, sparsity=None)",
 }
-LAUNCHES = {"16 bits": 4, "dense, 16 bits": 1, "dense": 6, "dense, scale": 6, "dense, full": 6, "blocks": 6}
+LAUNCHES = {
+    "16 bits": 4,
+    "dense, 16 bits": 1,
+    "dense": 6,
+    "dense, scale": 6,
+    "dense, full": 6,
+    "blocks": 6,
+    **dict.fromkeys(["hidden keys", "hidden keys of heads", "hidden keys, full"], 10),
+    "hidden keys, 16 bits": 6,
+    "hidden keys, dense": 8,
+    "hidden keys, blocks": 8,
+    **dict.fromkeys(["hidden keys, window", "bias of keys", "bias of queries", "a mask", "a mask of heads"], 10),
+    "a mask, means": 9,
+    "a bias": 10,
+    "a mask, 16 bits": 6,
+    "a mask, blocks": 7,
+    "packed": 10,
+    "packed, 16 bits": 6,
+    "packed, means": 12,
+    "packed, dense": 6,
+    "packed, dense, 16 bits": 1,
+    "part": 9,
+    "first part": 9,
+    "part, means": 11,
+    "part, dense": 7,
+    "ranks": 7,
+    "predicted": 3,
+    "predicted, all": 1,
+}
 ADDRESSES_FROM = 2**32
 
 

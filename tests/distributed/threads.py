@@ -74,6 +74,10 @@ class ThreadedExchange(Exchange):
         assert [part.shape[2] for part in parts] == list(lengths)
         return lambda: torch.cat([part.chunk(self.size, 1)[self.rank] for part in parts], 2)
 
+    def start_all_to_heads(self, tensors: Sequence[Tensor], lengths: Sequence[int]) -> Callable[[], list[Tensor]]:
+        arrivals = [self.start_to_heads(tensor, lengths) for tensor in tensors]
+        return lambda: [arrive() for arrive in arrivals]
+
     def to_tokens(self, heads: Tensor, lengths: Sequence[int]) -> Tensor:
         return torch.cat([part.split(list(lengths), 2)[self.rank] for part in self._all(heads)], 1)
 

@@ -111,10 +111,10 @@ def assert_like_the_reference(
 def forget_recordings() -> None:
     """The next call of every kind is made from the beginning."""
     if BACKEND in ("triton", "hopper"):
-        from sparge import ops, repeated
+        from sparge import call, repeated
 
         repeated.forget()
-        ops.forget()
+        call.forget_recordings()
 
 
 def equal(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:

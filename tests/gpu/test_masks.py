@@ -12,7 +12,16 @@ from torch import Tensor
 
 import sparge
 from conftest import SPARSE, causality, modes
-from gpu.conftest import BACKEND, DEVICE, assert_matches_exact, cuda_only, equal, make_inputs, random_bits
+from gpu.conftest import (
+    BACKEND,
+    DEVICE,
+    assert_matches_exact,
+    cuda_only,
+    equal,
+    forget_recordings,
+    make_inputs,
+    random_bits,
+)
 from sparge import Dense, Policy, TopCdf, TopK
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
@@ -235,3 +244,30 @@ def test_models_calls_under_masks(heads: int, kind: str, reason: str) -> None:
         assert not torch.equal(got, expected)
     else:
         assert torch.equal(got, expected)
+
+
+@modes
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_replay_reads_its_own_mask(kind: str, quantization: str) -> None:
+    quantization = "int8_fp8" if quantization == "int8_fp8_fast" else quantization
+    options = {"quantization": quantization, "topk": 0.3, "backend": BACKEND, "return_lse": True, "enable_gqa": True}
+    given = {name: option for name, option in options.items() if name != "topk"}
+    first, blocks = mask_of(kind, 300, 520, 2, 2), random_bits(2, 2, 3, 9)
+    others = [first, first.flip(-1).contiguous(), first.clone()]
+    inputs = [make_inputs(300, 520, batch=2, heads=2, kv_heads=1, seed=seed) for seed in range(3)]
+
+    def results() -> list[tuple[Tensor, ...]]:
+        found = [sparge.attention(*x, attn_mask=mask, **options) for x, mask in zip(inputs, others, strict=True)]
+        over_blocks = sparge.block_sparse_attention
+        return found + [
+            over_blocks(*x, blocks, attn_mask=mask, **given) for x, mask in zip(inputs, others, strict=True)
+        ]
+
+    expected = []
+    for place in range(2 * len(inputs)):
+        forget_recordings()
+        expected.append(results()[place])
+    forget_recordings()
+    for _ in range(3):
+        for got, wanted in zip(results(), expected, strict=True):
+            assert equal(got, wanted)

@@ -368,11 +368,17 @@ class TestStatistics:
 
 @pytest.mark.parametrize("start", [0, 77])
 def test_tokens_along_an_order(start: int) -> None:
-    """They lie in memory as they did."""
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randn(2, start + 6 * 17 * 31 + 5, 3, 128, generator=generator).to(DEVICE, torch.bfloat16)
-    moved = ops.along(tokens.transpose(1, 2), (6, 17, 31), "hilbert", start)
-    assert torch.equal(moved.cpu(), order_of((6, 17, 31)).apply(tokens.cpu().transpose(1, 2), 2, start))
-    back = ops.along(moved, (6, 17, 31), "hilbert", start, undo=True)
-    assert torch.equal(back, tokens.transpose(1, 2))
-    assert moved.transpose(1, 2).is_contiguous() and back.transpose(1, 2).is_contiguous()
+    """They lie in memory as they did, also where the moves of an earlier call are repeated."""
+    generator, grid = torch.Generator().manual_seed(0), (6, 17, 31)
+    for _ in range(3):
+        sizes = (3, 2, start + 6 * 17 * 31 + 5, 3, 128)
+        whole = torch.randn(sizes, generator=generator).to(DEVICE, torch.bfloat16)
+        tensors = [tokens.transpose(1, 2) for tokens in whole]
+        expected = [order_of(grid).apply(tokens.cpu(), 2, start) for tokens in tensors]
+        moved = [ops.along(tokens, grid, "hilbert", start) for tokens in tensors]
+        together = ops.all_along(tensors[0], tensors[1], tensors[2], grid, "hilbert", start)
+        back = [ops.along(tokens, grid, "hilbert", start, undo=True) for tokens in moved]
+        assert all(torch.equal(found.cpu(), wanted) for found, wanted in zip(moved, expected, strict=True))
+        assert all(map(torch.equal, together, moved))
+        assert all(map(torch.equal, back, tensors))
+        assert all(found.transpose(1, 2).is_contiguous() for found in (*moved, *together, *back))

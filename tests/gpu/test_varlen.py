@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import sparge
-from gpu.conftest import BACKEND, DEVICE, FASTEST, cuda_only, make_inputs
+from gpu.conftest import BACKEND, DEVICE, FASTEST, cuda_only, equal, forget_recordings, make_inputs
 
 pytestmark = pytest.mark.gpu
 LENGTHS = [(300, 300)] * 3 + [(129, 1000), (385, 320), (1000, 129), (0, 70), (70, 0), (1, 64), (200, 901), (260, 290)]
@@ -109,3 +109,30 @@ def test_a_captured_graph_reads_the_table_of_an_earlier_call() -> None:
     captured.zero_()
     graph.replay()
     assert torch.equal(captured, expected)
+
+
+@pytest.mark.parametrize(
+    "quantization, options",
+    [
+        ("none", {"topk": 0.4}),
+        (FASTEST, {"topk": 0.4}),
+        ("int8_fp16", {"sparsity": sparge.TopCdf(0.7), "causal": True}),
+        (FASTEST, {"sparsity": sparge.Dense()}),
+    ],
+)
+def test_packs_of_the_same_bounds_are_replayed(quantization: str, options: dict[str, Any]) -> None:
+    query, key, value, bounds_q, bounds_k = packed()
+    options = {**options, "backend": BACKEND, "quantization": quantization, "return_lse": True}
+    others = [(query * factor, key.flip(0), value * factor) for factor in (1.0, -0.5, 2.0)]
+    bounds = (bounds_q.tolist(), bounds_k.tolist())
+    shifted = ([*bounds[0][:1], bounds[0][1] - 30, *bounds[0][2:]], bounds[1])
+    expected = []
+    for tensors in others:
+        for each in (bounds, shifted):
+            forget_recordings()
+            expected.append(sparge.varlen_attention(*tensors, *each, **options))
+    forget_recordings()
+    for _ in range(3):
+        calls = [(*tensors, *each) for tensors in others for each in (bounds, shifted)]
+        for arguments, wanted in zip(calls, expected, strict=True):
+            assert equal(sparge.varlen_attention(*arguments, **options), wanted)

@@ -10,6 +10,8 @@ CASES = [
     Case("ulysses", "budget", heads=(4, 2), length=320),
     Case("gathered", "budget", True, "head_tail", heads=(2, 1), length=512),
     Case("ring", "budget", heads=(2, 2), length=500, options={"score": "spread", "always_keep": [(0, 40)]}),
+    Case("ring", "budget", True, "head_tail", heads=(2, 1), length=1024),
+    Case("ring", "dense", True, "head_tail", heads=(2, 1), length=512),
     Case("ring", "topcdf", heads=(2, 1), length=512, options={"score": "mean"}),
 ]
 

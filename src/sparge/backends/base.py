@@ -15,11 +15,16 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sparge.block_mask import BlockMask
 from sparge.call import Call
+from sparge.config import Selection
 from sparge.geometry import Shape
+from sparge.layout import gapless_strides, is_tokens_first
+from sparge.merging import merge
+from sparge.sharing import RankPool, share_out
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -76,11 +81,15 @@ class Candidates(ABC):
 class RecordedAttention(Protocol):
     """A call of `Backend.attention` that can be repeated on other tensors of the same kind."""
 
-    def run(self, inputs: Sequence[int], *, with_lse: bool = True) -> tuple[Tensor, Tensor]:
-        """Compute output and LSE from the addresses of query, key, value and totals, on the current device and stream.
+    def run(self, inputs: Sequence[int]) -> tuple[Tensor, ...]:
+        """Return output and LSE of inputs at these addresses, which are multiples of 16 and of different tensors.
 
-        The addresses are multiples of 16, and those of different tensors.
+        They are query, key, value, and where there are any: mask, totals, lists of given blocks, and the output and LSE
+        of a packed call, which are written to, so that nothing is returned. It runs on the current device and stream.
         """
+
+    def run_without_lse(self, inputs: Sequence[int]) -> Tensor:
+        """Return the output alone."""
 
 
 class Backend(ABC):
@@ -152,6 +161,71 @@ class Backend(ABC):
         """
         raise NotImplementedError(f"prediction over several ranks: expected another backend, got {self.name!r}")
 
+    def candidates_of(self, query: Tensor, key: Tensor, call: Call) -> Candidates:
+        """`candidates` of keys that are all here."""
+        return self.candidates(query, self.summarize_keys(key, call), call)
+
+    def choose_together(
+        self, candidates: Sequence[Candidates], rule: Selection, kv_blocks: int, pool: RankPool
+    ) -> list[BlockMask]:
+        """The blocks that rows on this rank keep, by one rule for the rows of all ranks.
+
+        Args:
+            candidates: the rows of this rank, of which a `Budget` counts those of the first first.
+            kv_blocks: of the whole sequence.
+            pool: the rows of all ranks.
+        """
+        if not rule.is_call_wide:
+            return [candidate.choose(None) for candidate in candidates]
+        asked = [candidate.kept_by_level(kv_blocks) for candidate in candidates]
+        kept = torch.cat([levels.flatten(1, 2) for levels, _ in asked], 1)
+        visible = torch.stack([seen for _, seen in asked]).sum(0)
+        assert not isinstance(rule.amount, Tensor)
+        counts = share_out(kept, visible, rule.amount, pool)
+        shares = counts.split([levels.shape[1] * levels.shape[2] for levels, _ in asked], 1)
+        return [
+            candidate.choose(share.unflatten(1, levels.shape[1:3]))
+            for candidate, share, (levels, _) in zip(candidates, shares, asked, strict=True)
+        ]
+
+    def attend_part(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        masks: Sequence[BlockMask] | None,
+        columns: tuple[slice, ...],
+        call: Call,
+        output: Tensor,
+        lse: Tensor,
+        *,
+        is_first: bool,
+        totals: Tensor | None = None,
+    ) -> None:
+        """Attention over a part of the keys, merged into that over others.
+
+        Args:
+            masks: of pieces of the queries over all keys, one piece behind the other; None keeps all blocks.
+            columns: the key blocks of the whole sequence that the part's are, in rising order.
+            call: of the part. It has no rules: it is dense, or over a mask.
+            output, lse: (B, H, Sq, Dv) and (B, H, Sq) float32, which are changed.
+            is_first: nothing was merged into them before, and they may hold anything.
+            totals: see `attend`.
+        """
+        if masks is None:
+            found = self.dense(query, key, value, call, with_lse=True, may_use_torch=True)
+        else:
+            kv_blocks = max(mask.shape[3] for mask in masks)
+            kept = torch.cat([F.pad(mask.to_dense(), (0, kv_blocks - mask.shape[3])) for mask in masks], 2)
+            dense = torch.cat([kept[..., cut] for cut in columns], 3)
+            q_len, kv_len = call.shape.q_len, call.shape.kv_len
+            mask = BlockMask.from_dense(dense, q_len=q_len, kv_len=kv_len, is_causal=call.is_causal)
+            found = self.attend(query, key, value, mask, call, totals=totals)
+        if is_first:
+            output.zero_()
+            lse.fill_(-torch.inf)
+        merge(output, lse, *found)
+
     @abstractmethod
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, call: Call, *, totals: Tensor | None = None
@@ -185,8 +259,12 @@ class Backend(ABC):
         call: Call,  # noqa: ARG002
         *,
         totals: Tensor | None,  # noqa: ARG002
+        blocks: BlockMask | None = None,  # noqa: ARG002
     ) -> RecordedAttention | None:
-        """Return what repeats an `attention` call that was made before, None where a backend records nothing."""
+        """Return what repeats an `attention` call that was made before, None where a backend records nothing.
+
+        With ``blocks`` it is one of `attend`, else without sparsity one of `dense` that torch did not compute.
+        """
         return None
 
     def dense(
@@ -217,6 +295,21 @@ class Backend(ABC):
         moved[:, :, :start] = tokens[:, :, :start]
         moved[:, :, start:stop] = tokens[:, :, start:stop].index_select(2, permutation)
         moved[:, :, stop:] = tokens[:, :, stop:]
+
+    def move_all(
+        self, tensors: Sequence[Tensor], permutation: Tensor, start: int, *, tokens_first: bool | None = None
+    ) -> tuple[Tensor, ...]:
+        """`move` tensors to new ones, which lie in memory tokens first, heads first, or by default as they did."""
+        results = []
+        for tokens in tensors:
+            batch, heads, length, width = tokens.shape
+            lies_so = is_tokens_first(tokens) if tokens_first is None else tokens_first
+            sizes = (batch, heads, length, width)
+            strides = gapless_strides(sizes, tokens_first=lies_so)
+            moved = torch.empty_strided(sizes, strides, dtype=tokens.dtype, device=tokens.device)
+            self.move(tokens, permutation, start, moved)
+            results.append(moved)
+        return tuple(results)
 
 
 def add_to_totals(totals: Tensor | None, mask: BlockMask, pv_skipped: Tensor) -> None:

@@ -32,10 +32,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from sparge import api, ops, repeated
+from sparge import api, repeated
 from sparge.backends import base
 from sparge.bench.cases import Problem, Row
 from sparge.bench.timing import Variant, attempt, host_seconds, reason, take_turns
+from sparge.call import forget_recordings
 from sparge.integrations import sdpa
 from sparge.integrations import transformers as transformers_integration
 from sparge.integrations.calls import Layer
@@ -117,7 +118,7 @@ def calls_on(problem: Problem, device: torch.device) -> dict[str, HostCall]:
 def _forget() -> None:
     """Drop all that makes a repeated call cheap."""
     repeated.forget()
-    ops.forget()
+    forget_recordings()
 
 
 def _frameworks(q: Tensor, k: Tensor, v: Tensor) -> dict[str, HostCall]:
@@ -199,7 +200,7 @@ def stages_of(variant: Variant) -> dict[str, Callable[[], object]]:
     if torch.cuda.is_available():
         from sparge.backends.cuda.replay import Replay
 
-        places["launch"].append((Replay, "run"))
+        places["launch"] += [(Replay, "run"), (Replay, "run_without_lse")]
 
     def spy_on(stage: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def spy(*args: Any, **kwargs: Any) -> Any:

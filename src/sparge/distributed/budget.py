@@ -15,7 +15,7 @@ from sparge import ops
 from sparge.block_mask import BlockMask
 from sparge.call import Call
 from sparge.geometry import BLOCK_Q, ceil_div
-from sparge.sharing import Pool, share_out
+from sparge.sharing import RankPool
 
 
 class Ranks(Protocol):
@@ -42,20 +42,23 @@ class RowPool:
     def __init__(self, ranks: Ranks, order: Tensor, own_rows: int) -> None:
         self._ranks = ranks
         self._own_rows = own_rows
-        self._width = len(order) // ranks.size
-        self._order = order
+        self.width = len(order) // ranks.size
+        self.first = ranks.rank * self.width
+        self.order = order
 
     def total(self, own: Tensor) -> Tensor:
         return self._ranks.total(own)
 
+    def gather(self, own: Tensor) -> Tensor:
+        return self._ranks.stack(own)
+
     def before(self, blocks: Tensor) -> Tensor:
-        padded = F.pad(blocks, (0, self._width - self._own_rows)).int()
-        everyone = self._ranks.stack(padded).transpose(0, 1).flatten(1).long()  # [B, ranks * rows]
-        in_order = everyone[:, self._order]
+        padded = F.pad(blocks, (0, self.width - self._own_rows)).int()
+        everyone = self.gather(padded).transpose(0, 1).flatten(1).long()  # [B, ranks * rows]
+        in_order = everyone[:, self.order]
         before = torch.empty_like(everyone)
-        before[:, self._order] = in_order.cumsum(1) - in_order
-        start = self._ranks.rank * self._width
-        return before[:, start : start + self._own_rows]
+        before[:, self.order] = in_order.cumsum(1) - in_order
+        return before[:, self.first : self.first + self._own_rows]
 
 
 NOWHERE = 2**62
@@ -96,16 +99,16 @@ class Rows:
 
     Attributes:
         query: (B, H, n, D).
-        keys: of `base.Backend.summarize_keys`, all blocks that the rows may see.
+        keys: K, or what `base.Backend.summarize_keys` made of it, of all blocks that the rows may see.
         call: what is asked for, with the sizes of these rows and keys.
     """
 
     query: Tensor
-    keys: tuple[Tensor, ...]
+    keys: Tensor | tuple[Tensor, ...]
     call: Call
 
 
-def choose(rows: Sequence[Rows], kv_blocks: int, pool: Pool, backend: str) -> list[BlockMask]:
+def choose(rows: Sequence[Rows], kv_blocks: int, pool: RankPool, backend: str) -> list[BlockMask]:
     """The blocks that rows on this rank keep, by one rule for the rows of all ranks.
 
     Args:
@@ -114,16 +117,4 @@ def choose(rows: Sequence[Rows], kv_blocks: int, pool: Pool, backend: str) -> li
         pool: the rows of all ranks.
     """
     candidates = [ops.candidates(part.query, part.keys, part.call, backend) for part in rows]
-    rule = rows[0].call.selection
-    if not rule.is_call_wide:
-        return [candidate.choose(None) for candidate in candidates]
-    asked = [candidate.kept_by_level(kv_blocks) for candidate in candidates]
-    kept = torch.cat([levels.flatten(1, 2) for levels, _ in asked], 1)
-    visible = torch.stack([seen for _, seen in asked]).sum(0)
-    assert not isinstance(rule.amount, Tensor)
-    counts = share_out(kept, visible, rule.amount, pool)
-    shares = counts.split([levels.shape[1] * levels.shape[2] for levels, _ in asked], 1)
-    return [
-        candidate.choose(share.unflatten(1, levels.shape[1:3]))
-        for candidate, share, (levels, _) in zip(candidates, shares, asked, strict=True)
-    ]
+    return ops.choose_together(rows[0].query, candidates, rows[0].call, kv_blocks, pool, backend)

@@ -12,7 +12,7 @@ from sparge.call import Call
 from sparge.distributed.budget import Rows, choose
 from sparge.distributed.request import Request
 from sparge.geometry import BLOCK_K, ceil_div
-from sparge.sharing import Pool
+from sparge.sharing import RankPool
 
 
 def attend(
@@ -25,7 +25,7 @@ def attend(
     return ops.attend(query, key, value, mask, call, asked.backend)
 
 
-def choose_rows(rows: Sequence[Rows], asked: Request, pool: Pool) -> list[BlockMask]:
+def choose_rows(rows: Sequence[Rows], asked: Request, pool: RankPool) -> list[BlockMask]:
     """`budget.choose` for rows of a request.
 
     Raises:

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from sparge import ops
 from sparge.block_mask import BlockMask
-from sparge.call import Call
+from sparge.call import Call, interned
 from sparge.distributed.budget import Ranks, RowPool, Rows, order_of_rows
 from sparge.distributed.computing import attend, choose_rows
 from sparge.distributed.exchange import Exchange
-from sparge.distributed.places import Places
+from sparge.distributed.places import Piece, Places
 from sparge.distributed.request import Request, of_heads, of_piece
 from sparge.geometry import BLOCK_K, BLOCK_Q, Shape, ceil_div
 from sparge.stats import counters
@@ -66,7 +66,9 @@ def compute(
             if index + 1 < len(chunks):
                 coming = start(chunks[index + 1])  # while this one is computed
             heads = slice(chunk.start * group, chunk.stop * group)
-            parts = None if masks is None else [of_mask_heads(mask, heads) for mask in masks]
+            parts = masks
+            if masks is not None and len(chunks) > 1:
+                parts = [of_mask_heads(mask, heads) for mask in masks]
             call = of_heads(asked.call, heads)
             results.append(_pieces(query[:, heads], keys, values, parts, call, asked, exchange, places, with_lse))
     outputs, lses = zip(*results, strict=True)
@@ -88,7 +90,7 @@ def _pieces(
     outputs, lses = [], []
     pieces = places.pieces[exchange.rank]
     for index, (part, piece) in enumerate(zip(query.split([p.length for p in pieces], 2), pieces, strict=True)):
-        local = of_piece(call, piece.start, piece.stop, query.shape[1], key.shape[1])
+        local = _call_of_piece(call, piece, query.shape[1], key.shape[1], asked)
         seen = local.shape.kv_len
         mask = None if masks is None else masks[index]
         output, lse = attend(part, key[:, :, :seen], value[:, :, :seen], mask, local, asked, with_lse=with_lse)
@@ -97,6 +99,13 @@ def _pieces(
     if len(outputs) == 1:
         return outputs[0], lses[0]
     return torch.cat(outputs, 2), torch.cat(lses, 2) if with_lse else lses[0]
+
+
+def _call_of_piece(call: Call, piece: Piece, heads: int, kv_heads: int, asked: Request) -> Call:
+    """`of_piece` of a request's call, or of some of its heads, with numbers of their own."""
+    if call.has_per_head_numbers:
+        return of_piece(call, *piece, heads, kv_heads)
+    return asked.once(("piece", piece, heads, kv_heads), lambda: interned(of_piece(call, *piece, heads, kv_heads)))
 
 
 def of_mask_heads(mask: BlockMask, heads: slice) -> BlockMask:
@@ -112,10 +121,13 @@ def pool_of(asked: Request, places: Places, ranks: Ranks, heads: Sequence[range]
     Args:
         heads: of every rank, in the order of ``ranks``; the places repeat in it.
     """
-    starts = tuple(tuple(map(tuple, places.pieces[rank % len(places.pieces)])) for rank in range(ranks.size))
-    order = order_of_rows(starts, tuple(heads), asked.call.shape.q_blocks, device)
-    own = sum(ceil_div(stop - start, BLOCK_Q) for start, stop in starts[ranks.rank]) * len(heads[ranks.rank])
-    return RowPool(ranks, order, own)
+
+    def find() -> tuple[Tensor, int]:
+        starts = tuple(tuple(map(tuple, places.pieces[rank % len(places.pieces)])) for rank in range(ranks.size))
+        own = sum(ceil_div(stop - start, BLOCK_Q) for start, stop in starts[ranks.rank]) * len(heads[ranks.rank])
+        return order_of_rows(starts, tuple(heads), asked.call.shape.q_blocks, device), own
+
+    return RowPool(ranks, *asked.once(("rows", places, ranks.size, ranks.rank), find))
 
 
 def predict(
@@ -128,7 +140,11 @@ def predict(
     """
     pieces = places.pieces[exchange.rank]
     heads, kv_heads = query.shape[1], key.shape[1]
-    calls = [of_piece(asked.call, piece.start, piece.stop, heads, kv_heads) for piece in pieces]
+
+    def find() -> list[Call]:
+        return [interned(of_piece(asked.call, piece.start, piece.stop, heads, kv_heads)) for piece in pieces]
+
+    calls = asked.once(("pieces", places, exchange.rank, heads, kv_heads), find)
     if places.are_whole_blocks and asked.call.attn_mask is None:
         whole = gather_summary(key, asked, exchange, places)
         keys = [tuple(tensor[:, :, : call.shape.kv_blocks] for tensor in whole) for call in calls]
@@ -142,9 +158,13 @@ def predict(
 def gather_summary(key: Tensor, asked: Request, exchange: Exchange, places: Places) -> tuple[Tensor, ...]:
     """What prediction reads of all keys, from that of every rank's; no block may be cut."""
     shape = asked.call.shape
-    here = Shape(shape.batch, key.shape[1], key.shape[1], key.shape[2], key.shape[2], shape.head_dim, shape.head_dim)
-    local = replace(asked.call, shape=here, is_causal=False, window=Window(), attn_mask=None)
-    blocks = _in_key_blocks(places)
+
+    def find() -> tuple[Call, Places]:
+        sizes = (key.shape[1], key.shape[1], key.shape[2], key.shape[2], shape.head_dim, shape.head_dim)
+        local = replace(asked.call, shape=Shape(shape.batch, *sizes), is_causal=False, window=Window(), attn_mask=None)
+        return interned(local), _in_key_blocks(places)
+
+    local, blocks = asked.once(("summary", places, key.shape), find)
     arrivals = [
         exchange.start_gather(tensor, blocks.lengths) for tensor in ops.summarize_keys(key, local, asked.backend)
     ]

@@ -98,7 +98,15 @@ def ulysses_attention(
         return replace(whole, heads=whole.heads // exchange.size, kv_heads=kv_heads)
 
     query, key, value, asked = request(
-        query, key, value, options, total=sum(lengths), largest=largest, attn_mask=attn_mask, with_lse=return_lse
+        query,
+        key,
+        value,
+        options,
+        mode=("ulysses", exchange.size),
+        total=sum(lengths),
+        largest=largest,
+        attn_mask=attn_mask,
+        with_lse=return_lse,
     )
     shape = asked.call.shape
     order = None if balance is None else balance.heads(shape.kv_heads, shape.group, query.device)
@@ -160,6 +168,7 @@ def gathered_attention(
         key,
         value,
         options,
+        mode=("gathered", places),
         total=places.total,
         largest=_longest(places),
         attn_mask=attn_mask,
@@ -221,7 +230,14 @@ def ring_attention(
     places = places_of(_lengths(query, layout, lengths, exchange), sharding)
     ring.check_places(places)
     query, key, value, asked = request(
-        query, key, value, options, total=places.total, largest=_longest(places), is_merged=True
+        query,
+        key,
+        value,
+        options,
+        mode=("ring", places),
+        total=places.total,
+        largest=_longest(places),
+        is_merged=True,
     )
     pool = gathered.pool_of(asked, places, exchange, [range(query.shape[1])] * exchange.size, query.device)
     output, lse = ring.compute(query, key, value, asked, exchange, places, pool)
@@ -289,14 +305,23 @@ def mesh_attention(
         return replace(_longest(places)(whole), heads=whole.heads // outer.size, kv_heads=kv_heads)
 
     query, key, value, asked = request(
-        query, key, value, options, total=places.total, largest=largest, with_lse=return_lse, is_merged=inner == "ring"
+        query,
+        key,
+        value,
+        options,
+        mode=("mesh", inner, outer.size, places),
+        total=places.total,
+        largest=largest,
+        with_lse=return_lse,
+        is_merged=inner == "ring",
     )
     heads = asked.call.shape.heads // outer.size
     query, key, value = ulysses.to_heads(query, key, value, outer, lengths, None)
     of_ranks = [range(rank * heads, (rank + 1) * heads) for rank in range(outer.size) for _ in range(between.size)]
     pool = gathered.pool_of(asked, places, ranks, of_ranks, query.device)
     own = slice(outer.rank * heads, (outer.rank + 1) * heads)
-    asked = Request(of_heads(asked.call, own), asked.reason, asked.backend, asked.asked)
+    if asked.call.has_per_head_numbers:
+        asked = Request(of_heads(asked.call, own), asked.reason, asked.backend, asked.asked)
     if inner == "ring":
         output, lse = ring.compute(query, key, value, asked, between, places, pool)
     else:

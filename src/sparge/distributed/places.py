@@ -7,6 +7,7 @@ head_tail     of 2 P equal pieces, rank r has piece r and piece 2 P - 1 - r: in 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -33,27 +34,27 @@ class Piece(NamedTuple):
         return self.stop - self.start
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Places:
-    """The pieces of every rank, in the order in which its tokens lie."""
+    """The pieces of every rank, in the order in which its tokens lie. `places_of` makes equal ones once."""
 
     pieces: tuple[tuple[Piece, ...], ...]
 
-    @property
+    @functools.cached_property
     def lengths(self) -> tuple[int, ...]:
         """How many tokens each rank has."""
         return tuple(sum(piece.length for piece in pieces) for pieces in self.pieces)
 
-    @property
+    @functools.cached_property
     def total(self) -> int:
         return sum(self.lengths)
 
-    @property
+    @functools.cached_property
     def are_whole_blocks(self) -> bool:
         """Whether no block of the sequence is cut: its rows of blocks and its key blocks each lie on one rank."""
         return all(piece.start % BLOCK_Q == 0 for pieces in self.pieces for piece in pieces)
 
-    @property
+    @functools.cached_property
     def is_in_order(self) -> bool:
         """Whether the ranks' tokens, one rank's behind the other's, are the sequence."""
         starts = [piece.start for pieces in self.pieces for piece in pieces]
@@ -75,6 +76,11 @@ def places_of(lengths: Sequence[int], sharding: str) -> Places:
         ValueError: an unknown sharding, or one that the lengths do not allow.
     """
     check_choice("sharding", sharding, SHARDINGS)
+    return _places_of(tuple(lengths), sharding)
+
+
+@functools.lru_cache(maxsize=64)
+def _places_of(lengths: tuple[int, ...], sharding: str) -> Places:
     if sharding == "contiguous":
         ends = [sum(lengths[: rank + 1]) for rank in range(len(lengths))]
         return Places(tuple((Piece(end - length, end),) for end, length in zip(ends, lengths, strict=True)))

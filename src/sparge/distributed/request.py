@@ -6,15 +6,16 @@ sizes could wait for each other for ever.
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from sparge import decide, validation
+from sparge import decide, repeated, validation
 from sparge.api import positively_scaled
 from sparge.backends import base
 from sparge.call import Call
@@ -23,6 +24,8 @@ from sparge.decide import Reason
 from sparge.derivatives import needs_derivatives
 from sparge.geometry import Shape
 from sparge.window import Window
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -58,12 +61,20 @@ class Request:
         reason: why it does, None where it is sparse.
         backend: resolved.
         asked: the backend as the caller named it.
+        found: what `once` made. Requests of equal calls are one object.
     """
 
     call: Call
     reason: Reason | None
     backend: str
     asked: str
+    found: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def once(self, key: Hashable, make: Callable[[], Found]) -> Found:
+        """Return what follows from the request and a key, made when it is first asked for."""
+        if key not in self.found:
+            self.found[key] = make()
+        return cast(Found, self.found[key])
 
     @property
     def words(self) -> str:
@@ -78,6 +89,7 @@ def request(
     value: Tensor,
     options: Options,
     *,
+    mode: Hashable,
     largest: Callable[[Shape], Shape],
     total: int | None = None,
     heads: int | None = None,
@@ -85,9 +97,10 @@ def request(
     with_lse: bool = False,
     is_merged: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Request]:
-    """Check a call of which this rank has some tokens, or some heads.
+    """Check a call of which this rank has some tokens, or some heads. An equal one is looked up.
 
     Args:
+        mode: what else the request depends on: the ranks, and how tokens or heads lie on them.
         largest: the sizes of the largest part that a rank computes, from those of the whole call.
         total: tokens on all ranks, of queries and keys; None: what is here is what is asked about.
         heads: those of which rules may have numbers, by default those that are here.
@@ -102,6 +115,13 @@ def request(
         TypeError, ValueError: an argument is not what was expected.
         NotImplementedError: gradients, head_dim or device that cannot be served.
     """
+    kind = _kind(query, key, value, options, (mode, total, heads, with_lse, is_merged)) if attn_mask is None else None
+    known = _find(kind)
+    if known is not None:
+        if options.layout == "NHD":
+            query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        return query, key, value, known
+    strides = [tensor.stride(-1) for tensor in (query, key, value)] if kind is not None else []
     validation.check_flag("is_causal", options.is_causal)
     quantization = validation.resolve_quantization_name(options.quantization)
     query, key, value, shape = validation.check_query_key_value(query, key, value, options.layout, options.enable_gqa)
@@ -113,7 +133,8 @@ def request(
             "without exponentials), got 'int8_fp8_fast'"
         )
     whole = shape if total is None else replace(shape, q_len=total, kv_len=total)
-    query, scale = positively_scaled(query, validation.check_scale(options.scale, shape.head_dim))
+    given_scale = validation.check_scale(options.scale, shape.head_dim)
+    query, scale = positively_scaled(query, given_scale)
     obstacle = decide.unsupported(shape, 0.0, needs_derivatives(query, key, value))
     if obstacle is not None:
         raise NotImplementedError(obstacle.message)
@@ -145,11 +166,46 @@ def request(
         window=window,
         exact_lse=with_lse or is_merged,
     )
-    return query, key, value, Request(call, reason, backend, asked)
+    asked_for = Request(call, reason, backend, asked)
+    # Tensors that are copied first, and old names, which warn, are resolved each time.
+    if kind is not None and strides == [1, 1, 1] and quantization == options.quantization and scale == given_scale:
+        _remember(kind, asked_for)
+    return query, key, value, asked_for
+
+
+def _kind(query: Tensor, key: Tensor, value: Tensor, options: Options, mode: Hashable) -> Any:
+    """All that a request without a mask depends on; None for an unusual call."""
+    given = vars(options)
+    others = tuple([given[name] for name in given if name not in RANGES])
+    types = tuple([type(option) for option in others])
+    ranges = options.always_keep, options.exact_queries
+    return repeated.kind_of(query, key, value, None, *ranges, ("ranks", mode, others, types))
+
+
+RANGES = ("always_keep", "exact_queries")
+_requests: dict[Any, Request] = {}
+
+
+def _find(kind: Any) -> Request | None:
+    try:
+        return None if kind is None else _requests.get(kind)
+    except (TypeError, RuntimeError):  # an option that cannot be hashed or compared, such as a tensor
+        return None
+
+
+def _remember(kind: Any, made: Request) -> None:
+    if made.call.has_per_head_numbers:
+        return
+    if len(_requests) >= repeated.MAX_KINDS:
+        _requests.clear()
+    with contextlib.suppress(TypeError, RuntimeError):
+        _requests[kind] = made
 
 
 def of_heads(call: Call, heads: Tensor | slice) -> Call:
     """A call's numbers for each head, for some of its heads alone. Its shape is not changed."""
+    if not call.has_per_head_numbers:
+        return call
     rule = call.sparsity
     if isinstance(rule, Selection):
         rule = rule_of_heads(rule, heads)

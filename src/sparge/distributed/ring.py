@@ -6,21 +6,18 @@ a `Budget` is spent as on one device, and the rules of the sink and the diagonal
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from sparge.block_mask import BlockMask
-from sparge.call import Call
+from sparge import ops
+from sparge.call import Call, interned
 from sparge.distributed import gathered
 from sparge.distributed.budget import RowPool
-from sparge.distributed.computing import attend
 from sparge.distributed.exchange import Exchange
-from sparge.distributed.merge import merge
 from sparge.distributed.places import Piece, Places
 from sparge.distributed.request import Request
 from sparge.geometry import BLOCK_K, BLOCK_Q, Shape, ceil_div
@@ -71,11 +68,13 @@ class Part:
 
     Attributes:
         holder: the rank whose keys they are.
+        pieces: the pieces of its queries that take part.
         queries, keys: where they lie among the tokens of their ranks.
         columns: the key blocks of the whole sequence that they are.
     """
 
     holder: int
+    pieces: range
     queries: Piece
     keys: Piece
     columns: tuple[slice, ...]
@@ -91,7 +90,7 @@ def parts_of(places: Places, rank: int, is_causal: bool) -> list[Part]:
         for queries, keys, is_own in rectangles(own, other, is_causal):
             chosen = other[keys.start : keys.stop]
             columns = tuple(slice(piece.start // BLOCK_K, ceil_div(piece.stop, BLOCK_K)) for piece in chosen)
-            found.append(Part(holder, _within(own, queries), _within(other, keys), columns, is_own))
+            found.append(Part(holder, queries, _within(own, queries), _within(other, keys), columns, is_own))
     return found
 
 
@@ -99,73 +98,52 @@ def compute(
     query: Tensor, key: Tensor, value: Tensor, asked: Request, exchange: Exchange, places: Places, pool: RowPool
 ) -> tuple[Tensor, Tensor]:
     """Attention of this rank's queries over the keys of all ranks; the LSE is always computed."""
-    parts = parts_of(places, exchange.rank, asked.call.is_causal)
-    masks: list[BlockMask | None] = [None] * len(parts)
-    if asked.reason is None:
-        kept = _joined(gathered.predict(query, key, asked, exchange, places, pool), asked.call.shape.kv_blocks)
-        masks = [*_masks(kept, parts)]
-    output = query.new_zeros((*query.shape[:3], value.shape[3]), dtype=torch.float32)
-    lse = query.new_full(query.shape[:3], -torch.inf, dtype=torch.float32)
+    steps = asked.once(("ring", places, exchange.rank), lambda: _steps(query, key, asked, exchange, places))
+    masks = None if asked.reason is not None else gathered.predict(query, key, asked, exchange, places, pool)
+    output = query.new_empty((*query.shape[:3], value.shape[3]), dtype=torch.float32)
+    lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+    words, is_first = "" if asked.reason is None else asked.words, True
     with counters.as_one():
-        for step in range(exchange.size):
-            holder = (exchange.rank - step) % exchange.size
+        for step, parts in enumerate(steps):
             coming = None
             if step + 1 < exchange.size:
-                length = places.lengths[(holder - 1) % exchange.size]
+                length = places.lengths[(exchange.rank - step - 1) % exchange.size]
                 shapes = [(*tensor.shape[:2], length, tensor.shape[3]) for tensor in (key, value)]
                 coming = exchange.start_pass((key, value), shapes)  # while this part is computed
-            for part, mask in zip(parts, masks, strict=True):
-                if part.holder == holder:
-                    _add(output, lse, query, key, value, part, mask, asked)
+            for part, call in parts:
+                ops.attend_part(
+                    _cut(query, part.queries),
+                    _cut(key, part.keys),
+                    _cut(value, part.keys),
+                    None if masks is None else masks[part.pieces.start : part.pieces.stop],
+                    part.columns,
+                    call,
+                    asked.backend,
+                    _cut(output, part.queries),
+                    _cut(lse, part.queries),
+                    is_first=is_first,  # a rank's own keys come first, which all of its queries see
+                    words=words,
+                )
+                is_first = False
             if coming is not None:
                 key, value = coming()
     return output.to(query.dtype), lse
 
 
-def _joined(masks: Sequence[BlockMask], kv_blocks: int) -> Tensor:
-    """The kept blocks of all pieces, (B, H, rows, kv_blocks)."""
-    parts = [mask.to_dense() for mask in masks]
-    return torch.cat([F.pad(part, (0, kv_blocks - part.shape[3])) for part in parts], 2)
+def _steps(
+    query: Tensor, key: Tensor, asked: Request, exchange: Exchange, places: Places
+) -> list[list[tuple[Part, Call]]]:
+    """The parts that are computed while each rank's keys are here, with their calls."""
+    steps: list[list[tuple[Part, Call]]] = [[] for _ in range(exchange.size)]
+    for part in parts_of(places, exchange.rank, asked.call.is_causal):
+        step = (exchange.rank - part.holder) % exchange.size
+        steps[step].append((part, interned(_call(asked.call, query, key, part))))
+    return steps
 
 
-def _masks(kept: Tensor, parts: Sequence[Part]) -> list[BlockMask]:
-    """The mask of every part: its columns of the rows of its queries.
-
-    Lists of parts with the same sizes are made together: to make those of each takes the host longer than a short part
-    takes the device.
-    """
-    alike: dict[Hashable, list[int]] = {}
-    for index, part in enumerate(parts):
-        alike.setdefault((part.queries, part.keys.length, part.is_causal), []).append(index)
-    masks: dict[int, BlockMask] = {}
-    for indices in alike.values():
-        first = parts[indices[0]]
-        rows = kept[:, :, first.queries.start // BLOCK_Q : ceil_div(first.queries.stop, BLOCK_Q)]
-        dense = torch.cat([torch.cat([rows[..., cut] for cut in parts[index].columns], 3) for index in indices])
-        q_len, kv_len = first.queries.length, first.keys.length
-        together = BlockMask.from_dense(dense, q_len=q_len, kv_len=kv_len, is_causal=first.is_causal)
-        for place, index in enumerate(indices):
-            own = slice(place * len(kept), (place + 1) * len(kept))
-            counts, listed = together.kv_num_blocks[own], together.kv_indices[own]
-            masks[index] = BlockMask(counts, listed, together.visible_num_blocks[own], q_len, kv_len, first.is_causal)
-    return [masks[index] for index in range(len(parts))]
-
-
-def _add(
-    output: Tensor,
-    lse: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    part: Part,
-    mask: BlockMask | None,
-    asked: Request,
-) -> None:
-    """Merge what a part gives into the output and LSE of its queries."""
-    queries, keys = (slice(*piece) for piece in (part.queries, part.keys))
-    call = _call(asked.call, query, key, part)
-    tensors = query[:, :, queries], key[:, :, keys], value[:, :, keys]
-    merge(output[:, :, queries], lse[:, :, queries], *attend(*tensors, mask, call, asked, with_lse=True))
+def _cut(tokens: Tensor, piece: Piece) -> Tensor:
+    """(B, H, n, ...) -> the tokens of a piece."""
+    return tokens if piece.length == tokens.shape[2] else tokens[:, :, piece.start : piece.stop]
 
 
 def _within(pieces: Sequence[Piece], chosen: range) -> Piece:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparge import api, ops, validation
+from sparge import api, validation
 from sparge.config import Dense
 from sparge.derivatives import needs_derivatives
 from sparge.distributed.balance import HeadBalance
@@ -112,12 +112,19 @@ def attention(
         return replace(here, q_len=most, heads=most_heads, kv_heads=max(most_heads // here.group, 1))
 
     query, key, value, asked = request(
-        query, key, value, given, largest=largest, heads=share.all_heads, attn_mask=attn_mask, with_lse=return_lse
+        query,
+        key,
+        value,
+        given,
+        mode=("share", share.heads, share.queries),
+        largest=largest,
+        heads=share.all_heads,
+        attn_mask=attn_mask,
+        with_lse=return_lse,
     )
     local, mask = of_heads(asked.call, own_heads), None
     if asked.reason is None:
-        keys = ops.summarize_keys(key, local, asked.backend)
-        (mask,) = choose_rows([Rows(query, keys, local)], asked, share.pool(query.device))
+        (mask,) = choose_rows([Rows(query, key, local)], asked, share.pool(query.device))
         if share.balance is not None:
             share.balance.learn_from(mask, share.all_heads // local.shape.group, share.ranks)
     output, lse = attend(query, key, value, mask, local, asked, with_lse=return_lse)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparge import ops
 from sparge.block_mask import BlockMask
-from sparge.call import Call
+from sparge.call import Call, interned
 from sparge.distributed.balance import HeadBalance
 from sparge.distributed.budget import Ranks, RowPool, Rows, order_of_heads, order_of_rows
 from sparge.distributed.computing import attend, choose_rows
@@ -44,8 +44,7 @@ def to_heads(
     if key.shape[1] < exchange.size:  # ranks whose queries share a head of K and V each get it
         copies = exchange.size // key.shape[1]
         key, value = (tensor.repeat_interleave(copies, 1) for tensor in (key, value))
-    arrivals = [exchange.start_to_heads(tensor, lengths) for tensor in (query, key, value)]
-    query, key, value = (arrive() for arrive in arrivals)
+    query, key, value = exchange.start_all_to_heads((query, key, value), lengths)()
     return query, key, value
 
 
@@ -102,18 +101,23 @@ def compute(
 def local_call(query: Tensor, key: Tensor, asked: Request, ranks: Ranks, order: Tensor | None) -> Call:
     """The call of this rank's heads."""
     whole = asked.call.shape
-    shape = Shape(whole.batch, query.shape[1], key.shape[1], whole.q_len, whole.kv_len, whole.head_dim, whole.value_dim)
-    return replace(of_heads(asked.call, own_heads(whole.heads, ranks, order)), shape=shape)
+
+    def find() -> Call:
+        heads = (query.shape[1], key.shape[1])
+        shape = Shape(whole.batch, *heads, whole.q_len, whole.kv_len, whole.head_dim, whole.value_dim)
+        return interned(replace(of_heads(asked.call, own_heads(whole.heads, ranks, order)), shape=shape))
+
+    return find() if asked.call.has_per_head_numbers else asked.once(("heads", query.shape[1], key.shape[1]), find)
 
 
 def predict(query: Tensor, key: Tensor, call: Call, asked: Request, ranks: Ranks, order: Tensor | None) -> BlockMask:
     """The mask of this rank's heads."""
     whole, own = asked.call.shape, call.shape.heads
-    if order is None:
+
+    def find() -> Tensor:
         heads = tuple(range(rank * own, (rank + 1) * own) for rank in range(ranks.size))
-        rows = order_of_rows((((0, whole.q_len),),) * ranks.size, heads, whole.q_blocks, query.device)
-    else:
-        rows = order_of_heads(order, whole.q_blocks)
+        return order_of_rows((((0, whole.q_len),),) * ranks.size, heads, whole.q_blocks, query.device)
+
+    rows = asked.once(("rows", ranks.size), find) if order is None else order_of_heads(order, whole.q_blocks)
     pool = RowPool(ranks, rows, own * whole.q_blocks)
-    keys = ops.summarize_keys(key, call, asked.backend)
-    return choose_rows([Rows(query, keys, call)], asked, pool)[0]
+    return choose_rows([Rows(query, key, call)], asked, pool)[0]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from abc import abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from sparge.backends.cuda.config_table import active_overrides
 from sparge.backends.cuda.operands import AttentionLauncher
 from sparge.block_mask import BlockMask
 from sparge.call import Call
+from sparge.config import Selection
+from sparge.sharing import RankPool
 
 CAPABILITY = (8, 0)
 FP8_CAPABILITY = (8, 9)
@@ -61,14 +64,56 @@ class CudaBackend(Backend):
         return pipeline.predict(query, key, call)
 
     def summarize_keys(self, key: Tensor, call: Call) -> tuple[Tensor, ...]:
-        from sparge.backends.cuda import pipeline
+        from sparge.backends.cuda import rank_pipeline
 
-        return pipeline.summarize_keys(key, call)
+        return rank_pipeline.summarize_keys(key, call)
 
     def candidates(self, query: Tensor, keys: tuple[Tensor, ...], call: Call) -> Candidates:
-        from sparge.backends.cuda import pipeline
+        from sparge.backends.cuda import rank_pipeline
 
-        return pipeline.CudaCandidates(query, keys, call)
+        return rank_pipeline.CudaCandidates(query, keys, call)
+
+    def candidates_of(self, query: Tensor, key: Tensor, call: Call) -> Candidates:
+        from sparge.backends.cuda import rank_pipeline
+
+        return rank_pipeline.CudaCandidates(query, key, call)
+
+    def choose_together(
+        self, candidates: Sequence[Candidates], rule: Selection, kv_blocks: int, pool: RankPool
+    ) -> list[BlockMask]:
+        from sparge.backends.cuda import rank_pipeline
+
+        return rank_pipeline.choose_together(candidates, rule, kv_blocks, pool)
+
+    def attend_part(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        masks: Sequence[BlockMask] | None,
+        columns: tuple[slice, ...],
+        call: Call,
+        output: Tensor,
+        lse: Tensor,
+        *,
+        is_first: bool,
+        totals: Tensor | None = None,
+    ) -> None:
+        from sparge.backends.cuda import rank_pipeline
+
+        rank_pipeline.attend_part(
+            query,
+            key,
+            value,
+            masks,
+            columns,
+            call,
+            output,
+            lse,
+            is_first=is_first,
+            launcher=self.launcher,
+            totals=totals,
+        )
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, call: Call, *, totals: Tensor | None = None
@@ -88,11 +133,19 @@ class CudaBackend(Backend):
         return bool(active_overrides())
 
     def recorded_attention(
-        self, query: Tensor, key: Tensor, value: Tensor, call: Call, *, totals: Tensor | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        call: Call,
+        *,
+        totals: Tensor | None,
+        blocks: BlockMask | None = None,
     ) -> RecordedAttention | None:
         from sparge.backends.cuda import pipeline
 
-        return pipeline.recorded_attention(query, key, value, call, launcher=self.launcher, totals=totals)
+        tensors, launcher = (query, key, value), self.launcher
+        return pipeline.recorded_attention(*tensors, call, launcher=launcher, totals=totals, blocks=blocks)
 
     def dense(
         self, query: Tensor, key: Tensor, value: Tensor, call: Call, *, with_lse: bool, may_use_torch: bool
@@ -115,6 +168,15 @@ class CudaBackend(Backend):
         from sparge.backends.cuda.stages import order
 
         order.move(tokens, permutation, start, moved)
+
+    def move_all(
+        self, tensors: Sequence[Tensor], permutation: Tensor, start: int, *, tokens_first: bool | None = None
+    ) -> tuple[Tensor, ...]:
+        if any(tokens.stride(3) != 1 for tokens in tensors):
+            return super().move_all(tensors, permutation, start, tokens_first=tokens_first)
+        from sparge.backends.cuda.stages import order
+
+        return order.move_all(tensors, permutation, start, tokens_first)
 
 
 def triton_missing(device: torch.device) -> str | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparge.backends.cuda import pipeline
 from sparge.backends.cuda.operands import AttentionLauncher
-from sparge.call import Call
+from sparge.call import Call, interned
 from sparge.window import Window
 
 
@@ -19,7 +19,7 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention over every visible key: output (B, H, Sq, Dv) in the query's dtype, lse (B, H, Sq) float32 or empty."""
     if call.is_causal and call.shape.q_len == 1:  # the last query sees every key that it has not lost to the left
-        call = replace(call, is_causal=False, window=Window(call.window.left))
+        call = interned(replace(call, is_causal=False, window=Window(call.window.left)))
     if not with_lse and torch_serves(query, call):
         output = F.scaled_dot_product_attention(
             query, key, value, is_causal=call.is_causal, scale=call.scale, enable_gqa=call.shape.group > 1

@@ -142,9 +142,9 @@ def seen_argument(
     """A bool tensor that broadcasts to (B, H, S) and its strides; any tensor when there is none."""
     if seen is None:
         return otherwise, (0, 0, 0)
-    if tuple(seen.shape) == shape and seen.is_contiguous():
-        return seen, seen.stride()  # nothing of torch: such a call can be replayed
-    expanded = seen.contiguous().expand(shape)  # a stride of 1: positions times strides stay within 32 bits
+    if seen.stride(2) > 1:
+        seen = seen.contiguous()  # positions times strides stay within 32 bits
+    expanded = seen.expand(shape)
     return expanded, expanded.stride()
 
 
@@ -210,8 +210,13 @@ def buffer_like(tensor: Tensor, wanted: bool, *sizes: int, dtype: torch.dtype = 
 def output_buffer(operands: Operands, shape: Shape) -> Tensor:
     """Uninitialised memory for the output, (B, H, Sq, Dv), that lies as the query does."""
     sizes = (shape.batch, shape.heads, shape.q_len, shape.value_dim)
-    strides = gapless_strides(sizes, tokens_first=operands.tokens_first)
-    return _recorded(torch.empty_strided(sizes, strides, dtype=operands.dtype, device=operands.query.device))
+    return strided_buffer(operands.query, sizes, operands.dtype, tokens_first=operands.tokens_first)
+
+
+def strided_buffer(like: Tensor, sizes: tuple[int, int, int, int], dtype: torch.dtype, *, tokens_first: bool) -> Tensor:
+    """Uninitialised memory for (B, H, S, D) on a tensor's device, without gaps."""
+    strides = gapless_strides(sizes, tokens_first=tokens_first)
+    return _recorded(torch.empty_strided(sizes, strides, dtype=dtype, device=like.device))
 
 
 def _recorded(buffer: Tensor) -> Tensor:

@@ -9,12 +9,13 @@ depends on the numbers, so a repeated call only fills in addresses.
     Replay          the launches with their arguments laid out (`driver`), and the place of each buffer in a workspace
     constant        a small tensor that is made once and kept, such as marked blocks or a threshold for each head
 
-A call is replayed only if its kernels touch nothing but inputs, results, constants and buffers of `launch`, and torch
-computes nothing in between. Any other call runs step by step each time.
+A call is replayed only if its kernels touch nothing but inputs, results, constants and buffers of `launch`, or views
+that begin where those do, and torch computes nothing in between. Any other call runs step by step each time.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import threading
@@ -48,23 +49,33 @@ _constants: dict[Hashable, Tensor] = {}
 _logger = logging.getLogger(__name__)
 
 
+class Recordings:
+    """Recordings of something that is no call."""
+
+    def __init__(self) -> None:
+        self.recordings: dict[Any, Any] = {}
+
+
 def replayed(
-    call: Call, kind: Hashable, inputs: Sequence[Tensor | None], run: Callable[[], tuple[Tensor, Tensor]]
-) -> tuple[Tensor, Tensor]:
-    """Return the result of ``run``, by a replay where the same call was recorded before.
+    call: Call | Recordings, kind: Hashable, inputs: Sequence[Tensor | None], run: Callable[[], tuple[Tensor, ...]]
+) -> tuple[Tensor, ...]:
+    """Return the results of ``run``, by a replay where the same call was recorded before.
 
     Args:
-        call: its ``recordings`` hold the replays. A call that is made again must be the same object.
+        call: its ``recordings`` hold the replays. A call that is made again must be the same object, or share them.
         kind: all that the launches depend on besides the call, and besides dtypes, strides, alignment, device and
             identity of the inputs.
-        inputs: the tensors it reads.
-        run: launches kernels and waits for nothing.
+        inputs: the tensors it reads, and those it writes to that are not made by ``run``.
+        run: launches kernels and waits for nothing. Its results are buffers of `launch`, or all of them inputs.
     """
     key_of_call = _key_of(kind, inputs)
     tensors = [tensor for tensor in inputs if tensor is not None]
     if key_of_call in call.recordings:
-        replay = call.recordings[key_of_call]
-        return run() if replay is None else replay.run([tensor.data_ptr() for tensor in tensors])
+        replay: Replay | None = call.recordings[key_of_call]
+        if replay is None:
+            return run()
+        made = replay.run([tensor.data_ptr() for tensor in tensors])
+        return made if replay.returned is None else tuple([tensors[place] for place in replay.returned])
     recorder = Recorder(tensors)
     token = current_recorder.set(recorder)
     try:
@@ -89,13 +100,14 @@ def recorded(call: Call, kind: Hashable, inputs: Sequence[Tensor | None]) -> Rep
 def _key_of(kind: Hashable, inputs: Sequence[Tensor | None]) -> Hashable:
     """Return all that a recording depends on besides its call."""
     tensors = [tensor for tensor in inputs if tensor is not None]
-    ids = [id(tensor) for tensor in tensors]
+    addresses = [tensor.data_ptr() for tensor in tensors]
     return (
         kind,
         active_overrides(),
         tuple([tensor is None for tensor in inputs]),
-        tuple([ids.index(found) for found in ids]),  # which inputs are the same tensor
-        tuple([(tensor.dtype, tensor.device, tensor.stride(), tensor.data_ptr() & 15) for tensor in tensors]),
+        tuple([addresses.index(address) for address in addresses]),  # which inputs begin in the same place
+        tuple([address & 15 for address in addresses]),
+        tuple([(tensor.dtype, tensor.device, tensor.stride()) for tensor in tensors]),
     )
 
 
@@ -118,10 +130,15 @@ def constant(key: Hashable, device: torch.device, make: Callable[[], Tensor]) ->
             if len(_constants) >= MAX_CONSTANTS:
                 _constants.clear()  # replays hold those that they read
             found = _constants.setdefault(place, found)
+    note_constant(found)
+    return found
+
+
+def note_constant(tensor: Tensor) -> None:
+    """Tell the call that is recorded that its kernels read a tensor that is the same in every replay."""
     recorder = current_recorder.get()
     if recorder is not None:
-        recorder.constants.append(found)
-    return found
+        recorder.constants.append(tensor)
 
 
 def _empty(sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -153,12 +170,17 @@ class ResultSpec(NamedTuple):
 
 
 class Replay:
-    """Launches whose tensors have slots: first the inputs, then the results, the buffers and the constants."""
+    """Launches whose tensors have slots: first the inputs, then the results, the buffers and the constants.
+
+    Attributes:
+        returned: the inputs that are the results of the call; None where it makes its results.
+    """
 
     def __init__(
         self,
         launches: BoundLaunches,
         results: Sequence[ResultSpec],
+        returned: tuple[int, ...] | None,
         offsets: list[int],
         workspace_bytes: int,
         constants: list[Tensor],
@@ -171,35 +193,37 @@ class Replay:
         """
         self.launches = launches
         self.results = results
+        self.returned = returned
         self.offsets = offsets
         self.workspace_bytes = workspace_bytes
         self._constants = constants
         self._constant_addresses = [tensor.data_ptr() for tensor in constants]
         self._device = device
         self._index = device.index or 0
-        self._lse_bytes = -(-math.prod(results[1].sizes) * results[1].dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        self._last_bytes = 0
+        if results:
+            self._last_bytes = -(-math.prod(results[-1].sizes) * results[-1].dtype.itemsize // ALIGNMENT) * ALIGNMENT
 
-    def run(self, inputs: Sequence[int], *, with_lse: bool = True) -> tuple[Tensor, Tensor]:
-        """Launch everything on the current stream, on inputs at these addresses.
+    def run(self, inputs: Sequence[int]) -> tuple[Tensor, ...]:
+        """Launch everything on the current stream, on inputs at these addresses. Return the results it makes."""
+        device = self._device
+        made = tuple([_empty(sizes, strides, dtype, device) for sizes, strides, dtype in self.results])
+        workspace = _empty((self.workspace_bytes,), (1,), torch.uint8, device)
+        self._start([*inputs, *[result.data_ptr() for result in made]], workspace.data_ptr())
+        return made
 
-        Without ``with_lse`` the LSE lies in the workspace, and the output is returned in its place.
-        """
+    def run_without_lse(self, inputs: Sequence[int]) -> Tensor:
+        """Launch a call of two results on inputs at these addresses, the LSE in the workspace. Return the output."""
         output = _empty(*self.results[0], self._device)
-        if with_lse:
-            lse = _empty(*self.results[1], self._device)
-            lse_address = lse.data_ptr()
-            workspace = _empty((self.workspace_bytes,), (1,), torch.uint8, self._device)
-            start = workspace.data_ptr()
-        else:
-            lse = output
-            workspace = _empty((self.workspace_bytes + self._lse_bytes,), (1,), torch.uint8, self._device)
-            start = workspace.data_ptr()
-            lse_address = start + self.workspace_bytes
-        addresses = [*inputs, output.data_ptr(), lse_address]
-        addresses += [start + offset for offset in self.offsets]
+        workspace = _empty((self.workspace_bytes + self._last_bytes,), (1,), torch.uint8, self._device)
+        start = workspace.data_ptr()
+        self._start([*inputs, output.data_ptr(), start + self.workspace_bytes], start)
+        return output
+
+    def _start(self, addresses: list[int], workspace: int) -> None:
+        addresses += [workspace + offset for offset in self.offsets]
         addresses += self._constant_addresses
-        self.launches.start(addresses, _current_stream(self._index), start, is_capturing=_is_capturing())
-        return output, lse
+        self.launches.start(addresses, _current_stream(self._index), workspace, is_capturing=_is_capturing())
 
 
 class Recorder(TorchDispatchMode):
@@ -225,7 +249,7 @@ class Recorder(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         clears = func is torch.ops.aten.zero_.default and any(args[0] is buffer for buffer in self.zeros)
-        self.torch_computed |= not clears and func not in ALLOCATIONS
+        self.torch_computed |= not clears and func not in ALLOCATIONS and not _is_view(func)
         return func(*args, **(kwargs or {}))
 
     def add_buffer(self, buffer: Tensor, *, is_zero: bool = False) -> None:
@@ -247,21 +271,27 @@ class Recorder(TorchDispatchMode):
 
     def finish(self, results: Sequence[Tensor]) -> Replay | None:
         """Return the replay, None where the launches are not all that happened."""
+        given = {id(tensor): place for place, tensor in enumerate(self.inputs)}
+        returned = None
+        if results and all(id(result) in given for result in results):
+            returned, results = tuple([given[id(result)] for result in results]), ()
         made = {id(buffer) for buffer in self.buffers}
         if self.torch_computed or any(id(result) not in made for result in results):
             return None
         is_zero = {id(buffer) for buffer in self.zeros}
-        returned = {id(result) for result in results}
-        if is_zero & returned:
+        own = {id(result) for result in results}
+        if is_zero & own:
             return None
-        buffers = [*self.zeros, *[x for x in self.buffers if id(x) not in returned and id(x) not in is_zero]]
+        buffers = [*self.zeros, *[x for x in self.buffers if id(x) not in own and id(x) not in is_zero]]
         order = [*self.inputs, *results, *buffers, *self.constants]
-        places = {id(tensor): place for place, tensor in reversed(list(enumerate(order)))}
+        # A view is known by where it begins. Nothing is freed while a call is recorded, so addresses are unique.
+        places = {tensor.data_ptr(): place for place, tensor in reversed(list(enumerate(order)))}
         records = []
         for compiled, programs, descriptors, tensors, values in self.launches:
-            if compiled is None or any(id(tensor) not in places for tensor in tensors):
+            addresses = [tensor.data_ptr() for tensor in tensors]
+            if compiled is None or any(address not in places for address in addresses):
                 return None
-            found = [places[id(tensor)] for tensor in tensors]
+            found = [places[address] for address in addresses]
             records.append(LaunchRecord(compiled, programs, descriptors, found, values))
         zero_offsets, zero_bytes = _one_after_the_other([buffer.nbytes for buffer in self.zeros])
         first_shared = len(self.inputs) + len(results) + len(self.zeros)
@@ -280,11 +310,22 @@ class Recorder(TorchDispatchMode):
         return Replay(
             launches,
             [ResultSpec(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in results],
+            returned,
             [*zero_offsets, *[zero_bytes + offset for offset in offsets]],
             zero_bytes + shared_bytes,
             self.constants,
-            results[0].device,
+            self.inputs[0].device,
         )
+
+
+@functools.cache
+def _is_view(func: Any) -> bool:
+    """Return whether an operator returns a view and writes to nothing.
+
+    Some of them may copy (``contiguous`` in inference mode). A copy begins where no tensor of the call does.
+    """
+    aliases = [argument.alias_info for argument in func._schema.arguments if argument.alias_info is not None]
+    return bool(aliases) and not any(alias.is_write for alias in aliases)
 
 
 def _one_after_the_other(sizes: list[int]) -> tuple[list[int], int]:

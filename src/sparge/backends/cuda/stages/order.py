@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparge.backends.cuda.launch import launch, power_of_two, strides_of
+from sparge.backends.cuda.launch import launch, power_of_two, strided_buffer, strides_of
+from sparge.backends.cuda.replay import Recordings, replayed
 from sparge.geometry import ceil_div
+from sparge.layout import is_tokens_first
 
 NUMBERS, MOST_CHANNELS, WARPS = 8192, 512, 4
 """That a program copies, and how many of them next to each other at most."""
+_MOVES = Recordings()
 
 
 @triton.jit(do_not_specialize=["length", "start", "count", "heads"])
@@ -81,6 +86,25 @@ def move(tokens: Tensor, permutation: Tensor, start: int, moved: Tensor) -> None
         CHANNELS=channels,
         num_warps=WARPS,
     )
+
+
+def move_all(
+    tensors: Sequence[Tensor], permutation: Tensor, start: int, tokens_first: bool | None
+) -> tuple[Tensor, ...]:
+    """See `backends.base.Backend.move_all`; channels lie close together. What is repeated is replayed."""
+
+    def run() -> tuple[Tensor, ...]:
+        results = []
+        for tokens in tensors:
+            batch, heads, length, width = tokens.shape
+            lies_so = is_tokens_first(tokens) if tokens_first is None else tokens_first
+            moved = strided_buffer(tokens, (batch, heads, length, width), tokens.dtype, tokens_first=lies_so)
+            move(tokens, permutation, start, moved)
+            results.append(moved)
+        return tuple(results)
+
+    kind = (start, tokens_first, len(permutation), *[tokens.shape for tokens in tensors])
+    return replayed(_MOVES, kind, (*tensors, permutation), run)
 
 
 def _joined(tokens: Tensor, moved: Tensor) -> tuple[Tensor, Tensor]:

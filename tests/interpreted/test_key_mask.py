@@ -1,0 +1,60 @@
+"""Bool masks of keys, read by kernels: the tokens and first keys of `visibility`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from interpreted.conftest import CPU, call_of, random_bits
+from sparge.backends.cuda.stages.key_mask import hides_keys_alone, key_mask
+from sparge.geometry import Shape
+from sparge.visibility import find_visibility, first_seen_keys
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+SHAPES = {
+    "fewer queries": Shape(2, 4, 2, 140, 330, 8, 8),
+    "more queries": Shape(1, 2, 2, 200, 129, 8, 8),
+    "many keys": Shape(1, 2, 1, 63, 1100, 8, 8),
+    "one key": Shape(1, 1, 1, 3, 1, 8, 8),
+}
+WINDOWS = {"full": (None, None), "causal": (None, 0), "right": (None, 5)}
+
+
+def mask_of(kind: str, shape: Shape) -> Tensor:
+    """Some blocks are hidden as a whole, the first keys among them."""
+    bits = random_bits(shape.batch, shape.heads, 1, shape.kv_len, share=0.3)
+    bits[..., : shape.kv_len // 3] = bits[:, 1:, :, shape.kv_len // 2 : shape.kv_len // 2 + 130] = False
+    bits[..., -1] = True
+    made = {
+        "of all": bits[:1, :1],
+        "of batches": bits[:, :1],
+        "of heads": bits,
+        "one bit": torch.ones(1, shape.heads, 1, 1, dtype=torch.bool),
+        "apart": bits.repeat_interleave(3, 3)[..., ::3],
+        "nothing": torch.zeros_like(bits),
+    }
+    return made[kind]
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("kind", ["of all", "of batches", "of heads", "one bit", "apart", "nothing"])
+def test_facts(kind: str, name: str, window: str) -> None:
+    shape = SHAPES[name]
+    mask = mask_of(kind, shape)
+    call = call_of(shape, attn_mask=mask, window=WINDOWS[window])
+    assert hides_keys_alone(call)
+    got, expected = key_mask(call), find_visibility(shape, call.window, mask, CPU)
+    first_seen, first_query = first_seen_keys(shape, call.window, mask)
+    assert torch.equal(got.first_seen, first_seen)
+    assert torch.equal(got.first_query, first_query)
+    for found, wanted, heads in (
+        (got.tokens.keys, expected.keys, shape.kv_heads),
+        (got.tokens.queries, expected.queries, shape.heads),
+    ):
+        assert found is not None
+        assert wanted is not None
+        assert found.dtype == torch.bool
+        assert torch.equal(found.expand(shape.batch, heads, -1), wanted.expand(shape.batch, heads, -1))
