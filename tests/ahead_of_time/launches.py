@@ -39,7 +39,7 @@ def add_stages_without_code(_backend: Any, stages: dict[str, Any], *_: Any) -> N
         metadata |= WITHOUT_CODE | {"name": "kernel"}
         return b""
 
-    stages |= dict.fromkeys(("ttir", "cubin"), skip)
+    stages |= dict.fromkeys(("glir", "ttgir", "ttir", "cubin"), skip)  # Gluon begins with the first or second
 
 
 def note_launches(architecture: int = 90) -> list[tuple[str, list[Any]]]:
@@ -48,7 +48,8 @@ def note_launches(architecture: int = 90) -> list[tuple[str, list[Any]]]:
 
     def start(kernel: CompiledKernel, arguments: tuple[Any, ...]) -> None:
         shown = [*arguments[:3], *arguments[AFTER_HANDLES:]]
-        addresses = [x.data_ptr() if hasattr(x, "data_ptr") else x for x in shown]
+        tensors = [getattr(x, "base", x) for x in shown]  # of descriptors
+        addresses = [x.data_ptr() if hasattr(x, "data_ptr") else x for x in tensors]
         started.append((kernel.hash, addresses))
 
     driver.set_active(Device(architecture))
