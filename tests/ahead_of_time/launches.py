@@ -7,6 +7,7 @@ Only for processes of their own (see `run_program` in conftest.py): Triton is pa
 
 from __future__ import annotations
 
+from dataclasses import is_dataclass
 from typing import Any
 
 from triton.backends.nvidia.compiler import CUDABackend
@@ -50,6 +51,7 @@ def note_launches(architecture: int = 90) -> list[tuple[str, list[Any]]]:
         shown = [*arguments[:3], *arguments[AFTER_HANDLES:]]
         tensors = [getattr(x, "base", x) for x in shown]  # of descriptors
         addresses = [x.data_ptr() if hasattr(x, "data_ptr") else x for x in tensors]
+        addresses = [repr(x) if is_dataclass(x) else x for x in addresses]  # a `ScoreSpec`
         started.append((kernel.hash, addresses))
 
     driver.set_active(Device(architecture))
