@@ -7,6 +7,7 @@ Only for processes of their own (see `run_program` in conftest.py): Triton is pa
 
 from __future__ import annotations
 
+import re
 import struct
 import sys
 from collections.abc import Iterable
@@ -23,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from fake_driver import FakeDriver
 from sparge import repeated
 from sparge.backends.cuda import driver, launch, replay
-from sparge.backends.cuda.driver import Parameter
+from sparge.backends.cuda.driver import TENSOR_MAP_BYTES, Parameter
 
 AFTER_HANDLES = 9
 """A launch is: programs in three dimensions, six of Triton's own things, the kernel's arguments."""
@@ -36,7 +37,7 @@ WITHOUT_CODE = {
     "global_scratch_align": 1,
     "profile_scratch_size": 0,
     "profile_scratch_align": 1,
-    "tensordesc_meta": None,
+    "tensordesc_meta": [{"swizzle": 0, "elem_size": 2, "elem_type": 0, "block_size": [1], "fp4_padded": False}] * 8,
 }
 """What code generation would find out about a kernel."""
 
@@ -48,30 +49,51 @@ def add_stages_without_code(_backend: Any, stages: dict[str, Any], *_: Any) -> N
         metadata |= WITHOUT_CODE | {"name": "kernel"}
         return b""
 
-    stages |= dict.fromkeys(("ttir", "cubin"), skip)
+    stages |= dict.fromkeys(("glir", "ttgir", "ttir", "cubin"), skip)  # Gluon begins with the first or second
 
 
-SIZES = {"i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "fp32": 4, "u64": 8, "u32": 4}
-FORMATS = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "fp32": "f", "u64": "Q", "u32": "I"}
+SIZES = {"i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "fp32": 4, "u64": 8, "u32": 4, "map": TENSOR_MAP_BYTES}
+FORMATS = {
+    "i1": "b",
+    "i8": "b",
+    "i16": "h",
+    "i32": "i",
+    "i64": "q",
+    "fp32": "f",
+    "u64": "Q",
+    "u32": "I",
+    "map": "Q120x",
+}
+RANK = re.compile(r"tensordesc<[^\[]*\[([^\]]*)\]")
 
 
 def types_of(kernel: CompiledKernel) -> list[str]:
-    """The types of all that reaches a kernel."""
+    """The types of all that reaches a kernel; of a descriptor its map, sizes and strides."""
 
     def flattened(kind: Any) -> list[str]:
-        return [each for part in kind for each in flattened(part)] if isinstance(kind, tuple) else [kind]
+        if isinstance(kind, tuple):
+            return [each for part in kind for each in flattened(part)]
+        described = RANK.match(kind)
+        if described is not None:
+            rank = described.group(1).count(",") + 1
+            return ["map", *["i32"] * rank, *["i64"] * rank]
+        return ["u64" if kind.startswith("*") else kind]
 
-    return ["u64" if kind.startswith("*") else kind for kind in flattened(tuple(kernel.src.signature.values()))]
+    return flattened(tuple(kernel.src.signature.values()))
 
 
 def arguments_of(kernel: CompiledKernel, arguments: Iterable[Any]) -> list[Any]:
     """Numbers and addresses that reach a kernel, of its arguments."""
 
-    def flattened(values: Iterable[Any]) -> list[Any]:
-        return [each for value in values for each in (flattened(value) if isinstance(value, tuple) else [value])]
+    def flattened(value: Any) -> list[Any]:
+        if isinstance(value, tuple):
+            return [each for part in value for each in flattened(part)]
+        if hasattr(value, "block_shape"):  # a descriptor
+            return [value.base.data_ptr(), *value.shape, *value.strides]
+        return [value.data_ptr() if hasattr(value, "data_ptr") else value]
 
-    values = zip(types_of(kernel), flattened(arguments), strict=True)
-    shown = [value.data_ptr() if hasattr(value, "data_ptr") else value for kind, value in values if kind != "constexpr"]
+    values = zip(types_of(kernel), flattened(tuple(arguments)), strict=True)
+    shown = [value for kind, value in values if kind != "constexpr"]
     return [struct.unpack("f", struct.pack("f", value))[0] if isinstance(value, float) else value for value in shown]
 
 
