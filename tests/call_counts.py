@@ -15,13 +15,13 @@ LIMITS = {
     "attention, runs dense": 35,  # 29 with Python 3.11 and torch 2.13
     "attention, causal, runs dense": 35,  # 29
     "replace_sdpa, runs dense": 20,  # 17
-    "replayed attention": 55,  # 48
-    "replayed attention, causal": 55,  # 48
-    "replayed block_sparse_attention": 80,  # 71
-    "replayed attention, key padding": 60,  # 54
-    "replayed attention, full mask": 60,  # 54
-    "replayed varlen_attention": 95,  # 85
-    "replayed predict": 95,  # 86
+    "replayed attention": 58,  # 51, more where torch's allocator returns other memory
+    "replayed attention, causal": 58,  # 51
+    "replayed block_sparse_attention": 80,  # 70
+    "replayed attention, key padding": 64,  # 57
+    "replayed attention, full mask": 64,  # 58
+    "replayed varlen_attention": 95,  # 84
+    "replayed predict": 95,  # 85
 }
 """By kind of call. A "replayed" call goes to a GPU backend that has recorded its launches
 (ahead_of_time/test_call_counts.py)."""

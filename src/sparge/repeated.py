@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,11 +25,9 @@ from sparge.layout import gapless_strides, is_tokens_first, laid_out
 from sparge.segments import Segment, Tables, is_ready, tables_of
 from sparge.stats import counters
 
-Runner = Callable[..., Any]
-"""Computes the result of calls of one kind, from tensors as the caller passed them."""
-
 MAX_KINDS = 512
-_runners: dict[Any, Runner] = {}
+_runners: dict[Any, Any] = {}
+"""By kind, what computes calls from tensors as the caller passed them; of calls over ranks, their checked request."""
 
 
 def kind_of(
@@ -96,7 +93,7 @@ def _hashable(ranges: Any) -> Any:
     return ranges
 
 
-def find(kind: Any) -> Runner | None:
+def find(kind: Any) -> Any:
     """Return what runs calls of a kind, None for a new or unusual one."""
     if kind is None:
         return None
@@ -106,7 +103,7 @@ def find(kind: Any) -> Runner | None:
         return None
 
 
-def remember(kind: Any, runner: Runner) -> None:
+def remember(kind: Any, runner: Any) -> None:
     """Keep what runs calls of a kind."""
     if kind is None:
         return

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sparge
-from sparge import Budget, TopK, ops, repeated
+from sparge import Budget, TopK, repeated
 from sparge.backends.base import Crossover
 from sparge.backends.torch import TorchBackend
+from sparge.call import forget_recordings
 
 LENGTH = 300
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -39,7 +40,7 @@ def qkv(seed: int, length: int = LENGTH, **changes: Any) -> list[Tensor]:
 def first(*inputs: Tensor, **given: Any) -> Any:
     """A call that nothing is remembered for."""
     repeated.forget()
-    ops.forget()
+    forget_recordings()
     return sparge.attention(*inputs, **given)
 
 
@@ -216,3 +217,71 @@ def test_a_dense_call_is_sdpa(monkeypatch: pytest.MonkeyPatch, is_causal: bool) 
     got = sparge.attention(*tensors, is_causal=is_causal)
     assert calls == [1]
     torch.testing.assert_close(got, original(*tensors, is_causal=is_causal), rtol=1e-5, atol=1e-5)
+
+
+def test_given_blocks_are_read_each_time() -> None:
+    tensors, others = qkv(0), qkv(1)
+    masks = [sparge.predict(*pair[:2], topk=share) for pair in (tensors, others) for share in (0.2, 0.7)]
+    for given in ({}, {"return_lse": True, "skipped": "mean"}, {"layout": "HND", "pv_threshold": -8.0}):
+        expected = []
+        for mask in masks:
+            repeated.forget()
+            expected.append(as_tuple(sparge.block_sparse_attention(*tensors, mask, backend="torch", **given)))
+        for _ in range(2):
+            for mask, wanted in zip(masks, expected, strict=True):
+                got = as_tuple(sparge.block_sparse_attention(*tensors, mask, backend="torch", **given))
+                assert all(map(torch.equal, got, wanted))
+
+
+def test_given_blocks_are_checked_each_time() -> None:
+    tensors = qkv(0)
+    mask = sparge.predict(*tensors[:2], topk=0.5)
+    causal = sparge.predict(*tensors[:2], topk=0.5, is_causal=True)
+    for _ in range(2):
+        sparge.block_sparse_attention(*tensors, mask, is_causal=False)
+    with pytest.raises(ValueError, match="is_causal"):
+        sparge.block_sparse_attention(*tensors, causal, is_causal=False)
+    with pytest.raises(TypeError, match="is_causal"):
+        sparge.block_sparse_attention(*tensors, mask, is_causal=0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="mask"):
+        sparge.block_sparse_attention(*[tensor[:, :, :200] for tensor in tensors], mask, is_causal=False)
+
+
+def test_predictions_are_those_of_their_tensors() -> None:
+    inputs = [qkv(seed) for seed in range(3)]
+    hidden = (torch.arange(LENGTH) < 100)[None, None, None]
+    for given in ({}, {"is_causal": True}, {"attn_mask": hidden}, {"attn_mask": ~hidden}):
+        expected = []
+        for query, key, _ in inputs:
+            repeated.forget()
+            expected.append(sparge.predict(query, key, topk=0.4, **given))
+        for _ in range(2):
+            for (query, key, _), wanted in zip(inputs, expected, strict=True):
+                got = sparge.predict(query, key, topk=0.4, **given)
+                assert torch.equal(got.kv_indices, wanted.kv_indices)
+                assert torch.equal(got.kv_num_blocks, wanted.kv_num_blocks)
+                assert (got.window, got.is_causal) == (wanted.window, wanted.is_causal)
+    with pytest.raises(TypeError, match="is_causal"):
+        sparge.predict(*inputs[0][:2], topk=0.4, is_causal=1)  # type: ignore[arg-type]
+
+
+def test_packs_go_by_their_bounds() -> None:
+    packs = [[tensor[0].transpose(0, 1).contiguous() for tensor in qkv(seed)] for seed in range(2)]
+    bounds = ([0, 100, LENGTH], (0, 200, LENGTH), torch.tensor([0, 50, 170, LENGTH]))
+    for given in ({}, {"causal": True, "return_lse": True}):
+        expected = []
+        for pack in packs:
+            for each in bounds:
+                repeated.forget()
+                expected.append(
+                    as_tuple(sparge.varlen_attention(*pack, each, each, topk=0.4, backend="torch", **given))
+                )
+        for _ in range(2):
+            calls = [(pack, each) for pack in packs for each in bounds]
+            for (pack, each), wanted in zip(calls, expected, strict=True):
+                got = as_tuple(sparge.varlen_attention(*pack, each, each, topk=0.4, backend="torch", **given))
+                assert all(map(torch.equal, got, wanted))
+    bad = ([0, 100, LENGTH + 1], [0, 200, 100, LENGTH], [0, 100.0, LENGTH], [False, 100, LENGTH])
+    for each in bad:
+        with pytest.raises((TypeError, ValueError)):
+            sparge.varlen_attention(*packs[0], each, each, topk=0.4, backend="torch")

@@ -6,7 +6,6 @@ sizes could wait for each other for ever.
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -116,7 +115,7 @@ def request(
         NotImplementedError: gradients, head_dim or device that cannot be served.
     """
     kind = _kind(query, key, value, options, (mode, total, heads, with_lse, is_merged)) if attn_mask is None else None
-    known = _find(kind)
+    known: Request | None = repeated.find(kind)
     if known is not None:
         if options.layout == "NHD":
             query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
@@ -168,8 +167,9 @@ def request(
     )
     asked_for = Request(call, reason, backend, asked)
     # Tensors that are copied first, and old names, which warn, are resolved each time.
-    if kind is not None and strides == [1, 1, 1] and quantization == options.quantization and scale == given_scale:
-        _remember(kind, asked_for)
+    is_plain = strides == [1, 1, 1] and quantization == options.quantization and scale == given_scale
+    if is_plain and not call.has_per_head_numbers:
+        repeated.remember(kind, asked_for)
     return query, key, value, asked_for
 
 
@@ -183,23 +183,6 @@ def _kind(query: Tensor, key: Tensor, value: Tensor, options: Options, mode: Has
 
 
 RANGES = ("always_keep", "exact_queries")
-_requests: dict[Any, Request] = {}
-
-
-def _find(kind: Any) -> Request | None:
-    try:
-        return None if kind is None else _requests.get(kind)
-    except (TypeError, RuntimeError):  # an option that cannot be hashed or compared, such as a tensor
-        return None
-
-
-def _remember(kind: Any, made: Request) -> None:
-    if made.call.has_per_head_numbers:
-        return
-    if len(_requests) >= repeated.MAX_KINDS:
-        _requests.clear()
-    with contextlib.suppress(TypeError, RuntimeError):
-        _requests[kind] = made
 
 
 def of_heads(call: Call, heads: Tensor | slice) -> Call:
