@@ -26,7 +26,7 @@ from sparge.backends.hopper.aggregates import (
 from sparge.backends.hopper.consumer import consume
 from sparge.backends.hopper.gluon import barrier, fence_async_shared, gl, jit, mbarrier, reinterpret
 from sparge.backends.hopper.producer import produce
-from sparge.backends.hopper.softmax import declare_far
+from sparge.backends.hopper.softmax import declare_above, declare_far
 
 NUMBERS = [
     *("softmax_scale", "heads", "group", "q_len", "kv_len", "first_offset", "last_offset", "first_value"),
@@ -126,6 +126,8 @@ def attention_kernel(
     """
     if SPEC.peaks == "every_tile":
         declare_far()
+    if SPEC.rescales_rarely:
+        declare_above()
     query_smem = gl.allocate_shared_memory(
         query_desc.dtype, [SPEC.query_stages * SPEC.chunks, BLOCK_Q, SPEC.chunk], SPEC.key_smem_layout
     )
