@@ -18,7 +18,7 @@ ROWS = gl.constexpr(ROW_GROUP)
 CODE_STEP = 2.0**-24
 """The smallest float16. Codes are rounded as multiples of it: such a number's bits are the code."""
 SLACK = gl.constexpr(8.0)
-"""Octaves that P may exceed 1 by, where the output is rescaled rarely."""
+"""Log2 units that float16 leaves P above 1, where the output is rescaled rarely."""
 
 
 def _accumulator_layout(columns: int, depth: int) -> gl.NVMMADistributedLayout:
@@ -86,9 +86,9 @@ class Spec:
 
     @property
     def rescales_rarely(self) -> bool:
-        """Whether P counts from a score that may lie below the maximum: with 16 bits it may exceed 1.
+        """Whether P counts from the maximum of an earlier stage as long as it does not grow too large.
 
-        With an INT8 S it gave nothing (docs/lab/hopper.md); a threshold needs the maximum.
+        FP8 has no range for that, a threshold needs the maximum, and INT8 scores did not gain (docs/lab/hopper.md).
         """
         return not self.quantized and not self.has_threshold
 
