@@ -313,3 +313,19 @@ def test_codes_are_as_accurate_as_exponentials(is_causal):
         moved[quantization] = float((lse - exact_lse).abs().mean())
     assert errors["int8_fp8_fast"] < 1.2 * errors["int8_fp8"] < 0.1
     assert moved["int8_fp8_fast"] < 1e-2
+
+
+@pytest.mark.parametrize("quantization", ["int8_fp8", "int8_fp8_fast", "int8_fp16"])
+@pytest.mark.parametrize("logits", [1e4, 1e6])
+def test_huge_logits_pick_one_key(logits, quantization):
+    """Queries that point at their own key: INT8 rounds their logits by thousands, and still finds it."""
+    key, value = math.sqrt(logits / 8) * gaussian(1, 1, 200, 64).float(), gaussian(1, 1, 200, 64, seed=1).float()
+    output, lse = sparge.attention(
+        *(key, key, value),
+        sparsity=Dense(),
+        quantization=quantization,
+        backend="reference",
+        return_lse=True,
+    )
+    assert relative_l1(output, value.double()) < 0.05
+    torch.testing.assert_close(lse, key.square().sum(-1) / 8, rtol=0.02, atol=0)

@@ -17,6 +17,7 @@ from gpu.conftest import (
     FP8,
     LSE_TOLERANCE,
     assert_matches_exact,
+    eight_bits,
     equal,
     exact,
     make_inputs,
@@ -76,6 +77,40 @@ def test_large_scores(kind: str, quantization: str) -> None:
     blocks = torch.ones(4, 8, dtype=torch.bool, device=DEVICE)
     rounding = FP8_ROUNDING if quantization in FP8 else 0.0
     assert_as_exact_as_the_specification(large(kind), blocks, quantization, rounding=rounding)
+
+
+@eight_bits
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("logits", [1e2, 1e4, 1e5, 1e6])
+def test_huge_logits(logits: float, is_causal: bool, head_dim: int, quantization: str) -> None:
+    """One key decides. An integer of Q K^T is worth up to thousands of log2 units, and most lie far below P's range."""
+    query, key, value = make_inputs(400, 500, heads=2, seed=3, head_dim=head_dim, dtype=torch.float16)
+    tensors = math.sqrt(logits) * query, math.sqrt(logits) * key, value
+    blocks = torch.ones(4, 8, dtype=torch.bool, device=DEVICE)
+    rounding = FP8_ROUNDING if quantization in FP8 else 0.0
+    assert_as_exact_as_the_specification(tensors, blocks, quantization, rounding=rounding, is_causal=is_causal)
+
+
+@eight_bits
+def test_one_huge_query_among_others(quantization: str) -> None:
+    """Its tile takes another way from S to P; the other queries must not notice."""
+    query, key, value = make_inputs(400, 500, heads=2, seed=3, head_dim=128, dtype=torch.float16)
+    blocks = torch.ones(4, 8, dtype=torch.bool, device=DEVICE)
+    query[:, :, 130] *= 3000
+    assert_as_exact_as_the_specification((query, key, value), blocks, quantization)
+
+
+@eight_bits
+@pytest.mark.parametrize("deviation", [3.0, 6.0, 12.0, 30.0])
+def test_scores_further_apart_than_float32_reaches(deviation: float, quantization: str) -> None:
+    """In nats, with an attention sink besides: P of the lowest would be 2^-135 and less."""
+    query, key, value = make_inputs(400, 500, heads=2, seed=3, head_dim=128, dtype=torch.float16)
+    query = deviation * query
+    key[:, :, 100] *= 4
+    blocks = torch.ones(4, 8, dtype=torch.bool, device=DEVICE)
+    rounding = FP8_ROUNDING if quantization in FP8 else 0.0
+    assert_as_exact_as_the_specification((query, key, value), blocks, quantization, rounding=rounding)
 
 
 @modes

@@ -15,8 +15,13 @@ from sparge.backends.hopper.gluon import (
     warpgroup_mma_wait,
 )
 from sparge.backends.hopper.mma import issue_pv, issue_row_sums
-from sparge.backends.hopper.softmax import part_of_scores, probabilities, split_blocks
+from sparge.backends.hopper.softmax import any_above, max_by_lane, part_of_scores, probabilities, split_blocks
 from sparge.backends.hopper.spec import ROWS
+
+LARGEST_SUM_FP16 = gl.constexpr(2.0**15)
+"""What P of one lane and stage may add up to. A single P may be as large: float16 ends at 2^16."""
+LARGEST_SUM_BF16 = gl.constexpr(2.0**22)
+"""The same where P is bfloat16. Output and row sums, in float32, must bear it times their values and keys."""
 
 
 @aggregate
@@ -58,33 +63,6 @@ class Pending:
     row_sum: gl.tensor
 
 
-def _multiply_unless_one(count: int) -> gl.constexpr:
-    """Assembly for so many numbers times as many factors, unless those of all threads of the warp are 1.
-
-    The numbers are of two rows, two and two in turns: two factors tell about all.
-    """
-    products = "\n".join(f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count))
-    return gl.constexpr(
-        f"""{{
-        .reg .pred is_needed;
-        setp.neu.f32 is_needed, ${2 * count}, 0f3F800000;
-        setp.neu.or.f32 is_needed, ${2 * count + 2}, 0f3F800000, is_needed;
-        vote.sync.any.pred is_needed, is_needed, 0xffffffff;
-        @!is_needed bra done;
-        {products}
-        done:
-        }}"""
-    )
-
-
-AT_ONCE = gl.constexpr(32)
-"""Numbers of one thread that are multiplied or not."""
-MULTIPLY = _multiply_unless_one(AT_ONCE.value)
-IN_PLACE = gl.constexpr(
-    ",".join(["=&f"] * AT_ONCE.value + [str(i) for i in range(AT_ONCE.value)] + ["f"] * AT_ONCE.value)
-)
-
-
 @jit
 def empty_accumulator(SPEC: gl.constexpr):
     """An accumulator of zeros; what a spec does not need is one number."""
@@ -102,18 +80,41 @@ def empty_accumulator(SPEC: gl.constexpr):
 @jit
 def _rescale(output, decay, SPEC: gl.constexpr):
     """The output times the decay of its rows."""
-    factors = gl.convert_layout(decay, SPEC.output_row_layout)[:, None]
-    if SPEC.rescales_rarely:
-        return gl.inline_asm_elementwise(
-            MULTIPLY, IN_PLACE, [output, factors], dtype=gl.float32, is_pure=False, pack=AT_ONCE
-        )
-    else:
-        return output * factors
+    return output * gl.convert_layout(decay, SPEC.output_row_layout)[:, None]
+
+
+@jit
+def _stage_probabilities(scores, scales, origin, P_TYPE: gl.constexpr, SPEC: gl.constexpr):
+    """P of a stage by key blocks, and each lane's sum of it, [64, 4] (0 if exponential-free)."""
+    first, second = split_blocks(scores, SPEC.blocks)
+    first_p, lane_sum = probabilities(first, scales.first, origin, P_TYPE, SPEC)
+    second_p = first_p
+    if SPEC.blocks == 2:
+        second_p, second_sum = probabilities(second, scales.second, origin, P_TYPE, SPEC)
+        lane_sum = lane_sum + second_sum
+    return first_p, second_p, lane_sum
+
+
+@jit
+def _issue_pv_of_stage(first_p, second_p, operands, stage, output, FRESH: gl.constexpr, SPEC: gl.constexpr):
+    """Issue P V of a stage's key blocks on top of the output, or of nothing where FRESH."""
+    place = stage * SPEC.blocks
+    output = issue_pv(first_p, operands.values.index(place), output, FRESH, SPEC)
+    if SPEC.blocks == 2:
+        output = issue_pv(second_p, operands.values.index(place + 1), output, False, SPEC)
+    return output
 
 
 @jit
 def _issue_products(
-    scores, query_scale, key_scales, origin, operands, stage, pending, FRESH: gl.constexpr, SPEC: gl.constexpr
+    scores,
+    scales,
+    origin,
+    operands,
+    stage,
+    pending,
+    FRESH: gl.constexpr,
+    SPEC: gl.constexpr,
 ):
     """Compute P of a stage by key blocks, issue their products, and return them.
 
@@ -122,28 +123,20 @@ def _issue_products(
         origin: [64], the score that P counts from, less what P = 1 is stored as.
         pending: what is added to; with FRESH the products only take their registers from it.
     """
-    values = operands.values
     output, stage_sum, row_sum = pending.output, pending.stage_sum, pending.row_sum
-    place = stage * SPEC.blocks
-    first, second = split_blocks(scores, SPEC.blocks)
-    first_p, first_sum = probabilities(first, query_scale, key_scales.first, origin, values.dtype, SPEC)
-    output = issue_pv(first_p, values.index(place), output, FRESH, SPEC)
-    second_p = first_p
-    if SPEC.blocks == 2:
-        second_p, second_sum = probabilities(second, query_scale, key_scales.second, origin, values.dtype, SPEC)
-        output = issue_pv(second_p, values.index(place + 1), output, False, SPEC)
-        first_sum = first_sum + second_sum
+    first_p, second_p, lane_sum = _stage_probabilities(scores, scales, origin, operands.values.dtype, SPEC)
+    output = _issue_pv_of_stage(first_p, second_p, operands, stage, output, FRESH, SPEC)
     if SPEC.exponential_free:
         stage_sum = issue_row_sums(first_p, operands.ones, stage_sum, FRESH, SPEC)
         if SPEC.blocks == 2:
             stage_sum = issue_row_sums(second_p, operands.ones, stage_sum, False, SPEC)
     else:
-        row_sum = row_sum + first_sum
+        row_sum = row_sum + lane_sum
     return Pending(output=output, stage_sum=stage_sum, row_sum=row_sum)
 
 
 @jit
-def issue_stage(scores, query_scale, key_scales, origin, decay, operands, stage, accumulator, SPEC: gl.constexpr):
+def issue_stage(scores, scales, origin, decay, operands, stage, accumulator, SPEC: gl.constexpr):
     """Issue a stage's products: FP8 ones are fresh, others go on from the output times ``decay`` [64]."""
     output, row_sum = accumulator.stage_output, accumulator.row_sum
     if not SPEC.exponential_free:
@@ -151,7 +144,31 @@ def issue_stage(scores, query_scale, key_scales, origin, decay, operands, stage,
     if not SPEC.fp8_values:
         output = _rescale(accumulator.output, decay, SPEC)
     pending = Pending(output=output, stage_sum=accumulator.stage_sum, row_sum=row_sum)
-    return _issue_products(scores, query_scale, key_scales, origin, operands, stage, pending, SPEC.fp8_values, SPEC)
+    return _issue_products(scores, scales, origin, operands, stage, pending, SPEC.fp8_values, SPEC)
+
+
+@jit
+def issue_stage_without_maximum(scores, scales, row_origin, operands, stage, accumulator, SPEC: gl.constexpr):
+    """Issue a stage's products, P counting from the same score as before, unless its sum exceeds what 16 bits hold.
+
+    Then, and in the first stage of a tile, a warp measures the maxima of its rows, rescales their output and computes P
+    once more. Returns the products and the score that P counts from, [64].
+    """
+    output, row_sum = accumulator.output, accumulator.row_sum
+    P_TYPE: gl.constexpr = operands.values.dtype
+    origin = row_origin - SPEC.steps_of_one
+    first_p, second_p, lane_sum = _stage_probabilities(scores, scales, origin, P_TYPE, SPEC)
+    if any_above(lane_sum, LARGEST_SUM_FP16 if P_TYPE.is_fp16() else LARGEST_SUM_BF16):
+        new_origin = gl.maximum(gl.max(max_by_lane(scores, scales, SPEC), 1), row_origin)
+        decay = gl.exp2(row_origin - new_origin)
+        output = _rescale(output, decay, SPEC)
+        row_sum = row_sum * decay[:, None]
+        row_origin = new_origin
+        origin = row_origin - SPEC.steps_of_one
+        first_p, second_p, lane_sum = _stage_probabilities(scores, scales, origin, P_TYPE, SPEC)
+    output = _issue_pv_of_stage(first_p, second_p, operands, stage, output, False, SPEC)
+    pending = Pending(output=output, stage_sum=accumulator.stage_sum, row_sum=row_sum + lane_sum)
+    return pending, row_origin
 
 
 @jit
@@ -186,14 +203,14 @@ def add_stage(accumulator, decay, SPEC: gl.constexpr):
 
 
 @jit
-def add_lower_part(scores, query_scale, key_scales, edge, row_origin, operands, stage, accumulator, SPEC: gl.constexpr):
+def add_lower_part(scores, scales, edge, row_origin, operands, stage, accumulator, SPEC: gl.constexpr):
     """Add what lies below ``edge`` [64] of a stage, relative to it. Returns the scores above, and the accumulator.
 
     A peak and the keys around it may be more than FP8 holds. It happens seldom, so nothing is overlapped.
     """
     decay = gl.exp2((row_origin - edge) * (1.0 / SPEC.steps_per_octave))
-    lower = part_of_scores(scores, query_scale, key_scales, edge, False, SPEC)
+    lower = part_of_scores(scores, scales, edge, False, SPEC)
     origin = edge - SPEC.steps_of_one
-    pending = issue_stage(lower, query_scale, key_scales, origin, decay, operands, stage, accumulator, SPEC)
+    pending = issue_stage(lower, scales, origin, decay, operands, stage, accumulator, SPEC)
     accumulator = add_stage(wait_for_stage(pending, accumulator, 0, SPEC), decay, SPEC)
-    return part_of_scores(scores, query_scale, key_scales, edge, True, SPEC), accumulator
+    return part_of_scores(scores, scales, edge, True, SPEC), accumulator

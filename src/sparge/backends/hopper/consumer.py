@@ -15,6 +15,7 @@ from sparge.backends.hopper.accumulator import (
     add_stage,
     empty_accumulator,
     issue_stage,
+    issue_stage_without_maximum,
     wait_for_stage,
 )
 from sparge.backends.hopper.aggregates import MEANS, NON_FINITE, NOTHING, PEAK, PLAIN, Metadata
@@ -23,8 +24,15 @@ from sparge.backends.hopper.gluon import gl, jit, mbarrier, reinterpret, warpgro
 from sparge.backends.hopper.lengths import NUM_STAGES, TILE, load_lengths, load_of_tile
 from sparge.backends.hopper.mma import issue_qk
 from sparge.backends.hopper.scheduler import coordinates_of, end_of_tiles
-from sparge.backends.hopper.softmax import LOWEST, add_bias, any_far_below, load_key_scales, mask_scores, max_by_lane
-from sparge.backends.hopper.spec import ROWS, SLACK
+from sparge.backends.hopper.softmax import (
+    LOWEST,
+    adjust_scores,
+    any_far_below,
+    load_key_scales,
+    max_by_lane,
+    score_scales,
+)
+from sparge.backends.hopper.spec import ROWS
 
 
 @jit
@@ -61,16 +69,14 @@ def _load_query_scale(CONSUMER: gl.constexpr, tile, scales, sizes, softmax_scale
 
 
 @jit
-def _new_origin(stage_max, row_max, row_origin, SPEC: gl.constexpr):
-    """The score that P of a stage counts from, given its maximum, the row's so far and the origin so far; all [64].
+def _new_origin(stage_max, row_max, SPEC: gl.constexpr):
+    """The score that P of a stage counts from, given its maximum and the row's so far; all [64].
 
     FP8 holds fewer octaves than lie between a sink and a long tail: its range belongs to a stage, not to a row. The
     output counts from the same score, and may grow in these units as long as float32 can hold it.
     """
     if SPEC.fp8_values:
         return gl.maximum(stage_max, row_max - REACH * SPEC.steps_per_octave)
-    elif SPEC.rescales_rarely:
-        return gl.where(stage_max - row_origin > SLACK, stage_max, row_origin)
     else:
         return row_max
 
@@ -121,60 +127,61 @@ def _attend(
     poison = gl.to_tensor(0.0)  # or NaN, which FP8 codes from the scores cannot carry
     for i in range(0, num_stages):
         scores = warpgroup_mma_wait(0, deps=[pending_scores])
+        scales = score_scales(query_scale, key_scales, SPEC)
         if flags != PLAIN:
-            if SPEC.means:
-                if (flags & MEANS) != 0:
-                    scores = add_bias(scores, metadata, stage, query_scale, key_scales, SPEC)
-                else:
-                    scores = mask_scores(scores, metadata, stage, first_query, lengths, SPEC)
-            else:
-                scores = mask_scores(scores, metadata, stage, first_query, lengths, SPEC)
+            scores, scales = adjust_scores(scores, scales, metadata, stage, flags, first_query, lengths, SPEC)
             if SPEC.exponential_free:
                 poison = poison + gl.where((flags & NON_FINITE) != 0, float("nan"), 0.0)
             if SPEC.peaks == "marked":  # noqa: SIM102
                 if (flags & PEAK) != 0:
-                    stage_max = gl.max(max_by_lane(scores, query_scale, key_scales, SPEC), 1)
-                    new_origin = _new_origin(stage_max, gl.maximum(row_max, stage_max), row_origin, SPEC)
+                    stage_max = gl.max(max_by_lane(scores, scales, SPEC), 1)
+                    new_origin = _new_origin(stage_max, gl.maximum(row_max, stage_max), SPEC)
                     edge = new_origin - FP8_RANGE * steps
                     scores, accumulator = add_lower_part(
-                        scores, query_scale, key_scales, edge, row_origin, operands, stage, accumulator, SPEC
+                        scores, scales, edge, row_origin, operands, stage, accumulator, SPEC
                     )
                     row_origin = edge
-        lane_max = max_by_lane(scores, query_scale, key_scales, SPEC)
-        stage_max = gl.max(lane_max, 1)
-        row_max = gl.maximum(row_max, stage_max)
-        new_origin = _new_origin(stage_max, row_max, row_origin, SPEC)
-        if SPEC.peaks == "every_tile":  # noqa: SIM102
-            if any_far_below(lane_max, stage_max, CONSUMER, SPEC):
-                edge = new_origin - FP8_RANGE * steps
-                scores, accumulator = add_lower_part(
-                    scores, query_scale, key_scales, edge, row_origin, operands, stage, accumulator, SPEC
-                )
-                row_origin = edge
-        decay = gl.exp2((row_origin - new_origin) * (1.0 / steps))
-        origin = new_origin - SPEC.steps_of_one
-        if SPEC.has_threshold:
-            is_below = stage_max - row_max < threshold
-            if not SPEC.quantized:  # a maximum ignores NaN, and NaN must not be skipped
-                has_nan = gl.max((scores != scores).to(gl.int32), 1)
-                is_below = is_below & (gl.convert_layout(has_nan, SPEC.row_layout) == 0)
-            is_below = is_below | (first_query + gl.arange(0, ROWS, SPEC.row_layout) >= lengths.q_len)
-            is_skipped = gl.min(is_below.to(gl.int32), 0)  # one answer for the warpgroup
-            if SPEC.counts_skipped:
-                skipped += gl.where((flags & (MEANS | NOTHING)) == 0, is_skipped, 0)
-            if is_skipped == 0:
-                pending = issue_stage(
-                    scores, query_scale, key_scales, origin, decay, operands, stage, accumulator, SPEC
-                )
-                accumulator = add_stage(wait_for_stage(pending, accumulator, 0, SPEC), decay, SPEC)
-                row_origin = new_origin
-            pending_scores = issue_qk(operands.query, operands.keys.index(next_stage), SPEC)
-        else:
-            pending = issue_stage(scores, query_scale, key_scales, origin, decay, operands, stage, accumulator, SPEC)
-            # After the last stage this repeats its scores, which nobody reads.
+        if SPEC.rescales_rarely:
+            pending, row_origin = issue_stage_without_maximum(
+                scores, scales, row_origin, operands, stage, accumulator, SPEC
+            )
             pending_scores = issue_qk(operands.query, operands.keys.index(next_stage), SPEC)
             accumulator = wait_for_stage(pending, accumulator, 1, SPEC)
-            row_origin = new_origin
+            decay = row_origin
+        else:
+            lane_max = max_by_lane(scores, scales, SPEC)
+            stage_max = gl.max(lane_max, 1)
+            row_max = gl.maximum(row_max, stage_max)
+            new_origin = _new_origin(stage_max, row_max, SPEC)
+            origin = new_origin - SPEC.steps_of_one
+            if SPEC.peaks == "every_tile":  # noqa: SIM102
+                if any_far_below(lane_max, stage_max, CONSUMER, SPEC):
+                    edge = new_origin - FP8_RANGE * steps
+                    scores, accumulator = add_lower_part(
+                        scores, scales, edge, row_origin, operands, stage, accumulator, SPEC
+                    )
+                    row_origin = edge
+            decay = gl.exp2((row_origin - new_origin) * (1.0 / steps))
+            if SPEC.has_threshold:
+                is_below = stage_max - row_max < threshold
+                if not SPEC.quantized:  # a maximum ignores NaN, and NaN must not be skipped
+                    has_nan = gl.max((scores != scores).to(gl.int32), 1)
+                    is_below = is_below & (gl.convert_layout(has_nan, SPEC.row_layout) == 0)
+                is_below = is_below | (first_query + gl.arange(0, ROWS, SPEC.row_layout) >= lengths.q_len)
+                is_skipped = gl.min(is_below.to(gl.int32), 0)  # one answer for the warpgroup
+                if SPEC.counts_skipped:
+                    skipped += gl.where((flags & (MEANS | NOTHING)) == 0, is_skipped, 0)
+                if is_skipped == 0:
+                    pending = issue_stage(scores, scales, origin, decay, operands, stage, accumulator, SPEC)
+                    accumulator = add_stage(wait_for_stage(pending, accumulator, 0, SPEC), decay, SPEC)
+                    row_origin = new_origin
+                pending_scores = issue_qk(operands.query, operands.keys.index(next_stage), SPEC)
+            else:
+                pending = issue_stage(scores, scales, origin, decay, operands, stage, accumulator, SPEC)
+                # After the last stage this repeats its scores, which nobody reads.
+                pending_scores = issue_qk(operands.query, operands.keys.index(next_stage), SPEC)
+                accumulator = wait_for_stage(pending, accumulator, 1, SPEC)
+                row_origin = new_origin
         mbarrier.arrive(barriers.empty.index(stage), count=1)
         stage_counter += 1
         stage = next_stage

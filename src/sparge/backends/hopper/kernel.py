@@ -26,7 +26,7 @@ from sparge.backends.hopper.aggregates import (
 from sparge.backends.hopper.consumer import consume
 from sparge.backends.hopper.gluon import barrier, fence_async_shared, gl, jit, mbarrier, reinterpret
 from sparge.backends.hopper.producer import produce
-from sparge.backends.hopper.softmax import declare_far
+from sparge.backends.hopper.softmax import declare_above, declare_far
 
 NUMBERS = [
     *("softmax_scale", "heads", "group", "q_len", "kv_len", "first_offset", "last_offset", "first_value"),
@@ -84,11 +84,12 @@ def attention_kernel(
 
     Stages of means follow those of kept blocks: a mean is a key, with a bias that is -inf where it does not enter.
 
-    For each stage, with S in octaves (or eighths, `Spec.steps_per_octave`) and m, l, O starting at -inf, 0, 0:
+    For each stage, with S in log2 units (or others, `Spec.steps_per_octave`) and m, l, O starting at -inf, 0, 0:
 
         S  = Q K^T, times the scales of Q (in which the softmax scale is) and K; -inf where a key is hidden
         m' = the score that P counts from. FP8: max(the stage's row maximum, the row maximum so far - 64);
-             16 bits: the row maximum so far, or one up to 8 octaves below it (`consumer._new_origin`)
+             16 bits: the row maximum of an earlier stage, unless P grows too large
+             (`accumulator.issue_stage_without_maximum`); with a threshold or INT8 scores, the row maximum so far
         P  = 2^(S - m'), times what 1 is stored as, rounded to FP8 or 16 bits
         l' = l 2^(m - m') + row sums of P
         O' = O 2^(m - m') + P V
@@ -126,6 +127,8 @@ def attention_kernel(
     """
     if SPEC.peaks == "every_tile":
         declare_far()
+    if SPEC.rescales_rarely:
+        declare_above()
     query_smem = gl.allocate_shared_memory(
         query_desc.dtype, [SPEC.query_stages * SPEC.chunks, BLOCK_Q, SPEC.chunk], SPEC.key_smem_layout
     )

@@ -8,7 +8,7 @@ for each tile:   wait until a query stage is empty  ->  tile metadata  ->  copy 
 from __future__ import annotations
 
 from sparge.backends.cuda.primitives import BLOCK_K, BLOCK_Q, KEY_GROUPS
-from sparge.backends.hopper.aggregates import MASKED, MEANS, NON_FINITE, NOTHING, PEAK, PLAIN
+from sparge.backends.hopper.aggregates import HUGE, MASKED, MEANS, NON_FINITE, NOTHING, PEAK, PLAIN
 from sparge.backends.hopper.gluon import async_load, barrier, gl, jit, mbarrier, reinterpret
 from sparge.backends.hopper.lengths import NUM_STAGES, TILE, lengths_of, store_lengths, store_of_tile
 from sparge.backends.hopper.scheduler import (
@@ -42,6 +42,14 @@ def _describe(metadata, stage, key_scale, flags, zero):
     """Tell consumers about a stage; every thread writes the same."""
     metadata.key_scale.index(stage).store(key_scale)
     metadata.flags.index(stage).store(zero + flags)
+
+
+@jit
+def _largest_query_scale(scales, coordinates, sizes, SPEC: gl.constexpr):
+    """The largest scale of a tile's queries, in steps."""
+    row = coordinates.flat_head.to(gl.int64) * sizes.q_blocks + coordinates.q_block
+    rows = gl.arange(0, BLOCK_Q, gl.BlockedLayout([BLOCK_Q // 32], [32], [1], [0]))
+    return gl.max(gl.load(scales.query_ptr + (row * BLOCK_Q + rows)), 0) * SPEC.steps_per_octave
 
 
 @jit
@@ -154,6 +162,9 @@ def produce(
         list_ptr = lists.kv_indices_ptr + row * sizes.kv_blocks
         flat_kv_head = coordinates.batch.to(gl.int64) * (sizes.heads // sizes.group) + coordinates.kv_head
         scale_ptr = scales.key_ptr + flat_kv_head * sizes.kv_blocks * KEY_GROUPS
+        query_scale = gl.to_tensor(1.0)
+        if SPEC.quantized:
+            query_scale = _largest_query_scale(scales, coordinates, sizes, SPEC)
         for i in range(0, num_stages):
             stage = stage_counter % SPEC.stages
             position = i * blocks
@@ -182,6 +193,8 @@ def produce(
                 if SPEC.peaks == "marked":
                     flags += gl.max((key_scale < 0).to(gl.int32), 0) * PEAK
                 key_scale = gl.abs(key_scale)
+                largest = gl.max(gl.where(is_there, key_scale, 0.0), 0)
+                flags += gl.where(largest * query_scale >= SPEC.huge_scale, HUGE, 0)
                 if SPEC.exponential_free:  # codes from the scores cannot carry NaN
                     flags += (1 - gl.min((key_scale == key_scale).to(gl.int32), 0)) * NON_FINITE
             _wait_empty(barriers.empty, stage_counter, SPEC.stages)
@@ -205,6 +218,8 @@ def produce(
                 if SPEC.quantized:
                     is_there = i * blocks + groups // KEY_GROUPS < mean_blocks
                     key_scale = gl.load(scale_ptr + i * blocks * KEY_GROUPS + groups, mask=is_there, other=1.0)
+                    largest = gl.max(gl.where(is_there, key_scale, 0.0), 0)
+                    flags += gl.where(largest * query_scale >= SPEC.huge_scale, HUGE, 0)
                 bias = gl.load(bias_ptr + i * SPEC.keys + columns) * SPEC.steps_per_octave
                 if SPEC.exponential_free:
                     flags += (1 - gl.min((bias == bias).to(gl.int32), 0)) * NON_FINITE

@@ -1,9 +1,14 @@
 """The softmax of a consumer: what it computes between S = Q K^T and P V.
 
-    load_key_scales -> mask_scores or add_bias -> max_by_lane -> [any_far_below -> part_of_scores] -> probabilities
+    load_key_scales -> score_scales -> [adjust_scores] -> max_by_lane -> [any_far_below -> part_of_scores]
+        -> probabilities
 
-Scores count steps (`Spec.steps_per_octave`): octaves, or eighths of one where P's codes come straight from them;
-docs/hopper.md explains these codes. S is [64, keys], raw: INT32 sums that are floats above 1.5 * 2^23, or float32.
+Scores count steps (`Spec.steps_per_octave`): log2 units, or 2^-24 for an eighth of one where P's FP8 codes come
+straight from them; docs/hopper.md explains these codes. S is [64, keys], raw, and times its `ScoreScales` a score:
+
+    quantized   INT32 sums that are floats above 1.5 * 2^23 (`primitives.INT32_AS_FLOAT`)
+    16 bits     float32
+
 A row's columns lie in four threads, its lanes.
 """
 
@@ -11,6 +16,7 @@ from __future__ import annotations
 
 from sparge.backends.cuda import primitives
 from sparge.backends.cuda.primitives import BLOCK_K, FAR, FLOAT_OFFSET
+from sparge.backends.hopper.aggregates import HUGE, MEANS
 from sparge.backends.hopper.gluon import aggregate, gl, jit
 from sparge.backends.hopper.scheduler import last_offset_of
 from sparge.backends.hopper.spec import ROWS
@@ -21,8 +27,10 @@ HIDDEN_BITS = gl.constexpr(-0x00800000)
 """-inf as bits: the least of all scores, compared as integers or as floats."""
 LOWEST = gl.constexpr(-3e38)
 """Below every score but those that are hidden."""
-CODE_STEP = gl.constexpr(2.0**-24)
-"""The smallest float16. Codes are rounded as multiples of it: such a number's bits are the code."""
+HUGE_UNIT = gl.constexpr(2.0)
+"""Log2 units that an integer of `_coarser_block` is worth. Scores saturate at 2^23 of them, 5.8 million nats."""
+INT32_AS_FLOAT_RANGE = gl.constexpr(2.0**22 - 1)
+"""The largest sum that is a float above 1.5 * 2^23."""
 
 
 @aggregate
@@ -53,13 +61,25 @@ def load_key_scales(metadata, stage, SPEC: gl.constexpr):
     return KeyScales(first=first, second=second)
 
 
+@aggregate
+class ScoreScales:
+    """Scales of a stage's raw scores in steps, by key block: [64, 4] each; of unquantized scores, one number."""
+
+    first: gl.tensor | gl.constexpr
+    second: gl.tensor | gl.constexpr
+
+
 @jit
-def _score_scale(query_scale, key_scale, SPEC: gl.constexpr):
-    """The scale of a key block's raw scores, [64, 4], in steps; of unquantised scores, one number."""
+def score_scales(query_scale, key_scales, SPEC: gl.constexpr):
+    """The scales of a stage's raw scores, from those of its queries [64], in steps, and of its keys."""
     if SPEC.quantized:
-        return query_scale[:, None] * key_scale[None, :]
+        first = query_scale[:, None] * key_scales.first[None, :]
+        second = first
+        if SPEC.blocks == 2:
+            second = query_scale[:, None] * key_scales.second[None, :]
+        return ScoreScales(first=first, second=second)
     else:
-        return query_scale
+        return ScoreScales(first=query_scale, second=query_scale)
 
 
 @jit
@@ -90,33 +110,87 @@ def mask_scores(scores, metadata, stage, first_query, lengths, SPEC: gl.constexp
 
 
 @jit
-def _add_block_bias(block, query_scale, key_scale, bias_smem, SPEC: gl.constexpr):
+def _by_group(block):
+    """Scores of a key block [64, 64] as [64, 8, 4, 2]: the four groups are a row's lanes. Nothing moves."""
+    return gl.reshape(block, (ROWS, 8, 4, 2))
+
+
+@jit
+def _for_groups(numbers, grouped):
+    """One number for each lane of a row [64, 4], to go with `_by_group`."""
+    lanes: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, grouped.type.layout))
+    return gl.convert_layout(numbers, lanes)[:, None, :, None]
+
+
+@jit
+def _add_block_bias(block, scale, bias_smem, SPEC: gl.constexpr):
     """Raw scores of a key block [64, 64] with what they get besides, [64] in steps; -inf where that is.
 
     Of INT8 codes the bias is rounded to a whole number of raw units, far less than what the codes are rounded by.
     """
     bias = bias_smem.load(gl.SliceLayout(0, block.type.layout))
     if SPEC.quantized:
-        grouped = gl.reshape(_as_floats(block), (ROWS, 8, 4, 2))
-        lanes: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, grouped.type.layout))
-        units = gl.convert_layout(1.0 / _score_scale(query_scale, key_scale, SPEC), lanes)[:, None, :, None]
+        grouped = _by_group(_as_floats(block))
+        units = _for_groups(1.0 / scale, grouped)
         bias = gl.convert_layout(gl.reshape(bias, (8, 4, 2)), gl.SliceLayout(0, grouped.type.layout))[None, :, :, :]
         return gl.reshape(gl.fma(bias, units, grouped), (ROWS, BLOCK_K)).to(gl.int32, bitcast=True)
     else:
-        return block + (bias * (1.0 / query_scale))[None, :]
+        return block + (bias * (1.0 / scale))[None, :]
 
 
 @jit
-def add_bias(scores, metadata, stage, query_scale, key_scales, SPEC: gl.constexpr):
+def _add_bias(scores, scales, metadata, stage, SPEC: gl.constexpr):
     """Raw scores of a stage of means [64, keys], with their bias; -inf where a mean does not enter."""
     place = stage * SPEC.blocks
     first, second = split_blocks(scores, SPEC.blocks)
-    first = _add_block_bias(first, query_scale, key_scales.first, metadata.bias.index(place), SPEC)
+    first = _add_block_bias(first, scales.first, metadata.bias.index(place), SPEC)
     if SPEC.blocks == 2:
-        second = _add_block_bias(second, query_scale, key_scales.second, metadata.bias.index(place + 1), SPEC)
-        return _join_blocks(first, second, SPEC)
+        second = _add_block_bias(second, scales.second, metadata.bias.index(place + 1), SPEC)
+    return _join_blocks(first, second, SPEC)
+
+
+@jit
+def _coarser_block(block, scale, SPEC: gl.constexpr):
+    """Raw scores of a key block in units of `HUGE_UNIT` where their own unit is larger than `Spec.huge_scale`.
+
+    `probabilities` takes scores one integer lower than they are. That must not be more than P's range.
+    """
+    grouped = _by_group(block)
+    unit: gl.constexpr = HUGE_UNIT * SPEC.steps_per_octave
+    steps = (_as_floats(grouped) - FLOAT_OFFSET) * _for_groups(scale * (1.0 / unit), grouped)
+    steps = gl.minimum(gl.maximum(steps, -INT32_AS_FLOAT_RANGE), INT32_AS_FLOAT_RANGE)
+    coarser = (steps + FLOAT_OFFSET).to(gl.int32, bitcast=True)
+    is_huge = _for_groups(scale, grouped) >= SPEC.huge_scale
+    return gl.reshape(gl.where(is_huge, coarser, grouped), (ROWS, BLOCK_K))
+
+
+@jit
+def _coarser_scores(scores, scales, SPEC: gl.constexpr):
+    """Raw scores of a stage in a unit that `probabilities` can use, and the scales that go with them."""
+    first, second = split_blocks(scores, SPEC.blocks)
+    first = _coarser_block(first, scales.first, SPEC)
+    if SPEC.blocks == 2:
+        second = _coarser_block(second, scales.second, SPEC)
+    unit: gl.constexpr = HUGE_UNIT * SPEC.steps_per_octave
+    first_scale = gl.where(scales.first >= SPEC.huge_scale, unit, scales.first)
+    second_scale = gl.where(scales.second >= SPEC.huge_scale, unit, scales.second)
+    return _join_blocks(first, second, SPEC), ScoreScales(first=first_scale, second=second_scale)
+
+
+@jit
+def adjust_scores(scores, scales, metadata, stage, flags, first_query, lengths, SPEC: gl.constexpr):
+    """Raw scores and scales of a stage that is not plain: of huge logits, masked, or with a bias."""
+    if SPEC.quantized:  # noqa: SIM102
+        if (flags & HUGE) != 0:
+            scores, scales = _coarser_scores(scores, scales, SPEC)
+    if SPEC.means:
+        if (flags & MEANS) != 0:
+            scores = _add_bias(scores, scales, metadata, stage, SPEC)
+        else:
+            scores = mask_scores(scores, metadata, stage, first_query, lengths, SPEC)
     else:
-        return gl.convert_layout(first, SPEC.scores_layout)
+        scores = mask_scores(scores, metadata, stage, first_query, lengths, SPEC)
+    return scores, scales
 
 
 @jit
@@ -130,9 +204,12 @@ def split_blocks(scores, BLOCKS: gl.constexpr):
 
 @jit
 def _join_blocks(first, second, SPEC: gl.constexpr):
-    """The inverse of `split_blocks` of two blocks."""
-    scores = gl.reshape(gl.permute(gl.join(first, second), (0, 2, 1)), (ROWS, 2 * BLOCK_K))
-    return gl.convert_layout(scores, SPEC.scores_layout)
+    """The inverse of `split_blocks`."""
+    if SPEC.blocks == 1:
+        return gl.convert_layout(first, SPEC.scores_layout)
+    else:
+        scores = gl.reshape(gl.permute(gl.join(first, second), (0, 2, 1)), (ROWS, 2 * BLOCK_K))
+        return gl.convert_layout(scores, SPEC.scores_layout)
 
 
 @jit
@@ -145,50 +222,43 @@ def _as_floats(scores):
 
 
 @jit
-def _block_max_by_lane(block, key_scale, SPEC: gl.constexpr):
-    """The maximum of each lane's own columns of a key block's scores [64, 64], not yet scaled by query: [64, 4]."""
-    largest = _as_floats(gl.max(gl.max(gl.reshape(block, (ROWS, 8, 4, 2)), 3), 1))
-    largest = gl.convert_layout(largest, SPEC.lane_layout)
+def _block_max_by_lane(block, scale, SPEC: gl.constexpr):
+    """The maximum of each lane's own columns of a key block's scores [64, 64], in steps: [64, 4]."""
+    largest = gl.convert_layout(gl.max(gl.max(_by_group(block), 3), 1), SPEC.lane_layout)
     if SPEC.quantized:
-        return (largest - FLOAT_OFFSET) * key_scale[None, :]
+        return (_as_floats(largest) - FLOAT_OFFSET) * scale
     else:
-        return largest
+        return largest * scale
 
 
 @jit
-def max_by_lane(scores, query_scale, key_scales, SPEC: gl.constexpr):
+def max_by_lane(scores, scales, SPEC: gl.constexpr):
     """The maximum of each lane's own columns of a stage's scores, [64, 4], in steps."""
     first, second = split_blocks(scores, SPEC.blocks)
-    largest = _block_max_by_lane(first, key_scales.first, SPEC)
+    largest = _block_max_by_lane(first, scales.first, SPEC)
     if SPEC.blocks == 2:
-        largest = gl.maximum(largest, _block_max_by_lane(second, key_scales.second, SPEC))
-    if SPEC.quantized:
-        return largest * query_scale[:, None]
-    else:
-        return largest * query_scale
+        largest = gl.maximum(largest, _block_max_by_lane(second, scales.second, SPEC))
+    return largest
 
 
 @jit
-def _part_of_block(block, query_scale, key_scale, edge, IS_UPPER: gl.constexpr, SPEC: gl.constexpr):
-    """Raw scores of a key block above a score ``edge`` [64], or up to it, with -inf for the others."""
-    limit = edge[:, None] / _score_scale(query_scale, key_scale, SPEC) + FLOAT_OFFSET
-    grouped = gl.reshape(block, (ROWS, 8, 4, 2))
-    lanes: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, grouped.type.layout))
-    is_upper = _as_floats(grouped) > gl.convert_layout(limit, lanes)[:, None, :, None]
+def _part_of_block(block, scale, edge, IS_UPPER: gl.constexpr):
+    """Raw scores of a key block above a score ``edge`` [64], or up to it; the others are hidden."""
+    grouped = _by_group(block)
+    limit = edge[:, None] / scale + FLOAT_OFFSET
+    is_upper = _as_floats(grouped) > _for_groups(limit, grouped)
     kept = gl.where(is_upper == IS_UPPER, grouped, HIDDEN_BITS)
     return gl.reshape(kept, (ROWS, BLOCK_K))
 
 
 @jit
-def part_of_scores(scores, query_scale, key_scales, edge, IS_UPPER: gl.constexpr, SPEC: gl.constexpr):
-    """Raw scores of a stage above a score ``edge`` [64], or up to it, with -inf for the others."""
+def part_of_scores(scores, scales, edge, IS_UPPER: gl.constexpr, SPEC: gl.constexpr):
+    """Raw scores of a stage above a score ``edge`` [64], or up to it; the others are hidden."""
     first, second = split_blocks(scores, SPEC.blocks)
-    first = _part_of_block(first, query_scale, key_scales.first, edge, IS_UPPER, SPEC)
+    first = _part_of_block(first, scales.first, edge, IS_UPPER)
     if SPEC.blocks == 2:
-        second = _part_of_block(second, query_scale, key_scales.second, edge, IS_UPPER, SPEC)
-        return _join_blocks(first, second, SPEC)
-    else:
-        return gl.convert_layout(first, SPEC.scores_layout)
+        second = _part_of_block(second, scales.second, edge, IS_UPPER)
+    return _join_blocks(first, second, SPEC)
 
 
 @jit
@@ -223,6 +293,37 @@ def any_far_below(lane_max, row_max, CONSUMER: gl.constexpr, SPEC: gl.constexpr)
         pack=1,
     )
     return answer != 0
+
+
+@jit
+def any_above(lane_sum, LIMIT: gl.constexpr):
+    """Whether a number of [64, 4] exceeds a limit or is NaN: an answer for each warp.
+
+    What depends on it must be a warp's own business: no barriers, no products.
+    """
+    gl.inline_asm_elementwise(
+        "setp.gtu.f32 above, $2, $4; setp.gtu.or.f32 above, $3, $5, above; mov.b32 $0, 0; mov.b32 $1, 0;",
+        "=r,=r,f,f,f,f",
+        [lane_sum, gl.full_like(lane_sum, LIMIT)],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=2,
+    )
+    answer = gl.inline_asm_elementwise(
+        "{ .reg .pred any; vote.sync.any.pred any, above, 0xffffffff; selp.b32 $0, 1, 0, any; }",
+        "=r",
+        [],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    return answer != 0
+
+
+@jit
+def declare_above():
+    """Declare the register that `any_above` uses, once per kernel."""
+    gl.inline_asm_elementwise(".reg .pred above; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @jit
@@ -275,7 +376,7 @@ def _fp8_from_scores(scores, slope, offset):
 
 
 @jit
-def probabilities(block, query_scale, key_scale, origin, P_TYPE: gl.constexpr, SPEC: gl.constexpr):
+def probabilities(block, scale, origin, P_TYPE: gl.constexpr, SPEC: gl.constexpr):
     """P of one key block as the left operand of P V, and each lane's sum of it, [64, 4] (0 if exponential-free).
 
     What is subtracted is of the size of FLOAT_OFFSET and rounded (once: fma), by up to three quarters of an integer;
@@ -284,22 +385,20 @@ def probabilities(block, query_scale, key_scale, origin, P_TYPE: gl.constexpr, S
 
     Args:
         block: raw scores [64, 64].
-        query_scale, key_scale: scales of the codes of the queries [64], in steps, and of the keys [4].
+        scale: of the scores, [64, 4] or one number.
         origin: [64], the score that P counts from, less what P = 1 is stored as; in steps.
     """
     scores = _as_operand(_as_floats(block), SPEC)
     lane_sum = 0.0
     if SPEC.exponential_free:
-        slope = _score_scale(query_scale * CODE_STEP, key_scale, SPEC)
-        offset = gl.fma(slope, -(FLOAT_OFFSET + 1.0), (origin * -CODE_STEP)[:, None])
-        p = _fp8_from_scores(scores, _for_lanes(slope), _for_lanes(offset))
+        offset = gl.fma(scale, -(FLOAT_OFFSET + 1.0), -origin[:, None])
+        p = _fp8_from_scores(scores, _for_lanes(scale), _for_lanes(offset))
     else:
-        score_scale = _score_scale(query_scale, key_scale, SPEC)
         if SPEC.quantized:
-            offset = gl.fma(score_scale, FLOAT_OFFSET + 1.0, origin[:, None])
-            scores = scores * _for_lanes(score_scale) - _for_lanes(offset)
+            offset = gl.fma(scale, FLOAT_OFFSET + 1.0, origin[:, None])
+            scores = scores * _for_lanes(scale) - _for_lanes(offset)
         else:
-            scores = scores * score_scale - _for_lanes(origin[:, None])
+            scores = scores * scale - _for_lanes(origin[:, None])
         exact = gl.exp2(scores)
         lane_sum = gl.convert_layout(gl.sum(gl.sum(exact, 3), 1), SPEC.lane_layout)
         p = exact.to(P_TYPE)

@@ -15,8 +15,10 @@ from sparge.geometry import BLOCK_K, BLOCK_Q, ROW_GROUP
 
 ROWS = gl.constexpr(ROW_GROUP)
 """Queries of one consumer: what a warpgroup's matrix instruction takes."""
+CODE_STEP = 2.0**-24
+"""The smallest float16. Codes are rounded as multiples of it: such a number's bits are the code."""
 SLACK = gl.constexpr(8.0)
-"""Octaves that P may exceed 1 by, where the output is rescaled rarely."""
+"""Log2 units that float16 leaves P above 1, where the output is rescaled rarely."""
 
 
 def _accumulator_layout(columns: int, depth: int) -> gl.NVMMADistributedLayout:
@@ -84,9 +86,9 @@ class Spec:
 
     @property
     def rescales_rarely(self) -> bool:
-        """Whether P counts from a score that may lie below the maximum: with 16 bits it may exceed 1.
+        """Whether P counts from the maximum of an earlier stage as long as it does not grow too large.
 
-        With an INT8 S it gave nothing (docs/lab/hopper.md); a threshold needs the maximum.
+        FP8 has no range for that, a threshold needs the maximum, and INT8 scores did not gain (docs/lab/hopper.md).
         """
         return not self.quantized and not self.has_threshold
 
@@ -97,8 +99,8 @@ class Spec:
 
     @property
     def steps_per_octave(self) -> float:
-        """The unit of the scores: octaves (log2), or eighths of one, in which FP8 codes count."""
-        return float(FP8_CODES_PER_OCTAVE) if self.exponential_free else 1.0
+        """The unit of the scores: log2 units, or what FP8 codes count in, eight for each, times `CODE_STEP`."""
+        return FP8_CODES_PER_OCTAVE * CODE_STEP if self.exponential_free else 1.0
 
     @property
     def log2_one(self) -> float:
@@ -110,12 +112,17 @@ class Spec:
     @property
     def steps_of_one(self) -> float:
         """The same in steps, which the origin of P is lowered by."""
-        return float(FP8_TOP_CODE) if self.exponential_free else self.log2_one
+        return FP8_TOP_CODE * CODE_STEP if self.exponential_free else self.log2_one
 
     @property
     def inverse_one(self) -> float:
         """What sums of stored P are multiplied by."""
         return 2.0**-self.log2_one
+
+    @property
+    def huge_scale(self) -> float:
+        """Steps that an integer of Q K^T may be worth. P's range must bear that one more is subtracted."""
+        return self.steps_per_octave
 
     @property
     def keys(self) -> int:
