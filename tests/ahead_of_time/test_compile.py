@@ -64,21 +64,22 @@ TENSOR_MEMORY = 512
 """Columns of it on compute capability 10.0."""
 KNOWN_SPILLS = {
     (89, "attention_kernel, int8_fp16 similarity"): (16, 0),
-    # Triton 3.9; with 3.6 a third of the bytes or less, none of them in a step.
+    # Triton 3.9; with 3.6 a third of the bytes or less, none of them in a step. A stage of huge logits has scales of
+    # its own: two registers more than where the branch for unusual stages only changed scores.
     (90, "attention_kernel, int8_fp8_fast on hopper"): (152, 3),
-    (90, "attention_kernel, int8_fp8_fast causal on hopper"): (176, 5),
-    (90, "attention_kernel, int8_fp8_fast causal every tile on hopper"): (184, 11),
+    (90, "attention_kernel, int8_fp8_fast causal on hopper"): (176, 8),
+    (90, "attention_kernel, int8_fp8_fast causal every tile on hopper"): (184, 16),
     (90, "attention_kernel, int8_fp8_fast D 256 on hopper"): (144, 3),
     (90, "attention_kernel, int8_fp8 on hopper"): (160, 3),
-    (90, "attention_kernel, int8_fp16 on hopper"): (16, 0),
+    (90, "attention_kernel, int8_fp16 on hopper"): (24, 0),
     (90, "attention_kernel, none D 256 on hopper"): (40, 1),
     (90, "attention_kernel, int8_fp8"): (16, 0),
     (90, "attention_kernel, int8_fp8 means"): (16, 0),
-    (90, "attention_kernel, int8_fp8_fast means on hopper"): (192, 3),  # tokens first; 184 with heads first
+    (90, "attention_kernel, int8_fp8_fast means on hopper"): (200, 3),  # tokens first
     # Triton 3.9 alone was tried.
     (90, "attention_kernel, int8_fp8 window"): (8, 0),
     (90, "attention_kernel, int8_fp8_fast window on hopper"): (160, 22),
-    (90, "attention_kernel, int8_fp8_fast packed on hopper"): (144, 2),
+    (90, "attention_kernel, int8_fp8_fast packed on hopper"): (144, 8),
     (90, "attention_kernel, int8_fp8 packed"): (16, 0),
     (90, "attention_kernel, none window on hopper"): (8, 0),
     # Sums of keys and of values at a time; of Triton 3.9 alone.
