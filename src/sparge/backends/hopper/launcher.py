@@ -24,13 +24,13 @@ from sparge.backends.cuda.launch import (
 )
 from sparge.backends.cuda.operands import Operands
 from sparge.backends.cuda.peak_handling import peak_handling
+from sparge.backends.cuda.stages.unpack import unpack
 from sparge.backends.hopper import configs
 from sparge.backends.hopper.gluon import TensorDescriptor, gl
 from sparge.backends.hopper.kernel import attention_kernel
 from sparge.backends.hopper.spec import Spec
 from sparge.block_mask import BlockMask
 from sparge.call import Call
-from sparge.segments import KV_LEN, KV_START, Q_LEN, Q_START
 
 LEAST_WIDTH = 64
 """Channels the kernel computes at least; missing ones are copied as 0."""
@@ -47,7 +47,7 @@ def attend(
     query, key, value, stand_in = operands.query, operands.key, operands.value, operands.query
     shape, segments, has_threshold = call.shape, call.segments, call.pv_threshold is not None
     if segments is not None and not call.is_quantized:
-        query, key, value = _unpacked(query, key, value, segments.table, call)
+        query, key, value = unpack(query, key, value, call)
     if not call.is_quantized:
         query = _copyable(-query if call.scale < 0 else query)  # scores are scaled after their maximum is taken
         key = _copyable(key)
@@ -135,33 +135,6 @@ def attend(
         num_warps=4,
     )
     return output, lse
-
-
-def _unpacked(query: Tensor, key: Tensor, value: Tensor, table: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """Q, K and V of a pack, (B, H, tokens of all segments, D) with a stride of 0 over the segments, as a padded batch.
-
-    TMA takes no such stride, and a segment's last block would hold what follows it: 0 times NaN is NaN. So would a
-    block of values that nobody sees in part, before the first window. All of that becomes 0.
-    """
-    shape = call.shape
-    q_start, q_len, kv_start, kv_len = (table[:, column, None] for column in (Q_START, Q_LEN, KV_START, KV_LEN))
-    first_seen = torch.zeros_like(kv_len)
-    if call.window.left is not None:
-        first_seen = (kv_len - q_len - call.window.left).clamp(min=0)
-    return (
-        _gathered(query, q_start, torch.zeros_like(q_len), q_len, shape.q_len),
-        _gathered(key, kv_start, torch.zeros_like(kv_len), kv_len, shape.kv_len),
-        _gathered(value, kv_start, first_seen, kv_len, shape.kv_len),
-    )
-
-
-def _gathered(pack: Tensor, start: Tensor, first: Tensor, end: Tensor, longest: int) -> Tensor:
-    """Tokens ``first`` to ``end`` of the segments of a pack, each (B, 1), as (B, H, longest, D); others are 0."""
-    positions = torch.arange(longest, device=pack.device)
-    tokens = (start + positions).clamp(max=pack.shape[2] - 1)  # [B, longest]
-    outside = (positions < first) | (positions >= end)
-    batch = pack[0].transpose(0, 1)[tokens].masked_fill_(outside[:, :, None, None], 0)
-    return batch.transpose(1, 2)
 
 
 def _copyable(tensor: Tensor) -> Tensor:
