@@ -73,7 +73,7 @@ class Case:
 
 
 CASES = {
-    "int8_fp8": Case("int8_fp8", kernels="attention|key_value|summarize"),
+    "int8_fp8": Case("int8_fp8", kernels="attention|key_value|summarize|peaks"),
     "int8_fp8 D 64": Case("int8_fp8", head_dim=64),
     "int8_fp8 every tile": Case("int8_fp8", is_causal=True, length=4096, is_typical=False),
     "int8_fp8 threshold": Case("int8_fp8", pv_threshold=-8.0),
@@ -100,7 +100,7 @@ CASES = {
     "int8_fp8 on hopper": Case("int8_fp8", backend="hopper"),
     "int8_fp16 on hopper": Case("int8_fp16", is_causal=True, backend="hopper"),
     "none on hopper": Case("none", backend="hopper"),
-    "int8_fp8 window": Case("int8_fp8", window=(5000, 0), kernels="attention|score|select", is_typical=False),
+    "int8_fp8 window": Case("int8_fp8", window=(5000, 0), kernels="attention|peaks|score|select", is_typical=False),
     "int8_fp8_fast window on hopper": Case("int8_fp8_fast", window=(5000, 0), backend="hopper"),
     "none window on hopper": Case("none", window=(5000, 0), backend="hopper"),
     "none D 256 on hopper": Case("none", head_dim=256, backend="hopper"),

@@ -129,6 +129,7 @@ def test_stages_get_what_they_got(architecture: int) -> None:
     assert astuple(stage_configs.summarize_config()) == (2, 8, 1)
     assert astuple(stage_configs.reduce_config()) == (64, 16, 4)
     assert stage_configs.key_value_config().warps == 4
+    assert astuple(stage_configs.peak_config()) == (8, 3, 4)
     for width in (16, 32, 64, 128, 256):
         assert stage_configs.query_config(width).warps == (4 if width <= 128 else 8)
         expected = (128 if width <= 128 else 64, 32 if is_small else 64, 8, 1)

@@ -24,19 +24,14 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 FAR_NATS = FAR.value * math.log(2.0)
 
 
-def key_scales(query: Tensor, key: Tensor, *, is_causal: bool = False, handling: str = "marked") -> Tensor:
-    """The scales of the key blocks, (B, Hkv, kv_blocks, 4)."""
-    call = call_of(shape_of(query, key, key), is_causal=is_causal, quantization="int8_fp8")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "peak_handling", lambda _: handling)
-        operands, _ = pipeline.prepare(query, key, key, call, with_mask=False, with_operands=True)
-    assert operands is not None
-    return operands.key_scale
-
-
 def marked(query: Tensor, key: Tensor, *, is_causal: bool = False) -> Tensor:
     """The kernel's answer, (B, Hkv, kv_blocks)."""
-    signs = key_scales(query, key, is_causal=is_causal) < 0
+    shape = shape_of(query, key, key)
+    call = call_of(shape, is_causal=is_causal, quantization="int8_fp8")
+    operands, _ = pipeline.prepare(query, key, key, call, with_mask=False, with_operands=True)
+    assert operands is not None
+    peaks.mark_peaks(operands.query, operands.query_scale, operands.key, operands.key_scale, call)
+    signs = operands.key_scale < 0
     assert torch.equal(signs.any(-1), signs.all(-1))
     return signs[..., 0]
 
@@ -45,7 +40,7 @@ def votes(query: Tensor, key: Tensor, *, is_causal: bool = False) -> Tensor:
     """How many of the sampled queries have a peak in each block, (B, Hkv, kv_blocks). Lengths are whole blocks."""
     batch, kv_heads, kv_len, head_dim = key.shape
     group, q_len = query.shape[1] // kv_heads, query.shape[2]
-    per_head = max(peaks.SAMPLES.value // group, 1)
+    per_head = max(peaks.SAMPLES // group, 1)
     positions = (2 * torch.arange(per_head) + 1) * q_len // (2 * per_head)
     sampled = query.view(batch, kv_heads, group, q_len, head_dim)[..., positions, :]
     scores = sampled.float() @ key.float()[:, :, None].mT * head_dim**-0.5
@@ -66,18 +61,26 @@ def test_marks_what_enough_samples_see(heads: int, kv_heads: int, is_causal: boo
     query[:, 0, 224:] += own / 8
     got = marked(query, key, is_causal=is_causal)
     counts = votes(query, key - key.mean(2, keepdim=True), is_causal=is_causal)
-    per_head = peaks.SAMPLES.value // (heads // kv_heads)
-    needed = min(max(per_head // 2, 2), peaks.NEEDED.value)
+    per_head = peaks.SAMPLES // (heads // kv_heads)
+    needed = min(max(per_head // 2, 2), peaks.NEEDED)
     assert torch.equal(got, counts >= needed)
     assert got.sum() == 4 * kv_heads
     assert counts[0, 0, 330 // 64] > 0
 
 
-def test_a_mark_changes_the_sign_of_scales_alone() -> None:
-    query, key, _ = by_name("sink-16").make(64, 192, dtype=torch.float32)
-    plain, got = key_scales(query, key, handling="ignored"), key_scales(query, key)
-    assert torch.equal(got.abs(), plain)
-    assert (got[..., 0] < 0).flatten().tolist() == [True, False, False]
+def test_marking_twice_changes_nothing() -> None:
+    query, key, value = by_name("sink-16").make(64, 192, dtype=torch.float32)
+    shape = shape_of(query, key, value)
+    call = call_of(shape, quantization="int8_fp8")
+    operands, _ = pipeline.prepare(query, key, value, call, with_mask=False, with_operands=True)
+    assert operands is not None
+    arguments = operands.query, operands.query_scale, operands.key, operands.key_scale, call
+    before = operands.key_scale.clone()
+    peaks.mark_peaks(*arguments)
+    once = operands.key_scale.clone()
+    peaks.mark_peaks(*arguments)
+    assert torch.equal(operands.key_scale, once) and torch.equal(once.abs(), before)
+    assert (once[..., 0] < 0).flatten().tolist() == [True, False, False]
 
 
 def test_one_query_is_all_samples() -> None:

@@ -92,8 +92,7 @@ def key_value_codes(
     assert shape.kv_len == 1 or (summary.balance != 1).any()
     seen = visibility_of(shape, is_causal, attn_mask)
     call = call_of(shape, is_causal=is_causal, quantization=quantization, attn_mask=attn_mask)
-    codes, _ = quantize_key_value(key, value, summary, call, seen.keys if seen else None)
-    return codes.key, codes.key_scale, codes.value, summary
+    return *quantize_key_value(key, value, summary, call, seen.keys if seen else None), summary
 
 
 def random_channels(tokens: Tensor, seed: int = 11) -> Tensor:
@@ -191,11 +190,13 @@ class TestKeyValue:
         value[:] = 0.0
         seen = make_problem(1, 70, heads=1, head_dim=16)[0]
         summary = summary_of(seen, key, value, shape, False, None)
-        codes, _ = quantize_key_value(key, value, summary, call_of(shape, quantization="int8_fp8"), None)
+        codes, scales, value_codes = quantize_key_value(
+            key, value, summary, call_of(shape, quantization="int8_fp8"), None
+        )
         assert (summary.balance == 1).all()
-        assert not codes.key.any()
-        assert (codes.key_scale == SMALLEST_SCALE).all()
-        assert not codes.value.float().any()
+        assert not codes.any()
+        assert (scales == SMALLEST_SCALE).all()
+        assert not value_codes.float().any()
 
 
 def summary_with(key_mean: Tensor) -> KeyValueSummary:

@@ -21,7 +21,8 @@ from sparge.backends.cuda.peak_handling import peak_handling
 from sparge.backends.cuda.replay import Replay, note_constant, recorded, replayed
 from sparge.backends.cuda.stages.key_mask import KeyMask, hides_keys_alone, key_mask
 from sparge.backends.cuda.stages.mask_blocks import MaskBlocks, mask_blocks
-from sparge.backends.cuda.stages.quantize import KeyValueCodes, quantize_key_value, summarize_query
+from sparge.backends.cuda.stages.peaks import mark_peaks
+from sparge.backends.cuda.stages.quantize import quantize_key_value, quantize_means, summarize_query
 from sparge.backends.cuda.stages.replacement import replaced_bias
 from sparge.backends.cuda.stages.score import block_probabilities, score_inputs
 from sparge.backends.cuda.stages.select import select
@@ -103,13 +104,13 @@ def prepare(
     if not with_operands:
         return None, mask
     assert value is not None
-    dtype, key_scale, mean_codes = query.dtype, key, None
+    dtype, key_scale = query.dtype, key
     tokens_first = call.segments is not None or is_tokens_first(query)
     if quantizes:
-        marking = summary if peak_handling(call) == "marked" else None
-        keys_seen = seen.keys if seen else None
-        codes, mean_codes = quantize_key_value(key, value, key_value, call, keys_seen, marking)
-        query, key, key_scale, value = summary.codes, codes.key, codes.key_scale, codes.value
+        query = summary.codes
+        key, key_scale, value = quantize_key_value(key, value, key_value, call, seen.keys if seen else None)
+    if peak_handling(call) == "marked":
+        mark_peaks(query, summary.scale, key, key_scale, call)
     operands = Operands(
         query=query,
         key=key,
@@ -121,7 +122,7 @@ def prepare(
         dtype=dtype,
         tokens_first=tokens_first,
         keys_seen=seen.keys if seen else None,
-        means=_means(key_value, mean_codes, bias, mask, call) if replaces else None,
+        means=_means(key_value, bias, mask, call) if replaces else None,
         order=order,
         kind=None if blocks is None else blocks.kind,
     )
@@ -143,14 +144,8 @@ def seen_by_mask(call: Call, *, has_scores: bool) -> tuple[SeenTokens | None, Ke
     return blocks.tokens, None, blocks
 
 
-def _means(
-    key_value: KeyValueSummary,
-    codes: KeyValueCodes | None,
-    bias: Tensor | None,
-    mask: BlockMask | None,
-    call: Call,
-) -> MeanOperands:
-    """What stands for the blocks that a mask does not keep: their means or the codes of these, and the bias.
+def _means(key_value: KeyValueSummary, bias: Tensor | None, mask: BlockMask | None, call: Call) -> MeanOperands:
+    """Return the means that represent the blocks a mask does not keep, and their bias.
 
     Args:
         bias: of a mask that was selected; None where the mask was given.
@@ -158,8 +153,8 @@ def _means(
     key, value, block_bias = key_value.key_block, key_value.value_block, key_value.block_bias
     assert mask is not None and key is not None and value is not None and block_bias is not None
     key_scale = key
-    if codes is not None:
-        key, key_scale, value = codes.key, codes.key_scale, codes.value
+    if call.is_quantized:
+        key, key_scale, value = quantize_means(key_value, call)
     return MeanOperands(key, value, key_scale, replaced_bias(mask, block_bias, call) if bias is None else bias)
 
 

@@ -48,6 +48,7 @@ LAUNCHERS = {
     "score_hopper": ("cuda.stages.score", "block_probabilities"),
     "select": ("cuda.stages.select", "select"),
     "budget": ("cuda.stages.select", "select"),
+    "peaks": ("cuda.stages.peaks", "mark_peaks"),
     "replacement": ("cuda.stages.replacement", "replaced_bias"),
     "mask": ("cuda.stages.mask_blocks", "mask_blocks"),
 }

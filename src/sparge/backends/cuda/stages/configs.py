@@ -67,6 +67,15 @@ class HopperScoreConfig:
 
 
 @dataclass(frozen=True)
+class PeakConfig:
+    """Key blocks that one program checks, pipeline depth, warps."""
+
+    blocks: int
+    stages: int
+    warps: int
+
+
+@dataclass(frozen=True)
 class SelectConfig:
     """Blocks of a row that one warp takes, most warps."""
 
@@ -106,8 +115,7 @@ CONFIGS: dict[StageKey, Any] = {
     StageKey("summarize"): SummarizeConfig(2, 8, 1),
     # N 8192, 32768 and 131072: 0.006, 0.008 and 0.021 ms; 128 and 8 0.007, 0.008 and 0.018
     StageKey("reduce"): ReduceConfig(64, 16, 4),
-    # 0.150 ms with means and peaks. Without: 0.108; 8 warps 0.113, 16 warps 0.160; the floor, 0.40 GB at 4.24 TB/s, is
-    # 0.095
+    # 0.108 ms; 8 warps 0.113, 16 warps 0.160. The floor, 0.40 GB at 4.24 TB/s, is 0.095
     StageKey("quantize_key_value"): QuantizeConfig(4),
     # 0.056 ms; 8 warps 0.072. The floor, 0.20 GB, is 0.047
     StageKey("quantize_query"): QuantizeConfig(4),
@@ -132,6 +140,9 @@ CONFIGS: dict[StageKey, Any] = {
     # With one sum for all programs, at N 32768: 0.049 ms; 2 rows 0.070, one 0.120: they wait for each other. Not timed
     # since the sums have parts.
     StageKey("budget"): BudgetConfig(4),
+    # N 8192, 32768 and 131072: 0.014, 0.025 and 0.025 ms; 16 blocks 0.016, 0.025 and 0.025, two warps 0.017, 0.031 and
+    # 0.031. The floor, K's codes once: 0.008, 0.016 and 0.016
+    StageKey("peaks"): PeakConfig(8, 3, 4),
     # Not timed.
     StageKey("replacement"): ReplacementConfig(256, 2),
     # Not timed.
@@ -147,6 +158,7 @@ CANDIDATES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
     "score_hopper": {"rows": (64, 128), "columns": (32, 64, 128), "stages": (2, 3, 4)},
     "select": {"columns": (128, 256, 512, 1024), "most_warps": (8, 16)},
     "budget": {"rows": (1, 2, 4, 8)},
+    "peaks": {"blocks": (4, 8, 16), "stages": (2, 3, 4), "warps": (2, 4, 8)},
     "mask": {"blocks": (4, 8, 16), "warps": (2, 4, 8)},
     "replacement": {"step": (128, 256, 512), "warps": (1, 2, 4)},
 }
@@ -199,6 +211,10 @@ def select_config() -> SelectConfig:
 
 def budget_config() -> BudgetConfig:
     return cast(BudgetConfig, stage_config("budget"))
+
+
+def peak_config() -> PeakConfig:
+    return cast(PeakConfig, stage_config("peaks"))
 
 
 def replacement_config() -> ReplacementConfig:

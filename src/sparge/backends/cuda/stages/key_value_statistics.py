@@ -18,7 +18,6 @@ from sparge import config
 from sparge.backends.cuda.launch import (
     buffer_like,
     first_key,
-    first_query,
     launch,
     padded,
     seen_argument,
@@ -35,16 +34,12 @@ from sparge.backends.cuda.primitives import (
     segment_number,
 )
 from sparge.backends.cuda.stages import configs
-from sparge.backends.cuda.stages.query_sizes import size_queries
 from sparge.call import Call
 from sparge.geometry import ceil_div
 from sparge.visibility import SeenTokens
 
 VARIANCE_SHARE = tl.constexpr(config.VARIANCE_SHARE)
-NUMBERS = [
-    *("scale", "heads", "kv_heads", "q_len", "kv_len", "q_blocks", "kv_blocks", "first_query", "first_key", "chunks"),
-    "sized",
-]
+NUMBERS = ["scale", "kv_heads", "kv_len", "kv_blocks", "first_key", "chunks"]
 SUM, SQUARE = tl.constexpr(0), tl.constexpr(1)
 """Rows of a chunk's part of K, [2, D]."""
 
@@ -145,10 +140,8 @@ def _finite_part(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def summarize_kernel(
-    query_ptr,
     key_ptr,
     value_ptr,
-    queries_seen_ptr,
     seen_ptr,
     mean_high_ptr,
     mean_low_ptr,
@@ -160,30 +153,21 @@ def summarize_kernel(
     key_part_ptr,
     key_count_ptr,
     value_max_ptr,
-    query_part_ptr,
     segments_ptr,
-    query_strides,
     key_strides,
     value_strides,
-    queries_seen_strides,
     seen_strides,
     scale,
-    heads,
     kv_heads,
-    q_len,
     kv_len,
-    q_blocks,
     kv_blocks,
-    first_query,
     first_key,
     chunks,
-    sized,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     VALUE_DIM_PADDED: tl.constexpr,
     HAS_SEEN: tl.constexpr,
-    QUERIES_SEEN: tl.constexpr,
     WITH_MEANS: tl.constexpr,
     WITH_VARIANCE: tl.constexpr,
     WITH_BLOCKS: tl.constexpr,
@@ -201,11 +185,9 @@ def summarize_kernel(
         key part   = sum k, sum k^2 and n               of tokens that are finite in every channel
         value max  = largest finite |v|                 of each channel
 
-    Grid: chunks of every head of K and V, then ``sized`` query blocks of all heads (`size_queries`, WITH_SUMS), in one
-    dimension. Keys before ``first_key`` are seen by nobody, queries before ``first_query`` see nothing.
+    Grid: chunks of every head of K and V, in one dimension. Keys before ``first_key`` are seen by nobody.
 
     Reads
-        query                 [B, H, Sq, D] and queries_seen [B, H, Sq] bool (QUERIES_SEEN), WITH_SUMS
         key, value            [B, Hkv, Sk, D | Dv]
         seen                  [B, Hkv, Sk] bool (HAS_SEEN)
         segments              of `Segments.table` (PACKED)
@@ -217,28 +199,7 @@ def summarize_kernel(
         key_part              [B * Hkv, chunks, 2, D padded] float32, sum and sum of squares (WITH_SUMS)
         key_count             [B * Hkv, chunks] int32 (WITH_SUMS)
         value_max             [B * Hkv, chunks, Dv padded] float32 (WITH_VALUE)
-        query_part            [B * H, q_blocks, 2, D padded] float32 (WITH_SUMS)
     """
-    if WITH_SUMS:  # noqa: SIM102
-        if tl.program_id(0) >= tl.num_programs(0) - sized:  # they are short, and fill up the end
-            size_queries(
-                tl.program_id(0) - (tl.num_programs(0) - sized),
-                query_ptr,
-                queries_seen_ptr,
-                query_part_ptr,
-                segments_ptr,
-                query_strides,
-                queries_seen_strides,
-                heads,
-                q_len,
-                q_blocks,
-                first_query,
-                HEAD_DIM,
-                HEAD_DIM_PADDED,
-                QUERIES_SEEN,
-                PACKED,
-            )
-            return
     chunk = tl.program_id(0) % chunks
     flat_head = (tl.program_id(0) // chunks).to(tl.int64)
     batch = flat_head // kv_heads
@@ -351,12 +312,10 @@ class KeyValueStatistics:
     key_part: Tensor
     key_count: Tensor
     value_max: Tensor
-    query_part: Tensor
     blocks: int
 
 
 def key_value_statistics(
-    query: Tensor,
     key: Tensor,
     value: Tensor,
     call: Call,
@@ -369,7 +328,7 @@ def key_value_statistics(
     sums_of_blocks: bool,
     blocks_for: torch.dtype | None = None,
 ) -> KeyValueStatistics:
-    """Read K, and V where its maxima or means are wanted, once; and some queries where ``sums`` are.
+    """Read K, and V where its maxima or means are wanted, once.
 
     Args:
         blocks_for: the dtype of the means that stand for skipped blocks, None where none do.
@@ -393,23 +352,16 @@ def key_value_statistics(
         key_part=buffer_like(key, sums, heads, chunks, 2, width),
         key_count=buffer_like(key, sums, heads, chunks, dtype=torch.int32),
         value_max=buffer_like(key, value_max, heads, chunks, value_width),
-        query_part=buffer_like(key, sums, shape.batch * shape.heads, shape.q_blocks, 2, width),
         blocks=blocks,
     )
-    queries_seen, queries_seen_strides = seen_argument(
-        seen.queries if seen else None, (shape.batch, shape.heads, shape.q_len), query
-    )
-    sized = shape.batch * shape.heads * shape.q_blocks if sums else 0
     keys_seen, seen_strides = seen_argument(
         seen.keys if seen else None, (shape.batch, shape.kv_heads, shape.kv_len), key
     )
     launch(
         summarize_kernel,
-        sized + chunks * heads,
-        query_ptr=query,
+        chunks * heads,
         key_ptr=key,
         value_ptr=value,
-        queries_seen_ptr=queries_seen,
         seen_ptr=keys_seen,
         mean_high_ptr=statistics.mean_high,
         mean_low_ptr=statistics.mean_low,
@@ -421,30 +373,21 @@ def key_value_statistics(
         key_part_ptr=statistics.key_part,
         key_count_ptr=statistics.key_count,
         value_max_ptr=statistics.value_max,
-        query_part_ptr=statistics.query_part,
         segments_ptr=segments_argument(call, key),
-        query_strides=strides_of(query),
         key_strides=strides_of(key),
         value_strides=strides_of(value),
-        queries_seen_strides=queries_seen_strides,
         seen_strides=seen_strides,
         scale=call.scale,
-        heads=shape.heads,
         kv_heads=shape.kv_heads,
-        q_len=shape.q_len,
         kv_len=shape.kv_len,
-        q_blocks=shape.q_blocks,
         kv_blocks=shape.kv_blocks,
-        first_query=first_query(call),
         first_key=first_key(call),
         chunks=chunks,
-        sized=sized,
         HEAD_DIM=shape.head_dim,
         VALUE_DIM=shape.value_dim,
         HEAD_DIM_PADDED=width,
         VALUE_DIM_PADDED=value_width,
         HAS_SEEN=seen is not None and seen.keys is not None,
-        QUERIES_SEEN=seen is not None and seen.queries is not None,
         WITH_MEANS=means,
         WITH_VARIANCE=variance,
         WITH_BLOCKS=with_blocks,

@@ -25,8 +25,6 @@ from sparge.backends.cuda.launch import (
     seen_argument,
     segments_argument,
     strides_of,
-    window_flags,
-    window_offsets,
 )
 from sparge.backends.cuda.primitives import (
     BLOCK_K,
@@ -45,11 +43,9 @@ from sparge.backends.cuda.primitives import (
     segment_keys,
     segment_number,
     segment_queries,
-    segment_sizes,
     self_similarity,
 )
 from sparge.backends.cuda.stages import configs
-from sparge.backends.cuda.stages.peaks import holds_shared_peak
 from sparge.backends.cuda.stages.summary import KeyValueSummary
 from sparge.call import Call
 from sparge.visibility import SeenTokens
@@ -58,10 +54,7 @@ LARGEST_SCALE = tl.constexpr(1e15)
 """Of Q and of K, so that their product stays within float32; its reciprocal is the smallest."""
 SMALLEST_UNIT = tl.constexpr(1e-20)
 """Stands for 0 with the softmax scale, because a hidden score is -inf before it is scaled."""
-NUMBERS = [
-    *("scale", "heads", "kv_heads", "group", "q_len", "kv_len", "q_blocks", "kv_blocks", "first_query", "first_key"),
-    *("first_offset", "last_offset", "all_heads"),
-]
+NUMBERS = ["scale", "heads", "kv_heads", "q_len", "kv_len", "q_blocks", "kv_blocks", "first_query", "first_key"]
 
 
 @triton.jit
@@ -87,218 +80,121 @@ def _int8_codes(values, factor):
     return (values * factor + FLOAT_OFFSET).to(tl.int32, bitcast=True).to(tl.int8)
 
 
-@triton.jit
-def _key_codes(key, present, mean_ptr, balance_ptr, HEAD_DIM_PADDED: tl.constexpr):
-    """INT8 codes of 64 keys [64, D padded] and their scales [KEY_GROUPS], by a head's mean and balance."""
-    channels = tl.arange(0, HEAD_DIM_PADDED)
-    mean = tl.load(mean_ptr + channels)
-    factor = 1.0 / tl.load(balance_ptr + channels)
-    key = mix(tl.where(present[:, None], (key - mean[None, :]) * factor[None, :], 0.0))
-    # Groups of keys as the threads of a matrix product hold them: (key mod 8) div 2.
-    largest = tl.reshape(_absolute_max(key, 1).to(tl.int32, bitcast=True), (BLOCK_K // 8, KEY_GROUPS, 2))
-    scales, factors = _scale_of(tl.max(tl.max(largest, 2), 0).to(tl.float32, bitcast=True))  # [KEY_GROUPS]
-    spread = tl.broadcast_to(factors[None, :, None], (BLOCK_K // 8, KEY_GROUPS, 2))
-    return _int8_codes(key, tl.reshape(spread, (BLOCK_K,))[:, None]), scales
-
-
-@triton.jit
-def _store_key_codes(codes, scales, codes_ptr, scale_ptr, row, HEAD_DIM_PADDED: tl.constexpr):
-    """Store a block's codes and scales; ``row`` counts blocks of all heads."""
-    rows = row * BLOCK_K + tl.arange(0, BLOCK_K)
-    tl.store(codes_ptr + rows[:, None] * HEAD_DIM_PADDED + tl.arange(0, HEAD_DIM_PADDED)[None, :], codes)
-    tl.store(scale_ptr + row * KEY_GROUPS + tl.arange(0, KEY_GROUPS), scales)
-
-
-@triton.jit
-def _quantize_values(
-    head,
-    block,
-    flat_head,
-    blocks,
-    first,
-    stop,
-    scale_ptr,
-    codes_ptr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_DIM_PADDED: tl.constexpr,
-    HAS_SEEN: tl.constexpr,
-    VALUE_CODES: tl.constexpr,
-):
-    """Codes of 64 values of a head of so many blocks, FP8 transposed in the order of `fp8_token_order`, or FP16."""
-    positions = tl.arange(0, BLOCK_K)
-    tokens = block * BLOCK_K + positions
-    channels = tl.arange(0, VALUE_DIM_PADDED)
-    ordered = tokens
-    if VALUE_CODES == "fp8":
-        ordered = block * BLOCK_K + fp8_token_order(positions)
-    value, _ = load_tokens(*head, ordered, first, stop, VALUE_DIM, VALUE_DIM_PADDED, HAS_SEEN)
-    if VALUE_CODES == "fp8":
-        unit = 1.0 / tl.load(scale_ptr + flat_head * VALUE_DIM_PADDED + channels)
-        scaled = tl.where(is_finite(value), value * unit[None, :], float("nan"))
-        columns = (flat_head * VALUE_DIM_PADDED + channels) * blocks * BLOCK_K
-        tl.store(codes_ptr + columns[:, None] + tokens[None, :], scaled.to(tl.float8e4nv).T)
-    else:
-        kept = tl.where(is_finite(value), tl.minimum(tl.maximum(value, -FP16_MAX), FP16_MAX), value)
-        rows = flat_head * blocks * BLOCK_K + tokens
-        tl.store(codes_ptr + rows[:, None] * VALUE_DIM_PADDED + channels[None, :], kept.to(tl.float16))
-
-
 @triton.jit(do_not_specialize=NUMBERS)
 def quantize_key_value_kernel(
     key_ptr,
     value_ptr,
     seen_ptr,
-    key_block_ptr,
-    value_block_ptr,
-    block_usable_ptr,
     key_mean_ptr,
     balance_ptr,
     value_scale_ptr,
-    query_ptr,
-    query_scale_ptr,
     key_codes_ptr,
     key_scale_ptr,
     value_codes_ptr,
-    mean_codes_ptr,
-    mean_scale_ptr,
-    mean_values_ptr,
     segments_ptr,
     key_strides,
     value_strides,
     seen_strides,
     kv_heads,
-    group,
-    q_len,
     kv_len,
-    first_offset,
-    last_offset,
-    q_blocks,
     kv_blocks,
     first_key,
-    all_heads,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     VALUE_DIM_PADDED: tl.constexpr,
     HAS_SEEN: tl.constexpr,
-    HAS_FIRST: tl.constexpr,
-    HAS_LAST: tl.constexpr,
     PACKED: tl.constexpr,
     VALUE_CODES: tl.constexpr,
-    WITH_BLOCKS: tl.constexpr,
-    WITH_PEAKS: tl.constexpr,
 ):
-    """Codes of K and V, and of the means that stand for skipped blocks.
+    """Codes of K and V.
 
         key codes   = round(mix((k - mean) / balance) / key scale),  key scale = largest of 16 keys / 127
         value codes = v / value scale in FP8 (VALUE_CODES "fp8"), v in FP16 ("fp16"), or none ("none")
 
-    Grid: key blocks of every head, the last one first: what `summarize_kernel` read last may still be in the cache.
-    Before them, tiles of 64 means of every head (WITH_BLOCKS). Keys before ``first_key`` are seen by nobody.
+    Grid: key blocks of every head, in one dimension, the last one first: what `summarize_kernel` read last may still be
+    in the cache. Keys before ``first_key`` are seen by nobody.
 
     Reads
         key, value           [B, Hkv, Sk, D | Dv]
         seen                 [B, Hkv, Sk] bool (HAS_SEEN)
-        key_block, value_block, block_usable    [B, Hkv, kv_blocks, ...] of `summarize_kernel` (WITH_BLOCKS)
         key_mean, balance    [B * Hkv, D padded] float32, of `reduce_kernel`
         value_scale          [B * Hkv, Dv padded] float32 ("fp8"), of `reduce_kernel`
-        query, query_scale   of `quantize_query_kernel` (WITH_PEAKS)
         segments             of `Segments.table` (PACKED)
     Writes, padded with zeros
         key_codes            [B * Hkv, kv_blocks * 64, D padded] int8
-        key_scale            [B * Hkv, kv_blocks, 4] float32; NaN where a key of the group is not finite; WITH_PEAKS
-                             negative where the block holds a shared peak
+        key_scale            [B * Hkv, kv_blocks, 4] float32; NaN where a key of the group is not finite
         value_codes          [B * Hkv, Dv padded, kv_blocks * 64] FP8, tokens in the order of `fp8_token_order`, or
                              [B * Hkv, kv_blocks * 64, Dv padded] FP16
-        mean_codes, mean_scale, mean_values    the same of the means, a token for each (WITH_BLOCKS)
     """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
-    if WITH_BLOCKS:  # noqa: SIM102
-        if program >= all_heads * kv_blocks:
-            tiles = tl.cdiv(kv_blocks, BLOCK_K)
-            tile = (program - all_heads * kv_blocks) % tiles
-            flat_head = ((program - all_heads * kv_blocks) // tiles).to(tl.int64)
-            first = flat_head * kv_blocks
-            usable = block_usable_ptr + first
-            key_head = (key_block_ptr + first * HEAD_DIM_PADDED, HEAD_DIM_PADDED, usable, 1)
-            value_head = (value_block_ptr + first * VALUE_DIM_PADDED, VALUE_DIM_PADDED, usable, 1)
-            means = tile * BLOCK_K + tl.arange(0, BLOCK_K)
-            key, present = load_tokens(*key_head, means, 0, kv_blocks, HEAD_DIM_PADDED, HEAD_DIM_PADDED, True)
-            of_head = flat_head * HEAD_DIM_PADDED
-            codes, scales = _key_codes(key, present, key_mean_ptr + of_head, balance_ptr + of_head, HEAD_DIM_PADDED)
-            _store_key_codes(codes, scales, mean_codes_ptr, mean_scale_ptr, flat_head * tiles + tile, HEAD_DIM_PADDED)
-            _quantize_values(
-                value_head,
-                tile,
-                flat_head,
-                tiles,
-                0,
-                kv_blocks,
-                value_scale_ptr,
-                mean_values_ptr,
-                VALUE_DIM_PADDED,
-                VALUE_DIM_PADDED,
-                True,
-                "fp8" if VALUE_CODES == "fp8" else "fp16",
-            )
-            return
     block = program % kv_blocks
     flat_head = (program // kv_blocks).to(tl.int64)
     batch = flat_head // kv_heads
     head = flat_head % kv_heads
+    positions = tl.arange(0, BLOCK_K)
+    tokens = block * BLOCK_K + positions
+    channels = tl.arange(0, HEAD_DIM_PADDED)
+    value_channels = tl.arange(0, VALUE_DIM_PADDED)
     key_base = key_ptr + batch * key_strides[0] + head * key_strides[1]
     value_base = value_ptr + batch * value_strides[0] + head * value_strides[1]
     seen_base = seen_ptr + batch * seen_strides[0] + head * seen_strides[1]
+    rows = flat_head * kv_blocks * BLOCK_K + tokens  # in a padded [B * Hkv * kv_blocks * 64, D] buffer
     if PACKED:
-        q_len, kv_len, first_offset, last_offset = segment_sizes(segments_ptr, batch, first_offset, last_offset)
-        kv_start, _ = segment_keys(segments_ptr, batch)
+        kv_start, kv_len = segment_keys(segments_ptr, batch)
         key_base += kv_start * key_strides[2]
         value_base += kv_start * value_strides[2]
         first_key = tl.maximum(first_key + segment_number(segments_ptr, batch, SHIFT), 0)
         if block * BLOCK_K >= kv_len:
             return
-    key_head = (key_base, key_strides[2], seen_base, seen_strides[2])
-    value_head = (value_base, value_strides[2], seen_base, seen_strides[2])
-    tokens = block * BLOCK_K + tl.arange(0, BLOCK_K)
-    key, present = load_tokens(*key_head, tokens, first_key, kv_len, HEAD_DIM, HEAD_DIM_PADDED, HAS_SEEN)
-    of_head = flat_head * HEAD_DIM_PADDED
-    codes, scales = _key_codes(key, present, key_mean_ptr + of_head, balance_ptr + of_head, HEAD_DIM_PADDED)
-    if WITH_PEAKS:
-        is_peak = holds_shared_peak(
-            codes,
-            scales,
-            block,
-            flat_head,
-            query_ptr,
-            query_scale_ptr,
-            group,
-            q_len,
-            kv_len,
-            first_offset,
-            last_offset,
-            q_blocks,
-            HEAD_DIM_PADDED,
-            HAS_FIRST,
-            HAS_LAST,
-        )
-        scales = tl.where(is_peak, -scales, scales)
-    row = flat_head * kv_blocks + block
-    _store_key_codes(codes, scales, key_codes_ptr, key_scale_ptr, row, HEAD_DIM_PADDED)
+
+    key, present = load_tokens(
+        key_base,
+        key_strides[2],
+        seen_base,
+        seen_strides[2],
+        tokens,
+        first_key,
+        kv_len,
+        HEAD_DIM,
+        HEAD_DIM_PADDED,
+        HAS_SEEN,
+    )
+    mean = tl.load(key_mean_ptr + flat_head * HEAD_DIM_PADDED + channels)
+    factor = 1.0 / tl.load(balance_ptr + flat_head * HEAD_DIM_PADDED + channels)
+    key = mix(tl.where(present[:, None], (key - mean[None, :]) * factor[None, :], 0.0))
+    # Groups of keys as the threads of a matrix product hold them: (key mod 8) div 2.
+    largest = tl.reshape(_absolute_max(key, 1).to(tl.int32, bitcast=True), (BLOCK_K // 8, KEY_GROUPS, 2))
+    scales, factors = _scale_of(tl.max(tl.max(largest, 2), 0).to(tl.float32, bitcast=True))  # [KEY_GROUPS]
+    spread = tl.broadcast_to(factors[None, :, None], (BLOCK_K // 8, KEY_GROUPS, 2))
+    codes = _int8_codes(key, tl.reshape(spread, (BLOCK_K,))[:, None])
+    tl.store(key_codes_ptr + rows[:, None] * HEAD_DIM_PADDED + channels[None, :], codes)
+    tl.store(key_scale_ptr + (flat_head * kv_blocks + block) * KEY_GROUPS + tl.arange(0, KEY_GROUPS), scales)
+
     if VALUE_CODES != "none":
-        _quantize_values(
-            value_head,
-            block,
-            flat_head,
-            kv_blocks,
+        ordered = tokens
+        if VALUE_CODES == "fp8":
+            ordered = block * BLOCK_K + fp8_token_order(positions)
+        value, _ = load_tokens(
+            value_base,
+            value_strides[2],
+            seen_base,
+            seen_strides[2],
+            ordered,
             first_key,
             kv_len,
-            value_scale_ptr,
-            value_codes_ptr,
             VALUE_DIM,
             VALUE_DIM_PADDED,
             HAS_SEEN,
-            VALUE_CODES,
         )
+        if VALUE_CODES == "fp8":
+            unit = 1.0 / tl.load(value_scale_ptr + flat_head * VALUE_DIM_PADDED + value_channels)
+            scaled = tl.where(is_finite(value), value * unit[None, :], float("nan"))
+            columns = (flat_head * VALUE_DIM_PADDED + value_channels) * kv_blocks * BLOCK_K
+            tl.store(value_codes_ptr + columns[:, None] + tokens[None, :], scaled.to(tl.float8e4nv).T)
+        else:
+            kept = tl.where(is_finite(value), tl.minimum(tl.maximum(value, -FP16_MAX), FP16_MAX), value)
+            tl.store(value_codes_ptr + rows[:, None] * VALUE_DIM_PADDED + value_channels[None, :], kept.to(tl.float16))
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -491,98 +387,75 @@ def summarize_query(
     return summary
 
 
-@dataclass(frozen=True)
-class KeyValueCodes:
-    """Codes of K and V, or V itself where it is FP16 already, and the scales of K's, (B, Hkv, blocks, 4)."""
-
-    key: Tensor
-    key_scale: Tensor
-    value: Tensor
-
-
 def quantize_key_value(
+    key: Tensor, value: Tensor, key_value: KeyValueSummary, call: Call, seen: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes of K, their scales (B, Hkv, blocks, 4), and codes of V, or V itself where it is FP16 already.
+
+    Args:
+        key, value: of the call, (B, Hkv, Sk, width).
+        seen: which keys are, (B | 1, Hkv | 1, Sk); None: all that some query sees by its place.
+    """
+    return _quantize(key, value, key_value, call, seen, call.shape.kv_len, first_key(call), call.segments is not None)
+
+
+def quantize_means(key_value: KeyValueSummary, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of the means that stand for blocks, a token for each; what a segment does not have is not usable."""
+    key, value = key_value.key_block, key_value.value_block
+    assert key is not None and value is not None
+    return _quantize(key, value, key_value, call, key_value.block_usable, call.shape.kv_blocks, 0, is_packed=False)
+
+
+def _quantize(
     key: Tensor,
     value: Tensor,
     key_value: KeyValueSummary,
     call: Call,
     seen: Tensor | None,
-    query: QuerySummary | None = None,
-) -> tuple[KeyValueCodes, KeyValueCodes | None]:
-    """Codes of K and V, and of the means that stand for skipped blocks, a token for each, None where there are none.
-
-    Args:
-        key, value: of the call, (B, Hkv, Sk, width).
-        seen: which keys are, (B | 1, Hkv | 1, Sk); None: all that some query sees by its place.
-        query: the codes of Q, where key blocks that hold a shared peak are to be marked: their scales are negative.
-    """
+    kv_len: int,
+    first_key: int,
+    is_packed: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     shape = call.shape
     width, value_width = padded(shape.head_dim), padded(shape.value_dim)
-    heads, is_packed = (shape.batch, shape.kv_heads), call.segments is not None
-    codes, kind = _code_buffers(key, value, call, shape.kv_blocks, is_packed=is_packed)
-    keys_seen, seen_strides = seen_argument(seen, (*heads, shape.kv_len), key)
-    all_heads, tiles = shape.batch * shape.kv_heads, geometry.ceil_div(shape.kv_blocks, geometry.BLOCK_K)
-    key_block, value_block, usable = key_value.key_block, key_value.value_block, key_value.block_usable
-    means = None if key_block is None else _code_buffers(key, key_block, call, tiles, is_packed=is_packed)[0]
-    launch(
-        quantize_key_value_kernel,
-        all_heads * (shape.kv_blocks + (0 if means is None else tiles)),
-        key_ptr=key,
-        value_ptr=value,
-        seen_ptr=keys_seen,
-        key_block_ptr=key if key_block is None else key_block,
-        value_block_ptr=key if value_block is None else value_block,
-        block_usable_ptr=key if usable is None else usable,
-        key_mean_ptr=key_value.key_mean,
-        balance_ptr=key_value.balance,
-        value_scale_ptr=key_value.value_scale,
-        query_ptr=key if query is None else query.codes,
-        query_scale_ptr=key if query is None else query.scale,
-        key_codes_ptr=codes.key,
-        key_scale_ptr=codes.key_scale,
-        value_codes_ptr=codes.value,
-        mean_codes_ptr=key if means is None else means.key,
-        mean_scale_ptr=key if means is None else means.key_scale,
-        mean_values_ptr=key if means is None else means.value,
-        segments_ptr=segments_argument(call, key),
-        key_strides=strides_of(key),
-        value_strides=strides_of(value),
-        seen_strides=seen_strides,
-        kv_heads=shape.kv_heads,
-        group=shape.group,
-        q_len=shape.q_len,
-        kv_len=shape.kv_len,
-        **window_offsets(call),
-        q_blocks=shape.q_blocks,
-        kv_blocks=shape.kv_blocks,
-        first_key=first_key(call),
-        all_heads=all_heads,
-        HEAD_DIM=shape.head_dim,
-        VALUE_DIM=shape.value_dim,
-        HEAD_DIM_PADDED=width,
-        VALUE_DIM_PADDED=value_width,
-        HAS_SEEN=seen is not None,
-        **window_flags(call),
-        PACKED=is_packed,
-        VALUE_CODES=kind,
-        WITH_BLOCKS=means is not None,
-        WITH_PEAKS=query is not None,
-        num_warps=configs.key_value_config().warps,
-    )
-    return codes, means
-
-
-def _code_buffers(key: Tensor, value: Tensor, call: Call, blocks: int, *, is_packed: bool) -> tuple[KeyValueCodes, str]:
-    """Memory for the codes of so many blocks, and what V's are: "fp8", "fp16", or "none" where V stays as it is."""
-    shape = call.shape
-    heads, length = (shape.batch, shape.kv_heads), blocks * geometry.BLOCK_K
-    width, value_width = padded(shape.head_dim), padded(shape.value_dim)
+    heads = (shape.batch, shape.kv_heads)
+    kv_blocks = geometry.ceil_div(kv_len, geometry.BLOCK_K)
+    length = kv_blocks * geometry.BLOCK_K
+    key_codes = buffer_like(key, True, *heads, length, width, dtype=torch.int8)
+    key_scale = buffer_like(key, True, *heads, kv_blocks, eight_bits.KEY_GROUPS)
     value_codes, kind = value, "none"
     if call.has_fp8_values:
         value_codes, kind = buffer_like(key, True, *heads, value_width, length, dtype=torch.float8_e4m3fn), "fp8"
     elif value.dtype != torch.float16 or is_packed:
         value_codes, kind = buffer_like(key, True, *heads, length, value_width, dtype=torch.float16), "fp16"
-    return KeyValueCodes(
-        key=buffer_like(key, True, *heads, length, width, dtype=torch.int8),
-        key_scale=buffer_like(key, True, *heads, blocks, eight_bits.KEY_GROUPS),
-        value=value_codes,
-    ), kind
+    keys_seen, seen_strides = seen_argument(seen, (*heads, kv_len), key)
+    launch(
+        quantize_key_value_kernel,
+        kv_blocks * shape.batch * shape.kv_heads,
+        key_ptr=key,
+        value_ptr=value,
+        seen_ptr=keys_seen,
+        key_mean_ptr=key_value.key_mean,
+        balance_ptr=key_value.balance,
+        value_scale_ptr=key_value.value_scale,
+        key_codes_ptr=key_codes,
+        key_scale_ptr=key_scale,
+        value_codes_ptr=value_codes,
+        segments_ptr=segments_argument(call, key),
+        key_strides=strides_of(key),
+        value_strides=strides_of(value),
+        seen_strides=seen_strides,
+        kv_heads=shape.kv_heads,
+        kv_len=kv_len,
+        kv_blocks=kv_blocks,
+        first_key=first_key,
+        HEAD_DIM=shape.head_dim,
+        VALUE_DIM=shape.value_dim,
+        HEAD_DIM_PADDED=width,
+        VALUE_DIM_PADDED=value_width,
+        HAS_SEEN=seen is not None,
+        PACKED=is_packed,
+        VALUE_CODES=kind,
+        num_warps=configs.key_value_config().warps,
+    )
+    return key_codes, key_scale, value_codes

@@ -87,7 +87,7 @@ def reduce_kernel(
     blocks of a part.
 
     Reads
-        query_part     [B * H, q_blocks, 2, D padded] float32, of `size_queries`; a head's group is query_parts of them
+        query_part     [B * H, q_blocks, 2, D padded] float32, of `size_kernel`; a head's group is query_parts of them
         key_part       [B * Hkv, chunks, 2, D padded] float32 and key_count [B * Hkv, chunks] int32
         value_max      [B * Hkv, chunks, Dv padded] float32 (WITH_VALUE); all three of `summarize_kernel`
         segments       of `Segments.table` (PACKED): of a head's q_blocks parts the first ones exist
@@ -169,9 +169,12 @@ class CodeScales:
     value_scale: Tensor
 
 
-def reduce_parts(statistics: KeyValueStatistics, call: Call, *, value_scales: bool) -> CodeScales:
-    """The mean key, factors that balance channels and value scales of every head."""
-    query_part = statistics.query_part
+def reduce_parts(query_part: Tensor, statistics: KeyValueStatistics, call: Call, *, value_scales: bool) -> CodeScales:
+    """The mean key, factors that balance channels and value scales of every head.
+
+    Args:
+        query_part: of `query_sizes`.
+    """
     shape, config, unit = call.shape, configs.reduce_config(), configs.summarize_config().blocks
     width, value_width = padded(shape.head_dim), padded(shape.value_dim)
     heads = shape.batch * shape.kv_heads

@@ -1,7 +1,7 @@
 """What is known of K and V before anything is rounded or scored.
 
-key_value_statistics    one pass over K and V: statistics of every key block, sums and maxima of every chunk; how large
-                        the channels of some queries are (`query_sizes`)
+key_value_statistics    one pass over K and V: statistics of every key block, sums and maxima of every chunk
+query_sizes             how large the channels of some queries are
 reduce                  sums, maxima and sizes -> mean key, factors that balance channels, value scales
 similarity              how much the tokens of a key block agree, where a call asks for it
 """
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sparge.backends.cuda.stages.key_value_statistics import key_value_statistics
+from sparge.backends.cuda.stages.query_sizes import query_sizes
 from sparge.backends.cuda.stages.reduce import CodeScales, reduce_parts
 from sparge.backends.cuda.stages.similarity import key_similarity
 from sparge.call import Call
@@ -74,7 +75,6 @@ def summarize_key_value(
         return KeyValueSummary(*[key] * 6)
     value_scales = codes and call.has_fp8_values
     statistics = key_value_statistics(
-        query,
         key,
         value,
         call,
@@ -88,7 +88,7 @@ def summarize_key_value(
     )
     scales = CodeScales(key, key, key)
     if codes or similarity:
-        scales = reduce_parts(statistics, call, value_scales=value_scales)
+        scales = reduce_parts(query_sizes(query, call, seen), statistics, call, value_scales=value_scales)
     return KeyValueSummary(
         mean_high=statistics.mean_high,
         mean_low=statistics.mean_low,
