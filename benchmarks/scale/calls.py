@@ -52,6 +52,10 @@ class Mirror(Exchange):
         sent = tokens.unflatten(1, (self.size, -1)).permute(1, 3, 0, 2, 4).flatten(0, 1)
         return partial(self._filled, sent, sum(lengths))
 
+    def start_all_to_heads(self, tensors: Sequence[Tensor], lengths: Sequence[int]) -> Callable[[], list[Tensor]]:
+        arrivals = [self.start_to_heads(tensor, lengths) for tensor in tensors]
+        return lambda: [arrive() for arrive in arrivals]
+
     def to_tokens(self, heads: Tensor, lengths: Sequence[int]) -> Tensor:
         own = heads.permute(2, 0, 1, 3).contiguous()[: lengths[self.rank]]
         return own.expand(self.size, *own.shape).permute(2, 0, 3, 1, 4).flatten(1, 2)

@@ -29,11 +29,13 @@ WORKER = Path(__file__).with_name("worker.py")
 KERNELS = {
     "mask_kernel",
     "sample_kernel",
+    "size_kernel",
     "summarize_kernel",
     "reduce_kernel",
     "key_similarity_kernel",
     "quantize_query_kernel",
     "quantize_key_value_kernel",
+    "mark_peaks_kernel",
     "score_kernel",
     "count_kernel",
     "select_kernel",
@@ -42,7 +44,7 @@ KERNELS = {
     "attention_kernel",
 }
 HOPPER_KERNELS = {"hopper_score_kernel"}
-WITH_FP8 = {"replaced_bias_kernel"}
+WITH_FP8 = {"mark_peaks_kernel", "replaced_bias_kernel"}
 """Those that are compiled for cases with FP8 alone."""
 SYNCHRONOUS = {"16 bits": {"HMMA"}, "INT8": {"IMMA"}, "FP8": {"QMMA"}}
 MATRIX_INSTRUCTIONS = {
@@ -127,7 +129,7 @@ def faults(result: dict[str, Any], architecture: int) -> list[str]:
         "attention_kernel": PRODUCTS[result["case"].split()[0]],
         "score_kernel": {"16 bits"},
         "hopper_score_kernel": {"16 bits"},
-        "quantize_key_value_kernel": {"INT8"} if "int8_fp8" in result["case"] else set(),
+        "mark_peaks_kernel": {"INT8"},
     }
     expected = [MATRIX_INSTRUCTIONS[architecture][kind] for kind in products.get(result["kernel"], ())]
     used = {name for name in instructions if name.endswith("MMA")}

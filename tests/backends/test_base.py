@@ -95,8 +95,8 @@ class TestResolve:
     @needs_triton
     def test_a_gluon_that_moved(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-        monkeypatch.delitem(sys.modules, "sparge.backends.hopper.gluon", raising=False)
-        monkeypatch.delattr(sys.modules.get("sparge.backends.hopper", base), "gluon", raising=False)
+        monkeypatch.delitem(sys.modules, "sparge.backends.cuda.gluon", raising=False)
+        monkeypatch.delattr(sys.modules.get("sparge.backends.cuda", base), "gluon", raising=False)
         monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)
         missing = base.get("hopper").missing(CUDA)
         assert missing is not None

@@ -24,6 +24,8 @@ CAPABILITY = (8, 0)
 FP8_CAPABILITY = (8, 9)
 """The first compute capability whose tensor cores multiply FP8 numbers."""
 OLDEST_TRITON = (3, 4)
+OLDEST_TRITON_WITH_GLUON = (3, 6)
+"""The first Triton whose Gluon has all that the kernels for compute capability 9.0 need."""
 CROSSOVER = Crossover(keys=4096, causal_keys=4096, queries=2048, scores=2**29)
 """Measured: docs/lab/triton.md, "Crossover on a GPU"."""
 CROSSOVER_UNDER_MASK = Crossover(keys=0, causal_keys=0, queries=0, scores=2**30)
@@ -199,6 +201,20 @@ def triton_missing(device: torch.device) -> str | None:
     if not hasattr(triton, "knobs"):
         return f"expected Triton {_dotted(OLDEST_TRITON)} or newer, got {triton.__version__}"
     return capability_missing(device, CAPABILITY)
+
+
+def gluon_missing() -> str | None:
+    """What keeps Gluon kernels from being compiled."""
+    import triton
+
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if version < OLDEST_TRITON_WITH_GLUON:
+        return f"expected Triton {_dotted(OLDEST_TRITON_WITH_GLUON)} or newer, got {triton.__version__}"
+    try:
+        from sparge.backends.cuda import gluon  # noqa: F401
+    except (ImportError, AttributeError) as error:
+        return f"expected Gluon for Hopper in Triton {triton.__version__}, got {error!r}"
+    return None
 
 
 def capability_missing(device: torch.device, least: tuple[int, int]) -> str | None:

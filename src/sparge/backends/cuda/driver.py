@@ -19,6 +19,7 @@ import ctypes
 import functools
 import re
 import struct
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -320,7 +321,8 @@ class BoundLaunches:
         return functools.partial(driver.launch_graph, executable)
 
     def __del__(self) -> None:
-        if getattr(self, "_graph_launch", None) is not None:
+        # At exit the driver frees graphs by itself, and may be gone before Python's objects are.
+        if getattr(self, "_graph_launch", None) is not None and not sys.is_finalizing():
             self._driver.destroy_executable(self._executable)
             self._driver.destroy_graph(self._graph)
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import torch
 
 from sparge.backends import base
-from sparge.backends.cuda.backend import CudaBackend
+from sparge.backends.cuda.backend import CudaBackend, gluon_missing
 from sparge.backends.cuda.operands import AttentionLauncher
 from sparge.call import Call
 
 CAPABILITY = (9, 0)
-OLDEST_TRITON = (3, 6)
-"""The first Triton whose Gluon has all that the kernel needs."""
 
 
 class HopperBackend(CudaBackend):
@@ -48,20 +46,6 @@ class HopperBackend(CudaBackend):
     def serving(self, call: Call, dtype: torch.dtype) -> base.Backend:
         is_plain_float32 = not call.is_quantized and dtype == torch.float32
         return base.get("triton") if call.attn_mask is not None or is_plain_float32 else self
-
-
-def gluon_missing() -> str | None:
-    """What keeps Gluon kernels from being compiled."""
-    import triton
-
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    if version < OLDEST_TRITON:
-        return f"expected Triton {OLDEST_TRITON[0]}.{OLDEST_TRITON[1]} or newer, got {triton.__version__}"
-    try:
-        from sparge.backends.hopper import gluon  # noqa: F401
-    except (ImportError, AttributeError) as error:
-        return f"expected Gluon for Hopper in Triton {triton.__version__}, got {error!r}"
-    return None
 
 
 BACKEND = HopperBackend()

@@ -8,6 +8,7 @@ for each tile:   wait until Q is full
 
 from __future__ import annotations
 
+from sparge.backends.cuda.gluon import gl, jit, mbarrier, reinterpret, warpgroup_mma_wait
 from sparge.backends.cuda.primitives import BLOCK_Q, FP8_RANGE, KEY_GROUPS, LOG2_E, REACH, SMALLEST_SCALE
 from sparge.backends.hopper.accumulator import (
     MmaOperands,
@@ -20,7 +21,6 @@ from sparge.backends.hopper.accumulator import (
 )
 from sparge.backends.hopper.aggregates import MEANS, NON_FINITE, NOTHING, PEAK, PLAIN, Metadata
 from sparge.backends.hopper.epilogue import TileResult, load_epilogue_scales, write_tile
-from sparge.backends.hopper.gluon import gl, jit, mbarrier, reinterpret, warpgroup_mma_wait
 from sparge.backends.hopper.lengths import NUM_STAGES, TILE, load_lengths, load_of_tile
 from sparge.backends.hopper.mma import issue_qk
 from sparge.backends.hopper.scheduler import coordinates_of, end_of_tiles

@@ -12,6 +12,7 @@ consumer does. Layouts, barriers, and why P needs no exponentials: docs/hopper.m
 
 from __future__ import annotations
 
+from sparge.backends.cuda.gluon import barrier, fence_async_shared, gl, jit, mbarrier, reinterpret
 from sparge.backends.cuda.primitives import BLOCK_K, BLOCK_Q, KEY_GROUPS
 from sparge.backends.hopper.aggregates import (
     Barriers,
@@ -24,7 +25,6 @@ from sparge.backends.hopper.aggregates import (
     Sizes,
 )
 from sparge.backends.hopper.consumer import consume
-from sparge.backends.hopper.gluon import barrier, fence_async_shared, gl, jit, mbarrier, reinterpret
 from sparge.backends.hopper.producer import produce
 from sparge.backends.hopper.softmax import declare_above, declare_far
 

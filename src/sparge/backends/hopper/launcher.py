@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sparge import geometry
+from sparge.backends.cuda.gluon import TensorDescriptor, gl
 from sparge.backends.cuda.launch import (
     buffer_like,
     first_key,
@@ -26,7 +27,6 @@ from sparge.backends.cuda.operands import Operands
 from sparge.backends.cuda.peak_handling import peak_handling
 from sparge.backends.cuda.stages.unpack import unpack
 from sparge.backends.hopper import configs
-from sparge.backends.hopper.gluon import TensorDescriptor, gl
 from sparge.backends.hopper.kernel import attention_kernel
 from sparge.backends.hopper.spec import Spec
 from sparge.block_mask import BlockMask

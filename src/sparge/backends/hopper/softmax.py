@@ -15,9 +15,9 @@ A row's columns lie in four threads, its lanes.
 from __future__ import annotations
 
 from sparge.backends.cuda import primitives
+from sparge.backends.cuda.gluon import aggregate, gl, jit
 from sparge.backends.cuda.primitives import BLOCK_K, FAR, FLOAT_OFFSET
 from sparge.backends.hopper.aggregates import HUGE, MEANS
-from sparge.backends.hopper.gluon import aggregate, gl, jit
 from sparge.backends.hopper.scheduler import last_offset_of
 from sparge.backends.hopper.spec import ROWS
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from sparge.backends.hopper.gluon import gl, mbarrier
+from sparge.backends.cuda.gluon import gl, mbarrier
 from sparge.eight_bits import FP8_CODES_PER_OCTAVE, FP8_MAX, FP8_TOP_CODE, FP16_ROOM
 from sparge.geometry import BLOCK_K, BLOCK_Q, ROW_GROUP
 

@@ -537,6 +537,6 @@ def _has_hopper_kernel(query: Tensor, call: Call, *, has_blocks: bool, has_thres
 @functools.cache
 def has_gluon() -> bool:
     """Whether Gluon kernels can be compiled."""
-    from sparge.backends.hopper import gluon_missing
+    from sparge.backends.cuda.backend import gluon_missing
 
     return gluon_missing() is None

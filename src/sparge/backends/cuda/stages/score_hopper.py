@@ -14,10 +14,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from sparge import config
-from sparge.backends.cuda.launch import buffer_like, launch, padded, power_of_two, strides_of
-from sparge.backends.cuda.primitives import BLOCK_K, BLOCK_Q
-from sparge.backends.cuda.stages import configs
-from sparge.backends.hopper.gluon import (
+from sparge.backends.cuda.gluon import (
     TensorDescriptor,
     aggregate,
     async_load,
@@ -32,6 +29,9 @@ from sparge.backends.hopper.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from sparge.backends.cuda.launch import buffer_like, launch, padded, power_of_two, strides_of
+from sparge.backends.cuda.primitives import BLOCK_K, BLOCK_Q
+from sparge.backends.cuda.stages import configs
 from sparge.call import Call
 from sparge.geometry import ceil_div
 from sparge.window import last_offset
