@@ -5,7 +5,6 @@ A backend adds its attention kernel (`CudaBackend.launcher`). Nothing of Triton 
 
 from __future__ import annotations
 
-import functools
 from abc import abstractmethod
 from collections.abc import Sequence
 
@@ -37,14 +36,10 @@ class CudaBackend(Backend):
 
     packs = True
 
-    @functools.cached_property
-    def launcher(self) -> AttentionLauncher:
-        """What launches the tier's attention kernel."""
-        return self.load_launcher()
-
+    @property
     @abstractmethod
-    def load_launcher(self) -> AttentionLauncher:
-        """Import the tier's attention kernel, which needs Triton."""
+    def launcher(self) -> AttentionLauncher:
+        """What launches the tier's attention kernel; it is imported here, because it needs Triton."""
 
     def missing(self, device: torch.device) -> str | None:
         return triton_missing(device)

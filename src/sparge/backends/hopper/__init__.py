@@ -19,7 +19,8 @@ class HopperBackend(CudaBackend):
     summary = "a warp-specialised kernel for compute capability 9.0"
     quantizations = ("none", "int8_fp8", "int8_fp8_fast", "int8_fp16")
 
-    def load_launcher(self) -> AttentionLauncher:
+    @property
+    def launcher(self) -> AttentionLauncher:
         from sparge.backends.hopper.launcher import attend
 
         return attend

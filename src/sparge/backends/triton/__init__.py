@@ -15,7 +15,8 @@ class TritonBackend(CudaBackend):
     summary = "block-sparse kernels in Triton"
     quantizations = ("none", "int8_fp8", "int8_fp16")
 
-    def load_launcher(self) -> AttentionLauncher:
+    @property
+    def launcher(self) -> AttentionLauncher:
         from sparge.backends.triton.attention import attend
 
         return attend
