@@ -112,7 +112,10 @@ def test_prints_and_warns_nothing() -> None:
 
 
 def test_import_takes_less_than_50_ms_beyond_torch() -> None:
-    """CPU time, the best of three processes; on a machine that is slow just then, a fortieth of what torch takes."""
+    """CPU time, the best of up to ten processes: others slow it down by half while they share its core.
+
+    On a machine that is slow just then, a fortieth of what torch takes.
+    """
     program = """
 import json, time
 before = time.process_time()
@@ -121,7 +124,7 @@ start = time.process_time()
 import sparge
 print(json.dumps([start - before, time.process_time() - start]))
 """
-    assert any(ours < max(0.050, torchs / 40) for torchs, ours in (run(program) for _ in range(3)))
+    assert any(ours < max(0.050, torchs / 40) for torchs, ours in (run(program) for _ in range(10)))
 
 
 def imports_of(path: Path) -> set[str]:
