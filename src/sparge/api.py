@@ -238,7 +238,7 @@ def attention(
     else:
         resolved = "none" if reason in (Reason.CROSSOVER, Reason.WINDOW) else resolved
         call = Call(shape, is_causal, scale, quantization=resolved, attn_mask=attn_mask, window=bounds)
-        words = decide.in_words(reason)
+        words = decide.describe(reason)
         if is_repeatable:
             dense_calls = repeated.DenseCalls(call, backend, chosen, query, words, with_lse=return_lse, layout=layout)
             repeated.remember(kind, dense_calls)

@@ -72,7 +72,7 @@ BY_RULE = (Reason.LAYER, Reason.STEP, Reason.UNKNOWN_SCHEDULE)
 """Why calls run dense that would be sparse but for a rule of the policy."""
 
 
-def in_words(reason: Reason, *, in_eight_bits: bool = False) -> str:
+def describe(reason: Reason, *, in_eight_bits: bool = False) -> str:
     """What `sparge.stats` counts a dense call as."""
     return f"dense in 8 bits: {reason.value}" if in_eight_bits else reason.words
 

@@ -10,8 +10,8 @@ All tensors are heads-first. An operator takes no objects: a `Call` comes as pla
 the operator needs, with a tensor beside each number that may differ per head. `stats` counts inside the operators:
 compiled programs are counted too. Nothing here validates, `api` did; nothing here computes, a backend does.
 
-An operator costs about 100 us of launch overhead for its many arguments. Calls on plain tensors, outside of tracing and
-of torch's modes, go to the backend directly (`is_direct`).
+Packing a call into an operator's arguments and unpacking it costs host time. Calls on plain tensors, outside of tracing
+and of torch's modes, go to the backend directly (`is_direct`).
 """
 
 from __future__ import annotations

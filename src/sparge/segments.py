@@ -29,7 +29,7 @@ TABLE_COLUMNS = 8
 Q_START, Q_LEN, KV_START, KV_LEN, FIRST_ROW, TOP_LEVEL, SHIFT = range(7)
 """What they hold: where a segment's queries and keys begin in the pack and how many there are; how many rows of blocks
 other segments before it have; `config.budget_top`; how far its causal diagonal lies right of the longest one's."""
-MOST_TABLES = 64
+MAX_TABLES = 64
 """So many groups of segments are remembered: all layers of a model have the same ones."""
 MOST_BLOCKS = 2**27
 """Of the block maps of a packed call: its lists take 4 bytes for each, and its probabilities as many."""
@@ -234,7 +234,7 @@ def tables_of(segments: tuple[Segment, ...], heads: int, device: torch.device) -
     found = _made(segments, heads, device)
     with _lock:
         _tables[key] = found
-        while len(_tables) > MOST_TABLES:
+        while len(_tables) > MAX_TABLES:
             _tables.popitem(last=False)
     return found
 

@@ -300,7 +300,7 @@ def _packed_calls(group: Group, call: Call, dtype: torch.dtype, with_lse: bool) 
     if reason is None:
         rules = {"skipped": validation.resolve_skipped(call.skipped, call.is_causal, None, shape)}
     whole = replace(call, shape=shape, window=window, quantization=quantization, exact_lse=with_lse, **rules)
-    words = "" if reason is None else decide.in_words(reason)
+    words = "" if reason is None else decide.describe(reason)
     return PackedCalls(whole, backend, dtype, group.segments, words)
 
 

@@ -79,7 +79,7 @@ class Request:
     def words(self) -> str:
         """What a dense call is counted as."""
         assert self.reason is not None
-        return decide.in_words(self.reason)
+        return decide.describe(self.reason)
 
 
 def request(

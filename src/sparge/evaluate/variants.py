@@ -27,7 +27,7 @@ from torch import Tensor
 import sparge
 from sparge.backends import base
 from sparge.config import Budget, Selection, TopCdf, TopK
-from sparge.decide import BY_RULE, in_words
+from sparge.decide import BY_RULE, describe
 from sparge.evaluate.capture import true_mask
 from sparge.integrations.calls import substituted
 from sparge.policy import Policy
@@ -284,7 +284,7 @@ def share_computed(rows: Sequence[Mapping[str, Any]]) -> float | None:
     Calls that rules about steps and layers keep dense count in full; others (too short, cross-attention) do not count.
     """
     sparse = sum(row["sparse"] for row in rows)
-    words = [in_words(reason, in_eight_bits=bits) for reason in BY_RULE for bits in (False, True)]
+    words = [describe(reason, in_eight_bits=bits) for reason in BY_RULE for bits in (False, True)]
     by_rule = sum(row["reasons"].get(word, 0) for row in rows for word in words)
     if not sparse + by_rule:
         return None

@@ -329,7 +329,7 @@ def _dense_if_small(
     if not _is_small(query, key.shape[2], is_causal=is_causal):
         return attention(query, key, value, **call, **options)
     told = {name: options[name] for name in ("window", "return_lse") if name in options}
-    return api.dense(query, key, value, **call, **told, words=decide.in_words(Reason.CROSSOVER))
+    return api.dense(query, key, value, **call, **told, words=decide.describe(Reason.CROSSOVER))
 
 
 def _in_eight_bits(
@@ -349,7 +349,7 @@ def _in_eight_bits(
         **call,
         "quantization": layer.policy.quantization,
         "backend": layer.policy.backend,
-        "words": decide.in_words(reason, in_eight_bits=True),
+        "words": decide.describe(reason, in_eight_bits=True),
     }
     attention = _over_all_blocks if sinks is None else with_sinks(_over_all_blocks, sinks)
     if torch.compiler.is_compiling():
