@@ -126,6 +126,16 @@ def _architecture(device_type: str, index: int | None) -> int:
     return 10 * major + minor
 
 
+def multiprocessors(tensor: Tensor) -> int:
+    """Return how many multiprocessors the tensor's device has; an H200's where an interpreter serves it."""
+    return _multiprocessors(tensor.device.type, tensor.device.index)
+
+
+@functools.cache
+def _multiprocessors(device_type: str, index: int | None) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count if device_type == "cuda" else 132
+
+
 def power_of_two(number: int) -> int:
     """The smallest power of two that is not below it. (Triton's own takes ten microseconds.)"""
     return 1 << (number - 1).bit_length()

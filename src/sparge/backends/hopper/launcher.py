@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 
 import torch
@@ -15,6 +14,7 @@ from sparge.backends.cuda.launch import (
     first_key,
     launch,
     list_arguments,
+    multiprocessors,
     output_buffer,
     padded,
     per_head_tensor,
@@ -97,7 +97,7 @@ def attend(
     num_tiles = num_rows * value_slices
     launch(
         attention_kernel,
-        min(num_tiles, _multiprocessors(query.device.type, query.device.index)),
+        min(num_tiles, multiprocessors(query)),
         query_desc=_descriptor(query, geometry.BLOCK_Q, spec.chunk, spec.key_smem_layout),
         key_desc=_descriptor(key, geometry.BLOCK_K, spec.chunk, spec.key_smem_layout),
         value_desc=_descriptor(value, spec.value_rows, spec.value_columns, spec.value_smem_layout),
@@ -156,9 +156,3 @@ def _descriptor(tensor: Tensor, rows: int, columns: int, layout: gl.NVMMASharedL
         if tensor.shape[dimension] == 1:  # torch allows any stride there
             strides[dimension] = unit
     return TensorDescriptor(tensor, list(tensor.shape), strides, [1, 1, rows, columns], replace(layout, rank=4))
-
-
-@functools.cache
-def _multiprocessors(device_type: str, index: int | None) -> int:
-    """How many multiprocessors the device has; an H200's where there is none."""
-    return torch.cuda.get_device_properties(index).multi_processor_count if device_type == "cuda" else 132

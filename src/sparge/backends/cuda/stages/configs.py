@@ -59,9 +59,8 @@ class ScoreConfig:
 
 @dataclass(frozen=True)
 class HopperScoreConfig:
-    """Sampled queries of each of the two consumers, key blocks per tile, tiles in shared memory."""
+    """Key blocks per tile, tiles in shared memory."""
 
-    rows: int
     columns: int
     stages: int
 
@@ -131,9 +130,9 @@ CONFIGS: dict[StageKey, Any] = {
     StageKey("score", "small", width=256): ScoreConfig(64, 32, 8, 1),
     # N 8192, 32768 and 131072: 0.020, 0.089 and 0.288 ms; 64 columns and 4 stages 0.021, 0.092 and 0.307; with 128 rows
     # 0.020, 0.094 and 0.314. A third consumer: 0.026, 0.096 and 0.316
-    StageKey("score_hopper"): HopperScoreConfig(64, 128, 2),
+    StageKey("score_hopper"): HopperScoreConfig(128, 2),
     # Not timed.
-    StageKey("score_hopper", width=256): HopperScoreConfig(64, 32, 4),
+    StageKey("score_hopper", width=256): HopperScoreConfig(32, 4),
     # 16 entries a thread. At N 131072, H 4 (2048 blocks) 0.083 ms; 8 entries 0.104, 4 entries 0.160: sums across warps
     # wait at barriers
     StageKey("select"): SelectConfig(512, 16),
@@ -155,7 +154,7 @@ CANDIDATES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
     "quantize_key_value": {"warps": (2, 4, 8, 16)},
     "quantize_query": {"warps": (2, 4, 8, 16)},
     "score": {"rows": (64, 128, 256), "columns": (32, 64, 128), "warps": (4, 8), "stages": (1, 2)},
-    "score_hopper": {"rows": (64, 128), "columns": (32, 64, 128), "stages": (2, 3, 4)},
+    "score_hopper": {"columns": (32, 64, 128), "stages": (2, 3, 4)},
     "select": {"columns": (128, 256, 512, 1024), "most_warps": (8, 16)},
     "budget": {"rows": (1, 2, 4, 8)},
     "peaks": {"blocks": (4, 8, 16), "stages": (2, 3, 4), "warps": (2, 4, 8)},

@@ -1,9 +1,10 @@
 """`score.score_kernel` for compute capability 9.0, for calls without masks, windows' left bounds and segments.
 
 One producer warp copies statistics of key blocks, tile by tile; each consumer warpgroup scores its rows against every
-tile. Rows stay in registers as the left operand, the next tile's products run while a tile's scores are summed, and
-consumers wait for nobody but the producer. The Triton kernel waits after every product, and reads statistics for half
-as many rows at a time.
+tile. Rows stay in registers as the left operand, and consumers wait for nobody but the producer.
+
+One program per multiprocessor takes every n-th group of rows and leaves a third of the registers free, so that the
+kernels that quantize K and V, which are limited by memory, run beside it on the same multiprocessor.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from sparge.backends.cuda.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from sparge.backends.cuda.launch import buffer_like, launch, padded, power_of_two, strides_of
+from sparge.backends.cuda.launch import buffer_like, launch, multiprocessors, padded, power_of_two, strides_of
 from sparge.backends.cuda.primitives import BLOCK_K, BLOCK_Q
 from sparge.backends.cuda.stages import configs
 from sparge.call import Call
@@ -39,12 +40,11 @@ from sparge.window import last_offset
 NEGLIGIBLE = gl.constexpr(config.NEGLIGIBLE)
 CHUNK = 64
 """Channels that lie in one row of shared memory, 128 bytes."""
-LEAST_ROWS = 64
-"""Of a consumer."""
+ROWS = gl.constexpr(64)
+"""Rows of a consumer: what a warpgroup's matrix instruction takes."""
 CONSUMERS = gl.constexpr(2)
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
-"""Of a thread."""
-NUMBERS = ["heads", "group", "q_len", "kv_len", "last_offset", "q_blocks", "kv_blocks"]
+PRODUCER_REGISTERS = gl.constexpr(24)
+NUMBERS = ["head_dim", "heads", "group", "q_len", "kv_len", "last_offset", "q_blocks", "kv_blocks", "items"]
 
 
 @dataclass(frozen=True)
@@ -52,19 +52,16 @@ class ScoreSpec:
     """What the kernel is compiled for.
 
     Attributes:
-        head_dim: channels as the caller has them, or padded ones where rows are means.
         width: channels of the statistics, 64 or more.
         from_means: rows are means of parts of a block, float32; else samples.
         samples: rows of a block, at most 64.
         exponent: of their mean.
         has_variance, has_low: what is multiplied besides q . mean, see `score.Rows`.
         has_last: query i sees no key behind i + last_offset.
-        rows: of each consumer, 64 or 128: what a warpgroup's matrix instruction takes, or two of it.
         columns: key blocks of a tile.
         stages: tiles in shared memory.
     """
 
-    head_dim: int
     width: int
     from_means: bool
     samples: int
@@ -72,7 +69,6 @@ class ScoreSpec:
     has_variance: bool
     has_low: bool
     has_last: bool
-    rows: int
     columns: int
     stages: int
 
@@ -84,7 +80,7 @@ class ScoreSpec:
     @property
     def blocks(self) -> int:
         """Query blocks of a consumer."""
-        return self.rows // self.samples_padded
+        return ROWS.value // self.samples_padded
 
     @property
     def parts(self) -> int:
@@ -100,6 +96,21 @@ class ScoreSpec:
     def stage_bytes(self) -> int:
         """Bytes of a stage."""
         return self.parts * self.columns * self.width * 2
+
+    @property
+    def leaves_registers(self) -> bool:
+        """Whether a program leaves a third of the registers to other kernels: operands of at most 64 registers do."""
+        return self.width <= 128 and not self.has_low
+
+    @property
+    def consumer_registers(self) -> int:
+        """Registers of a consumer's thread."""
+        return 160 if self.leaves_registers else 240
+
+    @property
+    def mean_registers(self) -> int | None:
+        """Registers per thread on average over the roles; None: as many as there are."""
+        return 120 if self.leaves_registers else None
 
     @property
     def log2_samples(self) -> float:
@@ -126,11 +137,11 @@ class ScoreSpec:
         """Scores as [rows, columns / 8, 4, 2]: each of a row's four threads has every fourth pair of neighbours."""
         pairs = [[0, bit, 0, 0] for bit in (1, 2, 4, 8, 16) if bit < self.columns // 8]
         return gl.DistributedLinearLayout(
-            reg_bases=[[0, 0, 0, 1], [8, 0, 0, 0], *pairs, *([[64, 0, 0, 0]] if self.rows > 64 else [])],
+            reg_bases=[[0, 0, 0, 1], [8, 0, 0, 0], *pairs],
             lane_bases=[[0, 0, 1, 0], [0, 0, 2, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
             warp_bases=[[16, 0, 0, 0], [32, 0, 0, 0]],
             block_bases=[],
-            shape=[self.rows, self.columns // 8, 4, 2],
+            shape=[ROWS.value, self.columns // 8, 4, 2],
         )
 
     @property
@@ -146,13 +157,23 @@ class ScoreSpec:
 
 @aggregate
 class Sizes:
-    """Of the problem, and what a program has of it: ``tiles`` of key blocks, query blocks from ``first_block`` on."""
+    """Sizes of the problem; ``items`` are groups of query blocks of every head."""
 
+    head_dim: gl.tensor
+    heads: gl.tensor
+    group: gl.tensor
     q_len: gl.tensor
     kv_len: gl.tensor
     last_offset: gl.tensor
     q_blocks: gl.tensor
     kv_blocks: gl.tensor
+    items: gl.tensor
+
+
+@aggregate
+class Item:
+    """Query blocks of one head that a program scores at a time, from ``first_block`` on, and tiles that they see."""
+
     flat_head: gl.tensor
     first_block: gl.tensor
     tiles: gl.tensor
@@ -196,17 +217,37 @@ def _copy(descriptor, head, first, PART: gl.constexpr, stages, stage, SPEC: gl.c
 
 
 @jit
-def _produce(statistics, stages, kv_head, tiles, SPEC: gl.constexpr):
-    """Copy all tiles, twice."""
-    for counter in range(0, 2 * tiles):
-        stage = counter % SPEC.stages
-        mbarrier.wait(stages.empty.index(stage), ((counter // SPEC.stages) & 1) ^ 1)
-        mbarrier.expect(stages.full.index(stage), SPEC.stage_bytes)
-        first = counter % tiles * SPEC.columns
-        _copy(statistics.mean_high, kv_head, first, 0, stages, stage, SPEC)
-        _copy(statistics.mean_low, kv_head, first, 1, stages, stage, SPEC)
-        if SPEC.has_variance:
-            _copy(statistics.variance, kv_head, first, 2, stages, stage, SPEC)
+def _item(number, sizes, SPEC: gl.constexpr):
+    """Item of a number: the last blocks of all heads come first, because a causal window makes them the longest."""
+    blocks: gl.constexpr = SPEC.blocks * CONSUMERS
+    groups = (sizes.q_blocks + blocks - 1) // blocks
+    all_heads = sizes.items // groups
+    first_block = (groups - 1 - number // all_heads) * blocks
+    stop = sizes.kv_blocks
+    if SPEC.has_last:
+        last_key = gl.minimum((first_block + blocks) * BLOCK_Q, sizes.q_len) - 1 + sizes.last_offset
+        stop = gl.minimum(stop, gl.maximum(last_key + 1, 0) // BLOCK_K + 1)
+    tiles = (stop + SPEC.columns - 1) // SPEC.columns
+    return Item(flat_head=number % all_heads, first_block=first_block, tiles=tiles)
+
+
+@jit
+def _produce(statistics, stages, sizes, SPEC: gl.constexpr):
+    """Copy all tiles of every item, twice."""
+    counter = 0
+    for number in range(gl.program_id(0), sizes.items, gl.num_programs(0)):
+        item = _item(number, sizes, SPEC)
+        kv_head = item.flat_head // sizes.group
+        for index in range(0, 2 * item.tiles):
+            stage = counter % SPEC.stages
+            mbarrier.wait(stages.empty.index(stage), ((counter // SPEC.stages) & 1) ^ 1)
+            mbarrier.expect(stages.full.index(stage), SPEC.stage_bytes)
+            first = index % item.tiles * SPEC.columns
+            _copy(statistics.mean_high, kv_head, first, 0, stages, stage, SPEC)
+            _copy(statistics.mean_low, kv_head, first, 1, stages, stage, SPEC)
+            if SPEC.has_variance:
+                _copy(statistics.variance, kv_head, first, 2, stages, stage, SPEC)
+            counter += 1
 
 
 @jit
@@ -223,7 +264,7 @@ def _scores(operands, stages, counter, SPEC: gl.constexpr):
     stage = counter % SPEC.stages
     mbarrier.wait(stages.full.index(stage), (counter // SPEC.stages) & 1)
     mean_high = _tile(stages, stage, 0, SPEC)
-    scores = gl.full((SPEC.rows, SPEC.columns), 0.0, gl.float32, SPEC.scores_layout)
+    scores = gl.full((ROWS, SPEC.columns), 0.0, gl.float32, SPEC.scores_layout)
     scores = warpgroup_mma(operands.query, mean_high, scores, use_acc=False, is_async=True)
     scores = warpgroup_mma(operands.query, _tile(stages, stage, 1, SPEC), scores, is_async=True)
     if SPEC.has_low:
@@ -259,24 +300,26 @@ def _sum_samples(values, SAMPLES: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.
 
 
 @jit
-def _load_rows(query_base, query_stride, first_block, sizes, SPEC: gl.constexpr):
+def _load_rows(query_ptr, query_strides, flat_head, first_block, sizes, SPEC: gl.constexpr):
     """The rows of a consumer, see `score.Rows`."""
-    rows = gl.arange(0, SPEC.rows, gl.SliceLayout(1, SPEC.rows_layout))
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, SPEC.rows_layout))
     channels = gl.arange(0, SPEC.width, gl.SliceLayout(0, SPEC.rows_layout))
     block, sample = _row_order(rows, SPEC.samples_padded)
     q_block = first_block + block
     used = (q_block < sizes.q_blocks) & (sample < SPEC.samples)
     if SPEC.from_means:
-        place = (sizes.flat_head * sizes.q_blocks + q_block).to(gl.int64) * SPEC.samples + sample
-        pointers = query_base + place * SPEC.head_dim
+        place = (flat_head * sizes.q_blocks + q_block).to(gl.int64) * SPEC.samples + sample
+        pointers = query_ptr + place * sizes.head_dim
     else:
+        batch, head = flat_head // sizes.heads, flat_head % sizes.heads
+        base = query_ptr + batch.to(gl.int64) * query_strides[0] + head.to(gl.int64) * query_strides[1]
         first_query = gl.maximum(-sizes.last_offset, 0) if SPEC.has_last else 0
         start = q_block * BLOCK_Q
         seen_start = gl.maximum(start, first_query)
         count = gl.minimum(start + BLOCK_Q, sizes.q_len) - seen_start
         pick = seen_start + (2 * sample + 1) * count // (2 * SPEC.samples)
-        pointers = query_base + gl.where(count > 0, pick, start).to(gl.int64) * query_stride
-    inside = gl.expand_dims(used, 1) & gl.expand_dims(channels < SPEC.head_dim, 0)
+        pointers = base + gl.where(count > 0, pick, start).to(gl.int64) * query_strides[2]
+    inside = gl.expand_dims(used, 1) & gl.expand_dims(channels < sizes.head_dim, 0)
     exact = gl.load(gl.expand_dims(pointers, 1) + gl.expand_dims(channels, 0), mask=inside, other=0.0)
     wide = exact.to(gl.float32)
     wide = gl.where(gl.abs(wide) < float("inf"), wide, float("nan"))
@@ -288,10 +331,10 @@ def _load_rows(query_base, query_stride, first_block, sizes, SPEC: gl.constexpr)
 @jit
 def _eligible(first_block, first, sizes, SPEC: gl.constexpr):
     """Blocks of a tile that rows see whole, [rows, columns]."""
-    rows = gl.arange(0, SPEC.rows, SPEC.row_layout)
+    rows = gl.arange(0, ROWS, SPEC.row_layout)
     columns = first + gl.arange(0, SPEC.columns, gl.SliceLayout(0, SPEC.scores_layout))
     block, _ = _row_order(rows, SPEC.samples_padded)
-    last_key = gl.full((SPEC.rows,), 2147483647, gl.int32, SPEC.row_layout)
+    last_key = gl.full((ROWS,), 2147483647, gl.int32, SPEC.row_layout)
     if SPEC.has_last:
         last_key = gl.minimum((first_block + block + 1) * BLOCK_Q, sizes.q_len) - 1 + sizes.last_offset
     end = gl.minimum((columns + 1) * BLOCK_K, sizes.kv_len) - 1
@@ -299,60 +342,79 @@ def _eligible(first_block, first, sizes, SPEC: gl.constexpr):
 
 
 @jit
-def _consume(CONSUMER: gl.constexpr, stages, sizes, query_base, query_stride, probability_ptr, SPEC: gl.constexpr):
-    """Score all tiles twice: first for maximum and sum of every row, then for the probabilities."""
-    columns: gl.constexpr = SPEC.columns
-    blocks: gl.constexpr = SPEC.blocks
-    first_block = sizes.first_block + CONSUMER * blocks
-    operands = _load_rows(query_base, query_stride, first_block, sizes, SPEC)
-    whole = sizes.kv_blocks  # key blocks up to which no score is masked
-    if SPEC.has_last:
-        last_key = gl.minimum((first_block + 1) * BLOCK_Q, sizes.q_len) - 1 + sizes.last_offset
-        whole = gl.minimum(whole, gl.maximum(last_key + 1, 0) // BLOCK_K)
+def _add_to_sums(scores, lane_max, lane_sum, SPEC: gl.constexpr):
+    """Online softmax: the largest score so far and the sum of exponentials, for each thread's columns of a row."""
+    scores = gl.maximum(scores, float("-inf"))  # NaN takes no part
+    by_lane = gl.convert_layout(
+        gl.reshape(scores, (ROWS, SPEC.columns // 8, 4, 2)), SPEC.by_lane_layout, assert_trivial=True
+    )
+    new_max = gl.maximum(lane_max, gl.max(gl.max(by_lane, 3), 1))
+    safe_max = gl.where(new_max == float("-inf"), 0.0, new_max)
+    shifted = by_lane - gl.expand_dims(gl.expand_dims(safe_max, 1), 3)
+    lane_sum = lane_sum * gl.exp2(lane_max - safe_max) + gl.sum(gl.sum(gl.exp2(shifted), 3), 1)
+    return new_max, lane_sum
 
-    lane_max = gl.full((SPEC.rows, 4), float("-inf"), gl.float32, SPEC.lane_layout)
-    lane_sum = gl.full((SPEC.rows, 4), 0.0, gl.float32, SPEC.lane_layout)
-    for counter in range(0, sizes.tiles):
-        scores = _scores(operands, stages, counter, SPEC)
-        first = counter * columns
-        if first + columns > whole:
-            scores = gl.where(_eligible(first_block, first, sizes, SPEC), scores, float("-inf"))
-        scores = gl.maximum(scores, float("-inf"))  # NaN takes no part
-        by_lane = gl.convert_layout(
-            gl.reshape(scores, (SPEC.rows, columns // 8, 4, 2)), SPEC.by_lane_layout, assert_trivial=True
-        )
-        new_max = gl.maximum(lane_max, gl.max(gl.max(by_lane, 3), 1))
-        safe_max = gl.where(new_max == float("-inf"), 0.0, new_max)
-        shifted = by_lane - gl.expand_dims(gl.expand_dims(safe_max, 1), 3)
-        lane_sum = lane_sum * gl.exp2(lane_max - safe_max) + gl.sum(gl.sum(gl.exp2(shifted), 3), 1)
-        lane_max = new_max
 
+@jit
+def _shift_of_rows(lane_max, lane_sum, SPEC: gl.constexpr):
+    """[rows]: 2^(exponent s - shift) is the share of one row in its block's mean; rows that are not used have none."""
     row_max = gl.max(lane_max, 1)
     safe_max = gl.where(row_max == float("-inf"), 0.0, row_max)
     row_sum = gl.sum(lane_sum * gl.exp2(lane_max - gl.expand_dims(safe_max, 1)), 1)
     row_max = gl.convert_layout(safe_max, SPEC.row_layout)
     row_sum = gl.convert_layout(row_sum, SPEC.row_layout)
-    # 2^(exponent (s - shift)) is the share of one row in its block's mean; rows that are not used have none.
-    row_shift = gl.where(row_sum > 0.0, row_max + gl.log2(row_sum) + SPEC.log2_samples, 0.0)
-    _, sample = _row_order(gl.arange(0, SPEC.rows, SPEC.row_layout), SPEC.samples_padded)
-    row_shift = gl.where(sample < SPEC.samples, row_shift * SPEC.exponent, float("inf"))
+    shift = gl.where(row_sum > 0.0, row_max + gl.log2(row_sum) + SPEC.log2_samples, 0.0)
+    _, sample = _row_order(gl.arange(0, ROWS, SPEC.row_layout), SPEC.samples_padded)
+    return gl.where(sample < SPEC.samples, shift * SPEC.exponent, float("inf"))
 
-    for counter in range(sizes.tiles, 2 * sizes.tiles):
-        scores = _scores(operands, stages, counter, SPEC)
-        first = (counter - sizes.tiles) * columns
-        share = gl.exp2(scores * SPEC.exponent - gl.expand_dims(row_shift, 1))
-        if first + columns > whole:
-            share = gl.where(_eligible(first_block, first, sizes, SPEC), share, 0.0)
-        average = _sum_samples(share, SPEC.samples_padded, SPEC.rows, columns)  # [blocks, columns]
-        if SPEC.exponent == 2:
-            average = gl.sqrt(average)
-        average = gl.where(average < NEGLIGIBLE, 0.0, average)  # keeps NaN
-        layout: gl.constexpr = average.type.layout
-        block = first_block + gl.arange(0, blocks, gl.SliceLayout(1, layout))
-        column = first + gl.arange(0, columns, gl.SliceLayout(0, layout))
-        places = (sizes.flat_head * sizes.q_blocks + block).to(gl.int64) * sizes.kv_blocks
-        stored = gl.expand_dims(block < sizes.q_blocks, 1) & gl.expand_dims(column < sizes.kv_blocks, 0)
-        gl.store(probability_ptr + (gl.expand_dims(places, 1) + gl.expand_dims(column, 0)), average, mask=stored)
+
+@jit
+def _store_shares(share, probability_ptr, flat_head, first_block, first, sizes, SPEC: gl.constexpr):
+    """Store the mean over a block's rows of their shares, [rows, columns]."""
+    average = _sum_samples(share, SPEC.samples_padded, ROWS, SPEC.columns)  # [blocks, columns]
+    if SPEC.exponent == 2:
+        average = gl.sqrt(average)
+    average = gl.where(average < NEGLIGIBLE, 0.0, average)  # keeps NaN
+    layout: gl.constexpr = average.type.layout
+    block = first_block + gl.arange(0, SPEC.blocks, gl.SliceLayout(1, layout))
+    column = first + gl.arange(0, SPEC.columns, gl.SliceLayout(0, layout))
+    places = (flat_head * sizes.q_blocks + block).to(gl.int64) * sizes.kv_blocks
+    stored = gl.expand_dims(block < sizes.q_blocks, 1) & gl.expand_dims(column < sizes.kv_blocks, 0)
+    gl.store(probability_ptr + (gl.expand_dims(places, 1) + gl.expand_dims(column, 0)), average, mask=stored)
+
+
+@jit
+def _consume(CONSUMER: gl.constexpr, stages, sizes, query_ptr, query_strides, probability_ptr, SPEC: gl.constexpr):
+    """Score all tiles of every item twice: first for maximum and sum of every row, then for the probabilities.
+
+    Both passes share one loop body: most of the time of compilation is spent on matrix products.
+    """
+    counter = 0
+    for number in range(gl.program_id(0), sizes.items, gl.num_programs(0)):
+        item = _item(number, sizes, SPEC)
+        first_block = item.first_block + CONSUMER * SPEC.blocks
+        operands = _load_rows(query_ptr, query_strides, item.flat_head, first_block, sizes, SPEC)
+        whole = sizes.kv_blocks  # key blocks up to which no score is masked
+        if SPEC.has_last:
+            last_key = gl.minimum((first_block + 1) * BLOCK_Q, sizes.q_len) - 1 + sizes.last_offset
+            whole = gl.minimum(whole, gl.maximum(last_key + 1, 0) // BLOCK_K)
+
+        lane_max = gl.full((ROWS, 4), float("-inf"), gl.float32, SPEC.lane_layout)
+        lane_sum = gl.full((ROWS, 4), 0.0, gl.float32, SPEC.lane_layout)
+        row_shift = gl.full((ROWS,), 0.0, gl.float32, SPEC.row_layout)
+        for index in range(0, 2 * item.tiles):
+            scores = _scores(operands, stages, counter, SPEC)
+            counter += 1
+            first = index % item.tiles * SPEC.columns
+            if first + SPEC.columns > whole:
+                scores = gl.where(_eligible(first_block, first, sizes, SPEC), scores, float("-inf"))
+            if index < item.tiles:
+                lane_max, lane_sum = _add_to_sums(scores, lane_max, lane_sum, SPEC)
+            else:
+                if index == item.tiles:
+                    row_shift = _shift_of_rows(lane_max, lane_sum, SPEC)
+                share = gl.exp2(scores * SPEC.exponent - gl.expand_dims(row_shift, 1))
+                _store_shares(share, probability_ptr, item.flat_head, first_block, first, sizes, SPEC)
 
 
 @jit(do_not_specialize=NUMBERS)
@@ -363,6 +425,7 @@ def hopper_score_kernel(
     query_ptr,
     probability_ptr,
     query_strides,
+    head_dim,
     heads,
     group,
     q_len,
@@ -370,11 +433,12 @@ def hopper_score_kernel(
     last_offset,
     q_blocks,
     kv_blocks,
+    items,
     SPEC: gl.constexpr,
 ):
     """probability[block, j] = mean over the block's rows i of softmax_j s[i, j]; see `score.score_kernel`.
 
-    Grid: groups of query blocks of every head, in one dimension.
+    Grid: as many programs as there are multiprocessors, each takes every n-th item (`Item`).
 
     Reads
         mean_high, mean_low, variance    [B * Hkv, kv_blocks, D padded] bfloat16, for TMA
@@ -396,43 +460,27 @@ def hopper_score_kernel(
     fence_async_shared()
     barrier()
 
-    blocks: gl.constexpr = SPEC.blocks * CONSUMERS
-    groups = (q_blocks + blocks - 1) // blocks
-    flat_head = gl.program_id(0) // groups
-    # The last groups first: with a causal window they are the longest.
-    first_block = (groups - 1 - gl.program_id(0) % groups) * blocks
-    batch = flat_head // heads
-    head = flat_head % heads
-    kv_head = batch * (heads // group) + head // group
-    stop = kv_blocks
-    if SPEC.has_last:
-        last_key = gl.minimum((first_block + blocks) * BLOCK_Q, q_len) - 1 + last_offset
-        stop = gl.minimum(kv_blocks, gl.maximum(last_key + 1, 0) // BLOCK_K + 1)
-    tiles = (stop + SPEC.columns - 1) // SPEC.columns
-    query_base = query_ptr
-    if not SPEC.from_means:
-        query_base = query_ptr + batch.to(gl.int64) * query_strides[0] + head.to(gl.int64) * query_strides[1]
     sizes = Sizes(
+        head_dim=head_dim,
+        heads=heads,
+        group=group,
         q_len=q_len,
         kv_len=kv_len,
         last_offset=last_offset,
         q_blocks=q_blocks,
         kv_blocks=kv_blocks,
-        flat_head=flat_head,
-        first_block=first_block,
-        tiles=tiles,
+        items=items,
     )
     stages = Stages(copies=copies, full=full, empty=empty)
     statistics = Statistics(mean_high=mean_high_desc, mean_low=mean_low_desc, variance=variance_desc)
-    stride = query_strides[2]
     gl.warp_specialize(
         [
-            (_consume, (0, stages, sizes, query_base, stride, probability_ptr, SPEC)),
-            (_consume, (1, stages, sizes, query_base, stride, probability_ptr, SPEC)),
-            (_produce, (statistics, stages, kv_head, tiles, SPEC)),
+            (_consume, (0, stages, sizes, query_ptr, query_strides, probability_ptr, SPEC)),
+            (_consume, (1, stages, sizes, query_ptr, query_strides, probability_ptr, SPEC)),
+            (_produce, (statistics, stages, sizes, SPEC)),
         ],
         [4, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        [SPEC.consumer_registers, PRODUCER_REGISTERS],
     )
 
 
@@ -442,7 +490,7 @@ def serves(call: Call, *, has_blocks: bool, has_threshold: bool) -> bool:
     samples = getattr(score, "samples", 1)
     is_plain = not is_masked and call.window.left is None and call.segments is None
     return (
-        is_plain and score.name in ("moment", "mean") and samples <= LEAST_ROWS and padded(call.shape.head_dim) >= CHUNK
+        is_plain and score.name in ("moment", "mean") and samples <= ROWS.value and padded(call.shape.head_dim) >= CHUNK
     )
 
 
@@ -459,7 +507,6 @@ def launch_scores(
     width, heads = padded(shape.head_dim), shape.batch * shape.heads
     config = configs.hopper_score_config(width)
     spec = ScoreSpec(
-        head_dim=width if from_means else shape.head_dim,
         width=width,
         from_means=from_means,
         samples=getattr(score, "samples", 1),
@@ -467,21 +514,22 @@ def launch_scores(
         has_variance=score.name == "moment",
         has_low=has_low,
         has_last=call.window.right is not None,
-        rows=LEAST_ROWS if has_low else config.rows,  # three operands of more do not fit the registers
         columns=config.columns,
         stages=config.stages,
     )
     probability = buffer_like(rows, True, heads, shape.q_blocks, shape.kv_blocks)
     offset = last_offset(call.window, shape)
+    items = ceil_div(shape.q_blocks, spec.blocks * CONSUMERS.value) * heads
     launch(
         hopper_score_kernel,
-        ceil_div(shape.q_blocks, spec.blocks * CONSUMERS.value) * heads,
+        min(items, multiprocessors(rows)),
         mean_high_desc=_descriptor(mean_high, spec),
         mean_low_desc=_descriptor(mean_low, spec),
         variance_desc=_descriptor(variance if spec.has_variance else mean_low, spec),
         query_ptr=rows,
         probability_ptr=probability,
         query_strides=strides_of(rows),
+        head_dim=width if from_means else shape.head_dim,
         heads=shape.heads,
         group=shape.group,
         q_len=shape.q_len,
@@ -489,8 +537,10 @@ def launch_scores(
         last_offset=0 if offset is None else offset,
         q_blocks=shape.q_blocks,
         kv_blocks=shape.kv_blocks,
+        items=items,
         SPEC=spec,
         num_warps=4,
+        maxnreg=spec.mean_registers,
     )
     return probability
 
