@@ -31,6 +31,8 @@ LONG = 3.0
 many heads come at once and share no keys, which costs 4 % where heads differ (docs/lab/selection.md)."""
 BUDGET_BITS = tl.constexpr(config.BUDGET_BITS)
 LEVELS = tl.constexpr(config.BUDGET_LEVELS)
+LEVEL_WIDTH = tl.constexpr(1 << config.BUDGET_BITS)
+"""Probabilities of one level, as the integers that they are as float32."""
 GUARANTEED = tl.constexpr(config.GUARANTEED)
 ROUNDING_GUARD = tl.constexpr(config.ROUNDING_GUARD)
 PART_ROWS = tl.constexpr(128)
@@ -208,7 +210,7 @@ def count_kernel(
 
 @triton.jit
 def share_of_row(row, kept_ptr, sums_ptr, rows_of_batch, parts):
-    """How many blocks a row keeps: what lies above the last level, and its part of that.
+    """Return how many blocks a row keeps, those above the last level and its part of that, and the last level.
 
     Of r places for t blocks, the row that has the blocks number a to b - 1 gets floor(b r / t) - floor(a r / t).
     """
@@ -227,7 +229,7 @@ def share_of_row(row, kept_ptr, sums_ptr, rows_of_batch, parts):
     after = (before + tl.sum(blocks, 0)).to(tl.int64)
     own = tl.sum(tl.where(rows == place, blocks, 0), 0)
     share = after * left // total - (after - own) * left // total
-    return tl.sum(tl.where(rows == place, above, 0), 0) + share.to(tl.int32)
+    return tl.sum(tl.where(rows == place, above, 0), 0) + share.to(tl.int32), last
 
 
 @triton.jit

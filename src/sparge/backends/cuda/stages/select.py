@@ -19,15 +19,23 @@ from torch import Tensor
 
 from sparge import config
 from sparge.backends.cuda.launch import buffer_like, launch, per_head_tensor
+from sparge.backends.cuda.primitives import TOP_LEVEL, segment_number
 from sparge.backends.cuda.stages import configs
 from sparge.backends.cuda.stages.block_rows import INFINITY_BITS, SIZES, RowArguments, load_row
-from sparge.backends.cuda.stages.budget import count_budget, many_blocks, place_row, share_of_row
+from sparge.backends.cuda.stages.budget import (
+    LEVEL_WIDTH,
+    LEVELS,
+    count_budget,
+    many_blocks,
+    place_row,
+    share_of_row,
+)
 from sparge.backends.cuda.stages.mask_blocks import MaskBlocks
 from sparge.backends.cuda.stages.replacement import bias_columns, has_mean
 from sparge.block_mask import BlockMask
 from sparge.call import Call
 
-NUMBERS = ["amount", "many", *SIZES, "rows_of_batch", "parts", "bias_columns"]
+NUMBERS = ["amount", "many", *SIZES, "top_level", "rows_of_batch", "parts", "bias_columns"]
 ROUNDING_GUARD = tl.constexpr(config.ROUNDING_GUARD)
 SELECTIONS = ("topk", "topcdf", "budget")
 """The rules that the kernel knows."""
@@ -42,16 +50,27 @@ def _first_of(flags, count):
 
 
 @triton.jit
-def _best(bits, count):
-    """The ``count`` entries with the largest bits (entries below 0 never), ties to the lower index.
+def _best(bits, count, low, high):
+    """Return the ``count`` entries with the largest bits (entries below 0 never), ties to the lower index.
 
     Steps alternate between halving the range and interpolating in it: smooth rows end after a few.
+
+    Args:
+        low, high: a range of bits that the last of them is likely to lie in, low <= bits < high.
     """
     competing = bits >= 0
-    low = tl.min(tl.where(competing, bits, INFINITY_BITS), 0)
-    high = tl.max(bits, 0) + 1
-    left = tl.sum(competing.to(tl.int32))  # entries at or above low, at least `count` if there are as many
-    right = 0  # entries at or above high, fewer than `count`
+    low = tl.zeros((), tl.int32) + low  # no longer a compile-time value
+    high = tl.zeros((), tl.int32) + high
+    left = tl.sum((bits >= low).to(tl.int32))  # entries at or above low, at least `count` if there are as many
+    right = tl.sum((bits >= high).to(tl.int32))  # entries at or above high, fewer than `count`
+    if right == count:
+        low = high
+        left = right
+    elif (left < count) | (right > count):
+        low = tl.min(tl.where(competing, bits, INFINITY_BITS), 0)
+        high = tl.max(bits, 0) + 1
+        left = tl.sum(competing.to(tl.int32))
+        right = 0
     halve = False
     while (high - low > 1) & (left > count):
         share = tl.where(halve, 0.5, (left - count).to(tl.float32) / (left - right).to(tl.float32))
@@ -91,23 +110,27 @@ def _covering(bits, mass):
 
 
 @triton.jit
-def _at_least(bits, eligible, forced, count, visible_count):
-    """The best eligible blocks, so many that they and the forced ones are ``count`` (or all that are visible)."""
+def _at_least(bits, eligible, forced, count, visible_count, low, high):
+    """The best eligible blocks, so many that they and the forced ones are ``count`` (or all that are visible).
+
+    Args:
+        low, high: see `_best`.
+    """
     places = tl.minimum(count, visible_count) - tl.sum((forced & eligible).to(tl.int32))
-    return _best(tl.where(eligible & (forced == 0), bits, -1), places)
+    return _best(tl.where(eligible & (forced == 0), bits, -1), places, low, high)
 
 
 @triton.jit
 def select_topk(bits, eligible, forced, amount, min_blocks, visible_count):
     """The best blocks: ceil(amount * visible blocks), at least ``min_blocks``."""
     share = tl.ceil(amount * visible_count.to(tl.float32) * ROUNDING_GUARD).to(tl.int32)
-    return _at_least(bits, eligible, forced, tl.maximum(tl.maximum(min_blocks, 1), share), visible_count)
+    return _at_least(bits, eligible, forced, tl.maximum(tl.maximum(min_blocks, 1), share), visible_count, 0, 0)
 
 
 @triton.jit
 def select_topcdf(bits, eligible, forced, amount, min_blocks, visible_count):
     """The best blocks until their probabilities sum to ``amount``, at least ``min_blocks``."""
-    kept = _at_least(bits, eligible, forced, tl.maximum(min_blocks, 1), visible_count)
+    kept = _at_least(bits, eligible, forced, tl.maximum(min_blocks, 1), visible_count, 0, 0)
     return kept | _covering(tl.where(eligible, bits, -1), amount)
 
 
@@ -164,6 +187,7 @@ def select_kernel(
     q_blocks,
     kv_blocks,
     min_blocks,
+    top_level,
     rows_of_batch,
     parts,
     bias_columns,
@@ -242,8 +266,14 @@ def select_kernel(
     visible = blocks.visible
     visible_count = tl.sum(visible.to(tl.int32))
     if SELECTION == "budget":
+        low = 0
+        high = 0
         if SHARES:
-            count = share_of_row(row, kept_ptr, sums_ptr, rows_of_batch, parts)
+            count, last = share_of_row(row, kept_ptr, sums_ptr, rows_of_batch, parts)
+            if PACKED:
+                top_level = segment_number(segments_ptr, row // rows_of_batch, TOP_LEVEL)
+            low = (last + (top_level - LEVELS + 1)) * LEVEL_WIDTH
+            high = low + LEVEL_WIDTH
             place_row(
                 row,
                 count,
@@ -259,7 +289,7 @@ def select_kernel(
             )
         else:
             count = tl.load(count_ptr + row)
-        kept = _at_least(blocks.bits, blocks.eligible, blocks.forced, count, visible_count)
+        kept = _at_least(blocks.bits, blocks.eligible, blocks.forced, count, visible_count, low, high)
     else:
         if AMOUNT_PER_HEAD:
             amount = tl.load(amount_ptr + row // q_blocks % heads)
@@ -386,6 +416,7 @@ def select_rows(
         amount=1.0 if isinstance(amount, Tensor) else float(amount),
         many=many_blocks(call) if shares else 0.0,
         **row_arguments.sizes,
+        top_level=config.budget_top(shape.kv_blocks),
         rows_of_batch=shape.heads * shape.q_blocks,
         parts=sums.shape[1] if shares else 0,
         bias_columns=columns,
