@@ -21,12 +21,26 @@ Kernel = Callable[[int, Arguments], None]
 @dataclass
 class Graph:
     nodes: dict[int, Callable[[], None]] = field(default_factory=dict)
+    after: dict[int, set[int]] = field(default_factory=dict)
+
+    def in_order(self) -> list[int]:
+        """Return the nodes in an order that their dependencies allow, the last ones as early as possible."""
+        left, done = list(reversed(self.nodes)), []
+        while left:
+            ready = next(node for node in left if self.after[node] <= set(done))
+            left.remove(ready)
+            done.append(ready)
+        return done
 
 
 class FakeDriver:
-    """Kernels are registered by `add_function`; whoever launches them runs them at once."""
+    """Kernels are registered by `add_function`; whoever launches them runs them at once.
 
-    def __init__(self) -> None:
+    ``reorders``: nodes that do not depend on each other run in another order than they were added in.
+    """
+
+    def __init__(self, *, reorders: bool = True) -> None:
+        self.reorders = reorders
         self.handles = itertools.count(1)
         self.functions: dict[int, tuple[Kernel, Sequence[Parameter]]] = {}
         self.graphs: dict[int, Graph] = {}
@@ -72,16 +86,17 @@ class FakeDriver:
         self.graphs[graph._obj.value] = Graph()
         return SUCCESS
 
-    def _add(self, node: Any, graph: Any, run: Callable[[], None]) -> int:
+    def _add(self, node: Any, graph: Any, after: Any, count: Any, run: Callable[[], None]) -> int:
         node._obj.value = next(self.handles)
         self.graphs[graph.value].nodes[node._obj.value] = run
+        self.graphs[graph.value].after[node._obj.value] = set(after[: count.value])
         return SUCCESS
 
-    def add_kernel(self, node: Any, graph: Any, _previous: Any, _count: Any, kernel: Any) -> int:
-        return self._add(node, graph, self._prepared(kernel._obj))
+    def add_kernel(self, node: Any, graph: Any, after: Any, count: Any, kernel: Any) -> int:
+        return self._add(node, graph, after, count, self._prepared(kernel._obj))
 
-    def add_memset(self, node: Any, graph: Any, _previous: Any, _count: Any, memset: Any, _context: Any) -> int:
-        return self._add(node, graph, self._clearing(memset._obj))
+    def add_memset(self, node: Any, graph: Any, after: Any, count: Any, memset: Any, _context: Any) -> int:
+        return self._add(node, graph, after, count, self._clearing(memset._obj))
 
     def _clearing(self, memset: Any) -> Callable[[], None]:
         address, size = memset.address, memset.element_bytes * memset.width
@@ -104,8 +119,9 @@ class FakeDriver:
         if not self.has_context:
             return INVALID_CONTEXT
         self.graph_launches += 1
-        for run in self.graphs[executable.value].nodes.values():
-            run()
+        graph = self.graphs[executable.value]
+        for node in graph.in_order() if self.reorders else graph.nodes:
+            graph.nodes[node]()
         return SUCCESS
 
     def destroy_graph(self, graph: Any) -> int:

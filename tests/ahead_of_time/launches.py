@@ -105,7 +105,7 @@ def parameters_of(kernel: CompiledKernel) -> list[Parameter]:
 def note_launches(architecture: int = 90) -> list[tuple[str, list[Any]]]:
     """From now on, (kernel, [programs, then its arguments]) of every launch goes to this list, also of replays."""
     started: list[tuple[str, list[Any]]] = []
-    fake = FakeDriver()
+    fake = FakeDriver(reorders=False)
     handles: dict[str, int] = {}
 
     def start(kernel: CompiledKernel, arguments: tuple[Any, ...]) -> None:

@@ -26,7 +26,7 @@ from sparge.backends.cuda import driver, replay
 from sparge.backends.cuda.config_table import override
 from sparge.backends.cuda.driver import Parameter
 from sparge.backends.cuda.launch import buffer_like, zeros_like
-from sparge.backends.cuda.replay import ALIGNMENT, MAX_RECORDINGS, replayed
+from sparge.backends.cuda.replay import ALIGNMENT, MAX_RECORDINGS, _predecessors, _spans, in_branch, replayed
 from sparge.backends.triton import configs as triton_configs
 from sparge.call import Call
 from sparge.geometry import Shape
@@ -468,6 +468,42 @@ def buffers(draw: st.DrawFn) -> tuple[list[int], list[list[int]]]:
     sizes = draw(st.lists(st.integers(0, 5000), min_size=count, max_size=count))
     steps = st.lists(st.integers(0, 8), max_size=4).map(sorted)
     return sizes, draw(st.lists(steps, min_size=count, max_size=count))
+
+
+def branched(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Two chains beside each other between a launch before them and one behind them."""
+    a, b, c, d, e, output, lse = (buffer_like(first, True, LENGTH) for _ in range(7))
+    fused(first, second, a, 1.0)
+    with in_branch("left"):
+        fused(a, first, b, 2.0)
+    with in_branch("right"):
+        fused(a, second, d, 3.0)
+    with in_branch("left"):
+        fused(b, a, c, 4.0)
+    with in_branch("right"):
+        fused(d, a, e, 5.0)
+    fused(c, e, output, 6.0)
+    fused(output, a, lse, 7.0)
+    return output, lse
+
+
+def test_branches_give_the_same_in_any_order() -> None:
+    caller = Caller(branched)
+    for seed in range(3):
+        first, second = inputs(seed)
+        a = first + second
+        output = 6 * (4 * (2 * a + first) + a) + 5 * (3 * a + second) + a
+        torch.testing.assert_close(caller(first, second), (output, 7 * output + a))
+
+
+def test_the_next_launch_outside_of_branches_waits_for_all_of_them() -> None:
+    branches = [None, "a", "b", "a", None, None, "b", "a"]
+    assert _predecessors(branches) == [(), (0,), (0,), (1,), (3, 2), (4,), (5,), (5,)]
+    assert _spans(branches) == [(0, 0), (1, 3), (1, 3), (1, 3), (4, 4), (5, 5), (6, 7), (6, 7)]
+
+
+def test_a_branch_may_come_first() -> None:
+    assert _predecessors(["a", "b", None]) == [(), (), (0, 1)]
 
 
 @given(buffers())

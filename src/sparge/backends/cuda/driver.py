@@ -175,6 +175,7 @@ class LaunchRecord(NamedTuple):
         descriptors: Gluon's TMA descriptors of the first tensors.
         places: the slot of each tensor, those of the descriptors first.
         values: strides, numbers and compile-time values, as in the kernel's signature behind its tensors.
+        after: indices of the launches that must be complete before this one begins.
     """
 
     compiled: CompiledKernel
@@ -182,6 +183,7 @@ class LaunchRecord(NamedTuple):
     descriptors: list[Any]
     places: list[int]
     values: list[Any]
+    after: tuple[int, ...]
 
 
 class BoundLaunches:
@@ -223,6 +225,7 @@ class BoundLaunches:
         self._executable = ctypes.c_void_p()
         self._graph_launch: Callable[..., int] | None = None
         self._moves = [bool(moving & set(record.places)) for record in records]
+        self._after = [record.after for record in records]
 
     def start(self, addresses: list[int], stream: int, zeros: int, *, is_capturing: bool) -> None:
         """Launch everything on a stream.
@@ -290,27 +293,30 @@ class BoundLaunches:
             driver.check(status, "cuLaunchKernelEx")
 
     def _instantiate(self, zeros: int) -> Callable[..., int]:
-        """Make the graph with the arguments as they are now, each launch behind the one before; return its launch."""
+        """Make the graph with the arguments as they are now; return its launch."""
         driver = self._driver
-        graph, previous = self._graph, ctypes.c_void_p()  # updates name the nodes of the graph, so it is kept
+        graph, executable = self._graph, self._executable  # updates name the nodes of the graph, so it is kept
         driver.check(driver.create_graph(ctypes.byref(graph), 0), "cuGraphCreate")
 
-        def add(function: Callable[..., int], *arguments: Any) -> ctypes.c_void_p:
+        def add(function: Callable[..., int], after: Sequence[ctypes.c_void_p], *arguments: Any) -> ctypes.c_void_p:
             node = ctypes.c_void_p()
-            count = ctypes.c_size_t(1 if previous.value else 0)
-            driver.check(function(ctypes.byref(node), graph, ctypes.byref(previous), count, *arguments), "CUDA graph")
-            previous.value = node.value
+            before = (ctypes.c_void_p * max(len(after), 1))(*[other.value for other in after])
+            count = ctypes.c_size_t(len(after))
+            driver.check(function(ctypes.byref(node), graph, before, count, *arguments), "CUDA graph")
             return node
 
-        executable = self._executable
+        first: list[ctypes.c_void_p] = []
+        nodes: list[ctypes.c_void_p] = []
         if self._zero_bytes:
             self._memset = MemsetNode(zeros, 0, 0, 4, self._zero_bytes // 4, 1)
             self._zeros_at = zeros
-            cleared = add(driver.add_memset, ctypes.byref(self._memset), self._context)
+            cleared = add(driver.add_memset, (), ctypes.byref(self._memset), self._context)
+            first.append(cleared)
             arguments = (executable, cleared, ctypes.byref(self._memset), self._context)
             self._update_memset = functools.partial(driver.update_memset, *arguments)
-        for kernel, moves in zip(self._kernels, self._moves, strict=True):
-            node = add(driver.add_kernel, ctypes.byref(kernel))
+        for kernel, moves, after in zip(self._kernels, self._moves, self._after, strict=True):
+            node = add(driver.add_kernel, [nodes[index] for index in after] or first, ctypes.byref(kernel))
+            nodes.append(node)
             update = functools.partial(driver.update_kernel, executable, node, ctypes.byref(kernel))
             self._updates.append(update)
             if moves:

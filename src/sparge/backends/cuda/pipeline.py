@@ -1,5 +1,7 @@
 """The stages in order: statistics -> codes, scores -> selection -> attention.
 
+Codes and selection are branches of a replayed call: they run at the same time.
+
     prepare           everything before the attention kernel, in shared passes over Q, K, V and the mask
     predict           the mask alone
     attend            attention over a given mask, or over every visible block
@@ -11,6 +13,7 @@ here waits for the device. Bool masks of keys are read by `stages.key_mask`, all
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 from torch import Tensor
@@ -18,7 +21,7 @@ from torch import Tensor
 from sparge.backends.cuda.launch import per_head_tensor, zeros_like
 from sparge.backends.cuda.operands import AttentionLauncher, MeanOperands, Operands
 from sparge.backends.cuda.peak_handling import peak_handling
-from sparge.backends.cuda.replay import Replay, note_constant, recorded, replayed
+from sparge.backends.cuda.replay import Replay, in_branch, note_constant, recorded, replayed
 from sparge.backends.cuda.stages.key_mask import KeyMask, hides_keys_alone, key_mask
 from sparge.backends.cuda.stages.mask_blocks import MaskBlocks, mask_blocks
 from sparge.backends.cuda.stages.peaks import mark_peaks
@@ -71,15 +74,9 @@ def prepare(
         codes=quantizes,
         similarity=has_similarity,
     )
-    summary = summarize_query(
-        query,
-        key_value,
-        call,
-        seen,
-        codes=quantizes,
-        parts=inputs.parts(call.score) if inputs is not None else 0,
-        similarity=has_similarity,
-    )
+    parts = inputs.parts(call.score) if inputs is not None else 0
+    with in_branch("codes"):
+        summary = summarize_query(query, key_value, call, seen, codes=quantizes, parts=parts, similarity=has_similarity)
     order, bias = None, None
     if call.segments is not None:
         order = call.segments.order
@@ -88,29 +85,35 @@ def prepare(
     if with_mask:
         first_seen, first_query = (None, None) if keys is None else (keys.first_seen, keys.first_query)
         threshold, rules = None, call
-        if has_scores:
-            threshold = per_head_tensor(call.selection.similarity_threshold, shape, query.device)
-            probability = block_probabilities(
-                query, key_value, summary, call, first_seen, first_query, threshold, blocks
+        # Scores of sampled queries need no results of the other branch.
+        with nullcontext() if parts or has_similarity else in_branch("selection"):
+            if has_scores:
+                threshold = per_head_tensor(call.selection.similarity_threshold, shape, query.device)
+                probability = block_probabilities(
+                    query, key_value, summary, call, first_seen, first_query, threshold, blocks
+                )
+            else:
+                rules = replace(call, sparsity=ALL_BLOCKS)
+                probability = zeros_like(query, shape.batch * shape.heads, shape.q_blocks, shape.kv_blocks)
+            similarities = summary.similarity, key_value.key_similarity
+            mask, shared, bias = select(
+                probability, *similarities, rules, first_seen, threshold, blocks, key_value.block_bias
             )
-        else:
-            rules = replace(call, sparsity=ALL_BLOCKS)
-            probability = zeros_like(query, shape.batch * shape.heads, shape.q_blocks, shape.kv_blocks)
-        similarities = summary.similarity, key_value.key_similarity
-        mask, shared, bias = select(
-            probability, *similarities, rules, first_seen, threshold, blocks, key_value.block_bias
-        )
         order = order if shared is None else shared
     if not with_operands:
         return None, mask
     assert value is not None
     dtype, key_scale = query.dtype, key
     tokens_first = call.segments is not None or is_tokens_first(query)
-    if quantizes:
-        query = summary.codes
-        key, key_scale, value = quantize_key_value(key, value, key_value, call, seen.keys if seen else None)
-    if peak_handling(call) == "marked":
-        mark_peaks(query, summary.scale, key, key_scale, call)
+    means = None
+    with in_branch("codes"):
+        if quantizes:
+            query = summary.codes
+            key, key_scale, value = quantize_key_value(key, value, key_value, call, seen.keys if seen else None)
+        if peak_handling(call) == "marked":
+            mark_peaks(query, summary.scale, key, key_scale, call)
+        if replaces:
+            means = _means(key_value, bias, mask, call)
     operands = Operands(
         query=query,
         key=key,
@@ -122,7 +125,7 @@ def prepare(
         dtype=dtype,
         tokens_first=tokens_first,
         keys_seen=seen.keys if seen else None,
-        means=_means(key_value, bias, mask, call) if replaces else None,
+        means=means,
         order=order,
         kind=None if blocks is None else blocks.kind,
     )

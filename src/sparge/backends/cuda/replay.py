@@ -19,7 +19,8 @@ import functools
 import logging
 import math
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -141,6 +142,24 @@ def note_constant(tensor: Tensor) -> None:
         recorder.constants.append(tensor)
 
 
+@contextmanager
+def in_branch(name: str) -> Iterator[None]:
+    """Let the launches inside run beside those of other branches when the call that is recorded is replayed.
+
+    A branch begins behind the last launch outside of branches. The next launch outside waits for all of them. What is
+    launched in one branch must not read or write what another branch writes.
+    """
+    recorder = current_recorder.get()
+    if recorder is None:
+        yield
+        return
+    recorder.branch = name
+    try:
+        yield
+    finally:
+        recorder.branch = None
+
+
 def _empty(sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return uninitialized memory on the current device, without torch's dispatcher where there is a way around it."""
     if device.type == "cuda" and _empty_strided_cuda is not None:
@@ -239,6 +258,8 @@ class Recorder(TorchDispatchMode):
         self.zeros: list[Tensor] = []
         self.constants: list[Tensor] = []
         self.launches: list[tuple[CompiledKernel | None, int, list[Any], list[Tensor], list[Any]]] = []
+        self.branches: list[str | None] = []
+        self.branch: str | None = None
         self.torch_computed = False
 
     def __torch_dispatch__(
@@ -268,6 +289,7 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         """``compiled`` is None where an interpreter ran the kernel; ``descriptors`` are those of the first tensors."""
         self.launches.append((compiled, programs, descriptors, tensors, values))
+        self.branches.append(self.branch)
 
     def finish(self, results: Sequence[Tensor]) -> Replay | None:
         """Return the replay, None where the launches are not all that happened."""
@@ -287,17 +309,26 @@ class Recorder(TorchDispatchMode):
         # A view is known by where it begins. Nothing is freed while a call is recorded, so addresses are unique.
         places = {tensor.data_ptr(): place for place, tensor in reversed(list(enumerate(order)))}
         records = []
-        for compiled, programs, descriptors, tensors, values in self.launches:
+        order_of_launches = _predecessors(self.branches)
+        for (compiled, programs, descriptors, tensors, values), after in zip(
+            self.launches, order_of_launches, strict=True
+        ):
             addresses = [tensor.data_ptr() for tensor in tensors]
             if compiled is None or any(address not in places for address in addresses):
                 return None
             found = [places[address] for address in addresses]
-            records.append(LaunchRecord(compiled, programs, descriptors, found, values))
+            records.append(LaunchRecord(compiled, programs, descriptors, found, values, after))
         zero_offsets, zero_bytes = _one_after_the_other([buffer.nbytes for buffer in self.zeros])
         first_shared = len(self.inputs) + len(results) + len(self.zeros)
         shared = buffers[len(self.zeros) :]
+        spans = _spans(self.branches)
         uses = [
-            [step for step, record in enumerate(records) if first_shared + index in record.places]
+            [
+                step
+                for span, record in zip(spans, records, strict=True)
+                if first_shared + index in record.places
+                for step in span
+            ]
             for index in range(len(shared))
         ]
         offsets, shared_bytes = _pack([buffer.nbytes for buffer in shared], uses)
@@ -326,6 +357,32 @@ def _is_view(func: Any) -> bool:
     """
     aliases = [argument.alias_info for argument in func._schema.arguments if argument.alias_info is not None]
     return bool(aliases) and not any(alias.is_write for alias in aliases)
+
+
+def _predecessors(branches: Sequence[str | None]) -> list[tuple[int, ...]]:
+    """Return which launches each launch waits for, given the branch of each (None: outside of branches)."""
+    found: list[tuple[int, ...]] = []
+    trunk: tuple[int, ...] = ()
+    ends: dict[str, int] = {}
+    for index, branch in enumerate(branches):
+        if branch is None:
+            found.append(tuple(ends.values()) or trunk)
+            trunk, ends = (index,), {}
+        else:
+            found.append((ends[branch],) if branch in ends else trunk)
+            ends[branch] = index
+    return found
+
+
+def _spans(branches: Sequence[str | None]) -> list[tuple[int, int]]:
+    """Return the first and the last launch that each launch may run beside, itself included."""
+    found = [(index, index) for index in range(len(branches))]
+    start = 0
+    for index in range(len(branches) + 1):
+        if index == len(branches) or branches[index] is None:
+            found[start:index] = [(start, index - 1)] * (index - start)
+            start = index + 1
+    return found
 
 
 def _one_after_the_other(sizes: list[int]) -> tuple[list[int], int]:

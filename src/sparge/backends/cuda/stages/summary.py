@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sparge.backends.cuda.replay import in_branch
 from sparge.backends.cuda.stages.key_value_statistics import key_value_statistics
 from sparge.backends.cuda.stages.query_sizes import query_sizes
 from sparge.backends.cuda.stages.reduce import CodeScales, reduce_parts
@@ -88,7 +89,8 @@ def summarize_key_value(
     )
     scales = CodeScales(key, key, key)
     if codes or similarity:
-        scales = reduce_parts(query_sizes(query, call, seen), statistics, call, value_scales=value_scales)
+        with in_branch("codes"):
+            scales = reduce_parts(query_sizes(query, call, seen), statistics, call, value_scales=value_scales)
     return KeyValueSummary(
         mean_high=statistics.mean_high,
         mean_low=statistics.mean_low,
