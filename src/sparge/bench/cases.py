@@ -159,7 +159,9 @@ def _hopper() -> list[Group]:
         (Problem(32768, 16), 0.1),
         (Problem(8192, 32), 0.5),
         (Problem(32768, 16, head_dim=64), 0.5),
+        (Problem(32768, 16, head_dim=64), 1.0),
         (Problem(32768, 16, is_causal=True), 0.5),
+        (Problem(32768, 16, is_causal=True), 1.0),
     ]
     return [Group("hopper", problem, density) for problem, density in kernels]
 
