@@ -91,7 +91,7 @@ class TestCases:
             "error": 1,
             "memory": 3,
             "crossover": 104,
-            "hopper": 6,
+            "hopper": 8,
             "numerics": len(SUITES["numerics"]),
             "packed": 8,
             "masks": 7,
