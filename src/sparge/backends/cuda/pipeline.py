@@ -13,8 +13,8 @@ here waits for the device. Bool masks of keys are read by `stages.key_mask`, all
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
@@ -75,8 +75,10 @@ def prepare(
         similarity=has_similarity,
     )
     parts = inputs.parts(call.score) if inputs is not None else 0
-    with in_branch("codes"):
-        summary = summarize_query(query, key_value, call, seen, codes=quantizes, parts=parts, similarity=has_similarity)
+    summarize = partial(
+        summarize_query, query, key_value, call, seen, codes=quantizes, parts=parts, similarity=has_similarity
+    )
+    summary = summarize() if parts or has_similarity else None
     order, bias = None, None
     if call.segments is not None:
         order = call.segments.order
@@ -85,17 +87,17 @@ def prepare(
     if with_mask:
         first_seen, first_query = (None, None) if keys is None else (keys.first_seen, keys.first_query)
         threshold, rules = None, call
-        # Scores of sampled queries need no results of the other branch.
-        with nullcontext() if parts or has_similarity else in_branch("selection"):
+        means_of_queries, query_similarity = (query, query) if summary is None else (summary.mean, summary.similarity)
+        with in_branch("selection"):
             if has_scores:
                 threshold = per_head_tensor(call.selection.similarity_threshold, shape, query.device)
                 probability = block_probabilities(
-                    query, key_value, summary, call, first_seen, first_query, threshold, blocks
+                    query, key_value, means_of_queries, call, first_seen, first_query, threshold, blocks
                 )
             else:
                 rules = replace(call, sparsity=ALL_BLOCKS)
                 probability = zeros_like(query, shape.batch * shape.heads, shape.q_blocks, shape.kv_blocks)
-            similarities = summary.similarity, key_value.key_similarity
+            similarities = query_similarity, key_value.key_similarity
             mask, shared, bias = select(
                 probability, *similarities, rules, first_seen, threshold, blocks, key_value.block_bias
             )
@@ -108,12 +110,15 @@ def prepare(
     means = None
     with in_branch("codes"):
         if quantizes:
-            query = summary.codes
             key, key_scale, value = quantize_key_value(key, value, key_value, call, seen.keys if seen else None)
-        if peak_handling(call) == "marked":
-            mark_peaks(query, summary.scale, key, key_scale, call)
         if replaces:
             means = _means(key_value, bias, mask, call)
+        if summary is None:
+            summary = summarize()
+        if quantizes:
+            query = summary.codes
+        if peak_handling(call) == "marked":
+            mark_peaks(query, summary.scale, key, key_scale, call)
     operands = Operands(
         query=query,
         key=key,

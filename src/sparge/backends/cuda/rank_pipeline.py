@@ -87,7 +87,7 @@ class CudaCandidates(Candidates):
         key_value = KeyValueSummary(summaries[0], summaries[1], summaries[-1], query, query, query)
         parts = inputs.parts(call.score)
         summary = summarize_query(query, key_value, call, seen, codes=False, parts=parts, similarity=False)
-        probability = block_probabilities(query, key_value, summary, call, first_seen, first_query, None, blocks)
+        probability = block_probabilities(query, key_value, summary.mean, call, first_seen, first_query, None, blocks)
         self._rows = RowArguments(probability, summary.similarity, None, call, first_seen, None, blocks)
         return self._rows
 

@@ -49,7 +49,6 @@ from sparge.backends.cuda.primitives import (
 )
 from sparge.backends.cuda.stages import configs
 from sparge.backends.cuda.stages.mask_blocks import HIDDEN, MaskBlocks
-from sparge.backends.cuda.stages.quantize import QuerySummary
 from sparge.backends.cuda.stages.summary import KeyValueSummary
 from sparge.call import Call
 from sparge.config import Mean, Moment, Score, Spread, entry_of
@@ -442,7 +441,7 @@ def score_kernel(
 def block_probabilities(
     query: Tensor,
     key_value: KeyValueSummary,
-    query_summary: QuerySummary,
+    means: Tensor,
     call: Call,
     first_seen: Tensor | None,
     first_query: Tensor | None,
@@ -452,6 +451,7 @@ def block_probabilities(
     """Expected share of each key block, (B * H, q_blocks, kv_blocks) float32.
 
     Args:
+        means: `quantize.QuerySummary.mean`, read by scores of mean queries.
         first_seen, first_query: of `visibility.first_seen_keys` where keys are hidden.
         threshold: (H,), similarity under which a key block is not eligible.
         blocks: of `mask_blocks.mask_blocks` where a mask has more to say than which keys are hidden.
@@ -465,7 +465,7 @@ def block_probabilities(
     if _has_hopper_kernel(query, call, has_blocks=blocks is not None, has_threshold=threshold is not None):
         from sparge.backends.cuda.stages.score_hopper import launch_scores
 
-        of_queries = query_summary.mean if from_means else query
+        of_queries = means if from_means else query
         of_keys = key_value.mean_high, key_value.mean_low, key_value.variance
         return launch_scores(of_queries, *of_keys, call, from_means=from_means, has_low=has_low)
     setting = configs.score_config(width, architecture_of(query))
@@ -476,7 +476,7 @@ def block_probabilities(
     launch(
         score_kernel,
         ceil_div(shape.q_blocks, rows // samples_padded) * heads,
-        query_ptr=query_summary.mean if from_means else query,
+        query_ptr=means if from_means else query,
         mean_high_ptr=key_value.mean_high,
         mean_low_ptr=key_value.mean_low,
         variance_ptr=key_value.variance,
