@@ -1,10 +1,8 @@
 """`score.score_kernel` for compute capability 9.0, for calls without masks, windows' left bounds and segments.
 
 One producer warp copies statistics of key blocks, tile by tile; each consumer warpgroup scores its rows against every
-tile. Rows stay in registers as the left operand, and consumers wait for nobody but the producer.
-
-One program per multiprocessor takes every n-th group of rows and leaves a third of the registers free, so that the
-kernels that quantize K and V, which are limited by memory, run beside it on the same multiprocessor.
+tile. Rows stay in registers as the left operand, and consumers wait for nobody but the producer. One program per
+multiprocessor takes every n-th group of rows.
 """
 
 from __future__ import annotations
@@ -43,7 +41,8 @@ CHUNK = 64
 ROWS = gl.constexpr(64)
 """Rows of a consumer: what a warpgroup's matrix instruction takes."""
 CONSUMERS = gl.constexpr(2)
-PRODUCER_REGISTERS = gl.constexpr(24)
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
+"""Of a thread."""
 NUMBERS = ["head_dim", "heads", "group", "q_len", "kv_len", "last_offset", "q_blocks", "kv_blocks", "items"]
 
 
@@ -96,21 +95,6 @@ class ScoreSpec:
     def stage_bytes(self) -> int:
         """Bytes of a stage."""
         return self.parts * self.columns * self.width * 2
-
-    @property
-    def leaves_registers(self) -> bool:
-        """Whether a program leaves a third of the registers to other kernels: operands of at most 64 registers do."""
-        return self.width <= 128 and not self.has_low
-
-    @property
-    def consumer_registers(self) -> int:
-        """Registers of a consumer's thread."""
-        return 160 if self.leaves_registers else 240
-
-    @property
-    def mean_registers(self) -> int | None:
-        """Registers per thread on average over the roles; None: as many as there are."""
-        return 120 if self.leaves_registers else None
 
     @property
     def log2_samples(self) -> float:
@@ -480,7 +464,7 @@ def hopper_score_kernel(
             (_produce, (statistics, stages, sizes, SPEC)),
         ],
         [4, 1],
-        [SPEC.consumer_registers, PRODUCER_REGISTERS],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )
 
 
@@ -540,7 +524,6 @@ def launch_scores(
         items=items,
         SPEC=spec,
         num_warps=4,
-        maxnreg=spec.mean_registers,
     )
     return probability
 
