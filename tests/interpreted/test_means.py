@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ from conftest import causality, make_qkv, modes, relative_l1
 from gpu.conftest import rms
 from interpreted.conftest import LOG2_E, assert_close, call_of, make_problem, random_bits, seen_tokens, visibility_of
 from sparge import BlockMask
+from sparge.backends.cuda import pipeline
 from sparge.backends.cuda.operands import BIAS_COLUMNS
 from sparge.backends.cuda.stages.replacement import replaced_bias
 from sparge.backends.cuda.stages.summary import summarize_key_value
+from sparge.backends.triton import attention as triton_attention
 from sparge.call import Call
 from sparge.geometry import BLOCK_K, Shape
 from sparge.replacement import block_means
@@ -70,6 +73,17 @@ class TestAttention:
     def test_behind_a_prefix(self, is_causal: bool, quantization: str) -> None:
         query, key, value = make_qkv(140, 330, heads=2, kv_heads=1, **WIDTHS)
         assert_attention(query, key, value, blocks_of(query, key), quantization=quantization, is_causal=is_causal)
+
+    def test_a_dense_call_has_no_means(self) -> None:
+        """Calls over ranks are dense with the ``skipped`` of sparse ones."""
+        query, key, value = make_qkv(140, 330, heads=2, kv_heads=1, **WIDTHS)
+        asked = call_of(Shape(1, 2, 1, 140, 330, 24, 40), sparsity=sparge.Dense(), skipped="mean")
+        got = pipeline.attend(query, key, value, None, asked, launcher=triton_attention.attend)
+        expected = pipeline.attend(
+            query, key, value, None, replace(asked, skipped="drop"), launcher=triton_attention.attend
+        )
+        assert torch.equal(got[0], expected[0])
+        assert torch.equal(got[1], expected[1])
 
     @pytest.mark.parametrize("is_causal, quantization", [(True, "none"), (False, "int8_fp8")])
     def test_more_queries(self, is_causal: bool, quantization: str) -> None:

@@ -58,7 +58,7 @@ def prepare(
     shape = call.shape
     has_scores = with_mask and not isinstance(call.sparsity, Dense)
     quantizes = with_operands and call.is_quantized
-    replaces = with_operands and call.replaces_skipped
+    replaces = with_operands and call.replaces_skipped and (with_mask or mask is not None)
     has_similarity = has_scores and call.selection.similarity_threshold is not None
     inputs = score_inputs(call.score) if has_scores else None
     seen, keys, blocks = seen_by_mask(call, has_scores=has_scores)
