@@ -77,7 +77,7 @@ def probabilities_of(
         query, key_value, call, seen, codes=False, parts=inputs.parts(call.score), similarity=similarity
     )
     thresholds = None if threshold is None else torch.full((shape.heads,), threshold)
-    got = block_probabilities(query, key_value, summary, call, first_seen, first_query, thresholds, blocks)
+    got = block_probabilities(query, key_value, summary.mean, call, first_seen, first_query, thresholds, blocks)
     return got.view(shape.batch, shape.heads, shape.q_blocks, shape.kv_blocks)
 
 

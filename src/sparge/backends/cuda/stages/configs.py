@@ -133,12 +133,11 @@ CONFIGS: dict[StageKey, Any] = {
     StageKey("score_hopper"): HopperScoreConfig(128, 2),
     # Not timed.
     StageKey("score_hopper", width=256): HopperScoreConfig(32, 4),
-    # 16 entries a thread. At N 131072, H 4 (2048 blocks) 0.083 ms; 8 entries 0.104, 4 entries 0.160: sums across warps
-    # wait at barriers
+    # 16 entries per thread. At N 131072, H 4 (2048 blocks) 0.083 ms (0.068 since the search starts in the budget's last
+    # level); 8 entries 0.104, 4 entries 0.160: sums across warps wait at barriers
     StageKey("select"): SelectConfig(512, 16),
-    # With one sum for all programs, at N 32768: 0.049 ms; 2 rows 0.070, one 0.120: they wait for each other. Not timed
-    # since the sums have parts.
-    StageKey("budget"): BudgetConfig(4),
+    # N 8192, 32768 and 131072: 0.009, 0.018 and 0.043 ms; 4 rows 0.009, 0.022 and 0.044, one row 0.010, 0.023 and 0.041
+    StageKey("budget"): BudgetConfig(2),
     # N 8192, 32768 and 131072: 0.014, 0.025 and 0.025 ms; 16 blocks 0.016, 0.025 and 0.025, two warps 0.017, 0.031 and
     # 0.031. The floor, K's codes once: 0.008, 0.016 and 0.016
     StageKey("peaks"): PeakConfig(8, 3, 4),
