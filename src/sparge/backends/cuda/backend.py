@@ -26,7 +26,7 @@ OLDEST_TRITON = (3, 4)
 OLDEST_TRITON_WITH_GLUON = (3, 6)
 """The first Triton whose Gluon has all that the kernels for compute capability 9.0 need."""
 CROSSOVER = Crossover(keys=4096, causal_keys=4096, queries=2048, scores=500_000_000)
-"""Measured: docs/lab/triton.md, "Crossover on a GPU". 24 heads of 4608 tokens, an image of 1024 x 1024, are above it."""
+"""Measured: docs/lab/triton.md, "Crossover on a GPU". 24 heads of 4608 tokens (images of 1024 x 1024) are above it."""
 CROSSOVER_UNDER_MASK = Crossover(keys=0, causal_keys=0, queries=0, scores=2**30)
 """Of masks with an entry per query: docs/lab/models.md, "Masks in models"."""
 
