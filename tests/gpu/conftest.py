@@ -1,7 +1,8 @@
 """What the tests of a device share: inputs on it, the float64 oracle there, a time limit, a report.
 
-Most of their time is compilation, so several processes help: ``python -m pytest tests/gpu -n 9`` with pytest-xdist, or
-without -n in one process. SPARGE_TEST_DEVICE (default "cuda") and SPARGE_TEST_BACKEND (default "triton") say what is
+Most of their time is compilation, so several processes help: ``python -m pytest tests/gpu -n 9 --dist worksteal`` with
+pytest-xdist (neighboring tests share kernels, so each process gets a run of them), or without these options in one
+process. SPARGE_TEST_DEVICE (default "cuda") and SPARGE_TEST_BACKEND (default "triton") say what is
 tested. With SPARGE_TEST_REPORT=FILE a run appends one JSON line to that file: counts and seconds of every test file,
 the GPU and the versions.
 """
