@@ -1,6 +1,6 @@
 """The stages in order: statistics -> codes, scores -> selection -> attention.
 
-Codes and selection are branches of a replayed call: they run at the same time.
+In a replayed call, quantization and selection are branches of one CUDA graph and run concurrently.
 
     prepare           everything before the attention kernel, in shared passes over Q, K, V and the mask
     predict           the mask alone

@@ -144,10 +144,10 @@ def note_constant(tensor: Tensor) -> None:
 
 @contextmanager
 def in_branch(name: str) -> Iterator[None]:
-    """Let the launches inside run beside those of other branches when the call that is recorded is replayed.
+    """Put the launches inside into a branch of the recorded CUDA graph, which runs concurrently with other branches.
 
-    A branch begins behind the last launch outside of branches. The next launch outside waits for all of them. What is
-    launched in one branch must not read or write what another branch writes.
+    A branch starts after the last launch outside all branches. The next launch outside waits for every branch. Kernels
+    of one branch must not read or write memory that another branch writes.
     """
     recorder = current_recorder.get()
     if recorder is None:

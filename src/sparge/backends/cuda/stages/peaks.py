@@ -19,8 +19,8 @@ from sparge.geometry import ceil_div
 SAMPLES = 64
 """Queries that are looked at for each head of K and V, evenly spaced and spread over the heads that share it."""
 NEEDED = 16
-"""A peak is shared if half of a head's samples have it, or so many. What fewer see is their own affair: a video, where
-each query has neighbours, would be full of it (a sixth of the blocks for 4 of 64 samples, .4 % for 16)."""
+"""A peak is shared if half of a head's sampled queries have it, or this many. Peaks seen by fewer queries are ignored:
+with 4 of 64 samples a sixth of a video's blocks would be marked, with 16 0.4 % are."""
 
 
 NUMBERS = ["kv_heads", "group", "q_len", "kv_len", "first_offset", "last_offset", "q_blocks", "kv_blocks"]

@@ -341,7 +341,7 @@ def _add_to_sums(scores, lane_max, lane_sum, SPEC: gl.constexpr):
 
 @jit
 def _shift_of_rows(lane_max, lane_sum, SPEC: gl.constexpr):
-    """[rows]: 2^(exponent s - shift) is the share of one row in its block's mean; rows that are not used have none."""
+    """Return the shift of each row, [rows]: 2^(exponent s - shift) is its share of the block's mean, 0 if unused."""
     row_max = gl.max(lane_max, 1)
     safe_max = gl.where(row_max == float("-inf"), 0.0, row_max)
     row_sum = gl.sum(lane_sum * gl.exp2(lane_max - gl.expand_dims(safe_max, 1)), 1)
