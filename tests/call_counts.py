@@ -21,6 +21,8 @@ LIMITS = {
     "replayed attention, key padding": 64,  # 57
     "replayed attention, full mask": 64,  # 58
     "replayed varlen_attention": 95,  # 84
+    "replayed varlen_attention, equal lengths": 105,  # 92
+    "replayed layer, Hilbert order": 78,  # 68
     "replayed predict": 95,  # 85
 }
 """By kind of call. A "replayed" call goes to a GPU backend that has recorded its launches
@@ -32,6 +34,8 @@ LAUNCHES = {
     "replayed attention, key padding": 14,
     "replayed attention, full mask": 14,
     "replayed varlen_attention": 12,
+    "replayed varlen_attention, equal lengths": 12,
+    "replayed layer, Hilbert order": 16,
     "replayed predict": 5,
 }
 """Kernels that replayed calls may launch."""

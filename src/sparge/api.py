@@ -31,6 +31,7 @@ from sparge.config import (
 )
 from sparge.decide import Reason
 from sparge.derivatives import inside_autograd_function, needs_derivatives
+from sparge.ordering import TokenOrder
 from sparge.visibility import allowed_elements, window_elements
 from sparge.window import Window
 
@@ -176,11 +177,74 @@ def attention(
         if runner is not None:
             output, lse = runner(query, key, value, attn_mask)
             return (output, lse) if return_lse else output
+    output, lse, runner = first_attention(
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale,
+        enable_gqa,
+        window=window,
+        topk=topk,
+        sparsity=sparsity,
+        score=score,
+        quantization=quantization,
+        layout=layout,
+        always_keep=always_keep,
+        exact_queries=exact_queries,
+        skipped=skipped,
+        return_lse=return_lse,
+        backend=backend,
+        on_unsupported=on_unsupported,
+        stacklevel=3,
+    )
+    if runner is not None:
+        repeated.remember(kind, runner)
+    return (output, lse) if return_lse else output
+
+
+def first_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    window: tuple[int | None, int | None] | None = None,
+    topk: PerHead | None = None,
+    sparsity: Sparsity | None = None,
+    score: ScoreName | Score = "moment",
+    quantization: Quantization = "auto",
+    layout: Layout = "HND",
+    always_keep: Sequence[tuple[int, int]] | None = None,
+    exact_queries: Sequence[tuple[int, int]] | None = None,
+    skipped: Skipped = "auto",
+    return_lse: bool = False,
+    backend: str = "auto",
+    on_unsupported: OnUnsupported = "raise",
+    order: TokenOrder | None = None,
+    stacklevel: int = 2,
+) -> tuple[Tensor, Tensor, repeated.Runner | None]:
+    """Check the arguments of `attention`, decide how the call runs, and run it.
+
+    Args:
+        order: compute with the tokens in this order; the output has them where they were. Needs equal numbers of
+            queries and keys, and no mask, and gives no LSE.
+        stacklevel: of warnings.
+
+    Returns:
+        Output, LSE, and what runs other calls of the same kind; None where each has to be resolved by itself.
+    """
     validation.check_choice("on_unsupported", on_unsupported, validation.ON_UNSUPPORTED)
     validation.check_flag("is_causal", is_causal)
     validation.check_flag("return_lse", return_lse)
     named, quantization = quantization, validation.resolve_quantization_name(quantization)
-    strides = (query.stride(-1), key.stride(-1), value.stride(-1)) if kind is not None else ()
+    strides = _last_strides(query, key, value)
     query, key, value, shape = validation.check_query_key_value(query, key, value, layout, enable_gqa)
     scale = validation.check_scale(scale, shape.head_dim)
     # Tensors that are copied first, and old names, which warn, are resolved each time.
@@ -209,11 +273,13 @@ def attention(
         if return_lse:
             raise NotImplementedError(f"{obstacle.message}; running dense instead cannot return the LSE")
         if on_unsupported == "warn" and not torch.compiler.is_compiling():  # a warning cannot be traced
-            warnings.warn(f"sparge runs dense: {obstacle.message}", stacklevel=2)
+            warnings.warn(f"sparge runs dense: {obstacle.message}", stacklevel=stacklevel)
         decide.count(Reason.UNSUPPORTED, detail=obstacle.word)
         call = Call(shape, is_causal, scale, attn_mask=attn_mask, window=bounds)
-        return _in_layout(_sdpa(query, key, value, call, dropout_p, enable_gqa), layout)
+        output = _in_layout(_sdpa(query, key, value, call, dropout_p, enable_gqa), layout)
+        return output, output, None
 
+    runner: repeated.Runner | None = None
     resolved = base.resolve_quantization(quantization, chosen, query.device, has_mask=attn_mask is not None)
     if reason is None:
         assert not isinstance(rule, Dense)
@@ -233,18 +299,16 @@ def attention(
             exact_lse=return_lse,
         )
         if is_repeatable and not call.has_per_head_numbers:
-            repeated.remember(kind, repeated.SparseCalls(call, chosen, query.dtype, layout=layout, with_lse=return_lse))
-        output, lse = ops.attention(query, key, value, call, chosen)
+            runner = repeated.SparseCalls(call, chosen, query.dtype, layout=layout, with_lse=return_lse, order=order)
+        output, lse = ops.attention(query, key, value, call, chosen, order)
     else:
         resolved = "none" if reason in (Reason.CROSSOVER, Reason.WINDOW) else resolved
         call = Call(shape, is_causal, scale, quantization=resolved, attn_mask=attn_mask, window=bounds)
         words = decide.describe(reason)
         if is_repeatable:
-            dense_calls = repeated.DenseCalls(call, backend, chosen, query, words, with_lse=return_lse, layout=layout)
-            repeated.remember(kind, dense_calls)
+            runner = repeated.DenseCalls(call, backend, chosen, query, words, with_lse=return_lse, layout=layout)
         output, lse = ops.dense(query, key, value, call, backend, with_lse=return_lse, words=words)
-    output = _in_layout(output, layout)
-    return (output, lse) if return_lse else output
+    return _in_layout(output, layout), lse, runner
 
 
 def dense(
@@ -443,6 +507,13 @@ def block_sparse_attention(
     output, lse = ops.attend(query, key, value, mask, call, chosen)
     output = _in_layout(output, layout)
     return (output, lse) if return_lse else output
+
+
+def _last_strides(*tensors: Tensor) -> tuple[int, ...]:
+    """Return the strides of channels; nothing for tensors that have none, and for those that are traced."""
+    if torch.compiler.is_compiling() or any(tensor.is_nested or tensor.layout != torch.strided for tensor in tensors):
+        return ()
+    return tuple([tensor.stride(-1) for tensor in tensors])
 
 
 def positively_scaled(query: Tensor, scale: float) -> tuple[Tensor, float]:

@@ -34,7 +34,7 @@ from sparge.call import Call, interned, without_unseen
 from sparge.config import SCORES, SELECTIONS, Dense, PerHead, Sparsity, trusted
 from sparge.geometry import Shape
 from sparge.layout import empty_like, laid_out
-from sparge.ordering import OrderName, order_of
+from sparge.ordering import OrderName, TokenOrder, order_of
 from sparge.sharing import RankPool
 from sparge.stats import counters
 
@@ -104,11 +104,17 @@ def predict(query: Tensor, key: Tensor, call: Call, backend: str) -> BlockMask:
     return BlockMask(counts, indices, visible, query.shape[2], key.shape[2], window=call.window)
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, call: Call, backend: str) -> tuple[Tensor, Tensor]:
-    """Prediction and attention through one operator."""
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, call: Call, backend: str, order: TokenOrder | None = None
+) -> tuple[Tensor, Tensor]:
+    """Prediction and attention through one operator; the LSE of a call in an ``order`` is undefined."""
     if is_direct(query, key, value):
-        return run_attention(query, key, value, interned(call), base.get(backend).serving(call, query.dtype))
-    return operators.attention(query, key, value, *pack(call, backend))
+        return run_attention(query, key, value, interned(call), base.get(backend).serving(call, query.dtype), order)
+    if order is None:
+        return operators.attention(query, key, value, *pack(call, backend))
+    query, key, value = operators.all_along(query, key, value, *order)
+    output, lse = operators.attention(query, key, value, *pack(call, backend))
+    return operators.along(output, *order, True), lse
 
 
 def attend(
@@ -325,10 +331,12 @@ def run_predict(query: Tensor, key: Tensor, call: Call, backend: str) -> BlockMa
 
 @_in_place
 def run_attention(
-    query: Tensor, key: Tensor, value: Tensor, call: Call, backend: base.Backend
+    query: Tensor, key: Tensor, value: Tensor, call: Call, backend: base.Backend, order: TokenOrder | None = None
 ) -> tuple[Tensor, Tensor]:
     """Count a call, predict its mask and compute attention over it; ``backend`` is the one that serves the call."""
     totals = counters.record_sparse(backend.name, query.device, has_threshold=call.pv_threshold is not None)
+    if order is not None:
+        return backend.attention_in_order(query, key, value, call, order, totals=totals)
     output, lse = backend.attention(query, key, value, call, totals=totals)
     return laid_out(output, query), lse
 

@@ -15,7 +15,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -24,6 +24,20 @@ OrderName = Literal["row", "tile", "morton", "hilbert"]
 ORDERS: tuple[str, ...] = get_args(OrderName)
 TILE = 4
 """Tokens of a tile along each axis: 64 of them fill a block of keys."""
+
+
+class TokenOrder(NamedTuple):
+    """The order in which a call is computed: that of the tokens of a grid. Other tokens stay where they are.
+
+    Attributes:
+        grid: see `order_of`.
+        name: "hilbert", "morton", "tile" or "row".
+        start: the first token of the grid.
+    """
+
+    grid: tuple[int, ...]
+    name: OrderName
+    start: int
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,10 +23,13 @@ from sparge.block_mask import BlockMask
 from sparge.call import Call, interned
 from sparge.derivatives import inside_autograd_function
 from sparge.layout import gapless_strides, is_tokens_first, laid_out
+from sparge.ordering import TokenOrder
 from sparge.segments import Segment, Tables, is_ready, tables_of
 from sparge.stats import counters
 
 MAX_KINDS = 512
+Runner = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], tuple[Tensor, Tensor]]
+"""Computes calls of one kind: query, key, value and mask -> output and LSE."""
 _runners: dict[Any, Any] = {}
 """By kind, what computes calls from tensors as the caller passed them; of calls over ranks, their checked request."""
 
@@ -121,8 +125,19 @@ def forget() -> None:
 class SparseCalls:
     """Sparse calls of one kind, of predicted or of given blocks. Once a backend has recorded one, others repeat it."""
 
-    def __init__(self, call: Call, backend: str, dtype: torch.dtype, *, layout: str, with_lse: bool) -> None:
+    def __init__(
+        self,
+        call: Call,
+        backend: str,
+        dtype: torch.dtype,
+        *,
+        layout: str,
+        with_lse: bool,
+        order: TokenOrder | None = None,
+    ) -> None:
+        """Resolve what the calls share; in an ``order`` they have neither masks nor given blocks, and give no LSE."""
         self._call = interned(call).of()  # without its mask, which would be kept
+        self._order = order
         self._backend = base.get(backend).serving(call, dtype)
         self._counted = f"sparse: {self._backend.name}"
         self._is_tokens_first = layout == "NHD"
@@ -157,7 +172,7 @@ class SparseCalls:
         if attn_mask is not None:
             call = call.of(attn_mask=_in_four_dimensions(attn_mask))
         if blocks is None:
-            output, lse = ops.run_attention(query, key, value, call, self._backend)
+            output, lse = ops.run_attention(query, key, value, call, self._backend, self._order)
         else:
             output, lse = ops.run_attend(query, key, value, blocks, call, self._backend)
         if recorded is None:
@@ -165,7 +180,9 @@ class SparseCalls:
             read += [] if blocks is None else _lists(blocks)
             if _are_plain([tensor.data_ptr() for tensor in read]):
                 totals = counters.block_totals(query.device)
-                self._recorded = self._backend.recorded_attention(query, key, value, call, totals=totals, blocks=blocks)
+                self._recorded = self._backend.recorded_attention(
+                    query, key, value, call, totals=totals, blocks=blocks, order=self._order
+                )
         return (output.transpose(1, 2) if self._is_tokens_first else output), lse
 
 

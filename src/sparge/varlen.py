@@ -253,15 +253,15 @@ class _PackedSequences:
         self._with_lse = with_lse
         self._options = options
         self._groups = [(_packed_calls(group, call, dtype, with_lse), group.parts) for group in plan.groups]
+        self._runners: dict[Run, repeated.Runner] = {}
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, _attn_mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Output (total_q, H, Dv) and, if it is asked for, LSE (H, total_q)."""
-        call, with_lse, options, shape = self._call, self._with_lse, self._options, self._call.shape
-        parts = self._plan.parts
+        with_lse, shape, parts = self._with_lse, self._call.shape, self._plan.parts
         if not self._groups:
-            results = [_attend_part(part, query, key, value, call, with_lse, options) for part in parts]
+            results = [self._attend(part, query, key, value) for part in parts]
             if len(results) == 1:
                 return results[0]
             nothing = _nothing(query[:0], shape)
@@ -276,11 +276,40 @@ class _PackedSequences:
                 parts += parts_of_group
         for part in parts:
             rows = slice(part.q_start, part.q_start + part.count * part.q_len)
-            found, found_lse = _attend_part(part, query, key, value, call, with_lse, options)
+            found, found_lse = self._attend(part, query, key, value)
             output[rows] = found
             if with_lse:
                 lse[:, rows] = found_lse
         return output, lse
+
+    def _attend(self, run: Run, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Output (tokens, H, Dv) and LSE (H, tokens) of a run; in its place anything where it is not asked for."""
+        queries = run.queries(query)
+        if run.kv_len == 0:
+            decide.count(Reason.NOTHING_VISIBLE)
+            return _nothing(queries.flatten(0, 1), self._call.shape)
+        tensors = queries, run.keys(key), run.keys(value)
+        runner = self._runners.get(run)
+        if runner is not None:
+            output, lse = runner(*tensors, None)
+        else:
+            call = self._call
+            asked: dict[str, Any] = {
+                "is_causal": call.is_causal,
+                "window": call.window,
+                "scale": call.scale,
+                "sparsity": call.sparsity,
+                "score": call.score,
+                "quantization": call.quantization,
+                "skipped": call.skipped,
+                "return_lse": self._with_lse,
+                **self._options,
+            }
+            output, lse, runner = api.first_attention(*tensors, enable_gqa=True, layout="NHD", **asked)
+            if runner is not None:
+                self._runners[run] = runner
+        output = output.flatten(0, 1)
+        return output, lse.transpose(0, 1).flatten(1) if self._with_lse else output
 
 
 def _may_pack(query: Tensor, key: Tensor, value: Tensor, call: Call, dropout_p: float) -> bool:
@@ -302,33 +331,6 @@ def _packed_calls(group: Group, call: Call, dtype: torch.dtype, with_lse: bool) 
     whole = replace(call, shape=shape, window=window, quantization=quantization, exact_lse=with_lse, **rules)
     words = "" if reason is None else decide.describe(reason)
     return PackedCalls(whole, backend, dtype, group.segments, words)
-
-
-def _attend_part(
-    run: Run, query: Tensor, key: Tensor, value: Tensor, call: Call, with_lse: bool, options: dict[str, Any]
-) -> tuple[Tensor, Tensor]:
-    """Output (tokens, H, Dv) and LSE (H, tokens) of a run; in its place anything where it is not asked for."""
-    queries = run.queries(query)
-    if run.kv_len == 0:
-        decide.count(Reason.NOTHING_VISIBLE)
-        return _nothing(queries.flatten(0, 1), call.shape)
-    asked = {
-        "is_causal": call.is_causal,
-        "window": call.window,
-        "scale": call.scale,
-        "sparsity": call.sparsity,
-        "score": call.score,
-        "quantization": call.quantization,
-        "skipped": call.skipped,
-        "return_lse": with_lse,
-        **options,
-    }
-    result: Any = api.attention(queries, run.keys(key), run.keys(value), enable_gqa=True, layout="NHD", **asked)
-    if not with_lse:
-        output = result.flatten(0, 1)
-        return output, output
-    output, lse = result
-    return output.flatten(0, 1), lse.transpose(0, 1).flatten(1)
 
 
 def _nothing(query: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:

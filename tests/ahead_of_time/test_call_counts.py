@@ -27,6 +27,8 @@ from call_counts import count_calls
 from sparge import repeated
 from sparge.backends.cuda.backend import CudaBackend
 from sparge.call import _calls, forget_recordings
+from sparge.integrations.calls import Layer
+from sparge.integrations.sdpa import Scope, sparse_sdpa
 
 CudaBackend.missing = lambda *_: None
 started = launches.note_launches()
@@ -34,7 +36,8 @@ tensors = [torch.zeros(1, 2, 512, 64, dtype=torch.bfloat16) for _ in range(3)]
 options = {{"quantization": "int8_fp8", "backend": "triton"}}
 mask = sparge.predict(*tensors[:2], topk=0.5, backend="triton")
 padding, full = (torch.ones(1, 1, rows, 512, dtype=torch.bool) for rows in (1, 512))
-pack, bounds = [tensor[0, :, :500].transpose(0, 1).contiguous() for tensor in tensors], [0, 244, 500]
+pack = [tensor[0, :, :500].transpose(0, 1).contiguous() for tensor in tensors]
+bounds, even = [0, 244, 500], [0, 250, 500]
 calls = {{
     "replayed attention": lambda: sparge.attention(*tensors, topk=0.5, **options),
     "replayed attention, causal": lambda: sparge.attention(*tensors, topk=0.5, is_causal=True, **options),
@@ -42,8 +45,11 @@ calls = {{
     "replayed attention, key padding": lambda: sparge.attention(*tensors, padding, topk=0.5, **options),
     "replayed attention, full mask": lambda: sparge.attention(*tensors, full, topk=0.5, **options),
     "replayed varlen_attention": lambda: sparge.varlen_attention(*pack, bounds, bounds, topk=0.5, **options),
+    "replayed varlen_attention, equal lengths": lambda: sparge.varlen_attention(*pack, even, even, topk=0.5, **options),
+    "replayed layer, Hilbert order": lambda: sparse_sdpa(scope, *tensors),
     "replayed predict": lambda: sparge.predict(*tensors[:2], topk=0.5, backend="triton"),
 }}
+scope = Scope(Layer("", sparge.Policy(topk=0.5, **options)), grid=(8, 8, 8))
 found = {{}}
 for name, call in calls.items():
     repeated.forget()

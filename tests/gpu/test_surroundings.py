@@ -20,6 +20,8 @@ from gpu.conftest import BACKEND, DEVICE, FASTEST, ON_CUDA, cuda_only, equal, fo
 from sparge import Dense, TopCdf, TopK, ops
 from sparge.call import Call
 from sparge.geometry import Shape
+from sparge.integrations.calls import Layer
+from sparge.integrations.calls import attend as attend_layer
 from sparge.ordering import order_of
 
 pytestmark = pytest.mark.gpu
@@ -364,6 +366,24 @@ class TestStatistics:
         query, key, value = qkv(100)
         attend(query, key, value, topk=0.5)
         assert sparge.stats().reasons == {f"sparse: {BACKEND}": 1}
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["heads first", "tokens first"])
+@pytest.mark.parametrize("text", [(), ((0, 77),)], ids=["video", "text and video"])
+def test_a_layer_in_order(text: tuple[tuple[int, int], ...], turned: bool) -> None:
+    """Moves, attention and the way back are one recording; each repetition gives what moving by hand gives."""
+    grid, start = (4, 16, 16), text[0][1] if text else 0
+    layer = Layer("", sparge.Policy(topk=0.5, backend=BACKEND))
+    for seed in range(4):
+        query, key, value = qkv(start + 1024, seed=seed)
+        if turned:
+            query, key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key, value))
+        found = attend_layer(layer, query, key, value, enable_gqa=True, text=text, grid=grid)
+        moved = [ops.along(tokens, grid, "hilbert", start) for tokens in (query, key, value)]
+        options = {"score": layer.policy.score_of(is_ordered=True, is_causal=False), "always_keep": list(text) or None}
+        expected = sparge.attention(*moved, topk=0.5, enable_gqa=True, backend=BACKEND, **options)
+        assert torch.equal(found, ops.along(expected, grid, "hilbert", start, undo=True))
+        assert found.transpose(1, 2).is_contiguous()
 
 
 @pytest.mark.parametrize("start", [0, 77])

@@ -18,7 +18,7 @@ from torch.library import opcheck
 import sparge
 from conftest import make_qkv, tokens_first
 from sparge import Budget, Policy, TopCdf, TopK, ops
-from sparge.integrations.calls import Layer, attend, substituted
+from sparge.integrations.calls import Layer, Steps, attend, substituted
 from sparge.ordering import ORDERS, order_of
 
 pytestmark = pytest.mark.timeout(240)
@@ -261,6 +261,68 @@ class TestCalls:
 
     def test_without_text_nothing_is_exact(self) -> None:
         assert "exact_queries" not in options_of(self.POLICY, 432, grid=GRID).options
+
+
+class TestRepeatedCalls:
+    """What a layer's first call resolves, later ones look up."""
+
+    POLICY = Policy(sparsity=TopK(0.4, min_blocks=1), backend="torch")
+    TEXT = ((0, 70),)
+
+    def attend(self, layer: Layer, seed: int, **call: Any) -> Tensor | None:
+        return attend(layer, *make_qkv(502, heads=2, head_dim=16, seed=seed), text=self.TEXT, grid=GRID, **call)
+
+    def test_they_give_what_a_first_call_gives(self) -> None:
+        layer = Layer("layer", self.POLICY)
+        for seed in range(4):
+            with substituted(lambda _, *tensors, **options: sparge.attention(*tensors, **options)):
+                expected = self.attend(layer, seed)
+            found = self.attend(layer, seed)
+            assert torch.equal(found, expected)
+            assert found.stride() == expected.stride()
+
+    def test_layers_of_one_policy_are_counted_apart(self) -> None:
+        for name in ("a", "b", "b"):
+            self.attend(Layer(name, self.POLICY), 0)
+        assert {name: layer.sparse for name, layer in sparge.stats().layers.items()} == {"a": 1, "b": 2}
+        assert sparge.stats().layers["a"].density == sparge.stats().layers["b"].density
+
+    def test_a_dense_step_stays_dense(self) -> None:
+        policy = Policy(sparsity=TopK(0.4, min_blocks=1), backend="torch", dense_steps=(1,))
+        steps = Steps(policy)
+        steps.start(3)
+        layer = Layer("layer", policy, steps=steps)
+        found = []
+        for _ in range(3):
+            found.append(self.attend(layer, 0))
+            steps.advance()
+        assert [output is None for output in found] == [False, True, False]
+
+    def test_other_policies_dense_layers_and_arguments_are_other_calls(self) -> None:
+        output = self.attend(Layer("layer", self.POLICY), 0)
+        assert self.attend(Layer("layer", self.POLICY, dense=True), 0) is None
+        assert self.attend(Layer("layer", self.POLICY, is_cross=True), 0) is None
+        others = [
+            self.attend(Layer("layer", Policy(sparsity=TopK(0.6, min_blocks=1), backend="torch")), 0),
+            self.attend(Layer("layer", Policy(sparsity=TopK(0.4, min_blocks=1), backend="torch", order="row")), 0),
+            self.attend(Layer("layer", self.POLICY), 0, scale=0.5),
+            self.attend(Layer("layer", self.POLICY), 0, is_causal=True),
+        ]
+        assert not any(torch.equal(output, other) for other in others)
+
+    def test_autocast_is_honored(self) -> None:
+        layer = Layer("layer", self.POLICY)
+        self.attend(layer, 0)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert self.attend(layer, 0).dtype == torch.bfloat16
+
+    def test_gradients_are_refused_after_a_call_without(self) -> None:
+        layer = Layer("layer", Policy(sparsity=TopK(0.4, min_blocks=1), backend="torch", on_unsupported="raise"))
+        tensors = make_qkv(502, heads=2, head_dim=16)
+        attend(layer, *tensors, text=self.TEXT, grid=GRID)
+        tensors[0].requires_grad_()
+        with torch.enable_grad(), pytest.raises(NotImplementedError, match="gradients"):
+            attend(layer, *tensors, text=self.TEXT, grid=GRID)
 
 
 class TestAlong:

@@ -37,9 +37,11 @@ from transformers import (
 
 import sparge
 from sparge import Policy, TopK
+from sparge.backends import base
 from sparge.backends.base import ALWAYS
 from sparge.integrations import calls, hooks, transformers
 from sparge.integrations.pictures import grid_of, text_of
+from sparge.ordering import order_of
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -247,13 +249,12 @@ class TestModulesThatCallSdpa:
 
     def test_tokens_without_biases_are_ordered(self, monkeypatch: pytest.MonkeyPatch) -> None:
         orders = []
-        along = calls.ops.along
-        monkeypatch.setattr(calls.ops, "along", lambda *args, **call: orders.append(args[1:]) or along(*args, **call))
+        monkeypatch.setattr(base, "order_of", lambda *order: orders.append(order[:2]) or order_of(*order))
         model, inputs = sam(use_rel_pos=False), pixels(64, 64)
         expected = model(**inputs)[0]
         sparge.enable(model, Policy(topk=1.0, backend="torch", dense_layers=(0,)))
         assert_equal(model(**inputs)[0], expected)
-        assert set(orders) == {((16, 16), "hilbert", 0)}
+        assert set(orders) == {((16, 16), "hilbert")}
 
     def test_a_gpu_would_run_it_dense_with_a_reason(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(calls.decide, "is_on_gpu", lambda _: True)

@@ -24,6 +24,7 @@ from sparge.config import Selection
 from sparge.geometry import Shape
 from sparge.layout import gapless_strides, is_tokens_first
 from sparge.merging import merge
+from sparge.ordering import TokenOrder, order_of
 from sparge.sharing import RankPool, share_out
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -247,6 +248,20 @@ class Backend(ABC):
         """Prediction and attention; a backend whose passes over K serve both does better than one after the other."""
         return self.attend(query, key, value, self.predict(query, key, call), call, totals=totals)
 
+    def attention_in_order(
+        self, query: Tensor, key: Tensor, value: Tensor, call: Call, order: TokenOrder, *, totals: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`attention` with the tokens in an order.
+
+        Returns:
+            The output with the tokens where they were, tokens first in memory, and an LSE in the given order.
+        """
+        found = order_of(order.grid, order.name, query.device)
+        query, key, value = self.move_all((query, key, value), found.permutation, order.start)
+        output, lse = self.attention(query, key, value, call, totals=totals)
+        (output,) = self.move_all((output,), found.inverse, order.start, tokens_first=True)
+        return output, lse
+
     def is_overridden(self) -> bool:
         """Return whether this thread changes the configuration of kernels now; recorded calls are not repeated then."""
         return False
@@ -260,10 +275,12 @@ class Backend(ABC):
         *,
         totals: Tensor | None,  # noqa: ARG002
         blocks: BlockMask | None = None,  # noqa: ARG002
+        order: TokenOrder | None = None,  # noqa: ARG002
     ) -> RecordedAttention | None:
         """Return what repeats an `attention` call that was made before, None where a backend records nothing.
 
-        With ``blocks`` it is one of `attend`, else without sparsity one of `dense` that torch did not compute.
+        With ``blocks`` it is one of `attend`, with an ``order`` one of `attention_in_order`, else without sparsity one
+        of `dense` that torch did not compute.
         """
         return None
 

@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from sparge import api, decide, ops, validation
+from sparge import api, decide, ops, repeated, validation
 from sparge.backends import base
 from sparge.config import Selection, TopCdf
 from sparge.decide import Reason
 from sparge.geometry import BLOCK_Q, ceil_div
 from sparge.integrations.padding import attend_within, spans_of
+from sparge.ordering import TokenOrder
 from sparge.policy import Policy
 from sparge.sinks import with_exact_sinks, with_sinks
 from sparge.stats import counters
@@ -191,6 +192,15 @@ def attend(
     Raises:
         NotImplementedError: the call should be sparse, cannot be, and the policy says to raise.
     """
+    kind = None
+    if part is None and attn_mask is None and sinks is None and unsupported is None and not is_compiling():
+        described = (dropout_p, is_causal, scale, enable_gqa, is_self, is_language, window, tuple(text), grid)
+        kind = _kind_of(layer, query, key, value, described)
+        found: tuple[repeated.Runner, Policy] | None = repeated.find(kind)
+        if found is not None:
+            with counters.within(layer.name):
+                output, _ = found[0](query, key, value, None)
+            return output
     whole_query, whole_key = (query, key) if part is None else part.sizes
     rows = None if part is None else part.rows
     dense = _why_dense(layer, whole_query, whole_key, is_self, is_language, is_causal)
@@ -246,6 +256,13 @@ def attend(
     if text and _costs_little(text, layer.policy.selection, q_len, is_causal=is_causal or is_language):
         options["exact_queries"] = list(text)
     keep = [*layer.policy.kept_ranges(key.shape[2]), *text]
+    if kind is not None:
+        options |= {"always_keep": keep or None, "order": order}
+        with counters.within(layer.name):
+            output, _, runner = api.first_attention(query, key, value, is_causal=is_causal, **options)
+        if runner is not None:
+            repeated.remember(kind, (runner, layer.policy))
+        return output
     if rows is not None:
         query = rows.take(query, order)
         options["exact_queries"] = _within_rows(options.get("exact_queries", ()), rows)
@@ -272,6 +289,22 @@ def attend(
     if rows is not None:
         return rows.give(output, order)
     return output if order is None else ops.along(output, *order, undo=True)
+
+
+def _kind_of(layer: Layer, query: Tensor, key: Tensor, value: Tensor, described: tuple[Any, ...]) -> Any:
+    """Return all that decides how a call without a mask runs; None where it may run otherwise the next time.
+
+    The policy is known by its identity, so that what is remembered must hold it.
+
+    Args:
+        described: the other arguments of `attend`.
+    """
+    is_scheduled_dense = layer.steps is not None and layer.steps.dense is not None
+    is_autocast = torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
+    if is_scheduled_dense or is_autocast or _THREAD.substitute is not None:
+        return None
+    options = ("layer", id(layer.policy), layer.dense, layer.is_cross, *described)
+    return repeated.kind_of(query, key, value, None, None, None, options)
 
 
 def _unfit_for_parts(rule: Selection, rows: Rows | None, attn_mask: Tensor | None) -> str | None:
@@ -371,8 +404,8 @@ def _order(
     tokens: int,
     attn_mask: Tensor | None,
     spans: Sequence[tuple[int, int]] | None,
-) -> tuple[tuple[int, ...], str, int] | None:
-    """The grid, the order of its tokens, and where they begin; None where they stay as they come.
+) -> TokenOrder | None:
+    """The order of the tokens; None where they stay as they come.
 
     Text must lie before or behind them, and a mask must be one over keys, which moves along; what `padding` cuts off
     must be text.
@@ -391,7 +424,7 @@ def _order(
         fits = all(first <= start and start + count <= stop for first, stop in spans)
     else:
         fits = attn_mask is None or _of_four(attn_mask).shape[2:] == (1, tokens)
-    return (grid, name, start) if fits else None
+    return TokenOrder(grid, name, start) if fits else None
 
 
 def _of_four(attn_mask: Tensor) -> Tensor:

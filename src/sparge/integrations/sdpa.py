@@ -153,18 +153,19 @@ def sparse_sdpa(
     """An SDPA call in this library's terms (causality aligned top-left, CausalBias honoured), or None: run it dense.
 
     Args:
-        tokens: of a call that the scope has counted.
-        part: what of a call of several ranks this is, which is not dense by policy.
+        tokens: of a call that the scope has counted, and that is not dense by policy unless it is causal.
+        part: what of a call of several ranks this is.
     """
     if scope.recorder is not None:
         return scope.recorder(query, key, value)
+    is_decided = tokens is not None
     tokens = scope.next_call(key) if tokens is None else tokens
     if tokens.is_text:
         count(Reason.TEXT, scope.layer.name)
         return None
     alignment = None if attn_mask is None else alignment_of(attn_mask)
     causal = is_causal or alignment is not None
-    if part is None and not causal and runs_dense(scope.layer, query, key, tokens.is_self):
+    if not is_decided and not causal and runs_dense(scope.layer, query, key, tokens.is_self):
         return None
     is_self, unsupported = tokens.is_self, None
     text: Sequence[tuple[int, int]] = ()

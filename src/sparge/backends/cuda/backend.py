@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from sparge.backends.cuda.operands import AttentionLauncher
 from sparge.block_mask import BlockMask
 from sparge.call import Call
 from sparge.config import Selection
+from sparge.ordering import TokenOrder
 from sparge.sharing import RankPool
 
 CAPABILITY = (8, 0)
@@ -126,6 +128,15 @@ class CudaBackend(Backend):
 
         return pipeline.attention(query, key, value, call, launcher=self.launcher, totals=totals)
 
+    def attention_in_order(
+        self, query: Tensor, key: Tensor, value: Tensor, call: Call, order: TokenOrder, *, totals: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if any(tensor.stride(3) != 1 for tensor in (query, key, value)):
+            return super().attention_in_order(query, key, value, call, order, totals=totals)
+        from sparge.backends.cuda import pipeline
+
+        return pipeline.attention(query, key, value, call, launcher=self.launcher, totals=totals, order=order)
+
     def is_overridden(self) -> bool:
         return bool(active_overrides())
 
@@ -138,11 +149,12 @@ class CudaBackend(Backend):
         *,
         totals: Tensor | None,
         blocks: BlockMask | None = None,
+        order: TokenOrder | None = None,
     ) -> RecordedAttention | None:
         from sparge.backends.cuda import pipeline
 
-        tensors, launcher = (query, key, value), self.launcher
-        return pipeline.recorded_attention(*tensors, call, launcher=launcher, totals=totals, blocks=blocks)
+        options: dict[str, Any] = {"launcher": self.launcher, "totals": totals, "blocks": blocks, "order": order}
+        return pipeline.recorded_attention(query, key, value, call, **options)
 
     def dense(
         self, query: Tensor, key: Tensor, value: Tensor, call: Call, *, with_lse: bool, may_use_torch: bool

@@ -24,6 +24,7 @@ from sparge.backends.cuda.peak_handling import peak_handling
 from sparge.backends.cuda.replay import Replay, in_branch, note_constant, recorded, replayed
 from sparge.backends.cuda.stages.key_mask import KeyMask, hides_keys_alone, key_mask
 from sparge.backends.cuda.stages.mask_blocks import MaskBlocks, mask_blocks
+from sparge.backends.cuda.stages.order import moved_copy
 from sparge.backends.cuda.stages.peaks import mark_peaks
 from sparge.backends.cuda.stages.quantize import quantize_key_value, quantize_means, summarize_query
 from sparge.backends.cuda.stages.replacement import replaced_bias
@@ -34,6 +35,7 @@ from sparge.block_mask import BlockMask
 from sparge.call import Call
 from sparge.config import Dense, TopK
 from sparge.layout import is_tokens_first
+from sparge.ordering import TokenOrder, order_of
 from sparge.visibility import SeenTokens
 
 ALL_BLOCKS = TopK(1.0, min_blocks=0, sink=False, diagonal=False)
@@ -208,18 +210,39 @@ def attend(
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, call: Call, *, launcher: AttentionLauncher, totals: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    call: Call,
+    *,
+    launcher: AttentionLauncher,
+    totals: Tensor | None = None,
+    order: TokenOrder | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Prediction and attention, sharing the passes over K."""
+    """Prediction and attention, sharing the passes over K; in an order, see `base.Backend.attention_in_order`."""
+
+    found = None if order is None else order_of(order.grid, order.name, query.device)  # outside of a recording
 
     def run() -> tuple[Tensor, Tensor]:
-        operands, mask = prepare(query, key, value, call, with_mask=True, with_operands=True)
+        q, k, v = query, key, value
+        if order is not None and found is not None:
+            note_constant(found.permutation)
+            note_constant(found.inverse)
+            q, k, v = (
+                moved_copy(tokens, found.permutation, order.start, tokens_first=is_tokens_first(tokens))
+                for tokens in (query, key, value)
+            )
+        operands, mask = prepare(q, k, v, call, with_mask=True, with_operands=True)
         assert operands is not None
-        return launcher(operands, mask, call, totals=totals)
+        output, lse = launcher(operands, mask, call, totals=totals)
+        if order is not None and found is not None:
+            output = moved_copy(output, found.inverse, order.start, tokens_first=True)
+        return output, lse
 
     if not is_replayable(call):
         return run()
-    output, lse = replayed(call, launcher, inputs_of(query, key, value, call, totals), run)
+    kind = launcher if order is None else (launcher, order)
+    output, lse = replayed(call, kind, inputs_of(query, key, value, call, totals), run)
     return output, lse
 
 
@@ -232,11 +255,14 @@ def recorded_attention(
     launcher: AttentionLauncher,
     totals: Tensor | None,
     blocks: BlockMask | None,
+    order: TokenOrder | None,
 ) -> Replay | None:
     """Return what `attention` or `attend` recorded for such tensors, None if it cannot be replayed."""
     if not is_replayable(call):
         return None
     inputs = inputs_of(query, key, value, call, totals)
+    if order is not None:
+        return recorded(call, (launcher, order), inputs)
     if blocks is not None:
         return recorded(call, (launcher, False), (*inputs, *lists_of(blocks)))
     return recorded(call, (launcher, True) if isinstance(call.sparsity, Dense) else launcher, inputs)

@@ -88,20 +88,23 @@ def move(tokens: Tensor, permutation: Tensor, start: int, moved: Tensor) -> None
     )
 
 
+def moved_copy(tokens: Tensor, permutation: Tensor, start: int, *, tokens_first: bool) -> Tensor:
+    """Return a copy of tokens (B, H, S, D) with those from ``start`` on permuted; it lies tokens or heads first."""
+    batch, heads, length, width = tokens.shape
+    moved = strided_buffer(tokens, (batch, heads, length, width), tokens.dtype, tokens_first=tokens_first)
+    move(tokens, permutation, start, moved)
+    return moved
+
+
 def move_all(
     tensors: Sequence[Tensor], permutation: Tensor, start: int, tokens_first: bool | None
 ) -> tuple[Tensor, ...]:
     """See `backends.base.Backend.move_all`; channels lie close together. What is repeated is replayed."""
 
     def run() -> tuple[Tensor, ...]:
-        results = []
-        for tokens in tensors:
-            batch, heads, length, width = tokens.shape
-            lies_so = is_tokens_first(tokens) if tokens_first is None else tokens_first
-            moved = strided_buffer(tokens, (batch, heads, length, width), tokens.dtype, tokens_first=lies_so)
-            move(tokens, permutation, start, moved)
-            results.append(moved)
-        return tuple(results)
+        first = [is_tokens_first(tokens) if tokens_first is None else tokens_first for tokens in tensors]
+        pairs = zip(tensors, first, strict=True)
+        return tuple([moved_copy(tokens, permutation, start, tokens_first=lies_so) for tokens, lies_so in pairs])
 
     kind = (start, tokens_first, len(permutation), *[tokens.shape for tokens in tensors])
     return replayed(_MOVES, kind, (*tensors, permutation), run)
