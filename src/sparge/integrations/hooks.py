@@ -99,5 +99,10 @@ class Passes:
 
 @constant
 def parameters_of(kind: type[nn.Module]) -> tuple[str, ...]:
-    """Names of what a model's forward takes."""
-    return tuple(inspect.signature(kind.forward).parameters)[1:]
+    """Return the names of what a model's forward takes."""
+    return _parameters_of(kind.forward)
+
+
+@functools.cache
+def _parameters_of(forward: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)[1:]
