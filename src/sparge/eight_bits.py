@@ -5,6 +5,7 @@
     V      FP8 E4M3, a scale per channel (`quantize_fp8`).
     P      FP8 E4M3, rounded (`to_fp8`) or as codes straight from the logarithm (`fp8_from_log2`).
 
+Where rounding would move scores by more than `COARSE_ERROR`, they are computed from Q and K themselves (`is_coarse`).
 docs/numerics.md has what each is worth. Tensors are (..., tokens, channels).
 """
 
@@ -42,6 +43,17 @@ MIXED = 8
 """Neighbouring channels that are mixed: what one thread of a kernel loads at once."""
 MIX_SIGNS = (1, 1, 1, -1, 1, 1, 1, -1)
 """Of the channels of a group, before they are mixed. Without, eight equal channels would become one large one."""
+COARSE_ERROR = 0.5
+"""Nats, root mean square, that rounding Q and K to INT8 may move the scores of a tile by.
+
+Logits with a standard deviation of 1 nat move by 0.011, so this takes 45 nats, or a token that is hundreds to thousands
+of times as large as the others: its scale is that of all 16 keys of its group, and its own scores carry the rounding of
+the other operand times its size."""
+CODE_SIZE = 40.0
+"""Root mean square of INT8 values: the largest, 127, is 2.9 times that of one token's 128 mixed channels, and 3.6 times
+that of the 16 tokens of a group."""
+SMALLEST_SCALE = 1e-15
+"""Scale of tokens that are 0."""
 KEY_GROUPS = 4
 """Scales of a key block. Group (key mod 8) div 2 is what one thread of a matrix product holds."""
 
@@ -131,7 +143,26 @@ def key_scales(key: Tensor) -> Tensor:
 
 def _scale(largest: Tensor) -> Tensor:
     scale = largest / INT8_MAX
-    return torch.where(scale == 0, 1.0, scale)
+    return torch.where(scale == 0, SMALLEST_SCALE, scale)
+
+
+def coarse_unit(head_dim: int) -> float:
+    """Return the worth of one unit of an INT8 product, in log2 units, from which on its scores are coarse.
+
+    Each of D products of two INT8 values of `CODE_SIZE` is off by two rounding errors of deviation 1 / sqrt(12) times
+    the other value. The sum is off by CODE_SIZE sqrt(D / 6) units, 185 at D 128: a unit may be worth 2^-8 there.
+    """
+    return COARSE_ERROR / (CODE_SIZE * math.sqrt(head_dim / 6) * math.log(2.0))
+
+
+def is_coarse(query_scale: Tensor, key_scale: Tensor, scale: float, head_dim: int) -> Tensor:
+    """Return whether scores must be computed from Q and K themselves, (..., n, 1), (..., m, 1) -> (..., n, m) bool.
+
+    A kernel decides for whole tiles: a tile is computed from Q and K if one of its scores must be. Where a token is not
+    finite, its scores are not either, and nothing is decided by them.
+    """
+    unit = query_scale * key_scale.mT * abs(scale) / math.log(2.0)
+    return (unit >= coarse_unit(head_dim)) & unit.isfinite()
 
 
 def quantize_int8(tokens: Tensor, scales: Tensor) -> Tensor:

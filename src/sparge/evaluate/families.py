@@ -31,10 +31,6 @@ entry moves by a step / sqrt(12). Summed up, the logit has the deviation 2.9 / 3
 D 128 1.1e-3 of 13 nats and of 16, 1e-3 of 20. A sink is one key, whose rounding all queries share: one draw for each
 head, .8 deviations on average. 1.4 of them are allowed, as the mean of `SINK_HEADS` heads."""
 SINK_HEADS = 8
-HUGE_TOKEN_LIMITS = {"token-k-irrelevant-1e3": 0.06, "token-k-orthogonal-1e2": 0.06, "token-q-irrelevant-1e4": 0.08}
-"""The keys that share a scale with such a key, and such a query's own row, are lost to 8 bits: 16 of 1024, 1 of 64.
-A key f times as large as others has a score that the rounding of queries alone moves by .007 f nats (`orthogonal_key`).
-"""
 FP8_NOISE = 0.0375
 """P and V rounded to E4M3 (deviation 1/38 of a number each), relative to an output that is itself a sum of noise."""
 INT8_NOISE = 0.0134
@@ -191,7 +187,7 @@ def _families() -> list[Family]:
         "offset": {"offset-k": family_inputs.offset_keys, "offset-q": family_inputs.offset_queries},
     }
     others = [
-        Family(name, kind, draw, HUGE_TOKEN_LIMITS.get(name, ORDINARY_LIMIT), is_lattice=name == "one-hot")
+        Family(name, kind, draw, ORDINARY_LIMIT, is_lattice=name == "one-hot")
         for kind, draws in ordinary.items()
         for name, draw in draws.items()
     ]

@@ -120,12 +120,12 @@ def lse_rounding(
 
     Keys without their mean, channels balanced between Q and K and mixed (`eight_bits.balance`, `eight_bits.mix`), steps
     of 1/127 of a query's largest entry and of a key block's. A step s adds the variance s^2 / 12 to an entry. A query's
-    error e moves all its scores together, by e . sum_j p_j k_j; those of keys are independent. With
-    ``exponential_free``, P is rounded in the sum.
+    error e moves all its scores together, by e . sum_j p_j k_j; those of keys are independent. Scores that would be
+    coarse (`eight_bits.is_coarse`) are not rounded. With ``exponential_free``, P is rounded in the sum.
     """
     group = query.shape[1] // key.shape[1]
     last_seen = rows + key.shape[2] - query.shape[2] if is_causal else None
-    deviation = torch.empty_like(exact.lse)
+    scale, deviation = query.shape[-1] ** -0.5, torch.empty_like(exact.lse)
     centred = key.double() - key.double().mean(2, keepdim=True)
     factors = eight_bits.balance(query.double(), centred, torch.ones_like(centred[..., 0], dtype=torch.bool))
     for batch, head in torch.cartesian_prod(*map(torch.arange, exact.lse.shape[:2])).view(-1, 2).tolist():
@@ -134,13 +134,15 @@ def lse_rounding(
         queries, smooth = queries[rows], eight_bits.mix(centred[batch, head // group] / balance)
         balanced = eight_bits.mix(queries * balance) * eight_bits.MIXED
         key_step = _block_step(smooth)
+        query_step = balanced.abs().amax(1) / eight_bits.INT8_MAX
         pooled, (key_part, squares) = torch.zeros_like(balanced), queries.new_zeros(2, len(queries))
         for chunk, scores in score_chunks(queries, keys, last_seen):
             weights = (scores - exact.lse[batch, head, :, None]).exp()
-            pooled += weights @ smooth[chunk]
-            key_part += weights.square() @ key_step[chunk].square()
             squares += weights.square().sum(1)
-        query_step = balanced.abs().amax(1) / eight_bits.INT8_MAX
+            steps = query_step[:, None], key_step[chunk][:, None]
+            rounded = weights.masked_fill(eight_bits.is_coarse(*steps, scale, query.shape[-1]), 0.0)
+            pooled += rounded @ smooth[chunk]
+            key_part += rounded.square() @ key_step[chunk].square()
         variance = (query_step.square() * pooled.square().sum(1) + key_part * balanced.square().sum(1)) / 12
         variance = variance / query.shape[-1] + (CODE_NOISE**2 * squares if exponential_free else 0.0)
         deviation[batch, head] = variance.sqrt()

@@ -21,6 +21,7 @@ from sparge.eight_bits import (
     balance,
     fp8_from_log2,
     fp8_tensor_core,
+    is_coarse,
     key_scales,
     mix,
     quantize_fp8,
@@ -120,10 +121,12 @@ class _Head:
         accumulation: Accumulation,
     ) -> None:
         self.query, self.key, self.value, self.means = query, key, value, means
+        self.exact_query, self.exact_key = query, key
         self.query_scale, self.key_scale = torch.ones_like(query[:, :1]), torch.ones_like(key[:, :1])
         self.value_scale = torch.ones_like(value[:1])
         quantization = call.quantization
         self.scale, self.quantization, self.accumulation = call.scale, quantization, accumulation
+        self.head_dim = call.shape.head_dim
         if call.is_quantized:
             self.query_scale, self.key_scale = query_scales(query), key_scales(key)
             self.query = quantize_int8(query, self.query_scale).double()
@@ -138,7 +141,7 @@ class _Head:
         """Scores of the rows (n, 64) and values (64, Dv) of the given key blocks, in order."""
         for j in columns:
             keys = slice(j * BLOCK_K, min((j + 1) * BLOCK_K, len(self.key)))
-            scores = self._scores(rows, self.key[keys], self.key_scale[keys]) + bias[rows, keys]
+            scores = self._scores(rows, self.key[keys], self.key_scale[keys], self.exact_key[keys]) + bias[rows, keys]
             yield scores.masked_fill(~allowed[rows, keys], -math.inf), self.value[keys]
 
     def mean_tiles(self, rows: slice, bias: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -146,7 +149,7 @@ class _Head:
         if self.means is None:
             return
         key, value = self.means
-        key_scale = torch.ones_like(key[:, :1])
+        exact_key, key_scale = key, torch.ones_like(key[:, :1])
         if self.quantization != "none":
             key_scale = key_scales(key)
             key = quantize_int8(key, key_scale).double()
@@ -156,7 +159,7 @@ class _Head:
             value = to_fp16(value)
         for first in range(0, len(key), BLOCK_K):
             blocks = slice(first, min(first + BLOCK_K, len(key)))
-            scores = self._scores(rows, key[blocks], key_scale[blocks]) + bias[blocks]
+            scores = self._scores(rows, key[blocks], key_scale[blocks], exact_key[blocks]) + bias[blocks]
             yield scores.masked_fill(bias[blocks] == -math.inf, -math.inf), value[blocks]
 
     def attend(
@@ -204,7 +207,12 @@ class _Head:
         has_lower = bool((lower > -math.inf).any())
         return [(lower, edge), (upper, origin)] if has_lower else [(scores, origin)]
 
-    def _scores(self, rows: slice, key: Tensor, key_scale: Tensor) -> Tensor:
+    def _scores(self, rows: slice, key: Tensor, key_scale: Tensor, exact_key: Tensor) -> Tensor:
+        """Scores of a tile: of the codes, or of what was rounded where that is coarse."""
+        if self.quantization != "none":
+            coarse = is_coarse(self.query_scale[rows], key_scale, self.scale, self.head_dim)
+            if bool(coarse.any()):
+                return self.exact_query[rows] @ exact_key.mT * self.scale
         return self.query[rows] @ key.mT * self.query_scale[rows] * key_scale.mT * self.scale
 
     def _probabilities(self, log_probability: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from sparge.eight_bits import (
     MIXED,
     REACH,
     balance,
+    is_coarse,
     key_scales,
     mix,
     quantize_fp8,
@@ -80,7 +81,7 @@ class _Operands:
 
     def __init__(self, tiles: Tiles, seen: Visibility, call: Call) -> None:
         shape, quantization, scale = tiles.shape, call.quantization, call.scale
-        self.quantization, self.scale = quantization, scale
+        self.quantization, self.scale, self.head_dim = quantization, scale, shape.head_dim
         present = _present(tiles.key, seen.keys, shape.kv_len)
         key, value = tiles.key.flatten(2, 3), tiles.value.flatten(2, 3)
         self.query_scale = self.key_scale = self.mean_score = None
@@ -93,7 +94,8 @@ class _Operands:
             factors = balance(query.flatten(2, 3)[:, :, : shape.q_len], key, present)
             query = mix(query * factors.repeat_interleave(shape.group, 1)[:, :, None]) * MIXED
             key = mix(key / factors)
-            self.query_scale = query_scales(query)
+            self.query_scale, self.exact_query = query_scales(query), query
+            self.exact_key = key.unflatten(2, (-1, BLOCK_K))
             key_codes, self.key_scale = _key_codes(key)
             tiles = replace(tiles, query=quantize_int8(query, self.query_scale).float(), key=key_codes)
         if quantization == "int8_fp8":
@@ -114,14 +116,21 @@ class _Operands:
             value = to_fp8(value / self.value_scale)
         elif self.quantization == "int8_fp16":
             value = to_fp16(value)
-        return _MeanTiles(means, tiles, key_scale, value.unflatten(2, (-1, BLOCK_K)))
+        return _MeanTiles(means, tiles, key_scale, key.unflatten(2, (-1, BLOCK_K)), value.unflatten(2, (-1, BLOCK_K)))
 
-    def scores(self, rows: Tensor, query: Tensor, key: Tensor, key_scale: Tensor | None) -> Tensor:
-        """(n, 128, D), (n, 64, D), (n, 64, 1) -> (n, 128, 64) in units of the softmax."""
+    def scores(self, rows: Tensor, query: Tensor, key: Tensor, keys: _KeyPlace | None) -> Tensor:
+        """(n, 128, D), (n, 64, D) -> (n, 128, 64) in units of the softmax; ``keys`` are those of INT8 values."""
         scores = torch.bmm(query, key.mT)
-        if self.query_scale is None or key_scale is None:
+        if self.query_scale is None or keys is None:
             return scores.mul_(self.scale)
-        return scores.mul_(self.query_scale[self.tiles.place(rows)] * self.scale).mul_(key_scale.mT)
+        query_scale, key_scale = self.query_scale[self.tiles.place(rows)], keys.scale[keys.place]
+        scores = scores.mul_(query_scale * self.scale).mul_(key_scale.mT)
+        coarse = is_coarse(query_scale, key_scale, self.scale, self.head_dim).flatten(1).any(1)
+        if bool(coarse.any()):
+            exact_query = self.exact_query[self.tiles.place(rows[coarse])]
+            exact_key = keys.exact[tuple(index[coarse] for index in keys.place)]
+            scores[coarse] = torch.bmm(exact_query, exact_key.mT) * self.scale
+        return scores
 
     def product(self, probability: Tensor, value: Tensor) -> Tensor:
         """P V of one tile; the FP8 one carries P's factor of 448."""
@@ -132,12 +141,24 @@ class _Operands:
         return torch.bmm(probability, value)
 
 
+class _KeyPlace(NamedTuple):
+    """Scales of all tiles of keys, (B, Hkv, tiles, 64, 1), what was rounded, (..., D), and n of these tiles."""
+
+    scale: Tensor
+    exact: Tensor
+    place: tuple[Tensor, Tensor, Tensor]
+
+
 class _MeanTiles(NamedTuple):
-    """Means of key blocks as operands, 64 in a tile: (B, Hkv, tiles, 64, width) each; ``plain`` as they were."""
+    """Means of key blocks as operands, 64 in a tile: (B, Hkv, tiles, 64, width) each.
+
+    ``plain`` are the means as they were, ``exact_key`` what was rounded.
+    """
 
     plain: BlockMeans
     key: Tensor
     key_scale: Tensor | None
+    exact_key: Tensor
     value: Tensor
 
 
@@ -169,11 +190,10 @@ class _Rows:
         active = len(column)
         rows = self.rows[:active]
         key, value = self.tiles.keys_values(rows, column[:, None], self.workspace)
-        key_scale = self.operands.key_scale
-        if key_scale is not None:
-            batch, kv_head = self._kv_heads(rows)
-            key_scale = key_scale[batch, kv_head, column]
-        scores = self.operands.scores(rows, self.query[:active], key, key_scale)
+        keys = None
+        if self.operands.key_scale is not None:
+            keys = _KeyPlace(self.operands.key_scale, self.operands.exact_key, (*self._kv_heads(rows), column))
+        scores = self.operands.scores(rows, self.query[:active], key, keys)
         if bool(partial.any()):
             bias = self.tiles.element_bias(rows[partial], column[partial, None])
             scores[partial] = (scores[partial] + bias).masked_fill(bias == -math.inf, -math.inf)  # hides NaN too
@@ -183,8 +203,10 @@ class _Rows:
         """The means of skipped blocks for all rows, 64 at a time, with ``bias`` (n, blocks) added to their scores."""
         batch, kv_head = self._kv_heads(self.rows)
         for tile, tile_bias in enumerate(bias[:, None].split(BLOCK_K, 2)):
-            key_scale = None if means.key_scale is None else means.key_scale[batch, kv_head, tile]
-            scores = self.operands.scores(self.rows, self.query, means.key[batch, kv_head, tile], key_scale)
+            keys = None
+            if means.key_scale is not None:
+                keys = _KeyPlace(means.key_scale, means.exact_key, (batch, kv_head, torch.full_like(batch, tile)))
+            scores = self.operands.scores(self.rows, self.query, means.key[batch, kv_head, tile], keys)
             scores = (scores + tile_bias).masked_fill(tile_bias == -math.inf, -math.inf)
             self._add_tile(scores, means.value[batch, kv_head, tile])
 
