@@ -206,6 +206,18 @@ def make_qkv(
     return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
+def enlarge_token(query: Tensor, key: Tensor, token: str) -> None:
+    """Make a token that many times as large in two channels where the other side cancels: no score changes by it.
+
+    Args:
+        token: "query-1e4" is query 140, "key-1e3" key 100, in the middle of a block.
+    """
+    name, factor = token.split("-")
+    tokens, place, others = (query, 140, key) if name == "query" else (key, 100, query)
+    others[..., 5] = -others[..., 2]
+    tokens[:, :, place, 2] = tokens[:, :, place, 5] = float(factor)
+
+
 @pytest.fixture(autouse=True)
 def fresh_state() -> Iterator[None]:
     """Every test starts with all counters at zero, and no call was made before: tests change what calls go by."""

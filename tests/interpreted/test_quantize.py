@@ -203,7 +203,7 @@ def summary_with(key_mean: Tensor) -> KeyValueSummary:
     """A mean key (B * Hkv, D padded), and factors that balance channels."""
     stand_in = key_mean.new_ones(1)
     eighths = torch.randint(-24, 25, key_mean.shape, generator=torch.Generator().manual_seed(6))
-    return KeyValueSummary(stand_in, stand_in, stand_in, key_mean, torch.exp2(eighths / 8), stand_in)
+    return KeyValueSummary(stand_in, stand_in, stand_in, key_mean, torch.exp2(eighths / 8), stand_in, stand_in)
 
 
 def query_summary_of(

@@ -7,6 +7,7 @@ import typing
 from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import shared_memory_descriptor
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -65,6 +66,7 @@ __all__ = [
     "gl",
     "jit",
     "mbarrier",
+    "mma_v2",
     "reinterpret",
     "shared_memory_descriptor",
     "tensor_descriptor",

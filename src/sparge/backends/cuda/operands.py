@@ -18,6 +18,7 @@ class MeanOperands:
 
     Attributes:
         key, value, key_scale: as in `Operands`, with a block for each token.
+        exact_key: (B, Hkv, kv_blocks, D padded) float32, the means that ``key`` was rounded from.
         bias: (B * H * q_blocks, columns) float32, what scores of a row of blocks get besides, in octaves: log2 of
             how many keys a mean stands for, -inf where the row keeps the block or cannot have its mean, NaN where that
             is not finite. ``columns`` is a multiple of `BIAS_COLUMNS`.
@@ -26,6 +27,7 @@ class MeanOperands:
     key: Tensor
     value: Tensor
     key_scale: Tensor
+    exact_key: Tensor
     bias: Tensor
 
 
@@ -38,11 +40,12 @@ class Operands:
     """What the attention kernel reads. Codes are padded to whole blocks; unquantised tensors are the caller's own.
 
     The scales and ``lse_shift`` of `quantize.QuerySummary` and `summary.KeyValueSummary` mean nothing when quantization
-    is "none". ``key_scale`` is negative where a block holds a shared peak (`stages.peaks`). ``dtype`` is the output's,
-    and ``tokens_first`` says how it lies in memory (`layout`). ``keys_seen`` is `visibility.Visibility.keys`, None
-    where all are. ``means`` is None where blocks are dropped. ``order`` is the order in which rows of blocks are best
-    computed (`stages.budget`), None where any will do. ``kind`` is `mask_blocks.MaskBlocks.kind`, None where no
-    mask was read.
+    is "none". ``key_scale`` is negative where a block holds a shared peak (`stages.peaks`). ``exact_query`` and
+    ``exact_key`` are the caller's own Q and K, for scores that INT8 would round too far (`eight_bits.is_coarse`);
+    ``largest_key_scale`` is that of `summary.KeyValueSummary`. ``dtype`` is the output's, and ``tokens_first`` says how
+    it lies in memory (`layout`). ``keys_seen`` is `visibility.Visibility.keys`, None where all are. ``means`` is None
+    where blocks are dropped. ``order`` is the order in which rows of blocks are best computed (`stages.budget`), None
+    where any will do. ``kind`` is `mask_blocks.MaskBlocks.kind`, None where no mask was read.
     """
 
     query: Tensor
@@ -52,6 +55,9 @@ class Operands:
     key_scale: Tensor
     value_scale: Tensor
     lse_shift: Tensor
+    exact_query: Tensor
+    exact_key: Tensor
+    largest_key_scale: Tensor
     dtype: torch.dtype
     tokens_first: bool
     keys_seen: Tensor | None

@@ -107,7 +107,7 @@ def prepare(
     if not with_operands:
         return None, mask
     assert value is not None
-    dtype, key_scale = query.dtype, key
+    dtype, key_scale, exact_query, exact_key = query.dtype, key, query, key
     tokens_first = call.segments is not None or is_tokens_first(query)
     means = None
     with in_branch("codes"):
@@ -129,6 +129,9 @@ def prepare(
         key_scale=key_scale,
         value_scale=key_value.value_scale,
         lse_shift=summary.lse_shift,
+        exact_query=exact_query,
+        exact_key=exact_key,
+        largest_key_scale=key_value.largest_key_scale,
         dtype=dtype,
         tokens_first=tokens_first,
         keys_seen=seen.keys if seen else None,
@@ -162,10 +165,12 @@ def _means(key_value: KeyValueSummary, bias: Tensor | None, mask: BlockMask | No
     """
     key, value, block_bias = key_value.key_block, key_value.value_block, key_value.block_bias
     assert mask is not None and key is not None and value is not None and block_bias is not None
-    key_scale = key
+    key_scale = exact_key = key
     if call.is_quantized:
         key, key_scale, value = quantize_means(key_value, call)
-    return MeanOperands(key, value, key_scale, replaced_bias(mask, block_bias, call) if bias is None else bias)
+    if bias is None:
+        bias = replaced_bias(mask, block_bias, call)
+    return MeanOperands(key, value, key_scale, exact_key, bias)
 
 
 def predict(query: Tensor, key: Tensor, call: Call) -> BlockMask:

@@ -84,7 +84,7 @@ class CudaCandidates(Candidates):
         if masked_keys is not None:
             first_seen, first_query = masked_keys.first_seen, masked_keys.first_query
         summaries = self._keys if self._are_summarized else _summaries(self._keys[0], call, seen)
-        key_value = KeyValueSummary(summaries[0], summaries[1], summaries[-1], query, query, query)
+        key_value = KeyValueSummary(summaries[0], summaries[1], summaries[-1], query, query, query, query)
         parts = inputs.parts(call.score)
         summary = summarize_query(query, key_value, call, seen, codes=False, parts=parts, similarity=False)
         probability = block_probabilities(query, key_value, summary.mean, call, first_seen, first_query, None, blocks)

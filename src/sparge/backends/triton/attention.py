@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparge import geometry
+from sparge import eight_bits, geometry
 from sparge.backends.cuda.launch import (
     architecture_of,
     buffer_like,
@@ -34,7 +34,6 @@ from sparge.backends.cuda.primitives import (
     BLOCK_Q,
     FP16_ROOM,
     KEY_GROUPS,
-    LN_2,
     LOG2_E,
     LOG2_FP8_MAX,
     REACH,
@@ -47,14 +46,18 @@ from sparge.backends.cuda.primitives import (
 )
 from sparge.backends.cuda.stages.mask_blocks import WHOLLY
 from sparge.backends.triton import configs
-from sparge.backends.triton.means import Sums, add_means, blocks_with_means
+from sparge.backends.triton.coarse import ExactHead, ExactRow, add_coarse, add_coarse_means
+from sparge.backends.triton.epilogue import Results, count_skipped, locate, lse_shift, write_rows
+from sparge.backends.triton.means import add_means, blocks_with_means
 from sparge.backends.triton.peaks import Head, Row, add_lost, bits_of_far
 from sparge.backends.triton.softmax import (
+    Sums,
     apply_mask,
     block_probability,
     block_scores,
     halves,
     largest_of_groups,
+    load_values,
     may_see,
     raw_scores,
     side_by_side,
@@ -86,6 +89,9 @@ def attention_kernel(
     key_scale_ptr,
     value_scale_ptr,
     lse_shift_ptr,
+    exact_query_ptr,
+    exact_key_ptr,
+    largest_key_scale_ptr,
     kv_num_blocks_ptr,
     kv_indices_ptr,
     visible_num_blocks_ptr,
@@ -98,6 +104,7 @@ def attention_kernel(
     mean_key_ptr,
     mean_value_ptr,
     mean_scale_ptr,
+    mean_exact_key_ptr,
     mean_bias_ptr,
     output_ptr,
     lse_ptr,
@@ -105,6 +112,8 @@ def attention_kernel(
     query_strides,
     key_strides,
     value_strides,
+    exact_query_strides,
+    exact_key_strides,
     mean_key_strides,
     mean_value_strides,
     mask_strides,
@@ -126,6 +135,7 @@ def attention_kernel(
     HEAD_DIM_PADDED: tl.constexpr,
     VALUE_DIM_PADDED: tl.constexpr,
     QUANTIZATION: tl.constexpr,
+    COARSE_UNIT: tl.constexpr,
     DOT_PRECISION: tl.constexpr,
     HAS_FIRST: tl.constexpr,
     HAS_LAST: tl.constexpr,
@@ -158,10 +168,11 @@ def attention_kernel(
     heads else, causal rows starting with the longest. A program walks its row's kept blocks in ascending order, BLOCKS
     at a time. Query i sees keys from i + first_offset (HAS_FIRST) to i + last_offset (HAS_LAST). Only the last blocks
     (causal diagonal, ragged end) and the first ones of a window need an element mask, so it is a branch that is seldom
-    taken.
+    taken. A tile is coarse where an integer of Q K^T may be worth COARSE_UNIT (`coarse`).
 
     Reads
         query, key, value      [B, H | Hkv, Sq | Sk, D | Dv], or the codes of `quantize`
+        exact_query, exact_key, largest_key_scale    of `operands.Operands`, if these are codes
         query_scale, key_scale, value_scale, lse_shift    float32, of `quantize.QuerySummary` and `reduce_kernel`
         kv_num_blocks [B * H, q_blocks], kv_indices [B * H, q_blocks, kv_blocks], int32 (not ALL_BLOCKS)
         visible_num_blocks     [B * H, q_blocks] int32 (COUNT)
@@ -170,7 +181,8 @@ def attention_kernel(
         kind                   [B, H, q_blocks, kv_blocks] int8 (HAS_KINDS), of `mask_blocks`: what is WHOLLY seen needs
                                no entries of the mask
         threshold              [H] float32 (HAS_THRESHOLD), natural log
-        mean_key, mean_value, mean_scale, mean_bias    of `operands.MeanOperands` (MEAN_WIDTH, the width of its values)
+        mean_key, mean_value, mean_scale, mean_exact_key, mean_bias    of `operands.MeanOperands` (MEAN_WIDTH, the width
+                               of its values)
         segments               of `Segments.table` (PACKED, which needs ORDERED and TOKENS_FIRST)
     Writes
         output [B, H, Sq, Dv] in its dtype, TOKENS_FIRST [B, Sq, H, Dv], PACKED [total_q, H, Dv]
@@ -181,28 +193,20 @@ def attention_kernel(
     is_quantized: tl.constexpr = QUANTIZATION != "none"
     has_fp8_values: tl.constexpr = QUANTIZATION == "int8_fp8"
     tiles_per_block: tl.constexpr = BLOCK_Q // BLOCK_M
-    tiles = q_blocks * tiles_per_block
     pid = tl.program_id(0)
     if ORDERED:
         pid = tl.load(order_ptr + pid // tiles_per_block) * tiles_per_block + pid % tiles_per_block
-    tile = pid % tiles
-    if HAS_LAST and not ORDERED:
-        tile = tiles - 1 - tile
-    q_block = tile // tiles_per_block
-    flat_head = (pid // tiles).to(tl.int64)  # batch * heads + head
-    batch = flat_head // heads
-    head = flat_head % heads
-    kv_head = head // group
-    flat_kv_head = batch * (heads // group) + kv_head
-    row = flat_head * q_blocks + q_block
+    is_reversed: tl.constexpr = HAS_LAST and not ORDERED
+    place = locate(pid, heads, group, q_blocks, tiles_per_block, is_reversed)
+    tile, q_block, flat_head, batch, head, kv_head, flat_kv_head, row = place
     indices_base = kv_indices_ptr + row * kv_blocks
     key_scale_base = key_scale_ptr + flat_kv_head * kv_blocks * KEY_GROUPS
     mean_scale_base = mean_scale_ptr + flat_kv_head * tl.cdiv(kv_blocks, BLOCK_K) * KEY_GROUPS
-    flat_queries = flat_head * q_len  # where a head's begin
     query_base = query_ptr + batch * query_strides[0] + head * query_strides[1]
     key_base = key_ptr + batch * key_strides[0] + kv_head * key_strides[1]
     value_base = value_ptr + batch * value_strides[0] + kv_head * value_strides[1]
     q_start = tl.zeros((), tl.int64)
+    padded_q_len, padded_kv_blocks = q_len, kv_blocks
     if PACKED:  # from here on the sizes are the segment's own
         q_start, _ = segment_queries(segments_ptr, batch)
         kv_start, _ = segment_keys(segments_ptr, batch)
@@ -272,6 +276,113 @@ def attention_kernel(
     origin = row_max  # what sums count from
     far_steps = tl.zeros((BLOCK_M, KEY_GROUPS), tl.int64)
     skipped = 0
+    results = Results(
+        output_ptr,
+        lse_ptr,
+        totals_ptr,
+        value_scale_ptr,
+        lse_shift_ptr,
+        heads,
+        padded_q_len,
+        q_len,
+        q_start,
+        total_q,
+    )
+
+    if is_quantized:
+        scale_bits = tl.load(largest_key_scale_ptr + flat_kv_head)
+        is_coarse = tl.max(query_scale, 0) * scale_bits.to(tl.float32, bitcast=True) >= COARSE_UNIT
+        if is_coarse:
+            # The sign of a scale is 0, which the compiler does not know: what follows from `at` is computed here, and
+            # not kept in registers across the main loop because the end of the kernel needs it as well.
+            at = locate(pid + (scale_bits >> 31), heads, group, q_blocks, tiles_per_block, is_reversed)
+            exact_query_base = exact_query_ptr + at.batch * exact_query_strides[0] + at.head * exact_query_strides[1]
+            exact_key_base = exact_key_ptr + at.batch * exact_key_strides[0] + at.kv_head * exact_key_strides[1]
+            if PACKED:
+                exact_query_base += q_start * exact_query_strides[2]
+                exact_key_base += kv_start * exact_key_strides[2]
+            exact_row = ExactRow(
+                exact_query_base,
+                exact_query_strides[2],
+                at.number * BLOCK_M + offs_m,
+                lse_shift(results, at, BLOCK_M) * LOG2_E,
+                scale * LOG2_E,
+                kv_indices_ptr + at.row * padded_kv_blocks,
+                first_block,
+                count,
+                q_len,
+                kv_len,
+                first_offset,
+                last_offset,
+            )
+            sums, skipped = add_coarse(
+                Sums(accumulator, row_sum, row_max, origin),
+                exact_row,
+                ExactHead(
+                    exact_key_base,
+                    exact_key_strides[2],
+                    value_ptr + at.batch * value_strides[0] + at.kv_head * value_strides[1],
+                    value_strides[2],
+                    mask_ptr + at.batch * mask_strides[0] + at.head * mask_strides[1],
+                    mask_strides,
+                    seen_ptr + at.batch * seen_strides[0] + at.kv_head * seen_strides[1],
+                    seen_strides[2],
+                ),
+                threshold,
+                HEAD_DIM,
+                VALUE_DIM,
+                HEAD_DIM_PADDED,
+                VALUE_DIM_PADDED,
+                has_fp8_values,
+                log2_unit,
+                HAS_FIRST,
+                HAS_LAST,
+                MASK,
+                MASK_PER_QUERY,
+                LOWEST,
+                HAS_THRESHOLD,
+                ALL_BLOCKS,
+                BLOCK_M,
+            )
+            if MEAN_WIDTH:
+                mean_begin, mean_end = blocks_with_means(
+                    at.q_block, q_len, kv_blocks, first_offset, last_offset, HAS_FIRST, HAS_LAST
+                )
+                sums = add_coarse_means(
+                    sums,
+                    exact_row,
+                    mean_bias_ptr + at.row * bias_columns,
+                    mean_exact_key_ptr + at.flat_kv_head * padded_kv_blocks * HEAD_DIM_PADDED,
+                    mean_value_ptr + at.batch * mean_value_strides[0] + at.kv_head * mean_value_strides[1],
+                    mean_value_strides[2],
+                    kv_blocks,
+                    mean_begin,
+                    mean_end,
+                    HEAD_DIM,
+                    HEAD_DIM_PADDED,
+                    VALUE_DIM_PADDED,
+                    MEAN_WIDTH,
+                    has_fp8_values,
+                    log2_unit,
+                    BLOCK_M,
+                )
+            if COUNT and HAS_THRESHOLD:
+                count_skipped(results, at, skipped, BLOCK_M)
+            write_rows(
+                sums,
+                results,
+                at,
+                VALUE_DIM,
+                VALUE_DIM_PADDED,
+                is_quantized,
+                has_fp8_values,
+                log2_unit,
+                PACKED,
+                TOKENS_FIRST,
+                BLOCK_M,
+            )
+            return
+
     for position in tl.range(0, count, BLOCKS, num_stages=STAGES):
         block = first_block + position if ALL_BLOCKS else tl.load(indices_base + position)
         last_block = block
@@ -392,22 +503,25 @@ def attention_kernel(
             else:
                 value_ptrs = value_base + (first_keys * value_strides[2])[:, None]
                 value_ptrs = value_ptrs + within[:, None] * value_strides[2] + offs_dv[None, :]
-                value_present = in_range[:, None]
-                if VALUE_DIM != VALUE_DIM_PADDED:
-                    value_present = value_present & (offs_dv < VALUE_DIM)[None, :]
-                if HAS_FIRST:  # what nobody sees may hold anything, and 0 times NaN is NaN
-                    value_present = value_present & (key_positions >= first_offset)[:, None]
-                if MASK != "none":
-                    seen = tl.load(seen_base + key_positions * seen_strides[2], mask=in_range, other=0)
-                    value_present = value_present & (seen != 0)[:, None]
-                value = tl.load(value_ptrs, mask=value_present, other=0.0)
+                value = load_values(
+                    value_ptrs,
+                    offs_dv,
+                    key_positions,
+                    kv_len,
+                    first_offset,
+                    seen_base,
+                    seen_strides[2],
+                    VALUE_DIM,
+                    VALUE_DIM_PADDED,
+                    HAS_FIRST,
+                    MASK != "none",
+                )
                 accumulator = tl.dot(
                     probability.to(p_dtype), value, accumulator * decay[:, None], input_precision=DOT_PRECISION
                 )
 
     if COUNT and HAS_THRESHOLD:
-        weight = tl.where(q_len - q_block * BLOCK_Q <= BLOCK_M, 2, 1)  # a half without queries goes with the other
-        tl.atomic_add(totals_ptr + 2, (skipped * weight).to(tl.int64), sem="relaxed")
+        count_skipped(results, place, skipped, BLOCK_M)
 
     if MEAN_WIDTH:
         mean_begin, mean_end = blocks_with_means(
@@ -464,28 +578,19 @@ def attention_kernel(
             BLOCKS,
         )
 
-    empty = row_sum == 0.0
-    output = accumulator * (1.0 / tl.where(empty, 1.0, row_sum))[:, None]
-    if has_fp8_values:
-        output = output * tl.load(value_scale_ptr + flat_kv_head * VALUE_DIM_PADDED + offs_dv)[None, :]
-    lse = (origin + tl.log2(row_sum * (2.0**-log2_unit))) * LN_2
-    inside = query_positions < q_len
-    flat_queries += query_positions
-    if is_quantized:
-        lse += tl.load(lse_shift_ptr + flat_queries, mask=inside, other=0.0)
-    lse = tl.where(empty, float("-inf"), lse)
-    if PACKED:
-        flat_queries = head * total_q + q_start + query_positions
-    tl.store(lse_ptr + flat_queries, lse, mask=inside)
-    if PACKED:
-        flat_queries = (q_start + query_positions) * heads + head
-    elif TOKENS_FIRST:
-        flat_queries = (batch * q_len + query_positions) * heads + head
-    output_ptrs = output_ptr + flat_queries[:, None] * VALUE_DIM + offs_dv[None, :]
-    tl.store(
-        output_ptrs,
-        tl.where(empty[:, None], 0.0, output).to(output_ptr.dtype.element_ty),
-        mask=inside[:, None] & (offs_dv < VALUE_DIM)[None, :],
+    sums = Sums(accumulator, row_sum, row_max, origin)
+    write_rows(
+        sums,
+        results,
+        place,
+        VALUE_DIM,
+        VALUE_DIM_PADDED,
+        is_quantized,
+        has_fp8_values,
+        log2_unit,
+        PACKED,
+        TOKENS_FIRST,
+        BLOCK_M,
     )
 
 
@@ -539,6 +644,9 @@ def attend(
         key_scale_ptr=operands.key_scale,
         value_scale_ptr=operands.value_scale,
         lse_shift_ptr=operands.lse_shift,
+        exact_query_ptr=operands.exact_query,
+        exact_key_ptr=operands.exact_key,
+        largest_key_scale_ptr=operands.largest_key_scale,
         **list_arguments(mask, stand_in),
         order_ptr=stand_in if operands.order is None else operands.order,
         totals_ptr=stand_in if totals is None else totals,
@@ -549,6 +657,7 @@ def attend(
         mean_key_ptr=mean_key,
         mean_value_ptr=mean_value,
         mean_scale_ptr=stand_in if means is None else means.key_scale,
+        mean_exact_key_ptr=stand_in if means is None else means.exact_key,
         mean_bias_ptr=stand_in if means is None else means.bias,
         output_ptr=output,
         lse_ptr=lse,
@@ -556,6 +665,8 @@ def attend(
         query_strides=strides_of(query),
         key_strides=strides_of(operands.key),
         value_strides=strides_of(operands.value),
+        exact_query_strides=strides_of(operands.exact_query),
+        exact_key_strides=strides_of(operands.exact_key),
         mean_key_strides=strides_of(mean_key),
         mean_value_strides=strides_of(mean_value),
         mask_strides=mask_strides,
@@ -576,6 +687,7 @@ def attend(
         HEAD_DIM_PADDED=width,
         VALUE_DIM_PADDED=value_width,
         QUANTIZATION=call.quantization,
+        COARSE_UNIT=eight_bits.coarse_unit(shape.head_dim),
         DOT_PRECISION="tf32x3" if query.dtype == torch.float32 else "tf32",
         **window_flags(call),
         MASK=mask_kind,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
@@ -16,16 +14,7 @@ from sparge.backends.cuda.primitives import (
     REACH,
     in_fp8_token_order,
 )
-from sparge.backends.triton.softmax import block_scores, raw_scores
-
-
-class Sums(NamedTuple):
-    """What the online softmax of a tile of queries has added up: see `attention_kernel`."""
-
-    accumulator: Any
-    row_sum: Any
-    row_max: Any
-    origin: Any
+from sparge.backends.triton.softmax import Sums, block_scores, raw_scores
 
 
 @triton.jit

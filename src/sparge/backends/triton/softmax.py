@@ -9,10 +9,21 @@ share a scale (`eight_bits.KEY_GROUPS`); scores count octaves.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from sparge.backends.cuda.primitives import BLOCK_K, FLOAT_OFFSET, INT32_AS_FLOAT, LOG2_E, by_group
+
+
+class Sums(NamedTuple):
+    """What the online softmax of a tile of queries has added up: see `attention_kernel`."""
+
+    accumulator: Any
+    row_sum: Any
+    row_max: Any
+    origin: Any
 
 
 @triton.jit
@@ -108,3 +119,30 @@ def apply_mask(
         allowed = allowed & ((bias <= LOWEST) == 0)  # NaN stays visible, and so propagates
         scores = scores + bias * LOG2_E
     return tl.where(allowed, scores, float("-inf"))
+
+
+@triton.jit
+def load_values(
+    pointers,
+    channels,
+    key_positions,
+    kv_len,
+    first_offset,
+    seen_base,
+    seen_stride,
+    VALUE_DIM: tl.constexpr,
+    VALUE_DIM_PADDED: tl.constexpr,
+    HAS_FIRST: tl.constexpr,
+    HAS_SEEN: tl.constexpr,
+):
+    """16-bit values of a tile [N, D_v], 0 where nobody sees them: they may hold anything, and 0 times NaN is NaN."""
+    in_range = key_positions < kv_len
+    present = in_range[:, None]
+    if VALUE_DIM != VALUE_DIM_PADDED:
+        present = present & (channels < VALUE_DIM)[None, :]
+    if HAS_FIRST:
+        present = present & (key_positions >= first_offset)[:, None]
+    if HAS_SEEN:
+        seen = tl.load(seen_base + key_positions * seen_stride, mask=in_range, other=0)
+        present = present & (seen != 0)[:, None]
+    return tl.load(pointers, mask=present, other=0.0)

@@ -91,6 +91,7 @@ def quantize_key_value_kernel(
     key_codes_ptr,
     key_scale_ptr,
     value_codes_ptr,
+    largest_key_scale_ptr,
     segments_ptr,
     key_strides,
     value_strides,
@@ -126,6 +127,7 @@ def quantize_key_value_kernel(
         key_scale            [B * Hkv, kv_blocks, 4] float32; NaN where a key of the group is not finite
         value_codes          [B * Hkv, Dv padded, kv_blocks * 64] FP8, tokens in the order of `fp8_token_order`, or
                              [B * Hkv, kv_blocks * 64, Dv padded] FP16
+        largest_key_scale    [B * Hkv] int32, raised to the bits of a head's largest scale that is a number
     """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     block = program % kv_blocks
@@ -170,6 +172,8 @@ def quantize_key_value_kernel(
     codes = _int8_codes(key, tl.reshape(spread, (BLOCK_K,))[:, None])
     tl.store(key_codes_ptr + rows[:, None] * HEAD_DIM_PADDED + channels[None, :], codes)
     tl.store(key_scale_ptr + (flat_head * kv_blocks + block) * KEY_GROUPS + tl.arange(0, KEY_GROUPS), scales)
+    largest_scale = tl.max(tl.where(scales == scales, scales, 0.0), 0)
+    tl.atomic_max(largest_key_scale_ptr + flat_head, largest_scale.to(tl.int32, bitcast=True), sem="relaxed")
 
     if VALUE_CODES != "none":
         ordered = tokens
@@ -441,6 +445,7 @@ def _quantize(
         key_codes_ptr=key_codes,
         key_scale_ptr=key_scale,
         value_codes_ptr=value_codes,
+        largest_key_scale_ptr=key_value.largest_key_scale,
         segments_ptr=segments_argument(call, key),
         key_strides=strides_of(key),
         value_strides=strides_of(value),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -60,6 +61,7 @@ def reduce_kernel(
     key_mean_ptr,
     balance_ptr,
     value_scale_ptr,
+    largest_key_scale_ptr,
     segments_ptr,
     chunks,
     query_parts,
@@ -94,10 +96,12 @@ def reduce_kernel(
     Writes, float32
         key_mean, balance    [B * Hkv, D padded]
         value_scale          [B * Hkv, Dv padded] (WITH_VALUE)
+        largest_key_scale    [B * Hkv] int32: 0, which `quantize_key_value_kernel` raises
     """
     slices: tl.constexpr = (max(HEAD_DIM_PADDED, VALUE_DIM_PADDED) + COLUMNS - 1) // COLUMNS
     flat_head = (tl.program_id(0) // slices).to(tl.int64)
     channels = tl.program_id(0) % slices * COLUMNS + tl.arange(0, COLUMNS)
+    tl.store(largest_key_scale_ptr + flat_head, 0)
     first_part = flat_head * chunks
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     count = tl.zeros((ROWS,), tl.int32)
@@ -167,6 +171,7 @@ class CodeScales:
     key_mean: Tensor
     balance: Tensor
     value_scale: Tensor
+    largest_key_scale: Tensor
 
 
 def reduce_parts(query_part: Tensor, statistics: KeyValueStatistics, call: Call, *, value_scales: bool) -> CodeScales:
@@ -182,6 +187,7 @@ def reduce_parts(query_part: Tensor, statistics: KeyValueStatistics, call: Call,
         key_mean=buffer_like(query_part, True, heads, width),
         balance=buffer_like(query_part, True, heads, width),
         value_scale=buffer_like(query_part, value_scales, heads, value_width),
+        largest_key_scale=buffer_like(query_part, True, heads, dtype=torch.int32),
     )
     launch(
         reduce_kernel,
@@ -193,6 +199,7 @@ def reduce_parts(query_part: Tensor, statistics: KeyValueStatistics, call: Call,
         key_mean_ptr=scales.key_mean,
         balance_ptr=scales.balance,
         value_scale_ptr=scales.value_scale,
+        largest_key_scale_ptr=scales.largest_key_scale,
         segments_ptr=segments_argument(call, query_part),
         chunks=ceil_div(shape.kv_blocks, statistics.blocks),
         query_parts=shape.group * shape.q_blocks,

@@ -31,6 +31,8 @@ class KeyValueSummary:
         key_mean: (B * Hkv, D padded) float32, the smoothing mean.
         balance: (B * Hkv, D padded) float32, what queries are multiplied by, and keys divided.
         value_scale: (B * Hkv, D_v padded) float32.
+        largest_key_scale: (B * Hkv,) int32, the bits of the largest scale of a head's keys that is a number, once they
+            are quantized.
         key_similarity: (B * Hkv, kv_blocks) float32, None where it was not asked for.
         key_block, value_block: (B, Hkv, kv_blocks, D | D_v padded), the means that stand for skipped blocks, None where
             none do; float32 where they are to be rounded, else in the dtype of K.
@@ -44,6 +46,7 @@ class KeyValueSummary:
     key_mean: Tensor
     balance: Tensor
     value_scale: Tensor
+    largest_key_scale: Tensor
     key_similarity: Tensor | None = None
     key_block: Tensor | None = None
     value_block: Tensor | None = None
@@ -73,7 +76,7 @@ def summarize_key_value(
         blocks: the means that stand for skipped blocks.
     """
     if not (means or blocks or codes or similarity):
-        return KeyValueSummary(*[key] * 6)
+        return KeyValueSummary(*[key] * 7)
     value_scales = codes and call.has_fp8_values
     statistics = key_value_statistics(
         key,
@@ -87,7 +90,7 @@ def summarize_key_value(
         value_max=value_scales,
         sums_of_blocks=similarity,
     )
-    scales = CodeScales(key, key, key)
+    scales = CodeScales(key, key, key, key)
     if codes or similarity:
         with in_branch("codes"):
             scales = reduce_parts(query_sizes(query, call, seen), statistics, call, value_scales=value_scales)
@@ -98,6 +101,7 @@ def summarize_key_value(
         key_mean=scales.key_mean,
         balance=scales.balance,
         value_scale=scales.value_scale if value_scales else key,
+        largest_key_scale=scales.largest_key_scale,
         key_similarity=key_similarity(key, statistics, scales.key_mean, call, seen) if similarity else None,
         key_block=statistics.key_block if blocks else None,
         value_block=statistics.value_block if blocks else None,
