@@ -196,10 +196,13 @@ def spills_a_step(instructions: list[tuple[int, str, int | None]]) -> int:
         for index, (_, name, target) in enumerate(instructions)
         if name == "BRA" and target is not None and target in place
     }
+    products = {name for _, name, _ in instructions if name.endswith("MMA")}
+    # Where warpgroups multiply, other products are those of a stage that is seldom.
+    products = {name for name in products if name.endswith("GMMA")} or products
     loops = [
         (first, last)
         for last, first in jumps.items()
-        if first < last and any(name.endswith("MMA") for _, name, _ in instructions[first:last])
+        if first < last and any(name in products for _, name, _ in instructions[first:last])
     ]
     most = 0
     for first, last in loops:

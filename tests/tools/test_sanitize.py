@@ -40,7 +40,9 @@ def place(sanitize: ModuleType):
 @pytest.fixture(scope="module")
 def metadata(place) -> tuple[str, str]:
     """Where a stage's flags are stored and loaded."""
-    return place("producer.py", "metadata.flags", ".store("), place("consumer.py", "metadata.flags.index(stage).load(")
+    return place("producer.py", "metadata.flags", ".store("), place(
+        "consumer.py", "load_number(metadata.flags.index(stage)"
+    )
 
 
 def test_hazards_are_sorted_by_the_lines_they_are_between(
@@ -49,7 +51,7 @@ def test_hazards_are_sorted_by_the_lines_they_are_between(
     masked, load = metadata
     scale = place("producer.py", "metadata.key_scale.index(stage).store(")
     first_scale = place("softmax.py", "metadata.key_scale.index(")
-    block = place("producer.py", "metadata.block", ".store(")
+    block = place("producer.py", "metadata.block.index(stage).store(gl.where")
     first_block = place("softmax.py", "block = metadata.block.index(place).load(")
     count_stored, count = (
         place("producer.py", "NUM_STAGES, num_stages"),
@@ -64,7 +66,6 @@ def test_hazards_are_sorted_by_the_lines_they_are_between(
         place("softmax.py", "gl.max(gl.max("),
     )
     in_the_caller = count.replace("consumer.py", "kernel.py")
-    assert int(count.partition(":")[2]) > len((sanitize.KERNEL / "kernel.py").read_text().splitlines())
     expected = {
         (masked, load): "metadata",
         (load, masked): "metadata",
@@ -73,6 +74,7 @@ def test_hazards_are_sorted_by_the_lines_they_are_between(
         (count_stored, count): "metadata",
         (tile_stored, tile): "metadata",
         (count_stored, tile): "metadata",
+        (masked, tile): "metadata",
         (tile_stored, load): "other",
         (count_stored, in_the_caller): "metadata",
         (masked, in_the_caller): "other",
@@ -101,7 +103,7 @@ def test_hazards_are_sorted_by_the_lines_they_are_between(
     }
     assert {hazard: sanitize.kind_of(hazard) for hazard in hazards} == hazards
     kinds, found = sanitize.count_hazards("".join(REPORT.format(*hazard) for hazard in hazards))
-    assert dict(kinds) == {"metadata": 10, "roles": 2, "other": 17}
+    assert dict(kinds) == {"metadata": 11, "roles": 2, "other": 17}
     assert set(found) == set(hazards)
 
 

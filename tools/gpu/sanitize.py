@@ -46,11 +46,13 @@ SUMMARY = re.compile(
 )
 HAZARD = re.compile(r"Potential (\w+) hazard detected at .*\n.* in (\S+:\d+)\n.* in (\S+:\d+)\n")
 OPTIONS = {"racecheck": ("--racecheck-report", "hazard", "--print-limit", "100000", "--show-backtrace", "no")}
-CONSUMER = ("accumulator.py:", "consumer.py:", "mma.py:", "softmax.py:")
+CONSUMER = ("accumulator.py:", "blocks.py:", "coarse.py:", "consumer.py:", "mma.py:", "softmax.py:")
 ACCESS = re.compile(
-    r"\.(load|store)\(|convert_layout|gl\.(max|min|sum)\(|_max\(|_sum\(|max_by_lane\(|load_(of_tile|lengths)\("
+    r"\.(load|store)\(|convert_layout|gl\.(max|min|sum)\(|_max\(|_sum\(|max_by_lane\(|load_(of_tile|lengths|number)\("
 )
 """What reads or writes shared memory, or may do so: numbers that threads exchange."""
+STARTS = ("def attention_kernel(", "    gl.warp_specialize(")
+"""Lines of kernel.py that accesses of Triton's own are reported at."""
 KERNEL = Path(sparge.__file__).parent / "backends" / "hopper"
 FP8 = "int8_fp8_fast" if BACKEND == "hopper" else "int8_fp8"
 LENGTHS = [(1, 1), (1, 200), (129, 321), (330, 129), (257, 257)]
@@ -131,21 +133,21 @@ def found_by(output: str) -> int:
 def line_at(place: str) -> str:
     """A line of the Hopper kernel by a place such as "consumer.py:44"; nothing if it is not one of its files.
 
-    A line of `consume` may be said to stand in kernel.py, which calls it: one that kernel.py does not have is that.
+    A line of `consume` may be reported as one of kernel.py, which calls it: where kernel.py itself accesses nothing.
     """
     name, _, number = place.partition(":")
     path = KERNEL / name
     lines = ["", *path.read_text().splitlines()] if path.is_file() else []
-    if name == "kernel.py" and int(number) >= len(lines):
+    line = lines[int(number)] if int(number) < len(lines) else ""
+    if name == "kernel.py" and not line.startswith(STARTS) and not ACCESS.search(line):
         return line_at(f"consumer.py:{number}")
-    return lines[int(number)] if int(number) < len(lines) else ""
+    return line
 
 
 def kind_of(hazard: tuple[str, str, str]) -> str:
     """Which kind a hazard is of, by its order (RAW, WAR, WAW) and the two places: "roles", "metadata" or "other"."""
     order, *places = hazard
-    starts = ("def attention_kernel(", "    gl.warp_specialize(")
-    if all(place.startswith("kernel.py:") and line_at(place).startswith(starts) for place in places):
+    if all(place.startswith("kernel.py:") and line_at(place).startswith(STARTS) for place in places):
         return "roles"
     if order == "WAW":  # metadata have one writer
         return "other"
@@ -156,7 +158,11 @@ def kind_of(hazard: tuple[str, str, str]) -> str:
         line = line_at(reader)
         has_no_line = reader.startswith(CONSUMER) and line and not ACCESS.search(line)
         of_tile = stored == "metadata.tile" and re.search(r"\bload_(of_tile|lengths)\(", line)
-        if has_no_line or of_tile or re.search(rf"\b{re.escape(stored)}\.index\(.*\.load\(", line):
+        in_helper = reader.startswith("lengths.py:") and ".load(SPEC" in line  # `load_number` loads metadata alone
+        name = re.escape(stored)
+        if has_no_line or of_tile or in_helper:
+            return "metadata"
+        if re.search(rf"\b{name}\.index\(.*\.load\(|\bload_number\({name}\.index\(", line):
             return "metadata"
     return "other"
 

@@ -14,8 +14,9 @@ from sparge.backends.cuda.gluon import (
     warpgroup_mma_accumulator,
     warpgroup_mma_wait,
 )
+from sparge.backends.hopper.blocks import split_blocks
 from sparge.backends.hopper.mma import issue_pv, issue_row_sums
-from sparge.backends.hopper.softmax import any_above, max_by_lane, part_of_scores, probabilities, split_blocks
+from sparge.backends.hopper.softmax import any_above, max_by_lane, part_of_scores, probabilities
 from sparge.backends.hopper.spec import ROWS
 
 LARGEST_SUM_FP16 = gl.constexpr(2.0**15)

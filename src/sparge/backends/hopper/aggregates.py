@@ -8,8 +8,8 @@ PLAIN, MASKED, NON_FINITE, PEAK = gl.constexpr(0), gl.constexpr(1), gl.constexpr
 """Flags of a stage, which may be added: every query sees every key; some do not; a key is not finite; one is a peak."""
 MEANS = gl.constexpr(8)
 """Flag of a stage whose keys are means of skipped blocks."""
-HUGE = gl.constexpr(32)
-"""Flag of a stage in which an integer of Q K^T may be worth more than `Spec.huge_scale`."""
+COARSE = gl.constexpr(32)
+"""Flag of a stage whose scores INT8 would round too far: they are computed from Q and K (`coarse`)."""
 NOTHING = gl.constexpr(16)
 """Flag of the stage of a tile that keeps no block, where skipped products are counted."""
 

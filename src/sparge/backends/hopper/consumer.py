@@ -21,7 +21,7 @@ from sparge.backends.hopper.accumulator import (
 )
 from sparge.backends.hopper.aggregates import MEANS, NON_FINITE, NOTHING, PEAK, PLAIN, Metadata
 from sparge.backends.hopper.epilogue import TileResult, load_epilogue_scales, write_tile
-from sparge.backends.hopper.lengths import NUM_STAGES, TILE, load_lengths, load_of_tile
+from sparge.backends.hopper.lengths import NUM_STAGES, TILE, load_lengths, load_number, load_of_tile
 from sparge.backends.hopper.mma import issue_qk
 from sparge.backends.hopper.scheduler import coordinates_of, end_of_tiles
 from sparge.backends.hopper.softmax import (
@@ -30,21 +30,30 @@ from sparge.backends.hopper.softmax import (
     any_far_below,
     load_key_scales,
     max_by_lane,
+    no_key_scales,
     score_scales,
 )
 from sparge.backends.hopper.spec import ROWS
 
 
 @jit
+def _place_and_phase(counter, STAGES: gl.constexpr):
+    """The stage that a counter stands at, and the phase of its barriers. Unsigned, a remainder is one instruction."""
+    counter = gl.to_tensor(counter).to(gl.uint32)
+    return (counter % STAGES).to(gl.int32), ((counter // STAGES) & 1).to(gl.int32)
+
+
+@jit
 def _wait_full(full, counter, pred, STAGES: gl.constexpr):
     """Wait until the stage that the counter stands at has landed, if ``pred``."""
-    mbarrier.wait(full.index(counter % STAGES), (counter // STAGES) & 1, pred=pred)
+    place, phase = _place_and_phase(counter, STAGES)
+    mbarrier.wait(full.index(place), phase, pred=pred)
 
 
 @jit
 def _load_flags(metadata, stage, SPEC: gl.constexpr):
     """What is unusual about a stage, the same number for all threads."""
-    return gl.max(metadata.flags.index(stage).load(SPEC.row_layout), 0)
+    return load_number(metadata.flags.index(stage).slice(0, 1), SPEC)
 
 
 @jit
@@ -93,6 +102,8 @@ def _attend(
     stage_counter,
     query_scale,
     threshold_ptr,
+    exact,
+    query_stage,
     SPEC: gl.constexpr,
 ):
     """The main loop: online softmax over the stages of a tile, each with its own maximum.
@@ -103,6 +114,7 @@ def _attend(
         stage_counter: stages used so far, counted over all tiles.
         query_scale: [64], see `_load_query_scale`.
         threshold_ptr: of the tile's head.
+        exact: what coarse stages are computed from; ``query_stage``, where the number of the tile is.
 
     Returns:
         What the epilogue needs; the stage counter.
@@ -125,11 +137,14 @@ def _attend(
     flags = _load_flags(metadata, stage, SPEC)
     skipped = 0
     poison = gl.to_tensor(0.0)  # or NaN, which FP8 codes from the scores cannot carry
-    for i in range(0, num_stages):
+    end = stage_counter + num_stages
+    for counter in range(stage_counter, end):
         scores = warpgroup_mma_wait(0, deps=[pending_scores])
         scales = score_scales(query_scale, key_scales, SPEC)
         if flags != PLAIN:
-            scores, scales = adjust_scores(scores, scales, metadata, stage, flags, first_query, lengths, SPEC)
+            scores, scales = adjust_scores(
+                scores, scales, exact, metadata, query_stage, stage, flags, first_query, lengths, SPEC
+            )
             if SPEC.exponential_free:
                 poison = poison + gl.where((flags & NON_FINITE) != 0, float("nan"), 0.0)
             if SPEC.peaks == "marked":  # noqa: SIM102
@@ -183,14 +198,16 @@ def _attend(
                 accumulator = wait_for_stage(pending, accumulator, 1, SPEC)
                 row_origin = new_origin
         mbarrier.arrive(barriers.empty.index(stage), count=1)
-        stage_counter += 1
         stage = next_stage
-        has_next = i + 2 < num_stages
-        next_stage = gl.where(has_next, (stage_counter + 1) % SPEC.stages, stage)
-        _wait_full(barriers.full, stage_counter + 1, has_next, SPEC.stages)
-        if i + 1 < num_stages:
+        next_counter = counter + 2
+        has_next = next_counter < end
+        next_stage = gl.where(has_next, _place_and_phase(next_counter, SPEC.stages)[0], stage)
+        _wait_full(barriers.full, next_counter, has_next, SPEC.stages)
+        if counter + 1 < end:
             key_scales = load_key_scales(metadata, stage, SPEC)
             flags = _load_flags(metadata, stage, SPEC)
+        elif SPEC.fp8_values:  # if they kept their values here, they would take registers in all of the loop
+            key_scales = no_key_scales(SPEC)
         if not SPEC.has_threshold:
             accumulator = add_stage(accumulator, decay, SPEC)
     scores = warpgroup_mma_wait(0, deps=[pending_scores])
@@ -198,7 +215,7 @@ def _attend(
     if SPEC.exponential_free:
         row_sum = row_sum + gl.convert_layout(query_scale * 0.0 + poison, SPEC.sums_row_layout)[:, None]
     result = TileResult(output=accumulator.output, row_sum=row_sum, row_origin=row_origin, skipped=skipped)
-    return result, stage_counter
+    return result, end
 
 
 @jit
@@ -222,6 +239,7 @@ def consume(
     threshold_ptr,
     results,
     softmax_scale,
+    exact,
     SPEC: gl.constexpr,
 ):
     """A consumer's role: 64 queries of every tile, the first (CONSUMER 0) or the second half of its 128."""
@@ -260,6 +278,8 @@ def consume(
             stage_counter,
             query_scale,
             threshold_ptr + coordinates.head,
+            exact,
+            query_stage,
             SPEC,
         )
         lengths = load_lengths(metadata, query_stage, sizes, SPEC)  # again, to keep them out of the loop's registers

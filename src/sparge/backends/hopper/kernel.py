@@ -6,8 +6,8 @@ the roles:
     producer    copies Q of a tile, then K and V of its kept blocks, stage by stage, with metadata beside them
     consumer    S = Q K^T, softmax, P V; products run while it or the other consumer computes P; then the epilogue
 
-`producer.py` and `consumer.py` are the roles, `mma.py`, `softmax.py`, `accumulator.py` and `epilogue.py` what a
-consumer does. Layouts, barriers, and why P needs no exponentials: docs/hopper.md.
+`producer.py` and `consumer.py` are the roles, `mma.py`, `softmax.py`, `coarse.py`, `accumulator.py` and `epilogue.py`
+what a consumer does. Layouts, barriers, and why P needs no exponentials: docs/hopper.md.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from sparge.backends.hopper.aggregates import (
     Scales,
     Sizes,
 )
+from sparge.backends.hopper.coarse import ExactOperands
 from sparge.backends.hopper.consumer import consume
 from sparge.backends.hopper.producer import produce
 from sparge.backends.hopper.softmax import declare_above, declare_far
@@ -48,6 +49,9 @@ def attention_kernel(
     mean_scale_ptr,
     value_scale_ptr,
     lse_shift_ptr,
+    exact_query_ptr,
+    exact_key_ptr,
+    mean_exact_key_ptr,
     kv_num_blocks_ptr,
     kv_indices_ptr,
     visible_num_blocks_ptr,
@@ -59,6 +63,8 @@ def attention_kernel(
     threshold_ptr,
     output_ptr,
     lse_ptr,
+    exact_query_strides,
+    exact_key_strides,
     softmax_scale,
     heads,
     group,
@@ -107,6 +113,9 @@ def attention_kernel(
         mean_scale_ptr: (B, Hkv, tiles of means, 4), the same of mean keys.
         value_scale_ptr: (B, Hkv, D_v padded), of each channel.
         lse_shift_ptr: (B, H, q_len), what smoothing of K took from each query's scores.
+        exact_query_ptr, exact_key_ptr: (B, H | Hkv, q_len | kv_len, D), what the INT8 values were rounded from, as the
+            caller has them, with their strides of batch, head and token: for coarse stages.
+        mean_exact_key_ptr: (B, Hkv, kv_blocks, D padded) float32, the same of mean keys.
         kv_num_blocks_ptr: (B, H, q_blocks), how many key blocks a query block keeps.
         kv_indices_ptr: (B, H, q_blocks, kv_blocks), their numbers.
         visible_num_blocks_ptr: (B, H, q_blocks), how many it could see.
@@ -121,7 +130,7 @@ def attention_kernel(
         threshold_ptr: (H,), natural log: where P V is skipped.
         output_ptr: (B, H, q_len, D_v), or (B, q_len, H, D_v) if ``SPEC.tokens_first``; of a pack (total_q, H, D_v).
         lse_ptr: (B, H, q_len); of a pack (H, total_q).
-        softmax_scale: of unquantised scores.
+        softmax_scale: of scores that are not computed from INT8 values.
         first_offset, last_offset: query i sees keys from i + first_offset to i + last_offset, if SPEC says so.
         first_value: the key whose values ``value_desc`` begins with: what nobody sees before it is copied as 0.
     """
@@ -144,7 +153,7 @@ def attention_kernel(
     metadata = Metadata(
         key_scale=gl.allocate_shared_memory(gl.float32, [SPEC.stages, SPEC.blocks * KEY_GROUPS], plain),
         block=gl.allocate_shared_memory(gl.int32, [SPEC.stages, SPEC.blocks], plain),
-        flags=gl.allocate_shared_memory(gl.int32, [SPEC.stages, 1], plain),
+        flags=gl.allocate_shared_memory(gl.int32, [SPEC.stages, SPEC.blocks * KEY_GROUPS], plain),
         tile=gl.allocate_shared_memory(gl.int32, [SPEC.tile_numbers * SPEC.query_stages, 1], plain),
         bias=gl.allocate_shared_memory(gl.float32, [SPEC.stages, SPEC.blocks * SPEC.bias_columns], plain),
     )
@@ -200,16 +209,57 @@ def attention_kernel(
         mean_bias_ptr=mean_bias_ptr,
         bias_columns=bias_columns,
     )
+    exact = ExactOperands(
+        query_ptr=exact_query_ptr,
+        key_ptr=exact_key_ptr,
+        mean_key_ptr=mean_exact_key_ptr,
+        lse_shift_ptr=lse_shift_ptr,
+        segments_ptr=segments_ptr,
+        query_batch_stride=exact_query_strides[0],
+        query_head_stride=exact_query_strides[1],
+        query_stride=exact_query_strides[2],
+        key_batch_stride=exact_key_strides[0],
+        key_head_stride=exact_key_strides[1],
+        key_stride=exact_key_strides[2],
+        softmax_scale=softmax_scale,
+        sizes=sizes,
+    )
     results = Results(output_ptr=output_ptr, lse_ptr=lse_ptr, totals_ptr=totals_ptr)
     gl.warp_specialize(
         [
             (
                 consume,
-                (0, buffers, metadata, barriers, sizes, ones, scales, threshold_ptr, results, softmax_scale, SPEC),
+                (
+                    0,
+                    buffers,
+                    metadata,
+                    barriers,
+                    sizes,
+                    ones,
+                    scales,
+                    threshold_ptr,
+                    results,
+                    softmax_scale,
+                    exact,
+                    SPEC,
+                ),
             ),
             (
                 consume,
-                (1, buffers, metadata, barriers, sizes, ones, scales, threshold_ptr, results, softmax_scale, SPEC),
+                (
+                    1,
+                    buffers,
+                    metadata,
+                    barriers,
+                    sizes,
+                    ones,
+                    scales,
+                    threshold_ptr,
+                    results,
+                    softmax_scale,
+                    exact,
+                    SPEC,
+                ),
             ),
             (
                 produce,

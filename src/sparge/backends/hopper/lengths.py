@@ -73,9 +73,15 @@ def store_of_tile(metadata, query_stage, place, number, zero, SPEC: gl.constexpr
 
 
 @jit
+def load_number(smem, SPEC: gl.constexpr):
+    """Load a number from shared memory [1], the same for all threads."""
+    return gl.max(smem.load(SPEC.row_layout), 0)
+
+
+@jit
 def load_of_tile(metadata, query_stage, place, SPEC: gl.constexpr):
-    """What `store_of_tile` stored, the same number for all threads."""
-    return gl.max(metadata.tile.index(query_stage * SPEC.tile_numbers + place).load(SPEC.row_layout), 0)
+    """What `store_of_tile` stored."""
+    return load_number(metadata.tile.index(query_stage * SPEC.tile_numbers + place), SPEC)
 
 
 @jit

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from sparge.backends.cuda.gluon import async_load, barrier, gl, jit, mbarrier, reinterpret
 from sparge.backends.cuda.primitives import BLOCK_K, BLOCK_Q, KEY_GROUPS
-from sparge.backends.hopper.aggregates import HUGE, MASKED, MEANS, NON_FINITE, NOTHING, PEAK, PLAIN
+from sparge.backends.hopper.aggregates import COARSE, MASKED, MEANS, NON_FINITE, NOTHING, PEAK, PLAIN
 from sparge.backends.hopper.lengths import NUM_STAGES, TILE, lengths_of, store_lengths, store_of_tile
 from sparge.backends.hopper.scheduler import (
     coordinates_of,
@@ -41,7 +41,7 @@ def _wait_empty(empty, counter, STAGES: gl.constexpr):
 def _describe(metadata, stage, key_scale, flags, zero):
     """Tell consumers about a stage; every thread writes the same."""
     metadata.key_scale.index(stage).store(key_scale)
-    metadata.flags.index(stage).store(zero + flags)
+    metadata.flags.index(stage).slice(0, 1).store(zero + flags)
 
 
 @jit
@@ -50,6 +50,18 @@ def _largest_query_scale(scales, coordinates, sizes, SPEC: gl.constexpr):
     row = coordinates.flat_head.to(gl.int64) * sizes.q_blocks + coordinates.q_block
     rows = gl.arange(0, BLOCK_Q, gl.BlockedLayout([BLOCK_Q // 32], [32], [1], [0]))
     return gl.max(gl.load(scales.query_ptr + (row * BLOCK_Q + rows)), 0) * SPEC.steps_per_octave
+
+
+@jit
+def _coarse_flag(query_scale, key_scale, is_there, SPEC: gl.constexpr):
+    """COARSE if INT8 rounds the scores of a stage too far, else PLAIN.
+
+    Args:
+        query_scale: the largest of the tile, in steps.
+        key_scale: of the stage's keys, where ``is_there``.
+    """
+    largest = gl.max(gl.where(is_there, key_scale, 0.0), 0)
+    return gl.where(largest * query_scale >= SPEC.coarse_scale, COARSE, PLAIN)
 
 
 @jit
@@ -193,8 +205,7 @@ def produce(
                 if SPEC.peaks == "marked":
                     flags += gl.max((key_scale < 0).to(gl.int32), 0) * PEAK
                 key_scale = gl.abs(key_scale)
-                largest = gl.max(gl.where(is_there, key_scale, 0.0), 0)
-                flags += gl.where(largest * query_scale >= SPEC.huge_scale, HUGE, 0)
+                flags += _coarse_flag(query_scale, key_scale, is_there, SPEC)
                 if SPEC.exponential_free:  # codes from the scores cannot carry NaN
                     flags += (1 - gl.min((key_scale == key_scale).to(gl.int32), 0)) * NON_FINITE
             _wait_empty(barriers.empty, stage_counter, SPEC.stages)
@@ -218,13 +229,13 @@ def produce(
                 if SPEC.quantized:
                     is_there = i * blocks + groups // KEY_GROUPS < mean_blocks
                     key_scale = gl.load(scale_ptr + i * blocks * KEY_GROUPS + groups, mask=is_there, other=1.0)
-                    largest = gl.max(gl.where(is_there, key_scale, 0.0), 0)
-                    flags += gl.where(largest * query_scale >= SPEC.huge_scale, HUGE, 0)
+                    flags += _coarse_flag(query_scale, key_scale, is_there, SPEC)
                 bias = gl.load(bias_ptr + i * SPEC.keys + columns) * SPEC.steps_per_octave
                 if SPEC.exponential_free:
                     flags += (1 - gl.min((bias == bias).to(gl.int32), 0)) * NON_FINITE
                 _wait_empty(barriers.empty, stage_counter, SPEC.stages)
                 _describe(metadata, stage, key_scale, flags, zero)
+                metadata.block.index(stage).store(block_numbers)
                 metadata.bias.index(stage).store(bias)
                 barrier()
                 _copy_key_value(means, buffers, barriers.full, coordinates, stage, block_numbers, places, 0, SPEC)

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 from sparge.backends.cuda import primitives
 from sparge.backends.cuda.gluon import aggregate, gl, jit
-from sparge.backends.cuda.primitives import BLOCK_K, FAR, FLOAT_OFFSET
-from sparge.backends.hopper.aggregates import HUGE, MEANS
+from sparge.backends.cuda.primitives import BLOCK_K, FAR, FLOAT_OFFSET, KEY_GROUPS
+from sparge.backends.hopper.aggregates import COARSE, MEANS
+from sparge.backends.hopper.blocks import join_blocks, split_blocks
+from sparge.backends.hopper.coarse import exact_steps
 from sparge.backends.hopper.scheduler import last_offset_of
 from sparge.backends.hopper.spec import ROWS
 
@@ -27,10 +29,10 @@ HIDDEN_BITS = gl.constexpr(-0x00800000)
 """-inf as bits: the least of all scores, compared as integers or as floats."""
 LOWEST = gl.constexpr(-3e38)
 """Below every score but those that are hidden."""
-HUGE_UNIT = gl.constexpr(2.0)
-"""Log2 units that an integer of `_coarser_block` is worth. Scores saturate at 2^23 of them, 5.8 million nats."""
-INT32_AS_FLOAT_RANGE = gl.constexpr(2.0**22 - 1)
-"""The largest sum that is a float above 1.5 * 2^23."""
+RAW_RANGE = gl.constexpr(2.0**21)
+"""The largest of a row's raw scores that `_raw_scores` makes. Floats above 1.5 * 2^23 bear twice that."""
+RAW_DEPTH = gl.constexpr(128.0)
+"""Log2 units below a row's largest score that `_raw_scores` keeps. No P is as small."""
 
 
 @aggregate
@@ -59,6 +61,13 @@ def load_key_scales(metadata, stage, SPEC: gl.constexpr):
     if SPEC.blocks == 2:
         second = _load_key_scale(metadata, place + 1, SPEC)
     return KeyScales(first=first, second=second)
+
+
+@jit
+def no_key_scales(SPEC: gl.constexpr):
+    """Scales of no keys: 0."""
+    zeros = gl.full((KEY_GROUPS,), 0.0, gl.float32, SPEC.group_layout)
+    return KeyScales(first=zeros, second=zeros)
 
 
 @aggregate
@@ -146,43 +155,39 @@ def _add_bias(scores, scales, metadata, stage, SPEC: gl.constexpr):
     first = _add_block_bias(first, scales.first, metadata.bias.index(place), SPEC)
     if SPEC.blocks == 2:
         second = _add_block_bias(second, scales.second, metadata.bias.index(place + 1), SPEC)
-    return _join_blocks(first, second, SPEC)
+    return join_blocks(first, second, SPEC)
 
 
 @jit
-def _coarser_block(block, scale, SPEC: gl.constexpr):
-    """Raw scores of a key block in units of `HUGE_UNIT` where their own unit is larger than `Spec.huge_scale`.
+def _row_scales(unit, SPEC: gl.constexpr):
+    """The scales of scores that have one unit [64] for each row, in steps."""
+    scale = gl.full((ROWS, 4), 1.0, gl.float32, SPEC.lane_layout) * gl.convert_layout(unit, SPEC.row_layout)[:, None]
+    return ScoreScales(first=scale, second=scale)
 
-    `probabilities` takes scores one integer lower than they are. That must not be more than P's range.
+
+@jit
+def _raw_scores(steps, SPEC: gl.constexpr):
+    """Scores in steps [64, keys] as raw scores, and their scales: each row has a unit of its own.
+
+    `probabilities` takes scores one unit lower than they are, and rounds by as much.
     """
-    grouped = _by_group(block)
-    unit: gl.constexpr = HUGE_UNIT * SPEC.steps_per_octave
-    steps = (_as_floats(grouped) - FLOAT_OFFSET) * _for_groups(scale * (1.0 / unit), grouped)
-    steps = gl.minimum(gl.maximum(steps, -INT32_AS_FLOAT_RANGE), INT32_AS_FLOAT_RANGE)
-    coarser = (steps + FLOAT_OFFSET).to(gl.int32, bitcast=True)
-    is_huge = _for_groups(scale, grouped) >= SPEC.huge_scale
-    return gl.reshape(gl.where(is_huge, coarser, grouped), (ROWS, BLOCK_K))
+    largest = gl.max(steps, 1)
+    largest = gl.where(largest == float("-inf"), 0.0, largest)
+    depth: gl.constexpr = RAW_DEPTH * SPEC.steps_per_octave
+    unit = (gl.abs(largest) + depth) * (1.0 / RAW_RANGE)
+    steps = gl.where(steps < (largest - depth)[:, None], float("-inf"), steps)  # NaN stays
+    raw = gl.fma(steps, (1.0 / unit)[:, None], gl.full_like(steps, FLOAT_OFFSET))
+    return raw.to(gl.int32, bitcast=True), _row_scales(unit, SPEC)
 
 
 @jit
-def _coarser_scores(scores, scales, SPEC: gl.constexpr):
-    """Raw scores of a stage in a unit that `probabilities` can use, and the scales that go with them."""
-    first, second = split_blocks(scores, SPEC.blocks)
-    first = _coarser_block(first, scales.first, SPEC)
-    if SPEC.blocks == 2:
-        second = _coarser_block(second, scales.second, SPEC)
-    unit: gl.constexpr = HUGE_UNIT * SPEC.steps_per_octave
-    first_scale = gl.where(scales.first >= SPEC.huge_scale, unit, scales.first)
-    second_scale = gl.where(scales.second >= SPEC.huge_scale, unit, scales.second)
-    return _join_blocks(first, second, SPEC), ScoreScales(first=first_scale, second=second_scale)
-
-
-@jit
-def adjust_scores(scores, scales, metadata, stage, flags, first_query, lengths, SPEC: gl.constexpr):
-    """Raw scores and scales of a stage that is not plain: of huge logits, masked, or with a bias."""
+def adjust_scores(scores, scales, exact, metadata, query_stage, stage, flags, first_query, lengths, SPEC: gl.constexpr):
+    """Raw scores and scales of a stage that is not plain: coarse, masked, or with a bias."""
     if SPEC.quantized:  # noqa: SIM102
-        if (flags & HUGE) != 0:
-            scores, scales = _coarser_scores(scores, scales, SPEC)
+        if (flags & COARSE) != 0:  # float32 in steps, to begin with
+            steps = exact_steps(exact, metadata, query_stage, stage, flags, first_query, lengths, SPEC)
+            scores = steps.to(gl.int32, bitcast=True)
+            scales = _row_scales(gl.full((ROWS,), 1.0, gl.float32, SPEC.row_layout), SPEC)
     if SPEC.means:
         if (flags & MEANS) != 0:
             scores = _add_bias(scores, scales, metadata, stage, SPEC)
@@ -190,26 +195,10 @@ def adjust_scores(scores, scales, metadata, stage, flags, first_query, lengths, 
             scores = mask_scores(scores, metadata, stage, first_query, lengths, SPEC)
     else:
         scores = mask_scores(scores, metadata, stage, first_query, lengths, SPEC)
+    if SPEC.quantized:  # noqa: SIM102
+        if (flags & COARSE) != 0:
+            scores, scales = _raw_scores(_as_floats(scores), SPEC)
     return scores, scales
-
-
-@jit
-def split_blocks(scores, BLOCKS: gl.constexpr):
-    """The key blocks of a stage's scores: [64, 128] as two [64, 64]; twice the same if there is one."""
-    if BLOCKS == 1:
-        return scores, scores
-    else:
-        return gl.split(gl.permute(gl.reshape(scores, (ROWS, 2, BLOCK_K)), (0, 2, 1)))
-
-
-@jit
-def _join_blocks(first, second, SPEC: gl.constexpr):
-    """The inverse of `split_blocks`."""
-    if SPEC.blocks == 1:
-        return gl.convert_layout(first, SPEC.scores_layout)
-    else:
-        scores = gl.reshape(gl.permute(gl.join(first, second), (0, 2, 1)), (ROWS, 2 * BLOCK_K))
-        return gl.convert_layout(scores, SPEC.scores_layout)
 
 
 @jit
@@ -258,7 +247,7 @@ def part_of_scores(scores, scales, edge, IS_UPPER: gl.constexpr, SPEC: gl.conste
     first = _part_of_block(first, scales.first, edge, IS_UPPER)
     if SPEC.blocks == 2:
         second = _part_of_block(second, scales.second, edge, IS_UPPER)
-    return _join_blocks(first, second, SPEC)
+    return join_blocks(first, second, SPEC)
 
 
 @jit

@@ -10,7 +10,8 @@ import math
 from dataclasses import dataclass
 
 from sparge.backends.cuda.gluon import gl, mbarrier
-from sparge.eight_bits import FP8_CODES_PER_OCTAVE, FP8_MAX, FP8_TOP_CODE, FP16_ROOM
+from sparge.backends.cuda.launch import padded
+from sparge.eight_bits import FP8_CODES_PER_OCTAVE, FP8_MAX, FP8_TOP_CODE, FP16_ROOM, coarse_unit
 from sparge.geometry import BLOCK_K, BLOCK_Q, ROW_GROUP
 
 ROWS = gl.constexpr(ROW_GROUP)
@@ -52,6 +53,7 @@ class Spec:
         peaks: "ignored", looked for in "every_tile", or "marked" (`cuda.peak_handling`); what lies far below one is
             taken as a part of its own.
         head_dim: channels of Q and K.
+        exact_dim: the same as the caller has them, not padded.
         value_dim: channels of V that a tile computes, one of ``value_slices`` parts.
         output_dim: channels the caller sees.
         value_scale_stride: distance of one head's value scales from the next one's.
@@ -76,6 +78,7 @@ class Spec:
     tokens_first: bool
     peaks: str
     head_dim: int
+    exact_dim: int
     value_dim: int
     output_dim: int
     value_scale_stride: int
@@ -120,9 +123,14 @@ class Spec:
         return 2.0**-self.log2_one
 
     @property
-    def huge_scale(self) -> float:
-        """Steps that an integer of Q K^T may be worth. P's range must bear that one more is subtracted."""
-        return self.steps_per_octave
+    def coarse_scale(self) -> float:
+        """Steps from which on the worth of an integer of Q K^T makes a stage coarse."""
+        return coarse_unit(self.exact_dim) * self.steps_per_octave
+
+    @property
+    def mean_stride(self) -> int:
+        """Distance of the float32 mean of a key block from the next one's."""
+        return padded(self.exact_dim)
 
     @property
     def keys(self) -> int:
@@ -212,6 +220,11 @@ class Spec:
     def scores_layout(self) -> gl.NVMMADistributedLayout:
         """S of a stage, [64, keys]."""
         return _accumulator_layout(self.keys, 32 if self.quantized else 16)
+
+    @property
+    def exact_layout(self) -> gl.NVMMADistributedLayout:
+        """S of a coarse key block, [64, 64]: each thread holds what it holds of `scores_layout`."""
+        return gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
 
     @property
     def output_layout(self) -> gl.NVMMADistributedLayout:

@@ -1,0 +1,165 @@
+"""Stages whose scores INT8 would round too far (`eight_bits.is_coarse`): S from Q and K themselves.
+
+    s = scale (q . k) - lse_shift          what the codes of smoothed keys stand for, in float32
+
+The producer flags such a stage (`COARSE`) by its largest scales. Its consumers read Q and K from global memory, 16
+channels at a time, in the layout of the synchronous matrix instruction, whose sums lie in the threads as those of a
+warpgroup's do. It is slow, and happens where logits reach hundreds of nats or a token is a thousand times as large as
+the others. All that it needs is a kernel argument or in shared memory: a plain stage keeps nothing in registers for it.
+"""
+
+from __future__ import annotations
+
+from sparge.backends.cuda.gluon import aggregate, gl, jit, mma_v2
+from sparge.backends.cuda.primitives import BLOCK_K, KV_START, LOG2_E, Q_START, SEGMENT_COLUMNS
+from sparge.backends.hopper.aggregates import MEANS, Sizes
+from sparge.backends.hopper.blocks import join_blocks
+from sparge.backends.hopper.lengths import TILE, load_number, load_of_tile
+from sparge.backends.hopper.scheduler import coordinates_of
+from sparge.backends.hopper.spec import ROWS
+
+CHANNELS = gl.constexpr(16)
+"""Channels of Q and K that are multiplied at a time."""
+TF32_BITS = gl.constexpr(-(2**13))
+"""The bits of a float32 that TF32 has."""
+
+
+@aggregate
+class ExactOperands:
+    """Q and K as the caller has them, means of key blocks in float32, and what their scores take besides.
+
+    ``segments_ptr`` is the table of a pack's segments. Strides are those of batch, head and token.
+    """
+
+    query_ptr: gl.tensor
+    key_ptr: gl.tensor
+    mean_key_ptr: gl.tensor
+    lse_shift_ptr: gl.tensor
+    segments_ptr: gl.tensor
+    query_batch_stride: gl.tensor | gl.constexpr
+    query_head_stride: gl.tensor | gl.constexpr
+    query_stride: gl.tensor | gl.constexpr
+    key_batch_stride: gl.tensor | gl.constexpr
+    key_head_stride: gl.tensor | gl.constexpr
+    key_stride: gl.tensor | gl.constexpr
+    softmax_scale: gl.tensor
+    sizes: Sizes
+
+
+@aggregate
+class Tokens:
+    """Tokens in global memory: where the first lies, how far apart they are, the number of the last one.
+
+    The last one stands for all numbers behind it: nobody sees their scores.
+    """
+
+    base: gl.tensor
+    stride: gl.tensor | gl.constexpr
+    last: gl.tensor
+
+
+@jit
+def _part_of(numbers, is_rest):
+    """The part of float32 numbers that TF32 has, or the rest."""
+    upper = (numbers.to(gl.int32, bitcast=True) & TF32_BITS).to(gl.float32, bitcast=True)
+    return gl.where(is_rest, numbers - upper, upper)
+
+
+@jit
+def _load_channels(pointers, is_channel, SPEC: gl.constexpr):
+    """Load channels of tokens, 0 beyond the last."""
+    if SPEC.exact_dim % CHANNELS == 0:
+        return gl.load(pointers)
+    else:
+        return gl.load(pointers, mask=is_channel, other=0.0)
+
+
+@jit
+def _block_products(queries, keys, zero, SPEC: gl.constexpr):
+    """q . k of 64 queries and 64 keys, [64, 64]: float32 or 16 bits, as keys are.
+
+    Args:
+        queries, keys: `Tokens`, of which the first 64 are taken.
+        zero: 0, which the compiler does not know, so that it computes nothing of this before the main loop, to be kept
+            in registers throughout.
+    """
+    query_base, key_base = queries.base, keys.base
+    is_wide: gl.constexpr = key_base.dtype.element_ty == gl.float32
+    query_layout: gl.constexpr = gl.DotOperandLayout(0, SPEC.exact_layout, 1 if is_wide else 2)
+    key_layout: gl.constexpr = gl.DotOperandLayout(1, SPEC.exact_layout, 1 if is_wide else 2)
+    query_rows = gl.minimum(zero + gl.arange(0, ROWS, gl.SliceLayout(1, query_layout)), queries.last)
+    key_rows = gl.minimum(zero + gl.arange(0, BLOCK_K, gl.SliceLayout(0, key_layout)), keys.last)
+    scores = gl.full((ROWS, BLOCK_K), 0.0, gl.float32, SPEC.exact_layout)
+    # Of float32 the parts that TF32 has, then those of K with the rest of Q, and the other way around.
+    width: gl.constexpr = (SPEC.exact_dim + CHANNELS - 1) // CHANNELS * CHANNELS
+    passes: gl.constexpr = 3 if is_wide else 1
+    for step in range(0, passes * width, CHANNELS):
+        first = step + zero
+        if is_wide:
+            first = step % width + zero
+        of_query = first + gl.arange(0, CHANNELS, gl.SliceLayout(0, query_layout))[None, :]
+        of_key = first + gl.arange(0, CHANNELS, gl.SliceLayout(1, key_layout))[:, None]
+        query_ptrs = query_base + ((query_rows * queries.stride)[:, None] + of_query)
+        key_ptrs = key_base + ((key_rows * keys.stride)[None, :] + of_key)
+        query = _load_channels(query_ptrs, of_query < SPEC.exact_dim, SPEC)
+        key = _load_channels(key_ptrs, of_key < SPEC.exact_dim, SPEC)
+        query = query.to(key.dtype)
+        if is_wide:
+            query = _part_of(query, step // width == 1)
+            key = _part_of(key, step // width == 2)
+        scores = mma_v2(query, key, scores, input_precision="tf32")
+    return scores
+
+
+@jit
+def _tokens_from(tokens, first):
+    """`Tokens` from the number ``first`` on."""
+    return Tokens(base=tokens.base + first.to(gl.int64) * tokens.stride, stride=tokens.stride, last=tokens.last - first)
+
+
+@jit
+def _products(queries, keys, metadata, stage, zero, SPEC: gl.constexpr):
+    """The same of a stage's key blocks, [64, keys], out of all keys of a head."""
+    place = stage * SPEC.blocks
+    first_key = load_number(metadata.block.index(place), SPEC) * BLOCK_K
+    first = _block_products(queries, _tokens_from(keys, first_key), zero, SPEC)
+    second = first
+    if SPEC.blocks == 2:
+        second_key = load_number(metadata.block.index(place + 1), SPEC) * BLOCK_K
+        second = _block_products(queries, _tokens_from(keys, second_key), zero, SPEC)
+    return join_blocks(first, second, SPEC)
+
+
+@jit
+def exact_steps(exact, metadata, query_stage, stage, flags, first_query, lengths, SPEC: gl.constexpr):
+    """Scores of a stage from Q and K, or from Q and the means of key blocks, in steps: float32 [64, keys]."""
+    sizes = exact.sizes
+    tile = load_of_tile(metadata, query_stage, TILE, SPEC)  # again, to keep it out of the loop's registers
+    coordinates = coordinates_of(tile, sizes, SPEC)
+    zero = tile >> 31  # see `_block_products`
+    batch = coordinates.batch.to(gl.int64)
+    query_base = (
+        exact.query_ptr + batch * exact.query_batch_stride + coordinates.head.to(gl.int64) * exact.query_head_stride
+    )
+    key_base = exact.key_ptr + batch * exact.key_batch_stride + coordinates.kv_head.to(gl.int64) * exact.key_head_stride
+    if SPEC.packed:
+        segment_ptr = exact.segments_ptr + batch * SEGMENT_COLUMNS
+        query_base += gl.load(segment_ptr + Q_START).to(gl.int64) * exact.query_stride
+        key_base += gl.load(segment_ptr + KV_START).to(gl.int64) * exact.key_stride
+    queries = Tokens(base=query_base, stride=exact.query_stride, last=lengths.q_len - 1)
+    queries = _tokens_from(queries, first_query)
+    keys = Tokens(base=key_base, stride=exact.key_stride, last=lengths.kv_len - 1)
+    if SPEC.means:
+        if (flags & MEANS) != 0:
+            flat_kv_head = batch * (sizes.heads // sizes.group) + coordinates.kv_head
+            mean_base = exact.mean_key_ptr + flat_kv_head * sizes.kv_blocks * SPEC.mean_stride
+            means = Tokens(base=mean_base, stride=gl.to_tensor(SPEC.mean_stride), last=lengths.kv_blocks - 1)
+            scores = _products(queries, means, metadata, stage, zero, SPEC)
+        else:
+            scores = _products(queries, keys, metadata, stage, zero, SPEC)
+    else:
+        scores = _products(queries, keys, metadata, stage, zero, SPEC)
+    rows = gl.minimum(zero + gl.arange(0, ROWS, gl.SliceLayout(1, SPEC.scores_layout)), queries.last)
+    shift = gl.load(exact.lse_shift_ptr + (coordinates.flat_head.to(gl.int64) * sizes.q_len + first_query) + rows)
+    unit = LOG2_E * SPEC.steps_per_octave
+    return scores * (exact.softmax_scale * unit) - (shift * unit)[:, None]
