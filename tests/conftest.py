@@ -6,7 +6,7 @@ Nothing here imports sparge's own arithmetic: the oracle is written from the def
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import sparge
-from sparge import repeated
+from sparge import api, repeated
 from sparge.backends.base import Crossover
 from sparge.backends.torch import TorchBackend
 from sparge.call import forget_recordings
@@ -27,6 +27,21 @@ backends = pytest.mark.parametrize("backend", BACKENDS)
 causality = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 modes = pytest.mark.parametrize("quantization", ["none", "int8_fp8", "int8_fp16"])
 SPARSE = {"sparsity": sparge.TopK(0.25, min_blocks=1, sink=False, diagonal=False)}
+
+
+def watch_attention(patch: pytest.MonkeyPatch, note: Callable[..., object]) -> None:
+    """Have a function see the arguments of every call of `sparge.attention` and of the integrations.
+
+    None of them is looked up: each is resolved as if it were the first.
+    """
+    first_attention = api.first_attention
+
+    def watched(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, None]:
+        note(*args, **kwargs)
+        output, lse, _ = first_attention(*args, **kwargs)
+        return output, lse, None
+
+    patch.setattr(api, "first_attention", watched)
 
 
 def tokens_first(tensor: Tensor) -> Tensor:

@@ -170,6 +170,7 @@ LOWEST = (
     "eight_bits",
     "replacement",
     "layout",
+    "ordering",
     "sharing",
     "merging",
 )

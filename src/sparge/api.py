@@ -235,7 +235,7 @@ def first_attention(
     Args:
         order: compute with the tokens in this order; the output has them where they were. Needs equal numbers of
             queries and keys, and no mask, and gives no LSE.
-        stacklevel: of warnings.
+        stacklevel: of warnings, counted from here.
 
     Returns:
         Output, LSE, and what runs other calls of the same kind; None where each has to be resolved by itself.
@@ -243,7 +243,7 @@ def first_attention(
     validation.check_choice("on_unsupported", on_unsupported, validation.ON_UNSUPPORTED)
     validation.check_flag("is_causal", is_causal)
     validation.check_flag("return_lse", return_lse)
-    named, quantization = quantization, validation.resolve_quantization_name(quantization)
+    named, quantization = quantization, validation.resolve_quantization_name(quantization, stacklevel + 1)
     strides = _last_strides(query, key, value)
     query, key, value, shape = validation.check_query_key_value(query, key, value, layout, enable_gqa)
     scale = validation.check_scale(scale, shape.head_dim)
@@ -510,8 +510,11 @@ def block_sparse_attention(
 
 
 def _last_strides(*tensors: Tensor) -> tuple[int, ...]:
-    """Return the strides of channels; nothing for tensors that have none, and for those that are traced."""
-    if torch.compiler.is_compiling() or any(tensor.is_nested or tensor.layout != torch.strided for tensor in tensors):
+    """Return the strides of channels; nothing for what is traced, and for anything but plain tensors."""
+    if torch.compiler.is_compiling():
+        return ()
+    are_plain = all(type(tensor) is Tensor and tensor.ndim > 0 for tensor in tensors)
+    if not are_plain or any(tensor.is_nested or tensor.layout != torch.strided for tensor in tensors):
         return ()
     return tuple([tensor.stride(-1) for tensor in tensors])
 

@@ -36,6 +36,10 @@ cuda_only = pytest.mark.skipif(not ON_CUDA, reason="tests what only CUDA has, or
 LSE_TOLERANCE = 1e-3
 SECONDS_PER_TEST = 300.0
 
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+if WORKERS > 1:  # the reference runs on the CPU: as many threads as cores in every process would wait for each other
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // WORKERS))
+
 COUNTS = ("passed", "failed", "skipped")
 _results: dict[str, dict[str, float]] = {}
 _started = time.perf_counter()

@@ -19,6 +19,7 @@ from tiny_transformers import TRANSFORMERS, build
 from torch import Tensor
 
 import sparge
+from conftest import watch_attention
 from sparge import Policy, TopK
 from sparge.integrations import calls, diffusers
 from sparge.integrations.diffusers_models import KNOWN
@@ -105,13 +106,7 @@ class TestEveryModel:
 
     def test_text_is_kept(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         kept = []
-        attention = calls.api.attention
-
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            kept.append(kwargs["always_keep"])
-            return attention(*args, **kwargs)
-
-        monkeypatch.setattr(calls.api, "attention", watched)
+        watch_attention(monkeypatch, lambda *_, always_keep, **__: kept.append(always_keep))
         model, inputs = build(name)
         sparge.enable(model, THIN)
         run(model, inputs)

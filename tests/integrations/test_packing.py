@@ -22,7 +22,7 @@ from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionCon
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 import sparge
-from conftest import exact_attention
+from conftest import exact_attention, watch_attention
 from sparge import Policy
 from sparge.integrations import calls, packing, transformers
 
@@ -117,13 +117,11 @@ def test_windows_of_documents_are_windows(monkeypatch: pytest.MonkeyPatch) -> No
     model, (ids, told) = mistral(), packed()
     sparge.enable(model, ALL)
     seen = []
-    attention = calls.api.attention
 
-    def watched(*tensors: Any, **options: Any) -> Any:
-        seen.append((tensors[0].shape[0], tensors[3], options.get("window")))
-        return attention(*tensors, **options)
+    def note(*tensors: Any, window: Any = None, **_: Any) -> None:
+        seen.append((tensors[0].shape[0], tensors[3] if len(tensors) > 3 else None, window))
 
-    monkeypatch.setattr(calls.api, "attention", watched)
+    watch_attention(monkeypatch, note)
     model(ids, position_ids=POSITIONS, **told)
     assert set(seen) == {(2, None, (99, 0)), (1, None, (99, 0))}
 
@@ -148,13 +146,11 @@ class TestMasks:
 
     def test_kernels_get_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
         seen = []
-        attention = calls.api.attention
 
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            seen.append((args[0].shape[0], args[3]))
-            return attention(*args, **kwargs)
+        def note(*tensors: Any, **_: Any) -> None:
+            seen.append((tensors[0].shape[0], tensors[3] if len(tensors) > 3 else None))
 
-        monkeypatch.setattr(calls.api, "attention", watched)
+        watch_attention(monkeypatch, note)
         model, (ids, _) = llama(), packed()
         sparge.enable(model, ALL)
         model(ids, position_ids=POSITIONS, use_cache=False)

@@ -21,6 +21,7 @@ from transformers import (
 )
 
 import sparge
+from conftest import watch_attention
 from sparge import Policy
 from sparge.integrations import calls
 from sparge.integrations.transformers import PADDING, mask
@@ -66,11 +67,10 @@ def windows(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The window and the mask of every call that reaches attention."""
     seen: list[Any] = []
 
-    def attention(*tensors: Any, window: Any = None, **options: Any) -> Tensor:
+    def note(*tensors: Any, window: Any = None, **_: Any) -> None:
         seen.append((window, tensors[3] if len(tensors) > 3 else None))
-        return sparge.attention(*tensors, window=window, **options)
 
-    monkeypatch.setattr(calls.api, "attention", attention)
+    watch_attention(monkeypatch, note)
     return seen
 
 

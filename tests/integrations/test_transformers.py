@@ -38,6 +38,7 @@ from transformers import (
 )
 
 import sparge
+from conftest import watch_attention
 from sparge import Policy, TopK
 from sparge.integrations import calls
 
@@ -138,13 +139,7 @@ def test_a_chunk_behind_a_prefix() -> None:
 def test_chunks_and_padding_need_no_square_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels get causality and padding, never a mask with an entry per query."""
     seen = []
-    attention = calls.api.attention
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        seen.append(kwargs.get("attn_mask") if len(args) < 4 else args[3])
-        return attention(*args, **kwargs)
-
-    monkeypatch.setattr(calls.api, "attention", watched)
+    watch_attention(monkeypatch, lambda *args, **_: seen.append(None if len(args) < 4 else args[3]))
     model, ids = llama(), tokens()
     sparge.enable(model, ALL)
     past = model(ids[:, :250], attention_mask=padding("left")[:, :250]).past_key_values
