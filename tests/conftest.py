@@ -34,14 +34,14 @@ def watch_attention(patch: pytest.MonkeyPatch, note: Callable[..., object]) -> N
 
     None of them is looked up: each is resolved as if it were the first.
     """
-    first_attention = api.first_attention
+    resolve_and_run = api.resolve_and_run
 
     def watched(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, None]:
         note(*args, **kwargs)
-        output, lse, _ = first_attention(*args, **kwargs)
+        output, lse, _ = resolve_and_run(*args, **kwargs)
         return output, lse, None
 
-    patch.setattr(api, "first_attention", watched)
+    patch.setattr(api, "resolve_and_run", watched)
 
 
 def tokens_first(tensor: Tensor) -> Tensor:

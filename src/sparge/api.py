@@ -177,7 +177,7 @@ def attention(
         if runner is not None:
             output, lse = runner(query, key, value, attn_mask)
             return (output, lse) if return_lse else output
-    output, lse, runner = first_attention(
+    output, lse, runner = resolve_and_run(
         query,
         key,
         value,
@@ -205,7 +205,7 @@ def attention(
     return (output, lse) if return_lse else output
 
 
-def first_attention(
+def resolve_and_run(
     query: Tensor,
     key: Tensor,
     value: Tensor,

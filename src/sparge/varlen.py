@@ -305,7 +305,7 @@ class _PackedSequences:
                 "return_lse": self._with_lse,
                 **self._options,
             }
-            output, lse, runner = api.first_attention(*tensors, enable_gqa=True, layout="NHD", **asked)
+            output, lse, runner = api.resolve_and_run(*tensors, enable_gqa=True, layout="NHD", **asked)
             if runner is not None:
                 self._runners[run] = runner
         output = output.flatten(0, 1)

@@ -1,4 +1,4 @@
-"""The kernel that moves tokens along an order, against torch's own selection."""
+"""Tokens in an order: the kernel that moves them, against torch's own selection, and attention in between."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from sparge.backends import base
-from sparge.ordering import order_of
+from sparge.call import Call
+from sparge.config import Budget
+from sparge.geometry import Shape
+from sparge.ordering import TokenOrder, order_of
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -45,3 +48,24 @@ def test_heads_that_lie_together_move_as_one(width: int) -> None:
     moved = torch.empty(2, 3 + COUNT, 3, width).transpose(1, 2)
     base.get("triton").move(tokens, order_of(GRID).permutation, 3, moved)
     assert torch.equal(moved, order_of(GRID).apply(tokens, 2, 3))
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8_fp8"])
+@pytest.mark.parametrize("layout", ["heads first", "tokens first", "channels apart"])
+def test_attention_in_order(layout: str, quantization: str) -> None:
+    """The same bits as moving tokens by hand, with text before the grid and after it."""
+    sizes, order = (3, 1, 7 + COUNT + 70, 2, 16), TokenOrder(GRID, "hilbert", 7)
+    tensors = torch.randn(sizes, generator=torch.Generator().manual_seed(3)).bfloat16().transpose(2, 3)
+    if layout == "heads first":
+        tensors = tensors.contiguous()
+    elif layout == "channels apart":
+        tensors = tensors.mT.contiguous().mT
+    query, key, value = tensors
+    shape = Shape(1, 2, 2, sizes[2], sizes[2], 16, 16)
+    call = Call(shape, False, 0.25, Budget(0.5), quantization=quantization, skipped="mean")
+    backend = base.get("triton")
+    found, _ = backend.attention_in_order(query, key, value, call, order)
+    moved = [order_of(GRID).apply(tokens, 2, 7) for tokens in tensors]
+    expected, _ = backend.attention(*moved, call)
+    assert torch.equal(found, order_of(GRID).undo(expected, 2, 7))
+    assert found.transpose(1, 2).is_contiguous()

@@ -259,7 +259,7 @@ def attend(
     if kind is not None:
         options |= {"always_keep": keep or None, "order": order}
         with counters.within(layer.name):
-            output, _, runner = api.first_attention(query, key, value, is_causal=is_causal, **options)
+            output, _, runner = api.resolve_and_run(query, key, value, is_causal=is_causal, **options)
         if runner is not None:
             repeated.remember(kind, (runner, layer.policy))
         return output
