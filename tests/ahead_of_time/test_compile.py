@@ -68,7 +68,8 @@ SHARED_MEMORY = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024,
 TENSOR_MEMORY = 512
 """Columns of it on compute capability 10.0."""
 KNOWN_SPILLS = {
-    # Of coarse tiles, and of means and masks beside them: the main loop uses no stack. Triton 3.9.
+    # Of coarse tiles, and of means and masks beside them. Uses in a step are those of the coarse loop, not of the main
+    # one. Triton 3.9.
     (80, "attention_kernel, int8_fp16 similarity"): (16, 0),
     (89, "attention_kernel, int8_fp8 threshold"): (80, 13),
     (89, "attention_kernel, int8_fp8 means"): (656, 113),
@@ -82,6 +83,7 @@ KNOWN_SPILLS = {
     (90, "attention_kernel, int8_fp8 window"): (144, 0),
     (120, "attention_kernel, int8_fp8"): (48, 0),
     (120, "attention_kernel, int8_fp8 means"): (792, 104),
+    (120, "attention_kernel, int8_fp8 threshold"): (32, 0),
     (89, "attention_kernel, int8_fp16 similarity"): (16, 0),
     # Triton 3.9, whose ptxas keeps loop variables on the stack where a branch is large; with 3.6 a third of the bytes
     # or less, none of them in a step.
@@ -98,8 +100,8 @@ KNOWN_SPILLS = {
     (90, "attention_kernel, int8_fp8_fast window on hopper"): (160, 28),
     (90, "attention_kernel, int8_fp8_fast packed on hopper"): (144, 16),
     (90, "attention_kernel, none window on hopper"): (8, 0),
-    # Sums of keys and of values at a time; of Triton 3.9 alone.
-    (89, "summarize_kernel, int8_fp8 means"): (32, 0),
+    # Sums of keys and of values at a time. Shapes without a stack were slower on an H200 (docs/lab/hopper.md).
+    (89, "summarize_kernel, int8_fp8 means"): (56, 0),
     (90, "summarize_kernel, int8_fp8 means"): (112, 0),
     (90, "summarize_kernel, int8_fp8 packed"): (112, 0),
     (100, "summarize_kernel, int8_fp8 means"): (112, 0),
