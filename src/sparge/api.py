@@ -233,12 +233,12 @@ def resolve_and_run(
     """Check the arguments of `attention`, decide how the call runs, and run it.
 
     Args:
-        order: compute with the tokens in this order; the output has them where they were. Needs equal numbers of
-            queries and keys, and no mask, and gives no LSE.
+        order: reorder the tokens for this call; the output has the original order. Requires as many queries as keys and
+            no mask; the LSE is undefined.
         stacklevel: of warnings, counted from here.
 
     Returns:
-        Output, LSE, and what runs other calls of the same kind; None where each has to be resolved by itself.
+        Output, LSE, and a runner for further calls of the same kind; None if each of them must be resolved again.
     """
     validation.check_choice("on_unsupported", on_unsupported, validation.ON_UNSUPPORTED)
     validation.check_flag("is_causal", is_causal)

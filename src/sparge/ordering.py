@@ -27,7 +27,7 @@ TILE = 4
 
 
 class TokenOrder(NamedTuple):
-    """The order in which a call is computed: that of the tokens of a grid. Other tokens stay where they are.
+    """An order for the tokens of a grid within a sequence. Tokens outside of the grid stay where they are.
 
     Attributes:
         grid: see `order_of`.

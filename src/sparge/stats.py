@@ -85,7 +85,7 @@ class _Current(threading.local):
 
 
 class _Within:
-    """The block of `_Counters.within`: a generator would take three times as long."""
+    """Context manager of `_Counters.within`: a class, because repeated calls enter it and a generator is slower."""
 
     __slots__ = ("_before", "_current", "_layer")
 

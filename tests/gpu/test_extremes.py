@@ -110,7 +110,7 @@ def test_one_huge_query_among_others(quantization: str) -> None:
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("token", ["query-1e4", "key-1e3", "key-1e4"])
 def test_one_token_thousands_of_times_as_large(token: str, is_causal: bool, head_dim: int, quantization: str) -> None:
-    """In a direction nobody looks in: INT8 would round the scores of its row, or of the keys of its group, by nats."""
+    """The token has no effect on other scores, but INT8 would move the scores of its row or key group by nats."""
     query, key, value = make_inputs(300, 350, heads=4, kv_heads=2, head_dim=head_dim, seed=3)
     enlarge_token(query, key, token)
     blocks = random_bits(4, 3, 6)

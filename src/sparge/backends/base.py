@@ -251,10 +251,10 @@ class Backend(ABC):
     def attention_in_order(
         self, query: Tensor, key: Tensor, value: Tensor, call: Call, order: TokenOrder, *, totals: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """`attention` with the tokens in an order.
+        """Reorder the tokens, compute `attention`, and restore the order of the output.
 
         Returns:
-            The output with the tokens where they were, tokens first in memory, and an LSE in the given order.
+            The output, tokens first in memory, and an LSE in the given order.
         """
         found = order_of(order.grid, order.name, query.device)
         query, key, value = self.move_all((query, key, value), found.permutation, order.start)

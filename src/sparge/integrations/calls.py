@@ -292,9 +292,9 @@ def attend(
 
 
 def _kind_of(layer: Layer, query: Tensor, key: Tensor, value: Tensor, described: tuple[Any, ...]) -> Any:
-    """Return all that decides how a call without a mask runs; None where it may run otherwise the next time.
+    """Return the key under which a call without a mask is looked up; None if it must be resolved each time.
 
-    The policy is known by its identity, so that what is remembered must hold it.
+    The key contains the id of the policy, so the remembered value must hold a reference to it.
 
     Args:
         described: the other arguments of `attend`.
@@ -405,7 +405,7 @@ def _order(
     attn_mask: Tensor | None,
     spans: Sequence[tuple[int, int]] | None,
 ) -> TokenOrder | None:
-    """The order of the tokens; None where they stay as they come.
+    """Return the order to compute a call in; None to keep the tokens in place.
 
     Text must lie before or behind them, and a mask must be one over keys, which moves along; what `padding` cuts off
     must be text.
