@@ -1,6 +1,7 @@
 """The stages in order: statistics -> codes, scores -> selection -> attention.
 
-In a replayed call, quantization and selection are branches of one CUDA graph and run concurrently.
+In a replayed call, which is one CUDA graph, some stages run concurrently: statistics of keys and of queries; then
+selection, quantization, and quantization of the means of blocks.
 
     prepare           everything before the attention kernel, in shared passes over Q, K, V and the mask
     predict           the mask alone
@@ -113,13 +114,15 @@ def prepare(
     with in_branch("codes"):
         if quantizes:
             key, key_scale, value = quantize_key_value(key, value, key_value, call, seen.keys if seen else None)
-        if replaces:
-            means = _means(key_value, bias, mask, call)
         if summary is None:
             summary = summarize()
-        if quantizes:
-            query = summary.codes
-        if peak_handling(call) == "marked":
+    if quantizes:
+        query = summary.codes
+    if replaces:
+        with in_branch("means"):
+            means = _means(key_value, bias, mask, call)
+    if peak_handling(call) == "marked":
+        with in_branch("codes"):
             mark_peaks(query, summary.scale, key, key_scale, call)
     operands = Operands(
         query=query,

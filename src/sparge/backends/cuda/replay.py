@@ -147,7 +147,7 @@ def in_branch(name: str) -> Iterator[None]:
     """Put the launches inside into a branch of the recorded CUDA graph, which runs concurrently with other branches.
 
     A branch starts after the last launch outside all branches. The next launch outside waits for every branch. Kernels
-    of one branch must not read or write memory that another branch writes.
+    of one branch must not read or write memory that another branch writes, maxima by atomics aside.
     """
     recorder = current_recorder.get()
     if recorder is None:

@@ -9,6 +9,7 @@ similarity              how much the tokens of a key block agree, where a call a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -78,7 +79,8 @@ def summarize_key_value(
     if not (means or blocks or codes or similarity):
         return KeyValueSummary(*[key] * 7)
     value_scales = codes and call.has_fp8_values
-    statistics = key_value_statistics(
+    summarize = partial(
+        key_value_statistics,
         key,
         value,
         call,
@@ -90,10 +92,14 @@ def summarize_key_value(
         value_max=value_scales,
         sums_of_blocks=similarity,
     )
-    scales = CodeScales(key, key, key, key)
     if codes or similarity:
-        with in_branch("codes"):
-            scales = reduce_parts(query_sizes(query, call, seen), statistics, call, value_scales=value_scales)
+        with in_branch("keys"):
+            statistics = summarize()
+        with in_branch("queries"):
+            sizes = query_sizes(query, call, seen)
+        scales = reduce_parts(sizes, statistics, call, value_scales=value_scales)
+    else:
+        statistics, scales = summarize(), CodeScales(key, key, key, key)
     return KeyValueSummary(
         mean_high=statistics.mean_high,
         mean_low=statistics.mean_low,
