@@ -6,15 +6,17 @@ racecheck in one whose threads do not wait. Before that the calls run without a 
 Every allocation is freed and made anew by the driver (no caching), so that reads beyond a tensor's end are seen.
 SPARGE_TEST_BACKEND names the backend (default "triton").
 
-Two kinds of hazards that racecheck reports in the Hopper kernel are counted apart, each as long as a control shows that
-the checker cannot do better; about their order it says nothing then, and the soak and the comparisons must.
+Two kinds of hazards that racecheck reports in kernels with roles (Hopper's attention and scores) are counted apart,
+each as long as a control shows that the checker cannot do better; about their order it says nothing then, and the soak
+and the comparisons must.
 
-    roles     between the head of the kernel and the start of its roles, where Triton's own accesses are said to stand,
+    roles     between the head of a kernel and the start of its roles, where Triton's own accesses are said to stand,
               if racecheck also reports `roles.py`, which does nothing but start roles after a barrier of some warps,
               and nothing without that barrier
     metadata  between a line of the producer that stores a stage's metadata and one that loads it, if racecheck also
               reports `handover.py`'s number that one thread announces for all, and not the one that all announce. A
-              load that the compiler moves has no line: it is said to stand in one that accesses no shared memory
+              load that the compiler moves has no line: it is said to stand in one that accesses no shared memory. The
+              store of a tile's number may be said to stand where that number was taken (`scheduler.next_turn`)
 
 SPARGE_TEST_REPORT=FILE appends the counts of each checker as a JSON line.
 """
@@ -51,9 +53,11 @@ ACCESS = re.compile(
     r"\.(load|store)\(|convert_layout|gl\.(max|min|sum)\(|_max\(|_sum\(|max_by_lane\(|load_(of_tile|lengths|number)\("
 )
 """What reads or writes shared memory, or may do so: numbers that threads exchange."""
-STARTS = ("def attention_kernel(", "    gl.warp_specialize(")
-"""Lines of kernel.py that accesses of Triton's own are reported at."""
-KERNEL = Path(sparge.__file__).parent / "backends" / "hopper"
+STARTS = ("def attention_kernel(", "def hopper_score_kernel(", "    gl.warp_specialize(")
+"""Lines of `WITH_ROLES` that accesses of Triton's own are reported at."""
+BACKENDS = Path(sparge.__file__).parent / "backends"
+FOLDERS = (BACKENDS / "hopper", BACKENDS / "cuda" / "stages")
+WITH_ROLES = ("kernel.py", "score_hopper.py")
 FP8 = "int8_fp8_fast" if BACKEND == "hopper" else "int8_fp8"
 LENGTHS = [(1, 1), (1, 200), (129, 321), (330, 129), (257, 257)]
 LONG = [(129, 1472), (1500, 1500), (65, 4160)]
@@ -131,13 +135,13 @@ def found_by(output: str) -> int:
 
 
 def line_at(place: str) -> str:
-    """A line of the Hopper kernel by a place such as "consumer.py:44"; nothing if it is not one of its files.
+    """A line of a kernel with roles by a place such as "consumer.py:44"; nothing if it is not one of their files.
 
     A line of `consume` may be reported as one of kernel.py, which calls it: where kernel.py itself accesses nothing.
     """
     name, _, number = place.partition(":")
-    path = KERNEL / name
-    lines = ["", *path.read_text().splitlines()] if path.is_file() else []
+    path = next((folder / name for folder in FOLDERS if (folder / name).is_file()), None)
+    lines = [] if path is None else ["", *path.read_text().splitlines()]
     line = lines[int(number)] if int(number) < len(lines) else ""
     if name == "kernel.py" and not line.startswith(STARTS) and not ACCESS.search(line):
         return line_at(f"consumer.py:{number}")
@@ -147,15 +151,16 @@ def line_at(place: str) -> str:
 def kind_of(hazard: tuple[str, str, str]) -> str:
     """Which kind a hazard is of, by its order (RAW, WAR, WAW) and the two places: "roles", "metadata" or "other"."""
     order, *places = hazard
-    if all(place.startswith("kernel.py:") and line_at(place).startswith(STARTS) for place in places):
+    files = {place.partition(":")[0] for place in places}
+    if files in ({name} for name in WITH_ROLES) and all(line_at(place).startswith(STARTS) for place in places):
         return "roles"
     if order == "WAW":  # metadata have one writer
         return "other"
     for writer, reader in (places, places[::-1]):
         stored = _stored_at(writer)
-        if stored is None:
-            continue
         line = line_at(reader)
+        if stored is None or (writer.startswith("scheduler.py:") and not reader.startswith("lengths.py:")):
+            continue  # the result of an atomic passes through shared memory of its own
         has_no_line = reader.startswith(CONSUMER) and line and not ACCESS.search(line)
         of_tile = stored == "metadata.tile" and re.search(r"\bload_(of_tile|lengths)\(", line)
         in_helper = reader.startswith("lengths.py:") and ".load(SPEC" in line  # `load_number` loads metadata alone
@@ -169,10 +174,10 @@ def kind_of(hazard: tuple[str, str, str]) -> str:
 
 def _stored_at(place: str) -> str | None:
     """Which metadata the line of a place stores: those of a tile by functions that the producer calls."""
-    if not place.startswith(("producer.py:", "lengths.py:")):
+    if not place.startswith(("producer.py:", "lengths.py:", "scheduler.py:")):
         return None
     line = line_at(place)
-    if re.search(r"^ *store_(of_tile|lengths)\(", line):
+    if re.search(r"^ *store_(of_tile|lengths)\(|atomic_add\(taken_ptr", line):
         return "metadata.tile"
     stored = re.search(r"^ *(metadata\.\w+)\.index\(.*\.store\(", line)
     return None if stored is None else stored.group(1)
@@ -193,12 +198,12 @@ def run_controls(checker: str, *tool: str) -> dict[str, int]:
         return {"fault": found_by(run_part("fault", *tool))}
     if checker != "racecheck":
         return {}
+    programs = {"handover.py": ("all_arrive", "one_arrives", "nobody_waits"), "roles.py": ("alone", "meeting")}
     outputs = {
-        variant: run_part(variant, *tool, program="handover.py")
-        for variant in ("all_arrive", "one_arrives", "nobody_waits")
+        variant: run_part(variant, *tool, program=program)
+        for program, variants in programs.items()
+        for variant in variants
     }
-    if BACKEND == "hopper":
-        outputs |= {variant: run_part(variant, *tool, program="roles.py") for variant in ("alone", "meeting")}
     for name, output in outputs.items():
         if name != "nobody_waits" and not re.search(r"^in order$", output, re.MULTILINE):
             raise RuntimeError(f"expected the control {name} to be in order, got:\n{output[-2000:]}")
