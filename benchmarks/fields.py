@@ -21,7 +21,7 @@ from sparge.bench.rivals import RIVALS, fa4_version
 from sparge.bench.timing import Variant, time_on_cuda
 from sparge.evaluate.inputs import frame_grid, smooth_tensors
 from sparge.evaluate.metrics import relative_l1
-from sparge.ordering import OrderName, order_of
+from sparge.masks.ordering import OrderName, order_of
 
 RESULTS = Path(__file__).parent / "results" / "fields.jsonl"
 FIELDS = ((1.6, 0.5), (1.0, 0.5), (0.7, 0.7), (0.5, 0.3))

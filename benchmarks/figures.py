@@ -39,9 +39,9 @@ from benchmarks.scale import plan
 from benchmarks.scale import summary as scale
 from sparge.evaluate.inputs import Sample, random_like, text_like, text_with_needles, video_like
 from sparge.evaluate.metrics import block_mass, mass_recall, relative_l1
-from sparge.geometry import BLOCK_K
-from sparge.ordering import OrderName, order_of
-from sparge.plots import DARK, LIGHT, Theme, causal_visibility, mass_levels, paint_blocks, palette
+from sparge.masks.geometry import BLOCK_K
+from sparge.masks.ordering import OrderName, order_of
+from sparge.masks.plot import DARK, LIGHT, Theme, causal_visibility, mass_levels, paint_blocks, palette
 
 FOLDER = Path(__file__).parent.parent / "docs" / "figures"
 RESULTS = Path(__file__).parent / "results"

@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.measure import read_rows
 from sparge.bench.table import newest
-from sparge.config import RENAMED_QUANTIZATIONS
+from sparge.options.common import RENAMED_QUANTIZATIONS
 
 Row = dict[str, Any]
 Kernel = tuple[str, str]

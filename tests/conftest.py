@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import sparge
-from sparge import api, repeated
+from sparge import api
 from sparge.backends.base import Crossover
 from sparge.backends.torch import TorchBackend
 from sparge.call import forget_recordings
+from sparge.dispatch import call_cache
 
 collect_ignore = ["interpreter.py"]  # importing it makes Triton interpret kernels, which only tests/interpreted want
 BLOCK_Q, BLOCK_K = 128, 64
@@ -236,7 +237,7 @@ def enlarge_token(query: Tensor, key: Tensor, token: str) -> None:
 @pytest.fixture(autouse=True)
 def fresh_state() -> Iterator[None]:
     """Every test starts with all counters at zero, and no call was made before: tests change what calls go by."""
-    for forget in (sparge.reset_stats, repeated.forget, forget_recordings):
+    for forget in (sparge.reset_stats, call_cache.forget, forget_recordings):
         forget()
     yield
     sparge.reset_stats()

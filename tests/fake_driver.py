@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sparge.backends.cuda.driver import INVALID_CONTEXT, SUCCESS, Parameter
+from sparge.backends.gpu.driver import INVALID_CONTEXT, SUCCESS, Parameter
 
 Arguments = list[bytes]
 Kernel = Callable[[int, Arguments], None]

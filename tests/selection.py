@@ -12,7 +12,7 @@ from torch import Tensor
 
 import sparge
 from sparge import BlockMask, Budget, Dense, TopCdf
-from sparge.config import BUDGET_BITS, Selection
+from sparge.options.rules import BUDGET_BITS, Selection
 from sparge.reference import prediction
 
 TIE = 2e-3

@@ -20,11 +20,11 @@ import typer
 from rich.console import Console
 
 import sparge
-from sparge import cli
 from sparge.backends import base
 from sparge.bench import run as bench_module
 from sparge.bench.cases import SUITES
 from sparge.bench.table import TERMINAL_VIEWS
+from sparge.cli import app
 from sparge.demo import measure as demo_module
 from sparge.demo.measure import DEFAULTS, Demo, Row, Settings, run_demo, table_cells
 from sparge.demo.terminal import print_results
@@ -39,7 +39,11 @@ TOKENS = 2048
 def run_command(*arguments: str, columns: int = 80) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"COLUMNS": str(columns)}
     return subprocess.run(
-        [sys.executable, "-m", "sparge.cli", *arguments], capture_output=True, text=True, env=environment, timeout=120
+        [sys.executable, "-m", "sparge.cli.app", *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
     )
 
 
@@ -154,7 +158,7 @@ def test_bad_options_are_refused_before_any_work(
 ) -> None:
     monkeypatch.setattr(demo_module, "run_demo", lambda *_: pytest.fail("the work started"))
     with pytest.raises(SystemExit) as stopped:
-        cli.main(["demo", *(argument.format(folder=tmp_path) for argument in arguments)])
+        app.main(["demo", *(argument.format(folder=tmp_path) for argument in arguments)])
     assert stopped.value.code == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
@@ -169,14 +173,14 @@ def test_default_output_is_checked_before_any_work(
     (tmp_path / "sparge-demo.html").mkdir()
     monkeypatch.setattr(demo_module, "run_demo", lambda *_: pytest.fail("the work started"))
     with pytest.raises(SystemExit) as stopped:
-        cli.main(["demo"])
+        app.main(["demo"])
     assert stopped.value.code == 2
     assert "expected a file to write, got the directory sparge-demo.html" in capsys.readouterr().err
 
 
 def test_unknown_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        cli.main(["dome"])
+        app.main(["dome"])
     assert stopped.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith("sparge: error: No such command 'dome'")
@@ -185,7 +189,7 @@ def test_unknown_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_doctor_names_versions_devices_and_reasons(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        cli.main(["doctor"])
+        app.main(["doctor"])
     assert not stopped.value.code
     printed = " ".join(capsys.readouterr().out.split())
     assert f"sparge {sparge.__version__}" in printed
@@ -198,13 +202,13 @@ def test_doctor_names_versions_devices_and_reasons(capsys: pytest.CaptureFixture
 def test_doctor_says_what_is_missing_and_what_to_do(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    installed = cli._installed
-    monkeypatch.setattr(cli, "_installed", lambda name: None if name in ("matplotlib", "triton") else installed(name))
+    installed = app._installed
+    monkeypatch.setattr(app, "_installed", lambda name: None if name in ("matplotlib", "triton") else installed(name))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    monkeypatch.setattr(cli, "_usable_cores", lambda: 6)
+    monkeypatch.setattr(app, "_usable_cores", lambda: 6)
     with pytest.raises(SystemExit) as stopped:
-        cli.main(["doctor"])
+        app.main(["doctor"])
     assert not stopped.value.code
     printed = " ".join(capsys.readouterr().out.split())
     assert "triton missing" in printed
@@ -219,7 +223,7 @@ def test_version_and_import_stay_light() -> None:
 import sys, sparge
 heavy = {"typer", "rich", "matplotlib"}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
-from sparge.cli import main
+from sparge.cli.app import main
 try:
     main(["--version"])
 except SystemExit as stopped:
@@ -272,7 +276,7 @@ def test_demo_takes_the_best_device(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
     monkeypatch.setattr(demo_module, "run_demo", run_demo)
     with pytest.raises((KeyboardInterrupt, SystemExit, typer.Abort)):
-        cli.main(["demo", *arguments, "--output", str(tmp_path / "page.html")])
+        app.main(["demo", *arguments, "--output", str(tmp_path / "page.html")])
     assert asked == [expected]
 
 
@@ -284,7 +288,7 @@ def test_demo_too_large_for_the_gpu_is_one_line(
 
     monkeypatch.setattr(demo_module, "run_demo", run_demo)
     with pytest.raises(SystemExit) as stopped:
-        cli.main(["demo", "--tokens", "4096", "--output", str(tmp_path / "page.html")])
+        app.main(["demo", "--tokens", "4096", "--output", str(tmp_path / "page.html")])
     assert stopped.value.code == 2
     expected = "sparge: error: demo: expected memory for 4096 tokens, got none; take fewer with --tokens\n"
     assert capsys.readouterr().err == expected
@@ -334,7 +338,7 @@ def test_bench_prints_tables_and_appends_rows(
     path.write_text(json.dumps({"suite": "before"}) + "\n")
     command = ["bench", "--suite", "memory", "--suite", "kernel", "--suite", "memory", "--quick", "--json", str(path)]
     with pytest.raises(SystemExit) as stopped:
-        cli.main(command)
+        app.main(command)
     assert not stopped.value.code
     assert pretended_gpu == [(("memory", "kernel"), True)]
     written = [json.loads(line) for line in path.read_text().splitlines()]
@@ -355,7 +359,7 @@ def test_bench_prints_tables_and_appends_rows(
 
 def test_bench_runs_the_default_suites(pretended_gpu: list[tuple[tuple[str, ...], bool]]) -> None:
     with pytest.raises(SystemExit):
-        cli.main(["bench"])
+        app.main(["bench"])
     assert pretended_gpu == [(("end_to_end", "kernel", "error", "memory"), False)]
 
 
@@ -371,7 +375,7 @@ def test_bench_keeps_its_rows_when_it_is_cut_short(
 
     monkeypatch.setattr(bench_module, "run_bench", cut_short)
     with pytest.raises((KeyboardInterrupt, SystemExit, typer.Abort)):
-        cli.main(["bench", "--json", str(path)])
+        app.main(["bench", "--json", str(path)])
     assert pretended_gpu == []
     assert json.loads(path.read_text()) == bench_row(0.5)
 
@@ -389,7 +393,7 @@ def test_bench_tables_fit_80_columns() -> None:
     stream = StringIO()
     rows = {name: row | {"suite": name} for name in SUITES}
     rows["numerics"]["kernel"] = "int8_fp8_fast"
-    cli._print_bench(Console(file=stream, width=80), list(rows.values()))
+    app._print_bench(Console(file=stream, width=80), list(rows.values()))
     lines = stream.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     for view in TERMINAL_VIEWS:
@@ -405,7 +409,7 @@ def test_bench_needs_triton(
 ) -> None:
     monkeypatch.setattr(type(base.get("triton")), "missing", lambda *_: "expected Triton 3.4 or newer, got 3.2.0")
     with pytest.raises(SystemExit) as stopped:
-        cli.main(["bench"])
+        app.main(["bench"])
     assert stopped.value.code == 2
     expected = "sparge: error: bench: expected Triton 3.4 or newer, got 3.2.0\n"
     assert capsys.readouterr().err == expected
@@ -416,7 +420,7 @@ def test_bench_needs_triton(
 def test_bench_without_cuda_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "gpu.jsonl"
     with pytest.raises(SystemExit) as stopped:
-        cli.main(["bench", "--json", str(path)])
+        app.main(["bench", "--json", str(path)])
     assert stopped.value.code == 2
     error = capsys.readouterr().err
     assert error == (
@@ -444,7 +448,7 @@ def test_bench_refuses_bad_options(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
-        cli.main(["bench", *(argument.format(folder=tmp_path) for argument in arguments)])
+        app.main(["bench", *(argument.format(folder=tmp_path) for argument in arguments)])
     assert stopped.value.code == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1

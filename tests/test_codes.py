@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from sparge import eight_bits
 from sparge.evaluate.metrics import relative_l1
+from sparge.numerics import quantization as quant
 
 DATA = Path(__file__).parent / "data"
 
@@ -34,7 +34,7 @@ class TestBalance:
 
     def test_leaves_every_score_as_it_is_and_makes_channels_alike(self) -> None:
         query, key = self.sample()
-        factors = eight_bits.balance(query, key, all_seen(key))
+        factors = quant.balance(query, key, all_seen(key))
         assert factors.shape == (1, 1, 1, 16)
         eighths = 8 * factors.log2()
         torch.testing.assert_close(eighths, eighths.round(), rtol=0, atol=1e-12)
@@ -51,7 +51,7 @@ class TestBalance:
     @pytest.mark.parametrize("q_len, kv_len", [(1, 1), (128, 256), (130, 257), (300, 600)])
     def test_is_the_root_of_the_ratio_of_geometric_means(self, q_len: int, kv_len: int) -> None:
         query, key = self.sample(q_len, kv_len)
-        factors = eight_bits.balance(query, key, all_seen(key))[0, 0, 0]
+        factors = quant.balance(query, key, all_seen(key))[0, 0, 0]
         starts = [max(0, min(start, q_len - 128)) for start in range(0, q_len, 128)]  # the last block is whole, too
         picks = [[start + int((s + 0.5) / 8 * min(q_len, 128)) for s in range(8)] for start in starts]
         for channel in range(16):
@@ -64,7 +64,7 @@ class TestBalance:
             assert 8 * math.log2(factors[channel]) == pytest.approx(expected, abs=1e-9)
 
     def test_samples_are_evenly_spaced(self) -> None:
-        picks = [eight_bits.balance_samples(length, torch.device("cpu")).tolist() for length in (130, 5)]
+        picks = [quant.balance_samples(length, torch.device("cpu")).tolist() for length in (130, 5)]
         assert picks[0] == [[8, 24, 40, 56, 72, 88, 104, 120], [10, 26, 42, 58, 74, 90, 106, 122]]
         assert picks[1] == [[0, 0, 1, 2, 2, 3, 4, 4]]
 
@@ -72,20 +72,20 @@ class TestBalance:
     def test_one_outlying_token_is_one_vote(self, where: str) -> None:
         """Of its chunk or block, a 16th of all: it moves log2 r, half of a mean of logarithms, by a 32nd of its own."""
         query, key = gaussian(1, 1, 16 * 128, 16), gaussian(1, 1, 16 * 256, 16, seed=1)
-        before = eight_bits.balance(query, key, all_seen(key)).log2()
+        before = quant.balance(query, key, all_seen(key)).log2()
         (key if where == "key" else query)[0, 0, 1000 if where == "key" else 8 * 128 + 40] *= 1e4
-        moved = (eight_bits.balance(query, key, all_seen(key)).log2() - before).abs()
+        moved = (quant.balance(query, key, all_seen(key)).log2() - before).abs()
         assert 0 < moved.max() <= math.log2(1e4) / 32 + 1 / 8
 
     def test_heads_of_a_group_share_the_factors(self) -> None:
         """As if the queries of a group were one long sequence."""
         query, key = self.sample(256, 300, heads=6, kv_heads=2)
         query[:, 1] *= 3.0
-        factors = eight_bits.balance(query, key, all_seen(key))
+        factors = quant.balance(query, key, all_seen(key))
         joined = query.unflatten(1, (2, 3)).flatten(2, 3)
         for head in range(2):
             alone = key[:, head : head + 1]
-            expected = eight_bits.balance(joined[:, head : head + 1], alone, all_seen(alone))
+            expected = quant.balance(joined[:, head : head + 1], alone, all_seen(alone))
             assert torch.equal(factors[:, head : head + 1], expected)
         assert not torch.equal(factors[:, 0], factors[:, 1])
 
@@ -95,9 +95,9 @@ class TestBalance:
         seen = all_seen(key)
         seen[..., 70:90], seen[..., 256:512] = False, False
         clean = torch.where(seen[..., None], key, 0.0)
-        assert not torch.equal(*(eight_bits.balance(query, key, mask) for mask in (seen, all_seen(key))))
-        expected = eight_bits.balance(query, clean, seen)
-        assert torch.equal(eight_bits.balance(query, torch.where(seen[..., None], key, garbage), seen), expected)
+        assert not torch.equal(*(quant.balance(query, key, mask) for mask in (seen, all_seen(key))))
+        expected = quant.balance(query, clean, seen)
+        assert torch.equal(quant.balance(query, torch.where(seen[..., None], key, garbage), seen), expected)
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
     def test_tokens_that_are_not_finite_have_no_vote(self, bad: float) -> None:
@@ -109,9 +109,9 @@ class TestBalance:
         key[0, 0, 300] *= 100.0
         cleared = query.clone()
         cleared[0, 0, 40] = 0.0
-        expected = eight_bits.balance(cleared, key, seen)
+        expected = quant.balance(cleared, key, seen)
         query[0, 0, 40, 3], key[0, 0, 300, 5] = bad, bad
-        assert torch.equal(eight_bits.balance(query, key, all_seen(key)), expected)
+        assert torch.equal(quant.balance(query, key, all_seen(key)), expected)
 
     def test_queries_of_zeros_have_no_vote(self) -> None:
         """Those that see nothing: a block has as many votes as queries were looked at."""
@@ -121,17 +121,17 @@ class TestBalance:
         for hidden in ([], [0], range(8)):
             cleared = query.clone()
             cleared[:, :, [8 + 16 * i for i in hidden]] = 0.0
-            sizes.append(-2 * eight_bits.balance(cleared, key, all_seen(key)).log2().mean())
+            sizes.append(-2 * quant.balance(cleared, key, all_seen(key)).log2().mean())
         assert sizes[1] - sizes[0] == pytest.approx(10 * (8 / 15 - 1 / 2), abs=0.15)
         assert sizes[2] - sizes[0] == pytest.approx(10 / 2, abs=0.5)
 
     def test_channels_of_zeros_stay_as_they_are(self) -> None:
         query, key = self.sample()
         query[..., :2], key[..., 1:3] = 0.0, 0.0
-        factors = eight_bits.balance(query, key, all_seen(key))[0, 0, 0]
+        factors = quant.balance(query, key, all_seen(key))[0, 0, 0]
         assert factors[:3].tolist() == [1.0, 1.0, 1.0]
         assert (factors[3:] != 1.0).any()
-        nothing = eight_bits.balance(torch.zeros_like(query), key, torch.zeros_like(all_seen(key)))
+        nothing = quant.balance(torch.zeros_like(query), key, torch.zeros_like(all_seen(key)))
         assert (nothing == 1.0).all()
 
 
@@ -139,47 +139,47 @@ class TestMix:
     def test_is_a_hadamard_matrix_with_signs(self) -> None:
         signs = [1, 1, 1, -1, 1, 1, 1, -1]
         expected = [[signs[i] * (-1) ** (i & j).bit_count() / 8 for j in range(8)] for i in range(8)]
-        assert eight_bits.mix(torch.eye(8)).tolist() == expected
+        assert quant.mix(torch.eye(8)).tolist() == expected
 
     @pytest.mark.parametrize("width", [1, 8, 13, 64, 100])
     def test_leaves_every_score_as_it_is(self, width: int) -> None:
         query, key = torch.randn(2, 5, width, dtype=torch.float64), torch.randn(2, 7, width, dtype=torch.float64)
-        mixed = eight_bits.mix(query), eight_bits.mix(key)
+        mixed = quant.mix(query), quant.mix(key)
         assert all(tokens.shape[-1] % 8 == 0 and tokens.shape[-1] - width < 8 for tokens in mixed)
         torch.testing.assert_close(8 * mixed[0] @ mixed[1].mT, query @ key.mT)
 
     def test_groups_do_not_know_each_other(self) -> None:
         tokens = torch.randn(3, 24)
-        torch.testing.assert_close(eight_bits.mix(tokens)[:, 8:16], eight_bits.mix(tokens[:, 8:16]), rtol=0, atol=0)
+        torch.testing.assert_close(quant.mix(tokens)[:, 8:16], quant.mix(tokens[:, 8:16]), rtol=0, atol=0)
 
     def test_a_large_channel_costs_the_others_less(self) -> None:
         """Codes of one channel of 30 and seven of about 1 are worth 30 / 127, mixed about 30 / 8 / 127 each."""
         tokens = torch.randn(64, 8, dtype=torch.float64)
         tokens[:, 5] = 30.0
         errors = []
-        for rounded in (tokens, eight_bits.mix(tokens)):
-            scales = eight_bits.query_scales(rounded)
-            error = eight_bits.quantize_int8(rounded, scales) * scales - rounded
+        for rounded in (tokens, quant.mix(tokens)):
+            scales = quant.query_scales(rounded)
+            error = quant.quantize_int8(rounded, scales) * scales - rounded
             errors.append(float(error.square().sum()) * (8 if rounded is not tokens else 1))  # orthogonal up to 8
         assert errors[1] < errors[0] / 2
 
     def test_equal_channels_do_not_become_one(self) -> None:
-        assert eight_bits.mix(torch.ones(1, 8)).abs().max() == 0.5
+        assert quant.mix(torch.ones(1, 8)).abs().max() == 0.5
 
     def test_no_sum_exceeds_its_terms(self) -> None:
         largest = torch.finfo(torch.float32).max
         tokens = largest * (2.0 * torch.randint(2, (256, 8)) - 1)
-        assert eight_bits.mix(tokens).abs().max() <= largest
+        assert quant.mix(tokens).abs().max() <= largest
 
 
 class TestInt8:
     @pytest.mark.parametrize("length", [1, 64, 100])
     def test_every_query_has_a_scale(self, length: int) -> None:
         query = gaussian(2, length, 8) * torch.logspace(-3, 3, length)[:, None].double()
-        scales = eight_bits.query_scales(query)
+        scales = quant.query_scales(query)
         assert scales.shape == (2, length, 1)
         torch.testing.assert_close(scales.squeeze(-1), query.abs().amax(-1) / 127)
-        codes = eight_bits.quantize_int8(query, scales)
+        codes = quant.quantize_int8(query, scales)
         assert codes.dtype == torch.int8
         assert (codes.abs().amax(-1) == 127).all()
         assert ((codes * scales - query).abs() <= scales * (0.5 + 1e-12)).all()
@@ -188,29 +188,29 @@ class TestInt8:
     def test_a_key_block_has_four_scales(self, length: int) -> None:
         """Of its 64 keys, those with the same (key mod 8) div 2 share one: 0 1 8 9 16 17 ..., 2 3 10 11 ..."""
         key = gaussian(2, length, 8) * torch.logspace(-3, 3, length)[:, None].double()
-        scales = eight_bits.key_scales(key)
+        scales = quant.key_scales(key)
         assert scales.shape == (2, length, 1)
         for head in range(2):
             for token in range(length):
                 block, group = token // 64, token % 8 // 2
                 mates = [i for i in range(length) if i // 64 == block and i % 8 // 2 == group]
                 assert float(scales[head, token]) == pytest.approx(float(key[head, mates].abs().max()) / 127)
-        codes = eight_bits.quantize_int8(key, scales)
+        codes = quant.quantize_int8(key, scales)
         assert ((codes * scales - key).abs() <= scales * (0.5 + 1e-12)).all()
 
     @pytest.mark.parametrize("factor", [1e4, math.nan, math.inf])
     def test_a_token_marks_those_it_shares_a_scale_with(self, factor: float) -> None:
         tokens = gaussian(200, 8)
-        before = eight_bits.query_scales(tokens), eight_bits.key_scales(tokens)
+        before = quant.query_scales(tokens), quant.key_scales(tokens)
         tokens[70] *= factor
-        after = eight_bits.query_scales(tokens), eight_bits.key_scales(tokens)
+        after = quant.query_scales(tokens), quant.key_scales(tokens)
         changed = [(a != b).flatten().nonzero().flatten().tolist() for a, b in zip(after, before, strict=True)]
         assert changed == [[70], [64 + 8 * octet + 6 + i for octet in range(8) for i in (0, 1)]]
 
     def test_zeros_have_codes_of_zero(self) -> None:
-        for scales in (eight_bits.query_scales(torch.zeros(70, 8)), eight_bits.key_scales(torch.zeros(70, 8))):
+        for scales in (quant.query_scales(torch.zeros(70, 8)), quant.key_scales(torch.zeros(70, 8))):
             assert ((scales > 0) & scales.isfinite()).all()
-            assert not eight_bits.quantize_int8(torch.zeros(70, 8), scales).any()
+            assert not quant.quantize_int8(torch.zeros(70, 8), scales).any()
 
 
 def test_fp8_rounds_to_the_nearest_e4m3_number_and_saturates():
@@ -218,16 +218,16 @@ def test_fp8_rounds_to_the_nearest_e4m3_number_and_saturates():
     numbers = codes[codes.isfinite()].unique()
     values = gaussian(1000) * 100
     nearest = (values[:, None] - numbers).abs().amin(1)
-    assert torch.equal((eight_bits.to_fp8(values) - values).abs(), nearest)
-    assert eight_bits.to_fp8(torch.tensor([1e9, -1e9])).tolist() == [448, -448]
+    assert torch.equal((quant.to_fp8(values) - values).abs(), nearest)
+    assert quant.to_fp8(torch.tensor([1e9, -1e9])).tolist() == [448, -448]
     value = gaussian(50, 6) * torch.logspace(-3, 3, 6, dtype=torch.float64)
-    quantized, scale = eight_bits.quantize_fp8(value)
+    quantized, scale = quant.quantize_fp8(value)
     torch.testing.assert_close(quantized.abs().amax(0), torch.full((6,), 448.0, dtype=torch.float64))
     assert ((quantized * scale - value).abs() <= value.abs() / 16 + scale * 2**-10).all()
 
 
 def test_fp16_saturates_and_keeps_infinity():
-    assert eight_bits.to_fp16(torch.tensor([1e9, -1e9, math.inf, 1.0])).tolist() == [65504, -65504, math.inf, 1.0]
+    assert quant.to_fp16(torch.tensor([1e9, -1e9, math.inf, 1.0])).tolist() == [65504, -65504, math.inf, 1.0]
 
 
 @pytest.mark.parametrize("case", ["k128", "k4096"])
@@ -239,7 +239,7 @@ def test_fp8_accumulation_equals_an_h200_in_every_bit(case):
         for name in ("probability", "value")
     )
     product = torch.from_numpy(recorded[f"{case}_product"]).double()
-    got = eight_bits.fp8_tensor_core(probability, value.mT, torch.zeros_like(product))
+    got = quant.fp8_tensor_core(probability, value.mT, torch.zeros_like(product))
     assert torch.equal(got, product)
     assert relative_l1(got, probability @ value.mT) > 1e-4  # it is not what fp32 would give
 
@@ -247,8 +247,8 @@ def test_fp8_accumulation_equals_an_h200_in_every_bit(case):
 class TestCodesWithoutExponentials:
     def test_codes_are_e4m3_numbers_and_right_on_average(self):
         exponent = -torch.linspace(0, 14, 100_001, dtype=torch.float64)
-        numbers = eight_bits.fp8_from_log2(exponent)
-        assert torch.equal(numbers, eight_bits.to_fp8(numbers))
+        numbers = quant.fp8_from_log2(exponent)
+        assert torch.equal(numbers, quant.to_fp8(numbers))
         ratio = numbers / (448 * 2**exponent)
         assert ratio.min() > 0.9
         assert ratio.max() < 1.1
@@ -256,6 +256,6 @@ class TestCodesWithoutExponentials:
 
     def test_ends_of_the_range(self):
         exponent = torch.tensor([0.0, 0.2, -15.75, -15.9, -100.0, -torch.inf, torch.nan], dtype=torch.float64)
-        numbers = eight_bits.fp8_from_log2(exponent)
+        numbers = quant.fp8_from_log2(exponent)
         assert numbers[:6].tolist() == [448, 448, 0, 0, 0, 0]
         assert numbers[6].isnan()

@@ -9,9 +9,9 @@ import torch
 from torch.library import opcheck
 
 import sparge
-from sparge import ops
 from sparge.call import Call
-from sparge.geometry import Shape
+from sparge.dispatch import ops
+from sparge.masks.geometry import Shape
 
 
 def qkv(length: int) -> tuple[torch.Tensor, ...]:

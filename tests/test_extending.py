@@ -10,10 +10,12 @@ from torch import Tensor
 
 import sparge
 from conftest import make_qkv
-from sparge import config, ops
 from sparge.call import Call
-from sparge.config import Score, Selection
-from sparge.geometry import Shape
+from sparge.dispatch import ops
+from sparge.masks.geometry import Shape
+from sparge.options import rules, scores
+from sparge.options.rules import Selection
+from sparge.options.scores import Score
 from sparge.reference import prediction
 
 
@@ -47,9 +49,9 @@ def score_nearest(head: prediction.HeadSummary, score: Score) -> Tensor:
 
 @pytest.fixture
 def extended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(config.SCORES, "nearest", Nearest)
+    monkeypatch.setitem(scores.SCORES, "nearest", Nearest)
     monkeypatch.setitem(prediction.SCORES, Nearest, score_nearest)
-    monkeypatch.setitem(config.SELECTIONS, "every_other", EveryOther)
+    monkeypatch.setitem(rules.SELECTIONS, "every_other", EveryOther)
     every_other = prediction.by_row(lambda row: row.candidates[:: int(row.amount)])
     monkeypatch.setitem(prediction.SELECTIONS, EveryOther, every_other)
 
@@ -104,7 +106,7 @@ def test_operators_carry_every_field_of_a_rule() -> None:
     """Any other would be lost on its way, without a word."""
     others = {"min_blocks": 3, "similarity_threshold": 0.25, "pv_threshold": -7.0, "sink": True, "diagonal": False}
     shape = Shape(1, 2, 2, 256, 256, 16, 16)
-    for kind in config.SELECTIONS.values():
+    for kind in rules.SELECTIONS.values():
         rule = kind(**{field.name: others.get(field.name, 0.375) for field in fields(kind)})
         call = Call(shape, False, 0.25, rule, pv_threshold=rule.pv_threshold)
         arrived, _ = ops.unpack(shape, ops.pack(call, "torch"))

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparge.ordering import ORDERS, order_of
+from sparge.masks.ordering import ORDERS, order_of
 
 grids = st.one_of(
     st.tuples(st.integers(1, 13), st.integers(1, 21), st.integers(1, 23)),

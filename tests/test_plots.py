@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 import sparge
-from sparge.plots import (
+from sparge.masks.plot import (
     DARK,
     DROPPED,
     KEPT,

@@ -26,7 +26,7 @@ from conftest import (
 )
 from sparge import Budget, Dense, TopCdf, TopK
 from sparge.backends.torch.blocks import attend, merge
-from sparge.config import Selection
+from sparge.options.rules import Selection
 from sparge.reference import prediction
 
 

@@ -13,7 +13,7 @@ from conftest import make_qkv
 from sparge import Dense, Mean, Moment, Spread, TopCdf, TopK, reference
 from sparge.call import Call
 from sparge.evaluate.metrics import relative_l1
-from sparge.geometry import Shape
+from sparge.masks.geometry import Shape
 from sparge.reference import prediction, shared
 
 

@@ -27,10 +27,10 @@ from conftest import (
 from sparge import Dense, TopK, reference
 from sparge.call import Call
 from sparge.evaluate.inputs import video_like
-from sparge.geometry import Shape
-from sparge.ordering import order_of
-from sparge.replacement import block_means, replaceable_blocks
-from sparge.window import window_of
+from sparge.masks.geometry import Shape
+from sparge.masks.ordering import order_of
+from sparge.masks.window import window_of
+from sparge.numerics.block_means import block_means, replaceable_blocks
 
 pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.timeout(120)]
 

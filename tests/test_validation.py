@@ -14,7 +14,8 @@ import torch.nn.functional as F
 
 import sparge
 from conftest import assert_within_budget, exact_attention, make_qkv, plain_attention
-from sparge import BlockMask, TopCdf, TopK, ops
+from sparge import BlockMask, TopCdf, TopK
+from sparge.dispatch import ops
 
 Call = Callable[..., Any]
 

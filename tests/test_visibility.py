@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from sparge.call import Call
-from sparge.geometry import BLOCK_K, BLOCK_Q, Shape
+from sparge.masks.geometry import BLOCK_K, BLOCK_Q, Shape
+from sparge.masks.visibility import find_visibility
+from sparge.masks.window import Window
 from sparge.reference import shared
-from sparge.visibility import find_visibility
-from sparge.window import Window
 
 SHAPES = [(1, 1), (128, 64), (200, 200), (130, 330), (330, 130), (129, 64)]
 

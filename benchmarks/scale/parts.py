@@ -18,10 +18,10 @@ from torch import Tensor
 import sparge
 from benchmarks.scale.plan import Split, Workload, exchanged_kv_heads
 from sparge import BlockMask
-from sparge.config import Quantization, Skipped
 from sparge.evaluate.inputs import FRAME_TOKENS, text_tensors, video_tensors
-from sparge.geometry import BLOCK_K, BLOCK_Q, ceil_div
-from sparge.merging import merge
+from sparge.masks.geometry import BLOCK_K, BLOCK_Q, ceil_div
+from sparge.numerics.merge import merge
+from sparge.options.common import Quantization, Skipped
 
 VARIANTS = ("16 bits", "8 bits", "0.5", "0.25", "0.1")
 """Dense by torch's kernel, dense in 8 bits, and shares of the blocks (8 bits on a GPU)."""

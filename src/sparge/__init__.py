@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from sparge._version import __version__
 from sparge.api import attention, block_sparse_attention, predict
-from sparge.block_mask import BlockMask
-from sparge.config import Budget, Dense, Mean, Moment, Spread, TopCdf, TopK
+from sparge.masks.block_mask import BlockMask
+from sparge.options.rules import Budget, Dense, TopCdf, TopK
+from sparge.options.scores import Mean, Moment, Spread
 from sparge.stats import LayerStats, Stats, reset_stats, stats
 
 if TYPE_CHECKING:
-    from sparge.calibration import Profile, calibrate
+    from sparge.calibration import calibrate
     from sparge.integrations import disable, enable, register, replace_sdpa
     from sparge.policy import Policy
+    from sparge.profile import Profile
     from sparge.varlen import varlen_attention
 
 __all__ = [
@@ -51,7 +53,8 @@ __all__ = [
 
 _WHEN_USED = {
     "Policy": ".policy",
-    **dict.fromkeys(("Profile", "calibrate"), ".calibration"),
+    "Profile": ".profile",
+    "calibrate": ".calibration",
     **dict.fromkeys(("disable", "enable", "register", "replace_sdpa"), ".integrations"),
     "varlen_attention": ".varlen",
 }

@@ -6,14 +6,14 @@ NEEDED = ("rich", "typer")
 
 
 def main() -> None:
-    """Run `sparge.cli`; without its packages exit with 2 and one line that says what to install."""
+    """Run `sparge.cli.app`; without its packages exit with 2 and one line that says what to install."""
     try:
         for name in NEEDED:
             __import__(name)
     except ImportError as error:
         sys.stderr.write(f"sparge: error: the command needs rich and typer: pip install 'sparge[cli]' ({error})\n")
         sys.exit(2)
-    from sparge.cli import main as run
+    from sparge.cli.app import main as run
 
     run()
 

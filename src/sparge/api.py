@@ -13,27 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparge import decide, ops, repeated, validation
 from sparge.backends import base
-from sparge.block_mask import BlockMask
 from sparge.call import Call
-from sparge.config import (
-    Dense,
-    Layout,
-    OnUnsupported,
-    PerHead,
-    Quantization,
-    Score,
-    ScoreName,
-    Skipped,
-    Sparsity,
-    check_pv_threshold,
-)
-from sparge.decide import Reason
-from sparge.derivatives import inside_autograd_function, needs_derivatives
-from sparge.ordering import TokenOrder
-from sparge.visibility import allowed_elements, window_elements
-from sparge.window import Window
+from sparge.dispatch import call_cache, dense_rules, ops, validation
+from sparge.dispatch.dense_rules import Reason
+from sparge.dispatch.gradients import inside_autograd_function, needs_grad_of
+from sparge.masks.block_mask import BlockMask
+from sparge.masks.ordering import TokenOrder
+from sparge.masks.visibility import allowed_elements, window_elements
+from sparge.masks.window import Window
+from sparge.options import checks
+from sparge.options.common import Layout, OnUnsupported, PerHead, Quantization, ScoreName, Skipped
+from sparge.options.rules import Dense, Sparsity, check_pv_threshold
+from sparge.options.scores import Score
 
 
 @overload
@@ -130,7 +122,7 @@ def attention(
         topk: share of the visible blocks to keep, in (0, 1]; 0.5 by default. A `Budget`: heads and rows get of it what
             they need. A tensor (H,) is the share each row of a head keeps, a `TopK`.
         sparsity: `Budget`, `TopK`, `TopCdf` or `Dense` instead of ``topk``, with all their thresholds.
-        score: "moment" (default); "spread", for tokens in an order of `sparge.ordering` whose skipped blocks are
+        score: "moment" (default); "spread", for tokens in an order of `sparge.masks.ordering` whose skipped blocks are
             replaced; or the paper's "mean". ``Moment(samples)`` sets the number of sampled queries.
         quantization: "none"; "int8_fp8" or "int8_fp16" (Q K^T in INT8, P V in FP8 or FP16); "int8_fp8_fast", which
             is "int8_fp8" with probabilities rounded to FP8 straight from the scores instead of through exponentials
@@ -172,8 +164,8 @@ def attention(
         flags = (type(is_causal), type(enable_gqa), type(return_lse), type(topk), type(scale), type(dropout_p))
         choices = (score, quantization, layout, skipped, backend, on_unsupported)
         options = (is_causal, enable_gqa, return_lse, topk, scale, dropout_p, window, sparsity, flags, choices)
-        kind = repeated.kind_of(query, key, value, attn_mask, always_keep, exact_queries, options)
-        runner = repeated.find(kind)
+        kind = call_cache.kind_of(query, key, value, attn_mask, always_keep, exact_queries, options)
+        runner = call_cache.find(kind)
         if runner is not None:
             output, lse = runner(query, key, value, attn_mask)
             return (output, lse) if return_lse else output
@@ -201,7 +193,7 @@ def attention(
         stacklevel=3,
     )
     if runner is not None:
-        repeated.remember(kind, runner)
+        call_cache.remember(kind, runner)
     return (output, lse) if return_lse else output
 
 
@@ -229,7 +221,7 @@ def resolve_and_run(
     on_unsupported: OnUnsupported = "raise",
     order: TokenOrder | None = None,
     stacklevel: int = 2,
-) -> tuple[Tensor, Tensor, repeated.Runner | None]:
+) -> tuple[Tensor, Tensor, call_cache.Runner | None]:
     """Check the arguments of `attention`, decide how the call runs, and run it.
 
     Args:
@@ -240,10 +232,10 @@ def resolve_and_run(
     Returns:
         Output, LSE, and a runner for further calls of the same kind; None if each of them must be resolved again.
     """
-    validation.check_choice("on_unsupported", on_unsupported, validation.ON_UNSUPPORTED)
-    validation.check_flag("is_causal", is_causal)
-    validation.check_flag("return_lse", return_lse)
-    named, quantization = quantization, validation.resolve_quantization_name(quantization, stacklevel + 1)
+    checks.check_choice("on_unsupported", on_unsupported, checks.ON_UNSUPPORTED)
+    checks.check_flag("is_causal", is_causal)
+    checks.check_flag("return_lse", return_lse)
+    named, quantization = quantization, checks.resolve_quantization_name(quantization, stacklevel + 1)
     strides = _last_strides(query, key, value)
     query, key, value, shape = validation.check_query_key_value(query, key, value, layout, enable_gqa)
     scale = validation.check_scale(scale, shape.head_dim)
@@ -255,18 +247,18 @@ def resolve_and_run(
     is_causal = bounds.right == 0
     attn_mask = validation.check_attn_mask(attn_mask, shape, query.device)
     rule = validation.resolve_sparsity(topk, sparsity, shape.heads)
-    resolved_score = validation.resolve_score(score)
+    resolved_score = checks.resolve_score(score)
     ranges = validation.check_always_keep(always_keep, shape.kv_len)
     exact = validation.check_exact_queries(exact_queries, shape.q_len)
-    validation.check_choice("skipped", skipped, validation.SKIPPED)
+    checks.check_choice("skipped", skipped, checks.SKIPPED)
     chosen = base.resolve(backend, query.device)
-    reason = decide.by_arguments(shape, bounds, rule, quantization, backend, chosen, query.device, query.dtype)
-    is_followed = needs_derivatives(query, key, value, attn_mask)
+    reason = dense_rules.by_arguments(shape, bounds, rule, quantization, backend, chosen, query.device, query.dtype)
+    needs_grad = needs_grad_of(query, key, value, attn_mask)
     if backend == "auto" and on_unsupported != "raise" and inside_autograd_function():
-        is_followed = True  # its backward calls again and goes dense: so does its forward
-    obstacle = decide.unsupported(shape, dropout_p, is_followed)
+        needs_grad = True  # its backward calls again and goes dense: so does its forward
+    obstacle = dense_rules.unsupported(shape, dropout_p, needs_grad)
     if obstacle is None and reason is None and skipped == "mean":
-        obstacle = decide.no_means(attn_mask, shape.group)
+        obstacle = dense_rules.no_means(attn_mask, shape.group)
     if obstacle is not None:
         if on_unsupported == "raise" or backend != "auto":
             raise NotImplementedError(obstacle.message)
@@ -274,12 +266,12 @@ def resolve_and_run(
             raise NotImplementedError(f"{obstacle.message}; running dense instead cannot return the LSE")
         if on_unsupported == "warn" and not torch.compiler.is_compiling():  # a warning cannot be traced
             warnings.warn(f"sparge runs dense: {obstacle.message}", stacklevel=stacklevel)
-        decide.count(Reason.UNSUPPORTED, detail=obstacle.word)
+        dense_rules.count(Reason.UNSUPPORTED, detail=obstacle.word)
         call = Call(shape, is_causal, scale, attn_mask=attn_mask, window=bounds)
         output = _in_layout(_sdpa(query, key, value, call, dropout_p, enable_gqa), layout)
         return output, output, None
 
-    runner: repeated.Runner | None = None
+    runner: call_cache.Runner | None = None
     resolved = base.resolve_quantization(quantization, chosen, query.device, has_mask=attn_mask is not None)
     if reason is None:
         assert not isinstance(rule, Dense)
@@ -299,14 +291,14 @@ def resolve_and_run(
             exact_lse=return_lse,
         )
         if is_repeatable and not call.has_per_head_numbers:
-            runner = repeated.SparseCalls(call, chosen, query.dtype, layout=layout, with_lse=return_lse, order=order)
+            runner = call_cache.SparseCalls(call, chosen, query.dtype, layout=layout, with_lse=return_lse, order=order)
         output, lse = ops.attention(query, key, value, call, chosen, order)
     else:
         resolved = "none" if reason in (Reason.CROSSOVER, Reason.WINDOW) else resolved
         call = Call(shape, is_causal, scale, quantization=resolved, attn_mask=attn_mask, window=bounds)
-        words = decide.describe(reason)
+        words = dense_rules.describe(reason)
         if is_repeatable:
-            runner = repeated.DenseCalls(call, backend, chosen, query, words, with_lse=return_lse, layout=layout)
+            runner = call_cache.DenseCalls(call, backend, chosen, query, words, with_lse=return_lse, layout=layout)
         output, lse = ops.dense(query, key, value, call, backend, with_lse=return_lse, words=words)
     return _in_layout(output, layout), lse, runner
 
@@ -385,13 +377,13 @@ def predict(
     if not torch.compiler.is_compiling():
         flags = (type(is_causal), type(enable_gqa), type(topk), type(scale))
         options = ("predict", is_causal, enable_gqa, topk, scale, window, sparsity, score, layout, backend, flags)
-        kind = repeated.kind_of(query, key, key, attn_mask, always_keep, exact_queries, options)
-        runner = repeated.find(kind)
+        kind = call_cache.kind_of(query, key, key, attn_mask, always_keep, exact_queries, options)
+        runner = call_cache.find(kind)
         if runner is not None:
             found: BlockMask = runner(query, key, attn_mask)
             return found
     strides = (query.stride(-1), key.stride(-1)) if kind is not None else ()
-    validation.check_flag("is_causal", is_causal)
+    checks.check_flag("is_causal", is_causal)
     query, key, shape = validation.check_query_key(query, key, layout, enable_gqa)
     scale = validation.check_scale(scale, shape.head_dim)
     is_repeatable = strides == (1, 1) and scale > 0
@@ -402,7 +394,7 @@ def predict(
         is_causal=is_causal,
         scale=scale,
         sparsity=validation.resolve_sparsity(topk, sparsity, shape.heads),
-        score=validation.resolve_score(score),
+        score=checks.resolve_score(score),
         always_keep=validation.check_always_keep(always_keep, shape.kv_len),
         exact_queries=validation.check_exact_queries(exact_queries, shape.q_len),
         attn_mask=validation.check_attn_mask(attn_mask, shape, query.device),
@@ -410,7 +402,7 @@ def predict(
     )
     chosen = base.resolve(backend, query.device)
     if is_repeatable and not call.has_per_head_numbers:
-        repeated.remember(kind, repeated.Predictions(call, chosen, layout=layout))
+        call_cache.remember(kind, call_cache.Predictions(call, chosen, layout=layout))
     return ops.predict(query.detach(), key.detach(), call, chosen)
 
 
@@ -462,27 +454,27 @@ def block_sparse_attention(
     """
     kind = None
     if not torch.compiler.is_compiling():
-        of_blocks = repeated.kind_of_blocks(mask)
+        of_blocks = call_cache.kind_of_blocks(mask)
         if of_blocks is not None:
             flags = (type(is_causal), type(enable_gqa), type(return_lse), type(pv_threshold), type(scale))
             choices = (skipped, quantization, layout, backend)
             options = (is_causal, enable_gqa, return_lse, pv_threshold, scale, window, flags, choices)
-            kind = repeated.kind_of(query, key, value, attn_mask, None, None, ("blocks", of_blocks, options))
-        runner = repeated.find(kind)
+            kind = call_cache.kind_of(query, key, value, attn_mask, None, None, ("blocks", of_blocks, options))
+        runner = call_cache.find(kind)
         if runner is not None:
             output, lse = runner(query, key, value, attn_mask, mask)
             return (output, lse) if return_lse else output
     if is_causal is not None:
-        validation.check_flag("is_causal", is_causal)
-    validation.check_flag("return_lse", return_lse)
-    named, quantization = quantization, validation.resolve_quantization_name(quantization)
+        checks.check_flag("is_causal", is_causal)
+    checks.check_flag("return_lse", return_lse)
+    named, quantization = quantization, checks.resolve_quantization_name(quantization)
     strides = (query.stride(-1), key.stride(-1), value.stride(-1)) if kind is not None else ()
     query, key, value, shape = validation.check_query_key_value(query, key, value, layout, enable_gqa)
     scale = validation.check_scale(scale, shape.head_dim)
     is_repeatable = strides == (1, 1, 1) and scale > 0 and named == quantization
     query, scale = positively_scaled(query, scale)
     attn_mask, _ = validation.resolve_causal_bias(attn_mask, bool(is_causal), shape, query.device, as_mask=True)
-    obstacle = decide.unsupported(shape, 0.0, needs_derivatives(query, key, value, attn_mask))
+    obstacle = dense_rules.unsupported(shape, 0.0, needs_grad_of(query, key, value, attn_mask))
     if obstacle is not None:
         raise NotImplementedError(obstacle.message)
     if pv_threshold is not None:
@@ -503,7 +495,7 @@ def block_sparse_attention(
         exact_lse=return_lse,
     )
     if is_repeatable and given is mask and not call.has_per_head_numbers:
-        repeated.remember(kind, repeated.SparseCalls(call, chosen, query.dtype, layout=layout, with_lse=return_lse))
+        call_cache.remember(kind, call_cache.SparseCalls(call, chosen, query.dtype, layout=layout, with_lse=return_lse))
     output, lse = ops.attend(query, key, value, mask, call, chosen)
     output = _in_layout(output, layout)
     return (output, lse) if return_lse else output

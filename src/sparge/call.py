@@ -8,10 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from sparge.config import Dense, Moment, PerHead, Score, Selection, Sparsity
-from sparge.geometry import Shape
-from sparge.segments import Segments
-from sparge.window import Window, first_seen_key, window_of, within
+from sparge.masks.geometry import Shape
+from sparge.masks.segments import Segments
+from sparge.masks.window import Window, first_seen_key, window_of, within
+from sparge.options.common import PerHead
+from sparge.options.rules import Dense, Selection, Sparsity
+from sparge.options.scores import Moment, Score
 
 _DENSE, _SCORE = Dense(), Moment()
 

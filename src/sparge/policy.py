@@ -15,20 +15,11 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from sparge import validation
-from sparge.backends import base
-from sparge.config import (
-    ROUNDING_GUARD,
-    SCORES,
-    SELECTIONS,
-    OnUnsupported,
-    Quantization,
-    ScoreName,
-    Selection,
-    Skipped,
-    TopCdf,
-)
-from sparge.ordering import ORDERS, OrderName
+from sparge.masks.ordering import ORDERS, OrderName
+from sparge.options import checks
+from sparge.options.common import BACKENDS, OnUnsupported, Quantization, ScoreName, Skipped
+from sparge.options.rules import ROUNDING_GUARD, SELECTIONS, Selection, TopCdf
+from sparge.options.scores import SCORES
 
 Range = tuple[int, int | None]
 """Tokens [start, stop) as a slice has them: negative numbers count from the end, None is the end."""
@@ -65,7 +56,7 @@ class Policy:
             8..256, ...): "warn" once for each reason and run dense, silently run "dense", or "raise".
         backend: "auto", or a backend's name, which also switches the crossover off.
         skipped: what becomes of blocks that are not kept, as in `sparge.attention`: "auto", "mean" or "drop".
-        order: in which order of their grid the tokens of pictures and videos are taken, see `sparge.ordering`:
+        order: in which order of their grid the tokens of pictures and videos are taken, see `sparge.masks.ordering`:
             "hilbert", "morton", "tile", or "row" as they come. "auto" is "hilbert" where `enable` knows the grid.
         budgets: densities of layers, by the names that `sparge.stats` has for them, in place of that of ``topk`` or
             ``sparsity``; 1 runs dense. `sparge.calibrate` finds them.
@@ -112,21 +103,21 @@ class Policy:
             kind = type(self.sparsity).__name__
             raise TypeError(f"sparsity: expected Budget(...), TopK(...) or TopCdf(...), got {kind}")
         if self.topk is not None:
-            validation.by_share(self.topk)
-        validation.check_choice("score", self.score, ("auto", *SCORES))
-        object.__setattr__(self, "quantization", validation.resolve_quantization_name(self.quantization, stacklevel=4))
-        validation.check_choice("order", self.order, ("auto", *ORDERS))
-        validation.check_choice("skipped", self.skipped, validation.SKIPPED)
-        validation.check_choice("on_unsupported", self.on_unsupported, validation.ON_UNSUPPORTED)
-        validation.check_choice("dense", self.dense, get_args(DenseBits))
+            checks.by_share(self.topk)
+        checks.check_choice("score", self.score, ("auto", *SCORES))
+        object.__setattr__(self, "quantization", checks.resolve_quantization_name(self.quantization, stacklevel=4))
+        checks.check_choice("order", self.order, ("auto", *ORDERS))
+        checks.check_choice("skipped", self.skipped, checks.SKIPPED)
+        checks.check_choice("on_unsupported", self.on_unsupported, checks.ON_UNSUPPORTED)
+        checks.check_choice("dense", self.dense, get_args(DenseBits))
         if self.dense == "8bit" and self.quantization == "none":
             raise ValueError("dense: expected '16bit' beside quantization='none', got '8bit'")
-        validation.check_choice("backend", self.backend, ("auto", *base.NAMES))
+        checks.check_choice("backend", self.backend, ("auto", *BACKENDS))
         if not _is_int(self.min_tokens):
             raise TypeError(f"min_tokens: expected an int, got {type(self.min_tokens).__name__}")
         if self.min_tokens < 0:
             raise ValueError(f"min_tokens: expected 0 or more, got {self.min_tokens}")
-        validation.check_flag("self_attention_only", self.self_attention_only)
+        checks.check_flag("self_attention_only", self.self_attention_only)
         _check_steps("dense_first_steps", self.dense_first_steps)
         _check_steps("dense_last_steps", self.dense_last_steps)
         object.__setattr__(self, "dense_steps", _indices("dense_steps", self.dense_steps))
@@ -144,7 +135,7 @@ class Policy:
     @property
     def selection(self) -> Selection:
         """What `sparge.attention` gets as ``sparsity``."""
-        return validation.by_share(self.topk) if self.sparsity is None else self.sparsity
+        return checks.by_share(self.topk) if self.sparsity is None else self.sparsity
 
     def of_layer(self, name: str) -> Policy:
         """The policy of one layer: its own budget, if it has one.
@@ -296,7 +287,7 @@ def _sparsity(plain: dict[str, Any]) -> Selection:
     import torch
 
     kind = plain.pop("kind", None)
-    validation.check_choice("sparsity.kind", kind, tuple(SPARSITIES))
+    checks.check_choice("sparsity.kind", kind, tuple(SPARSITIES))
     rules: dict[str, Any] = {
         name: torch.tensor(value) if isinstance(value, list) else value for name, value in plain.items()
     }

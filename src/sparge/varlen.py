@@ -21,17 +21,21 @@ from typing import Any, Literal, cast, overload
 import torch
 from torch import Tensor
 
-from sparge import api, decide, ops, repeated, validation
+from sparge import api
 from sparge._ops import add_op_namespace_prefix
 from sparge._ops import ops as operators
 from sparge.call import Call
-from sparge.config import Dense, OnUnsupported, PerHead, Quantization, Score, ScoreName, Skipped, Sparsity
-from sparge.decide import Reason
-from sparge.derivatives import inside_autograd_function, needs_derivatives
-from sparge.geometry import Shape
-from sparge.plans import Group, Plan, plan_of
-from sparge.repeated import PackedCalls
-from sparge.segments import Run, longest
+from sparge.dispatch import call_cache, dense_rules, ops, validation
+from sparge.dispatch.call_cache import PackedCalls
+from sparge.dispatch.dense_rules import Reason
+from sparge.dispatch.gradients import inside_autograd_function, needs_grad_of
+from sparge.dispatch.segment_plan import Group, Plan, plan_of
+from sparge.masks.geometry import Shape
+from sparge.masks.segments import Run, longest
+from sparge.options import checks
+from sparge.options.common import OnUnsupported, PerHead, Quantization, ScoreName, Skipped
+from sparge.options.rules import Dense, Sparsity
+from sparge.options.scores import Score
 
 Bounds = Tensor | Sequence[int]
 """Where segments begin, and where the last one ends: n + 1 numbers, on the host or the query's device."""
@@ -169,33 +173,33 @@ def varlen_attention(
             numbers = (causal, return_lse, topk, softmax_scale, dropout_p, softcap, max_seqlen_q, max_seqlen_k)
             flags = tuple([type(number) for number in numbers])
             choices = (sparsity, score, quantization, skipped, backend, on_unsupported, window_size)
-            kind = repeated.kind_of(q, k, v, None, None, None, ("packed", bounds, flags, choices, numbers))
-        runner = repeated.find(kind)
+            kind = call_cache.kind_of(q, k, v, None, None, None, ("packed", bounds, flags, choices, numbers))
+        runner = call_cache.find(kind)
         if runner is not None:
             output, lse = runner(q, k, v, None)
             return (output, lse) if return_lse else output
-    validation.check_choice("on_unsupported", on_unsupported, validation.ON_UNSUPPORTED)
-    validation.check_flag("causal", causal)
+    checks.check_choice("on_unsupported", on_unsupported, checks.ON_UNSUPPORTED)
+    checks.check_flag("causal", causal)
     validation.check_softcap(softcap)
     shape = validation.check_packed(q, k, v)
     window = validation.resolve_window(window_size, causal, shape.q_len, shape.kv_len, "window_size")
     validation.check_bounds("cu_seqlens_q", cu_seqlens_q, max_seqlen_q, q.device)
     validation.check_bounds("cu_seqlens_k", cu_seqlens_k, max_seqlen_k, q.device)
-    validation.check_choice("skipped", skipped, validation.SKIPPED)
+    checks.check_choice("skipped", skipped, checks.SKIPPED)
     rule = validation.resolve_sparsity(topk, sparsity, shape.heads)
     call = Call(
         shape=shape,
         is_causal=window.right == 0,
         scale=validation.check_scale(softmax_scale, shape.head_dim),
         sparsity=rule,
-        score=validation.resolve_score(score),
-        quantization=validation.resolve_quantization_name(quantization),
+        score=checks.resolve_score(score),
+        quantization=checks.resolve_quantization_name(quantization),
         pv_threshold=None if isinstance(rule, Dense) else rule.pv_threshold,
         skipped=skipped,
         window=window,
     )
     longest = (max_seqlen_q, max_seqlen_k)
-    obstacle = decide.unsupported(shape, dropout_p, needs_derivatives(q, k, v))
+    obstacle = dense_rules.unsupported(shape, dropout_p, needs_grad_of(q, k, v))
     if torch.compiler.is_compiling() and obstacle is None:
         bounds_q, bounds_k = (torch.as_tensor(bounds) for bounds in (cu_seqlens_q, cu_seqlens_k))
         output, lse = operators.varlen(q, k, v, bounds_q, bounds_k, *longest, *ops.pack(call, backend), return_lse)
@@ -203,7 +207,7 @@ def varlen_attention(
         options = {"dropout_p": dropout_p, "backend": backend, "on_unsupported": on_unsupported}
         calls = _calls_of(q, k, v, cu_seqlens_q, cu_seqlens_k, longest, call, return_lse, options)
         if obstacle is None and call.quantization == quantization and not call.has_per_head_numbers:
-            repeated.remember(kind, calls)
+            call_cache.remember(kind, calls)
         output, lse = calls(q, k, v)
     return (output, lse) if return_lse else output
 
@@ -253,7 +257,7 @@ class _PackedSequences:
         self._with_lse = with_lse
         self._options = options
         self._groups = [(_packed_calls(group, call, dtype, with_lse), group.parts) for group in plan.groups]
-        self._runners: dict[Run, repeated.Runner] = {}
+        self._runners: dict[Run, call_cache.Runner] = {}
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, _attn_mask: Tensor | None = None
@@ -286,7 +290,7 @@ class _PackedSequences:
         """Output (tokens, H, Dv) and LSE (H, tokens) of a run; in its place anything where it is not asked for."""
         queries = run.queries(query)
         if run.kv_len == 0:
-            decide.count(Reason.NOTHING_VISIBLE)
+            dense_rules.count(Reason.NOTHING_VISIBLE)
             return _nothing(queries.flatten(0, 1), self._call.shape)
         tensors = queries, run.keys(key), run.keys(value)
         runner = self._runners.get(run)
@@ -317,7 +321,7 @@ def _may_pack(query: Tensor, key: Tensor, value: Tensor, call: Call, dropout_p: 
     has_similarity = not isinstance(call.sparsity, Dense) and call.sparsity.similarity_threshold is not None
     if has_similarity or call.scale <= 0 or inside_autograd_function():
         return False
-    return decide.unsupported(call.shape, dropout_p, needs_derivatives(query, key, value)) is None
+    return dense_rules.unsupported(call.shape, dropout_p, needs_grad_of(query, key, value)) is None
 
 
 def _packed_calls(group: Group, call: Call, dtype: torch.dtype, with_lse: bool) -> PackedCalls:
@@ -329,7 +333,7 @@ def _packed_calls(group: Group, call: Call, dtype: torch.dtype, with_lse: bool) 
     if reason is None:
         rules = {"skipped": validation.resolve_skipped(call.skipped, call.is_causal, None, shape)}
     whole = replace(call, shape=shape, window=window, quantization=quantization, exact_lse=with_lse, **rules)
-    words = "" if reason is None else decide.describe(reason)
+    words = "" if reason is None else dense_rules.describe(reason)
     return PackedCalls(whole, backend, dtype, group.segments, words)
 
 

@@ -22,9 +22,9 @@ from worker import Device
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from fake_driver import FakeDriver
-from sparge import repeated
-from sparge.backends.cuda import driver, launch, replay
-from sparge.backends.cuda.driver import TENSOR_MAP_BYTES, Parameter
+from sparge.backends.gpu import driver, launch, replay
+from sparge.backends.gpu.driver import TENSOR_MAP_BYTES, Parameter
+from sparge.dispatch import call_cache
 
 AFTER_HANDLES = 9
 """A launch is: programs in three dimensions, six of Triton's own things, the kernel's arguments."""
@@ -133,5 +133,5 @@ def note_launches(architecture: int = 90) -> list[tuple[str, list[Any]]]:
     driver.parameters_of = parameters_of
     replay._current_stream = lambda _: 0
     replay._is_capturing = lambda: False
-    repeated._is_current = lambda _: True
+    call_cache._is_current = lambda _: True
     return started

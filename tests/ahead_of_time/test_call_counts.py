@@ -24,13 +24,13 @@ import fake_driver
 import launches
 import sparge
 from call_counts import count_calls
-from sparge import repeated
-from sparge.backends.cuda.backend import CudaBackend
+from sparge.dispatch import call_cache
+from sparge.backends.gpu.backend import GpuBackend
 from sparge.call import _calls, forget_recordings
 from sparge.integrations.calls import Layer
 from sparge.integrations.sdpa import Scope, sparse_sdpa
 
-CudaBackend.missing = lambda *_: None
+GpuBackend.unavailable_reason = lambda *_: None
 started = launches.note_launches()
 tensors = [torch.zeros(1, 2, 512, 64, dtype=torch.bfloat16) for _ in range(3)]
 options = {{"quantization": "int8_fp8", "backend": "triton"}}
@@ -52,7 +52,7 @@ calls = {{
 scope = Scope(Layer("", sparge.Policy(topk=0.5, **options)), grid=(8, 8, 8))
 found = {{}}
 for name, call in calls.items():
-    repeated.forget()
+    call_cache.forget()
     forget_recordings()
     count = count_calls(call, stand_ins=(launches.__file__, fake_driver.__file__, ctypes.__file__))
     (made,) = _calls.values()

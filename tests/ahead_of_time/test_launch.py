@@ -14,14 +14,14 @@ import torch
 import triton
 import triton.language as tl
 
-from sparge.backends.cuda.launch import launch
+from sparge.backends.gpu.launch import launch
 
 PROGRAM = """
 import json
 import torch
 from launches import note_launches
-from sparge.backends.cuda import launch as module
-from sparge.backends.cuda.stages.similarity import key_similarity_kernel
+from sparge.backends.gpu import launch as module
+from sparge.backends.gpu.stages.similarity import key_similarity_kernel
 
 started = note_launches()
 memory = torch.zeros(4096)

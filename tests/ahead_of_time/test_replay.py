@@ -15,14 +15,15 @@ PROGRAM = """
 import json
 import torch
 from launches import note_launches
-from sparge.backends.cuda import pipeline, rank_pipeline
+from sparge.backends.gpu import pipeline, rank_pipeline
 from sparge.backends.triton.attention import attend
-from sparge.block_mask import BlockMask
+from sparge.masks.block_mask import BlockMask
 from sparge.call import Call, _calls, forget_recordings, interned
-from sparge.config import Budget, Mean, Moment, TopCdf, TopK
-from sparge.geometry import Shape
-from sparge.segments import Segment
-from sparge.segments import packed as segments_of
+from sparge.options.rules import Budget, TopCdf, TopK
+from sparge.options.scores import Mean, Moment
+from sparge.masks.geometry import Shape
+from sparge.masks.segments import Segment
+from sparge.masks.segments import packed as segments_of
 
 started = note_launches()
 totals = torch.zeros(3, dtype=torch.int64)
@@ -85,7 +86,7 @@ class Pool:
 def on_ranks(query, key, value, **changes):
     call = call_of(sparsity=Budget(0.5), **changes)
     keys = rank_pipeline.summarize_keys(key, call)
-    candidates = [rank_pipeline.CudaCandidates(query, keys, call)]
+    candidates = [rank_pipeline.GpuCandidates(query, keys, call)]
     (mask,) = rank_pipeline.choose_together(candidates, call.selection, 9, Pool)
     return mask.kv_num_blocks, mask.kv_indices
 

@@ -25,15 +25,16 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from sparge.backends.cuda import launch, pipeline
-from sparge.backends.cuda.stages.order import move
-from sparge.backends.cuda.stages.replacement import replaced_bias
+from sparge.backends.gpu import launch, pipeline
+from sparge.backends.gpu.stages.order import move
+from sparge.backends.gpu.stages.replacement import replaced_bias
 from sparge.backends.triton import attention as triton_attention
-from sparge.block_mask import BlockMask
 from sparge.call import Call
-from sparge.config import Budget, Mean, Moment, Spread, TopCdf
-from sparge.geometry import Shape
-from sparge.segments import Segment, packed
+from sparge.masks.block_mask import BlockMask
+from sparge.masks.geometry import Shape
+from sparge.masks.segments import Segment, packed
+from sparge.options.rules import Budget, TopCdf
+from sparge.options.scores import Mean, Moment, Spread
 
 BATCH, HEADS, KV_HEADS = 1, 4, 2
 FP8_ARCHITECTURE = 89

@@ -25,7 +25,7 @@ from sparge.backends.torch import online as torch_online
 from sparge.call import Call
 from sparge.evaluate.families import by_name
 from sparge.evaluate.inputs import text_like, text_with_needles, video_like
-from sparge.geometry import Shape
+from sparge.masks.geometry import Shape
 from sparge.reference import softmax
 
 pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.timeout(120)]

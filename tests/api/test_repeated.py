@@ -12,10 +12,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sparge
-from sparge import Budget, TopK, repeated
+from sparge import Budget, TopK
 from sparge.backends.base import Crossover
 from sparge.backends.torch import TorchBackend
 from sparge.call import forget_recordings
+from sparge.dispatch import call_cache
 
 LENGTH = 300
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -39,7 +40,7 @@ def qkv(seed: int, length: int = LENGTH, **changes: Any) -> list[Tensor]:
 
 def first(*inputs: Tensor, **given: Any) -> Any:
     """A call that nothing is remembered for."""
-    repeated.forget()
+    call_cache.forget()
     forget_recordings()
     return sparge.attention(*inputs, **given)
 
@@ -54,14 +55,14 @@ def test_the_same_bits_on_other_tensors(name: str) -> None:
     turned = given.get("layout") == "NHD"
     inputs = [[x.transpose(1, 2).contiguous() if turned else x for x in qkv(seed)] for seed in range(3)]
     expected = [as_tuple(first(*tensors, **given)) for tensors in inputs]
-    repeated.forget()
+    call_cache.forget()
     sparge.reset_stats()
     for _ in range(2):
         for tensors, wanted in zip(inputs, expected, strict=True):
             got = as_tuple(sparge.attention(*tensors, **given))
             assert [x.stride() for x in got] == [x.stride() for x in wanted]
             assert all(torch.equal(*pair) for pair in zip(got, wanted, strict=True))
-    assert len(repeated._runners) == 1
+    assert len(call_cache._runners) == 1
     assert sparge.stats().calls == 6
 
 
@@ -144,7 +145,7 @@ def test_numbers_of_heads_are_read_each_time() -> None:
 def test_equal_rules_are_one_kind() -> None:
     for _ in range(3):
         sparge.attention(*qkv(0), sparsity=Budget(0.4), backend="torch")
-    assert len(repeated._runners) == 1
+    assert len(call_cache._runners) == 1
 
 
 def test_autocast_changes_nothing() -> None:
@@ -199,20 +200,20 @@ def test_tracing_sees_an_operator(given: dict[str, Any]) -> None:
 
 
 def test_the_number_of_kinds_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repeated, "MAX_KINDS", 3)
+    monkeypatch.setattr(call_cache, "MAX_KINDS", 3)
     for length in (10, 20, 30, 40, 50):
         tensors = qkv(0, length=length)
         assert torch.equal(sparge.attention(*tensors), sparge.attention(*tensors))
-        assert len(repeated._runners) <= 3
+        assert len(call_cache._runners) <= 3
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_dense_call_is_sdpa(monkeypatch: pytest.MonkeyPatch, is_causal: bool) -> None:
-    """Nothing but torch's kernel runs when a short call is repeated."""
+    """Nothing but torch's kernel runs when a short call is call_cache."""
     tensors, calls = qkv(0), []
     sparge.attention(*tensors, is_causal=is_causal)
     original: Callable[..., Tensor] = F.scaled_dot_product_attention
-    (runner,) = repeated._runners.values()
+    (runner,) = call_cache._runners.values()
     monkeypatch.setattr(runner, "_sdpa", lambda *args: calls.append(1) or original(*args, is_causal=is_causal))
     got = sparge.attention(*tensors, is_causal=is_causal)
     assert calls == [1]
@@ -225,7 +226,7 @@ def test_given_blocks_are_read_each_time() -> None:
     for given in ({}, {"return_lse": True, "skipped": "mean"}, {"layout": "HND", "pv_threshold": -8.0}):
         expected = []
         for mask in masks:
-            repeated.forget()
+            call_cache.forget()
             expected.append(as_tuple(sparge.block_sparse_attention(*tensors, mask, backend="torch", **given)))
         for _ in range(2):
             for mask, wanted in zip(masks, expected, strict=True):
@@ -253,7 +254,7 @@ def test_predictions_are_those_of_their_tensors() -> None:
     for given in ({}, {"is_causal": True}, {"attn_mask": hidden}, {"attn_mask": ~hidden}):
         expected = []
         for query, key, _ in inputs:
-            repeated.forget()
+            call_cache.forget()
             expected.append(sparge.predict(query, key, topk=0.4, **given))
         for _ in range(2):
             for (query, key, _), wanted in zip(inputs, expected, strict=True):
@@ -272,7 +273,7 @@ def test_packs_go_by_their_bounds() -> None:
         expected = []
         for pack in packs:
             for each in bounds:
-                repeated.forget()
+                call_cache.forget()
                 expected.append(
                     as_tuple(sparge.varlen_attention(*pack, each, each, topk=0.4, backend="torch", **given))
                 )

@@ -12,10 +12,11 @@ from torch.library import opcheck
 
 import sparge
 from conftest import exact_attention
-from sparge import Budget, Dense, TopCdf, TopK, ops, varlen
+from sparge import Budget, Dense, TopCdf, TopK, varlen
 from sparge.call import Call
-from sparge.geometry import Shape
-from sparge.segments import Run, runs_of
+from sparge.dispatch import ops
+from sparge.masks.geometry import Shape
+from sparge.masks.segments import Run, runs_of
 
 pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.timeout(120)]
 

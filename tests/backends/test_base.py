@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from sparge.backends import base
-from sparge.backends.cuda.backend import triton_missing
+from sparge.backends.gpu.requirements import triton_unavailable_reason
 from sparge.call import Call
-from sparge.geometry import Shape
+from sparge.masks.geometry import Shape
+from sparge.options.common import BACKENDS
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -95,10 +96,10 @@ class TestResolve:
     @needs_triton
     def test_a_gluon_that_moved(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-        monkeypatch.delitem(sys.modules, "sparge.backends.cuda.gluon", raising=False)
-        monkeypatch.delattr(sys.modules.get("sparge.backends.cuda", base), "gluon", raising=False)
+        monkeypatch.delitem(sys.modules, "sparge.backends.gpu.gluon", raising=False)
+        monkeypatch.delattr(sys.modules.get("sparge.backends.gpu", base), "gluon", raising=False)
         monkeypatch.setitem(sys.modules, "triton.experimental.gluon", None)
-        missing = base.get("hopper").missing(CUDA)
+        missing = base.get("hopper").unavailable_reason(CUDA)
         assert missing is not None
         assert missing.startswith("expected Gluon for Hopper in Triton ")
         assert base.resolve("auto", CUDA) == "triton"
@@ -131,7 +132,7 @@ class TestResolve:
     @pytest.mark.usefixtures("gpu")
     def test_no_triton(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "triton", None)
-        missing = triton_missing(CUDA)
+        missing = triton_unavailable_reason(CUDA)
         assert missing is not None
         assert missing.startswith("expected Triton to be installed, got ModuleNotFoundError(")
         self.refused(CUDA, missing)
@@ -149,7 +150,7 @@ class TestResolve:
         with pytest.raises(ValueError, match=r"^backend: expected one of 'auto', 'hopper', .*, got 'cuda'$"):
             base.resolve("cuda", CPU)
 
-    @pytest.mark.parametrize("name", base.NAMES)
+    @pytest.mark.parametrize("name", BACKENDS)
     def test_every_backend_says_what_it_is(self, name: str) -> None:
         pytest.importorskip("triton")
         backend = base.get(name)

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from sparge.backends.cuda import config_table
-from sparge.backends.cuda.config_table import ConfigKey, active_overrides, look_up, overridden, override, variant_of
-from sparge.backends.cuda.stages import configs as stage_configs
+from sparge.backends.gpu import config_table
+from sparge.backends.gpu.config_table import ConfigKey, active_overrides, look_up, overridden, override, variant_of
+from sparge.backends.gpu.stages import configs as stage_configs
 from sparge.backends.hopper import configs as hopper_configs
 from sparge.backends.triton import configs as triton_configs
-from sparge.geometry import ROW_GROUP
+from sparge.masks.geometry import ROW_GROUP
 
 CAPABILITIES = {"hopper": (90,), "blackwell": (100, 103, 110), "small": (80, 86, 89, 120, 121)}
 VARIANTS = {

@@ -22,14 +22,14 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from fake_driver import FakeDriver
-from sparge.backends.cuda import driver, replay
-from sparge.backends.cuda.config_table import override
-from sparge.backends.cuda.driver import Parameter
-from sparge.backends.cuda.launch import buffer_like, zeros_like
-from sparge.backends.cuda.replay import ALIGNMENT, MAX_RECORDINGS, _predecessors, _spans, in_branch, replayed
+from sparge.backends.gpu import driver, replay
+from sparge.backends.gpu.config_table import override
+from sparge.backends.gpu.driver import Parameter
+from sparge.backends.gpu.launch import buffer_like, zeros_like
+from sparge.backends.gpu.replay import ALIGNMENT, MAX_RECORDINGS, _predecessors, _spans, in_branch, replayed
 from sparge.backends.triton import configs as triton_configs
 from sparge.call import Call
-from sparge.geometry import Shape
+from sparge.masks.geometry import Shape
 
 LENGTH = 300
 PARAMETERS = [*[Parameter(8, False)] * 3, Parameter(4, True), Parameter(4, False), *[Parameter(8, False)] * 2]

@@ -14,7 +14,7 @@ from sparge.backends.torch import blocks as torch_blocks
 from sparge.backends.torch import online as torch_online
 from sparge.call import Call
 from sparge.evaluate.metrics import relative_l1
-from sparge.geometry import Shape
+from sparge.masks.geometry import Shape
 
 SHAPES = {
     "square": Shape(1, 2, 1, 384, 384, 32, 32),

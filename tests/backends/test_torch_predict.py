@@ -10,7 +10,7 @@ import torch
 from sparge import Budget, Mean, Moment, Spread, TopCdf, TopK, reference
 from sparge.backends.torch import predict as torch_predict
 from sparge.call import Call
-from sparge.geometry import Shape
+from sparge.masks.geometry import Shape
 
 SHAPES = {
     "square": Shape(1, 2, 1, 640, 640, 32, 32),

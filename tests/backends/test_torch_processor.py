@@ -17,7 +17,7 @@ from sparge.backends import base
 from sparge.backends.torch import TorchBackend, processor
 from sparge.backends.torch import blocks as torch_blocks
 from sparge.backends.torch.processor import CROSSOVERS, SCORES_PER_THREAD, Units
-from sparge.geometry import Shape
+from sparge.masks.geometry import Shape
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 HALVES = pytest.mark.parametrize("dtype", [BF16, FP16])

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import sparge
-from sparge import cli
 from sparge.bench import host
 from sparge.bench.timing import Variant
+from sparge.cli import app
 
 CPU = torch.device("cpu")
 CALLS = {
@@ -38,7 +38,7 @@ def test_the_command_measures_a_cpu(
     monkeypatch.setattr(host, "BATCH", 1)
     path = tmp_path / "host.jsonl"
     with pytest.raises(SystemExit) as stopped:
-        cli.main(["bench", "--suite", "host", "--quick", "--json", str(path)])
+        app.main(["bench", "--suite", "host", "--quick", "--json", str(path)])
     assert not stopped.value.code
     rows = {row["call"]: row for row in map(json.loads, path.read_text().splitlines())}
     assert rows.keys() >= CALLS

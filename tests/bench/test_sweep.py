@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparge import cli
-from sparge.backends.cuda.stages.configs import ScoreConfig, SelectConfig
+from sparge.backends.gpu.stages.configs import ScoreConfig, SelectConfig
 from sparge.backends.hopper.configs import HopperConfig
 from sparge.backends.triton.configs import AttentionConfig
 from sparge.bench.sweep import run as sweep_run
@@ -42,6 +41,7 @@ from sparge.bench.sweep.results import (
     table_text,
 )
 from sparge.bench.sweep.run import missing_device, run_sweep, sweep_case
+from sparge.cli import app
 from sparge.evaluate.machine import Gpu
 
 GPU = Gpu("NVIDIA H200", "9.0", "2.11.0", "3.6.0", "13.0", "0.1.0", "0123456789")
@@ -456,7 +456,7 @@ class TestCommand:
     def test_needs_a_device(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert missing_device([CASE]) is not None
         with pytest.raises(SystemExit) as stopped:
-            cli.main(["sweep", "triton:int8_fp8:128"])
+            app.main(["sweep", "triton:int8_fp8:128"])
         assert stopped.value.code == 2
         assert "sparge: error: sweep: expected a CUDA device to measure on, got none" in capsys.readouterr().err
 
@@ -470,7 +470,7 @@ class TestCommand:
     )
     def test_refuses(self, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as stopped:
-            cli.main(["sweep", *arguments])
+            app.main(["sweep", *arguments])
         assert stopped.value.code == 2
         assert message in capsys.readouterr().err
 
@@ -483,7 +483,7 @@ class TestCommand:
         monkeypatch.setattr(sweep_run, "ProcessRunner", FakeRunnerThatCloses)
         path = tmp_path / "rows.jsonl"
         with pytest.raises(SystemExit) as stopped:
-            cli.main(
+            app.main(
                 ["sweep", "triton:int8_fp8:128", "score:64", "--distance", "1", "--json", str(path), "--jobs", "1"]
             )
         assert not stopped.value.code
@@ -532,7 +532,7 @@ class TestWorker:
 
     def test_resources_have_somebody_to_tell(self) -> None:
         pytest.importorskip("triton")
-        from sparge.backends.cuda.replay import current_recorder
+        from sparge.backends.gpu.replay import current_recorder
 
         assert current_recorder.get() is None
 

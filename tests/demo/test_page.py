@@ -18,7 +18,7 @@ from sparge.demo.measure import Demo, InputResult, Prediction, Row, Settings, ta
 from sparge.demo.page import render_page
 from sparge.evaluate.inputs import Needle
 from sparge.evaluate.machine import Gpu, Machine
-from sparge.plots import DARK, LIGHT, paint_blocks, palette
+from sparge.masks.plot import DARK, LIGHT, paint_blocks, palette
 
 MACHINE = Machine("Imagined <CPU> & sons", 3, "Linux test", "3.10.1", "2.9.9", "0.0.7", "abc1234")
 TOKENS = 512

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 import sparge
-from sparge.block_mask import BlockMask
 from sparge.distributed import computing, gathered_attention, mesh_attention, ring_attention, shard, ulysses_attention
 from sparge.distributed.exchange import Exchange
 from sparge.distributed.places import places_of, split_lengths
+from sparge.masks.block_mask import BlockMask
 
 MODES = {"ulysses": ulysses_attention, "gathered": gathered_attention, "ring": ring_attention}
 RULES: dict[str, dict[str, Any]] = {

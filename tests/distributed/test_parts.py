@@ -11,7 +11,7 @@ from sparge.distributed.balance import deal
 from sparge.distributed.places import Piece, places_of
 from sparge.distributed.request import rule_of_heads
 from sparge.distributed.ring import Rectangle, rectangles
-from sparge.merging import merge
+from sparge.numerics.merge import merge
 
 
 def partial(scores: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,10 +15,10 @@ from torch import Tensor
 import sparge
 from sparge import Budget, Policy, Profile
 from sparge.calibration import Curve, calibrate, check
-from sparge.calibration.profile import within
-from sparge.cli import main
+from sparge.cli.app import main
 from sparge.evaluate.metrics import relative_l1
 from sparge.integrations.calls import substituted
+from sparge.profile import within
 
 DENSITIES = (0.3, 0.5, 0.8)
 POLICY = Policy(backend="torch", quantization="none")

@@ -270,7 +270,7 @@ def test_a_missing_gguf_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_command(model: Any, tokenizer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from sparge.cli import main
+    from sparge.cli.app import main
 
     model.config.max_position_embeddings = 1000
     model.save_pretrained(tmp_path / "model")
@@ -317,7 +317,7 @@ def test_command(model: Any, tokenizer: Any, tmp_path: Path, capsys: pytest.Capt
     ],
 )
 def test_wrong_command_lines(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from sparge.cli import main
+    from sparge.cli.app import main
 
     with pytest.raises(SystemExit) as done:
         main(["eval", "llm", *arguments])

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import sparge
-from sparge.cli import main
+from sparge.cli.app import main
 from sparge.evaluate.lm_harness import with_sparse_attention
 
 

@@ -163,7 +163,7 @@ def test_broken_pixels_are_told() -> None:
     ],
 )
 def test_wrong_command_lines(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from sparge.cli import main
+    from sparge.cli.app import main
 
     with pytest.raises(SystemExit) as done:
         main(["eval", "pipeline", *arguments])

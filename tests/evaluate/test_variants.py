@@ -10,8 +10,8 @@ import torch
 from tiny_language import tiny_model
 
 import sparge
-from sparge.calibration.profile import Curve, Needs, Profile
 from sparge.evaluate.variants import family_of, parse_variant, share_computed
+from sparge.profile import Curve, Needs, Profile
 
 
 def test_words(tmp_path: Path) -> None:

@@ -116,9 +116,9 @@ def assert_like_the_reference(
 def forget_recordings() -> None:
     """The next call of every kind is made from the beginning."""
     if BACKEND in ("triton", "hopper"):
-        from sparge import call, repeated
+        from sparge import call, call_cache
 
-        repeated.forget()
+        call_cache.forget()
         call.forget_recordings()
 
 

@@ -26,7 +26,7 @@ from gpu.conftest import (
     random_bits,
     rms,
 )
-from sparge.block_mask import BlockMask
+from sparge.masks.block_mask import BlockMask
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 OPTIONS = {"return_lse": True, "backend": BACKEND}

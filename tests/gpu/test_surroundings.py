@@ -17,12 +17,13 @@ from torch.library import opcheck
 import sparge
 from conftest import tokens_first
 from gpu.conftest import BACKEND, DEVICE, FASTEST, ON_CUDA, cuda_only, equal, forget_recordings, make_inputs, modes
-from sparge import Dense, TopCdf, TopK, ops
+from sparge import Dense, TopCdf, TopK
 from sparge.call import Call
-from sparge.geometry import Shape
+from sparge.dispatch import ops
 from sparge.integrations.calls import Layer
 from sparge.integrations.calls import attend as attend_layer
-from sparge.ordering import order_of
+from sparge.masks.geometry import Shape
+from sparge.masks.ordering import order_of
 
 pytestmark = pytest.mark.gpu
 

@@ -35,8 +35,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import sparge
 from sparge import Budget, Policy, TopK
-from sparge.integrations import diffusers_backend
 from sparge.integrations.calls import Layer
+from sparge.integrations.diffusers import backend
 from sparge.integrations.hooks import THREAD
 from sparge.integrations.sdpa import Scope, Tokens
 
@@ -149,7 +149,7 @@ for _name, _kind in (("wan", "ulysses"), ("flux", "ulysses"), ("ltx", "ring")):
 @case("orders")
 def orders() -> dict[str, Tensor]:
     """`enable` and ``set_attention_backend``, before and after ``enable_parallelism``; and back."""
-    diffusers_backend.register(SPARSE)
+    backend.register(SPARSE)
     results = {}
     for name in ("wan", "flux"):
         model, inputs = model_of(name)
@@ -225,7 +225,7 @@ def called(tokens: Tokens, policy: Policy, *args: Any, **kwargs: Any) -> tuple[T
     sparge.reset_stats()
     THREAD.scopes.append(Scope(Layer("layer", policy), (tokens,), GRID))
     try:
-        output = diffusers_backend.attention(*args, **kwargs)
+        output = backend.attention(*args, **kwargs)
     finally:
         THREAD.scopes.pop()
     return output, dict(sparge.stats().layers["layer"].reasons)
@@ -324,7 +324,7 @@ def balance() -> dict[str, Any]:
         sparge.reset_stats()
         THREAD.scopes.append(Scope(layer, (Tokens(True),), None))
         own_part = (own(tensor, 1, 0) for tensor in (query, key, value))
-        output = diffusers_backend.attention(*own_part, own(mask, 3, 0), _parallel_config=config)
+        output = backend.attention(*own_part, own(mask, 3, 0), _parallel_config=config)
         THREAD.scopes.pop()
         got.append(all_of(output, 0))
         imbalances.append(sparge.stats().layers["layer"].imbalance)
@@ -411,7 +411,7 @@ def mesh() -> dict[str, Any]:
 def work(rank: int, ranks: int, folder: Path) -> None:
     """All cases for so many ranks; the first that fails ends them, as ranks may wait for each other."""
     torch.set_num_threads(1)
-    diffusers_backend.register()
+    backend.register()
     torch.accelerator.device_count = lambda: 1  # diffusers divides by it
     dist.init_process_group(
         "gloo",

@@ -12,9 +12,10 @@ from tiny_transformers import build
 from torch import Tensor
 
 import sparge
-from sparge import Dense, Policy, decide
+from sparge import Dense, Policy
 from sparge.backends import base
-from sparge.decide import Reason
+from sparge.dispatch import dense_rules
+from sparge.dispatch.dense_rules import Reason
 from sparge.evaluate.variants import parse_variant, share_computed
 from sparge.integrations.calls import Layer, Steps, attend
 
@@ -80,9 +81,9 @@ def test_where_8_bits_are_faster(policy: Policy, is_faster: bool, runs: bool, mo
     """On a CPU they are a simulation: only a backend and a quantization that are both named have it run there."""
     monkeypatch.setattr(base, "_fastest_quantization", lambda *_: "int8_fp8" if is_faster else "none")
     cpu = torch.device("cpu")
-    assert decide.in_eight_bits(policy, Reason.STEP, cpu) is runs
-    for reason in set(Reason) - set(decide.BY_RULE):
-        assert not decide.in_eight_bits(policy, reason, cpu)
+    assert dense_rules.in_eight_bits(policy, Reason.STEP, cpu) is runs
+    for reason in set(Reason) - set(dense_rules.BY_RULE):
+        assert not dense_rules.in_eight_bits(policy, reason, cpu)
 
 
 def test_calls_that_are_dense_at_any_rate_stay_with_the_framework() -> None:

@@ -21,8 +21,9 @@ from torch import Tensor
 import sparge
 from conftest import watch_attention
 from sparge import Policy, TopK
-from sparge.integrations import calls, diffusers
-from sparge.integrations.diffusers_models import KNOWN
+from sparge.integrations import calls
+from sparge.integrations.diffusers import pipeline
+from sparge.integrations.diffusers.models import KNOWN
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -56,7 +57,7 @@ CROSS = {
 @pytest.fixture(autouse=True)
 def no_gradients(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(calls, "_WARNED", set())
-    diffusers._warn_once.cache_clear()
+    pipeline._warn_once.cache_clear()
     with torch.no_grad():
         yield
 
@@ -236,7 +237,7 @@ class TestDispatcher:
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         """Upstream reserves "sparge": if it comes to mean something else there, this library's is still reached."""
-        from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+        from pipeline.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
         def upstream(query: Any, **_: Any) -> Any:
             return torch.zeros_like(query)
@@ -270,7 +271,7 @@ class TestDispatcher:
         model.set_attention_backend("native")
 
     def test_a_backend_chosen_after_is_noticed(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from diffusers.models import attention_dispatch
+        from pipeline.models import attention_dispatch
 
         model, inputs = build("wan")
         sparge.enable(model, ALL)
@@ -292,7 +293,7 @@ class TestDispatcher:
 
     def test_without_the_private_registry(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A diffusers whose dispatcher cannot be extended: its calls are seen at SDPA."""
-        monkeypatch.setattr(diffusers.diffusers_backend, "register", lambda: None)
+        monkeypatch.setattr(pipeline.diffusers_backend, "register", lambda: None)
         model, inputs = build("flux")
         expected = run(model, inputs)
         sparge.enable(model, ALL)
@@ -334,7 +335,7 @@ def test_an_interrupted_pass_is_closed(name: str, monkeypatch: pytest.MonkeyPatc
             patch.setattr(attention.to_v, "forward", interrupt)
             run(model, inputs)
         undo()
-        assert diffusers.diffusers_backend.THREAD.scopes == []
+        assert pipeline.diffusers_backend.THREAD.scopes == []
         sparge.reset_stats()
         query = torch.randn(1, 1, 300, 16)
         torch.nn.functional.scaled_dot_product_attention(query, query, query)
@@ -343,7 +344,7 @@ def test_an_interrupted_pass_is_closed(name: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_processor_shared_by_modules_is_restored() -> None:
-    from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
+    from pipeline.models.transformers.transformer_flux import FluxAttnProcessor
 
     model, inputs = build("flux")
     model.set_attn_processor(FluxAttnProcessor())
@@ -383,7 +384,7 @@ def test_errors_leave_nothing_open() -> None:
     model.transformer_blocks[1].attn1.to_v.weight.data = model.transformer_blocks[1].attn1.to_v.weight.data[:, :5]
     with pytest.raises(RuntimeError):
         run(model, inputs)
-    assert diffusers.diffusers_backend.THREAD.scopes == []
+    assert pipeline.diffusers_backend.THREAD.scopes == []
     sparge.reset_stats()
     query = torch.randn(1, 1, 300, 16)
     torch.nn.functional.scaled_dot_product_attention(query, query, query)

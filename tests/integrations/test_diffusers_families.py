@@ -19,10 +19,12 @@ from families.tiny import Keys, Tiny, first_tensor
 from torch import Tensor
 
 import sparge
-from sparge import Policy, repeated
+from sparge import Policy
+from sparge.dispatch import call_cache
 from sparge.integrations import calls as calls_module
-from sparge.integrations import diffusers_models, sdpa
+from sparge.integrations import sdpa
 from sparge.integrations.calls import substituted
+from sparge.integrations.diffusers import models
 
 
 @pytest.fixture
@@ -72,12 +74,12 @@ def built(name: str) -> Tiny:
 def test_every_family(name: str, calls: dict[str, list[Keys]], monkeypatch: pytest.MonkeyPatch) -> None:
     """A probe finds what a reader of its code finds; so does its row; and with everything kept it is what it was."""
     tiny = built(name)
-    known = diffusers_models.KNOWN.get(class_of(name))
+    known = models.KNOWN.get(class_of(name))
     orders = watched_orders(monkeypatch)
     with torch.no_grad():
         stock = first_tensor(tiny.model(**tiny.inputs))
         with monkeypatch.context() as patch:
-            patch.setattr(diffusers_models, "KNOWN", {})
+            patch.setattr(models, "KNOWN", {})
             sparge.enable(tiny.model, POLICY)
             output = first_tensor(tiny.model(**tiny.inputs))
         wanted = expected(tiny)
@@ -88,7 +90,7 @@ def test_every_family(name: str, calls: dict[str, list[Keys]], monkeypatch: pyte
         calls.clear()
         if known is not None:
             orders.clear()
-            repeated.forget()  # calls that are looked up do not ask for an order
+            call_cache.forget()  # calls that are looked up do not ask for an order
             sparge.enable(tiny.model, POLICY)
             tiny.model(**tiny.inputs)
         assert row(name, tiny, is_ordered=any(orders)) in PAGE.read_text()
@@ -114,7 +116,7 @@ def test_every_class_is_in_the_table() -> None:
                 if issubclass(kind, ModelMixin) and kind.__module__ == module.__name__
             }
     assert found <= {class_of(name) for name in (*FAMILIES, *WITHOUT)}
-    assert set(diffusers_models.KNOWN) <= found
+    assert set(models.KNOWN) <= found
 
 
 def test_the_page_is_current() -> None:
@@ -155,7 +157,7 @@ class TestWithoutARow:
         with torch.no_grad():
             stock = first_tensor(tiny.model(**tiny.inputs))
             sparge.enable(tiny.model, POLICY)
-            monkeypatch.setattr("sparge.integrations.diffusers_probe._other", lambda latents: latents[..., :3])
+            monkeypatch.setattr("sparge.integrations.diffusers.probe._other", lambda latents: latents[..., :3])
             with pytest.warns(UserWarning, match=r"Flux2\w*: expected a forward pass .* got RuntimeError"):
                 output = first_tensor(tiny.model(**tiny.inputs))
         torch.testing.assert_close(output, stock, rtol=0, atol=1e-5)

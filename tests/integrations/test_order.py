@@ -17,9 +17,10 @@ from torch.library import opcheck
 
 import sparge
 from conftest import make_qkv, tokens_first
-from sparge import Budget, Policy, TopCdf, TopK, ops
+from sparge import Budget, Policy, TopCdf, TopK
+from sparge.dispatch import ops
 from sparge.integrations.calls import Layer, Steps, attend, substituted
-from sparge.ordering import ORDERS, order_of
+from sparge.masks.ordering import ORDERS, order_of
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -130,7 +131,7 @@ class TestModels:
         _, by_row = watched(model, inputs, topk=1.0, order="row")
         assert calls[0].options["score"] == "spread"
         text = inputs["encoder_hidden_states"].shape[1]
-        along = sparge.ordering.order_of((20, 20), "hilbert")
+        along = sparge.masks.ordering.order_of((20, 20), "hilbert")
         assert torch.equal(calls[0].query[:, :, :text], by_row[0].query[:, :, :text])
         assert torch.equal(calls[0].query[:, :, text:], along.apply(by_row[0].query[:, :, text:], dim=2))
 

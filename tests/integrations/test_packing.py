@@ -10,21 +10,22 @@ from typing import Any
 
 import pytest
 import torch
+from attention.masking_utils import and_masks, causal_mask_function, chunked_causal_mask_function
+from attention.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+from attention.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+from attention.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
+from attention.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
+from attention.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+from attention.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 from test_transformers import ALL, SIZES, THIN, assert_logits_equal, llama, mistral, tokens
 from torch import Tensor, nn
 from transformers import Llama4ForCausalLM, Llama4TextConfig
-from transformers.masking_utils import and_masks, causal_mask_function, chunked_causal_mask_function
-from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
-from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
-from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
-from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
-from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 import sparge
 from conftest import exact_attention, watch_attention
 from sparge import Policy
-from sparge.integrations import calls, packing, transformers
+from sparge.integrations import calls
+from sparge.integrations.transformers import attention, packing
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -158,7 +159,7 @@ class TestMasks:
 
     def test_one_that_was_edited_is_no_longer_known(self) -> None:
         bounds = chunked_causal_mask_function(100, torch.zeros(1, dtype=torch.long))
-        made = transformers.mask(1, 300, 300, mask_function=bounds, allow_is_causal_skip=False)
+        made = attention.mask(1, 300, 300, mask_function=bounds, allow_is_causal_skip=False)
         assert made is not None
         query = torch.zeros(1, 2, 300, 16)
         assert packing.pack_of(query, query, made, True, {}) is not None
@@ -181,7 +182,7 @@ class TestMasks:
         found = packing.bounds_of_mask(*sizes, chunks, None)
         assert found == expected
         if found is not None:
-            full = transformers.mask(*sizes, mask_function=chunks, allow_is_causal_skip=False)
+            full = attention.mask(*sizes, mask_function=chunks, allow_is_causal_skip=False)
             assert full is not None
             within = torch.zeros(q_length, kv_length, dtype=torch.bool)
             for q_start, q_stop, k_start, k_stop in zip(found[0], found[0][1:], found[1], found[1][1:], strict=False):
@@ -215,7 +216,7 @@ class TestKeywords:
         key, value = (torch.randn(1, 2, int(bounds[1][-1]), 16, generator=generator) for _ in range(2))
         module = an_attention(policy)
         told = dict(zip(packing.KEYWORDS, (*bounds, 100, 300), strict=True))
-        output, _ = transformers.attention_forward(module, query, key, value, None, **told)
+        output, _ = attention.attention_forward(module, query, key, value, None, **told)
         assert sparge.stats().layers["layer"].reasons["dense: nothing to see"] == 1
         assert sparge.stats().sparse == (0 if policy is DENSE else 3)
         for q_start, q_stop, k_start, k_stop in zip(bounds[0], bounds[0][1:], bounds[1], bounds[1][1:], strict=False):
@@ -238,8 +239,8 @@ class TestKeywords:
         generator = torch.Generator().manual_seed(0)
         query = torch.randn(1, 4, sum(DOCUMENTS), 16, generator=generator)
         key, value = (torch.randn(1, 2, sum(DOCUMENTS), 16, generator=generator) for _ in range(2))
-        expected, _ = transformers.attention_forward(module, query, key, value, None, **told)
-        compiled = torch.compile(transformers.attention_forward, backend="eager")
+        expected, _ = attention.attention_forward(module, query, key, value, None, **told)
+        compiled = torch.compile(attention.attention_forward, backend="eager")
         document = torch.arange(len(DOCUMENTS)).repeat_interleave(torch.tensor(DOCUMENTS))
         mask = (document[:, None] == document).tril()[None, None]
         for given in (None, mask):
@@ -251,10 +252,10 @@ class TestKeywords:
 
 def an_attention(policy: Policy) -> nn.Module:
     """A module with two queries to a key, enabled."""
-    transformers._register_functions()
+    attention._register_functions()
     module = nn.Module()
     module.num_key_value_groups = 2  # type: ignore[assignment]
-    setattr(module, transformers.LAYER, calls.Layer("layer", policy))
+    setattr(module, attention.LAYER, calls.Layer("layer", policy))
     return module
 
 

@@ -78,7 +78,7 @@ def pipe(name: str) -> Iterator[Any]:
     stock_latents(name)
     pipe = built(name)
     yield pipe
-    if sparge.integrations.diffusers.is_enabled(pipe):
+    if sparge.integrations.diffusers.pipeline.is_enabled(pipe):
         sparge.disable(pipe)
 
 

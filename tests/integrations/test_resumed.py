@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 import sparge
 from conftest import make_qkv
 from sparge import Policy
-from sparge.integrations import resumed
+from sparge.integrations import function_mode
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -55,7 +55,7 @@ def stack_in_order() -> Iterator[None]:
     yield
     left = [_get_current_function_mode_stack()[-1].__exit__(None, None, None) for _ in entered()]  # for other tests
     assert not left, "modes left on torch's stack"
-    assert not resumed._KEPT_ALIVE, "bodies kept alive that have ended"
+    assert not function_mode._KEPT_ALIVE, "bodies kept alive that have ended"
 
 
 @types.coroutine

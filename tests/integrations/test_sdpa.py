@@ -21,9 +21,10 @@ from torch.utils.checkpoint import checkpoint
 
 import sparge
 from conftest import assert_within_budget, exact_attention, make_qkv, plain_attention, relative_l1
-from sparge import Policy, TopK, decide
+from sparge import Policy, TopK
 from sparge.backends import base
 from sparge.backends.base import ALWAYS, Crossover
+from sparge.dispatch import dense_rules
 from sparge.integrations import calls
 from sparge.integrations.sdpa import Scope, Tokens, sparse_sdpa
 
@@ -219,8 +220,10 @@ class TestMasksOnGpus:
 
     @pytest.fixture(autouse=True)
     def gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(decide, "is_on_gpu", lambda _: True)
-        monkeypatch.setattr(decide.base, "crossover_under_mask_for", lambda *_: replace(ALWAYS, scores=5 * 2048**2))
+        monkeypatch.setattr(dense_rules, "is_on_gpu", lambda _: True)
+        monkeypatch.setattr(
+            dense_rules.base, "crossover_under_mask_for", lambda *_: replace(ALWAYS, scores=5 * 2048**2)
+        )
 
     @pytest.mark.parametrize(
         "shape, is_compiled", [((2048, 2048), False), ((1, 1, 2048, 2048), False), ((2048, 2048), True)], ids=str
@@ -286,7 +289,7 @@ class TestMasksOnGpus:
             F.scaled_dot_product_attention(*tensors, wrong)
 
     def test_over_all_blocks_nobody_measured_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(decide, "in_eight_bits", lambda *_: True)
+        monkeypatch.setattr(dense_rules, "in_eight_bits", lambda *_: True)
         layer = calls.Layer("a", Policy(dense="8bit"), dense=True)
         assert calls.attend(layer, *make_qkv(2048, heads=5, head_dim=16), documents(2048)) is None
         assert sparge.stats().reasons == {"dense: dense layer": 1}
@@ -314,8 +317,8 @@ class TestDecisions:
         self, is_causal: bool, has_sinks: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A policy's name for 8 bits does not switch the crossover off, for padded sequences either."""
-        monkeypatch.setattr(decide.base, "crossover_of", lambda *_: Crossover(512, 512, 128, 0))
-        monkeypatch.setattr(decide.base, "crossover_for", lambda *_: Crossover(512, 512, 128, 0))
+        monkeypatch.setattr(dense_rules.base, "crossover_of", lambda *_: Crossover(512, 512, 128, 0))
+        monkeypatch.setattr(dense_rules.base, "crossover_for", lambda *_: Crossover(512, 512, 128, 0))
         tensors, mask = make_qkv(640, batch=2, heads=2), torch.ones(2, 1, 1, 640, dtype=torch.bool)
         mask[1, ..., 500:] = False
         call = {"is_causal": is_causal, "is_language": is_causal, "sinks": torch.ones(2) if has_sinks else None}
@@ -336,8 +339,8 @@ class TestDecisions:
     def test_a_layer_that_asks_again_is_answered_from_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """As long as its calls are alike; where the schedule stands is looked at each time."""
         asked = []
-        by_policy = decide.by_policy
-        monkeypatch.setattr(decide, "by_policy", lambda *args, **call: asked.append(1) or by_policy(*args, **call))
+        by_policy = dense_rules.by_policy
+        monkeypatch.setattr(dense_rules, "by_policy", lambda *args, **call: asked.append(1) or by_policy(*args, **call))
         policy = Policy(backend="torch", min_tokens=150)
         layer = calls.Layer("a", policy, steps=calls.Steps(policy))
         long, short = torch.zeros(1, 2, 200, 16), torch.zeros(1, 2, 100, 16)
@@ -730,7 +733,7 @@ class TestPadding:
             assert (got[entry][:, padding] == 0).all()
 
     def test_a_mask_is_read_once_unless_it_changes(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from sparge.integrations import padding
+        from sparge.integrations.transformers import padding
 
         reads = []
         read = padding._read
@@ -746,7 +749,7 @@ class TestPadding:
 
     def test_views_of_a_mask_are_read_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """diffusers' dispatcher hands every layer the same (B, S_k), which becomes a view of four dimensions."""
-        from sparge.integrations import padding
+        from sparge.integrations.transformers import padding
 
         reads = []
         read = padding._read
@@ -762,7 +765,7 @@ class TestPadding:
     @pytest.mark.parametrize("waits", [True, False], ids=["a device", "the CPU"])
     def test_masks_of_inference_mode_are_read_once_a_pass(self, waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         """They do not say that they were written to: what was read holds until a layer asks again."""
-        from sparge.integrations import padding
+        from sparge.integrations.transformers import padding
 
         reads = []
         read = padding._read

@@ -13,9 +13,10 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, GptOssConfig, GptOssFo
 
 import sparge
 from sparge import Policy
-from sparge.integrations import calls, eager
+from sparge.integrations import calls
 from sparge.integrations.calls import substituted
-from sparge.integrations.transformers import attention_forward
+from sparge.integrations.transformers import eager
+from sparge.integrations.transformers.attention import attention_forward
 
 ALL = Policy(topk=1.0, backend="torch", on_unsupported="raise")
 
@@ -168,7 +169,7 @@ class TestCaps:
 
 @pytest.mark.parametrize("argument", [{"softcap": 50.0}, {"s_aux": torch.zeros(2)}], ids=str)
 def test_a_module_without_a_function_of_its_own(argument: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparge.integrations.transformers._registered", {})
+    monkeypatch.setattr("sparge.integrations.transformers.attention._registered", {})
     query = torch.randn(1, 2, 8, 16)
     with pytest.raises(NotImplementedError, match="expected eager_attention_forward in its file"):
         attention_forward(torch.nn.Module(), query, query, query, None, **argument)

@@ -24,7 +24,7 @@ import sparge
 from conftest import watch_attention
 from sparge import Policy
 from sparge.integrations import calls
-from sparge.integrations.transformers import PADDING, mask
+from sparge.integrations.transformers.attention import PADDING, mask
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -193,7 +193,7 @@ def test_another_attention_set_after_enable_is_noticed() -> None:
 
 
 def test_a_model_with_the_same_config_is_not_enabled_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparge.integrations.transformers._registered", {})
+    monkeypatch.setattr("sparge.integrations.transformers.attention._registered", {})
     model, ids = llama(), tokens(1)
     other = LlamaForCausalLM(model.config).eval()
     expected = other(ids).logits
@@ -271,7 +271,7 @@ def test_masks_that_are_edited(mode: Any, edited: str) -> None:
 
 
 def test_padding_is_read_once_in_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sparge.integrations import padding as room
+    from sparge.integrations.transformers import padding as room
 
     reads = []
     read = room._read
@@ -357,7 +357,7 @@ def test_a_scope_around_an_enabled_model_has_no_say() -> None:
 
 
 def test_more_queries_than_keys_are_not_aligned_wrongly() -> None:
-    from sparge.integrations.transformers import attention_forward
+    from sparge.integrations.transformers.attention import attention_forward
 
     sparge.register(Policy(topk=1.0, backend="torch", self_attention_only=False, on_unsupported="dense"))
     query, key = torch.randn(1, 2, 300, 16), torch.randn(1, 2, 200, 16)
@@ -543,7 +543,7 @@ class TestErrors:
 
     @pytest.mark.parametrize("name", ["indices", "block_indices"])
     def test_arguments_that_change_the_result(self, name: str) -> None:
-        from sparge.integrations.transformers import attention_forward
+        from sparge.integrations.transformers.attention import attention_forward
 
         query = torch.randn(1, 2, 8, 16)
         with pytest.raises(NotImplementedError, match=name):

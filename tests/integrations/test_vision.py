@@ -39,9 +39,10 @@ import sparge
 from sparge import Policy, TopK
 from sparge.backends import base
 from sparge.backends.base import ALWAYS
-from sparge.integrations import calls, hooks, transformers
-from sparge.integrations.pictures import grid_of, text_of
-from sparge.ordering import order_of
+from sparge.integrations import calls, hooks
+from sparge.integrations.transformers import attention, images
+from sparge.integrations.transformers.images import grid_of, text_of
+from sparge.masks.ordering import order_of
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -153,7 +154,7 @@ class TestEncoders:
         model, inputs = build()
         model.eval()
         expected = model(**inputs)[0]
-        monkeypatch.setattr(transformers, "attend", attend)
+        monkeypatch.setattr(attention, "attend", attend)
         sparge.enable(model, Policy(topk=1.0, backend="torch", on_unsupported="raise", min_tokens=100))
         assert_equal(model(**inputs)[0], expected)
         assert set(map(str, seen)) == {str((grid, special))}
@@ -176,7 +177,7 @@ class TestEncoders:
         model, inputs = dinov2()
         sparge.enable(model.eval(), HALF)
         model(**inputs)
-        known = vars(model.encoder.layer[0].attention)[transformers.INPUTS]
+        known = vars(model.encoder.layer[0].attention)[attention.INPUTS]
         assert known.grid(321) == (None, ())
 
     def test_compiled_layers_share_a_graph_and_copies_are_enabled(self) -> None:
@@ -368,10 +369,9 @@ class TestVideosInPrompts:
         assert_equal(got[1, start:stop], expected[1, start:stop])
 
     def test_ids_are_read_once_and_only_by_sparse_calls(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from sparge.integrations import pictures
 
         found = []
-        monkeypatch.setattr(pictures, "text_of", lambda *args: found.append(text_of(*args)) or found[-1])
+        monkeypatch.setattr(images, "text_of", lambda *args: found.append(text_of(*args)) or found[-1])
         model, inputs = qwen("3"), a_video_and_a_question("3")
         sparge.enable(model, Policy(topk=0.6, backend="torch", min_tokens=10**6))
         model(**inputs)

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from conftest import make_qkv
 from sparge.call import Call
-from sparge.geometry import Shape
+from sparge.masks.geometry import Shape
+from sparge.masks.visibility import Visibility, find_visibility
+from sparge.masks.window import window_of
 from sparge.reference.shared import element_mask, visible_keys
-from sparge.visibility import Visibility, find_visibility
-from sparge.window import window_of
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if importlib.util.find_spec("triton") is None:

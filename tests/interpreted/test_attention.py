@@ -16,12 +16,12 @@ from conftest import assert_exact, causality, exact_attention, modes, relative_l
 from gpu.conftest import rms
 from interpreted.conftest import call_of, make_problem, random_bits, seen_tokens, shape_of
 from sparge import BlockMask, reference
-from sparge.backends.cuda import pipeline
-from sparge.backends.cuda.operands import AttentionLauncher, Operands
+from sparge.backends.gpu import pipeline
+from sparge.backends.gpu.operands import AttentionLauncher, Operands
 from sparge.backends.triton import attention, configs
 from sparge.call import Call
 from sparge.evaluate.families import by_name
-from sparge.geometry import Shape
+from sparge.masks.geometry import Shape
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

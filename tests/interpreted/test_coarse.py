@@ -16,9 +16,9 @@ from conftest import causality, enlarge_token, exact_attention, relative_l1
 from gpu.conftest import rms
 from interpreted.conftest import call_of, make_problem, random_bits, shape_of
 from interpreted.test_attention import attend, specified, tiles_of
-from sparge import eight_bits
-from sparge.backends.cuda import pipeline
+from sparge.backends.gpu import pipeline
 from sparge.backends.triton import attention
+from sparge.numerics import quantization as quant
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 quantizations = pytest.mark.parametrize("quantization", ["int8_fp8", "int8_fp16"])
@@ -136,7 +136,7 @@ def test_int8_scores_of_such_a_token_mean_nothing(token: str) -> None:
     """What the kernel does without a limit: the tests above would fail."""
     tensors = large_token(token)
     call = call_of(shape_of(*tensors), quantization="int8_fp8")
-    with patch.object(eight_bits, "coarse_unit", lambda _: math.inf):
+    with patch.object(quant, "coarse_unit", lambda _: math.inf):
         output, lse = pipeline.attend(*tensors, None, call, launcher=attention.attend)
     exact = exact_attention(*tensors)
     row = slice(140, 141) if token.startswith("query") else slice(None)
@@ -158,4 +158,4 @@ def test_ordinary_tiles_are_left_alone() -> None:
     (operands,) = found
     largest = operands.largest_key_scale.view(torch.float32)
     assert torch.equal(largest, operands.key_scale.abs().flatten(2).amax(2).flatten())
-    assert float(operands.query_scale.max() * largest.max()) < eight_bits.coarse_unit(64)
+    assert float(operands.query_scale.max() * largest.max()) < quant.coarse_unit(64)

@@ -7,7 +7,7 @@ import torch
 
 from interpreted.conftest import call_of, shape_of
 from numerics import problem_of
-from sparge.backends.cuda import pipeline
+from sparge.backends.gpu import pipeline
 from sparge.backends.triton.attention import attend
 from sparge.evaluate.captured import captured_families
 from sparge.evaluate.families import Family, by_name

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from interpreted.conftest import CPU, call_of, random_bits
-from sparge.backends.cuda.stages.key_mask import hides_keys_alone, key_mask
-from sparge.geometry import Shape
-from sparge.visibility import find_visibility, first_seen_keys
+from sparge.backends.gpu.stages.key_mask import hides_keys_alone, key_mask
+from sparge.masks.geometry import Shape
+from sparge.masks.visibility import find_visibility, first_seen_keys
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

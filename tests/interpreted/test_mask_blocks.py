@@ -15,11 +15,11 @@ from interpreted.test_attention import DTYPE_OF, assert_attention, tiles_of
 from interpreted.test_pipeline import RULES, TRITON, structured
 from selection import assert_same_blocks
 from sparge import Mean, Moment, Spread, TopK
-from sparge.backends.cuda.stages.mask_blocks import HIDDEN, PARTLY, WHOLLY, mask_blocks
+from sparge.backends.gpu.stages.mask_blocks import HIDDEN, PARTLY, WHOLLY, mask_blocks
 from sparge.backends.torch import predict as torch_predict
-from sparge.geometry import Shape
-from sparge.visibility import find_visibility
-from sparge.window import Window
+from sparge.masks.geometry import Shape
+from sparge.masks.visibility import find_visibility
+from sparge.masks.window import Window
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -15,15 +15,15 @@ from conftest import causality, make_qkv, modes, relative_l1
 from gpu.conftest import rms
 from interpreted.conftest import LOG2_E, assert_close, call_of, make_problem, random_bits, seen_tokens, visibility_of
 from sparge import BlockMask
-from sparge.backends.cuda import pipeline
-from sparge.backends.cuda.operands import BIAS_COLUMNS
-from sparge.backends.cuda.stages.replacement import replaced_bias
-from sparge.backends.cuda.stages.summary import summarize_key_value
+from sparge.backends.gpu import pipeline
+from sparge.backends.gpu.operands import BIAS_COLUMNS
+from sparge.backends.gpu.stages.replacement import replaced_bias
+from sparge.backends.gpu.stages.summary import summarize_key_value
 from sparge.backends.triton import attention as triton_attention
 from sparge.call import Call
-from sparge.geometry import BLOCK_K, Shape
-from sparge.replacement import block_means
-from sparge.replacement import replaced_bias as specified_bias
+from sparge.masks.geometry import BLOCK_K, Shape
+from sparge.numerics.block_means import block_means
+from sparge.numerics.block_means import replaced_bias as specified_bias
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

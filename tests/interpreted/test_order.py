@@ -7,9 +7,9 @@ import torch
 
 from sparge.backends import base
 from sparge.call import Call
-from sparge.config import Budget
-from sparge.geometry import Shape
-from sparge.ordering import TokenOrder, order_of
+from sparge.masks.geometry import Shape
+from sparge.masks.ordering import TokenOrder, order_of
+from sparge.options.rules import Budget
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -13,11 +13,12 @@ from torch import Tensor
 import sparge
 from conftest import assert_exact, make_qkv
 from interpreted.conftest import CPU
-from sparge import Budget, Dense, TopCdf, TopK, plans
+from sparge import Budget, Dense, TopCdf, TopK
 from sparge.backends import base
 from sparge.call import Call
-from sparge.geometry import Shape
-from sparge.segments import Run, Segment, alike
+from sparge.dispatch import segment_plan
+from sparge.masks.geometry import Shape
+from sparge.masks.segments import Run, Segment, alike
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -93,17 +94,17 @@ def test_small_dense_segments_are_one_call(monkeypatch: pytest.MonkeyPatch) -> N
             found = output[None, q_start:q_stop].transpose(1, 2), lse[None, :, q_start:q_stop]
             assert_exact(found, *segment, is_causal=True)
     sparge.reset_stats()
-    monkeypatch.setattr(plans, "SMALL_SCORES", 2 * 250 * 129)
-    plans._plan.cache_clear()
+    monkeypatch.setattr(segment_plan, "SMALL_SCORES", 2 * 250 * 129)
+    segment_plan._plan.cache_clear()
     sparge.varlen_attention(*tensors, bounds_q, bounds_k, causal=True, topk=0.5)
-    plans._plan.cache_clear()
+    segment_plan._plan.cache_clear()
     assert sparge.stats().calls == 5, "none is small but the one that was alone"
 
 
-def planned(lengths: list[tuple[int, int]], heads: int = 2, **call: Any) -> plans.Plan:
+def planned(lengths: list[tuple[int, int]], heads: int = 2, **call: Any) -> segment_plan.Plan:
     bounds_q, bounds_k = ([0, *accumulate(side)] for side in zip(*lengths, strict=True))
     asked = Call(Shape(1, heads, 1, bounds_q[-1], bounds_k[-1], 16, 16), False, 1.0, Budget(0.5), **call)
-    return plans.plan_of(bounds_q, bounds_k, asked, "triton", CPU, torch.float32, may_pack=True)
+    return segment_plan.plan_of(bounds_q, bounds_k, asked, "triton", CPU, torch.float32, may_pack=True)
 
 
 class TestPlans:
@@ -125,7 +126,7 @@ class TestPlans:
         assert [len(group) for group in alike(segments, heads=32)] == [8, 1]
 
     def test_equal_neighbours_are_a_batch(self) -> None:
-        assert planned([(200, 200)] * 3) == plans.Plan((Run(3, 0, 200, 0, 200),), ())
+        assert planned([(200, 200)] * 3) == segment_plan.Plan((Run(3, 0, 200, 0, 200),), ())
 
     def test_are_remembered(self) -> None:
         first = planned([(140, 300), (150, 310)])

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from conftest import causality
 from interpreted.conftest import call_of, shape_of
-from sparge.backends.cuda import peak_handling as handling
-from sparge.backends.cuda import pipeline
-from sparge.backends.cuda.primitives import FAR
-from sparge.backends.cuda.stages import peaks
+from sparge.backends.gpu import peak_handling as handling
+from sparge.backends.gpu import pipeline
+from sparge.backends.gpu.primitives import FAR
+from sparge.backends.gpu.stages import peaks
 from sparge.backends.triton import peaks as lost_peaks
 from sparge.evaluate.families import by_name
-from sparge.geometry import Shape
+from sparge.masks.geometry import Shape
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

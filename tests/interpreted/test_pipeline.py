@@ -17,7 +17,7 @@ from interpreted.conftest import call_of, shape_of
 from selection import assert_same_blocks
 from skipping import LENGTHS, assert_counted
 from sparge import Budget, Dense, Mean, Moment, TopCdf, TopK
-from sparge.ops import pack, pack_attend, pack_dense
+from sparge.dispatch.ops import pack, pack_attend, pack_dense
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -20,11 +20,11 @@ from interpreted.conftest import (
     seen_tokens,
     visibility_of,
 )
-from sparge.backends.cuda.launch import padded
-from sparge.backends.cuda.stages.quantize import QuerySummary, quantize_key_value, summarize_query
-from sparge.backends.cuda.stages.summary import KeyValueSummary, summarize_key_value
-from sparge.eight_bits import MIXED, key_scales, mix, quantize_fp8, quantize_int8, query_scales, to_fp16
-from sparge.geometry import BLOCK_K, BLOCK_Q, Shape
+from sparge.backends.gpu.launch import padded
+from sparge.backends.gpu.stages.quantize import QuerySummary, quantize_key_value, summarize_query
+from sparge.backends.gpu.stages.summary import KeyValueSummary, summarize_key_value
+from sparge.masks.geometry import BLOCK_K, BLOCK_Q, Shape
+from sparge.numerics.quantization import MIXED, key_scales, mix, quantize_fp8, quantize_int8, query_scales, to_fp16
 from sparge.reference import prediction
 from sparge.reference.shared import smooth_key
 

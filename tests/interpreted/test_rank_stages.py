@@ -8,13 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from interpreted.conftest import call_of, random_bits
-from sparge.backends.cuda.stages.budget import GATHERED, LEVELS, SUMS
-from sparge.backends.cuda.stages.rank_budget import blocks_of_level, own_totals, portions
-from sparge.backends.cuda.stages.ring_part import cut_lists, merge
-from sparge.block_mask import BlockMask
-from sparge.geometry import Shape
-from sparge.merging import merge as torch_merge
-from sparge.sharing import share_out
+from sparge.backends.gpu.stages.budget import GATHERED, LEVELS, SUMS
+from sparge.backends.gpu.stages.rank_budget import blocks_of_level, own_totals, portions
+from sparge.backends.gpu.stages.ring_part import cut_lists, merge
+from sparge.masks.block_mask import BlockMask
+from sparge.masks.geometry import Shape
+from sparge.numerics.budget_allocation import share_out
+from sparge.numerics.merge import merge as torch_merge
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

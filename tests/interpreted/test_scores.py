@@ -13,14 +13,14 @@ from conftest import causality, make_qkv
 from interpreted.conftest import call_of, random_bits, shape_of, visibility_of
 from selection import specified
 from sparge import Mean, Moment, Spread, TopK
-from sparge.backends.cuda.stages.mask_blocks import mask_blocks
-from sparge.backends.cuda.stages.quantize import summarize_query
-from sparge.backends.cuda.stages.score import block_probabilities, score_inputs
-from sparge.backends.cuda.stages.summary import summarize_key_value
-from sparge.config import Score
+from sparge.backends.gpu.stages.mask_blocks import mask_blocks
+from sparge.backends.gpu.stages.quantize import summarize_query
+from sparge.backends.gpu.stages.score import block_probabilities, score_inputs
+from sparge.backends.gpu.stages.summary import summarize_key_value
+from sparge.masks.visibility import SeenTokens, first_seen_keys
+from sparge.masks.window import window_of
+from sparge.options.scores import Score
 from sparge.reference import prediction
-from sparge.visibility import SeenTokens, first_seen_keys
-from sparge.window import window_of
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from interpreted.conftest import call_of
 from selection import assert_valid_lists
 from sparge import BlockMask, Budget, TopCdf, TopK
-from sparge.backends.cuda.stages import budget
-from sparge.backends.cuda.stages.select import select
-from sparge.config import Selection
-from sparge.geometry import BLOCK_K, BLOCK_Q, Shape
+from sparge.backends.gpu.stages import budget
+from sparge.backends.gpu.stages.select import select
+from sparge.masks.geometry import BLOCK_K, BLOCK_Q, Shape
+from sparge.options.rules import Selection
 from sparge.reference import prediction
 from sparge.reference.shared import of_head
 

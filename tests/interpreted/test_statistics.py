@@ -20,9 +20,9 @@ from interpreted.conftest import (
     seen_tokens,
     visibility_of,
 )
-from sparge import eight_bits
-from sparge.backends.cuda.stages.summary import KeyValueSummary, summarize_key_value
-from sparge.geometry import BLOCK_K, Shape
+from sparge.backends.gpu.stages.summary import KeyValueSummary, summarize_key_value
+from sparge.masks.geometry import BLOCK_K, Shape
+from sparge.numerics import quantization as quant
 from sparge.reference import prediction
 from sparge.reference.shared import smooth_key
 
@@ -69,7 +69,7 @@ def assert_balance(
     keys_seen, queries_seen = seen_tokens(shape, is_causal, attn_mask)
     query = torch.where(queries_seen[..., None], query.double(), 0.0)
     smoothed, _ = smooth_key(torch.where(keys_seen[..., None], key.double(), 0.0), keys_seen)
-    exact = eight_bits.balance_eighths(query, smoothed, keys_seen).flatten(0, 2)  # [B * Hkv, D]
+    exact = quant.balance_eighths(query, smoothed, keys_seen).flatten(0, 2)  # [B * Hkv, D]
     got = summary.balance[:, : shape.head_dim].double().log2() * 8
     torch.testing.assert_close(got, got.round(), rtol=0, atol=1e-4)
     assert ((got - exact).abs() <= 0.5 + EDGE).all()
@@ -110,7 +110,7 @@ def assert_summary(
         usable = seen & key[b, h].isfinite().all(-1)
         size = torch.where(usable[:, None], key[b, h].abs(), 0.0).sum(0) / usable.sum().clamp(min=1)
         assert_close(summary.key_mean[flat, : shape.head_dim], smoothing_mean[b, h, 0], 8 * EPSILON * size)
-        _, scales = eight_bits.quantize_fp8(torch.where(seen[:, None], value[b, h], 0.0))
+        _, scales = quant.quantize_fp8(torch.where(seen[:, None], value[b, h], 0.0))
         assert_close(summary.value_scale[flat, : shape.value_dim], scales[0], EPSILON * scales[0])
         for tensor, width, padding in (
             (summary.mean_high[flat], shape.head_dim, 0),

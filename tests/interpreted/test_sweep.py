@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from sparge.backends.cuda.config_table import override
+from sparge.backends.gpu.config_table import override
 from sparge.bench.sweep.cases import chosen_config, parse_case
 from sparge.bench.sweep.worker import Load, WrongResult, check, load_of, tensors_in
 from sparge.bench.sweep.worker import _launcher as launcher_of

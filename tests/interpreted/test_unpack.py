@@ -7,9 +7,9 @@ import torch
 
 from conftest import make_qkv
 from interpreted.conftest import call_of
-from sparge.backends.cuda.stages.unpack import unpack
-from sparge.geometry import Shape
-from sparge.segments import Segment, longest, packed
+from sparge.backends.gpu.stages.unpack import unpack
+from sparge.masks.geometry import Shape
+from sparge.masks.segments import Segment, longest, packed
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

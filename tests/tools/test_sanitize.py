@@ -188,7 +188,7 @@ def test_a_known_warning_does_not_cancel_an_error(
 
 def test_some_calls_use_every_stage_again_and_look_for_a_peak(sanitize: ModuleType) -> None:
     pytest.importorskip("triton.experimental.gluon")
-    from sparge.backends.cuda.peak_handling import EVERY_TILE_KEYS
+    from sparge.backends.gpu.peak_handling import EVERY_TILE_KEYS
     from sparge.backends.hopper.configs import hopper_config
 
     kinds = {bool(options.get("is_causal")) for _, _, options in sanitize.LONG_CASES}

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 
 import torch
 
-from sparge.backends.cuda.gluon import barrier, gl, jit
+from sparge.backends.gpu.gluon import barrier, gl, jit
 
 VARIANTS = ("alone", "meeting")
 PROGRAMS, LAUNCHES = 8, 4

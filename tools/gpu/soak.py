@@ -23,14 +23,14 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 import torch
 from torch import Tensor
 
-from sparge.backends.cuda import pipeline
+from sparge.backends.gpu import pipeline
 from sparge.backends.hopper import launcher
-from sparge.block_mask import BlockMask
 from sparge.call import Call
 from sparge.evaluate.machine import describe_gpu
 from sparge.evaluate.metrics import relative_l1
 from sparge.evaluate.oracle import exact_rows
-from sparge.geometry import Shape
+from sparge.masks.block_mask import BlockMask
+from sparge.masks.geometry import Shape
 
 LAUNCHES = 20_000
 PER_PROBLEM = 100

@@ -11,9 +11,10 @@ Calls below a measured length run dense: `stats` says so. There is no backward p
 
 from sparge._version import __version__
 from sparge.api import attention, block_sparse_attention, predict
-from sparge.block_mask import BlockMask
-from sparge.compat_flash import flash_attn_func, flash_attn_varlen_func
-from sparge.config import Budget, Dense, Mean, Moment, Spread, TopCdf, TopK
+from sparge.compat.flash_attention import flash_attn_func, flash_attn_varlen_func
+from sparge.masks.block_mask import BlockMask
+from sparge.options.rules import Budget, Dense, TopCdf, TopK
+from sparge.options.scores import Mean, Moment, Spread
 from sparge.stats import LayerStats, Stats, reset_stats, stats
 from sparge.varlen import varlen_attention
 

@@ -1,9 +1,9 @@
 """What a backend is, which ones there are, and which one serves a call.
 
-A backend is an object in the package of its name (``sparge.backends.<name>.BACKEND``), imported when it is first asked
-for: neither this module nor ``import sparge`` needs Triton. It says what it can do (`Backend.missing`, `quantizations`,
-`crossover`) and does it (`predict`, `attend`, `attention`, `dense`); callers ask the
-object, not its name.
+A backend is an object in the package of its name (``sparge.backends.<name>.BACKEND``), imported on first use: neither
+this module nor ``import sparge`` needs Triton. It describes what it supports (`Backend.unavailable_reason`,
+`quantizations`, `crossover`) and computes it (`predict`, `attend`, `attention`, `dense`). Callers use the object and
+never compare its name.
 """
 
 from __future__ import annotations
@@ -18,19 +18,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparge.block_mask import BlockMask
+from sparge.backends.output_layout import gapless_strides, is_tokens_first
 from sparge.call import Call
-from sparge.config import Selection
-from sparge.geometry import Shape
-from sparge.layout import gapless_strides, is_tokens_first
-from sparge.merging import merge
-from sparge.ordering import TokenOrder, order_of
-from sparge.sharing import RankPool, share_out
+from sparge.masks.block_mask import BlockMask
+from sparge.masks.geometry import Shape
+from sparge.masks.ordering import TokenOrder, order_of
+from sparge.numerics.budget_allocation import RankPool, share_out
+from sparge.numerics.merge import merge
+from sparge.options.common import BACKENDS
+from sparge.options.rules import Selection
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-NAMES = ("hopper", "triton", "torch", "reference")
-"""Every backend, those that "auto" prefers first."""
 
 
 @dataclass(frozen=True)
@@ -109,18 +107,18 @@ class Backend(ABC):
     packs: ClassVar[bool] = False
 
     @abstractmethod
-    def missing(self, device: torch.device) -> str | None:
+    def unavailable_reason(self, device: torch.device) -> str | None:
         """What keeps it from serving a device, as "expected X, got Y"; None when nothing does."""
 
-    def passed_over(self, device: torch.device) -> str | None:
+    def why_not_auto(self, device: torch.device) -> str | None:
         """Why "auto" does not take it on a device, None when it does. A backend may serve more than it is best for."""
-        return self.missing(device)
+        return self.unavailable_reason(device)
 
-    def quantization_missing(self, quantization: str, device: torch.device, *, has_mask: bool) -> str | None:  # noqa: ARG002
+    def quantization_unavailable_reason(self, quantization: str, device: torch.device, *, has_mask: bool) -> str | None:  # noqa: ARG002
         """What keeps it from a quantization on a device that it serves, as "expected X, got Y"."""
         if quantization in self.quantizations:
             return None
-        able = [repr(name) for name in NAMES if quantization in get(name).quantizations]
+        able = [repr(name) for name in BACKENDS if quantization in get(name).quantizations]
         return f"expected backend {' or '.join(able)}, got {self.name!r}"
 
     def fastest_quantization(self, device: torch.device, *, has_mask: bool) -> str:  # noqa: ARG002
@@ -341,8 +339,8 @@ def get(name: str) -> Backend:
     Raises:
         ValueError: there is none.
     """
-    if name not in NAMES:
-        listed = ", ".join(map(repr, ("auto", *NAMES)))
+    if name not in BACKENDS:
+        listed = ", ".join(map(repr, ("auto", *BACKENDS)))
         raise ValueError(f"backend: expected one of {listed}, got {name!r}")
     found = _LOADED.get(name)
     if found is None:
@@ -360,7 +358,7 @@ def resolve(name: str, device: torch.device) -> str:
         ValueError: unknown backend.
         NotImplementedError: the backend cannot serve the device.
     """
-    if name != "auto" and name not in NAMES:
+    if name != "auto" and name not in BACKENDS:
         get(name)
     if device.type == "meta":
         raise NotImplementedError(f"backend {name!r}: expected a device that holds data, got 'meta'")
@@ -375,10 +373,10 @@ def resolve(name: str, device: torch.device) -> str:
 def explain(device: torch.device) -> str:
     """Why "auto" takes the backend that it takes on a device: what it is, and why not the next better one."""
     best = resolve("auto", device)
-    better = NAMES[: NAMES.index(best)]
+    better = BACKENDS[: BACKENDS.index(best)]
     reason = get(best).summary
     if better and device.type != "cpu":
-        reason += f"; not {better[-1]!r}: {get(better[-1]).passed_over(device)}"
+        reason += f"; not {better[-1]!r}: {get(better[-1]).why_not_auto(device)}"
     return reason
 
 
@@ -426,7 +424,7 @@ def constant(function: Function) -> Function:
 
 @constant
 def _missing_on(name: str, device_type: str, index: int | None) -> str | None:
-    return get(name).missing(_device(device_type, index))
+    return get(name).unavailable_reason(_device(device_type, index))
 
 
 @constant
@@ -434,7 +432,7 @@ def _best_for(device_type: str, index: int | None) -> str:
     best = _BEST_ON_GPUS.get((device_type, index))
     if best is None:
         device = _device(device_type, index)
-        best = next(name for name in NAMES if get(name).passed_over(device) is None)
+        best = next(name for name in BACKENDS if get(name).why_not_auto(device) is None)
         if device_type == "cuda":
             _BEST_ON_GPUS[device_type, index] = best
     return best
@@ -471,7 +469,7 @@ def _fastest_quantization(name: str, device_type: str, index: int | None, has_ma
 def _quantization_missing(
     name: str, quantization: str, device_type: str, index: int | None, has_mask: bool
 ) -> str | None:
-    return get(name).quantization_missing(quantization, _device(device_type, index), has_mask=has_mask)
+    return get(name).quantization_unavailable_reason(quantization, _device(device_type, index), has_mask=has_mask)
 
 
 def _device(device_type: str, index: int | None) -> torch.device:

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from sparge import reference
 from sparge.backends.base import ALWAYS, Backend, Crossover, add_to_totals
-from sparge.block_mask import BlockMask
 from sparge.call import Call
+from sparge.masks.block_mask import BlockMask
 
 
 class ReferenceBackend(Backend):
@@ -18,10 +18,10 @@ class ReferenceBackend(Backend):
     summary = "the specification, in loops"
     quantizations = ("none", "int8_fp8", "int8_fp8_fast", "int8_fp16")
 
-    def missing(self, device: torch.device) -> str | None:
+    def unavailable_reason(self, device: torch.device) -> str | None:
         return "expected a device with float64, got 'mps'" if device.type == "mps" else None
 
-    def passed_over(self, device: torch.device) -> str | None:  # noqa: ARG002
+    def why_not_auto(self, device: torch.device) -> str | None:  # noqa: ARG002
         return "it is slow"
 
     def crossover(self, device_type: str, dtype: torch.dtype) -> Crossover:  # noqa: ARG002

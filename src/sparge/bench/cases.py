@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparge.evaluate.captured import captured_names, recorded_of
 from sparge.evaluate.families import ESSENTIAL, FAMILIES, SINK_HEADS
-from sparge.geometry import BLOCK_K, BLOCK_Q, Shape
+from sparge.masks.geometry import BLOCK_K, BLOCK_Q, Shape
 
 Row = dict[str, Any]
 

@@ -32,15 +32,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from sparge import api, repeated
+from sparge import api
 from sparge.backends import base
 from sparge.bench.cases import Problem, Row
 from sparge.bench.timing import Variant, attempt, host_seconds, reason, take_turns
 from sparge.call import forget_recordings
+from sparge.dispatch import call_cache
 from sparge.integrations import sdpa
-from sparge.integrations import transformers as transformers_integration
 from sparge.integrations.calls import Layer
-from sparge.ordering import order_of
+from sparge.integrations.transformers import attention as transformers_integration
+from sparge.masks.ordering import order_of
+from sparge.options.common import BACKENDS
 from sparge.policy import Policy
 from sparge.varlen import varlen_attention
 
@@ -53,11 +55,11 @@ BASELINE, RUNS_DENSE = "SDPA", ", runs dense"
 
 STAGES: dict[str, Sequence[tuple[Any, str]]] = {
     "decision": (
-        (repeated, "kind_of"),
+        (call_cache, "kind_of"),
         (sdpa, "runs_dense"),
         (transformers_integration, "runs_dense"),
     ),
-    "launch": [(base.get(name), method) for name in base.NAMES for method in ("attention", "attend", "dense")],
+    "launch": [(base.get(name), method) for name in BACKENDS for method in ("attention", "attend", "dense")],
 }
 """Functions that decide between sparse and dense (by looking up what was decided before), and that allocate and launch,
 as (owner, attribute). The first one that a call runs through is its stage."""
@@ -117,7 +119,7 @@ def calls_on(problem: Problem, device: torch.device) -> dict[str, HostCall]:
 
 def _forget() -> None:
     """Drop all that makes a repeated call cheap."""
-    repeated.forget()
+    call_cache.forget()
     forget_recordings()
 
 
@@ -140,12 +142,12 @@ def _frameworks(q: Tensor, k: Tensor, v: Tensor) -> dict[str, HostCall]:
     except ImportError:
         pass
     else:
-        from sparge.integrations import diffusers_backend
+        from sparge.integrations.diffusers import backend
 
         tokens_first = [tensor.transpose(1, 2) for tensor in (q, k, v)]
         dispatch = partial(dispatch_attention_fn, *tokens_first)
         calls["diffusers, stock"] = partial(dispatch, backend=AttentionBackendName.NATIVE)
-        calls[f"diffusers{RUNS_DENSE}"] = partial(dispatch, backend=diffusers_backend.register(Policy()))
+        calls[f"diffusers{RUNS_DENSE}"] = partial(dispatch, backend=backend.register(Policy()))
     return {name: HostCall(Variant(call)) for name, call in calls.items()}
 
 
@@ -198,7 +200,7 @@ def stages_of(variant: Variant) -> dict[str, Callable[[], object]]:
     found: dict[str, Callable[[], object]] = {}
     places = {stage: list(functions) for stage, functions in STAGES.items()}
     if torch.cuda.is_available():
-        from sparge.backends.cuda.replay import Replay
+        from sparge.backends.gpu.replay import Replay
 
         places["launch"] += [(Replay, "run"), (Replay, "run_without_lse")]
 

@@ -18,11 +18,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from sparge import api
 from sparge.bench.cases import Problem, Row
 from sparge.bench.timing import attempt
-from sparge.config import Dense, Quantization
 from sparge.evaluate.captured import captured_families, recorded_of
 from sparge.evaluate.families import Family, Inputs, by_name
 from sparge.evaluate.numerics import Errors, errors_of, exponential_free_limit, lse_limits, output_limit
 from sparge.evaluate.oracle import ExactRows, exact_rows, sampled_error
+from sparge.options.common import Quantization
+from sparge.options.rules import Dense
 
 KERNELS = {
     "hopper": [

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from sparge import api
 from sparge.backends import base
-from sparge.backends.cuda.backend import CudaBackend
+from sparge.backends.gpu.backend import GpuBackend
 from sparge.bench import host
 from sparge.bench.cases import (
     CROSSOVER_TOPKS,
@@ -52,12 +52,13 @@ from sparge.bench.timing import (
     reason,
     time_on_cuda,
 )
-from sparge.block_mask import BlockMask
 from sparge.call import Call
-from sparge.config import Budget, Dense, Quantization
 from sparge.evaluate.machine import Gpu, describe_gpu, describe_machine
 from sparge.evaluate.oracle import exact_rows, sampled_error, sampled_queries
-from sparge.geometry import BLOCK_K, BLOCK_Q
+from sparge.masks.block_mask import BlockMask
+from sparge.masks.geometry import BLOCK_K, BLOCK_Q
+from sparge.options.common import Quantization
+from sparge.options.rules import Budget, Dense
 from sparge.varlen import varlen_attention
 
 TURNS, QUICK_TURNS = 5, 2
@@ -87,13 +88,13 @@ class Bench:
 
 def _kernel_of(backend: str) -> Callable[..., Any]:
     found = base.get(backend)
-    assert isinstance(found, CudaBackend)
+    assert isinstance(found, GpuBackend)
     return found.launcher
 
 
 def cuda_bench(quick: bool) -> Bench:
     """Measure on the current CUDA device, in the quantization that "auto" takes there."""
-    from sparge.backends.cuda import pipeline
+    from sparge.backends.gpu import pipeline
 
     device = torch.device("cuda", torch.cuda.current_device())
     backend = base.resolve("auto", device)
@@ -113,7 +114,7 @@ def cuda_bench(quick: bool) -> Bench:
 
 def repeat_preparation(call: Call, inputs: Sequence[Tensor], prepare: Callable[[], Any]) -> None:
     """Run the stages before the attention kernel: recorded the first time, replayed after that."""
-    from sparge.backends.cuda.replay import replayed
+    from sparge.backends.gpu.replay import replayed
 
     def run() -> tuple[Tensor, ...]:
         operands, mask = prepare()

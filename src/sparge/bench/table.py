@@ -8,7 +8,7 @@ from functools import partial
 
 from sparge.bench.cases import IDENTITY, Row
 from sparge.bench.rivals import RIVALS, fastest
-from sparge.config import RENAMED_QUANTIZATIONS
+from sparge.options.common import RENAMED_QUANTIZATIONS
 
 Cells = Iterator[tuple[str, str]]
 

@@ -1,6 +1,5 @@
-"""Budgets for every layer of a model from a few inputs: `calibrate` measures, a `Profile` keeps and chooses."""
+"""Measure budgets for every layer of a model from a few inputs. `sparge.profile` stores and applies them."""
 
 from sparge.calibration.measure import calibrate, check
-from sparge.calibration.profile import Curve, Profile
 
-__all__ = ["Curve", "Profile", "calibrate", "check"]
+__all__ = ["calibrate", "check"]

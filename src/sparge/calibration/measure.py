@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import sparge
-from sparge.calibration.profile import Curve, Needs, Profile
-from sparge.config import Selection, TopCdf
+from sparge import api
 from sparge.evaluate.metrics import relative_l1
 from sparge.evaluate.rows import Rows, digest, fingerprint
 from sparge.evaluate.variants import enabled
 from sparge.integrations.calls import substituted
+from sparge.options.rules import Dense, Selection, TopCdf
 from sparge.policy import Policy
+from sparge.profile import Curve, Needs, Profile
 
 DENSITIES = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8)
 """Where errors are measured. Together they cost three times dense attention."""
@@ -140,20 +140,20 @@ def _measured(
         nonlocal longest
         longest = max(longest, key.shape[2])
         rule: Selection = call["sparsity"]
-        dense = {**call, "sparsity": sparge.Dense(), "quantization": "none", "always_keep": None}
+        dense = {**call, "sparsity": Dense(), "quantization": "none", "always_keep": None}
         dense.pop("exact_queries", None)
-        exact = sparge.attention(query, key, value, mask, **dense)
+        exact = api.attention(query, key, value, mask, **dense)
         rules = [rule] if densities is None else [rule.with_amount(each) for each in densities]
         errors = []
         for each in rules:
-            output = sparge.attention(query, key, value, mask, **{**call, "sparsity": each})
+            output = api.attention(query, key, value, mask, **{**call, "sparsity": each})
             errors.append(relative_l1(output, exact))
         found.setdefault(layer, []).append(errors)
         if densities is not None:
             asked = {name: call[name] for name in PREDICTION if name in call}
             forced = {"sink": rule.sink, "diagonal": rule.diagonal}
             rules = [TopCdf(share, min_blocks=1, **forced) for share in SHARES]
-            masks = [sparge.predict(query, key, attn_mask=mask, **asked, sparsity=each) for each in rules]
+            masks = [api.predict(query, key, attn_mask=mask, **asked, sparsity=each) for each in rules]
             needed.setdefault(layer, []).append([each.density() for each in masks])
         return exact
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from sparge.demo.measure import InputResult, Prediction
 from sparge.evaluate.inputs import Needle
-from sparge.geometry import BLOCK_K, BLOCK_Q
-from sparge.plots import DARK, LIGHT, MASS_FLOOR, paint_blocks, palette, png_data_uri, token_ticks
+from sparge.masks.geometry import BLOCK_K, BLOCK_Q
+from sparge.masks.plot import DARK, LIGHT, MASS_FLOOR, paint_blocks, palette, png_data_uri, token_ticks
 
 SIDE = 320
 """Edge of a square map in SVG units; the panel around it holds the labels."""

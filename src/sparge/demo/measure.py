@@ -17,10 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparge import api, config
+from sparge import api
 from sparge.backends import base
 from sparge.bench.timing import device_seconds, host_seconds, take_turns
-from sparge.block_mask import BlockMask
 from sparge.evaluate.inputs import (
     FRAME_TOKENS,
     Needle,
@@ -32,9 +31,11 @@ from sparge.evaluate.inputs import (
 )
 from sparge.evaluate.machine import Gpu, Machine, describe_gpu, describe_machine
 from sparge.evaluate.metrics import block_mass, mass_recall, needle_recall, relative_l1
-from sparge.plots import causal_visibility
+from sparge.masks.block_mask import BlockMask
+from sparge.masks.plot import causal_visibility
+from sparge.options import scores
 
-SCORES: tuple[Any, ...] = tuple(name for name in config.SCORES if name != "spread")
+SCORES: tuple[Any, ...] = tuple(name for name in scores.SCORES if name != "spread")
 ROUNDS = {"cpu": 3, "cuda": 10}
 ROUND_BUDGET_S = 12.0
 """No further timing round of an input starts after this many seconds, which bounds the demo on a slow machine."""

@@ -8,7 +8,7 @@ from html import escape
 from sparge.demo.maps import HATCH, figure, legend, schematic
 from sparge.demo.measure import Demo, InputResult, Row, table_cells
 from sparge.evaluate.document import document
-from sparge.geometry import BLOCK_K, BLOCK_Q, ceil_div
+from sparge.masks.geometry import BLOCK_K, BLOCK_Q, ceil_div
 
 QUANTIZED = {
     "none": "without quantization",

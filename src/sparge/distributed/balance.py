@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparge.block_mask import BlockMask
 from sparge.distributed.budget import Ranks
+from sparge.masks.block_mask import BlockMask
 from sparge.stats import counters
 
 

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparge import ops
-from sparge.block_mask import BlockMask
 from sparge.call import Call
-from sparge.geometry import BLOCK_Q, ceil_div
-from sparge.sharing import RankPool
+from sparge.dispatch import ops
+from sparge.masks.block_mask import BlockMask
+from sparge.masks.geometry import BLOCK_Q, ceil_div
+from sparge.numerics.budget_allocation import RankPool
 
 
 class Ranks(Protocol):

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from sparge import ops
-from sparge.block_mask import BlockMask
 from sparge.call import Call
+from sparge.dispatch import ops
 from sparge.distributed.budget import Rows, choose
 from sparge.distributed.request import Request
-from sparge.geometry import BLOCK_K, ceil_div
-from sparge.sharing import RankPool
+from sparge.masks.block_mask import BlockMask
+from sparge.masks.geometry import BLOCK_K, ceil_div
+from sparge.numerics.budget_allocation import RankPool
 
 
 def attend(

@@ -8,17 +8,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sparge import ops
-from sparge.block_mask import BlockMask
 from sparge.call import Call, interned
+from sparge.dispatch import ops
 from sparge.distributed.budget import Ranks, RowPool, Rows, order_of_rows
 from sparge.distributed.computing import attend, choose_rows
 from sparge.distributed.exchange import Exchange
 from sparge.distributed.places import Piece, Places
 from sparge.distributed.request import Request, of_heads, of_piece
-from sparge.geometry import BLOCK_K, BLOCK_Q, Shape, ceil_div
+from sparge.masks.block_mask import BlockMask
+from sparge.masks.geometry import BLOCK_K, BLOCK_Q, Shape, ceil_div
+from sparge.masks.window import Window
 from sparge.stats import counters
-from sparge.window import Window
 
 GATHERED_BYTES = 2**30
 """Of K and V, with which heads are gathered at a time unless the caller says how many."""

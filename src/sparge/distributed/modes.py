@@ -19,15 +19,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparge.config import Layout, PerHead, Quantization, Score, ScoreName, Skipped, Sparsity
 from sparge.distributed import gathered, ring, ulysses
 from sparge.distributed.balance import HeadBalance
 from sparge.distributed.exchange import Exchange, exchange_of
 from sparge.distributed.mesh import Mesh
 from sparge.distributed.places import Places, Sharding, places_of
 from sparge.distributed.request import Options, Request, check_key_mask, check_lengths, of_heads, request
-from sparge.geometry import Shape
-from sparge.validation import check_choice, check_flag
+from sparge.masks.geometry import Shape
+from sparge.options.checks import check_choice, check_flag
+from sparge.options.common import Layout, PerHead, Quantization, ScoreName, Skipped
+from sparge.options.rules import Sparsity
+from sparge.options.scores import Score
 
 INNER = ("gathered", "ring")
 

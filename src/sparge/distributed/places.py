@@ -16,8 +16,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from sparge.geometry import BLOCK_Q, ceil_div
-from sparge.validation import check_choice
+from sparge.masks.geometry import BLOCK_Q, ceil_div
+from sparge.options.checks import check_choice
 
 Sharding = Literal["contiguous", "head_tail"]
 SHARDINGS = ("contiguous", "head_tail")

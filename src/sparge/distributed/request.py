@@ -14,15 +14,17 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from sparge import decide, repeated, validation
 from sparge.api import positively_scaled
 from sparge.backends import base
 from sparge.call import Call
-from sparge.config import PerHead, Selection, Sparsity, trusted
-from sparge.decide import Reason
-from sparge.derivatives import needs_derivatives
-from sparge.geometry import Shape
-from sparge.window import Window
+from sparge.dispatch import call_cache, dense_rules, validation
+from sparge.dispatch.dense_rules import Reason
+from sparge.dispatch.gradients import needs_grad_of
+from sparge.masks.geometry import Shape
+from sparge.masks.window import Window
+from sparge.options import checks
+from sparge.options.common import PerHead
+from sparge.options.rules import Selection, Sparsity, trusted
 
 Found = TypeVar("Found")
 
@@ -79,7 +81,7 @@ class Request:
     def words(self) -> str:
         """What a dense call is counted as."""
         assert self.reason is not None
-        return decide.describe(self.reason)
+        return dense_rules.describe(self.reason)
 
 
 def request(
@@ -115,14 +117,14 @@ def request(
         NotImplementedError: gradients, head_dim or device that cannot be served.
     """
     kind = _kind(query, key, value, options, (mode, total, heads, with_lse, is_merged)) if attn_mask is None else None
-    known: Request | None = repeated.find(kind)
+    known: Request | None = call_cache.find(kind)
     if known is not None:
         if options.layout == "NHD":
             query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         return query, key, value, known
     strides = [tensor.stride(-1) for tensor in (query, key, value)] if kind is not None else []
-    validation.check_flag("is_causal", options.is_causal)
-    quantization = validation.resolve_quantization_name(options.quantization)
+    checks.check_flag("is_causal", options.is_causal)
+    quantization = checks.resolve_quantization_name(options.quantization)
     query, key, value, shape = validation.check_query_key_value(query, key, value, options.layout, options.enable_gqa)
     if total is not None and shape.q_len != shape.kv_len:
         raise ValueError(f"key: expected as many tokens here as the query has, {shape.q_len}, got {shape.kv_len}")
@@ -134,7 +136,7 @@ def request(
     whole = shape if total is None else replace(shape, q_len=total, kv_len=total)
     given_scale = validation.check_scale(options.scale, shape.head_dim)
     query, scale = positively_scaled(query, given_scale)
-    obstacle = decide.unsupported(shape, 0.0, needs_derivatives(query, key, value))
+    obstacle = dense_rules.unsupported(shape, 0.0, needs_grad_of(query, key, value))
     if obstacle is not None:
         raise NotImplementedError(obstacle.message)
     window = validation.resolve_window(options.window, options.is_causal, whole.q_len, whole.kv_len)
@@ -142,7 +144,7 @@ def request(
     backend = base.resolve(options.backend, query.device)
     part = largest(whole)
     asked = options.backend
-    reason = decide.by_arguments(part, window, rule, quantization, asked, backend, query.device, query.dtype)
+    reason = dense_rules.by_arguments(part, window, rule, quantization, asked, backend, query.device, query.dtype)
     has_mask = attn_mask is not None
     resolved = base.resolve_quantization(quantization, backend, query.device, has_mask=has_mask)
     if is_merged and resolved == "int8_fp8_fast":
@@ -155,7 +157,7 @@ def request(
         is_causal=is_causal,
         scale=scale,
         sparsity=rule if reason is None else None,
-        score=validation.resolve_score(options.score),
+        score=checks.resolve_score(options.score),
         always_keep=validation.check_always_keep(options.always_keep, whole.kv_len),
         exact_queries=validation.check_exact_queries(options.exact_queries, whole.q_len),
         quantization=resolved,
@@ -169,7 +171,7 @@ def request(
     # Tensors that are copied first, and old names, which warn, are resolved each time.
     is_plain = strides == [1, 1, 1] and quantization == options.quantization and scale == given_scale
     if is_plain and not call.has_per_head_numbers:
-        repeated.remember(kind, asked_for)
+        call_cache.remember(kind, asked_for)
     return query, key, value, asked_for
 
 
@@ -179,7 +181,7 @@ def _kind(query: Tensor, key: Tensor, value: Tensor, options: Options, mode: Has
     others = tuple([given[name] for name in given if name not in RANGES])
     types = tuple([type(option) for option in others])
     ranges = options.always_keep, options.exact_queries
-    return repeated.kind_of(query, key, value, None, *ranges, ("ranks", mode, others, types))
+    return call_cache.kind_of(query, key, value, None, *ranges, ("ranks", mode, others, types))
 
 
 RANGES = ("always_keep", "exact_queries")

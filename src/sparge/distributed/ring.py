@@ -13,14 +13,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparge import ops
 from sparge.call import Call, interned
+from sparge.dispatch import ops
 from sparge.distributed import gathered
 from sparge.distributed.budget import RowPool
 from sparge.distributed.exchange import Exchange
 from sparge.distributed.places import Piece, Places
 from sparge.distributed.request import Request
-from sparge.geometry import BLOCK_K, BLOCK_Q, Shape, ceil_div
+from sparge.masks.geometry import BLOCK_K, BLOCK_Q, Shape, ceil_div
 from sparge.stats import counters
 
 

@@ -13,14 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparge import api, validation
-from sparge.config import Dense
-from sparge.derivatives import needs_derivatives
+from sparge import api
+from sparge.dispatch import validation
+from sparge.dispatch.gradients import needs_grad_of
 from sparge.distributed.balance import HeadBalance
 from sparge.distributed.budget import Ranks, RowPool, Rows, order_of_heads, order_of_rows
 from sparge.distributed.computing import attend, choose_rows
 from sparge.distributed.request import Options, of_heads, request, rule_of_heads
-from sparge.geometry import BLOCK_Q, Shape, ceil_div
+from sparge.masks.geometry import BLOCK_Q, Shape, ceil_div
+from sparge.options.rules import Dense
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,8 @@ def attention(
     cut = slice(share.heads[share.ranks.rank].start, share.heads[share.ranks.rank].stop)
     own_heads = cut if share.order is None else share.order[cut]
     call: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-    is_followed = needs_derivatives(query, key, value, attn_mask)
-    if isinstance(rule, Dense) or not rule.is_call_wide or share.ranks.size == 1 or dropout_p or is_followed:
+    needs_grad = needs_grad_of(query, key, value, attn_mask)
+    if isinstance(rule, Dense) or not rule.is_call_wide or share.ranks.size == 1 or dropout_p or needs_grad:
         if not isinstance(rule, Dense):
             rule = rule_of_heads(rule, own_heads)
         alone: Any = api.attention

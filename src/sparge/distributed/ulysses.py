@@ -7,15 +7,15 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from sparge import ops
-from sparge.block_mask import BlockMask
 from sparge.call import Call, interned
+from sparge.dispatch import ops
 from sparge.distributed.balance import HeadBalance
 from sparge.distributed.budget import Ranks, RowPool, Rows, order_of_heads, order_of_rows
 from sparge.distributed.computing import attend, choose_rows
 from sparge.distributed.exchange import Exchange
 from sparge.distributed.request import Request, of_heads
-from sparge.geometry import Shape
+from sparge.masks.block_mask import BlockMask
+from sparge.masks.geometry import Shape
 
 
 def check_heads(heads: int, kv_heads: int, ranks: int) -> None:

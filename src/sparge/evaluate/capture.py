@@ -19,15 +19,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import sparge
-from sparge import validation
+from sparge import api, integrations
 from sparge.backends import base
 from sparge.backends.torch.predict import forced_blocks, select_blocks
-from sparge.block_mask import BlockMask
 from sparge.call import Call
-from sparge.config import PerHead, Quantization, Score, ScoreName, Selection, Skipped
+from sparge.dispatch import validation
 from sparge.evaluate.metrics import block_mass, relative_l1
 from sparge.integrations.calls import Steps, substituted
+from sparge.masks.block_mask import BlockMask
+from sparge.options.common import PerHead, Quantization, ScoreName, Skipped
+from sparge.options.rules import Dense, Selection
+from sparge.options.scores import Score
 from sparge.policy import Policy
 
 MAX_BYTES = 64 * 2**20
@@ -106,9 +108,9 @@ class Recorder:
     def recording(self, model: Any) -> Iterator[Recorder]:
         """Record the self-attention calls of a transformers model, a diffusers pipeline or its transformer."""
         backend = base.resolve("auto", _device_of(model))
-        sparge.enable(model, Policy(topk=1.0, backend=backend, order="row"))  # tokens as the model has them
+        integrations.enable(model, Policy(topk=1.0, backend=backend, order="row"))  # tokens as the model has them
         with ExitStack() as stack:
-            stack.callback(sparge.disable, model)
+            stack.callback(integrations.disable, model)
             self._now = stack.enter_context(followed_steps(model))
             stack.enter_context(substituted(self._record))
             yield self
@@ -123,8 +125,8 @@ class Recorder:
         if is_wanted and is_plain and len(same_place) < self._per_place:
             scale = query.shape[3] ** -0.5 if call["scale"] is None else call["scale"]
             self._add(Captured(layer, step, query, key, value, call["is_causal"], scale))
-        call |= {"sparsity": sparge.Dense(), "always_keep": None, "quantization": "none"}
-        return sparge.attention(query, key, value, attn_mask, **call)
+        call |= {"sparsity": Dense(), "always_keep": None, "quantization": "none"}
+        return api.attention(query, key, value, attn_mask, **call)
 
     def _add(self, call: Captured) -> None:
         if self._heads is not None:
@@ -160,7 +162,7 @@ def followed_steps(model: Any) -> Iterator[Callable[[], int | None]]:
     if isinstance(model, torch.nn.Module) or getattr(model, "scheduler", None) is None:
         yield lambda: None
         return
-    from sparge.integrations.schedule import Schedule
+    from sparge.integrations.diffusers.schedule import Schedule
 
     steps = Steps(Policy())
     schedule = Schedule(steps, users=1, pipeline=model)
@@ -287,13 +289,13 @@ def attention_error(
     if not isinstance(rule, Selection):
         raise TypeError(f"sparsity: expected a rule that leaves blocks out, got {rule!r}")
     common: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "always_keep": always_keep}
-    mask = sparge.predict(query, key, sparsity=rule, score=score, enable_gqa=True, backend=backend, **common)
+    mask = api.predict(query, key, sparsity=rule, score=score, enable_gqa=True, backend=backend, **common)
     mass = block_mass(query, key.repeat_interleave(group, 1), is_causal=is_causal, scale=scale)
     exact = _exact(query, key, value, is_causal, scale)
 
     def judge(mask: BlockMask) -> Judged:
         options: dict[str, Any] = {"quantization": quantization, "skipped": skipped, "backend": backend}
-        output = sparge.block_sparse_attention(query, key, value, mask, scale=scale, enable_gqa=True, **options)
+        output = api.block_sparse_attention(query, key, value, mask, scale=scale, enable_gqa=True, **options)
         assert isinstance(output, Tensor)
         return _judged(mask, mass, output, exact)
 
@@ -314,8 +316,8 @@ def _judged(mask: BlockMask, mass: Tensor, output: Tensor, exact: Tensor) -> Jud
 
 def _exact(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Tensor:
     """Dense attention in float32, causality aligned bottom-right."""
-    call: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": True, "sparsity": sparge.Dense()}
-    return sparge.attention(query.float(), key.float(), value.float(), quantization="none", **call)
+    call: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": True, "sparsity": Dense()}
+    return api.attention(query.float(), key.float(), value.float(), quantization="none", **call)
 
 
 def _best_of_rows(

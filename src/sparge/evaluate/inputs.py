@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparge.geometry import BLOCK_K, BLOCK_Q
+from sparge.masks.geometry import BLOCK_K, BLOCK_Q
 
 Inputs = tuple[Tensor, Tensor, Tensor]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-import sparge
+from sparge import integrations
 from sparge.policy import Policy
 
 CHOICE = "attn_implementation=sparge"
@@ -55,7 +55,7 @@ def run(policy: Policy, arguments: Sequence[str]) -> None:
         from lm_eval.__main__ import cli_evaluate
     except ImportError as error:
         raise ImportError(f"expected lm_eval to be installed (pip install 'lm_eval[hf]'), got {error!r}") from error
-    sparge.register(policy)
+    integrations.register(policy)
     before = sys.argv
     sys.argv = ["lm_eval", *words]
     try:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparge.block_mask import BlockMask
 from sparge.evaluate.inputs import Needle
-from sparge.geometry import BLOCK_K, BLOCK_Q, ceil_div
+from sparge.masks.block_mask import BlockMask
+from sparge.masks.geometry import BLOCK_K, BLOCK_Q, ceil_div
 
 CHUNK, CHUNK_CUDA = 2**22, 2**26
 """How many probabilities `block_mass` holds at once: few stay in a cache, many keep a GPU busy."""

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparge import eight_bits
-from sparge.backends.cuda.peak_handling import EVERY_TILE_KEYS
+from sparge.backends.gpu.peak_handling import EVERY_TILE_KEYS
 from sparge.evaluate.families import Family
 from sparge.evaluate.oracle import ExactRows, sampled_error, score_chunks
-from sparge.geometry import BLOCK_K
+from sparge.masks.geometry import BLOCK_K
+from sparge.numerics import quantization as quant
 
 LSE_MEAN, LSE_WORST = 0.002, 0.02
 EXPONENTIAL_FREE_FACTOR, EXPONENTIAL_FREE_SLACK = 1.15, 2e-3
@@ -118,29 +118,29 @@ def lse_rounding(
 ) -> Tensor:
     """Standard deviation of every row's LSE when Q and K are rounded to 8 bits as well as that goes: (B, H, rows).
 
-    Keys without their mean, channels balanced between Q and K and mixed (`eight_bits.balance`, `eight_bits.mix`), steps
+    Keys without their mean, channels balanced between Q and K and mixed (`quant.balance`, `quant.mix`), steps
     of 1/127 of a query's largest entry and of a key block's. A step s adds the variance s^2 / 12 to an entry. A query's
     error e moves all its scores together, by e . sum_j p_j k_j; those of keys are independent. Scores that would be
-    coarse (`eight_bits.is_coarse`) are not rounded. With ``exponential_free``, P is rounded in the sum.
+    coarse (`quant.is_coarse`) are not rounded. With ``exponential_free``, P is rounded in the sum.
     """
     group = query.shape[1] // key.shape[1]
     last_seen = rows + key.shape[2] - query.shape[2] if is_causal else None
     scale, deviation = query.shape[-1] ** -0.5, torch.empty_like(exact.lse)
     centred = key.double() - key.double().mean(2, keepdim=True)
-    factors = eight_bits.balance(query.double(), centred, torch.ones_like(centred[..., 0], dtype=torch.bool))
+    factors = quant.balance(query.double(), centred, torch.ones_like(centred[..., 0], dtype=torch.bool))
     for batch, head in torch.cartesian_prod(*map(torch.arange, exact.lse.shape[:2])).view(-1, 2).tolist():
         queries, keys = query[batch, head].double(), key[batch, head // group].double()
         balance = factors[batch, head // group]
-        queries, smooth = queries[rows], eight_bits.mix(centred[batch, head // group] / balance)
-        balanced = eight_bits.mix(queries * balance) * eight_bits.MIXED
+        queries, smooth = queries[rows], quant.mix(centred[batch, head // group] / balance)
+        balanced = quant.mix(queries * balance) * quant.MIXED
         key_step = _block_step(smooth)
-        query_step = balanced.abs().amax(1) / eight_bits.INT8_MAX
+        query_step = balanced.abs().amax(1) / quant.INT8_MAX
         pooled, (key_part, squares) = torch.zeros_like(balanced), queries.new_zeros(2, len(queries))
         for chunk, scores in score_chunks(queries, keys, last_seen):
             weights = (scores - exact.lse[batch, head, :, None]).exp()
             squares += weights.square().sum(1)
             steps = query_step[:, None], key_step[chunk][:, None]
-            rounded = weights.masked_fill(eight_bits.is_coarse(*steps, scale, query.shape[-1]), 0.0)
+            rounded = weights.masked_fill(quant.is_coarse(*steps, scale, query.shape[-1]), 0.0)
             pooled += rounded @ smooth[chunk]
             key_part += rounded.square() @ key_step[chunk].square()
         variance = (query_step.square() * pooled.square().sum(1) + key_part * balanced.square().sum(1)) / 12
@@ -152,4 +152,4 @@ def lse_rounding(
 def _block_step(key: Tensor) -> Tensor:
     """1/127 of the largest entry of each key's block: (S_k, D) -> (S_k,)."""
     largest = torch.nn.functional.pad(key.abs().amax(1), (0, -len(key) % BLOCK_K)).unflatten(0, (-1, BLOCK_K)).amax(1)
-    return (largest / eight_bits.INT8_MAX).repeat_interleave(BLOCK_K)[: len(key)]
+    return (largest / quant.INT8_MAX).repeat_interleave(BLOCK_K)[: len(key)]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sparge.evaluate.metrics import relative_l1
-from sparge.geometry import BLOCK_K, BLOCK_Q
+from sparge.masks.geometry import BLOCK_K, BLOCK_Q
 
 SAMPLED_QUERIES = 256
 KEYS_AT_ONCE = 32768

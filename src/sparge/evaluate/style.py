@@ -1,6 +1,6 @@
 """The look of all pages, in light and dark."""
 
-from sparge.plots import DARK, LIGHT, Theme
+from sparge.masks.plot import DARK, LIGHT, Theme
 
 
 def _theme_variables(theme: Theme) -> str:

@@ -24,14 +24,14 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-import sparge
+from sparge import api, integrations
 from sparge.backends import base
-from sparge.config import Budget, Selection, TopCdf, TopK
-from sparge.decide import BY_RULE, describe
+from sparge.dispatch.dense_rules import BY_RULE, describe
 from sparge.evaluate.capture import true_mask
 from sparge.integrations.calls import substituted
+from sparge.options.rules import Budget, Dense, Selection, TopCdf, TopK
 from sparge.policy import Policy
-from sparge.stats import Stats
+from sparge.stats import Stats, reset_stats
 
 Kind = Literal["policy", "oracle", "dense", "sdpa"]
 
@@ -94,7 +94,7 @@ class Variant:
         Args:
             reach: how the policy gets at the model; `enabled` by default.
         """
-        sparge.reset_stats()
+        reset_stats()
         with ExitStack() as stack:
             if self.kind == "sdpa":
                 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -120,17 +120,17 @@ class Variant:
             return _attend_by_true_mass(layer, query, key, value, attn_mask, **call)
         if self.kind == "dense":
             return _attend_to_all(layer, query, key, value, attn_mask, **call)
-        return sparge.attention(query, key, value, attn_mask, **call)
+        return api.attention(query, key, value, attn_mask, **call)
 
 
 @contextmanager
 def enabled(model: Any, policy: Policy) -> Iterator[None]:
     """`sparge.enable` as long as the block lasts."""
-    sparge.enable(model, policy)
+    integrations.enable(model, policy)
     try:
         yield
     finally:
-        sparge.disable(model)
+        integrations.disable(model)
 
 
 def parse_variant(text: str) -> Variant:
@@ -152,7 +152,7 @@ def parse_variant(text: str) -> Variant:
     text = text.strip()
     is_profile = any(word.startswith("profile=") for word in words_of(text))
     if text.startswith("{") or (text.endswith(".json") and not is_profile):
-        from sparge.calibration.profile import policy_of_json
+        from sparge.profile import policy_of_json
 
         return Variant(text, "policy", policy_of_json(text if text.startswith("{") else _read(text)))
     bare: list[Kind] = []
@@ -225,7 +225,7 @@ def _of_words(text: str, bare: list[Kind], values: dict[str, Any]) -> Variant:
 
 def _of_profile(text: str, values: dict[str, Any]) -> Policy:
     """The policy of a profile with a mean density of ``topk``; other words are fields of a policy."""
-    from sparge.calibration.profile import Profile
+    from sparge.profile import Profile
 
     profile = Profile.from_json(_read(str(values.pop("profile"))))
     others = sorted(set(values) & (SELECTION_FIELDS | {"budgets"}))
@@ -244,7 +244,7 @@ def _attend_by_true_mass(
     del call["score"]
     rules = {name: call.pop(name, None) for name in ("sparsity", "always_keep", "exact_queries")}
     mask = true_mask(query, key, is_causal=call.pop("is_causal"), scale=call["scale"], **rules)
-    output = sparge.block_sparse_attention(query, key, value, mask, **call)
+    output = api.block_sparse_attention(query, key, value, mask, **call)
     assert isinstance(output, Tensor)
     return output
 
@@ -254,8 +254,8 @@ def _attend_to_all(
 ) -> Tensor:
     """`sparge.attention` over all blocks, in the arithmetic the call asks for."""
     del layer
-    call |= {"sparsity": sparge.Dense(), "always_keep": None}
-    return sparge.attention(query, key, value, attn_mask, **call)
+    call |= {"sparsity": Dense(), "always_keep": None}
+    return api.attention(query, key, value, attn_mask, **call)
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ import importlib.util
 import sys
 from typing import TYPE_CHECKING, Any, Literal
 
-from sparge import validation
 from sparge.integrations.sdpa import replace_sdpa
+from sparge.options import checks
 from sparge.policy import Policy
 
 if TYPE_CHECKING:
-    from sparge.calibration import Profile
+    from sparge.profile import Profile
 
 __all__ = ["disable", "enable", "register", "replace_sdpa"]
 
@@ -47,15 +47,15 @@ def enable(model: Any, policy: Policy | Profile | None = None, *, scheduler: Any
     model = _unwrapped(model)
     framework = _framework_of(model)
     if framework == "transformers":
-        from sparge.integrations import transformers
+        from sparge.integrations.transformers import attention
 
         if scheduler is not None:
             raise ValueError(f"scheduler: expected None for a transformers model, got {type(scheduler).__name__}")
-        transformers.enable(model, policy)
+        attention.enable(model, policy)
     else:
-        from sparge.integrations import diffusers
+        from sparge.integrations.diffusers import pipeline
 
-        diffusers.enable(model, policy, scheduler)
+        pipeline.enable(model, policy, scheduler)
 
 
 def disable(model: Any) -> None:
@@ -67,9 +67,9 @@ def disable(model: Any) -> None:
     """
     model = _unwrapped(model)
     if _framework_of(model) == "transformers":
-        from sparge.integrations import transformers as framework
+        from sparge.integrations.transformers import attention as framework
     else:
-        from sparge.integrations import diffusers as framework  # type: ignore[no-redef]
+        from sparge.integrations.diffusers import pipeline as framework  # type: ignore[no-redef]
     if not framework.is_enabled(model):
         raise ValueError(f"model: expected one that sparge.enable was called for, got {type(model).__name__}")
     framework.disable(model)
@@ -88,19 +88,19 @@ def register(policy: Policy | None = None, framework: Literal["transformers", "d
         ValueError: the policy has rules about steps or, for diffusers, layers.
     """
     policy = _checked(policy)
-    validation.check_choice("framework", framework, FRAMEWORKS)
+    checks.check_choice("framework", framework, FRAMEWORKS)
     if not _is_installed(framework):
         raise ImportError(f"expected {framework} to be installed, got none: pip install 'sparge[{framework}]'")
     if framework == "transformers":
-        from sparge.integrations import transformers
+        from sparge.integrations.transformers import attention
 
-        transformers.register(policy)
+        attention.register(policy)
         return
-    from sparge.integrations import diffusers_backend
+    from sparge.integrations.diffusers import backend
 
     if policy.has_step_rules or policy.has_layer_rules:
         raise ValueError(f"policy: expected no rules about steps or layers (sparge.enable knows them), got {policy}")
-    if diffusers_backend.register(policy) is None:
+    if backend.register(policy) is None:
         raise ImportError("diffusers: expected a version whose attention backends can be extended (0.42 can)")
 
 
@@ -114,7 +114,7 @@ def _checked(policy: Policy | None) -> Policy:
 
 def _unwrapped(model: Any) -> Any:
     """The model inside what PEFT, torch.compile and transformers' pipelines wrap around it."""
-    pipelines = sys.modules.get("transformers.pipelines.base")
+    pipelines = sys.modules.get("attention.pipelines.base")
     if pipelines is not None and isinstance(model, pipelines.Pipeline):
         return _unwrapped(model.model)
     peft = sys.modules.get("peft")

@@ -19,17 +19,19 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from sparge import api, decide, ops, repeated, validation
+from sparge import api
 from sparge.backends import base
-from sparge.config import Selection, TopCdf
-from sparge.decide import Reason
-from sparge.geometry import BLOCK_Q, ceil_div
-from sparge.integrations.padding import attend_within, spans_of
-from sparge.ordering import TokenOrder
+from sparge.dispatch import call_cache, dense_rules, ops
+from sparge.dispatch.dense_rules import Reason
+from sparge.integrations.sinks import with_exact_sinks, with_sinks
+from sparge.integrations.transformers.padding import attend_within, spans_of
+from sparge.masks.geometry import BLOCK_Q, ceil_div
+from sparge.masks.ordering import TokenOrder
+from sparge.masks.window import Window, keys_of_query
+from sparge.options import checks
+from sparge.options.rules import Selection, TopCdf
 from sparge.policy import Policy
-from sparge.sinks import with_exact_sinks, with_sinks
 from sparge.stats import counters
-from sparge.window import Window, keys_of_query
 
 
 class Steps:
@@ -196,7 +198,7 @@ def attend(
     if part is None and attn_mask is None and sinks is None and unsupported is None and not is_compiling():
         described = (dropout_p, is_causal, scale, enable_gqa, is_self, is_language, window, tuple(text), grid)
         kind = _kind_of(layer, query, key, value, described)
-        found: tuple[repeated.Runner, Policy] | None = repeated.find(kind)
+        found: tuple[call_cache.Runner, Policy] | None = call_cache.find(kind)
         if found is not None:
             with counters.within(layer.name):
                 output, _ = found[0](query, key, value, None)
@@ -204,42 +206,42 @@ def attend(
     whole_query, whole_key = (query, key) if part is None else part.sizes
     rows = None if part is None else part.rows
     dense = _why_dense(layer, whole_query, whole_key, is_self, is_language, is_causal)
-    if dense is not None and not decide.in_eight_bits(layer.policy, dense, query.device):
-        decide.count(dense, layer.name)
+    if dense is not None and not dense_rules.in_eight_bits(layer.policy, dense, query.device):
+        dense_rules.count(dense, layer.name)
         return None
-    reason = unsupported or decide.foreign(query, key, value, attn_mask)
+    reason = unsupported or dense_rules.foreign(query, key, value, attn_mask)
     if reason is None:
         query, key, value = (_autocast(tensor) for tensor in (query, key, value))
         attn_mask = None if attn_mask is None else unexpanded(_autocast(attn_mask), query)
-        reason = decide.unsupported_call(query, key, value, attn_mask, dropout_p, enable_gqa)
+        reason = dense_rules.unsupported_call(query, key, value, attn_mask, dropout_p, enable_gqa)
     if reason is None and part is not None and dense is None:
         if rows is not None and not rows.are_enough:
-            decide.count(Reason.CROSSOVER, layer.name, detail="fewer rows of blocks than ranks")
+            dense_rules.count(Reason.CROSSOVER, layer.name, detail="fewer rows of blocks than ranks")
             return None
         reason = _unfit_for_parts(layer.policy.selection, rows, attn_mask)
     spans = None
     if reason is None and attn_mask is not None:
         if attn_mask.shape[-1:] == key.shape[2:3] and attn_mask.shape[0] in (1, query.shape[0]):
             spans = spans_of(attn_mask, layer.name)
-        if spans is None and layer.policy.backend == "auto" and decide.is_on_gpu(query):
+        if spans is None and layer.policy.backend == "auto" and dense_rules.is_on_gpu(query):
             whole_mask = attn_mask if part is None or part.mask is None else part.mask
-            reason = decide.costly_mask(whole_query, whole_mask, over_all_blocks=dense is not None)
-            if reason is None and decide.is_small_under_mask(whole_query, whole_key, whole_mask):
-                decide.count(Reason.CROSSOVER, layer.name, detail=decide.SQUARE_MASK)
+            reason = dense_rules.costly_mask(whole_query, whole_mask, over_all_blocks=dense is not None)
+            if reason is None and dense_rules.is_small_under_mask(whole_query, whole_key, whole_mask):
+                dense_rules.count(Reason.CROSSOVER, layer.name, detail=dense_rules.SQUARE_MASK)
                 return None
         if reason is None and dense is None and _shows_little(layer.policy, query, key, most_keys):
-            decide.count(Reason.WINDOW, layer.name)
+            dense_rules.count(Reason.WINDOW, layer.name)
             return None
         if reason is None:
-            reason = decide.ambiguous_mask(attn_mask)
+            reason = dense_rules.ambiguous_mask(attn_mask)
         if reason is None and spans is None and dense is None and layer.policy.skipped == "mean":
-            obstacle = decide.no_means(_of_four(attn_mask), query.shape[1] // key.shape[1])
+            obstacle = dense_rules.no_means(_of_four(attn_mask), query.shape[1] // key.shape[1])
             reason = None if obstacle is None else obstacle.word
     if reason is not None:
         if dense is None:
             refuse(layer, reason)
         else:
-            decide.count(dense, layer.name)
+            dense_rules.count(dense, layer.name)
         return None
     if dense is None and window is not None and _is_narrow(layer.policy, query, key, window):
         dense = Reason.WINDOW
@@ -261,7 +263,7 @@ def attend(
         with counters.within(layer.name):
             output, _, runner = api.resolve_and_run(query, key, value, is_causal=is_causal, **options)
         if runner is not None:
-            repeated.remember(kind, (runner, layer.policy))
+            call_cache.remember(kind, (runner, layer.policy))
         return output
     if rows is not None:
         query = rows.take(query, order)
@@ -304,7 +306,7 @@ def _kind_of(layer: Layer, query: Tensor, key: Tensor, value: Tensor, described:
     if is_scheduled_dense or is_autocast or _THREAD.substitute is not None:
         return None
     options = ("layer", id(layer.policy), layer.dense, layer.is_cross, *described)
-    return repeated.kind_of(query, key, value, None, None, None, options)
+    return call_cache.kind_of(query, key, value, None, None, None, options)
 
 
 def _unfit_for_parts(rule: Selection, rows: Rows | None, attn_mask: Tensor | None) -> str | None:
@@ -312,7 +314,7 @@ def _unfit_for_parts(rule: Selection, rows: Rows | None, attn_mask: Tensor | Non
     if rule.is_call_wide and rule.similarity_threshold is not None:
         return "a similarity threshold of a budget over several ranks"
     has_entries = rows is not None and attn_mask is not None and _of_four(attn_mask).shape[2] > 1
-    return decide.SQUARE_MASK if has_entries else None
+    return dense_rules.SQUARE_MASK if has_entries else None
 
 
 def _within_rows(ranges: Sequence[tuple[int, int]], rows: Rows) -> list[tuple[int, int]]:
@@ -362,7 +364,7 @@ def _dense_if_small(
     if not _is_small(query, key.shape[2], is_causal=is_causal):
         return attention(query, key, value, **call, **options)
     told = {name: options[name] for name in ("window", "return_lse") if name in options}
-    return api.dense(query, key, value, **call, **told, words=decide.describe(Reason.CROSSOVER))
+    return api.dense(query, key, value, **call, **told, words=dense_rules.describe(Reason.CROSSOVER))
 
 
 def _in_eight_bits(
@@ -382,7 +384,7 @@ def _in_eight_bits(
         **call,
         "quantization": layer.policy.quantization,
         "backend": layer.policy.backend,
-        "words": decide.describe(reason, in_eight_bits=True),
+        "words": dense_rules.describe(reason, in_eight_bits=True),
     }
     attention = _over_all_blocks if sinks is None else with_sinks(_over_all_blocks, sinks)
     if torch.compiler.is_compiling():
@@ -524,7 +526,9 @@ def runs_dense(
         heads_at, tokens_at: their dimensions.
     """
     reason = _why_dense(layer, query, key, is_self, is_language, is_causal, heads_at, tokens_at)
-    if reason is None or (layer.policy.dense == "8bit" and decide.in_eight_bits(layer.policy, reason, query.device)):
+    if reason is None or (
+        layer.policy.dense == "8bit" and dense_rules.in_eight_bits(layer.policy, reason, query.device)
+    ):
         return False
     if not is_compiling():
         counters.record(reason.words, layer.name)
@@ -571,7 +575,7 @@ def _by_policy(
     if not has_sizes(query, key):
         return None
     q_shape, kv_shape = query.shape, key.shape
-    return decide.by_policy(
+    return dense_rules.by_policy(
         layer.policy,
         query.device,
         _dtype(query),
@@ -607,7 +611,7 @@ def refuse(layer: Layer, reason: str) -> None:
     message = f"an attention call cannot be sparse: {reason}"
     if layer.policy.on_unsupported == "raise":
         raise NotImplementedError(f"{message} (on_unsupported='warn' or 'dense' runs it dense)")
-    decide.count(Reason.UNSUPPORTED, layer.name, detail=reason)
+    dense_rules.count(Reason.UNSUPPORTED, layer.name, detail=reason)
     if layer.policy.on_unsupported == "warn" and not torch.compiler.is_compiling():
         _warn_once(reason, f"{message}; it runs dense", stacklevel=5)
 
@@ -615,7 +619,7 @@ def refuse(layer: Layer, reason: str) -> None:
 def warn_of_missing(name: str, places: Sequence[int], total: int) -> None:
     """Say that a rule is about layers or steps that are not there, where another run may well have them."""
     try:
-        validation.check_places(name, places, total)
+        checks.check_places(name, places, total)
     except ValueError as error:
         _warn_once(str(error), str(error), stacklevel=4)
 

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparge.decide import Reason
+from sparge.dispatch.dense_rules import Reason
 from sparge.integrations.calls import Layer, Steps, attend
 from sparge.policy import Policy
 

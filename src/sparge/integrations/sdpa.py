@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _pop_mode
 
-from sparge.causal_bias import alignment_of, lengths_of
-from sparge.decide import Reason, count
+from sparge.dispatch.dense_rules import Reason, count
 from sparge.integrations.calls import Layer, Part, aligned_top_left, attend, has_sizes, runs_dense
-from sparge.integrations.resumed import run_within
+from sparge.integrations.function_mode import run_within
+from sparge.masks.causal_bias import alignment_of, lengths_of
 from sparge.policy import Policy
 
 Function = TypeVar("Function", bound=Callable[..., Any])

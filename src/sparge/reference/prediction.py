@@ -14,30 +14,24 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sparge.block_mask import BlockMask
 from sparge.call import Call
-from sparge.config import (
+from sparge.masks.block_mask import BlockMask
+from sparge.masks.geometry import BLOCK_K, BLOCK_Q, Shape
+from sparge.masks.window import Window
+from sparge.options.rules import (
     BUDGET_BITS,
     BUDGET_LEVELS,
     GUARANTEED,
-    NEGLIGIBLE,
     ROUNDING_GUARD,
-    SPREAD_UNIT,
-    VARIANCE_SHARE,
     Budget,
     Dense,
-    Mean,
-    Moment,
-    Score,
     Selection,
-    Spread,
     TopCdf,
     TopK,
     budget_top,
 )
-from sparge.geometry import BLOCK_K, BLOCK_Q, Shape
+from sparge.options.scores import NEGLIGIBLE, SPREAD_UNIT, VARIANCE_SHARE, Mean, Moment, Score, Spread
 from sparge.reference.shared import element_mask, of_head, smooth_key, visible_blocks, visible_keys
-from sparge.window import Window
 
 
 def smooth_key_for_similarity(key: Tensor, keys_seen: Tensor, is_causal: bool) -> Tensor:

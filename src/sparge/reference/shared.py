@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from sparge.call import Call
-from sparge.config import per_head
-from sparge.geometry import BLOCK_K, BLOCK_Q, Shape
-from sparge.visibility import allowed_elements
+from sparge.masks.geometry import BLOCK_K, BLOCK_Q, Shape
+from sparge.masks.visibility import allowed_elements
+from sparge.options.common import per_head
 
 
 class ElementMask(NamedTuple):

@@ -10,9 +10,11 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from sparge.block_mask import BlockMask
 from sparge.call import Call
-from sparge.eight_bits import (
+from sparge.masks.block_mask import BlockMask
+from sparge.masks.geometry import BLOCK_K, BLOCK_Q, ROW_GROUP
+from sparge.numerics.block_means import block_means, replaced_bias
+from sparge.numerics.quantization import (
     FP8_MAX,
     FP8_RANGE,
     FP16_ROOM,
@@ -30,9 +32,7 @@ from sparge.eight_bits import (
     to_fp8,
     to_fp16,
 )
-from sparge.geometry import BLOCK_K, BLOCK_Q, ROW_GROUP
 from sparge.reference.shared import element_mask, of_head, smooth_key, visible_keys
-from sparge.replacement import block_means, replaced_bias
 
 Accumulation = Literal["two_level", "single_level"]
 

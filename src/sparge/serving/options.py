@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sparge import validation
 from sparge.integrations.calls import Layer
+from sparge.options import checks
 from sparge.policy import Policy
 
 VARIABLE = "SPARGE_POLICY"
@@ -54,7 +54,7 @@ def _read(text: str, source: str) -> Policy:
     try:
         plain = json.loads(text)
         if isinstance(plain, dict) and "curves" in plain:
-            from sparge.calibration import Profile
+            from sparge.profile import Profile
 
             return Profile.from_json(text).policy
         return Policy.from_json(text)
@@ -79,7 +79,7 @@ def check_served(policy: Policy, source: str, *, has_steps: bool, total: int | N
     if policy.has_step_rules and not has_steps:
         raise ValueError(f"{source}: expected no rules about denoising steps, got {policy.to_json()}")
     if total is not None:
-        validation.check_places("dense_layers", policy.dense_layers, total)
+        checks.check_places("dense_layers", policy.dense_layers, total)
     elif min(policy.dense_layers, default=0) < 0:
         found = min(policy.dense_layers)
         raise ValueError(

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparge.decide import Reason
+from sparge.dispatch.dense_rules import Reason
 from sparge.integrations import calls
 from sparge.policy import Policy
 from sparge.serving.options import VARIABLE, check_served, policy_from

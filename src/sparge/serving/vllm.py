@@ -26,10 +26,10 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from sparge import decide
-from sparge.decide import Reason
-from sparge.geometry import BLOCK_Q
+from sparge.dispatch import dense_rules
+from sparge.dispatch.dense_rules import Reason
 from sparge.integrations import calls
+from sparge.masks.geometry import BLOCK_Q
 from sparge.policy import Policy
 from sparge.serving.options import check_served, layer_of, policy_from
 from sparge.serving.pages import Layout, gather, layout_of
@@ -135,7 +135,7 @@ class SpargeMetadataBuilder(FlashAttentionMetadataBuilder):
         drafts = getattr(vllm_config.speculative_config, "num_speculative_tokens", None) or 0
         self._settings = Settings(policy, total, max(BLOCK_Q, 2 * drafts + 2))
         self._why_dense = functools.partial(
-            decide.by_policy,
+            dense_rules.by_policy,
             policy,
             torch.device(device),
             vllm_config.model_config.dtype,
@@ -257,10 +257,10 @@ class SpargeImpl(FlashAttentionImpl):
         place, obstacle = self._place(layer, step.settings)
         plan = step.plan
         if not plan.long and plan.reason is not Reason.UNSUPPORTED:
-            decide.count(plan.reason, place.name)
+            dense_rules.count(plan.reason, place.name)
             return whole()
         if place.dense:
-            decide.count(Reason.LAYER, place.name)
+            dense_rules.count(Reason.LAYER, place.name)
             return whole()
         if output_scale is not None or output_block_scale is not None:
             obstacle = "quantized output"
@@ -272,7 +272,7 @@ class SpargeImpl(FlashAttentionImpl):
         if parts is None:
             return whole()
         if plan.others:
-            decide.count(plan.reason, place.name)
+            dense_rules.count(plan.reason, place.name)
             rows, rest = step.rest_of(attn_metadata)
             own = [_rows(tensor, rows) for tensor in (query, key, value)]
             if isinstance(rows, slice):

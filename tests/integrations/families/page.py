@@ -12,7 +12,7 @@ import sparge
 from families import FAMILIES, PARTS, WITHOUT, class_of
 from families.tiny import Keys, Tiny
 from sparge.integrations.calls import substituted
-from sparge.integrations.diffusers_models import KNOWN
+from sparge.integrations.diffusers.models import KNOWN
 
 PAGE = Path(__file__).parents[3] / "docs" / "families.md"
 

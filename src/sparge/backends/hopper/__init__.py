@@ -5,14 +5,15 @@ from __future__ import annotations
 import torch
 
 from sparge.backends import base
-from sparge.backends.cuda.backend import CudaBackend, gluon_missing
-from sparge.backends.cuda.operands import AttentionLauncher
+from sparge.backends.gpu.backend import GpuBackend
+from sparge.backends.gpu.operands import AttentionLauncher
+from sparge.backends.gpu.requirements import gluon_unavailable_reason
 from sparge.call import Call
 
 CAPABILITY = (9, 0)
 
 
-class HopperBackend(CudaBackend):
+class HopperBackend(GpuBackend):
     """Every quantization. Calls with a mask, and float32 without quantization, are left to the Triton backend."""
 
     name = "hopper"
@@ -25,8 +26,8 @@ class HopperBackend(CudaBackend):
 
         return attend
 
-    def missing(self, device: torch.device) -> str | None:
-        missing = super().missing(device)
+    def unavailable_reason(self, device: torch.device) -> str | None:
+        missing = super().unavailable_reason(device)
         if missing is not None:
             return missing
         if device.type != "cuda":
@@ -34,12 +35,12 @@ class HopperBackend(CudaBackend):
         found = torch.cuda.get_device_capability(device)
         if found != CAPABILITY:
             return f"expected compute capability 9.0, got {found[0]}.{found[1]}"
-        return gluon_missing()
+        return gluon_unavailable_reason()
 
-    def quantization_missing(self, quantization: str, device: torch.device, *, has_mask: bool) -> str | None:
+    def quantization_unavailable_reason(self, quantization: str, device: torch.device, *, has_mask: bool) -> str | None:
         if quantization == "int8_fp8_fast" and has_mask:
             return "expected no attn_mask ('int8_fp8' takes one)"
-        return super().quantization_missing(quantization, device, has_mask=has_mask)
+        return super().quantization_unavailable_reason(quantization, device, has_mask=has_mask)
 
     def fastest_quantization(self, device: torch.device, *, has_mask: bool) -> str:  # noqa: ARG002
         return "int8_fp8" if has_mask else "int8_fp8_fast"

@@ -6,7 +6,7 @@ next scores are computed. 16-bit products are added in place.
 
 from __future__ import annotations
 
-from sparge.backends.cuda.gluon import (
+from sparge.backends.gpu.gluon import (
     aggregate,
     gl,
     jit,

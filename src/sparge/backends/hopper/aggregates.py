@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sparge.backends.cuda.gluon import aggregate, gl, shared_memory_descriptor, tensor_descriptor
+from sparge.backends.gpu.gluon import aggregate, gl, shared_memory_descriptor, tensor_descriptor
 
 PLAIN, MASKED, NON_FINITE, PEAK = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(4)
 """Flags of a stage, which may be added: every query sees every key; some do not; a key is not finite; one is a peak."""

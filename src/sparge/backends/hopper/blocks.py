@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sparge.backends.cuda.gluon import gl, jit
-from sparge.backends.cuda.primitives import BLOCK_K
+from sparge.backends.gpu.gluon import gl, jit
+from sparge.backends.gpu.primitives import BLOCK_K
 from sparge.backends.hopper.spec import ROWS
 
 

@@ -10,8 +10,8 @@ the others. All that it needs is a kernel argument or in shared memory: a plain 
 
 from __future__ import annotations
 
-from sparge.backends.cuda.gluon import aggregate, gl, jit, mma_v2
-from sparge.backends.cuda.primitives import BLOCK_K, KV_START, LOG2_E, Q_START, SEGMENT_COLUMNS
+from sparge.backends.gpu.gluon import aggregate, gl, jit, mma_v2
+from sparge.backends.gpu.primitives import BLOCK_K, KV_START, LOG2_E, Q_START, SEGMENT_COLUMNS
 from sparge.backends.hopper.aggregates import MEANS, Sizes
 from sparge.backends.hopper.blocks import join_blocks
 from sparge.backends.hopper.lengths import TILE, load_number, load_of_tile

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sparge.backends.cuda.config_table import PLAIN, ConfigKey, look_up, overridden, width_class
+from sparge.backends.gpu.config_table import PLAIN, ConfigKey, look_up, overridden, width_class
 
 PRODUCER_REGISTERS = 24
 """The least a warpgroup can be left with."""

@@ -8,8 +8,8 @@ for each tile:   wait until Q is full
 
 from __future__ import annotations
 
-from sparge.backends.cuda.gluon import gl, jit, mbarrier, reinterpret, warpgroup_mma_wait
-from sparge.backends.cuda.primitives import BLOCK_Q, FP8_RANGE, KEY_GROUPS, LOG2_E, REACH, SMALLEST_SCALE
+from sparge.backends.gpu.gluon import gl, jit, mbarrier, reinterpret, warpgroup_mma_wait
+from sparge.backends.gpu.primitives import BLOCK_Q, FP8_RANGE, KEY_GROUPS, LOG2_E, REACH, SMALLEST_SCALE
 from sparge.backends.hopper.accumulator import (
     MmaOperands,
     add_lower_part,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sparge.backends.cuda.gluon import aggregate, gl, jit
-from sparge.backends.cuda.primitives import LN_2
+from sparge.backends.gpu.gluon import aggregate, gl, jit
+from sparge.backends.gpu.primitives import LN_2
 from sparge.backends.hopper.softmax import LOWEST
 from sparge.backends.hopper.spec import ROWS
 

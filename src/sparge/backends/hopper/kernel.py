@@ -12,8 +12,8 @@ what a consumer does. Layouts, barriers, and why P needs no exponentials: docs/h
 
 from __future__ import annotations
 
-from sparge.backends.cuda.gluon import barrier, fence_async_shared, gl, jit, mbarrier, reinterpret
-from sparge.backends.cuda.primitives import BLOCK_K, BLOCK_Q, KEY_GROUPS
+from sparge.backends.gpu.gluon import barrier, fence_async_shared, gl, jit, mbarrier, reinterpret
+from sparge.backends.gpu.primitives import BLOCK_K, BLOCK_Q, KEY_GROUPS
 from sparge.backends.hopper.aggregates import (
     Barriers,
     BlockLists,

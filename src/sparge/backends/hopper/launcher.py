@@ -7,9 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sparge import geometry
-from sparge.backends.cuda.gluon import TensorDescriptor, gl
-from sparge.backends.cuda.launch import (
+from sparge.backends.gpu.gluon import TensorDescriptor, gl
+from sparge.backends.gpu.launch import (
     buffer_like,
     first_key,
     launch,
@@ -24,14 +23,15 @@ from sparge.backends.cuda.launch import (
     window_offsets,
     zeros_like,
 )
-from sparge.backends.cuda.operands import Operands
-from sparge.backends.cuda.peak_handling import peak_handling
-from sparge.backends.cuda.stages.unpack import unpack
+from sparge.backends.gpu.operands import Operands
+from sparge.backends.gpu.peak_handling import peak_handling
+from sparge.backends.gpu.stages.unpack import unpack
 from sparge.backends.hopper import configs
 from sparge.backends.hopper.kernel import attention_kernel
 from sparge.backends.hopper.spec import Spec
-from sparge.block_mask import BlockMask
 from sparge.call import Call
+from sparge.masks import geometry
+from sparge.masks.block_mask import BlockMask
 
 LEAST_WIDTH = 64
 """Channels the kernel computes at least; missing ones are copied as 0."""

@@ -7,8 +7,8 @@ consumers read them there.
 
 from __future__ import annotations
 
-from sparge.backends.cuda.gluon import aggregate, gl, jit
-from sparge.backends.cuda.primitives import BLOCK_K, KV_LEN, Q_LEN, Q_START, SEGMENT_COLUMNS, SHIFT
+from sparge.backends.gpu.gluon import aggregate, gl, jit
+from sparge.backends.gpu.primitives import BLOCK_K, KV_LEN, Q_LEN, Q_START, SEGMENT_COLUMNS, SHIFT
 
 TILE, NUM_STAGES = gl.constexpr(0), gl.constexpr(1)
 """Places of `Metadata.tile`: the number of the tile, how many stages it has."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sparge.backends.cuda.gluon import gl, jit, warpgroup_mma
-from sparge.backends.cuda.primitives import INT32_AS_FLOAT
+from sparge.backends.gpu.gluon import gl, jit, warpgroup_mma
+from sparge.backends.gpu.primitives import INT32_AS_FLOAT
 from sparge.backends.hopper.spec import ROWS
 
 

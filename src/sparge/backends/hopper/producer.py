@@ -7,8 +7,8 @@ for each tile:   wait until a query stage is empty  ->  tile metadata  ->  copy 
 
 from __future__ import annotations
 
-from sparge.backends.cuda.gluon import async_load, barrier, gl, jit, mbarrier, reinterpret
-from sparge.backends.cuda.primitives import BLOCK_K, BLOCK_Q, KEY_GROUPS
+from sparge.backends.gpu.gluon import async_load, barrier, gl, jit, mbarrier, reinterpret
+from sparge.backends.gpu.primitives import BLOCK_K, BLOCK_Q, KEY_GROUPS
 from sparge.backends.hopper.aggregates import COARSE, MASKED, MEANS, NON_FINITE, NOTHING, PEAK, PLAIN
 from sparge.backends.hopper.lengths import NUM_STAGES, TILE, lengths_of, store_lengths, store_of_tile
 from sparge.backends.hopper.scheduler import (

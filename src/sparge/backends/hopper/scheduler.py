@@ -7,8 +7,8 @@ takes turns and finds the tile that has one; consumers learn of tiles alone.
 
 from __future__ import annotations
 
-from sparge.backends.cuda.gluon import aggregate, gl, jit
-from sparge.backends.cuda.primitives import BLOCK_K, BLOCK_Q
+from sparge.backends.gpu.gluon import aggregate, gl, jit
+from sparge.backends.gpu.primitives import BLOCK_K, BLOCK_Q
 
 BEYOND_TILES = gl.constexpr(2**31 - 1)
 """The largest int32."""

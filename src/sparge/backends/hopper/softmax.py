@@ -14,9 +14,9 @@ A row's columns lie in four threads, its lanes.
 
 from __future__ import annotations
 
-from sparge.backends.cuda import primitives
-from sparge.backends.cuda.gluon import aggregate, gl, jit
-from sparge.backends.cuda.primitives import BLOCK_K, FAR, FLOAT_OFFSET, KEY_GROUPS
+from sparge.backends.gpu import primitives
+from sparge.backends.gpu.gluon import aggregate, gl, jit
+from sparge.backends.gpu.primitives import BLOCK_K, FAR, FLOAT_OFFSET, KEY_GROUPS
 from sparge.backends.hopper.aggregates import COARSE, MEANS
 from sparge.backends.hopper.blocks import join_blocks, split_blocks
 from sparge.backends.hopper.coarse import exact_steps

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from sparge.backends.cuda.gluon import gl, mbarrier
-from sparge.backends.cuda.launch import padded
-from sparge.eight_bits import FP8_CODES_PER_OCTAVE, FP8_MAX, FP8_TOP_CODE, FP16_ROOM, coarse_unit
-from sparge.geometry import BLOCK_K, BLOCK_Q, ROW_GROUP
+from sparge.backends.gpu.gluon import gl, mbarrier
+from sparge.backends.gpu.launch import padded
+from sparge.masks.geometry import BLOCK_K, BLOCK_Q, ROW_GROUP
+from sparge.numerics.quantization import FP8_CODES_PER_OCTAVE, FP8_MAX, FP8_TOP_CODE, FP16_ROOM, coarse_unit
 
 ROWS = gl.constexpr(ROW_GROUP)
 """Queries of one consumer: what a warpgroup's matrix instruction takes."""

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from sparge.backends.base import Backend, Candidates, Crossover
 from sparge.backends.torch import processor
-from sparge.block_mask import BlockMask
 from sparge.call import Call
+from sparge.masks.block_mask import BlockMask
 
 
 class TorchBackend(Backend):
@@ -20,7 +20,7 @@ class TorchBackend(Backend):
     summary = "gathers kept blocks for torch's own attention, on any device"
     quantizations = ("none", "int8_fp8", "int8_fp16")
 
-    def missing(self, device: torch.device) -> str | None:  # noqa: ARG002
+    def unavailable_reason(self, device: torch.device) -> str | None:  # noqa: ARG002
         return None
 
     def crossover(self, device_type: str, dtype: torch.dtype) -> Crossover:

@@ -22,12 +22,12 @@ from sparge.backends.base import add_to_totals
 from sparge.backends.torch import online
 from sparge.backends.torch.processor import dtype_of_products, has_cpu_kernel
 from sparge.backends.torch.tiles import Tiles, Workspace
-from sparge.block_mask import BlockMask
 from sparge.call import Call
-from sparge.config import Dense
-from sparge.geometry import BLOCK_K, BLOCK_Q, ceil_div
-from sparge.replacement import BlockMeans, block_means, replaced_bias
-from sparge.visibility import find_visibility
+from sparge.masks.block_mask import BlockMask
+from sparge.masks.geometry import BLOCK_K, BLOCK_Q, ceil_div
+from sparge.masks.visibility import find_visibility
+from sparge.numerics.block_means import BlockMeans, block_means, replaced_bias
+from sparge.options.rules import Dense
 
 CHUNK_BYTES = 16 * 2**20
 """Keys and values gathered at a time: large enough to keep the threads busy, small enough for the caches."""

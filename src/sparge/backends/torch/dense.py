@@ -18,9 +18,9 @@ from torch import Tensor
 from sparge.backends.torch import blocks, predict
 from sparge.backends.torch.processor import dtype_of_dense
 from sparge.call import Call
-from sparge.geometry import Shape
-from sparge.visibility import allowed_elements, window_elements
-from sparge.window import Window
+from sparge.masks.geometry import Shape
+from sparge.masks.visibility import allowed_elements, window_elements
+from sparge.masks.window import Window
 
 MAX_MASK_ELEMENTS = 2**22
 """Elements (heads x queries x keys) up to which the element mask of a sequence is made whole: 16 MiB."""

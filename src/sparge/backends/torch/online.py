@@ -17,8 +17,10 @@ from torch import Tensor
 
 from sparge.backends.torch.tiles import Tiles, Workspace
 from sparge.call import Call
-from sparge.config import per_head
-from sparge.eight_bits import (
+from sparge.masks.geometry import BLOCK_K, BLOCK_Q, ROW_GROUP
+from sparge.masks.visibility import Visibility
+from sparge.numerics.block_means import BlockMeans, block_means, replaced_bias
+from sparge.numerics.quantization import (
     FP8_MAX,
     FP8_RANGE,
     FP16_ROOM,
@@ -34,9 +36,7 @@ from sparge.eight_bits import (
     to_fp8,
     to_fp16,
 )
-from sparge.geometry import BLOCK_K, BLOCK_Q, ROW_GROUP
-from sparge.replacement import BlockMeans, block_means, replaced_bias
-from sparge.visibility import Visibility
+from sparge.options.common import per_head
 
 ROWS_AT_A_TIME = 64
 GROUPS = BLOCK_Q // ROW_GROUP

@@ -16,32 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparge.backends.base import Candidates
-from sparge.block_mask import BlockMask
 from sparge.call import Call
-from sparge.config import (
-    BUDGET_BITS,
-    BUDGET_LEVELS,
-    GUARANTEED,
-    NEGLIGIBLE,
-    ROUNDING_GUARD,
-    SPREAD_UNIT,
-    VARIANCE_SHARE,
-    Budget,
-    Dense,
-    Mean,
-    Moment,
-    Score,
-    Selection,
-    Spread,
-    TopCdf,
-    TopK,
-    budget_top,
-    entry_of,
-    per_head,
-)
-from sparge.geometry import BLOCK_K, BLOCK_Q, Shape, ceil_div
-from sparge.sharing import share_out
-from sparge.visibility import (
+from sparge.masks.block_mask import BlockMask
+from sparge.masks.geometry import BLOCK_K, BLOCK_Q, Shape, ceil_div
+from sparge.masks.visibility import (
     Visibility,
     allowed_elements,
     block_edges,
@@ -49,7 +27,22 @@ from sparge.visibility import (
     unfinished_blocks,
     window_elements,
 )
-from sparge.window import Window
+from sparge.masks.window import Window
+from sparge.numerics.budget_allocation import share_out
+from sparge.options.common import per_head
+from sparge.options.rules import (
+    BUDGET_BITS,
+    BUDGET_LEVELS,
+    GUARANTEED,
+    ROUNDING_GUARD,
+    Budget,
+    Dense,
+    Selection,
+    TopCdf,
+    TopK,
+    budget_top,
+)
+from sparge.options.scores import NEGLIGIBLE, SPREAD_UNIT, VARIANCE_SHARE, Mean, Moment, Score, Spread, entry_of
 
 CHUNK_BYTES = 16 * 2**20
 

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparge.call import Call
-from sparge.geometry import BLOCK_K, BLOCK_Q, Shape
-from sparge.visibility import Visibility, allowed_elements
-from sparge.window import Window, first_offset, last_offset
+from sparge.masks.geometry import BLOCK_K, BLOCK_Q, Shape
+from sparge.masks.visibility import Visibility, allowed_elements
+from sparge.masks.window import Window, first_offset, last_offset
 
 
 def cut_blocks(tokens: Tensor, block: int, seen: Tensor | None = None) -> Tensor:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from sparge.backends.cuda.backend import FP8_CAPABILITY, CudaBackend, capability_missing
-from sparge.backends.cuda.operands import AttentionLauncher
+from sparge.backends.gpu.backend import GpuBackend
+from sparge.backends.gpu.operands import AttentionLauncher
+from sparge.backends.gpu.requirements import FP8_CAPABILITY, capability_unavailable_reason
 
 
-class TritonBackend(CudaBackend):
+class TritonBackend(GpuBackend):
     """Every quantization but the one without exponentials; FP8 where the tensor cores have it."""
 
     name = "triton"
@@ -21,15 +22,15 @@ class TritonBackend(CudaBackend):
 
         return attend
 
-    def quantization_missing(self, quantization: str, device: torch.device, *, has_mask: bool) -> str | None:
-        missing = super().quantization_missing(quantization, device, has_mask=has_mask)
+    def quantization_unavailable_reason(self, quantization: str, device: torch.device, *, has_mask: bool) -> str | None:
+        missing = super().quantization_unavailable_reason(quantization, device, has_mask=has_mask)
         if missing is None and quantization == "int8_fp8" and device.type == "cuda":
-            missing = capability_missing(device, FP8_CAPABILITY)
+            missing = capability_unavailable_reason(device, FP8_CAPABILITY)
             return None if missing is None else f"{missing} ('int8_fp16' works there)"
         return missing
 
     def fastest_quantization(self, device: torch.device, *, has_mask: bool) -> str:
-        missing = self.quantization_missing("int8_fp8", device, has_mask=has_mask)
+        missing = self.quantization_unavailable_reason("int8_fp8", device, has_mask=has_mask)
         return "int8_fp8" if missing is None else "int8_fp16"
 
 

@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparge import eight_bits, geometry
-from sparge.backends.cuda.launch import (
+from sparge.backends.gpu.launch import (
     architecture_of,
     buffer_like,
     launch,
@@ -27,9 +26,9 @@ from sparge.backends.cuda.launch import (
     window_flags,
     window_offsets,
 )
-from sparge.backends.cuda.operands import Operands
-from sparge.backends.cuda.peak_handling import peak_handling
-from sparge.backends.cuda.primitives import (
+from sparge.backends.gpu.operands import Operands
+from sparge.backends.gpu.peak_handling import peak_handling
+from sparge.backends.gpu.primitives import (
     BLOCK_K,
     BLOCK_Q,
     FP16_ROOM,
@@ -44,7 +43,7 @@ from sparge.backends.cuda.primitives import (
     segment_queries,
     segment_sizes,
 )
-from sparge.backends.cuda.stages.mask_blocks import WHOLLY
+from sparge.backends.gpu.stages.mask_blocks import WHOLLY
 from sparge.backends.triton import configs
 from sparge.backends.triton.coarse import ExactHead, ExactRow, add_coarse, add_coarse_means
 from sparge.backends.triton.epilogue import Results, count_skipped, locate, lse_shift, write_rows
@@ -62,8 +61,10 @@ from sparge.backends.triton.softmax import (
     raw_scores,
     side_by_side,
 )
-from sparge.block_mask import BlockMask
 from sparge.call import Call
+from sparge.masks import geometry
+from sparge.masks.block_mask import BlockMask
+from sparge.numerics import quantization as quant
 
 NUMBERS = [
     "scale",
@@ -687,7 +688,7 @@ def attend(
         HEAD_DIM_PADDED=width,
         VALUE_DIM_PADDED=value_width,
         QUANTIZATION=call.quantization,
-        COARSE_UNIT=eight_bits.coarse_unit(shape.head_dim),
+        COARSE_UNIT=quant.coarse_unit(shape.head_dim),
         DOT_PRECISION="tf32x3" if query.dtype == torch.float32 else "tf32",
         **window_flags(call),
         MASK=mask_kind,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from sparge.backends.cuda.primitives import (
+from sparge.backends.gpu.primitives import (
     BLOCK_K,
     FP8_RANGE,
     FP8_RANGE_FACTOR,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sparge.backends.cuda.config_table import (
+from sparge.backends.gpu.config_table import (
     ConfigKey,
     generation_of,
     look_up,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from sparge.backends.cuda.primitives import BLOCK_Q, LN_2
+from sparge.backends.gpu.primitives import BLOCK_Q, LN_2
 
 
 class Tile(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sparge.backends.cuda.primitives import (
+from sparge.backends.gpu.primitives import (
     BLOCK_K,
     BLOCK_Q,
     FP16_ROOM,

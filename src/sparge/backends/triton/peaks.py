@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from sparge.backends.cuda.primitives import (
+from sparge.backends.gpu.primitives import (
     BLOCK_K,
     FAR,
     FP8_MAX,

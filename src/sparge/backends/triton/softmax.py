@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from sparge.backends.cuda.primitives import BLOCK_K, FLOAT_OFFSET, INT32_AS_FLOAT, LOG2_E, by_group
+from sparge.backends.gpu.primitives import BLOCK_K, FLOAT_OFFSET, INT32_AS_FLOAT, LOG2_E, by_group
 
 
 class Sums(NamedTuple):

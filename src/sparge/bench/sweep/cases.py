@@ -10,8 +10,8 @@ from dataclasses import MISSING, asdict, dataclass, fields, replace
 from itertools import product
 from typing import Any
 
-from sparge.backends.cuda.config_table import PLAIN, VARIANTS, WIDTHS, ConfigKey, generation_of, look_up
-from sparge.backends.cuda.stages import configs as stage_configs
+from sparge.backends.gpu.config_table import PLAIN, VARIANTS, WIDTHS, ConfigKey, generation_of, look_up
+from sparge.backends.gpu.stages import configs as stage_configs
 from sparge.backends.hopper import configs as hopper_configs
 from sparge.backends.triton import configs as triton_configs
 
@@ -137,11 +137,11 @@ def differences(config: Any, other: Any) -> dict[str, Any]:
     return {name: value for name, value in asdict(config).items() if value != theirs[name]}
 
 
-def in_words(changes: Mapping[str, Any]) -> str:
+def describe(changes: Mapping[str, Any]) -> str:
     """Fields and their values as a reason names them.
 
     Example:
-        >>> in_words({"block_m": 128, "warps": 8})
+        >>> describe({"block_m": 128, "warps": 8})
         '128 queries and 8 warps'
     """
     return " and ".join(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sparge.bench.cases import Row
-from sparge.bench.sweep.cases import Case, as_code, chosen_config, differences, in_words
+from sparge.bench.sweep.cases import Case, as_code, chosen_config, describe, differences
 
 MARGIN = 0.01
 """Share by which another configuration must be faster to be recommended: less is noise."""
@@ -108,7 +108,7 @@ def reason_for(sweep: Sweep) -> str:
     named = []
     for outcome in list(fastest.values())[:NAMED_ALTERNATIVES]:
         spills = ", with spills" if (outcome.spills or 0) > (best.spills or 0) else ""
-        named.append(f"{in_words(differences(outcome.config, best.config))} {speed(outcome)}{spills}")
+        named.append(f"{describe(differences(outcome.config, best.config))} {speed(outcome)}{spills}")
     return f"{speed(best)}{unit}" + (f"; {', '.join(named)}" if named else "")
 
 

@@ -25,17 +25,17 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-import sparge
-from sparge.backends.cuda.config_table import override
+from sparge import api
+from sparge.backends.gpu.config_table import override
 from sparge.bench.cases import Problem, executed_flop, random_blocks
 from sparge.bench.inputs import make_inputs
 from sparge.bench.sweep.cases import Case, chosen_config
 from sparge.bench.sweep.processes import LAST_ANSWER
 from sparge.bench.timing import Variant, reason, time_on_cuda
-from sparge.block_mask import BlockMask
 from sparge.evaluate.metrics import relative_l1
 from sparge.evaluate.oracle import exact_rows, sampled_error, sampled_queries
-from sparge.geometry import BLOCK_K, BLOCK_Q
+from sparge.masks.block_mask import BlockMask
+from sparge.masks.geometry import BLOCK_K, BLOCK_Q
 
 LAUNCHERS = {
     "triton": ("triton.attention", "attend"),
@@ -98,7 +98,7 @@ def load_of(case: Case, device: torch.device) -> Load:
     if not case.is_attention:
         mask = _causal_mask(case, device) if case.kernel == "mask" else None
         with captured(function) as calls:
-            sparge.attention(query, key, value, mask, topk=DENSITY, quantization="int8_fp8", backend="triton")
+            api.attention(query, key, value, mask, topk=DENSITY, quantization="int8_fp8", backend="triton")
         return _compared(Load(case, _again(function, calls), None, None, None, [], None))
     is_causal = case.variant == "mask_per_query"
     kept = random_blocks(problem.shape, DENSITY, device, is_causal=is_causal)
@@ -109,7 +109,7 @@ def load_of(case: Case, device: torch.device) -> Load:
     elif is_causal:
         attn_mask = _causal_mask(case, device)
     with captured(function) as calls:
-        sparge.block_sparse_attention(
+        api.block_sparse_attention(
             query,
             key,
             value,
@@ -136,7 +136,7 @@ def _causal_mask(case: Case, device: torch.device) -> Tensor:
 
 
 def _launcher(kernel: str) -> Callable[..., Any]:
-    importlib.import_module("sparge.backends.cuda.pipeline")  # before it is looked through for the function
+    importlib.import_module("sparge.backends.gpu.pipeline")  # before it is looked through for the function
     module, name = LAUNCHERS[kernel]
     function: Callable[..., Any] = getattr(importlib.import_module(f"sparge.backends.{module}"), name)
     return function
@@ -270,7 +270,7 @@ class _Kernels:
 
 def _resources(load: Load) -> dict[str, int | None]:
     """Registers and spills of a thread, bytes of shared memory of a program: the largest of the kernels asked about."""
-    from sparge.backends.cuda.replay import current_recorder
+    from sparge.backends.gpu.replay import current_recorder
 
     kernels = _Kernels()
     token = current_recorder.set(kernels)  # type: ignore[arg-type]

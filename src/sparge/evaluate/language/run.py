@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import sparge
 from sparge.evaluate.language import fidelity
 from sparge.evaluate.language.answers import ask
 from sparge.evaluate.language.chat import as_chat, template_tokens
@@ -20,6 +19,7 @@ from sparge.evaluate.language.tasks import TASKS, Item, make_item
 from sparge.evaluate.language.texts import windows_of
 from sparge.evaluate.rows import Row, Rows, digest
 from sparge.evaluate.variants import Ran, Variant
+from sparge.stats import stats
 
 KEY = ("part", "tokens", "item", "content", "variant", "policy")
 """What tells rows apart. Part "fidelity" compares distributions, all others are tasks; ``content`` is a digest of the
@@ -209,7 +209,7 @@ def _compare(
         progress(_told(piece, variant.label))
         with variant.applied(model):
             other = fidelity.read(model, window)
-            ran = Ran.of(sparge.stats())
+            ran = Ran.of(stats())
         found = fidelity.compare(window, dense, other)
         rows.add({**_place(piece, variant), **asdict(found), **asdict(ran)})
 
@@ -227,5 +227,5 @@ def _ask(
     for variant in variants:
         progress(_told(piece, variant.label))
         answered = ask(model, tokenizer, item, variant.applied(model))
-        ran = Ran.of(sparge.stats())
+        ran = Ran.of(stats())
         rows.add({**_place(piece, variant), **common, **asdict(answered), **asdict(ran)})

@@ -42,7 +42,7 @@ WORDS = (
 )
 ANSWER, SUMMARY = "Answer:", "Summary:"
 """What stands between a question and its answer."""
-MOST_FREQUENT = 3
+MAX_FREQUENT = 3
 VALUES = 4
 CHAIN = 4
 MISSED = 0.02
@@ -259,9 +259,9 @@ def _tracking(setting: _Setting) -> Item:
 
 def _aggregation(setting: _Setting) -> Item:
     words = setting.sample(WORDS, len(WORDS))
-    frequent, rare = words[:MOST_FREQUENT], words[MOST_FREQUENT:]
-    begun = f"The {MOST_FREQUENT} most frequent words are"
-    question = _asked(f"Which {MOST_FREQUENT} words are most frequent in the list?", begun)
+    frequent, rare = words[:MAX_FREQUENT], words[MAX_FREQUENT:]
+    begun = f"The {MAX_FREQUENT} most frequent words are"
+    question = _asked(f"Which {MAX_FREQUENT} words are most frequent in the list?", begun)
 
     def prompt(repeats: int) -> str:
         listed = frequent * (4 * repeats) + rare * repeats

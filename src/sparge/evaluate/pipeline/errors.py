@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import sparge
+from sparge import api
 from sparge.evaluate.capture import followed_steps
 from sparge.evaluate.pipeline.reach import denoisers, reached
 from sparge.evaluate.variants import Variant
 from sparge.integrations.calls import substituted
+from sparge.options.rules import Dense
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,8 @@ class ErrorRecorder:
         self, layer: str, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **call: Any
     ) -> Tensor:
         output = self._variant.attend(layer, query, key, value, attn_mask, **call)
-        call |= {"sparsity": sparge.Dense(), "always_keep": None, "quantization": "none"}
-        exact = sparge.attention(query, key, value, attn_mask, **call)
+        call |= {"sparsity": Dense(), "always_keep": None, "quantization": "none"}
+        exact = api.attention(query, key, value, attn_mask, **call)
         self._calls += 1
         place = (layer or f"call {self._calls}", self._step() or 0)
         sums = torch.stack([_sum_of_sizes(output.float() - exact.float()), _sum_of_sizes(exact)])

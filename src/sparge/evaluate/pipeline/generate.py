@@ -14,7 +14,7 @@ import torch
 
 from sparge.evaluate.pipeline.output import Frames, frames_of
 from sparge.integrations.calls import Steps
-from sparge.integrations.schedule import Schedule
+from sparge.integrations.diffusers.schedule import Schedule
 from sparge.policy import Policy
 
 RESERVED = ("prompt", "generator", "return_dict")

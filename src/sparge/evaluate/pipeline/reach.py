@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-import sparge
+from sparge import integrations
 from sparge.evaluate.variants import enabled
 from sparge.policy import Policy
 
@@ -22,10 +22,10 @@ def is_known(pipe: Any) -> bool:
     Raises:
         ValueError: it has done so already, so there is no dense pipeline to compare with.
     """
-    from sparge.integrations import diffusers
+    from sparge.integrations.diffusers import pipeline
 
     try:
-        if diffusers.is_enabled(pipe):
+        if pipeline.is_enabled(pipe):
             raise ValueError("pipeline: expected one that runs dense, got one that sparge.enable was called for")
     except NotImplementedError:
         return False
@@ -48,7 +48,7 @@ def reached(pipe: Any, policy: Policy) -> Iterator[None]:
             f"{type(pipe).__name__}: expected a policy without rules about steps or layers (sparge.enable does not "
             f"know this model, and SDPA calls do not say where they come from), got {policy.to_json()}"
         )
-    scope = sparge.replace_sdpa(policy)
+    scope = integrations.replace_sdpa(policy)
     models = denoisers(pipe)
     if not models:
         with scope:

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import sparge
 from sparge.evaluate.machine import describe_gpu, describe_machine
 from sparge.evaluate.pipeline import images
 from sparge.evaluate.pipeline.errors import ErrorRecorder
@@ -22,6 +21,7 @@ from sparge.evaluate.pipeline.reach import denoisers, is_known, reached
 from sparge.evaluate.pipeline.store import FrameStore, digest_of
 from sparge.evaluate.rows import Row, Rows, fingerprint
 from sparge.evaluate.variants import Ran, Variant, check_labels
+from sparge.stats import stats
 
 KEY = ("part", "prompt", "seed", "variant", "policy")
 """What tells rows apart. Parts: "dense", "variant" and "errors"."""
@@ -269,7 +269,7 @@ class _Run:
         dense = self.rows.get(**_place("dense", item, None))
         if not self.rows.has(**place) or self.rows.get(**place)["dense_digest"] != dense["digest"]:
             made = self._timed(item, variant)
-            ran = Ran.of(sparge.stats())
+            ran = Ran.of(stats())
             pixels = made.frames.pixels
             measured = _compare(pixels, exact, dense["is_video"], device_of(self.pipe))
             row = {**place, **_facts(made), "dense_digest": dense["digest"], **asdict(ran), **measured}

@@ -1,0 +1,259 @@
+"""What every launcher needs: padded widths, strides, optional tensors, a launch that costs the host little."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.compiler import CompiledKernel
+from triton.runtime.interpreter import InterpretedFunction
+
+from sparge.backends.gpu.operands import Operands
+from sparge.backends.gpu.replay import constant, current_recorder
+from sparge.backends.output_layout import gapless_strides
+from sparge.call import Call
+from sparge.masks.block_mask import BlockMask
+from sparge.masks.geometry import Shape
+from sparge.masks.window import first_offset, first_seeing_query, first_seen_key, last_offset
+from sparge.options.common import PerHead
+
+LARGEST_INT32 = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """Where descriptors, pointers, strides and numbers end in a kernel's signature, and what was compiled of it.
+
+    It holds the kernel, so that no other gets its identity.
+    """
+
+    function: Any
+    descriptors: int
+    pointers: int
+    strides: int
+    numbers: int
+    compiled: dict[tuple[Any, ...], CompiledKernel]
+
+
+_kernels: dict[int, _Kernel] = {}
+"""By identity: hashing one of Triton's functions takes microseconds."""
+
+
+def _known(kernel: Any) -> _Kernel:
+    known = _kernels.get(id(kernel))
+    if known is None:
+        names = kernel.arg_names
+        kinds = [_kind(name) for name in names]
+        order = "*_desc, *_ptr, *_strides, numbers, CONSTANTS"
+        assert kinds == sorted(kinds), f"{kernel.__name__}: expected {order}, got {names}"
+        descriptors, pointers, strides, numbers = (sum(kind <= last for kind in kinds) for last in range(4))
+        specialized = set(names[strides:numbers]) - _not_specialized(kernel)
+        assert not specialized, f"{kernel.__name__}: expected do_not_specialize for {sorted(specialized)}"
+        known = _kernels[id(kernel)] = _Kernel(kernel, descriptors, pointers, strides, numbers, {})
+    return known
+
+
+def _not_specialized(kernel: Any) -> set[str]:
+    """The arguments whose values a kernel is not compiled for; an interpreter keeps their names elsewhere."""
+    options = kernel.kwargs if isinstance(kernel, InterpretedFunction) else vars(kernel)
+    return set(options["do_not_specialize"] or ())
+
+
+def _kind(name: str) -> int:
+    """0 for a descriptor of a tensor, 1 for a tensor, 2 for strides, 3 for a number, 4 for a compile-time value."""
+    for kind, ending in enumerate(("_desc", "_ptr", "_strides")):
+        if name.endswith(ending):
+            return kind
+    return 4 if name.isupper() else 3
+
+
+def launch(kernel: Any, programs: int, **arguments: Any) -> None:
+    """Start so many programs of a kernel, with its arguments in the order of its signature, then Triton's options.
+
+    Triton inspects every argument of every launch, which takes the host longer than a short kernel takes the device. It
+    looks for dtypes, alignment to 16, strides of 1 or of 64 bits, and compile-time values. The same facts are collected
+    here at a fraction of the cost, and what was compiled for them before is started as it is.
+
+    Lengths and other numbers are no such facts. Triton compiles a kernel anew for an integer that is 1 or a multiple of
+    16, unless ``do_not_specialize`` names it; a kernel that forgets one is refused, or it would be started with another
+    number than it was compiled for. (Floats are left alone, but a name does not tell them apart.)
+
+    A tensor may be given as Gluon's descriptor for TMA (``*_desc``).
+    """
+    values = list(arguments.values())
+    known = _known(kernel)
+    descriptors, pointers = values[: known.descriptors], values[known.descriptors : known.pointers]
+    tensors = [descriptor.base for descriptor in descriptors] + pointers
+    facts = (
+        tensors[0].get_device(),
+        tuple([tuple(descriptor.block_shape) for descriptor in descriptors]),
+        tuple([tensor.dtype for tensor in tensors]),
+        tuple([tensor.data_ptr() & 15 == 0 for tensor in tensors]),
+        tuple(
+            [(x & 15 == 0, x == 1, x > LARGEST_INT32) for each in values[known.pointers : known.strides] for x in each]
+        ),
+        tuple(values[known.numbers :]),
+    )
+    in_signature = values[: len(kernel.arg_names)]
+    compiled = known.compiled.get(facts)
+    if compiled is not None:
+        compiled[(programs, 1, 1)](*in_signature)
+    else:
+        # A product and a sum are one instruction, by intent: Triton 3.10 will not do it unless it is told.
+        compiled = kernel[(programs,)](**arguments, enable_fp_fusion=True)
+        if isinstance(compiled, CompiledKernel):
+            expected = kernel.arg_names
+            assert list(arguments)[: len(expected)] == expected, f"{kernel.__name__}: expected the order {expected}"
+            known.compiled[facts] = compiled
+        else:  # an interpreter returns nothing
+            compiled = None
+    recorder = current_recorder.get()
+    if recorder is not None:
+        recorder.add_launch(compiled, programs, descriptors, tensors, in_signature[known.pointers :])
+
+
+def architecture_of(tensor: Tensor) -> int:
+    """Compute capability of the tensor's device as one number (89, 90); 90 where an interpreter serves it."""
+    return _architecture(tensor.device.type, tensor.device.index)
+
+
+@functools.cache
+def _architecture(device_type: str, index: int | None) -> int:
+    major, minor = torch.cuda.get_device_capability(index) if device_type == "cuda" else (9, 0)
+    return 10 * major + minor
+
+
+def multiprocessors(tensor: Tensor) -> int:
+    """Return how many multiprocessors the tensor's device has; an H200's where an interpreter serves it."""
+    return _multiprocessors(tensor.device.type, tensor.device.index)
+
+
+@functools.cache
+def _multiprocessors(device_type: str, index: int | None) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count if device_type == "cuda" else 132
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is not below it. (Triton's own takes ten microseconds.)"""
+    return 1 << (number - 1).bit_length()
+
+
+def padded(width: int) -> int:
+    """The power of two a head's width is padded to inside kernels, at least a matrix instruction's 16."""
+    return max(16, power_of_two(width))
+
+
+def seen_argument(
+    seen: Tensor | None, shape: tuple[int, int, int], otherwise: Tensor
+) -> tuple[Tensor, tuple[int, ...]]:
+    """A bool tensor that broadcasts to (B, H, S) and its strides; any tensor when there is none."""
+    if seen is None:
+        return otherwise, (0, 0, 0)
+    if seen.stride(2) > 1:
+        seen = seen.contiguous()  # positions times strides stay within 32 bits
+    expanded = seen.expand(shape)
+    return expanded, expanded.stride()
+
+
+NO_BOUND = -(2**30)
+
+
+def first_query(call: Call) -> int:
+    """The first query that sees a key: with more queries than keys, the first ones of causal attention do not.
+
+    Of a packed call it may lie below 0: kernels move it by a segment's shift before they cut it off there.
+    """
+    if call.segments is None:
+        return first_seeing_query(call.window, call.shape)
+    last = last_offset(call.window, call.shape)
+    return NO_BOUND if last is None else -last
+
+
+def first_key(call: Call) -> int:
+    """The first key that some query sees: with a prefix longer than a window, nobody sees those before it.
+
+    Of a packed call it may lie below 0, as `first_query`.
+    """
+    if call.segments is None:
+        return first_seen_key(call.window, call.shape)
+    first = first_offset(call.window, call.shape)
+    return NO_BOUND if first is None else first
+
+
+def segments_argument(call: Call, otherwise: Tensor) -> Tensor:
+    """The table of a packed call's segments; any tensor of another call."""
+    return otherwise if call.segments is None else call.segments.table
+
+
+def window_offsets(call: Call) -> dict[str, int]:
+    """Query i sees keys i + first_offset to i + last_offset: numbers of kernels, read where `window_flags` say so."""
+    first, last = first_offset(call.window, call.shape), last_offset(call.window, call.shape)
+    return {"first_offset": 0 if first is None else first, "last_offset": 0 if last is None else last}
+
+
+def window_flags(call: Call) -> dict[str, bool]:
+    """Whether queries have a first and a last key that they see: compile-time values of kernels."""
+    return {"HAS_FIRST": call.window.left is not None, "HAS_LAST": call.window.right is not None}
+
+
+def list_arguments(mask: BlockMask | None, otherwise: Tensor) -> dict[str, Tensor]:
+    """A mask's lists as the attention kernels name them; any tensor when there is no mask."""
+    return {
+        f"{name}_ptr": otherwise if mask is None else getattr(mask, name).contiguous()
+        for name in ("kv_num_blocks", "kv_indices", "visible_num_blocks")
+    }
+
+
+def strides_of(tensor: Tensor) -> tuple[int, ...]:
+    """Strides of batch, head and token; the last one is 1."""
+    return tensor.stride()[:3]
+
+
+def buffer_like(tensor: Tensor, wanted: bool, *sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Uninitialised memory on the tensor's device; the tensor itself where none is wanted (no kernel will read it)."""
+    return _recorded(torch.empty(sizes, dtype=dtype, device=tensor.device)) if wanted else tensor
+
+
+def output_buffer(operands: Operands, shape: Shape) -> Tensor:
+    """Uninitialised memory for the output, (B, H, Sq, Dv), that lies as the query does."""
+    sizes = (shape.batch, shape.heads, shape.q_len, shape.value_dim)
+    return strided_buffer(operands.query, sizes, operands.dtype, tokens_first=operands.tokens_first)
+
+
+def strided_buffer(like: Tensor, sizes: tuple[int, int, int, int], dtype: torch.dtype, *, tokens_first: bool) -> Tensor:
+    """Uninitialised memory for (B, H, S, D) on a tensor's device, without gaps."""
+    strides = gapless_strides(sizes, tokens_first=tokens_first)
+    return _recorded(torch.empty_strided(sizes, strides, dtype=dtype, device=like.device))
+
+
+def _recorded(buffer: Tensor) -> Tensor:
+    recorder = current_recorder.get()
+    if recorder is not None:
+        recorder.add_buffer(buffer)
+    return buffer
+
+
+def zeros_like(tensor: Tensor, *sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Zeros on the tensor's device."""
+    buffer = torch.empty(sizes, dtype=dtype, device=tensor.device)
+    recorder = current_recorder.get()
+    if recorder is not None:
+        recorder.add_buffer(buffer, is_zero=True)
+    return buffer.zero_()
+
+
+def per_head_tensor(value: PerHead | None, shape: Shape, device: torch.device) -> Tensor | None:
+    """A float32 tensor (H,), None for None."""
+    if value is None:
+        return None
+    if isinstance(value, Tensor):
+        return value.to(device=device, dtype=torch.float32).contiguous()
+    number = float(value)
+    return constant(
+        ("per head", number, shape.heads),
+        device,
+        lambda: torch.full((shape.heads,), number, dtype=torch.float32, device=device),
+    )

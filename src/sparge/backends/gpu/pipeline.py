@@ -1,0 +1,294 @@
+"""The stages in order: statistics -> codes, scores -> selection -> attention.
+
+In a replayed call, which is one CUDA graph, some stages run concurrently: statistics of keys and of queries; then
+selection, quantization, and quantization of the means of blocks.
+
+    prepare           everything before the attention kernel, in shared passes over Q, K, V and the mask
+    predict           the mask alone
+    attend            attention over a given mask, or over every visible block
+    attention         prepare, then attend
+
+The last stage is given: ``launcher`` starts Triton's attention kernel or Hopper's; all other stages are shared. Nothing
+here waits for the device. Bool masks of keys are read by `stages.key_mask`, all others by `stages.mask_blocks`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from torch import Tensor
+
+from sparge.backends.gpu.launch import per_head_tensor, zeros_like
+from sparge.backends.gpu.operands import AttentionLauncher, MeanOperands, Operands
+from sparge.backends.gpu.peak_handling import peak_handling
+from sparge.backends.gpu.replay import Replay, in_branch, note_constant, recorded, replayed
+from sparge.backends.gpu.stages.key_mask import KeyMask, hides_keys_alone, key_mask
+from sparge.backends.gpu.stages.mask_blocks import MaskBlocks, mask_blocks
+from sparge.backends.gpu.stages.order import moved_copy
+from sparge.backends.gpu.stages.peaks import mark_peaks
+from sparge.backends.gpu.stages.quantize import quantize_key_value, quantize_means, summarize_query
+from sparge.backends.gpu.stages.replacement import replaced_bias
+from sparge.backends.gpu.stages.score import block_probabilities, score_inputs
+from sparge.backends.gpu.stages.select import select
+from sparge.backends.gpu.stages.summary import KeyValueSummary, summarize_key_value
+from sparge.backends.output_layout import is_tokens_first
+from sparge.call import Call
+from sparge.masks.block_mask import BlockMask
+from sparge.masks.ordering import TokenOrder, order_of
+from sparge.masks.visibility import SeenTokens
+from sparge.options.rules import Dense, TopK
+
+ALL_BLOCKS = TopK(1.0, min_blocks=0, sink=False, diagonal=False)
+
+
+def prepare(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    call: Call,
+    *,
+    with_mask: bool,
+    with_operands: bool,
+    mask: BlockMask | None = None,
+) -> tuple[Operands | None, BlockMask | None]:
+    """Operands for the attention kernel and the predicted mask, each None where it is not asked for.
+
+    Args:
+        value: None where no operands are asked for.
+        mask: the given one, where none is asked for.
+    """
+    shape = call.shape
+    has_scores = with_mask and not isinstance(call.sparsity, Dense)
+    quantizes = with_operands and call.is_quantized
+    replaces = with_operands and call.replaces_skipped and (with_mask or mask is not None)
+    has_similarity = has_scores and call.selection.similarity_threshold is not None
+    inputs = score_inputs(call.score) if has_scores else None
+    seen, keys, blocks = seen_by_mask(call, has_scores=has_scores)
+    key_value = summarize_key_value(
+        query,
+        key,
+        key if value is None else value,
+        call,
+        seen,
+        means=has_scores,
+        variance=inputs is not None and inputs.variance,
+        blocks=replaces,
+        codes=quantizes,
+        similarity=has_similarity,
+    )
+    parts = inputs.parts(call.score) if inputs is not None else 0
+    summarize = partial(
+        summarize_query, query, key_value, call, seen, codes=quantizes, parts=parts, similarity=has_similarity
+    )
+    summary = summarize() if parts or has_similarity else None
+    order, bias = None, None
+    if call.segments is not None:
+        order = call.segments.order
+        note_constant(call.segments.table)
+        note_constant(order)
+    if with_mask:
+        first_seen, first_query = (None, None) if keys is None else (keys.first_seen, keys.first_query)
+        threshold, rules = None, call
+        means_of_queries, query_similarity = (query, query) if summary is None else (summary.mean, summary.similarity)
+        with in_branch("selection"):
+            if has_scores:
+                threshold = per_head_tensor(call.selection.similarity_threshold, shape, query.device)
+                probability = block_probabilities(
+                    query, key_value, means_of_queries, call, first_seen, first_query, threshold, blocks
+                )
+            else:
+                rules = replace(call, sparsity=ALL_BLOCKS)
+                probability = zeros_like(query, shape.batch * shape.heads, shape.q_blocks, shape.kv_blocks)
+            similarities = query_similarity, key_value.key_similarity
+            mask, shared, bias = select(
+                probability, *similarities, rules, first_seen, threshold, blocks, key_value.block_bias
+            )
+        order = order if shared is None else shared
+    if not with_operands:
+        return None, mask
+    assert value is not None
+    dtype, key_scale, exact_query, exact_key = query.dtype, key, query, key
+    tokens_first = call.segments is not None or is_tokens_first(query)
+    means = None
+    with in_branch("codes"):
+        if quantizes:
+            key, key_scale, value = quantize_key_value(key, value, key_value, call, seen.keys if seen else None)
+        if summary is None:
+            summary = summarize()
+    if quantizes:
+        query = summary.codes
+    if replaces:
+        with in_branch("means"):
+            means = _means(key_value, bias, mask, call)
+    if peak_handling(call) == "marked":
+        with in_branch("codes"):
+            mark_peaks(query, summary.scale, key, key_scale, call)
+    operands = Operands(
+        query=query,
+        key=key,
+        value=value,
+        query_scale=summary.scale,
+        key_scale=key_scale,
+        value_scale=key_value.value_scale,
+        lse_shift=summary.lse_shift,
+        exact_query=exact_query,
+        exact_key=exact_key,
+        largest_key_scale=key_value.largest_key_scale,
+        dtype=dtype,
+        tokens_first=tokens_first,
+        keys_seen=seen.keys if seen else None,
+        means=means,
+        order=order,
+        kind=None if blocks is None else blocks.kind,
+    )
+    return operands, mask
+
+
+def seen_by_mask(call: Call, *, has_scores: bool) -> tuple[SeenTokens | None, KeyMask | None, MaskBlocks | None]:
+    """Return which tokens a call's mask shows, and the mask as one of the two stages reads it."""
+    if call.attn_mask is None:
+        return None, None, None
+    if hides_keys_alone(call):
+        keys = key_mask(call)
+        return keys.tokens, keys, None
+    scored, are_means = 0, False
+    if has_scores:
+        inputs = score_inputs(call.score)
+        scored, are_means = inputs.rows(call.score), inputs.are_means
+    blocks = mask_blocks(call, scored=scored, are_means=are_means)
+    return blocks.tokens, None, blocks
+
+
+def _means(key_value: KeyValueSummary, bias: Tensor | None, mask: BlockMask | None, call: Call) -> MeanOperands:
+    """Return the means that represent the blocks a mask does not keep, and their bias.
+
+    Args:
+        bias: of a mask that was selected; None where the mask was given.
+    """
+    key, value, block_bias = key_value.key_block, key_value.value_block, key_value.block_bias
+    assert mask is not None and key is not None and value is not None and block_bias is not None
+    key_scale = exact_key = key
+    if call.is_quantized:
+        key, key_scale, value = quantize_means(key_value, call)
+    if bias is None:
+        bias = replaced_bias(mask, block_bias, call)
+    return MeanOperands(key, value, key_scale, exact_key, bias)
+
+
+def predict(query: Tensor, key: Tensor, call: Call) -> BlockMask:
+    """Stage 1: which blocks of the attention map to compute. See `reference.predict`."""
+
+    def run() -> tuple[Tensor, Tensor, Tensor]:
+        _, mask = prepare(query, key, None, call, with_mask=True, with_operands=False)
+        assert mask is not None
+        return lists_of(mask)
+
+    counts, indices, visible = (
+        replayed(call, "predict", (query, key, call.attn_mask), run) if is_replayable(call) else run()
+    )
+    return BlockMask(counts, indices, visible, call.shape.q_len, call.shape.kv_len, window=call.window)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: BlockMask | None,
+    call: Call,
+    *,
+    launcher: AttentionLauncher,
+    totals: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention over a given mask, or over every visible block without one. See `reference.attention`."""
+    lists: list[Tensor] = []
+    if mask is not None:  # copied here, not by the launcher: a call that copies cannot be replayed
+        lists = [x.contiguous() for x in lists_of(mask)]
+        mask = BlockMask(lists[0], lists[1], lists[2], mask.q_len, mask.kv_len, window=mask.window)
+
+    def run() -> tuple[Tensor, Tensor]:
+        operands, _ = prepare(query, key, value, call, with_mask=False, with_operands=True, mask=mask)
+        assert operands is not None
+        return launcher(operands, mask, call, totals=totals)
+
+    if not is_replayable(call):
+        return run()
+    output, lse = replayed(call, (launcher, mask is None), (*inputs_of(query, key, value, call, totals), *lists), run)
+    return output, lse
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    call: Call,
+    *,
+    launcher: AttentionLauncher,
+    totals: Tensor | None = None,
+    order: TokenOrder | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Prediction and attention, sharing the passes over K; in an order, see `base.Backend.attention_in_order`."""
+
+    found = None if order is None else order_of(order.grid, order.name, query.device)  # outside of a recording
+
+    def run() -> tuple[Tensor, Tensor]:
+        q, k, v = query, key, value
+        if order is not None and found is not None:
+            note_constant(found.permutation)
+            note_constant(found.inverse)
+            q, k, v = (
+                moved_copy(tokens, found.permutation, order.start, tokens_first=is_tokens_first(tokens))
+                for tokens in (query, key, value)
+            )
+        operands, mask = prepare(q, k, v, call, with_mask=True, with_operands=True)
+        assert operands is not None
+        output, lse = launcher(operands, mask, call, totals=totals)
+        if order is not None and found is not None:
+            output = moved_copy(output, found.inverse, order.start, tokens_first=True)
+        return output, lse
+
+    if not is_replayable(call):
+        return run()
+    kind = launcher if order is None else (launcher, order)
+    output, lse = replayed(call, kind, inputs_of(query, key, value, call, totals), run)
+    return output, lse
+
+
+def recorded_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    call: Call,
+    *,
+    launcher: AttentionLauncher,
+    totals: Tensor | None,
+    blocks: BlockMask | None,
+    order: TokenOrder | None,
+) -> Replay | None:
+    """Return what `attention` or `attend` recorded for such tensors, None if it cannot be replayed."""
+    if not is_replayable(call):
+        return None
+    inputs = inputs_of(query, key, value, call, totals)
+    if order is not None:
+        return recorded(call, (launcher, order), inputs)
+    if blocks is not None:
+        return recorded(call, (launcher, False), (*inputs, *lists_of(blocks)))
+    return recorded(call, (launcher, True) if isinstance(call.sparsity, Dense) else launcher, inputs)
+
+
+def lists_of(mask: BlockMask) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the tensors of a mask."""
+    return mask.kv_num_blocks, mask.kv_indices, mask.visible_num_blocks
+
+
+def inputs_of(
+    query: Tensor, key: Tensor, value: Tensor, call: Call, totals: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Return all tensors of a call that may be others the next time."""
+    tensors = query, key, value, call.attn_mask, totals
+    return tensors if call.segments is None else (*tensors, call.segments.output, call.segments.lse)
+
+
+def is_replayable(call: Call) -> bool:
+    """Return whether a call launches the same kernels each time and torch computes nothing between them."""
+    return not call.has_per_head_numbers

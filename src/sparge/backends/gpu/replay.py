@@ -1,0 +1,413 @@
+"""Calls that are repeated: the launches of a call are recorded once and started again on other tensors.
+
+A model makes the same call thousands of times: same shapes, strides and options, other numbers. Choosing
+configurations, allocating buffers and describing launches takes longer than a short call takes the device. None of it
+depends on the numbers, so a repeated call only fills in addresses.
+
+    replayed        runs a call, or replays it
+    Recorder        notes buffers and launches while a call runs; `launch` reports them
+    Replay          the launches with their arguments laid out (`driver`), and the place of each buffer in a workspace
+    constant        a small tensor that is made once and kept, such as marked blocks or a threshold for each head
+
+A call is replayed only if its kernels touch nothing but inputs, results, constants and buffers of `launch`, or views
+that begin where those do, and torch computes nothing in between. Any other call runs step by step each time.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from triton.compiler import CompiledKernel
+
+from sparge.backends.gpu import driver
+from sparge.backends.gpu.config_table import active_overrides
+from sparge.backends.gpu.driver import BoundLaunches, LaunchRecord, UnsupportedKernel
+from sparge.call import Call
+
+MAX_RECORDINGS = 64
+"""Recordings of one kind of call, which differ in strides, alignment and device."""
+MAX_CONSTANTS = 256
+ALIGNMENT = 512
+"""Bytes, as torch aligns its allocations: kernels were compiled for addresses that are multiples of 16."""
+
+ALLOCATIONS = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default)
+"""What torch may do while a call is recorded."""
+
+current_recorder: ContextVar[Recorder | None] = ContextVar("current_recorder", default=None)
+"""What notes the call that runs now in this thread, if anything does."""
+_lock = threading.Lock()
+_constants: dict[Hashable, Tensor] = {}
+_logger = logging.getLogger(__name__)
+
+
+class Recordings:
+    """Recordings of something that is no call."""
+
+    def __init__(self) -> None:
+        self.recordings: dict[Any, Any] = {}
+
+
+def replayed(
+    call: Call | Recordings, kind: Hashable, inputs: Sequence[Tensor | None], run: Callable[[], tuple[Tensor, ...]]
+) -> tuple[Tensor, ...]:
+    """Return the results of ``run``, by a replay where the same call was recorded before.
+
+    Args:
+        call: its ``recordings`` hold the replays. A call that is made again must be the same object, or share them.
+        kind: all that the launches depend on besides the call, and besides dtypes, strides, alignment, device and
+            identity of the inputs.
+        inputs: the tensors it reads, and those it writes to that are not made by ``run``.
+        run: launches kernels and waits for nothing. Its results are buffers of `launch`, or all of them inputs.
+    """
+    key_of_call = _key_of(kind, inputs)
+    tensors = [tensor for tensor in inputs if tensor is not None]
+    if key_of_call in call.recordings:
+        replay: Replay | None = call.recordings[key_of_call]
+        if replay is None:
+            return run()
+        made = replay.run([tensor.data_ptr() for tensor in tensors])
+        return made if replay.returned is None else tuple([tensors[place] for place in replay.returned])
+    recorder = Recorder(tensors)
+    token = current_recorder.set(recorder)
+    try:
+        with recorder:
+            results = run()
+    finally:
+        current_recorder.reset(token)
+    replay = recorder.finish(results)
+    with _lock:
+        if len(call.recordings) >= MAX_RECORDINGS:
+            call.recordings.clear()
+        call.recordings[key_of_call] = replay
+    return results
+
+
+def recorded(call: Call, kind: Hashable, inputs: Sequence[Tensor | None]) -> Replay | None:
+    """Return what `replayed` recorded for a call on such inputs; None where nothing can be replayed."""
+    found: Replay | None = call.recordings.get(_key_of(kind, inputs))
+    return found
+
+
+def _key_of(kind: Hashable, inputs: Sequence[Tensor | None]) -> Hashable:
+    """Return all that a recording depends on besides its call."""
+    tensors = [tensor for tensor in inputs if tensor is not None]
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    return (
+        kind,
+        active_overrides(),
+        tuple([tensor is None for tensor in inputs]),
+        tuple([addresses.index(address) for address in addresses]),  # which inputs begin in the same place
+        tuple([address & 15 for address in addresses]),
+        tuple([(tensor.dtype, tensor.device, tensor.stride()) for tensor in tensors]),
+    )
+
+
+def constant(key: Hashable, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
+    """Return a tensor that is made once for each key and device, and that no kernel writes to.
+
+    The device is synchronized when it is made, so kernels of every stream may read it. While a CUDA graph is captured
+    nothing can be kept: the tensor belongs to the graph.
+    """
+    place = (key, device)
+    found = _constants.get(place)
+    if found is None:
+        with _disable_current_modes():  # a recorder would take it for a part of its call
+            found = make()
+        if device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                return found
+            torch.cuda.synchronize(device)
+        with _lock:
+            if len(_constants) >= MAX_CONSTANTS:
+                _constants.clear()  # replays hold those that they read
+            found = _constants.setdefault(place, found)
+    note_constant(found)
+    return found
+
+
+def note_constant(tensor: Tensor) -> None:
+    """Tell the call that is recorded that its kernels read a tensor that is the same in every replay."""
+    recorder = current_recorder.get()
+    if recorder is not None:
+        recorder.constants.append(tensor)
+
+
+@contextmanager
+def in_branch(name: str) -> Iterator[None]:
+    """Put the launches inside into a branch of the recorded CUDA graph, which runs concurrently with other branches.
+
+    A branch starts after the last launch outside all branches. The next launch outside waits for every branch. Kernels
+    of one branch must not read or write memory that another branch writes, maxima by atomics aside.
+    """
+    recorder = current_recorder.get()
+    if recorder is None:
+        yield
+        return
+    recorder.branch = name
+    try:
+        yield
+    finally:
+        recorder.branch = None
+
+
+def _empty(sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return uninitialized memory on the current device, without torch's dispatcher where there is a way around it."""
+    if device.type == "cuda" and _empty_strided_cuda is not None:
+        return _empty_strided_cuda(sizes, strides, dtype)
+    return torch.empty_strided(sizes, strides, dtype=dtype, device=device)
+
+
+def _current_stream(index: int) -> int:
+    """Return the handle of the current stream of a device."""
+    return torch._C._cuda_getCurrentRawStream(index)
+
+
+def _is_capturing() -> bool:
+    """Return whether the current stream is being captured into a CUDA graph."""
+    return torch._C._cuda_isCurrentStreamCapturing()
+
+
+_empty_strided_cuda: Callable[..., Tensor] | None = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+
+
+class ResultSpec(NamedTuple):
+    """Sizes, strides and dtype of a result."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Replay:
+    """Launches whose tensors have slots: first the inputs, then the results, the buffers and the constants.
+
+    Attributes:
+        returned: the inputs that are the results of the call; None where it makes its results.
+    """
+
+    def __init__(
+        self,
+        launches: BoundLaunches,
+        results: Sequence[ResultSpec],
+        returned: tuple[int, ...] | None,
+        offsets: list[int],
+        workspace_bytes: int,
+        constants: list[Tensor],
+        device: torch.device,
+    ) -> None:
+        """Create a replay.
+
+        Args:
+            offsets: of every buffer in the workspace, which begins with what is cleared before the first launch.
+        """
+        self.launches = launches
+        self.results = results
+        self.returned = returned
+        self.offsets = offsets
+        self.workspace_bytes = workspace_bytes
+        self._constants = constants
+        self._constant_addresses = [tensor.data_ptr() for tensor in constants]
+        self._device = device
+        self._index = device.index or 0
+        self._last_bytes = 0
+        if results:
+            self._last_bytes = -(-math.prod(results[-1].sizes) * results[-1].dtype.itemsize // ALIGNMENT) * ALIGNMENT
+
+    def run(self, inputs: Sequence[int]) -> tuple[Tensor, ...]:
+        """Launch everything on the current stream, on inputs at these addresses. Return the results it makes."""
+        device = self._device
+        made = tuple([_empty(sizes, strides, dtype, device) for sizes, strides, dtype in self.results])
+        workspace = _empty((self.workspace_bytes,), (1,), torch.uint8, device)
+        self._start([*inputs, *[result.data_ptr() for result in made]], workspace.data_ptr())
+        return made
+
+    def run_without_lse(self, inputs: Sequence[int]) -> Tensor:
+        """Launch a call of two results on inputs at these addresses, the LSE in the workspace. Return the output."""
+        output = _empty(*self.results[0], self._device)
+        workspace = _empty((self.workspace_bytes + self._last_bytes,), (1,), torch.uint8, self._device)
+        start = workspace.data_ptr()
+        self._start([*inputs, output.data_ptr(), start + self.workspace_bytes], start)
+        return output
+
+    def _start(self, addresses: list[int], workspace: int) -> None:
+        addresses += [workspace + offset for offset in self.offsets]
+        addresses += self._constant_addresses
+        self.launches.start(addresses, _current_stream(self._index), workspace, is_capturing=_is_capturing())
+
+
+class Recorder(TorchDispatchMode):
+    """Notes what one call allocates and launches, and whether torch computes something besides.
+
+    It holds all tensors until the call is over, so that no other gets the identity of one of them.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.inputs = inputs
+        self.buffers: list[Tensor] = []
+        self.zeros: list[Tensor] = []
+        self.constants: list[Tensor] = []
+        self.launches: list[tuple[CompiledKernel | None, int, list[Any], list[Tensor], list[Any]]] = []
+        self.branches: list[str | None] = []
+        self.branch: str | None = None
+        self.torch_computed = False
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        clears = func is torch.ops.aten.zero_.default and any(args[0] is buffer for buffer in self.zeros)
+        self.torch_computed |= not clears and func not in ALLOCATIONS and not _is_view(func)
+        return func(*args, **(kwargs or {}))
+
+    def add_buffer(self, buffer: Tensor, *, is_zero: bool = False) -> None:
+        """Note a buffer of this call; ``is_zero``: it is cleared before its first use."""
+        self.buffers.append(buffer)
+        if is_zero:
+            self.zeros.append(buffer)
+
+    def add_launch(
+        self,
+        compiled: CompiledKernel | None,
+        programs: int,
+        descriptors: list[Any],
+        tensors: list[Tensor],
+        values: list[Any],
+    ) -> None:
+        """``compiled`` is None where an interpreter ran the kernel; ``descriptors`` are those of the first tensors."""
+        self.launches.append((compiled, programs, descriptors, tensors, values))
+        self.branches.append(self.branch)
+
+    def finish(self, results: Sequence[Tensor]) -> Replay | None:
+        """Return the replay, None where the launches are not all that happened."""
+        given = {id(tensor): place for place, tensor in enumerate(self.inputs)}
+        returned = None
+        if results and all(id(result) in given for result in results):
+            returned, results = tuple([given[id(result)] for result in results]), ()
+        made = {id(buffer) for buffer in self.buffers}
+        if self.torch_computed or any(id(result) not in made for result in results):
+            return None
+        is_zero = {id(buffer) for buffer in self.zeros}
+        own = {id(result) for result in results}
+        if is_zero & own:
+            return None
+        buffers = [*self.zeros, *[x for x in self.buffers if id(x) not in own and id(x) not in is_zero]]
+        order = [*self.inputs, *results, *buffers, *self.constants]
+        # A view is known by where it begins. Nothing is freed while a call is recorded, so addresses are unique.
+        places = {tensor.data_ptr(): place for place, tensor in reversed(list(enumerate(order)))}
+        records = []
+        order_of_launches = _predecessors(self.branches)
+        for (compiled, programs, descriptors, tensors, values), after in zip(
+            self.launches, order_of_launches, strict=True
+        ):
+            addresses = [tensor.data_ptr() for tensor in tensors]
+            if compiled is None or any(address not in places for address in addresses):
+                return None
+            found = [places[address] for address in addresses]
+            records.append(LaunchRecord(compiled, programs, descriptors, found, values, after))
+        zero_offsets, zero_bytes = _one_after_the_other([buffer.nbytes for buffer in self.zeros])
+        first_shared = len(self.inputs) + len(results) + len(self.zeros)
+        shared = buffers[len(self.zeros) :]
+        spans = _spans(self.branches)
+        uses = [
+            [
+                step
+                for span, record in zip(spans, records, strict=True)
+                if first_shared + index in record.places
+                for step in span
+            ]
+            for index in range(len(shared))
+        ]
+        offsets, shared_bytes = _pack([buffer.nbytes for buffer in shared], uses)
+        try:
+            moving = set(range(len(self.inputs) + len(results)))
+            launches = BoundLaunches(records, len(order), moving, zero_bytes, driver.load())
+        except UnsupportedKernel as error:
+            _logger.warning("repeated calls are launched step by step, which is slower: %s", error)
+            return None
+        return Replay(
+            launches,
+            [ResultSpec(tuple(tensor.shape), tensor.stride(), tensor.dtype) for tensor in results],
+            returned,
+            [*zero_offsets, *[zero_bytes + offset for offset in offsets]],
+            zero_bytes + shared_bytes,
+            self.constants,
+            self.inputs[0].device,
+        )
+
+
+@functools.cache
+def _is_view(func: Any) -> bool:
+    """Return whether an operator returns a view and writes to nothing.
+
+    Some of them may copy (``contiguous`` in inference mode). A copy begins where no tensor of the call does.
+    """
+    aliases = [argument.alias_info for argument in func._schema.arguments if argument.alias_info is not None]
+    return bool(aliases) and not any(alias.is_write for alias in aliases)
+
+
+def _predecessors(branches: Sequence[str | None]) -> list[tuple[int, ...]]:
+    """Return which launches each launch waits for, given the branch of each (None: outside of branches)."""
+    found: list[tuple[int, ...]] = []
+    trunk: tuple[int, ...] = ()
+    ends: dict[str, int] = {}
+    for index, branch in enumerate(branches):
+        if branch is None:
+            found.append(tuple(ends.values()) or trunk)
+            trunk, ends = (index,), {}
+        else:
+            found.append((ends[branch],) if branch in ends else trunk)
+            ends[branch] = index
+    return found
+
+
+def _spans(branches: Sequence[str | None]) -> list[tuple[int, int]]:
+    """Return the first and the last launch that each launch may run beside, itself included."""
+    found = [(index, index) for index in range(len(branches))]
+    start = 0
+    for index in range(len(branches) + 1):
+        if index == len(branches) or branches[index] is None:
+            found[start:index] = [(start, index - 1)] * (index - start)
+            start = index + 1
+    return found
+
+
+def _one_after_the_other(sizes: list[int]) -> tuple[list[int], int]:
+    """Return offsets of buffers that share no memory, and the bytes of all."""
+    offsets, end = [], 0
+    for size in sizes:
+        offsets.append(end)
+        end += -(-size // ALIGNMENT) * ALIGNMENT
+    return offsets, end
+
+
+def _pack(sizes: list[int], uses: list[list[int]]) -> tuple[list[int], int]:
+    """Return offsets of buffers in one workspace, and its size. Buffers whose uses do not overlap may share memory.
+
+    The largest are placed first, each at the lowest offset that is free while it is in use.
+    """
+    placed: dict[int, tuple[int, int, int, int]] = {}  # first use, last use, offset, end
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        first, last = (uses[index][0], uses[index][-1]) if uses[index] else (0, 0)
+        width = -(-sizes[index] // ALIGNMENT) * ALIGNMENT
+        taken = sorted((start, end) for since, until, start, end in placed.values() if since <= last and first <= until)
+        offset = 0
+        for start, end in taken:
+            if start - offset >= width:
+                break
+            offset = max(offset, end)
+        placed[index] = (first, last, offset, offset + width)
+    return [placed[index][2] for index in range(len(sizes))], max((end for *_, end in placed.values()), default=0)

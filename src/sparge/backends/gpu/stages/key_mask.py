@@ -1,0 +1,182 @@
+"""What a bool mask of keys hides, where a window has no left bound: which tokens are seen, and where keys begin to be.
+
+    keys_kernel       keys that some query sees, and the first one in each block
+    queries_kernel    queries that see a key: those from the first one on that does
+
+`visibility.find_visibility` and `visibility.first_seen_keys` are the specification. A mask is read in place with its
+strides; what comes out is as small as the mask's own batch and heads. All other masks are read by `mask_blocks`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparge.backends.gpu.launch import buffer_like, launch
+from sparge.backends.gpu.primitives import BLOCK_K
+from sparge.call import Call
+from sparge.masks import visibility
+from sparge.masks.geometry import ceil_div
+from sparge.masks.visibility import SeenTokens
+from sparge.masks.window import last_offset
+
+NOWHERE = tl.constexpr(visibility.NOWHERE)
+BLOCKS, QUERIES, WARPS = 16, 4096, 4
+"""Key blocks and queries of a program."""
+
+
+@triton.jit(do_not_specialize=["key_heads", "group", "kv_len", "pitch", "chunks"])
+def keys_kernel(
+    mask_ptr,
+    seen_ptr,
+    first_seen_ptr,
+    mask_strides,
+    key_heads,
+    group,
+    kv_len,
+    pitch,
+    chunks,
+    BLOCKS: tl.constexpr,
+):
+    """Reduce BLOCKS key blocks of the mask's heads that share a head of keys.
+
+    Grid: chunks of BLOCKS key blocks of every head of keys, in one dimension. ``key_heads`` and ``group`` are those of
+    the mask, its batch too. Rows of first_seen have ``pitch`` entries.
+
+    Reads
+        mask          [B, H, Sk | 1] bool
+    Writes
+        seen          [B, key_heads, Sk] int8: some head of the group shows it
+        first_seen    [B * H, pitch] int32: the first visible key of each block, NOWHERE without one
+    """
+    chunk = tl.program_id(0) % chunks
+    flat_key_head = (tl.program_id(0) // chunks).to(tl.int64)
+    batch = flat_key_head // key_heads
+    first_head = flat_key_head % key_heads * group
+    blocks = chunk * BLOCKS + tl.arange(0, BLOCKS)
+    keys = blocks[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]  # [BLOCKS, BLOCK_K]
+    inside = keys < kv_len
+    some = tl.zeros((BLOCKS, BLOCK_K), tl.int8)
+    for member in range(group):
+        head = first_head + member
+        pointers = mask_ptr + batch * mask_strides[0] + head * mask_strides[1] + keys.to(tl.int64) * mask_strides[2]
+        shown = tl.load(pointers, mask=inside, other=0) != 0
+        some = some | shown.to(tl.int8)
+        first = tl.min(tl.where(shown, keys, NOWHERE), 1)
+        flat_head = flat_key_head * group + member
+        tl.store(first_seen_ptr + flat_head * pitch + blocks, first, mask=blocks < pitch)
+    tl.store(seen_ptr + flat_key_head * kv_len + keys, some, mask=inside)
+
+
+@triton.jit(do_not_specialize=["q_len", "last_offset", "pitch", "chunks"])
+def queries_kernel(
+    first_seen_ptr,
+    seen_ptr,
+    first_query_ptr,
+    q_len,
+    last_offset,
+    pitch,
+    chunks,
+    HAS_LAST: tl.constexpr,
+    QUERIES: tl.constexpr,
+):
+    """Find the first query of a head that sees a key, and write which of QUERIES queries do.
+
+    Grid: chunks of QUERIES queries of every head of the mask, in one dimension.
+
+    Reads
+        first_seen     [B * H, pitch] int32
+    Writes
+        seen           [B * H, Sq] int8
+        first_query    [B * H] int32: 0 without a last bound, Sq where no query sees a key with one
+    """
+    chunk = tl.program_id(0) % chunks
+    flat_head = (tl.program_id(0) // chunks).to(tl.int64)
+    first_key = tl.full((), NOWHERE, tl.int32)
+    for start in range(0, pitch, 1024):
+        blocks = start + tl.arange(0, 1024)
+        found = tl.load(first_seen_ptr + flat_head * pitch + blocks, mask=blocks < pitch, other=NOWHERE)
+        first_key = tl.minimum(first_key, tl.min(found, 0))
+    first_query = tl.zeros((), tl.int64)
+    if HAS_LAST:
+        first_query = tl.minimum(tl.maximum(first_key.to(tl.int64) - last_offset, 0), q_len)
+    queries = chunk * QUERIES + tl.arange(0, QUERIES)
+    sees = (queries >= first_query) & (first_key < NOWHERE)
+    tl.store(seen_ptr + flat_head * q_len + queries, sees.to(tl.int8), mask=queries < q_len)
+    if chunk == 0:
+        tl.store(first_query_ptr + flat_head, first_query.to(tl.int32))
+
+
+@dataclass(frozen=True)
+class KeyMask:
+    """A bool mask of keys as the stages read it.
+
+    Attributes:
+        tokens: keys and queries that are seen.
+        first_seen, first_query: as `visibility.first_seen_keys` returns them.
+    """
+
+    tokens: SeenTokens
+    first_seen: Tensor
+    first_query: Tensor
+
+
+def hides_keys_alone(call: Call) -> bool:
+    """Return whether a call has a mask that `key_mask` reads: a row's first visible block follows from its keys."""
+    mask = call.attn_mask
+    return mask is not None and mask.shape[2] == 1 and mask.dtype == torch.bool and call.window.left is None
+
+
+def key_mask(call: Call) -> KeyMask:
+    """Read a call's mask."""
+    shape, mask = call.shape, call.attn_mask
+    assert mask is not None
+    batch, heads = mask.shape[:2]
+    key_heads = 1 if heads == 1 else shape.kv_heads
+    stride_batch, stride_head, _, stride_key = mask.expand(-1, -1, -1, shape.kv_len).stride()
+    pitch = ceil_div(shape.kv_blocks, 16) * 16  # kernels are compiled anew for other alignments
+    keys = buffer_like(mask, True, batch, key_heads, shape.kv_len, dtype=torch.int8)
+    first_seen = buffer_like(mask, True, batch, heads, pitch, dtype=torch.int32)
+    chunks = ceil_div(pitch, BLOCKS)
+    launch(
+        keys_kernel,
+        chunks * batch * key_heads,
+        mask_ptr=mask,
+        seen_ptr=keys,
+        first_seen_ptr=first_seen,
+        mask_strides=(stride_batch, stride_head, stride_key),
+        key_heads=key_heads,
+        group=heads // key_heads,
+        kv_len=shape.kv_len,
+        pitch=pitch,
+        chunks=chunks,
+        BLOCKS=BLOCKS,
+        num_warps=WARPS,
+    )
+    queries = buffer_like(mask, True, batch, heads, shape.q_len, dtype=torch.int8)
+    first_query = buffer_like(mask, True, batch, heads, dtype=torch.int32)
+    chunks, last = ceil_div(shape.q_len, QUERIES), last_offset(call.window, shape)
+    launch(
+        queries_kernel,
+        chunks * batch * heads,
+        first_seen_ptr=first_seen,
+        seen_ptr=queries,
+        first_query_ptr=first_query,
+        q_len=shape.q_len,
+        last_offset=last or 0,
+        pitch=pitch,
+        chunks=chunks,
+        HAS_LAST=last is not None,
+        QUERIES=QUERIES,
+        num_warps=WARPS,
+    )
+    whole = (shape.batch, shape.heads)
+    return KeyMask(
+        tokens=SeenTokens(keys=keys.view(torch.bool), queries=queries.view(torch.bool)),
+        first_seen=first_seen.expand(*whole, -1)[..., : shape.kv_blocks],
+        first_query=first_query.expand(whole),
+    )

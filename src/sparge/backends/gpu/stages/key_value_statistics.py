@@ -1,0 +1,401 @@
+"""One pass over K and V: mean and variance of every key block for the scores, sums and maxima for the codes, and the
+means that stand for skipped blocks.
+
+The pass is bound by memory. Few threads per program and elementwise partial sums keep exchanges between threads out of
+it: 8 warps per block took three times as long.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparge.backends.gpu.launch import (
+    buffer_like,
+    first_key,
+    launch,
+    padded,
+    seen_argument,
+    segments_argument,
+    strides_of,
+)
+from sparge.backends.gpu.primitives import (
+    BLOCK_K,
+    LOG2_E,
+    SHIFT,
+    is_finite,
+    load_tokens,
+    segment_keys,
+    segment_number,
+)
+from sparge.backends.gpu.stages import configs
+from sparge.call import Call
+from sparge.masks.geometry import ceil_div
+from sparge.masks.visibility import SeenTokens
+from sparge.options import scores
+
+VARIANCE_SHARE = tl.constexpr(scores.VARIANCE_SHARE)
+NUMBERS = ["scale", "kv_heads", "kv_len", "kv_blocks", "first_key", "chunks"]
+SUM, SQUARE = tl.constexpr(0), tl.constexpr(1)
+"""Rows of a chunk's part of K, [2, D]."""
+
+
+@triton.jit
+def _sums(
+    head,
+    block,
+    first_key,
+    kv_len,
+    center,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    HAS_SEEN: tl.constexpr,
+    CENTERED: tl.constexpr,
+    SLAB: tl.constexpr,
+):
+    """Partial sums of x - center, of its squares and the largest |x| of a key block, [SLAB, PADDED], and its tokens.
+
+    Slabs of a few tokens are added elementwise, which leaves one exchange between threads per block. What is computed
+    and not used costs nothing.
+
+    Args:
+        head: where the head's tokens begin, their stride, and the same of which are seen.
+    """
+    total = tl.zeros((SLAB, PADDED), tl.float32)
+    square = tl.zeros((SLAB, PADDED), tl.float32)
+    largest = tl.zeros((SLAB, PADDED), tl.float32)
+    start = block * BLOCK_K
+    count = tl.maximum(tl.minimum(start + BLOCK_K, kv_len) - tl.maximum(start, first_key), 0)
+    seen = tl.zeros((SLAB,), tl.int32)
+    for step in tl.static_range(BLOCK_K // SLAB):
+        tokens = block * BLOCK_K + step * SLAB + tl.arange(0, SLAB)
+        values, present = load_tokens(*head, tokens, first_key, kv_len, DIM, PADDED, HAS_SEEN)
+        if HAS_SEEN:
+            seen += present.to(tl.int32)
+        if CENTERED:
+            values = tl.where(present[:, None], values - center, 0.0)
+        total += values
+        square += values * values
+        largest = tl.maximum(largest, tl.abs(values))
+    if HAS_SEEN:
+        count = tl.sum(seen)
+    return total, square, largest, count
+
+
+@triton.jit
+def _largest(
+    head,
+    chunk,
+    first_key,
+    kv_len,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    HAS_SEEN: tl.constexpr,
+    FINITE: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SLAB: tl.constexpr,
+):
+    """Largest |x| of each channel of a chunk, [PADDED]; FINITE leaves out what is not finite."""
+    largest = tl.zeros((SLAB, PADDED), tl.float32)
+    for step in range(BLOCKS * BLOCK_K // SLAB):
+        tokens = chunk * BLOCKS * BLOCK_K + step * SLAB + tl.arange(0, SLAB)
+        values, _ = load_tokens(*head, tokens, first_key, kv_len, DIM, PADDED, HAS_SEEN)
+        size = tl.abs(values)
+        if FINITE:
+            size = tl.where(is_finite(values), size, 0.0)
+        largest = tl.maximum(largest, size)
+    return tl.max(largest, 0)
+
+
+@triton.jit
+def _finite_part(
+    head,
+    chunk,
+    first_key,
+    kv_len,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    HAS_SEEN: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SLAB: tl.constexpr,
+):
+    """Sum and squares [PADDED] and number of a chunk's tokens that are finite in every channel; rare, so maybe slow."""
+    total = tl.zeros((PADDED,), tl.float32)
+    square = tl.zeros((PADDED,), tl.float32)
+    count = 0
+    for step in range(BLOCKS * BLOCK_K // SLAB):
+        tokens = chunk * BLOCKS * BLOCK_K + step * SLAB + tl.arange(0, SLAB)
+        values, present = load_tokens(*head, tokens, first_key, kv_len, DIM, PADDED, HAS_SEEN)
+        usable = present & (tl.min(is_finite(values).to(tl.int32), 1) != 0)
+        kept = tl.where(usable[:, None], values, 0.0)
+        total += tl.sum(kept, 0)
+        square += tl.sum(kept * kept, 0)
+        count += tl.sum(usable.to(tl.int32))
+    return total, square, count
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def summarize_kernel(
+    key_ptr,
+    value_ptr,
+    seen_ptr,
+    mean_high_ptr,
+    mean_low_ptr,
+    variance_ptr,
+    key_block_ptr,
+    value_block_ptr,
+    block_bias_ptr,
+    block_usable_ptr,
+    key_part_ptr,
+    key_count_ptr,
+    value_max_ptr,
+    segments_ptr,
+    key_strides,
+    value_strides,
+    seen_strides,
+    scale,
+    kv_heads,
+    kv_len,
+    kv_blocks,
+    first_key,
+    chunks,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    VALUE_DIM_PADDED: tl.constexpr,
+    HAS_SEEN: tl.constexpr,
+    WITH_MEANS: tl.constexpr,
+    WITH_VARIANCE: tl.constexpr,
+    WITH_BLOCKS: tl.constexpr,
+    WITH_SUMS: tl.constexpr,
+    WITH_VALUE: tl.constexpr,
+    PACKED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SLAB: tl.constexpr,
+):
+    """Statistics of every key block j, and partial sums of every chunk of BLOCKS blocks, over the tokens that are seen.
+
+        mean_j     = scale log2 e  sum k / n            in two bfloat16 numbers (16 bits), high and low
+        variance_j = scale^2 / 4 log2 e  (sum k^2 / n - (sum k / n)^2)      in one: it enters at second order
+        key block  = sum k / n,  value block = sum v / n,  bias = log2 n;      0, 0 and NaN where either is not finite
+        key part   = sum k, sum k^2 and n               of tokens that are finite in every channel
+        value max  = largest finite |v|                 of each channel
+
+    Grid: chunks of every head of K and V, in one dimension. Keys before ``first_key`` are seen by nobody.
+
+    Reads
+        key, value            [B, Hkv, Sk, D | Dv]
+        seen                  [B, Hkv, Sk] bool (HAS_SEEN)
+        segments              of `Segments.table` (PACKED)
+    Writes
+        mean_high, mean_low   [B * Hkv, kv_blocks, D padded] bfloat16 (WITH_MEANS)
+        variance              the same (WITH_VARIANCE, which needs WITH_MEANS)
+        key_block, value_block    [B * Hkv, kv_blocks, D | Dv padded], block_bias [B * Hkv, kv_blocks] (WITH_BLOCKS)
+        block_usable              [B * Hkv, kv_blocks] int8 (WITH_BLOCKS), whether the bias is finite
+        key_part              [B * Hkv, chunks, 2, D padded] float32, sum and sum of squares (WITH_SUMS)
+        key_count             [B * Hkv, chunks] int32 (WITH_SUMS)
+        value_max             [B * Hkv, chunks, Dv padded] float32 (WITH_VALUE)
+    """
+    chunk = tl.program_id(0) % chunks
+    flat_head = (tl.program_id(0) // chunks).to(tl.int64)
+    batch = flat_head // kv_heads
+    head = flat_head % kv_heads
+    channels = tl.arange(0, HEAD_DIM_PADDED)
+    value_channels = tl.arange(0, VALUE_DIM_PADDED)
+    key_base = key_ptr + batch * key_strides[0] + head * key_strides[1]
+    value_base = value_ptr + batch * value_strides[0] + head * value_strides[1]
+    seen_base = seen_ptr + batch * seen_strides[0] + head * seen_strides[1]
+    if PACKED:
+        kv_start, kv_len = segment_keys(segments_ptr, batch)
+        key_base += kv_start * key_strides[2]
+        value_base += kv_start * value_strides[2]
+        first_key = tl.maximum(first_key + segment_number(segments_ptr, batch, SHIFT), 0)
+    key_head = (key_base, key_strides[2], seen_base, seen_strides[2])
+    value_head = (value_base, value_strides[2], seen_base, seen_strides[2])
+    part = flat_head * chunks + chunk
+
+    value_max = tl.zeros((VALUE_DIM_PADDED,), tl.float32)
+    if WITH_MEANS or WITH_SUMS or WITH_BLOCKS:
+        key_sum = tl.zeros((HEAD_DIM_PADDED,), tl.float32)
+        key_square = tl.zeros((HEAD_DIM_PADDED,), tl.float32)
+        key_count = 0
+        for step in range(BLOCKS):
+            block = chunk * BLOCKS + step
+            first, square, _, count = _sums(
+                key_head, block, first_key, kv_len, 0.0, HEAD_DIM, HEAD_DIM_PADDED, HAS_SEEN, False, SLAB
+            )
+            total = tl.sum(first, 0)
+            squares = tl.sum(square, 0)
+            key_sum += total
+            key_square += squares
+            key_count += count
+            share = 1.0 / tl.maximum(count, 1).to(tl.float32)
+            mean = total * share
+            row = flat_head * kv_blocks + block
+            inside = channels < tl.where(block < kv_blocks, HEAD_DIM_PADDED, 0)
+            if WITH_BLOCKS:
+                value_total, _, largest, _ = _sums(
+                    value_head, block, first_key, kv_len, 0.0, VALUE_DIM, VALUE_DIM_PADDED, HAS_SEEN, False, SLAB
+                )
+                value_max = tl.maximum(value_max, tl.max(largest, 0))
+                value_mean = tl.sum(value_total, 0) * share
+                broken = (tl.min(is_finite(mean).to(tl.int32)) == 0) | (tl.min(is_finite(value_mean).to(tl.int32)) == 0)
+                key_block = tl.where(broken, 0.0, mean).to(key_block_ptr.dtype.element_ty)
+                tl.store(key_block_ptr + row * HEAD_DIM_PADDED + channels, key_block, mask=inside)
+                value_block = tl.where(broken, 0.0, value_mean).to(value_block_ptr.dtype.element_ty)
+                value_inside = value_channels < tl.where(block < kv_blocks, VALUE_DIM_PADDED, 0)
+                tl.store(value_block_ptr + row * VALUE_DIM_PADDED + value_channels, value_block, mask=value_inside)
+                bias = tl.where(count == BLOCK_K, 6.0, tl.log2(count.to(tl.float32)))
+                tl.store(block_bias_ptr + row, tl.where(broken, float("nan"), bias), mask=block < kv_blocks)
+                usable = (count > 0) & (broken == 0)
+                tl.store(block_usable_ptr + row, usable.to(tl.int8), mask=block < kv_blocks)
+            if WITH_MEANS:
+                if WITH_VARIANCE:
+                    variance = squares * share - mean * mean
+                    if key_ptr.dtype.element_ty == tl.float32:
+                        # Squares of 16-bit numbers fit into float32 sums; those of float32 must be centred first.
+                        center = mean[None, :]
+                        _, square, _, count = _sums(
+                            key_head, block, first_key, kv_len, center, HEAD_DIM, HEAD_DIM_PADDED, HAS_SEEN, True, SLAB
+                        )
+                        variance = tl.sum(square, 0) * share
+                    variance = tl.maximum(variance, 0.0)
+                # NaN, not infinity, so that a score of these keys can be nothing else.
+                mean = tl.where(is_finite(mean), mean * (scale * LOG2_E), float("nan"))
+                mean_high = mean.to(tl.bfloat16)
+                offsets = row * HEAD_DIM_PADDED + channels
+                tl.store(mean_high_ptr + offsets, mean_high, mask=inside)
+                tl.store(mean_low_ptr + offsets, (mean - mean_high.to(tl.float32)).to(tl.bfloat16), mask=inside)
+                if WITH_VARIANCE:
+                    shared_variance = variance * (VARIANCE_SHARE * scale * scale * LOG2_E)
+                    tl.store(variance_ptr + offsets, shared_variance.to(tl.bfloat16), mask=inside)
+        if WITH_SUMS:
+            if tl.min(is_finite(key_sum).to(tl.int32)) == 0:
+                key_sum, key_square, key_count = _finite_part(
+                    key_head, chunk, first_key, kv_len, HEAD_DIM, HEAD_DIM_PADDED, HAS_SEEN, BLOCKS, SLAB
+                )
+            key_part = key_part_ptr + part * 2 * HEAD_DIM_PADDED + channels
+            tl.store(key_part + SUM * HEAD_DIM_PADDED, key_sum)
+            tl.store(key_part + SQUARE * HEAD_DIM_PADDED, key_square)
+            tl.store(key_count_ptr + part, key_count)
+
+    if WITH_VALUE:
+        if not WITH_BLOCKS:
+            value_max = _largest(
+                value_head, chunk, first_key, kv_len, VALUE_DIM, VALUE_DIM_PADDED, HAS_SEEN, False, BLOCKS, SLAB
+            )
+        if tl.min(is_finite(value_max).to(tl.int32)) == 0:
+            value_max = _largest(
+                value_head, chunk, first_key, kv_len, VALUE_DIM, VALUE_DIM_PADDED, HAS_SEEN, True, BLOCKS, SLAB
+            )
+        tl.store(value_max_ptr + part * VALUE_DIM_PADDED + value_channels, value_max)
+
+
+@dataclass(frozen=True)
+class KeyValueStatistics:
+    """What `summarize_kernel` writes; a tensor that was not asked for is a stand-in nobody reads.
+
+    ``blocks`` is how many key blocks a chunk has.
+    """
+
+    mean_high: Tensor
+    mean_low: Tensor
+    variance: Tensor
+    key_block: Tensor
+    value_block: Tensor
+    block_bias: Tensor
+    block_usable: Tensor
+    key_part: Tensor
+    key_count: Tensor
+    value_max: Tensor
+    blocks: int
+
+
+def key_value_statistics(
+    key: Tensor,
+    value: Tensor,
+    call: Call,
+    seen: SeenTokens | None,
+    *,
+    means: bool,
+    variance: bool,
+    sums: bool,
+    value_max: bool,
+    sums_of_blocks: bool,
+    blocks_for: torch.dtype | None = None,
+) -> KeyValueStatistics:
+    """Read K, and V where its maxima or means are wanted, once.
+
+    Args:
+        blocks_for: the dtype of the means that stand for skipped blocks, None where none do.
+        sums_of_blocks: a chunk is one block, so that ``sums`` are those of every block.
+    """
+    shape, options = call.shape, configs.summarize_config()
+    width, value_width = padded(shape.head_dim), padded(shape.value_dim)
+    heads = shape.batch * shape.kv_heads
+    blocks = 1 if sums_of_blocks else options.blocks
+    chunks = ceil_div(shape.kv_blocks, blocks)
+    per_block = (heads, shape.kv_blocks, width)
+    with_blocks, of_heads = blocks_for is not None, (shape.batch, shape.kv_heads, shape.kv_blocks)
+    statistics = KeyValueStatistics(
+        mean_high=buffer_like(key, means, *per_block, dtype=torch.bfloat16),
+        mean_low=buffer_like(key, means, *per_block, dtype=torch.bfloat16),
+        variance=buffer_like(key, variance, *per_block, dtype=torch.bfloat16),
+        key_block=buffer_like(key, with_blocks, *of_heads, width, dtype=blocks_for or key.dtype),
+        value_block=buffer_like(key, with_blocks, *of_heads, value_width, dtype=blocks_for or key.dtype),
+        block_bias=buffer_like(key, with_blocks, *of_heads),
+        block_usable=buffer_like(key, with_blocks, *of_heads, dtype=torch.int8),
+        key_part=buffer_like(key, sums, heads, chunks, 2, width),
+        key_count=buffer_like(key, sums, heads, chunks, dtype=torch.int32),
+        value_max=buffer_like(key, value_max, heads, chunks, value_width),
+        blocks=blocks,
+    )
+    keys_seen, seen_strides = seen_argument(
+        seen.keys if seen else None, (shape.batch, shape.kv_heads, shape.kv_len), key
+    )
+    launch(
+        summarize_kernel,
+        chunks * heads,
+        key_ptr=key,
+        value_ptr=value,
+        seen_ptr=keys_seen,
+        mean_high_ptr=statistics.mean_high,
+        mean_low_ptr=statistics.mean_low,
+        variance_ptr=statistics.variance,
+        key_block_ptr=statistics.key_block,
+        value_block_ptr=statistics.value_block,
+        block_bias_ptr=statistics.block_bias,
+        block_usable_ptr=statistics.block_usable,
+        key_part_ptr=statistics.key_part,
+        key_count_ptr=statistics.key_count,
+        value_max_ptr=statistics.value_max,
+        segments_ptr=segments_argument(call, key),
+        key_strides=strides_of(key),
+        value_strides=strides_of(value),
+        seen_strides=seen_strides,
+        scale=call.scale,
+        kv_heads=shape.kv_heads,
+        kv_len=shape.kv_len,
+        kv_blocks=shape.kv_blocks,
+        first_key=first_key(call),
+        chunks=chunks,
+        HEAD_DIM=shape.head_dim,
+        VALUE_DIM=shape.value_dim,
+        HEAD_DIM_PADDED=width,
+        VALUE_DIM_PADDED=value_width,
+        HAS_SEEN=seen is not None and seen.keys is not None,
+        WITH_MEANS=means,
+        WITH_VARIANCE=variance,
+        WITH_BLOCKS=with_blocks,
+        WITH_SUMS=sums,
+        WITH_VALUE=value_max,
+        PACKED=call.segments is not None,
+        BLOCKS=blocks,
+        SLAB=options.slab,
+        num_warps=options.warps,
+    )
+    return statistics

@@ -1,0 +1,148 @@
+"""Key blocks that hold a shared peak: a key that lies far above its neighbours for many queries (`cuda.peak_handling`).
+
+A few queries of each head are multiplied with all keys, in codes, before attention. A block that is found is marked by
+the sign of its scales, which the attention kernels load anyway.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparge.backends.gpu.launch import launch, padded, segments_argument, window_flags, window_offsets
+from sparge.backends.gpu.primitives import BLOCK_K, BLOCK_Q, FAR, KEY_GROUPS, by_group, segment_sizes
+from sparge.backends.gpu.stages import configs
+from sparge.call import Call
+from sparge.masks.geometry import ceil_div
+
+SAMPLES = 64
+"""Queries that are looked at for each head of K and V, evenly spaced and spread over the heads that share it."""
+NEEDED = 16
+"""A peak is shared if half of a head's sampled queries have it, or this many. Peaks seen by fewer queries are ignored:
+with 4 of 64 samples a sixth of a video's blocks would be marked, with 16 0.4 % are."""
+
+
+NUMBERS = ["kv_heads", "group", "q_len", "kv_len", "first_offset", "last_offset", "q_blocks", "kv_blocks"]
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def mark_peaks_kernel(
+    query_ptr,
+    key_ptr,
+    query_scale_ptr,
+    key_scale_ptr,
+    segments_ptr,
+    kv_heads,
+    group,
+    q_len,
+    kv_len,
+    first_offset,
+    last_offset,
+    q_blocks,
+    kv_blocks,
+    HEAD_DIM_PADDED: tl.constexpr,
+    HAS_FIRST: tl.constexpr,
+    HAS_LAST: tl.constexpr,
+    PACKED: tl.constexpr,
+    SAMPLES: tl.constexpr,
+    NEEDED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Mark key blocks that hold a shared peak, by the sign of their scales.
+
+    A group of 16 keys is far where its largest score lies more than FAR octaves below the block's. A block holds a peak
+    for a query of which some group is far, and a shared one if it does so for enough of the sampled queries: half of a
+    head's, NEEDED at most. Of a window's blocks (HAS_FIRST) only queries near them can tell: half of those that see it.
+
+    Grid: every BLOCKS key blocks of every head of K and V, in one dimension. The first ones were written last, and may
+    be cached.
+
+    Reads
+        query          [B * H, q_blocks * 128, D padded] int8 and query_scale [B * H, q_blocks * 128] float32
+        key            [B * Hkv, kv_blocks * 64, D padded] int8
+        segments       of `Segments.table` (PACKED)
+    Reads and writes
+        key_scale      [B * Hkv, kv_blocks, 4] float32, negative where a block holds a shared peak
+    """
+    program = tl.program_id(0)
+    parts = tl.cdiv(kv_blocks, BLOCKS)
+    first = program % parts * BLOCKS
+    flat_kv_head = (program // parts).to(tl.int64)
+    own_blocks = kv_blocks
+    if PACKED:
+        batch = flat_kv_head // kv_heads
+        q_len, kv_len, first_offset, last_offset = segment_sizes(segments_ptr, batch, first_offset, last_offset)
+        own_blocks = tl.cdiv(kv_len, BLOCK_K)
+    sample = tl.arange(0, SAMPLES)
+    per_head = tl.maximum(SAMPLES // group, 1)
+    place = sample // group
+    is_sample = place < per_head
+    position = tl.minimum(place, per_head - 1) * 2 + 1
+    position = (position.to(tl.int64) * q_len // (2 * per_head)).to(tl.int32)
+    head = flat_kv_head * group + sample % group  # of all batches
+    row = head * q_blocks * BLOCK_Q + position
+    channels = tl.arange(0, HEAD_DIM_PADDED)
+    query = tl.load(query_ptr + row[:, None] * HEAD_DIM_PADDED + channels[None, :])
+    query_scale = tl.load(query_scale_ptr + row)
+    needed = tl.minimum(tl.maximum(per_head // 2, 2), NEEDED)
+    last_key = tl.full((SAMPLES,), kv_len - 1, tl.int32)
+    if HAS_LAST:
+        last_key = tl.minimum(last_key, position + last_offset)
+    within = tl.arange(0, BLOCK_K)
+    for block in tl.range(first, tl.minimum(first + BLOCKS, own_blocks), 1, num_stages=STAGES):
+        flat_block = flat_kv_head * kv_blocks + block
+        keys = within + flat_block * BLOCK_K
+        key = tl.load(key_ptr + keys[:, None] * HEAD_DIM_PADDED + channels[None, :])
+        scale_ptrs = key_scale_ptr + flat_block * KEY_GROUPS + tl.arange(0, KEY_GROUPS)
+        key_scale = tl.abs(tl.load(scale_ptrs))
+        raw = tl.dot(query, key.T, out_dtype=tl.int32).to(tl.float32)
+        key_positions = (within + block * BLOCK_K)[None, :]
+        raw = tl.where(key_positions <= last_key[:, None], raw, float("-inf"))
+        if HAS_FIRST:
+            first_key = position + first_offset
+            raw = tl.where(key_positions >= first_key[:, None], raw, float("-inf"))
+            sees = is_sample & (block * BLOCK_K <= last_key) & (block * BLOCK_K + BLOCK_K > first_key)
+            needed = tl.minimum(tl.maximum(tl.sum(sees.to(tl.int32), 0) // (2 * group), 1), NEEDED)
+        group_max = tl.max(tl.max(by_group(raw, SAMPLES), 3), 1) * (query_scale[:, None] * key_scale[None, :])
+        gap = tl.max(group_max, 1)[:, None] - group_max
+        is_far = (gap > FAR) & (group_max > float("-inf"))
+        has_peak = (tl.max(is_far.to(tl.int32), 1) != 0) & is_sample
+        is_shared = tl.sum(has_peak.to(tl.int32), 0) >= needed
+        tl.store(scale_ptrs, tl.where(is_shared, -key_scale, key_scale))
+
+
+def mark_peaks(query_codes: Tensor, query_scale: Tensor, key_codes: Tensor, key_scale: Tensor, call: Call) -> None:
+    """Make the scales of key blocks that hold a shared peak negative: attention kernels load them anyway.
+
+    Args:
+        query_codes, query_scale: of `quantize.summarize_query`.
+        key_codes, key_scale: of `quantize.quantize_key_value`.
+    """
+    shape = call.shape
+    config = configs.peak_config()
+    launch(
+        mark_peaks_kernel,
+        ceil_div(shape.kv_blocks, config.blocks) * shape.batch * shape.kv_heads,
+        query_ptr=query_codes,
+        key_ptr=key_codes,
+        query_scale_ptr=query_scale,
+        key_scale_ptr=key_scale,
+        segments_ptr=segments_argument(call, key_scale),
+        kv_heads=shape.kv_heads,
+        group=shape.group,
+        q_len=shape.q_len,
+        kv_len=shape.kv_len,
+        **window_offsets(call),
+        q_blocks=shape.q_blocks,
+        kv_blocks=shape.kv_blocks,
+        HEAD_DIM_PADDED=padded(shape.head_dim),
+        **window_flags(call),
+        PACKED=call.segments is not None,
+        SAMPLES=SAMPLES,
+        NEEDED=NEEDED,
+        BLOCKS=config.blocks,
+        STAGES=config.stages,
+        num_warps=config.warps,
+    )

@@ -1,0 +1,233 @@
+"""One budget for rows of blocks that lie on several ranks: `sharing.share_out` in kernels around its two collectives.
+
+    total_kernel     sums over the rows here of what `count_kernel` counted, for the ranks to add up
+    level_kernel     how many blocks each row has at the last level that the budget reaches, for the ranks to gather
+    portion_kernel   how many blocks each row keeps
+
+Rows of a rank may lie in several pieces of a sequence, each with counts of its own.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparge.backends.gpu.launch import buffer_like, launch
+from sparge.backends.gpu.stages.budget import GATHERED, LEVELS, ROUNDING_GUARD, SUMS
+from sparge.masks.geometry import ceil_div
+
+ROWS, WARPS = 2048, 8
+"""Rows that a program takes at a time."""
+
+
+@triton.jit(do_not_specialize=["parts"])
+def total_kernel(sums_ptr, totals_ptr, parts, SUMS: tl.constexpr, GATHERED: tl.constexpr, LEVELS: tl.constexpr):
+    """Add up the parts of the sums.
+
+    Grid: batch elements.
+
+    Reads
+        sums      [B, parts, SUMS] int32
+    Writes
+        totals    [B, LEVELS + 2] int64
+    """
+    batch = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, SUMS)
+    totals = tl.zeros((SUMS,), tl.int64)
+    for start in range(0, parts, GATHERED):
+        part = start + tl.arange(0, GATHERED)
+        pointers = sums_ptr + (batch * parts + part)[:, None] * SUMS + columns[None, :]
+        totals += tl.sum(tl.load(pointers, mask=(part < parts)[:, None], other=0).to(tl.int64), 0)
+    tl.store(totals_ptr + batch * (LEVELS + 2) + columns, totals, mask=columns < LEVELS + 2)
+
+
+@triton.jit
+def _last_level(totals_ptr, batch, amount, LEVELS: tl.constexpr, GUARD: tl.constexpr):
+    """The last level that a budget reaches and the one above; places left for the blocks between them, and their sum.
+
+    As `budget.share_kernel`, from the totals of all ranks.
+    """
+    levels = tl.arange(0, LEVELS)
+    totals = totals_ptr + batch * (LEVELS + 2)
+    sums = tl.load(totals + levels)
+    forced_sum = tl.load(totals + LEVELS)
+    visible = tl.load(totals + LEVELS + 1).to(tl.float64)
+    places = tl.ceil(visible * amount * GUARD).to(tl.int64)
+    last = tl.max(tl.where(sums >= places, levels, 0), 0)  # sums fall
+    last = tl.where(forced_sum >= places, LEVELS, last)
+    higher = tl.minimum(last + 1, LEVELS)
+    above_sum = tl.sum(tl.where(levels == higher, sums, 0), 0) + tl.where(higher == LEVELS, forced_sum, 0)
+    below_sum = tl.sum(tl.where(levels == last, sums, 0), 0) + tl.where(last == LEVELS, forced_sum, 0)
+    left = tl.minimum(tl.maximum(places - above_sum, 0), below_sum - above_sum)
+    return last, higher, left, tl.maximum(below_sum - above_sum, 1)
+
+
+@triton.jit(do_not_specialize=["amount", "rows", "first_row", "end_row", "width", "chunks"])
+def level_kernel(
+    kept_ptr,
+    totals_ptr,
+    blocks_ptr,
+    amount,
+    rows,
+    first_row,
+    end_row,
+    width,
+    chunks,
+    LEVELS: tl.constexpr,
+    GUARD: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """blocks[first_row + i] = what row i of a piece has at the last level; 0 from its last row to ``end_row``.
+
+    Grid: chunks of ROWS rows of every batch element, in one dimension.
+
+    Reads
+        kept      [B, rows, 2 * LEVELS] int32, of `budget.count_kernel`
+        totals    [B, LEVELS + 2] int64, of all ranks
+    Writes
+        blocks    [B, width] int32
+    """
+    batch = (tl.program_id(0) // chunks).to(tl.int64)
+    last, higher, _, _ = _last_level(totals_ptr, batch, amount, LEVELS, GUARD)
+    places = tl.program_id(0) % chunks * ROWS + tl.arange(0, ROWS)
+    inside = places < rows
+    kept = kept_ptr + (batch * rows + places) * (2 * LEVELS)
+    above = tl.load(kept + higher, mask=inside, other=0)
+    blocks = tl.load(kept + last, mask=inside, other=0) - above
+    tl.store(blocks_ptr + batch * width + first_row + places, blocks, mask=first_row + places < end_row)
+
+
+@triton.jit(do_not_specialize=["amount", "batches", "rows", "first", "width", "everybody"])
+def portion_kernel(
+    kept_ptr,
+    totals_ptr,
+    everyone_ptr,
+    order_ptr,
+    counts_ptr,
+    amount,
+    batches,
+    rows,
+    first,
+    width,
+    everybody,
+    LEVELS: tl.constexpr,
+    GUARD: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """counts[i] = what row i of a piece keeps: what lies above the last level, and its part of that.
+
+    Of r places for t blocks, the row that has the blocks number a to b - 1 gets floor(b r / t) - floor(a r / t).
+
+    Grid: batch elements. ``everybody`` are the rows of all ranks, of which the piece's begin at number ``first``.
+
+    Reads
+        kept, totals   as `level_kernel`
+        everyone       [ranks, B, width] int32, the blocks of all ranks
+        order          [ranks * width] int64, the numbers of all rows as the whole call has them
+    Writes
+        counts         [B, rows] int32
+    """
+    batch = tl.program_id(0).to(tl.int64)
+    _, higher, left, total = _last_level(totals_ptr, batch, amount, LEVELS, GUARD)
+    before = tl.zeros((), tl.int64)
+    for start in range(0, everybody, ROWS):
+        places = start + tl.arange(0, ROWS)
+        inside = places < everybody
+        numbers = tl.load(order_ptr + places, mask=inside, other=0)
+        source = everyone_ptr + (numbers // width * batches + batch) * width + numbers % width
+        blocks = tl.load(source, mask=inside, other=0).to(tl.int64)
+        after = before + tl.cumsum(blocks, 0)
+        portion = after * left // total - (after - blocks) * left // total
+        row = numbers - first
+        is_own = inside & (row >= 0) & (row < rows)
+        above = tl.load(kept_ptr + (batch * rows + row) * (2 * LEVELS) + higher, mask=is_own, other=0)
+        tl.store(counts_ptr + batch * rows + row, above + portion.to(tl.int32), mask=is_own)
+        before += tl.sum(blocks, 0)
+
+
+def own_totals(sums: Tensor) -> Tensor:
+    """Sums over the rows here for every level, above all of them, and of visible blocks: (B, LEVELS + 2) int64."""
+    totals = buffer_like(sums, True, len(sums), LEVELS.value + 2, dtype=torch.int64)
+    launch(
+        total_kernel,
+        len(sums),
+        sums_ptr=sums,
+        totals_ptr=totals,
+        parts=sums.shape[1],
+        SUMS=SUMS.value,
+        GATHERED=GATHERED.value,
+        LEVELS=LEVELS.value,
+        num_warps=WARPS,
+    )
+    return totals
+
+
+def blocks_of_level(pieces: list[Tensor], totals: Tensor, amount: float, width: int) -> Tensor:
+    """What the rows of all pieces have at the last level, padded to ``width`` rows: (B, width) int32.
+
+    Args:
+        pieces: of each, what its rows keep, of `budget.count_budget`.
+        totals: of all ranks.
+    """
+    batch, first_row = len(totals), 0
+    blocks = buffer_like(totals, True, batch, width, dtype=torch.int32)
+    for place, kept in enumerate(pieces):
+        rows = len(kept) // batch
+        end_row = width if place + 1 == len(pieces) else first_row + rows
+        chunks = ceil_div(end_row - first_row, ROWS)
+        launch(
+            level_kernel,
+            chunks * batch,
+            kept_ptr=kept,
+            totals_ptr=totals,
+            blocks_ptr=blocks,
+            amount=amount,
+            rows=rows,
+            first_row=first_row,
+            end_row=end_row,
+            width=width,
+            chunks=chunks,
+            LEVELS=LEVELS.value,
+            GUARD=ROUNDING_GUARD.value,
+            ROWS=ROWS,
+            num_warps=WARPS,
+        )
+        first_row += rows
+    return blocks
+
+
+def portions(kept: Tensor, totals: Tensor, everyone: Tensor, order: Tensor, amount: float, first: int) -> Tensor:
+    """How many blocks each row of a piece keeps, (B, rows) int32.
+
+    Args:
+        kept: of `budget.count_budget`.
+        totals: of all ranks.
+        everyone: (ranks, B, width) int32, `blocks_of_level` of all ranks.
+        order: (ranks * width,) int64, the rows of all ranks as the whole call has them.
+        first: the number of the piece's first row among those of all ranks.
+    """
+    ranks, batch, width = everyone.shape
+    rows = len(kept) // batch
+    counts = buffer_like(kept, True, batch, rows, dtype=torch.int32)
+    launch(
+        portion_kernel,
+        batch,
+        kept_ptr=kept,
+        totals_ptr=totals,
+        everyone_ptr=everyone,
+        order_ptr=order,
+        counts_ptr=counts,
+        amount=amount,
+        batches=batch,
+        rows=rows,
+        first=first,
+        width=width,
+        everybody=ranks * width,
+        LEVELS=LEVELS.value,
+        GUARD=ROUNDING_GUARD.value,
+        ROWS=ROWS,
+        num_warps=WARPS,
+    )
+    return counts

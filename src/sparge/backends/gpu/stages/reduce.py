@@ -1,0 +1,219 @@
+"""From the parts of chunks and query blocks to what the codes of a head are scaled by, in a fixed order: it repeats."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparge.backends.gpu.launch import buffer_like, launch, padded, segments_argument
+from sparge.backends.gpu.primitives import BLOCK_Q, FLOAT_OFFSET, FP8_MAX, is_finite, segment_queries
+from sparge.backends.gpu.stages import configs
+from sparge.backends.gpu.stages.key_value_statistics import SQUARE, SUM, KeyValueStatistics
+from sparge.backends.gpu.stages.query_sizes import LOG, VOTES
+from sparge.call import Call
+from sparge.masks import geometry
+from sparge.masks.geometry import ceil_div
+from sparge.numerics import quantization as quant
+
+NUMBERS = ["chunks", "query_parts", "kv_heads", "q_blocks"]
+SMALLEST_SIZE = tl.constexpr(1e-6)
+"""Of a channel's mean square before smoothing: what rounding leaves of a constant channel is no size."""
+SMALLEST_VALUE_SCALE = tl.constexpr(1e-36)
+"""Smaller ones have no reciprocal, and their channel rounds to 0."""
+
+
+@triton.jit
+def _load_part(part_ptr, first, part, kind, parts, channels, DIM: tl.constexpr):
+    """One kind of number of some of ``parts`` parts from ``first`` on, [len(part), len(channels)]; 0 beyond them."""
+    inside = (part < parts)[:, None] & (channels < DIM)[None, :]
+    rows = (first + part) * 2 + kind
+    return tl.load(part_ptr + rows[:, None] * DIM + channels[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _load_unit(part_ptr, first, unit, kind, parts, channels, DIM: tl.constexpr, MEMBERS: tl.constexpr):
+    """The same of units of MEMBERS parts, added in the order in which `summarize_kernel` adds blocks."""
+    total = tl.zeros((unit.shape[0], channels.shape[0]), tl.float32)
+    for member in tl.static_range(MEMBERS):
+        total += _load_part(part_ptr, first, unit * MEMBERS + member, kind, parts, channels, DIM)
+    return total
+
+
+@triton.jit
+def _load_count(count_ptr, first, unit, parts, MEMBERS: tl.constexpr):
+    """Tokens of units of MEMBERS parts."""
+    total = tl.zeros((unit.shape[0],), tl.int32)
+    for member in tl.static_range(MEMBERS):
+        part = unit * MEMBERS + member
+        total += tl.load(count_ptr + first + part, mask=part < parts, other=0)
+    return total
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def reduce_kernel(
+    query_part_ptr,
+    key_part_ptr,
+    key_count_ptr,
+    value_max_ptr,
+    key_mean_ptr,
+    balance_ptr,
+    value_scale_ptr,
+    largest_key_scale_ptr,
+    segments_ptr,
+    chunks,
+    query_parts,
+    kv_heads,
+    q_blocks,
+    HEAD_DIM_PADDED: tl.constexpr,
+    VALUE_DIM_PADDED: tl.constexpr,
+    WITH_VALUE: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    GATHERED: tl.constexpr,
+    PACKED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Parts of all chunks and query blocks of a head as one number per channel.
+
+        mean    = sum k / n
+        size^2  = sum (k - mean)^2 / n                    of GATHERED units, `quant.BALANCE_KEYS` keys
+        balance = 2^(round(8 r) / 8)    with r = (mean of log2 size of K - mean of log2 size of Q) / 2, each weighted by
+                  its votes: how many tokens were looked at
+        value scale = largest |v| / 448
+
+    Grid: slices of COLUMNS channels of every head of K and V, in one dimension. Sums are taken in one order whatever
+    the machine does, ROWS units at a time. MEMBERS parts are a unit, so that the numbers are the same whatever the
+    blocks of a part.
+
+    Reads
+        query_part     [B * H, q_blocks, 2, D padded] float32, of `size_kernel`; a head's group is query_parts of them
+        key_part       [B * Hkv, chunks, 2, D padded] float32 and key_count [B * Hkv, chunks] int32
+        value_max      [B * Hkv, chunks, Dv padded] float32 (WITH_VALUE); all three of `summarize_kernel`
+        segments       of `Segments.table` (PACKED): of a head's q_blocks parts the first ones exist
+    Writes, float32
+        key_mean, balance    [B * Hkv, D padded]
+        value_scale          [B * Hkv, Dv padded] (WITH_VALUE)
+        largest_key_scale    [B * Hkv] int32: 0, which `quantize_key_value_kernel` raises
+    """
+    slices: tl.constexpr = (max(HEAD_DIM_PADDED, VALUE_DIM_PADDED) + COLUMNS - 1) // COLUMNS
+    flat_head = (tl.program_id(0) // slices).to(tl.int64)
+    channels = tl.program_id(0) % slices * COLUMNS + tl.arange(0, COLUMNS)
+    tl.store(largest_key_scale_ptr + flat_head, 0)
+    first_part = flat_head * chunks
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    count = tl.zeros((ROWS,), tl.int32)
+    for start in range(0, chunks, ROWS * MEMBERS):
+        unit = start // MEMBERS + tl.arange(0, ROWS)
+        total += _load_unit(key_part_ptr, first_part, unit, SUM, chunks, channels, HEAD_DIM_PADDED, MEMBERS)
+        count += _load_count(key_count_ptr, first_part, unit, chunks, MEMBERS)
+    mean = tl.sum(total, 0) / tl.maximum(tl.sum(count), 1).to(tl.float32)
+    tl.store(key_mean_ptr + flat_head * HEAD_DIM_PADDED + channels, mean, mask=channels < HEAD_DIM_PADDED)
+
+    key_log = tl.zeros((ROWS, COLUMNS), tl.float32)
+    key_votes = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, chunks, ROWS * GATHERED * MEMBERS):
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        square = tl.zeros((ROWS, COLUMNS), tl.float32)
+        count = tl.zeros((ROWS,), tl.int32)
+        for member in tl.static_range(GATHERED):
+            unit = start // MEMBERS + tl.arange(0, ROWS) * GATHERED + member
+            total += _load_unit(key_part_ptr, first_part, unit, SUM, chunks, channels, HEAD_DIM_PADDED, MEMBERS)
+            square += _load_unit(key_part_ptr, first_part, unit, SQUARE, chunks, channels, HEAD_DIM_PADDED, MEMBERS)
+            count += _load_count(key_count_ptr, first_part, unit, chunks, MEMBERS)
+        share = 1.0 / tl.maximum(count, 1).to(tl.float32)[:, None]
+        # Of k - mean.
+        size = (square - 2.0 * mean[None, :] * total) * share + mean[None, :] * mean[None, :]
+        is_size = is_finite(size) & (size > SMALLEST_SIZE * square * share)  # squares of 1e19 are not finite
+        votes = tl.where(is_size, count[:, None].to(tl.float32), 0.0)
+        key_log += votes * 0.5 * tl.log2(tl.where(is_size, size, 1.0))
+        key_votes += votes
+    query_log = tl.zeros((ROWS, COLUMNS), tl.float32)
+    query_votes = tl.zeros((ROWS, COLUMNS), tl.float32)
+    parts = query_parts
+    own_blocks = q_blocks
+    if PACKED:
+        _, q_len = segment_queries(segments_ptr, flat_head // kv_heads)
+        own_blocks = tl.cdiv(q_len, BLOCK_Q)
+        parts = query_parts // q_blocks * own_blocks
+    for start in range(0, parts, ROWS):
+        part = start + tl.arange(0, ROWS)
+        if PACKED:
+            part = part // own_blocks * q_blocks + part % own_blocks
+        first = flat_head * query_parts
+        query_log += _load_part(query_part_ptr, first, part, LOG, query_parts, channels, HEAD_DIM_PADDED)
+        query_votes += _load_part(query_part_ptr, first, part, VOTES, query_parts, channels, HEAD_DIM_PADDED)
+    of_key = tl.sum(key_votes, 0)
+    of_query = tl.sum(query_votes, 0)
+    ratio = tl.sum(key_log, 0) / tl.maximum(of_key, 1.0) - tl.sum(query_log, 0) / tl.maximum(of_query, 1.0)
+    eighths = tl.where((of_key > 0.0) & (of_query > 0.0), ratio * 4.0, 0.0)
+    exponent = ((eighths + FLOAT_OFFSET) - FLOAT_OFFSET) * 0.125  # rounds
+    tl.store(balance_ptr + flat_head * HEAD_DIM_PADDED + channels, tl.exp2(exponent), mask=channels < HEAD_DIM_PADDED)
+
+    if WITH_VALUE:
+        largest = tl.zeros((ROWS, COLUMNS), tl.float32)
+        inside = channels < VALUE_DIM_PADDED
+        for start in range(0, chunks, ROWS):
+            part = start + tl.arange(0, ROWS)
+            pointers = value_max_ptr + (flat_head * chunks + part)[:, None] * VALUE_DIM_PADDED + channels[None, :]
+            largest = tl.maximum(largest, tl.load(pointers, mask=(part < chunks)[:, None] & inside[None, :], other=0.0))
+        scale = tl.max(largest, 0) / FP8_MAX
+        scale = tl.where(scale < SMALLEST_VALUE_SCALE, 1.0, scale)
+        tl.store(value_scale_ptr + flat_head * VALUE_DIM_PADDED + channels, scale, mask=inside)
+
+
+@dataclass(frozen=True)
+class CodeScales:
+    """What `reduce_kernel` writes; ``value_scale`` is a stand-in nobody reads where it was not asked for."""
+
+    key_mean: Tensor
+    balance: Tensor
+    value_scale: Tensor
+    largest_key_scale: Tensor
+
+
+def reduce_parts(query_part: Tensor, statistics: KeyValueStatistics, call: Call, *, value_scales: bool) -> CodeScales:
+    """The mean key, factors that balance channels and value scales of every head.
+
+    Args:
+        query_part: of `query_sizes`.
+    """
+    shape, config, unit = call.shape, configs.reduce_config(), configs.summarize_config().blocks
+    width, value_width = padded(shape.head_dim), padded(shape.value_dim)
+    heads = shape.batch * shape.kv_heads
+    scales = CodeScales(
+        key_mean=buffer_like(query_part, True, heads, width),
+        balance=buffer_like(query_part, True, heads, width),
+        value_scale=buffer_like(query_part, value_scales, heads, value_width),
+        largest_key_scale=buffer_like(query_part, True, heads, dtype=torch.int32),
+    )
+    launch(
+        reduce_kernel,
+        heads * ceil_div(max(width, value_width), config.columns),
+        query_part_ptr=query_part,
+        key_part_ptr=statistics.key_part,
+        key_count_ptr=statistics.key_count,
+        value_max_ptr=statistics.value_max,
+        key_mean_ptr=scales.key_mean,
+        balance_ptr=scales.balance,
+        value_scale_ptr=scales.value_scale,
+        largest_key_scale_ptr=scales.largest_key_scale,
+        segments_ptr=segments_argument(call, query_part),
+        chunks=ceil_div(shape.kv_blocks, statistics.blocks),
+        query_parts=shape.group * shape.q_blocks,
+        kv_heads=shape.kv_heads,
+        q_blocks=shape.q_blocks,
+        HEAD_DIM_PADDED=width,
+        VALUE_DIM_PADDED=value_width,
+        WITH_VALUE=value_scales,
+        MEMBERS=unit // statistics.blocks,
+        GATHERED=quant.BALANCE_KEYS // (unit * geometry.BLOCK_K),
+        PACKED=call.segments is not None,
+        ROWS=config.rows,
+        COLUMNS=config.columns,
+        num_warps=config.warps,
+    )
+    return scales

@@ -1,0 +1,235 @@
+"""Attention over a part of the keys: its columns of block lists, and the merge with what other parts gave.
+
+cut_kernel      the lists of some key blocks, from those of all
+merge_kernel    output and LSE of two sets of keys, from those of each (`merging.merge`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparge.backends.gpu.launch import buffer_like, launch, power_of_two, strides_of
+from sparge.backends.gpu.primitives import BLOCK_K, BLOCK_Q
+from sparge.call import Call
+from sparge.masks.block_mask import BlockMask
+from sparge.masks.geometry import ceil_div
+
+MAX_CUTS = 2
+MERGED_NUMBERS, WARPS = 4096, 4
+
+
+@triton.jit(
+    do_not_specialize=[
+        *["rows", "kv_blocks", "part_rows", "part_blocks", "row_offset", "q_len", "kv_len"],
+        *["first_start", "first_stop", "second_start", "second_stop"],
+    ]
+)
+def cut_kernel(
+    kv_num_blocks_ptr,
+    kv_indices_ptr,
+    part_num_blocks_ptr,
+    part_indices_ptr,
+    part_visible_ptr,
+    rows,
+    kv_blocks,
+    part_rows,
+    part_blocks,
+    row_offset,
+    q_len,
+    kv_len,
+    first_start,
+    first_stop,
+    second_start,
+    second_stop,
+    IS_CAUSAL: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Cut a row of block lists to the columns first_start .. first_stop - 1 and second_start .. second_stop - 1.
+
+    A list names all blocks, the kept ones first: what lies in the cuts keeps its order. Columns that the list does not
+    have follow. Rows become those from ``row_offset`` on of a part whose lists have ``part_blocks`` entries.
+
+    Grid: rows of blocks of every head, in one dimension.
+
+    Reads
+        kv_num_blocks        [B * H, rows] int32
+        kv_indices           [B * H, rows, kv_blocks] int32
+    Writes, int32
+        part_num_blocks      [B * H, part_rows]
+        part_indices         [B * H, part_rows, part_blocks]
+        part_visible         [B * H, part_rows]
+    """
+    row = tl.program_id(0) % rows
+    flat_head = (tl.program_id(0) // rows).to(tl.int64)
+    source = flat_head * rows + row
+    target = flat_head * part_rows + row_offset + row
+    count = tl.load(kv_num_blocks_ptr + source)
+    found = 0
+    kept = 0
+    second_offset = first_stop - first_start - second_start
+    for start in range(0, kv_blocks, COLUMNS):
+        places = start + tl.arange(0, COLUMNS)
+        inside = places < kv_blocks
+        blocks = tl.load(kv_indices_ptr + source * kv_blocks + places, mask=inside, other=-1)
+        in_first = (blocks >= first_start) & (blocks < first_stop)
+        in_second = (blocks >= second_start) & (blocks < second_stop)
+        is_cut = in_first | in_second
+        ranks = found + tl.cumsum(is_cut.to(tl.int32), 0) - 1
+        numbers = tl.where(in_first, blocks - first_start, blocks + second_offset)
+        tl.store(part_indices_ptr + target * part_blocks + ranks, numbers, mask=is_cut)
+        kept += tl.sum((is_cut & (places < count)).to(tl.int32), 0)
+        found += tl.sum(is_cut.to(tl.int32), 0)
+    for start in range(0, part_blocks, COLUMNS):
+        places = start + tl.arange(0, COLUMNS)
+        is_left = (places >= found) & (places < part_blocks)
+        tl.store(part_indices_ptr + target * part_blocks + places, places, mask=is_left)
+    visible = part_blocks
+    if IS_CAUSAL:
+        last_query = tl.minimum((row_offset + row + 1) * BLOCK_Q, q_len) - 1
+        visible = tl.minimum(tl.maximum(last_query + kv_len - q_len + BLOCK_K, 0) // BLOCK_K, part_blocks)
+    tl.store(part_num_blocks_ptr + target, kept)
+    tl.store(part_visible_ptr + target, visible)
+
+
+def cut_lists(masks: Sequence[BlockMask], columns: Sequence[slice], call: Call) -> BlockMask:
+    """The mask of a part of the keys, from masks over all keys.
+
+    Args:
+        masks: of pieces of queries that together are the call's, each with block lists in one piece of memory.
+        columns: the key blocks of the part: one or two ranges, in rising order.
+        call: of the part.
+    """
+    shape = call.shape
+    assert 1 <= len(columns) <= MAX_CUTS
+    cuts = [edge for cut in columns for edge in (cut.start, cut.stop)] + [0, 0] * (MAX_CUTS - len(columns))
+    like, rows_of_part = masks[0].kv_indices, (shape.batch, shape.heads, shape.q_blocks)
+    counts = buffer_like(like, True, *rows_of_part, dtype=torch.int32)
+    indices = buffer_like(like, True, *rows_of_part, shape.kv_blocks, dtype=torch.int32)
+    visible = buffer_like(like, True, *rows_of_part, dtype=torch.int32)
+    row_offset = 0
+    for mask in masks:
+        batch, heads, rows, kv_blocks = mask.shape
+        launch(
+            cut_kernel,
+            batch * heads * rows,
+            kv_num_blocks_ptr=mask.kv_num_blocks,
+            kv_indices_ptr=mask.kv_indices,
+            part_num_blocks_ptr=counts,
+            part_indices_ptr=indices,
+            part_visible_ptr=visible,
+            rows=rows,
+            kv_blocks=kv_blocks,
+            part_rows=shape.q_blocks,
+            part_blocks=shape.kv_blocks,
+            row_offset=row_offset,
+            q_len=shape.q_len,
+            kv_len=shape.kv_len,
+            first_start=cuts[0],
+            first_stop=cuts[1],
+            second_start=cuts[2],
+            second_stop=cuts[3],
+            IS_CAUSAL=call.is_causal,
+            COLUMNS=min(max(power_of_two(kv_blocks), 32), 1024),
+            num_warps=WARPS,
+        )
+        row_offset += rows
+    return BlockMask(counts, indices, visible, shape.q_len, shape.kv_len, window=call.window)
+
+
+@triton.jit(do_not_specialize=["heads", "q_len", "chunks"])
+def merge_kernel(
+    other_ptr,
+    other_lse_ptr,
+    output_ptr,
+    lse_ptr,
+    other_strides,
+    other_lse_strides,
+    output_strides,
+    lse_strides,
+    heads,
+    q_len,
+    chunks,
+    WIDTH: tl.constexpr,
+    WIDTH_PADDED: tl.constexpr,
+    IS_FIRST: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Merge attention over other keys into an output and its LSE. IS_FIRST: nothing was merged into them before.
+
+    Grid: chunks of ROWS queries of every head, in one dimension.
+
+    Reads
+        other        [B, H, Sq, WIDTH], 16 bits or float32
+        other_lse    [B, H, Sq] float32
+    Writes
+        output       [B, H, Sq, WIDTH] float32
+        lse          [B, H, Sq] float32
+    """
+    chunk = tl.program_id(0) % chunks
+    flat_head = (tl.program_id(0) // chunks).to(tl.int64)
+    batch = flat_head // heads
+    head = flat_head % heads
+    rows = chunk * ROWS + tl.arange(0, ROWS)
+    channels = tl.arange(0, WIDTH_PADDED)
+    is_row = rows < q_len
+    inside = is_row[:, None] & (channels < WIDTH)[None, :]
+    wide = rows.to(tl.int64)
+    output_ptrs = output_ptr + batch * output_strides[0] + head * output_strides[1]
+    output_ptrs = output_ptrs + (wide * output_strides[2])[:, None] + channels[None, :]
+    other_ptrs = other_ptr + batch * other_strides[0] + head * other_strides[1]
+    other_ptrs = other_ptrs + (wide * other_strides[2])[:, None] + channels[None, :]
+    lse_ptrs = lse_ptr + batch * lse_strides[0] + head * lse_strides[1] + wide * lse_strides[2]
+    other_lse_ptrs = other_lse_ptr + batch * other_lse_strides[0] + head * other_lse_strides[1]
+    other_lse = tl.load(other_lse_ptrs + wide * other_lse_strides[2], mask=is_row, other=0.0)
+    other = tl.load(other_ptrs, mask=inside, other=0.0).to(tl.float32)
+    if IS_FIRST:
+        lse = tl.full((ROWS,), float("-inf"), tl.float32)
+        output = tl.zeros((ROWS, WIDTH_PADDED), tl.float32)
+    else:
+        lse = tl.load(lse_ptrs, mask=is_row, other=0.0)
+        output = tl.load(output_ptrs, mask=inside, other=0.0)
+    # log(exp(lse) + exp(other_lse)); of two infinities of one sign it is that infinity
+    larger = tl.maximum(lse, other_lse, propagate_nan=tl.PropagateNan.ALL)
+    total = larger + tl.log(1.0 + tl.exp(-tl.abs(lse - other_lse)))
+    total = tl.where((lse == other_lse) & (tl.abs(lse) == float("inf")), lse, total)
+    share = tl.exp(other_lse - total)
+    share = tl.where(share == share, share, 0.0)  # a query that sees nothing of either takes nothing
+    output = output * (1.0 - share)[:, None] + other * share[:, None]
+    tl.store(output_ptrs, output, mask=inside)
+    tl.store(lse_ptrs, total, mask=is_row)
+
+
+def merge(output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, *, is_first: bool) -> None:
+    """Merge attention over other keys into an output (B, H, Sq, Dv) and LSE (B, H, Sq) in float32.
+
+    ``is_first``: nothing was merged into them before, and what they hold is not read.
+    """
+    batch, heads, q_len, width = output.shape
+    padded = power_of_two(width)
+    rows = max(MERGED_NUMBERS // padded, 1)
+    chunks = ceil_div(q_len, rows)
+    launch(
+        merge_kernel,
+        chunks * batch * heads,
+        other_ptr=other,
+        other_lse_ptr=other_lse,
+        output_ptr=output,
+        lse_ptr=lse,
+        other_strides=strides_of(other),
+        other_lse_strides=other_lse.stride(),
+        output_strides=strides_of(output),
+        lse_strides=lse.stride(),
+        heads=heads,
+        q_len=q_len,
+        chunks=chunks,
+        WIDTH=width,
+        WIDTH_PADDED=padded,
+        IS_FIRST=is_first,
+        ROWS=rows,
+        num_warps=WARPS,
+    )

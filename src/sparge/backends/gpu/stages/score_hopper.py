@@ -1,0 +1,534 @@
+"""`score.score_kernel` for compute capability 9.0, for calls without masks, windows' left bounds and segments.
+
+One producer warp copies statistics of key blocks, tile by tile; each consumer warpgroup scores its rows against every
+tile. Rows stay in registers as the left operand, and consumers wait for nobody but the producer. One program per
+multiprocessor takes every n-th group of rows.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from sparge.backends.gpu.gluon import (
+    TensorDescriptor,
+    aggregate,
+    async_load,
+    barrier,
+    fence_async_shared,
+    gl,
+    jit,
+    mbarrier,
+    reinterpret,
+    shared_memory_descriptor,
+    tensor_descriptor,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from sparge.backends.gpu.launch import buffer_like, launch, multiprocessors, padded, power_of_two, strides_of
+from sparge.backends.gpu.primitives import BLOCK_K, BLOCK_Q
+from sparge.backends.gpu.stages import configs
+from sparge.call import Call
+from sparge.masks.geometry import ceil_div
+from sparge.masks.window import last_offset
+from sparge.options import scores
+
+NEGLIGIBLE = gl.constexpr(scores.NEGLIGIBLE)
+CHUNK = 64
+"""Channels that lie in one row of shared memory, 128 bytes."""
+ROWS = gl.constexpr(64)
+"""Rows of a consumer: what a warpgroup's matrix instruction takes."""
+CONSUMERS = gl.constexpr(2)
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
+"""Of a thread."""
+NUMBERS = ["head_dim", "heads", "group", "q_len", "kv_len", "last_offset", "q_blocks", "kv_blocks", "items"]
+
+
+@dataclass(frozen=True)
+class ScoreSpec:
+    """What the kernel is compiled for.
+
+    Attributes:
+        width: channels of the statistics, 64 or more.
+        from_means: rows are means of parts of a block, float32; else samples.
+        samples: rows of a block, at most 64.
+        exponent: of their mean.
+        has_variance, has_low: what is multiplied besides q . mean, see `score.Rows`.
+        has_last: query i sees no key behind i + last_offset.
+        columns: key blocks of a tile.
+        stages: tiles in shared memory.
+    """
+
+    width: int
+    from_means: bool
+    samples: int
+    exponent: int
+    has_variance: bool
+    has_low: bool
+    has_last: bool
+    columns: int
+    stages: int
+
+    @property
+    def samples_padded(self) -> int:
+        """Rows that a block takes."""
+        return power_of_two(self.samples)
+
+    @property
+    def blocks(self) -> int:
+        """Query blocks of a consumer."""
+        return ROWS.value // self.samples_padded
+
+    @property
+    def parts(self) -> int:
+        """Tensors of statistics: high and low part of the means, variances."""
+        return 3 if self.has_variance else 2
+
+    @property
+    def chunks(self) -> int:
+        """Copies of a tile of one of them."""
+        return self.width // CHUNK
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of a stage."""
+        return self.parts * self.columns * self.width * 2
+
+    @property
+    def log2_samples(self) -> float:
+        """What the logarithm of a row's sum is raised by, for its share of the mean."""
+        return math.log2(self.samples) / self.exponent
+
+    @property
+    def copied_layout(self) -> gl.NVMMASharedLayout:
+        """A copy in shared memory."""
+        return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16)
+
+    @property
+    def scores_layout(self) -> gl.NVMMADistributedLayout:
+        """Scores of a tile, [rows, columns]."""
+        return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, self.columns, 16])
+
+    @property
+    def rows_layout(self) -> gl.DotOperandLayout:
+        """Rows as the left operand, [rows, width]."""
+        return gl.DotOperandLayout(0, self.scores_layout, 2)
+
+    @property
+    def by_lane_layout(self) -> gl.DistributedLinearLayout:
+        """Scores as [rows, columns / 8, 4, 2]: each of a row's four threads has every fourth pair of neighbours."""
+        pairs = [[0, bit, 0, 0] for bit in (1, 2, 4, 8, 16) if bit < self.columns // 8]
+        return gl.DistributedLinearLayout(
+            reg_bases=[[0, 0, 0, 1], [8, 0, 0, 0], *pairs],
+            lane_bases=[[0, 0, 1, 0], [0, 0, 2, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
+            warp_bases=[[16, 0, 0, 0], [32, 0, 0, 0]],
+            block_bases=[],
+            shape=[ROWS.value, self.columns // 8, 4, 2],
+        )
+
+    @property
+    def lane_layout(self) -> gl.SliceLayout:
+        """A number for each of a row's four threads, [rows, 4]."""
+        return gl.SliceLayout(1, gl.SliceLayout(3, self.by_lane_layout))
+
+    @property
+    def row_layout(self) -> gl.SliceLayout:
+        """A number per row, [rows]."""
+        return gl.SliceLayout(1, self.scores_layout)
+
+
+@aggregate
+class Sizes:
+    """Sizes of the problem; ``items`` are groups of query blocks of every head."""
+
+    head_dim: gl.tensor
+    heads: gl.tensor
+    group: gl.tensor
+    q_len: gl.tensor
+    kv_len: gl.tensor
+    last_offset: gl.tensor
+    q_blocks: gl.tensor
+    kv_blocks: gl.tensor
+    items: gl.tensor
+
+
+@aggregate
+class Item:
+    """Query blocks of one head that a program scores at a time, from ``first_block`` on, and tiles that they see."""
+
+    flat_head: gl.tensor
+    first_block: gl.tensor
+    tiles: gl.tensor
+
+
+@aggregate
+class Stages:
+    """Shared memory: copies of all stages, and barriers for those that have landed or were read."""
+
+    copies: shared_memory_descriptor
+    full: shared_memory_descriptor
+    empty: shared_memory_descriptor
+
+
+@aggregate
+class Statistics:
+    """Means of key blocks in a high and a low part, and their variances, as TMA sees them."""
+
+    mean_high: tensor_descriptor
+    mean_low: tensor_descriptor
+    variance: tensor_descriptor
+
+
+@aggregate
+class Operands:
+    """A consumer's rows in bfloat16, what that leaves of them, and their squares, [rows, width] each."""
+
+    query: gl.tensor
+    low: gl.tensor
+    square: gl.tensor
+
+
+@jit
+def _copy(descriptor, head, first, PART: gl.constexpr, stages, stage, SPEC: gl.constexpr):
+    """Start copying a tile of one kind of statistics; what lies outside becomes 0."""
+    chunks: gl.constexpr = SPEC.chunks
+    for chunk in gl.static_range(chunks):
+        buffer = stages.copies.index((stage * SPEC.parts + PART) * chunks + chunk)
+        buffer = reinterpret(buffer, descriptor.dtype, descriptor.block_shape, descriptor.layout)
+        async_load(descriptor, [head, first, chunk * descriptor.block_shape[2]], stages.full.index(stage), buffer)
+
+
+@jit
+def _item(number, sizes, SPEC: gl.constexpr):
+    """Item of a number: the last blocks of all heads come first, because a causal window makes them the longest."""
+    blocks: gl.constexpr = SPEC.blocks * CONSUMERS
+    groups = (sizes.q_blocks + blocks - 1) // blocks
+    all_heads = sizes.items // groups
+    first_block = (groups - 1 - number // all_heads) * blocks
+    stop = sizes.kv_blocks
+    if SPEC.has_last:
+        last_key = gl.minimum((first_block + blocks) * BLOCK_Q, sizes.q_len) - 1 + sizes.last_offset
+        stop = gl.minimum(stop, gl.maximum(last_key + 1, 0) // BLOCK_K + 1)
+    tiles = (stop + SPEC.columns - 1) // SPEC.columns
+    return Item(flat_head=number % all_heads, first_block=first_block, tiles=tiles)
+
+
+@jit
+def _produce(statistics, stages, sizes, SPEC: gl.constexpr):
+    """Copy all tiles of every item, twice."""
+    counter = 0
+    for number in range(gl.program_id(0), sizes.items, gl.num_programs(0)):
+        item = _item(number, sizes, SPEC)
+        kv_head = item.flat_head // sizes.group
+        for index in range(0, 2 * item.tiles):
+            stage = counter % SPEC.stages
+            mbarrier.wait(stages.empty.index(stage), ((counter // SPEC.stages) & 1) ^ 1)
+            mbarrier.expect(stages.full.index(stage), SPEC.stage_bytes)
+            first = index % item.tiles * SPEC.columns
+            _copy(statistics.mean_high, kv_head, first, 0, stages, stage, SPEC)
+            _copy(statistics.mean_low, kv_head, first, 1, stages, stage, SPEC)
+            if SPEC.has_variance:
+                _copy(statistics.variance, kv_head, first, 2, stages, stage, SPEC)
+            counter += 1
+
+
+@jit
+def _tile(stages, stage, PART: gl.constexpr, SPEC: gl.constexpr):
+    """Statistics of a stage as the right operand, [width, columns]."""
+    shape: gl.constexpr = [SPEC.stages * SPEC.parts, SPEC.columns, SPEC.width]
+    tiles = reinterpret(stages.copies, gl.bfloat16, shape, SPEC.copied_layout)
+    return tiles.index(stage * SPEC.parts + PART).permute((1, 0))
+
+
+@jit
+def _scores(operands, stages, counter, SPEC: gl.constexpr):
+    """Scores of the next tile, [rows, columns], which is given back."""
+    stage = counter % SPEC.stages
+    mbarrier.wait(stages.full.index(stage), (counter // SPEC.stages) & 1)
+    mean_high = _tile(stages, stage, 0, SPEC)
+    scores = gl.full((ROWS, SPEC.columns), 0.0, gl.float32, SPEC.scores_layout)
+    scores = warpgroup_mma(operands.query, mean_high, scores, use_acc=False, is_async=True)
+    scores = warpgroup_mma(operands.query, _tile(stages, stage, 1, SPEC), scores, is_async=True)
+    if SPEC.has_low:
+        scores = warpgroup_mma(operands.low, mean_high, scores, is_async=True)
+    if SPEC.has_variance:
+        scores = warpgroup_mma(operands.square, _tile(stages, stage, 2, SPEC), scores, is_async=True)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    mbarrier.arrive(stages.empty.index(stage), count=1)
+    return scores
+
+
+@jit
+def _row_order(rows, SAMPLES: gl.constexpr):
+    """See `score._row_order`."""
+    half: gl.constexpr = SAMPLES // 2
+    if SAMPLES == 1 or SAMPLES > 16:
+        return rows // SAMPLES, rows % SAMPLES
+    else:
+        within = rows % 8
+        return rows // 16 * (16 // SAMPLES) + within // half, rows // 8 % 2 * half + within % half
+
+
+@jit
+def _sum_samples(values, SAMPLES: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """See `score._sum_samples`."""
+    if SAMPLES == 1:
+        return values
+    elif SAMPLES > 16:
+        return gl.sum(gl.reshape(values, (ROWS // SAMPLES, SAMPLES, COLUMNS)), 1)
+    else:
+        halves = gl.sum(gl.reshape(values, (ROWS // 16, 2, 8, COLUMNS)), 1)
+        return gl.sum(gl.reshape(halves, (ROWS // SAMPLES, SAMPLES // 2, COLUMNS)), 1)
+
+
+@jit
+def _load_rows(query_ptr, query_strides, flat_head, first_block, sizes, SPEC: gl.constexpr):
+    """The rows of a consumer, see `score.Rows`."""
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, SPEC.rows_layout))
+    channels = gl.arange(0, SPEC.width, gl.SliceLayout(0, SPEC.rows_layout))
+    block, sample = _row_order(rows, SPEC.samples_padded)
+    q_block = first_block + block
+    used = (q_block < sizes.q_blocks) & (sample < SPEC.samples)
+    if SPEC.from_means:
+        place = (flat_head * sizes.q_blocks + q_block).to(gl.int64) * SPEC.samples + sample
+        pointers = query_ptr + place * sizes.head_dim
+    else:
+        batch, head = flat_head // sizes.heads, flat_head % sizes.heads
+        base = query_ptr + batch.to(gl.int64) * query_strides[0] + head.to(gl.int64) * query_strides[1]
+        first_query = gl.maximum(-sizes.last_offset, 0) if SPEC.has_last else 0
+        start = q_block * BLOCK_Q
+        seen_start = gl.maximum(start, first_query)
+        count = gl.minimum(start + BLOCK_Q, sizes.q_len) - seen_start
+        pick = seen_start + (2 * sample + 1) * count // (2 * SPEC.samples)
+        pointers = base + gl.where(count > 0, pick, start).to(gl.int64) * query_strides[2]
+    inside = gl.expand_dims(used, 1) & gl.expand_dims(channels < sizes.head_dim, 0)
+    exact = gl.load(gl.expand_dims(pointers, 1) + gl.expand_dims(channels, 0), mask=inside, other=0.0)
+    wide = exact.to(gl.float32)
+    wide = gl.where(gl.abs(wide) < float("inf"), wide, float("nan"))
+    query = wide.to(gl.bfloat16)
+    low = (wide - query.to(gl.float32)).to(gl.bfloat16)
+    return Operands(query=query, low=low, square=(wide * wide).to(gl.bfloat16))
+
+
+@jit
+def _eligible(first_block, first, sizes, SPEC: gl.constexpr):
+    """Blocks of a tile that rows see whole, [rows, columns]."""
+    rows = gl.arange(0, ROWS, SPEC.row_layout)
+    columns = first + gl.arange(0, SPEC.columns, gl.SliceLayout(0, SPEC.scores_layout))
+    block, _ = _row_order(rows, SPEC.samples_padded)
+    last_key = gl.full((ROWS,), 2147483647, gl.int32, SPEC.row_layout)
+    if SPEC.has_last:
+        last_key = gl.minimum((first_block + block + 1) * BLOCK_Q, sizes.q_len) - 1 + sizes.last_offset
+    end = gl.minimum((columns + 1) * BLOCK_K, sizes.kv_len) - 1
+    return gl.expand_dims(columns < sizes.kv_blocks, 0) & (gl.expand_dims(end, 0) <= gl.expand_dims(last_key, 1))
+
+
+@jit
+def _add_to_sums(scores, lane_max, lane_sum, SPEC: gl.constexpr):
+    """Online softmax: the largest score so far and the sum of exponentials, for each thread's columns of a row."""
+    scores = gl.maximum(scores, float("-inf"))  # NaN takes no part
+    by_lane = gl.convert_layout(
+        gl.reshape(scores, (ROWS, SPEC.columns // 8, 4, 2)), SPEC.by_lane_layout, assert_trivial=True
+    )
+    new_max = gl.maximum(lane_max, gl.max(gl.max(by_lane, 3), 1))
+    safe_max = gl.where(new_max == float("-inf"), 0.0, new_max)
+    shifted = by_lane - gl.expand_dims(gl.expand_dims(safe_max, 1), 3)
+    lane_sum = lane_sum * gl.exp2(lane_max - safe_max) + gl.sum(gl.sum(gl.exp2(shifted), 3), 1)
+    return new_max, lane_sum
+
+
+@jit
+def _shift_of_rows(lane_max, lane_sum, SPEC: gl.constexpr):
+    """Return the shift of each row, [rows]: 2^(exponent s - shift) is its share of the block's mean, 0 if unused."""
+    row_max = gl.max(lane_max, 1)
+    safe_max = gl.where(row_max == float("-inf"), 0.0, row_max)
+    row_sum = gl.sum(lane_sum * gl.exp2(lane_max - gl.expand_dims(safe_max, 1)), 1)
+    row_max = gl.convert_layout(safe_max, SPEC.row_layout)
+    row_sum = gl.convert_layout(row_sum, SPEC.row_layout)
+    shift = gl.where(row_sum > 0.0, row_max + gl.log2(row_sum) + SPEC.log2_samples, 0.0)
+    _, sample = _row_order(gl.arange(0, ROWS, SPEC.row_layout), SPEC.samples_padded)
+    return gl.where(sample < SPEC.samples, shift * SPEC.exponent, float("inf"))
+
+
+@jit
+def _store_shares(share, probability_ptr, flat_head, first_block, first, sizes, SPEC: gl.constexpr):
+    """Store the mean over a block's rows of their shares, [rows, columns]."""
+    average = _sum_samples(share, SPEC.samples_padded, ROWS, SPEC.columns)  # [blocks, columns]
+    if SPEC.exponent == 2:
+        average = gl.sqrt(average)
+    average = gl.where(average < NEGLIGIBLE, 0.0, average)  # keeps NaN
+    layout: gl.constexpr = average.type.layout
+    block = first_block + gl.arange(0, SPEC.blocks, gl.SliceLayout(1, layout))
+    column = first + gl.arange(0, SPEC.columns, gl.SliceLayout(0, layout))
+    places = (flat_head * sizes.q_blocks + block).to(gl.int64) * sizes.kv_blocks
+    stored = gl.expand_dims(block < sizes.q_blocks, 1) & gl.expand_dims(column < sizes.kv_blocks, 0)
+    gl.store(probability_ptr + (gl.expand_dims(places, 1) + gl.expand_dims(column, 0)), average, mask=stored)
+
+
+@jit
+def _consume(CONSUMER: gl.constexpr, stages, sizes, query_ptr, query_strides, probability_ptr, SPEC: gl.constexpr):
+    """Score all tiles of every item twice: first for maximum and sum of every row, then for the probabilities.
+
+    Both passes share one loop body: most of the time of compilation is spent on matrix products.
+    """
+    counter = 0
+    for number in range(gl.program_id(0), sizes.items, gl.num_programs(0)):
+        item = _item(number, sizes, SPEC)
+        first_block = item.first_block + CONSUMER * SPEC.blocks
+        operands = _load_rows(query_ptr, query_strides, item.flat_head, first_block, sizes, SPEC)
+        whole = sizes.kv_blocks  # key blocks up to which no score is masked
+        if SPEC.has_last:
+            last_key = gl.minimum((first_block + 1) * BLOCK_Q, sizes.q_len) - 1 + sizes.last_offset
+            whole = gl.minimum(whole, gl.maximum(last_key + 1, 0) // BLOCK_K)
+
+        lane_max = gl.full((ROWS, 4), float("-inf"), gl.float32, SPEC.lane_layout)
+        lane_sum = gl.full((ROWS, 4), 0.0, gl.float32, SPEC.lane_layout)
+        row_shift = gl.full((ROWS,), 0.0, gl.float32, SPEC.row_layout)
+        for index in range(0, 2 * item.tiles):
+            scores = _scores(operands, stages, counter, SPEC)
+            counter += 1
+            first = index % item.tiles * SPEC.columns
+            if first + SPEC.columns > whole:
+                scores = gl.where(_eligible(first_block, first, sizes, SPEC), scores, float("-inf"))
+            if index < item.tiles:
+                lane_max, lane_sum = _add_to_sums(scores, lane_max, lane_sum, SPEC)
+            else:
+                if index == item.tiles:
+                    row_shift = _shift_of_rows(lane_max, lane_sum, SPEC)
+                share = gl.exp2(scores * SPEC.exponent - gl.expand_dims(row_shift, 1))
+                _store_shares(share, probability_ptr, item.flat_head, first_block, first, sizes, SPEC)
+
+
+@jit(do_not_specialize=NUMBERS)
+def hopper_score_kernel(
+    mean_high_desc,
+    mean_low_desc,
+    variance_desc,
+    query_ptr,
+    probability_ptr,
+    query_strides,
+    head_dim,
+    heads,
+    group,
+    q_len,
+    kv_len,
+    last_offset,
+    q_blocks,
+    kv_blocks,
+    items,
+    SPEC: gl.constexpr,
+):
+    """probability[block, j] = mean over the block's rows i of softmax_j s[i, j]; see `score.score_kernel`.
+
+    Grid: as many programs as there are multiprocessors, each takes every n-th item (`Item`).
+
+    Reads
+        mean_high, mean_low, variance    [B * Hkv, kv_blocks, D padded] bfloat16, for TMA
+        query            [B, H, Sq, D], or [B * H, q_blocks, samples, D padded] float32 (SPEC.from_means)
+    Writes
+        probability      [B * H, q_blocks, kv_blocks] float32
+    """
+    copies = gl.allocate_shared_memory(
+        gl.bfloat16,
+        [SPEC.stages * SPEC.parts * SPEC.chunks, SPEC.columns, SPEC.width // SPEC.chunks],
+        SPEC.copied_layout,
+    )
+    full = gl.allocate_shared_memory(gl.int64, [SPEC.stages, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SPEC.stages, 1], mbarrier.MBarrierLayout())
+    num_stages: gl.constexpr = SPEC.stages
+    for stage in gl.static_range(num_stages):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=CONSUMERS)
+    fence_async_shared()
+    barrier()
+
+    sizes = Sizes(
+        head_dim=head_dim,
+        heads=heads,
+        group=group,
+        q_len=q_len,
+        kv_len=kv_len,
+        last_offset=last_offset,
+        q_blocks=q_blocks,
+        kv_blocks=kv_blocks,
+        items=items,
+    )
+    stages = Stages(copies=copies, full=full, empty=empty)
+    statistics = Statistics(mean_high=mean_high_desc, mean_low=mean_low_desc, variance=variance_desc)
+    gl.warp_specialize(
+        [
+            (_consume, (0, stages, sizes, query_ptr, query_strides, probability_ptr, SPEC)),
+            (_consume, (1, stages, sizes, query_ptr, query_strides, probability_ptr, SPEC)),
+            (_produce, (statistics, stages, sizes, SPEC)),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )
+
+
+def serves(call: Call, *, has_blocks: bool, has_threshold: bool) -> bool:
+    """Whether the kernel knows the call."""
+    score, is_masked = call.score, call.attn_mask is not None or has_blocks or has_threshold
+    samples = getattr(score, "samples", 1)
+    is_plain = not is_masked and call.window.left is None and call.segments is None
+    return (
+        is_plain and score.name in ("moment", "mean") and samples <= ROWS.value and padded(call.shape.head_dim) >= CHUNK
+    )
+
+
+def launch_scores(
+    rows: Tensor, mean_high: Tensor, mean_low: Tensor, variance: Tensor, call: Call, *, from_means: bool, has_low: bool
+) -> Tensor:
+    """Expected share of each key block, (B * H, q_blocks, kv_blocks) float32.
+
+    Args:
+        rows: the queries, or `QuerySummary.mean` (``from_means``).
+        has_low: bfloat16 leaves something of the rows.
+    """
+    shape, score = call.shape, call.score
+    width, heads = padded(shape.head_dim), shape.batch * shape.heads
+    options = configs.hopper_score_config(width)
+    spec = ScoreSpec(
+        width=width,
+        from_means=from_means,
+        samples=getattr(score, "samples", 1),
+        exponent=score.exponent,
+        has_variance=score.name == "moment",
+        has_low=has_low,
+        has_last=call.window.right is not None,
+        columns=options.columns,
+        stages=options.stages,
+    )
+    probability = buffer_like(rows, True, heads, shape.q_blocks, shape.kv_blocks)
+    offset = last_offset(call.window, shape)
+    items = ceil_div(shape.q_blocks, spec.blocks * CONSUMERS.value) * heads
+    launch(
+        hopper_score_kernel,
+        min(items, multiprocessors(rows)),
+        mean_high_desc=_descriptor(mean_high, spec),
+        mean_low_desc=_descriptor(mean_low, spec),
+        variance_desc=_descriptor(variance if spec.has_variance else mean_low, spec),
+        query_ptr=rows,
+        probability_ptr=probability,
+        query_strides=strides_of(rows),
+        head_dim=width if from_means else shape.head_dim,
+        heads=shape.heads,
+        group=shape.group,
+        q_len=shape.q_len,
+        kv_len=shape.kv_len,
+        last_offset=0 if offset is None else offset,
+        q_blocks=shape.q_blocks,
+        kv_blocks=shape.kv_blocks,
+        items=items,
+        SPEC=spec,
+        num_warps=4,
+    )
+    return probability
+
+
+def _descriptor(tensor: Tensor, spec: ScoreSpec) -> TensorDescriptor:
+    """Statistics (B * Hkv, kv_blocks, width) as TMA sees them, in parts of some key blocks and `CHUNK` channels."""
+    layout = replace(spec.copied_layout, rank=3)
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, spec.columns, CHUNK], layout)

@@ -1,0 +1,116 @@
+"""What is known of K and V before anything is rounded or scored.
+
+key_value_statistics    one pass over K and V: statistics of every key block, sums and maxima of every chunk
+query_sizes             how large the channels of some queries are
+reduce                  sums, maxima and sizes -> mean key, factors that balance channels, value scales
+similarity              how much the tokens of a key block agree, where a call asks for it
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from sparge.backends.gpu.replay import in_branch
+from sparge.backends.gpu.stages.key_value_statistics import key_value_statistics
+from sparge.backends.gpu.stages.query_sizes import query_sizes
+from sparge.backends.gpu.stages.reduce import CodeScales, reduce_parts
+from sparge.backends.gpu.stages.similarity import key_similarity
+from sparge.call import Call
+from sparge.masks.visibility import SeenTokens
+
+
+@dataclass(frozen=True)
+class KeyValueSummary:
+    """What the passes over K and V leave. A tensor that was not asked for is a stand-in nobody reads.
+
+    Attributes:
+        mean_high, mean_low, variance: (B * Hkv, kv_blocks, D padded) bfloat16, see `summarize_kernel`.
+        key_mean: (B * Hkv, D padded) float32, the smoothing mean.
+        balance: (B * Hkv, D padded) float32, what queries are multiplied by, and keys divided.
+        value_scale: (B * Hkv, D_v padded) float32.
+        largest_key_scale: (B * Hkv,) int32, the bits of the largest scale of a head's keys that is a number, once they
+            are quantized.
+        key_similarity: (B * Hkv, kv_blocks) float32, None where it was not asked for.
+        key_block, value_block: (B, Hkv, kv_blocks, D | D_v padded), the means that stand for skipped blocks, None where
+            none do; float32 where they are to be rounded, else in the dtype of K.
+        block_bias: (B, Hkv, kv_blocks) float32, log2 of how many keys each stands for, NaN where one is not finite.
+        block_usable: (B, Hkv, kv_blocks) int8, whether the bias is finite.
+    """
+
+    mean_high: Tensor
+    mean_low: Tensor
+    variance: Tensor
+    key_mean: Tensor
+    balance: Tensor
+    value_scale: Tensor
+    largest_key_scale: Tensor
+    key_similarity: Tensor | None = None
+    key_block: Tensor | None = None
+    value_block: Tensor | None = None
+    block_bias: Tensor | None = None
+    block_usable: Tensor | None = None
+
+
+def summarize_key_value(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    call: Call,
+    seen: SeenTokens | None,
+    *,
+    means: bool,
+    variance: bool,
+    codes: bool,
+    similarity: bool,
+    blocks: bool = False,
+) -> KeyValueSummary:
+    """Read K, and V if its scales are wanted, once, and some queries if Q and K are to be rounded.
+
+    Args:
+        means, variance: of every key block, for the scores.
+        codes: the mean key and the factors, and where V is FP8 its scales.
+        similarity: of every key block.
+        blocks: the means that stand for skipped blocks.
+    """
+    if not (means or blocks or codes or similarity):
+        return KeyValueSummary(*[key] * 7)
+    value_scales = codes and call.has_fp8_values
+    summarize = partial(
+        key_value_statistics,
+        key,
+        value,
+        call,
+        seen,
+        means=means,
+        variance=variance,
+        blocks_for=(torch.float32 if codes else key.dtype) if blocks else None,
+        sums=codes or similarity,
+        value_max=value_scales,
+        sums_of_blocks=similarity,
+    )
+    if codes or similarity:
+        with in_branch("keys"):
+            statistics = summarize()
+        with in_branch("queries"):
+            sizes = query_sizes(query, call, seen)
+        scales = reduce_parts(sizes, statistics, call, value_scales=value_scales)
+    else:
+        statistics, scales = summarize(), CodeScales(key, key, key, key)
+    return KeyValueSummary(
+        mean_high=statistics.mean_high,
+        mean_low=statistics.mean_low,
+        variance=statistics.variance,
+        key_mean=scales.key_mean,
+        balance=scales.balance,
+        value_scale=scales.value_scale if value_scales else key,
+        largest_key_scale=scales.largest_key_scale,
+        key_similarity=key_similarity(key, statistics, scales.key_mean, call, seen) if similarity else None,
+        key_block=statistics.key_block if blocks else None,
+        value_block=statistics.value_block if blocks else None,
+        block_bias=statistics.block_bias if blocks else None,
+        block_usable=statistics.block_usable if blocks else None,
+    )

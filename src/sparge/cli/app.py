@@ -1,0 +1,387 @@
+"""The ``sparge`` command: ``demo`` shows it on this machine, ``eval`` judges it on a model, ``calibrate`` finds budgets
+for its layers, ``bench`` measures on a GPU, ``doctor`` says what the machine offers, ``lm-eval`` runs the
+lm-evaluation-harness with it, ``sweep`` derives launch configurations."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sparge._version import __version__
+from sparge.cli import calibrate, evaluate, options
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from sparge.bench import cases as bench_cases
+    from sparge.policy import Policy
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app.command()(calibrate.calibrate)
+app.add_typer(evaluate.app, name="eval", help="Judge sparse attention on your own model: quality beside density.")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command and exit: 0, or 2 with one line on stderr for a wrong command line."""
+    try:
+        sys.exit(app(args=arguments, prog_name="sparge", standalone_mode=False))
+    except options.UsageError as error:
+        message = " ".join(error.format_message().split())
+        if not message:  # no arguments: the help was printed
+            sys.exit(0)
+        typer.echo(f"sparge: error: {message}", err=True)
+        sys.exit(2)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"sparge {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def sparge(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Training-free sparse and quantised attention for PyTorch."""
+
+
+@app.command()
+def demo(
+    topk: Annotated[
+        float, typer.Option(parser=options.share, metavar="SHARE", help="Share of the visible blocks to keep.")
+    ] = 0.25,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            parser=options.tokens, metavar="N", help="Sequence length: 8192 on a CPU, 32768 on a GPU by default."
+        ),
+    ] = None,
+    heads: Annotated[
+        int | None, typer.Option(parser=options.count, metavar="N", help="Heads: 8 on a CPU, 16 on a GPU by default.")
+    ] = None,
+    seed: Annotated[int, typer.Option(parser=options.seed, metavar="N", help="Seed of the inputs.")] = 0,
+    device: Annotated[
+        str,
+        typer.Option(parser=options.device, metavar="NAME", help="auto, cuda or cpu. auto: cuda where there is one."),
+    ] = "auto",
+    output: Annotated[
+        Path, typer.Option(parser=options.writable, metavar="PATH", help="Where to write the page.")
+    ] = Path("sparge-demo.html"),
+    json_path: Annotated[
+        Path | None,
+        typer.Option("--json", parser=options.writable, metavar="PATH", help="Also write the numbers as JSON."),
+    ] = None,
+) -> None:
+    """Dense against sparse attention on this machine: a table, and a page with the predicted masks."""
+    import torch
+    from rich.console import Console
+
+    from sparge.demo.measure import DEFAULTS, best_device
+    from sparge.demo.page import render_page
+    from sparge.demo.terminal import print_results, run_with_progress
+
+    if json_path is not None and json_path.resolve() == output.resolve():
+        raise typer.BadParameter(f"expected different files for --output and --json, got {output} for both")
+    console = Console()
+    settings = DEFAULTS[best_device() if device == "auto" else device]
+    tokens, heads = tokens or settings.tokens, heads or settings.heads
+    try:
+        result = run_with_progress(replace(settings, topk=topk, tokens=tokens, heads=heads, seed=seed))
+    except torch.OutOfMemoryError as error:
+        raise options.UsageError(
+            f"demo: expected memory for {tokens} tokens, got none; take fewer with --tokens"
+        ) from error
+    output.write_text(render_page(result), encoding="utf-8")
+    if json_path is not None:
+        json_path.write_text(json.dumps(result.to_json(), indent=2) + "\n", encoding="utf-8")
+    print_results(console, result)
+    for path in filter(None, (output, json_path)):
+        console.print(f"Wrote {path}", soft_wrap=True, highlight=False, markup=False)
+
+
+def _suite(text: str) -> str:
+    from sparge.bench.cases import SUITES
+
+    if text not in SUITES:
+        raise typer.BadParameter(f"expected one of {', '.join(SUITES)}, got {text}")
+    return text
+
+
+@app.command()
+def bench(
+    suite: Annotated[
+        list[str] | None,
+        typer.Option(
+            parser=_suite,
+            metavar="NAME",
+            help="end_to_end, kernel, error, memory, crossover, hopper, numerics, packed, masks or host; may be "
+            "repeated. The first four by default; host also runs on a CPU.",
+        ),
+    ] = None,
+    json_path: Annotated[
+        Path | None,
+        typer.Option("--json", parser=options.writable, metavar="PATH", help="Append the rows as JSON lines."),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="One case of each suite, fewer turns.")] = False,
+) -> None:
+    """Compare sparge with dense attention on this machine's CUDA GPU: speed, density, error, memory, overhead."""
+    import torch
+    from rich.console import Console
+
+    from sparge.backends import base
+    from sparge.bench.cases import DEFAULT_SUITES
+
+    suites = tuple(dict.fromkeys(suite or DEFAULT_SUITES))
+    has_cuda = torch.cuda.is_available()
+    if not has_cuda and suites != ("host",):
+        raise options.UsageError(
+            f"bench: expected a CUDA device, got none (torch {torch.__version__}); see sparge doctor"
+        )
+    missing = (
+        base.get("triton").unavailable_reason(torch.device("cuda", torch.cuda.current_device())) if has_cuda else None
+    )
+    if missing is not None:
+        raise options.UsageError(f"bench: {missing}")
+    from sparge.bench.rivals import describe_fa4
+    from sparge.bench.run import run_bench
+    from sparge.bench.table import one_line
+    from sparge.evaluate.machine import describe_gpu, describe_machine
+
+    console = Console()
+    lines_before = (
+        [str(describe_gpu()), f"FlashAttention-4: {describe_fa4()}"] if has_cuda else [str(describe_machine())]
+    )
+    for line in lines_before:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    rows = []
+    with nullcontext() if json_path is None else json_path.open("a", encoding="utf-8") as lines:
+        for row in run_bench(suites, quick):
+            rows.append(row)
+            if lines is not None:
+                lines.write(json.dumps(row) + "\n")
+                lines.flush()  # a run that is cut short keeps what it measured
+            typer.echo(one_line(row), err=True)
+    _print_bench(console, rows)
+    if json_path is not None:
+        console.print(f"Rows appended to {json_path}", soft_wrap=True, highlight=False, markup=False)
+
+
+def _print_bench(console: Console, rows: Sequence[bench_cases.Row]) -> None:
+    """One table for every view of the suites that ran, and why cells are missing."""
+    from sparge.bench.table import TERMINAL_VIEWS, problem_notes
+    from sparge.console import empty_table, print_fitting
+
+    for view in TERMINAL_VIEWS:
+        shown = [list(view.cells(row)) for row in rows if row["suite"] == view.suite]
+        if shown:
+            table = empty_table(
+                [column for column, _ in shown[0]],
+                left=("family", "backend", "kernel", "quantization", "call"),
+                padding=0,
+            )
+            for cells in shown:
+                table.add_row(*(text for _, text in cells))
+            console.print()
+            console.print(view.title, style="bold")
+            print_fitting(console, table, shown)
+    for note in problem_notes(rows):
+        console.print(f"n/a: {note}", highlight=False, markup=False, soft_wrap=True)
+
+
+@app.command()
+def sweep(
+    cases: Annotated[
+        list[str],
+        typer.Argument(metavar="CASE...", help="KERNEL[:QUANTIZATION][:HEAD_DIM][:VARIANT], e.g. triton:int8_fp8:128."),
+    ],
+    tokens: Annotated[int, typer.Option(parser=options.tokens, metavar="N", help="Sequence length.")] = 32768,
+    heads: Annotated[int, typer.Option(parser=options.count, metavar="N", help="Heads.")] = 16,
+    distance: Annotated[
+        int, typer.Option(parser=options.count, metavar="N", help="Fields that may differ from the chosen row.")
+    ] = 2,
+    budget: Annotated[float | None, typer.Option(metavar="SECONDS", help="Stop by then, say what is missing.")] = None,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Longest that one candidate may take.")] = 60.0,
+    jobs: Annotated[
+        int | None, typer.Option(parser=options.count, metavar="N", help="Processes that compile at a time.")
+    ] = None,
+    json_path: Annotated[
+        Path | None,
+        typer.Option("--json", parser=options.writable, metavar="PATH", help="Append the rows as JSON lines."),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Skip what failed in the rows of --json.")] = False,
+) -> None:
+    """Derive rows of the tables of launch configurations on this machine's CUDA GPU (docs/configurations.md)."""
+    from dataclasses import asdict
+
+    from sparge.bench.run import stamp
+    from sparge.bench.sweep.cases import parse_case
+    from sparge.bench.sweep.results import json_rows, table_text
+    from sparge.bench.sweep.run import missing_device, sweep_here
+    from sparge.evaluate.machine import describe_gpu
+
+    if resume and json_path is None:
+        raise options.UsageError("sweep: expected --json with --resume, got none")
+    try:
+        parsed = [parse_case(text, tokens, heads) for text in cases]
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    missing = missing_device(parsed)
+    if missing is not None:
+        raise options.UsageError(f"sweep: {missing}")
+    gpu = describe_gpu()
+    typer.echo(str(gpu))
+    limits = {"budget_s": budget, "timeout_s": timeout, "distance": distance, "resume": json_path if resume else None}
+    for found in sweep_here(
+        parsed, machine=asdict(gpu), places=jobs, say=lambda line: typer.echo(line, err=True), **limits
+    ):
+        typer.echo("\n" + table_text(found))
+        if json_path is not None:
+            with json_path.open("a", encoding="utf-8") as lines:
+                lines.writelines(json.dumps({**row, **stamp(gpu)}) + "\n" for row in json_rows(found))
+
+
+def _policy(text: str) -> Policy:
+    from sparge.policy import Policy
+
+    try:
+        return Policy.from_json(Path(text).read_text(encoding="utf-8"))
+    except (OSError, TypeError, ValueError) as error:
+        raise typer.BadParameter(f"expected a JSON file of a policy, got {text!r} ({error})") from error
+
+
+@app.command("lm-eval", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def lm_eval(
+    context: typer.Context,
+    topk: Annotated[
+        float | None,
+        typer.Option(parser=options.share, metavar="SHARE", help="Share of the blocks to keep, 0.5 by default."),
+    ] = None,
+    policy: Annotated[Any, typer.Option(parser=_policy, metavar="FILE", help="JSON of a policy, instead.")] = None,
+) -> None:
+    """Run lm-evaluation-harness with sparse attention: sparge lm-eval --topk 0.4 -- ARGUMENTS OF lm_eval."""
+    from sparge.evaluate import lm_harness
+    from sparge.policy import Policy
+    from sparge.stats import stats
+
+    if topk is not None and policy is not None:
+        raise options.UsageError(f"lm-eval: expected --topk or --policy, got both: {topk:g} and {policy.to_json()}")
+    try:
+        lm_harness.run(policy or Policy(topk=topk), context.args)
+    except (ImportError, ValueError) as error:
+        typer.echo(f"sparge: error: {error}", err=True)
+        raise typer.Exit(2) from error
+    typer.echo(stats())
+
+
+@app.command()
+def doctor() -> None:
+    """Versions, devices, the backend each device gets and why, and what is missing."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+
+    def section(title: str, lines: Iterator[tuple[str, str]]) -> None:
+        table = Table.grid(padding=(0, 2))
+        table.add_column(no_wrap=True)
+        table.add_column()
+        for name, text in lines:
+            table.add_row(f"  {name}", Text(text))  # Text: "sparge[plot]" is not markup
+        console.print(title, style="bold")
+        console.print(table)
+        console.print()
+
+    section("Versions", _versions())
+    section("Devices", _devices())
+    advice = list(_advice())
+    if advice:
+        section("To do", iter(advice))
+    else:
+        console.print("Nothing is missing.")
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    import torch
+
+    from sparge.bench.rivals import FA4_PACKAGE, describe_fa4
+
+    yield "sparge", __version__
+    yield "python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
+    yield "torch", f"{torch.__version__} ({build})"
+    yield "triton", _installed("triton") or "missing (no GPU kernels)"
+    yield "matplotlib", _installed("matplotlib") or "missing (no BlockMask.plot)"
+    for name in ("transformers", "diffusers"):
+        yield name, _installed(name) or "missing (needed for its models alone)"
+    yield FA4_PACKAGE, describe_fa4()
+
+
+def _devices() -> Iterator[tuple[str, str]]:
+    import torch
+
+    from sparge.backends import base
+
+    found: list[tuple[str, str]] = [("cpu", f"{torch.get_num_threads()} threads, {_usable_cores()} cores")]
+    for index in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(index)
+        found.append((f"cuda:{index}", f"{torch.cuda.get_device_name(index)}, capability {major}.{minor}"))
+    if torch.backends.mps.is_available():
+        found.append(("mps", "Apple GPU"))
+    for name, about in found:
+        device = torch.device(name)
+        backend = base.resolve("auto", device)
+        quantization = base.resolve_quantization("auto", backend, device)
+        kind = "" if quantization == "none" else f" in {quantization}"
+        yield name, f"{about}\nbackend {backend!r}{kind}: {base.explain(device)}"
+
+
+def _usable_cores() -> int:
+    """Cores this process may run on; fewer than the machine's inside a container or under taskset."""
+    affinity: Any = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def _advice() -> Iterator[tuple[str, str]]:
+    """What is missing, what it costs, and what to do about it."""
+    import torch
+
+    from sparge.backends import base
+
+    if _installed("matplotlib") is None:
+        yield "matplotlib", "BlockMask.plot() cannot draw, all else works: pip install 'sparge[plot]'"
+    if not torch.cuda.is_available() and shutil.which("nvidia-smi"):
+        why = "this build of torch has no CUDA" if torch.version.cuda is None else "torch finds no CUDA device"
+        yield "cuda", f"{why}, though nvidia-smi is here: install torch for CUDA (pytorch.org), or check the driver"
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+        if base.resolve("auto", device) == "torch":
+            yield f"cuda:{index}", f"runs the slow torch backend: {base.explain(device)}"
+    limit = os.environ.get("OMP_NUM_THREADS")
+    if limit and torch.get_num_threads() < _usable_cores():
+        yield "threads", f"OMP_NUM_THREADS={limit} holds torch below {_usable_cores()} cores: unset it"
+
+
+if __name__ == "__main__":
+    main()

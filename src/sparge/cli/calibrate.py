@@ -1,0 +1,185 @@
+"""``sparge calibrate``: budgets for every layer of a model, from a few inputs, into a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from sparge.cli import options
+from sparge.cli.evaluate import _device_and_dtype, _dtype, _failures_told, _whole
+
+HELD_OUT_LIMIT = 1.25
+"""Times the error, what a layer may have on inputs that were not measured before it counts as off."""
+
+
+def _policy_file(text: str) -> Any:
+    from sparge.policy import Policy
+
+    try:
+        return Policy.from_json(Path(text).read_text(encoding="utf-8"))
+    except (OSError, TypeError, ValueError) as error:
+        raise typer.BadParameter(f"expected a file that Policy.to_json wrote, got {text} ({error})") from error
+
+
+def _error(text: str) -> float:
+    from sparge.profile import PRESETS
+
+    if text in PRESETS:
+        return PRESETS[text]
+    try:
+        error = float(text)
+    except ValueError:
+        error = 0.0
+    if not error > 0:
+        raise typer.BadParameter(f"expected a number above 0, or one of {', '.join(PRESETS)}, got {text}")
+    return error
+
+
+def calibrate(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Language model: hub name, folder, GGUF file. Or a pipeline.")
+    ],
+    max_error: Annotated[
+        float | None,
+        typer.Option(
+            parser=_error,
+            metavar="ERROR",
+            help="Relative L1 error that no layer may have: a number, or what the paper allows: llm (0.08), image "
+            "(0.07), video (0.05). llm by default, video for a pipeline.",
+        ),
+    ] = None,
+    density: Annotated[
+        float | None,
+        typer.Option(parser=options.share, metavar="SHARE", help="Instead, the mean of the budgets of all layers."),
+    ] = None,
+    tokens: Annotated[int, typer.Option(parser=options.tokens, metavar="N", help="Length of windows of text.")] = 4096,
+    inputs: Annotated[int, typer.Option(parser=options.count, metavar="N", help="Windows to measure.")] = 3,
+    held_out: Annotated[
+        int, typer.Option(parser=_whole, metavar="N", help="Further windows to check the budgets on; 0: none.")
+    ] = 3,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT",
+            help="What a pipeline is asked for; may be repeated. MODEL is a pipeline then, options about text do not "
+            "count, and every fourth prompt is one to check the budgets on.",
+        ),
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(parser=options.count, metavar="N", help="Denoising steps; the pipeline's own by default."),
+    ] = None,
+    text: Annotated[
+        str | None,
+        typer.Option(metavar="SOURCE", help="What to read: a file, a folder of .txt files, or wikitext."),
+    ] = None,
+    policy: Annotated[
+        Any, typer.Option(parser=_policy_file, metavar="FILE", help="What goes sparse, as Policy.to_json wrote it.")
+    ] = None,
+    device: Annotated[
+        str,
+        typer.Option(parser=options.device, metavar="NAME", help="auto, cuda or cpu. auto: cuda where there is one."),
+    ] = "auto",
+    dtype: Annotated[
+        str, typer.Option(parser=_dtype, metavar="NAME", help="auto: bfloat16 on a GPU, float32 on a CPU.")
+    ] = "auto",
+    output: Annotated[
+        Path, typer.Option(parser=options.writable, metavar="PATH", help="Where to write the profile.")
+    ] = Path("sparge-profile.json"),
+    rows: Annotated[
+        Path | None,
+        typer.Option(
+            parser=options.writable,
+            metavar="PATH",
+            help="Keep finished inputs there; the same command goes on where it was interrupted.",
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(parser=options.writable, metavar="PATH", help="Also draw it: .png or .svg.")
+    ] = None,
+) -> None:
+    """Budgets for every layer of a model: as few blocks as keep its attention within an error, on your own inputs.
+
+    sparge calibrate HuggingFaceTB/SmolLM2-135M --max-error 0.05 --output profile.json
+    """
+    from rich.console import Console
+
+    from sparge.calibration import calibrate as measure
+    from sparge.calibration import check
+    from sparge.console import told_progress
+    from sparge.profile import PRESETS, within
+
+    if max_error is not None and density is not None:
+        raise options.UsageError("calibrate: expected --max-error or --density, got both")
+    console = Console()
+    place, kind = _device_and_dtype(device, dtype)
+    with _failures_told("calibrate", "take fewer --tokens", rows):
+        if prompt:
+            loaded, measured, unseen = _pipeline(model, place, kind, prompt, steps)
+        else:
+            loaded, measured, unseen = _language_model(model, place, kind, tokens, inputs, held_out, text)
+        if max_error is None and density is None:
+            max_error = PRESETS["video" if prompt else "llm"]
+        with told_progress(console) as tell:
+            profile = measure(
+                loaded, measured, max_error=max_error, density=density, policy=policy, rows=rows, progress=tell
+            )
+            errors = check(loaded, unseen, profile, progress=tell) if unseen else {}
+    profile.save(output)
+    budgets = profile.policy.budgets or {}
+    reason = f"for an error of {profile.max_error:.3f}"
+    if profile.max_error is None:
+        reason = f"which hold {profile.share:.1%} of the predicted attention of every row"
+    console.print(
+        f"{len(budgets)} layers, {profile.tokens} tokens: mean budget {profile.density:.3f}, "
+        f"from {min(budgets.values()):.2f} to {max(budgets.values()):.2f}, {reason}",
+        highlight=False,
+    )
+    if errors:
+        worst = sorted(max(found) for found in errors.values())
+        seen = f"errors from {worst[0]:.3f} to {worst[-1]:.3f}"
+        if profile.max_error is not None:
+            seen = (
+                f"{within(errors, profile.max_error):.0%} of the layers keep it on all of them, "
+                f"{within(errors, HELD_OUT_LIMIT * profile.max_error):.0%} keep {HELD_OUT_LIMIT} times it"
+            )
+        console.print(f"{len(unseen)} further inputs: {seen}", highlight=False)
+    if plot is not None:
+        profile.plot().savefig(plot, dpi=150)
+    for path in filter(None, (output, plot)):
+        console.print(f"Wrote {path}", soft_wrap=True, highlight=False, markup=False)
+    console.print(f"sparge.enable(model, sparge.Profile.load({str(output)!r}))", highlight=False, markup=False)
+
+
+def _language_model(
+    name: str, device: str, dtype: Any, tokens: int, inputs: int, held_out: int, text: str | None
+) -> tuple[Any, list[Any], list[Any]]:
+    """The model, windows of text to measure, and others between them to check with."""
+    from sparge.evaluate.language.load import load_model, load_tokenizer
+    from sparge.evaluate.language.texts import read_text, windows_of
+
+    ids = load_tokenizer(name)(read_text(text), return_tensors="pt").input_ids[0]
+    windows = windows_of(ids, tokens, len(ids) // tokens)
+    if len(windows) < inputs + held_out:
+        raise ValueError(
+            f"text: expected {inputs + held_out} windows of {tokens} tokens, got {len(windows)}; give a longer one"
+        )
+    spread = [window.to(device) for window in windows[:: len(windows) // (inputs + held_out)]]
+    chosen = spread[: inputs + held_out]
+    unseen = chosen[1 : 2 * held_out : 2] if held_out <= inputs else chosen[inputs:]
+    measured = [window for window in chosen if not any(window is other for other in unseen)]
+    return load_model(name, device, dtype), measured, unseen
+
+
+def _pipeline(
+    name: str, device: str, dtype: Any, prompts: list[str], steps: int | None
+) -> tuple[Any, list[Any], list[Any]]:
+    """The pipeline and what it is asked for; every fourth prompt is to check with."""
+    from sparge.evaluate.pipeline.load import load
+
+    pipeline = load(name, device, dtype, trust_remote_code=False)
+    more = {} if steps is None else {"num_inference_steps": steps}
+    asked = [{"prompt": prompt, **more} for prompt in prompts]
+    return pipeline, [entry for place, entry in enumerate(asked) if place % 4 != 3], asked[3::4]

@@ -1,0 +1,133 @@
+"""FlashAttention's functions under their own names and signatures, computed sparse by this library.
+
+    flash_attn_func             a batch of sequences
+    flash_attn_varlen_func      packed sequences
+
+For programs that call them already, without gradients; they are names of `sparge.compat`. Half of the visible blocks
+are kept, and short calls run dense: `sparge.attention` and `sparge.varlen_attention` have an argument for everything.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from sparge import api, varlen
+from sparge.dispatch import validation
+from sparge.integrations.sinks import weighed
+from sparge.options import checks
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    s_aux: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor, None]:
+    """Attention over half of the visible blocks, of tensors with tokens before heads.
+
+    Args:
+        q: (B, S_q, H, D); k: (B, S_k, H_kv, D); v: (B, S_k, H_kv, D_v).
+
+    The other arguments, the result and the errors are those of `flash_attn_varlen_func`; the LSE is (B, H, S_q).
+
+    Example:
+        >>> import torch
+        >>> from sparge.compat import flash_attn_func
+        >>> q, k, v = (torch.randn(1, 512, 2, 64) for _ in range(3))
+        >>> flash_attn_func(q, k, v, causal=True).shape
+        torch.Size([1, 512, 2, 64])
+    """
+    _check(alibi_slopes, deterministic, return_attn_probs)
+    _check_sinks(s_aux, q, return_attn_probs)
+    checks.check_flag("causal", causal)
+    validation.check_softcap(softcap)
+    with_lse = return_attn_probs or s_aux is not None
+    call = {"dropout_p": dropout_p, "is_causal": causal, "scale": softmax_scale, "return_lse": with_lse}
+    attention: Any = api.attention
+    result = attention(q, k, v, enable_gqa=True, layout="NHD", window=window_size, **call)
+    if s_aux is not None:
+        output, lse = result
+        return weighed(output.transpose(1, 2), lse, s_aux).transpose(1, 2)
+    return (*result, None) if return_attn_probs else result
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: None = None,
+    s_aux: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor, None]:
+    """Attention over half of the visible blocks of each segment of packed sequences.
+
+    Args:
+        max_seqlen_q, max_seqlen_k: lengths that no segment exceeds. Numbers are checked; a tensor, which transformers
+            makes where it finds segments by their positions, is not read: the bounds say it all.
+        alibi_slopes, block_table: None; neither slopes nor pages are read.
+        deterministic: either; there is no backward pass, and the forward one gives the same bits every time.
+        return_attn_probs: also return the LSE (H, total_q) and, in the place of the probabilities of dropout, None.
+        s_aux: attention sinks (H,), as FlashAttention 3 has them: logits that take weight and give no value.
+
+    The arguments before them, and the errors, are those of `sparge.varlen_attention`.
+
+    Example:
+        >>> import torch
+        >>> from sparge.compat import flash_attn_varlen_func
+        >>> q, k, v = (torch.randn(700, 2, 64) for _ in range(3))
+        >>> bounds = torch.tensor([0, 200, 700], dtype=torch.int32)
+        >>> out, lse, _ = flash_attn_varlen_func(q, k, v, bounds, bounds, 500, 500, causal=True, return_attn_probs=True)
+        >>> out.shape, lse.shape
+        (torch.Size([700, 2, 64]), torch.Size([2, 700]))
+    """
+    _check(alibi_slopes, deterministic, return_attn_probs, block_table)
+    _check_sinks(s_aux, q, return_attn_probs)
+    longest = [None if isinstance(length, Tensor) else length for length in (max_seqlen_q, max_seqlen_k)]
+    positional = (*longest, dropout_p, softmax_scale, causal, window_size, softcap)
+    with_lse = return_attn_probs or s_aux is not None
+    attention: Any = varlen.varlen_attention
+    result = attention(q, k, v, cu_seqlens_q, cu_seqlens_k, *positional, return_lse=with_lse)
+    if s_aux is not None:
+        output, lse = result
+        return weighed(output.transpose(0, 1), lse, s_aux).transpose(0, 1)
+    return (*result, None) if return_attn_probs else result
+
+
+def _check(alibi_slopes: Any, deterministic: Any, return_attn_probs: Any, block_table: Any = None) -> None:
+    for name, value in (("alibi_slopes", alibi_slopes), ("block_table", block_table)):
+        if value is not None:
+            raise NotImplementedError(f"{name}: expected None, got {type(value).__name__}")
+    for name, value in (("deterministic", deterministic), ("return_attn_probs", return_attn_probs)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}: expected a bool, got {value!r}")
+
+
+def _check_sinks(s_aux: Any, query: Tensor, return_attn_probs: bool) -> None:
+    if s_aux is None:
+        return
+    if not isinstance(s_aux, Tensor) or s_aux.shape != query.shape[-2:-1]:
+        got = tuple(s_aux.shape) if isinstance(s_aux, Tensor) else type(s_aux).__name__
+        raise ValueError(f"s_aux: expected a number for each head, {tuple(query.shape[-2:-1])}, got {got}")
+    if return_attn_probs:
+        raise NotImplementedError("return_attn_probs: expected False with s_aux, got True")

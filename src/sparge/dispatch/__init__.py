@@ -1,0 +1,1 @@
+"""From arguments to a running call: checks, the choice between dense and sparse, torch operators, repeated calls."""

@@ -1,0 +1,334 @@
+"""Calls that are repeated: how a kind of call runs is resolved once, then looked up.
+
+Checking options and deciding between dense and sparse takes longer than a short call takes a GPU, and gives the same
+answer for every call of the same shapes, strides, dtypes and options. `kind_of` is the key of such a call, `find` looks
+it up, and `SparseCalls` or `DenseCalls` runs it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from sparge.backends import base
+from sparge.backends.output_layout import gapless_strides, is_tokens_first, laid_out
+from sparge.call import Call, interned
+from sparge.dispatch import ops
+from sparge.dispatch.gradients import inside_autograd_function
+from sparge.masks.block_mask import BlockMask
+from sparge.masks.ordering import TokenOrder
+from sparge.masks.segments import Segment, Tables, is_ready, tables_of
+from sparge.stats import counters
+
+MAX_KINDS = 512
+Runner = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], tuple[Tensor, Tensor]]
+"""Computes calls of one kind: query, key, value and mask -> output and LSE."""
+_runners: dict[Any, Any] = {}
+"""By kind, what computes calls from tensors as the caller passed them; of calls over ranks, their checked request."""
+
+
+def kind_of(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    always_keep: Any,
+    exact_queries: Any,
+    options: tuple[Any, ...],
+) -> Any:
+    """Return all that decides how a call runs, but for the numbers in its tensors; None for calls that are unusual.
+
+    A call is unusual if something traces it, intercepts it or wants its derivatives, or if its options hold tensors.
+
+    Args:
+        options: all other options. Flags and numbers come with their types: 1 and True are equal, and one of them may
+            be an error.
+    """
+    if (
+        not ops.is_direct(query, key, value)
+        or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
+        or forward_ad._current_level >= 0
+        or inside_autograd_function()
+    ):
+        return None
+    if attn_mask is not None and (
+        type(attn_mask) is not Tensor or (attn_mask.requires_grad and torch.is_grad_enabled())
+    ):
+        return None
+    if always_keep is not None or exact_queries is not None:
+        options = (*options, _hashable(always_keep), _hashable(exact_queries))
+    try:
+        mask: Any = None
+        if attn_mask is not None:
+            mask = (attn_mask.shape, attn_mask.stride(), attn_mask.dtype, attn_mask.device)
+        device = query.device
+        return (
+            query.shape,
+            key.shape,
+            value.shape,
+            query.stride(),
+            key.stride(),
+            value.stride(),
+            query.dtype,
+            key.dtype,
+            value.dtype,
+            device,
+            key.device,
+            value.device,
+            torch.get_num_threads() if device.type == "cpu" else 0,  # the crossover of CPUs depends on it
+            mask,
+            options,
+        )
+    except RuntimeError:  # nested and sparse tensors have no strides
+        return None
+
+
+def _hashable(ranges: Any) -> Any:
+    """Return lists of (start, stop) as tuples; anything else, which is an error, as it is."""
+    if isinstance(ranges, (list, tuple)) and all(isinstance(pair, (list, tuple)) for pair in ranges):
+        return tuple(map(tuple, ranges))
+    return ranges
+
+
+def find(kind: Any) -> Any:
+    """Return what runs calls of a kind, None for a new or unusual one."""
+    if kind is None:
+        return None
+    try:
+        return _runners.get(kind)
+    except (TypeError, RuntimeError):  # an option that cannot be hashed or compared, such as a tensor
+        return None
+
+
+def remember(kind: Any, runner: Any) -> None:
+    """Keep what runs calls of a kind."""
+    if kind is None:
+        return
+    if len(_runners) >= MAX_KINDS:
+        _runners.clear()
+    with contextlib.suppress(TypeError, RuntimeError):
+        _runners[kind] = runner
+
+
+def forget() -> None:
+    """Drop everything that was remembered."""
+    _runners.clear()
+
+
+class SparseCalls:
+    """Sparse calls of one kind, of predicted or of given blocks. Once a backend has recorded one, others repeat it."""
+
+    def __init__(
+        self,
+        call: Call,
+        backend: str,
+        dtype: torch.dtype,
+        *,
+        layout: str,
+        with_lse: bool,
+        order: TokenOrder | None = None,
+    ) -> None:
+        """Resolve what the calls share; in an ``order`` they have neither masks nor given blocks, and give no LSE."""
+        self._call = interned(call).of()  # without its mask, which would be kept
+        self._order = order
+        self._backend = base.get(backend).serving(call, dtype)
+        self._counted = f"sparse: {self._backend.name}"
+        self._is_tokens_first = layout == "NHD"
+        self._with_lse = with_lse
+        self._recorded: base.RecordedAttention | None = None
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, blocks: BlockMask | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return output and LSE; ``blocks`` are the given ones."""
+        recorded = self._recorded
+        if recorded is not None and _is_current(query.device) and not self._backend.is_overridden():
+            addresses = [query.data_ptr(), key.data_ptr(), value.data_ptr()]
+            if attn_mask is not None:
+                addresses.append(attn_mask.data_ptr())
+            totals = counters.block_totals(query.device)
+            if totals is not None and _are_plain(addresses):
+                addresses.append(totals.data_ptr())
+                if blocks is not None:
+                    lists = [tensor.data_ptr() for tensor in _lists(blocks)]
+                    addresses += lists
+                if blocks is None or _are_plain(lists):
+                    counters.record(self._counted, has_threshold=self._call.pv_threshold is not None)
+                    if self._with_lse:
+                        output, lse = recorded.run(addresses)
+                    else:
+                        output = lse = recorded.run_without_lse(addresses)
+                    return (output.transpose(1, 2) if self._is_tokens_first else output), lse
+        if self._is_tokens_first:
+            query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        call = self._call
+        if attn_mask is not None:
+            call = call.of(attn_mask=_in_four_dimensions(attn_mask))
+        if blocks is None:
+            output, lse = ops.run_attention(query, key, value, call, self._backend, self._order)
+        else:
+            output, lse = ops.run_attend(query, key, value, blocks, call, self._backend)
+        if recorded is None:
+            read = [query, key, value, *([] if attn_mask is None else [attn_mask])]
+            read += [] if blocks is None else _lists(blocks)
+            if _are_plain([tensor.data_ptr() for tensor in read]):
+                totals = counters.block_totals(query.device)
+                self._recorded = self._backend.recorded_attention(
+                    query, key, value, call, totals=totals, blocks=blocks, order=self._order
+                )
+        return (output.transpose(1, 2) if self._is_tokens_first else output), lse
+
+
+def kind_of_blocks(blocks: Any) -> Any:
+    """Return what a call over given blocks depends on of them; None if they have to be checked or copied each time."""
+    if type(blocks) is not BlockMask:
+        return None
+    lists = _lists(blocks)
+    if not all(type(tensor) is Tensor and tensor.is_contiguous() for tensor in lists):
+        return None
+    tensors = tuple([(tensor.shape, tensor.dtype, tensor.device) for tensor in lists])
+    return blocks.q_len, blocks.kv_len, blocks.window, tensors
+
+
+def _lists(blocks: BlockMask) -> list[Tensor]:
+    return [blocks.kv_num_blocks, blocks.kv_indices, blocks.visible_num_blocks]
+
+
+class Predictions:
+    """Predictions of one kind."""
+
+    def __init__(self, call: Call, backend: str, *, layout: str) -> None:
+        self._call = interned(call).of()
+        self._backend = backend
+        self._is_tokens_first = layout == "NHD"
+
+    def __call__(self, query: Tensor, key: Tensor, attn_mask: Tensor | None) -> BlockMask:
+        if self._is_tokens_first:
+            query, key = query.transpose(1, 2), key.transpose(1, 2)
+        call = self._call
+        if attn_mask is not None:
+            call = call.of(attn_mask=_in_four_dimensions(attn_mask))
+        return ops.run_predict(query, key, call, self._backend)
+
+
+class PackedCalls:
+    """Packed calls of one kind: a group of segments that is the same each time."""
+
+    def __init__(self, call: Call, backend: str, dtype: torch.dtype, segments: tuple[Segment, ...], words: str) -> None:
+        """Resolve what the calls share.
+
+        Args:
+            call: one over a batch of so many segments as long as the longest, without `Call.segments`.
+            words: what a dense call is counted as; nothing for a sparse one.
+        """
+        self._call = call
+        self._backend = base.get(backend).serving(call, dtype)
+        self._segments = segments
+        self._words = words
+        self._counted = words or f"sparse: {self._backend.name}"
+        self._tables: Tables | None = None
+        self._recorded: base.RecordedAttention | None = None
+
+    def is_ready(self, device: torch.device) -> bool:
+        """Return whether it can be called now: while a CUDA graph is captured, if its tables were made before."""
+        return self._tables is not None or is_ready(self._segments, self._call.shape.heads, device)
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor) -> None:
+        """Write the results of all segments to their places.
+
+        Args:
+            query, key, value: the pack, (tokens, H | Hkv, D | Dv).
+            output, lse: of the pack, (tokens, H, Dv) and (H, tokens).
+        """
+        tables = self._tables
+        if tables is None:
+            tables = self._tables = tables_of(self._segments, self._call.shape.heads, query.device)
+            self._call = interned(self._call.of(segments=tables.with_results(output, lse))).of()
+        tables.arrive()
+        recorded = self._recorded
+        if recorded is not None and _is_current(query.device) and not self._backend.is_overridden():
+            addresses = [query.data_ptr(), key.data_ptr(), value.data_ptr()]
+            totals = None if self._words else counters.block_totals(query.device)
+            if _are_plain(addresses) and (self._words or totals is not None):
+                counters.record(self._counted, has_threshold=self._call.pv_threshold is not None)
+                if totals is not None:
+                    addresses.append(totals.data_ptr())
+                recorded.run([*addresses, output.data_ptr(), lse.data_ptr()])
+                return
+        call = self._call.of(segments=tables.with_results(output, lse))
+        tensors = ops.over_segments(_heads_first(query), _heads_first(key), _heads_first(value), call)
+        ops.run_packed(*tensors, call, self._backend, words=self._words)
+        given, read = [query, key, value], [tensor.data_ptr() for tensor in tensors]
+        if recorded is None and _are_plain(read) and read == [tensor.data_ptr() for tensor in given]:  # no copies
+            totals = None if self._words else counters.block_totals(query.device)
+            self._recorded = self._backend.recorded_attention(*tensors, call, totals=totals)
+
+
+def _heads_first(tokens: Tensor) -> Tensor:
+    """(tokens, H, D) -> (1, H, tokens, D), a view if channels lie side by side."""
+    return (tokens if tokens.stride(2) == 1 else tokens.contiguous()).transpose(0, 1)[None]
+
+
+def _are_plain(addresses: list[int]) -> bool:
+    """Return whether addresses are aligned to 16 bytes and different, as those of recorded calls are."""
+    joined = 0
+    for address in addresses:
+        joined |= address
+    return not joined & 15 and len(set(addresses)) == len(addresses)
+
+
+def _is_current(device: torch.device) -> bool:
+    """Return whether kernels that are launched now go to the device."""
+    return device.type == "cuda" and device.index == torch._C._cuda_getDevice()
+
+
+class DenseCalls:
+    """Dense calls of one kind."""
+
+    def __init__(
+        self, call: Call, asked: str, resolved: str, query: Tensor, words: str, *, with_lse: bool, layout: str
+    ) -> None:
+        self._call = call.of()
+        self._asked = asked
+        self._words = words
+        self._with_lse = with_lse
+        self._is_tokens_first = layout == "NHD"
+        backend = base.get(resolved).serving(call, query.dtype)
+        self._is_sdpa = asked == "auto" and not with_lse and backend.dense_is_sdpa(query, call)
+        self._strides = gapless_strides(
+            (call.shape.batch, call.shape.heads, call.shape.q_len, call.shape.value_dim),
+            tokens_first=is_tokens_first(query),
+        )
+        options: dict[str, Any] = {"scale": call.scale}
+        if call.is_causal and call.shape.q_len > 1:  # one query sees all keys, and torch aligns it to the first
+            options["is_causal"] = True
+        if call.shape.group > 1:
+            options["enable_gqa"] = True
+        sdpa: Any = F.scaled_dot_product_attention
+        self._sdpa = functools.partial(sdpa, **options)
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        if self._is_tokens_first:
+            query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        if self._is_sdpa and not torch.is_autocast_enabled(query.device.type):
+            counters.record(self._words)
+            output = self._sdpa(query, key, value)
+            if output.stride() != self._strides:
+                output = laid_out(output, query)
+            lse = output  # nobody reads it
+        else:
+            call = self._call if attn_mask is None else self._call.of(attn_mask=_in_four_dimensions(attn_mask))
+            with_lse, words = self._with_lse, self._words
+            output, lse = ops.run_dense(query, key, value, call, self._asked, with_lse=with_lse, words=words)
+        return (output.transpose(1, 2) if self._is_tokens_first else output), lse
+
+
+def _in_four_dimensions(attn_mask: Tensor) -> Tensor:
+    return attn_mask if attn_mask.ndim == 4 else attn_mask.reshape((1,) * (4 - attn_mask.ndim) + tuple(attn_mask.shape))

@@ -1,0 +1,356 @@
+"""Every user error, one voice: "expected X, got Y". Nothing is computed before these checks pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparge.dispatch.dense_rules import DTYPES
+from sparge.masks.block_mask import BlockMask
+from sparge.masks.causal_bias import alignment_of, lengths_of
+from sparge.masks.geometry import BLOCK_K, BLOCK_Q, Shape
+from sparge.masks.visibility import causal_elements
+from sparge.masks.window import Window, window_of, within
+from sparge.numerics import block_means
+from sparge.options.checks import LAYOUTS, SKIPPED, by_share, check_choice, check_flag
+from sparge.options.common import PerHead
+from sparge.options.rules import SELECTIONS, Dense, Selection, Sparsity
+
+
+def resolve_window(
+    window: tuple[int | None, int | None] | None, is_causal: bool, q_len: int, kv_len: int, name: str = "window"
+) -> Window:
+    """A window and causality in one, without bounds that bound nothing; -1 is no bound, as FlashAttention has it.
+
+    Raises:
+        TypeError, ValueError: it is no pair of numbers of keys.
+    """
+    if window is None:
+        return window_of(is_causal)
+    if not isinstance(window, (list, tuple)) or len(window) != 2:
+        raise TypeError(f"{name}: expected None or a pair (left, right), got {window!r}")
+    bounds: list[int | None] = []
+    for bound in window:
+        if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int)):
+            raise TypeError(f"{name}: expected two ints (or None, no bound), got {window!r}")
+        if bound is not None and bound < -1:
+            raise ValueError(f"{name}: expected numbers from 0 up (or -1 or None, no bound), got {window!r}")
+        bounds.append(None if bound == -1 else bound)
+    return within(window_of(is_causal, (bounds[0], bounds[1])), q_len, kv_len)
+
+
+def check_query_key(query: Tensor, key: Tensor, layout: str, enable_gqa: bool) -> tuple[Tensor, Tensor, Shape]:
+    """Check a query and key and view them heads-first: (B, H, Sq, D), (B, Hkv, Sk, D) and the sizes (value_dim = D)."""
+    query, key, _, shape = check_query_key_value(query, key, key, layout, enable_gqa)
+    return query, key, shape
+
+
+def check_query_key_value(
+    query: Tensor, key: Tensor, value: Tensor, layout: str, enable_gqa: bool
+) -> tuple[Tensor, Tensor, Tensor, Shape]:
+    """Check three tensors and view them heads-first: (B, H, Sq, D), (B, Hkv, Sk, D), (B, Hkv, Sk, Dv)."""
+    check_choice("layout", layout, LAYOUTS)
+    check_flag("enable_gqa", enable_gqa)
+    named = {"query": query, "key": key, "value": value}
+    for name, tensor in named.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.is_nested or tensor.layout != torch.strided:
+            got = "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}"
+            raise TypeError(f"{name}: expected a plain tensor (torch.strided), got {got}")
+        if tensor.ndim != 4:
+            order = "(B, H, S, D)" if layout == "HND" else "(B, S, H, D)"
+            raise ValueError(f"{name}: expected 4 dimensions {order}, got shape {tuple(tensor.shape)}")
+        if tensor.dtype not in DTYPES:
+            raise TypeError(f"{name}: expected float16, bfloat16 or float32, got {tensor.dtype}")
+        if 0 in tensor.shape:
+            raise ValueError(f"{name}: expected no empty dimension, got shape {tuple(tensor.shape)}")
+    for name, tensor in named.items():
+        if tensor.dtype != query.dtype:
+            raise TypeError(f"{name}: expected the query's dtype {query.dtype}, got {tensor.dtype}")
+        if tensor.device != query.device:
+            raise ValueError(f"{name}: expected the query's device {query.device}, got {tensor.device}")
+    query, key, value = (_heads_first(tensor, layout) for tensor in (query, key, value))
+    batch, heads, q_len, head_dim = query.shape
+    kv_heads, kv_len = key.shape[1:3]
+    if key.shape[0] != batch or key.shape[3] != head_dim:
+        raise ValueError(
+            f"key: expected batch {batch} and head_dim {head_dim} as in the query, "
+            f"got batch {key.shape[0]} and head_dim {key.shape[3]}"
+        )
+    if value.shape[:3] != key.shape[:3]:
+        raise ValueError(
+            f"value: expected the key's batch, heads and length {tuple(key.shape[:3])}, got {tuple(value.shape[:3])}"
+        )
+    if heads != kv_heads and not enable_gqa:
+        raise ValueError(
+            f"key: expected {heads} heads as in the query, got {kv_heads} (pass enable_gqa=True for grouped queries)"
+        )
+    if heads % kv_heads:
+        raise ValueError(f"query: expected a multiple of the key's {kv_heads} heads, got {heads}")
+    return query, key, value, Shape(batch, heads, kv_heads, q_len, kv_len, head_dim, value.shape[3])
+
+
+def _heads_first(tensor: Tensor, layout: str) -> Tensor:
+    """The tensor as (B, H, S, D) with a unit last stride, which kernels rely on; a copy only to get the latter."""
+    tensor = tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+    return tensor.transpose(1, 2) if layout == "NHD" else tensor
+
+
+def check_scale(scale: float | None, head_dim: int) -> float:
+    """The softmax scale, 1 / sqrt(head_dim) by default."""
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    if isinstance(scale, bool) or not isinstance(scale, (Real, torch.SymFloat)):
+        raise TypeError(f"scale: expected a number or None, got {type(scale).__name__}")
+    if not -math.inf < scale < math.inf:
+        raise ValueError(f"scale: expected a finite number, got {scale}")
+    return float(scale)
+
+
+def resolve_causal_bias(
+    attn_mask: Tensor | None, is_causal: bool, shape: Shape, device: torch.device, *, as_mask: bool = False
+) -> tuple[Tensor | None, bool]:
+    """Mask and causality, with torch's CausalBias as the latter, or as a mask of bools; other masks as they are.
+
+    Args:
+        as_mask: as a mask in any case.
+    """
+    alignment = alignment_of(attn_mask)
+    if attn_mask is None or alignment is None:
+        return attn_mask, is_causal
+    if is_causal:
+        raise ValueError("attn_mask: expected no CausalBias together with is_causal=True, got both")
+    lengths = lengths_of(attn_mask)
+    if lengths != (shape.q_len, shape.kv_len):
+        raise ValueError(f"attn_mask: expected a CausalBias of size {(shape.q_len, shape.kv_len)}, got {lengths}")
+    offset = shape.causal_offset if alignment == "bottom-right" else 0
+    if offset == shape.causal_offset and not as_mask:
+        return None, True
+    return causal_elements(shape, offset, device), False
+
+
+def check_attn_mask(attn_mask: Tensor | None, shape: Shape, device: torch.device) -> Tensor | None:
+    """The mask with four dimensions, each 1 or the call's own."""
+    if attn_mask is None:
+        return None
+    if not isinstance(attn_mask, Tensor):
+        raise TypeError(f"attn_mask: expected a torch.Tensor or None, got {type(attn_mask).__name__}")
+    if attn_mask.dtype not in (torch.bool, *DTYPES):
+        raise TypeError(f"attn_mask: expected bool, float16, bfloat16 or float32, got {attn_mask.dtype}")
+    if attn_mask.device != device:
+        raise ValueError(f"attn_mask: expected the query's device {device}, got {attn_mask.device}")
+    full = (shape.batch, shape.heads, shape.q_len, shape.kv_len)
+    sizes = (1,) * (4 - attn_mask.ndim) + tuple(attn_mask.shape)
+    if len(sizes) != 4 or any(size not in (1, expected) for size, expected in zip(sizes, full, strict=True)):
+        hint = ""
+        if tuple(attn_mask.shape) == (shape.batch, shape.kv_len):
+            hint = "; a key-padding mask (B, S_k) is passed as mask[:, None, None, :]"
+        raise ValueError(
+            f"attn_mask: expected a shape that broadcasts to (B, H, S_q, S_k) = {full}, "
+            f"got {tuple(attn_mask.shape)}{hint}"
+        )
+    return attn_mask.reshape(sizes)
+
+
+def resolve_sparsity(topk: PerHead | None, sparsity: Sparsity | None, heads: int) -> Sparsity:
+    """One selection from the plain knob or the full value, its per-head tensors fitting the heads."""
+    if sparsity is None:
+        sparsity = by_share(topk)
+    elif topk is not None:
+        raise ValueError(f"expected topk or sparsity, got both: topk={topk!r} and sparsity={sparsity!r}")
+    if isinstance(sparsity, Selection) and isinstance(sparsity, SELECTIONS.get(sparsity.name, ())):
+        for name in (sparsity.amount_field, "similarity_threshold", "pv_threshold"):
+            check_per_head(name, getattr(sparsity, name), heads)
+    elif not isinstance(sparsity, Dense):
+        kind = type(sparsity).__name__
+        raise TypeError(f"sparsity: expected Budget(...), TopK(...), TopCdf(...) or Dense(), got {kind}")
+    return sparsity
+
+
+def check_per_head(name: str, value: PerHead | None, heads: int) -> None:
+    """Raise unless a per-head tensor has one entry per query head."""
+    if isinstance(value, Tensor) and value.numel() != heads:
+        raise ValueError(f"{name}: expected one entry per query head ({heads}), got {value.numel()}")
+
+
+def resolve_skipped(skipped: str, is_causal: bool, attn_mask: Tensor | None, shape: Shape) -> str:
+    """What becomes of skipped blocks, "mean" or "drop"; "auto" is "mean" where attention is not causal and can do it.
+
+    Raises:
+        ValueError: it is none of these.
+        NotImplementedError: "mean" with a mask under which a block's keys are not one for all its queries.
+    """
+    check_choice("skipped", skipped, SKIPPED)
+    if skipped == "drop" or (skipped == "auto" and is_causal):
+        return "drop"
+    unfit = block_means.unfit_for_means(attn_mask, shape.group)
+    if unfit is None:
+        return "mean"
+    if skipped == "mean":
+        raise NotImplementedError(unfit)
+    return "drop"
+
+
+def check_always_keep(always_keep: Sequence[tuple[int, int]] | None, kv_len: int) -> tuple[tuple[int, int], ...]:
+    """Key ranges as ((start, stop), ...), each with 0 <= start < stop <= kv_len."""
+    return _check_ranges("always_keep", always_keep, kv_len, "keys")
+
+
+def check_exact_queries(exact_queries: Sequence[tuple[int, int]] | None, q_len: int) -> tuple[tuple[int, int], ...]:
+    """Query ranges as ((start, stop), ...), each with 0 <= start < stop <= q_len."""
+    return _check_ranges("exact_queries", exact_queries, q_len, "queries")
+
+
+def _check_ranges(
+    name: str, ranges: Sequence[tuple[int, int]] | None, length: int, tokens: str
+) -> tuple[tuple[int, int], ...]:
+    if ranges is None:
+        return ()
+    if not isinstance(ranges, (list, tuple)):
+        raise TypeError(f"{name}: expected a list of (start, stop) pairs of ints, got {ranges!r}")
+    checked = []
+    for entry in ranges:
+        is_pair = isinstance(entry, (list, tuple)) and len(entry) == 2
+        if not is_pair or not all(isinstance(edge, int) and not isinstance(edge, bool) for edge in entry):
+            raise TypeError(f"{name}: expected (start, stop) pairs of ints, got {entry!r}")
+        start, stop = entry
+        if not 0 <= start < stop <= length:
+            raise ValueError(f"{name}: expected 0 <= start < stop <= {length} (the number of {tokens}), got {entry!r}")
+        checked.append((start, stop))
+    return tuple(checked)
+
+
+def check_block_mask(
+    mask: BlockMask | Tensor,
+    shape: Shape,
+    is_causal: bool | None,
+    device: torch.device,
+    window: tuple[int | None, int | None] | None = None,
+) -> BlockMask:
+    """A BlockMask of the call's geometry, causal or not and with a window as the caller and the mask agree."""
+    asked = resolve_window(window, bool(is_causal), shape.q_len, shape.kv_len)
+    full = (shape.batch, shape.heads, shape.q_blocks, shape.kv_blocks)
+    geometry = (
+        f"(B, H, ceil(S_q / {BLOCK_Q}), ceil(S_k / {BLOCK_K})) = {full} "
+        f"for {shape.q_len} queries and {shape.kv_len} keys in blocks of {BLOCK_Q} x {BLOCK_K}"
+    )
+    if isinstance(mask, Tensor):
+        if mask.dtype != torch.bool:
+            raise TypeError(f"mask: expected a BlockMask or a bool tensor, got dtype {mask.dtype}")
+        sizes = (1,) * (4 - mask.ndim) + tuple(mask.shape)
+        if len(sizes) != 4 or any(size not in (1, expected) for size, expected in zip(sizes, full, strict=True)):
+            raise ValueError(f"mask: expected a shape that broadcasts to {geometry}, got {tuple(mask.shape)}")
+        _check_mask_device(mask.device, device)
+        dense = mask.reshape(sizes).expand(full)
+        return BlockMask.from_dense(dense, q_len=shape.q_len, kv_len=shape.kv_len, window=asked)
+    if not isinstance(mask, BlockMask):
+        raise TypeError(f"mask: expected a BlockMask or a bool tensor, got {type(mask).__name__}")
+    mask = _broadcast_heads(mask, shape)
+    lengths = (mask.q_len, mask.kv_len)
+    if mask.shape != full or lengths != (shape.q_len, shape.kv_len):
+        raise ValueError(f"mask: expected {geometry}, got {mask.shape} for {mask.q_len} queries and {mask.kv_len} keys")
+    _check_mask_device(mask.kv_indices.device, device)
+    if is_causal is not None and is_causal != mask.is_causal:
+        raise ValueError(f"is_causal: expected {mask.is_causal} as in the mask, got {is_causal}")
+    if window is not None and asked != mask.window:
+        raise ValueError(f"window: expected {tuple(mask.window)} as in the mask, got {tuple(window)}")
+    return mask
+
+
+def _broadcast_heads(mask: BlockMask, shape: Shape) -> BlockMask:
+    """A mask made for batch 1 or head 1 (as FlexAttention's often are) for every batch entry and head."""
+    batch, heads = (
+        full if size == 1 else size for size, full in zip(mask.shape[:2], (shape.batch, shape.heads), strict=True)
+    )
+    if (batch, heads) == mask.shape[:2]:
+        return mask
+    return replace(
+        mask,
+        kv_num_blocks=mask.kv_num_blocks.expand(batch, heads, -1).contiguous(),
+        kv_indices=mask.kv_indices.expand(batch, heads, -1, -1).contiguous(),
+        visible_num_blocks=mask.visible_num_blocks.expand(batch, heads, -1).contiguous(),
+    )
+
+
+def _check_mask_device(got: torch.device, expected: torch.device) -> None:
+    if got != expected:
+        raise ValueError(f"mask: expected the query's device {expected}, got {got}")
+
+
+def check_packed(query: Tensor, key: Tensor, value: Tensor) -> Shape:
+    """Check packed tensors (total_q, H, D), (total_k, Hkv, D), (total_k, Hkv, Dv), any of which may have no tokens.
+
+    Returns:
+        The sizes, as if the pack were one sequence.
+    """
+    whole = []
+    for name, tensor in (("q", query), ("k", key), ("v", value)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: expected a torch.Tensor, got {type(tensor).__name__}")
+        if tensor.is_nested or tensor.ndim != 3:
+            got = "a nested tensor" if tensor.is_nested else f"shape {tuple(tensor.shape)}"
+            raise ValueError(f"{name}: expected 3 dimensions (tokens, H, D), got {got}")
+        whole.append(tensor[None] if len(tensor) else tensor.new_empty(1, 1, *tensor.shape[1:]))
+    if len(value) != len(key):
+        raise ValueError(f"v: expected as many tokens as k has, {len(key)}, got {len(value)}")
+    *_, shape = check_query_key_value(whole[0], whole[1], whole[2], "NHD", enable_gqa=True)
+    return shape
+
+
+def check_bounds(name: str, bounds: Any, longest: Any, device: torch.device) -> None:
+    """Check what can be known of the bounds of segments, and of the length that none exceeds, without reading them."""
+    if isinstance(bounds, Tensor):
+        if bounds.ndim != 1 or bounds.dtype not in (torch.int32, torch.int64):
+            got = f"shape {tuple(bounds.shape)} and dtype {bounds.dtype}"
+            raise TypeError(f"{name}: expected int32 or int64 (n + 1,), got {got}")
+        if bounds.device.type != "cpu" and bounds.device != device:
+            raise ValueError(f"{name}: expected the query's device {device} or the CPU, got {bounds.device}")
+    elif not isinstance(bounds, (list, tuple)):
+        raise TypeError(f"{name}: expected a tensor, a list or a tuple of ints, got {type(bounds).__name__}")
+    elif not all(isinstance(bound, int) and not isinstance(bound, bool) for bound in bounds):
+        raise TypeError(f"{name}: expected ints, got {bounds!r}")
+    if longest is not None and (isinstance(longest, bool) or not isinstance(longest, (int, torch.SymInt))):
+        name = name.replace("cu_seqlens", "max_seqlen")
+        raise TypeError(f"{name}: expected an int or None, got {type(longest).__name__}")
+
+
+def check_segments(
+    bounds_q: Sequence[int], bounds_k: Sequence[int], totals: tuple[int, int], longest: tuple[int | None, int | None]
+) -> None:
+    """Check the bounds of segments against each other, the numbers of tokens and the lengths that none exceeds."""
+    for side, bounds, total, limit in zip("qk", (bounds_q, bounds_k), totals, longest, strict=True):
+        name = f"cu_seqlens_{side}"
+        if len(bounds) == 0 or bounds[0] != 0 or bounds[-1] != total:
+            got = f"{bounds[0]} ... {bounds[-1]}" if len(bounds) else "none"
+            raise ValueError(f"{name}: expected bounds from 0 to the {total} tokens of {side}, got {got}")
+        lengths = [stop - start for start, stop in pairwise(bounds)]
+        if min(lengths, default=0) < 0:
+            at = next(place for place, length in enumerate(lengths) if length < 0)
+            raise ValueError(f"{name}: expected rising bounds, got {bounds[at + 1]} behind {bounds[at]}")
+        if limit is not None and max(lengths, default=0) > limit:
+            raise ValueError(f"max_seqlen_{side}: expected {max(lengths)}, the longest segment, or more, got {limit}")
+    if len(bounds_q) != len(bounds_k):
+        raise ValueError(f"cu_seqlens_k: expected as many bounds as cu_seqlens_q, {len(bounds_q)}, got {len(bounds_k)}")
+
+
+def check_not_capturing(name: str, bounds: Tensor) -> None:
+    """Raise NotImplementedError where bounds would be read from a device while a CUDA graph is captured."""
+    if bounds.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise NotImplementedError(
+            f"{name}: expected bounds on the host (a list, a tuple or a CPU tensor) while a CUDA graph is captured, "
+            f"got a tensor on {bounds.device}"
+        )
+
+
+def check_softcap(softcap: Any) -> None:
+    """Raise NotImplementedError unless scores are left uncapped."""
+    if softcap != 0:
+        raise NotImplementedError(f"softcap: expected 0.0 (scores are not capped), got {softcap!r}")

@@ -1,0 +1,1 @@
+"""diffusers: pipelines, the attention dispatcher and context parallelism."""

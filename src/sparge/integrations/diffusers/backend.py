@@ -1,0 +1,149 @@
+"""diffusers' attention dispatcher gets a backend named "sparge".
+
+The dispatcher's names are a closed Enum and its registry is private, so both are extended by hand, here alone. Where
+that fails, `enable` works without: it reaches the dispatcher's calls through SDPA, as those of all other models.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from sparge.dispatch.gradients import needs_grad_of
+from sparge.integrations.calls import Layer, refuse, runs_dense
+from sparge.integrations.diffusers import context_parallel
+from sparge.integrations.hooks import THREAD
+from sparge.integrations.sdpa import Scope, sparse_sdpa, undisturbed
+from sparge.policy import Policy
+
+NAME = "sparge"
+_log = logging.getLogger(__name__)
+
+_unnamed = [Layer("", Policy())]  # whom calls outside of enabled models belong to
+_native: list[Any] = []  # what runs dense calls: the dispatcher's SDPA backend
+
+
+def register(policy: Policy | None = None) -> Any:
+    """The dispatcher's name for this backend; registered when it is asked for first. None: it cannot be.
+
+    Args:
+        policy: for calls outside of enabled models, as after ``set_attention_backend("sparge")``.
+    """
+    if policy is not None:
+        _unnamed[0] = Layer("", policy)
+    try:
+        from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+
+        names, backends = AttentionBackendName, _AttentionBackendRegistry._backends
+        if NAME not in names._value2member_map_:
+            member = str.__new__(names, NAME)
+            member._name_, member._value_ = NAME.upper(), NAME
+            names._member_map_[NAME.upper()] = member
+            names._value2member_map_[NAME] = member
+            names._member_names_.append(NAME.upper())
+        member = names(NAME)
+        if not _native:
+            _native.append(backends[names.NATIVE])
+        if backends.get(member) is not attention:
+            if member in backends:  # diffusers has reserved the name; who registers this library wants this library
+                _log.warning("the attention backend %r of diffusers is replaced by this library's", NAME)
+            _AttentionBackendRegistry.register(member, supports_context_parallel=True)(attention)
+        _keep_to_models(_AttentionBackendRegistry)
+        return member if backends[member] is attention else None
+    except (ImportError, AttributeError, KeyError, TypeError, ValueError):
+        return None
+
+
+def _keep_to_models(registry: Any) -> None:
+    """Have ``model.set_attention_backend("sparge")`` be about that model alone, and say so where it does nothing.
+
+    diffusers also makes the name that of all models whose processors name none, which nobody asked for; its context
+    manager ``attention_backend`` does the same, and there it is meant.
+    """
+    original = registry.set_active_backend
+    if getattr(original, _KEPT, False):
+        return
+
+    def set_active_backend(cls: Any, backend: Any) -> None:
+        caller = sys._getframe(1)
+        if backend != NAME or caller.f_code.co_name != "set_attention_backend":
+            original.__func__(cls, backend)
+            return
+        model = caller.f_locals.get("self")
+        if isinstance(model, nn.Module):
+            _warn_of_others(model)
+
+    setattr(set_active_backend, _KEPT, True)
+    registry.set_active_backend = classmethod(set_active_backend)
+
+
+_KEPT = "_sparge_keeps_to_models"
+
+
+def _warn_of_others(model: nn.Module) -> None:
+    """Say how many attention modules of a model call SDPA themselves, whatever backend is named."""
+    processors = [module.processor for module in model.modules() if hasattr(module, "processor")]
+    others = sum(not hasattr(processor, "_attention_backend") for processor in processors)
+    if others:
+        warnings.warn(
+            f'sparge: set_attention_backend("{NAME}") does not reach {others} of {len(processors)} attention modules '
+            f"of {type(model).__name__}, which call SDPA themselves: sparge.enable(model) does",
+            stacklevel=4,
+        )
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    _parallel_config: Any = None,
+) -> Tensor:
+    """What the dispatcher calls: query (B, S_q, H, D), key and value (B, S_k, H_kv, D), output (B, S_q, H, D)."""
+    scope = THREAD.scopes[-1] if THREAD.scopes else Scope(_unnamed[0])
+    mask = attn_mask
+    if mask is not None and mask.ndim == 2 and mask.shape == (query.shape[0], key.shape[1]):
+        mask = mask[:, None, None, :]  # the dispatcher's key padding
+    output, tokens, mesh = None, None, None
+    if scope.recorder is None:
+        tokens = scope.next_call(key, tokens_at=1)
+        mesh = None if _parallel_config is None else context_parallel.mesh_of(_parallel_config)
+    if tokens is not None and mesh is not None:
+        if not needs_grad_of(query, key, value, attn_mask):
+            call = (query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
+            return context_parallel.attention(scope, tokens, mesh, _dense, *call)
+        refuse(scope.layer, "gradients")
+    elif (
+        tokens is None
+        or is_causal
+        or tokens.is_text
+        or not runs_dense(scope.layer, query, key, tokens.is_self, heads_at=2, tokens_at=1)
+    ):
+        output = sparse_sdpa(
+            scope,
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            mask,
+            dropout_p,
+            is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            tokens=tokens,
+        )
+    if output is not None:
+        return output.transpose(1, 2)
+    return _dense(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, _parallel_config)
+
+
+def _dense(*call: Any) -> Tensor:
+    """A dense call as the dispatcher's SDPA backend has it; the last argument may be ``_parallel_config``."""
+    return cast(Tensor, undisturbed(_native[0], *call[:8], _parallel_config=call[8] if len(call) > 8 else None))

@@ -1,0 +1,1 @@
+"""transformers: ``attn_implementation="sparge"``."""

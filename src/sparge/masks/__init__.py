@@ -1,0 +1,1 @@
+"""Which blocks and tokens may be seen: geometry, windows, masks, segments, token orders."""

@@ -1,0 +1,235 @@
+"""`BlockMask`: which blocks of the attention map are computed, in FlexAttention's vocabulary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from sparge.masks.geometry import BLOCK_K, BLOCK_Q, Shape, ceil_div
+from sparge.masks.visibility import find_visibility
+from sparge.masks.window import Window, window_of, within
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, eq=False)
+class BlockMask:
+    """The kept blocks of 128 queries x 64 keys of one attention call.
+
+    Attributes:
+        kv_num_blocks: (B, H, q_blocks) int32, blocks kept in each row.
+        kv_indices: (B, H, q_blocks, kv_blocks) int32; the first ``kv_num_blocks`` entries of a row are the kept
+            key blocks in ascending order, the rest are the others.
+        visible_num_blocks: (B, H, q_blocks) int32, blocks the row could have kept; `density` counts against it.
+        q_len: number of queries.
+        kv_len: number of keys.
+        is_causal: whether the mask belongs to causal attention (aligned bottom-right).
+        window: how far a query sees, (left, right) as in `sparge.attention`; None is no bound, and right is 0 if the
+            mask is causal.
+
+    Example:
+        >>> dense = torch.tensor([[True, False, True], [True, True, True]]).expand(1, 1, 2, 3)
+        >>> mask = BlockMask.from_dense(dense, q_len=200, kv_len=192)
+        >>> mask.kv_num_blocks.tolist(), mask.density()
+        ([[[2, 3]]], 0.8333333333333334)
+        >>> torch.equal(mask.to_dense(), dense)
+        True
+    """
+
+    kv_num_blocks: Tensor
+    kv_indices: Tensor
+    visible_num_blocks: Tensor
+    q_len: int
+    kv_len: int
+    is_causal: bool = False
+    window: tuple[int | None, int | None] = (None, None)
+
+    def __post_init__(self) -> None:
+        """Causality and window say the same."""
+        window = window_of(self.is_causal, self.window)
+        object.__setattr__(self, "window", window)
+        object.__setattr__(self, "is_causal", window.right == 0)
+
+    @classmethod
+    def from_dense(
+        cls,
+        dense: Tensor,
+        *,
+        q_len: int,
+        kv_len: int,
+        is_causal: bool = False,
+        window: tuple[int | None, int | None] | None = None,
+        visible: Tensor | None = None,
+    ) -> BlockMask:
+        """Build the lists from a bool tensor of shape (B, H, ceil(q_len / 128), ceil(kv_len / 64)).
+
+        Args:
+            dense: True where a block is kept.
+            q_len: number of queries.
+            kv_len: number of keys.
+            is_causal: drop blocks that lie wholly in the future.
+            window: drop blocks that no query sees, (left, right) as in `sparge.attention`.
+            visible: blocks that could be kept, broadcastable to ``dense``; by default those that the window shows.
+
+        Raises:
+            TypeError: ``dense`` is not a bool tensor.
+            ValueError: its shape does not fit the lengths.
+        """
+        if not isinstance(dense, Tensor) or dense.dtype != torch.bool:
+            got = dense.dtype if isinstance(dense, Tensor) else type(dense).__name__
+            raise TypeError(f"dense: expected a bool tensor, got {got}")
+        if not isinstance(is_causal, bool):
+            raise TypeError(f"is_causal: expected a bool, got {is_causal!r}")
+        blocks = (ceil_div(q_len, BLOCK_Q), ceil_div(kv_len, BLOCK_K))
+        if dense.ndim != 4 or tuple(dense.shape[2:]) != blocks:
+            raise ValueError(
+                f"dense: expected shape (B, H, {blocks[0]}, {blocks[1]}) for {q_len} queries and {kv_len} keys in "
+                f"blocks of {BLOCK_Q} x {BLOCK_K}, got {tuple(dense.shape)}"
+            )
+        joined = within(window_of(is_causal, window), q_len, kv_len)
+        if visible is None:
+            shape = Shape(1, 1, 1, q_len, kv_len, 1, 1)
+            visible = find_visibility(shape, joined, None, dense.device).blocks
+        dense = dense & visible
+        return cls(
+            kv_num_blocks=dense.sum(-1, dtype=torch.int32),
+            kv_indices=torch.argsort((~dense).to(torch.uint8), dim=-1, stable=True).to(torch.int32),
+            visible_num_blocks=visible.sum(-1, dtype=torch.int32).expand(dense.shape[:3]),
+            q_len=q_len,
+            kv_len=kv_len,
+            window=joined,
+        )
+
+    @property
+    def block_size(self) -> tuple[int, int]:
+        """(128, 64): queries and keys in one block."""
+        return BLOCK_Q, BLOCK_K
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(B, H, q_blocks, kv_blocks)."""
+        batch, heads, q_blocks, kv_blocks = self.kv_indices.shape
+        return batch, heads, q_blocks, kv_blocks
+
+    def to_dense(self) -> Tensor:
+        """A bool tensor of shape (B, H, q_blocks, kv_blocks), True where a block is kept."""
+        return _listed(self.kv_num_blocks, self.kv_indices)
+
+    def __repr__(self) -> str:
+        kind = "causal" if self.is_causal else "full"
+        if self.window[0] is not None or self.window[1]:
+            kind = f"window={tuple(self.window)}"
+        return f"BlockMask(shape={self.shape}, {kind}, q_len={self.q_len}, kv_len={self.kv_len})"
+
+    def density(self) -> float:
+        """Kept blocks as a share of the visible ones (reads the result back from the device)."""
+        visible = int(self.visible_num_blocks.sum())
+        return int(self.kv_num_blocks.sum()) / visible if visible else 0.0
+
+    def to(self, device: torch.device | str) -> BlockMask:
+        """The same mask on another device."""
+        return BlockMask(
+            self.kv_num_blocks.to(device),
+            self.kv_indices.to(device),
+            self.visible_num_blocks.to(device),
+            self.q_len,
+            self.kv_len,
+            self.is_causal,
+            self.window,
+        )
+
+    def to_flex(self) -> Any:
+        """The same blocks as a ``torch.nn.attention.flex_attention.BlockMask`` of block size (128, 64).
+
+        Blocks cut by the causal diagonal, by an edge of the window or by the ragged end are listed as partial, the
+        others as full. The ``mask_mod`` states the same blocks and window element by element: eager FlexAttention reads
+        it alone.
+        """
+        from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
+
+        dense = self.to_dense()
+        shape = Shape(1, 1, 1, self.q_len, self.kv_len, 1, 1)
+        full = find_visibility(shape, Window(*self.window), None, dense.device).full
+        parts = [
+            BlockMask.from_dense(part, q_len=self.q_len, kv_len=self.kv_len) for part in (dense & ~full, dense & full)
+        ]
+        return FlexBlockMask.from_kv_blocks(
+            parts[0].kv_num_blocks,
+            parts[0].kv_indices,
+            parts[1].kv_num_blocks,
+            parts[1].kv_indices,
+            BLOCK_SIZE=self.block_size,
+            mask_mod=_KeptElements(dense, shape.causal_offset, Window(*self.window)),
+            seq_lengths=(self.q_len, self.kv_len),
+        )
+
+    @classmethod
+    def from_flex(
+        cls, flex: Any, *, is_causal: bool | None = None, window: tuple[int | None, int | None] | None = None
+    ) -> BlockMask:
+        """Take the blocks of a FlexAttention mask whose block sizes are multiples of 128 and 64.
+
+        Args:
+            flex: a ``torch.nn.attention.flex_attention.BlockMask``.
+            is_causal: say True when its ``mask_mod`` is bottom-right causal. Masks made by `to_flex` know it.
+            window: say (left, right) when its ``mask_mod`` is that window, as in `sparge.attention`; the same holds.
+
+        Raises:
+            ValueError: the block size does not fit, or partial blocks carry a ``mask_mod`` that block lists cannot
+                express.
+        """
+        flex_q, flex_k = flex.BLOCK_SIZE
+        if flex_q % BLOCK_Q or flex_k % BLOCK_K:
+            raise ValueError(
+                f"expected a FlexAttention block size that is a multiple of ({BLOCK_Q}, {BLOCK_K}), "
+                f"got ({flex_q}, {flex_k})"
+            )
+        is_ours = isinstance(flex.mask_mod, _KeptElements)
+        if is_causal is None and window is None and is_ours:
+            window = flex.mask_mod.window
+        has_mask_mod = not is_ours and getattr(flex.mask_mod, "__name__", "") != "noop_mask"
+        if has_mask_mod and not is_causal and window is None and bool(flex.kv_num_blocks.any()):
+            raise ValueError(
+                "expected a FlexAttention mask of whole blocks, got partial blocks with a mask_mod, which block lists "
+                "cannot express: pass is_causal=True if it is bottom-right causal, window=(left, right) if it is one"
+            )
+        kept = _listed(flex.kv_num_blocks, flex.kv_indices)
+        if flex.full_kv_num_blocks is not None:
+            kept = kept | _listed(flex.full_kv_num_blocks, flex.full_kv_indices)
+        q_len, kv_len = flex.seq_lengths
+        dense = kept.repeat_interleave(flex_q // BLOCK_Q, 2).repeat_interleave(flex_k // BLOCK_K, 3)
+        dense = dense[:, :, : ceil_div(q_len, BLOCK_Q), : ceil_div(kv_len, BLOCK_K)]
+        return cls.from_dense(dense, q_len=q_len, kv_len=kv_len, is_causal=bool(is_causal), window=window)
+
+    def plot(self, *, batch: int = 0, max_heads: int = 8) -> Figure:
+        """Draw the kept blocks of the first heads, one panel each (needs matplotlib: ``pip install sparge[plot]``)."""
+        from sparge.masks.plot import plot_block_mask
+
+        return plot_block_mask(self, batch=batch, max_heads=max_heads)
+
+
+@dataclass(frozen=True, eq=False)
+class _KeptElements:
+    """A ``mask_mod``: the elements of kept blocks (B, H, q_blocks, kv_blocks) in the window around query + offset."""
+
+    kept: Tensor
+    offset: int
+    window: Window
+
+    def __call__(self, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        kept = self.kept[batch, head, query // BLOCK_Q, key // BLOCK_K]
+        left, right = self.window
+        if right is not None:
+            kept = kept & (key <= query + (self.offset + right))
+        return kept if left is None else kept & (key >= query + (self.offset - left))
+
+
+def _listed(num_blocks: Tensor, indices: Tensor) -> Tensor:
+    """The bool tensor of blocks that index lists name; what follows a list's end may be anything."""
+    named = torch.arange(indices.shape[-1], device=indices.device) < num_blocks[..., None]
+    found = torch.zeros(named.shape, dtype=torch.int32, device=named.device)
+    return found.scatter_add_(-1, torch.where(named, indices, 0).long(), named.int()) > 0

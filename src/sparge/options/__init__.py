@@ -1,0 +1,1 @@
+"""What a caller may choose: selection rules and scores, as frozen values."""

@@ -1,0 +1,237 @@
+"""Selection rules: which blocks are kept. Frozen values, checked when they are made.
+
+A rule's name and numbers are all that operators and kernels receive; `reference` defines what it means.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias, TypeVar
+
+from torch import Tensor
+
+from sparge.options.common import PerHead, check_range
+
+DEFAULT_TOPK = 0.5
+DEFAULT_MIN_BLOCKS = 16
+GUARANTEED = 0.5
+"""What a row keeps of an equal share of a `Budget` whatever the other rows need."""
+BUDGET_BITS, BUDGET_LEVELS = 20, 128
+"""A `Budget` compares probabilities of different rows by levels, of an eighth of an octave each: by what is left of a
+float32 without so many bits, and of that the highest levels below `budget_top`. Far finer than any score is."""
+ROUNDING_GUARD = 1 - 2.0**-22
+"""Lowers a share of blocks before it is rounded up: rounding (.1 in float32 times 1280) must not add a block."""
+
+
+def _check_flag(name: str, value: bool | None) -> None:
+    if value is not None and not isinstance(value, bool):
+        raise TypeError(f"{name}: expected True, False or None (only when causal), got {value!r}")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What all selection rules share: the floor, and the blocks that are kept whatever their score.
+
+    Attributes:
+        name: of the rule, in operators and kernels.
+        amount_field: the field that says how much is kept, one number or one per head.
+        is_call_wide: all rows of a batch element share one amount; else each row is chosen from by itself.
+    """
+
+    name = ""
+    amount_field = ""
+    is_call_wide = False
+
+    min_blocks: int = field(default=DEFAULT_MIN_BLOCKS, kw_only=True)
+    similarity_threshold: PerHead | None = field(default=None, kw_only=True)
+    pv_threshold: PerHead | None = field(default=None, kw_only=True)
+    sink: bool | None = field(default=None, kw_only=True)
+    diagonal: bool | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.min_blocks, bool) or not isinstance(self.min_blocks, int):
+            raise TypeError(f"min_blocks: expected an int, got {type(self.min_blocks).__name__}")
+        if self.min_blocks < 0:
+            raise ValueError(f"min_blocks: expected 0 or more, got {self.min_blocks}")
+        if self.similarity_threshold is not None:
+            check_range("similarity_threshold", self.similarity_threshold, 0.0, 1.0, "[0, 1]")
+        if self.pv_threshold is not None:
+            check_pv_threshold(self.pv_threshold)
+        _check_flag("sink", self.sink)
+        _check_flag("diagonal", self.diagonal)
+
+    @property
+    def amount(self) -> PerHead:
+        """How much is kept."""
+        value: PerHead = getattr(self, self.amount_field)
+        return value
+
+    def with_amount(self, amount: float) -> Selection:
+        """The same rule with another amount.
+
+        Example:
+            >>> TopK(0.5, min_blocks=4).with_amount(0.25)
+            TopK(min_blocks=4, similarity_threshold=None, pv_threshold=None, sink=None, diagonal=None, topk=0.25)
+        """
+        fields: dict[str, Any] = {self.amount_field: amount}
+        return replace(self, **fields)
+
+    @property
+    def is_per_head(self) -> bool:
+        """Whether any of its numbers is a tensor with an entry per head."""
+        return any(isinstance(value, Tensor) for value in vars(self).values())
+
+    def keeps_sink(self, is_causal: bool) -> bool:
+        return is_causal if self.sink is None else self.sink
+
+    def keeps_diagonal(self, is_causal: bool) -> bool:
+        return is_causal if self.diagonal is None else self.diagonal
+
+
+def check_pv_threshold(value: PerHead) -> None:
+    """Raise unless every threshold is below 0 (natural-log units)."""
+    check_range("pv_threshold", value, -math.inf, 0.0, "[-inf, 0)")
+
+
+@dataclass(frozen=True)
+class TopK(Selection):
+    """Keep the best-scored share of the *visible* blocks of every row.
+
+    Args:
+        topk: share to keep, in (0, 1]; rounded up to whole blocks. A tensor of shape (H,) sets it per head. (Keep such
+            tensors on the query's device: others are copied at every call. Their values are checked on a CPU only.)
+        min_blocks: a row keeps at least this many blocks when it sees that many.
+        similarity_threshold: blocks whose tokens agree less than this (mean pairwise cosine, in [0, 1]) have no
+            summary that speaks for them and are kept: such a query block keeps its whole row, such a key block its
+            column. ``None`` asks no block.
+        pv_threshold: inside a kept block, skip the P V product of 64 rows when all their scores lie below the
+            running maximum by more than this (negative, natural log). ``None`` skips nothing.
+        sink: keep the first key block (behind padding, if any) in every row; ``None`` means "when causal".
+        diagonal: keep the blocks that hold a query's own position; ``None`` means "when causal".
+
+    Example:
+        >>> TopK(0.3).topk
+        0.3
+        >>> TopK(1.5)
+        Traceback (most recent call last):
+        ...
+        ValueError: topk: expected a value in (0, 1], got 1.5
+    """
+
+    name = "topk"
+    amount_field = "topk"
+
+    topk: PerHead = DEFAULT_TOPK
+
+    def __post_init__(self) -> None:
+        check_range("topk", self.topk, 0.0, 1.0, "(0, 1]")
+        super().__post_init__()
+
+    @classmethod
+    def of(cls, topk: PerHead) -> TopK:
+        """The default rules with another share. torch.compile up to torch 2.11 cannot trace the constructor."""
+        check_range("topk", topk, 0.0, 1.0, "(0, 1]")
+        return trusted(cls, topk=topk)
+
+
+@dataclass(frozen=True)
+class TopCdf(Selection):
+    """Keep the best-scored blocks of every row until their probabilities sum to ``cdf``, the crossing one included.
+
+    Args:
+        cdf: mass to cover, in (0, 1]; a tensor of shape (H,) sets it per head.
+
+    The other arguments are those of `TopK`.
+
+    Example:
+        >>> TopCdf(0.97, min_blocks=4).min_blocks
+        4
+    """
+
+    name = "topcdf"
+    amount_field = "cdf"
+
+    cdf: PerHead = 0.97
+
+    def __post_init__(self) -> None:
+        check_range("cdf", self.cdf, 0.0, 1.0, "(0, 1]")
+        super().__post_init__()
+
+
+@dataclass(frozen=True)
+class Budget(Selection):
+    """Keep the blocks with the largest predicted mass over all heads and rows of a call together.
+
+    Heads and rows whose attention is spread get many blocks, those that look at little get few; the density of the call
+    is what was asked for. A row is sure of half of what an equal share would give it. Blocks of different rows whose
+    probabilities differ by less than an eighth of an octave count alike, and are shared out evenly. Each element of a
+    batch has a budget of its own.
+
+    Args:
+        density: share of the visible blocks to keep, in (0, 1], rounded up to whole blocks; one number. Blocks that are
+            kept whatever their score (sink, diagonal, ``always_keep``) are part of it.
+        min_blocks: a row keeps at least this many blocks, 1 by default.
+
+    The other arguments are those of `TopK`. Under causality, how much an early row keeps depends on later tokens too,
+    since they share the budget; `TopK` and `TopCdf` never look ahead.
+
+    Example:
+        >>> Budget(0.25).min_blocks
+        1
+        >>> Budget(0.0)
+        Traceback (most recent call last):
+        ...
+        ValueError: density: expected a value in (0, 1], got 0.0
+    """
+
+    name = "budget"
+    amount_field = "density"
+    is_call_wide = True
+
+    density: float = DEFAULT_TOPK
+    min_blocks: int = field(default=1, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.density, Tensor):
+            raise TypeError(
+                "density: expected a number, got a tensor (heads share a budget; for a share of each take TopK(...))"
+            )
+        check_range("density", self.density, 0.0, 1.0, "(0, 1]")
+        super().__post_init__()
+
+
+def budget_top(kv_blocks: int) -> int:
+    """The highest level of a `Budget` for so many key blocks, as the float32 without `BUDGET_BITS` that it begins with.
+
+    The lowest level ends five octaves below an equal share of a row, what lies below is one with it. The highest lies
+    16 octaves above, or at 1.
+    """
+    one = 127 << (23 - BUDGET_BITS)
+    lowest = one - ((max(kv_blocks - 1, 1).bit_length() + 5) << (23 - BUDGET_BITS))
+    return min(lowest + BUDGET_LEVELS - 1, one)
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Keep every visible block: dense attention, in 8 bits where ``quantization`` asks for it.
+
+    Example:
+        >>> Dense()
+        Dense()
+    """
+
+
+Sparsity: TypeAlias = Selection | Dense
+SELECTIONS: dict[str, type[Selection]] = {rule.name: rule for rule in (TopK, TopCdf, Budget)}
+
+
+_SelectionType = TypeVar("_SelectionType", bound=Selection)
+
+
+def trusted(kind: type[_SelectionType], **fields: Any) -> _SelectionType:
+    """A selection from parts that were checked before, without reading per-head tensors back from a device."""
+    made = object.__new__(kind)
+    for name, spec in kind.__dataclass_fields__.items():
+        object.__setattr__(made, name, fields.get(name, spec.default))
+    return made

@@ -1,0 +1,121 @@
+"""The layers of the library: which package may import which, no cycles, a bounded depth, few modules at the root."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import sparge
+
+SOURCE = Path(sparge.__file__).parent
+MAX_ROOT_MODULES = 12
+MAX_LEVELS = 12
+
+MODEL = {"options", "masks", "call", "numerics"}
+"""The lowest layers: values that describe a call, and arithmetic on them."""
+CORE = MODEL | {"backends", "dispatch", "policy", "stats"}
+LIBRARY = CORE | {"api", "profile", "varlen", "_ops", "_version"}
+ALLOWED = {
+    "options": set(),
+    "masks": {"options"},
+    "call": {"options", "masks"},
+    "numerics": {"options", "masks", "call"},
+    "reference": MODEL,
+    "backends": MODEL,
+    "stats": set(),
+    "console": set(),
+    "policy": {"options", "masks"},
+    "dispatch": CORE | {"_ops"},
+    "profile": {"options", "masks", "policy"},
+    "api": CORE,
+    "varlen": CORE | {"api", "_ops"},
+    "distributed": LIBRARY,
+    "integrations": LIBRARY | {"distributed"},
+    "compat": LIBRARY | {"integrations"},
+    "serving": LIBRARY | {"integrations"},
+    "evaluate": LIBRARY | {"integrations", "reference", "console"},
+    "calibration": LIBRARY | {"integrations", "evaluate"},
+    "bench": LIBRARY | {"integrations", "evaluate", "distributed", "reference"},
+    "demo": LIBRARY | {"integrations", "evaluate", "reference", "console", "bench"},
+    "cli": LIBRARY | {"integrations", "evaluate", "calibration", "bench", "demo", "console"},
+}
+"""Packages and root modules that each of them may import besides itself."""
+ALLOWED_BACKENDS = {"gpu": {"torch"}, "triton": {"gpu"}, "hopper": {"gpu"}}
+"""Packages of `sparge.backends` that each of them may import. The attention kernels import no other kernel."""
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Return the file of every module of the library by its dotted name."""
+    found = {}
+    for path in SOURCE.rglob("*.py"):
+        parts = ["sparge", *path.relative_to(SOURCE).with_suffix("").parts]
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+@cache
+def imports_of(name: str) -> frozenset[str]:
+    """Return the modules of the library that a module imports, anywhere in its code."""
+    found = set()
+    for node in ast.walk(ast.parse(modules()[name].read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}: imports are absolute"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    imported = set()
+    for target in found:
+        parts = target.split(".")
+        if parts[0] == "sparge":
+            while ".".join(parts) not in modules():
+                parts.pop()
+            imported.add(".".join(parts))
+    return frozenset(imported)
+
+
+def package_of(name: str) -> str:
+    return name.split(".")[1] if "." in name else name
+
+
+@pytest.mark.parametrize("package", sorted(ALLOWED))
+def test_packages_import_only_those_below_them(package: str) -> None:
+    own = [name for name in modules() if package_of(name) == package]
+    assert own, "the package exists"
+    found = {package_of(target) for name in own for target in imports_of(name) if name != "sparge.backends.reference"}
+    assert found - {package} <= ALLOWED[package]
+
+
+def test_every_package_has_a_place() -> None:
+    assert {package_of(name) for name in modules()} == {*ALLOWED, "sparge", "__main__", "_version", "_ops"}
+
+
+@pytest.mark.parametrize("name", sorted(name for name in modules() if name.count(".") > 2 and ".backends." in name))
+def test_backends_do_not_import_each_other(name: str) -> None:
+    own = name.split(".")[2]
+    others = {target.split(".")[2] for target in imports_of(name) if target.count(".") > 1 and ".backends." in target}
+    assert others - {own, "base", "output_layout"} <= ALLOWED_BACKENDS.get(own, set())
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    order = tuple(TopologicalSorter({name: imports_of(name) - {name} for name in modules()}).static_order())
+    assert len(order) == len(modules())
+
+
+def test_the_packages_form_few_levels() -> None:
+    """The level of a package is one more than the highest of those that it imports."""
+    graph: dict[str, set[str]] = {}
+    for name in modules():
+        graph.setdefault(package_of(name), set()).update(package_of(target) for target in imports_of(name))
+    levels: dict[str, int] = {}
+    for package in TopologicalSorter({name: below - {name} for name, below in graph.items()}).static_order():
+        levels[package] = 1 + max((levels[below] for below in graph[package] - {package}), default=0)
+    assert max(levels.values()) <= MAX_LEVELS, levels
+
+
+def test_the_root_has_few_modules() -> None:
+    assert len(list(SOURCE.glob("*.py"))) <= MAX_ROOT_MODULES
