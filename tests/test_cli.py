@@ -326,7 +326,7 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[str, ...]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(machine_module, "describe_gpu", lambda: gpu)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(type(base.get("triton")), "missing", lambda *_: None)
+    monkeypatch.setattr(type(base.get("triton")), "unavailable_reason", lambda *_: None)
     monkeypatch.setattr(bench_module, "run_bench", run_bench)
     return asked
 
@@ -407,7 +407,9 @@ def test_bench_needs_triton(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(type(base.get("triton")), "missing", lambda *_: "expected Triton 3.4 or newer, got 3.2.0")
+    monkeypatch.setattr(
+        type(base.get("triton")), "unavailable_reason", lambda *_: "expected Triton 3.4 or newer, got 3.2.0"
+    )
     with pytest.raises(SystemExit) as stopped:
         app.main(["bench"])
     assert stopped.value.code == 2

@@ -14,11 +14,11 @@ from torch import Tensor
 
 import sparge
 from sparge import Budget, Policy, Profile
-from sparge.calibration import Curve, calibrate, check
+from sparge.calibration import calibrate, check
 from sparge.cli.app import main
 from sparge.evaluate.metrics import relative_l1
 from sparge.integrations.calls import substituted
-from sparge.profile import within
+from sparge.profile import Curve, within
 
 DENSITIES = (0.3, 0.5, 0.8)
 POLICY = Policy(backend="torch", quantization="none")

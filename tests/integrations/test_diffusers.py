@@ -237,7 +237,7 @@ class TestDispatcher:
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         """Upstream reserves "sparge": if it comes to mean something else there, this library's is still reached."""
-        from pipeline.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+        from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
         def upstream(query: Any, **_: Any) -> Any:
             return torch.zeros_like(query)
@@ -271,7 +271,7 @@ class TestDispatcher:
         model.set_attention_backend("native")
 
     def test_a_backend_chosen_after_is_noticed(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from pipeline.models import attention_dispatch
+        from diffusers.models import attention_dispatch
 
         model, inputs = build("wan")
         sparge.enable(model, ALL)
@@ -293,7 +293,7 @@ class TestDispatcher:
 
     def test_without_the_private_registry(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A diffusers whose dispatcher cannot be extended: its calls are seen at SDPA."""
-        monkeypatch.setattr(pipeline.diffusers_backend, "register", lambda: None)
+        monkeypatch.setattr(pipeline.backend, "register", lambda: None)
         model, inputs = build("flux")
         expected = run(model, inputs)
         sparge.enable(model, ALL)
@@ -335,7 +335,7 @@ def test_an_interrupted_pass_is_closed(name: str, monkeypatch: pytest.MonkeyPatc
             patch.setattr(attention.to_v, "forward", interrupt)
             run(model, inputs)
         undo()
-        assert pipeline.diffusers_backend.THREAD.scopes == []
+        assert pipeline.backend.THREAD.scopes == []
         sparge.reset_stats()
         query = torch.randn(1, 1, 300, 16)
         torch.nn.functional.scaled_dot_product_attention(query, query, query)
@@ -344,7 +344,7 @@ def test_an_interrupted_pass_is_closed(name: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_processor_shared_by_modules_is_restored() -> None:
-    from pipeline.models.transformers.transformer_flux import FluxAttnProcessor
+    from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 
     model, inputs = build("flux")
     model.set_attn_processor(FluxAttnProcessor())
@@ -384,7 +384,7 @@ def test_errors_leave_nothing_open() -> None:
     model.transformer_blocks[1].attn1.to_v.weight.data = model.transformer_blocks[1].attn1.to_v.weight.data[:, :5]
     with pytest.raises(RuntimeError):
         run(model, inputs)
-    assert pipeline.diffusers_backend.THREAD.scopes == []
+    assert pipeline.backend.THREAD.scopes == []
     sparge.reset_stats()
     query = torch.randn(1, 1, 300, 16)
     torch.nn.functional.scaled_dot_product_attention(query, query, query)

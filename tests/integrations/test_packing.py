@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from attention.masking_utils import and_masks, causal_mask_function, chunked_causal_mask_function
-from attention.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
-from attention.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
-from attention.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
-from attention.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
-from attention.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
-from attention.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 from test_transformers import ALL, SIZES, THIN, assert_logits_equal, llama, mistral, tokens
 from torch import Tensor, nn
 from transformers import Llama4ForCausalLM, Llama4TextConfig
+from transformers.masking_utils import and_masks, causal_mask_function, chunked_causal_mask_function
+from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
 import sparge
 from conftest import exact_attention, watch_attention

@@ -258,8 +258,8 @@ class TestModulesThatCallSdpa:
         assert set(orders) == {((16, 16), "hilbert")}
 
     def test_a_gpu_would_run_it_dense_with_a_reason(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(calls.decide, "is_on_gpu", lambda _: True)
-        monkeypatch.setattr(calls.decide.base, "crossover_for", lambda *_: ALWAYS)
+        monkeypatch.setattr(calls.dense_rules, "is_on_gpu", lambda _: True)
+        monkeypatch.setattr(calls.dense_rules.base, "crossover_for", lambda *_: ALWAYS)
         model, inputs = sam(), pixels(64, 64)
         expected = model(**inputs)[0]
         sparge.enable(model, Policy(min_tokens=0, on_unsupported="dense"))

@@ -196,11 +196,11 @@ def needed(source: Path) -> list[str]:
 
 
 def backends(source: Path) -> set[str]:
-    """Modules that no import names: those of the backends, by `NAMES` of `backends.base`."""
-    for node in parsed(read(source / "backends" / "base.py")).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "NAMES":
+    """Modules that no import names: those of the backends, by `BACKENDS` of `options.common`."""
+    for node in parsed(read(source / "options" / "common.py")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "BACKENDS":
             return {f"{PACKAGE}.backends.{name}" for name in ast.literal_eval(node.value)}
-    raise ValueError("backends/base.py: expected NAMES of all backends, got none")
+    raise ValueError("options/common.py: expected BACKENDS, the names of all backends, got none")
 
 
 @functools.cache

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from sparge import api, varlen
 from sparge.dispatch import validation
-from sparge.integrations.sinks import weighed
 from sparge.options import checks
+from sparge.sinks import weighed
 
 
 def flash_attn_func(

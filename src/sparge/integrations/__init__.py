@@ -114,7 +114,7 @@ def _checked(policy: Policy | None) -> Policy:
 
 def _unwrapped(model: Any) -> Any:
     """The model inside what PEFT, torch.compile and transformers' pipelines wrap around it."""
-    pipelines = sys.modules.get("attention.pipelines.base")
+    pipelines = sys.modules.get("transformers.pipelines.base")
     if pipelines is not None and isinstance(model, pipelines.Pipeline):
         return _unwrapped(model.model)
     peft = sys.modules.get("peft")

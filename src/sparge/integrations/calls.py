@@ -23,7 +23,6 @@ from sparge import api
 from sparge.backends import base
 from sparge.dispatch import call_cache, dense_rules, ops
 from sparge.dispatch.dense_rules import Reason
-from sparge.integrations.sinks import with_exact_sinks, with_sinks
 from sparge.integrations.transformers.padding import attend_within, spans_of
 from sparge.masks.geometry import BLOCK_Q, ceil_div
 from sparge.masks.ordering import TokenOrder
@@ -31,6 +30,7 @@ from sparge.masks.window import Window, keys_of_query
 from sparge.options import checks
 from sparge.options.rules import Selection, TopCdf
 from sparge.policy import Policy
+from sparge.sinks import with_exact_sinks, with_sinks
 from sparge.stats import counters
 
 

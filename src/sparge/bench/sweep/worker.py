@@ -40,17 +40,17 @@ from sparge.masks.geometry import BLOCK_K, BLOCK_Q
 LAUNCHERS = {
     "triton": ("triton.attention", "attend"),
     "hopper": ("hopper.launcher", "attend"),
-    "summarize": ("cuda.stages.summary", "summarize_key_value"),
-    "reduce": ("cuda.stages.summary", "summarize_key_value"),
-    "quantize_query": ("cuda.stages.quantize", "summarize_query"),
-    "quantize_key_value": ("cuda.stages.quantize", "quantize_key_value"),
-    "score": ("cuda.stages.score", "block_probabilities"),
-    "score_hopper": ("cuda.stages.score", "block_probabilities"),
-    "select": ("cuda.stages.select", "select"),
-    "budget": ("cuda.stages.select", "select"),
-    "peaks": ("cuda.stages.peaks", "mark_peaks"),
-    "replacement": ("cuda.stages.replacement", "replaced_bias"),
-    "mask": ("cuda.stages.mask_blocks", "mask_blocks"),
+    "summarize": ("gpu.stages.summary", "summarize_key_value"),
+    "reduce": ("gpu.stages.summary", "summarize_key_value"),
+    "quantize_query": ("gpu.stages.quantize", "summarize_query"),
+    "quantize_key_value": ("gpu.stages.quantize", "quantize_key_value"),
+    "score": ("gpu.stages.score", "block_probabilities"),
+    "score_hopper": ("gpu.stages.score", "block_probabilities"),
+    "select": ("gpu.stages.select", "select"),
+    "budget": ("gpu.stages.select", "select"),
+    "peaks": ("gpu.stages.peaks", "mark_peaks"),
+    "replacement": ("gpu.stages.replacement", "replaced_bias"),
+    "mask": ("gpu.stages.mask_blocks", "mask_blocks"),
 }
 """Module and function that launch each kernel."""
 
@@ -255,7 +255,7 @@ def _stage_difference(result: list[Tensor], load: Load) -> float:
 
 
 class _Kernels:
-    """What `cuda.launch` tells a recorder, as far as compiled kernels go."""
+    """What `gpu.launch` tells a recorder, as far as compiled kernels go."""
 
     def __init__(self) -> None:
         self.compiled: list[Any] = []

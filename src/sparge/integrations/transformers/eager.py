@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from sparge import api
 from sparge.dispatch import dense_rules
 from sparge.integrations.calls import aligned_top_left
-from sparge.integrations.sinks import weighed
+from sparge.sinks import weighed
 
 FUNCTION = "eager_attention_forward"
 SINKS, CAP = "s_aux", "softcap"
