@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,58 +79,34 @@ def memory_table(results: Path) -> str:
     return f"{markdown(header, body)}\n\nfp32, topk {rows[0]['topk']:g}; {cpu_source(rows)}"
 
 
-def crossover_table(results: Path) -> str:
-    rows = newest_rows(results, "crossover") + newest_rows(results, "few queries") + newest_rows(results, "few heads")
-    body = [
-        [
-            f"{row['heads']}",
-            f"{row['queries'] or row['tokens']}",
-            f"{row['tokens']}",
-            _attention(row),
-            f"{row['topk']:g}",
-            f"{row['density']:.3f}",
-            f"{row['speedup']:.2f}x",
-            f"{row['relative_l1']:.4f}",
-        ]
-        for row in sorted(rows, key=lambda row: (row["suite"], row["is_causal"], row["topk"]))
-    ]
-    header = ["heads", "queries", "keys", "attention", "topk", "density", "speed-up", "rel. L1"]
-    return f"{markdown(header, body)}\n\n{cpu_source(rows)}"
-
-
-def processor_table(results: Path, *, variants: bool) -> str | None:
-    """Speed by processor, dtype, head_dim and length (`benchmarks.processor`); or the variants of one length."""
-    rows: dict[tuple[Any, ...], Row] = {}
+def processor_table(results: Path) -> str | None:
+    """Return the speed-up over SDPA by processor, dtype, head_dim and length (`benchmarks.processor`)."""
+    names = ("processor", "threads", "dtype", "is_causal", "head_dim")
+    groups: dict[tuple[Any, ...], dict[tuple[int, float], Row]] = {}
     for row in read_rows(results / "processor.jsonl"):
-        if not variants and row["variant"] != "as it is":
-            continue
-        fields = ("processor", "threads", "dtype", "is_causal", "head_dim", "tokens", "topk", "variant")
-        rows[tuple(row[name] for name in fields)] = row
-    if variants:  # beside each other, and beside what they vary
-        varied = {case[:-1] for case in rows if case[-1] != "as it is"}
-        rows = {case: row for case, row in rows.items() if case[:-1] in varied}
-    if not rows:
+        if row["variant"] == "as it is":
+            groups.setdefault(tuple(row[name] for name in names), {})[row["tokens"], row["topk"]] = row
+    if not groups:
         return None
-    body = [
-        [
-            f"{row['processor']}, {row['threads']}",
-            row["dtype"],
-            _attention(row),
-            f"{row['head_dim']}",
-            f"{row['tokens']}",
-            f"{row['topk']:g}",
-            *([row["variant"]] if variants else []),
-            f"{row['dense_s'] * 1e3:.0f} ms",
-            f"{row['sparse_s'] * 1e3:.0f} ms",
-            f"{row['speedup']:.2f}x",
-            f"{row['density']:.3f}",
-            f"{row['relative_l1']:.4f} ({row['dense_relative_l1']:.4f})",
-        ]
-        for _, row in sorted(rows.items(), key=lambda entry: (*entry[0][:6], -entry[0][6]))
-    ]
-    header = ["processor, threads", "dtype", "attention", "D", "N", "topk", *(["variant"] if variants else [])]
-    header += ["SDPA", "sparge", "speed-up", "density", "rel. L1 (SDPA's)"]
-    return f"{markdown(header, body)}\n\nB 1, H 8; {cpu_source(list(rows.values()))}"
+    newest = [row for group in groups.values() for row in group.values()]
+    lengths = sorted({row["tokens"] for row in newest})
+    topks = sorted({row["topk"] for row in newest}, reverse=True)
+    body = []
+    for _, group in sorted(groups.items(), key=lambda entry: entry[0]):
+        first = next(iter(group.values()))
+        speedups = [_cell(group, tokens, topks, lambda row: f"{row['speedup']:.2f}x") for tokens in lengths]
+        errors = _cell(group, lengths[-1], topks, lambda row: f"{row['relative_l1']:.4f}")
+        name = f"{first['processor']}, {first['threads']}"
+        body.append([name, first["dtype"], _attention(first), f"{first['head_dim']}", *speedups, errors])
+    header = ["processor, threads", "dtype", "attention", "D", *(f"N {tokens}" for tokens in lengths)]
+    shares = "/".join(f"{topk:g}" for topk in topks)
+    note = f"Speed-up over SDPA at density {shares}; B 1, H 8; {cpu_source(newest)}"
+    return f"{markdown([*header, f'rel. L1, N {lengths[-1]}'], body)}\n\n{note}"
+
+
+def _cell(group: dict[tuple[int, float], Row], tokens: int, topks: list[float], text: Callable[[Row], str]) -> str:
+    """The texts of one length, from the largest topk to the smallest; "-" where nothing was measured."""
+    return "/".join(text(group[tokens, topk]) if (tokens, topk) in group else "-" for topk in topks)
 
 
 def demo_table(results: Path) -> str:
@@ -156,7 +131,5 @@ CPU_TABLES: dict[str, Callable[[Path], str | None]] = {
     "speed": speed_table,
     "demo": demo_table,
     "memory": memory_table,
-    "crossover": crossover_table,
-    "processor": partial(processor_table, variants=False),
-    "processor_variants": partial(processor_table, variants=True),
+    "processor": processor_table,
 }

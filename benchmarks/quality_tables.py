@@ -112,7 +112,6 @@ def _mean(row: Row, name: str, digits: int) -> str:
 
 QUALITY_TABLES: dict[str, Callable[[Path], Made | None]] = {
     "quality_language": partial(language, tokens=8192),
-    "quality_language_all": language,
     "quality_layers": partial(language, case="layers"),
     "quality_video": video,
     "quality_pictures": partial(video, case="tiny image"),

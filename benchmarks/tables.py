@@ -14,16 +14,15 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from benchmarks.cpu_tables import CPU_TABLES
 from benchmarks.markdown import Row, cpu_source, gpu_source, markdown
 from benchmarks.measure import read_rows
-from benchmarks.numeric_tables import NUMERIC_TABLES, renamed
+from benchmarks.numeric_tables import NUMERIC_TABLES
 from benchmarks.quality_tables import QUALITY_TABLES
 from benchmarks.scale.summary import SCALE_TABLES
 from sparge.bench.rivals import RIVALS, fastest
-from sparge.bench.table import KERNELS, NOT_MEASURED, VIEWS, newest, problem_notes
+from sparge.bench.table import NOT_MEASURED, VIEWS, newest, problem_notes
 
 REPOSITORY = Path(__file__).parent.parent
 RESULTS = REPOSITORY / "benchmarks" / "results"
@@ -190,32 +189,8 @@ def _rows_of(name: str) -> list[Row]:
     return read_rows(RESULTS / f"{name}.jsonl")
 
 
-QUANTIZATIONS = {name: KERNELS[name] for name in ("none", "int8_fp8", "int8_fp8_fast")}
-
-
-def language_table() -> str:
-    """How far perplexity rises above the dense one, for the newest rows in bfloat16."""
-    rows = [row for row in _rows_of("language") if row["dtype"] == "bfloat16"]
-    dense = {row["tokens"]: row for row in rows if row["attention"] == "dense"}
-    sparse = {
-        (row["tokens"], row["topk"], row["score"], renamed(row["quantization"])): row
-        for row in rows
-        if row["attention"] != "dense" and "rules" not in row
-    }
-    body = []
-    for tokens, topk, score in dict.fromkeys(case[:3] for case in sparse):
-        cells = [sparse[tokens, topk, score, name] for name in QUANTIZATIONS]
-        losses = [f"{row['loss']:+.2%} ± {row['loss_error'] * 100:.2f}" for row in cells]
-        first = [f"{tokens}", f"{dense[tokens]['perplexity']:.2f}", f"{topk:g}", score, f"{cells[0]['density']:.3f}"]
-        body.append([*first, *losses])
-    header = ["tokens", "dense perplexity", "topk", "score", "density", *QUANTIZATIONS.values()]
-    windows = ", ".join(f"{row['windows']} windows of {tokens}" for tokens, row in dense.items())
-    source = gpu_source(list(sparse.values()))
-    return f"{markdown(header, body)}\n\n{windows}; bf16; transformers {rows[-1]['transformers']}; {source}"
-
-
 def rules_table() -> str:
-    """The same for rules other than the defaults, in 16 bits."""
+    """Return how far perplexity rises above the dense one under rules other than the defaults, in 16 bits."""
     rows = {(row["tokens"], row["policy"]): row for row in _rows_of("language") if row.get("rules")}
     names = dict.fromkeys(row["rules"] for row in rows.values())
     lengths = sorted({tokens for tokens, _ in rows})
@@ -274,23 +249,6 @@ def schedules_table() -> str:
     note = "20 steps, the first 4 dense, topk 0.25; bf16, B 1"
     rows = list(newest_of.values())
     return f"{markdown(header, body)}\n\n{note}; {gpu_source(rows)}{_without_fa4(rows)}"
-
-
-def threshold_table() -> str:
-    """Whole calls with and without a threshold for P V: what it skips, and how much longer the call takes."""
-    groups: dict[tuple[Any, ...], dict[float | None, Row]] = {}
-    for row in (row for row in _rows_of("threshold") if row["case"] == "threshold"):
-        name = (row["tokens"], row["heads"], row["inputs"], row["rule"])
-        groups.setdefault(name, {})[row["threshold"]] = row
-    thresholds = [value for value in next(iter(groups.values())) if value is not None]
-    body = []
-    for name, rows in groups.items():
-        of = [rows[value] for value in thresholds]
-        cells = [f"{row['pv_skipped']:.3f}, {row['ms'] / rows[None]['ms']:.2f}x" for row in of]
-        body.append([*map(str, name), f"{rows[None]['ms']:.3g}", f"{rows[None]['relative_l1']:.4f}", *cells])
-    header = ["N", "H", "inputs", "rule", "none: ms", "rel. L1", *(f"{value:g}" for value in thresholds)]
-    source = gpu_source([row for rows in groups.values() for row in rows.values()])
-    return f"{markdown(header, body)}\n\nbf16, B 1, D 128, INT8 + FP8 without exponentials; {source}"
 
 
 def _field_speeds(rule: str = "topk", skipped: str = "mean") -> list[Row]:
@@ -382,13 +340,11 @@ TABLES: dict[str, Callable[[], str | None]] = {
     "best": best_table,
     **{f"gpu_{name}": partial(gpu_table, name) for name in VIEWS if name != "host"},
     "gpu_tests": gpu_tests_table,
-    "language": language_table,
     "rules": rules_table,
     "models": models_table,
     "schedules": schedules_table,
     "host": host_table,
     "fields": fields_table,
-    "threshold": threshold_table,
     "field_errors": field_errors_table,
     **{name: partial(cpu_table, name) for name in CPU_TABLES},
     **{name: partial(made_elsewhere, name) for name in (*NUMERIC_TABLES, *QUALITY_TABLES)},
