@@ -19,20 +19,20 @@ PAGE = Path(__file__).parents[3] / "docs" / "families.md"
 POLICY = sparge.Policy(topk=1.0, backend="torch", min_tokens=64, on_unsupported="dense")
 """Everything is kept of what is no more than a few pixels or frames."""
 
-TITLES = ("Pictures", "Videos", "U-Nets", "Control nets", "Sound and others")
+TITLES = ("Images", "Videos", "U-Nets", "Control nets", "Audio and others")
 
 HEAD = """# Model families
 
-Every class of diffusers {version} with a transformer, a U-Net or a control net. `sparge.enable` takes all those in the first table of each section; a test runs a tiny one of each, with everything kept against the stock model, and its text where its code has it. This page is written from those tests.
+This page lists every class of diffusers {version} with a transformer, a U-Net or a control net. `sparge.enable` supports the classes in the first table of each section. For each of them a test compares a tiny model, with all blocks kept, with the stock model, and checks the positions of its text tokens. This page is generated from those tests.
 
-- **Text**: where the tokens that are not denoised (text, references, sound) lie among the keys of self-attention. They are kept in every row. "apart" comes by cross-attention, which runs dense.
-- **Found by**: a row of the library's table, or a probe. The probe runs the model twice without attention when it first sees a kind of input, the second time on other latents: keys that do not change are not the picture's. A class that is not on this page is probed, too, so that a new family works without a release of this library. A compiled model takes what the latest pass before its compilation found.
-- **Order**: whether its tokens are taken along [Hilbert's curve](integrations.md): the sizes of the picture must be known, and queries and keys be the same tokens.
+- **Text**: the position of tokens that are not denoised (text, references, audio) among the keys of self-attention. They are always kept. "mixed" means several ranges; "cross-attention" means that text enters by cross-attention, which runs dense.
+- **Found by**: the library's table, or a [probe](integrations.md#diffusers) when the model first runs. Classes that are not on this page are probed, too.
+- **Order**: "Hilbert" if tokens are put in [Hilbert order](concepts.md#skipped-blocks). This requires a known grid, and queries and keys that are the same tokens.
 """  # noqa: E501
 
 
 def page(rows: dict[str, str]) -> str:
-    """The page with a row for each model."""
+    """Return the page, with a row for each model."""
     import diffusers
 
     lines = [HEAD.format(version=".".join(diffusers.__version__.split(".")[:2]))]
@@ -40,16 +40,16 @@ def page(rows: dict[str, str]) -> str:
         lines += [f"## {title}", "", "| class | text | found by | order |", "|---|---|---|---|"]
         lines += [rows[name] for name in sorted(part.FAMILIES)]
         if part.WITHOUT:
-            lines += ["", "| runs as it was | why |", "|---|---|"]
+            lines += ["", "| not changed by `enable` | reason |", "|---|---|"]
             lines += [f"| {_named(name)} | {reason} |" for name, reason in sorted(part.WITHOUT.items())]
         lines.append("")
     return "\n".join(lines)
 
 
 def row(name: str, tiny: Tiny, *, is_ordered: bool) -> str:
-    """What the page says of a model."""
+    """Return the table row of a model."""
     found = "table" if class_of(name) in KNOWN else "probe"
-    return f"| {_named(name)} | {_text(tiny)} | {found} | {'Hilbert' if is_ordered else 'as it comes'} |"
+    return f"| {_named(name)} | {_text(tiny)} | {found} | {'Hilbert' if is_ordered else 'unchanged'} |"
 
 
 def is_ordered(tiny: Tiny) -> bool:
@@ -73,14 +73,14 @@ def _named(name: str) -> str:
 
 
 def _text(tiny: Tiny) -> str:
-    """Where other tokens lie, in words, over all layers."""
+    """Return the position of the other tokens over all layers, as the page names it."""
     calls: list[Keys] = [key for keys in tiny.layers.values() for key in (keys if isinstance(keys, list) else [keys])]
     joint = [keys for keys in calls if isinstance(keys, tuple) and keys]
     if joint:
         places = {"first" if keys[0][0] == 0 else "last" for keys in joint if len(keys) == 1}
-        words = sorted(places) + ["in several places"] * any(len(keys) > 1 for keys in joint)
+        words = sorted(places) + ["mixed"] * any(len(keys) > 1 for keys in joint)
         return " or ".join(words)
-    return "apart" if "cross" in calls else "none"
+    return "cross-attention" if "cross" in calls else "none"
 
 
 if __name__ == "__main__":

@@ -1285,7 +1285,7 @@ FAMILIES: dict[str, Builder] = {
     "Flux2Transformer2DModel": flux2,
     "Flux2Transformer2DModel, cached reference": flux2_cached,
     "Flux3Transformer2DModel": flux3,
-    "Flux3Transformer2DModel, reference picture": flux3_reference,
+    "Flux3Transformer2DModel, reference image": flux3_reference,
     "GlmImageTransformer2DModel": glm_image,
     "GlmImageTransformer2DModel, cached reference": glm_image_cached,
     "HiDreamImageTransformer2DModel": hidream,

@@ -965,7 +965,7 @@ FAMILIES: dict[str, Builder] = {
     "Cosmos3OmniTransformer": cosmos3,
     "Cosmos3OmniTransformer, with sound": cosmos3_sound,
     "CosmosTransformer3DModel": cosmos,
-    "CosmosTransformer3DModel, 2.5 with picture context": cosmos25,
+    "CosmosTransformer3DModel, 2.5 with image context": cosmos25,
     "EasyAnimateTransformer3DModel": easyanimate,
     "HeliosTransformer3DModel": helios,
     "HunyuanVideo15Transformer3DModel": hunyuan_video15,
