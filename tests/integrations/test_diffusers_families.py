@@ -14,7 +14,7 @@ import pytest
 import torch
 from diffusers import ModelMixin
 from families import FAMILIES, WITHOUT, class_of
-from families.page import PAGE, POLICY, page, row
+from families.page import PAGE, POLICY, kind, listed, page
 from families.tiny import Keys, Tiny, first_tensor
 from torch import Tensor
 
@@ -93,7 +93,7 @@ def test_every_family(name: str, calls: dict[str, list[Keys]], monkeypatch: pyte
             call_cache.forget()  # calls that are looked up do not ask for an order
             sparge.enable(tiny.model, POLICY)
             tiny.model(**tiny.inputs)
-        assert row(name, tiny, is_ordered=any(orders)) in PAGE.read_text()
+        assert listed(PAGE.read_text())[name] == kind(tiny, is_ordered=any(orders))
         assert all(wanted[layer] == ["other"] or set(keys) == set(wanted[layer]) for layer, keys in calls.items())
         assert known is None or all(wanted[layer] == ["other"] for layer in set(wanted) - set(calls))
 
@@ -120,12 +120,9 @@ def test_every_class_is_in_the_table() -> None:
 
 
 def test_the_page_is_current() -> None:
-    """`python -m families.page` in this folder writes it; its rows are compared above."""
+    """`python -m families.page` in this folder writes it; `test_every_family` checks the kinds."""
     written = PAGE.read_text()
-    lines = {
-        line.split("|")[1].strip().replace("`", ""): line for line in written.splitlines() if line.startswith("| `")
-    }
-    assert written == page({name: lines.get(name, "missing") for name in FAMILIES})
+    assert written == page(listed(written))
 
 
 class TestWithoutARow:

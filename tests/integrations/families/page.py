@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,9 @@ import torch
 from torch import Tensor
 
 import sparge
-from families import FAMILIES, PARTS, WITHOUT, class_of
+from families import FAMILIES, PARTS, WITHOUT
 from families.tiny import Keys, Tiny
 from sparge.integrations.calls import substituted
-from sparge.integrations.diffusers.models import KNOWN
 
 PAGE = Path(__file__).parents[3] / "docs" / "families.md"
 
@@ -23,22 +23,27 @@ TITLES = ("Images", "Videos", "U-Nets", "Control nets", "Audio and others")
 
 HEAD = """# Model families
 
-This page lists every class of diffusers {version} with a transformer, a U-Net or a control net. `sparge.enable` supports the classes in the first table of each section. For each of them a test compares a tiny model, with all blocks kept, with the stock model, and checks the positions of its text tokens. This page is generated from those tests.
+This page lists every class of diffusers {version} with a transformer, a U-Net or a control net. It is generated from tests, which compare a tiny model of each supported class, with all blocks kept, with the stock model, and check the positions of its text tokens. Other classes are [probed](integrations.md#diffusers) when they first run.
 
-- **Text**: the position of tokens that are not denoised (text, references, audio) among the keys of self-attention. They are always kept. "mixed" means several ranges; "cross-attention" means that text enters by cross-attention, which runs dense.
-- **Found by**: the library's table, or a [probe](integrations.md#diffusers) when the model first runs. Classes that are not on this page are probed, too.
-- **Order**: "Hilbert" if tokens are put in [Hilbert order](concepts.md#skipped-blocks). This requires a known grid, and queries and keys that are the same tokens.
+- **Text** is the position of tokens that are not denoised (text, references, audio) among the keys of self-attention. They are always kept. "mixed" means several ranges. "cross-attention" means that text enters by cross-attention, which runs dense.
+- **Order** is "Hilbert" where tokens are put in [Hilbert order](concepts.md#skipped-blocks). This needs a known grid, and queries and keys that are the same tokens.
 """  # noqa: E501
 
+Kind = tuple[str, str]
+"""Position of the text tokens, and order of the others."""
+NAME = re.compile(r"`([^`]+)`(?: \(([^)]*)\))?")
 
-def page(rows: dict[str, str]) -> str:
-    """Return the page, with a row for each model."""
+
+def page(kinds: dict[str, Kind]) -> str:
+    """Return the page, with each model listed under its kind."""
     import diffusers
 
     lines = [HEAD.format(version=".".join(diffusers.__version__.split(".")[:2]))]
     for title, part in zip(TITLES, PARTS, strict=True):
-        lines += [f"## {title}", "", "| class | text | found by | order |", "|---|---|---|---|"]
-        lines += [rows[name] for name in sorted(part.FAMILIES)]
+        lines += [f"## {title}", "", "| text | order | models |", "|---|---|---|"]
+        for text, order in sorted({kinds[name] for name in part.FAMILIES}):
+            names = [_named(name) for name in sorted(part.FAMILIES) if kinds[name] == (text, order)]
+            lines.append(f"| {text} | {order} | {', '.join(names)} |")
         if part.WITHOUT:
             lines += ["", "| not changed by `enable` | reason |", "|---|---|"]
             lines += [f"| {_named(name)} | {reason} |" for name, reason in sorted(part.WITHOUT.items())]
@@ -46,10 +51,20 @@ def page(rows: dict[str, str]) -> str:
     return "\n".join(lines)
 
 
-def row(name: str, tiny: Tiny, *, is_ordered: bool) -> str:
-    """Return the table row of a model."""
-    found = "table" if class_of(name) in KNOWN else "probe"
-    return f"| {_named(name)} | {_text(tiny)} | {found} | {'Hilbert' if is_ordered else 'unchanged'} |"
+def listed(text: str) -> dict[str, Kind]:
+    """Return the kind of each model on a page."""
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    return {
+        ", ".join(filter(None, found.groups())): (row[0], row[1])
+        for row in rows
+        if len(row) == 3
+        for found in NAME.finditer(row[2])
+    }
+
+
+def kind(tiny: Tiny, *, is_ordered: bool) -> Kind:
+    """Return the kind of a model."""
+    return _text(tiny), "Hilbert" if is_ordered else "unchanged"
 
 
 def is_ordered(tiny: Tiny) -> bool:
@@ -68,8 +83,8 @@ def is_ordered(tiny: Tiny) -> bool:
 
 
 def _named(name: str) -> str:
-    kind, comma, variant = name.partition(",")
-    return f"`{kind}`{comma}{variant}"
+    model, _, variant = name.partition(", ")
+    return f"`{model}` ({variant})" if variant else f"`{model}`"
 
 
 def _text(tiny: Tiny) -> str:
@@ -85,5 +100,5 @@ def _text(tiny: Tiny) -> str:
 
 if __name__ == "__main__":
     tinies = {name: build() for name, build in FAMILIES.items()}
-    PAGE.write_text(page({name: row(name, tiny, is_ordered=is_ordered(tiny)) for name, tiny in tinies.items()}))
+    PAGE.write_text(page({name: kind(tiny, is_ordered=is_ordered(tiny)) for name, tiny in tinies.items()}))
     print(f"{PAGE}: {len(FAMILIES)} models, {len(WITHOUT)} without")  # noqa: T201
