@@ -342,14 +342,14 @@ FAMILIES: dict[str, Builder] = {
 }
 
 WITHOUT: dict[str, str] = {
-    "CosmosControlNetModel": "not tried: it needs torchvision",
+    "CosmosControlNetModel": "not tested, because it needs torchvision",
     "SparseControlNetModel": "its latents are set to zero, so it denoises nothing",
     "SanaControlNetModel": "linear self-attention; softmax only to the text",
-    "ControlNetXSAdapter": "a container of control blocks, run by UNetControlNetXSModel",
-    "FluxMultiControlNetModel": "a container of FluxControlNetModel",
-    "HunyuanDiT2DMultiControlNetModel": "a container of HunyuanDiT2DControlNetModel",
-    "MultiControlNetModel": "a container of ControlNetModel",
-    "MultiControlNetUnionModel": "a container of ControlNetUnionModel",
-    "QwenImageMultiControlNetModel": "a container of QwenImageControlNetModel",
-    "SD3MultiControlNetModel": "a container of SD3ControlNetModel",
+    "ControlNetXSAdapter": "a container; its parts are supported",
+    "FluxMultiControlNetModel": "a container; its parts are supported",
+    "HunyuanDiT2DMultiControlNetModel": "a container; its parts are supported",
+    "MultiControlNetModel": "a container; its parts are supported",
+    "MultiControlNetUnionModel": "a container; its parts are supported",
+    "QwenImageMultiControlNetModel": "a container; its parts are supported",
+    "SD3MultiControlNetModel": "a container; its parts are supported",
 }

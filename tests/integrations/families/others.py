@@ -213,5 +213,5 @@ FAMILIES: dict[str, Builder] = {
 
 WITHOUT: dict[str, str] = {
     "MiniMaxMusic3RVQDepthDecoder": "no latents: a causal decoder over at most 16 codebook tokens",
-    "T5FilmDecoder": "computes its softmax by hand",
+    "T5FilmDecoder": "computes softmax by hand",
 }

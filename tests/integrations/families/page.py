@@ -46,7 +46,9 @@ def page(kinds: dict[str, Kind]) -> str:
             lines.append(f"| {text} | {order} | {', '.join(names)} |")
         if part.WITHOUT:
             lines += ["", "| not changed by `enable` | reason |", "|---|---|"]
-            lines += [f"| {_named(name)} | {reason} |" for name, reason in sorted(part.WITHOUT.items())]
+            for reason in sorted(set(part.WITHOUT.values())):
+                names = [_named(name) for name in sorted(part.WITHOUT) if part.WITHOUT[name] == reason]
+                lines.append(f"| {', '.join(names)} | {reason} |")
         lines.append("")
     return "\n".join(lines)
 

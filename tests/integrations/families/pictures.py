@@ -1319,6 +1319,6 @@ FAMILIES: dict[str, Builder] = {
 }
 
 WITHOUT: dict[str, str] = {
-    "DualTransformer2DModel": "a container of two Transformer2DModel",
+    "DualTransformer2DModel": "a container; its parts are supported",
     "SanaTransformer2DModel": "linear self-attention; softmax only to the text",
 }

@@ -293,6 +293,6 @@ FAMILIES: dict[str, Builder] = {
 }
 
 WITHOUT: dict[str, str] = {
-    "MotionAdapter": "a container of motion modules, run by UNetMotionModel",
-    "UNet1DModel": "softmax by hand, in some of its blocks",
+    "MotionAdapter": "a container; its parts are supported",
+    "UNet1DModel": "some blocks compute softmax by hand",
 }
