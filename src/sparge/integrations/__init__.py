@@ -42,10 +42,12 @@ def enable(model: Any, policy: Policy | Profile | None = None, *, scheduler: Any
         'sparge'
         >>> sparge.disable(model)
     """
-    chosen: Any = getattr(policy, "policy", policy)  # a profile has one
-    policy = _checked(chosen)
+    profile: Any = policy if hasattr(policy, "check_model") else None
+    policy = _checked(policy if profile is None else profile.policy)
     model = _unwrapped(model)
     framework = _framework_of(model)
+    if profile is not None:
+        profile.check_model(model)
     if framework == "transformers":
         from sparge.integrations.transformers import attention
 
