@@ -43,7 +43,7 @@ def enable(model: Any, policy: Policy | Profile | None = None, *, scheduler: Any
         >>> sparge.disable(model)
     """
     profile: Any = policy if hasattr(policy, "check_model") else None
-    policy = _checked(policy if profile is None else profile.policy)
+    chosen = _checked(profile.policy if profile is not None else policy)
     model = _unwrapped(model)
     framework = _framework_of(model)
     if profile is not None:
@@ -53,11 +53,11 @@ def enable(model: Any, policy: Policy | Profile | None = None, *, scheduler: Any
 
         if scheduler is not None:
             raise ValueError(f"scheduler: expected None for a transformers model, got {type(scheduler).__name__}")
-        attention.enable(model, policy)
+        attention.enable(model, chosen)
     else:
         from sparge.integrations.diffusers import pipeline
 
-        pipeline.enable(model, policy, scheduler)
+        pipeline.enable(model, chosen, scheduler)
 
 
 def disable(model: Any) -> None:
@@ -106,7 +106,7 @@ def register(policy: Policy | None = None, framework: Literal["transformers", "d
         raise ImportError("diffusers: expected a version whose attention backends can be extended (0.42 can)")
 
 
-def _checked(policy: Policy | None) -> Policy:
+def _checked(policy: Any) -> Policy:
     if policy is None:
         return Policy()
     if not isinstance(policy, Policy):
