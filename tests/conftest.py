@@ -15,11 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import sparge
-from sparge import api
 from sparge.backends.base import Crossover
 from sparge.backends.torch import TorchBackend
 from sparge.call import forget_recordings
-from sparge.dispatch import call_cache
+from sparge.dispatch import call_cache, run
 
 collect_ignore = ["interpreter.py"]  # importing it makes Triton interpret kernels, which only tests/interpreted want
 BLOCK_Q, BLOCK_K = 128, 64
@@ -31,18 +30,19 @@ SPARSE = {"sparsity": sparge.TopK(0.25, min_blocks=1, sink=False, diagonal=False
 
 
 def watch_attention(patch: pytest.MonkeyPatch, note: Callable[..., object]) -> None:
-    """Have a function see the arguments of every call of `sparge.attention` and of the integrations.
+    """Pass the tensors and options of every call of `sparge.attention` and of the integrations to a function.
 
-    None of them is looked up: each is resolved as if it were the first.
+    No call is looked up in the cache: each is resolved as if it were the first.
     """
-    resolve_and_run = api.resolve_and_run
+    resolve_and_run = run.resolve_and_run
 
     def watched(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, None]:
-        note(*args, **kwargs)
+        *tensors, options = args
+        note(*tensors, **options._asdict())
         output, lse, _ = resolve_and_run(*args, **kwargs)
         return output, lse, None
 
-    patch.setattr(api, "resolve_and_run", watched)
+    patch.setattr(run, "resolve_and_run", watched)
 
 
 def tokens_first(tensor: Tensor) -> Tensor:

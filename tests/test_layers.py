@@ -18,7 +18,7 @@ MAX_LEVELS = 12
 MODEL = {"options", "masks", "call", "numerics"}
 """The lowest layers: values that describe a call, and arithmetic on them."""
 CORE = MODEL | {"backends", "dispatch", "policy", "stats"}
-LIBRARY = CORE | {"api", "profile", "sinks", "varlen", "_ops", "_version"}
+LIBRARY = CORE | {"api", "profile", "varlen", "_ops", "_version"}
 ALLOWED = {
     "options": set(),
     "masks": {"options"},
@@ -32,9 +32,8 @@ ALLOWED = {
     "dispatch": CORE | {"_ops"},
     "profile": {"options", "masks", "policy"},
     "api": CORE,
-    "varlen": CORE | {"api", "_ops"},
-    "sinks": CORE | {"api"},
-    "distributed": LIBRARY,
+    "varlen": CORE | {"_ops"},
+    "distributed": CORE,
     "integrations": LIBRARY | {"distributed"},
     "compat": LIBRARY | {"integrations"},
     "serving": LIBRARY | {"integrations"},

@@ -1,20 +1,25 @@
-"""What a calibration found of every layer, and the budgets that follow from it.
+"""Results of a calibration: measurements of every layer of a model, and the budgets chosen from them.
 
-Two things are known of a layer: its error at some densities, and which density its rows need to hold some share of the
-attention that is predicted. The first says what keeps an error. The second says how to share out a mean density: the
-error of a layer, which may add much or little to what the model knows already, does not.
+Two things are measured per layer: its error at several densities, and the density at which its queries hold a given
+share of the predicted attention. The first gives the budgets that keep an error. The second gives the budgets for a
+mean density: errors of different layers cannot be compared, because a layer may add much or little to the residual.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
 import statistics
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
 
 from sparge.masks.geometry import BLOCK_K
 from sparge.options.rules import Budget
@@ -29,6 +34,8 @@ LEAST_BUDGET = 0.01
 ROW_FLOOR = 8
 """Blocks that every row keeps where a mean density is shared out and inputs are long enough, since the budgets of some
 layers are small. With 4 SmolLM2 lost 16 % more (KL, 4096 tokens, one half)."""
+TRANSFORMERS = ("transformer", "transformer_2")
+"""Attributes under which diffusers pipelines hold their transformers."""
 PRESETS = {"llm": 0.08, "image": 0.07, "video": 0.05}
 """Errors that the paper allows of the first stage: Llama 3.1; SD 3.5 and Flux; CogVideoX and Mochi."""
 
@@ -100,7 +107,7 @@ class Profile:
     """Budgets for every layer of a model, and the measurements they were read from.
 
     Attributes:
-        model: its class and a fingerprint of its weights.
+        model: its class, its number of layers and a fingerprint of its weights, see `identity_of`.
         measured: the policy that was measured.
         policy: the same with ``policy.budgets``.
         max_error: the error that no layer has on the inputs; None where a density was shared out.
@@ -165,8 +172,29 @@ class Profile:
         chosen = replace(chosen, budgets=budgets)
         return cls(dict(model), policy, chosen, max_error, share, dict(curves), dict(needs), tokens)
 
+    def check_model(self, model: Any) -> None:
+        """Check that the profile was measured on a model like this one.
+
+        Warns if only the weights differ. Profiles of earlier versions are checked as far as they identify the model.
+
+        Raises:
+            ValueError: the model has another class or another number of layers.
+        """
+        found = identity_of(model)
+        for name, what in (("kind", "the class"), ("layers", "the number of layers")):
+            if name in self.model and self.model[name] != found[name]:
+                raise ValueError(
+                    f"profile: expected the model it was measured on, with {what} {self.model[name]}, "
+                    f"got {found[name]}; calibrate again"
+                )
+        if found["weights"] is not None and self.model.get("weights") not in (None, found["weights"]):
+            warnings.warn(
+                f"sparge: the profile was measured on a {found['kind']} with other weights; its errors may not hold",
+                stacklevel=3,
+            )
+
     def by_layer(self) -> list[float]:
-        """The budgets in the order in which layers run."""
+        """Return the budgets in the order in which the layers run."""
         budgets = self.policy.budgets or {}
         return [budgets[name] for name in self.curves]
 
@@ -251,6 +279,41 @@ class Profile:
         right.axhline(self.density, color="#333333", linewidth=1, linestyle=":")
         right.set(xlabel="layer", ylabel="budget", ylim=(0, 1), title=f"Budgets, mean {self.density:.2f}")
         return figure
+
+
+def identity_of(model: Any) -> dict[str, Any]:
+    """Return what identifies a model, or the transformers of a pipeline.
+
+    Returns:
+        kind: the names of its classes; layers: the length of its longest list of modules; weights: a fingerprint, or
+        None if some weights are not in memory.
+    """
+    modules = _modules_of(model)
+    lists = [len(part) for module in modules for part in module.modules() if isinstance(part, nn.ModuleList)]
+    return {
+        "kind": "+".join(type(module).__name__ for module in modules) or type(model).__name__,
+        "layers": max(lists, default=0),
+        "weights": fingerprint(modules),
+    }
+
+
+def fingerprint(modules: Sequence[nn.Module]) -> str | None:
+    """Return twelve letters that identify weights, from a few numbers of each parameter; None on the meta device."""
+    numbers: list[float] = []
+    for module in modules:
+        for parameter in module.parameters():
+            if parameter.is_meta:
+                return None
+            values = parameter.detach().flatten()
+            some = values[:: max(len(values) // 4, 1)][:5].to(torch.bfloat16)  # equal for models loaded in 16 bits
+            numbers += some.double().cpu().tolist()
+    return hashlib.sha256(json.dumps(numbers).encode()).hexdigest()[:12]
+
+
+def _modules_of(model: Any) -> list[nn.Module]:
+    """Return a model without torch.compile's wrapper, or the transformers of a pipeline."""
+    parts = [model] if isinstance(model, nn.Module) else [getattr(model, name, None) for name in TRANSFORMERS]
+    return [getattr(part, "_orig_mod", part) for part in parts if isinstance(part, nn.Module)]
 
 
 def policy_of_json(text: str) -> Policy:

@@ -21,14 +21,14 @@ from typing import Any, Literal, cast, overload
 import torch
 from torch import Tensor
 
-from sparge import api
 from sparge._ops import add_op_namespace_prefix
 from sparge._ops import ops as operators
 from sparge.call import Call
-from sparge.dispatch import call_cache, dense_rules, ops, validation
+from sparge.dispatch import call_cache, dense_rules, ops, reasons, run, validation
 from sparge.dispatch.call_cache import PackedCalls
-from sparge.dispatch.dense_rules import Reason
 from sparge.dispatch.gradients import inside_autograd_function, needs_grad_of
+from sparge.dispatch.reasons import Reason
+from sparge.dispatch.resolve import Options
 from sparge.dispatch.segment_plan import Group, Plan, plan_of
 from sparge.masks.geometry import Shape
 from sparge.masks.segments import Run, longest
@@ -168,16 +168,16 @@ def varlen_attention(
     """
     kind = None
     if not torch.compiler.is_compiling():
+        runner = None
         bounds = (_numbers_of("cu_seqlens_q", cu_seqlens_q, q), _numbers_of("cu_seqlens_k", cu_seqlens_k, q))
         if None not in bounds:
-            numbers = (causal, return_lse, topk, softmax_scale, dropout_p, softcap, max_seqlen_q, max_seqlen_k)
-            flags = tuple([type(number) for number in numbers])
+            asked = (causal, return_lse, topk, softmax_scale, dropout_p, softcap, max_seqlen_q, max_seqlen_k)
             choices = (sparsity, score, quantization, skipped, backend, on_unsupported, window_size)
-            kind = call_cache.kind_of(q, k, v, None, None, None, ("packed", bounds, flags, choices, numbers))
-        runner = call_cache.find(kind)
+            kind, runner = call_cache.find(q, k, v, None, asked + choices, ("packed", bounds))
         if runner is not None:
             output, lse = runner(q, k, v, None)
             return (output, lse) if return_lse else output
+    q, k, v, _ = run.as_autocast(q, k, v, None)
     checks.check_choice("on_unsupported", on_unsupported, checks.ON_UNSUPPORTED)
     checks.check_flag("causal", causal)
     validation.check_softcap(softcap)
@@ -286,32 +286,34 @@ class _PackedSequences:
                 lse[:, rows] = found_lse
         return output, lse
 
-    def _attend(self, run: Run, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def _attend(self, segments: Run, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Output (tokens, H, Dv) and LSE (H, tokens) of a run; in its place anything where it is not asked for."""
-        queries = run.queries(query)
-        if run.kv_len == 0:
-            dense_rules.count(Reason.NOTHING_VISIBLE)
+        queries = segments.queries(query)
+        if segments.kv_len == 0:
+            reasons.count(Reason.NOTHING_VISIBLE)
             return _nothing(queries.flatten(0, 1), self._call.shape)
-        tensors = queries, run.keys(key), run.keys(value)
-        runner = self._runners.get(run)
+        tensors = queries, segments.keys(key), segments.keys(value)
+        runner = self._runners.get(segments)
         if runner is not None:
             output, lse = runner(*tensors, None)
         else:
             call = self._call
-            asked: dict[str, Any] = {
-                "is_causal": call.is_causal,
-                "window": call.window,
-                "scale": call.scale,
-                "sparsity": call.sparsity,
-                "score": call.score,
-                "quantization": call.quantization,
-                "skipped": call.skipped,
-                "return_lse": self._with_lse,
+            options = Options(
+                is_causal=call.is_causal,
+                window=call.window,
+                scale=call.scale,
+                enable_gqa=True,
+                sparsity=call.sparsity,
+                score=call.score,
+                quantization=cast(Quantization, call.quantization),
+                layout="NHD",
+                skipped=cast(Skipped, call.skipped),
+                return_lse=self._with_lse,
                 **self._options,
-            }
-            output, lse, runner = api.resolve_and_run(*tensors, enable_gqa=True, layout="NHD", **asked)
+            )
+            output, lse, runner = run.resolve_and_run(*tensors, None, options)
             if runner is not None:
-                self._runners[run] = runner
+                self._runners[segments] = runner
         output = output.flatten(0, 1)
         return output, lse.transpose(0, 1).flatten(1) if self._with_lse else output
 
@@ -333,7 +335,7 @@ def _packed_calls(group: Group, call: Call, dtype: torch.dtype, with_lse: bool) 
     if reason is None:
         rules = {"skipped": validation.resolve_skipped(call.skipped, call.is_causal, None, shape)}
     whole = replace(call, shape=shape, window=window, quantization=quantization, exact_lse=with_lse, **rules)
-    words = "" if reason is None else dense_rules.describe(reason)
+    words = "" if reason is None else reasons.describe(reason)
     return PackedCalls(whole, backend, dtype, group.segments, words)
 
 

@@ -27,7 +27,7 @@ from call_counts import count_calls
 from sparge.dispatch import call_cache
 from sparge.backends.gpu.backend import GpuBackend
 from sparge.call import _calls, forget_recordings
-from sparge.integrations.calls import Layer
+from sparge.integrations.layers import Layer
 from sparge.integrations.sdpa import Scope, sparse_sdpa
 
 GpuBackend.unavailable_reason = lambda *_: None

@@ -22,8 +22,8 @@ from conftest import (
 )
 from sparge import Dense, Policy, TopK
 from sparge.evaluate.inputs import text_like
-from sparge.integrations import calls
-from sparge.integrations.calls import Layer
+from sparge.integrations import decisions
+from sparge.integrations.layers import Layer
 
 pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.timeout(120)]
 
@@ -161,7 +161,7 @@ class TestDenseDecision:
 
         def runs_dense(q_len: int, kv_len: int, **kind: bool) -> bool:
             query, key = (torch.empty(1, 8, length, 16) for length in (q_len, kv_len))
-            return calls.runs_dense(layer, query, key, True, **kind)
+            return decisions.runs_dense(layer, query, key, True, **kind)
 
         assert not runs_dense(3000, 3000)
         assert runs_dense(3000, 3000, is_causal=True)

@@ -148,14 +148,17 @@ def test_equal_rules_are_one_kind() -> None:
     assert len(call_cache._runners) == 1
 
 
-def test_autocast_changes_nothing() -> None:
+def test_autocast_casts_as_it_does_for_sdpa() -> None:
+    tensors = qkv(0)
     for given in ({}, {"backend": "torch", "topk": 0.4}):
-        tensors = qkv(0)
-        expected = first(*tensors, **given)
+        cast = [tensor.bfloat16() for tensor in tensors]
+        expected = sparge.attention(*cast, **given)
         with torch.autocast("cpu", torch.bfloat16):
-            for _ in range(2):
-                got = sparge.attention(*tensors, **given)
-                assert got.dtype == torch.float32 and torch.equal(got, expected)
+            for mixed in (tensors, [cast[0], *tensors[1:]]):
+                for _ in range(2):
+                    got = sparge.attention(*mixed, **given)
+                    assert got.dtype == torch.nn.functional.scaled_dot_product_attention(*mixed).dtype
+                    assert torch.equal(got, expected)
 
 
 def test_the_number_of_threads_decides_anew(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -225,6 +225,29 @@ def test_a_profile_of_another_model_is_refused(model: Any, profile: Profile) -> 
         Profile.from_json("{}")
 
 
+def test_a_profile_belongs_to_a_class_and_a_number_of_layers(profile: Profile) -> None:
+    """Models of other classes, depths and weights have layers of the same names."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+    sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}
+    same = type(tiny_model())
+    assert profile.model["kind"] == same.__name__
+    other = Qwen2ForCausalLM(Qwen2Config(**sizes, num_hidden_layers=2))
+    if same is Qwen2ForCausalLM:
+        other = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2))
+    with pytest.raises(ValueError, match=f"with the class {same.__name__}, got {type(other).__name__}"):
+        sparge.enable(other, profile)
+    deeper = same(type(tiny_model().config)(**{**tiny_model().config.to_dict(), "num_hidden_layers": 3}))
+    with pytest.raises(ValueError, match="with the number of layers 2, got 3"):
+        sparge.enable(deeper, profile)
+    retrained = tiny_model()
+    with torch.no_grad():
+        next(retrained.parameters()).mul_(2)
+    with pytest.warns(UserWarning, match="other weights"):
+        sparge.enable(retrained, profile)
+    assert sparge.Profile.from_json(profile.to_json()).model == profile.model
+
+
 @pytest.mark.parametrize(
     ("budgets", "kind", "message"),
     [

@@ -226,8 +226,8 @@ def test_nan_in_an_additive_mask(quantization: str) -> None:
     "heads, kind, reason",
     [
         (16, "documents", "sparse: "),
-        (8, "documents", "dense: below the crossover (mask with an entry per query)"),
-        (16, "bias", "dense: unsupported (additive mask)"),
+        (8, "documents", "dense: costly mask (full mask)"),
+        (16, "bias", "dense: costly mask (additive mask)"),
     ],
 )
 def test_models_calls_under_masks(heads: int, kind: str, reason: str) -> None:

@@ -20,8 +20,9 @@ from gpu.conftest import BACKEND, DEVICE, FASTEST, ON_CUDA, cuda_only, equal, fo
 from sparge import Dense, TopCdf, TopK
 from sparge.call import Call
 from sparge.dispatch import ops
-from sparge.integrations.calls import Layer
 from sparge.integrations.calls import attend as attend_layer
+from sparge.integrations.layers import Layer
+from sparge.integrations.model_call import ModelCall
 from sparge.masks.geometry import Shape
 from sparge.masks.ordering import order_of
 
@@ -379,7 +380,7 @@ def test_a_layer_in_order(text: tuple[tuple[int, int], ...], turned: bool) -> No
         query, key, value = qkv(start + 1024, seed=seed)
         if turned:
             query, key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key, value))
-        found = attend_layer(layer, query, key, value, enable_gqa=True, text=text, grid=grid)
+        found = attend_layer(layer, ModelCall(query, key, value, enable_gqa=True, text=text, grid=grid))
         moved = [ops.along(tokens, grid, "hilbert", start) for tokens in (query, key, value)]
         options = {"score": layer.policy.score_of(is_ordered=True, is_causal=False), "always_keep": list(text) or None}
         expected = sparge.attention(*moved, topk=0.5, enable_gqa=True, backend=BACKEND, **options)

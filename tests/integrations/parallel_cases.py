@@ -35,9 +35,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import sparge
 from sparge import Budget, Policy, TopK
-from sparge.integrations.calls import Layer
 from sparge.integrations.diffusers import backend
 from sparge.integrations.hooks import THREAD
+from sparge.integrations.layers import Layer
 from sparge.integrations.sdpa import Scope, Tokens
 
 SPARSE = Policy(sparsity=Budget(0.4), backend="torch", on_unsupported="raise")

@@ -37,8 +37,9 @@ from torch.overrides import TorchFunctionMode
 import sparge
 from conftest import assert_within_budget, exact_attention, make_qkv, plain_attention
 from sparge.backends import base
-from sparge.integrations import calls, comfyui
+from sparge.integrations import calls, comfyui, layers
 from sparge.integrations.comfyui import attention_override, parse_blocks, sparsify
+from sparge.integrations.model_call import ModelCall
 
 FOLDER = Path(__file__).parents[2] / "comfyui"
 
@@ -57,7 +58,7 @@ def short() -> Tensors:
 @pytest.fixture
 def unwarned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every reason is warned about again."""
-    monkeypatch.setattr(calls, "_WARNED", set())
+    monkeypatch.setattr(layers, "_WARNED", set())
 
 
 @pytest.fixture
@@ -496,9 +497,9 @@ class TestDense:
     ) -> None:
         used = []
 
-        def spy(layer: calls.Layer, *args: Any, **kwargs: Any) -> Tensor | None:
+        def spy(layer: layers.Layer, call: ModelCall) -> Tensor | None:
             used.append(layer.policy.quantization)
-            return calls.attend(layer, *args, **kwargs)
+            return calls.attend(layer, call)
 
         monkeypatch.setattr(comfyui, "attend", spy)
         run(attention_override(50, backend="torch"), *make_qkv(200, heads=2), 2, skip_reshape=True, **call)

@@ -14,10 +14,12 @@ from torch import Tensor
 import sparge
 from sparge import Dense, Policy
 from sparge.backends import base
-from sparge.dispatch import dense_rules
-from sparge.dispatch.dense_rules import Reason
+from sparge.dispatch import dense_rules, reasons
+from sparge.dispatch.reasons import Reason
 from sparge.evaluate.variants import parse_variant, share_computed
-from sparge.integrations.calls import Layer, Steps, attend
+from sparge.integrations.calls import attend
+from sparge.integrations.layers import Layer, Steps
+from sparge.integrations.model_call import ModelCall
 
 EIGHT = {"dense": "8bit", "quantization": "int8_fp8"}
 NAMED = Policy(**EIGHT, backend="torch", on_unsupported="raise")
@@ -46,7 +48,9 @@ def test_it_is_dense_attention_in_8_bits(backend: str, by: str) -> None:
     steps = Steps(policy)
     if by != "unknown schedule":
         steps.dense = Reason.STEP if by == "step" else None
-    got = attend(Layer("a", policy, by == "layer", steps), query, key, value, is_causal=True, enable_gqa=True)
+    got = attend(
+        Layer("a", policy, by == "layer", steps), ModelCall(query, key, value, is_causal=True, enable_gqa=True)
+    )
     reasons = sparge.stats().layers["a"].reasons
     expected = sparge.attention(
         query, key, value, is_causal=True, enable_gqa=True, sparsity=Dense(), quantization="int8_fp8", backend=backend
@@ -60,7 +64,7 @@ def test_it_is_dense_attention_in_8_bits(backend: str, by: str) -> None:
 def test_a_window_holds_in_8_bits() -> None:
     query, key, value = qkv(300)
     call = {"is_causal": True, "enable_gqa": True, "window": (90, 0)}
-    got = attend(Layer("a", NAMED, True), query, key, value, **call)
+    got = attend(Layer("a", NAMED, True), ModelCall(query, key, value, **call))
     expected = sparge.attention(query, key, value, sparsity=Dense(), quantization="int8_fp8", backend="torch", **call)
     assert got is not None and torch.equal(got, expected)
 
@@ -81,17 +85,17 @@ def test_where_8_bits_are_faster(policy: Policy, is_faster: bool, runs: bool, mo
     """On a CPU they are a simulation: only a backend and a quantization that are both named have it run there."""
     monkeypatch.setattr(base, "_fastest_quantization", lambda *_: "int8_fp8" if is_faster else "none")
     cpu = torch.device("cpu")
-    assert dense_rules.in_eight_bits(policy, Reason.STEP, cpu) is runs
-    for reason in set(Reason) - set(dense_rules.BY_RULE):
-        assert not dense_rules.in_eight_bits(policy, reason, cpu)
+    assert dense_rules.runs_quantized(policy, Reason.STEP, cpu) is runs
+    for reason in set(Reason) - set(reasons.POLICY_RULES):
+        assert not dense_rules.runs_quantized(policy, reason, cpu)
 
 
 def test_calls_that_are_dense_at_any_rate_stay_with_the_framework() -> None:
     query, key, value = qkv()
     layer = Layer("", Policy(**EIGHT, backend="torch", min_tokens=250), dense=True)
-    assert attend(layer, query[:, :, :1], key, value, enable_gqa=True, is_language=True) is None
-    assert attend(layer, query[:, :, :9], key, value, enable_gqa=True) is None
-    assert attend(layer, *(tensor[:, :, :200] for tensor in (query, key, value)), enable_gqa=True) is None
+    assert attend(layer, ModelCall(query[:, :, :1], key, value, enable_gqa=True, is_language=True)) is None
+    assert attend(layer, ModelCall(query[:, :, :9], key, value, enable_gqa=True)) is None
+    assert attend(layer, ModelCall(*(tensor[:, :, :200] for tensor in (query, key, value)), enable_gqa=True)) is None
     assert sparge.stats().reasons == {
         "dense: decode": 1, "dense: cross-attention": 1, "dense: fewer than min_tokens": 1
     }  # fmt: skip
@@ -111,7 +115,7 @@ def test_what_cannot_be_sparse_is_no_error(obstacle: str) -> None:
     with torch.set_grad_enabled(obstacle == "gradients"), warnings.catch_warnings():
         warnings.simplefilter("error")
         query.requires_grad_(obstacle == "gradients")
-        assert attend(Layer("", NAMED, dense=True), query, key, value, **call) is None
+        assert attend(Layer("", NAMED, dense=True), ModelCall(query, key, value, **call)) is None
     assert sparge.stats().reasons == {"dense: dense layer": 1}
 
 
@@ -121,7 +125,7 @@ def test_masks() -> None:
     visible = padding("left").bool()[:, None, None, :300]
     for mask in (bias, visible):
         options = {"enable_gqa": True, "quantization": "int8_fp8", "backend": "torch"}
-        got = attend(Layer("", NAMED, dense=True), query, key, value, mask, enable_gqa=True)
+        got = attend(Layer("", NAMED, dense=True), ModelCall(query, key, value, mask, enable_gqa=True))
         expected = sparge.attention(query, key, value, mask, sparsity=Dense(), **options)
         assert got is not None and relative(got, expected) < (1e-6 if mask is bias else 0.02), "cut off, not masked"
     assert set(sparge.stats().reasons) == {"dense in 8 bits: dense layer", "dense: sparsity=Dense()"}
@@ -145,8 +149,10 @@ def test_a_language_model() -> None:
 def test_compiled_programs_count_it() -> None:
     query, key, value = qkv()
     layer = Layer("", NAMED, dense=True)
-    compiled = torch.compile(lambda *qkv: attend(layer, *qkv, enable_gqa=True), backend="eager", fullgraph=True)
-    assert torch.equal(compiled(query, key, value), attend(layer, query, key, value, enable_gqa=True))
+    compiled = torch.compile(
+        lambda *qkv: attend(layer, ModelCall(*qkv, enable_gqa=True)), backend="eager", fullgraph=True
+    )
+    assert torch.equal(compiled(query, key, value), attend(layer, ModelCall(query, key, value, enable_gqa=True)))
     assert sparge.stats().reasons == {"dense in 8 bits: dense layer": 2}
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 import sparge
 from conftest import watch_attention
 from sparge import Policy, TopK
-from sparge.integrations import calls
+from sparge.integrations import layers
 from sparge.integrations.diffusers import pipeline
 from sparge.integrations.diffusers.models import KNOWN
 
@@ -56,7 +56,7 @@ CROSS = {
 
 @pytest.fixture(autouse=True)
 def no_gradients(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(calls, "_WARNED", set())
+    monkeypatch.setattr(layers, "_WARNED", set())
     pipeline._warn_once.cache_clear()
     with torch.no_grad():
         yield

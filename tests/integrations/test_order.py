@@ -19,7 +19,9 @@ import sparge
 from conftest import make_qkv, tokens_first
 from sparge import Budget, Policy, TopCdf, TopK
 from sparge.dispatch import ops
-from sparge.integrations.calls import Layer, Steps, attend, substituted
+from sparge.integrations.calls import attend, substituted
+from sparge.integrations.layers import Layer, Steps
+from sparge.integrations.model_call import ModelCall
 from sparge.masks.ordering import ORDERS, order_of
 
 pytestmark = pytest.mark.timeout(240)
@@ -82,7 +84,7 @@ def options_of(
 
     tensors = make_qkv(tokens, kv_len, heads=1, head_dim=8)
     with substituted(attention):
-        output = attend(Layer("layer", policy), *tensors, text=text, grid=grid, **call)
+        output = attend(Layer("layer", policy), ModelCall(*tensors, text=text, grid=grid, **call))
     assert output is not None
     assert torch.equal(output, tensors[0]), "what was moved is moved back"
     seen = calls[0]
@@ -271,7 +273,9 @@ class TestRepeatedCalls:
     TEXT = ((0, 70),)
 
     def attend(self, layer: Layer, seed: int, **call: Any) -> Tensor | None:
-        return attend(layer, *make_qkv(502, heads=2, head_dim=16, seed=seed), text=self.TEXT, grid=GRID, **call)
+        return attend(
+            layer, ModelCall(*make_qkv(502, heads=2, head_dim=16, seed=seed), text=self.TEXT, grid=GRID, **call)
+        )
 
     def test_they_give_what_a_first_call_gives(self) -> None:
         layer = Layer("layer", self.POLICY)
@@ -320,10 +324,10 @@ class TestRepeatedCalls:
     def test_gradients_are_refused_after_a_call_without(self) -> None:
         layer = Layer("layer", Policy(sparsity=TopK(0.4, min_blocks=1), backend="torch", on_unsupported="raise"))
         tensors = make_qkv(502, heads=2, head_dim=16)
-        attend(layer, *tensors, text=self.TEXT, grid=GRID)
+        attend(layer, ModelCall(*tensors, text=self.TEXT, grid=GRID))
         tensors[0].requires_grad_()
         with torch.enable_grad(), pytest.raises(NotImplementedError, match="gradients"):
-            attend(layer, *tensors, text=self.TEXT, grid=GRID)
+            attend(layer, ModelCall(*tensors, text=self.TEXT, grid=GRID))
 
 
 class TestAlong:

@@ -24,7 +24,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 import sparge
 from conftest import exact_attention, watch_attention
 from sparge import Policy
-from sparge.integrations import calls
+from sparge.integrations import layers
 from sparge.integrations.transformers import attention, packing
 
 pytestmark = pytest.mark.timeout(240)
@@ -36,7 +36,7 @@ DENSE = Policy(min_tokens=10**6)
 
 @pytest.fixture(autouse=True)
 def no_warnings_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "_WARNED", set())
+    monkeypatch.setattr(layers, "_WARNED", set())
 
 
 @pytest.fixture
@@ -255,7 +255,7 @@ def an_attention(policy: Policy) -> nn.Module:
     attention._register_functions()
     module = nn.Module()
     module.num_key_value_groups = 2  # type: ignore[assignment]
-    setattr(module, attention.LAYER, calls.Layer("layer", policy))
+    setattr(module, attention.LAYER, layers.Layer("layer", policy))
     return module
 
 

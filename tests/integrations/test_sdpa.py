@@ -25,7 +25,8 @@ from sparge import Policy, TopK
 from sparge.backends import base
 from sparge.backends.base import ALWAYS, Crossover
 from sparge.dispatch import dense_rules
-from sparge.integrations import calls
+from sparge.integrations import calls, decisions, layers, model_call
+from sparge.integrations.model_call import ModelCall
 from sparge.integrations.sdpa import Scope, Tokens, sparse_sdpa
 
 pytestmark = pytest.mark.timeout(120)
@@ -36,7 +37,7 @@ THIN = Policy(sparsity=TopK(0.3, min_blocks=1), backend="torch")
 
 @pytest.fixture(autouse=True)
 def fresh_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "_WARNED", set())
+    monkeypatch.setattr(layers, "_WARNED", set())
 
 
 def masks(kind: str, q_len: int, kv_len: int) -> Tensor | None:
@@ -220,7 +221,8 @@ class TestMasksOnGpus:
 
     @pytest.fixture(autouse=True)
     def gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(dense_rules, "is_on_gpu", lambda _: True)
+        by_mask, cuda = dense_rules.by_mask, torch.device("cuda")
+        monkeypatch.setattr(dense_rules, "by_mask", lambda mask, shape, _, **more: by_mask(mask, shape, cuda, **more))
         monkeypatch.setattr(
             dense_rules.base, "crossover_under_mask_for", lambda *_: replace(ALWAYS, scores=5 * 2048**2)
         )
@@ -241,12 +243,12 @@ class TestMasksOnGpus:
     @pytest.mark.parametrize(
         "kind, heads, reason",
         [
-            ("bias", 5, "unsupported (additive mask)"),
-            ("bias of keys", 5, "unsupported (additive mask)"),
-            ("hides", 5, "unsupported (additive mask)"),
-            ("own heads", 5, "unsupported (mask that fewer than 4 heads share)"),
-            ("shared", 3, "unsupported (mask that fewer than 4 heads share)"),
-            ("shared", 4, "below the crossover (mask with an entry per query)"),
+            ("bias", 5, "costly mask (additive mask)"),
+            ("bias of keys", 5, "costly mask (additive mask)"),
+            ("hides", 5, "costly mask (additive mask)"),
+            ("own heads", 5, "costly mask (mask that fewer than 4 heads share)"),
+            ("shared", 3, "costly mask (mask that fewer than 4 heads share)"),
+            ("shared", 4, "costly mask (full mask)"),
         ],
     )
     def test_others_are_sdpas_with_a_reason(self, kind: str, heads: int, reason: str) -> None:
@@ -270,8 +272,8 @@ class TestMasksOnGpus:
         tensors, shared = make_qkv(2048, heads=own, head_dim=16), documents(2048)[None, None]
         mask = shared if kind == "shared" else shared.repeat(1, 6, 1, 1)
         sizes = tuple(tensor[:, :1, :1].expand(-1, 5, 2048, -1) for tensor in tensors[:2])
-        part = calls.Part(sizes, sparge.attention, mask=mask)
-        scope = Scope(calls.Layer("layer", Policy(topk=0.25, on_unsupported="dense")))
+        part = model_call.RankPart(sizes, sparge.attention, mask=mask)
+        scope = Scope(layers.Layer("layer", Policy(topk=0.25, on_unsupported="dense")))
         output = sparse_sdpa(scope, *tensors, mask[:, :own], tokens=Tokens(True), part=part)
         assert (output is not None) == (kind == "shared")
 
@@ -289,9 +291,9 @@ class TestMasksOnGpus:
             F.scaled_dot_product_attention(*tensors, wrong)
 
     def test_over_all_blocks_nobody_measured_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(dense_rules, "in_eight_bits", lambda *_: True)
-        layer = calls.Layer("a", Policy(dense="8bit"), dense=True)
-        assert calls.attend(layer, *make_qkv(2048, heads=5, head_dim=16), documents(2048)) is None
+        monkeypatch.setattr(dense_rules, "runs_quantized", lambda *_: True)
+        layer = layers.Layer("a", Policy(dense="8bit"), dense=True)
+        assert calls.attend(layer, ModelCall(*make_qkv(2048, heads=5, head_dim=16), documents(2048))) is None
         assert sparge.stats().reasons == {"dense: dense layer": 1}
 
 
@@ -307,7 +309,7 @@ def test_crossovers_under_masks() -> None:
         "triton": 2**30,
     }
     assert base.get("torch").crossover_under_mask("cuda") == base.NEVER
-    assert base.get("torch").crossover_under_mask("cpu") == base.crossover_under_mask_for("cpu", None) == ALWAYS
+    assert base.get("torch").crossover_under_mask("cpu") == base.crossover_under_mask_for("cpu", None) == base.NEVER
 
 
 class TestDecisions:
@@ -323,7 +325,7 @@ class TestDecisions:
         mask[1, ..., 500:] = False
         call = {"is_causal": is_causal, "is_language": is_causal, "sinks": torch.ones(2) if has_sinks else None}
         named, plain = (
-            calls.attend(calls.Layer(name, Policy(topk=0.5, quantization=name)), *tensors, mask, **call)
+            calls.attend(layers.Layer(name, Policy(topk=0.5, quantization=name)), ModelCall(*tensors, mask, **call))
             for name in ("int8_fp16", "none")
         )
         assert not torch.equal(named[0], plain[0]), "above the crossover, in 8 bits"
@@ -333,7 +335,9 @@ class TestDecisions:
             expected = F.scaled_dot_product_attention(*short, is_causal=is_causal)
             torch.testing.assert_close(named[1:, :, :500], expected)
         sparge.reset_stats()
-        calls.attend(calls.Layer("", Policy(quantization="int8_fp16")), *(t[1:] for t in tensors), mask[1:], **call)
+        calls.attend(
+            layers.Layer("", Policy(quantization="int8_fp16")), ModelCall(*(t[1:] for t in tensors), mask[1:], **call)
+        )
         assert sparge.stats().reasons == {"dense: below the crossover": 1}
 
     def test_a_layer_that_asks_again_is_answered_from_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,7 +346,7 @@ class TestDecisions:
         by_policy = dense_rules.by_policy
         monkeypatch.setattr(dense_rules, "by_policy", lambda *args, **call: asked.append(1) or by_policy(*args, **call))
         policy = Policy(backend="torch", min_tokens=150)
-        layer = calls.Layer("a", policy, steps=calls.Steps(policy))
+        layer = layers.Layer("a", policy, steps=layers.Steps(policy))
         long, short = torch.zeros(1, 2, 200, 16), torch.zeros(1, 2, 100, 16)
         for query, key, expected in (
             (short, short, "dense: fewer than min_tokens"),
@@ -352,19 +356,19 @@ class TestDecisions:
             (long, long, "dense: dense step, the schedule is unknown"),
         ):
             sparge.reset_stats()
-            assert calls.runs_dense(layer, query, key)
+            assert decisions.runs_dense(layer, query, key)
             assert sparge.stats().layers["a"].reasons == {expected: 1}
         assert len(asked) == 3
         assert layer.steps is not None
         layer.steps.start(4)
-        assert not calls.runs_dense(layer, long, long)
+        assert not decisions.runs_dense(layer, long, long)
         turned = short.transpose(1, 2)
-        assert calls.runs_dense(layer, turned, turned, heads_at=2, tokens_at=1)
+        assert decisions.runs_dense(layer, turned, turned, heads_at=2, tokens_at=1)
         assert len(asked) == 4
         same_sizes = torch.zeros(1, 200, 200, 16)
-        assert not calls.runs_dense(layer, same_sizes, same_sizes)
-        assert not calls.runs_dense(layer, same_sizes, same_sizes, heads_at=2, tokens_at=1)
-        assert calls.runs_dense(layer, same_sizes[:, :1], same_sizes, is_self=False)
+        assert not decisions.runs_dense(layer, same_sizes, same_sizes)
+        assert not decisions.runs_dense(layer, same_sizes, same_sizes, heads_at=2, tokens_at=1)
+        assert decisions.runs_dense(layer, same_sizes[:, :1], same_sizes, is_self=False)
         assert len(asked) == 7
 
     @pytest.mark.parametrize(
@@ -719,7 +723,8 @@ class TestPadding:
         for row, (start, stop) in zip(mask[:, 0, 0], spans, strict=True):
             row[start:stop] = True
         got = calls.attend(
-            calls.Layer("", ALL), query, key, value, mask, is_causal=is_causal, enable_gqa=True, is_self=True
+            layers.Layer("", ALL),
+            ModelCall(query, key, value, mask, is_causal=is_causal, enable_gqa=True, is_self=True),
         )
         assert got is not None
         exact, _ = exact_attention(query, key, value, attn_mask=mask, is_causal=is_causal)
@@ -787,10 +792,10 @@ class TestPadding:
         mask = torch.ones(3, 1, 1, 300, dtype=torch.bool)
         mask[0, ..., :] = False
         mask[1, ..., :40] = False
-        layer = calls.Layer("a", ALL)
-        assert calls.attend(layer, query, key, value, mask) is not None
+        layer = layers.Layer("a", ALL)
+        assert calls.attend(layer, ModelCall(query, key, value, mask)) is not None
         assert sparge.stats().layers["a"].reasons == {"sparse: torch": 1}
-        assert calls.attend(layer, query[:2], key[:2], value[:2], mask[:1]) is not None
+        assert calls.attend(layer, ModelCall(query[:2], key[:2], value[:2], mask[:1])) is not None
         assert sparge.stats().layers["a"].reasons == {"sparse: torch": 1, "dense: nothing to see": 1}
 
     def test_a_mask_that_broadcasts_over_the_keys(self) -> None:

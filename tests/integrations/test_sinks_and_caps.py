@@ -13,7 +13,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, GptOssConfig, GptOssFo
 
 import sparge
 from sparge import Policy
-from sparge.integrations import calls
+from sparge.integrations import layers
 from sparge.integrations.calls import substituted
 from sparge.integrations.transformers import eager
 from sparge.integrations.transformers.attention import attention_forward
@@ -42,7 +42,7 @@ def gemma2(cap: float | None = 0.5) -> Any:
 
 @pytest.fixture(autouse=True)
 def no_gradients(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(calls, "_WARNED", set())
+    monkeypatch.setattr(layers, "_WARNED", set())
     with torch.no_grad():
         yield
 
@@ -81,8 +81,8 @@ class TestSinks:
         """Short calls are equal to "eager" in every bit, long ones, whose scores no memory holds, to rounding."""
         monkeypatch.setattr(eager, "MAX_SCORES", limit)
         seen = []
-        dense = eager.api.dense
-        monkeypatch.setattr(eager.api, "dense", lambda *args, **call: seen.append(1) or dense(*args, **call))
+        dense = eager.run.dense
+        monkeypatch.setattr(eager.run, "dense", lambda *args, **call: seen.append(1) or dense(*args, **call))
         model, ids, mask = gpt_oss(), tokens(), padding("left")
         expected = logits(model, ids, mask)
         plain = model(ids).logits

@@ -23,7 +23,8 @@ from transformers import (
 import sparge
 from conftest import watch_attention
 from sparge import Policy
-from sparge.integrations import calls
+from sparge.integrations import calls, layers
+from sparge.integrations.model_call import ModelCall
 from sparge.integrations.transformers.attention import PADDING, mask
 
 pytestmark = pytest.mark.timeout(240)
@@ -187,6 +188,6 @@ def test_a_narrow_window_is_dense_in_the_quantization_of_a_policy() -> None:
         ("int8_fp16", "dense in 8 bits: inside the window"),
     ):
         sparge.reset_stats()
-        layer = calls.Layer("", Policy(quantization=quantization))
-        calls.attend(layer, query, query, query, is_causal=True, is_language=True, window=(63, 0))
+        layer = layers.Layer("", Policy(quantization=quantization))
+        calls.attend(layer, ModelCall(query, query, query, is_causal=True, is_language=True, window=(63, 0)))
         assert sparge.stats().reasons == {reason: 1}

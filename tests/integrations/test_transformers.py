@@ -40,7 +40,7 @@ from transformers import (
 import sparge
 from conftest import watch_attention
 from sparge import Policy, TopK
-from sparge.integrations import calls
+from sparge.integrations import calls, layers
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -86,7 +86,7 @@ def assert_logits_equal(got: Tensor, expected: Tensor) -> None:
 
 @pytest.fixture(autouse=True)
 def no_gradients(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(calls, "_WARNED", set())
+    monkeypatch.setattr(layers, "_WARNED", set())
     with torch.no_grad():
         yield
 

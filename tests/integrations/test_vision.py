@@ -39,7 +39,9 @@ import sparge
 from sparge import Policy, TopK
 from sparge.backends import base
 from sparge.backends.base import ALWAYS
-from sparge.integrations import calls, hooks
+from sparge.integrations import calls, hooks, layers
+from sparge.integrations.layers import Layer
+from sparge.integrations.model_call import ModelCall
 from sparge.integrations.transformers import attention, images
 from sparge.integrations.transformers.images import grid_of, text_of
 from sparge.masks.ordering import order_of
@@ -53,7 +55,7 @@ SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attenti
 
 @pytest.fixture(autouse=True)
 def no_gradients(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(calls, "_WARNED", set())
+    monkeypatch.setattr(layers, "_WARNED", set())
     torch.manual_seed(0)
     with torch.no_grad():
         yield
@@ -147,9 +149,9 @@ class TestEncoders:
         seen = []
 
         @functools.wraps(calls.attend)
-        def attend(*args: Any, **call: Any) -> Any:
-            seen.append((call["grid"], list(call["text"])))
-            return calls.attend(*args, **call)
+        def attend(layer: Layer, call: ModelCall) -> Any:
+            seen.append((call.grid, list(call.text)))
+            return calls.attend(layer, call)
 
         model, inputs = build()
         model.eval()
@@ -257,14 +259,13 @@ class TestModulesThatCallSdpa:
         assert_equal(model(**inputs)[0], expected)
         assert set(orders) == {((16, 16), "hilbert")}
 
-    def test_a_gpu_would_run_it_dense_with_a_reason(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(calls.dense_rules, "is_on_gpu", lambda _: True)
+    def test_biases_run_dense_with_a_reason(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(calls.dense_rules.base, "crossover_for", lambda *_: ALWAYS)
         model, inputs = sam(), pixels(64, 64)
         expected = model(**inputs)[0]
         sparge.enable(model, Policy(min_tokens=0, on_unsupported="dense"))
         assert torch.equal(model(**inputs)[0], expected)
-        assert sparge.stats().reasons == {"dense: unsupported (additive mask)": 3}
+        assert sparge.stats().reasons == {"dense: costly mask (additive mask)": 3}
 
     def test_compiled_layers_share_a_graph(self) -> None:
         model, inputs = sam(use_rel_pos=False), pixels(64, 64)

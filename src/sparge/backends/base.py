@@ -129,12 +129,16 @@ class Backend(ABC):
     def crossover(self, device_type: str, dtype: torch.dtype) -> Crossover:
         """The sizes from which on sparse attention of inputs of a dtype pays on a kind of device, as measured."""
 
-    def crossover_under_mask(self, device_type: str) -> Crossover:
-        """What a call needs besides `crossover` under a bool mask with an entry per query; never, if unmeasured."""
-        return ALWAYS if device_type == "cpu" else NEVER
+    def crossover_under_mask(self, device_type: str) -> Crossover:  # noqa: ARG002
+        """Return the sizes from which on a full bool mask pays; `NEVER` if it does not or was not measured."""
+        return NEVER
 
     def serving(self, call: Call, dtype: torch.dtype) -> Backend:  # noqa: ARG002
         """The backend that really computes a call: this one, or one that it leaves some calls to."""
+        return self
+
+    def portable(self) -> Backend:
+        """Return the backend that packs short dense segments together: this one, or one whose kernel copies nothing."""
         return self
 
     @abstractmethod

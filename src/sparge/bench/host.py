@@ -39,7 +39,7 @@ from sparge.bench.timing import Variant, attempt, host_seconds, reason, take_tur
 from sparge.call import forget_recordings
 from sparge.dispatch import call_cache
 from sparge.integrations import sdpa
-from sparge.integrations.calls import Layer
+from sparge.integrations.layers import Layer
 from sparge.integrations.transformers import attention as transformers_integration
 from sparge.masks.ordering import order_of
 from sparge.options.common import BACKENDS
@@ -55,7 +55,7 @@ BASELINE, RUNS_DENSE = "SDPA", ", runs dense"
 
 STAGES: dict[str, Sequence[tuple[Any, str]]] = {
     "decision": (
-        (call_cache, "kind_of"),
+        (call_cache, "find"),
         (sdpa, "runs_dense"),
         (transformers_integration, "runs_dense"),
     ),

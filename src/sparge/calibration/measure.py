@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sparge import api
 from sparge.evaluate.metrics import relative_l1
-from sparge.evaluate.rows import Rows, digest, fingerprint
+from sparge.evaluate.rows import Rows, digest
 from sparge.evaluate.variants import enabled
 from sparge.integrations.calls import substituted
 from sparge.options.rules import Dense, Selection, TopCdf
 from sparge.policy import Policy
-from sparge.profile import Curve, Needs, Profile
+from sparge.profile import Curve, Needs, Profile, identity_of
 
 DENSITIES = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8)
 """Where errors are measured. Together they cost three times dense attention."""
@@ -74,9 +74,9 @@ def calibrate(
     nothing = Curve(tuple(densities), ((0.0,) * len(densities),))
     some = Needs(SHARES, (SHARES,))
     Profile.chosen({}, Policy(), {"": nothing}, {"": some}, tokens=0, max_error=max_error, density=density)  # a check
+    about = identity_of(model)
     described = {
-        "model": _kind(model),
-        "weights": fingerprint(_modules(model)),
+        **about,
         "policy": policy.to_json(),
         "densities": list(densities),
         "shares": list(SHARES),
@@ -105,7 +105,6 @@ def calibrate(
         )
     curves = {layer: Curve(tuple(densities), tuple(map(tuple, found))) for layer, found in errors.items()}
     by_layer = {layer: Needs(SHARES, tuple(map(tuple, found))) for layer, found in needs.items()}
-    about = {"kind": described["model"], "weights": described["weights"]}
     return Profile.chosen(about, policy, curves, by_layer, tokens=tokens, max_error=max_error, density=density)
 
 
@@ -200,14 +199,3 @@ def _run(model: Any, entry: Any) -> None:
         model(**entry)
     else:
         model(entry)
-
-
-def _modules(model: Any) -> list[nn.Module]:
-    if isinstance(model, nn.Module):
-        return [model]
-    found = (getattr(model, name, None) for name in ("transformer", "transformer_2"))
-    return [module for module in found if isinstance(module, nn.Module)]
-
-
-def _kind(model: Any) -> str:
-    return type(model).__name__

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from sparge import api, varlen
 from sparge.dispatch import validation
+from sparge.dispatch.sinks import apply_sinks
 from sparge.options import checks
-from sparge.sinks import weighed
 
 
 def flash_attn_func(
@@ -57,7 +57,7 @@ def flash_attn_func(
     result = attention(q, k, v, enable_gqa=True, layout="NHD", window=window_size, **call)
     if s_aux is not None:
         output, lse = result
-        return weighed(output.transpose(1, 2), lse, s_aux).transpose(1, 2)
+        return apply_sinks(output.transpose(1, 2), lse, s_aux).transpose(1, 2)
     return (*result, None) if return_attn_probs else result
 
 
@@ -110,7 +110,7 @@ def flash_attn_varlen_func(
     result = attention(q, k, v, cu_seqlens_q, cu_seqlens_k, *positional, return_lse=with_lse)
     if s_aux is not None:
         output, lse = result
-        return weighed(output.transpose(0, 1), lse, s_aux).transpose(0, 1)
+        return apply_sinks(output.transpose(0, 1), lse, s_aux).transpose(0, 1)
     return (*result, None) if return_attn_probs else result
 
 

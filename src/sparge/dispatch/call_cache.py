@@ -1,8 +1,8 @@
-"""Calls that are repeated: how a kind of call runs is resolved once, then looked up.
+"""Cache of resolved calls: how a kind of call runs is resolved once, then looked up.
 
-Checking options and deciding between dense and sparse takes longer than a short call takes a GPU, and gives the same
-answer for every call of the same shapes, strides, dtypes and options. `kind_of` is the key of such a call, `find` looks
-it up, and `SparseCalls` or `DenseCalls` runs it.
+Checking options and choosing between dense and sparse takes longer than a short call takes on a GPU, and gives the same
+answer for every call of the same shapes, strides, dtypes and options. `find` looks it up,
+and `SparseCalls` or `DenseCalls` runs it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from sparge.backends.output_layout import gapless_strides, is_tokens_first, laid
 from sparge.call import Call, interned
 from sparge.dispatch import ops
 from sparge.dispatch.gradients import inside_autograd_function
+from sparge.dispatch.resolve import Options
 from sparge.masks.block_mask import BlockMask
 from sparge.masks.ordering import TokenOrder
 from sparge.masks.segments import Segment, Tables, is_ready, tables_of
@@ -34,42 +35,41 @@ _runners: dict[Any, Any] = {}
 """By kind, what computes calls from tensors as the caller passed them; of calls over ranks, their checked request."""
 
 
-def kind_of(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    always_keep: Any,
-    exact_queries: Any,
-    options: tuple[Any, ...],
-) -> Any:
-    """Return all that decides how a call runs, but for the numbers in its tensors; None for calls that are unusual.
+def find(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, options: tuple[Any, ...], more: Any = None
+) -> tuple[Any, Any]:
+    """Return the kind of a call, and what runs calls of this kind; None for the latter if the kind is new.
 
-    A call is unusual if something traces it, intercepts it or wants its derivatives, or if its options hold tensors.
+    The kind is everything that decides how a call runs, except the numbers in its tensors. It is None for unusual
+    calls: something traces or intercepts them, casts their tensors or needs their gradients.
 
     Args:
-        options: all other options. Flags and numbers come with their types: 1 and True are equal, and one of them may
-            be an error.
+        options: `Options`, or a tuple of hashable values. Their types are part of the key: 1 and True are equal, but
+            one of them may be an error.
+        more: anything hashable that the call depends on besides.
     """
     if (
         not ops.is_direct(query, key, value)
         or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
         or forward_ad._current_level >= 0
+        or torch._C._is_any_autocast_enabled()
         or inside_autograd_function()
     ):
-        return None
+        return None, None
     if attn_mask is not None and (
         type(attn_mask) is not Tensor or (attn_mask.requires_grad and torch.is_grad_enabled())
     ):
-        return None
-    if always_keep is not None or exact_queries is not None:
-        options = (*options, _hashable(always_keep), _hashable(exact_queries))
+        return None, None
+    types = tuple(map(type, options))
+    if type(options) is Options and (options.always_keep is not None or options.exact_queries is not None):
+        always_keep, exact_queries = as_hashable(options.always_keep), as_hashable(options.exact_queries)
+        options = options._replace(always_keep=always_keep, exact_queries=exact_queries)
     try:
         mask: Any = None
         if attn_mask is not None:
             mask = (attn_mask.shape, attn_mask.stride(), attn_mask.dtype, attn_mask.device)
         device = query.device
-        return (
+        kind = (
             query.shape,
             key.shape,
             value.shape,
@@ -85,26 +85,19 @@ def kind_of(
             torch.get_num_threads() if device.type == "cpu" else 0,  # the crossover of CPUs depends on it
             mask,
             options,
+            types,
+            more,
         )
-    except RuntimeError:  # nested and sparse tensors have no strides
-        return None
+        return kind, _runners.get(kind)
+    except (TypeError, RuntimeError):  # no strides, or an option that cannot be hashed or compared, such as a tensor
+        return None, None
 
 
-def _hashable(ranges: Any) -> Any:
+def as_hashable(ranges: Any) -> Any:
     """Return lists of (start, stop) as tuples; anything else, which is an error, as it is."""
     if isinstance(ranges, (list, tuple)) and all(isinstance(pair, (list, tuple)) for pair in ranges):
         return tuple(map(tuple, ranges))
     return ranges
-
-
-def find(kind: Any) -> Any:
-    """Return what runs calls of a kind, None for a new or unusual one."""
-    if kind is None:
-        return None
-    try:
-        return _runners.get(kind)
-    except (TypeError, RuntimeError):  # an option that cannot be hashed or compared, such as a tensor
-        return None
 
 
 def remember(kind: Any, runner: Any) -> None:

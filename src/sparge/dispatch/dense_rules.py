@@ -1,22 +1,17 @@
-"""Sparse or dense, and why. The API, the integrations and the statistics all ask here.
+"""Every rule that makes a call run dense. `resolve`, the integrations and the distributed functions use these.
 
-    by_arguments    the caller's own words, and the sizes         asked by `api`
-    by_policy       a policy's rules, and the sizes               asked for each call of a model; reads no tensor
-    in_eight_bits   where what a policy keeps dense is computed   asked behind it
-    unsupported     what no sparse backend serves                 asked by `api`: raised, or run dense
-    foreign, unsupported_call, costly_mask, ambiguous_mask        the same for calls that SDPA would take
-    is_small_under_mask                                           the crossover of a mask with an entry per query
+    by_arguments       the caller's options, the sizes and the mask     `sparge.attention`
+    by_policy          a policy's rules and the sizes                   calls of a model; reads no tensor
+    by_window          a window or mask that shows few keys             calls of a model
+    by_mask            a mask that costs more than sparsity saves       both
+    unsupported        arguments that no sparse backend supports        `sparge.attention`: raised, or dense
+    not_plain_tensor, unsupported_call, ambiguous_mask                  the same for calls that SDPA would take
+    runs_quantized     whether a call that a policy keeps dense runs in INT8/FP8
 
-Each answers with a `Reason`; about unsupported calls with an `Obstacle` or a few words, which `sparge.stats` shows in
-brackets; or with None: the call is sparse. `count` tells the statistics about a call that runs dense. What only an
-integration knows (the place in a schedule) is a `Reason` too, and counted here.
+A rule returns a `Reason`, an `Obstacle` or a description for `sparge.stats`, or None if it does not apply.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from enum import Enum
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -24,74 +19,20 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from sparge.backends import base
 from sparge.dispatch.gradients import inside_autograd_function, needs_grad_of
+from sparge.dispatch.reasons import BY_SIZE, POLICY_RULES, Obstacle, Reason
 from sparge.masks.geometry import Shape
 from sparge.masks.window import Window, keys_of_query
 from sparge.numerics import block_means
 from sparge.options.rules import Dense, Sparsity
-from sparge.stats import counters
-
-if TYPE_CHECKING:
-    from sparge.policy import Policy
+from sparge.policy import Policy
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MIN_HEAD_DIM, MAX_HEAD_DIM = 8, 256
-SQUARE_MASK = "mask with an entry per query"
+FULL_MASK = "full mask"
+"""Name of masks (S_q x S_k) with a value for every query and key."""
 SHARING_HEADS = 4
-"""So many heads share a mask with an entry per query that is worth reading on a GPU: to read an entry takes it as long
-as SDPA takes for a score (docs/lab/models.md, "Masks in models")."""
-
-
-class Reason(Enum):
-    """Why a call runs dense. The value is what `sparge.stats` shows, behind "dense: ".
-
-    Attributes:
-        words: both together, made once.
-    """
-
-    def __init__(self, value: str) -> None:
-        self.words = f"dense: {value}"
-
-    ASKED = "sparsity=Dense()"
-    CROSSOVER = "below the crossover"
-    WINDOW = "inside the window"
-    UNSUPPORTED = "unsupported"
-    DECODE = "decode"
-    CROSS_ATTENTION = "cross-attention"
-    TEXT = "text alone"
-    MIN_TOKENS = "fewer than min_tokens"
-    LAYER = "dense layer"
-    STEP = "dense step"
-    UNKNOWN_SCHEDULE = "dense step, the schedule is unknown"
-    NOTHING_VISIBLE = "nothing to see"
-    INSIDE_MODULE = "inside nn.MultiheadAttention"
-    OWN_ATTENTION = "the model's own attention"
-    NOT_SDPA = "not through SDPA"
-
-
-BY_RULE = (Reason.LAYER, Reason.STEP, Reason.UNKNOWN_SCHEDULE)
-"""Why calls run dense that would be sparse but for a rule of the policy."""
-
-
-def describe(reason: Reason, *, in_eight_bits: bool = False) -> str:
-    """What `sparge.stats` counts a dense call as."""
-    return f"dense in 8 bits: {reason.value}" if in_eight_bits else reason.words
-
-
-def count(reason: Reason, layer: str | None = None, *, detail: str = "") -> None:
-    """Count a call that runs dense, for the layer that this thread is within or the one that is named.
-
-    In a compiled program nothing is counted here: a lock cannot be traced. (`ops` counts what becomes an operator.)
-    """
-    if not torch.compiler.is_compiling():
-        counters.record(f"{reason.words} ({detail})" if detail else reason.words, layer)
-
-
-@dataclass(frozen=True)
-class Obstacle:
-    """What keeps a call from being sparse: in a word for statistics, and as "expected X, got Y" for an error."""
-
-    word: str
-    message: str
+"""Fewest heads that must share a full mask on a GPU. Reading one of its values takes as long as SDPA needs for a score
+(docs/lab/models.md, "Masks in models")."""
 
 
 def by_arguments(
@@ -99,30 +40,47 @@ def by_arguments(
     window: Window,
     sparsity: Sparsity,
     quantization: str,
+    asked: str,
     backend: str,
-    resolved: str,
     device: torch.device,
     dtype: torch.dtype,
+    attn_mask: Tensor | None = None,
 ) -> Reason | None:
-    """Why `sparge.attention` runs a call dense that it could run sparse.
-
-    A call whose window shows each query fewer keys than the crossover has is dense inside of it.
+    """Return why `sparge.attention` runs a call dense that could be sparse.
 
     Args:
-        backend: as the caller named it; a named one is never left for dense attention.
-        resolved: the backend that serves the call.
-        device, dtype: those of the query.
+        asked: backend as the caller named it. A named backend never falls back to dense.
+        backend: backend that serves the call.
+        device: of the query.
+        dtype: of the query.
+        attn_mask: with four dimensions.
     """
     if isinstance(sparsity, Dense):
         return Reason.ASKED
-    if backend != "auto" or quantization not in ("auto", "none"):
+    if asked != "auto" or quantization not in ("auto", "none"):
         return None
-    if base.prefers_dense(shape, window.right == 0, resolved, device, dtype):
+    crossover = base.crossover_of(backend, device.type, dtype)
+    heads = shape.batch * shape.heads
+    if base.is_below(crossover, heads, shape.q_len, shape.kv_len, window.right == 0):
         return Reason.CROSSOVER
     keys = keys_of_query(window, shape.kv_len)
-    if keys < shape.kv_len and base.prefers_dense(shape, False, resolved, device, dtype, keys):
+    if keys < shape.kv_len and base.is_below(crossover, heads, shape.q_len, keys, False):
         return Reason.WINDOW
+    if attn_mask is not None and by_mask(attn_mask, shape, device) is not None:
+        return Reason.MASK
     return None
+
+
+def resolve_quantization(
+    quantization: str, backend: str, device: torch.device, reason: Reason | None, *, has_mask: bool
+) -> str:
+    """Return the quantization of a call: "none" if it is dense because of its size, whatever was asked for.
+
+    Raises:
+        NotImplementedError: the backend does not support the quantization.
+    """
+    resolved = base.resolve_quantization(quantization, backend, device, has_mask=has_mask)
+    return "none" if reason in BY_SIZE else resolved
 
 
 def by_policy(
@@ -139,15 +97,17 @@ def by_policy(
     is_cross: bool,
     is_dense_layer: bool,
 ) -> Reason | None:
-    """Why a policy has a call of a model run dense, wherever in a schedule it stands.
+    """Return why a policy runs a call of a model dense, whatever the denoising step.
 
     Args:
-        device, dtype: those of the query.
-        heads: those of the whole batch.
-        is_self: queries and keys are of one sequence; None goes by their lengths.
+        device: of the query.
+        dtype: of the query.
+        heads: of the whole batch.
+        is_self: queries and keys belong to one sequence; None decides by their lengths.
         is_language: the tokens are text in order, so that fewer queries than keys are a chunk behind a prefix.
-        is_causal: a query sees no key behind it.
+        is_causal: queries see no later key.
         is_cross: the layer is known to be cross-attention.
+        is_dense_layer: the policy's ``dense_layers`` name the layer.
     """
     if q_len == 1 and is_language:
         return Reason.DECODE
@@ -164,24 +124,72 @@ def by_policy(
     return Reason.LAYER if is_dense_layer else None
 
 
-def in_eight_bits(policy: Policy, reason: Reason, device: torch.device) -> bool:
-    """Whether a call that a policy has run dense is computed here, in 8 bits, and not by the framework.
+def by_window(policy: Policy, query: Tensor, keys: int, kv_len: int) -> Reason | None:
+    """Return `Reason.WINDOW` if a query of a model's call sees so few keys that the call is below the crossover.
+
+    Args:
+        keys: most keys that a query sees.
+        kv_len: keys of the call.
+    """
+    if policy.backend != "auto" or keys >= kv_len or not is_below_crossover(query, keys, is_causal=False):
+        return None
+    return Reason.WINDOW
+
+
+def is_below_crossover(query: Tensor, kv_len: int, *, is_causal: bool) -> bool:
+    """Return whether a call over ``kv_len`` keys is below the crossover of the backend that "auto" takes."""
+    crossover = base.crossover_for(query.device.type, query.device.index, query.dtype)
+    return base.is_below(crossover, query.shape[0] * query.shape[1], query.shape[2], kv_len, is_causal)
+
+
+def runs_quantized(policy: Policy, reason: Reason, device: torch.device) -> bool:
+    """Return whether sparge computes a call that a policy keeps dense, in INT8/FP8, in place of the framework.
 
     Raises:
-        NotImplementedError: the policy names a backend that does not serve the device.
+        NotImplementedError: the policy names a backend that does not support the device.
     """
-    if policy.dense != "8bit" or reason not in BY_RULE or device.type == "meta":
+    if policy.dense != "8bit" or reason not in POLICY_RULES or device.type == "meta":
         return False
     if policy.backend != "auto" and policy.quantization != "auto":
         return True
     return base.resolve_quantization("auto", base.resolve(policy.backend, device), device) != "none"
 
 
+def by_mask(attn_mask: Tensor, shape: Shape, device: torch.device, *, is_dense: bool = False) -> str | None:
+    """Return which kind of mask costs more to read than sparsity saves.
+
+    Key-padding masks are cheap. A GPU reads a full bool mask fast enough if heads share it and the call is long; a CPU
+    does not. Additive masks were slower everywhere, except one of keys that all heads share on a CPU.
+
+    Args:
+        attn_mask: with any number of dimensions up to four.
+        shape: of the whole call.
+        is_dense: the call computes all blocks, which was never measured under a full mask.
+    """
+    is_full = is_full_mask(attn_mask)
+    own_heads = attn_mask.shape[-3] if attn_mask.ndim > 2 else 1
+    if attn_mask.dtype != torch.bool:
+        is_cheap = device.type == "cpu" and not is_full and own_heads == 1
+        return None if is_cheap else "additive mask"
+    if not is_full:
+        return None
+    if device.type != "cpu" and shape.heads < SHARING_HEADS * own_heads:
+        return f"mask that fewer than {SHARING_HEADS} heads share"
+    crossover = base.crossover_under_mask_for(device.type, device.index)
+    heads = shape.batch * shape.heads
+    return FULL_MASK if is_dense or base.is_below(crossover, heads, shape.q_len, shape.kv_len, False) else None
+
+
+def is_full_mask(attn_mask: Tensor) -> bool:
+    """Return whether a mask has a value for every query, not only for every key."""
+    return attn_mask.ndim >= 2 and attn_mask.shape[-2] > 1
+
+
 def unsupported(shape: Shape, dropout_p: float, needs_grad: bool) -> Obstacle | None:
-    """What keeps every sparse backend from a call; ``needs_grad`` says that somebody wants its derivatives.
+    """Return what keeps every sparse backend from serving a call.
 
     Raises:
-        TypeError, ValueError: dropout_p is no probability.
+        TypeError, ValueError: dropout_p is not a probability.
     """
     if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
         raise TypeError(f"dropout_p: expected a number, got {type(dropout_p).__name__}")
@@ -195,16 +203,16 @@ def unsupported(shape: Shape, dropout_p: float, needs_grad: bool) -> Obstacle | 
             "expected inputs without gradients (sparse attention has no derivatives; use torch.no_grad() or "
             "detach()), got requires_grad=True under autograd, or tangents of forward-mode AD",
         )
-    return _head_dims(shape.head_dim, shape.value_dim)
+    return _unsupported_head_dim(shape.head_dim, shape.value_dim)
 
 
 def no_means(attn_mask: Tensor | None, group: int) -> Obstacle | None:
-    """What keeps skipped blocks from being replaced by their means under a mask of four dimensions."""
+    """Return what keeps skipped blocks from being replaced by their means under a mask of four dimensions."""
     unfit = block_means.unfit_for_means(attn_mask, group)
     return None if unfit is None else Obstacle("means under such a mask", unfit)
 
 
-def _head_dims(head_dim: int, value_dim: int) -> Obstacle | None:
+def _unsupported_head_dim(head_dim: int, value_dim: int) -> Obstacle | None:
     for name, size in (("head_dim", head_dim), ("value head_dim", value_dim)):
         if not MIN_HEAD_DIM <= size <= MAX_HEAD_DIM:
             message = f"{name}: expected a value in [{MIN_HEAD_DIM}, {MAX_HEAD_DIM}], got {size}"
@@ -212,8 +220,8 @@ def _head_dims(head_dim: int, value_dim: int) -> Obstacle | None:
     return None
 
 
-def foreign(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> str | None:
-    """What keeps a call from being looked at: its tensors are not plain ones with numbers in them."""
+def not_plain_tensor(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> str | None:
+    """Return why the tensors of a model's call are not plain ones whose numbers can be read."""
     if query.is_nested or key.is_nested or value.is_nested:
         return "nested tensors"
     if query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
@@ -234,11 +242,11 @@ def foreign(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None)
 def unsupported_call(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, enable_gqa: bool
 ) -> str | None:
-    """What keeps a call that SDPA would take from being sparse, or SDPA from taking it; it raises its own errors."""
+    """Return why a model's call cannot be sparse, or why SDPA itself would raise."""
     if query.dtype not in DTYPES or key.dtype != query.dtype or value.dtype != query.dtype:
         return f"{query.dtype}".removeprefix("torch.") if query.dtype not in DTYPES else "several dtypes"
     batch, heads, _, head_dim = query.shape
-    obstacle = _head_dims(head_dim, value.shape[3])
+    obstacle = _unsupported_head_dim(head_dim, value.shape[3])
     if obstacle is not None:
         return obstacle.word
     fits = key.shape[0] == batch and key.shape[3] == head_dim and value.shape[:3] == key.shape[:3]
@@ -256,45 +264,11 @@ def unsupported_call(
     return None
 
 
-def is_on_gpu(query: Tensor) -> bool:
-    """Whether kernels of a GPU would read a call's mask."""
-    return query.is_cuda
-
-
-def costly_mask(query: Tensor, attn_mask: Tensor, *, over_all_blocks: bool) -> str | None:
-    """What mask it is, if to read it costs a GPU more than sparsity saves, or nobody knows.
-
-    Bool masks are worth it: those of keys cost little, those with an entry per query if heads share them. Additive
-    masks, and computing all blocks under a mask with an entry per query, were not measured. Whether an additive mask
-    only hides, which would make a bool mask of it, the host would have to wait for the device to know.
-    """
-    if attn_mask.dtype != torch.bool:
-        return "additive mask"
-    if not _has_entries(attn_mask):
-        return None
-    own_heads = attn_mask.shape[-3] if attn_mask.ndim > 2 else 1
-    if query.shape[1] < SHARING_HEADS * own_heads:
-        return f"mask that fewer than {SHARING_HEADS} heads share"
-    return SQUARE_MASK if over_all_blocks else None
-
-
-def is_small_under_mask(query: Tensor, key: Tensor, attn_mask: Tensor) -> bool:
-    """Whether a mask has an entry per query, and a call is too small for that."""
-    if not _has_entries(attn_mask):
-        return False
-    crossover = base.crossover_under_mask_for(query.device.type, query.device.index)
-    return base.is_below(crossover, query.shape[0] * query.shape[1], query.shape[2], key.shape[2], False)
-
-
-def _has_entries(attn_mask: Tensor) -> bool:
-    """Whether a mask has an entry per query."""
-    return attn_mask.ndim >= 2 and attn_mask.shape[-2] > 1
-
-
 def ambiguous_mask(attn_mask: Tensor) -> str | None:
-    """Rows of lowest numbers alone: SDPA weighs the keys they are on as if they were 0, `sparge.attention` hides them.
+    """Return whether SDPA and sparge could read an additive mask differently.
 
-    To know of them the mask is read, which neither a GPU's queue nor a compiled program allows.
+    SDPA weighs the keys of a row that holds only the dtype's lowest number as if it held zeros; `sparge.attention`
+    hides them. Finding such rows reads the mask, which neither a GPU's queue nor a compiled program allows.
     """
     if attn_mask.dtype == torch.bool:
         return None

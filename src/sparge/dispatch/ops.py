@@ -3,6 +3,7 @@
     predict(query, key, ANY_CALL, SKIPPING, SELECTION) -> (kv_num_blocks, kv_indices, visible_num_blocks)
     attend(query, key, value, kv_num_blocks, kv_indices, visible_num_blocks, ANY_CALL, SKIPPING) -> (output, lse)
     attention(query, key, value, ANY_CALL, SKIPPING, SELECTION) -> (output, lse)      sharing the passes over K
+    attention_or_dense(...)      the same, dense below the crossover; for exported programs of any length
     dense(query, key, value, ANY_CALL, with_lse, words) -> (output, lse)
     along(tokens, grid, order, start, undo) -> tokens      in an order of `ordering`, or back from it
 
@@ -31,6 +32,8 @@ from sparge._ops import ops as operators
 from sparge.backends import base
 from sparge.backends.output_layout import empty_like, laid_out
 from sparge.call import Call, interned, without_unseen
+from sparge.dispatch import dense_rules
+from sparge.dispatch.reasons import describe
 from sparge.masks.block_mask import BlockMask
 from sparge.masks.geometry import Shape
 from sparge.masks.ordering import OrderName, TokenOrder, order_of
@@ -81,6 +84,7 @@ _LIBRARY = torch.library.Library(operators.name, "DEF")
 _LIBRARY.define(f"predict(Tensor query, Tensor key, {_CALL}) -> (Tensor, Tensor, Tensor)")
 _LIBRARY.define(f"attend({_TENSORS}, {_LISTS}, {schema(ANY_CALL, SKIPPING)}) -> (Tensor, Tensor)")
 _LIBRARY.define(f"attention({_TENSORS}, {_CALL}) -> (Tensor, Tensor)")
+_LIBRARY.define(f"attention_or_dense({_TENSORS}, {_CALL}) -> (Tensor, Tensor)")
 _LIBRARY.define("along(Tensor tokens, SymInt[] grid, str order, SymInt start, bool undo) -> Tensor")
 _LIBRARY.define(f"all_along({_TENSORS}, SymInt[] grid, str order, SymInt start) -> (Tensor, Tensor, Tensor)")
 _LIBRARY.define(f"dense({_TENSORS}, {schema(ANY_CALL)}, bool with_lse, str words) -> (Tensor, Tensor)")
@@ -117,6 +121,11 @@ def attention(
     query, key, value = operators.all_along(query, key, value, *order)
     output, lse = operators.attention(query, key, value, *pack(call, backend))
     return operators.along(output, *order, True), lse
+
+
+def attention_or_dense(query: Tensor, key: Tensor, value: Tensor, call: Call, backend: str) -> tuple[Tensor, Tensor]:
+    """Compute `attention`, or `dense` below the crossover, which is checked each time the operator runs."""
+    return operators.attention_or_dense(query, key, value, *pack(call, backend))
 
 
 def attend(
@@ -263,6 +272,17 @@ def _attend(
 def _attention(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     call, name = unpack(_shape_of(query, key, value), arguments)
     return run_attention(query, key, value, interned(call), base.get(name).serving(call, query.dtype))
+
+
+def _attention_or_dense(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    call, name = unpack(_shape_of(query, key, value), arguments)
+    reason = dense_rules.by_arguments(
+        call.shape, call.window, call.sparsity, "auto", "auto", name, query.device, query.dtype, call.attn_mask
+    )
+    if reason is None:
+        return run_attention(query, key, value, interned(call), base.get(name).serving(call, query.dtype))
+    dense_call = Call(call.shape, call.is_causal, call.scale, attn_mask=call.attn_mask, window=call.window)
+    return run_dense(query, key, value, interned(dense_call), "auto", with_lse=True, words=describe(reason))
 
 
 def _dense(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -464,6 +484,7 @@ for _name, _real, _fake in (
     ("predict", _predict, _predict_fake),
     ("attend", _attend, _attention_fake),
     ("attention", _attention, _attention_fake),
+    ("attention_or_dense", _attention_or_dense, _attention_fake),
     ("dense", _dense, _dense_fake),
     ("along", run_along, _along_fake),
     ("all_along", run_all_along, _all_along_fake),

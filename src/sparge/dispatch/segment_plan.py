@@ -16,7 +16,7 @@ from sparge.backends import base
 from sparge.backends.base import Crossover
 from sparge.call import Call
 from sparge.dispatch import dense_rules
-from sparge.dispatch.dense_rules import Reason
+from sparge.dispatch.reasons import Reason
 from sparge.masks.segments import Run, Segment, alike, in_runs, runs_of
 from sparge.masks.window import Window, within
 from sparge.options.rules import Budget, Dense
@@ -151,9 +151,7 @@ def _way(
     Where torch would compute a dense segment, the portable kernel computes small ones: a call for each would take the
     host longer than the device.
     """
-    quantization = base.resolve_quantization(call.quantization, chosen, device)
-    if reason in (Reason.CROSSOVER, Reason.WINDOW):
-        quantization = "none"
+    quantization = dense_rules.resolve_quantization(call.quantization, chosen, device, reason, has_mask=False)
     asked = replace(call, quantization=quantization)
     serving = base.get(chosen).serving(asked, dtype)
     window = within(call.window, run.q_len, run.kv_len)
@@ -161,7 +159,7 @@ def _way(
         return None
     if reason is not None and not asked.is_quantized and backend == "auto":
         is_small = call.shape.heads * run.q_len * run.kv_len < SMALL_SCORES
-        return Way(reason, "triton", quantization, window) if is_small else None
+        return Way(reason, serving.portable().name, quantization, window) if is_small else None
     if reason is not None and window.left is not None:
         return None  # a call by itself leaves out what lies before all windows, and its blocks begin there
     return Way(reason, serving.name, quantization, window)

@@ -53,7 +53,7 @@ def check_query_key(query: Tensor, key: Tensor, layout: str, enable_gqa: bool) -
 
 
 def check_query_key_value(
-    query: Tensor, key: Tensor, value: Tensor, layout: str, enable_gqa: bool
+    query: Tensor, key: Tensor, value: Tensor, layout: str, enable_gqa: bool, *, may_be_empty: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Shape]:
     """Check three tensors and view them heads-first: (B, H, Sq, D), (B, Hkv, Sk, D), (B, Hkv, Sk, Dv)."""
     check_choice("layout", layout, LAYOUTS)
@@ -70,7 +70,8 @@ def check_query_key_value(
             raise ValueError(f"{name}: expected 4 dimensions {order}, got shape {tuple(tensor.shape)}")
         if tensor.dtype not in DTYPES:
             raise TypeError(f"{name}: expected float16, bfloat16 or float32, got {tensor.dtype}")
-        if 0 in tensor.shape:
+        empty = () if not may_be_empty else (0, 2 if layout == "HND" else 1) if name == "query" else (0,)
+        if any(size == 0 and dim not in empty for dim, size in enumerate(tensor.shape)):
             raise ValueError(f"{name}: expected no empty dimension, got shape {tuple(tensor.shape)}")
     for name, tensor in named.items():
         if tensor.dtype != query.dtype:

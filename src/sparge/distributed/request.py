@@ -14,12 +14,13 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from sparge.api import positively_scaled
 from sparge.backends import base
 from sparge.call import Call
-from sparge.dispatch import call_cache, dense_rules, validation
-from sparge.dispatch.dense_rules import Reason
+from sparge.dispatch import call_cache, dense_rules, reasons, validation
+from sparge.dispatch.call_cache import as_hashable
 from sparge.dispatch.gradients import needs_grad_of
+from sparge.dispatch.reasons import Reason
+from sparge.dispatch.resolve import positively_scaled
 from sparge.masks.geometry import Shape
 from sparge.masks.window import Window
 from sparge.options import checks
@@ -81,7 +82,7 @@ class Request:
     def words(self) -> str:
         """What a dense call is counted as."""
         assert self.reason is not None
-        return dense_rules.describe(self.reason)
+        return reasons.describe(self.reason)
 
 
 def request(
@@ -116,8 +117,9 @@ def request(
         TypeError, ValueError: an argument is not what was expected.
         NotImplementedError: gradients, head_dim or device that cannot be served.
     """
-    kind = _kind(query, key, value, options, (mode, total, heads, with_lse, is_merged)) if attn_mask is None else None
-    known: Request | None = call_cache.find(kind)
+    kind = known = None
+    if attn_mask is None:
+        kind, known = _find(query, key, value, options, (mode, total, heads, with_lse, is_merged))
     if known is not None:
         if options.layout == "NHD":
             query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
@@ -175,16 +177,11 @@ def request(
     return query, key, value, asked_for
 
 
-def _kind(query: Tensor, key: Tensor, value: Tensor, options: Options, mode: Hashable) -> Any:
-    """All that a request without a mask depends on; None for an unusual call."""
-    given = vars(options)
-    others = tuple([given[name] for name in given if name not in RANGES])
-    types = tuple([type(option) for option in others])
-    ranges = options.always_keep, options.exact_queries
-    return call_cache.kind_of(query, key, value, None, *ranges, ("ranks", mode, others, types))
-
-
-RANGES = ("always_keep", "exact_queries")
+def _find(query: Tensor, key: Tensor, value: Tensor, options: Options, mode: Hashable) -> tuple[Any, Any]:
+    """Return what a request without a mask depends on, None for an unusual call, and the request if it is known."""
+    given = {**vars(options), "always_keep": as_hashable(options.always_keep)}
+    given["exact_queries"] = as_hashable(options.exact_queries)
+    return call_cache.find(query, key, value, None, tuple(given.values()), ("ranks", mode))
 
 
 def of_heads(call: Call, heads: Tensor | slice) -> Call:

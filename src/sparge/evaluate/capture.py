@@ -25,7 +25,8 @@ from sparge.backends.torch.predict import forced_blocks, select_blocks
 from sparge.call import Call
 from sparge.dispatch import validation
 from sparge.evaluate.metrics import block_mass, relative_l1
-from sparge.integrations.calls import Steps, substituted
+from sparge.integrations.calls import substituted
+from sparge.integrations.layers import Steps
 from sparge.masks.block_mask import BlockMask
 from sparge.options.common import PerHead, Quantization, ScoreName, Skipped
 from sparge.options.rules import Dense, Selection

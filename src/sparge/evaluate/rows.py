@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
@@ -90,16 +90,6 @@ class Rows:
 def digest(value: Any) -> str:
     """Twelve letters that differ where plain values do."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
-
-
-def fingerprint(modules: Iterable[torch.nn.Module]) -> str:
-    """Twelve letters that differ where weights do: of a few numbers of each parameter."""
-    numbers: list[float] = []
-    for module in modules:
-        for parameter in module.parameters():
-            values = parameter.detach().flatten()
-            numbers += values[:: max(len(values) // 4, 1)][:5].double().cpu().tolist()
-    return digest(numbers)
 
 
 _STAMP: dict[str, Any] = {}

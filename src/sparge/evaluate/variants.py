@@ -26,7 +26,7 @@ from torch import Tensor
 
 from sparge import api, integrations
 from sparge.backends import base
-from sparge.dispatch.dense_rules import BY_RULE, describe
+from sparge.dispatch.reasons import POLICY_RULES, describe
 from sparge.evaluate.capture import true_mask
 from sparge.integrations.calls import substituted
 from sparge.options.rules import Budget, Dense, Selection, TopCdf, TopK
@@ -284,7 +284,7 @@ def share_computed(rows: Sequence[Mapping[str, Any]]) -> float | None:
     Calls that rules about steps and layers keep dense count in full; others (too short, cross-attention) do not count.
     """
     sparse = sum(row["sparse"] for row in rows)
-    words = [describe(reason, in_eight_bits=bits) for reason in BY_RULE for bits in (False, True)]
+    words = [describe(reason, is_quantized=bits) for reason in POLICY_RULES for bits in (False, True)]
     by_rule = sum(row["reasons"].get(word, 0) for row in rows for word in words)
     if not sparse + by_rule:
         return None

@@ -42,20 +42,22 @@ def enable(model: Any, policy: Policy | Profile | None = None, *, scheduler: Any
         'sparge'
         >>> sparge.disable(model)
     """
-    chosen: Any = getattr(policy, "policy", policy)  # a profile has one
-    policy = _checked(chosen)
+    profile: Any = policy if hasattr(policy, "check_model") else None
+    chosen = _checked(profile.policy if profile is not None else policy)
     model = _unwrapped(model)
     framework = _framework_of(model)
+    if profile is not None:
+        profile.check_model(model)
     if framework == "transformers":
         from sparge.integrations.transformers import attention
 
         if scheduler is not None:
             raise ValueError(f"scheduler: expected None for a transformers model, got {type(scheduler).__name__}")
-        attention.enable(model, policy)
+        attention.enable(model, chosen)
     else:
         from sparge.integrations.diffusers import pipeline
 
-        pipeline.enable(model, policy, scheduler)
+        pipeline.enable(model, chosen, scheduler)
 
 
 def disable(model: Any) -> None:
@@ -104,7 +106,7 @@ def register(policy: Policy | None = None, framework: Literal["transformers", "d
         raise ImportError("diffusers: expected a version whose attention backends can be extended (0.42 can)")
 
 
-def _checked(policy: Policy | None) -> Policy:
+def _checked(policy: Any) -> Policy:
     if policy is None:
         return Policy()
     if not isinstance(policy, Policy):

@@ -30,8 +30,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparge.dispatch.dense_rules import Reason
-from sparge.integrations.calls import Layer, Steps, attend
+from sparge.dispatch.reasons import Reason
+from sparge.integrations.calls import attend
+from sparge.integrations.layers import Layer, Steps
+from sparge.integrations.model_call import ModelCall
 from sparge.policy import Policy
 
 OVERRIDE = "optimized_attention_override"
@@ -231,14 +233,16 @@ class _Sparse:
             layer = Layer(name, self.unquantized if exact else self.over_all, dense=True)
         output = attend(
             layer,
-            q,
-            k,
-            v,
-            mask,
-            scale=scale,
-            enable_gqa=enable_gqa,
-            text=self.text.among(options, k.shape[2]) if k.ndim == 4 else (),
-            unsupported=unsupported or unknown_block or unknown_step,
+            ModelCall(
+                q,
+                k,
+                v,
+                mask,
+                scale=scale,
+                enable_gqa=enable_gqa,
+                text=self.text.among(options, k.shape[2]) if k.ndim == 4 else (),
+                unsupported=unsupported or unknown_block or unknown_step,
+            ),
         )
         if output is None:
             return None

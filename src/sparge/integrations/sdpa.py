@@ -16,9 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _pop_mode
 
-from sparge.dispatch.dense_rules import Reason, count
-from sparge.integrations.calls import Layer, Part, aligned_top_left, attend, has_sizes, runs_dense
+from sparge.dispatch.reasons import Reason, count
+from sparge.integrations.calls import attend
+from sparge.integrations.decisions import has_sizes, runs_dense
 from sparge.integrations.function_mode import run_within
+from sparge.integrations.layers import Layer
+from sparge.integrations.model_call import ModelCall, RankPart, aligned_top_left
 from sparge.masks.causal_bias import alignment_of, lengths_of
 from sparge.policy import Policy
 
@@ -148,7 +151,7 @@ def sparse_sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
     tokens: Tokens | None = None,
-    part: Part | None = None,
+    part: RankPart | None = None,
 ) -> Tensor | None:
     """An SDPA call in this library's terms (causality aligned top-left, CausalBias honoured), or None: run it dense.
 
@@ -181,19 +184,21 @@ def sparse_sdpa(
         text = _resolved(tokens.text, key.shape[2]) if tokens.text else ()
     return attend(
         scope.layer,
-        query,
-        key,
-        value,
-        attn_mask if alignment is None or unsupported else None,
-        dropout_p,
-        causal,
-        scale,
-        enable_gqa,
-        is_self=is_self,
-        text=text,
-        grid=scope.grid,
-        unsupported=unsupported,
-        part=part,
+        ModelCall(
+            query,
+            key,
+            value,
+            attn_mask if alignment is None or unsupported else None,
+            dropout_p,
+            causal,
+            scale,
+            enable_gqa,
+            is_self=is_self,
+            text=text,
+            grid=scope.grid,
+            unsupported=unsupported,
+            part=part,
+        ),
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sparge.integrations.calls import Layer
+from sparge.integrations.layers import Layer
 from sparge.options import checks
 from sparge.policy import Policy
 

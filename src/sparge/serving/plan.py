@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparge.dispatch.dense_rules import Reason
+from sparge.dispatch.reasons import Reason
 
 
 @dataclass(frozen=True)

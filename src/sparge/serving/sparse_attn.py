@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparge.dispatch.dense_rules import Reason
-from sparge.integrations import calls
+from sparge.dispatch.reasons import Reason
+from sparge.integrations import calls, layers
+from sparge.integrations.model_call import ModelCall
 from sparge.policy import Policy
 from sparge.serving.options import VARIABLE, check_served, policy_from
 
@@ -62,18 +63,11 @@ def sparse_attn(
         "scale": softmax_scale,
         "enable_gqa": query.shape[2] != key.shape[2],
     }
-    layer = calls.Layer("", policy)
+    layer = layers.Layer("", policy)
     if policy.has_step_rules:
         layer.steps = Steps(policy, params.get("denoise_step_idx"), params.get("total_denoise_steps"))
     output = calls.attend(
-        layer,
-        q,
-        k,
-        v,
-        mask,
-        **call,
-        grid=_grid(params),
-        unsupported=why_unaligned(query, key, is_causal),
+        layer, ModelCall(q, k, v, mask, **call, grid=_grid(params), unsupported=why_unaligned(query, key, is_causal))
     )
     if output is None:
         output = F.scaled_dot_product_attention(q, k, v, mask, **call)
@@ -83,7 +77,7 @@ def sparse_attn(
 sparse_attn.capabilities = {"supports_attention_mask": True}  # type: ignore[attr-defined]
 
 
-class Steps(calls.Steps):
+class Steps(layers.Steps):
     """Where a denoising schedule stands, as an engine says for each call; unknown without either number."""
 
     def __init__(self, policy: Policy, index: Any, total: Any) -> None:

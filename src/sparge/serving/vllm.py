@@ -26,9 +26,10 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from sparge.dispatch import dense_rules
-from sparge.dispatch.dense_rules import Reason
-from sparge.integrations import calls
+from sparge.dispatch import dense_rules, reasons
+from sparge.dispatch.reasons import Reason
+from sparge.integrations import calls, layers
+from sparge.integrations.model_call import ModelCall
 from sparge.masks.geometry import BLOCK_Q
 from sparge.policy import Policy
 from sparge.serving.options import check_served, layer_of, policy_from
@@ -211,7 +212,7 @@ class SpargeImpl(FlashAttentionImpl):
         super().__init__(*args, **kwargs)
         self._obstacle = self._why_dense()
         self._layout: Layout | None = layout_of(getattr(FlashAttentionBackend, "get_kv_cache_shape", None))
-        self._known: tuple[Settings, calls.Layer, str | None] | None = None
+        self._known: tuple[Settings, layers.Layer, str | None] | None = None
 
     def _why_dense(self) -> str | None:
         """What this layer has that only FlashAttention serves."""
@@ -257,22 +258,22 @@ class SpargeImpl(FlashAttentionImpl):
         place, obstacle = self._place(layer, step.settings)
         plan = step.plan
         if not plan.long and plan.reason is not Reason.UNSUPPORTED:
-            dense_rules.count(plan.reason, place.name)
+            reasons.count(plan.reason, place.name)
             return whole()
         if place.dense:
-            dense_rules.count(Reason.LAYER, place.name)
+            reasons.count(Reason.LAYER, place.name)
             return whole()
         if output_scale is not None or output_block_scale is not None:
             obstacle = "quantized output"
         obstacle = obstacle or step.obstacle or self._obstacle or self._why_unread(key, plan)
         if obstacle is not None:
-            calls.refuse(place, obstacle)
+            layers.refuse(place, obstacle)
             return whole()
         parts = self._attend(place, query, key, value, kv_cache, attn_metadata, plan)
         if parts is None:
             return whole()
         if plan.others:
-            dense_rules.count(plan.reason, place.name)
+            reasons.count(plan.reason, place.name)
             rows, rest = step.rest_of(attn_metadata)
             own = [_rows(tensor, rows) for tensor in (query, key, value)]
             if isinstance(rows, slice):
@@ -285,7 +286,7 @@ class SpargeImpl(FlashAttentionImpl):
             output[request.start : request.stop].view(part.shape).copy_(part)
         return output
 
-    def _place(self, layer: nn.Module, settings: Settings) -> tuple[calls.Layer, str | None]:
+    def _place(self, layer: nn.Module, settings: Settings) -> tuple[layers.Layer, str | None]:
         """The layer for the policy and the statistics, and what keeps its rules from being followed."""
         if self._known is None or self._known[0] is not settings:
             name = _name_of(getattr(layer, "layer_name", ""))
@@ -302,7 +303,7 @@ class SpargeImpl(FlashAttentionImpl):
 
     def _attend(
         self,
-        place: calls.Layer,
+        place: layers.Layer,
         query: Tensor,
         key: Tensor | None,
         value: Tensor | None,
@@ -322,7 +323,8 @@ class SpargeImpl(FlashAttentionImpl):
                 own = [key[rows], value[rows]]
             q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query[rows], *own))
             part = calls.attend(
-                place, q, k, v, is_causal=True, scale=self.scale, enable_gqa=True, is_self=True, is_language=True
+                place,
+                ModelCall(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True, is_self=True, is_language=True),
             )
             if part is None:
                 return None

@@ -19,6 +19,7 @@ from vllm_omni.diffusion.forward_context import get_forward_context, is_forward_
 from vllm_omni.platforms import current_omni_platform
 
 from sparge.integrations.calls import attend
+from sparge.integrations.model_call import ModelCall
 from sparge.policy import Policy
 from sparge.serving import VLLM_OMNI_NAME
 from sparge.serving.options import check_served, layer_of, policy_from
@@ -124,16 +125,18 @@ class SpargeImpl(AttentionImpl):
             self._layer.steps = _steps(self.policy)
         output = attend(
             self._layer,
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            of_four(mask),
-            is_causal=self.causal,
-            scale=self.softmax_scale,
-            enable_gqa=query.shape[2] != key.shape[2],
-            text=text,
-            grid=grid,
-            unsupported=obstacle,
+            ModelCall(
+                query.transpose(1, 2),
+                key.transpose(1, 2),
+                value.transpose(1, 2),
+                of_four(mask),
+                is_causal=self.causal,
+                scale=self.softmax_scale,
+                enable_gqa=query.shape[2] != key.shape[2],
+                text=text,
+                grid=grid,
+                unsupported=obstacle,
+            ),
         )
         if output is None:
             return None

@@ -47,7 +47,10 @@ class HopperBackend(GpuBackend):
 
     def serving(self, call: Call, dtype: torch.dtype) -> base.Backend:
         is_plain_float32 = not call.is_quantized and dtype == torch.float32
-        return base.get("triton") if call.attn_mask is not None or is_plain_float32 else self
+        return self.portable() if call.attn_mask is not None or is_plain_float32 else self
+
+    def portable(self) -> base.Backend:
+        return base.get("triton")
 
 
 BACKEND = HopperBackend()

@@ -18,8 +18,9 @@ from sparge.evaluate.language.page import render_page
 from sparge.evaluate.language.run import FIDELITY, KEY, Settings, evaluate_model, pieces, rows_of, runs
 from sparge.evaluate.language.summary import cells, lines_of, remarks
 from sparge.evaluate.language.texts import read_text
-from sparge.evaluate.rows import Rows, fingerprint
+from sparge.evaluate.rows import Rows
 from sparge.evaluate.variants import Variant, check_labels
+from sparge.profile import fingerprint
 
 
 def run(

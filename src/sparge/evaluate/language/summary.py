@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sparge.dispatch.dense_rules import Reason
+from sparge.dispatch.reasons import Reason
 from sparge.evaluate.intervals import Interval, mean_interval
 from sparge.evaluate.language.run import FIDELITY, is_stock
 from sparge.evaluate.rows import Row

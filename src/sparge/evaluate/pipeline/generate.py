@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from sparge.evaluate.pipeline.output import Frames, frames_of
-from sparge.integrations.calls import Steps
 from sparge.integrations.diffusers.schedule import Schedule
+from sparge.integrations.layers import Steps
 from sparge.policy import Policy
 
 RESERVED = ("prompt", "generator", "return_dict")

@@ -19,8 +19,9 @@ from sparge.evaluate.pipeline.generate import Generated, check_arguments, device
 from sparge.evaluate.pipeline.output import Pixels
 from sparge.evaluate.pipeline.reach import denoisers, is_known, reached
 from sparge.evaluate.pipeline.store import FrameStore, digest_of
-from sparge.evaluate.rows import Row, Rows, fingerprint
+from sparge.evaluate.rows import Row, Rows
 from sparge.evaluate.variants import Ran, Variant, check_labels
+from sparge.profile import fingerprint
 from sparge.stats import stats
 
 KEY = ("part", "prompt", "seed", "variant", "policy")

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from sparge.dispatch.dense_rules import Reason
+from sparge.dispatch.reasons import Reason
 from sparge.evaluate.intervals import Interval, mean_interval
 from sparge.evaluate.pipeline.images import lpips_missing
 from sparge.evaluate.pipeline.run import DENSE, Result

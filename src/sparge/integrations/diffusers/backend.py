@@ -14,9 +14,10 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from sparge.dispatch.gradients import needs_grad_of
-from sparge.integrations.calls import Layer, refuse, runs_dense
+from sparge.integrations.decisions import runs_dense
 from sparge.integrations.diffusers import context_parallel
 from sparge.integrations.hooks import THREAD
+from sparge.integrations.layers import Layer, refuse
 from sparge.integrations.sdpa import Scope, sparse_sdpa, undisturbed
 from sparge.policy import Policy
 

@@ -20,8 +20,10 @@ from sparge.distributed import shared
 from sparge.distributed.balance import HeadBalance
 from sparge.distributed.exchange import Exchange
 from sparge.distributed.shared import Share
-from sparge.integrations.calls import Layer, Part, runs_dense, unexpanded
+from sparge.integrations.decisions import runs_dense
 from sparge.integrations.diffusers.shards import Mesh, Rows, Shards
+from sparge.integrations.layers import Layer
+from sparge.integrations.model_call import RankPart, unexpanded
 from sparge.integrations.sdpa import Scope, Tokens, sparse_sdpa
 from sparge.masks.geometry import ceil_div
 
@@ -169,7 +171,7 @@ def attention(
     if not is_dense:
         spans = ((0, queries.total),) * mesh.everyone.size if rows is None else rows.spans
         share = Share(mesh.everyone, mesh.all_heads(heads), spans, balance, order)
-        part = Part(sizes, functools.partial(shared.attention, share=share), rows, attn_mask)
+        part = RankPart(sizes, functools.partial(shared.attention, share=share), rows, attn_mask)
         output = sparse_sdpa(
             scope, query, key, value, mask, *call[:2], scale=scale, enable_gqa=enable_gqa, tokens=told, part=part
         )

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Hashable
 from typing import Any, cast
 
-from sparge.integrations.calls import Steps
+from sparge.integrations.layers import Steps
 
 _STEPS = "_sparge_steps"
 _ORIGINAL = "_sparge_original"

@@ -16,9 +16,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from sparge.dispatch.dense_rules import Reason, count
-from sparge.integrations.calls import Layer, aligned_top_left, attend, runs_dense, warn_of_missing
+from sparge.dispatch.reasons import Reason, count
+from sparge.integrations.calls import attend
+from sparge.integrations.decisions import runs_dense
 from sparge.integrations.hooks import THREAD, Passes, close_scope, hooked, open_mode
+from sparge.integrations.layers import Layer, warn_about_places
+from sparge.integrations.model_call import ModelCall, aligned_top_left
 from sparge.integrations.sdpa import UNKNOWN, Scope, undisturbed
 from sparge.integrations.transformers import eager, packing
 from sparge.integrations.transformers.images import Inputs, takes_pictures
@@ -269,8 +272,8 @@ def attention_forward(
     if sinks is not None and sinks.shape != query.shape[1:2]:
         unsupported = "sinks of another shape than (heads,)"
     inputs = attributes.get(INPUTS)
-    most_keys = kwargs.get("sliding_window")
-    sparse = functools.partial(_sparse, layer, inputs, dropout, scaling, of_text, sinks, unsupported, most_keys)
+    max_keys = kwargs.get("sliding_window")
+    sparse = functools.partial(_sparse, layer, inputs, dropout, scaling, of_text, sinks, unsupported, max_keys)
     if pack is not None and unsupported is None:
         window = None if pack.is_masked else _window_of(attention_mask, pack)
         mask_of = functools.partial(_bottom_right, device=query.device, window=window) if causal else None
@@ -332,7 +335,7 @@ def _sparse(
     causal: bool,
     sinks: Tensor | None,
     unsupported: str | None,
-    most_keys: int | None,
+    max_keys: int | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -341,7 +344,7 @@ def _sparse(
     """The output (B, H, S_q, D) of a call, or None: run it dense.
 
     Args:
-        most_keys: that a query sees by the layer's own word; a mask in a compiled program does not say so itself.
+        max_keys: that a query sees by the layer's own word; a mask in a compiled program does not say so itself.
     """
     applies_causality = causal and attention_mask is None and query.shape[2] > 1
     if applies_causality:  # behind the queries, a static cache is empty
@@ -358,21 +361,23 @@ def _sparse(
         grid, text = (None, inputs.text(key.shape[2])) if causal else inputs.grid(key.shape[2])
     return attend(
         layer,
-        query,
-        key,
-        value,
-        attention_mask,
-        dropout,
-        applies_causality,
-        scaling,
-        enable_gqa=True,
-        is_language=causal,
-        text=text,
-        grid=grid,
-        sinks=sinks,
-        window=window,
-        most_keys=most_keys if window is None and attention_mask is not None else None,
-        unsupported=unsupported,
+        ModelCall(
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout,
+            applies_causality,
+            scaling,
+            enable_gqa=True,
+            is_language=causal,
+            text=text,
+            grid=grid,
+            sinks=sinks,
+            window=window,
+            max_keys=max_keys if window is None and attention_mask is not None else None,
+            unsupported=unsupported,
+        ),
     )
 
 
@@ -450,7 +455,7 @@ def _layer_of(module: nn.Module) -> Layer | None:
     if not torch.compiler.is_compiling():
         setattr(module, BY_NAME, layer)
         if index is not None and total is not None:  # another part of the model may have them
-            warn_of_missing("dense_layers", policy.dense_layers, total)
+            warn_about_places("dense_layers", policy.dense_layers, total)
     return layer
 
 

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparge import api
-from sparge.dispatch import dense_rules
-from sparge.integrations.calls import aligned_top_left
-from sparge.sinks import weighed
+from sparge.dispatch import dense_rules, run
+from sparge.dispatch.sinks import apply_sinks
+from sparge.integrations.model_call import aligned_top_left
 
 FUNCTION = "eager_attention_forward"
 SINKS, CAP = "s_aux", "softcap"
@@ -67,8 +66,8 @@ def attention_forward(
         key, value, _ = aligned_top_left(query, key, value)
     if _runs_here(query, key, value, attention_mask, dropout, kwargs):
         call: dict[str, Any] = {"is_causal": applies_causality, "scale": scaling, "enable_gqa": True}
-        output, lse = api.dense(query, key, value, attention_mask, **call, return_lse=True)
-        return weighed(output, lse, kwargs[SINKS]).transpose(1, 2).contiguous(), None
+        output, lse = run.dense(query, key, value, attention_mask, **call, return_lse=True)
+        return apply_sinks(output, lse, kwargs[SINKS]).transpose(1, 2).contiguous(), None
     if applies_causality:
         attention_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
     if attention_mask is not None and attention_mask.dtype == torch.bool:
@@ -85,7 +84,10 @@ def _runs_here(
     scores = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
     if kwargs.get(CAP) is not None or query.shape[2] == 1 or scores <= MAX_SCORES:
         return False
-    if kwargs[SINKS].shape != query.shape[1:2] or dense_rules.foreign(query, key, value, attention_mask) is not None:
+    if (
+        kwargs[SINKS].shape != query.shape[1:2]
+        or dense_rules.not_plain_tensor(query, key, value, attention_mask) is not None
+    ):
         return False
     return dense_rules.unsupported_call(query, key, value, attention_mask, dropout, enable_gqa=True) is None
 

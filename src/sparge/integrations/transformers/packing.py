@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sparge.dispatch import validation
-from sparge.dispatch.dense_rules import Reason, count
+from sparge.dispatch.reasons import Reason, count
 from sparge.integrations.transformers.mask_functions import captured
 from sparge.masks.segments import Run, runs_of
 from sparge.varlen import read

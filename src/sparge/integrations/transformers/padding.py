@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparge.dispatch.dense_rules import Reason, count
+from sparge.dispatch.reasons import Reason, count
 from sparge.stats import counters
 
 Span = tuple[int, int]

@@ -1,0 +1,285 @@
+"""From arguments to a decision: `resolve` checks the arguments of a call and decides which backend runs it, and how.
+
+This is the only place that turns the options of `sparge.attention` into a `Call` and a choice between dense and sparse.
+The rules themselves are in `dense_rules`. Nothing is computed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparge.backends import base
+from sparge.call import Call
+from sparge.dispatch import dense_rules, validation
+from sparge.dispatch.gradients import inside_autograd_function, needs_grad_of
+from sparge.dispatch.reasons import Obstacle, Reason
+from sparge.masks.block_mask import BlockMask
+from sparge.masks.geometry import Shape
+from sparge.masks.ordering import TokenOrder
+from sparge.options import checks
+from sparge.options.common import Layout, OnUnsupported, PerHead, Quantization, ScoreName, Skipped
+from sparge.options.rules import Dense, Sparsity, check_pv_threshold
+from sparge.options.scores import Score
+
+
+class Options(NamedTuple):
+    """The options of `sparge.attention` as the caller passed them, plus the token order of a model's call."""
+
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+    window: tuple[int | None, int | None] | None = None
+    topk: PerHead | None = None
+    sparsity: Sparsity | None = None
+    score: ScoreName | Score = "moment"
+    quantization: Quantization = "auto"
+    layout: Layout = "HND"
+    always_keep: Sequence[tuple[int, int]] | None = None
+    exact_queries: Sequence[tuple[int, int]] | None = None
+    skipped: Skipped = "auto"
+    return_lse: bool = False
+    backend: str = "auto"
+    on_unsupported: OnUnsupported = "raise"
+    order: TokenOrder | None = None
+
+
+class Tensors(NamedTuple):
+    """Checked tensors of a call, heads first.
+
+    Attributes:
+        scale: factor on the scores, above 0; the query has the sign of the caller's.
+        is_given: the tensors are the caller's own, so that further calls with equal strides need no preparation.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    shape: Shape
+    scale: float
+    is_given: bool
+
+
+class Resolved(NamedTuple):
+    """How a call runs.
+
+    Attributes:
+        call: what is computed. `Call.sparsity` is `Dense` for dense calls.
+        backend: the backend that serves the call.
+        reason: why the call is dense; None if it is sparse.
+        obstacle: what no sparse backend supports. SDPA computes such a call.
+        is_repeatable: further calls of the same kind resolve to the same.
+        is_deferred: the sizes are not known yet: the choice between dense and sparse is made when the call runs.
+    """
+
+    call: Call
+    backend: str
+    reason: Reason | None = None
+    obstacle: Obstacle | None = None
+    is_repeatable: bool = False
+    is_deferred: bool = False
+
+
+def check_tensors(
+    query: Tensor, key: Tensor, value: Tensor, options: Options, *, may_be_empty: bool = False
+) -> Tensors:
+    """Check the tensors and the scale of a call, and view the tensors heads first.
+
+    Args:
+        may_be_empty: accept a batch of 0, and 0 queries.
+
+    Raises:
+        TypeError, ValueError: an argument is not what was expected.
+    """
+    strides = _last_strides(query, key, value)
+    query, key, value, shape = validation.check_query_key_value(
+        query, key, value, options.layout, options.enable_gqa, may_be_empty=may_be_empty
+    )
+    scale = validation.check_scale(options.scale, shape.head_dim)
+    is_given = strides == (1, 1, 1) and scale > 0
+    query, scale = positively_scaled(query, scale)
+    return Tensors(query, key, value, shape, scale, is_given)
+
+
+def resolve(tensors: Tensors, attn_mask: Tensor | None, options: Options, *, stacklevel: int = 2) -> Resolved:
+    """Check the options of a call and decide how it runs.
+
+    Args:
+        stacklevel: of warnings, counted from here.
+
+    Raises:
+        TypeError, ValueError: an argument is not what was expected.
+        NotImplementedError: a named backend, or "auto" with ``on_unsupported="raise"``, cannot serve the call.
+    """
+    shape, device = tensors.shape, tensors.query.device
+    checks.check_choice("on_unsupported", options.on_unsupported, checks.ON_UNSUPPORTED)
+    checks.check_flag("is_causal", options.is_causal)
+    checks.check_flag("return_lse", options.return_lse)
+    quantization = checks.resolve_quantization_name(options.quantization, stacklevel + 1)
+    attn_mask, is_causal = validation.resolve_causal_bias(attn_mask, options.is_causal, shape, device)
+    window = validation.resolve_window(options.window, is_causal, shape.q_len, shape.kv_len)
+    attn_mask = validation.check_attn_mask(attn_mask, shape, device)
+    rule = validation.resolve_sparsity(options.topk, options.sparsity, shape.heads)
+    call: dict[str, Any] = {
+        "score": checks.resolve_score(options.score),
+        "always_keep": validation.check_always_keep(options.always_keep, shape.kv_len),
+        "exact_queries": validation.check_exact_queries(options.exact_queries, shape.q_len),
+    }
+    checks.check_choice("skipped", options.skipped, checks.SKIPPED)
+    backend = base.resolve(options.backend, device)
+    is_deferred = _sizes_are_unknown() and options.backend == "auto" and not isinstance(rule, Dense)
+    reason = None
+    if not is_deferred:
+        reason = dense_rules.by_arguments(
+            shape, window, rule, quantization, options.backend, backend, device, tensors.query.dtype, attn_mask
+        )
+    is_causal = window.right == 0
+    obstacle = _obstacle(tensors, attn_mask, options, reason)
+    if obstacle is not None:
+        dense = Call(shape, is_causal, tensors.scale, attn_mask=attn_mask, window=window)
+        return Resolved(dense, backend, Reason.UNSUPPORTED, obstacle)
+    has_mask = attn_mask is not None
+    resolved = dense_rules.resolve_quantization(quantization, backend, device, reason, has_mask=has_mask)
+    # Old names of quantizations warn at every call.
+    is_repeatable = tensors.is_given and quantization == options.quantization
+    if reason is not None:
+        dense = Call(shape, is_causal, tensors.scale, quantization=resolved, attn_mask=attn_mask, window=window)
+        return Resolved(dense, backend, reason, is_repeatable=is_repeatable)
+    assert not isinstance(rule, Dense)
+    sparse = Call(
+        shape=shape,
+        is_causal=is_causal,
+        scale=tensors.scale,
+        sparsity=rule,
+        quantization=resolved,
+        pv_threshold=rule.pv_threshold,
+        attn_mask=attn_mask,
+        skipped=validation.resolve_skipped(options.skipped, is_causal, attn_mask, shape),
+        window=window,
+        exact_lse=options.return_lse,
+        **call,
+    )
+    is_repeatable = is_repeatable and not sparse.has_per_head_numbers
+    return Resolved(sparse, backend, is_repeatable=is_repeatable, is_deferred=is_deferred)
+
+
+def _obstacle(tensors: Tensors, attn_mask: Tensor | None, options: Options, reason: Reason | None) -> Obstacle | None:
+    """Return what no sparse backend supports of a call.
+
+    Raises:
+        NotImplementedError: the caller asked for an error, a backend or the LSE.
+    """
+    query, key, value, shape, *_ = tensors
+    needs_grad = needs_grad_of(query, key, value, attn_mask)
+    if options.backend == "auto" and options.on_unsupported != "raise" and inside_autograd_function():
+        needs_grad = True  # the backward pass runs this call again with gradients, dense: both must agree
+    obstacle = dense_rules.unsupported(shape, options.dropout_p, needs_grad)
+    if obstacle is None and reason is None and options.skipped == "mean":
+        obstacle = dense_rules.no_means(attn_mask, shape.group)
+    if obstacle is None:
+        return None
+    if options.on_unsupported == "raise" or options.backend != "auto":
+        raise NotImplementedError(obstacle.message)
+    if options.return_lse:
+        raise NotImplementedError(f"{obstacle.message}; running dense instead cannot return the LSE")
+    return obstacle
+
+
+def resolve_prediction(tensors: Tensors, attn_mask: Tensor | None, options: Options) -> Resolved:
+    """Check the options of `sparge.predict`, which predicts whatever the sizes are.
+
+    Raises:
+        TypeError, ValueError: an argument is not what was expected.
+        NotImplementedError: the backend cannot serve the device.
+    """
+    shape, device = tensors.shape, tensors.query.device
+    checks.check_flag("is_causal", options.is_causal)
+    attn_mask, is_causal = validation.resolve_causal_bias(attn_mask, options.is_causal, shape, device)
+    call = Call(
+        shape=shape,
+        is_causal=is_causal,
+        scale=tensors.scale,
+        sparsity=validation.resolve_sparsity(options.topk, options.sparsity, shape.heads),
+        score=checks.resolve_score(options.score),
+        always_keep=validation.check_always_keep(options.always_keep, shape.kv_len),
+        exact_queries=validation.check_exact_queries(options.exact_queries, shape.q_len),
+        attn_mask=validation.check_attn_mask(attn_mask, shape, device),
+        window=validation.resolve_window(options.window, is_causal, shape.q_len, shape.kv_len),
+    )
+    is_repeatable = tensors.is_given and not call.has_per_head_numbers
+    return Resolved(call, base.resolve(options.backend, device), is_repeatable=is_repeatable)
+
+
+def resolve_given_blocks(
+    tensors: Tensors,
+    mask: BlockMask | Tensor,
+    attn_mask: Tensor | None,
+    options: Options,
+    is_causal: bool | None,
+    pv_threshold: PerHead | None,
+) -> tuple[BlockMask, Resolved]:
+    """Check the options of `sparge.block_sparse_attention`; return the checked mask and how the call runs.
+
+    Raises:
+        TypeError, ValueError: an argument is not what was expected.
+        NotImplementedError: gradients, head_dim or device that cannot be served.
+    """
+    shape, device = tensors.shape, tensors.query.device
+    if is_causal is not None:
+        checks.check_flag("is_causal", is_causal)
+    checks.check_flag("return_lse", options.return_lse)
+    quantization = checks.resolve_quantization_name(options.quantization, 5)
+    attn_mask, _ = validation.resolve_causal_bias(attn_mask, bool(is_causal), shape, device, as_mask=True)
+    obstacle = dense_rules.unsupported(shape, 0.0, needs_grad_of(*tensors[:3], attn_mask))
+    if obstacle is not None:
+        raise NotImplementedError(obstacle.message)
+    if pv_threshold is not None:
+        check_pv_threshold(pv_threshold)
+        validation.check_per_head("pv_threshold", pv_threshold, shape.heads)
+    backend = base.resolve(options.backend, device)
+    blocks = validation.check_block_mask(mask, shape, is_causal, device, options.window)
+    attn_mask = validation.check_attn_mask(attn_mask, shape, device)
+    call = Call(
+        shape=shape,
+        is_causal=blocks.is_causal,
+        scale=tensors.scale,
+        quantization=base.resolve_quantization(quantization, backend, device, has_mask=attn_mask is not None),
+        pv_threshold=pv_threshold,
+        attn_mask=attn_mask,
+        skipped=validation.resolve_skipped(options.skipped, blocks.is_causal, attn_mask, shape),
+        window=blocks.window,
+        exact_lse=options.return_lse,
+    )
+    is_plain = tensors.is_given and quantization == options.quantization
+    is_repeatable = is_plain and blocks is mask and not call.has_per_head_numbers
+    return blocks, Resolved(call, backend, is_repeatable=is_repeatable)
+
+
+def positively_scaled(query: Tensor, scale: float) -> tuple[Tensor, float]:
+    """Return a query and a scale above 0 that give the same scores.
+
+    torch's kernels hide keys with -inf before they scale, and -inf times 0 is NaN.
+    """
+    if scale > 0:
+        return query, scale
+    return (-query, -scale) if scale < 0 else (query * 0.0, 1.0)
+
+
+def _last_strides(*tensors: Tensor) -> tuple[int, ...]:
+    """Return the strides of the last dimension; nothing while tracing, and for anything but plain tensors."""
+    if torch.compiler.is_compiling():
+        return ()
+    are_plain = all(type(tensor) is Tensor and tensor.ndim > 0 for tensor in tensors)
+    if not are_plain or any(tensor.is_nested or tensor.layout != torch.strided for tensor in tensors):
+        return ()
+    return tuple([tensor.stride(-1) for tensor in tensors])
+
+
+def _sizes_are_unknown() -> bool:
+    """Return whether torch.export traces: a choice by size would restrict the lengths of the exported program."""
+    is_exporting = getattr(torch.compiler, "is_exporting", None)  # from torch 2.7 on
+    return torch.compiler.is_compiling() and is_exporting is not None and is_exporting()

@@ -1,0 +1,251 @@
+"""Run calls of the public functions: look up a repeated call, else resolve it, and hand it to its operator."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparge.backends import base
+from sparge.call import Call
+from sparge.dispatch import call_cache, ops, validation
+from sparge.dispatch.reasons import Reason, count, describe
+from sparge.dispatch.resolve import (
+    Options,
+    Resolved,
+    Tensors,
+    check_tensors,
+    resolve,
+    resolve_given_blocks,
+    resolve_prediction,
+)
+from sparge.masks.block_mask import BlockMask
+from sparge.masks.causal_bias import alignment_of
+from sparge.masks.visibility import allowed_elements, window_elements
+from sparge.masks.window import Window
+from sparge.options.common import PerHead, Quantization
+
+
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, options: Options
+) -> tuple[Tensor, Tensor]:
+    """Return output and LSE of a call of `sparge.attention`; the LSE is undefined unless the options ask for it."""
+    kind = None
+    if not torch.compiler.is_compiling():
+        kind, runner = call_cache.find(query, key, value, attn_mask, options)
+        if runner is not None:
+            found: tuple[Tensor, Tensor] = runner(query, key, value, attn_mask)
+            return found
+    output, lse, runner = resolve_and_run(query, key, value, attn_mask, options, stacklevel=4)
+    if runner is not None:
+        call_cache.remember(kind, runner)
+    return output, lse
+
+
+def resolve_and_run(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, options: Options, *, stacklevel: int = 2
+) -> tuple[Tensor, Tensor, call_cache.Runner | None]:
+    """Resolve a call of `sparge.attention` and run it.
+
+    Args:
+        options: an ``order`` requires as many queries as keys and no mask. The tokens are reordered for the call, the
+            output has the original order, and the LSE is undefined.
+        stacklevel: of warnings, counted from here.
+
+    Returns:
+        Output, LSE, and a runner for further calls of the same kind; None if each of them must be resolved again.
+    """
+    query, key, value, attn_mask = as_autocast(query, key, value, attn_mask)
+    tensors = check_tensors(query, key, value, options, may_be_empty=True)
+    resolved = resolve(tensors, attn_mask, options, stacklevel=stacklevel + 1)
+    if tensors.query.numel() == 0:
+        output, lse, runner = *_nothing(tensors), None
+    elif resolved.obstacle is not None:
+        output, lse, runner = _run_unsupported(tensors, resolved, options, stacklevel + 1)
+    elif resolved.reason is not None:
+        output, lse, runner = _run_dense(tensors, resolved, options)
+    else:
+        output, lse, runner = _run_sparse(tensors, resolved, options)
+    return _in_layout(output, options.layout), lse, runner
+
+
+def _run_sparse(
+    tensors: Tensors, resolved: Resolved, options: Options
+) -> tuple[Tensor, Tensor, call_cache.Runner | None]:
+    query, key, value = tensors[:3]
+    runner = None
+    if resolved.is_repeatable:
+        runner = call_cache.SparseCalls(
+            resolved.call,
+            resolved.backend,
+            query.dtype,
+            layout=options.layout,
+            with_lse=options.return_lse,
+            order=options.order,
+        )
+    if resolved.is_deferred:
+        output, lse = ops.attention_or_dense(query, key, value, resolved.call, resolved.backend)
+    else:
+        output, lse = ops.attention(query, key, value, resolved.call, resolved.backend, options.order)
+    return output, lse, runner
+
+
+def _run_dense(
+    tensors: Tensors, resolved: Resolved, options: Options
+) -> tuple[Tensor, Tensor, call_cache.Runner | None]:
+    query, key, value = tensors[:3]
+    assert resolved.reason is not None
+    label, with_lse = describe(resolved.reason), options.return_lse
+    runner = None
+    if resolved.is_repeatable:
+        runner = call_cache.DenseCalls(
+            resolved.call, options.backend, resolved.backend, query, label, with_lse=with_lse, layout=options.layout
+        )
+    output, lse = ops.dense(query, key, value, resolved.call, options.backend, with_lse=with_lse, words=label)
+    return output, lse, runner
+
+
+def _run_unsupported(
+    tensors: Tensors, resolved: Resolved, options: Options, stacklevel: int
+) -> tuple[Tensor, Tensor, None]:
+    assert resolved.obstacle is not None
+    if options.on_unsupported == "warn" and not torch.compiler.is_compiling():  # a warning cannot be traced
+        warnings.warn(f"sparge runs dense: {resolved.obstacle.message}", stacklevel=stacklevel)
+    count(Reason.UNSUPPORTED, detail=resolved.obstacle.word)
+    output = _sdpa(*tensors[:3], resolved.call, options.dropout_p, options.enable_gqa)
+    return output, output, None
+
+
+def predict(query: Tensor, key: Tensor, attn_mask: Tensor | None, options: Options) -> BlockMask:
+    """Return the blocks that `sparge.predict` keeps."""
+    kind = None
+    if not torch.compiler.is_compiling():
+        kind, runner = call_cache.find(query, key, key, attn_mask, options, "predict")
+        if runner is not None:
+            found: BlockMask = runner(query, key, attn_mask)
+            return found
+    query, key, _, attn_mask = as_autocast(query, key, key, attn_mask)
+    tensors = check_tensors(query, key, key, options)
+    resolved = resolve_prediction(tensors, attn_mask, options)
+    if resolved.is_repeatable:
+        call_cache.remember(kind, call_cache.Predictions(resolved.call, resolved.backend, layout=options.layout))
+    return ops.predict(tensors.query.detach(), tensors.key.detach(), resolved.call, resolved.backend)
+
+
+def given_blocks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: BlockMask | Tensor,
+    attn_mask: Tensor | None,
+    options: Options,
+    is_causal: bool | None,
+    pv_threshold: PerHead | None,
+) -> tuple[Tensor, Tensor]:
+    """Return output and LSE of a call of `sparge.block_sparse_attention`."""
+    kind = None
+    if not torch.compiler.is_compiling():
+        of_blocks, runner = call_cache.kind_of_blocks(mask), None
+        if of_blocks is not None:
+            more = (of_blocks, is_causal, type(is_causal), pv_threshold, type(pv_threshold))
+            kind, runner = call_cache.find(query, key, value, attn_mask, options, more)
+        if runner is not None:
+            output, lse = runner(query, key, value, attn_mask, mask)
+            return output, lse
+    query, key, value, attn_mask = as_autocast(query, key, value, attn_mask)
+    tensors = check_tensors(query, key, value, options)
+    blocks, resolved = resolve_given_blocks(tensors, mask, attn_mask, options, is_causal, pv_threshold)
+    call, backend = resolved.call, resolved.backend
+    if resolved.is_repeatable:
+        layout, with_lse = options.layout, options.return_lse
+        runner = call_cache.SparseCalls(call, backend, query.dtype, layout=layout, with_lse=with_lse)
+        call_cache.remember(kind, runner)
+    output, lse = ops.attend(*tensors[:3], blocks, call, backend)
+    return _in_layout(output, options.layout), lse
+
+
+def dense(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    quantization: Quantization = "none",
+    backend: str = "auto",
+    return_lse: bool = False,
+    label: str = "",
+    window: tuple[int | None, int | None] | None = None,
+) -> Any:
+    """Compute attention over all blocks, for a call that its integration has decided to run dense.
+
+    Arguments and result are those of `sparge.attention`.
+
+    Args:
+        label: what `sparge.stats` counts the call as; empty if it was counted before.
+    """
+    options = Options(is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+    query, key, value, shape, scale, _ = check_tensors(query, key, value, options)
+    attn_mask = validation.check_attn_mask(attn_mask, shape, query.device)
+    resolved = base.resolve_quantization(
+        quantization, base.resolve(backend, query.device), query.device, has_mask=attn_mask is not None
+    )
+    bounds = validation.resolve_window(window, is_causal, shape.q_len, shape.kv_len)
+    call = Call(shape, bounds.right == 0, scale, quantization=resolved, attn_mask=attn_mask, window=bounds)
+    output, lse = ops.dense(query, key, value, call, backend, with_lse=return_lse, words=label)
+    return (output, lse) if return_lse else output
+
+
+def as_autocast(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return tensors in the dtype to which autocast casts those of SDPA."""
+    mask = attn_mask if not isinstance(attn_mask, Tensor) or alignment_of(attn_mask) else autocast_tensor(attn_mask)
+    return autocast_tensor(query), autocast_tensor(key), autocast_tensor(value), mask
+
+
+def autocast_tensor(tensor: Tensor) -> Tensor:
+    """Return a tensor in autocast's dtype, where autocast is enabled and would cast it."""
+    if not isinstance(tensor, Tensor) or not torch.amp.is_autocast_available(tensor.device.type):
+        return tensor
+    if (
+        not torch.is_autocast_enabled(tensor.device.type)
+        or not tensor.is_floating_point()
+        or tensor.dtype == torch.float64
+    ):
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(tensor.device.type))
+
+
+def _nothing(tensors: Tensors) -> tuple[Tensor, Tensor]:
+    """Return output and LSE of a call without queries."""
+    query, _, value = tensors[:3]
+    sizes = query.shape[:3]
+    return query.new_empty(*sizes, value.shape[3]), query.new_empty(sizes, dtype=torch.float32)
+
+
+def _in_layout(output: Tensor, layout: str) -> Tensor:
+    return output.transpose(1, 2) if layout == "NHD" else output
+
+
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, call: Call, dropout_p: float, enable_gqa: bool) -> Tensor:
+    """Compute torch's attention with sparge's causal alignment and window, for calls with dropout or gradients."""
+    shape, attn_mask, is_causal = call.shape, call.attn_mask, call.is_causal
+    is_plain = call.window == Window() or (is_causal and call.window.left is None and shape.q_len == shape.kv_len)
+    if not is_plain or (is_causal and attn_mask is not None):
+        inside = window_elements(shape, call.window, torch.arange(shape.q_len, device=query.device))
+        if attn_mask is None or attn_mask.dtype == torch.bool:
+            attn_mask = inside if attn_mask is None else attn_mask & inside
+        else:
+            attn_mask = attn_mask.masked_fill(~inside, -torch.inf)
+        is_causal = False
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
+        attn_mask = attn_mask.masked_fill(~allowed_elements(attn_mask), -torch.inf).to(query.dtype)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=call.scale, enable_gqa=enable_gqa
+    )

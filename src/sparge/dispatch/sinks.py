@@ -1,0 +1,45 @@
+"""Attention sinks: a learned logit per head that adds to the softmax denominator and has no value, as in GPT-OSS.
+
+A sink of logit s adds exp(s) to the denominator. Given the log-sum-exp of a call, that is a factor on its output:
+
+    output' = output * exp(lse) / (exp(lse) + exp(s)) = output * sigmoid(lse - s)
+
+Rows that see no key (LSE -inf) stay 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparge.dispatch import run
+
+
+def apply_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Return the output (..., H, S, D) with a sink (H,) per head in its softmax; ``lse`` is (..., H, S)."""
+    share = torch.sigmoid(lse - sinks.float()[:, None])
+    return (output.float() * share[..., None]).to(output.dtype)
+
+
+def with_sinks(attention: Callable[..., Any], sinks: Tensor) -> Callable[..., Tensor]:
+    """Return a function that calls a function like `sparge.attention` and applies sinks to its output."""
+
+    def attend(*tensors: Any, **options: Any) -> Tensor:
+        output, lse = attention(*tensors, **options, return_lse=True)
+        return apply_sinks(output, lse, sinks)
+
+    return attend
+
+
+def with_dense_lse_sinks(attention: Callable[..., Tensor], sinks: Tensor) -> Callable[..., Tensor]:
+    """Return the same for a function that cannot return an LSE; the LSE of dense attention is used."""
+
+    def attend(*tensors: Any, is_causal: bool, scale: float | None, enable_gqa: bool, **options: Any) -> Tensor:
+        call: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        _, lse = run.dense(*tensors, **call, window=options.get("window"), return_lse=True)
+        return apply_sinks(attention(*tensors, **call, **options), lse, sinks)
+
+    return attend

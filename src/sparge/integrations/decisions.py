@@ -1,0 +1,222 @@
+"""Decide how an attention call of a model runs: sparse, dense by the policy, or left to the framework.
+
+Deciding for dense costs a few microseconds and reads no tensor.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from sparge.dispatch import dense_rules, run
+from sparge.dispatch.reasons import Reason
+from sparge.integrations.layers import Layer
+from sparge.integrations.model_call import ModelCall, unexpanded, with_four_dimensions
+from sparge.integrations.transformers.padding import Span, spans_of
+from sparge.masks.geometry import Shape
+from sparge.masks.window import Window, keys_of_query
+from sparge.options.rules import Selection
+from sparge.policy import Policy
+from sparge.stats import counters
+
+
+class Decision(NamedTuple):
+    """How a call runs.
+
+    Attributes:
+        reason: why it is dense; None if it is sparse.
+        detail: of the reason, for `sparge.stats`.
+        unsupported: why it cannot be sparse although the policy asks for it.
+        is_ours: sparge computes it; else the framework does.
+        spans: visible keys of each sequence, if the mask only hides padding.
+    """
+
+    reason: Reason | None = None
+    detail: str = ""
+    unsupported: str | None = None
+    is_ours: bool = False
+    spans: tuple[Span, ...] | None = None
+
+
+def decide(layer: Layer, call: ModelCall) -> Decision:
+    """Decide how a call runs. Casts its tensors as autocast would, and undoes `expand` of its mask."""
+    reason = why_dense(layer, *call.sizes, call.is_self, call.is_language, call.is_causal)
+    if reason is not None and not dense_rules.runs_quantized(layer.policy, reason, call.query.device):
+        return Decision(reason)
+    unsupported = call.unsupported or _prepare(call)
+    if unsupported is None and call.part is not None and reason is None:
+        if call.rows is not None and not call.rows.are_enough:
+            return Decision(Reason.CROSSOVER, "fewer query blocks than ranks")
+        unsupported = _unsupported_over_ranks(layer.policy.selection, call)
+    decision = Decision(reason, is_ours=True)
+    if unsupported is None and call.attn_mask is not None:
+        decision = _decide_about_mask(layer, call, reason)
+        unsupported = decision.unsupported
+    if unsupported is not None:
+        return Decision(unsupported=unsupported) if reason is None else Decision(reason)
+    if decision.is_ours and decision.reason is None and call.window is not None and names_quantization(layer.policy):
+        # `sparge.attention` checks the window by itself, except where the quantization is named.
+        kv_len = call.key.shape[2]
+        narrow = dense_rules.by_window(layer.policy, call.query, keys_of_query(Window(*call.window), kv_len), kv_len)
+        return decision._replace(reason=narrow)
+    return decision
+
+
+def _prepare(call: ModelCall) -> str | None:
+    """Cast the tensors of a call as autocast would; return why they cannot be used, if they cannot."""
+    reason = dense_rules.not_plain_tensor(call.query, call.key, call.value, call.attn_mask)
+    if reason is not None:
+        return reason
+    call.query, call.key, call.value = (run.autocast_tensor(tensor) for tensor in (call.query, call.key, call.value))
+    if call.attn_mask is not None:
+        call.attn_mask = unexpanded(run.autocast_tensor(call.attn_mask), call.query)
+    tensors = (call.query, call.key, call.value, call.attn_mask)
+    return dense_rules.unsupported_call(*tensors, call.dropout_p, call.enable_gqa)
+
+
+def _decide_about_mask(layer: Layer, call: ModelCall, reason: Reason | None) -> Decision:
+    """Decide about a call with a mask.
+
+    Args:
+        reason: why the policy keeps the call dense.
+    """
+    query, key, policy, mask = call.query, call.key, layer.policy, call.attn_mask
+    assert mask is not None
+    spans = None
+    if mask.shape[-1:] == key.shape[2:3] and mask.shape[0] in (1, query.shape[0]):
+        spans = spans_of(mask, layer.name)
+    if spans is None and policy.backend == "auto":
+        whole_query, whole_key = call.sizes
+        whole_mask = mask if call.part is None or call.part.mask is None else call.part.mask
+        costly = dense_rules.by_mask(
+            whole_mask, _shape_of(whole_query, whole_key), query.device, is_dense=reason is not None
+        )
+        if costly is not None:
+            return Decision(Reason.MASK, costly) if reason is None else Decision(reason)
+    if reason is None and call.max_keys is not None:
+        narrow = dense_rules.by_window(policy, query, call.max_keys, key.shape[2])
+        if narrow is not None:
+            return Decision(narrow)
+    unsupported = dense_rules.ambiguous_mask(mask)
+    if unsupported is None and spans is None and reason is None and policy.skipped == "mean":
+        obstacle = dense_rules.no_means(with_four_dimensions(mask), query.shape[1] // key.shape[1])
+        unsupported = None if obstacle is None else obstacle.word
+    return Decision(reason, unsupported=unsupported, is_ours=True, spans=spans)
+
+
+def _shape_of(query: Tensor, key: Tensor) -> Shape:
+    batch, heads, q_len, head_dim = query.shape
+    return Shape(batch, heads, key.shape[1], q_len, key.shape[2], head_dim, head_dim)
+
+
+def _unsupported_over_ranks(rule: Selection, call: ModelCall) -> str | None:
+    """Return what keeps a call from being computed by several ranks."""
+    if rule.is_call_wide and rule.similarity_threshold is not None:
+        return "a similarity threshold of a budget over several ranks"
+    is_full = call.rows is not None and call.attn_mask is not None and dense_rules.is_full_mask(call.attn_mask)
+    return dense_rules.FULL_MASK if is_full else None
+
+
+def names_quantization(policy: Policy) -> bool:
+    """Return whether a policy names a quantization but no backend.
+
+    In `sparge.attention` that disables the crossover; in a policy it does not.
+    """
+    return policy.backend == "auto" and policy.quantization not in ("auto", "none")
+
+
+def has_sizes(query: Tensor, key: Tensor) -> bool:
+    """Return whether heads and tokens can be counted. A call without sizes is at most unsupported."""
+    return not (query.is_nested or key.is_nested) and query.ndim == key.ndim == 4
+
+
+def runs_dense(
+    layer: Layer,
+    query: Tensor,
+    key: Tensor,
+    is_self: bool | None = None,
+    is_language: bool = False,
+    is_causal: bool = False,
+    *,
+    heads_at: int = 1,
+    tokens_at: int = 2,
+) -> bool:
+    """Return whether the policy leaves a call to the framework, and count it if so.
+
+    Args:
+        is_self, is_language, is_causal: as in `ModelCall`.
+        heads_at, tokens_at: dimensions of the heads and tokens.
+    """
+    reason = why_dense(layer, query, key, is_self, is_language, is_causal, heads_at, tokens_at)
+    if reason is None or (
+        layer.policy.dense == "8bit" and dense_rules.runs_quantized(layer.policy, reason, query.device)
+    ):
+        return False
+    if not is_compiling():
+        counters.record(reason.label, layer.name)
+    return True
+
+
+def why_dense(
+    layer: Layer,
+    query: Tensor,
+    key: Tensor,
+    is_self: bool | None,
+    is_language: bool,
+    is_causal: bool,
+    heads_at: int = 1,
+    tokens_at: int = 2,
+) -> Reason | None:
+    """Return why the policy runs a call dense; None if it does not, or if the call has no sizes."""
+    if query.is_nested or key.is_nested:
+        return None
+    if is_compiling():
+        reason = _by_policy(layer, query, key, is_self, is_language, is_causal, heads_at, tokens_at)
+    else:
+        asked = (query.shape, key.shape, query.device, _dtype(query), tokens_at, is_self, is_language, is_causal)
+        known, reason = layer.last
+        if known != asked:
+            reason = _by_policy(layer, query, key, is_self, is_language, is_causal, heads_at, tokens_at)
+            layer.last = (asked, reason)
+    if reason is None and layer.steps is not None and has_sizes(query, key):
+        reason = layer.steps.dense
+    return reason
+
+
+def _by_policy(
+    layer: Layer,
+    query: Tensor,
+    key: Tensor,
+    is_self: bool | None,
+    is_language: bool,
+    is_causal: bool,
+    heads_at: int,
+    tokens_at: int,
+) -> Reason | None:
+    """Return the decision of `dense_rules.by_policy`, which does not depend on the step."""
+    if not has_sizes(query, key):
+        return None
+    q_shape, kv_shape = query.shape, key.shape
+    return dense_rules.by_policy(
+        layer.policy,
+        query.device,
+        _dtype(query),
+        q_shape[0] * q_shape[heads_at],
+        q_shape[tokens_at],
+        kv_shape[tokens_at],
+        is_self=is_self,
+        is_language=is_language,
+        is_causal=is_causal or is_language,
+        is_cross=layer.is_cross,
+        is_dense_layer=layer.dense,
+    )
+
+
+def _dtype(query: Tensor) -> torch.dtype:
+    """Return the dtype a call is computed in, as far as it matters to a decision: on a CPU."""
+    if query.is_cpu and torch.is_autocast_enabled("cpu"):  # reading `device.type` would take six times as long
+        return torch.get_autocast_dtype("cpu")
+    return query.dtype

@@ -1,0 +1,97 @@
+"""Where a model's attention calls come from: its layers, and the denoising schedule they are part of."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from sparge.dispatch.reasons import Reason, count
+from sparge.options import checks
+from sparge.policy import Policy
+
+
+class Steps:
+    """The current position in a denoising schedule.
+
+    Attributes:
+        dense: why the policy runs the current step dense, or None. Calls read nothing else, so that a compiled model is
+            compiled at most twice and not once per step.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.index, self.total = 0, 0
+        self.dense: Reason | None = Reason.UNKNOWN_SCHEDULE
+
+    def start(self, total: int) -> None:
+        """Begin a schedule of ``total`` steps."""
+        self.total = total
+        self._go_to(0)
+        warn_about_places("dense_steps", self._policy.dense_steps, total)
+
+    def advance(self) -> None:
+        """Move on to the next step."""
+        self._go_to(self.index + 1)
+
+    def _go_to(self, index: int) -> None:
+        self.index = index
+        self.dense = Reason.STEP if self._policy.is_dense_step(index, self.total) else None
+
+
+@dataclass
+class Layer:
+    """A layer whose attention calls go through sparge.
+
+    Attributes:
+        name: its name in `sparge.stats`; calls of a layer named "" count in the totals alone.
+        policy: which of its calls run sparse.
+        dense: the policy's ``dense_layers`` name it.
+        is_cross: it is known to be cross-attention.
+        steps: the schedule, if the policy has rules about steps.
+        last: key and result of the last decision. The calls of a layer are alike, and deciding again takes longer.
+        balance: how its heads are load-balanced across ranks.
+    """
+
+    name: str
+    policy: Policy
+    dense: bool = False
+    steps: Steps | None = None
+    is_cross: bool = False
+    last: tuple[Any, Reason | None] = field(default=(None, None), compare=False, repr=False)
+    balance: Any = field(default=None, compare=False, repr=False)
+
+
+_WARNED: set[str] = set()
+_WARNED_LOCK = threading.Lock()
+
+
+def refuse(layer: Layer, reason: str) -> None:
+    """Count a call that cannot be sparse; raise, warn once per reason, or do nothing more, as the policy says."""
+    message = f"an attention call cannot be sparse: {reason}"
+    if layer.policy.on_unsupported == "raise":
+        raise NotImplementedError(f"{message} (on_unsupported='warn' or 'dense' runs it dense)")
+    count(Reason.UNSUPPORTED, layer.name, detail=reason)
+    if layer.policy.on_unsupported == "warn" and not torch.compiler.is_compiling():
+        _warn_once(reason, f"{message}; it runs dense", stacklevel=5)
+
+
+def warn_about_places(name: str, places: Sequence[int], total: int) -> None:
+    """Warn if a rule names layers or steps that this model or run does not have; another one may have them."""
+    try:
+        checks.check_places(name, places, total)
+    except ValueError as error:
+        _warn_once(str(error), str(error), stacklevel=4)
+
+
+def _warn_once(reason: str, message: str, stacklevel: int) -> None:
+    """Warn once per reason and process."""
+    with _WARNED_LOCK:
+        if reason in _WARNED:
+            return
+        _WARNED.add(reason)
+    warnings.warn(f"sparge: {message}", stacklevel=stacklevel)

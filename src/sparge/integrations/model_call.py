@@ -1,0 +1,117 @@
+"""Description of one attention call of a model, made by its integration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+class RankQueries(Protocol):
+    """The queries of a call that ranks split by query blocks: each rank exchanges its tokens for its query blocks."""
+
+    @property
+    def total(self) -> int:
+        """Queries of the whole call."""
+
+    @property
+    def are_enough(self) -> bool:
+        """Whether each rank gets a query block."""
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Queries of this rank's blocks, [start, stop)."""
+
+    def take(self, query: Tensor, order: tuple[Any, ...] | None) -> Tensor:
+        """Return the queries of this rank's blocks for its tokens (B, H, S, D), in a token order if one is given."""
+
+    def give(self, output: Tensor, order: tuple[Any, ...] | None) -> Tensor:
+        """Return outputs to the ranks that hold their tokens."""
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """What one rank computes of a call that several ranks compute together: some heads, some queries, or both.
+
+    Attributes:
+        sizes: query and key with as many heads and tokens as all ranks decide by; their values are not read.
+        attention: `sparge.attention` for the part, in which a budget is that of all ranks.
+        rows: how queries are split; None if they are not.
+        mask: the mask of all heads, by whose dimensions ranks decide, since ranks may have unequal numbers of heads.
+    """
+
+    sizes: tuple[Tensor, Tensor]
+    attention: Callable[..., Tensor]
+    rows: RankQueries | None = None
+    mask: Tensor | None = None
+
+
+@dataclass
+class ModelCall:
+    """An SDPA call of a model, heads first, and what its integration knows about the tokens.
+
+    Attributes:
+        is_causal: aligned bottom-right, as in `sparge.attention`; may be combined with a mask.
+        is_self: queries and keys belong to one sequence; None decides by their lengths.
+        is_language: the tokens are text in order, even if a mask rather than ``is_causal`` says so. The rules for
+            causal attention apply (sink, diagonal), and fewer queries than keys are a chunk behind a prefix.
+        window: as in `sparge.attention`, of a causal call.
+        text: token ranges that every query block keeps besides the policy's, and that see all keys if that is cheap.
+        grid: sizes of the image or video that all other tokens form, in raster order.
+        sinks: logits (H,) of attention sinks.
+        max_keys: most keys that the mask shows to a query, if the integration knows it.
+        unsupported: what the integration knows to keep the call from being sparse.
+        part: what this rank computes of a call of several ranks. Everything above describes the whole call.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+    is_self: bool | None = None
+    is_language: bool = False
+    window: tuple[int | None, int | None] | None = None
+    text: Sequence[tuple[int, int]] = ()
+    grid: tuple[int, ...] | None = None
+    sinks: Tensor | None = None
+    max_keys: int | None = None
+    unsupported: str | None = None
+    part: RankPart | None = None
+
+    @property
+    def sizes(self) -> tuple[Tensor, Tensor]:
+        """Query and key of the whole call, by whose sizes it is decided."""
+        return (self.query, self.key) if self.part is None else self.part.sizes
+
+    @property
+    def rows(self) -> RankQueries | None:
+        return None if self.part is None else self.part.rows
+
+
+def with_four_dimensions(attn_mask: Tensor) -> Tensor:
+    """Return a mask with four dimensions."""
+    return attn_mask[(None,) * (4 - attn_mask.ndim)]
+
+
+def unexpanded(attn_mask: Tensor, query: Tensor) -> Tensor:
+    """Return a mask as it was before `expand` repeated it over sequences, heads or queries: kernels read less."""
+    for dim in range(-min(attn_mask.ndim, 4), -1):
+        if attn_mask.stride(dim) == 0 and attn_mask.shape[dim] == query.shape[dim] > 1:
+            attn_mask = attn_mask.narrow(dim, 0, 1)
+    return attn_mask
+
+
+def aligned_top_left(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, str | None]:
+    """Return keys and values for SDPA's top-left causality, and why that is not possible, if it is not."""
+    q_len, kv_len = query.shape[2], key.shape[2]
+    if q_len > kv_len:
+        return key, value, "causal with more queries than keys"
+    if q_len < kv_len:
+        key, value = key[:, :, :q_len], value[:, :, :q_len]  # no query sees the keys behind
+    return key, value, None
