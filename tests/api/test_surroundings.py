@@ -56,10 +56,16 @@ class TestSurroundings:
     )
 
     def results(
-        self, value_dim: int, options: dict[str, Any], backend: str, under: AbstractContextManager[Any] | None = None
+        self,
+        value_dim: int,
+        options: dict[str, Any],
+        backend: str,
+        under: AbstractContextManager[Any] | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> tuple[Tensor, ...]:
-        query, key, value = make_qkv(200, 400, heads=2, kv_heads=1, value_dim=value_dim)
-        mask = torch.randn(1, 2, 1, 400, generator=torch.Generator().manual_seed(4))
+        tensors = make_qkv(200, 400, heads=2, kv_heads=1, value_dim=value_dim)
+        mask = torch.randn(1, 2, 1, 400, generator=torch.Generator().manual_seed(4)).to(dtype)
+        query, key, value = (tensor.to(dtype) for tensor in tensors)
         call = {"is_causal": True, "enable_gqa": True, "return_lse": True, "backend": backend, **options}
         with under or nullcontext():
             return (
@@ -71,8 +77,8 @@ class TestSurroundings:
     @OPTIONS
     @pytest.mark.parametrize("value_dim", [32, 16])
     def test_autocast(self, backend: str, options: dict[str, Any], value_dim: int) -> None:
-        """The arithmetic is ours: autocast must neither lower it nor break it."""
-        expected = self.results(value_dim, options, backend)
+        """Autocast casts the inputs, as it does for SDPA; it must not change the arithmetic of the stages."""
+        expected = self.results(value_dim, options, backend, dtype=torch.bfloat16)
         got = self.results(value_dim, options, backend, under=torch.autocast("cpu", torch.bfloat16))
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 

@@ -295,7 +295,9 @@ class TestSettings:
                 assert equal(attend(*tensors, **CALLS[name]), expected)
 
         if setting == "autocast":
-            with torch.autocast(DEVICE.type, torch.float16 if ON_CUDA else torch.bfloat16):
+            dtype = torch.float16 if ON_CUDA else torch.bfloat16
+            expected = attend(*(tensor.to(dtype) for tensor in tensors), **CALLS[name])
+            with torch.autocast(DEVICE.type, dtype):
                 assert_same()
         elif setting == "inference mode":
             with torch.inference_mode():

@@ -88,6 +88,10 @@ def _decide_about_mask(layer: Layer, call: ModelCall, reason: Reason | None) -> 
     spans = None
     if mask.shape[-1:] == key.shape[2:3] and mask.shape[0] in (1, query.shape[0]):
         spans = spans_of(mask, layer.name)
+    if reason is None and call.max_keys is not None:
+        narrow = dense_rules.by_window(policy, query, call.max_keys, key.shape[2])
+        if narrow is not None:
+            return Decision(narrow)
     if spans is None and policy.backend == "auto":
         whole_query, whole_key = call.sizes
         whole_mask = mask if call.part is None or call.part.mask is None else call.part.mask
@@ -96,10 +100,6 @@ def _decide_about_mask(layer: Layer, call: ModelCall, reason: Reason | None) -> 
         )
         if costly is not None:
             return Decision(Reason.MASK, costly) if reason is None else Decision(reason)
-    if reason is None and call.max_keys is not None:
-        narrow = dense_rules.by_window(policy, query, call.max_keys, key.shape[2])
-        if narrow is not None:
-            return Decision(narrow)
     unsupported = dense_rules.ambiguous_mask(mask)
     if unsupported is None and spans is None and reason is None and policy.skipped == "mean":
         obstacle = dense_rules.no_means(with_four_dimensions(mask), query.shape[1] // key.shape[1])
