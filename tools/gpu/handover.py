@@ -1,16 +1,16 @@
-"""What racecheck follows: a number handed from one warp to a warpgroup and back, three ways, in a kernel of its own.
+"""Control for racecheck: a minimal kernel that passes a number from one warp to a warpgroup and back in three ways.
 
-``python tools/gpu/handover.py VARIANT`` runs it and says "in order" if every number was read in its round;
-`sanitize.py` does so under the checker.
+``python tools/gpu/handover.py VARIANT`` runs it and prints "in order" if every number was read in its round.
+`sanitize.py` runs it under the checker.
 
     all_arrive     every thread that writes or reads the number arrives at the barrier itself
-    one_arrives    all of them meet (bar.warp.sync, bar.sync), then one of them arrives; so do the roles of the Hopper
-                   kernel, since that is how Gluon arrives
-    nobody_waits   arrivals as in all_arrive, but nobody waits for them: a race
+    one_arrives    the threads synchronize (bar.warp.sync, bar.sync), then one of them arrives; the roles of the Hopper
+                   kernel do the same, because Gluon's `arrive` comes from one thread
+    nobody_waits   arrivals as in all_arrive, but no thread waits for them: a race
 
-The writer's barrier is completed by bytes, as by a copy. By PTX's memory model the first two variants are in order:
-meeting is synchronisation among those who meet, and an arrival releases what happened before it. racecheck counts an
-arrival for the arriving thread alone.
+The writer's barrier is completed by a byte count, as by a TMA copy. By PTX's memory model the first two variants are
+in order: bar.sync orders the participating threads, and an arrival releases everything before it. racecheck attributes
+an arrival to the arriving thread alone.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ extern "C" __global__ void hand_over(int* seen, int variant, int rounds) {
 
 
 def hand_over(variant: str) -> bool:
-    """Run one variant. Whether every thread read every number in its round."""
+    """Run one variant and return whether every thread read every number in its round."""
     kernel = torch.cuda._compile_kernel(SOURCE, "hand_over")
     seen = torch.full((ROUNDS, 128), -1, dtype=torch.int32, device="cuda")
     kernel(grid=(1, 1, 1), block=(160, 1, 1), args=(seen, VARIANTS.index(variant), ROUNDS))

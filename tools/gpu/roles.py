@@ -1,14 +1,14 @@
-"""What racecheck follows of Triton's roles: a Gluon kernel that starts three of them, which store a number each.
+"""Control for racecheck: a minimal Gluon kernel that starts three roles, each of which stores a number.
 
-``python tools/gpu/roles.py VARIANT`` runs it and says "in order" if each number was stored; `sanitize.py` does so under
-the checker.
+``python tools/gpu/roles.py VARIANT`` runs it and prints "in order" if each number was stored. `sanitize.py` runs it
+under the checker.
 
-    alone     nothing but that
-    meeting   before, the four warps that start the roles meet (bar.sync 0, 128), as they do in the Hopper kernel after
-              they have prepared its barriers
+    alone     the roles only
+    meeting   the four warps that start the roles synchronize first (bar.sync 0, 128), as in the Hopper kernel after it
+              has initialized its barriers
 
-Those four warps write which role each other warp has; all warps meet (bar.sync 1); the others read it. A barrier of all
-threads orders that, whatever came before. After a barrier of some of them, racecheck does not follow it.
+These four warps write the role of each other warp, all warps synchronize (bar.sync 1), and the others read it. A
+barrier of all threads orders these accesses. racecheck misses this order after an earlier barrier of some threads.
 """
 
 from __future__ import annotations

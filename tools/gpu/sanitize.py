@@ -1,22 +1,23 @@
-"""Awkward calls under NVIDIA's checkers: ``python tools/gpu/sanitize.py [memcheck] [racecheck] [synccheck]``.
+"""Run awkward calls under NVIDIA's checkers: ``python tools/gpu/sanitize.py [memcheck] [racecheck] [synccheck]``.
 
-Without a name it is memcheck. A checker must find nothing in the calls, and something in a control: memcheck in a
-kernel that is told of more keys than there are (Triton's kernel: what the copy engine reads outside a tensor is 0),
-racecheck in one whose threads do not wait. Before that the calls run without a checker, which compiles the kernels.
-Every allocation is freed and made anew by the driver (no caching), so that reads beyond a tensor's end are seen.
-SPARGE_TEST_BACKEND names the backend (default "triton").
+The default is memcheck. A checker must report nothing for the calls and something for a control. The control of
+memcheck passes a kernel more keys than there are (the Triton kernel: out-of-bounds reads by TMA return 0), that of
+racecheck has threads that do not wait. The calls run once without a checker to compile the kernels. PyTorch's caching
+allocator is off, so that reads beyond a tensor's end are detected. SPARGE_TEST_BACKEND is the backend (default
+"triton").
 
-Two kinds of hazards that racecheck reports in kernels with roles (Hopper's attention and scores) are counted apart,
-each as long as a control shows that the checker cannot do better; about their order it says nothing then, and the soak
-and the comparisons must.
+Two kinds of hazards that racecheck reports in warp-specialized kernels (Hopper's attention and scores) are counted
+separately, as long as a control shows that they are false positives. racecheck then proves nothing about their order,
+which is left to the soak and to the numerical comparisons.
 
-    roles     between the head of a kernel and the start of its roles, where Triton's own accesses are said to stand,
-              if racecheck also reports `roles.py`, which does nothing but start roles after a barrier of some warps,
-              and nothing without that barrier
-    metadata  between a line of the producer that stores a stage's metadata and one that loads it, if racecheck also
-              reports `handover.py`'s number that one thread announces for all, and not the one that all announce. A
-              load that the compiler moves has no line: it is said to stand in one that accesses no shared memory. The
-              store of a tile's number may be said to stand where that number was taken (`scheduler.next_turn`)
+    roles     hazards between the head of a kernel and the start of its roles, where Triton's own accesses are
+              reported. They are excused if racecheck also reports `roles.py` with an earlier barrier of some warps,
+              and does not report it without that barrier
+    metadata  hazards between a line of the producer that stores a stage's metadata and a line that loads it. They are
+              excused if racecheck also reports the variant of `handover.py` in which one thread arrives for all, and
+              not the one in which all arrive. A load that the compiler moved is reported at a line without an access
+              to shared memory. The store of a tile's index may be reported where the index was taken
+              (`scheduler.next_turn`)
 
 SPARGE_TEST_REPORT=FILE appends the counts of each checker as a JSON line.
 """
@@ -52,16 +53,16 @@ CONSUMER = ("accumulator.py:", "blocks.py:", "coarse.py:", "consumer.py:", "mma.
 ACCESS = re.compile(
     r"\.(load|store)\(|convert_layout|gl\.(max|min|sum)\(|_max\(|_sum\(|max_by_lane\(|load_(of_tile|lengths|number)\("
 )
-"""What reads or writes shared memory, or may do so: numbers that threads exchange."""
+"""Operations that access shared memory or may do so, including exchanges between threads."""
 STARTS = ("def attention_kernel(", "def hopper_score_kernel(", "    gl.warp_specialize(")
-"""Lines of `WITH_ROLES` that accesses of Triton's own are reported at."""
+"""Lines of `WITH_ROLES` at which Triton's own accesses are reported."""
 BACKENDS = Path(sparge.__file__).parent / "backends"
-FOLDERS = (BACKENDS / "hopper", BACKENDS / "cuda" / "stages")
+FOLDERS = (BACKENDS / "hopper", BACKENDS / "gpu" / "stages")
 WITH_ROLES = ("kernel.py", "score_hopper.py")
 FP8 = "int8_fp8_fast" if BACKEND == "hopper" else "int8_fp8"
 LENGTHS = [(1, 1), (1, 200), (129, 321), (330, 129), (257, 257)]
 LONG = [(129, 1472), (1500, 1500), (65, 4160)]
-"""More stages than are on their way at once; more keys than every stage is asked for, so that peaks are marked."""
+"""More stages than are in flight at once, and enough keys that peaks are marked before the kernel."""
 CASES: list[tuple[int, int, dict[str, Any]]] = [
     (64, 64, {"topk": 0.5, "quantization": FP8}),
     (128, 128, {"topk": 0.5, "quantization": FP8, "is_causal": True}),
@@ -76,11 +77,11 @@ LONG_CASES: list[tuple[int, int, dict[str, Any]]] = [
     (128, 128, {"sparsity": sparge.Dense(), "quantization": FP8}),
     (64, 64, {"sparsity": sparge.Dense(), "quantization": FP8, "is_causal": True}),
 ]
-"""With a score far above the others in the middle: its stage is taken in two parts."""
+"""Inputs with one score far above the others, whose stage is computed in two parts."""
 
 
 def make_calls() -> int:
-    """Every case at every length, twice: recorded with a tensor per buffer, then replayed. The number of calls."""
+    """Run every case at every length twice, recorded and replayed, and return the number of calls."""
     problems = [(case, lengths) for case in CASES for lengths in LENGTHS]
     problems += [(case, lengths) for case in LONG_CASES for lengths in LONG]
     for (head_dim, value_dim, options), (q_len, kv_len) in problems:
@@ -115,7 +116,7 @@ def make_fault() -> None:
 
 
 def run_part(part: str, *tool: str, program: str = "sanitize.py") -> str:
-    """What a program prints when it does one part, perhaps under a tool."""
+    """Return the output of one part of a program, optionally run under a tool."""
     return subprocess.run(
         [*tool, sys.executable, str(Path(__file__).with_name(program)), part],
         env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
@@ -127,7 +128,7 @@ def run_part(part: str, *tool: str, program: str = "sanitize.py") -> str:
 
 
 def found_by(output: str) -> int:
-    """Errors and warnings that a tool counted."""
+    """Return the number of errors and warnings in a tool's summary."""
     found = SUMMARY.search(output)
     if found is None:
         raise RuntimeError(f"expected the tool's summary, got:\n{output[-2000:]}")
@@ -135,9 +136,9 @@ def found_by(output: str) -> int:
 
 
 def line_at(place: str) -> str:
-    """A line of a kernel with roles by a place such as "consumer.py:44"; nothing if it is not one of their files.
+    """Return the source line at a place such as "consumer.py:44", or "" for other files.
 
-    A line of `consume` may be reported as one of kernel.py, which calls it: where kernel.py itself accesses nothing.
+    A line of `consume` may be reported as a line of its caller kernel.py, at a line without an access.
     """
     name, _, number = place.partition(":")
     path = next((folder / name for folder in FOLDERS if (folder / name).is_file()), None)
@@ -149,12 +150,12 @@ def line_at(place: str) -> str:
 
 
 def kind_of(hazard: tuple[str, str, str]) -> str:
-    """Which kind a hazard is of, by its order (RAW, WAR, WAW) and the two places: "roles", "metadata" or "other"."""
+    """Return the kind of a hazard by its order (RAW, WAR, WAW) and its two places: "roles", "metadata" or "other"."""
     order, *places = hazard
     files = {place.partition(":")[0] for place in places}
     if files in ({name} for name in WITH_ROLES) and all(line_at(place).startswith(STARTS) for place in places):
         return "roles"
-    if order == "WAW":  # metadata have one writer
+    if order == "WAW":  # metadata has one writer
         return "other"
     for writer, reader in (places, places[::-1]):
         stored = _stored_at(writer)
@@ -173,7 +174,7 @@ def kind_of(hazard: tuple[str, str, str]) -> str:
 
 
 def _stored_at(place: str) -> str | None:
-    """Which metadata the line of a place stores: those of a tile by functions that the producer calls."""
+    """Return the metadata that a line stores, None if it stores none; the producer's helpers store "metadata.tile"."""
     if not place.startswith(("producer.py:", "lengths.py:", "scheduler.py:")):
         return None
     line = line_at(place)
@@ -184,7 +185,7 @@ def _stored_at(place: str) -> str | None:
 
 
 def count_hazards(output: str) -> tuple[Counter[str], Counter[tuple[str, str, str]]]:
-    """Hazards by kind, and by their order and the places they are between."""
+    """Count hazards by kind, and by order and places."""
     hazards = Counter(HAZARD.findall(output))
     kinds: Counter[str] = Counter()
     for hazard, count in hazards.items():
@@ -193,7 +194,7 @@ def count_hazards(output: str) -> tuple[Counter[str], Counter[tuple[str, str, st
 
 
 def run_controls(checker: str, *tool: str) -> dict[str, int]:
-    """What a checker finds where there is something to find, and (racecheck) where everything is in order."""
+    """Return what a checker reports for its controls: a fault it must find and, for racecheck, kernels in order."""
     if checker == "memcheck":
         return {"fault": found_by(run_part("fault", *tool))}
     if checker != "racecheck":
@@ -211,7 +212,7 @@ def run_controls(checker: str, *tool: str) -> dict[str, int]:
 
 
 def check(checker: str) -> bool:
-    """Whether the calls are clean, and the checker is not blind."""
+    """Return whether a checker reports nothing for the calls and something for its control."""
     tool = ("compute-sanitizer", "--tool", checker, *OPTIONS.get(checker, ()))
     output = run_part("calls", *tool)
     made = re.search(r"^(\d+) calls", output, re.MULTILINE)

@@ -1,8 +1,8 @@
-"""Many launches of the Hopper kernel: ``python tools/gpu/soak.py [launches]`` (20000 unless told).
+"""Launch the Hopper kernel many times on random problems: ``python tools/gpu/soak.py [launches]`` (default 20000).
 
-Random lengths, heads, densities, thresholds and sinks. Of every problem all launches must give the same bits, and the
-first must be near exact attention; with a threshold only the bits count. A launch that hangs ends the process: the
-watchdog prints where it stood.
+Lengths, heads, densities, thresholds and sinks are random. All launches of a problem must be bitwise equal, and the
+first must be close to exact attention, except with a threshold. A watchdog ends the process and prints a traceback if
+a launch hangs.
 
 SPARGE_TEST_REPORT=FILE appends the counts as a JSON line.
 """
@@ -48,14 +48,14 @@ SPECS = [
 ]
 """Quantization, head width, causality, P V threshold."""
 SINKS = 0.3
-"""The share of problems in which a key lies 12 nats above the others for all queries."""
+"""Fraction of problems in which one key lies 12 nats above the others for all queries."""
 ERRORS = {"none": 0.01}
 LARGEST_ERROR = 0.05
-"""Against exact attention over the kept blocks; skipped products and 8 bits included."""
+"""Maximum error against exact attention over the kept blocks, quantization and skipped products included."""
 
 
 def random_problem(draw: random.Random, width: int) -> tuple[Shape, list[Tensor], Tensor]:
-    """Sizes, Q, K and V, and kept blocks of a random density."""
+    """Return sizes, [Q, K, V], and kept blocks of a random density."""
     group, kv_heads = draw.choice([1, 2, 4]), draw.choice([1, 2, 3])
     q_len, kv_len = draw.randint(1, 2000), draw.choice([draw.randint(1, 2000), draw.randint(1, 6000)])
     shape = Shape(draw.choice([1, 2]), group * kv_heads, kv_heads, q_len, kv_len, width, width)
@@ -72,7 +72,7 @@ def random_problem(draw: random.Random, width: int) -> tuple[Shape, list[Tensor]
 
 
 def soak(launches: int) -> dict[str, int]:
-    """Launch so many times; counts of launches, problems, differences in bits and inexact results."""
+    """Run this many launches; return counts of launches, problems, bitwise differences and inexact results."""
     draw = random.Random(0)
     counts = {"launches": 0, "problems": 0, "unequal": 0, "inexact": 0}
     while counts["launches"] < launches:

@@ -1,20 +1,22 @@
-"""The library as a kernel of the Hugging Face hub: ``python tools/hub/build.py FOLDER`` (build/kernel unless told).
+"""Build the library as a kernel for the Hugging Face hub: ``python tools/hub/build.py [FOLDER]``.
 
     FOLDER/LICENSE
     FOLDER/build/torch-universal/
         __init__.py         the public names, from tools/hub/kernel.py
-        *.py, backends/     the modules these need, and no others
-        sparge/             the same names, for clients that look for a folder of the kernel's name
-        metadata.json       name, id, version, licence, digests
+        *.py, backends/     the modules that these names need, and no others
+        sparge/             the same names, for clients that expect a folder with the kernel's name
+        metadata.json       name, id, version, license, digests
 
-``--source ORGANISATION/NAME`` writes what the hub's builder makes a repository of that name from: FOLDER/build.toml,
-FOLDER/flake.nix and the same modules in FOLDER/torch-ext/sparge.
+``--source ORGANIZATION/NAME`` also writes the input of the hub's own builder for a repository of that name:
+FOLDER/build.toml, FOLDER/flake.nix and the same modules in FOLDER/torch-ext/sparge.
 
-The hub's client imports the package under its id, so no module may call the package by its name: imports of it become
-relative ones, and the namespace of its operators is the package's name (`sparge._ops`). The id is made of what the
-files hold. So the library and any number of builds live in one process, each with its own operators, counts and caches.
+The hub's client imports the package under its id, so no module may refer to the package by name. Imports of the package
+become relative, and its operators are registered under the package's name (`sparge._ops`). The id is a hash of the
+files. The library and any number of builds can therefore be loaded in one process, each with its own operators,
+counters and caches.
 
-What cannot be turned round safely is refused: ``import sparge``, and strings that are names of modules or operators.
+Constructs that cannot be rewritten safely raise ValueError: ``import sparge``, and strings that name modules or
+operators.
 """
 
 from __future__ import annotations
@@ -36,13 +38,13 @@ PACKAGE = "sparge"
 VARIANT = "torch-universal"
 LICENSE = "apache-2.0"
 VERSION = 1
-"""Of the kernel, for ``get_kernel(..., version=1)``. It rises when a public name goes, or means something else."""
+"""Version of the kernel, for ``get_kernel(..., version=1)``. Increase it when a public name is removed or changed."""
 KERNEL = Path(__file__).with_name("kernel.py")
-"""Becomes the package's own module."""
+"""Source of the package's ``__init__.py``."""
 NAME = re.compile(rf"{PACKAGE}(\.\w+)*\.?|{PACKAGE}::.*", re.DOTALL)
-"""A string that would lead back to the installed library."""
+"""A string that refers to the installed library."""
 FOR_OLD_CLIENTS = '''\
-"""The names of the package in the folder above, for versions of `kernels` that look for them here."""
+"""The names of the package in the parent folder, for versions of `kernels` that import them from here."""
 
 import importlib.util
 import sys
@@ -83,10 +85,10 @@ FLAKE_NIX = """\
 
 
 def main() -> None:
-    """Build, and say where."""
+    """Build the kernel and print its folder and id."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "build" / "kernel")
-    parser.add_argument("--source", metavar="ORGANISATION/NAME", help="write what the hub's builder reads, besides")
+    parser.add_argument("--source", metavar="ORGANIZATION/NAME", help="also write the input of the hub's builder")
     arguments = parser.parse_args()
     variant = build(arguments.folder)
     print(f"{variant}: {json.loads((variant / 'metadata.json').read_text())['id']}")
@@ -95,17 +97,17 @@ def main() -> None:
 
 
 def build(folder: Path, source: Path = SOURCE) -> Path:
-    """Write a kernel repository, in place of the build that was there.
+    """Write a kernel repository and replace any previous build.
 
     Args:
-        folder: of the repository.
-        source: the package's folder.
+        folder: folder of the repository.
+        source: folder of the package.
 
     Returns:
         The folder of the variant.
 
     Raises:
-        ValueError: a module that cannot be turned round.
+        ValueError: a module cannot be rewritten safely.
     """
     files = modules(source)
     identity = f"_{PACKAGE}_{digest_of(files)}"
@@ -118,7 +120,7 @@ def build(folder: Path, source: Path = SOURCE) -> Path:
         "version": VERSION,
         "license": LICENSE,
         "python-depends": [],
-        "backend": {"type": "cuda"},  # one must be named; a universal variant is taken on every other, too
+        "backend": {"type": "cuda"},  # required field; a universal variant is loaded on any backend
         "digest": {"algorithm": "sha256", "files": {name: _sha256(text) for name, text in sorted(files.items())}},
     }
     shutil.copyfile(ROOT / "LICENSE", folder / "LICENSE")
@@ -127,15 +129,15 @@ def build(folder: Path, source: Path = SOURCE) -> Path:
 
 
 def write_source(folder: Path, repository: str, source: Path = SOURCE) -> Path:
-    """Write what the hub's builder reads, in place of what was there.
+    """Write the input of the hub's builder and replace any previous one.
 
     Args:
-        folder: of the project.
-        repository: where it is to be published, "organisation/name".
-        source: the package's folder.
+        folder: folder of the project.
+        repository: the repository to publish to, "organization/name".
+        source: folder of the package.
 
     Returns:
-        The folder of the modules. Instead of `sparge._ops` the hub's builder puts one of its own.
+        The folder of the modules. It lacks `sparge._ops`, which the hub's builder generates.
     """
     files = modules(source)
     del files["_ops.py"]
@@ -147,17 +149,21 @@ def write_source(folder: Path, repository: str, source: Path = SOURCE) -> Path:
 
 
 def modules(source: Path) -> dict[str, str]:
-    """All modules of the kernel, by the names of their files."""
+    """Return the text of every module of the kernel by its file name."""
     files = {"__init__.py": relative(read(KERNEL), PACKAGE, is_package=True)}
-    for module in needed(source):
+    imported_modules, parents = needed(source)
+    for module in imported_modules:
         path = path_of(module, source)
         text = relative(read(path), module, is_package=path.name == "__init__.py")
         files[path.relative_to(source).as_posix()] = text
+    for package in parents:
+        path = path_of(package, source)
+        files[path.relative_to(source).as_posix()] = f'"""{ast.get_docstring(parsed(read(path)))}"""\n'
     return files
 
 
 def write(folder: Path, files: dict[str, str]) -> None:
-    """Write a folder anew."""
+    """Replace a folder by these files."""
     shutil.rmtree(folder, ignore_errors=True)
     for name, text in files.items():
         path = folder / name
@@ -166,12 +172,12 @@ def write(folder: Path, files: dict[str, str]) -> None:
 
 
 def read(path: Path) -> str:
-    """A source file."""
+    """Return the text of a source file."""
     return path.read_text(encoding="utf-8")
 
 
 def digest_of(files: dict[str, str]) -> str:
-    """A few digits that differ where any name or content does."""
+    """Return a short hash of all names and contents."""
     whole = hashlib.sha256()
     for name, text in sorted(files.items()):
         whole.update(f"{name}\0{len(text)}\0{text}".encode())
@@ -182,21 +188,28 @@ def _sha256(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def needed(source: Path) -> list[str]:
-    """Names of all modules that the public names need, wherever in the code they are imported."""
+def needed(source: Path) -> tuple[list[str], list[str]]:
+    """Return the modules that the public names import, directly or not, and packages that only contain some of them.
+
+    The imports of a package that no module imports itself are not needed: the kernel has its docstring alone.
+    """
     found: set[str] = set()
     waiting = backends(source) | imported(read(KERNEL), source)
     while waiting:
         module = waiting.pop()
-        parts = module.split(".")
         found |= {module}
-        parents = {".".join(parts[:length]) for length in range(2, len(parts))}
-        waiting |= (parents | imported(read(path_of(module, source)), source)) - found
-    return sorted(found - {PACKAGE})
+        waiting |= imported(read(path_of(module, source)), source) - found
+    found -= {PACKAGE}
+    parents = {".".join(parts[:length]) for parts in map(_parts, found) for length in range(2, len(parts))}
+    return sorted(found), sorted(parents - found)
+
+
+def _parts(module: str) -> list[str]:
+    return module.split(".")
 
 
 def backends(source: Path) -> set[str]:
-    """Modules that no import names: those of the backends, by `BACKENDS` of `options.common`."""
+    """Return the modules of the backends, which are imported by name: `BACKENDS` of `options.common`."""
     for node in parsed(read(source / "options" / "common.py")).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "BACKENDS":
             return {f"{PACKAGE}.backends.{name}" for name in ast.literal_eval(node.value)}
@@ -205,45 +218,45 @@ def backends(source: Path) -> set[str]:
 
 @functools.cache
 def parsed(text: str) -> ast.Module:
-    """The tree of a module, which nobody changes."""
+    """Return the syntax tree of a module, which is shared and must not be modified."""
     return ast.parse(text)
 
 
 def imported(text: str, source: Path) -> set[str]:
-    """Names of the package's modules that a module imports."""
-    modules = set()
+    """Return the names of the package's modules that a module imports."""
+    modules: set[str] = set()
     for node in ast.walk(parsed(text)):
         if isinstance(node, ast.Import):
             modules |= {alias.name for alias in node.names if is_ours(alias.name)}
         elif isinstance(node, ast.ImportFrom) and node.module and is_ours(node.module):
-            modules |= {node.module} - {PACKAGE}
-            inside = (f"{node.module}.{alias.name}" for alias in node.names)
-            modules |= {module for module in inside if exists(module, source)}
-    return modules
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            inside = {name for name in names if exists(name, source)}
+            modules |= inside if len(inside) == len(names) else {*inside, node.module}
+    return modules - {PACKAGE}
 
 
 def is_ours(module: str) -> bool:
-    """Whether a name is that of the package, or of something in it."""
+    """Return whether a name belongs to the package."""
     return module.partition(".")[0] == PACKAGE
 
 
 def exists(module: str, source: Path) -> bool:
-    """Whether a name is that of a module, and not of something in one."""
+    """Return whether a name is a module, as opposed to an attribute of one."""
     base = source.joinpath(*module.split(".")[1:])
     return base.with_suffix(".py").is_file() or (base / "__init__.py").is_file()
 
 
 def path_of(module: str, source: Path) -> Path:
-    """The file of a module."""
+    """Return the file of a module."""
     base = source.joinpath(*module.split(".")[1:])
     return base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
 
 
 def relative(text: str, module: str, *, is_package: bool = False) -> str:
-    """A module's text with relative imports of the package, and all else as it was.
+    """Return a module's text with relative imports of the package and nothing else changed.
 
     Raises:
-        ValueError: it calls the package by its name in another way.
+        ValueError: the module refers to the package by name in another way.
     """
     package = module.split(".") if is_package else module.split(".")[:-1]
     tree = parsed(text)
@@ -275,7 +288,7 @@ def relative(text: str, module: str, *, is_package: bool = False) -> str:
 
 
 def _path(module: str, package: list[str]) -> str:
-    """A module as seen from a package: ``..config``."""
+    """Return a module relative to a package: ``..options``."""
     parts = module.split(".")
     shared = 0
     while shared < min(len(parts), len(package)) and parts[shared] == package[shared]:
@@ -284,7 +297,7 @@ def _path(module: str, package: list[str]) -> str:
 
 
 def _check(tree: ast.Module, module: str) -> None:
-    """Raise ValueError where something other than an import leads to the package by its name."""
+    """Raise ValueError where anything but an import refers to the package by name."""
     documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for where, what in _mentions(tree, documentation):
         raise ValueError(f"{module}, line {where}: expected no name of the package or its operators, got {what}")

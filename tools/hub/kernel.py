@@ -1,12 +1,12 @@
-"""Sparse and quantised attention without training, as a kernel of the Hugging Face hub.
+"""Training-free sparse and quantized attention, as a kernel of the Hugging Face hub.
 
-    attention, predict, block_sparse_attention      calls of their own, with a budget
+    attention, predict, block_sparse_attention      attention calls with a budget
     varlen_attention                                packed sequences
-    flash_attn_func, flash_attn_varlen_func         FlashAttention's names, for programs that look for them
-    stats, reset_stats                              what happened to the calls
+    flash_attn_func, flash_attn_varlen_func         FlashAttention's names and signatures
+    stats, reset_stats                              counts of sparse and dense calls
 
-Calls below a measured length run dense: `stats` says so. There is no backward pass. What turns whole models on
-(``sparge.enable``, policies, calibration) is in the library: ``pip install sparge``.
+Calls below a measured length run dense, which `stats` reports. There is no backward pass. The library contains the
+functions that enable whole models (``sparge.enable``, policies, calibration): ``pip install sparge``.
 """
 
 from sparge._version import __version__
