@@ -384,11 +384,11 @@ def test_page_runs(
 ) -> None:
     (tmp_path / "build").mkdir()
     (tmp_path / "build" / "kernel").symlink_to(repository)
-    monkeypatch.setenv("LOCAL_KERNELS", f"organisation/sparge={repository}")
+    monkeypatch.setenv("LOCAL_KERNELS", f"organization/sparge={repository}")
     kernel.reset_stats()
     left = run(REPOSITORY / "docs" / "hub.md")
     assert left["kernel"] is kernel
-    assert left["model"].config._attn_implementation == "organisation/sparge"
+    assert left["model"].config._attn_implementation == "organization/sparge"
     assert kernel.stats().reasons == {"sparse: torch": 2, "dense: below the crossover": 2}
 
 
