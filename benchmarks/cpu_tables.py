@@ -1,4 +1,4 @@
-"""Tables of what was measured on CPUs: cpu.jsonl, processor.jsonl and demo.json."""
+"""Tables of CPU measurements: cpu.jsonl, processor.jsonl and demo.json."""
 
 from __future__ import annotations
 
@@ -12,19 +12,11 @@ from benchmarks.measure import read_rows
 
 
 def newest_rows(results: Path, suite: str) -> list[Row]:
-    """The last row of every case of a suite, in the order the cases were first measured."""
+    """Return the last row of each case of a suite, in the order in which cases were first measured."""
     rows: dict[tuple[Any, ...], Row] = {}
     for row in read_rows(results / "cpu.jsonl"):
         if row["suite"] == suite:
-            case = (
-                row["tokens"],
-                row["is_causal"],
-                row["topk"],
-                row["heads"],
-                row["queries"],
-                row["dtype"],
-            )
-            rows[case] = row
+            rows[tuple(row[name] for name in ("tokens", "is_causal", "topk", "heads", "queries", "dtype"))] = row
     return list(rows.values())
 
 
@@ -48,35 +40,9 @@ def speed_table(results: Path) -> str:
         ]
         for row in rows
     ]
-    header = [
-        "attention",
-        "topk",
-        "SDPA",
-        "sparge",
-        "speed-up",
-        "density",
-        "mass recall",
-        "rel. L1",
-        "of it prediction",
-    ]
+    header = ["attention", "topk", "SDPA", "sparge", "speed-up", "density", "mass recall", "rel. L1", "prediction"]
     shape = f"fp32, B 1, H {rows[0]['heads']}, D {rows[0]['head_dim']}, N {rows[0]['tokens']}"
     return f"{markdown(header, body)}\n\n{shape}; {cpu_source(rows)}"
-
-
-def memory_table(results: Path) -> str:
-    rows = newest_rows(results, "memory")
-    body = [
-        [
-            f"{row['tokens']}",
-            _attention(row),
-            f"{row['input_bytes'] / 2**20:.0f} MiB",
-            f"{row['extra_bytes'] / 2**20:.0f} MiB",
-            f"{row['extra_ratio']:.2f}x",
-        ]
-        for row in rows
-    ]
-    header = ["N", "attention", "q + k + v", "peak extra (output included)", "ratio"]
-    return f"{markdown(header, body)}\n\nfp32, topk {rows[0]['topk']:g}; {cpu_source(rows)}"
 
 
 def processor_table(results: Path) -> str | None:
@@ -130,6 +96,5 @@ def demo_table(results: Path) -> str:
 CPU_TABLES: dict[str, Callable[[Path], str | None]] = {
     "speed": speed_table,
     "demo": demo_table,
-    "memory": memory_table,
     "processor": processor_table,
 }

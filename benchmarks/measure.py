@@ -1,4 +1,4 @@
-"""Rows of benchmarks/results: reading them, appending one with its machine; peak memory of a process."""
+"""Read and append rows of benchmarks/results, and measure the peak memory of a process."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from sparge.evaluate.machine import describe_machine
 
 
 def peak_resident_bytes(function: Callable[[], object]) -> int | None:
-    """How far the process's resident memory rises above its level before the call; None where Linux does not tell."""
+    """Return the rise of resident memory during a call, or None where the system does not report it."""
     clear = Path("/proc/self/clear_refs")
     if not clear.exists():
         return None
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # what was freed would be used again
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # freed memory would be reused
     if trim is not None:
         trim(0)
     clear.write_text("5")  # resets the high-water mark
@@ -35,17 +35,17 @@ def _status_bytes(field: str) -> int:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return all rows of a file, none where nothing was measured yet."""
+    """Return all rows of a file, or none if it does not exist."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def environment() -> dict[str, str | int | None]:
-    """Machine, versions, commit and time."""
+    """Return machine, versions, commit and time."""
     return {**asdict(describe_machine()), "time": datetime.now(timezone.utc).isoformat(timespec="seconds")}
 
 
 def append_row(path: Path, row: dict[str, object], *, gpu: bool = False) -> None:
-    """Append a result with what it was measured on, the GPU where that did the work."""
+    """Append a result with machine, versions and commit, and the GPU if it was used."""
     import torch
     import transformers
 

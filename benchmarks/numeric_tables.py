@@ -1,6 +1,7 @@
-"""Tables of docs/numerics.md, from numerics.jsonl (``sparge bench --suite numerics --json``) and divergence.jsonl.
+"""Tables of docs/numerics.md as (header, lines, rows).
 
-Each returns None where nothing was measured yet.
+Rows come from numerics.jsonl (``sparge bench --suite numerics --json``) and divergence.jsonl. Tables without rows are
+None.
 """
 
 from __future__ import annotations
@@ -15,42 +16,32 @@ from sparge.bench.table import newest
 from sparge.options.common import RENAMED_QUANTIZATIONS
 
 Row = dict[str, Any]
-Kernel = tuple[str, str]
+Table = tuple[list[str], list[list[str]], list[Row]]
 
 ORDER = ("int8_fp8_fast", "int8_fp8", "int8_fp16", "none")
 SINK = re.compile(r"sink-(\d+)$")
 BROKEN = "**"
-"""Marks what breaks its limit."""
+"""Marks an error above its limit."""
 
 
 def renamed(quantization: str) -> str:
-    """A quantization by its present name; rows keep the one they were measured under."""
+    """Return the current name of a quantization; rows keep the name at the time of measurement."""
     return RENAMED_QUANTIZATIONS.get(quantization, quantization)
 
 
 def measured(results: Path) -> list[Row]:
-    """The newest row of each case whose kernel gave a result."""
+    """Return the newest row of each case with a result."""
     rows = [row | {"kernel": renamed(row["kernel"])} for row in read_rows(results / "numerics.jsonl")]
     return [row for row in newest(rows, "numerics") if row["relative_l1"] is not None]
 
 
-def kernels_in(rows: list[Row]) -> list[Kernel]:
-    """(backend, quantization), by backend, then from the fastest to the most exact."""
-    found = {(row["backend"], row["kernel"]) for row in rows}
-    return sorted(found, key=lambda kernel: (kernel[0], ORDER.index(kernel[1])))
-
-
-def titles(kernels: list[Kernel]) -> list[str]:
-    return [f"{backend} `{quantization}`" for backend, quantization in kernels]
-
-
 def is_usual(row: Row) -> bool:
-    """Full attention, 128 channels; what is recorded has its own sizes."""
+    """Return whether a row is full attention with 128 channels, or captured from a model (with sizes of its own)."""
     return row["kind"] == "captured" or (row["head_dim"] == 128 and not row["is_causal"])
 
 
 def worst_of(rows: list[Row], field: str, form: str = ".4f") -> str:
-    """The largest number of these rows; marked where a row breaks a limit."""
+    """Return the maximum over these rows, marked if a row exceeds a limit."""
     if not rows:
         return ""
     text = format(max(row[field] for row in rows), form)
@@ -60,60 +51,61 @@ def worst_of(rows: list[Row], field: str, form: str = ".4f") -> str:
 def pivot(
     rows: list[Row], key: Callable[[Row], tuple[str, ...]], cell: Callable[[list[Row]], str], *, with_cudnn: bool = True
 ) -> tuple[list[str], list[list[str]]]:
-    """Titles and lines of a table with a line for each key and a column for each kernel, and cuDNN's."""
-    kernels = kernels_in(rows)
+    """Return titles and lines of a table with a line per key and a column per quantization, cuDNN last.
+
+    A cell receives the rows of all backends.
+    """
+    kernels = sorted({row["kernel"] for row in rows}, key=ORDER.index)
     lines = []
     for name in dict.fromkeys(map(key, rows)):
         same = [row for row in rows if key(row) == name]
-        cells = [cell([row for row in same if (row["backend"], row["kernel"]) == kernel]) for kernel in kernels]
+        cells = [cell([row for row in same if row["kernel"] == kernel]) for kernel in kernels]
         if with_cudnn:
             known = [row["cudnn_relative_l1"] for row in same if row["cudnn_relative_l1"] is not None]
             cells.append(format(max(known), ".4f") if known else "n/a")
         lines.append([*name, *cells])
-    return titles(kernels) + (["cuDNN bf16"] if with_cudnn else []), lines
+    return [f"`{kernel}`" for kernel in kernels] + (["cuDNN bf16"] if with_cudnn else []), lines
 
 
-def numerics_kinds(results: Path) -> tuple[list[str], list[list[str]], list[Row]] | None:
-    """Worst relative L1 error of each kind of family, by length."""
+def numerics_kinds(results: Path) -> Table | None:
+    """Return the worst relative L1 error of each kind of family over all lengths."""
     rows = [row for row in measured(results) if is_usual(row)]
-    limits: dict[tuple[str, int], float] = {}
+    limits: dict[str, float] = {}
     for row in rows:
-        place = row["kind"], row["tokens"]
-        limits[place] = max(row["target"], limits.get(place, 0.0))
+        limits[row["kind"]] = max(row["target"], limits.get(row["kind"], 0.0))
 
     def key(row: Row) -> tuple[str, ...]:
-        return row["kind"], str(row["tokens"]), f"{limits[row['kind'], row['tokens']]:.3f}"
+        return row["kind"], f"{limits[row['kind']]:.3f}"
 
     columns, lines = pivot(rows, key, lambda same: worst_of(same, "relative_l1"))
-    return (["families", "N", "limit", *columns], lines, rows) if rows else None
+    return (["families", "limit", *columns], lines, rows) if rows else None
 
 
-def numerics_sinks(results: Path) -> tuple[list[str], list[list[str]], list[Row]] | None:
-    """Relative L1 error by the height of a sink over an even tail, and by length."""
+def numerics_sinks(results: Path) -> Table | None:
+    """Return the worst relative L1 error over all lengths by the height of a sink above an even tail."""
     rows = [row for row in measured(results) if is_usual(row) and SINK.match(row["family"])]
 
     def key(row: Row) -> tuple[str, ...]:
         found = SINK.match(row["family"])
         assert found
-        return found[1], str(row["tokens"])
+        return (found[1],)
 
     columns, lines = pivot(rows, key, lambda same: worst_of(same, "relative_l1"))
-    return (["gap, nats", "N", *columns], lines, rows) if rows else None
+    return (["gap, nats", *columns], lines, rows) if rows else None
 
 
-def numerics_lse(results: Path) -> tuple[list[str], list[list[str]], list[Row]] | None:
-    """Error of the LSE in nats: the mean over a family's rows and its worst row, for the worst family of a kind."""
+def numerics_lse(results: Path) -> Table | None:
+    """Return the error of the LSE in nats, mean over rows and worst row, of the worst family and quantization."""
     rows = measured(results)
+    lines = []
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        same = [row for row in rows if row["kind"] == kind]
+        lines.append([kind, worst_of(same, "lse_mean"), worst_of(same, "lse_worst", ".3f")])
+    return (["families", "mean", "worst row"], lines, rows) if rows else None
 
-    def cell(same: list[Row]) -> str:
-        return f"{worst_of(same, 'lse_mean')} / {worst_of(same, 'lse_worst', '.3f')}" if same else ""
 
-    columns, lines = pivot(rows, lambda row: (row["kind"],), cell, with_cudnn=False)
-    return (["families", *columns], lines, rows) if rows else None
-
-
-def numerics_held(results: Path) -> tuple[list[str], list[list[str]], list[Row]] | None:
-    """How many cases hold all their limits."""
+def numerics_held(results: Path) -> Table | None:
+    """Return the number of cases within all their limits."""
     rows = measured(results)
 
     def key(row: Row) -> tuple[str, ...]:
@@ -126,8 +118,8 @@ def numerics_held(results: Path) -> tuple[list[str], list[list[str]], list[Row]]
     return (["attention", *columns], lines, rows) if rows else None
 
 
-def divergence(results: Path) -> tuple[list[str], list[list[str]], list[Row]] | None:
-    """What dense 8-bit attention costs a language model, by quantization."""
+def divergence(results: Path) -> Table | None:
+    """Return the loss of a language model with dense attention by quantization."""
     newest_of = {
         (row["attention"], renamed(row["quantization"]), row["tokens"]): row
         for row in read_rows(results / "divergence.jsonl")

@@ -1,9 +1,8 @@
-"""Write the tables of README and docs from benchmarks/results: `python -m benchmarks.tables [--check]`.
+"""Fill the tables of README and docs from benchmarks/results: `python -m benchmarks.tables [--check]`.
 
-A table stands between ``<!-- table: name -->`` and ``<!-- /table -->``. The newest row of each case is shown. Tables
-``gpu_*`` come from gpu.jsonl, which ``sparge bench --json`` writes, and gpu_tests.jsonl, which the programs in
-tests/gpu write; ``host`` comes from host.jsonl (``sparge bench --suite host``). Without rows of theirs they, and those
-of `numeric_tables` and `quality_tables`, stay as they are.
+A table stands between ``<!-- table: name -->`` and ``<!-- /table -->`` and shows the newest row of each case. Tables
+``gpu_*`` come from gpu.jsonl (``sparge bench --json``), ``gpu_tests`` from gpu_tests.jsonl (tests/gpu and tools/gpu),
+``host`` from host.jsonl (``sparge bench --suite host``). A table without rows is left unchanged.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.cpu_tables import CPU_TABLES
 from benchmarks.markdown import Row, cpu_source, gpu_source, markdown
@@ -30,32 +30,85 @@ MARKER = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 LONGEST, BEST_TOPK, BEST_MODEL = 131072, {False: 0.1, True: 0.5}, ("Wan 2.1 14B", 0.25)
 """Cases of the README's table."""
+HOST_CELLS = ("call", "us", "over SDPA", "launches")
+DENSE_COLUMNS = {**{f"{rival.column} ms": rival.column for rival in RIVALS.values()}, "SDPA ms": "SDPA"}
+
+
+class Pivot(NamedTuple):
+    """A table with a row for each problem: a column holds its variants, cells that belong together share one.
+
+    Attributes:
+        variant: the cell that names a variant. The cells before it identify the problem.
+        cells: the cells that are shown of each variant.
+        note: what they are.
+    """
+
+    variant: str
+    cells: tuple[str, ...]
+    note: str
+
+
+CALLS = Pivot("topk", ("sparge ms", "speed-up", "rel. L1"), "ms, speed-up over the fastest dense kernel, rel. L1")
+PIVOTS = {
+    "end_to_end": CALLS,
+    "packed": CALLS,
+    "masks": CALLS._replace(note="ms, speed-up over SDPA, rel. L1"),
+    "hopper": Pivot("kernel", ("ms", "TOPS executed", "rel. L1"), "ms, executed TOPS, rel. L1"),
+}
 
 
 def gpu_table(name: str) -> str | None:
-    """A view of ``sparge bench``, or None where nothing of it was measured yet."""
+    """Return a view of ``sparge bench``, or None if nothing was measured."""
     view = VIEWS[name]
     rows = [row for row in newest(_rows_of("gpu"), view.suite) if view.on_page(row)]
     if not rows:
         return None
     rows = _by_problem(rows)
     shown = [dict(view.page_cells(row)) for row in rows]
-    unmeasured = {
-        name for name in _rival_columns() if all(cells.get(name, NOT_MEASURED) == NOT_MEASURED for cells in shown)
-    }
-    header = [column for column in shown[0] if column not in unmeasured]
-    body = [[f"**{cells[name]}**" if name == "speed-up" else cells[name] for name in header] for cells in shown]
-    notes = _without_fa4(rows) if "speed-up" in header else ""
+    header, body = _pivoted(shown, PIVOTS[name])
+    notes = _without_fa4(rows) if "speed-up" in shown[0] else ""
     notes += "".join(f"\n\nn/a: {note}" for note in problem_notes(rows))
-    return f"{markdown(header, body)}\n\nbf16, B 1; {gpu_source(rows)}{notes}"
+    return f"{markdown(header, body)}\n\n{PIVOTS[name].note}; bf16, B 1; {gpu_source(rows)}{notes}"
 
 
-def _rival_columns() -> list[str]:
-    return [f"{rival.column} ms" for rival in RIVALS.values()]
+def _pivoted(shown: list[dict[str, str]], pivot: Pivot) -> tuple[list[str], list[list[str]]]:
+    """Return header and body of a table with the variants of a problem beside each other."""
+    names = list(shown[0])
+    fields = names[: names.index(pivot.variant)]
+    variants = list(dict.fromkeys(cells[pivot.variant] for cells in shown))
+    problems: dict[tuple[str, ...], dict[str, dict[str, str]]] = {}
+    for cells in shown:
+        problems.setdefault(tuple(cells[name] for name in fields), {})[cells[pivot.variant]] = cells
+    dense = [_dense_times(next(iter(found.values()))) for found in problems.values()]
+    has_dense = any(dense)
+    body = []
+    for (problem, found), times in zip(problems.items(), dense, strict=True):
+        texts = [_variant_cell(found[name], pivot) if name in found else "" for name in variants]
+        body.append([*problem, *([times or NOT_MEASURED] if has_dense else []), *texts])
+    titles = [f"topk {name}" if pivot.variant == "topk" and name != "dense" else name for name in variants]
+    return [*fields, *(["dense kernels, ms"] if has_dense else []), *titles], body
+
+
+def _dense_times(cells: dict[str, str]) -> str:
+    """Return "14.1 cuDNN, 25.0 FA2", the fastest first."""
+    times = {title: cells.get(column, NOT_MEASURED) for column, title in DENSE_COLUMNS.items()}
+    known = sorted((float(text), text, title) for title, text in times.items() if text != NOT_MEASURED)
+    return ", ".join(f"{text} {title}" for _, text, title in known)
+
+
+def _variant_cell(cells: dict[str, str], pivot: Pivot) -> str:
+    """Return "5.99, **2.35x**, 0.0125", and the density where it is not the asked one."""
+    texts = [cells[name] for name in pivot.cells]
+    texts = [f"**{text}**" if text.endswith("x") else text for text in texts]
+    asked = cells["topk"] if pivot.variant == "topk" else cells["density"]
+    asked = "1" if asked == "dense" else asked
+    if pivot.variant == "topk" and abs(float(cells["density"]) - float(asked)) > 5e-4:
+        texts.append(f"density {cells['density']}")
+    return ", ".join(texts)
 
 
 def _by_problem(rows: list[Row]) -> list[Row]:
-    """Rows of a problem side by side, from the densest on, wherever they were measured."""
+    """Return rows of a problem side by side, the densest first, in the order in which problems were first measured."""
     fields = ("tokens", "heads", "head_dim", "is_causal", "segments", "mask")
     problems = [tuple(row.get(name) for name in fields) for row in rows]
     places = {problem: place for place, problem in reversed(list(enumerate(problems)))}
@@ -64,7 +117,7 @@ def _by_problem(rows: list[Row]) -> list[Row]:
 
 
 def best_table() -> str:
-    """The README's four rows: attention without and with causality, with means, and a whole model."""
+    """Return the README's four rows: full attention, causal attention, means, and a whole model."""
     attention = [
         row
         for row in newest(_rows_of("gpu"), "end_to_end")
@@ -102,14 +155,14 @@ def best_table() -> str:
 
 
 def _without_fa4(rows: list[Row]) -> str:
-    """A note about rows with dense times in whose run FlashAttention-4 was not measured."""
+    """Return a note on the commits that were measured without FlashAttention-4."""
     dense = [row for row in rows if "cudnn_ms" in row or "stock_ms" in row]
     commits = sorted({str(row["commit"]) for row in dense if row.get("fa4_ms") is None})
     return f"\n\nMeasured without FlashAttention-4: commit {', '.join(commits)}." if commits else ""
 
 
 def _baseline(row: Row) -> tuple[str, float]:
-    """Name and milliseconds of the fastest dense kernel of a row; in a model, SDPA is one of them."""
+    """Return name and milliseconds of the fastest dense kernel of a row; in a model, SDPA is one of them."""
     name = fastest(row)
     rival = (float("inf"), "") if name is None else (row[f"{name}_ms"], RIVALS[name].title)
     milliseconds, title = min(rival, (row.get("stock_ms", float("inf")), "torch's SDPA"))
@@ -117,13 +170,13 @@ def _baseline(row: Row) -> tuple[str, float]:
 
 
 def _three_digits(milliseconds: float) -> str:
-    """31.0: as fine as times repeat."""
+    """Return a time with as many digits as are reproducible: 31.0."""
     places = 0 if milliseconds >= 100 else 1 if milliseconds >= 10 else 2
     return f"{milliseconds:.{places}f}"
 
 
 def gpu_tests_table() -> str | None:
-    """The last run of tests/gpu and of every tool in tools/gpu, for each backend; None before the first."""
+    """Return the last run of tests/gpu and of each tool in tools/gpu by backend, or None without runs."""
     rows = _rows_of("gpu_tests")
     runs = {row["backend"]: row for row in rows if "files" in row}
     if not runs:
@@ -146,11 +199,11 @@ def gpu_tests_table() -> str | None:
 
 
 HAZARDS = {"roles": "between roles", "metadata": "of metadata", "notes": "of metadata"}
-"""How racecheck's hazards are told; rows older than the word metadata say "notes"."""
+"""Names of racecheck's hazards; older rows have "notes" for metadata."""
 
 
 def _counts(lines: list[Row]) -> str:
-    """ "130 passed, 2 skipped"; what is none is not told."""
+    """Return "130 passed, 2 skipped", without counts of zero."""
     sums = {kind: sum(line[kind] for line in lines) for kind in ("passed", "failed", "skipped")}
     return ", ".join(f"{count} {kind}" for kind, count in sums.items() if count)
 
@@ -173,7 +226,7 @@ def _tool_note(tool: str, backend: str, row: Row) -> str:
 
 
 def _control_note(kind: str, controls: dict[str, int]) -> str:
-    """What racecheck says of the smallest kernels that show why a kind of hazard is counted apart."""
+    """Return racecheck's counts for the control kernels of a kind of hazard that is counted separately."""
     if kind != "roles":
         counts = (
             f"{controls['one_arrives']} if one thread arrives for those it met, {controls['all_arrive']} if all arrive"
@@ -189,38 +242,22 @@ def _rows_of(name: str) -> list[Row]:
     return read_rows(RESULTS / f"{name}.jsonl")
 
 
-def rules_table() -> str:
-    """Return how far perplexity rises above the dense one under rules other than the defaults, in 16 bits."""
-    rows = {(row["tokens"], row["policy"]): row for row in _rows_of("language") if row.get("rules")}
-    names = dict.fromkeys(row["rules"] for row in rows.values())
-    lengths = sorted({tokens for tokens, _ in rows})
-    found = {(row["rules"], row["tokens"]): row for row in rows.values()}
-    body = []
-    for name in names:
-        cells = [found[name, tokens] for tokens in lengths]
-        body.append(
-            [name, *(f"{row['density']:.3f}: {row['loss']:+.2%} ± {row['loss_error'] * 100:.2f}" for row in cells)]
-        )
-    header = ["rules", *(f"{tokens} tokens: density, loss" for tokens in lengths)]
-    return f'{markdown(header, body)}\n\n16 bits, score "moment"; {gpu_source(list(rows.values()))}'
-
-
 def models_table() -> str:
-    """Forward passes of whole models: stock, dense in 8 bits, and with shares of the blocks."""
+    """Return forward passes of whole models: stock, dense and quantized, sparse."""
     rows = [row for row in _rows_of("models") if row["case"] == "forward" and "variant" in row]
     groups: dict[tuple[str, bool], dict[str, Row]] = {}
     for row in rows:
         groups.setdefault((row["model"], row["compiled"]), {})[row["variant"]] = row
-    variants = ["8 bits", "0.5", "0.25", "0.15"]
+    variants = ["8 bits", "0.5", "0.25", "0.15"]  # as rows name them
     body = []
     for (model, is_compiled), of in sorted(groups.items()):
         cells = [_model_cell(of.get(variant)) for variant in variants]
         name = f"{model}, compiled" if is_compiled else model
         dense, milliseconds = _baseline(next(iter(of.values())))
         body.append([name, f"{milliseconds:.0f}, {dense}", *cells])
-    header = ["model", "dense, 16 bits", "dense, 8 bits", *(f"topk {share}" for share in variants[1:])]
+    header = ["model", "dense, ms", "dense, quantized", *(f"topk {share}" for share in variants[1:])]
     source = f"{gpu_source(rows)}{_without_fa4(rows)}"
-    return f"{markdown(header, body)}\n\nbf16, B 1; ms, times faster, relative L1; {source}"
+    return f"{markdown(header, body)}\n\nms, speed-up, rel. L1; bf16, B 1; {source}"
 
 
 def _model_cell(row: Row | None) -> str:
@@ -230,29 +267,8 @@ def _model_cell(row: Row | None) -> str:
     return f"{row['sparse_ms']:.0f}, **{faster:.2f}x**, {row['relative_l1']:.4f}"
 
 
-def schedules_table() -> str:
-    """Whole schedules with dense first steps, in 16 bits and in 8."""
-    newest_of = {(row["model"], row["variant"]): row for row in _rows_of("models") if row["case"] == "schedule"}
-    body = [
-        [
-            model,
-            {"16bit": "16 bits", "8bit": "8 bits"}[variant],
-            f"{_baseline(row)[1] / 1e3:.1f}, {_baseline(row)[0]}",
-            f"{row['sparse_ms'] / 1e3:.1f}",
-            f"**{_baseline(row)[1] / row['sparse_ms']:.2f}x**",
-            f"{row['density']:.3f}",
-            f"{row['relative_l1']:.4f}",
-        ]
-        for (model, variant), row in sorted(newest_of.items())
-    ]
-    header = ["model", "dense steps", "dense s", "sparge s", "speed-up", "density of sparse steps", "rel. L1"]
-    note = "20 steps, the first 4 dense, topk 0.25; bf16, B 1"
-    rows = list(newest_of.values())
-    return f"{markdown(header, body)}\n\n{note}; {gpu_source(rows)}{_without_fa4(rows)}"
-
-
 def _field_speeds(rule: str = "topk", skipped: str = "mean") -> list[Row]:
-    """The newest timed calls of `benchmarks.fields`."""
+    """Return the newest timed calls of `benchmarks.fields`."""
     found = {
         (row["tokens"], row["density"]): row
         for row in _rows_of("fields")
@@ -262,7 +278,7 @@ def _field_speeds(rule: str = "topk", skipped: str = "mean") -> list[Row]:
 
 
 def fields_table() -> str:
-    """Whole calls on a smooth field, skipped blocks dropped and replaced by their means."""
+    """Return whole calls on a smooth field, with skipped blocks dropped and replaced by their means."""
     rows = list(zip(_field_speeds(skipped="drop"), _field_speeds(), strict=True))
     body = [
         [
@@ -283,25 +299,8 @@ def fields_table() -> str:
     return f"{markdown(header, body)}\n\nbf16, B 1, D 128; {gpu_source(means)}{_without_fa4(means)}"
 
 
-def field_errors_table() -> str:
-    """Errors at one tenth of the blocks on smooth fields."""
-    rows = [row for row in _rows_of("fields") if row["suite"] == "error" and row["density"] == 0.1]
-    found = {(row["amplitude"], row["noise"], row["order"], row["skipped"]): row for row in rows}
-    body = [
-        [f"{amplitude:g}, {noise:g}"]
-        + [
-            f"{found[amplitude, noise, order, skipped]['relative_l1']:.4f}"
-            for order, skipped in (("row", "drop"), ("row", "mean"), ("hilbert", "mean"))
-        ]
-        for amplitude, noise in dict.fromkeys((row["amplitude"], row["noise"]) for row in rows)
-    ]
-    header = ["amplitude, noise", "dropped", "means", "means, along Hilbert's curve"]
-    sizes = f"{rows[-1]['tokens']} tokens, {rows[-1]['heads']} heads, D 128, density .1, 8 bits"
-    return f"{markdown(header, body)}\n\n{sizes}; {gpu_source(list(found.values()))}"
-
-
 def host_table() -> str | None:
-    """Launch overhead of each kind of call, a table for every machine; None before the first run."""
+    """Return the launch overhead of each kind of call, one table per machine, or None without runs."""
     view = VIEWS["host"]
     machines: dict[tuple[str, str | None], dict[str, Row]] = {}
     for row in _rows_of("host"):
@@ -311,7 +310,7 @@ def host_table() -> str | None:
     for (processor, gpu), calls in machines.items():
         rows = list(calls.values())
         shown = [dict(view.page_cells(row)) for row in rows]
-        measured = [name for name in shown[0] if any(cells[name] != NOT_MEASURED for cells in shown)]
+        measured = [name for name in HOST_CELLS if any(cells[name] != NOT_MEASURED for cells in shown)]
         body = [["" if cells[name] == NOT_MEASURED else cells[name] for name in measured] for cells in shown]
         size = f"{rows[-1]['tokens']} tokens, {rows[-1]['heads']} head, D {rows[-1]['head_dim']}"
         source = f"{processor}; {gpu_source(rows)}" if gpu else cpu_source(rows)
@@ -324,13 +323,13 @@ def cpu_table(name: str) -> str | None:
 
 
 def made_elsewhere(name: str) -> str | None:
-    """One of `numeric_tables` or `quality_tables`, or None where nothing of it was measured yet."""
+    """Return a table of `numeric_tables` or `quality_tables`, or None if nothing was measured."""
     made = {**NUMERIC_TABLES, **QUALITY_TABLES}[name](RESULTS)
     return None if made is None else f"{markdown(made[0], made[1])}\n\n{gpu_source(made[2])}"
 
 
 def scale_table(name: str) -> str:
-    """A table of docs/scale.md; what was not measured yet says so in its cell."""
+    """Return a table of docs/scale.md. Missing measurements are marked in their cells."""
     header, body, rows = SCALE_TABLES[name](RESULTS)
     source = f"\n\nbf16, B 1; {gpu_source(rows)}" if rows else ""
     return f"{markdown(header, body)}{source}"
@@ -338,14 +337,11 @@ def scale_table(name: str) -> str:
 
 TABLES: dict[str, Callable[[], str | None]] = {
     "best": best_table,
-    **{f"gpu_{name}": partial(gpu_table, name) for name in VIEWS if name != "host"},
+    **{f"gpu_{name}": partial(gpu_table, name) for name in PIVOTS},
     "gpu_tests": gpu_tests_table,
-    "rules": rules_table,
     "models": models_table,
-    "schedules": schedules_table,
     "host": host_table,
     "fields": fields_table,
-    "field_errors": field_errors_table,
     **{name: partial(cpu_table, name) for name in CPU_TABLES},
     **{name: partial(made_elsewhere, name) for name in (*NUMERIC_TABLES, *QUALITY_TABLES)},
     **{name: partial(scale_table, name) for name in SCALE_TABLES},
@@ -353,12 +349,12 @@ TABLES: dict[str, Callable[[], str | None]] = {
 
 
 def pages() -> list[Path]:
-    """Every page that may hold tables."""
+    """Return all pages that may contain tables."""
     return [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 
 
 def fill(text: str) -> str:
-    """The page with every marked table made anew; one without rows is left alone."""
+    """Return a page with its tables filled from the results."""
 
     def made(found: re.Match[str]) -> str:
         table = TABLES[found[2]]()

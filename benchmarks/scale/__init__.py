@@ -1,7 +1,7 @@
-"""Attention past one GPU: a rank's part is measured on one, what ranks send is computed: `python -m benchmarks.scale`.
+"""Attention on several GPUs, with one rank's part measured and links computed: `python -m benchmarks.scale`.
 
-plan      what is sent, how long that takes over stated links, and what of it cannot be hidden
-parts     the part of one rank, by public functions
-measure   the parts timed one after another on one GPU, into benchmarks/results/scale.jsonl
-summary   the tables of docs/scale.md, and the bars of its picture
+plan      bytes sent, their time over assumed links, and the time that attention does not hide
+parts     the attention of one rank, by public functions
+measure   times the parts one after another on one GPU, into benchmarks/results/scale.jsonl
+summary   the tables of docs/scale.md, and the bars of its figure
 """

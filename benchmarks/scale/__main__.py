@@ -1,7 +1,7 @@
 """Measure the parts of ranks on one GPU: `python -m benchmarks.scale [--only WORD ...] [--calls]`; takes minutes.
 
-Rows go to benchmarks/results/scale.jsonl; `python -m benchmarks.tables` and `python -m benchmarks.figures scale` then
-make the tables and the picture of docs/scale.md anew. What ranks send is computed there, from benchmarks/scale/plan.py.
+Rows go to benchmarks/results/scale.jsonl. `python -m benchmarks.tables` and `python -m benchmarks.figures scale` then
+update the tables and the figure of docs/scale.md, with bytes and link times from benchmarks/scale/plan.py.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ RESULTS = Path(__file__).parent.parent / "results" / "scale.jsonl"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--only", nargs="+", default=[], help='parts whose name has one of these words, e.g. "1M: ring"'
+        "--only", nargs="+", default=[], help='parts whose name contains one of these words, e.g. "1M: ring"'
     )
-    parser.add_argument("--repeats", type=int, default=3, help="at most, of a part; default: %(default)s")
-    parser.add_argument("--budget", type=float, default=480, help="seconds after which no part begins; default: 480")
-    parser.add_argument("--calls", action="store_true", help="the functions of sparge.distributed on one rank instead")
-    parser.add_argument("--tiny", action="store_true", help="small sizes on any device, to see that it runs; not kept")
-    parser.add_argument("--results", type=Path, default=None, help=f"default: {RESULTS.name}, or nowhere if --tiny")
+    parser.add_argument("--repeats", type=int, default=3, help="maximum per part; default: %(default)s")
+    parser.add_argument("--budget", type=float, default=480, help="seconds after which no part starts; default: 480")
+    parser.add_argument("--calls", action="store_true", help="measure the functions of sparge.distributed on one rank")
+    parser.add_argument("--tiny", action="store_true", help="small sizes on any device as a check; rows are not kept")
+    parser.add_argument("--results", type=Path, default=None, help=f"default: {RESULTS.name}, or none with --tiny")
     args = parser.parse_args()
     on_gpu = torch.cuda.is_available()
     if not on_gpu and not args.tiny:

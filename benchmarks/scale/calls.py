@@ -1,7 +1,7 @@
-"""What a call of `sparge.distributed` takes on a rank, host and device, without the links: its neighbours are itself.
+"""Time calls of `sparge.distributed` on one rank, launch overhead and device, without links.
 
-The functions are called as they are; what other ranks would send is copied from what this one has, so that nothing
-crosses a link but everything is computed. Outputs mean nothing, times and densities do.
+Data of other ranks is replaced by copies of this rank's data, so that everything is computed and nothing is sent.
+Outputs are meaningless; times and densities are valid.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MODES = {
 
 
 class Mirror(Exchange):
-    """A rank whose neighbours have what it has; it copies as many bytes as it would get."""
+    """A rank whose peers have its own data; it copies as many bytes as it would receive."""
 
     _name = None
 
@@ -68,7 +68,7 @@ class Mirror(Exchange):
 
     @staticmethod
     def _filled(tokens: Tensor, length: int) -> Tensor:
-        """Tokens (n, B, H, D), as often as it takes to have so many, as (B, H, n, D)."""
+        """Repeat tokens (n, B, H, D) to a length; returns (B, H, length, D)."""
         times = -(-length // len(tokens))
         return tokens.expand(times, *tokens.shape).flatten(0, 1)[:length].permute(1, 2, 0, 3)
 
@@ -76,7 +76,7 @@ class Mirror(Exchange):
 def rank_call(
     mode: str, workload: Workload, inputs: Sequence[Tensor], topk: float, ranks: int = RANKS
 ) -> Callable[[], Any]:
-    """A call of a rank in the middle."""
+    """Return a call of the middle rank."""
     options: dict[str, Any] = {"is_causal": workload.is_causal, "enable_gqa": True, "topk": topk}
     sharding: Any = "head_tail" if workload.is_causal and mode != "ulysses_attention" else "contiguous"
     lengths = (workload.tokens // ranks,) * ranks if sharding == "head_tail" else split_lengths(workload.tokens, ranks)
@@ -87,7 +87,7 @@ def rank_call(
 
 
 def seconds_of(run: Callable[[], Any]) -> tuple[float, float]:
-    """Of one of several calls: what they take, and what the host takes to launch them."""
+    """Return seconds per call in a sequence of calls: total, and launch overhead."""
     on_device = device_seconds(run, untimed=3, timed=TIMED)
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -100,7 +100,7 @@ def seconds_of(run: Callable[[], Any]) -> tuple[float, float]:
 
 @torch.no_grad()
 def all_rows() -> Iterator[dict[str, Any]]:
-    """A row for each workload that fits one GPU, share and mode, with a line of progress."""
+    """Yield a row per workload that fits one GPU, density and mode, and print progress."""
     for workload in WORKLOADS[:2]:
         inputs = make_inputs(workload, "cuda")
         tensors = (inputs.query, inputs.key, inputs.value)

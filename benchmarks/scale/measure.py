@@ -1,4 +1,4 @@
-"""Times the parts of ranks one after another on one device; a row each, with density and error beside the time."""
+"""Measure the parts of ranks one after another on one device: a row each with time, density and error."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ import torch
 from torch import Tensor
 
 import sparge
-from benchmarks.scale.parts import BESIDES, VARIANTS, Attend, Inputs, besides, make_inputs, part_of
+from benchmarks.scale.parts import COPIES, VARIANTS, Attend, Inputs, copies_of, make_inputs, part_of
 from benchmarks.scale.plan import CLUSTERS, NETWORK, NVLINK, WORKLOADS, Cluster, Split, Workload, splits
 from sparge.bench.timing import UNTIMED_MS, device_seconds, host_seconds, reason, repeats_for, take_turns
 from sparge.evaluate.metrics import relative_l1
 
 SAMPLED = 16
-"""Of so many queries one is compared with dense attention."""
+"""One of this many queries is compared with dense attention."""
 LONG_FLOP = 1e14
-"""Of a part that needs no others of its kind before it to find the device at work: a tenth of a second."""
+"""Parts with more operations need no warm-up: they take a tenth of a second."""
 BUDGET_S = 2.0
-"""No further turn of a part's variants starts after so many seconds."""
+"""No further turn of a part's variants starts after this many seconds."""
 
 TINY_CLUSTERS = (Cluster("2 GPUs", 1, 2, NVLINK, NETWORK), Cluster("2 x 2 GPUs", 2, 2, NVLINK, NETWORK))
 TINY_WORKLOADS = (
     Workload("tiny video", 1, 1000, 6, 6, 16, is_causal=False),
     Workload("tiny text", 1, 1024, 4, 2, 16, is_causal=True),
 )
-"""Six heads do not divide by four, four ranks are more than two key heads: as with the real ones."""
+"""As in the real workloads, 6 heads are not a multiple of 4 ranks, and 4 ranks are more than 2 key heads."""
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's share of a layer; ``case`` is "attention", or one of `parts.BESIDES`."""
+    """One rank's part of a layer; ``case`` is "attention", or one of `parts.COPIES`."""
 
     workload: Workload
     split: Split
@@ -51,12 +51,12 @@ class Part:
 
     @property
     def flop(self) -> float:
-        """Of dense attention."""
+        """Operations of dense attention."""
         workload, pairs = self.workload, self.workload.tokens**2 / (2 if self.workload.is_causal else 1)
         return 4 * workload.heads * workload.head_dim * pairs / self.split.ranks
 
     def fields(self) -> Row:
-        """What names a row."""
+        """Return the fields that identify a row."""
         workload, split = asdict(self.workload), self.split
         ways = {"ulysses": split.ulysses, "shards": split.shards, "way": split.way if split.shards > 1 else None}
         return {"suite": "scale", "case": self.case, "workload": workload.pop("name"), **workload, **ways} | {
@@ -65,26 +65,26 @@ class Part:
 
 
 def parts_of(workload: Workload, clusters: tuple[Cluster, ...] = CLUSTERS) -> list[Part]:
-    """All that is timed: of a causal split the first shard and the last, which see keys in other shapes."""
+    """Return all parts to time: of a causal split the first and the last shard, whose keys have different shapes."""
     found = []
     for split in dict.fromkeys(split for cluster in clusters for split in splits(workload, cluster)):
         shards = (0, split.shards - 1) if workload.is_causal and split.shards > 1 else (0,)
         found += [Part(workload, split, shard=shard) for shard in shards]
-        found += [Part(workload, split, case) for case in besides(workload, split)]
+        found += [Part(workload, split, case) for case in copies_of(workload, split)]
     return found
 
 
 def measure(part: Part, inputs: Inputs, repeats: int) -> Iterator[Row]:
-    """The rows of one part: one for each variant of attention, or one."""
+    """Yield the rows of one part: one per variant of attention, or one for copies."""
     if part.case == "attention":
         yield from _attention_rows(part, inputs, repeats)
         return
     row = {**part.fields(), "variant": None, "ms": None, "repeats": 0, "problem": None}
     try:
-        run = BESIDES[part.case](inputs, part.workload, part.split)
+        run = COPIES[part.case](inputs, part.workload, part.split)
         run()
         row |= _median(times_of({"": run}, repeats, is_long=False)[""])
-    except Exception as error:  # whatever a kernel throws becomes a cell of a table
+    except Exception as error:  # any error of a kernel becomes a row
         row["problem"] = reason(error)
     yield row
 
@@ -116,7 +116,7 @@ def _attention_rows(part: Part, inputs: Inputs, repeats: int) -> Iterator[Row]:
 
 
 def times_of(runs: Mapping[str, Callable[[], Any]], repeats: int, *, is_long: bool) -> dict[str, list[float]]:
-    """Seconds of calls that ran before, in turns: short ones behind 60 ms of their own kind."""
+    """Return seconds of warmed-up calls, in turns; short calls run after 60 ms of the same call."""
     seconds = device_seconds if torch.cuda.is_available() else host_seconds
 
     def clock(run: Callable[[], Any]) -> Callable[[], float]:
@@ -136,9 +136,9 @@ def _median(seconds: list[float]) -> Row:
 
 @torch.no_grad()
 def all_rows(device: str, *, repeats: int, only: list[str], tiny: bool, budget_s: float = math.inf) -> Iterator[Row]:
-    """Every row of every part whose name has one of these words in it, with a line of progress.
+    """Yield the rows of all parts whose name contains one of these words, and print progress.
 
-    After ``budget_s`` no further part begins; those that are left are named.
+    No part starts after ``budget_s``; the remaining ones are listed.
     """
     workloads, clusters = (TINY_WORKLOADS, TINY_CLUSTERS) if tiny else (WORKLOADS, CLUSTERS)
     begin = time.perf_counter()
@@ -153,17 +153,17 @@ def all_rows(device: str, *, repeats: int, only: list[str], tiny: bool, budget_s
                 continue
             for row in measure(part, inputs, repeats):
                 seconds = f"{time.perf_counter() - begin:6.1f} s"
-                print(f"{seconds}  {place + 1}/{len(parts)}  {part.name}{_told(row)}", flush=True)
+                print(f"{seconds}  {place + 1}/{len(parts)}  {part.name}{_summary(row)}", flush=True)
                 yield row
         del inputs
         if device == "cuda":
             torch.cuda.empty_cache()
 
 
-def _told(row: Row) -> str:
-    """ ", topk 0.5: 4.321 ms, density 0.500, relative L1 0.0123"."""
-    told = f", {row['variant']}: " if row["variant"] else ": "
-    told += row["problem"] or f"{row['ms']:.3f} ms"
+def _summary(row: Row) -> str:
+    """Return ", 0.5: 4.321 ms, density 0.500, relative L1 0.0123"."""
+    text = f", {row['variant']}: " if row["variant"] else ": "
+    text += row["problem"] or f"{row['ms']:.3f} ms"
     if row.get("relative_l1") is not None:
-        told += f", density {row['density']:.3f}, relative L1 {row['relative_l1']:.4f}"
-    return told
+        text += f", density {row['density']:.3f}, relative L1 {row['relative_l1']:.4f}"
+    return text

@@ -1,8 +1,8 @@
-"""The part of one rank, by public functions, on one device: nothing is sent, what would arrive lies there.
+"""The attention of one rank on one device, by public functions; nothing is sent.
 
-Causal sequences are cut into twice as many pieces as shards, and a shard holds one from either end (head and tail): all
-see as many keys. Blocks are predicted over whole rows first. A part of a gather is then a call for each piece, aligned
-bottom-right; a part of a ring is a call for each chunk, with its columns of the masks and its LSE, and a merge.
+Causal sequences are split into twice as many pieces as shards, and a shard holds one from each end (head and tail), so
+that all shards see equally many keys. Blocks are predicted over all keys first. A part of a gather is then a call per
+piece, aligned bottom-right. A part of a ring is a call per chunk, with its columns of the masks, and a merge by LSE.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ from sparge.numerics.merge import merge
 from sparge.options.common import Quantization, Skipped
 
 VARIANTS = ("16 bits", "8 bits", "0.5", "0.25", "0.1")
-"""Dense by torch's kernel, dense in 8 bits, and shares of the blocks (8 bits on a GPU)."""
+"""Dense by torch's kernel, dense quantized, and densities (quantized on a GPU)."""
 GROUP_NOISE = 0.4
-"""By how much the queries of a group differ from each other."""
-PREPARED_QUERIES = 128
+"""Scale of the differences between the queries of a group."""
 FRAME_GRAIN = 4 * FRAME_TOKENS
-"""Tokens of made-up videos come in so many."""
+"""The number of tokens of a synthetic video is a multiple of this."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Inputs:
 
 
 def make_inputs(workload: Workload, device: str, seed: int = 0) -> Inputs:
-    """Text-like or video-like tensors in 16 bits (float32 on a CPU), made head by head: a million tokens fit so."""
+    """Return text-like or video-like tensors in 16 bits (float32 on a CPU), made head by head to save memory."""
     generator = torch.Generator(device).manual_seed(seed)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     group, tokens = workload.heads // workload.kv_heads, workload.tokens
@@ -59,7 +58,7 @@ def make_inputs(workload: Workload, device: str, seed: int = 0) -> Inputs:
 
 
 def of_heads(inputs: Inputs, workload: Workload, split: Split, rank: int = 0) -> Inputs:
-    """What a rank has after heads were exchanged: its heads, all tokens; of repeated key heads the one it needs."""
+    """Return the inputs of a rank after an exchange of heads: all tokens of its heads."""
     heads = workload.heads // split.ulysses
     kv_heads = exchanged_kv_heads(workload, split.ulysses) // split.ulysses
     first = rank * heads * workload.kv_heads // workload.heads
@@ -68,7 +67,7 @@ def of_heads(inputs: Inputs, workload: Workload, split: Split, rank: int = 0) ->
 
 
 def ranges_of(workload: Workload, shards: int, shard: int) -> list[tuple[int, int]]:
-    """Where the tokens of a shard begin and end: one range of whole blocks, or head and tail of a causal sequence."""
+    """Return the token ranges of a shard: one range of whole blocks, or head and tail of a causal sequence."""
     places = [shard, 2 * shards - 1 - shard] if workload.is_causal and shards > 1 else [shard]
     pieces, blocks = shards * len(places), ceil_div(workload.tokens, BLOCK_Q)
     ends = [min(ceil_div(blocks * place, pieces) * BLOCK_Q, workload.tokens) for place in range(pieces + 1)]
@@ -76,7 +75,7 @@ def ranges_of(workload: Workload, shards: int, shard: int) -> list[tuple[int, in
 
 
 def taken(tensor: Tensor, ranges: list[tuple[int, int]]) -> Tensor:
-    """The tokens of these ranges, in a tensor of their own."""
+    """Return a copy of the tokens of these ranges."""
     return torch.cat([tensor[:, :, start:stop] for start, stop in ranges], 2)
 
 
@@ -85,10 +84,9 @@ class Attend:
     """Attention of a variant.
 
     Attributes:
-        variant: one of `VARIANTS`, or another share.
-        drops: what is skipped is left out, wherever it lies, as causal attention has it.
-        merged: quantization where an LSE is asked for (that of the fastest is rougher than a merge can bear), and where
-            there is no GPU.
+        variant: one of `VARIANTS`, or another density.
+        drops: skipped blocks are dropped, as in causal attention, and not replaced by means.
+        merged: quantization of calls that return an LSE (the fastest one is too inexact for merging), and on a CPU.
     """
 
     variant: str
@@ -100,7 +98,7 @@ class Attend:
         return not self.variant.endswith("bits")
 
     def predict(self, query: Tensor, key: Tensor, *, is_causal: bool) -> BlockMask | None:
-        """The blocks of the last so many queries of these keys; None for all."""
+        """Return the mask of queries that are the last of these keys; None for dense attention."""
         if not self.is_sparse:
             return None
         grouped = query.shape[1] != key.shape[1]
@@ -116,7 +114,7 @@ class Attend:
         is_causal: bool,
         with_lse: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Output, and LSE where it is asked for."""
+        """Return the output, and the LSE if requested."""
         if self.variant == "16 bits":
             return _dense(query, key, value, is_causal=is_causal, with_lse=with_lse)
         options: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1], "return_lse": with_lse}
@@ -133,7 +131,10 @@ class Attend:
 def _dense(
     query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, with_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """torch's kernel, cuDNN's on a GPU. It aligns causality top-left: the keys before the square are a call apart."""
+    """Compute dense attention by torch's kernel, cuDNN's on a GPU.
+
+    torch aligns causal attention top-left, so keys before the square are a call of their own.
+    """
     before = key.shape[2] - query.shape[2]
     if is_causal and before:
         square = _torch_kernel(query, key[:, :, before:], value[:, :, before:], is_causal=True, with_lse=True)
@@ -148,11 +149,11 @@ def _dense(
 def _torch_kernel(
     query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, with_lse: bool
 ) -> tuple[Tensor, Tensor]:
-    """One kernel of torch by its operator, which alone gives an LSE: (B, H, S_q, D), (B, H, S_q)."""
+    """Call torch's kernel by its operator, which returns an LSE: (B, H, S_q, D), (B, H, S_q)."""
     shape, group = query.shape, query.shape[1] // key.shape[1]
     if is_causal:
         key, value = (side.repeat_interleave(group, 1) if group > 1 else side for side in (key, value))
-    else:  # the queries of a group are as many more queries of one head
+    else:  # treat the queries of a group as further queries of one head
         query = query.reshape(shape[0], key.shape[1], group * shape[2], shape[3])
     if query.is_cuda:
         found = torch.ops.aten._scaled_dot_product_cudnn_attention(query, key, value, None, with_lse, 0.0, is_causal)
@@ -163,13 +164,13 @@ def _torch_kernel(
 
 
 class Merged:
-    """Outputs over parts of the keys, joined by their LSE in float32."""
+    """Outputs over parts of the keys, merged by their LSE in float32."""
 
     def __init__(self, output: Tensor, lse: Tensor) -> None:
         self.output, self.lse = output.float(), lse.float()
 
     def add(self, output: Tensor, lse: Tensor, first: int = 0) -> None:
-        """Join what the queries from ``first`` on found elsewhere."""
+        """Merge the output of the queries from ``first`` on over another part."""
         merge(self.output[:, :, first:], self.lse[:, :, first:], output, lse)
 
 
@@ -177,7 +178,7 @@ Run = Callable[[Attend], Tensor]
 
 
 def gather_part(inputs: Inputs, workload: Workload, shards: int, shard: int) -> Run:
-    """A shard's queries against all keys; with one shard, the whole: what a rank of Ulysses computes."""
+    """Return attention of a shard's queries over all keys. One shard is the part of a rank of Ulysses."""
     ranges, causal = ranges_of(workload, shards, shard), workload.is_causal
     pieces = [inputs.query[:, :, start:stop].contiguous() for start, stop in ranges]
     ends = [stop if causal else workload.tokens for _, stop in ranges]
@@ -194,10 +195,10 @@ def gather_part(inputs: Inputs, workload: Workload, shards: int, shard: int) -> 
 
 
 def ring_part(inputs: Inputs, workload: Workload, shards: int, shard: int) -> Run:
-    """A shard's queries against one chunk after the other, from its own on, as they come round.
+    """Return attention of a shard's queries over one chunk after another, its own first.
 
-    Of a causal sequence, its own chunk is causal. The chunks of shards before it hold keys that all its queries see,
-    the heads, and keys that none sees; both pieces of the shards behind it are seen by the queries of its tail alone.
+    In a causal sequence, only its own chunk needs a causal mask. All its queries see the heads of earlier shards, and
+    none see their tails. Only the queries of its tail see the chunks of later shards.
     """
     causal, own = workload.is_causal, ranges_of(workload, shards, shard)
     query = taken(inputs.query, own)
@@ -211,7 +212,7 @@ def ring_part(inputs: Inputs, workload: Workload, shards: int, shard: int) -> Ru
         chunks.append((first, ranges, taken(inputs.key, ranges), taken(inputs.value, ranges)))
 
     def masks(attend: Attend) -> Tensor | None:
-        """Kept blocks of all rows, those of a head padded to the length of a tail's."""
+        """Return the kept blocks of all queries, those of the head padded to the length of the tail's."""
         if not attend.is_sparse:
             return None
         found = []
@@ -245,17 +246,17 @@ def ring_part(inputs: Inputs, workload: Workload, shards: int, shard: int) -> Ru
 
 
 def part_of(inputs: Inputs, workload: Workload, split: Split, shard: int) -> Run:
-    """The part of the rank with the first heads and this shard of the tokens."""
+    """Return the attention of the rank with the first heads and this shard of the tokens."""
     own = of_heads(inputs, workload, split)
     make = ring_part if split.shards > 1 and split.way == "ring" else gather_part
     return make(own, workload, split.shards, shard)
 
 
 def exchange_copies(inputs: Inputs, workload: Workload, split: Split) -> Callable[[], object]:
-    """What a rank copies around an exchange of heads, where the heads of a token lie together.
+    """Return the copies of a rank around an exchange of heads, with tokens first in memory.
 
-    Before it, the heads for each rank are brought together, of query, key and value; after it, those of the output are
-    put back.
+    Before the exchange, the heads of query, key and value for each rank are made contiguous; after it, the output's
+    heads are put back.
     """
     tokens, ulysses = workload.tokens // split.ranks, split.ulysses
     repeats = exchanged_kv_heads(workload, ulysses) // workload.kv_heads
@@ -273,7 +274,7 @@ def exchange_copies(inputs: Inputs, workload: Workload, split: Split) -> Callabl
 
 
 def gather_copies(inputs: Inputs, workload: Workload, split: Split) -> Callable[[], object]:
-    """What a rank copies behind a gather of a causal sequence: heads and tails are put in order."""
+    """Return the copies of a rank after a gather of a causal sequence, which put heads and tails in order."""
     own = of_heads(inputs, workload, split)
     gathered = [side[0].transpose(0, 1).contiguous() for side in (own.key, own.value)]  # [S, Hkv / U, D]
     ranges = [one for shard in range(split.shards) for one in ranges_of(workload, split.shards, shard)]
@@ -286,39 +287,14 @@ def gather_copies(inputs: Inputs, workload: Workload, split: Split) -> Callable[
     return run
 
 
-def preparation(inputs: Inputs, workload: Workload, split: Split) -> Callable[[], object]:
-    """Statistics and codes of all keys and values of a rank: attention of so few queries is little else."""
-    own = of_heads(inputs, workload, split)
-    query = own.query[:, :, -PREPARED_QUERIES:].contiguous()
-    is_grouped = query.shape[1] != own.key.shape[1]
-    return lambda: sparge.attention(query, own.key, own.value, topk=0.1, quantization="int8_fp8", enable_gqa=is_grouped)
-
-
-def one_merge(inputs: Inputs, workload: Workload, split: Split) -> Callable[[], object]:
-    """One of the merges of a ring."""
-    own = of_heads(inputs, workload, split)
-    output = taken(own.query, ranges_of(workload, split.shards, 0))
-    lse = output[..., 0].float()
-    merged = Merged(output, lse)
-    return lambda: merged.add(output, lse)
-
-
-BESIDES: dict[str, Callable[[Inputs, Workload, Split], Callable[[], object]]] = {
+COPIES: dict[str, Callable[[Inputs, Workload, Split], Callable[[], object]]] = {
     "exchange": exchange_copies,
     "order": gather_copies,
-    "prepare": preparation,
-    "merge": one_merge,
 }
-"""What is timed by itself; the last two are in the times of attention, too."""
+"""Copies around an exchange, timed separately and added to attention."""
 
 
-def besides(workload: Workload, split: Split) -> list[str]:
-    """Which of `BESIDES` a rank of this split has."""
+def copies_of(workload: Workload, split: Split) -> list[str]:
+    """Return the entries of `COPIES` that a rank of this split executes."""
     found = ["exchange"] if split.ulysses > 1 else []
-    if split.shards > 1 and split.way == "gather":
-        found += ["order", "prepare"] if workload.is_causal else ["prepare"]
-    return [*found, "merge"] if split.shards > 1 and split.way == "ring" else found
-
-
-COPIES = ("exchange", "order")
-"""What comes on top of attention."""
+    return [*found, "order"] if split.shards > 1 and split.way == "gather" and workload.is_causal else found

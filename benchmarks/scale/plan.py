@@ -1,7 +1,7 @@
-"""What ranks send for one layer of attention, how long that takes, and what of it attention cannot hide.
+"""Bytes that ranks send for one attention layer, the time they take, and the part that attention does not hide.
 
-Bytes are counted as they leave a rank. Ranks hold equal parts of the tokens; element sizes are those of 16 bits. Links
-are assumptions that stand here with their source, not measurements.
+Bytes are counted as they leave a rank. Ranks hold equal parts of the tokens in 16 bits. Links are assumptions with the
+source stated here, not measurements.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from math import ceil
 from typing import Literal
 
 BYTES = 2
-"""Of an element in 16 bits."""
+"""Of a 16-bit element."""
 STATISTICS = 1 / 32
-"""What the statistics of key blocks add to K and V: mean and variance of 64 keys in float32, 8 bytes a channel beside
+"""Size of key statistics relative to K and V: mean and variance of 64 keys in float32, 8 bytes per channel, relative to
 64 keys and values of 2 bytes each."""
 EXCHANGED = 4
 """Collectives of Ulysses: query, key, value, output."""
 GATHERED = 2
 """Collectives of a gather: key and value."""
 GATHERED_BYTES = 2**30
-"""Of K and V that a gather fetches at a time: whole heads, as many as fit."""
+"""Bytes of K and V that a gather fetches at a time, as whole heads."""
 
 Way = Literal["gather", "ring"]
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One attention layer of a model, batch 1, and how many there are of it in a forward pass."""
+    """One attention layer of a model, batch 1, and the number of layers in a forward pass."""
 
     name: str
     layers: int
@@ -41,7 +41,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Link:
-    """What joins two GPUs: bytes a second in one direction by its data sheet, what is left of them, and a start."""
+    """Link between two GPUs: rated bytes per second in one direction, efficiency, and latency."""
 
     name: str
     rated: float
@@ -49,13 +49,13 @@ class Link:
     latency: float
 
     def seconds(self, sent: float) -> float:
-        """Of so many bytes, without the start."""
+        """Return the seconds for a number of bytes, without latency."""
         return sent / (self.rated * self.efficiency)
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of equal size, and their links."""
+    """Nodes of equal size and their links."""
 
     name: str
     nodes: int
@@ -70,13 +70,13 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Split:
-    """How ranks share the attention of a layer: ``ulysses`` parts of the heads times ``shards`` parts of the tokens.
+    """Partition of a layer over ranks: ``ulysses`` parts of the heads times ``shards`` parts of the tokens.
 
     Attributes:
-        ulysses: ranks that exchange heads for tokens; 1 for none.
-        shards: ranks that each keep their own queries and need the keys of all; 1 for none.
-        way: how these get the keys.
-        is_reversed: shards are neighbours inside a node and heads are exchanged across; else the other way round.
+        ulysses: number of ranks that exchange heads for tokens; 1 for none.
+        shards: number of ranks that keep their queries and need all keys; 1 for none.
+        way: how shards receive the keys.
+        is_reversed: shards are inside a node and heads are exchanged across nodes, not the reverse.
     """
 
     ulysses: int = 1
@@ -90,7 +90,7 @@ class Split:
 
     @property
     def name(self) -> str:
-        """As tables call it, what is inside of a node first."""
+        """Return the name in tables, the part inside a node first."""
         names = [f"Ulysses {self.ulysses}"] if self.ulysses > 1 else []
         names += [f"{self.way} {self.shards}"] if self.shards > 1 else []
         return " x ".join(reversed(names) if self.is_reversed else names)
@@ -109,9 +109,9 @@ class Sent:
 
 
 NVLINK = Link("NVLink 4", rated=450e9, efficiency=0.8, latency=20e-6)
-"""H100 and H200: 900 GB/s both ways together, by data sheet; efficiency and start are assumed."""
+"""H100 and H200: 900 GB/s in both directions together, by data sheet; efficiency and latency are assumed."""
 NETWORK = Link("400 Gb/s a GPU", rated=50e9, efficiency=0.8, latency=50e-6)
-"""A network adapter of 400 Gb/s for each GPU; efficiency and start are assumed."""
+"""A network adapter of 400 Gb/s per GPU; efficiency and latency are assumed."""
 ONE_NODE = Cluster("8 GPUs", 1, 8, NVLINK, NETWORK)
 TWO_NODES = Cluster("2 x 8 GPUs", 2, 8, NVLINK, NETWORK)
 CLUSTERS = (ONE_NODE, TWO_NODES)
@@ -125,7 +125,7 @@ WORKLOADS = (
 
 
 def splits(workload: Workload, cluster: Cluster) -> list[Split]:
-    """What is compared: one way over all ranks where heads divide, and heads inside of a node with tokens across."""
+    """Return the splits to compare: each way over all ranks, and heads inside a node with tokens across nodes."""
     ranks = cluster.ranks
     found = [Split(ranks)] if can_exchange(workload, ranks) else []
     found += [Split(shards=ranks, way="gather"), Split(shards=ranks, way="ring")]
@@ -135,25 +135,25 @@ def splits(workload: Workload, cluster: Cluster) -> list[Split]:
 
 
 def reversed_splits(workload: Workload, cluster: Cluster) -> list[Split]:
-    """Tokens inside of a node and heads across: what not to take."""
+    """Return the split with shards inside a node and heads across, for comparison."""
     if cluster.nodes == 1 or not can_exchange(workload, cluster.nodes):
         return []
     return [Split(cluster.nodes, cluster.gpus, "gather", is_reversed=True)]
 
 
 def can_exchange(workload: Workload, ulysses: int) -> bool:
-    """Whether every rank gets as many heads, and keys of whole groups or of one repeated head."""
+    """Return whether heads divide evenly, with whole groups or repeated key heads."""
     kv_heads = workload.kv_heads
     return workload.heads % ulysses == 0 and (kv_heads % ulysses == 0 or ulysses % kv_heads == 0)
 
 
 def exchanged_kv_heads(workload: Workload, ulysses: int) -> int:
-    """Key heads that travel: those of a group are repeated where there are more ranks than heads."""
+    """Return the number of key heads that are sent; they are repeated if there are more ranks than heads."""
     return max(workload.kv_heads, ulysses)
 
 
-def neighbours(split: Split, cluster: Cluster) -> tuple[int, int]:
-    """Ranks of one node in a group that exchanges heads, and in one that shares tokens, itself included."""
+def neighbors(split: Split, cluster: Cluster) -> tuple[int, int]:
+    """Return the ranks of one node in a group that exchanges heads, and in a group of shards."""
     inner, outer = (split.shards, split.ulysses) if split.is_reversed else (split.ulysses, split.shards)
     of_inner = min(inner, cluster.gpus)
     of_outer = min(outer, max(1, cluster.gpus // inner))
@@ -161,34 +161,34 @@ def neighbours(split: Split, cluster: Cluster) -> tuple[int, int]:
 
 
 def ulysses_sent(workload: Workload, split: Split, cluster: Cluster) -> Sent:
-    """Query, key, value and output: of its tokens, a rank keeps its own heads and sends each other rank theirs."""
+    """Return the bytes of query, key, value and output: a rank sends each other rank's heads of its tokens."""
     kv_heads = exchanged_kv_heads(workload, split.ulysses)
     tokens = workload.tokens / split.ranks
     to_each = 2 * (workload.heads + kv_heads) / split.ulysses * tokens * workload.head_dim * BYTES
-    together, _ = neighbours(split, cluster)
+    together, _ = neighbors(split, cluster)
     return Sent((together - 1) * to_each, (split.ulysses - together) * to_each)
 
 
 def chunk_bytes(workload: Workload, split: Split) -> float:
-    """K and V of the tokens that one shard holds, of the heads of one rank."""
+    """Return the bytes of K and V of one shard's tokens and one rank's heads."""
     kv_heads = exchanged_kv_heads(workload, split.ulysses) / split.ulysses
     return 2 * kv_heads * workload.tokens / split.shards * workload.head_dim * BYTES
 
 
 def gather_sent(workload: Workload, split: Split, cluster: Cluster) -> Sent:
-    """K, V and statistics of a shard: once to every other node, and what a node has to all that are in it."""
-    _, together = neighbours(split, cluster)
+    """Return the bytes of K, V and statistics: once to each other node, then to all ranks inside a node."""
+    _, together = neighbors(split, cluster)
     nodes = split.shards // together
     chunk = chunk_bytes(workload, split) * (1 + STATISTICS)
     return Sent((together - 1) * nodes * chunk, (nodes - 1) * chunk)
 
 
 def ring_sent(workload: Workload, split: Split, cluster: Cluster) -> Sent:
-    """As many bytes as a gather, all to the next rank: of the rank whose next one is in another node, if any is."""
+    """Return the same bytes as a gather, all sent to the next rank, which is in another node if there is one."""
     sent = (split.shards - 1) * chunk_bytes(workload, split)
     statistics = gather_sent(workload, split, cluster)
     share = STATISTICS / (1 + STATISTICS)
-    _, together = neighbours(split, cluster)
+    _, together = neighbors(split, cluster)
     is_inside = together == split.shards
     return Sent(
         statistics.inside * share + (sent if is_inside else 0.0),
@@ -197,14 +197,14 @@ def ring_sent(workload: Workload, split: Split, cluster: Cluster) -> Sent:
 
 
 def shards_sent(workload: Workload, split: Split, cluster: Cluster) -> Sent:
-    """What the shards of a split send, by its way."""
+    """Return the bytes that a shard sends."""
     if split.shards == 1:
         return Sent()
     return (gather_sent if split.way == "gather" else ring_sent)(workload, split, cluster)
 
 
 def sent(workload: Workload, split: Split, cluster: Cluster) -> Sent:
-    """All that a rank sends in one layer."""
+    """Return all bytes that a rank sends in one layer."""
     parts = [shards_sent(workload, split, cluster)]
     if split.ulysses > 1:
         parts.append(ulysses_sent(workload, split, cluster))
@@ -212,7 +212,7 @@ def sent(workload: Workload, split: Split, cluster: Cluster) -> Sent:
 
 
 def ulysses_seconds(workload: Workload, split: Split, cluster: Cluster) -> float:
-    """An exchange uses both links at once; nothing is computed meanwhile."""
+    """Return the seconds of an exchange of heads, which uses both links at once and overlaps nothing."""
     if split.ulysses == 1:
         return 0.0
     moved = ulysses_sent(workload, split, cluster)
@@ -221,7 +221,7 @@ def ulysses_seconds(workload: Workload, split: Split, cluster: Cluster) -> float
 
 
 def gather_seconds(workload: Workload, split: Split, cluster: Cluster) -> float:
-    """What came from other nodes is passed on inside: one link after the other."""
+    """Return the seconds of a gather, across nodes first, then inside."""
     if split.shards == 1:
         return 0.0
     moved = gather_sent(workload, split, cluster)
@@ -230,14 +230,14 @@ def gather_seconds(workload: Workload, split: Split, cluster: Cluster) -> float:
 
 
 def ring_step_seconds(workload: Workload, split: Split, cluster: Cluster) -> float:
-    """One chunk from every rank to the next: as slow as the slowest link among them."""
-    _, together = neighbours(split, cluster)
+    """Return the seconds of one ring step, determined by the slowest link."""
+    _, together = neighbors(split, cluster)
     link = cluster.inside if together == split.shards else cluster.across
     return link.seconds(chunk_bytes(workload, split)) + link.latency
 
 
 def statistics_seconds(workload: Workload, split: Split, cluster: Cluster) -> float:
-    """A gather of the statistics alone, before a ring."""
+    """Return the seconds of the gather of statistics before a ring."""
     moved = gather_sent(workload, split, cluster)
     share = STATISTICS / (1 + STATISTICS)
     link = cluster.across if moved.across else cluster.inside
@@ -245,17 +245,17 @@ def statistics_seconds(workload: Workload, split: Split, cluster: Cluster) -> fl
 
 
 def head_chunks(workload: Workload, split: Split) -> int:
-    """In how many parts a gather fetches the heads of K and V."""
+    """Return the number of parts in which a gather fetches the heads of K and V."""
     heads = exchanged_kv_heads(workload, split.ulysses) // split.ulysses
     of_head = split.shards * chunk_bytes(workload, split) / heads
     return ceil(heads / max(1, min(heads, GATHERED_BYTES // of_head)))
 
 
 def exposed_seconds(workload: Workload, split: Split, cluster: Cluster, attention: float) -> float:
-    """What one layer waits for its exchange.
+    """Return the seconds of exchange per layer that attention does not hide.
 
-    A ring sends the next chunk while it attends to the last one: each of its steps waits for what takes longer. A
-    gather in chunks of heads does the same from its second chunk on.
+    A ring sends the next chunk during attention to the current one, so a step takes the longer of the two. A gather in
+    chunks of heads does the same from its second chunk on.
 
     Args:
         attention: seconds of a rank's attention, merges included.
@@ -272,9 +272,9 @@ def exposed_seconds(workload: Workload, split: Split, cluster: Cluster, attentio
 
 
 def kv_memory(workload: Workload, split: Split) -> float:
-    """Bytes of K and V in 16 bits that a rank holds for a layer, its own tokens not counted.
+    """Return the bytes of K and V in 16 bits that a rank holds for a layer, without its own tokens.
 
-    A gather has a chunk of heads that it attends to and one that arrives, a ring a chunk of tokens each.
+    A gather holds the current and the next chunk of heads, a ring the current and the next chunk of tokens.
     """
     chunk = chunk_bytes(workload, split)
     if split.shards > 1 and split.way == "ring":
@@ -283,5 +283,5 @@ def kv_memory(workload: Workload, split: Split) -> float:
 
 
 def imbalance(kept_blocks: Sequence[float]) -> float:
-    """Kept blocks of the rank that has most over their mean: how much longer all ranks wait than they would have to."""
+    """Return the largest number of kept blocks of a rank over the mean, the slowdown due to imbalance."""
     return max(kept_blocks) * len(kept_blocks) / sum(kept_blocks)

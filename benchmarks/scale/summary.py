@@ -1,6 +1,6 @@
-"""Tables of docs/scale.md: what is sent, from `plan`; seconds, from it and the rows of scale.jsonl.
+"""Tables of docs/scale.md as (header, lines, rows): bytes from `plan`, seconds from `plan` and scale.jsonl.
 
-What was not measured yet says so.
+Cells without measurements are marked.
 """
 
 from __future__ import annotations
@@ -14,19 +14,23 @@ from benchmarks.measure import read_rows
 from benchmarks.scale import plan
 from benchmarks.scale.calls import MODES
 from benchmarks.scale.measure import Part, parts_of
-from benchmarks.scale.parts import BESIDES, COPIES, VARIANTS, besides
+from benchmarks.scale.parts import COPIES
 from benchmarks.scale.plan import CLUSTERS, WORKLOADS, Cluster, Split, Workload
 
 Row = dict[str, Any]
-Made = tuple[list[str], list[list[str]], list[Row]]
+Table = tuple[list[str], list[list[str]], list[Row]]
 Key = tuple[Any, ...]
 
 NOT_MEASURED = "not measured"
 MEGA = 1e6
+ON_PAGE = WORKLOADS[:2]
+"""Workloads of the tables. The figure has all of them; the last one sends 8 times the bytes of the second."""
+SHOWN = {"16 bits": "dense, 16 bits", "8 bits": "dense, quantized", "0.5": "topk 0.5", "0.1": "topk 0.1"}
+"""Variants of the table of seconds, and their titles."""
 
 
 def rows_of(results: Path) -> dict[Key, Row]:
-    """The newest row of every part and variant that was measured on a GPU and gave a time."""
+    """Return the newest row of each part and variant with a time on a GPU."""
     rows = [row for row in read_rows(results / "scale.jsonl") if "gpu" in row and row["ms"] is not None]
     return {_key(row, row["variant"]): row for row in rows}
 
@@ -42,7 +46,7 @@ def row_of(rows: dict[Key, Row], part: Part, variant: str | None = None) -> Row 
 
 @dataclass(frozen=True)
 class Layer:
-    """Seconds of one layer on the slowest rank that was measured: attention, and what its exchange adds."""
+    """Seconds of one layer on the slowest measured rank: attention, copies, and the exchange that is not hidden."""
 
     attention: float
     copies: float
@@ -58,7 +62,7 @@ class Layer:
 
 
 def layer_of(rows: dict[Key, Row], workload: Workload, split: Split, cluster: Cluster, variant: str) -> Layer | None:
-    """None where a part of it was not measured."""
+    """Return the seconds of a layer, or None if a part was not measured."""
     parts = [part for part in parts_of(workload, (cluster,)) if part.split == split]
     attention = [row_of(rows, part, variant) for part in parts if part.case == "attention"]
     copies = [row_of(rows, part) for part in parts if part.case in COPIES]
@@ -69,16 +73,13 @@ def layer_of(rows: dict[Key, Row], workload: Workload, split: Split, cluster: Cl
     return Layer(seconds, sum(row["ms"] for row in copies if row) / 1e3, exposed)
 
 
-def sent_table(results: Path) -> Made:  # noqa: ARG001
-    """Bytes, time and memory of one layer, by what is assumed of the links alone."""
+def sent_table(results: Path) -> Table:  # noqa: ARG001
+    """Return bytes and memory of one layer."""
     body = []
-    for workload in WORKLOADS:
+    for workload in ON_PAGE:
         for cluster in CLUSTERS:
             for split in (*plan.splits(workload, cluster), *plan.reversed_splits(workload, cluster)):
                 moved = plan.sent(workload, split, cluster)
-                is_ring = split.shards > 1 and split.way == "ring"
-                # With no attention to hide behind, all of it is exposed.
-                exchange = 1e3 * plan.exposed_seconds(workload, split, cluster, 0.0)
                 body.append(
                     [
                         workload.name,
@@ -86,32 +87,28 @@ def sent_table(results: Path) -> Made:  # noqa: ARG001
                         split.name,
                         f"{moved.inside / MEGA:.0f}",
                         f"{moved.across / MEGA:.0f}" if cluster.nodes > 1 else "",
-                        f"{exchange:.2f}",
-                        f"{1e3 * plan.ring_step_seconds(workload, split, cluster):.2f}" if is_ring else "",
                         f"{plan.kv_memory(workload, split) / MEGA:.0f}",
                     ]
                 )
-    header = ["layer of", "on", "split, inside a node first", "sent inside, MB", "sent across, MB", "exchange, ms"]
-    return [*header, "of it a step of the ring, ms", "K and V held, MB"], body, []
+    return ["layer of", "on", "split", "sent inside, MB", "sent across, MB", "K and V held, MB"], body, []
 
 
-def seconds_table(results: Path) -> Made:
-    """Attention and exchange of all layers, by variant; the fastest split of a column is bold."""
+def seconds_table(results: Path) -> Table:
+    """Return attention and exchange of all layers by variant; the fastest split of a column is bold."""
     rows, body = rows_of(results), []
-    for workload in WORKLOADS:
+    for workload in ON_PAGE:
         for cluster in CLUSTERS:
             splits = plan.splits(workload, cluster)
             table = {
                 (split, variant): layer_of(rows, workload, split, cluster, variant)
                 for split in splits
-                for variant in VARIANTS
+                for variant in SHOWN
             }
-            best = {variant: _fastest([table[split, variant] for split in splits]) for variant in VARIANTS}
+            best = {variant: _fastest([table[split, variant] for split in splits]) for variant in SHOWN}
             for split in splits:
-                cells = [_seconds(table[split, name], workload.layers, best[name]) for name in VARIANTS]
+                cells = [_seconds(table[split, name], workload.layers, best[name]) for name in SHOWN]
                 body.append([workload.name, cluster.name, split.name, *cells])
-    header = ["pass of", "on", "split, inside a node first", "16 bits", "8 bits"]
-    return [*header, *(f"topk {share}" for share in VARIANTS[2:])], body, list(rows.values())
+    return ["pass of", "on", "split", *SHOWN.values()], body, list(rows.values())
 
 
 def _fastest(layers: list[Layer | None]) -> float:
@@ -119,41 +116,15 @@ def _fastest(layers: list[Layer | None]) -> float:
 
 
 def _seconds(layer: Layer | None, layers: int, best: float) -> str:
-    """ "1.23 + 0.04", attention and exchange of all layers."""
+    """Return "1.23 + 0.04", attention and exchange of all layers."""
     if layer is None:
         return NOT_MEASURED
     text = f"{layers * layer.attention:.2f} + {layers * layer.exchange:.2f}"
     return f"**{text}**" if layer.total == best else text
 
 
-def parts_table(results: Path) -> Made:
-    """What was timed: milliseconds of one layer's part, with its error beside dense attention in 16 bits."""
-    rows, body = rows_of(results), []
-    for workload in WORKLOADS:
-        for part in (part for part in parts_of(workload) if part.case == "attention"):
-            cells = [_part(row_of(rows, part, variant)) for variant in VARIANTS]
-            others = []
-            for case in BESIDES:
-                row = row_of(rows, Part(workload, part.split, case))
-                others.append(_milliseconds(row) if case in besides(workload, part.split) else "")
-            shard = str(part.shard) if part.split.shards > 1 else ""
-            body.append([workload.name, part.split.name, shard, *cells, *others])
-    header = ["layer of", "split", "shard", "16 bits", "8 bits", *(f"topk {share}" for share in VARIANTS[2:])]
-    return [*header, *BESIDES], body, list(rows.values())
-
-
-def _part(row: Row | None) -> str:
-    if row is None or row["relative_l1"] is None:
-        return _milliseconds(row)
-    return f"{_milliseconds(row)} ({row['relative_l1']:.3f})"
-
-
-def _milliseconds(row: Row | None) -> str:
-    return NOT_MEASURED if row is None else f"{row['ms']:.0f}" if row["ms"] >= 100 else f"{row['ms']:.3g}"
-
-
-def calls_table(results: Path) -> Made:
-    """What the functions take on one rank: all in all, and on the host alone."""
+def calls_table(results: Path) -> Table:
+    """Return the times of the functions on one rank, and their launch overhead."""
     rows = read_rows(results / "scale_calls.jsonl")
     newest = {(row["workload"], row["topk"], row["mode"]): row for row in rows}
     body = []
@@ -162,12 +133,11 @@ def calls_table(results: Path) -> Made:
         cells = [f"{row['ms']:.2f} ({row['host_ms']:.1f})" for row in found]
         eighths = {row["whole_ms"] / row["ranks"] for row in found}
         body.append([workload, str(topk), f"{max(eighths):.2f}", *cells])
-    return ["layer of", "topk", "an eighth of one GPU's call", *MODES], body, list(newest.values())
+    return ["layer of", "topk", "1/8 of one GPU's call", *MODES], body, list(newest.values())
 
 
-SCALE_TABLES: dict[str, Callable[[Path], Made]] = {
+SCALE_TABLES: dict[str, Callable[[Path], Table]] = {
     "scale_sent": sent_table,
     "scale_seconds": seconds_table,
-    "scale_parts": parts_table,
     "scale_calls": calls_table,
 }
