@@ -1,12 +1,11 @@
-"""Record what attention receives in trained models, for the tests: `python -m benchmarks.capture language | video`.
+"""Record attention inputs of trained models for the tests: `python -m benchmarks.capture language | video`.
 
-    language   three layers of SmolLM2-135M-Instruct that differ, one head of the keys and its three query heads each,
-               after the rotary embedding: 1024 tokens of the essays; of the queries the last 512 are kept. --data is
-               that of `benchmarks.evaluation`.
-    video      two layers of the model of examples/tiny_video_dit (--pipeline FOLDER, which its unpack.py writes), at
-               a step each, one head each: the third frame's queries, the first five frames' keys. A GPU, or hours.
+    language   three layers of SmolLM2-135M-Instruct, one key head with its three query heads each, after the rotary
+               embedding: 1024 tokens of the essays, the last 512 queries. --data as in `benchmarks.evaluation`.
+    video      two layers of the model of examples/tiny_video_dit (--pipeline FOLDER, written by its unpack.py), at one
+               step and one head each: queries of the third frame, keys of the first five. Takes hours without a GPU.
 
-It writes float16 to tests/data; `sparge.evaluate.captured` makes families of it.
+Writes float16 to tests/data; `sparge.evaluate.captured` makes families from it.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from sparge.evaluate.language.texts import read_text
 
 TOKENS, QUERIES = 1024, 512
 HEADS = {1: 0, 18: 2, 27: 1}
-"""Layer: head of the keys. Layer 1 has no sink, but outlier channels in K (4x) and Q (8x). In layer 18 the sink lies 23
-nats above the median, and its value is 12 times as small as the others. Layer 27 has both, and V's largest mean."""
+"""Layer: key head. Layer 1 has no sink, but outlier channels in K (4x) and Q (8x). In layer 18 the sink lies 23 nats
+above the median, and its value is 12 times as small as the others. Layer 27 has both, and the largest mean of V."""
 
 VIDEO_HEADS = {(1, 4): 0, (3, 15): 1}
-"""(Layer, step): head. The first attends to 900 keys of the five frames, no row to any of them much: dropping blocks
-costs most where that is so. The second attends to four, and its logits reach 26 nats: 8 bits cost most there."""
+"""(Layer, step): head. The first spreads over 900 keys of the five frames, where dropping blocks costs most. The second
+attends to four keys with logits of up to 26 nats, where quantization costs most."""
 FRAME, QUERY_FRAME, KEY_FRAMES = 1024, 2, 5
 
 
@@ -58,7 +57,7 @@ def video(args: argparse.Namespace) -> list[Captured]:
 
 
 def video_calls(pipe: Any, places: Sequence[tuple[int, int]], **arguments: Any) -> list[Captured]:
-    """The calls at these layers and steps of one clip, cut."""
+    """Return the calls at these layers and steps of one clip, reduced to some heads and tokens."""
     layers, steps = ({place[axis] for place in places} for axis in (0, 1))
     recorder = Recorder(layers=rf"\.({'|'.join(map(str, layers))})\.", steps=sorted(steps), max_bytes=2**30)
     with recorder.recording(pipe):
@@ -70,7 +69,7 @@ def video_calls(pipe: Any, places: Sequence[tuple[int, int]], **arguments: Any) 
 
 
 def cut(call: Captured, head: int, group: int, queries: slice, keys: slice) -> Captured:
-    """One head of the keys and the query heads that use it, and of their tokens some."""
+    """Return one key head, its query heads, and some of their tokens."""
     return replace(
         call,
         query=call.query[:, head * group : (head + 1) * group, queries],

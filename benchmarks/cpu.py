@@ -1,9 +1,9 @@
-"""Speed, error and memory of the torch backend on this machine's CPU, beside torch's own attention in the same run.
+"""Measure speed, error and memory of the torch backend on a CPU, in turns with torch's own attention.
 
     python -m benchmarks.cpu [--suite speed | crossover | "few queries" | "few heads" | memory | all] [--repeats 5]
 
-Rows are appended to benchmarks/results/cpu.jsonl. Prediction is part of every sparse time. A row is written only after
-its gate: at topk=1 the sparse path must equal dense attention to float32 rounding.
+Rows are appended to benchmarks/results/cpu.jsonl. Sparse times include prediction. A row is written only if topk=1
+equals dense attention within float32 rounding (the gate).
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ HEAD_DIM = 64
 
 @dataclass(frozen=True)
 class Case:
-    """One row: text-like input when causal, video-like otherwise."""
+    """One row: text-like input if causal, otherwise video-like."""
 
     suite: str
     tokens: int
     is_causal: bool
     topk: float
     heads: int = 8
-    queries: int | None = None  # the last so many queries; all by default
+    queries: int | None = None  # number of last queries; default all
     dtype: str = "float32"
 
 
@@ -120,7 +120,7 @@ def _row(job: tuple[Case, int]) -> dict[str, object]:
 
 
 def run(cases: list[Case], repeats: int) -> Iterator[dict[str, object]]:
-    """One row per case, each in a fresh process: memory of one case must not hide in that of another."""
+    """Yield one row per case, each in a new process, so that memory is measured separately."""
     context = multiprocessing.get_context("spawn")
     for case in track(cases, description="measuring"):
         with context.Pool(1) as pool:

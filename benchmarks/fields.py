@@ -1,7 +1,7 @@
-"""Smooth fields: what skipping costs, what the means of skipped blocks give back: `python -m benchmarks.fields`.
+"""Measure errors on smooth fields with skipped blocks dropped or replaced by means: `python -m benchmarks.fields`.
 
-Four fields from one that a tenth of the blocks nearly hold to one that no few blocks do, in the order of a raster and
-along Hilbert's curve. On a GPU, whole calls of the first at two lengths are timed besides, in turns with dense kernels.
+Four fields, from one held almost entirely by a tenth of the blocks to one spread over most of them, in raster and in
+Hilbert order. On a GPU, whole calls of the first field are timed at two lengths, in turns with dense kernels.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TURNS = 9
 
 
 def made(tokens: int, heads: int, field: tuple[float, float], order: OrderName, device: str) -> list[Tensor]:
-    """Query, key and value in 16 bits where the device has them."""
+    """Return query, key and value, in 16 bits on a GPU."""
     generator = torch.Generator(device).manual_seed(0)
     shape = (1, heads, tokens, HEAD_DIM)
     tensors = smooth_tensors(shape, generator, amplitude=field[0], noise=field[1])
@@ -44,7 +44,7 @@ def made(tokens: int, heads: int, field: tuple[float, float], order: OrderName, 
 
 
 def errors(field: tuple[float, float], order: OrderName, device: str, heads: int) -> list[dict[str, Any]]:
-    """Rows of one field: dropping and replacing, as the device computes by default."""
+    """Return the rows of one field with the device's default quantization."""
     query, key, value = made(TOKENS, heads, field, order, device)
     exact = F.scaled_dot_product_attention(query.float(), key.float(), value.float())
     rows = []
@@ -68,7 +68,7 @@ def errors(field: tuple[float, float], order: OrderName, device: str, heads: int
 
 
 def speeds(tokens: int, heads: int) -> list[dict[str, Any]]:
-    """Rows of whole calls of the first field: time, those of dense kernels in the same run, error against cuDNN."""
+    """Return rows of whole calls of the first field: times, dense times of the same run, error against cuDNN."""
     query, key, value = made(tokens, heads, FIELDS[0], "row", "cuda")
     variants = {name: rival.call((query, key, value), False) for name, rival in RIVALS.items()}
     asked = list(itertools.product(("topk", "rows"), (0.1, 0.25), ("drop", "mean")))

@@ -1,19 +1,19 @@
-"""Draw the pictures in docs/figures: `python -m benchmarks.figures [name ...]`.
+"""Draw the figures in docs/figures: `python -m benchmarks.figures [name ...]`.
 
-idea      what the library does, at a glance: an attention map, the blocks that are kept, what that costs
-scores    true attention mass beside what each score keeps
-rules     what TopK, TopCdf and one budget keep of the blocks of two heads
+idea      an attention map, the kept blocks, and the error and time that follow
+scores    true attention mass beside the blocks that each score keeps
+rules     blocks of two heads that TopK, TopCdf and one budget keep
 error     the error of the output by density, on three kinds of input
-codes     why P needs no exponentials: FP8's code is almost linear in the logarithm
-quality   what a trained language model loses by density, and which needles it finds
-video     how far clips of a trained video model are from dense ones, by density and by time
-replacement   errors on smooth fields: skipped blocks dropped, replaced by means, and along Hilbert's curve
-order     which tokens of a video one key block holds, as a raster and along Hilbert's curve
-calibration   errors of every layer of a language model by density, and the budgets that follow
-scale     attention and what its exchange adds on 8 and 2 x 8 GPUs, by how ranks share it
-hopper    who does what when in the Hopper kernel
+codes     why P needs no exp2: the bits of an FP8 value are almost linear in its logarithm
+quality   loss and needles of a trained language model by density
+video     PSNR of clips of a trained video model by density and by time
+replacement   errors on smooth fields: skipped blocks dropped, replaced by means, and in Hilbert order
+order     tokens of a video in one key block, in raster and in Hilbert order
+calibration   errors of each layer of a language model by density, and the budgets that follow
+scale     attention and exposed exchange on 8 and 2 x 8 GPUs, by split
+hopper    the order of work in the Hopper kernel
 
-Pictures of a `Look` are drawn twice, for light and dark pages: idea-light.png and idea-dark.png.
+Figures of a `Look` are drawn twice, for light and dark pages: idea-light.png and idea-dark.png.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ TOPK = 0.25
 QUALITY_TOKENS = 8192
 IDEA_HEAD = 0
 IDEA_TOKENS = 8192
-"""The video of `benchmarks.cpu`, whose row says what the kept blocks cost."""
+"""The video of `benchmarks.cpu`, whose row has the error and time."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """Colours of a page, and those that stand out on it."""
+    """Colors of a page and of its marks."""
 
     name: str
     page: str
@@ -84,7 +84,7 @@ KINDS = {
 
 
 def new_figure(width: float, height: float, look: Look | None = None) -> Figure:
-    """A figure in inches; transparent where a look is given, so that it lies on any page of that kind."""
+    """Return a figure of a size in inches, transparent if a look is given."""
     figure = Figure(figsize=(width, height), layout="constrained", dpi=110 if look is None else 160)
     FigureCanvasAgg(figure)
     if look is not None:
@@ -93,7 +93,7 @@ def new_figure(width: float, height: float, look: Look | None = None) -> Figure:
 
 
 def dress(panel: Any, look: Look) -> None:
-    """Axes in the colours of the page."""
+    """Apply the page's colors to axes."""
     panel.set_facecolor(look.panel)
     panel.tick_params(labelsize=8, colors=look.quiet)
     for spine in panel.spines.values():
@@ -104,19 +104,19 @@ def dress(panel: Any, look: Look) -> None:
 
 
 def measured_on_cpu(topk: float) -> dict[str, Any]:
-    """The newest committed row of full attention at this share."""
+    """Return the newest committed row of full attention at this topk."""
     rows = read_rows(RESULTS / "cpu.jsonl")
     return [row for row in rows if row["suite"] == "speed" and not row["is_causal"] and row["topk"] == topk][-1]
 
 
 def attention_map(query: Tensor, key: Tensor, cell: int) -> Tensor:
-    """Mean attention of cells of ``cell`` x ``cell`` tokens, of one head: (S / cell, S / cell)."""
+    """Return the mean attention of one head in cells of ``cell`` x ``cell`` tokens: (S / cell, S / cell)."""
     scores = query.double() @ key.double().T * query.shape[-1] ** -0.5
     return F.avg_pool2d(scores.softmax(-1)[None, None], cell)[0, 0]
 
 
 def draw_idea(look: Look) -> Figure:
-    """All scores of a head on the left, the blocks that attention computes on the right, the cost underneath."""
+    """Draw all scores of a head on the left and the computed blocks on the right."""
     sample, row = video_like(IDEA_TOKENS), measured_on_cpu(TOPK)
     query, key = sample.query, sample.key
     mask = sparge.predict(query, key, topk=TOPK)
@@ -136,10 +136,10 @@ def draw_idea(look: Look) -> Figure:
 
     kept = mask.to_dense()[0, IDEA_HEAD]
     levels = mass_levels(mass[0, IDEA_HEAD])
-    colours = torch.tensor(palette(look.theme)[1 : 1 + int(levels.max()) + 1], dtype=torch.float) / 255
-    picture = torch.zeros(*kept.shape, 4)
-    picture[kept] = torch.cat([colours[levels[kept]], torch.ones(int(kept.sum()), 1)], -1)
-    right.imshow(picture.numpy(), extent=(0, tokens, tokens, 0), interpolation="nearest", aspect="auto")
+    colors = torch.tensor(palette(look.theme)[1 : 1 + int(levels.max()) + 1], dtype=torch.float) / 255
+    image = torch.zeros(*kept.shape, 4)
+    image[kept] = torch.cat([colors[levels[kept]], torch.ones(int(kept.sum()), 1)], -1)
+    right.imshow(image.numpy(), extent=(0, tokens, tokens, 0), interpolation="nearest", aspect="auto")
     right.set_box_aspect(1)
     right.set_title(f"What is computed: {row['density']:.0%} of the blocks", fontsize=10.5)
     for panel in (left, right):
@@ -167,7 +167,7 @@ def draw_idea(look: Look) -> Figure:
 
 
 def draw_scores(look: Look) -> Figure:
-    """What each score keeps of a text and of a video."""
+    """Draw the blocks that each score keeps of a text and of a video."""
     samples = [text_with_needles(8192, heads=1), video_like(8192, heads=1)]
     figure = new_figure(9.6, 6.8, look)
     panels = figure.subplots(len(samples), 3)
@@ -181,18 +181,18 @@ def draw_scores(look: Look) -> Figure:
 def _draw_sample(panels: Any, sample: Sample, look: Look) -> None:
     mass = block_mass(sample.query, sample.key, is_causal=sample.is_causal)
     page = tuple(int(look.page[at : at + 2], 16) for at in (1, 3, 5))
-    colours = torch.tensor([page, *palette(look.theme)[1:]], dtype=torch.uint8)
+    colors = torch.tensor([page, *palette(look.theme)[1:]], dtype=torch.uint8)
     size = sample.query.shape[2]
-    pictures = [(f"{sample.name}: true attention mass", None)]
+    images = [(f"{sample.name}: true attention mass", None)]
     for score in ("moment", "mean"):
         mask = sparge.predict(sample.query, sample.key, is_causal=sample.is_causal, topk=TOPK, score=score)
         share, density = mass_recall(mask, mass), mask.density()
-        pictures.append((f'score "{score}": {density:.1%} of blocks, {share:.1%} of mass', mask))
+        images.append((f'score "{score}": {density:.1%} of blocks, {share:.1%} of mass', mask))
     visible = causal_visibility(mask)
-    for panel, (title, mask) in zip(panels, pictures, strict=True):
+    for panel, (title, mask) in zip(panels, images, strict=True):
         kept = visible if mask is None else mask.to_dense()[0, 0]
         entries = paint_blocks(mass[0, 0], kept, visible)
-        panel.imshow(colours[entries.long()].numpy(), extent=(0, size, size, 0), aspect="auto", interpolation="nearest")
+        panel.imshow(colors[entries.long()].numpy(), extent=(0, size, size, 0), aspect="auto", interpolation="nearest")
         panel.set_title(title, fontsize=8)
         dress(panel, look)
         panel.tick_params(labelsize=7)
@@ -202,11 +202,11 @@ def _draw_sample(panels: Any, sample: Sample, look: Look) -> None:
 
 
 ROW_DRAWN = 32
-"""Of the 64 rows of blocks."""
+"""Index of the drawn query block, of 64."""
 
 
 def draw_rules(look: Look) -> Figure:
-    """Two heads, a row of blocks of each, from the most to the least probable, and where each rule stops."""
+    """Draw the blocks of one query block of two heads, the most probable first, and those that each rule keeps."""
     sample = video_like(8192, heads=1)
     query, key = torch.cat([sample.query, 0.25 * sample.query], 1), sample.key.expand(-1, 2, -1, -1)
     mass = block_mass(query, key, is_causal=False)[0]
@@ -224,28 +224,28 @@ def draw_rules(look: Look) -> Figure:
             shares, order = mass[head, ROW_DRAWN].sort(descending=True)
             chosen = kept[order]
             places = torch.arange(len(shares))
-            for flag, colour in ((True, look.marks[0]), (False, look.marks[1])):
+            for flag, color in ((True, look.marks[0]), (False, look.marks[1])):
                 those = chosen == flag
-                panel.bar(places[those], shares[those].clamp(min=1e-5), color=colour, width=1.0)
+                panel.bar(places[those], shares[those].clamp(min=1e-5), color=color, width=1.0)
             panel.set(yscale="log", ylim=(1e-5, 1))
             rule_of_head = f"{name}\n" if head == 0 else ""
             held = f"{int(chosen.sum())} of {len(shares)} blocks, {float(shares[chosen].sum()):.0%} of the mass"
             panel.set_title(rule_of_head + held, fontsize=8.5)
             dress(panel, look)
-    for label, panel in zip(("a head that looks at little", "one that looks at much"), panels[:, 0], strict=True):
+    for label, panel in zip(("a concentrated head", "a spread head"), panels[:, 0], strict=True):
         panel.set_ylabel(f"{label}:\nshare of the attention", fontsize=8.5)
-    figure.supxlabel("key blocks of one row, by their true share", fontsize=8.5, color=look.ink)
+    figure.supxlabel("key blocks of one query block, by true share", fontsize=8.5, color=look.ink)
     handles = [Patch(color=look.marks[0], label="kept"), Patch(color=look.marks[1], label="skipped")]
     panels[0, -1].legend(handles=handles, frameon=False, fontsize=8.5, labelcolor=look.ink)
     return figure
 
 
 def draw_error(look: Look) -> Figure:
-    """Mass and error by density: what there is to lose depends on the input."""
+    """Draw mass and error by density on three kinds of input."""
     figure = new_figure(8.6, 3.2, look)
     left, right = figure.subplots(1, 2)
     samples = [video_like(4096, heads=2), text_like(4096, heads=2), random_like(4096, heads=2)]
-    for sample, colour in zip(samples, look.marks, strict=True):
+    for sample, color in zip(samples, look.marks, strict=True):
         query, key, value, causal = sample.query, sample.key, sample.value, sample.is_causal
         exact = F.scaled_dot_product_attention(query, key, value, is_causal=causal)
         mass = block_mass(query, key, is_causal=causal)
@@ -255,8 +255,8 @@ def draw_error(look: Look) -> Figure:
             densities.append(mask.density())
             recalls.append(mass_recall(mask, mass))
             errors.append(relative_l1(sparge.block_sparse_attention(query, key, value, mask), exact))
-        left.plot(densities, recalls, "o-", color=colour, ms=3, lw=1.4, label=sample.name)
-        right.plot(densities, errors, "o-", color=colour, ms=3, lw=1.4, label=sample.name)
+        left.plot(densities, recalls, "o-", color=color, ms=3, lw=1.4, label=sample.name)
+        right.plot(densities, errors, "o-", color=color, ms=3, lw=1.4, label=sample.name)
     left.set(xlabel="density: share of the visible blocks", ylabel="mass recall", xlim=(0, 1), ylim=(0, 1.02))
     right.set(xlabel="density: share of the visible blocks", ylabel="relative L1 error", xlim=(0, 1), yscale="log")
     for panel in (left, right):
@@ -266,15 +266,20 @@ def draw_error(look: Look) -> Figure:
 
 
 def draw_codes(look: Look) -> Figure:
-    """E4M3's code of 448 * 2^x beside the straight line that "int8_fp8_fast" takes instead."""
+    """Draw the bits of 448 * 2^x in E4M3 beside the straight line of "int8_fp8_fast"."""
     figure = new_figure(8.6, 2.9, look)
     panel = figure.subplots()
-    octaves = torch.linspace(-16, 0, 1601, dtype=torch.float64)
-    exact = (448 * 2**octaves).to(torch.float8_e4m3fn).view(torch.uint8)
-    straight = (126 + 8 * octaves).round().clamp(min=0)
-    panel.plot(octaves, exact, color=look.marks[1], lw=1.6, label="code of the exponential, rounded")
-    panel.plot(octaves, straight, color=look.marks[0], lw=1.2, label="126 + 8 x, rounded: no exponential")
-    panel.set(xlabel="score below the maximum, octaves", ylabel="E4M3 code", xlim=(-16, 0), ylim=(0, 130))
+    log2_units = torch.linspace(-16, 0, 1601, dtype=torch.float64)
+    exact = (448 * 2**log2_units).to(torch.float8_e4m3fn).view(torch.uint8)
+    straight = (126 + 8 * log2_units).round().clamp(min=0)
+    panel.plot(log2_units, exact, color=look.marks[1], lw=1.6, label="exponential, rounded to E4M3")
+    panel.plot(log2_units, straight, color=look.marks[0], lw=1.2, label="126 + 8 x, rounded: no exp2")
+    panel.set(
+        xlabel="score relative to the maximum, log2 units",
+        ylabel="bits of the E4M3 value",
+        xlim=(-16, 0),
+        ylim=(0, 130),
+    )
     dress(panel, look)
     panel.grid(color=look.quiet, alpha=0.25, lw=0.5)
     panel.legend(frameon=False, fontsize=8.5, labelcolor=look.ink)
@@ -282,24 +287,24 @@ def draw_codes(look: Look) -> Figure:
 
 
 def draw_quality(look: Look) -> Figure:
-    """KL and needles of SmolLM2 by density: budgets, rows alike, TopCdf, and the best that a budget could choose.
+    """Draw KL and needles of SmolLM2 by density: budgets, TopK, TopCdf and the oracle.
 
-    Budgets by layer were asked for twice as many needles, so they are in the left panel alone.
+    Budgets by layer were measured with twice as many needles, so they are in the left panel only.
     """
     rows = [row for row in rows_of(RESULTS, "language") if row["tokens"] == QUALITY_TOKENS]
     figure = new_figure(8.6, 3.3, look)
     left, right = figure.subplots(1, 2)
     kinds = (
         ("topk", "one budget (topk)", look.marks[0], "o"),
-        ("rows", "every row the same share (TopK)", look.marks[1], "s"),
+        ("rows", "equal share per query block (TopK)", look.marks[1], "s"),
         ("cdf", "TopCdf", look.ink, "D"),
-        ("topk oracle", "one budget, by the true mass", look.marks[2], "^"),
+        ("topk oracle", "one budget, oracle", look.marks[2], "^"),
     )
-    for kind, label, colour, mark in kinds:
+    for kind, label, color, mark in kinds:
         of_kind = _by_density(row for row in rows if _kind(row["variant"]) == kind)
         densities = [row["density"] for row in of_kind]
         halves = [row["kl_half"] for row in of_kind]
-        style = {"color": colour, "marker": mark, "ms": 4, "lw": 1.4, "label": label}
+        style = {"color": color, "marker": mark, "ms": 4, "lw": 1.4, "label": label}
         left.errorbar(densities, [row["kl"] for row in of_kind], halves, elinewidth=0.8, capsize=2, **style)
         found = [row for row in of_kind if "needle" in row]
         right.plot([row["density"] for row in found], [row["needle"] for row in found], **style)
@@ -309,7 +314,7 @@ def draw_quality(look: Look) -> Figure:
     right.plot([], [], label="budgets by layer (left)", **style)
     bits = next(row for row in rows if row["variant"] == "dense,quantization=int8_fp8")
     left.axhline(bits["kl"], color=look.quiet, lw=0.8, ls="--")
-    left.text(0.99, bits["kl"], "dense, 8 bits", ha="right", va="bottom", fontsize=7.5, color=look.quiet,
+    left.text(0.99, bits["kl"], "dense, quantized", ha="right", va="bottom", fontsize=7.5, color=look.quiet,
               transform=left.get_yaxis_transform())  # fmt: skip
     dense = next(row for row in rows if "dense_needle" in row)["dense_needle"]
     right.axhline(dense, color=look.quiet, lw=0.8, ls="--")
@@ -326,28 +331,28 @@ def draw_quality(look: Look) -> Figure:
 
 
 def draw_video(look: Look) -> Figure:
-    """PSNR of the tiny video model's clips against dense ones: by density, and by the time of a forward pass."""
+    """Draw the PSNR of the tiny video model's clips against dense ones by density and by time of a forward pass."""
     rows = rows_of(RESULTS, "tiny video")
     figure = new_figure(8.6, 3.3, look)
     left, right = figure.subplots(1, 2, sharey=True)
     bits = "quantization=int8_fp8_fast"
     kinds = (
-        (f"topk {bits}", "topk: means, Hilbert's curve", look.marks[0], "o-"),
+        (f"topk {bits}", "topk: means, Hilbert order", look.marks[0], "o-"),
         (f"topk {bits} dense_first_steps=0.2", "the same, first fifth of the steps dense", look.ink, "D-"),
-        (f"topk {bits} order=row", "topk in the order of a raster", look.marks[2], "^"),
+        (f"topk {bits} order=row", "topk in raster order", look.marks[2], "^"),
         (f"topk {bits} skipped=drop", "topk, skipped blocks dropped", look.marks[2], "v"),
-        (f"rows {bits} skipped=drop order=row", "every row alike, dropped, raster", look.marks[1], "s-"),
+        (f"rows {bits} skipped=drop order=row", "equal shares, dropped, raster", look.marks[1], "s-"),
     )
-    for kind, label, colour, mark in kinds:
+    for kind, label, color, mark in kinds:
         of_kind = _by_density(row for row in rows if _kind(row["variant"], bits) == kind)
-        style = {"color": colour, "ms": 4, "lw": 1.4, "label": label}
+        style = {"color": color, "ms": 4, "lw": 1.4, "label": label}
         left.plot([row["density"] for row in of_kind], [row["psnr"] for row in of_kind], mark, **style)
-    by_bits = {"16 bits": "quantization=none", "8 bits, and all blocks in 8 bits": bits}
-    for (label, word), mark, colour in zip(by_bits.items(), "ov", look.marks[:2], strict=True):
+    by_bits = {"16 bits": "quantization=none", "quantized, and dense quantized": bits}
+    for (label, word), mark, color in zip(by_bits.items(), "ov", look.marks[:2], strict=True):
         kept = _by_density(
             row for row in rows if row["variant"].endswith(word) and row["variant"].startswith(("topk", "dense,"))
         )
-        right.plot([row["forward_graph_ms"] for row in kept], [row["psnr"] for row in kept], color=colour, marker=mark,
+        right.plot([row["forward_graph_ms"] for row in kept], [row["psnr"] for row in kept], color=color, marker=mark,
                    ms=4, lw=1.4, label=label)  # fmt: skip
     dense = next(row for row in rows if row["variant"] == "dense")["forward_graph_ms"]
     right.axvline(dense, color=look.quiet, lw=0.8, ls="--")
@@ -367,7 +372,7 @@ def draw_video(look: Look) -> Figure:
 
 
 def draw_replacement(look: Look) -> Figure:
-    """One panel for each field of `benchmarks.fields`, in 8 bits on a GPU."""
+    """Draw one panel for each field of `benchmarks.fields`, quantized on a GPU."""
     rows = read_rows(RESULTS / "fields.jsonl")
     rows = [row for row in rows if row["suite"] == "error"]
     fields = list(dict.fromkeys((row["amplitude"], row["noise"]) for row in rows))
@@ -376,16 +381,16 @@ def draw_replacement(look: Look) -> Figure:
     curves = (
         ("dropped", "drop", "row", "--", look.marks[1]),
         ("replaced by means", "mean", "row", "-", look.marks[2]),
-        ("the same, along Hilbert's curve", "mean", "hilbert", "-", look.marks[0]),
+        ("the same, Hilbert order", "mean", "hilbert", "-", look.marks[0]),
     )
     for panel, (amplitude, noise) in zip(panels, fields, strict=True):
-        for label, skipped, order, style, colour in curves:
+        for label, skipped, order, style, color in curves:
             points = {
                 row["density"]: row["relative_l1"]
                 for row in rows
                 if (row["amplitude"], row["noise"], row["skipped"], row["order"]) == (amplitude, noise, skipped, order)
             }
-            look_of: dict[str, Any] = {"marker": "o", "ms": 3, "lw": 1.4, "color": colour, "label": label}
+            look_of: dict[str, Any] = {"marker": "o", "ms": 3, "lw": 1.4, "color": color, "label": label}
             panel.loglog(list(points), list(points.values()), style, **look_of)
         panel.set_title(f"amplitude {amplitude}, noise {noise}", fontsize=9)
         panel.set_xticks([0.05, 0.1, 0.25, 0.5], ["5 %", "10 %", "25 %", "50 %"])
@@ -393,7 +398,7 @@ def draw_replacement(look: Look) -> Figure:
         panel.set_xlabel("blocks kept", fontsize=8)
         dress(panel, look)
     panels[0].set_ylabel("relative L1 error", fontsize=8)
-    panels[0].set_yticks([0.003, 0.01, 0.03, 0.1, 0.3], [".003", ".01", ".03", ".1", ".3"])
+    panels[0].set_yticks([0.003, 0.01, 0.03, 0.1, 0.3], ["0.003", "0.01", "0.03", "0.1", "0.3"])
     handles, labels = panels[0].get_legend_handles_labels()
     legend = figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     for text in legend.get_texts():
@@ -402,12 +407,12 @@ def draw_replacement(look: Look) -> Figure:
 
 
 ORDER_GRID, ORDER_BLOCK = (4, 16, 16), 5
-"""Frames, height and width of what is drawn, and which of its blocks is marked."""
+"""Frames, height and width of the grid, and the marked block."""
 ORDERS_DRAWN: tuple[OrderName, ...] = ("row", "hilbert")
 
 
 def draw_order(look: Look) -> Figure:
-    """Frames side by side, each block of 64 tokens in a shade of its own, one of them marked."""
+    """Draw frames side by side, each block of 64 tokens in its own shade, one of them marked."""
     frames = ORDER_GRID[0]
     figure = new_figure(9.6, 4.9, look)
     panels = figure.subplots(2, frames)
@@ -423,27 +428,27 @@ def draw_order(look: Look) -> Figure:
             panel.set_yticks([])
             panel.set_title(f"frame {frame}" if name == "row" else "", fontsize=9)
             dress(panel, look)
-        row[0].set_ylabel("raster" if name == "row" else "Hilbert's curve", fontsize=9)
+        row[0].set_ylabel("raster order" if name == "row" else "Hilbert order", fontsize=9)
     return figure
 
 
 def draw_calibration(look: Look) -> Figure:
-    """The profile of `benchmarks/results/smollm2-profile.json`."""
+    """Draw the profile of `benchmarks/results/smollm2-profile.json`."""
     profile = sparge.Profile.load(RESULTS / "smollm2-profile.json")
     budgets = profile.by_layer()
     shades = LinearSegmentedColormap.from_list("layers", [look.marks[0], look.marks[1]])
-    colours = [shades(place / (len(budgets) - 1)) for place in range(len(budgets))]
+    colors = [shades(place / (len(budgets) - 1)) for place in range(len(budgets))]
     figure = new_figure(9.6, 3.2, look)
     left, right = figure.subplots(1, 2)
-    for colour, curve in zip(colours, profile.curves.values(), strict=True):
-        left.loglog(curve.densities, curve.worst(), color=colour, lw=1)
+    for color, curve in zip(colors, profile.curves.values(), strict=True):
+        left.loglog(curve.densities, curve.worst(), color=color, lw=1)
     left.axhline(profile.max_error, color=look.ink, lw=1, ls=":")
     left.set_xticks([0.05, 0.1, 0.2, 0.4, 0.8], ["5 %", "10 %", "20 %", "40 %", "80 %"])
     left.minorticks_off()
     left.set(xlabel="blocks kept", ylabel="relative L1 error, worst input")
-    right.bar(range(len(budgets)), budgets, color=colours)
+    right.bar(range(len(budgets)), budgets, color=colors)
     shared = profile.at(density=profile.density).by_layer()
-    right.plot(range(len(shared)), shared, "o", color=look.ink, ms=3, label="the same mean, shared out")
+    right.plot(range(len(shared)), shared, "o", color=look.ink, ms=3, label="the same mean, allocated by mass")
     right.axhline(profile.density, color=look.ink, lw=1, ls=":")
     right.legend(frameon=False, fontsize=8, labelcolor=look.ink, loc="upper right")
     right.set(xlabel="layer", ylabel="budget", ylim=(0, 1))
@@ -459,23 +464,23 @@ SCALE_DRAWN = ("16 bits", "8 bits", "0.25", "0.1")
 
 
 def draw_scale(look: Look) -> Figure:
-    """Seconds of all layers, attention and exchange on top of each other, by workload (columns) and cluster (rows)."""
+    """Draw seconds of all layers, attention and exchange stacked, by workload (columns) and cluster (rows)."""
     rows = scale.rows_of(RESULTS)
     shades = LinearSegmentedColormap.from_list("variants", [look.page, look.marks[0]])
-    colours = [look.marks[2], shades(0.4), shades(0.7), shades(1.0)]
+    colors = [look.marks[2], shades(0.4), shades(0.7), shades(1.0)]
     figure = new_figure(10.4, 7.4, look)
     heights = [max(len(plan.splits(workload, cluster)) for workload in plan.WORKLOADS) for cluster in plan.CLUSTERS]
     panels = figure.subplots(len(plan.CLUSTERS), len(plan.WORKLOADS), height_ratios=heights)
     for line, cluster in zip(panels, plan.CLUSTERS, strict=True):
         for panel, workload in zip(line, plan.WORKLOADS, strict=True):
-            _draw_splits(panel, rows, workload, cluster, colours, look)
+            _draw_splits(panel, rows, workload, cluster, colors, look)
             dress(panel, look)
             panel.set_title(f"{workload.name}, {cluster.name}", fontsize=9)
             panel.xaxis.label.set_fontsize(8.5)
     for panel in panels[-1]:
         panel.set_xlabel("seconds a pass, all layers", fontsize=8.5)
     names = [name if name.endswith("bits") else f"topk {name}" for name in SCALE_DRAWN]
-    handles = [Patch(color=colour, label=f"attention, {name}") for name, colour in zip(names, colours, strict=True)]
+    handles = [Patch(color=color, label=f"attention, {name}") for name, color in zip(names, colors, strict=True)]
     handles.append(Patch(color=look.marks[1], label="exchange that is not hidden"))
     figure.legend(
         handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=8, labelcolor=look.ink
@@ -484,20 +489,20 @@ def draw_scale(look: Look) -> Figure:
 
 
 def _draw_splits(
-    panel: Any, rows: Any, workload: plan.Workload, cluster: plan.Cluster, colours: list[Any], look: Look
+    panel: Any, rows: Any, workload: plan.Workload, cluster: plan.Cluster, colors: list[Any], look: Look
 ) -> None:
-    """A group of bars for each split, the sum at its end."""
+    """Draw a group of bars for each split, with the sum at the end."""
     splits, thick = plan.splits(workload, cluster), 0.8 / len(SCALE_DRAWN)
     widest = 0.0
     for group, split in enumerate(splits):
-        for place, (variant, colour) in enumerate(zip(SCALE_DRAWN, colours, strict=True)):
+        for place, (variant, color) in enumerate(zip(SCALE_DRAWN, colors, strict=True)):
             height = group + (place - (len(SCALE_DRAWN) - 1) / 2) * thick
             layer = scale.layer_of(rows, workload, split, cluster, variant)
             if layer is None:
                 panel.text(0, height, f" {scale.NOT_MEASURED}", va="center", fontsize=6, color=look.quiet)
                 continue
             attention, total = workload.layers * layer.attention, workload.layers * layer.total
-            panel.barh(height, attention, height=0.9 * thick, color=colour)
+            panel.barh(height, attention, height=0.9 * thick, color=color)
             panel.barh(height, total - attention, left=attention, height=0.9 * thick, color=look.marks[1])
             panel.text(total, height, f" {total:.3g}", va="center", fontsize=6.5, color=look.ink)
             widest = max(widest, total)
@@ -513,7 +518,7 @@ def _by_density(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _finish(panel: Any, look: Look) -> None:
-    """Frame, grid and labels of a panel of curves."""
+    """Format frame, grid and labels of a panel of curves."""
     dress(panel, look)
     panel.grid(color=look.quiet, alpha=0.25, lw=0.5)
     panel.xaxis.label.set_fontsize(8.5)
@@ -521,7 +526,7 @@ def _finish(panel: Any, look: Look) -> None:
 
 
 def _kind(variant: str, quantization: str = "quantization=none") -> str:
-    """What a variant of one arithmetic is, without how much it keeps; "" for all others.
+    """Return the kind of a variant with this quantization, without its density; "" for all others.
 
     Example:
         >>> _kind("topk=0.5,score=mean,quantization=none"), _kind("topk=0.5,quantization=int8_fp8")
@@ -535,7 +540,7 @@ def _kind(variant: str, quantization: str = "quantization=none") -> str:
 
 
 def draw_hopper() -> Figure:
-    """Stages of both consumers, half a stage apart: the order of things, not their exact length."""
+    """Draw stages of both consumers, half a stage apart: their order, not their exact length."""
     figure = new_figure(9.6, 3.4)
     panel = figure.subplots()
     height = {role: len(ROLES) - 1 - place for place, role in enumerate(ROLES)}
@@ -578,15 +583,15 @@ DRAWN: dict[str, Callable[[Look], Figure]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help="which; all by default")
+    parser.add_argument("names", nargs="*", help="figures to draw; all by default")
     names = parser.parse_args().names or [*DRAWN, "hopper"]
     FOLDER.mkdir(exist_ok=True)
     for name in names:
         if name == "hopper":
-            pictures = {"hopper.png": draw_hopper()}
+            figures = {"hopper.png": draw_hopper()}
         else:
-            pictures = {f"{name}-{look.name}.png": DRAWN[name](look) for look in LOOKS}
-        for file, figure in pictures.items():
+            figures = {f"{name}-{look.name}.png": DRAWN[name](look) for look in LOOKS}
+        for file, figure in figures.items():
             figure.savefig(FOLDER / file)
             print(f"wrote {FOLDER / file}")
 

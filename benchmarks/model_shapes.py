@@ -12,12 +12,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Case:
-    """A model and what it is called with.
+    """A model and its inputs.
 
     Attributes:
-        model: in bf16, on the GPU.
-        latents: what is denoised; None for a language model.
-        forward: the model's output for a model, latents and a timestep.
+        model: the model in bf16 on the GPU.
+        latents: the noise to denoise; None for a language model.
+        forward: returns the output for a model, latents and a timestep.
     """
 
     model: Any
@@ -139,7 +139,7 @@ CASES: dict[str, Callable[[], Case]] = {
 
 
 def build(name: str) -> Case:
-    """A model of the table, seeded, for inference."""
+    """Build a model of `CASES` for inference, seeded."""
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     try:

@@ -1,12 +1,11 @@
-"""Time of whole models with random weights, stock, in 8 bits and sparse: `python -m benchmarks.models`.
+"""Time whole models with random weights, stock, dense quantized and sparse: `python -m benchmarks.models`.
 
-Shapes are those of published models (`model_shapes`); weights are random, so attention has little structure and the
-error says how far sparse and stock outputs differ on such input, not how a trained model looks. What it shows is the
-speed that is left when everything around attention runs as well. "Stock" is torch's SDPA; where FlashAttention-4 is
-installed, the dense model is also timed with it, except compiled. Needs a CUDA device.
+Shapes are those of published models (`model_shapes`). Weights are random, so attention has little structure, and the
+error is not that of a trained model; the result is the speed-up of whole models. "Stock" is torch's SDPA; where
+FlashAttention-4 is installed, the dense model is also timed with it, except compiled. Needs a CUDA device.
 
-    forward     a forward pass: stock, dense in 8 bits, and with shares of the blocks; eager, or block by block compiled
-    schedule    20 steps of denoising, the first fifth of them dense, in 16 bits and in 8
+    forward     a forward pass: stock, dense quantized, and sparse; eager, or compiled block by block
+    schedule    20 denoising steps, the first fifth of them dense, in 16 bits or quantized
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ STEPS, DENSE_STEPS = 20, 0.2
 
 @contextmanager
 def enabled(case: Case, policy: sparge.Policy, scheduler: Any = None) -> Iterator[None]:
-    """The model with sparse attention, and as it was afterwards."""
+    """Enable sparse attention within a context."""
     sparge.enable(case.model, policy, scheduler=scheduler)
     try:
         yield
@@ -42,8 +41,8 @@ def enabled(case: Case, policy: sparge.Policy, scheduler: Any = None) -> Iterato
         sparge.disable(case.model)
 
 
-def in_eight_bits(case: Case) -> sparge.Policy:
-    """Every layer dense, in 8 bits where that is faster."""
+def all_dense_quantized(case: Case) -> sparge.Policy:
+    """Return a policy with every layer dense, and quantized where that is faster."""
     config = case.model.config
     names = ("num_layers", "num_single_layers", "num_hidden_layers")
     layers = sum(getattr(config, name, None) or 0 for name in names)
@@ -52,7 +51,7 @@ def in_eight_bits(case: Case) -> sparge.Policy:
 
 @contextmanager
 def compiled(model: nn.Module) -> Iterator[None]:
-    """Blocks compiled by themselves, as both frameworks recommend it."""
+    """Compile each block, as both frameworks recommend."""
     blocks = [block for part in model.children() if isinstance(part, nn.ModuleList) for block in part]
     for block in blocks:
         block.compile(fullgraph=True)
@@ -68,13 +67,13 @@ def compiled(model: nn.Module) -> Iterator[None]:
 def forward_rows(
     name: str, case: Case, shares: list[float], repeats: int, is_compiled: bool
 ) -> Iterator[dict[str, Any]]:
-    """A row for each way to run a forward pass."""
+    """Yield a row for each variant of a forward pass."""
     step = torch.tensor([500.0], device="cuda")
 
     def run() -> Tensor:
         return case.forward(case.model, case.latents, step)
 
-    policies = {"8 bits": in_eight_bits(case)} | {f"{share:g}": sparge.Policy(topk=share) for share in shares}
+    policies = {"8 bits": all_dense_quantized(case)} | {f"{share:g}": sparge.Policy(topk=share) for share in shares}
     dense = {} if is_compiled else dense_model_contexts()
     contexts: dict[str, Callable[[], Any]] = {"stock": nullcontext, **dense}
     contexts |= {variant: partial(enabled, case, policy) for variant, policy in policies.items()}
@@ -90,11 +89,11 @@ def forward_rows(
             if variant not in found:
                 sparge.reset_stats()
                 error = float((run().float() - stock).abs().sum() / stock.abs().sum())
-                found[variant] = error, sparge.stats()  # and everything is compiled and tuned
+                found[variant] = error, sparge.stats()  # this also compiles and tunes
             return device_seconds(run, untimed=0, timed=1)
 
     with compiled(case.model) if is_compiled else nullcontext():
-        discarded = 1 if is_compiled else 0  # the first turn after compilation was half as fast again
+        discarded = 1 if is_compiled else 0  # the first turn after compilation was 1.5x as fast
         times = take_turns({variant: partial(clock, variant) for variant in contexts}, repeats, discarded=discarded)
     milliseconds = {variant: 1e3 * statistics.median(values) for variant, values in times.items() if values}
     for variant in policies:
@@ -118,7 +117,7 @@ def forward_rows(
 
 @torch.no_grad()
 def schedule_rows(name: str, case: Case, share: float, repeats: int) -> Iterator[dict[str, Any]]:
-    """A row for each way to run the dense steps of a schedule."""
+    """Yield a row for each precision of the dense steps of a schedule."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     scheduler = FlowMatchEulerDiscreteScheduler()
@@ -145,7 +144,7 @@ def schedule_rows(name: str, case: Case, share: float, repeats: int) -> Iterator
 
     def timed(variant: str) -> float:
         with contexts[variant]():
-            run(steps=2)  # a dense one and a sparse one compile and tune
+            run(steps=2)  # a dense and a sparse step compile and tune
             sparge.reset_stats()
             outputs: list[Tensor] = []
             seconds = device_seconds(lambda: outputs.append(run()), untimed=0, timed=1)
@@ -178,8 +177,10 @@ def main() -> None:
     parser.add_argument("--topk", type=float, nargs="+", default=[0.5, 0.25, 0.15])
     parser.add_argument("--models", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--compiled", action="store_true", help="blocks compiled by themselves instead of eager")
-    parser.add_argument("--schedule", action="store_true", help="whole schedules at a quarter, not forward passes")
+    parser.add_argument("--compiled", action="store_true", help="compile each block instead of eager")
+    parser.add_argument(
+        "--schedule", action="store_true", help="whole schedules at topk 0.25 instead of forward passes"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
     for name in args.models:

@@ -6,7 +6,6 @@ None.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ Row = dict[str, Any]
 Table = tuple[list[str], list[list[str]], list[Row]]
 
 ORDER = ("int8_fp8_fast", "int8_fp8", "int8_fp16", "none")
-SINK = re.compile(r"sink-(\d+)$")
 BROKEN = "**"
 """Marks an error above its limit."""
 
@@ -81,19 +79,6 @@ def numerics_kinds(results: Path) -> Table | None:
     return (["families", "limit", *columns], lines, rows) if rows else None
 
 
-def numerics_sinks(results: Path) -> Table | None:
-    """Return the worst relative L1 error over all lengths by the height of a sink above an even tail."""
-    rows = [row for row in measured(results) if is_usual(row) and SINK.match(row["family"])]
-
-    def key(row: Row) -> tuple[str, ...]:
-        found = SINK.match(row["family"])
-        assert found
-        return (found[1],)
-
-    columns, lines = pivot(rows, key, lambda same: worst_of(same, "relative_l1"))
-    return (["gap, nats", *columns], lines, rows) if rows else None
-
-
 def numerics_lse(results: Path) -> Table | None:
     """Return the error of the LSE in nats, mean over rows and worst row, of the worst family and quantization."""
     rows = measured(results)
@@ -143,7 +128,6 @@ def divergence(results: Path) -> Table | None:
 
 NUMERIC_TABLES = {
     "numerics_kinds": numerics_kinds,
-    "numerics_sinks": numerics_sinks,
     "numerics_lse": numerics_lse,
     "numerics_held": numerics_held,
     "divergence": divergence,

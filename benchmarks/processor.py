@@ -1,15 +1,15 @@
-"""From which sizes on sparse attention pays on this machine's CPU: SDPA beside it, by length, dtype and head_dim.
+"""Measure from which size on sparse attention is faster than SDPA on this CPU, by length, dtype and head_dim.
 
     python -m benchmarks.processor [--quick] [--seconds 160] [--dtypes bfloat16 float32 float16]
 
-Every case takes turns: SDPA, then the torch backend (forced, below the crossover too) at topk .5 and .25, prediction
-included. A case of 8192 tokens is also timed without what the backend does for the processor (`VARIANTS`), one thing at
-a time. Errors are those of the output against float32 attention of the same inputs, SDPA's own beside them. A case is
-timed only after its gate: at topk=1 sparse attention must be as exact as SDPA.
+Each case runs SDPA and the torch backend (also below the crossover) in turns, at topk 0.5 and 0.25, prediction
+included. At 8192 tokens the backend's optimizations for the processor are also disabled one at a time (`VARIANTS`).
+Errors of the output and of SDPA are against float32 attention of the same inputs. A case is timed only if sparse
+attention at topk=1 is as exact as SDPA (the gate).
 
-Rows are appended to benchmarks/results/processor.jsonl. The last lines say what they make of `processor.CROSSOVERS`.
-What is not begun after ``--seconds`` is left out: the most telling cases come first. Without ``--dtypes``, bfloat16 is
-measured where the processor has instructions for it: elsewhere SDPA takes minutes.
+Rows are appended to benchmarks/results/processor.jsonl. The last lines propose `processor.CROSSOVERS`. No case starts
+after ``--seconds``; the most informative ones come first. Without ``--dtypes``, bfloat16 is measured only if the
+processor has instructions for it: elsewhere SDPA takes minutes.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ HEADS = 8
 TOPKS = (0.5, 0.25)
 GATE_TOKENS = 4096
 PAYS = 1.05
-"""Speed-up from which on a size counts as one that pays: what is less may be noise."""
+"""Minimum speed-up that counts as a gain; less may be noise."""
 
 Row = dict[str, object]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One problem: text-like input when causal, video-like otherwise."""
+    """One problem: text-like input if causal, otherwise video-like."""
 
     tokens: int
     is_causal: bool
@@ -58,7 +58,7 @@ class Case:
 
 
 def cases(dtypes: list[str], *, quick: bool) -> list[Case]:
-    """What is measured, in the order of what it tells."""
+    """Return the cases, the most informative first."""
     lengths = (8192, 4096, 2048, 16384) if quick else (8192, 4096, 2048, 16384, 3072, 6144, 1536, 12288)
     return [
         Case(tokens, is_causal, dtype, head_dim)
@@ -70,7 +70,7 @@ def cases(dtypes: list[str], *, quick: bool) -> list[Case]:
 
 
 def widened() -> AbstractContextManager[object]:
-    """16 bits as if the processor had no units for them."""
+    """Disable the processor's units for 16 bits."""
     real = processor.units
     plain = {processor.Units.NATIVE: processor.Units.NATIVE}
     return mock.patch.object(processor, "units", lambda dtype: plain.get(real(dtype), processor.Units.NONE))
@@ -90,7 +90,7 @@ VARIANT_TOKENS = 8192
 
 
 class Problem:
-    """The tensors of a case, and what is done to them."""
+    """The tensors of a case and the calls on them."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -121,13 +121,13 @@ class Problem:
 
 
 def measure(case: Case, turns: int, budget_s: float) -> Iterator[Row]:
-    """Rows of a case: one for each topk, and one for each variant at its size."""
+    """Yield the rows of a case: one for each topk, and one for each variant at its size."""
     problem = Problem(case)
     if case.tokens <= GATE_TOKENS:
         problem.check_gate()
     names = list(VARIANTS) if case.tokens == VARIANT_TOKENS else ["as it is"]
     if processor.units(problem.tensors[0].dtype) is not processor.Units.MATRIX:
-        names = [name for name in names if name != "products in float32"]  # they are so already
+        names = [name for name in names if name != "products in float32"]  # this is the default there
     calls: dict[tuple[str, float], Callable[[], object]] = {("dense", 0.0): problem.dense}
     for topk in TOPKS:
         calls["predict", topk] = partial(problem.predict, topk)
@@ -162,8 +162,8 @@ def _within(context: Callable[[], AbstractContextManager[object]], call: Callabl
 
 
 def crossovers(rows: list[Row]) -> list[str]:
-    """For each dtype and kind, the shortest length from which on topk .5 pays at every longer one that was measured."""
-    told = []
+    """Return for each dtype and kind the shortest length from which on topk 0.5 pays at all measured lengths."""
+    lines = []
     kinds = sorted({(str(row["dtype"]), str(row["units"]), bool(row["is_causal"])) for row in rows})
     for dtype, units, is_causal in kinds:
         worst: dict[int, float] = {}
@@ -176,8 +176,8 @@ def crossovers(rows: list[Row]) -> list[str]:
         paying = [tokens for tokens in worst if tokens > max(losing, default=0)]
         shown = ", ".join(f"{tokens}: {worst[tokens]:.2f}x" for tokens in sorted(worst))
         kind = "causal" if is_causal else "full"
-        told.append(f"{dtype} ({units}), {kind}: pays from {min(paying, default='no length')} on ({shown})")
-    return told
+        lines.append(f"{dtype} ({units}), {kind}: pays from {min(paying, default='no length')} on ({shown})")
+    return lines
 
 
 def main() -> None:
@@ -185,7 +185,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="four lengths, three turns")
     parser.add_argument("--seconds", type=float, default=160.0)
     parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--longest", type=int, default=16384, help="leave longer sequences out")
+    parser.add_argument("--longest", type=int, default=16384, help="omit longer sequences")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     begin = time.perf_counter()

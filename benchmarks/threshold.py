@@ -1,7 +1,7 @@
-"""Stage 2: how much P V a threshold skips, and what that costs or saves: `python -m benchmarks.threshold`.
+"""Measure how much P V a `pv_threshold` skips, and its effect on time and error: `python -m benchmarks.threshold`.
 
-Whole calls in turns without and with thresholds, at three lengths, on a CUDA device. With --data FOLDER (as
-`benchmarks.evaluation` has it) instead what a threshold skips of SmolLM2's P V and what that costs it, on any device.
+Whole calls in turns without and with thresholds, at three lengths, on a CUDA device. With --data FOLDER (as in
+`benchmarks.evaluation`), skipped P V and loss of SmolLM2 instead, on any device.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TURNS = 5
 
 
 def made(kind: str, tokens: int, heads: int, device: str) -> tuple[Tensor, Tensor, Tensor, bool]:
-    """Query, key and value in 16 bits, and whether they are causal."""
+    """Return query, key and value in 16 bits, and whether they are causal."""
     generator, shape = torch.Generator(device).manual_seed(0), (1, heads, tokens, 128)
     if kind == "field":
         tensors = smooth_tensors(shape, generator, amplitude=1.6, noise=0.5)
@@ -53,7 +53,7 @@ def made(kind: str, tokens: int, heads: int, device: str) -> tuple[Tensor, Tenso
 
 
 def measured(kind: str, rule: str, tokens: int, heads: int) -> Iterator[dict[str, Any]]:
-    """A row for each threshold, and one without."""
+    """Yield a row for each threshold, and one without."""
     query, key, value, is_causal = made(kind, tokens, heads, "cuda")
     exact = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
 
@@ -77,7 +77,7 @@ def measured(kind: str, rule: str, tokens: int, heads: int) -> Iterator[dict[str
 
 
 def of_model(data: Path, tokens: int) -> Iterator[dict[str, Any]]:
-    """A row for each density and threshold: one window of essays, 16 bits or more."""
+    """Yield a row for each density and threshold, on one window of essays in at least 16 bits."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     model, tokenizer = load(str(data / WEIGHTS), device.type, dtype)

@@ -256,9 +256,9 @@ class TestRows:
             share = 1.0 if row["variant"] == "8 bits" else float(row["variant"])
             assert share <= row["density"] < share + 0.25
             assert 0 < row["relative_l1"] < 0.15
-        assert {row["case"] for row in rows} == {"attention", "exchange", "merge"}
+        assert {row["case"] for row in rows} == {"attention", "exchange"}
         assert all(row["problem"] is None and row["ms"] > 0 for row in rows)
-        assert "tiny text: Ulysses 2 x ring 2, merge, shard 0: " in capsys.readouterr().out
+        assert "tiny text: Ulysses 2 x ring 2, exchange, shard 0: " in capsys.readouterr().out
 
     def test_what_fails_says_why(self, monkeypatch: pytest.MonkeyPatch) -> None:
         part = next(part for part in measure.parts_of(VIDEO, measure.TINY_CLUSTERS) if part.case == "attention")
@@ -285,7 +285,6 @@ class TestRows:
         assert "| Wan 14B, 75K | 8 GPUs | Ulysses 8 | **0.32 + 0.40** |" not in filled
         assert "| Wan 14B, 75K | 8 GPUs | Ulysses 8 | 0.32 + 0.40 | not measured |" in filled
         assert "| Wan 14B, 75K | 8 GPUs | gather 8 | **0.40 + 0.08** | not measured |" in filled
-        assert "| Wan 14B, 75K | gather 8 | 0 | 10 | not measured |" in filled
         assert "bf16, B 1; NVIDIA H200; torch 2.11.0;" in filled
 
     def test_the_slowest_shard_counts(self) -> None:

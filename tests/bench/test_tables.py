@@ -68,33 +68,57 @@ class TestTables:
 
         monkeypatch.setattr(tables, "RESULTS", tmp_path)
         page = (
-            "a\n<!-- table: gpu_end_to_end_triton -->\nold\n<!-- /table -->\n"
-            "b\n<!-- table: gpu_memory -->\n<!-- /table -->\n"
+            "a\n<!-- table: gpu_end_to_end -->\nold\n<!-- /table -->\nb\n<!-- table: gpu_masks -->\n<!-- /table -->\n"
         )
         assert tables.fill(page) == page, "nothing measured yet"
-        missing = {**END_TO_END, "topk": 0.1, "cudnn_ms": None, "speedup": None, "problems": {"cudnn": "No kernel."}}
-        (tmp_path / "gpu.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (END_TO_END, missing)))
+        half = {**END_TO_END, "backend": "hopper"}
+        tenth = {**half, "topk": 0.1, "density": 0.104, "speedup": None}
+        triton = {**END_TO_END, "sparge_ms": 7.0}
+        no_cudnn = {"cudnn_ms": None, "problems": {"cudnn": "No kernel."}}
+        missing = {**half, "tokens": 8192, **no_cudnn}
+
+        def write(*rows: Row) -> None:
+            (tmp_path / "gpu.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+        write(tenth, half, triton, missing)
         filled = tables.fill(page)
+        assert "| N | H | D | causal | dense kernels, ms | topk 0.5 | topk 0.1 |\n" in filled
+        cells = "14.1 cuDNN, 25.0 FA2 | 5.99, **2.35x**, 0.0125 | 5.99, n/a, 0.0125, density 0.104"
+        assert f"| 32768 | 16 | 128 | no | {cells} |\n" in filled
+        assert "| 8192 | 16 | 128 | no | 25.0 FA2 | 5.99, **2.35x**, 0.0125 |  |\n" in filled
+        assert "7.00" not in filled, "rows without a backend are Triton's"
         assert (
-            "| 32768 | 16 | 128 | no | 0.5 | 14.1 | 25.0 | cuDNN | 5.99 | 1467 | **2.35x** | 0.500 | 0.0125 |\n"
+            "ms, speed-up over the fastest dense kernel, rel. L1; bf16, B 1; NVIDIA H200; torch 2.11.0; triton 3.6.0; CUDA 13.0; commit 0123456789."
             in filled
         )
-        assert "| 32768 | 16 | 128 | no | 0.1 | n/a | 25.0 | FA2 | 5.99 | 1467 | **n/a** | 0.500 | 0.0125 |\n" in filled
-        assert "bf16, B 1; NVIDIA H200; torch 2.11.0; triton 3.6.0; CUDA 13.0; commit 0123456789." in filled
         assert (
             "Measured without FlashAttention-4: commit 0123456789.\n\nn/a: cudnn: No kernel.\n<!-- /table -->" in filled
         )
-        assert "FA4 ms" not in filled, "a column that no run has is left out"
-        newer = {**END_TO_END, "topk": 0.1, "fa4_ms": 12.0, "flash_attn_4": "4.0"}
-        (tmp_path / "gpu.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (END_TO_END, newer)))
+        assert "FA4" not in filled, "a kernel that no run has is omitted"
+        write(half, {**half, "tokens": 8192, "fa4_ms": 12.0, "flash_attn_4": "4.0"})
         filled = tables.fill(page)
-        assert "| 0.5 | n/a | 14.1 | 25.0 | cuDNN | 5.99 |" in filled
-        assert "| 0.1 | 12.0 | 14.1 | 25.0 | FA4 | 5.99 |" in filled
+        assert "| 32768 | 16 | 128 | no | 14.1 cuDNN, 25.0 FA2 | 5.99," in filled
+        assert "| 8192 | 16 | 128 | no | 12.0 FA4, 14.1 cuDNN, 25.0 FA2 | 5.99," in filled
         assert "FlashAttention-4 4.0;" in filled and "Measured without FlashAttention-4: commit 0123456789." in filled
-        assert filled.endswith("<!-- table: gpu_memory -->\n<!-- /table -->\n")
+        write({**missing, "flash_ms": None})
+        assert "| N | H | D | causal | topk 0.5 |\n" in tables.fill(page), "no dense kernel ran"
+        assert filled.endswith("<!-- table: gpu_masks -->\n<!-- /table -->\n")
         assert "old" not in filled
-        names = {name for name in tables.TABLES if name.startswith("gpu_")}
-        assert names == {f"gpu_{name}" for name in (*tables.VIEWS, "tests") if name != "host"}
+        assert set(tables.PIVOTS) < set(tables.VIEWS)
+
+    def test_kernels_stand_beside_each_other(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
+        from benchmarks import tables
+
+        monkeypatch.setattr(tables, "RESULTS", tmp_path)
+        row = {**END_TO_END, "suite": "hopper", "asked_density": 0.5, "executed_tops": 1027.4, "graph_ms": 4.281}
+        rows = [{**row, "kernel": "int8_fp8_fast"}, {**row, "kernel": "none", "graph_ms": 7.191}]
+        (tmp_path / "gpu.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        table = tables.gpu_table("hopper")
+        assert table is not None
+        fast = tables.VIEWS["hopper"].cells(rows[0])
+        assert f"| causal | density | {dict(fast)['kernel']} | 16 bits |\n" in table
+        assert "| 32768 | 16 | 128 | no | 0.5 | 4.28, 1027, 0.0125 | 7.19, 1027, 0.0125 |\n" in table
 
     def test_every_ratio_is_against_the_fastest_dense_kernel(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
@@ -127,8 +151,8 @@ class TestTables:
         table = tables.host_table()
         assert table is not None
         first, second = table.split("\n\n| call")
-        assert "| call | us | API | launch | over SDPA | launches |" in first
-        assert "| attention, runs dense | 30.0 | 10.0 | 20.0 | 0.0 | 1 |\n| SDPA | 18.0 |  |  | 0.0 | 1 |" in first
+        assert "| call | us | over SDPA | launches |" in first
+        assert "| attention, runs dense | 30.0 | 0.0 | 1 |\n| SDPA | 18.0 | 0.0 | 1 |" in first
         assert "4096 tokens, 1 head, D 128; Xeon; NVIDIA H200; torch 2.11.0" in first
         assert (
             "| us | over SDPA |\n" in second and "D 128; Xeon, 2 threads, Linux x86_64; torch 2.11.0; commit" in second
