@@ -1,7 +1,7 @@
-"""What turns the Markdown of this repository into a site: pages outside docs/, links that leave it, formulas.
+"""mkdocs hooks that adapt the repository's Markdown to the site: pages outside docs/, links that leave it, formulas.
 
-The same files are read on a code host and on the site. There links such as ``../src/sparge/api.py`` lead to the
-file; on the site they lead to it below ``repo_url`` where mkdocs.yml has one, and are plain text where it has none.
+The same files are rendered by a code host and on the site. A link such as ``../src/sparge/api.py`` leads to the file on
+the code host. On the site it leads to the file below ``repo_url`` of mkdocs.yml, or becomes plain text without one.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ PAGES = {
     "compat/README.md": "compat.md",
     "examples/README.md": "examples.md",
 }
-"""Pages of the repository that stand on the site, too, and where."""
+"""Files outside docs/ that are pages of the site, and their pages."""
 
 SOURCES = {page: source for source, page in PAGES.items()}
 LINK = re.compile(r"```.*?```|`[^`\n]*`|(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)", re.DOTALL)
-"""A link or picture, with three groups; or code, with none."""
+"""A link or image, with three groups; or code, with none."""
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 IMAGE_SOURCE = re.compile(r'\b(src|srcset)="([^":]+)"')
 PICTURE = re.compile(r'<picture>\s*<source [^>]*srcset="([^"]+)">\s*<img ([^>]*?)src="([^"]+)">\s*</picture>')
@@ -54,7 +54,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
         if not path or ":" in path:
             return found[0]
         path = posixpath.normpath(posixpath.join(folder, path))
-        if path.startswith("../"):  # of the code host, such as a badge
+        if path.startswith("../"):  # a page of the code host, such as a badge
             return ""
         inside = PAGES.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else None)
         if inside is None:
@@ -71,7 +71,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Write formulas as MathML, which browsers draw by themselves; let pictures follow the theme's own switch."""
+    """Render formulas as MathML, and let images follow the theme's switch."""
 
     def drawn(found: re.Match[str]) -> str:
         text = found[2].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&")
@@ -82,7 +82,7 @@ def on_page_content(html: str, **_: Any) -> str:
 
 
 class ExampleSections(griffe.Extension):
-    """Reads this library's "Example:" as the section "Examples:" that the parser knows."""
+    """Rename the section "Example:" of this library's docstrings to "Examples:", which the parser supports."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None:

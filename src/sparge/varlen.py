@@ -132,7 +132,8 @@ def varlen_attention(
             device or the CPU; or a list or tuple of ints. A tensor on a device is read once, which waits for it, and
             again when it was changed (or may have been, made under ``torch.inference_mode()``).
         cu_seqlens_k: the same for keys. Segments may be empty on either side.
-        max_seqlen_q, max_seqlen_k: lengths that no segment exceeds. Not needed: if given, they are checked.
+        max_seqlen_q: a length that no segment's queries exceed. Optional: if given, it is checked.
+        max_seqlen_k: the same for keys.
         dropout_p: 0.0; sparse attention has no dropout.
         softmax_scale: factor on the scores, 1 / sqrt(D) by default.
         causal: query i of a segment sees its keys up to i + S_k - S_q (aligned bottom-right).

@@ -88,9 +88,9 @@ class TestTables:
         assert "| 8192 | 16 | 128 | no | 25.0 FA2 | 5.99, **2.35x**, 0.0125 |  |\n" in filled
         assert "7.00" not in filled, "rows without a backend are Triton's"
         assert (
-            "ms, speed-up over the fastest dense kernel, rel. L1; bf16, B 1; NVIDIA H200; torch 2.11.0; triton 3.6.0; CUDA 13.0; commit 0123456789."
-            in filled
-        )
+            "ms, speed-up over the fastest dense kernel, rel. L1; bf16, B 1; NVIDIA H200; torch 2.11.0; triton 3.6.0; "
+            "CUDA 13.0; commit 0123456789."
+        ) in filled
         assert (
             "Measured without FlashAttention-4: commit 0123456789.\n\nn/a: cudnn: No kernel.\n<!-- /table -->" in filled
         )

@@ -66,13 +66,16 @@ def ulysses_attention(
     Args:
         query: this rank's tokens, (B, H, n, D), or (B, n, H, D) with ``layout="NHD"``. Ranks hold neighbouring parts of
             the sequence in their order. H is a multiple of the number of ranks.
-        key, value: the same tokens, (B, H_kv, n, D | D_v); H_kv a multiple or a divisor of the number of ranks.
+        key: the same tokens, (B, H_kv, n, D); H_kv is a multiple or a divisor of the number of ranks.
+        value: the same tokens, (B, H_kv, n, D_v).
         attn_mask: bool (B | 1, 1, 1, S) over the keys of all ranks, the same on every rank.
         group: the process group, by default all ranks.
         lengths: tokens of every rank, the same on each (`split_lengths`); to be given where they are not all as many.
         balance: deals heads to ranks by what they cost in the call before; one for each layer.
-        topk, sparsity: of the whole call. Numbers for each head are those of all H heads.
-        always_keep, exact_queries: ranges of the whole sequence.
+        topk: budget of the whole call. Per-head numbers are those of all H heads.
+        sparsity: selection rule of the whole call, instead of ``topk``.
+        always_keep: key ranges of the whole sequence.
+        exact_queries: query ranges of the whole sequence.
         return_lse: also return the LSE of this rank's tokens.
 
     The other arguments are those of `sparge.attention`. Whether it pays to be sparse is judged by the exchanged sizes.
@@ -149,7 +152,10 @@ def gathered_attention(
     time: the next ones arrive while these are computed.
 
     Args:
-        query, key, value, attn_mask: as in `ulysses_attention`, with any number of heads.
+        query: as in `ulysses_attention`, with any number of heads.
+        key: as in `ulysses_attention`.
+        value: as in `ulysses_attention`.
+        attn_mask: as in `ulysses_attention`.
         sharding: "contiguous", ranks hold neighbouring parts in their order; or "head_tail": of 2 P equal pieces, rank
             r holds piece r, then piece 2 P - 1 - r, so that causal attention gives every rank as much to do
             (`shard` cuts a sequence so).
@@ -219,8 +225,10 @@ def ring_attention(
     A rank never holds more of K and V than two ranks' parts. What its queries get of each part is merged by the LSE.
 
     Args:
-        query, key, value: as in `gathered_attention`. Ranks hold multiples of 128 tokens (of 256 with "head_tail"), the
-            last one any number.
+        query: as in `gathered_attention`. Ranks hold multiples of 128 tokens (of 256 with "head_tail"), the last one
+            any number.
+        key: as in `gathered_attention`.
+        value: as in `gathered_attention`.
         quantization: as in `sparge.attention`, but for "int8_fp8_fast", whose LSE is too rough for merging; "auto"
             takes "int8_fp8" instead of it.
 
@@ -276,8 +284,10 @@ def mesh_attention(
     Take it for several machines (heads within each, where links are fast), or where there are more ranks than heads.
 
     Args:
-        query, key, value: as in `ulysses_attention`, as many tokens on every rank. The sequence is cut for ``group``
-            first, as ``sharding`` says, and each part for ``ulysses_group``, contiguously.
+        query: as in `ulysses_attention`, as many tokens on every rank. The sequence is split for ``group`` first, by
+            ``sharding``, and each part for ``ulysses_group``, contiguously.
+        key: as in `ulysses_attention`.
+        value: as in `ulysses_attention`.
         ulysses_group: this rank's row of the mesh, among which heads are exchanged.
         group: its column, among which K and V are gathered, or travel.
         inner: "gathered" or "ring".

@@ -123,7 +123,8 @@ def shard(
 
     Args:
         tensor: any, with tokens in dimension ``dim``.
-        rank, ranks: of the process group, as torch.distributed says.
+        rank: rank in the process group.
+        ranks: size of the process group.
         sharding: "contiguous", or "head_tail" for causal attention.
         lengths: of every rank; by default `split_lengths`, or equal ones with "head_tail".
 
