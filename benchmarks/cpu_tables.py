@@ -1,8 +1,7 @@
-"""Tables of CPU measurements: cpu.jsonl, processor.jsonl and demo.json."""
+"""Tables of CPU measurements: cpu.jsonl and processor.jsonl."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,26 +74,7 @@ def _cell(group: dict[tuple[int, float], Row], tokens: int, topks: list[float], 
     return "/".join(text(group[tokens, topk]) if (tokens, topk) in group else "-" for topk in topks)
 
 
-def demo_table(results: Path) -> str:
-    demo = json.loads((results / "demo.json").read_text())
-    body = [
-        [
-            row["input"],
-            row["score"],
-            f"{row['speedup']:.2f}x",
-            f"{row['density']:.3f}",
-            f"{row['recall']:.3f}",
-            f"{row['error']:.4f}",
-            "" if row["needle_mean"] is None else f"{row['needle_mean']:.0%} / {row['needle_min']:.0%}",
-        ]
-        for row in demo["rows"]
-    ]
-    header = ["input", "score", "speed-up", "density", "mass recall", "rel. L1", "needles kept: mean / worst"]
-    return f"{markdown(header, body)}\n\ntopk {demo['settings']['topk']:g}; {cpu_source([demo['machine']])}"
-
-
 CPU_TABLES: dict[str, Callable[[Path], str | None]] = {
     "speed": speed_table,
-    "demo": demo_table,
     "processor": processor_table,
 }

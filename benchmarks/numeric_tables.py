@@ -89,20 +89,6 @@ def numerics_lse(results: Path) -> Table | None:
     return (["families", "mean", "worst row"], lines, rows) if rows else None
 
 
-def numerics_held(results: Path) -> Table | None:
-    """Return the number of cases within all their limits."""
-    rows = measured(results)
-
-    def key(row: Row) -> tuple[str, ...]:
-        return (f"{'causal' if row['is_causal'] else 'full'}, head_dim {row['head_dim']}",)
-
-    def cell(same: list[Row]) -> str:
-        return f"{sum(row['passes'] for row in same)} of {len(same)}" if same else ""
-
-    columns, lines = pivot(rows, key, cell, with_cudnn=False)
-    return (["attention", *columns], lines, rows) if rows else None
-
-
 def divergence(results: Path) -> Table | None:
     """Return the loss of a language model with dense attention by quantization."""
     newest_of = {
@@ -129,6 +115,5 @@ def divergence(results: Path) -> Table | None:
 NUMERIC_TABLES = {
     "numerics_kinds": numerics_kinds,
     "numerics_lse": numerics_lse,
-    "numerics_held": numerics_held,
     "divergence": divergence,
 }

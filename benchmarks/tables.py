@@ -1,8 +1,8 @@
 """Fill the tables of README and docs from benchmarks/results: `python -m benchmarks.tables [--check]`.
 
 A table stands between ``<!-- table: name -->`` and ``<!-- /table -->`` and shows the newest row of each case. Tables
-``gpu_*`` come from gpu.jsonl (``sparge bench --json``), ``gpu_tests`` from gpu_tests.jsonl (tests/gpu and tools/gpu),
-``host`` from host.jsonl (``sparge bench --suite host``). A table without rows is left unchanged.
+``gpu_*`` come from gpu.jsonl (``sparge bench --json``), ``gpu_tests`` from gpu_tests.jsonl (tests/gpu and tools/gpu). A
+table without rows is left unchanged.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.cpu_tables import CPU_TABLES
-from benchmarks.markdown import Row, cpu_source, gpu_source, markdown
+from benchmarks.markdown import Row, gpu_source, markdown
 from benchmarks.measure import read_rows
 from benchmarks.numeric_tables import NUMERIC_TABLES
 from benchmarks.quality_tables import QUALITY_TABLES
@@ -30,7 +30,6 @@ MARKER = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 LONGEST, BEST_TOPK, BEST_MODEL = 131072, {False: 0.1, True: 0.5}, ("Wan 2.1 14B", 0.25)
 """Cases of the README's table."""
-HOST_CELLS = ("call", "us", "over SDPA", "launches")
 DENSE_COLUMNS = {**{f"{rival.column} ms": rival.column for rival in RIVALS.values()}, "SDPA ms": "SDPA"}
 
 
@@ -277,47 +276,6 @@ def _field_speeds(rule: str = "topk", skipped: str = "mean") -> list[Row]:
     return list(found.values())
 
 
-def fields_table() -> str:
-    """Return whole calls on a smooth field, with skipped blocks dropped and replaced by their means."""
-    rows = list(zip(_field_speeds(skipped="drop"), _field_speeds(), strict=True))
-    body = [
-        [
-            str(row["tokens"]),
-            str(row["heads"]),
-            f"{row['density']:g}",
-            f"{_baseline(row)[1]:.1f}, {_baseline(row)[0]}",
-            f"{dropped['ms']:.2f}",
-            f"{dropped['relative_l1']:.4f}",
-            f"{row['ms']:.2f}",
-            f"{row['relative_l1']:.4f}",
-            f"**{_baseline(row)[1] / row['ms']:.2f}x**",
-        ]
-        for dropped, row in rows
-    ]
-    header = ["N", "H", "density", "fastest dense, ms", "dropped ms", "rel. L1", "means ms", "rel. L1", "speed-up"]
-    means = [row for _, row in rows]
-    return f"{markdown(header, body)}\n\nbf16, B 1, D 128; {gpu_source(means)}{_without_fa4(means)}"
-
-
-def host_table() -> str | None:
-    """Return the launch overhead of each kind of call, one table per machine, or None without runs."""
-    view = VIEWS["host"]
-    machines: dict[tuple[str, str | None], dict[str, Row]] = {}
-    for row in _rows_of("host"):
-        if not row["quick"]:
-            machines.setdefault((row["processor"], row.get("gpu")), {})[row["call"]] = row
-    tables = []
-    for (processor, gpu), calls in machines.items():
-        rows = list(calls.values())
-        shown = [dict(view.page_cells(row)) for row in rows]
-        measured = [name for name in HOST_CELLS if any(cells[name] != NOT_MEASURED for cells in shown)]
-        body = [["" if cells[name] == NOT_MEASURED else cells[name] for name in measured] for cells in shown]
-        size = f"{rows[-1]['tokens']} tokens, {rows[-1]['heads']} head, D {rows[-1]['head_dim']}"
-        source = f"{processor}; {gpu_source(rows)}" if gpu else cpu_source(rows)
-        tables.append(f"{markdown(measured, body)}\n\n{size}; {source}")
-    return "\n\n".join(tables) or None
-
-
 def cpu_table(name: str) -> str | None:
     return CPU_TABLES[name](RESULTS)
 
@@ -340,8 +298,6 @@ TABLES: dict[str, Callable[[], str | None]] = {
     **{f"gpu_{name}": partial(gpu_table, name) for name in PIVOTS},
     "gpu_tests": gpu_tests_table,
     "models": models_table,
-    "host": host_table,
-    "fields": fields_table,
     **{name: partial(cpu_table, name) for name in CPU_TABLES},
     **{name: partial(made_elsewhere, name) for name in (*NUMERIC_TABLES, *QUALITY_TABLES)},
     **{name: partial(scale_table, name) for name in SCALE_TABLES},

@@ -12,7 +12,6 @@ from typing import Any
 
 from benchmarks.measure import read_rows
 from benchmarks.scale import plan
-from benchmarks.scale.calls import MODES
 from benchmarks.scale.measure import Part, parts_of
 from benchmarks.scale.parts import COPIES
 from benchmarks.scale.plan import CLUSTERS, WORKLOADS, Cluster, Split, Workload
@@ -123,21 +122,7 @@ def _seconds(layer: Layer | None, layers: int, best: float) -> str:
     return f"**{text}**" if layer.total == best else text
 
 
-def calls_table(results: Path) -> Table:
-    """Return the times of the functions on one rank, and their launch overhead."""
-    rows = read_rows(results / "scale_calls.jsonl")
-    newest = {(row["workload"], row["topk"], row["mode"]): row for row in rows}
-    body = []
-    for workload, topk in dict.fromkeys(key[:2] for key in newest):
-        found = [newest[workload, topk, mode] for mode in MODES if (workload, topk, mode) in newest]
-        cells = [f"{row['ms']:.2f} ({row['host_ms']:.1f})" for row in found]
-        eighths = {row["whole_ms"] / row["ranks"] for row in found}
-        body.append([workload, str(topk), f"{max(eighths):.2f}", *cells])
-    return ["layer of", "topk", "1/8 of one GPU's call", *MODES], body, list(newest.values())
-
-
 SCALE_TABLES: dict[str, Callable[[Path], Table]] = {
     "scale_sent": sent_table,
     "scale_seconds": seconds_table,
-    "scale_calls": calls_table,
 }

@@ -133,31 +133,6 @@ class TestTables:
         assert tables._without_fa4([model]) == "\n\nMeasured without FlashAttention-4: commit 0123456789."
         assert tables._without_fa4([{**model, "fa4_ms": 45.0}]) == tables._without_fa4([{"commit": "a"}]) == ""
 
-    def test_overhead_of_every_machine(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
-        from benchmarks import tables
-
-        monkeypatch.setattr(tables, "RESULTS", tmp_path)
-        assert tables.host_table() is None
-        row = {**Problem(4096, 1).fields(), "call": "SDPA", "total_us": 18.04, "api_us": None, "decision_us": None}
-        row |= {"launch_us": None, "over_sdpa_us": 0.0, "launches": 1, "quick": False, "processor": "Xeon"}
-        row |= {"threads": 2, "system": "Linux x86_64"}
-        row |= bench.stamp(GPU)
-        dense = {**row, "call": "attention, runs dense", "total_us": 30.0, "api_us": 10.0, "launch_us": 20.0}
-        on_cpu = {**row, "launches": None}
-        del on_cpu["gpu"]
-        rows = [{**dense, "total_us": 104.0}, row, dense, on_cpu, {**on_cpu, "quick": True}]
-        (tmp_path / "host.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        table = tables.host_table()
-        assert table is not None
-        first, second = table.split("\n\n| call")
-        assert "| call | us | over SDPA | launches |" in first
-        assert "| attention, runs dense | 30.0 | 0.0 | 1 |\n| SDPA | 18.0 | 0.0 | 1 |" in first
-        assert "4096 tokens, 1 head, D 128; Xeon; NVIDIA H200; torch 2.11.0" in first
-        assert (
-            "| us | over SDPA |\n" in second and "D 128; Xeon, 2 threads, Linux x86_64; torch 2.11.0; commit" in second
-        )
-
     def test_results_of_the_gpu_tests_are_shown(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
         from benchmarks import tables
