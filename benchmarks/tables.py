@@ -30,6 +30,8 @@ MARKER = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
 LONGEST, BEST_TOPK, BEST_MODEL = 131072, {False: 0.1, True: 0.5}, ("Wan 2.1 14B", 0.25)
 """Cases of the README's table."""
+BELOW_CROSSOVER = "Flux, 1024 x 1024"
+"""A model that ran dense when it was measured."""
 DENSE_COLUMNS = {**{f"{rival.column} ms": rival.column for rival in RIVALS.values()}, "SDPA ms": "SDPA"}
 
 
@@ -56,10 +58,16 @@ PIVOTS = {
 }
 
 
+ON_PAGE: dict[str, Callable[[Row], bool]] = {
+    "hopper": lambda row: row["tokens"] == 32768 and row["asked_density"] == 0.5,
+}
+"""Rows of a view that stand on the page; all by default."""
+
+
 def gpu_table(name: str) -> str | None:
     """Return a view of ``sparge bench``, or None if nothing was measured."""
     view = VIEWS[name]
-    rows = [row for row in newest(_rows_of("gpu"), view.suite) if view.on_page(row)]
+    rows = [row for row in newest(_rows_of("gpu"), view.suite) if view.on_page(row) and ON_PAGE.get(name, bool)(row)]
     if not rows:
         return None
     rows = _by_problem(rows)
@@ -250,6 +258,8 @@ def models_table() -> str:
     variants = ["8 bits", "0.5", "0.25", "0.15"]  # as rows name them
     body = []
     for (model, is_compiled), of in sorted(groups.items()):
+        if model == BELOW_CROSSOVER:
+            continue
         cells = [_model_cell(of.get(variant)) for variant in variants]
         name = f"{model}, compiled" if is_compiled else model
         dense, milliseconds = _baseline(next(iter(of.values())))

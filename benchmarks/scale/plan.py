@@ -134,13 +134,6 @@ def splits(workload: Workload, cluster: Cluster) -> list[Split]:
     return found
 
 
-def reversed_splits(workload: Workload, cluster: Cluster) -> list[Split]:
-    """Return the split with shards inside a node and heads across, for comparison."""
-    if cluster.nodes == 1 or not can_exchange(workload, cluster.nodes):
-        return []
-    return [Split(cluster.nodes, cluster.gpus, "gather", is_reversed=True)]
-
-
 def can_exchange(workload: Workload, ulysses: int) -> bool:
     """Return whether heads divide evenly, with whole groups or repeated key heads."""
     kv_heads = workload.kv_heads

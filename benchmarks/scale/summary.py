@@ -1,7 +1,4 @@
-"""Tables of docs/scale.md as (header, lines, rows): bytes from `plan`, seconds from `plan` and scale.jsonl.
-
-Cells without measurements are marked.
-"""
+"""The table of docs/scale.md as (header, lines, rows), from `plan` and scale.jsonl. Cells without rows are marked."""
 
 from __future__ import annotations
 
@@ -21,9 +18,8 @@ Table = tuple[list[str], list[list[str]], list[Row]]
 Key = tuple[Any, ...]
 
 NOT_MEASURED = "not measured"
-MEGA = 1e6
 ON_PAGE = WORKLOADS[:2]
-"""Workloads of the tables. The figure has all of them; the last one sends 8 times the bytes of the second."""
+"""Workloads of the table; the figure has all of them."""
 SHOWN = {"16 bits": "dense, 16 bits", "8 bits": "dense, quantized", "0.5": "topk 0.5", "0.1": "topk 0.1"}
 """Variants of the table of seconds, and their titles."""
 
@@ -72,26 +68,6 @@ def layer_of(rows: dict[Key, Row], workload: Workload, split: Split, cluster: Cl
     return Layer(seconds, sum(row["ms"] for row in copies if row) / 1e3, exposed)
 
 
-def sent_table(results: Path) -> Table:  # noqa: ARG001
-    """Return bytes and memory of one layer."""
-    body = []
-    for workload in ON_PAGE:
-        for cluster in CLUSTERS:
-            for split in (*plan.splits(workload, cluster), *plan.reversed_splits(workload, cluster)):
-                moved = plan.sent(workload, split, cluster)
-                body.append(
-                    [
-                        workload.name,
-                        cluster.name,
-                        split.name,
-                        f"{moved.inside / MEGA:.0f}",
-                        f"{moved.across / MEGA:.0f}" if cluster.nodes > 1 else "",
-                        f"{plan.kv_memory(workload, split) / MEGA:.0f}",
-                    ]
-                )
-    return ["layer of", "on", "split", "sent inside, MB", "sent across, MB", "K and V held, MB"], body, []
-
-
 def seconds_table(results: Path) -> Table:
     """Return attention and exchange of all layers by variant; the fastest split of a column is bold."""
     rows, body = rows_of(results), []
@@ -123,6 +99,5 @@ def _seconds(layer: Layer | None, layers: int, best: float) -> str:
 
 
 SCALE_TABLES: dict[str, Callable[[Path], Table]] = {
-    "scale_sent": sent_table,
     "scale_seconds": seconds_table,
 }
