@@ -70,7 +70,7 @@ def processor_table(results: Path) -> str | None:
 
 
 def _cell(group: dict[tuple[int, float], Row], tokens: int, topks: list[float], text: Callable[[Row], str]) -> str:
-    """The texts of one length, from the largest topk to the smallest; "-" where nothing was measured."""
+    """Return the texts of one length, the largest topk first, with "-" for missing measurements."""
     return "/".join(text(group[tokens, topk]) if (tokens, topk) in group else "-" for topk in topks)
 
 

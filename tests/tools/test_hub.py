@@ -165,6 +165,7 @@ class TestTree:
 
     def test_models_commands_and_evaluations_stay_outside(self, variant: Path) -> None:
         outside = {
+            "integrations",
             "calibration",
             "evaluate",
             "bench",
