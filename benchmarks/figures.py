@@ -479,8 +479,8 @@ def draw_scale(look: Look) -> Figure:
             panel.xaxis.label.set_fontsize(8.5)
     for panel in panels[-1]:
         panel.set_xlabel("seconds a pass, all layers", fontsize=8.5)
-    names = [name if name.endswith("bits") else f"topk {name}" for name in SCALE_DRAWN]
-    handles = [Patch(color=color, label=f"attention, {name}") for name, color in zip(names, colors, strict=True)]
+    names = {**scale.SHOWN, "0.25": "topk 0.25"}
+    handles = [Patch(color=color, label=names[name]) for name, color in zip(SCALE_DRAWN, colors, strict=True)]
     handles.append(Patch(color=look.marks[1], label="exchange that is not hidden"))
     figure.legend(
         handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=8, labelcolor=look.ink

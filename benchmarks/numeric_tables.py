@@ -79,16 +79,6 @@ def numerics_kinds(results: Path) -> Table | None:
     return (["families", "limit", *columns], lines, rows) if rows else None
 
 
-def numerics_lse(results: Path) -> Table | None:
-    """Return the error of the LSE in nats, mean over rows and worst row, of the worst family and quantization."""
-    rows = measured(results)
-    lines = []
-    for kind in dict.fromkeys(row["kind"] for row in rows):
-        same = [row for row in rows if row["kind"] == kind]
-        lines.append([kind, worst_of(same, "lse_mean"), worst_of(same, "lse_worst", ".3f")])
-    return (["families", "mean", "worst row"], lines, rows) if rows else None
-
-
 def divergence(results: Path) -> Table | None:
     """Return the loss of a language model with dense attention by quantization."""
     newest_of = {
@@ -114,6 +104,5 @@ def divergence(results: Path) -> Table | None:
 
 NUMERIC_TABLES = {
     "numerics_kinds": numerics_kinds,
-    "numerics_lse": numerics_lse,
     "divergence": divergence,
 }

@@ -217,19 +217,19 @@ def _counts(lines: list[Row]) -> str:
 
 def _tool_note(tool: str, backend: str, row: Row) -> str:
     if tool == "soak":
-        told = f"{row['launches']} launches of {row['problems']} problems in {row['seconds']} s, none hung"
-        told += f"; {row['unequal']} problems whose bits changed, {row['inexact']} inexact"
+        text = f"{row['launches']} launches of {row['problems']} problems in {row['seconds']} s, none hung"
+        text += f"; {row['unequal']} problems whose bits changed, {row['inexact']} inexact"
     else:
-        told = f"{row['errors']} errors in {row['calls']} calls"
+        text = f"{row['errors']} errors in {row['calls']} calls"
         if row.get("control_errors") is not None:
-            told += f" ({row['control_errors']} in a call made to fail)"
+            text += f" ({row['control_errors']} in a call made to fail)"
         apart = {kind: count for kind, count in row.get("apart", {}).items() if count}
         if apart:
             controls = row["controls"]
-            told += "; apart from " + " and ".join(
+            text += "; apart from " + " and ".join(
                 f"{count} {HAZARDS[kind]}{_control_note(kind, controls)}" for kind, count in apart.items()
             )
-    return f"{tool}, {backend!r}: {told}; {gpu_source([row])}"
+    return f"{tool}, {backend!r}: {text}; {gpu_source([row])}"
 
 
 def _control_note(kind: str, controls: dict[str, int]) -> str:
