@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparge.call import Call
 from sparge.masks.geometry import BLOCK_K, Shape
 from sparge.masks.visibility import block_edges, key_blocks, row_edges
 from sparge.masks.window import Window
@@ -64,13 +63,13 @@ def replaceable_blocks(shape: Shape, window: Window, device: torch.device) -> Te
     return (key_end.clamp(max=shape.kv_len) - 1 <= rows.inner_last) & (first_key >= rows.inner_first)
 
 
-def replaced_bias(means: BlockMeans, kept: Tensor, call: Call) -> Tensor:
+def mean_bias(means: BlockMeans, kept: Tensor, shape: Shape, window: Window) -> Tensor:
     """What the scores of mean keys get besides, for each row of blocks: (B, H, q_blocks, kv_blocks), like ``kept``.
 
     It is ln of how many keys a mean stands for, and -inf where the row keeps the block or cannot have its mean.
     """
-    replaced = ~kept & replaceable_blocks(call.shape, call.window, kept.device)
-    bias = means.bias.repeat_interleave(call.shape.group, 1)
+    replaced = ~kept & replaceable_blocks(shape, window, kept.device)
+    bias = means.bias.repeat_interleave(shape.group, 1)
     return torch.where(replaced, bias[:, :, None], -torch.inf)
 
 

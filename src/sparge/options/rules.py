@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
+import torch
 from torch import Tensor
 
 from sparge.options.common import PerHead, check_range
@@ -29,7 +30,7 @@ def _check_flag(name: str, value: bool | None) -> None:
         raise TypeError(f"{name}: expected True, False or None (only when causal), got {value!r}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Selection:
     """What all selection rules share: the floor, and the blocks that are kept whatever their score.
 
@@ -61,6 +62,20 @@ class Selection:
         _check_flag("sink", self.sink)
         _check_flag("diagonal", self.diagonal)
 
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self._values() == cast(Selection, other)._values()
+
+    def __hash__(self) -> int:
+        return hash(vars(self).get("_plain_values") or self._values())
+
+    def _values(self) -> tuple[Any, ...]:
+        """Return what equality and hash compare; kept for next time unless a per-head tensor may change."""
+        values = (self.name, *[getattr(self, name) for name in self.__dataclass_fields__])
+        if self.is_per_head:
+            return tuple(map(_comparable, values))
+        object.__setattr__(self, "_plain_values", values)
+        return values
+
     @property
     def amount(self) -> PerHead:
         """How much is kept."""
@@ -89,12 +104,22 @@ class Selection:
         return is_causal if self.diagonal is None else self.diagonal
 
 
+def _comparable(value: Any) -> Any:
+    """Return a hashable value: the entries of a per-head tensor on the CPU, the identity of any other tensor.
+
+    Reading the entries of a tensor on another device would wait for that device.
+    """
+    if type(value) is Tensor and value.is_cpu and not torch.compiler.is_compiling():
+        return tuple(value.tolist())
+    return id(value) if isinstance(value, Tensor) else value
+
+
 def check_pv_threshold(value: PerHead) -> None:
     """Raise unless every threshold is below 0 (natural-log units)."""
     check_range("pv_threshold", value, -math.inf, 0.0, "[-inf, 0)")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TopK(Selection):
     """Keep the best-scored share of the *visible* blocks of every row.
 
@@ -135,7 +160,7 @@ class TopK(Selection):
         return trusted(cls, topk=topk)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TopCdf(Selection):
     """Keep the best-scored blocks of every row until their probabilities sum to ``cdf``, the crossing one included.
 
@@ -159,7 +184,7 @@ class TopCdf(Selection):
         super().__post_init__()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Budget(Selection):
     """Keep the blocks with the largest predicted mass over all heads and rows of a call together.
 

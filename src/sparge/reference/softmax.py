@@ -13,7 +13,7 @@ from torch import Tensor
 from sparge.call import Call
 from sparge.masks.block_mask import BlockMask
 from sparge.masks.geometry import BLOCK_K, BLOCK_Q, ROW_GROUP
-from sparge.numerics.block_means import block_means, replaced_bias
+from sparge.numerics.block_means import block_means, mean_bias
 from sparge.numerics.quantization import (
     FP8_MAX,
     FP8_RANGE,
@@ -84,7 +84,7 @@ def attention(
 
     kept = mask.to_dense()
     means = block_means(key, value, keys_seen)
-    mean_bias = replaced_bias(means, kept, call)
+    bias_of_means = mean_bias(means, kept, shape, call.window)
     output = torch.zeros(*query.shape[:3], shape.value_dim, dtype=torch.float64, device=query.device)
     lse = torch.full(query.shape[:3], -math.inf, dtype=torch.float64, device=query.device)
     pv_skipped = torch.zeros(kept.shape[:3], dtype=torch.int64, device=query.device)
@@ -100,7 +100,7 @@ def attention(
                 i = first // BLOCK_Q
                 columns = kept[b, h, i].nonzero().flatten().tolist()
                 tiles = head.tiles(rows, columns, masks.allowed[b, h], masks.bias[b, h])
-                tiles = chain(tiles, head.mean_tiles(rows, mean_bias[b, h, i]))
+                tiles = chain(tiles, head.mean_tiles(rows, bias_of_means[b, h, i]))
                 output[b, h, rows], lse[b, h, rows], skipped = head.attend(rows.stop - rows.start, tiles, threshold)
                 weight = 2 if shape.q_len - i * BLOCK_Q <= ROW_GROUP else 1
                 pv_skipped[b, h, i] += weight * sum(skipped[: len(columns)])

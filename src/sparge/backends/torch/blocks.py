@@ -26,7 +26,7 @@ from sparge.call import Call
 from sparge.masks.block_mask import BlockMask
 from sparge.masks.geometry import BLOCK_K, BLOCK_Q, ceil_div
 from sparge.masks.visibility import find_visibility
-from sparge.numerics.block_means import BlockMeans, block_means, replaced_bias
+from sparge.numerics.block_means import BlockMeans, block_means, mean_bias
 from sparge.options.rules import Dense
 
 CHUNK_BYTES = 16 * 2**20
@@ -58,7 +58,7 @@ def attention(
         output, lse = _attend_rows(tiles, kept, seen.full, call)
         if call.replaces_skipped:
             means = block_means(key, value, seen.keys)
-            bias = replaced_bias(means, kept, call)
+            bias = mean_bias(means, kept, shape, call.window)
             output, lse = _add_means(tiles, means, bias, call.scale, output, lse)
     add_to_totals(totals, mask, pv_skipped)
     rows = (shape.batch, shape.heads, shape.q_blocks * BLOCK_Q)
@@ -127,7 +127,7 @@ def _attend_batch(
 def _add_means(
     tiles: Tiles, means: BlockMeans, bias: Tensor, scale: float, output: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Merge what `_attend_rows` returns with the means of skipped blocks, weighted by `replaced_bias`, head by head."""
+    """Merge what `_attend_rows` returns with the means of skipped blocks, weighted by `mean_bias`, head by head."""
     shape = tiles.shape
     scores = 0 if has_cpu_kernel(tiles.query, tiles.value) else 3 * shape.kv_blocks
     at_once = max(1, CHUNK_BYTES // (4 * BLOCK_Q * (shape.head_dim + 2 * shape.value_dim + scores)))

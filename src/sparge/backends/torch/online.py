@@ -19,7 +19,7 @@ from sparge.backends.torch.tiles import Tiles, Workspace
 from sparge.call import Call
 from sparge.masks.geometry import BLOCK_K, BLOCK_Q, ROW_GROUP
 from sparge.masks.visibility import Visibility
-from sparge.numerics.block_means import BlockMeans, block_means, replaced_bias
+from sparge.numerics.block_means import BlockMeans, block_means, mean_bias
 from sparge.numerics.quantization import (
     FP8_MAX,
     FP8_RANGE,
@@ -51,7 +51,7 @@ def attention(tiles: Tiles, kept: Tensor, seen: Visibility, call: Call) -> tuple
     operands = _Operands(tiles, seen, call)
     bias = None
     if operands.means is not None:
-        bias = _padded(replaced_bias(operands.means.plain, kept, call).flatten(0, 2).float(), 1, -math.inf)
+        bias = _padded(mean_bias(operands.means.plain, kept, shape, call.window).flatten(0, 2).float(), 1, -math.inf)
     threshold = None
     if call.pv_threshold is not None:
         threshold = per_head(call.pv_threshold, shape.heads, device).flatten().float()
