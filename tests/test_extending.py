@@ -52,7 +52,7 @@ def extended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(scores.SCORES, "nearest", Nearest)
     monkeypatch.setitem(prediction.SCORES, Nearest, score_nearest)
     monkeypatch.setitem(rules.SELECTIONS, "every_other", EveryOther)
-    every_other = prediction.by_row(lambda row: row.candidates[:: int(row.amount)])
+    every_other = prediction.by_q_block(lambda q_block: q_block.candidates[:: int(q_block.amount)])
     monkeypatch.setitem(prediction.SELECTIONS, EveryOther, every_other)
 
 
@@ -90,7 +90,7 @@ def test_the_old_name_of_a_quantization_is_still_accepted() -> None:
     query, key, value = make_qkv(200, head_dim=16)
     options = {"backend": "reference", "topk": 1.0}
     expected = sparge.attention(query, key, value, quantization="int8_fp8_fast", **options)
-    with pytest.warns(DeprecationWarning, match="is called 'int8_fp8_fast' now") as caught:
+    with pytest.warns(DeprecationWarning, match="was renamed to 'int8_fp8_fast'") as caught:
         got = sparge.attention(query, key, value, quantization="int8_fp8_codes", **options)  # type: ignore[call-overload]
     assert caught[0].filename == __file__, "the note points at the caller"
     assert torch.equal(got, expected)

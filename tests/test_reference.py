@@ -198,7 +198,7 @@ def select(rule, probabilities, **places):
     for name, where in places.items():
         flags[name][where] = True
     blocks = (torch.tensor(probabilities), ~flags["hidden"], flags["forced"], flags["dissimilar"])
-    [kept] = prediction.select_rows(rule, [prediction.Row(*blocks, rule.amount, rule.min_blocks)])
+    [kept] = prediction.apply_rule(rule, [prediction.QBlock(*blocks, rule.amount, rule.min_blocks)])
     return kept.nonzero().flatten().tolist()
 
 

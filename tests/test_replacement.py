@@ -371,7 +371,7 @@ class TestChoice:
         "mask, obstacle",
         [
             (torch.zeros(1, 1, 1, 300), "an additive one"),
-            (torch.ones(1, 1, 300, 300, dtype=torch.bool), "one with an entry per query"),
+            (torch.ones(1, 1, 300, 300, dtype=torch.bool), r"a full \(S_q x S_k\) one"),
             (torch.ones(1, 2, 1, 300, dtype=torch.bool), "one that differs among heads that share keys"),
         ],
         ids=["additive", "per query", "per head"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sparge.call import Call
 from sparge.masks.geometry import BLOCK_K
-from sparge.masks.window import blocks_of_row
+from sparge.masks.window import max_blocks_per_q_block
 
 EVERY_TILE_KEYS = 4032
 """Largest number of keys per row for which every tile is searched for peaks.
@@ -23,5 +23,5 @@ def peak_handling(call: Call) -> str:
     """
     if not call.has_fp8_values or call.pv_threshold is not None:
         return "ignored"
-    keys = blocks_of_row(call.window, call.shape) * BLOCK_K
+    keys = max_blocks_per_q_block(call.window, call.shape) * BLOCK_K
     return "every_tile" if keys <= EVERY_TILE_KEYS else "marked"

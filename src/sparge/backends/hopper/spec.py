@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from sparge.backends.gpu.gluon import gl, mbarrier
 from sparge.backends.gpu.launch import padded
 from sparge.masks.geometry import BLOCK_K, BLOCK_Q, ROW_GROUP
-from sparge.numerics.quantization import FP8_CODES_PER_OCTAVE, FP8_MAX, FP8_TOP_CODE, FP16_ROOM, coarse_unit
+from sparge.numerics.quantization import FP8_MAX, FP8_MAX_BITS, FP8_STEPS_PER_LOG2, FP16_ROOM, coarse_unit
 
 ROWS = gl.constexpr(ROW_GROUP)
 """Queries of one consumer: what a warpgroup's matrix instruction takes."""
@@ -103,7 +103,7 @@ class Spec:
     @property
     def steps_per_octave(self) -> float:
         """The unit of the scores: log2 units, or what FP8 codes count in, eight for each, times `CODE_STEP`."""
-        return FP8_CODES_PER_OCTAVE * CODE_STEP if self.exponential_free else 1.0
+        return FP8_STEPS_PER_LOG2 * CODE_STEP if self.exponential_free else 1.0
 
     @property
     def log2_one(self) -> float:
@@ -115,7 +115,7 @@ class Spec:
     @property
     def steps_of_one(self) -> float:
         """The same in steps, which the origin of P is lowered by."""
-        return FP8_TOP_CODE * CODE_STEP if self.exponential_free else self.log2_one
+        return FP8_MAX_BITS * CODE_STEP if self.exponential_free else self.log2_one
 
     @property
     def inverse_one(self) -> float:

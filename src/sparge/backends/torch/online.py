@@ -1,8 +1,8 @@
-"""Online softmax over kept blocks in batched PyTorch: the 8-bit modes and the P V threshold on any device.
+"""Online softmax over kept blocks in batched PyTorch: quantization and the P V threshold on any device.
 
-Computes what the quantised kernels compute (`eight_bits`; a fresh sum and maximum per 64-key tile) in float32
-arithmetic on the codes, block after block for many rows at once. It shows the error of 8 bits on any machine; it is
-not faster than the unquantised path there.
+Computes the same as the quantized kernels (`sparge.numerics.quantization`; each 64-key tile has its own sum and
+maximum), with float32 arithmetic on the quantized values, block by block for many query blocks at once. This measures
+the quantization error on any machine; it is not faster than the unquantized path.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from sparge.masks.visibility import (
     window_elements,
 )
 from sparge.masks.window import Window
-from sparge.numerics.budget_allocation import share_out
+from sparge.numerics.budget_allocation import allocate
 from sparge.options.common import per_head
 from sparge.options.rules import (
     BUDGET_BITS,
@@ -503,7 +503,7 @@ def _select_budget(rows: _Rows, rule: Selection) -> Tensor:
     """The best blocks of every row, down to one level of probability for all rows of a batch element."""
     assert isinstance(rule, Budget)
     kept, visible = _kept_by_level(rows, rule, budget_top(rows.visible.shape[-1]))
-    counts = share_out(kept.flatten(1, 2), visible, rule.density)
+    counts = allocate(kept.flatten(1, 2), visible, rule.density)
     return _first(rows, counts.view(kept.shape[:3]))
 
 
