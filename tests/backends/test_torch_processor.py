@@ -137,7 +137,7 @@ class TestBatches:
     @pytest.mark.parametrize("whole", [1, 3, 8])
     def test_every_kept_block_counts_once(self, whole, is_causal, monkeypatch: pytest.MonkeyPatch) -> None:
         """However rows are cut, and whatever neighbours share."""
-        monkeypatch.setattr(torch_blocks, "WHOLE", whole)
+        monkeypatch.setattr(torch_blocks, "STEP_BLOCKS", whole)
         query, key, value = make_qkv(650, 1500, heads=2, head_dim=16)
         mask = blocks_of(query, key, 0.7)
         got = sparge.block_sparse_attention(query, key, value, mask, is_causal=is_causal, backend="torch")
@@ -156,7 +156,7 @@ class TestBatches:
 
     def test_the_future_does_not_cut_the_past(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A causal row that chooses for itself is not cut by what its neighbour, which sees more, chose."""
-        monkeypatch.setattr(torch_blocks, "WHOLE", 1)
+        monkeypatch.setattr(torch_blocks, "STEP_BLOCKS", 1)
         query, key, value = make_qkv(1024, heads=2, head_dim=16)
         changed = query.clone()
         changed[:, :, 896:] = make_qkv(128, heads=2, head_dim=16, seed=7)[0]  # the second of the last pair
