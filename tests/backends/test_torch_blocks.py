@@ -121,7 +121,7 @@ def test_batching_does_not_change_the_result(monkeypatch, quantization):
     call = replace(call, quantization=quantization)
     whole = torch_blocks.attention(*tensors, call)
     monkeypatch.setattr(torch_blocks, "CHUNK_BYTES", 1)
-    monkeypatch.setattr(torch_online, "ROWS_AT_A_TIME", 1)
+    monkeypatch.setattr(torch_online, "MAX_Q_BLOCKS", 1)
     single = torch_blocks.attention(*tensors, call)
     for a, b in zip(whole, single, strict=True):
         torch.testing.assert_close(a, b)
