@@ -1,4 +1,4 @@
-"""The accuracy contract on the device: every arithmetic of the tier on families of inputs, 1024 to 131072 keys.
+"""The accuracy contract on the device: every quantization of the backend, families of inputs, 1024 to 131072 keys.
 
 Output and LSE against exact attention in float64, for all of 256 queries; `tests/numerics.py` names the limits.
 """
@@ -31,7 +31,7 @@ def on_device(family: Family, kv_len: int, *, head_dim: int = 128, is_causal: bo
 @lengths
 @pytest.mark.parametrize("family", TAILS, **by_family)
 def test_tails(family: Family, kv_len: int, quantization: str) -> None:
-    """What lies far below a row's maximum keeps its share at every length."""
+    """Keys far below a row's maximum keep their share at every length."""
     problem = on_device(family, kv_len)
     problem.check(*call(problem, quantization, BACKEND), quantization)
 
@@ -77,6 +77,6 @@ def test_a_recorded_model(family: Family, quantization: str) -> None:
 @pytest.mark.skipif("int8_fp8_fast" not in FP8, reason="this backend computes exponentials")
 @pytest.mark.parametrize("kv_len", LENGTHS[::2])
 @pytest.mark.parametrize("family", (*FAMILIES, *captured_families()), **by_family)
-def test_without_exponentials(family: Family, kv_len: int) -> None:
+def test_without_exp2(family: Family, kv_len: int) -> None:
     problem = on_device(family, kv_len)
     assert_without_exponentials(problem, {name: call(problem, name, BACKEND) for name in FP8})

@@ -1,4 +1,4 @@
-"""The 8-bit modes and the P V threshold: the specification's numbers, and sums that stay accurate over many keys."""
+"""Quantization and the P V threshold: the specification's results, and sums that stay accurate over many keys."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ DTYPE_OF = {
     "int8_fp16": torch.float16,
     "none": torch.float16,
 }
-"""The output's rounding has to stay small beside a mode's own error."""
+"""The output's rounding must be small relative to a mode's own error."""
 
 
 def both(
     query: Tensor, key: Tensor, value: Tensor, blocks: Tensor, attn_mask: Tensor | None = None, **options: Any
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Output and LSE over the given blocks, of the backend and of the specification on the CPU."""
+    """Return output and LSE over the given blocks, of the backend and of the specification on the CPU."""
     call = {"enable_gqa": True, "return_lse": True, **options}
     of_backend = {**call, "attn_mask": attn_mask, "backend": BACKEND}
     forget_recordings()
@@ -66,7 +66,7 @@ class TestAgainstTheSpecification:
     @causality
     @pytest.mark.parametrize("head_dim", [64, 72, 128, 256])
     def test_widths(self, head_dim: int, is_causal: bool, quantization: str) -> None:
-        q_len = 400 if head_dim < 256 else 200  # the specification takes its time
+        q_len = 400 if head_dim < 256 else 200  # the specification is slow
         tensors = make_inputs(
             q_len, 400, heads=2, kv_heads=1, head_dim=head_dim, dtype=DTYPE_OF[quantization], seed=head_dim
         )
@@ -106,8 +106,8 @@ class TestAgainstTheSpecification:
         assert_nearly_equal(dense, sparge.block_sparse_attention(query, key, value, blocks, **options))
 
     @eight_bits
-    def test_an_offset_of_the_keys_changes_little(self, quantization: str) -> None:
-        """Smoothing removes it before the keys are rounded to 8 bits; without that the error would grow tenfold."""
+    def test_an_offset_of_the_keys_has_little_effect(self, quantization: str) -> None:
+        """Smoothing removes it before the keys are rounded to INT8; otherwise the error would be ten times as large."""
         query, key, value = make_inputs(400, heads=2, dtype=torch.float32)
         errors = []
         for offset in (0.0, 30.0):
@@ -120,7 +120,7 @@ class TestAgainstTheSpecification:
 
 
 class TestLongSums:
-    """The tensor cores keep 13 fraction bits of an FP8 sum: one accumulator for all keys loses most of it."""
+    """The tensor cores keep 13 fraction bits of an FP8 sum: a single accumulator for all keys would lose most of it."""
 
     @eight_bits
     @pytest.mark.parametrize("head_dim", [64, 128])
@@ -137,7 +137,7 @@ class TestLongSums:
 
 class TestPvThreshold:
     LEVELS = (0.0, -2.0, -0.3, -2.0, 0.2, -2.0)
-    """What the scores of each key block centre on, far from a threshold of -1 against the spread of .1 about it."""
+    """Centers of the scores of each key block, far from a threshold of -1 relative to their spread of .1."""
 
     def sample(self, quantization: str) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value = make_inputs(384, heads=2, dtype=torch.float32)
@@ -201,4 +201,4 @@ class TestPvThreshold:
         plain = tuple(tensor.cpu() for tensor in results[2])
         assert_like_the_reference(
             results[0], plain, exact_result, quantization
-        )  # another kernel: it rounds at other places
+        )  # another kernel, which rounds differently
