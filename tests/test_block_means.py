@@ -220,7 +220,7 @@ class TestQuantization:
         """The root mean square rounding error of E4M3 is .026; of P and V .037, and .03 on average.
 
         Sums of many keys of one sign have half of it. A mean is one number for 64 keys, so there is less to average.
-        Codes have a fifth more, as without means. Scores in INT8 cost .003, means of keys no more than keys.
+        Without exp2 it is a fifth more, as without means. Scores in INT8 cost .003, means of keys no more than keys.
         """
         query, key, value = smooth()
         call = {"is_causal": is_causal, "attn_mask": (torch.arange(1000) < 950)[None, None, None]}
@@ -247,7 +247,7 @@ class TestQuantization:
         assert relative_l1(got[0], expected[0].double()) < 0.1 * error + 64 * 2**-13 / 10
         seen = expected[1] > -math.inf
         assert torch.equal(got[1] > -math.inf, seen)
-        # One key code off by one moves a score by q_scale * k_scale * 127 * scale; LSE cannot move further.
+        # One quantized key off by one moves a score by q_scale * k_scale * 127 * scale; LSE cannot move further.
         spread = (key - key.mean(2, keepdim=True)).abs().max()
         assert (got[1] - expected[1])[seen].abs().max() < query.abs().max() * spread / 127 * query.shape[-1] ** -0.5
 
@@ -289,7 +289,7 @@ class TestNonFinite:
         self, backend: str, quantization: str, is_causal: bool, which: str, bad: float
     ) -> None:
         output, lse = self.run(which, bad, backend=backend, quantization=quantization, is_causal=is_causal)
-        first = 384 if is_causal else 0  # the first row of blocks behind it
+        first = 384 if is_causal else 0  # the first query block after it
         assert output[:, 0, first:].isnan().all()
         assert lse[:, 0, first:].isnan().all()
         assert output[:, 0, :first].isfinite().all()
@@ -315,7 +315,7 @@ class TestNonFinite:
     def test_means_that_share_an_int8_scale(self, backend: str, quantization: str, which: str) -> None:
         """Block 8 shares a scale with blocks 0, 1 and 9, whose means causal query blocks from the second on use."""
         output, lse = self.run(which, math.nan, 520, backend=backend, quantization=quantization, is_causal=True)
-        assert output.isfinite().all(), "its block lies in the last row of blocks, which cannot have its mean"
+        assert output.isfinite().all(), "the last query block cannot use the mean of its own block"
         assert lse[:, :, 128:].isfinite().all()
 
     @backends
@@ -345,7 +345,7 @@ class TestNonFinite:
         assert means.bias[0, 0, 3] == -math.inf
         for mean, tokens in ((means.key, key), (means.value, value)):
             torch.testing.assert_close(mean[0, 0, 0], tokens[0, 0, :64].mean(0))
-            assert not mean[0, 0, 1:].any(), "what is not finite is told by the bias alone"
+            assert not mean[0, 0, 1:].any(), "only the bias is not finite"
         assert means.key.dtype == torch.float32
         assert block_means(key.double(), value.double(), None).key.dtype == torch.float64
         assert block_means(key.half(), value.half(), None).value.dtype == torch.float32

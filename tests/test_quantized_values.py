@@ -38,7 +38,7 @@ class TestBalance:
         assert factors.shape == (1, 1, 1, 16)
         eighths = 8 * factors.log2()
         torch.testing.assert_close(eighths, eighths.round(), rtol=0, atol=1e-12)
-        assert eighths.abs().max() > 40, "five octaves and more"
+        assert eighths.abs().max() > 40, "more than 5 log2 units"
         before, after = (
             (q.square().mean((0, 1, 2)) / k.square().mean((0, 1, 2))).log2() / 2
             for q, k in ((query, key), (query * factors, key / factors))
@@ -179,10 +179,10 @@ class TestInt8:
         scales = quant.query_scales(query)
         assert scales.shape == (2, length, 1)
         torch.testing.assert_close(scales.squeeze(-1), query.abs().amax(-1) / 127)
-        codes = quant.quantize_int8(query, scales)
-        assert codes.dtype == torch.int8
-        assert (codes.abs().amax(-1) == 127).all()
-        assert ((codes * scales - query).abs() <= scales * (0.5 + 1e-12)).all()
+        quantized = quant.quantize_int8(query, scales)
+        assert quantized.dtype == torch.int8
+        assert (quantized.abs().amax(-1) == 127).all()
+        assert ((quantized * scales - query).abs() <= scales * (0.5 + 1e-12)).all()
 
     @pytest.mark.parametrize("length", [1, 63, 64, 100, 130])
     def test_a_key_block_has_four_scales(self, length: int) -> None:
@@ -195,8 +195,8 @@ class TestInt8:
                 block, group = token // 64, token % 8 // 2
                 mates = [i for i in range(length) if i // 64 == block and i % 8 // 2 == group]
                 assert float(scales[head, token]) == pytest.approx(float(key[head, mates].abs().max()) / 127)
-        codes = quant.quantize_int8(key, scales)
-        assert ((codes * scales - key).abs() <= scales * (0.5 + 1e-12)).all()
+        quantized = quant.quantize_int8(key, scales)
+        assert ((quantized * scales - key).abs() <= scales * (0.5 + 1e-12)).all()
 
     @pytest.mark.parametrize("factor", [1e4, math.nan, math.inf])
     def test_a_token_marks_those_it_shares_a_scale_with(self, factor: float) -> None:
@@ -214,8 +214,8 @@ class TestInt8:
 
 
 def test_fp8_rounds_to_the_nearest_e4m3_number_and_saturates():
-    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
-    numbers = codes[codes.isfinite()].unique()
+    e4m3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    numbers = e4m3[e4m3.isfinite()].unique()
     values = gaussian(1000) * 100
     nearest = (values[:, None] - numbers).abs().amin(1)
     assert torch.equal((quant.to_fp8(values) - values).abs(), nearest)

@@ -61,7 +61,7 @@ class TestQuantized:
     def test_dense_error_and_lse(
         self, backend: str, is_causal: bool, quantization: str, low: float, high: float
     ) -> None:
-        """E4M3 rounds by up to 1/16, about .015 on average; 8 bits of Q and K alone cost about .003.
+        """E4M3 rounds by up to 1/16, about .015 on average; INT8 Q and K alone cost about .003.
 
         The LSE moves as the scores do: .015 on average, six deviations at worst. An offset of the keys changes neither.
         """
@@ -163,7 +163,7 @@ class TestPvThreshold:
     def test_a_very_low_one_changes_nothing(self, backend: str, quantization: str) -> None:
         """With FP8, only rounding changes: a tile that 64 rows do not see is skipped, except with -inf or no threshold.
 
-        Added, it moves what sums count from by `REACH`, 44 nats. Three such numbers are rounded to float32 on the way
+        If added, it moves the row reference by `REACH`, 44 nats. Three such numbers are rounded to float32 on the way
         to the LSE, by up to 1.9e-6 each.
         """
         sample = text_like(512, heads=2)
@@ -239,7 +239,7 @@ class TestPvThreshold:
             backend=backend,
             quantization=quantization,
         )
-        # Codes that round the other way in float32 move an output by an FP8 step of one probability.
+        # Quantized values that round the other way in float32 move an output by an FP8 step of one probability.
         assert relative_l1(output, expected.output) < (1e-6 if quantization == "none" else 1e-3)
         assert (lse - expected.lse).abs().max() < (1e-5 if quantization == "none" else 1e-3)
 

@@ -177,7 +177,7 @@ def test_later_calls_are_replayed_on_their_own_tensors() -> None:
         results.append((call(*tensors), tensors))
         assert KERNEL.starts == starts + 6
     assert call.runs == 1
-    for got, tensors in results:  # nobody overwrote an earlier result
+    for got, tensors in results:  # earlier results are not overwritten
         assert_right(got, tensors)
 
 
@@ -523,7 +523,14 @@ def test_buffers_in_use_at_the_same_time_never_overlap(drawn: tuple[list[int], l
 
 def test_a_workspace_is_no_larger_than_concurrent_buffers() -> None:
     """Sizes and uses of a call of 131 072 tokens and 4 heads: quantized K and V reuse the memory of probabilities."""
-    mebibytes = {"moments": 6, "query codes": 64, "probabilities": 32, "lists": 32, "key codes": 64, "value codes": 64}
+    mebibytes = {
+        "moments": 6,
+        "quantized query": 64,
+        "probabilities": 32,
+        "lists": 32,
+        "quantized key": 64,
+        "quantized value": 64,
+    }
     uses = [[0, 3], [2, 6], [3, 4], [4, 6], [5, 6], [5, 6]]
     offsets, total = replay._pack([size * 2**20 for size in mebibytes.values()], uses)
     assert total == (64 + 32 + 64 + 64) * 2**20

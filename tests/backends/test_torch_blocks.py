@@ -77,11 +77,11 @@ def test_quantized_output_equals_the_specification(name, is_causal, kind, quanti
     case = problem(SHAPES[name], is_causal, kind)
     (output, lse), expected = both(case, quantization=quantization)
     exact = reference.attention(*case)
-    quantisation_error = relative_l1(expected.output, exact.output)
-    assert relative_l1(output, expected.output) < 0.1 * quantisation_error + 64 * 2**-13 / 10
+    quantization_error = relative_l1(expected.output, exact.output)
+    assert relative_l1(output, expected.output) < 0.1 * quantization_error + 64 * 2**-13 / 10
     seen = expected.lse > -math.inf
     assert torch.equal(lse > -math.inf, seen)
-    # One key code off by one moves a score by q_scale * k_scale * 127 * scale; LSE cannot move further.
+    # One quantized key off by one moves a score by q_scale * k_scale * 127 * scale; LSE cannot move further.
     edge = case[0].abs().max() * (case[1] - case[1].mean(2, keepdim=True)).abs().max() / 127 * 0.3
     assert (lse[seen] - expected.lse[seen]).abs().max() < edge
 

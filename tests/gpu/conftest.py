@@ -30,7 +30,7 @@ BACKEND = os.environ.get("SPARGE_TEST_BACKEND", "triton")
 ON_CUDA = DEVICE.type == "cuda"
 FP8 = ["int8_fp8", "int8_fp8_fast"] if BACKEND == "hopper" else ["int8_fp8"]
 FASTEST = FP8[-1]
-eight_bits = pytest.mark.parametrize("quantization", [*FP8, "int8_fp16"])
+quantized_modes = pytest.mark.parametrize("quantization", [*FP8, "int8_fp16"])
 modes = pytest.mark.parametrize("quantization", ["none", *FP8, "int8_fp16"])
 cuda_only = pytest.mark.skipif(not ON_CUDA, reason="tests what only CUDA has, or sizes only a GPU computes in seconds")
 LSE_TOLERANCE = 1e-3
@@ -97,11 +97,11 @@ def assert_like_the_reference(
 ) -> None:
     """Check that output and LSE are as exact as those of the specification, and near them.
 
-    The specification's distance to exact attention is the error made on purpose (8 bits, skipped products). P rounds
+    The specification's distance to exact attention is the intended error (quantization, skipped products). P rounds
     to FP8 relative to the maximum of its own step, which depends on how many blocks that takes: where steps differ, its
     part of the error is another draw of the same size. V is rounded as P is, so that P's part is 1 / sqrt(2) of the
     whole at most. Of two blocks one has the maximum of both, and P is redrawn for the other one alone: the two differ
-    by sqrt(2 / 2) of that part, .71 of the whole. Codes put it into the LSE as well.
+    by sqrt(2 / 2) of that part, .71 of the whole. Without exp2 it is part of the LSE as well.
     """
     is_code = quantization == "int8_fp8_fast"
     is_fp8 = is_code or quantization == "int8_fp8"

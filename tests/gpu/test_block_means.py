@@ -84,7 +84,7 @@ def in_float32(query: Tensor, key: Tensor, value: Tensor, blocks: Tensor, **opti
 def assert_means(got: Result, exact: Result, expected: Result, quantization: str) -> None:
     """Without quantization, means, P and the output are rounded: half an eps each, with opposite signs in P and V.
 
-    The torch backend has no codes straight from scores: those are a fifth worse than FP8 numbers at most.
+    The torch backend does not derive P from scores without exp2, which is at most a fifth less accurate.
     """
     exact = exact[0].double(), exact[1].double()
     if quantization == "none":

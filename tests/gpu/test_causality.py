@@ -15,11 +15,11 @@ from gpu.conftest import (
     BACKEND,
     DEVICE,
     assert_matches_exact,
-    eight_bits,
     equal,
     exact,
     make_inputs,
     modes,
+    quantized_modes,
     random_bits,
 )
 from sparge import TopCdf, TopK
@@ -93,7 +93,7 @@ class TestCausality:
         assert equal([tensor[:, :, :past] for tensor in after], [tensor[:, :, :past] for tensor in before])
 
     @PREFIXES
-    @eight_bits
+    @quantized_modes
     def test_quantization_leaks_only_the_mean_key(self, prefix: int, quantization: str) -> None:
         """Reorder future tokens within chunks of 256 keys: mean and factors stay the same, and so must the past.
 
@@ -112,7 +112,7 @@ class TestCausality:
         assert equal([tensor[:, :, past] for tensor in after], [tensor[:, :, past] for tensor in before])
         assert not torch.equal(after[0][:, :, start - prefix :], before[0][:, :, start - prefix :])
 
-    @eight_bits
+    @quantized_modes
     def test_another_mean_key_changes_the_past_by_rounding(self, quantization: str) -> None:
         query, key, value = self.inputs(0)
         options = {"is_causal": True, "sparsity": TopK(0.5, min_blocks=1), "quantization": quantization, **OPTIONS}

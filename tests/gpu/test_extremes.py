@@ -18,11 +18,11 @@ from gpu.conftest import (
     FP8,
     LSE_TOLERANCE,
     assert_matches_exact,
-    eight_bits,
     equal,
     exact,
     make_inputs,
     modes,
+    quantized_modes,
     random_bits,
     rms,
 )
@@ -75,7 +75,7 @@ def large(kind: str) -> tuple[Tensor, Tensor, Tensor]:
 def test_large_scores(kind: str, quantization: str) -> None:
     """P stays within [0, 1]: rounding a larger P to FP8 would saturate, give NaN or the wrong sign.
 
-    INT8 would round such scores by nats: they are computed from Q and K. Rows have one decisive key: the
+    INT8 would round these scores by nats: they are computed from unquantized Q and K. Rows have one decisive key: the
     specification stores its P as 448, which is exact, the kernels as any number, which is rounded to FP8.
     """
     blocks = torch.ones(4, 8, dtype=torch.bool, device=DEVICE)
@@ -83,7 +83,7 @@ def test_large_scores(kind: str, quantization: str) -> None:
     assert_as_exact_as_the_specification(large(kind), blocks, quantization, rounding=rounding)
 
 
-@eight_bits
+@quantized_modes
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("logits", [1e2, 1e4, 1e5, 1e6])
@@ -96,7 +96,7 @@ def test_huge_logits(logits: float, is_causal: bool, head_dim: int, quantization
     assert_as_exact_as_the_specification(tensors, blocks, quantization, rounding=rounding, is_causal=is_causal)
 
 
-@eight_bits
+@quantized_modes
 def test_one_huge_query_among_others(quantization: str) -> None:
     """Its tile is computed differently; the other queries must not change."""
     query, key, value = make_inputs(400, 500, heads=2, seed=3, head_dim=128, dtype=torch.float16)
@@ -105,7 +105,7 @@ def test_one_huge_query_among_others(quantization: str) -> None:
     assert_as_exact_as_the_specification((query, key, value), blocks, quantization)
 
 
-@eight_bits
+@quantized_modes
 @widths
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("token", ["query-1e4", "key-1e3", "key-1e4"])
@@ -123,7 +123,7 @@ def test_one_token_thousands_of_times_as_large(token: str, is_causal: bool, head
     assert_as_exact_as_the_specification((query.float(), key.float(), value.float()), blocks, quantization, **call)
 
 
-@eight_bits
+@quantized_modes
 def test_means_beside_a_query_thousands_of_times_as_large(quantization: str) -> None:
     """Scores of means are rounded as coarsely, and are computed from float32 means."""
     query, key, value = make_inputs(300, 4500, heads=4, kv_heads=2, head_dim=128, seed=3)
@@ -140,7 +140,7 @@ def test_means_beside_a_query_thousands_of_times_as_large(quantization: str) -> 
     assert rms((got[1] - spec[1])[:, :, row]) < 0.02
 
 
-@eight_bits
+@quantized_modes
 @pytest.mark.parametrize("skipped", ["drop", "mean"])
 def test_a_packed_segment_with_a_large_token(skipped: str, quantization: str) -> None:
     """The result of each segment equals that of a call of its own."""
@@ -159,7 +159,7 @@ def test_a_packed_segment_with_a_large_token(skipped: str, quantization: str) ->
         assert equal((output[q_start:q_stop], lse[:, q_start:q_stop]), (alone[0], alone_lse[0]))
 
 
-@eight_bits
+@quantized_modes
 @pytest.mark.parametrize("deviation", [3.0, 6.0, 12.0, 30.0])
 def test_scores_beyond_the_range_of_float32(deviation: float, quantization: str) -> None:
     """In nats, with an attention sink: P of the lowest scores would be at most 2^-135."""

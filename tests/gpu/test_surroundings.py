@@ -30,8 +30,8 @@ pytestmark = pytest.mark.gpu
 
 CALLS: dict[str, dict[str, Any]] = {
     "causal": {"topk": 0.3, "is_causal": True, "quantization": "none"},
-    "8 bits": {"topk": 0.3, "quantization": "auto"},
-    "8 bits, threshold": {"sparsity": TopCdf(0.9, min_blocks=1, pv_threshold=-8.0), "quantization": "int8_fp16"},
+    "quantized": {"topk": 0.3, "quantization": "auto"},
+    "quantized, threshold": {"sparsity": TopCdf(0.9, min_blocks=1, pv_threshold=-8.0), "quantization": "int8_fp16"},
     "similarity": {"sparsity": TopK(0.3, similarity_threshold=0.01), "score": "mean", "quantization": "none"},
     "dense": {"sparsity": Dense(), "quantization": "auto", "is_causal": True},
 }

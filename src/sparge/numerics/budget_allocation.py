@@ -1,4 +1,4 @@
-"""Allocation of a `Budget` to query blocks, such that they keep the given density of blocks together.
+"""Allocation of a `Budget` to query blocks: together they keep the given density of blocks.
 
 Each query block reports how many blocks it keeps if the budget reaches down to a given level of probability, for each
 level (`options.rules.BUDGET_LEVELS`). The sums over all query blocks determine the last level that fits. The blocks of

@@ -60,7 +60,7 @@ KEY_GROUPS = 4
 
 
 def balance(query: Tensor, key: Tensor, keys_seen: Tensor) -> Tensor:
-    """Return factors r per channel, (B, Hkv, 1, D), such that the channels of q r and of k / r have similar sizes.
+    """Return factors r per channel, (B, Hkv, 1, D), so that the channels of q r and of k / r have similar sizes.
 
     q . k does not change. In trained models a channel may be large in K and small in Q. It would determine K's scale
     and leave few of the 255 INT8 values to the other channels. r^2 is the channel's size in K divided by its size in Q.

@@ -96,7 +96,7 @@ def prepare(
     dtype, key_scale, exact_query, exact_key = query.dtype, key, query, key
     tokens_first = call.segments is not None or is_tokens_first(query)
     means = None
-    with in_branch("codes"):
+    with in_branch("quantization"):
         if quantizes:
             key, key_scale, value = quantize_key_value(key, value, key_value, call, seen.keys if seen else None)
         if summary is None:
@@ -107,7 +107,7 @@ def prepare(
         with in_branch("means"):
             means = _means(key_value, bias, mask, call)
     if peak_handling(call) == "marked":
-        with in_branch("codes"):
+        with in_branch("quantization"):
             mark_peaks(query, summary.scale, key, key_scale, call)
     operands = Operands(
         query=query,
