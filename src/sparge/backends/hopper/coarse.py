@@ -131,12 +131,13 @@ def _products(queries, keys, metadata, stage, zero, SPEC: gl.constexpr):
 
 
 @jit
-def exact_scores(exact, metadata, query_stage, stage, flags, first_query, lengths, SPEC: gl.constexpr):
+def exact_scores(exact, metadata, tile, stage, flags, SPEC: gl.constexpr):
     """Compute scores of a stage from unquantized Q and K or block means, float32 [64, keys] in score units."""
     sizes = exact.sizes
-    tile = load_tile_value(metadata, query_stage, TILE, SPEC)  # reloaded to save registers in the main loop
-    coordinates = coordinates_of(tile, sizes, SPEC)
-    zero = tile >> 31  # see `_block_products`
+    first_query, lengths = tile.first_query, tile.lengths
+    tile_index = load_tile_value(metadata, tile.query_stage, TILE, SPEC)  # reloaded to save registers in the main loop
+    coordinates = coordinates_of(tile_index, sizes, SPEC)
+    zero = tile_index >> 31  # see `_block_products`
     batch = coordinates.batch.to(gl.int64)
     query_base = (
         exact.query_ptr + batch * exact.query_batch_stride + coordinates.head.to(gl.int64) * exact.query_head_stride

@@ -21,7 +21,7 @@ from sparge.backends.hopper.accumulator import (
 )
 from sparge.backends.hopper.aggregates import EMPTY, MEANS, NON_FINITE, PEAK, PLAIN, Metadata
 from sparge.backends.hopper.epilogue import TileResult, load_epilogue_scales, write_tile
-from sparge.backends.hopper.lengths import NUM_STAGES, TILE, load_lengths, load_number, load_tile_value
+from sparge.backends.hopper.lengths import NUM_STAGES, TILE, ConsumerTile, load_lengths, load_number, load_tile_value
 from sparge.backends.hopper.mma import issue_qk
 from sparge.backends.hopper.scheduler import coordinates_of, end_of_tiles
 from sparge.backends.hopper.softmax import (
@@ -96,26 +96,23 @@ def _main_loop(
     operands,
     metadata,
     barriers,
-    lengths,
-    first_query,
+    tile,
     num_stages,
     stage_counter,
     query_scale,
     threshold_ptr,
     exact,
-    query_stage,
     SPEC: gl.constexpr,
 ):
     """Compute online softmax over the stages of a tile.
 
     Args:
-        first_query: the first of this consumer's 64 queries.
+        tile: `ConsumerTile`.
         num_stages: of the tile, at least 1.
         stage_counter: stages used so far, counted over all tiles.
         query_scale: [64], see `_load_query_scale`.
         threshold_ptr: of the tile's head.
         exact: operands of coarse stages.
-        query_stage: the query stage of the tile.
 
     Returns:
         The inputs of the epilogue; the stage counter.
@@ -147,9 +144,7 @@ def _main_loop(
         scales = score_scales(query_scale, key_scales, SPEC)
         # Rare stages: coarse, masked, means, or with a marked peak.
         if flags != PLAIN:
-            scores, scales = adjust_scores(
-                scores, scales, exact, metadata, query_stage, stage, flags, first_query, lengths, SPEC
-            )
+            scores, scales = adjust_scores(scores, scales, exact, metadata, tile, stage, flags, SPEC)
             if SPEC.exponential_free:
                 poison = poison + gl.where((flags & NON_FINITE) != 0, float("nan"), 0.0)
             if SPEC.peaks == "marked":  # noqa: SIM102
@@ -188,7 +183,7 @@ def _main_loop(
                 if not SPEC.quantized:  # the maximum ignores NaN, but NaN must not be skipped
                     has_nan = gl.max((scores != scores).to(gl.int32), 1)
                     is_below = is_below & (gl.convert_layout(has_nan, SPEC.row_layout) == 0)
-                is_below = is_below | (first_query + gl.arange(0, ROWS, SPEC.row_layout) >= lengths.q_len)
+                is_below = is_below | (tile.first_query + gl.arange(0, ROWS, SPEC.row_layout) >= tile.lengths.q_len)
                 is_skipped = gl.min(is_below.to(gl.int32), 0)  # uniform over the warpgroup
                 if SPEC.counts_skipped:
                     skipped += gl.where((flags & (MEANS | EMPTY)) == 0, is_skipped, 0)
@@ -283,14 +278,12 @@ def consume(
             MmaOperands(query=query, keys=keys, values=values, ones=ones),
             metadata,
             barriers,
-            lengths,
-            first_query,
+            ConsumerTile(query_stage=query_stage, first_query=first_query, lengths=lengths),
             num_stages,
             stage_counter,
             query_scale,
             threshold_ptr + coordinates.head,
             exact,
-            query_stage,
             SPEC,
         )
         lengths = load_lengths(metadata, query_stage, sizes, SPEC)  # reloaded to save registers in the main loop

@@ -28,6 +28,15 @@ class Lengths:
     last_offset: gl.tensor
 
 
+@aggregate
+class ConsumerTile:
+    """A consumer's part of a tile: its query stage, the first of its 64 queries, and the lengths of its sequence."""
+
+    query_stage: gl.tensor | gl.constexpr
+    first_query: gl.tensor
+    lengths: Lengths
+
+
 @jit
 def _blocks_of(kv_len):
     """Return the number of key blocks of ``kv_len`` keys."""

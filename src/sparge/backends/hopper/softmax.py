@@ -92,8 +92,9 @@ def score_scales(query_scale, key_scales, SPEC: gl.constexpr):
 
 
 @jit
-def mask_scores(scores, metadata, stage, first_query, lengths, SPEC: gl.constexpr):
+def mask_scores(scores, metadata, stage, tile, SPEC: gl.constexpr):
     """Set scores of a stage [64, keys] to -inf where a key does not exist or lies outside of the query's window."""
+    first_query, lengths = tile.first_query, tile.lengths
     columns: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
     rows: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
     place = stage * SPEC.blocks
@@ -181,20 +182,20 @@ def _raw_scores(scores, SPEC: gl.constexpr):
 
 
 @jit
-def adjust_scores(scores, scales, exact, metadata, query_stage, stage, flags, first_query, lengths, SPEC: gl.constexpr):
+def adjust_scores(scores, scales, exact, metadata, tile, stage, flags, SPEC: gl.constexpr):
     """Return raw scores and scales of a stage that is not plain: coarse, masked, or with a bias."""
     if SPEC.quantized:  # noqa: SIM102
         if (flags & COARSE) != 0:  # float32 in score units until they are masked
-            unquantized = exact_scores(exact, metadata, query_stage, stage, flags, first_query, lengths, SPEC)
+            unquantized = exact_scores(exact, metadata, tile, stage, flags, SPEC)
             scores = unquantized.to(gl.int32, bitcast=True)
             scales = _row_scales(gl.full((ROWS,), 1.0, gl.float32, SPEC.row_layout), SPEC)
     if SPEC.means:
         if (flags & MEANS) != 0:
             scores = _add_bias(scores, scales, metadata, stage, SPEC)
         else:
-            scores = mask_scores(scores, metadata, stage, first_query, lengths, SPEC)
+            scores = mask_scores(scores, metadata, stage, tile, SPEC)
     else:
-        scores = mask_scores(scores, metadata, stage, first_query, lengths, SPEC)
+        scores = mask_scores(scores, metadata, stage, tile, SPEC)
     if SPEC.quantized:  # noqa: SIM102
         if (flags & COARSE) != 0:
             scores, scales = _raw_scores(_as_floats(scores), SPEC)
