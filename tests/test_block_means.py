@@ -58,8 +58,8 @@ def replaced_attention(
 ) -> tuple[Tensor, Tensor]:
     """Compute output and LSE in float64 from the definition.
 
-    For each row of 128 queries the keys and values of a skipped block are set to their means over the visible keys. In
-    causal attention that takes a block that ends before the row begins; others are hidden.
+    For each query block, the keys and values of a skipped block are set to their means over the visible keys. In causal
+    attention the skipped block must end before the query block begins; others are hidden.
     """
     group = query.shape[1] // key.shape[1]
     key, value = (tensor.double().repeat_interleave(group, 1) for tensor in (key, value))
@@ -219,7 +219,7 @@ class TestQuantization:
     ) -> None:
         """The root mean square rounding error of E4M3 is .026; of P and V .037, and .03 on average.
 
-        Sums of many keys of one sign have half of it. A mean is one number for 64 keys, so there is less to average.
+        Sums of many keys of one sign have half of it. A mean represents 64 keys, so fewer errors average out.
         Without exp2 it is a fifth more, as without means. Scores in INT8 cost .003, means of keys no more than keys.
         """
         query, key, value = smooth()

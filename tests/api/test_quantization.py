@@ -42,7 +42,7 @@ def score_deviation(query: Tensor, key: Tensor) -> float:
     """Return the largest standard deviation of a score whose factors were rounded to INT8 per block, after smoothing.
 
     Rounding to a grid of step s has variance s^2 / 12; a step is absmax / 127 of the block. Finer scales and balanced
-    channels do better.
+    channels reduce it.
     """
     key = key - key.mean(2, keepdim=True)
     query_step, key_step = (

@@ -1,6 +1,6 @@
-"""`replay` starts what was recorded: the same kernels in the same order, on the memory of the new call.
+"""`replay` launches the recorded kernels in the same order on the memory of the new call.
 
-Kernels are stand-ins here that compute on CPU memory by address, as a GPU's do.
+The kernels are stand-ins that compute on CPU memory by address, as GPU kernels do.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Most of their time is compilation, so several processes help: ``python -m pytest tests/gpu -n 9 --dist worksteal`` with
 pytest-xdist (neighboring tests share kernels, so each process gets a run of them), or without these options in one
-process. SPARGE_TEST_DEVICE (default "cuda") and SPARGE_TEST_BACKEND (default "triton") say what is
-tested. With SPARGE_TEST_REPORT=FILE a run appends one JSON line to that file: counts and seconds of every test file,
+process. SPARGE_TEST_DEVICE (default "cuda") and SPARGE_TEST_BACKEND (default "triton") select what
+is tested. With SPARGE_TEST_REPORT=FILE a run appends one JSON line to that file: counts and seconds of every test file,
 the GPU and the versions.
 """
 
@@ -97,10 +97,10 @@ def assert_like_the_reference(
 ) -> None:
     """Check that output and LSE are as exact as those of the specification, and near them.
 
-    The specification's distance to exact attention is the intended error (quantization, skipped products). P rounds
-    to FP8 relative to the maximum of its own step, which depends on how many blocks that takes: where steps differ, its
-    part of the error is another draw of the same size. V is rounded as P is, so that P's part is 1 / sqrt(2) of the
-    whole at most. Of two blocks one has the maximum of both, and P is redrawn for the other one alone: the two differ
+    The specification's distance to exact attention is the intended error (quantization, skipped products). P is
+    rounded to FP8 relative to the maximum of its own step, and the number of blocks per step differs between backends:
+    P's error is then an independent sample of the same size. V is rounded like P, so P's part is at most 1 / sqrt(2) of
+    the whole. One of two blocks has the maximum of both, and P changes for the other one only: the two results differ
     by sqrt(2 / 2) of that part, .71 of the whole. Without exp2 it is part of the LSE as well.
     """
     is_code = quantization == "int8_fp8_fast"
@@ -137,7 +137,7 @@ def assert_nearly_equal(got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tens
 def poisoned_memory() -> Iterator[None]:
     """Fill uninitialized memory with NaN (integers: the largest number).
 
-    torch fills it in deterministic mode only; that mode's complaints (cuBLAS, cumsum) are ignored.
+    torch fills it only in deterministic mode; the warnings of that mode (cuBLAS, cumsum) are ignored.
     """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     fills = torch.utils.deterministic.fill_uninitialized_memory
@@ -170,7 +170,7 @@ def real_stderr(pytestconfig: pytest.Config) -> Iterator[int]:
 def time_limit(request: pytest.FixtureRequest, real_stderr: int) -> Iterator[None]:
     """End the process and print the stacks if a test takes too long.
 
-    A hung kernel holds Python in a C call, where the signal of pytest-timeout does not arrive.
+    A hung kernel blocks Python in a C call, in which pytest-timeout's signal is not handled.
     """
     marker = request.node.get_closest_marker("timeout")
     asked = marker.args[0] if marker else request.config.getoption("timeout", None)

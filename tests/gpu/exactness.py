@@ -1,7 +1,7 @@
 """The exactness matrix: unquantized calls against float64, full and sparse, for one dtype per test file.
 
-Every head_dim meets every pair of lengths; causality, grouped heads and layout change between these cases so that any
-two settings occur together (`test_every_pair_occurs`).
+Every head_dim is combined with every pair of lengths; causality, grouped heads and layout vary so that any two
+settings occur together (`test_every_pair_occurs`).
 """
 
 from __future__ import annotations

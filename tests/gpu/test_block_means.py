@@ -1,6 +1,6 @@
 """Block means in the kernels, against the torch backend in float32 on the same device.
 
-Every case compiles an attention kernel of its own, so there are few.
+Every case compiles its own attention kernel, so there are few cases.
 """
 
 from __future__ import annotations

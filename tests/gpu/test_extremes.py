@@ -44,7 +44,7 @@ def assert_as_exact_as_the_specification(
 ) -> None:
     """Check that output and LSE are hardly further from exact attention than those of the specification.
 
-    ``rounding``: relative L1 error of the output that is another draw here, added to all of the specification's.
+    ``rounding``: relative L1 error of the output that differs from the specification's, added to the latter.
     """
     given = {"quantization": quantization, "enable_gqa": True, **call}
     got = sparge.block_sparse_attention(*tensors, blocks, **given, **OPTIONS)
@@ -75,8 +75,9 @@ def large(kind: str) -> tuple[Tensor, Tensor, Tensor]:
 def test_large_scores(kind: str, quantization: str) -> None:
     """P stays within [0, 1]: rounding a larger P to FP8 would saturate, give NaN or the wrong sign.
 
-    INT8 would round these scores by nats: they are computed from unquantized Q and K. Rows have one decisive key: the
-    specification stores its P as 448, which is exact, the kernels as any number, which is rounded to FP8.
+    INT8 would round these scores by nats: they are computed from unquantized Q and K. In each row one key
+    dominates: the specification stores its P as 448, which is exact, the kernels as any number, which is rounded to
+        FP8.
     """
     blocks = torch.ones(4, 8, dtype=torch.bool, device=DEVICE)
     rounding = FP8_ROUNDING if quantization in FP8 else 0.0

@@ -1,6 +1,6 @@
 """Sliding windows on a device: the specification's blocks and results, unseen keys, narrow and wide windows.
 
-Every case of attention compiles a kernel of its own, so there are few.
+Every case of attention compiles its own kernel, so there are few cases.
 """
 
 from __future__ import annotations
