@@ -49,7 +49,7 @@ test-slow: $(DATA)/.ready  ## a real model, weights and text from packages; kern
 OLDEST := .oldest
 OLDEST_TESTS := tests/test_import.py tests/test_block_mask.py tests/test_compile.py tests/test_reference.py \
 	tests/integrations/test_sdpa.py tests/api/test_exactness.py \
-	$(filter-out %/test_cuda_replay.py,$(wildcard tests/backends/test_*.py))
+	$(filter-out %/test_gpu_replay.py,$(wildcard tests/backends/test_*.py))
 oldest: $(READY)  ## the lower bounds of pyproject.toml: docs/release.md
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet --no-compile -r tests/oldest.txt

@@ -82,7 +82,7 @@ VARIANTS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "shared by 8, 4, 2": partial(mock.patch.object, blocks, "SPANS", (8, 4, 2)),
     "shared by 2": partial(mock.patch.object, blocks, "SPANS", (2,)),
     "not shared": partial(mock.patch.object, blocks, "SPANS", ()),
-    "not shared, rows uncut": partial(mock.patch.multiple, blocks, SPANS=(), WHOLE=1),
+    "not shared, rows uncut": partial(mock.patch.multiple, blocks, SPANS=(), STEP_BLOCKS=1),
     "chunks twice as large": partial(mock.patch.object, blocks, "CHUNK_BYTES", 2 * blocks.CHUNK_BYTES),
     "chunks half as large": partial(mock.patch.object, blocks, "CHUNK_BYTES", blocks.CHUNK_BYTES // 2),
 }

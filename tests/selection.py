@@ -23,7 +23,7 @@ TIE = 2e-3
 class Chosen:
     """A row of blocks as the specification selected it, or all rows of a batch element as one."""
 
-    row: prediction.Row
+    row: prediction.QBlock
     kept: Tensor
     cdf: float | None = None
 
@@ -89,9 +89,9 @@ def specified(
 ) -> tuple[BlockMask, list[list[Chosen]]]:
     """The specification's mask, computed on the CPU, and its rows in the order of (batch, head and row)."""
     chosen: list[list[Chosen]] = []
-    select = prediction.select_rows
+    select = prediction.apply_rule
 
-    def record(rule: Selection, rows: Sequence[prediction.Row]) -> list[Tensor]:
+    def record(rule: Selection, rows: Sequence[prediction.QBlock]) -> list[Tensor]:
         kept = select(rule, rows)
         pairs = zip(rows, kept, strict=True)
         chosen.append([Chosen(row, each, row.amount if isinstance(rule, TopCdf) else None) for row, each in pairs])
@@ -99,7 +99,7 @@ def specified(
 
     cpu = torch.device("cpu")
     with monkeypatch.context() as patch:
-        patch.setattr(prediction, "select_rows", record)
+        patch.setattr(prediction, "apply_rule", record)
         given = {name: moved(value, cpu) for name, value in options.items()}
         mask = sparge.predict(query.cpu(), key.cpu(), enable_gqa=True, backend="reference", **given)
     return mask, chosen

@@ -1,4 +1,4 @@
-"""`BlockMask`: lists and tensors name the same blocks, densities count what is visible, FlexAttention agrees."""
+"""`BlockMask`: lists and tensors describe the same blocks, densities count visible blocks, FlexAttention agrees."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def blocks_of(q_len: int, kv_len: int) -> tuple[int, int]:
 
 
 def visible_blocks(q_len: int, kv_len: int, is_causal: bool) -> Tensor:
-    """Blocks that hold a visible element, from the elements themselves."""
+    """Return the blocks that contain a visible element, computed from the elements."""
     seen = torch.ones(q_len, kv_len, dtype=torch.bool)
     if is_causal:
         seen = seen.tril(kv_len - q_len)
@@ -54,7 +54,7 @@ def window(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 def flex_elements(flex: FlexBlockMask) -> Tensor:
-    """(B, H, S_q, S_k): what FlexAttention's kernel computes. Its mask_mod cuts partial blocks, full ones are whole."""
+    """Return the elements of FlexAttention's kernel (B, H, S_q, S_k). The mask_mod cuts partial blocks only."""
     q_len, kv_len = flex.seq_lengths
     rows, columns = torch.arange(q_len), torch.arange(kv_len)
 
@@ -93,14 +93,14 @@ def test_round_trip(q_len: int, kv_len: int, is_causal: bool, share: float, seed
     for count, indices in zip(mask.kv_num_blocks.flatten(), mask.kv_indices.flatten(0, 2), strict=True):
         named = indices[:count].tolist()
         assert named == sorted(named)
-        assert sorted(indices.tolist()) == list(range(columns)), "the rest of a row are the others"
+        assert sorted(indices.tolist()) == list(range(columns)), "the remaining entries are the other blocks"
     total = int(visible.sum()) * 6
     assert mask.density() == (int(kept.sum()) / total if total else 0.0)
 
 
 @lengths
 @causality
-def test_density_counts_against_the_visible(q_len: int, kv_len: int, is_causal: bool) -> None:
+def test_density_is_relative_to_the_visible_blocks(q_len: int, kv_len: int, is_causal: bool) -> None:
     everything = torch.ones(1, 1, *blocks_of(q_len, kv_len), dtype=torch.bool)
     mask = BlockMask.from_dense(everything, q_len=q_len, kv_len=kv_len, is_causal=is_causal)
     assert mask.density() == 1.0
@@ -109,7 +109,7 @@ def test_density_counts_against_the_visible(q_len: int, kv_len: int, is_causal: 
 
 
 def test_density_of_a_causal_half() -> None:
-    """512 x 512: rows see 2, 4, 6, 8 blocks; the first column is 4 of these 20."""
+    """512 x 512: query blocks see 2, 4, 6, 8 key blocks; the first column is 4 of these 20."""
     dense = torch.zeros(1, 1, 4, 8, dtype=torch.bool)
     dense[..., 0] = True
     assert BlockMask.from_dense(dense, q_len=512, kv_len=512, is_causal=True).density() == 0.2
@@ -144,7 +144,7 @@ def test_bad_dense_tensors(dense: object, error: type[Exception], message: str) 
         BlockMask.from_dense(dense, q_len=200, kv_len=200)  # type: ignore[arg-type]
 
 
-def test_to_another_device() -> None:
+def test_move_to_another_device() -> None:
     dense = random_blocks(300, 700)
     mask = BlockMask.from_dense(dense, q_len=300, kv_len=700, is_causal=True)
     same = mask.to("cpu")
@@ -179,7 +179,7 @@ class TestFlexAttention:
 
     @lengths
     @causality
-    def test_names_the_elements_of_block_sparse_attention(self, q_len: int, kv_len: int, is_causal: bool) -> None:
+    def test_elements_are_those_of_block_sparse_attention(self, q_len: int, kv_len: int, is_causal: bool) -> None:
         query, key, value = make_qkv(q_len, kv_len, heads=3)
         blocks = random_blocks(q_len, kv_len, batch=1, share=0.6)
         mask = BlockMask.from_dense(blocks, q_len=q_len, kv_len=kv_len, is_causal=is_causal)
@@ -191,19 +191,19 @@ class TestFlexAttention:
 
     @pytest.mark.parametrize("is_causal", [False, True])
     def test_eager_flex_attention_computes_the_same(self, is_causal: bool) -> None:
-        """Eager FlexAttention reads the mask_mod and no list."""
+        """Eager FlexAttention evaluates the mask_mod and no list."""
         query, key, value = make_qkv(300, heads=3)
         blocks = (
             random_blocks(300, 300, batch=1, share=0.6) | torch.eye(3, dtype=torch.bool).repeat_interleave(2, 1)[:, :5]
         )
         mask = BlockMask.from_dense(blocks, q_len=300, kv_len=300, is_causal=is_causal)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch asks to compile it
+            warnings.simplefilter("ignore")  # torch recommends compiling it
             got = flex_attention(query, key, value, block_mask=mask.to_flex())
         expected = sparge.block_sparse_attention(query, key, value, mask, quantization="none")
         torch.testing.assert_close(got, expected)
 
-    def test_a_mask_of_one_head_serves_all(self) -> None:
+    def test_a_mask_of_one_head_applies_to_all(self) -> None:
         query, key, value = make_qkv(300, heads=3, batch=2)
         mask = BlockMask.from_flex(create_block_mask(past, None, None, 300, 300, device="cpu"), is_causal=True)
         assert mask.shape[:2] == (1, 1)
@@ -240,7 +240,7 @@ class TestFlexAttention:
         assert_exact(got, query, key, value, is_causal=True)
 
     def test_padding_after_the_listed_blocks_is_ignored(self) -> None:
-        """FlexAttention reads only the first ``kv_num_blocks`` indices; people fill the rest with zeros."""
+        """FlexAttention reads only the first ``kv_num_blocks`` indices; the rest is often filled with zeros."""
         counts = torch.tensor([[[2, 1, 0]]], dtype=torch.int32)
         indices = torch.tensor([[[[0, 2, 0, 0], [3, 0, 0, 0], [0, 0, 0, 0]]]], dtype=torch.int32)
         flex = FlexBlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=(128, 64), seq_lengths=(384, 256))
@@ -265,7 +265,7 @@ class TestFlexAttention:
             BlockMask.from_flex(create_block_mask(past, 1, 1, 512, 512, device="cpu"))
 
     def test_whole_blocks_of_an_unknown_mask_mod(self) -> None:
-        """A mask_mod that cuts no block says nothing that the lists do not."""
+        """A mask_mod that cuts no block adds nothing to the lists."""
         flex = create_block_mask(same_document, 1, 1, 512, 512, device="cpu", BLOCK_SIZE=(128, 64))
         expected = torch.eye(4, dtype=torch.bool).repeat_interleave(2, 1)
         assert torch.equal(BlockMask.from_flex(flex).to_dense()[0, 0], expected)

@@ -1,4 +1,4 @@
-"""A score and a selection rule that this library does not have: one entry and one function each, nothing else."""
+"""A score and a selection rule from outside of this library: each needs one table entry and one function."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Nearest(Score):
 
 @dataclass(frozen=True)
 class EveryOther(Selection):
-    """Keeps every n-th candidate of a row."""
+    """Keeps every n-th candidate of a query block."""
 
     name = "every_other"
     amount_field = "step"
@@ -52,7 +52,7 @@ def extended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(scores.SCORES, "nearest", Nearest)
     monkeypatch.setitem(prediction.SCORES, Nearest, score_nearest)
     monkeypatch.setitem(rules.SELECTIONS, "every_other", EveryOther)
-    every_other = prediction.by_row(lambda row: row.candidates[:: int(row.amount)])
+    every_other = prediction.by_q_block(lambda q_block: q_block.candidates[:: int(q_block.amount)])
     monkeypatch.setitem(prediction.SELECTIONS, EveryOther, every_other)
 
 
@@ -75,13 +75,13 @@ class TestExtending:
         mask[:, ::3] = True
         expected = sparge.block_sparse_attention(query, key, value, mask, backend="reference", quantization="none")
         kept = sparge.predict(query, key, sparsity=rule, backend="reference").to_dense()[0, 0]
-        best = kept & ~mask  # the floor: one block, the most probable
+        best = kept & ~mask  # the minimum: one block, the most probable
         assert (best.sum(1) <= 1).all()
         assert (kept & mask).equal(mask)
         rows = (best.sum(1) == 0).repeat_interleave(128)
         assert torch.equal(output[0, 0, rows], expected[0, 0, rows])
 
-    def test_a_policy_knows_it(self) -> None:
+    def test_a_policy_accepts_it(self) -> None:
         policy = sparge.Policy(sparsity=sparge.TopK(0.5), score="nearest")
         assert sparge.Policy.from_json(policy.to_json()) == policy
 
@@ -90,9 +90,9 @@ def test_the_old_name_of_a_quantization_is_still_accepted() -> None:
     query, key, value = make_qkv(200, head_dim=16)
     options = {"backend": "reference", "topk": 1.0}
     expected = sparge.attention(query, key, value, quantization="int8_fp8_fast", **options)
-    with pytest.warns(DeprecationWarning, match="is called 'int8_fp8_fast' now") as caught:
+    with pytest.warns(DeprecationWarning, match="was renamed to 'int8_fp8_fast'") as caught:
         got = sparge.attention(query, key, value, quantization="int8_fp8_codes", **options)  # type: ignore[call-overload]
-    assert caught[0].filename == __file__, "the note points at the caller"
+    assert caught[0].filename == __file__, "the warning points at the caller"
     assert torch.equal(got, expected)
     with pytest.warns(DeprecationWarning) as caught:
         policy = sparge.Policy(quantization="int8_fp8_codes")  # type: ignore[arg-type]
@@ -102,8 +102,8 @@ def test_the_old_name_of_a_quantization_is_still_accepted() -> None:
         assert sparge.Policy.from_json('{"quantization": "int8_fp8_codes"}') == policy
 
 
-def test_operators_carry_every_field_of_a_rule() -> None:
-    """Any other would be lost on its way, without a word."""
+def test_operators_pass_every_field_of_a_rule() -> None:
+    """Other fields would be lost silently."""
     others = {"min_blocks": 3, "similarity_threshold": 0.25, "pv_threshold": -7.0, "sink": True, "diagonal": False}
     shape = Shape(1, 2, 2, 256, 256, 16, 16)
     for kind in rules.SELECTIONS.values():
@@ -121,7 +121,7 @@ class Unlisted(Selection):
     share: float = 0.5
 
 
-def test_a_rule_or_score_that_is_not_listed_is_refused() -> None:
+def test_an_unregistered_rule_or_score_is_rejected() -> None:
     query, key, _ = make_qkv(200, head_dim=16)
     for sparsity in (Unlisted(), Selection()):
         with pytest.raises(TypeError, match="sparsity: expected"):
@@ -134,7 +134,7 @@ def test_a_rule_or_score_that_is_not_listed_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("extended")
-def test_a_backend_without_it_says_so() -> None:
+def test_a_backend_without_it_raises() -> None:
     query, key, _ = make_qkv(200, head_dim=16)
     with pytest.raises(NotImplementedError, match="score on the torch backend: expected 'moment' or 'mean'"):
         sparge.predict(query, key, score="nearest", backend="torch")

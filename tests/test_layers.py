@@ -23,7 +23,7 @@ ALLOWED = {
     "options": set(),
     "masks": {"options"},
     "call": {"options", "masks"},
-    "numerics": {"options", "masks", "call"},
+    "numerics": {"options", "masks"},
     "reference": MODEL,
     "backends": MODEL,
     "stats": set(),

@@ -116,13 +116,13 @@ sparsities = st.builds(
 def recorded_predict(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """The reference's kept blocks, and the probabilities it chose by, both (B, H, q_blocks, kv_blocks)."""
     rows: list[Tensor] = []
-    select_rows = prediction.select_rows
+    apply_rule = prediction.apply_rule
 
-    def record(rule: Selection, of_batch: Sequence[prediction.Row]) -> list[Tensor]:
+    def record(rule: Selection, of_batch: Sequence[prediction.QBlock]) -> list[Tensor]:
         rows.extend(row.probabilities for row in of_batch)
-        return select_rows(rule, of_batch)
+        return apply_rule(rule, of_batch)
 
-    with patch.object(prediction, "select_rows", record):
+    with patch.object(prediction, "apply_rule", record):
         mask = sparge.predict(*tensors, backend="reference", **options)
     return mask.to_dense(), torch.stack(rows).view(mask.shape)
 

@@ -32,7 +32,7 @@ def test_causal_elements_are_aligned_bottom_right():
     assert allowed.int().tolist() == [[0, 0, 0], [0, 0, 0], [1, 0, 0], [1, 1, 0], [1, 1, 1]]
 
 
-def test_smoothing_leaves_the_softmax_alone_and_ignores_hidden_and_broken_tokens():
+def test_smoothing_preserves_the_softmax_and_ignores_hidden_and_non_finite_tokens():
     key, query = gaussian(1, 1, 40, 8), gaussian(1, 1, 7, 8, seed=1)
     key[0, 0, 3] = 1e30
     seen = torch.ones(1, 1, 40, dtype=torch.bool)
@@ -77,7 +77,7 @@ def test_sampled_queries_are_evenly_spaced_over_the_visible_ones():
 
 
 def test_moment_score_adds_a_quarter_of_the_variance_where_channels_are_independent():
-    """Keys on all corners of a 6-cube: channels are exactly uncorrelated."""
+    """The keys are all corners of a 6-cube, whose channels are exactly uncorrelated."""
     corners = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0], dtype=torch.float64)] * 6)  # 64 keys
     keys = corners * torch.linspace(0.5, 2, 6, dtype=torch.float64) + 0.3
     means, variances = prediction.pool(keys, all_seen(64), 64)
@@ -92,8 +92,8 @@ def test_moment_score_adds_a_quarter_of_the_variance_where_channels_are_independ
         assert prediction.score_moment(head, Moment(1)).item() == pytest.approx(expected)
 
 
-def test_means_of_parts_leave_out_hidden_queries():
-    """Of 130 queries, in parts of 32: one that sees nothing is no query, a part without any has its block's mean."""
+def test_means_of_parts_exclude_hidden_queries():
+    """130 queries in parts of 32: unseeing queries are excluded, and an empty part has its block's mean."""
     query, seen = gaussian(130, 4), all_seen(130)
     seen[5:20] = False
     seen[32:64] = False
@@ -108,7 +108,7 @@ def test_means_of_parts_leave_out_hidden_queries():
 
 
 def test_spread_score_of_two_blocks_by_hand():
-    """One query of 2; a block of keys 1 and 3, one of keys that are all 2: the same mean, and nothing to get wrong."""
+    """One query of 2; a block of keys 1 and 3, a block with all keys 2: equal means, exact in the second."""
     keys = torch.cat([torch.tensor([1.0, 3.0]).repeat(32), torch.full((64,), 2.0)])[:, None].double()
     means, variances = prediction.pool(keys, all_seen(128), 64)
     assert means.flatten().tolist() == [2.0, 2.0]
@@ -128,8 +128,8 @@ def test_spread_score_of_two_blocks_by_hand():
     assert not broken.any()
 
 
-def test_spread_chooses_what_its_mean_would_get_wrong():
-    """The first block gets more attention, but all its keys are one; the second is what a mean cannot stand for."""
+def test_spread_selects_blocks_with_inaccurate_means():
+    """The first block gets more attention, but all its keys are equal; the second is not represented by its mean."""
     query, key = torch.ones(1, 1, 128, 8), torch.zeros(1, 1, 256, 8)
     key[:, :, :64] = 1.0
     key[:, :, 64:96], key[:, :, 96:128] = 2.5, -2.5
@@ -142,7 +142,7 @@ def test_spread_chooses_what_its_mean_would_get_wrong():
 
 
 def test_scores_add_the_log_mean_exp_of_the_visible_bias():
-    """A bias of -10 000 on part of a block hides those keys and leaves the block its worth."""
+    """A bias of -10 000 on part of a block hides those keys and does not change the score of the block."""
     allowed = torch.ones(1, 1, 100, dtype=torch.bool)
     bias = gaussian(1, 1, 100)
     bias[..., 10:30] = -10_000
@@ -158,7 +158,7 @@ def test_scores_add_the_log_mean_exp_of_the_visible_bias():
     torch.testing.assert_close(prediction.score_spread(head, Spread(1)).flatten(), expected)
 
 
-def test_probabilities_average_one_softmax_per_query_and_flag_broken_scores():
+def test_probabilities_average_one_softmax_per_query_and_flag_non_finite_scores():
     scores = torch.tensor([[[0.0, 1.0, 2.0], [5.0, 0.0, math.nan]]], dtype=torch.float64)
     eligible = torch.tensor([[True, True, True]])
     got, broken = prediction.block_probabilities(scores, eligible)
@@ -171,7 +171,7 @@ def test_probabilities_average_one_softmax_per_query_and_flag_broken_scores():
     squares, _ = prediction.block_probabilities(scores, eligible, exponent=2)
     torch.testing.assert_close(squares[0], ((first.square() + second.square()) / 2).sqrt())
     far, _ = prediction.block_probabilities(torch.tensor([[[0.0, -41.0, -43.0]]], dtype=torch.float64), eligible)
-    assert (far > 0).tolist() == [[True, True, False]], "what is negligible is 0"
+    assert (far > 0).tolist() == [[True, True, False]], "negligible probabilities are 0"
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def select(rule, probabilities, **places):
     for name, where in places.items():
         flags[name][where] = True
     blocks = (torch.tensor(probabilities), ~flags["hidden"], flags["forced"], flags["dissimilar"])
-    [kept] = prediction.select_rows(rule, [prediction.Row(*blocks, rule.amount, rule.min_blocks)])
+    [kept] = prediction.apply_rule(rule, [prediction.QBlock(*blocks, rule.amount, rule.min_blocks)])
     return kept.nonzero().flatten().tolist()
 
 
@@ -209,7 +209,7 @@ def test_topcdf_includes_the_crossing_block():
     assert select(TopCdf(1.0, min_blocks=0), [1.0, 0.0, 0.0, 0.0]) == [0, 1, 2, 3]
 
 
-def test_forced_blocks_count_towards_the_budget_and_dissimilar_ones_come_on_top():
+def test_forced_blocks_count_towards_the_budget_and_dissimilar_ones_are_added():
     row = [0.1, 0.4, 0.3, 0.2]
     assert select(TopK(0.5, min_blocks=0), row) == [1, 2]
     assert select(TopK(0.5, min_blocks=0), row, forced=[0]) == [0, 1]
@@ -219,7 +219,7 @@ def test_forced_blocks_count_towards_the_budget_and_dissimilar_ones_come_on_top(
     assert select(TopK(0.5, min_blocks=0), [0.25] * 4) == [0, 1]  # ties go to the lower index
 
 
-def test_causal_floor_reaches_the_known_density():
+def test_causal_minimum_gives_the_known_density():
     """4096 tokens, 40 % of the visible blocks, sink, diagonal, at least 16: 523 of 1056 blocks."""
     query, key = gaussian(1, 1, 4096, 8).float(), gaussian(1, 1, 4096, 8, seed=1).float()
     shape = Shape(1, 1, 1, 4096, 4096, 8, 8)
@@ -233,7 +233,7 @@ def test_causal_floor_reaches_the_known_density():
         assert not kept[i, 2 * i + 2 :].any()
 
 
-def test_rows_and_columns_whose_tokens_disagree_are_kept():
+def test_dissimilar_query_and_key_blocks_are_kept():
     query, key = torch.ones(1, 1, 256, 16), torch.ones(1, 1, 256, 16)
     query[:, :, 128:] = gaussian(1, 1, 128, 16).float()
     key[:, :, 64:128] = gaussian(1, 1, 64, 16, seed=1).float() * 3
@@ -243,14 +243,14 @@ def test_rows_and_columns_whose_tokens_disagree_are_kept():
         options = {"score": score, "is_causal": False, "scale": 0.25}
         rule = TopK(0.25, min_blocks=0, similarity_threshold=0.3)
         kept = reference.predict(query, key, Call(shape, sparsity=rule, **options)).to_dense()[0, 0]
-        assert kept[1].all(), "the disagreeing query block keeps its row"
-        assert kept[0, 1], "the disagreeing key block is kept in every row"
+        assert kept[1].all(), "the dissimilar query block keeps all key blocks"
+        assert kept[0, 1], "the dissimilar key block is kept by every query block"
         assert kept[0].sum() == 2
         without = reference.predict(query, key, Call(shape, sparsity=TopK(0.25, min_blocks=0), **options))
         assert without.kv_num_blocks.flatten().tolist() == [1, 1]
 
 
-def test_per_head_thresholds_reach_their_heads():
+def test_per_head_thresholds_apply_to_their_heads():
     query, key = gaussian(1, 2, 640, 8).float(), gaussian(1, 2, 640, 8, seed=1).float()
     shape = Shape(1, 2, 2, 640, 640, 8, 8)
     options = {"score": Moment(), "is_causal": False, "scale": 0.3}
@@ -263,7 +263,7 @@ def test_per_head_thresholds_reach_their_heads():
     assert mask.kv_num_blocks[0].tolist() == [[1] * 5, [10] * 5]
 
 
-def test_two_level_accumulation_is_what_keeps_fp8_accurate():
+def test_two_level_accumulation_keeps_fp8_accurate():
     query, key = gaussian(1, 1, 2, 16).float() * 0.1, gaussian(1, 1, 32768, 16, seed=1).float()
     value = gaussian(1, 1, 32768, 16, seed=2).float() + 1
     shape = Shape(1, 1, 1, 2, 32768, 16, 16)
@@ -278,7 +278,7 @@ def test_two_level_accumulation_is_what_keeps_fp8_accurate():
     assert error("single_level") > 0.3
 
 
-def test_stage_two_skips_groups_of_64_rows_in_natural_log_units():
+def test_the_threshold_skips_groups_of_64_rows_in_natural_log_units():
     """Block 1 lies 5 below block 0 for rows 0..63 and level with it for rows 64..127."""
     query = torch.zeros(1, 1, 128, 8)
     query[:, :, :64, 0] = 1.0
@@ -301,8 +301,8 @@ def test_stage_two_skips_groups_of_64_rows_in_natural_log_units():
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_codes_are_as_accurate_as_exponentials(is_causal):
-    """Both round P to E4M3; the row sum of the same numbers takes the codes' bias out of the output."""
+def test_p_without_exp2_is_as_accurate_as_with_exp2(is_causal):
+    """Both round P to E4M3; the row sum of the same numbers cancels the bias of the quantized values."""
     query, key, value = make_qkv(300, 500, heads=2, kv_heads=1, head_dim=32, dtype=torch.float32)
     call = {"is_causal": is_causal, "topk": 1.0, "enable_gqa": True, "return_lse": True, "backend": "reference"}
     exact, exact_lse = sparge.attention(query, key, value, quantization="none", **call)
@@ -317,8 +317,8 @@ def test_codes_are_as_accurate_as_exponentials(is_causal):
 
 @pytest.mark.parametrize("quantization", ["int8_fp8", "int8_fp8_fast", "int8_fp16"])
 @pytest.mark.parametrize("logits", [1e4, 1e6])
-def test_huge_logits_pick_one_key(logits, quantization):
-    """Queries that point at their own key: INT8 rounds their logits by thousands, and still finds it."""
+def test_huge_logits_select_one_key(logits, quantization):
+    """Each query points at its own key: INT8 moves the logits by thousands, and the key is still found."""
     key, value = math.sqrt(logits / 8) * gaussian(1, 1, 200, 64).float(), gaussian(1, 1, 200, 64, seed=1).float()
     output, lse = sparge.attention(
         *(key, key, value),

@@ -38,7 +38,7 @@ def masks(kind: str, shape: Shape) -> torch.Tensor | None:
 @pytest.mark.parametrize("kind", ["none", "keys", "elements", "queries", "additive"])
 @pytest.mark.parametrize("window", [(None, None), (None, 0), (63, 0), (100, 5), (30, None)])
 @pytest.mark.parametrize(("q_len", "kv_len"), SHAPES)
-def test_visibility_is_what_the_element_mask_reduces_to(kind, window, q_len, kv_len):
+def test_visibility_equals_the_reduced_element_mask(kind, window, q_len, kv_len):
     shape = Shape(2, 4, 2, q_len, kv_len, 8, 8)
     mask = masks(kind, shape)
     found = find_visibility(shape, Window(*window), mask, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""One attention call, as every stage sees it: built once by `api`, from validated arguments, and handed down."""
+"""One attention call as every stage receives it, built once from validated arguments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparge.masks.geometry import Shape
 from sparge.masks.segments import Segments
-from sparge.masks.window import Window, first_seen_key, window_of, within
+from sparge.masks.window import Window, first_seen_key, window_of, without_idle_bounds
 from sparge.options.common import PerHead
 from sparge.options.rules import Dense, Selection, Sparsity
 from sparge.options.scores import Moment, Score
@@ -20,24 +20,24 @@ _DENSE, _SCORE = Dense(), Moment()
 
 @dataclass(frozen=True, init=False)
 class Call:
-    """What a call asks for, without its tensors. Nothing here is checked again.
+    """The options of a call, without its tensors. They are validated before and not checked again.
 
     Attributes:
         shape: sizes of query, key and value, heads first.
-        is_causal: query i sees keys up to i + kv_len - q_len; the window says so too, ``right = 0``.
-        scale: factor on the scores, above 0.
-        sparsity: which blocks are kept; by default all visible ones, `Dense`.
-        score: how a block's worth is predicted; `Moment` by default.
-        always_keep: key ranges [start, stop) whose blocks every row keeps.
-        exact_queries: query ranges [start, stop) whose blocks keep all they see.
-        quantization: "none", "int8_fp16", "int8_fp8" or "int8_fp8_fast"; "auto" was resolved before.
-        pv_threshold: natural log, below 0: P V of 64 rows is skipped where all scores lie further below the maximum.
+        is_causal: query i sees keys up to i + kv_len - q_len; equivalent to ``window.right == 0``.
+        scale: factor of the scores, above 0.
+        sparsity: which blocks are kept; all visible ones, `Dense`, by default.
+        score: predicts the importance of blocks; `Moment` by default.
+        always_keep: key ranges [start, stop) whose blocks every query block keeps.
+        exact_queries: query ranges [start, stop) whose blocks keep all visible key blocks.
+        quantization: "none", "int8_fp16", "int8_fp8" or "int8_fp8_fast"; "auto" is already resolved.
+        pv_threshold: natural log, below 0: P V of 64 rows is skipped if all scores lie further below the maximum.
         attn_mask: bool or additive, four dimensions, each 1 or the call's own.
-        skipped: "drop", or "mean": blocks that are not kept enter the softmax as one key, their mean.
+        skipped: "drop", or "mean": skipped blocks are replaced by their mean, one key of the softmax.
         window: how far a query sees.
-        exact_lse: the LSE is read; else it may be as rough as the output is.
-        segments: the batch is segments of a pack, and the shape that of the longest; None: it is what it looks like.
-        recordings: what a backend keeps for the next time the same object is run, such as recorded launches.
+        exact_lse: the LSE is used; otherwise it may have the output's accuracy.
+        segments: the batch consists of segments of a pack, and the shape is that of the longest; None: no pack.
+        recordings: state that a backend keeps for later runs of the same object, for example recorded launches.
     """
 
     shape: Shape
@@ -73,7 +73,7 @@ class Call:
         exact_lse: bool = True,
         segments: Segments | None = None,
     ) -> None:
-        """Written out, because torch.compile traces no default that is an object of ours."""
+        """Create a call. Written out because torch.compile cannot trace defaults that are objects of this library."""
         joined = window_of(is_causal, window)
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "is_causal", joined.right == 0)
@@ -93,20 +93,20 @@ class Call:
 
     @property
     def selection(self) -> Selection:
-        """The rules of a call that is not dense."""
+        """The rule of a call that is not dense."""
         assert not isinstance(self.sparsity, Dense)
         return self.sparsity
 
     @functools.cached_property
     def has_per_head_numbers(self) -> bool:
-        """Whether some option is a tensor with an entry for each head."""
+        """Whether some option is a tensor with one entry per head."""
         rule = self.sparsity
         return isinstance(self.pv_threshold, Tensor) or (not isinstance(rule, Dense) and rule.is_per_head)
 
     def of(self, *, attn_mask: Tensor | None = None, segments: Segments | None = None) -> Call:
-        """Return the same call of another mask of the same shape and dtype, or of other results of the same segments.
+        """Return the same call with another mask of the same shape and dtype, or other results of the same segments.
 
-        It shares the recordings.
+        The two calls share their recordings.
         """
         changed = object.__new__(Call)
         vars(changed).update(vars(self), attn_mask=attn_mask, segments=segments)
@@ -114,12 +114,12 @@ class Call:
 
     @property
     def replaces_skipped(self) -> bool:
-        """Whether blocks that are not kept enter the softmax as their means."""
+        """Whether skipped blocks are replaced by their means."""
         return self.skipped == "mean"
 
     @property
     def is_quantized(self) -> bool:
-        """Whether Q and K are INT8 codes."""
+        """Whether Q and K are quantized to INT8."""
         return self.quantization != "none"
 
     @property
@@ -128,8 +128,8 @@ class Call:
         return self.quantization in ("int8_fp8", "int8_fp8_fast")
 
 
-def without_unseen(key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor, Call]:
-    """A dense call without the keys that lie before every query's window: what is left has blocks of its own."""
+def drop_unseen_keys(key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor, Call]:
+    """Remove the keys before every query's window from a dense call. Blocks are counted from the first key left."""
     start = first_seen_key(call.window, call.shape)
     if start == 0:
         return key, value, call
@@ -137,22 +137,23 @@ def without_unseen(key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tens
     if attn_mask is not None and attn_mask.shape[3] > 1:
         attn_mask = attn_mask[..., start:]
     shape = replace(call.shape, kv_len=call.shape.kv_len - start)
-    window = within(call.window, shape.q_len, shape.kv_len)
+    window = without_idle_bounds(call.window, shape.q_len, shape.kv_len)
     return key[:, :, start:], value[:, :, start:], replace(call, shape=shape, window=window, attn_mask=attn_mask)
 
 
 MAX_CALLS = 256
-"""Kinds of calls whose recordings are kept."""
+"""Kinds of calls with recordings that are kept."""
 _calls: dict[tuple[Call, Any], Call] = {}
-"""Without masks and segments, which are tensors, but by what a recording depends on of them."""
+"""Calls without masks and segments, which are tensors. Keys include the properties of these tensors that recordings
+depend on."""
 
 
 _FIRST = "is_first"
-"""The attribute of a call that `interned` returned, or of one with another mask: it need not be looked up again."""
+"""Attribute of a call that `interned` returned, or of its copy with another mask, which needs no further lookup."""
 
 
 def interned(call: Call) -> Call:
-    """Return the first call that was equal to this one, with this one's mask: it holds the recordings of a backend."""
+    """Return the first call equal to this one, which holds the recordings, with this call's mask and segments."""
     mask, segments = call.attn_mask, call.segments
     if call.has_per_head_numbers or _FIRST in vars(call):
         return call

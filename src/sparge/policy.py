@@ -103,7 +103,7 @@ class Policy:
             kind = type(self.sparsity).__name__
             raise TypeError(f"sparsity: expected Budget(...), TopK(...) or TopCdf(...), got {kind}")
         if self.topk is not None:
-            checks.by_share(self.topk)
+            checks.rule_from_topk(self.topk)
         checks.check_choice("score", self.score, ("auto", *SCORES))
         object.__setattr__(self, "quantization", checks.resolve_quantization_name(self.quantization, stacklevel=4))
         checks.check_choice("order", self.order, ("auto", *ORDERS))
@@ -135,7 +135,7 @@ class Policy:
     @property
     def selection(self) -> Selection:
         """What `sparge.attention` gets as ``sparsity``."""
-        return checks.by_share(self.topk) if self.sparsity is None else self.sparsity
+        return checks.rule_from_topk(self.topk) if self.sparsity is None else self.sparsity
 
     def of_layer(self, name: str) -> Policy:
         """The policy of one layer: its own budget, if it has one.

@@ -1,4 +1,4 @@
-"""Which backend and which quantization a device gets, and what the refusals say."""
+"""The backend and quantization selected for a device, and the error messages."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An H200, as far as backends ask."""
+    """An H200, as reported to the backends."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.version, "hip", None)
 
 
 @pytest.fixture(autouse=True)
-def nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test has GPUs of its own."""
+def empty_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clear the caches, so that each test defines its own GPUs."""
     monkeypatch.setattr(base, "_BEST_ON_GPUS", {})
 
 
@@ -39,8 +39,8 @@ def triton_installed() -> None:
     pytest.importorskip("triton")
 
 
-def test_triton_refuses_a_cpu() -> None:
-    """In a process of its own: whether kernels are interpreted is decided when Triton is imported."""
+def test_triton_rejects_a_cpu() -> None:
+    """Run in its own process, because interpretation is decided when Triton is imported."""
     pytest.importorskip("triton")
     program = """
 import torch, sparge
@@ -82,7 +82,7 @@ class TestResolve:
         assert base.resolve("hopper", CUDA) == "hopper"
 
     @needs_triton
-    def test_a_triton_without_what_the_kernel_needs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_triton_without_required_features(self, monkeypatch: pytest.MonkeyPatch) -> None:
         import triton
 
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
@@ -94,7 +94,7 @@ class TestResolve:
             base.resolve("hopper", CUDA)
 
     @needs_triton
-    def test_a_gluon_that_moved(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_gluon_with_moved_names(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
         monkeypatch.delitem(sys.modules, "sparge.backends.gpu.gluon", raising=False)
         monkeypatch.delattr(sys.modules.get("sparge.backends.gpu", base), "gluon", raising=False)
@@ -105,7 +105,7 @@ class TestResolve:
         assert base.resolve("auto", CUDA) == "triton"
 
     def refused(self, device: torch.device, missing: str) -> None:
-        """By name it raises, "auto" takes torch; both say what is missing."""
+        """A named backend raises, "auto" selects torch; both explain what is missing."""
         assert base.resolve("auto", device) == "torch"
         assert base.explain(device) == f"{base.get('torch').summary}; not 'triton': {missing}"
         with pytest.raises(NotImplementedError) as raised:
@@ -151,7 +151,7 @@ class TestResolve:
             base.resolve("cuda", CPU)
 
     @pytest.mark.parametrize("name", BACKENDS)
-    def test_every_backend_says_what_it_is(self, name: str) -> None:
+    def test_every_backend_has_a_summary(self, name: str) -> None:
         pytest.importorskip("triton")
         backend = base.get(name)
         assert backend.name == name
@@ -177,14 +177,14 @@ class TestQuantization:
         assert base.get("hopper").serving(call, dtype).name == backend
         assert base.get("torch").serving(call, dtype).name == "torch"
 
-    def test_hopper_takes_the_fast_one_unless_there_is_a_mask(self) -> None:
+    def test_hopper_selects_the_fast_one_unless_there_is_a_mask(self) -> None:
         assert base.resolve_quantization("auto", "hopper", CUDA) == "int8_fp8_fast"
         assert base.resolve_quantization("auto", "hopper", CUDA, has_mask=True) == "int8_fp8"
         assert base.resolve_quantization("int8_fp8", "hopper", CUDA) == "int8_fp8"
         with pytest.raises(NotImplementedError, match=r"expected no attn_mask \('int8_fp8' takes one\)"):
             base.resolve_quantization("int8_fp8_fast", "hopper", CUDA, has_mask=True)
 
-    def test_who_has_the_fast_one(self) -> None:
+    def test_backends_with_the_fast_one(self) -> None:
         assert base.resolve_quantization("int8_fp8_fast", "reference", CPU, has_mask=True) == "int8_fp8_fast"
         for backend in ("triton", "torch"):
             with pytest.raises(NotImplementedError, match="expected backend 'hopper' or 'reference', got"):
@@ -192,7 +192,7 @@ class TestQuantization:
 
     @pytest.mark.parametrize("asked", ["auto", "none", "int8_fp8", "int8_fp16"])
     @pytest.mark.parametrize("backend", ["torch", "reference"])
-    def test_other_backends_quantise_when_told_to(self, backend: str, asked: str) -> None:
+    def test_other_backends_quantize_on_request(self, backend: str, asked: str) -> None:
         expected = "none" if asked == "auto" else asked
         assert base.resolve_quantization(asked, backend, CPU) == expected
 

@@ -1,4 +1,4 @@
-"""Launch configurations: every call gets the one it got when the tables were written, and a table can be overridden."""
+"""Launch configurations: calls get the configurations recorded when the tables were written; overrides."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ TRITON: dict[tuple[str, str, int], tuple[tuple[int, ...], ...]] = {
     ("small", "float32", 128): ((16, 1, 4, 1), (64, 1, 4, 1), (16, 1, 4, 1), (16, 1, 4, 1)),
     ("small", "float32", 256): ((16, 1, 8, 1), (64, 1, 8, 1), (16, 1, 8, 1), (16, 1, 8, 1)),
 }
-"""By generation, quantization and width: queries, blocks, warps, stages (and registers) of every variant, as chosen
+"""By generation, quantization and width: queries, blocks, warps, stages (and registers) of every variant, as computed
 by the branches that the table replaced."""
 
 HOPPER = {
@@ -87,7 +87,7 @@ def as_triton(config: triton_configs.AttentionConfig) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("generation", CAPABILITIES)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_triton_gets_what_it_got(generation: str, variant: str) -> None:
+def test_triton_configs_do_not_change(generation: str, variant: str) -> None:
     place = list(VARIANTS).index(variant)
     checked = 0
     for (of, quantization, width), expected in TRITON.items():
@@ -108,14 +108,14 @@ def test_triton_gets_what_it_got(generation: str, variant: str) -> None:
 
 
 @pytest.mark.parametrize("quantization", ["int8_fp8", "int8_fp16"])
-def test_codes_are_not_float32(quantization: str) -> None:
-    """Whatever the output's dtype is."""
+def test_quantized_calls_do_not_use_float32_configs(quantization: str) -> None:
+    """For any dtype of the output."""
     options = {"architecture": 90, **VARIANTS["plain"]}
     expected = TRITON["hopper", quantization, 128][0]
     assert as_triton(triton_configs.attention_config(quantization, 128, is_float32=True, **options)) == expected
 
 
-def test_hopper_gets_what_it_got() -> None:
+def test_hopper_configs_do_not_change() -> None:
     assert {(key.quantization, key.width) for key in hopper_configs.CONFIGS} == set(HOPPER)
     for (quantization, width), expected in HOPPER.items():
         for has_threshold in (False, True):
@@ -124,7 +124,7 @@ def test_hopper_gets_what_it_got() -> None:
 
 
 @pytest.mark.parametrize("architecture", [80, 89, 90, 100, 120])
-def test_stages_get_what_they_got(architecture: int) -> None:
+def test_stage_configs_do_not_change(architecture: int) -> None:
     is_small = architecture // 10 in (8, 12)
     assert astuple(stage_configs.summarize_config()) == (2, 8, 1)
     assert astuple(stage_configs.reduce_config()) == (64, 16, 4)
@@ -139,13 +139,13 @@ def test_stages_get_what_they_got(architecture: int) -> None:
 
 
 def test_several_variants_at_once() -> None:
-    """A threshold counts first: it says what is skipped together."""
+    """A threshold takes precedence, because it determines the size of a skipped part."""
     for has_mask, per_query in ((False, False), (True, False), (True, True)):
         assert variant_of(has_threshold=True, has_mask=has_mask, mask_per_query=per_query) == "threshold"
     assert variant_of(has_threshold=False, has_mask=True, mask_per_query=True) == "mask_per_query"
 
 
-def test_rows_with_a_threshold_skip_what_belongs_together() -> None:
+def test_configs_with_a_threshold_skip_the_right_size() -> None:
     for generation, quantization, width in TRITON:
         key = ConfigKey(generation, quantization, width, "threshold")
         config = look_up(triton_configs.CONFIGS, key)
@@ -155,7 +155,7 @@ def test_rows_with_a_threshold_skip_what_belongs_together() -> None:
 
 
 def test_fallback_order() -> None:
-    """The base generation's variant, then the own generation's plain row, then the base generation's."""
+    """The base generation's variant, then the own generation's plain entry, then the base generation's."""
     asked = ConfigKey("small", "none", 64, "mask")
     order = [
         asked,
@@ -172,11 +172,11 @@ def test_fallback_order() -> None:
         look_up(table, asked)
 
 
-def test_a_generation_that_nobody_knows_runs_as_the_measured_one() -> None:
+def test_an_unknown_generation_uses_the_measured_one() -> None:
     assert config_table.generation_of(130) == "hopper"
 
 
-def test_override_holds_inside_its_block_alone() -> None:
+def test_an_override_ends_with_its_context() -> None:
     other, inner = triton_configs.AttentionConfig(128, 1, 8, 4), triton_configs.AttentionConfig(64, 1, 8, 4)
 
     def chosen() -> Any:
@@ -202,7 +202,7 @@ def test_override_holds_inside_its_block_alone() -> None:
 
 
 def test_candidates_name_fields_and_hold_what_was_chosen() -> None:
-    """A sweep compares with the chosen row, and varies what exists."""
+    """A sweep compares with the selected configuration, and varies existing fields."""
     of_triton = {True: triton_configs.FLOAT32_CANDIDATES, False: triton_configs.CANDIDATES}
     for key, config in triton_configs.CONFIGS.items():
         candidates = of_triton[key.quantization == "float32"]

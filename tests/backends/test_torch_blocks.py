@@ -56,7 +56,7 @@ def both(case, **options):
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("threshold", [None, -2.0])
-def test_unquantised_output_and_lse_equal_the_specification(name, is_causal, kind, threshold):
+def test_unquantized_output_and_lse_equal_the_specification(name, is_causal, kind, threshold):
     """Scores reach about 15, so their fp32 rounding alone moves a probability by 15 eps."""
     (output, lse), expected = both(problem(SHAPES[name], is_causal, kind), pv_threshold=threshold)
     if threshold is not None and name == "square" and kind == "none":
@@ -72,16 +72,16 @@ def test_unquantised_output_and_lse_equal_the_specification(name, is_causal, kin
 @pytest.mark.parametrize("kind", ["none", "keys", "bias"])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("name", SHAPES)
-def test_quantised_output_equals_the_specification(name, is_causal, kind, quantization):
-    """The same codes: what differs is the 13-bit sum inside an FP8 tile, and codes on a rounding edge."""
+def test_quantized_output_equals_the_specification(name, is_causal, kind, quantization):
+    """The quantized values are the same; differences are the 13-bit FP8 sum and values at a rounding edge."""
     case = problem(SHAPES[name], is_causal, kind)
     (output, lse), expected = both(case, quantization=quantization)
     exact = reference.attention(*case)
-    quantisation_error = relative_l1(expected.output, exact.output)
-    assert relative_l1(output, expected.output) < 0.1 * quantisation_error + 64 * 2**-13 / 10
+    quantization_error = relative_l1(expected.output, exact.output)
+    assert relative_l1(output, expected.output) < 0.1 * quantization_error + 64 * 2**-13 / 10
     seen = expected.lse > -math.inf
     assert torch.equal(lse > -math.inf, seen)
-    # One key code off by one moves a score by q_scale * k_scale * 127 * scale; LSE cannot move further.
+    # One quantized key off by one moves a score by q_scale * k_scale * 127 * scale; LSE cannot move further.
     edge = case[0].abs().max() * (case[1] - case[1].mean(2, keepdim=True)).abs().max() / 127 * 0.3
     assert (lse[seen] - expected.lse[seen]).abs().max() < edge
 
@@ -107,7 +107,7 @@ def test_the_device_neutral_path_equals_the_cpu_kernel(with_bias):
         bias[1, 5] = -math.inf
         bias[:, :, 100:] = -math.inf
     output, lse = torch_blocks.attend(query, key, value, bias, 0.25)
-    wide = torch.nn.functional.pad(value, (0, 8))  # another width takes the path of other devices
+    wide = torch.nn.functional.pad(value, (0, 8))  # unequal widths use the path of other devices
     neutral, neutral_lse = torch_blocks.attend(query, key, wide, bias, 0.25)
     torch.testing.assert_close(neutral[..., :16], output)
     if bias is not None:
@@ -121,14 +121,14 @@ def test_batching_does_not_change_the_result(monkeypatch, quantization):
     call = replace(call, quantization=quantization)
     whole = torch_blocks.attention(*tensors, call)
     monkeypatch.setattr(torch_blocks, "CHUNK_BYTES", 1)
-    monkeypatch.setattr(torch_online, "ROWS_AT_A_TIME", 1)
+    monkeypatch.setattr(torch_online, "MAX_Q_BLOCKS", 1)
     single = torch_blocks.attention(*tensors, call)
     for a, b in zip(whole, single, strict=True):
         torch.testing.assert_close(a, b)
 
 
 class LargestTensor(TorchDispatchMode):
-    """Remembers the largest tensor any operator returns, in bytes."""
+    """Records the size of the largest tensor that any operator returns, in bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ def test_no_tensor_grows_with_the_square_of_the_length(is_causal):
     assert largest.bytes <= torch_blocks.CHUNK_BYTES
 
 
-def test_fp16_values_saturate_instead_of_turning_infinite():
+def test_fp16_values_saturate_instead_of_becoming_infinite():
     case = problem(SHAPES["square"], False, density=1.1)
     case[2][:, :, 5] = 1e6
     (output, _), expected = both(case, quantization="int8_fp16")

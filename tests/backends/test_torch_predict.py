@@ -1,4 +1,4 @@
-"""Batched prediction against the specification: the same blocks, whatever the masks, lengths and rules."""
+"""Batched prediction against the specification: the same blocks for all masks, lengths and rules."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def mask_of(kind: str, shape: Shape) -> torch.Tensor | None:
 
 MASKS = ["none", "keys", "elements", "key bias", "head bias"]
 RULES_AND_SCORES = [
-    *itertools.product(RULES, [Moment()]),  # a rule sees the probabilities alone, whichever score they come from
+    *itertools.product(RULES, [Moment()]),  # a rule reads only the probabilities, so one score suffices
     *itertools.product(["topk", "budget", "similarity"], [Mean(), Spread()]),
     ("topk", Moment(3)),
     ("topk", Spread(4)),
@@ -68,7 +68,7 @@ RULES_AND_SCORES = [
 
 
 def cases() -> list[tuple[str, str, str, Moment | Mean | Spread]]:
-    """Every rule and score under every mask, and on every shape; every mask on every shape."""
+    """Return every rule and score under every mask, and on every shape; every mask on every shape."""
     names = list(SHAPES)
     return [
         (names[(first + second) % len(names)], kind, rule, score)
@@ -97,7 +97,7 @@ def test_the_same_blocks_as_the_specification(name, is_causal, kind, rule, score
     assert torch.equal(got.visible_num_blocks, expected.visible_num_blocks)
 
 
-def test_rows_predicted_in_small_chunks_are_the_same(monkeypatch):
+def test_small_chunks_give_the_same_blocks(monkeypatch):
     shape = SHAPES["square"]
     query, key = inputs(shape)
     options = {"sparsity": TopK(0.4, min_blocks=1), "score": Moment(), "is_causal": True, "scale": 0.2}
@@ -107,8 +107,8 @@ def test_rows_predicted_in_small_chunks_are_the_same(monkeypatch):
 
 
 @pytest.mark.parametrize("score", [Moment(), Mean(), Spread()], ids=str)
-def test_a_channel_offset_and_16_bit_inputs_do_not_move_the_selection(score):
-    """Scores are fp32: an offset of 100 on K changes no block, although q.k grows a hundredfold."""
+def test_a_channel_offset_and_16_bit_inputs_do_not_change_the_selection(score):
+    """Scores are float32: an offset of 100 on K changes no block, although q.k grows a hundredfold."""
     shape = SHAPES["square"]
     query, key = inputs(shape)
     query, key = query.bfloat16().float(), key.bfloat16().float()

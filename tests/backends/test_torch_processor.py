@@ -1,4 +1,4 @@
-"""What the torch backend makes of a processor: its units for 16 bits, its threads, its crossover."""
+"""The torch backend's use of a processor: units for 16-bit numbers, threads, crossover."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HALVES = pytest.mark.parametrize("dtype", [BF16, FP16])
 
 @pytest.fixture
 def has_units(monkeypatch: pytest.MonkeyPatch) -> Callable[[Units], None]:
-    """Make this machine one with such units for 16 bits: its kernels are slower then, and give the same."""
+    """Simulate a machine with given units for 16-bit numbers; its kernels are slower and give the same results."""
 
     def patch(units: Units) -> None:
         monkeypatch.setattr(processor, "units", lambda dtype: Units.NATIVE if dtype == FP32 else units)
@@ -35,12 +35,12 @@ def has_units(monkeypatch: pytest.MonkeyPatch) -> Callable[[Units], None]:
 
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Let the backend believe in so many threads."""
+    """Simulate a number of threads."""
     return lambda number: monkeypatch.setattr(torch, "get_num_threads", lambda: number)
 
 
 def blocks_of(query: Tensor, key: Tensor, density: float) -> Tensor:
-    """Random blocks, of which neighbours share most."""
+    """Return random blocks, most of them shared by neighbors."""
     generator = torch.Generator().manual_seed(3)
     sizes = (*query.shape[:2], -(-query.shape[2] // 128), -(-key.shape[2] // 64))
     kept = torch.rand(sizes, generator=generator) < density
@@ -51,7 +51,7 @@ def blocks_of(query: Tensor, key: Tensor, density: float) -> Tensor:
 
 @pytest.fixture
 def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.dtype, int]]:
-    """Dtypes and lengths of the queries that torch's CPU attention was called with."""
+    """Record dtypes and lengths of the queries of torch's CPU attention."""
     calls = []
     kernel = torch_blocks._attend_cpu
 
@@ -83,8 +83,8 @@ class TestSixteenBits:
         sparge.attention(query, key, value, topk=0.5, backend="torch")
         assert {dtype for dtype, _ in kernel_calls} == {FP32}
 
-    def test_an_lse_that_is_read_is_exact(self, has_units) -> None:
-        """Torch's kernel for 16 bits has rough exponentials: its LSE is off by 5e-5."""
+    def test_a_requested_lse_is_exact(self, has_units) -> None:
+        """torch's 16-bit kernel has inexact exponentials: its LSE is off by 5e-5."""
         query, key, value = make_qkv(300, head_dim=16, dtype=BF16)
         results = []
         for units in (Units.NONE, Units.MATRIX):
@@ -124,7 +124,7 @@ class TestSixteenBits:
         assert torch.equal(full[:, :, :128], past[:, :, :128])
         torch.testing.assert_close(full[:, :, 128:130], past[:, :, 128:])
 
-    def test_other_widths_of_values_take_float32(self, has_units) -> None:
+    def test_unequal_widths_use_float32(self, has_units) -> None:
         has_units(Units.MATRIX)
         query, key, value = make_qkv(300, head_dim=16, value_dim=24, dtype=BF16)
         output = sparge.attention(query, key, value, topk=1.0, backend="torch")
@@ -136,16 +136,16 @@ class TestBatches:
     @causality
     @pytest.mark.parametrize("whole", [1, 3, 8])
     def test_every_kept_block_counts_once(self, whole, is_causal, monkeypatch: pytest.MonkeyPatch) -> None:
-        """However rows are cut, and whatever neighbours share."""
-        monkeypatch.setattr(torch_blocks, "WHOLE", whole)
+        """For any division of query blocks and any sharing between neighbors."""
+        monkeypatch.setattr(torch_blocks, "STEP_BLOCKS", whole)
         query, key, value = make_qkv(650, 1500, heads=2, head_dim=16)
         mask = blocks_of(query, key, 0.7)
         got = sparge.block_sparse_attention(query, key, value, mask, is_causal=is_causal, backend="torch")
         exact, _ = exact_attention(query, key, value, is_causal=is_causal, block_mask=mask)
         torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-6)
 
-    def test_rows_of_many_lengths_are_few_batches(self, kernel_calls) -> None:
-        """Threads wait for each other where a batch is one row, and each batch costs the host a dozen operators."""
+    def test_query_blocks_of_many_lengths_are_few_batches(self, kernel_calls) -> None:
+        """Threads are idle in a batch of one query block, and each batch runs a dozen operators."""
         query, key, value = make_qkv(4096, heads=2, head_dim=16)
         kept = (
             torch.rand(1, 2, 32, 64, generator=torch.Generator().manual_seed(0)) < torch.linspace(0.1, 0.9, 32)[:, None]
@@ -154,9 +154,9 @@ class TestBatches:
         assert len(kept.sum(-1).unique()) > 35
         assert len(kernel_calls) < 22
 
-    def test_the_future_does_not_cut_the_past(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A causal row that chooses for itself is not cut by what its neighbour, which sees more, chose."""
-        monkeypatch.setattr(torch_blocks, "WHOLE", 1)
+    def test_the_future_does_not_change_the_division_of_the_past(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A causal query block that is selected by itself is not divided by the selection of its later neighbor."""
+        monkeypatch.setattr(torch_blocks, "STEP_BLOCKS", 1)
         query, key, value = make_qkv(1024, heads=2, head_dim=16)
         changed = query.clone()
         changed[:, :, 896:] = make_qkv(128, heads=2, head_dim=16, seed=7)[0]  # the second of the last pair
@@ -165,7 +165,7 @@ class TestBatches:
         assert torch.equal(before[:, :, :896], after[:, :, :896])
         assert not torch.equal(before[:, :, 896:], after[:, :, 896:])
 
-    def test_items_of_a_batch_do_not_cut_each_other(self) -> None:
+    def test_batch_items_do_not_change_each_others_division(self) -> None:
         query, key, value = make_qkv(1024, batch=3, heads=2, head_dim=16)
         key[1] *= 3
         options = {"topk": 0.6, "backend": "torch"}
@@ -194,7 +194,7 @@ class TestUnits:
             ("riscv64", set(), {BF16: Units.NONE, FP16: Units.NONE}),
         ],
     )
-    def test_are_what_torch_says(self, machine, features, expected, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_units_follow_torch(self, machine, features, expected, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(processor.platform, "machine", lambda: machine)
         monkeypatch.setattr(processor, "_cpu_has", lambda name: name in features)
         monkeypatch.setattr(processor, "_onednn_has", lambda name: f"mkldnn_{name}" in features)
@@ -203,7 +203,7 @@ class TestUnits:
         assert {dtype: processor.units(dtype) for dtype in expected} == expected
         assert processor.units(FP32) is Units.NATIVE
 
-    def test_a_torch_that_cannot_tell_has_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_torch_without_the_query_has_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(processor.platform, "machine", lambda: "x86_64")
         for name in ("amx_tile", "amx_fp16", "avx512_bf16"):
             monkeypatch.delattr(torch.cpu, f"_is_{name}_supported", raising=False)
@@ -231,7 +231,7 @@ class TestUnits:
         many = processor.crossover("cpu", FP32)
         assert (many.keys, many.causal_keys, many.scores) == (8192, 8192, 16 * SCORES_PER_THREAD) == (8192, 8192, 2**29)
 
-    def test_what_was_not_measured_is_never_sparse(self, monkeypatch: pytest.MonkeyPatch, has_units) -> None:
+    def test_units_without_measurement_are_never_sparse(self, monkeypatch: pytest.MonkeyPatch, has_units) -> None:
         monkeypatch.setattr(TorchBackend, "crossover", lambda _, *asked: processor.crossover(*asked))
         has_units(Units.VECTOR)
         processor._crossover.cache_clear()
@@ -239,7 +239,7 @@ class TestUnits:
         prefers_dense = {dtype: base.prefers_dense(shape, True, "torch", device, dtype) for dtype in (BF16, FP16, FP32)}
         assert prefers_dense == {BF16: True, FP16: True, FP32: False}
 
-    def test_models_ask_by_dtype(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_models_select_by_dtype(self, monkeypatch: pytest.MonkeyPatch) -> None:
         by_dtype = {BF16: base.NEVER, FP32: base.ALWAYS}
         monkeypatch.setattr(TorchBackend, "crossover", lambda _, __, dtype: by_dtype[dtype])
         tensors = make_qkv(200, head_dim=16)

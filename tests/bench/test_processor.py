@@ -15,7 +15,7 @@ def test_rows_hold_speed_density_and_errors(is_causal: bool, monkeypatch: pytest
     rows = list(measure(Case(512, is_causal, "float32", 16, heads=1), turns=1, budget_s=0.1))
     assert [row["topk"] for row in rows if row["variant"] == "as it is"] == [0.5, 0.25]
     assert {row["variant"] for row in rows} == set(bench.VARIANTS) - {"products in float32"}
-    assert blocks.SPANS == (4, 2) and blocks.WHOLE == 8, "a variant left its mark"
+    assert blocks.SPANS == (4, 2) and blocks.STEP_BLOCKS == 8, "a variant left its mark"
     for row in rows:
         assert row["speedup"] == row["dense_s"] / row["sparse_s"]
         assert row["topk"] <= row["density"] < 0.6

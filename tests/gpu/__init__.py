@@ -1,1 +1,1 @@
-"""Tests of a backend on a device: a package, so that its conftest and the one above keep different names."""
+"""Tests of a backend on a device. A package, so that its conftest and the parent's have different names."""

@@ -1,9 +1,9 @@
-"""What the tests of a device share: inputs on it, the float64 oracle there, a time limit, a report.
+"""Fixtures and helpers of the device tests: inputs on the device, the float64 oracle, a time limit, a report.
 
 Most of their time is compilation, so several processes help: ``python -m pytest tests/gpu -n 9 --dist worksteal`` with
 pytest-xdist (neighboring tests share kernels, so each process gets a run of them), or without these options in one
-process. SPARGE_TEST_DEVICE (default "cuda") and SPARGE_TEST_BACKEND (default "triton") say what is
-tested. With SPARGE_TEST_REPORT=FILE a run appends one JSON line to that file: counts and seconds of every test file,
+process. SPARGE_TEST_DEVICE (default "cuda") and SPARGE_TEST_BACKEND (default "triton") select what
+is tested. With SPARGE_TEST_REPORT=FILE a run appends one JSON line to that file: counts and seconds of every test file,
 the GPU and the versions.
 """
 
@@ -30,14 +30,14 @@ BACKEND = os.environ.get("SPARGE_TEST_BACKEND", "triton")
 ON_CUDA = DEVICE.type == "cuda"
 FP8 = ["int8_fp8", "int8_fp8_fast"] if BACKEND == "hopper" else ["int8_fp8"]
 FASTEST = FP8[-1]
-eight_bits = pytest.mark.parametrize("quantization", [*FP8, "int8_fp16"])
+quantized_modes = pytest.mark.parametrize("quantization", [*FP8, "int8_fp16"])
 modes = pytest.mark.parametrize("quantization", ["none", *FP8, "int8_fp16"])
 cuda_only = pytest.mark.skipif(not ON_CUDA, reason="tests what only CUDA has, or sizes only a GPU computes in seconds")
 LSE_TOLERANCE = 1e-3
 SECONDS_PER_TEST = 300.0
 
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-if WORKERS > 1:  # the reference runs on the CPU: as many threads as cores in every process would wait for each other
+if WORKERS > 1:  # the reference runs on the CPU: one thread per core in every process would oversubscribe it
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // WORKERS))
 
 COUNTS = ("passed", "failed", "skipped")
@@ -46,29 +46,29 @@ _started = time.perf_counter()
 
 
 def make_inputs(*lengths: int, dtype: torch.dtype = torch.bfloat16, **sizes: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """`make_qkv` on the device; the numbers do not depend on the device."""
+    """Return `make_qkv` on the device; the values do not depend on the device."""
     query, key, value = make_qkv(*lengths, **{"head_dim": 64, "dtype": dtype, **sizes})
     return query.to(DEVICE), key.to(DEVICE), value.to(DEVICE)
 
 
 def seeded(seed: int) -> torch.Generator:
-    """A generator on the device, for inputs too large to be made elsewhere."""
+    """Return a generator on the device, for inputs that are too large for the host."""
     return torch.Generator(DEVICE).manual_seed(seed)
 
 
 def random_bits(*shape: int, share: float = 0.6, seed: int = 5) -> Tensor:
-    """A bool tensor on the device, True for about ``share`` of its entries."""
+    """Return a bool tensor on the device, True for about ``share`` of its entries."""
     return (torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < share).to(DEVICE)
 
 
 def exact(query: Tensor, key: Tensor, value: Tensor, **call: Any) -> tuple[Tensor, Tensor]:
-    """`exact_attention` where the inputs are."""
+    """Compute `exact_attention` on the device of the inputs."""
     with query.device:
         return exact_attention(query, key, value, **call)
 
 
 def assert_matches_exact(got: tuple[Tensor, Tensor], query: Tensor, key: Tensor, value: Tensor, **call: Any) -> None:
-    """The output within the budget of torch's plain path in the same dtype, the LSE within 1e-3; -inf where exact."""
+    """Compare the output within the budget of torch's plain path in the same dtype, the LSE within 1e-3."""
     output, lse = got
     with query.device:
         assert_exact((output, plain_lse(query, key, **call)), query, key, value, **call)  # a float32 LSE always passes
@@ -85,7 +85,7 @@ def assert_lse_matches(lse: Tensor, expected: Tensor) -> None:
 
 
 def rms(difference: Tensor) -> float:
-    """Root of the mean square over the finite entries."""
+    """Return the root mean square over the finite entries."""
     return float(difference[difference.isfinite()].double().square().mean().sqrt())
 
 
@@ -95,13 +95,13 @@ def assert_like_the_reference(
     exact_result: tuple[Tensor, Tensor],
     quantization: str = "",
 ) -> None:
-    """Output and LSE are as exact as those of the specification, and near them.
+    """Check that output and LSE are as exact as those of the specification, and near them.
 
-    The specification's distance to exact attention is the error made on purpose (8 bits, skipped products). P rounds
-    to FP8 relative to the maximum of its own step, which depends on how many blocks that takes: where steps differ, its
-    part of the error is another draw of the same size. V is rounded as P is, so that P's part is 1 / sqrt(2) of the
-    whole at most. Of two blocks one has the maximum of both, and P is redrawn for the other one alone: the two differ
-    by sqrt(2 / 2) of that part, .71 of the whole. Codes put it into the LSE as well.
+    The specification's distance to exact attention is the intended error (quantization, skipped products). P is
+    rounded to FP8 relative to the maximum of its own step, and the number of blocks per step differs between backends:
+    P's error is then an independent sample of the same size. V is rounded like P, so P's part is at most 1 / sqrt(2) of
+    the whole. One of two blocks has the maximum of both, and P changes for the other one only: the two results differ
+    by sqrt(2 / 2) of that part, .71 of the whole. Without exp2 it is part of the LSE as well.
     """
     is_code = quantization == "int8_fp8_fast"
     is_fp8 = is_code or quantization == "int8_fp8"
@@ -114,7 +114,7 @@ def assert_like_the_reference(
 
 
 def forget_recordings() -> None:
-    """The next call of every kind is made from the beginning."""
+    """Drop all recordings, so that the next call of every kind is recorded again."""
     if BACKEND in ("triton", "hopper"):
         from sparge import call, call_cache
 
@@ -123,21 +123,21 @@ def forget_recordings() -> None:
 
 
 def equal(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
-    """Whether all tensors are the same bit by bit."""
+    """Return whether all tensors are bitwise equal."""
     return all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
 def assert_nearly_equal(got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
-    """Output and LSE of calls that differ in the order of sums: an 8-bit code may round the other way."""
+    """Compare calls that differ in the order of sums, in which a quantized value may round the other way."""
     assert relative_l1(got[0], expected[0].double()) < 5e-3
     torch.testing.assert_close(got[1], expected[1], rtol=0, atol=1e-2)
 
 
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
-    """Uninitialised memory holds NaN (integers: the largest number).
+    """Fill uninitialized memory with NaN (integers: the largest number).
 
-    torch fills it in deterministic mode only; that mode's complaints (cuBLAS, cumsum) are ignored.
+    torch fills it only in deterministic mode; the warnings of that mode (cuBLAS, cumsum) are ignored.
     """
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     fills = torch.utils.deterministic.fill_uninitialized_memory
@@ -151,7 +151,7 @@ def poisoned_memory() -> Iterator[None]:
 
 @pytest.fixture
 def much_memory() -> Iterator[None]:
-    """Return what a test of billions of elements took: other processes may share the GPU."""
+    """Release the memory of a test with billions of elements: other processes may share the GPU."""
     yield
     if ON_CUDA:
         torch.cuda.empty_cache()
@@ -159,7 +159,7 @@ def much_memory() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def real_stderr(pytestconfig: pytest.Config) -> Iterator[int]:
-    """A file descriptor that pytest does not capture."""
+    """Return a file descriptor that pytest does not capture."""
     with pytestconfig.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
         descriptor = os.dup(2)
     yield descriptor
@@ -168,9 +168,9 @@ def real_stderr(pytestconfig: pytest.Config) -> Iterator[int]:
 
 @pytest.fixture(autouse=True)
 def time_limit(request: pytest.FixtureRequest, real_stderr: int) -> Iterator[None]:
-    """End the process, stacks printed, when a test takes too long.
+    """End the process and print the stacks if a test takes too long.
 
-    A hung kernel holds Python in a C call, where the signal of pytest-timeout does not arrive.
+    A hung kernel blocks Python in a C call, in which pytest-timeout's signal is not handled.
     """
     marker = request.node.get_closest_marker("timeout")
     asked = marker.args[0] if marker else request.config.getoption("timeout", None)
@@ -193,7 +193,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Count a test; with pytest-xdist the process that started the others hears of all of them."""
+    """Count a test; with pytest-xdist, the controller receives all reports."""
     file = Path(report.nodeid.partition("::")[0])
     if file.parent.name != Path(__file__).parent.name:
         return

@@ -1,7 +1,7 @@
-"""The exactness matrix: against float64 without quantisation, full and sparse, for one dtype per test file.
+"""The exactness matrix: unquantized calls against float64, full and sparse, for one dtype per test file.
 
-Every head_dim meets every pair of lengths; causality, grouped heads and layout change between these cases so that any
-two settings occur together (`test_every_pair_occurs`).
+Every head_dim is combined with every pair of lengths; causality, grouped heads and layout vary so that any two
+settings occur together (`test_every_pair_occurs`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ CASES = [
 
 
 def run(case: Case, query: Tensor, key: Tensor, value: Tensor, **options: object) -> tuple[Tensor, Tensor]:
-    """A call in the case's layout, its result heads first. The NHD inputs are heads-last in memory."""
+    """Run a call in the case's layout and return its result heads first. NHD inputs are heads-last in memory."""
     tensors = [query, key, value]
     if case.layout == "NHD":
         tensors = [tensor.transpose(1, 2).contiguous() for tensor in tensors]
@@ -67,7 +67,7 @@ def run(case: Case, query: Tensor, key: Tensor, value: Tensor, **options: object
 
 
 class Exactness:
-    """Subclasses say which dtype."""
+    """Subclasses set the dtype."""
 
     dtype: torch.dtype
 
@@ -92,6 +92,6 @@ class Exactness:
         others = [tensor.flip(2).contiguous() for tensor in (query, key, value)]
         replayed = run(case, *others, **SPARSE)
         forget_recordings()
-        assert equal(replayed, run(case, *others, **SPARSE)), "the second call of a kind is a replay"
+        assert equal(replayed, run(case, *others, **SPARSE)), "the second call is a replay"
         serving = "triton" if BACKEND == "hopper" and query.dtype == torch.float32 else BACKEND
         assert sparge.stats().reasons == {f"sparse: {serving}": 4}

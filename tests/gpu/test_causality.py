@@ -1,4 +1,4 @@
-"""Nothing of the future reaches the past; NaN and Inf reach what sees them and go no further."""
+"""The future does not affect the past; NaN and Inf reach the queries that see them, and no others."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from gpu.conftest import (
     BACKEND,
     DEVICE,
     assert_matches_exact,
-    eight_bits,
     equal,
     exact,
     make_inputs,
     modes,
+    quantized_modes,
     random_bits,
 )
 from sparge import TopCdf, TopK
@@ -44,7 +44,7 @@ class TestCausality:
     )
 
     def inputs(self, prefix: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries that agree, and every other key block too: the threshold lets some pass."""
+        """Return queries that agree, as does every other key block: the threshold accepts some blocks."""
         query, key, value = make_inputs(1000, 1000 + prefix, heads=2, kv_heads=1)
         directions = torch.randn(7, 64, generator=torch.Generator().manual_seed(8)).to(key)
         for index, direction in enumerate(directions):
@@ -62,7 +62,7 @@ class TestCausality:
     @pytest.mark.parametrize("future", [1.0, 1e4, 1e30])
     def test_a_fixed_mask_leaks_nothing(self, prefix: int, future: float) -> None:
         tensors = self.inputs(prefix)
-        cut = 800  # in the middle of a query block and of a key block
+        cut = 800  # inside a query block and a key block
         blocks = random_bits(1, 2, 8, -(-(1000 + prefix) // 64))
         results = [
             sparge.block_sparse_attention(*given, blocks, is_causal=True, quantization="none", **OPTIONS)
@@ -85,7 +85,7 @@ class TestCausality:
         options = {"is_causal": True, "sparsity": sparsity, "score": score, "enable_gqa": True, "backend": BACKEND}
         before, after = (sparge.predict(*qkv[:2], **options).to_dense()[:, :, :6] for qkv in given)
         visible = sparge.predict(*tensors[:2], **{**options, "sparsity": sparge.Dense()}).to_dense()[:, :, :6]
-        assert 0 < before.sum() < visible.sum(), "a choice was made"
+        assert 0 < before.sum() < visible.sum(), "some blocks were skipped"
         assert torch.equal(before, after)
         before, after = (sparge.attention(*qkv, quantization="none", return_lse=True, **options) for qkv in given)
         # NaN shares a key block with the last keys that query block 5 sees, unless that block ends there.
@@ -93,9 +93,9 @@ class TestCausality:
         assert equal([tensor[:, :, :past] for tensor in after], [tensor[:, :, :past] for tensor in before])
 
     @PREFIXES
-    @eight_bits
-    def test_8_bits_leak_nothing_but_the_mean_key(self, prefix: int, quantization: str) -> None:
-        """The same tokens in another order within chunks of 256 keys: mean and factors stay, and so must the past.
+    @quantized_modes
+    def test_quantization_leaks_only_the_mean_key(self, prefix: int, quantization: str) -> None:
+        """Reorder future tokens within chunks of 256 keys: mean and factors stay the same, and so must the past.
 
         Keys are multiples of 1/16, whose sums, and sums of squares, are exact in any order.
         """
@@ -112,8 +112,8 @@ class TestCausality:
         assert equal([tensor[:, :, past] for tensor in after], [tensor[:, :, past] for tensor in before])
         assert not torch.equal(after[0][:, :, start - prefix :], before[0][:, :, start - prefix :])
 
-    @eight_bits
-    def test_another_mean_key_moves_the_past_by_rounding(self, quantization: str) -> None:
+    @quantized_modes
+    def test_another_mean_key_changes_the_past_by_rounding(self, quantization: str) -> None:
         query, key, value = self.inputs(0)
         options = {"is_causal": True, "sparsity": TopK(0.5, min_blocks=1), "quantization": quantization, **OPTIONS}
         past = slice(self.BLOCK_START)
@@ -128,14 +128,14 @@ class TestCausality:
         assert relative_l1(after, before.double()) <= 2 * error
 
     @pytest.mark.parametrize("offset", [-129, -128, -65, -64, -63, -1, 1, 63, 65, 127])
-    def test_every_place_of_the_diagonal(self, offset: int) -> None:
+    def test_every_offset_of_the_diagonal(self, offset: int) -> None:
         query, key, value = make_inputs(300, 300 + offset, heads=2)
         got = sparge.attention(query, key, value, is_causal=True, topk=1, quantization="none", **OPTIONS)
         assert_matches_exact(got, query, key, value, is_causal=True)
 
 
 class TestNonFinite:
-    """NaN and Inf reach the rows that may see them, and no earlier block nor other head."""
+    """NaN and Inf reach the rows that may see them, and no earlier block or other head."""
 
     PLACE = 300
 

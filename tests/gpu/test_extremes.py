@@ -1,4 +1,4 @@
-"""Scores at the ends of their range, and memory that nobody may look at."""
+"""Scores at the ends of their range, and memory that must not be read."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from gpu.conftest import (
     FP8,
     LSE_TOLERANCE,
     assert_matches_exact,
-    eight_bits,
     equal,
     exact,
     make_inputs,
     modes,
+    quantized_modes,
     random_bits,
     rms,
 )
@@ -32,19 +32,19 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 OPTIONS = {"return_lse": True, "backend": BACKEND}
 FACTOR = 1.1
 FP8_ROUNDING = 0.0225
-"""Mean relative error of a number rounded to E4M3: a quarter of 1/8 by the mean of 1/m, .72, over an octave."""
+"""Mean relative error of a number rounded to E4M3: a quarter of 1/8 times the mean of 1/m over a power of two, .72."""
 LSE_SHARE = 2.0**-20
-"""Of the largest logit: what float32 and the units of a row's scores may move an LSE by."""
+"""Share of the largest logit by which float32 and the units of a row's scores may change an LSE."""
 widths = pytest.mark.parametrize("head_dim", [64, 128])
-"""The Hopper kernel has other stages at 64 channels than at 128."""
+"""The Hopper kernel has different stages with 64 channels than with 128."""
 
 
 def assert_as_exact_as_the_specification(
     tensors: tuple[Tensor, Tensor, Tensor], blocks: Tensor, quantization: str, *, rounding: float = 0.0, **call: Any
 ) -> None:
-    """Output and LSE hardly further from exact attention than those of the specification.
+    """Check that output and LSE are hardly further from exact attention than those of the specification.
 
-    ``rounding``: relative L1 error of the output that is another draw here, added to all of the specification's.
+    ``rounding``: relative L1 error of the output that differs from the specification's, added to the latter.
     """
     given = {"quantization": quantization, "enable_gqa": True, **call}
     got = sparge.block_sparse_attention(*tensors, blocks, **given, **OPTIONS)
@@ -61,7 +61,7 @@ def assert_as_exact_as_the_specification(
 
 
 def large(kind: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores of thousands: an integer of Q K^T is worth octaves."""
+    """Return inputs with scores of thousands: an integer of Q K^T is worth several log2 units."""
     query, key, value = make_inputs(400, 500, heads=2, seed=3, dtype=torch.float16)
     if kind == "all channels":
         return 40 * query, 40 * key, value
@@ -73,22 +73,23 @@ def large(kind: str) -> tuple[Tensor, Tensor, Tensor]:
 @modes
 @pytest.mark.parametrize("kind", ["all channels", "one channel"])
 def test_large_scores(kind: str, quantization: str) -> None:
-    """P stays a number up to 1: where it is rounded to FP8, a larger one would be cut off, NaN or of the wrong sign.
+    """P stays within [0, 1]: rounding a larger P to FP8 would saturate, give NaN or the wrong sign.
 
-    INT8 would round such scores by nats: they are computed from Q and K. Rows have one decisive key: the
-    specification stores its P as 448, which is exact, the kernels as any number, which is rounded to FP8.
+    INT8 would round these scores by nats: they are computed from unquantized Q and K. In each row one key
+    dominates: the specification stores its P as 448, which is exact, the kernels as any number, which is rounded to
+        FP8.
     """
     blocks = torch.ones(4, 8, dtype=torch.bool, device=DEVICE)
     rounding = FP8_ROUNDING if quantization in FP8 else 0.0
     assert_as_exact_as_the_specification(large(kind), blocks, quantization, rounding=rounding)
 
 
-@eight_bits
+@quantized_modes
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("logits", [1e2, 1e4, 1e5, 1e6])
 def test_huge_logits(logits: float, is_causal: bool, head_dim: int, quantization: str) -> None:
-    """One key decides, and most scores lie far below P's range. All are computed from Q and K."""
+    """One key dominates, and most scores lie far below P's range. All are computed from unquantized Q and K."""
     query, key, value = make_inputs(400, 500, heads=2, seed=3, head_dim=head_dim, dtype=torch.float16)
     tensors = math.sqrt(logits) * query, math.sqrt(logits) * key, value
     blocks = torch.ones(4, 8, dtype=torch.bool, device=DEVICE)
@@ -96,16 +97,16 @@ def test_huge_logits(logits: float, is_causal: bool, head_dim: int, quantization
     assert_as_exact_as_the_specification(tensors, blocks, quantization, rounding=rounding, is_causal=is_causal)
 
 
-@eight_bits
+@quantized_modes
 def test_one_huge_query_among_others(quantization: str) -> None:
-    """Its tile takes another way from S to P; the other queries must not notice."""
+    """Its tile is computed differently; the other queries must not change."""
     query, key, value = make_inputs(400, 500, heads=2, seed=3, head_dim=128, dtype=torch.float16)
     blocks = torch.ones(4, 8, dtype=torch.bool, device=DEVICE)
     query[:, :, 130] *= 3000
     assert_as_exact_as_the_specification((query, key, value), blocks, quantization)
 
 
-@eight_bits
+@quantized_modes
 @widths
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("token", ["query-1e4", "key-1e3", "key-1e4"])
@@ -123,9 +124,9 @@ def test_one_token_thousands_of_times_as_large(token: str, is_causal: bool, head
     assert_as_exact_as_the_specification((query.float(), key.float(), value.float()), blocks, quantization, **call)
 
 
-@eight_bits
+@quantized_modes
 def test_means_beside_a_query_thousands_of_times_as_large(quantization: str) -> None:
-    """Scores of means are rounded as far, and are computed from float32 means."""
+    """Scores of means are rounded as coarsely, and are computed from float32 means."""
     query, key, value = make_inputs(300, 4500, heads=4, kv_heads=2, head_dim=128, seed=3)
     enlarge_token(query, key, "query-1e4")
     blocks = random_bits(4, 3, 71, share=0.1)
@@ -140,10 +141,10 @@ def test_means_beside_a_query_thousands_of_times_as_large(quantization: str) -> 
     assert rms((got[1] - spec[1])[:, :, row]) < 0.02
 
 
-@eight_bits
+@quantized_modes
 @pytest.mark.parametrize("skipped", ["drop", "mean"])
 def test_a_packed_segment_with_a_large_token(skipped: str, quantization: str) -> None:
-    """Each segment is as if it were alone."""
+    """The result of each segment equals that of a call of its own."""
     query, key, value = make_inputs(300, 350, heads=4, kv_heads=2, head_dim=128, seed=3)
     enlarge_token(query, key, "query-1e4")
     bounds = [0, 100, 400, 430], [0, 150, 500, 560]
@@ -159,10 +160,10 @@ def test_a_packed_segment_with_a_large_token(skipped: str, quantization: str) ->
         assert equal((output[q_start:q_stop], lse[:, q_start:q_stop]), (alone[0], alone_lse[0]))
 
 
-@eight_bits
+@quantized_modes
 @pytest.mark.parametrize("deviation", [3.0, 6.0, 12.0, 30.0])
-def test_scores_further_apart_than_float32_reaches(deviation: float, quantization: str) -> None:
-    """In nats, with an attention sink besides: P of the lowest would be 2^-135 and less."""
+def test_scores_beyond_the_range_of_float32(deviation: float, quantization: str) -> None:
+    """In nats, with an attention sink: P of the lowest scores would be at most 2^-135."""
     query, key, value = make_inputs(400, 500, heads=2, seed=3, head_dim=128, dtype=torch.float16)
     query = deviation * query
     key[:, :, 100] *= 4
@@ -183,7 +184,7 @@ def test_scales(scale: float, is_causal: bool, quantization: str) -> None:
 
 
 def with_scores(scores: Tensor, seed: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Inputs of 128 queries at the end of as many keys as scores, which each query adds to random ones."""
+    """Return 128 queries at the end of as many keys as scores, which each query adds to random ones."""
     query, key, value = make_inputs(128, len(scores), heads=2, seed=seed, head_dim=head_dim, dtype=torch.float16)
     query[..., 0] = math.sqrt(head_dim)
     key[..., 0] = scores.to(key)
@@ -194,7 +195,7 @@ def with_scores(scores: Tensor, seed: int, head_dim: int) -> tuple[Tensor, Tenso
 @widths
 @pytest.mark.parametrize("rise", [20.0, 100.0, 400.0])
 def test_scores_that_rise_from_key_to_key(rise: float, head_dim: int, quantization: str) -> None:
-    """Each step's maximum exceeds the one before by little or much, and the last dwarfs the first: e^400."""
+    """Each step's maximum exceeds the previous one by little or much, and the last one the first by e^400."""
     tensors = with_scores(torch.linspace(0, rise, 8192), seed=4, head_dim=head_dim)
     blocks = torch.ones(1, 128, dtype=torch.bool, device=DEVICE)
     assert_as_exact_as_the_specification(tensors, blocks, quantization, is_causal=True)
@@ -204,8 +205,8 @@ def test_scores_that_rise_from_key_to_key(rise: float, head_dim: int, quantizati
 @widths
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("place", [0, 150, 1000, 2047])
-def test_a_peak_leaves_the_rest_its_share(place: int, is_causal: bool, head_dim: int, quantization: str) -> None:
-    """One key has as much weight as all others together: these are 11 octaves below it."""
+def test_keys_below_a_peak_keep_their_share(place: int, is_causal: bool, head_dim: int, quantization: str) -> None:
+    """One key has as much weight as all others together, which lie 11 log2 units below it."""
     scores = torch.zeros(2048)
     scores[place] = math.log(2048)
     blocks = torch.ones(1, 32, dtype=torch.bool, device=DEVICE)
@@ -217,8 +218,8 @@ def test_a_peak_leaves_the_rest_its_share(place: int, is_causal: bool, head_dim:
 @widths
 @pytest.mark.parametrize("has_peak", [False, True])
 @pytest.mark.parametrize("keys", [448, 1472, 2752])
-def test_lists_that_lack_a_last_block(keys: int, has_peak: bool, head_dim: int, quantization: str) -> None:
-    """7, 23 or 43 blocks: a step of two lacks its second one, and the peak is next to it."""
+def test_lists_without_a_last_block(keys: int, has_peak: bool, head_dim: int, quantization: str) -> None:
+    """7, 23 or 43 blocks: a stage of two blocks lacks the second one, and the peak is next to it."""
     query, key, value = make_inputs(keys, keys, heads=2, seed=6, head_dim=head_dim, dtype=torch.float16)
     if has_peak:
         query[..., 0] = math.sqrt(query.shape[-1])
@@ -240,7 +241,7 @@ def test_values_of_another_width(head_dim: int, value_dim: int, quantization: st
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("rise", [5.4, 5.7, 11.0, 300.0])
 def test_one_row_of_a_warp_rises(rise: float, head_dim: int) -> None:
-    """By 7.8, 8.2, 16 and 433 octaves: P may exceed 1 by 8 before an output is rescaled. Other rows must not notice."""
+    """By 7.8, 8.2, 16 and 433 log2 units: P may exceed 1 by 8 before rescaling. Other rows do not change."""
     query, key, value = make_inputs(128, 2048, heads=2, seed=7, head_dim=head_dim, dtype=torch.float16)
     query[..., 0] = math.sqrt(head_dim) * (torch.arange(128, device=DEVICE) % 17 == 5).to(query)
     key[..., 0] = 0
@@ -250,7 +251,7 @@ def test_one_row_of_a_warp_rises(rise: float, head_dim: int) -> None:
 
 
 def test_p_exceeds_1_for_most_keys() -> None:
-    """By 7.8 octaves, as the first tile is that much lower. With large values, sums pass what float16 holds."""
+    """By 7.8 log2 units, the difference to the first tile. With large values, sums exceed the range of float16."""
     query, key, value = make_inputs(128, 2048, heads=2, seed=7, head_dim=128, dtype=torch.float16)
     query[..., 0], key[..., 0] = math.sqrt(128), 5.4
     key[:, :, :128, 0] = 0
@@ -259,7 +260,7 @@ def test_p_exceeds_1_for_most_keys() -> None:
 
 
 @modes
-def test_blocks_of_queries_that_see_nothing_are_not_reached_by_nan(quantization: str) -> None:
+def test_nan_does_not_reach_query_blocks_without_visible_keys(quantization: str) -> None:
     """The first 200 of 300 causal queries come before all 100 keys."""
     query, key, value = make_inputs(300, 100, heads=2, dtype=torch.float16)
     key[0, 0, 5, 0] = math.nan
@@ -271,7 +272,7 @@ def test_blocks_of_queries_that_see_nothing_are_not_reached_by_nan(quantization:
 
 @modes
 @pytest.mark.parametrize("garbage", [-1, 2**31 - 1])
-def test_what_follows_a_list_is_never_read(garbage: int, quantization: str) -> None:
+def test_entries_after_a_list_are_not_read(garbage: int, quantization: str) -> None:
     query, key, value = make_inputs(384, 520, heads=2, dtype=torch.float16)
     indices = torch.arange(9, device=DEVICE, dtype=torch.int32).expand(1, 2, 3, 9).clone()
     counts = torch.tensor([[[3, 0, 9]] * 2], device=DEVICE, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""The accuracy contract on the device: every arithmetic of the tier on families of inputs, 1024 to 131072 keys.
+"""The accuracy contract on the device: every quantization of the backend, families of inputs, 1024 to 131072 keys.
 
 Output and LSE against exact attention in float64, for all of 256 queries; `tests/numerics.py` names the limits.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpu.conftest import BACKEND, DEVICE, FP8, ON_CUDA, cuda_only, eight_bits
+from gpu.conftest import BACKEND, DEVICE, FP8, ON_CUDA, cuda_only, quantized_modes
 from numerics import FamilyProblem, assert_without_exponentials, call, problem_of
 from sparge.evaluate.captured import captured_families
 from sparge.evaluate.families import ESSENTIAL, FAMILIES, SINK_HEADS, Family, of_kind
@@ -27,16 +27,16 @@ def on_device(family: Family, kv_len: int, *, head_dim: int = 128, is_causal: bo
     return problem_of(family, QUERIES, kv_len, dtype=torch.bfloat16, device=DEVICE, **sizes)
 
 
-@eight_bits
+@quantized_modes
 @lengths
 @pytest.mark.parametrize("family", TAILS, **by_family)
 def test_tails(family: Family, kv_len: int, quantization: str) -> None:
-    """What lies far below a row's maximum keeps its share at every length."""
+    """Keys far below a row's maximum keep their share at every length."""
     problem = on_device(family, kv_len)
     problem.check(*call(problem, quantization, BACKEND), quantization)
 
 
-@eight_bits
+@quantized_modes
 @pytest.mark.parametrize("kv_len", LENGTHS[1:] or LENGTHS)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_field(head_dim: int, kv_len: int, quantization: str) -> None:
@@ -44,7 +44,7 @@ def test_field(head_dim: int, kv_len: int, quantization: str) -> None:
     problem.check(*call(problem, quantization, BACKEND), quantization)
 
 
-@eight_bits
+@quantized_modes
 @pytest.mark.parametrize("kv_len", LENGTHS[::2])
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in TAILS + FIELD], **by_family)
 def test_others(family: Family, kv_len: int, quantization: str) -> None:
@@ -52,21 +52,21 @@ def test_others(family: Family, kv_len: int, quantization: str) -> None:
     problem.check(*call(problem, quantization, BACKEND), quantization)
 
 
-@eight_bits
+@quantized_modes
 @pytest.mark.parametrize("family", ESSENTIAL, **by_family)
 def test_head_dim_64(family: Family, quantization: str) -> None:
     problem = on_device(family, LENGTHS[min(1, len(LENGTHS) - 1)], head_dim=64)
     problem.check(*call(problem, quantization, BACKEND), quantization)
 
 
-@eight_bits
+@quantized_modes
 @pytest.mark.parametrize("family", [family for family in ESSENTIAL if family.may_be_causal], **by_family)
 def test_causal(family: Family, quantization: str) -> None:
     problem = on_device(family, LENGTHS[min(1, len(LENGTHS) - 1)], is_causal=True)
     problem.check(*call(problem, quantization, BACKEND), quantization)
 
 
-@eight_bits
+@quantized_modes
 @pytest.mark.parametrize("family", captured_families(), **by_family)
 def test_a_recorded_model(family: Family, quantization: str) -> None:
     problem = on_device(family, 0)
@@ -77,6 +77,6 @@ def test_a_recorded_model(family: Family, quantization: str) -> None:
 @pytest.mark.skipif("int8_fp8_fast" not in FP8, reason="this backend computes exponentials")
 @pytest.mark.parametrize("kv_len", LENGTHS[::2])
 @pytest.mark.parametrize("family", (*FAMILIES, *captured_families()), **by_family)
-def test_without_exponentials(family: Family, kv_len: int) -> None:
+def test_without_exp2(family: Family, kv_len: int) -> None:
     problem = on_device(family, kv_len)
     assert_without_exponentials(problem, {name: call(problem, name, BACKEND) for name in FP8})

@@ -41,7 +41,7 @@ def sampled_rows(
     blocks: Tensor | None = None,
     attn_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Exact output and LSE of the given rows of a square call, and torch's output in the dtype of the inputs.
+    """Compute exact output and LSE of the given rows of a square call, and torch's output in the dtype of the inputs.
 
     ``blocks`` is (B, H, q_blocks, kv_blocks), ``attn_mask`` bool and (S_q, S_k).
     """
@@ -67,7 +67,7 @@ def random_qkv(*shape: int) -> list[Tensor]:
 def assert_rows_match(
     got: tuple[Tensor, Tensor], query: Tensor, key: Tensor, value: Tensor, quantization: str, **masks: Any
 ) -> None:
-    """64 rows, the first and last among them, as in exact attention."""
+    """Compare 64 rows, including the first and last, with exact attention."""
     length = query.shape[2]
     shuffled = torch.randperm(length, generator=torch.Generator().manual_seed(3))
     rows = torch.cat([torch.tensor([0, 127, 128, length - 1]), shuffled[:60]]).to(DEVICE)
@@ -101,7 +101,7 @@ class TestLargeSizes:
     @pytest.mark.parametrize("quantization", ["none", FASTEST])
     @pytest.mark.parametrize("axis", ["batch", "head", "token"])
     def test_strides_beyond_2_31_elements(self, axis: str, quantization: str) -> None:
-        """Views into one storage of 2^31 elements and a few give what their copies give."""
+        """Views into one storage of slightly more than 2^31 elements give the results of their copies."""
         tensors = make_inputs(300, batch=2, heads=2)
         size = tensors[0].numel()
         strides = {
@@ -123,7 +123,7 @@ class TestLargeSizes:
     @pytest.mark.parametrize("quantization", ["none", FASTEST])
     @pytest.mark.parametrize("layout", ["HND", "NHD"])
     def test_more_than_2_31_elements(self, layout: str, quantization: str) -> None:
-        """33 000 heads of 512 x 128: inputs, 8-bit copies and output all pass 2^31 elements."""
+        """33 000 heads of 512 x 128: inputs, quantized copies and output all exceed 2^31 elements."""
         batch, heads, length = 3, 11_000, 512
         shape = (batch, heads, length, 128) if layout == "HND" else (batch, length, heads, 128)
         tensors = random_qkv(*shape)
@@ -140,7 +140,7 @@ class TestLargeSizes:
 
     @pytest.mark.parametrize("quantization", ["none", FASTEST])
     def test_more_heads_than_a_grid_axis_holds(self, quantization: str) -> None:
-        """70 000 heads, windows of an image say: grid axes other than the first end at 65 535."""
+        """70 000 heads, for example windows of an image: grid axes other than the first end at 65 535."""
         batch, heads = (70, 1000) if ON_CUDA else (2, 3)
         query, key, value = random_qkv(batch, heads, 129, 64)
         options = {"is_causal": True, "topk": 1.0, "quantization": quantization, **OPTIONS}
@@ -156,7 +156,7 @@ class TestLargeSizes:
         length = 46_400
         query, key, value = random_qkv(1, 1, length, 64)
         mask = torch.empty(length, length, dtype=torch.bool, device=DEVICE).bernoulli_(0.6, generator=seeded(2))
-        mask.diagonal().fill_(True)  # no row sees nothing
+        mask.diagonal().fill_(True)  # every row sees a key
         assert mask.numel() > 2**31
         options = {"is_causal": is_causal, "sparsity": TopK(0.1), "backend": BACKEND}
         blocks = sparge.predict(query, key, attn_mask=mask, **options).to_dense()

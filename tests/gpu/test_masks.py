@@ -1,4 +1,4 @@
-"""Masks of every kind are honoured, rows that see nothing give 0 and -inf, what is hidden does not matter."""
+"""All kinds of masks are honored, rows without visible keys give 0 and -inf, hidden keys have no effect."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def mask_of(kind: str, q_len: int, kv_len: int, batch: int, heads: int) -> Tenso
 
 @causality
 @pytest.mark.parametrize("kind", KINDS)
-def test_masks_are_honoured(kind: str, is_causal: bool) -> None:
-    """Full, and sparse: exact attention over the blocks that `predict` names for the same call."""
+def test_masks_are_honored(kind: str, is_causal: bool) -> None:
+    """Full, and sparse: exact attention over the blocks that `predict` returns for the same call."""
     query, key, value = make_inputs(140, 640, batch=2, heads=4, kv_heads=2)
     call = {"is_causal": is_causal, "attn_mask": mask_of(kind, 140, 640, 2, 4)}
     options = {"enable_gqa": True, "backend": BACKEND, **call}
@@ -87,7 +87,7 @@ def test_masks_are_honoured(kind: str, is_causal: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["padding", "bool per head", "additive"])
-def test_the_dense_call_honours_masks(kind: str) -> None:
+def test_the_dense_call_honors_masks(kind: str) -> None:
     query, key, value = make_inputs(140, 330, batch=2, heads=4, kv_heads=2)
     mask = mask_of(kind, 140, 330, 2, 4)
     got = sparge.attention(
@@ -104,7 +104,7 @@ def test_the_dense_call_honours_masks(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["padding", "bool per head", "additive"])
 def test_strided_masks(kind: str) -> None:
-    """A transposed mask, and one with memory between its rows, mean what their copies mean."""
+    """A transposed mask, and one with gaps between its rows, give the results of their copies."""
     query, key, value = make_inputs(140, 330, batch=2, heads=4, kv_heads=2)
     mask = mask_of(kind, 140, 330, 2, 4)
     apart = torch.zeros(*mask.shape[:-1], 2 * mask.shape[-1], dtype=mask.dtype, device=DEVICE)[..., ::2].copy_(mask)
@@ -125,7 +125,7 @@ SPARSITIES = {
 @causality
 @pytest.mark.parametrize("sparsity", SPARSITIES.values(), ids=SPARSITIES)
 @pytest.mark.parametrize("form", ["bool", "additive", "element"])
-def test_hidden_keys_do_not_matter(form: str, sparsity: Any, is_causal: bool, quantization: str) -> None:
+def test_hidden_keys_have_no_effect(form: str, sparsity: Any, is_causal: bool, quantization: str) -> None:
     query, key, value = make_inputs(150, 400, heads=2, kv_heads=1)
     hidden = torch.arange(400, device=DEVICE) >= 270
     hidden[17] = hidden[64:128] = True
@@ -158,7 +158,7 @@ def test_hidden_keys_do_not_matter(form: str, sparsity: Any, is_causal: bool, qu
 @pytest.mark.parametrize("pv_threshold", [None, -3.0])
 @pytest.mark.parametrize("form", ["bool", "additive"])
 def test_hidden_rows(form: str, pv_threshold: float | None, quantization: str) -> None:
-    """Rows and blocks of rows that see nothing give 0 and -inf, and their queries do not matter."""
+    """Rows and query blocks without visible keys give 0 and -inf, and their queries have no effect."""
     query, key, value = make_inputs(300, 200, heads=2)
     seen = random_bits(300, 200, share=0.9)
     seen[5] = seen[128:256] = seen[299] = False
@@ -186,7 +186,7 @@ def test_hidden_rows(form: str, pv_threshold: float | None, quantization: str) -
 
 @modes
 @pytest.mark.parametrize("name", ["all keys hidden", "one item's keys hidden", "more queries than keys"])
-def test_calls_that_see_little(name: str, quantization: str) -> None:
+def test_calls_with_few_visible_keys(name: str, quantization: str) -> None:
     query, key, value = make_inputs(330, 129, batch=2, heads=4, kv_heads=2)
     seen = torch.ones(2, 1, 330, 129, dtype=torch.bool, device=DEVICE)
     mask = None
@@ -230,7 +230,7 @@ def test_nan_in_an_additive_mask(quantization: str) -> None:
         (16, "bias", "dense: costly mask (additive mask)"),
     ],
 )
-def test_models_calls_under_masks(heads: int, kind: str, reason: str) -> None:
+def test_calls_of_models_under_masks(heads: int, kind: str, reason: str) -> None:
     tensors, number = make_inputs(8192, heads=heads), torch.arange(8192, device=DEVICE) // 900
     mask = number[:, None] == number
     mask = mask if kind == "documents" else torch.zeros_like(mask, dtype=torch.bfloat16).masked_fill(~mask, -math.inf)

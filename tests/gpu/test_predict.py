@@ -1,4 +1,4 @@
-"""The predicted blocks are those of the specification, whatever the masks, lengths and rules."""
+"""The predicted blocks equal those of the specification for all masks, lengths and rules."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ RULES = {
 
 
 def structured(name: str, **sizes: Any) -> tuple[Tensor, Tensor]:
-    """Queries that agree, and every other key block too: the threshold lets some pass, and the scores differ."""
+    """Return queries that agree, as does every other key block: the threshold accepts some, and the scores differ."""
     query, key, _ = make_inputs(**{**SHAPES[name], **sizes})
     directions = torch.randn(key.shape[2] // 128, key.shape[3], generator=torch.Generator().manual_seed(8)).to(key)
     for index, direction in enumerate(directions):
@@ -94,7 +94,7 @@ def test_rules(monkeypatch: pytest.MonkeyPatch, rule: str, is_causal: bool, scor
     query, key = structured("square")
     mask = assert_same_blocks(monkeypatch, query, key, sparsity=RULES[rule], is_causal=is_causal, score=score)
     if rule != "dense":
-        assert 0 < mask.density() < 1, "a choice was made"
+        assert 0 < mask.density() < 1, "some blocks were skipped"
 
 
 KINDS = ("padding", "keys per head", "elements", "documents", "bias per key", "bias", "bias of batches in bfloat16")

@@ -1,4 +1,4 @@
-"""torch.compile, CUDA graphs, streams, synchronisation, recompilation, statistics."""
+"""torch.compile, CUDA graphs, streams, synchronization, recompilation, statistics."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ pytestmark = pytest.mark.gpu
 
 CALLS: dict[str, dict[str, Any]] = {
     "causal": {"topk": 0.3, "is_causal": True, "quantization": "none"},
-    "8 bits": {"topk": 0.3, "quantization": "auto"},
-    "8 bits, threshold": {"sparsity": TopCdf(0.9, min_blocks=1, pv_threshold=-8.0), "quantization": "int8_fp16"},
+    "quantized": {"topk": 0.3, "quantization": "auto"},
+    "quantized, threshold": {"sparsity": TopCdf(0.9, min_blocks=1, pv_threshold=-8.0), "quantization": "int8_fp16"},
     "similarity": {"sparsity": TopK(0.3, similarity_threshold=0.01), "score": "mean", "quantization": "none"},
     "dense": {"sparsity": Dense(), "quantization": "auto", "is_causal": True},
 }
@@ -47,7 +47,7 @@ def qkv(length: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def padding_of(length: int) -> Tensor:
-    """(1, 1, 1, length), the last 50 keys hidden."""
+    """Return (1, 1, 1, length), with the last 50 keys hidden."""
     return (torch.arange(length, device=DEVICE) < length - 50)[None, None, None]
 
 
@@ -79,7 +79,7 @@ class TestCompile:
         )
         for length in (700, 1024, 1337, 2100):
             assert equal(compiled(*qkv(length)), attend(*qkv(length), **CALLS[name]))
-        assert len(graphs) == 1, "a new length must not compile again"
+        assert len(graphs) == 1, "a new length must not recompile"
 
     def test_the_default_compiler(self) -> None:
         torch._dynamo.reset()
@@ -136,7 +136,7 @@ class TestStreams:
 
     @calls
     def test_a_side_stream(self, name: str) -> None:
-        """Work goes to the current stream: inputs that arrive late there are waited for."""
+        """Work is queued on the current stream: it waits for inputs that arrive late there."""
         expected = attend(*qkv(1000), **CALLS[name])
         late = [torch.zeros_like(tensor) for tensor in qkv(1000)]
         source = qkv(1000)
@@ -150,7 +150,7 @@ class TestStreams:
         torch.cuda.current_stream().wait_stream(side)
         assert equal(got, expected)
 
-    def test_the_current_device_stays(self) -> None:
+    def test_the_current_device_does_not_change(self) -> None:
         last = torch.cuda.device_count() - 1
         tensors = [tensor.to(f"cuda:{last}") for tensor in qkv(700)]
         before = torch.cuda.current_device()
@@ -160,8 +160,8 @@ class TestStreams:
         assert equal([tensor.to(DEVICE) for tensor in got], expected)
 
     @pytest.fixture
-    def no_waiting(self) -> Iterator[Callable[[Callable[[], Any]], Any]]:
-        """Runs a call twice; the second time whatever waits for the GPU raises."""
+    def no_synchronization(self) -> Iterator[Callable[[Callable[[], Any]], Any]]:
+        """Run a call twice; synchronization in the second run raises."""
 
         def run(call: Callable[[], Any]) -> Any:
             call()
@@ -177,33 +177,33 @@ class TestStreams:
 
     @calls
     @masks
-    def test_attention_does_not_wait(self, name: str, kind: str, no_waiting: Callable[..., Any]) -> None:
+    def test_attention_does_not_synchronize(self, name: str, kind: str, no_synchronization: Callable[..., Any]) -> None:
         tensors, mask = qkv(1000), mask_of(kind, 1000)
-        no_waiting(lambda: attend(*tensors, attn_mask=mask, **CALLS[name]))
+        no_synchronization(lambda: attend(*tensors, attn_mask=mask, **CALLS[name]))
 
-    def test_the_other_calls_do_not_wait(self, no_waiting: Callable[..., Any]) -> None:
+    def test_the_other_calls_do_not_synchronize(self, no_synchronization: Callable[..., Any]) -> None:
         query, key, value = qkv(1000)
         options = {"enable_gqa": True, "backend": BACKEND}
         per_head = TopK(torch.tensor([0.1, 0.2, 0.4, 0.8], device=DEVICE), pv_threshold=-8.0)
         for sparsity in (TopK(0.3), TopCdf(0.8), per_head):
-            mask = no_waiting(
+            mask = no_synchronization(
                 lambda sparsity=sparsity: sparge.predict(
                     query, key, sparsity=sparsity, always_keep=[(0, 70)], is_causal=True, **options
                 )
             )
             for quantization in ("none", FASTEST):
-                no_waiting(
+                no_synchronization(
                     lambda mask=mask, quantization=quantization: sparge.block_sparse_attention(
                         query, key, value, mask, quantization=quantization, pv_threshold=-8.0, **options
                     )
                 )
         blocks = mask.to_dense()
-        no_waiting(lambda: sparge.block_sparse_attention(query, key, value, blocks, **options))
+        no_synchronization(lambda: sparge.block_sparse_attention(query, key, value, blocks, **options))
 
     @pytest.mark.parametrize("layout", ["NHD", "packed"])
     @pytest.mark.parametrize("quantization", ["none", FASTEST])
     def test_views_are_not_copied(self, quantization: str, layout: str) -> None:
-        """A call on views takes no more memory than one on contiguous tensors; one copy would be 8 MiB."""
+        """A call on views needs no more memory than one on contiguous tensors; one copy would be 8 MiB."""
         plain = make_inputs(4096, heads=8, head_dim=128)
         packed = torch.stack([tensor.transpose(1, 2) for tensor in plain], 2)  # [B, S, 3, H, D]
         views = packed.unbind(2)
@@ -222,8 +222,8 @@ class TestStreams:
 
 
 @calls
-def test_the_output_lies_as_the_query_does(name: str) -> None:
-    """The second call is a replay where there are replays."""
+def test_the_output_has_the_layout_of_the_query(name: str) -> None:
+    """The second call is a replay if the backend has replays."""
     query, key, value = qkv(700)
     turned = tokens_first(query)
     plain, plain_lse = attend(query, key, value, **CALLS[name])
@@ -234,7 +234,7 @@ def test_the_output_lies_as_the_query_does(name: str) -> None:
 
 
 def compiled_kernels() -> int:
-    """Variants of the backend's kernels that this process has compiled."""
+    """Return the number of variants of the backend's kernels that this process has compiled."""
     from triton.runtime.jit import JITFunction
 
     kernels = set()
@@ -260,8 +260,8 @@ class TestKernels:
     @modes
     @pytest.mark.parametrize("masked", [False, True], ids=["no mask", "padding"])
     @pytest.mark.skipif(BACKEND != "triton", reason="counts Triton's kernels")
-    def test_lengths_do_not_compile_kernels(self, masked: bool, quantization: str) -> None:
-        """Selection, whose row lives in registers, may compile once per doubling of the keys; nothing else again."""
+    def test_lengths_do_not_recompile_kernels(self, masked: bool, quantization: str) -> None:
+        """Selection holds a query block in registers and may compile once per doubling of the keys."""
 
         def run(length: int) -> None:
             mask = padding_of(length) if masked else None
@@ -318,7 +318,7 @@ class TestSettings:
         assert equal(attend(*tensors, **CALLS[name]), expected)
 
     def test_threads(self) -> None:
-        """Concurrent calls count exactly and give what they give alone."""
+        """Concurrent calls are counted exactly and give the same results as single ones."""
         jobs = [
             functools.partial(attend, *qkv(500 + 7 * index), **CALLS[name])
             for index, name in enumerate(name for name in CALLS for _ in range(4))
@@ -361,7 +361,7 @@ class TestStatistics:
         assert 0 < mask.density() < 1
         assert sparge.stats().density == pytest.approx(mask.density(), abs=1e-12)
 
-    def test_masked_calls_count_for_the_kernels_that_compute_them(self) -> None:
+    def test_masked_calls_count_for_the_backend_that_computes_them(self) -> None:
         query, key, value = qkv(700)
         attend(query, key, value, topk=0.5, attn_mask=padding_of(700))
         assert sparge.stats().reasons == {"sparse: triton": 1}
@@ -375,7 +375,7 @@ class TestStatistics:
 @pytest.mark.parametrize("turned", [False, True], ids=["heads first", "tokens first"])
 @pytest.mark.parametrize("text", [(), ((0, 77),)], ids=["video", "text and video"])
 def test_a_layer_in_order(text: tuple[tuple[int, int], ...], turned: bool) -> None:
-    """Moves, attention and the way back are one recording; each repetition gives what moving by hand gives."""
+    """Reordering, attention and restoring are one recording; each repetition equals reordering by hand."""
     grid, start = (4, 16, 16), text[0][1] if text else 0
     layer = Layer("", sparge.Policy(topk=0.5, backend=BACKEND))
     for seed in range(4):
@@ -391,8 +391,8 @@ def test_a_layer_in_order(text: tuple[tuple[int, int], ...], turned: bool) -> No
 
 
 @pytest.mark.parametrize("start", [0, 77])
-def test_tokens_along_an_order(start: int) -> None:
-    """They lie in memory as they did, also where the moves of an earlier call are repeated."""
+def test_reordered_tokens(start: int) -> None:
+    """Their memory layout does not change, also in a replay."""
     generator, grid = torch.Generator().manual_seed(0), (6, 17, 31)
     for _ in range(3):
         sizes = (3, 2, start + 6 * 17 * 31 + 5, 3, 128)

@@ -1,4 +1,4 @@
-"""Packed sequences on a device: every segment as if it were alone, in every bit; bounds there and on the host."""
+"""Packed sequences on a device: each segment equals its own call bit by bit; bounds on the device and on the host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpu.conftest import BACKEND, DEVICE, FASTEST, cuda_only, equal, forget_reco
 
 pytestmark = pytest.mark.gpu
 LENGTHS = [(300, 300)] * 3 + [(129, 1000), (385, 320), (1000, 129), (0, 70), (70, 0), (1, 64), (200, 901), (260, 290)]
-"""Five of similar lengths, two others, and some by themselves."""
+"""Five segments of similar lengths, two others, and some that are not grouped."""
 
 
 def packed() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -41,7 +41,7 @@ def test_segments_are_those_of_a_loop(quantization: str, options: dict[str, Any]
     on_device = (bounds_q.to(DEVICE), bounds_k.to(DEVICE))
     sparge.reset_stats()
     output, lse = sparge.varlen_attention(*tensors, *on_device, causal=causal, **options)
-    assert sparge.stats().calls == 5, "two groups, two by themselves, one that sees nothing"
+    assert sparge.stats().calls == 5, "two groups, two single segments, one without visible keys"
     again = sparge.varlen_attention(*tensors, bounds_q.tolist(), bounds_k, causal=causal, **options)
     assert torch.equal(output, again[0]) and torch.equal(lse, again[1])
     options |= {"is_causal": causal, "enable_gqa": True, "layout": "NHD"}
@@ -76,8 +76,8 @@ def test_a_captured_graph_needs_bounds_on_the_host() -> None:
 
 
 @cuda_only
-def test_bounds_on_the_host_wait_for_nothing_and_any_stream_may_read_their_table() -> None:
-    """New packs of lengths that kernels know, on the default stream and on one of its own."""
+def test_bounds_on_the_host_do_not_synchronize_and_any_stream_may_read_their_table() -> None:
+    """New packs with known lengths, on the default stream and on another."""
     options: dict[str, Any] = {"topk": 0.4, "backend": BACKEND, "quantization": FASTEST}
     query, key, value = (tensor[0].transpose(0, 1).contiguous() for tensor in make_inputs(900, 900, heads=4))
     sparge.varlen_attention(query, key, value, [0, 300, 570, 900], [0, 300, 570, 900], **options)  # compiles
@@ -96,7 +96,7 @@ def test_bounds_on_the_host_wait_for_nothing_and_any_stream_may_read_their_table
 
 @cuda_only
 def test_a_captured_graph_reads_the_table_of_an_earlier_call() -> None:
-    """And needs no kernel that the call before did not load: all segments are one packed call."""
+    """It needs no kernel that the earlier call did not load: all segments are one packed call."""
     options: dict[str, Any] = {"topk": 0.4, "backend": BACKEND}
     query, key, value = (tensor[0].transpose(0, 1).contiguous() for tensor in make_inputs(570, 570, heads=4))
     bounds = [0, 300, 570]

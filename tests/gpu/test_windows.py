@@ -1,6 +1,6 @@
-"""Sliding windows on a device: the specification's blocks and numbers, what nobody sees, narrow and wide windows.
+"""Sliding windows on a device: the specification's blocks and results, unseen keys, narrow and wide windows.
 
-Every case of attention compiles a kernel of its own, so there are few.
+Every case of attention compiles its own kernel, so there are few cases.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ OPTIONS: dict[str, Any] = {"enable_gqa": True, "return_lse": True, "backend": BA
 
 @dataclass(frozen=True)
 class Case:
-    """Lengths at which a window's edges fall into the middle of blocks, or queries see nothing."""
+    """Lengths for which a window's edges fall inside of blocks, or queries see nothing."""
 
     quantization: str
     window: Window
@@ -105,14 +105,14 @@ def test_means(quantization: str, window: Window) -> None:
     expected = sparge.block_sparse_attention(*given, mask, quantization="none", backend="torch", **options)
     dropped = sparge.block_sparse_attention(*given, mask, quantization="none", backend="torch", return_lse=True)
     assert relative_l1(got[0], expected[0].double()) < (0.01 if quantization == "none" else 0.08)
-    assert relative_l1(dropped[0], expected[0].double()) > 0.1, "the means matter"
+    assert relative_l1(dropped[0], expected[0].double()) > 0.1, "the means have an effect"
     assert (got[1] - expected[1]).abs().max() < (0.01 if quantization == "none" else 0.1)
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8_fp16", *FP8])
 @pytest.mark.parametrize("skipped", ["drop", "mean"])
-def test_what_nobody_sees_may_hold_anything(quantization: str, skipped: str) -> None:
-    """A prefix that the window has left behind, in the middle of a block. FP16 values are the caller's own."""
+def test_unseen_keys_may_have_any_contents(quantization: str, skipped: str) -> None:
+    """A prefix before the window that ends inside of a block. FP16 values are the caller's own."""
     query, key, value = make_inputs(300, 900, heads=2, dtype=torch.float16)
     options = {"window": (200, 0), "sparsity": TopK(0.5, min_blocks=1), "quantization": quantization, **OPTIONS}
     before = sparge.attention(query, key, value, skipped=skipped, **options)
@@ -202,7 +202,7 @@ class TestLong:
         expected = F.scaled_dot_product_attention(query, key, value, self.inside(1023))
         assert relative_l1(got, expected.double()) < 0.01
 
-    def test_a_wide_one_is_predicted(self) -> None:
+    def test_a_wide_window_is_predicted(self) -> None:
         query, key, value = make_inputs(self.LENGTH, heads=4, head_dim=128)
         sparge.reset_stats()
         got = sparge.attention(query, key, value, window=(5000, 0), topk=1.0, backend=BACKEND)
@@ -211,7 +211,7 @@ class TestLong:
         assert relative_l1(got, expected.double()) < 0.08
 
     def test_peaks_of_a_wide_window_are_found(self) -> None:
-        """A sink that only the queries near it see: what lies beside it must not be lost."""
+        """A sink that only nearby queries see: its neighbors must not be lost."""
         query, key, value = make_inputs(self.LENGTH, heads=1, head_dim=128)
         direction = F.normalize(torch.randn(128, generator=torch.Generator().manual_seed(3)), dim=0).to(query)
         query += 4.0 * direction

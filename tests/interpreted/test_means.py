@@ -23,7 +23,7 @@ from sparge.backends.triton import attention as triton_attention
 from sparge.call import Call
 from sparge.masks.geometry import BLOCK_K, Shape
 from sparge.numerics.block_means import block_means
-from sparge.numerics.block_means import replaced_bias as specified_bias
+from sparge.numerics.block_means import mean_bias as specified_bias
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -184,7 +184,7 @@ class TestBias:
         call = call_of(shape, is_causal=mask.is_causal, skipped="mean", **options)
         keys_seen, _ = seen_tokens(shape, mask.is_causal, call.attn_mask)
         means = block_means(key.double(), value.double(), keys_seen)
-        expected = specified_bias(means, mask.to_dense(), call)
+        expected = specified_bias(means, mask.to_dense(), call.shape, call.window)
         got = replaced_bias(mask, (means.bias * LOG2_E).float(), call)
         assert got.shape[1] % BIAS_COLUMNS == 0
         assert (got[:, shape.kv_blocks :] == -math.inf).all(), "there is no block"

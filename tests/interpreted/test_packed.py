@@ -18,7 +18,7 @@ from sparge.backends import base
 from sparge.call import Call
 from sparge.dispatch import segment_plan
 from sparge.masks.geometry import Shape
-from sparge.masks.segments import Run, Segment, alike
+from sparge.masks.segments import Run, Segment, group_segments
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -123,7 +123,7 @@ class TestPlans:
 
     def test_groups_are_cut_where_their_block_maps_are_too_large(self) -> None:
         segments = [Segment(0, 2**16 - index, 0, 2**16) for index in range(9)]
-        assert [len(group) for group in alike(segments, heads=32)] == [8, 1]
+        assert [len(group) for group in group_segments(segments, heads=32)] == [8, 1]
 
     def test_equal_neighbours_are_a_batch(self) -> None:
         assert planned([(200, 200)] * 3) == segment_plan.Plan((Run(3, 0, 200, 0, 200),), ())

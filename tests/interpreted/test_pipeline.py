@@ -125,8 +125,8 @@ class TestAttention:
     def test_8_bits_are_the_default(self) -> None:
         query, key, value = structured(70, 150)
         options = {"topk": 0.5, **TRITON}
-        eight_bits = sparge.attention(query, key, value, quantization="int8_fp8", **options)
-        assert torch.equal(sparge.attention(query, key, value, **options), eight_bits)
+        quantized_modes = sparge.attention(query, key, value, quantization="int8_fp8", **options)
+        assert torch.equal(sparge.attention(query, key, value, **options), quantized_modes)
 
     def test_layout(self) -> None:
         tensors = structured(70, 150, batch=2)

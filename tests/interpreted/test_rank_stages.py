@@ -13,7 +13,7 @@ from sparge.backends.gpu.stages.rank_budget import blocks_of_level, own_totals, 
 from sparge.backends.gpu.stages.ring_part import cut_lists, merge
 from sparge.masks.block_mask import BlockMask
 from sparge.masks.geometry import Shape
-from sparge.numerics.budget_allocation import share_out
+from sparge.numerics.budget_allocation import allocate
 from sparge.numerics.merge import merge as torch_merge
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -35,7 +35,7 @@ def test_portions_are_those_of_one_place(density: float) -> None:
     kept, visible = [each for each, _ in rows], torch.stack([each for _, each in rows]).sum(0)
     places = torch.tensor([0, 3, 6, 1, 8, 2, 4, 5, 7, 2**40])  # of all rows in the whole call, the last is padding
     order = places.argsort()
-    whole = share_out(torch.cat(kept, 1)[:, order[:9]], visible, density)
+    whole = allocate(torch.cat(kept, 1)[:, order[:9]], visible, density)
     expected = torch.empty_like(whole).index_copy_(1, order[:9], whole)
 
     padded = [F.pad(each, (0, 2 * LEVELS.value - each.shape[2])).flatten(0, 1).contiguous() for each in kept]

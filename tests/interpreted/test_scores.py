@@ -91,7 +91,7 @@ def assert_probabilities(
     scale: float = 0.2,
     attn_mask: Tensor | None = None,
     threshold: float | None = None,
-) -> tuple[Tensor, list[prediction.Row]]:
+) -> tuple[Tensor, list[prediction.QBlock]]:
     call = {"is_causal": is_causal, "scale": scale, "attn_mask": attn_mask}
     got = probabilities_of(query, key, score, threshold=threshold, **call)
     rule = TopK(1.0, min_blocks=0, sink=False, diagonal=False, similarity_threshold=threshold)

@@ -90,7 +90,7 @@ def sorted_selection(
         seen_from = torch.arange(shape.kv_blocks) * BLOCK_K if first_seen is None else first_seen[b, h]
         last_query = min((i + 1) * BLOCK_Q, shape.q_len) - 1 + shape.causal_offset
         visible[b, h, i] = seen_from <= last_query if is_causal else seen_from < NOWHERE
-    chosen_from: list[list[prediction.Row]] = [[] for _ in range(shape.batch)]
+    chosen_from: list[list[prediction.QBlock]] = [[] for _ in range(shape.batch)]
     for b, h, i in rows:
         if i == 0:
             forced = prediction.forced_blocks(call, visible[b, h]) | unfinished
@@ -105,9 +105,9 @@ def sorted_selection(
         amount = of_head(sparsity.amount, h, shape)
         assert amount is not None
         blocks = (row.nan_to_num(0.0), visible[b, h, i], forced[i] | row.isnan(), dissimilar)
-        chosen_from[b].append(prediction.Row(*blocks, amount, sparsity.min_blocks))
+        chosen_from[b].append(prediction.QBlock(*blocks, amount, sparsity.min_blocks))
     for b in range(shape.batch):
-        kept[b] = torch.stack(prediction.select_rows(sparsity, chosen_from[b])).view_as(kept[b])
+        kept[b] = torch.stack(prediction.apply_rule(sparsity, chosen_from[b])).view_as(kept[b])
     return kept, visible
 
 

@@ -63,7 +63,7 @@ def test_hazards_are_sorted_by_the_lines_they_are_between(
     score_head = place("score_hopper.py", "def hopper_score_kernel(")
     score_roles = place("score_hopper.py", "gl.warp_specialize(")
     ones = place("kernel.py", "ones_smem.store(")
-    turn = place("scheduler.py", "gl.atomic_add(taken_ptr")
+    turn = place("scheduler.py", "gl.atomic_add(turn_counter_ptr")
     listed = place("producer.py", "gl.load(list_ptr + block_numbers,")
     hidden, exchanged = (
         place("softmax.py", "gl.where(allowed, scores, HIDDEN_BITS)"),

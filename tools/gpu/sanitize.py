@@ -178,7 +178,7 @@ def _stored_at(place: str) -> str | None:
     if not place.startswith(("producer.py:", "lengths.py:", "scheduler.py:")):
         return None
     line = line_at(place)
-    if re.search(r"^ *store_(of_tile|lengths)\(|atomic_add\(taken_ptr", line):
+    if re.search(r"^ *store_(tile_value|lengths)\(|atomic_add\(turn_counter_ptr", line):
         return "metadata.tile"
     stored = re.search(r"^ *(metadata\.\w+)\.index\(.*\.store\(", line)
     return None if stored is None else stored.group(1)

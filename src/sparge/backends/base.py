@@ -1,9 +1,8 @@
-"""What a backend is, which ones there are, and which one serves a call.
+"""The interface of a backend, the registry of backends, and the choice of a backend.
 
-A backend is an object in the package of its name (``sparge.backends.<name>.BACKEND``), imported on first use: neither
-this module nor ``import sparge`` needs Triton. It describes what it supports (`Backend.unavailable_reason`,
-`quantizations`, `crossover`) and computes it (`predict`, `attend`, `attention`, `dense`). Callers use the object and
-never compare its name.
+A backend is the object ``sparge.backends.<name>.BACKEND``, imported on first use: neither this module nor ``import
+sparge`` needs Triton. It declares what it supports (`Backend.unavailable_reason`, `quantizations`, `crossover`) and
+computes it (`predict`, `attend`, `attention`, `dense`). Callers use the object and never compare its name.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from sparge.call import Call
 from sparge.masks.block_mask import BlockMask
 from sparge.masks.geometry import Shape
 from sparge.masks.ordering import TokenOrder, order_of
-from sparge.numerics.budget_allocation import RankPool, share_out
+from sparge.numerics.budget_allocation import RankPool, allocate
 from sparge.numerics.merge import merge
 from sparge.options.common import BACKENDS
 from sparge.options.rules import Selection
@@ -33,11 +32,11 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Crossover:
-    """Sizes below any of which dense attention is faster.
+    """Sizes below which dense attention is faster. A call below any of them runs dense.
 
     Attributes:
         keys: of a sequence.
-        causal_keys: of a causal one that has as many queries; behind a prefix, twice what a query sees on average.
+        causal_keys: of a causal sequence with as many queries; with a prefix, twice the mean number of visible keys.
         queries: of a sequence.
         scores: over all heads and the batch.
     """
@@ -49,24 +48,25 @@ class Crossover:
 
 
 ALWAYS = Crossover(keys=0, causal_keys=0, queries=0, scores=0)
-"""Sparse whatever the size."""
+"""Sparse at every size."""
 NEVER = Crossover(keys=2**62, causal_keys=2**62, queries=0, scores=0)
-"""Dense whatever the size: nothing was measured, or nothing was gained."""
+"""Dense at every size: sparse attention was not measured, or was not faster."""
 
 
 class Candidates(ABC):
-    """Rows of blocks whose probabilities are known and of which nothing is chosen yet: some rows of a call, perhaps.
+    """Query blocks of a call, possibly only some of them, whose probabilities are computed but not yet selected from.
 
-    A rule that looks at one row at a time chooses at once. Of a `Budget`, `kept_by_level` is what the rows ask for, and
-    `sharing.share_out` says what they get.
+    A rule that treats each query block by itself selects at once. For a `Budget`, `kept_by_level` returns the demand of
+    the query blocks, and `budget_allocation.allocate` computes the allocation.
     """
 
     @abstractmethod
     def kept_by_level(self, kv_blocks: int) -> tuple[Tensor, Tensor]:
-        """Blocks that each row keeps of a budget that reaches down to each level, and those that all rows see.
+        """Count the blocks each query block keeps of a budget that reaches down to each level, and visible blocks.
 
         Args:
-            kv_blocks: those of the whole call, of which these rows may see the first alone: levels go by them.
+            kv_blocks: key blocks of the whole call, which determine the levels. The query blocks here may see only the
+                first of them.
 
         Returns:
             (B, H, q_blocks, levels + 1) and (B,), ints.
@@ -74,17 +74,17 @@ class Candidates(ABC):
 
     @abstractmethod
     def choose(self, counts: Tensor | None) -> BlockMask:
-        """The mask: of a budget so many blocks of each row, (B, H, q_blocks); by the call's rule without counts."""
+        """Return the mask with ``counts`` (B, H, q_blocks) blocks per query block; by the call's rule for None."""
 
 
 class RecordedAttention(Protocol):
-    """A call of `Backend.attention` that can be repeated on other tensors of the same kind."""
+    """A recorded `Backend.attention` call that can be repeated on other tensors with the same metadata."""
 
     def run(self, inputs: Sequence[int]) -> tuple[Tensor, ...]:
-        """Return output and LSE of inputs at these addresses, which are multiples of 16 and of different tensors.
+        """Return output and LSE for inputs at these addresses, which must be distinct multiples of 16.
 
-        They are query, key, value, and where there are any: mask, totals, lists of given blocks, and the output and LSE
-        of a packed call, which are written to, so that nothing is returned. It runs on the current device and stream.
+        The inputs are query, key, value and, if present, mask, totals, the lists of given blocks, and output and LSE of
+        a packed call. The latter are written to, and nothing is returned. Runs on the current device and stream.
         """
 
     def run_without_lse(self, inputs: Sequence[int]) -> Tensor:
@@ -92,13 +92,13 @@ class RecordedAttention(Protocol):
 
 
 class Backend(ABC):
-    """One way to compute sparse attention.
+    """One implementation of sparse attention.
 
     Attributes:
-        name: what a caller passes as ``backend=``.
-        summary: what it is, in a few words.
-        quantizations: those it has on some device; the others are refused.
-        packs: it takes segments of unequal lengths as one call (`Call.segments`), without a similarity threshold.
+        name: the value of ``backend=``.
+        summary: a description in a few words.
+        quantizations: those supported on some device; others are rejected.
+        packs: whether segments of unequal lengths run as one call (`Call.segments`), without a similarity threshold.
     """
 
     name: ClassVar[str]
@@ -108,33 +108,33 @@ class Backend(ABC):
 
     @abstractmethod
     def unavailable_reason(self, device: torch.device) -> str | None:
-        """What keeps it from serving a device, as "expected X, got Y"; None when nothing does."""
+        """Return why it cannot serve a device, as "expected X, got Y"; None if it can."""
 
     def why_not_auto(self, device: torch.device) -> str | None:
-        """Why "auto" does not take it on a device, None when it does. A backend may serve more than it is best for."""
+        """Return why "auto" does not select it on a device; None if it does. It may also support other devices."""
         return self.unavailable_reason(device)
 
     def quantization_unavailable_reason(self, quantization: str, device: torch.device, *, has_mask: bool) -> str | None:  # noqa: ARG002
-        """What keeps it from a quantization on a device that it serves, as "expected X, got Y"."""
+        """Return why it lacks a quantization on a device that it serves, as "expected X, got Y"; None if it has it."""
         if quantization in self.quantizations:
             return None
-        able = [repr(name) for name in BACKENDS if quantization in get(name).quantizations]
-        return f"expected backend {' or '.join(able)}, got {self.name!r}"
+        supporting = [repr(name) for name in BACKENDS if quantization in get(name).quantizations]
+        return f"expected backend {' or '.join(supporting)}, got {self.name!r}"
 
     def fastest_quantization(self, device: torch.device, *, has_mask: bool) -> str:  # noqa: ARG002
-        """The quantization that "auto" stands for on a device."""
+        """Return the quantization that "auto" selects on a device."""
         return "none"
 
     @abstractmethod
     def crossover(self, device_type: str, dtype: torch.dtype) -> Crossover:
-        """The sizes from which on sparse attention of inputs of a dtype pays on a kind of device, as measured."""
+        """Return the measured sizes from which sparse attention is faster, for a dtype on a type of device."""
 
     def crossover_under_mask(self, device_type: str) -> Crossover:  # noqa: ARG002
-        """Return the sizes from which on a full bool mask pays; `NEVER` if it does not or was not measured."""
+        """Return the sizes from which sparse attention with a full bool mask is faster; `NEVER` if not measured."""
         return NEVER
 
     def serving(self, call: Call, dtype: torch.dtype) -> Backend:  # noqa: ARG002
-        """The backend that really computes a call: this one, or one that it leaves some calls to."""
+        """Return the backend that computes a call: this one, or another to which it delegates some calls."""
         return self
 
     def portable(self) -> Backend:
@@ -146,49 +146,49 @@ class Backend(ABC):
         """Predict which blocks of the attention map to compute."""
 
     def summarize_keys(self, key: Tensor, call: Call) -> tuple[Tensor, ...]:
-        """What prediction reads of keys: tensors (B, Hkv, kv_blocks, width).
+        """Compute the statistics of keys that prediction reads: tensors (B, Hkv, kv_blocks, width).
 
-        Those of parts of a sequence that are cut between blocks join along dimension 2. A similarity threshold needs
-        more than them.
+        The statistics of parts of a sequence, split at block boundaries, can be concatenated along dimension 2. They
+        are not sufficient for a similarity threshold.
 
         Raises:
-            NotImplementedError: the backend predicts in one piece.
+            NotImplementedError: the backend does not support prediction in parts.
         """
         raise NotImplementedError(f"prediction over several ranks: expected another backend, got {self.name!r}")
 
     def candidates(self, query: Tensor, keys: tuple[Tensor, ...], call: Call) -> Candidates:
-        """Prediction up to the choice, from what `summarize_keys` made.
+        """Compute scores and probabilities from the statistics of `summarize_keys`, without selecting blocks.
 
         Raises:
-            NotImplementedError: the backend predicts in one piece.
+            NotImplementedError: the backend does not support prediction in parts.
         """
         raise NotImplementedError(f"prediction over several ranks: expected another backend, got {self.name!r}")
 
     def candidates_of(self, query: Tensor, key: Tensor, call: Call) -> Candidates:
-        """`candidates` of keys that are all here."""
+        """Compute `candidates` from keys that are all on this device."""
         return self.candidates(query, self.summarize_keys(key, call), call)
 
     def choose_together(
         self, candidates: Sequence[Candidates], rule: Selection, kv_blocks: int, pool: RankPool
     ) -> list[BlockMask]:
-        """The blocks that rows on this rank keep, by one rule for the rows of all ranks.
+        """Select the blocks of the query blocks on this rank by one rule for the query blocks of all ranks.
 
         Args:
-            candidates: the rows of this rank, of which a `Budget` counts those of the first first.
-            kv_blocks: of the whole sequence.
-            pool: the rows of all ranks.
+            candidates: the query blocks of this rank, in the order in which a `Budget` counts them.
+            kv_blocks: key blocks of the whole sequence.
+            pool: the query blocks of all ranks.
         """
         if not rule.is_call_wide:
             return [candidate.choose(None) for candidate in candidates]
-        asked = [candidate.kept_by_level(kv_blocks) for candidate in candidates]
-        kept = torch.cat([levels.flatten(1, 2) for levels, _ in asked], 1)
-        visible = torch.stack([seen for _, seen in asked]).sum(0)
+        demands = [candidate.kept_by_level(kv_blocks) for candidate in candidates]
+        kept = torch.cat([levels.flatten(1, 2) for levels, _ in demands], 1)
+        visible = torch.stack([seen for _, seen in demands]).sum(0)
         assert not isinstance(rule.amount, Tensor)
-        counts = share_out(kept, visible, rule.amount, pool)
-        shares = counts.split([levels.shape[1] * levels.shape[2] for levels, _ in asked], 1)
+        counts = allocate(kept, visible, rule.amount, pool)
+        shares = counts.split([levels.shape[1] * levels.shape[2] for levels, _ in demands], 1)
         return [
             candidate.choose(share.unflatten(1, levels.shape[1:3]))
-            for candidate, share, (levels, _) in zip(candidates, shares, asked, strict=True)
+            for candidate, share, (levels, _) in zip(candidates, shares, demands, strict=True)
         ]
 
     def attend_part(
@@ -205,14 +205,14 @@ class Backend(ABC):
         is_first: bool,
         totals: Tensor | None = None,
     ) -> None:
-        """Attention over a part of the keys, merged into that over others.
+        """Compute attention over a part of the keys and merge it into the result for other keys.
 
         Args:
-            masks: of pieces of the queries over all keys, one piece behind the other; None keeps all blocks.
-            columns: the key blocks of the whole sequence that the part's are, in rising order.
-            call: of the part. It has no rules: it is dense, or over a mask.
-            output, lse: (B, H, Sq, Dv) and (B, H, Sq) float32, which are changed.
-            is_first: nothing was merged into them before, and they may hold anything.
+            masks: over all keys, one per consecutive piece of the queries; None keeps all blocks.
+            columns: ranges of the key blocks of the whole sequence that belong to the part, in ascending order.
+            call: of the part. It has no rule: it is dense, or uses the masks.
+            output, lse: (B, H, Sq, Dv) and (B, H, Sq) float32, updated in place.
+            is_first: nothing was merged into them before, and their contents are undefined.
             totals: see `attend`.
         """
         if masks is None:
@@ -233,12 +233,12 @@ class Backend(ABC):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, call: Call, *, totals: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Attention over the kept blocks.
+        """Compute attention over the kept blocks.
 
         Args:
-            totals: int64 (3,), to which the numbers of kept and of visible blocks are added, and that of halves of kept
-                blocks (64 queries by 64 keys) whose P V the threshold skipped. A half without queries is skipped with
-                the other one; means are not counted.
+            totals: int64 (3,), incremented by the numbers of kept blocks, of visible blocks, and of halves of kept
+                blocks (64 queries by 64 keys) whose P V the threshold skipped. A half without queries is counted as
+                skipped with the other half; means are not counted.
 
         Returns:
             Output (B, H, Sq, Dv) in the query's dtype and natural-log LSE (B, H, Sq) float32.
@@ -247,7 +247,7 @@ class Backend(ABC):
     def attention(
         self, query: Tensor, key: Tensor, value: Tensor, call: Call, *, totals: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Prediction and attention; a backend whose passes over K serve both does better than one after the other."""
+        """Predict and attend. Backends override this to share passes over K between the two."""
         return self.attend(query, key, value, self.predict(query, key, call), call, totals=totals)
 
     def attention_in_order(
@@ -256,7 +256,7 @@ class Backend(ABC):
         """Reorder the tokens, compute `attention`, and restore the order of the output.
 
         Returns:
-            The output, tokens first in memory, and an LSE in the given order.
+            The output, tokens first in memory, and the LSE in the new order.
         """
         found = order_of(order.grid, order.name, query.device)
         query, key, value = self.move_all((query, key, value), found.permutation, order.start)
@@ -265,7 +265,7 @@ class Backend(ABC):
         return output, lse
 
     def is_overridden(self) -> bool:
-        """Return whether this thread changes the configuration of kernels now; recorded calls are not repeated then."""
+        """Return whether this thread overrides kernel configurations; if so, recorded calls are not repeated."""
         return False
 
     def recorded_attention(
@@ -279,10 +279,10 @@ class Backend(ABC):
         blocks: BlockMask | None = None,  # noqa: ARG002
         order: TokenOrder | None = None,  # noqa: ARG002
     ) -> RecordedAttention | None:
-        """Return what repeats an `attention` call that was made before, None where a backend records nothing.
+        """Return a repeatable form of an earlier `attention` call; None if the backend recorded nothing.
 
-        With ``blocks`` it is one of `attend`, with an ``order`` one of `attention_in_order`, else without sparsity one
-        of `dense` that torch did not compute.
+        With ``blocks`` it repeats `attend`, with an ``order`` it repeats `attention_in_order`, and without sparsity a
+        `dense` call that torch did not compute.
         """
         return None
 
@@ -296,11 +296,12 @@ class Backend(ABC):
         with_lse: bool,  # noqa: ARG002
         may_use_torch: bool,  # noqa: ARG002
     ) -> tuple[Tensor, Tensor]:
-        """Attention over every visible block. The call is dense: it has no rules and no threshold.
+        """Compute attention over every visible block. The call is dense: it has no rule and no threshold.
 
         Args:
-            with_lse: the LSE is read; else it may be anything.
-            may_use_torch: torch's own kernels may compute it where they are faster, since nobody named a backend.
+            with_lse: the LSE is used; otherwise it may be undefined.
+            may_use_torch: torch's own kernels may be used where they are faster, because the caller did not name a
+                backend.
         """
         return self.attend(query, key, value, self.predict(query, key, call), call)
 
@@ -309,7 +310,7 @@ class Backend(ABC):
         return False
 
     def move(self, tokens: Tensor, permutation: Tensor, start: int, moved: Tensor) -> None:
-        """Copy tokens (B, H, S, D) to ``moved``, of any strides: those from ``start`` on permuted, others in place."""
+        """Copy tokens (B, H, S, D) to ``moved`` (any strides), permuting the tokens from ``start`` on."""
         stop = start + len(permutation)
         moved[:, :, :start] = tokens[:, :, :start]
         moved[:, :, start:stop] = tokens[:, :, start:stop].index_select(2, permutation)
@@ -318,13 +319,13 @@ class Backend(ABC):
     def move_all(
         self, tensors: Sequence[Tensor], permutation: Tensor, start: int, *, tokens_first: bool | None = None
     ) -> tuple[Tensor, ...]:
-        """`move` tensors to new ones, which lie in memory tokens first, heads first, or by default as they did."""
+        """`move` tensors to new ones with tokens first or heads first in memory; None keeps each tensor's layout."""
         results = []
         for tokens in tensors:
             batch, heads, length, width = tokens.shape
-            lies_so = is_tokens_first(tokens) if tokens_first is None else tokens_first
+            first = is_tokens_first(tokens) if tokens_first is None else tokens_first
             sizes = (batch, heads, length, width)
-            strides = gapless_strides(sizes, tokens_first=lies_so)
+            strides = gapless_strides(sizes, tokens_first=first)
             moved = torch.empty_strided(sizes, strides, dtype=tokens.dtype, device=tokens.device)
             self.move(tokens, permutation, start, moved)
             results.append(moved)
@@ -332,16 +333,16 @@ class Backend(ABC):
 
 
 def add_to_totals(totals: Tensor | None, mask: BlockMask, pv_skipped: Tensor) -> None:
-    """Count a mask's blocks, and the halves of them whose P V was skipped (see `Backend.attend`)."""
+    """Add a mask's blocks, and the halves of them whose P V was skipped, to the totals (see `Backend.attend`)."""
     if totals is not None:
         totals.add_(torch.stack([mask.kv_num_blocks.sum(), mask.visible_num_blocks.sum(), pv_skipped.sum()]))
 
 
 def get(name: str) -> Backend:
-    """The backend of a name.
+    """Return the backend with this name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the name is unknown.
     """
     if name not in BACKENDS:
         listed = ", ".join(map(repr, ("auto", *BACKENDS)))
@@ -356,10 +357,10 @@ _LOADED: dict[str, Backend] = {}
 
 
 def resolve(name: str, device: torch.device) -> str:
-    """The name of the backend that serves a device: the one that is named, or for "auto" the best.
+    """Return the name of the backend for a device: the given one, or the best one for "auto".
 
     Raises:
-        ValueError: unknown backend.
+        ValueError: the name is unknown.
         NotImplementedError: the backend cannot serve the device.
     """
     if name != "auto" and name not in BACKENDS:
@@ -368,14 +369,14 @@ def resolve(name: str, device: torch.device) -> str:
         raise NotImplementedError(f"backend {name!r}: expected a device that holds data, got 'meta'")
     if name == "auto":
         return _best_for(device.type, device.index)
-    missing = _missing_on(name, device.type, device.index)
-    if missing is not None:
-        raise NotImplementedError(f"backend {name!r}: {missing}")
+    reason = _unavailable_reason(name, device.type, device.index)
+    if reason is not None:
+        raise NotImplementedError(f"backend {name!r}: {reason}")
     return name
 
 
 def explain(device: torch.device) -> str:
-    """Why "auto" takes the backend that it takes on a device: what it is, and why not the next better one."""
+    """Explain which backend "auto" selects on a device, and why not the next faster one."""
     best = resolve("auto", device)
     better = BACKENDS[: BACKENDS.index(best)]
     reason = get(best).summary
@@ -385,32 +386,32 @@ def explain(device: torch.device) -> str:
 
 
 def resolve_quantization(quantization: str, name: str, device: torch.device, *, has_mask: bool = False) -> str:
-    """ "auto" as the fastest quantization of a backend on a device, any other if the backend has it there.
+    """Return the fastest quantization of a backend on a device for "auto", any other if the backend supports it there.
 
     Raises:
-        NotImplementedError: it has not.
+        NotImplementedError: the backend does not support it.
     """
     if quantization == "auto":
         return _fastest_quantization(name, device.type, device.index, has_mask)
-    missing = _quantization_missing(name, quantization, device.type, device.index, has_mask)
-    if missing is not None:
-        raise NotImplementedError(f"quantization {quantization!r}: {missing}")
+    reason = _quantization_unavailable_reason(name, quantization, device.type, device.index, has_mask)
+    if reason is not None:
+        raise NotImplementedError(f"quantization {quantization!r}: {reason}")
     return quantization
 
 
 def prefers_dense(
     shape: Shape, is_causal: bool, name: str, device: torch.device, dtype: torch.dtype, kv_len: int | None = None
 ) -> bool:
-    """Whether prediction would cost more than it saves at these sizes; ``kv_len`` keys instead of all, if given."""
+    """Return whether a call is below its backend's crossover; ``kv_len`` replaces the number of keys, if given."""
     kv_len = shape.kv_len if kv_len is None else kv_len
     crossover = crossover_of(name, device.type, dtype)
     return is_below(crossover, shape.batch * shape.heads, shape.q_len, kv_len, is_causal)
 
 
 def is_below(crossover: Crossover, heads: int, q_len: int, kv_len: int, is_causal: bool) -> bool:
-    """Whether a call is smaller than a crossover; ``heads`` are those of the whole batch.
+    """Return whether a call is smaller than a crossover; ``heads`` counts those of the whole batch.
 
-    No method: torch.compile cannot trace one of an object that a `constant` function returned.
+    Not a method, because torch.compile cannot trace methods of an object that a `constant` function returned.
     """
     if is_causal and 2 * kv_len - q_len < crossover.causal_keys:
         return True
@@ -418,7 +419,7 @@ def is_below(crossover: Crossover, heads: int, q_len: int, kv_len: int, is_causa
 
 
 def constant(function: Function) -> Function:
-    """Tell torch.compile that a function's result does not change: it is called, not traced.
+    """Mark a function's result as constant for torch.compile, which then calls the function instead of tracing it.
 
     torch.compiler's own decorator imports Triton.
     """
@@ -427,7 +428,7 @@ def constant(function: Function) -> Function:
 
 
 @constant
-def _missing_on(name: str, device_type: str, index: int | None) -> str | None:
+def _unavailable_reason(name: str, device_type: str, index: int | None) -> str | None:
     return get(name).unavailable_reason(_device(device_type, index))
 
 
@@ -443,24 +444,24 @@ def _best_for(device_type: str, index: int | None) -> str:
 
 
 _BEST_ON_GPUS: dict[tuple[str, int | None], str] = {}
-"""To ask every backend takes tens of microseconds there, and is done several times a call."""
+"""Cached because querying every backend takes tens of microseconds, several times per call."""
 
 
 @constant
 def crossover_of(name: str, device_type: str, dtype: torch.dtype) -> Crossover:
-    """`Backend.crossover` of a backend by its name."""
+    """Return `Backend.crossover` of a backend given by name."""
     return get(name).crossover(device_type, dtype)
 
 
 @constant
 def crossover_for(device_type: str, index: int | None, dtype: torch.dtype) -> Crossover:
-    """The crossover of the backend that "auto" takes on a device, which is looked up once."""
+    """Return the crossover of the backend that "auto" selects on a device."""
     return crossover_of(_best_for(device_type, index), device_type, dtype)
 
 
 @constant
 def crossover_under_mask_for(device_type: str, index: int | None) -> Crossover:
-    """`Backend.crossover_under_mask` of the backend that "auto" takes on a device."""
+    """Return `Backend.crossover_under_mask` of the backend that "auto" selects on a device."""
     return get(_best_for(device_type, index)).crossover_under_mask(device_type)
 
 
@@ -470,7 +471,7 @@ def _fastest_quantization(name: str, device_type: str, index: int | None, has_ma
 
 
 @constant
-def _quantization_missing(
+def _quantization_unavailable_reason(
     name: str, quantization: str, device_type: str, index: int | None, has_mask: bool
 ) -> str | None:
     return get(name).quantization_unavailable_reason(quantization, _device(device_type, index), has_mask=has_mask)

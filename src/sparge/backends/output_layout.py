@@ -1,5 +1,5 @@
-"""How an output lies in memory: as the query does. Models keep the heads of a token together, as their projections do;
-an output that lies so need not be copied by what follows."""
+"""The memory layout of outputs: the query's. Models usually store the heads of a token together, as their projections
+do; with the same layout, the next operator needs no copy of the output."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import Tensor
 
 
 def is_tokens_first(tensor: Tensor) -> bool:
-    """Whether the heads of a token lie closer together than the tokens of a head in (B, H, S, D).
+    """Return whether the heads of a token are closer in memory than the tokens of a head, in (B, H, S, D).
 
-    One head that stands for all of them has no place beside others.
+    False for a single head expanded over all heads, which has stride 0.
 
     Example:
         >>> is_tokens_first(torch.empty(1, 5, 2, 8).transpose(1, 2)), is_tokens_first(torch.empty(1, 2, 5, 8))
@@ -20,7 +20,7 @@ def is_tokens_first(tensor: Tensor) -> bool:
 
 
 def gapless_strides(sizes: tuple[int, int, int, int], *, tokens_first: bool) -> tuple[int, int, int, int]:
-    """Strides of (B, H, S, D) without gaps.
+    """Return strides of (B, H, S, D) without gaps.
 
     Example:
         >>> gapless_strides((1, 2, 5, 4), tokens_first=True), gapless_strides((1, 2, 5, 4), tokens_first=False)
@@ -33,7 +33,7 @@ def gapless_strides(sizes: tuple[int, int, int, int], *, tokens_first: bool) -> 
 
 
 def empty_like(query: Tensor, width: int) -> Tensor:
-    """Uninitialised memory for a result (B, H, S, width)."""
+    """Allocate uninitialized memory for a result (B, H, S, width) in the query's layout."""
     batch, heads, tokens, _ = query.shape
     sizes = (batch, heads, tokens, width)
     strides = gapless_strides(sizes, tokens_first=is_tokens_first(query))
@@ -41,7 +41,7 @@ def empty_like(query: Tensor, width: int) -> Tensor:
 
 
 def laid_out(output: Tensor, query: Tensor) -> Tensor:
-    """The output as the query lies; copied where it lies otherwise.
+    """Return the output in the query's layout; copied if its layout differs.
 
     Example:
         >>> heads_first = torch.empty(1, 2, 5, 8)
@@ -53,6 +53,6 @@ def laid_out(output: Tensor, query: Tensor) -> Tensor:
     batch, heads, tokens, width = output.shape
     strides = gapless_strides((batch, heads, tokens, width), tokens_first=is_tokens_first(query))
     found = zip(output.shape, output.stride(), strides, strict=True)
-    if all(has == wanted for size, has, wanted in found if size > 1):  # one token may have any stride
+    if all(has == wanted for size, has, wanted in found if size > 1):  # strides of size-1 dimensions do not matter
         return output
     return empty_like(query, width).copy_(output)

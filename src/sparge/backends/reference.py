@@ -1,4 +1,4 @@
-"""The specification (`sparge.reference`) as a backend: slow, exact, for tests and for trying things out."""
+"""The specification (`sparge.reference`) as a backend: slow and exact, for tests and experiments."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sparge.masks.block_mask import BlockMask
 
 
 class ReferenceBackend(Backend):
-    """Everything in float64, in loops. It is never taken unless it is named."""
+    """Computes everything in float64, in loops. It is only used when named."""
 
     name = "reference"
     summary = "the specification, in loops"

@@ -31,7 +31,7 @@ from sparge._ops import add_op_namespace_prefix
 from sparge._ops import ops as operators
 from sparge.backends import base
 from sparge.backends.output_layout import empty_like, laid_out
-from sparge.call import Call, interned, without_unseen
+from sparge.call import Call, drop_unseen_keys, interned
 from sparge.dispatch import dense_rules
 from sparge.dispatch.reasons import describe
 from sparge.masks.block_mask import BlockMask
@@ -380,7 +380,7 @@ def run_dense(
     """Count a call and compute attention over every visible key; ``asked`` is the backend as the caller named it."""
     if words:
         counters.record(words)
-    key, value, cut = without_unseen(key, value, call)
+    key, value, cut = drop_unseen_keys(key, value, call)
     call = call if cut is call else interned(cut)
     name = base.resolve(asked, query.device) if asked == "auto" else asked
     backend = base.get(name).serving(call, query.dtype)

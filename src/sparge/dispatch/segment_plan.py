@@ -17,8 +17,8 @@ from sparge.backends.base import Crossover
 from sparge.call import Call
 from sparge.dispatch import dense_rules
 from sparge.dispatch.reasons import Reason
-from sparge.masks.segments import Run, Segment, alike, in_runs, runs_of
-from sparge.masks.window import Window, within
+from sparge.masks.segments import Run, Segment, group_segments, in_runs, runs_of
+from sparge.masks.window import Window, without_idle_bounds
 from sparge.options.rules import Budget, Dense
 
 SMALL_SCORES = 2**26
@@ -101,7 +101,7 @@ def _plan(
     def reason_of(run: Run, batch: int = 1) -> Reason | None:
         """Why so many segments of a run are dense as one call; None: they are not."""
         shape = replace(call.shape, batch=batch, q_len=run.q_len, kv_len=run.kv_len)
-        window = within(call.window, run.q_len, run.kv_len)
+        window = without_idle_bounds(call.window, run.q_len, run.kv_len)
         return dense_rules.by_arguments(shape, window, call.sparsity, call.quantization, backend, chosen, device, dtype)
 
     def decided_as_one(run: Run) -> Iterator[Run]:
@@ -126,7 +126,7 @@ def _plan(
             packable.setdefault(way, []).extend(run.segments())
     groups = []
     for way, segments in packable.items():
-        for group in alike(segments, call.shape.heads):
+        for group in group_segments(segments, call.shape.heads):
             of_group = in_runs(group)
             if len(of_group) == 1:  # as a batch it need not look anything up
                 alone += of_group
@@ -154,7 +154,7 @@ def _way(
     quantization = dense_rules.resolve_quantization(call.quantization, chosen, device, reason, has_mask=False)
     asked = replace(call, quantization=quantization)
     serving = base.get(chosen).serving(asked, dtype)
-    window = within(call.window, run.q_len, run.kv_len)
+    window = without_idle_bounds(call.window, run.q_len, run.kv_len)
     if not serving.packs:
         return None
     if reason is not None and not asked.is_quantized and backend == "auto":

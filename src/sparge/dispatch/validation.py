@@ -17,9 +17,9 @@ from sparge.masks.block_mask import BlockMask
 from sparge.masks.causal_bias import alignment_of, lengths_of
 from sparge.masks.geometry import BLOCK_K, BLOCK_Q, Shape
 from sparge.masks.visibility import causal_elements
-from sparge.masks.window import Window, window_of, within
+from sparge.masks.window import Window, window_of, without_idle_bounds
 from sparge.numerics import block_means
-from sparge.options.checks import LAYOUTS, SKIPPED, by_share, check_choice, check_flag
+from sparge.options.checks import LAYOUTS, SKIPPED, check_choice, check_flag, rule_from_topk
 from sparge.options.common import PerHead
 from sparge.options.rules import SELECTIONS, Dense, Selection, Sparsity
 
@@ -43,7 +43,7 @@ def resolve_window(
         if bound is not None and bound < -1:
             raise ValueError(f"{name}: expected numbers from 0 up (or -1 or None, no bound), got {window!r}")
         bounds.append(None if bound == -1 else bound)
-    return within(window_of(is_causal, (bounds[0], bounds[1])), q_len, kv_len)
+    return without_idle_bounds(window_of(is_causal, (bounds[0], bounds[1])), q_len, kv_len)
 
 
 def check_query_key(query: Tensor, key: Tensor, layout: str, enable_gqa: bool) -> tuple[Tensor, Tensor, Shape]:
@@ -164,7 +164,7 @@ def check_attn_mask(attn_mask: Tensor | None, shape: Shape, device: torch.device
 def resolve_sparsity(topk: PerHead | None, sparsity: Sparsity | None, heads: int) -> Sparsity:
     """One selection from the plain knob or the full value, its per-head tensors fitting the heads."""
     if sparsity is None:
-        sparsity = by_share(topk)
+        sparsity = rule_from_topk(topk)
     elif topk is not None:
         raise ValueError(f"expected topk or sparsity, got both: topk={topk!r} and sparsity={sparsity!r}")
     if isinstance(sparsity, Selection) and isinstance(sparsity, SELECTIONS.get(sparsity.name, ())):

@@ -30,7 +30,7 @@ class Ranks(Protocol):
 
 
 class RowPool:
-    """The rows of all ranks, for `sharing.share_out`.
+    """The rows of all ranks, for `budget_allocation.allocate`.
 
     Args:
         ranks: whom to ask.

@@ -1,4 +1,4 @@
-"""`BlockMask`: which blocks of the attention map are computed, in FlexAttention's vocabulary."""
+"""`BlockMask`: the blocks of the attention map that are computed, with FlexAttention's terms."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparge.masks.geometry import BLOCK_K, BLOCK_Q, Shape, ceil_div
 from sparge.masks.visibility import find_visibility
-from sparge.masks.window import Window, window_of, within
+from sparge.masks.window import Window, window_of, without_idle_bounds
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,14 +21,15 @@ class BlockMask:
     """The kept blocks of 128 queries x 64 keys of one attention call.
 
     Attributes:
-        kv_num_blocks: (B, H, q_blocks) int32, blocks kept in each row.
-        kv_indices: (B, H, q_blocks, kv_blocks) int32; the first ``kv_num_blocks`` entries of a row are the kept
+        kv_num_blocks: (B, H, q_blocks) int32, number of key blocks kept by each query block.
+        kv_indices: (B, H, q_blocks, kv_blocks) int32; the first ``kv_num_blocks`` entries of a query block are its kept
             key blocks in ascending order, the rest are the others.
-        visible_num_blocks: (B, H, q_blocks) int32, blocks the row could have kept; `density` counts against it.
+        visible_num_blocks: (B, H, q_blocks) int32, number of key blocks visible to each query block; the reference of
+            `density`.
         q_len: number of queries.
         kv_len: number of keys.
         is_causal: whether the mask belongs to causal attention (aligned bottom-right).
-        window: how far a query sees, (left, right) as in `sparge.attention`; None is no bound, and right is 0 if the
+        window: how far a query sees, (left, right) as in `sparge.attention`; None means no bound, and right is 0 if the
             mask is causal.
 
     Example:
@@ -49,7 +50,7 @@ class BlockMask:
     window: tuple[int | None, int | None] = (None, None)
 
     def __post_init__(self) -> None:
-        """Causality and window say the same."""
+        """Make causality and window consistent."""
         window = window_of(self.is_causal, self.window)
         object.__setattr__(self, "window", window)
         object.__setattr__(self, "is_causal", window.right == 0)
@@ -65,19 +66,19 @@ class BlockMask:
         window: tuple[int | None, int | None] | None = None,
         visible: Tensor | None = None,
     ) -> BlockMask:
-        """Build the lists from a bool tensor of shape (B, H, ceil(q_len / 128), ceil(kv_len / 64)).
+        """Create a mask from a bool tensor of shape (B, H, ceil(q_len / 128), ceil(kv_len / 64)).
 
         Args:
             dense: True where a block is kept.
             q_len: number of queries.
             kv_len: number of keys.
-            is_causal: drop blocks that lie wholly in the future.
+            is_causal: drop blocks that lie entirely in the future.
             window: drop blocks that no query sees, (left, right) as in `sparge.attention`.
-            visible: blocks that could be kept, broadcastable to ``dense``; by default those that the window shows.
+            visible: blocks that can be kept, broadcastable to ``dense``; by default those that the window shows.
 
         Raises:
             TypeError: ``dense`` is not a bool tensor.
-            ValueError: its shape does not fit the lengths.
+            ValueError: its shape does not match the lengths.
         """
         if not isinstance(dense, Tensor) or dense.dtype != torch.bool:
             got = dense.dtype if isinstance(dense, Tensor) else type(dense).__name__
@@ -90,7 +91,7 @@ class BlockMask:
                 f"dense: expected shape (B, H, {blocks[0]}, {blocks[1]}) for {q_len} queries and {kv_len} keys in "
                 f"blocks of {BLOCK_Q} x {BLOCK_K}, got {tuple(dense.shape)}"
             )
-        joined = within(window_of(is_causal, window), q_len, kv_len)
+        joined = without_idle_bounds(window_of(is_causal, window), q_len, kv_len)
         if visible is None:
             shape = Shape(1, 1, 1, q_len, kv_len, 1, 1)
             visible = find_visibility(shape, joined, None, dense.device).blocks
@@ -106,7 +107,7 @@ class BlockMask:
 
     @property
     def block_size(self) -> tuple[int, int]:
-        """(128, 64): queries and keys in one block."""
+        """(128, 64): queries and keys per block."""
         return BLOCK_Q, BLOCK_K
 
     @property
@@ -116,7 +117,7 @@ class BlockMask:
         return batch, heads, q_blocks, kv_blocks
 
     def to_dense(self) -> Tensor:
-        """A bool tensor of shape (B, H, q_blocks, kv_blocks), True where a block is kept."""
+        """Return a bool tensor of shape (B, H, q_blocks, kv_blocks), True where a block is kept."""
         return _listed(self.kv_num_blocks, self.kv_indices)
 
     def __repr__(self) -> str:
@@ -126,12 +127,12 @@ class BlockMask:
         return f"BlockMask(shape={self.shape}, {kind}, q_len={self.q_len}, kv_len={self.kv_len})"
 
     def density(self) -> float:
-        """Kept blocks as a share of the visible ones (reads the result back from the device)."""
+        """Return the share of visible blocks that are kept (reads the result back from the device)."""
         visible = int(self.visible_num_blocks.sum())
         return int(self.kv_num_blocks.sum()) / visible if visible else 0.0
 
     def to(self, device: torch.device | str) -> BlockMask:
-        """The same mask on another device."""
+        """Return the same mask on another device."""
         return BlockMask(
             self.kv_num_blocks.to(device),
             self.kv_indices.to(device),
@@ -143,11 +144,11 @@ class BlockMask:
         )
 
     def to_flex(self) -> Any:
-        """The same blocks as a ``torch.nn.attention.flex_attention.BlockMask`` of block size (128, 64).
+        """Convert to a ``torch.nn.attention.flex_attention.BlockMask`` of block size (128, 64).
 
-        Blocks cut by the causal diagonal, by an edge of the window or by the ragged end are listed as partial, the
-        others as full. The ``mask_mod`` states the same blocks and window element by element: eager FlexAttention reads
-        it alone.
+        Blocks cut by the causal diagonal, by an edge of the window or by the end of the sequence are listed as partial,
+        the others as full. The ``mask_mod`` expresses the same blocks and window per element, because eager
+        FlexAttention evaluates only the ``mask_mod``.
         """
         from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
@@ -171,15 +172,16 @@ class BlockMask:
     def from_flex(
         cls, flex: Any, *, is_causal: bool | None = None, window: tuple[int | None, int | None] | None = None
     ) -> BlockMask:
-        """Take the blocks of a FlexAttention mask whose block sizes are multiples of 128 and 64.
+        """Convert a FlexAttention mask whose block sizes are multiples of 128 and 64.
 
         Args:
             flex: a ``torch.nn.attention.flex_attention.BlockMask``.
-            is_causal: say True when its ``mask_mod`` is bottom-right causal. Masks made by `to_flex` know it.
-            window: say (left, right) when its ``mask_mod`` is that window, as in `sparge.attention`; the same holds.
+            is_causal: True if the ``mask_mod`` is bottom-right causal. Detected for masks made by `to_flex`.
+            window: (left, right) if the ``mask_mod`` is that window, as in `sparge.attention`; detected in the same
+                cases.
 
         Raises:
-            ValueError: the block size does not fit, or partial blocks carry a ``mask_mod`` that block lists cannot
+            ValueError: the block size does not fit, or partial blocks have a ``mask_mod`` that block lists cannot
                 express.
         """
         flex_q, flex_k = flex.BLOCK_SIZE
@@ -195,7 +197,7 @@ class BlockMask:
         if has_mask_mod and not is_causal and window is None and bool(flex.kv_num_blocks.any()):
             raise ValueError(
                 "expected a FlexAttention mask of whole blocks, got partial blocks with a mask_mod, which block lists "
-                "cannot express: pass is_causal=True if it is bottom-right causal, window=(left, right) if it is one"
+                "cannot express: pass is_causal=True if it is bottom-right causal, window=(left, right) for a window"
             )
         kept = _listed(flex.kv_num_blocks, flex.kv_indices)
         if flex.full_kv_num_blocks is not None:
@@ -206,7 +208,7 @@ class BlockMask:
         return cls.from_dense(dense, q_len=q_len, kv_len=kv_len, is_causal=bool(is_causal), window=window)
 
     def plot(self, *, batch: int = 0, max_heads: int = 8) -> Figure:
-        """Draw the kept blocks of the first heads, one panel each (needs matplotlib: ``pip install sparge[plot]``)."""
+        """Plot the kept blocks of the first heads, one panel each (needs matplotlib: ``pip install sparge[plot]``)."""
         from sparge.masks.plot import plot_block_mask
 
         return plot_block_mask(self, batch=batch, max_heads=max_heads)
@@ -214,7 +216,7 @@ class BlockMask:
 
 @dataclass(frozen=True, eq=False)
 class _KeptElements:
-    """A ``mask_mod``: the elements of kept blocks (B, H, q_blocks, kv_blocks) in the window around query + offset."""
+    """A ``mask_mod``: elements of kept blocks (B, H, q_blocks, kv_blocks) within the window around query + offset."""
 
     kept: Tensor
     offset: int
@@ -229,7 +231,7 @@ class _KeptElements:
 
 
 def _listed(num_blocks: Tensor, indices: Tensor) -> Tensor:
-    """The bool tensor of blocks that index lists name; what follows a list's end may be anything."""
+    """Convert index lists to a bool tensor; entries after the end of a list are ignored."""
     named = torch.arange(indices.shape[-1], device=indices.device) < num_blocks[..., None]
     found = torch.zeros(named.shape, dtype=torch.int32, device=named.device)
     return found.scatter_add_(-1, torch.where(named, indices, 0).long(), named.int()) > 0

@@ -1,7 +1,7 @@
-"""The block geometry every stage shares, and the sizes of one attention call.
+"""The block geometry that every stage uses, and the sizes of one attention call.
 
-One mask block is 128 queries by 64 keys on every backend. Causal attention is aligned bottom-right: query
-``i`` sees keys ``0 .. i + kv_len - q_len``.
+A mask block is 128 queries by 64 keys on every backend. Causal attention is aligned bottom-right: query ``i`` sees keys
+``0 .. i + kv_len - q_len``.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 BLOCK_Q = 128
 BLOCK_K = 64
 ROW_GROUP = 64
-"""Queries that decide together whether a P V product is skipped (a warpgroup's rows on Hopper)."""
+"""Queries that skip P V together (the rows of a Hopper warpgroup)."""
 
 
 def ceil_div(numerator: int, denominator: int) -> int:
-    """Integer division, rounded up."""
+    """Divide integers and round up."""
     return -(-numerator // denominator)
 
 

@@ -1,12 +1,12 @@
-"""Orders of the tokens of a T x H x W grid in which neighbours in space are neighbours in the sequence.
+"""Orders of the tokens of a T x H x W grid in which spatial neighbors are neighbors in the sequence.
 
-Blocks of the attention map are 64 tokens in a row. In the order of a raster those are a piece of a line; along a space-
-filling curve they are a small box, whose tokens resemble each other: a mean speaks for them, and few boxes matter.
+A key block is 64 consecutive tokens. In raster order it is a piece of a line. In the order of a space-filling curve it
+is a small box with similar tokens: the mean represents the block well, and attention concentrates on few blocks.
 
-    row       the raster itself, the last coordinate fastest
+    row       raster order, the last coordinate fastest
     tile      boxes of 4 x 4 x 4 tokens, one after the other
-    morton    the bits of the coordinates interleaved
-    hilbert   Hilbert's curve through the cube of a power of two around the grid, without what lies outside
+    morton    the interleaved bits of the coordinates
+    hilbert   the Hilbert curve through the enclosing power-of-two cube, without the points outside the grid
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch import Tensor
 OrderName = Literal["row", "tile", "morton", "hilbert"]
 ORDERS: tuple[str, ...] = get_args(OrderName)
 TILE = 4
-"""Tokens of a tile along each axis: 64 of them fill a block of keys."""
+"""Tokens of a tile along each axis: 64 of them fill a key block."""
 
 
 class TokenOrder(NamedTuple):
-    """An order for the tokens of a grid within a sequence. Tokens outside of the grid stay where they are.
+    """An order of the tokens of a grid within a sequence. Tokens outside of the grid keep their positions.
 
     Attributes:
         grid: see `order_of`.
@@ -42,15 +42,15 @@ class TokenOrder(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Order:
-    """A permutation of the tokens of a grid, and its inverse; both int64 (tokens,).
+    """A permutation of the tokens of a grid and its inverse; both int64 (tokens,).
 
     Example:
         >>> order = order_of((2, 2, 2), "hilbert")
         >>> tokens = torch.arange(8)[:, None]
-        >>> along = order.apply(tokens, 0)
-        >>> along.flatten().tolist()
+        >>> ordered = order.apply(tokens, 0)
+        >>> ordered.flatten().tolist()
         [0, 1, 3, 2, 6, 7, 5, 4]
-        >>> torch.equal(order.undo(along, 0), tokens)
+        >>> torch.equal(order.undo(ordered, 0), tokens)
         True
     """
 
@@ -58,24 +58,24 @@ class Order:
     inverse: Tensor
 
     def apply(self, tokens: Tensor, dim: int = 2, start: int = 0) -> Tensor:
-        """Tokens along the order. Only those from ``start`` on that belong to the grid move; text stays where it is."""
-        return _moved(tokens, self.permutation, dim, start)
+        """Permute tokens into this order. Tokens before ``start`` and after the grid, for example text, do not move."""
+        return _permuted(tokens, self.permutation, dim, start)
 
     def undo(self, tokens: Tensor, dim: int = 2, start: int = 0) -> Tensor:
-        """Tokens where `apply` took them from."""
-        return _moved(tokens, self.inverse, dim, start)
+        """Restore the order that the tokens had before `apply`."""
+        return _permuted(tokens, self.inverse, dim, start)
 
 
 def order_of(grid: tuple[int, ...], name: OrderName = "hilbert", device: torch.device | str = "cpu") -> Order:
-    """The order of a grid, made once for each device.
+    """Return the order of a grid, computed once per device.
 
     Args:
         grid: sizes of one to three axes, (T, H, W) of a video; tokens are numbered as in a raster.
         name: "hilbert", "morton", "tile" or "row".
-        device: where the permutation is wanted.
+        device: where the permutation is stored.
 
     Raises:
-        TypeError, ValueError: the grid or the name is not what was expected.
+        TypeError, ValueError: the grid or the name is invalid.
 
     Example:
         >>> order_of((1, 4, 4), "tile").permutation.tolist()[:6]
@@ -94,7 +94,7 @@ def order_of(grid: tuple[int, ...], name: OrderName = "hilbert", device: torch.d
     return _order(tuple(grid), name, str(device))
 
 
-@functools.cache  # none is forgotten: a CUDA graph may hold its address
+@functools.cache  # unbounded: a CUDA graph may hold the address of a permutation
 def _order(grid: tuple[int, ...], name: str, device: str) -> Order:
     if device != "cpu":
         made = _order(grid, name, "cpu")
@@ -109,8 +109,8 @@ def _order(grid: tuple[int, ...], name: str, device: str) -> Order:
     return Order(permutation, permutation.argsort())
 
 
-def _by_tiles(coordinates: Tensor, bits: int) -> Tensor:
-    """Tiles in the order of a raster, and the tokens of each in one."""
+def _tile_key(coordinates: Tensor, bits: int) -> Tensor:
+    """Sort by tile in raster order, then by token within the tile in raster order."""
     parts = [axis // TILE for axis in coordinates] + [axis % TILE for axis in coordinates]
     key = torch.zeros_like(coordinates[0])
     for part in parts:
@@ -118,8 +118,8 @@ def _by_tiles(coordinates: Tensor, bits: int) -> Tensor:
     return key
 
 
-def _interleaved(coordinates: Tensor, bits: int) -> Tensor:
-    """One number from the bits of the coordinates, the highest of each first."""
+def _morton_key(coordinates: Tensor, bits: int) -> Tensor:
+    """Interleave the bits of the coordinates, the highest bits first."""
     key = torch.zeros_like(coordinates[0])
     for bit in reversed(range(bits)):
         for axis in coordinates:
@@ -127,11 +127,11 @@ def _interleaved(coordinates: Tensor, bits: int) -> Tensor:
     return key
 
 
-def _along_hilbert(coordinates: Tensor, bits: int) -> Tensor:
-    """How far along Hilbert's curve a point lies.
+def _hilbert_key(coordinates: Tensor, bits: int) -> Tensor:
+    """Return the position of each point on the Hilbert curve (Skilling, 2004).
 
-    From the highest bit down, the part of the cube that a point lies in is turned so that the curve through it begins
-    where the one before ended; then the parts are numbered so that neighbours differ in one bit (Skilling, 2004).
+    From the highest bit down, the subcube that contains a point is rotated so that the curve enters it where the curve
+    left the previous one. Then subcubes are numbered so that neighbors differ in one bit.
     """
     axes = list(coordinates.clone())
     for bit in reversed(range(1, bits)):
@@ -147,18 +147,18 @@ def _along_hilbert(coordinates: Tensor, bits: int) -> Tensor:
     turned = torch.zeros_like(axes[-1])
     for bit in reversed(range(1, bits)):
         turned = torch.where((axes[-1] >> bit) & 1 == 1, turned ^ ((1 << bit) - 1), turned)
-    return _interleaved(torch.stack([axis ^ turned for axis in axes]), bits)
+    return _morton_key(torch.stack([axis ^ turned for axis in axes]), bits)
 
 
 KEYS: dict[str, Callable[[Tensor, int], Tensor]] = {
-    "tile": _by_tiles,
-    "morton": _interleaved,
-    "hilbert": _along_hilbert,
+    "tile": _tile_key,
+    "morton": _morton_key,
+    "hilbert": _hilbert_key,
 }
-"""What tokens are sorted by, from their coordinates (axes, tokens) and the bits that those have."""
+"""Sort keys of tokens, from their coordinates (axes, tokens) and the number of bits of a coordinate."""
 
 
-def _moved(tokens: Tensor, index: Tensor, dim: int, start: int) -> Tensor:
+def _permuted(tokens: Tensor, index: Tensor, dim: int, start: int) -> Tensor:
     length, count = tokens.shape[dim], len(index)
     if not 0 <= start <= length - count:
         raise ValueError(f"start: expected the {count} tokens of the grid to fit into {length}, got {start}")

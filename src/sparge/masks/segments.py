@@ -1,12 +1,13 @@
-"""The segments of a pack: neighbours of equal lengths as one batch (`Run`), unequal ones as one call (`Segments`).
+"""The segments of a pack: neighbors of equal length as one batch (`Run`), segments of unequal lengths as one call
+(`Segments`).
 
-In a packed call each segment is a batch element with lengths of its own. It looks like a batch that is padded to its
-longest segment: the buffers between the stages lie so. Queries, keys and values are read where they lie in the pack,
-blocks that a segment does not have are not computed, and results go to the pack. So a segment's numbers, and the order
-in which they are added, are those of a call by itself.
+In a packed call, each segment is a batch element with its own lengths. Buffers between the stages have the layout of a
+batch padded to the longest segment. Queries, keys and values are read directly from the pack, blocks that a segment
+does not have are not computed, and results are written to the pack. A segment therefore gives the same numbers, added
+in the same order, as a call of its own.
 
-What padding costs is memory between the stages. Segments are taken together whose numbers of blocks have the same next
-power of two (`alike`): no buffer is more than twice as long as its segment needs, no block map four times as large.
+Padding costs memory between the stages. Segments are combined if the next power of two of their numbers of blocks is
+equal (`group_segments`): no buffer is more than twice as long as its segment needs, no block map four times as large.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ from sparge.masks.geometry import BLOCK_K, BLOCK_Q, ceil_div
 from sparge.options.rules import budget_top
 
 TABLE_COLUMNS = 8
-"""Of the table that kernels read, one of them unused."""
+"""Columns of the table that kernels read; one is unused."""
 Q_START, Q_LEN, KV_START, KV_LEN, FIRST_ROW, TOP_LEVEL, SHIFT = range(7)
-"""What they hold: where a segment's queries and keys begin in the pack and how many there are; how many rows of blocks
-other segments before it have; `config.budget_top`; how far its causal diagonal lies right of the longest one's."""
+"""Columns of the table: start and length of a segment's queries and keys in the pack; query blocks of the preceding
+segments; `rules.budget_top`; offset of the segment's causal diagonal to the right of the longest segment's."""
 MAX_TABLES = 64
-"""So many groups of segments are remembered: all layers of a model have the same ones."""
+"""Groups of segments with cached tables; all layers of a model use the same groups."""
 MAX_BLOCKS = 2**27
-"""Of the block maps of a packed call: its lists take 4 bytes for each, and its probabilities as many."""
+"""Maximum blocks in the block maps of a packed call: lists take 4 bytes per block, and so do probabilities."""
 
 
 class Segment(NamedTuple):
-    """Where a segment's queries and keys begin in the pack, and how many there are of each."""
+    """Start and number of a segment's queries and keys in the pack."""
 
     q_start: int
     q_len: int
@@ -46,12 +47,12 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """Neighbouring segments of equal lengths.
+    """Neighboring segments of equal lengths.
 
     Attributes:
-        count: how many.
-        q_start, kv_start: where the first one begins.
-        q_len, kv_len: of each.
+        count: number of segments.
+        q_start, kv_start: start of the first segment.
+        q_len, kv_len: lengths of each segment.
     """
 
     count: int
@@ -61,29 +62,29 @@ class Run:
     kv_len: int
 
     def segments(self) -> Iterator[Segment]:
-        """Its segments, one by one."""
+        """Yield its segments."""
         for index in range(self.count):
             q_start, kv_start = self.q_start + index * self.q_len, self.kv_start + index * self.kv_len
             yield Segment(q_start, self.q_len, kv_start, self.kv_len)
 
     def queries(self, tokens: Tensor) -> Tensor:
-        """(total_q, H, D) -> (count, q_len, H, D), a view."""
+        """Return a view of the run's queries: (total_q, H, D) -> (count, q_len, H, D)."""
         return _cut(tokens, self.q_start, self.count, self.q_len)
 
     def keys(self, tokens: Tensor) -> Tensor:
-        """(total_k, H_kv, D) -> (count, kv_len, H_kv, D), a view."""
+        """Return a view of the run's keys or values: (total_k, H_kv, D) -> (count, kv_len, H_kv, D)."""
         return _cut(tokens, self.kv_start, self.count, self.kv_len)
 
     def next(self) -> Segment:
-        """The segment that would go on with it."""
+        """Return the segment that would continue the run."""
         q_start, kv_start = self.q_start + self.count * self.q_len, self.kv_start + self.count * self.kv_len
         return Segment(q_start, self.q_len, kv_start, self.kv_len)
 
-    def batches(self, at_once: int) -> Iterator[Run]:
-        """Its segments in runs of so many, and one of those that are left."""
-        for first in range(0, self.count, at_once):
+    def batches(self, max_count: int) -> Iterator[Run]:
+        """Split into runs of at most ``max_count`` segments."""
+        for first in range(0, self.count, max_count):
             yield Run(
-                min(at_once, self.count - first),
+                min(max_count, self.count - first),
                 self.q_start + first * self.q_len,
                 self.q_len,
                 self.kv_start + first * self.kv_len,
@@ -92,7 +93,7 @@ class Run:
 
 
 def runs_of(bounds_q: Sequence[int], bounds_k: Sequence[int]) -> list[Run]:
-    """The segments in their order, neighbours of equal lengths together, those without queries left out.
+    """Combine neighbors of equal lengths, in order; segments without queries are omitted.
 
     Example:
         >>> runs_of([0, 4, 8, 8, 9], [0, 4, 8, 8, 12])
@@ -107,7 +108,7 @@ def runs_of(bounds_q: Sequence[int], bounds_k: Sequence[int]) -> list[Run]:
 
 
 def in_runs(segments: Iterable[Segment]) -> list[Run]:
-    """Segments in their order, neighbours of equal lengths together."""
+    """Combine neighboring segments of equal lengths, in order."""
     runs: list[Run] = []
     for segment in segments:
         last = runs[-1] if runs else None
@@ -124,14 +125,14 @@ def _cut(tokens: Tensor, start: int, count: int, length: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """The segments of a packed call, whose shape is that of a batch of so many, as long as the longest.
+    """The segments of a packed call. Its shape is that of a batch of as many segments of the maximum length.
 
     Attributes:
         table: (n, TABLE_COLUMNS) int32 on the device.
-        order: (rows,) int32, the rows of blocks that exist, numbered as in the padded batch.
-        group: a number that no other table has.
+        order: (n,) int32, the query blocks that exist, numbered as in the padded batch.
+        group: an integer that is unique to the table.
         total_q: queries of the pack.
-        output, lse: (total_q, H, Dv) in the query's dtype and (H, total_q) float32, where results are written.
+        output, lse: (total_q, H, Dv) in the query's dtype and (H, total_q) float32, the destinations of the results.
     """
 
     table: Tensor
@@ -142,12 +143,12 @@ class Segments:
     lse: Tensor
 
 
-def alike(segments: Iterable[Segment], heads: int) -> list[tuple[Segment, ...]]:
-    """Segments that are computed together, in their order.
+def group_segments(segments: Iterable[Segment], heads: int) -> list[tuple[Segment, ...]]:
+    """Group segments that are computed together, in order.
 
     Example:
         >>> segments = [Segment(0, length, 0, length) for length in (5000, 9000, 4200, 6000)]
-        >>> [len(group) for group in alike(segments, heads=8)]
+        >>> [len(group) for group in group_segments(segments, heads=8)]
         [3, 1]
     """
     groups: dict[tuple[int, int], list[Segment]] = {}
@@ -156,33 +157,33 @@ def alike(segments: Iterable[Segment], heads: int) -> list[tuple[Segment, ...]]:
         groups.setdefault(((blocks[0] - 1).bit_length(), (blocks[1] - 1).bit_length()), []).append(segment)
     cut = []
     for (q_bits, kv_bits), group in groups.items():
-        at_once = max(1, MAX_BLOCKS // (heads << (q_bits + kv_bits)))
-        cut += [tuple(group[first : first + at_once]) for first in range(0, len(group), at_once)]
+        max_count = max(1, MAX_BLOCKS // (heads << (q_bits + kv_bits)))
+        cut += [tuple(group[first : first + max_count]) for first in range(0, len(group), max_count)]
     return cut
 
 
 def longest(segments: Sequence[Segment]) -> tuple[int, int]:
-    """The most queries and the most keys that one of them has."""
+    """Return the maximum numbers of queries and keys of a segment."""
     return max(segment.q_len for segment in segments), max(segment.kv_len for segment in segments)
 
 
 def packed(segments: tuple[Segment, ...], heads: int, output: Tensor, lse: Tensor) -> Segments:
-    """What a packed call carries of its segments; results are written into ``output`` and ``lse``."""
+    """Return the segments of a packed call that writes its results into ``output`` and ``lse``."""
     tables = tables_of(segments, heads, output.device)
     tables.arrive()
     return tables.with_results(output, lse)
 
 
 def is_ready(segments: tuple[Segment, ...], heads: int, device: torch.device) -> bool:
-    """Whether `packed` can be called now: while a CUDA graph is captured, if it was before."""
+    """Return whether `packed` can be called: during CUDA graph capture, only if the tables already exist."""
     return not _is_capturing(device) or (segments, heads, device) in _tables
 
 
 class Tables:
-    """What kernels read of a group of segments.
+    """The tensors of a group of segments that kernels read.
 
     Attributes:
-        table, order, group: as `Segments` has them.
+        table, order, group: as in `Segments`.
     """
 
     def __init__(self, table: Tensor, order: Tensor, arrived: torch.cuda.Event | None) -> None:
@@ -193,14 +194,14 @@ class Tables:
         self._streams: set[int] = set()
 
     def with_results(self, output: Tensor, lse: Tensor) -> Segments:
-        """The segments of a call that writes to these."""
+        """Return the segments of a call that writes to these tensors."""
         return Segments(self.table, self.order, self.group, len(output), output, lse)
 
     def arrive(self) -> None:
-        """Let the current stream wait until the tables were copied, and the tables for the stream before they go.
+        """Make the current stream wait for the tables, and keep their memory until the stream has used them.
 
-        Both are needed once for a stream. A CUDA graph may be replayed as long as the process lives, and so the tables
-        live that are used while one is captured.
+        Both are done once per stream. A captured CUDA graph may be replayed until the process ends, so tables that were
+        used during capture are kept forever.
         """
         if self._arrived is None:  # on CPUs
             return
@@ -212,19 +213,19 @@ class Tables:
         if handle not in self._streams:
             stream = torch.cuda.current_stream(device)
             stream.wait_event(self._arrived)
-            self.table.record_stream(stream)  # and the order, which lies behind it
+            self.table.record_stream(stream)  # the order shares its memory
             self._streams.add(handle)
 
 
 _numbers = itertools.count()
 _tables: OrderedDict[tuple[tuple[Segment, ...], int, torch.device], Tables] = OrderedDict()
 _captured: dict[int, Tables] = {}
-"""Those that CUDA graphs read."""
+"""Tables that CUDA graphs read."""
 _lock = threading.Lock()
 
 
 def tables_of(segments: tuple[Segment, ...], heads: int, device: torch.device) -> Tables:
-    """The tables of a group, made or remembered."""
+    """Return the tables of a group, created or cached."""
     key = (segments, heads, device)
     with _lock:
         found = _tables.get(key)
@@ -244,7 +245,7 @@ def _is_capturing(device: torch.device) -> bool:
 
 
 def _made(segments: tuple[Segment, ...], heads: int, device: torch.device) -> Tables:
-    """`Segments.table` and `Segments.order`, copied to the device together; the host does not wait."""
+    """Create `Segments.table` and `Segments.order` and copy both to the device without synchronizing."""
     q_len, kv_len = longest(segments)
     table, first_row = [], 0
     for segment in segments:
@@ -253,7 +254,7 @@ def _made(segments: tuple[Segment, ...], heads: int, device: torch.device) -> Ta
         first_row += heads * ceil_div(segment.q_len, BLOCK_Q)
     q_blocks = ceil_div(q_len, BLOCK_Q)
     own = torch.tensor([ceil_div(segment.q_len, BLOCK_Q) for segment in segments])
-    exists = torch.arange(q_blocks).flip(0) < own[:, None, None]  # causal rows begin with the longest
+    exists = torch.arange(q_blocks).flip(0) < own[:, None, None]  # causal query blocks are ordered longest first
     numbers = torch.arange(len(segments) * heads * q_blocks).view(-1, heads, q_blocks).flip(2)
     order = numbers[exists.expand_as(numbers)]
     both = torch.cat([torch.tensor(table), order]).int()

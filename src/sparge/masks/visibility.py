@@ -1,7 +1,7 @@
-"""Which tokens and blocks may be seen at all, before anything is predicted.
+"""Visibility of tokens and blocks, before any prediction.
 
-Windows (causality among them), key padding and attention masks are reduced to four facts (`Visibility`). The work is
-done per row of query blocks, so no intermediate is larger than 128 x kv_len per mask head.
+Windows (including causality), key padding and attention masks are reduced to four tensors (`Visibility`). The masks are
+processed per query block, so intermediates are at most 128 x kv_len per mask head.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from sparge.masks.geometry import BLOCK_K, BLOCK_Q, Shape
 from sparge.masks.window import Window, first_offset, first_seeing_query, first_seen_key, last_offset
 
 NOWHERE = 2**31 - 1
-"""Position of the first visible key in a block that has none. It fits a double, in which padding values travel."""
+"""Position of the first visible key in a block without any. float64, which carries padding values, represents it."""
 
 
 @dataclass(frozen=True)
 class SeenTokens:
-    """Which tokens take part. The leading dimensions b and h are 1 or the call's own.
+    """Tokens that take part in a call. The leading dimensions b and h are 1 or the call's own.
 
     Attributes:
-        keys: (b, kv_heads or 1, kv_len), keys that some query may see; None when all are.
-        queries: (b, h, q_len), queries that may see some key; None when all do.
+        keys: (b, kv_heads or 1, kv_len), keys that some query may see; None if all are.
+        queries: (b, h, q_len), queries that may see some key; None if all do.
     """
 
     keys: Tensor | None
@@ -35,11 +35,11 @@ class SeenTokens:
 
 @dataclass(frozen=True)
 class Visibility(SeenTokens):
-    """What the masks of one call allow.
+    """Tokens and blocks that the masks of one call allow.
 
     Attributes:
-        blocks: (b, h, q_blocks, kv_blocks), some query of the block may see some key of the block.
-        full: the same shape, every query sees every key and no bias applies: the block needs no element mask.
+        blocks: (b, h, q_blocks, kv_blocks), True where some query of the block may see some key of the block.
+        full: the same shape, True where every query sees every key without a bias, so no element mask is needed.
     """
 
     blocks: Tensor
@@ -47,19 +47,19 @@ class Visibility(SeenTokens):
 
 
 def allowed_elements(attn_mask: Tensor) -> Tensor:
-    """True where the mask lets a query see a key. Additive masks hide with -inf or the dtype's lowest number."""
+    """Return True where the mask lets a query see a key. Additive masks hide with -inf or the dtype's lowest number."""
     if attn_mask.dtype == torch.bool:
         return attn_mask
-    return ~(attn_mask <= torch.finfo(attn_mask.dtype).min)  # NaN stays visible, and so propagates
+    return ~(attn_mask <= torch.finfo(attn_mask.dtype).min)  # NaN stays visible and propagates
 
 
 def causal_elements(shape: Shape, offset: int, device: torch.device) -> Tensor:
-    """(q_len, kv_len), True where query i sees key j: j <= i + offset."""
+    """Return (q_len, kv_len), True where query i sees key j: j <= i + offset."""
     return torch.ones(shape.q_len, shape.kv_len, dtype=torch.bool, device=device).tril(offset)
 
 
 def window_elements(shape: Shape, window: Window, queries: Tensor) -> Tensor:
-    """(..., kv_len), True where the queries of the given numbers (...) see key j by a window."""
+    """Return (..., kv_len), True where a window lets the queries with the given indices (...) see key j."""
     first, last = first_offset(window, shape), last_offset(window, shape)
     keys = torch.arange(shape.kv_len, dtype=queries.dtype, device=queries.device)
     queries = queries[..., None]
@@ -70,7 +70,7 @@ def window_elements(shape: Shape, window: Window, queries: Tensor) -> Tensor:
 
 
 def find_visibility(shape: Shape, window: Window, attn_mask: Tensor | None, device: torch.device) -> Visibility:
-    """Reduce a window and a mask of shape (B | 1, H | 1, Sq | 1, Sk | 1) to block and token facts."""
+    """Reduce a window and a mask of shape (B | 1, H | 1, Sq | 1, Sk | 1) to the visibility of tokens and blocks."""
     if attn_mask is None:
         return _without_mask(shape, window, device)
     attn_mask = attn_mask.expand(-1, -1, -1, shape.kv_len)
@@ -86,7 +86,7 @@ def find_visibility(shape: Shape, window: Window, attn_mask: Tensor | None, devi
 
 
 def block_edges(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Key positions of each query block's first and last query, (q_blocks, 1), and each key block's first and end."""
+    """Return key positions of each query block's first and last query, (q_blocks, 1), and of key blocks' edges."""
     first_query = torch.arange(shape.q_blocks, device=device)[:, None] * BLOCK_Q
     last_query = (first_query + BLOCK_Q - 1).clamp(max=shape.q_len - 1)
     first_key = torch.arange(shape.kv_blocks, device=device) * BLOCK_K
@@ -98,9 +98,10 @@ def block_edges(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, Ten
     )
 
 
-class RowEdges(NamedTuple):
-    """What rows of blocks see by a window, (q_blocks, 1): some query keys first .. last, all of them inner_first ..
-    inner_last. They may lie outside of the sequence.
+class WindowEdges(NamedTuple):
+    """Ranges of keys that query blocks see in a window, (q_blocks, 1); they may lie outside of the sequence.
+
+    Some query sees keys first .. last; all queries see keys inner_first .. inner_last.
     """
 
     first: Tensor
@@ -109,8 +110,8 @@ class RowEdges(NamedTuple):
     inner_last: Tensor
 
 
-def row_edges(shape: Shape, window: Window, device: torch.device) -> RowEdges:
-    """The edges of a window for every row of blocks."""
+def window_edges(shape: Shape, window: Window, device: torch.device) -> WindowEdges:
+    """Return the edges of a window for every query block."""
     first_query, last_query, _, _ = block_edges(shape, device)
     first, inner_first = torch.zeros_like(first_query), torch.zeros_like(first_query)
     last, inner_last = torch.full_like(first, shape.kv_len - 1), torch.full_like(first, shape.kv_len - 1)
@@ -118,34 +119,35 @@ def row_edges(shape: Shape, window: Window, device: torch.device) -> RowEdges:
         first, inner_first = first_query - window.left, last_query - window.left
     if window.right is not None:
         last, inner_last = last_query + window.right, first_query + window.right
-    return RowEdges(first, last, inner_first, inner_last)
+    return WindowEdges(first, last, inner_first, inner_last)
 
 
 def unfinished_blocks(shape: Shape, window: Window, device: torch.device) -> Tensor:
-    """Blocks with keys that a row sees and others that none of its queries does, (q_blocks, kv_blocks).
+    """Return blocks that contain both keys seen by a query of the block and keys seen by none, (q_blocks, kv_blocks).
 
-    They are kept unscored: their summary knows of keys outside of the window, of the future if it is causal.
+    They are kept without a score, because their summary includes keys outside of the window (in causal attention:
+    future keys).
     """
-    rows = row_edges(shape, window, device)
+    edges = window_edges(shape, window, device)
     _, _, first_key, key_end = block_edges(shape, device)
     last_key = key_end.clamp(max=shape.kv_len) - 1
-    behind = (first_key <= rows.last) & (rows.last < last_key)
-    return behind | ((first_key < rows.first) & (rows.first <= last_key))
+    behind = (first_key <= edges.last) & (edges.last < last_key)
+    return behind | ((first_key < edges.first) & (edges.first <= last_key))
 
 
 def first_seen_keys(shape: Shape, window: Window, attn_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Where a bool mask of keys, (b, h, 1, Sk), starts to show something; both int32, expanded to B and H.
+    """Find the first keys that a bool mask of keys (b, h, 1, Sk) shows; both results are int32, expanded to B and H.
 
-    The window has no left bound.
+    The window must have no left bound.
 
     Returns:
-        (B, H, kv_blocks): position of the first visible key in each key block, 2^31 - 1 where there is none.
-        (B, H): the first query that sees a key; all later ones do.
+        (B, H, kv_blocks): position of the first visible key in each key block, 2^31 - 1 if there is none.
+        (B, H): the first query that sees a key; all later queries do.
     """
     positions = torch.arange(shape.kv_len, dtype=torch.int32, device=attn_mask.device)
     seen_at = torch.where(attn_mask.expand(-1, -1, -1, shape.kv_len).squeeze(2), positions, NOWHERE)
     first_seen = key_blocks(seen_at, NOWHERE).amin(-1)  # [b, h, kv_blocks]
-    # Rows start at multiples of 16 whatever the length: kernels are compiled anew for other alignments.
+    # Each head's entries start at a multiple of 16 for any length: kernels are recompiled for other alignments.
     first_seen = F.pad(first_seen, (0, -shape.kv_blocks % 16), value=NOWHERE)
     first_query, last = torch.zeros_like(first_seen[..., 0]), last_offset(window, shape)
     if last is not None:
@@ -166,16 +168,16 @@ def _without_mask(shape: Shape, window: Window, device: torch.device) -> Visibil
 
 
 def _by_window(shape: Shape, window: Window, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Blocks (q_blocks, kv_blocks) of which a window shows something, and all."""
-    rows = row_edges(shape, window, device)
+    """Return blocks (q_blocks, kv_blocks) that are partly and entirely inside of a window."""
+    edges = window_edges(shape, window, device)
     _, _, first_key, key_end = block_edges(shape, device)
-    blocks = (first_key <= rows.last) & (key_end.clamp(max=shape.kv_len) > rows.first)
-    full = (key_end - 1 <= rows.inner_last) & (first_key >= rows.inner_first) & (key_end <= shape.kv_len)
+    blocks = (first_key <= edges.last) & (key_end.clamp(max=shape.kv_len) > edges.first)
+    full = (key_end - 1 <= edges.inner_last) & (first_key >= edges.inner_first) & (key_end <= shape.kv_len)
     return blocks, full
 
 
 def _with_key_mask(shape: Shape, window: Window, attn_mask: Tensor) -> Visibility:
-    """``attn_mask`` is (b, h, kv_len): the same keys (or biases) for every query."""
+    """Reduce a mask (b, h, kv_len) with the same keys (or biases) for every query."""
     device = attn_mask.device
     keys = allowed_elements(attn_mask)
     plain = keys if attn_mask.dtype == torch.bool else attn_mask == 0
@@ -183,10 +185,10 @@ def _with_key_mask(shape: Shape, window: Window, attn_mask: Tensor) -> Visibilit
     full = full & key_blocks(plain, False).all(-1)[..., None, :]
     keys = keys & (torch.arange(shape.kv_len, device=device) >= first_seen_key(window, shape))
     before = F.pad(keys.cumsum(-1, dtype=torch.int32), (1, 0))  # [b, h, kv_len + 1], visible keys before each
-    rows = row_edges(shape, window, device)
+    edges = window_edges(shape, window, device)
     _, _, first_key, key_end = block_edges(shape, device)
-    first = torch.maximum(first_key, rows.first).clamp(0, shape.kv_len)
-    end = torch.minimum(key_end, rows.last + 1).clamp(0, shape.kv_len)
+    first = torch.maximum(first_key, edges.first).clamp(0, shape.kv_len)
+    end = torch.minimum(key_end, edges.last + 1).clamp(0, shape.kv_len)
     blocks = before[..., end] > before[..., torch.minimum(first, end)]
     positions = torch.arange(shape.q_len, device=device)
     first_of_query, last_of_query = first_offset(window, shape), last_offset(window, shape)
@@ -198,7 +200,7 @@ def _with_key_mask(shape: Shape, window: Window, attn_mask: Tensor) -> Visibilit
 
 
 def _with_element_mask(shape: Shape, window: Window, attn_mask: Tensor) -> Visibility:
-    """``attn_mask`` is (b, h, q_len, kv_len)."""
+    """Reduce a full mask (b, h, q_len, kv_len)."""
     keys = torch.zeros_like(attn_mask[:, :, 0], dtype=torch.bool)
     blocks, full, queries = [], [], []
     for start in range(0, shape.q_len, BLOCK_Q):
@@ -217,6 +219,6 @@ def _with_element_mask(shape: Shape, window: Window, attn_mask: Tensor) -> Visib
 
 
 def key_blocks(per_key: Tensor, fill: float) -> Tensor:
-    """(..., kv_len) -> (..., kv_blocks, BLOCK_K), the ragged tail filled."""
+    """Split keys into blocks, (..., kv_len) -> (..., kv_blocks, BLOCK_K), and fill a partial last block."""
     missing = -per_key.shape[-1] % BLOCK_K
     return F.pad(per_key, (0, missing), value=fill).unflatten(-1, (-1, BLOCK_K))

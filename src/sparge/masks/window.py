@@ -1,4 +1,4 @@
-"""Which keys a query may see by its place: those around its own position, causality among them."""
+"""Windows: the keys that a query sees because of its position. Causal attention is one kind of window."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from sparge.masks.geometry import BLOCK_K, BLOCK_Q, Shape, ceil_div
 
 
 class Window(NamedTuple):
-    """How far a query sees: query i stands at key p = i + S_k - S_q and sees keys p - left .. p + right.
+    """How far a query sees: query i is at key position p = i + S_k - S_q and sees keys p - left .. p + right.
 
-    None is no bound. Causal attention is ``right = 0``. FlashAttention counts in the same way.
+    None means no bound. Causal attention is ``right = 0``. The definition is FlashAttention's.
     """
 
     left: int | None = None
@@ -18,13 +18,13 @@ class Window(NamedTuple):
 
 
 def window_of(is_causal: bool, window: tuple[int | None, int | None] | None = None) -> Window:
-    """A window and causality in one; None is no window."""
+    """Combine a window and causality; None is no window."""
     left, right = (None, None) if window is None else window
     return Window(left, 0 if is_causal else right)
 
 
-def within(window: Window, q_len: int, kv_len: int) -> Window:
-    """The same window without bounds that bound nothing. Causal attention stays so."""
+def without_idle_bounds(window: Window, q_len: int, kv_len: int) -> Window:
+    """Return the same window without bounds that exclude no key. Causal attention stays causal."""
     left, right = window
     if left is not None and left >= kv_len - 1:
         left = None
@@ -34,33 +34,33 @@ def within(window: Window, q_len: int, kv_len: int) -> Window:
 
 
 def first_offset(window: Window, shape: Shape) -> int | None:
-    """Query i sees no key before i + this; None: it may see the first one."""
+    """Return the offset with which query i sees no key before i + offset; None if it may see the first key."""
     return None if window.left is None else shape.causal_offset - window.left
 
 
 def last_offset(window: Window, shape: Shape) -> int | None:
-    """Query i sees no key behind i + this; None: it may see the last one."""
+    """Return the offset with which query i sees no key after i + offset; None if it may see the last key."""
     return None if window.right is None else shape.causal_offset + window.right
 
 
 def first_seen_key(window: Window, shape: Shape) -> int:
-    """The first key that some query sees. With a prefix longer than the window, nobody sees the keys before it."""
+    """Return the first key that some query sees. With a prefix longer than the window, the first keys are unseen."""
     return 0 if window.left is None else max(shape.causal_offset - window.left, 0)
 
 
 def first_seeing_query(window: Window, shape: Shape) -> int:
-    """The first query that sees a key: with more queries than keys, the first ones may not."""
+    """Return the first query that sees a key. With more queries than keys, the first ones may see none."""
     return 0 if window.right is None else max(-shape.causal_offset - window.right, 0)
 
 
 def keys_of_query(window: Window, kv_len: int) -> int:
-    """How many keys a query sees at most."""
+    """Return the maximum number of keys that a query sees."""
     if window.left is None or window.right is None:
         return kv_len
     return min(kv_len, window.left + window.right + 1)
 
 
-def blocks_of_row(window: Window, shape: Shape) -> int:
-    """How many key blocks a row of blocks sees at most."""
+def max_blocks_per_q_block(window: Window, shape: Shape) -> int:
+    """Return the maximum number of key blocks that a query block sees."""
     keys = keys_of_query(window, shape.kv_len) + BLOCK_Q - 1  # of all its queries
     return min(shape.kv_blocks, ceil_div(keys - 1, BLOCK_K) + 1)

@@ -1,1 +1,1 @@
-"""Arithmetic that the reference and the torch backend share: quantization, block means, budgets."""
+"""Arithmetic shared by the reference and the torch backend: quantization, block means, budget allocation, merging."""

@@ -1,8 +1,8 @@
-"""What a skipped block becomes under ``skipped="mean"``: one key of the softmax.
+"""Block means: under ``skipped="mean"``, each skipped block enters the softmax as one key.
 
-A block of n keys whose mean is k and whose values have the mean v enters as exp(q . k scale + ln n) v: what attention
-would give if each of its keys were k and each of its values v. A row of blocks can have that only of a block whose keys
-all its queries see alike.
+A block of n keys with mean k and mean value v contributes exp(q . k scale + ln n) v: the result of attention if each of
+its keys were k and each of its values v. This requires that all queries of a query block see the same keys of the
+block.
 """
 
 from __future__ import annotations
@@ -13,19 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparge.call import Call
 from sparge.masks.geometry import BLOCK_K, Shape
-from sparge.masks.visibility import block_edges, key_blocks, row_edges
+from sparge.masks.visibility import block_edges, key_blocks, window_edges
 from sparge.masks.window import Window
 
 
 class BlockMeans(NamedTuple):
-    """The means of every key block over its visible tokens, and what their scores get besides.
+    """The mean of every key block over its visible tokens, and the bias of its score.
 
     Fields:
         key, value: (B, Hkv, kv_blocks, D | Dv); 0 where either is not finite.
-        bias: (B, Hkv, kv_blocks), ln of the number of visible keys; -inf without any; NaN where a key or a value is not
-            finite: it reaches the rows that have the block, and no others.
+        bias: (B, Hkv, kv_blocks), ln of the number of visible keys; -inf if there are none; NaN where a key or a value
+            is not finite, so that NaN reaches the query blocks that would use the mean, and no others.
     """
 
     key: Tensor
@@ -34,9 +33,9 @@ class BlockMeans(NamedTuple):
 
 
 def block_means(key: Tensor, value: Tensor, keys_seen: Tensor | None) -> BlockMeans:
-    """Means of (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv) over the keys that ``keys_seen`` (B | 1, Hkv | 1, Sk) leaves.
+    """Average (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv) over the keys that ``keys_seen`` (B | 1, Hkv | 1, Sk) marks.
 
-    They are float32, or float64 where the tokens are.
+    Means are float32, or float64 for float64 tokens.
     """
     seen = torch.ones(1, 1, key.shape[2], dtype=torch.bool, device=key.device) if keys_seen is None else keys_seen
     counts = key_blocks(seen, False).sum(-1)  # [b, h, kv_blocks]
@@ -58,31 +57,37 @@ def _means(tokens: Tensor, seen: Tensor | None, counts: Tensor) -> Tensor:
 
 
 def replaceable_blocks(shape: Shape, window: Window, device: torch.device) -> Tensor:
-    """(q_blocks, kv_blocks): all queries of the row see the block's keys alike; if causal, it lies before them all."""
-    rows = row_edges(shape, window, device)
-    _, _, first_key, key_end = block_edges(shape, device)
-    return (key_end.clamp(max=shape.kv_len) - 1 <= rows.inner_last) & (first_key >= rows.inner_first)
+    """Return (q_blocks, kv_blocks): True where all queries of the block see the same keys of the key block.
 
-
-def replaced_bias(means: BlockMeans, kept: Tensor, call: Call) -> Tensor:
-    """What the scores of mean keys get besides, for each row of blocks: (B, H, q_blocks, kv_blocks), like ``kept``.
-
-    It is ln of how many keys a mean stands for, and -inf where the row keeps the block or cannot have its mean.
+    In causal attention, the key block lies before all of the queries.
     """
-    replaced = ~kept & replaceable_blocks(call.shape, call.window, kept.device)
-    bias = means.bias.repeat_interleave(call.shape.group, 1)
+    edges = window_edges(shape, window, device)
+    _, _, first_key, key_end = block_edges(shape, device)
+    return (key_end.clamp(max=shape.kv_len) - 1 <= edges.inner_last) & (first_key >= edges.inner_first)
+
+
+def mean_bias(means: BlockMeans, kept: Tensor, shape: Shape, window: Window) -> Tensor:
+    """Return the bias added to the scores of mean keys, (B, H, q_blocks, kv_blocks), the shape of ``kept``.
+
+    It is ln of the number of keys that a mean represents, and -inf where the block is kept or cannot be replaced.
+    """
+    replaced = ~kept & replaceable_blocks(shape, window, kept.device)
+    bias = means.bias.repeat_interleave(shape.group, 1)
     return torch.where(replaced, bias[:, :, None], -torch.inf)
 
 
 def unfit_for_means(attn_mask: Tensor | None, group: int) -> str | None:
-    """Why a mask of four dimensions leaves no mean of a block's keys that is one for all its queries; None: it does."""
+    """Return why a four-dimensional mask rules out block means, None if it does not.
+
+    A mean must be the same for all queries of a query block and for all heads that share its keys.
+    """
     if attn_mask is None:
         return None
     got = None
     if attn_mask.dtype != torch.bool:
         got = "an additive one"
     elif attn_mask.shape[2] > 1:
-        got = "one with an entry per query"
+        got = "a full (S_q x S_k) one"
     elif attn_mask.shape[1] > 1 and group > 1:
         got = "one that differs among heads that share keys"
     return None if got is None else f"skipped='mean': expected no attn_mask, or a bool one over keys, got {got}"

@@ -1,9 +1,10 @@
-"""How a `Budget` is shared out between rows of blocks: as many blocks to each as its density allows all of them.
+"""Allocation of a `Budget` to query blocks: together they keep the given density of blocks.
 
-A row says how many blocks it would keep if the budget reached down to each level of probability
-(`config.BUDGET_LEVELS`). The last level that fits is found from the sums over all rows; what it holds is shared out
-evenly. Rows may lie in several places, on the ranks of a process group: a `Pool` then knows the sums over all of them.
-(`reference.prediction.select_budget` says the same row by row; GPUs that hold all rows have a kernel for it.)
+Each query block reports how many blocks it keeps if the budget reaches down to a given level of probability, for each
+level (`options.rules.BUDGET_LEVELS`). The sums over all query blocks determine the last level that fits. The blocks of
+that level are allocated evenly. Query blocks may be distributed over the ranks of a process group; a `Pool` then
+provides the sums over all ranks. `reference.prediction.select_budget` specifies the same query block by query block. A
+GPU that holds all query blocks uses a kernel instead.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ from sparge.options.rules import BUDGET_LEVELS, ROUNDING_GUARD
 
 
 class Pool(Protocol):
-    """All rows that share a budget, of which some are here."""
+    """All query blocks that share a budget, of which this process holds some."""
 
     def total(self, own: Tensor) -> Tensor:
-        """Sums over all places of what is summed here."""
+        """Return the sums of ``own`` over all processes."""
 
     def before(self, blocks: Tensor) -> Tensor:
-        """(B, rows) ints of the rows here -> for each, the sum over all rows anywhere that come before it."""
+        """Return, for each query block here, the sum of (B, n) ints over all query blocks that precede it anywhere."""
 
 
 class RankPool(Pool, Protocol):
-    """A `Pool` of rows on several ranks, each padded to as many.
+    """A `Pool` of query blocks on several ranks, each padded to the same number.
 
     Attributes:
-        width: rows of a rank.
-        first: the number of the first row here among those of all ranks, one rank's behind the other's.
-        order: (ranks * width,) int64, the numbers of all rows as the whole call has them.
+        width: query blocks per rank, padding included.
+        first: the index of the first query block of this rank in the concatenation of all ranks.
+        order: (ranks * width,) int64, the indices of all query blocks in the order of the whole call.
     """
 
     width: int
@@ -40,11 +41,11 @@ class RankPool(Pool, Protocol):
     order: Tensor
 
     def gather(self, own: Tensor) -> Tensor:
-        """(B, width) of the rows here -> (ranks, B, width)."""
+        """Gather (B, width) of the query blocks here -> (ranks, B, width)."""
 
 
-class Alone:
-    """A `Pool` of the rows that are here."""
+class LocalPool:
+    """A `Pool` whose query blocks are all in this process."""
 
     def total(self, own: Tensor) -> Tensor:
         return own
@@ -53,20 +54,21 @@ class Alone:
         return blocks.cumsum(1) - blocks
 
 
-ALONE = Alone()
+LOCAL_POOL = LocalPool()
 
 
-def share_out(kept: Tensor, visible: Tensor, density: float, pool: Pool = ALONE) -> Tensor:
-    """How many blocks each row keeps, (B, rows) int64.
+def allocate(kept: Tensor, visible: Tensor, density: float, pool: Pool = LOCAL_POOL) -> Tensor:
+    """Return how many blocks each query block keeps, (B, n) int64.
 
-    Of r places for the t blocks of the last level, the row that has the blocks number a to b - 1 of them gets
+    If the last level has t blocks and r of them fit, the query block that owns numbers a to b - 1 of them gets
     floor(b r / t) - floor(a r / t).
 
     Args:
-        kept: (B, rows, levels + 1) ints, what a row keeps of a budget that reaches down to each level, at last to none.
-        visible: (B,) ints, blocks that all rows here see.
+        kept: (B, n, levels + 1) ints, blocks that each query block keeps of a budget that reaches down to each level;
+            the last entry is a budget that reaches no level.
+        visible: (B,) ints, blocks visible to all query blocks here.
         density: of the budget.
-        pool: the rows that share it.
+        pool: the query blocks that share it.
     """
     own = torch.cat([kept.sum(1), visible[:, None]], 1).long()
     totals = pool.total(own)
@@ -86,5 +88,5 @@ def share_out(kept: Tensor, visible: Tensor, density: float, pool: Pool = ALONE)
 
 
 def _at(kept: Tensor, level: Tensor) -> Tensor:
-    """(B, rows, levels + 1), (B, 1) -> (B, rows) int64."""
+    """Look up each query block's count at one level: (B, n, levels + 1), (B, 1) -> (B, n) int64."""
     return kept.gather(2, level[:, :, None].expand(-1, kept.shape[1], 1)).squeeze(2).long()

@@ -1,4 +1,4 @@
-"""Attention over parts of the keys, put together by their LSEs."""
+"""Merge attention over disjoint sets of keys by their LSEs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 def merge(output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-    """Make of attention over some keys, (..., n, D) with its LSE (..., n), float32, that over these and others.
+    """Merge attention over other keys into ``output`` (..., n, D) and ``lse`` (..., n), both float32, in place.
 
-    A query that sees nothing of a set has an LSE of -inf there, and takes nothing from it; one that sees nothing of
-    either keeps its output of 0 and LSE of -inf, whose difference is no number, and stands for no share. What is NaN
-    because an output is, stays so: nothing times NaN is NaN. What is infinite stays so where it has a share, which
-    `lerp` would not do: it takes one output off the other.
+    A query that sees no key of a set has LSE -inf there, and that set contributes nothing. A query that sees no key at
+    all keeps output 0 and LSE -inf; the difference of the two LSEs is NaN there, and its weight is set to 0. NaN and
+    infinite outputs with a nonzero weight stay as they are. `lerp` would not preserve infinities, because it subtracts
+    one output from the other.
     """
     total = torch.logaddexp(lse, other_lse)
     share = torch.exp(other_lse - total).nan_to_num_(0.0)

@@ -1,12 +1,12 @@
-"""8-bit codes of Q, K, V and P in plain PyTorch: the specification of what the kernels round, and how.
+"""Quantization of Q, K, V and P in plain PyTorch: the specification of how the kernels round.
 
-    Q, K   INT8. Channels are balanced between them (`balance`), then mixed in groups of eight (`mix`); a query has a
-           scale of its own (`query_scales`), a block of 64 keys has four (`key_scales`).
-    V      FP8 E4M3, a scale per channel (`quantize_fp8`).
-    P      FP8 E4M3, rounded (`to_fp8`) or as codes straight from the logarithm (`fp8_from_log2`).
+    Q, K   INT8. `balance` evens out the channels between Q and K, then `mix` combines groups of eight channels. Each
+           query has one scale (`query_scales`), each block of 64 keys has four (`key_scales`).
+    V      FP8 E4M3 with one scale per channel (`quantize_fp8`).
+    P      FP8 E4M3, rounded (`to_fp8`) or derived directly from its logarithm (`fp8_from_log2`).
 
-Where rounding would move scores by more than `COARSE_ERROR`, they are computed from Q and K themselves (`is_coarse`).
-docs/numerics.md has what each is worth. Tensors are (..., tokens, channels).
+Where rounding would move scores by more than `COARSE_ERROR`, the scores are computed from unquantized Q and K
+(`is_coarse`). docs/numerics.md reports what each step gains. Tensors are (..., tokens, channels).
 """
 
 from __future__ import annotations
@@ -21,65 +21,67 @@ from sparge.masks.geometry import BLOCK_K, BLOCK_Q, ceil_div
 INT8_MAX = 127.0
 FP16_MAX = 65504.0
 FP8_MAX = 448.0
-FP8_TOP_CODE = 126
-"""Of 448; 127 is NaN."""
-FP8_CODES_PER_OCTAVE = 8
+FP8_MAX_BITS = 126
+"""Bit pattern of 448 in E4M3; 127 is NaN."""
+FP8_STEPS_PER_LOG2 = 8
+"""E4M3 numbers per power of two."""
 FP8_RANGE = 14.75
-"""Octaves below a tile's maximum that P holds in full precision; what lies below is a part of its own."""
+"""Log2 units below a tile's maximum that P represents in full precision; lower scores form a separate part."""
 REACH = 64.0
-"""Octaves that a tile's maximum may lie below the row's before its P counts from there instead: what float32 can hold,
-and more than any sum can notice."""
+"""Log2 units that a tile's maximum may lie below the row's maximum and still be the row reference. float32 holds sums
+over this range, and smaller terms do not change a sum."""
 FP16_ROOM = 15.0
-"""Octaves that P is raised by before it is rounded to FP16, which has few below 1 and sixteen above."""
+"""Log2 units that P is raised by before it is rounded to FP16, which has few powers of two below 1 and 16 above."""
 FP8_ACCUMULATOR_BITS = 13
-"""Fraction bits a Hopper tensor core keeps when it adds FP8 products (not the 23 of fp32)."""
+"""Fraction bits that a Hopper tensor core keeps when it adds FP8 products (float32 has 23)."""
 FP8_MMA_KEYS = 32
-"""Keys one FP8 matrix instruction consumes."""
+"""Keys that one FP8 matrix instruction consumes."""
 BALANCE_KEYS = 4 * BLOCK_K
-"""Keys whose root mean square in a channel is one vote about that channel's size."""
+"""Keys per chunk in `balance`: the root mean square of a chunk is one sample of a channel's size in K."""
 BALANCE_QUERIES = 8
-"""Evenly spaced queries of a block that are looked at for the same purpose."""
+"""Evenly spaced queries per block that `balance` samples."""
 MIXED = 8
-"""Neighbouring channels that are mixed: what one thread of a kernel loads at once."""
+"""Neighboring channels that are mixed; one thread of a kernel loads them together."""
 MIX_SIGNS = (1, 1, 1, -1, 1, 1, 1, -1)
-"""Of the channels of a group, before they are mixed. Without, eight equal channels would become one large one."""
+"""Signs of the channels of a group before mixing. Without them, eight equal channels would become one large channel."""
 COARSE_ERROR = 0.5
-"""Nats, root mean square, that rounding Q and K to INT8 may move the scores of a tile by.
+"""Root mean square error in nats that INT8 rounding of Q and K may cause in the scores of a tile.
 
-Logits with a standard deviation of 1 nat move by 0.011, so this takes 45 nats, or a token that is hundreds to thousands
-of times as large as the others: its scale is that of all 16 keys of its group, and its own scores carry the rounding of
-the other operand times its size."""
-CODE_SIZE = 40.0
-"""Root mean square of INT8 values: the largest, 127, is 2.9 times that of one token's 128 mixed channels, and 3.6 times
-that of the 16 tokens of a group."""
+Logits with a standard deviation of 1 nat move by 0.011, so the limit is reached at 45 nats, or by a token that is
+hundreds to thousands of times as large as the others: it sets the scale of all 16 keys of its group, and its own scores
+carry the rounding error of the other operand times its size."""
+INT8_RMS = 40.0
+"""Root mean square of INT8 values: the largest, 127, is 2.9 times the root mean square of one token's 128 mixed
+channels, and 3.6 times that of the 16 tokens of a group."""
 SMALLEST_SCALE = 1e-15
-"""Scale of tokens that are 0."""
+"""Scale of all-zero tokens."""
 KEY_GROUPS = 4
-"""Scales of a key block. Group (key mod 8) div 2 is what one thread of a matrix product holds."""
+"""Scales per key block. In a matrix product, one thread holds the keys of one group, (key mod 8) div 2."""
 
 
 def balance(query: Tensor, key: Tensor, keys_seen: Tensor) -> Tensor:
-    """Factors r of each channel, (B, Hkv, 1, D): q r and k / r have channels of like size, and the same q . k.
+    """Return factors r per channel, (B, Hkv, 1, D), so that the channels of q r and of k / r have similar sizes.
 
-    A channel that is large in K and small in Q, as trained models have them, would decide K's scale and leave the other
-    channels few of the 255 codes. r^2 is the channel's size in K by its size in Q; log2 r is rounded to eighths, so
-    that the order in which sums are taken does not show. Sizes are geometric means: over chunks of `BALANCE_KEYS` keys,
-    of the root mean square; over blocks of queries, of the largest of `BALANCE_QUERIES`. Each chunk and block has as
-    many votes as tokens were looked at; an outlying token moves only the size of its own.
+    q . k does not change. In trained models a channel may be large in K and small in Q. It would determine K's scale
+    and leave few of the 255 INT8 values to the other channels. r^2 is the channel's size in K divided by its size in Q.
+    log2 r is rounded to eighths, so that the order of summation does not change it. Sizes are geometric means: for K
+    over chunks of `BALANCE_KEYS` keys, of the root mean square; for Q over query blocks, of the maximum over
+    `BALANCE_QUERIES` samples. Chunks and blocks are weighted by the number of tokens read, so an outlier token
+    changes only the size of its own chunk or block.
 
     Args:
-        query: (B, H, Sq, D), 0 where a query sees nothing.
+        query: (B, H, Sq, D), 0 where a query sees no key.
         key: (B, Hkv, Sk, D), smoothed.
         keys_seen: bool (B, Hkv, Sk).
     """
     eighths = balance_eighths(query, key, keys_seen).round()
-    # A table: torch's exp2 may differ in the last bit from place to place, and heads must not depend on their place.
-    octave = torch.tensor([2 ** (step / 8) for step in range(8)], dtype=eighths.dtype, device=eighths.device)
-    return torch.ldexp(octave[(eighths % 8).long()], (eighths // 8).int())
+    # A table: the last bit of torch's exp2 may depend on the element's position, and heads must not.
+    power = torch.tensor([2 ** (step / 8) for step in range(8)], dtype=eighths.dtype, device=eighths.device)
+    return torch.ldexp(power[(eighths % 8).long()], (eighths // 8).int())
 
 
 def balance_eighths(query: Tensor, key: Tensor, keys_seen: Tensor) -> Tensor:
-    """8 log2 of what `balance` returns, before it is rounded, (B, Hkv, 1, D)."""
+    """Return 8 log2 of the factors of `balance` before rounding, (B, Hkv, 1, D)."""
     usable = keys_seen[..., None] & key.isfinite().all(-1, keepdim=True)
     squares = torch.where(usable, key, 0.0).square().split(BALANCE_KEYS, 2)
     counts = torch.stack([part.sum(2) for part in usable.split(BALANCE_KEYS, 2)], 2)  # [B, Hkv, chunks, 1]
@@ -94,7 +96,10 @@ def balance_eighths(query: Tensor, key: Tensor, keys_seen: Tensor) -> Tensor:
 
 
 def balance_samples(q_len: int, device: torch.device) -> Tensor:
-    """Positions of the queries that `balance` looks at, (q_blocks, samples). The last block reaches back, if short."""
+    """Return the positions of the queries that `balance` samples, (q_blocks, samples).
+
+    A partial last block is extended backward to a full one.
+    """
     starts = torch.arange(ceil_div(q_len, BLOCK_Q), device=device)[:, None] * BLOCK_Q
     starts = starts.clamp(max=max(q_len - BLOCK_Q, 0))
     sample = torch.arange(BALANCE_QUERIES, device=device)
@@ -102,18 +107,18 @@ def balance_samples(q_len: int, device: torch.device) -> Tensor:
 
 
 def _mean_log2(sizes: Tensor, votes: Tensor) -> Tensor:
-    """Mean of log2 over dimension 2, each as often as it has votes, if above 0 and finite; NaN where none is."""
+    """Return the weighted mean of log2 over dimension 2 of the positive, finite sizes; NaN if there are none."""
     is_size = (sizes > 0) & sizes.isfinite()
     votes = torch.where(is_size, votes, 0)
     return (votes * torch.where(is_size, sizes, 1.0).log2()).sum(2) / votes.sum(2)
 
 
 def mix(tokens: Tensor) -> Tensor:
-    """Each group of eight channels as the eight sums of a Hadamard matrix, by 8: (..., S, D) -> (..., S, D').
+    """Multiply each group of eight channels by a Hadamard matrix and divide by 8: (..., S, D) -> (..., S, D').
 
-    A token's largest channel decides what its codes are worth. Mixed, a large channel becomes eight of middling size,
-    and the scale falls by up to 8 / sqrt(8). The matrix is orthogonal: q . k = 8 mix(q) . mix(k). Divided by 8, no sum
-    exceeds the largest of its terms. D' is D, filled with zeros to a multiple of eight.
+    A token's largest channel determines its scale. Mixing spreads a large channel over eight channels, and the scale
+    falls by up to 8 / sqrt(8). The matrix is orthogonal: q . k = 8 mix(q) . mix(k). After division by 8, no sum exceeds
+    its largest term. D' is D padded with zeros to a multiple of eight.
     """
     groups = torch.nn.functional.pad(tokens / MIXED, (0, -tokens.shape[-1] % MIXED)).unflatten(-1, (-1, MIXED))
     sums = (groups * groups.new_tensor(MIX_SIGNS)).unflatten(-1, (2, 2, 2))
@@ -124,14 +129,14 @@ def mix(tokens: Tensor) -> Tensor:
 
 
 def query_scales(query: Tensor) -> Tensor:
-    """What a code of each query is worth, (..., S, 1)."""
+    """Return the INT8 scale of each query, (..., S, 1)."""
     return _scale(query.abs().amax(-1, keepdim=True))
 
 
 def key_scales(key: Tensor) -> Tensor:
-    """What a code of each key is worth, (..., S, 1): one number for each group of 16 keys of a block.
+    """Return the INT8 scale of each key, (..., S, 1): one number for each group of 16 keys of a block.
 
-    Groups are interleaved, (key mod 8) div 2: in the layout of a matrix product a thread then needs one of the four.
+    Groups are interleaved, (key mod 8) div 2: in the layout of a matrix product, a thread then needs one scale of four.
     """
     length = key.shape[-2]
     largest = key.abs().amax(-1)
@@ -147,33 +152,34 @@ def _scale(largest: Tensor) -> Tensor:
 
 
 def coarse_unit(head_dim: int) -> float:
-    """Return the worth of one unit of an INT8 product, in log2 units, from which on its scores are coarse.
+    """Return the scale of one unit of an INT8 product, in log2 units, from which its scores count as coarse.
 
-    Each of D products of two INT8 values of `CODE_SIZE` is off by two rounding errors of deviation 1 / sqrt(12) times
-    the other value. The sum is off by CODE_SIZE sqrt(D / 6) units, 185 at D 128: a unit may be worth 2^-8 there.
+    Each of the D products of two INT8 values of size `INT8_RMS` has two rounding errors of deviation 1 / sqrt(12) times
+    the other value. The sum has an error of INT8_RMS sqrt(D / 6) units, 185 at D 128, so a unit of 2^-8 is the limit
+    there.
     """
-    return COARSE_ERROR / (CODE_SIZE * math.sqrt(head_dim / 6) * math.log(2.0))
+    return COARSE_ERROR / (INT8_RMS * math.sqrt(head_dim / 6) * math.log(2.0))
 
 
 def is_coarse(query_scale: Tensor, key_scale: Tensor, scale: float, head_dim: int) -> Tensor:
-    """Return whether scores must be computed from Q and K themselves, (..., n, 1), (..., m, 1) -> (..., n, m) bool.
+    """Return which scores must be computed from unquantized Q and K: (..., n, 1), (..., m, 1) -> (..., n, m) bool.
 
-    A kernel decides for whole tiles: a tile is computed from Q and K if one of its scores must be. Where a token is not
-    finite, its scores are not either, and nothing is decided by them.
+    Kernels decide per tile: a tile is computed from unquantized Q and K if any of its scores must be. Tokens that are
+    not finite are ignored here, since their scores are not finite either.
     """
     unit = query_scale * key_scale.mT * abs(scale) / math.log(2.0)
     return (unit >= coarse_unit(head_dim)) & unit.isfinite()
 
 
 def quantize_int8(tokens: Tensor, scales: Tensor) -> Tensor:
-    """INT8 codes of numbers whose unit is given, (..., S, D), (..., S, 1) -> (..., S, D) int8."""
+    """Quantize tokens to INT8 with the given scales: (..., S, D), (..., S, 1) -> (..., S, D) int8."""
     return (tokens / scales).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8)
 
 
 def quantize_fp8(value: Tensor) -> tuple[Tensor, Tensor]:
-    """E4M3 numbers and one scale = absmax / 448 per channel: (..., S, Dv) -> (..., S, Dv), (..., 1, Dv).
+    """Quantize to E4M3 with one scale = absmax / 448 per channel: (..., S, Dv) -> (..., S, Dv), (..., 1, Dv).
 
-    Values that are not finite become NaN and leave the scale alone: they reach the rows that see them, no others.
+    Values that are not finite become NaN and do not affect the scale: they reach only the rows that see them.
     """
     finite = value.isfinite()
     scale = torch.where(finite, value, 0.0).abs().amax(-2, keepdim=True) / FP8_MAX
@@ -192,22 +198,24 @@ def to_fp16(values: Tensor) -> Tensor:
 
 
 def fp8_from_log2(exponent: Tensor) -> Tensor:
-    """The E4M3 number whose code is nearest to 126 + 8 x, from code 0 up: about 448 * 2^x, without computing it.
+    """Return the E4M3 number whose bit pattern is nearest to 126 + 8 x and at least 0: about 448 * 2^x, without exp2.
 
-    E4M3 has eight codes per octave, and its code is almost linear in the logarithm. 126 is the code of 448; seen over
-    an octave the numbers are right on average (.9995), and a row sum of the same numbers takes out the rest.
+    E4M3 has eight numbers per power of two, and the bit pattern is almost linear in the logarithm. 126 is the pattern
+    of 448. Averaged over a power of two, the result is 0.9995 of the exact value; dividing by the row sum of the same
+    numbers removes the rest.
     """
-    codes = (FP8_TOP_CODE + FP8_CODES_PER_OCTAVE * exponent).round().clamp(0, FP8_TOP_CODE)
-    numbers = codes.nan_to_num(0.0).to(torch.uint8).view(torch.float8_e4m3fn).to(exponent.dtype)
+    bits = (FP8_MAX_BITS + FP8_STEPS_PER_LOG2 * exponent).round().clamp(0, FP8_MAX_BITS)
+    numbers = bits.nan_to_num(0.0).to(torch.uint8).view(torch.float8_e4m3fn).to(exponent.dtype)
     return torch.where(exponent.isnan(), exponent, numbers)
 
 
 def fp8_tensor_core(probability: Tensor, value: Tensor, accumulator: Tensor) -> Tensor:
-    """P V + accumulator as Hopper's FP8 tensor cores add, bit by bit: (M, K), (K, Dv), (M, Dv) -> (M, Dv).
+    """Compute P V + accumulator as Hopper's FP8 tensor cores do, bit by bit: (M, K), (K, Dv), (M, Dv) -> (M, Dv).
 
-    Each instruction takes 32 keys. It aligns their products and the accumulator to the largest exponent among them (of
-    a product: the sum of its factors' exponents), cuts each off 13 bits below that, adds, and cuts the sum to 13
-    fraction bits. Small products vanish beside a large accumulator. Equal in every bit to results of an H200.
+    Each instruction takes 32 keys. It aligns their products and the accumulator to the largest exponent among them (the
+    exponent of a product is the sum of its factors' exponents), truncates each 13 bits below that exponent, adds them,
+    and truncates the sum to 13 fraction bits. Products much smaller than the accumulator are lost. The result equals
+    that of an H200 in every bit.
     """
     for p, v in zip(probability.split(FP8_MMA_KEYS, 1), value.split(FP8_MMA_KEYS, 0), strict=True):
         largest = (_exponent(p)[:, :, None] + _exponent(v)).amax(1)
@@ -218,12 +226,12 @@ def fp8_tensor_core(probability: Tensor, value: Tensor, accumulator: Tensor) -> 
 
 
 def _exponent(values: Tensor) -> Tensor:
-    """floor(log2 |x|), very low for 0."""
+    """Return floor(log2 |x|), or a very low number for 0."""
     exponent = torch.frexp(values)[1] - 1
     return torch.where(values == 0, -(2**9), exponent)
 
 
 def _cut(values: Tensor, exponent: Tensor) -> Tensor:
-    """Truncate towards zero what lies more than 13 bits below the exponent."""
+    """Truncate towards zero all bits more than 13 below the exponent."""
     quantum = torch.ldexp(torch.ones_like(exponent, dtype=values.dtype), exponent - FP8_ACCUMULATOR_BITS)
     return (values / quantum).trunc_() * quantum

@@ -1,4 +1,4 @@
-"""Checks of options that calls and policies share. Each raises "expected X, got Y"."""
+"""Checks of options shared by calls and policies. Each raises "expected X, got Y"."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
 
 
 def check_flag(name: str, value: bool) -> None:
-    """Raise TypeError unless it is a bool: "no" and [False] would count as true."""
+    """Raise TypeError unless ``value`` is a bool; "no" and [False] would count as true."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}: expected a bool, got {value!r}")
 
 
-def by_share(topk: PerHead | None) -> Selection:
-    """What the plain knob stands for: one share is a budget of the whole call, one for each head belongs to rows."""
+def rule_from_topk(topk: PerHead | None) -> Selection:
+    """Return the rule of a ``topk`` argument: a budget of the whole call, or `TopK` for one share per head."""
     if isinstance(topk, Tensor):
         return TopK.of(topk)
     if topk is not None:
@@ -41,22 +41,22 @@ def by_share(topk: PerHead | None) -> Selection:
 
 
 def resolve_score(score: str | Score) -> Score:
-    """A score by name, or as given."""
+    """Return a score given by name or as a value."""
     if isinstance(score, Score) and isinstance(score, SCORES.get(score.name, ())):
         return score
     if not isinstance(score, str):
         listed = " or ".join(repr(name) for name in SCORES)
-        raise TypeError(f"score: expected {listed}, or a value such as Moment(...), got {type(score).__name__}")
+        raise TypeError(f"score: expected {listed}, or a value like Moment(...), got {type(score).__name__}")
     check_choice("score", score, tuple(SCORES))
     return SCORES[score]()
 
 
 def resolve_quantization_name(quantization: str, stacklevel: int = 3) -> Quantization:
-    """A quantization by its present name, with a note about names of earlier versions at so many frames from here."""
+    """Return the current name of a quantization; warn about earlier names, ``stacklevel`` frames from here."""
     if isinstance(quantization, str) and quantization in RENAMED_QUANTIZATIONS:
         present = RENAMED_QUANTIZATIONS[quantization]
         if not torch.compiler.is_compiling():  # a warning cannot be traced
-            message = f"quantization {quantization!r} is called {present!r} now; the old name will go in version 1.0"
+            message = f"quantization {quantization!r} was renamed to {present!r}; version 1.0 removes the old name"
             warnings.warn(message, DeprecationWarning, stacklevel=stacklevel)
         return cast(Quantization, present)
     check_choice("quantization", quantization, QUANTIZATIONS)
@@ -64,7 +64,7 @@ def resolve_quantization_name(quantization: str, stacklevel: int = 3) -> Quantiz
 
 
 def check_places(name: str, places: Sequence[int], total: int) -> None:
-    """Raise ValueError for a layer or step that is none of ``total``: a rule about it would do nothing."""
+    """Raise ValueError for a layer or step outside of ``total``: a rule for it would have no effect."""
     missing = [place for place in places if not -total <= place < total]
     if missing:
         things, listed = name.removeprefix("dense_"), ", ".join(map(str, missing))

@@ -1,6 +1,6 @@
-"""Selection rules: which blocks are kept. Frozen values, checked when they are made.
+"""Selection rules: which blocks are kept. Rules are frozen values, checked when they are created.
 
-A rule's name and numbers are all that operators and kernels receive; `reference` defines what it means.
+Operators and kernels receive only a rule's name and numbers; `reference` defines their meaning.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypeVar
 
+import torch
 from torch import Tensor
 
 from sparge.options.common import PerHead, check_range
@@ -16,12 +17,12 @@ from sparge.options.common import PerHead, check_range
 DEFAULT_TOPK = 0.5
 DEFAULT_MIN_BLOCKS = 16
 GUARANTEED = 0.5
-"""What a row keeps of an equal share of a `Budget` whatever the other rows need."""
+"""Share of an equal allocation of a `Budget` that every query block is guaranteed."""
 BUDGET_BITS, BUDGET_LEVELS = 20, 128
-"""A `Budget` compares probabilities of different rows by levels, of an eighth of an octave each: by what is left of a
-float32 without so many bits, and of that the highest levels below `budget_top`. Far finer than any score is."""
+"""A `Budget` compares probabilities of different query blocks by 128 levels, each an eighth of a power of two: the
+float32 bits without the lowest 20, clamped at `budget_top`. This is much finer than the accuracy of any score."""
 ROUNDING_GUARD = 1 - 2.0**-22
-"""Lowers a share of blocks before it is rounded up: rounding (.1 in float32 times 1280) must not add a block."""
+"""Lowers a share of blocks before rounding up, so that float error (0.1 in float32 times 1280) does not add a block."""
 
 
 def _check_flag(name: str, value: bool | None) -> None:
@@ -29,14 +30,14 @@ def _check_flag(name: str, value: bool | None) -> None:
         raise TypeError(f"{name}: expected True, False or None (only when causal), got {value!r}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Selection:
-    """What all selection rules share: the floor, and the blocks that are kept whatever their score.
+    """Base of the selection rules: the minimum per query block, and the blocks kept regardless of their score.
 
     Attributes:
         name: of the rule, in operators and kernels.
-        amount_field: the field that says how much is kept, one number or one per head.
-        is_call_wide: all rows of a batch element share one amount; else each row is chosen from by itself.
+        amount_field: the field that holds the amount to keep, one number or one per head.
+        is_call_wide: all query blocks of a batch element share one amount; otherwise each is selected by itself.
     """
 
     name = ""
@@ -61,14 +62,28 @@ class Selection:
         _check_flag("sink", self.sink)
         _check_flag("diagonal", self.diagonal)
 
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self._values() == other._values()
+
+    def __hash__(self) -> int:
+        return hash(vars(self).get("_plain_values") or self._values())
+
+    def _values(self) -> tuple[Any, ...]:
+        """Return the values that equality and hash compare, cached unless a per-head tensor could change in place."""
+        values = (self.name, *[getattr(self, name) for name in self.__dataclass_fields__])
+        if self.is_per_head:
+            return tuple(map(_comparable, values))
+        object.__setattr__(self, "_plain_values", values)
+        return values
+
     @property
     def amount(self) -> PerHead:
-        """How much is kept."""
+        """The amount to keep."""
         value: PerHead = getattr(self, self.amount_field)
         return value
 
     def with_amount(self, amount: float) -> Selection:
-        """The same rule with another amount.
+        """Return the same rule with another amount.
 
         Example:
             >>> TopK(0.5, min_blocks=4).with_amount(0.25)
@@ -79,7 +94,7 @@ class Selection:
 
     @property
     def is_per_head(self) -> bool:
-        """Whether any of its numbers is a tensor with an entry per head."""
+        """Whether any of its numbers is a tensor with one entry per head."""
         return any(isinstance(value, Tensor) for value in vars(self).values())
 
     def keeps_sink(self, is_causal: bool) -> bool:
@@ -89,26 +104,36 @@ class Selection:
         return is_causal if self.diagonal is None else self.diagonal
 
 
+def _comparable(value: Any) -> Any:
+    """Return a hashable value: the entries of a CPU tensor, the identity of any other tensor, or the value itself.
+
+    Reading a tensor on another device would synchronize with it.
+    """
+    if type(value) is Tensor and value.is_cpu and not torch.compiler.is_compiling():
+        return tuple(value.tolist())
+    return id(value) if isinstance(value, Tensor) else value
+
+
 def check_pv_threshold(value: PerHead) -> None:
     """Raise unless every threshold is below 0 (natural-log units)."""
     check_range("pv_threshold", value, -math.inf, 0.0, "[-inf, 0)")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TopK(Selection):
-    """Keep the best-scored share of the *visible* blocks of every row.
+    """Keep the best-scored share of the *visible* blocks of every query block.
 
     Args:
-        topk: share to keep, in (0, 1]; rounded up to whole blocks. A tensor of shape (H,) sets it per head. (Keep such
-            tensors on the query's device: others are copied at every call. Their values are checked on a CPU only.)
-        min_blocks: a row keeps at least this many blocks when it sees that many.
-        similarity_threshold: blocks whose tokens agree less than this (mean pairwise cosine, in [0, 1]) have no
-            summary that speaks for them and are kept: such a query block keeps its whole row, such a key block its
-            column. ``None`` asks no block.
-        pv_threshold: inside a kept block, skip the P V product of 64 rows when all their scores lie below the
-            running maximum by more than this (negative, natural log). ``None`` skips nothing.
-        sink: keep the first key block (behind padding, if any) in every row; ``None`` means "when causal".
-        diagonal: keep the blocks that hold a query's own position; ``None`` means "when causal".
+        topk: share to keep, in (0, 1], rounded up to whole blocks. A tensor of shape (H,) sets it per head. (Keep these
+            tensors on the query's device, because others are copied in every call. Values are checked only on the CPU.)
+        min_blocks: minimum number of blocks per query block, if that many are visible.
+        similarity_threshold: blocks whose tokens have a lower mean pairwise cosine, in [0, 1], are not represented by
+            their mean and are therefore kept: all key blocks of a dissimilar query block, and a dissimilar key block
+            for all query blocks. ``None`` skips this test.
+        pv_threshold: inside a kept block, skip the P V product of 64 rows if all of their scores lie below the running
+            maximum by more than this (negative, natural log). ``None`` skips nothing.
+        sink: keep the first key block (after left padding, if any) for every query block; ``None`` means "when causal".
+        diagonal: keep the blocks that contain a query's own position; ``None`` means "when causal".
 
     Example:
         >>> TopK(0.3).topk
@@ -130,17 +155,17 @@ class TopK(Selection):
 
     @classmethod
     def of(cls, topk: PerHead) -> TopK:
-        """The default rules with another share. torch.compile up to torch 2.11 cannot trace the constructor."""
+        """Create the default rule with another share. torch.compile up to torch 2.11 cannot trace the constructor."""
         check_range("topk", topk, 0.0, 1.0, "(0, 1]")
         return trusted(cls, topk=topk)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TopCdf(Selection):
-    """Keep the best-scored blocks of every row until their probabilities sum to ``cdf``, the crossing one included.
+    """Keep the best-scored blocks of every query block until their probabilities sum to at least ``cdf``.
 
     Args:
-        cdf: mass to cover, in (0, 1]; a tensor of shape (H,) sets it per head.
+        cdf: probability mass to cover, in (0, 1]; a tensor of shape (H,) sets it per head.
 
     The other arguments are those of `TopK`.
 
@@ -159,22 +184,22 @@ class TopCdf(Selection):
         super().__post_init__()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Budget(Selection):
-    """Keep the blocks with the largest predicted mass over all heads and rows of a call together.
+    """Keep the blocks with the largest predicted mass over all heads and query blocks of a call together.
 
-    Heads and rows whose attention is spread get many blocks, those that look at little get few; the density of the call
-    is what was asked for. A row is sure of half of what an equal share would give it. Blocks of different rows whose
-    probabilities differ by less than an eighth of an octave count alike, and are shared out evenly. Each element of a
-    batch has a budget of its own.
+    The call keeps the requested density. Heads and query blocks with spread-out attention get many blocks, concentrated
+    ones get few. Every query block is guaranteed half of an equal share. Blocks of different query blocks whose
+    probabilities differ by less than an eighth of a power of two count as equal, and are allocated evenly. Each batch
+    element has its own budget.
 
     Args:
         density: share of the visible blocks to keep, in (0, 1], rounded up to whole blocks; one number. Blocks that are
-            kept whatever their score (sink, diagonal, ``always_keep``) are part of it.
-        min_blocks: a row keeps at least this many blocks, 1 by default.
+            kept regardless of their score (sink, diagonal, ``always_keep``) count toward it.
+        min_blocks: minimum number of blocks per query block, 1 by default.
 
-    The other arguments are those of `TopK`. Under causality, how much an early row keeps depends on later tokens too,
-    since they share the budget; `TopK` and `TopCdf` never look ahead.
+    The other arguments are those of `TopK`. In causal attention, the number of blocks of an early query block also
+    depends on later tokens, because they share the budget; `TopK` and `TopCdf` never use later tokens.
 
     Example:
         >>> Budget(0.25).min_blocks
@@ -195,17 +220,17 @@ class Budget(Selection):
     def __post_init__(self) -> None:
         if isinstance(self.density, Tensor):
             raise TypeError(
-                "density: expected a number, got a tensor (heads share a budget; for a share of each take TopK(...))"
+                "density: expected a number, got a tensor (heads share a budget; use TopK(...) for a share per head)"
             )
         check_range("density", self.density, 0.0, 1.0, "(0, 1]")
         super().__post_init__()
 
 
 def budget_top(kv_blocks: int) -> int:
-    """The highest level of a `Budget` for so many key blocks, as the float32 without `BUDGET_BITS` that it begins with.
+    """Return the highest level of a `Budget` for ``kv_blocks`` key blocks, as float32 bits without `BUDGET_BITS`.
 
-    The lowest level ends five octaves below an equal share of a row, what lies below is one with it. The highest lies
-    16 octaves above, or at 1.
+    The lowest level ends 5 log2 units below an equal share, and includes everything below. The highest level is 16 log2
+    units above it, or at probability 1.
     """
     one = 127 << (23 - BUDGET_BITS)
     lowest = one - ((max(kv_blocks - 1, 1).bit_length() + 5) << (23 - BUDGET_BITS))
@@ -214,7 +239,7 @@ def budget_top(kv_blocks: int) -> int:
 
 @dataclass(frozen=True)
 class Dense:
-    """Keep every visible block: dense attention, in 8 bits where ``quantization`` asks for it.
+    """Keep every visible block: dense attention, quantized if ``quantization`` requests it.
 
     Example:
         >>> Dense()
@@ -230,7 +255,7 @@ _SelectionType = TypeVar("_SelectionType", bound=Selection)
 
 
 def trusted(kind: type[_SelectionType], **fields: Any) -> _SelectionType:
-    """A selection from parts that were checked before, without reading per-head tensors back from a device."""
+    """Create a rule from checked parts, without reading per-head tensors back from a device."""
     made = object.__new__(kind)
     for name, spec in kind.__dataclass_fields__.items():
         object.__setattr__(made, name, fields.get(name, spec.default))

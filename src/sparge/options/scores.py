@@ -1,4 +1,4 @@
-"""Scores: how the worth of a block is predicted. Frozen values, checked when they are made."""
+"""Scores: predictions of a block's importance. Scores are frozen values, checked when they are created."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from sparge.options.rules import Selection
 
 @dataclass(frozen=True)
 class Score:
-    """How the worth of a block is predicted. A score's fields are numbers.
+    """Prediction of a block's importance. A score's fields are numbers.
 
     Attributes:
-        name: what a caller may pass instead of the value, for its defaults.
-        exponent: of the mean over a block's queries: their probabilities to this power are averaged, and the root is
+        name: the string that selects the score with its defaults.
+        exponent: of the mean over a block's queries: their probabilities to this power are averaged, then the root is
             taken. 1 is the mean, 2 the root mean square.
     """
 
@@ -24,18 +24,18 @@ class Score:
 
     @property
     def numbers(self) -> list[float]:
-        """Its fields, as operators carry them."""
+        """Its fields, as operators pass them."""
         return []
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> Score:
-        """The score with these `numbers`."""
+        """Create the score with these `numbers`."""
         return cls(*numbers)
 
 
 @dataclass(frozen=True)
 class _Sampled(Score):
-    """A score that looks at some queries of a block, and takes the root of their mean square."""
+    """A score of some queries of a block, averaged by root mean square."""
 
     exponent = 2
 
@@ -58,10 +58,9 @@ class _Sampled(Score):
 
 @dataclass(frozen=True)
 class Moment(_Sampled):
-    """Score: sampled queries against mean plus a quarter of the variance of every key block, a softmax each.
+    """Score sampled queries against the mean plus a quarter of the variance of every key block, with a softmax each.
 
-    Then the root of their mean square: a block that a few queries need stands out.
-
+    The root mean square over the samples lets blocks stand out that only a few queries need.
     Args:
         samples: queries sampled per block of 128.
 
@@ -87,11 +86,12 @@ class Mean(Score):
 
 @dataclass(frozen=True)
 class Spread(_Sampled):
-    """Score for blocks whose means stand for them: how wrong the mean would be, not how much attention they get.
+    """Score for skipped blocks that are replaced by their mean: the error of the mean rather than the attention mass.
 
-    Mean queries of parts of a block against mean plus a quarter of the variance of every key block, a softmax each,
-    times that quarter: where the logits of a block hardly differ its mean says all. For neighbours in space that lie
-    in the same block (`sparge.masks.ordering`); where blocks are mixed, "moment" is better.
+    Mean queries of parts of a block are scored against the mean plus a quarter of the variance of every key block, with
+    a
+    softmax each, and multiplied by that quarter: where the logits of a block hardly vary, its mean is accurate. Use it
+    where spatial neighbors lie in the same block (`sparge.masks.ordering`); for mixed blocks, "moment" is better.
 
     Args:
         samples: parts of a block of 128, a power of two.
@@ -113,16 +113,16 @@ SCORES: dict[str, type[Score]] = {score.name: score for score in (Moment, Mean, 
 
 
 SPREAD_UNIT = 0.125
-"""Score "spread" is this times the root of what it averages, which brings its range into the levels of a `Budget`."""
+"""Factor of score "spread" after the root, which maps its range into the levels of a `Budget`."""
 
 
 NEGLIGIBLE = 2.0**-60
-"""A predicted probability below this counts as 0: its square, which a score may average, is hardly a float32."""
+"""Predicted probabilities below this count as 0: a score may average their squares, which float32 hardly represents."""
 VARIANCE_SHARE = 0.25
-"""What score "moment" adds of the variance of the logits in a key block to their mean.
+"""Share of the variance of the logits in a key block that score "moment" adds to their mean.
 
-Half of it would be right for normally distributed logits. Those of a block are not: with half, a few queries far from
-the rest decide too much (docs/lab/selection.md).
+One half would be correct for normally distributed logits. Real blocks are not normal: with one half, a few outlying
+queries have too much influence (docs/lab/selection.md).
 """
 
 
@@ -130,10 +130,10 @@ _Entry = TypeVar("_Entry")
 
 
 def entry_of(table: Mapping[Any, _Entry], value: Score | Selection, what: str) -> _Entry:
-    """What a backend's table has for a score or a selection rule; ``what`` is that, and where.
+    """Return a backend's table entry for a score or a selection rule; ``what`` names the table in the error message.
 
     Raises:
-        NotImplementedError: it has nothing.
+        NotImplementedError: there is no entry.
     """
     found = table.get(type(value))
     if found is None:

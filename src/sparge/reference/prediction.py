@@ -31,14 +31,14 @@ from sparge.options.rules import (
     budget_top,
 )
 from sparge.options.scores import NEGLIGIBLE, SPREAD_UNIT, VARIANCE_SHARE, Mean, Moment, Score, Spread
-from sparge.reference.shared import element_mask, of_head, smooth_key, visible_blocks, visible_keys
+from sparge.reference.shared import element_mask, smooth_key, value_of_head, visible_blocks, visible_keys
 
 
 def smooth_key_for_similarity(key: Tensor, keys_seen: Tensor, is_causal: bool) -> Tensor:
-    """The keys whose self-similarity is taken: smoothed, and without a look at the future.
+    """Return the keys whose self-similarity is computed: smoothed without using later tokens.
 
-    The mean over all tokens lets one late outlier decide whether early tokens agree. In causal attention each block is
-    therefore smoothed by the mean of the tokens up to its own end.
+    A mean over all tokens would let one late outlier change the similarity of early blocks. In causal attention, each
+    block is therefore smoothed by the mean of the tokens up to its own end.
     """
     if not is_causal:
         return smooth_key(key, keys_seen)[0]
@@ -48,13 +48,13 @@ def smooth_key_for_similarity(key: Tensor, keys_seen: Tensor, is_causal: bool) -
 
 
 def token_blocks(tokens: Tensor, seen: Tensor, block: int) -> Iterator[Tensor]:
-    """The visible tokens of each block of one head: (S, D), (S,) -> blocks of (n <= block, D)."""
+    """Yield the visible tokens of each block of one head: (S, D), (S,) -> blocks of (n <= block, D)."""
     for part, part_seen in zip(tokens.split(block), seen.split(block), strict=True):
         yield part[part_seen]
 
 
 def pool(tokens: Tensor, seen: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Mean and (population) variance per channel of each block: two tensors of shape (blocks, D)."""
+    """Return mean and (population) variance per channel of each block: two tensors of shape (blocks, D)."""
     means, variances = [], []
     for part in token_blocks(tokens, seen, block):
         empty = len(part) == 0
@@ -65,7 +65,7 @@ def pool(tokens: Tensor, seen: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 
 def self_similarity(tokens: Tensor, seen: Tensor, block: int) -> Tensor:
-    """Mean cosine over all pairs of tokens of each block, (blocks,), in [0, 1]: |mean of the unit vectors|^2."""
+    """Return the mean pairwise cosine of the tokens of each block, (blocks,), in [0, 1]: |mean of unit vectors|^2."""
     result = []
     for part in token_blocks(tokens, seen, block):
         units = torch.nn.functional.normalize(part, dim=-1)
@@ -74,10 +74,10 @@ def self_similarity(tokens: Tensor, seen: Tensor, block: int) -> Tensor:
 
 
 def sample_queries(seen: Tensor, samples: int) -> Tensor:
-    """Positions of ``samples`` evenly spaced visible queries per block: (Sq,) bool -> (q_blocks, samples).
+    """Return the positions of ``samples`` evenly spaced visible queries per block: (Sq,) bool -> (q_blocks, samples).
 
-    With n visible queries in a block, sample s is the floor((2 s + 1) n / (2 samples))-th of them; a block without
-    any samples its first query (its row sees nothing anyway).
+    With n visible queries in a block, sample s is number floor((2 s + 1) n / (2 samples)) of them. A block without
+    visible queries uses its first query; it keeps no blocks anyway.
     """
     picks = []
     for block_index, part in enumerate(seen.split(BLOCK_Q)):
@@ -88,9 +88,10 @@ def sample_queries(seen: Tensor, samples: int) -> Tensor:
 
 
 def log_mean_exp(bias: Tensor, allowed: Tensor) -> Tensor:
-    """log of the mean of exp(bias) over the allowed elements of every block, 0 without any: what it adds to its worth.
+    """Return log of the mean of exp(bias) over the allowed elements of every block, 0 if there are none.
 
-    (..., queries, Sk) each, all queries together -> (..., kv_blocks).
+    This is the bias's contribution to the block's score. Both arguments are (..., queries, Sk); the result is
+    (..., kv_blocks), with all queries reduced.
     """
     blocks = []
     for tile, seen in zip(bias.split(BLOCK_K, -1), allowed.split(BLOCK_K, -1), strict=True):
@@ -101,10 +102,11 @@ def log_mean_exp(bias: Tensor, allowed: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class HeadSummary:
-    """What a score knows of one head.
+    """Inputs of a score for one head.
 
     Attributes:
-        query: (Sq, D); queries_seen: (Sq,), which of them see a key.
+        query: (Sq, D).
+        queries_seen: (Sq,), True for queries that see a key.
         key_means, key_variances: (kv_blocks, D).
         allowed, bias: (Sq, Sk), the masks.
     """
@@ -119,23 +121,23 @@ class HeadSummary:
 
 
 def score_mean(head: HeadSummary, score: Score) -> Tensor:  # noqa: ARG001
-    """The paper's compressed scores of one head, (q_blocks, 1, kv_blocks): mean q . mean k * scale + bias."""
+    """Compute the paper's compressed scores of one head, (q_blocks, 1, kv_blocks): mean q . mean k * scale + bias."""
     query_means, _ = pool(head.query, head.queries_seen, BLOCK_Q)
     scores = query_means @ head.key_means.mT * head.scale + block_bias(head)
     return scores[:, None]
 
 
 def block_bias(head: HeadSummary) -> Tensor:
-    """What the masks add to the scores of every block, (q_blocks, kv_blocks)."""
-    rows = zip(head.allowed.split(BLOCK_Q), head.bias.split(BLOCK_Q), strict=True)
-    return torch.stack([log_mean_exp(bias, seen) for seen, bias in rows])
+    """Return the masks' contribution to the score of every block, (q_blocks, kv_blocks)."""
+    q_blocks = zip(head.allowed.split(BLOCK_Q), head.bias.split(BLOCK_Q), strict=True)
+    return torch.stack([log_mean_exp(bias, seen) for seen, bias in q_blocks])
 
 
 def score_moment(head: HeadSummary, score: Score) -> Tensor:
-    """Scores of sampled queries of one head, (q_blocks, samples, kv_blocks).
+    """Compute scores of sampled queries of one head, (q_blocks, samples, kv_blocks).
 
     log mean_k exp(scale q.k + bias) is about scale q.mean + w scale^2 (q^2).variance + log mean exp(bias), with w = 1/2
-    for logits that are normally distributed; `VARIANCE_SHARE` says what w is here.
+    for normally distributed logits. Here w is `VARIANCE_SHARE`.
     """
     assert isinstance(score, Moment)
     picks = sample_queries(head.queries_seen, score.samples)  # [q_blocks, samples]
@@ -146,9 +148,10 @@ def score_moment(head: HeadSummary, score: Score) -> Tensor:
 
 
 def part_means(query: Tensor, seen: Tensor, parts: int) -> Tensor:
-    """Mean queries of so many equal parts of every block, (q_blocks, parts, D), over the queries that see a key.
+    """Return the mean query of each of ``parts`` equal parts of every block, (q_blocks, parts, D).
 
-    A part without any has the mean of its block, a block without any 0.
+    Means are taken over queries that see a key. A part without any has the mean of its block; a block without any has
+    0.
     """
     result = []
     for start in range(0, len(query), BLOCK_Q):
@@ -163,9 +166,9 @@ def part_means(query: Tensor, seen: Tensor, parts: int) -> Tensor:
 
 
 def score_spread(head: HeadSummary, score: Score) -> Tensor:
-    """Scores of mean queries of parts of a block, (q_blocks, parts, kv_blocks), as `score_moment` has samples.
+    """Compute scores of the mean queries of parts of a block, (q_blocks, parts, kv_blocks).
 
-    A bias is that of the whole block, as in `score_mean`.
+    The bias is that of the whole block, as in `score_mean`.
     """
     assert isinstance(score, Spread)
     queries = part_means(head.query, head.queries_seen, score.samples)
@@ -173,7 +176,7 @@ def score_spread(head: HeadSummary, score: Score) -> Tensor:
 
 
 def spread(head: HeadSummary, score: Score) -> Tensor:
-    """A share of the variance of the logits, (q_blocks, parts, kv_blocks): how much a mean would hide."""
+    """Return `VARIANCE_SHARE` times the variance of the logits, (q_blocks, parts, kv_blocks), which a mean discards."""
     assert isinstance(score, Spread)
     queries = part_means(head.query, head.queries_seen, score.samples)
     return queries.square() @ head.key_variances.mT * (VARIANCE_SHARE * head.scale**2)
@@ -184,29 +187,29 @@ SCORES: dict[type[Score], Callable[[HeadSummary, Score], Tensor]] = {
     Mean: score_mean,
     Spread: score_spread,
 }
-"""Scores of one head, (q_blocks, queries, kv_blocks): as many queries of a block as the score looks at."""
+"""Scores of one head, (q_blocks, queries, kv_blocks), with the queries per block that the score evaluates."""
 WEIGHTS: dict[type[Score], Callable[[HeadSummary, Score], Tensor]] = {Spread: spread}
-"""What probabilities are multiplied by before they are averaged, of the same shape, for scores that have weights."""
+"""Factors of the probabilities before averaging, of the same shape, for scores that use them."""
 
 
 def block_probabilities(
     scores: Tensor, eligible: Tensor, exponent: int = 1, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Softmax of each query's scores over the eligible blocks, averaged over the queries.
+    """Compute the softmax of each query's scores over the eligible blocks and average it over the queries.
 
     Args:
         scores: (q_blocks, queries, kv_blocks).
-        eligible: (q_blocks, kv_blocks), visible blocks that a summary can speak for.
+        eligible: (q_blocks, kv_blocks), visible blocks that their summary represents well.
         exponent: of the average, see `Score.exponent`.
         weights: of `WEIGHTS`.
 
     Returns:
-        Probabilities (q_blocks, kv_blocks) and a bool tensor of the same shape that marks blocks whose score is not
-        finite: these take no part in the softmax and are always kept, so that NaN and Inf reach the output.
+        Probabilities (q_blocks, kv_blocks), and a bool tensor of the same shape that marks blocks with a non-finite
+        score. These are excluded from the softmax and always kept, so that NaN and Inf reach the output.
     """
     broken = ~scores.isfinite() & eligible[:, None]
     scores = scores.masked_fill(broken | ~eligible[:, None], -math.inf)
-    probabilities = scores.softmax(-1).nan_to_num(0.0)  # a row of -inf only has no probabilities
+    probabilities = scores.softmax(-1).nan_to_num(0.0)  # the softmax of scores that are all -inf is NaN
     if weights is not None:
         probabilities = torch.where(probabilities == 0, 0.0, probabilities * weights)
     average = probabilities.pow(exponent).mean(1).pow(1 / exponent)
@@ -215,10 +218,13 @@ def block_probabilities(
 
 
 def forced_blocks(call: Call, reachable: Tensor) -> Tensor:
-    """Blocks kept whatever their score, (q_blocks, kv_blocks): sink, diagonal, the caller's ranges of keys and queries.
+    """Return the blocks kept regardless of their score, (q_blocks, kv_blocks): sink, diagonal, the caller's ranges.
 
-    The sink is the first block any query would see if the window had no left bound (``reachable`` is (q_blocks,
-    kv_blocks)): block 0, or what comes after padding on the left. A row keeps it if it sees it.
+    The sink is the first block that any query would see if the window had no left bound: block 0, or the first block
+    after left padding. A query block keeps it only if it sees it.
+
+    Args:
+        reachable: (q_blocks, kv_blocks), the visible blocks of a window without a left bound.
     """
     shape, rule = call.shape, call.selection
     forced = torch.zeros(shape.q_blocks, shape.kv_blocks, dtype=torch.bool)
@@ -239,11 +245,11 @@ def forced_blocks(call: Call, reachable: Tensor) -> Tensor:
 
 
 def unfinished_blocks(shape: Shape, window: Window) -> Tensor:
-    """Blocks with keys that some query of the row sees and others that none does, (q_blocks, kv_blocks).
+    """Return blocks that contain both keys seen by a query of the block and keys seen by none, (q_blocks, kv_blocks).
 
-    Their summary knows of keys outside of the window, so they are kept without a score. In causal attention these are
-    keys after the row's last query; they exist only when S_k - S_q is no multiple of the key block, and then lie on the
-    diagonal.
+    Their summary includes keys outside of the window, so they are kept without a score. In causal attention these are
+    keys after the last query of the block. They exist only when S_k - S_q is no multiple of the key block, and lie on
+    the diagonal.
     """
     unfinished = torch.zeros(shape.q_blocks, shape.kv_blocks, dtype=torch.bool)
     for i in range(shape.q_blocks):
@@ -259,16 +265,16 @@ def unfinished_blocks(shape: Shape, window: Window) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Row:
-    """One row of the block map, as a selection rule sees it; all tensors are (kv_blocks,).
+class QBlock:
+    """One query block of one head, the input of a selection rule; all tensors are (kv_blocks,).
 
     Attributes:
-        probabilities: the share of the row's attention that each block is expected to hold.
-        visible: blocks that some query of the row may see.
-        forced: those kept whatever their score, if they are visible.
-        dissimilar: those without a summary that speaks for them, which are kept on top of any amount.
-        amount: what the rule's amount is for the row's head.
-        min_blocks: the rule's floor.
+        probabilities: the share of the query block's attention that each key block is predicted to hold.
+        visible: blocks that some query of the block may see.
+        forced: blocks kept regardless of their score, if visible.
+        dissimilar: blocks that their summary does not represent, which are kept in addition to any amount.
+        amount: the rule's amount for this head.
+        min_blocks: the rule's minimum per query block.
     """
 
     probabilities: Tensor
@@ -283,65 +289,69 @@ class Row:
         """Visible blocks that a rule chooses from, in ascending order."""
         return (self.visible & ~self.dissimilar).nonzero().flatten().tolist()
 
-    def floor(self) -> list[int]:
-        """As many of the best candidates as the floor asks for."""
+    def minimum(self) -> list[int]:
+        """Return the best candidates up to the rule's minimum per query block."""
         return self.best(topk_budget(0.0, int(self.visible.sum()), self.min_blocks))
 
     def kept_by_level(self) -> list[int]:
-        """How many blocks the row keeps of a budget that reaches down to each level, at last to none.
+        """Return how many blocks are kept by a budget that reaches down to each level; the last entry is no level.
 
-        A level says how probable candidates are that are not forced, from 0 to `BUDGET_LEVELS` - 1.
+        A level classifies the probability of candidates that are not forced, from 0 to `BUDGET_LEVELS` - 1.
         """
         top = budget_top(len(self.visible))
         bits = self.probabilities.float().view(torch.int32) >> BUDGET_BITS
         levels = (bits.clamp(max=top) - (top - BUDGET_LEVELS + 1)).clamp(min=0)
         candidates = self.candidates
         free = levels[[j for j in candidates if not self.forced[j]]]
-        sure = topk_budget(GUARANTEED * self.amount, int(self.visible.sum()), self.min_blocks)
+        guaranteed = topk_budget(GUARANTEED * self.amount, int(self.visible.sum()), self.min_blocks)
         forced = len(candidates) - len(free)
         reached = (free >= torch.arange(BUDGET_LEVELS + 1, device=free.device)[:, None]).sum(1)
-        return [min(max(sure, forced + count), len(candidates)) for count in reached.tolist()]
+        return [min(max(guaranteed, forced + count), len(candidates)) for count in reached.tolist()]
 
     def best(self, count: int) -> list[int]:
-        """The best ``count`` candidates: forced ones first, then falling probability, ties to the lower index."""
+        """Return the best ``count`` candidates: forced ones, then by falling probability, ties to the lower index."""
         return sorted(self.candidates, key=lambda j: (not self.forced[j], -float(self.probabilities[j]), j))[:count]
 
 
 def topk_budget(topk: float, visible: int, min_blocks: int) -> int:
-    """Blocks a row keeps: ceil(topk * visible), at least ``min_blocks`` and one, at most what it sees.
+    """Return the blocks a query block keeps: ceil(topk * visible), at least ``min_blocks`` and 1, at most ``visible``.
 
-    The share is lowered by a little (`ROUNDING_GUARD`) so that rounding (.1 in fp32 times 1280) does not add a block.
+    `ROUNDING_GUARD` lowers the share slightly, so that rounding (0.1 in float32 times 1280) does not add a block.
     """
     share = math.ceil(topk * visible * ROUNDING_GUARD)
     return min(max(share, min_blocks, 1), visible)
 
 
-def select_topk(row: Row) -> list[int]:
-    """The best share of the visible blocks, rounded up."""
-    return row.best(topk_budget(row.amount, int(row.visible.sum()), 0))
+def select_topk(q_block: QBlock) -> list[int]:
+    """Select the best share of the visible blocks, rounded up."""
+    return q_block.best(topk_budget(q_block.amount, int(q_block.visible.sum()), 0))
 
 
-def select_topcdf(row: Row) -> list[int]:
-    """The most probable candidates until their sum reaches a share of all, the crossing one included; all for 1."""
-    kept, covered = [], 0.0
-    mass = row.amount * sum(float(row.probabilities[j]) for j in row.candidates) * ROUNDING_GUARD
-    for j in sorted(row.candidates, key=lambda j: (-float(row.probabilities[j]), j)):
-        if covered >= mass and row.amount < 1:
+def select_topcdf(q_block: QBlock) -> list[int]:
+    """Select the most probable candidates until their sum reaches the given share, including the crossing one.
+
+    An amount of 1 selects all.
+    """
+    kept, covered, probabilities = [], 0.0, q_block.probabilities
+    mass = q_block.amount * sum(float(probabilities[j]) for j in q_block.candidates) * ROUNDING_GUARD
+    for j in sorted(q_block.candidates, key=lambda j: (-float(probabilities[j]), j)):
+        if covered >= mass and q_block.amount < 1:
             break
         kept.append(j)
-        covered += float(row.probabilities[j])
+        covered += float(probabilities[j])
     return kept
 
 
-def select_budget(rows: Sequence[Row]) -> list[list[int]]:
-    """The best candidates of every row, down to one level of probability for all rows: as many as the density allows.
+def select_budget(q_blocks: Sequence[QBlock]) -> list[list[int]]:
+    """Select the best candidates of every query block, down to one common level of probability.
 
-    What the last level holds is shared out evenly: of r places for its t blocks, a row that has the blocks number a to
-    b - 1 of them gets floor(b r / t) - floor(a r / t), its best.
+    The level is the last one that fits the density. The blocks of that level are allocated evenly: if it has t blocks
+    and r of them fit, a query block that owns numbers a to b - 1 of them keeps floor(b r / t) - floor(a r / t), its
+    best.
     """
-    visible = sum(int(row.visible.sum()) for row in rows)
-    places = math.ceil(rows[0].amount * visible * ROUNDING_GUARD)
-    by_level = [row.kept_by_level() for row in rows]
+    visible = sum(int(q_block.visible.sum()) for q_block in q_blocks)
+    places = math.ceil(q_blocks[0].amount * visible * ROUNDING_GUARD)
+    by_level = [q_block.kept_by_level() for q_block in q_blocks]
     last = BUDGET_LEVELS
     while last > 0 and sum(kept[last] for kept in by_level) < places:
         last -= 1
@@ -350,30 +360,30 @@ def select_budget(rows: Sequence[Row]) -> list[list[int]]:
     total = max(sum(blocks), 1)
     places = min(max(places - sum(above), 0), sum(blocks))
     result, before = [], 0
-    for row, count, own in zip(rows, above, blocks, strict=True):
-        result.append(row.best(count + (before + own) * places // total - before * places // total))
+    for q_block, count, own in zip(q_blocks, above, blocks, strict=True):
+        result.append(q_block.best(count + (before + own) * places // total - before * places // total))
         before += own
     return result
 
 
-def by_row(select: Callable[[Row], list[int]]) -> Callable[[Sequence[Row]], list[list[int]]]:
-    """A rule that looks at one row at a time; the floor is added to what it keeps."""
-    return lambda rows: [row.floor() + select(row) for row in rows]
+def by_q_block(select: Callable[[QBlock], list[int]]) -> Callable[[Sequence[QBlock]], list[list[int]]]:
+    """Apply a rule to each query block by itself, and add the minimum per query block."""
+    return lambda q_blocks: [q_block.minimum() + select(q_block) for q_block in q_blocks]
 
 
-SELECTIONS: dict[type[Selection], Callable[[Sequence[Row]], list[list[int]]]] = {
-    TopK: by_row(select_topk),
-    TopCdf: by_row(select_topcdf),
+SELECTIONS: dict[type[Selection], Callable[[Sequence[QBlock]], list[list[int]]]] = {
+    TopK: by_q_block(select_topk),
+    TopCdf: by_q_block(select_topcdf),
     Budget: select_budget,
 }
-"""Which candidates a rule keeps of all rows of a batch element, some perhaps named twice."""
+"""Candidates that a rule keeps of all query blocks of a batch element; a candidate may be listed twice."""
 
 
-def select_rows(rule: Selection, rows: Sequence[Row]) -> list[Tensor]:
-    """The kept blocks of all rows of a batch element, (kv_blocks,) each."""
+def apply_rule(rule: Selection, q_blocks: Sequence[QBlock]) -> list[Tensor]:
+    """Return the kept blocks of all query blocks of a batch element, (kv_blocks,) each."""
     result = []
-    for row, selected in zip(rows, SELECTIONS[type(rule)](rows), strict=True):
-        kept = (row.forced | row.dissimilar) & row.visible
+    for q_block, selected in zip(q_blocks, SELECTIONS[type(rule)](q_blocks), strict=True):
+        kept = (q_block.forced | q_block.dissimilar) & q_block.visible
         kept[selected] = True
         result.append(kept)
     return result
@@ -400,15 +410,17 @@ def predict(query: Tensor, key: Tensor, call: Call) -> BlockMask:
     unfinished = unfinished_blocks(shape, window).to(query.device)
     kept = torch.zeros_like(visible)
     for b in range(shape.batch):
-        rows = []
+        q_blocks = []
         for h in range(shape.heads):
             kv = h // shape.group
             dissimilar = _dissimilar_blocks(
                 self_similarity(query[b, h], queries_seen[b, h], BLOCK_Q),
                 self_similarity(smoothed[b, kv], keys_seen[b, kv], BLOCK_K),
-                of_head(rule.similarity_threshold, h, shape),
+                value_of_head(rule.similarity_threshold, h, shape),
             )
-            dissimilar = dissimilar & ~unfinished  # whether such a block takes a place must not depend on its keys
+            dissimilar = (
+                dissimilar & ~unfinished
+            )  # unfinished blocks are kept regardless of the similarity of their keys
             head = HeadSummary(
                 query[b, h],
                 queries_seen[b, h],
@@ -422,17 +434,17 @@ def predict(query: Tensor, key: Tensor, call: Call) -> BlockMask:
             eligible = visible[b, h] & ~dissimilar & ~unfinished
             probabilities, broken = block_probabilities(scores, eligible, call.score.exponent, weights)
             forced = forced_blocks(call, reachable[b, h]).to(query.device) | unfinished | broken
-            amount = of_head(rule.amount, h, shape)
+            amount = value_of_head(rule.amount, h, shape)
             assert amount is not None
             for i in range(shape.q_blocks):
-                row = (probabilities[i], visible[b, h, i], forced[i], dissimilar[i])
-                rows.append(Row(*row, amount, rule.min_blocks))
-        kept[b] = torch.stack(select_rows(rule, rows)).view_as(kept[b])
+                blocks = (probabilities[i], visible[b, h, i], forced[i], dissimilar[i])
+                q_blocks.append(QBlock(*blocks, amount, rule.min_blocks))
+        kept[b] = torch.stack(apply_rule(rule, q_blocks)).view_as(kept[b])
     return finish(kept)
 
 
 def _dissimilar_blocks(query_similarity: Tensor, key_similarity: Tensor, threshold: float | None) -> Tensor:
-    """(q_blocks, kv_blocks): rows and columns whose tokens agree too little for a summary to speak for them."""
+    """Return (q_blocks, kv_blocks): query and key blocks whose tokens are too dissimilar for their summary."""
     if threshold is None:
         return torch.zeros(
             len(query_similarity),

@@ -1,4 +1,4 @@
-"""What both stages use: which keys each query sees and what is added to its scores, smoothed keys, numbers per head."""
+"""Helpers of both stages: visibility and bias of each query and key, smoothed keys, per-head values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sparge.options.common import per_head
 
 
 class ElementMask(NamedTuple):
-    """Both tensors are (B, H, Sq, Sk): which keys a query sees, and what is added to the scores."""
+    """Which keys a query sees, and the additive bias of the scores; both (B, H, Sq, Sk)."""
 
     allowed: Tensor
     bias: Tensor
@@ -40,23 +40,23 @@ def element_mask(call: Call, device: torch.device) -> ElementMask:
 
 
 def visible_blocks(allowed: Tensor) -> Tensor:
-    """(B, H, Sq, Sk) -> (B, H, q_blocks, kv_blocks): some query of the block sees some key of the block."""
-    rows = [
-        torch.stack([tile.any(-1).any(-1) for tile in row.split(BLOCK_K, dim=3)], -1)
-        for row in allowed.split(BLOCK_Q, dim=2)
+    """Return (B, H, q_blocks, kv_blocks): True where some query of the block sees some key of the block."""
+    q_blocks = [
+        torch.stack([tile.any(-1).any(-1) for tile in q_block.split(BLOCK_K, dim=3)], -1)
+        for q_block in allowed.split(BLOCK_Q, dim=2)
     ]
-    return torch.stack(rows, 2)
+    return torch.stack(q_blocks, 2)
 
 
 def visible_keys(allowed: Tensor, kv_heads: int) -> Tensor:
-    """(B, Hkv, Sk): keys that some query of some head of the group sees."""
+    """Return (B, Hkv, Sk): True for keys that some query of some head of the group sees."""
     return allowed.any(2).unflatten(1, (kv_heads, -1)).any(2)
 
 
 def smooth_key(key: Tensor, keys_seen: Tensor) -> tuple[Tensor, Tensor]:
-    """Subtract the per-channel mean over the visible, finite tokens; returns (smoothed, mean (B, Hkv, 1, D)).
+    """Subtract the per-channel mean over the visible, finite tokens. Return (smoothed, mean (B, Hkv, 1, D)).
 
-    Softmax does not change: q . (k - mean) differs from q . k by the same number for every key.
+    The softmax does not change: q . (k - mean) differs from q . k by the same number for every key.
     """
     usable = keys_seen[..., None] & key.isfinite().all(-1, keepdim=True)
     count = usable.sum(2, keepdim=True).clamp(min=1)
@@ -64,5 +64,6 @@ def smooth_key(key: Tensor, keys_seen: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(keys_seen[..., None], key - mean, 0.0), mean
 
 
-def of_head(value: float | Tensor | None, head: int, shape: Shape) -> float | None:
+def value_of_head(value: float | Tensor | None, head: int, shape: Shape) -> float | None:
+    """Return one head's entry of a per-head value, None for None."""
     return None if value is None else float(per_head(value, shape.heads, torch.device("cpu"))[head])

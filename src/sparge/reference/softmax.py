@@ -1,4 +1,4 @@
-"""Attention: online softmax over the kept blocks, in 8 bits where the call says so, with skipping and LSE."""
+"""Attention: online softmax over the kept blocks, quantized if the call requests it, with skipping and LSE."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from sparge.call import Call
 from sparge.masks.block_mask import BlockMask
 from sparge.masks.geometry import BLOCK_K, BLOCK_Q, ROW_GROUP
-from sparge.numerics.block_means import block_means, replaced_bias
+from sparge.numerics.block_means import block_means, mean_bias
 from sparge.numerics.quantization import (
     FP8_MAX,
     FP8_RANGE,
@@ -32,16 +32,16 @@ from sparge.numerics.quantization import (
     to_fp8,
     to_fp16,
 )
-from sparge.reference.shared import element_mask, of_head, smooth_key, visible_keys
+from sparge.reference.shared import element_mask, smooth_key, value_of_head, visible_keys
 
 Accumulation = Literal["two_level", "single_level"]
 
 
 class AttentionResult(NamedTuple):
-    """``output`` (B, H, Sq, Dv) and ``lse`` (B, H, Sq), float64, and where P V was skipped, (B, H, q_blocks).
+    """Output (B, H, Sq, Dv) and LSE (B, H, Sq), float64, and counts of skipped P V products, (B, H, q_blocks).
 
-    ``pv_skipped`` counts halves of kept blocks, 64 queries by 64 keys; a half without queries is skipped with the other
-    one. ``means_skipped`` counts tiles of means, 64 queries by 64 means.
+    ``pv_skipped`` counts halves of kept blocks, 64 queries by 64 keys. A half without queries counts as skipped with
+    the other half. ``means_skipped`` counts tiles of means, 64 queries by 64 means.
     """
 
     output: Tensor
@@ -59,14 +59,14 @@ def attention(
     *,
     accumulation: Accumulation = "two_level",
 ) -> AttentionResult:
-    """Attention: online softmax over the kept blocks of every row, and the means of the others if the call says so.
+    """Compute online softmax over the kept blocks, and over the means of the skipped blocks if the call requests it.
 
     Args:
         mask: kept blocks.
-        call: its quantization is "none", "int8_fp8" (INT8 Q K^T, FP8 P V), "int8_fp8_fast" (the same with P straight
-            from the scores, see `fp8_from_log2`) or "int8_fp16" (INT8 Q K^T, FP16 P V).
-        accumulation: "two_level" gives every tile of 64 keys a fresh FP8 accumulator; "single_level" keeps one for
-            the whole row, which is how accuracy is lost.
+        call: its quantization is "none", "int8_fp8" (INT8 Q K^T, FP8 P V), "int8_fp8_fast" (the same with P derived
+            directly from the scores, see `fp8_from_log2`) or "int8_fp16" (INT8 Q K^T, FP16 P V).
+        accumulation: "two_level" uses a fresh FP8 accumulator for every tile of 64 keys; "single_level" uses one for
+            all tiles, which loses accuracy.
     """
     shape, scale = call.shape, call.scale
     masks = element_mask(call, query.device)
@@ -84,7 +84,7 @@ def attention(
 
     kept = mask.to_dense()
     means = block_means(key, value, keys_seen)
-    mean_bias = replaced_bias(means, kept, call)
+    bias_of_means = mean_bias(means, kept, shape, call.window)
     output = torch.zeros(*query.shape[:3], shape.value_dim, dtype=torch.float64, device=query.device)
     lse = torch.full(query.shape[:3], -math.inf, dtype=torch.float64, device=query.device)
     pv_skipped = torch.zeros(kept.shape[:3], dtype=torch.int64, device=query.device)
@@ -94,13 +94,13 @@ def attention(
             kv = h // shape.group
             head_means = (means.key[b, kv], means.value[b, kv]) if call.replaces_skipped else None
             head = _Head(query[b, h], key[b, kv], value[b, kv], head_means, call, accumulation)
-            threshold = of_head(call.pv_threshold, h, shape)
+            threshold = value_of_head(call.pv_threshold, h, shape)
             for first in range(0, shape.q_len, ROW_GROUP):
                 rows = slice(first, min(first + ROW_GROUP, shape.q_len))
                 i = first // BLOCK_Q
                 columns = kept[b, h, i].nonzero().flatten().tolist()
                 tiles = head.tiles(rows, columns, masks.allowed[b, h], masks.bias[b, h])
-                tiles = chain(tiles, head.mean_tiles(rows, mean_bias[b, h, i]))
+                tiles = chain(tiles, head.mean_tiles(rows, bias_of_means[b, h, i]))
                 output[b, h, rows], lse[b, h, rows], skipped = head.attend(rows.stop - rows.start, tiles, threshold)
                 weight = 2 if shape.q_len - i * BLOCK_Q <= ROW_GROUP else 1
                 pv_skipped[b, h, i] += weight * sum(skipped[: len(columns)])
@@ -109,7 +109,7 @@ def attention(
 
 
 class _Head:
-    """One head's operands, quantised as asked, and the online softmax over them."""
+    """One head's quantized operands, and the online softmax over them."""
 
     def __init__(
         self,
@@ -138,14 +138,14 @@ class _Head:
             self.value = to_fp16(value)
 
     def tiles(self, rows: slice, columns: list[int], allowed: Tensor, bias: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Scores of the rows (n, 64) and values (64, Dv) of the given key blocks, in order."""
+        """Yield scores (n, 64) and values (64, Dv) of the given key blocks for the given queries, in order."""
         for j in columns:
             keys = slice(j * BLOCK_K, min((j + 1) * BLOCK_K, len(self.key)))
             scores = self._scores(rows, self.key[keys], self.key_scale[keys], self.exact_key[keys]) + bias[rows, keys]
             yield scores.masked_fill(~allowed[rows, keys], -math.inf), self.value[keys]
 
     def mean_tiles(self, rows: slice, bias: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """The same of the means of 64 key blocks at a time, whose scores get ``bias`` (kv_blocks,)."""
+        """Yield the same for 64 means of key blocks at a time, with ``bias`` (kv_blocks,) added to their scores."""
         if self.means is None:
             return
         key, value = self.means
@@ -165,14 +165,16 @@ class _Head:
     def attend(
         self, count: int, tiles: Iterable[tuple[Tensor, Tensor]], threshold: float | None
     ) -> tuple[Tensor, Tensor, list[bool]]:
-        """Attention of ``count`` rows, up to 64 (one skipping group), to tiles of scores and values, in order.
+        """Compute attention of ``count`` <= 64 rows, one skipping group, to tiles of scores and values, in order.
 
-        Returns output, LSE and which of the tiles were skipped.
+        Sums are relative to exp(row_ref). FP8 represents 15 powers of two, fewer than there are between a sink and a
+        long tail. With FP8 values, ``row_ref`` is therefore the maximum of the latest tile alone, otherwise of the row
+        so far. See `_parts`.
 
-        Sums count in units of exp(origin). FP8 holds 15 octaves, fewer than lie between a sink and a long tail, so that
-        ``origin`` is the maximum of the latest tile alone; else it is that of the row. See `_parts`.
+        Returns:
+            Output, LSE, and whether each tile was skipped.
         """
-        running_max = origin = self.query.new_full((count, 1), -math.inf)
+        running_max = row_ref = self.query.new_full((count, 1), -math.inf)
         row_sum = self.query.new_zeros(count, 1)
         accumulator = self.query.new_zeros(count, self.value.shape[1])
         skipped = []
@@ -183,32 +185,32 @@ class _Head:
             skipped.append(threshold is not None and bool((gap < threshold).all()))
             if skipped[-1]:
                 continue
-            for part, new_origin in self._parts(scores, local_max, new_max):
-                shift = new_origin.masked_fill(new_origin == -math.inf, 0.0)
-                decay = (origin - shift).exp()
+            for part, new_ref in self._parts(scores, local_max, new_max):
+                shift = new_ref.masked_fill(new_ref == -math.inf, 0.0)
+                decay = (row_ref - shift).exp()
                 probability = self._probabilities(part - shift)
                 row_sum = row_sum * decay + probability.sum(1, keepdim=True)
                 accumulator = self._accumulate(accumulator * decay, probability, value)
-                origin = new_origin
+                row_ref = new_ref
             running_max = new_max
         unit = FP8_MAX if self.fp8_values else 1.0
         nothing = row_sum == 0
         output = accumulator / (unit * row_sum.masked_fill(nothing, 1.0)) * self.value_scale
-        lse = (origin + row_sum.log()).squeeze(1)
+        lse = (row_ref + row_sum.log()).squeeze(1)
         return torch.where(nothing, 0.0, output), lse, skipped
 
     def _parts(self, scores: Tensor, local_max: Tensor, new_max: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """A tile's scores, and what their P counts from: in two parts, the lower first, where FP8 cannot hold both."""
+        """Return a tile's scores and the row reference of its P: in two parts, lower first, if FP8 requires it."""
         if not self.fp8_values:
             return [(scores, new_max)]
-        origin = torch.maximum(local_max, new_max - REACH * math.log(2.0))
-        edge = origin - FP8_RANGE * math.log(2.0)
+        row_ref = torch.maximum(local_max, new_max - REACH * math.log(2.0))
+        edge = row_ref - FP8_RANGE * math.log(2.0)
         lower, upper = scores.masked_fill(scores > edge, -math.inf), scores.masked_fill(scores <= edge, -math.inf)
         has_lower = bool((lower > -math.inf).any())
-        return [(lower, edge), (upper, origin)] if has_lower else [(scores, origin)]
+        return [(lower, edge), (upper, row_ref)] if has_lower else [(scores, row_ref)]
 
     def _scores(self, rows: slice, key: Tensor, key_scale: Tensor, exact_key: Tensor) -> Tensor:
-        """Scores of a tile: of the codes, or of what was rounded where that is coarse."""
+        """Return the scores of a tile from the INT8 values, or from unquantized Q and K where INT8 is too coarse."""
         if self.quantization != "none":
             coarse = is_coarse(self.query_scale[rows], key_scale, self.scale, self.head_dim)
             if bool(coarse.any()):
@@ -221,12 +223,12 @@ class _Head:
         return log_probability.exp()
 
     def _accumulate(self, accumulator: Tensor, probability: Tensor, value: Tensor) -> Tensor:
-        """P V of one tile. The FP8 accumulator carries P's factor of 448."""
+        """Add P V of one tile. The FP8 accumulator includes P's factor of 448."""
         if self.quantization == "int8_fp16":
             return accumulator + to_fp16(probability * 2**FP16_ROOM) / 2**FP16_ROOM @ value
         if self.quantization == "none":
             return accumulator + probability @ value
-        codes = to_fp8(probability * FP8_MAX)
+        rounded = to_fp8(probability * FP8_MAX)
         if self.accumulation == "single_level":
-            return fp8_tensor_core(codes, value, accumulator)
-        return accumulator + fp8_tensor_core(codes, value, torch.zeros_like(accumulator))
+            return fp8_tensor_core(rounded, value, accumulator)
+        return accumulator + fp8_tensor_core(rounded, value, torch.zeros_like(accumulator))

@@ -1,1 +1,1 @@
-"""What the GPU tiers share: the pipeline of stages, launches, replays."""
+"""Stages and launching shared by the GPU backends."""

@@ -1,6 +1,6 @@
-"""What the GPU backends share as backends: the pipeline of stages, and what the device and Triton must offer.
+"""Base of the GPU backends: the pipeline of stages, and the requirements on device and Triton.
 
-A backend adds its attention kernel (`GpuBackend.launcher`). Nothing of Triton is imported before a stage runs.
+A backend adds its attention kernel (`GpuBackend.launcher`). Triton is not imported before a stage runs.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from sparge.options.rules import Selection
 CROSSOVER = Crossover(keys=4096, causal_keys=4096, queries=2048, scores=500_000_000)
 """Measured: docs/lab/triton.md, "Crossover on a GPU". 24 heads of 4608 tokens (images of 1024 x 1024) are above it."""
 CROSSOVER_UNDER_MASK = Crossover(keys=0, causal_keys=0, queries=0, scores=2**30)
-"""Of masks with an entry per query: docs/lab/models.md, "Masks in models"."""
+"""For full (S_q x S_k) masks: docs/lab/models.md, "Masks in models"."""
 
 
 class GpuBackend(Backend):
-    """Stages in Triton, then the kernel of a tier."""
+    """Stages in Triton, followed by the backend's own attention kernel."""
 
     packs = True
 
     @property
     @abstractmethod
     def launcher(self) -> AttentionLauncher:
-        """What launches the tier's attention kernel; it is imported here, because it needs Triton."""
+        """The function that launches the backend's attention kernel, imported on access because it needs Triton."""
 
     def unavailable_reason(self, device: torch.device) -> str | None:
         return triton_unavailable_reason(device)
 
     def why_not_auto(self, device: torch.device) -> str | None:
-        if device.type != "cuda":  # an interpreter may serve a CPU, and is asked for by name
+        if device.type != "cuda":  # an interpreter may serve a CPU, but only if named
             return f"expected a CUDA device, got {device.type!r}"
         return self.unavailable_reason(device)
 

@@ -1,7 +1,7 @@
-"""Tables of launch configurations: what a row is called, which row stands in for a missing one, who may override.
+"""Tables of launch configurations: their keys, the fallback for missing keys, and overrides.
 
-The tables themselves lie beside the kernels: `triton.configs`, `hopper.configs` and `cuda.stages.configs`. Their rows
-are derived by ``sparge sweep`` (docs/configurations.md).
+The tables are in `triton.configs`, `hopper.configs` and `gpu.stages.configs`, next to the kernels. ``sparge sweep``
+measures their entries (docs/configurations.md).
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from typing import TypeVar
 Config = TypeVar("Config")
 
 BASE = "hopper"
-"""The generation that was measured; its rows serve where another generation has none."""
+"""The generation that was measured; fallback for other generations."""
 PLAIN = "plain"
-"""The variant without a mask or a threshold; its rows serve where another variant has none."""
+"""The variant without a mask or a threshold; fallback for other variants."""
 VARIANTS = (PLAIN, "threshold", "mask", "mask_per_query")
 WIDTHS = (64, 128, 256)
 
 GENERATIONS = {8: "small", 9: BASE, 10: "blackwell", 11: "blackwell", 12: "small"}
-"""By the major compute capability. The matrix products of "small" generations take both operands from registers; all
-but 8.0 have 99 KB of shared memory."""
+"""By the major compute capability. Matrix instructions of "small" generations read both operands from registers; all
+small GPUs except 8.0 have 99 KB of shared memory."""
 
 
 @dataclass(frozen=True)
 class ConfigKey:
-    """What a configuration is for.
+    """The key of a configuration.
 
     Attributes:
         generation: one of `GENERATIONS`.
-        quantization: that of the call, or "float32" for unquantised float32.
+        quantization: that of the call, or "float32" for unquantized float32.
         width: padded channels of a head, the larger of D and D_v, one of `WIDTHS`.
         variant: one of `VARIANTS`.
     """
@@ -44,17 +44,17 @@ class ConfigKey:
 
 
 def generation_of(architecture: int) -> str:
-    """The generation of a compute capability given as one number (89, 90)."""
+    """Return the generation of a compute capability given as one number (89, 90)."""
     return GENERATIONS.get(architecture // 10, BASE)
 
 
 def width_class(width: int) -> int:
-    """The smallest of `WIDTHS` that holds a padded head width."""
+    """Return the smallest of `WIDTHS` that holds a padded head width."""
     return next(limit for limit in WIDTHS if width <= limit)
 
 
 def variant_of(*, has_threshold: bool, has_mask: bool, mask_per_query: bool) -> str:
-    """The variant of a call. Where several apply, the first of threshold, mask per query and mask counts."""
+    """Return the variant of a call: the first that applies of threshold, full mask and mask."""
     if has_threshold:
         return "threshold"
     if mask_per_query:
@@ -63,7 +63,7 @@ def variant_of(*, has_threshold: bool, has_mask: bool, mask_per_query: bool) -> 
 
 
 def look_up(table: Mapping[ConfigKey, Config], key: ConfigKey) -> Config:
-    """The row of a key. Where there is none, the first of these that exists:
+    """Return the configuration of a key. If missing, the first of these that exists:
 
     1. the same variant of the `BASE` generation,
     2. the `PLAIN` variant of the key's own generation,
@@ -87,9 +87,9 @@ _overrides: ContextVar[tuple[tuple[str, Hashable], ...]] = ContextVar("overrides
 
 @contextmanager
 def override(kernel: str, config: Hashable) -> Iterator[None]:
-    """Launch a kernel in this configuration, whatever its table says, in this thread and for the length of a block.
+    """Launch a kernel with this configuration instead of its table's, in this thread, inside of the context.
 
-    Calls under it are recorded apart from others (`active_overrides`).
+    Calls with overrides are recorded separately (`active_overrides`).
     """
     token = _overrides.set((*_overrides.get(), (kernel, config)))
     try:
@@ -99,12 +99,12 @@ def override(kernel: str, config: Hashable) -> Iterator[None]:
 
 
 def active_overrides() -> tuple[tuple[str, Hashable], ...]:
-    """Kernels and configurations of all overrides that hold now, the innermost last."""
+    """Return kernels and configurations of all active overrides, the innermost last."""
     return _overrides.get()
 
 
 def overridden(kernel: str, config: Config) -> Config:
-    """The configuration, or the one that the innermost `override` of the kernel has put in its place."""
+    """Return the configuration, or the replacement of the kernel's innermost `override`."""
     for name, replacement in reversed(_overrides.get()):
         if name == kernel:
             assert isinstance(replacement, type(config)), f"{kernel}: expected {type(config)}, got {replacement!r}"

@@ -1,4 +1,4 @@
-"""Dense attention on CUDA: torch's fastest kernel where it can serve the call, else our kernel over all blocks."""
+"""Dense attention on CUDA: torch's fastest kernel where it supports the call, otherwise our kernel over all blocks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from sparge.masks.window import Window
 def attention(
     query: Tensor, key: Tensor, value: Tensor, call: Call, *, with_lse: bool, launcher: AttentionLauncher
 ) -> tuple[Tensor, Tensor]:
-    """Attention over every visible key: output (B, H, Sq, Dv) in the query's dtype, lse (B, H, Sq) float32 or empty."""
-    if call.is_causal and call.shape.q_len == 1:  # the last query sees every key that it has not lost to the left
+    """Compute attention over all visible keys: output (B, H, Sq, Dv) in the query's dtype, lse (B, H, Sq) or empty."""
+    if call.is_causal and call.shape.q_len == 1:  # the only query is the last: causality hides no key from it
         call = interned(replace(call, is_causal=False, window=Window(call.window.left)))
     if not with_lse and torch_serves(query, call):
         output = F.scaled_dot_product_attention(
@@ -29,9 +29,9 @@ def attention(
 
 
 def torch_serves(query: Tensor, call: Call) -> bool:
-    """Return whether torch's fast kernels serve a call; they align causality top-left, all else needs a mask.
+    """Return whether torch's fast kernels support a call. They align causality top-left; all else needs a mask.
 
-    A window is one that is as large as the map of all scores: our kernel walks the blocks inside of it.
+    A window would be a mask as large as all scores, whereas our kernel visits only the blocks inside of the window.
     """
     shape = call.shape
     return (

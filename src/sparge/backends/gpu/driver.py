@@ -1,14 +1,14 @@
-"""The launches of a call through the CUDA driver, with arguments that are laid out in memory beforehand.
+"""Launch a call's kernels through the CUDA driver, with arguments laid out in memory beforehand.
 
-A launch through Triton inspects every argument and costs 7 to 14 us; `cuLaunchKernelEx` costs 4 to 5. The launches of a
-call are therefore one CUDA graph. It costs 4 us however many kernels it has, and 1 us for each kernel whose arguments
-have changed since:
+A launch through Triton inspects every argument and takes 7 to 14 us; `cuLaunchKernelEx` takes 4 to 5. All launches of a
+call are therefore one CUDA graph, which takes 4 us for any number of kernels, plus 1 us for each kernel whose arguments
+have changed since the last launch:
 
-    slots               one 64-bit address for each tensor of a call, shared by all of its launches
+    slots               one 64-bit address per tensor of a call, shared by all of its launches
     parameters          for each launch, the addresses of its arguments: slots, tensor maps and constants
     tensor maps         TMA descriptors, encoded once; only their address is replaced when a tensor moves
 
-A graph cannot be launched into a stream that is being captured. There each kernel is launched by itself.
+A graph cannot be launched into a stream that is being captured; there, kernels are launched one by one.
 
 The argument layout of a compiled kernel is read from the parameter list of its PTX.
 """
@@ -28,19 +28,19 @@ from triton.compiler import CompiledKernel
 
 SUCCESS = 0
 INVALID_CONTEXT = 201
-"""The status of a launch in a thread that has not used CUDA yet."""
+"""The status of a launch in a thread without a CUDA context."""
 TENSOR_MAP_BYTES = 128
 TENSOR_MAP_ALIGNMENT = 64
 L2_PROMOTION_128B = 2
 TMA_HOST_DTYPES = {8: 10, 9: 8, 10: 9}
-"""Triton numbers the data types of tensor maps as the device does; these differ on the host."""
+"""Data types of tensor maps whose numbers on the host differ from Triton's, which are those of the device."""
 
 _ENTRY = re.compile(r"\.entry\s+\w+\s*\(([^)]*)\)", re.DOTALL)
 _PARAMETER = re.compile(r"\.([busf])(8|16|32|64)\b[^\[]*(?:\[(\d+)\])?")
 
 
 class UnsupportedKernel(Exception):
-    """A compiled kernel whose arguments cannot be laid out here; it is launched through Triton each time."""
+    """A compiled kernel whose arguments cannot be laid out here; Triton launches it in every call."""
 
 
 class Parameter(NamedTuple):
@@ -152,7 +152,7 @@ def parameters_of(compiled: CompiledKernel) -> list[Parameter]:
 
 
 class _Memory:
-    """Host memory that keeps its address; `place` returns the address of a new aligned piece of it."""
+    """Host memory with a fixed address; `place` returns the address of a new aligned piece of it."""
 
     def __init__(self, size: int) -> None:
         self._buffer = ctypes.create_string_buffer(size + TENSOR_MAP_ALIGNMENT)
@@ -171,11 +171,11 @@ class LaunchRecord(NamedTuple):
 
     Attributes:
         compiled: the kernel.
-        programs: of a grid with one dimension.
+        programs: size of the one-dimensional grid.
         descriptors: Gluon's TMA descriptors of the first tensors.
         places: the slot of each tensor, those of the descriptors first.
-        values: strides, numbers and compile-time values, as in the kernel's signature behind its tensors.
-        after: indices of the launches that must be complete before this one begins.
+        values: strides, numbers and compile-time values, in the order of the kernel's signature after its tensors.
+        after: indices of the launches that must complete before this one begins.
     """
 
     compiled: CompiledKernel
@@ -187,7 +187,7 @@ class LaunchRecord(NamedTuple):
 
 
 class BoundLaunches:
-    """Launches whose arguments lie in memory; `start` fills in the addresses of a call's tensors and launches all.
+    """Launches with arguments in memory; `start` stores the addresses of a call's tensors and launches all kernels.
 
     A lock guards the memory, so threads may start the same launches on different tensors.
     """
@@ -198,17 +198,17 @@ class BoundLaunches:
         """Lay out the arguments.
 
         Args:
-            num_slots: tensors of the call.
-            moving: slots of inputs and results, whose addresses differ from call to call; others seldom do.
-            zero_bytes: memory that is cleared before the first launch.
+            num_slots: number of tensors of the call.
+            moving: slots of inputs and results, whose addresses differ between calls; other addresses rarely change.
+            zero_bytes: size of the memory that is cleared before the first launch.
 
         Raises:
-            UnsupportedKernel: a kernel needs scratch memory, or Triton passes it arguments that are not known here.
+            UnsupportedKernel: a kernel needs scratch memory, or Triton passes it unknown arguments.
         """
         self._driver = driver
         self._lock = threading.Lock()
         self._zero_bytes = zero_bytes
-        self._compiled = [record.compiled for record in records]  # keeps their machine code loaded
+        self._compiled = [record.compiled for record in records]  # keeps the machine code loaded
         self._slots = (ctypes.c_uint64 * max(num_slots, 1))()
         self._fill = struct.Struct(f"{num_slots}Q").pack_into
         self._addresses: list[int] = []
@@ -228,17 +228,17 @@ class BoundLaunches:
         self._after = [record.after for record in records]
 
     def start(self, addresses: list[int], stream: int, zeros: int, *, is_capturing: bool) -> None:
-        """Launch everything on a stream.
+        """Launch all kernels on a stream.
 
         Args:
-            addresses: one for each slot.
+            addresses: one per slot.
             stream: a raw stream handle.
-            zeros: where the memory begins that is cleared first.
-            is_capturing: the stream is being captured, so no graph can be launched into it.
+            zeros: address of the memory that is cleared first.
+            is_capturing: whether the stream is being captured, so that no graph can be launched into it.
         """
         driver = self._driver
         with self._lock:
-            before, self._addresses = self._addresses, []  # unknown, should anything fail
+            before, self._addresses = self._addresses, []  # stay unknown if a call below fails
             if addresses != before:
                 self._fill(self._slots, 0, *addresses)
                 for tensor_map in self._tensor_maps:
@@ -260,7 +260,7 @@ class BoundLaunches:
             self._addresses = addresses
 
     def _update(self, addresses: list[int], zeros: int, *, is_complete: bool) -> None:
-        """Hand new arguments to the graph: to kernels of inputs and results, or to all if the workspace has moved."""
+        """Update the arguments of the graph's kernels: those with inputs and results, or all if the workspace moved."""
         still = [addresses[place] for place in self._still]
         is_complete = is_complete or still != self._still_addresses
         for update in self._updates if is_complete else self._moving_updates:
@@ -274,14 +274,14 @@ class BoundLaunches:
             self._zeros_at = zeros
 
     def _retry(self, function: Callable[[], int], status: int) -> None:
-        """Repeat what failed for lack of a CUDA context in this thread; raise where that was not the reason."""
+        """Repeat a call that failed because this thread had no CUDA context; raise if it failed for another reason."""
         if status == INVALID_CONTEXT:
             self._driver.set_context(self._context)
             status = function()
         self._driver.check(status, "launch of recorded kernels")
 
     def _start_one_by_one(self, stream: int, zeros: int) -> None:
-        """Launch kernel by kernel."""
+        """Launch the kernels one by one."""
         driver, handle = self._driver, ctypes.c_void_p(stream)
         if self._zero_bytes:
             words = ctypes.c_size_t(self._zero_bytes // 4)
@@ -293,9 +293,9 @@ class BoundLaunches:
             driver.check(status, "cuLaunchKernelEx")
 
     def _instantiate(self, zeros: int) -> Callable[..., int]:
-        """Make the graph with the arguments as they are now; return its launch."""
+        """Create the graph with the current arguments; return the function that launches it."""
         driver = self._driver
-        graph, executable = self._graph, self._executable  # updates name the nodes of the graph, so it is kept
+        graph, executable = self._graph, self._executable  # kept, because updates refer to the graph's nodes
         driver.check(driver.create_graph(ctypes.byref(graph), 0), "cuGraphCreate")
 
         def add(function: Callable[..., int], after: Sequence[ctypes.c_void_p], *arguments: Any) -> ctypes.c_void_p:
@@ -327,7 +327,7 @@ class BoundLaunches:
         return functools.partial(driver.launch_graph, executable)
 
     def __del__(self) -> None:
-        # At exit the driver frees graphs by itself, and may be gone before Python's objects are.
+        # At exit the driver frees graphs itself, and may be unloaded before Python's objects are deleted.
         if getattr(self, "_graph_launch", None) is not None and not sys.is_finalizing():
             self._driver.destroy_executable(self._executable)
             self._driver.destroy_graph(self._graph)
@@ -370,7 +370,7 @@ class BoundLaunches:
             for each_kind, each_value in _flattened(kind, value):
                 if each_kind != "constexpr":
                     add_constant(each_value)
-        unused = declared[len(addresses) :]  # scratch memory that the kernel does not use
+        unused = declared[len(addresses) :]  # scratch memory, which the kernel does not use
         if any(parameter.size != 8 for parameter in unused) or len(unused) > 2:
             raise UnsupportedKernel(f"{compiled.name}: {len(unused)} parameters are not known")
         nothing = memory.place(8)
@@ -388,7 +388,7 @@ class BoundLaunches:
         )
 
     def _encode(self, address: int, base: int, descriptor: Any, meta: Any) -> None:
-        """Encode a TMA descriptor as Triton does: dimensions from the innermost on, strides in bytes."""
+        """Encode a TMA descriptor as Triton does: innermost dimension first, strides in bytes."""
         rank, size = len(descriptor.shape), meta["elem_size"]
         dtype = TMA_HOST_DTYPES.get(meta["elem_type"], meta["elem_type"])
         shape = (ctypes.c_uint64 * rank)(*reversed(descriptor.shape))

@@ -1,4 +1,4 @@
-"""Gluon as this backend uses it, under one set of names for Triton 3.6 to 3.9."""
+"""The parts of Gluon in use, under one set of names for Triton 3.6 to 3.9."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate
 
-# Names that changed after Triton 3.6. Where both exist, the old one may only raise.
+# Names that changed after Triton 3.6. If both exist, the old one may only raise.
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 reinterpret = (
@@ -41,17 +41,17 @@ if typing.TYPE_CHECKING:
 else:
 
     def aggregate(cls):
-        """Class decorator: a value with named fields inside kernels, made with keywords, one for each annotation.
+        """Decorate a class of values with named fields inside kernels, constructed with one keyword per annotation.
 
-        Triton 3.9 exports the same and makes the constructor by itself; 3.6 does neither, and does not resolve
-        annotations that are strings.
+        Triton 3.9 exports the same and generates the constructor; 3.6 does neither, and does not resolve string
+        annotations.
         """
 
         def initialize(self, **fields):
             for name, value in fields.items():
                 setattr(self, name, value)
 
-        initialize.__triton_builtin__ = True  # Triton need not look for what it refers to
+        initialize.__triton_builtin__ = True  # Triton skips the analysis of its references
         cls.__init__ = initialize
         cls.__annotations__ = typing.get_type_hints(cls)
         return _aggregate(cls)

@@ -1,4 +1,4 @@
-"""What every launcher needs: padded widths, strides, optional tensors, a launch that costs the host little."""
+"""Helpers of the launchers: padded widths, strides, optional tensors, and a launch with low overhead."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ LARGEST_INT32 = 2**31 - 1
 
 @dataclass(frozen=True)
 class _Kernel:
-    """Where descriptors, pointers, strides and numbers end in a kernel's signature, and what was compiled of it.
+    """The ends of descriptors, pointers, strides and numbers in a kernel's signature, and its compiled variants.
 
-    It holds the kernel, so that no other gets its identity.
+    Holding the kernel ensures that no other kernel gets its identity.
     """
 
     function: Any
@@ -39,7 +39,7 @@ class _Kernel:
 
 
 _kernels: dict[int, _Kernel] = {}
-"""By identity: hashing one of Triton's functions takes microseconds."""
+"""By identity, because hashing a Triton function takes microseconds."""
 
 
 def _known(kernel: Any) -> _Kernel:
@@ -57,13 +57,13 @@ def _known(kernel: Any) -> _Kernel:
 
 
 def _not_specialized(kernel: Any) -> set[str]:
-    """The arguments whose values a kernel is not compiled for; an interpreter keeps their names elsewhere."""
+    """Return the arguments that a kernel is not specialized for; an interpreter stores their names elsewhere."""
     options = kernel.kwargs if isinstance(kernel, InterpretedFunction) else vars(kernel)
     return set(options["do_not_specialize"] or ())
 
 
 def _kind(name: str) -> int:
-    """0 for a descriptor of a tensor, 1 for a tensor, 2 for strides, 3 for a number, 4 for a compile-time value."""
+    """Return 0 for a tensor's descriptor, 1 for a tensor, 2 for strides, 3 for a number, 4 for a compile-time value."""
     for kind, ending in enumerate(("_desc", "_ptr", "_strides")):
         if name.endswith(ending):
             return kind
@@ -71,17 +71,18 @@ def _kind(name: str) -> int:
 
 
 def launch(kernel: Any, programs: int, **arguments: Any) -> None:
-    """Start so many programs of a kernel, with its arguments in the order of its signature, then Triton's options.
+    """Launch ``programs`` programs of a kernel, with arguments in the order of its signature, then Triton's options.
 
-    Triton inspects every argument of every launch, which takes the host longer than a short kernel takes the device. It
-    looks for dtypes, alignment to 16, strides of 1 or of 64 bits, and compile-time values. The same facts are collected
-    here at a fraction of the cost, and what was compiled for them before is started as it is.
+    Triton inspects every argument of every launch, which can take longer than a short kernel runs. It checks dtypes,
+    alignment to 16, strides of 1 or of 64 bits, and compile-time values. This function collects the same properties at
+    a fraction of the cost and launches the kernel that was compiled for them.
 
-    Lengths and other numbers are no such facts. Triton compiles a kernel anew for an integer that is 1 or a multiple of
-    16, unless ``do_not_specialize`` names it; a kernel that forgets one is refused, or it would be started with another
-    number than it was compiled for. (Floats are left alone, but a name does not tell them apart.)
+    Lengths and other numbers are not part of these properties. Triton recompiles a kernel for an integer that is 1 or a
+    multiple of 16, unless ``do_not_specialize`` names it. A kernel that omits one is rejected, because it would be
+    launched with another number than it was compiled for. (Triton does not specialize floats, but names do not identify
+    them.)
 
-    A tensor may be given as Gluon's descriptor for TMA (``*_desc``).
+    A tensor may be passed as Gluon's TMA descriptor (``*_desc``).
     """
     values = list(arguments.values())
     known = _known(kernel)
@@ -102,13 +103,13 @@ def launch(kernel: Any, programs: int, **arguments: Any) -> None:
     if compiled is not None:
         compiled[(programs, 1, 1)](*in_signature)
     else:
-        # A product and a sum are one instruction, by intent: Triton 3.10 will not do it unless it is told.
+        # FMA contraction is intended; Triton 3.10 disables it by default.
         compiled = kernel[(programs,)](**arguments, enable_fp_fusion=True)
         if isinstance(compiled, CompiledKernel):
             expected = kernel.arg_names
             assert list(arguments)[: len(expected)] == expected, f"{kernel.__name__}: expected the order {expected}"
             known.compiled[facts] = compiled
-        else:  # an interpreter returns nothing
+        else:  # an interpreter returns None
             compiled = None
     recorder = current_recorder.get()
     if recorder is not None:
@@ -116,7 +117,7 @@ def launch(kernel: Any, programs: int, **arguments: Any) -> None:
 
 
 def architecture_of(tensor: Tensor) -> int:
-    """Compute capability of the tensor's device as one number (89, 90); 90 where an interpreter serves it."""
+    """Return the compute capability of the tensor's device as one number (89, 90); 90 in an interpreter."""
     return _architecture(tensor.device.type, tensor.device.index)
 
 
@@ -127,7 +128,7 @@ def _architecture(device_type: str, index: int | None) -> int:
 
 
 def multiprocessors(tensor: Tensor) -> int:
-    """Return how many multiprocessors the tensor's device has; an H200's where an interpreter serves it."""
+    """Return the number of multiprocessors of the tensor's device; an H200's in an interpreter."""
     return _multiprocessors(tensor.device.type, tensor.device.index)
 
 
@@ -137,23 +138,23 @@ def _multiprocessors(device_type: str, index: int | None) -> int:
 
 
 def power_of_two(number: int) -> int:
-    """The smallest power of two that is not below it. (Triton's own takes ten microseconds.)"""
+    """Return the smallest power of two that is at least ``number``. (Triton's own function takes 10 us.)"""
     return 1 << (number - 1).bit_length()
 
 
 def padded(width: int) -> int:
-    """The power of two a head's width is padded to inside kernels, at least a matrix instruction's 16."""
+    """Return the power of two that a head's width is padded to in kernels, at least a matrix instruction's 16."""
     return max(16, power_of_two(width))
 
 
 def seen_argument(
     seen: Tensor | None, shape: tuple[int, int, int], otherwise: Tensor
 ) -> tuple[Tensor, tuple[int, ...]]:
-    """A bool tensor that broadcasts to (B, H, S) and its strides; any tensor when there is none."""
+    """Return a bool tensor expanded to (B, H, S) and its strides; ``otherwise`` if there is none."""
     if seen is None:
         return otherwise, (0, 0, 0)
     if seen.stride(2) > 1:
-        seen = seen.contiguous()  # positions times strides stay within 32 bits
+        seen = seen.contiguous()  # keeps positions times strides within 32 bits
     expanded = seen.expand(shape)
     return expanded, expanded.stride()
 
@@ -162,9 +163,9 @@ NO_BOUND = -(2**30)
 
 
 def first_query(call: Call) -> int:
-    """The first query that sees a key: with more queries than keys, the first ones of causal attention do not.
+    """Return the first query that sees a key. With more queries than keys, the first causal queries see none.
 
-    Of a packed call it may lie below 0: kernels move it by a segment's shift before they cut it off there.
+    It may be negative for a packed call: kernels add a segment's shift before they clamp it to 0.
     """
     if call.segments is None:
         return first_seeing_query(call.window, call.shape)
@@ -173,9 +174,9 @@ def first_query(call: Call) -> int:
 
 
 def first_key(call: Call) -> int:
-    """The first key that some query sees: with a prefix longer than a window, nobody sees those before it.
+    """Return the first key that some query sees. With a prefix longer than a window, the first keys are unseen.
 
-    Of a packed call it may lie below 0, as `first_query`.
+    It may be negative for a packed call, like `first_query`.
     """
     if call.segments is None:
         return first_seen_key(call.window, call.shape)
@@ -184,23 +185,23 @@ def first_key(call: Call) -> int:
 
 
 def segments_argument(call: Call, otherwise: Tensor) -> Tensor:
-    """The table of a packed call's segments; any tensor of another call."""
+    """Return the table of a packed call's segments; ``otherwise`` for any other call."""
     return otherwise if call.segments is None else call.segments.table
 
 
 def window_offsets(call: Call) -> dict[str, int]:
-    """Query i sees keys i + first_offset to i + last_offset: numbers of kernels, read where `window_flags` say so."""
+    """Return kernel arguments: query i sees keys i + first_offset to i + last_offset, if `window_flags` are set."""
     first, last = first_offset(call.window, call.shape), last_offset(call.window, call.shape)
     return {"first_offset": 0 if first is None else first, "last_offset": 0 if last is None else last}
 
 
 def window_flags(call: Call) -> dict[str, bool]:
-    """Whether queries have a first and a last key that they see: compile-time values of kernels."""
+    """Return compile-time flags of kernels: whether queries have a first and a last visible key."""
     return {"HAS_FIRST": call.window.left is not None, "HAS_LAST": call.window.right is not None}
 
 
 def list_arguments(mask: BlockMask | None, otherwise: Tensor) -> dict[str, Tensor]:
-    """A mask's lists as the attention kernels name them; any tensor when there is no mask."""
+    """Return a mask's lists under the attention kernels' argument names; ``otherwise`` if there is no mask."""
     return {
         f"{name}_ptr": otherwise if mask is None else getattr(mask, name).contiguous()
         for name in ("kv_num_blocks", "kv_indices", "visible_num_blocks")
@@ -208,23 +209,23 @@ def list_arguments(mask: BlockMask | None, otherwise: Tensor) -> dict[str, Tenso
 
 
 def strides_of(tensor: Tensor) -> tuple[int, ...]:
-    """Strides of batch, head and token; the last one is 1."""
+    """Return the strides of batch, head and token; the last stride is 1."""
     return tensor.stride()[:3]
 
 
 def buffer_like(tensor: Tensor, wanted: bool, *sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Uninitialised memory on the tensor's device; the tensor itself where none is wanted (no kernel will read it)."""
+    """Allocate uninitialized memory on the tensor's device; return the tensor itself if not ``wanted`` (never read)."""
     return _recorded(torch.empty(sizes, dtype=dtype, device=tensor.device)) if wanted else tensor
 
 
 def output_buffer(operands: Operands, shape: Shape) -> Tensor:
-    """Uninitialised memory for the output, (B, H, Sq, Dv), that lies as the query does."""
+    """Allocate uninitialized memory for the output, (B, H, Sq, Dv), in the query's layout."""
     sizes = (shape.batch, shape.heads, shape.q_len, shape.value_dim)
     return strided_buffer(operands.query, sizes, operands.dtype, tokens_first=operands.tokens_first)
 
 
 def strided_buffer(like: Tensor, sizes: tuple[int, int, int, int], dtype: torch.dtype, *, tokens_first: bool) -> Tensor:
-    """Uninitialised memory for (B, H, S, D) on a tensor's device, without gaps."""
+    """Allocate uninitialized memory for (B, H, S, D) on a tensor's device, without gaps."""
     strides = gapless_strides(sizes, tokens_first=tokens_first)
     return _recorded(torch.empty_strided(sizes, strides, dtype=dtype, device=like.device))
 
@@ -237,7 +238,7 @@ def _recorded(buffer: Tensor) -> Tensor:
 
 
 def zeros_like(tensor: Tensor, *sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Zeros on the tensor's device."""
+    """Allocate zeros on the tensor's device."""
     buffer = torch.empty(sizes, dtype=dtype, device=tensor.device)
     recorder = current_recorder.get()
     if recorder is not None:
@@ -246,7 +247,7 @@ def zeros_like(tensor: Tensor, *sizes: int, dtype: torch.dtype = torch.float32) 
 
 
 def per_head_tensor(value: PerHead | None, shape: Shape, device: torch.device) -> Tensor | None:
-    """A float32 tensor (H,), None for None."""
+    """Return a per-head value as a float32 tensor (H,), None for None."""
     if value is None:
         return None
     if isinstance(value, Tensor):

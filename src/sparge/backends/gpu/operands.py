@@ -1,4 +1,4 @@
-"""What the stages hand to an attention kernel, and how such a kernel is launched."""
+"""The operands that the stages pass to an attention kernel, and the interface of its launcher."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from sparge.masks.block_mask import BlockMask
 
 @dataclass(frozen=True)
 class MeanOperands:
-    """The means that stand for skipped blocks, as K and V: codes padded to whole tiles of 64, or 16-bit numbers.
+    """The means of skipped blocks as K and V: quantized values padded to whole tiles of 64, or 16-bit numbers.
 
     Attributes:
-        key, value, key_scale: as in `Operands`, with a block for each token.
-        exact_key: (B, Hkv, kv_blocks, D padded) float32, the means that ``key`` was rounded from.
-        bias: (B * H * q_blocks, columns) float32, what scores of a row of blocks get besides, in octaves: log2 of
-            how many keys a mean stands for, -inf where the row keeps the block or cannot have its mean, NaN where that
-            is not finite. ``columns`` is a multiple of `BIAS_COLUMNS`.
+        key, value, key_scale: as in `Operands`, with one token per key block.
+        exact_key: (B, Hkv, kv_blocks, D padded) float32, the unquantized means.
+        bias: (B * H * q_blocks, columns) float32, bias added to the logits of each query block, in log2 units: log2 of
+            the number of keys that a mean represents, -inf if the block is kept or cannot be replaced by its mean, NaN
+            if the mean is not finite. ``columns`` is a multiple of `BIAS_COLUMNS`.
     """
 
     key: Tensor
@@ -32,20 +32,27 @@ class MeanOperands:
 
 
 BIAS_COLUMNS = 128
-"""Means that an attention kernel takes at a time, at most."""
+"""Maximum number of means that an attention kernel processes at a time."""
 
 
 @dataclass(frozen=True)
 class Operands:
-    """What the attention kernel reads. Codes are padded to whole blocks; unquantised tensors are the caller's own.
+    """Inputs of the attention kernel.
 
-    The scales and ``lse_shift`` of `quantize.QuerySummary` and `summary.KeyValueSummary` mean nothing when quantization
-    is "none". ``key_scale`` is negative where a block holds a shared peak (`stages.peaks`). ``exact_query`` and
-    ``exact_key`` are the caller's own Q and K, for scores that INT8 would round too far (`eight_bits.is_coarse`);
-    ``largest_key_scale`` is that of `summary.KeyValueSummary`. ``dtype`` is the output's, and ``tokens_first`` says how
-    it lies in memory (`layout`). ``keys_seen`` is `visibility.Visibility.keys`, None where all are. ``means`` is None
-    where blocks are dropped. ``order`` is the order in which rows of blocks are best computed (`stages.budget`), None
-    where any will do. ``kind`` is `mask_blocks.MaskBlocks.kind`, None where no mask was read.
+    Attributes:
+        query, key, value: quantized values padded to whole blocks, or the caller's tensors if not quantized.
+        query_scale, key_scale, value_scale, lse_shift: see `quantize.QuerySummary` and `summary.KeyValueSummary`;
+            unused without quantization. ``key_scale`` is negative where a block contains a shared peak
+            (`stages.peaks`).
+        exact_query, exact_key: the caller's Q and K, for scores that INT8 would round too coarsely
+            (`quantization.is_coarse`).
+        largest_key_scale: see `summary.KeyValueSummary`.
+        dtype: of the output.
+        tokens_first: the output's memory layout (`output_layout`).
+        keys_seen: see `visibility.Visibility.keys`; None if all keys are seen.
+        means: None if skipped blocks are dropped.
+        order: the fastest order of the query blocks (`stages.budget`); None if the order does not matter.
+        kind: see `mask_blocks.MaskBlocks.kind`; None if no mask was read.
     """
 
     query: Tensor
@@ -67,12 +74,12 @@ class Operands:
 
 
 class AttentionLauncher(Protocol):
-    """The launcher of an attention kernel."""
+    """A function that launches an attention kernel."""
 
     def __call__(
         self, operands: Operands, mask: BlockMask | None, call: Call, *, totals: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Attention over a mask's blocks, or over all visible ones without a mask.
+        """Compute attention over a mask's blocks, or over all visible blocks without a mask.
 
         Args:
             totals: int64 (3,), see `base.Backend.attend`. Needs a mask.
@@ -82,4 +89,4 @@ class AttentionLauncher(Protocol):
         """
 
     def __hash__(self) -> int:
-        """Recordings (`replay`) are kept apart by their kernel."""
+        """Recordings (`replay`) are distinguished by their kernel."""

@@ -1,15 +1,15 @@
-"""The stages in order: statistics -> codes, scores -> selection -> attention.
+"""The stages in order: statistics -> quantization, scores -> selection -> attention.
 
 In a replayed call, which is one CUDA graph, some stages run concurrently: statistics of keys and of queries; then
-selection, quantization, and quantization of the means of blocks.
+selection, quantization, and quantization of the block means.
 
     prepare           everything before the attention kernel, in shared passes over Q, K, V and the mask
     predict           the mask alone
     attend            attention over a given mask, or over every visible block
     attention         prepare, then attend
 
-The last stage is given: ``launcher`` starts Triton's attention kernel or Hopper's; all other stages are shared. Nothing
-here waits for the device. Bool masks of keys are read by `stages.key_mask`, all others by `stages.mask_blocks`.
+``launcher`` launches the attention kernel of the Triton or the Hopper backend; all other stages are shared. No stage
+synchronizes with the device. `stages.key_mask` reads bool masks of keys, `stages.mask_blocks` all other masks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sparge.backends.gpu.stages.key_mask import KeyMask, hides_keys_alone, key_m
 from sparge.backends.gpu.stages.mask_blocks import MaskBlocks, mask_blocks
 from sparge.backends.gpu.stages.order import moved_copy
 from sparge.backends.gpu.stages.peaks import mark_peaks
-from sparge.backends.gpu.stages.quantize import quantize_key_value, quantize_means, summarize_query
+from sparge.backends.gpu.stages.quantize import QuerySummary, quantize_key_value, quantize_means, summarize_query
 from sparge.backends.gpu.stages.replacement import replaced_bias
 from sparge.backends.gpu.stages.score import block_probabilities, score_inputs
 from sparge.backends.gpu.stages.select import select
@@ -52,13 +52,12 @@ def prepare(
     with_operands: bool,
     mask: BlockMask | None = None,
 ) -> tuple[Operands | None, BlockMask | None]:
-    """Operands for the attention kernel and the predicted mask, each None where it is not asked for.
+    """Compute operands for the attention kernel and the predicted mask; each is None if not requested.
 
     Args:
-        value: None where no operands are asked for.
-        mask: the given one, where none is asked for.
+        value: None if no operands are requested.
+        mask: the given mask, if none is requested.
     """
-    shape = call.shape
     has_scores = with_mask and not isinstance(call.sparsity, Dense)
     quantizes = with_operands and call.is_quantized
     replaces = with_operands and call.replaces_skipped and (with_mask or mask is not None)
@@ -88,22 +87,8 @@ def prepare(
         note_constant(call.segments.table)
         note_constant(order)
     if with_mask:
-        first_seen, first_query = (None, None) if keys is None else (keys.first_seen, keys.first_query)
-        threshold, rules = None, call
-        means_of_queries, query_similarity = (query, query) if summary is None else (summary.mean, summary.similarity)
         with in_branch("selection"):
-            if has_scores:
-                threshold = per_head_tensor(call.selection.similarity_threshold, shape, query.device)
-                probability = block_probabilities(
-                    query, key_value, means_of_queries, call, first_seen, first_query, threshold, blocks
-                )
-            else:
-                rules = replace(call, sparsity=ALL_BLOCKS)
-                probability = zeros_like(query, shape.batch * shape.heads, shape.q_blocks, shape.kv_blocks)
-            similarities = query_similarity, key_value.key_similarity
-            mask, shared, bias = select(
-                probability, *similarities, rules, first_seen, threshold, blocks, key_value.block_bias
-            )
+            mask, shared, bias = _selected(query, key_value, summary, call, keys, blocks, has_scores=has_scores)
         order = order if shared is None else shared
     if not with_operands:
         return None, mask
@@ -111,7 +96,7 @@ def prepare(
     dtype, key_scale, exact_query, exact_key = query.dtype, key, query, key
     tokens_first = call.segments is not None or is_tokens_first(query)
     means = None
-    with in_branch("codes"):
+    with in_branch("quantization"):
         if quantizes:
             key, key_scale, value = quantize_key_value(key, value, key_value, call, seen.keys if seen else None)
         if summary is None:
@@ -122,7 +107,7 @@ def prepare(
         with in_branch("means"):
             means = _means(key_value, bias, mask, call)
     if peak_handling(call) == "marked":
-        with in_branch("codes"):
+        with in_branch("quantization"):
             mark_peaks(query, summary.scale, key, key_scale, call)
     operands = Operands(
         query=query,
@@ -145,8 +130,35 @@ def prepare(
     return operands, mask
 
 
+def _selected(
+    query: Tensor,
+    key_value: KeyValueSummary,
+    summary: QuerySummary | None,
+    call: Call,
+    keys: KeyMask | None,
+    blocks: MaskBlocks | None,
+    *,
+    has_scores: bool,
+) -> tuple[BlockMask, Tensor | None, Tensor | None]:
+    """Return the selected mask; if the stage computes them, also the order of query blocks and the bias of means."""
+    shape = call.shape
+    first_seen, first_query = (None, None) if keys is None else (keys.first_seen, keys.first_query)
+    query_means, query_similarity = (query, query) if summary is None else (summary.mean, summary.similarity)
+    threshold, rules = None, call
+    if has_scores:
+        threshold = per_head_tensor(call.selection.similarity_threshold, shape, query.device)
+        probability = block_probabilities(
+            query, key_value, query_means, call, first_seen, first_query, threshold, blocks
+        )
+    else:
+        rules = replace(call, sparsity=ALL_BLOCKS)
+        probability = zeros_like(query, shape.batch * shape.heads, shape.q_blocks, shape.kv_blocks)
+    similarities = query_similarity, key_value.key_similarity
+    return select(probability, *similarities, rules, first_seen, threshold, blocks, key_value.block_bias)
+
+
 def seen_by_mask(call: Call, *, has_scores: bool) -> tuple[SeenTokens | None, KeyMask | None, MaskBlocks | None]:
-    """Return which tokens a call's mask shows, and the mask as one of the two stages reads it."""
+    """Return the tokens that a call's mask shows, and the mask as one of the two mask stages reads it."""
     if call.attn_mask is None:
         return None, None, None
     if hides_keys_alone(call):
@@ -161,10 +173,10 @@ def seen_by_mask(call: Call, *, has_scores: bool) -> tuple[SeenTokens | None, Ke
 
 
 def _means(key_value: KeyValueSummary, bias: Tensor | None, mask: BlockMask | None, call: Call) -> MeanOperands:
-    """Return the means that represent the blocks a mask does not keep, and their bias.
+    """Return the means of the blocks that a mask does not keep, and their bias.
 
     Args:
-        bias: of a mask that was selected; None where the mask was given.
+        bias: of a selected mask; None for a given mask.
     """
     key, value, block_bias = key_value.key_block, key_value.value_block, key_value.block_bias
     assert mask is not None and key is not None and value is not None and block_bias is not None
@@ -200,7 +212,7 @@ def attend(
     launcher: AttentionLauncher,
     totals: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over a given mask, or over every visible block without one. See `reference.attention`."""
+    """Compute attention over a given mask, or over every visible block without one. See `reference.attention`."""
     lists: list[Tensor] = []
     if mask is not None:  # copied here, not by the launcher: a call that copies cannot be replayed
         lists = [x.contiguous() for x in lists_of(mask)]
@@ -227,7 +239,7 @@ def attention(
     totals: Tensor | None = None,
     order: TokenOrder | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Prediction and attention, sharing the passes over K; in an order, see `base.Backend.attention_in_order`."""
+    """Predict and attend with shared passes over K; see `base.Backend.attention_in_order` for ``order``."""
 
     found = None if order is None else order_of(order.grid, order.name, query.device)  # outside of a recording
 
@@ -265,7 +277,7 @@ def recorded_attention(
     blocks: BlockMask | None,
     order: TokenOrder | None,
 ) -> Replay | None:
-    """Return what `attention` or `attend` recorded for such tensors, None if it cannot be replayed."""
+    """Return the recording of `attention` or `attend` for these tensors, None if they cannot be replayed."""
     if not is_replayable(call):
         return None
     inputs = inputs_of(query, key, value, call, totals)
@@ -284,11 +296,11 @@ def lists_of(mask: BlockMask) -> tuple[Tensor, Tensor, Tensor]:
 def inputs_of(
     query: Tensor, key: Tensor, value: Tensor, call: Call, totals: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Return all tensors of a call that may be others the next time."""
+    """Return all tensors of a call that may differ in the next call."""
     tensors = query, key, value, call.attn_mask, totals
     return tensors if call.segments is None else (*tensors, call.segments.output, call.segments.lse)
 
 
 def is_replayable(call: Call) -> bool:
-    """Return whether a call launches the same kernels each time and torch computes nothing between them."""
+    """Return whether a call launches the same kernels every time and torch computes nothing between them."""
     return not call.has_per_head_numbers

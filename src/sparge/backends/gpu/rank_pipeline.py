@@ -1,11 +1,11 @@
-"""Stages of calls whose tokens lie on several ranks, in pieces between the ranks' collectives.
+"""Stages of calls whose tokens are distributed over several ranks, separated by the ranks' collectives.
 
-    summarize_keys      statistics of key blocks, which ranks gather
-    GpuCandidates      scores of rows of blocks, and what they ask for of a budget
-    choose_together     the blocks of those rows, by one budget for all ranks
+    summarize_keys      statistics of key blocks, which the ranks gather
+    GpuCandidates       scores of query blocks, and their demand of a budget
+    choose_together     the kept blocks of these query blocks, by one budget for all ranks
     attend_part         attention over a part of the keys, merged into that over others
 
-Each is recorded and replayed (`replay`), as `pipeline` does with whole calls.
+Each stage is recorded and replayed (`replay`), as `pipeline` does with whole calls.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def _summaries(key: Tensor, call: Call, seen: SeenTokens | None) -> tuple[Tensor
 
 
 class GpuCandidates(Candidates):
-    """See `base.Candidates`. Nothing is computed before it is asked for.
+    """See `base.Candidates`. Computation is deferred to the first use.
 
     Args:
-        keys: K itself, or what `summarize_keys` made of it.
+        keys: K itself, or the result of `summarize_keys`.
     """
 
     def __init__(self, query: Tensor, keys: Tensor | tuple[Tensor, ...], call: Call) -> None:
@@ -76,7 +76,7 @@ class GpuCandidates(Candidates):
         return replayed(self.call, kind, inputs, run) if self._is_replayable else run()
 
     def _score(self) -> RowArguments:
-        """Launch everything up to the choice."""
+        """Launch all stages up to the selection."""
         call, query = self.call, self._query
         inputs = score_inputs(call.score)
         seen, masked_keys, blocks = seen_by_mask(call, has_scores=True)
@@ -92,7 +92,7 @@ class GpuCandidates(Candidates):
         return self._rows
 
     def _scored(self) -> RowArguments:
-        """The rows as the next kernels read them, inside of another recording than `_score`."""
+        """Return the query blocks for kernels of a recording other than `_score`'s."""
         if not self._is_replayable:
             assert self._rows is not None
             return self._rows
@@ -100,7 +100,7 @@ class GpuCandidates(Candidates):
         return RowArguments(self._probability, self._probability, None, self.call, None, None, None)
 
     def count(self, kv_blocks: int) -> tuple[Tensor, Tensor]:
-        """What rows keep of a budget for every level, as `count_kernel` writes it, and the sums of it over rows."""
+        """Return blocks kept of a budget for every level, as `count_kernel` writes them, and their sums."""
 
         def run() -> tuple[Tensor, Tensor, Tensor]:
             rows = self._score()
@@ -129,7 +129,7 @@ class GpuCandidates(Candidates):
     def choose_portions(
         self, kept: Tensor, totals: Tensor, everyone: Tensor, order: Tensor, amount: float, first: int
     ) -> BlockMask:
-        """`choose` of what `rank_budget.portions` gives each row."""
+        """Select as many blocks as `rank_budget.portions` allocates to each query block."""
 
         def run() -> tuple[Tensor, Tensor, Tensor]:
             counts = portions(kept, totals, everyone, order, amount, first)
@@ -206,7 +206,7 @@ def attend_part(
 
 
 def _joined(columns: Sequence[slice]) -> tuple[slice, ...]:
-    """The same columns in as few ranges as can be."""
+    """Join adjacent ranges."""
     joined: list[slice] = []
     for cut in columns:
         if joined and joined[-1].stop == cut.start:

@@ -1,16 +1,16 @@
-"""Calls that are repeated: the launches of a call are recorded once and started again on other tensors.
+"""Replay of repeated calls: the launches of a call are recorded once and repeated on other tensors.
 
-A model makes the same call thousands of times: same shapes, strides and options, other numbers. Choosing
-configurations, allocating buffers and describing launches takes longer than a short call takes the device. None of it
-depends on the numbers, so a repeated call only fills in addresses.
+A model makes the same call thousands of times: the same shapes, strides and options with other data. Selecting
+configurations, allocating buffers and describing launches takes longer than a short call runs on the device. None of it
+depends on the data, so a repeated call only updates addresses.
 
     replayed        runs a call, or replays it
-    Recorder        notes buffers and launches while a call runs; `launch` reports them
-    Replay          the launches with their arguments laid out (`driver`), and the place of each buffer in a workspace
-    constant        a small tensor that is made once and kept, such as marked blocks or a threshold for each head
+    Recorder        collects buffers and launches while a call runs; `launch` reports them
+    Replay          the launches with their arguments laid out (`driver`), and the offset of each buffer in a workspace
+    constant        a small cached tensor, for example marked blocks or a threshold per head
 
-A call is replayed only if its kernels touch nothing but inputs, results, constants and buffers of `launch`, or views
-that begin where those do, and torch computes nothing in between. Any other call runs step by step each time.
+A call is replayed only if its kernels access only inputs, results, constants and buffers of `launch`, or views that
+begin at the same address, and torch computes nothing in between. Any other call runs step by step every time.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from sparge.backends.gpu.driver import BoundLaunches, LaunchRecord, UnsupportedK
 from sparge.call import Call
 
 MAX_RECORDINGS = 64
-"""Recordings of one kind of call, which differ in strides, alignment and device."""
+"""Recordings per kind of call; they differ in strides, alignment and device."""
 MAX_CONSTANTS = 256
 ALIGNMENT = 512
-"""Bytes, as torch aligns its allocations: kernels were compiled for addresses that are multiples of 16."""
+"""Bytes, as in torch's allocator: kernels are compiled for addresses that are multiples of 16."""
 
 ALLOCATIONS = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default)
-"""What torch may do while a call is recorded."""
+"""Operators that torch may run while a call is recorded."""
 
 current_recorder: ContextVar[Recorder | None] = ContextVar("current_recorder", default=None)
-"""What notes the call that runs now in this thread, if anything does."""
+"""The recorder of the call that runs in this thread, if any."""
 _lock = threading.Lock()
 _constants: dict[Hashable, Tensor] = {}
 _logger = logging.getLogger(__name__)
 
 
 class Recordings:
-    """Recordings of something that is no call."""
+    """Recordings of an operation other than a call."""
 
     def __init__(self) -> None:
         self.recordings: dict[Any, Any] = {}
@@ -60,14 +60,14 @@ class Recordings:
 def replayed(
     call: Call | Recordings, kind: Hashable, inputs: Sequence[Tensor | None], run: Callable[[], tuple[Tensor, ...]]
 ) -> tuple[Tensor, ...]:
-    """Return the results of ``run``, by a replay where the same call was recorded before.
+    """Return the results of ``run``, from a replay if the same call was recorded before.
 
     Args:
-        call: its ``recordings`` hold the replays. A call that is made again must be the same object, or share them.
-        kind: all that the launches depend on besides the call, and besides dtypes, strides, alignment, device and
-            identity of the inputs.
-        inputs: the tensors it reads, and those it writes to that are not made by ``run``.
-        run: launches kernels and waits for nothing. Its results are buffers of `launch`, or all of them inputs.
+        call: its ``recordings`` hold the replays. A repeated call must be the same object, or share the recordings.
+        kind: all properties that the launches depend on, in addition to the call and to dtypes, strides, alignment,
+            device and identity of the inputs.
+        inputs: the tensors that ``run`` reads, and those it writes to without creating them.
+        run: launches kernels without synchronizing. Its results are buffers of `launch`, or all of them are inputs.
     """
     key_of_call = _key_of(kind, inputs)
     tensors = [tensor for tensor in inputs if tensor is not None]
@@ -93,35 +93,35 @@ def replayed(
 
 
 def recorded(call: Call, kind: Hashable, inputs: Sequence[Tensor | None]) -> Replay | None:
-    """Return what `replayed` recorded for a call on such inputs; None where nothing can be replayed."""
+    """Return the recording of `replayed` for a call with these inputs; None if it cannot be replayed."""
     found: Replay | None = call.recordings.get(_key_of(kind, inputs))
     return found
 
 
 def _key_of(kind: Hashable, inputs: Sequence[Tensor | None]) -> Hashable:
-    """Return all that a recording depends on besides its call."""
+    """Return the properties that a recording depends on in addition to its call."""
     tensors = [tensor for tensor in inputs if tensor is not None]
     addresses = [tensor.data_ptr() for tensor in tensors]
     return (
         kind,
         active_overrides(),
         tuple([tensor is None for tensor in inputs]),
-        tuple([addresses.index(address) for address in addresses]),  # which inputs begin in the same place
+        tuple([addresses.index(address) for address in addresses]),  # inputs that begin at the same address
         tuple([address & 15 for address in addresses]),
         tuple([(tensor.dtype, tensor.device, tensor.stride()) for tensor in tensors]),
     )
 
 
 def constant(key: Hashable, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
-    """Return a tensor that is made once for each key and device, and that no kernel writes to.
+    """Return a tensor that is created once per key and device, and that no kernel writes to.
 
-    The device is synchronized when it is made, so kernels of every stream may read it. While a CUDA graph is captured
-    nothing can be kept: the tensor belongs to the graph.
+    The device is synchronized after its creation, so kernels of every stream may read it. During CUDA graph capture the
+    tensor belongs to the graph and is not cached.
     """
     place = (key, device)
     found = _constants.get(place)
     if found is None:
-        with _disable_current_modes():  # a recorder would take it for a part of its call
+        with _disable_current_modes():  # so that a recorder does not count it as part of its call
             found = make()
         if device.type == "cuda":
             if torch.cuda.is_current_stream_capturing():
@@ -129,14 +129,14 @@ def constant(key: Hashable, device: torch.device, make: Callable[[], Tensor]) ->
             torch.cuda.synchronize(device)
         with _lock:
             if len(_constants) >= MAX_CONSTANTS:
-                _constants.clear()  # replays hold those that they read
+                _constants.clear()  # replays keep references to the constants they read
             found = _constants.setdefault(place, found)
     note_constant(found)
     return found
 
 
 def note_constant(tensor: Tensor) -> None:
-    """Tell the call that is recorded that its kernels read a tensor that is the same in every replay."""
+    """Register a tensor that the recorded call's kernels read and that is the same in every replay."""
     recorder = current_recorder.get()
     if recorder is not None:
         recorder.constants.append(tensor)
@@ -144,10 +144,10 @@ def note_constant(tensor: Tensor) -> None:
 
 @contextmanager
 def in_branch(name: str) -> Iterator[None]:
-    """Put the launches inside into a branch of the recorded CUDA graph, which runs concurrently with other branches.
+    """Put the enclosed launches into a branch of the recorded CUDA graph, which runs concurrently with other branches.
 
     A branch starts after the last launch outside all branches. The next launch outside waits for every branch. Kernels
-    of one branch must not read or write memory that another branch writes, maxima by atomics aside.
+    of one branch must not read or write memory that another branch writes, except for atomic maxima.
     """
     recorder = current_recorder.get()
     if recorder is None:
@@ -161,7 +161,7 @@ def in_branch(name: str) -> Iterator[None]:
 
 
 def _empty(sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return uninitialized memory on the current device, without torch's dispatcher where there is a way around it."""
+    """Allocate uninitialized memory on the current device, bypassing torch's dispatcher if possible."""
     if device.type == "cuda" and _empty_strided_cuda is not None:
         return _empty_strided_cuda(sizes, strides, dtype)
     return torch.empty_strided(sizes, strides, dtype=dtype, device=device)
@@ -189,10 +189,10 @@ class ResultSpec(NamedTuple):
 
 
 class Replay:
-    """Launches whose tensors have slots: first the inputs, then the results, the buffers and the constants.
+    """Launches whose tensors have slots, in this order: inputs, results, buffers, constants.
 
     Attributes:
-        returned: the inputs that are the results of the call; None where it makes its results.
+        returned: the inputs that are the call's results; None if it creates its results.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class Replay:
         """Create a replay.
 
         Args:
-            offsets: of every buffer in the workspace, which begins with what is cleared before the first launch.
+            offsets: of every buffer in the workspace, which begins with the memory cleared before the first launch.
         """
         self.launches = launches
         self.results = results
@@ -224,7 +224,7 @@ class Replay:
             self._last_bytes = -(-math.prod(results[-1].sizes) * results[-1].dtype.itemsize // ALIGNMENT) * ALIGNMENT
 
     def run(self, inputs: Sequence[int]) -> tuple[Tensor, ...]:
-        """Launch everything on the current stream, on inputs at these addresses. Return the results it makes."""
+        """Launch all kernels on the current stream, on inputs at these addresses. Return the results it creates."""
         device = self._device
         made = tuple([_empty(sizes, strides, dtype, device) for sizes, strides, dtype in self.results])
         workspace = _empty((self.workspace_bytes,), (1,), torch.uint8, device)
@@ -232,7 +232,7 @@ class Replay:
         return made
 
     def run_without_lse(self, inputs: Sequence[int]) -> Tensor:
-        """Launch a call of two results on inputs at these addresses, the LSE in the workspace. Return the output."""
+        """Launch a call with two results, the LSE in the workspace, on inputs at these addresses. Return the output."""
         output = _empty(*self.results[0], self._device)
         workspace = _empty((self.workspace_bytes + self._last_bytes,), (1,), torch.uint8, self._device)
         start = workspace.data_ptr()
@@ -246,9 +246,9 @@ class Replay:
 
 
 class Recorder(TorchDispatchMode):
-    """Notes what one call allocates and launches, and whether torch computes something besides.
+    """Collects the allocations and launches of one call, and detects whether torch computes anything else.
 
-    It holds all tensors until the call is over, so that no other gets the identity of one of them.
+    It holds all tensors until the call ends, so that no identity is reused.
     """
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
@@ -274,7 +274,7 @@ class Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def add_buffer(self, buffer: Tensor, *, is_zero: bool = False) -> None:
-        """Note a buffer of this call; ``is_zero``: it is cleared before its first use."""
+        """Register a buffer of this call; ``is_zero``: it is cleared before its first use."""
         self.buffers.append(buffer)
         if is_zero:
             self.zeros.append(buffer)
@@ -287,12 +287,12 @@ class Recorder(TorchDispatchMode):
         tensors: list[Tensor],
         values: list[Any],
     ) -> None:
-        """``compiled`` is None where an interpreter ran the kernel; ``descriptors`` are those of the first tensors."""
+        """Register a launch; ``compiled`` is None in an interpreter; ``descriptors`` are those of the first tensors."""
         self.launches.append((compiled, programs, descriptors, tensors, values))
         self.branches.append(self.branch)
 
     def finish(self, results: Sequence[Tensor]) -> Replay | None:
-        """Return the replay, None where the launches are not all that happened."""
+        """Return the replay; None if the call did more than launch kernels."""
         given = {id(tensor): place for place, tensor in enumerate(self.inputs)}
         returned = None
         if results and all(id(result) in given for result in results):
@@ -306,7 +306,7 @@ class Recorder(TorchDispatchMode):
             return None
         buffers = [*self.zeros, *[x for x in self.buffers if id(x) not in own and id(x) not in is_zero]]
         order = [*self.inputs, *results, *buffers, *self.constants]
-        # A view is known by where it begins. Nothing is freed while a call is recorded, so addresses are unique.
+        # Views are identified by their start. Nothing is freed while a call is recorded, so addresses are unique.
         places = {tensor.data_ptr(): place for place, tensor in reversed(list(enumerate(order)))}
         records = []
         order_of_launches = _predecessors(self.branches)
@@ -353,14 +353,14 @@ class Recorder(TorchDispatchMode):
 def _is_view(func: Any) -> bool:
     """Return whether an operator returns a view and writes to nothing.
 
-    Some of them may copy (``contiguous`` in inference mode). A copy begins where no tensor of the call does.
+    Some views may copy (``contiguous`` in inference mode). The address of a copy belongs to no tensor of the call.
     """
     aliases = [argument.alias_info for argument in func._schema.arguments if argument.alias_info is not None]
     return bool(aliases) and not any(alias.is_write for alias in aliases)
 
 
 def _predecessors(branches: Sequence[str | None]) -> list[tuple[int, ...]]:
-    """Return which launches each launch waits for, given the branch of each (None: outside of branches)."""
+    """Return the launches that each launch waits for, given the branch of each (None: outside of branches)."""
     found: list[tuple[int, ...]] = []
     trunk: tuple[int, ...] = ()
     ends: dict[str, int] = {}
@@ -375,7 +375,7 @@ def _predecessors(branches: Sequence[str | None]) -> list[tuple[int, ...]]:
 
 
 def _spans(branches: Sequence[str | None]) -> list[tuple[int, int]]:
-    """Return the first and the last launch that each launch may run beside, itself included."""
+    """Return the first and the last launch that each launch may run concurrently with, including itself."""
     found = [(index, index) for index in range(len(branches))]
     start = 0
     for index in range(len(branches) + 1):
@@ -386,7 +386,7 @@ def _spans(branches: Sequence[str | None]) -> list[tuple[int, int]]:
 
 
 def _one_after_the_other(sizes: list[int]) -> tuple[list[int], int]:
-    """Return offsets of buffers that share no memory, and the bytes of all."""
+    """Return offsets of buffers that share no memory, and their total size."""
     offsets, end = [], 0
     for size in sizes:
         offsets.append(end)
@@ -395,9 +395,9 @@ def _one_after_the_other(sizes: list[int]) -> tuple[list[int], int]:
 
 
 def _pack(sizes: list[int], uses: list[list[int]]) -> tuple[list[int], int]:
-    """Return offsets of buffers in one workspace, and its size. Buffers whose uses do not overlap may share memory.
+    """Return offsets of buffers in one workspace, and its size. Buffers with disjoint lifetimes may share memory.
 
-    The largest are placed first, each at the lowest offset that is free while it is in use.
+    The largest buffers are placed first, each at the lowest offset that is free during its use.
     """
     placed: dict[int, tuple[int, int, int, int]] = {}  # first use, last use, offset, end
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):

@@ -9,11 +9,11 @@ FP8_CAPABILITY = (8, 9)
 """The first compute capability with FP8 tensor cores."""
 OLDEST_TRITON = (3, 4)
 OLDEST_TRITON_WITH_GLUON = (3, 6)
-"""The first Triton whose Gluon has everything that the kernels for compute capability 9.0 need."""
+"""The first Triton whose Gluon has all features that the kernels for compute capability 9.0 need."""
 
 
 def triton_unavailable_reason(device: torch.device) -> str | None:
-    """What keeps Triton's kernels from running on a device."""
+    """Return why Triton's kernels cannot run on a device; None if they can."""
     try:
         import triton
     except ImportError as error:
@@ -35,7 +35,7 @@ def triton_unavailable_reason(device: torch.device) -> str | None:
 
 
 def gluon_unavailable_reason() -> str | None:
-    """What keeps Gluon kernels from being compiled."""
+    """Return why Gluon kernels cannot be compiled; None if they can."""
     import triton
 
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
@@ -49,7 +49,7 @@ def gluon_unavailable_reason() -> str | None:
 
 
 def capability_unavailable_reason(device: torch.device, least: tuple[int, int]) -> str | None:
-    """Whether a CUDA device is older than a compute capability."""
+    """Return a reason if a CUDA device is older than a compute capability; None otherwise."""
     found = torch.cuda.get_device_capability(device)
     return None if found >= least else f"expected compute capability {_dotted(least)} or newer, got {_dotted(found)}"
 

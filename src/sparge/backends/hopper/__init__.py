@@ -1,4 +1,7 @@
-"""Compute capability 9.0: the attention kernel in Gluon, with asynchronous copies and warp roles (docs/hopper.md)."""
+"""The Hopper backend: a Gluon attention kernel for compute capability 9.0 with TMA copies and warp specialization.
+
+docs/hopper.md describes the kernel.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ CAPABILITY = (9, 0)
 
 
 class HopperBackend(GpuBackend):
-    """Every quantization. Calls with a mask, and float32 without quantization, are left to the Triton backend."""
+    """Supports every quantization. Delegates calls with a mask, and unquantized float32, to the Triton backend."""
 
     name = "hopper"
-    summary = "a warp-specialised kernel for compute capability 9.0"
+    summary = "a warp-specialized kernel for compute capability 9.0"
     quantizations = ("none", "int8_fp8", "int8_fp8_fast", "int8_fp16")
 
     @property

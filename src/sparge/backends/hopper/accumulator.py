@@ -1,7 +1,7 @@
-"""What a consumer adds up over the stages of a tile: P V and the row sums of P, both counting from one score per row.
+"""Sums over the stages of a tile: P V and the row sums of P, both relative to the row reference.
 
-The tensor cores add FP8 products in 13 bits: there, each stage gets a fresh accumulator, added in float32 while the
-next scores are computed. 16-bit products are added in place.
+The tensor cores add FP8 products with 13 fraction bits. Each FP8 stage therefore uses a fresh accumulator, which is
+added in float32 while the next scores are computed. 16-bit products are accumulated in place.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from sparge.backends.hopper.softmax import any_above, max_by_lane, part_of_score
 from sparge.backends.hopper.spec import ROWS
 
 LARGEST_SUM_FP16 = gl.constexpr(2.0**15)
-"""What P of one lane and stage may add up to. A single P may be as large: float16 ends at 2^16."""
+"""Limit of a lane's sum of P in one stage. A single P may be as large, and float16 ends at 2^16."""
 LARGEST_SUM_BF16 = gl.constexpr(2.0**22)
-"""The same where P is bfloat16. Output and row sums, in float32, must bear it times their values and keys."""
+"""The same for bfloat16 P. Output and row sums are float32 and must hold this value times the values and keys."""
 
 
 @aggregate
@@ -37,13 +37,13 @@ class MmaOperands:
 
 @aggregate
 class Accumulator:
-    """Sums over the stages so far, and registers that the tensor cores write one stage's own into.
+    """Sums over the stages so far, and registers for the products of one stage.
 
     Fields:
         output: P V, [64, value_dim].
-        stage_output: P V of one stage, if it is FP8.
-        stage_sum: the row sums of one stage, [64, 8], if the tensor cores compute them.
-        row_sum: row sums of P, [64, 8], all columns alike; or each lane's own, [64, 4].
+        stage_output: P V of one stage, if FP8.
+        stage_sum: row sums of one stage, [64, 8], if the tensor cores compute them.
+        row_sum: row sums of P, [64, 8] with equal columns, or one per lane, [64, 4].
     """
 
     output: gl.tensor
@@ -54,9 +54,9 @@ class Accumulator:
 
 @aggregate
 class Pending:
-    """Products of one stage that were issued: P V and, if the tensor cores compute them, the row sums.
+    """Products of one stage in flight: P V and, if the tensor cores compute them, the row sums.
 
-    Row sums of exponentials, ``row_sum``, are not pending but complete.
+    ``row_sum``, the row sums of exponentials, is already complete.
     """
 
     output: gl.tensor | warpgroup_mma_accumulator
@@ -66,7 +66,7 @@ class Pending:
 
 @jit
 def empty_accumulator(SPEC: gl.constexpr):
-    """An accumulator of zeros; what a spec does not need is one number."""
+    """Return an accumulator of zeros. Tensors that a spec does not need are scalars."""
     output = gl.full((ROWS, SPEC.value_dim), 0.0, gl.float32, SPEC.output_layout)
     stage_output = output if SPEC.fp8_values else gl.to_tensor(0.0)
     if SPEC.exponential_free:
@@ -80,25 +80,25 @@ def empty_accumulator(SPEC: gl.constexpr):
 
 @jit
 def _rescale(output, decay, SPEC: gl.constexpr):
-    """The output times the decay of its rows."""
+    """Multiply the output by the decay of its rows."""
     return output * gl.convert_layout(decay, SPEC.output_row_layout)[:, None]
 
 
 @jit
-def _stage_probabilities(scores, scales, origin, P_TYPE: gl.constexpr, SPEC: gl.constexpr):
-    """P of a stage by key blocks, and each lane's sum of it, [64, 4] (0 if exponential-free)."""
-    first, second = split_blocks(scores, SPEC.blocks)
-    first_p, lane_sum = probabilities(first, scales.first, origin, P_TYPE, SPEC)
+def _stage_probabilities(scores, scales, p_ref, P_TYPE: gl.constexpr, SPEC: gl.constexpr):
+    """Return P of a stage by key block, and each lane's sum of it, [64, 4] (0 if exponential-free)."""
+    first, second = split_blocks(scores, SPEC.blocks)  # 2 x [64, 64]
+    first_p, lane_sum = probabilities(first, scales.first, p_ref, P_TYPE, SPEC)
     second_p = first_p
     if SPEC.blocks == 2:
-        second_p, second_sum = probabilities(second, scales.second, origin, P_TYPE, SPEC)
+        second_p, second_sum = probabilities(second, scales.second, p_ref, P_TYPE, SPEC)
         lane_sum = lane_sum + second_sum
     return first_p, second_p, lane_sum
 
 
 @jit
 def _issue_pv_of_stage(first_p, second_p, operands, stage, output, FRESH: gl.constexpr, SPEC: gl.constexpr):
-    """Issue P V of a stage's key blocks on top of the output, or of nothing where FRESH."""
+    """Issue P V of a stage's key blocks, added to ``output``, or to zero if FRESH."""
     place = stage * SPEC.blocks
     output = issue_pv(first_p, operands.values.index(place), output, FRESH, SPEC)
     if SPEC.blocks == 2:
@@ -110,22 +110,22 @@ def _issue_pv_of_stage(first_p, second_p, operands, stage, output, FRESH: gl.con
 def _issue_products(
     scores,
     scales,
-    origin,
+    p_ref,
     operands,
     stage,
     pending,
     FRESH: gl.constexpr,
     SPEC: gl.constexpr,
 ):
-    """Compute P of a stage by key blocks, issue their products, and return them.
+    """Compute P of a stage by key block, issue its products, and return them.
 
     Args:
         scores: raw, [64, keys].
-        origin: [64], the score that P counts from, less what P = 1 is stored as.
-        pending: what is added to; with FRESH the products only take their registers from it.
+        p_ref: [64], the score that P is relative to, lowered by the stored value of P = 1.
+        pending: the accumulators; if FRESH, only their registers are used.
     """
     output, stage_sum, row_sum = pending.output, pending.stage_sum, pending.row_sum
-    first_p, second_p, lane_sum = _stage_probabilities(scores, scales, origin, operands.values.dtype, SPEC)
+    first_p, second_p, lane_sum = _stage_probabilities(scores, scales, p_ref, operands.values.dtype, SPEC)
     output = _issue_pv_of_stage(first_p, second_p, operands, stage, output, FRESH, SPEC)
     if SPEC.exponential_free:
         stage_sum = issue_row_sums(first_p, operands.ones, stage_sum, FRESH, SPEC)
@@ -137,44 +137,44 @@ def _issue_products(
 
 
 @jit
-def issue_stage(scores, scales, origin, decay, operands, stage, accumulator, SPEC: gl.constexpr):
-    """Issue a stage's products: FP8 ones are fresh, others go on from the output times ``decay`` [64]."""
+def issue_stage(scores, scales, p_ref, decay, operands, stage, accumulator, SPEC: gl.constexpr):
+    """Issue a stage's products: fresh for FP8, otherwise added to the output times ``decay`` [64]."""
     output, row_sum = accumulator.stage_output, accumulator.row_sum
     if not SPEC.exponential_free:
         row_sum = row_sum * decay[:, None]
     if not SPEC.fp8_values:
         output = _rescale(accumulator.output, decay, SPEC)
     pending = Pending(output=output, stage_sum=accumulator.stage_sum, row_sum=row_sum)
-    return _issue_products(scores, scales, origin, operands, stage, pending, SPEC.fp8_values, SPEC)
+    return _issue_products(scores, scales, p_ref, operands, stage, pending, SPEC.fp8_values, SPEC)
 
 
 @jit
-def issue_stage_without_maximum(scores, scales, row_origin, operands, stage, accumulator, SPEC: gl.constexpr):
-    """Issue a stage's products, P counting from the same score as before, unless its sum exceeds what 16 bits hold.
+def issue_stage_without_maximum(scores, scales, row_ref, operands, stage, accumulator, SPEC: gl.constexpr):
+    """Issue a stage's products with the previous row reference, unless the sum of P exceeds the 16-bit range.
 
-    Then, and in the first stage of a tile, a warp measures the maxima of its rows, rescales their output and computes P
-    once more. Returns the products and the score that P counts from, [64].
+    In that case, and in the first stage of a tile, a warp computes the maxima of its rows, rescales their output and
+    recomputes P. Returns the products and the row reference, [64].
     """
     output, row_sum = accumulator.output, accumulator.row_sum
     P_TYPE: gl.constexpr = operands.values.dtype
-    origin = row_origin - SPEC.steps_of_one
-    first_p, second_p, lane_sum = _stage_probabilities(scores, scales, origin, P_TYPE, SPEC)
+    p_ref = row_ref - SPEC.stored_one
+    first_p, second_p, lane_sum = _stage_probabilities(scores, scales, p_ref, P_TYPE, SPEC)
     if any_above(lane_sum, LARGEST_SUM_FP16 if P_TYPE.is_fp16() else LARGEST_SUM_BF16):
-        new_origin = gl.maximum(gl.max(max_by_lane(scores, scales, SPEC), 1), row_origin)
-        decay = gl.exp2(row_origin - new_origin)
+        new_ref = gl.maximum(gl.max(max_by_lane(scores, scales, SPEC), 1), row_ref)
+        decay = gl.exp2(row_ref - new_ref)
         output = _rescale(output, decay, SPEC)
         row_sum = row_sum * decay[:, None]
-        row_origin = new_origin
-        origin = row_origin - SPEC.steps_of_one
-        first_p, second_p, lane_sum = _stage_probabilities(scores, scales, origin, P_TYPE, SPEC)
+        row_ref = new_ref
+        p_ref = row_ref - SPEC.stored_one
+        first_p, second_p, lane_sum = _stage_probabilities(scores, scales, p_ref, P_TYPE, SPEC)
     output = _issue_pv_of_stage(first_p, second_p, operands, stage, output, False, SPEC)
     pending = Pending(output=output, stage_sum=accumulator.stage_sum, row_sum=row_sum + lane_sum)
-    return pending, row_origin
+    return pending, row_ref
 
 
 @jit
 def wait_for_stage(pending, accumulator, LATER: gl.constexpr, SPEC: gl.constexpr):
-    """Wait for what `issue_stage` issued, not for the LATER products since. Returns the accumulator."""
+    """Wait for the products of `issue_stage`, but not for LATER products issued since. Returns the accumulator."""
     output, stage_output, stage_sum = accumulator.output, accumulator.stage_output, accumulator.stage_sum
     if SPEC.exponential_free:
         stage_output, stage_sum = warpgroup_mma_wait(LATER, deps=[pending.output, pending.stage_sum])
@@ -204,14 +204,14 @@ def add_stage(accumulator, decay, SPEC: gl.constexpr):
 
 
 @jit
-def add_lower_part(scores, scales, edge, row_origin, operands, stage, accumulator, SPEC: gl.constexpr):
-    """Add what lies below ``edge`` [64] of a stage, relative to it. Returns the scores above, and the accumulator.
+def add_lower_part(scores, scales, edge, row_ref, operands, stage, accumulator, SPEC: gl.constexpr):
+    """Add the part of a stage below ``edge`` [64], relative to ``edge``. Returns the scores above, and the accumulator.
 
-    A peak and the keys around it may be more than FP8 holds. It happens seldom, so nothing is overlapped.
+    FP8 may not be able to represent both a peak and the keys around it. This is rare, so nothing is overlapped.
     """
-    decay = gl.exp2((row_origin - edge) * (1.0 / SPEC.steps_per_octave))
+    decay = gl.exp2((row_ref - edge) * (1.0 / SPEC.units_per_log2))
     lower = part_of_scores(scores, scales, edge, False, SPEC)
-    origin = edge - SPEC.steps_of_one
-    pending = issue_stage(lower, scales, origin, decay, operands, stage, accumulator, SPEC)
+    p_ref = edge - SPEC.stored_one
+    pending = issue_stage(lower, scales, p_ref, decay, operands, stage, accumulator, SPEC)
     accumulator = add_stage(wait_for_stage(pending, accumulator, 0, SPEC), decay, SPEC)
     return part_of_scores(scores, scales, edge, True, SPEC), accumulator

@@ -1,22 +1,22 @@
-"""The values that the kernel hands its roles, with named fields."""
+"""Aggregates that the kernel passes to its roles, with named fields."""
 
 from __future__ import annotations
 
 from sparge.backends.gpu.gluon import aggregate, gl, shared_memory_descriptor, tensor_descriptor
 
 PLAIN, MASKED, NON_FINITE, PEAK = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(4)
-"""Flags of a stage, which may be added: every query sees every key; some do not; a key is not finite; one is a peak."""
+"""Flags of a stage, which can be added: all keys visible; some hidden; a key is not finite; a key is a peak."""
 MEANS = gl.constexpr(8)
-"""Flag of a stage whose keys are means of skipped blocks."""
+"""Flag of a stage whose keys are block means."""
 COARSE = gl.constexpr(32)
-"""Flag of a stage whose scores INT8 would round too far: they are computed from Q and K (`coarse`)."""
-NOTHING = gl.constexpr(16)
-"""Flag of the stage of a tile that keeps no block, where skipped products are counted."""
+"""Flag of a stage whose scores INT8 would round too coarsely; they are computed from unquantized Q and K (`coarse`)."""
+EMPTY = gl.constexpr(16)
+"""Flag of the stage of a tile that keeps no block; set only if skipped products are counted."""
 
 
 @aggregate
 class Descriptors:
-    """Global tensors as TMA sees them."""
+    """TMA descriptors of the global tensors."""
 
     query: tensor_descriptor
     key: tensor_descriptor
@@ -34,15 +34,14 @@ class Buffers:
 
 @aggregate
 class Metadata:
-    """Shared memory that the producer's threads fill: what a consumer must know about a stage or a tile.
+    """Shared memory that the producer's threads fill with the properties of stages and tiles for the consumers.
 
     Fields:
-        key_scale: of each stage, the scales of its key blocks, 4 each; by block where consumers read them.
-        block: of each stage, the numbers of its key blocks; one beyond the last where there is none.
-        flags: of each stage, what is unusual about it (`MASKED` and others).
-        tile: of each query stage, the number of its tile, how many stages the tile has, its `lengths` where consumers
-            cannot know them.
-        bias: of each stage of means, what their scores get besides; by block where consumers read them.
+        key_scale: 4 scales for each key block of each stage; consumers index it by block.
+        block: key-block indices of each stage; kv_blocks where a stage has no block.
+        flags: flags of each stage (`MASKED` and others).
+        tile: for each query stage the tile index, the tile's number of stages, and its `lengths` if packed.
+        bias: for each stage of means the bias of the scores; consumers index it by block.
     """
 
     key_scale: shared_memory_descriptor
@@ -54,7 +53,7 @@ class Metadata:
 
 @aggregate
 class Barriers:
-    """Barriers in shared memory: Q of a query stage, or K and V of a stage, have landed (full) or were read (empty)."""
+    """Barriers in shared memory: Q of a query stage, or K and V of a stage, were copied (full) or released (empty)."""
 
     query_full: shared_memory_descriptor
     query_empty: shared_memory_descriptor
@@ -66,11 +65,12 @@ class Barriers:
 class Sizes:
     """Sizes of the problem; ``group`` query heads share one head of K and V.
 
-    Where segments are packed, these are the sizes of the padded batch, by which all but the results lies in memory; a
-    tile is bounded by its own `lengths.Lengths`. ``total_q`` is how many queries the pack has.
+    If segments are packed, these are the sizes of the padded batch, which determine the layout of everything except the
+    results; `lengths.Lengths` are the lengths of a tile's own segment. ``total_q`` is the number of queries of the
+    pack.
 
     Query i sees keys from i + first_offset to i + last_offset (`Spec.has_first`, `Spec.has_last`). ``first_value`` is
-    the key whose values V begins with, where V holds no codes.
+    the key at which V begins, if V is not quantized.
     """
 
     heads: gl.tensor
@@ -88,7 +88,7 @@ class Sizes:
 
 @aggregate
 class Scales:
-    """Pointers to the scales of the codes of Q, K, V and mean keys, and to what the LSE of each query is shifted by."""
+    """Pointers to the scales of quantized Q, K, V and mean keys, and to the shift of each query's LSE."""
 
     query_ptr: gl.tensor
     key_ptr: gl.tensor
@@ -99,9 +99,9 @@ class Scales:
 
 @aggregate
 class BlockLists:
-    """Pointers to how many key blocks a query block keeps, which, how many it could see, and the bias of the others.
+    """Pointers to each query block's number of kept key blocks, their indices, its visible blocks, the bias of means.
 
-    ``order_ptr`` says which query block comes when, ``segments_ptr`` how long each batch element is.
+    ``order_ptr`` is the order of the query blocks, ``segments_ptr`` the table with the lengths of each batch element.
     """
 
     kv_num_blocks_ptr: gl.tensor
@@ -115,7 +115,7 @@ class BlockLists:
 
 @aggregate
 class Results:
-    """Pointers to what the kernel writes."""
+    """Pointers to the kernel's outputs."""
 
     output_ptr: gl.tensor
     lse_ptr: gl.tensor

@@ -1,4 +1,4 @@
-"""A stage's scores by key block: one or two of 64 keys."""
+"""Split the scores of a stage into key blocks: one or two of 64 keys."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sparge.backends.hopper.spec import ROWS
 
 @jit
 def split_blocks(scores, BLOCKS: gl.constexpr):
-    """The key blocks of a stage's scores: [64, 128] as two [64, 64]; twice the same if there is one."""
+    """Split a stage's scores [64, 128] into two key blocks [64, 64]; a single block is returned twice."""
     if BLOCKS == 1:
         return scores, scores
     else:
@@ -18,7 +18,7 @@ def split_blocks(scores, BLOCKS: gl.constexpr):
 
 @jit
 def join_blocks(first, second, SPEC: gl.constexpr):
-    """The inverse of `split_blocks`."""
+    """Join two key blocks [64, 64]; the inverse of `split_blocks`."""
     if SPEC.blocks == 1:
         return gl.convert_layout(first, SPEC.scores_layout)
     else:

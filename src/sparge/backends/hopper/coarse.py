@@ -1,11 +1,11 @@
-"""Stages whose scores INT8 would round too far (`eight_bits.is_coarse`): S from Q and K themselves.
+"""Stages whose scores INT8 would round too coarsely (`quantization.is_coarse`): S from unquantized Q and K.
 
-    s = scale (q . k) - lse_shift          what the codes of smoothed keys stand for, in float32
+    s = scale (q . k) - lse_shift          the same score that quantized, smoothed keys represent, in float32
 
-The producer flags such a stage (`COARSE`) by its largest scales. Its consumers read Q and K from global memory, 16
-channels at a time, in the layout of the synchronous matrix instruction, whose sums lie in the threads as those of a
-warpgroup's do. It is slow, and happens where logits reach hundreds of nats or a token is a thousand times as large as
-the others. All that it needs is a kernel argument or in shared memory: a plain stage keeps nothing in registers for it.
+The producer flags such a stage (`COARSE`) by its largest scales. The consumers read Q and K from global memory, 16
+channels at a time, in the layout of the synchronous matrix instruction, whose accumulators have the same layout as
+those of a warpgroup. This is slow, and occurs for logits of hundreds of nats or tokens 1000 times as large as the
+others. All inputs are kernel arguments or in shared memory, so a plain stage needs no registers for it.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from sparge.backends.gpu.gluon import aggregate, gl, jit, mma_v2
 from sparge.backends.gpu.primitives import BLOCK_K, KV_START, LOG2_E, Q_START, SEGMENT_COLUMNS
 from sparge.backends.hopper.aggregates import MEANS, Sizes
 from sparge.backends.hopper.blocks import join_blocks
-from sparge.backends.hopper.lengths import TILE, load_number, load_of_tile
+from sparge.backends.hopper.lengths import TILE, load_number, load_tile_value
 from sparge.backends.hopper.scheduler import coordinates_of
 from sparge.backends.hopper.spec import ROWS
 
 CHANNELS = gl.constexpr(16)
 """Channels of Q and K that are multiplied at a time."""
 TF32_BITS = gl.constexpr(-(2**13))
-"""The bits of a float32 that TF32 has."""
+"""The bits of a float32 that TF32 represents."""
 
 
 @aggregate
 class ExactOperands:
-    """Q and K as the caller has them, means of key blocks in float32, and what their scores take besides.
+    """Unquantized Q and K, means of key blocks in float32, and the constants of their scores.
 
     ``segments_ptr`` is the table of a pack's segments. Strides are those of batch, head and token.
     """
@@ -48,9 +48,9 @@ class ExactOperands:
 
 @aggregate
 class Tokens:
-    """Tokens in global memory: where the first lies, how far apart they are, the number of the last one.
+    """Tokens in global memory: address of the first, stride, and index of the last.
 
-    The last one stands for all numbers behind it: nobody sees their scores.
+    Indices beyond the last read the last token; their scores are masked.
     """
 
     base: gl.tensor
@@ -60,14 +60,14 @@ class Tokens:
 
 @jit
 def _part_of(numbers, is_rest):
-    """The part of float32 numbers that TF32 has, or the rest."""
+    """Return the part of float32 numbers that TF32 represents, or the rest."""
     upper = (numbers.to(gl.int32, bitcast=True) & TF32_BITS).to(gl.float32, bitcast=True)
     return gl.where(is_rest, numbers - upper, upper)
 
 
 @jit
 def _load_channels(pointers, is_channel, SPEC: gl.constexpr):
-    """Load channels of tokens, 0 beyond the last."""
+    """Load channels of tokens, 0 beyond the last channel."""
     if SPEC.exact_dim % CHANNELS == 0:
         return gl.load(pointers)
     else:
@@ -76,12 +76,12 @@ def _load_channels(pointers, is_channel, SPEC: gl.constexpr):
 
 @jit
 def _block_products(queries, keys, zero, SPEC: gl.constexpr):
-    """q . k of 64 queries and 64 keys, [64, 64]: float32 or 16 bits, as keys are.
+    """Compute q . k of 64 queries and 64 keys, [64, 64], from float32 or 16-bit keys.
 
     Args:
-        queries, keys: `Tokens`, of which the first 64 are taken.
-        zero: 0, which the compiler does not know, so that it computes nothing of this before the main loop, to be kept
-            in registers throughout.
+        queries, keys: `Tokens`, of which the first 64 are used.
+        zero: 0, unknown to the compiler, which would otherwise hoist address computations above the main loop and keep
+            the results in registers throughout.
     """
     query_base, key_base = queries.base, keys.base
     is_wide: gl.constexpr = key_base.dtype.element_ty == gl.float32
@@ -90,7 +90,7 @@ def _block_products(queries, keys, zero, SPEC: gl.constexpr):
     query_rows = gl.minimum(zero + gl.arange(0, ROWS, gl.SliceLayout(1, query_layout)), queries.last)
     key_rows = gl.minimum(zero + gl.arange(0, BLOCK_K, gl.SliceLayout(0, key_layout)), keys.last)
     scores = gl.full((ROWS, BLOCK_K), 0.0, gl.float32, SPEC.exact_layout)
-    # Of float32 the parts that TF32 has, then those of K with the rest of Q, and the other way around.
+    # For float32, three passes of TF32 parts: high Q x high K, low Q x high K, high Q x low K.
     width: gl.constexpr = (SPEC.exact_dim + CHANNELS - 1) // CHANNELS * CHANNELS
     passes: gl.constexpr = 3 if is_wide else 1
     for step in range(0, passes * width, CHANNELS):
@@ -113,13 +113,13 @@ def _block_products(queries, keys, zero, SPEC: gl.constexpr):
 
 @jit
 def _tokens_from(tokens, first):
-    """`Tokens` from the number ``first`` on."""
+    """Return the `Tokens` from index ``first`` on."""
     return Tokens(base=tokens.base + first.to(gl.int64) * tokens.stride, stride=tokens.stride, last=tokens.last - first)
 
 
 @jit
 def _products(queries, keys, metadata, stage, zero, SPEC: gl.constexpr):
-    """The same of a stage's key blocks, [64, keys], out of all keys of a head."""
+    """Compute q . k of a stage's key blocks, [64, keys], given all keys of a head."""
     place = stage * SPEC.blocks
     first_key = load_number(metadata.block.index(place), SPEC) * BLOCK_K
     first = _block_products(queries, _tokens_from(keys, first_key), zero, SPEC)
@@ -131,12 +131,13 @@ def _products(queries, keys, metadata, stage, zero, SPEC: gl.constexpr):
 
 
 @jit
-def exact_steps(exact, metadata, query_stage, stage, flags, first_query, lengths, SPEC: gl.constexpr):
-    """Scores of a stage from Q and K, or from Q and the means of key blocks, in steps: float32 [64, keys]."""
+def exact_scores(exact, metadata, tile, stage, flags, SPEC: gl.constexpr):
+    """Compute scores of a stage from unquantized Q and K or block means, float32 [64, keys] in score units."""
     sizes = exact.sizes
-    tile = load_of_tile(metadata, query_stage, TILE, SPEC)  # again, to keep it out of the loop's registers
-    coordinates = coordinates_of(tile, sizes, SPEC)
-    zero = tile >> 31  # see `_block_products`
+    first_query, lengths = tile.first_query, tile.lengths
+    tile_index = load_tile_value(metadata, tile.query_stage, TILE, SPEC)  # reloaded to save registers in the main loop
+    coordinates = coordinates_of(tile_index, sizes, SPEC)
+    zero = tile_index >> 31  # see `_block_products`
     batch = coordinates.batch.to(gl.int64)
     query_base = (
         exact.query_ptr + batch * exact.query_batch_stride + coordinates.head.to(gl.int64) * exact.query_head_stride
@@ -161,5 +162,5 @@ def exact_steps(exact, metadata, query_stage, stage, flags, first_query, lengths
         scores = _products(queries, keys, metadata, stage, zero, SPEC)
     rows = gl.minimum(zero + gl.arange(0, ROWS, gl.SliceLayout(1, SPEC.scores_layout)), queries.last)
     shift = gl.load(exact.lse_shift_ptr + (coordinates.flat_head.to(gl.int64) * sizes.q_len + first_query) + rows)
-    unit = LOG2_E * SPEC.steps_per_octave
+    unit = LOG2_E * SPEC.units_per_log2
     return scores * (exact.softmax_scale * unit) - (shift * unit)[:, None]

@@ -2,8 +2,8 @@
 
 for each tile:   wait until Q is full
     for each stage:   wait for S  ->  maximum  ->  P  ->  issue P V  ->  issue the next S
-                      ->  wait for P V  ->  give the stage back  ->  add P V to the output
-    give Q back  ->  epilogue
+                      ->  wait for P V  ->  release the stage  ->  add P V to the output
+    release Q  ->  epilogue
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from sparge.backends.hopper.accumulator import (
     issue_stage_without_maximum,
     wait_for_stage,
 )
-from sparge.backends.hopper.aggregates import MEANS, NON_FINITE, NOTHING, PEAK, PLAIN, Metadata
+from sparge.backends.hopper.aggregates import EMPTY, MEANS, NON_FINITE, PEAK, PLAIN, Metadata
 from sparge.backends.hopper.epilogue import TileResult, load_epilogue_scales, write_tile
-from sparge.backends.hopper.lengths import NUM_STAGES, TILE, load_lengths, load_number, load_of_tile
+from sparge.backends.hopper.lengths import NUM_STAGES, TILE, ConsumerTile, load_lengths, load_number, load_tile_value
 from sparge.backends.hopper.mma import issue_qk
 from sparge.backends.hopper.scheduler import coordinates_of, end_of_tiles
 from sparge.backends.hopper.softmax import (
@@ -38,88 +38,87 @@ from sparge.backends.hopper.spec import ROWS
 
 @jit
 def _place_and_phase(counter, STAGES: gl.constexpr):
-    """The stage that a counter stands at, and the phase of its barriers. Unsigned, a remainder is one instruction."""
+    """Return the stage of a counter and the phase of its barriers. Unsigned, so that a remainder is one instruction."""
     counter = gl.to_tensor(counter).to(gl.uint32)
     return (counter % STAGES).to(gl.int32), ((counter // STAGES) & 1).to(gl.int32)
 
 
 @jit
 def _wait_full(full, counter, pred, STAGES: gl.constexpr):
-    """Wait until the stage that the counter stands at has landed, if ``pred``."""
+    """Wait until the stage of the counter is full, if ``pred``."""
     place, phase = _place_and_phase(counter, STAGES)
     mbarrier.wait(full.index(place), phase, pred=pred)
 
 
 @jit
 def _load_flags(metadata, stage, SPEC: gl.constexpr):
-    """What is unusual about a stage, the same number for all threads."""
+    """Load the flags of a stage, the same number for all threads."""
     return load_number(metadata.flags.index(stage).slice(0, 1), SPEC)
 
 
 @jit
 def _wait_for_tile(metadata, query_full, tile_counter, SPEC: gl.constexpr):
-    """Wait for the queries of a tile and say which tile it is."""
+    """Wait for the queries of a tile and return the tile's index."""
     query_stage = tile_counter % SPEC.query_stages
     _wait_full(query_full, tile_counter, True, SPEC.query_stages)
-    return load_of_tile(metadata, query_stage, TILE, SPEC)
+    return load_tile_value(metadata, query_stage, TILE, SPEC)
 
 
 @jit
 def _load_query_scale(CONSUMER: gl.constexpr, tile, scales, sizes, softmax_scale, SPEC: gl.constexpr):
-    """The scale of each query's scores, [64], in steps: that of its codes, or one number for unquantised scores."""
+    """Return the scale of each query's scores, [64], in score units: the query's, or one number if not quantized."""
     if SPEC.quantized:
         coordinates = coordinates_of(tile, sizes, SPEC)
         row = coordinates.flat_head.to(gl.int64) * sizes.q_blocks + coordinates.q_block
         first = row * BLOCK_Q + CONSUMER * ROWS
         pointers = scales.query_ptr + (first + gl.arange(0, ROWS, SPEC.row_layout))
-        return gl.load(pointers, mask=tile < end_of_tiles(sizes, SPEC), other=1.0) * SPEC.steps_per_octave
+        return gl.load(pointers, mask=tile < end_of_tiles(sizes, SPEC), other=1.0) * SPEC.units_per_log2
     else:
         return gl.maximum(gl.abs(softmax_scale) * LOG2_E, SMALLEST_SCALE)
 
 
 @jit
-def _new_origin(stage_max, row_max, SPEC: gl.constexpr):
-    """The score that P of a stage counts from, given its maximum and the row's so far; all [64].
+def _stage_ref(stage_max, row_max, SPEC: gl.constexpr):
+    """Return the row reference of a stage from its maximum and the row's maximum so far; all [64].
 
-    FP8 holds fewer octaves than lie between a sink and a long tail: its range belongs to a stage, not to a row. The
-    output counts from the same score, and may grow in these units as long as float32 can hold it.
+    FP8 has fewer powers of two than there are between a sink and a long tail, so each stage has its own reference. The
+    output is relative to the same reference, and may grow in these units within the range of float32.
     """
     if SPEC.fp8_values:
-        return gl.maximum(stage_max, row_max - REACH * SPEC.steps_per_octave)
+        return gl.maximum(stage_max, row_max - REACH * SPEC.units_per_log2)
     else:
         return row_max
 
 
 @jit
-def _attend(
+def _main_loop(
     CONSUMER: gl.constexpr,
     operands,
     metadata,
     barriers,
-    lengths,
-    first_query,
+    tile,
     num_stages,
     stage_counter,
     query_scale,
     threshold_ptr,
     exact,
-    query_stage,
     SPEC: gl.constexpr,
 ):
-    """The main loop: online softmax over the stages of a tile, each with its own maximum.
+    """Compute online softmax over the stages of a tile.
 
     Args:
-        first_query: of this consumer's 64.
-        num_stages: of the tile, one or more.
+        tile: `ConsumerTile`.
+        num_stages: of the tile, at least 1.
         stage_counter: stages used so far, counted over all tiles.
         query_scale: [64], see `_load_query_scale`.
         threshold_ptr: of the tile's head.
-        exact: what coarse stages are computed from; ``query_stage``, where the number of the tile is.
+        exact: operands of coarse stages.
 
     Returns:
-        What the epilogue needs; the stage counter.
+        The inputs of the epilogue; the stage counter.
     """
-    steps: gl.constexpr = SPEC.steps_per_octave
+    # Prologue: issue S of the first stage, and wait for the second.
+    units: gl.constexpr = SPEC.units_per_log2
     stage = stage_counter % SPEC.stages
     _wait_full(barriers.full, stage_counter, True, SPEC.stages)
     pending_scores = issue_qk(operands.query, operands.keys.index(stage), SPEC)
@@ -129,74 +128,77 @@ def _attend(
 
     threshold = 0.0
     if SPEC.has_threshold:
-        threshold = gl.load(threshold_ptr) * (LOG2_E * steps)
+        threshold = gl.load(threshold_ptr) * (LOG2_E * units)
     row_max = gl.full((ROWS,), LOWEST, gl.float32, SPEC.row_layout)
-    row_origin = row_max  # what output and row sums count from
+    row_ref = row_max  # the score that output and row sums are relative to
     accumulator = empty_accumulator(SPEC)
     key_scales = load_key_scales(metadata, stage, SPEC)
     flags = _load_flags(metadata, stage, SPEC)
     skipped = 0
-    poison = gl.to_tensor(0.0)  # or NaN, which FP8 codes from the scores cannot carry
+    poison = gl.to_tensor(0.0)  # or NaN, which FP8 bits derived from scores cannot represent
     end = stage_counter + num_stages
+
+    # Main loop.
     for counter in range(stage_counter, end):
-        scores = warpgroup_mma_wait(0, deps=[pending_scores])
+        scores = warpgroup_mma_wait(0, deps=[pending_scores])  # [64, keys]
         scales = score_scales(query_scale, key_scales, SPEC)
+        # Rare stages: coarse, masked, means, or with a marked peak.
         if flags != PLAIN:
-            scores, scales = adjust_scores(
-                scores, scales, exact, metadata, query_stage, stage, flags, first_query, lengths, SPEC
-            )
+            scores, scales = adjust_scores(scores, scales, exact, metadata, tile, stage, flags, SPEC)
             if SPEC.exponential_free:
                 poison = poison + gl.where((flags & NON_FINITE) != 0, float("nan"), 0.0)
             if SPEC.peaks == "marked":  # noqa: SIM102
                 if (flags & PEAK) != 0:
                     stage_max = gl.max(max_by_lane(scores, scales, SPEC), 1)
-                    new_origin = _new_origin(stage_max, gl.maximum(row_max, stage_max), SPEC)
-                    edge = new_origin - FP8_RANGE * steps
+                    new_ref = _stage_ref(stage_max, gl.maximum(row_max, stage_max), SPEC)
+                    edge = new_ref - FP8_RANGE * units
                     scores, accumulator = add_lower_part(
-                        scores, scales, edge, row_origin, operands, stage, accumulator, SPEC
+                        scores, scales, edge, row_ref, operands, stage, accumulator, SPEC
                     )
-                    row_origin = edge
+                    row_ref = edge
         if SPEC.rescales_rarely:
-            pending, row_origin = issue_stage_without_maximum(
-                scores, scales, row_origin, operands, stage, accumulator, SPEC
-            )
+            # Softmax and products with the row reference of an earlier stage.
+            pending, row_ref = issue_stage_without_maximum(scores, scales, row_ref, operands, stage, accumulator, SPEC)
             pending_scores = issue_qk(operands.query, operands.keys.index(next_stage), SPEC)
             accumulator = wait_for_stage(pending, accumulator, 1, SPEC)
-            decay = row_origin
+            decay = row_ref
         else:
-            lane_max = max_by_lane(scores, scales, SPEC)
-            stage_max = gl.max(lane_max, 1)
+            # Softmax: maximum and row reference of this stage.
+            lane_max = max_by_lane(scores, scales, SPEC)  # [64, 4]
+            stage_max = gl.max(lane_max, 1)  # [64]
             row_max = gl.maximum(row_max, stage_max)
-            new_origin = _new_origin(stage_max, row_max, SPEC)
-            origin = new_origin - SPEC.steps_of_one
+            new_ref = _stage_ref(stage_max, row_max, SPEC)
+            p_ref = new_ref - SPEC.stored_one
             if SPEC.peaks == "every_tile":  # noqa: SIM102
                 if any_far_below(lane_max, stage_max, CONSUMER, SPEC):
-                    edge = new_origin - FP8_RANGE * steps
+                    edge = new_ref - FP8_RANGE * units
                     scores, accumulator = add_lower_part(
-                        scores, scales, edge, row_origin, operands, stage, accumulator, SPEC
+                        scores, scales, edge, row_ref, operands, stage, accumulator, SPEC
                     )
-                    row_origin = edge
-            decay = gl.exp2((row_origin - new_origin) * (1.0 / steps))
+                    row_ref = edge
+            decay = gl.exp2((row_ref - new_ref) * (1.0 / units))
+            # Products: P V of this stage, and S of the next behind it, which needs the registers of this S.
             if SPEC.has_threshold:
                 is_below = stage_max - row_max < threshold
-                if not SPEC.quantized:  # a maximum ignores NaN, and NaN must not be skipped
+                if not SPEC.quantized:  # the maximum ignores NaN, but NaN must not be skipped
                     has_nan = gl.max((scores != scores).to(gl.int32), 1)
                     is_below = is_below & (gl.convert_layout(has_nan, SPEC.row_layout) == 0)
-                is_below = is_below | (first_query + gl.arange(0, ROWS, SPEC.row_layout) >= lengths.q_len)
-                is_skipped = gl.min(is_below.to(gl.int32), 0)  # one answer for the warpgroup
+                is_below = is_below | (tile.first_query + gl.arange(0, ROWS, SPEC.row_layout) >= tile.lengths.q_len)
+                is_skipped = gl.min(is_below.to(gl.int32), 0)  # uniform over the warpgroup
                 if SPEC.counts_skipped:
-                    skipped += gl.where((flags & (MEANS | NOTHING)) == 0, is_skipped, 0)
+                    skipped += gl.where((flags & (MEANS | EMPTY)) == 0, is_skipped, 0)
                 if is_skipped == 0:
-                    pending = issue_stage(scores, scales, origin, decay, operands, stage, accumulator, SPEC)
+                    pending = issue_stage(scores, scales, p_ref, decay, operands, stage, accumulator, SPEC)
                     accumulator = add_stage(wait_for_stage(pending, accumulator, 0, SPEC), decay, SPEC)
-                    row_origin = new_origin
+                    row_ref = new_ref
                 pending_scores = issue_qk(operands.query, operands.keys.index(next_stage), SPEC)
             else:
-                pending = issue_stage(scores, scales, origin, decay, operands, stage, accumulator, SPEC)
-                # After the last stage this repeats its scores, which nobody reads.
+                pending = issue_stage(scores, scales, p_ref, decay, operands, stage, accumulator, SPEC)
+                # After the last stage this recomputes its scores, which are not used.
                 pending_scores = issue_qk(operands.query, operands.keys.index(next_stage), SPEC)
                 accumulator = wait_for_stage(pending, accumulator, 1, SPEC)
-                row_origin = new_origin
+                row_ref = new_ref
+        # Release the stage and prepare the next.
         mbarrier.arrive(barriers.empty.index(stage), count=1)
         stage = next_stage
         next_counter = counter + 2
@@ -206,23 +208,24 @@ def _attend(
         if counter + 1 < end:
             key_scales = load_key_scales(metadata, stage, SPEC)
             flags = _load_flags(metadata, stage, SPEC)
-        elif SPEC.fp8_values:  # if they kept their values here, they would take registers in all of the loop
+        elif SPEC.fp8_values:  # keeping the old scales here would occupy registers throughout the loop
             key_scales = no_key_scales(SPEC)
+        # Accumulation of FP8 products in float32, while the tensor cores compute the next S.
         if not SPEC.has_threshold:
             accumulator = add_stage(accumulator, decay, SPEC)
     scores = warpgroup_mma_wait(0, deps=[pending_scores])
     row_sum = accumulator.row_sum
     if SPEC.exponential_free:
         row_sum = row_sum + gl.convert_layout(query_scale * 0.0 + poison, SPEC.sums_row_layout)[:, None]
-    result = TileResult(output=accumulator.output, row_sum=row_sum, row_origin=row_origin, skipped=skipped)
+    result = TileResult(output=accumulator.output, row_sum=row_sum, row_ref=row_ref, skipped=skipped)
     return result, end
 
 
 @jit
 def _count_skipped(totals_ptr, skipped, coordinates, first_query, lengths):
-    """Add what a consumer skipped of a tile to the totals, in halves of blocks."""
+    """Add a consumer's skipped products of a tile to the totals, in halves of blocks."""
     queries = lengths.q_len - coordinates.q_block * BLOCK_Q
-    weight = gl.where(queries <= ROWS, 2, 1)  # a half without queries goes with the other
+    weight = gl.where(queries <= ROWS, 2, 1)  # a half without queries counts with the other half
     if (first_query < lengths.q_len) & (coordinates.value_slice == 0):
         gl.atomic_add(totals_ptr + 2, (skipped * weight).to(gl.int64), sem="relaxed")
 
@@ -242,7 +245,8 @@ def consume(
     exact,
     SPEC: gl.constexpr,
 ):
-    """A consumer's role: 64 queries of every tile, the first (CONSUMER 0) or the second half of its 128."""
+    """Run a consumer: 64 queries of every tile, the first (CONSUMER 0) or the second half of its 128."""
+    # Views of shared memory.
     query_shape: gl.constexpr = [SPEC.query_stages, BLOCK_Q, SPEC.head_dim]
     queries = reinterpret(buffers.query, buffers.query.dtype, query_shape, SPEC.key_smem_layout)
     key_shape: gl.constexpr = [SPEC.stages, SPEC.keys, SPEC.head_dim]
@@ -256,6 +260,8 @@ def consume(
         tile=metadata.tile,
         bias=reinterpret(metadata.bias, gl.float32, [num_blocks, SPEC.bias_columns], SPEC.metadata_smem_layout),
     )
+
+    # Loop over tiles.
     stage_counter = 0
     tile_counter = 0
     query_stage = 0
@@ -264,32 +270,30 @@ def consume(
     while tile < end_of_tiles(sizes, SPEC):
         coordinates = coordinates_of(tile, sizes, SPEC)
         lengths = load_lengths(metadata, query_stage, sizes, SPEC)
-        num_stages = load_of_tile(metadata, query_stage, NUM_STAGES, SPEC)
+        num_stages = load_tile_value(metadata, query_stage, NUM_STAGES, SPEC)
         query = queries.index(query_stage).slice(CONSUMER * ROWS, ROWS, 0)
         first_query = coordinates.q_block * BLOCK_Q + CONSUMER * ROWS
-        result, stage_counter = _attend(
+        result, stage_counter = _main_loop(
             CONSUMER,
             MmaOperands(query=query, keys=keys, values=values, ones=ones),
             metadata,
             barriers,
-            lengths,
-            first_query,
+            ConsumerTile(query_stage=query_stage, first_query=first_query, lengths=lengths),
             num_stages,
             stage_counter,
             query_scale,
             threshold_ptr + coordinates.head,
             exact,
-            query_stage,
             SPEC,
         )
-        lengths = load_lengths(metadata, query_stage, sizes, SPEC)  # again, to keep them out of the loop's registers
+        lengths = load_lengths(metadata, query_stage, sizes, SPEC)  # reloaded to save registers in the main loop
         mbarrier.arrive(barriers.query_empty.index(query_stage), count=1)
         if SPEC.counts_skipped:
             _count_skipped(results.totals_ptr, result.skipped, coordinates, first_query, lengths)
         epilogue_scales = load_epilogue_scales(scales, coordinates, first_query, sizes, lengths, SPEC)
         tile_counter += 1
         query_stage = tile_counter % SPEC.query_stages
-        if SPEC.query_stages == 2:  # the next tile is here, as a rule; read its number while these scales are loaded
+        if SPEC.query_stages == 2:  # usually the next tile is ready; read its index while these scales are loaded
             tile = _wait_for_tile(metadata, barriers.query_full, tile_counter, SPEC)
             query_scale = _load_query_scale(CONSUMER, tile, scales, sizes, softmax_scale, SPEC)
         write_tile(result, epilogue_scales, coordinates, first_query, sizes, lengths, results, SPEC)

@@ -1,4 +1,4 @@
-"""The epilogue of a tile: output and LSE leave the registers."""
+"""The epilogue of a tile: normalize the output and store output and LSE."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from sparge.backends.hopper.spec import ROWS
 
 @aggregate
 class TileResult:
-    """What the main loop leaves of a consumer's 64 queries.
+    """Results of the main loop for a consumer's 64 queries.
 
     Fields:
         output: P V, [64, value_dim].
-        row_sum: row sums of P, [64, 8], all columns alike; or each lane's own, [64, 4].
-        row_origin: [64], the score that both count from, in steps.
-        skipped: kept blocks whose P V was skipped; 0 where they are not counted.
+        row_sum: row sums of P, [64, 8] with equal columns, or one per lane, [64, 4].
+        row_ref: [64], the score that both are relative to, in score units.
+        skipped: number of kept blocks whose P V was skipped; 0 if not counted.
     """
 
     output: gl.tensor
     row_sum: gl.tensor
-    row_origin: gl.tensor
+    row_ref: gl.tensor
     skipped: gl.tensor | gl.constexpr
 
 
 @aggregate
 class EpilogueScales:
-    """What the LSE of each query is shifted by, [64], and the scale of each value channel, [value_dim]."""
+    """The shift of each query's LSE, [64], and the scale of each value channel, [value_dim]."""
 
     lse_shift: gl.tensor | gl.constexpr
     value: gl.tensor | gl.constexpr
@@ -35,7 +35,7 @@ class EpilogueScales:
 
 @jit
 def load_epilogue_scales(scales, coordinates, first_query, sizes, lengths, SPEC: gl.constexpr):
-    """Load what the epilogue needs of a tile's scales; 0 and 1 where there are none."""
+    """Load the scales of a tile's epilogue; 0 and 1 if there are none."""
     flat_kv_head = coordinates.batch * (sizes.heads // sizes.group) + coordinates.kv_head
     lse_shift = 0.0
     value_scale = 1.0
@@ -52,9 +52,9 @@ def load_epilogue_scales(scales, coordinates, first_query, sizes, lengths, SPEC:
 
 
 def _exchange_with(lane: int) -> gl.constexpr:
-    """Assembly that exchanges words $2 and $3 of each thread with the one whose number differs in one bit.
+    """Return assembly that exchanges words $2 and $3 of each thread with the thread whose number differs in one bit.
 
-    The thread without the bit keeps the first and gets the other one's first; the other keeps the second.
+    The thread without the bit keeps its first word and gets the other's first; the other keeps its second word.
     """
     return gl.constexpr(
         f"""{{
@@ -77,7 +77,7 @@ LANE_BIT_1 = _exchange_with(2)
 
 @jit
 def _exchange(first, second, WITH: gl.constexpr):
-    """Exchange two tensors between threads by the assembly of `_exchange_with`."""
+    """Exchange two tensors between threads with the assembly of `_exchange_with`."""
     return gl.inline_asm_elementwise(
         WITH,
         "=&r,=&r,r,r",
@@ -90,13 +90,13 @@ def _exchange(first, second, WITH: gl.constexpr):
 
 @jit
 def in_groups_of_8(output, SPEC: gl.constexpr):
-    """The output with 8 neighbouring channels per thread: 16 bytes, if they have 16 bits each.
+    """Redistribute the output to 8 neighboring channels per thread: 16 bytes for 16-bit outputs.
 
-    In a product, the four threads of a row hold two neighbours each of every 8 channels. They exchange them: first
-    those 8 channels apart against those 2 apart, then 16 against 4.
+    In a product, each of the four threads of a row holds two neighbors of every 8 channels. Two exchanges regroup them:
+    first channels 8 apart with those 2 apart, then 16 with 4.
     """
     groups: gl.constexpr = SPEC.value_dim // 32
-    bits = gl.reshape(output, (ROWS, groups, 2, 2, 2, 2, 2))  # of a channel's number, the lowest last
+    bits = gl.reshape(output, (ROWS, groups, 2, 2, 2, 2, 2))  # bits of the channel index, lowest last
     first, second = gl.split(gl.permute(bits, (0, 1, 2, 4, 5, 6, 3)))
     bits = gl.permute(gl.join(*_exchange(first, second, LANE_BIT_0)), (0, 1, 2, 4, 3, 6, 5))
     first, second = gl.split(gl.permute(bits, (0, 1, 3, 4, 5, 6, 2)))
@@ -106,25 +106,27 @@ def in_groups_of_8(output, SPEC: gl.constexpr):
 
 @jit
 def write_tile(result, epilogue_scales, coordinates, first_query, sizes, lengths, results, SPEC: gl.constexpr):
-    """Divide by the row sums; write output and LSE of 64 queries, 0 and -inf where they saw nothing."""
+    """Divide by the row sums; store output and LSE of 64 queries, 0 and -inf if they see no key."""
+    # LSE.
     q_len, value_slice = lengths.q_len, coordinates.value_slice
     if SPEC.exponential_free:
         total = gl.convert_layout(gl.max(result.row_sum, 1), SPEC.output_row_layout)
     else:
         total = gl.convert_layout(gl.sum(result.row_sum, 1), SPEC.output_row_layout)
-    row_origin = gl.convert_layout(result.row_origin, SPEC.output_row_layout)
-    # Only both: a row of NaN has no maximum, and where scores are huge all codes may be 0.
-    is_empty = (total == 0.0) & (row_origin == LOWEST)
+    row_ref = gl.convert_layout(result.row_ref, SPEC.output_row_layout)
+    # Both conditions are needed: a row of NaN has no maximum, and for huge scores all FP8 values may be 0.
+    is_empty = (total == 0.0) & (row_ref == LOWEST)
     positions = first_query + gl.arange(0, ROWS, SPEC.output_row_layout)
     if SPEC.packed:
         flat_queries = coordinates.head.to(gl.int64) * sizes.total_q + (lengths.q_start + positions)
     else:
         flat_queries = coordinates.flat_head.to(gl.int64) * q_len + positions
     lse_ptrs = results.lse_ptr + flat_queries
-    log2_of_sum = row_origin * (1.0 / SPEC.steps_per_octave) + gl.log2(total * SPEC.inverse_one)
+    log2_of_sum = row_ref * (1.0 / SPEC.units_per_log2) + gl.log2(total * SPEC.inverse_one)
     lse = log2_of_sum * LN_2 + epilogue_scales.lse_shift
     gl.store(lse_ptrs, gl.where(is_empty, float("-inf"), lse), mask=(positions < q_len) & (value_slice == 0))
 
+    # Output, [64, value_dim].
     output = result.output * (1.0 / gl.where(is_empty, 1.0, total))[:, None]
     if SPEC.fp8_values:
         output = output * epilogue_scales.value[None, :]
@@ -143,4 +145,4 @@ def write_tile(result, epilogue_scales, coordinates, first_query, sizes, lengths
     inside = (positions < q_len)[:, None] & (channels < SPEC.output_dim)[None, :]
     is_empty = gl.convert_layout(is_empty, rows)[:, None]
     gl.store(pointers, output, mask=inside & (is_empty == 0))
-    gl.store(pointers, gl.zeros_like(output), mask=inside & is_empty)  # what was computed may be NaN
+    gl.store(pointers, gl.zeros_like(output), mask=inside & is_empty)  # the computed output may be NaN

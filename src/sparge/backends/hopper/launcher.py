@@ -1,4 +1,4 @@
-"""Start the Hopper kernel: descriptors of the operands for TMA, one program per SM."""
+"""Launch the Hopper kernel: TMA descriptors of the operands, one program per SM."""
 
 from __future__ import annotations
 
@@ -33,70 +33,42 @@ from sparge.call import Call
 from sparge.masks import geometry
 from sparge.masks.block_mask import BlockMask
 
-LEAST_WIDTH = 64
-"""Channels the kernel computes at least; missing ones are copied as 0."""
-SLICE = 128
-"""Value channels of one FP8 tile: two accumulators of more do not fit the registers."""
+MIN_WIDTH = 64
+"""Minimum channels that the kernel computes; missing ones are copied as 0."""
+MAX_SLICE = 128
+"""Maximum value channels of an FP8 tile: two accumulators of more channels do not fit the registers."""
 COPY_ALIGNMENT = 16
-"""Bytes: TMA's addresses and strides are multiples of it."""
+"""Alignment of TMA's addresses and strides in bytes."""
 
 
 def attend(
     operands: Operands, mask: BlockMask | None, call: Call, *, totals: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention over a mask's blocks, or over all visible ones without a mask: see `operands.AttentionLauncher`."""
+    """Compute attention over a mask's blocks, or over all visible ones: see `operands.AttentionLauncher`."""
     query, key, value, stand_in = operands.query, operands.key, operands.value, operands.query
-    shape, segments, has_threshold = call.shape, call.segments, call.pv_threshold is not None
+    shape, segments = call.shape, call.segments
     if segments is not None and not call.is_quantized:
         query, key, value = unpack(query, key, value, call)
     if not call.is_quantized:
-        query = _copyable(-query if call.scale < 0 else query)  # scores are scaled after their maximum is taken
+        query = _copyable(-query if call.scale < 0 else query)  # the kernel scales scores after taking their maximum
         key = _copyable(key)
     first_value = 0
     if not call.has_fp8_values:
-        if segments is None and first_key(call) % geometry.BLOCK_K:  # values that nobody sees share a block with others
+        if segments is None and first_key(call) % geometry.BLOCK_K:  # exclude unseen values from the first block
             first_value = first_key(call)
             value = value[:, :, first_value:]
         value = _copyable(value)
     means = operands.means
     mean_key, mean_value = (key, value) if means is None else (means.key, means.value)
     threshold = per_head_tensor(call.pv_threshold, shape, query.device)
-    num_rows = shape.batch * shape.heads * shape.q_blocks
+    num_q_blocks = shape.batch * shape.heads * shape.q_blocks
     if segments is None:
         output = output_buffer(operands, shape)
         lse = buffer_like(stand_in, True, shape.batch, shape.heads, shape.q_len)
     else:
-        output, lse, num_rows = segments.output, segments.lse, segments.order.numel()
-    head_width = max(LEAST_WIDTH, power_of_two(shape.head_dim))
-    value_width = max(LEAST_WIDTH, power_of_two(shape.value_dim))
-    value_slices = max(1, value_width // SLICE) if call.has_fp8_values else 1
-    config = configs.hopper_config(call.quantization, max(head_width, value_width), has_threshold=has_threshold)
-    spec = Spec(
-        quantized=call.is_quantized,
-        fp8_values=call.has_fp8_values,
-        exponential_free=call.quantization == "int8_fp8_fast",
-        has_first=call.window.left is not None,
-        has_last=call.window.right is not None,
-        is_causal=call.is_causal,
-        has_threshold=has_threshold,
-        all_blocks=mask is None,
-        counts_blocks=totals is not None,
-        means=means is not None,
-        ordered=operands.order is not None,
-        packed=segments is not None,
-        tokens_first=operands.tokens_first,
-        peaks=peak_handling(call),
-        head_dim=head_width,
-        exact_dim=shape.head_dim,
-        value_dim=value_width // value_slices,
-        output_dim=shape.value_dim,
-        value_scale_stride=padded(shape.value_dim),
-        value_slices=value_slices,
-        blocks=config.blocks,
-        stages=config.stages,
-        query_stages=config.query_stages,
-    )
-    num_tiles = num_rows * value_slices
+        output, lse, num_q_blocks = segments.output, segments.lse, segments.order.numel()
+    spec, config = _spec(operands, call, all_blocks=mask is None, counts_blocks=totals is not None)
+    num_tiles = num_q_blocks * spec.value_slices
     launch(
         attention_kernel,
         min(num_tiles, multiprocessors(query)),
@@ -118,7 +90,7 @@ def attend(
         segments_ptr=segments_argument(call, stand_in),
         mean_bias_ptr=stand_in if means is None else means.bias,
         totals_ptr=stand_in if totals is None else totals,
-        taken_ptr=zeros_like(stand_in, 1, dtype=torch.int32),
+        turn_counter_ptr=zeros_like(stand_in, 1, dtype=torch.int32),
         threshold_ptr=stand_in if threshold is None else threshold,
         output_ptr=output,
         lse_ptr=lse,
@@ -144,8 +116,45 @@ def attend(
     return output, lse
 
 
+def _spec(
+    operands: Operands, call: Call, *, all_blocks: bool, counts_blocks: bool
+) -> tuple[Spec, configs.HopperConfig]:
+    """Return the compile-time parameters and the launch configuration of a call."""
+    shape, has_threshold = call.shape, call.pv_threshold is not None
+    head_width = max(MIN_WIDTH, power_of_two(shape.head_dim))
+    value_width = max(MIN_WIDTH, power_of_two(shape.value_dim))
+    value_slices = max(1, value_width // MAX_SLICE) if call.has_fp8_values else 1
+    config = configs.hopper_config(call.quantization, max(head_width, value_width), has_threshold=has_threshold)
+    spec = Spec(
+        quantized=call.is_quantized,
+        fp8_values=call.has_fp8_values,
+        exponential_free=call.quantization == "int8_fp8_fast",
+        has_first=call.window.left is not None,
+        has_last=call.window.right is not None,
+        is_causal=call.is_causal,
+        has_threshold=has_threshold,
+        all_blocks=all_blocks,
+        counts_blocks=counts_blocks,
+        means=operands.means is not None,
+        ordered=operands.order is not None,
+        packed=call.segments is not None,
+        tokens_first=operands.tokens_first,
+        peaks=peak_handling(call),
+        head_dim=head_width,
+        exact_dim=shape.head_dim,
+        value_dim=value_width // value_slices,
+        output_dim=shape.value_dim,
+        value_scale_stride=padded(shape.value_dim),
+        value_slices=value_slices,
+        blocks=config.blocks,
+        stages=config.stages,
+        query_stages=config.query_stages,
+    )
+    return spec, config
+
+
 def _copyable(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy that TMA can read: aligned, no dimension repeated."""
+    """Return the tensor, or a copy that TMA can read: aligned, no dimension expanded."""
     unit = COPY_ALIGNMENT // tensor.element_size()
     strides = [stride for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True) if size > 1]
     if tensor.data_ptr() % COPY_ALIGNMENT == 0 and all(stride > 0 and stride % unit == 0 for stride in strides):
@@ -157,9 +166,9 @@ def _copyable(tensor: Tensor) -> Tensor:
 
 
 def _descriptor(tensor: Tensor, rows: int, columns: int, layout: gl.NVMMASharedLayout) -> TensorDescriptor:
-    """A tensor (B, H, rows, columns) as TMA sees it, in parts of so many rows and columns."""
+    """Return the TMA descriptor of a tensor (B, H, S, D), copied in boxes of ``rows`` x ``columns``."""
     strides, unit = list(tensor.stride()), COPY_ALIGNMENT // tensor.element_size()
     for dimension in range(3):
-        if tensor.shape[dimension] == 1:  # torch allows any stride there
+        if tensor.shape[dimension] == 1:  # torch allows any stride there, TMA does not
             strides[dimension] = unit
     return TensorDescriptor(tensor, list(tensor.shape), strides, [1, 1, rows, columns], replace(layout, rank=4))

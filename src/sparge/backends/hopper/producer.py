@@ -1,4 +1,4 @@
-"""The producer: one warp that copies queries, and keys and values of the kept blocks, as stages become empty.
+"""The producer: one warp that copies queries, and keys and values of the kept blocks, as stages are released.
 
 for each tile:   wait until a query stage is empty  ->  tile metadata  ->  copy Q
     for each stage:   wait until it is empty  ->  stage metadata  ->  copy K and V of one or two kept blocks
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from sparge.backends.gpu.gluon import async_load, barrier, gl, jit, mbarrier, reinterpret
 from sparge.backends.gpu.primitives import BLOCK_K, BLOCK_Q, KEY_GROUPS
-from sparge.backends.hopper.aggregates import COARSE, MASKED, MEANS, NON_FINITE, NOTHING, PEAK, PLAIN
-from sparge.backends.hopper.lengths import NUM_STAGES, TILE, lengths_of, store_lengths, store_of_tile
+from sparge.backends.hopper.aggregates import COARSE, EMPTY, MASKED, MEANS, NON_FINITE, PEAK, PLAIN
+from sparge.backends.hopper.lengths import NUM_STAGES, TILE, lengths_of, store_lengths, store_tile_value
 from sparge.backends.hopper.scheduler import (
     coordinates_of,
     count_kept_blocks,
@@ -26,39 +26,39 @@ from sparge.backends.hopper.scheduler import (
 
 @jit
 def _copy(descriptor, batch, head, row, column, buffer, full):
-    """Start copying a part of (B, H, rows, columns) into shared memory; what lies outside becomes 0."""
+    """Start a TMA copy of a part of (B, H, rows, columns) to shared memory; elements outside become 0."""
     buffer = reinterpret(buffer, descriptor.dtype, descriptor.block_shape, descriptor.layout)
     async_load(descriptor, [batch, head, row, column], full, buffer)
 
 
 @jit
 def _wait_empty(empty, counter, STAGES: gl.constexpr):
-    """Wait until both consumers have given back the stage that the counter stands at, the first time around at once."""
+    """Wait until both consumers have released the stage of the counter; the first use does not wait."""
     mbarrier.wait(empty.index(counter % STAGES), ((counter // STAGES) & 1) ^ 1)
 
 
 @jit
-def _describe(metadata, stage, key_scale, flags, zero):
-    """Tell consumers about a stage; every thread writes the same."""
+def _store_stage_metadata(metadata, stage, key_scale, flags, zero):
+    """Store scales and flags of a stage for the consumers; every thread stores the same values."""
     metadata.key_scale.index(stage).store(key_scale)
     metadata.flags.index(stage).slice(0, 1).store(zero + flags)
 
 
 @jit
 def _largest_query_scale(scales, coordinates, sizes, SPEC: gl.constexpr):
-    """The largest scale of a tile's queries, in steps."""
+    """Return the largest scale of a tile's queries, in score units."""
     row = coordinates.flat_head.to(gl.int64) * sizes.q_blocks + coordinates.q_block
     rows = gl.arange(0, BLOCK_Q, gl.BlockedLayout([BLOCK_Q // 32], [32], [1], [0]))
-    return gl.max(gl.load(scales.query_ptr + (row * BLOCK_Q + rows)), 0) * SPEC.steps_per_octave
+    return gl.max(gl.load(scales.query_ptr + (row * BLOCK_Q + rows)), 0) * SPEC.units_per_log2
 
 
 @jit
 def _coarse_flag(query_scale, key_scale, is_there, SPEC: gl.constexpr):
-    """COARSE if INT8 rounds the scores of a stage too far, else PLAIN.
+    """Return COARSE if INT8 rounds the scores of a stage too coarsely, else PLAIN.
 
     Args:
-        query_scale: the largest of the tile, in steps.
-        key_scale: of the stage's keys, where ``is_there``.
+        query_scale: the largest of the tile, in score units.
+        key_scale: of the stage's keys, valid where ``is_there``.
     """
     largest = gl.max(gl.where(is_there, key_scale, 0.0), 0)
     return gl.where(largest * query_scale >= SPEC.coarse_scale, COARSE, PLAIN)
@@ -80,7 +80,7 @@ def _copy_query(descriptors, buffers, query_full, coordinates, query_stage, SPEC
 def _copy_key_value(
     descriptors, buffers, full, coordinates, stage, block_numbers, places, first_value, SPEC: gl.constexpr
 ):
-    """Start copying a stage: K and V of the key blocks whose numbers stand at ``places``; V begins at a key."""
+    """Start copying a stage: K and V of the blocks ``block_numbers`` [blocks]; V begins at key ``first_value``."""
     chunks: gl.constexpr = SPEC.chunks
     blocks: gl.constexpr = SPEC.blocks
     value_copies: gl.constexpr = SPEC.value_copies
@@ -113,18 +113,18 @@ def produce(
     scales,
     lists,
     totals_ptr,
-    taken_ptr,
+    turn_counter_ptr,
     SPEC: gl.constexpr,
 ):
-    """The producer's role: copy what the consumers need for one tile after the other, then tell them to stop.
+    """Run the producer: copy the operands of one tile after the other, then send the sentinel tile.
 
     Args:
-        descriptors, means: of what is attended to: keys and values, means of skipped blocks.
-        totals_ptr: visited and visible blocks of all tiles, which are added to.
-        taken_ptr: how many turns were taken, see `scheduler`.
+        descriptors, means: descriptors of keys and values, and of block means.
+        totals_ptr: visited and visible blocks of all tiles, incremented.
+        turn_counter_ptr: turns taken so far, see `scheduler`.
     """
     blocks: gl.constexpr = SPEC.blocks
-    # Every thread writes the same metadata. They meet before one of them arrives.
+    # Every thread stores the same metadata. A warp barrier precedes the arrival of one of them.
     by_block: gl.constexpr = gl.BlockedLayout([SPEC.blocks], [32], [1], [0])
     by_group: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     places = gl.arange(0, blocks, by_block)
@@ -135,6 +135,7 @@ def produce(
     tile_counter = 0
     turn = gl.program_id(0)
     while turn < sizes.num_tiles:
+        # Tile: coordinates, lengths and number of stages.
         tile = tile_of_turn(turn, lists.order_ptr, sizes, SPEC)
         coordinates = coordinates_of(tile, sizes, SPEC)
         row = coordinates.flat_head.to(gl.int64) * sizes.q_blocks + coordinates.q_block
@@ -145,29 +146,31 @@ def produce(
             gl.atomic_add(totals_ptr + 1, gl.load(lists.visible_num_blocks_ptr + row).to(gl.int64), sem="relaxed")
 
         query_stage = tile_counter % SPEC.query_stages
+        # Tile metadata and Q.
         _wait_empty(barriers.query_empty, tile_counter, SPEC.query_stages)
-        store_of_tile(metadata, query_stage, TILE, tile, zero, SPEC)
+        store_tile_value(metadata, query_stage, TILE, tile, zero, SPEC)
         last = gl.maximum(count - 1, 0)
-        num_stages = last // blocks + 1  # a tile that sees nothing gets a hidden stage
+        num_stages = last // blocks + 1  # a tile without visible blocks gets one hidden stage
         mean_begin = 0
         mean_end = 0
         if SPEC.means:
             mean_end = end_of_mean_stages(coordinates.q_block, lengths, SPEC)
             mean_begin = first_mean_stage(coordinates.q_block, mean_end, lengths, SPEC)
-        store_of_tile(metadata, query_stage, NUM_STAGES, num_stages + (mean_end - mean_begin), zero, SPEC)
+        store_tile_value(metadata, query_stage, NUM_STAGES, num_stages + (mean_end - mean_begin), zero, SPEC)
         store_lengths(metadata, query_stage, lengths, zero, SPEC)
         barrier()
         _copy_query(descriptors, buffers, barriers.query_full, coordinates, query_stage, SPEC)
         tile_counter += 1
-        following = next_turn(taken_ptr)
+        following = next_turn(turn_counter_ptr)
 
-        plain_blocks = lengths.kv_len // BLOCK_K  # blocks from here on need an element mask
+        # Range of key blocks that need no element mask.
+        plain_blocks = lengths.kv_len // BLOCK_K  # its end
         if SPEC.has_last:
             first_query = coordinates.q_block * BLOCK_Q
             seen_by_all = gl.maximum(first_query + last_offset_of(lengths, SPEC) + 1, 0) // BLOCK_K
             plain_blocks = gl.minimum(plain_blocks, seen_by_all)
         first_block = first_visible_block(coordinates.q_block, lengths, SPEC)
-        first_plain = 0  # and blocks before here do, too
+        first_plain = 0  # its start
         if SPEC.has_first:
             last_query = coordinates.q_block * BLOCK_Q + BLOCK_Q - 1
             first_plain = gl.maximum(last_query + lengths.first_offset + BLOCK_K - 1, 0) // BLOCK_K
@@ -177,10 +180,12 @@ def produce(
         query_scale = gl.to_tensor(1.0)
         if SPEC.quantized:
             query_scale = _largest_query_scale(scales, coordinates, sizes, SPEC)
+
+        # Main loop: stages of kept blocks.
         for i in range(0, num_stages):
             stage = stage_counter % SPEC.stages
             position = i * blocks
-            is_listed = position + places < count  # what follows a list may be anything
+            is_listed = position + places < count  # entries after the end of a list are undefined
             block_numbers = gl.minimum(position + places, last)
             if not SPEC.all_blocks:
                 block_numbers = gl.load(list_ptr + block_numbers, mask=count > 0, other=0)
@@ -191,7 +196,7 @@ def produce(
                 is_plain = is_plain & (block_numbers >= first_plain)
             flags = gl.where(gl.min(is_plain.to(gl.int32), 0) == 1, PLAIN, MASKED)
             if SPEC.counts_skipped:
-                flags += gl.where(count == 0, NOTHING, 0)
+                flags += gl.where(count == 0, EMPTY, 0)
             key_scale = gl.full((blocks * KEY_GROUPS,), 1.0, gl.float32, by_group)
             if SPEC.quantized:
                 block_of_group = gl.minimum(position + groups // KEY_GROUPS, last)
@@ -199,17 +204,17 @@ def produce(
                     block_of_group = gl.load(list_ptr + block_of_group, mask=count > 0, other=0)
                 elif SPEC.has_first:
                     block_of_group += first_block
-                is_there = position + groups // KEY_GROUPS < count  # hidden keys may be NaN
+                is_there = position + groups // KEY_GROUPS < count  # scales of hidden keys may be NaN
                 key_scale_ptrs = scale_ptr + block_of_group * KEY_GROUPS + groups % KEY_GROUPS
                 key_scale = gl.load(key_scale_ptrs, mask=is_there, other=1.0)
                 if SPEC.peaks == "marked":
                     flags += gl.max((key_scale < 0).to(gl.int32), 0) * PEAK
                 key_scale = gl.abs(key_scale)
                 flags += _coarse_flag(query_scale, key_scale, is_there, SPEC)
-                if SPEC.exponential_free:  # codes from the scores cannot carry NaN
+                if SPEC.exponential_free:  # FP8 bits derived from scores cannot represent NaN
                     flags += (1 - gl.min((key_scale == key_scale).to(gl.int32), 0)) * NON_FINITE
             _wait_empty(barriers.empty, stage_counter, SPEC.stages)
-            _describe(metadata, stage, key_scale, flags, zero)
+            _store_stage_metadata(metadata, stage, key_scale, flags, zero)
             metadata.block.index(stage).store(gl.where(is_listed, block_numbers, lengths.kv_blocks))
             barrier()
             first_value = sizes.first_value if SPEC.has_first else 0
@@ -217,6 +222,8 @@ def produce(
                 descriptors, buffers, barriers.full, coordinates, stage, block_numbers, places, first_value, SPEC
             )
             stage_counter += 1
+
+        # Stages of means.
         if SPEC.means:
             mean_blocks = (sizes.kv_blocks + BLOCK_K - 1) // BLOCK_K
             bias_ptr = lists.mean_bias_ptr + row * lists.bias_columns
@@ -230,19 +237,21 @@ def produce(
                     is_there = i * blocks + groups // KEY_GROUPS < mean_blocks
                     key_scale = gl.load(scale_ptr + i * blocks * KEY_GROUPS + groups, mask=is_there, other=1.0)
                     flags += _coarse_flag(query_scale, key_scale, is_there, SPEC)
-                bias = gl.load(bias_ptr + i * SPEC.keys + columns) * SPEC.steps_per_octave
+                bias = gl.load(bias_ptr + i * SPEC.keys + columns) * SPEC.units_per_log2
                 if SPEC.exponential_free:
                     flags += (1 - gl.min((bias == bias).to(gl.int32), 0)) * NON_FINITE
                 _wait_empty(barriers.empty, stage_counter, SPEC.stages)
-                _describe(metadata, stage, key_scale, flags, zero)
+                _store_stage_metadata(metadata, stage, key_scale, flags, zero)
                 metadata.block.index(stage).store(block_numbers)
                 metadata.bias.index(stage).store(bias)
                 barrier()
                 _copy_key_value(means, buffers, barriers.full, coordinates, stage, block_numbers, places, 0, SPEC)
                 stage_counter += 1
         turn = following
+
+    # Sentinel: no further tile.
     query_stage = tile_counter % SPEC.query_stages
     _wait_empty(barriers.query_empty, tile_counter, SPEC.query_stages)
-    store_of_tile(metadata, query_stage, TILE, end_of_tiles(sizes, SPEC), zero, SPEC)
+    store_tile_value(metadata, query_stage, TILE, end_of_tiles(sizes, SPEC), zero, SPEC)
     barrier()
     mbarrier.arrive(barriers.query_full.index(query_stage), count=1)

@@ -1,8 +1,8 @@
-"""The tile scheduler: which output tile comes when, and where it lies.
+"""The tile scheduler: the order of the output tiles and their coordinates.
 
-A tile is 128 queries of one head, with all value channels or a slice of them. A program takes its first turn by its
-number, and each further one from a counter in global memory: tiles of any length keep all programs busy. The producer
-takes turns and finds the tile that has one; consumers learn of tiles alone.
+A tile is 128 queries of one head, with all value channels or a slice of them. A program's first turn is its program ID,
+and each further turn comes from a counter in global memory, so that tiles of different lengths keep all programs busy.
+The producer takes turns and maps them to tiles; consumers receive tiles only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ BEYOND_TILES = gl.constexpr(2**31 - 1)
 
 @aggregate
 class TileCoordinates:
-    """Where an output tile lies; ``flat_head`` is the query head counted over batches."""
+    """Coordinates of an output tile; ``flat_head`` is the query head counted over batches."""
 
     batch: gl.tensor
     head: gl.tensor
@@ -28,7 +28,7 @@ class TileCoordinates:
 
 @jit
 def coordinates_of(tile, sizes, SPEC: gl.constexpr):
-    """The coordinates of a tile: neighbours share a head's K and V in the cache."""
+    """Return the coordinates of a tile. Consecutive tiles share a head's K and V in the cache."""
     value_slice = tile % SPEC.value_slices
     tile = tile // SPEC.value_slices
     q_block = tile % sizes.q_blocks
@@ -47,7 +47,7 @@ def coordinates_of(tile, sizes, SPEC: gl.constexpr):
 
 @jit
 def tile_of_turn(turn, order_ptr, sizes, SPEC: gl.constexpr):
-    """The tile whose turn it is: in a given order, long rows first; else head by head, causal ones from the longest."""
+    """Return the tile of a turn: in the given order, longest first; else head by head, causal tiles longest first."""
     row = turn // SPEC.value_slices
     if SPEC.ordered:
         row = gl.load(order_ptr + row)
@@ -59,7 +59,7 @@ def tile_of_turn(turn, order_ptr, sizes, SPEC: gl.constexpr):
 
 @jit
 def end_of_tiles(sizes, SPEC: gl.constexpr):
-    """A number beyond every tile's: what the producer calls the tile after the last one."""
+    """Return the sentinel tile index that the producer stores after the last tile."""
     if SPEC.packed:  # numbers of tiles have gaps, where a shorter segment has no queries
         return BEYOND_TILES
     else:
@@ -67,14 +67,14 @@ def end_of_tiles(sizes, SPEC: gl.constexpr):
 
 
 @jit
-def next_turn(taken_ptr):
-    """Take the next turn from the counter, after those that programs start with."""
-    return gl.num_programs(0) + gl.atomic_add(taken_ptr, 1, sem="relaxed")
+def next_turn(turn_counter_ptr):
+    """Take the next turn from the counter; programs start with turns 0 .. num_programs - 1."""
+    return gl.num_programs(0) + gl.atomic_add(turn_counter_ptr, 1, sem="relaxed")
 
 
 @jit
 def last_offset_of(lengths, SPEC: gl.constexpr):
-    """Query i sees no key behind i + this."""
+    """Return the offset with which query i sees no key after i + offset."""
     if SPEC.is_causal:
         return lengths.kv_len - lengths.q_len
     else:
@@ -83,7 +83,7 @@ def last_offset_of(lengths, SPEC: gl.constexpr):
 
 @jit
 def first_visible_block(q_block, lengths, SPEC: gl.constexpr):
-    """The first key block that a tile sees something of."""
+    """Return the first key block that a tile sees part of."""
     if SPEC.has_first:
         return gl.maximum(q_block * BLOCK_Q + lengths.first_offset, 0) // BLOCK_K
     else:
@@ -92,7 +92,7 @@ def first_visible_block(q_block, lengths, SPEC: gl.constexpr):
 
 @jit
 def count_kept_blocks(kv_num_blocks_ptr, row, q_block, lengths, SPEC: gl.constexpr):
-    """How many key blocks a tile visits; ``row`` is its place in the lists."""
+    """Return the number of key blocks that a tile visits; ``row`` is its query block's index in the lists."""
     if SPEC.all_blocks:
         count = lengths.kv_blocks
         if SPEC.has_last:
@@ -107,7 +107,7 @@ def count_kept_blocks(kv_num_blocks_ptr, row, q_block, lengths, SPEC: gl.constex
 
 @jit
 def end_of_mean_stages(q_block, lengths, SPEC: gl.constexpr):
-    """Where the stages of means end that a tile visits: causal ones have those of blocks before their first query."""
+    """Return the end of a tile's stages of means; causal tiles use means of blocks before their first query."""
     count = lengths.kv_blocks
     if SPEC.has_last:
         last_key = q_block * BLOCK_Q + last_offset_of(lengths, SPEC)
@@ -117,7 +117,7 @@ def end_of_mean_stages(q_block, lengths, SPEC: gl.constexpr):
 
 @jit
 def first_mean_stage(q_block, end, lengths, SPEC: gl.constexpr):
-    """Where they begin, at ``end`` at most: at blocks inside of all the tile's windows."""
+    """Return the start of a tile's stages of means, at most ``end``: blocks inside the windows of all its queries."""
     if SPEC.has_first:
         first_key = gl.minimum((q_block + 1) * BLOCK_Q, lengths.q_len) - 1 + lengths.first_offset
         return gl.minimum(gl.maximum(first_key, 0) // (BLOCK_K * SPEC.keys), end)

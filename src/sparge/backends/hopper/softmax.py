@@ -1,15 +1,15 @@
-"""The softmax of a consumer: what it computes between S = Q K^T and P V.
+"""The softmax of a consumer, from S = Q K^T to P.
 
     load_key_scales -> score_scales -> [adjust_scores] -> max_by_lane -> [any_far_below -> part_of_scores]
         -> probabilities
 
-Scores count steps (`Spec.steps_per_octave`): log2 units, or 2^-24 for an eighth of one where P's FP8 codes come
-straight from them; docs/hopper.md explains these codes. S is [64, keys], raw, and times its `ScoreScales` a score:
+Scores are in units of `Spec.units_per_log2`: log2 units, or 2^-24 for an eighth of a log2 unit if P's FP8 bits are
+derived from them (docs/hopper.md). S is [64, keys] and raw: a score is S times its `ScoreScales`.
 
-    quantized   INT32 sums that are floats above 1.5 * 2^23 (`primitives.INT32_AS_FLOAT`)
+    quantized   INT32 sums whose bits are floats above 1.5 * 2^23 (`primitives.INT32_AS_FLOAT`)
     16 bits     float32
 
-A row's columns lie in four threads, its lanes.
+The columns of a row are distributed over four threads, its lanes.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from sparge.backends.gpu.gluon import aggregate, gl, jit
 from sparge.backends.gpu.primitives import BLOCK_K, FAR, FLOAT_OFFSET, KEY_GROUPS
 from sparge.backends.hopper.aggregates import COARSE, MEANS
 from sparge.backends.hopper.blocks import join_blocks, split_blocks
-from sparge.backends.hopper.coarse import exact_steps
+from sparge.backends.hopper.coarse import exact_scores
 from sparge.backends.hopper.scheduler import last_offset_of
 from sparge.backends.hopper.spec import ROWS
 
 in_fp8_token_order = jit(primitives.in_fp8_token_order.fn)
 
 HIDDEN_BITS = gl.constexpr(-0x00800000)
-"""-inf as bits: the least of all scores, compared as integers or as floats."""
+"""-inf as bits: below all other scores, compared as integers or as floats."""
 LOWEST = gl.constexpr(-3e38)
-"""Below every score but those that are hidden."""
+"""Below every visible score."""
 RAW_RANGE = gl.constexpr(2.0**21)
-"""The largest of a row's raw scores that `_raw_scores` makes. Floats above 1.5 * 2^23 bear twice that."""
+"""Largest magnitude of a row's raw scores in `_raw_scores`. Floats above 1.5 * 2^23 can represent twice this."""
 RAW_DEPTH = gl.constexpr(128.0)
-"""Log2 units below a row's largest score that `_raw_scores` keeps. No P is as small."""
+"""Log2 units below a row's largest score that `_raw_scores` represents. P is 0 below."""
 
 
 @aggregate
 class KeyScales:
-    """Scales of the codes of a stage's first and second key block, [4] each; of unquantised keys, 1."""
+    """Scales of a stage's first and second key block, [4] each; 1 if not quantized."""
 
     first: gl.tensor | gl.constexpr
     second: gl.tensor | gl.constexpr
@@ -45,7 +45,7 @@ class KeyScales:
 
 @jit
 def _load_key_scale(metadata, place, SPEC: gl.constexpr):
-    """Load the scales of one key block, [4]; of unquantised keys, 1."""
+    """Load the scales of one key block, [4]; 1 if not quantized."""
     if SPEC.quantized:
         return metadata.key_scale.index(place).load(SPEC.group_layout)
     else:
@@ -54,7 +54,7 @@ def _load_key_scale(metadata, place, SPEC: gl.constexpr):
 
 @jit
 def load_key_scales(metadata, stage, SPEC: gl.constexpr):
-    """Load the scales of a stage's key blocks; twice the same if there is one."""
+    """Load the scales of a stage's key blocks; a single block is returned twice."""
     place = stage * SPEC.blocks
     first = _load_key_scale(metadata, place, SPEC)
     second = first
@@ -65,14 +65,14 @@ def load_key_scales(metadata, stage, SPEC: gl.constexpr):
 
 @jit
 def no_key_scales(SPEC: gl.constexpr):
-    """Scales of no keys: 0."""
+    """Return scales of 0, for no keys."""
     zeros = gl.full((KEY_GROUPS,), 0.0, gl.float32, SPEC.group_layout)
     return KeyScales(first=zeros, second=zeros)
 
 
 @aggregate
 class ScoreScales:
-    """Scales of a stage's raw scores in steps, by key block: [64, 4] each; of unquantized scores, one number."""
+    """Scales of a stage's raw scores by key block: [64, 4] each; one number if not quantized."""
 
     first: gl.tensor | gl.constexpr
     second: gl.tensor | gl.constexpr
@@ -80,7 +80,7 @@ class ScoreScales:
 
 @jit
 def score_scales(query_scale, key_scales, SPEC: gl.constexpr):
-    """The scales of a stage's raw scores, from those of its queries [64], in steps, and of its keys."""
+    """Return the scales of a stage's raw scores from the scales of its queries [64] and of its keys."""
     if SPEC.quantized:
         first = query_scale[:, None] * key_scales.first[None, :]
         second = first
@@ -92,8 +92,9 @@ def score_scales(query_scale, key_scales, SPEC: gl.constexpr):
 
 
 @jit
-def mask_scores(scores, metadata, stage, first_query, lengths, SPEC: gl.constexpr):
-    """Scores of a stage [64, keys], with -inf where a key does not exist or lies outside of the query's window."""
+def mask_scores(scores, metadata, stage, tile, SPEC: gl.constexpr):
+    """Set scores of a stage [64, keys] to -inf where a key does not exist or lies outside of the query's window."""
+    first_query, lengths = tile.first_query, tile.lengths
     columns: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
     rows: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
     place = stage * SPEC.blocks
@@ -104,9 +105,9 @@ def mask_scores(scores, metadata, stage, first_query, lengths, SPEC: gl.constexp
     last_key = gl.full((ROWS,), lengths.kv_len - 1, gl.int32, rows)
     if SPEC.has_last and not SPEC.has_first:
         last_key = gl.minimum(last_key, first_query + last_offset_of(lengths, SPEC) + gl.arange(0, ROWS, rows))
-    # Seen from the block's first key, the last one is one number for each row, and a key is a constant.
+    # Relative to the block's first key, the last key is one number per row, and the key offset is a constant.
     allowed = (offsets % BLOCK_K)[None, :] <= last_key[:, None] - (block * BLOCK_K)[None, :]
-    if SPEC.has_first:  # from the same first key, which keeps numbers of rows out of the loop's registers
+    if SPEC.has_first:  # relative to the same key, which keeps per-row numbers out of the loop's registers
         first_key = (first_query + lengths.first_offset - block * BLOCK_K)[None, :] + gl.arange(0, ROWS, rows)[:, None]
         allowed = allowed & ((offsets % BLOCK_K)[None, :] >= first_key)
         if SPEC.has_last:
@@ -120,22 +121,22 @@ def mask_scores(scores, metadata, stage, first_query, lengths, SPEC: gl.constexp
 
 @jit
 def _by_group(block):
-    """Scores of a key block [64, 64] as [64, 8, 4, 2]: the four groups are a row's lanes. Nothing moves."""
+    """View scores of a key block [64, 64] as [64, 8, 4, 2]: a row's lanes hold the four groups. No data moves."""
     return gl.reshape(block, (ROWS, 8, 4, 2))
 
 
 @jit
 def _for_groups(numbers, grouped):
-    """One number for each lane of a row [64, 4], to go with `_by_group`."""
+    """Broadcast one number per lane [64, 4] for `_by_group`."""
     lanes: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, grouped.type.layout))
     return gl.convert_layout(numbers, lanes)[:, None, :, None]
 
 
 @jit
 def _add_block_bias(block, scale, bias_smem, SPEC: gl.constexpr):
-    """Raw scores of a key block [64, 64] with what they get besides, [64] in steps; -inf where that is.
+    """Add a bias [64] in score units to raw scores of a key block [64, 64]; a bias of -inf hides a mean.
 
-    Of INT8 codes the bias is rounded to a whole number of raw units, far less than what the codes are rounded by.
+    For INT8, the bias is rounded to whole raw units, which is much less than the rounding of Q and K.
     """
     bias = bias_smem.load(gl.SliceLayout(0, block.type.layout))
     if SPEC.quantized:
@@ -149,7 +150,7 @@ def _add_block_bias(block, scale, bias_smem, SPEC: gl.constexpr):
 
 @jit
 def _add_bias(scores, scales, metadata, stage, SPEC: gl.constexpr):
-    """Raw scores of a stage of means [64, keys], with their bias; -inf where a mean does not enter."""
+    """Add the bias to the raw scores of a stage of means [64, keys]."""
     place = stage * SPEC.blocks
     first, second = split_blocks(scores, SPEC.blocks)
     first = _add_block_bias(first, scales.first, metadata.bias.index(place), SPEC)
@@ -160,41 +161,41 @@ def _add_bias(scores, scales, metadata, stage, SPEC: gl.constexpr):
 
 @jit
 def _row_scales(unit, SPEC: gl.constexpr):
-    """The scales of scores that have one unit [64] for each row, in steps."""
+    """Return the scales of raw scores with one unit per row [64]."""
     scale = gl.full((ROWS, 4), 1.0, gl.float32, SPEC.lane_layout) * gl.convert_layout(unit, SPEC.row_layout)[:, None]
     return ScoreScales(first=scale, second=scale)
 
 
 @jit
-def _raw_scores(steps, SPEC: gl.constexpr):
-    """Scores in steps [64, keys] as raw scores, and their scales: each row has a unit of its own.
+def _raw_scores(scores, SPEC: gl.constexpr):
+    """Convert scores [64, keys] to raw scores and their scales, with one unit per row.
 
-    `probabilities` takes scores one unit lower than they are, and rounds by as much.
+    `probabilities` subtracts one unit from the scores, and rounds by as much.
     """
-    largest = gl.max(steps, 1)
+    largest = gl.max(scores, 1)
     largest = gl.where(largest == float("-inf"), 0.0, largest)
-    depth: gl.constexpr = RAW_DEPTH * SPEC.steps_per_octave
+    depth: gl.constexpr = RAW_DEPTH * SPEC.units_per_log2
     unit = (gl.abs(largest) + depth) * (1.0 / RAW_RANGE)
-    steps = gl.where(steps < (largest - depth)[:, None], float("-inf"), steps)  # NaN stays
-    raw = gl.fma(steps, (1.0 / unit)[:, None], gl.full_like(steps, FLOAT_OFFSET))
+    scores = gl.where(scores < (largest - depth)[:, None], float("-inf"), scores)  # NaN stays
+    raw = gl.fma(scores, (1.0 / unit)[:, None], gl.full_like(scores, FLOAT_OFFSET))
     return raw.to(gl.int32, bitcast=True), _row_scales(unit, SPEC)
 
 
 @jit
-def adjust_scores(scores, scales, exact, metadata, query_stage, stage, flags, first_query, lengths, SPEC: gl.constexpr):
-    """Raw scores and scales of a stage that is not plain: coarse, masked, or with a bias."""
+def adjust_scores(scores, scales, exact, metadata, tile, stage, flags, SPEC: gl.constexpr):
+    """Return raw scores and scales of a stage that is not plain: coarse, masked, or with a bias."""
     if SPEC.quantized:  # noqa: SIM102
-        if (flags & COARSE) != 0:  # float32 in steps, to begin with
-            steps = exact_steps(exact, metadata, query_stage, stage, flags, first_query, lengths, SPEC)
-            scores = steps.to(gl.int32, bitcast=True)
+        if (flags & COARSE) != 0:  # float32 in score units until they are masked
+            unquantized = exact_scores(exact, metadata, tile, stage, flags, SPEC)
+            scores = unquantized.to(gl.int32, bitcast=True)
             scales = _row_scales(gl.full((ROWS,), 1.0, gl.float32, SPEC.row_layout), SPEC)
     if SPEC.means:
         if (flags & MEANS) != 0:
             scores = _add_bias(scores, scales, metadata, stage, SPEC)
         else:
-            scores = mask_scores(scores, metadata, stage, first_query, lengths, SPEC)
+            scores = mask_scores(scores, metadata, stage, tile, SPEC)
     else:
-        scores = mask_scores(scores, metadata, stage, first_query, lengths, SPEC)
+        scores = mask_scores(scores, metadata, stage, tile, SPEC)
     if SPEC.quantized:  # noqa: SIM102
         if (flags & COARSE) != 0:
             scores, scales = _raw_scores(_as_floats(scores), SPEC)
@@ -203,7 +204,7 @@ def adjust_scores(scores, scales, exact, metadata, query_stage, stage, flags, fi
 
 @jit
 def _as_floats(scores):
-    """INT32 sums that started at `INT32_AS_FLOAT` as floats; floats as they are."""
+    """Return INT32 sums that started at `INT32_AS_FLOAT` as floats, and floats unchanged."""
     if scores.dtype == gl.int32:
         return scores.to(gl.float32, bitcast=True)
     else:
@@ -212,7 +213,7 @@ def _as_floats(scores):
 
 @jit
 def _block_max_by_lane(block, scale, SPEC: gl.constexpr):
-    """The maximum of each lane's own columns of a key block's scores [64, 64], in steps: [64, 4]."""
+    """Return the maximum of each lane's columns of a key block's scores [64, 64], in score units: [64, 4]."""
     largest = gl.convert_layout(gl.max(gl.max(_by_group(block), 3), 1), SPEC.lane_layout)
     if SPEC.quantized:
         return (_as_floats(largest) - FLOAT_OFFSET) * scale
@@ -222,7 +223,7 @@ def _block_max_by_lane(block, scale, SPEC: gl.constexpr):
 
 @jit
 def max_by_lane(scores, scales, SPEC: gl.constexpr):
-    """The maximum of each lane's own columns of a stage's scores, [64, 4], in steps."""
+    """Return the maximum of each lane's columns of a stage's scores, [64, 4], in score units."""
     first, second = split_blocks(scores, SPEC.blocks)
     largest = _block_max_by_lane(first, scales.first, SPEC)
     if SPEC.blocks == 2:
@@ -232,7 +233,7 @@ def max_by_lane(scores, scales, SPEC: gl.constexpr):
 
 @jit
 def _part_of_block(block, scale, edge, IS_UPPER: gl.constexpr):
-    """Raw scores of a key block above a score ``edge`` [64], or up to it; the others are hidden."""
+    """Keep raw scores of a key block above ``edge`` [64], or up to it; hide the others."""
     grouped = _by_group(block)
     limit = edge[:, None] / scale + FLOAT_OFFSET
     is_upper = _as_floats(grouped) > _for_groups(limit, grouped)
@@ -242,7 +243,7 @@ def _part_of_block(block, scale, edge, IS_UPPER: gl.constexpr):
 
 @jit
 def part_of_scores(scores, scales, edge, IS_UPPER: gl.constexpr, SPEC: gl.constexpr):
-    """Raw scores of a stage above a score ``edge`` [64], or up to it; the others are hidden."""
+    """Keep raw scores of a stage above ``edge`` [64], or up to it; hide the others."""
     first, second = split_blocks(scores, SPEC.blocks)
     first = _part_of_block(first, scales.first, edge, IS_UPPER)
     if SPEC.blocks == 2:
@@ -252,12 +253,12 @@ def part_of_scores(scores, scales, edge, IS_UPPER: gl.constexpr, SPEC: gl.conste
 
 @jit
 def any_far_below(lane_max, row_max, CONSUMER: gl.constexpr, SPEC: gl.constexpr):
-    """Whether a lane's own keys all lie so far below their row's maximum that FP8 does not hold both.
+    """Return whether all keys of some lane lie too far below their row's maximum for FP8 to represent both.
 
-    A reduction to one number would take nine shuffles and two barriers. Here each thread brings its answer into a
-    register of its own, and a barrier collects one bit of each.
+    A reduction to one number would take nine shuffles and two barriers. Instead, each thread stores its result in a PTX
+    register, and a barrier reduces one bit per thread.
     """
-    is_far = (lane_max < row_max[:, None] - FAR * SPEC.steps_per_octave) & (lane_max > LOWEST)
+    is_far = (lane_max < row_max[:, None] - FAR * SPEC.units_per_log2) & (lane_max > LOWEST)
     gl.inline_asm_elementwise(
         "or.b32 far, $2, $3; mov.b32 $0, 0; mov.b32 $1, 0;",
         "=r,=r,r,r",
@@ -266,7 +267,7 @@ def any_far_below(lane_max, row_max, CONSUMER: gl.constexpr, SPEC: gl.constexpr)
         is_pure=False,
         pack=2,
     )
-    barrier_number: gl.constexpr = 14 + CONSUMER  # Triton takes the first ones
+    barrier_number: gl.constexpr = 14 + CONSUMER  # Triton uses the first ones
     answer = gl.inline_asm_elementwise(
         """{
         .reg .pred is_far;
@@ -286,9 +287,9 @@ def any_far_below(lane_max, row_max, CONSUMER: gl.constexpr, SPEC: gl.constexpr)
 
 @jit
 def any_above(lane_sum, LIMIT: gl.constexpr):
-    """Whether a number of [64, 4] exceeds a limit or is NaN: an answer for each warp.
+    """Return whether a number of [64, 4] exceeds a limit or is NaN, per warp.
 
-    What depends on it must be a warp's own business: no barriers, no products.
+    Code that depends on it must not contain barriers or warpgroup products.
     """
     gl.inline_asm_elementwise(
         "setp.gtu.f32 above, $2, $4; setp.gtu.or.f32 above, $3, $5, above; mov.b32 $0, 0; mov.b32 $1, 0;",
@@ -323,7 +324,7 @@ def declare_far():
 
 @jit
 def _as_operand(scores, SPEC: gl.constexpr):
-    """Scores of a key block as they lie in P, by lane: [64, 16 / w, 4, w]."""
+    """View scores of a key block in the layout of P, by lane: [64, 16 / w, 4, w]."""
     if SPEC.fp8_values:
         scores = in_fp8_token_order(scores)
     grouped = gl.reshape(scores, (ROWS, 16 // SPEC.k_width, 4, SPEC.k_width))
@@ -332,18 +333,18 @@ def _as_operand(scores, SPEC: gl.constexpr):
 
 @jit
 def _for_lanes(numbers):
-    """One number for each lane of a row [64, 4], to go with `_as_operand`."""
+    """Broadcast one number per lane [64, 4] for `_as_operand`."""
     return numbers[:, None, :, None]
 
 
 @jit
 def _fp8_from_scores(scores, slope, offset):
-    """FP8 numbers whose codes are scores * slope + offset, from 0 up, rounded to the next multiple of 2^-24.
+    """Return FP8 numbers with the bits scores * slope + offset, at least 0, rounded to the next multiple of 2^-24.
 
-    The saturating multiply-add clamps at 0, and turns NaN into 0. Conversion to float16 rounds; a permutation collects
-    the low bytes. 1.75 instructions for each score.
+    The saturating multiply-add clamps at 0, and converts NaN to 0. Conversion to float16 rounds; a permutation collects
+    the low bytes. 1.75 instructions per score.
     """
-    codes = gl.inline_asm_elementwise(
+    bits = gl.inline_asm_elementwise(
         """{
         .reg .f32 x<4>;
         .reg .b32 low, high;
@@ -361,33 +362,33 @@ def _fp8_from_scores(scores, slope, offset):
         is_pure=True,
         pack=4,
     )
-    return codes.to(gl.float8e4nv, bitcast=True)
+    return bits.to(gl.float8e4nv, bitcast=True)
 
 
 @jit
-def probabilities(block, scale, origin, P_TYPE: gl.constexpr, SPEC: gl.constexpr):
-    """P of one key block as the left operand of P V, and each lane's sum of it, [64, 4] (0 if exponential-free).
+def probabilities(block, scale, p_ref, P_TYPE: gl.constexpr, SPEC: gl.constexpr):
+    """Return P of one key block as the left operand of P V, and each lane's sum of it, [64, 4] (0 if exponential-free).
 
-    What is subtracted is of the size of FLOAT_OFFSET and rounded (once: fma), by up to three quarters of an integer;
-    the maximum itself by a quarter. So one integer more is subtracted, far less than what rounding Q and K to 8 bits
-    does. Else the largest P could exceed 448: code 127 is NaN, and an exponential would be cut off in P V alone.
+    The subtrahend is of the size of FLOAT_OFFSET and is rounded (once: fma) by up to three quarters of an integer; the
+    maximum itself by a quarter. Therefore one more integer is subtracted, which is much less than the rounding of Q and
+    K. Otherwise the largest P could exceed 448: FP8 pattern 127 is NaN, and exp2 would saturate in P V only.
 
     Args:
         block: raw scores [64, 64].
         scale: of the scores, [64, 4] or one number.
-        origin: [64], the score that P counts from, less what P = 1 is stored as; in steps.
+        p_ref: [64], the row reference lowered by the stored value of P = 1, in score units.
     """
     scores = _as_operand(_as_floats(block), SPEC)
     lane_sum = 0.0
     if SPEC.exponential_free:
-        offset = gl.fma(scale, -(FLOAT_OFFSET + 1.0), -origin[:, None])
+        offset = gl.fma(scale, -(FLOAT_OFFSET + 1.0), -p_ref[:, None])
         p = _fp8_from_scores(scores, _for_lanes(scale), _for_lanes(offset))
     else:
         if SPEC.quantized:
-            offset = gl.fma(scale, FLOAT_OFFSET + 1.0, origin[:, None])
+            offset = gl.fma(scale, FLOAT_OFFSET + 1.0, p_ref[:, None])
             scores = scores * _for_lanes(scale) - _for_lanes(offset)
         else:
-            scores = scores * scale - _for_lanes(origin[:, None])
+            scores = scores * scale - _for_lanes(p_ref[:, None])
         exact = gl.exp2(scores)
         lane_sum = gl.convert_layout(gl.sum(gl.sum(exact, 3), 1), SPEC.lane_layout)
         p = exact.to(P_TYPE)

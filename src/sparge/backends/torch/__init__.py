@@ -1,4 +1,4 @@
-"""Any device, in PyTorch: the kept blocks are gathered for torch's own attention."""
+"""The torch backend, for any device: kept blocks are gathered and passed to torch's own attention."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sparge.masks.block_mask import BlockMask
 
 
 class TorchBackend(Backend):
-    """Serves every device; CPUs best of all."""
+    """Serves every device; intended for CPUs."""
 
     name = "torch"
     summary = "gathers kept blocks for torch's own attention, on any device"

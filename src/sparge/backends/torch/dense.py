@@ -1,8 +1,8 @@
-"""Dense attention with this library's contract (LSE, bottom-right causality, 0 for rows that see nothing).
+"""Dense attention with this library's contract (LSE, bottom-right causality, 0 for rows that see no key).
 
-Without a mask torch's own CPU kernel does all of it, in float32 where 16 bits would be emulated (`processor`). Short
-calls with a mask or a window, such as decoding with padding, take one batch with an element mask. Everything else runs
-through the block backend with every visible block kept, which needs no memory in the square of the length, and no time
+Calls without a mask use torch's CPU kernel, in float32 where 16-bit arithmetic would be emulated (`processor`). Short
+calls with a mask or a window, for example decoding with padding, run as one batch with an element mask. All other calls
+use block-sparse attention with every visible block kept, which needs no memory quadratic in the length, and no time
 outside of a window.
 """
 
@@ -23,19 +23,19 @@ from sparge.masks.visibility import allowed_elements, window_elements
 from sparge.masks.window import Window
 
 MAX_MASK_ELEMENTS = 2**22
-"""Elements (heads x queries x keys) up to which the element mask of a sequence is made whole: 16 MiB."""
+"""Maximum elements (heads x queries x keys) of a sequence's element mask that is created as a whole: 16 MiB."""
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Attention over every visible key: output (B, H, Sq, Dv) in the query's dtype, lse (B, H, Sq) float32."""
+    """Compute attention over every visible key: output (B, H, Sq, Dv) in the query's dtype, lse (B, H, Sq) float32."""
     shape = call.shape
-    if call.is_causal and shape.q_len == 1:  # the last query sees all keys that it has not lost to the left
+    if call.is_causal and shape.q_len == 1:  # the only query is the last: causality hides no key from it
         call = replace(call, is_causal=False, window=Window(call.window.left))
     if query.device.type == "cpu" and call.attn_mask is None and _is_aligned(call):
         output, lse = _without_mask(query, key, value, call)
-    elif shape.heads * shape.q_len * shape.kv_len <= MAX_MASK_ELEMENTS:  # what others of the batch are changes nothing
-        at_once = MAX_MASK_ELEMENTS // (shape.heads * shape.q_len * shape.kv_len)
-        parts = [_with_element_mask(*part) for part in _parts_of_batch(query, key, value, call, at_once)]
+    elif shape.heads * shape.q_len * shape.kv_len <= MAX_MASK_ELEMENTS:  # independent of the batch size
+        max_batch = MAX_MASK_ELEMENTS // (shape.heads * shape.q_len * shape.kv_len)
+        parts = [_with_element_mask(*part) for part in _parts_of_batch(query, key, value, call, max_batch)]
         output, lse = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
     else:
         return blocks.attention(query, key, value, predict.predict(query, key, call), call)
@@ -55,13 +55,13 @@ def torch_serves(query: Tensor, call: Call) -> bool:
 
 
 def _is_aligned(call: Call) -> bool:
-    """Return whether a call has no window, or causality that is the same in both alignments."""
+    """Return whether a call has no window, or causality that is the same in top-left and bottom-right alignment."""
     is_square = call.shape.q_len == call.shape.kv_len
     return call.window == Window() or (call.window == Window(None, 0) and is_square)
 
 
 def _without_mask(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """torch's CPU flash attention, which also gives the LSE; it wants one width and as many key heads as queries."""
+    """Run torch's CPU flash attention, which returns the LSE; it needs equal widths and equal numbers of heads."""
     shape, dtype = call.shape, dtype_of_dense(query, exact_lse=call.exact_lse)
     query, key, value = query.to(dtype), *_for_every_head(key, value, shape, dtype)
     if shape.head_dim != shape.value_dim:
@@ -74,11 +74,11 @@ def _without_mask(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tupl
 
 
 def _parts_of_batch(
-    query: Tensor, key: Tensor, value: Tensor, call: Call, at_once: int
+    query: Tensor, key: Tensor, value: Tensor, call: Call, max_batch: int
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Call]]:
-    """A call as several, of so many elements of its batch each."""
-    for start in range(0, call.shape.batch, at_once):
-        part = slice(start, start + at_once)
+    """Split a call into calls with at most ``max_batch`` batch elements each."""
+    for start in range(0, call.shape.batch, max_batch):
+        part = slice(start, start + max_batch)
         mask = call.attn_mask
         if mask is not None and mask.shape[0] > 1:
             mask = mask[part]
@@ -98,7 +98,7 @@ def _with_element_mask(query: Tensor, key: Tensor, value: Tensor, call: Call) ->
         bias = bias if attn_mask.dtype == torch.bool else attn_mask.float()
     dtype = dtype_of_dense(query, exact_lse=call.exact_lse)
     key, value = _for_every_head(key, value, shape, dtype)
-    # What nobody sees may hold anything, even NaN.
+    # Unseen tokens may have any contents, even NaN.
     keys_seen = allowed.any(2)[..., None]
     output, lse = blocks.attend(
         torch.where(allowed.any(3, keepdim=True), query.to(dtype), 0.0).flatten(0, 1),
@@ -111,7 +111,7 @@ def _with_element_mask(query: Tensor, key: Tensor, value: Tensor, call: Call) ->
 
 
 def _for_every_head(key: Tensor, value: Tensor, shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys and values in a dtype, grouped heads repeated; without a copy where neither is needed."""
+    """Convert keys and values to a dtype and repeat grouped heads; no copy if neither is needed."""
     if shape.group > 1:
         key, value = key.repeat_interleave(shape.group, 1), value.repeat_interleave(shape.group, 1)
     return key.to(dtype), value.to(dtype)

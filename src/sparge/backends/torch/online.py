@@ -1,8 +1,8 @@
-"""Online softmax over kept blocks in batched PyTorch: the 8-bit modes and the P V threshold on any device.
+"""Online softmax over kept blocks in batched PyTorch: quantization and the P V threshold on any device.
 
-Computes what the quantised kernels compute (`eight_bits`; a fresh sum and maximum per 64-key tile) in float32
-arithmetic on the codes, block after block for many rows at once. It shows the error of 8 bits on any machine; it is
-not faster than the unquantised path there.
+Computes the same as the quantized kernels (`sparge.numerics.quantization`; each 64-key tile has its own sum and
+maximum), with float32 arithmetic on the quantized values, block by block for many query blocks at once. This measures
+the quantization error on any machine; it is not faster than the unquantized path.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sparge.backends.torch.tiles import Tiles, Workspace
 from sparge.call import Call
 from sparge.masks.geometry import BLOCK_K, BLOCK_Q, ROW_GROUP
 from sparge.masks.visibility import Visibility
-from sparge.numerics.block_means import BlockMeans, block_means, replaced_bias
+from sparge.numerics.block_means import BlockMeans, block_means, mean_bias
 from sparge.numerics.quantization import (
     FP8_MAX,
     FP8_RANGE,
@@ -38,12 +38,13 @@ from sparge.numerics.quantization import (
 )
 from sparge.options.common import per_head
 
-ROWS_AT_A_TIME = 64
+MAX_Q_BLOCKS = 64
+"""Query blocks that are computed together."""
 GROUPS = BLOCK_Q // ROW_GROUP
 
 
 def attention(tiles: Tiles, kept: Tensor, seen: Visibility, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """All rows: output (rows, 128, Dv) and lse (rows, 128), float32; how many halves of kept blocks had no P V, int64.
+    """Attend all query blocks: output (n, 128, Dv), lse (n, 128), float32, and the number of skipped half blocks.
 
     See `reference.attention`.
     """
@@ -51,33 +52,33 @@ def attention(tiles: Tiles, kept: Tensor, seen: Visibility, call: Call) -> tuple
     operands = _Operands(tiles, seen, call)
     bias = None
     if operands.means is not None:
-        bias = _padded(replaced_bias(operands.means.plain, kept, call).flatten(0, 2).float(), 1, -math.inf)
+        bias = _padded(mean_bias(operands.means.plain, kept, shape, call.window).flatten(0, 2).float(), 1, -math.inf)
     threshold = None
     if call.pv_threshold is not None:
         threshold = per_head(call.pv_threshold, shape.heads, device).flatten().float()
-    kept_rows = kept.flatten(0, 2)
-    partial_rows = (kept & ~seen.full).flatten(0, 2)
-    counts = kept_rows.sum(-1)
-    total = len(kept_rows)
+    kept_blocks = kept.flatten(0, 2)  # [n, kv_blocks]
+    partial_blocks = (kept & ~seen.full).flatten(0, 2)
+    counts = kept_blocks.sum(-1)
+    total = len(kept_blocks)
     output = torch.empty(total, BLOCK_Q, shape.value_dim, dtype=torch.float32, device=device)
     lse = torch.empty(total, BLOCK_Q, dtype=torch.float32, device=device)
     skipped = torch.zeros((), dtype=torch.int64, device=device)
-    for rows in torch.argsort(counts, descending=True, stable=True).split(ROWS_AT_A_TIME):
-        columns = torch.argsort((~kept_rows[rows]).to(torch.uint8), dim=-1, stable=True)
-        state = _Rows(operands, rows, threshold)
-        for step in range(int(counts[rows[0]])):
-            active = int((counts[rows] > step).sum())  # rows are sorted by count: the active ones come first
-            column = columns[:active, step]
-            state.add_block(column, partial_rows[rows[:active], column])
-        skipped += state.skipped  # before the means, which stand for other blocks
+    for q_indices in torch.argsort(counts, descending=True, stable=True).split(MAX_Q_BLOCKS):
+        kv_indices = torch.argsort((~kept_blocks[q_indices]).to(torch.uint8), dim=-1, stable=True)
+        state = _OnlineSoftmax(operands, q_indices, threshold)
+        for step in range(int(counts[q_indices[0]])):
+            active = int((counts[q_indices] > step).sum())  # sorted by count: the active query blocks come first
+            column = kv_indices[:active, step]
+            state.add_block(column, partial_blocks[q_indices[:active], column])
+        skipped += state.skipped  # before the means, which are not counted
         if operands.means is not None and bias is not None:
-            state.add_means(operands.means, bias[rows])
-        output[rows], lse[rows] = state.finish()
+            state.add_means(operands.means, bias[q_indices])
+        output[q_indices], lse[q_indices] = state.finish()
     return output, lse, skipped
 
 
 class _Operands:
-    """Q, K, V as codes (held in float32) with their scales; scores and products decode them."""
+    """Q, K, V as quantized values (stored in float32) with their scales, which scores and products apply."""
 
     def __init__(self, tiles: Tiles, seen: Visibility, call: Call) -> None:
         shape, quantization, scale = tiles.shape, call.quantization, call.scale
@@ -96,44 +97,44 @@ class _Operands:
             key = mix(key / factors)
             self.query_scale, self.exact_query = query_scales(query), query
             self.exact_key = key.unflatten(2, (-1, BLOCK_K))
-            key_codes, self.key_scale = _key_codes(key)
-            tiles = replace(tiles, query=quantize_int8(query, self.query_scale).float(), key=key_codes)
+            quantized_key, self.key_scale = _quantized_keys(key)
+            tiles = replace(tiles, query=quantize_int8(query, self.query_scale).float(), key=quantized_key)
         if quantization == "int8_fp8":
-            codes, self.value_scale = quantize_fp8(value.float())
-            tiles = replace(tiles, value=codes.unflatten(2, tiles.value.shape[2:4]))
+            quantized_value, self.value_scale = quantize_fp8(value.float())
+            tiles = replace(tiles, value=quantized_value.unflatten(2, tiles.value.shape[2:4]))
         elif quantization == "int8_fp16":
             tiles = replace(tiles, value=to_fp16(tiles.value.float()))
         self.tiles = tiles
-        self.means = self._codes_of(block_means(key, value, present)) if call.replaces_skipped else None
+        self.means = self._quantized_means(block_means(key, value, present)) if call.replaces_skipped else None
 
-    def _codes_of(self, means: BlockMeans) -> _MeanTiles:
-        """Means as operands, rounded as K and V are."""
+    def _quantized_means(self, means: BlockMeans) -> _MeanTiles:
+        """Round means as K and V are rounded."""
         key, value = _padded(means.key, 2), _padded(means.value, 2)
         tiles, key_scale = key.unflatten(2, (-1, BLOCK_K)), None
         if self.quantization != "none":
-            tiles, key_scale = _key_codes(key)
+            tiles, key_scale = _quantized_keys(key)
         if self.value_scale is not None:
             value = to_fp8(value / self.value_scale)
         elif self.quantization == "int8_fp16":
             value = to_fp16(value)
         return _MeanTiles(means, tiles, key_scale, key.unflatten(2, (-1, BLOCK_K)), value.unflatten(2, (-1, BLOCK_K)))
 
-    def scores(self, rows: Tensor, query: Tensor, key: Tensor, keys: _KeyPlace | None) -> Tensor:
-        """(n, 128, D), (n, 64, D) -> (n, 128, 64) in units of the softmax; ``keys`` are those of INT8 values."""
+    def scores(self, q_indices: Tensor, query: Tensor, key: Tensor, keys: _KeyPlace | None) -> Tensor:
+        """Compute scaled scores: (n, 128, D), (n, 64, D) -> (n, 128, 64); ``keys`` locates INT8 keys."""
         scores = torch.bmm(query, key.mT)
         if self.query_scale is None or keys is None:
             return scores.mul_(self.scale)
-        query_scale, key_scale = self.query_scale[self.tiles.place(rows)], keys.scale[keys.place]
+        query_scale, key_scale = self.query_scale[self.tiles.place(q_indices)], keys.scale[keys.place]
         scores = scores.mul_(query_scale * self.scale).mul_(key_scale.mT)
         coarse = is_coarse(query_scale, key_scale, self.scale, self.head_dim).flatten(1).any(1)
         if bool(coarse.any()):
-            exact_query = self.exact_query[self.tiles.place(rows[coarse])]
+            exact_query = self.exact_query[self.tiles.place(q_indices[coarse])]
             exact_key = keys.exact[tuple(index[coarse] for index in keys.place)]
             scores[coarse] = torch.bmm(exact_query, exact_key.mT) * self.scale
         return scores
 
     def product(self, probability: Tensor, value: Tensor) -> Tensor:
-        """P V of one tile; the FP8 one carries P's factor of 448."""
+        """Compute P V of one tile. The FP8 product includes P's factor of 448."""
         if self.quantization == "int8_fp8":
             probability = to_fp8(probability * FP8_MAX)
         elif self.quantization == "int8_fp16":
@@ -142,7 +143,7 @@ class _Operands:
 
 
 class _KeyPlace(NamedTuple):
-    """Scales of all tiles of keys, (B, Hkv, tiles, 64, 1), what was rounded, (..., D), and n of these tiles."""
+    """n tiles of keys: scales and unquantized keys of all tiles, (B, Hkv, tiles, 64, 1 | D), and the tiles' indices."""
 
     scale: Tensor
     exact: Tensor
@@ -150,9 +151,9 @@ class _KeyPlace(NamedTuple):
 
 
 class _MeanTiles(NamedTuple):
-    """Means of key blocks as operands, 64 in a tile: (B, Hkv, tiles, 64, width) each.
+    """Means of key blocks as operands, 64 per tile: (B, Hkv, tiles, 64, width) each.
 
-    ``plain`` are the means as they were, ``exact_key`` what was rounded.
+    ``plain`` are the original means, ``exact_key`` the keys before quantization.
     """
 
     plain: BlockMeans
@@ -162,23 +163,23 @@ class _MeanTiles(NamedTuple):
     value: Tensor
 
 
-class _Rows:
-    """The running state of a batch of rows, in groups of 64 queries that skip together."""
+class _OnlineSoftmax:
+    """The running state of a batch of query blocks, in groups of 64 rows that skip together."""
 
-    def __init__(self, operands: _Operands, rows: Tensor, threshold: Tensor | None) -> None:
-        tiles, device = operands.tiles, rows.device
-        self.operands, self.tiles, self.rows = operands, tiles, rows
+    def __init__(self, operands: _Operands, q_indices: Tensor, threshold: Tensor | None) -> None:
+        tiles, device = operands.tiles, q_indices.device
+        self.operands, self.tiles, self.q_indices = operands, tiles, q_indices
         self.workspace = Workspace()
-        self.query = tiles.queries(rows, self.workspace)
-        groups = len(rows) * GROUPS
+        self.query = tiles.queries(q_indices, self.workspace)
+        groups = len(q_indices) * GROUPS
         self.running_max = self.query.new_full((groups, ROW_GROUP, 1), -math.inf)
-        self.origin = self.running_max.clone()  # what sums count from
+        self.row_ref = self.running_max.clone()  # the score that sums are relative to
         self.row_sum = self.query.new_zeros(groups, ROW_GROUP, 1)
         self.accumulator = self.query.new_zeros(groups, ROW_GROUP, tiles.shape.value_dim)
         self.threshold = None
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)  # half blocks, see `reference.attention`
         if threshold is not None:
-            _, head, block = tiles.place(rows)
+            _, head, block = tiles.place(q_indices)
             positions = block[:, None] * BLOCK_Q + torch.arange(BLOCK_Q, device=device)
             self.threshold = threshold[head].repeat_interleave(GROUPS)[:, None, None]
             self.outside = (positions >= tiles.shape.q_len).view(groups, ROW_GROUP, 1)
@@ -186,36 +187,36 @@ class _Rows:
             self.weight = torch.stack([1 + one_group, 1 - one_group], 1).flatten()  # [groups]
 
     def add_block(self, column: Tensor, partial: Tensor) -> None:
-        """One more key block for the first ``len(column)`` rows; ``partial`` says which need an element mask."""
+        """Add one more key block for the first ``len(column)`` query blocks; ``partial`` marks element masks."""
         active = len(column)
-        rows = self.rows[:active]
-        key, value = self.tiles.keys_values(rows, column[:, None], self.workspace)
+        q_indices = self.q_indices[:active]
+        key, value = self.tiles.keys_values(q_indices, column[:, None], self.workspace)
         keys = None
         if self.operands.key_scale is not None:
-            keys = _KeyPlace(self.operands.key_scale, self.operands.exact_key, (*self._kv_heads(rows), column))
-        scores = self.operands.scores(rows, self.query[:active], key, keys)
+            keys = _KeyPlace(self.operands.key_scale, self.operands.exact_key, (*self._kv_heads(q_indices), column))
+        scores = self.operands.scores(q_indices, self.query[:active], key, keys)
         if bool(partial.any()):
-            bias = self.tiles.element_bias(rows[partial], column[partial, None])
+            bias = self.tiles.element_bias(q_indices[partial], column[partial, None])
             scores[partial] = (scores[partial] + bias).masked_fill(bias == -math.inf, -math.inf)  # hides NaN too
         self._add_tile(scores, value)
 
     def add_means(self, means: _MeanTiles, bias: Tensor) -> None:
-        """The means of skipped blocks for all rows, 64 at a time, with ``bias`` (n, blocks) added to their scores."""
-        batch, kv_head = self._kv_heads(self.rows)
+        """Add the means of skipped blocks for all query blocks, 64 at a time, with ``bias`` (n, blocks)."""
+        batch, kv_head = self._kv_heads(self.q_indices)
         for tile, tile_bias in enumerate(bias[:, None].split(BLOCK_K, 2)):
             keys = None
             if means.key_scale is not None:
                 keys = _KeyPlace(means.key_scale, means.exact_key, (batch, kv_head, torch.full_like(batch, tile)))
-            scores = self.operands.scores(self.rows, self.query, means.key[batch, kv_head, tile], keys)
+            scores = self.operands.scores(self.q_indices, self.query, means.key[batch, kv_head, tile], keys)
             scores = (scores + tile_bias).masked_fill(tile_bias == -math.inf, -math.inf)
             self._add_tile(scores, means.value[batch, kv_head, tile])
 
-    def _kv_heads(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        batch, head, _ = self.tiles.place(rows)
+    def _kv_heads(self, q_indices: Tensor) -> tuple[Tensor, Tensor]:
+        batch, head, _ = self.tiles.place(q_indices)
         return batch, head // self.tiles.shape.group
 
     def _add_tile(self, scores: Tensor, value: Tensor) -> None:
-        """Scores (n, 128, 64) and values (n, 64, Dv) of the first n rows."""
+        """Add scores (n, 128, 64) and values (n, 64, Dv) of the first n query blocks, unless they are skipped."""
         scores = scores.view(-1, ROW_GROUP, BLOCK_K)  # [groups, 64, 64]
         value = value.repeat_interleave(GROUPS, 0)
         local_max = scores.amax(-1, keepdim=True)
@@ -232,62 +233,62 @@ class _Rows:
         self._fold(live, scores[live], value[live], local_max[live])
 
     def _fold(self, groups: slice | Tensor, scores: Tensor, value: Tensor, local_max: Tensor) -> None:
-        """Add a tile; where FP8 cannot hold all of it, what is far below its maximum first (as `reference.softmax`)."""
+        """Add a tile, in two parts if FP8 cannot represent all of it: lower scores first (see `reference.softmax`)."""
         self.running_max[groups] = new_max = torch.maximum(self.running_max[groups], local_max)
         if self.operands.quantization != "int8_fp8":
             self._add(groups, scores, value, new_max)
             return
-        origin = torch.maximum(local_max, new_max - REACH * math.log(2.0))
-        edge = origin - FP8_RANGE * math.log(2.0)
+        row_ref = torch.maximum(local_max, new_max - REACH * math.log(2.0))
+        edge = row_ref - FP8_RANGE * math.log(2.0)
         is_low = scores <= edge
         has_low = (is_low & (scores > -math.inf)).any(-1, keepdim=True)
         if bool(has_low.any()):
-            low_origin = torch.where(has_low, edge, self.origin[groups])  # other rows stay as they are
-            self._add(groups, scores.masked_fill((scores > edge) | ~has_low, -math.inf), value, low_origin)
+            low_ref = torch.where(has_low, edge, self.row_ref[groups])  # other rows do not change
+            self._add(groups, scores.masked_fill((scores > edge) | ~has_low, -math.inf), value, low_ref)
             scores = scores.masked_fill(is_low, -math.inf)
-        self._add(groups, scores, value, origin)
+        self._add(groups, scores, value, row_ref)
 
-    def _add(self, groups: slice | Tensor, scores: Tensor, value: Tensor, new_origin: Tensor) -> None:
-        """Add P V of a tile, with P relative to ``new_origin``."""
-        shift = new_origin.masked_fill(new_origin == -math.inf, 0.0)
-        decay = (self.origin[groups] - shift).exp()
+    def _add(self, groups: slice | Tensor, scores: Tensor, value: Tensor, new_ref: Tensor) -> None:
+        """Add P V of a tile, with P relative to ``new_ref``."""
+        shift = new_ref.masked_fill(new_ref == -math.inf, 0.0)
+        decay = (self.row_ref[groups] - shift).exp()
         probability = (scores - shift).exp()
         self.row_sum[groups] = self.row_sum[groups] * decay + probability.sum(-1, keepdim=True)
         product = self.operands.product(probability, value)
         self.accumulator[groups] = self.accumulator[groups] * decay + product
-        self.origin[groups] = new_origin
+        self.row_ref[groups] = new_ref
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        """Output (n, 128, Dv) and lse (n, 128), the latter with the key mean's share put back."""
+        """Return output (n, 128, Dv) and lse (n, 128), to which the key mean's share is added back."""
         operands = self.operands
         unit = FP8_MAX if operands.quantization == "int8_fp8" else 1.0
         nothing = self.row_sum == 0
         output = self.accumulator / (unit * self.row_sum.masked_fill(nothing, 1.0))
-        lse = (self.origin + self.row_sum.log()).view(len(self.rows), BLOCK_Q)
-        output, nothing = (tensor.view(len(self.rows), BLOCK_Q, -1) for tensor in (output, nothing))
+        lse = (self.row_ref + self.row_sum.log()).view(len(self.q_indices), BLOCK_Q)
+        output, nothing = (tensor.view(len(self.q_indices), BLOCK_Q, -1) for tensor in (output, nothing))
         if operands.value_scale is not None:
-            batch, head, _ = self.tiles.place(self.rows)
+            batch, head, _ = self.tiles.place(self.q_indices)
             output = output * operands.value_scale[batch, head // self.tiles.shape.group]
         output = output.masked_fill(nothing, 0.0)
         if operands.mean_score is not None:
-            lse = lse + operands.mean_score[self.rows]
+            lse = lse + operands.mean_score[self.q_indices]
         return output, lse
 
 
-def _key_codes(key: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes of whole tiles of keys (B, Hkv, tokens, D) and their scales: (B, Hkv, tiles, 64, D | 1)."""
+def _quantized_keys(key: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantize whole tiles of keys (B, Hkv, tokens, D); return values and scales, (B, Hkv, tiles, 64, D | 1)."""
     key = key.unflatten(2, (-1, BLOCK_K))
     scales = key_scales(key)
     return quantize_int8(key, scales).float(), scales
 
 
 def _padded(tensor: Tensor, dim: int, fill: float = 0.0) -> Tensor:
-    """Whole tiles of 64 along a dimension, counted from the first."""
+    """Pad a dimension at its end to whole tiles of 64."""
     return F.pad(tensor, (0, 0) * (tensor.ndim - 1 - dim) + (0, -tensor.shape[dim] % BLOCK_K), value=fill)
 
 
 def _present(key: Tensor, seen: Tensor | None, kv_len: int) -> Tensor:
-    """Which tokens of key blocks (B, Hkv, blocks, 64, D) exist and are seen, (B, Hkv, blocks * 64)."""
+    """Return which tokens of key blocks (B, Hkv, blocks, 64, D) exist and are seen, (B, Hkv, blocks * 64)."""
     tokens = key.shape[2] * key.shape[3]
     present = torch.arange(tokens, device=key.device) < kv_len
     if seen is not None:
@@ -296,7 +297,7 @@ def _present(key: Tensor, seen: Tensor | None, kv_len: int) -> Tensor:
 
 
 def _smooth(key: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys (B, Hkv, tokens, D) less the mean over present, finite tokens, (B, Hkv, 1, D); the rest is 0."""
+    """Subtract from keys (B, Hkv, tokens, D) the mean over present, finite tokens, (B, Hkv, 1, D); others become 0."""
     usable = present[..., None] & key.isfinite().all(-1, keepdim=True)
     mean = torch.where(usable, key, 0.0).sum(2, keepdim=True) / usable.sum(2, keepdim=True).clamp(min=1)
     return torch.where(present[..., None], key - mean, 0.0), mean

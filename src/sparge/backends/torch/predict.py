@@ -1,7 +1,7 @@
 """Prediction in batched PyTorch, for any device: block statistics -> scores -> selection -> BlockMask.
 
-Agrees with `reference.predict` block by block (ties aside). Scores are computed in float32 for a few rows of query
-blocks at a time, so that the largest intermediate stays near `CHUNK_BYTES`.
+Agrees with `reference.predict` block by block, except for ties. Scores are computed in float32 for a few query blocks
+at a time, so that the largest intermediate stays near `CHUNK_BYTES`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sparge.masks.visibility import (
     window_elements,
 )
 from sparge.masks.window import Window
-from sparge.numerics.budget_allocation import share_out
+from sparge.numerics.budget_allocation import allocate
 from sparge.options.common import per_head
 from sparge.options.rules import (
     BUDGET_BITS,
@@ -49,15 +49,15 @@ CHUNK_BYTES = 16 * 2**20
 
 @dataclass(frozen=True)
 class _KeyStatistics:
-    """Per key block, float32: mean and (for score "moment") variance, (B, Hkv, kv_blocks, D)."""
+    """Statistics per key block, float32: mean and, if the score reads it, variance, (B, Hkv, kv_blocks, D)."""
 
     mean: Tensor
     variance: Tensor | None
 
 
 @dataclass(frozen=True)
-class _Summary:
-    """What every row of scores needs. ``bias`` is an additive mask (b, h, Sq | 1, Sk), None without one."""
+class _Inputs:
+    """Inputs of the scores of all query blocks. ``bias`` is an additive mask (b, h, Sq | 1, Sk), None without one."""
 
     query: Tensor
     call: Call
@@ -67,11 +67,11 @@ class _Summary:
 
     @property
     def has_key_bias(self) -> bool:
-        """Whether one bias per key serves all queries."""
+        """Whether all queries share one bias per key."""
         return self.bias is not None and self.bias.shape[2] == 1 and self.call.window == Window()
 
     def seen_by(self, positions: Tensor) -> Tensor | None:
-        """Keys that a window shows to the given queries, (..., kv_len); None without one."""
+        """Return the keys that a window shows to the given queries, (..., kv_len); None without a window."""
         return None if self.call.window == Window() else window_elements(self.call.shape, self.call.window, positions)
 
 
@@ -84,12 +84,12 @@ def predict(query: Tensor, key: Tensor, call: Call) -> BlockMask:
     else:
         rule, visible = call.selection, _visible(seen, shape)
         kind = entry_of(SCORES, call.score, "score on the torch backend")
-        summary = _summary(query, _key_statistics(key, seen.keys, with_variance=kind.has_variance), call, seen)
-        rows = _rows(summary, _dissimilar_blocks(summary, key, rule))
+        inputs = _inputs(query, _key_statistics(key, seen.keys, with_variance=kind.has_variance), call, seen)
+        parts = _q_blocks(inputs, _dissimilar_blocks(inputs, key, rule))
         if rule.is_call_wide:
-            kept = _select(_Rows.joined(list(rows)), rule)
+            kept = _select(_QBlocks.joined(list(parts)), rule)
         else:
-            kept = torch.cat([_select(part, rule) for part in rows], 2)
+            kept = torch.cat([_select(part, rule) for part in parts], 2)
     return BlockMask.from_dense(kept, q_len=shape.q_len, kv_len=shape.kv_len, window=window, visible=visible)
 
 
@@ -108,84 +108,85 @@ class TorchCandidates(Candidates):
         self._call = call
         seen = find_visibility(call.shape, call.window, call.attn_mask, query.device)
         statistics = _KeyStatistics(keys[0], keys[1] if len(keys) > 1 else None)
-        self._rows = _Rows.joined(list(_rows(_summary(query, statistics, call, seen), None)))
+        self._q_blocks = _QBlocks.joined(list(_q_blocks(_inputs(query, statistics, call, seen), None)))
 
     def kept_by_level(self, kv_blocks: int) -> tuple[Tensor, Tensor]:
-        return _kept_by_level(self._rows, self._call.selection, budget_top(kv_blocks))
+        return _kept_by_level(self._q_blocks, self._call.selection, budget_top(kv_blocks))
 
     def choose(self, counts: Tensor | None) -> BlockMask:
-        rows, rule, shape = self._rows, self._call.selection, self._call.shape
-        kept = _select(rows, rule) if counts is None else _with_others(rows, _first(rows, counts))
-        window = self._call.window
-        return BlockMask.from_dense(kept, q_len=shape.q_len, kv_len=shape.kv_len, window=window, visible=rows.visible)
+        q_blocks, rule, shape = self._q_blocks, self._call.selection, self._call.shape
+        kept = _select(q_blocks, rule) if counts is None else _with_forced(q_blocks, _best(q_blocks, counts))
+        window, visible = self._call.window, q_blocks.visible
+        return BlockMask.from_dense(kept, q_len=shape.q_len, kv_len=shape.kv_len, window=window, visible=visible)
 
 
 def _visible(seen: Visibility, shape: Shape) -> Tensor:
     return seen.blocks.expand(shape.batch, shape.heads, shape.q_blocks, shape.kv_blocks)
 
 
-def _summary(query: Tensor, statistics: _KeyStatistics, call: Call, seen: Visibility) -> _Summary:
+def _inputs(query: Tensor, statistics: _KeyStatistics, call: Call, seen: Visibility) -> _Inputs:
     bias = None
     if call.attn_mask is not None and call.attn_mask.dtype != torch.bool:
         bias = call.attn_mask.expand(-1, -1, -1, call.shape.kv_len)
-    return _Summary(query, call, seen, statistics, bias)
+    return _Inputs(query, call, seen, statistics, bias)
 
 
-def _rows(summary: _Summary, dissimilar: Tensor | None) -> Iterator[_Rows]:
-    """The rows of a call, a few at a time."""
-    call, seen = summary.call, summary.seen
+def _q_blocks(inputs: _Inputs, dissimilar: Tensor | None) -> Iterator[_QBlocks]:
+    """Yield the query blocks of a call with their probabilities, a few at a time."""
+    call, seen = inputs.call, inputs.seen
     visible = _visible(seen, call.shape)
-    unfinished = unfinished_blocks(call.shape, call.window, summary.query.device)
+    unfinished = unfinished_blocks(call.shape, call.window, inputs.query.device)
     forced = _forced_blocks(call, seen.blocks) | unfinished
     if dissimilar is not None:
-        dissimilar = dissimilar & ~unfinished  # whether such a block takes a place must not depend on its keys
-    for first, last in _row_chunks(summary):
+        dissimilar = dissimilar & ~unfinished  # unfinished blocks are kept regardless of the similarity of their keys
+    for first, last in _chunks(inputs):
         blocks = slice(first, last)
         eligible = visible[:, :, blocks]
         if dissimilar is not None:
             eligible = eligible & ~dissimilar[:, :, blocks]
-        scores = _scores(summary, blocks)
+        scores = _scores(inputs, blocks)
         probabilities, broken = _probabilities(*scores, eligible & ~unfinished[blocks], call.score.exponent)
-        yield _Rows(probabilities, visible[:, :, blocks], eligible, forced[:, :, blocks] | broken)
+        yield _QBlocks(probabilities, visible[:, :, blocks], eligible, forced[:, :, blocks] | broken)
 
 
 def select_blocks(probabilities: Tensor, call: Call) -> BlockMask:
-    """The mask that a call's rule makes of given probabilities (B, H, q_blocks, kv_blocks), as if they were predicted.
+    """Apply a call's rule to given probabilities (B, H, q_blocks, kv_blocks) as if they were predicted.
 
-    With the true ones it is the best that any score could do under that rule.
+    With the true probabilities, this is the best mask that any score could produce under the rule.
     """
     shape, window, rule = call.shape, call.window, call.selection
     seen = find_visibility(shape, window, call.attn_mask, probabilities.device)
     visible = seen.blocks.expand(probabilities.shape)
     forced = forced_blocks(call, probabilities.device)
-    kept = _select(_Rows(probabilities, visible, visible, forced), rule)
+    kept = _select(_QBlocks(probabilities, visible, visible, forced), rule)
     return BlockMask.from_dense(kept, q_len=shape.q_len, kv_len=shape.kv_len, window=window, visible=visible)
 
 
 def forced_blocks(call: Call, device: torch.device) -> Tensor:
-    """Blocks that a call keeps whatever their score, (B, H, q_blocks, kv_blocks); some may not be visible."""
+    """Return blocks kept regardless of their score, (B, H, q_blocks, kv_blocks); some may not be visible."""
     shape = call.shape
     seen = find_visibility(shape, call.window, call.attn_mask, device)
     forced = _forced_blocks(call, seen.blocks) | unfinished_blocks(shape, call.window, device)
     return forced.expand(shape.batch, shape.heads, -1, -1)
 
 
-def _row_chunks(rows: _Summary) -> list[tuple[int, int]]:
-    """Ranges of query blocks whose scores, and biases where there are any, fit into `CHUNK_BYTES`."""
-    shape, score = rows.call.shape, rows.call.score
+def _chunks(inputs: _Inputs) -> list[tuple[int, int]]:
+    """Return ranges of query blocks whose scores, and biases if any, fit into `CHUNK_BYTES`."""
+    shape, score = inputs.call.shape, inputs.call.score
     samples = SCORES[type(score)].samples(score)
-    row_bytes = 4 * shape.batch * shape.heads * samples * shape.kv_blocks
-    if rows.bias is not None and not rows.has_key_bias:
-        row_bytes += 8 * rows.bias.shape[0] * rows.bias.shape[1] * samples * shape.kv_len
-    step = max(1, CHUNK_BYTES // row_bytes)
+    q_block_bytes = 4 * shape.batch * shape.heads * samples * shape.kv_blocks
+    if inputs.bias is not None and not inputs.has_key_bias:
+        q_block_bytes += 8 * inputs.bias.shape[0] * inputs.bias.shape[1] * samples * shape.kv_len
+    step = max(1, CHUNK_BYTES // q_block_bytes)
     return [(first, min(first + step, shape.q_blocks)) for first in range(0, shape.q_blocks, step)]
 
 
 def _blocks_of(tokens: Tensor, seen: Tensor | None, block: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Cut (B, H, S, D) into float32 blocks (B, H, blocks, block, D) with unseen tokens set to zero.
+    """Cut (B, H, S, D) into float32 blocks (B, H, blocks, block, D), with unseen tokens set to zero.
 
-    Also returns the number of seen tokens per block (b, h, blocks, 1), at least 1, and their mask
-    (b, h, blocks, block, 1), None when every token of every block is seen.
+    Returns:
+        The blocks; the number of seen tokens per block (b, h, blocks, 1), at least 1; their mask (b, h, blocks, block,
+        1), None if every token of every block is seen.
     """
     length = tokens.shape[2]
     blocks = ceil_div(length, block)
@@ -216,12 +217,12 @@ def _key_statistics(key: Tensor, seen: Tensor | None, with_variance: bool) -> _K
 
 
 def _self_similarity(blocks: Tensor, count: Tensor) -> Tensor:
-    """(B, H, blocks, block, D) with unseen tokens 0 -> (B, H, blocks): |mean of the unit vectors|^2."""
+    """Compute |mean of the unit vectors|^2: (B, H, blocks, block, D) with unseen tokens 0 -> (B, H, blocks)."""
     return (F.normalize(blocks, dim=-1).sum(3) / count).square().sum(-1)
 
 
 def _smooth(blocks: Tensor, present: Tensor | None, is_causal: bool) -> Tensor:
-    """Key blocks less the mean of all seen, finite tokens; in causal attention, of those up to the block's end."""
+    """Subtract the mean of all seen, finite tokens from key blocks; in causal attention, up to the block's end."""
     usable = blocks.isfinite().all(-1, keepdim=True)
     if present is not None:
         usable = usable & present
@@ -232,24 +233,24 @@ def _smooth(blocks: Tensor, present: Tensor | None, is_causal: bool) -> Tensor:
     return smoothed if present is None else torch.where(present, smoothed, 0.0)
 
 
-def _dissimilar_blocks(rows: _Summary, key: Tensor, rule: Selection) -> Tensor | None:
-    """(B, H, q_blocks, kv_blocks): rows and columns whose tokens agree too little; None without a threshold."""
+def _dissimilar_blocks(inputs: _Inputs, key: Tensor, rule: Selection) -> Tensor | None:
+    """Return query and key blocks with dissimilar tokens, (B, H, q_blocks, kv_blocks); None without a threshold."""
     if rule.similarity_threshold is None:
         return None
-    shape = rows.call.shape
+    shape = inputs.call.shape
     threshold = per_head(rule.similarity_threshold, shape.heads, key.device)
-    query_blocks, query_count, _ = _blocks_of(rows.query, rows.seen.queries, BLOCK_Q)
-    key_blocks, key_count, present = _blocks_of(key, rows.seen.keys, BLOCK_K)
+    query_blocks, query_count, _ = _blocks_of(inputs.query, inputs.seen.queries, BLOCK_Q)
+    key_blocks, key_count, present = _blocks_of(key, inputs.seen.keys, BLOCK_K)
     of_queries = _self_similarity(query_blocks, query_count)[..., None] < threshold
-    of_keys = _self_similarity(_smooth(key_blocks, present, rows.call.is_causal), key_count)
+    of_keys = _self_similarity(_smooth(key_blocks, present, inputs.call.is_causal), key_count)
     return of_queries | (of_keys.repeat_interleave(shape.group, 1)[:, :, None] < threshold)
 
 
-def _scores(rows: _Summary, blocks: slice) -> tuple[Tensor, Tensor | None]:
-    """Scores (B, H, rows, queries, kv_blocks) of the query blocks in ``blocks``, by the call's score, and weights."""
-    shape, kind = rows.call.shape, SCORES[type(rows.call.score)]
+def _scores(inputs: _Inputs, blocks: slice) -> tuple[Tensor, Tensor | None]:
+    """Compute scores (B, H, n, queries, kv_blocks) of the query blocks in ``blocks``, and their weights if any."""
+    shape, kind = inputs.call.shape, SCORES[type(inputs.call.score)]
     tokens = slice(blocks.start * BLOCK_Q, min(blocks.stop * BLOCK_Q, shape.q_len))
-    features, summary, bias = kind.features(rows, tokens)
+    features, summary, bias = kind.features(inputs, tokens)
     weights = None
     if kind.has_weights:  # the last half of the features
         weights = _products(features[..., shape.head_dim :], summary[..., shape.head_dim :], shape)
@@ -261,69 +262,69 @@ def _scores(rows: _Summary, blocks: slice) -> tuple[Tensor, Tensor | None]:
 
 
 def _products(features: Tensor, summary: Tensor, shape: Shape) -> Tensor:
-    """(B, H, rows, queries, width) times (B, Hkv, kv_blocks, width) -> (B, H, rows, queries, kv_blocks)."""
-    grouped = features.reshape(shape.batch, shape.kv_heads, -1, features.shape[-1])  # [B, Hkv, group * rows * P, width]
+    """Multiply (B, H, n, queries, width) by (B, Hkv, kv_blocks, width) -> (B, H, n, queries, kv_blocks)."""
+    grouped = features.reshape(shape.batch, shape.kv_heads, -1, features.shape[-1])  # [B, Hkv, group * n * P, width]
     return (grouped @ summary.mT).view(shape.batch, shape.heads, -1, features.shape[3], shape.kv_blocks)
 
 
-def _score_mean(rows: _Summary, tokens: slice) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Mean queries [B, H, rows, 1, D] against mean keys [B, Hkv, kv_blocks, D], and the bias between their blocks."""
-    queries, count, _ = _blocks_of(rows.query[:, :, tokens], _seen_queries(rows, tokens), BLOCK_Q)
-    features = (queries.sum(3) / count)[:, :, :, None] * rows.call.scale
-    return features, rows.statistics.mean, _bias_of_blocks(rows, tokens)
+def _score_mean(inputs: _Inputs, tokens: slice) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return mean queries [B, H, n, 1, D], mean keys [B, Hkv, kv_blocks, D], and the bias between their blocks."""
+    queries, count, _ = _blocks_of(inputs.query[:, :, tokens], _seen_queries(inputs, tokens), BLOCK_Q)
+    features = (queries.sum(3) / count)[:, :, :, None] * inputs.call.scale
+    return features, inputs.statistics.mean, _bias_of_blocks(inputs, tokens)
 
 
-def _bias_of_blocks(rows: _Summary, tokens: slice) -> Tensor | None:
-    """The bias between query blocks and key blocks, [b, h, rows | 1, 1, kv_blocks]."""
-    bias = _key_bias(rows)
-    if rows.bias is not None and bias is None:
+def _bias_of_blocks(inputs: _Inputs, tokens: slice) -> Tensor | None:
+    """Return the bias between query blocks and key blocks, [b, h, n | 1, 1, kv_blocks]."""
+    bias = _key_bias(inputs)
+    if inputs.bias is not None and bias is None:
         first, last = tokens.start // BLOCK_Q, ceil_div(tokens.stop, BLOCK_Q)
-        bias = torch.stack([_block_bias(rows, rows.bias, block) for block in range(first, last)], 2)
+        bias = torch.stack([_block_bias(inputs, inputs.bias, block) for block in range(first, last)], 2)
     return bias
 
 
-def _score_moment(rows: _Summary, tokens: slice) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Sampled queries and a share of their squares [B, H, rows, samples, 2 D] against mean and variance of keys."""
-    score, statistics = rows.call.score, rows.statistics
+def _score_moment(inputs: _Inputs, tokens: slice) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return sampled queries and a share of their squares [B, H, n, samples, 2 D], and means and variances of keys."""
+    score, statistics = inputs.call.score, inputs.statistics
     assert isinstance(score, Moment) and statistics.variance is not None
-    query = rows.query[:, :, tokens]
-    picks = _sample_positions(_seen_queries(rows, tokens), query, score.samples)  # [b, h, rows, samples]
-    sampled = _gather_tokens(query, picks).float() * rows.call.scale
-    bias = _key_bias(rows)
-    if rows.bias is not None and bias is None:
-        bias = _sampled_bias(rows, rows.bias, picks + tokens.start)
+    query = inputs.query[:, :, tokens]
+    picks = _sample_positions(_seen_queries(inputs, tokens), query, score.samples)  # [b, h, n, samples]
+    sampled = _gather_tokens(query, picks).float() * inputs.call.scale
+    bias = _key_bias(inputs)
+    if inputs.bias is not None and bias is None:
+        bias = _sampled_bias(inputs, inputs.bias, picks + tokens.start)
     features = torch.cat([sampled, sampled.square() * VARIANCE_SHARE], -1)
     return features, torch.cat([statistics.mean, statistics.variance], -1), bias
 
 
-def _score_spread(rows: _Summary, tokens: slice) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Mean queries of parts of a block, as `_score_moment` has samples."""
-    score, statistics = rows.call.score, rows.statistics
+def _score_spread(inputs: _Inputs, tokens: slice) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the same as `_score_moment`, with the mean queries of parts of a block instead of samples."""
+    score, statistics = inputs.call.score, inputs.statistics
     assert isinstance(score, Spread) and statistics.variance is not None
-    queries, count, present = _blocks_of(rows.query[:, :, tokens], _seen_queries(rows, tokens), BLOCK_Q)
+    queries, count, present = _blocks_of(inputs.query[:, :, tokens], _seen_queries(inputs, tokens), BLOCK_Q)
     parts = (score.samples, BLOCK_Q // score.samples)
     means = queries.unflatten(3, parts).sum(4) * (1 / parts[1])
     if present is not None:
-        counts = present.unflatten(3, parts).sum(4)  # [b, h, rows, parts, 1]
+        counts = present.unflatten(3, parts).sum(4)  # [b, h, n, parts, 1]
         means = means * (parts[1] / counts.clamp(min=1))
         means = torch.where(counts > 0, means, (queries.sum(3) / count)[:, :, :, None])
-    means = means * rows.call.scale
+    means = means * inputs.call.scale
     features = torch.cat([means, means.square() * VARIANCE_SHARE], -1)
-    return features, torch.cat([statistics.mean, statistics.variance], -1), _bias_of_blocks(rows, tokens)
+    return features, torch.cat([statistics.mean, statistics.variance], -1), _bias_of_blocks(inputs, tokens)
 
 
 @dataclass(frozen=True)
 class ScoreKind:
-    """How a score is computed, and what from.
+    """The computation of a score.
 
     Attributes:
-        features: those of a block's queries, the summary of a key block that they are multiplied with, a bias or None.
-        samples: how many queries stand for a block.
-        has_variance: whether variances of key blocks are read, besides their means.
-        has_weights: whether what the variances add to a score is also what its probability is multiplied by.
+        features: returns features of a block's queries, the key-block statistics to multiply them by, and a bias.
+        samples: number of queries that represent a block.
+        has_variance: whether the score reads the variances of key blocks.
+        has_weights: whether the variance term of a score is also the weight of its probability.
     """
 
-    features: Callable[[_Summary, slice], tuple[Tensor, Tensor, Tensor | None]]
+    features: Callable[[_Inputs, slice], tuple[Tensor, Tensor, Tensor | None]]
     samples: Callable[[Any], int]
     has_variance: bool
     has_weights: bool = False
@@ -336,33 +337,33 @@ SCORES: dict[type[Score], ScoreKind] = {
 }
 
 
-def _seen_queries(rows: _Summary, tokens: slice) -> Tensor | None:
-    return None if rows.seen.queries is None else rows.seen.queries[:, :, tokens]
+def _seen_queries(inputs: _Inputs, tokens: slice) -> Tensor | None:
+    return None if inputs.seen.queries is None else inputs.seen.queries[:, :, tokens]
 
 
-def _key_bias(rows: _Summary) -> Tensor | None:
-    """A bias that all queries share, [b, h, 1, 1, kv_blocks]; None where there is no such bias."""
-    if rows.bias is None or not rows.has_key_bias:
+def _key_bias(inputs: _Inputs) -> Tensor | None:
+    """Return the bias that all queries share, [b, h, 1, 1, kv_blocks]; None if there is none."""
+    if inputs.bias is None or not inputs.has_key_bias:
         return None
-    return _log_mean(*_sums_over_keys(rows.bias, None))[:, :, None]
+    return _log_mean(*_sums_over_keys(inputs.bias, None))[:, :, None]
 
 
 def _sample_positions(seen: Tensor | None, query: Tensor, samples: int) -> Tensor:
-    """Evenly spaced seen queries of each block, as positions within ``query``: (b, h, rows, samples)."""
+    """Return evenly spaced seen queries of each block, as positions within ``query``: (b, h, n, samples)."""
     length, device = query.shape[2], query.device
-    rows = ceil_div(length, BLOCK_Q)
+    blocks = ceil_div(length, BLOCK_Q)
     if seen is None:
         seen = torch.ones(1, 1, length, dtype=torch.bool, device=device)
-    seen = F.pad(seen, (0, rows * BLOCK_Q - length)).unflatten(2, (rows, BLOCK_Q))
+    seen = F.pad(seen, (0, blocks * BLOCK_Q - length)).unflatten(2, (blocks, BLOCK_Q))
     count = seen.sum(-1, keepdim=True).clamp(min=1)
     odd = torch.arange(1, 2 * samples, 2, device=device)
-    ranks = odd * count // (2 * samples)  # [b, h, rows, samples]
+    ranks = odd * count // (2 * samples)  # [b, h, n, samples]
     seen_first = torch.argsort((~seen).to(torch.uint8), dim=-1, stable=True)
-    return seen_first.gather(-1, ranks) + torch.arange(0, rows * BLOCK_Q, BLOCK_Q, device=device)[:, None]
+    return seen_first.gather(-1, ranks) + torch.arange(0, blocks * BLOCK_Q, BLOCK_Q, device=device)[:, None]
 
 
 def _gather_tokens(tokens: Tensor, picks: Tensor) -> Tensor:
-    """(B, H, S, D), (b, h, rows, samples) -> (B, H, rows, samples, D)."""
+    """Gather tokens: (B, H, S, D), (b, h, n, samples) -> (B, H, n, samples, D)."""
     if picks.shape[:2] == (1, 1):
         return tokens[:, :, picks[0, 0]]
     batch, heads = tokens.shape[:2]
@@ -371,27 +372,27 @@ def _gather_tokens(tokens: Tensor, picks: Tensor) -> Tensor:
     return tokens[b, h, picks.expand(batch, heads, -1, -1)]
 
 
-def _sampled_bias(rows: _Summary, bias: Tensor, picks: Tensor) -> Tensor:
-    """log mean exp of the visible biases of each sampled query and key block: (b, h, rows, samples, kv_blocks)."""
+def _sampled_bias(inputs: _Inputs, bias: Tensor, picks: Tensor) -> Tensor:
+    """Return log mean exp of the visible biases of each sampled query and key block: (b, h, n, samples, kv_blocks)."""
     if bias.shape[2] == 1:
         biases = bias[:, :, :, None].expand(-1, -1, picks.shape[2], picks.shape[3], -1)
     else:
         leading = (max(bias.shape[0], picks.shape[0]), max(bias.shape[1], picks.shape[1]))
         biases = _gather_tokens(bias.expand(*leading, -1, -1), picks.expand(*leading, -1, -1))
-    total, count = _sums_over_keys(biases, rows.seen_by(picks))
+    total, count = _sums_over_keys(biases, inputs.seen_by(picks))
     return _log_mean(total, count)
 
 
-def _block_bias(rows: _Summary, bias: Tensor, block: int) -> Tensor:
-    """log mean exp of the visible biases between one query block and every key block: (b, h, 1, kv_blocks)."""
-    positions = torch.arange(block * BLOCK_Q, min((block + 1) * BLOCK_Q, rows.call.shape.q_len), device=bias.device)
+def _block_bias(inputs: _Inputs, bias: Tensor, block: int) -> Tensor:
+    """Return log mean exp of the visible biases between one query block and every key block: (b, h, 1, kv_blocks)."""
+    positions = torch.arange(block * BLOCK_Q, min((block + 1) * BLOCK_Q, inputs.call.shape.q_len), device=bias.device)
     biases = bias[:, :, positions] if bias.shape[2] > 1 else bias.expand(-1, -1, len(positions), -1)
-    total, count = _sums_over_keys(biases, rows.seen_by(positions))
+    total, count = _sums_over_keys(biases, inputs.seen_by(positions))
     return _log_mean(total.logsumexp(2, keepdim=True), count.sum(2, keepdim=True))
 
 
 def _sums_over_keys(bias: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
-    """log sum exp and number of the visible biases of each key block: (..., kv_len) -> twice (..., kv_blocks)."""
+    """Return log sum exp and number of the visible biases of each key block: (..., kv_len) -> 2 x (..., kv_blocks)."""
     allowed = allowed_elements(bias)
     if seen is not None:
         allowed = allowed & seen
@@ -402,12 +403,12 @@ def _sums_over_keys(bias: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _log_mean(log_sum: Tensor, count: Tensor) -> Tensor:
-    """Log of the mean from that of the sum, 0 where nothing was summed."""
+    """Convert the log of a sum to the log of the mean, 0 if nothing was summed."""
     return torch.where(count == 0, 0.0, log_sum - count.clamp(min=1).log())
 
 
 def _probabilities(scores: Tensor, weights: Tensor | None, eligible: Tensor, exponent: int) -> tuple[Tensor, Tensor]:
-    """Softmax per query over the eligible blocks, averaged by `Score.exponent`; and the blocks with no finite score."""
+    """Average each query's softmax over the eligible blocks by `Score.exponent`; also return non-finite blocks."""
     hidden = ~eligible[:, :, :, None]
     broken = ~scores.isfinite() & ~hidden
     scores = scores.masked_fill(broken | hidden, -math.inf)
@@ -420,9 +421,9 @@ def _probabilities(scores: Tensor, weights: Tensor | None, eligible: Tensor, exp
 
 
 def _forced_blocks(call: Call, visible: Tensor) -> Tensor:
-    """Sink (the first block any query sees, a left bound aside), diagonal, the caller's ranges.
+    """Return the sink (first block that any query sees, ignoring a left bound), the diagonal, and the caller's ranges.
 
-    They are (b, h, q_blocks, kv_blocks); ``b`` and ``h`` are those of ``visible``, 1 or the call's own.
+    The shape is (b, h, q_blocks, kv_blocks), with ``b`` and ``h`` of ``visible``: 1 or the call's own.
     """
     rule = call.selection
     first_query, last_query, first_key, key_end = block_edges(call.shape, visible.device)
@@ -444,8 +445,8 @@ def _forced_blocks(call: Call, visible: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """Rows of the block map as a selection rule sees them, (B, H, rows, kv_blocks) each."""
+class _QBlocks:
+    """Query blocks as the input of a selection rule, (B, H, n, kv_blocks) each."""
 
     probabilities: Tensor
     visible: Tensor
@@ -453,87 +454,86 @@ class _Rows:
     forced: Tensor
 
     @classmethod
-    def joined(cls, parts: Sequence[_Rows]) -> _Rows:
-        """All rows of a call."""
+    def joined(cls, parts: Sequence[_QBlocks]) -> _QBlocks:
+        """Concatenate the query blocks of a call."""
         fields = zip(*((part.probabilities, part.visible, part.eligible, part.forced) for part in parts), strict=True)
         return cls(*(torch.cat(field, 2) for field in fields))
 
     def ranks(self) -> Tensor:
-        """Each block's place in its row: forced blocks first, then falling probability, ties to the lower index."""
+        """Rank each query block's key blocks: forced ones, then falling probability, ties to the lower index."""
         priority = torch.where(self.eligible, self.probabilities, -1.0).masked_fill(self.eligible & self.forced, 2.0)
         return _ranks(priority)
 
 
-def _select(rows: _Rows, rule: Selection) -> Tensor:
-    """Kept blocks (B, H, rows, kv_blocks): the floor and the rule's, forced ones first; dissimilar ones on top."""
-    kept = entry_of(SELECTIONS, rule, "sparsity on the torch backend")(rows, rule)
-    return _with_others(rows, kept)
+def _select(q_blocks: _QBlocks, rule: Selection) -> Tensor:
+    """Return kept blocks (B, H, n, kv_blocks): those of the rule, its minimum, forced and dissimilar ones."""
+    return _with_forced(q_blocks, entry_of(SELECTIONS, rule, "sparsity on the torch backend")(q_blocks, rule))
 
 
-def _with_others(rows: _Rows, kept: Tensor) -> Tensor:
-    """What a rule keeps, and what is kept whatever it says."""
-    return (kept | rows.forced | ~rows.eligible) & rows.visible
+def _with_forced(q_blocks: _QBlocks, kept: Tensor) -> Tensor:
+    """Add the visible blocks that are kept regardless of the rule."""
+    return (kept | q_blocks.forced | ~q_blocks.eligible) & q_blocks.visible
 
 
-def _amounts(rows: _Rows, rule: Selection) -> Tensor:
-    """A rule's amount for each head, (H, 1, 1)."""
-    return per_head(rule.amount, rows.visible.shape[1], rows.visible.device)
+def _amounts(q_blocks: _QBlocks, rule: Selection) -> Tensor:
+    """Return a rule's amount per head, (H, 1, 1)."""
+    return per_head(rule.amount, q_blocks.visible.shape[1], q_blocks.visible.device)
 
 
-def _select_topk(rows: _Rows, rule: Selection) -> Tensor:
-    """The best share of the visible blocks, rounded up."""
-    share = _amounts(rows, rule) * rows.visible.sum(-1, keepdim=True) * ROUNDING_GUARD
+def _select_topk(q_blocks: _QBlocks, rule: Selection) -> Tensor:
+    """Select the best share of the visible blocks, rounded up."""
+    share = _amounts(q_blocks, rule) * q_blocks.visible.sum(-1, keepdim=True) * ROUNDING_GUARD
     budget = share.ceil().clamp(min=max(rule.min_blocks, 1))
-    return rows.eligible & (rows.ranks() < budget)
+    return q_blocks.eligible & (q_blocks.ranks() < budget)
 
 
-def _select_topcdf(rows: _Rows, rule: Selection) -> Tensor:
-    """Blocks before which the sorted probabilities have not yet summed to a share of all."""
-    mass = _amounts(rows, rule)
-    values = torch.where(rows.eligible, rows.probabilities, -1.0)
+def _select_topcdf(q_blocks: _QBlocks, rule: Selection) -> Tensor:
+    """Select blocks until their sorted probabilities sum to a share of all."""
+    mass = _amounts(q_blocks, rule)
+    values = torch.where(q_blocks.eligible, q_blocks.probabilities, -1.0)
     values, order = torch.sort(values, dim=-1, descending=True, stable=True)
     values = values.clamp(min=0).to(mass.dtype)
     covered_before = values.cumsum(-1) - values
     inside = (covered_before < mass * values.sum(-1, keepdim=True) * ROUNDING_GUARD) | (mass >= 1)
     covering = torch.zeros_like(inside).scatter_(-1, order, inside)
-    return rows.eligible & (covering | (rows.ranks() < max(rule.min_blocks, 1)))
+    return q_blocks.eligible & (covering | (q_blocks.ranks() < max(rule.min_blocks, 1)))
 
 
-def _select_budget(rows: _Rows, rule: Selection) -> Tensor:
-    """The best blocks of every row, down to one level of probability for all rows of a batch element."""
+def _select_budget(q_blocks: _QBlocks, rule: Selection) -> Tensor:
+    """Select the best blocks of every query block, down to one common level of probability per batch element."""
     assert isinstance(rule, Budget)
-    kept, visible = _kept_by_level(rows, rule, budget_top(rows.visible.shape[-1]))
-    counts = share_out(kept.flatten(1, 2), visible, rule.density)
-    return _first(rows, counts.view(kept.shape[:3]))
+    kept, visible = _kept_by_level(q_blocks, rule, budget_top(q_blocks.visible.shape[-1]))
+    counts = allocate(kept.flatten(1, 2), visible, rule.density)
+    return _best(q_blocks, counts.view(kept.shape[:3]))
 
 
-def _kept_by_level(rows: _Rows, rule: Selection, top: int) -> tuple[Tensor, Tensor]:
-    """What rows keep of a budget that reaches down to each level (B, H, rows, levels + 1), and all of them see (B,)."""
-    visible, shape = rows.visible.sum(-1), rows.visible.shape
+def _kept_by_level(q_blocks: _QBlocks, rule: Selection, top: int) -> tuple[Tensor, Tensor]:
+    """Return blocks kept by a budget that reaches down to each level (B, H, n, levels + 1), and visible blocks (B,)."""
+    visible, shape = q_blocks.visible.sum(-1), q_blocks.visible.shape
     density = per_head(rule.amount, 1, visible.device).flatten()
-    levels = (rows.probabilities.float().contiguous().view(torch.int32) >> BUDGET_BITS).clamp(max=top)
-    levels = (levels - (top - BUDGET_LEVELS + 1)).clamp(min=0).masked_fill(rows.forced, BUDGET_LEVELS)
-    levels = levels.masked_fill(~rows.eligible, BUDGET_LEVELS + 1)
+    levels = (q_blocks.probabilities.float().contiguous().view(torch.int32) >> BUDGET_BITS).clamp(max=top)
+    levels = (levels - (top - BUDGET_LEVELS + 1)).clamp(min=0).masked_fill(q_blocks.forced, BUDGET_LEVELS)
+    levels = levels.masked_fill(~q_blocks.eligible, BUDGET_LEVELS + 1)
     counts = levels.new_zeros(*shape[:-1], BUDGET_LEVELS + 2)
     counts.scatter_add_(-1, levels.long(), torch.ones_like(levels))
-    at_or_above = counts[..., :-1].flip(-1).cumsum(-1).flip(-1)  # [B, H, rows, levels + 1], the last are forced ones
-    sure = (GUARANTEED * density * visible * ROUNDING_GUARD).ceil().clamp(min=max(rule.min_blocks, 1)).long()
-    kept = torch.maximum(sure[..., None], at_or_above)
-    return torch.minimum(kept, rows.eligible.sum(-1, keepdim=True)), visible.flatten(1).sum(1)
+    at_or_above = counts[..., :-1].flip(-1).cumsum(-1).flip(-1)  # [B, H, n, levels + 1], forced blocks last
+    guaranteed = (GUARANTEED * density * visible * ROUNDING_GUARD).ceil().clamp(min=max(rule.min_blocks, 1)).long()
+    kept = torch.maximum(guaranteed[..., None], at_or_above)
+    return torch.minimum(kept, q_blocks.eligible.sum(-1, keepdim=True)), visible.flatten(1).sum(1)
 
 
-def _first(rows: _Rows, counts: Tensor) -> Tensor:
-    """So many eligible blocks of every row (B, H, rows), its best."""
-    return rows.eligible & (rows.ranks() < counts[..., None])
+def _best(q_blocks: _QBlocks, counts: Tensor) -> Tensor:
+    """Select the best ``counts`` (B, H, n) eligible blocks of every query block."""
+    return q_blocks.eligible & (q_blocks.ranks() < counts[..., None])
 
 
-Rule: TypeAlias = Callable[[_Rows, Selection], Tensor]
+Rule: TypeAlias = Callable[[_QBlocks, Selection], Tensor]
 SELECTIONS: dict[type[Selection], Rule] = {TopK: _select_topk, TopCdf: _select_topcdf, Budget: _select_budget}
-"""Which blocks a rule keeps, its floor among them; forced ones are added to them."""
+"""Blocks that a rule keeps, including its minimum per query block; forced ones are added later."""
 
 
 def _ranks(priority: Tensor) -> Tensor:
-    """Place of each entry when its row is sorted in falling order, ties to the lower index."""
+    """Return the position of each entry when its row is sorted in falling order, ties to the lower index."""
     order = torch.argsort(priority, dim=-1, descending=True, stable=True)
     places = torch.arange(priority.shape[-1], device=priority.device).expand_as(order)
     return torch.empty_like(order).scatter_(-1, order, places)

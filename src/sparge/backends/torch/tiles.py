@@ -1,8 +1,8 @@
-"""Tiles of the attention map for the PyTorch backends: blocks of Q, K, V to gather, and the masks inside them.
+"""Tiles of the attention map for the torch backend: blocks of Q, K, V to gather, and the masks inside them.
 
-A *row* is one query block of one head, numbered (b * heads + h) * q_blocks + i. Blocks are gathered from the caller's
-own memory; a ragged length, hidden keys (whose contents must not matter) or a strided layout cost one copy.
-Gathering writes into buffers that are used again and again: fresh memory would cost more than the copying itself.
+Query blocks are numbered over batch, heads and sequence: (b * heads + h) * q_blocks + i (``q_indices``). Blocks are
+gathered from the caller's memory; a partial block, hidden keys (whose contents must not matter) or a strided layout
+require one copy. Gathering reuses its buffers, because allocating memory would take longer than copying.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sparge.masks.window import Window, first_offset, last_offset
 
 
 def cut_blocks(tokens: Tensor, block: int, seen: Tensor | None = None) -> Tensor:
-    """(B, H, S, D) -> contiguous (B, H, blocks, block, D): a view, or a copy if ragged, partly hidden or strided."""
+    """Cut (B, H, S, D) into contiguous (B, H, blocks, block, D): a view, or a copy if partial, masked or strided."""
     if seen is not None:
         tokens = torch.where(seen[..., None], tokens, 0)
     missing = -tokens.shape[2] % block
@@ -31,10 +31,12 @@ def cut_blocks(tokens: Tensor, block: int, seen: Tensor | None = None) -> Tensor
 
 @dataclass(frozen=True)
 class Tiles:
-    """The operands of one call, cut into blocks, and what hides elements inside a block.
+    """The operands of one call, cut into blocks, and the masks inside the blocks.
 
     Attributes:
-        query: (B, H, q_blocks, 128, D); key: (B, Hkv, kv_blocks, 64, D); value: (B, Hkv, kv_blocks, 64, Dv).
+        query: (B, H, q_blocks, 128, D).
+        key: (B, Hkv, kv_blocks, 64, D).
+        value: (B, Hkv, kv_blocks, 64, Dv).
         attn_mask: (B | 1, H | 1, Sq | 1, Sk) boolean or additive, or None.
     """
 
@@ -47,7 +49,7 @@ class Tiles:
 
     @classmethod
     def cut(cls, query: Tensor, key: Tensor, value: Tensor, call: Call, seen: Visibility) -> Tiles:
-        """The tensors of a call in blocks; what nobody sees is 0."""
+        """Cut the tensors of a call into blocks; unseen tokens are set to 0."""
         shape, attn_mask = call.shape, call.attn_mask
         return cls(
             query=cut_blocks(query, BLOCK_Q, seen.queries),
@@ -58,49 +60,45 @@ class Tiles:
             attn_mask=None if attn_mask is None else attn_mask.expand(-1, -1, -1, shape.kv_len),
         )
 
-    def place(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Batch, head and query-block index of each row."""
-        head_rows = rows // self.shape.q_blocks
-        return (
-            head_rows // self.shape.heads,
-            head_rows % self.shape.heads,
-            rows % self.shape.q_blocks,
-        )
+    def place(self, q_indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return batch, head and index within the head of each query block."""
+        flat_head = q_indices // self.shape.q_blocks
+        return flat_head // self.shape.heads, flat_head % self.shape.heads, q_indices % self.shape.q_blocks
 
-    def queries(self, rows: Tensor, into: Workspace) -> Tensor:
-        """(n,) -> (n, 128, D), in the workspace's dtype."""
-        return into.gather("query", self.query, rows)
+    def queries(self, q_indices: Tensor, into: Workspace) -> Tensor:
+        """Gather query blocks: (n,) -> (n, 128, D), in the workspace's dtype."""
+        return into.gather("query", self.query, q_indices)
 
-    def keys_values(self, rows: Tensor, columns: Tensor, into: Workspace) -> tuple[Tensor, Tensor]:
-        """Key blocks ``columns`` (n, c) of each row's head: (n, c * 64, D) and (n, c * 64, Dv)."""
-        batch, head, _ = self.place(rows)
+    def keys_values(self, q_indices: Tensor, kv_indices: Tensor, into: Workspace) -> tuple[Tensor, Tensor]:
+        """Gather key blocks ``kv_indices`` (n, c) for each query block: (n, c * 64, D) and (n, c * 64, Dv)."""
+        batch, head, _ = self.place(q_indices)
         kv_head = batch * self.shape.kv_heads + head // self.shape.group
-        flat = (kv_head[:, None] * self.shape.kv_blocks + columns).flatten()
+        flat = (kv_head[:, None] * self.shape.kv_blocks + kv_indices).flatten()
         key, value = into.gather("key", self.key, flat), into.gather("value", self.value, flat)
-        n, tokens = len(rows), columns.shape[1] * BLOCK_K
+        n, tokens = len(q_indices), kv_indices.shape[1] * BLOCK_K
         return key.view(n, tokens, -1), value.view(n, tokens, -1)
 
-    def element_bias(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """What to add to the scores of each row and its key blocks: (n | 1, 128, c * 64), -inf where hidden.
+    def element_bias(self, q_indices: Tensor, kv_indices: Tensor) -> Tensor:
+        """Return the bias of each query block's scores for its key blocks: (n | 1, 128, c * 64), -inf where hidden.
 
-        The leading size is 1 when all rows share one pattern, as they do along an aligned edge of a window.
+        The leading size is 1 if all query blocks have the same pattern, as along an aligned edge of a window.
         """
-        batch, head, block = self.place(rows)
+        batch, head, block = self.place(q_indices)
         if self.attn_mask is None:
-            patterns = torch.cat([columns * BLOCK_K - block[:, None] * BLOCK_Q, self._keys_left(columns)], 1)
+            patterns = torch.cat([kv_indices * BLOCK_K - block[:, None] * BLOCK_Q, self._num_keys(kv_indices)], 1)
             if bool((patterns == patterns[:1]).all()):
-                batch, head, block, columns = batch[:1], head[:1], block[:1], columns[:1]
-        within_q = torch.arange(BLOCK_Q, dtype=torch.int32, device=rows.device)
-        within_k = torch.arange(BLOCK_K, dtype=torch.int32, device=rows.device)
+                batch, head, block, kv_indices = batch[:1], head[:1], block[:1], kv_indices[:1]
+        within_q = torch.arange(BLOCK_Q, dtype=torch.int32, device=q_indices.device)
+        within_k = torch.arange(BLOCK_K, dtype=torch.int32, device=q_indices.device)
         queries = (block.int()[:, None] * BLOCK_Q + within_q)[:, :, None]  # [n, 128, 1]
-        keys = (columns.int()[..., None] * BLOCK_K + within_k).flatten(1)[:, None, :]  # [n, 1, c * 64]
+        keys = (kv_indices.int()[..., None] * BLOCK_K + within_k).flatten(1)[:, None, :]  # [n, 1, c * 64]
         allowed = keys < self.shape.kv_len
         first, last = first_offset(self.window, self.shape), last_offset(self.window, self.shape)
         if last is not None:
             allowed = allowed & (keys <= queries + last)
         if first is not None:
             allowed = allowed & (keys >= queries + first)
-        bias = torch.zeros((), dtype=torch.float32, device=rows.device)
+        bias = torch.zeros((), dtype=torch.float32, device=q_indices.device)
         if self.attn_mask is not None:
             mask = self.attn_mask
             elements = mask[
@@ -115,16 +113,16 @@ class Tiles:
         allowed = allowed.expand(len(block), BLOCK_Q, keys.shape[-1])
         return torch.where(allowed, bias, -torch.inf)
 
-    def _keys_left(self, columns: Tensor) -> Tensor:
-        """Keys that each block really holds."""
-        return (self.shape.kv_len - columns * BLOCK_K).clamp(max=BLOCK_K)
+    def _num_keys(self, kv_indices: Tensor) -> Tensor:
+        """Return the number of keys that each block contains."""
+        return (self.shape.kv_len - kv_indices * BLOCK_K).clamp(max=BLOCK_K)
 
 
 class Workspace:
-    """Buffers to gather into, one per name and dtype. What `gather` returns is valid until its next call.
+    """Buffers to gather into, one per name and dtype. A result of `gather` is valid until the next call with its name.
 
     Args:
-        dtype: what is computed in; blocks of another one are converted.
+        dtype: of the computation; blocks of another dtype are converted.
     """
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
@@ -132,7 +130,7 @@ class Workspace:
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def gather(self, name: str, blocks: Tensor, index: Tensor) -> Tensor:
-        """Blocks (flattened over batch, head and position) number ``index`` (n,): (n, block, D)."""
+        """Gather blocks (numbered over batch, head and position) by ``index`` (n,): (n, block, D)."""
         flat = blocks.flatten(0, 2)
         gathered = self._buffer(name, flat, len(index), flat.dtype)
         torch.index_select(flat, 0, index, out=gathered)

@@ -23,7 +23,7 @@ from sparge.backends.gpu.stages import configs
 from sparge.backends.gpu.stages.block_rows import SIZES, RowArguments, load_row
 from sparge.call import Call
 from sparge.masks.geometry import ceil_div
-from sparge.masks.window import blocks_of_row
+from sparge.masks.window import max_blocks_per_q_block
 from sparge.options import rules
 
 LONG = 3.0
@@ -298,5 +298,5 @@ def density_of(call: Call) -> float:
 def many_blocks(call: Call) -> float:
     """How many blocks a long row keeps at least."""
     shape = call.shape
-    seen_blocks = min(shape.kv_blocks * (0.5 if call.is_causal else 1.0), blocks_of_row(call.window, shape))
+    seen_blocks = min(shape.kv_blocks * (0.5 if call.is_causal else 1.0), max_blocks_per_q_block(call.window, shape))
     return LONG * density_of(call) * seen_blocks

@@ -1,4 +1,4 @@
-"""One budget for rows of blocks that lie on several ranks: `sharing.share_out` in kernels around its two collectives.
+"""One budget for query blocks on several ranks: `budget_allocation.allocate` in kernels around its two collectives.
 
     total_kernel     sums over the rows here of what `count_kernel` counted, for the ranks to add up
     level_kernel     how many blocks each row has at the last level that the budget reaches, for the ranks to gather

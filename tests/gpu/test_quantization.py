@@ -1,4 +1,4 @@
-"""The 8-bit modes and the P V threshold: the specification's numbers, and sums that stay accurate over many keys."""
+"""Quantization and the P V threshold: the specification's results, and sums that stay accurate over many keys."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from gpu.conftest import (
     DEVICE,
     assert_like_the_reference,
     assert_nearly_equal,
-    eight_bits,
     equal,
     exact,
     forget_recordings,
     make_inputs,
     modes,
+    quantized_modes,
     random_bits,
 )
 from skipping import LENGTHS, assert_counted
@@ -35,13 +35,13 @@ DTYPE_OF = {
     "int8_fp16": torch.float16,
     "none": torch.float16,
 }
-"""The output's rounding has to stay small beside a mode's own error."""
+"""The output's rounding must be small relative to a mode's own error."""
 
 
 def both(
     query: Tensor, key: Tensor, value: Tensor, blocks: Tensor, attn_mask: Tensor | None = None, **options: Any
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Output and LSE over the given blocks, of the backend and of the specification on the CPU."""
+    """Return output and LSE over the given blocks, of the backend and of the specification on the CPU."""
     call = {"enable_gqa": True, "return_lse": True, **options}
     of_backend = {**call, "attn_mask": attn_mask, "backend": BACKEND}
     forget_recordings()
@@ -62,11 +62,11 @@ def exact_on_cpu(query: Tensor, key: Tensor, value: Tensor, **call: Any) -> tupl
 
 
 class TestAgainstTheSpecification:
-    @eight_bits
+    @quantized_modes
     @causality
     @pytest.mark.parametrize("head_dim", [64, 72, 128, 256])
     def test_widths(self, head_dim: int, is_causal: bool, quantization: str) -> None:
-        q_len = 400 if head_dim < 256 else 200  # the specification takes its time
+        q_len = 400 if head_dim < 256 else 200  # the specification is slow
         tensors = make_inputs(
             q_len, 400, heads=2, kv_heads=1, head_dim=head_dim, dtype=DTYPE_OF[quantization], seed=head_dim
         )
@@ -90,14 +90,14 @@ class TestAgainstTheSpecification:
         got, expected = both(*tensors, blocks, mask, is_causal=True, quantization=quantization)
         assert_like_the_reference(got, expected, exact_on_cpu(*tensors, is_causal=True, attn_mask=mask))
 
-    @eight_bits
+    @quantized_modes
     def test_float32_inputs_and_another_value_width(self, quantization: str) -> None:
         tensors = make_inputs(200, 400, heads=2, kv_heads=1, value_dim=32, dtype=torch.float32)
         blocks = torch.ones(2, 7, dtype=torch.bool, device=DEVICE)
         got, expected = both(*tensors, blocks, quantization=quantization)
         assert_like_the_reference(got, expected, exact_on_cpu(*tensors), quantization)
 
-    @eight_bits
+    @quantized_modes
     def test_the_dense_call_is_that_of_all_blocks(self, quantization: str) -> None:
         query, key, value = make_inputs(400, heads=2)
         options = {"quantization": quantization, "return_lse": True, "backend": BACKEND}
@@ -105,9 +105,9 @@ class TestAgainstTheSpecification:
         blocks = torch.ones(4, 7, dtype=torch.bool, device=DEVICE)
         assert_nearly_equal(dense, sparge.block_sparse_attention(query, key, value, blocks, **options))
 
-    @eight_bits
-    def test_an_offset_of_the_keys_changes_little(self, quantization: str) -> None:
-        """Smoothing removes it before the keys are rounded to 8 bits; without that the error would grow tenfold."""
+    @quantized_modes
+    def test_an_offset_of_the_keys_has_little_effect(self, quantization: str) -> None:
+        """Smoothing removes it before the keys are rounded to INT8; otherwise the error would be ten times as large."""
         query, key, value = make_inputs(400, heads=2, dtype=torch.float32)
         errors = []
         for offset in (0.0, 30.0):
@@ -120,9 +120,9 @@ class TestAgainstTheSpecification:
 
 
 class TestLongSums:
-    """The tensor cores keep 13 fraction bits of an FP8 sum: one accumulator for all keys loses most of it."""
+    """The tensor cores keep 13 fraction bits of an FP8 sum: a single accumulator for all keys would lose most of it."""
 
-    @eight_bits
+    @quantized_modes
     @pytest.mark.parametrize("head_dim", [64, 128])
     def test_32768_keys_of_equal_weight(self, head_dim: int, quantization: str) -> None:
         query, key, value = make_inputs(128, 32768, heads=1, head_dim=head_dim)
@@ -137,7 +137,7 @@ class TestLongSums:
 
 class TestPvThreshold:
     LEVELS = (0.0, -2.0, -0.3, -2.0, 0.2, -2.0)
-    """What the scores of each key block centre on, far from a threshold of -1 against the spread of .1 about it."""
+    """Centers of the scores of each key block, far from a threshold of -1 relative to their spread of .1."""
 
     def sample(self, quantization: str) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value = make_inputs(384, heads=2, dtype=torch.float32)
@@ -161,7 +161,7 @@ class TestPvThreshold:
         assert skipped > 0.04, "products were skipped"
         intended = relative_l1(expected[0], exact_on_cpu(*tensors, is_causal=is_causal)[0])
         assert relative_l1(got[0].cpu(), expected[0].double()) <= 0.1 * min(skipped, intended) + 1e-3
-        # A code is an eighth of an octave: one that rounds the other way moves the LSE of a row with few keys.
+        # FP8 steps are an eighth of a log2 unit: rounding the other way moves the LSE of a row with few keys.
         assert (got[1].cpu() - expected[1]).abs().max() <= (0.02 if quantization == "int8_fp8_fast" else 0.01)
 
     @modes
@@ -201,4 +201,4 @@ class TestPvThreshold:
         plain = tuple(tensor.cpu() for tensor in results[2])
         assert_like_the_reference(
             results[0], plain, exact_result, quantization
-        )  # another kernel: it rounds at other places
+        )  # another kernel, which rounds differently

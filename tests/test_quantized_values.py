@@ -1,4 +1,4 @@
-"""8-bit codes against formulas written out independently, in float64: balance, scales, rounding, FP8 sums."""
+"""Quantized values against formulas written out independently, in float64: balance, scales, rounding, FP8 sums."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ class TestBalance:
     def sample(
         self, q_len: int = 300, kv_len: int = 600, *, heads: int = 1, kv_heads: int = 1
     ) -> tuple[Tensor, Tensor]:
-        """Channels of Q from 1/100 to 100, those of K the other way round and steeper."""
+        """Channels of Q range from 1/100 to 100, those of K in the opposite and steeper order."""
         query, key = gaussian(1, heads, q_len, 16), gaussian(1, kv_heads, kv_len, 16, seed=1)
         return query * torch.logspace(-2, 2, 16).double(), key * torch.logspace(3, -3, 16).double()
 
-    def test_leaves_every_score_as_it_is_and_makes_channels_alike(self) -> None:
+    def test_preserves_scores_and_equalizes_channels(self) -> None:
         query, key = self.sample()
         factors = quant.balance(query, key, all_seen(key))
         assert factors.shape == (1, 1, 1, 16)
         eighths = 8 * factors.log2()
         torch.testing.assert_close(eighths, eighths.round(), rtol=0, atol=1e-12)
-        assert eighths.abs().max() > 40, "five octaves and more"
+        assert eighths.abs().max() > 40, "more than 5 log2 units"
         before, after = (
             (q.square().mean((0, 1, 2)) / k.square().mean((0, 1, 2))).log2() / 2
             for q, k in ((query, key), (query * factors, key / factors))
@@ -69,8 +69,8 @@ class TestBalance:
         assert picks[1] == [[0, 0, 1, 2, 2, 3, 4, 4]]
 
     @pytest.mark.parametrize("where", ["key", "query"])
-    def test_one_outlying_token_is_one_vote(self, where: str) -> None:
-        """Of its chunk or block, a 16th of all: it moves log2 r, half of a mean of logarithms, by a 32nd of its own."""
+    def test_one_outlier_token_counts_once(self, where: str) -> None:
+        """It affects only its chunk or block, 1/16 of all: log2 r, half of a mean of logs, moves by 1/32 of its own."""
         query, key = gaussian(1, 1, 16 * 128, 16), gaussian(1, 1, 16 * 256, 16, seed=1)
         before = quant.balance(query, key, all_seen(key)).log2()
         (key if where == "key" else query)[0, 0, 1000 if where == "key" else 8 * 128 + 40] *= 1e4
@@ -78,7 +78,7 @@ class TestBalance:
         assert 0 < moved.max() <= math.log2(1e4) / 32 + 1 / 8
 
     def test_heads_of_a_group_share_the_factors(self) -> None:
-        """As if the queries of a group were one long sequence."""
+        """The result is the same as if the queries of a group were one long sequence."""
         query, key = self.sample(256, 300, heads=6, kv_heads=2)
         query[:, 1] *= 3.0
         factors = quant.balance(query, key, all_seen(key))
@@ -90,7 +90,7 @@ class TestBalance:
         assert not torch.equal(factors[:, 0], factors[:, 1])
 
     @pytest.mark.parametrize("garbage", [math.nan, math.inf, 1e30])
-    def test_hidden_keys_have_no_vote(self, garbage: float) -> None:
+    def test_hidden_keys_are_ignored(self, garbage: float) -> None:
         query, key = self.sample()
         seen = all_seen(key)
         seen[..., 70:90], seen[..., 256:512] = False, False
@@ -100,8 +100,8 @@ class TestBalance:
         assert torch.equal(quant.balance(query, torch.where(seen[..., None], key, garbage), seen), expected)
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-    def test_tokens_that_are_not_finite_have_no_vote(self, bad: float) -> None:
-        """One such entry leaves out the whole token, as it does from the mean of the keys."""
+    def test_non_finite_tokens_are_ignored(self, bad: float) -> None:
+        """One non-finite entry excludes the whole token, as in the mean of the keys."""
         query, key = self.sample()
         seen = all_seen(key)
         seen[..., 300] = False
@@ -113,8 +113,8 @@ class TestBalance:
         query[0, 0, 40, 3], key[0, 0, 300, 5] = bad, bad
         assert torch.equal(quant.balance(query, key, all_seen(key)), expected)
 
-    def test_queries_of_zeros_have_no_vote(self) -> None:
-        """Those that see nothing: a block has as many votes as queries were looked at."""
+    def test_zero_queries_are_ignored(self) -> None:
+        """Queries that see no key are 0: a block is weighted by the number of queries that were used."""
         query, key = gaussian(1, 1, 256, 16), gaussian(1, 1, 64, 16, seed=1)
         query[:, :, 128:] *= 1024.0
         sizes = []
@@ -125,7 +125,7 @@ class TestBalance:
         assert sizes[1] - sizes[0] == pytest.approx(10 * (8 / 15 - 1 / 2), abs=0.15)
         assert sizes[2] - sizes[0] == pytest.approx(10 / 2, abs=0.5)
 
-    def test_channels_of_zeros_stay_as_they_are(self) -> None:
+    def test_zero_channels_do_not_change(self) -> None:
         query, key = self.sample()
         query[..., :2], key[..., 1:3] = 0.0, 0.0
         factors = quant.balance(query, key, all_seen(key))[0, 0, 0]
@@ -142,18 +142,18 @@ class TestMix:
         assert quant.mix(torch.eye(8)).tolist() == expected
 
     @pytest.mark.parametrize("width", [1, 8, 13, 64, 100])
-    def test_leaves_every_score_as_it_is(self, width: int) -> None:
+    def test_preserves_scores(self, width: int) -> None:
         query, key = torch.randn(2, 5, width, dtype=torch.float64), torch.randn(2, 7, width, dtype=torch.float64)
         mixed = quant.mix(query), quant.mix(key)
         assert all(tokens.shape[-1] % 8 == 0 and tokens.shape[-1] - width < 8 for tokens in mixed)
         torch.testing.assert_close(8 * mixed[0] @ mixed[1].mT, query @ key.mT)
 
-    def test_groups_do_not_know_each_other(self) -> None:
+    def test_groups_are_independent(self) -> None:
         tokens = torch.randn(3, 24)
         torch.testing.assert_close(quant.mix(tokens)[:, 8:16], quant.mix(tokens[:, 8:16]), rtol=0, atol=0)
 
-    def test_a_large_channel_costs_the_others_less(self) -> None:
-        """Codes of one channel of 30 and seven of about 1 are worth 30 / 127, mixed about 30 / 8 / 127 each."""
+    def test_a_large_channel_affects_the_others_less(self) -> None:
+        """With one channel of 30 and seven of about 1 the scale is 30 / 127, after mixing about 30 / 8 / 127."""
         tokens = torch.randn(64, 8, dtype=torch.float64)
         tokens[:, 5] = 30.0
         errors = []
@@ -179,14 +179,14 @@ class TestInt8:
         scales = quant.query_scales(query)
         assert scales.shape == (2, length, 1)
         torch.testing.assert_close(scales.squeeze(-1), query.abs().amax(-1) / 127)
-        codes = quant.quantize_int8(query, scales)
-        assert codes.dtype == torch.int8
-        assert (codes.abs().amax(-1) == 127).all()
-        assert ((codes * scales - query).abs() <= scales * (0.5 + 1e-12)).all()
+        quantized = quant.quantize_int8(query, scales)
+        assert quantized.dtype == torch.int8
+        assert (quantized.abs().amax(-1) == 127).all()
+        assert ((quantized * scales - query).abs() <= scales * (0.5 + 1e-12)).all()
 
     @pytest.mark.parametrize("length", [1, 63, 64, 100, 130])
     def test_a_key_block_has_four_scales(self, length: int) -> None:
-        """Of its 64 keys, those with the same (key mod 8) div 2 share one: 0 1 8 9 16 17 ..., 2 3 10 11 ..."""
+        """Of its 64 keys, those with the same (key mod 8) div 2 share a scale: 0 1 8 9 16 17 ..., 2 3 10 11 ..."""
         key = gaussian(2, length, 8) * torch.logspace(-3, 3, length)[:, None].double()
         scales = quant.key_scales(key)
         assert scales.shape == (2, length, 1)
@@ -195,8 +195,8 @@ class TestInt8:
                 block, group = token // 64, token % 8 // 2
                 mates = [i for i in range(length) if i // 64 == block and i % 8 // 2 == group]
                 assert float(scales[head, token]) == pytest.approx(float(key[head, mates].abs().max()) / 127)
-        codes = quant.quantize_int8(key, scales)
-        assert ((codes * scales - key).abs() <= scales * (0.5 + 1e-12)).all()
+        quantized = quant.quantize_int8(key, scales)
+        assert ((quantized * scales - key).abs() <= scales * (0.5 + 1e-12)).all()
 
     @pytest.mark.parametrize("factor", [1e4, math.nan, math.inf])
     def test_a_token_marks_those_it_shares_a_scale_with(self, factor: float) -> None:
@@ -207,15 +207,15 @@ class TestInt8:
         changed = [(a != b).flatten().nonzero().flatten().tolist() for a, b in zip(after, before, strict=True)]
         assert changed == [[70], [64 + 8 * octet + 6 + i for octet in range(8) for i in (0, 1)]]
 
-    def test_zeros_have_codes_of_zero(self) -> None:
+    def test_zeros_are_quantized_to_zero(self) -> None:
         for scales in (quant.query_scales(torch.zeros(70, 8)), quant.key_scales(torch.zeros(70, 8))):
             assert ((scales > 0) & scales.isfinite()).all()
             assert not quant.quantize_int8(torch.zeros(70, 8), scales).any()
 
 
 def test_fp8_rounds_to_the_nearest_e4m3_number_and_saturates():
-    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
-    numbers = codes[codes.isfinite()].unique()
+    e4m3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    numbers = e4m3[e4m3.isfinite()].unique()
     values = gaussian(1000) * 100
     nearest = (values[:, None] - numbers).abs().amin(1)
     assert torch.equal((quant.to_fp8(values) - values).abs(), nearest)
@@ -244,8 +244,8 @@ def test_fp8_accumulation_equals_an_h200_in_every_bit(case):
     assert relative_l1(got, probability @ value.mT) > 1e-4  # it is not what fp32 would give
 
 
-class TestCodesWithoutExponentials:
-    def test_codes_are_e4m3_numbers_and_right_on_average(self):
+class TestWithoutExp2:
+    def test_values_are_e4m3_numbers_and_correct_on_average(self):
         exponent = -torch.linspace(0, 14, 100_001, dtype=torch.float64)
         numbers = quant.fp8_from_log2(exponent)
         assert torch.equal(numbers, quant.to_fp8(numbers))

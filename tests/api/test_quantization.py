@@ -1,4 +1,4 @@
-"""The 8-bit modes and the P V threshold: errors within derived bounds."""
+"""Quantization and the P V threshold: errors within derived bounds."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ pytestmark = [pytest.mark.usefixtures("poisoned_memory"), pytest.mark.timeout(12
 
 
 def smooth(offset: float) -> tuple[Tensor, Tensor, Tensor]:
-    """A smooth field whose keys carry a channel offset."""
+    """Return a smooth field whose keys have a channel offset."""
     sample = video_like(1024, heads=2, seed=3)
     direction = torch.randn(1, 2, 1, 64, generator=torch.Generator().manual_seed(8))
     return sample.query, sample.key + offset * direction, sample.value
 
 
 def score_deviation(query: Tensor, key: Tensor) -> float:
-    """Largest standard deviation of a score whose factors were rounded to INT8 per block, after smoothing.
+    """Return the largest standard deviation of a score whose factors were rounded to INT8 per block, after smoothing.
 
     Rounding to a grid of step s has variance s^2 / 12; a step is absmax / 127 of the block. Finer scales and balanced
-    channels do better.
+    channels reduce it.
     """
     key = key - key.mean(2, keepdim=True)
     query_step, key_step = (
@@ -54,14 +54,14 @@ def score_deviation(query: Tensor, key: Tensor) -> float:
     return float((from_query + from_key).amax() / 12) ** 0.5 * query.shape[-1] ** -0.5
 
 
-class TestQuantised:
+class TestQuantized:
     @backends
     @causality
     @pytest.mark.parametrize("quantization, low, high", [("int8_fp8", 0.01, 0.02), ("int8_fp16", 0.001, 0.004)])
     def test_dense_error_and_lse(
         self, backend: str, is_causal: bool, quantization: str, low: float, high: float
     ) -> None:
-        """E4M3 rounds by up to 1/16, about .015 on average; 8 bits of Q and K alone cost about .003.
+        """E4M3 rounds by up to 1/16, about .015 on average; INT8 Q and K alone cost about .003.
 
         The LSE moves as the scores do: .015 on average, six deviations at worst. An offset of the keys changes neither.
         """
@@ -89,8 +89,8 @@ class TestQuantised:
 
     @backends
     @pytest.mark.parametrize("quantization, bound", [("int8_fp8", 0.02), ("int8_fp16", 0.006)])
-    def test_sparse_error_is_that_of_8_bits(self, backend: str, quantization: str, bound: float) -> None:
-        """Against exact attention over the same blocks; grouped heads, ragged lengths, padding."""
+    def test_the_sparse_error_is_that_of_quantization(self, backend: str, quantization: str, bound: float) -> None:
+        """Against exact attention over the same blocks; grouped heads, partial blocks, padding."""
         query, key, value = smooth(5.0)
         query, key, value = query[:, :, 500:900], key[:, :1, :1000], value[:, :1, :1000]
         padding = (torch.arange(1000) < 950)[None, None, None]
@@ -111,7 +111,7 @@ class TestQuantised:
 
 
 class TestTwoParts:
-    """A sink 13 or 16 nats above the keys of its own tile: 19 or 23 octaves, of which FP8 holds 15."""
+    """A sink 13 or 16 nats above the keys of its own tile: 19 or 23 log2 units, of which FP8 represents 15."""
 
     def error(self, name: str, quantization: str, backend: str, kv_len: int = 128) -> float:
         problem = problem_of(by_name(name), 64, kv_len)
@@ -123,21 +123,21 @@ class TestTwoParts:
         "quantization, backend",
         [("int8_fp8", "torch"), ("int8_fp8", "reference"), ("int8_fp8_fast", "reference"), ("int8_fp16", "torch")],
     )
-    def test_what_surrounds_a_sink_keeps_its_share(
+    def test_neighbors_of_a_sink_keep_their_share(
         self, name: str, quantization: str, backend: str, kv_len: int
     ) -> None:
         assert self.error(name, quantization, backend, kv_len) < by_name(name).limit
 
     @pytest.mark.parametrize("backend, module", [("torch", torch_online), ("reference", softmax)], ids=BACKENDS)
     def test_in_one_part_it_would_be_lost(self, backend: str, module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The other 63 keys of the tile are half of all that is not the sink. Nearer ones are rounded coarsely."""
+        """The other 63 keys of the tile are half of the weight besides the sink. Nearer keys are rounded coarsely."""
         monkeypatch.setattr(module, "FP8_RANGE", 1e3)
         assert 0.4 < self.error("sink-16", "int8_fp8", backend) < 0.6
         assert self.error("sink-13", "int8_fp8", backend) > 2 * by_name("sink-13").limit
 
     @backends
-    def test_rows_with_an_even_tile_do_not_notice(self, backend: str) -> None:
-        """Every other query sees no peak: its neighbours' second part adds nothing to it but a rounding."""
+    def test_rows_without_a_peak_do_not_change(self, backend: str) -> None:
+        """Every other query sees no peak: its neighbors' second part changes it by rounding only."""
         query, key, value = (tensor.clone() for tensor in by_name("sink-13").make(64, 128, dtype=torch.float32))
         direction = key[0, 0, 0] / key[0, 0, 0].norm()
         query[0, 0, ::2] -= (query[0, 0, ::2] @ direction)[:, None] * direction
@@ -161,9 +161,9 @@ class TestPvThreshold:
     @backends
     @modes
     def test_a_very_low_one_changes_nothing(self, backend: str, quantization: str) -> None:
-        """With FP8, nothing but roundings: a tile that 64 rows see nothing of is skipped, but not at -inf or without.
+        """With FP8, only rounding changes: a tile that 64 rows do not see is skipped, except with -inf or no threshold.
 
-        Added, it moves what sums count from by `REACH`, 44 nats. Three such numbers are rounded to float32 on the way
+        If added, it moves the row reference by `REACH`, 44 nats. Three such numbers are rounded to float32 on the way
         to the LSE, by up to 1.9e-6 each.
         """
         sample = text_like(512, heads=2)
@@ -225,7 +225,7 @@ class TestPvThreshold:
 
     @backends
     @modes
-    def test_backends_skip_alike(self, backend: str, quantization: str) -> None:
+    def test_backends_skip_the_same_products(self, backend: str, quantization: str) -> None:
         sample = text_like(512, heads=2)
         expected = self.call(sample, -4.0, quantization=quantization)
         assert int(expected.pv_skipped.sum()) > 0
@@ -239,7 +239,7 @@ class TestPvThreshold:
             backend=backend,
             quantization=quantization,
         )
-        # Codes that round the other way in float32 move an output by an FP8 step of one probability.
+        # Quantized values that round the other way in float32 move an output by an FP8 step of one probability.
         assert relative_l1(output, expected.output) < (1e-6 if quantization == "none" else 1e-3)
         assert (lse - expected.lse).abs().max() < (1e-5 if quantization == "none" else 1e-3)
 

@@ -1,4 +1,4 @@
-"""Skipped blocks as their means: attention over keys and values that were replaced by the means of their blocks."""
+"""Block means: attention with skipped blocks replaced by the means of their keys and values."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SHAPES: dict[str, dict[str, int]] = {
     "more queries": {"q_len": 300, "kv_len": 190, "head_dim": 16, "value_dim": 8},
     "one query": {"q_len": 1, "kv_len": 500, "heads": 3, "kv_heads": 1},
 }
-"""Of `make_qkv`. Most lengths are no multiple of a block."""
+"""Arguments of `make_qkv`. Most lengths are no multiple of a block."""
 MEANINGS = ("mean", "drop")
 
 
@@ -56,10 +56,10 @@ def replaced_attention(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output and LSE in float64, written from the definition.
+    """Compute output and LSE in float64 from the definition.
 
-    For each row of 128 queries the keys and values of a skipped block are set to their means over the visible keys. In
-    causal attention that takes a block that ends before the row begins; others are hidden.
+    For each query block, the keys and values of a skipped block are set to their means over the visible keys. In causal
+    attention the skipped block must end before the query block begins; others are hidden.
     """
     group = query.shape[1] // key.shape[1]
     key, value = (tensor.double().repeat_interleave(group, 1) for tensor in (key, value))
@@ -83,7 +83,7 @@ def replaced_attention(
 
 
 def blocks_of(query: Tensor, key: Tensor, share: float = 0.4, seed: int = 5) -> Tensor:
-    """Random kept blocks (B, H, q_blocks, kv_blocks); of the first head the last row keeps everything."""
+    """Return random kept blocks (B, H, q_blocks, kv_blocks); the first head's last query block keeps everything."""
     sizes = (*query.shape[:2], -(-query.shape[2] // BLOCK_Q), -(-key.shape[2] // BLOCK_K))
     blocks = torch.rand(sizes, generator=torch.Generator().manual_seed(seed)) < share
     blocks[:, 0, -1] = True
@@ -91,7 +91,7 @@ def blocks_of(query: Tensor, key: Tensor, share: float = 0.4, seed: int = 5) -> 
 
 
 def padding_of(key: Tensor) -> Tensor:
-    """Each item of a batch has another number of keys, and none in a block in the middle: (B, 1, 1, Sk)."""
+    """Return a key mask (B, 1, 1, Sk): each batch item has another number of keys, and an empty block in the middle."""
     kv_len = key.shape[2]
     mask = torch.arange(kv_len) < torch.tensor([kv_len - 70, kv_len - 5])[: key.shape[0], None, None, None]
     mask[..., 64:128] = False
@@ -104,7 +104,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, blocks: Tensor, **options:
 
 
 def assert_close(got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
-    """Scores stay below 15, whose float32 rounding alone moves a probability by 15 eps; a mean is rounded once more."""
+    """Scores stay below 15, where float32 rounding moves a probability by 15 eps; a mean is rounded once more."""
     assert relative_l1(got[0], expected[0]) < 20 * EPSILON
     empty = expected[1] == -math.inf
     assert torch.equal(got[1] == -math.inf, empty)
@@ -140,7 +140,7 @@ class TestDefinition:
 
     @backends
     def test_nothing_kept_is_attention_over_means(self, backend: str) -> None:
-        """The last block has 22 keys: its mean weighs as much."""
+        """The last block has 22 keys: its mean is weighted accordingly."""
         query, key, value = make_qkv(130, 150, heads=1, head_dim=16)
         means = [torch.stack([part.mean(2) for part in tensor.split(BLOCK_K, 2)], 2) for tensor in (key, value)]
         weights = torch.tensor([64.0, 64.0, 22.0]).log()
@@ -161,8 +161,8 @@ class TestDefinition:
 
     @backends
     @causality
-    def test_blocks_of_equal_tokens_lose_nothing(self, backend: str, is_causal: bool) -> None:
-        """Then a mean is what it stands for. Causal rows keep what they see in part."""
+    def test_blocks_of_equal_tokens_are_exact(self, backend: str, is_causal: bool) -> None:
+        """The mean then equals every token. Causal query blocks keep partly visible blocks."""
         query, key, value = make_qkv(384, 450, heads=2, kv_heads=1)
         key, value = (
             torch.cat([part[:, :, :1].expand_as(part) for part in tensor.split(BLOCK_K, 2)], 2)
@@ -184,7 +184,7 @@ class TestDefinition:
         assert_close(got, replaced_attention(query, key, value, blocks, attn_mask=mask))
 
     @backends
-    def test_causal_rows_see_no_future(self, backend: str) -> None:
+    def test_causal_queries_see_no_future(self, backend: str) -> None:
         query, key, value = make_qkv(512, heads=1)
         blocks = blocks_of(query, key, 0.3)
         before = attend(query, key, value, blocks, backend=backend, is_causal=True)
@@ -197,12 +197,12 @@ class TestDefinition:
 
 
 def smooth(q_len: int = 400, kv_len: int = 1000) -> tuple[Tensor, Tensor, Tensor]:
-    """A smooth field whose keys carry a channel offset; grouped heads, ragged lengths."""
+    """Return a smooth field whose keys have a channel offset; grouped heads, partial blocks."""
     sample = video_like(1024, heads=2, seed=3)
     return sample.query[:, :, kv_len - q_len : kv_len], sample.key[:, :1, :kv_len], sample.value[:, :1, :kv_len]
 
 
-class TestEightBits:
+class TestQuantization:
     @causality
     @pytest.mark.parametrize(
         "backend, quantization, bound",
@@ -214,11 +214,13 @@ class TestEightBits:
             ("reference", "int8_fp16", 0.006),
         ],
     )
-    def test_the_error_is_that_of_8_bits(self, backend: str, quantization: str, bound: float, is_causal: bool) -> None:
-        """A number of E4M3 is off by .026 of its size, as root mean square: P and V by .037, by .03 on average.
+    def test_the_error_is_that_of_quantization(
+        self, backend: str, quantization: str, bound: float, is_causal: bool
+    ) -> None:
+        """The root mean square rounding error of E4M3 is .026; of P and V .037, and .03 on average.
 
-        Sums of many keys of one sign have half of it. A mean is one number for 64 keys, so there is less to average.
-        Codes have a fifth more, as without means. Scores in INT8 cost .003, means of keys no more than keys.
+        Sums of many keys of one sign have half of it. A mean represents 64 keys, so fewer errors average out.
+        Without exp2 it is a fifth more, as without means. Scores in INT8 cost .003, means of keys no more than keys.
         """
         query, key, value = smooth()
         call = {"is_causal": is_causal, "attn_mask": (torch.arange(1000) < 950)[None, None, None]}
@@ -232,7 +234,7 @@ class TestEightBits:
     @pytest.mark.parametrize("quantization", ["int8_fp8", "int8_fp16"])
     @pytest.mark.parametrize("name", SHAPES)
     def test_torch_equals_the_specification(self, name: str, is_causal: bool, quantization: str) -> None:
-        """The same codes: what differs is the 13-bit sum inside an FP8 tile, and codes on a rounding edge."""
+        """The quantized values are the same; differences are the 13-bit FP8 sum and values at a rounding edge."""
         query, key, value = make_qkv(**SHAPES[name])
         call = {"is_causal": is_causal, "attn_mask": padding_of(key)}
         blocks = blocks_of(query, key)
@@ -245,7 +247,7 @@ class TestEightBits:
         assert relative_l1(got[0], expected[0].double()) < 0.1 * error + 64 * 2**-13 / 10
         seen = expected[1] > -math.inf
         assert torch.equal(got[1] > -math.inf, seen)
-        # One key code off by one moves a score by q_scale * k_scale * 127 * scale; LSE cannot move further.
+        # One quantized key off by one moves a score by q_scale * k_scale * 127 * scale; LSE cannot move further.
         spread = (key - key.mean(2, keepdim=True)).abs().max()
         assert (got[1] - expected[1])[seen].abs().max() < query.abs().max() * spread / 127 * query.shape[-1] ** -0.5
 
@@ -268,10 +270,10 @@ class TestEightBits:
 
 
 class TestNonFinite:
-    """A mean that is not finite makes every row NaN that has it, and no other."""
+    """A mean that is not finite makes every row NaN that uses it, and no other."""
 
     def run(self, which: str, bad: float, place: int = 300, **options: Any) -> tuple[Tensor, Tensor]:
-        """One head of two has a number that is not finite, in a block that every row skips."""
+        """Return inputs where one of two heads has a non-finite number, in a block that every query block skips."""
         query, key, value = make_qkv(640, heads=2, head_dim=16)
         {"key": key, "value": value}[which][0, 0, place, 3] = bad
         blocks = torch.rand(1, 2, 5, 10, generator=torch.Generator().manual_seed(1)) < 0.5
@@ -287,7 +289,7 @@ class TestNonFinite:
         self, backend: str, quantization: str, is_causal: bool, which: str, bad: float
     ) -> None:
         output, lse = self.run(which, bad, backend=backend, quantization=quantization, is_causal=is_causal)
-        first = 384 if is_causal else 0  # the first row of blocks behind it
+        first = 384 if is_causal else 0  # the first query block after it
         assert output[:, 0, first:].isnan().all()
         assert lse[:, 0, first:].isnan().all()
         assert output[:, 0, :first].isfinite().all()
@@ -311,9 +313,9 @@ class TestNonFinite:
     @modes
     @pytest.mark.parametrize("which", ["key", "value"])
     def test_means_that_share_an_int8_scale(self, backend: str, quantization: str, which: str) -> None:
-        """Block 8 shares one with the blocks 0, 1 and 9, which causal rows from the second on have the means of."""
+        """Block 8 shares a scale with blocks 0, 1 and 9, whose means causal query blocks from the second on use."""
         output, lse = self.run(which, math.nan, 520, backend=backend, quantization=quantization, is_causal=True)
-        assert output.isfinite().all(), "its block lies in the last row of blocks, which cannot have its mean"
+        assert output.isfinite().all(), "the last query block cannot use the mean of its own block"
         assert lse[:, :, 128:].isfinite().all()
 
     @backends
@@ -343,14 +345,14 @@ class TestNonFinite:
         assert means.bias[0, 0, 3] == -math.inf
         for mean, tokens in ((means.key, key), (means.value, value)):
             torch.testing.assert_close(mean[0, 0, 0], tokens[0, 0, :64].mean(0))
-            assert not mean[0, 0, 1:].any(), "what is not finite is told by the bias alone"
+            assert not mean[0, 0, 1:].any(), "only the bias is not finite"
         assert means.key.dtype == torch.float32
         assert block_means(key.double(), value.double(), None).key.dtype == torch.float64
         assert block_means(key.half(), value.half(), None).value.dtype == torch.float32
 
 
 class TestChoice:
-    def test_by_default_it_is_means_unless_causal(self) -> None:
+    def test_the_default_is_means_unless_causal(self) -> None:
         query, key, value = make_qkv(640, heads=1)
         for is_causal, meant in ((False, "mean"), (True, "drop")):
             call = {"is_causal": is_causal, "sparsity": TopK(0.3, min_blocks=1), "backend": "torch"}
@@ -360,7 +362,7 @@ class TestChoice:
             assert torch.equal(default, named[meant])
             assert not torch.equal(named["mean"], named["drop"])
 
-    def test_over_a_given_mask_it_is_dropped(self) -> None:
+    def test_given_masks_drop_by_default(self) -> None:
         query, key, value = make_qkv(300, heads=1)
         blocks = blocks_of(query, key)
         default = sparge.block_sparse_attention(query, key, value, blocks, backend="torch")
@@ -371,12 +373,12 @@ class TestChoice:
         "mask, obstacle",
         [
             (torch.zeros(1, 1, 1, 300), "an additive one"),
-            (torch.ones(1, 1, 300, 300, dtype=torch.bool), "one with an entry per query"),
+            (torch.ones(1, 1, 300, 300, dtype=torch.bool), r"a full \(S_q x S_k\) one"),
             (torch.ones(1, 2, 1, 300, dtype=torch.bool), "one that differs among heads that share keys"),
         ],
         ids=["additive", "per query", "per head"],
     )
-    def test_masks_that_leave_no_mean(self, mask: Tensor, obstacle: str) -> None:
+    def test_masks_without_means(self, mask: Tensor, obstacle: str) -> None:
         query, key, value = make_qkv(300, heads=2, kv_heads=1)
         blocks = blocks_of(query, key, 0.4)
         message = rf"^skipped='mean': expected no attn_mask, or a bool one over keys, got {obstacle}$"
@@ -407,9 +409,9 @@ class TestChoice:
         assert torch.equal(*results)
 
 
-class TestWorth:
-    def test_a_smooth_field_is_its_means(self) -> None:
-        """Boxes of a field along Hilbert's curve, and attention that is spread: what a row skips is like its mean."""
+class TestAccuracy:
+    def test_a_smooth_field_is_close_to_its_means(self) -> None:
+        """Boxes of a field in Hilbert order with spread-out attention: skipped blocks resemble their means."""
         sample = video_like(4096, heads=1, seed=1)
         order = order_of((4, 32, 32))
         tensors = [order.apply(tensor) for tensor in (sample.query, sample.key, sample.value)]
@@ -434,7 +436,7 @@ class TestThreshold:
     @modes
     @causality
     def test_one_that_skips_nothing(self, backend: str, quantization: str, is_causal: bool) -> None:
-        """But for roundings: three numbers of 44 nats on the way to the LSE of FP8, by up to 1.9e-6 each."""
+        """Only rounding differs: three numbers of 44 nats contribute to the FP8 LSE, each off by up to 1.9e-6."""
         query, key, value = make_qkv(300, 450, head_dim=16)
         blocks = blocks_of(query, key)
         results = [
@@ -455,7 +457,7 @@ class TestThreshold:
 
     @backends
     def test_means_far_below_are_skipped_like_blocks(self, backend: str) -> None:
-        """Each lost probability is below exp(threshold) of the row's largest, and stands for 64 keys at most."""
+        """Each lost probability is below exp(threshold) of the row's largest, and represents at most 64 keys."""
         query, key, value = make_qkv(256, 640, heads=1, head_dim=16)
         query[..., 0], key[..., 0] = 8.0, 0.0
         key[:, :, :64, 0] = 12.0  # 24 above the others

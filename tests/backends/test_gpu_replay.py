@@ -1,6 +1,6 @@
-"""`replay` starts what was recorded: the same kernels in the same order, on the memory of the new call.
+"""`replay` launches the recorded kernels in the same order on the memory of the new call.
 
-Kernels are stand-ins here that compute on CPU memory by address, as a GPU's do.
+The kernels are stand-ins that compute on CPU memory by address, as GPU kernels do.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from sparge.masks.geometry import Shape
 
 LENGTH = 300
 PARAMETERS = [*[Parameter(8, False)] * 3, Parameter(4, True), Parameter(4, False), *[Parameter(8, False)] * 2]
-"""Three tensors, two numbers, and memory that the kernel does not use."""
+"""Three tensors, two numbers, and scratch memory that the kernel does not use."""
 PTX = """
 .visible .entry fused(
     .param .u64 .ptr .global .align 16 fused_param_0,
@@ -59,7 +59,7 @@ def compute(arguments: list[bytes]) -> None:
 
 
 class Kernel:
-    """As much of a compiled kernel as a recorder and the driver ask for."""
+    """The attributes of a compiled kernel that a recorder and the driver read."""
 
     name = "fused"
     asm: ClassVar = {"ptx": PTX}
@@ -96,7 +96,7 @@ KERNEL = Kernel()
 
 
 def fused(first: Tensor, second: Tensor, target: Tensor, factor: float, length: int = LENGTH) -> None:
-    """Launch as `launch` does."""
+    """Launch like `launch`."""
     numbers = struct.pack("=3Qfi", first.data_ptr(), second.data_ptr(), target.data_ptr(), factor, length)
     KERNEL.start(7, [numbers])
     recorder = replay.current_recorder.get()
@@ -105,7 +105,7 @@ def fused(first: Tensor, second: Tensor, target: Tensor, factor: float, length: 
 
 
 def chain(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Two results by four buffers; nobody reads ``a`` any more when ``d`` is written."""
+    """Compute two results through four buffers; ``a`` is no longer read when ``d`` is written."""
     a, b, c, d, output, lse = (buffer_like(first, True, LENGTH) for _ in range(6))
     fused(first, second, a, 1.0)
     fused(a, first, b, 2.0)
@@ -117,7 +117,7 @@ def chain(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def counted(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """`chain`, and on top of its LSE what a buffer that begins with zeros holds once the first input is added to it."""
+    """Compute `chain`, and add the first input plus a buffer of zeros to its LSE."""
     count = zeros_like(first, LENGTH)
     fused(count, first, count, 1.0)
     output, lse = chain(first, second)
@@ -177,7 +177,7 @@ def test_later_calls_are_replayed_on_their_own_tensors() -> None:
         results.append((call(*tensors), tensors))
         assert KERNEL.starts == starts + 6
     assert call.runs == 1
-    for got, tensors in results:  # nobody overwrote an earlier result
+    for got, tensors in results:  # earlier results are not overwritten
         assert_right(got, tensors)
 
 
@@ -193,14 +193,14 @@ def test_buffers_share_the_workspace() -> None:
 
 
 @pytest.mark.parametrize("change", ["kind", "dtype", "stride", "alignment", "one less"])
-def test_what_differs_is_recorded_anew(change: str) -> None:
+def test_different_metadata_is_recorded_anew(change: str) -> None:
     call = Caller()
     first, second = inputs(0)
     call(first, second)
     if change == "kind":
         call(first, second, kind="another")
     elif change == "dtype":
-        call(first, second.double())  # the stand-in misreads it; only the way taken matters
+        call(first, second.double())  # the stand-in misreads it; only the code path matters
     elif change == "stride":
         call(first, torch.randn(LENGTH, 2)[:, 0])
     elif change == "alignment":
@@ -211,8 +211,8 @@ def test_what_differs_is_recorded_anew(change: str) -> None:
     assert call.runs == 2
 
 
-def test_a_tensor_given_twice_is_a_kind_of_its_own() -> None:
-    """Recorded with one tensor in both places, a replay could not tell which of two to read."""
+def test_a_repeated_tensor_is_recorded_separately() -> None:
+    """A replay recorded with one tensor in both places could not distinguish two tensors."""
     call = Caller()
     for tensors in (inputs(0), inputs(1)):
         for pair in ((tensors[0], tensors[0]), tensors, (tensors[1], tensors[1])):
@@ -220,7 +220,7 @@ def test_a_tensor_given_twice_is_a_kind_of_its_own() -> None:
     assert call.runs == 2
 
 
-def test_what_torch_computes_in_between_is_not_replayed() -> None:
+def test_calls_with_torch_operators_in_between_are_not_replayed() -> None:
     call = Caller(lambda first, second: chain(first, second * 2))
     for seed in range(3):
         first, second = inputs(seed)
@@ -229,7 +229,7 @@ def test_what_torch_computes_in_between_is_not_replayed() -> None:
 
 
 def test_a_buffer_that_torch_fills_is_not_replayed() -> None:
-    """Its identity does not change, and the next workspace holds anything."""
+    """Its identity does not change, and the next workspace has undefined contents."""
 
     def counting(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         zeros = buffer_like(first, True, LENGTH).zero_()
@@ -273,7 +273,7 @@ def test_an_input_that_is_returned_is_not_replayed() -> None:
 
 
 def test_a_view_of_an_input_is_not_replayed() -> None:
-    """Its address may lie elsewhere in the next call's tensor."""
+    """Its address may differ in the next call's tensor."""
     call = Caller(lambda first, second: chain(first, second[1:]))
     for seed in range(3):
         first, second = inputs(seed)
@@ -282,7 +282,7 @@ def test_a_view_of_an_input_is_not_replayed() -> None:
     assert call.runs == 3
 
 
-def test_views_that_begin_where_a_tensor_of_the_call_does_are_replayed() -> None:
+def test_views_with_the_start_of_a_tensor_are_replayed() -> None:
     def viewed(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         a, output, lse = (buffer_like(first, True, LENGTH) for _ in range(3))
         fused(first.view(2, -1).expand(3, 2, -1), second[: LENGTH // 2], a.view(torch.int32)[None], 1.0)
@@ -319,7 +319,7 @@ def test_results_may_be_inputs_that_are_written_to() -> None:
     assert call.runs == 1
 
 
-def test_a_missing_input_is_a_kind_of_its_own() -> None:
+def test_a_missing_input_is_recorded_separately() -> None:
     first, second = inputs(0)
     call = Caller(lambda *_: chain(first, second))
     for tensors in ((first, None, second), (None, first, second), (first, None, second), (None, first, second)):
@@ -348,7 +348,7 @@ def test_the_number_of_recordings_is_bounded() -> None:
         assert len(call.call.recordings) <= MAX_RECORDINGS
 
 
-def test_an_override_is_a_kind_of_its_own() -> None:
+def test_an_override_is_recorded_separately() -> None:
     call, tensors = Caller(), inputs(0)
     call(*tensors)
     for runs in (2, 2):
@@ -359,7 +359,7 @@ def test_an_override_is_a_kind_of_its_own() -> None:
     assert call.runs == 2
 
 
-def test_only_kernels_whose_tensors_have_moved_are_updated() -> None:
+def test_only_kernels_with_moved_tensors_are_updated() -> None:
     call, first, second = Caller(), inputs(0), inputs(1)
     for tensors in (first, first):
         call(*tensors)
@@ -374,7 +374,7 @@ def test_only_kernels_whose_tensors_have_moved_are_updated() -> None:
         assert_right(got, second)
 
 
-def test_a_stream_that_is_captured_gets_each_kernel_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_captured_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     call = Caller(counted)
     for seed, is_capturing in enumerate((False, False, True, False, True, True, False)):
         monkeypatch.setattr(replay, "_is_capturing", lambda is_capturing=is_capturing: is_capturing)
@@ -398,7 +398,7 @@ def test_a_thread_without_a_context_gets_one() -> None:
     assert DRIVER.has_context
 
 
-def test_an_lse_that_nobody_reads_lies_in_the_workspace() -> None:
+def test_an_unused_lse_lies_in_the_workspace() -> None:
     call, tensors = Caller(), inputs(0)
     call(*tensors)
     (recorded,) = call.call.recordings.values()
@@ -471,7 +471,7 @@ def buffers(draw: st.DrawFn) -> tuple[list[int], list[list[int]]]:
 
 
 def branched(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Two chains beside each other between a launch before them and one behind them."""
+    """Run two branches between a launch before and a launch after them."""
     a, b, c, d, e, output, lse = (buffer_like(first, True, LENGTH) for _ in range(7))
     fused(first, second, a, 1.0)
     with in_branch("left"):
@@ -487,7 +487,7 @@ def branched(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     return output, lse
 
 
-def test_branches_give_the_same_in_any_order() -> None:
+def test_branches_give_the_same_result_in_any_order() -> None:
     caller = Caller(branched)
     for seed in range(3):
         first, second = inputs(seed)
@@ -496,7 +496,7 @@ def test_branches_give_the_same_in_any_order() -> None:
         torch.testing.assert_close(caller(first, second), (output, 7 * output + a))
 
 
-def test_the_next_launch_outside_of_branches_waits_for_all_of_them() -> None:
+def test_the_next_launch_outside_waits_for_all_branches() -> None:
     branches = [None, "a", "b", "a", None, None, "b", "a"]
     assert _predecessors(branches) == [(), (0,), (0,), (1,), (3, 2), (4,), (5,), (5,)]
     assert _spans(branches) == [(0, 0), (1, 3), (1, 3), (1, 3), (4, 4), (5, 5), (6, 7), (6, 7)]
@@ -521,9 +521,16 @@ def test_buffers_in_use_at_the_same_time_never_overlap(drawn: tuple[list[int], l
             assert not (in_time and in_space)
 
 
-def test_a_workspace_is_no_larger_than_what_is_in_use_at_once() -> None:
-    """The sizes and uses of a call of 131 072 tokens and 4 heads: codes of K and V take the place of probabilities."""
-    mebibytes = {"moments": 6, "query codes": 64, "probabilities": 32, "lists": 32, "key codes": 64, "value codes": 64}
+def test_a_workspace_is_no_larger_than_concurrent_buffers() -> None:
+    """Sizes and uses of a call of 131 072 tokens and 4 heads: quantized K and V reuse the memory of probabilities."""
+    mebibytes = {
+        "moments": 6,
+        "quantized query": 64,
+        "probabilities": 32,
+        "lists": 32,
+        "quantized key": 64,
+        "quantized value": 64,
+    }
     uses = [[0, 3], [2, 6], [3, 4], [4, 6], [5, 6], [5, 6]]
     offsets, total = replay._pack([size * 2**20 for size in mebibytes.values()], uses)
     assert total == (64 + 32 + 64 + 64) * 2**20

@@ -1,6 +1,6 @@
-"""Means of skipped blocks in the kernels, against the torch backend in float32 on the same device.
+"""Block means in the kernels, against the torch backend in float32 on the same device.
 
-Every case compiles an attention kernel of its own, so there are few.
+Every case compiles its own attention kernel, so there are few cases.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Result = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """9000 keys are 141 blocks: more means than a step of any kernel takes."""
+    """9000 keys are 141 blocks: more means than a kernel processes at a time."""
 
     quantization: str
     head_dim: int
@@ -63,7 +63,7 @@ CASES = [
 
 
 def blocks_of(query: Tensor, key: Tensor, share: float = 0.3) -> Tensor:
-    """Random kept blocks; of the first head the first row skips everything, and the last keeps everything."""
+    """Return random kept blocks; the first head's first query block skips everything, its last keeps everything."""
     blocks = random_bits(*query.shape[:2], -(-query.shape[2] // 128), -(-key.shape[2] // 64), share=share)
     blocks[:, 0, 0], blocks[:, 0, -1] = False, True
     return blocks
@@ -75,16 +75,16 @@ def attend(query: Tensor, key: Tensor, value: Tensor, blocks: Tensor, **options:
 
 
 def in_float32(query: Tensor, key: Tensor, value: Tensor, blocks: Tensor, **options: Any) -> Result:
-    """What the torch backend gives on the device, on the CPU."""
+    """Return the torch backend's result, computed on the CPU, on the device."""
     tensors = [tensor.float() for tensor in (query, key, value)]
     output, lse = attend(*tensors, blocks, backend="torch", **options)
     return output.cpu(), lse.cpu()
 
 
 def assert_means(got: Result, exact: Result, expected: Result, quantization: str) -> None:
-    """Without quantisation off by roundings of means, P and the output: half an eps each, of P and V in opposite signs.
+    """Without quantization, means, P and the output are rounded: half an eps each, with opposite signs in P and V.
 
-    The torch backend has no codes straight from scores: those are a fifth worse than FP8 numbers at most.
+    The torch backend does not derive P from scores without exp2, which is at most a fifth less accurate.
     """
     exact = exact[0].double(), exact[1].double()
     if quantization == "none":
@@ -115,17 +115,17 @@ def test_against_the_torch_backend(case: Case) -> None:
     expected = in_float32(query, key, value, blocks, quantization=known, **call)
     assert_means(got, exact, expected, case.quantization)
     dropped = in_float32(query, key, value, blocks, quantization="none", skipped="drop", **call)
-    assert relative_l1(dropped[0], exact[0].double()) > 0.1, "the means change something"
+    assert relative_l1(dropped[0], exact[0].double()) > 0.1, "the means have an effect"
 
     others = [tensor.flip(2).contiguous() for tensor in (query, key, value)]
     options = {"quantization": case.quantization, **call}
     replayed = attend(*others, blocks, **options)
     forget_recordings()
-    assert equal(replayed, attend(*others, blocks, **options)), "the second call of a kind is a replay"
+    assert equal(replayed, attend(*others, blocks, **options)), "the second call is a replay"
 
 
 def test_padded_keys_and_prediction_in_one_call() -> None:
-    """Of a block no key is seen, of others some."""
+    """Some blocks are hidden entirely, others partly."""
     query, key, value = make_inputs(400, 1300, batch=2, heads=2, kv_heads=1, head_dim=128)
     mask = torch.arange(1300, device=DEVICE) < torch.tensor([1300, 900], device=DEVICE)[:, None, None, None]
     mask[..., 64:128] = False
@@ -140,14 +140,14 @@ def test_padded_keys_and_prediction_in_one_call() -> None:
 
 
 @pytest.mark.parametrize("which", ["key", "value"])
-def test_what_is_not_finite_reaches_the_rows_that_have_its_mean(which: str) -> None:
-    """Block 16 of the first head, in causal attention. Others of its tile of means share an INT8 scale with it."""
+def test_non_finite_means_reach_the_query_blocks_that_use_them(which: str) -> None:
+    """Block 16 of the first head, in causal attention. Other blocks of its tile of means share its INT8 scale."""
     query, key, value = make_inputs(1300, heads=2, head_dim=64)
     {"key": key, "value": value}[which][0, 0, 1030, 3] = math.nan
     blocks = random_bits(1, 2, 11, 21, share=0.3)
     blocks[..., 16] = False
     output, lse = attend(query, key, value, blocks, quantization=FASTEST, is_causal=True)
-    assert output[:, 0, 1152:].isnan().all(), "the rows of blocks behind it"
+    assert output[:, 0, 1152:].isnan().all(), "later query blocks"
     assert lse[:, 0, 1152:].isnan().all()
     assert output[:, 0, :1152].isfinite().all()
     assert not lse[:, 0, :1152].isnan().any()
