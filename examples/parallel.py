@@ -1,4 +1,4 @@
-"""What the parallel_*_attention examples share: the process group, a sequence to attend to, and a comparison."""
+"""Shared by the parallel examples: the process group, a sequence to attend to, and a comparison."""
 
 import torch
 import torch.distributed as dist
@@ -8,11 +8,13 @@ import sparge
 
 IS_OURS = not dist.is_initialized()
 HAS_GPU = torch.cuda.is_available()
-BACKEND = "auto" if HAS_GPU else "torch"  # a named one is sparse at any length: CPUs would run one so short dense
+BACKEND = (
+    "auto" if HAS_GPU else "torch"
+)  # a named backend is sparse at any length; "auto" would run this one dense on a CPU
 
 
 def start() -> tuple[int, int]:
-    """Join the group that torchrun made: this rank, and how many there are."""
+    """Join the process group of torchrun, and return this rank and the number of ranks."""
     if IS_OURS:
         dist.init_process_group("nccl" if HAS_GPU else "gloo")
     if HAS_GPU:
@@ -21,13 +23,13 @@ def start() -> tuple[int, int]:
 
 
 def finish() -> None:
-    """Leave it."""
+    """Leave the process group."""
     if IS_OURS:
         dist.destroy_process_group()
 
 
 def tokens(heads: int = 8) -> list[Tensor]:
-    """Query, key and value of a sequence, the same on every rank; the first heads look at more of it than the last."""
+    """Return query, key and value of a sequence, equal on all ranks; the first heads attend most widely."""
     generator = torch.Generator().manual_seed(0)
     length = 8192 if HAS_GPU else 2048
     query, key, value = (torch.randn(1, heads, length, 64, generator=generator) for _ in range(3))
@@ -38,7 +40,7 @@ def tokens(heads: int = 8) -> list[Tensor]:
 
 
 def report(name: str, output: Tensor, expected: Tensor) -> None:
-    """Print, on rank 0, how many blocks each rank kept, and whether the outputs of all are what was expected."""
+    """Print on rank 0 the density of each rank, and whether the outputs of all ranks are as expected."""
     densities: list[float | None] = [None] * dist.get_world_size()
     dist.all_gather_object(densities, sparge.stats().density)
     error = (output.float() - expected.float()).norm() / expected.float().norm()

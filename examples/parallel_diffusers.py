@@ -1,4 +1,4 @@
-"""Context parallelism of diffusers: every rank has a part of a video's tokens, in a Wan with random weights.
+"""Context parallelism of diffusers: every rank has a part of a video's tokens, here in a Wan with random weights.
 
 torchrun --nproc-per-node 2 examples/parallel_diffusers.py
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,49 +18,43 @@ import sparge
 from benchmarks.scale.parts import make_inputs
 from benchmarks.scale.plan import WORKLOADS, Workload
 from sparge.bench.timing import device_seconds
-from sparge.distributed import gathered_attention, ring_attention, shard, split_lengths, ulysses_attention
-from sparge.distributed.exchange import Arrival, Exchange
+from sparge.distributed import context_parallel_attention, shard, split_lengths
+from sparge.distributed.communicator import Communicator, Wait
 
 RANKS = 8
 SHARES = (0.5, 0.25, 0.1)
 TIMED = 6
-MODES = {
-    "ulysses_attention": ulysses_attention,
-    "gathered_attention": gathered_attention,
-    "ring_attention": ring_attention,
-}
+MODES: tuple[Literal["ulysses", "gather", "ring"], ...] = ("ulysses", "gather", "ring")
 
 
-class Mirror(Exchange):
+class Mirror(Communicator):
     """A rank whose peers have its own data; it copies as many bytes as it would receive."""
 
-    _name = None
+    name = "mirror"
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
-    def total(self, own: Tensor) -> Tensor:
+    def all_reduce(self, own: Tensor) -> Tensor:
         return own * self.size
 
-    def stack(self, own: Tensor) -> Tensor:
+    def all_gather(self, own: Tensor) -> Tensor:
         return own.expand(self.size, *own.shape).contiguous()
 
-    def start_gather(self, tokens: Tensor, lengths: Sequence[int]) -> Arrival:
+    def start_gather_tokens(self, tokens: Tensor, lengths: Sequence[int]) -> Wait:
         return partial(self._filled, tokens.permute(2, 0, 1, 3).contiguous(), sum(lengths))
 
-    def start_to_heads(self, tokens: Tensor, lengths: Sequence[int]) -> Arrival:
-        sent = tokens.unflatten(1, (self.size, -1)).permute(1, 3, 0, 2, 4).flatten(0, 1)
-        return partial(self._filled, sent, sum(lengths))
-
-    def start_all_to_heads(self, tensors: Sequence[Tensor], lengths: Sequence[int]) -> Callable[[], list[Tensor]]:
-        arrivals = [self.start_to_heads(tensor, lengths) for tensor in tensors]
-        return lambda: [arrive() for arrive in arrivals]
+    def start_to_heads(self, tensors: Sequence[Tensor], lengths: Sequence[int]) -> Callable[[], list[Tensor]]:
+        sent = [tensor.unflatten(1, (self.size, -1)).permute(1, 3, 0, 2, 4).flatten(0, 1) for tensor in tensors]
+        return lambda: [self._filled(tokens, sum(lengths)) for tokens in sent]
 
     def to_tokens(self, heads: Tensor, lengths: Sequence[int]) -> Tensor:
         own = heads.permute(2, 0, 1, 3).contiguous()[: lengths[self.rank]]
         return own.expand(self.size, *own.shape).permute(2, 0, 3, 1, 4).flatten(1, 2)
 
-    def start_pass(self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Callable[[], list[Tensor]]:
+    def start_ring_shift(
+        self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]]
+    ) -> Callable[[], list[Tensor]]:
         taken = [
             self._filled(tensor.permute(2, 0, 1, 3), shape[2]) for tensor, shape in zip(tensors, shapes, strict=True)
         ]
@@ -74,16 +68,22 @@ class Mirror(Exchange):
 
 
 def rank_call(
-    mode: str, workload: Workload, inputs: Sequence[Tensor], topk: float, ranks: int = RANKS
+    mode: Literal["ulysses", "gather", "ring"],
+    workload: Workload,
+    inputs: Sequence[Tensor],
+    topk: float,
+    ranks: int = RANKS,
 ) -> Callable[[], Any]:
     """Return a call of the middle rank."""
     options: dict[str, Any] = {"is_causal": workload.is_causal, "enable_gqa": True, "topk": topk}
-    sharding: Any = "head_tail" if workload.is_causal and mode != "ulysses_attention" else "contiguous"
+    sharding: Any = "head_tail" if workload.is_causal and mode != "ulysses" else "contiguous"
     lengths = (workload.tokens // ranks,) * ranks if sharding == "head_tail" else split_lengths(workload.tokens, ranks)
     own = [shard(tensor, ranks // 2, ranks, sharding=sharding, lengths=lengths) for tensor in inputs]
-    if mode != "ulysses_attention":
+    if mode != "ulysses":
         options["sharding"] = sharding
-    return partial(MODES[mode], *own, group=Mirror(ranks // 2, ranks), lengths=lengths, **options)
+    return partial(
+        context_parallel_attention, *own, mode=mode, group=Mirror(ranks // 2, ranks), lengths=lengths, **options
+    )
 
 
 def seconds_of(run: Callable[[], Any]) -> tuple[float, float]:

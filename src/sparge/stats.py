@@ -52,7 +52,7 @@ class Stats(LayerStats):
         sparsity: products Q K^T and P V that were skipped, as a share of those of all visible blocks (the paper's
             measure): 1 - density (1 - pv_skipped / 2).
         imbalance: kept blocks of the rank that had the most, by those of the mean rank, over the calls of
-            `sparge.distributed.ulysses_attention` with a `HeadBalance`; 1 is even, None without any.
+            `sparge.distributed.context_parallel_attention` with a `HeadBalance`; 1 is even, None without any.
         layers: the same by layer, for calls that came from a model with names for them (`sparge.enable`).
     """
 

@@ -1,4 +1,4 @@
-"""Calls over several ranks, and what one process makes of them: the same cases for threads, processes and GPUs."""
+"""Calls over several ranks, compared with one process: the same cases for threads, processes and GPUs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 import sparge
-from sparge.distributed import computing, gathered_attention, mesh_attention, ring_attention, shard, ulysses_attention
-from sparge.distributed.exchange import Exchange
-from sparge.distributed.places import places_of, split_lengths
+from sparge.distributed import context_parallel_attention, local_attention, shard, split_lengths
+from sparge.distributed.communicator import Communicator
+from sparge.distributed.sharding import token_sharding
 from sparge.masks.block_mask import BlockMask
 
-MODES = {"ulysses": ulysses_attention, "gathered": gathered_attention, "ring": ring_attention}
+MODES = ("ulysses", "gather", "ring")
 RULES: dict[str, dict[str, Any]] = {
     "budget": {"sparsity": sparge.Budget(0.3)},
     "topk": {"sparsity": sparge.TopK(0.3, min_blocks=2)},
@@ -28,7 +28,7 @@ RULES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A call: its mode, what it is asked, and how its tokens lie."""
+    """A call: its mode, its options, and how its tokens are split."""
 
     mode: str
     rule: str = "budget"
@@ -50,7 +50,7 @@ class Case:
 
 
 def tensors(case: Case, *, width: int = 32, device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Query, key and value of the whole sequence; heads and rows differ in how much of it they look at."""
+    """Return query, key and value of the whole sequence; heads and queries differ in how widely they attend."""
     generator = torch.Generator().manual_seed(len(str(case)))
     heads, kv_heads = case.heads
     query, key, value = (
@@ -63,7 +63,7 @@ def tensors(case: Case, *, width: int = 32, device: str = "cpu", dtype: torch.dt
 
 
 def whole(case: Case, inputs: list[Tensor], backend: str) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Output, LSE and mask (None where it is dense) of one process."""
+    """Return output, LSE and mask (None if dense) of one process."""
     call = {"is_causal": case.is_causal, "enable_gqa": True, "backend": backend}
     options = {name: value for name, value in case.options.items() if name not in ("kv_heads_at_once", "balance")}
     output, lse = sparge.attention(*inputs, return_lse=True, **call, **RULES[case.rule], **options)
@@ -75,7 +75,7 @@ def whole(case: Case, inputs: list[Tensor], backend: str) -> tuple[Tensor, Tenso
     return output, lse, mask.to_dense()
 
 
-_choose = computing.choose
+_choose = local_attention.choose_masks
 _thread = threading.local()
 
 
@@ -86,12 +86,12 @@ def _remember(*arguments: Any) -> list[BlockMask]:
     return found
 
 
-computing.choose = _remember
+local_attention.choose_masks = _remember
 
 
 @contextmanager
 def chosen_masks() -> Iterator[list[BlockMask]]:
-    """The masks that ranks choose together meanwhile; those of this thread, where threads are ranks."""
+    """Collect the masks that ranks choose together; those of this thread, where threads are ranks."""
     _thread.masks = []
     try:
         yield _thread.masks
@@ -99,19 +99,20 @@ def chosen_masks() -> Iterator[list[BlockMask]]:
         del _thread.masks
 
 
-def part(case: Case, inputs: list[Tensor], exchanges: tuple[Exchange, ...], backend: str) -> tuple[Tensor, Tensor]:
-    """Output and LSE of this rank's tokens."""
+def part(
+    case: Case, inputs: list[Tensor], communicators: tuple[Communicator, ...], backend: str
+) -> tuple[Tensor, Tensor]:
+    """Return output and LSE of this rank's tokens."""
     options = {"is_causal": case.is_causal, "enable_gqa": True, "backend": backend, "return_lse": True}
     options |= {**RULES[case.rule], **case.options}
-    if len(exchanges) == 2:
-        row, column = exchanges
-        own = cut(case, inputs, exchanges)
-        return mesh_attention(*own, ulysses_group=row, group=column, inner=case.mode, sharding=case.sharding, **options)
-    if case.mode != "ulysses":
-        options["sharding"] = case.sharding
-    own = cut(case, inputs, exchanges)
-    lengths = lengths_of(case, exchanges[0].size)
-    return MODES[case.mode](*own, group=exchanges[0], lengths=lengths, **options)
+    own = cut(case, inputs, communicators)
+    group: Any = communicators[0]
+    if len(communicators) == 2:
+        row, column = communicators
+        group = column, row
+    else:
+        options["lengths"] = lengths_of(case, communicators[0].size)
+    return context_parallel_attention(*own, mode=case.mode, group=group, sharding=case.sharding, **options)
 
 
 def lengths_of(case: Case, size: int) -> tuple[int, ...]:
@@ -120,12 +121,12 @@ def lengths_of(case: Case, size: int) -> tuple[int, ...]:
     return (case.length // size,) * size if case.sharding == "head_tail" else split_lengths(case.length, size)
 
 
-def cut(case: Case, inputs: list[Tensor], exchanges: tuple[Exchange, ...]) -> list[Tensor]:
-    """This rank's tokens of every tensor."""
-    if len(exchanges) == 1:
-        own, lengths = exchanges[0], lengths_of(case, exchanges[0].size)
+def cut(case: Case, inputs: list[Tensor], communicators: tuple[Communicator, ...]) -> list[Tensor]:
+    """Return this rank's tokens of every tensor."""
+    if len(communicators) == 1:
+        own, lengths = communicators[0], lengths_of(case, communicators[0].size)
         return [shard(x, own.rank, own.size, sharding=case.sharding, lengths=lengths) for x in inputs]
-    row, column = exchanges
+    row, column = communicators
     lengths = (case.length // column.size,) * column.size
     parts = [shard(x, column.rank, column.size, sharding=case.sharding, lengths=lengths) for x in inputs]
     size = case.length // column.size // row.size
@@ -136,35 +137,37 @@ def check(
     case: Case,
     inputs: list[Tensor],
     expected: tuple[Tensor, Tensor, Tensor | None],
-    exchanges: tuple[Exchange, ...],
+    communicators: tuple[Communicator, ...],
     backend: str,
     tolerance: float = 2e-5,
 ) -> None:
-    """Raise unless this rank's part is that of one process: masks exactly, outputs within rounding."""
+    """Raise unless this rank's part equals that of one process: masks exactly, outputs within rounding."""
     with chosen_masks() as masks:
-        output, lse = part(case, inputs, exchanges, backend)
-    own_output, own_lse = cut(case, [expected[0], expected[1][..., None]], exchanges)
+        output, lse = part(case, inputs, communicators, backend)
+    own_output, own_lse = cut(case, [expected[0], expected[1][..., None]], communicators)
     torch.testing.assert_close(output, own_output, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(lse, own_lse[..., 0], atol=tolerance, rtol=tolerance)
-    check_masks(case, masks, expected[2], exchanges)
+    check_masks(case, masks, expected[2], communicators)
 
 
-def check_masks(case: Case, masks: list[BlockMask], expected: Tensor | None, exchanges: tuple[Exchange, ...]) -> None:
-    """Raise unless chosen masks are rows and heads of one process's mask."""
+def check_masks(
+    case: Case, masks: list[BlockMask], expected: Tensor | None, communicators: tuple[Communicator, ...]
+) -> None:
+    """Raise unless the chosen masks equal the query blocks and heads of one process's mask."""
     if expected is None or (case.mode == "ulysses" and not masks):
-        assert expected is None or case.rule != "budget"  # the others need nobody
+        assert expected is None or case.rule != "budget"  # other rules do not depend on other ranks
         return
-    row, column = exchanges[0], exchanges[-1]
+    row, column = communicators[0], communicators[-1]
     if case.mode == "ulysses":
-        places, heads = places_of((case.length,), "contiguous").pieces[0], expected.shape[1] // row.size
+        pieces, heads = token_sharding((case.length,), "contiguous").pieces[0], expected.shape[1] // row.size
     else:
-        lengths = (case.length // column.size,) * column.size if len(exchanges) == 2 else lengths_of(case, row.size)
-        places = places_of(lengths, case.sharding).pieces[column.rank]
-        heads = expected.shape[1] // (row.size if len(exchanges) == 2 else 1)
+        lengths = (case.length // column.size,) * column.size if len(communicators) == 2 else lengths_of(case, row.size)
+        pieces = token_sharding(lengths, case.sharding).pieces[column.rank]
+        heads = expected.shape[1] // (row.size if len(communicators) == 2 else 1)
     first = row.rank * heads if heads < expected.shape[1] else 0
-    assert len(masks) == len(places)
-    assert not expected.all()  # or it would say nothing
-    for mask, piece in zip(masks, places, strict=True):
+    assert len(masks) == len(pieces)
+    assert not expected.all()  # otherwise the comparison proves nothing
+    for mask, piece in zip(masks, pieces, strict=True):
         own = expected[:, first : first + heads, piece.start // 128 : -(-piece.stop // 128)]
         found = mask.to_dense()
         assert not own[..., found.shape[3] :].any()

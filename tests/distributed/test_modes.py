@@ -1,4 +1,4 @@
-"""Every mode equals one process: in masks exactly, in outputs within rounding. Ranks are threads that take turns."""
+"""Every mode equals one process: masks exactly, outputs within rounding. Ranks are threads that take turns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.distributed.cases import MODES, RULES, Case, check, tensors, whole
 from tests.distributed.threads import on_ranks
 
 import sparge
-from sparge.distributed import HeadBalance, gathered_attention, mesh_attention, ring_attention, ulysses_attention
+from sparge.distributed import HeadBalance, context_parallel_attention
 
 TEXT = {"always_keep": [(0, 100)], "exact_queries": [(0, 100), (700, 710)]}
 
@@ -19,64 +19,82 @@ def every_case():
             for is_causal in (False, True):
                 yield Case(mode, rule, is_causal)
         yield Case(mode, heads=(8, 8), batch=2)
-        yield Case(mode, length=1000)  # ranks hold whole blocks, the last one what is left
+        yield Case(mode, length=1000)  # ranks hold whole blocks, the last one the rest
         yield Case(mode, options=TEXT)
         yield Case(mode, is_causal=True, options=TEXT)
         for score in ("mean", "spread"):
             yield Case(mode, options={"score": score})
         yield Case(mode, options={"skipped": "drop"})
-    for mode in ("gathered", "ring"):
+    for mode in ("gather", "ring"):
         for rule in RULES:
             yield Case(mode, rule, True, "head_tail")
         yield Case(mode, "budget", False, "head_tail", options=TEXT)
         yield Case(mode, "topcdf", True, lengths=(384, 128, 256, 256))
-    yield Case("gathered", options={"kv_heads_at_once": 1})
-    yield Case("gathered", is_causal=True, options={"window": (200, 0)})
+    yield Case("gather", options={"kv_heads_at_once": 1})
+    yield Case("gather", is_causal=True, options={"window": (200, 0)})
     yield Case("ulysses", options={"window": (200, 100)})
     yield Case("ulysses", heads=(4, 1))
     yield Case("ulysses", lengths=(300, 1, 423, 300))
 
 
 @pytest.mark.parametrize("case", list(every_case()), ids=str)
-def test_four_ranks_are_one_process(case: Case) -> None:
+def test_four_ranks_equal_one_process(case: Case) -> None:
     inputs = tensors(case)
     expected = whole(case, inputs, "torch")
-    on_ranks(4, lambda exchange: check(case, inputs, expected, (exchange,), "torch"))
+    on_ranks(4, lambda ranks: check(case, inputs, expected, (ranks,), "torch"))
 
 
 @pytest.mark.parametrize("rule", list(RULES))
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("mode", ["gathered", "ring"])
-def test_a_mesh_is_one_process(mode: str, is_causal: bool, rule: str) -> None:
+@pytest.mark.parametrize("mode", ["gather", "ring"])
+def test_a_mesh_equals_one_process(mode: str, is_causal: bool, rule: str) -> None:
     case = Case(mode, rule, is_causal, "head_tail" if is_causal else "contiguous")
     inputs = tensors(case)
     expected = whole(case, inputs, "torch")
     on_ranks(4, lambda *exchanges: check(case, inputs, expected, exchanges, "torch"), columns=2)
 
 
-@pytest.mark.parametrize("mode", ["ulysses", "gathered"])
+@pytest.mark.parametrize("mode", ["gather", "ring"])
+def test_a_mesh_accepts_lengths_masks_and_per_head_options(mode: str) -> None:
+    rule = sparge.TopK(torch.tensor([0.1, 0.3, 0.6, 0.9]))
+    options = {"enable_gqa": True, "backend": "torch", "sparsity": rule}
+    if mode == "gather":
+        options["attn_mask"] = torch.arange(1024).view(1, 1, 1, -1) % 5 > 0
+    inputs, lengths = tensors(Case(mode)), [256, 128, 384, 256]
+    expected = sparge.attention(*inputs, **options)
+
+    def work(row, column):
+        own = [x.split(lengths, 2)[2 * column.rank + row.rank] for x in inputs]
+        return context_parallel_attention(*own, mode=mode, group=(column, row), lengths=lengths, **options)
+
+    parts = on_ranks(4, work, columns=2)
+    torch.testing.assert_close(torch.cat(parts, 2), expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("mode", ["ulysses", "gather"])
 @pytest.mark.parametrize("rule", ["budget", "topcdf", "dense"])
-def test_a_mask_of_keys_is_that_of_the_whole_sequence(mode: str, rule: str) -> None:
+def test_key_masks_cover_the_whole_sequence(mode: str, rule: str) -> None:
     hidden = torch.ones(2, 1, 1, 1024, dtype=torch.bool)
     hidden[0, ..., 130:400] = False
     hidden[1, ..., 900:] = False
     case = Case(mode, rule, batch=2, options={"attn_mask": hidden})
     inputs = tensors(case)
     expected = whole(case, inputs, "torch")
-    on_ranks(2, lambda exchange: check(case, inputs, expected, (exchange,), "torch"))
+    on_ranks(2, lambda ranks: check(case, inputs, expected, (ranks,), "torch"))
 
 
-@pytest.mark.parametrize("mode", ["gathered", "ulysses"])
-def test_numbers_of_heads_are_cut_to_those_of_a_rank(mode: str) -> None:
+@pytest.mark.parametrize("mode", ["gather", "ulysses"])
+def test_per_head_options_follow_the_heads(mode: str) -> None:
     rule = sparge.TopK(torch.tensor([0.1, 0.3, 0.6, 0.9]), pv_threshold=torch.tensor([-9.0, -8.0, -7.0, -6.0]))
     case = Case(mode)
     inputs = tensors(case)
     expected = sparge.attention(*inputs, enable_gqa=True, sparsity=rule, backend="torch")
     parts = on_ranks(
         4,
-        lambda exchange: MODES[mode](
-            *(x.chunk(4, 2)[exchange.rank] for x in inputs),
-            group=exchange,
+        lambda ranks: context_parallel_attention(
+            *(x.chunk(4, 2)[ranks.rank] for x in inputs),
+            mode=mode,
+            group=ranks,
             enable_gqa=True,
             sparsity=rule,
             backend="torch",
@@ -87,31 +105,41 @@ def test_numbers_of_heads_are_cut_to_those_of_a_rank(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", list(MODES))
 @pytest.mark.parametrize("quantization", ["int8_fp8", "int8_fp16"])
-def test_eight_bits_stay_within_their_own_error(mode: str, quantization: str) -> None:
-    """Codes depend on which keys are rounded together; no mode may lie further from the truth than one process does."""
+def test_quantized_modes_have_the_error_of_one_process(mode: str, quantization: str) -> None:
+    """Quantized values depend on the keys that share a scale; no mode may have a larger error than one process."""
     case = Case(mode, options={"quantization": quantization})
     inputs = tensors(case)
     exact = sparge.attention(*inputs, enable_gqa=True, backend="torch", **RULES["budget"])
     alone = sparge.attention(*inputs, enable_gqa=True, backend="torch", quantization=quantization, **RULES["budget"])
     options = {"enable_gqa": True, "backend": "torch", "quantization": quantization, **RULES["budget"]}
-    parts = on_ranks(4, lambda ex: MODES[mode](*(x.chunk(4, 2)[ex.rank] for x in inputs), group=ex, **options))
+    parts = on_ranks(
+        4,
+        lambda ex: context_parallel_attention(
+            *(x.chunk(4, 2)[ex.rank] for x in inputs), mode=mode, group=ex, **options
+        ),
+    )
     error = (torch.cat(parts, 2) - exact).norm() / exact.norm()
     assert 0 < error < 1.25 * (alone - exact).norm() / exact.norm()
 
 
 @pytest.mark.parametrize("length", [1000, 1030])
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_gathered_pieces_may_cut_blocks(length: int, is_causal: bool) -> None:
-    """Rows of blocks then begin elsewhere, so masks differ; the density is that of the budget, the rest is exact."""
-    case = Case("gathered", length=length)
+def test_gather_accepts_pieces_that_split_blocks(length: int, is_causal: bool) -> None:
+    """Query blocks then start elsewhere, so masks differ. The density is that of the budget, and density 1 is exact."""
+    case = Case("gather", length=length)
     inputs = tensors(case)
     lengths = [length - 3 * 251, 251, 251, 251]
     options = {"enable_gqa": True, "backend": "torch", "is_causal": is_causal}
     dense = sparge.attention(*inputs, sparsity=sparge.Dense(), **options)
 
     def work(rule):
-        return lambda ex: gathered_attention(
-            *(x.split(lengths, 2)[ex.rank] for x in inputs), group=ex, lengths=lengths, sparsity=rule, **options
+        return lambda ex: context_parallel_attention(
+            *(x.split(lengths, 2)[ex.rank] for x in inputs),
+            mode="gather",
+            group=ex,
+            lengths=lengths,
+            sparsity=rule,
+            **options,
         )
 
     torch.testing.assert_close(torch.cat(on_ranks(4, work(sparge.Dense())), 2), dense, atol=2e-5, rtol=2e-5)
@@ -123,14 +151,15 @@ def test_gathered_pieces_may_cut_blocks(length: int, is_causal: bool) -> None:
     assert (sparse - dense).norm() < 1.3 * (one - dense).norm()
 
 
-def test_tokens_first_is_taken_and_given_back() -> None:
+def test_tokens_first_layout() -> None:
     inputs = tensors(Case("ulysses"))
     expected = sparge.attention(*inputs, enable_gqa=True, backend="torch", **RULES["budget"])
-    for mode, function in MODES.items():
+    for mode in MODES:
         parts = on_ranks(
             2,
-            lambda ex, function=function: function(
+            lambda ex, mode=mode: context_parallel_attention(
                 *(x.chunk(2, 2)[ex.rank].transpose(1, 2).contiguous() for x in inputs),
+                mode=mode,
                 group=ex,
                 layout="NHD",
                 enable_gqa=True,
@@ -143,21 +172,21 @@ def test_tokens_first_is_taken_and_given_back() -> None:
 
 @pytest.mark.parametrize("rule", ["budget", "topcdf"])
 @pytest.mark.parametrize("heads", [(8, 8), (8, 4)])
-def test_heads_are_dealt_by_what_they_cost(rule: str, heads: tuple[int, int]) -> None:
+def test_heads_are_load_balanced(rule: str, heads: tuple[int, int]) -> None:
     inputs = tensors(Case("ulysses", heads=heads))
-    inputs[0] *= torch.tensor([0.1] * 4 + [3.0] * 4)[:, None, None]  # the first heads look everywhere
+    inputs[0] *= torch.tensor([0.1] * 4 + [3.0] * 4)[:, None, None]  # the first heads attend widely
     inputs[1] += torch.randn(1, heads[1], 16, 1, 32).expand(-1, -1, -1, 64, -1).flatten(2, 3)
     expected = sparge.attention(*inputs, enable_gqa=True, backend="torch", **RULES[rule])
 
-    def work(exchange):
+    def work(ranks):
         imbalances, outputs = [], []
         options = {"enable_gqa": True, "backend": "torch", "balance": HeadBalance(), **RULES[rule]}
-        own = [x.chunk(2, 2)[exchange.rank] for x in inputs]
+        own = [x.chunk(2, 2)[ranks.rank] for x in inputs]
         for _ in range(3):
-            if exchange.rank == 0:
+            if ranks.rank == 0:
                 sparge.reset_stats()
-            exchange.total(torch.zeros(1))  # nobody counts before the others have forgotten
-            outputs.append(ulysses_attention(*own, group=exchange, **options))
+            ranks.all_reduce(torch.zeros(1))  # all ranks count after the reset
+            outputs.append(context_parallel_attention(*own, group=ranks, **options))
             imbalances.append(sparge.stats().imbalance)
         return outputs, imbalances
 
@@ -170,87 +199,129 @@ def test_heads_are_dealt_by_what_they_cost(rule: str, heads: tuple[int, int]) ->
     assert first > 1.15
 
 
-def test_the_crossover_is_that_of_the_exchanged_sizes() -> None:
-    """4096 keys of one head pay on a GPU and here; 1024 of four do not, though they are as many scores."""
+def test_the_crossover_depends_on_the_exchanged_sizes() -> None:
+    """1024 keys of four heads are below the crossover, also if each rank has all keys of one head."""
     query, key, value = (torch.randn(1, 4, 1024, 32) for _ in range(3))
     sparge.reset_stats()
-    on_ranks(4, lambda ex: ulysses_attention(*(x.chunk(4, 2)[ex.rank] for x in (query, key, value)), group=ex))
+    on_ranks(4, lambda ex: context_parallel_attention(*(x.chunk(4, 2)[ex.rank] for x in (query, key, value)), group=ex))
     assert sparge.stats().reasons == {"dense: below the crossover": 4}
     sparge.reset_stats()
     named = {"backend": "torch"}
-    on_ranks(4, lambda ex: ulysses_attention(*(x.chunk(4, 2)[ex.rank] for x in (query, key, value)), group=ex, **named))
+    on_ranks(
+        4,
+        lambda ex: context_parallel_attention(
+            *(x.chunk(4, 2)[ex.rank] for x in (query, key, value)), group=ex, **named
+        ),
+    )
     assert sparge.stats().reasons == {"sparse: torch": 4}
 
 
-def test_one_rank_is_one_process() -> None:
+def test_one_rank_equals_one_process() -> None:
     inputs = tensors(Case("ring"))
     expected = sparge.attention(*inputs, enable_gqa=True, backend="torch", **RULES["budget"])
-    for function in MODES.values():
+    for mode in MODES:
         (output,) = on_ranks(
-            1, lambda ex, f=function: f(*inputs, group=ex, enable_gqa=True, backend="torch", **RULES["budget"])
+            1,
+            lambda ex, mode=mode: context_parallel_attention(
+                *inputs, mode=mode, group=ex, enable_gqa=True, backend="torch", **RULES["budget"]
+            ),
         )
         torch.testing.assert_close(output, expected, atol=2e-5, rtol=2e-5)
 
 
-def refused(
-    error: type[Exception], words: str, function, *arguments, size: int = 2, columns: int = 1, **options
-) -> None:
-    names = ("ulysses_group", "group") if columns > 1 else ("group",)
-    with pytest.raises(error, match=words):
-        on_ranks(
-            size,
-            lambda *exchanges: function(*arguments, **dict(zip(names, exchanges, strict=True)), **options),
-            columns=columns,
-        )
+def some(heads: int, length: int, kv_heads: int | None = None) -> list[torch.Tensor]:
+    return [torch.randn(1, count, length, 32) for count in (heads, kv_heads or heads, kv_heads or heads)]
 
 
-def test_what_cannot_be_is_refused_with_its_reason() -> None:
-    def some(heads: int, length: int, kv_heads: int | None = None):
-        return [torch.randn(1, count, length, 32) for count in (heads, kv_heads or heads, kv_heads or heads)]
-
-    refused(ValueError, "expected a multiple of 2 heads", ulysses_attention, *some(3, 128))
-    refused(ValueError, "multiple or a divisor of 4", ulysses_attention, *some(12, 128, 6), size=4, enable_gqa=True)
-    refused(ValueError, "multiple of 128 tokens on every rank but the last", ring_attention, *some(2, 100))
-    refused(ValueError, "one even number of tokens", gathered_attention, *some(2, 101), sharding="head_tail")
-    refused(ValueError, "sharding: expected one of", gathered_attention, *some(2, 128), sharding="zigzag")
-    refused(ValueError, "lengths: expected a number above 0", gathered_attention, *some(2, 128), lengths=(128,))
-    refused(TypeError, "lengths: expected an int for each", gathered_attention, *some(2, 128), lengths=(128.0, 128))
-    refused(ValueError, "which has so many tokens", gathered_attention, *some(2, 128), lengths=(64, 192))
-    refused(NotImplementedError, "without exponentials", ring_attention, *some(2, 128), quantization="int8_fp8_fast")
-    refused(
+OWN_BLOCKS = {"sparsity": sparge.TopK(0.5, diagonal=True), "backend": "torch"}
+THRESHOLD = {"sparsity": sparge.Budget(0.5, similarity_threshold=0.5), "backend": "torch"}
+FULL, KEYS = torch.ones(1, 1, 256, 256, dtype=torch.bool), torch.ones(1, 1, 1, 256, dtype=torch.bool)
+REFUSED = {
+    "mode": (ValueError, "mode: expected one of 'ulysses', 'gather', 'ring', got 'mesh'", (2, 128), {"mode": "mesh"}),
+    "heads": (ValueError, "expected a multiple of 2 heads", (3, 128), {}),
+    "short": (ValueError, "multiple of 128 tokens on every rank but the last", (2, 100), {"mode": "ring"}),
+    "odd": (ValueError, "same even number of tokens", (2, 101), {"mode": "gather", "sharding": "head_tail"}),
+    "sharding": (ValueError, "sharding: expected one of", (2, 128), {"mode": "gather", "sharding": "zigzag"}),
+    "one length": (ValueError, "lengths: expected a number above 0", (2, 128), {"lengths": (128,)}),
+    "float": (TypeError, "lengths: expected an int for each", (2, 128), {"lengths": (128.0, 128)}),
+    "wrong lengths": (ValueError, "the number of its tokens", (2, 128), {"mode": "gather", "lengths": [64, 192]}),
+    "rough LSE": (NotImplementedError, "exp2", (2, 128), {"mode": "ring", "quantization": "int8_fp8_fast"}),
+    "window": (
         NotImplementedError,
         "expected causal attention",
-        gathered_attention,
-        *some(2, 512),
-        window=(9, 9),
-        backend="torch",
+        (2, 512),
+        {"mode": "gather", "window": (9, 9), "backend": "torch"},
+    ),
+    "diagonal": (NotImplementedError, "got diagonal=True without", (2, 512), {"mode": "ring", **OWN_BLOCKS}),
+    "balance": (TypeError, "balance: expected a HeadBalance", (2, 512), {"balance": True}),
+    "balance of a ring": (ValueError, "balance: expected None", (2, 512), {"mode": "ring", "balance": HeadBalance()}),
+    "head_tail of heads": (ValueError, "sharding: expected 'contiguous'", (2, 512), {"sharding": "head_tail"}),
+    "full mask": (NotImplementedError, "bool mask of all keys", (2, 128), {"attn_mask": FULL}),
+    "mask of a ring": (NotImplementedError, "attn_mask: expected None", (2, 128), {"mode": "ring", "attn_mask": KEYS}),
+    "no heads": (ValueError, "expected None or an int above 0", (2, 128), {"mode": "gather", "kv_heads_at_once": 0}),
+    "heads of a ring": (ValueError, "at_once: expected None with", (2, 128), {"mode": "ring", "kv_heads_at_once": 1}),
+    "threshold": (NotImplementedError, "similarity_threshold", (2, 512), THRESHOLD),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_unsupported_arguments_raise_on_every_rank(name: str) -> None:
+    error, words, sizes, options = REFUSED[name]
+    inputs = some(*sizes)
+
+    def work(communicator):
+        with pytest.raises(error, match=words):
+            context_parallel_attention(*inputs, group=communicator, **options)
+        return True
+
+    assert on_ranks(2, work) == [True, True]
+
+
+def refused(error: type[Exception], words: str, size: int, columns: int, call) -> None:
+    with pytest.raises(error, match=words):
+        on_ranks(size, call, columns=columns)
+
+
+def test_unsupported_groups_and_gradients_raise() -> None:
+    inputs = some(2, 128)
+    wide = some(12, 128, 6)
+    refused(
+        ValueError,
+        "multiple or a divisor of 4",
+        4,
+        1,
+        lambda group: context_parallel_attention(*wide, enable_gqa=True, group=group),
     )
-    own_blocks = {"sparsity": sparge.TopK(0.5, diagonal=True), "backend": "torch"}
-    refused(NotImplementedError, "got diagonal=True without", ring_attention, *some(2, 512), **own_blocks)
-    refused(TypeError, "balance: expected a HeadBalance", ulysses_attention, *some(2, 512), balance=True)
-    mask = torch.ones(1, 1, 256, 256, dtype=torch.bool)
-    refused(NotImplementedError, "bool mask of all keys", ulysses_attention, *some(2, 128), mask)
-    refused(ValueError, "kv_heads_at_once: expected None or", gathered_attention, *some(2, 128), kv_heads_at_once=0)
-    options = {"sparsity": sparge.Budget(0.5, similarity_threshold=0.5), "backend": "torch"}
-    refused(NotImplementedError, "similarity_threshold", ulysses_attention, *some(2, 512), **options)
-    refused(ValueError, "inner: expected one of", mesh_attention, *some(2, 128), size=4, columns=2, inner="ulysses")
-    ring = {"size": 4, "columns": 2, "inner": "ring", "kv_heads_at_once": 1}
-    refused(ValueError, "kv_heads_at_once: expected None with inner", mesh_attention, *some(2, 128), **ring)
-    refused(ValueError, r"ranks \[\d+, \d+\] in common", _on_a_group_twice, *some(2, 128))
-    query, key, value = some(2, 128)
-    refused(NotImplementedError, "gradients", _with_gradients, query, key, value)
-
-
-def _on_a_group_twice(query, key, value, *, group):
-    return mesh_attention(query, key, value, ulysses_group=group, group=group)
+    refused(
+        ValueError,
+        'one process group with mode="ulysses", got 2',
+        4,
+        2,
+        lambda row, column: context_parallel_attention(*inputs, group=(column, row)),
+    )
+    refused(
+        ValueError,
+        "kv_heads_at_once: expected None",
+        4,
+        2,
+        lambda row, column: context_parallel_attention(*inputs, mode="ring", group=(column, row), kv_heads_at_once=1),
+    )
+    refused(
+        ValueError,
+        r"ranks \[\d+, \d+\] in common",
+        2,
+        1,
+        lambda group: context_parallel_attention(*inputs, mode="gather", group=(group, group)),
+    )
+    refused(NotImplementedError, "gradients", 2, 1, lambda group: _with_gradients(*inputs, group=group))
 
 
 def _with_gradients(query, key, value, *, group):
     with torch.enable_grad():
-        return ulysses_attention(query.requires_grad_(), key, value, group=group)
+        return context_parallel_attention(query.requires_grad_(), key, value, group=group)
 
 
-def test_no_process_group_is_said() -> None:
+def test_a_missing_process_group_raises() -> None:
     query = torch.randn(1, 2, 128, 32)
-    with pytest.raises(RuntimeError, match="expected an initialised process group"):
-        ulysses_attention(query, query, query)
+    with pytest.raises(RuntimeError, match="expected an initialized process group"):
+        context_parallel_attention(query, query, query)

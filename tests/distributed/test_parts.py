@@ -1,4 +1,4 @@
-"""Pieces of what the modes are made of."""
+"""The parts that modes are built from: merging, sharding, rectangles of a ring, load balancing."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ import torch
 
 import sparge
 from sparge.distributed import shard, split_lengths
-from sparge.distributed.balance import deal
-from sparge.distributed.places import Piece, places_of
-from sparge.distributed.request import rule_of_heads
+from sparge.distributed.agreement import describe
+from sparge.distributed.balance import snake_order
+from sparge.distributed.request import rule_for_heads
 from sparge.distributed.ring import Rectangle, rectangles
+from sparge.distributed.sharding import Piece, token_sharding
 from sparge.numerics.merge import merge
 
 
 def partial(scores: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over some keys, as kernels give it: 0 and -inf where nothing is seen."""
+    """Return attention over some keys as kernels do: 0 and -inf where a query sees nothing."""
     return scores.softmax(-1).nan_to_num(0.0) @ values, scores.logsumexp(-1)
 
 
 @pytest.mark.parametrize("size", [1.0, 30.0, 1e4], ids=["even", "sharp", "beyond exponentials"])
-def test_merged_parts_are_the_whole(size: float) -> None:
+def test_merged_parts_equal_the_whole(size: float) -> None:
     generator = torch.Generator().manual_seed(0)
     scores = size * torch.randn(2, 3, 5, 60, dtype=torch.float64, generator=generator)
     values = torch.randn(60, 8, dtype=torch.float64, generator=generator)
@@ -37,8 +38,8 @@ def test_merged_parts_are_the_whole(size: float) -> None:
     assert lse[0, 0, 2] == -torch.inf and not output[0, 0, 2].any()
 
 
-def test_what_is_not_finite_travels_through_a_merge() -> None:
-    """An infinite or undefined value, in the first part or the second."""
+def test_merging_keeps_infinities_and_nans() -> None:
+    """The value is in the first part or in the second."""
     scores, values = torch.randn(3, 40), torch.randn(40, 4)
     for bad in (torch.inf, -torch.inf, torch.nan):
         for place in (5, 35):
@@ -55,65 +56,77 @@ def test_what_is_not_finite_travels_through_a_merge() -> None:
 def test_pieces_cover_a_sequence_once() -> None:
     for ranks in (1, 2, 3, 5):
         for sharding, lengths in (("contiguous", split_lengths(2000, ranks)), ("head_tail", (256,) * ranks)):
-            places = places_of(lengths, sharding)
-            flat = sorted(piece for pieces in places.pieces for piece in pieces)
+            split = token_sharding(lengths, sharding)
+            flat = sorted(piece for pieces in split.pieces for piece in pieces)
             assert [piece.start for piece in flat] == [0, *(piece.stop for piece in flat[:-1])]
-            assert flat[-1].stop == places.total == sum(lengths)
-            tokens = torch.arange(places.total)[None, None, :, None]
+            assert flat[-1].stop == split.total == sum(lengths)
+            tokens = torch.arange(split.total)[None, None, :, None]
             held = [shard(tokens, rank, ranks, sharding=sharding, lengths=lengths) for rank in range(ranks)]
-            assert torch.equal(places.in_order(torch.cat(held, 2)), tokens)
+            assert torch.equal(split.sort(torch.cat(held, 2)), tokens)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_head_tail_gives_every_rank_as_much_to_do(ranks: int) -> None:
-    places = places_of((256,) * ranks, "head_tail")
-    work = [sum(end * (end + 1) - start * (start + 1) for start, end in pieces) // 2 for pieces in places.pieces]
-    assert max(work) - min(work) < places.total  # of places.total ** 2 / 2
+def test_head_tail_gives_ranks_equal_work(ranks: int) -> None:
+    split = token_sharding((256,) * ranks, "head_tail")
+    work = [sum(end * (end + 1) - start * (start + 1) for start, end in pieces) // 2 for pieces in split.pieces]
+    assert max(work) - min(work) < split.total  # of split.total ** 2 / 2
 
 
-def test_every_rank_gets_whole_blocks_but_the_last() -> None:
+def test_split_lengths_are_whole_blocks_except_the_last() -> None:
     assert split_lengths(1024, 4) == (256, 256, 256, 256)
     assert split_lengths(130, 2) == (128, 2)
     assert sum(split_lengths(75600, 8)) == 75600 and all(n % 128 == 0 for n in split_lengths(75600, 8)[:-1])
     with pytest.raises(ValueError, match="a block of 128 tokens or more for each of 3 ranks, got 256"):
         split_lengths(256, 3)
-    with pytest.raises(ValueError, match="lengths: expected 10 tokens in all, got 12"):
+    with pytest.raises(ValueError, match="lengths: expected 10 tokens in total, got 12"):
         shard(torch.zeros(1, 1, 10, 1), 0, 2, lengths=(6, 6))
     with pytest.raises(ValueError, match="expected a multiple of 4 tokens, got 10"):
         shard(torch.zeros(1, 1, 10, 1), 0, 2, sharding="head_tail")
 
 
-def test_rectangles_cover_what_is_seen_once_and_no_more() -> None:
+def test_rectangles_cover_the_visible_blocks_exactly_once() -> None:
     for sharding in ("contiguous", "head_tail"):
-        places = places_of((256,) * 4, sharding)
+        split = token_sharding((256,) * 4, sharding)
         for is_causal in (False, True):
             seen = torch.zeros(8, 8, dtype=torch.int32)  # blocks of 128
-            for own in places.pieces:
-                for other in places.pieces:
+            for own in split.pieces:
+                for other in split.pieces:
                     for rectangle in rectangles(own, other, is_causal):
                         _mark(seen, own[rectangle.queries.start :], other[: rectangle.keys.stop], rectangle)
             expected = torch.ones(8, 8, dtype=torch.int32)
             assert torch.equal(seen, expected.tril() if is_causal else expected)
-    assert len(list(rectangles(*places.pieces[1:3], True))) == 1  # one call where one is enough
+    assert len(list(rectangles(*split.pieces[1:3], True))) == 1  # one call where one is enough
 
 
 def _mark(seen: torch.Tensor, queries: tuple[Piece, ...], keys: tuple[Piece, ...], rectangle: Rectangle) -> None:
-    """Add what a call of a rectangle computes: causality goes by the places of tokens on their rank."""
+    """Add the blocks that a rectangle's call computes: causality goes by the positions of tokens on their rank."""
     rows, columns = (torch.cat([torch.arange(p.start // 128, p.stop // 128) for p in side]) for side in (queries, keys))
     block = torch.ones(len(rows), len(columns), dtype=torch.int32)
     seen[rows[:, None], columns] += block.tril() if rectangle.is_causal else block
 
 
-def test_a_deal_is_even() -> None:
+def test_options_are_described_by_their_values() -> None:
+    """The texts are compared between processes: none may depend on addresses, hashes or the type of a number."""
+    rule = sparge.TopK(torch.tensor([0.25, 0.5]), min_blocks=1)
+    values = "torch.float32 tensor (2,)"
+    words = "min_blocks=1, similarity_threshold=None, pv_threshold=None, sink=None, diagonal=None, topk="
+    assert describe(rule) == f"TopK({words}{values})"
+    assert describe(rule, with_values=True) == f"TopK({words}{values} of [0.25, 0.5])"
+    assert describe([(0, 100), (7, None)]) == describe(((0, 100.0), [7, None])) == "((0, 100), (7, None))"
+    assert describe({"b": 1, "a": True}) == "(('a', True), ('b', 1))"
+    assert describe(object()) == "object"
+
+
+def test_snake_order_is_even() -> None:
     costs = torch.tensor([100, 90, 80, 70, 4, 3, 2, 1])
-    order = deal(costs, 2)
+    order = snake_order(costs, 2)
     assert sorted(order.tolist()) == list(range(8))
     assert costs[order].view(2, 4).sum(1).tolist() == [175, 175]
 
 
-def test_numbers_of_heads_go_to_where_a_deal_of_heads_lies() -> None:
-    """Those of a caller may lie on the host, where no device's index reaches them."""
+def test_per_head_options_move_to_the_device_of_the_order() -> None:
+    """The caller's values may be on the host, which a device's index cannot select from."""
     rule = sparge.TopK(torch.linspace(0.1, 0.8, 8), pv_threshold=torch.linspace(-9, -2, 8))
-    here, there = (rule_of_heads(rule, torch.tensor([6, 1], device=device)) for device in ("cpu", "meta"))
+    here, there = (rule_for_heads(rule, torch.tensor([6, 1], device=device)) for device in ("cpu", "meta"))
     assert torch.equal(here.amount, rule.topk[[6, 1]]) and torch.equal(here.pv_threshold, rule.pv_threshold[[6, 1]])
     assert {there.amount.device.type, there.pv_threshold.device.type} == {"meta"}

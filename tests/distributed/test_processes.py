@@ -1,4 +1,4 @@
-"""Ranks as processes, on gloo: the real exchange."""
+"""Ranks as processes with gloo: the real collectives, and the comparison of options."""
 
 from __future__ import annotations
 
@@ -10,22 +10,25 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from tests.distributed.cases import MODES
+from tests.distributed.worker import DIFFERENT
 
-from sparge.distributed import gathered_attention, ring_attention, ulysses_attention
+from sparge.distributed import context_parallel_attention
 
 ROOT = Path(__file__).parents[2]
 REFUSED = {
-    "a mesh": "TypeError: group: expected a ProcessGroup or None (of a DeviceMesh: mesh.get_group(name))",
+    "a name": "TypeError: group: expected a ProcessGroup",
     "another's": "RuntimeError: group: expected a process group that this rank belongs to",
-    "twice": "ValueError: ulysses_group",
+    "twice": "ValueError: group: expected a column and a row of a mesh",
     "uneven": "ValueError: lengths: expected the tokens of every rank where they differ",
 }
 
 
 def on_processes(folder: Path, *groups: str, patience: float) -> dict[str, list[Any]]:
-    """What the ranks of each group have found, by its size and works."""
+    """Return the results of the ranks of each group, by its size and works."""
     command = [sys.executable, "-m", "tests.distributed.worker", str(folder), *groups]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patience)
     found: dict[str, list[Any]] = {}
@@ -35,43 +38,89 @@ def on_processes(folder: Path, *groups: str, patience: float) -> dict[str, list[
     return found
 
 
-def test_every_mode_is_one_process(tmp_path: Path) -> None:
-    """And the examples print what they say they do, on rank 0."""
-    groups = ("2", "every_case,refusals,examples", "4", "every_case,mesh_cases,examples")
-    found = on_processes(tmp_path, *groups, patience=240)
-    for size, works in ((2, groups[1]), (4, groups[3])):
-        said = found[f"{size}-{works}"]
-        assert len(said) == size, "a rank is gone"
-        for rank, result in enumerate(said):
-            for failures in (result["every_case"], result.get("mesh_cases", {})):
-                assert not failures, f"rank {rank} of {size}: " + "\n".join(failures.values())
-            refused = result.get("refusals", REFUSED)
-            assert {name: words.split(",")[0] for name, words in refused.items()} == REFUSED
-        printed = said[0]["examples"]
-        assert len(printed) == {2: 3, 4: 1}[size]
-        for name, lines in printed.items():
-            document = ast.get_docstring(ast.parse((ROOT / "examples" / name).read_text()))
-            assert document is not None
-            expected = document.split("prints\n\n")[1].strip().splitlines()
-            assert lines.strip().splitlines() == [line.strip() for line in expected], name
-        assert all(not any(result["examples"].values()) for result in said[1:])
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+    """Return the results of each rank, by the number of ranks."""
+    folder = tmp_path_factory.mktemp("ranks")
+    works = {2: "every_case,refusals,disagreements,collectives,examples", 4: "every_case,mesh_cases,examples"}
+    groups = [word for size, names in works.items() for word in (str(size), names)]
+    results = on_processes(folder, *groups, patience=240)
+    return {size: results[f"{size}-{names}"] for size, names in works.items()}
 
 
-def test_a_rank_that_is_lost_is_an_error_and_no_hang(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_mode_equals_one_process(found: dict[int, list[dict[str, Any]]], size: int) -> None:
+    assert len(found[size]) == size, "a rank failed"
+    for rank, result in enumerate(found[size]):
+        for failures in (result["every_case"], result.get("mesh_cases", {})):
+            assert not failures, f"rank {rank} of {size}: " + "\n".join(failures.values())
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_groups_that_do_not_fit_raise(found: dict[int, list[dict[str, Any]]], name: str) -> None:
+    for result in found[2]:
+        assert result["refusals"][name].split(",")[0] == REFUSED[name]
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_different_options_raise_on_every_rank(found: dict[int, list[dict[str, Any]]], name: str) -> None:
+    errors = [result["disagreements"][name] for result in found[2]]
+    if name == "resolved to":  # only rank 1 has another number of tokens
+        assert errors[1].startswith("ValueError: lengths: expected 256 for rank 1"), errors
+        errors[1:] = []
+    for error in errors:
+        assert error.startswith("ValueError: expected the same options on all 2 ranks of the group, got"), error
+        assert f"{name}: " in error and "on rank 0" in error and "on rank 1" in error, error
+
+
+def test_the_error_names_the_options_and_ranks(found: dict[int, list[dict[str, Any]]]) -> None:
+    for result in found[2]:
+        assert result["disagreements"]["topk"] == (
+            "ValueError: expected the same options on all 2 ranks of the group, got topk: 0.5 on rank 0, 0.25 on rank 1"
+        )
+
+
+def test_later_calls_are_compared_if_they_are_of_another_kind(found: dict[int, list[dict[str, Any]]]) -> None:
+    for result in found[2]:
+        results = result["disagreements"]
+        assert results["equal"] == results["equal again"] == "none"
+        assert results["another kind"].endswith("got scale: 0.1 on rank 0, 0.2 on rank 1")
+
+
+@pytest.mark.parametrize("kind", ["ulysses", "gather", "ring", "mask", "per head"])
+def test_repeated_calls_compare_nothing(found: dict[int, list[dict[str, Any]]], kind: str) -> None:
+    for result in found[2]:
+        first, second, third = result["collectives"][kind]
+        assert first == second + 1 and second == third
+
+
+def test_the_example_prints_what_it_shows(found: dict[int, list[dict[str, Any]]]) -> None:
+    source = (ROOT / "examples" / "parallel_attention.py").read_text()
+    printed = (ast.get_docstring(ast.parse(source)) or "").split("prints\n\n")[1].replace("    ", "").split("\n\n")
+    for size, count in ((2, 3), (4, 2)):
+        first, *others = (result["examples"] for result in found[size])
+        assert len(first) == count
+        for name, lines in first.items():
+            (expected,) = (part for part in printed if part.startswith(f"{name}:"))
+            assert lines.strip() == expected.strip()
+        assert all(not any(other.values()) for other in others)
+
+
+def test_a_lost_rank_raises_on_the_others(tmp_path: Path) -> None:
     found = on_processes(tmp_path, "2", "gone", "2", "stuck", patience=120)
     for work in ("gone", "stuck"):
         (said,) = found[f"2-{work}"]
         assert "Error" in said, work
 
 
-def test_compiled_programs_go_on_behind_it() -> None:
+def test_compiled_programs_continue_after_a_graph_break() -> None:
     query = torch.randn(1, 2, 512, 32)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        for function in (ulysses_attention, gathered_attention, ring_attention):
+        for mode in MODES:
 
-            def program(x: torch.Tensor, function: Any = function) -> Any:
-                return function(x * 2, x, x, backend="torch", topk=0.5).sin()
+            def program(x: torch.Tensor, mode: Any = mode) -> Any:
+                return context_parallel_attention(x * 2, x, x, mode=mode, backend="torch", topk=0.5).sin()
 
             with warnings.catch_warnings(), torch.no_grad():
                 warnings.simplefilter("error")

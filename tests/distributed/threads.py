@@ -1,7 +1,8 @@
-"""Ranks as threads of one process, which take turns: one runs until it has to wait for the others."""
+"""Ranks as threads of one process that take turns: each runs until it waits for the others."""
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,21 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparge.distributed.exchange import Arrival, Exchange
+from sparge.distributed.communicator import Communicator, Wait
 
 TIMEOUT = 120.0
+_NUMBERS = itertools.count()
 
 
 class Meeting:
-    """Where the ranks of a group hand each other things. ``turn`` is held by the rank that runs."""
+    """A group of threads that exchange objects. The running thread holds ``turn``."""
 
     def __init__(self, size: int, turn: threading.Lock) -> None:
         self._barrier = threading.Barrier(size)
         self._brought: list[Any] = [None] * size
         self._turn = turn
+        self.name = f"threads {next(_NUMBERS)}"
 
     def meet(self, rank: int, thing: Any) -> list[Any]:
-        """What every rank brought."""
+        """Return the objects of all ranks."""
         self._brought[rank] = thing
         self._wait()
         everything = list(self._brought)
@@ -31,7 +34,7 @@ class Meeting:
         return everything
 
     def leave(self) -> None:
-        """A rank failed: nobody need wait for it."""
+        """Release the other ranks after a failure."""
         self._barrier.abort()
 
     def _wait(self) -> None:
@@ -42,13 +45,14 @@ class Meeting:
             self._turn.acquire()
 
 
-class ThreadedExchange(Exchange):
-    """An `Exchange` between threads."""
+class ThreadedCommunicator(Communicator):
+    """A `Communicator` between threads."""
 
-    _name = None
+    name = None
 
     def __init__(self, meeting: Meeting, rank: int, size: int) -> None:
         self._meeting = meeting
+        self.name = meeting.name
         self.rank, self.size = rank, size
 
     @property
@@ -58,53 +62,57 @@ class ThreadedExchange(Exchange):
     def _all(self, thing: Any) -> list[Any]:
         return self._meeting.meet(self.rank, thing)
 
-    def total(self, own: Tensor) -> Tensor:
+    def all_reduce(self, own: Tensor) -> Tensor:
         return torch.stack(self._all(own)).sum(0)
 
-    def stack(self, own: Tensor) -> Tensor:
+    def all_gather(self, own: Tensor) -> Tensor:
         return torch.stack(self._all(own))
 
-    def start_gather(self, tokens: Tensor, lengths: Sequence[int]) -> Arrival:
+    def all_gather_objects(self, own: Any) -> list[Any]:
+        return self._all(own)
+
+    def start_gather_tokens(self, tokens: Tensor, lengths: Sequence[int]) -> Wait:
         parts = self._all(tokens)
         assert [part.shape[2] for part in parts] == list(lengths)
         return lambda: torch.cat(parts, 2)
 
-    def start_to_heads(self, tokens: Tensor, lengths: Sequence[int]) -> Arrival:
-        parts = self._all(tokens)
-        assert [part.shape[2] for part in parts] == list(lengths)
-        return lambda: torch.cat([part.chunk(self.size, 1)[self.rank] for part in parts], 2)
-
-    def start_all_to_heads(self, tensors: Sequence[Tensor], lengths: Sequence[int]) -> Callable[[], list[Tensor]]:
-        arrivals = [self.start_to_heads(tensor, lengths) for tensor in tensors]
-        return lambda: [arrive() for arrive in arrivals]
+    def start_to_heads(self, tensors: Sequence[Tensor], lengths: Sequence[int]) -> Callable[[], list[Tensor]]:
+        found = []
+        for tensor in tensors:
+            parts = self._all(tensor)
+            assert [part.shape[2] for part in parts] == list(lengths)
+            found.append(torch.cat([part.chunk(self.size, 1)[self.rank] for part in parts], 2))
+        return lambda: found
 
     def to_tokens(self, heads: Tensor, lengths: Sequence[int]) -> Tensor:
         return torch.cat([part.split(list(lengths), 2)[self.rank] for part in self._all(heads)], 1)
 
-    def move(self, tokens: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    def exchange_tokens(self, tokens: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         parts = [part.split(list(sizes), 2)[self.rank] for part, sizes in self._all((tokens, sent))]
         assert [part.shape[2] for part in parts] == list(received)
         return torch.cat(parts, 2)
 
-    def start_pass(self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> Callable[[], list[Tensor]]:
+    def start_ring_shift(
+        self, tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]]
+    ) -> Callable[[], list[Tensor]]:
         previous = list(self._all(tensors)[self.rank - 1])
         assert [tuple(tensor.shape) for tensor in previous] == [tuple(shape) for shape in shapes]
         return lambda: previous
 
 
 def on_ranks(size: int, work: Callable[..., Any], *, columns: int = 1) -> list[Any]:
-    """What ``work`` returns on every rank, given its `ThreadedExchange`.
+    """Return what ``work`` returns on every rank, given its `ThreadedCommunicator`.
 
-    With several columns it is given two: that of its row, of ``size / columns`` neighbours, and that of its column.
+    With several columns it is given two: that of its row, with ``size / columns`` ranks, and that of its column.
     """
     turn = threading.Lock()
     rows = size // columns
     groups = [
-        [ThreadedExchange(meeting, rank, rows) for rank in range(rows)]
+        [ThreadedCommunicator(meeting, rank, rows) for rank in range(rows)]
         for meeting in [Meeting(rows, turn) for _ in range(columns)]
     ]
     across = [
-        [ThreadedExchange(meeting, rank, columns) for rank in range(columns)]
+        [ThreadedCommunicator(meeting, rank, columns) for rank in range(columns)]
         for meeting in [Meeting(columns, turn) for _ in range(rows)]
     ]
     results: list[Any] = [None] * size
@@ -112,14 +120,14 @@ def on_ranks(size: int, work: Callable[..., Any], *, columns: int = 1) -> list[A
 
     def run(rank: int) -> None:
         column, row = divmod(rank, rows)
-        exchanges = [groups[column][row], across[row][column]]
+        communicators = [groups[column][row], across[row][column]]
         with turn, torch.no_grad():
             try:
-                results[rank] = work(*exchanges[: 1 if columns == 1 else 2])
+                results[rank] = work(*communicators[: 1 if columns == 1 else 2])
             except BaseException as error:
                 failures.append(error)
-                for exchange in (exchange for group in (*groups, *across) for exchange in group):
-                    exchange._meeting.leave()
+                for communicator in (one for group in (*groups, *across) for one in group):
+                    communicator._meeting.leave()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:

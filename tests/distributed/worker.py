@@ -1,4 +1,4 @@
-"""Ranks of gloo groups, in processes of their own.
+"""Ranks of gloo groups, each in its own process.
 
     python -m tests.distributed.worker FOLDER SIZE WORKS [SIZE WORKS ...]
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import io
 import json
 import os
@@ -18,71 +19,107 @@ import runpy
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.tensor  # by the first comparison of each rank, if not once for all
+import torch.distributed.tensor  # once, before ranks are forked
 import torch.multiprocessing
 from tests.distributed.cases import Case, check, tensors, whole
 
-from sparge.distributed import gathered_attention, mesh_attention
-from sparge.distributed.exchange import Exchange
+import sparge
+from sparge.distributed import HeadBalance, context_parallel_attention
+from sparge.distributed.communicator import Communicator
 
 PATIENCE = 60.0
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def cases(size: int) -> list[Case]:
-    """A few of each kind: what a group of processes may do differently from threads is the exchange."""
-    modes = ("ulysses", "gathered", "ring")
+    """Return a few cases of each kind. Only the collectives differ from the threads of `test_modes`."""
+    modes = ("ulysses", "gather", "ring")
     found = [Case(mode, "budget") for mode in modes] + [Case(mode, "budget", length=1000) for mode in modes]
-    found += [Case(mode, "budget", True, "head_tail", batch=2) for mode in ("gathered", "ring")]
+    found += [Case(mode, "budget", True, "head_tail", batch=2) for mode in ("gather", "ring")]
     if size == 2:
         found += [Case(mode, rule, causal) for mode in modes for rule, causal in (("topcdf", True), ("dense", False))]
-        found += [Case("ulysses", heads=(4, 1)), Case("gathered", options={"kv_heads_at_once": 1})]
+        found += [Case("ulysses", heads=(4, 1)), Case("gather", options={"kv_heads_at_once": 1})]
         found.append(Case("ulysses", lengths=(300, 724)))
     return found
 
 
 def every_case(size: int) -> dict[str, str]:
-    """What went wrong, by case."""
-    exchange, failures = Exchange(), {}
+    """Return the errors by case."""
+    communicator, failures = Communicator(), {}
     for case in cases(size):
         inputs = tensors(case)
         try:
-            check(case, inputs, whole(case, inputs, "torch"), (exchange,), "torch")
+            check(case, inputs, whole(case, inputs, "torch"), (communicator,), "torch")
         except AssertionError:
             failures[str(case)] = traceback.format_exc()
     return failures
 
 
 def mesh_cases(size: int) -> dict[str, str]:
-    """The same for a mesh of two columns."""
+    """Return the errors by case on a mesh of two columns."""
     failures = {}
     mesh = torch.distributed.init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("column", "row"))
-    exchanges = (Exchange(mesh.get_group("row")), Exchange(mesh.get_group("column")))
-    for mode in ("gathered", "ring"):
+    communicators = (Communicator(mesh.get_group("row")), Communicator(mesh.get_group("column")))
+    for mode in ("gather", "ring"):
         for is_causal in (False, True):
             case = Case(mode, "budget", is_causal, "head_tail" if is_causal else "contiguous")
             inputs = tensors(case)
             try:
-                check(case, inputs, whole(case, inputs, "torch"), exchanges, "torch")
+                check(case, inputs, whole(case, inputs, "torch"), communicators, "torch")
             except AssertionError:
                 failures[str(case)] = traceback.format_exc()
     return failures
 
 
+HALVES = sparge.TopK(torch.full((4,), 0.5))
+MASK = torch.ones(1, 1, 1, 512, dtype=torch.bool)
+DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "topk": ({"topk": 0.5}, {"topk": 0.25}),
+    "is_causal": ({"is_causal": False}, {"is_causal": True}),
+    "scale": ({"scale": 0.2}, {"scale": 0.3}),
+    "mode": ({"mode": "ulysses"}, {"mode": "gather"}),
+    "sharding": ({"mode": "ring"}, {"mode": "ring", "sharding": "head_tail"}),
+    "lengths": ({"lengths": (256, 256)}, {"lengths": (128, 256)}),
+    "kv_heads_at_once": ({"mode": "gather"}, {"mode": "gather", "kv_heads_at_once": 1}),
+    "balance": ({}, {"balance": HeadBalance()}),
+    "window": ({}, {"window": (100, 100)}),
+    "sparsity": (
+        {"topk": None, "sparsity": HALVES},
+        {"topk": None, "sparsity": sparge.TopK(torch.tensor([0.5, 0.5, 0.5, 0.6]))},
+    ),
+    "score": ({}, {"score": "mean"}),
+    "quantization": ({"quantization": "none"}, {"quantization": "int8_fp8"}),
+    "skipped": ({}, {"skipped": "drop"}),
+    "always_keep": ({"always_keep": [(0, 100)]}, {"always_keep": [(0, 50)]}),
+    "exact_queries": ({}, {"exact_queries": [(0, 50)]}),
+    "return_lse": ({}, {"return_lse": True}),
+    "backend": ({}, {"backend": "reference"}),
+    "attn_mask": ({}, {"attn_mask": MASK}),
+    "query dtype": ({}, {"dtype": torch.bfloat16}),
+    "query heads": ({}, {"heads": 2}),
+    "layout": ({}, {"layout": "NHD"}),
+    "gradients": ({}, {"grad": True}),
+    "resolved to": ({"lengths": (256, 300)}, {"lengths": (256, 300)}),
+}
+"""Options of rank 0 and of the other ranks, by the name that the error contains."""
+
+
 def refusals(size: int) -> dict[str, str]:
-    """What is said of groups that are none, or no mesh."""
+    """Return the errors for arguments that are not a group or a mesh."""
     tokens = torch.randn(1, size, 128, 32)
-    mesh = torch.distributed.init_device_mesh("cpu", (size,))
+    gather = functools.partial(context_parallel_attention, mode="gather")
     other = [dist.new_group([rank]) for rank in range(size)][dist.get_rank() - 1]
     calls = {
-        "a mesh": lambda: gathered_attention(tokens, tokens, tokens, group=mesh),
-        "another's": lambda: gathered_attention(tokens, tokens, tokens, group=other),
-        "twice": lambda: mesh_attention(tokens, tokens, tokens, ulysses_group=dist.group.WORLD, group=None),
-        "uneven": lambda: gathered_attention(*[torch.randn(1, 2, 100 + dist.get_rank(), 32)] * 3),
+        "a name": lambda: gather(tokens, tokens, tokens, group="row"),
+        "another's": lambda: gather(tokens, tokens, tokens, group=other),
+        "twice": lambda: gather(tokens, tokens, tokens, group=(dist.group.WORLD, None)),
+        "uneven": lambda: gather(*[torch.randn(1, 2, 100 + dist.get_rank(), 32)] * 3),
     }
     found = {}
     for name, call in calls.items():
@@ -93,27 +130,82 @@ def refusals(size: int) -> dict[str, str]:
     return found
 
 
+def disagreements(_: int) -> dict[str, Any]:
+    """Return the error of this rank for each of `DIFFERENT`, and how a call of equal options went after it."""
+    rank = dist.get_rank()
+    equal = {"topk": 0.5, "backend": "torch"}
+    tokens = torch.randn(1, 4, 256, 32)
+    found = {}
+    for name, (first, *others) in DIFFERENT.items():
+        options: dict[str, Any] = equal | (others[-1] if rank else first)
+        dtype, heads = options.pop("dtype", torch.float32), options.pop("heads", 4)
+        own = [tokens[:, :heads].to(dtype, copy=True).requires_grad_(options.pop("grad", False)) for _ in range(3)]
+        if options.get("layout") == "NHD":
+            own = [tensor.transpose(1, 2) for tensor in own]
+        with torch.enable_grad():
+            found[name] = _raised(lambda own=own, options=options: context_parallel_attention(*own, **options))
+    found["equal"] = _raised(lambda: context_parallel_attention(tokens, tokens, tokens, **equal))
+    found["another kind"] = _raised(lambda: context_parallel_attention(*[tokens] * 3, **equal, scale=0.1 * (1 + rank)))
+    found["equal again"] = _raised(lambda: context_parallel_attention(tokens, tokens, tokens, **equal))
+    return found
+
+
+def _raised(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+def collectives(size: int) -> dict[str, list[int]]:
+    """Return how many tensors three equal calls gather from all ranks, by the kind of call."""
+    counts = [0]
+    gather = Communicator.all_gather
+
+    def counted(self: Communicator, own: torch.Tensor) -> torch.Tensor:
+        counts[-1] += 1
+        return gather(self, own)
+
+    Communicator.all_gather = counted  # type: ignore[method-assign]
+    tokens = torch.randn(1, 4, 256, 32)
+    mask = torch.ones(1, 1, 1, 256 * size, dtype=torch.bool)
+    kinds: dict[str, dict[str, Any]] = {mode: {"mode": mode} for mode in ("ulysses", "gather", "ring")}
+    kinds["mask"] = {"attn_mask": mask, "always_keep": [(0, 100)]}
+    kinds["per head"] = {"sparsity": sparge.TopK(torch.tensor([0.1, 0.5, 0.7, 0.9]))}
+    found = {}
+    for name, options in kinds.items():
+        found[name] = []
+        for _ in range(3):
+            counts.append(0)
+            rule = {} if "sparsity" in options else {"topk": 0.5}
+            context_parallel_attention(tokens, tokens, tokens, scale=0.5, backend="torch", **rule, **options)
+            found[name].append(counts[-1])
+    Communicator.all_gather = gather  # type: ignore[method-assign]
+    return found
+
+
 def examples(size: int) -> dict[str, str]:
-    """What each example for so many ranks prints on this one."""
+    """Return what the example prints on this rank, by mode."""
     printed = {}
-    sys.path.insert(0, str(EXAMPLES))  # as it is for a script that is run
-    for path in sorted(EXAMPLES.glob("parallel_*_attention.py")):
-        if f"--nproc-per-node {size} " in path.read_text():
-            with contextlib.redirect_stdout(io.StringIO()) as lines:
-                runpy.run_path(str(path), run_name="__main__")
-            printed[path.name] = lines.getvalue()
+    sys.path.insert(0, str(EXAMPLES))  # as for a script that is run
+    for mode in ("ulysses", "gather", "ring") if size == 2 else ("gather", "ring"):
+        sys.argv = ["parallel_attention.py", "--mode", mode, "--machines", str(size // 2)]
+        with contextlib.redirect_stdout(io.StringIO()) as lines:
+            runpy.run_path(str(EXAMPLES / sys.argv[0]), run_name="__main__")
+        printed[mode if size == 2 else f"{mode} on {size // 2} machines"] = lines.getvalue()
     return printed
 
 
 def gone(rank: int) -> str:
-    """The error where another rank is no more."""
+    """Return the error when another rank has exited."""
     if rank:
         os._exit(3)
     return _error()
 
 
 def stuck(rank: int) -> str:
-    """The error where another rank never calls."""
+    """Return the error when another rank never calls."""
     if rank:
         time.sleep(30)
         return ""
@@ -123,28 +215,28 @@ def stuck(rank: int) -> str:
 def _error() -> str:
     tokens = torch.randn(1, 2, 256, 32)
     try:
-        gathered_attention(tokens, tokens, tokens, backend="torch")
+        context_parallel_attention(tokens, tokens, tokens, mode="gather", backend="torch")
     except RuntimeError as error:
         return type(error).__name__
     return "no error"
 
 
 def work(rank: int, size: int, folder: Path, works: str) -> None:
-    """The life of one rank."""
+    """Run the works of one rank, and write its results."""
     group = f"{size}-{works}"
     patience = datetime.timedelta(seconds=2.0 if works == "stuck" else PATIENCE)
     store = f"file://{folder}/{group}.store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=patience)
     result = LOSING[works](rank) if works in LOSING else {name: globals()[name](size) for name in works.split(",")}
     (folder / f"{group}-{rank}.json").write_text(json.dumps(result))
-    os._exit(0)  # groups whose ranks are gone cannot be taken apart
+    os._exit(0)  # a group with failed ranks cannot be destroyed
 
 
 LOSING = {"gone": gone, "stuck": stuck}
 
 
 def main(folder: Path, groups: list[str]) -> None:
-    torch.set_num_threads(1)  # others would not live on in forked processes
+    torch.set_num_threads(1)  # other threads would not survive in forked processes
     torch.set_grad_enabled(False)
     context = torch.multiprocessing.get_context("fork")
     for size, works in zip(map(int, groups[::2]), groups[1::2], strict=True):

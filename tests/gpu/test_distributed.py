@@ -1,4 +1,4 @@
-"""Ranks' parts of one call, one after another on one device: masks are those of one process, errors no larger."""
+"""Ranks run one after another on one device: masks equal those of one process, and errors are no larger."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.distributed.threads import on_ranks
 
 import sparge
 from gpu.conftest import BACKEND, DEVICE, FP8, ON_CUDA
-from sparge.distributed import HeadBalance, ulysses_attention
+from sparge.distributed import HeadBalance, context_parallel_attention
 
 pytestmark = pytest.mark.gpu
 LENGTH = 8192 if ON_CUDA else 512
@@ -23,19 +23,19 @@ def every_case():
         yield Case(mode, "budget", True, "contiguous" if mode == "ulysses" else "head_tail", length=LENGTH)
         yield Case(mode, "budget", length=LENGTH - 24, options={"always_keep": [(0, 100)], "score": "spread"})
         yield Case(mode, "budget", length=LENGTH, batch=2, heads=(8, 8), options={"exact_queries": [(300, 310)]})
-    yield Case("gathered", "budget", length=LENGTH, options={"kv_heads_at_once": 1})
+    yield Case("gather", "budget", length=LENGTH, options={"kv_heads_at_once": 1})
 
 
 @pytest.mark.parametrize("case", list(every_case()), ids=str)
-def test_four_ranks_are_one_process(case: Case) -> None:
+def test_four_ranks_equal_one_process(case: Case) -> None:
     inputs = tensors(case, width=WIDTH, device=DEVICE, dtype=torch.bfloat16)
     case.options["quantization"] = "none"
     expected = whole(case, inputs, BACKEND)
-    on_ranks(4, lambda exchange: check(case, inputs, expected, (exchange,), BACKEND, tolerance=2e-2))
+    on_ranks(4, lambda ranks: check(case, inputs, expected, (ranks,), BACKEND, tolerance=2e-2))
 
 
-@pytest.mark.parametrize("mode", ["gathered", "ring"])
-def test_a_mesh_is_one_process(mode: str) -> None:
+@pytest.mark.parametrize("mode", ["gather", "ring"])
+def test_a_mesh_equals_one_process(mode: str) -> None:
     case = Case(mode, "budget", True, "head_tail", length=LENGTH, options={"quantization": "none"})
     inputs = tensors(case, width=WIDTH, device=DEVICE, dtype=torch.bfloat16)
     expected = whole(case, inputs, BACKEND)
@@ -44,7 +44,7 @@ def test_a_mesh_is_one_process(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", list(MODES))
 @pytest.mark.parametrize("quantization", [*FP8, "int8_fp16"])
-def test_eight_bits_stay_within_their_own_error(mode: str, quantization: str) -> None:
+def test_quantized_modes_have_the_error_of_one_process(mode: str, quantization: str) -> None:
     if mode == "ring" and quantization == "int8_fp8_fast":
         pytest.skip("refused: its LSE is rough")
     case = Case(mode, length=LENGTH, options={"quantization": quantization})
@@ -52,27 +52,27 @@ def test_eight_bits_stay_within_their_own_error(mode: str, quantization: str) ->
     call = {"enable_gqa": True, "backend": BACKEND, **RULES["budget"]}
     exact = sparge.attention(*inputs, quantization="none", **call).float()
     alone = sparge.attention(*inputs, quantization=quantization, **call).float()
-    parts = on_ranks(4, lambda exchange: part(case, inputs, (exchange,), BACKEND)[0])
+    parts = on_ranks(4, lambda ranks: part(case, inputs, (ranks,), BACKEND)[0])
     error = (torch.cat(parts, 2).float() - exact).norm() / exact.norm()
     assert 0 < error < 1.25 * (alone - exact).norm() / exact.norm()
 
 
-def test_numbers_of_heads_on_the_host_follow_heads_that_are_dealt() -> None:
+def test_per_head_options_on_the_host_follow_balanced_heads() -> None:
     case = Case("ulysses", heads=(8, 8), length=LENGTH)
     inputs = tensors(case, width=WIDTH, device=DEVICE, dtype=torch.bfloat16)
     rule = sparge.TopK(torch.linspace(0.1, 0.9, 8), min_blocks=1)
     options = {"sparsity": rule, "backend": BACKEND, "quantization": "none"}
     expected = sparge.attention(*inputs, **options)
 
-    def work(exchange):
-        balance, own = HeadBalance(), [x.chunk(2, 2)[exchange.rank] for x in inputs]
-        return [ulysses_attention(*own, group=exchange, balance=balance, **options) for _ in range(2)]
+    def work(ranks):
+        balance, own = HeadBalance(), [x.chunk(2, 2)[ranks.rank] for x in inputs]
+        return [context_parallel_attention(*own, group=ranks, balance=balance, **options) for _ in range(2)]
 
-    for parts in zip(*on_ranks(2, work), strict=True):  # in their order, then dealt
+    for parts in zip(*on_ranks(2, work), strict=True):  # in their order, then balanced
         torch.testing.assert_close(torch.cat(parts, 2), expected, atol=2e-2, rtol=2e-2)
 
 
-def test_auto_takes_a_quantization_whose_lse_can_be_merged() -> None:
+def test_auto_chooses_a_quantization_whose_lse_can_be_merged() -> None:
     case = Case("ring", length=LENGTH)
     inputs = tensors(case, width=WIDTH, device=DEVICE, dtype=torch.bfloat16)
     named = Case("ring", length=LENGTH, options={"quantization": "int8_fp8"})

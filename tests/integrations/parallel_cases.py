@@ -1,8 +1,8 @@
-"""Cases of context parallelism, run on several processes with gloo; what they find is written to a folder.
+"""Cases of context parallelism on several processes with gloo, which write their results to a folder.
 
     python parallel_cases.py FOLDER [CASE]
 
-One process imports everything and forks the ranks, first two, then four: to import takes longer than all cases.
+One process imports everything and forks the ranks, first two, then four: imports take longer than all cases.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Case = Callable[[], Any]
 CASES: dict[int, dict[str, Case]] = {2: {}, 4: {}}
 """By the number of ranks, by name."""
 SLOW = "compiled"
-"""Runs where it is asked for alone: torch's tracing takes as long as ten other cases."""
+"""Runs only if it is requested: torch's tracing takes as long as ten other cases."""
 
 
 def case(name: str, ranks: int = 2) -> Callable[[Case], Case]:
@@ -72,15 +72,18 @@ def model_of(name: str) -> tuple[Any, dict[str, Any]]:
         return helios()
     tiny = getattr(pictures, name, None) or getattr(videos, name)
     built = tiny()
-    if name == "ltx2":  # diffusers forgets a part
+    if name == "ltx2":  # missing in diffusers' plan
         built.model._cp_plan = {**built.model._cp_plan, "cross_attn_rope": built.model._cp_plan["rope"]}
     return built.model.eval(), built.inputs
 
 
 def helios() -> tuple[Any, dict[str, Any]]:
-    """With an even number of tokens, and a plan for its two blocks."""
+    """Return Helios with an even number of tokens, and a plan for its two blocks."""
     tiny = videos.helios()
-    config = {**tiny.model.config, "is_amplify_history": False}  # which diffusers finds by the whole sequence's length
+    config = {
+        **tiny.model.config,
+        "is_amplify_history": False,
+    }  # diffusers derives it from the length of the whole sequence
     model = diffusers.HeliosTransformer3DModel(**{k: v for k, v in config.items() if not k.startswith("_")}).eval()
     model._cp_plan = {name: plan for name, plan in model._cp_plan.items() if name.split(".")[1] in "*01"}
     noise = {
@@ -98,14 +101,14 @@ def run(model: Any, inputs: dict[str, Any]) -> Tensor:
 
 
 def counted(function: Callable[[], Any]) -> tuple[Any, dict[str, dict[str, int]]]:
-    """What a function returns, and what was counted meanwhile, by layer."""
+    """Return the result of a function, and the calls that it counted, by layer."""
     sparge.reset_stats()
     result = function()
     return result, {name: dict(row.reasons) for name, row in sparge.stats().layers.items()}
 
 
 def compared(name: str, policy: Policy, degrees: dict[str, Any]) -> dict[str, Any]:
-    """A model on one rank and on two."""
+    """Run a model on one rank and on two."""
     model, inputs = model_of(name)
     stock = run(model, inputs)
     sparge.enable(model, policy)
@@ -130,7 +133,7 @@ for _kind, _degrees in DEGREES.items():
 
 
 def latents(name: str, degrees: dict[str, Any]) -> dict[str, Any]:
-    """A pipeline with a dense first step, on one rank and on two."""
+    """Run a pipeline with a dense first step on one rank and on two."""
     pipe = PIPELINES[name]()
     policy = replace(SPARSE, dense_first_steps=1)
     more = {"max_sequence_length": 64} if name == "flux" else {}
@@ -148,7 +151,7 @@ for _name, _kind in (("wan", "ulysses"), ("flux", "ulysses"), ("ltx", "ring")):
 
 @case("orders")
 def orders() -> dict[str, Tensor]:
-    """`enable` and ``set_attention_backend``, before and after ``enable_parallelism``; and back."""
+    """Run `enable` and ``set_attention_backend`` before and after ``enable_parallelism``, and undo them."""
     backend.register(SPARSE)
     results = {}
     for name in ("wan", "flux"):
@@ -177,7 +180,7 @@ def orders() -> dict[str, Tensor]:
 
 @case(SLOW)
 def compiled() -> dict[str, Any]:
-    """A module that is compiled: one graph before attention and one behind it."""
+    """Run a compiled module: one graph before attention and one after it."""
     model, inputs = model_of("flux")
     sparge.enable(model, SPARSE)
     model.enable_parallelism(config=ContextParallelConfig(**RING))
@@ -191,7 +194,7 @@ TEXT, GRID = 40, (2, 11, 16)
 
 
 def config_of(ulysses: int, ring: int, **more: Any) -> Any:
-    """What ``enable_parallelism`` makes of a configuration, without a model."""
+    """Return a configuration as ``enable_parallelism`` sets it up, without a model."""
     mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
     config = ParallelConfig(
         context_parallel_config=ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses, **more)
@@ -205,14 +208,14 @@ def noise(*shape: int) -> Tensor:
 
 
 def own(tensor: Tensor, dim: int, text: int) -> Tensor:
-    """What a rank has of both streams."""
+    """Return this rank's part of both streams."""
     parts = tensor.tensor_split((text,), dim)
     shards = (part.tensor_split(dist.get_world_size(), dim)[dist.get_rank()] for part in parts)
     return torch.cat(list(shards), dim)
 
 
 def all_of(tensor: Tensor, text: int) -> Tensor:
-    """The tokens (B, S, H, D) of all ranks, as they were before `own`."""
+    """Return the tokens (B, S, H, D) of all ranks, the inverse of `own`."""
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, tensor)
     seams = [len(part) for part in torch.arange(text).tensor_split(len(told))]
@@ -221,7 +224,7 @@ def all_of(tensor: Tensor, text: int) -> Tensor:
 
 
 def called(tokens: Tokens, policy: Policy, *args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, int]]:
-    """The backend within a scope that knows these tokens."""
+    """Call the backend within a scope of these tokens."""
     sparge.reset_stats()
     THREAD.scopes.append(Scope(Layer("layer", policy), (tokens,), GRID))
     try:
@@ -245,7 +248,7 @@ def attention(
     text_last: bool = False,
     **call: Any,
 ) -> dict[str, Any]:
-    """A call of two streams on one rank and on all, where it may run dense."""
+    """Run a call of two streams on one rank and on all ranks, where it may run dense."""
     first = tokens - text if text_last else text
     query = noise(2, tokens, heads, 16)
     key, value = noise(2, tokens, kv_heads or heads, 16) / 2, noise(2, tokens, kv_heads or heads, 24)
@@ -261,7 +264,7 @@ def attention(
 
 @case("uneven")
 def uneven() -> dict[str, Any]:
-    """Numbers of tokens, text tokens and heads that do not divide."""
+    """Numbers of tokens, text tokens and heads that do not divide evenly."""
     sizes = {"heads": 3, "text": 37, "tokens": 37 + 2 * 11 * 16}
     more = {"text": 37, "tokens": 37 + 351}
     return {
@@ -274,7 +277,7 @@ def uneven() -> dict[str, Any]:
 
 
 def key_masks() -> dict[str, Tensor]:
-    """Padding behind the text, holes, and an additive one that differs by head; over all keys."""
+    """Masks over all keys: padding after the text, holes, and an additive mask that differs by head."""
     keys = torch.arange(TEXT + 2 * 11 * 16)
     padded = torch.stack([(keys < 30) | (keys >= TEXT), keys >= 0])[:, None, None]
     return {
@@ -312,7 +315,7 @@ def masks() -> dict[str, Any]:
 
 @case("balance")
 def balance() -> dict[str, Any]:
-    """Three steps of a layer whose first heads look everywhere, under an additive mask that differs by head."""
+    """Run three steps of a layer whose first heads attend widely, with an additive mask that differs by head."""
     size, config = 1024, config_of(2, 1)
     query, key, value = (noise(1, size, 8, 16) for _ in range(3))
     key = key + 2 * noise(1, size // 64, 1, 8, 16).expand(-1, -1, 64, -1, -1).flatten(1, 2)
@@ -366,16 +369,18 @@ def error_of(function: Callable[[], Any]) -> str:
 def errors() -> dict[str, str]:
     ulysses, ring = config_of(2, 1), config_of(1, 2)
     size = (TEXT + 2 * 11 * 16) // 2
+    different = replace(SPARSE, sparsity=Budget(0.2)) if dist.get_rank() else SPARSE
     return {
         "mask": error_of(lambda: attention(ring, own_mask=torch.ones(size, size, dtype=torch.bool))),
         "causal": error_of(lambda: attention(ring, is_causal=True)),
         "heads": error_of(lambda: attention(ulysses, heads=1)),
+        "policy": error_of(lambda: attention(ulysses, policy=different)),
     }
 
 
 @case("gradients")
 def gradients() -> dict[str, Any]:
-    """They run dense, on diffusers' own attention of all ranks."""
+    """Calls with gradients run dense in diffusers' own context parallelism."""
     query = noise(1, 400, 2, 16).requires_grad_()
     tokens = Tokens(True)
     with torch.enable_grad():
@@ -389,7 +394,7 @@ def gradients() -> dict[str, Any]:
 
 @case("example")
 def example() -> str:
-    """What the script prints on this rank."""
+    """Return what the script prints on this rank."""
     with contextlib.redirect_stdout(io.StringIO()) as lines:
         runpy.run_path(str(EXAMPLES / "parallel_diffusers.py"))
     return lines.getvalue()
@@ -409,7 +414,7 @@ def mesh() -> dict[str, Any]:
 
 
 def work(rank: int, ranks: int, folder: Path) -> None:
-    """All cases for so many ranks; the first that fails ends them, as ranks may wait for each other."""
+    """Run all cases for this number of ranks up to the first failure, after which ranks could wait for each other."""
     torch.set_num_threads(1)
     backend.register()
     torch.accelerator.device_count = lambda: 1  # diffusers divides by it
@@ -429,7 +434,7 @@ def work(rank: int, ranks: int, folder: Path) -> None:
                 results["failed"] = f"{name}, rank {rank}\n{traceback.format_exc()}"
                 break
     torch.save(results, folder / f"{ranks}-{rank}.pt")
-    os._exit(0)  # groups whose ranks are gone cannot be taken apart
+    os._exit(0)  # a group with failed ranks cannot be destroyed
 
 
 def main(folder: Path, only: str | None = None) -> None:
@@ -448,5 +453,5 @@ def main(folder: Path, only: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(EXAMPLES))  # as it is for a script that is run
+    sys.path.insert(0, str(EXAMPLES))  # as for a script that is run
     main(Path(sys.argv[1]), *sys.argv[2:])

@@ -1,4 +1,4 @@
-"""diffusers' context parallelism on gloo: what several ranks make together is what one makes."""
+"""diffusers' context parallelism with gloo: several ranks together equal one."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ pytestmark = pytest.mark.timeout(300)
 HERE = Path(__file__).parent
 PATIENCE = 240
 ROUNDING = 4 * 2**-23
-"""Of the largest number: matrices of other sizes are multiplied in other orders."""
+"""Relative to the largest value: matrices of other sizes are multiplied in another order."""
 
 
 @pytest.fixture(scope="session")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """By case, what each rank found; the processes run once for all processes of a test run."""
+    """Return the results of each rank by case. The ranks run once for all processes of a test run."""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
@@ -50,7 +50,7 @@ def results_in(folder: Path) -> dict[str, list[Any]]:
 
 
 def of(found: dict[str, list[Any]], case: str) -> list[Any]:
-    """What each rank found in a case."""
+    """Return the results of each rank in a case."""
     assert case in found, "\n".join(found.get("failed", ["no rank came so far"]))
     return found[case]
 
@@ -67,15 +67,15 @@ def check(result: dict[str, Any], *, same_reasons: bool = True) -> None:
     "name", ["wan", "flux", "ltx", "qwen_image", "flux2", "chronoedit", "minimax_h3", "helios", "ltx2", "wan per head"]
 )
 def test_models(name: str, kind: str, found: dict[str, list[Any]]) -> None:
-    """Sparse by one budget for all ranks, or by numbers per head; text where it was, tokens along a curve."""
+    """Sparse by one budget for all ranks, or by per-head values; text stays in place, tokens are reordered."""
     for result in of(found, f"{name}, {kind}"):
-        check(result, same_reasons=name != "ltx2")  # its audio is a block, and on two ranks a ring has two
+        check(result, same_reasons=name != "ltx2")  # its audio is one query block, fewer than the ranks of a ring
         assert not torch.equal(result["want"], result["stock"]), "blocks were skipped"
         assert any("sparse: torch" in reasons for reasons in result["together"].values())
 
 
 @pytest.mark.parametrize("name", ["wan", "flux", "ltx"])
-def test_dense_calls_of_a_ring_are_stock(name: str, found: dict[str, list[Any]]) -> None:
+def test_dense_calls_of_a_ring_equal_the_stock_model(name: str, found: dict[str, list[Any]]) -> None:
     """diffusers' own SDPA has no LSE, and raises."""
     for result in of(found, f"{name}, dense ring"):
         check(result)
@@ -83,7 +83,7 @@ def test_dense_calls_of_a_ring_are_stock(name: str, found: dict[str, list[Any]])
         assert all(reason.startswith("dense") for layer in result["together"].values() for reason in layer)
 
 
-def test_heads_are_dealt_by_what_they_cost(found: dict[str, list[Any]]) -> None:
+def test_heads_are_load_balanced(found: dict[str, list[Any]]) -> None:
     for result in of(found, "balance"):
         for output in result["got"]:
             largest = float(result["want"].abs().max())
@@ -142,7 +142,10 @@ REFUSED = {
     "ring, own rows": "dense: unsupported (mask with an entry per query)",
     "ring, all rows": "dense: unsupported (mask with an entry per query)",
 }
-"""Calls that are sparse on one rank, and dense on several."""
+"""Calls that are sparse on one rank and dense on several."""
+
+
+BUDGET = "Budget(min_blocks=1, similarity_threshold=None, pv_threshold=None, sink=None, diagonal=None, density={})"
 
 
 def test_gradients_are_those_of_one_rank(found: dict[str, list[Any]]) -> None:
@@ -151,7 +154,7 @@ def test_gradients_are_those_of_one_rank(found: dict[str, list[Any]]) -> None:
         assert result["reasons"] == {"dense: unsupported (gradients)": 1}
 
 
-def test_errors_speak(found: dict[str, list[Any]]) -> None:
+def test_error_messages(found: dict[str, list[Any]]) -> None:
     for result in of(found, "errors"):
         assert result["mask"].startswith("ValueError: attn_mask: expected one over keys, or one over the keys of all")
         assert result["mask"].endswith("got (196, 196) for 196 of 392 queries and 196 of 392 keys")
@@ -159,10 +162,14 @@ def test_errors_speak(found: dict[str, list[Any]]) -> None:
             "NotImplementedError: context parallelism: expected ulysses_degree alone for causal attention, got "
             "ring_degree 2"
         )
+        assert result["policy"] == (
+            "ValueError: expected the same options on all 2 ranks of the group, got Policy.sparsity: "
+            f"{BUDGET.format('0.4')} on rank 0, {BUDGET.format('0.2')} on rank 1"
+        )
         assert result["heads"] == "ValueError: ulysses_degree: expected some of 1 heads for each rank, got 2"
 
 
-def test_the_example_prints_what_it_says(found: dict[str, list[Any]]) -> None:
+def test_the_example_prints_what_it_shows(found: dict[str, list[Any]]) -> None:
     first, *others = of(found, "example")
     source = (HERE.parents[1] / "examples" / "parallel_diffusers.py").read_text()
     document = ast.get_docstring(ast.parse(source))

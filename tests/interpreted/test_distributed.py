@@ -1,4 +1,4 @@
-"""Kernels that predict up to the choice, for rows and keys that lie on several ranks."""
+"""Prediction kernels for query blocks and keys that are split over several ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.distributed.threads import on_ranks
 
 CASES = [
     Case("ulysses", "budget", heads=(4, 2), length=320),
-    Case("gathered", "budget", True, "head_tail", heads=(2, 1), length=512),
+    Case("gather", "budget", True, "head_tail", heads=(2, 1), length=512),
     Case("ring", "budget", heads=(2, 2), length=500, options={"score": "spread", "always_keep": [(0, 40)]}),
     Case("ring", "budget", True, "head_tail", heads=(2, 1), length=1024),
     Case("ring", "dense", True, "head_tail", heads=(2, 1), length=512),
@@ -17,8 +17,8 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_two_ranks_are_one_process(case: Case) -> None:
+def test_two_ranks_equal_one_process(case: Case) -> None:
     case.options["quantization"] = "none"
     inputs = tensors(case)
     expected = whole(case, inputs, "triton")
-    on_ranks(2, lambda exchange: check(case, inputs, expected, (exchange,), "triton"))
+    on_ranks(2, lambda ranks: check(case, inputs, expected, (ranks,), "triton"))

@@ -105,10 +105,19 @@ def check_tensors(
     return Tensors(query, key, value, shape, scale, is_given)
 
 
-def resolve(tensors: Tensors, attn_mask: Tensor | None, options: Options, *, stacklevel: int = 2) -> Resolved:
+def resolve(
+    tensors: Tensors,
+    attn_mask: Tensor | None,
+    options: Options,
+    *,
+    stacklevel: int = 2,
+    largest: Shape | None = None,
+) -> Resolved:
     """Check the options of a call and decide how it runs.
 
     Args:
+        largest: of a call over several ranks, the sizes of the largest part that a rank computes. They decide between
+            dense and sparse; by default those of the call do.
         stacklevel: of warnings, counted from here.
 
     Raises:
@@ -134,8 +143,9 @@ def resolve(tensors: Tensors, attn_mask: Tensor | None, options: Options, *, sta
     is_deferred = _sizes_are_unknown() and options.backend == "auto" and not isinstance(rule, Dense)
     reason = None
     if not is_deferred:
+        sizes = largest or shape
         reason = dense_rules.by_arguments(
-            shape, window, rule, quantization, options.backend, backend, device, tensors.query.dtype, attn_mask
+            sizes, window, rule, quantization, options.backend, backend, device, tensors.query.dtype, attn_mask
         )
     is_causal = window.right == 0
     obstacle = _obstacle(tensors, attn_mask, options, reason)

@@ -1,8 +1,8 @@
-"""Heads that are dealt to ranks by what they cost.
+"""Load balancing of heads across ranks.
 
-Under a `Budget` or `TopCdf` some heads keep many blocks and others few, and the rank with the many is waited for. What
-a head costs changes little from one denoising step to the next, so each call deals the heads by the counts of the call
-before: sorted, then to ranks 0 .. P - 1, P - 1 .. 0, and so on (a snake). Nothing waits for the host.
+Under a `Budget` or `TopCdf` some heads keep more blocks than others, and all ranks wait for the one with the most. The
+cost of a head changes little between denoising steps. So each call assigns heads by the block counts of the previous
+call: sorted by cost, then to ranks 0 .. P - 1, P - 1 .. 0, and so on (a snake). The host does not wait for the device.
 """
 
 from __future__ import annotations
@@ -10,21 +10,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparge.distributed.budget import Ranks
+from sparge.distributed.communicator import Communicator
 from sparge.masks.block_mask import BlockMask
 from sparge.stats import counters
 
 
 class HeadBalance:
-    """The deal of one layer's heads to the ranks of `ulysses_attention`; each layer has its own.
+    """The assignment of one layer's heads to ranks, for ``mode="ulysses"``. Each layer needs its own.
 
-    Each rank has one too, and all of them make the same calls with it: a deal that one has not learnt mixes up heads.
-    The first call takes heads in their order. Grouped heads go together with the head of K and V that they share; with
-    as many ranks as such heads, or more, there is nothing to deal. How uneven the work was, is measured:
-    `sparge.stats().imbalance`, the blocks of the rank with the most by those of the mean rank.
+    Every rank has one, and all ranks make the same calls with it. The first call assigns heads in their order. Query
+    heads that share a K/V head stay together; if there are not more K/V heads than ranks, the order does not change.
+    `sparge.stats().imbalance` is the number of blocks on the rank with the most, divided by the mean.
 
     Args:
-        permute: False measures alone.
+        permute: False measures the imbalance and keeps heads in their order.
 
     Example:
         >>> balance = HeadBalance()
@@ -33,41 +32,44 @@ class HeadBalance:
     """
 
     def __init__(self, *, permute: bool = True) -> None:
-        self._permute = permute
+        self.permute = permute
         self.order: Tensor | None = None
         """(H_kv,), the heads of rank 0, then those of rank 1, and so on; None: in their order."""
 
-    def heads(self, kv_heads: int, group: int, device: torch.device) -> Tensor | None:
-        """Heads of queries in the order of ranks, (H,), None in their own. A deal of other heads is dropped."""
+    def query_heads(self, kv_heads: int, group: int, device: torch.device) -> Tensor | None:
+        """Return query heads in the order of ranks, (H,), or None for their own order.
+
+        An order that was found for another number of heads is dropped.
+        """
         if self.order is not None and (len(self.order) != kv_heads or self.order.device != device):
             self.order = None
         if self.order is None:
             return None
         return (self.order[:, None] * group + torch.arange(group, device=device)).flatten()
 
-    def learn_from(self, mask: BlockMask, kv_heads: int, ranks: Ranks) -> None:
-        """`learn` what every head kept; all ranks tell of theirs."""
+    def update_from(self, mask: BlockMask, kv_heads: int, ranks: Communicator) -> None:
+        """`update` by the blocks that the heads of all ranks kept; every rank passes its own mask."""
         kept = mask.kv_num_blocks.sum((0, 2), dtype=torch.int64)
-        self.learn(ranks.stack(kept).flatten(), kv_heads, ranks.size)
+        self.update(ranks.all_gather(kept).flatten(), kv_heads, ranks.size)
 
-    def learn(self, costs: Tensor, kv_heads: int, ranks: int) -> None:
-        """Deal the heads anew by what they cost, (H,) in the order of the call that is over, rank by rank."""
+    def update(self, costs: Tensor, kv_heads: int, ranks: int) -> None:
+        """Reassign heads by their costs, (H,) in the order of the call that measured them."""
         counters.record_work(costs.view(ranks, -1).sum(1))
-        if not self._permute or kv_heads % ranks or kv_heads == ranks:
+        if not self.permute or ranks == 1 or kv_heads % ranks or kv_heads == ranks:
             return
-        units = costs.view(kv_heads, -1).sum(1)
+        kv_costs = costs.view(kv_heads, -1).sum(1)
         if self.order is not None:
-            units = torch.empty_like(units).index_copy_(0, self.order, units)
-        self.order = deal(units, ranks)
+            kv_costs = torch.empty_like(kv_costs).index_copy_(0, self.order, kv_costs)
+        self.order = snake_order(kv_costs, ranks)
 
 
-def deal(costs: Tensor, ranks: int) -> Tensor:
-    """Heads in the order of ranks, dealt in a snake from the dearest to the cheapest.
+def snake_order(costs: Tensor, ranks: int) -> Tensor:
+    """Return heads in the order of ranks, assigned in a snake from the most to the least expensive.
 
     Example:
-        >>> deal(torch.tensor([9, 1, 8, 2]), 2)  # rank 0 gets the dearest and the cheapest
+        >>> snake_order(torch.tensor([9, 1, 8, 2]), 2)  # rank 0 gets the most and the least expensive
         tensor([0, 1, 2, 3])
-        >>> deal(torch.tensor([9, 8, 2, 1]), 2)
+        >>> snake_order(torch.tensor([9, 8, 2, 1]), 2)
         tensor([0, 3, 1, 2])
     """
     rounds = costs.argsort(descending=True, stable=True).view(-1, ranks).clone()

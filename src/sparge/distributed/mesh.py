@@ -1,32 +1,113 @@
-"""Two process groups as one: Ulysses among neighbours, another mode between them."""
+"""The ranks of a call as a mesh: heads are exchanged along one dimension, keys and values along the other."""
 
 from __future__ import annotations
 
+from typing import Any, TypeAlias
+
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from sparge.distributed.exchange import Exchange
+from sparge.distributed.communicator import Communicator
+from sparge.masks.geometry import ceil_div
+
+Group: TypeAlias = dist.ProcessGroup | DeviceMesh | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
+"""One process group, or the two of a mesh: (outer, ulysses)."""
 
 
-class Mesh:
-    """The ranks of a 2-D mesh, those of ``inner`` counted first; see `budget.Ranks`.
+class OneRank(Communicator):
+    """This rank alone, as the second dimension of a one-dimensional mesh; it sends nothing."""
 
-    Raises:
-        ValueError: the groups are no row and column.
+    size, rank, name = 1, 0, ""
+
+    def __init__(self) -> None:
+        pass
+
+
+ONE_RANK = OneRank()
+
+
+class Mesh(Communicator):
+    """A mesh of ranks, numbered along ``ulysses`` first.
+
+    Attributes:
+        ulysses: the ranks that exchange tokens for heads with this one.
+        outer: the ranks between which K and V are gathered or sent around a ring.
+        everyone: all ranks, where one group has them.
+        has_equal_shards: every rank holds the same number of tokens.
     """
 
-    def __init__(self, outer: Exchange, inner: Exchange) -> None:
-        common = outer.members & inner.members
-        if len(common) != 1:
-            raise ValueError(
-                "ulysses_group, group: expected a row and a column of a mesh, which have this rank in common, got "
-                f"groups with ranks {sorted(common)} in common"
-            )
-        self._outer, self._inner = outer, inner
-        self.size = outer.size * inner.size
-        self.rank = outer.rank * inner.size + inner.rank
+    def __init__(
+        self,
+        ulysses: Communicator,
+        outer: Communicator,
+        everyone: Communicator | None = None,
+        *,
+        has_equal_shards: bool = True,
+    ) -> None:
+        self.ulysses, self.outer, self.everyone, self.has_equal_shards = ulysses, outer, everyone, has_equal_shards
+        self.size = ulysses.size * outer.size
+        self.rank = outer.rank * ulysses.size + ulysses.rank
+        self._parts = (ulysses, outer) if everyone is None else (everyone,)
 
-    def total(self, own: Tensor) -> Tensor:
-        return self._outer.total(self._inner.total(own))
+    @property
+    def name(self) -> Any:
+        return self.ulysses.name, self.outer.name
 
-    def stack(self, own: Tensor) -> Tensor:
-        return self._outer.stack(self._inner.stack(own)).flatten(0, 1)
+    def all_reduce(self, own: Tensor) -> Tensor:
+        for part in self._parts:
+            own = part.all_reduce(own)
+        return own
+
+    def all_gather(self, own: Tensor) -> Tensor:
+        for part in self._parts:
+            own = part.all_gather(own)
+        return own.flatten(0, len(self._parts) - 1)
+
+    def all_gather_objects(self, own: Any) -> list[Any]:
+        found = [own]
+        for part in self._parts:
+            found = [one for others in part.all_gather_objects(found) for one in others]
+        return found
+
+    @property
+    def ulysses_ranks(self) -> range:
+        """The ranks of the mesh that exchange heads with this one."""
+        return range(self.outer.rank * self.ulysses.size, (self.outer.rank + 1) * self.ulysses.size)
+
+    def heads_by_rank(self, heads: int) -> tuple[range, ...]:
+        """Return the heads of every rank: equally many, or fewer on the last ranks where they do not divide."""
+        most = ceil_div(heads, self.ulysses.size)
+        along = [range(first, min(first + most, heads)) for first in range(0, most * self.ulysses.size, most)]
+        return tuple(along * self.outer.size)
+
+    def own_heads(self, heads: int) -> slice:
+        """Return this rank's part of ``heads``."""
+        own = self.heads_by_rank(heads)[self.rank]
+        return slice(own.start, own.stop)
+
+
+def resolve_mesh(group: Group | Communicator, mode: str) -> Mesh:
+    """Return the mesh of a process group or of two.
+
+    Raises:
+        TypeError, RuntimeError: see `Communicator`.
+        ValueError: the mode or the groups do not form a mesh.
+    """
+    if isinstance(group, DeviceMesh):
+        groups = tuple(group.get_group(dim) for dim in range(group.ndim))
+        group = groups[0] if len(groups) == 1 else groups  # type: ignore[assignment]
+    if not isinstance(group, tuple):
+        ranks = group if isinstance(group, Communicator) else Communicator(group)  # type: ignore[arg-type]
+        return Mesh(ranks, ONE_RANK, ranks) if mode == "ulysses" else Mesh(ONE_RANK, ranks, ranks)
+    if len(group) != 2 or mode == "ulysses":
+        expected = 'one process group with mode="ulysses"' if mode == "ulysses" else "one or two process groups"
+        raise ValueError(f"group: expected {expected}, got {len(group)}")
+    outer, ulysses = (part if isinstance(part, Communicator) else Communicator(part) for part in group)
+    common = outer.members & ulysses.members
+    if len(common) != 1:
+        raise ValueError(
+            "group: expected a column and a row of a mesh, which have this rank in common, got groups with ranks "
+            f"{sorted(common)} in common"
+        )
+    return Mesh(ulysses, outer)

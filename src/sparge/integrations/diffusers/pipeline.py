@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from sparge.backends.base import constant
 from sparge.dispatch.reasons import Reason, count
+from sparge.distributed.mesh import Mesh
 from sparge.integrations.diffusers import backend, context_parallel, probe
 from sparge.integrations.diffusers.models import Blocks, attentions, blocks_of, found_blocks, grid_of
 from sparge.integrations.diffusers.schedule import Schedule
-from sparge.integrations.diffusers.shards import Mesh
 from sparge.integrations.hooks import THREAD, Passes, close_scope, hooked, open_mode, parameters_of
 from sparge.integrations.layers import Layer, Steps
 from sparge.integrations.sdpa import Scope, Tokens

@@ -1,9 +1,8 @@
-"""Tokens that are split over a mesh of ranks, and how a rank's part of a call is put together from them.
+"""Tokens of diffusers' models that are split over a mesh of ranks, and the tensors of this rank's part of a call.
 
-A mesh has two dimensions. Along "ulysses" ranks exchange tokens for heads; along "ring" they gather keys and values,
-and each takes some rows of queries. What a rank then holds is what a single process would hold of the same heads and
-rows: text and picture, which were split one by one, are joined in the order that they had, and rows begin where a block
-of queries does.
+Along ``ulysses`` ranks exchange tokens for heads. Along ``outer``, diffusers' ring, they gather keys and values, and
+each rank computes some query blocks. The tensors then equal those of one process for the same heads and query blocks:
+text and image tokens, which diffusers splits separately, are joined in their original order.
 
 Tensors are (B, H, tokens, D).
 """
@@ -16,23 +15,23 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
-from sparge.distributed.exchange import Arrival, Exchange
+from sparge.distributed.communicator import Wait
+from sparge.distributed.mesh import Mesh
 from sparge.masks import ordering
 from sparge.masks.geometry import BLOCK_Q, ceil_div
 
 Order = tuple[tuple[int, ...], Any, int]
-"""The grid of a picture or video, the order of its tokens, and where they begin."""
+"""The grid of an image or video, the order of its tokens, and the position of the first of them."""
 
 
 @dataclass(frozen=True)
 class Shards:
-    """How many tokens each rank of a mesh holds, and how many of them belong to the first of two streams.
+    """The number of tokens on each rank of a mesh, and how many of them belong to the first of two streams.
 
-    Streams are text and picture, each of which was split over all ranks; 0 everywhere: there is one stream. Ranks are
-    numbered along "ulysses" first.
+    The streams are text and image, each split over all ranks. There is one stream if all seams are 0.
     """
 
     tokens: tuple[int, ...]
@@ -43,14 +42,14 @@ class Shards:
         return sum(self.tokens)
 
     def join(self, tokens: Tensor, dim: int = 2) -> Tensor:
-        """Tokens of all ranks, one rank's behind the other's, in the order that they had before they were split."""
+        """Return the tokens of all ranks, given concatenated, in the order that they had before they were split."""
         if not any(self.seams):
             return tokens
         parts = tokens.split(self._pieces, dim)
         return torch.cat(parts[::2] + parts[1::2], dim)
 
-    def part(self, tokens: Tensor) -> Tensor:
-        """What `join` joined."""
+    def unjoin(self, tokens: Tensor) -> Tensor:
+        """Undo `join`."""
         if not any(self.seams):
             return tokens
         pieces = self._pieces
@@ -60,108 +59,65 @@ class Shards:
 
     @property
     def _pieces(self) -> list[int]:
-        """Of each rank the tokens of both streams."""
+        """For each rank, the numbers of tokens of both streams."""
         return [size for count, seam in zip(self.tokens, self.seams, strict=True) for size in (seam, count - seam)]
 
-    def places(self, rank: int, start: int, stop: int) -> list[tuple[int, int]]:
-        """Where tokens [start, stop) of a rank lie when all are joined: ranges, of each stream one at most."""
+    def joined_ranges(self, rank: int, start: int, stop: int) -> list[tuple[int, int]]:
+        """Return the ranges of a rank's tokens [start, stop) in the joined sequence, at most one for each stream."""
         seam = self.seams[rank]
         first = sum(self.seams[:rank])
         second = sum(self.seams) + sum(self.tokens[:rank]) - first - seam
         ranges = ((start + first, min(stop, seam) + first), (max(start, seam) + second, stop + second))
         return [(a, b) for a, b in ranges if a < b]
 
-
-@dataclass(frozen=True)
-class Mesh:
-    """The process groups of a rank: along both dimensions of a mesh, and over all of it.
-
-    Attributes:
-        group: that of everyone.
-        is_even: each rank holds as many tokens as this one.
-    """
-
-    ulysses: Exchange
-    ring: Exchange
-    everyone: Exchange
-    group: Any
-    is_even: bool
-
-    def shards(self, *counts: tuple[int, int], device: torch.device) -> list[Shards]:
-        """What all ranks hold, from what this one does: tokens and seam, for several kinds of tokens.
-
-        Where numbers may differ the ranks tell each other, and the host waits for it.
-        """
-        size = self.everyone.size
-        if self.is_even:
-            return [Shards((tokens,) * size, (seam,) * size) for tokens, seam in counts]
-        told = self.everyone.stack(torch.tensor(counts, device=device)).permute(1, 2, 0).tolist()
-        return [Shards(tuple(tokens), tuple(seams)) for tokens, seams in told]
-
-    def tell(self, own: Any) -> list[Any]:
-        """An object of each rank."""
-        told: list[Any] = [None] * self.everyone.size
-        dist.all_gather_object(told, own, group=self.group)
-        return told
-
-    @property
-    def column(self) -> range:
-        """The ranks of the whole mesh that exchange heads with this one."""
-        return range(self.ring.rank * self.ulysses.size, (self.ring.rank + 1) * self.ulysses.size)
-
-    @property
-    def alone(self) -> range:
-        """This rank of the whole mesh."""
-        return range(self.everyone.rank, self.everyone.rank + 1)
-
-    def all_heads(self, count: int) -> tuple[range, ...]:
-        """The heads of each rank, of so many: as many on each, fewer on the last where they do not divide."""
-        most = ceil_div(count, self.ulysses.size)
-        along = [range(first, min(first + most, count)) for first in range(0, most * self.ulysses.size, most)]
-        return tuple(along * self.ring.size)
-
-    def heads(self, count: int) -> slice:
-        """Own heads of so many."""
-        own = self.all_heads(count)[self.everyone.rank]
-        return slice(own.start, own.stop)
-
-    def start_to_heads(self, tokens: Tensor, shards: Shards) -> Arrival:
-        """Own tokens of all heads -> own heads of the tokens of all ranks along "ulysses", one behind the other."""
-        if self.ulysses.size == 1:
+    def start_to_heads(self, tokens: Tensor, mesh: Mesh) -> Wait:
+        """Start to exchange own tokens of all heads for own heads of the tokens of all Ulysses ranks, concatenated."""
+        if mesh.ulysses.size == 1:
             return lambda: tokens
         heads = tokens.shape[1]
-        missing = -heads % self.ulysses.size
+        missing = -heads % mesh.ulysses.size
         if missing:
-            tokens = torch.nn.functional.pad(tokens, (0, 0, 0, 0, 0, missing))
-        arrive = self.ulysses.start_to_heads(tokens, self._column(shards))
-        own = len(self.all_heads(heads)[self.everyone.rank])
-        return (lambda: arrive()[:, :own]) if missing else arrive
+            tokens = F.pad(tokens, (0, 0, 0, 0, 0, missing))
+        wait = mesh.ulysses.start_to_heads([tokens], self._ulysses_lengths(mesh))
+        own = len(mesh.heads_by_rank(heads)[mesh.rank])
+        return lambda: wait()[0][:, :own]
 
-    def to_tokens(self, output: Tensor, shards: Shards, heads: int) -> Tensor:
-        """The way back: own heads of the tokens of all ranks along "ulysses" -> own tokens of all heads."""
-        if self.ulysses.size == 1:
+    def to_tokens(self, output: Tensor, mesh: Mesh, heads: int) -> Tensor:
+        """Return own tokens of all heads; the inverse of `start_to_heads`."""
+        if mesh.ulysses.size == 1:
             return output
-        most = ceil_div(heads, self.ulysses.size)
+        most = ceil_div(heads, mesh.ulysses.size)
         if output.shape[1] < most:
-            output = torch.nn.functional.pad(output, (0, 0, 0, 0, 0, most - output.shape[1]))
-        return self.ulysses.to_tokens(output, self._column(shards))[:, :heads]
+            output = F.pad(output, (0, 0, 0, 0, 0, most - output.shape[1]))
+        return mesh.ulysses.to_tokens(output, self._ulysses_lengths(mesh))[:, :heads]
 
-    def gather(self, tokens: Tensor, shards: Shards) -> Tensor:
-        """Tokens that `start_to_heads` gave -> those of all ranks of the mesh, joined."""
-        if self.ring.size > 1:
-            each = self.ulysses.size
-            lengths = [sum(shards.tokens[ring * each : (ring + 1) * each]) for ring in range(self.ring.size)]
-            tokens = self.ring.gather(tokens, lengths)
-        return shards.join(tokens)
+    def gather(self, tokens: Tensor, mesh: Mesh) -> Tensor:
+        """Return the joined tokens of all ranks of the mesh, given those of `start_to_heads`."""
+        if mesh.outer.size > 1:
+            each = mesh.ulysses.size
+            lengths = [sum(self.tokens[outer * each : (outer + 1) * each]) for outer in range(mesh.outer.size)]
+            tokens = mesh.outer.gather_tokens(tokens, lengths)
+        return self.join(tokens)
 
-    def _column(self, shards: Shards) -> tuple[int, ...]:
-        """Numbers of tokens of the ranks that exchange heads with this one."""
-        return shards.tokens[self.column.start : self.column.stop]
+    def _ulysses_lengths(self, mesh: Mesh) -> tuple[int, ...]:
+        """Return the numbers of tokens of the ranks that exchange heads with this one."""
+        return self.tokens[mesh.ulysses_ranks.start : mesh.ulysses_ranks.stop]
+
+
+def shards_of(mesh: Mesh, *counts: tuple[int, int], device: torch.device) -> list[Shards]:
+    """Return the shards of all ranks, given this rank's numbers (tokens, seam) of several kinds of tokens.
+
+    Where the numbers may differ, ranks exchange them, and the host waits.
+    """
+    if mesh.has_equal_shards:
+        return [Shards((tokens,) * mesh.size, (seam,) * mesh.size) for tokens, seam in counts]
+    gathered = mesh.all_gather(torch.tensor(counts, device=device)).permute(1, 2, 0).tolist()
+    return [Shards(tuple(tokens), tuple(seams)) for tokens, seams in gathered]
 
 
 @dataclass(frozen=True)
-class Rows:
-    """The queries of ranks along "ring": each takes some rows of blocks, in the order that blocks are made in.
+class QueryShards:
+    """The queries of the outer ranks of a mesh: each computes some query blocks, in the order that blocks are made in.
 
     Attributes:
         shards: of the queries.
@@ -172,48 +128,50 @@ class Rows:
 
     @property
     def total(self) -> int:
-        """Queries of the whole call."""
+        """Number of queries of the whole call."""
         return self.shards.total
 
     @property
     def are_enough(self) -> bool:
-        """Whether each rank gets a row of blocks."""
-        return ceil_div(self.total, BLOCK_Q) >= self.mesh.ring.size
+        """Return whether there is a query block for each rank."""
+        return ceil_div(self.total, BLOCK_Q) >= self.mesh.outer.size
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """The queries [start, stop) of the whole call that each rank of the mesh takes."""
-        bounds = _row_bounds(self.total, self.mesh.ring.size)
+        """The queries [start, stop) of the whole call that each rank of the mesh computes."""
+        bounds = _block_bounds(self.total, self.mesh.outer.size)
         return tuple(span for span in pairwise(bounds) for _ in range(self.mesh.ulysses.size))
 
     @property
     def span(self) -> tuple[int, int]:
-        """Those that this rank takes."""
-        return self.spans[self.mesh.everyone.rank]
+        """The queries that this rank computes."""
+        return self.spans[self.mesh.rank]
 
     def take(self, query: Tensor, order: Order | None) -> Tensor:
-        """Own queries, exchanged for those of own rows along an order."""
+        """Exchange own queries for those of own query blocks, in an order."""
         moves = self._moves(query, order)
-        if moves.is_still:
+        if moves.is_identity:
             return query
-        moved = self.mesh.ring.move(query.index_select(2, moves.sent), moves.sent_counts, moves.received_counts)
+        sent = query.index_select(2, moves.sent)
+        moved = self.mesh.outer.exchange_tokens(sent, moves.sent_counts, moves.received_counts)
         return moved.index_select(2, moves.received)
 
     def give(self, output: Tensor, order: Order | None) -> Tensor:
-        """The way back, for outputs."""
+        """Undo `take`, for outputs."""
         moves = self._moves(output, order)
-        if moves.is_still:
+        if moves.is_identity:
             return output
-        moved = self.mesh.ring.move(output.index_select(2, moves.unreceived), moves.received_counts, moves.sent_counts)
+        sent = output.index_select(2, moves.unreceived)
+        moved = self.mesh.outer.exchange_tokens(sent, moves.received_counts, moves.sent_counts)
         return moved.index_select(2, moves.unsent)
 
     def _moves(self, like: Tensor, order: Order | None) -> _Moves:
-        ring = self.mesh.ring
-        return _moves(self.shards, self.mesh.ulysses.size, ring.rank, ring.size, order, str(like.device))
+        outer = self.mesh.outer
+        return _moves(self.shards, self.mesh.ulysses.size, outer.rank, outer.size, order, str(like.device))
 
 
-def _row_bounds(queries: int, ranks: int) -> list[int]:
-    """Where the rows of each rank begin, and where the last ones end: between blocks, and the first ranks have more."""
+def _block_bounds(queries: int, ranks: int) -> list[int]:
+    """Return the first query of each rank, and the end of the last one's: whole blocks, more on the first ranks."""
     least, more = divmod(ceil_div(queries, BLOCK_Q), ranks)
     blocks = [least + (rank < more) for rank in range(ranks)]
     return [min(bound * BLOCK_Q, queries) for bound in accumulate(blocks, initial=0)]
@@ -221,13 +179,14 @@ def _row_bounds(queries: int, ranks: int) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class _Moves:
-    """How a rank's queries become its rows: they are sent sorted by place, and so by who gets them.
+    """The exchange of a rank's queries for those of its query blocks. Queries are sent sorted by position, which also
+    sorts them by the rank that receives them.
 
     Attributes:
-        is_still: each rank has its rows already.
+        is_identity: each rank has its queries already.
     """
 
-    is_still: bool
+    is_identity: bool
     sent: Tensor
     sent_counts: tuple[int, ...]
     received: Tensor
@@ -236,23 +195,23 @@ class _Moves:
     unreceived: Tensor
 
 
-@functools.cache  # none is forgotten: a CUDA graph may hold its address
+@functools.cache  # unbounded, because a CUDA graph may hold the address of a tensor
 def _moves(shards: Shards, each: int, rank: int, ranks: int, order: Order | None, device: str) -> _Moves:
-    """See `_Moves`; ``each`` ranks of the mesh lie at each place of the ring."""
-    bounds = _row_bounds(shards.total, ranks)
-    places = [_places(shards, range(part * each, (part + 1) * each), order) for part in range(ranks)]
+    """Return the `_Moves` of an outer rank; each has ``each`` Ulysses ranks."""
+    bounds = _block_bounds(shards.total, ranks)
+    positions = [_positions(shards, range(outer * each, (outer + 1) * each), order) for outer in range(ranks)]
     inner = torch.tensor(bounds[1:-1])
-    takers = [torch.bucketize(of_part, inner, right=True) for of_part in places]
-    sent = places[rank].argsort()
-    coming = [of_part[taker == rank].sort().values for of_part, taker in zip(places, takers, strict=True)]
+    receivers = [torch.bucketize(of_rank, inner, right=True) for of_rank in positions]
+    sent = positions[rank].argsort()
+    coming = [of_rank[to == rank].sort().values for of_rank, to in zip(positions, receivers, strict=True)]
     received = torch.cat(coming).argsort()
-    is_still = all(
-        torch.equal(of_part, torch.arange(*span)) for of_part, span in zip(places, pairwise(bounds), strict=True)
+    is_identity = all(
+        torch.equal(of_rank, torch.arange(*span)) for of_rank, span in zip(positions, pairwise(bounds), strict=True)
     )
     return _Moves(
-        is_still,
+        is_identity,
         sent.to(device),
-        tuple(torch.bincount(takers[rank], minlength=ranks).tolist()),
+        tuple(torch.bincount(receivers[rank], minlength=ranks).tolist()),
         received.to(device),
         tuple(map(len, coming)),
         sent.argsort().to(device),
@@ -260,14 +219,14 @@ def _moves(shards: Shards, each: int, rank: int, ranks: int, order: Order | None
     )
 
 
-def _places(shards: Shards, ranks: range, order: Order | None) -> Tensor:
-    """Where the tokens of some ranks lie when all are joined and put into an order."""
-    ranges = [pair for rank in ranks for pair in shards.places(rank, 0, shards.tokens[rank])]
-    places = torch.cat([torch.arange(start, stop) for start, stop in ranges])
+def _positions(shards: Shards, ranks: range, order: Order | None) -> Tensor:
+    """Return the positions of some ranks' tokens in the joined sequence, in an order."""
+    ranges = [pair for rank in ranks for pair in shards.joined_ranges(rank, 0, shards.tokens[rank])]
+    positions = torch.cat([torch.arange(start, stop) for start, stop in ranges])
     if order is None:
-        return places
+        return positions
     grid, name, first = order
     inverse = ordering.order_of(grid, name).inverse
     moved = torch.arange(shards.total)
     moved[first : first + len(inverse)] = inverse + first
-    return moved[places]
+    return moved[positions]

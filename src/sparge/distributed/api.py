@@ -1,0 +1,137 @@
+"""The public function: attention over a sequence whose tokens are split over the ranks of a process group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from sparge.dispatch.resolve import Options
+from sparge.distributed import gather, heads, ring, ulysses
+from sparge.distributed.balance import HeadBalance
+from sparge.distributed.mesh import Group, resolve_mesh
+from sparge.distributed.request import resolve
+from sparge.distributed.sharding import Sharding
+from sparge.distributed.token_split import TokenSplit
+from sparge.options.checks import check_choice
+from sparge.options.common import Layout, PerHead, Quantization, ScoreName, Skipped
+from sparge.options.rules import Sparsity
+from sparge.options.scores import Score
+
+MODES = {module.MODE.name: module.MODE for module in (ulysses, gather, ring)}
+
+
+@torch.compiler.disable
+def context_parallel_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    mode: Literal["ulysses", "gather", "ring"] = "ulysses",
+    group: Group = None,
+    sharding: Sharding = "contiguous",
+    lengths: Sequence[int] | None = None,
+    balance: HeadBalance | None = None,
+    kv_heads_at_once: int | None = None,
+    window: tuple[int | None, int | None] | None = None,
+    topk: PerHead | None = None,
+    sparsity: Sparsity | None = None,
+    score: ScoreName | Score = "moment",
+    quantization: Quantization = "auto",
+    layout: Layout = "HND",
+    always_keep: Sequence[tuple[int, int]] | None = None,
+    exact_queries: Sequence[tuple[int, int]] | None = None,
+    skipped: Skipped = "auto",
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute `sparge.attention` of a sequence whose tokens are split over several ranks.
+
+    All ranks call it together, with the same options, which are compared in the first call of a kind. Options refer to
+    the whole sequence. The masks are those of one process, exactly if every piece of the sequence is whole blocks of
+    128 tokens. The function causes a graph break under torch.compile.
+
+    - "ulysses": ranks exchange tokens for heads, and each computes whole sequences of its heads.
+    - "gather": ranks keep their queries and gather K and V, a few heads at a time. Any number of heads.
+    - "ring": ranks keep their queries and send K and V around. A rank holds K and V of at most two ranks. Outputs are
+      merged by their LSE. Ranks hold multiples of 128 tokens (256 with "head_tail"), the last one any number.
+
+    Args:
+        query: this rank's tokens, (B, H, n, D), or (B, n, H, D) with ``layout="NHD"``. With "ulysses", H is a multiple
+            of the number of ranks.
+        key, value: the same tokens, (B, H_kv, n, D | D_v). With "ulysses", H_kv is a multiple or a divisor of the
+            number of ranks.
+        attn_mask: bool (B | 1, 1, 1, S) over the keys of all ranks, equal on all ranks; not with "ring".
+        mode: see above.
+        group: a process group, by default of all ranks. With "gather" and "ring", a two-dimensional ``DeviceMesh`` or a
+            pair (outer, ulysses) of process groups exchanges heads within ``ulysses``, and K and V within ``outer``:
+            for several machines, with Ulysses inside each, or for more ranks than heads. The sequence is split over
+            ``outer`` by ``sharding``, then each part over ``ulysses``, contiguously.
+        sharding: "contiguous", or "head_tail" (not with "ulysses"): of 2 P equal pieces, rank r holds pieces r and
+            2 P - 1 - r, so that ranks have equal work in causal attention. `shard` splits a sequence.
+        lengths: tokens of every rank, equal on all ranks; by default equally many.
+        balance: load-balances heads across ranks by their costs in the previous call; only with "ulysses", without a
+            mesh. Each layer needs its own.
+        kv_heads_at_once: heads of K and V that are gathered at a time; by default as many as fit into 1 GiB. Only with
+            "gather".
+        window: with "gather" and "ring", only causal.
+        topk, sparsity: of the whole call. Per-head values are those of all H heads.
+        always_keep, exact_queries: ranges of the whole sequence.
+        quantization: as in `sparge.attention`. With "ring", "int8_fp8_fast" is not supported, and "auto" chooses
+            "int8_fp8" in its place.
+        return_lse: also return the LSE of this rank's tokens.
+
+    The other arguments are those of `sparge.attention`. Calls run dense below the crossover, by the sizes of the
+    largest part that a rank computes.
+
+    Returns:
+        This rank's tokens of the output, (B, H, n, D_v), in the query's dtype and layout, and with ``return_lse`` their
+        LSE (B, H, n).
+
+    Raises:
+        TypeError, ValueError: an argument is not what was expected, or differs between ranks.
+        NotImplementedError: gradients, or a head_dim, mask or device without support.
+        RuntimeError: there is no process group; or torch.distributed's own error, when a rank fails.
+    """
+    check_choice("mode", mode, tuple(MODES))
+    if balance is not None and not isinstance(balance, HeadBalance):
+        raise TypeError(f"balance: expected a HeadBalance or None, got {type(balance).__name__}")
+    lengths = tuple(lengths) if isinstance(lengths, list) else lengths
+    split = TokenSplit(MODES[mode], resolve_mesh(group, mode), lengths, sharding, kv_heads_at_once, balance)
+    options = Options(
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        window=window,
+        topk=topk,
+        sparsity=sparsity,
+        score=score,
+        quantization=quantization,
+        layout=layout,
+        always_keep=always_keep,
+        exact_queries=exact_queries,
+        skipped=skipped,
+        return_lse=return_lse,
+        backend=backend,
+    )
+    query, key, value, request = resolve(query, key, value, options, split, attn_mask)
+    ranks, shape, order = split.mesh.ulysses, request.call.shape, None
+    if ranks.size > 1:
+        if balance is not None:
+            order = balance.query_heads(shape.kv_heads, shape.group, query.device)
+        query, key, value = heads.to_heads(query, key, value, ranks, request.sizes.lengths, order)
+        if request.call.has_per_head_numbers:
+            own = split.mesh.own_heads(shape.heads)
+            request = request.for_heads(own if order is None else order[own])
+    output, lse = split.mode.attend(query, key, value, request, split, order)
+    if ranks.size > 1:
+        output, found = heads.to_tokens(output, lse if return_lse else None, ranks, request.sizes.lengths, order)
+        lse = lse if found is None else found
+    output = output.transpose(1, 2) if layout == "NHD" else output
+    return (output, lse) if return_lse else output

@@ -1,0 +1,85 @@
+"""Gather: every rank keeps its queries and gathers the keys and values of all ranks, a few heads at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sparge.distributed.communicator import Wait
+from sparge.distributed.gathered_keys import calls_of_pieces, predict
+from sparge.distributed.local_attention import attend as attend_blocks
+from sparge.distributed.request import Request
+from sparge.distributed.token_split import Mode, TokenSplit
+from sparge.masks.block_mask import BlockMask
+from sparge.stats import counters
+
+GATHERED_BYTES = 2**30
+"""Bytes of K and V that are gathered at a time, unless the caller chooses the number of heads."""
+
+
+def heads_at_a_time(key: Tensor, value: Tensor, total: int, requested: int | None) -> int:
+    """Return the number of K/V heads that are gathered at a time."""
+    if requested is not None:
+        return min(requested, key.shape[1])
+    bytes_per_head = key.shape[0] * total * (key.shape[3] + value.shape[3]) * key.element_size()
+    return max(1, min(key.shape[1], GATHERED_BYTES // bytes_per_head))
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, request: Request, split: TokenSplit, _: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return output and LSE of this rank's queries over the keys of all ranks."""
+    ranks, sharding = split.mesh.outer, request.sharding
+    masks = predict(query, key, request, split.mesh) if request.reason is None else None
+    kv_heads = key.shape[1]
+    group = query.shape[1] // kv_heads
+    step = heads_at_a_time(key, value, sharding.total, split.kv_heads_at_once)
+    chunks = [slice(start, min(start + step, kv_heads)) for start in range(0, kv_heads, step)]
+
+    def start_gather(chunk: slice) -> list[Wait]:
+        return [ranks.start_gather_tokens(tensor[:, chunk], sharding.lengths) for tensor in (key, value)]
+
+    waits = start_gather(chunks[0])
+    results = []
+    with counters.as_one():
+        for index, chunk in enumerate(chunks):
+            keys, values = (sharding.sort(wait()) for wait in waits)
+            if index + 1 < len(chunks):
+                waits = start_gather(chunks[index + 1])  # while this chunk is computed
+            heads = slice(chunk.start * group, chunk.stop * group)
+            chosen = masks if masks is None or len(chunks) == 1 else [mask_of_heads(mask, heads) for mask in masks]
+            part = request.for_heads(heads)
+            results.append(_attend_pieces(query[:, heads], keys, values, chosen, part, ranks.rank))
+    return _concatenated(results, 1, with_lse=request.return_lse)
+
+
+def _attend_pieces(
+    query: Tensor, key: Tensor, value: Tensor, masks: Sequence[BlockMask] | None, request: Request, rank: int
+) -> tuple[Tensor, Tensor]:
+    """Return output and LSE of some heads; each piece of queries attends to the keys that it may see."""
+    calls = calls_of_pieces(query, key, request, rank)
+    parts = query.split([call.shape.q_len for call in calls], 2)
+    results = []
+    for index, (part, call) in enumerate(zip(parts, calls, strict=True)):
+        seen, mask = call.shape.kv_len, None if masks is None else masks[index]
+        results.append(attend_blocks(part, key[:, :, :seen], value[:, :, :seen], mask, call, request))
+    return _concatenated(results, 2, with_lse=request.return_lse)
+
+
+def _concatenated(results: Sequence[tuple[Tensor, Tensor]], dim: int, *, with_lse: bool) -> tuple[Tensor, Tensor]:
+    if len(results) == 1:
+        return results[0]
+    outputs, lses = zip(*results, strict=True)
+    return torch.cat(outputs, dim), torch.cat(lses, dim) if with_lse else lses[0]
+
+
+def mask_of_heads(mask: BlockMask, heads: slice) -> BlockMask:
+    """Return the mask of some heads."""
+    lists = (mask.kv_num_blocks, mask.kv_indices, mask.visible_num_blocks)
+    counts, indices, visible = (tensor[:, heads] for tensor in lists)
+    return BlockMask(counts, indices, visible, mask.q_len, mask.kv_len, window=mask.window)
+
+
+MODE = Mode("gather", attend, ("kv_heads_at_once", "sharding", "attn_mask"))

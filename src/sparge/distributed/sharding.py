@@ -1,0 +1,134 @@
+"""Which tokens of a sequence each rank holds.
+
+contiguous    rank r holds the tokens after those of rank r - 1
+head_tail     of 2 P equal pieces, rank r holds pieces r and 2 P - 1 - r. In causal attention early tokens see few keys
+              and late tokens see many, so that all ranks have equal work
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparge.masks.geometry import BLOCK_Q, ceil_div
+from sparge.options.checks import check_choice
+
+Sharding = Literal["contiguous", "head_tail"]
+SHARDINGS = ("contiguous", "head_tail")
+
+
+class Piece(NamedTuple):
+    """Consecutive tokens of a sequence."""
+
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+
+class TokenSharding:
+    """The pieces of every rank, in the order in which the rank holds them. Compared by identity.
+
+    Attributes:
+        lengths: numbers of tokens on every rank.
+        total: number of tokens of the sequence.
+        has_whole_blocks: no query block and no key block is split between ranks.
+    """
+
+    def __init__(self, pieces: tuple[tuple[Piece, ...], ...]) -> None:
+        self.pieces = pieces
+        self.lengths = tuple([sum([piece.length for piece in own]) for own in pieces])
+        self.total = sum(self.lengths)
+        self._flat = [piece for own in pieces for piece in own]
+        self.has_whole_blocks = all(piece.start % BLOCK_Q == 0 for piece in self._flat)
+        self._is_sorted = self._flat == sorted(self._flat)
+
+    def sort(self, gathered: Tensor) -> Tensor:
+        """Return the tokens (B, H, S, D) of all ranks, given concatenated, in the order of the sequence."""
+        if self._is_sorted:
+            return gathered
+        parts = dict(zip(self._flat, gathered.split([piece.length for piece in self._flat], 2), strict=True))
+        return torch.cat([parts[piece] for piece in sorted(parts)], 2)
+
+
+def token_sharding(lengths: Sequence[int], sharding: str) -> TokenSharding:
+    """Return which tokens each rank holds, given their numbers. Equal arguments return the same object.
+
+    Raises:
+        ValueError: the sharding is unknown, or does not allow these lengths.
+    """
+    check_choice("sharding", sharding, SHARDINGS)
+    return _token_sharding(tuple(lengths), sharding)
+
+
+@functools.lru_cache(maxsize=64)
+def _token_sharding(lengths: tuple[int, ...], sharding: str) -> TokenSharding:
+    if sharding == "contiguous":
+        ends = [sum(lengths[: rank + 1]) for rank in range(len(lengths))]
+        return TokenSharding(tuple((Piece(end - length, end),) for end, length in zip(ends, lengths, strict=True)))
+    if len(set(lengths)) != 1 or lengths[0] % 2:
+        raise ValueError(
+            f'sharding="head_tail": expected the same even number of tokens on every rank, got {tuple(lengths)}'
+        )
+    size, count = lengths[0] // 2, 2 * len(lengths)
+    pieces = [Piece(index * size, (index + 1) * size) for index in range(count)]
+    return TokenSharding(tuple((pieces[rank], pieces[count - 1 - rank]) for rank in range(len(lengths))))
+
+
+def split_lengths(total: int, ranks: int) -> tuple[int, ...]:
+    """Return the number of tokens for each rank, in whole blocks of 128 except on the last rank.
+
+    Raises:
+        ValueError: there are fewer blocks than ranks.
+
+    Example:
+        >>> split_lengths(1000, 3)
+        (384, 384, 232)
+    """
+    blocks = ceil_div(total, BLOCK_Q)
+    if blocks < ranks:
+        raise ValueError(f"total: expected a block of {BLOCK_Q} tokens or more for each of {ranks} ranks, got {total}")
+    ends = [min((blocks * rank + ranks - 1) // ranks * BLOCK_Q, total) for rank in range(ranks + 1)]
+    return tuple(stop - start for start, stop in pairwise(ends))
+
+
+def shard(
+    tensor: Tensor,
+    rank: int,
+    ranks: int,
+    *,
+    dim: int = 2,
+    sharding: Sharding = "contiguous",
+    lengths: Sequence[int] | None = None,
+) -> Tensor:
+    """Return the tokens of a whole sequence that a rank holds.
+
+    Args:
+        tensor: any tensor with tokens in dimension ``dim``.
+        rank, ranks: rank and size of the process group.
+        sharding: "contiguous", or "head_tail" for causal attention.
+        lengths: tokens of every rank; by default `split_lengths`, or equal numbers with "head_tail".
+
+    Raises:
+        ValueError: the sequence cannot be split this way.
+
+    Example:
+        >>> shard(torch.arange(512)[None, None, :, None], 1, 2, sharding="head_tail").flatten()[[0, 127, 128, 255]]
+        tensor([128, 255, 256, 383])
+    """
+    total = tensor.shape[dim]
+    if lengths is None:
+        if sharding == "head_tail" and total % (2 * ranks):
+            raise ValueError(f'sharding="head_tail": expected a multiple of {2 * ranks} tokens, got {total}')
+        lengths = [total // ranks] * ranks if sharding == "head_tail" else split_lengths(total, ranks)
+    pieces = token_sharding(lengths, sharding).pieces[rank]
+    if sum(lengths) != total:
+        raise ValueError(f"lengths: expected {total} tokens in total, got {sum(lengths)}")
+    return torch.cat([tensor.narrow(dim, piece.start, piece.length) for piece in pieces], dim)

@@ -1,0 +1,113 @@
+"""Attention of one part of a call, whose other parts are computed by other ranks at the same time.
+
+For integrations that exchange tensors themselves: this rank's part has some heads, or some queries, and all keys that
+they see. Only a `Budget` depends on the other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparge.dispatch import validation
+from sparge.dispatch.gradients import needs_grad_of
+from sparge.dispatch.resolve import Options
+from sparge.distributed import local_attention
+from sparge.distributed.balance import HeadBalance
+from sparge.distributed.communicator import Communicator
+from sparge.distributed.local_attention import LocalQueries
+from sparge.distributed.query_blocks import RankQBlocks, order_by_heads, order_by_ranges
+from sparge.distributed.request import Sizes, resolve, rule_for_heads
+from sparge.masks.geometry import BLOCK_Q, Shape, ceil_div
+from sparge.options.rules import Dense
+
+
+@dataclass(frozen=True)
+class CallSplit:
+    """The part of a call that each rank computes.
+
+    Attributes:
+        ranks: the ranks that compute the call.
+        heads: for every rank, its query heads.
+        queries: for every rank, the range [start, stop) of its queries.
+        balance: updated by the costs of heads, where each rank has all queries of equally many heads.
+        order: (H,), heads in the order of ranks that the balance assigned; ``heads`` are then positions in it.
+    """
+
+    ranks: Communicator
+    heads: tuple[range, ...]
+    queries: tuple[tuple[int, int], ...]
+    balance: HeadBalance | None = None
+    order: Tensor | None = None
+    merges_by_lse = False
+
+    @property
+    def all_heads(self) -> int:
+        return max(own.stop for own in self.heads)
+
+    @property
+    def key(self) -> Hashable:
+        return "split", self.ranks.name, self.ranks.rank, self.heads, self.queries
+
+    def compared(self, query: Tensor, key: Tensor, layout: str) -> None:
+        """Compare nothing: integrations compare policies before they exchange tensors."""
+
+    def sizes(self, local: Shape, attn_mask: Tensor | None) -> Sizes:  # noqa: ARG002
+        q_len, heads = max(stop - start for start, stop in self.queries), max(map(len, self.heads))
+        largest = replace(local, q_len=q_len, heads=heads, kv_heads=max(heads // local.group, 1))
+        return Sizes(local, largest)
+
+    def q_blocks(self, device: torch.device) -> RankQBlocks:
+        """Return the query blocks of all ranks."""
+        blocks = ceil_div(max(stop for _, stop in self.queries), BLOCK_Q)
+        if self.order is not None:
+            order = order_by_heads(self.order, blocks)
+        else:
+            order = order_by_ranges(tuple((own,) for own in self.queries), self.heads, blocks, device)
+        start, stop = self.queries[self.ranks.rank]
+        return RankQBlocks(self.ranks, order, ceil_div(stop - start, BLOCK_Q) * len(self.heads[self.ranks.rank]))
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    *,
+    split: CallSplit,
+    attend_locally: Callable[..., Any],
+    **options: Any,
+) -> Any:
+    """Compute this rank's part of a call. All ranks call it together.
+
+    Args:
+        query, key, value: those of this rank; causality and ranges of tokens refer to them.
+        split: the parts of all ranks. Per-head options have values for all heads.
+        attend_locally: `sparge.attention`, which computes the part if the rule does not depend on other ranks.
+
+    The other arguments (without ``on_unsupported``), the result and the errors are those of `sparge.attention`.
+    """
+    rule = validation.resolve_sparsity(options.pop("topk", None), options.pop("sparsity", None), split.all_heads)
+    own = split.heads[split.ranks.rank]
+    positions = slice(own.start, own.stop)
+    own_heads = positions if split.order is None else split.order[positions]
+    if not isinstance(rule, Dense):
+        rule = rule_for_heads(rule, own_heads)
+    needs_grad = needs_grad_of(query, key, value, attn_mask)
+    if isinstance(rule, Dense) or not rule.is_call_wide or split.ranks.size == 1 or dropout_p or needs_grad:
+        return attend_locally(query, key, value, attn_mask, dropout_p, sparsity=rule, **options)
+    given = Options(sparsity=rule, **options)
+    query, key, value, request = resolve(query, key, value, given, split, attn_mask)
+    call, mask = request.call, None
+    if request.reason is None:
+        (mask,) = local_attention.choose_masks([LocalQueries(query, key, call)], request, split.q_blocks(query.device))
+        if split.balance is not None:
+            split.balance.update_from(mask, split.all_heads // call.shape.group, split.ranks)
+    output, lse = local_attention.attend(query, key, value, mask, call, request)
+    output = output.transpose(1, 2) if given.layout == "NHD" else output
+    return (output, lse) if given.return_lse else output
