@@ -137,10 +137,10 @@ def test_calls(case: str, found: dict[str, list[Any]]) -> None:
 
 
 REFUSED = {
-    "few rows, ring": "dense: below the crossover (fewer rows of blocks than ranks)",
+    "few rows, ring": "dense: below the crossover (fewer query blocks than ranks)",
     "similarity, ulysses": "dense: unsupported (a similarity threshold of a budget over several ranks)",
-    "ring, own rows": "dense: unsupported (mask with an entry per query)",
-    "ring, all rows": "dense: unsupported (mask with an entry per query)",
+    "ring, own rows": "dense: unsupported (full mask)",
+    "ring, all rows": "dense: unsupported (full mask)",
 }
 """Calls that are sparse on one rank and dense on several."""
 
