@@ -1,4 +1,4 @@
-"""A node for ComfyUI: sparse attention for one model. The form is here, the work is `sparge.integrations.comfyui`."""
+"""A ComfyUI node: sparse attention for one model. `sparge.integrations.comfyui` implements it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if importlib.util.find_spec("sparge") is None:
 
 
 class SpargeAttention:
-    """MODEL -> MODEL, with an attention override on a clone."""
+    """A node MODEL -> MODEL that sets an attention override on a clone of the model."""
 
     CATEGORY = "model/patch"
     DESCRIPTION = (
-        "Computes only the blocks of the attention map that carry weight, predicted anew for every call. "
+        "Computes only the important blocks of the attention map, which are predicted for every call. "
         "Place it last, right before the sampler."
     )
     FUNCTION = "patch"
@@ -41,7 +41,7 @@ class SpargeAttention:
                         "min": 1.0,
                         "max": 100.0,
                         "step": 1.0,
-                        "tooltip": "Share of the map to compute. Less is faster; 100: all, on GPUs in 8 bits.",
+                        "tooltip": "Share of the map to compute. Less is faster; 100: all, quantized on GPUs.",
                     },
                 ),
                 "start_percent": (
@@ -49,7 +49,7 @@ class SpargeAttention:
                     {
                         "default": 0.2,
                         **percent,
-                        "tooltip": "Sparse from here on; dense before, where the layout forms.",
+                        "tooltip": "Sparse from here on; dense before, where the layout of the image forms.",
                     },
                 ),
                 "end_percent": ("FLOAT", {"default": 1.0, **percent, "tooltip": "Dense from here on."}),
@@ -64,7 +64,7 @@ class SpargeAttention:
                         "min": 0,
                         "max": 1 << 20,
                         "step": 512,
-                        "tooltip": "Shorter calls stay dense. 0: wherever dense was measured to be faster.",
+                        "tooltip": "Shorter calls stay dense. With 0, only calls for which dense is faster do.",
                     },
                 ),
             }

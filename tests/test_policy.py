@@ -54,6 +54,7 @@ def test_json_of_shares_per_head() -> None:
         ("[]", TypeError, "expected a JSON object, got list"),
         ('{"top_k": 0.5}', ValueError, "got top_k"),
         ('{"sparsity": {"kind": "Top", "topk": 0.5}}', ValueError, "one of 'TopK', 'TopCdf', 'Budget', got 'Top'"),
+        ('{"sparsity": {"kind": "TopK", "share": 1}}', ValueError, "sparsity: expected one of .*, topk, got share"),
         ('{"topk": 2}', ValueError, r"topk: expected a value in \(0, 1\], got 2"),
     ],
 )
@@ -90,7 +91,7 @@ def test_json_that_is_no_policy(text: str, error: type[Exception], message: str)
         ({"on_unsupported": "ignore"}, ValueError, "on_unsupported: expected one of"),
         ({"backend": "cuda"}, ValueError, "backend: expected one of"),
         ({"dense": 8}, ValueError, "dense: expected one of '16bit', '8bit', got 8"),
-        ({"dense": "8bit", "quantization": "none"}, ValueError, "dense: expected '16bit' beside quantization='none'"),
+        ({"dense": "8bit", "quantization": "none"}, ValueError, "dense: expected '16bit' with quantization='none'"),
     ],
     ids=str,
 )

@@ -11,7 +11,9 @@ def main() -> None:
         for name in NEEDED:
             __import__(name)
     except ImportError as error:
-        sys.stderr.write(f"sparge: error: the command needs rich and typer: pip install 'sparge[cli]' ({error})\n")
+        from sparge.options.extras import install_command
+
+        sys.stderr.write(f"sparge: error: the command needs rich and typer: {install_command('cli')} ({error})\n")
         sys.exit(2)
     from sparge.cli.app import main as run
 

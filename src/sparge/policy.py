@@ -1,7 +1,7 @@
-"""Which attention calls of a model go sparse: a plain value, JSON in and out.
+"""`Policy`: the rules by which attention calls of a model go sparse. A plain value that converts to and from JSON.
 
-A policy knows nothing of any framework. Integrations describe each call to `decide.by_policy`, which asks the policy,
-and run the call dense, on the framework's own attention, when there is a reason to.
+A policy does not depend on any framework. Integrations pass each call to `dispatch.dense_rules.by_policy`, and run it
+on the framework's own attention if that returns a reason.
 """
 
 from __future__ import annotations
@@ -22,47 +22,47 @@ from sparge.options.rules import ROUNDING_GUARD, SELECTIONS, Selection, TopCdf
 from sparge.options.scores import SCORES
 
 Range = tuple[int, int | None]
-"""Tokens [start, stop) as a slice has them: negative numbers count from the end, None is the end."""
+"""Tokens [start, stop) as in a slice: negative numbers count from the end, None is the end."""
 
 DenseBits = Literal["16bit", "8bit"]
-"""What dense steps and layers are computed in."""
+"""Precision of dense steps and layers."""
 
 SPARSITIES: dict[str, type[Selection]] = {rule.__name__: rule for rule in SELECTIONS.values()}
-"""By the names that JSON has for them."""
+"""Rules by their names in JSON."""
 
 
 @dataclass(frozen=True, eq=False)
 class Policy:
-    """What to compute sparsely in a model, and when not to.
+    """The rules by which attention calls of a model go sparse.
 
     Args:
         topk: share of the visible blocks to keep, in (0, 1]; 0.5 by default. It is a `Budget`.
-        sparsity: `Budget`, `TopK` (a share of every row) or `TopCdf` instead of ``topk``, with all their thresholds.
-        score: "moment", "spread" or the paper's "mean". "auto" is "spread" where tokens are in an order and skipped
-            blocks are replaced by their means, else "moment".
-        quantization: as in `sparge.attention`; "auto" is 8 bits on GPUs and none on CPUs.
-        min_tokens: calls with fewer keys or, outside language models, queries run dense. 0 leaves it to the measured
-            crossover, which holds in any case unless a backend is named.
+        sparsity: `Budget`, `TopK` (a share of every query block) or `TopCdf` instead of ``topk``, with thresholds.
+        score: "moment", "spread" or the paper's "mean". "auto" is "spread" if tokens are reordered and skipped blocks
+            are replaced by their means, else "moment".
+        quantization: as in `sparge.attention`; "auto" quantizes on GPUs and not on CPUs.
+        min_tokens: calls with fewer keys (outside language models, also queries) run dense. The measured crossover
+            applies in any case, unless a backend is named.
         dense_first_steps: denoising steps at the start that run dense: a number of steps (int), or a fraction of the
             schedule (float in [0, 1], rounded up to whole steps).
         dense_last_steps: the same at the end.
         dense_steps: indices of further steps that run dense; negative ones count from the end.
         dense_layers: indices of transformer blocks that run dense; negative ones count from the end.
-        always_keep: key ranges ((start, stop), ...) whose blocks every row keeps, as in slices: (-226, None) are the
-            last 226 tokens. `enable` adds the text tokens of diffusion models by itself.
-        self_attention_only: attention between different sequences runs dense. It is told by its lengths where the
-            framework does not say.
-        on_unsupported: what becomes of calls that should be sparse and cannot be (gradients, dropout, head_dim outside
-            8..256, ...): "warn" once for each reason and run dense, silently run "dense", or "raise".
-        backend: "auto", or a backend's name, which also switches the crossover off.
-        skipped: what becomes of blocks that are not kept, as in `sparge.attention`: "auto", "mean" or "drop".
-        order: in which order of their grid the tokens of pictures and videos are taken, see `sparge.masks.ordering`:
-            "hilbert", "morton", "tile", or "row" as they come. "auto" is "hilbert" where `enable` knows the grid.
-        budgets: densities of layers, by the names that `sparge.stats` has for them, in place of that of ``topk`` or
-            ``sparsity``; 1 runs dense. `sparge.calibrate` finds them.
-        dense: in what the steps and layers that a rule keeps dense are computed: "16bit" is the framework's own
-            attention, "8bit" this library's over all blocks, in its quantization, on devices where that is faster. On
-            a CPU, where 8 bits are a simulation, it takes a named backend and quantization.
+        always_keep: key ranges ((start, stop), ...) whose blocks every query block keeps, as in slices: (-226, None)
+            are the last 226 tokens. `enable` adds the text tokens of diffusion models.
+        self_attention_only: attention between different sequences runs dense. It is recognized by its lengths if the
+            framework does not provide more.
+        on_unsupported: handling of calls that should be sparse and cannot be (gradients, dropout, head_dim outside
+            8..256, ...): "warn" once per reason and run dense, silently run "dense", or "raise".
+        backend: "auto", or the name of a backend, which also disables the crossover.
+        skipped: treatment of skipped blocks, as in `sparge.attention`: "auto", "mean" or "drop".
+        order: the order of the tokens of images and videos, see `sparge.masks.ordering`: "hilbert", "morton", "tile",
+            or "row" for raster order. "auto" is "hilbert" if `enable` finds the grid.
+        budgets: densities of layers by their names in `sparge.stats`, in place of the density of ``topk`` or
+            ``sparsity``; 1 runs dense. `sparge.calibrate` measures them.
+        dense: precision of the steps and layers that a rule keeps dense: "16bit" is the framework's own attention,
+            "8bit" is quantized attention over all blocks by this library, on devices where that is faster. On a CPU,
+            where quantization is simulated, "8bit" requires a named backend and quantization.
 
     Example:
         >>> policy = Policy(topk=0.3, min_tokens=4096, dense_first_steps=0.1, dense_layers=(0, -1))
@@ -111,7 +111,7 @@ class Policy:
         checks.check_choice("on_unsupported", self.on_unsupported, checks.ON_UNSUPPORTED)
         checks.check_choice("dense", self.dense, get_args(DenseBits))
         if self.dense == "8bit" and self.quantization == "none":
-            raise ValueError("dense: expected '16bit' beside quantization='none', got '8bit'")
+            raise ValueError("dense: expected '16bit' with quantization='none', got '8bit'")
         checks.check_choice("backend", self.backend, ("auto", *BACKENDS))
         if not _is_int(self.min_tokens):
             raise TypeError(f"min_tokens: expected an int, got {type(self.min_tokens).__name__}")
@@ -134,11 +134,11 @@ class Policy:
 
     @property
     def selection(self) -> Selection:
-        """What `sparge.attention` gets as ``sparsity``."""
+        """Return the ``sparsity`` argument of `sparge.attention`."""
         return checks.rule_from_topk(self.topk) if self.sparsity is None else self.sparsity
 
     def of_layer(self, name: str) -> Policy:
-        """The policy of one layer: its own budget, if it has one.
+        """Return the policy of one layer, with its own budget if it has one.
 
         Example:
             >>> Policy(topk=0.5, budgets={"layers.0": 0.2}).of_layer("layers.0").selection.amount
@@ -153,17 +153,17 @@ class Policy:
         return replace(self, topk=None, sparsity=rule, budgets=None)
 
     def is_dense_by_budget(self, name: str) -> bool:
-        """Whether a layer's budget is all it sees."""
+        """Return whether a layer's budget keeps all blocks."""
         return self.budgets is not None and self.budgets.get(name) == 1.0
 
     def check_layers(self, names: Sequence[str]) -> None:
-        """Raise ValueError for budgets of layers that a model does not have: they are another model's."""
+        """Raise ValueError for budgets of layers that the model does not have."""
         unknown = sorted(set(self.budgets or ()) - set(names))
         if unknown:
             raise ValueError(f"budgets: expected layers of the model ({', '.join(names[:3])}, ...), got {unknown[0]!r}")
 
     def score_of(self, *, is_ordered: bool, is_causal: bool) -> ScoreName:
-        """What `sparge.attention` gets as ``score`` for tokens in an order of their grid, or as they come."""
+        """Return the ``score`` argument of `sparge.attention`, for tokens that are reordered or in place."""
         if self.score != "auto":
             return self.score
         replaces = self.skipped == "mean" or (self.skipped == "auto" and not is_causal)
@@ -171,16 +171,16 @@ class Policy:
 
     @property
     def has_layer_rules(self) -> bool:
-        """Whether it matters which layer a call belongs to."""
+        """Return whether the policy has rules about layers."""
         return bool(self.dense_layers or self.budgets)
 
     @property
     def has_step_rules(self) -> bool:
-        """Whether the place in a schedule matters."""
+        """Return whether the policy has rules about steps."""
         return bool(self.dense_first_steps or self.dense_last_steps or self.dense_steps)
 
     def is_dense_step(self, index: int, total: int) -> bool:
-        """Whether step ``index`` of ``total`` runs dense.
+        """Return whether step ``index`` of ``total`` runs dense.
 
         Example:
             >>> policy = Policy(dense_first_steps=0.25, dense_last_steps=1)
@@ -191,11 +191,11 @@ class Policy:
         return index < first or index >= total - last or index in self.dense_steps or index - total in self.dense_steps
 
     def is_dense_layer(self, index: int, total: int) -> bool:
-        """Whether transformer block ``index`` of ``total`` runs dense."""
+        """Return whether transformer block ``index`` of ``total`` runs dense."""
         return index in self.dense_layers or index - total in self.dense_layers
 
     def kept_ranges(self, kv_len: int) -> list[tuple[int, int]]:
-        """``always_keep`` on a number of keys: what lies outside is cut off, what is empty is left out.
+        """Return ``always_keep`` for a number of keys, without empty ranges.
 
         Example:
             >>> Policy(always_keep=[(0, 77), (-10, None)]).kept_ranges(50)
@@ -205,7 +205,7 @@ class Policy:
         return [(start, stop) for start, stop in bounds if start < stop]
 
     def to_json(self) -> str:
-        """The policy as a JSON object; fields with their default value are left out."""
+        """Return the policy as a JSON object without the fields that have their default value."""
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "sparsity"}
         plain = {name: value for name, value in plain.items() if value != type(self).__dataclass_fields__[name].default}
         if self.sparsity is not None:
@@ -215,10 +215,10 @@ class Policy:
 
     @classmethod
     def from_json(cls, text: str) -> Policy:
-        """A policy from what `to_json` wrote, or from any JSON object with some of its fields.
+        """Return the policy in a JSON object with any of its fields.
 
         Raises:
-            TypeError, ValueError: a field is unknown, or its value is not what was expected.
+            TypeError, ValueError: a field is unknown, or its value has the wrong type or is out of range.
         """
         plain = json.loads(text)
         if not isinstance(plain, dict):
@@ -233,7 +233,7 @@ class Policy:
 
 def _budgets(values: Any, rule: Selection) -> dict[str, float]:
     if isinstance(rule, TopCdf):
-        raise ValueError("budgets: expected a Budget or a TopK beside them, got a TopCdf")
+        raise ValueError("budgets: expected a Budget or a TopK with them, got a TopCdf")
     if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
         raise TypeError(f"budgets: expected densities by names of layers, got {values!r}")
     for name, density in values.items():
@@ -254,7 +254,7 @@ def _check_steps(name: str, steps: float) -> None:
 
 
 def _count(steps: float, total: int) -> int:
-    """Whole steps; .1 of 30 is 3 although .1 * 30 is a little more."""
+    """Return a number of steps; 0.1 of 30 is 3, although 0.1 * 30 is slightly more in floating point."""
     return int(steps) if _is_int(steps) else math.ceil(steps * total * ROUNDING_GUARD)
 
 
@@ -275,7 +275,7 @@ def _ranges(values: Any) -> tuple[Range, ...]:
 
 
 def _number(value: Any) -> Any:
-    """NumPy's numbers as Python's."""
+    """Return a number of NumPy as a number of Python."""
     return value.item()
 
 
@@ -288,6 +288,9 @@ def _sparsity(plain: dict[str, Any]) -> Selection:
 
     kind = plain.pop("kind", None)
     checks.check_choice("sparsity.kind", kind, tuple(SPARSITIES))
+    known = [field.name for field in fields(SPARSITIES[kind])]
+    if unknown := sorted(set(plain) - set(known)):
+        raise ValueError(f"sparsity: expected one of {', '.join(known)}, got {', '.join(unknown)}")
     rules: dict[str, Any] = {
         name: torch.tensor(value) if isinstance(value, list) else value for name, value in plain.items()
     }

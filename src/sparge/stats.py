@@ -1,4 +1,4 @@
-"""What happened to the attention calls of this process: how many, sparse or dense and why, how dense, and where."""
+"""Statistics of the attention calls of this process: sparse or dense and why, density, and the same by layer."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 SLOTS = 256
-"""Layers whose blocks are counted apart in one allocation."""
+"""Layers per allocation of block counts."""
 COUNTS = 3
-"""Kept blocks, visible ones, and halves of kept ones whose P V was skipped (`backends.base.Backend.attend`)."""
+"""Counts of kept blocks, visible blocks, and halves of kept blocks whose P V was skipped (`Backend.attend`)."""
 ALIGNED = 4
-"""Numbers from one layer's counts to the next one's: Triton would compile anew for those not aligned to 16 bytes."""
+"""Stride between the counts of two layers: Triton would recompile for pointers not aligned to 16 bytes."""
 
 
 @dataclass(frozen=True)
@@ -33,27 +33,27 @@ class LayerStats:
 
     @property
     def sparsity(self) -> float | None:
-        """Products Q K^T and P V that were skipped, as a share of those of all visible blocks."""
+        """Return the share of the products Q K^T and P V of all visible blocks that were skipped."""
         return None if self.density is None else 1.0 - self.density * (1.0 - (self.pv_skipped or 0.0) / 2)
 
 
 @dataclass(frozen=True)
 class Stats(LayerStats):
-    """Counts since the start or the last `reset_stats`. ``print`` shows them as a table.
+    """Counts since the start or the last `reset_stats`. ``print`` prints them as a table.
 
     Attributes:
-        calls: attention calls.
-        sparse: calls that went through predicted or given block masks.
-        dense: calls that ran dense.
-        reasons: calls by what was decided, e.g. {"sparse: torch": 3, "dense: sparsity=Dense()": 1}.
-        density: kept blocks as a share of the visible ones over all sparse calls; None without any.
-        pv_skipped: products P V that ``pv_threshold`` skipped, as a share of those of the kept blocks over all sparse
-            calls, by halves of blocks (64 queries by 64 keys); None where no call had a threshold.
-        sparsity: products Q K^T and P V that were skipped, as a share of those of all visible blocks (the paper's
-            measure): 1 - density (1 - pv_skipped / 2).
-        imbalance: kept blocks of the rank that had the most, by those of the mean rank, over the calls of
-            `sparge.distributed.context_parallel_attention` with a `HeadBalance`; 1 is even, None without any.
-        layers: the same by layer, for calls that came from a model with names for them (`sparge.enable`).
+        calls: number of attention calls.
+        sparse: number of calls with predicted or given block masks.
+        dense: number of calls that ran dense.
+        reasons: number of calls by decision, e.g. {"sparse: torch": 3, "dense: sparsity=Dense()": 1}.
+        density: kept blocks as a share of the visible blocks over all sparse calls; None without sparse calls.
+        pv_skipped: share of the products P V of kept blocks that ``pv_threshold`` skipped over all sparse calls, by
+            halves of blocks (64 queries by 64 keys); None if no call had a threshold.
+        sparsity: share of the products Q K^T and P V of all visible blocks that were skipped (the paper's measure):
+            1 - density (1 - pv_skipped / 2).
+        imbalance: kept blocks of the rank with the most, divided by the mean over ranks, over the distributed calls
+            with a `HeadBalance`; 1 is even, None without such calls.
+        layers: the same by layer, for calls of enabled models (`sparge.enable`).
     """
 
     layers: dict[str, LayerStats] = field(default_factory=dict)
@@ -85,7 +85,7 @@ class _Current(threading.local):
 
 
 class _Within:
-    """Context manager of `_Counters.within`: a class, because repeated calls enter it and a generator is slower."""
+    """Context manager of `_Counters.within`; a class is faster than a generator, and repeated calls enter it."""
 
     __slots__ = ("_before", "_current", "_layer")
 
@@ -100,7 +100,7 @@ class _Within:
 
 
 class _Counters:
-    """Thread-safe totals. Block counts stay on their device until somebody asks, so recording never waits for it."""
+    """Thread-safe totals. Block counts stay on their device until they are read, so recording never waits."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -113,12 +113,12 @@ class _Counters:
         self._totals: dict[tuple[str, torch.device], Tensor] = {}
 
     def within(self, layer: str) -> _Within:
-        """Calls of this thread belong to the layer, as long as the block lasts."""
+        """Count the calls of this thread for a layer; a context manager."""
         return _Within(self._current, layer)
 
     @contextmanager
     def as_one(self) -> Iterator[None]:
-        """Calls of this thread count as one, as long as the block lasts: as the first that is sparse, or the first."""
+        """Count the calls of this thread as one, the first sparse call or else the first; a context manager."""
         together: list[tuple[str, bool]] = []
         before, self._current.together = self._current.together, together
         try:
@@ -130,7 +130,7 @@ class _Counters:
                 self.record(sparse[0], has_threshold=sparse[1])
 
     def record(self, reason: str, layer: str | None = None, *, has_threshold: bool = False) -> None:
-        """Count a call of the layer, by default of the one this thread is within."""
+        """Count a call of a layer, by default of the layer that this thread is `within`."""
         if layer is None:
             current = self._current
             if current.together is not None:
@@ -145,23 +145,29 @@ class _Counters:
             if has_threshold:
                 self._with_threshold.add(layer)
 
+    def sparse_calls(self, layer: str) -> int:
+        """Return the number of sparse calls of a layer."""
+        with self._lock:
+            counts = self._reasons.get(layer, {})
+            return sum(number for reason, number in counts.items() if reason.startswith("sparse"))
+
     def record_sparse(self, backend: str, device: torch.device, *, has_threshold: bool = False) -> Tensor | None:
-        """Count a sparse call and return the `block_totals` that its kernels add to."""
+        """Count a sparse call and return the `block_totals` to which its kernels add."""
         self.record(f"sparse: {backend}", has_threshold=has_threshold)
         return self.block_totals(device)
 
     def record_work(self, by_rank: Tensor) -> None:
-        """Add what each rank of a group had to do in a call, (ranks,), to this thread's layer; nothing waits for it."""
+        """Add the work of each rank in a call, (ranks,), to this thread's layer, without waiting for the device."""
         work = torch.stack([by_rank.max().double(), by_rank.double().mean()])
         with self._lock:
             before = self._work.get(self._current.layer)
             self._work[self._current.layer] = work if before is None else before.to(work.device) + work
 
     def block_totals(self, device: torch.device) -> Tensor | None:
-        """The `COUNTS` of this thread's layer on a device, int64 (3,), for kernels to add to.
+        """Return the `COUNTS` of this thread's layer on a device, int64 (3,), to which kernels add.
 
-        They live as long as the process, so a CUDA graph that was captured with them goes on counting. A graph that is
-        captured before the first call cannot make them: None.
+        They live as long as the process, so a captured CUDA graph continues to count. Return None if they would have to
+        be allocated while a graph is captured.
         """
         layer = self._current.layer
         found = self._totals.get((layer, device))
@@ -176,7 +182,7 @@ class _Counters:
                 with torch.inference_mode(False):
                     page = torch.zeros(SLOTS, ALIGNED, dtype=torch.int64, device=device)
                     pages.append([page[index, :COUNTS] for index in range(SLOTS)])
-                if device.type == "cuda":  # the next call may come from another stream
+                if device.type == "cuda":  # the next call may run on another stream
                     torch.cuda.synchronize(device)
             found = self._totals[layer, device] = pages[slot // SLOTS][slot % SLOTS]
             return found
@@ -225,13 +231,13 @@ def _summary(
     sparse = sum(count for reason, count in reasons.items() if reason.startswith("sparse"))
     kept, visible, skipped = blocks
     density, pv_skipped = kept / visible if visible else None, None
-    if kept and (has_threshold or skipped):  # a CUDA graph goes on skipping after a reset, and is not recorded
+    if kept and (has_threshold or skipped):  # a CUDA graph still skips after a reset, but is not recorded
         pv_skipped = skipped / (2 * kept)
     return calls, sparse, calls - sparse, reasons, density, pv_skipped
 
 
 def _imbalance(work: Iterable[Tensor | None]) -> float | None:
-    """The largest work of a rank by the mean one, both summed over calls."""
+    """Return the largest work of a rank divided by the mean work, both summed over calls."""
     sums = [entry.tolist() for entry in work if entry is not None]
     mean = sum(entry[1] for entry in sums)
     return sum(entry[0] for entry in sums) / mean if mean else None
@@ -241,7 +247,7 @@ counters = _Counters()
 
 
 def stats() -> Stats:
-    """Counts of attention calls since the start or the last `reset_stats`.
+    """Return the counts of attention calls since the start or the last `reset_stats`.
 
     Example:
         >>> import torch, sparge

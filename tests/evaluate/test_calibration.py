@@ -166,7 +166,7 @@ def test_an_interrupted_calibration_goes_on(model: Any, profile: Profile, tmp_pa
 
     with pytest.raises(KeyboardInterrupt):
         calibrate(model, [windows(2)[0], stop], **options)
-    assert not hasattr(model, "_sparge_before"), "the model is as it was"
+    assert not hasattr(model, "_sparge_enabled"), "the model is as it was"
     (done,) = rows.read_text().splitlines()
     assert calibrate(model, windows(2), **options).curves == profile.curves
     assert rows.read_text().splitlines()[0] == done and len(rows.read_text().splitlines()) == 2

@@ -1,4 +1,4 @@
-"""ComfyUI's side: how it calls attention, copies models, numbers blocks and samples."""
+"""A stand-in for ComfyUI: its attention calls, model copies, block numbers and sampler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import sparge
 
 HEADS, HEAD_DIM = 2, 16
 TOKENS = 1152
-"""18 blocks of keys, of which a row keeps 16 at least: few enough to be fast, enough to leave some out."""
+"""18 key blocks, of which a query block keeps at least 16: few enough to be fast, and some are skipped."""
 
 Tensors = tuple[Tensor, Tensor, Tensor]
 
@@ -46,7 +46,7 @@ def sdpa(
 
 
 def wrapped(func: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """ComfyUI's wrapper: the override of the options, unless the call comes from inside of one."""
+    """ComfyUI's wrapper: calls the override in the options, unless the call comes from an override."""
 
     @functools.wraps(func)
     def wrapper(*args: Any, **kwargs: Any) -> Tensor:
@@ -80,7 +80,7 @@ class FlowSampling:
 
 
 class Patcher:
-    """What goes along the MODEL wires: ComfyUI's ModelPatcher as far as nodes use it."""
+    """The value of a MODEL: ComfyUI's ModelPatcher, as far as nodes use it."""
 
     def __init__(self) -> None:
         self.model_options: dict[str, Any] = {"transformer_options": {"patches": {"some": [1]}}}
@@ -118,7 +118,7 @@ class Flux:
 
 
 def sample(patcher: Patcher, model: Callable[[dict[str, Any]], Any], steps: int = 5, passes: int = 1) -> list[Any]:
-    """The sampler's loop: what the model gave at each step."""
+    """Run the sampler's loop; return the output of the model at each step."""
     schedule = patcher.get_model_object("model_sampling").sigmas(steps)
     outputs = []
     for sigma in schedule[:-1]:
@@ -130,16 +130,16 @@ def sample(patcher: Patcher, model: Callable[[dict[str, Any]], Any], steps: int 
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """(B, H, S, D) as (B, S, H * D)."""
+    """Return (B, H, S, D) as (B, S, H * D)."""
     return tensor.transpose(1, 2).flatten(2)
 
 
 def sparse_layers() -> dict[str, tuple[int, int]]:
-    """Calls of each layer: (sparse, dense)."""
+    """Return the (sparse, dense) calls of each layer."""
     return {name: (layer.sparse, layer.dense) for name, layer in sparge.stats().layers.items()}
 
 
 def run(override: Callable[..., Tensor], *args: Any, options: dict[str, Any] | None = None, **kwargs: Any) -> Tensor:
-    """An attention call of a model with this override."""
+    """Run an attention call of a model with this override."""
     options = {**(options or {}), "optimized_attention_override": override}
     return optimized_attention(*args, transformer_options=options, **kwargs)

@@ -1,4 +1,4 @@
-"""ComfyUI's node and attention override, against a stand-in for ComfyUI's side: how it calls, copies and samples."""
+"""ComfyUI's node and attention override, tested with a stand-in for ComfyUI's calls, copies and sampler."""
 
 from __future__ import annotations
 
@@ -51,19 +51,19 @@ def qkv() -> Tensors:
 
 @pytest.fixture
 def short() -> Tensors:
-    """Where only the counts matter."""
+    """A dense function for tests that only check counts."""
     return make_qkv(128, batch=1, heads=HEADS, head_dim=HEAD_DIM)
 
 
 @pytest.fixture
 def unwarned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every reason is warned about again."""
+    """Warn about every reason again."""
     monkeypatch.setattr(layers, "_WARNED", set())
 
 
 @pytest.fixture
 def node() -> Iterator[ModuleType]:
-    """The folder as ComfyUI loads it: by its path, under a name that is the path."""
+    """Load the folder as ComfyUI does: by its path, with the path as module name."""
     name = str(FOLDER).replace(".", "_x_")
     spec = importlib.util.spec_from_file_location(name, FOLDER / "__init__.py")
     assert spec is not None
@@ -76,7 +76,7 @@ def node() -> Iterator[ModuleType]:
 
 
 ALL = 99.999
-"""Rounded up to whole blocks, every one; 100 is another thing: no prediction."""
+"""A percentage that is rounded up to all blocks; 100 would run without a prediction."""
 
 
 class TestLayouts:
@@ -113,7 +113,7 @@ class TestLayouts:
 
 
 class TestEverything:
-    """100 percent are dense attention: in 8 bits where they are faster, which CPUs only pretend to be."""
+    """100 percent are dense attention, quantized on devices where that is faster, which tests pretend of a CPU."""
 
     def last_of_two(self, qkv: Tensors, **call: Any) -> Tensor:
         override = attention_override(100, dense_blocks="0", backend="torch")
@@ -122,7 +122,7 @@ class TestEverything:
             out = run(override, *map(flat, qkv), HEADS, options=options, **call)
         return out
 
-    def test_8_bits_where_they_are_faster(self, qkv: Tensors, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_is_quantized_where_that_is_faster(self, qkv: Tensors, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(base, "_fastest_quantization", lambda *_: "int8_fp8")
         out = self.last_of_two(qkv)
         options = {"sparsity": sparge.Dense(), "backend": "torch", "quantization": "int8_fp8"}
@@ -133,7 +133,7 @@ class TestEverything:
         assert torch.equal(out, flat(sparge.attention(*qkv, **options)))
 
     @pytest.mark.parametrize("is_faster, call", [(False, {}), (True, {"attn_precision": torch.float32})])
-    def test_else_it_is_stock(
+    def test_is_stock_elsewhere(
         self, is_faster: bool, call: dict[str, Any], qkv: Tensors, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         if is_faster:
@@ -143,7 +143,7 @@ class TestEverything:
 
 
 def masks(length: int) -> dict[str, Tensor]:
-    """Of all shapes, bool and additive; no row is empty."""
+    """Masks of all shapes, bool and additive; every query sees a key."""
     generator = torch.Generator().manual_seed(3)
     shapes = {
         "2-D": (length, length),
@@ -187,14 +187,14 @@ class TestMasks:
         assert sparge.stats().sparse == 2
 
     @pytest.mark.usefixtures("unwarned")
-    def test_one_that_does_not_fit_is_left_to_stock(self) -> None:
+    def test_a_mask_that_does_not_fit_runs_stock(self) -> None:
         tensors = make_qkv(200, batch=2, heads=2, head_dim=16)
         with pytest.warns(UserWarning, match="shape of the mask"), pytest.raises(RuntimeError, match="size"):
             run(attention_override(50, backend="torch"), *tensors, 2, torch.ones(7, 200).bool(), skip_reshape=True)
 
 
 class TestSteps:
-    def test_dense_outside_the_range_in_every_bit(self, qkv: Tensors) -> None:
+    def test_bitwise_dense_outside_the_range(self, qkv: Tensors) -> None:
         model = Flux(0, *qkv)
         stock = sdpa(*qkv, HEADS, skip_reshape=True)
         patched = sparsify(Patcher(), keep_percent=25, start_percent=0.3, end_percent=0.7, backend="torch")
@@ -237,7 +237,7 @@ class TestSteps:
         assert reads.count == 0, "no range, no reading"
 
     @pytest.mark.usefixtures("unwarned")
-    def test_without_sigmas_it_is_dense_and_loud(self, qkv: Tensors) -> None:
+    def test_without_sigmas_it_is_dense_with_a_warning(self, qkv: Tensors) -> None:
         override = attention_override(25, start_sigma=0.5, backend="torch")
         with pytest.warns(UserWarning, match="no sigmas"):
             out = run(override, *qkv, HEADS, skip_reshape=True)
@@ -257,7 +257,7 @@ class TestBlocks:
             ("7", set()),
         ],
     )
-    def test_named_ones_are_dense_in_every_bit(self, text: str, dense: set[str], qkv: Tensors) -> None:
+    def test_named_blocks_are_bitwise_dense(self, text: str, dense: set[str], qkv: Tensors) -> None:
         stock = sdpa(*qkv, HEADS, skip_reshape=True)
         patched = sparsify(Patcher(), keep_percent=25, dense_blocks=text, backend="torch")
         (outputs,) = sample(patched, Flux(0, *qkv), steps=1)
@@ -286,13 +286,13 @@ class TestBlocks:
             (
                 "1, -1",
                 {"block": ("input", 4), "block_index": 0},
-                "negative dense_blocks, but the model does not say how many it has",
+                "negative dense_blocks, but the model does not give its number of blocks",
             ),
             ("4, -1", {"block": ("input", 4), "block_index": 0}, None),
-            ("-1", {"block_index": 3}, "negative dense_blocks, but the model does not say how many it has"),
+            ("-1", {"block_index": 3}, "negative dense_blocks, but the model does not give its number of blocks"),
         ],
     )
-    def test_what_cannot_be_told_is_dense_and_loud(
+    def test_unknown_block_numbers_are_dense_with_a_warning(
         self, text: str, options: dict[str, Any], reason: str | None, qkv: Tensors
     ) -> None:
         override = attention_override(25, dense_blocks=text, backend="torch")
@@ -340,7 +340,7 @@ class TestText:
 
     @pytest.fixture
     def tensors(self) -> Tensors:
-        """Text, first and last, that no picture token looks at."""
+        """Text at the start and the end, with low scores for all image queries."""
         query, key, value = make_qkv(TOKENS, heads=HEADS, head_dim=HEAD_DIM)
         direction = torch.ones(HEAD_DIM)
         query = query + direction
@@ -348,7 +348,7 @@ class TestText:
             key[:, :, text] -= 3 * direction
         return query, key, value
 
-    def test_is_kept_where_the_model_says_where_it_is(self, tensors: Tensors) -> None:
+    def test_is_kept_if_the_model_marks_it(self, tensors: Tensors) -> None:
         without, first, last = (
             self.expected(tensors, *kept) for kept in ([], [(0, self.TEXT)], [(TOKENS - self.TEXT, TOKENS)])
         )
@@ -371,7 +371,7 @@ class TestText:
             out = run(attention_override(25, backend="torch"), *tensors, HEADS, skip_reshape=True, options=options)
             assert torch.equal(out, expected), options
 
-    def test_double_blocks_learn_it_from_single_blocks_in_each_run(self, tensors: Tensors) -> None:
+    def test_double_blocks_use_the_marks_of_single_blocks_of_the_same_run(self, tensors: Tensors) -> None:
         without, kept = self.expected(tensors), self.expected(tensors, (0, self.TEXT))
         patched = sparsify(Patcher(), keep_percent=25, backend="torch")
         for _ in range(2):
@@ -380,7 +380,7 @@ class TestText:
             for out in (first["single_block.0"], second["double_block.0"], second["single_block.2"]):
                 assert torch.equal(out, kept)
 
-    def test_dense_steps_tell_it_as_well(self, tensors: Tensors) -> None:
+    def test_dense_steps_provide_the_marks_too(self, tensors: Tensors) -> None:
         kept = self.expected(tensors, (0, self.TEXT))
         patched = sparsify(Patcher(), keep_percent=25, start_percent=0.3, backend="torch")
         first, second = sample(patched, Flux(self.TEXT, *tensors), steps=2)
@@ -389,7 +389,7 @@ class TestText:
 
 
 class TestDense:
-    """Calls that are passed on, with what they came with."""
+    """Dense calls are passed on with their arguments."""
 
     def recorder(self) -> tuple[list[tuple[Any, ...]], Callable[..., Tensor]]:
         seen: list[tuple[Any, ...]] = []
@@ -425,7 +425,7 @@ class TestDense:
         assert kwargs.pop("transformer_options") is options
         assert kwargs == {"attn_precision": torch.float32, "strange": 1, "_inside_attn_wrapper": True}
 
-    def test_an_earlier_override_gets_them(self, qkv: Tensors) -> None:
+    def test_an_earlier_override_computes_them(self, qkv: Tensors) -> None:
         seen: list[int] = []
 
         def earlier(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -462,7 +462,7 @@ class TestDense:
             ("gradients", {"requires_grad": True}),
         ],
     )
-    def test_what_cannot_be_sparse_is_loud_once_and_stock(self, reason: str, change: dict[str, Any]) -> None:
+    def test_unsupported_calls_warn_once_and_run_stock(self, reason: str, change: dict[str, Any]) -> None:
         call_heads = change.pop("call_heads", 2)
         extra = {"gate": change.pop("gate")} if "gate" in change else {}
         requires_grad = change.pop("requires_grad", False)
@@ -492,7 +492,7 @@ class TestDense:
             ({"low_precision_attention": True, "attn_precision": torch.float16}, "auto"),
         ],
     )
-    def test_asked_for_precision_there_are_no_8_bits(
+    def test_calls_that_ask_for_precision_are_not_quantized(
         self, call: dict[str, Any], quantization: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         used = []
@@ -508,7 +508,7 @@ class TestDense:
 
 
 class TestModel:
-    def test_the_original_stays_as_it_is(self, short: Tensors) -> None:
+    def test_the_original_is_not_changed(self, short: Tensors) -> None:
         patcher = Patcher()
         before = copy.deepcopy(patcher.model_options)
         options = patcher.model_options["transformer_options"]
@@ -528,8 +528,8 @@ class TestModel:
         sparsify(patcher)
         assert patcher.model_options == {"transformer_options": {"patches": {"some": [1]}}}
 
-    def test_it_takes_tensors(self) -> None:
-        """ComfyUI hands its tensors over in containers to overrides that say they can take them."""
+    def test_it_takes_plain_tensors(self) -> None:
+        """ComfyUI passes containers of tensors to overrides with the attribute ``container_function``."""
         assert not hasattr(attention_override(), "container_function")
 
     def test_clones_of_the_clone_keep_it(self, short: Tensors) -> None:
@@ -560,7 +560,7 @@ class TestModel:
 
 class TestNode:
     def test_runs_as_comfyui_runs_it(self, node: ModuleType) -> None:
-        """With the values of the form, on a sequence long enough for the CPU."""
+        """Runs with the default values, on a sequence above the crossover of the CPU."""
         (name,) = node.NODE_CLASS_MAPPINGS
         assert node.NODE_DISPLAY_NAME_MAPPINGS[name] == "Sparse attention (sparge)"
         form = node.NODE_CLASS_MAPPINGS[name]
@@ -577,7 +577,7 @@ class TestNode:
         assert torch.equal(second["double_block.1"], expected)
         assert sparse_layers() == {name: (int(not name.endswith(".0")), 1 + name.endswith(".0")) for name in first}
 
-    def test_says_what_is_missing(
+    def test_reports_the_missing_package(
         self, node: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         for name in ("sparge", "sparge.integrations", "sparge.integrations.comfyui"):

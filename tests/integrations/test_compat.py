@@ -1,4 +1,4 @@
-"""The published names: their signatures, right results where theirs were not, and no argument without effect."""
+"""The published names: signatures, correct results, and an effect or an error for every argument."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Call = Callable[..., Any]
 
 
 def structured(q_len: int, kv_len: int | None = None, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Blocks of tokens that agree with each other, each with a direction of its own: a predictor has a choice."""
+    """Blocks of similar tokens, each with its own direction, so that a prediction has a choice."""
     query, key, value = make_qkv(q_len, kv_len, **options)
     generator = torch.Generator().manual_seed(77)
     for tensor, block, strength in ((query, 128, 1.0), (key, 64, 2.0)):
@@ -45,7 +45,7 @@ def structured(q_len: int, kv_len: int | None = None, **options: Any) -> tuple[T
 
 
 def assert_over_blocks(output: Tensor, tensors: tuple[Tensor, ...], blocks: Tensor | None, **call: Any) -> None:
-    """The output is exact attention over these blocks, within the budget of the plain path."""
+    """Check that the output is exact attention over these blocks, within the budget of the plain path."""
     exact, _ = exact_attention(*tensors, block_mask=blocks, **call)
     assert_within_budget(output, exact, plain_attention(*tensors, block_mask=blocks, **call))
 
@@ -98,14 +98,14 @@ class TestSignatures:
 
 
 class TestSelection:
-    """Which blocks are kept, and that the output is exact attention over them."""
+    """The kept blocks, and exact attention over them."""
 
     @causality
     @pytest.mark.parametrize(
         "q_len, kv_len, heads, kv_heads, head_dim",
         [(700, 700, 2, 2, 32), (129, 2200, 4, 2, 72), (1, 2200, 3, 1, 8), (300, 63, 2, 1, 256)],
     )
-    def test_exact_over_the_share_it_tells(
+    def test_exact_over_the_returned_share(
         self, is_causal: bool, q_len: int, kv_len: int, heads: int, kv_heads: int, head_dim: int
     ) -> None:
         tensors = structured(q_len, kv_len, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
@@ -128,18 +128,18 @@ class TestSelection:
                 assert sparsity > 0.2, "a choice was made"
 
     @pytest.mark.parametrize("topk, kept", [(0.5, 4), (0.3, 3), (0.001, 1), (1.0, 8)])
-    def test_full_rows_have_no_floor_but_one_block(self, topk: float, kept: int) -> None:
+    def test_full_attention_has_a_minimum_of_one_block(self, topk: float, kept: int) -> None:
         assert topk_attention(*make_qkv(512), topk=topk, return_sparsity=True)[1] == 1 - kept / 8
 
-    def test_causal_rows_have_one(self) -> None:
-        """At least 16 blocks; beyond them topk counts what the row sees (64 blocks here), not all columns."""
+    def test_causal_attention_has_a_larger_minimum(self) -> None:
+        """At least 16 blocks. Above that, topk is a share of the visible blocks (64 here), not of all columns."""
         assert topk_attention(*make_qkv(512), is_causal=True, topk=0.01, return_sparsity=True)[1] == 0.0
         long = make_qkv(128, 4096, heads=1, head_dim=16)
         assert topk_attention(*long, is_causal=True, topk=0.5, return_sparsity=True)[1] == 0.5
         assert topk_attention(*long, is_causal=True, topk=0.01, return_sparsity=True)[1] == 1 - 16 / 64
 
     def test_topk_counts_visible_blocks(self) -> None:
-        """Published, a causal topk of .5 skips a quarter: every row may keep half of all columns."""
+        """In the published code, a causal topk of 0.5 skips a quarter: a query block may keep half of all columns."""
         tensors = make_qkv(8192, heads=1, head_dim=8)
         skipped = topk_attention(*tensors, is_causal=True, topk=0.5, return_sparsity=True)[1]
         rows = [2 * row + 2 for row in range(64)]
@@ -160,19 +160,19 @@ class TestSelection:
         )
         assert sharp > 0.5 > 0.0 == flat
 
-    def test_attn_mask_is_honoured(self) -> None:
+    def test_attn_mask_is_honored(self) -> None:
         tensors = make_qkv(300)
         mask = torch.rand(1, 2, 300, 300, generator=torch.Generator().manual_seed(5)) < 0.5
         for given in (mask, torch.where(mask, 0.5, -math.inf)):
             assert_over_blocks(topk_attention(*tensors, given, topk=1.0), tensors, None, attn_mask=given)
-        hidden = torch.arange(300) < 64  # of five blocks in three rows only the first can be kept
+        hidden = torch.arange(300) < 64  # of five key blocks, the three query blocks can keep only the first
         output, sparsity = topk_attention(*tensors, hidden[None], topk=1.0, return_sparsity=True)
         assert sparsity == 0.0
         assert_over_blocks(output, tensors, None, attn_mask=hidden[None])
 
     @pytest.mark.parametrize("is_causal, sink, kept", [(True, None, 1), (False, None, 0), (True, False, 0)])
     def test_attention_sink_by_default_when_causal(self, is_causal: bool, sink: bool | None, kept: int) -> None:
-        """The first block is the worst scored of all, and its values alone are not 0."""
+        """The first block has the lowest score, and only its values are not 0."""
         query, key, value = make_qkv(128, 2048, heads=1)
         query += 1.0
         key[:, :, :64] -= 4.0
@@ -187,7 +187,7 @@ class TestSelection:
 class TestCausality:
     @pytest.mark.parametrize("future", [3.0, 1e6])
     def test_no_future_key_or_value_moves_the_past(self, future: float) -> None:
-        """The cut lies in the middle of a diagonal block, where the published functions mask nothing."""
+        """The cut is in the middle of a diagonal block, where the published functions apply no mask."""
         query, key, value = structured(3000, heads=1, head_dim=16)
         cut, checked = 2860, 2816  # query block 22 and key block 44 start at 2816
         changed = [tensor.clone() for tensor in (key, value)]
@@ -210,15 +210,15 @@ class TestCausality:
 
 class TestThresholds:
     def test_the_similarity_threshold(self) -> None:
-        """Random tokens do not agree: with a threshold all is kept, as by default in the CDF function."""
+        """Random tokens are dissimilar: with a threshold all blocks are kept, as by default in the CDF function."""
         tensors = make_qkv(512)
         assert cdf_attention(*tensors, cdfthreshd=0.3, return_sparsity=True)[1] == 0.0
         assert topk_attention(*tensors, simthreshd1=0.6, return_sparsity=True)[1] == 0.0
         for off in (-0.1, 0, -math.inf, torch.tensor([-0.1, 0.0])):
             assert topk_attention(*tensors, simthreshd1=off, return_sparsity=True)[1] == 0.5
 
-    def test_pvthreshd_counts_octaves(self) -> None:
-        """Every score of block 1 is 3 below those of block 0, which is 4.33 octaves: 4 skip it, 5 do not."""
+    def test_pvthreshd_is_in_log2_units(self) -> None:
+        """Every score of block 1 is 3 below those of block 0, which is 4.33 log2 units: 4 skip it, 5 do not."""
         _, _, value = make_qkv(64, 128, head_dim=8)
         query = torch.ones(1, 2, 64, 8)
         key = torch.zeros(1, 2, 128, 8)
@@ -231,13 +231,17 @@ class TestThresholds:
             lambda *given, **options: cdf_attention(*given, cdfthreshd=1, return_sparsity=True, **options)[0],
         )
         for call in calls:
-            for octaves, skips in ((4, [True, True]), (5.0, [False, False]), (torch.tensor([4.0, 5.0]), [True, False])):
+            for units, skips in (
+                (4, [True, True]),
+                (5.0, [False, False]),
+                (torch.tensor([4.0, 5.0]), [True, False]),
+            ):
                 expected = torch.where(torch.tensor(skips)[:, None], skipped, whole)
-                output = call(query, key, value, scale=1.0, pvthreshd=octaves)
+                output = call(query, key, value, scale=1.0, pvthreshd=units)
                 torch.testing.assert_close(output, expected[:, :, None].expand_as(output), rtol=1e-5, atol=1e-6)
 
-    def test_fifty_octaves_of_one_head_skip_nothing(self) -> None:
-        """Not even where values make up for 60 octaves."""
+    def test_a_threshold_of_50_in_one_head_skips_nothing(self) -> None:
+        """Not even for values that compensate for 60 log2 units."""
         query = torch.ones(1, 2, 64, 8)
         key = torch.zeros(1, 2, 128, 8)
         key[:, :, 64:] = -60 * math.log(2) / 8
@@ -250,18 +254,18 @@ class TestThresholds:
 
     @EVERY
     @pytest.mark.parametrize("off", [50, 64.0, math.inf, torch.tensor([50.0, 99.0])], ids=str)
-    def test_fifty_octaves_cost_nothing(self, call: Call, off: float | Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_threshold_of_50_is_free(self, call: Call, off: float | Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch_online, "attention", lambda *_: pytest.fail("the simulation ran"))
         tensors = make_qkv(200)
         assert equal(*(call(*tensors, **given, return_sparsity=True) for given in ({}, {"pvthreshd": off})))
 
     def test_per_head(self) -> None:
-        """Each head gives what it gives alone with its own numbers."""
+        """Each head equals a call of that head with its own thresholds."""
         tensors = structured(512, heads=4, kv_heads=2)
-        similarity, octaves = torch.tensor([-0.1, 0.0, 0.9, 0.3]), torch.tensor([1.0, 50.0, 3.0, 80.0])
+        similarity, log2_units = torch.tensor([-0.1, 0.0, 0.9, 0.3]), torch.tensor([1.0, 50.0, 3.0, 80.0])
         for call, name in ((topk_attention, "topk"), (cdf_attention, "cdfthreshd")):
             shares = torch.tensor([0.2, 0.5, 0.4, 0.9])
-            options: dict[str, Any] = {"simthreshd1": similarity, name: shares, "pvthreshd": octaves}
+            options: dict[str, Any] = {"simthreshd1": similarity, name: shares, "pvthreshd": log2_units}
             together, sparsity = call(*tensors, **options, return_sparsity=True)
             alone = []
             for head in range(4):
@@ -278,7 +282,7 @@ class TestThresholds:
 
     @pytest.mark.parametrize("call, name", [(topk_attention, "topk"), (cdf_attention, "cdfthreshd")])
     def test_tuned_parameters(self, call: Call, name: str) -> None:
-        """Thresholds that come out of a tuner as ``nn.Parameter`` ask for no gradient."""
+        """Thresholds of a tuner are ``nn.Parameter``, but need no gradient."""
         tensors = structured(2048, head_dim=8)
         values = {name: [0.3, 0.6], "simthreshd1": [0.1, 0.2], "pvthreshd": [2.0, 60.0]}
         given = {key: torch.tensor(value) for key, value in values.items()}
@@ -302,7 +306,7 @@ class TestTensors:
             assert first[1] == second[1]
             first, second = first[0], second[0]
         assert torch.equal(first, second.transpose(1, 2))
-        assert first.is_contiguous() and second.is_contiguous(), "callers go on with view"
+        assert first.is_contiguous() and second.is_contiguous(), "callers use view"
 
     @EVERY
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -320,7 +324,7 @@ class TestTensors:
 
 
 class TestDecisions:
-    def test_a_short_call_is_dense_unless_it_tells_its_sparsity(self) -> None:
+    def test_a_short_call_is_dense_unless_it_returns_its_sparsity(self) -> None:
         tensors = structured(512)
         output = topk_attention(*tensors, topk=0.25)
         assert sparge.stats().reasons == {"dense: below the crossover": 1}
@@ -347,7 +351,7 @@ class TestGivenBlocks:
     def test_every_kind_of_integer(self) -> None:
         tensors = make_qkv(300, 500, batch=2, heads=4, kv_heads=2)
         mask = torch.rand(2, 4, 3, 8, generator=torch.Generator().manual_seed(1)) < 0.5
-        mask[0, 0, 1] = False  # a row that keeps nothing gives 0
+        mask[0, 0, 1] = False  # the output of a query block without keys is 0
         expected = masked_attention(*tensors, mask, return_sparsity=True)
         assert expected[1] == pytest.approx(1 - float(mask.float().mean()))
         assert_over_blocks(expected[0], tensors, mask)
@@ -368,7 +372,7 @@ class TestGivenBlocks:
         output, sparsity = masked_attention(*tensors, mask, attention_sink=True, return_sparsity=True)
         assert sparsity == 0.5
         assert_over_blocks(output, tensors, mask.bool() | (torch.arange(4) == 0))
-        assert mask.sum() == 4, "the caller's mask is as it was"
+        assert mask.sum() == 4, "the caller's mask is unchanged"
 
     @pytest.mark.parametrize("q_len, kv_len", [(256, 256), (100, 100), (129, 700), (64, 128)])
     def test_the_other_geometry(self, q_len: int, kv_len: int) -> None:
@@ -454,7 +458,7 @@ class TestErrors:
 
 @pytest.fixture
 def spas_sage_attn(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The module that the distribution in ``compat/`` provides, as its wheel would."""
+    """The module of the distribution in ``compat/``, as in its wheel."""
     monkeypatch.syspath_prepend(str(REPOSITORY / "compat" / "src"))
     assert "spas_sage_attn" not in sys.modules
     yield importlib.import_module("spas_sage_attn")
@@ -471,7 +475,7 @@ class TestDistribution:
 
     @pytest.mark.usefixtures("spas_sage_attn")
     def test_published_modules(self) -> None:
-        """The functions are where they were; other names say what does their work."""
+        """The functions have their published modules; other names raise an error that names the replacement."""
         core = importlib.import_module("spas_sage_attn.core")
         assert all(getattr(core, name) is getattr(compat, name) for name in core.__all__)
         for module, instead in (
@@ -479,7 +483,7 @@ class TestDistribution:
             ("autotune", r"sparge\.calibrate\(model, inputs\)"),
             ("utils", r"sparge\.predict"),
         ):
-            message = rf"spas_sage_attn\.{module}\.anything: expected a name that sparge serves.*use .*{instead}"
+            message = rf"spas_sage_attn\.{module}\.anything: expected a name that sparge provides.*use .*{instead}"
             with pytest.raises(ImportError, match=message):
                 exec(f"from spas_sage_attn.{module} import anything")
             assert not hasattr(importlib.import_module(f"spas_sage_attn.{module}"), "__wrapped__")
@@ -487,7 +491,7 @@ class TestDistribution:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     @causality
     def test_sglang(self, spas_sage_attn: ModuleType, dtype: torch.dtype, is_causal: bool) -> None:
-        """SGLang's diffusion backend calls it so, and puts the heads side by side afterwards."""
+        """The call of SGLang's diffusion backend, which concatenates the heads afterwards."""
         length = 4096 if is_causal else 2048  # the crossover
         tensors = structured(length, head_dim=64, dtype=dtype)
         query, key, value = (tensor.transpose(1, 2).contiguous() for tensor in tensors)
@@ -506,7 +510,7 @@ class TestDistribution:
 
 
 class TestFlashAttention:
-    """The functions of FlashAttention 2 with its signatures, and behind them FlashAttention 3's sinks."""
+    """The functions of FlashAttention 2 with its signatures, followed by the sinks of FlashAttention 3."""
 
     SHARED = "dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic return_attn_probs"
     BOUNDS = "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k "
@@ -543,7 +547,7 @@ class TestFlashAttention:
         assert torch.equal(compat.flash_attn_func(*tensors, 0.0, 0.3, window_size=(-1, 0)), expected[0])
 
     def test_longest_segments_may_be_tensors(self) -> None:
-        """transformers hands them over so where it finds the segments by their positions."""
+        """transformers passes tensors if it finds the segments by their positions."""
         tokens = torch.randn(50, 2, 16)
         bounds = torch.tensor([0, 20, 50], dtype=torch.int32)
         longest = bounds.diff().max()
@@ -612,7 +616,7 @@ class TestMigrationPage:
         ]
         assert (kept[1] | ~kept[0]).all() and not kept[1].all()
 
-    def test_every_argument_and_name_is_told(self) -> None:
+    def test_every_argument_and_name_is_documented(self) -> None:
         text = (REPOSITORY / "docs" / "migration.md").read_text(encoding="utf-8")
         for name in compat.__all__:
             assert name in text

@@ -1,4 +1,4 @@
-"""What a policy keeps dense, computed in 8 bits where it says so, and by the framework where that is not possible."""
+"""``Policy(dense="8bit")``: dense calls are quantized, or run on the framework where that is impossible."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def no_gradients() -> Any:
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])
 @pytest.mark.parametrize("by", ["layer", "step", "unknown schedule"])
-def test_it_is_dense_attention_in_8_bits(backend: str, by: str) -> None:
+def test_is_quantized_dense_attention(backend: str, by: str) -> None:
     query, key, value = qkv(200)
     policy = Policy(**EIGHT, backend=backend)
     steps = Steps(policy)
@@ -61,7 +61,7 @@ def test_it_is_dense_attention_in_8_bits(backend: str, by: str) -> None:
     assert sparge.stats().layers["a"].dense == 1 and sparge.stats().sparse == 0
 
 
-def test_a_window_holds_in_8_bits() -> None:
+def test_a_window_applies_to_quantized_calls() -> None:
     query, key, value = qkv(300)
     call = {"is_causal": True, "enable_gqa": True, "window": (90, 0)}
     got = attend(Layer("a", NAMED, True), ModelCall(query, key, value, **call))
@@ -81,8 +81,10 @@ def test_a_window_holds_in_8_bits() -> None:
     ],
     ids=str,
 )
-def test_where_8_bits_are_faster(policy: Policy, is_faster: bool, runs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU they are a simulation: only a backend and a quantization that are both named have it run there."""
+def test_where_quantization_is_faster(
+    policy: Policy, is_faster: bool, runs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU quantization is simulated, and runs only if a backend and a quantization are both named."""
     monkeypatch.setattr(base, "_fastest_quantization", lambda *_: "int8_fp8" if is_faster else "none")
     cpu = torch.device("cpu")
     assert dense_rules.runs_quantized(policy, Reason.STEP, cpu) is runs
@@ -90,7 +92,7 @@ def test_where_8_bits_are_faster(policy: Policy, is_faster: bool, runs: bool, mo
         assert not dense_rules.runs_quantized(policy, reason, cpu)
 
 
-def test_calls_that_are_dense_at_any_rate_stay_with_the_framework() -> None:
+def test_calls_that_are_dense_without_a_rule_run_on_the_framework() -> None:
     query, key, value = qkv()
     layer = Layer("", Policy(**EIGHT, backend="torch", min_tokens=250), dense=True)
     assert attend(layer, ModelCall(query[:, :, :1], key, value, enable_gqa=True, is_language=True)) is None
@@ -102,8 +104,8 @@ def test_calls_that_are_dense_at_any_rate_stay_with_the_framework() -> None:
 
 
 @pytest.mark.parametrize("obstacle", ["dropout", "gradients", "rows of lowest numbers", "said by the caller"])
-def test_what_cannot_be_sparse_is_no_error(obstacle: str) -> None:
-    """It would be dense anyway, and is, in 16 bits."""
+def test_unsupported_calls_raise_no_error(obstacle: str) -> None:
+    """A dense layer runs such a call in 16 bits."""
     query, key, value = qkv()
     call: dict[str, Any] = {"enable_gqa": True}
     if obstacle == "dropout":
@@ -157,7 +159,7 @@ def test_compiled_programs_count_it() -> None:
 
 
 @pytest.mark.parametrize("name", ["wan", "sd3"], ids=["through the dispatcher", "through SDPA"])
-def test_a_video_or_picture_model(name: str) -> None:
+def test_a_video_or_image_model(name: str) -> None:
     model, inputs = build(name)
     expected = model(**inputs).sample
     sparge.enable(model, Policy(**EIGHT, backend="torch", dense_layers=(0, 1)))

@@ -1,4 +1,4 @@
-"""diffusers' transformers: stock output with everything kept, text always kept, and back again in every bit."""
+"""diffusers' transformers: stock output with all blocks kept, text always kept, and bitwise stock after disable."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ class TestSteps:
             scheduler.set_timesteps(4)
 
     def denoise(self, model: Any, inputs: dict[str, Any], scheduler: Any, steps: int, passes: int) -> list[int]:
-        """Sparse calls of each step of a bare denoising loop with so many passes a step."""
+        """Return the sparse calls of each step of a denoising loop with ``passes`` forward passes per step."""
         scheduler.set_timesteps(steps)
         latents, counts = inputs["hidden_states"], []
         for timestep in scheduler.timesteps:
@@ -173,13 +173,13 @@ class TestSteps:
         sparge.enable(
             model, Policy(topk=0.5, backend="torch", dense_first_steps=0.25, dense_last_steps=1), scheduler=scheduler
         )
-        for steps in (4, 3):  # a second schedule starts afresh
+        for steps in (4, 3):  # a second schedule starts at step 0
             counts = self.denoise(model, inputs, scheduler, steps, passes=2)
             total = len(scheduler.timesteps)
             assert counts == [0 if i < -(-total // 4) or i == total - 1 else 4 for i in range(total)]
         assert "dense: dense step" in sparge.stats().reasons
 
-    def test_the_scheduler_is_what_it_was(self, kind: Any) -> None:
+    def test_the_scheduler_is_restored(self, kind: Any) -> None:
         model, _ = build("wan")
         scheduler = kind()
         signatures = [inspect.signature(method) for method in (scheduler.step, scheduler.set_timesteps)]
@@ -198,8 +198,8 @@ class TestSteps:
 
 
 def test_a_rule_about_steps_makes_two_graphs() -> None:
-    """Not one for each step: torch.compile gives up after eight."""
-    torch.compiler.reset()  # lengths that changed in other tests are numbers of a graph
+    """Not one graph per step: torch.compile stops compiling after eight."""
+    torch.compiler.reset()  # other tests may have made lengths dynamic
     model, inputs = build("wan")
     scheduler = FlowMatchEulerDiscreteScheduler()
     sparge.enable(model, Policy(topk=0.5, backend="torch", dense_first_steps=2), scheduler=scheduler)
@@ -233,10 +233,10 @@ class TestDispatcher:
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
         assert torch.equal(run(model, inputs), expected)
 
-    def test_a_name_that_diffusers_has_taken(
+    def test_a_name_that_diffusers_uses_already(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """Upstream reserves "sparge": if it comes to mean something else there, this library's is still reached."""
+        """If diffusers ever has another backend named "sparge", this library replaces it."""
         from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
         def upstream(query: Any, **_: Any) -> Any:
@@ -256,7 +256,7 @@ class TestDispatcher:
             model.set_attention_backend("native")
         assert sparge.stats().reasons == {"sparse: torch": 3}
 
-    def test_a_backend_chosen_before_comes_back(self) -> None:
+    def test_a_backend_set_before_enable_is_restored(self) -> None:
         model, inputs = build("wan")
         model.set_attention_backend("_native_math")
         expected = run(model, inputs)
@@ -270,7 +270,7 @@ class TestDispatcher:
         }
         model.set_attention_backend("native")
 
-    def test_a_backend_chosen_after_is_noticed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_backend_set_after_enable_gives_a_warning(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from diffusers.models import attention_dispatch
 
         model, inputs = build("wan")
@@ -292,7 +292,7 @@ class TestDispatcher:
         assert sparge.stats().reasons == {"dense: not through SDPA": 4}
 
     def test_without_the_private_registry(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A diffusers whose dispatcher cannot be extended: its calls are seen at SDPA."""
+        """If the dispatcher cannot be extended, its calls are intercepted at SDPA."""
         monkeypatch.setattr(pipeline.backend, "register", lambda: None)
         model, inputs = build("flux")
         expected = run(model, inputs)
@@ -321,7 +321,7 @@ def test_a_copy_of_an_enabled_model_is_enabled(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["cogvideox", "flux"])
 def test_an_interrupted_pass_is_closed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch calls no hooks after Ctrl-C; the next pass, or `disable`, closes what was left open."""
+    """torch calls no hooks after Ctrl-C; the next pass or `disable` closes the open scopes."""
     model, inputs = build(name)
     expected = run(model, inputs)
     attention = next(module for module in model.modules() if hasattr(module, "processor"))
@@ -358,7 +358,7 @@ def test_a_processor_shared_by_modules_is_restored() -> None:
     assert sparge.stats().calls == 0
 
 
-def test_two_followers_of_one_scheduler() -> None:
+def test_two_models_track_one_scheduler() -> None:
     scheduler = DDIMScheduler()
     models = [build("wan")[0] for _ in range(2)]
     for model in models:
@@ -391,7 +391,7 @@ def test_errors_leave_nothing_open() -> None:
     assert sparge.stats().calls == 0, "a mode was left on the stack"
 
 
-def test_what_enable_refuses() -> None:
+def test_enable_raises() -> None:
     model, _ = build("flux")
     with pytest.raises(ValueError, match=r"expected a pipeline, or scheduler=\.\.\., for rules about denoising steps"):
         sparge.enable(model, Policy(dense_first_steps=0.1))
@@ -401,8 +401,8 @@ def test_what_enable_refuses() -> None:
         sparge.disable(model)
 
 
-def test_blocks_that_are_compiled_by_themselves_share_a_graph() -> None:
-    """As diffusers' compile_repeated_blocks has it: torch.compile gives up where each of them needs its own."""
+def test_separately_compiled_blocks_share_a_graph() -> None:
+    """With compile_repeated_blocks of diffusers, torch.compile must not need a graph per block."""
     torch.compiler.reset()
     model, inputs = build("wan")
     sparge.enable(model, THIN)

@@ -1,4 +1,4 @@
-"""The examples, run as a user runs them: a saved model, a command line, a file and statistics that come out."""
+"""The examples, run like a user runs them: saved models and a command line in, files and statistics out."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def written(policy: Policy, path: Path) -> Path:
 
 
 def assert_shows_something(path: Path, frames: int) -> None:
-    """So many frames, none of them of one colour, no two of them the same."""
+    """Check the number of frames: none of a single color, no two equal."""
     with Image.open(path) as file:
-        pictures = [frame.convert("RGB") for frame in ImageSequence.Iterator(file)]
-    assert len(pictures) == frames
-    assert all(high - low > 20 for picture in pictures for low, high in picture.getextrema())
-    assert len({picture.tobytes() for picture in pictures}) == frames
+        images = [frame.convert("RGB") for frame in ImageSequence.Iterator(file)]
+    assert len(images) == frames
+    assert all(high - low > 20 for picture in images for low, high in picture.getextrema())
+    assert len({picture.tobytes() for picture in images}) == frames
 
 
 @pytest.mark.parametrize("name", PIPELINES)
@@ -112,7 +112,7 @@ def test_open_sora_plan(run: Run, tmp_path: Path) -> None:
 
 class TestLanguageModel:
     WORDS = 4500
-    """Enough for a CPU to go sparse by itself."""
+    """A prompt above the crossover of a CPU."""
 
     @pytest.fixture
     def model(self, tmp_path: Path) -> Path:
@@ -161,7 +161,7 @@ class TestVision:
     def test_video_question(
         self, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The processor is a stand-in: transformers' own takes torchvision and a decoder of videos."""
+        """Uses a stand-in for the processor: transformers' own needs torchvision and a video decoder."""
         import torch
         from transformers import AutoProcessor, BatchFeature, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
@@ -250,7 +250,7 @@ class TestCommandLine:
         assert "imageio" in capsys.readouterr().err
 
     @pytest.mark.parametrize("topk", ["50", "0", "half"])
-    def test_a_share_that_is_none_is_refused_before_the_work(
+    def test_an_invalid_share_is_refused_before_the_work(
         self, topk: str, run: Run, capsys: pytest.CaptureFixture[str]
     ) -> None:
         with pytest.raises(SystemExit):

@@ -1,4 +1,4 @@
-"""Tokens of pictures and videos along a curve: what reaches `sparge.attention`, and that nothing else notices."""
+"""Reordered tokens of images and videos: the calls that reach `sparge.attention`, and unchanged outputs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from sparge.masks.ordering import ORDERS, order_of
 pytestmark = pytest.mark.timeout(240)
 
 GRID = (3, 12, 12)
-"""Of the tiny Wan and CogVideoX; the latter has 70 tokens of text before it."""
+"""The grid of the tiny Wan and CogVideoX; the latter has 70 text tokens before it."""
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def no_gradients() -> Any:
 
 @dataclass
 class Seen:
-    """A call as `sparge.attention` gets it."""
+    """A call that reached `sparge.attention`."""
 
     layer: str
     query: Tensor
@@ -52,7 +52,7 @@ class Seen:
 
 
 def watched(model: Any, inputs: dict[str, Any], **policy: Any) -> tuple[Tensor, list[Seen]]:
-    """A model's output, and its sparse calls."""
+    """Return a model's output and its sparse calls."""
     calls: list[Seen] = []
 
     def attention(layer: str, query: Tensor, key: Tensor, value: Tensor, *mask: Any, **options: Any) -> Tensor:
@@ -75,7 +75,7 @@ def options_of(
     kv_len: int | None = None,
     **call: Any,
 ) -> Seen:
-    """One call of a layer with the policy."""
+    """Run one call of a layer with the policy."""
     calls: list[Seen] = []
 
     def attention(layer: str, query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any) -> Tensor:
@@ -86,7 +86,7 @@ def options_of(
     with substituted(attention):
         output = attend(Layer("layer", policy), ModelCall(*tensors, text=text, grid=grid, **call))
     assert output is not None
-    assert torch.equal(output, tensors[0]), "what was moved is moved back"
+    assert torch.equal(output, tensors[0]), "tokens are moved back"
     seen = calls[0]
     seen.options["is_ordered"] = not torch.equal(seen.query, tensors[0])
     return seen
@@ -96,7 +96,7 @@ class TestModels:
     @pytest.mark.parametrize("name, start", [("wan", 0), ("cogvideox", 70)])
     @pytest.mark.parametrize("order", ["hilbert", "morton", "tile"])
     def test_calls_get_tokens_in_order(self, name: str, start: int, order: str) -> None:
-        """Those of the first layer: later ones get what the orders of sums made of it. Text stays first."""
+        """Compares the first layer, as later ones contain rounding errors. Text stays first."""
         model, inputs = build(name)
         plain, by_row = watched(model, inputs, topk=1.0, order="row")
         output, ordered = watched(model, inputs, topk=1.0, order=order)
@@ -127,7 +127,7 @@ class TestModels:
         assert not torch.equal(calls[0].query, by_row[0].query)
         torch.testing.assert_close(calls[0].query.sort(2).values, by_row[0].query.sort(2).values, rtol=0, atol=0)
 
-    def test_a_grid_that_is_read_from_places(self) -> None:
+    def test_a_grid_that_is_read_from_positions(self) -> None:
         model, inputs = build("flux")
         _, calls = watched(model, inputs, topk=1.0)
         _, by_row = watched(model, inputs, topk=1.0, order="row")
@@ -137,11 +137,11 @@ class TestModels:
         assert torch.equal(calls[0].query[:, :, :text], by_row[0].query[:, :, :text])
         assert torch.equal(calls[0].query[:, :, text:], along.apply(by_row[0].query[:, :, text:], dim=2))
 
-    @pytest.mark.parametrize("change", ["a second picture", "another order"])
-    def test_places_that_are_no_grid_stay_as_they_are(self, change: str) -> None:
+    @pytest.mark.parametrize("change", ["a second image", "another order"])
+    def test_positions_that_form_no_grid_stay_in_place(self, change: str) -> None:
         model, inputs = build("flux")
         places = inputs["img_ids"].clone()
-        if change == "a second picture":
+        if change == "a second image":
             places[200:, 0] = 1
         else:
             places = places.flip(0)
@@ -151,8 +151,8 @@ class TestModels:
         assert torch.equal(calls[0].query, by_row[0].query)
         assert calls[0].options["score"] == "moment"
 
-    def test_arguments_by_place(self) -> None:
-        """The grid is read from them, however the model is called."""
+    def test_positional_arguments(self) -> None:
+        """The grid is read from positional arguments too."""
         model, inputs = build("wan")
         _, by_name = watched(model, inputs, topk=1.0)
         places = ("hidden_states", "timestep", "encoder_hidden_states")
@@ -176,7 +176,7 @@ class TestModels:
 
     @pytest.mark.parametrize("name", ["wan", "hunyuanvideo"])
     def test_compiled_equals_eager(self, name: str) -> None:
-        """HunyuanVideo hides some of its text, which a compiled program cannot cut off."""
+        """HunyuanVideo masks some of its text, which a compiled program cannot cut off."""
         model, inputs = build(name)
         sparge.enable(model, Policy(sparsity=TopK(0.3, min_blocks=1), order="hilbert", backend="torch"))
         expected = model(**inputs, return_dict=False)[0]
@@ -189,7 +189,7 @@ class TestModels:
 class TestCalls:
     POLICY = Policy(topk=0.3, backend="torch", on_unsupported="raise")
 
-    def test_the_grid_is_all_tokens_but_the_text(self) -> None:
+    def test_the_grid_must_be_all_tokens_except_text(self) -> None:
         for text in ((), [(0, 70)], [(432, 500)], [(0, 70), (502, 520)]):
             count = 432 + sum(stop - start for start, stop in text)
             assert options_of(self.POLICY, count, grid=GRID, text=text).options["is_ordered"]
@@ -211,14 +211,14 @@ class TestCalls:
         ],
         ids=["always keep", "by row", "no grid", "causal", "a mask", "a hidden part of the grid", "other keys"],
     )
-    def test_what_leaves_tokens_alone(self, policy: dict[str, Any], call: dict[str, Any]) -> None:
+    def test_calls_that_keep_tokens_in_place(self, policy: dict[str, Any], call: dict[str, Any]) -> None:
         made = Policy(topk=0.3, backend="torch", on_unsupported="raise", **policy)
         seen = options_of(made, 432, **{"grid": GRID, **call})
         assert not seen.options["is_ordered"]
         assert seen.options["score"] == "moment"
 
     def test_hidden_text_is_no_obstacle(self) -> None:
-        """As HunyuanVideo's, behind the video: the keys that are left are the video and the first of the text."""
+        """As in HunyuanVideo, text follows the video, and the visible keys are the video and the start of the text."""
         mask = (torch.arange(502) < 460)[None, None, None]
         seen = options_of(self.POLICY, 502, grid=GRID, text=[(432, 502)], attn_mask=mask)
         assert seen.key.shape[2] == 460
@@ -244,7 +244,7 @@ class TestCalls:
         assert seen.options["score"] == score
         assert seen.options["skipped"] == made.skipped
 
-    def test_language_is_no_grid(self) -> None:
+    def test_language_has_no_grid(self) -> None:
         seen = options_of(self.POLICY, 432, grid=None, is_language=True)
         assert (seen.options["score"], seen.options["skipped"]) == ("moment", "drop")
 
@@ -253,21 +253,21 @@ class TestCalls:
         [(Budget(0.25), True), (Budget(0.24), False), (TopK(0.1), False), (TopK(0.3), True), (TopCdf(0.5), True)],
         ids=str,
     )
-    def test_text_sees_everything_where_that_costs_little(self, rule: Any, is_exact: bool) -> None:
-        """A row of blocks of 33 is an eighth of a budget of .2424 (8 / 33); TopCdf counts as a quarter."""
+    def test_text_is_exact_where_that_is_cheap(self, rule: Any, is_exact: bool) -> None:
+        """One of 33 query blocks is an eighth of a budget of 0.2424 (8 / 33); TopCdf counts as a quarter."""
         policy = Policy(sparsity=rule, backend="torch")
         seen = options_of(policy, 4096 + 70, grid=(4, 32, 32), text=[(0, 70)])
         assert seen.options.get("exact_queries") == ([(0, 70)] if is_exact else None)
         assert seen.options["always_keep"] == [(0, 70)]
         longer = options_of(policy, 4096 + 129, grid=(4, 32, 32), text=[(0, 129)])
-        assert "exact_queries" not in longer.options, "two rows of blocks"
+        assert "exact_queries" not in longer.options, "two query blocks"
 
     def test_without_text_nothing_is_exact(self) -> None:
         assert "exact_queries" not in options_of(self.POLICY, 432, grid=GRID).options
 
 
 class TestRepeatedCalls:
-    """What a layer's first call resolves, later ones look up."""
+    """Later calls of a layer reuse what the first one resolved."""
 
     POLICY = Policy(sparsity=TopK(0.4, min_blocks=1), backend="torch")
     TEXT = ((0, 70),)
@@ -277,7 +277,7 @@ class TestRepeatedCalls:
             layer, ModelCall(*make_qkv(502, heads=2, head_dim=16, seed=seed), text=self.TEXT, grid=GRID, **call)
         )
 
-    def test_they_give_what_a_first_call_gives(self) -> None:
+    def test_equal_first_calls(self) -> None:
         layer = Layer("layer", self.POLICY)
         for seed in range(4):
             with substituted(lambda _, *tensors, **options: sparge.attention(*tensors, **options)):
@@ -286,7 +286,7 @@ class TestRepeatedCalls:
             assert torch.equal(found, expected)
             assert found.stride() == expected.stride()
 
-    def test_layers_of_one_policy_are_counted_apart(self) -> None:
+    def test_layers_of_one_policy_are_counted_separately(self) -> None:
         for name in ("a", "b", "b"):
             self.attend(Layer(name, self.POLICY), 0)
         assert {name: layer.sparse for name, layer in sparge.stats().layers.items()} == {"a": 1, "b": 2}
@@ -321,7 +321,7 @@ class TestRepeatedCalls:
         with torch.autocast("cpu", torch.bfloat16):
             assert self.attend(layer, 0).dtype == torch.bfloat16
 
-    def test_gradients_are_refused_after_a_call_without(self) -> None:
+    def test_gradients_are_detected_after_a_call_without(self) -> None:
         layer = Layer("layer", Policy(sparsity=TopK(0.4, min_blocks=1), backend="torch", on_unsupported="raise"))
         tensors = make_qkv(502, heads=2, head_dim=16)
         attend(layer, ModelCall(*tensors, text=self.TEXT, grid=GRID))
@@ -335,7 +335,7 @@ class TestAlong:
     @pytest.mark.parametrize("start", [0, 5])
     @pytest.mark.parametrize("turned", [True, False], ids=["tokens first", "heads first"])
     def test_there_and_back(self, order: str, start: int, turned: bool) -> None:
-        """In memory they lie as they did, and tokens first on the way back: what follows need not copy."""
+        """Strides are kept, and the result has tokens before heads, so that no copy follows."""
         tokens = torch.randn(2, 3, 5 + 60 + 7, 4, generator=torch.Generator().manual_seed(0))
         if turned:
             tokens = tokens_first(tokens)
@@ -353,14 +353,14 @@ class TestAlong:
             assert set(opcheck(torch.ops.sparge.along.default, arguments).values()) == {"SUCCESS"}
 
     def test_strided_tokens(self) -> None:
-        """Tokens before heads, as models have them: what a compiled program is told of the result holds."""
+        """With tokens before heads, as in models, the strides that a compiled program assumes are correct."""
         tokens = torch.randn(1, 60, 2, 4).transpose(1, 2)
         assert set(opcheck(torch.ops.sparge.along.default, (tokens, [3, 4, 5], "tile", 0, False)).values()) == {
             "SUCCESS"
         }
 
     def test_compiled(self) -> None:
-        """One program for all sizes of a grid."""
+        """One graph serves all sizes of a grid."""
         torch._dynamo.reset()
         graphs = []
 

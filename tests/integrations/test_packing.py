@@ -1,4 +1,4 @@
-"""transformers over packed sequences: documents by keywords or position_ids, Llama 4's chunks, vision towers' frames.
+"""transformers over packed sequences: documents by keywords or position_ids, Llama 4's chunks, vision encoders' frames.
 
 What is expected is a loop over the documents, each by itself.
 """
@@ -25,7 +25,7 @@ import sparge
 from conftest import exact_attention, watch_attention
 from sparge import Policy
 from sparge.integrations import layers
-from sparge.integrations.transformers import attention, packing
+from sparge.integrations.transformers import attention, masks, packing
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -49,11 +49,16 @@ without_gradients = pytest.mark.usefixtures("no_gradients")
 
 
 def packed() -> tuple[Tensor, dict[str, Any]]:
-    """Tokens (1, S), and the keywords that say where documents begin."""
+    """Return tokens (1, S), and the keywords with the bounds of documents."""
     bounds = torch.tensor([0, *DOCUMENTS]).cumsum(0).int()
     longest = max(DOCUMENTS)
-    told = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
-    return tokens(1, sum(DOCUMENTS)), told
+    packed_args = {
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+    return tokens(1, sum(DOCUMENTS)), packed_args
 
 
 POSITIONS = torch.cat([torch.arange(length) for length in DOCUMENTS])[None]
@@ -64,15 +69,17 @@ def one_by_one(model: Any, ids: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("uses_cache", "is_told"), [(True, True), (False, True), (False, False)], ids=["told", "told and masked", "masked"]
+    ("uses_cache", "has_keywords"),
+    [(True, True), (False, True), (False, False)],
+    ids=["packed_args", "packed_args and masked", "masked"],
 )
 class TestDocuments:
-    """With a cache there is no mask: the keywords alone tell. Without one there is a mask, block by block."""
+    """With a cache there is no mask, only keywords. Without a cache there is a block-diagonal mask."""
 
     @pytest.mark.parametrize(
         ("policy", "sparse"),
         [
-            (THIN, CALLS - 3),  # a document of one token is as decoding is
+            (THIN, CALLS - 3),  # a document of one token counts as decoding
             (Policy(topk=1.0, backend="torch", dense_layers=(1,)), 6),
             (Policy(topk=1.0, backend="torch", min_tokens=120), 6),
             (DENSE, 0),
@@ -80,42 +87,42 @@ class TestDocuments:
         ids=["thin", "a dense layer", "short documents dense", "dense"],
     )
     @without_gradients
-    def test_equal_a_loop(self, policy: Policy, sparse: int, uses_cache: bool, is_told: bool) -> None:
-        model, (ids, told) = llama(), packed()
+    def test_equal_a_loop(self, policy: Policy, sparse: int, uses_cache: bool, has_keywords: bool) -> None:
+        model, (ids, packed_args) = llama(), packed()
         sparge.enable(model, policy)
         expected = one_by_one(model, ids)
         sparge.reset_stats()
-        got = model(ids, position_ids=POSITIONS, use_cache=uses_cache, **(told if is_told else {})).logits
+        got = model(ids, position_ids=POSITIONS, use_cache=uses_cache, **(packed_args if has_keywords else {})).logits
         stats = sparge.stats()
         assert (stats.sparse, stats.calls) == (sparse, CALLS)
         assert_logits_equal(got, expected)
 
-    def test_training_runs_dense_and_within_documents(self, uses_cache: bool, is_told: bool) -> None:
-        model, (ids, told) = llama(), packed()
+    def test_training_runs_dense_and_within_documents(self, uses_cache: bool, has_keywords: bool) -> None:
+        model, (ids, packed_args) = llama(), packed()
         one_by_one(model, ids).square().sum().backward()
         weight = model.model.layers[0].self_attn.k_proj.weight
         expected, weight.grad = weight.grad, None
         sparge.enable(model, Policy(backend="torch", on_unsupported="dense"))
-        keywords = told if is_told else {}
+        keywords = packed_args if has_keywords else {}
         model(ids, position_ids=POSITIONS, use_cache=uses_cache, **keywords).logits.square().sum().backward()
         assert sparge.stats().sparse == 0
         torch.testing.assert_close(weight.grad, expected, atol=float(1e-5 * expected.abs().max()), rtol=0)
 
     @without_gradients
-    def test_windows(self, uses_cache: bool, is_told: bool) -> None:
-        """A mask of sliding windows stays on top of what the keywords tell."""
-        model, (ids, told) = mistral(), packed()
+    def test_windows(self, uses_cache: bool, has_keywords: bool) -> None:
+        """A mask of sliding windows applies in addition to the keywords."""
+        model, (ids, packed_args) = mistral(), packed()
         expected = one_by_one(model, ids)
         sparge.enable(model, ALL)
-        got = model(ids, position_ids=POSITIONS, use_cache=uses_cache, **(told if is_told else {})).logits
+        got = model(ids, position_ids=POSITIONS, use_cache=uses_cache, **(packed_args if has_keywords else {})).logits
         assert sparge.stats().sparse
         assert_logits_equal(got, expected)
 
 
 @without_gradients
 def test_windows_of_documents_are_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a cache the mask is a sliding window and nothing else: no entry of it is read."""
-    model, (ids, told) = mistral(), packed()
+    """With a cache the mask is only a sliding window, and is not read."""
+    model, (ids, packed_args) = mistral(), packed()
     sparge.enable(model, ALL)
     seen = []
 
@@ -123,7 +130,7 @@ def test_windows_of_documents_are_windows(monkeypatch: pytest.MonkeyPatch) -> No
         seen.append((tensors[0].shape[0], tensors[3] if len(tensors) > 3 else None, window))
 
     watch_attention(monkeypatch, note)
-    model(ids, position_ids=POSITIONS, **told)
+    model(ids, position_ids=POSITIONS, **packed_args)
     assert set(seen) == {(2, None, (99, 0)), (1, None, (99, 0))}
 
 
@@ -139,7 +146,7 @@ def test_layers_compiled_one_by_one() -> None:
 
 @without_gradients
 class TestMasks:
-    def test_what_is_dense_is_stock_in_every_bit(self) -> None:
+    def test_dense_calls_are_bitwise_stock(self) -> None:
         model, (ids, _) = llama(), packed()
         expected = model(ids, position_ids=POSITIONS, use_cache=False).logits
         sparge.enable(model, DENSE)
@@ -157,9 +164,9 @@ class TestMasks:
         model(ids, position_ids=POSITIONS, use_cache=False)
         assert seen == [(2, None), (1, None), (1, None)] * 3
 
-    def test_one_that_was_edited_is_no_longer_known(self) -> None:
+    def test_an_edited_mask_is_not_recognized(self) -> None:
         bounds = chunked_causal_mask_function(100, torch.zeros(1, dtype=torch.long))
-        made = attention.mask(1, 300, 300, mask_function=bounds, allow_is_causal_skip=False)
+        made = masks.make_mask(1, 300, 300, mask_function=bounds, allow_is_causal_skip=False)
         assert made is not None
         query = torch.zeros(1, 2, 300, 16)
         assert packing.pack_of(query, query, made, True, {}) is not None
@@ -173,7 +180,7 @@ class TestMasks:
             (250, 250, 0, 0, ([0, 100, 200, 250], [0, 100, 200, 250])),
             (70, 250, 180, 0, ([0, 0, 20, 70], [0, 100, 200, 250])),
             (70, 100, 180, 150, ([0, 0, 20, 70], [0, 0, 50, 100])),
-            (70, 250, 100, 0, None),  # a static cache with room behind
+            (70, 250, 100, 0, None),  # a static cache with free space at the end
         ],
     )
     def test_chunks(self, q_length: int, kv_length: int, q_offset: int, kv_offset: int, expected: Any) -> None:
@@ -182,7 +189,7 @@ class TestMasks:
         found = packing.bounds_of_mask(*sizes, chunks, None)
         assert found == expected
         if found is not None:
-            full = attention.mask(*sizes, mask_function=chunks, allow_is_causal_skip=False)
+            full = masks.make_mask(*sizes, mask_function=chunks, allow_is_causal_skip=False)
             assert full is not None
             within = torch.zeros(q_length, kv_length, dtype=torch.bool)
             for q_start, q_stop, k_start, k_stop in zip(found[0], found[0][1:], found[1], found[1][1:], strict=False):
@@ -192,7 +199,7 @@ class TestMasks:
                 )
             assert torch.equal(full, within.expand_as(full))
 
-    def test_others_are_not_taken_for_packed(self) -> None:
+    def test_other_masks_are_not_recognized_as_packed(self) -> None:
         padded = torch.tensor([0, 3])
         for function in (
             causal_mask_function,
@@ -208,15 +215,15 @@ class TestMasks:
 class TestKeywords:
     @pytest.mark.parametrize("policy", [ALL, DENSE], ids=["sparse", "dense"])
     def test_prefixes(self, policy: Policy) -> None:
-        """Fewer queries than keys are the last ones of a segment; more queries, and none, are possible too."""
+        """If there are fewer queries than keys, they are the last of a segment; more or none are possible."""
         lengths = [(100, 300), (100, 300), (70, 70), (0, 30), (20, 0), (90, 40)]
         bounds = [torch.tensor([0, *side]).cumsum(0) for side in zip(*lengths, strict=True)]
         generator = torch.Generator().manual_seed(0)
         query = torch.randn(1, 4, int(bounds[0][-1]), 16, generator=generator)
         key, value = (torch.randn(1, 2, int(bounds[1][-1]), 16, generator=generator) for _ in range(2))
         module = an_attention(policy)
-        told = dict(zip(packing.KEYWORDS, (*bounds, 100, 300), strict=True))
-        output, _ = attention.attention_forward(module, query, key, value, None, **told)
+        packed_args = dict(zip(packing.KEYWORDS, (*bounds, 100, 300), strict=True))
+        output, _ = attention.attention_forward(module, query, key, value, None, **packed_args)
         assert sparge.stats().layers["layer"].reasons["dense: nothing to see"] == 1
         assert sparge.stats().sparse == (0 if policy is DENSE else 3)
         for q_start, q_stop, k_start, k_stop in zip(bounds[0], bounds[0][1:], bounds[1], bounds[1][1:], strict=False):
@@ -225,34 +232,34 @@ class TestKeywords:
             torch.testing.assert_close(output[:, q_start:q_stop].double(), expected, atol=1e-5, rtol=0)
 
     @without_gradients
-    def test_that_do_not_fit_raise(self) -> None:
-        model, (ids, told) = llama(), packed()
+    def test_bounds_that_do_not_fit_raise(self) -> None:
+        model, (ids, packed_args) = llama(), packed()
         sparge.enable(model, ALL)
         with pytest.raises(ValueError, match="cu_seqlens_q: expected bounds from 0 to the 500 tokens of q"):
-            model(ids[:, :500], position_ids=POSITIONS[:, :500], **told)
+            model(ids[:, :500], position_ids=POSITIONS[:, :500], **packed_args)
 
     @without_gradients
     def test_compiled(self) -> None:
-        """Without a mask the bounds are read, which breaks the graph; with one they are in it."""
+        """Without a mask the bounds are read, which causes a graph break; a mask contains them."""
         torch._dynamo.reset()
-        module, (_, told) = an_attention(ALL), packed()
+        module, (_, packed_args) = an_attention(ALL), packed()
         generator = torch.Generator().manual_seed(0)
         query = torch.randn(1, 4, sum(DOCUMENTS), 16, generator=generator)
         key, value = (torch.randn(1, 2, sum(DOCUMENTS), 16, generator=generator) for _ in range(2))
-        expected, _ = attention.attention_forward(module, query, key, value, None, **told)
+        expected, _ = attention.attention_forward(module, query, key, value, None, **packed_args)
         compiled = torch.compile(attention.attention_forward, backend="eager")
         document = torch.arange(len(DOCUMENTS)).repeat_interleave(torch.tensor(DOCUMENTS))
         mask = (document[:, None] == document).tril()[None, None]
         for given in (None, mask):
             sparge.reset_stats()
-            got, _ = compiled(module, query, key, value, given, **told)
+            got, _ = compiled(module, query, key, value, given, **packed_args)
             assert sparge.stats().sparse
             torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
 
 
 def an_attention(policy: Policy) -> nn.Module:
-    """A module with two queries to a key, enabled."""
-    attention._register_functions()
+    """Return an enabled module with two query heads per key head."""
+    attention.register_functions()
     module = nn.Module()
     module.num_key_value_groups = 2  # type: ignore[assignment]
     setattr(module, attention.LAYER, layers.Layer("layer", policy))
@@ -268,7 +275,7 @@ def llama4() -> Any:
 
 @without_gradients
 class TestChunkedAttention:
-    """Two layers of Llama 4 look at their chunk of 150 tokens, the third at everything."""
+    """Llama 4: two layers attend within chunks of 150 tokens, the third to all tokens."""
 
     def test_prefill(self) -> None:
         model, ids = llama4(), tokens(2, 400)
@@ -319,8 +326,8 @@ def qwen3_vl() -> Any:
     ("build", "segments"), [(qwen2_vl, [3, 3]), (qwen2_5_vl, [10, 3]), (qwen3_vl, [3, 3])], ids=["2", "2.5", "3"]
 )
 @without_gradients
-def test_vision_towers_call_once_for_each_segment(build: Callable[[], Any], segments: list[int]) -> None:
-    """A clip of two frames and an image; the first layer of Qwen2.5-VL looks at windows."""
+def test_vision_encoders_call_once_per_segment(build: Callable[[], Any], segments: list[int]) -> None:
+    """A clip of two frames and an image; the first layer of Qwen2.5-VL attends within windows."""
     torch.manual_seed(0)
     model = build().eval()
     grid = torch.tensor([[2, 16, 16], [1, 8, 12]])

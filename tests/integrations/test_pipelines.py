@@ -1,4 +1,4 @@
-"""Whole diffusers pipelines: exact where all is kept, dense where the policy says so, counted, and undone."""
+"""Whole diffusers pipelines: exact with all blocks kept, dense by policy, counted, and restored."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ FIRST_DENSE = Policy(sparsity=TopK(0.3, min_blocks=1), backend="torch", dense_fi
 
 @dataclass(frozen=True)
 class Layers:
-    """Attention of a tiny pipeline's transformer, by the names statistics give it.
+    """The attention layers of a tiny pipeline's transformer, by their names in statistics.
 
     Attributes:
         calls: of each layer in a step, guidance included.
-        own: layers in which tokens look at their own sequence.
-        cross: layers in which they look at the text.
+        own: layers of self-attention.
+        cross: layers of cross-attention to the text.
     """
 
     calls: int
@@ -63,7 +63,7 @@ def built(name: str) -> Any:
 
 @functools.cache
 def stock_latents(name: str) -> list[Tensor]:
-    """What the pipeline makes without this library."""
+    """Return the latents of the stock pipeline after each step."""
     return call(name, built(name))
 
 
@@ -74,7 +74,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def pipe(name: str) -> Iterator[Any]:
-    """A pipeline, which goes back to what it was after the test."""
+    """A pipeline that is disabled after the test."""
     stock_latents(name)
     pipe = built(name)
     yield pipe
@@ -88,7 +88,7 @@ def assert_equal(got: list[Tensor], expected: list[Tensor]) -> None:
 
 
 def assert_counted(name: str, own: dict[str, int], cross: dict[str, int]) -> None:
-    """Each layer has these reasons, times its calls in a step, and there are no other layers."""
+    """Check that each layer has these reasons, times its calls per step, and that there are no other layers."""
     layers = LAYERS[name]
     expected = dict.fromkeys(layers.own, own) | dict.fromkeys(layers.cross, cross)
     found = {layer: counts.reasons for layer, counts in sparge.stats().layers.items()}
@@ -127,7 +127,7 @@ def test_each_call_starts_a_schedule(name: str, pipe: Any) -> None:
     )
 
 
-def test_dense_steps_are_equal_in_every_bit(name: str, pipe: Any) -> None:
+def test_dense_steps_are_bitwise_equal(name: str, pipe: Any) -> None:
     sparge.enable(pipe, Policy(backend="torch", dense_first_steps=1.0))
     assert_equal(call(name, pipe), stock_latents(name))
     assert_counted(name, {"dense: dense step": STEPS}, {"dense: cross-attention": STEPS})
@@ -170,7 +170,7 @@ def test_no_guidance_halves_the_work_of_a_step(name: str, pipe: Any, monkeypatch
 
 
 def test_second_transformer_takes_over_within_a_schedule() -> None:
-    """Wan 2.2: one transformer for much noise, another for little, steps counted through both."""
+    """Wan 2.2 has a transformer for high noise and one for low noise; steps are counted across both."""
     parts = built("wan").components
     pipe = type(built("wan"))(**parts | {"transformer_2": PIPELINES["wan"]().transformer}, boundary_ratio=0.9)
     stock = call("wan", pipe)
@@ -185,8 +185,8 @@ def test_second_transformer_takes_over_within_a_schedule() -> None:
 
 
 @pytest.mark.parametrize("name", ["flux"], indirect=True)
-def test_a_picture_from_a_picture_runs_a_part_of_the_schedule(pipe: Any) -> None:
-    """The last half of eight steps: rules are about the four that run."""
+def test_image_to_image_runs_a_part_of_the_schedule(pipe: Any) -> None:
+    """The last half of eight steps: rules apply to the four that run."""
     pipe = diffusers.FluxImg2ImgPipeline(**pipe.components)
     policy = Policy(sparsity=TopK(0.3, min_blocks=1), backend="torch", dense_first_steps=0.25, dense_last_steps=1)
     sparge.enable(pipe, policy)
@@ -206,7 +206,7 @@ def test_a_picture_from_a_picture_runs_a_part_of_the_schedule(pipe: Any) -> None
 
 @pytest.mark.parametrize("same_class", [False, True])
 @pytest.mark.parametrize("name", ["wan"], indirect=True)
-def test_a_scheduler_put_in_place_later_is_followed(name: str, pipe: Any, same_class: bool) -> None:
+def test_a_scheduler_set_later_is_tracked(name: str, pipe: Any, same_class: bool) -> None:
     first, kind = pipe.scheduler, type(pipe.scheduler)
     sparge.enable(pipe, FIRST_DENSE)
     kind = kind if same_class else diffusers.FlowMatchEulerDiscreteScheduler
@@ -222,7 +222,7 @@ def test_a_scheduler_put_in_place_later_is_followed(name: str, pipe: Any, same_c
 
 @pytest.mark.parametrize("name", ["wan"], indirect=True)
 def test_a_pipeline_and_its_transformer_are_one(name: str, pipe: Any) -> None:
-    """The last call counts; either of them turns it off."""
+    """The last `enable` applies; `disable` of either turns it off."""
     sparge.enable(pipe, FIRST_DENSE)
     sparge.enable(pipe.transformer, SPARSE)
     assert "_sparge_steps" not in vars(pipe.scheduler)

@@ -1,4 +1,4 @@
-"""Decorated generators and coroutines that wait inside torch function modes of their own."""
+"""Decorated generators and coroutines that are suspended inside their own torch function modes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Marker(TorchFunctionMode):
 
 
 class Other(Marker):
-    """Another one."""
+    """A second mode."""
 
 
 MODES = {
@@ -46,7 +46,7 @@ MODES = {
 
 
 def entered() -> list[str]:
-    """What torch's stack holds, outermost first."""
+    """Return the modes on torch's stack, outermost first."""
     return [type(mode).__name__ for mode in _get_current_function_mode_stack()]
 
 
@@ -103,7 +103,7 @@ async def async_generator(mode: Any, act: Callable[[], Any]) -> AsyncIterator[No
 
 
 async def drained(steps: Any) -> None:
-    """An asynchronous generator as a coroutine that pauses where the generator yields."""
+    """Drive an asynchronous generator as a coroutine that is suspended where the generator yields."""
     step = steps.asend(None)
     with contextlib.suppress(StopAsyncIteration):
         while True:
@@ -116,13 +116,13 @@ async def drained(steps: Any) -> None:
 
 
 def start(function: Callable[..., Any], *args: Any, scope: Any = None) -> Any:
-    """The decorated function's body, to be sent to, thrown at and closed whatever its kind."""
+    """Send to, throw into and close the body of a decorated function of any kind."""
     body = (scope or sparge.replace_sdpa(ALL))(function)(*args)
     return drained(body) if hasattr(body, "asend") else body
 
 
 def step(body: Any) -> None:
-    """Let it run until it waits or ends."""
+    """Run the body until it is suspended or ends."""
     with contextlib.suppress(StopIteration):
         body.send(None)
 
@@ -133,7 +133,7 @@ every_kind = pytest.mark.parametrize("function", [generator, coroutine, async_ge
 @every_kind
 class TestEveryKind:
     @pytest.mark.parametrize("name", MODES)
-    def test_modes_wait_with_their_body(self, function: Callable[..., Any], name: str) -> None:
+    def test_modes_are_suspended_with_their_body(self, function: Callable[..., Any], name: str) -> None:
         seen: list[list[str]] = []
         with Marker():
             body = start(function, MODES[name](), lambda: seen.append(entered()))
@@ -143,7 +143,7 @@ class TestEveryKind:
                 assert entered() == ["Marker"]
         assert len(seen) == 4
 
-    def test_they_do_what_they_do(self, function: Callable[..., Any]) -> None:
+    def test_modes_apply_inside_the_body(self, function: Callable[..., Any]) -> None:
         devices: list[str] = []
         body = start(function, torch.device("meta"), lambda: devices.append(torch.empty(1).device.type))
         for _ in range(4):
@@ -174,7 +174,7 @@ class TestEveryKind:
 
     @pytest.mark.parametrize("steps", [1, 2, 3])
     @pytest.mark.parametrize("end", ["throw", "close", "garbage"])
-    def test_ends_elsewhere(self, function: Callable[..., Any], end: str, steps: int) -> None:
+    def test_a_body_that_ends_elsewhere(self, function: Callable[..., Any], end: str, steps: int) -> None:
         seen: list[list[str]] = []
         body = start(function, Other(), lambda: seen.append(entered()))
         for _ in range(steps):
@@ -192,7 +192,7 @@ class TestEveryKind:
         assert seen[-1] == ["Marker", "SparseMode"]
 
     def test_cycles_are_not_collected_inside_modes(self, function: Callable[..., Any]) -> None:
-        """A collector closes what is in a cycle in any order: the body perhaps while its modes are not on the stack."""
+        """The collector closes members of a cycle in any order, and a body while its modes are not on the stack."""
         seen: list[list[str]] = []
 
         class Act:
@@ -249,7 +249,7 @@ class TestEveryKind:
 
 
 def test_a_mode_that_outlives_its_body() -> None:
-    """It goes to the caller, as from any function."""
+    """The caller inherits the mode, as from any function."""
 
     @sparge.replace_sdpa(ALL)
     def run(modes: contextlib.ExitStack) -> Iterator[None]:

@@ -133,7 +133,7 @@ class TestMeaning:
             torch.testing.assert_close(got.double(), exact, rtol=2e-5, atol=2e-6)
             assert sparge.stats().reasons == {reason: 1}
 
-    def test_causal_bias_that_makes_no_sense(self) -> None:
+    def test_a_causal_bias_that_does_not_fit(self) -> None:
         query, key, value = make_qkv(200)
         with sparge.replace_sdpa(Policy(backend="torch", on_unsupported="dense")):
             with pytest.raises(ValueError, match="causal=True"):
@@ -146,7 +146,7 @@ class TestMeaning:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("rows", ["queries", "keys"])
     def test_rows_of_lowest_numbers(self, dtype: torch.dtype, rows: str) -> None:
-        """For SDPA they are a number as any other."""
+        """SDPA treats the lowest number of a dtype like any other."""
         query, key, value = make_qkv(200, dtype=dtype)
         lowest = torch.finfo(dtype).min
         mask = torch.zeros(1, 1, 200 if rows == "queries" else 1, 200, dtype=dtype)
@@ -186,7 +186,7 @@ class TestMeaning:
         with sparge.replace_sdpa(policy):
             assert (F.scaled_dot_product_attention(query, key, value) > 0).all()
 
-    def test_however_it_was_imported(self) -> None:
+    def test_any_way_of_importing_sdpa(self) -> None:
         from torch.nn.functional import scaled_dot_product_attention
 
         query, key, value = make_qkv(200)
@@ -201,11 +201,11 @@ class TestMeaning:
         with sparge.replace_sdpa(Policy(backend="torch", on_unsupported="dense")), pytest.raises(RuntimeError):
             F.scaled_dot_product_attention(query, key[..., :16], value)
 
-    def test_a_mask_and_causality_are_left_to_sdpa(self) -> None:
+    def test_a_mask_with_is_causal_runs_on_sdpa(self) -> None:
         arguments = (*make_qkv(200), torch.rand(200, 200, generator=torch.Generator().manual_seed(0)) > 0.3, 0.0, True)
         try:
             expected = F.scaled_dot_product_attention(*arguments)
-        except RuntimeError:  # what its documentation says
+        except RuntimeError:  # the documented behavior
             expected = None
         with sparge.replace_sdpa(Policy(backend="torch", on_unsupported="dense")):
             if expected is None:
@@ -217,7 +217,7 @@ class TestMeaning:
 
 
 class TestMasksOnGpus:
-    """Decided as on a GPU, with 5 heads of 2048 tokens as the crossover under a mask; computed on the CPU."""
+    """Decisions of a GPU with a crossover of 5 heads of 2048 tokens under a mask, computed on the CPU."""
 
     @pytest.fixture(autouse=True)
     def gpu(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +251,7 @@ class TestMasksOnGpus:
             ("shared", 4, "costly mask (full mask)"),
         ],
     )
-    def test_others_are_sdpas_with_a_reason(self, kind: str, heads: int, reason: str) -> None:
+    def test_other_masks_run_on_sdpa_with_a_reason(self, kind: str, heads: int, reason: str) -> None:
         tensors, shared = make_qkv(2048, heads=heads, head_dim=16), documents(2048)
         mask = {
             "bias": torch.linspace(-1, 1, 2048).repeat(2048, 1),
@@ -268,7 +268,7 @@ class TestMasksOnGpus:
     @pytest.mark.parametrize("kind", ["shared", "own heads"])
     @pytest.mark.parametrize("own", [5, 1], ids=["most heads", "one head"])
     def test_ranks_with_unequal_heads_decide_alike(self, kind: str, own: int) -> None:
-        """Of six heads five are on one rank: ranks that decided by what they have would wait for each other."""
+        """One rank has five of six heads: ranks that decided by their own heads would deadlock."""
         tensors, shared = make_qkv(2048, heads=own, head_dim=16), documents(2048)[None, None]
         mask = shared if kind == "shared" else shared.repeat(1, 6, 1, 1)
         sizes = tuple(tensor[:, :1, :1].expand(-1, 5, 2048, -1) for tensor in tensors[:2])
@@ -277,7 +277,7 @@ class TestMasksOnGpus:
         output = sparse_sdpa(scope, *tensors, mask[:, :own], tokens=Tokens(True), part=part)
         assert (output is not None) == (kind == "shared")
 
-    def test_expanded_masks_are_what_they_were(self) -> None:
+    def test_expanded_masks_are_read_unexpanded(self) -> None:
         tensors, shared = make_qkv(2200, heads=5, head_dim=16), documents(2200)
         keys = (torch.arange(2200) < 2100)[None, None, None]
         for mask in (shared, keys):
@@ -290,7 +290,7 @@ class TestMasksOnGpus:
         with sparge.replace_sdpa(Policy(on_unsupported="dense")), pytest.raises((RuntimeError, ValueError)):
             F.scaled_dot_product_attention(*tensors, wrong)
 
-    def test_over_all_blocks_nobody_measured_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_over_all_blocks_there_is_no_measured_crossover(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(dense_rules, "runs_quantized", lambda *_: True)
         layer = layers.Layer("a", Policy(dense="8bit"), dense=True)
         assert calls.attend(layer, ModelCall(*make_qkv(2048, heads=5, head_dim=16), documents(2048))) is None
@@ -303,7 +303,7 @@ def documents(length: int) -> Tensor:
 
 
 def test_crossovers_under_masks() -> None:
-    """What was measured holds for the kernels that read masks; nothing is known of others on a GPU."""
+    """The crossovers of the kernels that read masks are measured; there are none for other backends on a GPU."""
     assert {name: base.get(name).crossover_under_mask("cuda").scores for name in ("hopper", "triton")} == {
         "hopper": 2**30,
         "triton": 2**30,
@@ -315,10 +315,10 @@ def test_crossovers_under_masks() -> None:
 class TestDecisions:
     @pytest.mark.parametrize("is_causal", [False, True])
     @pytest.mark.parametrize("has_sinks", [False, True])
-    def test_sequences_are_judged_by_their_own_length_under_a_named_quantization(
+    def test_sequences_use_their_own_length_for_the_crossover_under_a_named_quantization(
         self, is_causal: bool, has_sinks: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A policy's name for 8 bits does not switch the crossover off, for padded sequences either."""
+        """A quantization named by a policy does not disable the crossover, also for padded sequences."""
         monkeypatch.setattr(dense_rules.base, "crossover_of", lambda *_: Crossover(512, 512, 128, 0))
         monkeypatch.setattr(dense_rules.base, "crossover_for", lambda *_: Crossover(512, 512, 128, 0))
         tensors, mask = make_qkv(640, batch=2, heads=2), torch.ones(2, 1, 1, 640, dtype=torch.bool)
@@ -328,8 +328,8 @@ class TestDecisions:
             calls.attend(layers.Layer(name, Policy(topk=0.5, quantization=name)), ModelCall(*tensors, mask, **call))
             for name in ("int8_fp16", "none")
         )
-        assert not torch.equal(named[0], plain[0]), "above the crossover, in 8 bits"
-        assert torch.equal(named[1], plain[1]), "below it, in 16"
+        assert not torch.equal(named[0], plain[0]), "above the crossover, quantized"
+        assert torch.equal(named[1], plain[1]), "below it, in 16 bits"
         short = [tensor[1:, :, :500] for tensor in tensors]
         if not has_sinks:
             expected = F.scaled_dot_product_attention(*short, is_causal=is_causal)
@@ -340,8 +340,8 @@ class TestDecisions:
         )
         assert sparge.stats().reasons == {"dense: below the crossover": 1}
 
-    def test_a_layer_that_asks_again_is_answered_from_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """As long as its calls are alike; where the schedule stands is looked at each time."""
+    def test_repeated_decisions_of_a_layer_are_cached(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """While its calls are alike; the position in the schedule is read each time."""
         asked = []
         by_policy = dense_rules.by_policy
         monkeypatch.setattr(dense_rules, "by_policy", lambda *args, **call: asked.append(1) or by_policy(*args, **call))
@@ -383,7 +383,7 @@ class TestDecisions:
         ],
         ids=lambda value: value if isinstance(value, str) else "",
     )
-    def test_dense_and_why(self, policy: Policy, sizes: dict[str, Any], reason: str) -> None:
+    def test_reasons_of_dense_calls(self, policy: Policy, sizes: dict[str, Any], reason: str) -> None:
         query, key, value = make_qkv(**sizes)
         expected = F.scaled_dot_product_attention(query, key, value)
         with warnings.catch_warnings(record=True) as caught, sparge.replace_sdpa(policy):
@@ -395,7 +395,7 @@ class TestDecisions:
         assert [str(warning.message).startswith("sparge: ") for warning in caught] == [True] * loud, "once, if at all"
 
     @pytest.mark.parametrize("call", ["gradients", "dropout", "three", "broadcast", "subclass"])
-    def test_what_cannot_be_sparse(self, call: str) -> None:
+    def test_unsupported_calls(self, call: str) -> None:
         query, key, value = make_qkv(200)
         dropout = 0.0
         if call == "gradients":
@@ -449,7 +449,7 @@ class TestDecisions:
         mask[0, ..., :150] = mask[1, ..., 20:] = True
 
         def results() -> tuple[Tensor, Tensor]:
-            with sdpa_kernel(SDPBackend.MATH):  # the others have neither tangents nor rules for batches
+            with sdpa_kernel(SDPBackend.MATH):  # the others have neither tangents nor batching rules
                 batch = torch.func.vmap(F.scaled_dot_product_attention)(
                     query[:, None], key[:, None], value[:, None], mask
                 )
@@ -467,7 +467,7 @@ class TestDecisions:
             with sparge.replace_sdpa(Policy(backend="torch", on_unsupported="raise")):
                 F.scaled_dot_product_attention(query, key, value)
 
-    def test_reentrant_checkpoints_compute_forward_what_they_compute_backward(self) -> None:
+    def test_reentrant_checkpoints_recompute_the_same_forward(self) -> None:
         query, key, value = make_qkv(600)
         query.requires_grad_()
 
@@ -492,7 +492,7 @@ class TestDecisions:
             run(query)
         assert sparge.stats().sparse == 1
 
-    def test_deciding_for_dense_computes_nothing(self) -> None:
+    def test_a_dense_decision_computes_nothing(self) -> None:
         class Count(TorchDispatchMode):
             def __init__(self) -> None:
                 super().__init__()
@@ -514,7 +514,7 @@ class TestDecisions:
             seen.append(count.names)
         assert seen[0] == seen[1]
 
-    def test_multi_head_attention_is_not_reached_and_says_so(self) -> None:
+    def test_multi_head_attention_is_counted_as_dense(self) -> None:
         module = torch.nn.MultiheadAttention(32, 2, batch_first=True).eval()
         tokens = torch.randn(1, 200, 32)
         with torch.no_grad(), sparge.replace_sdpa(ALL):
@@ -532,7 +532,7 @@ class TestScope:
         F.scaled_dot_product_attention(query, key, value)
         assert sparge.stats().calls == 0
 
-    def test_again_nested_and_after_errors(self) -> None:
+    def test_reentry_nesting_and_errors(self) -> None:
         query, key, value = make_qkv(200)
         scope = sparge.replace_sdpa(ALL)
         with pytest.raises(ZeroDivisionError), scope, scope:
@@ -545,7 +545,7 @@ class TestScope:
             F.scaled_dot_product_attention(query, key, value)
         assert sparge.stats().calls == 2
 
-    def test_the_innermost_decides_alone(self) -> None:
+    def test_only_the_innermost_scope_decides(self) -> None:
         query, key, value = make_qkv(200)
         with sparge.replace_sdpa(ALL), sparge.replace_sdpa(Policy(min_tokens=999, backend="torch")):
             F.scaled_dot_product_attention(query, key, value)
@@ -591,7 +591,7 @@ class TestScope:
         assert sparge.stats().calls == 0
         next(generator)
         F.scaled_dot_product_attention(query, key, value)
-        assert sparge.stats().calls == 1, "not inside while it waits"
+        assert sparge.stats().calls == 1, "not inside while suspended"
         generator.send("sent")
         assert generator.throw(KeyError()) == "caught"
         next(generator)
@@ -618,7 +618,7 @@ class TestScope:
             task = asyncio.create_task(run(go_on))
             await asyncio.sleep(0)
             F.scaled_dot_product_attention(query, key, value)
-            assert sparge.stats().calls == 1, "not inside while it waits"
+            assert sparge.stats().calls == 1, "not inside while suspended"
             go_on.set()
             assert await task == "done"
 
@@ -647,7 +647,7 @@ class TestScope:
             generator: Any = steps()
             assert await generator.asend(None) == "step"
             F.scaled_dot_product_attention(query, key, value)
-            assert sparge.stats().calls == 1, "not inside while it waits"
+            assert sparge.stats().calls == 1, "not inside while suspended"
             assert await generator.athrow(KeyError()) == "caught"
             assert await anext(generator) == "step"
             assert sparge.stats().calls == 2
@@ -690,7 +690,7 @@ class TestScope:
         assert counts == [0]
         assert sparge.stats().reasons == {"sparse: torch": 2}
 
-    def test_compiled_programs_notice_the_scope(self) -> None:
+    def test_compiled_programs_guard_on_the_scope(self) -> None:
         query, key, value = make_qkv(600)
         compiled = torch.compile(F.scaled_dot_product_attention, fullgraph=True, backend="eager")
         dense = compiled(query, key, value)
@@ -711,7 +711,7 @@ class TestScope:
 
 
 class TestPadding:
-    """Keys hidden at an end are cut off; the result is that of the mask."""
+    """Hidden keys at an end are cut off; the result equals masked attention."""
 
     @pytest.mark.parametrize("spans", [[(0, 300)], [(40, 300)], [(0, 250)], [(33, 201)], [(40, 300), (0, 190), (0, 0)]])
     @pytest.mark.parametrize("is_causal", [False, True])
@@ -731,7 +731,9 @@ class TestPadding:
         positions = torch.arange(q_len) + 300 - q_len
         for entry in range(batch):
             start, stop = spans[entry % len(spans)]
-            padding = positions >= stop if is_causal else torch.zeros(q_len, dtype=torch.bool)
+            padding = torch.zeros(q_len, dtype=torch.bool)
+            if is_causal:
+                padding = (positions < start) | (positions >= stop)
             torch.testing.assert_close(
                 got[entry][:, ~padding].double(), exact[entry][:, ~padding], rtol=2e-5, atol=2e-6
             )
@@ -753,7 +755,7 @@ class TestPadding:
         assert padding.spans_of(mask.float()) is None
 
     def test_views_of_a_mask_are_read_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """diffusers' dispatcher hands every layer the same (B, S_k), which becomes a view of four dimensions."""
+        """diffusers' dispatcher passes the same mask (B, S_k) to every layer, which becomes a view of 4 dimensions."""
         from sparge.integrations.transformers import padding
 
         reads = []
@@ -769,7 +771,7 @@ class TestPadding:
 
     @pytest.mark.parametrize("waits", [True, False], ids=["a device", "the CPU"])
     def test_masks_of_inference_mode_are_read_once_a_pass(self, waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-        """They do not say that they were written to: what was read holds until a layer asks again."""
+        """They have no version: the result is used until a layer asks a second time."""
         from sparge.integrations.transformers import padding
 
         reads = []
@@ -785,7 +787,7 @@ class TestPadding:
             assert len(reads) == (2 if waits else 6)
             for stop in (60, 50):
                 mask[..., stop:] = False
-                assert padding.spans_of(mask) == ((0, stop),), "nobody says which layer it is"
+                assert padding.spans_of(mask) == ((0, stop),), "the layer is unknown"
 
     def test_sequences_of_one_call_are_counted_as_one(self) -> None:
         query, key, value = make_qkv(300, batch=3)

@@ -1,4 +1,4 @@
-"""Models that SDPA cannot serve: GPT-OSS's sinks are sparse, Gemma 2's capped scores dense; both equal "eager"."""
+"""Models that SDPA cannot compute: GPT-OSS with sinks is sparse, Gemma 2 with soft caps dense; both equal "eager"."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class TestSinks:
         sinks = [layer.self_attn.sinks for layer in model.model.layers]
         for sink in sinks:
             sink.data.fill_(-1e4)
-        assert not torch.allclose(logits(model, ids, mask), expected, atol=1e-3), "they matter"
+        assert not torch.allclose(logits(model, ids, mask), expected, atol=1e-3), "sinks change the result"
         sparge.disable(model)
         assert model.config._attn_implementation == "eager"
 
@@ -78,7 +78,7 @@ class TestSinks:
 
     @pytest.mark.parametrize("limit", [2**26, 0], ids=["by the model", "here"])
     def test_dense(self, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Short calls are equal to "eager" in every bit, long ones, whose scores no memory holds, to rounding."""
+        """Short calls are bitwise equal to "eager"; long calls, whose scores do not fit into memory, up to rounding."""
         monkeypatch.setattr(eager, "MAX_SCORES", limit)
         seen = []
         dense = eager.run.dense
@@ -95,7 +95,7 @@ class TestSinks:
         if limit:
             assert torch.equal(got, expected)
 
-    def test_dense_in_8_bits(self) -> None:
+    def test_quantized_dense_calls(self) -> None:
         model, ids = gpt_oss(), tokens()
         expected = model(ids).logits
         policy = Policy(backend="torch", quantization="int8_fp8", dense="8bit", dense_layers=(0, 1, 2))
@@ -115,8 +115,8 @@ class TestSinks:
         assert model.model.layers[0].self_attn.sinks.grad is not None
         assert sparge.stats().reasons == {"dense: unsupported (gradients)": 3}
 
-    def test_an_evaluation_sees_them(self) -> None:
-        """A substitute gives an output without sinks, and need not know of them."""
+    def test_a_substitute_gets_sinks(self) -> None:
+        """A substitute returns an output without sinks, which are applied afterwards."""
         model, ids = gpt_oss(), tokens(1)
         expected = model(ids).logits
         sparge.enable(model, THIN)
@@ -138,7 +138,7 @@ class TestSinks:
 
 class TestCaps:
     @pytest.mark.parametrize("side", [None, "left"])
-    def test_they_run_dense_as_the_model_has_it(self, side: str | None) -> None:
+    def test_capped_scores_run_on_the_models_own_function(self, side: str | None) -> None:
         model, ids, mask = gemma2(), tokens(), None if side is None else padding(side)
         expected = logits(model, ids, mask)
         sparge.enable(model, Policy(backend="torch"))
@@ -159,7 +159,7 @@ class TestCaps:
             warnings.simplefilter("error")
             assert torch.equal(model.generate(ids, **call), expected)
 
-    def test_without_a_cap_it_is_a_model_like_others(self) -> None:
+    def test_without_a_cap_it_runs_sparse(self) -> None:
         model, ids = gemma2(cap=None), tokens()
         expected = model(ids).logits
         sparge.enable(model, ALL)

@@ -1,4 +1,4 @@
-"""Language models whose layers slide: their masks are recognised as windows, and everything kept is the stock model."""
+"""Language models with sliding windows: their masks are recognized, and with all blocks kept the logits are stock."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from conftest import watch_attention
 from sparge import Policy
 from sparge.integrations import calls, layers
 from sparge.integrations.model_call import ModelCall
-from sparge.integrations.transformers.attention import PADDING, mask
+from sparge.integrations.transformers.masks import CAUSAL, make_mask
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -65,7 +65,7 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture
 def windows(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The window and the mask of every call that reaches attention."""
+    """Record the window and the mask of every call that reaches attention."""
     seen: list[Any] = []
 
     def note(*tensors: Any, window: Any = None, **_: Any) -> None:
@@ -91,7 +91,7 @@ def test_prefill(model: Any, windows: list[Any]) -> None:
     assert_equal(model(ids).logits, expected)
     sliding = [(WINDOW - 1, 0)] * (2 if "Mistral" in type(model).__name__ else 1)
     assert [window for window, _ in windows if window is not None] == sliding
-    assert all(attn_mask is None for _, attn_mask in windows), "no square mask is read"
+    assert all(attn_mask is None for _, attn_mask in windows), "no full mask is read"
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -109,7 +109,7 @@ def test_padded_prefill(model: Any, windows: list[Any], side: str) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 130}, {"cache_implementation": "static"}], ids=str)
 def test_generate(options: dict[str, Any]) -> None:
-    """Chunks behind a sliding cache of WINDOW - 1 keys, and decoding, which stays as it is."""
+    """Chunks after a sliding cache of WINDOW - 1 keys, and decoding, which runs dense."""
     torch.manual_seed(0)
     model = MODELS["gemma3"]().eval()
     ids, attention_mask = tokens(), torch.ones(2, LENGTH, dtype=torch.long)
@@ -135,8 +135,8 @@ def test_a_narrow_window_is_dense_inside() -> None:
     assert_equal(got, expected)
 
 
-def test_a_narrow_window_that_only_the_layer_knows_of_is_dense() -> None:
-    """As in a compiled program, where a mask is one like any other."""
+def test_a_narrow_window_in_the_layers_arguments_is_dense() -> None:
+    """As in a compiled program, where the mask carries no window."""
     torch.manual_seed(0)
     model = MistralForCausalLM(MistralConfig(**{**SIZES, "num_hidden_layers": 1})).eval()
     ids = torch.randint(1, 99, (1, 4224), generator=torch.Generator().manual_seed(1))
@@ -152,11 +152,11 @@ def test_a_narrow_window_that_only_the_layer_knows_of_is_dense() -> None:
 
 class TestRecognition:
     def known(self, mask_function: Any, **options: Any) -> Any:
-        made = mask(1, 70, 70, mask_function=mask_function, **options)
-        return made, getattr(made, PADDING, None)
+        made = make_mask(1, 70, 70, mask_function=mask_function, **options)
+        return made, getattr(made, CAUSAL, None)
 
     @pytest.mark.parametrize("size", [1, 2, 31, 69])
-    def test_the_window_is_what_the_mask_shows(self, size: int) -> None:
+    def test_the_window_equals_the_mask(self, size: int) -> None:
         function = masking_utils.sliding_window_causal_mask_function(size)
         made, (_, padding, found) = self.known(function, local_size=size)
         assert padding is None
@@ -181,7 +181,7 @@ class TestRecognition:
 
 
 def test_a_narrow_window_is_dense_in_the_quantization_of_a_policy() -> None:
-    """A policy's name for 8 bits does not switch the crossover off."""
+    """A quantization named by a policy does not disable the crossover."""
     query = torch.randn(1, 2, 4096, 16)
     for quantization, reason in (
         ("auto", "dense: inside the window"),

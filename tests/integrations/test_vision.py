@@ -1,4 +1,4 @@
-"""transformers' models of pictures, videos and speech: what runs sparse, what is known of tokens, what is counted."""
+"""transformers' models of images, videos and speech: sparse calls, grids and text of their tokens, counts."""
 
 from __future__ import annotations
 
@@ -78,14 +78,14 @@ class TestGrid:
             ((1024, 1024), 4096, (64, 64), 0),  # global layers of SAM, SAM 2
             ((1024, 1024), 196, (14, 14), 0),  # windows of SAM
             ((518, 518), 1370, (37, 37), 1),  # DINOv2: its class token
-            ((525, 700), 1 + 37 * 50, (37, 50), 1),  # what is over is cut off
+            ((525, 700), 1 + 37 * 50, (37, 50), 1),  # the remainder is cut off
             ((1024, 768), 5 + 64 * 48, (64, 48), 5),  # DINOv3: and registers
-            ((512, 864), 100 + 1 + 32 * 54, None, 0),  # YOLOS: detections behind the picture
+            ((512, 864), 100 + 1 + 32 * 54, None, 0),  # YOLOS: detection tokens after the image
             ((64, 64), 7, None, 0),  # a decoder's own tokens
             ((8, 8), 100, None, 0),
         ],
     )
-    def test_of_a_picture(self, sizes: Any, tokens: int, grid: Any, special: int) -> None:
+    def test_of_an_image(self, sizes: Any, tokens: int, grid: Any, special: int) -> None:
         assert grid_of(sizes, tokens) == (grid, ((0, special),) if special else ())
 
     @pytest.mark.parametrize("tubelet", [1, 2])
@@ -165,7 +165,7 @@ class TestEncoders:
         assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
         assert not any(name.startswith("_sparge") for module in model.modules() for name in vars(module))
 
-    def test_special_tokens_are_exact_where_that_costs_little(self) -> None:
+    def test_special_tokens_are_exact_where_that_is_cheap(self) -> None:
         config = DINOv3ViTConfig(**{**SIZES, "num_hidden_layers": 1}, patch_size=4, num_register_tokens=4)
         model = DINOv3ViTModel(config).eval()
         inputs = pixels(4 * 48, 4 * 48)
@@ -175,7 +175,7 @@ class TestEncoders:
         assert_equal(got[:, :5], expected[:, :5])
         assert (got[:, 5:] - expected[:, 5:]).abs().max() > 1e-4
 
-    def test_a_pass_leaves_nothing_behind(self) -> None:
+    def test_a_pass_leaves_no_state(self) -> None:
         model, inputs = dinov2()
         sparge.enable(model.eval(), HALF)
         model(**inputs)
@@ -211,7 +211,7 @@ SAM: dict[str, Any] = {
 
 
 def sam(**options: Any) -> Any:
-    """Its biases are not those of a new model, which are 0."""
+    """Its biases are random; those of a new model are 0."""
     return with_biases(SamVisionModel(SamVisionConfig(**SAM, **options)))
 
 
@@ -227,7 +227,7 @@ def with_biases(model: Any) -> Any:
 
 
 class TestModulesThatCallSdpa:
-    """SAM's picture encoder: a scope sees its calls, which have an additive mask with an entry per head and query."""
+    """SAM's image encoder: a scope intercepts its calls, which have a full additive mask per head."""
 
     @pytest.mark.parametrize("build", [sam, sam_hq])
     def test_everything_kept_is_stock(self, build: Callable[[], Any]) -> None:
@@ -305,7 +305,7 @@ def interrupted(*_: Any, **__: Any) -> None:
 
 IMAGE, VIDEO, PAD = 90, 91, 0
 FRAMES = 64
-"""Of 64 tokens each: enough for the last rows to cost little."""
+"""Frames of 64 tokens: long enough for the last query blocks to be cheap."""
 
 
 def qwen(version: str) -> Any:
@@ -325,7 +325,7 @@ def qwen(version: str) -> Any:
 
 
 def a_video_and_a_question(version: str, padding: tuple[int, int] = (0, 0)) -> dict[str, Tensor]:
-    """For Qwen3-VL each frame has text of its own before it."""
+    """In Qwen3-VL each frame has text before it."""
     frame = [VIDEO] * 64
     frames = [3, 4, 92, *frame, 93] * FRAMES if version == "3" else [92, *frame * FRAMES, 93]
     ids = torch.tensor([[1, 2, *frames, 5, 6, 7]])
@@ -357,7 +357,7 @@ class TestVideosInPrompts:
         }
 
     def test_questions_of_different_lengths(self) -> None:
-        """What is text in the longer sequence lies behind the end of the shorter one."""
+        """Text of the longer sequence is after the end of the shorter one."""
         model, short = qwen("2.5"), a_video_and_a_question("2.5", (0, 100))
         long = {**short, "input_ids": short["input_ids"].where(short["attention_mask"] == 1, 8)}
         long["attention_mask"] = torch.ones_like(short["attention_mask"])
@@ -394,12 +394,12 @@ class TestVideosInPrompts:
         mask[:, 0] = 0
         assert text_of(prompt, [IMAGE, VIDEO], mask)[0] == (1, 2)
 
-    def test_much_text_is_not_told_apart(self) -> None:
+    def test_much_text_is_ignored(self) -> None:
         assert text_of(torch.ones(1, 4096, dtype=torch.long), [VIDEO]) == ()
         assert text_of(torch.tensor([[1] * 600 + [VIDEO] * 3000 + [1] * 600]), [VIDEO]) == ()
 
 
-def test_whisper_is_short_and_says_so() -> None:
+def test_whisper_is_below_the_crossover() -> None:
     sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 99, "num_mel_bins": 8}
     heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}

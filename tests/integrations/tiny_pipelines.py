@@ -20,7 +20,7 @@ TEXT_DIM = 16
 
 
 def build_cogvideox() -> Any:
-    """CogVideoX: text and video in one sequence, 16 x 16 pixels and 4 frames a token."""
+    """CogVideoX: text and video in one sequence, 16 x 16 pixels and 4 frames per token."""
     return diffusers.CogVideoXPipeline(
         tokenizer=t5_tokenizer(),
         text_encoder=t5_encoder(),
@@ -51,7 +51,7 @@ def build_cogvideox() -> Any:
 
 
 def build_mochi() -> Any:
-    """Mochi: text and video in one sequence, padding left out, 16 x 16 pixels and 6 frames a token.
+    """Mochi: text and video in one sequence, without padding, 16 x 16 pixels and 6 frames per token.
 
     Its VAE has 32 channels at least, so it is one that does not enlarge: the video is an eighth as wide as asked for.
     """
@@ -79,7 +79,7 @@ def build_mochi() -> Any:
 
 
 def build_sd3() -> Any:
-    """Stable Diffusion 3.5: text and picture in one sequence, and a block with attention on the picture beside it."""
+    """Stable Diffusion 3.5: text and image in one sequence, and a block with additional attention on the image."""
     return diffusers.StableDiffusion3Pipeline(
         tokenizer=clip_tokenizer(),
         text_encoder=clip_encoder(transformers.CLIPTextModelWithProjection),
@@ -107,7 +107,7 @@ def build_sd3() -> Any:
 
 
 def build_flux() -> Any:
-    """Flux: one block that has text and picture apart, one that has them as one tensor."""
+    """Flux: one block with separate text and image, one with both as one tensor."""
     return diffusers.FluxPipeline(
         tokenizer=clip_tokenizer(),
         text_encoder=clip_encoder(transformers.CLIPTextModel),
@@ -131,7 +131,7 @@ def build_flux() -> Any:
 
 
 def build_hunyuanvideo() -> Any:
-    """HunyuanVideo: as Flux, with a mask over padded text; 8 x 8 pixels and 4 frames a token (the real one has 16)."""
+    """HunyuanVideo: like Flux, padded text is masked; 8 x 8 pixels and 4 frames per token (real: 16)."""
     return diffusers.HunyuanVideoPipeline(
         tokenizer=word_tokenizer(),
         text_encoder=seeded(
@@ -172,7 +172,7 @@ def build_hunyuanvideo() -> Any:
 
 
 def build_wan() -> Any:
-    """Wan: text by cross-attention, guidance in passes of its own; 8 x 8 pixels and 4 frames a token (really 16)."""
+    """Wan: text in cross-attention, separate passes for guidance; 8 x 8 pixels and 4 frames per token (real: 16)."""
     return diffusers.WanPipeline(
         tokenizer=t5_tokenizer(),
         text_encoder=t5_encoder(kind=transformers.UMT5EncoderModel, config=transformers.UMT5Config),
@@ -194,7 +194,7 @@ def build_wan() -> Any:
 
 
 def build_ltx() -> Any:
-    """LTX-Video: text by cross-attention with a mask; 4 x 4 pixels and 4 frames a token (the real one has 32 and 8)."""
+    """LTX-Video: text in cross-attention with a mask; 4 x 4 pixels and 4 frames per token (real: 32 and 8)."""
     half = (True, True, False, False)
     return diffusers.LTXPipeline(
         tokenizer=t5_tokenizer(),
@@ -225,7 +225,7 @@ def build_ltx() -> Any:
 
 
 def build_allegro() -> Any:
-    """Allegro, which has no integration of its own: text by cross-attention, SDPA called directly.
+    """Allegro: text in cross-attention, direct calls of SDPA.
 
     Its VAE decodes whole tiles alone: 24 frames of 128 x 128 pixels.
     """
@@ -276,14 +276,14 @@ CALLS: dict[str, dict[str, Any]] = {
     "wan": {"height": 128, "width": 128, "num_frames": 9, "guidance_scale": 5.0},
     "ltx": {"height": 64, "width": 64, "num_frames": 9, "guidance_scale": 3.0},
 }
-"""What each is called with, besides `PROMPT` and `STEPS`."""
+"""Arguments of each pipeline, besides `PROMPT` and `STEPS`."""
 
 PROMPT = "a cat walks in the rain"
 STEPS = 4
 
 
 def call(name: str, pipe: Any, **more: Any) -> list[Tensor]:
-    """Four steps from the same noise each time; the latents after each of them."""
+    """Run four steps from fixed noise; return the latents after each step."""
     latents: list[Tensor] = []
 
     def keep(_pipe: Any, _step: int, _time: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -305,14 +305,14 @@ def call(name: str, pipe: Any, **more: Any) -> list[Tensor]:
 
 
 def seeded(kind: Any, *args: Any, **config: Any) -> Any:
-    """A model with the same random weights each time, ready for inference."""
+    """Return a model with fixed random weights, ready for inference."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return kind(*args, **config).eval()
 
 
 def picture_vae(latent_channels: int) -> Any:
-    """A VAE that keeps the size of a picture."""
+    """A VAE that keeps the size of an image."""
     return seeded(
         diffusers.AutoencoderKL,
         block_out_channels=(4,),
@@ -344,7 +344,7 @@ def t5_encoder(width: int = TEXT_DIM, kind: Any = None, config: Any = None) -> A
 
 
 def clip_tokenizer() -> Any:
-    """One token for each lower-case letter; those that end a word are apart."""
+    """One token for each lower-case letter; letters at the end of a word have their own."""
     letters = [letter + end for letter in string.ascii_lowercase for end in ("", "</w>")]
     vocab = {token: index for index, token in enumerate(["<|startoftext|>", "<|endoftext|>", *letters])}
     return transformers.CLIPTokenizer(vocab=vocab, merges=[], model_max_length=77)
@@ -368,7 +368,7 @@ def clip_encoder(kind: Any) -> Any:
 
 
 def word_tokenizer() -> Any:
-    """One token for each word: the few it knows, and one for all others.
+    """One token for each known word, and one for all others.
 
     HunyuanVideo puts a template of about a hundred words before a prompt and cuts off its first 95 tokens.
     """

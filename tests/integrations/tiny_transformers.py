@@ -137,7 +137,7 @@ def mochi() -> Tiny:
 
 
 def sd3() -> Tiny:
-    """With a dual-attention layer, as SD3.5 has them."""
+    """SD3.5, with a dual-attention layer."""
     model = SD3Transformer2DModel(
         sample_size=32,
         patch_size=1,
@@ -189,7 +189,7 @@ TRANSFORMERS: dict[str, Callable[[], Tiny]] = {
 
 
 def build(name: str) -> Tiny:
-    """A model with seeded weights, and its inputs."""
+    """Return a model with seeded weights, and its inputs."""
     torch.manual_seed(0)
     model, inputs = TRANSFORMERS[name]()
     return model.eval(), inputs

@@ -1,4 +1,4 @@
-"""vLLM as `sparge.serving.vllm` sees it: its own classes where it is installed, else signatures that were recorded.
+"""The interface of vLLM that `sparge.serving.vllm` uses: its classes if it is installed, else recorded signatures.
 
 Names, fields and arguments are those of vLLM's source at the versions named in `RECORDED`. FlashAttention is SDPA,
 request by request over the pages, in both: no kernel of vLLM runs on a CPU.
@@ -31,7 +31,7 @@ SCHEDULE = ("scheduler_metadata", "max_num_splits")
 
 @dataclass(frozen=True)
 class Recorded:
-    """What differs between versions.
+    """Differences between versions.
 
     Attributes:
         fields: of ``FlashAttentionMetadata``, in order.
@@ -102,7 +102,7 @@ def pages_first(layout: str, pages: int, page: int, heads: int, head_dim: int) -
 
 @dataclass
 class FlashAttention:
-    """vLLM's kernel, as its layers call it: in place, from pages. ``calls`` has the query lengths of every call."""
+    """vLLM's kernel, called in place on pages. ``calls`` records the query lengths of every call."""
 
     calls: list[list[int]] = field(default_factory=list)
 
@@ -134,7 +134,7 @@ class FlashAttention:
 
 
 def dense(query: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: bool = True) -> Tensor:
-    """Attention (S, H, D) of one request, its queries at the end of its keys."""
+    """Return attention (S, H, D) of one request, with its queries at the end of its keys."""
     mask = torch.ones(len(query), len(key), dtype=torch.bool)
     mask = mask.tril(len(key) - len(query)) if causal else mask
     q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
@@ -149,7 +149,7 @@ class CGSupport(Enum):
 
 
 def modules_of(version: str) -> dict[str, ModuleType]:
-    """The modules of a version of vLLM, by their names."""
+    """Return the modules of a version of vLLM by name."""
     recorded = RECORDED[version]
     names = ("vllm", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.backend", "vllm.v1.attention.backends")
     leaves = ("vllm.v1.attention.backends.flash_attn", "vllm.v1.attention.backends.registry")
@@ -213,7 +213,7 @@ def modules_of(version: str) -> dict[str, ModuleType]:
         def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
             del common_prefix_len, fast_build
             common = common_attn_metadata
-            told = {
+            arguments = {
                 "num_actual_tokens": common.num_actual_tokens,
                 "max_query_len": common.max_query_len,
                 "query_start_loc": common.query_start_loc,
@@ -225,8 +225,8 @@ def modules_of(version: str) -> dict[str, ModuleType]:
                 "causal": common.causal,
             }
             if "sliding_window" in recorded.fields:
-                told["sliding_window"] = (-1, -1)
-            return FlashAttentionMetadata(**told)
+                arguments["sliding_window"] = (-1, -1)
+            return FlashAttentionMetadata(**arguments)
 
         def update_block_table(self, metadata: Any, blk_table: Tensor, slot_mapping: Tensor) -> Any:
             values = {name: getattr(metadata, name) for name in recorded.fields}
@@ -324,7 +324,7 @@ def modules_of(version: str) -> dict[str, ModuleType]:
 
 
 class Engine:
-    """One vLLM, with `sparge.serving.vllm` on top of it."""
+    """One version of vLLM, with `sparge.serving.vllm` imported on top of it."""
 
     def __init__(self, version: str) -> None:
         self.version = version
@@ -345,7 +345,7 @@ class Engine:
         return next((name for name in CACHES if pages_first(name, 5, 16, 3, 8) == found), "side by side")
 
     def config(self, heads: int, options: Any = None, layers: int = 4, drafts: int | None = None) -> Any:
-        """A ``VllmConfig``, as far as builders read it."""
+        """The fields of a ``VllmConfig`` that builders read."""
         text = SimpleNamespace(num_hidden_layers=layers, model_type="llama")
         names = [f"model.layers.{index}.self_attn.attn" for index in range(layers)]
         return SimpleNamespace(
@@ -385,8 +385,8 @@ class Engine:
         return kind(spec, list(config.compilation_config.static_forward_context), config, torch.empty(0).device)
 
     def impl(self, heads: int, head_dim: int, scale: float, kv_heads: int, **others: Any) -> Any:
-        told = {"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto", **others}
-        made = self.sparge.SpargeImpl(heads, head_dim, scale, kv_heads, **told)
+        arguments = {"alibi_slopes": None, "sliding_window": None, "kv_cache_dtype": "auto", **others}
+        made = self.sparge.SpargeImpl(heads, head_dim, scale, kv_heads, **arguments)
         made.vllm_flash_attn_version = 2  # vLLM finds none on a CPU
         return made
 
@@ -396,7 +396,7 @@ INSTALLED = ["installed"] if importlib.util.find_spec("vllm") else []
 
 @pytest.fixture(params=[*RECORDED, *INSTALLED])
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    """Every recorded version, and the installed one, if there is any."""
+    """Every recorded version, and the installed one if there is one."""
     yield from made_engine(request.param, monkeypatch)
 
 
@@ -424,5 +424,5 @@ def made_engine(version: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engin
 
 
 def arguments_of(function: Any) -> tuple[str, ...]:
-    """The names of a method's arguments."""
+    """Return the names of a method's arguments."""
     return tuple(name for name in inspect.signature(function).parameters if name != "self")

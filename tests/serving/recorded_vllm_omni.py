@@ -1,4 +1,4 @@
-"""vLLM-Omni as `sparge.serving.vllm_omni` sees it: its own classes where it is installed, else those of 0.30.0.
+"""The interface of vLLM-Omni that `sparge.serving.vllm_omni` uses: its classes if installed, else those of 0.30.0.
 
 Names, fields and arguments were recorded of vLLM-Omni's source. The backend that its platform would take is SDPA.
 """
@@ -32,7 +32,7 @@ SDPA = "vllm_omni.diffusion.attention.backends.sdpa.SDPABackend"
 
 
 class Platform:
-    """A GPU's, on a CPU."""
+    """The platform of a GPU, on a CPU."""
 
     device_name = "cuda"
 
@@ -53,7 +53,7 @@ class Platform:
 
 
 def modules() -> dict[str, ModuleType]:
-    """vLLM-Omni's modules, and the one of vLLM's that resolves names."""
+    """Return vLLM-Omni's modules, and vLLM's module that resolves names."""
     names = (
         *("vllm", "vllm.utils", "vllm.utils.import_utils", "vllm_omni", "vllm_omni.platforms", "vllm_omni.diffusion"),
         *("vllm_omni.diffusion.config", "vllm_omni.diffusion.forward_context", "vllm_omni.diffusion.attention"),
@@ -138,8 +138,8 @@ def modules() -> dict[str, ModuleType]:
             mask = mask[:, None, None].bool() if mask is not None and mask.ndim == 2 else mask
             q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
             grouped = q.shape[1] != k.shape[1]
-            told: Any = {"is_causal": self.causal, "scale": self.softmax_scale, "enable_gqa": grouped}
-            return F.scaled_dot_product_attention(q, k, v, mask, **told).transpose(1, 2)
+            arguments: Any = {"is_causal": self.causal, "scale": self.softmax_scale, "enable_gqa": grouped}
+            return F.scaled_dot_product_attention(q, k, v, mask, **arguments).transpose(1, 2)
 
     class SDPABackend(AttentionBackend):
         @classmethod
@@ -191,7 +191,7 @@ def modules() -> dict[str, ModuleType]:
 
 
 class Engine:
-    """One vLLM-Omni, with `sparge.serving.vllm_omni` on top of it."""
+    """One version of vLLM-Omni, with `sparge.serving.vllm_omni` imported on top of it."""
 
     def __init__(self, version: str) -> None:
         backends = "vllm_omni.diffusion.attention.backends"
@@ -210,7 +210,7 @@ class Engine:
 
     @contextmanager
     def step(self, index: int | None, total: int | None) -> Iterator[None]:
-        """Within one denoising step."""
+        """Run within one denoising step."""
         context = SimpleNamespace(denoise_step_idx=index, total_denoise_steps=total)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(self.sparge, "is_forward_context_available", lambda: True)
@@ -223,7 +223,7 @@ INSTALLED = ["installed"] if importlib.util.find_spec("vllm_omni") else []
 
 @pytest.fixture(params=[RECORDED, *INSTALLED])
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    """The recorded version, and the installed one, if there is any."""
+    """The recorded version, and the installed one if there is one."""
     monkeypatch.delitem(sys.modules, "sparge.serving.vllm_omni", raising=False)
     if request.param == "installed":
         import vllm_omni.version

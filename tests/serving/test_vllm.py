@@ -1,4 +1,4 @@
-"""vLLM's backend CUSTOM: long prefills sparse as `sparge.attention` has them, everything else FlashAttention's."""
+"""vLLM's backend CUSTOM: long prefills equal `sparge.attention`, everything else runs on FlashAttention."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ SCALE = 0.3
 OPTIONS = {"topk": 0.4, "backend": "torch", "min_tokens": 512}
 NAME = "model.layers.1.self_attn"
 MIXED = ((1, 900), (640, 0), (1, 40), (100, 0), (256, 700), (3, 500), (130, 300))
-"""Queries, and keys before them: decode, a prompt, decode, a short prompt, a chunk, verification, a short chunk."""
+"""Queries and keys before them: decode, a prompt, decode, a short prompt, a chunk, verification, a short chunk."""
 LONG = (1, 4)
 
 
 @pytest.fixture(autouse=True)
 def _device() -> Iterator[None]:
-    """Everything that tests make lies on the device; what vLLM has on the host does so."""
+    """Tests create all tensors on the device; only those that vLLM has on the host are there."""
     with DEVICE:
         yield
 
 
 @dataclass
 class Batch:
-    """Requests as vLLM hands them over: packed, with everything in the cache, pages in any order."""
+    """Requests as vLLM passes them: packed, with all keys in the cache, and pages in any order."""
 
     query: Tensor
     key: Tensor
@@ -72,7 +72,7 @@ def batch_of(engine: Engine, sizes: tuple[tuple[int, int], ...] = MIXED, *, padd
     pages = [-(-length // PAGE) for length in lengths]
     places = torch.randperm(sum(pages) + 3)
     keys, values = (torch.full((sum(pages) + 3, PAGE, KV_HEADS, HEAD_DIM), torch.nan) for _ in range(2))
-    table = torch.full((len(sizes), max(pages) + 2), 2**20, dtype=torch.int32)  # what is not used is not read
+    table = torch.full((len(sizes), max(pages) + 2), 2**20, dtype=torch.int32)  # unused entries are not read
     requests, used = [], 0
     for index, ((queries, _), length) in enumerate(zip(sizes, lengths, strict=True)):
         own = places[used : used + pages[index]]
@@ -114,7 +114,7 @@ def layer_of(name: str = f"{NAME}.attn") -> Any:
 
 
 def run(engine: Engine, batch: Batch, options: Any = None, layer: Any = None, **others: Any) -> Tensor:
-    """One step of one layer."""
+    """Run one step of one layer."""
     builder = engine.builder(engine.config(HEADS, OPTIONS if options is None else options), KV_HEADS, HEAD_DIM)
     impl = engine.impl(HEADS, HEAD_DIM, SCALE, KV_HEADS, **others)
     return forward(engine, impl, batch, builder.build(0, batch.common), layer)
@@ -133,12 +133,12 @@ def forward(engine: Engine, impl: Any, batch: Batch, metadata: Any, layer: Any =
 
 def sparse(request: tuple[Tensor, Tensor, Tensor], **options: Any) -> Tensor:
     q, k, v = (tensor[None] for tensor in request)
-    told = {"topk": 0.4, "backend": "torch", **options}
-    return sparge.attention(q, k, v, is_causal=True, scale=SCALE, enable_gqa=True, layout="NHD", **told)[0]
+    call = {"topk": 0.4, "backend": "torch", **options}
+    return sparge.attention(q, k, v, is_causal=True, scale=SCALE, enable_gqa=True, layout="NHD", **call)[0]
 
 
 def check(batch: Batch, output: Tensor, long: tuple[int, ...], **options: Any) -> None:
-    """Each request by itself: sparse or dense, and nothing written behind them."""
+    """Check each request separately, and that nothing is written after them."""
     for index, request in enumerate(batch.requests):
         found = output[batch.starts[index] : batch.starts[index + 1]]
         expected = sparse(request, **options) if index in long else dense(*request, SCALE)
@@ -159,14 +159,14 @@ def test_mixed_batches(engine: Engine) -> None:
 
 
 def test_a_default_device(newest: Engine) -> None:
-    """What is made on the host stays there, wherever vLLM has new tensors go."""
+    """Host tensors stay on the host, whatever the default device is."""
     batch = batch_of(newest)
     builder = newest.builder(newest.config(HEADS, OPTIONS), KV_HEADS, HEAD_DIM)
     with torch.device("meta"):
         step = builder.build(0, batch.common).sparge
     rows, rest = step.rest_of(builder.build(0, batch.common))
     with torch.device("meta"):
-        again, same = step.renewed().rest_of(builder.build(0, batch.common))
+        again, same = step.copy().rest_of(builder.build(0, batch.common))
     assert torch.equal(rows, again) and torch.equal(rest.query_start_loc, same.query_start_loc)
 
 
@@ -182,7 +182,7 @@ def test_a_default_device(newest: Engine) -> None:
     ],
     ids=["long last", "long first", "one between", "all long", "long beside nothing", "rows of a padded batch"],
 )
-def test_where_long_requests_lie(newest: Engine, sizes: tuple[tuple[int, int], ...], long: tuple[int, ...]) -> None:
+def test_positions_of_long_requests(newest: Engine, sizes: tuple[tuple[int, int], ...], long: tuple[int, ...]) -> None:
     batch = batch_of(newest, sizes)
     check(batch, run(newest, batch), long)
     others = [queries for index, (queries, _) in enumerate(sizes) if queries and index not in long]
@@ -190,7 +190,7 @@ def test_where_long_requests_lie(newest: Engine, sizes: tuple[tuple[int, int], .
 
 
 def test_a_cache_of_two_pages(engine: Engine) -> None:
-    """Two layouts differ in nothing but where 2 stands: a cache does not tell which it has."""
+    """Two layouts differ only in the position of the 2: the shape of a cache does not determine its layout."""
     sizes = ((128, 20),)
     batch = batch_of(engine, sizes)
     small = dataclasses.replace(batch)
@@ -216,13 +216,13 @@ def test_nothing_is_long(newest: Engine) -> None:
 
 
 def test_host_lengths_of_short_steps_are_not_read(newest: Engine) -> None:
-    """vLLM hands over some that are still on their way from the device."""
+    """Some of vLLM's host lengths are still being copied from the device."""
     batch = batch_of(newest, ((3, 900), (1, 30)))
     batch.common.query_start_loc_cpu = batch.common.seq_lens_cpu_upper_bound = SimpleNamespace()
     check(batch, run(newest, batch), ())
 
 
-def test_drafted_tokens_are_no_prefill(newest: Engine) -> None:
+def test_drafted_tokens_are_not_a_prefill(newest: Engine) -> None:
     """Their lengths on the host are not exact."""
     batch = batch_of(newest, ((140, 600),))
     builder = newest.builder(newest.config(HEADS, OPTIONS, drafts=80), KV_HEADS, HEAD_DIM)
@@ -249,8 +249,8 @@ def test_another_block_table(engine: Engine) -> None:
     check(batch, forward(engine, impl, batch, first), LONG)
 
 
-def test_keys_in_the_cache_alone(engine: Engine) -> None:
-    """A fused operator wrote them, or the layer reads another one's."""
+def test_keys_in_the_cache_only(engine: Engine) -> None:
+    """A fused operator wrote them, or the layer reads the cache of another one."""
     batch = batch_of(engine)
     shared = dataclasses.replace(
         batch, key=torch.full_like(batch.key, torch.nan), value=torch.full_like(batch.value, torch.nan)
@@ -288,7 +288,7 @@ def test_outputs_as_rows(newest: Engine) -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore:sparge")
-def test_what_layers_leave_to_flash_attention(newest: Engine, words: str, others: dict[str, Any]) -> None:
+def test_layers_that_fall_back_to_flash_attention(newest: Engine, words: str, others: dict[str, Any]) -> None:
     batch = batch_of(newest)
     run(newest, batch, **others)
     assert newest.kernel.calls == [[queries for queries, _ in MIXED]]
@@ -304,7 +304,7 @@ def test_what_layers_leave_to_flash_attention(newest: Engine, words: str, others
         ("context parallelism", "pcp_world_size", 2),
     ],
 )
-def test_what_layers_have_that_only_flash_attention_has(newest: Engine, words: str, attribute: str, value: Any) -> None:
+def test_layer_properties_without_support(newest: Engine, words: str, attribute: str, value: Any) -> None:
     impl = newest.impl(HEADS, HEAD_DIM, SCALE, KV_HEADS)
     assert impl._why_dense() is None
     setattr(impl, attribute, value)
@@ -312,19 +312,19 @@ def test_what_layers_have_that_only_flash_attention_has(newest: Engine, words: s
 
 
 @pytest.mark.filterwarnings("ignore:sparge")
-def test_what_steps_leave_to_flash_attention(engine: Engine) -> None:
-    """Every field that the metadata of a version has, and of later ones: what is not understood is left alone."""
+def test_steps_that_fall_back_to_flash_attention(engine: Engine) -> None:
+    """Any unrecognized field of the metadata of any version falls back to FlashAttention."""
     batch = batch_of(engine)
     builder = engine.builder(engine.config(HEADS, OPTIONS), KV_HEADS, HEAD_DIM)
     impl = engine.impl(HEADS, HEAD_DIM, SCALE, KV_HEADS)
     plain = engine.flash_attn.FlashAttentionMetadataBuilder.build
     names = {field.name for field in dataclasses.fields(engine.flash_attn.FlashAttentionMetadata)}
-    told: list[tuple[str, Any]] = [
-        (name, torch.ones(1)) for name in sorted(names - engine.sparge.UNDERSTOOD - {"use_cascade"})
+    entries: list[tuple[str, Any]] = [
+        (name, torch.ones(1)) for name in sorted(names - engine.sparge.KNOWN_FIELDS - {"use_cascade"})
     ]
-    told += [("causal", False), ("causal", torch.ones(len(MIXED), dtype=torch.int32))]
-    told += [("use_cascade", True)] if "use_cascade" in names else []
-    for name, value in told:
+    entries += [("causal", False), ("causal", torch.ones(len(MIXED), dtype=torch.int32))]
+    entries += [("use_cascade", True)] if "use_cascade" in names else []
+    for name, value in entries:
 
         def build(self: Any, *args: Any, name: str = name, value: Any = value) -> Any:
             metadata = plain(self, *args)
@@ -348,7 +348,7 @@ def test_what_steps_leave_to_flash_attention(engine: Engine) -> None:
 
 @pytest.mark.filterwarnings("ignore:sparge")
 def test_builders_of_vllm_around_this_one(newest: Engine) -> None:
-    """Static sinks lengthen what a request sees on the device alone."""
+    """Static sinks change the number of visible keys on the device only."""
     batch = batch_of(newest)
 
     class Around(newest.sparge.SpargeMetadataBuilder):  # type: ignore[name-defined]
@@ -362,7 +362,7 @@ def test_builders_of_vllm_around_this_one(newest: Engine) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:sparge")
-def test_lengths_on_the_device_alone(newest: Engine) -> None:
+def test_lengths_on_the_device_only(newest: Engine) -> None:
     batch = batch_of(newest)
     batch.common.seq_lens_cpu_upper_bound = None
     check(batch, run(newest, batch), ())
@@ -374,7 +374,7 @@ def test_lengths_on_the_device_alone(newest: Engine) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:sparge")
-def test_a_cache_layout_that_is_not_known(newest: Engine) -> None:
+def test_an_unknown_cache_layout(newest: Engine) -> None:
     """Requests without context do not read the cache."""
     builder = newest.builder(newest.config(HEADS, OPTIONS), KV_HEADS, HEAD_DIM)
     impl = newest.impl(HEADS, HEAD_DIM, SCALE, KV_HEADS)
@@ -420,7 +420,7 @@ def test_policies_that_are_refused_at_the_start(newest: Engine, options: Any, me
         newest.builder(newest.config(HEADS, options), KV_HEADS, HEAD_DIM)
 
 
-def test_what_the_backend_says(engine: Engine) -> None:
+def test_properties_of_the_backend(engine: Engine) -> None:
     backend, parent = engine.sparge.SpargeBackend, engine.flash_attn.FlashAttentionBackend
     assert (backend.get_name(), backend.is_sparse()) == ("CUSTOM", False)
     assert backend.get_impl_cls() is engine.sparge.SpargeImpl
@@ -454,10 +454,10 @@ def test_registering(newest: Engine) -> None:
 @pytest.mark.parametrize(
     "register, engine_name", [("register_vllm", "vLLM 0.20"), ("register_vllm_omni", "vLLM-Omni 0.30")]
 )
-def test_an_engine_without_such_names_is_left_alone(
+def test_an_engine_without_a_registry_is_not_changed(
     register: str, engine_name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Engines call what is installed, asked for or not, and end where it raises."""
+    """Engines call every installed plug-in, and an exception would end them."""
     for name in ("vllm.v1.attention.backends.registry", "vllm_omni.diffusion.attention.backends.registry"):
         monkeypatch.setitem(sys.modules, name, None)
     with caplog.at_level("INFO", "sparge"):
@@ -466,7 +466,7 @@ def test_an_engine_without_such_names_is_left_alone(
 
 
 def test_signatures_are_those_of_vllm(engine: Engine) -> None:
-    """What is overridden takes what vLLM's takes; what was recorded is what the installed version has."""
+    """Overrides have vLLM's parameters, and recorded signatures equal those of the installed version."""
     flash, ours = engine.flash_attn, engine.sparge
     assert arguments_of(flash.FlashAttentionImpl.__init__) == IMPL
     assert arguments_of(flash.FlashAttentionMetadataBuilder.__init__) == BUILDER
@@ -482,4 +482,4 @@ def test_signatures_are_those_of_vllm(engine: Engine) -> None:
     if version in RECORDED:
         assert names == set(RECORDED[version].fields)
         assert engine.layout == RECORDED[version].layout
-    assert names >= engine.sparge.UNDERSTOOD - {"prefix_scheduler_metadata"}
+    assert names >= engine.sparge.KNOWN_FIELDS - {"prefix_scheduler_metadata"}

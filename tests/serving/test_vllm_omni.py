@@ -1,4 +1,4 @@
-"""vLLM-Omni: its backend, which knows layers, steps and where the video is; and the one function of its proposal."""
+"""vLLM-Omni: its backend, with layers, steps and the position of the video; and the function of its proposal."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def tensors(tokens: int = VIDEO, kv_heads: int = HEADS, kv_tokens: int | None = 
 
 
 def sparse(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
-    told: dict[str, Any] = {"topk": 0.4, "backend": "torch", "enable_gqa": True, **options}
-    return sparge.attention(q, k, v, mask, scale=SCALE, layout="NHD", **told)
+    given: dict[str, Any] = {"topk": 0.4, "backend": "torch", "enable_gqa": True, **options}
+    return sparge.attention(q, k, v, mask, scale=SCALE, layout="NHD", **given)
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, is_causal: bool = False) -> Tensor:
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    told: dict[str, Any] = {"is_causal": is_causal, "scale": SCALE, "enable_gqa": q.shape[1] != k.shape[1]}
-    return F.scaled_dot_product_attention(q, k, v, mask, **told).transpose(1, 2)
+    given: dict[str, Any] = {"is_causal": is_causal, "scale": SCALE, "enable_gqa": q.shape[1] != k.shape[1]}
+    return F.scaled_dot_product_attention(q, k, v, mask, **given).transpose(1, 2)
 
 
 def in_order(q: Tensor, k: Tensor, v: Tensor, text: int = 0, **options: Any) -> Tensor:
-    """Sparse attention along Hilbert's curve through the video, behind the text."""
+    """Return sparse attention of text followed by a video in Hilbert order."""
     order = ordering.order_of(GRID)
     moved = (order.apply(tensor, dim=1, start=text) for tensor in (q, k, v))
     return order.undo(sparse(*moved, score="spread", **options), dim=1, start=text)
@@ -75,7 +75,7 @@ def test_masks_over_keys(engine: Engine) -> None:
     torch.testing.assert_close(output, dense(q, k, v, mask[:, None, None]), rtol=0, atol=1e-6)
 
 
-def test_dense_calls_are_the_platform_s(engine: Engine) -> None:
+def test_dense_calls_run_on_the_platforms_backend(engine: Engine) -> None:
     q, k, v = tensors()
     sparge.reset_stats()
     for options in ({"min_tokens": 9999}, {"dense_layers": [3], **OPTIONS}, {"budgets": {"blocks.3": 1.0}, **OPTIONS}):
@@ -91,10 +91,10 @@ def test_dense_calls_are_the_platform_s(engine: Engine) -> None:
 
 
 class Maskless:
-    """A platform's backend that takes no mask."""
+    """A platform's backend without masks."""
 
-    def __init__(self, **told: Any) -> None:
-        assert told["softmax_scale"] == SCALE and told["prefix"] == "blocks.0"
+    def __init__(self, **given: Any) -> None:
+        assert given["softmax_scale"] == SCALE and given["prefix"] == "blocks.0"
 
     @classmethod
     def get_impl_cls(cls) -> Any:
@@ -110,7 +110,7 @@ class Maskless:
         return dense(query, key, value) + 1
 
 
-def test_masks_that_the_platform_does_not_take(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_that_the_platform_does_not_support(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     path = f"{__name__}.Maskless"
     platform = engine.sparge.current_omni_platform
     monkeypatch.setattr(type(platform), "get_diffusion_attn_backend_cls", lambda *_, **__: path)
@@ -118,14 +118,14 @@ def test_masks_that_the_platform_does_not_take(engine: Engine, monkeypatch: pyte
     q, k, v = tensors()
     mask = torch.arange(VIDEO)[None] < 600
     metadata = engine.abstract.AttentionMetadata
-    for told in (None, metadata()):
-        assert torch.equal(impl.forward(q, k, v, told), dense(q, k, v) + 1)
+    for given in (None, metadata()):
+        assert torch.equal(impl.forward(q, k, v, given), dense(q, k, v) + 1)
     output = impl.forward(q, k, v, metadata(attn_mask=mask))
     torch.testing.assert_close(output, dense(q, k, v, mask[:, None, None]), rtol=0, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:sparge")
-def test_what_cannot_be_sparse(engine: Engine) -> None:
+def test_unsupported_calls(engine: Engine) -> None:
     q, k, v = tensors()
     spans = engine.abstract.AttentionMetadata(full_attn_spans=[[(0, 9)]])
     cases: list[tuple[str, dict[str, Any], list[Tensor], Any]] = [
@@ -153,8 +153,8 @@ def test_what_cannot_be_sparse(engine: Engine) -> None:
         assert reason.startswith(f"dense: unsupported ({words}")
 
 
-def test_videos_behind_text(engine: Engine) -> None:
-    """The text is kept, the video goes along Hilbert's curve, and what lies behind is not looked at."""
+def test_videos_after_text(engine: Engine) -> None:
+    """The text is kept, the video is in Hilbert order, and the tokens after it are ignored."""
     q, k, v = tensors(TEXT + VIDEO + 40)
     layout = engine.abstract.VideoTokenLayout(prefix_len=TEXT, latent_grid=GRID)
     mask = torch.ones(1, TEXT + VIDEO + 40, dtype=torch.bool)
@@ -169,7 +169,7 @@ def test_videos_behind_text(engine: Engine) -> None:
 
 
 def test_several_videos(engine: Engine) -> None:
-    """No order, since there is no one grid; what lies between them is kept."""
+    """Several videos have no single grid, so tokens stay in place; those between videos are kept."""
     span = engine.abstract.VideoTokenSpan
     layout = engine.abstract.VideoTokenLayout(
         used_len=700, video_spans=(span(330, (3, 10, 12), "target"), span(20, (2, 10, 12), "reference"))
@@ -191,7 +191,7 @@ def test_layouts_of_other_tokens(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("strategy, kept", [("front", (0, 64)), ("rear", (VIDEO - 64, VIDEO))])
-def test_text_that_ulysses_has_put_there(engine: Engine, strategy: str, kept: tuple[int, int]) -> None:
+def test_text_that_ulysses_has_moved(engine: Engine, strategy: str, kept: tuple[int, int]) -> None:
     q, k, v = tensors()
     text = k[:, slice(*kept)]
     metadata = engine.abstract.AttentionMetadata(
@@ -216,7 +216,7 @@ def test_steps(engine: Engine) -> None:
 
 
 def test_policy_of_the_environment(engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """vLLM-Omni 0.30 hands a backend no options but its own."""
+    """vLLM-Omni 0.30 passes no options to other backends than its own."""
     q, k, v = tensors()
     path = tmp_path / "policy.json"
     path.write_text(json.dumps(OPTIONS))
@@ -236,7 +236,7 @@ def test_policy_of_the_environment(engine: Engine, monkeypatch: pytest.MonkeyPat
             engine.impl()
 
 
-def test_what_is_refused_at_the_start(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_at_the_start(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"backend_kwargs: policy: expected fields among .*, got sparsity_ratio"):
         engine.impl(backend_kwargs={"sparsity_ratio": 0.5})
     with pytest.raises(ValueError, match=r"expected dense_layers counted from 0 .*, got -2"):
@@ -252,7 +252,7 @@ def test_what_is_refused_at_the_start(engine: Engine, monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def registered(engine: Engine) -> Iterator[Any]:
-    """vLLM-Omni's names, with this library's among them."""
+    """vLLM-Omni's names, including this library's."""
     names = engine.registry.DiffusionAttentionBackendEnum
     serving.register_vllm_omni()
     yield names
@@ -272,7 +272,7 @@ def test_registering(engine: Engine, registered: Any) -> None:
         assert registered["SPARGE"].get_class().get_name() == "SPARGE"
 
 
-def test_what_the_backend_says(engine: Engine) -> None:
+def test_properties_of_the_backend(engine: Engine) -> None:
     backend = engine.sparge.SpargeBackend
     assert backend.get_name() == "SPARGE" and backend.get_impl_cls() is engine.sparge.SpargeImpl
     assert backend.get_metadata_cls() is engine.abstract.AttentionMetadata
@@ -290,7 +290,7 @@ def test_what_the_backend_says(engine: Engine) -> None:
 
 
 def test_the_layer_of_vllm_omni_takes_it(engine: Engine, registered: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Selected by its name, through vLLM-Omni's own layer."""
+    """The backend is selected by name, through vLLM-Omni's own layer."""
     if not engine.is_installed:
         pytest.skip("vLLM-Omni is not installed; its layer was not recorded")
     layer_module: Any = import_module("vllm_omni.diffusion.attention.layer")
@@ -305,7 +305,7 @@ def test_the_layer_of_vllm_omni_takes_it(engine: Engine, registered: Any, monkey
 
     monkeypatch.setattr(selector, "_cached_get_backend_cls", resolved)
     monkeypatch.setattr(
-        layer_module, "get_attn_backend_for_role", lambda **told: role(**{**told, "attention_config": config})
+        layer_module, "get_attn_backend_for_role", lambda **given: role(**{**given, "attention_config": config})
     )
     monkeypatch.setattr(
         layer_module, "build_parallel_attention_strategy", lambda **_: layer_module.NoParallelAttention()
@@ -333,19 +333,19 @@ def test_the_function() -> None:
 
 
 @pytest.mark.parametrize("as_tensors", [False, True])
-def test_what_the_engine_tells_the_function(as_tensors: bool) -> None:
+def test_properties_of_a_call_in_params(as_tensors: bool) -> None:
     q, k, v = tensors()
     kind: Callable[[Any], Any] = (lambda value: torch.tensor([value])) if as_tensors else (lambda value: value)
     sizes = {"latent_shape": kind((6, 20, 24)), "patch_size": kind((1, 2, 2))}
-    told = {**OPTIONS, **sizes, "kv_cache_dtype": "fp8", "total_latent_frames": 6}
-    assert torch.equal(call(q, k, v, told), in_order(q, k, v))
+    given = {**OPTIONS, **sizes, "kv_cache_dtype": "fp8", "total_latent_frames": 6}
+    assert torch.equal(call(q, k, v, given), in_order(q, k, v))
     short = [tensor[:, :640] for tensor in (q, k, v)]
-    assert torch.equal(call(*short, told), sparse(*short)), "sizes of other tokens"
+    assert torch.equal(call(*short, given), sparse(*short)), "sizes of other tokens"
     rules = {**OPTIONS, "dense_first_steps": 2, "total_denoise_steps": kind(8)}
     for index, is_dense in ((1, True), (2, False)):
         output = call(q, k, v, {**rules, "denoise_step_idx": kind(index)})
         assert torch.equal(output, dense(q, k, v)) == is_dense
-    assert torch.equal(call(q, k, v, rules), dense(q, k, v)), "no step is told"
+    assert torch.equal(call(q, k, v, rules), dense(q, k, v)), "the step is unknown"
 
 
 def test_policy_of_the_function(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ def loaded(data: Path) -> tuple[Any, torch.Tensor, Any]:
 @pytest.fixture
 def model(loaded: tuple[Any, torch.Tensor, Any]) -> Any:
     yield loaded[0]
-    if hasattr(loaded[0], "_sparge_before"):
+    if hasattr(loaded[0], "_sparge_enabled"):
         sparge.disable(loaded[0])
 
 

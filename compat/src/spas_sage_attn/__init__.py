@@ -1,7 +1,7 @@
-"""The import name of the published SpargeAttention code, served by sparge: every function is `sparge.compat`'s.
+"""The import name of the published SpargeAttention code, with the functions of `sparge.compat`.
 
 This is not the published package. It is for programs that import ``spas_sage_attn`` and cannot be changed, such as
-SGLang's diffusion backend. Both claim the same import name, so only one of the two can be installed.
+SGLang's diffusion backend. Both packages have the same import name, so only one of them can be installed.
 
 >>> import torch
 >>> from spas_sage_attn import spas_sage2_attn_meansim_topk_cuda

@@ -1,17 +1,17 @@
-"""What a name of the published package says that sparge does not serve."""
+"""The error for names of the published package that sparge does not provide."""
 
 from typing import NoReturn
 
 
 def refuse(module: str, name: str, instead: str) -> NoReturn:
-    """Raise for a name that a module is asked for, as its ``__getattr__``.
+    """Raise for a name that a module does not have; called by its ``__getattr__``.
 
     Raises:
-        AttributeError: a name of Python's own, which its import system asks modules for.
-        ImportError: any other.
+        AttributeError: the name starts with two underscores; Python's import system looks such names up.
+        ImportError: any other name.
     """
     if name.startswith("__"):
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
     raise ImportError(
-        f"{module}.{name}: expected a name that sparge serves, got one it does not; use {instead} (docs/migration.md)"
+        f"{module}.{name}: expected a name that sparge provides, got another; use {instead} (docs/migration.md)"
     )

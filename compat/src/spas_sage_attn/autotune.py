@@ -1,4 +1,4 @@
-"""The published tuner, which is not here: its names say what does its work in sparge."""
+"""The names of the published tuner raise an error that names its replacement in sparge."""
 
 from typing import Any
 
@@ -9,6 +9,6 @@ def __getattr__(name: str) -> Any:
     return refuse(
         __name__,
         name,
-        "sparge.calibrate(model, inputs) and sparge.enable(model, profile) for budgets by layer; thresholds that were "
-        "tuned before go into spas_sage2_attn_meansim_cuda, one tensor (heads,) each",
+        "sparge.calibrate(model, inputs) and sparge.enable(model, profile) for budgets by layer; pass thresholds "
+        "that were tuned before to spas_sage2_attn_meansim_cuda, one tensor (heads,) each",
     )

@@ -1,4 +1,4 @@
-"""The published module of the attention functions: `spas_sage_attn` has them all."""
+"""The published module of the attention functions, which are those of `spas_sage_attn`."""
 
 from typing import Any
 

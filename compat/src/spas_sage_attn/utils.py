@@ -1,4 +1,4 @@
-"""The published helpers of masks and thresholds, which are not here: their names say what does their work in sparge."""
+"""The names of the published helpers for masks and thresholds raise an error that names their replacement."""
 
 from typing import Any
 

@@ -20,6 +20,7 @@ import typer
 
 from sparge._version import __version__
 from sparge.cli import calibrate, evaluate, options
+from sparge.options.extras import install_command
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -301,7 +302,7 @@ def doctor() -> None:
         table.add_column(no_wrap=True)
         table.add_column()
         for name, text in lines:
-            table.add_row(f"  {name}", Text(text))  # Text: "sparge[plot]" is not markup
+            table.add_row(f"  {name}", Text(text))  # Text: ".[plot]" is not markup
         console.print(title, style="bold")
         console.print(table)
         console.print()
@@ -370,7 +371,7 @@ def _advice() -> Iterator[tuple[str, str]]:
     from sparge.backends import base
 
     if _installed("matplotlib") is None:
-        yield "matplotlib", "BlockMask.plot() cannot draw, all else works: pip install 'sparge[plot]'"
+        yield "matplotlib", f"BlockMask.plot() cannot draw, all else works: {install_command('plot')}"
     if not torch.cuda.is_available() and shutil.which("nvidia-smi"):
         why = "this build of torch has no CUDA" if torch.version.cuda is None else "torch finds no CUDA device"
         yield "cuda", f"{why}, though nvidia-smi is here: install torch for CUDA (pytorch.org), or check the driver"

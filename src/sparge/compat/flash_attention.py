@@ -1,10 +1,10 @@
-"""FlashAttention's functions under their own names and signatures, computed sparse by this library.
+"""FlashAttention's functions with their own names and signatures, computed by this library's sparse attention.
 
     flash_attn_func             a batch of sequences
     flash_attn_varlen_func      packed sequences
 
-For programs that call them already, without gradients; they are names of `sparge.compat`. Half of the visible blocks
-are kept, and short calls run dense: `sparge.attention` and `sparge.varlen_attention` have an argument for everything.
+They are exported by `sparge.compat`, for programs that call them already, and have no gradients. They keep half of the
+visible blocks, and short calls run dense. `sparge.attention` and `sparge.varlen_attention` have all options.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def flash_attn_func(
     return_attn_probs: bool = False,
     s_aux: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, None]:
-    """Attention over half of the visible blocks, of tensors with tokens before heads.
+    """Compute attention over half of the visible blocks, for tensors with tokens before heads.
 
     Args:
         q: (B, S_q, H, D); k: (B, S_k, H_kv, D); v: (B, S_k, H_kv, D_v).
@@ -80,17 +80,17 @@ def flash_attn_varlen_func(
     block_table: None = None,
     s_aux: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, None]:
-    """Attention over half of the visible blocks of each segment of packed sequences.
+    """Compute attention over half of the visible blocks of each segment of packed sequences.
 
     Args:
-        max_seqlen_q, max_seqlen_k: lengths that no segment exceeds. Numbers are checked; a tensor, which transformers
-            makes where it finds segments by their positions, is not read: the bounds say it all.
-        alibi_slopes, block_table: None; neither slopes nor pages are read.
-        deterministic: either; there is no backward pass, and the forward one gives the same bits every time.
-        return_attn_probs: also return the LSE (H, total_q) and, in the place of the probabilities of dropout, None.
-        s_aux: attention sinks (H,), as FlashAttention 3 has them: logits that take weight and give no value.
+        max_seqlen_q, max_seqlen_k: maximum lengths of segments. Numbers are checked. A tensor, which transformers
+            passes if it finds segments by their positions, is not read; the bounds are sufficient.
+        alibi_slopes, block_table: None; slopes and paged caches are not supported.
+        deterministic: True or False; the forward pass always returns the same bits, and there is no backward pass.
+        return_attn_probs: also return the LSE (H, total_q) and None in place of the dropout probabilities.
+        s_aux: attention sinks (H,) as in FlashAttention 3: logits that take weight and have no value.
 
-    The arguments before them, and the errors, are those of `sparge.varlen_attention`.
+    The other arguments and the errors are those of `sparge.varlen_attention`.
 
     Example:
         >>> import torch

@@ -1,15 +1,13 @@
-"""The published functions of SpargeAttention under their own names and signatures, computed by this library.
+"""The published functions of SpargeAttention with their own names and signatures, computed by this library.
 
     spas_sage2_attn_meansim_topk_cuda, spas_sage_attn_meansim_topk_cuda     keep a share of the blocks
     spas_sage2_attn_meansim_cuda, spas_sage_attn_meansim_cuda               keep blocks until their mass is covered
     block_sparse_sage2_attn_cuda                                            keep the blocks of a given mask
 
-and those of FlashAttention from `sparge.compat.flash_attention`: flash_attn_func, flash_attn_varlen_func.
-
-For programs that call them already: new ones call `sparge.attention`. Every argument has its published place and either
-has an effect or raises; docs/migration.md says what becomes of each, and which results change and why. The names of
-SageAttention 1 and 2 are one function each: the quantization is the fastest of the device (`sparge.attention` has
-``quantization`` for another), and despite the names any device will do.
+They are for programs that call them already; new programs should call `sparge.attention`. Every argument has its
+published position and either has an effect or raises. docs/migration.md describes each argument, and which results
+change and why. The functions for SageAttention 1 and 2 are the same here: the quantization is the fastest of the device
+(`sparge.attention` has a ``quantization`` argument), and despite the names they run on any device.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from sparge.options.common import Layout, PerHead, check_range
 from sparge.options.rules import DEFAULT_MIN_BLOCKS, Selection, TopCdf, TopK
 
 PV_THRESHOLD_OFF = 50.0
-"""The published default, 2^-50: far below what any dtype resolves, so it means that nothing is skipped."""
+"""The published default, 2^-50: far below the resolution of any dtype, so nothing is skipped."""
 
 
 def spas_sage2_attn_meansim_topk_cuda(
@@ -48,7 +46,7 @@ def spas_sage2_attn_meansim_topk_cuda(
     output_dtype: torch.dtype | None = None,
     return_sparsity: bool = False,
 ) -> Tensor | tuple[Tensor, float]:
-    """Attention over the best-scored share of the visible blocks, scored by block means as in the paper.
+    """Compute attention over the visible blocks with the best scores, which block means predict as in the paper.
 
     Args:
         q: (B, H, S_q, D), or (B, S_q, H, D) with ``tensor_layout="NHD"``; float16, bfloat16 or float32.
@@ -56,18 +54,19 @@ def spas_sage2_attn_meansim_topk_cuda(
         v: (B, H_kv, S_k, D_v).
         attn_mask: bool (True = may attend) or additive, broadcastable to (B, H, S_q, S_k).
         dropout_p: 0.0; sparse attention has no dropout.
-        is_causal: query i sees keys up to i + S_k - S_q. Causal rows also keep the diagonal and at least 16 blocks.
+        is_causal: query i sees keys up to i + S_k - S_q. Causal calls also keep the diagonal and at least 16
+            blocks per query block.
         scale: factor on the scores, 1 / sqrt(D) by default.
-        smooth_k: True; softmax does not notice it, 8 bits need it.
-        simthreshd1: blocks whose tokens agree less than this are kept whatever their score; 0 or less asks no block.
-        topk: share of the visible blocks each row keeps, in (0, 1]; at least one block.
+        smooth_k: True; it does not change softmax, and quantization needs it.
+        simthreshd1: blocks whose tokens are less similar than this are kept at any score; 0 or less disables it.
+        topk: share of the visible blocks that each query block keeps, in (0, 1]; at least one block.
         pvthreshd: skip P V of 64 rows when all their probabilities lie below 2^-pvthreshd of the running maximum; 50
             or more skips nothing.
-        attention_sink: keep the first key block in every row; None means "when causal".
+        attention_sink: every query block keeps the first key block; None means "when causal".
         tensor_layout: "HND" or "NHD", of inputs and output.
         output_dtype: a floating-point dtype; the query's by default.
-        return_sparsity: also return the share of visible blocks that was skipped. Waits for the device, and predicts
-            at any length, where otherwise short calls run dense.
+        return_sparsity: also return the share of visible blocks that was skipped. This waits for the device, and
+            short calls are sparse, which run dense otherwise.
 
     The three thresholds may be tensors (H,), one entry per query head.
 
@@ -75,7 +74,7 @@ def spas_sage2_attn_meansim_topk_cuda(
         The output (B, H, S_q, D_v) in the layout of the inputs, contiguous; with ``return_sparsity`` also a float.
 
     Raises:
-        TypeError, ValueError: an argument is not what was expected.
+        TypeError, ValueError: an argument has the wrong type or is out of range.
         NotImplementedError: dropout, ``smooth_k=False``, gradients, head_dim outside 8..256.
 
     Example:
@@ -119,10 +118,10 @@ def spas_sage2_attn_meansim_cuda(
     output_dtype: torch.dtype | None = None,
     return_sparsity: bool = False,
 ) -> Tensor | tuple[Tensor, float]:
-    """Attention over the best-scored blocks of each row until their estimated mass reaches ``cdfthreshd``.
+    """Compute attention over the best blocks of each query block until their estimated mass reaches ``cdfthreshd``.
 
     Args:
-        cdfthreshd: mass to cover, in (0, 1], the block that crosses it included; a tensor (H,) sets it per head.
+        cdfthreshd: mass to cover, in (0, 1], including the block that crosses it; a tensor (H,) sets it per head.
 
     The other arguments, the result and the errors are those of `spas_sage2_attn_meansim_topk_cuda`;
     ``simthreshd1`` is on by default.
@@ -165,15 +164,15 @@ def block_sparse_sage2_attn_cuda(
     output_dtype: torch.dtype | None = None,
     return_sparsity: bool = False,
 ) -> Tensor | tuple[Tensor, float]:
-    """Attention (not causal) over the blocks that a mask keeps.
+    """Compute attention (not causal) over the blocks that a mask keeps.
 
     Args:
-        mask_id: integers or bools (B, H, ceil(S_q / 128), ceil(S_k / 64)), a block is kept where they are not 0; None
-            keeps every block.
-        attention_sink: keep key block 0 in every row, whatever the mask says.
+        mask_id: integers or bools (B, H, ceil(S_q / 128), ceil(S_k / 64)), nonzero for kept blocks; None keeps every
+            block.
+        attention_sink: every query block also keeps key block 0.
 
-    The other arguments, the result and the errors are those of `spas_sage2_attn_meansim_topk_cuda`. A row that keeps
-    nothing gives 0.
+    The other arguments, the result and the errors are those of `spas_sage2_attn_meansim_topk_cuda`. The output
+    of a query block that keeps nothing is 0.
 
     Example:
         >>> import torch
@@ -194,7 +193,7 @@ def block_sparse_sage2_attn_cuda(
     output = api.block_sparse_attention(
         q, k, v, mask, scale=scale, enable_gqa=True, pv_threshold=pv_threshold, layout=tensor_layout
     )
-    output = _as_asked(output, output_dtype)
+    output = _converted(output, output_dtype)
     return (output, 1.0 - mask.density()) if return_sparsity else output
 
 
@@ -217,22 +216,22 @@ def _predicted_attention(
     output_dtype: torch.dtype | None,
     return_sparsity: bool,
 ) -> Tensor | tuple[Tensor, float]:
-    """What both selections share. A sparsity is told only of blocks that this very call predicted and computed."""
+    """Compute attention with predicted blocks; a sparsity is returned for the blocks of this call."""
     _check(q, k, v, dropout_p, smooth_k, tensor_layout, output_dtype, return_sparsity)
     call: dict[str, Any] = {"attn_mask": attn_mask, "scale": scale, "enable_gqa": True, "layout": tensor_layout}
     choice: dict[str, Any] = {"sparsity": sparsity, "score": "mean", "is_causal": is_causal}
     if not return_sparsity:
-        return _as_asked(api.attention(q, k, v, skipped="drop", **call, **choice), output_dtype)
+        return _converted(api.attention(q, k, v, skipped="drop", **call, **choice), output_dtype)
     mask = api.predict(q, k, **call, **choice)
     output = api.block_sparse_attention(q, k, v, mask, pv_threshold=sparsity.pv_threshold, **call)
-    return _as_asked(output, output_dtype), 1.0 - mask.density()
+    return _converted(output, output_dtype), 1.0 - mask.density()
 
 
 def _rules(is_causal: bool, simthreshd1: PerHead, pvthreshd: PerHead, attention_sink: bool | None) -> dict[str, Any]:
-    """The published thresholds as arguments of a selection.
+    """Return the published thresholds as arguments of a selection.
 
-    There was no floor, and full attention gets none. Causal rows get this library's: language models lose most in
-    rows that see few blocks, and at long lengths it costs nothing.
+    The published code has no minimum per query block, and full attention gets none. Causal attention gets this
+    library's: language models lose most in query blocks that see few key blocks, and in long sequences it is free.
     """
     return {
         "min_blocks": DEFAULT_MIN_BLOCKS if is_causal else 0,
@@ -243,12 +242,12 @@ def _rules(is_causal: bool, simthreshd1: PerHead, pvthreshd: PerHead, attention_
 
 
 def _detached(threshold: PerHead) -> PerHead:
-    """Tuned thresholds come as parameters of a module; the output must not ask for a gradient because of them."""
+    """Return a threshold without gradient: tuned thresholds are parameters of a module."""
     return threshold.detach() if isinstance(threshold, Tensor) else threshold
 
 
 def _similarity_threshold(simthreshd1: PerHead) -> PerHead | None:
-    """The similarity threshold. Similarity is never below 0: a threshold of 0 or less asks no block."""
+    """Return the similarity threshold; None for 0 or less, as similarity is never negative."""
     check_range("simthreshd1", simthreshd1, -math.inf, 1.0, "[-inf, 1]")
     if isinstance(simthreshd1, Tensor):
         return simthreshd1.clamp(min=0.0)
@@ -256,22 +255,22 @@ def _similarity_threshold(simthreshd1: PerHead) -> PerHead | None:
 
 
 def _pv_threshold(pvthreshd: PerHead) -> PerHead | None:
-    """From a positive number of octaves to a negative natural logarithm.
+    """Convert a positive number of log2 units to a negative natural logarithm.
 
-    None where it can be known that nothing is skipped: on a CPU any threshold means the slow simulation.
+    Return None if nothing is skipped and that is known: on a CPU any threshold selects the slow simulation.
     """
     check_range("pvthreshd", pvthreshd, 0.0, math.inf, "(0, inf]")
     if not isinstance(pvthreshd, Tensor):
         return None if pvthreshd >= PV_THRESHOLD_OFF else -math.log(2.0) * pvthreshd
-    octaves = pvthreshd.float()
-    off = octaves >= PV_THRESHOLD_OFF
+    log2_units = pvthreshd.float()
+    off = log2_units >= PV_THRESHOLD_OFF
     if off.device.type == "cpu" and not torch.compiler.is_compiling() and bool(off.all()):
         return None
-    return torch.where(off, -math.inf, -math.log(2.0) * octaves)
+    return torch.where(off, -math.inf, -math.log(2.0) * log2_units)
 
 
 def _kept_blocks(mask_id: Tensor | None, attention_sink: bool, shape: Shape, device: torch.device) -> Tensor:
-    """The bool tensor of kept blocks. Nothing is broadcast: a mask of another geometry must not pass for this one."""
+    """Return the bool tensor of kept blocks. Masks are not broadcast, to detect those of another geometry."""
     checks.check_flag("attention_sink", attention_sink)
     full = (shape.batch, shape.heads, shape.q_blocks, shape.kv_blocks)
     if mask_id is None:
@@ -306,23 +305,23 @@ def _check(
     output_dtype: torch.dtype | None,
     return_sparsity: bool,
 ) -> Shape:
-    """Raise before anything is computed; the sizes of the call."""
+    """Check the arguments and return the sizes of the call."""
     if smooth_k is not True:
         raise NotImplementedError(
-            f"smooth_k: expected True (smoothing changes the precision of 8 bits, nothing else), got {smooth_k!r}"
+            f"smooth_k: expected True (smoothing only changes the precision of quantization), got {smooth_k!r}"
         )
     if output_dtype is not None and not (isinstance(output_dtype, torch.dtype) and output_dtype.is_floating_point):
         raise TypeError(f"output_dtype: expected a floating-point torch.dtype or None, got {output_dtype!r}")
     checks.check_choice("tensor_layout", tensor_layout, checks.LAYOUTS)
     checks.check_flag("return_sparsity", return_sparsity)
     *_, shape = validation.check_query_key_value(q, k, v, tensor_layout, enable_gqa=True)
-    obstacle = dense_rules.unsupported(shape, dropout_p, needs_grad=False)  # of gradients the call itself speaks
+    obstacle = dense_rules.unsupported(shape, dropout_p, needs_grad=False)  # the call itself checks gradients
     if obstacle is not None:
         raise NotImplementedError(obstacle.message)
     return shape
 
 
-def _as_asked(output: Any, dtype: torch.dtype | None) -> Tensor:
-    """The output in the dtype asked for, contiguous: callers of the published code go on with ``view``."""
+def _converted(output: Any, dtype: torch.dtype | None) -> Tensor:
+    """Return the output in a dtype, contiguous: callers of the published code use ``view``."""
     assert isinstance(output, Tensor)
     return output.to(output.dtype if dtype is None else dtype).contiguous()

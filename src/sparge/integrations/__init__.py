@@ -1,4 +1,7 @@
-"""One line turns a model on: `enable`, `disable`, `register`, `replace_sdpa`. Frameworks are imported when used."""
+"""Turn sparse attention on in a model: `enable`, `disable`, `register`, `replace_sdpa`.
+
+Frameworks are imported when they are used.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ import importlib.util
 import sys
 from typing import TYPE_CHECKING, Any, Literal
 
+from sparge.integrations.hooks import without_compile
 from sparge.integrations.sdpa import replace_sdpa
 from sparge.options import checks
+from sparge.options.extras import install_command
 from sparge.policy import Policy
 
 if TYPE_CHECKING:
@@ -19,18 +24,24 @@ FRAMEWORKS = ("transformers", "diffusers")
 
 
 def enable(model: Any, policy: Policy | Profile | None = None, *, scheduler: Any = None) -> None:
-    """Turn sparse attention on in a model, where a policy says so.
+    """Turn sparse attention on in a model.
+
+    Calls that need gradients run dense. In training mode, layers through which no gradient flows (a frozen body with a
+    trainable head) run sparse, with one warning. A model can be enabled before or after ``torch.compile``. A copied or
+    pickled model stays enabled, also in another process; with rules about steps, call `enable` again for the pipeline
+    of the copy.
 
     Args:
-        model: a transformers model, or a pipeline around one; a diffusers pipeline or its transformer. The rest of a
-            pipeline (text encoders, VAE) is left alone. A model that is enabled already gets the new policy.
-        policy: what goes sparse; ``Policy()`` by default. Or the `Profile` of a calibration, whose policy is taken.
+        model: a transformers model, or a transformers pipeline; a diffusers pipeline or its transformer. Other parts of
+            a pipeline (text encoders, VAE) are not changed. A model that is enabled already gets the new policy.
+        policy: decides which calls go sparse; ``Policy()`` by default. A `Profile` from `sparge.calibrate` provides its
+            policy.
         scheduler: the scheduler that drives a transformer enabled without its pipeline, for rules about steps.
 
     Raises:
-        TypeError: neither a transformers nor a diffusers model.
-        NotImplementedError: a model this version does not know.
-        ValueError: the policy has a rule the model cannot follow.
+        TypeError: the model is neither a transformers nor a diffusers model.
+        NotImplementedError: the model is not supported.
+        ValueError: the policy has a rule that cannot be applied to the model.
 
     Example:
         >>> import sparge
@@ -43,17 +54,17 @@ def enable(model: Any, policy: Policy | Profile | None = None, *, scheduler: Any
         >>> sparge.disable(model)
     """
     profile: Any = policy if hasattr(policy, "check_model") else None
-    chosen = _checked(profile.policy if profile is not None else policy)
+    chosen = _checked(policy if profile is None else profile.policy)
     model = _unwrapped(model)
     framework = _framework_of(model)
     if profile is not None:
         profile.check_model(model)
     if framework == "transformers":
-        from sparge.integrations.transformers import attention
+        from sparge.integrations.transformers import model as transformers_model
 
         if scheduler is not None:
             raise ValueError(f"scheduler: expected None for a transformers model, got {type(scheduler).__name__}")
-        attention.enable(model, chosen)
+        transformers_model.enable(model, chosen)
     else:
         from sparge.integrations.diffusers import pipeline
 
@@ -61,15 +72,15 @@ def enable(model: Any, policy: Policy | Profile | None = None, *, scheduler: Any
 
 
 def disable(model: Any) -> None:
-    """Give a model back the attention it had before `enable`; its output is what it was, in every bit.
+    """Restore the attention that a model had before `enable`; its output is bitwise equal to the original.
 
     Raises:
-        TypeError: neither a transformers nor a diffusers model.
-        ValueError: the model was not enabled.
+        TypeError: the model is neither a transformers nor a diffusers model.
+        ValueError: the model is not enabled.
     """
     model = _unwrapped(model)
     if _framework_of(model) == "transformers":
-        from sparge.integrations.transformers import attention as framework
+        from sparge.integrations.transformers import model as framework
     else:
         from sparge.integrations.diffusers import pipeline as framework  # type: ignore[no-redef]
     if not framework.is_enabled(model):
@@ -78,12 +89,12 @@ def disable(model: Any) -> None:
 
 
 def register(policy: Policy | None = None, framework: Literal["transformers", "diffusers"] = "transformers") -> None:
-    """Make the name "sparge" known to a framework, for models that choose their attention by name.
+    """Register the attention "sparge" with a framework, for models that choose their attention by name.
 
     transformers: ``from_pretrained(..., attn_implementation="sparge")``. diffusers:
-    ``transformer.set_attention_backend("sparge")``, for models that go through its dispatcher (Flux, Wan, LTX,
-    HunyuanVideo); it does not say which layer or step a call belongs to, or where the text is. `enable` knows all that,
-    and gives each model a policy of its own.
+    ``transformer.set_attention_backend("sparge")``, for models that use its dispatcher (Flux, Wan, LTX, HunyuanVideo).
+    The dispatcher provides neither the layer nor the step of a call, nor where its text tokens lie. `enable` does, and
+    gives each model its own policy.
 
     Raises:
         ImportError: the framework is missing, too old, or cannot be extended.
@@ -92,7 +103,7 @@ def register(policy: Policy | None = None, framework: Literal["transformers", "d
     policy = _checked(policy)
     checks.check_choice("framework", framework, FRAMEWORKS)
     if not _is_installed(framework):
-        raise ImportError(f"expected {framework} to be installed, got none: pip install 'sparge[{framework}]'")
+        raise ImportError(f"expected {framework} to be installed, got none: {install_command(framework)}")
     if framework == "transformers":
         from sparge.integrations.transformers import attention
 
@@ -101,7 +112,7 @@ def register(policy: Policy | None = None, framework: Literal["transformers", "d
     from sparge.integrations.diffusers import backend
 
     if policy.has_step_rules or policy.has_layer_rules:
-        raise ValueError(f"policy: expected no rules about steps or layers (sparge.enable knows them), got {policy}")
+        raise ValueError(f"policy: expected no rules about steps or layers (sparge.enable supports them), got {policy}")
     if backend.register(policy) is None:
         raise ImportError("diffusers: expected a version whose attention backends can be extended (0.42 can)")
 
@@ -115,18 +126,18 @@ def _checked(policy: Any) -> Policy:
 
 
 def _unwrapped(model: Any) -> Any:
-    """The model inside what PEFT, torch.compile and transformers' pipelines wrap around it."""
+    """Return the model inside a PEFT model, a compiled model or a transformers pipeline."""
     pipelines = sys.modules.get("transformers.pipelines.base")
     if pipelines is not None and isinstance(model, pipelines.Pipeline):
         return _unwrapped(model.model)
     peft = sys.modules.get("peft")
     if peft is not None and isinstance(model, peft.PeftModel):
         return _unwrapped(model.get_base_model())
-    return getattr(model, "_orig_mod", model)
+    return without_compile(model)
 
 
 def _framework_of(model: Any) -> str:
-    """ "transformers" or "diffusers", without importing either: who has such a model has imported its framework."""
+    """Return "transformers" or "diffusers", without importing either: the model's class has imported its framework."""
     for framework, names in (
         ("transformers", ("PreTrainedModel",)),
         ("diffusers", ("DiffusionPipeline", "ModelMixin")),
@@ -135,7 +146,7 @@ def _framework_of(model: Any) -> str:
         if library is not None and isinstance(model, tuple(getattr(library, name) for name in names)):
             return framework
     missing = [name for name in FRAMEWORKS if not _is_installed(name)]
-    hint = f"; for models of {' or '.join(missing)}: pip install 'sparge[{','.join(missing)}]'" if missing else ""
+    hint = f"; for models of {' or '.join(missing)}: {install_command(*missing)}" if missing else ""
     raise TypeError(
         "model: expected a transformers model, a diffusers pipeline or its transformer "
         f"(`with sparge.replace_sdpa(policy):` reaches any other), got {type(model).__name__}{hint}"

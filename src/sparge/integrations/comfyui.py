@@ -1,19 +1,19 @@
-"""ComfyUI: the attention of one model, sparse by a policy; the node in ``comfyui/`` is a thin form over `sparsify`.
+"""ComfyUI: sparse attention for one model. The node in ``comfyui/`` calls `sparsify`.
 
-At every attention call of a diffusion model ComfyUI looks for "optimized_attention_override" among the model's
-``transformer_options`` and hands it the function it would have called, with all arguments. `attention_override` makes
-such an override. It computes the sparse calls itself and passes all others on, arguments untouched. Nothing of ComfyUI
-is imported: what is needed of it comes with the call.
+At every attention call of a diffusion model, ComfyUI reads "optimized_attention_override" from the model's
+``transformer_options`` and calls it with the function that it would have called, and all arguments.
+`attention_override` returns an override that computes the sparse calls itself and passes all others on unchanged. It
+imports nothing of ComfyUI: all it needs comes with the call.
 
-What the options of a call say, and where models differ:
+The options of a call, which differ between models:
 
-    sigmas                    noise level of the step, on the device. One tensor serves all calls of a step.
-    block_type, block_index   transformers: "double" or "single", and the place in that list of blocks.
+    sigmas                    noise level of the step, on the device. All calls of a step share one tensor.
+    block_type, block_index   transformers: "double" or "single", and the index in that list of blocks.
     total_blocks              length of that list.
-    block                     UNets: ("input", 4), and block_index counts the transformer blocks within.
-    img_slice                 [start, stop) of the picture among the tokens; the rest is text. Flux has it in its single
+    block                     UNets: ("input", 4), where block_index counts the transformer blocks inside.
+    img_slice                 [start, stop) of the image among the tokens; the rest is text. Flux sets it in its single
                               blocks only, many models never.
-    minimax_h3_layout         MiniMax-H3's own: segments (start, stop, kind).
+    minimax_h3_layout         MiniMax-H3 only: segments (start, stop, kind).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from sparge.policy import Policy
 
 OVERRIDE = "optimized_attention_override"
 ROUNDING = 1e-6
-"""Relative; sigmas are float32, and a step may lie on the very start or end."""
+"""Relative tolerance: sigmas are float32, and a step may lie exactly at the start or end of the range."""
 
 Override = Callable[..., Tensor]
 Ranges = Sequence[tuple[int, int]]
@@ -59,16 +59,16 @@ def sparsify(
     min_tokens: int = 0,
     backend: str = "auto",
 ) -> Any:
-    """A clone of a ModelPatcher whose attention is sparse; the model itself stays as it is.
+    """Return a clone of a ModelPatcher whose attention is sparse; the model itself is not changed.
 
     Args:
-        model: what ComfyUI's loaders return as MODEL.
+        model: a MODEL, as ComfyUI's loaders return it.
         keep_percent: as in `attention_override`; so are ``dense_blocks``, ``min_tokens`` and ``backend``.
-        start_percent: where in the model's noise schedule, from 0 to 1, sparse attention starts; dense before.
-        end_percent: where it ends; dense behind.
+        start_percent: the start of sparse attention in the model's noise schedule, from 0 to 1; dense before.
+        end_percent: its end; dense after.
 
     Raises:
-        TypeError, ValueError: a value is not what was expected.
+        TypeError, ValueError: a value has the wrong type or is out of range.
     """
     if not 0 <= start_percent <= end_percent <= 1:
         raise ValueError(f"expected 0 <= start_percent <= end_percent <= 1, got {start_percent} and {end_percent}")
@@ -98,20 +98,20 @@ def attention_override(
     previous: Override | None = None,
     backend: str = "auto",
 ) -> Override:
-    """What to set as ``transformer_options["optimized_attention_override"]``.
+    """Return a value for ``transformer_options["optimized_attention_override"]``.
 
-    It is a function and not an object, because ComfyUI copies the options of a model deeply, over and over.
+    It is a function, not an object, because ComfyUI often makes deep copies of a model's options.
 
     Args:
-        keep_percent: share of the blocks that a call keeps, in percent: (0, 100]. 100 is dense attention: in 8 bits
-            where those are faster (GPUs), elsewhere what the model would do without.
+        keep_percent: share of the blocks that a call keeps, in percent: (0, 100]. 100 is dense attention, quantized
+            where that is faster (GPUs), and unchanged elsewhere.
         start_sigma: steps with more noise than this run dense.
         end_sigma: steps with less noise than this run dense.
-        dense_blocks: blocks that run dense: "0, 1, -1" or "0-3, -1". A number counts within a list of blocks: 0 is the
-            first of the double blocks and the first of the single blocks, -1 the last of each. In UNets it is the
-            number of the input, middle or output block, and negative numbers have no meaning.
-        min_tokens: calls with fewer tokens run dense; 0 leaves it to the measured crossover.
-        previous: the override that was set before. It gets the dense calls.
+        dense_blocks: blocks that run dense: "0, 1, -1" or "0-3, -1". A number is an index in a list of blocks: 0 is the
+            first double block and the first single block, -1 the last of each. In UNets it is the number of the input,
+            middle or output block, and negative numbers have no meaning.
+        min_tokens: calls with fewer tokens run dense; with 0, only the measured crossover applies.
+        previous: the override that was set before, which computes the dense calls.
         backend: as in `Policy`.
 
     Returns:
@@ -120,7 +120,7 @@ def attention_override(
         heads first with ``skip_output_reshape``.
 
     Raises:
-        TypeError, ValueError: a value is not what was expected.
+        TypeError, ValueError: a value has the wrong type or is out of range.
 
     Example:
         >>> import torch, sparge
@@ -147,7 +147,7 @@ def attention_override(
         dense_layers=parse_blocks(dense_blocks),
         backend=backend,
     )
-    sparse = _Sparse(policy, start_sigma, end_sigma)
+    sparse = _SparseCalls(policy, start_sigma, end_sigma)
 
     def override(func: Override, *args: Any, **kwargs: Any) -> Tensor:
         output = sparse(*args, **kwargs)
@@ -159,10 +159,10 @@ def attention_override(
 
 
 def parse_blocks(text: str) -> tuple[int, ...]:
-    """Numbers of blocks from what a user wrote.
+    """Return the block numbers in a text.
 
     Raises:
-        ValueError: it is not a list of numbers and ranges.
+        ValueError: the text is not a list of numbers and ranges.
 
     Example:
         >>> parse_blocks("0-3, -1"), parse_blocks("")
@@ -182,16 +182,16 @@ def parse_blocks(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(found))
 
 
-class _Sparse:
-    """The sparse output of a call, or None: run it dense."""
+class _SparseCalls:
+    """Computes sparse calls; returns None for calls that run dense."""
 
     def __init__(self, policy: Policy, start_sigma: float, end_sigma: float) -> None:
         self.policy = policy
         self.unquantized = replace(policy, quantization="none")
-        self.over_all = replace(policy, dense="8bit") if policy.topk == 1 else None
+        self.quantized_dense = replace(policy, dense="8bit") if policy.topk == 1 else None
         self.sigmas = None if start_sigma == math.inf and end_sigma <= 0 else _SigmaRange(start_sigma, end_sigma)
         self.text = _TextTokens()
-        self.told = False
+        self.has_logged = False
 
     def __call__(
         self,
@@ -208,7 +208,7 @@ class _Sparse:
         scale: float | None = None,
         enable_gqa: bool = False,
         low_precision_attention: bool = True,
-        _inside_attn_wrapper: bool = True,  # for the functions that are wrapped
+        _inside_attn_wrapper: bool = True,  # read by ComfyUI's own functions
         **unknown: Any,
     ) -> Tensor | None:
         options = transformer_options or {}
@@ -218,59 +218,54 @@ class _Sparse:
         mask = _with_heads(mask)
         unsupported = next((f"argument {name}" for name, value in unknown.items() if value is not None), None)
         unsupported = unsupported or _why_misshapen(q, k, mask, heads)
-        name, index, total = _block_of(options)
-        is_dense_block, unknown_block = _is_dense_block(self.policy, index, total)
-        is_inside = True if self.sigmas is None else self.sigmas.contain(options.get("sigmas"))
-        unknown_step = "start_percent or end_percent, but the call has no sigmas" if is_inside is None else None
-        exact = attn_precision == torch.float32 or not low_precision_attention
-        layer = Layer(
-            name,
-            self.unquantized if exact else self.policy,
-            is_dense_block,
-            _DENSE_STEP if is_inside is False else None,
-        )
-        if self.over_all is not None and layer.steps is None and not is_dense_block:
-            layer = Layer(name, self.unquantized if exact else self.over_all, dense=True)
-        output = attend(
-            layer,
-            ModelCall(
-                q,
-                k,
-                v,
-                mask,
-                scale=scale,
-                enable_gqa=enable_gqa,
-                text=self.text.among(options, k.shape[2]) if k.ndim == 4 else (),
-                unsupported=unsupported or unknown_block or unknown_step,
-            ),
-        )
+        layer, why_not = self._layer(options, attn_precision == torch.float32 or not low_precision_attention)
+        text = self.text.among(options, k.shape[2]) if k.ndim == 4 else ()
+        call = ModelCall(q, k, v, mask, scale=scale, enable_gqa=enable_gqa, text=text)
+        call.unsupported = unsupported or why_not
+        output = attend(layer, call)
         if output is None:
             return None
-        if not self.told and not torch.compiler.is_compiling():
-            self.told = True
-            kind = "sparse attention" if self.over_all is None else "attention in 8 bits"
-            _log.info("sparge: %s is on, %d tokens, %s", kind, k.shape[2], name or "no name for the block")
+        if not self.has_logged and not torch.compiler.is_compiling():
+            self.has_logged = True
+            kind = "sparse attention" if self.quantized_dense is None else "quantized attention"
+            _log.info("sparge: %s is on, %d tokens, %s", kind, k.shape[2], layer.name or "no name for the block")
         return output if skip_output_reshape else output.transpose(1, 2).flatten(2)
+
+    def _layer(self, options: dict[str, Any], is_exact: bool) -> tuple[Layer, str | None]:
+        """Return the layer of a call, and which of its rules cannot be applied.
+
+        Args:
+            is_exact: whether the call must not be quantized.
+        """
+        name, index, total = _block_of(options)
+        is_dense, unknown = _is_dense_block(self.policy, index, total)
+        is_inside = True if self.sigmas is None else self.sigmas.contain(options.get("sigmas"))
+        if is_inside is None:
+            unknown = unknown or "start_percent or end_percent, but the call has no sigmas"
+        if self.quantized_dense is not None and is_inside is not False and not is_dense:
+            return Layer(name, self.unquantized if is_exact else self.quantized_dense, dense=True), unknown
+        policy = self.unquantized if is_exact else self.policy
+        return Layer(name, policy, is_dense, _DENSE_STEP if is_inside is False else None), unknown
 
 
 def _heads_first(tensor: Tensor, head_dim: int) -> Tensor:
-    """(B, S, H * D) as (B, H, S, D); anything else as it is, for `attend` to refuse."""
+    """Return (B, S, H * D) as (B, H, S, D); any other tensor unchanged, which `attend` then refuses."""
     if tensor.ndim != 3 or tensor.shape[-1] % head_dim:
         return tensor
     return tensor.unflatten(-1, (-1, head_dim)).transpose(1, 2)
 
 
 def _with_heads(mask: Tensor | None) -> Tensor | None:
-    """Masks may come as (S_q, S_k) and (B, S_q, S_k), too."""
+    """Return a mask (S_q, S_k) or (B, S_q, S_k) with 4 dimensions."""
     if mask is not None and mask.ndim == 2:
         return mask[None, None]
     return mask[:, None] if mask is not None and mask.ndim == 3 else mask
 
 
 def _why_misshapen(q: Tensor, k: Tensor, mask: Tensor | None, heads: int) -> str | None:
-    """What ComfyUI's functions take in ways of their own, or raise their own errors about."""
+    """Return why the shapes must be left to ComfyUI's functions, or None."""
     if q.ndim != 4 or k.ndim != 4:
-        return None  # `attend` says so
+        return None  # `attend` returns the reason
     if q.shape[1] != heads:
         return "number of heads"
     if mask is None:
@@ -281,7 +276,7 @@ def _why_misshapen(q: Tensor, k: Tensor, mask: Tensor | None, heads: int) -> str
 
 
 def _block_of(options: dict[str, Any]) -> tuple[str, int | None, int | None]:
-    """A block's name for statistics, its number, and how many there are; None: the model does not say."""
+    """Return a block's name in `sparge.stats`, its number, and the number of blocks; None for unknown numbers."""
     index = options.get("block_index")
     kind, block = options.get("block_type"), options.get("block")
     if kind is None and block is not None:
@@ -292,30 +287,32 @@ def _block_of(options: dict[str, Any]) -> tuple[str, int | None, int | None]:
 
 
 def _is_dense_block(policy: Policy, index: int | None, total: int | None) -> tuple[bool, str | None]:
-    """Whether ``dense_blocks`` names a block, or why that cannot be told."""
+    """Return whether ``dense_blocks`` names a block, and why that is unknown."""
     numbers = policy.dense_layers
     if not numbers or index in numbers:
         return bool(numbers), None
     if index is None:
         return False, "dense_blocks, but the model does not number its blocks"
     if total is None:
-        return False, "negative dense_blocks, but the model does not say how many it has" if min(numbers) < 0 else None
+        return False, "negative dense_blocks, but the model does not give its number of blocks" if min(
+            numbers
+        ) < 0 else None
     return policy.is_dense_layer(index, total), None
 
 
 class _SigmaRange(threading.local):
-    """Noise levels at which attention is sparse.
+    """The range of noise levels at which attention is sparse.
 
-    Reading a sigma waits for the device. It is done once for each step: the tensor is known again by its identity.
+    Reading a sigma waits for the device. It is read once per step, whose calls share one tensor object.
     """
 
     def __init__(self, start: float, end: float) -> None:
         self.start, self.end = start * (1 + ROUNDING), end * (1 - ROUNDING)
-        self.last: Callable[[], Tensor | None] = _nothing
+        self.last: Callable[[], Tensor | None] = _no_tensor
         self.contains_last = False
 
     def contain(self, sigmas: Tensor | None) -> bool | None:
-        """Whether a step is in the range; None: there is nothing to tell it by."""
+        """Return whether a step is in the range; None without sigmas."""
         if sigmas is None:
             return None
         if self.last() is not sigmas:
@@ -325,36 +322,35 @@ class _SigmaRange(threading.local):
 
 
 class _TextTokens(threading.local):
-    """Where text lies among the tokens of joint attention.
+    """The ranges of text among the tokens of joint attention.
 
-    Flux says so in its single blocks, which come last. What they said holds for the double blocks of the passes that
-    follow, in the same run of the sampler: a second run must not know more than the first, or one seed would give two
-    pictures.
+    Flux provides them in its single blocks, which come last. They apply to the double blocks of later passes in the
+    same run of the sampler. A second run starts without them, so that one seed always gives the same image.
     """
 
     def __init__(self) -> None:
-        self.run: Callable[[], Tensor | None] = _nothing
-        self.pictures: dict[int, tuple[int, int]] = {}
+        self.run: Callable[[], Tensor | None] = _no_tensor
+        self.images: dict[int, tuple[int, int]] = {}
 
     def among(self, options: dict[str, Any], kv_len: int) -> Ranges:
-        """Key ranges that are not picture; empty where the model does not say."""
+        """Return the key ranges outside the image; none if they are unknown."""
         layout = options.get("minimax_h3_layout")
         if layout is not None and layout.seq_len == kv_len:
             return [(start, stop) for start, stop, kind in layout.segments if kind != "video" and start < stop]
-        picture = options.get("img_slice")
-        if picture is not None and not 0 <= picture[0] < picture[1] <= kv_len:
-            picture = None  # of other tokens than these
+        image = options.get("img_slice")
+        if image is not None and not 0 <= image[0] < image[1] <= kv_len:
+            image = None  # it refers to other tokens
         run = options.get("sample_sigmas")
         if run is not None and not torch.compiler.is_compiling():
             if self.run() is not run:
-                self.run, self.pictures = weakref.ref(run), {}
-            if picture is not None:
-                self.pictures[kv_len] = (picture[0], picture[1])
-            picture = self.pictures.get(kv_len)
-        if picture is None:
+                self.run, self.images = weakref.ref(run), {}
+            if image is not None:
+                self.images[kv_len] = (image[0], image[1])
+            image = self.images.get(kv_len)
+        if image is None:
             return ()
-        return [(start, stop) for start, stop in ((0, picture[0]), (picture[1], kv_len)) if start < stop]
+        return [(start, stop) for start, stop in ((0, image[0]), (image[1], kv_len)) if start < stop]
 
 
-def _nothing() -> None:
-    """A reference to nothing, as `weakref.ref` gives it when its object is gone."""
+def _no_tensor() -> None:
+    """Return None, like a `weakref.ref` whose object is gone."""

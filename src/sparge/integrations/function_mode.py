@@ -1,8 +1,8 @@
-"""Functions that run inside a torch function mode, generators and coroutines among them.
+"""Run functions inside a torch function mode, including generators and coroutines.
 
-These return before their body runs, and wait in the middle of it. The mode is on torch's stack while they run and not
-while they wait, and so are modes that the body has entered itself: each step leaves the stack as it found it. Torch
-pops whichever mode is on top; that of a body which waits would be popped in another's place.
+Generators and coroutines return before their body runs, and suspend in the middle of it. The mode, and modes that the
+body has entered itself, are on torch's stack only while the body runs, so each step leaves the stack unchanged. Torch
+always pops the top of the stack: it would otherwise pop the mode of a suspended body in place of another one.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 
 
 def run_within(new_mode: Callable[[], TorchFunctionMode], function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, of the same kind, with its body inside a mode.
+    """Return a function of the same kind whose body runs inside a mode.
 
     Args:
-        new_mode: makes a mode, another one for each call.
+        new_mode: returns a new mode for each call.
+        function: a function, generator function, coroutine function or asynchronous generator function.
     """
 
     def is_a(kind: Callable[[Any], bool]) -> bool:
@@ -74,27 +75,27 @@ def run_within(new_mode: Callable[[], TorchFunctionMode], function: Callable[...
 
 
 class _Modes:
-    """The mode of one call, and those that its body enters: on torch's stack during a step, kept here between two.
+    """The mode of one call and the modes that its body enters: on torch's stack during a step, kept here in between.
 
-    A body that waits inside modes of its own is kept alive until its caller ends it or lets go of it. The garbage
-    collector closes the members of a cycle in any order, and would close the body while its modes are not on the stack.
+    A body that is suspended inside its own modes is kept alive until its caller closes it. The garbage collector closes
+    the members of a cycle in any order, and would close the body while its modes are not on the stack.
     """
 
     def __init__(self, mode: TorchFunctionMode, body: Any) -> None:
         self._mode, self._body = mode, body
-        self._own: list[TorchFunctionMode] = []  # the body's, outermost first
+        self._own: list[TorchFunctionMode] = []  # modes of the body, outermost first
 
     def __enter__(self) -> _Modes:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        """The body has ended: what it has not left is its caller's to leave, as after any function."""
+        """Leave the modes that the body has not exited to the caller, as after any function."""
         _KEPT_ALIVE.discard(self)
         for mode in self._own:
             _push_mode(mode)
 
     def step(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call the function, which lets the body run until it waits or ends."""
+        """Call a function that resumes the body until it is suspended or ends."""
         for mode in (self._mode, *self._own):
             _push_mode(mode)
         try:
@@ -110,7 +111,7 @@ class _Modes:
             self._own = stack[place + 1 :]
             for _ in stack[place:]:
                 _pop_mode()
-        else:  # the body has left a mode of its caller's, which popped ours: the caller's goes instead
+        else:  # the body exited a mode of its caller, which popped our mode: pop the caller's mode instead
             self._own = []
             if stack:
                 _pop_mode()
@@ -120,7 +121,7 @@ _KEPT_ALIVE: set[_Modes] = set()
 
 
 class _Steps(Generator[Any, Any, Any]):
-    """A generator whose every step is taken inside the modes."""
+    """A generator that takes each step inside the modes."""
 
     def __init__(self, modes: _Modes, inner: Any) -> None:
         self._modes, self._inner = modes, inner
@@ -138,7 +139,7 @@ def _awaited(modes: _Modes, awaitable: Any) -> Generator[Any, Any, Any]:
 
 
 def _first_step(inner: Any) -> Any:
-    """Start an asynchronous generator that only the decorated one closes: an event loop does so outside the modes."""
+    """Start an asynchronous generator without the hooks of the event loop, which would close it outside the modes."""
     hooks = sys.get_asyncgen_hooks()
     sys.set_asyncgen_hooks(firstiter=None, finalizer=lambda _: None)
     try:

@@ -1,10 +1,11 @@
-"""Hooks around attention modules, and the scopes that they open and close: what diffusers and transformers share."""
+"""Hooks around attention modules and the scopes that they open and close, shared by diffusers and transformers."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from torch import nn
 
 from sparge.backends.base import constant
 from sparge.integrations.sdpa import Scope, SparseMode
+from sparge.stats import counters
 
 KEY: Any = "sparge"
 
@@ -23,18 +25,18 @@ class _Thread(threading.local):
 
 
 THREAD = _Thread()
-"""Scopes of the attention modules this thread is in, opened and closed by hooks."""
+"""The scopes that are open in this thread, innermost last. Hooks of attention modules open and close them."""
 
 
 def hooked(module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> Callable[[], None]:
-    """Put the hooks of an attention module in place, and say how to remove them.
+    """Register the hooks of an attention module and return a function that removes them.
 
-    Under one name for all modules: torch's own functions number hooks, torch.compile guards on the numbers, and would
-    compile every block of a model anew.
+    All modules use the same key. torch's own functions number their hooks, torch.compile guards on the numbers, and
+    every block of a model would be compiled separately.
 
     Args:
         before: called with module, args and kwargs.
-        after: called with module, args and output; with None for an output after an error.
+        after: called with module, args and output; the output is None after an error.
     """
     module._forward_pre_hooks[KEY] = before
     module._forward_pre_hooks_with_kwargs[KEY] = True
@@ -54,13 +56,13 @@ def _unhook(module: nn.Module) -> None:
 
 
 def open_mode(scope: Scope) -> None:
-    """Have the SDPA calls of this thread belong to the scope, the innermost one."""
+    """Route the SDPA calls of this thread to the scope, until it is closed."""
     scope.mode = SparseMode(scope)
     scope.mode.__enter__()
 
 
 def close_scope() -> Scope:
-    """End the innermost scope of this thread, and its mode if it has one."""
+    """Close the innermost scope of this thread, and its mode if it has one."""
     scope = THREAD.scopes.pop()
     if scope.mode is not None:
         scope.mode.__exit__(None, None, None)
@@ -68,10 +70,10 @@ def close_scope() -> Scope:
 
 
 class Passes:
-    """Scopes that a forward pass left open are closed before the next: torch calls no hook after Ctrl-C.
+    """Hooks of a model that close the scopes an interrupted forward pass left open: torch calls no hook after Ctrl-C.
 
     Args:
-        is_paused: whether passes are to be taken for parts of another one.
+        is_paused: returns True while forward passes are part of another one.
     """
 
     def __init__(self, is_paused: Callable[[], bool] | None = None) -> None:
@@ -81,13 +83,16 @@ class Passes:
     def __reduce__(self) -> tuple[Any, ...]:
         return Passes, (self._is_paused,)
 
+    def _is_active(self) -> bool:
+        return not torch.compiler.is_compiling() and not (self._is_paused is not None and self._is_paused())
+
     def begin(self, *_: Any) -> None:
-        if not torch.compiler.is_compiling() and not (self._is_paused is not None and self._is_paused()):
+        if self._is_active():
             self.unwind()
             self._local.depth = len(THREAD.scopes)
 
     def end(self, *_: Any) -> None:
-        if not torch.compiler.is_compiling() and not (self._is_paused is not None and self._is_paused()):
+        if self._is_active():
             self._local.depth = None
 
     def unwind(self) -> None:
@@ -97,12 +102,54 @@ class Passes:
         self._local.depth = None
 
 
+class TrainingNotice:
+    """Warn when a layer runs sparse in training mode, which it does where no gradient flows through it.
+
+    Args:
+        layer: the name of the layer in `sparge.stats`.
+    """
+
+    def __init__(self, layer: str) -> None:
+        self._layer = layer
+        self._before: int | None = None
+
+    def open(self, module: nn.Module) -> None:
+        if not torch.compiler.is_compiling():
+            self._before = counters.sparse_calls(self._layer) if is_training(module) else None
+
+    def close(self) -> None:
+        if not torch.compiler.is_compiling() and self._before is not None:
+            if counters.sparse_calls(self._layer) > self._before:
+                warn_of_training()
+            self._before = None
+
+
+def is_training(module: nn.Module) -> bool:
+    """Return whether a module is in training mode and gradients are enabled; False while torch.compile traces."""
+    return not torch.compiler.is_compiling() and module.training and torch.is_grad_enabled()
+
+
+@functools.cache
+def warn_of_training() -> None:
+    """Warn, once per process, that a model in training mode runs sparse."""
+    warnings.warn(
+        "sparge: attention runs sparse in training mode, because no gradient flows through it (frozen layers): call "
+        "sparge.disable(model) to train on dense features, or model.eval() if the features should be sparse",
+        stacklevel=3,
+    )
+
+
 @constant
 def parameters_of(kind: type[nn.Module]) -> tuple[str, ...]:
-    """Return the names of what a model's forward takes."""
+    """Return the parameter names of a model's forward."""
     return _parameters_of(kind.forward)
 
 
 @functools.cache
 def _parameters_of(forward: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(forward).parameters)[1:]
+
+
+def without_compile(model: Any) -> Any:
+    """Return the module inside the wrapper that ``torch.compile`` returns; anything else as it is."""
+    return getattr(model, "_orig_mod", model)

@@ -208,7 +208,7 @@ class BlockMask:
         return cls.from_dense(dense, q_len=q_len, kv_len=kv_len, is_causal=bool(is_causal), window=window)
 
     def plot(self, *, batch: int = 0, max_heads: int = 8) -> Figure:
-        """Plot the kept blocks of the first heads, one panel each (needs matplotlib: ``pip install sparge[plot]``)."""
+        """Plot the kept blocks of the first heads, one panel each (needs matplotlib, extra ``plot``)."""
         from sparge.masks.plot import plot_block_mask
 
         return plot_block_mask(self, batch=batch, max_heads=max_heads)

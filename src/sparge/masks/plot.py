@@ -16,6 +16,7 @@ from sparge.masks.block_mask import BlockMask
 from sparge.masks.geometry import BLOCK_K, BLOCK_Q, Shape
 from sparge.masks.visibility import find_visibility
 from sparge.masks.window import Window
+from sparge.options.extras import install_command
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -85,7 +86,7 @@ def plot_block_mask(mask: BlockMask, *, batch: int = 0, max_heads: int = 8) -> F
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch, Rectangle
     except ImportError as error:
-        raise ImportError("plotting needs matplotlib: pip install 'sparge[plot]'") from error
+        raise ImportError(f"plotting needs matplotlib: {install_command('plot')}") from error
 
     shown = min(heads, max_heads)
     columns = min(shown, 4)

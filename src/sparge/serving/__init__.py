@@ -1,8 +1,7 @@
-"""Serving engines. vLLM and vLLM-Omni call these two by their entry points, in every process, whatever is served.
+"""Entry points of vLLM and vLLM-Omni, which call these two functions in every process.
 
-So nothing happens here but that a name is made known: the modules with the classes, which import the engine, are
-imported when somebody selects the name. An engine is imported nowhere else. What they raise would end the engine, also
-for those who never asked for this library: versions without such names are left alone.
+They only register a name. The modules with the classes import the engine, and are imported when the name is selected.
+An exception here would end the engine for every user, so versions without a registry are left unchanged.
 """
 
 from __future__ import annotations
@@ -14,28 +13,28 @@ _log = logging.getLogger(__name__)
 VLLM_BACKEND = "sparge.serving.vllm.SpargeBackend"
 VLLM_OMNI_BACKEND = "sparge.serving.vllm_omni.SpargeBackend"
 VLLM_OMNI_NAME = "SPARGE"
-"""What ``--diffusion-attention-backend`` takes."""
+"""The value of ``--diffusion-attention-backend``."""
 
 
 def register_vllm() -> None:
-    """Make ``--attention-backend CUSTOM`` this library's, unless another plug-in has taken the name."""
+    """Register this library as ``--attention-backend CUSTOM``, unless another plug-in has the name."""
     try:
         from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-    except ImportError as error:  # before 0.14 it lay elsewhere
+    except ImportError as error:  # before 0.14 it was in another module
         _log.info("sparge: expected vLLM 0.20 or newer, so there is no attention backend CUSTOM: %s", error)
         return
     member = AttentionBackendEnum.CUSTOM
     if member.is_overridden() and member.get_path() != VLLM_BACKEND:
-        _log.info("sparge: the attention backend CUSTOM of vLLM is %s, and stays so", member.get_path())
+        _log.info("sparge: the attention backend CUSTOM of vLLM is %s already", member.get_path())
         return
     register_backend(member, VLLM_BACKEND)
 
 
 def register_vllm_omni() -> None:
-    """Make ``--diffusion-attention-backend SPARGE`` known to vLLM-Omni.
+    """Register ``--diffusion-attention-backend SPARGE`` with vLLM-Omni.
 
-    Its enumeration has no free name, and no function to add one: a member is added by hand. Where vLLM-Omni has one of
-    that name already, it is left alone.
+    Its enumeration has no free name and no function to add one, so a member is added by hand. An existing member of
+    that name is left unchanged.
     """
     try:
         from vllm_omni.diffusion.attention.backends.registry import DiffusionAttentionBackendEnum

@@ -1,4 +1,4 @@
-"""Where an engine's process finds its policy: the engine's own options, or the environment."""
+"""Read the policy of an engine's process: from the options of the engine, or from the environment."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from sparge.options import checks
 from sparge.policy import Policy
 
 VARIABLE = "SPARGE_POLICY"
-"""A policy in JSON, or the path of a file that holds one, or the profile of a calibration."""
+"""Environment variable with a policy in JSON, or the path of a file with a policy or a calibration profile."""
 
 
 def policy_from(options: Any, source: str) -> Policy:
-    """The policy that an engine was given, else that of the environment, else ``Policy()``.
+    """Return the policy in the options of an engine, else that of the environment, else ``Policy()``.
 
     Args:
-        options: fields of `Policy` as JSON has them; None or empty where the engine has none.
-        source: what the engine calls them, for errors.
+        options: fields of `Policy` as in JSON; None or empty if the engine has none.
+        source: the name of the options, for errors.
 
     Raises:
-        TypeError, ValueError: a field is unknown, or its value is not what was expected.
+        TypeError, ValueError: a field is unknown, or its value has the wrong type or is out of range.
 
     Example:
         >>> policy_from({"topk": 0.4, "dense_layers": [0]}, "additional_config['sparge']").dense_layers
@@ -59,23 +59,26 @@ def _read(text: str, source: str) -> Policy:
             return Profile.from_json(text).policy
         return Policy.from_json(text)
     except (TypeError, ValueError) as error:
-        kind = TypeError if isinstance(error, TypeError) else ValueError  # JSON's own takes more than words
+        kind = (
+            TypeError if isinstance(error, TypeError) else ValueError
+        )  # the constructor of JSON's own error takes more arguments
         raise kind(f"{source}: {error}") from error
 
 
 def check_served(policy: Policy, source: str, *, has_steps: bool, total: int | None) -> None:
-    """Raise for rules that an engine cannot follow.
+    """Raise for rules that an engine cannot apply.
 
     Args:
-        has_steps: whether there is a denoising schedule.
-        total: how many transformer blocks there are; None where the engine does not say.
+        source: the name of the options, for errors.
+        has_steps: whether the engine has a denoising schedule.
+        total: number of transformer blocks; None if unknown.
 
     Raises:
-        ValueError: what is dense should run in 8 bits; or a rule is about steps, or about layers that are not there or
-            counted from the end, and cannot be followed.
+        ValueError: the policy has ``dense="8bit"``, step rules without a schedule, layers that do not exist, or layers
+            counted from the end of an unknown number.
     """
     if policy.dense != "16bit":
-        raise ValueError(f"{source}: expected dense='16bit' (the engine computes what is dense), got {policy.dense!r}")
+        raise ValueError(f"{source}: expected dense='16bit' (the engine computes dense calls), got {policy.dense!r}")
     if policy.has_step_rules and not has_steps:
         raise ValueError(f"{source}: expected no rules about denoising steps, got {policy.to_json()}")
     if total is not None:
@@ -83,12 +86,12 @@ def check_served(policy: Policy, source: str, *, has_steps: bool, total: int | N
     elif min(policy.dense_layers, default=0) < 0:
         found = min(policy.dense_layers)
         raise ValueError(
-            f"{source}: expected dense_layers counted from 0 (how many there are is not told), got {found}"
+            f"{source}: expected dense_layers counted from 0 (the number of layers is unknown), got {found}"
         )
 
 
 def index_of(name: str) -> int | None:
-    """The number of the transformer block that a layer is in: the first one among the parts of its name.
+    """Return the index of the transformer block of a layer: the first number in its name.
 
     Example:
         >>> index_of("model.layers.11.self_attn"), index_of("vision.attn")
@@ -99,10 +102,11 @@ def index_of(name: str) -> int | None:
 
 
 def layer_of(name: str, policy: Policy, total: int | None) -> tuple[Layer, str | None]:
-    """A layer by its engine's name, and what keeps its rules from being followed.
+    """Return a layer, and which rule cannot be applied to it.
 
     Args:
-        total: how many blocks the model has; None where the engine does not say, and `check_served` has seen to it.
+        name: the engine's name of the layer.
+        total: number of transformer blocks; None if unknown, which `check_served` has checked.
     """
     index, rules = index_of(name), policy.dense_layers
     dense, obstacle = policy.is_dense_by_budget(name), None

@@ -1,7 +1,7 @@
-"""vLLM's paged caches of keys and values: how they lie in memory, by what the engine's version says, and one request's.
+"""Read the keys and values of a request from vLLM's paged cache.
 
-A cache holds pages of some tokens; a request's row of the block table names its pages in order. Three layouts were
-found, each of which is read by one function:
+A cache consists of pages of tokens. The row of a request in the block table lists its pages in order. The layout of the
+cache depends on the version of vLLM, and one function reads each layout:
 
     vLLM 0.20 to 0.22   [2, pages, page size, heads, head_dim]      `planes_first`
     vLLM 0.24           [pages, 2, page size, heads, head_dim]      `planes_second`
@@ -20,19 +20,19 @@ Layout = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 
 
 def planes_first(kv_cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """All keys, then all values."""
+    """Return keys and values of a cache with all keys before all values."""
     del head_dim
     return kv_cache[0], kv_cache[1]
 
 
 def planes_second(kv_cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """The keys of a page, then its values."""
+    """Return keys and values of a cache with the keys of a page before its values."""
     del head_dim
     return kv_cache[:, 0], kv_cache[:, 1]
 
 
 def side_by_side(kv_cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """A token's key of one head, then its value."""
+    """Return keys and values of a cache with the key of a token and head before its value."""
     pages = kv_cache.transpose(1, 2)
     return pages[..., :head_dim], pages[..., head_dim:]
 
@@ -46,22 +46,23 @@ _LAYOUTS: dict[tuple[int, ...], Layout] = {
 
 
 def layout_of(shape_of: Callable[..., Any] | None) -> Layout | None:
-    """The layout of an engine's caches; None for one that is not known.
+    """Return the layout of an engine's caches; None if it is unknown.
 
-    A cache does not tell by its shape, since it may have two pages.
+    The shape of a cache is ambiguous if it has two pages, so the layout follows from ``shape_of``.
 
     Args:
-        shape_of: ``get_kv_cache_shape`` of its backend. Versions that have none (0.33) have the last layout.
+        shape_of: ``get_kv_cache_shape`` of the engine's backend. Versions without it (0.33) have the last layout.
     """
     return side_by_side if shape_of is None else _LAYOUTS.get(tuple(shape_of(**_SIZES)))
 
 
 def gather(pages: Tensor, block_table: Tensor, tokens: int) -> Tensor:
-    """The first tokens (tokens, heads, head_dim) of a request: a copy.
+    """Return a copy of the first tokens of a request, (tokens, heads, head_dim).
 
     Args:
         pages: (pages, page size, heads, head_dim).
-        block_table: (n,), the request's row. Entries behind its last page are not read.
+        block_table: the row of the request, (n,). Entries after its last page are not read.
+        tokens: the number of tokens.
     """
     used = -(-tokens // pages.shape[1])
     return pages.index_select(0, block_table[:used]).flatten(0, 1)[:tokens]

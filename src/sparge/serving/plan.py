@@ -1,4 +1,4 @@
-"""Which requests of a batch are long prefills, and which are left to the engine. Lengths are the host's."""
+"""Split a batch into long prefills and requests for the engine, by lengths that are known on the host."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ class Request:
     """One request of a packed batch.
 
     Attributes:
-        index: its place in the batch.
-        start, stop: the rows of its queries.
-        kv_len: keys it sees in all: those before its queries, which lie in the cache alone, and those of its queries.
+        index: its index in the batch.
+        start, stop: its queries in the packed batch.
+        kv_len: number of keys that it sees: those before its queries, which are in the cache only, and those of its
+            queries.
     """
 
     index: int
@@ -29,19 +30,18 @@ class Request:
 
     @property
     def has_context(self) -> bool:
-        """Whether it sees keys besides those of its own queries."""
+        """Return whether it sees keys besides those of its own queries."""
         return self.kv_len > self.stop - self.start
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A batch in two parts.
+    """A batch in two parts, without the requests that have no queries (padding).
 
     Attributes:
-        long: what runs sparse, in layers that can.
-        others: the rest. Requests without queries, as padded batches have, are in neither: kernels need not take a
-            batch that has no others.
-        reason: why the longest of the rest runs dense; that of all, if nothing is long.
+        long: requests that run sparse, in layers that support it.
+        others: the other requests.
+        reason: why the longest of the others runs dense.
     """
 
     long: tuple[Request, ...] = ()
@@ -53,15 +53,15 @@ def split(
     starts: Sequence[int],
     kv_lens: Sequence[int],
     why_dense: Callable[[int, int], Reason | None],
-    fewest: int,
+    min_queries: int,
 ) -> Plan:
-    """Which requests are long prefills.
+    """Split a batch into long prefills and others.
 
     Args:
-        starts: where the queries of each request begin, and where the last ones end.
-        kv_lens: keys of each; those of requests with fewer than ``fewest`` queries may be too large.
-        why_dense: asked by numbers of queries and keys; None means sparse.
-        fewest: requests with fewer queries are left alone, and not asked about.
+        starts: index of the first query of each request, and the end of the last request.
+        kv_lens: number of keys of each request; may be too large for requests with fewer than ``min_queries`` queries.
+        why_dense: returns the reason to run dense from the numbers of queries and keys, or None for sparse.
+        min_queries: requests with fewer queries are not long, whatever ``why_dense`` would return.
     """
     long, others = [], []
     longest, reason = -1, Reason.DECODE
@@ -70,7 +70,7 @@ def split(
         queries = request.stop - request.start
         if not queries:
             continue
-        why = why_dense(queries, kv_len) if queries >= fewest else _why_short(queries)
+        why = why_dense(queries, kv_len) if queries >= min_queries else _why_short(queries)
         if why is None:
             long.append(request)
             continue
@@ -85,7 +85,7 @@ def _why_short(queries: int) -> Reason:
 
 
 def rows_of(requests: Sequence[Request], device: torch.device) -> slice | Tensor:
-    """The rows of some requests: a slice where they lie together, or numbers on the device."""
+    """Return the queries of some requests in the packed batch: a slice if contiguous, else indices on the device."""
     spans = [(request.start, request.stop) for request in requests]
     if all(stop == start for (_, stop), (start, _) in itertools.pairwise(spans)):
         return slice(spans[0][0], spans[-1][1])
@@ -93,5 +93,5 @@ def rows_of(requests: Sequence[Request], device: torch.device) -> slice | Tensor
 
 
 def to_device(numbers: Tensor, device: torch.device) -> Tensor:
-    """A few numbers of the host's, without waiting for the device."""
+    """Copy a small tensor from the host without waiting for the device."""
     return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.to(device)

@@ -1,7 +1,6 @@
-"""vLLM-Omni's open proposal of one function for each sparse kernel (its pull request 4493): no class, no engine needed.
+"""One function for vLLM-Omni's proposed interface of sparse kernels (its pull request 4493); it needs no engine.
 
-The entry point group ``vllm_omni.sparse_attn`` names the function. `vllm_omni` has the backend for versions as they
-are.
+The entry point group ``vllm_omni.sparse_attn`` names the function. `vllm_omni` has the backend for released versions.
 """
 
 from __future__ import annotations
@@ -34,19 +33,19 @@ def sparse_attn(
     Args:
         query: (B, S, H, D).
         key, value: (B, S_k, H_kv, D).
-        params: fields of `sparge.Policy` that a user configured; without any, the policy of the environment variable
-            ``SPARGE_POLICY``. The engine puts what it knows of a call beside them, of which ``attn_mask`` (True is
-            visible), the sizes of a video that is the whole sequence and, for rules about steps, ``denoise_step_idx``
-            and ``total_denoise_steps`` are read; the rest is left alone.
-        is_causal: a query sees no key behind it.
+        params: fields of `sparge.Policy` from the user; without any, the policy of the environment variable
+            ``SPARGE_POLICY``. The engine adds properties of the call, of which these are read: ``attn_mask`` (True is
+            visible), the sizes of a video that is the whole sequence, and ``denoise_step_idx`` and
+            ``total_denoise_steps`` for rules about steps.
+        is_causal: a query sees no key after it.
         softmax_scale: factor on the scores.
 
     Returns:
         The output (B, S, H, D). Calls that run dense are computed by PyTorch.
 
     Raises:
-        TypeError, ValueError: a field of the policy is not what was expected, or a rule is about layers, which the
-            dispatcher does not number.
+        TypeError, ValueError: a field of the policy has the wrong type or is out of range, or a rule is about layers,
+            which the dispatcher does not number.
 
     Example:
         >>> import torch
@@ -57,7 +56,7 @@ def sparse_attn(
     chosen = {name: params[name] for name in sorted(OPTIONS & params.keys())}
     policy = _policy(json.dumps(chosen) if chosen else "", os.environ.get(VARIABLE, ""))
     q, k, v = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    mask = of_four(params.get("attn_mask"))
+    mask = with_heads(params.get("attn_mask"))
     call: dict[str, Any] = {
         "is_causal": is_causal,
         "scale": softmax_scale,
@@ -78,7 +77,7 @@ sparse_attn.capabilities = {"supports_attention_mask": True}  # type: ignore[att
 
 
 class Steps(layers.Steps):
-    """Where a denoising schedule stands, as an engine says for each call; unknown without either number."""
+    """The position in a denoising schedule, from the numbers of one call; unknown if either is missing."""
 
     def __init__(self, policy: Policy, index: Any, total: Any) -> None:
         super().__init__(policy)
@@ -86,19 +85,19 @@ class Steps(layers.Steps):
             self.dense = Reason.STEP if policy.is_dense_step(_number(index), _number(total)) else None
 
 
-def of_four(mask: Tensor | None) -> Tensor | None:
-    """A mask over keys (B, S_k) with all four dimensions, as vLLM-Omni's SDPA backend reads it; any other as it is."""
+def with_heads(mask: Tensor | None) -> Tensor | None:
+    """Return a mask over keys (B, S_k) with 4 dimensions, as in vLLM-Omni's SDPA backend; any other mask unchanged."""
     return mask[:, None, None].to(torch.bool) if mask is not None and mask.ndim == 2 else mask
 
 
 def why_unaligned(query: Tensor, key: Tensor, is_causal: bool) -> str | None:
-    """vLLM-Omni's backends do not agree where causality begins between sequences (B, S, ...) of different lengths."""
+    """Return why a call cannot be sparse: vLLM-Omni's backends align causality differently if lengths differ."""
     return "causal, with lengths that differ" if is_causal and query.shape[1] != key.shape[1] else None
 
 
 @functools.lru_cache(maxsize=64)
 def _policy(chosen: str, environment: str) -> Policy:
-    """The policy of a call, read once; the environment is part of the key."""
+    """Return the policy of a call; cached, with the environment as part of the key."""
     del environment
     policy = policy_from(json.loads(chosen) if chosen else None, SOURCE)
     check_served(policy, SOURCE, has_steps=True, total=None)
@@ -108,7 +107,7 @@ def _policy(chosen: str, environment: str) -> Policy:
 
 
 def _grid(params: dict[str, Any]) -> tuple[int, ...] | None:
-    """Frames, rows and columns of a video, by the sizes before it was cut into patches."""
+    """Return frames, rows and columns of a video from its latent sizes and patch sizes."""
     latent, patch = params.get("latent_shape"), params.get("patch_size")
     if latent is None or patch is None:
         return None
@@ -116,11 +115,11 @@ def _grid(params: dict[str, Any]) -> tuple[int, ...] | None:
 
 
 def _triple(sizes: Any) -> list[int]:
-    """Three numbers; of a batch those of the first sample, which has the sizes of all."""
+    """Return three numbers; of a batch, those of the first sample, as all have the same sizes."""
     rows = torch.as_tensor(sizes).reshape(-1, 3)
     return [int(size) for size in rows[0].tolist()]
 
 
 def _number(value: Any) -> int:
-    """A number, or that of the first sample of a batch."""
+    """Return a number; of a batch, that of the first sample."""
     return int(value.flatten()[0]) if isinstance(value, Tensor) else int(value)

@@ -1,12 +1,12 @@
-"""vLLM's backend CUSTOM: long prefills sparse, everything else by vLLM's FlashAttention, whose classes these extend.
+"""vLLM's backend CUSTOM: long prefills run sparse, everything else on vLLM's FlashAttention, whose classes it extends.
 
-    SpargeMetadataBuilder   once for each step: which requests are long, by lengths that only it has on the host
-    SpargeImpl              for each layer: those by `sparge.attention`, the others in one call of FlashAttention
-    SpargeBackend           what vLLM asks
+    SpargeMetadataBuilder   once per step: find the long requests, from lengths that only it has on the host
+    SpargeImpl              per layer: run the long requests sparse, and the others in one call of FlashAttention
+    SpargeBackend           the interface that vLLM calls
 
-A long request without context has its keys and values in the call. One with context (a chunk behind others, a cached
-prefix) has them in pages of the cache, which are gathered. Whatever FlashAttention is told that is not understood here
-is a reason to leave the whole batch to it.
+The keys and values of a long request without context are in the call. Those of a request with context (a later chunk, a
+cached prefix) are gathered from pages of the cache. Any unrecognized metadata falls back to FlashAttention for the
+whole batch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from sparge.serving.plan import Plan, rows_of, split, to_device
 STEP = "sparge"
 """The attribute of vLLM's metadata that holds a `Step`."""
 SOURCE = "additional_config['sparge']"
-UNDERSTOOD = {
+KNOWN_FIELDS = {
     "num_actual_tokens",
     "max_query_len",
     "query_start_loc",
@@ -52,48 +52,48 @@ UNDERSTOOD = {
     "max_num_splits",
     "causal",
 }
-"""Fields of `FlashAttentionMetadata` whose meaning is known. Others (cascades, context parallelism, masks of pictures,
-reference windows, and what later versions add) must say nothing."""
-NOTHING = (None, False, 0, (-1, -1))
-SIXTEEN_BITS = ("auto", "float16", "bfloat16")
-"""Types of caches whose pages hold what keys and values are."""
+"""Fields of `FlashAttentionMetadata` that this backend supports. All others (cascades, context parallelism, masks of
+images, reference windows, fields of later versions) must have one of the `UNSET` values."""
+UNSET = (None, False, 0, (-1, -1))
+UNQUANTIZED_CACHES = ("auto", "float16", "bfloat16")
+"""Types of caches that contain keys and values unquantized."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What holds for all steps.
+    """Settings of all steps.
 
     Attributes:
-        policy: what goes sparse.
-        total: transformer blocks of the model; None where its configuration does not say.
-        fewest: queries of a request that may be long: a whole block, and more than any verification of drafted tokens,
-            whose lengths the host does not know exactly.
+        policy: decides which calls go sparse.
+        total: number of transformer blocks; None if unknown.
+        min_queries: minimum number of queries of a long request: a whole block, and more than any verification of
+            drafted tokens, whose lengths are not exact on the host.
     """
 
     policy: Policy
     total: int | None
-    fewest: int
+    min_queries: int
 
 
 class Step:
-    """What the layers of one step share.
+    """Data of one step that all layers share.
 
     Attributes:
-        settings: those of the builder.
-        plan: which requests are long.
-        obstacle: what vLLM asks for in this step that only FlashAttention has.
+        settings: the settings of the builder.
+        plan: the long requests and the others.
+        obstacle: the part of the metadata that only FlashAttention supports.
     """
 
     def __init__(self, settings: Settings, plan: Plan, obstacle: str | None = None) -> None:
         self.settings, self.plan, self.obstacle = settings, plan, obstacle
         self._rest: tuple[slice | Tensor, FlashAttentionMetadata] | None = None
 
-    def renewed(self) -> Step:
-        """The same for another block table."""
+    def copy(self) -> Step:
+        """Return the same step for another block table."""
         return Step(self.settings, self.plan, self.obstacle)
 
     def rest_of(self, metadata: FlashAttentionMetadata) -> tuple[slice | Tensor, FlashAttentionMetadata]:
-        """Rows and metadata of the requests that are not long; made once."""
+        """Return queries and metadata of the requests that are not long; computed once."""
         if self._rest is None:
             self._rest = self._cut(metadata)
         return self._rest
@@ -110,18 +110,18 @@ class Step:
         rest.max_seq_len = max(request.kv_len for request in others)
         rest.seq_lens = metadata.seq_lens.index_select(0, index)
         rest.block_table = metadata.block_table.index_select(0, index)
-        rest.scheduler_metadata = None  # of the whole batch; FlashAttention makes its own
+        rest.scheduler_metadata = None  # it describes the whole batch; FlashAttention computes a new one
         return rows_of(others, device), rest
 
 
 class SpargeMetadataBuilder(FlashAttentionMetadataBuilder):
-    """FlashAttention's metadata, and beside it which requests are long.
+    """Builds FlashAttention's metadata, with the long requests of each step.
 
-    The policy is ``--additional-config '{"sparge": {"topk": 0.4}}'``, else that of the environment variable
+    The policy is in ``--additional-config '{"sparge": {"topk": 0.4}}'``, else in the environment variable
     ``SPARGE_POLICY``, else ``Policy()``.
 
     Raises:
-        TypeError, ValueError: the policy is not one, or has rules that vLLM cannot follow.
+        TypeError, ValueError: the policy is invalid, or has rules that vLLM cannot apply.
     """
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
@@ -131,7 +131,9 @@ class SpargeMetadataBuilder(FlashAttentionMetadataBuilder):
         total = getattr(vllm_config.model_config.hf_text_config, "num_hidden_layers", None)
         check_served(policy, SOURCE, has_steps=False, total=total)
         names = [_name_of(name) for name in vllm_config.compilation_config.static_forward_context]
-        if policy.budgets and policy.budgets.keys().isdisjoint(names):  # a rank of a pipeline has some of the layers
+        if policy.budgets and policy.budgets.keys().isdisjoint(
+            names
+        ):  # a pipeline-parallel rank has some of the layers
             policy.check_layers(names)
         drafts = getattr(vllm_config.speculative_config, "num_speculative_tokens", None) or 0
         self._settings = Settings(policy, total, max(BLOCK_Q, 2 * drafts + 2))
@@ -150,7 +152,7 @@ class SpargeMetadataBuilder(FlashAttentionMetadataBuilder):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Graphs of decode steps: what a prefill launches depends on its lengths."""
+        """Return support for graphs of decode steps only: the kernels of a prefill depend on its lengths."""
         support = super().get_cudagraph_support(vllm_config, kv_cache_spec)
         return min(support, AttentionCGSupport.UNIFORM_BATCH, key=lambda level: level.value)
 
@@ -166,46 +168,46 @@ class SpargeMetadataBuilder(FlashAttentionMetadataBuilder):
     ) -> FlashAttentionMetadata:
         updated = super().update_block_table(metadata, blk_table, slot_mapping)
         step: Step | None = getattr(metadata, STEP, None)
-        setattr(updated, STEP, None if step is None else step.renewed())
+        setattr(updated, STEP, None if step is None else step.copy())
         return updated
 
     def _step(self, common: CommonAttentionMetadata, metadata: FlashAttentionMetadata) -> Step:
         settings = self._settings
-        if common.max_query_len < settings.fewest:  # the other numbers may still be on their way to the host
+        if common.max_query_len < settings.min_queries:  # the other lengths may not have reached the host yet
             return Step(settings, Plan(reason=Reason.DECODE if common.max_query_len <= 1 else Reason.CROSSOVER))
         if type(self).build is not SpargeMetadataBuilder.build:
-            # Attention with static sinks, in chunks, across sequences: vLLM extends the builder, and changes lengths
-            # and pages on the device alone.
+            # vLLM extends the builder for static sinks, chunked attention and cross-attention, and changes lengths and
+            # pages on the device only.
             return Step(settings, Plan(reason=Reason.UNSUPPORTED), "a metadata builder of vLLM around this one")
         kv_lens = common.seq_lens_cpu_upper_bound
         if kv_lens is None:
             return Step(settings, Plan(reason=Reason.UNSUPPORTED), "no lengths on the host")
         starts = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
-        plan = split(starts, kv_lens[: common.num_reqs].tolist(), self._why_dense, settings.fewest)
-        return Step(settings, plan, _why_foreign(metadata))
+        plan = split(starts, kv_lens[: common.num_reqs].tolist(), self._why_dense, settings.min_queries)
+        return Step(settings, plan, _unsupported_field(metadata))
 
 
 def _name_of(layer_name: str) -> str:
-    """transformers' name of a layer, which profiles of `sparge.calibrate` know it by."""
+    """Return the name of a layer in transformers, which profiles of `sparge.calibrate` use."""
     return layer_name.removesuffix(".attn")
 
 
-def _why_foreign(metadata: FlashAttentionMetadata) -> str | None:
-    """What vLLM tells FlashAttention that is not understood here."""
+def _unsupported_field(metadata: FlashAttentionMetadata) -> str | None:
+    """Return the first part of FlashAttention's metadata that is not supported here."""
     if metadata.causal is not True:
         return "not causal"
     assert is_dataclass(metadata)
     for field in fields(metadata):
         value = getattr(metadata, field.name)
-        if field.name not in UNDERSTOOD and (isinstance(value, Tensor) or value not in NOTHING):
+        if field.name not in KNOWN_FIELDS and (isinstance(value, Tensor) or value not in UNSET):
             return field.name
     return None
 
 
 class SpargeImpl(FlashAttentionImpl):
-    """Attention of one layer: long prefills sparse, the rest of the batch by FlashAttention.
+    """Attention of one layer: long prefills run sparse, the other requests on FlashAttention.
 
-    The arguments are FlashAttention's.
+    The arguments are those of FlashAttention.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -215,7 +217,7 @@ class SpargeImpl(FlashAttentionImpl):
         self._known: tuple[Settings, layers.Layer, str | None] | None = None
 
     def _why_dense(self) -> str | None:
-        """What this layer has that only FlashAttention serves."""
+        """Return the property of this layer that only FlashAttention supports."""
         kind = getattr(self.attn_type, "value", self.attn_type)
         found = {
             f"attention of type {kind}": kind != "decoder",
@@ -223,7 +225,7 @@ class SpargeImpl(FlashAttentionImpl):
             "capped scores": bool(self.logits_soft_cap),
             "ALiBi": self.alibi_slopes is not None,
             "attention sinks": self.sinks is not None,
-            f"KV cache of {self.kv_cache_dtype}": self.kv_cache_dtype not in SIXTEEN_BITS,
+            f"KV cache of {self.kv_cache_dtype}": self.kv_cache_dtype not in UNQUANTIZED_CACHES,
             "context parallelism": max(self.dcp_world_size, getattr(self, "pcp_world_size", 1)) > 1,
         }
         return next((words for words, is_so in found.items() if is_so), None)
@@ -240,13 +242,14 @@ class SpargeImpl(FlashAttentionImpl):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """The output of a batch, written to ``output``.
+        """Compute a batch, and return ``output``.
 
         Args:
-            query: (tokens, heads, head_dim), the requests of a batch one after another; padding may follow.
-            key, value: (tokens, kv heads, head_dim); None where a fused operator wrote them to the cache alone.
-            kv_cache: pages, which hold the keys and values of this step already.
-            attn_metadata: None in the run by which vLLM measures memory.
+            query: (tokens, heads, head_dim), packed requests; padding may follow.
+            key, value: (tokens, kv heads, head_dim); None if a fused operator wrote them to the cache only.
+            kv_cache: pages, which already contain the keys and values of this step.
+            attn_metadata: None in vLLM's profiling run.
+            output: (tokens, heads, head_dim), to which the result is written.
         """
         dense = functools.partial(super().forward, layer)
         whole = functools.partial(
@@ -265,7 +268,7 @@ class SpargeImpl(FlashAttentionImpl):
             return whole()
         if output_scale is not None or output_block_scale is not None:
             obstacle = "quantized output"
-        obstacle = obstacle or step.obstacle or self._obstacle or self._why_unread(key, plan)
+        obstacle = obstacle or step.obstacle or self._obstacle or self._unreadable_cache(key, plan)
         if obstacle is not None:
             layers.refuse(place, obstacle)
             return whole()
@@ -287,17 +290,17 @@ class SpargeImpl(FlashAttentionImpl):
         return output
 
     def _place(self, layer: nn.Module, settings: Settings) -> tuple[layers.Layer, str | None]:
-        """The layer for the policy and the statistics, and what keeps its rules from being followed."""
+        """Return the layer for the policy and the statistics, and which rule cannot be applied to it."""
         if self._known is None or self._known[0] is not settings:
             name = _name_of(getattr(layer, "layer_name", ""))
             self._known = (settings, *layer_of(name, settings.policy, settings.total))
         return self._known[1:]
 
     def _reads_cache(self, key: Tensor | None) -> bool:
-        """Whether keys lie in the cache alone, those of this step among them."""
+        """Return whether all keys, including those of this step, are in the cache only."""
         return key is None or self.kv_sharing_target_layer_name is not None
 
-    def _why_unread(self, key: Tensor | None, plan: Plan) -> str | None:
+    def _unreadable_cache(self, key: Tensor | None, plan: Plan) -> str | None:
         needs_pages = self._reads_cache(key) or any(request.has_context for request in plan.long)
         return "layout of the KV cache" if needs_pages and self._layout is None else None
 
@@ -311,7 +314,7 @@ class SpargeImpl(FlashAttentionImpl):
         metadata: FlashAttentionMetadata,
         plan: Plan,
     ) -> list[Tensor] | None:
-        """Outputs (queries, heads, head_dim) of the long requests; None where one of them cannot be sparse."""
+        """Return the outputs (queries, heads, head_dim) of the long requests; None if one of them cannot be sparse."""
         parts = []
         for request in plan.long:
             rows = slice(request.start, request.stop)
@@ -343,7 +346,7 @@ class SpargeBackend(FlashAttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        """What vLLM looks up in its registry."""
+        """Return the name in vLLM's registry."""
         return "CUSTOM"
 
     @staticmethod
@@ -356,10 +359,10 @@ class SpargeBackend(FlashAttentionBackend):
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        """Where a prompt is cut into chunks, which depends on the batch, changes which blocks are kept."""
+        """Return False: the kept blocks depend on the chunks of a prompt, and these on the batch."""
         return False
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """Rows of long requests are found by the host's lengths."""
+        """Return False: the queries of long requests are found by lengths on the host."""
         return False

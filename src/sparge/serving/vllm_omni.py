@@ -1,7 +1,7 @@
 """vLLM-Omni's diffusion attention: ``--diffusion-attention-backend SPARGE``.
 
-Calls that a policy keeps dense, or that cannot be sparse, run on the backend that the platform would have taken, or on
-vLLM-Omni's SDPA backend where that one has no masks.
+Calls that a policy keeps dense, or that cannot be sparse, run on the platform's default backend, or on vLLM-Omni's SDPA
+backend if the default has no masks.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from sparge.integrations.model_call import ModelCall
 from sparge.policy import Policy
 from sparge.serving import VLLM_OMNI_NAME
 from sparge.serving.options import check_served, layer_of, policy_from
-from sparge.serving.sparse_attn import Steps, of_four, why_unaligned
+from sparge.serving.sparse_attn import Steps, why_unaligned, with_heads
 
 SOURCE = "backend_kwargs"
 Ranges = list[tuple[int, int]]
 
 
 class SpargeBackend(AttentionBackend):
-    """What vLLM-Omni asks."""
+    """The interface that vLLM-Omni calls."""
 
     supported_platforms = ("cuda",)
 
@@ -48,7 +48,7 @@ class SpargeBackend(AttentionBackend):
 
     @staticmethod
     def get_supported_head_sizes() -> list[int]:
-        """Any: those outside of 8..256 run dense."""
+        """Return no restriction: head sizes outside 8..256 run dense."""
         return []
 
     @classmethod
@@ -60,13 +60,12 @@ class SpargeBackend(AttentionBackend):
 class SpargeImpl(AttentionImpl):
     """Attention of one layer.
 
-    The policy is ``backend_kwargs``, in versions whose configuration hands them to any backend (0.30 does not), else
-    that of the environment variable ``SPARGE_POLICY``, else ``Policy()``. Layers are numbered by the first number in
-    ``prefix``.
+    The policy is in ``backend_kwargs``, in versions that pass them to all backends (0.30 does not), else in the
+    environment variable ``SPARGE_POLICY``, else ``Policy()``. The index of a layer is the first number in ``prefix``.
 
     Raises:
-        TypeError, ValueError: the policy is not one, or has rules that vLLM-Omni cannot follow; ring attention, which
-            computes without any backend.
+        TypeError, ValueError: the policy is invalid, or has rules that vLLM-Omni cannot apply; or ring attention is
+            configured, which uses no backend.
     """
 
     def __init__(
@@ -101,7 +100,7 @@ class SpargeImpl(AttentionImpl):
     def forward_cuda(
         self, query: Tensor, key: Tensor, value: Tensor, attn_metadata: AttentionMetadata | None = None
     ) -> Tensor:
-        """The output (B, S, H, D) of query (B, S, H, D), key and value (B, S_k, H_kv, D)."""
+        """Return the output (B, S, H, D) of query (B, S, H, D), key and value (B, S_k, H_kv, D)."""
         output = self._sparse(query, key, value, attn_metadata or AttentionMetadata())
         if output is not None:
             return output
@@ -111,33 +110,31 @@ class SpargeImpl(AttentionImpl):
         return result
 
     def _sparse(self, query: Tensor, key: Tensor, value: Tensor, metadata: AttentionMetadata) -> Tensor | None:
-        """The output, or None where the call runs dense."""
+        """Return the output, or None if the call runs dense."""
         tokens, mask = query.shape[1], metadata.attn_mask
         obstacle = self._obstacle or why_unaligned(query, key, self.causal)
         if metadata.full_attn_spans is not None and mask is None:
             obstacle = "spans of full attention"
         used, text, grid = tokens, _joint(metadata, tokens), None
         if tokens == key.shape[1] and (layout := metadata.video_layout) is not None:
-            used, text, grid = _places(layout, tokens, text)
-            if used < tokens:  # a layout says that a mask hides no more than what lies behind
+            used, text, grid = _positions(layout, tokens, text)
+            if used < tokens:  # with a layout, a mask hides only the tokens after it
                 query, key, value, mask = query[:, :used], key[:, :used], value[:, :used], None
         if self.policy.has_step_rules:
             self._layer.steps = _steps(self.policy)
-        output = attend(
-            self._layer,
-            ModelCall(
-                query.transpose(1, 2),
-                key.transpose(1, 2),
-                value.transpose(1, 2),
-                of_four(mask),
-                is_causal=self.causal,
-                scale=self.softmax_scale,
-                enable_gqa=query.shape[2] != key.shape[2],
-                text=text,
-                grid=grid,
-                unsupported=obstacle,
-            ),
+        call = ModelCall(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            with_heads(mask),
+            is_causal=self.causal,
+            scale=self.softmax_scale,
+            enable_gqa=query.shape[2] != key.shape[2],
+            text=text,
+            grid=grid,
+            unsupported=obstacle,
         )
+        output = attend(self._layer, call)
         if output is None:
             return None
         output = output.transpose(1, 2)
@@ -148,30 +145,28 @@ def _check_ring() -> None:
     config = get_current_diffusion_config_or_none()
     degree = getattr(getattr(config, "parallel_config", None), "ring_degree", 1)
     if degree > 1:
-        raise ValueError(
-            f"ring_degree: expected 1 (ring attention computes without a backend; use Ulysses), got {degree}"
-        )
+        raise ValueError(f"ring_degree: expected 1 (ring attention uses no backend; use Ulysses), got {degree}")
 
 
 def _steps(policy: Policy) -> Steps:
-    """Where the schedule stands; models that do not say have their calls run dense."""
+    """Return the position in the schedule; unknown for models that do not provide it, whose calls run dense."""
     context = get_forward_context() if is_forward_context_available() else None
     index, total = (getattr(context, name, None) for name in ("denoise_step_idx", "total_denoise_steps"))
     return Steps(policy, index, total)
 
 
 def _joint(metadata: AttentionMetadata, tokens: int) -> Ranges:
-    """Where Ulysses has put the tokens that all ranks share, which are the text."""
+    """Return the range of the tokens that all Ulysses ranks share, which are the text."""
     if metadata.joint_key is None:
         return []
     count = min(metadata.joint_key.shape[1], tokens)
     return [(tokens - count, tokens) if metadata.joint_strategy == "rear" else (0, count)]
 
 
-def _places(layout: Any, tokens: int, text: Ranges) -> tuple[int, Ranges, tuple[int, ...] | None]:
-    """Used tokens, ranges of them that are no video, and the video's grid if there is one alone.
+def _positions(layout: Any, tokens: int, text: Ranges) -> tuple[int, Ranges, tuple[int, ...] | None]:
+    """Return the number of used tokens, the ranges outside videos, and the grid of the video if there is only one.
 
-    Layouts that do not fit the sequence, as that of a rank's part, are left alone: all tokens, ``text``, no grid.
+    For a layout that does not fit the sequence, such as that of one rank: all tokens, ``text``, and no grid.
     """
     videos = [(span.start, tuple(span.latent_grid)) for span in layout.video_spans]
     if not videos and layout.latent_grid is not None:
@@ -184,7 +179,7 @@ def _places(layout: Any, tokens: int, text: Ranges) -> tuple[int, Ranges, tuple[
 
 
 def _between(spans: Ranges, used: int) -> Iterator[tuple[int, int]]:
-    """What lies before, between and behind ranges."""
+    """Yield the ranges before, between and after ``spans``."""
     place = 0
     for start, stop in [*spans, (used, used)]:
         if place < start:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from sparge.options.extras import install_command
+
 
 def load(name: str, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
     """Model, ready to run, and tokenizer.
@@ -36,7 +38,7 @@ def _loaded(kind: str, name: str, **more: Any) -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise ImportError("expected transformers to be installed: pip install 'sparge[transformers]'") from error
+        raise ImportError(f"expected transformers to be installed: {install_command('transformers')}") from error
     place, options = located(name)
     if options and find_spec("gguf") is None:
         raise ImportError(f"expected the package gguf for {name!r}: pip install gguf")

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from sparge.options.extras import install_command
+
 
 def load(name: str, device: str, dtype: torch.dtype, trust_remote_code: bool = False, offload: bool = False) -> Any:
     """The pipeline on a device, ready to run.
@@ -23,7 +25,7 @@ def load(name: str, device: str, dtype: torch.dtype, trust_remote_code: bool = F
     try:
         from diffusers import DiffusionPipeline
     except ImportError as error:
-        raise ImportError("expected diffusers to be installed: pip install 'sparge[diffusers]'") from error
+        raise ImportError(f"expected diffusers to be installed: {install_command('diffusers')}") from error
     _check_place(name)
     try:
         pipe = DiffusionPipeline.from_pretrained(name, dtype=dtype, trust_remote_code=trust_remote_code)

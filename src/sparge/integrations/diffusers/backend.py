@@ -1,13 +1,13 @@
-"""diffusers' attention dispatcher gets a backend named "sparge".
+"""The backend "sparge" of diffusers' attention dispatcher.
 
-The dispatcher's names are a closed Enum and its registry is private, so both are extended by hand, here alone. Where
-that fails, `enable` works without: it reaches the dispatcher's calls through SDPA, as those of all other models.
+The dispatcher's names are a closed Enum and its registry is private, so this module extends both by hand. If that
+fails, `enable` still works: the dispatcher's calls reach this library through SDPA, like those of other models.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
-import sys
 import warnings
 from typing import Any, cast
 
@@ -24,15 +24,15 @@ from sparge.policy import Policy
 NAME = "sparge"
 _log = logging.getLogger(__name__)
 
-_unnamed = [Layer("", Policy())]  # whom calls outside of enabled models belong to
-_native: list[Any] = []  # what runs dense calls: the dispatcher's SDPA backend
+_unnamed = [Layer("", Policy())]  # the layer of calls outside enabled models
+_native: list[Any] = []  # the dispatcher's SDPA backend, which runs dense calls
 
 
 def register(policy: Policy | None = None) -> Any:
-    """The dispatcher's name for this backend; registered when it is asked for first. None: it cannot be.
+    """Register this backend on the first call, and return the dispatcher's name for it; None if that is impossible.
 
     Args:
-        policy: for calls outside of enabled models, as after ``set_attention_backend("sparge")``.
+        policy: the policy of calls outside enabled models, as after ``set_attention_backend("sparge")``.
     """
     if policy is not None:
         _unnamed[0] = Layer("", policy)
@@ -43,6 +43,7 @@ def register(policy: Policy | None = None) -> Any:
         if NAME not in names._value2member_map_:
             member = str.__new__(names, NAME)
             member._name_, member._value_ = NAME.upper(), NAME
+            member.__reduce_ex__ = _reduce  # a model may be unpickled where the name is not registered yet
             names._member_map_[NAME.upper()] = member
             names._value2member_map_[NAME] = member
             names._member_names_.append(NAME.upper())
@@ -50,7 +51,7 @@ def register(policy: Policy | None = None) -> Any:
         if not _native:
             _native.append(backends[names.NATIVE])
         if backends.get(member) is not attention:
-            if member in backends:  # diffusers has reserved the name; who registers this library wants this library
+            if member in backends:  # a later diffusers may have a backend of this name
                 _log.warning("the attention backend %r of diffusers is replaced by this library's", NAME)
             _AttentionBackendRegistry.register(member, supports_context_parallel=True)(attention)
         _keep_to_models(_AttentionBackendRegistry)
@@ -59,41 +60,47 @@ def register(policy: Policy | None = None) -> Any:
         return None
 
 
-def _keep_to_models(registry: Any) -> None:
-    """Have ``model.set_attention_backend("sparge")`` be about that model alone, and say so where it does nothing.
+def _reduce(protocol: int) -> tuple[Any, ...]:  # noqa: ARG001
+    """Pickle the dispatcher's name as a call of `register`."""
+    return register, ()
 
-    diffusers also makes the name that of all models whose processors name none, which nobody asked for; its context
-    manager ``attention_backend`` does the same, and there it is meant.
+
+def _keep_to_models(registry: Any) -> None:
+    """Restrict ``model.set_attention_backend("sparge")`` to that model, and warn where it has no effect.
+
+    diffusers also makes the name the default of all models whose processors name no backend. That is intended only in
+    its context manager ``attention_backend``, which stays as it is.
     """
-    original = registry.set_active_backend
+    from diffusers import ModelMixin
+
+    original = ModelMixin.set_attention_backend
     if getattr(original, _KEPT, False):
         return
 
-    def set_active_backend(cls: Any, backend: Any) -> None:
-        caller = sys._getframe(1)
-        if backend != NAME or caller.f_code.co_name != "set_attention_backend":
-            original.__func__(cls, backend)
-            return
-        model = caller.f_locals.get("self")
-        if isinstance(model, nn.Module):
-            _warn_of_others(model)
+    @functools.wraps(original)
+    def set_attention_backend(self: Any, backend: str) -> None:
+        default = registry._active_backend
+        original(self, backend)
+        if backend.lower() == NAME:
+            registry.set_active_backend(default)
+            _warn_of_others(self)
 
-    setattr(set_active_backend, _KEPT, True)
-    registry.set_active_backend = classmethod(set_active_backend)
+    setattr(set_attention_backend, _KEPT, True)
+    ModelMixin.set_attention_backend = set_attention_backend
 
 
 _KEPT = "_sparge_keeps_to_models"
 
 
 def _warn_of_others(model: nn.Module) -> None:
-    """Say how many attention modules of a model call SDPA themselves, whatever backend is named."""
+    """Warn of attention modules that call SDPA themselves, whichever backend is set."""
     processors = [module.processor for module in model.modules() if hasattr(module, "processor")]
     others = sum(not hasattr(processor, "_attention_backend") for processor in processors)
     if others:
         warnings.warn(
             f'sparge: set_attention_backend("{NAME}") does not reach {others} of {len(processors)} attention modules '
             f"of {type(model).__name__}, which call SDPA themselves: sparge.enable(model) does",
-            stacklevel=4,
+            stacklevel=3,
         )
 
 
@@ -108,7 +115,7 @@ def attention(
     enable_gqa: bool = False,
     _parallel_config: Any = None,
 ) -> Tensor:
-    """What the dispatcher calls: query (B, S_q, H, D), key and value (B, S_k, H_kv, D), output (B, S_q, H, D)."""
+    """Compute attention for the dispatcher: query (B, S_q, H, D), key and value (B, S_k, H_kv, D) -> (B, S_q, H, D)."""
     scope = THREAD.scopes[-1] if THREAD.scopes else Scope(_unnamed[0])
     mask = attn_mask
     if mask is not None and mask.ndim == 2 and mask.shape == (query.shape[0], key.shape[1]):
@@ -146,5 +153,5 @@ def attention(
 
 
 def _dense(*call: Any) -> Tensor:
-    """A dense call as the dispatcher's SDPA backend has it; the last argument may be ``_parallel_config``."""
+    """Run a call on the dispatcher's SDPA backend; the last argument may be ``_parallel_config``."""
     return cast(Tensor, undisturbed(_native[0], *call[:8], _parallel_config=call[8] if len(call) > 8 else None))

@@ -1,7 +1,7 @@
-"""How diffusers' models are built: a row for each that the library knows by name.
+"""The structure of diffusers' models: a table with one row per known class.
 
-A row spares a model the two forward passes of `diffusers_probe`, which finds out the same for any other; the tests
-compare them. What a row does not say is found in the model itself: its lists of blocks, and the grid of its latents.
+A model without a row is probed with two forward passes (`probe`); the tests compare the results of probes with the
+table. The lists of blocks, where a row does not name them, are found in the model.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import torch
 from torch import Tensor, nn
 
 Grid = Callable[[Any, dict[str, Any]], tuple[int, ...] | None]
-"""Sizes of the picture or video whose tokens a model denoises, from its configuration and what it was called with."""
+"""Returns the sizes of the image or video whose tokens a model denoises, from its config and its arguments."""
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """How a model is built.
+    """The structure of a model.
 
     Attributes:
-        text: where text tokens lie among the keys of joint attention; None: text comes by cross-attention; "probe":
-            it is to be found out.
-        grid: sizes of the picture or video that its other tokens are, None where they are not known.
-        merged: lists whose attention gets text and picture as one tensor.
-        lists: its lists of blocks, in the order they run; None: all of those with attention.
+        text: where text tokens lie among the keys of joint attention; None if text uses cross-attention; "probe" if
+            unknown.
+        grid: returns the sizes of the image or video that the other tokens form; None if unknown.
+        merged: lists whose attention gets text and image as one tensor.
+        lists: its lists of blocks, in the order they run; None: all lists with attention.
     """
 
     text: Literal["first", "last", "probe"] | None
@@ -37,7 +37,7 @@ class Blocks:
 
 
 def of_latents(config: Any, arguments: dict[str, Any]) -> tuple[int, ...]:
-    """Of latents (B, C, T, H, W) or (B, C, H, W) in patches: T, H, W."""
+    """Return the grid (T, H, W) of latents (B, C, T, H, W) or (B, C, H, W) in patches."""
     latents = arguments["hidden_states"]
     *_, height, width = latents.shape
     patch = _patches(config)
@@ -46,27 +46,27 @@ def of_latents(config: Any, arguments: dict[str, Any]) -> tuple[int, ...]:
 
 
 def of_frames(config: Any, arguments: dict[str, Any]) -> tuple[int, ...]:
-    """Of latents (B, T, C, H, W) in patches."""
+    """Return the grid of latents (B, T, C, H, W) in patches."""
     _, frames, _, height, width = arguments["hidden_states"].shape
     patch = _patches(config)
     return frames // patch[0], height // patch[1], width // patch[2]
 
 
 def _patches(config: Any) -> Sequence[int]:
-    """Sizes of a patch: frames, height, width."""
+    """Return the sizes of a patch: frames, height, width."""
     patch = config.patch_size
     if isinstance(patch, int):
         return getattr(config, "patch_size_t", None) or 1, patch, patch
     return (1, *patch)[-3:]
 
 
-def as_told(_: Any, arguments: dict[str, Any]) -> tuple[int, ...]:
-    """Of latents that come as a sequence, with their sizes beside them."""
+def of_sizes(_: Any, arguments: dict[str, Any]) -> tuple[int, ...]:
+    """Return the grid of latents that are passed as a sequence, with their sizes as arguments."""
     return arguments["num_frames"], arguments["height"], arguments["width"]
 
 
 def of_shapes(_: Any, arguments: dict[str, Any]) -> tuple[int, ...] | None:
-    """Of latents that come as a sequence, with a list of sizes; several pictures are no grid."""
+    """Return the grid of latents that are passed as a sequence with a list of sizes; None for several images."""
     shapes = arguments["img_shapes"]
     while isinstance(shapes[0], (list, tuple)):
         if len(shapes) > 1 and not isinstance(shapes[0][0], (list, tuple)):
@@ -75,40 +75,41 @@ def of_shapes(_: Any, arguments: dict[str, Any]) -> tuple[int, ...] | None:
     return tuple(shapes)
 
 
-def of_ids(_: Any, arguments: dict[str, Any]) -> tuple[int, ...] | None:
-    """Of latents that come as a sequence, with the place of each token: (S, 3) or (B, S, 3), read once a schedule.
+def of_positions(_: Any, arguments: dict[str, Any]) -> tuple[int, ...] | None:
+    """Return the grid of latents that are passed as a sequence with the position of each token, (S, 3) or (B, S, 3).
 
-    None where they are not all places of one grid, as with reference pictures, and in a compiled program.
+    The positions are read once per schedule. None if they are not those of one grid in raster order (reference images),
+    and in a compiled program.
     """
     ids = arguments["img_ids"]
     if torch.compiler.is_compiling():
         return None
-    known = getattr(ids, _PLACES, None)
+    known = getattr(ids, _GRID, None)
     version = None if ids.is_inference() else ids._version
     if known is None or version is None or known[0] != version:
-        known = version, _grid_of_places(ids)
-        setattr(ids, _PLACES, known)
+        known = version, _grid_of_positions(ids)
+        setattr(ids, _GRID, known)
     return known[1]
 
 
-_PLACES = "_sparge_places"
+_GRID = "_sparge_grid"
 
 
-def _grid_of_places(ids: Tensor) -> tuple[int, ...] | None:
-    places = ids.reshape(-1, ids.shape[-2], ids.shape[-1])[0].cpu().long()
-    first, last = places.amin(0), places.amax(0)
+def _grid_of_positions(ids: Tensor) -> tuple[int, ...] | None:
+    positions = ids.reshape(-1, ids.shape[-2], ids.shape[-1])[0].cpu().long()
+    first, last = positions.amin(0), positions.amax(0)
     sizes = (last - first + 1).tolist()
-    if math.prod(sizes) != len(places):
+    if math.prod(sizes) != len(positions):
         return None
-    index = places.new_zeros(len(places))
+    index = positions.new_zeros(len(positions))
     for axis, size in enumerate(sizes):
-        index = index * size + places[:, axis] - first[axis]
-    in_order = bool((index == index.new_tensor(range(len(places)))).all())
+        index = index * size + positions[:, axis] - first[axis]
+    in_order = bool((index == index.new_tensor(range(len(positions)))).all())
     return tuple(size for size in sizes if size > 1) if in_order else None
 
 
-def channels_last(config: Any, arguments: dict[str, Any]) -> tuple[int, ...]:
-    """Of latents (B, T, H, W, C) in patches."""
+def of_channels_last(config: Any, arguments: dict[str, Any]) -> tuple[int, ...]:
+    """Return the grid of latents (B, T, H, W, C) in patches."""
     sizes = arguments["hidden_states"].shape[1:4]
     return tuple(size // patch for size, patch in zip(sizes, config.patch_size, strict=True))
 
@@ -116,22 +117,22 @@ def channels_last(config: Any, arguments: dict[str, Any]) -> tuple[int, ...]:
 SINGLE = ("single_transformer_blocks",)
 
 KNOWN = {
-    # text and picture in one sequence, text first
-    "BriaFiboTransformer2DModel": Blocks("first", of_ids, SINGLE),
-    "BriaTransformer2DModel": Blocks("first", of_ids, SINGLE),
-    "ChromaTransformer2DModel": Blocks("first", of_ids, SINGLE),
+    # text and image in one sequence, text first
+    "BriaFiboTransformer2DModel": Blocks("first", of_positions, SINGLE),
+    "BriaTransformer2DModel": Blocks("first", of_positions, SINGLE),
+    "ChromaTransformer2DModel": Blocks("first", of_positions, SINGLE),
     "CogVideoXTransformer3DModel": Blocks("first", of_frames),
     "CogView3PlusTransformer2DModel": Blocks("first", of_latents),
     "CogView4Transformer2DModel": Blocks("first", of_latents),
     "ConsisIDTransformer3DModel": Blocks("first", of_frames, lists=("transformer_blocks",)),
     "EasyAnimateTransformer3DModel": Blocks("first", of_latents),
-    "FluxTransformer2DModel": Blocks("first", of_ids, SINGLE),
-    "LongCatImageTransformer2DModel": Blocks("first", of_ids, SINGLE),
-    "OvisImageTransformer2DModel": Blocks("first", of_ids, SINGLE),
+    "FluxTransformer2DModel": Blocks("first", of_positions, SINGLE),
+    "LongCatImageTransformer2DModel": Blocks("first", of_positions, SINGLE),
+    "OvisImageTransformer2DModel": Blocks("first", of_positions, SINGLE),
     "PRXTransformer2DModel": Blocks("first", of_latents),
     "QwenImageControlNetModel": Blocks("first", of_shapes),
     "QwenImageTransformer2DModel": Blocks("first", of_shapes),
-    # text and picture in one sequence, text last
+    # text and image in one sequence, text last
     "HunyuanImageTransformer2DModel": Blocks("last", of_latents, lists=("transformer_blocks", *SINGLE)),
     "HunyuanVideo15Transformer3DModel": Blocks("last", of_latents, lists=("transformer_blocks",)),
     "HunyuanVideoTransformer3DModel": Blocks("last", of_latents, lists=("transformer_blocks", *SINGLE)),
@@ -141,7 +142,7 @@ KNOWN = {
     "NucleusMoEImageTransformer2DModel": Blocks("last", of_shapes),
     "SD3ControlNetModel": Blocks("last", of_latents),
     "SD3Transformer2DModel": Blocks("last", of_latents),
-    # text by cross-attention
+    # text in cross-attention
     "AceStepTransformer1DModel": Blocks(None),
     "AllegroTransformer3DModel": Blocks(None, of_latents),
     "AnyFlowTransformer3DModel": Blocks(None, of_frames),
@@ -152,10 +153,10 @@ KNOWN = {
     "HunyuanDiT2DControlNetModel": Blocks(None, of_latents, lists=("blocks",)),
     "HunyuanDiT2DModel": Blocks(None, of_latents, lists=("blocks",)),
     "I2VGenXLUNet": Blocks(None),
-    "Kandinsky5Transformer3DModel": Blocks(None, channels_last, lists=("visual_transformer_blocks",)),
-    "Kandinsky6Transformer3DModel": Blocks(None, channels_last, lists=("visual_transformer_blocks",)),
-    "LTX2VideoTransformer3DModel": Blocks(None, as_told),
-    "LTXVideoTransformer3DModel": Blocks(None, as_told),
+    "Kandinsky5Transformer3DModel": Blocks(None, of_channels_last, lists=("visual_transformer_blocks",)),
+    "Kandinsky6Transformer3DModel": Blocks(None, of_channels_last, lists=("visual_transformer_blocks",)),
+    "LTX2VideoTransformer3DModel": Blocks(None, of_sizes),
+    "LTXVideoTransformer3DModel": Blocks(None, of_sizes),
     "LatteTransformer3DModel": Blocks(None),
     "LongCatAudioDiTTransformer": Blocks(None),
     "PixArtTransformer2DModel": Blocks(None, of_latents),
@@ -169,12 +170,12 @@ KNOWN = {
     "WanVACETransformer3DModel": Blocks(None, of_latents),
 }
 
-GRIDS: tuple[Grid, ...] = (as_told, of_shapes, of_ids, of_latents)
-"""Tried one after another for a model without a row."""
+GRIDS: tuple[Grid, ...] = (of_sizes, of_shapes, of_positions, of_latents)
+"""Tried in this order for a model without a row."""
 
 
 def any_grid(config: Any, arguments: dict[str, Any]) -> tuple[int, ...] | None:
-    """The first grid that somebody finds. Whether it has as many places as there are tokens is checked at each call."""
+    """Return the first grid that is found. Each call checks that it has as many positions as there are tokens."""
     for grid in GRIDS:
         found = grid_of(grid, config, arguments)
         if found is not None:
@@ -183,7 +184,7 @@ def any_grid(config: Any, arguments: dict[str, Any]) -> tuple[int, ...] | None:
 
 
 def grid_of(grid: Grid | None, config: Any, arguments: dict[str, Any]) -> tuple[int, ...] | None:
-    """What a function finds; None where a model was called in a way that says nothing of a grid."""
+    """Return the result of a function; None if the arguments contain no grid."""
     if grid is None:
         return None
     try:
@@ -195,13 +196,13 @@ def grid_of(grid: Grid | None, config: Any, arguments: dict[str, Any]) -> tuple[
 
 
 def blocks_of(model: nn.Module) -> Blocks:
-    """The row of a model, or of the class it is made from; without one, what is to be found out."""
+    """Return the row of a model or of one of its base classes; a row for probing if there is none."""
     known = (KNOWN[kind.__name__] for kind in type(model).__mro__ if kind.__name__ in KNOWN)
     return next(known, Blocks("probe", any_grid))
 
 
 def found_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """All blocks with attention and their names: members of its lists, and what lies in none."""
+    """Return all blocks with attention and their names: members of lists, and attention modules outside of them."""
     lists = blocks_of(model).lists
     if lists is None:
         return list(_outermost(model, ""))
@@ -213,7 +214,7 @@ def found_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _outermost(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Members of the outermost lists, and attention outside of them."""
+    """Yield members of the outermost lists, and attention modules outside of them."""
     for part, child in module.named_children():
         full = f"{name}.{part}" if name else part
         if not any(map(is_attention, child.modules())):
@@ -225,7 +226,7 @@ def _outermost(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def attentions(model: nn.Module) -> Iterator[tuple[int, str, nn.Module]]:
-    """Attention modules with the index of their block and their full name."""
+    """Yield attention modules with the index of their block and their full name."""
     for index, (block_name, block) in enumerate(found_blocks(model)):
         for name, module in block.named_modules():
             if is_attention(module):
@@ -233,7 +234,7 @@ def attentions(model: nn.Module) -> Iterator[tuple[int, str, nn.Module]]:
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Modules that call attention: old and new ones have a processor, the others are named so and contain none."""
+    """Return whether a module calls attention: it has a processor, or is named so and contains no such module."""
     if hasattr(module, "processor"):
         return True
     return _is_named(module) and not any(

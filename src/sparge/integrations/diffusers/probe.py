@@ -1,8 +1,8 @@
-"""Where the tokens of the picture lie among the keys of every attention call, found by trying.
+"""Find the image tokens among the keys of every attention call by running the model twice.
 
-A model runs twice, the second time on other latents, and attention gives the queries back both times, so that no token
-learns of another: whatever key has changed belongs to the picture, everything else is text, a reference or sound. It
-takes the time of two forward passes without attention, once for each kind of input.
+The second run uses different latents. In both, attention returns its queries, so no token depends on another: a key
+that changes belongs to the image, all others are text, references or sound. A probe costs two forward passes without
+attention, once per kind of input.
 """
 
 from __future__ import annotations
@@ -21,62 +21,61 @@ from torch import Tensor, nn
 from sparge.integrations.sdpa import Recorder, Tokens
 
 MAX_RANGES = 8
-"""Stretches of other tokens among the keys of a call; with more of them they are interleaved, and none is kept."""
+"""Maximum number of ranges of other tokens among the keys of a call; none is kept if there are more (interleaved)."""
 
-CHANGED = 1e-3
-"""Of the largest number of a key: what a token of the picture differs by, and rounding does not."""
+MIN_CHANGE = 1e-3
+"""Change of an image token, relative to the largest number of its key; rounding errors are smaller."""
 
 
-class _Prints(threading.local):
-    """What this thread is recording: for each layer its calls, for each call a print of queries and keys."""
+class _Thread(threading.local):
+    """The recording of this thread: by layer, the fingerprints of queries and keys of each call."""
 
     def __init__(self) -> None:
         self.calls: dict[str, list[tuple[Tensor, Tensor]]] | None = None
 
 
-_PRINTS = _Prints()
+_THREAD = _Thread()
 
 
 def recorder_of(layer: str) -> Recorder | None:
-    """What records the calls of a layer in place of attention, while a model is probed; None otherwise."""
-    calls = _PRINTS.calls
+    """Return a function that records the calls of a layer in place of attention, while a model is probed; else None."""
+    calls = _THREAD.calls
     if calls is None:
         return None
 
     def record(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        calls.setdefault(layer, []).append((_print(query), _print(key)))
+        calls.setdefault(layer, []).append((_fingerprint(query), _fingerprint(key)))
         return F.pad(query, (0, value.shape[3] - query.shape[3]))
 
     return record
 
 
 def is_probing() -> bool:
-    """Whether this thread is inside of `probe`."""
-    return _PRINTS.calls is not None
+    """Return whether this thread is inside `probe`."""
+    return _THREAD.calls is not None
 
 
 LATENTS = ("hidden_states", "sample", "x", "vision_tokens")
-"""What models call the argument that they denoise; with another name it is the first that holds numbers, or a picture
-of codes."""
+"""Names of the argument that is denoised; otherwise it is the first one that may be latents."""
 
 
 def probe(run: Callable[..., Any], arguments: dict[str, Any], layers: Iterable[str]) -> dict[str, tuple[Tokens, ...]]:
-    """For each layer that made calls, what their tokens are.
+    """Return the tokens of each call, for each layer that made calls.
 
     Args:
         run: the model's forward.
-        arguments: what the model was called with.
-        layers: those that may make calls.
+        arguments: the arguments of the model.
+        layers: the layers that may make calls.
 
     Raises:
-        ValueError: none of the arguments can be what is denoised.
-        Exception: whatever the model raises for other latents.
+        ValueError: no argument can be the latents.
+        Exception: the model may raise anything for other latents.
     """
-    latents = next((name for name in (*LATENTS, *arguments) if _has_numbers(arguments.get(name))), None)
+    latents = next((name for name in (*LATENTS, *arguments) if _may_be_latents(arguments.get(name))), None)
     if latents is None:
-        raise ValueError("no argument that holds numbers")
+        raise ValueError("expected an argument with latents, got none")
     before = _recorded(run, arguments)
-    after = _recorded(run, {**arguments, latents: _other(arguments[latents])})
+    after = _recorded(run, {**arguments, latents: _different(arguments[latents])})
     return {
         layer: tuple(_tokens(*pair) for pair in zip(before[layer], after.get(layer, ()), strict=False))
         for layer in layers
@@ -85,27 +84,29 @@ def probe(run: Callable[..., Any], arguments: dict[str, Any], layers: Iterable[s
 
 
 def _recorded(run: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, list[tuple[Tensor, Tensor]]]:
+    """Run a model and return the fingerprints of its calls by layer."""
     with _recording() as calls, torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        run(**{name: _kept(value) for name, value in arguments.items()})
+        run(**{name: _copied(value) for name, value in arguments.items()})
     return calls
 
 
 @contextmanager
 def _recording() -> Any:
     calls: dict[str, list[tuple[Tensor, Tensor]]] = {}
-    _PRINTS.calls = calls
+    _THREAD.calls = calls
     try:
         yield calls
     finally:
-        _PRINTS.calls = None
+        _THREAD.calls = None
 
 
-def _print(tokens: Tensor) -> Tensor:
-    """(S, D) of (B, H, S, D): the first sequence's, over all heads."""
+def _fingerprint(tokens: Tensor) -> Tensor:
+    """Return the mean over all heads of the first sequence, (B, H, S, D) -> (S, D)."""
     return tokens[0].float().mean(0)
 
 
 def _tokens(before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor]) -> Tokens:
+    """Return the tokens of a call from the fingerprints of its queries and keys in both runs."""
     if before[1].shape != after[1].shape:
         return Tokens(None, (), before[1].shape[0])
     queries, keys = (_changed(*pair).tolist() for pair in zip(before, after, strict=True))
@@ -113,48 +114,49 @@ def _tokens(before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor]) -> Toke
         return Tokens(False, (), len(keys)) if any(keys) else Tokens(None, (), len(keys), is_text=True)
     if not any(keys):
         return Tokens(False, (), len(keys))
-    others = _stretches([not changed for changed in keys])
+    others = _ranges([not changed for changed in keys])
     return Tokens(True, others if len(others) <= MAX_RANGES else (), len(keys))
 
 
 def _changed(before: Tensor, after: Tensor) -> Tensor:
-    """(S,), True where a token's print has changed."""
+    """Return a bool tensor (S,), True for tokens whose fingerprint has changed."""
     largest = torch.maximum(before.abs(), after.abs()).amax()
-    return (before - after).abs().amax(-1) > CHANGED * largest
+    return (before - after).abs().amax(-1) > MIN_CHANGE * largest
 
 
-def _stretches(flags: list[bool]) -> tuple[tuple[int, int], ...]:
-    """Ranges [start, stop) of True."""
+def _ranges(flags: list[bool]) -> tuple[tuple[int, int], ...]:
+    """Return the ranges [start, stop) of True."""
     edges = [place for place, (last, this) in enumerate(pairwise([False, *flags, False])) if last != this]
     return tuple(zip(edges[::2], edges[1::2], strict=True))
 
 
-def _has_numbers(value: Any) -> bool:
+def _may_be_latents(value: Any) -> bool:
+    """Return whether an argument contains floating-point numbers, or a tensor with at least 3 dimensions."""
     if isinstance(value, Tensor):
         return value.is_floating_point() or value.ndim >= 3
     values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return any(map(_has_numbers, values))
+    return any(map(_may_be_latents, values))
 
 
-def _other(latents: Any) -> Any:
-    """Other latents of the same kind: every number is another one."""
+def _different(latents: Any) -> Any:
+    """Return latents of the same kind in which every number differs."""
     if isinstance(latents, Tensor):
         if not latents.is_floating_point():
             return latents.flip(tuple(range(1, latents.ndim)))
         generator = torch.Generator().manual_seed(0)
-        return torch.randn(latents.shape, generator=generator).to(latents) - latents  # which may be that very noise
+        return torch.randn(latents.shape, generator=generator).to(latents) - latents  # the latents may be this noise
     if isinstance(latents, dict):
-        return {name: _other(value) for name, value in latents.items()}
-    return type(latents)(map(_other, latents)) if isinstance(latents, (list, tuple)) else latents
+        return {name: _different(value) for name, value in latents.items()}
+    return type(latents)(map(_different, latents)) if isinstance(latents, (list, tuple)) else latents
 
 
-def _kept(value: Any) -> Any:
-    """An argument that a forward pass may change without the caller noticing: caches and other objects are copied."""
+def _copied(value: Any) -> Any:
+    """Return an argument that a forward pass may change in place: caches and other objects are copied."""
     plain = (Tensor, nn.Module, str, int, float, bool, type(None), torch.dtype, torch.device, torch.Generator)
     if isinstance(value, plain):
         return value
     if isinstance(value, dict):
-        return {name: _kept(item) for name, item in value.items()}
+        return {name: _copied(item) for name, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(map(_kept, value))
+        return type(value)(map(_copied, value))
     return copy.deepcopy(value)

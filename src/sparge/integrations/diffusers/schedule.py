@@ -1,32 +1,40 @@
-"""Where a diffusers scheduler stands, told by itself.
+"""Track the step of a denoising schedule by the calls that a diffusers scheduler receives.
 
-Its ``set_timesteps``, ``set_begin_index`` (pictures made from pictures begin in the middle) and ``step`` are overridden
-by a subclass of its class, which it becomes while it is followed. Nothing is read from a device, and guidance may take
-any number of passes a step. Copies of the scheduler stay whole, and pipelines, which look at the methods' signatures,
-see the original ones.
+A tracked scheduler becomes an instance of a subclass of its class, which overrides ``set_timesteps``,
+``set_begin_index`` (image-to-image pipelines begin in the middle of a schedule) and ``step``. Nothing is read from a
+device, and guidance may take any number of forward passes per step. Copies of the scheduler have its original class,
+and pipelines, which inspect the signatures of these methods, see the original ones.
 """
 
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Hashable
 from typing import Any, cast
 
+import torch
+
+from sparge.dispatch.reasons import Reason
 from sparge.integrations.layers import Steps
 
 _STEPS = "_sparge_steps"
+"""Attribute of a tracked scheduler: the `Steps` that it updates."""
 _ORIGINAL = "_sparge_original"
-"""Attribute of the subclass: the class it stands for."""
+"""Attribute of the subclass: the class that it extends."""
 
 
 class Schedule:
-    """Follows the scheduler of a pipeline, also when it is replaced, or one that is given.
+    """Track the scheduler of a pipeline, also after it is replaced, or a given scheduler.
+
+    A copy tracks no scheduler: it belongs to a copied model, which is in no pipeline until `sparge.enable` is called
+    again.
 
     Args:
-        steps: what layers look at.
-        users: models that do.
-        scheduler: the scheduler to follow, if there is no pipeline.
-        pipeline: whose ``scheduler`` to follow.
+        steps: the position in the schedule, which layers read.
+        users: number of models that read it.
+        scheduler: the scheduler to track, if there is no pipeline.
+        pipeline: the pipeline whose ``scheduler`` to track.
     """
 
     def __init__(self, steps: Steps, users: int, scheduler: Any = None, pipeline: Any = None) -> None:
@@ -34,45 +42,70 @@ class Schedule:
         self.users = users
         self._pipeline = pipeline
         self._scheduler = pipeline.scheduler if pipeline is not None else scheduler
-        _follow(self._scheduler, steps)
+        self._has_warned = False
+        if self._scheduler is not None:
+            _track(self._scheduler, steps)
 
-    def look(self, *_: Any) -> None:
-        """Before each forward pass: a scheduler put in place after `enable` has started its schedule by now."""
-        if self._pipeline is None or self._pipeline.scheduler is self._scheduler:
-            return
-        _leave(self._scheduler, self.steps)
-        self._scheduler = self._pipeline.scheduler
-        _follow(self._scheduler, self.steps)
-        self.steps.start(len(self._scheduler.timesteps))
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _untracked, (self.steps, self.users)
+
+    def before_forward(self, model: Any, *_: Any) -> None:
+        """Track the pipeline's present scheduler; a pre-hook of the model's forward.
+
+        A scheduler that was set after `enable` has started its schedule by the first forward pass.
+        """
+        if self._pipeline is not None and self._pipeline.scheduler is not self._scheduler:
+            _untrack(self._scheduler, self.steps)
+            self._scheduler = self._pipeline.scheduler
+            _track(self._scheduler, self.steps)
+            self.steps.start(len(self._scheduler.timesteps))
+        if not torch.compiler.is_compiling() and not self._has_warned and self._is_outside():
+            self._has_warned = True
+            warnings.warn(
+                f"sparge: a forward pass of {type(model).__name__} is outside the schedule of the pipeline or "
+                "scheduler that sparge.enable was called with, so rules about steps cannot be applied and it runs "
+                "dense (call sparge.enable with the pipeline that runs)",
+                stacklevel=2,
+            )
+
+    def _is_outside(self) -> bool:
+        """Return whether no schedule has started, or the last one has ended."""
+        return self.steps.dense is Reason.UNKNOWN_SCHEDULE or self.steps.index >= self.steps.total
 
     def leave(self) -> None:
-        """Say that one of ``users`` is gone; behind the last of them the scheduler is followed no more."""
+        """Remove one user; the scheduler is no longer tracked after the last one."""
         self.users -= 1
-        if self.users == 0:
-            _leave(self._scheduler, self.steps)
+        if self.users == 0 and self._scheduler is not None:
+            _untrack(self._scheduler, self.steps)
 
 
-def _follow(scheduler: Any, steps: Steps) -> None:
-    """Have a scheduler tell these steps where it stands; several may follow one, as when pipelines share it."""
+def _untracked(steps: Steps, users: int) -> Schedule:
+    """Return the copy of a `Schedule`."""
+    steps.dense = Reason.UNKNOWN_SCHEDULE
+    return Schedule(steps, users)
+
+
+def _track(scheduler: Any, steps: Steps) -> None:
+    """Let a scheduler update ``steps``; pipelines that share a scheduler each have their own."""
     if _STEPS not in vars(scheduler):
         setattr(scheduler, _STEPS, [])
-        kind = type(scheduler)  # that of a followed one, if it was made from it
-        scheduler.__class__ = _followed(cast(Hashable, getattr(kind, _ORIGINAL, kind)))
+        kind = type(scheduler)  # the subclass, for a scheduler made with the class of a tracked one
+        scheduler.__class__ = _tracked_class(cast(Hashable, getattr(kind, _ORIGINAL, kind)))
     getattr(scheduler, _STEPS).append(steps)
 
 
-def _leave(scheduler: Any, steps: Steps) -> None:
-    """Give a scheduler that nobody follows its own class back."""
-    followers = getattr(scheduler, _STEPS)
-    followers[:] = [other for other in followers if other is not steps]
-    if not followers:
+def _untrack(scheduler: Any, steps: Steps) -> None:
+    """Stop updating ``steps``, and restore the class of a scheduler that updates no others."""
+    tracked = getattr(scheduler, _STEPS)
+    tracked[:] = [other for other in tracked if other is not steps]
+    if not tracked:
         scheduler.__class__ = getattr(type(scheduler), _ORIGINAL)
         delattr(scheduler, _STEPS)
 
 
 @functools.cache
-def _followed(kind: Any) -> type[Any]:
-    """The class with its methods overridden, under its own name: schedulers are saved by it."""
+def _tracked_class(kind: Any) -> type[Any]:
+    """Return the subclass that updates `Steps`; it has the name of its base, under which schedulers are saved."""
 
     @functools.wraps(kind.set_timesteps)
     def set_timesteps(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -88,8 +121,8 @@ def _followed(kind: Any) -> type[Any]:
             steps.advance()
         return result
 
-    def __reduce_ex__(self: Any, _: int) -> Any:  # nobody follows a copy
-        return _made, (kind, {name: value for name, value in vars(self).items() if name != _STEPS})
+    def __reduce_ex__(self: Any, _: int) -> Any:  # a copy is not tracked
+        return _copied, (kind, {name: value for name, value in vars(self).items() if name != _STEPS})
 
     methods = {"set_timesteps": set_timesteps, "step": step, "__reduce_ex__": __reduce_ex__}
     if hasattr(kind, "set_begin_index"):
@@ -101,12 +134,12 @@ def _followed(kind: Any) -> type[Any]:
                 steps.start(len(self.timesteps) - begin_index)
 
         methods["set_begin_index"] = set_begin_index
-    followed: type[Any] = type(kind.__name__, (kind,), {**methods, "__module__": kind.__module__, _ORIGINAL: kind})
-    return followed
+    tracked: type[Any] = type(kind.__name__, (kind,), {**methods, "__module__": kind.__module__, _ORIGINAL: kind})
+    return tracked
 
 
-def _made(kind: Any, state: dict[str, Any]) -> Any:
-    """A scheduler of its own class, from a copy of a followed one."""
+def _copied(kind: Any, state: dict[str, Any]) -> Any:
+    """Return a scheduler of the original class, from the state of a tracked one."""
     scheduler = kind.__new__(kind)
     vars(scheduler).update(state)
     return scheduler

@@ -1,8 +1,8 @@
-"""transformers: dense calls that SDPA gets wrong, by the model's own function.
+"""transformers: dense calls that SDPA cannot compute, by the model's own function.
 
-Every model's file has an ``eager_attention_forward``. It knows what SDPA does not: scores that are capped by a tanh
-(Gemma 2), and sinks (GPT-OSS). It computes all scores at once, so long calls with sinks run here, in 16 bits and over
-all blocks, as far as that is possible.
+The file of every model has an ``eager_attention_forward``, which supports scores that are capped by a tanh (Gemma 2)
+and attention sinks (GPT-OSS). It computes all scores at once. Long calls with sinks therefore run here, dense and in 16
+bits, where that is possible.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from sparge.integrations.model_call import aligned_top_left
 FUNCTION = "eager_attention_forward"
 SINKS, CAP = "s_aux", "softcap"
 MAX_SCORES = 2**26
-"""Batch x heads x queries x keys up to which the model's own function serves sinks: 128 MB in 16 bits."""
+"""Batch x heads x queries x keys up to which the model's own function computes sinks: 128 MB in 16 bits."""
 
 
-def needed(arguments: dict[str, Any]) -> bool:
-    """Whether SDPA would get a call with these arguments wrong."""
+def is_needed(arguments: dict[str, Any]) -> bool:
+    """Return whether SDPA would compute a call with these arguments wrong."""
     return arguments.get(SINKS) is not None or arguments.get(CAP) is not None
 
 
-def asks_for_it(kind: type) -> bool:
-    """Whether a class may need it, and has it: its code hands over sinks or a cap, its file has the function."""
+def may_be_needed(kind: type) -> bool:
+    """Return whether the code of a class passes sinks or a cap, and its file has the function."""
     if _function_of(kind) is None:
         return False
     methods = (getattr(method, "__code__", None) for base in kind.__mro__ for method in vars(base).values())
@@ -50,10 +50,10 @@ def attention_forward(
     causal: bool,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """A dense call with sinks or a cap; shapes and masks are those of transformers' SDPA function.
+    """Compute a dense call with sinks or a cap; shapes and masks are those of transformers' SDPA function.
 
     Raises:
-        NotImplementedError: the model has no function of its own.
+        NotImplementedError: the file of the model has no such function.
     """
     function = _function_of(type(module))
     if function is None:
@@ -61,14 +61,14 @@ def attention_forward(
             f"{type(module).__name__}: expected {FUNCTION} in its file, for attention sinks (s_aux) or soft-capped "
             "scores (softcap), got none"
         )
-    applies_causality = causal and attention_mask is None and query.shape[2] > 1
-    if applies_causality:  # behind the queries, a static cache is empty
+    is_causal = causal and attention_mask is None and query.shape[2] > 1
+    if is_causal:  # a static cache is empty after the queries
         key, value, _ = aligned_top_left(query, key, value)
     if _runs_here(query, key, value, attention_mask, dropout, kwargs):
-        call: dict[str, Any] = {"is_causal": applies_causality, "scale": scaling, "enable_gqa": True}
+        call: dict[str, Any] = {"is_causal": is_causal, "scale": scaling, "enable_gqa": True}
         output, lse = run.dense(query, key, value, attention_mask, **call, return_lse=True)
         return apply_sinks(output, lse, kwargs[SINKS]).transpose(1, 2).contiguous(), None
-    if applies_causality:
+    if is_causal:
         attention_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
     if attention_mask is not None and attention_mask.dtype == torch.bool:
         hidden = torch.full((), torch.finfo(query.dtype).min, dtype=query.dtype, device=query.device)
@@ -80,26 +80,25 @@ def attention_forward(
 def _runs_here(
     query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float, kwargs: dict[str, Any]
 ) -> bool:
-    """Whether a call has sinks, no cap, more scores than memory should hold, and nothing that is not served."""
+    """Return whether a call has sinks but no cap, more than `MAX_SCORES`, and is supported by `run.dense`."""
     scores = query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2]
     if kwargs.get(CAP) is not None or query.shape[2] == 1 or scores <= MAX_SCORES:
         return False
-    if (
-        kwargs[SINKS].shape != query.shape[1:2]
-        or dense_rules.not_plain_tensor(query, key, value, attention_mask) is not None
-    ):
+    if kwargs[SINKS].shape != query.shape[1:2]:
+        return False
+    if dense_rules.not_plain_tensor(query, key, value, attention_mask) is not None:
         return False
     return dense_rules.unsupported_call(query, key, value, attention_mask, dropout, enable_gqa=True) is None
 
 
 def _function_of(kind: type) -> Callable[..., tuple[Tensor, Any]] | None:
-    """What the file of a class, or of one it is made from, has under the name."""
+    """Return the function in the file of a class, or of one of its bases."""
     files = (sys.modules.get(base.__module__) for base in kind.__mro__)
     return next((vars(file)[FUNCTION] for file in files if file is not None and FUNCTION in vars(file)), None)
 
 
 def _keywords(code: CodeType) -> Iterator[str]:
-    """Names of the arguments that a function hands to others by name: tuples among its constants."""
+    """Yield the keywords of calls in a function: tuples of strings among its constants."""
     for constant in code.co_consts:
         if isinstance(constant, tuple):
             yield from (name for name in constant if isinstance(name, str))

@@ -1,7 +1,7 @@
-"""Calls of transformers over packed sequences: attention within segments instead of a mask over all of them.
+"""Packed sequences of transformers: attention within segments instead of a mask over all of them.
 
-Where segments begin is told by the keywords of FlashAttention's packed path, or by the function that a mask is made
-with: documents found in ``position_ids``, chunks of Llama 4. A mask carries what was found of it along.
+The bounds of segments come from the keywords of FlashAttention's packed path, or from the function that a mask is made
+with: documents found in ``position_ids``, chunks of Llama 4. A mask carries the bounds that were found in its function.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from sparge.masks.segments import Run, runs_of
 from sparge.varlen import read
 
 KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-"""What transformers hands to FlashAttention's packed path, if all of them are there."""
+"""Keywords of FlashAttention's packed path; transformers passes all of them or none."""
 BOUNDS = "_sparge_segments"
-"""Attribute of a mask that is causality (aligned bottom-right) within segments: its version when that was so, and the
-bounds of queries and of keys."""
+"""Attribute of a mask that consists of causality (aligned bottom-right) within segments: its version at that time, and
+the bounds of queries and keys."""
 
 Bounds = tuple[Sequence[int], Sequence[int]]
 Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None], Any]
-"""Of query, key, value (heads first) and a mask."""
+"""Attention of query, key, value (heads first) and a mask."""
 
 
 def bounds_of_mask(
@@ -39,9 +39,9 @@ def bounds_of_mask(
     mask_function: Callable[..., Any],
     attention_mask: Tensor | None,
 ) -> Bounds | None:
-    """The segments of a mask of transformers that is causality within them and nothing else, None for other masks.
+    """Return the segments of a mask that consists of causality within segments; None for other masks.
 
-    Reads what the mask is made from: the documents of a sequence, the left padding of chunks.
+    Reads the tensors that the mask is made from: the documents of a sequence, the left padding of chunks.
     """
     from transformers.masking_utils import causal_mask_function
 
@@ -69,11 +69,11 @@ def bounds_of_mask(
 
 @dataclass(frozen=True)
 class Pack:
-    """How the segments of a call lie.
+    """The segments of a call.
 
     Attributes:
-        runs: the segments.
-        is_masked: the mask of the call says all that there is to say; else the mask, if any, comes on top.
+        runs: the segments, neighbors of equal lengths together.
+        is_masked: the mask of the call is causality within the segments; otherwise a mask applies in addition.
     """
 
     runs: list[Run]
@@ -83,25 +83,25 @@ class Pack:
 def pack_of(
     query: Tensor, key: Tensor, attention_mask: Tensor | None, causal: bool, keywords: Mapping[str, Any]
 ) -> Pack | None:
-    """The segments that a call of transformers is about, None where it is about whole sequences.
+    """Return the segments of a call; None if its sequences are whole.
 
     Raises:
-        ValueError: bounds in the keywords that do not fit the call.
+        ValueError: the bounds in the keywords do not fit the call.
     """
     version, bounds = getattr(attention_mask, BOUNDS, (None, ([], [])))
-    is_known = not torch.compiler.is_compiling() and version is not None  # a compiled program cannot ask for versions
+    is_known = not torch.compiler.is_compiling() and version is not None  # a compiled program cannot read versions
     if is_known and causal and attention_mask is not None and version == attention_mask._version:
         return Pack(runs_of(*bounds), is_masked=True)
     if query.shape[0] != 1 or any(keywords.get(name) is None for name in KEYWORDS):
         return None
     if attention_mask is not None and torch.compiler.is_compiling():
-        return None  # reading would break the graph, and a mask that was made with it has the segments in it
+        return None  # reading causes a graph break, and a mask that is made in the program contains the segments
     bounds_q, bounds_k = (read(name, keywords[name]) for name in KEYWORDS[:2])
     validation.check_segments(bounds_q, bounds_k, (query.shape[2], key.shape[2]), (None, None))
     return Pack(runs_of(bounds_q, bounds_k), is_masked=False) if len(bounds_q) > 2 else None
 
 
-def attend_within(
+def attend_packed(
     pack: Pack,
     query: Tensor,
     key: Tensor,
@@ -112,30 +112,30 @@ def attend_within(
     mask_of: Callable[[int, int], Tensor | None] | None,
     layer: str,
 ) -> Tensor:
-    """The output (B, S_q, H, D_v) of a call, each run sparse where that gives something, else dense.
+    """Return the output (B, S_q, H, D_v) of a call, each run sparse or dense.
 
-    Where no run is sparse and the mask says everything, the call is made as it came.
+    If no run is sparse and the mask contains the segments, the whole call runs dense at once.
 
     Args:
-        sparse: gives (B, H, S_q, D_v) or None.
-        dense: gives (B, S_q, H, D_v).
-        mask_of: the mask of a segment of so many queries and keys, where it needs one; None where none does.
-        layer: where calls without keys are counted.
+        sparse: returns (B, H, S_q, D_v) or None.
+        dense: returns (B, S_q, H, D_v).
+        mask_of: returns the mask of a segment from its numbers of queries and keys, or None if it needs none.
+        layer: the layer in which calls without keys are counted.
     """
     if pack.is_masked or attention_mask is None:
         parts = [_part(run, query, key, value, None, mask_of) for run in pack.runs]
     else:
         singles = [one for run in pack.runs for one in run.batches(1)]
         parts = [_part(one, query, key, value, attention_mask, None) for one in singles]
-    outputs = [sparse(*part) if part[1].shape[2] else _nothing(layer, *part) for part in parts]
+    outputs = [sparse(*part) if part[1].shape[2] else _without_keys(layer, part[0], part[2]) for part in parts]
     if pack.is_masked and all(output is None for output in outputs):
-        as_it_came: Tensor = dense(query, key, value, attention_mask)
-        return as_it_came
-    rows = [
+        whole: Tensor = dense(query, key, value, attention_mask)
+        return whole
+    tokens_first = [
         dense(*part) if output is None else output.transpose(1, 2) for part, output in zip(parts, outputs, strict=True)
     ]
     batch = query.shape[0]
-    return torch.cat([row.unflatten(0, (batch, -1)).flatten(1, 2) for row in rows], 1)
+    return torch.cat([output.unflatten(0, (batch, -1)).flatten(1, 2) for output in tokens_first], 1)
 
 
 def _part(
@@ -146,7 +146,7 @@ def _part(
     attention_mask: Tensor | None,
     mask_of: Callable[[int, int], Tensor | None] | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The arguments of a run's own call, its segments as a batch."""
+    """Return the arguments of a run's own call, with its segments as a batch."""
     q_tokens = slice(run.q_start, run.q_start + run.count * run.q_len)
     kv_tokens = slice(run.kv_start, run.kv_start + run.count * run.kv_len)
     if attention_mask is not None:
@@ -161,7 +161,7 @@ def _part(
     return queries, keys, values, attention_mask
 
 
-def _nothing(layer: str, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None) -> Tensor:  # noqa: ARG001
-    """The output of queries that see no key."""
+def _without_keys(layer: str, query: Tensor, value: Tensor) -> Tensor:
+    """Return the output of queries without visible keys, and count the call."""
     count(Reason.NOTHING_VISIBLE, layer)
     return query.new_zeros(*query.shape[:3], value.shape[3])

@@ -1,7 +1,10 @@
-"""Padding cut off instead of masked: kernels are fastest without a mask, and models pad at an end.
+"""Remove padding instead of masking it: kernels are fastest without a mask.
 
-Where a mask hides a stretch of keys at the start, at the end or at both, attention over the keys between them is the
-same thing. To know where they lie the mask is read once; models hand the same mask to all their layers.
+Models pad at one end of a sequence. If a mask hides keys at the start, at the end or at both, attention over the keys
+between them is equal to masked attention. In causal calls, padded queries are removed too, so blocks start at the first
+token of a left-padded prompt, and its result is that of the prompt without padding. The mask is read once to find the
+padding; models pass the same mask to all their layers. A compiled program cannot read it: it masks the padding, and its
+blocks start at the first padded token.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sparge.dispatch.reasons import Reason, count
@@ -23,23 +27,23 @@ _SPANS = "_sparge_spans"
 
 
 def spans_of(mask: Tensor, layer: str = "") -> tuple[Span, ...] | None:
-    """The visible keys of each sequence of a mask (B | 1, 1, 1, S_k), or None where they are not one stretch.
+    """Return the visible keys of each sequence of a mask (B | 1, 1, 1, S_k), or None if they are not contiguous.
 
-    None, too, where the mask must not be read: in a compiled program or a CUDA graph that is being captured.
+    Also return None if the mask must not be read: in a compiled program, or while a CUDA graph is captured.
 
-    What was read holds as long as nobody has written to the mask. Tensors of inference mode do not say whether anybody
-    has: theirs holds for one pass through the layers, until a layer asks again, where reading waits for a device.
+    The result is valid until the mask is written to. Tensors of inference mode have no version counter. On a CPU they
+    are read each time. On a device, where reading waits, the result is used once per layer, that is for one pass.
 
     Args:
-        layer: the name of who asks.
+        layer: the name of the layer whose call it is.
     """
     if mask.dtype != torch.bool or mask.ndim != 4 or mask.shape[1:3] != (1, 1) or torch.compiler.is_compiling():
         return None
     version = None if mask.is_inference() else mask._version
     view = (mask.shape, mask.stride(), mask.storage_offset())
-    holder = mask if mask._base is None else mask._base  # each layer may make a view of its own
+    holder = mask if mask._base is None else mask._base  # each layer may make its own view
     known: _Known | None = getattr(holder, _SPANS, None)
-    if known is not None and known.view == view and known.holds(version, layer, mask):
+    if known is not None and known.view == view and known.is_valid(version, layer, mask):
         return known.spans
     if mask.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
@@ -50,12 +54,13 @@ def spans_of(mask: Tensor, layer: str = "") -> tuple[Span, ...] | None:
 
 @dataclass
 class _Known:
-    """What was read of a mask.
+    """The result of reading a mask.
 
     Attributes:
-        view: sizes, strides and offset of what was read.
-        version: of the mask, then; None: it has none.
-        layers: names of those who have asked since, where it has none.
+        spans: the result of `spans_of`.
+        view: sizes, strides and offset of the tensor that was read.
+        version: its version; None for a tensor of inference mode.
+        layers: without a version, the names of the layers that have used the result.
     """
 
     spans: tuple[Span, ...] | None
@@ -63,7 +68,7 @@ class _Known:
     version: int | None
     layers: set[str]
 
-    def holds(self, version: int | None, layer: str, mask: Tensor) -> bool:
+    def is_valid(self, version: int | None, layer: str, mask: Tensor) -> bool:
         if version is not None:
             return version == self.version
         if not layer or layer in self.layers or not _reading_waits(mask):
@@ -77,7 +82,7 @@ def _reading_waits(mask: Tensor) -> bool:
 
 
 def _read(visible: Tensor) -> tuple[Span, ...] | None:
-    """The spans of a bool mask (B, S_k), or None where what a sequence sees is not contiguous."""
+    """Return the spans of a bool mask (B, S_k), or None if the visible keys of a sequence are not contiguous."""
     count = visible.sum(1)
     first = visible.int().argmax(1)
     last = visible.shape[1] - visible.flip(1).int().argmax(1)
@@ -100,10 +105,10 @@ def attend_within(
     attention: Callable[..., Tensor],
     **call: Any,
 ) -> Tensor:
-    """Attention over the visible keys of each sequence: one call, or one for each sequence where they differ.
+    """Return attention over the visible keys of each sequence, (B, H, S_q, D_v).
 
-    The latter are counted as one, which is sparse if any of them is.
-    Causality is aligned bottom-right. Queries behind the last visible key, which are padding themselves, give 0.
+    Sequences with equal spans are one call. Others are one call each, counted together: sparse if any is sparse.
+    Causality is aligned bottom-right. In causal calls, queries outside the span are padding, and their output is 0.
 
     Args:
         keep: key ranges to keep, counted on all keys.
@@ -127,23 +132,25 @@ def _within(
     call: dict[str, Any],
 ) -> Tensor:
     start, stop = span
-    q_len, kv_len = query.shape[2], key.shape[2]
-    rows = q_len - (kv_len - stop) if is_causal else q_len  # the queries up to the last visible key
-    if stop == start or rows <= 0:
+    q_len, prefix = query.shape[2], key.shape[2] - query.shape[2]
+    first, last = (max(start - prefix, 0), stop - prefix) if is_causal else (0, q_len)  # queries [first, last)
+    if stop == start or last <= 0:
         count(Reason.NOTHING_VISIBLE)
         return query.new_zeros(*query.shape[:3], value.shape[3])
-    kept = [(max(a, start) - start, min(b, stop) - start) for a, b in keep]
     if "exact_queries" in call:
-        exact = [(a, min(b, rows)) for a, b in call["exact_queries"] if a < rows]
-        call = {**call, "exact_queries": exact or None}
+        call = {**call, "exact_queries": _moved(call["exact_queries"], first, last) or None}
     output = attention(
-        query[:, :, :rows],
+        query[:, :, first:last],
         key[:, :, start:stop],
         value[:, :, start:stop],
         is_causal=is_causal,
-        always_keep=[(a, b) for a, b in kept if a < b] or None,
+        always_keep=_moved(keep, start, stop) or None,
         **call,
     )
-    if rows == q_len:
-        return output
-    return torch.cat([output, output.new_zeros(*output.shape[:2], q_len - rows, output.shape[3])], 2)
+    return output if (first, last) == (0, q_len) else F.pad(output, (0, 0, first, q_len - last))
+
+
+def _moved(ranges: Sequence[Span], start: int, stop: int) -> list[Span]:
+    """Return the parts of ranges inside [start, stop), counted from ``start``; empty ones are left out."""
+    inside = ((max(a, start) - start, min(b, stop) - start) for a, b in ranges)
+    return [(a, b) for a, b in inside if a < b]

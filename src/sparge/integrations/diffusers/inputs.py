@@ -1,0 +1,169 @@
+"""The arguments of the forward pass that is running: where text tokens lie, and the grid of the others."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from sparge.backends.base import constant
+from sparge.distributed.mesh import Mesh
+from sparge.integrations.diffusers import context_parallel, probe
+from sparge.integrations.diffusers.models import Blocks, grid_of
+from sparge.integrations.hooks import parameters_of
+from sparge.integrations.sdpa import Tokens
+
+MAX_READ = 2**16
+"""Masks and ids with more entries are not read; `_signature` contains their shape alone."""
+
+NOT_POSITIONS = ("timestep", "sigma", "guidance", "return_dict")
+"""Parts of the names of arguments that change from step to step and move no token; so does an argument named "t"."""
+
+MAX_SIGNATURES = 64
+"""Signatures whose probe results are kept."""
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """Tokens that are split over ranks.
+
+    Attributes:
+        mesh: the ranks.
+        text: the number of text tokens that this rank has; None if text is not split by itself.
+    """
+
+    mesh: Mesh
+    text: int | None
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """What a forward pass was called with. Numbers are those of all ranks, where tokens are split over ranks.
+
+    Attributes:
+        text: the number of text tokens.
+        grid: sizes of the image or video that the other tokens form.
+        tokens: the result of a probe by layer; None for a model with a row in `models.KNOWN`.
+        share: the tokens of this rank.
+    """
+
+    text: int = 0
+    grid: tuple[int, ...] | None = None
+    tokens: dict[str, tuple[Tokens, ...]] | None = None
+    share: RankShare | None = None
+
+
+class ModelInputs:
+    """Keeps the `ForwardPass` of each thread.
+
+    Compiled blocks share one, written by the latest pass of any thread: torch.compile up to torch 2.11 loses what is
+    written to thread-local objects.
+
+    Args:
+        blocks: the row of the model.
+        layers: the names of its attention modules.
+    """
+
+    def __init__(self, blocks: Blocks, layers: Sequence[str]) -> None:
+        self._blocks = blocks
+        self._layers = layers
+        self._probed: dict[Hashable, dict[str, tuple[Tokens, ...]]] = {}
+        self._latest: dict[str, tuple[Tokens, ...]] = {}
+        self._split: tuple[Any, bool] = (None, False)
+        self._local = threading.local()
+        self._compiled = ForwardPass()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ModelInputs, (self._blocks, self._layers)  # a copied model starts without state of threads
+
+    def read(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Read the arguments of a forward pass; a pre-hook."""
+        if probe.is_probing():
+            return
+        names = parameters_of(type(model))
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        states = arguments.get("encoder_hidden_states")
+        text = states.shape[1] if isinstance(states, Tensor) else 0
+        grid = grid_of(self._blocks.grid, getattr(model, "config", None), arguments)
+        if torch.compiler.is_compiling():
+            grid = grid or self._compiled.grid  # a grid that a compiled pass cannot read is that of the latest pass
+        share = self._compiled.share if torch.compiler.is_compiling() else self._share(model, text)
+        tokens = self._tokens(model, arguments, share) if self._blocks.text == "probe" else None
+        self._compiled = ForwardPass(text, grid, tokens, share)
+        if not torch.compiler.is_compiling():
+            self._local.current = self._compiled
+
+    def current(self) -> ForwardPass:
+        """Return the forward pass of this thread."""
+        if torch.compiler.is_compiling():
+            return self._compiled
+        return getattr(self._local, "current", ForwardPass())
+
+    def _share(self, model: nn.Module, text: int) -> RankShare | None:
+        mesh = context_parallel.mesh_of_model(model)
+        if mesh is None:
+            return None
+        config: Any = model._parallel_config
+        if self._split[0] is not config:
+            self._split = (config, context_parallel.splits_text(model))
+        return RankShare(mesh, context_parallel.own_share(text, mesh) if self._split[1] else None)
+
+    def _tokens(
+        self, model: nn.Module, arguments: dict[str, Any], share: RankShare | None
+    ) -> dict[str, tuple[Tokens, ...]]:
+        """Return what a probe finds for these arguments; nothing, with a warning, if it fails.
+
+        A compiled or captured pass cannot be probed. It uses the result of the latest pass that was neither.
+        """
+        if torch.compiler.is_compiling():
+            if not self._probed:
+                _warn_of_probe(type(model).__name__, "a compiled one (run it once before it is compiled)")
+            return self._latest
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return self._latest
+        signature = (_signature(arguments), share is not None)
+        if signature not in self._probed:
+            try:
+                found = probe.probe(model.forward, arguments, self._layers)
+            except Exception as error:  # a model may raise anything for other latents
+                found = {}
+                _warn_of_probe(type(model).__name__, f"{type(error).__name__}: {error}")
+            if share is not None:
+                found = context_parallel.of_all_ranks(found, share.mesh, share.text)
+            self._probed[signature] = found
+            if len(self._probed) > MAX_SIGNATURES:
+                self._probed.pop(next(iter(self._probed)))
+        self._latest = self._probed[signature]
+        return self._latest
+
+
+def _signature(value: Any) -> Hashable:
+    """Return what decides where tokens lie: shapes, masks and counts, not the values to denoise."""
+    if isinstance(value, Tensor):
+        is_small = not value.is_floating_point() and value.numel() <= MAX_READ
+        return tuple(value.shape), tuple(value.flatten().tolist()) if is_small else None
+    if isinstance(value, dict):
+        positions = {
+            name: item
+            for name, item in value.items()
+            if name != "t" and not any(part in str(name) for part in NOT_POSITIONS)
+        }
+        return tuple((name, _signature(item)) for name, item in positions.items())
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_signature, value))
+    is_plain = value is None or isinstance(value, (str, int))
+    return cast(Hashable, value if is_plain else type(value))
+
+
+@constant
+def _warn_of_probe(kind: str, got: str) -> None:
+    warnings.warn(
+        f"sparge: {kind}: expected a forward pass in which its text tokens can be found, got {got}; no tokens are kept "
+        "besides those of Policy(always_keep=...)",
+        stacklevel=2,
+    )

@@ -1,0 +1,276 @@
+"""transformers: `enable` and `disable` for a model."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparge.dispatch.reasons import Reason, count
+from sparge.integrations.hooks import THREAD, Passes, TrainingNotice, close_scope, hooked, open_mode
+from sparge.integrations.layers import Layer
+from sparge.integrations.sdpa import UNKNOWN, Scope
+from sparge.integrations.transformers import eager
+from sparge.integrations.transformers.attention import (
+    BY_NAME,
+    INPUTS,
+    LAYER,
+    NAME,
+    check_no_steps,
+    is_cross,
+    register_functions,
+)
+from sparge.integrations.transformers.images import ImageInputs, takes_images
+from sparge.options import checks
+from sparge.policy import Policy
+
+STATE = "_sparge_enabled"
+"""Attribute of an enabled model: its `Enabled`."""
+
+REGISTRY = "ALL_ATTENTION_FUNCTIONS"
+"""A name in the code of modules whose attention can be set."""
+SDPA = "scaled_dot_product_attention"
+OWN = ("softmax", SDPA)
+"""Names in the code of modules that compute attention themselves."""
+
+Attentions = Sequence[tuple[str, nn.Module]]
+"""Attention modules with their names in a model."""
+
+
+@dataclass
+class Enabled:
+    """The state of an enabled model, which is copied and pickled with it.
+
+    Attributes:
+        before: every config of the model and the attention that it named.
+        undo: functions that remove the hooks; the first one removes `_check_implementation`.
+    """
+
+    before: list[tuple[Any, Any]]
+    undo: list[Callable[[], None]] = field(default_factory=list)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        register_functions()  # `enable` may not have been called in the process that loads the model
+
+
+def enable(model: Any, policy: Policy) -> None:
+    """Switch a PreTrainedModel to sparse attention.
+
+    Raises:
+        NotImplementedError: the model cannot run on SDPA, or does not use transformers' attention functions.
+        ValueError: the policy has step rules, or names layers that the model does not have; or a part of the model is
+            enabled already.
+    """
+    if not _supports_sdpa(model):
+        raise NotImplementedError(
+            f"{type(model).__name__}: expected a model that supports SDPA attention (_supports_sdpa is False)"
+        )
+    check_no_steps(policy)
+    attentions = [(name, module) for name, module in model.named_modules() if _is_attention(module)]
+    checks.check_places("dense_layers", policy.dense_layers, _longest_list(model, attentions))
+    policy.check_layers([name for name, _ in attentions])
+    own = _own_attentions(model, attentions, policy)
+    if is_enabled(model):
+        disable(model)
+    if any(LAYER in vars(module) for module in model.modules()):
+        raise ValueError(
+            f"{type(model).__name__}: expected a model no part of which is enabled, or that is no such part"
+        )
+    register_functions()
+    state = Enabled(_implementations(model))
+    setattr(model, STATE, state)
+    model.set_attn_implementation(NAME)
+    if model.config._attn_implementation != NAME:
+        disable(model)
+        raise NotImplementedError(
+            f"{type(model).__name__}: expected a model whose attention can be set (it calls SDPA itself; "
+            "`with sparge.replace_sdpa(policy):` reaches it)"
+        )
+    for name, module in attentions:
+        dense = _is_dense_layer(model, name, policy) or policy.is_dense_by_budget(name)
+        setattr(module, LAYER, Layer(name, policy.of_layer(name), dense, is_cross=is_cross(module, name)))
+    state.undo.append(model.register_forward_pre_hook(_check_implementation).remove)
+    state.undo += _hook_image_parts(model, attentions)
+    state.undo += _hook_own_attentions(model, own)
+
+
+def is_enabled(model: Any) -> bool:
+    """Return whether `enable` was called for the model."""
+    return STATE in vars(model)
+
+
+def disable(model: Any) -> None:
+    """Restore the attention that the model had before `enable`."""
+    state: Enabled = vars(model).pop(STATE)
+    for config, implementation in state.before:
+        config._attn_implementation_internal = implementation
+    for action in state.undo:
+        action()
+    for module in model.modules():
+        for name in (LAYER, BY_NAME, INPUTS):
+            vars(module).pop(name, None)
+
+
+def _check_implementation(model: Any, *_: Any) -> None:
+    """Warn once if another attention was set after `enable`; a forward pre-hook."""
+    if torch.compiler.is_compiling():
+        return
+    found = model.config._attn_implementation
+    if found != NAME:
+        getattr(model, STATE).undo[0]()
+        warnings.warn(
+            f"sparge: {type(model).__name__} was set to {found!r} after sparge.enable, so nothing runs sparse (enable "
+            "it again, or sparge.disable it)",
+            stacklevel=2,
+        )
+
+
+def _hook_image_parts(model: nn.Module, attentions: Attentions) -> list[Callable[[], None]]:
+    """Hook the parts that take images, which gives their attention modules the grid; return functions that undo it."""
+    parts: dict[nn.Module, ImageInputs] = {}
+    for name, module in attentions:
+        part = _innermost(model, name, takes_images)
+        if part is not None:
+            setattr(module, INPUTS, parts.setdefault(part, ImageInputs.of(part)))
+    return [hooked(part, inputs.read, inputs.forget) for part, inputs in parts.items()]
+
+
+def _hook_own_attentions(model: nn.Module, own: Attentions) -> list[Callable[[], None]]:
+    """Open scopes around modules that call SDPA themselves, and count the others; return functions that undo it."""
+    from transformers import PreTrainedModel
+
+    undo: list[Callable[[], None]] = []
+    parts: dict[nn.Module, Passes] = {}
+    for name, module in own:
+        hooks = _OwnAttentionHooks(vars(module)[LAYER], calls_sdpa=SDPA in _names_used(type(module)))
+        undo.append(hooked(module, hooks.open, hooks.close))
+        part = _innermost(model, name, lambda part: isinstance(part, PreTrainedModel))
+        parts.setdefault(model if part is None else part, Passes())
+    for part, passes in parts.items():
+        undo += [
+            passes.unwind,
+            part.register_forward_pre_hook(passes.begin).remove,
+            part.register_forward_hook(passes.end, always_call=True).remove,
+        ]
+    return undo
+
+
+class _OwnAttentionHooks:
+    """The two hooks of a module that computes attention itself, by SDPA or by hand."""
+
+    def __init__(self, layer: Layer, *, calls_sdpa: bool) -> None:
+        self.layer = layer
+        self.calls_sdpa = calls_sdpa
+        self._training = TrainingNotice(layer.name)
+
+    def open(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = kwargs.get("hidden_states", args[0] if args else None)
+        grid = tuple(hidden.shape[1:3]) if isinstance(hidden, Tensor) and hidden.ndim == 4 else None
+        scope = Scope(self.layer, (UNKNOWN,), grid)
+        THREAD.scopes.append(scope)
+        if self.calls_sdpa:
+            open_mode(scope)
+        self._training.open(module)
+
+    def close(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:  # noqa: ARG002
+        scope = close_scope()
+        self._training.close()
+        if scope.calls == 0 and output is not None:
+            count(Reason.OWN_ATTENTION, self.layer.name)
+
+
+def _innermost(model: nn.Module, name: str, fits: Callable[[nn.Module], bool]) -> nn.Module | None:
+    """Return the innermost part of a model that contains a module and fits."""
+    parts = name.split(".")
+    around = (model.get_submodule(".".join(parts[:stop])) for stop in reversed(range(len(parts))))
+    return next((part for part in around if fits(part)), None)
+
+
+def _supports_sdpa(model: nn.Module) -> bool:
+    """Return whether SDPA can serve a model, or could but for attention sinks or soft-capped scores."""
+    if getattr(model, "_supports_sdpa", False):
+        return True
+    kinds = {type(module) for module in model.modules() if _is_attention(module)}
+    return bool(getattr(model, "_supports_flash_attn", False)) and any(map(eager.may_be_needed, kinds))
+
+
+def _is_attention(module: nn.Module) -> bool:
+    """Return whether a module may call transformers' attention interface."""
+    return hasattr(module, "is_causal") or "Attention" in type(module).__name__
+
+
+def _own_attentions(model: nn.Module, attentions: Attentions, policy: Policy) -> Attentions:
+    """Return the modules that compute attention themselves; those that do not call SDPA stay dense.
+
+    Raises:
+        NotImplementedError: the model has only modules that stay dense, or ``on_unsupported="raise"``.
+    """
+    names = {kind: _names_used(kind) for kind in {type(module) for _, module in attentions}}
+    own = [
+        (name, module)
+        for name, module in attentions
+        if not any(_is_attention(part) for part in module.modules() if part is not module)
+        and REGISTRY not in names[type(module)]
+        and not names[type(module)].isdisjoint(OWN)
+    ]
+    by_hand = {type(module) for _, module in own if SDPA not in names[type(module)]}
+    if not by_hand:
+        return own
+    message = (
+        f"{type(model).__name__}: expected attention by one of transformers' functions or by SDPA, got that of "
+        f"{', '.join(sorted(kind.__name__ for kind in by_hand))} itself"
+    )
+    if any(SDPA in _names_used(other) for kind in by_hand for other in kind.__subclasses__()):
+        message += " (another class calls SDPA: load the model with attn_implementation='sdpa')"
+    if not any({REGISTRY, SDPA} & used for used in names.values()) or policy.on_unsupported == "raise":
+        raise NotImplementedError(message)
+    if policy.on_unsupported == "warn":
+        warnings.warn(f"sparge: {message}; it runs unchanged", stacklevel=4)
+    return own
+
+
+def _names_used(kind: type) -> set[str]:
+    """Return the names in the code of a class and its bases."""
+    methods = [inspect.unwrap(method) for base in kind.__mro__ for method in vars(base).values() if callable(method)]
+    return {name for method in methods if inspect.isfunction(method) for name in method.__code__.co_names}
+
+
+def _position(model: nn.Module, name: str) -> tuple[int, int] | None:
+    """Return index and length in the innermost list of layers: "model.layers.3.self_attn" is 3 in "model.layers"."""
+    parts = name.split(".")
+    place = next((place for place in reversed(range(len(parts))) if parts[place].isdigit()), None)
+    if place is None:
+        return None
+    layers: Any = model.get_submodule(".".join(parts[:place]))
+    return int(parts[place]), len(layers)
+
+
+def _is_dense_layer(model: nn.Module, name: str, policy: Policy) -> bool:
+    position = _position(model, name) if policy.dense_layers else None
+    return position is not None and policy.is_dense_layer(*position)
+
+
+def _longest_list(model: nn.Module, attentions: Attentions) -> int:
+    positions = (_position(model, name) for name, _ in attentions)
+    return max((position[1] for position in positions if position is not None), default=0)
+
+
+def _implementations(model: Any) -> list[tuple[Any, Any]]:
+    """Return every config of a model with the attention that it names."""
+    from transformers import PreTrainedModel
+
+    found: dict[int, tuple[Any, Any]] = {}
+    pending: list[Any] = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    while pending:
+        config = pending.pop()
+        if config is None or id(config) in found:
+            continue
+        found[id(config)] = (config, config._attn_implementation_internal)
+        pending += [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
+    return list(found.values())

@@ -1,0 +1,40 @@
+"""The command that installs the packages of an extra, for error messages."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1]
+
+
+def install_command(*extras: str) -> str:
+    """Return the command that installs the packages of some extras, for the way sparge was installed.
+
+    In a clone the command names the extras. In an installed package it names their packages, since no package index
+    has sparge yet.
+
+    Args:
+        extras: names of optional dependencies in pyproject.toml.
+
+    Example:
+        >>> install_command("cli").startswith("pip install ")
+        True
+    """
+    clone = PACKAGE.parents[1]
+    if PACKAGE.parent.name == "src" and (clone / "pyproject.toml").is_file():
+        place = "." if clone == Path.cwd() else str(clone)
+        return f"pip install -e '{place}[{','.join(extras)}]'"
+    packages = dict.fromkeys(name for extra in extras for name in _packages(extra))
+    return f"pip install {' '.join(repr(name) for name in packages)}" if packages else "pip install it"
+
+
+def _packages(extra: str) -> list[str]:
+    """Return the requirements of an extra in the package metadata; none for a copy without metadata."""
+    try:
+        requirements = importlib.metadata.requires("sparge") or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    parts = (requirement.partition(";") for requirement in requirements)
+    return [name.strip() for name, _, marker in parts if re.search(rf"extra == ['\"]{extra}['\"]", marker)]
