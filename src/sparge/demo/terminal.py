@@ -13,7 +13,7 @@ from sparge.demo.page import machine_parts
 
 
 def run_with_progress(settings: Settings) -> Demo:
-    """Run the demo with a line on stderr that says which step it is at; silent where stderr is no terminal."""
+    """Run the demo and show the current step on stderr, if stderr is a terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
         return measure.run_demo(settings)
@@ -31,7 +31,7 @@ def run_with_progress(settings: Settings) -> Demo:
 
 
 def print_results(console: Console, result: Demo) -> None:
-    """Where it was measured, and a line for each input and score."""
+    """Print the machine, and a line for each input and score."""
     console.print(f"topk {result.settings.topk:g}; {'; '.join(machine_parts(result))}", highlight=False, markup=False)
     print_fitting(console, _results_table(result.rows), [list(table_cells(row)) for row in result.rows])
 
