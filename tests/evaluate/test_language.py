@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 from html import escape
@@ -13,18 +14,21 @@ from typing import Any
 
 import pytest
 import torch
+from page_parser import Page
 from tiny_language import tiny_model, tiny_tokenizer
 
 import sparge
+from sparge.backends import base
 from sparge.evaluate.language import fidelity
 from sparge.evaluate.language.answers import ask, tokenized
+from sparge.evaluate.language.lengths import check_lengths, default_lengths, shortest_sparse
 from sparge.evaluate.language.load import load_tokenizer
 from sparge.evaluate.language.page import render_page
-from sparge.evaluate.language.run import KEY, Piece, Settings, evaluate_model, pieces, runs
-from sparge.evaluate.language.summary import lines_of, remarks
+from sparge.evaluate.language.run import KEY, Piece, Settings, evaluate_model, pieces, rows_of, runs
+from sparge.evaluate.language.summary import explanations, lines_of, remarks
 from sparge.evaluate.language.tasks import TASKS, make_item
 from sparge.evaluate.rows import Rows
-from sparge.evaluate.variants import Variant, parse_variant
+from sparge.evaluate.variants import Variant, parse_variant, spaced
 
 pytest.importorskip("transformers")
 TEXT = "It was a dark night. The wind blew. Nobody was there, or so it seemed. " * 60
@@ -170,9 +174,9 @@ def test_page_of_a_model(measured: tuple[Path, list[Variant]]) -> None:
     path, variants = measured
     page = render_page(list(Rows(path, {"dtype": "x"}, KEY)), "tiny <model>", "sparge eval llm tiny --json rows.jsonl")
     assert "tiny &lt;model&gt;, sparse against dense" in page
-    assert all(variant.label in page for variant in variants)
-    assert page.count("class='heat'") == 1 + len(variants) and page.count("<svg viewBox='0 0") >= 3 + len(TASKS)
-    assert "http" not in page.replace("http-equiv", "") and "<script" not in page, "loads nothing"
+    assert all(spaced(variant.label) in page for variant in variants)
+    assert page.count('class="heat"') == 1 + len(variants) and page.count("<svg role=") >= 3 + len(TASKS)
+    Page(page).check()
 
 
 def test_an_interrupted_run_goes_on(model: Any, tokenizer: Any, tmp_path: Path) -> None:
@@ -249,6 +253,8 @@ def test_a_run_below_the_crossover_says_so(model: Any, tokenizer: Any) -> None:
     assert line.kl is not None and line.kl.mean == 0.0
     (told,) = remarks([line])
     assert told.startswith("topk=0.1, 500 tokens: nothing ran sparse") and "--force" in told
+    page = render_page([{**row, "run": {"dtype": "float32"}} for row in rows], "model", "command")
+    assert "There are no charts: nothing ran sparse" in page and '<figure class="chart">' not in page
 
 
 def test_what_left_nothing_out_is_told(model: Any, tokenizer: Any) -> None:
@@ -284,13 +290,20 @@ def test_command(model: Any, tokenizer: Any, tmp_path: Path, capsys: pytest.Capt
     assert not done.value.code
     said = capsys.readouterr().out
     assert "700 tokens" in said and "topk=0.5,min_blocks=1" in said and "page.html" in said
+    assert f"700 tokens, 1 windows, text: {tmp_path}/text.txt" in " ".join(said.split())
+    assert "A KL of 0.02 means" in said and "Noise: the dense model on two kernels of torch" in said
+    assert re.search(r"\d of 8 \(\d+-\d+ %\), dense \d", said) and re.search(r"speed-up: \d+\.\d\dx", said)
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert (
-        len(rows) == 1 + 2 * 8
-        and rows[0]["policy"] == '{"backend": "torch", "sparsity": {"kind": "Budget", "min_blocks": 1, "density": 0.5}}'
+        len(rows) == 2 + 2 * 8
+        and [row["part"] for row in rows[:3]] == ["noise", "fidelity", "needle"]
+        and rows[1]["policy"] == '{"backend": "torch", "sparsity": {"kind": "Budget", "min_blocks": 1, "density": 0.5}}'
         and rows[0]["sparge"] == sparge.__version__
+        and rows[1]["seconds"] > 0 < rows[1]["dense_seconds"]
     )
-    assert "topk=0.5,min_blocks=1" in (tmp_path / "page.html").read_text()
+    page = (tmp_path / "page.html").read_text()
+    assert "topk=0.5, min_blocks=1" in page and f"window of {tmp_path}/text.txt" in page
+    assert "A KL of 0.02 means" in page and "Noise: the dense model on two kernels of torch" in page
     with pytest.raises(SystemExit) as done:
         main([*arguments, "--tokens", "2000"])
     assert done.value.code == 2
@@ -323,3 +336,61 @@ def test_wrong_command_lines(arguments: list[str], message: str, capsys: pytest.
         main(["eval", "llm", *arguments])
     assert done.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_lengths_that_run_dense_are_refused_before_the_first_token(model: Any) -> None:
+    sparse, noise = parse_variant("topk=0.5"), parse_variant("sdpa=math")
+    crossover = base.crossover_for("cpu", None, torch.float32).causal_keys
+    model.config.max_position_embeddings = 2**17
+    for lengths in ((2048,), (2048, 2 * crossover)):
+        message = rf"expected {shortest_sparse(model, [sparse])} or more .*got 2048; take --tokens \d+, or --force"
+        with pytest.raises(ValueError, match=message):
+            check_lengths(model, [sparse, noise], lengths)
+    shortest = shortest_sparse(model, [sparse])
+    assert shortest is not None and shortest >= crossover
+    check_lengths(model, [sparse], (shortest,))
+    check_lengths(model, [noise], (2048,))
+    check_lengths(model, [sparse.forced(CPU)], (2048,))
+    model.config.max_position_embeddings = 2048
+    with pytest.raises(ValueError, match="got 2048; take --force to go sparse"):
+        check_lengths(model, [sparse], (2048,))
+    with pytest.raises(
+        ValueError, match="tokens: expected at most 2048, the model's max_position_embeddings, got 4096"
+    ):
+        check_lengths(model, [sparse.forced(CPU)], (2048, 4096))
+
+
+def test_default_lengths_are_not_below_the_crossover(monkeypatch: pytest.MonkeyPatch) -> None:
+    for keys, expected in ((4096, (4096, 8192)), (8192, (8192,)), (16384, (16384,)), (2**62, (4096, 8192))):
+        found = replace(base.ALWAYS, causal_keys=keys)
+        monkeypatch.setattr(base, "crossover_for", lambda *_, found=found: found)
+        assert default_lengths(CPU, torch.float32) == expected
+
+
+def test_prompts_just_below_the_crossover_count_as_their_length(
+    model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt has up to 8 tokens fewer than the length."""
+    monkeypatch.setattr("sparge.evaluate.language.run.goes_sparse", lambda *_: True)
+    rows = Rows(None, {}, KEY)
+    settings = Settings(tokens=(600,), windows=0, depths=(0.5,))
+    variants = [parse_variant("topk=0.3,min_blocks=1")]
+    evaluate_model(model, tokenizer, variants, list(pieces(settings, tokenizer, TEXT)), rows)
+    (line,) = lines_of(rows)
+    assert line.ran == "sparse"
+
+
+def test_noise_is_that_of_two_dense_kernels(model: Any, tokenizer: Any) -> None:
+    rows = Rows(None, {"dtype": "float32"}, KEY)
+    settings = Settings(tokens=(600, 700), windows=2, tasks=(), noise=True)
+    work = list(pieces(settings, tokenizer, TEXT))
+    assert [(piece.part, piece.tokens) for piece in work][:2] == [("noise", 600), ("fidelity", 600)]
+    assert sum(piece.part == "noise" for piece in work) == 1
+    variants = forced("topk=0.3,min_blocks=1")
+    assert runs(variants, work, rows) == 2 * 5
+    evaluate_model(model, tokenizer, variants, work, rows)
+    assert runs(variants, work, rows) == 0 and len(rows_of(variants, work, rows)) == 5
+    assert [line.tokens for line in lines_of(rows)] == [600, 700]
+    meaning, noise = explanations(list(rows))
+    assert "A KL of 0.02" in meaning and "(float32, 600 tokens)" in noise
+    assert abs(next(row["kl"] for row in rows if row["part"] == "noise")) < 1e-6

@@ -222,7 +222,7 @@ def test_a_model_that_enable_does_not_know() -> None:
     assert half.ran == "sparse"
     assert half.psnr is not None
     assert full.psnr is None or full.psnr.mean > half.psnr.mean + 20
-    assert any("does not know UnknownPipeline" in text for text in remarks(result, lines_of(result)))
+    assert any("does not support UnknownPipeline" in text for text in remarks(result, lines_of(result)))
     (errors, _) = [row for row in result.rows if row["part"] == "errors"]
     assert errors["layers"] == ["call 1"]
     assert errors["steps"] == list(range(STEPS))

@@ -311,8 +311,10 @@ def _first_prediction(
     score: str, mask: BlockMask, mass: Tensor, query: Tensor, key: Tensor, needles: tuple[Needle, ...]
 ) -> Prediction:
     """Return what the mask keeps in the first head."""
-    lists = (mask.kv_num_blocks, mask.kv_indices, mask.visible_num_blocks)
-    first = BlockMask(*(tensor[:1, :1] for tensor in lists), mask.q_len, mask.kv_len, mask.is_causal, mask.window)
+    kept, indices, visible = (
+        tensor[:1, :1] for tensor in (mask.kv_num_blocks, mask.kv_indices, mask.visible_num_blocks)
+    )
+    first = BlockMask(kept, indices, visible, mask.q_len, mask.kv_len, mask.is_causal, mask.window)
     return Prediction(
         score=score,
         kept=first.to_dense()[0, 0].cpu(),

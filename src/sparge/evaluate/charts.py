@@ -94,6 +94,7 @@ def line_chart(
         notes.append("Intervals that reach beyond the axis are cut.")
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
     except ImportError:
         return Chart(title, None, tuple(notes))
     names = [curve.name for curve in curves if any(point in shown for point in curve.points)]
@@ -104,7 +105,15 @@ def line_chart(
     for number, name in enumerate(names):
         curve = next(curve for curve in curves if curve.name == name)
         _draw(panel, name, sorted((p for p in curve.points if p in shown), key=lambda point: point.x), number)
-    panel.set(xlabel=x_label, ylabel=y_label, yscale="log" if log_y else "linear", ylim=(low, high))
+    panel.set(xlabel=x_label, ylabel=y_label)
+    if log_y:
+        panel.set_yscale("log")
+        panel.yaxis.set(
+            major_locator=LogLocator(subs=(1, 3)),
+            major_formatter=StrMethodFormatter("{x:g}"),
+            minor_locator=NullLocator(),
+        )
+    panel.set_ylim(low, high)
     if from_zero:
         panel.set_xlim(left=0)
     if level is not None and low <= level[1] <= high:
@@ -130,7 +139,7 @@ def view_of(points: Sequence[Point], log: bool, limits: tuple[float, float]) -> 
     values = [point.y for point in points]
     low, high = min(values), max(values)
     if log:
-        return low / 1.6, high * 1.6
+        return low / 2, high * 2
     margin = max(high - low, 0.1 * max(abs(low), abs(high))) or 1.0
     ends = [point.y + sign * (point.half or 0.0) for point in points for sign in (-1, 1)]
     pad = 0.08 * margin
@@ -178,7 +187,7 @@ def inline_svg(figure: Figure, label: str) -> Markup:
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>\s*|<style .*?</style>\s*", "", svg, flags=re.DOTALL)
     svg = re.sub(r' (?:xmlns(?::\w+)?|version)="[^"]*"', "", svg)
-    svg = re.sub(r' id="[A-Za-z]\w*_\d+"', "", svg)  # of groups that nothing refers to, and not unique in a page
+    svg = re.sub(r' id="[A-Za-z][\w.]*_\d+"', "", svg)  # of groups that nothing refers to, and not unique in a page
     svg = re.sub(r' width="[\d.]+pt" height="[\d.]+pt"|height="[\d.]+pt" width="[\d.]+pt"', "", svg, count=1)
     svg = re.sub(r"#abcd(\w\w)", lambda found: f"var(--{VARIABLES[int(found[1], 16)]})", svg)
     return Markup(svg.replace("<svg", f'<svg role="img" aria-label="{html.escape(label)}"', 1))

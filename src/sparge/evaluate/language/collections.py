@@ -1,7 +1,7 @@
 """LongBench and InfiniteBench as questions, from local files in their format or from the hub.
 
-The prompts are this library's own, so scores are to be compared with the dense model beside them, not with published
-ones. A context that is too long loses its middle.
+The prompts are written for this library, so compare scores with those of the dense model, not with published ones. The
+middle of a context that is too long is removed.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ CODE = ("lcc", "repobench")
 
 
 def read_collection(source: str, tokenizer: Any, tokens: int, count: int) -> list[Item]:
-    """Up to ``count`` questions.
+    """Return up to ``count`` questions.
 
     Args:
-        source: a file of JSON lines in the format of either, or "longbench:NAME", "infinitebench:NAME" for the hub.
-        tokens: what a prompt may have.
+        source: a file of JSON lines in the format of either collection, or "longbench:NAME" or
+            "infinitebench:NAME" for the hub.
+        tokens: maximum length of a prompt.
 
     Raises:
-        ValueError: nothing there, or another format.
+        ValueError: the source has no questions, or another format.
     """
     family, colon, name = source.partition(":")
     if colon and family in HUB:
@@ -79,7 +80,7 @@ def _item(row: Mapping[str, Any], name: str, number: int, tokenizer: Any, tokens
 
 
 def metric_of(name: str) -> tuple[str, int]:
-    """How answers of a data set are scored, and how long they may be.
+    """Return how answers of a data set are scored, and their maximum length.
 
     Example:
         >>> metric_of("gov_report"), metric_of("hotpotqa"), metric_of("passkey")
