@@ -78,7 +78,7 @@ def line_chart(
     Args:
         log_y: use a logarithmic y axis. Values of 0 or less are listed below the chart.
         level: name and value of a horizontal line to compare with.
-        from_zero: start the x axis at 0.
+        from_zero: start the x axis at 0; otherwise x is a number of something, with integer ticks.
         limits: values that the quantity can have. The y axis does not extend beyond them.
         y_range: the y axis; by default it follows the points and their intervals (`view_of`).
     """
@@ -88,18 +88,20 @@ def line_chart(
     shown = [point for point in points if point.y >= floor and (point.y > 0 or not log_y)]
     if not shown:
         return None
-    notes = [f"Below the axis: {point.name} ({point.y:.2g})." for point in points if point not in shown]
     low, high = y_range or view_of(shown, log_y, limits)
-    if any(point.half and not low <= point.y - point.half <= point.y + point.half <= high for point in shown):
+    below = ", ".join(f"{point.name} ({point.y:.2g})" for point in points if point not in shown)
+    notes = [f"Below the axis: {below}."] if below else []
+    ends = [(point.y - (point.half or 0.0), point.y + (point.half or 0.0)) for point in shown]
+    if any(max(start, limits[0]) < low or min(end, limits[1]) > high for start, end in ends):
         notes.append("Intervals that reach beyond the axis are cut.")
     try:
         from matplotlib.figure import Figure
-        from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
+        from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
     except ImportError:
         return Chart(title, None, tuple(notes))
     names = [curve.name for curve in curves if any(point in shown for point in curve.points)]
     columns = 1 if max(map(len, names)) > 28 else 2
-    figure = Figure(figsize=(6.2, 3.9 + 0.24 * math.ceil(len(names) / columns)), layout="constrained")
+    figure = Figure(figsize=(5.6, 3.6 + 0.24 * math.ceil(len(names) / columns)), layout="constrained")
     panel = figure.subplots()
     _dress(panel)
     for number, name in enumerate(names):
@@ -116,6 +118,8 @@ def line_chart(
     panel.set_ylim(low, high)
     if from_zero:
         panel.set_xlim(left=0)
+    else:
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
     if level is not None and low <= level[1] <= high:
         panel.axhline(level[1], color=COLORS["quiet"], linestyle="--", linewidth=1, zorder=1)
         panel.text(

@@ -80,7 +80,7 @@ def _charts(lines: Sequence[Line], tasks: Sequence[str], level: tuple[str, float
         dense_level = None if dense is None else ("dense", dense)
         title = f"{task}: score against density"
         curves = _by_family(lines, score)
-        charts.append(line_chart(title, curves, DENSITY, "score", level=dense_level, y_range=(0.0, 1.05)))
+        charts.append(line_chart(title, curves, DENSITY, "score", level=dense_level, y_range=(-0.05, 1.05)))
     return [chart for chart in charts if chart is not None]
 
 

@@ -216,7 +216,8 @@ def explanations(rows: Sequence[Row]) -> Iterator[str]:
     if noise["kl"] == 0:
         yield "Noise: not measured, because two kernels of torch gave equal outputs."
     else:
+        size = f"{noise['kl']:.1g}" if noise["kl"] >= 1e-6 else "less than 0.000001"
         yield (
-            f"Noise: the dense model on two kernels of torch differs by a KL of {max(noise['kl'], 1e-9):.1g} ({dtype}, "
-            f"{tokens} tokens). Differences of this size are rounding."
+            f"Noise: the dense model on two kernels of torch differs by a KL of {size} ({dtype}, {tokens} tokens). "
+            "Differences of this size are rounding."
         )
