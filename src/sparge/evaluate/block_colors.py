@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-Color = tuple[int, int, int]
-
 MASS_FLOOR = 1e-4
 """A block with less of its queries' attention than 0.01 % is drawn as empty: the low end of the log scale."""
 
@@ -61,9 +59,9 @@ def paint_blocks(mass: Tensor, kept: Tensor, visible: Tensor) -> Tensor:
     return torch.where(visible, torch.where(kept, KEPT + levels, lost), NOTHING).to(torch.uint8)
 
 
-def palette(theme: Theme) -> list[Color]:
-    """Return the colors of the entries of `paint_blocks`; entry 0 is transparent."""
-    return [(0, 0, 0), *_ramp(theme.kept), *_ramp(theme.skipped)]
+def palette(theme: Theme) -> list[list[int]]:
+    """Return the (red, green, blue) colors of the entries of `paint_blocks`; entry 0 is transparent."""
+    return [[0, 0, 0], *_ramp(theme.kept), *_ramp(theme.skipped)]
 
 
 def painted(entries: Tensor, theme: Theme) -> Tensor:
@@ -78,16 +76,11 @@ def painted(entries: Tensor, theme: Theme) -> Tensor:
     return torch.cat([colors, opacity[..., None]], -1)
 
 
-def _ramp(anchors: tuple[str, ...]) -> list[Color]:
+def _ramp(anchors: tuple[str, ...]) -> list[list[int]]:
     """Return RAMP_STEPS colors, linear in sRGB between evenly spaced anchors, as in a CSS gradient."""
-    stops = [[int(anchor[at : at + 2], 16) for at in (1, 3, 5)] for anchor in anchors]
-    colors = []
-    for step in range(RAMP_STEPS):
-        position = step / (RAMP_STEPS - 1) * (len(stops) - 1)
-        left = min(int(position), len(stops) - 2)
-        red, green, blue = (
-            round(low + (position - left) * (high - low))
-            for low, high in zip(stops[left], stops[left + 1], strict=True)
-        )
-        colors.append((red, green, blue))
-    return colors
+    stops = torch.tensor([[int(anchor[at : at + 2], 16) for at in (1, 3, 5)] for anchor in anchors]).double()
+    positions = torch.linspace(0, len(stops) - 1, RAMP_STEPS, dtype=torch.float64)
+    left = positions.long().clamp(max=len(stops) - 2)
+    colors = torch.lerp(stops[left], stops[left + 1], (positions - left)[:, None])
+    found: list[list[int]] = colors.round().long().tolist()
+    return found

@@ -54,7 +54,7 @@ class Draw:
         return self.normal(1, self.kv_heads, self.kv_len, self.head_dim)
 
     def values(self, mean: float = 1.0) -> Tensor:
-        """Return Gaussians (1, H_kv, S_k, D) around a mean of every channel, which is a Gaussian of deviation ``mean``."""
+        """Return Gaussians (1, H_kv, S_k, D) around a mean per channel, itself a Gaussian of deviation ``mean``."""
         return self.keys() + mean * self.normal(1, self.kv_heads, 1, self.head_dim)
 
     def direction(self) -> Tensor:

@@ -198,25 +198,18 @@ def _ask(place: str) -> tuple[str, str]:
 
 
 def _needle(setting: _Setting) -> Item:
-    (place,), code = setting.sample(PLACES, 1), setting.code()
-    depth = setting.draw.random() if setting.depth is None else setting.depth
-    return setting.item(
-        "needle",
-        [_fact(place, code)],
-        [depth],
-        *_ask(place),
-        answers=(code,),
-        reference=f" {code}",
-        metric="exact",
-        depth=depth,
-    )
+    return _one_fact(setting, "needle", setting.depth, metric="exact")
 
 
 def _single(setting: _Setting) -> Item:
+    return _one_fact(setting, "single", None, max_new_tokens=16)
+
+
+def _one_fact(setting: _Setting, task: str, depth: float | None, **fields: Any) -> Item:
     (place,), code = setting.sample(PLACES, 1), setting.code()
-    depth = setting.draw.random()
-    fields: dict[str, Any] = {"answers": (code,), "reference": f" {code}", "depth": depth, "max_new_tokens": 16}
-    return setting.item("single", [_fact(place, code)], [depth], *_ask(place), **fields)
+    depth = setting.draw.random() if depth is None else depth
+    fields |= {"answers": (code,), "reference": f" {code}", "depth": depth}
+    return setting.item(task, [_fact(place, code)], [depth], *_ask(place), **fields)
 
 
 def _multikey(setting: _Setting) -> Item:
