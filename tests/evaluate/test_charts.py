@@ -51,11 +51,14 @@ def test_a_value_near_zero_does_not_stretch_a_logarithmic_axis() -> None:
 
 
 def test_values_without_a_logarithm_are_listed_and_get_no_curve() -> None:
-    curves = [Curve("kept", [Point(0.5, 0.01)]), Curve("equal", [Point(1.0, 0.0, None, "all"), Point(0.9, -1e-9)])]
+    curves = [
+        Curve("kept", [Point(0.5, 0.01)]),
+        Curve("equal", [Point(1.0, 0.0, None, "all"), Point(0.9, -1e-9, None, "more")]),
+    ]
     chart = line_chart("KL", curves, "density", "nats", log_y=True)
     assert chart is not None and chart.svg is not None
     assert ">kept<" in chart.svg and ">equal<" not in chart.svg
-    assert chart.notes[0] == "Below the axis: all (0)."
+    assert chart.notes == ("Below the axis: all (0), more (-1e-09).",)
     assert line_chart("KL", curves[1:], "density", "nats", log_y=True) is None
 
 

@@ -78,7 +78,7 @@ def line_chart(
     Args:
         log_y: use a logarithmic y axis. Values of 0 or less are listed below the chart.
         level: name and value of a horizontal line to compare with.
-        from_zero: start the x axis at 0; otherwise x is a number of something, with integer ticks.
+        from_zero: start the x axis at 0; otherwise x has integer ticks.
         limits: values that the quantity can have. The y axis does not extend beyond them.
         y_range: the y axis; by default it follows the points and their intervals (`view_of`).
     """
@@ -88,46 +88,39 @@ def line_chart(
     shown = [point for point in points if point.y >= floor and (point.y > 0 or not log_y)]
     if not shown:
         return None
-    low, high = y_range or view_of(shown, log_y, limits)
+    view = y_range or view_of(shown, log_y, limits)
+    notes = _notes(points, shown, view, limits)
+    names = [curve.name for curve in curves if any(point in shown for point in curve.points)]
+    columns = 1 if max(map(len, names)) > 28 else 2
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return Chart(title, None, notes)
+    figure = Figure(figsize=(5.6, 3.6 + 0.24 * math.ceil(len(names) / columns)), layout="constrained")
+    panel = figure.subplots()
+    for number, name in enumerate(names):
+        of_curve = next(curve.points for curve in curves if curve.name == name)
+        _draw(panel, name, sorted((p for p in of_curve if p in shown), key=lambda point: point.x), number)
+    panel.set(xlabel=x_label, ylabel=y_label)
+    _dress(panel, view, log_y=log_y, from_zero=from_zero)
+    if level is not None and view[0] <= level[1] <= view[1]:
+        panel.axhline(level[1], color=COLORS["quiet"], linestyle="--", linewidth=1, zorder=1)
+        place: dict[str, Any] = {"transform": panel.get_yaxis_transform(), "ha": "right", "va": "bottom"}
+        panel.text(0.99, level[1], level[0], fontsize=9, color=COLORS["quiet"], **place)
+    figure.legend(loc="outside lower left", ncols=columns, frameon=False, fontsize=9.5, labelcolor=COLORS["ink"])
+    return Chart(title, inline_svg(figure, title), notes)
+
+
+def _notes(
+    points: Sequence[Point], shown: Sequence[Point], view: tuple[float, float], limits: tuple[float, float]
+) -> tuple[str, ...]:
+    """Return notes about the points below the axis and the intervals that extend beyond it."""
     below = ", ".join(f"{point.name} ({point.y:.2g})" for point in points if point not in shown)
     notes = [f"Below the axis: {below}."] if below else []
     ends = [(point.y - (point.half or 0.0), point.y + (point.half or 0.0)) for point in shown]
-    if any(max(start, limits[0]) < low or min(end, limits[1]) > high for start, end in ends):
+    if any(max(start, limits[0]) < view[0] or min(end, limits[1]) > view[1] for start, end in ends):
         notes.append("Intervals that reach beyond the axis are cut.")
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
-    except ImportError:
-        return Chart(title, None, tuple(notes))
-    names = [curve.name for curve in curves if any(point in shown for point in curve.points)]
-    columns = 1 if max(map(len, names)) > 28 else 2
-    figure = Figure(figsize=(5.6, 3.6 + 0.24 * math.ceil(len(names) / columns)), layout="constrained")
-    panel = figure.subplots()
-    _dress(panel)
-    for number, name in enumerate(names):
-        curve = next(curve for curve in curves if curve.name == name)
-        _draw(panel, name, sorted((p for p in curve.points if p in shown), key=lambda point: point.x), number)
-    panel.set(xlabel=x_label, ylabel=y_label)
-    if log_y:
-        panel.set_yscale("log")
-        panel.yaxis.set(
-            major_locator=LogLocator(subs=(1, 3)),
-            major_formatter=StrMethodFormatter("{x:g}"),
-            minor_locator=NullLocator(),
-        )
-    panel.set_ylim(low, high)
-    if from_zero:
-        panel.set_xlim(left=0)
-    else:
-        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
-    if level is not None and low <= level[1] <= high:
-        panel.axhline(level[1], color=COLORS["quiet"], linestyle="--", linewidth=1, zorder=1)
-        panel.text(
-            0.99, level[1], level[0], transform=panel.get_yaxis_transform(), ha="right", va="bottom",
-            fontsize=9, color=COLORS["quiet"],
-        )  # fmt: skip
-    figure.legend(loc="outside lower left", ncols=columns, frameon=False, fontsize=9.5, labelcolor=COLORS["ink"])
-    return Chart(title, inline_svg(figure, title), tuple(notes))
+    return tuple(notes)
 
 
 def view_of(points: Sequence[Point], log: bool, limits: tuple[float, float]) -> tuple[float, float]:
@@ -151,12 +144,24 @@ def view_of(points: Sequence[Point], log: bool, limits: tuple[float, float]) -> 
     return max(bottom, low - margin, limits[0]), min(top, high + margin, limits[1])
 
 
-def _dress(panel: Any) -> None:
+def _dress(panel: Any, view: tuple[float, float], *, log_y: bool, from_zero: bool) -> None:
+    """Set the axes and their colors."""
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
+
+    if log_y:
+        panel.set_yscale("log")
+        panel.yaxis.set(major_locator=LogLocator(subs=(1, 3)), major_formatter=StrMethodFormatter("{x:g}"))
+        panel.yaxis.set_minor_locator(NullLocator())
+    panel.set_ylim(*view)
+    if from_zero:
+        panel.set_xlim(left=0)
+    else:
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
     panel.grid(axis="y", color=COLORS["line"], linewidth=0.8)
     panel.set_axisbelow(True)
     panel.tick_params(colors=COLORS["quiet"], labelsize=9.5, length=0)
-    panel.xaxis.label.set(color=COLORS["ink"], fontsize=10)
-    panel.yaxis.label.set(color=COLORS["ink"], fontsize=10)
+    for axis in (panel.xaxis, panel.yaxis):
+        axis.label.set(color=COLORS["ink"], fontsize=10)
     for side, spine in panel.spines.items():
         spine.set_visible(side == "bottom")
         spine.set_color(COLORS["line"])

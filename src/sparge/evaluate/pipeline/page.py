@@ -49,7 +49,9 @@ def render_page(result: Result, command: str) -> str:
         remarks=list(remarks(result, lines)),
         is_sparse=is_sparse,
         charts=[chart for chart in _charts(result, lines) if chart is not None] if is_sparse else [],
-        galleries=[(gallery, [_told(result, gallery, strip.variant) for strip in gallery.strips]) for gallery in shown],
+        galleries=[
+            (gallery, [_psnr_range(result, gallery, strip.variant) for strip in gallery.strips]) for gallery in shown
+        ],
         dense_images=_dense_images(shown),
         spaced=spaced,
         gain=GAIN,
@@ -114,7 +116,7 @@ def _along(result: Result, label: str) -> list[Point]:
     return [Point(number, statistics.fmean(values)) for number, values in enumerate(frames, start=1) if values]
 
 
-def _told(result: Result, gallery: Gallery, label: str) -> str:
+def _psnr_range(result: Result, gallery: Gallery, label: str) -> str:
     """Return the PSNR of the clip that is shown; the range of PSNRs for images, which have a column each."""
     variant = next((variant for variant in result.variants if variant.label == label), None)
     if variant is None:
