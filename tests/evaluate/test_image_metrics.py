@@ -1,4 +1,4 @@
-"""Metrics of pictures and clips against their definitions, and what pipelines return as bytes."""
+"""Metrics of images and clips against their definitions, and outputs of pipelines as bytes."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_ssim_of_a_clip_is_the_mean_of_its_frames() -> None:
         image_metrics.ssim(one[:, :8], other[:, :8])
 
 
-def test_temporal_difference_sees_change_alone() -> None:
+def test_temporal_difference_measures_change_only() -> None:
     one, other = random_clip(seed=0), random_clip(seed=1)
     expected = ((one[1:] - one[:-1]) - (other[1:] - other[:-1])).abs().mean()
     assert image_metrics.temporal_difference(one, other) == pytest.approx(float(expected), rel=1e-5)
@@ -80,7 +80,7 @@ def test_temporal_difference_sees_change_alone() -> None:
         image_metrics.temporal_difference(one[:1], other[:1])
 
 
-def test_lpips_goes_to_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lpips_uses_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
     class Network(torch.nn.Module):
@@ -97,7 +97,7 @@ def test_lpips_goes_to_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     image_metrics._lpips_network.cache_clear()
 
 
-def test_what_keeps_lpips_away_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_lpips_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(**_: Any) -> None:
         raise OSError("no network")
 
@@ -146,7 +146,7 @@ def test_images_become_bytes() -> None:
     assert np.array_equal(grey.pixels, np.repeat(PIXELS[:1, ..., :1], 3, -1))
 
 
-def test_nan_is_black_and_told() -> None:
+def test_nan_becomes_black_and_is_recorded() -> None:
     broken = FLOATS[None].copy()
     broken[0, 1] = np.nan
     frames = frames_of(SimpleNamespace(frames=broken))
@@ -164,6 +164,6 @@ def test_nan_is_black_and_told() -> None:
         (SimpleNamespace(frames=[[]]), "expected a clip of one frame or more, got none"),
     ],
 )
-def test_other_outputs_are_refused(output: Any, message: str) -> None:
+def test_other_outputs_raise(output: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         frames_of(output)

@@ -1,4 +1,4 @@
-"""A language model judged: the measures are what they say, every task runs, and an interrupted run goes on."""
+"""Evaluation of a language model: the definitions of its measures, every task, and interrupted runs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from page_parser import Page
 from tiny_language import tiny_model, tiny_tokenizer
 
 import sparge
+from page_parser import Page
 from sparge.backends import base
 from sparge.evaluate.language import fidelity
 from sparge.evaluate.language.answers import ask, tokenized
@@ -98,7 +98,7 @@ def test_perplexity_of_plain_and_scaled_logits(model: Any) -> None:
 
 
 class Pairs:
-    """A tokenizer of two letters a token, with a mark before and one behind: cuts depend on what came before."""
+    """A tokenizer of two letters per token, with a mark before and after the text: cuts depend on the text before."""
 
     eos_token_id = -1
 
@@ -108,12 +108,12 @@ class Pairs:
         return SimpleNamespace(input_ids=[0, *ids, -1] if add_special_tokens else ids)
 
 
-def test_references_have_the_tokens_they_have_behind_their_prompt(tokenizer: Any) -> None:
+def test_references_have_the_tokens_of_a_continued_prompt(tokenizer: Any) -> None:
     item = make_item("needle", tokenizer, 1000, 0, text=TEXT, depth=0.5)
     prompt, reference = tokenized(tokenizer, item)
     assert tokenizer.decode(prompt) == item.prompt and tokenizer.decode(reference) == item.reference
-    for told, expected in (("ab", ([0, 24930], [25444])), ("abc", ([0, 24930], [25444]))):
-        cut = replace(item, prompt=told, reference="abcd"[len(told) :])
+    for prompt, expected in (("ab", ([0, 24930], [25444])), ("abc", ([0, 24930], [25444]))):
+        cut = replace(item, prompt=prompt, reference="abcd"[len(prompt) :])
         assert tokenized(Pairs(), cut) == expected
         assert tokenized(Pairs(), replace(cut, is_chat=True)) == (expected[0][1:], expected[1])
 
@@ -179,7 +179,7 @@ def test_page_of_a_model(measured: tuple[Path, list[Variant]]) -> None:
     Page(page).check()
 
 
-def test_an_interrupted_run_goes_on(model: Any, tokenizer: Any, tmp_path: Path) -> None:
+def test_an_interrupted_run_continues(model: Any, tokenizer: Any, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     variants = forced("topk=0.5", "topk=0.3")
     settings = Settings(tokens=(600,), windows=2, tasks=("needle",), depths=(0.5,))
@@ -196,7 +196,7 @@ def test_an_interrupted_run_goes_on(model: Any, tokenizer: Any, tmp_path: Path) 
     with pytest.raises(KeyboardInterrupt):
         evaluate_model(model, tokenizer, variants, work, Rows(path, {"model": "m"}, KEY), stop)
     assert len(path.read_text().splitlines()) == 2, "the fifth run was the second window's first variant"
-    path.write_text(path.read_text() + '{"part": "fid')  # killed while it wrote
+    path.write_text(path.read_text() + '{"part": "fid')  # stopped in the middle of a line
     rows = Rows(path, {"model": "m"}, KEY)
     left = runs(variants, work, rows)
     done.clear()
@@ -208,7 +208,7 @@ def test_an_interrupted_run_goes_on(model: Any, tokenizer: Any, tmp_path: Path) 
     assert model.config._attn_implementation != "sparge", "the model is as it was"
 
 
-def test_every_window_has_the_mark_of_a_beginning(tokenizer: Any) -> None:
+def test_every_window_begins_with_the_mark_of_the_tokenizer(tokenizer: Any) -> None:
     class Marked:
         eos_token_id = 256
 
@@ -223,8 +223,8 @@ def test_every_window_has_the_mark_of_a_beginning(tokenizer: Any) -> None:
     assert len({piece.content for piece in work}) == 3
 
 
-def test_variants_may_be_called_as_they_like(model: Any, tokenizer: Any) -> None:
-    """ "dense" in 8 bits is a variant, not what the others are compared with."""
+def test_variants_may_have_any_label(model: Any, tokenizer: Any) -> None:
+    """A variant labeled "dense" is not the dense model that the others are compared with."""
     rows = Rows(None, {}, KEY)
     variants = forced("dense", "topk=0.3,min_blocks=1")
     settings = Settings(tokens=(600,), windows=1, tasks=("needle",), depths=(0.5,))
@@ -244,31 +244,31 @@ def test_settings_are_checked() -> None:
         Settings(tasks=("haystack",))
 
 
-def test_a_run_below_the_crossover_says_so(model: Any, tokenizer: Any) -> None:
+def test_a_run_below_the_crossover_has_a_remark(model: Any, tokenizer: Any) -> None:
     rows = Rows(None, {}, KEY)
     window = torch.tensor(tokenizer(TEXT).input_ids)[None, :500]
     evaluate_model(model, tokenizer, [parse_variant("topk=0.1")], [Piece("fidelity", 500, 0, window=window)], rows)
     (line,) = lines_of(rows)
     assert line.ran == "dense (below the crossover)" and line.density is None
     assert line.kl is not None and line.kl.mean == 0.0
-    (told,) = remarks([line])
-    assert told.startswith("topk=0.1, 500 tokens: nothing ran sparse") and "--force" in told
+    (remark,) = remarks([line])
+    assert remark.startswith("topk=0.1, 500 tokens: nothing ran sparse") and "--force" in remark
     page = render_page([{**row, "run": {"dtype": "float32"}} for row in rows], "model", "command")
     assert "There are no charts: nothing ran sparse" in page and '<figure class="chart">' not in page
 
 
-def test_what_left_nothing_out_is_told(model: Any, tokenizer: Any) -> None:
-    """Eight blocks are fewer than the floor of 16."""
+def test_a_run_that_skips_nothing_has_a_remark(model: Any, tokenizer: Any) -> None:
+    """Eight blocks are fewer than the minimum of 16."""
     rows = Rows(None, {"dtype": "float32"}, KEY)
     window = torch.tensor(tokenizer(TEXT).input_ids)[None, :500]
     variants = forced("rows=0.1", "rows=0.1,min_blocks=1", "dense,quantization=none")
     evaluate_model(model, tokenizer, variants, [Piece("fidelity", 500, 0, window=window)], rows)
-    (told,) = remarks(lines_of(rows))
-    assert told.startswith("rows=0.1, 500 tokens: every block was kept")
-    assert escape(told) in render_page(list(rows), "model", "command")
+    (remark,) = remarks(lines_of(rows))
+    assert remark.startswith("rows=0.1, 500 tokens: every block was kept")
+    assert escape(remark) in render_page(list(rows), "model", "command")
 
 
-def test_a_missing_gguf_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_gguf_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "m.gguf").touch()
     monkeypatch.setattr("sparge.evaluate.language.load.find_spec", lambda _: None)
     with pytest.raises(ImportError, match=r"expected the package gguf for .*m.gguf': pip install gguf"):
@@ -288,11 +288,11 @@ def test_command(model: Any, tokenizer: Any, tmp_path: Path, capsys: pytest.Capt
     with pytest.raises(SystemExit) as done:
         main(arguments)
     assert not done.value.code
-    said = capsys.readouterr().out
-    assert "700 tokens" in said and "topk=0.5,min_blocks=1" in said and "page.html" in said
-    assert f"700 tokens, 1 windows, text: {tmp_path}/text.txt" in " ".join(said.split())
-    assert "A KL of 0.02 means" in said and "Noise: the dense model on two kernels of torch" in said
-    assert re.search(r"\d of 8 \(\d+-\d+ %\), dense \d", said) and re.search(r"speed-up: \d+\.\d\dx", said)
+    printed = capsys.readouterr().out
+    assert "700 tokens" in printed and "topk=0.5,min_blocks=1" in printed and "page.html" in printed
+    assert f"700 tokens, 1 window of {tmp_path}/text.txt" in " ".join(printed.split())
+    assert "A KL of 0.02 means" in printed and "Noise: the dense model on two kernels of torch" in printed
+    assert re.search(r"\d of 8 \(\d+-\d+ %\), dense \d", printed) and re.search(r"speed-up: \d+\.\d\dx", printed)
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert (
         len(rows) == 2 + 2 * 8

@@ -128,9 +128,9 @@ def test_the_command_writes_a_page_and_rows(tmp_path: Path, monkeypatch: pytest.
     }
     variants = [parse_variant(LABELS[0])]
     command.run("owner/model", variants, **options)
-    told = console.file.getvalue()  # type: ignore[attr-defined]
-    assert re.search(rf"{LABELS[0]}\s+sparse\s+0\.667", told)
-    assert f"Wrote {tmp_path / 'page.html'}" in " ".join(told.split())
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    assert re.search(rf"{LABELS[0]}\s+sparse\s+0\.667", printed)
+    assert f"Wrote {tmp_path / 'page.html'}" in " ".join(printed.split())
     assert "sparge eval pipeline &#39;some name&#39;" in (tmp_path / "page.html").read_text()
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [row["part"] for row in rows] == ["dense", "variant"]
@@ -146,7 +146,7 @@ def test_arguments_have_a_name_and_a_value(text: str) -> None:
         command.parse_argument(text)
 
 
-def test_broken_pixels_are_told() -> None:
+def test_broken_pixels_have_a_remark() -> None:
     class Broken(SmallPipeline):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             output = super().__call__(*args, **kwargs)
@@ -176,6 +176,6 @@ def test_wrong_command_lines(arguments: list[str], message: str, capsys: pytest.
     with pytest.raises(SystemExit) as done:
         main(["eval", "pipeline", *arguments])
     assert done.value.code == 2
-    said = capsys.readouterr().err
-    assert said.startswith("sparge: error: ") and message in said
-    assert len(said.splitlines()) == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("sparge: error: ") and message in printed
+    assert len(printed.splitlines()) == 1

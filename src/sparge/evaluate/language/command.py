@@ -83,8 +83,9 @@ def _print(console: Console, rows: Sequence[Row], source: str) -> None:
         table = empty_table([column for column, _ in shown[0]], left=("variant", "ran"))
         for row in shown:
             table.add_row(*(text for _, text in row))
-        windows = at_length[0].kl.values if at_length[0].kl is not None else 0
-        console.print(f"{tokens} tokens, {windows} windows, text: {source}", style="bold", highlight=False)
+        count = at_length[0].kl.values if at_length[0].kl is not None else 0
+        windows = f"{count} window{'s' * (count != 1)} of " if count else ""
+        console.print(f"{tokens} tokens, {windows}{source}", style="bold", highlight=False, markup=False)
         print_fitting(console, table, shown)
     for text in (*remarks(lines), *explanations(rows)):
         console.print(f"- {text}", highlight=False, markup=False)
