@@ -87,7 +87,7 @@ def test_error_of_known_tensors(is_causal: bool, rule: Any) -> None:
     assert error.predicted.mass_recall <= error.oracle.mass_recall
     assert error.predicted.recall_beyond_sink < error.predicted.mass_recall or not is_causal, "the sink holds much"
     assert 0 < error.predicted.cosine <= 1
-    with pytest.raises(TypeError, match="expected a rule that leaves blocks out"):
+    with pytest.raises(TypeError, match="expected a rule that skips blocks"):
         attention_error(query, key, value, sparsity=sparge.Dense())
 
 
