@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from page_parser import Page
-from sparge.evaluate.charts import Chart, Curve, Point, line_chart, view_of
+from sparge.evaluate.charts import Chart, Point, Series, line_chart, view_of
 from sparge.evaluate.page import render
 
 DECIBEL = (0.0, math.inf)
@@ -17,7 +17,7 @@ DECIBEL = (0.0, math.inf)
 
 def kl_chart(*values: float) -> Chart | None:
     points = [Point(0.1 * place, value, None, f"v{place}") for place, value in enumerate(values, start=1)]
-    return line_chart("KL", [Curve("topk", points)], "density", "nats", log_y=True)
+    return line_chart("KL", [Series("topk", points)], "density", "nats", log_y=True)
 
 
 def test_intervals_are_drawn_whole() -> None:
@@ -29,7 +29,7 @@ def test_intervals_of_two_seeds_do_not_flatten_the_curves() -> None:
     points = [Point(0.25, 28.0, 48.0), Point(0.5, 34.0, 60.0)]
     low, high = view_of(points, False, DECIBEL)
     assert low >= 20.0 and high <= 42.0
-    chart = line_chart("PSNR", [Curve("topk", points)], "density", "dB", limits=DECIBEL)
+    chart = line_chart("PSNR", [Series("topk", points)], "density", "dB", limits=DECIBEL)
     assert chart is not None and chart.notes == ("Intervals that reach beyond the axis are cut.",)
 
 
@@ -52,18 +52,18 @@ def test_a_value_near_zero_does_not_stretch_a_logarithmic_axis() -> None:
 
 def test_values_without_a_logarithm_are_listed_and_get_no_curve() -> None:
     curves = [
-        Curve("kept", [Point(0.5, 0.01)]),
-        Curve("equal", [Point(1.0, 0.0, None, "all"), Point(0.9, -1e-9, None, "more")]),
+        Series("kept", [Point(0.5, 0.01)]),
+        Series("equal", [Point(1.0, 0.0, None, "all"), Point(0.9, -1e-9, None, "more")]),
     ]
     chart = line_chart("KL", curves, "density", "nats", log_y=True)
     assert chart is not None and chart.svg is not None
     assert ">kept<" in chart.svg and ">equal<" not in chart.svg
-    assert chart.notes == ("Below the axis: all (0), more (-1e-09).",)
+    assert chart.notes == ("Below the axis: all (0); more (0).",)
     assert line_chart("KL", curves[1:], "density", "nats", log_y=True) is None
 
 
 def test_levels_outside_of_the_axis_are_left_out() -> None:
-    curves = [Curve("topk", [Point(0.5, 30.0), Point(1.0, 35.0)])]
+    curves = [Series("topk", [Point(0.5, 30.0), Point(1.0, 35.0)])]
     for level, is_drawn in ((33.0, True), (90.0, False)):
         chart = line_chart("PSNR", curves, "density", "dB", level=("sdpa=math", level))
         assert chart is not None and chart.svg is not None and ("sdpa=math" in chart.svg) == is_drawn

@@ -39,7 +39,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Curve:
+class Series:
     """Points that are connected in the order of x."""
 
     name: str
@@ -63,7 +63,7 @@ class Chart:
 
 def line_chart(
     title: str,
-    curves: Sequence[Curve],
+    curves: Sequence[Series],
     x_label: str,
     y_label: str,
     *,
@@ -115,7 +115,7 @@ def _notes(
     points: Sequence[Point], shown: Sequence[Point], view: tuple[float, float], limits: tuple[float, float]
 ) -> tuple[str, ...]:
     """Return notes about the points below the axis and the intervals that extend beyond it."""
-    below = ", ".join(f"{point.name} ({point.y:.2g})" for point in points if point not in shown)
+    below = "; ".join(f"{point.name} ({max(point.y, 0.0):.2g})" for point in points if point not in shown)
     notes = [f"Below the axis: {below}."] if below else []
     ends = [(point.y - (point.half or 0.0), point.y + (point.half or 0.0)) for point in shown]
     if any(max(start, limits[0]) < view[0] or min(end, limits[1]) > view[1] for start, end in ends):

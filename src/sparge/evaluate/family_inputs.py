@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-Inputs = tuple[Tensor, Tensor, Tensor]
+from sparge.evaluate.inputs import Inputs
 
 TAIL_SPREAD = 0.3
 """Deviation of an even tail's logits, in nats."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sparge.evaluate.language.scoring import METRICS
-from sparge.evaluate.language.tasks import Item
+from sparge.evaluate.language.tasks import Question
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Answered:
 
 
 @torch.no_grad()
-def ask(model: Any, tokenizer: Any, item: Item, attention: AbstractContextManager[Any]) -> Answered:
+def ask(model: Any, tokenizer: Any, item: Question, attention: AbstractContextManager[Any]) -> Answered:
     """Ask a question; the prompt is read within ``attention``."""
     device = next(model.parameters()).device
     prompt, reference = (torch.tensor([ids], device=device) for ids in tokenized(tokenizer, item))
@@ -56,7 +56,7 @@ def ask(model: Any, tokenizer: Any, item: Item, attention: AbstractContextManage
     return Answered(score, nll, text, prompt.shape[1])
 
 
-def tokenized(tokenizer: Any, item: Item) -> tuple[list[int], list[int]]:
+def tokenized(tokenizer: Any, item: Question) -> tuple[list[int], list[int]]:
     """Return prompt and reference, cut where both together are tokenized like the prompt alone.
 
     Tokenizers add a space before a text or a mark after it, so a reference alone may have other tokens.
@@ -83,7 +83,7 @@ def _forced(model: Any, first: Tensor, reference: Tensor, cache: Any) -> Tensor:
     return torch.cat([first, rest], 1)
 
 
-def _greedy(model: Any, tokenizer: Any, first: Tensor, cache: Any, item: Item) -> str:
+def _greedy(model: Any, tokenizer: Any, first: Tensor, cache: Any, item: Question) -> str:
     """Return the most likely continuation up to the end of the text or, except for summaries, of a non-empty line."""
     written: list[int] = []
     token, text = first.argmax(-1), ""

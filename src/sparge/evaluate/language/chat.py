@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from sparge.evaluate.language.tasks import ANSWER, SUMMARY, Item
+from sparge.evaluate.language.tasks import ANSWER, SUMMARY, Question
 
 ROUNDING = 4
 """Tokens by which a template may take more of a long prompt than of one letter."""
 
 
-def as_chat(item: Item, tokenizer: Any) -> Item:
+def as_chat(item: Question, tokenizer: Any) -> Question:
     """Return the same question in the tokenizer's template.
 
     Raises:

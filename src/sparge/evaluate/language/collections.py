@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from sparge.evaluate.language.tasks import ANSWER, SUMMARY, Item
+from sparge.evaluate.language.tasks import ANSWER, SUMMARY, Question
 from sparge.evaluate.language.texts import from_hub
 
 HUB = {"longbench": "zai-org/LongBench", "infinitebench": "xinrongzhang2022/InfiniteBench"}
@@ -22,7 +22,7 @@ RETRIEVAL = ("passage_retrieval", "passage_count", "passkey", "number_string", "
 CODE = ("lcc", "repobench")
 
 
-def read_collection(source: str, tokenizer: Any, tokens: int, count: int) -> list[Item]:
+def read_collection(source: str, tokenizer: Any, tokens: int, count: int) -> list[Question]:
     """Return up to ``count`` questions.
 
     Args:
@@ -51,7 +51,7 @@ def read_collection(source: str, tokenizer: Any, tokens: int, count: int) -> lis
     return items
 
 
-def _item(row: Mapping[str, Any], name: str, number: int, tokenizer: Any, tokens: int) -> Item:
+def _item(row: Mapping[str, Any], name: str, number: int, tokenizer: Any, tokens: int) -> Question:
     answers = row.get("answers", row.get("answer"))
     if "context" not in row or "input" not in row or answers is None:
         raise ValueError(
@@ -76,7 +76,7 @@ def _item(row: Mapping[str, Any], name: str, number: int, tokenizer: Any, tokens
     question += f"\n\n{SUMMARY}" if metric == "rouge" else "\n" if metric == "similar" else f"\n\n{ANSWER}"
     prompt = _without_middle(tokenizer, row["context"], question, tokens)
     reference = answers[0] if metric == "similar" else f" {answers[0]}"
-    return Item(name, tokens, number, prompt, tuple(answers), reference, metric, max_new_tokens=max_new_tokens)
+    return Question(name, tokens, number, prompt, tuple(answers), reference, metric, max_new_tokens=max_new_tokens)
 
 
 def metric_of(name: str) -> tuple[str, int]:

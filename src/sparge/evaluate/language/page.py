@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sparge.evaluate.charts import Chart, Curve, Point, line_chart
+from sparge.evaluate.charts import Chart, Point, Series, line_chart
 from sparge.evaluate.language.run import DENSE, FIDELITY, NOISE, is_stock
 from sparge.evaluate.language.summary import Line, cells, explanations, lines_of, noise_of, remarks
 from sparge.evaluate.page import machine_parts, render
@@ -84,7 +84,7 @@ def _charts(lines: Sequence[Line], tasks: Sequence[str], level: tuple[str, float
     return [chart for chart in charts if chart is not None]
 
 
-def _by_family(lines: Sequence[Line], value_of: Callable[[Line], tuple[float, float | None] | None]) -> list[Curve]:
+def _by_family(lines: Sequence[Line], value_of: Callable[[Line], tuple[float, float | None] | None]) -> list[Series]:
     """Return a curve over density for each family of variants."""
     found: dict[str, list[Point]] = {}
     for line in lines:
@@ -92,7 +92,7 @@ def _by_family(lines: Sequence[Line], value_of: Callable[[Line], tuple[float, fl
         if value is not None:
             density = 1.0 if line.density is None else line.density
             found.setdefault(family_of(line.variant), []).append(Point(density, *value, line.variant))
-    return [Curve(name, points) for name, points in found.items()]
+    return [Series(name, points) for name, points in found.items()]
 
 
 def _positions(rows: Sequence[Row], tokens: int) -> list[Chart]:
@@ -100,14 +100,14 @@ def _positions(rows: Sequence[Row], tokens: int) -> list[Chart]:
     measured = [row for row in rows if row["part"] == FIDELITY and row["tokens"] == tokens]
     variants = list(dict.fromkeys(row["variant"] for row in measured if row["density"] is not None))[:MAX_ALONG]
 
-    def curve(variant: str, name: str, minus: str | None) -> Curve:
+    def curve(variant: str, name: str, minus: str | None) -> Series:
         of_variant = [row for row in measured if row["variant"] == variant]
         parts = len(of_variant[0][name])
         points = []
         for part in range(parts):
             values = [row[name][part] - (row[minus][part] if minus else 0.0) for row in of_variant]
             points.append(Point((part + 0.5) / parts * tokens, statistics.fmean(values), None, variant))
-        return Curve(spaced(variant), points)
+        return Series(spaced(variant), points)
 
     kl = [curve(variant, "kl_by_position", None) for variant in variants]
     rise = [curve(variant, "nll_by_position", "dense_nll_by_position") for variant in variants]

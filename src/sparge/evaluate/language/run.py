@@ -16,7 +16,7 @@ from sparge.evaluate.language.answers import ask
 from sparge.evaluate.language.chat import as_chat, template_tokens
 from sparge.evaluate.language.collections import read_collection
 from sparge.evaluate.language.lengths import goes_sparse
-from sparge.evaluate.language.tasks import TASKS, Item, make_item
+from sparge.evaluate.language.tasks import TASKS, Question, make_item
 from sparge.evaluate.language.texts import windows_of
 from sparge.evaluate.rows import Row, Rows, digest
 from sparge.evaluate.timing import now
@@ -97,7 +97,7 @@ class Piece:
     tokens: int
     number: int
     window: Tensor | None = None
-    item: Item | None = None
+    item: Question | None = None
 
     @cached_property
     def content(self) -> str:
@@ -127,7 +127,7 @@ def pieces(settings: Settings, tokenizer: Any, text: str) -> Iterator[Piece]:
     before = prefix_of(tokenizer)
     taken = template_tokens(tokenizer) if settings.chat else 0
 
-    def asked(item: Item) -> Item:
+    def asked(item: Question) -> Question:
         return as_chat(item, tokenizer) if settings.chat else item
 
     if settings.windows:
@@ -244,7 +244,7 @@ class _Evaluation:
         readout = fidelity.read(self.model, window)
         return readout, now(self.device) - start
 
-    def ask(self, piece: Piece, item: Item, variants: Sequence[Variant]) -> None:
+    def ask(self, piece: Piece, item: Question, variants: Sequence[Variant]) -> None:
         """Ask one question, dense and in all variants."""
         common = {"depth": item.depth, "metric": item.metric, "answers": list(item.answers)}
         if not self.rows.has(**piece.place(None)):

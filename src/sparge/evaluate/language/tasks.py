@@ -52,7 +52,7 @@ TRIES = 12
 
 
 @dataclass(frozen=True)
-class Item:
+class Question:
     """One question.
 
     Attributes:
@@ -84,7 +84,7 @@ class Item:
 
 def make_item(
     task: str, tokenizer: Any, tokens: int, number: int, *, text: str, depth: float | None = None, seed: int = 0
-) -> Item:
+) -> Question:
     """Return the ``number``-th question of a kind; the same arguments give the same question.
 
     Args:
@@ -117,12 +117,12 @@ class _Setting:
 
     def item(
         self, task: str, facts: Sequence[str], depths: Sequence[float], question: str, begun: str, **fields: Any
-    ) -> Item:
+    ) -> Question:
         """Return the text with facts at their depths and the question after it, at most ``tokens`` long."""
         hay = self.text if task == "needle" else _filler(self.draw, self.tokens)
         asked = _asked(question, begun)
         prompt = hide(self.tokenizer, hay, facts, depths, asked, self.tokens, offset=self.draw.random())
-        return Item(task, self.tokens, self.number, prompt, begun=begun, **fields)
+        return Question(task, self.tokens, self.number, prompt, begun=begun, **fields)
 
 
 def _filler(draw: random.Random, tokens: int) -> str:
@@ -197,22 +197,22 @@ def _ask(place: str) -> tuple[str, str]:
     return f"What is the pass code of the {place}?", f"The pass code of the {place} is"
 
 
-def _needle(setting: _Setting) -> Item:
+def _needle(setting: _Setting) -> Question:
     return _one_fact(setting, "needle", setting.depth, metric="exact")
 
 
-def _single(setting: _Setting) -> Item:
+def _single(setting: _Setting) -> Question:
     return _one_fact(setting, "single", None, max_new_tokens=16)
 
 
-def _one_fact(setting: _Setting, task: str, depth: float | None, **fields: Any) -> Item:
+def _one_fact(setting: _Setting, task: str, depth: float | None, **fields: Any) -> Question:
     (place,), code = setting.sample(PLACES, 1), setting.code()
     depth = setting.draw.random() if depth is None else depth
     fields |= {"answers": (code,), "reference": f" {code}", "depth": depth}
     return setting.item(task, [_fact(place, code)], [depth], *_ask(place), **fields)
 
 
-def _multikey(setting: _Setting) -> Item:
+def _multikey(setting: _Setting) -> Question:
     places = [f"{color} {place}" for color in setting.sample(COLORS, 4) for place in setting.sample(PLACES, 4)]
     codes = {place: setting.code() for place in places}
     asked = setting.draw.choice(places)
@@ -222,7 +222,7 @@ def _multikey(setting: _Setting) -> Item:
     return setting.item("multikey", facts, depths, *_ask(asked), depth=depths[places.index(asked)], **fields)
 
 
-def _multivalue(setting: _Setting) -> Item:
+def _multivalue(setting: _Setting) -> Question:
     (place,), codes = setting.sample(PLACES, 1), [setting.code() for _ in range(VALUES)]
     facts = [f"One of the pass codes of the {place} is {code}." for code in codes]
     question, begun = f"What are all {VALUES} pass codes of the {place}?", f"The pass codes of the {place} are"
@@ -233,7 +233,7 @@ def _multivalue(setting: _Setting) -> Item:
     )
 
 
-def _tracking(setting: _Setting) -> Item:
+def _tracking(setting: _Setting) -> Question:
     names = setting.sample([first + second for first in "BCDFGHJKLM" for second in "NPQRSTVWXZ"], 2 * CHAIN)
     chain, others = names[:CHAIN], names[CHAIN:]
     value, other = setting.code(), setting.code()
@@ -250,7 +250,7 @@ def _tracking(setting: _Setting) -> Item:
     )
 
 
-def _aggregation(setting: _Setting) -> Item:
+def _aggregation(setting: _Setting) -> Question:
     words = setting.sample(WORDS, len(WORDS))
     frequent, rare = words[:MAX_FREQUENT], words[MAX_FREQUENT:]
     begun = f"The {MAX_FREQUENT} most frequent words are"
@@ -272,7 +272,7 @@ def _aggregation(setting: _Setting) -> Item:
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    return Item(
+    return Question(
         "aggregation",
         setting.tokens,
         setting.number,
@@ -284,7 +284,7 @@ def _aggregation(setting: _Setting) -> Item:
     )
 
 
-TASKS: dict[str, Callable[[_Setting], Item]] = {
+TASKS: dict[str, Callable[[_Setting], Question]] = {
     "needle": _needle,
     "single": _single,
     "multikey": _multikey,

@@ -9,7 +9,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from sparge.evaluate.charts import Chart, Curve, Point, line_chart
+from sparge.evaluate.charts import Chart, Point, Series, line_chart
 from sparge.evaluate.page import machine_parts, render
 from sparge.evaluate.pipeline.gallery import GAIN, Gallery, galleries
 from sparge.evaluate.pipeline.run import Result
@@ -86,7 +86,7 @@ def _charts(result: Result, lines: Sequence[Line]) -> Iterator[Chart | None]:
     level = next((one for one in noise if one[1] < best + NEAR_NOISE), None)
     decibel, share = (0.0, math.inf), (0.0, 1.0)
     seconds = f"seconds per call (dense: {time_text(dense.seconds)})"
-    along = [Curve(spaced(line.variant), _along(result, line.variant)) for line in drawn[:MAX_ALONG]]
+    along = [Series(spaced(line.variant), _along(result, line.variant)) for line in drawn[:MAX_ALONG]]
     psnr = _by_family(drawn, "density", "psnr")
     yield line_chart("PSNR against density", psnr, DENSITY, "dB", level=level, limits=decibel)
     psnr = _by_family(timed, "seconds", "psnr")
@@ -97,14 +97,14 @@ def _charts(result: Result, lines: Sequence[Line]) -> Iterator[Chart | None]:
     yield line_chart("PSNR by frame", along, "frame", "dB", from_zero=False, limits=decibel)
 
 
-def _by_family(lines: Sequence[Line], x: str, y: str) -> list[Curve]:
+def _by_family(lines: Sequence[Line], x: str, y: str) -> list[Series]:
     found: dict[str, list[Point]] = {}
     for line in lines:
         value = getattr(line, y)
         if value is not None:
             point = Point(getattr(line, x), value.mean, value.half, line.variant)
             found.setdefault(family_of(line.variant), []).append(point)
-    return [Curve(name, points) for name, points in found.items()]
+    return [Series(name, points) for name, points in found.items()]
 
 
 def _along(result: Result, label: str) -> list[Point]:
