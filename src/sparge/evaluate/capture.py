@@ -300,7 +300,10 @@ def attention_error(
         assert isinstance(output, Tensor)
         return _judged(mask, mass, output, exact)
 
-    return AttentionError(judge(mask), judge(_best_blocks(mask, mass, is_causal, rule, always_keep, query, key)))
+    shape = validation.check_query_key(query, key, "HND", True)[2]
+    ranges = validation.check_always_keep(always_keep, shape.kv_len)
+    call = Call(shape=shape, is_causal=is_causal, scale=1.0, sparsity=rule, always_keep=ranges)
+    return AttentionError(judge(mask), judge(_best_blocks(mask, mass, call)))
 
 
 def _judged(mask: BlockMask, mass: Tensor, output: Tensor, exact: Tensor) -> Judged:
@@ -321,28 +324,12 @@ def _exact(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: fl
     return api.attention(query.float(), key.float(), value.float(), quantization="none", **call)
 
 
-def _best_blocks(
-    mask: BlockMask,
-    mass: Tensor,
-    is_causal: bool,
-    rule: Selection,
-    always_keep: Sequence[tuple[int, int]] | None,
-    query: Tensor,
-    key: Tensor,
-) -> BlockMask:
+def _best_blocks(mask: BlockMask, mass: Tensor, call: Call) -> BlockMask:
     """Return a mask with as many blocks per query block: those that the rule forces, then those with most mass."""
-    shape = validation.check_query_key(query, key, "HND", True)[2]
-    call = Call(
-        shape=shape,
-        is_causal=is_causal,
-        scale=1.0,
-        sparsity=rule,
-        always_keep=validation.check_always_keep(always_keep, shape.kv_len),
-    )
     kept = mask.to_dense()
     forced = forced_blocks(call, mass.device) & kept  # blocks that are not visible are not kept
     counts = kept.sum(-1, keepdim=True)
     order = (mass + 2.0 * forced).argsort(dim=-1, descending=True, stable=True)
     places = torch.arange(mass.shape[-1], device=mass.device)
     kept = torch.zeros_like(forced).scatter_(-1, order, (places < counts).expand_as(forced))
-    return BlockMask.from_dense(kept, q_len=mask.q_len, kv_len=mask.kv_len, is_causal=is_causal)
+    return BlockMask.from_dense(kept, q_len=mask.q_len, kv_len=mask.kv_len, is_causal=call.is_causal)
