@@ -187,9 +187,9 @@ def _draw_sample(panels: Any, sample: Sample, look: Look) -> None:
     for score in ("moment", "mean"):
         mask = sparge.predict(sample.query, sample.key, is_causal=sample.is_causal, topk=TOPK, score=score)
         share, density = mass_recall(mask, mass), mask.density()
-        pictures.append((f'score "{score}": {density:.1%} of blocks, {share:.1%} of mass', mask))
+        images.append((f'score "{score}": {density:.1%} of blocks, {share:.1%} of mass', mask))
     visible = mask.visible_blocks()
-    for panel, (title, mask) in zip(panels, pictures, strict=True):
+    for panel, (title, mask) in zip(panels, images, strict=True):
         kept = visible if mask is None else mask.to_dense()[0, 0]
         entries = paint_blocks(mass[0, 0], kept, visible)
         panel.imshow(colors[entries.long()].numpy(), extent=(0, size, size, 0), aspect="auto", interpolation="nearest")

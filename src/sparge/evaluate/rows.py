@@ -92,16 +92,6 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def fingerprint(modules: Iterable[torch.nn.Module]) -> str:
-    """Return twelve letters that identify weights, from a few numbers of each parameter."""
-    numbers: list[float] = []
-    for module in modules:
-        for parameter in module.parameters():
-            values = parameter.detach().flatten()
-            numbers += values[:: max(len(values) // 4, 1)][:5].double().cpu().tolist()
-    return digest(numbers)
-
-
 _STAMP: dict[str, Any] = {}
 
 

@@ -18,7 +18,7 @@ from sparge.evaluate.language.page import render_page
 from sparge.evaluate.language.run import FIDELITY, KEY, NOISE, Settings, evaluate_model, pieces, rows_of, runs
 from sparge.evaluate.language.summary import cells, explanations, lines_of, remarks
 from sparge.evaluate.language.texts import describe_text, read_text
-from sparge.evaluate.rows import Row, Rows, fingerprint
+from sparge.evaluate.rows import Row, Rows
 from sparge.evaluate.variants import Variant, check_labels
 from sparge.profile import fingerprint
 

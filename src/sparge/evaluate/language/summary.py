@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sparge.dispatch.dense_rules import Reason
+from sparge.dispatch.reasons import Reason
 from sparge.evaluate.intervals import Interval, mean_interval, share_interval
 from sparge.evaluate.language.run import FIDELITY, NOISE, is_stock
 from sparge.evaluate.rows import Row

@@ -13,7 +13,6 @@ import torch
 
 from sparge.evaluate.pipeline.output import Frames, frames_of
 from sparge.evaluate.timing import now
-from sparge.integrations.calls import Steps
 from sparge.integrations.diffusers.schedule import Schedule
 from sparge.integrations.layers import Steps
 from sparge.policy import Policy
