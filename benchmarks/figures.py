@@ -37,11 +37,11 @@ from benchmarks.measure import read_rows
 from benchmarks.quality_tables import rows_of
 from benchmarks.scale import plan
 from benchmarks.scale import summary as scale
+from sparge.evaluate.block_colors import DARK, LIGHT, Theme, mass_levels, paint_blocks, palette
 from sparge.evaluate.inputs import Sample, random_like, text_like, text_with_needles, video_like
 from sparge.evaluate.metrics import block_mass, mass_recall, relative_l1
 from sparge.masks.geometry import BLOCK_K
 from sparge.masks.ordering import OrderName, order_of
-from sparge.masks.plot import DARK, LIGHT, Theme, causal_visibility, mass_levels, paint_blocks, palette
 
 FOLDER = Path(__file__).parent.parent / "docs" / "figures"
 RESULTS = Path(__file__).parent / "results"
@@ -188,7 +188,7 @@ def _draw_sample(panels: Any, sample: Sample, look: Look) -> None:
         mask = sparge.predict(sample.query, sample.key, is_causal=sample.is_causal, topk=TOPK, score=score)
         share, density = mass_recall(mask, mass), mask.density()
         images.append((f'score "{score}": {density:.1%} of blocks, {share:.1%} of mass', mask))
-    visible = causal_visibility(mask)
+    visible = mask.visible_blocks()
     for panel, (title, mask) in zip(panels, images, strict=True):
         kept = visible if mask is None else mask.to_dense()[0, 0]
         entries = paint_blocks(mass[0, 0], kept, visible)

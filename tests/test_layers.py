@@ -40,7 +40,7 @@ ALLOWED = {
     "evaluate": LIBRARY | {"integrations", "reference", "console"},
     "calibration": LIBRARY | {"integrations", "evaluate"},
     "bench": LIBRARY | {"integrations", "evaluate", "distributed", "reference"},
-    "demo": LIBRARY | {"integrations", "evaluate", "reference", "console", "bench"},
+    "demo": LIBRARY | {"integrations", "evaluate", "reference", "console"},
     "cli": LIBRARY | {"integrations", "evaluate", "calibration", "bench", "demo", "console"},
 }
 """Packages and root modules that each of them may import besides itself."""

@@ -102,6 +102,8 @@ def test_wheel_holds_the_package_its_types_and_its_licence(wheel: Path) -> None:
     assert "sparge/py.typed" in names
     source = {f"sparge/{path.relative_to(ROOT / 'src' / 'sparge')}" for path in (ROOT / "src/sparge").rglob("*.py")}
     assert {name for name in names if name.endswith(".py")} == source
+    templates = {f"sparge/templates/{path.name}" for path in (ROOT / "src/sparge/templates").iterdir()}
+    assert {name for name in names if "/templates/" in name} == templates >= {"sparge/templates/style.css"}
 
 
 def test_sdist_holds_what_a_wheel_needs_and_no_more(sdist: Path) -> None:
@@ -120,7 +122,7 @@ def test_dependencies_are_torch_and_triton(metadata: Message) -> None:
     assert {name: needed.pop(name) for name in ("vllm", "vllm-omni")} == {"vllm": {"vllm"}, "vllm-omni": {"vllm-omni"}}
     assert needed.pop("all") == set().union(*needed.values())
     assert set(needed) == {"cli", "plot", "transformers", "diffusers"}
-    assert needed["cli"] == {"rich", "typer"}
+    assert needed["cli"] == {"rich", "typer", "matplotlib"}
     assert metadata["Version"] == VERSION
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"] == ">=3.10"

@@ -1,45 +1,34 @@
-"""Pictures: every block has the colour it should have, at the place it should be."""
+"""Plots of masks and block maps: every block has its color at its place."""
 
 from __future__ import annotations
 
-import base64
-import io
 import subprocess
 import sys
 
 import numpy
 import pytest
 import torch
-from PIL import Image
 
 import sparge
-from sparge.masks.plot import (
+from sparge.evaluate.block_colors import (
     DARK,
-    DROPPED,
     KEPT,
     LIGHT,
     MASS_FLOOR,
     NOTHING,
     RAMP_STEPS,
+    SKIPPED,
     Theme,
     mass_levels,
     paint_blocks,
+    painted,
     palette,
-    plot_block_mask,
-    png_data_uri,
-    token_ticks,
 )
+from sparge.masks.plot import token_ticks
 
 
-def pixels(address: str) -> numpy.ndarray:
-    """The picture behind a ``data:`` address: (rows, columns, RGBA)."""
-    kind, _, data = address.partition(",")
-    assert kind == "data:image/png;base64"
-    return numpy.asarray(Image.open(io.BytesIO(base64.b64decode(data))).convert("RGBA"))
-
-
-def rgb(colour: str) -> list[int]:
-    return [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
+def rgb(color: str) -> list[int]:
+    return [int(color[at : at + 2], 16) for at in (1, 3, 5)]
 
 
 def test_mass_levels_are_logarithmic() -> None:
@@ -57,31 +46,31 @@ def test_paint_blocks_by_what_happened_to_them() -> None:
     kept = torch.tensor([[True, False, True], [True, False, False]])
     visible = torch.tensor([[True, True, False], [True, True, False]])
     assert paint_blocks(mass, kept, visible).tolist() == [
-        [KEPT + RAMP_STEPS - 1, DROPPED + RAMP_STEPS - 1, NOTHING],
+        [KEPT + RAMP_STEPS - 1, SKIPPED + RAMP_STEPS - 1, NOTHING],
         [KEPT, NOTHING, NOTHING],
     ]
 
 
 @pytest.mark.parametrize("theme", [LIGHT, DARK])
-def test_png_decodes_to_the_colours_of_the_theme(theme: Theme) -> None:
+def test_painted_blocks_have_the_colors_of_the_theme(theme: Theme) -> None:
     entries = torch.tensor(
-        [[NOTHING, KEPT, KEPT + RAMP_STEPS - 1], [DROPPED, DROPPED + RAMP_STEPS - 1, KEPT]], dtype=torch.uint8
+        [[NOTHING, KEPT, KEPT + RAMP_STEPS - 1], [SKIPPED, SKIPPED + RAMP_STEPS - 1, KEPT]], dtype=torch.uint8
     )
-    picture = pixels(png_data_uri(entries, palette(theme)))
-    assert picture.shape == (2, 3, 4)
-    assert picture[0, 0, 3] == 0
-    assert picture[0, 1].tolist() == [*rgb(theme.kept[0]), 255]
-    assert picture[0, 2].tolist() == [*rgb(theme.kept[-1]), 255]
-    assert picture[1, 0].tolist() == [*rgb(theme.dropped[0]), 255]
-    assert picture[1, 1].tolist() == [*rgb(theme.dropped[-1]), 255]
+    image = painted(entries, theme)
+    assert image.shape == (2, 3, 4)
+    assert image[0, 0, 3] == 0
+    assert image[0, 1].tolist() == [*rgb(theme.kept[0]), 255]
+    assert image[0, 2].tolist() == [*rgb(theme.kept[-1]), 255]
+    assert image[1, 0].tolist() == [*rgb(theme.skipped[0]), 255]
+    assert image[1, 1].tolist() == [*rgb(theme.skipped[-1]), 255]
 
 
 def test_ramps_run_one_way() -> None:
     """Light themes darken with mass, dark themes brighten, so that much mass always stands out from the paper."""
     for theme, sign in ((LIGHT, -1), (DARK, 1)):
-        colours = torch.tensor(palette(theme), dtype=torch.float64)
-        luminance = colours @ torch.tensor([0.2126, 0.7152, 0.0722], dtype=torch.float64)
-        for start in (KEPT, DROPPED):
+        colors = torch.tensor(palette(theme), dtype=torch.float64)
+        luminance = colors @ torch.tensor([0.2126, 0.7152, 0.0722], dtype=torch.float64)
+        for start in (KEPT, SKIPPED):
             assert bool((sign * luminance[start : start + RAMP_STEPS].diff() > 0).all())
 
 
@@ -101,9 +90,9 @@ def staircase() -> sparge.BlockMask:
 
 
 def test_plot_draws_every_block_in_its_place() -> None:
-    figure = plot_block_mask(staircase())
+    figure = staircase().plot()
     figure.canvas.draw()
-    picture = numpy.asarray(figure.canvas.buffer_rgba())[..., :3].astype(int)
+    image = numpy.asarray(figure.canvas.buffer_rgba())[..., :3].astype(int)
     dark, white = rgb("#1f3b63"), [255, 255, 255]
 
     def block(head: int, row: int, column: int) -> numpy.ndarray:
@@ -111,8 +100,8 @@ def test_plot_draws_every_block_in_its_place() -> None:
         to_pixels = figure.axes[head].transData.transform
         left, top = to_pixels((64 * column + 8, 128 * row + 16))
         right, bottom = to_pixels((64 * column + 56, 128 * row + 112))
-        height = picture.shape[0]
-        return picture[height - round(top) : height - round(bottom), round(left) : round(right)].reshape(-1, 3)
+        height = image.shape[0]
+        return image[height - round(top) : height - round(bottom), round(left) : round(right)].reshape(-1, 3)
 
     seen = ((0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (1, 3))
     for row, column in seen:
@@ -123,11 +112,11 @@ def test_plot_draws_every_block_in_its_place() -> None:
             future = block(head, 0, column)
             assert future.min() > 150, "light"
             assert len(numpy.unique(future, axis=0)) > 1, "hatched"
-            assert not (future == 255).all(1).any(), "not to be taken for a dropped block"
+            assert not (future == 255).all(1).any(), "not to be taken for a skipped block"
 
 
 def test_plot_labels_heads_and_axes() -> None:
-    figure = plot_block_mask(staircase())
+    figure = staircase().plot()
     assert [panel.get_title() for panel in figure.axes] == ["head 0: 100.0% kept", "head 1: 33.3% kept"]
     panel = figure.axes[0]
     assert panel.get_xlim() == (0, 256)
@@ -139,7 +128,7 @@ def test_plot_labels_heads_and_axes() -> None:
 
 def test_plot_cuts_the_ragged_tail() -> None:
     kept = torch.ones(3, 1, 2, 3, dtype=torch.bool)
-    panel = plot_block_mask(sparge.BlockMask.from_dense(kept, q_len=200, kv_len=130), batch=2).axes[0]
+    panel = sparge.BlockMask.from_dense(kept, q_len=200, kv_len=130).plot(batch=2).axes[0]
     assert panel.get_xlim() == (0, 130)
     assert panel.get_ylim() == (200, 0)
     assert panel.images[0].get_extent() == [0, 192, 256, 0]
@@ -149,9 +138,9 @@ def test_plot_limits_and_refusals() -> None:
     mask = staircase()
     assert len(mask.plot(max_heads=1).axes) == 1
     with pytest.raises(ValueError, match=r"batch: expected a value in \[0, 1\), got 1"):
-        plot_block_mask(mask, batch=1)
+        mask.plot(batch=1)
     with pytest.raises(ValueError, match="max_heads: expected 1 or more, got 0"):
-        plot_block_mask(mask, max_heads=0)
+        mask.plot(max_heads=0)
 
 
 def test_missing_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ def wan_transformer() -> Any:
 
 
 class Denoiser(diffusers.ModelMixin):
-    """A model that sparge.enable does not know: one attention over the pixels' patches, by SDPA."""
+    """A model that sparge.enable does not support: one attention over the pixels' patches, by SDPA."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class SmallPipeline(diffusers.DiffusionPipeline):
 
 
 class UnknownPipeline(SmallPipeline):
-    """Pictures without a prompt by a model that sparge.enable does not know."""
+    """Images without a prompt by a model that sparge.enable does not support."""
 
     def denoise(self, latents: Tensor, time: Tensor, prompt: str) -> Tensor:
         del time, prompt

@@ -1,4 +1,4 @@
-"""What attention receives: recorded without a trace in the output, kept in a file, judged against the truth."""
+"""Recordings of attention inputs: they leave the output unchanged, survive a file, and give the true errors."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_recordings_are_bounded(model: Any) -> None:
     assert model.config._attn_implementation != "sparge"
 
 
-def test_files_of_others_are_told(tmp_path: Path) -> None:
+def test_other_files_raise(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     save_file({"x": torch.ones(1)}, str(tmp_path / "x.safetensors"))
@@ -87,12 +87,12 @@ def test_error_of_known_tensors(is_causal: bool, rule: Any) -> None:
     assert error.predicted.mass_recall <= error.oracle.mass_recall
     assert error.predicted.recall_beyond_sink < error.predicted.mass_recall or not is_causal, "the sink holds much"
     assert 0 < error.predicted.cosine <= 1
-    with pytest.raises(TypeError, match="expected a rule that leaves blocks out"):
+    with pytest.raises(TypeError, match="expected a rule that skips blocks"):
         attention_error(query, key, value, sparsity=sparge.Dense())
 
 
-def test_the_oracle_keeps_what_holds_most_and_nothing_else() -> None:
-    """One block a row, and all of a row's attention in one far block: no rule makes the oracle take the first."""
+def test_the_oracle_keeps_the_blocks_with_most_mass() -> None:
+    """One block per query block, and all its attention in one far block: the oracle does not keep the first block."""
     torch.manual_seed(0)
     targets = F.normalize(torch.randn(16, 32), dim=-1)
     key = 8 * targets.repeat_interleave(64, 0)[None, None]

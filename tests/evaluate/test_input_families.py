@@ -1,4 +1,4 @@
-"""The families are what their names say: logits by construction, for every query, at any size."""
+"""The families have the constructed logits for every query, at any size."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_sink_lies_that_far_above_the_tail_for_every_query(gap: int, dtype: to
         assert not by_name(f"sink-{gap}{suffix}").make(1, 1024)[2][:, :, places].any(), "a sink adds nothing"
 
 
-def test_an_own_sink_is_nothing_to_the_others() -> None:
+def test_an_own_sink_is_ignored_by_other_queries() -> None:
     logits = logits_of("own-sink-13", head_dim=128)
     places, owner = torch.arange(32) * 32 + 5, torch.arange(100) * 32 // 100
     expected = 13.0 * torch.nn.functional.one_hot(owner, 32)
@@ -64,7 +64,7 @@ def test_every_tile_has_its_peak(tile: int) -> None:
     assert top[..., 1].max() < 2
 
 
-def test_one_row_of_64_looks_for_a_late_key() -> None:
+def test_one_query_of_64_attends_to_a_late_key() -> None:
     late = logits_of("one-row-14")[..., 1024 - 41]
     loud = torch.zeros(100, dtype=torch.bool)
     loud[37::64] = True
@@ -79,7 +79,7 @@ def test_slopes(name: str, rise: float) -> None:
 
 
 @pytest.mark.parametrize("name", [family.name for family in of_kind("outlier channels")])
-def test_outlier_channels_leave_the_logits_their_spread(name: str) -> None:
+def test_outlier_channels_do_not_change_the_spread_of_logits(name: str) -> None:
     query, key, _ = by_name(name).make(100, 1024, 2, 64, dtype=torch.float32, kv_heads=1)
     assert logits_of(name).square().mean().sqrt() == pytest.approx(2.0, rel=0.2)  # one channel alone varies by query
     side, factor = name.split("-")[1], float(name.rpartition("x")[2])
@@ -90,7 +90,7 @@ def test_outlier_channels_leave_the_logits_their_spread(name: str) -> None:
 
 @pytest.mark.parametrize("which, name, size", [(0, "token-q-irrelevant-1e4", 1e4), (1, "token-k-irrelevant-1e3", 1e3)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_an_irrelevant_token_is_large_and_no_logit_shows_it(
+def test_an_irrelevant_token_is_large_and_changes_no_logit(
     which: int, name: str, size: float, dtype: torch.dtype
 ) -> None:
     tokens = by_name(name).make(100, 1024, dtype=dtype)[which].double().abs().amax((0, 1, 3))
@@ -99,7 +99,7 @@ def test_an_irrelevant_token_is_large_and_no_logit_shows_it(
     assert logits_of(name, dtype=dtype).abs().max() < 20
 
 
-def test_an_orthogonal_key_is_large_and_no_logit_shows_it() -> None:
+def test_an_orthogonal_key_is_large_and_changes_no_logit() -> None:
     sizes = by_name("token-k-orthogonal-1e2").make(100, 1024, dtype=torch.float32)[1].norm(dim=-1).flatten()
     assert sizes.max() == pytest.approx(100 * 128**0.5, rel=1e-3)
     assert (sizes > 20).sum() == 1

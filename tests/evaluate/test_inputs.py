@@ -1,4 +1,4 @@
-"""The synthetic inputs have the structure their names promise, and the needles tell the two scores apart."""
+"""The synthetic inputs have the structure of their names, and needles distinguish the two scores."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def probabilities(sample: Sample) -> Tensor:
 
 
 @pytest.mark.parametrize("make", [text_like, text_with_needles, video_like, random_like])
-def test_tensors_lie_as_fast_kernels_want_them(make) -> None:
-    """torch's fast kernels refuse a last stride other than 1, and what is left needs 32 GiB at 32768 tokens."""
+def test_tensors_have_the_strides_of_fast_kernels(make) -> None:
+    """torch's fast kernels need a last stride of 1; the other kernels take 32 GiB at 32768 tokens."""
     sample = make(2048, heads=2)
     assert all(tensor.is_contiguous() for tensor in (sample.query, sample.key, sample.value))
 
@@ -55,7 +55,7 @@ def test_needles_lie_in_the_past_and_apart(tokens: int) -> None:
 
 
 def top_quarter(sample: Sample) -> float:
-    """Share of the mass in the best quarter of each row's blocks."""
+    """Return the share of the mass in the best quarter of the blocks of each query block."""
     mass = block_mass(sample.query, sample.key, is_causal=sample.is_causal)
     return float(mass.topk(mass.shape[-1] // 4).values.sum(-1).mean())
 
@@ -79,7 +79,7 @@ def test_needles_change_nothing_but_their_own_tokens() -> None:
 
 
 @pytest.mark.parametrize("make", [text_like, text_with_needles, video_like, random_like])
-def test_a_seed_names_one_sample(make) -> None:
+def test_a_seed_gives_one_sample(make) -> None:
     first, again, other = (make(256, heads=1, seed=seed) for seed in (3, 3, 4))
     for name in ("query", "key", "value"):
         assert torch.equal(getattr(first, name), getattr(again, name))
@@ -113,7 +113,7 @@ RECORDED = {
 
 
 @pytest.mark.parametrize("make", RECORDED)
-def test_the_tensors_of_a_seed_stay_what_they_were(make) -> None:
+def test_the_tensors_of_a_seed_do_not_change(make) -> None:
     """Rows of earlier benchmarks were measured on them."""
     sample = make(512, heads=1)
     found = [tensor[0, 0, [0, 300], 5].tolist() for tensor in (sample.query, sample.key, sample.value)]

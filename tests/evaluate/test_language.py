@@ -1,9 +1,10 @@
-"""A language model judged: the measures are what they say, every task runs, and an interrupted run goes on."""
+"""Evaluation of a language model: the definitions of its measures, every task, and interrupted runs."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 from html import escape
@@ -16,15 +17,18 @@ import torch
 from tiny_language import tiny_model, tiny_tokenizer
 
 import sparge
+from page_parser import Page
+from sparge.backends import base
 from sparge.evaluate.language import fidelity
 from sparge.evaluate.language.answers import ask, tokenized
+from sparge.evaluate.language.lengths import check_lengths, default_lengths, shortest_sparse
 from sparge.evaluate.language.load import load_tokenizer
 from sparge.evaluate.language.page import render_page
-from sparge.evaluate.language.run import KEY, Piece, Settings, evaluate_model, pieces, runs
-from sparge.evaluate.language.summary import lines_of, remarks
+from sparge.evaluate.language.run import KEY, Piece, Settings, evaluate_model, pieces, rows_of, runs
+from sparge.evaluate.language.summary import explanations, lines_of, remarks
 from sparge.evaluate.language.tasks import TASKS, make_item
 from sparge.evaluate.rows import Rows
-from sparge.evaluate.variants import Variant, parse_variant
+from sparge.evaluate.variants import Variant, parse_variant, spaced
 
 pytest.importorskip("transformers")
 TEXT = "It was a dark night. The wind blew. Nobody was there, or so it seemed. " * 60
@@ -94,7 +98,7 @@ def test_perplexity_of_plain_and_scaled_logits(model: Any) -> None:
 
 
 class Pairs:
-    """A tokenizer of two letters a token, with a mark before and one behind: cuts depend on what came before."""
+    """A tokenizer of two letters per token, with a mark before and after the text: cuts depend on the text before."""
 
     eos_token_id = -1
 
@@ -104,12 +108,12 @@ class Pairs:
         return SimpleNamespace(input_ids=[0, *ids, -1] if add_special_tokens else ids)
 
 
-def test_references_have_the_tokens_they_have_behind_their_prompt(tokenizer: Any) -> None:
+def test_references_have_the_tokens_of_a_continued_prompt(tokenizer: Any) -> None:
     item = make_item("needle", tokenizer, 1000, 0, text=TEXT, depth=0.5)
     prompt, reference = tokenized(tokenizer, item)
     assert tokenizer.decode(prompt) == item.prompt and tokenizer.decode(reference) == item.reference
-    for told, expected in (("ab", ([0, 24930], [25444])), ("abc", ([0, 24930], [25444]))):
-        cut = replace(item, prompt=told, reference="abcd"[len(told) :])
+    for prompt, expected in (("ab", ([0, 24930], [25444])), ("abc", ([0, 24930], [25444]))):
+        cut = replace(item, prompt=prompt, reference="abcd"[len(prompt) :])
         assert tokenized(Pairs(), cut) == expected
         assert tokenized(Pairs(), replace(cut, is_chat=True)) == (expected[0][1:], expected[1])
 
@@ -170,12 +174,12 @@ def test_page_of_a_model(measured: tuple[Path, list[Variant]]) -> None:
     path, variants = measured
     page = render_page(list(Rows(path, {"dtype": "x"}, KEY)), "tiny <model>", "sparge eval llm tiny --json rows.jsonl")
     assert "tiny &lt;model&gt;, sparse against dense" in page
-    assert all(variant.label in page for variant in variants)
-    assert page.count("class='heat'") == 1 + len(variants) and page.count("<svg viewBox='0 0") >= 3 + len(TASKS)
-    assert "http" not in page.replace("http-equiv", "") and "<script" not in page, "loads nothing"
+    assert all(spaced(variant.label) in page for variant in variants)
+    assert page.count('class="heat"') == 1 + len(variants) and page.count("<svg role=") >= 3 + len(TASKS)
+    Page(page).check()
 
 
-def test_an_interrupted_run_goes_on(model: Any, tokenizer: Any, tmp_path: Path) -> None:
+def test_an_interrupted_run_continues(model: Any, tokenizer: Any, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     variants = forced("topk=0.5", "topk=0.3")
     settings = Settings(tokens=(600,), windows=2, tasks=("needle",), depths=(0.5,))
@@ -192,7 +196,7 @@ def test_an_interrupted_run_goes_on(model: Any, tokenizer: Any, tmp_path: Path) 
     with pytest.raises(KeyboardInterrupt):
         evaluate_model(model, tokenizer, variants, work, Rows(path, {"model": "m"}, KEY), stop)
     assert len(path.read_text().splitlines()) == 2, "the fifth run was the second window's first variant"
-    path.write_text(path.read_text() + '{"part": "fid')  # killed while it wrote
+    path.write_text(path.read_text() + '{"part": "fid')  # stopped in the middle of a line
     rows = Rows(path, {"model": "m"}, KEY)
     left = runs(variants, work, rows)
     done.clear()
@@ -204,7 +208,7 @@ def test_an_interrupted_run_goes_on(model: Any, tokenizer: Any, tmp_path: Path) 
     assert model.config._attn_implementation != "sparge", "the model is as it was"
 
 
-def test_every_window_has_the_mark_of_a_beginning(tokenizer: Any) -> None:
+def test_every_window_begins_with_the_mark_of_the_tokenizer(tokenizer: Any) -> None:
     class Marked:
         eos_token_id = 256
 
@@ -219,8 +223,8 @@ def test_every_window_has_the_mark_of_a_beginning(tokenizer: Any) -> None:
     assert len({piece.content for piece in work}) == 3
 
 
-def test_variants_may_be_called_as_they_like(model: Any, tokenizer: Any) -> None:
-    """ "dense" in 8 bits is a variant, not what the others are compared with."""
+def test_variants_may_have_any_label(model: Any, tokenizer: Any) -> None:
+    """A variant labeled "dense" is not the dense model that the others are compared with."""
     rows = Rows(None, {}, KEY)
     variants = forced("dense", "topk=0.3,min_blocks=1")
     settings = Settings(tokens=(600,), windows=1, tasks=("needle",), depths=(0.5,))
@@ -240,29 +244,31 @@ def test_settings_are_checked() -> None:
         Settings(tasks=("haystack",))
 
 
-def test_a_run_below_the_crossover_says_so(model: Any, tokenizer: Any) -> None:
+def test_a_run_below_the_crossover_has_a_remark(model: Any, tokenizer: Any) -> None:
     rows = Rows(None, {}, KEY)
     window = torch.tensor(tokenizer(TEXT).input_ids)[None, :500]
     evaluate_model(model, tokenizer, [parse_variant("topk=0.1")], [Piece("fidelity", 500, 0, window=window)], rows)
     (line,) = lines_of(rows)
     assert line.ran == "dense (below the crossover)" and line.density is None
     assert line.kl is not None and line.kl.mean == 0.0
-    (told,) = remarks([line])
-    assert told.startswith("topk=0.1, 500 tokens: nothing ran sparse") and "--force" in told
+    (remark,) = remarks([line])
+    assert remark.startswith("topk=0.1, 500 tokens: nothing ran sparse") and "--force" in remark
+    page = render_page([{**row, "run": {"dtype": "float32"}} for row in rows], "model", "command")
+    assert "There are no charts: nothing ran sparse" in page and '<figure class="chart">' not in page
 
 
-def test_what_left_nothing_out_is_told(model: Any, tokenizer: Any) -> None:
-    """Eight blocks are fewer than the floor of 16."""
+def test_a_run_that_skips_nothing_has_a_remark(model: Any, tokenizer: Any) -> None:
+    """Eight blocks are fewer than the minimum of 16."""
     rows = Rows(None, {"dtype": "float32"}, KEY)
     window = torch.tensor(tokenizer(TEXT).input_ids)[None, :500]
     variants = forced("rows=0.1", "rows=0.1,min_blocks=1", "dense,quantization=none")
     evaluate_model(model, tokenizer, variants, [Piece("fidelity", 500, 0, window=window)], rows)
-    (told,) = remarks(lines_of(rows))
-    assert told.startswith("rows=0.1, 500 tokens: every block was kept")
-    assert escape(told) in render_page(list(rows), "model", "command")
+    (remark,) = remarks(lines_of(rows))
+    assert remark.startswith("rows=0.1, 500 tokens: every block was kept")
+    assert escape(remark) in render_page(list(rows), "model", "command")
 
 
-def test_a_missing_gguf_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_gguf_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "m.gguf").touch()
     monkeypatch.setattr("sparge.evaluate.language.load.find_spec", lambda _: None)
     with pytest.raises(ImportError, match=r"expected the package gguf for .*m.gguf': pip install gguf"):
@@ -282,15 +288,22 @@ def test_command(model: Any, tokenizer: Any, tmp_path: Path, capsys: pytest.Capt
     with pytest.raises(SystemExit) as done:
         main(arguments)
     assert not done.value.code
-    said = capsys.readouterr().out
-    assert "700 tokens" in said and "topk=0.5,min_blocks=1" in said and "page.html" in said
+    printed = capsys.readouterr().out
+    assert "700 tokens" in printed and "topk=0.5,min_blocks=1" in printed and "page.html" in printed
+    assert f"700 tokens, 1 window of {tmp_path}/text.txt" in " ".join(printed.split())
+    assert "A KL of 0.02 means" in printed and "Noise: the dense model on two kernels of torch" in printed
+    assert re.search(r"\d of 8 \(\d+-\d+ %\), dense \d", printed) and re.search(r"speed-up: \d+\.\d\dx", printed)
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert (
-        len(rows) == 1 + 2 * 8
-        and rows[0]["policy"] == '{"backend": "torch", "sparsity": {"kind": "Budget", "min_blocks": 1, "density": 0.5}}'
+        len(rows) == 2 + 2 * 8
+        and [row["part"] for row in rows[:3]] == ["noise", "fidelity", "needle"]
+        and rows[1]["policy"] == '{"backend": "torch", "sparsity": {"kind": "Budget", "min_blocks": 1, "density": 0.5}}'
         and rows[0]["sparge"] == sparge.__version__
+        and rows[1]["seconds"] > 0 < rows[1]["dense_seconds"]
     )
-    assert "topk=0.5,min_blocks=1" in (tmp_path / "page.html").read_text()
+    page = (tmp_path / "page.html").read_text()
+    assert "topk=0.5, min_blocks=1" in page and f"window of {tmp_path}/text.txt" in page
+    assert "A KL of 0.02 means" in page and "Noise: the dense model on two kernels of torch" in page
     with pytest.raises(SystemExit) as done:
         main([*arguments, "--tokens", "2000"])
     assert done.value.code == 2
@@ -323,3 +336,61 @@ def test_wrong_command_lines(arguments: list[str], message: str, capsys: pytest.
         main(["eval", "llm", *arguments])
     assert done.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_lengths_that_run_dense_are_refused_before_the_first_token(model: Any) -> None:
+    sparse, noise = parse_variant("topk=0.5"), parse_variant("sdpa=math")
+    crossover = base.crossover_for("cpu", None, torch.float32).causal_keys
+    model.config.max_position_embeddings = 2**17
+    for lengths in ((2048,), (2048, 2 * crossover)):
+        message = rf"expected {shortest_sparse(model, [sparse])} or more .*got 2048; take --tokens \d+, or --force"
+        with pytest.raises(ValueError, match=message):
+            check_lengths(model, [sparse, noise], lengths)
+    shortest = shortest_sparse(model, [sparse])
+    assert shortest is not None and shortest >= crossover
+    check_lengths(model, [sparse], (shortest,))
+    check_lengths(model, [noise], (2048,))
+    check_lengths(model, [sparse.forced(CPU)], (2048,))
+    model.config.max_position_embeddings = 2048
+    with pytest.raises(ValueError, match="got 2048; take --force to go sparse"):
+        check_lengths(model, [sparse], (2048,))
+    with pytest.raises(
+        ValueError, match="tokens: expected at most 2048, the model's max_position_embeddings, got 4096"
+    ):
+        check_lengths(model, [sparse.forced(CPU)], (2048, 4096))
+
+
+def test_default_lengths_are_not_below_the_crossover(monkeypatch: pytest.MonkeyPatch) -> None:
+    for keys, expected in ((4096, (4096, 8192)), (8192, (8192,)), (16384, (16384,)), (2**62, (4096, 8192))):
+        found = replace(base.ALWAYS, causal_keys=keys)
+        monkeypatch.setattr(base, "crossover_for", lambda *_, found=found: found)
+        assert default_lengths(CPU, torch.float32) == expected
+
+
+def test_prompts_just_below_the_crossover_count_as_their_length(
+    model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt has up to 8 tokens fewer than the length."""
+    monkeypatch.setattr("sparge.evaluate.language.run.goes_sparse", lambda *_: True)
+    rows = Rows(None, {}, KEY)
+    settings = Settings(tokens=(600,), windows=0, depths=(0.5,))
+    variants = [parse_variant("topk=0.3,min_blocks=1")]
+    evaluate_model(model, tokenizer, variants, list(pieces(settings, tokenizer, TEXT)), rows)
+    (line,) = lines_of(rows)
+    assert line.ran == "sparse"
+
+
+def test_noise_is_that_of_two_dense_kernels(model: Any, tokenizer: Any) -> None:
+    rows = Rows(None, {"dtype": "float32"}, KEY)
+    settings = Settings(tokens=(600, 700), windows=2, tasks=(), noise=True)
+    work = list(pieces(settings, tokenizer, TEXT))
+    assert [(piece.part, piece.tokens) for piece in work][:2] == [("noise", 600), ("fidelity", 600)]
+    assert sum(piece.part == "noise" for piece in work) == 1
+    variants = forced("topk=0.3,min_blocks=1")
+    assert runs(variants, work, rows) == 2 * 5
+    evaluate_model(model, tokenizer, variants, work, rows)
+    assert runs(variants, work, rows) == 0 and len(rows_of(variants, work, rows)) == 5
+    assert [line.tokens for line in lines_of(rows)] == [600, 700]
+    meaning, noise = explanations(list(rows))
+    assert "A KL of 0.02" in meaning and "(float32, 600 tokens)" in noise
+    assert abs(next(row["kl"] for row in rows if row["part"] == "noise")) < 1e-6

@@ -1,4 +1,4 @@
-"""Questions with known answers: they fit, hold what is asked for, and are the same for the same seed."""
+"""Questions with known answers: they fit, contain the answers, and depend on the seed only."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_needles_lie_there_without_sentences(tokenizer: Any, text: str) -> None:
         assert hay.index("The pass code") / len(hay) == pytest.approx(depth, abs=0.06)
 
 
-def test_too_little_room_is_said(tokenizer: Any) -> None:
+def test_too_little_room_raises(tokenizer: Any) -> None:
     with pytest.raises(ValueError, match="tokens: expected room for facts and question"):
         make_item("multikey", tokenizer, 300, 0, text=TEXT)
     with pytest.raises(ValueError, match=r"task: expected one of needle, .*got 'needles'"):
@@ -107,12 +107,12 @@ def test_data_as_a_chat(chatting: Any, tmp_path: Path) -> None:
         (item,) = read_collection(str(tmp_path / f"{name}.jsonl"), chatting, 4000, 5)
         chat = as_chat(item, chatting)
         assert chat.prompt.endswith(f"{end}</user><assistant>"), "nothing begins the answer"
-        assert "\n\nAnswer: Me." in chat.prompt, "what the context says stays"
+        assert "\n\nAnswer: Me." in chat.prompt, "the context stays"
         assert chat.reference == "in the garden"
 
 
 def test_a_chat_marks_its_own_beginning(chatting: Any) -> None:
-    """The template has the mark of the beginning, and the tokenizer adds no second one."""
+    """The template has the beginning mark, and the tokenizer does not add a second one."""
     from tokenizers.processors import TemplateProcessing
 
     chatting.backend_tokenizer.post_processor = TemplateProcessing(single="<end> $A", special_tokens=[("<end>", 256)])
@@ -122,7 +122,7 @@ def test_a_chat_marks_its_own_beginning(chatting: Any) -> None:
     assert tokenized(chatting, as_chat(item, chatting))[0].count(256) == 1
 
 
-def test_no_template_is_said(tokenizer: Any) -> None:
+def test_a_missing_template_raises(tokenizer: Any) -> None:
     with pytest.raises(ValueError, match="chat: expected a tokenizer with a chat template, got one without"):
         list(pieces(Settings(tokens=(2000,), windows=0, chat=True), tokenizer, TEXT))
 

@@ -1,4 +1,4 @@
-"""The contract's own arithmetic: errors of rows, the LSE's share of 8 bits, recorded inputs, the page's tables."""
+"""The arithmetic of the accuracy contract: errors of rows, LSE error of INT8, recorded inputs, tables of the page."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TestErrors:
         assert (errors.lse_mean, errors.lse_worst) == (pytest.approx(0.5 / 6, rel=1e-4), pytest.approx(0.5, rel=1e-4))
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf])
-    def test_refuse_what_is_not_finite(self, bad: float) -> None:
+    def test_infinite_errors_raise(self, bad: float) -> None:
         exact = ExactRows(torch.ones(1, 1, 2, 4).double(), torch.ones(1, 1, 2).double())
         output, lse = exact.output.float(), exact.lse.float()
         output[0, 0, 1, 2] = bad
@@ -50,10 +50,10 @@ class TestErrors:
         with pytest.raises(ValueError, match="expected a finite LSE"):
             errors_of(exact.output.float(), lse, torch.arange(2), exact)
 
-    def test_codes_may_be_a_little_worse(self) -> None:
+    def test_p_without_exp2_may_be_a_little_worse(self) -> None:
         assert exponential_free_limit(0.02, by_name("sink-13"), 8192) == pytest.approx(0.025)
 
-    def test_keys_beside_a_peak_of_few_queries_may_be_lost_where_tiles_are_not_asked(self) -> None:
+    def test_keys_beside_a_peak_of_few_queries_may_be_lost_where_tiles_are_not_searched(self) -> None:
         own, shared = by_name("own-sink-13"), by_name("sink-13-several")
         assert output_limit(own, 128, 4032) == output_limit(shared, 128, 131072) == 0.02
         assert output_limit(own, 128, 4096) - 0.02 == pytest.approx(127 / 4096)
@@ -66,8 +66,8 @@ class TestLseRounding:
         "name", ["random-2", "random-4", "sink-13", "field", "rising-40", "outliers-k-matched-3x30"]
     )
     @pytest.mark.parametrize("is_causal", [False, True])
-    def test_is_what_rounding_to_8_bits_does(self, name: str, is_causal: bool) -> None:
-        """Measured on eight draws: rows share the rounding of keys, so that one draw says little."""
+    def test_equals_the_error_of_rounding_to_int8(self, name: str, is_causal: bool) -> None:
+        """Measured on eight draws: rows share the rounding of keys, so one draw is not enough."""
         measured, derived = [], []
         for seed in range(8):
             query, key, value = by_name(name).make(100, 512, 1, 64, dtype=torch.float64, seed=seed)
@@ -82,7 +82,7 @@ class TestLseRounding:
             measured.append((moved - exact.lse).square().mean())
         assert 0.6 < math.sqrt(sum(measured) / sum(derived)) < 1.5
 
-    def test_codes_add_the_rounding_of_p(self) -> None:
+    def test_p_without_exp2_adds_the_rounding_of_p(self) -> None:
         """One key has all the weight: the code of P moves its logarithm by 1/38. Many keys average it out."""
         for name, low, high in (("sink-20", 0.02, 0.03), ("sink-0", 0.0, 0.002)):
             query, key, value = by_name(name).make(100, 1024, 1, 64)
@@ -106,13 +106,13 @@ class TestCaptured:
     def test_all_are_here(self) -> None:
         assert tuple(family.name for family in captured_families()) == captured_names()
 
-    def test_recordings_are_what_is_said_of_them(self) -> None:
+    def test_recordings_have_the_listed_sizes(self) -> None:
         for recorded in RECORDED.values():
             for call in load(captured.FOLDER / recorded.file):
                 assert call.is_causal == recorded.is_causal and call.scale == recorded.sizes["head_dim"] ** -0.5
 
     def test_layers_differ_as_noted(self) -> None:
-        """`benchmarks/capture.py` says why they were chosen."""
+        """`benchmarks/capture.py` explains why they were chosen."""
         families = {family.name: family for family in captured_families()}
         weights, sink_values = {}, {}
         for name in ("smollm2-1", "smollm2-18", "smollm2-27"):

@@ -1,4 +1,4 @@
-"""The page of an evaluation, its pictures, and the command that writes it."""
+"""The page of an evaluation, its images, and the command that writes it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from PIL import Image
 from rich.console import Console
 from small_pipelines import FRAMES, SmallPipeline, small_pipeline, unknown_pipeline, wan_transformer
 
-from sparge.evaluate.pipeline import Result, command, evaluate_pipeline, pictures
+from page_parser import Page
+from sparge.evaluate.pipeline import Result, command, evaluate_pipeline, gallery
 from sparge.evaluate.pipeline.page import render_page
 from sparge.evaluate.variants import parse_variant
 
@@ -45,59 +46,66 @@ def opened(uri: str) -> Any:
 
 
 def test_the_page_loads_nothing(page: str) -> None:
-    assert not re.search(r"<(script|link|iframe)|@import|https?://", page)
-    assert all(source.startswith("data:image/") for source in re.findall(r"src='([^']*)'", page))
-    assert all(source.startswith(("data:image/", "#")) for source in re.findall(r"url\(([^)]*)\)", page))
+    Page(page).check()
     assert "<b>" not in page
 
 
 def test_the_page_has_table_curves_frames_and_errors(page: str) -> None:
     for label in LABELS:
-        assert f"<th scope='row'>{label.replace(',', ', ')}" in page
-    for title in ("PSNR against density", "PSNR against time", "SSIM against density", "PSNR along the clip"):
+        assert f'<th scope="row">{label.replace(",", ", ")}' in page
+    for title in ("PSNR against density", "PSNR against time", "SSIM against density", "PSNR by frame"):
         assert title in page
     assert "LPIPS against density" not in page
-    assert page.count("<table class='gallery'") == 2  # of three clips
-    assert page.count("class='over ") == 2 * FRAMES * len(LABELS)
+    assert page.count('<table class="gallery"') == 2  # of three clips
+    assert page.count('class="over ') == 2 * FRAMES * len(LABELS)
     assert page.count("difference x 4") == 2 * len(LABELS)
     assert page.count("The clip in motion") == 1
-    assert page.count("<table class='heat'>") == 3
+    assert page.count('<table class="heat">') == 3
     assert "a &lt;b&gt;bold&lt;/b&gt; prompt, seed 1" in page
-    assert "sparge eval pipeline NAME --variant &#x27;topk=0.34&#x27;" in page
-    assert "sparge.Policy.from_json(" in page and "&quot;backend&quot;" not in page  # --force is no advice
+    assert "sparge eval pipeline NAME --variant &#39;topk=0.34&#39;" in page
+    assert "sparge.Policy.from_json(" in page and "&#34;backend&#34;" not in page  # --force is no advice
 
 
-def test_pictures_are_those_of_the_run(result: Result) -> None:
-    first, second = pictures.galleries(result)
+def test_images_are_those_of_the_run(result: Result) -> None:
+    first, second = gallery.galleries(result)
     assert [strip.variant for strip in first.strips] == ["", *LABELS]
     assert first.ratio == 1.0
     frames = result.frames(result.items[0], result.variants[0])
     dense = result.frames(result.items[0], None)
     assert frames is not None
     assert dense is not None
-    assert np.array_equal(np.asarray(opened(first.strips[1].pictures[2]).convert("RGB")), frames[2])
+    assert np.array_equal(np.asarray(opened(first.strips[1].images[2]).convert("RGB")), frames[2])
     assert opened(first.strips[1].moving).n_frames == FRAMES
     assert second.strips[1].moving == ""
     expected = np.minimum(np.abs(frames.astype(int) - dense.astype(int)) * 4, 255)
-    assert np.array_equal(pictures.difference(frames[0], dense[0]), expected[0])
+    assert np.array_equal(gallery.difference(frames[0], dense[0]), expected[0])
 
 
-def test_pictures_are_made_smaller_until_they_fit(result: Result, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pictures, "WIDTHS", (64, 32, 16))
-    whole = sum(strip.size for gallery in pictures.galleries(result) for strip in gallery.strips)
-    less = pictures.galleries(result, max_bytes=whole // 2)
-    assert sum(strip.size for gallery in less for strip in gallery.strips) <= whole // 2
-    assert opened(less[0].strips[0].pictures[0]).width in (32, 16)
-    assert opened(pictures.still(np.zeros((20, 40, 3), np.uint8), 400)).size == (40, 20)
+def test_images_are_made_smaller_until_they_fit(result: Result, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gallery, "WIDTHS", (64, 32, 16))
+    whole = sum(strip.size for one in gallery.galleries(result) for strip in one.strips)
+    less = gallery.galleries(result, max_bytes=whole // 2)
+    assert sum(strip.size for one in less for strip in one.strips) <= whole // 2
+    assert opened(less[0].strips[0].images[0]).width in (32, 16)
+    assert opened(gallery.still(np.zeros((20, 40, 3), np.uint8), 400)).size == (40, 20)
 
 
-def test_pictures_of_several_seeds_stand_in_columns() -> None:
+def test_images_of_several_seeds_stand_in_columns() -> None:
     made = evaluate_pipeline(unknown_pipeline(), [parse_variant("topk=0.34").forced(CPU)], warm_up=False)
-    (gallery,) = pictures.galleries(made)
-    assert gallery.columns == ["seed 0", "seed 1"]
+    (shown,) = gallery.galleries(made)
+    assert shown.columns == ["seed 0", "seed 1"]
     text = render_page(made, "command")
-    assert "PSNR along the clip" not in text
+    assert "PSNR by frame" not in text
     assert "sparge.replace_sdpa(" in text
+
+
+def test_a_run_without_sparse_calls_has_a_reason_in_place_of_charts() -> None:
+    made = evaluate_pipeline(small_pipeline(), [parse_variant("topk=0.5")], prompts=["a"], seeds=[0], warm_up=False)
+    text = render_page(made, "command")
+    assert (
+        "nothing ran sparse (dense: below the crossover)" in text and "There are no charts: nothing ran sparse" in text
+    )
+    assert '<figure class="chart">' not in text
 
 
 def test_the_command_writes_a_page_and_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,10 +128,10 @@ def test_the_command_writes_a_page_and_rows(tmp_path: Path, monkeypatch: pytest.
     }
     variants = [parse_variant(LABELS[0])]
     command.run("owner/model", variants, **options)
-    told = console.file.getvalue()  # type: ignore[attr-defined]
-    assert re.search(rf"{LABELS[0]}\s+sparse\s+0\.667", told)
-    assert f"Wrote {tmp_path / 'page.html'}" in " ".join(told.split())
-    assert "sparge eval pipeline &#x27;some name&#x27;" in (tmp_path / "page.html").read_text()
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    assert re.search(rf"{LABELS[0]}\s+sparse\s+0\.667", printed)
+    assert f"Wrote {tmp_path / 'page.html'}" in " ".join(printed.split())
+    assert "sparge eval pipeline &#39;some name&#39;" in (tmp_path / "page.html").read_text()
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [row["part"] for row in rows] == ["dense", "variant"]
     assert rows[0]["run"]["model"] == "owner/model"
@@ -138,7 +146,7 @@ def test_arguments_have_a_name_and_a_value(text: str) -> None:
         command.parse_argument(text)
 
 
-def test_broken_pixels_are_told() -> None:
+def test_broken_pixels_have_a_remark() -> None:
     class Broken(SmallPipeline):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             output = super().__call__(*args, **kwargs)
@@ -168,6 +176,6 @@ def test_wrong_command_lines(arguments: list[str], message: str, capsys: pytest.
     with pytest.raises(SystemExit) as done:
         main(["eval", "pipeline", *arguments])
     assert done.value.code == 2
-    said = capsys.readouterr().err
-    assert said.startswith("sparge: error: ") and message in said
-    assert len(said.splitlines()) == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("sparge: error: ") and message in printed
+    assert len(printed.splitlines()) == 1

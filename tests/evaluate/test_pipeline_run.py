@@ -1,4 +1,4 @@
-"""A pipeline against itself: figures, resuming, errors by layer and step, models that `sparge.enable` does not know."""
+"""A pipeline against itself: figures, resuming, errors by layer and step, models without `sparge.enable`."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ def table_of(result: Result) -> dict[str, dict[str, str]]:
     return {line.variant: dict(cells(line, lines)) for line in lines}
 
 
-def test_what_left_nothing_out_is_told() -> None:
-    """Three blocks a row are fewer than the floor of 16; and steps that are all dense leave nothing out either."""
+def test_a_run_that_skips_nothing_has_a_remark() -> None:
+    """Three blocks per query block are fewer than the minimum of 16; dense steps skip nothing either."""
     result = evaluate(small_pipeline(), forced("rows=0.34", f"{HALF},dense_first_steps={STEPS}", HALF))
     lines = lines_of(result)
     assert [line.density for line in lines[1:3]] == [1.0, 1.0]
-    told = list(remarks(result, lines))
-    assert sum("every block was kept" in remark for remark in told) == 1
-    assert any(remark.startswith("rows=0.34: every block was kept") for remark in told)
-    assert any("dense_first_steps" in remark and "nothing ran sparse (dense: dense step)" in remark for remark in told)
-    assert not any(remark.startswith(f"{HALF}:") for remark in told)
+    found = list(remarks(result, lines))
+    assert sum("every block was kept" in remark for remark in found) == 1
+    assert any(remark.startswith("rows=0.34: every block was kept") for remark in found)
+    assert any("dense_first_steps" in remark and "nothing ran sparse (dense: dense step)" in remark for remark in found)
+    assert not any(remark.startswith(f"{HALF}:") for remark in found)
 
 
-def test_a_prompt_of_ones_own_that_is_refused_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_about_a_built_in_prompt_names_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> Any:
         raise ValueError("expected a word, got 'fox'")
 
@@ -93,14 +93,14 @@ def test_figures_of_each_variant() -> None:
     json.dumps(result.rows, allow_nan=False)
 
 
-def test_equal_clips_have_a_word_in_place_of_a_number() -> None:
+def test_equal_clips_have_no_psnr() -> None:
     pipe = small_pipeline()
     result = evaluate(pipe, [parse_variant(HALF)])  # below the crossover: dense
     assert table_of(result)[HALF]["PSNR dB"] == "equal"
     assert table_of(result)[HALF]["ran"] == "dense: below the crossover"
     assert lines_of(result)[1].density is None
-    told = list(remarks(result, lines_of(result)))
-    assert any("nothing ran sparse (dense: below the crossover)" in text and "--force" in text for text in told)
+    found = list(remarks(result, lines_of(result)))
+    assert any("nothing ran sparse (dense: below the crossover)" in text and "--force" in text for text in found)
     assert result.row("variant", result.items[0], result.variants[0])["psnr"] is None
 
 
@@ -127,10 +127,10 @@ def test_everything_is_warmed_up_once_for_two_steps() -> None:
 
 
 class Stopped(BaseException):
-    """As Ctrl-C, which pytest keeps for itself."""
+    """Like Ctrl-C, which pytest handles itself."""
 
 
-def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
+def test_an_interrupted_run_continues(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     options: dict[str, Any] = {"rows": path, "seeds": [0, 1], "errors": True}
     variants = forced(HALF, "topk=1.0")
@@ -203,7 +203,7 @@ def test_errors_by_layer_and_step() -> None:
 
 
 @pytest.mark.parametrize("label", [HALF, f"{HALF},oracle", "dense,quantization=int8_fp8"])
-def test_recording_errors_leaves_the_way_of_the_variant_alone(label: str) -> None:
+def test_recording_errors_does_not_change_the_run(label: str) -> None:
     pipe, (variant,) = small_pipeline(), forced(label)
     with variant.applied(pipe, reached):
         alone = generate(pipe, "a", 0, {}).frames.pixels
@@ -213,7 +213,7 @@ def test_recording_errors_leaves_the_way_of_the_variant_alone(label: str) -> Non
     assert not np.array_equal(alone, generate(pipe, "a", 0, {}).frames.pixels)
 
 
-def test_a_model_that_enable_does_not_know() -> None:
+def test_a_model_that_enable_does_not_support() -> None:
     pipe = unknown_pipeline()
     result = evaluate(pipe, forced(HALF, "topk=1.0"), prompts=None, seeds=None, errors=True)
     assert not result.is_known
@@ -222,15 +222,15 @@ def test_a_model_that_enable_does_not_know() -> None:
     assert half.ran == "sparse"
     assert half.psnr is not None
     assert full.psnr is None or full.psnr.mean > half.psnr.mean + 20
-    assert any("does not know UnknownPipeline" in text for text in remarks(result, lines_of(result)))
+    assert any("does not support UnknownPipeline" in text for text in remarks(result, lines_of(result)))
     (errors, _) = [row for row in result.rows if row["part"] == "errors"]
     assert errors["layers"] == ["call 1"]
     assert errors["steps"] == list(range(STEPS))
     assert "forward" not in vars(pipe.transformer)
-    assert half.temporal_difference is None  # pictures
+    assert half.temporal_difference is None  # images
 
 
-def test_the_pipeline_is_left_as_it_was() -> None:
+def test_the_pipeline_is_restored() -> None:
     pipe = small_pipeline()
     pipe.set_progress_bar_config(leave=False)
     before = pipe.transformer.state_dict().keys(), type(pipe.scheduler), dict(pipe._progress_bar_config)
@@ -253,14 +253,14 @@ def test_the_pipeline_is_left_as_it_was() -> None:
         ({"variants": forced(f"{HALF},dense_layers=[9]")}, "dense_layers: "),
     ],
 )
-def test_wrong_input_is_told_before_anything_runs(options: dict[str, Any], message: str) -> None:
+def test_wrong_input_raises_before_anything_runs(options: dict[str, Any], message: str) -> None:
     pipe = small_pipeline()
     with pytest.raises(ValueError, match=message):
         evaluate(pipe, **{"variants": forced(HALF), **options})
     assert pipe.calls == []
 
 
-def test_what_an_unknown_model_cannot_do_is_told() -> None:
+def test_unsupported_models_take_no_rules_about_steps() -> None:
     pipe = unknown_pipeline()
     with pytest.raises(ValueError, match="UnknownPipeline: expected a policy without rules about steps or layers"):
         evaluate(pipe, forced(f"{HALF},dense_first_steps=1"), prompts=None)
@@ -269,7 +269,7 @@ def test_what_an_unknown_model_cannot_do_is_told() -> None:
 
 
 def unconditional_pipeline() -> Any:
-    """A picture of 32 x 32 pixels by a UNet with attention over 256 places."""
+    """An image of 32 x 32 pixels by a UNet with attention over 256 places."""
     torch.manual_seed(0)
     unet = diffusers.UNet2DModel(
         sample_size=32,
@@ -311,7 +311,7 @@ def test_a_published_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.row("dense", result.items[0], None)["shape"] == [5, 96, 96, 3]
 
 
-def test_what_cannot_be_loaded_is_told(tmp_path: Path) -> None:
+def test_wrong_names_raise(tmp_path: Path) -> None:
     for name, message in (
         ("./nothing", r"expected a hub name \(owner/name\) or a folder, got './nothing', which is not there"),
         (str(tmp_path), r"expected a folder with a model_index\.json, got .* which has none"),

@@ -1,4 +1,4 @@
-"""Variants: what their words mean, and that they run as they say."""
+"""Variants: the meaning of their words, and how they run."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_profiles(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_they_run_as_they_say() -> None:
+def test_they_run_as_labeled() -> None:
     pytest.importorskip("transformers")
     model, tokens = tiny_model(), torch.arange(700)[None] % 256
     stock = model(tokens).logits
@@ -100,7 +100,7 @@ def test_they_run_as_they_say() -> None:
     assert math_stats.calls == 0 and math < 1e-4 < eight < chosen
 
 
-def test_kernels_that_are_not_there_are_told() -> None:
+def test_missing_kernels_raise() -> None:
     with (
         pytest.raises(NotImplementedError, match="variant 'sdpa=cudnn': expected a kernel of torch"),
         parse_variant("sdpa=cudnn").applied(None),

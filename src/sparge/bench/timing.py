@@ -1,9 +1,8 @@
-"""Time of calls on a CPU or a CUDA device: medians of turns that go through all calls that are compared.
+"""Time calls on a CPU or a CUDA device: medians over turns, where each turn runs all calls that are compared.
 
-`take_turns` is the order of all measurements, `host_seconds` and `device_seconds` are the clocks. `time_on_host` and
-`time_on_cuda` put them together; on a device as a caller sees it and without the host's launch overhead: `Timing.ms` is
-CUDA events around back-to-back calls: where the host launches more slowly than the device computes, the
-host is what it measures. `Timing.graph_ms` replays a CUDA graph of the same call: the device alone.
+`time_on_host` and `time_on_cuda` use the clocks and turns of `evaluate.timing`. On a device, `Timing.ms` is measured by
+CUDA events around back-to-back calls, so it is launch overhead where the host launches more slowly than the device
+computes. `Timing.graph_ms` replays a CUDA graph of the same call, so it is the device alone.
 
 A GPU runs slower after heavy work than after light work: on an H200 the same cuDNN call took 9 % longer behind itself
 than behind a memory-bound kernel. So calls are timed behind calls of their own kind.
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -23,6 +21,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from sparge.evaluate.timing import device_seconds, host_seconds, take_turns
+
 UNTIMED_MS, TIMED_MS = 60.0, 15.0
 """One variant's turn: short calls are repeated until they fill it. Behind 20 ms of its own kind cuDNN was still 10 %
 faster than behind 50."""
@@ -30,7 +30,6 @@ MIN_TIMED, MAX_CALLS = 2, 1000
 WARM_UPS = 2
 COPY_BYTES = 2**30
 
-Key = TypeVar("Key")
 Result = TypeVar("Result")
 
 
@@ -53,57 +52,6 @@ class Timing:
     ms: float | None = None
     graph_ms: float | None = None
     problem: str | None = None
-
-
-def take_turns(
-    clocks: Mapping[Key, Callable[[], float | None]],
-    turns: int,
-    *,
-    discarded: int = 1,
-    budget_s: float = math.inf,
-) -> dict[Key, list[float]]:
-    """What every clock says in each turn; a turn goes through all of them, so that whatever drifts hits them alike.
-
-    Args:
-        clocks: run something and return how long it took; None if it failed.
-        turns: how many are kept.
-        discarded: how many before them are thrown away.
-        budget_s: no further turn starts after so many seconds.
-    """
-    times: dict[Key, list[float]] = {name: [] for name in clocks}
-    begin = time.perf_counter()
-    for turn in range(discarded + turns):
-        if turn > discarded and time.perf_counter() - begin > budget_s:
-            break
-        for name, clock in clocks.items():
-            elapsed = clock()
-            if turn >= discarded and elapsed is not None:
-                times[name].append(elapsed)
-    return times
-
-
-def host_seconds(run: Callable[[], object], *, untimed: int = 0, timed: int = 1) -> float:
-    """Seconds of one of ``timed`` back-to-back calls on the host, right behind ``untimed`` ones."""
-    for _ in range(untimed):
-        run()
-    start = time.perf_counter()
-    for _ in range(timed):
-        run()
-    return (time.perf_counter() - start) / timed
-
-
-def device_seconds(run: Callable[[], object], *, untimed: int = 0, timed: int = 1) -> float:
-    """The same by CUDA events: what the calls take on the device, or the host if that launches more slowly."""
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    for _ in range(untimed):
-        run()
-    start.record()
-    for _ in range(timed):
-        run()
-    stop.record()
-    stop.synchronize()
-    return start.elapsed_time(stop) / timed / 1e3
 
 
 def time_on_host(variants: Mapping[str, Variant], turns: int, *, timed: int = 1) -> dict[str, float]:

@@ -371,7 +371,7 @@ def _advice() -> Iterator[tuple[str, str]]:
     from sparge.backends import base
 
     if _installed("matplotlib") is None:
-        yield "matplotlib", f"BlockMask.plot() cannot draw, all else works: {install_command('plot')}"
+        yield "matplotlib", f"BlockMask.plot() cannot draw, and pages have no charts: {install_command('plot')}"
     if not torch.cuda.is_available() and shutil.which("nvidia-smi"):
         why = "this build of torch has no CUDA" if torch.version.cuda is None else "torch finds no CUDA device"
         yield "cuda", f"{why}, though nvidia-smi is here: install torch for CUDA (pytorch.org), or check the driver"

@@ -95,7 +95,10 @@ def llm(
     tokens: Annotated[
         list[int] | None,
         typer.Option(
-            parser=options.tokens, metavar="N", help="Length of windows and prompts; may be repeated. 4096, 8192."
+            parser=options.tokens,
+            metavar="N",
+            help="Length of windows and prompts; may be repeated. 4096 and 8192 by default, or the crossover of causal "
+            "attention on this device where it is longer.",
         ),
     ] = None,
     windows: Annotated[
@@ -164,9 +167,11 @@ def llm(
 
     sparge eval llm HuggingFaceTB/SmolLM2-135M --variant topk=0.5 --variant topk=0.25 --json rows.jsonl
     """
+    import torch
     from rich.console import Console
 
     from sparge.evaluate.language import command
+    from sparge.evaluate.language.lengths import default_lengths
     from sparge.evaluate.language.run import Settings
     from sparge.evaluate.language.tasks import TASKS
     from sparge.evaluate.variants import parse_variant
@@ -179,7 +184,7 @@ def llm(
     place, kind = _device_and_dtype(device, dtype)
     with _failures_told("eval llm", "take fewer --tokens", json_path):
         settings = Settings(
-            tokens=tuple(tokens or (4096, 8192)),
+            tokens=tuple(tokens) if tokens else default_lengths(torch.device(place), kind),
             windows=windows,
             tasks=tuple(tasks),
             items=items,
@@ -187,6 +192,7 @@ def llm(
             data=tuple(data or ()),
             chat=chat,
             seed=seed,
+            noise=True,
         )
         command.run(
             model,

@@ -1,7 +1,7 @@
-"""The demo's measurements: dense against sparse attention on three synthetic inputs, speed beside recall and error.
+"""The demo's measurements: dense against sparse attention on three synthetic inputs, with speed, recall and error.
 
-They are made on the best device there is: a CUDA GPU with the backend that "auto" gives it, else the CPU. `run_demo`
-returns plain frozen values; the terminal's table, the page and the JSON file are views of them.
+They run on the best device: a CUDA GPU with the backend that "auto" resolves to, else the CPU. `run_demo` returns plain
+frozen values; the terminal's table, the page and the JSON file are views of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from sparge import api
 from sparge.backends import base
-from sparge.bench.timing import device_seconds, host_seconds, take_turns
 from sparge.evaluate.inputs import (
     FRAME_TOKENS,
     Needle,
@@ -31,21 +30,21 @@ from sparge.evaluate.inputs import (
 )
 from sparge.evaluate.machine import Gpu, Machine, describe_gpu, describe_machine
 from sparge.evaluate.metrics import block_mass, mass_recall, needle_recall, relative_l1
+from sparge.evaluate.timing import device_seconds, host_seconds, take_turns
 from sparge.masks.block_mask import BlockMask
-from sparge.masks.plot import causal_visibility
 from sparge.options import scores
 
 SCORES: tuple[Any, ...] = tuple(name for name in scores.SCORES if name != "spread")
 ROUNDS = {"cpu": 3, "cuda": 10}
 ROUND_BUDGET_S = 12.0
-"""No further timing round of an input starts after this many seconds, which bounds the demo on a slow machine."""
+"""No further timing round of an input starts after this many seconds. It bounds the demo on slow machines."""
 WARM_UP_TOKENS = 1024
-"""A CPU is warm after a short piece; a GPU's kernels are compiled and loaded for the whole length."""
+"""A CPU warms up on a part of the input. A GPU compiles and loads its kernels for the whole length."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a demo run may vary, and what follows from its device: "cpu" or "cuda"."""
+    """Options of a demo run, and values that follow from its device, "cpu" or "cuda"."""
 
     topk: float = 0.25
     tokens: int = 8192
@@ -60,7 +59,7 @@ DEFAULTS = {
     "cpu": Settings(),
     "cuda": Settings(tokens=32768, heads=16, device="cuda", head_dim=128, dtype="bfloat16"),
 }
-"""Sizes that show the gain within seconds on each device."""
+"""Sizes that show the speed-up within seconds on each device."""
 
 
 def best_device() -> str:
@@ -70,14 +69,14 @@ def best_device() -> str:
 
 @dataclass(frozen=True)
 class Row:
-    """One input with one score. Times are medians over ``rounds`` and include prediction.
+    """Results of one input with one score. Times are medians over ``rounds`` and include prediction.
 
     Attributes:
         density: kept blocks as a share of the visible ones.
         recall: share of the attention mass in kept blocks.
         error: relative L1 error of the output against torch's dense attention.
-        needles: for each needle the share of its mass in kept blocks, all heads together; empty without needles.
-        backend, quantization, dtype: what computed the sparse output, and in which numbers.
+        needles: share of each needle's mass in kept blocks, over all heads; empty without needles.
+        backend, quantization, dtype: those of the sparse output.
     """
 
     input: str
@@ -113,7 +112,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one score keeps in the first head: the picture of a mask.
+    """The blocks that one score keeps in the first head.
 
     Attributes:
         kept: bool (q_blocks, kv_blocks).
@@ -130,7 +129,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class InputResult:
-    """All that was measured on one input, and the first head's block maps for the page."""
+    """All results of one input, and the block maps of its first head for the page."""
 
     name: str
     about: str
@@ -144,7 +143,7 @@ class InputResult:
 
 @dataclass(frozen=True)
 class Demo:
-    """A whole run. ``gpu`` is the device that was measured, None for the CPU."""
+    """A whole run. ``gpu`` is the measured device, None for the CPU."""
 
     settings: Settings
     machine: Machine
@@ -156,7 +155,7 @@ class Demo:
         return tuple(row for result in self.inputs for row in result.rows)
 
     def to_json(self) -> dict[str, Any]:
-        """Settings, machine, GPU and rows as plain values."""
+        """Return settings, machine, GPU and rows as plain values."""
         derived = ("speedup", "needle_mean", "needle_min")
         return {
             "settings": asdict(self.settings),
@@ -167,7 +166,7 @@ class Demo:
 
 
 def table_cells(row: Row) -> Iterator[tuple[str, str]]:
-    """The row as people read it: (column, text), the same in the terminal and on the page."""
+    """Yield (column, text), the same for the terminal and the page."""
     yield "input", row.input
     yield "score", row.score
     yield "dense", _seconds(row.dense_s)
@@ -188,7 +187,7 @@ def _seconds(time_s: float) -> str:
 
 @dataclass(frozen=True)
 class Step:
-    """How far a run is: ``done`` of ``total`` steps, and what happens now."""
+    """Progress of a run: ``done`` of ``total`` steps, and a description of the current one."""
 
     done: int
     total: int
@@ -196,25 +195,25 @@ class Step:
 
 
 def run_demo(settings: Settings, on_step: Callable[[Step], None] = lambda _: None) -> Demo:
-    """Measure every input with every score; ``on_step`` hears of each step before it starts."""
+    """Measure every input with every score; call ``on_step`` before each step."""
     makers = _makers(settings)
     per_input = 4 + ROUNDS[settings.device] * (1 + len(SCORES))
     total = len(makers) * per_input
     results = []
     for index, (name, about, make) in enumerate(makers):
 
-        def tell(done: int, doing: str, name: str = name, before: int = index * per_input) -> None:
+        def report(done: int, doing: str, name: str = name, before: int = index * per_input) -> None:
             on_step(Step(before + done, total, f"{name}: {doing}"))
 
-        tell(0, "making the input")
-        results.append(_measure(make(), about, settings, tell))
+        report(0, "making the input")
+        results.append(_measure(make(), about, settings, report))
     on_step(Step(total, total, "done"))
     gpu = describe_gpu() if settings.device == "cuda" else None
     return Demo(settings, describe_machine(), tuple(results), gpu)
 
 
 def _makers(settings: Settings) -> tuple[tuple[str, str, Callable[[], Sample]], ...]:
-    """Each input's name, what it is like, in a few sentences, and how to make it."""
+    """Return name, description and maker of each input."""
     sizes: dict[str, Any] = {
         "heads": settings.heads,
         "head_dim": settings.head_dim,
@@ -246,102 +245,100 @@ def _makers(settings: Settings) -> tuple[tuple[str, str, Callable[[], Sample]], 
     )
 
 
-def _measure(sample: Sample, about: str, settings: Settings, tell: Callable[[int, str], None]) -> InputResult:
-    is_causal, topk = sample.is_causal, settings.topk
+def _measure(sample: Sample, about: str, settings: Settings, report: Callable[[int, str], None]) -> InputResult:
+    is_causal = sample.is_causal
     dtype = getattr(torch, settings.dtype)
     query, key, value = (tensor.to(dtype) for tensor in (sample.query, sample.key, sample.value))
     backend = base.resolve("auto", query.device)
-    quantization = base.resolve_quantization("auto", backend, query.device)
+    common: dict[str, Any] = {"is_causal": is_causal, "topk": settings.topk, "backend": backend}
     calls: dict[str, Callable[..., Tensor]] = {"dense": partial(F.scaled_dot_product_attention, is_causal=is_causal)}
-    for score in SCORES:
-        calls[score] = partial(api.attention, is_causal=is_causal, topk=topk, score=score, backend=backend)
+    calls |= {score: partial(api.attention, score=score, **common) for score in SCORES}
     rounds = ROUNDS[settings.device]
 
-    tell(1, "warming up" if settings.device == "cpu" else "compiling and loading kernels (the first time: a minute)")
+    report(1, "warming up" if settings.device == "cpu" else "compiling and loading kernels (the first time: a minute)")
     warm = WARM_UP_TOKENS if settings.device == "cpu" else query.shape[2]
     for call in calls.values():
         call(*(tensor[:, :, :warm] for tensor in (query, key, value)))
     timed: dict[str, Callable[[], Tensor]] = {name: partial(call, query, key, value) for name, call in calls.items()}
     times, outputs = _time_interleaved(
-        timed, rounds, settings.device, lambda done, name: tell(2 + done, f"timing {name} attention")
+        timed, rounds, settings.device, lambda done, name: report(2 + done, f"timing {name} attention")
     )
 
-    tell(2 + rounds * len(calls), "computing the true map, for comparison")
+    report(2 + rounds * len(calls), "computing the true map, for comparison")
     mass = block_mass(query, key, is_causal=is_causal)
-    tell(3 + rounds * len(calls), "comparing")
+    report(3 + rounds * len(calls), "comparing")
+    shared: dict[str, Any] = {
+        "input": sample.name,
+        "tokens": query.shape[2],
+        "heads": query.shape[1],
+        "head_dim": query.shape[3],
+        "is_causal": is_causal,
+        "topk": settings.topk,
+        "dense_s": statistics.median(times["dense"]),
+        "backend": backend,
+        "quantization": base.resolve_quantization("auto", backend, query.device),
+        "dtype": settings.dtype,
+    }
     rows, predictions = [], []
     for score in SCORES:
-        mask = api.predict(query, key, is_causal=is_causal, topk=topk, score=score, backend=backend)
+        mask = api.predict(query, key, score=score, **common)
         rows.append(
             Row(
-                input=sample.name,
                 score=score,
-                tokens=query.shape[2],
-                heads=query.shape[1],
-                head_dim=query.shape[3],
-                is_causal=is_causal,
-                topk=topk,
                 rounds=len(times[score]),
-                dense_s=statistics.median(times["dense"]),
                 sparse_s=statistics.median(times[score]),
                 density=mask.density(),
                 recall=mass_recall(mask, mass),
                 error=relative_l1(outputs[score], outputs["dense"]),
                 needles=tuple(needle_recall(mask, query, key, needle) for needle in sample.needles),
-                backend=backend,
-                quantization=quantization,
-                dtype=settings.dtype,
+                **shared,
             )
         )
-        first = _first_head(mask)
-        predictions.append(
-            Prediction(
-                score=score,
-                kept=first.to_dense()[0, 0].cpu(),
-                density=first.density(),
-                recall=mass_recall(first, mass[:, :1]),
-                needles=tuple(needle_recall(first, query[:, :1], key[:, :1], needle) for needle in sample.needles),
-            )
-        )
+        predictions.append(_first_prediction(score, mask, mass, query, key, sample.needles))
     return InputResult(
         name=sample.name,
         about=about,
         tokens=query.shape[2],
         rows=tuple(rows),
         mass=mass[0, 0].cpu(),
-        visible=causal_visibility(mask),
+        visible=mask.visible_blocks(),
         predictions=tuple(predictions),
         needles=sample.needles,
     )
 
 
+def _first_prediction(
+    score: str, mask: BlockMask, mass: Tensor, query: Tensor, key: Tensor, needles: tuple[Needle, ...]
+) -> Prediction:
+    """Return what the mask keeps in the first head."""
+    kept, indices, visible = (
+        tensor[:1, :1] for tensor in (mask.kv_num_blocks, mask.kv_indices, mask.visible_num_blocks)
+    )
+    first = BlockMask(kept, indices, visible, mask.q_len, mask.kv_len, mask.is_causal, mask.window)
+    return Prediction(
+        score=score,
+        kept=first.to_dense()[0, 0].cpu(),
+        density=first.density(),
+        recall=mass_recall(first, mass[:, :1]),
+        needles=tuple(needle_recall(first, query[:, :1], key[:, :1], needle) for needle in needles),
+    )
+
+
 def _time_interleaved(
-    calls: dict[str, Callable[[], Tensor]], rounds: int, device: str, tell: Callable[[int, str], None]
+    calls: dict[str, Callable[[], Tensor]], rounds: int, device: str, report: Callable[[int, str], None]
 ) -> tuple[dict[str, list[float]], dict[str, Tensor]]:
-    """Seconds of every call in every round, and each call's output; rounds go through all calls in turn."""
+    """Return the seconds of every call in every round, and each call's output; each round runs all calls in turn."""
     outputs: dict[str, Tensor] = {}
     done = itertools.count()
 
     def clock(name: str) -> float:
-        tell(next(done), name)
+        report(next(done), name)
 
         def run() -> None:
             outputs[name] = calls[name]()
 
-        # Behind an untimed call of the same kind: a GPU's clock depends on what ran before.
+        # After an untimed call of the same kind: a GPU's clock depends on what ran before.
         return device_seconds(run, untimed=1) if device == "cuda" else host_seconds(run)
 
     clocks = {name: partial(clock, name) for name in calls}
     return take_turns(clocks, rounds, discarded=0, budget_s=ROUND_BUDGET_S), outputs
-
-
-def _first_head(mask: BlockMask) -> BlockMask:
-    return BlockMask(
-        mask.kv_num_blocks[:1, :1],
-        mask.kv_indices[:1, :1],
-        mask.visible_num_blocks[:1, :1],
-        mask.q_len,
-        mask.kv_len,
-        mask.is_causal,
-        mask.window,
-    )

@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from sparge.console import empty_table, print_fitting
+from sparge.console import empty_table, print_fitting, told_progress
 from sparge.demo import measure
-from sparge.demo.measure import Demo, Row, Settings, Step, table_cells
+from sparge.demo.measure import Demo, Row, Settings, table_cells
 from sparge.demo.page import machine_parts
 
 
 def run_with_progress(settings: Settings) -> Demo:
-    """Run the demo with a line on stderr that says which step it is at; silent where stderr is no terminal."""
+    """Run the demo and show the current step on stderr, if stderr is a terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
         return measure.run_demo(settings)
-    columns = (
-        *(SpinnerColumn(), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn()),
-        TextColumn("{task.description}"),
-    )
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("")
-
-        def show(step: Step) -> None:
-            progress.update(task, completed=step.done, total=step.total, description=step.doing)
-
-        return measure.run_demo(settings, show)
+    with told_progress(console) as report:
+        return measure.run_demo(settings, lambda step: report(step.doing, step.done, step.total))
 
 
 def print_results(console: Console, result: Demo) -> None:
-    """Where it was measured, and a line for each input and score."""
+    """Print the machine, and a line for each input and score."""
     console.print(f"topk {result.settings.topk:g}; {'; '.join(machine_parts(result))}", highlight=False, markup=False)
     print_fitting(console, _results_table(result.rows), [list(table_cells(row)) for row in result.rows])
 

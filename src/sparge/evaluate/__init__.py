@@ -1,4 +1,4 @@
-"""Measuring what sparse attention does: to given tensors, to a language model, to a diffusion pipeline."""
+"""Measure the effects of sparse attention on tensors, on a language model and on a diffusion pipeline."""
 
 from sparge.evaluate.capture import AttentionError, Captured, Judged, Recorder, attention_error
 

@@ -1,8 +1,8 @@
-"""What attention receives inside a model: recorded, kept in a file of bounded size, and judged.
+"""Record the inputs of attention inside a model, store them, and measure sparse attention on them.
 
 Recorder           records query, key and value of chosen layers and steps while a model runs
-save, load         safetensors
-attention_error    density, recall of the mass, error of the output, beside the best choice of as many blocks
+save, load         recordings as safetensors
+attention_error    density, mass recall and output error, also for the best choice of the same number of blocks
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from sparge.options.scores import Score
 from sparge.policy import Policy
 
 MAX_BYTES = 64 * 2**20
-"""What a recording may hold unless told otherwise."""
+"""Default limit on the size of a recording."""
 
 
 @dataclass(frozen=True)
 class Captured:
-    """What one attention call received.
+    """The inputs of one attention call.
 
     Attributes:
-        layer: the name of the layer, as `sparge.stats` has it.
+        layer: the name of the layer, as in `sparge.stats`.
         step: the denoising step, from 0; None outside a schedule.
         query: (B, H, S_q, D).
         key, value: (B, H_kv, S_k, D).
         is_causal: aligned bottom-right.
-        scale: factor on the scores.
+        scale: factor of the logits.
     """
 
     layer: str
@@ -64,15 +64,15 @@ class Captured:
 
 
 class Recorder:
-    """Records calls of a model that runs dense, as it would without.
+    """Records attention calls of a model, which runs dense as usual.
 
     Args:
-        layers: a regular expression that the names of layers must contain; all by default.
+        layers: a regular expression that layer names must match; all layers by default.
         steps: denoising steps to record, from 0; all by default.
-        heads: query heads to keep of each call, with the key heads they use; all by default. Given as indices.
-        calls: how many calls of a layer and step to record: guidance makes two.
-        max_bytes: what all recordings may hold; those that would exceed it are left out and counted in ``missed``.
-        dtype: what is recorded, float16 by default.
+        heads: indices of the query heads to record, with the key heads they use; all by default.
+        calls: number of calls to record per layer and step; guidance makes two.
+        max_bytes: limit on all recordings; calls that would exceed it are left out and counted in ``missed``.
+        dtype: of the recordings.
 
     Example:
         >>> import torch, sparge
@@ -107,9 +107,9 @@ class Recorder:
 
     @contextmanager
     def recording(self, model: Any) -> Iterator[Recorder]:
-        """Record the self-attention calls of a transformers model, a diffusers pipeline or its transformer."""
+        """Record self-attention calls of a transformers model, a diffusers pipeline or its transformer."""
         backend = base.resolve("auto", _device_of(model))
-        integrations.enable(model, Policy(topk=1.0, backend=backend, order="row"))  # tokens as the model has them
+        integrations.enable(model, Policy(topk=1.0, backend=backend, order="row"))  # the token order of the model
         with ExitStack() as stack:
             stack.callback(integrations.disable, model)
             self._now = stack.enter_context(followed_steps(model))
@@ -151,7 +151,7 @@ class Recorder:
 
 
 def _device_of(model: Any) -> torch.device:
-    """Where a model or pipeline computes, also while its weights wait elsewhere."""
+    """Return the device of the computation, also while weights are offloaded."""
     if isinstance(model, torch.nn.Module):
         return next(model.parameters()).device
     return torch.device(model._execution_device)
@@ -159,7 +159,7 @@ def _device_of(model: Any) -> torch.device:
 
 @contextmanager
 def followed_steps(model: Any) -> Iterator[Callable[[], int | None]]:
-    """Says at which step a pipeline's scheduler is; None for what has no scheduler."""
+    """Yield a function that returns the step of a pipeline's scheduler, or None without a scheduler."""
     if isinstance(model, torch.nn.Module) or getattr(model, "scheduler", None) is None:
         yield lambda: None
         return
@@ -186,7 +186,7 @@ def save(calls: Sequence[Captured], path: str | Path) -> None:
 
 
 def load(path: str | Path) -> list[Captured]:
-    """Recordings that `save` wrote."""
+    """Return recordings that `save` wrote."""
     from safetensors import safe_open
 
     with safe_open(str(path), framework="pt") as file:
@@ -209,7 +209,7 @@ def true_mask(
     always_keep: Sequence[tuple[int, int]] | None = None,
     exact_queries: Sequence[tuple[int, int]] | None = None,
 ) -> BlockMask:
-    """The mask a rule makes of the attention that blocks really hold: the best that a score could do under it."""
+    """Return the mask of a rule for the attention that blocks really hold: the best that a score can do under it."""
     query, key, shape = validation.check_query_key(query, key, "HND", True)
     mass = block_mass(query, key.repeat_interleave(shape.group, 1), is_causal=is_causal, scale=scale)
     call = Call(
@@ -225,14 +225,14 @@ def true_mask(
 
 @dataclass(frozen=True)
 class Judged:
-    """How well a choice of blocks does.
+    """Results of a choice of blocks.
 
     Attributes:
         density: kept blocks as a share of the visible ones.
-        mass_recall: share of the attention that lies in kept blocks.
-        recall_beyond_sink: the same of what is not in the first key block, which every causal rule keeps anyway.
+        mass_recall: share of the attention mass in kept blocks.
+        recall_beyond_sink: the same without the first key block, which every causal rule keeps.
         relative_l1: sum |output - exact| / sum |exact|.
-        cosine: mean cosine between rows of the output and of the exact one.
+        cosine: mean cosine similarity of output rows and exact ones.
     """
 
     density: float
@@ -244,7 +244,7 @@ class Judged:
 
 @dataclass(frozen=True)
 class AttentionError:
-    """A prediction, and beside it the blocks that really hold most, as many in each row."""
+    """Results of a prediction, and of the blocks that hold most mass, with the same number per query block."""
 
     predicted: Judged
     oracle: Judged
@@ -265,16 +265,16 @@ def attention_error(
     always_keep: Sequence[tuple[int, int]] | None = None,
     backend: str = "auto",
 ) -> AttentionError:
-    """How far sparse attention is from exact attention on given tensors, and how far with the best choice of blocks.
+    """Measure sparse attention against exact attention on given tensors, for the prediction and for the best blocks.
 
     Args:
         query: (B, H, S_q, D).
         key: (B, H_kv, S_k, D); H a multiple of H_kv.
         value: the same.
-        quantization: the arithmetic of both outputs, "none" by default: what selection costs.
+        quantization: of both outputs; "none" by default, which isolates the error of the selection.
 
-    The other arguments are those of `sparge.attention`. Memory is linear in the length, time that of dense attention
-    in float32 several times over.
+    The other arguments are those of `sparge.attention`. Memory is linear in the length, and time is that of several
+    runs of dense attention in float32.
 
     Example:
         >>> import torch
@@ -288,7 +288,7 @@ def attention_error(
     heads, group = query.shape[1], query.shape[1] // key.shape[1]
     rule = validation.resolve_sparsity(topk, sparsity, heads)
     if not isinstance(rule, Selection):
-        raise TypeError(f"sparsity: expected a rule that leaves blocks out, got {rule!r}")
+        raise TypeError(f"sparsity: expected a rule that skips blocks, got {rule!r}")
     common: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "always_keep": always_keep}
     mask = api.predict(query, key, sparsity=rule, score=score, enable_gqa=True, backend=backend, **common)
     mass = block_mass(query, key.repeat_interleave(group, 1), is_causal=is_causal, scale=scale)
@@ -300,7 +300,10 @@ def attention_error(
         assert isinstance(output, Tensor)
         return _judged(mask, mass, output, exact)
 
-    return AttentionError(judge(mask), judge(_best_of_rows(mask, mass, is_causal, rule, always_keep, query, key)))
+    shape = validation.check_query_key(query, key, "HND", True)[2]
+    ranges = validation.check_always_keep(always_keep, shape.kv_len)
+    call = Call(shape=shape, is_causal=is_causal, scale=1.0, sparsity=rule, always_keep=ranges)
+    return AttentionError(judge(mask), judge(_best_blocks(mask, mass, call)))
 
 
 def _judged(mask: BlockMask, mass: Tensor, output: Tensor, exact: Tensor) -> Judged:
@@ -316,33 +319,17 @@ def _judged(mask: BlockMask, mass: Tensor, output: Tensor, exact: Tensor) -> Jud
 
 
 def _exact(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Tensor:
-    """Dense attention in float32, causality aligned bottom-right."""
+    """Compute dense attention in float32, causal masks aligned bottom-right."""
     call: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": True, "sparsity": Dense()}
     return api.attention(query.float(), key.float(), value.float(), quantization="none", **call)
 
 
-def _best_of_rows(
-    mask: BlockMask,
-    mass: Tensor,
-    is_causal: bool,
-    rule: Selection,
-    always_keep: Sequence[tuple[int, int]] | None,
-    query: Tensor,
-    key: Tensor,
-) -> BlockMask:
-    """As many blocks in each row as the mask has: those its rule forces, then those with most mass."""
-    shape = validation.check_query_key(query, key, "HND", True)[2]
-    call = Call(
-        shape=shape,
-        is_causal=is_causal,
-        scale=1.0,
-        sparsity=rule,
-        always_keep=validation.check_always_keep(always_keep, shape.kv_len),
-    )
+def _best_blocks(mask: BlockMask, mass: Tensor, call: Call) -> BlockMask:
+    """Return a mask with as many blocks per query block: those that the rule forces, then those with most mass."""
     kept = mask.to_dense()
-    forced = forced_blocks(call, mass.device) & kept  # what is not visible is not kept
+    forced = forced_blocks(call, mass.device) & kept  # blocks that are not visible are not kept
     counts = kept.sum(-1, keepdim=True)
     order = (mass + 2.0 * forced).argsort(dim=-1, descending=True, stable=True)
     places = torch.arange(mass.shape[-1], device=mass.device)
     kept = torch.zeros_like(forced).scatter_(-1, order, (places < counts).expand_as(forced))
-    return BlockMask.from_dense(kept, q_len=mask.q_len, kv_len=mask.kv_len, is_causal=is_causal)
+    return BlockMask.from_dense(kept, q_len=mask.q_len, kv_len=mask.kv_len, is_causal=call.is_causal)

@@ -1,4 +1,4 @@
-"""What attention received in trained models, as families: recorded by `benchmarks/capture.py`, kept in tests/data."""
+"""Families of attention inputs recorded in trained models by `benchmarks/capture.py` and stored in tests/data."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from sparge.evaluate.families import Family
 from sparge.evaluate.family_inputs import Draw, Inputs
 
 FOLDER = Path(__file__).parents[3] / "tests" / "data"
-"""In a checkout; an installed package has none."""
+"""Of a checkout; an installed package does not have it."""
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """Calls of one model.
+    """Recorded calls of one model.
 
     Attributes:
         file: its name in `FOLDER`.
-        sizes: of every call, as `Family.make` takes them.
-        is_causal: whether the calls were.
-        limits: for each call, named by its layer, and by its step if it has one.
+        sizes: of every call, as arguments of `Family.make`.
+        is_causal: whether the calls were causal.
+        limits: error limit of each call, by its layer, and its step if it has one.
     """
 
     file: str
@@ -46,24 +46,24 @@ RECORDED = {
         limits={"1-4": 0.0053, "3-15": 0.02},
     ),
 }
-"""Limits lie up to a quarter above what was measured: to notice a change, not derived.
+"""Limits are up to a quarter above the measured errors, to notice a change; they are not derived.
 
-SmolLM2, on an H200: .0251, .0339, .0203. Layer 18 has most, because its rows weigh few keys, and logits reach 30 nats.
-The video model, by the reference: .0043, .0161; in the second rows weigh four keys."""
+SmolLM2, on an H200: 0.0251, 0.0339, 0.0203. Layer 18 has the largest error, because its queries attend to few keys, and
+logits reach 30 nats. The video model, by the reference: 0.0043, 0.0161; in the second, queries attend to four keys."""
 
 
 def captured_names() -> tuple[str, ...]:
-    """Of all families that are recorded, whether their files are here or not."""
+    """Return the names of all recorded families, whether their files exist or not."""
     return tuple(f"{model}-{call}" for model, recorded in RECORDED.items() for call in recorded.limits)
 
 
 def recorded_of(name: str) -> Recorded | None:
-    """What the family of this name was recorded with; None for one that was not."""
+    """Return the recording of a family; None for a family that was not recorded."""
     return next((recorded for model, recorded in RECORDED.items() if name.startswith(f"{model}-")), None)
 
 
 def captured_families(folder: Path = FOLDER) -> tuple[Family, ...]:
-    """One family for each recorded call, of exactly its sizes (fewer queries: the last ones); none without the files.
+    """Return one family per recorded call, of its exact sizes or with fewer, the last, queries; none without the files.
 
     Example:
         >>> [family.name for family in captured_families()]
@@ -82,14 +82,14 @@ def captured_families(folder: Path = FOLDER) -> tuple[Family, ...]:
 
 
 def layer_number(call: Captured) -> int:
-    """18 of 'model.layers.18.self_attn'."""
+    """Return 18 for 'model.layers.18.self_attn'."""
     found = re.search(r"\.(\d+)\.", call.layer)
     assert found, call.layer
     return int(found[1])
 
 
 def _place(call: Captured) -> str:
-    """'18', and '4-12' of layer 4 at step 12."""
+    """Return '18' for layer 18, and '4-12' for layer 4 at step 12."""
     return f"{layer_number(call)}" if call.step is None else f"{layer_number(call)}-{call.step}"
 
 

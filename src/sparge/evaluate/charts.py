@@ -1,50 +1,36 @@
-"""Charts as SVG inside a page, in the page's own colours: curves with intervals, and heat maps."""
+"""Charts as inline SVG, drawn by matplotlib.
+
+Figures are drawn in placeholder colors. `inline_svg` replaces them by variables of the stylesheet, so that a chart
+follows the light and dark mode of the page. Without matplotlib, `Chart.svg` is None and pages show a note instead.
+"""
 
 from __future__ import annotations
 
+import html
+import io
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
+from typing import TYPE_CHECKING, Any
 
-WIDTH, HEIGHT = 460, 300
-LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 44
-MARKS = ("circle", "square", "diamond", "triangle")
-STYLE = """
-.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(21rem,1fr));gap:1.6rem 2.4rem;margin-top:1.2rem}
-.chart svg{display:block;width:100%;height:auto;overflow:visible}
-.chart h4{margin:0 0 .4rem}
-.chart .grid{stroke:var(--line);stroke-width:1;fill:none}
-.chart .s0{--mark:var(--strong)}.chart .s1{--mark:var(--lost)}.chart .s2{--mark:#8a6d00}.chart .s3{--mark:#3c7a4f}
-.chart .s4{--mark:#7d4ba3}.chart .s5{--mark:#5a626c}
-@media(prefers-color-scheme:dark){.chart .s2{--mark:#d9b945}.chart .s3{--mark:#7fc796}.chart .s4{--mark:#c39be6}
-.chart .s5{--mark:#9aa3ad}}
-.chart .curve{fill:none;stroke:var(--mark);stroke-width:1.6}
-.chart .dots{fill:var(--mark);stroke:var(--page);stroke-width:1}
-.chart .whisker{stroke:var(--mark);stroke-width:1;opacity:.6;fill:none}
-.chart .level{stroke:var(--quiet);stroke-dasharray:4 3;fill:none}
-.chart ul{list-style:none;margin:.3rem 0 0;padding:0;font-size:.82rem;display:flex;flex-wrap:wrap;gap:.1rem 1.1rem}
-.chart li svg{display:inline-block;width:.8rem;height:.8rem;margin-right:.35rem;vertical-align:-.1rem}
-.heat td,.heat th{padding:.3rem .45rem;font-size:.8rem;text-align:center;font-weight:400;
-font-variant-numeric:tabular-nums}
-.heat th{color:var(--quiet);text-align:right;white-space:nowrap}
-.heat thead th{text-align:center}
-.heat td{min-width:2.6rem;color:#10141a;background:color-mix(in oklab,#f5a897,#86b0e0 calc(var(--share)*100%))}
-.heat caption,.figures caption{text-align:left;font-weight:600;font-size:.92rem;padding-bottom:.4rem}
-.figures{width:100%;margin-top:.8rem;font-size:.92rem}
-.figures th,.figures td{padding:.35rem .6rem;text-align:right;white-space:nowrap}
-.figures thead th{font-weight:500;color:var(--quiet);border-bottom:1px solid var(--ink);white-space:normal;
-vertical-align:bottom}
-.figures th:first-child{text-align:left;padding-left:0;font-weight:500;white-space:normal}
-.figures tbody tr+tr>*{border-top:1px solid var(--line)}
-.scroll{overflow-x:auto}
-.remarks{margin:1rem 0 0;padding-left:1.1rem;font-size:.92rem;max-width:56rem}
-"""
+from markupsafe import Markup
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+VARIABLES = ("ink", "quiet", "line", "paper", "lost", *(f"mark{number}" for number in range(6)))
+COLORS = {name: f"#abcd{number:02x}" for number, name in enumerate(VARIABLES)}
+"""Placeholder colors by the CSS variables that replace them."""
+
+MARKERS = "osD^vP"
+DECADES = 4
+"""A logarithmic axis ends this many powers of ten below its largest value. Smaller values are listed."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """A value, where it lies, and half of its interval."""
+    """A value with half of its interval."""
 
     x: float
     y: float
@@ -53,163 +39,164 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Curve:
-    """Points of one kind, joined in the order of x where there are several."""
+class Series:
+    """Points that are connected in the order of x."""
 
     name: str
     points: Sequence[Point]
-    joined: bool = True
 
 
-def curves(
+@dataclass(frozen=True)
+class Chart:
+    """A chart of a page.
+
+    Attributes:
+        title: what the chart shows.
+        svg: the drawing; None if matplotlib is not installed.
+        notes: values that lie outside of the axes.
+    """
+
+    title: str
+    svg: Markup | None
+    notes: tuple[str, ...] = ()
+
+
+def line_chart(
     title: str,
-    drawn: Sequence[Curve],
+    curves: Sequence[Series],
     x_label: str,
     y_label: str,
     *,
     log_y: bool = False,
     level: tuple[str, float] | None = None,
-    whole_x: bool = True,
+    from_zero: bool = True,
+    limits: tuple[float, float] = (-math.inf, math.inf),
     y_range: tuple[float, float] | None = None,
-) -> str:
-    """Curves with whiskers.
+) -> Chart | None:
+    """Draw curves with whiskers; return None if there is no finite value.
 
     Args:
-        level: a line with a name to compare with.
-        whole_x: x starts at 0.
-        y_range: what y covers at least; the values and their intervals by default.
+        log_y: use a logarithmic y axis. Values of 0 or less are listed below the chart.
+        level: name and value of a horizontal line to compare with.
+        from_zero: start the x axis at 0; otherwise x has integer ticks.
+        limits: values that the quantity can have. The y axis does not extend beyond them.
+        y_range: the y axis; by default it follows the points and their intervals (`view_of`).
     """
-    drawn = [curve for curve in drawn if any(_fits(point.y, log_y) for point in curve.points)]
-    points = [point for curve in drawn for point in curve.points if _fits(point.y, log_y)]
-    if not points:
-        return ""
-    ends = [point.y + sign * (point.half or 0.0) for point in points for sign in (-1, 0, 1)]
-    ends = [end for end in ends if _fits(end, log_y)] + list(y_range or ())
-    levels = [] if level is None or (log_y and level[1] <= 0) else [level[1]]
-    across = _Axis([point.x for point in points], LEFT, WIDTH - RIGHT, from_zero=whole_x)
-    up = _Axis(ends + levels, HEIGHT - BOTTOM, TOP, log=log_y)
-    parts = [
-        "".join(
-            f"<path class='grid' d='M{LEFT} {up(tick):.1f}H{WIDTH - RIGHT}'/>"
-            f"<text x='{LEFT - 6}' y='{up(tick) + 3.5:.1f}' text-anchor='end'>{_number(tick)}</text>"
-            for tick in up.ticks
-        ),
-        "".join(
-            f"<text x='{across(tick):.1f}' y='{HEIGHT - BOTTOM + 16}' text-anchor='middle'>{_number(tick)}</text>"
-            for tick in across.ticks
-        ),
-        f"<text class='axis' x='{(LEFT + WIDTH - RIGHT) / 2}' y='{HEIGHT - 8}' text-anchor='middle'>"
-        f"{escape(x_label)}</text>",
-        f"<text class='axis' transform='translate(12 {(TOP + HEIGHT - BOTTOM) / 2}) rotate(-90)' "
-        f"text-anchor='middle'>{escape(y_label)}</text>",
-    ]
-    if levels and level is not None:
-        at = up(level[1])
-        parts.append(f"<path class='level' d='M{LEFT} {at:.1f}H{WIDTH - RIGHT}'/>")
-        parts.append(f"<text x='{WIDTH - RIGHT}' y='{at - 4:.1f}' text-anchor='end'>{escape(level[0])}</text>")
-    parts += [_drawn(number, curve, across, up) for number, curve in enumerate(drawn)]
-    keys = "".join(
-        f"<li class='s{number % 6}'><svg viewBox='-6 -6 12 12'>{_mark(number, 0, 0)}</svg>{escape(curve.name)}</li>"
-        for number, curve in enumerate(drawn)
+    points = [point for curve in curves for point in curve.points if math.isfinite(point.y)]
+    positive = [point.y for point in points if point.y > 0]
+    floor = max(positive, default=0.0) * 10.0**-DECADES if log_y else -math.inf
+    shown = [point for point in points if point.y >= floor and (point.y > 0 or not log_y)]
+    if not shown:
+        return None
+    view = y_range or view_of(shown, log_y, limits)
+    notes = _notes(points, shown, view, limits)
+    names = [curve.name for curve in curves if any(point in shown for point in curve.points)]
+    columns = 1 if max(map(len, names)) > 28 else 2
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return Chart(title, None, notes)
+    figure = Figure(figsize=(5.6, 3.6 + 0.24 * math.ceil(len(names) / columns)), layout="constrained")
+    panel = figure.subplots()
+    for number, name in enumerate(names):
+        of_curve = next(curve.points for curve in curves if curve.name == name)
+        _draw(panel, name, sorted((p for p in of_curve if p in shown), key=lambda point: point.x), number)
+    panel.set(xlabel=x_label, ylabel=y_label)
+    _dress(panel, view, log_y=log_y, from_zero=from_zero)
+    if level is not None and view[0] <= level[1] <= view[1]:
+        panel.axhline(level[1], color=COLORS["quiet"], linestyle="--", linewidth=1, zorder=1)
+        place: dict[str, Any] = {"transform": panel.get_yaxis_transform(), "ha": "right", "va": "bottom"}
+        panel.text(0.99, level[1], level[0], fontsize=9, color=COLORS["quiet"], **place)
+    figure.legend(loc="outside lower left", ncols=columns, frameon=False, fontsize=9.5, labelcolor=COLORS["ink"])
+    return Chart(title, inline_svg(figure, title), notes)
+
+
+def _notes(
+    points: Sequence[Point], shown: Sequence[Point], view: tuple[float, float], limits: tuple[float, float]
+) -> tuple[str, ...]:
+    """Return notes about the points below the axis and the intervals that extend beyond it."""
+    below = "; ".join(f"{point.name} ({max(point.y, 0.0):.2g})" for point in points if point not in shown)
+    notes = [f"Below the axis: {below}."] if below else []
+    ends = [(point.y - (point.half or 0.0), point.y + (point.half or 0.0)) for point in shown]
+    if any(max(start, limits[0]) < view[0] or min(end, limits[1]) > view[1] for start, end in ends):
+        notes.append("Intervals that reach beyond the axis are cut.")
+    return tuple(notes)
+
+
+def view_of(points: Sequence[Point], log: bool, limits: tuple[float, float]) -> tuple[float, float]:
+    """Return the range of an axis: all points, and their intervals as far as these do not flatten the curves.
+
+    Intervals extend a linear axis by at most the span of the points, and by a tenth of the largest value where the
+    points lie close together.
+
+    Example:
+        >>> view_of([Point(0, 30.0, 60.0), Point(1, 40.0, 5.0)], False, (0.0, math.inf))
+        (20.0, 50.0)
+    """
+    values = [point.y for point in points]
+    low, high = min(values), max(values)
+    if log:
+        return low / 2, high * 2
+    margin = max(high - low, 0.1 * max(abs(low), abs(high))) or 1.0
+    ends = [point.y + sign * (point.half or 0.0) for point in points for sign in (-1, 1)]
+    pad = 0.08 * margin
+    bottom, top = min(min(ends), low - pad), max(max(ends), high + pad)
+    return max(bottom, low - margin, limits[0]), min(top, high + margin, limits[1])
+
+
+def _dress(panel: Any, view: tuple[float, float], *, log_y: bool, from_zero: bool) -> None:
+    """Set the axes and their colors."""
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
+
+    if log_y:
+        panel.set_yscale("log")
+        panel.yaxis.set(major_locator=LogLocator(subs=(1, 3)), major_formatter=StrMethodFormatter("{x:g}"))
+        panel.yaxis.set_minor_locator(NullLocator())
+    panel.set_ylim(*view)
+    if from_zero:
+        panel.set_xlim(left=0)
+    else:
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+    panel.grid(axis="y", color=COLORS["line"], linewidth=0.8)
+    panel.set_axisbelow(True)
+    panel.tick_params(colors=COLORS["quiet"], labelsize=9.5, length=0)
+    for axis in (panel.xaxis, panel.yaxis):
+        axis.label.set(color=COLORS["ink"], fontsize=10)
+    for side, spine in panel.spines.items():
+        spine.set_visible(side == "bottom")
+        spine.set_color(COLORS["line"])
+
+
+def _draw(panel: Any, name: str, points: Sequence[Point], number: int) -> None:
+    color = COLORS[f"mark{number % 6}"]
+    halves = [point.half or 0.0 for point in points]
+    panel.errorbar(
+        [point.x for point in points],
+        [point.y for point in points],
+        yerr=halves if any(halves) else None,
+        label=name,
+        color=color,
+        marker=MARKERS[number % len(MARKERS)],
+        markersize=6,
+        markeredgecolor=COLORS["paper"],
+        markeredgewidth=0.8,
+        linewidth=1.6,
+        elinewidth=1,
     )
-    return (
-        f"<figure class='chart'><h4>{escape(title)}</h4><svg viewBox='0 0 {WIDTH} {HEIGHT}' role='img' "
-        f"aria-label='{escape(title)}'>{''.join(parts)}</svg><ul>{keys}</ul></figure>"
-    )
 
 
-def heat_map(
-    title: str, rows: Sequence[str], columns: Sequence[str], values: Sequence[Sequence[float | None]], corner: str = ""
-) -> str:
-    """Shares in [0, 1], one cell each: red is 0, blue is 1."""
-    heading = "".join(f"<th scope='col'>{escape(column)}</th>" for column in columns)
-    lines = ""
-    for name, cells in zip(rows, values, strict=True):
-        painted = "".join(
-            "<td style='background:none'></td>"
-            if value is None
-            else f"<td style='--share:{value:.3f}'>{value:.2f}</td>"
-            for value in cells
-        )
-        lines += f"<tr><th scope='row'>{escape(name)}</th>{painted}</tr>"
-    return (
-        f"<div class='scroll'><table class='heat'><caption>{escape(title)}</caption><thead><tr>"
-        f"<th>{escape(corner)}</th>{heading}</tr></thead><tbody>{lines}</tbody></table></div>"
-    )
+def inline_svg(figure: Figure, label: str) -> Markup:
+    """Return a figure as an SVG element without fixed size, namespaces or metadata, in the colors of the page."""
+    import matplotlib
 
-
-class _Axis:
-    """From values to pixels."""
-
-    def __init__(
-        self, values: Sequence[float], start: float, stop: float, *, log: bool = False, from_zero: bool = False
-    ) -> None:
-        low, high = min(values), max(values)
-        if log:
-            self.ticks = _decades(low, high)
-        else:
-            self.ticks = _steps(0.0 if from_zero else low, high)
-        self.is_log, self._start, self._stop = log, start, stop
-        self._low, self._high = self._place(min(low, self.ticks[0])), self._place(max(high, self.ticks[-1]))
-
-    def _place(self, value: float) -> float:
-        return math.log10(value) if self.is_log else value
-
-    def __call__(self, value: float) -> float:
-        share = (self._place(value) - self._low) / ((self._high - self._low) or 1.0)
-        return self._start + share * (self._stop - self._start)
-
-
-def _steps(low: float, high: float) -> list[float]:
-    """Four to eight round numbers around the values."""
-    if high <= low:
-        high = low + (abs(low) or 1.0)
-    rough = (high - low) / 5
-    size = 10 ** math.floor(math.log10(rough))
-    step = next(size * factor for factor in (1, 2, 5, 10) if size * factor >= rough)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [step * number for number in range(first, last + 1)]
-
-
-def _decades(low: float, high: float) -> list[float]:
-    """1, 3, 10, 30, ... around the values."""
-    marks = [
-        factor * 10.0**power
-        for power in range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
-        for factor in (1, 3)
-    ]
-    first = max(place for place, mark in enumerate(marks) if mark <= low * 1.0000001)
-    last = min(place for place, mark in enumerate(marks) if mark >= high * 0.9999999)
-    return marks[first : max(last, first + 1) + 1]
-
-
-def _number(value: float) -> str:
-    return f"{value:.6g}" if abs(value) < 1e5 else f"{value:.0e}"
-
-
-def _fits(value: float, log: bool) -> bool:
-    return math.isfinite(value) and (value > 0 or not log)
-
-
-def _drawn(number: int, curve: Curve, across: _Axis, up: _Axis) -> str:
-    shown = sorted((point for point in curve.points if _fits(point.y, up.is_log)), key=lambda point: point.x)
-    places = [(across(point.x), up(point.y)) for point in shown]
-    parts = []
-    if curve.joined and len(places) > 1:
-        parts.append(f"<path class='curve' d='M{'L'.join(f'{x:.1f} {y:.1f}' for x, y in places)}'/>")
-    for (x, y), point in zip(places, shown, strict=True):
-        if point.half:
-            low = point.y - point.half
-            bottom = min(up(low), HEIGHT - BOTTOM) if low > 0 or not up.is_log else HEIGHT - BOTTOM
-            parts.append(f"<path class='whisker' d='M{x:.1f} {max(up(point.y + point.half), TOP):.1f}V{bottom:.1f}'/>")
-        told = f"{point.name or curve.name}: {point.x:.3g}, {point.y:.4g}"
-        parts.append(f"<g><title>{escape(told)}</title>{_mark(number, x, y)}</g>")
-    return f"<g class='s{number % 6}'>{''.join(parts)}</g>"
-
-
-def _mark(number: int, x: float, y: float) -> str:
-    shape = MARKS[number % len(MARKS)]
-    if shape == "circle":
-        return f"<circle class='dots' cx='{x:.1f}' cy='{y:.1f}' r='4'/>"
-    outline = {"square": "M-3.6-3.6h7.2v7.2h-7.2z", "diamond": "M0-5 5 0 0 5-5 0z", "triangle": "M0-5 4.6 3.4H-4.6z"}
-    return f"<path class='dots' transform='translate({x:.1f} {y:.1f})' d='{outline[shape]}'/>"
+    file = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "sparge", "image.composite_image": False}):
+        figure.savefig(file, format="svg", transparent=True)
+    svg = file.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>\s*|<style .*?</style>\s*", "", svg, flags=re.DOTALL)
+    svg = re.sub(r' (?:xmlns(?::\w+)?|version)="[^"]*"', "", svg)
+    svg = re.sub(r' id="[A-Za-z][\w.]*_\d+"', "", svg)  # of groups that nothing refers to, and not unique in a page
+    svg = re.sub(r' width="[\d.]+pt" height="[\d.]+pt"|height="[\d.]+pt" width="[\d.]+pt"', "", svg, count=1)
+    svg = re.sub(r"#abcd(\w\w)", lambda found: f"var(--{VARIABLES[int(found[1], 16)]})", svg)
+    return Markup(svg.replace("<svg", f'<svg role="img" aria-label="{html.escape(label)}"', 1))

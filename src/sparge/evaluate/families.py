@@ -1,48 +1,50 @@
-"""Families of attention inputs on which 8 bits are judged: each is one shape that trained models show, as data.
+"""Families of attention inputs for the accuracy of quantized attention: each is one pattern of trained models, as data.
 
-A family is made from a seed, on any device, for few queries (the last positions) against many keys. Its logits are
-constructed, not hoped for: "sink-13" means that one key lies 13 nats above an even tail for *every* query. What nothing
-should add to (a sink) has the value 0, so that a tail which is lost, or a 0 which is not 0, shows in full.
+A family is made from a seed, on any device, for a few queries (the last positions) and many keys. Its logits are
+constructed: in "sink-13" one key lies 13 nats above an even tail for *every* query. Keys that should not contribute to
+the output (sinks) have the value 0, so a lost tail or a wrong 0 shows in full.
 
-`FAMILIES` holds them all, `by_name` finds one, `of_kind` a group. `Family.limit` is the relative L1 error that dense
-8-bit attention may have.
+`FAMILIES` has all of them, `by_name` returns one, `of_kind` a group. `Family.limit` is the relative L1 error that dense
+quantized attention may have.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from sparge.evaluate import family_inputs
+from sparge.evaluate import family_inputs as inputs
 from sparge.evaluate.family_inputs import LOGIT_SPREAD, Draw, Inputs
 from sparge.evaluate.inputs import text_tensors, video_tensors
 
 EVEN_LIMIT, ORDINARY_LIMIT, FIELD_LIMIT = 0.02, 0.03, 0.016
 SINK_ROUNDING = 1.5e-3
-"""Of a sink's logit: how far rounding Q and K to 8 bits may move it, and with it all that is not the sink.
+"""Relative rounding error of a sink's logit when Q and K are quantized to INT8; it changes the weight of the rest.
 
-A query and a sink share a part a u, with a unit vector u of D channels and a^2 = gap sqrt(D); the query has noise of
-deviation 1 besides. The largest of 128 channels is 2.9 times their deviation, so that a step is 2.9 / 127 of it, and an
-entry moves by a step / sqrt(12). Summed up, the logit has the deviation 2.9 / 311 sqrt(gap^2 / D + gap / sqrt(D)): at
-D 128 1.1e-3 of 13 nats and of 16, 1e-3 of 20. A sink is one key, whose rounding all queries share: one draw for each
-head, .8 deviations on average. 1.4 of them are allowed, as the mean of `SINK_HEADS` heads."""
+A query and a sink share a part a u, with a unit vector u of D channels and a^2 = gap sqrt(D); the query also has noise
+of deviation 1. The largest of 128 channels is 2.9 times their deviation, so a step is 2.9 / 127 of it, and an entry
+moves by a step / sqrt(12). In sum, the logit has the deviation 2.9 / 311 sqrt(gap^2 / D + gap / sqrt(D)): at D 128
+1.1e-3 of 13 nats and of 16, 1e-3 of 20. A sink is one key, whose rounding all queries share: one draw per head, 0.8
+deviations on average. 1.4 of them are allowed, as the mean of `SINK_HEADS` heads."""
 SINK_HEADS = 8
 FP8_NOISE = 0.0375
-"""P and V rounded to E4M3 (deviation 1/38 of a number each), relative to an output that is itself a sum of noise."""
+"""P and V rounded to E4M3 (deviation 1/38 of a number each), relative to an output that is a sum of noise."""
 INT8_NOISE = 0.0134
-"""Nats by which a logit of one nat moves, Q and K rounded to 1/127 of about four deviations."""
+"""Nats by which a logit of one nat moves when Q and K are rounded to 1/127 of about four deviations."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """One shape of inputs.
+    """One pattern of inputs.
 
-    ``limit``: relative L1 error that dense 8-bit attention over it may have. ``may_be_causal``: whether causal
-    attention over it means the same. ``is_lattice``: its entries are a few numbers, which are all rounded alike.
+    Attributes:
+        limit: relative L1 error that dense quantized attention may have.
+        may_be_causal: causal attention has the same pattern.
+        is_lattice: the entries are a few numbers, so their rounding errors are equal.
     """
 
     name: str
@@ -64,10 +66,10 @@ class Family:
         *,
         kv_heads: int | None = None,
     ) -> Inputs:
-        """Query (1, heads, q_len, head_dim), key and value (1, kv_heads, kv_len, head_dim), contiguous.
+        """Return query (1, heads, q_len, head_dim), key and value (1, kv_heads, kv_len, head_dim), contiguous.
 
         Args:
-            kv_heads: a divisor of heads; as many by default.
+            kv_heads: a divisor of heads; equal to heads by default.
 
         Example:
             >>> query, key, value = by_name("sink-9").make(2, 256, head_dim=64, dtype=torch.float32)
@@ -83,142 +85,93 @@ class Family:
 
 
 def _noise_limit(spread: float) -> float:
-    """Of Gaussian logits and values without a mean: output and error are both sums of noise."""
+    """Return the limit of Gaussian logits and values without a mean: output and error are both sums of noise."""
     return 1.15 * math.hypot(FP8_NOISE, INT8_NOISE * spread)
 
 
 SINK_GAPS = (0, 6, 9, 11, 13, 16, 20)
 SINK_PLACES: dict[str, Callable[[int], list[int]]] = {
     "": lambda _: [0],
-    "-middle": lambda kv_len: [family_inputs.middle(kv_len)],
+    "-middle": lambda kv_len: [inputs.middle(kv_len)],
     "-several": lambda kv_len: [kv_len * quarter // 4 + 13 * quarter for quarter in range(4)],
 }
 PEAK_TILES = (64, 128, 256)
 SILENT_PEAKS, VOICED_PEAKS = (4, 6, 8, 9), (10, 12)
-"""FP8 holds 10 nats below a tile's maximum in full precision: a tail further down counts only beside voiced peaks."""
+"""FP8 stores 10 nats below a tile's maximum in full precision: a lower tail counts only beside peaks with a value."""
 OUTLIERS = ((1, 100), (3, 30), (4, 10))
 OUTLIER_PLACES = ("k-matched", "k-alone", "q-matched", "q-alone", "both")
 
+SLOPES = {
+    "rising-10": partial(inputs.slope, rise=10.0),
+    "rising-40": partial(inputs.slope, rise=40.0),
+    "falling-10": partial(inputs.slope, rise=-10.0),
+    "falling-40": partial(inputs.slope, rise=-40.0),
+    "step-up-12": partial(inputs.step, rise=12.0),
+    "step-down-12": partial(inputs.step, rise=-12.0),
+}
+ORDINARY: dict[str, dict[str, Callable[[Draw], Inputs]]] = {
+    "outlier token": {
+        "token-k-irrelevant-1e2": partial(inputs.irrelevant_key, factor=1e2),
+        "token-k-irrelevant-1e3": partial(inputs.irrelevant_key, factor=1e3),
+        "token-k-orthogonal-1e2": partial(inputs.orthogonal_key, factor=1e2),
+        "token-k-decisive-1e2": partial(inputs.decisive_key, factor=1e2),
+        "token-q-irrelevant-1e2": partial(inputs.irrelevant_query, factor=1e2),
+        "token-q-irrelevant-1e4": partial(inputs.irrelevant_query, factor=1e4),
+        "token-v-irrelevant-1e2": partial(inputs.large_value, factor=1e2, is_decisive=False),
+        "token-v-irrelevant-1e4": partial(inputs.large_value, factor=1e4, is_decisive=False),
+        "token-v-decisive-1e2": partial(inputs.large_value, factor=1e2, is_decisive=True),
+        "token-v-decisive-1e4": partial(inputs.large_value, factor=1e4, is_decisive=True),
+    },
+    "value": {"value-mean-10": partial(inputs.gaussian, value_mean=10.0), "value-channels": inputs.value_channels},
+    "magnitude": {
+        "tiny-queries": partial(inputs.scaled, query=1e-6),
+        "tiny-values": partial(inputs.scaled, value=1e-6),
+        "huge-queries": partial(inputs.scaled, query=1e3, key=1e-3),
+        "huge-keys": partial(inputs.scaled, query=1e-3, key=1e3),
+        "huge-values": partial(inputs.scaled, value=1e4),
+        "one-hot": inputs.one_hot,
+    },
+    "constant": {
+        "same-queries": partial(inputs.same, which=0),
+        "same-keys": partial(inputs.same, which=1),
+        "same-values": partial(inputs.same, which=2),
+    },
+    "offset": {"offset-k": inputs.offset_keys, "offset-q": inputs.offset_queries},
+}
 
-def _families() -> list[Family]:
-    sinks = [
-        Family(
-            f"sink-{gap}{place}",
-            "sink",
-            partial(family_inputs.sinks, gap=gap, places=places),
-            max(EVEN_LIMIT, SINK_ROUNDING * gap),
-            may_be_causal=True,
-        )
-        for place, places in SINK_PLACES.items()
-        for gap in SINK_GAPS
-    ]
-    own_sinks = [
-        Family(
-            f"own-sink-{gap}",
-            "own sink",
-            partial(family_inputs.own_sinks, gap=gap),
-            max(EVEN_LIMIT, SINK_ROUNDING * gap),
-        )
-        for gap in (9, 13, 16)
-    ]
-    peaks = [
-        Family(
-            f"peaks-{tile}-{gap}",
-            "peaks",
-            partial(family_inputs.peak_in_every_tile, gap=gap, tile=tile, silent=gap in SILENT_PEAKS),
-            EVEN_LIMIT,
-            may_be_causal=True,
-        )
-        for tile in PEAK_TILES
-        for gap in SILENT_PEAKS + VOICED_PEAKS
-    ]
-    slopes = [
-        Family(name, "slope", draw, EVEN_LIMIT)
-        for name, draw in {
-            "rising-10": partial(family_inputs.slope, rise=10.0),
-            "rising-40": partial(family_inputs.slope, rise=40.0),
-            "falling-10": partial(family_inputs.slope, rise=-10.0),
-            "falling-40": partial(family_inputs.slope, rise=-40.0),
-            "step-up-12": partial(family_inputs.step, rise=12.0),
-            "step-down-12": partial(family_inputs.step, rise=-12.0),
-        }.items()
-    ]
-    outliers = [
-        Family(
-            f"outliers-{where}-{count}x{factor}",
-            "outlier channels",
-            partial(family_inputs.outlier_channels, where=where, count=count, factor=float(factor)),
-            ORDINARY_LIMIT,
-            may_be_causal=True,
-        )
-        for where in OUTLIER_PLACES
-        for count, factor in OUTLIERS
-    ]
-    ordinary: dict[str, dict[str, Callable[[Draw], Inputs]]] = {
-        "outlier token": {
-            "token-k-irrelevant-1e2": partial(family_inputs.irrelevant_key, factor=1e2),
-            "token-k-irrelevant-1e3": partial(family_inputs.irrelevant_key, factor=1e3),
-            "token-k-orthogonal-1e2": partial(family_inputs.orthogonal_key, factor=1e2),
-            "token-k-decisive-1e2": partial(family_inputs.decisive_key, factor=1e2),
-            "token-q-irrelevant-1e2": partial(family_inputs.irrelevant_query, factor=1e2),
-            "token-q-irrelevant-1e4": partial(family_inputs.irrelevant_query, factor=1e4),
-            "token-v-irrelevant-1e2": partial(family_inputs.large_value, factor=1e2, is_decisive=False),
-            "token-v-irrelevant-1e4": partial(family_inputs.large_value, factor=1e4, is_decisive=False),
-            "token-v-decisive-1e2": partial(family_inputs.large_value, factor=1e2, is_decisive=True),
-            "token-v-decisive-1e4": partial(family_inputs.large_value, factor=1e4, is_decisive=True),
-        },
-        "value": {
-            "value-mean-10": partial(family_inputs.gaussian, value_mean=10.0),
-            "value-channels": family_inputs.value_channels,
-        },
-        "magnitude": {
-            "tiny-queries": partial(family_inputs.scaled, query=1e-6),
-            "tiny-values": partial(family_inputs.scaled, value=1e-6),
-            "huge-queries": partial(family_inputs.scaled, query=1e3, key=1e-3),
-            "huge-keys": partial(family_inputs.scaled, query=1e-3, key=1e3),
-            "huge-values": partial(family_inputs.scaled, value=1e4),
-            "one-hot": family_inputs.one_hot,
-        },
-        "constant": {
-            "same-queries": partial(family_inputs.same, which=0),
-            "same-keys": partial(family_inputs.same, which=1),
-            "same-values": partial(family_inputs.same, which=2),
-        },
-        "offset": {"offset-k": family_inputs.offset_keys, "offset-q": family_inputs.offset_queries},
-    }
-    others = [
-        Family(name, kind, draw, ORDINARY_LIMIT, is_lattice=name == "one-hot")
-        for kind, draws in ordinary.items()
-        for name, draw in draws.items()
-    ]
-    gaussians = [
-        Family(
-            f"random-{spread}",
-            "random",
-            partial(family_inputs.gaussian, spread=float(spread), value_mean=0.0),
-            _noise_limit(spread),
-            may_be_causal=True,
-        )
-        for spread in (1, 2, 3, 4)
-    ]
-    return [
-        *sinks,
-        *own_sinks,
-        *peaks,
-        Family("one-row-14", "one row", partial(family_inputs.one_row, gap=14.0), EVEN_LIMIT),
-        *slopes,
-        Family("field", "field", partial(family_inputs.of_bench, make=video_tensors), FIELD_LIMIT),
-        *outliers,
-        *others,
-        *gaussians,
-        Family(
-            "text",
-            "text",
-            partial(family_inputs.of_bench, make=text_tensors),
-            _noise_limit(LOGIT_SPREAD),
-            may_be_causal=True,
-        ),
-    ]
+
+def _families() -> Iterator[Family]:
+    for place, places in SINK_PLACES.items():
+        for gap in SINK_GAPS:
+            draw = partial(inputs.sinks, gap=gap, places=places)
+            yield Family(f"sink-{gap}{place}", "sink", draw, _sink_limit(gap), may_be_causal=True)
+    for gap in (9, 13, 16):
+        yield Family(f"own-sink-{gap}", "own sink", partial(inputs.own_sinks, gap=gap), _sink_limit(gap))
+    for tile in PEAK_TILES:
+        for gap in SILENT_PEAKS + VOICED_PEAKS:
+            draw = partial(inputs.peak_in_every_tile, gap=gap, tile=tile, silent=gap in SILENT_PEAKS)
+            yield Family(f"peaks-{tile}-{gap}", "peaks", draw, EVEN_LIMIT, may_be_causal=True)
+    yield Family("one-row-14", "one row", partial(inputs.one_row, gap=14.0), EVEN_LIMIT)
+    for name, slope in SLOPES.items():
+        yield Family(name, "slope", slope, EVEN_LIMIT)
+    yield Family("field", "field", partial(inputs.of_bench, make=video_tensors), FIELD_LIMIT)
+    for where in OUTLIER_PLACES:
+        for count, factor in OUTLIERS:
+            draw = partial(inputs.outlier_channels, where=where, count=count, factor=float(factor))
+            name = f"outliers-{where}-{count}x{factor}"
+            yield Family(name, "outlier channels", draw, ORDINARY_LIMIT, may_be_causal=True)
+    for kind, draws in ORDINARY.items():
+        for name, ordinary in draws.items():
+            yield Family(name, kind, ordinary, ORDINARY_LIMIT, is_lattice=name == "one-hot")
+    for spread in (1, 2, 3, 4):
+        draw = partial(inputs.gaussian, spread=float(spread), value_mean=0.0)
+        yield Family(f"random-{spread}", "random", draw, _noise_limit(spread), may_be_causal=True)
+    draw = partial(inputs.of_bench, make=text_tensors)
+    yield Family("text", "text", draw, _noise_limit(LOGIT_SPREAD), may_be_causal=True)
+
+
+def _sink_limit(gap: int) -> float:
+    return max(EVEN_LIMIT, SINK_ROUNDING * gap)
 
 
 FAMILIES: tuple[Family, ...] = tuple(_families())
@@ -227,7 +180,7 @@ _BY_NAME = {family.name: family for family in FAMILIES}
 
 
 def by_name(name: str) -> Family:
-    """The family of that name.
+    """Return the family of a name.
 
     Example:
         >>> by_name("field").kind
@@ -239,24 +192,20 @@ def by_name(name: str) -> Family:
 
 
 def of_kind(*kinds: str) -> tuple[Family, ...]:
-    """All families of these kinds, see `KINDS`."""
+    """Return all families of some `KINDS`."""
     return tuple(family for family in FAMILIES if family.kind in kinds)
 
 
-ESSENTIAL: tuple[Family, ...] = tuple(
-    map(
-        by_name,
-        (
-            *("sink-0", "sink-9", "sink-11", "sink-13", "sink-16", "sink-13-middle", "sink-13-several"),
-            *("own-sink-13", "peaks-64-8", "peaks-128-8", "peaks-256-8", "peaks-128-12", "one-row-14"),
-            *("rising-40", "falling-40", "step-up-12", "step-down-12", "field"),
-            *("outliers-k-matched-1x100", "outliers-k-matched-3x30", "outliers-k-alone-3x30", "outliers-both-3x30"),
-            *("outliers-q-matched-3x30", "outliers-q-alone-1x100"),
-            *("token-k-irrelevant-1e3", "token-k-orthogonal-1e2", "token-k-decisive-1e2", "token-q-irrelevant-1e4"),
-            *("token-v-irrelevant-1e4", "token-v-decisive-1e4"),
-            *("value-mean-10", "tiny-queries", "tiny-values", "huge-keys", "one-hot", "same-keys", "offset-k"),
-            *("random-2", "random-4", "text"),
-        ),
-    )
+_ESSENTIAL_NAMES = (
+    *("sink-0", "sink-9", "sink-11", "sink-13", "sink-16", "sink-13-middle", "sink-13-several"),
+    *("own-sink-13", "peaks-64-8", "peaks-128-8", "peaks-256-8", "peaks-128-12", "one-row-14"),
+    *("rising-40", "falling-40", "step-up-12", "step-down-12", "field"),
+    *("outliers-k-matched-1x100", "outliers-k-matched-3x30", "outliers-k-alone-3x30", "outliers-both-3x30"),
+    *("outliers-q-matched-3x30", "outliers-q-alone-1x100"),
+    *("token-k-irrelevant-1e3", "token-k-orthogonal-1e2", "token-k-decisive-1e2", "token-q-irrelevant-1e4"),
+    *("token-v-irrelevant-1e4", "token-v-decisive-1e4"),
+    *("value-mean-10", "tiny-queries", "tiny-values", "huge-keys", "one-hot", "same-keys", "offset-k"),
+    *("random-2", "random-4", "text"),
 )
-"""Each construction at least once, for where all of them take too long."""
+ESSENTIAL: tuple[Family, ...] = tuple(map(by_name, _ESSENTIAL_NAMES))
+"""Each construction at least once, for tests where all families take too long."""

@@ -1,7 +1,7 @@
-"""How the inputs of `families` are made: logits by construction, in orthogonal directions.
+"""Constructors of the inputs of `families`: logits by construction, in orthogonal directions.
 
-Every function takes a `Draw` and returns query (1, H, S_q, D), key and value (1, H_kv, S_k, D) in float32. Values have
-a mean as large as their deviation, so that an output is more than the noise of its sum.
+Every function takes a `Draw` and returns query (1, H, S_q, D), key and value (1, H_kv, S_k, D) in float32. The mean of
+the values is as large as their deviation, so the output is larger than the noise of its sum.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-Inputs = tuple[Tensor, Tensor, Tensor]
+from sparge.evaluate.inputs import Inputs
 
 TAIL_SPREAD = 0.3
 """Deviation of an even tail's logits, in nats."""
 LOGIT_SPREAD = 2.0
 """Deviation of ordinary logits, in nats."""
 SMALL_MEAN = 0.3
-"""Of V where wrong logits are to show in the output: a large mean is the same whatever the weights."""
+"""Mean of V where wrong logits should show in the output: a large mean would hide them."""
 DECISIVE_SHARE = 0.95
 OTHER_ROWS, LOUD_ROW = 64, 37
 OWNERS = 32
@@ -29,7 +29,7 @@ OWNERS = 32
 
 @dataclass(frozen=True)
 class Draw:
-    """The sizes of one problem and where its numbers come from."""
+    """The sizes and the random generator of one problem."""
 
     q_len: int
     kv_len: int
@@ -46,43 +46,43 @@ class Draw:
         return torch.randn(shape, generator=self.generator, device=self.device)
 
     def queries(self) -> Tensor:
-        """Unit Gaussians (1, H, S_q, D)."""
+        """Return unit Gaussians (1, H, S_q, D)."""
         return self.normal(1, self.heads, self.q_len, self.head_dim)
 
     def keys(self) -> Tensor:
-        """Unit Gaussians (1, H_kv, S_k, D)."""
+        """Return unit Gaussians (1, H_kv, S_k, D)."""
         return self.normal(1, self.kv_heads, self.kv_len, self.head_dim)
 
     def values(self, mean: float = 1.0) -> Tensor:
-        """Unit Gaussians (1, H_kv, S_k, D) about a mean of every channel, itself a Gaussian of deviation ``mean``."""
+        """Return Gaussians (1, H_kv, S_k, D) around a mean per channel, itself a Gaussian of deviation ``mean``."""
         return self.keys() + mean * self.normal(1, self.kv_heads, 1, self.head_dim)
 
     def direction(self) -> Tensor:
-        """A random unit vector for each head of the keys: (1, H_kv, 1, D)."""
+        """Return a random unit vector per key head: (1, H_kv, 1, D)."""
         return torch.nn.functional.normalize(self.normal(1, self.kv_heads, 1, self.head_dim), dim=-1)
 
     def of_queries(self, per_kv_head: Tensor) -> Tensor:
-        """What belongs to a head of the keys, for every query head that uses it."""
+        """Repeat values per key head for every query head that uses it."""
         return per_kv_head.repeat_interleave(self.heads // self.kv_heads, 1)
 
     def channels(self, count: int) -> Tensor:
-        """``count`` places spread over the head dimension."""
+        """Return ``count`` channels spread over the head dimension."""
         return torch.arange(count, device=self.device) * self.head_dim // count + self.head_dim // (2 * count)
 
 
 def _without(vectors: Tensor, direction: Tensor) -> Tensor:
-    """What is orthogonal to a unit vector."""
+    """Return the part of vectors that is orthogonal to a unit vector."""
     return vectors - (vectors * direction).sum(-1, keepdim=True) * direction
 
 
 def _levels(draw: Draw, levels: Tensor, spread: float = TAIL_SPREAD, plain: Tensor | None = None) -> Inputs:
-    """Every query gives key j the logit ``levels[j]``, and in orthogonal directions noise of deviation ``spread``.
+    """Return inputs where key j has the logit ``levels[j]`` for every query, plus noise of deviation ``spread``.
 
-    The keys at the positions ``plain`` have their level alone.
+    The noise is in orthogonal directions. Keys at the positions ``plain`` have no noise.
     """
     direction, root = draw.direction(), math.sqrt(draw.head_dim)
     reach = max(float(levels.max() - levels.min()), 1.0)
-    along = math.sqrt(reach * root)  # query and key share the product evenly
+    along = math.sqrt(reach * root)  # split evenly between query and key
     query = draw.of_queries(direction)
     query = along * query + _without(draw.queries(), query)
     noise = spread * _without(draw.keys(), direction)
@@ -96,7 +96,7 @@ def sinks(draw: Draw, gap: float, places: Callable[[int], list[int]]) -> Inputs:
 
 
 def _peaks(draw: Draw, gap: float, places: Tensor, silent: bool = True) -> Inputs:
-    """Keys exactly ``gap`` nats above an even tail; ``silent`` ones have the value 0."""
+    """Return keys exactly ``gap`` nats above an even tail; ``silent`` ones have the value 0."""
     levels = torch.zeros(draw.kv_len, device=draw.device)
     levels[places] = gap
     query, key, value = _levels(draw, levels, plain=places)
@@ -106,7 +106,7 @@ def _peaks(draw: Draw, gap: float, places: Tensor, silent: bool = True) -> Input
 
 
 def own_sinks(draw: Draw, gap: float) -> Inputs:
-    """Each 32nd of the queries has a sink of its own, nothing to the others: too few to be found by sampling."""
+    """Each 32nd of the queries has its own sink, which the others ignore: too few queries to be found by sampling."""
     count, root = min(OWNERS, draw.head_dim // 2), math.sqrt(draw.head_dim)
     directions = torch.linalg.qr(draw.normal(1, draw.kv_heads, draw.head_dim, count)).Q.mT  # (1, H_kv, owners, D)
     along = math.sqrt(gap * root)
@@ -127,7 +127,7 @@ def peak_in_every_tile(draw: Draw, gap: float, tile: int, silent: bool) -> Input
 
 
 def one_row(draw: Draw, gap: float) -> Inputs:
-    """One query of 64 looks for a key in the last tile, which is nothing to the others."""
+    """One query of 64 attends to a key in the last tile, which the others ignore."""
     direction, root = draw.direction(), math.sqrt(draw.head_dim)
     along = math.sqrt(gap * root)
     query = _without(draw.queries(), draw.of_queries(direction))
@@ -146,7 +146,7 @@ def slope(draw: Draw, rise: float) -> Inputs:
 def step(draw: Draw, rise: float) -> Inputs:
     """The last part of the keys, a third or more, lies ``rise`` nats above the rest; the higher part has the value 0.
 
-    The step is at a border of tiles, so that each tile is even.
+    The step is at a tile border, so each tile is even.
     """
     is_late = torch.arange(draw.kv_len, device=draw.device) >= draw.kv_len * 2 // 3 // 256 * 256
     query, key, value = _levels(draw, torch.where(is_late, rise, 0.0))
@@ -161,14 +161,14 @@ def of_bench(draw: Draw, make: Callable[[tuple[int, int, int, int], torch.Genera
 
 
 def gaussian(draw: Draw, spread: float = LOGIT_SPREAD, value_mean: float = 1.0) -> Inputs:
-    """Logits of deviation ``spread``."""
+    """Return logits of deviation ``spread``."""
     return spread * draw.queries(), draw.keys(), draw.values(value_mean)
 
 
 def outlier_channels(draw: Draw, where: str, count: int, factor: float) -> Inputs:
     """``count`` channels ``factor`` times as large in K, in Q or in both; logits of the usual deviation.
 
-    "matched": as small in the other, so that these channels add no more to a logit than the rest.
+    "matched": smaller by the same factor in the other, so these channels contribute no more to a logit than others.
     """
     side, _, other = where.partition("-")
     of_query, of_key = torch.ones(2, draw.head_dim, device=draw.device)
@@ -185,21 +185,21 @@ def outlier_channels(draw: Draw, where: str, count: int, factor: float) -> Input
 
 
 def offset_keys(draw: Draw) -> Inputs:
-    """Three channels of K lie 50 deviations off, for all keys alike: no query cares."""
+    """Three channels of K are shifted by 50 deviations for all keys, which does not change the softmax."""
     query, key, value = gaussian(draw, value_mean=SMALL_MEAN)
     key[..., draw.channels(3)] += 50.0
     return query, key, value
 
 
 def offset_queries(draw: Draw) -> Inputs:
-    """All queries share a part four times as large as what tells them apart."""
+    """All queries share a part that is four times as large as their differences."""
     query, key, value = gaussian(draw, value_mean=SMALL_MEAN)
     offset = 4 * LOGIT_SPREAD * draw.normal(1, draw.heads, 1, draw.head_dim)
     return (query + offset) / math.sqrt(17.0), key, value
 
 
 def irrelevant_key(draw: Draw, factor: float) -> Inputs:
-    """One key is ``factor`` times as large in two channels, where queries cannot see it: its parts cancel exactly."""
+    """One key is ``factor`` times as large in two channels that cancel exactly in every logit."""
     query, key, value = gaussian(draw, value_mean=SMALL_MEAN)
     first, second = draw.channels(2).tolist()
     query[..., second] = query[..., first]
@@ -209,7 +209,7 @@ def irrelevant_key(draw: Draw, factor: float) -> Inputs:
 
 
 def orthogonal_key(draw: Draw, factor: float) -> Inputs:
-    """One key is ``factor`` times as large as the others, in a direction that no query has."""
+    """One key is ``factor`` times as large as the others, in a direction orthogonal to all queries."""
     query, key, value = gaussian(draw, value_mean=SMALL_MEAN)
     direction = draw.direction()
     key[:, :, middle(draw.kv_len)] = factor * math.sqrt(draw.head_dim) * direction[:, :, 0]
@@ -217,7 +217,7 @@ def orthogonal_key(draw: Draw, factor: float) -> Inputs:
 
 
 def decisive_key(draw: Draw, factor: float) -> Inputs:
-    """One key is ``factor`` times as large in a channel where queries are small: together most of the weight."""
+    """One key is ``factor`` times as large in a channel where queries are small, and it gets most of the weight."""
     query, key, value = gaussian(draw, value_mean=SMALL_MEAN)
     channel = int(draw.channels(1))
     query[..., channel] = _decisive_level(draw) * math.sqrt(draw.head_dim) / factor
@@ -227,7 +227,7 @@ def decisive_key(draw: Draw, factor: float) -> Inputs:
 
 
 def irrelevant_query(draw: Draw, factor: float) -> Inputs:
-    """One query is ``factor`` times as large in two channels, where all keys cancel exactly."""
+    """One query is ``factor`` times as large in two channels that cancel exactly in every logit."""
     query, key, value = gaussian(draw, value_mean=SMALL_MEAN)
     first, second = draw.channels(2).tolist()
     key[..., second] = -key[..., first]
@@ -237,7 +237,7 @@ def irrelevant_query(draw: Draw, factor: float) -> Inputs:
 
 
 def large_value(draw: Draw, factor: float, is_decisive: bool) -> Inputs:
-    """One value is ``factor`` times as large; its key has most of the weight, or none."""
+    """One value is ``factor`` times as large; its key gets most of the weight, or none."""
     place = torch.tensor([middle(draw.kv_len)], device=draw.device)
     levels = torch.zeros(draw.kv_len, device=draw.device)
     levels[place] = _decisive_level(draw) if is_decisive else -20.0
@@ -247,37 +247,37 @@ def large_value(draw: Draw, factor: float, is_decisive: bool) -> Inputs:
 
 
 def value_channels(draw: Draw) -> Inputs:
-    """Channels of V from 2^-8 to 2^8."""
+    """The channels of V have factors from 2^-8 to 2^8."""
     query, key, value = gaussian(draw)
     return query, key, value * 2 ** torch.linspace(-8, 8, draw.head_dim, device=draw.device)
 
 
 def scaled(draw: Draw, query: float = 1.0, key: float = 1.0, value: float = 1.0) -> Inputs:
-    """Ordinary inputs times these factors."""
+    """Return ordinary inputs times factors."""
     tensors = gaussian(draw)
     return tensors[0] * query, tensors[1] * key, tensors[2] * value
 
 
 def one_hot(draw: Draw) -> Inputs:
-    """Each query is one of the keys, all of them +-10 in every channel: hundreds of nats above the others."""
+    """Each query equals one of the keys, which are +-10 in every channel: hundreds of nats above the others."""
     key = 10.0 * draw.keys().sign()
     wanted = torch.randint(draw.kv_len, (draw.q_len,), generator=draw.generator, device=draw.device)
     return draw.of_queries(key[:, :, wanted]), key, draw.values()
 
 
 def same(draw: Draw, which: int) -> Inputs:
-    """All queries, all keys or all values are the first one."""
+    """All queries, all keys or all values are equal."""
     tensors = list(gaussian(draw))
     tensors[which] = tensors[which][:, :, :1].expand_as(tensors[which])
     return tensors[0], tensors[1], tensors[2]
 
 
 def middle(kv_len: int) -> int:
-    """Inside a tile, not at its border."""
+    """Return a position inside a tile, not at its border."""
     return kv_len // 2 + 5
 
 
 def _decisive_level(draw: Draw) -> float:
-    """The logit with most of the weight beside ordinary ones, whatever their number."""
+    """Return the logit that gets most of the weight beside ordinary ones, for any number of keys."""
     others = math.log(draw.kv_len) + LOGIT_SPREAD**2 / 2
     return others + math.log(DECISIVE_SHARE / (1 - DECISIVE_SHARE))

@@ -1,10 +1,10 @@
 """Synthetic queries, keys and values with the structure real models show, made from a seed on any device.
 
-"text-like" and "video-like" mean one thing everywhere: `text_tensors` and `video_tensors` define them, and the bench,
-the demo, the benchmarks and the tests take their inputs from here.
+`text_tensors` and `video_tensors` define "text-like" and "video-like" for the bench, the demo, the benchmarks and the
+tests.
 
 `text_like`: causal; an attention sink at token 0, local topics, a channel offset on the keys. `text_with_needles`: the
-same, with a few far "needles" in it (a sentence that a later question looks for). `video_like`: a smooth field over
+same with a few far "needles" (sentences that later questions attend to). `video_like`: a smooth field over
 frames, row-major, with a channel offset on the keys. `random_like`: independent Gaussians, where no block matters more
 than another.
 """
@@ -29,7 +29,7 @@ NEEDLE_STRENGTH = 11.0
 
 @dataclass(frozen=True)
 class Needle:
-    """Keys ``key_start .. key_stop`` that the queries ``query_start .. query_stop`` look for."""
+    """Keys ``key_start .. key_stop`` that the queries ``query_start .. query_stop`` attend to."""
 
     key_start: int
     key_stop: int
@@ -52,7 +52,7 @@ class Sample:
 def text_like(
     tokens: int = 8192, heads: int = 8, head_dim: int = 64, seed: int = 0, device: torch.device | str = "cpu"
 ) -> Sample:
-    """A sink and local topics, causal."""
+    """Return causal inputs with a sink and local topics."""
     tensors = text_tensors((1, heads, tokens, head_dim), torch.Generator(device).manual_seed(seed))
     return Sample("text-like", *tensors, is_causal=True)
 
@@ -60,7 +60,7 @@ def text_like(
 def text_with_needles(
     tokens: int = 8192, heads: int = 8, head_dim: int = 64, seed: int = 0, device: torch.device | str = "cpu"
 ) -> Sample:
-    """`text_like` of the same seed, but for the keys of six needles and the queries that look for them."""
+    """Return `text_like` of the same seed with six needles: keys, and queries that attend to them."""
     generator = torch.Generator(device).manual_seed(seed)
     query, key, value = text_tensors((1, heads, tokens, head_dim), generator)
     needles = _place_needles(tokens)
@@ -75,7 +75,7 @@ def text_with_needles(
 def video_like(
     tokens: int = 8192, heads: int = 8, head_dim: int = 64, seed: int = 0, device: torch.device | str = "cpu"
 ) -> Sample:
-    """A smooth field over frames of equal size (`frame_grid`) in row-major order, not causal."""
+    """Return a smooth field over frames of equal size (`frame_grid`) in row-major order, not causal."""
     tensors = video_tensors((1, heads, tokens, head_dim), torch.Generator(device).manual_seed(seed))
     return Sample("video-like", *tensors, is_causal=False)
 
@@ -83,14 +83,14 @@ def video_like(
 def random_like(
     tokens: int = 8192, heads: int = 8, head_dim: int = 64, seed: int = 0, device: torch.device | str = "cpu"
 ) -> Sample:
-    """Independent Gaussians, not causal."""
+    """Return independent Gaussians, not causal."""
     generator = torch.Generator(device).manual_seed(seed)
     query, key, value = (_normal((1, heads, tokens, head_dim), generator) for _ in range(3))
     return Sample("random", query, key, value, False)
 
 
 def text_tensors(shape: tuple[int, int, int, int], generator: torch.Generator) -> Inputs:
-    """An attention sink at token 0, topics of about 48 tokens, a channel offset on the keys: (1, H, S, D) each."""
+    """Return a sink at token 0, topics of about 48 tokens and a channel offset on the keys: (1, H, S, D) each."""
     _, heads, tokens, head_dim = shape
     coarse = _normal((heads, head_dim, tokens // TOPIC_TOKENS + 2), generator)
     topic = torch.nn.functional.interpolate(coarse, size=tokens, mode="linear").mT[None].contiguous()  # [1, H, S, D]
@@ -105,7 +105,7 @@ def text_tensors(shape: tuple[int, int, int, int], generator: torch.Generator) -
 
 
 def video_tensors(shape: tuple[int, int, int, int], generator: torch.Generator) -> Inputs:
-    """A smooth field over frames of equal size, row-major, with a channel offset on the keys: (1, H, S, D) each."""
+    """Return a smooth field over frames, row-major, with a channel offset on the keys: (1, H, S, D) each."""
     _, heads, tokens, head_dim = shape
     device = generator.device
     axes = [torch.linspace(0, 1, size, device=device) for size in frame_grid(tokens)]
@@ -121,10 +121,10 @@ def video_tensors(shape: tuple[int, int, int, int], generator: torch.Generator) 
 def smooth_tensors(
     shape: tuple[int, int, int, int], generator: torch.Generator, *, amplitude: float, noise: float
 ) -> Inputs:
-    """A smoother field than that of `video_tensors`, of a given size beside its noise: (1, H, S, D) each.
+    """Return a smoother field than `video_tensors`, with a given amplitude and noise: (1, H, S, D) each.
 
-    With less amplitude attention is more even: no few blocks hold it, but their means say what they hold. Values have a
-    mean, as those of models do.
+    With less amplitude attention is more even: it is spread over many blocks, and their means approximate it well.
+    Values have a mean, as in models.
     """
     _, heads, tokens, head_dim = shape
     device = generator.device
@@ -139,7 +139,7 @@ def smooth_tensors(
 
 
 def frame_grid(tokens: int) -> tuple[int, int, int]:
-    """Frames x height x width that hold exactly ``tokens``, a multiple of 256."""
+    """Return frames, height and width of exactly ``tokens``, a multiple of 256."""
     side = 32 if tokens % 1024 == 0 and tokens >= 4096 else 16
     if tokens % (side * side):
         raise ValueError(f"tokens: expected a multiple of {side * side}, got {tokens}")
@@ -155,10 +155,10 @@ def _unit(vectors: Tensor) -> Tensor:
 
 
 def _place_needles(tokens: int, count: int = 6, sentence: int = 16, question: int = 32) -> tuple[Needle, ...]:
-    """Sentences spread over the first half, their questions in the same order over the last third.
+    """Spread sentences over the first half, and their questions in the same order over the last third.
 
     From 2048 tokens on, each sentence lies within one key block and each question within one query block. A border
-    through either makes a needle harder to find: its share of a block, and of the sampled queries, is smaller.
+    inside either makes a needle harder to find: its share of a block and of the sampled queries is smaller.
     """
     needles = []
     for index in range(count):
@@ -171,5 +171,5 @@ def _place_needles(tokens: int, count: int = 6, sentence: int = 16, question: in
 
 
 def _within_block(position: int, length: int, block: int) -> int:
-    """The position, moved back if ``length`` tokens from there would cross a block border."""
+    """Return the position, moved back if ``length`` tokens from it would cross a block border."""
     return position - max(0, position % block + length - block)

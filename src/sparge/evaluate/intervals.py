@@ -1,4 +1,4 @@
-"""Means with the interval that 95 of 100 repetitions would cover, by Student's t."""
+"""95 % confidence intervals: of means by Student's t, of shares of right answers by Wilson's score."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ QUANTILES = (
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
     *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
 )
-"""Of Student's t at .975, by degrees of freedom from 1 on."""
+"""The 0.975 quantiles of Student's t, by degrees of freedom from 1 on."""
 
 
 class Interval(NamedTuple):
-    """A mean, half the width of its interval (None from a single value), and how many values there were."""
+    """A mean, half the width of its interval (None for a single value), and the number of values."""
 
     mean: float
     half: float | None
     values: int
 
     def text(self, digits: int = 3, percent: bool = False) -> str:
-        """The mean and what to add or take away, e.g. "0.012 ± 0.003".
+        """Return the mean and half of the interval, e.g. "0.012 ± 0.003".
 
         Example:
             >>> Interval(0.0123, 0.004, 5).text()
@@ -40,7 +40,7 @@ class Interval(NamedTuple):
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
-    """The mean of values and its interval. For paired measurements give the differences.
+    """Return the mean of values and its interval. For paired measurements pass the differences.
 
     Example:
         >>> mean_interval([1.0, 2.0, 3.0])
@@ -54,3 +54,16 @@ def mean_interval(values: Sequence[float]) -> Interval:
     degrees = count - 1
     quantile = QUANTILES[degrees - 1] if degrees <= len(QUANTILES) else 1.96 + 2.5 / degrees
     return Interval(mean, quantile * statistics.stdev(values) / math.sqrt(count), count)
+
+
+def share_interval(hits: float, count: int) -> tuple[float, float]:
+    """Return the interval of a share of right answers: that of the model's true rate, from 0 to 1.
+
+    Example:
+        >>> [round(end, 2) for end in share_interval(8, 8)]
+        [0.68, 1.0]
+    """
+    square = 1.96**2
+    middle = (hits + square / 2) / (count + square)
+    half = 1.96 / (count + square) * math.sqrt(hits * (count - hits) / count + square / 4)
+    return max(middle - half, 0.0), min(middle + half, 1.0)

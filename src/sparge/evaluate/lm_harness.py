@@ -1,6 +1,6 @@
 """EleutherAI's lm-evaluation-harness with sparse attention: `sparge lm-eval -- ARGUMENTS OF lm_eval`.
 
-The harness loads models by name, so the name "sparge" is registered in its process and chosen in its model arguments.
+The harness loads models by name, so the attention "sparge" is registered in its process and set in its model arguments.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ CHOICE = "attn_implementation=sparge"
 
 
 def with_sparse_attention(arguments: Sequence[str]) -> list[str]:
-    """The harness's arguments with sparse attention among those of the model.
+    """Return the arguments of the harness with sparse attention in the model arguments.
 
     Example:
         >>> with_sparse_attention(["--model", "hf", "--model_args", "pretrained=gpt2", "--tasks", "wikitext"])
         ['--model', 'hf', '--model_args', 'pretrained=gpt2,attn_implementation=sparge', '--tasks', 'wikitext']
 
     Raises:
-        ValueError: no model arguments, or other attention among them.
+        ValueError: there are no model arguments, or they set another attention.
     """
     arguments = list(arguments)
     for place, word in enumerate(arguments):
@@ -45,7 +45,7 @@ def with_sparse_attention(arguments: Sequence[str]) -> list[str]:
 
 
 def run(policy: Policy, arguments: Sequence[str]) -> None:
-    """Run the harness in this process, with models that follow the policy.
+    """Run the harness in this process with a policy.
 
     Raises:
         ImportError: lm_eval or transformers is not installed.

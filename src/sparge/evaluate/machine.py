@@ -1,4 +1,4 @@
-"""Where numbers were measured: processor or GPU, versions and commit, for every result row and page."""
+"""The machine of a measurement: processor or GPU, versions and commit, for every result row and page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparge._version import __version__
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine and the software on it. ``commit`` is None for an installed copy outside a checkout."""
+    """A machine and its software. ``commit`` is None for an installed copy outside a checkout."""
 
     processor: str
     threads: int
@@ -31,7 +31,7 @@ class Machine:
 
 
 def describe_machine() -> Machine:
-    """The processor, thread count and versions of this process."""
+    """Return the processor, thread count and versions of this process."""
     return Machine(
         processor=_processor_name(),
         threads=torch.get_num_threads(),
@@ -45,7 +45,7 @@ def describe_machine() -> Machine:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A CUDA device and the software that drives it. ``triton`` is None where it is not installed."""
+    """A CUDA device and its software. ``triton`` is None where it is not installed."""
 
     gpu: str
     capability: str
@@ -64,7 +64,7 @@ class Gpu:
 
 
 def describe_gpu() -> Gpu:
-    """The current CUDA device and the versions of this process."""
+    """Return the current CUDA device and the versions of this process."""
     major, minor = torch.cuda.get_device_capability()
     try:
         triton = metadata.version("triton")
@@ -82,7 +82,7 @@ def describe_gpu() -> Gpu:
 
 
 def _output(*command: str) -> str | None:
-    """What a command prints, or None where it cannot run."""
+    """Return the output of a command, or None where it cannot run."""
     try:
         return subprocess.run(command, check=True, capture_output=True, timeout=5, text=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
@@ -98,9 +98,9 @@ def _processor_name() -> str:
 
 
 def _commit() -> str | None:
-    """The checkout this package runs from, "-dirty" with changes to the package itself."""
+    """Return the commit of the checkout that this package runs from, with "-dirty" if the package was changed."""
     git = ("git", "-C", str(Path(__file__).resolve().parents[1]))
-    # A copy in somebody else's repository (a .venv inside it) is not tracked there.
+    # A copy inside another repository (in its .venv) is not tracked there.
     if _output(*git, "ls-files", "--error-unmatch", "__init__.py") is None:
         return None
     commit = _output(*git, "rev-parse", "--short=10", "HEAD")

@@ -1,4 +1,4 @@
-"""How close sparse attention comes: error of the output, recall of the attention mass. Memory is linear in length."""
+"""Metrics of sparse attention: error of the output, recall of the attention mass. Memory is linear in length."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from sparge.masks.block_mask import BlockMask
 from sparge.masks.geometry import BLOCK_K, BLOCK_Q, ceil_div
 
 CHUNK, CHUNK_CUDA = 2**22, 2**26
-"""How many probabilities `block_mass` holds at once: few stay in a cache, many keep a GPU busy."""
+"""Probabilities that `block_mass` holds at once: few fit into a cache, many keep a GPU busy."""
 
 
 def relative_l1(output: Tensor, exact: Tensor) -> float:
-    """sum |output - exact| / sum |exact|."""
+    """Return sum |output - exact| / sum |exact|."""
     return float((output.double() - exact.double()).abs().sum() / exact.double().abs().sum())
 
 
 def block_mass(query: Tensor, key: Tensor, *, is_causal: bool = False, scale: float | None = None) -> Tensor:
-    """True attention mass of every block: (B, H, Sq, D), (B, H, Sk, D) -> (B, H, q_blocks, kv_blocks).
+    """Return the true attention mass of every block: (B, H, Sq, D), (B, H, Sk, D) -> (B, H, q_blocks, kv_blocks).
 
     Entry (i, j) is the probability that the queries of block i give to the keys of block j, averaged over the queries:
-    rows sum to 1 (less where queries see nothing). Heads must match (repeat grouped keys first).
+    the blocks of a query block sum to 1 (less where queries see no key). Heads must match (repeat grouped keys first).
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     query, key = query.float(), key.float()
@@ -42,7 +42,7 @@ def block_mass(query: Tensor, key: Tensor, *, is_causal: bool = False, scale: fl
 
 
 def mass_recall(mask: BlockMask, mass: Tensor) -> float:
-    """Share of the attention mass that lies in kept blocks."""
+    """Return the share of the attention mass that lies in kept blocks."""
     return float((mass * mask.to_dense()).sum() / mass.sum())
 
 
@@ -55,7 +55,7 @@ def needle_recall(
     is_causal: bool = True,
     scale: float | None = None,
 ) -> float:
-    """Share of the mass that a needle's queries give to its keys and that lies in kept blocks."""
+    """Return the share of the mass between a needle's queries and keys that lies in kept blocks."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     asked = _attention_rows(query, key, needle.query_start, needle.query_stop, is_causal, scale)
     keys = torch.arange(needle.key_start, needle.key_stop)
@@ -66,7 +66,7 @@ def needle_recall(
 
 
 def _attention_rows(query: Tensor, key: Tensor, start: int, stop: int, is_causal: bool, scale: float) -> Tensor:
-    """Exact probabilities of queries start..stop: (B, H, stop - start, Sk); 0 for a query that sees nothing."""
+    """Return exact probabilities of queries start..stop: (B, H, stop - start, Sk); 0 for a query that sees no key."""
     scores = query[:, :, start:stop].float() @ key.float().mT * scale
     if is_causal:
         positions = torch.arange(start, stop, device=query.device)[:, None] + key.shape[2] - query.shape[2]

@@ -1,8 +1,8 @@
-"""The accuracy contract of dense 8-bit attention: its errors on an input, and how large they may be.
+"""The accuracy contract of dense quantized attention: its errors on an input, and their limits.
 
-The output: `Family.limit`, and without exponentials no more than `EXPONENTIAL_FREE_FACTOR` times the error with them.
-The LSE: `LSE_MEAN` on average and `LSE_WORST` in any row, beyond what rounding Q and K to 8 bits must move it by. That
-part is derived from the input: see `lse_rounding`.
+Output: `Family.limit`; where P is computed without exp2, at most `EXPONENTIAL_FREE_FACTOR` times the error with exp2.
+LSE: `LSE_MEAN` on average and `LSE_WORST` in any row, beyond the unavoidable error of quantizing Q and K to INT8, which
+`lse_rounding` derives from the input.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from sparge.numerics import quantization as quant
 LSE_MEAN, LSE_WORST = 0.002, 0.02
 EXPONENTIAL_FREE_FACTOR, EXPONENTIAL_FREE_SLACK = 1.15, 2e-3
 MEAN_DEVIATIONS, WORST_DEVIATIONS = 3.0, 6.0
-"""Rows share the rounding of a key they all look at: their mean is one draw, not many."""
+"""Rows that attend to the same key share its rounding error: their mean is one draw, not many."""
 HIDDEN_KEYS = 127
-"""Keys of a tile that lie beside a peak, at most."""
-CODE_NOISE = 0.0265
-"""Deviation of one E4M3 number. P's codes are summed as rounded, so that it reaches the LSE."""
+"""Largest number of keys in a tile beside a peak."""
+ROUNDED_P_NOISE = 0.0265
+"""Deviation of one E4M3 number. The rounded values of P are summed, so this error reaches the LSE."""
 
 
 class Errors(NamedTuple):
-    """Relative L1 of the output; |LSE - exact| in nats, the mean and the worst of all rows."""
+    """Relative L1 error of the output; |LSE - exact| in nats, the mean and the worst of all rows."""
 
     relative_l1: float
     lse_mean: float
@@ -38,14 +38,14 @@ class Errors(NamedTuple):
 
 
 class LseLimits(NamedTuple):
-    """In nats."""
+    """Limits in nats."""
 
     mean: float
     worst: float
 
 
 def errors_of(output: Tensor, lse: Tensor, rows: Tensor, exact: ExactRows) -> Errors:
-    """Of output (B, H, S_q, D_v) and LSE (B, H, S_q) at the rows that are known exactly.
+    """Return the errors of output (B, H, S_q, D_v) and LSE (B, H, S_q) at the rows of ``exact``.
 
     Raises:
         ValueError: the output or the LSE holds NaN or Inf.
@@ -58,22 +58,22 @@ def errors_of(output: Tensor, lse: Tensor, rows: Tensor, exact: ExactRows) -> Er
 
 
 def exponential_free_limit(with_exponentials: float, family: Family, kv_len: int) -> float:
-    """Relative L1 error that "int8_fp8_fast" may have where "int8_fp8" has this one.
+    """Return the relative L1 error that "int8_fp8_fast" may have where "int8_fp8" has this one.
 
-    What lies 15 to 19 octaves below a peak, FP8 rounds to its last numbers, and codes to 0.
+    Weights 15 to 19 powers of two below a peak are rounded to the smallest FP8 numbers by "int8_fp8", and to 0 by
+    "int8_fp8_fast".
     """
     return EXPONENTIAL_FREE_FACTOR * with_exponentials + EXPONENTIAL_FREE_SLACK + hidden_share(family, kv_len)
 
 
 def hidden_share(family: Family, kv_len: int) -> float:
-    """Of the output: keys beside a peak that few queries share, where not every tile is looked through."""
+    """Return the output error from keys beside a peak that few queries share, where not every tile is searched."""
     return HIDDEN_KEYS / kv_len if family.kind == "own sink" and kv_len > EVERY_TILE_KEYS else 0.0
 
 
 def output_limit(family: Family, head_dim: int, kv_len: int) -> float:
-    """Relative L1 error that a family's output may have. Its own limit is that of 128 channels.
-
-    It is raised by `hidden_share`.
+    """Return the relative L1 error that a family's output may have: its limit, which is that of 128 channels, and
+    `hidden_share`.
 
     With D channels, the roundings of a sink's logit have the deviation m / 311 sqrt(gap^2 / D + gap / sqrt(D))
     (`families.SINK_ROUNDING`): each of a product's D terms is rounded by a step, a share m sqrt(gap sqrt(D) / D) of the
@@ -93,10 +93,10 @@ def lse_limits(
     exponential_free: bool = False,
     is_lattice: bool = False,
 ) -> LseLimits:
-    """What the LSE of these rows may be off by, for the arguments of `lse_rounding`.
+    """Return the limits of the LSE errors of these rows, for the arguments of `lse_rounding`.
 
-    Entries that are a few numbers (``is_lattice``) are rounded alike: D errors of half a step at most add up to D of
-    them, not to sqrt(D). Half a step is sqrt(3) deviations.
+    Entries with few distinct values (``is_lattice``) have equal rounding errors: D errors of at most half a step add up
+    to D of them, not to sqrt(D). Half a step is sqrt(3) deviations.
     """
     deviation = lse_rounding(query, key, rows, exact, is_causal=is_causal, exponential_free=exponential_free)
     of_mean, of_worst = MEAN_DEVIATIONS, WORST_DEVIATIONS
@@ -116,22 +116,22 @@ def lse_rounding(
     is_causal: bool = False,
     exponential_free: bool = False,
 ) -> Tensor:
-    """Standard deviation of every row's LSE when Q and K are rounded to 8 bits as well as that goes: (B, H, rows).
+    """Return the standard deviation of every row's LSE when Q and K are quantized to INT8 optimally: (B, H, rows).
 
-    Keys without their mean, channels balanced between Q and K and mixed (`quant.balance`, `quant.mix`), steps
-    of 1/127 of a query's largest entry and of a key block's. A step s adds the variance s^2 / 12 to an entry. A query's
-    error e moves all its scores together, by e . sum_j p_j k_j; those of keys are independent. Scores that would be
-    coarse (`quant.is_coarse`) are not rounded. With ``exponential_free``, P is rounded in the sum.
+    The mean of the keys is subtracted, channels are balanced between Q and K and mixed (`quant.balance`, `quant.mix`),
+    and steps are 1/127 of the largest entry of a query and of a key block. A step s adds the variance s^2 / 12 to an
+    entry. A query's error e moves all its logits together, by e . sum_j p_j k_j; errors of keys are independent. Coarse
+    logits (`quant.is_coarse`) are not quantized. With ``exponential_free``, P is rounded in the sum.
     """
     group = query.shape[1] // key.shape[1]
     last_seen = rows + key.shape[2] - query.shape[2] if is_causal else None
     scale, deviation = query.shape[-1] ** -0.5, torch.empty_like(exact.lse)
-    centred = key.double() - key.double().mean(2, keepdim=True)
-    factors = quant.balance(query.double(), centred, torch.ones_like(centred[..., 0], dtype=torch.bool))
+    centered = key.double() - key.double().mean(2, keepdim=True)
+    factors = quant.balance(query.double(), centered, torch.ones_like(centered[..., 0], dtype=torch.bool))
     for batch, head in torch.cartesian_prod(*map(torch.arange, exact.lse.shape[:2])).view(-1, 2).tolist():
         queries, keys = query[batch, head].double(), key[batch, head // group].double()
         balance = factors[batch, head // group]
-        queries, smooth = queries[rows], quant.mix(centred[batch, head // group] / balance)
+        queries, smooth = queries[rows], quant.mix(centered[batch, head // group] / balance)
         balanced = quant.mix(queries * balance) * quant.MIXED
         key_step = _block_step(smooth)
         query_step = balanced.abs().amax(1) / quant.INT8_MAX
@@ -144,12 +144,12 @@ def lse_rounding(
             pooled += rounded @ smooth[chunk]
             key_part += rounded.square() @ key_step[chunk].square()
         variance = (query_step.square() * pooled.square().sum(1) + key_part * balanced.square().sum(1)) / 12
-        variance = variance / query.shape[-1] + (CODE_NOISE**2 * squares if exponential_free else 0.0)
+        variance = variance / query.shape[-1] + (ROUNDED_P_NOISE**2 * squares if exponential_free else 0.0)
         deviation[batch, head] = variance.sqrt()
     return deviation
 
 
 def _block_step(key: Tensor) -> Tensor:
-    """1/127 of the largest entry of each key's block: (S_k, D) -> (S_k,)."""
+    """Return 1/127 of the largest entry of each key's block: (S_k, D) -> (S_k,)."""
     largest = torch.nn.functional.pad(key.abs().amax(1), (0, -len(key) % BLOCK_K)).unflatten(0, (-1, BLOCK_K)).amax(1)
     return (largest / quant.INT8_MAX).repeat_interleave(BLOCK_K)[: len(key)]

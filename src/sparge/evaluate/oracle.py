@@ -1,7 +1,7 @@
-"""Exact attention on sampled queries: an error for sequences whose full score matrix fits into no memory.
+"""Exact attention on sampled queries, for sequences whose full score matrix is too large for memory.
 
 256 queries per head, spread evenly from the first to the last, in float64, one head and 32768 keys at a time: the
-scores of a step are 67 MB, whatever the length.
+scores of a step take 67 MB at any length.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ KEYS_AT_ONCE = 32768
 
 
 class ExactRows(NamedTuple):
-    """Output (B, H, rows, D_v) and natural-log LSE (B, H, rows) in float64; 0 and -inf for a query without keys."""
+    """Output (B, H, rows, D_v) and natural-log LSE (B, H, rows) in float64; 0 and -inf for a query that sees no key."""
 
     output: Tensor
     lse: Tensor
 
 
 def sampled_queries(q_len: int, device: torch.device, count: int = SAMPLED_QUERIES) -> Tensor:
-    """Positions of at most ``count`` queries from first to last, int64."""
+    """Return positions of at most ``count`` queries from first to last, int64."""
     count = min(count, q_len)
     return torch.arange(count, device=device) * (q_len - 1) // max(count - 1, 1)
 
@@ -36,7 +36,7 @@ def sampled_queries(q_len: int, device: torch.device, count: int = SAMPLED_QUERI
 def exact_rows(
     query: Tensor, key: Tensor, value: Tensor, rows: Tensor, *, is_causal: bool = False, kept: Tensor | None = None
 ) -> ExactRows:
-    """Softmax attention of some queries in float64.
+    """Compute softmax attention of some queries in float64.
 
     Args:
         query: (B, H, S_q, D).
@@ -62,7 +62,7 @@ def exact_rows(
 def score_chunks(
     query: Tensor, key: Tensor, last_seen: Tensor | None = None, kept: Tensor | None = None
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Scores of one head's queries in float64, some keys at a time: (rows, D), (S_k, D) -> keys, (rows, keys).
+    """Yield scores of one head's queries in float64, in chunks of keys: (rows, D), (S_k, D) -> keys, (rows, keys).
 
     Args:
         last_seen: (rows,) int64; later keys have -inf.
@@ -83,7 +83,7 @@ def score_chunks(
 def _head_rows(
     query: Tensor, key: Tensor, value: Tensor, last_seen: Tensor | None, kept: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Online softmax over chunks of keys: (rows, D), (S_k, D), (S_k, D_v) -> (rows, D_v), (rows,)."""
+    """Run the online softmax over chunks of keys: (rows, D), (S_k, D), (S_k, D_v) -> (rows, D_v), (rows,)."""
     running_max = torch.full((len(query), 1), -math.inf, dtype=torch.float64, device=query.device)
     total = torch.zeros_like(running_max)
     output = total.expand(-1, value.shape[-1])
@@ -99,7 +99,7 @@ def _head_rows(
 
 
 def sampled_error(output: Tensor, rows: Tensor, exact: Tensor) -> float:
-    """Relative L1 error of the sampled rows.
+    """Return the relative L1 error of the sampled rows.
 
     Raises:
         ValueError: the output holds NaN or Inf.

@@ -1,4 +1,4 @@
-"""Results that survive an interruption: one JSON line for each finished piece of work, read again at the next start."""
+"""Results that survive an interruption: one JSON line per finished piece of work, read again at the next start."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Rows:
     """The rows of one run.
 
     Args:
-        path: the file; None keeps rows in memory alone.
-        run: what must agree for a row to count (model, dtype, device, ...). Rows of other runs in the file stay there
-            and are not read.
-        key: the fields that tell pieces of work apart.
+        path: the file; None keeps rows in memory only.
+        run: values that identify the run (model, dtype, device, ...). Rows of other runs stay in the file and are not
+            read.
+        key: the fields that identify a piece of work.
 
     Example:
         >>> rows = Rows(None, {"model": "m"}, key=("task", "item"))
@@ -38,7 +38,7 @@ class Rows:
         self.run_id = digest({"run": self.run, "key": self._key})
         self._rows: dict[tuple[Any, ...], Row] = {}
         self.others = 0
-        self._whole_bytes: int | None = None  # of a file that ends in the middle of a line: killed while it wrote
+        self._whole_bytes: int | None = None  # of a file that ends in the middle of a line
         if path is not None and path.exists():
             self._read(path)
         self.found = len(self._rows)
@@ -68,14 +68,14 @@ class Rows:
         return len(self._rows)
 
     def has(self, **key: Any) -> bool:
-        """Whether this piece of work is done."""
+        """Return whether this piece of work is done."""
         return self._place(key) in self._rows
 
     def get(self, **key: Any) -> Row:
         return self._rows[self._place(key)]
 
     def add(self, row: Row) -> None:
-        """Keep a row, and write it at once."""
+        """Add a row, and write it to the file."""
         row = {**row, "run": self.run, "run_id": self.run_id, **_stamp()}
         self._rows[self._place(row)] = row
         if self.path is None:
@@ -88,7 +88,7 @@ class Rows:
 
 
 def digest(value: Any) -> str:
-    """Twelve letters that differ where plain values do."""
+    """Return twelve letters that identify plain values."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -96,7 +96,7 @@ _STAMP: dict[str, Any] = {}
 
 
 def _stamp() -> dict[str, Any]:
-    """Machine, versions, commit, looked up once; and the time."""
+    """Return machine, versions and commit, which are read once, and the time."""
     from sparge.evaluate.machine import describe_gpu, describe_machine
 
     if not _STAMP:

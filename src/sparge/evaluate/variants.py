@@ -1,14 +1,14 @@
-"""What an evaluation compares with the dense model: a policy, or something only an evaluation would run.
+"""Variants that an evaluation compares with the dense model: policies, and references such as oracles.
 
-topk=0.25                               a policy, its fields with commas between them
-rows=0.25                               every row the same share (`TopK`) instead of one budget for the call
-cdf=0.95,score=mean,quantization=none   another rule, score and arithmetic
-topk=0.25,oracle                        the same rule on the true attention mass: the best a score could do
-dense,quantization=int8_fp8             all blocks, in 8 bits
-topk=0.25,dense_first_steps=5,dense=8bit   a policy whose dense steps run in 8 bits
-sdpa=math                               the dense model on another kernel of torch: how much noise is in a figure
-policy.json                             a file that Policy.to_json wrote, or Profile.save: budgets by layer
-profile=profile.json,topk=0.25          budgets by layer with another mean, shared out anew
+topk=0.25                               a policy, as fields separated by commas
+rows=0.25                               the same share for every query block (`TopK`) instead of one budget per call
+cdf=0.95,score=mean,quantization=none   another rule, score and quantization
+topk=0.25,oracle                        the same rule on the true attention mass: the best that a score can do
+dense,quantization=int8_fp8             all blocks, quantized
+topk=0.25,dense_first_steps=5,dense=8bit   a policy whose dense steps are quantized
+sdpa=math                               the dense model on another kernel of torch: rounding noise
+policy.json                             a file written by Policy.to_json or Profile.save (budgets by layer)
+profile=profile.json,topk=0.25          budgets by layer, allocated for another mean
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from sparge.stats import Stats, reset_stats
 Kind = Literal["policy", "oracle", "dense", "sdpa"]
 
 Reach = Callable[[Any, Policy], AbstractContextManager[None]]
-"""Has a model follow a policy as long as a block lasts."""
+"""Applies a policy to a model within a context."""
 
 SDPA_KERNELS = {
     "math": "MATH",
@@ -44,10 +44,10 @@ SDPA_KERNELS = {
     "efficient": "EFFICIENT_ATTENTION",
     "cudnn": "CUDNN_ATTENTION",
 }
-"""torch's kernels by the words a variant has for them."""
+"""torch's kernels by their names in variants."""
 
 AMOUNTS: dict[str, Callable[..., Selection]] = {"topk": Budget, "rows": TopK, "cdf": TopCdf}
-"""Rules by the words that say how much they keep."""
+"""Rules by the words that set how much they keep."""
 SELECTION_FIELDS = frozenset(field.name for field in fields(Selection))
 POLICY_FIELDS = frozenset(field.name for field in fields(Policy)) - {"sparsity"}
 
@@ -57,12 +57,12 @@ class Variant:
     """One way to run a model's attention.
 
     Attributes:
-        label: as it was written, a file by its path; it names rows and curves.
+        label: the words as written, or the path of a file; it names rows and curves.
         kind: "policy"; "oracle": the policy's rule on the true mass; "dense": `sparge.attention` over all blocks, where
-            the policy would go sparse; "sdpa": torch's attention on a kernel of its own.
-        policy: what goes sparse, and in which arithmetic.
+            the policy would go sparse; "sdpa": torch's attention on another kernel.
+        policy: the policy.
         kernel: of torch, for "sdpa".
-        is_forced: the policy names a backend only so that short calls go sparse.
+        is_forced: the policy names a backend only to make short calls go sparse.
     """
 
     label: str
@@ -73,26 +73,26 @@ class Variant:
 
     @property
     def asked(self) -> Policy:
-        """The policy as it was written."""
+        """The policy as written."""
         return replace(self.policy, backend="auto") if self.is_forced else self.policy
 
     @property
     def is_sparse(self) -> bool:
-        """Whether blocks are left out."""
+        """Whether blocks are skipped."""
         return self.kind in ("policy", "oracle")
 
     def forced(self, device: torch.device) -> Variant:
-        """The same without a crossover: calls go sparse however short they are."""
+        """Return the same variant without a crossover: calls of any length go sparse."""
         if self.kind == "sdpa" or self.policy.backend != "auto":
             return self
         return replace(self, policy=replace(self.policy, backend=base.resolve("auto", device)), is_forced=True)
 
     @contextmanager
     def applied(self, model: Any, reach: Reach | None = None) -> Iterator[None]:
-        """A model or pipeline runs this way as long as the block lasts. The statistics are reset when it begins.
+        """Run a model or pipeline this way within the context. The statistics are reset at its start.
 
         Args:
-            reach: how the policy gets at the model; `enabled` by default.
+            reach: applies the policy to the model; `enabled` by default.
         """
         reset_stats()
         with ExitStack() as stack:
@@ -115,7 +115,7 @@ class Variant:
     def attend(
         self, layer: str, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **call: Any
     ) -> Tensor:
-        """The attention of this variant where a call goes sparse: a `Substitute` of `sparge.attention`."""
+        """Compute the attention of this variant where a call goes sparse: a `Substitute` of `sparge.attention`."""
         if self.kind == "oracle":
             return _attend_by_true_mass(layer, query, key, value, attn_mask, **call)
         if self.kind == "dense":
@@ -125,7 +125,7 @@ class Variant:
 
 @contextmanager
 def enabled(model: Any, policy: Policy) -> Iterator[None]:
-    """`sparge.enable` as long as the block lasts."""
+    """Apply `sparge.enable` within the context."""
     integrations.enable(model, policy)
     try:
         yield
@@ -134,10 +134,10 @@ def enabled(model: Any, policy: Policy) -> Iterator[None]:
 
 
 def parse_variant(text: str) -> Variant:
-    """A variant from a command line: see the top of this module.
+    """Return the variant of the words of a command line: see the top of this module.
 
     Raises:
-        ValueError, TypeError: a word or a value is not what was expected.
+        ValueError, TypeError: a word or a value is not among the expected ones.
 
     Example:
         >>> parse_variant("topk=0.25,score=mean,dense_first_steps=0.1").policy.to_json()
@@ -189,11 +189,11 @@ def _value(text: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError:
-        return float(text) if re.fullmatch(r"-?\.\d+", text) else text  # .5 is no JSON
+        return float(text) if re.fullmatch(r"-?\.\d+", text) else text  # .5 is not JSON
 
 
 def _of_words(text: str, bare: list[Kind], values: dict[str, Any]) -> Variant:
-    """A variant from the words that stand alone and those with a value."""
+    """Return the variant of words without and with a value."""
     kinds: list[Kind] = [*bare, "sdpa"] if "sdpa" in values else bare
     amounts = [name for name in AMOUNTS if name in values]
     if len(kinds) + len(amounts) == 0 or len(kinds) > 1 or len(amounts) > 1:
@@ -212,9 +212,9 @@ def _of_words(text: str, bare: list[Kind], values: dict[str, Any]) -> Variant:
         if kernel not in SDPA_KERNELS or values:
             raise ValueError(f"variant {text!r}: expected sdpa= alone, one of {', '.join(SDPA_KERNELS)}")
         return Variant(text, kind, Policy(), kernel)
-    unheard = sorted({"similarity_threshold", "pv_threshold"} & set(values)) if kind == "oracle" else []
-    if unheard:
-        raise ValueError(f"variant {text!r}: expected no {unheard[0]} beside oracle, which chooses by mass alone")
+    unused = sorted({"similarity_threshold", "pv_threshold"} & set(values)) if kind == "oracle" else []
+    if unused:
+        raise ValueError(f"variant {text!r}: expected no {unused[0]} beside oracle, which chooses by mass alone")
     if "profile" in values:
         return Variant(text, "policy", _of_profile(text, values))
     rules = {name: values.pop(name) for name in list(values) if name in SELECTION_FIELDS}
@@ -224,21 +224,21 @@ def _of_words(text: str, bare: list[Kind], values: dict[str, Any]) -> Variant:
 
 
 def _of_profile(text: str, values: dict[str, Any]) -> Policy:
-    """The policy of a profile with a mean density of ``topk``; other words are fields of a policy."""
+    """Return the policy of a profile with a mean density of ``topk``; other words are fields of a policy."""
     from sparge.profile import Profile
 
     profile = Profile.from_json(_read(str(values.pop("profile"))))
     others = sorted(set(values) & (SELECTION_FIELDS | {"budgets"}))
     if others:
         raise ValueError(f"variant {text!r}: expected topk= and fields of a policy beside profile=, got {others[0]}")
-    shared = profile.at(density=Policy(topk=values.pop("topk")).topk).policy  # which checks it
-    return replace(shared, **values)
+    allocated = profile.at(density=Policy(topk=values.pop("topk")).topk).policy
+    return replace(allocated, **values)
 
 
 def _attend_by_true_mass(
     layer: str, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **call: Any
 ) -> Tensor:
-    """`sparge.attention` with blocks chosen by the attention they hold; with a mask or a window, over all blocks."""
+    """Run `sparge.attention` on the blocks that hold most attention; with a mask or a window, on all blocks."""
     if attn_mask is not None or call.get("window") is not None:
         return _attend_to_all(layer, query, key, value, attn_mask, **call)
     del call["score"]
@@ -252,7 +252,7 @@ def _attend_by_true_mass(
 def _attend_to_all(
     layer: str, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **call: Any
 ) -> Tensor:
-    """`sparge.attention` over all blocks, in the arithmetic the call asks for."""
+    """Run `sparge.attention` over all blocks, in the quantization of the call."""
     del layer
     call |= {"sparsity": Dense(), "always_keep": None}
     return api.attention(query, key, value, attn_mask, **call)
@@ -260,12 +260,12 @@ def _attend_to_all(
 
 @dataclass(frozen=True)
 class Ran:
-    """What became of a variant's attention calls.
+    """How a variant's attention calls ran.
 
     Attributes:
-        density: kept blocks as a share of the visible ones over all sparse calls; None without any.
-        sparse, dense: calls.
-        reasons: calls by what was decided.
+        density: kept blocks as a share of the visible ones over all sparse calls; None without sparse calls.
+        sparse, dense: numbers of calls.
+        reasons: numbers of calls by decision.
     """
 
     density: float | None
@@ -279,9 +279,10 @@ class Ran:
 
 
 def share_computed(rows: Sequence[Mapping[str, Any]]) -> float | None:
-    """Share of the visible blocks that was computed in runs with the fields of `Ran`; None where no call counts.
+    """Return the share of the visible blocks that was computed in runs with the fields of `Ran`.
 
-    Calls that rules about steps and layers keep dense count in full; others (too short, cross-attention) do not count.
+    Calls that rules about steps and layers keep dense count in full. Other dense calls (too short, cross-attention) do
+    not count. The share is None if no call counts.
     """
     sparse = sum(row["sparse"] for row in rows)
     words = [describe(reason, is_quantized=bits) for reason in POLICY_RULES for bits in (False, True)]
@@ -293,7 +294,7 @@ def share_computed(rows: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def kept_everything(density: float | None) -> str:
-    """What to say about a sparse variant that left nothing out; nothing about others.
+    """Return a remark about a sparse variant that skipped no block; "" for others.
 
     Example:
         >>> kept_everything(0.5)
@@ -302,13 +303,13 @@ def kept_everything(density: float | None) -> str:
     if density is None or density < 0.9995:
         return ""
     return (
-        "every block was kept, so its figures say nothing about sparsity: a row keeps at least min_blocks, with "
-        "rows= and cdf= 16 by default, which are 1024 tokens"
+        "every block was kept, so its figures do not show the effect of sparsity: a query block keeps at least "
+        "min_blocks, with rows= and cdf= 16 by default, which are 1024 tokens"
     )
 
 
 def family_of(label: str) -> str:
-    """What curves are drawn of: a variant without how much it keeps.
+    """Return the name of the curve of a variant: its label without the amount it keeps.
 
     Example:
         >>> family_of("topk=0.25,score=mean"), family_of("cdf=.9"), family_of("dense,quantization=int8_fp8")
@@ -318,8 +319,13 @@ def family_of(label: str) -> str:
     return ", ".join(name if name in AMOUNTS else f"{name}{equals}{value}" for name, equals, value in words)
 
 
+def is_oracle(label: str) -> bool:
+    """Return whether a label is that of an oracle, whose time has no meaning: it computes all attention first."""
+    return "oracle" in words_of(label)
+
+
 def words_of(text: str) -> list[str]:
-    """The words between commas that stand outside brackets.
+    """Return the words between commas outside of brackets.
 
     Example:
         >>> words_of("topk=0.5, dense_layers=[0,-1]")
@@ -336,7 +342,7 @@ def words_of(text: str) -> list[str]:
 
 
 def spaced(label: str) -> str:
-    """A label that can be broken between its words.
+    """Return a label that can be broken between its words.
 
     Example:
         >>> spaced("topk=0.5,dense_layers=[0,-1]")
@@ -346,7 +352,7 @@ def spaced(label: str) -> str:
 
 
 def check_labels(variants: Sequence[Variant]) -> None:
-    """Raise unless there is a variant, and each has a name of its own."""
+    """Raise unless there is a variant, and all have different labels."""
     labels = [variant.label for variant in variants]
     if not labels or len(set(labels)) < len(labels):
         raise ValueError(f"variants: expected one or more, with different names, got {labels}")

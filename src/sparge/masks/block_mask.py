@@ -207,11 +207,50 @@ class BlockMask:
         dense = dense[:, :, : ceil_div(q_len, BLOCK_Q), : ceil_div(kv_len, BLOCK_K)]
         return cls.from_dense(dense, q_len=q_len, kv_len=kv_len, is_causal=bool(is_causal), window=window)
 
-    def plot(self, *, batch: int = 0, max_heads: int = 8) -> Figure:
-        """Plot the kept blocks of the first heads, one panel each (needs matplotlib, extra ``plot``)."""
-        from sparge.masks.plot import plot_block_mask
+    def visible_blocks(self) -> Tensor:
+        """Return the blocks that causality and the window let queries see: bool (q_blocks, kv_blocks), on the CPU."""
+        shape = Shape(1, 1, 1, self.q_len, self.kv_len, 1, 1)
+        blocks = find_visibility(shape, Window(*self.window), None, torch.device("cpu")).blocks
+        return blocks.expand(1, 1, *self.shape[2:])[0, 0]
 
-        return plot_block_mask(self, batch=batch, max_heads=max_heads)
+    def plot(self, *, batch: int = 0, max_heads: int = 8) -> Figure:
+        """Draw the kept blocks of the first heads of one batch entry, one panel per head.
+
+        Blocks outside the causal triangle or the window are hatched. A mask does not store which blocks an
+        ``attn_mask`` hid, so those blocks look skipped.
+
+        Args:
+            batch: the batch entry.
+            max_heads: draw at most this many heads.
+
+        Raises:
+            ImportError: matplotlib is not installed (the extra ``plot``).
+            ValueError: ``batch`` or ``max_heads`` is out of range.
+
+        Example:
+            >>> import torch, sparge
+            >>> q = torch.randn(1, 2, 2048, 64)
+            >>> figure = sparge.predict(q, q, sparsity=sparge.TopK(0.25), is_causal=True).plot()
+            >>> figure.axes[0].get_title()
+            'head 0: 73.5% kept'
+        """
+        from sparge.masks.plot import plot_blocks
+
+        batches, heads = self.shape[:2]
+        if not 0 <= batch < batches:
+            raise ValueError(f"batch: expected a value in [0, {batches}), got {batch}")
+        if max_heads < 1:
+            raise ValueError(f"max_heads: expected 1 or more, got {max_heads}")
+        shown = min(heads, max_heads)
+        kept, visible = (
+            lists[batch, :shown].sum(-1).tolist() for lists in (self.kv_num_blocks, self.visible_num_blocks)
+        )
+        titles = [
+            f"head {head}: {100 * count / max(total, 1):.1f}% kept"
+            for head, (count, total) in enumerate(zip(kept, visible, strict=True))
+        ]
+        blocks = self.to_dense()[batch, :shown].cpu()
+        return plot_blocks(blocks, self.visible_blocks(), titles, q_len=self.q_len, kv_len=self.kv_len)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,6 @@
-"""One question asked: the prompt is read in one prefill, under a variant; the answer comes by dense decoding.
+"""Ask one question: the prompt is read in one prefill under a variant, and the answer is decoded densely.
 
-That is what generation does: decoding stays dense, on a cache that the prefill has made.
+Generation does the same: decoding stays dense, on the cache that the prefill has made.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 
 from sparge.evaluate.language.scoring import METRICS
-from sparge.evaluate.language.tasks import Item
+from sparge.evaluate.language.tasks import Question
 
 
 @dataclass(frozen=True)
 class Answered:
-    """What a model made of a question.
+    """The answer to a question.
 
     Attributes:
         score: by the item's metric, from 0 to 1.
         nll: negative log-likelihood of the reference, per token.
-        text: what it wrote; for "exact" the most likely token at each place of the reference.
-        prompt_tokens: how long the prompt was.
+        text: the generated text; for "exact" the most likely token at each place of the reference.
+        prompt_tokens: length of the prompt.
     """
 
     score: float
@@ -36,7 +36,7 @@ class Answered:
 
 
 @torch.no_grad()
-def ask(model: Any, tokenizer: Any, item: Item, attention: AbstractContextManager[Any]) -> Answered:
+def ask(model: Any, tokenizer: Any, item: Question, attention: AbstractContextManager[Any]) -> Answered:
     """Ask a question; the prompt is read within ``attention``."""
     device = next(model.parameters()).device
     prompt, reference = (torch.tensor([ids], device=device) for ids in tokenized(tokenizer, item))
@@ -56,10 +56,10 @@ def ask(model: Any, tokenizer: Any, item: Item, attention: AbstractContextManage
     return Answered(score, nll, text, prompt.shape[1])
 
 
-def tokenized(tokenizer: Any, item: Item) -> tuple[list[int], list[int]]:
-    """Prompt and reference, cut where both together are tokenized as the prompt is by itself.
+def tokenized(tokenizer: Any, item: Question) -> tuple[list[int], list[int]]:
+    """Return prompt and reference, cut where both together are tokenized like the prompt alone.
 
-    Tokenizers put a space before a text, or a mark behind it, so a reference by itself may have other tokens.
+    Tokenizers add a space before a text or a mark after it, so a reference alone may have other tokens.
     """
     texts = (item.prompt, item.prompt + item.reference)
     prompt, both = (tokenizer(text, add_special_tokens=not item.is_chat).input_ids for text in texts)
@@ -71,20 +71,20 @@ def tokenized(tokenizer: Any, item: Item) -> tuple[list[int], list[int]]:
 
 
 def _last_logits(model: Any) -> dict[str, int]:
-    """The keyword that has a model make logits for the last token alone, where it knows it."""
+    """Return the keyword that makes a model compute logits for the last token only, if its forward has it."""
     return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
 
 def _forced(model: Any, first: Tensor, reference: Tensor, cache: Any) -> Tensor:
-    """Logits at each place of the reference, given all before it: (1, tokens, vocabulary)."""
+    """Return logits at each place of the reference, given all tokens before it: (1, tokens, vocabulary)."""
     if reference.shape[1] == 1:
         return first
     rest = model(reference[:, :-1], past_key_values=cache, use_cache=True).logits
     return torch.cat([first, rest], 1)
 
 
-def _greedy(model: Any, tokenizer: Any, first: Tensor, cache: Any, item: Item) -> str:
-    """The most likely continuation, up to the end of the text or, but for summaries, of a line that says something."""
+def _greedy(model: Any, tokenizer: Any, first: Tensor, cache: Any, item: Question) -> str:
+    """Return the most likely continuation up to the end of the text or, except for summaries, of a non-empty line."""
     written: list[int] = []
     token, text = first.argmax(-1), ""
     for _ in range(item.max_new_tokens):

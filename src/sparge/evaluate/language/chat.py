@@ -1,6 +1,6 @@
-"""Questions as a chat: what a model that was tuned to be asked expects to read.
+"""Questions in a chat template, for models that were tuned to chats.
 
-The text and the question are what the user says; how the answer begins is the start of the model's own turn.
+The text and the question are the user's turn; the beginning of the answer starts the model's turn.
 """
 
 from __future__ import annotations
@@ -8,17 +8,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from sparge.evaluate.language.tasks import ANSWER, SUMMARY, Item
+from sparge.evaluate.language.tasks import ANSWER, SUMMARY, Question
 
 ROUNDING = 4
 """Tokens by which a template may take more of a long prompt than of one letter."""
 
 
-def as_chat(item: Item, tokenizer: Any) -> Item:
-    """The same question in the tokenizer's template.
+def as_chat(item: Question, tokenizer: Any) -> Question:
+    """Return the same question in the tokenizer's template.
 
     Raises:
-        ValueError: the tokenizer has none.
+        ValueError: the tokenizer has no template.
     """
     asked = item.prompt.removesuffix(item.begun).rstrip().removesuffix(ANSWER).removesuffix(SUMMARY).rstrip()
     reference = item.reference if item.begun else item.reference.lstrip()
@@ -26,10 +26,10 @@ def as_chat(item: Item, tokenizer: Any) -> Item:
 
 
 def template_tokens(tokenizer: Any) -> int:
-    """How many tokens the template takes from a prompt.
+    """Return the number of tokens that the template takes from a prompt.
 
     Raises:
-        ValueError: the tokenizer has none.
+        ValueError: the tokenizer has no template.
     """
     return len(tokenizer(_templated(tokenizer, "a"), add_special_tokens=False).input_ids) + ROUNDING
 
@@ -37,5 +37,5 @@ def template_tokens(tokenizer: Any) -> int:
 def _templated(tokenizer: Any, asked: str) -> str:
     if getattr(tokenizer, "chat_template", None) is None:
         raise ValueError("chat: expected a tokenizer with a chat template, got one without; leave --chat out")
-    said = [{"role": "user", "content": asked}]
-    return str(tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True))
+    messages = [{"role": "user", "content": asked}]
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))

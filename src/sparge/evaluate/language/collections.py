@@ -1,7 +1,7 @@
 """LongBench and InfiniteBench as questions, from local files in their format or from the hub.
 
-The prompts are this library's own, so scores are to be compared with the dense model beside them, not with published
-ones. A context that is too long loses its middle.
+The prompts are written for this library, so compare scores with those of the dense model, not with published ones. The
+middle of a context that is too long is removed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from sparge.evaluate.language.tasks import ANSWER, SUMMARY, Item
+from sparge.evaluate.language.tasks import ANSWER, SUMMARY, Question
 from sparge.evaluate.language.texts import from_hub
 
 HUB = {"longbench": "zai-org/LongBench", "infinitebench": "xinrongzhang2022/InfiniteBench"}
@@ -22,15 +22,16 @@ RETRIEVAL = ("passage_retrieval", "passage_count", "passkey", "number_string", "
 CODE = ("lcc", "repobench")
 
 
-def read_collection(source: str, tokenizer: Any, tokens: int, count: int) -> list[Item]:
-    """Up to ``count`` questions.
+def read_collection(source: str, tokenizer: Any, tokens: int, count: int) -> list[Question]:
+    """Return up to ``count`` questions.
 
     Args:
-        source: a file of JSON lines in the format of either, or "longbench:NAME", "infinitebench:NAME" for the hub.
-        tokens: what a prompt may have.
+        source: a file of JSON lines in the format of either collection, or "longbench:NAME" or
+            "infinitebench:NAME" for the hub.
+        tokens: maximum length of a prompt.
 
     Raises:
-        ValueError: nothing there, or another format.
+        ValueError: the source has no questions, or another format.
     """
     family, colon, name = source.partition(":")
     if colon and family in HUB:
@@ -50,7 +51,7 @@ def read_collection(source: str, tokenizer: Any, tokens: int, count: int) -> lis
     return items
 
 
-def _item(row: Mapping[str, Any], name: str, number: int, tokenizer: Any, tokens: int) -> Item:
+def _item(row: Mapping[str, Any], name: str, number: int, tokenizer: Any, tokens: int) -> Question:
     answers = row.get("answers", row.get("answer"))
     if "context" not in row or "input" not in row or answers is None:
         raise ValueError(
@@ -75,11 +76,11 @@ def _item(row: Mapping[str, Any], name: str, number: int, tokenizer: Any, tokens
     question += f"\n\n{SUMMARY}" if metric == "rouge" else "\n" if metric == "similar" else f"\n\n{ANSWER}"
     prompt = _without_middle(tokenizer, row["context"], question, tokens)
     reference = answers[0] if metric == "similar" else f" {answers[0]}"
-    return Item(name, tokens, number, prompt, tuple(answers), reference, metric, max_new_tokens=max_new_tokens)
+    return Question(name, tokens, number, prompt, tuple(answers), reference, metric, max_new_tokens=max_new_tokens)
 
 
 def metric_of(name: str) -> tuple[str, int]:
-    """How answers of a data set are scored, and how long they may be.
+    """Return how answers of a data set are scored, and their maximum length.
 
     Example:
         >>> metric_of("gov_report"), metric_of("hotpotqa"), metric_of("passkey")

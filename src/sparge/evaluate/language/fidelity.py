@@ -1,7 +1,7 @@
-"""How far a model's next-token distributions are from its dense ones on the same tokens.
+"""Compare a model's next-token distributions with its dense ones on the same tokens.
 
-Perplexity alone misleads: attention that is cut can make it better. The KL divergence cannot be fooled, and the
-agreement of the most likely token is what greedy decoding would notice.
+Perplexity alone misleads, because cut attention can improve it. The KL divergence shows every change, and the agreement
+of the most likely token is the change that greedy decoding would show.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK_TOKENS = 512
-"""Positions whose logits are made at once: 100 MB in float32 with a vocabulary of 50 000."""
+"""Positions whose logits are computed at once: 100 MB in float32 with a vocabulary of 50 000."""
 
 PARTS = 8
-"""Stretches of a window, by position, that have figures of their own."""
+"""Parts of a window, by position, that are also measured separately."""
 
 
 @dataclass(frozen=True)
 class Fidelity:
-    """Means over the tokens of one window; lists have one entry for each of `PARTS` stretches, from first to last.
+    """Means over the tokens of one window; lists have one entry for each of the `PARTS`, from first to last.
 
     Attributes:
         kl: KL divergence of the distribution from the dense one, in nats.
@@ -45,10 +45,10 @@ class Fidelity:
 
 @dataclass(frozen=True)
 class Readout:
-    """Logits of a window, made a few positions at a time: those of a long window may not fit into memory.
+    """Logits of a window, computed for a few positions at a time: those of a long window may not fit into memory.
 
     Attributes:
-        states: (1, N - 1, C): last hidden states, or the logits themselves where a model cannot be read in parts.
+        states: (1, N - 1, C): last hidden states, or the logits themselves for models that cannot be split.
         head: from states (1, positions, C) to logits.
     """
 
@@ -56,7 +56,7 @@ class Readout:
     head: Callable[[Tensor], Tensor]
 
     def logits(self, part: slice) -> Tensor:
-        """(positions, vocabulary) in float32."""
+        """Return logits in float32: (positions, vocabulary)."""
         return self.head(self.states[:, part])[0].float()
 
 
@@ -70,14 +70,14 @@ def read(model: Any, window: Tensor) -> Readout:
 
 
 def _logits_of(model: Any, output: Any, states: Tensor) -> Tensor:
-    """What the model makes of last hidden states: its own forward pass, in which the base model is left out.
+    """Return the logits of last hidden states: the model's own forward pass with the base model replaced.
 
-    So whatever a model does to its logits (scales, soft caps) is done.
+    This applies everything that a model does to its logits (scales, soft caps).
     """
     given = copy.copy(output)
     given["last_hidden_state"] = states
     base = model.base_model
-    base.forward = lambda *_, **__: given  # on the object: its class's method is behind it
+    base.forward = lambda *_, **__: given  # on the object, which hides the method of its class
     try:
         logits: Tensor = model(torch.zeros(states.shape[:2], dtype=torch.long, device=states.device)).logits
     finally:
@@ -86,7 +86,7 @@ def _logits_of(model: Any, output: Any, states: Tensor) -> Tensor:
 
 
 def _can_be_split(model: Any) -> bool:
-    """Whether logits can be made from last hidden states; tried once for a model, on a few tokens."""
+    """Return whether logits can be computed from last hidden states; tested once per model, on a few tokens."""
     known = getattr(model, "_sparge_can_be_split", None)
     if known is None:
         known = _splits(model)
@@ -107,7 +107,7 @@ def _splits(model: Any) -> bool:
 
 @torch.no_grad()
 def perplexity(model: Any, window: Tensor) -> float:
-    """exp of the mean negative log-likelihood of tokens 1 .. N - 1 of a window (1, N), given all before them.
+    """Return exp of the mean negative log-likelihood of tokens 1 .. N - 1 of a window (1, N), given all before them.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -115,7 +115,7 @@ def perplexity(model: Any, window: Tensor) -> float:
         ...                      num_attention_heads=1)
         >>> model = LlamaForCausalLM(config).eval()
         >>> _ = model.lm_head.weight.data.zero_()
-        >>> round(perplexity(model, torch.arange(32)[None]), 3)  # knows nothing: every token is equally likely
+        >>> round(perplexity(model, torch.arange(32)[None]), 3)  # every token is equally likely
         32.0
     """
     read_out, targets = read(model, window), window[0, 1:]
@@ -132,7 +132,7 @@ def _unchanged(states: Tensor) -> Tensor:
 
 @torch.no_grad()
 def compare(window: Tensor, dense: Readout, other: Readout) -> Fidelity:
-    """Next-token distributions of two runs over one window (1, N)."""
+    """Compare next-token distributions of two runs over one window (1, N)."""
     targets = window[0, 1:]
     sums = torch.zeros(4, len(targets), dtype=torch.float64)
     for start in range(0, len(targets), CHUNK_TOKENS):

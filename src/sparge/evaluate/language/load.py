@@ -1,4 +1,4 @@
-"""A causal language model of transformers from a hub name, a folder or a GGUF file."""
+"""Load a causal language model of transformers from a hub name, a folder or a GGUF file."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from sparge.options.extras import install_command
 
 
 def load(name: str, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Model, ready to run, and tokenizer.
+    """Return the model, ready to run, and the tokenizer.
 
     Args:
-        name: hub name, folder, or GGUF file; a folder with one GGUF file and no config means that file.
+        name: hub name, folder, or GGUF file. A folder with one GGUF file and no config stands for that file.
 
     Raises:
         ImportError: transformers is missing, or gguf for such a file.
-        ValueError: nothing there, or nothing that can be loaded.
+        ValueError: there is nothing that can be loaded.
     """
     return load_model(name, device, dtype), load_tokenizer(name)
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer alone: it is there in a moment."""
+    """Return the tokenizer, which loads fast."""
     return _loaded("AutoTokenizer", name)
 
 
 def load_model(name: str, device: str, dtype: torch.dtype) -> Any:
-    """The model alone."""
+    """Return the model."""
     return _loaded("AutoModelForCausalLM", name, dtype=dtype).to(device).eval()
 
 
@@ -50,7 +50,7 @@ def _loaded(kind: str, name: str, **more: Any) -> Any:
 
 
 def located(name: str) -> tuple[str, dict[str, str]]:
-    """What `from_pretrained` takes for it.
+    """Return the arguments of `from_pretrained` for a name.
 
     Example:
         >>> located("org/model")

@@ -1,10 +1,10 @@
-"""A language model dense and in any number of variants, on the same tokens and questions; what is done stays done."""
+"""Run a language model dense and in several variants on the same tokens and questions; finished work is kept."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -15,27 +15,34 @@ from sparge.evaluate.language import fidelity
 from sparge.evaluate.language.answers import ask
 from sparge.evaluate.language.chat import as_chat, template_tokens
 from sparge.evaluate.language.collections import read_collection
-from sparge.evaluate.language.tasks import TASKS, Item, make_item
+from sparge.evaluate.language.lengths import goes_sparse
+from sparge.evaluate.language.tasks import TASKS, Question, make_item
 from sparge.evaluate.language.texts import windows_of
 from sparge.evaluate.rows import Row, Rows, digest
-from sparge.evaluate.variants import Ran, Variant
+from sparge.evaluate.timing import now
+from sparge.evaluate.variants import Ran, Variant, parse_variant
 from sparge.stats import stats
 
 KEY = ("part", "tokens", "item", "content", "variant", "policy")
-"""What tells rows apart. Part "fidelity" compares distributions, all others are tasks; ``content`` is a digest of the
-window or the question, ``policy`` is "" for the model itself."""
+"""The fields that identify a row. ``part`` is `FIDELITY`, `NOISE` or a task; ``content`` is a digest of the window or
+question; ``policy`` is "" for the model itself."""
 
 FIDELITY = "fidelity"
+NOISE = "noise"
+"""The dense model on two kernels of torch: how far rounding alone moves its distributions."""
+NOISE_VARIANT = parse_variant("sdpa=math")
+NOISE_TOKENS = 2048
+"""At most: this kernel stores all scores."""
+
 DENSE = "dense"
-"""What rows about the model itself are called."""
+"""The variant in rows about the model itself."""
+
+DEPTHS = (0.0, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9, 1.0)
 
 
 def is_stock(row: Row) -> bool:
-    """Whether a row is about the model itself, whatever variants are called."""
+    """Return whether a row is about the model itself, whatever variants are called."""
     return row["policy"] == ""
-
-
-DEPTHS = (0.0, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9, 1.0)
 
 
 @dataclass(frozen=True)
@@ -44,14 +51,15 @@ class Settings:
 
     Attributes:
         tokens: lengths of windows and prompts.
-        windows: stretches of text for the fidelity of distributions, per length; 0 leaves it out.
+        windows: windows of text per length, on which distributions are compared; 0 leaves them out.
         tasks: kinds of question, of `tasks.TASKS`.
-        items: questions of each kind and length, besides needles.
+        items: questions of each kind and length, except needles.
         needles: needles at each depth and length.
-        depths: where needles lie, from 0 to 1.
+        depths: depths of the needles, from 0 to 1.
         data: files or names of further questions (`collections.read_collection`), asked at the longest length.
-        chat: whether to ask in the template of the tokenizer.
+        chat: whether questions use the chat template of the tokenizer.
         seed: of the questions.
+        noise: whether the dense model is also compared with itself on another kernel of torch.
     """
 
     tokens: tuple[int, ...] = (4096, 8192)
@@ -63,6 +71,7 @@ class Settings:
     data: tuple[str, ...] = ()
     chat: bool = False
     seed: int = 0
+    noise: bool = False
 
     def __post_init__(self) -> None:
         if not self.tokens or min(self.tokens) < 64:
@@ -76,11 +85,11 @@ class Settings:
 
 @dataclass(frozen=True)
 class Piece:
-    """Work on one window or question, in every variant.
+    """One window or question, which is run in every variant.
 
     Attributes:
-        part: "fidelity", or the kind of question.
-        window: (1, tokens), for "fidelity".
+        part: `FIDELITY`, `NOISE`, or the kind of question.
+        window: (1, tokens), for the first two.
         item: for questions.
     """
 
@@ -88,27 +97,37 @@ class Piece:
     tokens: int
     number: int
     window: Tensor | None = None
-    item: Item | None = None
+    item: Question | None = None
 
     @cached_property
     def content(self) -> str:
-        """What it is about, in twelve letters."""
+        """A digest of the window or question."""
         if self.item is not None:
             return digest([self.item.prompt, self.item.reference, self.item.metric, self.item.max_new_tokens])
         assert self.window is not None
         return digest(self.window.tolist())
 
+    def variants(self, variants: Sequence[Variant]) -> Sequence[Variant]:
+        """Return the variants that this piece is run in."""
+        return (NOISE_VARIANT,) if self.part == NOISE else variants
+
+    def place(self, variant: Variant | None) -> dict[str, Any]:
+        """Return the key of a row; without a variant, of the row about the model itself."""
+        label, policy = (DENSE, "") if variant is None else (variant.label, variant.policy.to_json())
+        values = (self.part, self.tokens, self.number, self.content, label, policy)
+        return dict(zip(KEY, values, strict=True))
+
 
 def pieces(settings: Settings, tokenizer: Any, text: str) -> Iterator[Piece]:
-    """All windows and questions, in the order of their length.
+    """Yield all windows and questions, in the order of their length.
 
     Raises:
-        ValueError: the text is too short, a source has nothing, or the tokenizer no template for a chat.
+        ValueError: the text is too short, a source has nothing, or the tokenizer has no chat template.
     """
     before = prefix_of(tokenizer)
     taken = template_tokens(tokenizer) if settings.chat else 0
 
-    def asked(item: Item) -> Item:
+    def asked(item: Question) -> Question:
         return as_chat(item, tokenizer) if settings.chat else item
 
     if settings.windows:
@@ -116,7 +135,11 @@ def pieces(settings: Settings, tokenizer: Any, text: str) -> Iterator[Piece]:
     for tokens in sorted(settings.tokens):
         if settings.windows:
             for number, window in enumerate(windows_of(ids, tokens - len(before), settings.windows)):
-                yield Piece(FIDELITY, tokens, number, window=torch.cat([torch.tensor([before]).long(), window], 1))
+                window = torch.cat([torch.tensor([before]).long(), window], 1)
+                if settings.noise and not number and tokens == min(settings.tokens):
+                    start = window[:, :NOISE_TOKENS]
+                    yield Piece(NOISE, start.shape[1], 0, window=start)
+                yield Piece(FIDELITY, tokens, number, window=window)
         for task in settings.tasks:
             for number, depth in _numbers(task, settings):
                 item = make_item(task, tokenizer, tokens - taken, number, text=text, depth=depth, seed=settings.seed)
@@ -124,12 +147,12 @@ def pieces(settings: Settings, tokenizer: Any, text: str) -> Iterator[Piece]:
     for source in settings.data:
         longest = max(settings.tokens)
         for item in read_collection(source, tokenizer, longest - taken, settings.items):
-            part = f"{item.task} (file)" if item.task in (FIDELITY, *TASKS) else item.task
+            part = f"{item.task} (file)" if item.task in (FIDELITY, NOISE, *TASKS) else item.task
             yield Piece(part, longest, item.number, item=asked(item))
 
 
 def prefix_of(tokenizer: Any) -> list[int]:
-    """What a tokenizer puts before every text: the mark of its beginning, for models that were trained with one."""
+    """Return the tokens that a tokenizer puts before every text: the beginning-of-text mark of some models."""
     return [token for token in tokenizer("").input_ids if token != tokenizer.eos_token_id]
 
 
@@ -150,82 +173,91 @@ def evaluate_model(
     rows: Rows,
     progress: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Do what is not in ``rows`` yet, and add it there.
+    """Run all pieces that have no row yet, and add their rows.
 
     Args:
-        model: a causal language model of transformers, as it is without sparse attention.
-        work: what `pieces` gives.
-        rows: with the key `KEY`.
-        progress: called with a line before each run of the model; as often as `runs` says.
+        model: a causal language model of transformers, without sparse attention.
+        work: the result of `pieces`.
+        rows: rows with the key `KEY`.
+        progress: called with a description before each run of the model, `runs` times in total.
     """
+    evaluation = _Evaluation(model, tokenizer, rows, progress)
     for piece in work:
-        wanted = [variant for variant in variants if not _is_done(rows, piece, variant)]
-        if piece.window is not None and wanted:
-            _compare(model, piece, wanted, rows, progress)
+        left = [variant for variant in piece.variants(variants) if not rows.has(**piece.place(variant))]
+        if piece.window is not None and left:
+            evaluation.compare(piece, piece.window, left)
         elif piece.item is not None:
-            _ask(model, tokenizer, piece, wanted, rows, progress)
+            evaluation.ask(piece, piece.item, left)
 
 
 def runs(variants: Sequence[Variant], work: Sequence[Piece], rows: Rows) -> int:
-    """How many runs of the model are left to do."""
+    """Return the number of runs of the model that are left."""
     total = 0
     for piece in work:
-        left = sum(not _is_done(rows, piece, variant) for variant in variants)
-        needs_dense = left > 0 if piece.window is not None else not _is_done(rows, piece, None)
+        left = sum(not rows.has(**piece.place(variant)) for variant in piece.variants(variants))
+        needs_dense = left > 0 if piece.window is not None else not rows.has(**piece.place(None))
         total += left + needs_dense
     return total
 
 
 def rows_of(variants: Sequence[Variant], work: Sequence[Piece], rows: Rows) -> list[Row]:
-    """The rows of this work alone, of all that are there."""
-    wanted: list[Variant | None] = [None, *variants]
-    places = (_place(piece, variant) for piece in work for variant in wanted)
+    """Return the rows of these pieces, of all rows."""
+    places = (piece.place(variant) for piece in work for variant in (None, *piece.variants(variants)))
     return [rows.get(**place) for place in places if rows.has(**place)]
 
 
-def _is_done(rows: Rows, piece: Piece, variant: Variant | None) -> bool:
-    return rows.has(**_place(piece, variant))
+@dataclass
+class _Evaluation:
+    """A model, and where its rows go."""
 
+    model: Any
+    tokenizer: Any
+    rows: Rows
+    progress: Callable[[str], None]
+    warm: set[tuple[str, int]] = field(default_factory=set)
 
-def _place(piece: Piece, variant: Variant | None) -> dict[str, Any]:
-    """The key of a row; without a variant that of the model itself. A label may come to mean another policy."""
-    label, policy = (DENSE, "") if variant is None else (variant.label, variant.policy.to_json())
-    place = {"part": piece.part, "tokens": piece.tokens, "item": piece.number, "content": piece.content}
-    return {**place, "variant": label, "policy": policy}
+    @property
+    def device(self) -> torch.device:
+        return torch.device(next(self.model.parameters()).device)
 
+    def compare(self, piece: Piece, window: Tensor, variants: Sequence[Variant]) -> None:
+        """Compare next-token distributions over one window."""
+        window = window.to(self.device)
+        self._report(piece, DENSE)
+        dense, dense_seconds = self._read(window, DENSE)
+        for variant in variants:
+            self._report(piece, variant.label)
+            with variant.applied(self.model):
+                other, seconds = self._read(window, variant.label)
+                ran = Ran.of(stats())
+            found = asdict(fidelity.compare(window, dense, other))
+            times = {"seconds": seconds, "dense_seconds": dense_seconds}
+            self.rows.add({**piece.place(variant), **found, **times, **asdict(ran)})
 
-def _told(piece: Piece, variant: str) -> str:
-    return f"{piece.part}, {piece.tokens} tokens, {piece.number}: {variant}"
+    def _read(self, window: Tensor, label: str) -> tuple[fidelity.Readout, float]:
+        """Return the model's reading of a window and its seconds. A GPU reads once before: kernels are compiled."""
+        place = label, window.shape[1]
+        if self.device.type == "cuda" and place not in self.warm:
+            fidelity.read(self.model, window)
+        self.warm.add(place)
+        start = now(self.device)
+        readout = fidelity.read(self.model, window)
+        return readout, now(self.device) - start
 
+    def ask(self, piece: Piece, item: Question, variants: Sequence[Variant]) -> None:
+        """Ask one question, dense and in all variants."""
+        common = {"depth": item.depth, "metric": item.metric, "answers": list(item.answers)}
+        if not self.rows.has(**piece.place(None)):
+            self._report(piece, DENSE)
+            answered = ask(self.model, self.tokenizer, item, nullcontext())
+            self.rows.add({**piece.place(None), **common, **asdict(answered)})
+        for variant in variants:
+            self._report(piece, variant.label)
+            applied = variant
+            if piece.part in TASKS and goes_sparse(self.model, variant, piece.tokens):
+                applied = variant.forced(self.device)  # prompts are a few tokens shorter than the length
+            answered = ask(self.model, self.tokenizer, item, applied.applied(self.model))
+            self.rows.add({**piece.place(variant), **common, **asdict(answered), **asdict(Ran.of(stats()))})
 
-def _compare(
-    model: Any, piece: Piece, variants: Sequence[Variant], rows: Rows, progress: Callable[[str], None]
-) -> None:
-    assert piece.window is not None
-    window = piece.window.to(next(model.parameters()).device)
-    progress(_told(piece, DENSE))
-    dense = fidelity.read(model, window)
-    for variant in variants:
-        progress(_told(piece, variant.label))
-        with variant.applied(model):
-            other = fidelity.read(model, window)
-            ran = Ran.of(stats())
-        found = fidelity.compare(window, dense, other)
-        rows.add({**_place(piece, variant), **asdict(found), **asdict(ran)})
-
-
-def _ask(
-    model: Any, tokenizer: Any, piece: Piece, variants: Sequence[Variant], rows: Rows, progress: Callable[[str], None]
-) -> None:
-    item = piece.item
-    assert item is not None
-    common = {"depth": item.depth, "metric": item.metric, "answers": list(item.answers)}
-    if not _is_done(rows, piece, None):
-        progress(_told(piece, DENSE))
-        answered = ask(model, tokenizer, item, nullcontext())
-        rows.add({**_place(piece, None), **common, **asdict(answered)})
-    for variant in variants:
-        progress(_told(piece, variant.label))
-        answered = ask(model, tokenizer, item, variant.applied(model))
-        ran = Ran.of(stats())
-        rows.add({**_place(piece, variant), **common, **asdict(answered), **asdict(ran)})
+    def _report(self, piece: Piece, variant: str) -> None:
+        self.progress(f"{piece.part}, {piece.tokens} tokens, {piece.number}: {variant}")

@@ -1,4 +1,4 @@
-"""How good an answer is, from 0 to 1."""
+"""Scores of answers, from 0 to 1."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ARTICLES = frozenset(("a", "an", "the"))
 
 
 def found(answer: str, references: Sequence[str]) -> float:
-    """Share of the references that the answer contains as words of their own.
+    """Return the share of the references that the answer contains as whole words.
 
     Example:
         >>> found("They are 12 and 345.", ["12", "34"])
@@ -23,7 +23,7 @@ def found(answer: str, references: Sequence[str]) -> float:
 
 
 def f1(answer: str, references: Sequence[str]) -> float:
-    """The best overlap of words with a reference, without articles and punctuation.
+    """Return the best overlap of words with a reference, without articles and punctuation.
 
     Example:
         >>> f1("in the Paris", ["Paris", "London"])
@@ -33,7 +33,7 @@ def f1(answer: str, references: Sequence[str]) -> float:
 
 
 def rouge(answer: str, references: Sequence[str]) -> float:
-    """ROUGE-L: the best F-measure of the longest common subsequence of words.
+    """Return ROUGE-L: the best F-measure of the longest common subsequence of words.
 
     Example:
         >>> rouge("a b c d", ["a c d e"])
@@ -43,7 +43,7 @@ def rouge(answer: str, references: Sequence[str]) -> float:
 
 
 def choice(answer: str, references: Sequence[str]) -> float:
-    """Whether the first line begins with, or the answer contains, one of the references.
+    """Return whether the first line begins with, or the answer contains, one of the references.
 
     Example:
         >>> choice(" B. the cat", ["B"]), choice("(C) the dog", ["B"])
@@ -57,7 +57,7 @@ def choice(answer: str, references: Sequence[str]) -> float:
 
 
 def similar(answer: str, references: Sequence[str]) -> float:
-    """How alike the first line that says something is to the references, for code."""
+    """Return the similarity of the first line of code to the references."""
     lines = [line for line in answer.splitlines() if line.strip() and not line.lstrip().startswith(("#", "//", "`"))]
     first = lines[0] if lines else ""
     return max(difflib.SequenceMatcher(None, first.strip(), reference.strip()).ratio() for reference in references)

@@ -1,29 +1,60 @@
-"""Rows of an evaluation as figures: one line for each length and variant, differences paired with the dense model."""
+"""Summarize the rows of an evaluation: one line per length and variant, with differences from the dense model."""
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sparge.dispatch.reasons import Reason
-from sparge.evaluate.intervals import Interval, mean_interval
-from sparge.evaluate.language.run import FIDELITY, is_stock
+from sparge.evaluate.intervals import Interval, mean_interval, share_interval
+from sparge.evaluate.language.run import FIDELITY, NOISE, is_stock
 from sparge.evaluate.rows import Row
-from sparge.evaluate.variants import kept_everything, share_computed
+from sparge.evaluate.timing import time_text
+from sparge.evaluate.variants import is_oracle, kept_everything, share_computed
 
 
 @dataclass(frozen=True)
 class Score:
-    """Of one kind of question: the variant's mean, the dense one's, and the mean of the differences."""
+    """Scores of one kind of question.
 
-    mean: float
-    dense: float
-    difference: Interval
+    Attributes:
+        values, dense_values: the score of each question, of the variant and of the dense model.
+        nll, dense_nll: mean negative log-likelihood of the references.
+    """
+
+    values: tuple[float, ...]
+    dense_values: tuple[float, ...]
     nll: float
     dense_nll: float
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.values)
+
+    @property
+    def dense(self) -> float:
+        return statistics.fmean(self.dense_values)
+
+    @property
+    def difference(self) -> Interval:
+        return mean_interval([value - dense for value, dense in zip(self.values, self.dense_values, strict=True)])
+
+    def text(self) -> str:
+        """Return the number of right answers with its 95 % interval, or the mean of scores between 0 and 1.
+
+        Example:
+            >>> Score((1.0,) * 7 + (0.0,), (1.0,) * 8, 0.0, 0.0).text()
+            '7 of 8 (53-98 %), dense 8'
+        """
+        if not {*self.values, *self.dense_values} <= {0.0, 1.0}:
+            return f"{mean_interval(self.values).text(2)} (dense {self.dense:.2f})"
+        right, count = round(sum(self.values)), len(self.values)
+        low, high = (100 * end for end in share_interval(right, count))
+        return f"{right} of {count} ({low:.0f}-{high:.0f} %), dense {sum(self.dense_values):.0f}"
 
 
 @dataclass(frozen=True)
@@ -32,10 +63,12 @@ class Line:
 
     Attributes:
         density: share of the visible blocks that was computed (`share_computed`); None where nothing ran sparse.
-        ran: "sparse", "partly sparse" or "dense", and why; "all blocks" and "as it is" for dense variants.
+        ran: "sparse", "partly sparse" or "dense", with the reason; "all blocks" and "as it is" for dense variants.
         kl, agreement: of the next-token distribution; None where it was not measured.
-        rise: of the log-perplexity above the dense one.
+        rise: of the log-perplexity over the dense one.
         perplexity, dense_perplexity: over all windows.
+        seconds: median time of the prefill of a window; None where it was not measured.
+        speed_up: median of dense time over the variant's time, by window; None for oracles.
         scores: by kind of question.
     """
 
@@ -48,15 +81,21 @@ class Line:
     rise: Interval | None = None
     perplexity: float | None = None
     dense_perplexity: float | None = None
+    seconds: float | None = None
+    speed_up: float | None = None
     scores: dict[str, Score] = field(default_factory=dict)
+
+    @property
+    def is_sparse(self) -> bool:
+        return "sparse" in self.ran
 
 
 def lines_of(rows: Iterable[Row]) -> list[Line]:
-    """A line for each length and variant, in the order they were measured."""
-    rows = list(rows)
-    places = dict.fromkeys((row["tokens"], row["variant"]) for row in rows if not is_stock(row))
+    """Return a line for each length and variant, in the order they were measured."""
+    rows = [row for row in rows if row["part"] != NOISE]
     dense = {_question(row): row for row in rows if is_stock(row)}
     rows = [row for row in rows if not is_stock(row)]
+    places = dict.fromkeys((row["tokens"], row["variant"]) for row in rows)
     order = list(dict.fromkeys(variant for _, variant in places))
     return [
         _line(tokens, variant, [row for row in rows if (row["tokens"], row["variant"]) == (tokens, variant)], dense)
@@ -64,8 +103,13 @@ def lines_of(rows: Iterable[Row]) -> list[Line]:
     ]
 
 
+def noise_of(rows: Iterable[Row]) -> Row | None:
+    """Return the row that compares the dense model with itself on another kernel of torch."""
+    return next((row for row in rows if row["part"] == NOISE), None)
+
+
 def _question(row: Row) -> tuple[Any, ...]:
-    """What a variant's row and the dense one have in common."""
+    """Return the fields that a variant's row and the dense one share."""
     return row["part"], row["tokens"], row["item"], row["content"]
 
 
@@ -76,18 +120,16 @@ def _line(tokens: int, variant: str, rows: Sequence[Row], dense: dict[Any, Row])
     line = Line(tokens, variant, share_computed(measured or rows), how_it_ran(rows), scores=scores)
     if not measured:
         return line
-    rises = [row["nll"] - row["dense_nll"] for row in measured]
-    return Line(
-        tokens,
-        variant,
-        line.density,
-        line.ran,
+    timed = [(row["seconds"], row["dense_seconds"]) for row in measured if "seconds" in row and not is_oracle(variant)]
+    return replace(
+        line,
         kl=mean_interval([row["kl"] for row in measured]),
         agreement=mean_interval([row["agreement"] for row in measured]),
-        rise=mean_interval(rises),
+        rise=mean_interval([row["nll"] - row["dense_nll"] for row in measured]),
         perplexity=_perplexity(measured, "nll"),
         dense_perplexity=_perplexity(measured, "dense_nll"),
-        scores=scores,
+        seconds=statistics.median(seconds for seconds, _ in timed) if timed else None,
+        speed_up=statistics.median(dense / seconds for seconds, dense in timed) if timed else None,
     )
 
 
@@ -96,7 +138,7 @@ def _perplexity(rows: Sequence[Row], name: str) -> float:
 
 
 def how_it_ran(rows: Sequence[Row]) -> str:
-    """Whether calls went sparse, and the most frequent reason for those that did not."""
+    """Return whether calls went sparse, and the most frequent reason for those that did not."""
     counts: Counter[str] = Counter()
     for row in rows:
         counts.update(row["reasons"])
@@ -110,19 +152,17 @@ def how_it_ran(rows: Sequence[Row]) -> str:
 
 
 def _score(rows: Sequence[Row], dense: dict[Any, Row]) -> Score:
-    pairs = [(row, dense[_question(row)]) for row in rows]
-    count = len(pairs)
+    stock = [dense[_question(row)] for row in rows]
     return Score(
-        mean=sum(row["score"] for row, _ in pairs) / count,
-        dense=sum(stock["score"] for _, stock in pairs) / count,
-        difference=mean_interval([row["score"] - stock["score"] for row, stock in pairs]),
-        nll=sum(row["nll"] for row, _ in pairs) / count,
-        dense_nll=sum(stock["nll"] for _, stock in pairs) / count,
+        values=tuple(row["score"] for row in rows),
+        dense_values=tuple(row["score"] for row in stock),
+        nll=statistics.fmean(row["nll"] for row in rows),
+        dense_nll=statistics.fmean(row["nll"] for row in stock),
     )
 
 
 def risen(rise: Interval) -> Interval:
-    """A rise of the log-perplexity as a share of the perplexity.
+    """Return a rise of the log-perplexity as a share of the perplexity.
 
     Example:
         >>> risen(Interval(0.6931472, None, 1)).text(0, percent=True)
@@ -133,7 +173,7 @@ def risen(rise: Interval) -> Interval:
 
 
 def cells(line: Line, *, tasks: Sequence[str]) -> list[tuple[str, str]]:
-    """Columns and texts of a line, for a terminal or a page."""
+    """Return columns and texts of a line, for a terminal or a page."""
     shown = [("variant", line.variant), ("density", "-" if line.density is None else f"{line.density:.3f}")]
     if line.kl is not None and line.agreement is not None and line.rise is not None:
         shown += [
@@ -144,18 +184,40 @@ def cells(line: Line, *, tasks: Sequence[str]) -> list[tuple[str, str]]:
         ]
     else:
         shown += [(name, "-") for name in ("KL", "same token", "perplexity", "against dense")]
-    for task in tasks:
-        score = line.scores.get(task)
-        shown.append((task, "-" if score is None else f"{score.mean:.2f} (dense {score.dense:.2f})"))
+    shown += [(task, line.scores[task].text() if task in line.scores else "-") for task in tasks]
+    shown.append(("prefill", "-" if line.seconds is None else time_text(line.seconds)))
+    shown.append(("speed-up", "-" if line.speed_up is None else f"{line.speed_up:.2f}x"))
     return [*shown, ("ran", line.ran)]
 
 
 def remarks(lines: Sequence[Line]) -> Iterator[str]:
-    """What a reader of the table must know."""
+    """Yield the reasons why figures of a variant do not show the effect of sparsity."""
     for line in lines:
         place = f"{line.variant}, {line.tokens} tokens"
         if line.ran.startswith("dense"):
-            told = " Longer texts go sparse; --force does it anyway." if "crossover" in line.ran else ""
-            yield f"{place}: nothing ran sparse ({line.ran}), so its figures say nothing about sparsity.{told}"
-        elif "sparse" in line.ran and (told := kept_everything(line.density)):
-            yield f"{place}: {told}."
+            advice = " Longer texts go sparse; --force goes sparse at any length." if "crossover" in line.ran else ""
+            yield f"{place}: nothing ran sparse ({line.ran}), so its figures do not show effects of sparsity.{advice}"
+        elif line.is_sparse and (remark := kept_everything(line.density)):
+            yield f"{place}: {remark}."
+
+
+def explanations(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield the meaning of a KL, and the size of the differences that are rounding noise."""
+    if not any(row["part"] == FIDELITY for row in rows):
+        return
+    yield (
+        "A KL of 0.02 means that text written by the dense model has a 2 % higher perplexity under the variant. 0 is "
+        "equal."
+    )
+    noise = noise_of(rows)
+    if noise is None:
+        return
+    tokens, dtype = noise["tokens"], noise["run"].get("dtype", "")
+    if noise["kl"] == 0:
+        yield "Noise: not measured, because two kernels of torch gave equal outputs."
+    else:
+        size = f"{noise['kl']:.1g}" if noise["kl"] >= 1e-6 else "less than 0.000001"
+        yield (
+            f"Noise: the dense model on two kernels of torch differs by a KL of {size} ({dtype}, {tokens} tokens). "
+            "Differences of this size are rounding."
+        )

@@ -7,8 +7,8 @@
     tracking      a chain of assignments; which names hold the first value
     aggregation   the most frequent words of a list
 
-They follow the kinds of question that RULER asks; the words are this library's own, so scores are to be compared with
-the dense model beside them, not with published ones.
+They follow the kinds of question in RULER with text written for this library, so compare scores with those of the dense
+model, not with published ones.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PLACES = (
     *("chapel", "garden", "workshop", "tavern", "bridge", "market", "theatre", "quarry", "vineyard", "castle"),
     *("archive", "hospital", "school", "foundry", "stable", "temple", "airport", "arena", "brewery", "cinema"),
 )
-COLOURS = ("amber", "azure", "crimson", "ivory", "jade", "scarlet", "silver", "teal", "violet", "golden")
+COLORS = ("amber", "azure", "crimson", "ivory", "jade", "scarlet", "silver", "teal", "violet", "golden")
 FILLER = (
     "The rain fell on the roofs and ran along the street.",
     "A cart went by, and after it another one.",
@@ -41,32 +41,32 @@ WORDS = (
     *("insect", "jungle", "kitten", "lemon", "marble", "napkin", "oyster", "parrot", "rocket", "shovel", "tunnel"),
 )
 ANSWER, SUMMARY = "Answer:", "Summary:"
-"""What stands between a question and its answer."""
+"""Text between a question and its answer."""
 MAX_FREQUENT = 3
 VALUES = 4
 CHAIN = 4
 MISSED = 0.02
-"""How far from its depth a fact may lie, for the end of a sentence or at least a word; else it is put right there."""
+"""Largest distance of a fact from its depth, as a share of the text, to reach the end of a sentence or word."""
 TRIES = 12
-"""To meet a number of tokens with a number of characters; three or four do."""
+"""Attempts to reach a number of tokens by a number of characters; three or four are enough."""
 
 
 @dataclass(frozen=True)
-class Item:
+class Question:
     """One question.
 
     Attributes:
         task: its kind.
-        tokens: the length that was asked for; the prompt has at most so many.
-        number: which of its kind and length.
-        prompt: all of it, up to where the answer begins.
-        answers: what a right answer contains.
-        reference: a right answer, as the prompt would go on.
-        metric: how an answer is scored: see `scoring.METRICS`; "exact" asks for the reference, read from the logits.
-        depth: where a needle lies, from 0 (start) to 1 (end).
-        begun: how the answer begins: the end of the prompt.
-        max_new_tokens: how long an answer may be.
-        is_chat: whether the prompt has all marks of a chat in it (`chat.as_chat`).
+        tokens: the maximum length of the prompt.
+        number: its number among those of its kind and length.
+        prompt: the whole text up to the answer.
+        answers: strings that a right answer contains.
+        reference: a right answer as the continuation of the prompt.
+        metric: a key of `scoring.METRICS`, or "exact": the reference is compared with the logits.
+        depth: the position of a needle, from 0 (start) to 1 (end).
+        begun: the beginning of the answer, which ends the prompt.
+        max_new_tokens: maximum length of an answer.
+        is_chat: whether the prompt contains the special tokens of a chat (`chat.as_chat`).
     """
 
     task: str
@@ -84,11 +84,11 @@ class Item:
 
 def make_item(
     task: str, tokenizer: Any, tokens: int, number: int, *, text: str, depth: float | None = None, seed: int = 0
-) -> Item:
-    """The ``number``-th question of a kind; the same arguments give the same question.
+) -> Question:
+    """Return the ``number``-th question of a kind; the same arguments give the same question.
 
     Args:
-        text: real text to hide things in.
+        text: real text to hide facts in.
         depth: for needles.
 
     Raises:
@@ -117,12 +117,12 @@ class _Setting:
 
     def item(
         self, task: str, facts: Sequence[str], depths: Sequence[float], question: str, begun: str, **fields: Any
-    ) -> Item:
-        """The text with facts at their depths and the question behind it, at most ``tokens`` long."""
+    ) -> Question:
+        """Return the text with facts at their depths and the question after it, at most ``tokens`` long."""
         hay = self.text if task == "needle" else _filler(self.draw, self.tokens)
         asked = _asked(question, begun)
         prompt = hide(self.tokenizer, hay, facts, depths, asked, self.tokens, offset=self.draw.random())
-        return Item(task, self.tokens, self.number, prompt, begun=begun, **fields)
+        return Question(task, self.tokens, self.number, prompt, begun=begun, **fields)
 
 
 def _filler(draw: random.Random, tokens: int) -> str:
@@ -138,11 +138,11 @@ def hide(
     tokens: int,
     offset: float = 0.0,
 ) -> str:
-    """Hay with facts between its sentences and a question behind it, of at most ``tokens`` tokens and little fewer.
+    """Return hay with facts between its sentences and a question after it, just below ``tokens`` tokens long.
 
     Args:
-        depths: where each fact goes, from 0 to 1.
-        offset: where in the hay to begin, as a share of it; its start follows its end.
+        depths: position of each fact, from 0 to 1.
+        offset: where in the hay to begin, as a share of it; it wraps around at the end.
     """
 
     def count(text: str) -> int:
@@ -171,7 +171,7 @@ def hide(
 
 
 def _with_facts(hay: str, facts: Sequence[str], depths: Sequence[float]) -> str:
-    """Facts at the ends of sentences, the order of equal depths kept."""
+    """Insert facts at the ends of sentences, in the given order where depths are equal."""
     breaks = [[found.end() for found in re.finditer(pattern, hay)] for pattern in (r"\. |\n", r"\s")]
     pieces, before = [], 0
     for depth, fact in sorted(zip(depths, facts, strict=True), key=lambda pair: pair[0]):
@@ -193,34 +193,27 @@ def _asked(question: str, begun: str) -> str:
 
 
 def _ask(place: str) -> tuple[str, str]:
-    """A question and how its answer begins."""
+    """Return a question and the beginning of its answer."""
     return f"What is the pass code of the {place}?", f"The pass code of the {place} is"
 
 
-def _needle(setting: _Setting) -> Item:
+def _needle(setting: _Setting) -> Question:
+    return _one_fact(setting, "needle", setting.depth, metric="exact")
+
+
+def _single(setting: _Setting) -> Question:
+    return _one_fact(setting, "single", None, max_new_tokens=16)
+
+
+def _one_fact(setting: _Setting, task: str, depth: float | None, **fields: Any) -> Question:
     (place,), code = setting.sample(PLACES, 1), setting.code()
-    depth = setting.draw.random() if setting.depth is None else setting.depth
-    return setting.item(
-        "needle",
-        [_fact(place, code)],
-        [depth],
-        *_ask(place),
-        answers=(code,),
-        reference=f" {code}",
-        metric="exact",
-        depth=depth,
-    )
+    depth = setting.draw.random() if depth is None else depth
+    fields |= {"answers": (code,), "reference": f" {code}", "depth": depth}
+    return setting.item(task, [_fact(place, code)], [depth], *_ask(place), **fields)
 
 
-def _single(setting: _Setting) -> Item:
-    (place,), code = setting.sample(PLACES, 1), setting.code()
-    depth = setting.draw.random()
-    fields: dict[str, Any] = {"answers": (code,), "reference": f" {code}", "depth": depth, "max_new_tokens": 16}
-    return setting.item("single", [_fact(place, code)], [depth], *_ask(place), **fields)
-
-
-def _multikey(setting: _Setting) -> Item:
-    places = [f"{colour} {place}" for colour in setting.sample(COLOURS, 4) for place in setting.sample(PLACES, 4)]
+def _multikey(setting: _Setting) -> Question:
+    places = [f"{color} {place}" for color in setting.sample(COLORS, 4) for place in setting.sample(PLACES, 4)]
     codes = {place: setting.code() for place in places}
     asked = setting.draw.choice(places)
     depths = [setting.draw.random() for _ in places]
@@ -229,7 +222,7 @@ def _multikey(setting: _Setting) -> Item:
     return setting.item("multikey", facts, depths, *_ask(asked), depth=depths[places.index(asked)], **fields)
 
 
-def _multivalue(setting: _Setting) -> Item:
+def _multivalue(setting: _Setting) -> Question:
     (place,), codes = setting.sample(PLACES, 1), [setting.code() for _ in range(VALUES)]
     facts = [f"One of the pass codes of the {place} is {code}." for code in codes]
     question, begun = f"What are all {VALUES} pass codes of the {place}?", f"The pass codes of the {place} are"
@@ -240,7 +233,7 @@ def _multivalue(setting: _Setting) -> Item:
     )
 
 
-def _tracking(setting: _Setting) -> Item:
+def _tracking(setting: _Setting) -> Question:
     names = setting.sample([first + second for first in "BCDFGHJKLM" for second in "NPQRSTVWXZ"], 2 * CHAIN)
     chain, others = names[:CHAIN], names[CHAIN:]
     value, other = setting.code(), setting.code()
@@ -257,7 +250,7 @@ def _tracking(setting: _Setting) -> Item:
     )
 
 
-def _aggregation(setting: _Setting) -> Item:
+def _aggregation(setting: _Setting) -> Question:
     words = setting.sample(WORDS, len(WORDS))
     frequent, rare = words[:MAX_FREQUENT], words[MAX_FREQUENT:]
     begun = f"The {MAX_FREQUENT} most frequent words are"
@@ -279,7 +272,7 @@ def _aggregation(setting: _Setting) -> Item:
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    return Item(
+    return Question(
         "aggregation",
         setting.tokens,
         setting.number,
@@ -291,7 +284,7 @@ def _aggregation(setting: _Setting) -> Item:
     )
 
 
-TASKS: dict[str, Callable[[_Setting], Item]] = {
+TASKS: dict[str, Callable[[_Setting], Question]] = {
     "needle": _needle,
     "single": _single,
     "multikey": _multikey,

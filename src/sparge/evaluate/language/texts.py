@@ -1,8 +1,9 @@
-"""Text for a model to read: a file, a folder, WikiText, or what every Python has."""
+"""Text for a model to read: a file, a folder, WikiText, or Python's language reference."""
 
 from __future__ import annotations
 
 import json
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,14 @@ WIKITEXT = ("Salesforce/wikitext", "wikitext-103-raw-v1")
 
 
 def read_text(source: str | None) -> str:
-    """All of a text.
+    """Return a whole text.
 
     Args:
         source: a file (of text; of JSON lines with a field "text"), a folder of .txt files, "wikitext" (from the hub,
             by the package datasets), or None: Python's language reference, which its standard library carries.
 
     Raises:
-        ValueError: nothing there.
+        ValueError: the source does not exist or has no text.
     """
     if source is None:
         from pydoc_data.topics import topics
@@ -40,6 +41,11 @@ def read_text(source: str | None) -> str:
     raise ValueError(f"text: expected a file, a folder or 'wikitext', got {source!r}")
 
 
+def describe_text(source: str | None) -> str:
+    """Return a description of the text that `read_text` returns."""
+    return f"Python {platform.python_version()}'s language reference" if source is None else source
+
+
 def _joined_lines(content: str, source: str) -> str:
     rows = [json.loads(line) for line in content.split("\n") if line.strip()]
     if not rows or not all(isinstance(row, dict) and "text" in row for row in rows):
@@ -48,7 +54,7 @@ def _joined_lines(content: str, source: str) -> str:
 
 
 def from_hub(*name: str, split: str) -> Any:
-    """A data set of the hub.
+    """Load a data set from the hub.
 
     Raises:
         ValueError: the package datasets is missing, or the hub cannot be reached.
@@ -64,10 +70,10 @@ def from_hub(*name: str, split: str) -> Any:
 
 
 def windows_of(tokens: Tensor, length: int, count: int) -> list[Tensor]:
-    """Up to ``count`` windows (1, length) of tokens (N,), one after the other.
+    """Return up to ``count`` consecutive windows (1, length) of tokens (N,).
 
     Raises:
-        ValueError: fewer tokens than a window has.
+        ValueError: there are fewer tokens than a window has.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""What `sparge eval pipeline` does: load, measure with a progress bar, print a table, write rows and a page."""
+"""The work of `sparge eval pipeline`: load, measure with a progress bar, print a table, write rows and a page."""
 
 from __future__ import annotations
 
@@ -37,23 +37,24 @@ def run(
     command: Sequence[str],
     console: Console,
 ) -> None:
-    """Evaluate a pipeline by name; see the options of the command.
+    """Evaluate a pipeline by name; the arguments are the options of the command.
 
     Raises:
-        ImportError, ValueError: something is missing, or not what was expected.
+        ImportError: a package is missing.
+        ValueError: an option does not fit the pipeline.
     """
     pipe = load(name, device, dtype, trust_remote_code, offload)
     if force:
         variants = [variant.forced(torch.device(device)) for variant in variants]
-    with told_progress(console) as tell:
+    with told_progress(console) as report:
         is_first = True
 
         def show(progress: Progress) -> None:
             nonlocal is_first
             if is_first and progress.found:
-                console.print(f"{progress.found} rows of an earlier run are taken over", highlight=False)
+                console.print(f"{progress.found} rows of an earlier run are used", highlight=False)
             is_first = False
-            tell(progress.doing, progress.done, progress.total)
+            report(progress.doing, progress.done, progress.total)
 
         result = evaluate_pipeline(
             pipe,
@@ -73,7 +74,7 @@ def run(
 
 
 def print_result(console: Console, result: Result) -> None:
-    """The table of the page, and what must be known about it."""
+    """Print the table of the page and its remarks."""
     lines = lines_of(result)
     shown = [cells(line, lines) for line in lines]
     table = empty_table([column for column, _ in shown[0]], left=("variant", "ran"))
@@ -85,10 +86,10 @@ def print_result(console: Console, result: Result) -> None:
 
 
 def parse_argument(text: str) -> tuple[str, Any]:
-    """NAME=VALUE, the value as JSON where it is that.
+    """Parse NAME=VALUE, the value as JSON where possible.
 
     Raises:
-        ValueError: no name, or no value.
+        ValueError: the name or the value is missing.
 
     Example:
         >>> parse_argument("guidance_scale=3.5"), parse_argument("negative_prompt=blurred, dark")

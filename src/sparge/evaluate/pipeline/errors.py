@@ -1,6 +1,6 @@
-"""How far a variant's attention is from exact attention on the same inputs, by layer and denoising step.
+"""Error of a variant's attention against exact attention on the same inputs, by layer and denoising step.
 
-The variant's own output goes on through the model, so inputs are those that it meets on its own way.
+The model continues with the variant's output, so the inputs are those of the variant's own run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Errors:
     """Relative L1 errors, sum |output - exact| / sum |exact|.
 
     Attributes:
-        layers: names as `sparge.stats` has them; "call 1", ... of a pass where layers have no names.
+        layers: names as in `sparge.stats`; "call 1", ... of a pass where layers have no names.
         steps: from 0.
         values: (layers, steps); None where no call went sparse.
     """
@@ -47,7 +47,7 @@ class ErrorRecorder:
 
     @contextmanager
     def recording(self, pipe: Any) -> Iterator[None]:
-        """The pipeline runs as the variant, several times slower."""
+        """Run the pipeline as the variant within the context, several times slower."""
         with ExitStack() as stack:
             stack.enter_context(self._variant.applied(pipe, reached))
             stack.enter_context(substituted(self._attend))
@@ -72,7 +72,7 @@ class ErrorRecorder:
         return output
 
     def errors(self) -> Errors:
-        """What was recorded; guidance passes and runs are taken together."""
+        """Return the recorded errors; guidance passes and runs are added up."""
         layers = list(dict.fromkeys(layer for layer, _ in self._sums))
         steps = sorted({step for _, step in self._sums})
         pairs = {place: sums.tolist() for place, sums in self._sums.items()}

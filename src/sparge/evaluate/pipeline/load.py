@@ -1,4 +1,4 @@
-"""A diffusers pipeline from a hub name or a folder."""
+"""Load a diffusers pipeline from a hub name or a folder."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from sparge.options.extras import install_command
 
 
 def load(name: str, device: str, dtype: torch.dtype, trust_remote_code: bool = False, offload: bool = False) -> Any:
-    """The pipeline on a device, ready to run.
+    """Return the pipeline on a device, ready to run.
 
     Args:
         name: hub name, or folder with a model_index.json.
-        trust_remote_code: run code that comes with the weights, as pipelines with a class of their own need.
-        offload: keep models in the host's memory while they are not needed.
+        trust_remote_code: run code from the repository of the weights, which pipelines with custom classes need.
+        offload: keep models in host memory while they are not needed.
 
     Raises:
         ImportError: diffusers is missing.
-        ValueError: nothing there, or nothing that can be loaded.
+        ValueError: there is nothing that can be loaded.
     """
     try:
         from diffusers import DiffusionPipeline
@@ -32,7 +32,7 @@ def load(name: str, device: str, dtype: torch.dtype, trust_remote_code: bool = F
     except (AttributeError, OSError, ValueError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if "trust_remote_code" in str(error):
-            first = "it has code of its own; where you trust it: --trust-remote-code"
+            first = "it has custom code; if you trust it: --trust-remote-code"
         raise ValueError(f"pipeline: expected a hub name or a folder of diffusers, got {name!r} ({first})") from error
     if offload:
         pipe.enable_model_cpu_offload(device=device)
@@ -41,7 +41,7 @@ def load(name: str, device: str, dtype: torch.dtype, trust_remote_code: bool = F
 
 
 def _check_place(name: str) -> None:
-    """Say what is wrong with a path before the hub is asked for it."""
+    """Raise an error about a wrong path before the hub is tried."""
     path = Path(name)
     if path.is_dir() and not (path / "model_index.json").is_file():
         raise ValueError(f"pipeline: expected a folder with a model_index.json, got {name!r}, which has none")

@@ -1,4 +1,4 @@
-"""What a pipeline returns, as frames of bytes: PIL images, NumPy arrays or tensors, of a picture or of a clip."""
+"""Convert the output of a pipeline to frames of bytes: PIL images, NumPy arrays or tensors, images or clips."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Pixels = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Frames:
-    """A picture or a clip.
+    """An image or a clip.
 
     Attributes:
-        pixels: (F, H, W, 3), bytes; F is 1 for a picture.
+        pixels: (F, H, W, 3), bytes; F is 1 for an image.
         is_video: a clip.
-        is_finite: no pixel was NaN or infinite; those that were are 0.
+        is_finite: no pixel was NaN or infinite; pixels that were are 0.
     """
 
     pixels: Pixels
@@ -28,17 +28,17 @@ class Frames:
 
 
 def frames_of(output: Any) -> Frames:
-    """The one picture (``.images``) or clip (``.frames``) of a pipeline's output.
+    """Return the one image (``.images``) or clip (``.frames``) of a pipeline's output.
 
     Raises:
-        ValueError: there is neither, or more than one.
+        ValueError: there is none, or more than one.
     """
     is_video = getattr(output, "frames", None) is not None
     content = output.frames if is_video else getattr(output, "images", None)
     if content is None:
         raise ValueError(f"pipeline: expected an output with images or frames, got {type(output).__name__}")
     if len(content) != 1:
-        raise ValueError(f"pipeline: expected one picture or clip a call (take more seeds), got {len(content)}")
+        raise ValueError(f"pipeline: expected one image or clip per call (take more seeds), got {len(content)}")
     first = content[0]
     frames = list(first) if is_video else [first]
     if not frames:

@@ -1,4 +1,4 @@
-"""How a policy gets at the attention of a pipeline: `sparge.enable`, or `replace_sdpa` in models it does not know."""
+"""Apply a policy to a pipeline: by `sparge.enable`, or by `replace_sdpa` in models that it does not support."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from sparge.evaluate.variants import enabled
 from sparge.policy import Policy
 
 DENOISERS = ("transformer", "transformer_2", "unet", "prior", "decoder")
-"""Parts of a pipeline that run at every step. Others (text encoders, VAE) stay as they are."""
+"""Parts of a pipeline that run at every step. Others (text encoders, VAE) stay dense."""
 
 
 def is_known(pipe: Any) -> bool:
-    """Whether `sparge.enable` takes the pipeline.
+    """Return whether `sparge.enable` supports the pipeline.
 
     Raises:
-        ValueError: it has done so already, so there is no dense pipeline to compare with.
+        ValueError: it was already called, so there is no dense pipeline to compare with.
     """
     from sparge.integrations.diffusers import pipeline
 
@@ -34,10 +34,10 @@ def is_known(pipe: Any) -> bool:
 
 @contextmanager
 def reached(pipe: Any, policy: Policy) -> Iterator[None]:
-    """The pipeline follows the policy as long as the block lasts.
+    """Apply the policy to the pipeline within the context.
 
     Raises:
-        ValueError: rules about steps or layers, in a model that `sparge.enable` does not know.
+        ValueError: the policy has rules about steps or layers, and `sparge.enable` does not support the model.
     """
     if is_known(pipe):
         with enabled(pipe, policy):
@@ -46,7 +46,7 @@ def reached(pipe: Any, policy: Policy) -> Iterator[None]:
     if policy.has_step_rules or policy.has_layer_rules:
         raise ValueError(
             f"{type(pipe).__name__}: expected a policy without rules about steps or layers (sparge.enable does not "
-            f"know this model, and SDPA calls do not say where they come from), got {policy.to_json()}"
+            f"support this model, and SDPA calls have no layer names), got {policy.to_json()}"
         )
     scope = integrations.replace_sdpa(policy)
     models = denoisers(pipe)
@@ -54,7 +54,7 @@ def reached(pipe: Any, policy: Policy) -> Iterator[None]:
         with scope:
             yield
         return
-    before = [vars(model).get("forward") for model in models]  # of the instance: offloading puts one there
+    before = [vars(model).get("forward") for model in models]  # of the instance: offloading sets it
     for model in models:
         model.forward = scope(model.forward)
     try:
@@ -68,6 +68,6 @@ def reached(pipe: Any, policy: Policy) -> Iterator[None]:
 
 
 def denoisers(pipe: Any) -> list[Any]:
-    """The models that run at every step."""
+    """Return the models that run at every step."""
     found = (getattr(pipe, name, None) for name in DENOISERS)
     return [model for model in found if isinstance(model, nn.Module)]

@@ -1,4 +1,4 @@
-"""A pipeline dense and in any number of variants, from the same prompts and seeds; what is done stays done."""
+"""Run a pipeline dense and in several variants from the same prompts and seeds; finished work is kept."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sparge.evaluate.machine import describe_gpu, describe_machine
-from sparge.evaluate.pipeline import images
+from sparge.evaluate.pipeline import image_metrics
 from sparge.evaluate.pipeline.errors import ErrorRecorder
 from sparge.evaluate.pipeline.generate import Generated, check_arguments, device_of, generate, parameters_of, quiet
 from sparge.evaluate.pipeline.output import Pixels
@@ -25,28 +25,28 @@ from sparge.profile import fingerprint
 from sparge.stats import stats
 
 KEY = ("part", "prompt", "seed", "variant", "policy")
-"""What tells rows apart. Parts: "dense", "variant" and "errors"."""
+"""The fields that identify a row. Parts: "dense", "variant" and "errors"."""
 
 DENSE = "dense"
-"""The variant of rows about the pipeline itself."""
+"""The variant in rows about the pipeline itself."""
 
 PROMPTS = (
     "A red fox walks through fresh snow at sunrise, its breath visible in the cold air",
     "A busy harbour at night, lanterns on the boats, their light broken by small waves",
 )
-"""For pipelines that take a prompt and get none."""
+"""For pipelines that take a prompt, if none is given."""
 
-SHOWN_CLIPS, SHOWN_PICTURES = 2, 5
-"""How many clips or pictures of each variant are kept for the page, from the first on."""
+SHOWN_CLIPS, SHOWN_IMAGES = 2, 5
+"""Clips or images of each variant that are kept for the page, from the first on."""
 
 WARM_UP_STEPS = 2
 FIXED_SCHEDULE = ("timesteps", "sigmas", "strength")
-"""Arguments that do not go with another number of steps."""
+"""Arguments that fix the number of steps."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Calls of the pipeline that are done, of how many, what is done next, and how many an earlier run had done."""
+    """Calls of the pipeline: done, total, a description of the next one, and those found from an earlier run."""
 
     done: int
     total: int
@@ -55,7 +55,7 @@ class Progress:
 
 
 class Item(NamedTuple):
-    """What is generated. ``prompt`` is None for pipelines that take none."""
+    """A prompt and a seed. ``prompt`` is None for pipelines that take none."""
 
     prompt: str | None
     seed: int
@@ -63,18 +63,18 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class Result:
-    """What came out.
+    """The result of an evaluation.
 
     Attributes:
         name: of the pipeline.
         kind: its class.
-        is_known: `sparge.enable` takes it; if not, all SDPA calls of its denoiser were subject to the policies.
+        is_known: `sparge.enable` supports it; if not, the policies were applied to all SDPA calls of its denoiser.
         arguments: of each call.
-        variants: in the order they were asked for.
+        variants: in the given order.
         items: prompts and seeds.
         rows: one for each dense run, each variant of it, and each variant's errors.
         store: frames of the dense runs, and the first ones of the variants.
-        path: where the rows are, if anywhere.
+        path: the file of the rows, if any.
     """
 
     name: str
@@ -88,12 +88,12 @@ class Result:
     path: Path | None = None
 
     def frames(self, item: Item, variant: Variant | None) -> Pixels | None:
-        """Frames (F, H, W, 3) that were kept; those of the dense run without a variant."""
+        """Return the stored frames (F, H, W, 3); without a variant those of the dense run."""
         row = self.row("dense" if variant is None else "variant", item, variant)
         return self.store.get([row["run_id"], *(row[name] for name in KEY), row["digest"]])
 
     def row(self, part: str, item: Item, variant: Variant | None) -> Row:
-        """The row about a piece of work."""
+        """Return the row about a piece of work."""
         wanted = _place(part, item, variant)
         return next(row for row in self.rows if all(row[name] == value for name, value in wanted.items()))
 
@@ -115,27 +115,27 @@ def evaluate_pipeline(
 
     Args:
         pipe: a diffusers pipeline, on its device.
-        variants: what to compare with the dense pipeline (`parse_variant`).
+        variants: compared with the dense pipeline (`parse_variant`).
         prompts: two of its own by default, where the pipeline takes a prompt.
         seeds: 0 by default; 0 and 1 where there are fewer than two prompts.
         arguments: of every call: num_inference_steps, height, width, num_frames, guidance_scale, ...
-        name: of the pipeline, for rows; what it was loaded from by default.
+        name: of the pipeline, for rows; by default the name it was loaded from.
         rows: a file of JSON lines to which every finished piece is added; frames go to a folder beside it. The same
-            call with the same file goes on where an earlier one stopped.
+            call with the same file continues an interrupted run.
         errors: also run each variant once more on the first prompt and seed, and compare every attention call with
             exact attention: slow.
         warm_up: run everything for two steps before it is timed.
-        progress: told before each call of the pipeline.
+        progress: called before each call of the pipeline.
 
     Raises:
-        ValueError: arguments, variants or prompts that the pipeline does not take.
+        ValueError: the pipeline does not take an argument, variant or prompt.
     """
     arguments = dict(arguments or {})
     check_arguments(pipe, arguments)
     check_labels(variants)
     items = _items(pipe, prompts, seeds, arguments)
     known = is_known(pipe)
-    for variant in variants:  # what cannot work is said before the first minute is spent
+    for variant in variants:  # raise errors before any work
         with variant.applied(pipe, reached):
             pass
     described = _described(pipe, name, arguments)
@@ -172,7 +172,7 @@ def _items(
 
 
 def _described(pipe: Any, name: str | None, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What must agree for rows to be of one run."""
+    """Return the values that identify a run."""
     device = device_of(pipe)
     machine = describe_machine()
     found = describe_gpu().gpu if device.type == "cuda" else f"{machine.processor}, {machine.threads} threads"
@@ -189,7 +189,7 @@ def _described(pipe: Any, name: str | None, arguments: Mapping[str, Any]) -> dic
 
 
 def _plain(value: Any) -> Any:
-    """Something for JSON that differs where the value does."""
+    """Return a JSON value that identifies a value."""
     if isinstance(value, (str, int, float, bool, type(None))):
         return value
     if isinstance(value, (list, tuple)):
@@ -204,7 +204,7 @@ def _plain(value: Any) -> Any:
 
 
 def _place(part: str, item: Item, variant: Variant | None) -> dict[str, Any]:
-    """The key of a row."""
+    """Return the key of a row."""
     label, policy = DENSE, ""
     if variant is not None:
         label, policy = variant.label, f"{variant.kind} {variant.kernel} {variant.policy.to_json()}"
@@ -213,7 +213,7 @@ def _place(part: str, item: Item, variant: Variant | None) -> dict[str, Any]:
 
 @dataclass
 class _Run:
-    """The work, in the order it is done: every prompt and seed dense, then in each variant; errors last."""
+    """The work in its order: every prompt and seed dense, then in each variant; errors last."""
 
     pipe: Any
     variants: tuple[Variant, ...]
@@ -228,7 +228,7 @@ class _Run:
     warm: set[str] = field(default_factory=set)
 
     def places(self) -> list[dict[str, Any]]:
-        """The keys of all rows."""
+        """Return the keys of all rows."""
         found = [_place("dense", item, None) for item in self.items]
         found += [_place("variant", item, variant) for item in self.items for variant in self.variants]
         return found + [_place("errors", self.items[0], variant) for variant in self._with_errors()]
@@ -244,7 +244,7 @@ class _Run:
     def _with_errors(self) -> list[Variant]:
         return [variant for variant in self.variants if self.errors and variant.kind != "sdpa"]
 
-    def _tell(self, doing: str) -> None:
+    def _report(self, doing: str) -> None:
         if self.progress is not None:
             self.progress(Progress(self.done, len(self.places()), doing, self.rows.found))
 
@@ -274,7 +274,7 @@ class _Run:
             pixels = made.frames.pixels
             measured = _compare(pixels, exact, dense["is_video"], device_of(self.pipe))
             row = {**place, **_facts(made), "dense_digest": dense["digest"], **asdict(ran), **measured}
-            if item in self.items[: SHOWN_CLIPS if dense["is_video"] else SHOWN_PICTURES]:
+            if item in self.items[: SHOWN_CLIPS if dense["is_video"] else SHOWN_IMAGES]:
                 self.store.put(self._frames_name(place, row["digest"]), pixels)
             self.rows.add(row)
         self.done += 1
@@ -282,7 +282,7 @@ class _Run:
     def _errors(self, item: Item, variant: Variant) -> None:
         place = _place("errors", item, variant)
         if not self.rows.has(**place):
-            self._tell(f"errors of {variant.label}")
+            self._report(f"errors of {variant.label}")
             recorder = ErrorRecorder(variant)
             with recorder.recording(self.pipe):
                 generate(self.pipe, *item, self.arguments)
@@ -292,10 +292,10 @@ class _Run:
     def _timed(self, item: Item, variant: Variant | None) -> Generated:
         label = DENSE if variant is None else variant.label
         if self.warm_up and label not in self.warm:
-            self._tell(f"{label}: warm-up")
+            self._report(f"{label}: warm-up")
             self._generate(item, None if variant is None else _without_step_rules(variant), self._short_arguments())
         self.warm.add(label)
-        self._tell(f"{label}: {'' if item.prompt is None else repr(item.prompt[:40]) + ', '}seed {item.seed}")
+        self._report(f"{label}: {'' if item.prompt is None else repr(item.prompt[:40]) + ', '}seed {item.seed}")
         return self._generate(item, variant, self.arguments)
 
     def _generate(self, item: Item, variant: Variant | None, arguments: dict[str, Any]) -> Generated:
@@ -306,12 +306,12 @@ class _Run:
                 return generate(self.pipe, *item, arguments)
         except ValueError as error:
             if item.prompt in PROMPTS:
-                told = "no prompt was given, so this is one of sparge's own: give --prompt"
-                raise ValueError(f"{error} ({told})") from error
+                hint = "no prompt was given, so this is one of sparge's own: give --prompt"
+                raise ValueError(f"{error} ({hint})") from error
             raise
 
     def _short_arguments(self) -> dict[str, Any]:
-        """For a warm-up: few steps, where the schedule is free."""
+        """Return the arguments of a warm-up: few steps, unless an argument fixes the schedule."""
         name = "num_inference_steps"
         if name not in parameters_of(self.pipe) or any(fixed in self.arguments for fixed in FIXED_SCHEDULE):
             return self.arguments
@@ -319,12 +319,12 @@ class _Run:
 
 
 def _without_step_rules(variant: Variant) -> Variant:
-    """So that two steps see the sparse kernels."""
+    """Return the variant without rules about steps, so that a warm-up of two steps runs the sparse kernels."""
     return replace(variant, policy=replace(variant.policy, dense_first_steps=0, dense_last_steps=0, dense_steps=()))
 
 
 def _facts(made: Generated) -> Row:
-    """What is known of any run."""
+    """Return the fields of every row of a run."""
     steps = [round(seconds, 6) for seconds in made.step_seconds]
     return {
         "seconds": made.seconds,
@@ -336,17 +336,17 @@ def _facts(made: Generated) -> Row:
 
 
 def _compare(pixels: Pixels, exact: Pixels, is_video: bool, device: torch.device) -> Row:
-    """Metrics of a row. JSON has no infinity: the PSNR of equal frames is None."""
+    """Return the metrics of a row. The PSNR of equal frames is None, because JSON has no infinity."""
     if pixels.shape != exact.shape:
         raise ValueError(f"pipeline: expected frames of the dense shape {exact.shape}, got {pixels.shape}")
     device = device if device.type == "cuda" else torch.device("cpu")
     pair = torch.tensor(pixels, device=device), torch.tensor(exact, device=device)
     return {
-        "psnr": _finite(images.psnr(*pair)),
-        "psnr_frames": [_finite(value) for value in images.psnr_by_frame(*pair)],
-        "ssim": images.ssim(*pair) if min(pixels.shape[1:3]) >= images.WINDOW else None,
-        "lpips": images.lpips(*pair) if images.lpips_missing() is None else None,
-        "temporal_difference": images.temporal_difference(*pair) if is_video and len(pixels) > 1 else None,
+        "psnr": _finite(image_metrics.psnr(*pair)),
+        "psnr_frames": [_finite(value) for value in image_metrics.psnr_by_frame(*pair)],
+        "ssim": image_metrics.ssim(*pair) if min(pixels.shape[1:3]) >= image_metrics.WINDOW else None,
+        "lpips": image_metrics.lpips(*pair) if image_metrics.lpips_unavailable_reason() is None else None,
+        "temporal_difference": image_metrics.temporal_difference(*pair) if is_video and len(pixels) > 1 else None,
     }
 
 

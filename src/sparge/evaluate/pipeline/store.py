@@ -1,4 +1,4 @@
-"""Frames kept without loss beside the rows, so that a run that goes on compares with the very same dense frames."""
+"""Frames stored without loss beside the rows, so that a resumed run compares with the same dense frames."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class FrameStore:
     """Frames by name.
 
     Args:
-        folder: where files go, made when the first is written; None keeps frames in memory.
+        folder: created when the first file is written; None keeps frames in memory.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -25,7 +25,7 @@ class FrameStore:
         self._memory: dict[str, Pixels] = {}
 
     def put(self, name: object, pixels: Pixels) -> None:
-        """Keep frames; a file is whole or not there."""
+        """Store frames; a file is complete or does not exist."""
         if self._folder is None:
             self._memory[_hashed(name)] = pixels
             return
@@ -37,7 +37,7 @@ class FrameStore:
         part.replace(path)
 
     def get(self, name: object) -> Pixels | None:
-        """The frames, or None where there are none, or none that can be read."""
+        """Return the frames, or None if there are none that can be read."""
         if self._folder is None:
             return self._memory.get(_hashed(name))
         try:
@@ -57,5 +57,5 @@ def _hashed(name: object) -> str:
 
 
 def digest_of(pixels: Pixels) -> str:
-    """What tells frames apart."""
+    """Return a digest that identifies frames."""
     return hashlib.sha256(str(pixels.shape).encode() + np.ascontiguousarray(pixels).tobytes()).hexdigest()[:16]

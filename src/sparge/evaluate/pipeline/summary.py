@@ -1,4 +1,4 @@
-"""Rows of an evaluation as figures: one line for each variant, means over prompts and seeds with intervals."""
+"""Summarize the rows of an evaluation: one line per variant, means over prompts and seeds with intervals."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 from sparge.dispatch.reasons import Reason
 from sparge.evaluate.intervals import Interval, mean_interval
-from sparge.evaluate.pipeline.images import lpips_missing
+from sparge.evaluate.pipeline.image_metrics import lpips_unavailable_reason
 from sparge.evaluate.pipeline.run import DENSE, Result
 from sparge.evaluate.rows import Row
+from sparge.evaluate.timing import time_text
 from sparge.evaluate.variants import Variant, kept_everything, share_computed
 
 
@@ -23,14 +24,14 @@ class Line:
     Attributes:
         variant: its label.
         ran: "sparse", or how much of it ran dense and why.
-        density: share of the blocks computed; what rules about steps and layers keep dense counts in full.
-        psnr: mean of the clips that differ from the dense ones; None where none does.
-        equal: how many are equal to the dense ones, byte for byte.
+        density: share of the blocks computed; steps and layers that a policy keeps dense count in full.
+        psnr: mean over the clips that differ from the dense ones; None if all are equal.
+        equal: number of clips that are equal to the dense ones, byte for byte.
         ssim, lpips, temporal_difference: means; None where not measured.
         seconds: median of a call.
         step_seconds: median of a step.
         speed_up: of a call, against the dense call of the same prompt and seed; the geometric mean.
-        count: prompts and seeds.
+        count: number of pairs of prompt and seed.
     """
 
     variant: str
@@ -48,7 +49,7 @@ class Line:
 
 
 def lines_of(result: Result) -> list[Line]:
-    """The dense pipeline, then every variant."""
+    """Return the lines of the dense pipeline and of every variant."""
     dense = [result.row("dense", item, None) for item in result.items]
     lines = [_line(DENSE, "dense", 1.0, dense, dense)]
     for variant in result.variants:
@@ -77,13 +78,13 @@ def _line(label: str, ran: str, density: float | None, rows: Sequence[Row], dens
 
 
 def _mean(rows: Sequence[Row], name: str) -> Interval | None:
-    """None unless every row has it."""
+    """Return the mean, or None unless every row has the value."""
     values = [row.get(name) for row in rows]
     return None if None in values else mean_interval([float(value) for value in values if value is not None])
 
 
 def _geometric(ratios: Sequence[float]) -> Interval:
-    """The geometric mean: twice as fast and half as fast make 1."""
+    """Return the geometric mean: that of 2 and 0.5 is 1."""
     logarithm = mean_interval([math.log(ratio) for ratio in ratios])
     mean = math.exp(logarithm.mean)
     return logarithm._replace(mean=mean, half=None if logarithm.half is None else mean * logarithm.half)
@@ -121,7 +122,7 @@ def _ran(variant: Variant, rows: Sequence[Row]) -> str:
 
 
 def cells(line: Line, lines: Sequence[Line]) -> list[tuple[str, str]]:
-    """Columns and texts, for the page and the terminal. Columns that no line fills are left out."""
+    """Return columns and texts, for the page and the terminal. Columns without values are left out."""
     is_dense = line is lines[0]
     shown: list[tuple[str, str]] = [("variant", line.variant), ("ran", line.ran)]
     shown.append(("density", "none" if line.density is None else f"{line.density:.3f}"))
@@ -147,40 +148,33 @@ def _psnr_text(line: Line) -> str:
     return line.psnr.text(1) + (f" ({line.equal} of {line.count} equal)" if line.equal else "")
 
 
-def time_text(seconds: float) -> str:
-    """Example:
-    >>> time_text(0.01234), time_text(75.04)
-    ('12.3 ms', '75.0 s')
-    """
-    return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
-
-
 def remarks(result: Result, lines: Sequence[Line]) -> Iterator[str]:
-    """What a reader of the table must know."""
+    """Yield remarks about the table."""
     if not result.is_known:
         yield (
-            f"sparge.enable does not know {result.kind}: the policies were applied to all self-attention of its "
-            "denoising model (sparge.replace_sdpa). Text tokens inside that attention are not kept by themselves, and "
-            "rules about layers and steps are not possible."
+            f"sparge.enable does not support {result.kind}: the policies were applied to all self-attention of its "
+            "denoising model (sparge.replace_sdpa). Text tokens inside that attention are not always kept, and rules "
+            "about layers and steps are not possible."
         )
     for variant, line in zip(result.variants, lines[1:], strict=True):
         if variant.is_sparse and line.ran.startswith("dense"):
-            told = (
-                " Larger pictures or longer clips go sparse; --force does it anyway." if "crossover" in line.ran else ""
-            )
-            yield f"{variant.label}: nothing ran sparse ({line.ran}), so its figures say nothing about sparsity.{told}"
-        elif variant.is_sparse and (told := kept_everything(line.density)):
-            yield f"{variant.label}: {told}."
+            advice = ""
+            if "crossover" in line.ran:
+                advice = " Larger images or longer clips go sparse; --force goes sparse at any size."
+            because = f"nothing ran sparse ({line.ran}), so its figures do not show effects of sparsity."
+            yield f"{variant.label}: {because}{advice}"
+        elif variant.is_sparse and (remark := kept_everything(line.density)):
+            yield f"{variant.label}: {remark}."
         if line.ran.startswith("dense: no attention"):
             yield f"{variant.label}: none of the pipeline's attention goes through torch's SDPA."
     if any(variant.is_sparse and variant.policy.backend != "auto" for variant in result.variants):
-        yield "A backend was named or --force given: calls went sparse however short they are, and may take longer so."
+        yield "A backend was named or --force was given: calls of any length went sparse, and short ones may be slower."
     broken = [row for row in result.rows if row.get("is_finite") is False]
     for row in broken:
         yield f"{row['variant']}, seed {row['seed']}: pixels were NaN or infinite; they count as black."
     if lines[-1].lpips is None:
-        yield f"LPIPS is left out: {lpips_missing() or 'some rows were measured without it'}."
+        yield f"LPIPS is left out: {lpips_unavailable_reason() or 'some rows were measured without it'}."
     if any(variant.kind == "sdpa" for variant in result.variants):
         yield "An sdpa= line is the dense model on another kernel: differences of that size are rounding noise."
     if len(result.items) == 1:
-        yield "One prompt and seed have no interval: give several to see how much figures vary."
+        yield "One prompt and seed have no interval: give several to see how much the figures vary."

@@ -1,7 +1,7 @@
-"""How far apart two pictures or clips are: PSNR, SSIM, LPIPS and what moves differently.
+"""Distances between two images or clips: PSNR, SSIM, LPIPS and temporal difference.
 
-All functions take tensors of one shape, a picture (H, W, 3) or a clip (F, H, W, 3): floats in [0, 1], or bytes. They
-work frame by frame, so a long clip costs the memory of one frame.
+All functions take tensors of one shape, an image (H, W, 3) or a clip (F, H, W, 3): floats in [0, 1], or bytes. They
+work frame by frame, so a long clip needs the memory of one frame.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from torch import Tensor
 WINDOW, SIGMA = 11, 1.5
 """Pixels on a side and standard deviation of the Gaussian window of SSIM."""
 
-STABILISERS = (0.01**2, 0.03**2)
+STABILIZERS = (0.01**2, 0.03**2)
 """Of SSIM, for values in [0, 1]."""
 
 LPIPS_SIDE = 64
-"""Smaller frames are enlarged for LPIPS: its network halves them several times."""
+"""Smaller frames are enlarged for LPIPS, because its network halves them several times."""
 
 
 def psnr(image: Tensor, exact: Tensor) -> float:
-    """Peak signal-to-noise ratio in dB, 10 log10(1 / mean squared error), over the whole clip; inf for equal ones.
+    """Return the PSNR in dB, 10 log10(1 / mean squared error), over the whole clip; inf for equal clips.
 
     Example:
         >>> import torch
@@ -39,22 +39,22 @@ def psnr(image: Tensor, exact: Tensor) -> float:
 
 
 def psnr_by_frame(image: Tensor, exact: Tensor) -> list[float]:
-    """The same of every frame."""
+    """Return the PSNR of every frame."""
     return [_decibel(error) for error in _squared_errors(image, exact)]
 
 
 def ssim(image: Tensor, exact: Tensor) -> float:
-    """Structural similarity, 1 for equal ones: Gaussian window of 11 x 11, per channel, the mean of all frames.
+    """Return the structural similarity, 1 for equal clips: Gaussian window of 11 x 11, per channel, mean of all frames.
 
-    Only places where the whole window lies inside the picture count.
+    Only places where the whole window lies inside the image count.
 
     Raises:
         ValueError: the frames are smaller than the window.
 
     Example:
         >>> import torch
-        >>> picture = torch.rand(16, 16, 3)
-        >>> ssim(picture, picture)
+        >>> image = torch.rand(16, 16, 3)
+        >>> ssim(image, image)
         1.0
     """
     values = [_ssim_of_frame(one, other) for one, other in _frames(image, exact)]
@@ -62,10 +62,10 @@ def ssim(image: Tensor, exact: Tensor) -> float:
 
 
 def temporal_difference(image: Tensor, exact: Tensor) -> float:
-    """Mean |(x[t+1] - x[t]) - (y[t+1] - y[t])|: movement and flicker that the exact clip does not have.
+    """Return the mean |(x[t+1] - x[t]) - (y[t+1] - y[t])|: movement and flicker that the exact clip does not have.
 
     Raises:
-        ValueError: not two clips of two frames or more.
+        ValueError: the inputs are not clips of two frames or more.
 
     Example:
         >>> import torch
@@ -86,8 +86,8 @@ def temporal_difference(image: Tensor, exact: Tensor) -> float:
 
 
 @functools.cache
-def lpips_missing() -> str | None:
-    """Why LPIPS cannot be measured here, or None: its network comes from the net when it is first used."""
+def lpips_unavailable_reason() -> str | None:
+    """Return why LPIPS cannot be measured here, or None. Its network is downloaded at first use."""
     if importlib.util.find_spec("lpips") is None:
         return "the package lpips is not installed (pip install lpips)"
     try:
@@ -98,7 +98,7 @@ def lpips_missing() -> str | None:
 
 
 def lpips(image: Tensor, exact: Tensor) -> float:
-    """Learned perceptual distance (AlexNet), 0 for equal ones, the mean of all frames; needs the package ``lpips``.
+    """Return the learned perceptual distance (AlexNet), 0 for equal clips, mean of all frames; needs ``lpips``.
 
     Frames with a side below 64 pixels are enlarged first.
     """
@@ -112,7 +112,7 @@ def lpips(image: Tensor, exact: Tensor) -> float:
 
 
 def _for_lpips(frame: Tensor) -> Tensor:
-    """(H, W, 3) in [0, 1] -> (1, 3, h, w) in [-1, 1]."""
+    """Convert (H, W, 3) in [0, 1] to (1, 3, h, w) in [-1, 1]."""
     planes = frame.permute(2, 0, 1)[None] * 2 - 1
     shorter = min(planes.shape[2:])
     if shorter >= LPIPS_SIDE:
@@ -131,13 +131,13 @@ def _lpips_network(device: str) -> Any:
 def _check(image: Tensor, exact: Tensor) -> None:
     if image.shape != exact.shape or image.ndim not in (3, 4) or image.shape[-1] != 3:
         raise ValueError(
-            "expected two pictures (H, W, 3) or clips (F, H, W, 3) of one shape, "
+            "expected two images (H, W, 3) or clips (F, H, W, 3) of one shape, "
             f"got {tuple(image.shape)} and {tuple(exact.shape)}"
         )
 
 
 def _frames(image: Tensor, exact: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pairs of frames, in [0, 1]."""
+    """Yield pairs of frames, in [0, 1]."""
     _check(image, exact)
     if image.ndim == 3:
         image, exact = image[None], exact[None]
@@ -166,14 +166,14 @@ def _ssim_of_frame(image: Tensor, exact: Tensor) -> float:
     variance_x = _blurred(x * x) - mean_x * mean_x
     variance_y = _blurred(y * y) - mean_y * mean_y
     covariance = _blurred(x * y) - mean_x * mean_y
-    first, second = STABILISERS
+    first, second = STABILIZERS
     shares = (2 * mean_x * mean_y + first) * (2 * covariance + second)
     shares = shares / ((mean_x * mean_x + mean_y * mean_y + first) * (variance_x + variance_y + second))
     return float(shares.mean())
 
 
 def _blurred(planes: Tensor) -> Tensor:
-    """(N, 1, H, W) under the Gaussian window, without a border."""
+    """Blur (N, 1, H, W) with the Gaussian window, without a border."""
     offsets = torch.arange(WINDOW, dtype=planes.dtype, device=planes.device) - WINDOW // 2
     weights = torch.exp(-(offsets**2) / (2 * SIGMA**2))
     weights = weights / weights.sum()

@@ -1,4 +1,4 @@
-"""Frames as data: URIs for a page, small enough to be sent by mail."""
+"""Frames as data: URIs for a page, in total small enough to be sent by mail."""
 
 from __future__ import annotations
 
@@ -11,54 +11,54 @@ import numpy as np
 from PIL import Image
 
 from sparge.evaluate.pipeline.output import Pixels
-from sparge.evaluate.pipeline.run import SHOWN_CLIPS, SHOWN_PICTURES, Item, Result
+from sparge.evaluate.pipeline.run import SHOWN_CLIPS, SHOWN_IMAGES, Item, Result
 
 MAX_BYTES = 8 * 2**20
-"""What all pictures of a page may hold, as text."""
+"""Limit on all images of a page, as text."""
 
 WIDTHS = (400, 320, 240, 180, 120, 80)
-"""Tried one after the other until all pictures fit."""
+"""Tried in this order until all images fit."""
 
 COLUMNS = 5
 """Frames of a clip that are shown."""
 
 MOVING_FRAMES, MOVING_WIDTH, FRAME_MS = 49, 240, 100
 LOSSLESS_PIXELS = 128 * 128
-"""Up to here pictures are kept as they are; of larger ones compression takes what is not seen."""
+"""Images up to this size are stored without loss."""
 
 GAIN = 4
-"""Differences are shown so many times enlarged."""
+"""Factor by which differences are amplified."""
 
 
 @dataclass(frozen=True)
 class Strip:
-    """Pictures of one variant, or of the dense pipeline, as data: URIs.
+    """Images of one variant, or of the dense pipeline, as data: URIs.
 
     Attributes:
         variant: "" for dense.
-        pictures: one for each column.
-        differences: from dense, enlarged; empty for dense.
-        moving: the whole clip, of the first clip alone.
+        images: one for each column.
+        differences: from dense, amplified; empty for dense.
+        moving: the whole clip, of the first clip only.
     """
 
     variant: str
-    pictures: list[str]
+    images: list[str]
     differences: list[str]
     moving: str = ""
 
     @property
     def size(self) -> int:
-        return sum(map(len, (*self.pictures, *self.differences, self.moving)))
+        return sum(map(len, (*self.images, *self.differences, self.moving)))
 
 
 @dataclass(frozen=True)
 class Gallery:
-    """Columns side by side: frames of one clip, or pictures of several prompts and seeds.
+    """Columns side by side: frames of one clip, or images of several prompts and seeds.
 
     Attributes:
         title: the prompt and seed of a clip.
-        items: what is shown: one clip, or a picture in each column.
-        columns: what each shows.
+        items: the clip, or the image in each column.
+        columns: the title of each column.
         strips: dense first.
         ratio: width over height.
     """
@@ -72,7 +72,7 @@ class Gallery:
 
 @dataclass(frozen=True)
 class _Chosen:
-    """What a gallery is made of: the frames of every strip, and clips if there are any to move."""
+    """The content of a gallery: the frames of every strip, and the clips to show in motion."""
 
     title: str
     items: list[Item]
@@ -99,7 +99,7 @@ class _Chosen:
 
 
 def galleries(result: Result, max_bytes: int = MAX_BYTES) -> list[Gallery]:
-    """What there is to see, as large as fits."""
+    """Return the images of a result, in the largest width that fits."""
     chosen = list(_chosen(result))
     made: list[Gallery] = []
     for width in WIDTHS:
@@ -113,14 +113,14 @@ def _chosen(result: Result) -> Iterator[_Chosen]:
     is_video = result.row("dense", result.items[0], None)["is_video"]
     labels = ["", *(variant.label for variant in result.variants)]
     kept: dict[Item, list[Pixels]] = {}
-    for item in result.items[: SHOWN_CLIPS if is_video else SHOWN_PICTURES]:
+    for item in result.items[: SHOWN_CLIPS if is_video else SHOWN_IMAGES]:
         clips = [result.frames(item, variant) for variant in (None, *result.variants)]
         found = [clip for clip in clips if clip is not None]
         if len(found) == len(clips):  # files may have been deleted
             kept[item] = found
     if not is_video and kept:
-        pictures = [[found[number][0] for found in kept.values()] for number in range(len(labels))]
-        yield _Chosen("", list(kept), [_name(item) for item in kept], labels, pictures, [])
+        images = [[found[number][0] for found in kept.values()] for number in range(len(labels))]
+        yield _Chosen("", list(kept), [_name(item) for item in kept], labels, images, [])
     for number, (item, found) in enumerate(kept.items() if is_video else ()):
         count = len(found[0])
         shown = sorted({round(place * (count - 1) / (COLUMNS - 1)) for place in range(COLUMNS)})
@@ -134,13 +134,13 @@ def _name(item: Item) -> str:
 
 
 def difference(frame: Pixels, exact: Pixels) -> Pixels:
-    """|frame - exact|, enlarged."""
+    """Return |frame - exact|, amplified."""
     distance = np.abs(frame.astype(np.int16) - exact.astype(np.int16)) * GAIN
     return distance.clip(0, 255).astype(np.uint8)
 
 
 def still(frame: Pixels, width: int) -> str:
-    """A picture as a data: URI, made no larger than it is."""
+    """Return an image as a data: URI, never enlarged."""
     file = io.BytesIO()
     image = _resized(frame, width)
     image.save(file, "WEBP", quality=88, method=4, lossless=image.width * image.height <= LOSSLESS_PIXELS)
@@ -148,7 +148,7 @@ def still(frame: Pixels, width: int) -> str:
 
 
 def animated(clip: Pixels, width: int) -> str:
-    """A clip that repeats for ever, some frames left out of a long one."""
+    """Return a clip that repeats, with some frames left out of a long one."""
     stride = -(-len(clip) // MOVING_FRAMES)
     first, *others = [_resized(frame, width) for frame in clip[::stride]]
     file = io.BytesIO()

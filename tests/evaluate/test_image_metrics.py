@@ -1,4 +1,4 @@
-"""Metrics of pictures and clips against their definitions, and what pipelines return as bytes."""
+"""Metrics of images and clips against their definitions, and outputs of pipelines as bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from sparge.evaluate.pipeline import images
+from sparge.evaluate.pipeline import image_metrics
 from sparge.evaluate.pipeline.output import frames_of
 
 
@@ -26,18 +26,18 @@ def test_psnr_is_that_of_the_mean_squared_error_of_all_frames() -> None:
     exact = torch.full((2, 8, 8, 3), 0.5)
     image = exact.clone()
     image[0] += 0.1
-    assert images.psnr(image, exact) == pytest.approx(-10 * math.log10(0.01 / 2), abs=1e-4)
-    assert images.psnr_by_frame(image, exact) == [pytest.approx(20, abs=1e-4), math.inf]
-    assert images.psnr(image[0], exact[0]) == pytest.approx(20, abs=1e-4)
+    assert image_metrics.psnr(image, exact) == pytest.approx(-10 * math.log10(0.01 / 2), abs=1e-4)
+    assert image_metrics.psnr_by_frame(image, exact) == [pytest.approx(20, abs=1e-4), math.inf]
+    assert image_metrics.psnr(image[0], exact[0]) == pytest.approx(20, abs=1e-4)
 
 
 def test_bytes_count_as_shares_of_255() -> None:
     one, other = (torch.randint(0, 256, (2, 12, 12, 3), dtype=torch.uint8) for _ in range(2))
-    for metric in (images.psnr, images.ssim, images.temporal_difference):
+    for metric in (image_metrics.psnr, image_metrics.ssim, image_metrics.temporal_difference):
         assert metric(one, other) == pytest.approx(metric(one.float() / 255, other.float() / 255), rel=1e-6)
-    assert images.psnr(torch.full((4, 4, 3), 8, dtype=torch.uint8), torch.full((4, 4, 3), 7, dtype=torch.uint8)) == (
-        pytest.approx(48.13, abs=0.01)
-    )
+    assert image_metrics.psnr(
+        torch.full((4, 4, 3), 8, dtype=torch.uint8), torch.full((4, 4, 3), 7, dtype=torch.uint8)
+    ) == (pytest.approx(48.13, abs=0.01))
 
 
 def test_ssim_is_its_definition() -> None:
@@ -51,36 +51,36 @@ def test_ssim_is_its_definition() -> None:
     for top in range(16 - 10):
         for left in range(14 - 10):
             for channel in range(3):
-                x, y = (picture[top : top + 11, left : left + 11, channel] for picture in (one, other))
+                x, y = (frame[top : top + 11, left : left + 11, channel] for frame in (one, other))
                 mean_x, mean_y = (weights * x).sum(), (weights * y).sum()
                 var_x, var_y = (weights * (x - mean_x) ** 2).sum(), (weights * (y - mean_y) ** 2).sum()
                 both = (weights * (x - mean_x) * (y - mean_y)).sum()
                 upper = (2 * mean_x * mean_y + 1e-4) * (2 * both + 9e-4)
                 values.append(upper / ((mean_x**2 + mean_y**2 + 1e-4) * (var_x + var_y + 9e-4)))
-    got = images.ssim(torch.from_numpy(one), torch.from_numpy(other))
+    got = image_metrics.ssim(torch.from_numpy(one), torch.from_numpy(other))
     assert got == pytest.approx(np.mean(values), abs=1e-5)
     assert 0.5 < got < 0.99
 
 
 def test_ssim_of_a_clip_is_the_mean_of_its_frames() -> None:
     one, other = random_clip(seed=0), random_clip(seed=1)
-    frames = [images.ssim(x, y) for x, y in zip(one, other, strict=True)]
-    assert images.ssim(one, other) == pytest.approx(sum(frames) / 3)
-    assert images.ssim(one, one) == 1.0
+    frames = [image_metrics.ssim(x, y) for x, y in zip(one, other, strict=True)]
+    assert image_metrics.ssim(one, other) == pytest.approx(sum(frames) / 3)
+    assert image_metrics.ssim(one, one) == 1.0
     with pytest.raises(ValueError, match=r"SSIM: expected frames of 11 x 11 pixels or more, got \(8, 14\)"):
-        images.ssim(one[:, :8], other[:, :8])
+        image_metrics.ssim(one[:, :8], other[:, :8])
 
 
-def test_temporal_difference_sees_change_alone() -> None:
+def test_temporal_difference_measures_change_only() -> None:
     one, other = random_clip(seed=0), random_clip(seed=1)
     expected = ((one[1:] - one[:-1]) - (other[1:] - other[:-1])).abs().mean()
-    assert images.temporal_difference(one, other) == pytest.approx(float(expected), rel=1e-5)
-    assert images.temporal_difference(one + 0.25, one) == pytest.approx(0, abs=1e-7)
+    assert image_metrics.temporal_difference(one, other) == pytest.approx(float(expected), rel=1e-5)
+    assert image_metrics.temporal_difference(one + 0.25, one) == pytest.approx(0, abs=1e-7)
     with pytest.raises(ValueError, match=r"expected clips \(F, H, W, 3\) of two frames or more, got \(1, 16, 14, 3\)"):
-        images.temporal_difference(one[:1], other[:1])
+        image_metrics.temporal_difference(one[:1], other[:1])
 
 
-def test_lpips_goes_to_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lpips_uses_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
     class Network(torch.nn.Module):
@@ -89,29 +89,29 @@ def test_lpips_goes_to_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
             return (one - other).abs().mean()
 
     monkeypatch.setitem(sys.modules, "lpips", SimpleNamespace(LPIPS=lambda **_: Network()))
-    images._lpips_network.cache_clear()
+    image_metrics._lpips_network.cache_clear()
     one, other = torch.ones(2, 32, 48, 3), torch.full((2, 32, 48, 3), 0.5)
-    assert images.lpips(one, other) == pytest.approx(1.0)
+    assert image_metrics.lpips(one, other) == pytest.approx(1.0)
     assert seen[0].shape == (1, 3, 64, 96)
     assert seen[0].max() == 1.0
-    images._lpips_network.cache_clear()
+    image_metrics._lpips_network.cache_clear()
 
 
-def test_what_keeps_lpips_away_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_lpips_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(**_: Any) -> None:
         raise OSError("no network")
 
     for found, expected in ((None, "not installed"), (object(), r"could not be loaded \(no network\)")):
-        images.lpips_missing.cache_clear()
+        image_metrics.lpips_unavailable_reason.cache_clear()
         monkeypatch.setattr("importlib.util.find_spec", lambda _, found=found: found)
         monkeypatch.setitem(sys.modules, "lpips", SimpleNamespace(LPIPS=fail))
-        assert re.search(expected, images.lpips_missing() or "")
-    images.lpips_missing.cache_clear()
+        assert re.search(expected, image_metrics.lpips_unavailable_reason() or "")
+    image_metrics.lpips_unavailable_reason.cache_clear()
 
 
 def test_shapes_must_agree() -> None:
     with pytest.raises(ValueError, match=r"of one shape, got \(3, 16, 14, 3\) and \(2, 16, 14, 3\)"):
-        images.psnr(random_clip(), random_clip()[:2])
+        image_metrics.psnr(random_clip(), random_clip()[:2])
 
 
 PIXELS = (np.arange(2 * 4 * 5 * 3) * 2 % 256).astype(np.uint8).reshape(2, 4, 5, 3)
@@ -138,7 +138,7 @@ def test_clips_become_bytes(clip: Any) -> None:
     assert np.array_equal(frames.pixels, PIXELS)
 
 
-def test_pictures_become_bytes() -> None:
+def test_images_become_bytes() -> None:
     frames = frames_of(SimpleNamespace(images=[Image.fromarray(PIXELS[0])]))
     assert not frames.is_video
     assert np.array_equal(frames.pixels, PIXELS[:1])
@@ -146,7 +146,7 @@ def test_pictures_become_bytes() -> None:
     assert np.array_equal(grey.pixels, np.repeat(PIXELS[:1, ..., :1], 3, -1))
 
 
-def test_nan_is_black_and_told() -> None:
+def test_nan_becomes_black_and_is_recorded() -> None:
     broken = FLOATS[None].copy()
     broken[0, 1] = np.nan
     frames = frames_of(SimpleNamespace(frames=broken))
@@ -159,11 +159,11 @@ def test_nan_is_black_and_told() -> None:
     ("output", "message"),
     [
         (SimpleNamespace(audios=[]), "expected an output with images or frames, got SimpleNamespace"),
-        (SimpleNamespace(images=[1, 2]), r"expected one picture or clip a call \(take more seeds\), got 2"),
+        (SimpleNamespace(images=[1, 2]), r"expected one image or clip per call \(take more seeds\), got 2"),
         (SimpleNamespace(frames=torch.zeros(1, 16, 5, 8, 8)), "expected frames of 1, 3 or 4 channels"),
         (SimpleNamespace(frames=[[]]), "expected a clip of one frame or more, got none"),
     ],
 )
-def test_other_outputs_are_refused(output: Any, message: str) -> None:
+def test_other_outputs_raise(output: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         frames_of(output)

@@ -1,0 +1,39 @@
+"""HTML pages from the Jinja2 templates in ``sparge/templates``: self-contained, with one stylesheet for all pages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from sparge.evaluate.block_colors import DARK, LIGHT
+
+TEMPLATES = Path(__file__).parents[1] / "templates"
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals.update(light=LIGHT, dark=DARK)
+    return environment
+
+
+def render(template: str, **values: Any) -> str:
+    """Return a page as text; all values except `markupsafe.Markup` are escaped."""
+    return _environment().get_template(template).render(**values)
+
+
+def machine_parts(row: Mapping[str, Any], *more: str) -> list[str]:
+    """Return the device, what the caller adds, the dtype and the versions that a row was measured with."""
+    device = row.get("gpu") or f"{row['processor']}, {row['threads']} threads"
+    commit = f" ({row['commit']})" if row.get("commit") else ""
+    return [device, *more, row["run"]["dtype"], f"torch {row['torch']}", f"sparge {row['sparge']}{commit}"]
