@@ -51,6 +51,12 @@ SHIFT = tl.constexpr(segments.SHIFT)
 
 
 @triton.jit
+def head_base(ptr, strides, batch, head):
+    """Return where a head of a tensor begins, from its strides of batch and head."""
+    return ptr + batch * strides[0] + head * strides[1]
+
+
+@triton.jit
 def segment_queries(segments_ptr, batch):
     """Where the queries of a segment begin in the pack (int64), and how many there are."""
     segment = segments_ptr + batch * SEGMENT_COLUMNS
