@@ -138,7 +138,8 @@ class MaskStrides(NamedTuple):
 class AttentionSpec:
     """The values that the attention kernel is compiled for.
 
-    Triton's cache knows a kernel by its source and this object's ``repr``: a derived value would have to be a field.
+    Triton caches a kernel by its source and the ``repr`` of this object, so derived values are fields, not properties.
+    Triton 3.6 rejects a plain integer in the shape of a tensor: kernels first assign such fields to a `tl.constexpr`.
 
     Attributes:
         quantization: "none", "int8_fp16" or "int8_fp8".

@@ -51,9 +51,10 @@ def _exact_scores(queries, key_base, key_stride, key_positions, q_len, kv_len, S
     """
     WIDTH: tl.constexpr = SPEC.head_dim_padded if SPEC.head_dim_padded < CHANNELS else CHANNELS
     PRECISION: tl.constexpr = "tf32x3" if key_base.dtype.element_ty == tl.float32 else "tf32"
+    BLOCK_M: tl.constexpr = SPEC.block_m
     query_ptrs = queries.base + queries.positions.to(tl.int64)[:, None] * queries.stride
     key_ptrs = key_base + key_positions.to(tl.int64)[:, None] * key_stride
-    scores = tl.zeros((SPEC.block_m, BLOCK_K), tl.float32)
+    scores = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
     for first in tl.range(0, SPEC.head_dim, WIDTH, num_stages=1):
         channels = first + tl.arange(0, WIDTH)
         inside = (channels < SPEC.head_dim)[None, :]

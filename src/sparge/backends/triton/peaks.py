@@ -48,12 +48,13 @@ def _either(first, second):
 @triton.jit
 def _marked_step_bits(head, blocks, first, SPEC: tl.constexpr):
     """Return an integer with one bit for each of 64 steps from place ``first`` on: a block of the step is marked."""
-    places = first + tl.arange(0, STEPS * SPEC.blocks)
+    BLOCKS: tl.constexpr = SPEC.blocks
+    places = first + tl.arange(0, STEPS * BLOCKS)
     numbers = blocks.first + places
     if not SPEC.all_blocks:
         numbers = tl.load(blocks.indices_base + places, mask=places < blocks.count, other=0)
     is_marked = tl.load(head.key_scale_base + numbers * KEY_GROUPS, mask=places < blocks.count, other=0.0) < 0
-    has_marked = tl.max(tl.reshape(is_marked.to(tl.int64), (STEPS, SPEC.blocks)), 1)
+    has_marked = tl.max(tl.reshape(is_marked.to(tl.int64), (STEPS, BLOCKS)), 1)
     return tl.sum(has_marked << tl.arange(0, STEPS), 0)
 
 

@@ -21,11 +21,12 @@ from sparge.backends.triton.scores import halves, side_by_side
 @triton.jit
 def empty_sums(SPEC: tl.constexpr):
     """Return the `RunningSums` before the first step."""
-    accumulator = tl.zeros((SPEC.block_m, SPEC.value_dim_padded), tl.float32)
-    row_sum = tl.zeros((SPEC.block_m,), tl.float32)
-    row_max = tl.full((SPEC.block_m,), float("-inf"), tl.float32)
-    row_ref = row_max
-    return RunningSums(accumulator, row_sum, row_max, row_ref)
+    BLOCK_M: tl.constexpr = SPEC.block_m
+    VALUE_DIM_PADDED: tl.constexpr = SPEC.value_dim_padded
+    accumulator = tl.zeros((BLOCK_M, VALUE_DIM_PADDED), tl.float32)
+    row_sum = tl.zeros((BLOCK_M,), tl.float32)
+    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    return RunningSums(accumulator, row_sum, row_max, row_max)
 
 
 @triton.jit
