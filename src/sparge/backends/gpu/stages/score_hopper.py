@@ -47,7 +47,7 @@ NUMBERS = ["head_dim", "heads", "group", "q_len", "kv_len", "last_offset", "q_bl
 
 
 @dataclass(frozen=True)
-class ScoreSpec:
+class HopperScoreSpec:
     """What the kernel is compiled for.
 
     Attributes:
@@ -490,7 +490,7 @@ def launch_scores(
     shape, score = call.shape, call.score
     width, heads = padded(shape.head_dim), shape.batch * shape.heads
     options = configs.hopper_score_config(width)
-    spec = ScoreSpec(
+    spec = HopperScoreSpec(
         width=width,
         from_means=from_means,
         samples=getattr(score, "samples", 1),
@@ -528,7 +528,7 @@ def launch_scores(
     return probability
 
 
-def _descriptor(tensor: Tensor, spec: ScoreSpec) -> TensorDescriptor:
+def _descriptor(tensor: Tensor, spec: HopperScoreSpec) -> TensorDescriptor:
     """Statistics (B * Hkv, kv_blocks, width) as TMA sees them, in parts of some key blocks and `CHUNK` channels."""
     layout = replace(spec.copied_layout, rank=3)
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, spec.columns, CHUNK], layout)
