@@ -49,7 +49,7 @@ def summarize_keys(key: Tensor, call: Call) -> tuple[Tensor, ...]:
 def _summaries(key: Tensor, call: Call, seen: SeenTokens | None) -> tuple[Tensor, ...]:
     variance = score_inputs(call.score).variance
     summary = summarize_key_value(
-        key, key, key, call, seen, means=True, variance=variance, codes=False, similarity=False
+        key, key, key, call, seen, means=True, variance=variance, quantized=False, similarity=False
     )
     return summary.mean_high, summary.mean_low, *([summary.variance] if variance else [])
 
@@ -86,7 +86,7 @@ class GpuCandidates(Candidates):
         summaries = self._keys if self._are_summarized else _summaries(self._keys[0], call, seen)
         key_value = KeyValueSummary(summaries[0], summaries[1], summaries[-1], query, query, query, query)
         parts = inputs.parts(call.score)
-        summary = summarize_query(query, key_value, call, seen, codes=False, parts=parts, similarity=False)
+        summary = summarize_query(query, key_value, call, seen, quantized=False, parts=parts, similarity=False)
         probability = block_probabilities(query, key_value, summary.mean, call, first_seen, first_query, None, blocks)
         self._rows = SelectionArguments(probability, summary.similarity, None, call, first_seen, None, blocks)
         return self._rows
