@@ -97,9 +97,10 @@ def assert_attention(
     A step of two key blocks rounds P to FP8 against their common maximum, the specification against one of each:
     another draw of the same error. It is compared with exact attention, and steps of one block with the specification.
 
-    There P counts from one integer of Q K^T above the maximum, u octaves: about 3 * 3 / 127^2 / sqrt(D) * 1.44, 1e-4 to
-    3e-4 here. It moves a share 8 u of the codes to the next one, by twelve times the variance of their rounding: the
-    difference is sqrt(96 u), .1 to .16, of P's share of the error, which is sqrt(1/2) of it.
+    There P is relative to one integer of Q K^T above the maximum, which is u log2 units: about
+    3 * 3 / 127^2 / sqrt(D) * 1.44, 1e-4 to 3e-4 here. It moves a share 8 u of the FP8 values to the next one, by 12
+    times the variance of their rounding: the difference is sqrt(96 u), 0.1 to 0.16, of P's share of the error, which is
+    sqrt(1/2) of it.
     """
     options = {"is_causal": is_causal, "window": window, "attn_mask": attn_mask}
     if scale is not None:
@@ -261,7 +262,7 @@ def test_masks_over_all_blocks(quantization: str) -> None:
 @modes
 @pytest.mark.parametrize("scale", [-0.4, 0.0, 2.0])
 def test_scales(scale: float, quantization: str) -> None:
-    """Without quantisation a negative scale moves into the query, with it into the codes."""
+    """Without quantization a negative scale moves into the query, with it into the quantized values."""
     query, key, value, _ = make_problem(130, 193, heads=1, head_dim=16, dtype=DTYPE_OF[quantization])
     query = query * (0.2 if scale > 1 else 1.0)
     assert_attention(query, key, value, None, quantization=quantization, is_causal=True, scale=scale)
@@ -424,7 +425,7 @@ class TestNonFinite:
         expected = specified(query, key, value, None, is_causal=is_causal, quantization=quantization)
         assert output[:, 1].isfinite().all()
         broken = output.isnan()
-        if which != "query" and is_causal:  # codes of a whole block are lost, and P V of a tile
+        if which != "query" and is_causal:  # quantized values of a whole block are lost, and P V of a tile
             assert not broken[:, :, :128].any()
             assert broken[:, 0, 140:].any(-1).all()
         elif which == "query":

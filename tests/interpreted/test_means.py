@@ -236,12 +236,12 @@ class TestBias:
         assert self.assert_bias(mask, key, value, shape).isnan().any()
 
 
-def means_of(key: Tensor, value: Tensor, call: Call, *, codes: bool) -> tuple[tuple[Tensor, Tensor], Tensor]:
+def means_of(key: Tensor, value: Tensor, call: Call, *, quantized: bool) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """Mean keys and values of a summary, and the bias of every block."""
     shape = call.shape
     query = torch.zeros(shape.batch, shape.heads, shape.q_len, shape.head_dim, dtype=key.dtype)
     seen = visibility_of(shape, call.is_causal, call.attn_mask)
-    asked = {"means": False, "variance": False, "blocks": True, "codes": codes, "similarity": False}
+    asked = {"means": False, "variance": False, "blocks": True, "quantized": quantized, "similarity": False}
     summary = summarize_key_value(query, key, value, call, seen, **asked)
     assert summary.key_block is not None
     assert summary.value_block is not None
@@ -249,16 +249,16 @@ def means_of(key: Tensor, value: Tensor, call: Call, *, codes: bool) -> tuple[tu
     return (summary.key_block, summary.value_block), summary.block_bias
 
 
-@pytest.mark.parametrize("codes", [False, True], ids=["plain", "codes"])
+@pytest.mark.parametrize("quantized", [False, True], ids=["plain", "quantized"])
 class TestSummary:
-    def assert_means(self, key: Tensor, value: Tensor, shape: Shape, codes: bool, **options: Any) -> None:
-        """As the specification's, in float32 where they become codes, else rounded to the dtype of the keys."""
-        call = call_of(shape, quantization="int8_fp8" if codes else "none", skipped="mean", **options)
-        blocks, bias = means_of(key, value, call, codes=codes)
+    def assert_means(self, key: Tensor, value: Tensor, shape: Shape, quantized: bool, **options: Any) -> None:
+        """As the specification's, in float32 if they will be quantized, else rounded to the dtype of the keys."""
+        call = call_of(shape, quantization="int8_fp8" if quantized else "none", skipped="mean", **options)
+        blocks, bias = means_of(key, value, call, quantized=quantized)
         keys_seen, _ = seen_tokens(shape, call.is_causal, call.attn_mask)
         expected = block_means(key.double(), value.double(), keys_seen)
         for mine, theirs in zip(blocks, (expected.key, expected.value), strict=True):
-            assert mine.dtype == (torch.float32 if codes else key.dtype)
+            assert mine.dtype == (torch.float32 if quantized else key.dtype)
             rounding = torch.finfo(mine.dtype).eps * theirs.abs() + 2e-6  # sums of float32 have 64 roundings
             assert_close(mine[..., : theirs.shape[-1]], theirs, rounding)
         assert torch.equal(bias == -math.inf, expected.bias == -math.inf)
@@ -266,20 +266,20 @@ class TestSummary:
         assert_close(bias[seen], expected.bias[seen] * LOG2_E, 1e-6)
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-    def test_dtypes(self, codes: bool, dtype: torch.dtype) -> None:
+    def test_dtypes(self, quantized: bool, dtype: torch.dtype) -> None:
         _, key, value, shape = make_problem(1, 330, heads=2, **WIDTHS, dtype=dtype)
-        self.assert_means(key, value, shape, codes)
+        self.assert_means(key, value, shape, quantized)
 
-    def test_hidden_keys_count_for_nothing(self, codes: bool) -> None:
+    def test_hidden_keys_count_for_nothing(self, quantized: bool) -> None:
         _, key, value, shape = make_problem(70, 200, batch=2, heads=2, kv_heads=1, head_dim=16)
         mask = random_bits(2, 1, 1, 200, share=0.5)
         mask[..., 64:128] = False  # a block without any
         hidden = ~mask[:, 0, 0, :, None]
         key, value = (tensor.masked_fill(hidden[:, None], math.nan) for tensor in (key, value))
-        self.assert_means(key, value, shape, codes, attn_mask=mask)
+        self.assert_means(key, value, shape, quantized, attn_mask=mask)
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf])
-    def test_a_key_or_value_that_is_not_finite_breaks_both_means(self, bad: float, codes: bool) -> None:
+    def test_a_key_or_value_that_is_not_finite_breaks_both_means(self, bad: float, quantized: bool) -> None:
         _, key, value, shape = make_problem(1, 330, heads=2, **WIDTHS)
         key[0, 0, 70, 3], value[0, 0, 200, 30], value[0, 1, 329, 0] = bad, -bad, bad
-        self.assert_means(key, value, shape, codes)
+        self.assert_means(key, value, shape, quantized)

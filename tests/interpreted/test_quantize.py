@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 FP8_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
 """Which token of each 16 stands where in the transposed FP8 values."""
 EDGE = 1e-3
-"""How near to the middle between two codes a number may round either way."""
+"""Distance from the middle between two integers within which a number may round either way."""
 
 
 SMALLEST_SCALE = 1e-15
@@ -41,14 +41,14 @@ SMALLEST_SCALE = 1e-15
 
 
 def assert_int8(got: Tensor, got_scales: Tensor, tokens: Tensor, scales: Tensor) -> None:
-    """Equal codes and scales, (S, D) and (S,), but for codes on a rounding edge; the rest of the buffer is 0."""
+    """Check INT8 values (S, D) and scales (S,), except for values on a rounding edge; the rest of the buffer is 0."""
     scales = torch.where(tokens.any(1, keepdim=True) | (scales != 1.0), scales, SMALLEST_SCALE)
     assert_close(got_scales[: len(tokens)], scales[:, 0], 4 * EPSILON * scales[:, 0].abs())
-    known = scales[:, 0].isfinite()  # the codes of a NaN mean nothing
-    codes = quantize_int8(tokens, scales)
+    known = scales[:, 0].isfinite()  # INT8 values of NaN have no meaning
+    quantized = quantize_int8(tokens, scales)
     edge = ((tokens / scales) % 1 - 0.5).abs() < EDGE
     length, width = tokens.shape
-    off = (got[:length, :width].int() - codes.int()).abs()[known]
+    off = (got[:length, :width].int() - quantized.int()).abs()[known]
     assert not off[~edge[known]].any()
     assert not (off > 1).any()
     assert off.float().mean() < 4 * EDGE
@@ -65,7 +65,7 @@ def spread_over_keys(scales: Tensor) -> Tensor:
 def summary_of(
     query: Tensor, key: Tensor, value: Tensor, shape: Shape, is_causal: bool, attn_mask: Tensor | None
 ) -> KeyValueSummary:
-    wanted = {"means": False, "variance": False, "codes": True, "similarity": False}
+    wanted = {"means": False, "variance": False, "quantized": True, "similarity": False}
     call = call_of(shape, is_causal=is_causal, scale=1.0, attn_mask=attn_mask, quantization="int8_fp8")
     return summarize_key_value(query, key, value, call, visibility_of(shape, is_causal, attn_mask), **wanted)
 
@@ -75,17 +75,17 @@ def balance_of(summary: KeyValueSummary, shape: Shape) -> Tensor:
     return summary.balance.double().view(shape.batch, shape.kv_heads, 1, -1)[..., : shape.head_dim]
 
 
-KeyValueCodes = tuple[Tensor, Tensor, Tensor, KeyValueSummary]
+QuantizedKeyValue = tuple[Tensor, Tensor, Tensor, KeyValueSummary]
 
 
-def key_value_codes(
+def quantized_key_value(
     key: Tensor,
     value: Tensor,
     shape: Shape,
     quantization: str,
     is_causal: bool = False,
     attn_mask: Tensor | None = None,
-) -> KeyValueCodes:
+) -> QuantizedKeyValue:
     """Of keys whose channels are as unlike the queries' as those of trained models."""
     query = random_channels(key.new_ones(shape.batch, shape.heads, shape.q_len, shape.head_dim))
     summary = summary_of(query, key, value, shape, is_causal, attn_mask)
@@ -102,7 +102,7 @@ def random_channels(tokens: Tensor, seed: int = 11) -> Tensor:
 
 
 def assert_key_value(
-    codes: KeyValueCodes,
+    quantized: QuantizedKeyValue,
     key: Tensor,
     value: Tensor,
     shape: Shape,
@@ -110,7 +110,7 @@ def assert_key_value(
     is_causal: bool = False,
     attn_mask: Tensor | None = None,
 ) -> None:
-    got_codes, got_scales, value_codes, summary = codes
+    got_int8, got_scales, rounded_value, summary = quantized
     assert got_scales.shape == (shape.batch, shape.kv_heads, shape.kv_blocks, 4)
     keys_seen, _ = seen_tokens(shape, is_causal, attn_mask)
     smoothed, _ = smooth_key(key.double(), keys_seen)
@@ -120,18 +120,18 @@ def assert_key_value(
     rows = shape.kv_blocks * BLOCK_K
     for b in range(shape.batch):
         for h in range(shape.kv_heads):
-            assert_int8(got_codes[b, h], spread_over_keys(got_scales[b, h]), mixed[b, h], scales[b, h])
+            assert_int8(got_int8[b, h], spread_over_keys(got_scales[b, h]), mixed[b, h], scales[b, h])
             if quantization == "int8_fp16":
                 expected = to_fp16(value[b, h]).half()
                 width = padded(shape.value_dim)
                 expected = F.pad(expected, (0, width - shape.value_dim, 0, rows - shape.kv_len))
-                assert torch.equal(value_codes[b, h].nan_to_num(7.0), expected.nan_to_num(7.0))
+                assert torch.equal(rounded_value[b, h].nan_to_num(7.0), expected.nan_to_num(7.0))
                 continue
             numbers, _ = quantize_fp8(value[b, h])
             numbers = F.pad(numbers, (0, padded(shape.value_dim) - shape.value_dim, 0, rows - shape.kv_len))
             order = torch.arange(0, rows, 16)[:, None] + torch.tensor(FP8_ORDER)
             expected = numbers[order.flatten()].mT
-            got = value_codes[b, h].float()
+            got = rounded_value[b, h].float()
             assert_close(got, expected, expected.abs() / 8)  # E4M3 has three fraction bits: one code at most
             assert (got.nan_to_num() != expected.nan_to_num()).float().mean() < 4 * EDGE
 
@@ -147,12 +147,12 @@ class TestKeyValue:
         if quantization == "int8_fp16" and dtype == torch.float16:
             dtype = torch.bfloat16  # values that are FP16 already stay where they are
         _, key, value, shape = make_problem(1, kv_len, batch=2, heads=1, head_dim=24, value_dim=40, dtype=dtype)
-        codes = key_value_codes(key, value, shape, quantization)
-        assert_key_value(codes, key, value, shape, quantization)
+        quantized = quantized_key_value(key, value, shape, quantization)
+        assert_key_value(quantized, key, value, shape, quantization)
 
     def test_fp16_values_are_not_copied(self) -> None:
         _, key, value, shape = make_problem(1, 100, heads=1, dtype=torch.float16)
-        assert key_value_codes(key, value, shape, "int8_fp16")[2] is value
+        assert quantized_key_value(key, value, shape, "int8_fp16")[2] is value
 
     @pytest.mark.parametrize("quantization", ["int8_fp8", "int8_fp16"])
     @causality
@@ -163,40 +163,40 @@ class TestKeyValue:
         assert hidden.any()
         garbage = torch.tensor([math.nan, 1e30]).repeat(65)[:, None]
         key, value = torch.where(hidden, garbage, key), torch.where(hidden, garbage, value)
-        codes = key_value_codes(key, value, shape, quantization, is_causal, mask)
+        quantized = quantized_key_value(key, value, shape, quantization, is_causal, mask)
         key = torch.where(hidden, 0.0, key)
-        assert_key_value(codes, key, value, shape, quantization, is_causal, mask)
+        assert_key_value(quantized, key, value, shape, quantization, is_causal, mask)
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf])
     def test_a_broken_key_marks_its_group_alone(self, bad: float) -> None:
         _, key, value, shape = make_problem(1, 200, heads=1, head_dim=16)
         key[0, 0, 70, 3] = bad  # of block 1, in its place (6 mod 8) div 2
-        codes = key_value_codes(key, value, shape, "int8_fp8")
-        assert codes[1].isnan().nonzero().tolist() == [[0, 0, 1, 3]]
+        quantized = quantized_key_value(key, value, shape, "int8_fp8")
+        assert quantized[1].isnan().nonzero().tolist() == [[0, 0, 1, 3]]
         if math.isnan(bad):
-            assert_key_value(codes, key, value, shape, "int8_fp8")
+            assert_key_value(quantized, key, value, shape, "int8_fp8")
 
     @pytest.mark.parametrize("quantization", ["int8_fp8", "int8_fp16"])
     def test_values_out_of_range(self, quantization: str) -> None:
         """FP8 turns what is not finite into NaN; FP16 keeps it, and saturates at 65504."""
         _, key, value, shape = make_problem(1, 70, heads=1, head_dim=16)
         value[0, 0, 3, 0], value[0, 0, 4, 1], value[0, 0, 5, 2], value[0, 0, 6, 3] = math.nan, math.inf, -math.inf, 1e6
-        codes = key_value_codes(key, value, shape, quantization)
-        assert_key_value(codes, key, value, shape, quantization)
+        quantized = quantized_key_value(key, value, shape, quantization)
+        assert_key_value(quantized, key, value, shape, quantization)
 
-    def test_a_constant_key_has_codes_of_zero(self) -> None:
+    def test_a_constant_key_is_quantized_to_zero(self) -> None:
         _, key, value, shape = make_problem(1, 70, heads=1, head_dim=16)
         key[:] = 3.0
         value[:] = 0.0
         seen = make_problem(1, 70, heads=1, head_dim=16)[0]
         summary = summary_of(seen, key, value, shape, False, None)
-        codes, scales, value_codes = quantize_key_value(
+        quantized, scales, rounded_value = quantize_key_value(
             key, value, summary, call_of(shape, quantization="int8_fp8"), None
         )
         assert (summary.balance == 1).all()
-        assert not codes.any()
+        assert not quantized.any()
         assert (scales == SMALLEST_SCALE).all()
-        assert not value_codes.float().any()
+        assert not rounded_value.float().any()
 
 
 def summary_with(key_mean: Tensor) -> KeyValueSummary:
@@ -214,7 +214,7 @@ def query_summary_of(
         summary,
         call_of(shape, is_causal=is_causal, scale=scale, attn_mask=attn_mask),
         visibility_of(shape, is_causal, attn_mask),
-        codes=True,
+        quantized=True,
         parts=1,
         similarity=True,
     )
@@ -239,7 +239,7 @@ def assert_query(
         for h in range(shape.heads):
             flat, seen, tokens = b * shape.heads + h, queries_seen[b, h], query[b, h]
             got_scales = got.scale[flat].double() / (abs(scale) * LOG2_E * MIXED)
-            assert_int8(got.codes[b, h], got_scales, mixed[b, h], scales[b, h])
+            assert_int8(got.quantized[b, h], got_scales, mixed[b, h], scales[b, h])
             mean = summary.key_mean[b * shape.kv_heads + h // shape.group, : shape.head_dim].double()
             tolerance = 16 * EPSILON * abs(scale) * (tokens.abs() @ mean.abs())
             assert_close(got.lse_shift[flat], scale * (tokens @ mean), tolerance)
@@ -261,7 +261,7 @@ class TestQuery:
         summary = summary_with(F.pad(key.float().mean(2).flatten(0, 1), (0, 24)))
         assert_query(query_summary_of(query, summary, shape, 0.3, False, None), query, summary, shape, 0.3)
 
-    def test_the_sign_of_the_scale_is_in_the_codes(self) -> None:
+    def test_the_sign_of_the_scale_is_in_the_quantized_values(self) -> None:
         query, key, _, shape = make_problem(130, 70, heads=1, head_dim=16)
         summary = summary_with(key.mean(2)[0])
         got = query_summary_of(query, summary, shape, -0.5, False, None)
@@ -269,7 +269,7 @@ class TestQuery:
         nothing = query_summary_of(query, summary, shape, 0.0, False, None)
         torch.testing.assert_close(nothing.scale, torch.full_like(nothing.scale, 1e-20), rtol=1e-6, atol=0)
         assert not nothing.lse_shift.any()
-        assert torch.equal(nothing.codes, -got.codes)
+        assert torch.equal(nothing.quantized, -got.quantized)
 
     def test_a_scale_for_every_query(self) -> None:
         """From 1e-12 to 1e12 in one block, and a row of zeros."""
@@ -279,7 +279,7 @@ class TestQuery:
         summary = summary_with(key.mean(2)[0])
         got = query_summary_of(query, summary, shape, 0.3, False, None)
         assert_query(got, query, summary, shape, 0.3)
-        assert (got.codes[0, 0, :130].abs().amax(1) == 127).tolist() == [row != 7 for row in range(130)]
+        assert (got.quantized[0, 0, :130].abs().amax(1) == 127).tolist() == [row != 7 for row in range(130)]
 
     @pytest.mark.parametrize("masked", [False, True], ids=["no mask", "padding"])
     def test_queries_that_see_nothing_count_as_zero(self, masked: bool) -> None:

@@ -70,11 +70,11 @@ def probabilities_of(
         means=True,
         variance=inputs.variance,
         blocks=False,
-        codes=False,
+        quantized=False,
         similarity=similarity,
     )
     summary = summarize_query(
-        query, key_value, call, seen, codes=False, parts=inputs.parts(call.score), similarity=similarity
+        query, key_value, call, seen, quantized=False, parts=inputs.parts(call.score), similarity=similarity
     )
     thresholds = None if threshold is None else torch.full((shape.heads,), threshold)
     got = block_probabilities(query, key_value, summary.mean, call, first_seen, first_query, thresholds, blocks)

@@ -52,7 +52,7 @@ def summary_of(
         visibility_of(shape, is_causal, attn_mask),
         means=True,
         variance=True,
-        codes=True,
+        quantized=True,
         similarity=similarity,
     )
 
@@ -190,7 +190,7 @@ class TestSummarize:
 
     def test_asks_for_nothing_and_gets_the_key_itself(self) -> None:
         query, key, value, shape = make_problem(1, 100, heads=1)
-        wanted = dict.fromkeys(("means", "variance", "codes", "similarity"), False)
+        wanted = dict.fromkeys(("means", "variance", "quantized", "similarity"), False)
         summary = summarize_key_value(query, key, value, call_of(shape), None, **wanted)
         assert summary.mean_high is summary.key_mean is summary.balance is summary.value_scale is key
 
@@ -263,6 +263,6 @@ def test_a_huge_key_has_no_vote() -> None:
     """The square of 3e19 is not finite, which is no size of a channel."""
     query, key, value, shape = make_problem(128, 600, heads=1, head_dim=16)
     key[0, 0, 7, 3] = 3e19
-    asked = {"means": False, "variance": False, "codes": True, "similarity": False}
+    asked = {"means": False, "variance": False, "quantized": True, "similarity": False}
     summary = summarize_key_value(query, key, value, call_of(shape, scale=SCALE), None, **asked)
     assert summary.balance.isfinite().all()

@@ -365,7 +365,8 @@ class BoundLaunches:
         for place in record.places[len(record.descriptors) :]:
             _next(declared, len(addresses), compiled)
             addresses.append(first_slot + 8 * place)
-        types = list(compiled.src.signature.values())[len(record.places) :]
+        signature = list(compiled.src.signature.values())  # tensors may be grouped: values are counted from the end
+        types = signature[len(signature) - len(record.values) :]
         for kind, value in zip(types, record.values, strict=True):
             for each_kind, each_value in _flattened(kind, value):
                 if each_kind != "constexpr":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +48,7 @@ def _known(kernel: Any) -> _Kernel:
     if known is None:
         names = kernel.arg_names
         kinds = [_kind(name) for name in names]
-        order = "*_desc, *_ptr, *_strides, numbers, CONSTANTS"
+        order = "*_desc, *_ptr or *_ptrs, *_strides, numbers, CONSTANTS"
         assert kinds == sorted(kinds), f"{kernel.__name__}: expected {order}, got {names}"
         descriptors, pointers, strides, numbers = (sum(kind <= last for kind in kinds) for last in range(4))
         specialized = set(names[strides:numbers]) - _not_specialized(kernel)
@@ -64,8 +65,8 @@ def _not_specialized(kernel: Any) -> set[str]:
 
 def _kind(name: str) -> int:
     """Return 0 for a tensor's descriptor, 1 for a tensor, 2 for strides, 3 for a number, 4 for a compile-time value."""
-    for kind, ending in enumerate(("_desc", "_ptr", "_strides")):
-        if name.endswith(ending):
+    for kind, endings in enumerate((("_desc",), ("_ptr", "_ptrs"), ("_strides",))):
+        if name.endswith(endings):
             return kind
     return 4 if name.isupper() else 3
 
@@ -82,20 +83,19 @@ def launch(kernel: Any, programs: int, **arguments: Any) -> None:
     launched with another number than it was compiled for. (Triton does not specialize floats, but names do not identify
     them.)
 
-    A tensor may be passed as Gluon's TMA descriptor (``*_desc``).
+    A tensor may be passed as Gluon's TMA descriptor (``*_desc``). Related tensors may be passed as a named tuple
+    (``*_ptrs``), and so may their strides. Numbers may not: ``do_not_specialize`` does not apply inside tuples.
     """
     values = list(arguments.values())
     known = _known(kernel)
-    descriptors, pointers = values[: known.descriptors], values[known.descriptors : known.pointers]
+    descriptors, pointers = values[: known.descriptors], _flattened(values[known.descriptors : known.pointers])
     tensors = [descriptor.base for descriptor in descriptors] + pointers
     facts = (
         tensors[0].get_device(),
         tuple([tuple(descriptor.block_shape) for descriptor in descriptors]),
         tuple([tensor.dtype for tensor in tensors]),
         tuple([tensor.data_ptr() & 15 == 0 for tensor in tensors]),
-        tuple(
-            [(x & 15 == 0, x == 1, x > LARGEST_INT32) for each in values[known.pointers : known.strides] for x in each]
-        ),
+        tuple([(x & 15 == 0, x == 1, x > LARGEST_INT32) for x in _flattened(values[known.pointers : known.strides])]),
         tuple(values[known.numbers :]),
     )
     in_signature = values[: len(kernel.arg_names)]
@@ -114,6 +114,17 @@ def launch(kernel: Any, programs: int, **arguments: Any) -> None:
     recorder = current_recorder.get()
     if recorder is not None:
         recorder.add_launch(compiled, programs, descriptors, tensors, in_signature[known.pointers :])
+
+
+def _flattened(values: Iterable[Any]) -> list[Any]:
+    """Return the entries of nested tuples, in order."""
+    flat = []
+    for value in values:
+        if isinstance(value, tuple):
+            flat += _flattened(value)
+        else:
+            flat.append(value)
+    return flat
 
 
 def architecture_of(tensor: Tensor) -> int:

@@ -73,12 +73,12 @@ def prepare(
         means=has_scores,
         variance=inputs is not None and inputs.variance,
         blocks=replaces,
-        codes=quantizes,
+        quantized=quantizes,
         similarity=has_similarity,
     )
     parts = inputs.parts(call.score) if inputs is not None else 0
     summarize = partial(
-        summarize_query, query, key_value, call, seen, codes=quantizes, parts=parts, similarity=has_similarity
+        summarize_query, query, key_value, call, seen, quantized=quantizes, parts=parts, similarity=has_similarity
     )
     summary = summarize() if parts or has_similarity else None
     order, bias = None, None
@@ -102,7 +102,7 @@ def prepare(
         if summary is None:
             summary = summarize()
     if quantizes:
-        query = summary.codes
+        query = summary.quantized
     if replaces:
         with in_branch("means"):
             means = _means(key_value, bias, mask, call)

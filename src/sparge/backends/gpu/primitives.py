@@ -1,8 +1,9 @@
-"""Small device functions that several kernels share."""
+"""Constants and small device functions that several kernels share."""
 
 from __future__ import annotations
 
 import math
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -20,28 +21,28 @@ MIXED = tl.constexpr(quant.MIXED)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 LOG2_FP8_MAX = tl.constexpr(math.log2(quant.FP8_MAX))
-"""P is multiplied by E4M3's largest number before it is rounded to it."""
+"""P is multiplied by E4M3's largest number before it is rounded."""
 INT32_AS_FLOAT = tl.constexpr(0x4B400000)
-"""The bits of 1.5 * 2^23. An INT32 sum that starts here *is* the float 1.5 * 2^23 + sum, as long as |sum| < 2^22
-(127 * 127 * 256 < 2^22): INT8 products need no conversion, which costs as much as an exponential."""
+"""The bits of 1.5 * 2^23. An INT32 sum that starts at this number has the bits of the float 1.5 * 2^23 + sum, if |sum|
+is below 2^22 (127 * 127 * 256 is). INT8 products then need no conversion, which costs as much as an exponential."""
 FLOAT_OFFSET = tl.constexpr(12582912.0)
-"""1.5 * 2^23, what such a float must be lowered by."""
+"""1.5 * 2^23, the offset of these floats."""
 INT8_MAX = tl.constexpr(quant.INT8_MAX)
 FP16_MAX = tl.constexpr(quant.FP16_MAX)
 FP8_MAX = tl.constexpr(quant.FP8_MAX)
 FP8_RANGE = tl.constexpr(quant.FP8_RANGE)
 FP8_RANGE_FACTOR = tl.constexpr(2.0**quant.FP8_RANGE)
 FAR = tl.constexpr(13.0)
-"""Octaves between a row's maximum and that of a group of its keys, from which on a tile is taken in two parts."""
+"""Log2 units between the maxima of a row and of a group of its keys, above which FP8 loses the group beside the row's
+peak."""
 FP16_ROOM = tl.constexpr(quant.FP16_ROOM)
 REACH = tl.constexpr(quant.REACH)
 SMALLEST_SCALE = tl.constexpr(1e-30)
-"""Stands for 0, because a hidden score is -inf before it is scaled."""
+"""Replaces a scale of 0, because hidden scores are -inf before they are scaled."""
 SMALLEST_NORM = tl.constexpr(1e-12)
-"""What a token is divided by at least to become a unit vector; one of zeros stays 0."""
+"""Smallest divisor of a token that becomes a unit vector; a token of zeros stays 0."""
 NOWHERE = tl.constexpr(visibility.NOWHERE)
-"""Position of the first visible key in a block that has none."""
-
+"""Position of the first visible key in a block without visible keys."""
 
 SEGMENT_COLUMNS = tl.constexpr(segments.TABLE_COLUMNS)
 Q_START, Q_LEN = tl.constexpr(segments.Q_START), tl.constexpr(segments.Q_LEN)
@@ -51,28 +52,34 @@ SHIFT = tl.constexpr(segments.SHIFT)
 
 
 @triton.jit
+def head_base(ptr, strides, batch, head):
+    """Return where a head of a tensor begins, from its strides of batch and head."""
+    return ptr + batch * strides[0] + head * strides[1]
+
+
+@triton.jit
 def segment_queries(segments_ptr, batch):
-    """Where the queries of a segment begin in the pack (int64), and how many there are."""
+    """Return where the queries of a segment begin in the pack (int64), and their number."""
     segment = segments_ptr + batch * SEGMENT_COLUMNS
     return tl.load(segment + Q_START).to(tl.int64), tl.load(segment + Q_LEN)
 
 
 @triton.jit
 def segment_keys(segments_ptr, batch):
-    """Where the keys of a segment begin in the pack (int64), and how many there are."""
+    """Return where the keys of a segment begin in the pack (int64), and their number."""
     segment = segments_ptr + batch * SEGMENT_COLUMNS
     return tl.load(segment + KV_START).to(tl.int64), tl.load(segment + KV_LEN)
 
 
 @triton.jit
 def segment_number(segments_ptr, batch, COLUMN: tl.constexpr):
-    """Another number of a segment: FIRST_ROW, TOP_LEVEL, SHIFT."""
+    """Return another number of a segment: FIRST_ROW, TOP_LEVEL or SHIFT."""
     return tl.load(segments_ptr + batch * SEGMENT_COLUMNS + COLUMN)
 
 
 @triton.jit
 def segment_sizes(segments_ptr, batch, first_offset, last_offset):
-    """How many queries and keys a segment has, and the offsets of its window, from those of the longest segment's."""
+    """Return a segment's q_len, kv_len and window offsets. The arguments are the offsets of the longest segment."""
     _, q_len = segment_queries(segments_ptr, batch)
     _, kv_len = segment_keys(segments_ptr, batch)
     shift = segment_number(segments_ptr, batch, SHIFT)
@@ -81,16 +88,16 @@ def segment_sizes(segments_ptr, batch, first_offset, last_offset):
 
 @triton.jit
 def is_finite(values):
-    """True where a float32 is neither NaN nor infinite."""
+    """Return True where a float32 is neither NaN nor infinite."""
     return tl.abs(values) < float("inf")
 
 
 @triton.jit
 def fp8_token_order(position):
-    """Which token of its group of 16 stands at a position of the transposed FP8 values: 0 1 8 9 2 3 10 11 ...
+    """Return the token at a position of the transposed FP8 values, permuted in groups of 16: 0 1 8 9 2 3 10 11 ...
 
-    A thread holds columns 2t, 2t + 1, 2t + 8, 2t + 9 of the scores, and must supply P's columns 4t .. 4t + 3 to the
-    FP8 product. Values stored in this order make its own columns the right ones: no exchange between threads.
+    A thread holds columns 2t, 2t + 1, 2t + 8, 2t + 9 of the scores, and must supply columns 4t to 4t + 3 of P to the
+    FP8 product. With values in this order its own columns are the right ones, and threads exchange nothing.
     """
     within = position % 16
     return position - within + (within // 4) * 2 + within % 2 + (within // 2 % 2) * 8
@@ -98,7 +105,7 @@ def fp8_token_order(position):
 
 @triton.jit
 def in_fp8_token_order(probability):
-    """Columns of a [M, N] tile in the order of `fp8_token_order`; moves no data between threads."""
+    """Return a tile [M, N] with its columns in `fp8_token_order`. No data moves between threads."""
     rows: tl.constexpr = probability.shape[0]
     columns: tl.constexpr = probability.shape[1]
     grouped = tl.reshape(probability, (rows, columns // 16, 2, 4, 2))
@@ -107,13 +114,13 @@ def in_fp8_token_order(probability):
 
 @triton.jit
 def by_group(raw, ROWS: tl.constexpr):
-    """Scores of a key block [M, 64] as [M, 8, groups, 2]. A thread holds one group; nothing moves."""
+    """Return scores of a key block [M, 64] as [M, 8, KEY_GROUPS, 2]. A thread holds one group; no data moves."""
     return tl.reshape(raw, (ROWS, BLOCK_K // (2 * KEY_GROUPS), KEY_GROUPS, 2))
 
 
 @triton.jit
 def mix(tokens):
-    """`quant.mix` of [N, D], the same signs. A thread that holds eight neighbouring channels exchanges nothing."""
+    """Return `quantization.mix` of tokens [N, D]. A thread that holds 8 adjacent channels exchanges nothing."""
     rows: tl.constexpr = tokens.shape[0]
     width: tl.constexpr = tokens.shape[1]
     sign = tl.where(tl.arange(0, width) % 4 == 3, -1.0 / MIXED, 1.0 / MIXED)
@@ -126,7 +133,7 @@ def mix(tokens):
 
 @triton.jit
 def sampled_query(block, sample, first_seen, q_len, SAMPLES: tl.constexpr):
-    """Position of an evenly spaced sample among the seen queries (those from ``first_seen`` on) of a query block."""
+    """Return the position of an evenly spaced sample among the queries of a block, from ``first_seen`` on."""
     start = block * BLOCK_Q
     stop = tl.minimum(start + BLOCK_Q, q_len)
     seen_start = tl.maximum(start, first_seen)
@@ -135,34 +142,35 @@ def sampled_query(block, sample, first_seen, q_len, SAMPLES: tl.constexpr):
     return tl.where(count > 0, pick, start)
 
 
+class TokenHead(NamedTuple):
+    """Where the tokens of a head begin, with the stride of a token, and the same of the flags of seen tokens."""
+
+    base: Any
+    stride: Any
+    seen_base: Any
+    seen_stride: Any
+
+
 @triton.jit
-def load_tokens(
-    base,
-    stride,
-    seen_base,
-    seen_stride,
-    tokens,
-    first,
-    stop,
-    DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-    HAS_SEEN: tl.constexpr,
-):
-    """Tokens [N, PADDED] of one head in float32, 0 where they are hidden or outside, and which are present [N]."""
+def load_tokens(head, tokens, first, stop, DIM: tl.constexpr, PADDED: tl.constexpr, HAS_SEEN: tl.constexpr):
+    """Return tokens [N, PADDED] of a `TokenHead` in float32, and whether they are present [N]; absent ones are 0.
+
+    Tokens are present from ``first`` to ``stop`` - 1, unless they are hidden (HAS_SEEN).
+    """
     present = (tokens >= first) & (tokens < stop)
     if HAS_SEEN:
-        present = present & (tl.load(seen_base + tokens * seen_stride, mask=present, other=0) != 0)
+        present = present & (tl.load(head.seen_base + tokens * head.seen_stride, mask=present, other=0) != 0)
     channels = tl.arange(0, PADDED)
     inside = present[:, None]
     if DIM != PADDED:
         inside = inside & (channels < DIM)[None, :]
-    pointers = base + tokens.to(tl.int64)[:, None] * stride + channels[None, :]
-    return tl.load(pointers, mask=inside, other=0.0).to(tl.float32), present
+    token_ptrs = head.base + tokens.to(tl.int64)[:, None] * head.stride + channels[None, :]
+    return tl.load(token_ptrs, mask=inside, other=0.0).to(tl.float32), present
 
 
 @triton.jit
 def self_similarity(tokens, count):
-    """|mean of the unit vectors|^2 of a tile whose absent tokens are 0."""
+    """Return |mean of the unit vectors|^2 of ``count`` tokens in a tile [N, D] whose other tokens are 0."""
     norm = tl.sqrt(tl.sum(tokens * tokens, 1))
     units = tokens / tl.maximum(norm, SMALLEST_NORM)[:, None]
     mean = tl.sum(units, 0) / count

@@ -19,13 +19,13 @@ from sparge.backends.base import Candidates
 from sparge.backends.gpu.operands import AttentionLauncher
 from sparge.backends.gpu.pipeline import inputs_of, is_replayable, lists_of, prepare, seen_by_mask
 from sparge.backends.gpu.replay import replayed
-from sparge.backends.gpu.stages.block_rows import RowArguments
 from sparge.backends.gpu.stages.budget import count_budget
 from sparge.backends.gpu.stages.quantize import summarize_query
+from sparge.backends.gpu.stages.query_blocks import SelectionArguments
 from sparge.backends.gpu.stages.rank_budget import blocks_of_level, own_totals, portions
 from sparge.backends.gpu.stages.ring_part import MAX_CUTS, cut_lists, merge
 from sparge.backends.gpu.stages.score import block_probabilities, score_inputs
-from sparge.backends.gpu.stages.select import select_rows
+from sparge.backends.gpu.stages.select import select_blocks
 from sparge.backends.gpu.stages.summary import KeyValueSummary, summarize_key_value
 from sparge.call import Call
 from sparge.masks.block_mask import BlockMask
@@ -49,7 +49,7 @@ def summarize_keys(key: Tensor, call: Call) -> tuple[Tensor, ...]:
 def _summaries(key: Tensor, call: Call, seen: SeenTokens | None) -> tuple[Tensor, ...]:
     variance = score_inputs(call.score).variance
     summary = summarize_key_value(
-        key, key, key, call, seen, means=True, variance=variance, codes=False, similarity=False
+        key, key, key, call, seen, means=True, variance=variance, quantized=False, similarity=False
     )
     return summary.mean_high, summary.mean_low, *([summary.variance] if variance else [])
 
@@ -67,7 +67,7 @@ class GpuCandidates(Candidates):
         self._are_summarized = isinstance(keys, tuple)
         self._keys = [tensor.flatten(0, 1).contiguous() for tensor in keys] if isinstance(keys, tuple) else [keys]
         self._is_replayable = is_replayable(call) and call.attn_mask is None
-        self._rows: RowArguments | None = None
+        self._rows: SelectionArguments | None = None
         self._probability: Tensor | None = None
 
     def _replayed(
@@ -75,7 +75,7 @@ class GpuCandidates(Candidates):
     ) -> tuple[Tensor, ...]:
         return replayed(self.call, kind, inputs, run) if self._is_replayable else run()
 
-    def _score(self) -> RowArguments:
+    def _score(self) -> SelectionArguments:
         """Launch all stages up to the selection."""
         call, query = self.call, self._query
         inputs = score_inputs(call.score)
@@ -86,18 +86,18 @@ class GpuCandidates(Candidates):
         summaries = self._keys if self._are_summarized else _summaries(self._keys[0], call, seen)
         key_value = KeyValueSummary(summaries[0], summaries[1], summaries[-1], query, query, query, query)
         parts = inputs.parts(call.score)
-        summary = summarize_query(query, key_value, call, seen, codes=False, parts=parts, similarity=False)
+        summary = summarize_query(query, key_value, call, seen, quantized=False, parts=parts, similarity=False)
         probability = block_probabilities(query, key_value, summary.mean, call, first_seen, first_query, None, blocks)
-        self._rows = RowArguments(probability, summary.similarity, None, call, first_seen, None, blocks)
+        self._rows = SelectionArguments(probability, summary.similarity, None, call, first_seen, None, blocks)
         return self._rows
 
-    def _scored(self) -> RowArguments:
+    def _scored(self) -> SelectionArguments:
         """Return the query blocks for kernels of a recording other than `_score`'s."""
         if not self._is_replayable:
             assert self._rows is not None
             return self._rows
         assert self._probability is not None
-        return RowArguments(self._probability, self._probability, None, self.call, None, None, None)
+        return SelectionArguments(self._probability, self._probability, None, self.call, None, None, None)
 
     def count(self, kv_blocks: int) -> tuple[Tensor, Tensor]:
         """Return blocks kept of a budget for every level, as `count_kernel` writes them, and their sums."""
@@ -105,7 +105,7 @@ class GpuCandidates(Candidates):
         def run() -> tuple[Tensor, Tensor, Tensor]:
             rows = self._score()
             kept, sums = count_budget(rows, self.call, kv_blocks, shares=False)
-            return rows.pointers["probability_ptr"], kept, own_totals(sums)
+            return rows.probability, kept, own_totals(sums)
 
         inputs = (self._query, *self._keys)
         self._probability, kept, totals = self._replayed(("counts", kv_blocks, self._are_summarized), inputs, run)
@@ -120,7 +120,7 @@ class GpuCandidates(Candidates):
     def choose(self, counts: Tensor | None) -> BlockMask:
         def run() -> tuple[Tensor, Tensor, Tensor]:
             rows = self._score() if counts is None else self._scored()
-            return lists_of(select_rows(rows, self.call, None if counts is None else counts.int().contiguous()).mask)
+            return lists_of(select_blocks(rows, self.call, None if counts is None else counts.int().contiguous()).mask)
 
         if counts is None:
             return self._mask(self._replayed(("choice", self._are_summarized), (self._query, *self._keys), run))
@@ -133,7 +133,7 @@ class GpuCandidates(Candidates):
 
         def run() -> tuple[Tensor, Tensor, Tensor]:
             counts = portions(kept, totals, everyone, order, amount, first)
-            return lists_of(select_rows(self._scored(), self.call, counts).mask)
+            return lists_of(select_blocks(self._scored(), self.call, counts).mask)
 
         assert self._probability is not None
         kind = ("portions", first, tuple(everyone.shape))

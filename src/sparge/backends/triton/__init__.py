@@ -10,7 +10,7 @@ from sparge.backends.gpu.requirements import FP8_CAPABILITY, capability_unavaila
 
 
 class TritonBackend(GpuBackend):
-    """Every quantization but the one without exponentials; FP8 where the tensor cores have it."""
+    """Supports every quantization except the one without exp2, and FP8 if the tensor cores do."""
 
     name = "triton"
     summary = "block-sparse kernels in Triton"

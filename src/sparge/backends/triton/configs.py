@@ -1,7 +1,7 @@
 """Launch configurations of the Triton attention kernel: data, each with the reason it was chosen.
 
 Measured on an H200 (Triton 3.6): N 32768, H 16, bfloat16, on a random half of the blocks, in executed TOPS (TFLOP/s in
-16 bits). ``sparge sweep triton:int8_fp8:128`` derives a row anew (docs/configurations.md).
+16 bits). ``sparge sweep triton:int8_fp8:128`` measures a row again (docs/configurations.md).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sparge.backends.gpu.config_table import (
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """Queries per program, key blocks per step, warps, pipeline depth, register limit (None: the compiler's)."""
+    """Queries per program, key blocks per step, warps, pipeline depth, register limit (None: the compiler decides)."""
 
     block_m: int
     blocks: int
@@ -48,13 +48,13 @@ CONFIGS: dict[ConfigKey, AttentionConfig] = {
     ConfigKey("hopper", "none", 64): AttentionConfig(64, 2, 4, 3),
     # 274; 4 warps 277, with spills
     ConfigKey("hopper", "none", 256): AttentionConfig(64, 1, 8, 2),
-    # Not timed. Three TF32 products stand for one, and registers are short: larger tiles spill (64 queries, D 128: 464
+    # Not timed. Three TF32 products replace one, and registers are scarce: larger tiles spill (64 queries, D 128: 464
     # bytes).
     ConfigKey("hopper", "float32", 64): AttentionConfig(64, 1, 4, 2),
     ConfigKey("hopper", "float32", 128): AttentionConfig(32, 1, 8, 2),
     ConfigKey("hopper", "float32", 256): AttentionConfig(16, 1, 8, 1),
-    # A threshold: the 64 rows and 64 keys that are skipped together are one step of one program. Not timed otherwise.
-    # (At width 256 all plain rows are like that.)
+    # A threshold: the 64 queries and 64 keys that are skipped together are one step of one program. Otherwise untimed.
+    # (At width 256 the rows without a variant have this form.)
     ConfigKey("hopper", "int8_fp8", 64, "threshold"): AttentionConfig(64, 1, 4, 3),
     ConfigKey("hopper", "int8_fp8", 128, "threshold"): AttentionConfig(64, 1, 4, 3),
     ConfigKey("hopper", "int8_fp16", 64, "threshold"): AttentionConfig(64, 1, 4, 3),
@@ -64,7 +64,7 @@ CONFIGS: dict[ConfigKey, AttentionConfig] = {
     ConfigKey("hopper", "float32", 64, "threshold"): AttentionConfig(64, 1, 4, 2),
     ConfigKey("hopper", "float32", 128, "threshold"): AttentionConfig(64, 1, 8, 2),
     ConfigKey("hopper", "float32", 256, "threshold"): AttentionConfig(64, 1, 8, 1),
-    # A mask: two blocks a step spill (840 bytes of stack), but for 16 bits at width 128, which runs as without one.
+    # A mask: two blocks a step spill (840 bytes of stack), except in 16 bits at width 128, which has no own row.
     # 32768 tokens, 8 heads, density .5, H200: 5.3 ms; two blocks a step 59, 8 warps 8.6, 128 queries and 8 warps 6.3
     ConfigKey("hopper", "int8_fp8", 128, "mask"): AttentionConfig(64, 1, 4, 3),
     # 5.4 ms; two blocks a step 52
@@ -72,7 +72,7 @@ CONFIGS: dict[ConfigKey, AttentionConfig] = {
     ConfigKey("hopper", "int8_fp8", 64, "mask"): AttentionConfig(64, 1, 4, 3),
     ConfigKey("hopper", "int8_fp16", 64, "mask"): AttentionConfig(64, 1, 4, 3),
     ConfigKey("hopper", "int8_fp16", 128, "mask"): AttentionConfig(64, 1, 4, 3),
-    # A mask with an entry per query: its tiles are buffered too. Not timed.
+    # A full (S_q x S_k) mask: its tiles are buffered too. Not timed.
     ConfigKey("hopper", "int8_fp8", 64, "mask_per_query"): AttentionConfig(64, 1, 8, 2),
     ConfigKey("hopper", "int8_fp8", 128, "mask_per_query"): AttentionConfig(64, 1, 8, 2),
     ConfigKey("hopper", "int8_fp16", 64, "mask_per_query"): AttentionConfig(64, 1, 8, 2),
@@ -107,9 +107,11 @@ CANDIDATES: dict[str, tuple[int | None, ...]] = {
     "stages": (2, 3, 4),
     "max_registers": (None, 128, 168),
 }
-"""What a sweep tries for each field. On Hopper all rows but those of float32 have two stages at least: without a
-pipeline Triton 3.6 miscompiles 16-bit products there when D_v is narrower than D (wrong numbers, bad addresses), which
-a sweep with equal widths would not see."""
+"""Values that a sweep tries for each field.
+
+On Hopper all rows except float32 have at least two stages: without a pipeline Triton 3.6 miscompiles 16-bit products
+there if D_v is smaller than D (wrong numbers, bad addresses). A sweep with equal widths would not detect that.
+"""
 FLOAT32_CANDIDATES: dict[str, tuple[int | None, ...]] = {
     "block_m": (16, 32, 64),
     "blocks": (1,),
@@ -118,7 +120,7 @@ FLOAT32_CANDIDATES: dict[str, tuple[int | None, ...]] = {
     "max_registers": (None,),
 }
 FIXED_BY_THRESHOLD = ("block_m", "blocks")
-"""Fields that a threshold fixes: they say what is skipped together."""
+"""Fields that a threshold fixes: they decide what is skipped together."""
 
 
 def attention_config(
@@ -131,7 +133,7 @@ def attention_config(
     has_mask: bool,
     mask_per_query: bool,
 ) -> AttentionConfig:
-    """The configuration for a padded head width (the larger of D and D_v), by the order of `config_table.look_up`."""
+    """Return the configuration for a padded head width, the larger of D and D_v: see `config_table.look_up`."""
     key = ConfigKey(
         generation=generation_of(architecture),
         quantization="float32" if quantization == "none" and is_float32 else quantization,

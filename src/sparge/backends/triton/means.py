@@ -1,106 +1,114 @@
-"""The means of skipped blocks: further tiles of the attention kernel, 64 means each, with a weight for every row."""
+"""The means that replace skipped blocks: further tiles of the attention kernel, of 64 means each.
+
+A mean is a key with a bias, log2 of the number of keys that it replaces. The bias is -inf where a block is kept.
+"""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from sparge.backends.gpu.primitives import (
-    BLOCK_K,
-    BLOCK_Q,
-    FP16_ROOM,
-    KEY_GROUPS,
-    LOG2_FP8_MAX,
-    REACH,
-    in_fp8_token_order,
-)
-from sparge.backends.triton.softmax import Sums, block_scores, raw_scores
+from sparge.backends.gpu.primitives import BLOCK_K, BLOCK_Q, KEY_GROUPS, head_base
+from sparge.backends.triton.arguments import RunningSums
+from sparge.backends.triton.scores import block_scores, raw_scores
+from sparge.backends.triton.softmax import add_product, next_row_ref
 
 
-@triton.jit
-def add_means(
-    sums,
-    query,
-    query_scale,
-    bias_base,
-    key_base,
-    key_stride,
-    key_scale_base,
-    value_base,
-    value_stride,
-    kv_blocks,
-    begin,
-    end,
-    HEAD_DIM_PADDED: tl.constexpr,
-    VALUE_DIM_PADDED: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    QUANTIZATION: tl.constexpr,
-    DOT_PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    """`Sums` with the means of blocks ``begin``, a multiple of 64, to ``end``, of ``kv_blocks``, added.
+class Means(NamedTuple):
+    """Means of a head's key blocks.
 
-    Args:
-        bias_base: of the row of blocks, -inf for a mean that does not enter, NaN for one that is not finite.
-        key_base, key_scale_base, value_base: of the head's means, or of their codes.
-        VALUE_WIDTH: channels of a mean value in memory.
+    Attributes:
+        key_base, key_stride: K, INT8 values or 16 bits.
+        key_scale_base: of INT8 values.
+        exact_key_base: K before quantization, [kv_blocks, HEAD_DIM] float32.
+        value_base, value_stride: V, with the stride of a block (FP8 values: of a channel).
+        bias_base: the query block's biases, in log2 units. NaN for a mean that is not finite.
+        begin, end: blocks that the query block may have means of. ``begin`` is a multiple of 64.
+        kv_blocks: blocks of the sequence or segment.
     """
-    is_quantized: tl.constexpr = QUANTIZATION != "none"
-    has_fp8_values: tl.constexpr = QUANTIZATION == "int8_fp8"
-    p_dtype: tl.constexpr = tl.float8e4nv if has_fp8_values else value_base.dtype.element_ty
-    log2_unit: tl.constexpr = LOG2_FP8_MAX if has_fp8_values else FP16_ROOM if p_dtype == tl.float16 else 0.0
-    accumulator, row_sum, row_max, origin = sums
-    offs_n = tl.arange(0, BLOCK_K)
-    offs_d = tl.arange(0, HEAD_DIM_PADDED)
-    offs_dv = tl.arange(0, VALUE_DIM_PADDED).to(tl.int64)
-    for first in range(begin, end, BLOCK_K):
-        blocks = first + offs_n
-        present = (blocks < kv_blocks)[:, None]
-        bias = tl.load(bias_base + blocks)
-        key_ptrs = key_base + blocks[:, None] * key_stride + offs_d[None, :]
-        if is_quantized:
-            groups = key_scale_base + first // BLOCK_K * KEY_GROUPS + tl.arange(0, KEY_GROUPS)
-            unit = query_scale[:, None] * tl.load(groups)[None, :]
-            scores = block_scores(raw_scores(query, key_ptrs, BLOCK_M, BLOCK_K), unit, BLOCK_M)
-        else:
-            key = tl.load(key_ptrs, mask=present, other=0.0)
-            scores = tl.dot(query, key.T, input_precision=DOT_PRECISION) * query_scale
-        scores += bias[None, :]
 
-        local_max = tl.max(scores, 1)
-        row_max = tl.maximum(row_max, local_max)
-        new_origin = row_max
-        if has_fp8_values:
-            new_origin = tl.maximum(local_max, row_max - REACH)
-        safe_origin = tl.where(new_origin == float("-inf"), 0.0, new_origin)
-        probability = tl.exp2(scores - (safe_origin - log2_unit)[:, None])
-        decay = tl.exp2(origin - safe_origin)
-        row_sum = row_sum * decay + tl.sum(probability, 1)
-        origin = new_origin
-        if has_fp8_values:
-            value = tl.load(value_base + blocks[None, :] + offs_dv[:, None] * value_stride).T
-            accumulator = accumulator * decay[:, None] + tl.dot(in_fp8_token_order(probability.to(p_dtype)), value)
-        else:
-            value_present = present & (offs_dv < VALUE_WIDTH)[None, :]
-            value_ptrs = value_base + blocks[:, None] * value_stride + offs_dv[None, :]
-            value = tl.load(value_ptrs, mask=value_present, other=0.0)
-            accumulator = tl.dot(
-                probability.to(p_dtype), value, accumulator * decay[:, None], input_precision=DOT_PRECISION
-            )
-    return Sums(accumulator, row_sum, row_max, origin)
+    key_base: Any
+    key_stride: Any
+    key_scale_base: Any
+    exact_key_base: Any
+    value_base: Any
+    value_stride: Any
+    bias_base: Any
+    begin: Any
+    end: Any
+    kv_blocks: Any
 
 
 @triton.jit
-def blocks_with_means(
-    q_block, q_len, kv_blocks, first_offset, last_offset, HAS_FIRST: tl.constexpr, HAS_LAST: tl.constexpr
-):
-    """The first tile of means that a row of blocks may have some of, a multiple of 64, and the end of these blocks."""
+def head_means(mean_ptrs, mean_strides, tile, padded_kv_blocks, kv_blocks, bias_columns, lengths, SPEC: tl.constexpr):
+    """Return the `Means` of a tile. A head's means are stored for ``padded_kv_blocks`` blocks."""
     begin = 0
     end = kv_blocks
-    first_query = q_block * BLOCK_Q
-    if HAS_LAST:
-        end = tl.minimum(kv_blocks, tl.maximum(first_query + last_offset + BLOCK_K, 0) // BLOCK_K)
-    if HAS_FIRST:
-        last_query = tl.minimum(first_query + BLOCK_Q, q_len) - 1
-        begin = tl.maximum(last_query + first_offset, 0) // (BLOCK_K * BLOCK_K) * BLOCK_K
-    return begin, end
+    first_query = tile.q_block * BLOCK_Q
+    if SPEC.has_last:
+        end = tl.minimum(kv_blocks, tl.maximum(first_query + lengths.last_offset + BLOCK_K, 0) // BLOCK_K)
+    if SPEC.has_first:
+        last_query = tl.minimum(first_query + BLOCK_Q, lengths.q_len) - 1
+        begin = tl.maximum(last_query + lengths.first_offset, 0) // (BLOCK_K * BLOCK_K) * BLOCK_K
+    return Means(
+        head_base(mean_ptrs.key, mean_strides.key, tile.batch, tile.kv_head),
+        mean_strides.key[2],
+        mean_ptrs.key_scale + tile.flat_kv_head * tl.cdiv(padded_kv_blocks, BLOCK_K) * KEY_GROUPS,
+        mean_ptrs.exact_key + tile.flat_kv_head * padded_kv_blocks * SPEC.head_dim_padded,
+        head_base(mean_ptrs.value, mean_strides.value, tile.batch, tile.kv_head),
+        mean_strides.value[2],
+        mean_ptrs.bias + tile.flat_q_block * bias_columns,
+        begin,
+        end,
+        kv_blocks,
+    )
+
+
+@triton.jit
+def load_mean_values(means, blocks, SPEC: tl.constexpr):
+    """Return mean values of 64 blocks, [64, VALUE_DIM]."""
+    channels = tl.arange(0, SPEC.value_dim_padded).to(tl.int64)
+    if SPEC.has_fp8_values:
+        value = tl.load(means.value_base + blocks[None, :] + channels[:, None] * means.value_stride).T
+    else:
+        present = (blocks < means.kv_blocks)[:, None] & (channels < SPEC.mean_width)[None, :]
+        value_ptrs = means.value_base + blocks[:, None] * means.value_stride + channels[None, :]
+        value = tl.load(value_ptrs, mask=present, other=0.0)
+    return value
+
+
+@triton.jit
+def add_means(sums, queries, means, SPEC: tl.constexpr):
+    """Return `RunningSums` with the means of skipped blocks added."""
+    BLOCK_M: tl.constexpr = SPEC.block_m
+    channels = tl.arange(0, SPEC.head_dim_padded)
+    accumulator, row_sum, row_max, row_ref = sums
+    for first in range(means.begin, means.end, BLOCK_K):
+        # Scores
+        blocks = first + tl.arange(0, BLOCK_K)
+        bias = tl.load(means.bias_base + blocks)
+        key_ptrs = means.key_base + blocks[:, None] * means.key_stride + channels[None, :]
+        if SPEC.is_quantized:
+            groups = means.key_scale_base + first // BLOCK_K * KEY_GROUPS + tl.arange(0, KEY_GROUPS)
+            unit = queries.scale[:, None] * tl.load(groups)[None, :]  # [BLOCK_M, KEY_GROUPS]
+            scores = block_scores(raw_scores(queries.tile, key_ptrs, BLOCK_M, BLOCK_K), unit, BLOCK_M)
+        else:
+            key = tl.load(key_ptrs, mask=(blocks < means.kv_blocks)[:, None], other=0.0)
+            scores = tl.dot(queries.tile, key.T, input_precision=SPEC.dot_precision) * queries.scale
+        scores += bias[None, :]  # [BLOCK_M, 64]
+
+        # Softmax
+        local_max = tl.max(scores, 1)
+        row_max = tl.maximum(row_max, local_max)
+        new_ref, safe_ref = next_row_ref(row_max, local_max, SPEC)
+        probability = tl.exp2(scores - (safe_ref - SPEC.log2_one)[:, None])
+        decay = tl.exp2(row_ref - safe_ref)
+        row_sum = row_sum * decay + tl.sum(probability, 1)
+        row_ref = new_ref
+
+        # P V
+        value = load_mean_values(means, blocks, SPEC)
+        accumulator = add_product(accumulator, decay, probability.to(value.dtype), value, SPEC)
+    return RunningSums(accumulator, row_sum, row_max, row_ref)

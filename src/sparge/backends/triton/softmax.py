@@ -1,148 +1,145 @@
-"""From products to P: what the attention kernel computes of a tile between its two matrix products.
+"""Online softmax: from the scores of a step to P, and to the running sums of P and P V.
 
-    raw_scores -> largest_of_groups -> block_probability       INT8, no mask: scores stay raw until P
-    raw_scores -> block_scores -> apply_mask           INT8 with a mask
+    row_ref' = max(row_max, local_max)                          FP8: max(local_max, new row_max - REACH)
+    P        = 2^(scores - row_ref' + log2_one)
+    row_sum' = row_sum 2^(row_ref - row_ref') + row sum of P    the accumulator alike, with P V
 
-A tile is one or two key blocks of 64. Raw scores are INT8 products as floats above 1.5 * 2^23; a group is the keys that
-share a scale (`eight_bits.KEY_GROUPS`); scores count octaves.
+FP8 covers fewer powers of two than lie between a sink and a long tail. There `row_ref` follows the maximum of the
+latest step, so that the range belongs to a step and not to a row.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
-from sparge.backends.gpu.primitives import BLOCK_K, FLOAT_OFFSET, INT32_AS_FLOAT, LOG2_E, by_group
-
-
-class Sums(NamedTuple):
-    """What the online softmax of a tile of queries has added up: see `attention_kernel`."""
-
-    accumulator: Any
-    row_sum: Any
-    row_max: Any
-    origin: Any
+from sparge.backends.gpu.primitives import BLOCK_K, FLOAT_OFFSET, REACH, by_group, in_fp8_token_order
+from sparge.backends.triton.arguments import RunningSums
+from sparge.backends.triton.scores import halves, side_by_side
 
 
 @triton.jit
-def raw_scores(query, key_ptrs, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr):
-    """INT8 products of Q and a tile of K [M, N] as floats above 1.5 * 2^23."""
-    start_bits = tl.full((BLOCK_M, COLUMNS), INT32_AS_FLOAT, tl.int32)
-    raw = tl.dot(query, tl.load(key_ptrs).T, acc=start_bits, out_dtype=tl.int32)
-    return raw.to(tl.float32, bitcast=True)
+def empty_sums(SPEC: tl.constexpr):
+    """Return the `RunningSums` before the first step."""
+    BLOCK_M: tl.constexpr = SPEC.block_m
+    VALUE_DIM_PADDED: tl.constexpr = SPEC.value_dim_padded
+    accumulator = tl.zeros((BLOCK_M, VALUE_DIM_PADDED), tl.float32)
+    row_sum = tl.zeros((BLOCK_M,), tl.float32)
+    row_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    return RunningSums(accumulator, row_sum, row_max, row_max)
 
 
 @triton.jit
-def halves(tile, BLOCK_M: tl.constexpr):
-    """A tile [M, 128] as its two key blocks [M, 64]."""
-    return tl.split(tl.permute(tl.reshape(tile, (BLOCK_M, 2, BLOCK_K)), (0, 2, 1)))
+def next_row_ref(row_max, local_max, SPEC: tl.constexpr):
+    """Return the row reference of a step, [BLOCK_M], and the same with 0 for -inf.
 
-
-@triton.jit
-def side_by_side(first, last, BLOCK_M: tl.constexpr):
-    """Two key blocks [M, 64] as one tile [M, 128]."""
-    return tl.reshape(tl.permute(tl.join(first, last), (0, 2, 1)), (BLOCK_M, 2 * BLOCK_K))
-
-
-@triton.jit
-def largest_of_groups(raw, unit, BLOCK_M: tl.constexpr):
-    """Maximum of each group of a key block's INT8 scores, [M, groups], in octaves; ``unit`` is an integer's worth."""
-    return (tl.max(tl.max(by_group(raw, BLOCK_M), 3), 1) - FLOAT_OFFSET) * unit
-
-
-@triton.jit
-def block_scores(raw, unit, BLOCK_M: tl.constexpr):
-    """A key block's INT8 scores in octaves, [M, 64]."""
-    return tl.reshape((by_group(raw, BLOCK_M) - FLOAT_OFFSET) * unit[:, None, :, None], (BLOCK_M, BLOCK_K))
-
-
-@triton.jit
-def block_probability(raw, unit, origin, BLOCK_M: tl.constexpr):
-    """P of a key block's INT8 scores [M, 64] relative to a score ``origin`` [M].
-
-    What is subtracted is of the size of the offset and rounded (once: fma), by up to three quarters of an integer, and
-    the maximum by a quarter. One integer more keeps P within FP8's range: above it P V would cut off what the row sum
-    counts. Q and K are rounded by far more.
+    Args:
+        row_max: with the step's own maximum, ``local_max``.
     """
-    subtrahend = tl.fma(unit, FLOAT_OFFSET + 1.0, origin[:, None])
+    row_ref = row_max
+    if SPEC.has_fp8_values:
+        row_ref = tl.maximum(local_max, row_max - REACH)
+    return row_ref, tl.where(row_ref == float("-inf"), 0.0, row_ref)
+
+
+@triton.jit
+def is_negligible(scores, local_max, row_max, threshold, query_positions, q_len):
+    """Return 1 if every row's scores of a step are below the row maximum by more than a threshold, else 0.
+
+    Args:
+        scores: [BLOCK_M, N], in any unit; read for NaN, which must not be skipped, and which a maximum ignores.
+        row_max: with the step's own maximum, ``local_max``.
+    """
+    gap = tl.where(local_max == float("-inf"), float("-inf"), local_max - row_max)
+    has_nan = tl.max((scores != scores).to(tl.int32), 1)
+    below = ((gap < threshold) & (has_nan == 0)) | (query_positions >= q_len)
+    return tl.min(below.to(tl.int32))
+
+
+@triton.jit
+def block_probability(raw, unit, p_ref, BLOCK_M: tl.constexpr):
+    """Return P of a key block's raw scores [BLOCK_M, 64]. A score ``p_ref`` [BLOCK_M] gives 1.
+
+    The subtrahend is as large as the offset of raw scores. Rounding (once: fma) changes it by up to 0.75 of an integer,
+    and the maximum by 0.25. Subtracting one more integer keeps P within FP8's range: above it P V would saturate, and
+    the row sum would not. The rounding of Q and K is much larger.
+    """
+    subtrahend = tl.fma(unit, FLOAT_OFFSET + 1.0, p_ref[:, None])  # [BLOCK_M, KEY_GROUPS]
     exponent = by_group(raw, BLOCK_M) * unit[:, None, :, None] - subtrahend[:, None, :, None]
     return tl.reshape(tl.exp2(exponent), (BLOCK_M, BLOCK_K))
 
 
 @triton.jit
-def may_see(
-    query_positions,
-    key_positions,
-    kv_len,
-    first_offset,
-    last_offset,
-    HAS_FIRST: tl.constexpr,
-    HAS_LAST: tl.constexpr,
-):
-    """[M, N]: the key exists and lies neither before the query's first one nor behind its last one."""
-    allowed = (key_positions < kv_len)[None, :] & (query_positions >= 0)[:, None]
-    if HAS_LAST:
-        allowed = allowed & (key_positions[None, :] <= query_positions[:, None] + last_offset)
-    if HAS_FIRST:
-        allowed = allowed & (key_positions[None, :] >= query_positions[:, None] + first_offset)
-    return allowed
+def step_probability(scores, query_scale, p_ref, P_DTYPE: tl.constexpr, SPEC: tl.constexpr):
+    """Return P of a step [BLOCK_M, N], and its row sums [BLOCK_M] before rounding.
 
-
-@triton.jit
-def apply_mask(
-    scores,
-    allowed,
-    query_positions,
-    key_positions,
-    mask_base,
-    mask_stride_q,
-    mask_stride_k,
-    q_len,
-    kv_len,
-    MASK: tl.constexpr,
-    MASK_PER_QUERY: tl.constexpr,
-    LOWEST: tl.constexpr,
-):
-    """Scores [M, N] in log2 units with a mask's bias added and what it hides at -inf."""
-    present = (key_positions < kv_len)[None, :]
-    offsets = key_positions.to(tl.int64)[None, :] * mask_stride_k
-    if MASK_PER_QUERY:
-        offsets = offsets + query_positions.to(tl.int64)[:, None] * mask_stride_q
-        present = present & (query_positions < q_len)[:, None]
-    entries = tl.load(mask_base + offsets, mask=present, other=0)
-    if MASK == "bool":
-        allowed = allowed & (entries != 0)
+    Two INT8 blocks are rounded to ``P_DTYPE`` before they are joined: fewer bytes move between threads.
+    """
+    BLOCK_M: tl.constexpr = SPEC.block_m
+    if SPEC.mask != "none":
+        probability = tl.exp2(scores.tile - p_ref[:, None])
+        total = tl.sum(probability, 1)
+    elif SPEC.blocks == 2 and SPEC.is_quantized:
+        first_raw, last_raw = halves(scores.tile, BLOCK_M)
+        first = block_probability(first_raw, scores.unit, p_ref, BLOCK_M)
+        last = block_probability(last_raw, scores.last_unit, p_ref, BLOCK_M)
+        total = tl.sum(first + last, 1)
+        probability = side_by_side(first.to(P_DTYPE), last.to(P_DTYPE), BLOCK_M)
+    elif SPEC.is_quantized:
+        probability = block_probability(scores.tile, scores.unit, p_ref, BLOCK_M)
+        total = tl.sum(probability, 1)
     else:
-        bias = entries.to(tl.float32)
-        allowed = allowed & ((bias <= LOWEST) == 0)  # NaN stays visible, and so propagates
-        scores = scores + bias * LOG2_E
-    return tl.where(allowed, scores, float("-inf"))
+        probability = tl.exp2(scores.tile * query_scale - p_ref[:, None])
+        total = tl.sum(probability, 1)
+    return probability, total
 
 
 @triton.jit
-def load_values(
-    pointers,
-    channels,
-    key_positions,
-    kv_len,
-    first_offset,
-    seen_base,
-    seen_stride,
-    VALUE_DIM: tl.constexpr,
-    VALUE_DIM_PADDED: tl.constexpr,
-    HAS_FIRST: tl.constexpr,
-    HAS_SEEN: tl.constexpr,
-):
-    """16-bit values of a tile [N, D_v], 0 where nobody sees them: they may hold anything, and 0 times NaN is NaN."""
-    in_range = key_positions < kv_len
+def load_fp8_values(head, step, SPEC: tl.constexpr):
+    """Return the FP8 values of a step [N, VALUE_DIM], which lie in memory with channels first."""
+    within = tl.arange(0, BLOCK_K * SPEC.blocks) % BLOCK_K
+    channels = tl.arange(0, SPEC.value_dim_padded).to(tl.int64)  # times a stride that is the number of keys
+    value_ptrs = head.value_base + step.offsets[None, :] + within[None, :] + channels[:, None] * head.value_stride
+    return tl.load(value_ptrs).T
+
+
+@triton.jit
+def load_step_values(head, mask, step, lengths, SPEC: tl.constexpr):
+    """Return the 16-bit or float32 values of a step [N, VALUE_DIM]."""
+    within = tl.arange(0, BLOCK_K * SPEC.blocks) % BLOCK_K
+    channels = tl.arange(0, SPEC.value_dim_padded).to(tl.int64)
+    value_ptrs = head.value_base + (step.offsets * head.value_stride)[:, None]
+    value_ptrs = value_ptrs + within[:, None] * head.value_stride + channels[None, :]
+    return load_seen_values(value_ptrs, step.key_positions, mask, lengths, SPEC)
+
+
+@triton.jit
+def load_seen_values(value_ptrs, key_positions, mask, lengths, SPEC: tl.constexpr):
+    """Return values [N, VALUE_DIM] of 16 or 32 bits, 0 for keys that no query sees.
+
+    Hidden values may be anything, and 0 times NaN is NaN.
+    """
+    channels = tl.arange(0, SPEC.value_dim_padded).to(tl.int64)
+    in_range = key_positions < lengths.kv_len
     present = in_range[:, None]
-    if VALUE_DIM != VALUE_DIM_PADDED:
-        present = present & (channels < VALUE_DIM)[None, :]
-    if HAS_FIRST:
-        present = present & (key_positions >= first_offset)[:, None]
-    if HAS_SEEN:
-        seen = tl.load(seen_base + key_positions * seen_stride, mask=in_range, other=0)
+    if SPEC.value_dim != SPEC.value_dim_padded:
+        present = present & (channels < SPEC.value_dim)[None, :]
+    if SPEC.has_first:
+        present = present & (key_positions >= lengths.first_offset)[:, None]
+    if SPEC.mask != "none":
+        seen = tl.load(mask.seen_base + key_positions * mask.seen_stride, mask=in_range, other=0)
         present = present & (seen != 0)[:, None]
-    return tl.load(pointers, mask=present, other=0.0)
+    return tl.load(value_ptrs, mask=present, other=0.0)
+
+
+@triton.jit
+def add_product(accumulator, decay, probability, value, SPEC: tl.constexpr):
+    """Return accumulator * decay + P V, [BLOCK_M, VALUE_DIM].
+
+    FP8 tensor cores add with 13 bits, so each step's product gets an accumulator of its own, added in float32.
+    """
+    if SPEC.has_fp8_values:
+        product = tl.dot(in_fp8_token_order(probability), value)
+        return accumulator * decay[:, None] + product
+    else:
+        return tl.dot(probability, value, accumulator * decay[:, None], input_precision=SPEC.dot_precision)

@@ -28,7 +28,7 @@ PHRASES: dict[str, Callable[[Any], str]] = {
     "share_warps": "{} warps that share out".format,
     "blocks": lambda count: f"{NUMBER_WORDS.get(count, count)} block{'s' * (count > 1)} a step",
     "warps": lambda count: "one warp" if count == 1 else f"{count} warps",
-    "most_warps": "at most {} warps".format,
+    "max_warps": "at most {} warps".format,
     "stages": lambda count: "one stage" if count == 1 else f"{count} stages",
     "query_stages": lambda count: f"{NUMBER_WORDS.get(count, count)} stage{'s' * (count > 1)} of queries",
     "max_registers": lambda limit: "no limit of registers" if limit is None else f"{limit} registers",

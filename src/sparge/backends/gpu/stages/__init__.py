@@ -1,1 +1,1 @@
-"""Kernels before attention: statistics, codes, scores, selection, peaks."""
+"""Kernels before attention: statistics, quantization, scores, selection, peaks."""

@@ -1,13 +1,14 @@
-"""One budget for all rows of a batch element: how many blocks each row keeps of it.
+"""One budget for all query blocks of a batch element: how many key blocks each query block keeps.
 
-Probabilities are compared by levels (`rules.BUDGET_LEVELS`). Which blocks a row keeps is its own affair: the best.
+Probabilities are compared by levels (`rules.BUDGET_LEVELS`). Each query block then keeps its own best blocks.
 
-    count_kernel    for every row and level, how many blocks it keeps if the budget reaches down to that level; the last
-                    program finds the last level that the budget reaches
-    share_of_row    what a row gets of that level, which `select_kernel` asks for
+    count_kernel        counts, for every query block and level, the blocks that it keeps if the budget reaches down to
+                        that level; the last program finds the last level that the budget reaches
+    allocated_blocks    what a query block gets of that level (called in `select_kernel`)
 
-Nothing is sorted, and nothing waits for the host. A long row that comes last would be waited for, so rows are also put
-in an order (`place_row`): the long ones first, the others as they lie in memory, where neighbors read the same keys.
+Nothing is sorted, and the host is not synchronized. A long query block that runs last would delay the whole kernel, so
+query blocks are also put in an order (`place_q_block`): long ones first, the others as they lie in memory, where
+neighbors read the same keys.
 """
 
 from __future__ import annotations
@@ -20,28 +21,30 @@ from torch import Tensor
 from sparge.backends.gpu.launch import buffer_like, launch, zeros_like
 from sparge.backends.gpu.primitives import BLOCK_Q, FIRST_ROW, TOP_LEVEL, segment_number, segment_queries
 from sparge.backends.gpu.stages import configs
-from sparge.backends.gpu.stages.block_rows import SIZES, RowArguments, load_row
+from sparge.backends.gpu.stages.query_blocks import SIZES, SelectionArguments, SelectionSizes, load_blocks
 from sparge.call import Call
 from sparge.masks.geometry import ceil_div
 from sparge.masks.window import max_blocks_per_q_block
 from sparge.options import rules
 
 LONG = 3.0
-"""A row is long if it keeps more than so many times an equal share: exact ones are, as a rule. With 1.25 or 2, rows of
-many heads come at once and share no keys, which costs 4 % where heads differ (docs/lab/selection.md)."""
+"""A query block is long if it keeps more than this many times an equal share. Exact ones usually are. With 1.25 or 2,
+query blocks of many heads are interleaved and share no keys, which costs 4 % where heads differ
+(docs/lab/selection.md)."""
 BUDGET_BITS = tl.constexpr(rules.BUDGET_BITS)
 LEVELS = tl.constexpr(rules.BUDGET_LEVELS)
 LEVEL_WIDTH = tl.constexpr(1 << rules.BUDGET_BITS)
-"""Probabilities of one level, as the integers that they are as float32."""
+"""Width of a level, in probabilities as float32 bit patterns."""
 GUARANTEED = tl.constexpr(rules.GUARANTEED)
 ROUNDING_GUARD = tl.constexpr(rules.ROUNDING_GUARD)
-PART_ROWS = tl.constexpr(128)
-"""Rows whose sums are one part: programs that add to the same address wait for each other, which took most of the time;
-and a row reads those before it in its part."""
-# Of each part, after its sums for every level: the sum above all levels, visible blocks, blocks of the last level that
-# parts before it have. In the first part also: programs that are done; the last level, places that are left in it and
-# its blocks; rows that were placed in front and behind.
+PART_Q_BLOCKS = tl.constexpr(128)
+"""Query blocks whose sums are one part. Programs that add to one address wait for each other, which took most of the
+time; and `allocated_blocks` reads the query blocks before its own in the same part."""
+# Entries of a part after its sums for every level: the sum above all levels, visible blocks, and blocks that earlier
+# parts have at the last level.
 FORCED, VISIBLE, BEFORE = (tl.constexpr(LEVELS.value + place) for place in range(3))
+# The first part also has: finished programs; the last level, places left in it, its blocks; query blocks placed in
+# front and behind.
 DONE, LAST, LEFT, TOTAL, IN_FRONT, BEHIND = (tl.constexpr(LEVELS.value + place) for place in range(3, 9))
 SUMS = tl.constexpr(2 * LEVELS.value)
 GATHERED = tl.constexpr(16)
@@ -50,7 +53,8 @@ GATHERED = tl.constexpr(16)
 
 @triton.jit
 def _find_level(sums_ptr, amount, parts):
-    """The last level that the budget of a batch element reaches, and what its parts have of it."""
+    """Find the last level that the budget of a batch element reaches, and the blocks that its parts have there."""
+    # Sums over all parts
     levels = tl.arange(0, LEVELS)
     sums = tl.zeros((LEVELS,), tl.int32)
     forced_sum = tl.zeros((), tl.int32)
@@ -61,8 +65,10 @@ def _find_level(sums_ptr, amount, parts):
         sums += tl.sum(tl.load(sums_ptr + part[:, None] * SUMS + levels[None, :], mask=inside[:, None], other=0), 0)
         forced_sum += tl.sum(tl.load(sums_ptr + part * SUMS + FORCED, mask=inside, other=0), 0)
         visible += tl.sum(tl.load(sums_ptr + part * SUMS + VISIBLE, mask=inside, other=0), 0)
+
+    # The last level, and the places that are left for its blocks
     places = tl.ceil(visible.to(tl.float64) * amount * ROUNDING_GUARD).to(tl.int32)
-    last = tl.max(tl.where(sums >= places, levels, 0), 0)  # sums fall
+    last = tl.max(tl.where(sums >= places, levels, 0), 0)  # sums decrease with the level
     last = tl.where(forced_sum >= places, LEVELS, last)
     higher = tl.minimum(last + 1, LEVELS)
     above_sum = tl.sum(tl.where(levels == higher, sums, 0), 0) + tl.where(higher == LEVELS, forced_sum, 0)
@@ -70,6 +76,8 @@ def _find_level(sums_ptr, amount, parts):
     tl.store(sums_ptr + LAST, last)
     tl.store(sums_ptr + LEFT, tl.minimum(tl.maximum(places - above_sum, 0), below_sum - above_sum))
     tl.store(sums_ptr + TOTAL, tl.maximum(below_sum - above_sum, 1))
+
+    # Blocks of that level in earlier parts
     before = tl.zeros((), tl.int32)
     for start in range(0, parts, 32):
         part = start + tl.arange(0, 32)
@@ -80,23 +88,12 @@ def _find_level(sums_ptr, amount, parts):
         before += tl.sum(blocks, 0)
 
 
-@triton.jit(do_not_specialize=["amount", *SIZES, "top_level", "rows_of_batch", "programs_of_batch", "parts"])
+@triton.jit(do_not_specialize=["amount", *SIZES, "top_level", "batch_q_blocks", "programs_of_batch", "parts"])
 def count_kernel(
-    probability_ptr,
-    always_ptr,
-    exact_ptr,
-    first_seen_ptr,
-    kind_ptr,
-    column_ptr,
-    key_similarity_ptr,
-    query_similarity_ptr,
-    threshold_ptr,
-    segments_ptr,
+    selection_ptrs,
     kept_ptr,
     sums_ptr,
-    first_seen_strides,
-    kind_strides,
-    column_strides,
+    selection_strides,
     amount,
     heads,
     group,
@@ -108,195 +105,167 @@ def count_kernel(
     kv_blocks,
     min_blocks,
     top_level,
-    rows_of_batch,
+    batch_q_blocks,
     programs_of_batch,
     parts,
     SHARES: tl.constexpr,
-    ROWS: tl.constexpr,
-    HAS_FIRST: tl.constexpr,
-    HAS_LAST: tl.constexpr,
-    SINK: tl.constexpr,
-    DIAGONAL: tl.constexpr,
-    HAS_ALWAYS: tl.constexpr,
-    HAS_EXACT: tl.constexpr,
-    HAS_SEEN: tl.constexpr,
-    HAS_BLOCKS: tl.constexpr,
-    HAS_SIMILARITY: tl.constexpr,
-    PACKED: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    Q_BLOCKS: tl.constexpr,
+    SPEC: tl.constexpr,
 ):
-    """kept[row, level] = max(what the row is sure of, its forced blocks and those at or above the level).
+    """kept[q_block, level] = max(guaranteed blocks, forced blocks + eligible blocks at or above the level).
 
-    Grid: groups of ROWS rows of every batch element, in one dimension.
+    Grid: groups of Q_BLOCKS query blocks of every batch element, in one dimension.
 
-    Reads what `load_row` reads. Writes, int32
-        kept       [B * rows, 2 * LEVELS]: for every level, and for none at LEVELS
-        sums       [B, parts, SUMS], 0 before: sums of ``kept`` over PART_ROWS rows, and the visible blocks; SHARES what
-                   `share_of_row` needs besides
+    Args:
+        selection_ptrs, selection_strides, SPEC: see `query_blocks`.
+        kept_ptr: writes [B * batch_q_blocks, 2 * LEVELS] int32: one number per level; at LEVELS the one above all.
+        sums_ptr: adds to [B, parts, SUMS] int32, 0 before: sums of ``kept`` over PART_Q_BLOCKS query blocks, and the
+            visible blocks. SHARES: also what `allocated_blocks` needs.
+        amount: density of the budget.
+        top_level: level of the largest probability.
+        batch_q_blocks, programs_of_batch, parts: of one batch element.
     """
+    sizes = SelectionSizes(heads, group, q_len, kv_len, first_offset, last_offset, q_blocks, kv_blocks)
     batch = (tl.program_id(0) // programs_of_batch).to(tl.int64)
-    first_row = tl.program_id(0) % programs_of_batch * ROWS
-    if PACKED:
-        top_level = segment_number(segments_ptr, batch, TOP_LEVEL)
+    first = tl.program_id(0) % programs_of_batch * Q_BLOCKS
+    if SPEC.packed:
+        top_level = segment_number(selection_ptrs.segments, batch, TOP_LEVEL)
     levels = tl.arange(0, LEVELS)
     totals = tl.zeros((LEVELS,), tl.int32)
     forced_total = 0
     visible_total = 0
-    for step in range(ROWS):
-        if first_row + step < rows_of_batch:
-            row = batch * rows_of_batch + first_row + step
-            blocks = load_row(
-                row,
-                probability_ptr,
-                always_ptr,
-                exact_ptr,
-                first_seen_ptr,
-                kind_ptr,
-                column_ptr,
-                key_similarity_ptr,
-                query_similarity_ptr,
-                threshold_ptr,
-                segments_ptr,
-                first_seen_strides,
-                kind_strides,
-                column_strides,
-                heads,
-                group,
-                q_len,
-                kv_len,
-                first_offset,
-                last_offset,
-                q_blocks,
-                kv_blocks,
-                HAS_FIRST,
-                HAS_LAST,
-                SINK,
-                DIAGONAL,
-                HAS_ALWAYS,
-                HAS_EXACT,
-                HAS_SEEN,
-                HAS_BLOCKS,
-                HAS_SIMILARITY,
-                PACKED,
-                COLUMNS,
-            )
-            level = tl.minimum(blocks.bits >> BUDGET_BITS, top_level) - (top_level - LEVELS + 1)
+    for step in range(Q_BLOCKS):
+        if first + step < batch_q_blocks:
+            flat_q_block = batch * batch_q_blocks + first + step
+            blocks = load_blocks(flat_q_block, selection_ptrs, selection_strides, sizes, SPEC)
+
+            # Eligible blocks of each level
+            level = tl.minimum(blocks.bits >> BUDGET_BITS, top_level) - (top_level - LEVELS + 1)  # [COLUMNS]
             free = blocks.eligible & (blocks.forced == 0)
             free_count = tl.sum(free.to(tl.int32))
-            counts = tl.histogram(tl.where(free, tl.maximum(level, 0), 0), LEVELS)
-            counts -= tl.where(levels == 0, COLUMNS - free_count, 0)  # those that are not free went there
+            counts = tl.histogram(tl.where(free, tl.maximum(level, 0), 0), LEVELS)  # [LEVELS]
+            counts -= tl.where(levels == 0, SPEC.columns - free_count, 0)  # the other columns were counted at level 0
+
+            # Kept blocks, if the budget reaches down to each level
             visible_count = tl.sum(blocks.visible.to(tl.int32))
             forced_count = tl.sum((blocks.eligible & blocks.forced).to(tl.int32))
             share = tl.ceil(amount * visible_count.to(tl.float32) * (GUARANTEED * ROUNDING_GUARD)).to(tl.int32)
-            sure = tl.maximum(tl.maximum(share, min_blocks), 1)
+            guaranteed = tl.maximum(tl.maximum(share, min_blocks), 1)
             most = free_count + forced_count
-            kept = tl.minimum(tl.maximum(sure, forced_count + tl.cumsum(counts, 0, reverse=True)), most)
-            forced_kept = tl.minimum(tl.maximum(sure, forced_count), most)
-            tl.store(kept_ptr + row * (2 * LEVELS) + levels, kept)
-            tl.store(kept_ptr + row * (2 * LEVELS) + LEVELS, forced_kept)
+            kept = tl.minimum(tl.maximum(guaranteed, forced_count + tl.cumsum(counts, 0, reverse=True)), most)
+            forced_kept = tl.minimum(tl.maximum(guaranteed, forced_count), most)
+            tl.store(kept_ptr + flat_q_block * (2 * LEVELS) + levels, kept)
+            tl.store(kept_ptr + flat_q_block * (2 * LEVELS) + LEVELS, forced_kept)
             totals += kept
             forced_total += forced_kept
             visible_total += visible_count
-    of_batch = sums_ptr + batch * parts * SUMS
-    sums = of_batch + first_row // PART_ROWS * SUMS
-    tl.atomic_add(sums + levels, totals, sem="relaxed")
-    tl.atomic_add(sums + FORCED, forced_total, sem="relaxed")
-    tl.atomic_add(sums + VISIBLE, visible_total, sem="relaxed")
+
+    # Sums of this part
+    batch_sums = sums_ptr + batch * parts * SUMS
+    part_sums = batch_sums + first // PART_Q_BLOCKS * SUMS
+    tl.atomic_add(part_sums + levels, totals, sem="relaxed")
+    tl.atomic_add(part_sums + FORCED, forced_total, sem="relaxed")
+    tl.atomic_add(part_sums + VISIBLE, visible_total, sem="relaxed")
+
+    # The last program of a batch element finds the level
     if SHARES:
         tl.debug_barrier()
-        if tl.atomic_add(of_batch + DONE, 1, sem="acq_rel") == programs_of_batch - 1:
-            _find_level(of_batch, amount, parts)
+        if tl.atomic_add(batch_sums + DONE, 1, sem="acq_rel") == programs_of_batch - 1:
+            _find_level(batch_sums, amount, parts)
 
 
 @triton.jit
-def share_of_row(row, kept_ptr, sums_ptr, rows_of_batch, parts):
-    """Return how many blocks a row keeps, those above the last level and its part of that, and the last level.
+def allocated_blocks(flat_q_block, kept_ptr, sums_ptr, batch_q_blocks, parts):
+    """Return how many blocks a query block keeps, and the last level that the budget reaches.
 
-    Of r places for t blocks, the row that has the blocks number a to b - 1 gets floor(b r / t) - floor(a r / t).
+    It keeps the blocks above that level, and some at the level: of r places for t blocks there, the query block with
+    the blocks number a to b - 1 gets floor(b r / t) - floor(a r / t).
     """
-    batch = row // rows_of_batch
-    place = (row % rows_of_batch).to(tl.int32)
-    of_batch = sums_ptr + batch * parts * SUMS
-    last = tl.load(of_batch + LAST)
-    left = tl.load(of_batch + LEFT).to(tl.int64)
-    total = tl.load(of_batch + TOTAL).to(tl.int64)
-    before = tl.load(of_batch + place // PART_ROWS * SUMS + BEFORE)
-    rows = place // PART_ROWS * PART_ROWS + tl.arange(0, PART_ROWS)
-    inside = rows <= place
-    kept = kept_ptr + (batch * rows_of_batch + rows) * (2 * LEVELS)
+    batch = flat_q_block // batch_q_blocks
+    place = (flat_q_block % batch_q_blocks).to(tl.int32)
+    batch_sums = sums_ptr + batch * parts * SUMS
+    last = tl.load(batch_sums + LAST)
+    left = tl.load(batch_sums + LEFT).to(tl.int64)
+    total = tl.load(batch_sums + TOTAL).to(tl.int64)
+    before = tl.load(batch_sums + place // PART_Q_BLOCKS * SUMS + BEFORE)
+    members = place // PART_Q_BLOCKS * PART_Q_BLOCKS + tl.arange(0, PART_Q_BLOCKS)  # of the part
+    inside = members <= place
+    kept = kept_ptr + (batch * batch_q_blocks + members) * (2 * LEVELS)
     above = tl.load(kept + tl.minimum(last + 1, LEVELS), mask=inside, other=0)
     blocks = tl.load(kept + last, mask=inside, other=0) - above
     after = (before + tl.sum(blocks, 0)).to(tl.int64)
-    own = tl.sum(tl.where(rows == place, blocks, 0), 0)
+    own = tl.sum(tl.where(members == place, blocks, 0), 0)
     share = after * left // total - (after - own) * left // total
-    return tl.sum(tl.where(rows == place, above, 0), 0) + share.to(tl.int32), last
+    return tl.sum(tl.where(members == place, above, 0), 0) + share.to(tl.int32), last
 
 
 @triton.jit
-def place_row(
-    row, count, many, order_ptr, sums_ptr, segments_ptr, rows_of_batch, parts, heads, q_blocks, PACKED: tl.constexpr
+def place_q_block(
+    flat_q_block, count, many, order_ptr, sums_ptr, segments_ptr, batch_q_blocks, parts, sizes, PACKED: tl.constexpr
 ):
-    """Put a row into the order of its batch element: if it keeps more than ``many`` blocks the next in front, else the
-    next behind; PACKED, without gaps if it exists (`Segments.table`)."""
-    batch = row // rows_of_batch
-    first = batch * rows_of_batch
-    rows = rows_of_batch
+    """Put a query block into the order of its batch element: in front if it keeps more than ``many`` blocks.
+
+    In a pack, only query blocks that exist are placed, without gaps (`Segments.table`).
+    """
+    batch = flat_q_block // batch_q_blocks
+    first = batch * batch_q_blocks
+    existing = batch_q_blocks
     exists = True
     if PACKED:
         _, q_len = segment_queries(segments_ptr, batch)
         first = segment_number(segments_ptr, batch, FIRST_ROW).to(tl.int64)
-        rows = heads * tl.cdiv(q_len, BLOCK_Q)
-        exists = row % q_blocks * BLOCK_Q < q_len
+        existing = sizes.heads * tl.cdiv(q_len, BLOCK_Q)
+        exists = flat_q_block % sizes.q_blocks * BLOCK_Q < q_len
     if exists:
-        of_batch = sums_ptr + batch * parts * SUMS
+        batch_sums = sums_ptr + batch * parts * SUMS
         is_long = count > many
-        before = tl.atomic_add(of_batch + tl.where(is_long, IN_FRONT, BEHIND), 1, sem="relaxed")
-        tl.store(order_ptr + first + tl.where(is_long, before, rows - 1 - before), row.to(tl.int32))
+        before = tl.atomic_add(batch_sums + tl.where(is_long, IN_FRONT, BEHIND), 1, sem="relaxed")
+        tl.store(order_ptr + first + tl.where(is_long, before, existing - 1 - before), flat_q_block.to(tl.int32))
 
 
-def count_budget(rows: RowArguments, call: Call, kv_blocks: int, *, shares: bool) -> tuple[Tensor, Tensor]:
-    """What rows keep of a budget that reaches down to each level, and the sums of it, as `count_kernel` writes them.
+def count_budget(arguments: SelectionArguments, call: Call, kv_blocks: int, *, shares: bool) -> tuple[Tensor, Tensor]:
+    """Return what query blocks keep if the budget reaches down to each level, and sums of it: see `count_kernel`.
 
     Args:
-        kv_blocks: of the whole call, by which levels go.
-        shares: `share_of_row` will be asked.
+        kv_blocks: of the whole call, which the levels depend on.
+        shares: `allocated_blocks` will be called.
     """
-    shape, like = call.shape, rows.pointers["probability_ptr"]
-    rows_of_batch = shape.heads * shape.q_blocks
+    shape, like = call.shape, arguments.probability
+    batch_q_blocks = shape.heads * shape.q_blocks
     setting = configs.budget_config()
-    programs, parts = ceil_div(rows_of_batch, setting.rows), ceil_div(rows_of_batch, PART_ROWS.value)
-    kept = buffer_like(like, True, shape.batch * rows_of_batch, 2 * LEVELS.value, dtype=torch.int32)
+    programs, parts = ceil_div(batch_q_blocks, setting.rows), ceil_div(batch_q_blocks, PART_Q_BLOCKS.value)
+    kept = buffer_like(like, True, shape.batch * batch_q_blocks, 2 * LEVELS.value, dtype=torch.int32)
     sums = zeros_like(like, shape.batch, parts, SUMS.value, dtype=torch.int32)
     launch(
         count_kernel,
         programs * shape.batch,
-        **rows.pointers,
+        selection_ptrs=arguments.ptrs,
         kept_ptr=kept,
         sums_ptr=sums,
-        **rows.strides,
+        selection_strides=arguments.strides,
         amount=density_of(call),
-        **rows.sizes,
+        **arguments.sizes,
         top_level=rules.budget_top(kv_blocks),
-        rows_of_batch=rows_of_batch,
+        batch_q_blocks=batch_q_blocks,
         programs_of_batch=programs,
         parts=parts,
         SHARES=shares,
-        ROWS=setting.rows,
-        **rows.constants,
-        num_warps=configs.select_config().warps(rows.columns),
+        Q_BLOCKS=setting.rows,
+        SPEC=arguments.spec,
+        num_warps=configs.select_config().warps(arguments.columns),
     )
     return kept, sums
 
 
 def density_of(call: Call) -> float:
-    """The share of all blocks that a budget has."""
+    """Return the density of a budget."""
     amount = call.selection.amount
     assert not isinstance(amount, Tensor)
     return float(amount)
 
 
 def many_blocks(call: Call) -> float:
-    """How many blocks a long row keeps at least."""
+    """Return the number of blocks above which a query block is long."""
     shape = call.shape
     seen_blocks = min(shape.kv_blocks * (0.5 if call.is_causal else 1.0), max_blocks_per_q_block(call.window, shape))
     return LONG * density_of(call) * seen_blocks

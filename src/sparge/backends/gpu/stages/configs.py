@@ -1,7 +1,7 @@
 """Launch configurations of the stages before attention: data, each with the reason it was chosen.
 
 Measured on an H200 (Triton 3.6): N 32768, H 16, D 128, bfloat16, unless a row says otherwise. ``sparge sweep score``
-derives a row anew (docs/configurations.md).
+measures a row again (docs/configurations.md).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class StageKey:
 
 @dataclass(frozen=True)
 class SummarizeConfig:
-    """Key blocks a program summarizes, tokens added elementwise before threads exchange sums, warps."""
+    """Key blocks of a program, tokens added elementwise before threads exchange sums, warps."""
 
     blocks: int
     slab: int
@@ -33,7 +33,7 @@ class SummarizeConfig:
 
 @dataclass(frozen=True)
 class ReduceConfig:
-    """Partial sums and channels one program takes at a time, warps."""
+    """Partial sums and channels that a program reads at a time, warps."""
 
     rows: int
     columns: int
@@ -42,7 +42,7 @@ class ReduceConfig:
 
 @dataclass(frozen=True)
 class QuantizeConfig:
-    """Warps; a program takes one block."""
+    """Warps; a program quantizes one block."""
 
     warps: int
 
@@ -76,26 +76,26 @@ class PeakConfig:
 
 @dataclass(frozen=True)
 class SelectConfig:
-    """Blocks of a row that one warp takes, most warps."""
+    """Key blocks of a query block for each warp, maximum number of warps."""
 
     columns: int
-    most_warps: int
+    max_warps: int
 
     def warps(self, columns: int) -> int:
-        """Warps for a row of that many blocks, a power of two."""
-        return max(1, min(self.most_warps, columns // self.columns))
+        """Return the warps for a query block with this many key blocks, a power of two."""
+        return max(1, min(self.max_warps, columns // self.columns))
 
 
 @dataclass(frozen=True)
 class BudgetConfig:
-    """Rows that one program counts, with the warps of "select". A power of two up to 128."""
+    """Query blocks of a program, with the warps of "select". A power of two up to 128."""
 
     rows: int
 
 
 @dataclass(frozen=True)
 class ReplacementConfig:
-    """Blocks of a row that a program takes at a time, warps."""
+    """Key blocks that a program reads at a time, warps."""
 
     step: int
     warps: int
@@ -118,14 +118,14 @@ CONFIGS: dict[StageKey, Any] = {
     StageKey("quantize_key_value"): QuantizeConfig(4),
     # 0.056 ms; 8 warps 0.072. The floor, 0.20 GB, is 0.047
     StageKey("quantize_query"): QuantizeConfig(4),
-    # Not timed: as many numbers a thread.
+    # Not timed: the same numbers per thread.
     StageKey("quantize_query", width=256): QuantizeConfig(8),
     # Two programs a multiprocessor and no pipeline: 0.075 ms (N 131072, H 4: 0.272). Two stages leave room for one
     # program only: 0.084; 64 rows 0.110, 256 rows 0.082, 32 columns 0.098, 128 columns 0.084
     StageKey("score"): ScoreConfig(128, 64, 8, 1),
     # Not timed.
     StageKey("score", width=256): ScoreConfig(64, 64, 8, 1),
-    # Not timed: where products run in registers alone, 64 columns spill.
+    # Not timed: 64 columns spill where products keep operands in registers.
     StageKey("score", "small"): ScoreConfig(128, 32, 8, 1),
     StageKey("score", "small", width=256): ScoreConfig(64, 32, 8, 1),
     # N 8192, 32768 and 131072: 0.020, 0.089 and 0.288 ms; 64 columns and 4 stages 0.021, 0.092 and 0.307; with 128 rows
@@ -133,13 +133,13 @@ CONFIGS: dict[StageKey, Any] = {
     StageKey("score_hopper"): HopperScoreConfig(128, 2),
     # Not timed.
     StageKey("score_hopper", width=256): HopperScoreConfig(32, 4),
-    # 16 entries per thread. At N 131072, H 4 (2048 blocks) 0.083 ms (0.068 since the search starts in the budget's last
+    # 16 entries per thread. At N 131072, H 4 (2048 blocks) 0.083 ms (0.068 since the search begins in the budget's last
     # level); 8 entries 0.104, 4 entries 0.160: sums across warps wait at barriers
     StageKey("select"): SelectConfig(512, 16),
     # N 8192, 32768 and 131072: 0.009, 0.018 and 0.043 ms; 4 rows 0.009, 0.022 and 0.044, one row 0.010, 0.023 and 0.041
     StageKey("budget"): BudgetConfig(2),
     # N 8192, 32768 and 131072: 0.014, 0.025 and 0.025 ms; 16 blocks 0.016, 0.025 and 0.025, two warps 0.017, 0.031 and
-    # 0.031. The floor, K's codes once: 0.008, 0.016 and 0.016
+    # 0.031. The floor, one read of INT8 K: 0.008, 0.016 and 0.016
     StageKey("peaks"): PeakConfig(8, 3, 4),
     # Not timed.
     StageKey("replacement"): ReplacementConfig(256, 2),
@@ -154,17 +154,17 @@ CANDIDATES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
     "quantize_query": {"warps": (2, 4, 8, 16)},
     "score": {"rows": (64, 128, 256), "columns": (32, 64, 128), "warps": (4, 8), "stages": (1, 2)},
     "score_hopper": {"columns": (32, 64, 128), "stages": (2, 3, 4)},
-    "select": {"columns": (128, 256, 512, 1024), "most_warps": (8, 16)},
+    "select": {"columns": (128, 256, 512, 1024), "max_warps": (8, 16)},
     "budget": {"rows": (1, 2, 4, 8)},
     "peaks": {"blocks": (4, 8, 16), "stages": (2, 3, 4), "warps": (2, 4, 8)},
     "mask": {"blocks": (4, 8, 16), "warps": (2, 4, 8)},
     "replacement": {"step": (128, 256, 512), "warps": (1, 2, 4)},
 }
-"""What a sweep tries for each field."""
+"""Values that a sweep tries for each field."""
 
 
 def stage_key(kernel: str, width: int = 128, architecture: int = 90) -> StageKey:
-    """The row that serves a kernel, a padded head width and a compute capability (89, 90).
+    """Return the row for a kernel, a padded head width and a compute capability (89, 90).
 
     It is the first of these that exists: the width of the generation, any width of it, the width of `BASE`, any width
     of `BASE`.
@@ -175,7 +175,7 @@ def stage_key(kernel: str, width: int = 128, architecture: int = 90) -> StageKey
 
 
 def stage_config(kernel: str, width: int = 128, architecture: int = 90) -> Any:
-    """The configuration of a kernel, by the order of `stage_key`."""
+    """Return the configuration of a kernel, in the order of `stage_key`."""
     return overridden(kernel, CONFIGS[stage_key(kernel, width, architecture)])
 
 

@@ -1,10 +1,10 @@
-"""What a bool mask of keys hides, where a window has no left bound: which tokens are seen, and where keys begin to be.
+"""Which tokens a bool mask of keys leaves visible, for windows without a left bound.
 
     keys_kernel       keys that some query sees, and the first one in each block
-    queries_kernel    queries that see a key: those from the first one on that does
+    queries_kernel    queries that see a key: all from the first one on
 
 `visibility.find_visibility` and `visibility.first_seen_keys` are the specification. A mask is read in place with its
-strides; what comes out is as small as the mask's own batch and heads. All other masks are read by `mask_blocks`.
+strides. Results have the mask's own batch and heads. `mask_blocks` reads all other masks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparge.backends.gpu.launch import buffer_like, launch
-from sparge.backends.gpu.primitives import BLOCK_K
+from sparge.backends.gpu.primitives import BLOCK_K, head_base
 from sparge.call import Call
 from sparge.masks import visibility
 from sparge.masks.geometry import ceil_div
@@ -42,15 +42,15 @@ def keys_kernel(
     chunks,
     BLOCKS: tl.constexpr,
 ):
-    """Reduce BLOCKS key blocks of the mask's heads that share a head of keys.
+    """Reduce BLOCKS key blocks over the heads of the mask that share a head of keys.
 
-    Grid: chunks of BLOCKS key blocks of every head of keys, in one dimension. ``key_heads`` and ``group`` are those of
-    the mask, its batch too. Rows of first_seen have ``pitch`` entries.
+    Grid: chunks of BLOCKS key blocks of every head of keys, in one dimension. ``key_heads`` and ``group``, like the
+    batch, are those of the mask. Rows of first_seen have ``pitch`` entries.
 
     Reads
         mask          [B, H, Sk | 1] bool
     Writes
-        seen          [B, key_heads, Sk] int8: some head of the group shows it
+        seen          [B, key_heads, Sk] int8: visible in some head of the group
         first_seen    [B * H, pitch] int32: the first visible key of each block, NOWHERE without one
     """
     chunk = tl.program_id(0) % chunks
@@ -63,8 +63,8 @@ def keys_kernel(
     some = tl.zeros((BLOCKS, BLOCK_K), tl.int8)
     for member in range(group):
         head = first_head + member
-        pointers = mask_ptr + batch * mask_strides[0] + head * mask_strides[1] + keys.to(tl.int64) * mask_strides[2]
-        shown = tl.load(pointers, mask=inside, other=0) != 0
+        mask_ptrs = head_base(mask_ptr, mask_strides, batch, head) + keys.to(tl.int64) * mask_strides[2]
+        shown = tl.load(mask_ptrs, mask=inside, other=0) != 0
         some = some | shown.to(tl.int8)
         first = tl.min(tl.where(shown, keys, NOWHERE), 1)
         flat_head = flat_key_head * group + member
@@ -84,7 +84,7 @@ def queries_kernel(
     HAS_LAST: tl.constexpr,
     QUERIES: tl.constexpr,
 ):
-    """Find the first query of a head that sees a key, and write which of QUERIES queries do.
+    """Find the first query of a head that sees a key, and mark which of QUERIES queries see one.
 
     Grid: chunks of QUERIES queries of every head of the mask, in one dimension.
 
@@ -92,8 +92,9 @@ def queries_kernel(
         first_seen     [B * H, pitch] int32
     Writes
         seen           [B * H, Sq] int8
-        first_query    [B * H] int32: 0 without a last bound, Sq where no query sees a key with one
+        first_query    [B * H] int32: 0 without a right bound; with one, Sq if no query sees a key
     """
+    # First visible key of the head
     chunk = tl.program_id(0) % chunks
     flat_head = (tl.program_id(0) // chunks).to(tl.int64)
     first_key = tl.full((), NOWHERE, tl.int32)
@@ -101,6 +102,8 @@ def queries_kernel(
         blocks = start + tl.arange(0, 1024)
         found = tl.load(first_seen_ptr + flat_head * pitch + blocks, mask=blocks < pitch, other=NOWHERE)
         first_key = tl.minimum(first_key, tl.min(found, 0))
+
+    # Queries from the one that sees it on
     first_query = tl.zeros((), tl.int64)
     if HAS_LAST:
         first_query = tl.minimum(tl.maximum(first_key.to(tl.int64) - last_offset, 0), q_len)
@@ -126,7 +129,7 @@ class KeyMask:
 
 
 def hides_keys_alone(call: Call) -> bool:
-    """Return whether a call has a mask that `key_mask` reads: a row's first visible block follows from its keys."""
+    """Return whether a call has a mask that `key_mask` reads: the mask and the right bound decide what is visible."""
     mask = call.attn_mask
     return mask is not None and mask.shape[2] == 1 and mask.dtype == torch.bool and call.window.left is None
 
@@ -138,7 +141,7 @@ def key_mask(call: Call) -> KeyMask:
     batch, heads = mask.shape[:2]
     key_heads = 1 if heads == 1 else shape.kv_heads
     stride_batch, stride_head, _, stride_key = mask.expand(-1, -1, -1, shape.kv_len).stride()
-    pitch = ceil_div(shape.kv_blocks, 16) * 16  # kernels are compiled anew for other alignments
+    pitch = ceil_div(shape.kv_blocks, 16) * 16  # kernels are compiled again for other alignments
     keys = buffer_like(mask, True, batch, key_heads, shape.kv_len, dtype=torch.int8)
     first_seen = buffer_like(mask, True, batch, heads, pitch, dtype=torch.int32)
     chunks = ceil_div(pitch, BLOCKS)

@@ -1,8 +1,8 @@
-"""One pass over K and V: mean and variance of every key block for the scores, sums and maxima for the codes, and the
-means that stand for skipped blocks.
+"""One pass over K and V: mean and variance of every key block for the scores, sums and maxima for quantization, and the
+means that replace skipped blocks.
 
-The pass is bound by memory. Few threads per program and elementwise partial sums keep exchanges between threads out of
-it: 8 warps per block took three times as long.
+The pass is bound by memory. Few threads per program and elementwise partial sums avoid exchanges between threads: with
+8 warps per block it took three times as long.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from sparge.backends.gpu.primitives import (
     BLOCK_K,
     LOG2_E,
     SHIFT,
+    TokenHead,
+    head_base,
     is_finite,
     load_tokens,
     segment_keys,
@@ -41,7 +43,7 @@ from sparge.options import scores
 VARIANCE_SHARE = tl.constexpr(scores.VARIANCE_SHARE)
 NUMBERS = ["scale", "kv_heads", "kv_len", "kv_blocks", "first_key", "chunks"]
 SUM, SQUARE = tl.constexpr(0), tl.constexpr(1)
-"""Rows of a chunk's part of K, [2, D]."""
+"""Entries of a chunk's ``key_part``, [2, D]."""
 
 
 @triton.jit
@@ -57,13 +59,13 @@ def _sums(
     CENTERED: tl.constexpr,
     SLAB: tl.constexpr,
 ):
-    """Partial sums of x - center, of its squares and the largest |x| of a key block, [SLAB, PADDED], and its tokens.
+    """Return partial sums of x - center and of its squares, the largest |x|, each [SLAB, PADDED], and the token count.
 
-    Slabs of a few tokens are added elementwise, which leaves one exchange between threads per block. What is computed
-    and not used costs nothing.
+    Slabs of a few tokens are added elementwise, which leaves one exchange between threads per block. The compiler
+    removes results that the caller does not use.
 
     Args:
-        head: where the head's tokens begin, their stride, and the same of which are seen.
+        head: `TokenHead`.
     """
     total = tl.zeros((SLAB, PADDED), tl.float32)
     square = tl.zeros((SLAB, PADDED), tl.float32)
@@ -73,7 +75,7 @@ def _sums(
     seen = tl.zeros((SLAB,), tl.int32)
     for step in tl.static_range(BLOCK_K // SLAB):
         tokens = block * BLOCK_K + step * SLAB + tl.arange(0, SLAB)
-        values, present = load_tokens(*head, tokens, first_key, kv_len, DIM, PADDED, HAS_SEEN)
+        values, present = load_tokens(head, tokens, first_key, kv_len, DIM, PADDED, HAS_SEEN)
         if HAS_SEEN:
             seen += present.to(tl.int32)
         if CENTERED:
@@ -99,11 +101,11 @@ def _largest(
     BLOCKS: tl.constexpr,
     SLAB: tl.constexpr,
 ):
-    """Largest |x| of each channel of a chunk, [PADDED]; FINITE leaves out what is not finite."""
+    """Return the largest |x| of each channel of a chunk, [PADDED]; FINITE ignores numbers that are not finite."""
     largest = tl.zeros((SLAB, PADDED), tl.float32)
     for step in range(BLOCKS * BLOCK_K // SLAB):
         tokens = chunk * BLOCKS * BLOCK_K + step * SLAB + tl.arange(0, SLAB)
-        values, _ = load_tokens(*head, tokens, first_key, kv_len, DIM, PADDED, HAS_SEEN)
+        values, _ = load_tokens(head, tokens, first_key, kv_len, DIM, PADDED, HAS_SEEN)
         size = tl.abs(values)
         if FINITE:
             size = tl.where(is_finite(values), size, 0.0)
@@ -123,13 +125,16 @@ def _finite_part(
     BLOCKS: tl.constexpr,
     SLAB: tl.constexpr,
 ):
-    """Sum and squares [PADDED] and number of a chunk's tokens that are finite in every channel; rare, so maybe slow."""
+    """Return sum and squares [PADDED] of a chunk's tokens that are finite in every channel, and their number.
+
+    This is rarely needed, so it may be slow.
+    """
     total = tl.zeros((PADDED,), tl.float32)
     square = tl.zeros((PADDED,), tl.float32)
     count = 0
     for step in range(BLOCKS * BLOCK_K // SLAB):
         tokens = chunk * BLOCKS * BLOCK_K + step * SLAB + tl.arange(0, SLAB)
-        values, present = load_tokens(*head, tokens, first_key, kv_len, DIM, PADDED, HAS_SEEN)
+        values, present = load_tokens(head, tokens, first_key, kv_len, DIM, PADDED, HAS_SEEN)
         usable = present & (tl.min(is_finite(values).to(tl.int32), 1) != 0)
         kept = tl.where(usable[:, None], values, 0.0)
         total += tl.sum(kept, 0)
@@ -177,15 +182,15 @@ def summarize_kernel(
     BLOCKS: tl.constexpr,
     SLAB: tl.constexpr,
 ):
-    """Statistics of every key block j, and partial sums of every chunk of BLOCKS blocks, over the tokens that are seen.
+    """Compute statistics of every key block j and partial sums of every chunk of BLOCKS blocks, over seen tokens.
 
         mean_j     = scale log2 e  sum k / n            in two bfloat16 numbers (16 bits), high and low
-        variance_j = scale^2 / 4 log2 e  (sum k^2 / n - (sum k / n)^2)      in one: it enters at second order
-        key block  = sum k / n,  value block = sum v / n,  bias = log2 n;      0, 0 and NaN where either is not finite
-        key part   = sum k, sum k^2 and n               of tokens that are finite in every channel
-        value max  = largest finite |v|                 of each channel
+        variance_j = scale^2 / 4 log2 e  (sum k^2 / n - (sum k / n)^2)      in one: a second-order term
+        key_block  = sum k / n,  value_block = sum v / n,  bias = log2 n;      0, 0 and NaN where either is not finite
+        key_part   = sum k, sum k^2 and n               of tokens that are finite in every channel
+        value_max  = largest finite |v|                 of each channel
 
-    Grid: chunks of every head of K and V, in one dimension. Keys before ``first_key`` are seen by nobody.
+    Grid: chunks of every head of K and V, in one dimension. No query sees keys before ``first_key``.
 
     Reads
         key, value            [B, Hkv, Sk, D | Dv]
@@ -200,22 +205,23 @@ def summarize_kernel(
         key_count             [B * Hkv, chunks] int32 (WITH_SUMS)
         value_max             [B * Hkv, chunks, Dv padded] float32 (WITH_VALUE)
     """
+    # Prologue
     chunk = tl.program_id(0) % chunks
     flat_head = (tl.program_id(0) // chunks).to(tl.int64)
     batch = flat_head // kv_heads
     head = flat_head % kv_heads
     channels = tl.arange(0, HEAD_DIM_PADDED)
     value_channels = tl.arange(0, VALUE_DIM_PADDED)
-    key_base = key_ptr + batch * key_strides[0] + head * key_strides[1]
-    value_base = value_ptr + batch * value_strides[0] + head * value_strides[1]
-    seen_base = seen_ptr + batch * seen_strides[0] + head * seen_strides[1]
+    key_base = head_base(key_ptr, key_strides, batch, head)
+    value_base = head_base(value_ptr, value_strides, batch, head)
+    seen_base = head_base(seen_ptr, seen_strides, batch, head)
     if PACKED:
         kv_start, kv_len = segment_keys(segments_ptr, batch)
         key_base += kv_start * key_strides[2]
         value_base += kv_start * value_strides[2]
         first_key = tl.maximum(first_key + segment_number(segments_ptr, batch, SHIFT), 0)
-    key_head = (key_base, key_strides[2], seen_base, seen_strides[2])
-    value_head = (value_base, value_strides[2], seen_base, seen_strides[2])
+    key_head = TokenHead(key_base, key_strides[2], seen_base, seen_strides[2])
+    value_head = TokenHead(value_base, value_strides[2], seen_base, seen_strides[2])
     part = flat_head * chunks + chunk
 
     value_max = tl.zeros((VALUE_DIM_PADDED,), tl.float32)
@@ -223,12 +229,13 @@ def summarize_kernel(
         key_sum = tl.zeros((HEAD_DIM_PADDED,), tl.float32)
         key_square = tl.zeros((HEAD_DIM_PADDED,), tl.float32)
         key_count = 0
+        # Main loop over the key blocks of the chunk
         for step in range(BLOCKS):
             block = chunk * BLOCKS + step
             first, square, _, count = _sums(
                 key_head, block, first_key, kv_len, 0.0, HEAD_DIM, HEAD_DIM_PADDED, HAS_SEEN, False, SLAB
             )
-            total = tl.sum(first, 0)
+            total = tl.sum(first, 0)  # [HEAD_DIM]
             squares = tl.sum(square, 0)
             key_sum += total
             key_square += squares
@@ -237,7 +244,7 @@ def summarize_kernel(
             mean = total * share
             row = flat_head * kv_blocks + block
             inside = channels < tl.where(block < kv_blocks, HEAD_DIM_PADDED, 0)
-            if WITH_BLOCKS:
+            if WITH_BLOCKS:  # means that replace the block
                 value_total, _, largest, _ = _sums(
                     value_head, block, first_key, kv_len, 0.0, VALUE_DIM, VALUE_DIM_PADDED, HAS_SEEN, False, SLAB
                 )
@@ -253,18 +260,18 @@ def summarize_kernel(
                 tl.store(block_bias_ptr + row, tl.where(broken, float("nan"), bias), mask=block < kv_blocks)
                 usable = (count > 0) & (broken == 0)
                 tl.store(block_usable_ptr + row, usable.to(tl.int8), mask=block < kv_blocks)
-            if WITH_MEANS:
+            if WITH_MEANS:  # statistics for the scores
                 if WITH_VARIANCE:
                     variance = squares * share - mean * mean
                     if key_ptr.dtype.element_ty == tl.float32:
-                        # Squares of 16-bit numbers fit into float32 sums; those of float32 must be centred first.
+                        # float32 sums hold squares of 16-bit numbers; float32 numbers must be centered first.
                         center = mean[None, :]
                         _, square, _, count = _sums(
                             key_head, block, first_key, kv_len, center, HEAD_DIM, HEAD_DIM_PADDED, HAS_SEEN, True, SLAB
                         )
                         variance = tl.sum(square, 0) * share
                     variance = tl.maximum(variance, 0.0)
-                # NaN, not infinity, so that a score of these keys can be nothing else.
+                # NaN instead of infinity makes every score of these keys NaN.
                 mean = tl.where(is_finite(mean), mean * (scale * LOG2_E), float("nan"))
                 mean_high = mean.to(tl.bfloat16)
                 offsets = row * HEAD_DIM_PADDED + channels
@@ -273,6 +280,7 @@ def summarize_kernel(
                 if WITH_VARIANCE:
                     shared_variance = variance * (VARIANCE_SHARE * scale * scale * LOG2_E)
                     tl.store(variance_ptr + offsets, shared_variance.to(tl.bfloat16), mask=inside)
+        # Sums of the chunk, for quantization
         if WITH_SUMS:
             if tl.min(is_finite(key_sum).to(tl.int32)) == 0:
                 key_sum, key_square, key_count = _finite_part(
@@ -283,6 +291,7 @@ def summarize_kernel(
             tl.store(key_part + SQUARE * HEAD_DIM_PADDED, key_square)
             tl.store(key_count_ptr + part, key_count)
 
+    # Maxima of V
     if WITH_VALUE:
         if not WITH_BLOCKS:
             value_max = _largest(
@@ -297,9 +306,9 @@ def summarize_kernel(
 
 @dataclass(frozen=True)
 class KeyValueStatistics:
-    """What `summarize_kernel` writes; a tensor that was not asked for is a stand-in nobody reads.
+    """The results of `summarize_kernel`. Tensors that were not requested are placeholders, which are never read.
 
-    ``blocks`` is how many key blocks a chunk has.
+    ``blocks`` is the number of key blocks of a chunk.
     """
 
     mean_high: Tensor
@@ -328,11 +337,14 @@ def key_value_statistics(
     sums_of_blocks: bool,
     blocks_for: torch.dtype | None = None,
 ) -> KeyValueStatistics:
-    """Read K, and V where its maxima or means are wanted, once.
+    """Read K once, and V if its maxima or means are requested.
 
     Args:
-        blocks_for: the dtype of the means that stand for skipped blocks, None where none do.
+        means, variance: compute them for every key block.
+        sums: compute the sums of every chunk.
+        value_max: compute the maxima of V.
         sums_of_blocks: a chunk is one block, so that ``sums`` are those of every block.
+        blocks_for: dtype of the means that replace skipped blocks; None if skipped blocks are dropped.
     """
     shape, options = call.shape, configs.summarize_config()
     width, value_width = padded(shape.head_dim), padded(shape.value_dim)

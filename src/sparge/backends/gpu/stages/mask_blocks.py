@@ -1,15 +1,16 @@
-"""What a mask with entries says of blocks and tokens, before anything is scored: one pass in tiles of 128 x 64.
+"""Facts about a mask with entries, before anything is scored: one pass in tiles of 128 x 64.
 
-    mask_kernel      which blocks are visible, and wholly so; keys and queries that are seen; biases of blocks
-    sample_kernel    which queries stand for their block; their own biases, where there are any
+    mask_kernel      which blocks are visible, and wholly visible; which keys and queries are seen; biases of blocks
+    sample_kernel    which queries represent their block, and the biases of these queries
 
-Bool masks of keys alone need none of this (`visibility.first_seen_keys`), unless a window has a left bound. A mask is
-read in place with its strides, 0 where it is broadcast; what comes out is as small as the mask's own batch and heads.
+Bool masks of keys alone do not need this (`visibility.first_seen_keys`), unless a window has a left bound. A mask is
+read in place with its strides, 0 where it is broadcast. Results have the mask's own batch and heads.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,11 +21,10 @@ from sparge.backends.gpu.launch import (
     buffer_like,
     launch,
     power_of_two,
-    window_flags,
     window_offsets,
     zeros_like,
 )
-from sparge.backends.gpu.primitives import BLOCK_K, BLOCK_Q, LOG2_E
+from sparge.backends.gpu.primitives import BLOCK_K, BLOCK_Q, LOG2_E, head_base
 from sparge.backends.gpu.stages import configs
 from sparge.call import Call
 from sparge.masks import geometry
@@ -39,55 +39,90 @@ NUMBERS = [
     "kv_len",
     "first_offset",
     "last_offset",
-    "rows",
+    "q_blocks",
     "kv_blocks",
     "pitch",
     "chunks",
 ]
 HIDDEN, PARTLY, WHOLLY = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""What a row of blocks sees of a block: nothing, something; everything, and no bias applies."""
+"""A query block sees nothing of a key block, something, or everything without a bias."""
 LARGEST_BIAS = tl.constexpr(1e38)
-"""In octaves: finite numbers stay finite when others are added to them."""
+"""In log2 units: finite numbers stay finite when others are added to them."""
+
+
+@dataclass(frozen=True)
+class MaskSpec:
+    """The values that mask kernels are compiled for.
+
+    Attributes:
+        mask: "bool" or "additive".
+        lowest: smallest finite entry of an additive mask, which hides a key.
+        has_first, has_last: the window has a left and a right bound.
+        reaches: the left bound does not count for `Facts.reached`.
+        with_bias: biases are computed.
+        blocks: key blocks of a program.
+    """
+
+    mask: str
+    lowest: float
+    has_first: bool
+    has_last: bool
+    reaches: bool
+    with_bias: bool
+    blocks: int
+
+
+class MaskLengths(NamedTuple):
+    """Lengths of the call. Query i sees keys from i + first_offset to i + last_offset."""
+
+    q_len: Any
+    kv_len: Any
+    first_offset: Any
+    last_offset: Any
+
+
+class Facts(NamedTuple):
+    """Facts about a tile.
+
+    Attributes:
+        seen_keys: [M], number of keys that each query sees.
+        plain_keys: [M], number of those without a bias.
+        is_seen: [N], 1 for keys that some query sees.
+        reached: 1 if some query sees some key; with SPEC.reaches, the left bound of the window does not count.
+        mean: log2 of the mean of exp(bias) over visible entries (SPEC.with_bias).
+    """
+
+    seen_keys: Any
+    plain_keys: Any
+    is_seen: Any
+    reached: Any
+    mean: Any
 
 
 @triton.jit
-def _entries(
-    mask_base,
-    stride_q,
-    stride_k,
-    queries,
-    keys,
-    q_len,
-    kv_len,
-    first_offset,
-    last_offset,
-    MASK: tl.constexpr,
-    LOWEST: tl.constexpr,
-    HAS_FIRST: tl.constexpr,
-    HAS_LAST: tl.constexpr,
-    REACHES: tl.constexpr,
-    INSIDE: tl.constexpr,
-):
-    """Of queries [M] and keys [N]: who sees whom [M, N], who would if the window had no left bound, and the bias.
+def _entries(mask_base, mask_strides, queries, keys, lengths, INSIDE: tl.constexpr, SPEC: tl.constexpr):
+    """Return visibility [M, N], visibility without the left bound (SPEC.reaches, else the same), and biases [M, N].
 
-    The second is the first unless REACHES. Nothing outside of the window is read. INSIDE: all tokens exist, and all is
-    within the window; what is read without a mask is read in wide pieces.
+    Entries outside of the window are not read. INSIDE: all tokens exist and lie inside the window, so that entries are
+    read without a mask, which makes wide loads possible.
     """
-    pointers = mask_base + queries.to(tl.int64)[:, None] * stride_q + keys.to(tl.int64)[None, :] * stride_k
+    entry_ptrs = (
+        mask_base + queries.to(tl.int64)[:, None] * mask_strides[2] + keys.to(tl.int64)[None, :] * mask_strides[3]
+    )
     if INSIDE:
-        entries = tl.load(pointers)
+        entries = tl.load(entry_ptrs)
     else:
-        reached = (queries < q_len)[:, None] & (keys < kv_len)[None, :]
-        if HAS_LAST:
-            reached = reached & (keys[None, :] <= queries[:, None] + last_offset)
+        reached = (queries < lengths.q_len)[:, None] & (keys < lengths.kv_len)[None, :]
+        if SPEC.has_last:
+            reached = reached & (keys[None, :] <= queries[:, None] + lengths.last_offset)
         seen = reached
-        if HAS_FIRST:
-            seen = seen & (keys[None, :] >= queries[:, None] + first_offset)
-        if not REACHES:
+        if SPEC.has_first:
+            seen = seen & (keys[None, :] >= queries[:, None] + lengths.first_offset)
+        if not SPEC.reaches:
             reached = seen
-        entries = tl.load(pointers, mask=reached, other=0)
+        entries = tl.load(entry_ptrs, mask=reached, other=0)
     bias = entries.to(tl.float32)
-    shown = entries != 0 if MASK == "bool" else (bias <= LOWEST) == 0  # NaN stays visible, and so propagates
+    shown = entries != 0 if SPEC.mask == "bool" else (bias <= SPEC.lowest) == 0  # NaN stays visible, and so propagates
     if INSIDE:
         return shown, shown, bias
     else:
@@ -95,66 +130,32 @@ def _entries(
 
 
 @triton.jit
-def _tile_facts(
-    mask_base,
-    stride_q,
-    stride_k,
-    queries,
-    keys,
-    q_len,
-    kv_len,
-    first_offset,
-    last_offset,
-    MASK: tl.constexpr,
-    LOWEST: tl.constexpr,
-    HAS_FIRST: tl.constexpr,
-    HAS_LAST: tl.constexpr,
-    REACHES: tl.constexpr,
-    WITH_BIAS: tl.constexpr,
-    INSIDE: tl.constexpr,
-):
-    """Of a tile: how many keys each query sees, and how many without a bias [M]; which keys are seen [N]; whether some
-    query reaches some key (REACHES); log2 of the mean of exp(bias) (WITH_BIAS).
-    """
-    seen, reached, bias = _entries(
-        mask_base,
-        stride_q,
-        stride_k,
-        queries,
-        keys,
-        q_len,
-        kv_len,
-        first_offset,
-        last_offset,
-        MASK,
-        LOWEST,
-        HAS_FIRST,
-        HAS_LAST,
-        REACHES,
-        INSIDE,
-    )
-    of_queries = tl.sum(seen.to(tl.int32), 1)
-    plain = of_queries
-    if MASK != "bool":
-        plain = tl.sum((seen & (bias == 0.0)).to(tl.int32), 1)
-    of_keys = tl.max(seen.to(tl.int32), 0)
-    meets = tl.max(of_keys, 0)
-    if REACHES:
-        meets = tl.max(tl.max(reached.to(tl.int32), 1), 0)
+def _tile_facts(mask_base, mask_strides, queries, keys, lengths, INSIDE: tl.constexpr, SPEC: tl.constexpr):
+    """Return the `Facts` of a tile of queries [M] and keys [N]. INSIDE: see `_entries`."""
+    seen, reached, bias = _entries(mask_base, mask_strides, queries, keys, lengths, INSIDE, SPEC)
+    seen_keys = tl.sum(seen.to(tl.int32), 1)
+    plain_keys = seen_keys
+    if SPEC.mask != "bool":
+        plain_keys = tl.sum((seen & (bias == 0.0)).to(tl.int32), 1)
+    is_seen = tl.max(seen.to(tl.int32), 0)
+    some_reached = tl.max(is_seen, 0)
+    if SPEC.reaches:
+        some_reached = tl.max(tl.max(reached.to(tl.int32), 1), 0)
     mean = 0.0
-    if WITH_BIAS:
+    if SPEC.with_bias:
         largest = tl.max(tl.max(tl.where(seen, bias, float("-inf")), 1), 0)
         largest = tl.where(largest == float("-inf"), 0.0, largest)
         total = tl.sum(tl.sum(tl.where(seen, tl.exp(bias - largest), 0.0), 1), 0)
-        mean = _log_mean(largest, total, tl.sum(of_queries, 0))
-    return of_queries, plain, of_keys, meets, mean
+        mean = _log_mean(largest, total, tl.sum(seen_keys, 0))
+    return Facts(seen_keys, plain_keys, is_seen, some_reached, mean)
 
 
 @triton.jit
 def _log_mean(largest, total, count):
-    """log2 of the mean of exp(bias): ``total`` is the sum of exp(bias - largest); 0 where nothing was summed.
+    """Return log2 of the mean of exp(bias); 0 if ``count`` is 0, NaN if a bias is NaN or infinite.
 
-    NaN where a bias is NaN or infinite.
+    Args:
+        total: sum of exp(bias - largest).
     """
     mean = (largest + tl.log(total / tl.maximum(count, 1).to(tl.float32))) * LOG2_E
     bounded = tl.where(mean > LARGEST_BIAS, LARGEST_BIAS, tl.where(mean < -LARGEST_BIAS, -LARGEST_BIAS, mean))
@@ -176,103 +177,71 @@ def mask_kernel(
     kv_len,
     first_offset,
     last_offset,
-    rows,
+    q_blocks,
     kv_blocks,
     pitch,
     chunks,
-    MASK: tl.constexpr,
-    LOWEST: tl.constexpr,
-    HAS_FIRST: tl.constexpr,
-    HAS_LAST: tl.constexpr,
     SINK: tl.constexpr,
-    WITH_BIAS: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    SPEC: tl.constexpr,
 ):
-    """Facts about BLOCKS blocks of a row of blocks.
+    """Write facts about some key blocks of a query block.
 
-    Grid: chunks of BLOCKS key blocks of every row of blocks of every head of the mask, in one dimension. What is 0
-    before is written by several programs, each the same 1. ``heads`` are the mask's own, its batch too. Rows of kind
-    and bias have ``pitch`` entries.
+    Grid: chunks of SPEC.blocks key blocks of every query block of every head of the mask, in one dimension. ``heads``,
+    like the batch, are those of the mask. Rows of kind and bias have ``pitch`` entries. Several programs may write the
+    same 1 where results are cleared beforehand.
 
     Reads
-        mask      [B, H, Sq | 1, Sk | 1] bool or additive (MASK)
+        mask      [B, H, Sq | 1, Sk | 1] bool or additive (SPEC.mask)
     Writes
-        kind      [B * H, rows, kv_blocks] int8: HIDDEN, PARTLY or WHOLLY
-        column    [B * H, kv_blocks] int8 (SINK), 0 before: some query reaches some key, a left bound aside
+        kind      [B * H, q_blocks, kv_blocks] int8: HIDDEN, PARTLY or WHOLLY
+        column    [B * H, kv_blocks] int8, 0 before: some query sees some key, left bounds ignored (SINK)
         key       [B, key_heads, Sk] int8, 0 before: some query of some head sees it
         query     [B * H, Sq] int8, 0 before: it sees some key
-        bias      [B * H, rows, kv_blocks] float32 (WITH_BIAS): log2 mean exp(mask) over what is visible, -inf if HIDDEN
+        bias      [B * H, q_blocks, kv_blocks] float32: log2 of the mean of exp(mask) over visible entries, -inf if
+                  HIDDEN (SPEC.with_bias)
     """
-    reaches: tl.constexpr = SINK and HAS_FIRST
+    # Prologue
     chunk = tl.program_id(0) % chunks
-    flat_row = tl.program_id(0) // chunks
-    row = flat_row % rows
-    flat_head = (flat_row // rows).to(tl.int64)
+    program_q_block = tl.program_id(0) // chunks
+    q_block = program_q_block % q_blocks
+    flat_head = (program_q_block // q_blocks).to(tl.int64)
     batch = flat_head // heads
     head = flat_head % heads
-    mask_base = mask_ptr + batch * mask_strides[0] + head * mask_strides[1]
+    mask_base = head_base(mask_ptr, mask_strides, batch, head)
     key_base = key_ptr + (batch * key_heads + head * key_heads // heads) * kv_len
-    queries = row * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    queries_end = row * BLOCK_Q + BLOCK_Q
+    lengths = MaskLengths(q_len, kv_len, first_offset, last_offset)
+    queries = q_block * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    queries_end = q_block * BLOCK_Q + BLOCK_Q
     one_per_key = tl.full((BLOCK_K,), 1, tl.int8)
     seeing = tl.zeros((BLOCK_Q,), tl.int32)
-    for step in range(BLOCKS):
-        block = chunk * BLOCKS + step
+
+    # Main loop over key blocks
+    for step in range(SPEC.blocks):
+        block = chunk * SPEC.blocks + step
         keys = block * BLOCK_K + tl.arange(0, BLOCK_K)
         exists = block < kv_blocks
         inside = (queries_end <= q_len) & (block * BLOCK_K + BLOCK_K <= kv_len)
-        if HAS_LAST:
-            inside = inside & (block * BLOCK_K + BLOCK_K - 1 <= row * BLOCK_Q + last_offset)
-        if HAS_FIRST:
+        if SPEC.has_last:
+            inside = inside & (block * BLOCK_K + BLOCK_K - 1 <= q_block * BLOCK_Q + last_offset)
+        if SPEC.has_first:
             inside = inside & (block * BLOCK_K >= queries_end - 1 + first_offset)
         if inside:
-            of_queries, plain, of_keys, meets, mean = _tile_facts(
-                mask_base,
-                mask_strides[2],
-                mask_strides[3],
-                queries,
-                keys,
-                q_len,
-                kv_len,
-                first_offset,
-                last_offset,
-                MASK,
-                LOWEST,
-                HAS_FIRST,
-                HAS_LAST,
-                reaches,
-                WITH_BIAS,
-                True,
-            )
+            facts = _tile_facts(mask_base, mask_strides, queries, keys, lengths, True, SPEC)
         else:
-            of_queries, plain, of_keys, meets, mean = _tile_facts(
-                mask_base,
-                mask_strides[2],
-                mask_strides[3],
-                queries,
-                keys,
-                q_len,
-                kv_len,
-                first_offset,
-                last_offset,
-                MASK,
-                LOWEST,
-                HAS_FIRST,
-                HAS_LAST,
-                reaches,
-                WITH_BIAS,
-                False,
-            )
-        seeing += of_queries
-        whole = tl.min(((plain == BLOCK_K) | (queries >= q_len)).to(tl.int32), 0) != 0
-        some = tl.max(of_keys, 0) != 0
-        place = (flat_head * rows + row) * pitch + block
-        tl.store(kind_ptr + place, tl.where(whole, WHOLLY, tl.where(some, PARTLY, HIDDEN)).to(tl.int8), mask=exists)
-        tl.store(key_base + keys, one_per_key, mask=of_keys != 0)
+            facts = _tile_facts(mask_base, mask_strides, queries, keys, lengths, False, SPEC)
+        seeing += facts.seen_keys
+        whole = tl.min(((facts.plain_keys == BLOCK_K) | (queries >= q_len)).to(tl.int32), 0) != 0
+        some = tl.max(facts.is_seen, 0) != 0
+        place = (flat_head * q_blocks + q_block) * pitch + block
+        kind = tl.where(whole, WHOLLY, tl.where(some, PARTLY, HIDDEN))
+        tl.store(kind_ptr + place, kind.to(tl.int8), mask=exists)
+        tl.store(key_base + keys, one_per_key, mask=facts.is_seen != 0)
         if SINK:
-            tl.store(column_ptr + flat_head * kv_blocks + block, 1, mask=meets != 0)
-        if WITH_BIAS:
-            tl.store(bias_ptr + place, tl.where(some, mean, float("-inf")), mask=exists)
+            tl.store(column_ptr + flat_head * kv_blocks + block, 1, mask=facts.reached != 0)
+        if SPEC.with_bias:
+            tl.store(bias_ptr + place, tl.where(some, facts.mean, float("-inf")), mask=exists)
+
+    # Epilogue: queries that see a key
     tl.store(query_ptr + flat_head * q_len + queries, tl.full((BLOCK_Q,), 1, tl.int8), mask=seeing != 0)
 
 
@@ -290,90 +259,77 @@ def sample_kernel(
     kv_len,
     first_offset,
     last_offset,
-    rows,
+    q_blocks,
     kv_blocks,
     pitch,
     chunks,
     SAMPLES: tl.constexpr,
     SAMPLES_PADDED: tl.constexpr,
-    LOWEST: tl.constexpr,
-    HAS_FIRST: tl.constexpr,
-    HAS_LAST: tl.constexpr,
-    WITH_BIAS: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    SPEC: tl.constexpr,
 ):
-    """Evenly spaced queries among those of a block that see a key, as `reference.prediction.sample_queries` has it.
+    """Choose evenly spaced queries among those of a block that see a key: `reference.prediction.sample_queries`.
 
-    Grid: chunks of BLOCKS key blocks (one without biases) of every row of blocks of every head of the mask, in one
-    dimension.
+    Grid: chunks of SPEC.blocks key blocks (one chunk without biases) of every query block of every head of the mask,
+    in one dimension.
 
     Reads
-        mask      [B, H, Sq | 1, Sk] additive (WITH_BIAS)
-        kind      [B * H, rows, kv_blocks] int8 (WITH_BIAS) and query [B, H, Sq] int8, of `mask_kernel`
+        mask      [B, H, Sq | 1, Sk] additive (SPEC.with_bias)
+        kind      [B * H, q_blocks, kv_blocks] int8 (SPEC.with_bias) and query [B, H, Sq] int8, of `mask_kernel`
     Writes
-        pick      [B * H, rows, SAMPLES] int32
-        bias      [B * H, rows, SAMPLES, kv_blocks] float32 (WITH_BIAS): log2 mean exp(mask) over what a query sees, 0
-                  if that is nothing, -inf if its block is HIDDEN
+        pick      [B * H, q_blocks, SAMPLES] int32
+        bias      [B * H, q_blocks, SAMPLES, kv_blocks] float32 (SPEC.with_bias): log2 of the mean of exp(mask) over
+                  the keys that a query sees, 0 if there are none, -inf if its block is HIDDEN
     """
+    # Prologue
     chunk = tl.program_id(0) % chunks
-    flat_row = (tl.program_id(0) // chunks).to(tl.int64)
-    row = (flat_row % rows).to(tl.int32)
-    flat_head = flat_row // rows
+    flat_q_block = (tl.program_id(0) // chunks).to(tl.int64)
+    q_block = (flat_q_block % q_blocks).to(tl.int32)
+    flat_head = flat_q_block // q_blocks
     batch = flat_head // heads
     head = flat_head % heads
-    queries = row * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    query_base = query_ptr + batch * query_strides[0] + head * query_strides[1]
+    lengths = MaskLengths(q_len, kv_len, first_offset, last_offset)
+
+    # Choose samples by their rank among the queries that see a key
+    queries = q_block * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    query_base = head_base(query_ptr, query_strides, batch, head)
     seen = tl.load(query_base + queries * query_strides[2], mask=queries < q_len, other=0).to(tl.int32)
     count = tl.sum(seen, 0)
     samples = tl.arange(0, SAMPLES_PADDED)
-    rank = (2 * samples + 1) * count // (2 * SAMPLES)
-    before = (tl.cumsum(seen, 0)[None, :] <= rank[:, None]).to(tl.int32)  # the query of that rank comes later
-    pick = row * BLOCK_Q + tl.where((count > 0) & (samples < SAMPLES), tl.sum(before, 1), 0)
+    rank = (2 * samples + 1) * count // (2 * SAMPLES)  # [SAMPLES]
+    before = (tl.cumsum(seen, 0)[None, :] <= rank[:, None]).to(tl.int32)  # [SAMPLES, 128], queries before that rank
+    pick = q_block * BLOCK_Q + tl.where((count > 0) & (samples < SAMPLES), tl.sum(before, 1), 0)
     if chunk == 0:
-        tl.store(pick_ptr + flat_row * SAMPLES + samples, pick, mask=samples < SAMPLES)
-    if WITH_BIAS:
-        mask_base = mask_ptr + batch * mask_strides[0] + head * mask_strides[1]
-        for step in range(BLOCKS):
-            block = chunk * BLOCKS + step
-            seen_keys, _, bias = _entries(
-                mask_base,
-                mask_strides[2],
-                mask_strides[3],
-                pick,
-                block * BLOCK_K + tl.arange(0, BLOCK_K),
-                q_len,
-                kv_len,
-                first_offset,
-                last_offset,
-                "additive",
-                LOWEST,
-                HAS_FIRST,
-                HAS_LAST,
-                False,
-                False,
-            )
+        tl.store(pick_ptr + flat_q_block * SAMPLES + samples, pick, mask=samples < SAMPLES)
+
+    # Biases of the samples
+    if SPEC.with_bias:
+        mask_base = head_base(mask_ptr, mask_strides, batch, head)
+        for step in range(SPEC.blocks):
+            block = chunk * SPEC.blocks + step
+            keys = block * BLOCK_K + tl.arange(0, BLOCK_K)
+            seen_keys, _, bias = _entries(mask_base, mask_strides, pick, keys, lengths, False, SPEC)  # [SAMPLES, 64]
             largest = tl.max(tl.where(seen_keys, bias, float("-inf")), 1)
             largest = tl.where(largest == float("-inf"), 0.0, largest)
             total = tl.sum(tl.where(seen_keys, tl.exp(bias - largest[:, None]), 0.0), 1)
             mean = _log_mean(largest, total, tl.sum(seen_keys.to(tl.int32), 1))
-            kind = tl.load(kind_ptr + flat_row * pitch + block, mask=block < kv_blocks, other=HIDDEN)
+            kind = tl.load(kind_ptr + flat_q_block * pitch + block, mask=block < kv_blocks, other=HIDDEN)
             mean = tl.where(kind != HIDDEN, mean, float("-inf"))
-            places = (flat_row * SAMPLES + samples) * pitch + block
+            places = (flat_q_block * SAMPLES + samples) * pitch + block
             tl.store(bias_ptr + places, mean, mask=samples < tl.where(block < kv_blocks, SAMPLES, 0))
 
 
 @dataclass(frozen=True)
 class MaskBlocks:
-    """A mask with entries as the stages read it. Tensors are expanded to the call's batch, heads and rows.
+    """A mask with entries as the stages read it. Tensors are expanded to the call's batch, heads and query blocks.
 
     Attributes:
         tokens: keys and queries that are seen.
         kind: (B, H, q_blocks, kv_blocks) int8, `HIDDEN`, `PARTLY` or `WHOLLY`.
-        column: (B, H, kv_blocks) int8, blocks that some query reaches, a left bound aside; None where no row keeps the
-            sink.
-        pick: (B, H, q_blocks, samples) int32, the queries that stand for their block; None where means of queries do.
-        bias: (B, H, q_blocks, samples, kv_blocks) float32, what the mask adds to scores, in octaves, -inf where the
-            block is hidden; None where it adds nothing.
+        column: (B, H, kv_blocks) int8, blocks that some query sees, left bounds ignored; None if no query block keeps
+            the sink.
+        pick: (B, H, q_blocks, samples) int32, the queries that represent their block; None if means of queries do.
+        bias: (B, H, q_blocks, samples, kv_blocks) float32, the mask's bias for scores, in log2 units, -inf where the
+            block is hidden; None for a bool mask.
     """
 
     tokens: SeenTokens
@@ -387,8 +343,8 @@ def mask_blocks(call: Call, *, scored: int, are_means: bool = False) -> MaskBloc
     """Read a call's mask.
 
     Args:
-        scored: how many queries stand for a block, 0 where nothing is scored.
-        are_means: they are means, else samples.
+        scored: number of queries that represent a block, 0 if nothing is scored.
+        are_means: these are means, else samples.
     """
     shape, mask = call.shape, call.attn_mask
     assert mask is not None
@@ -397,24 +353,32 @@ def mask_blocks(call: Call, *, scored: int, are_means: bool = False) -> MaskBloc
         q_len = shape.q_len
     mask = mask.expand(-1, -1, q_len, shape.kv_len)
     is_bool = mask.dtype == torch.bool
-    rows, key_heads = ceil_div(q_len, geometry.BLOCK_Q), 1 if heads == 1 else shape.kv_heads
+    q_blocks, key_heads = ceil_div(q_len, geometry.BLOCK_Q), 1 if heads == 1 else shape.kv_heads
     sink = scored > 0 and call.selection.keeps_sink(call.is_causal)
-    is_alike = q_len < shape.q_len  # all queries see the same, so that the bias of a block is that of its queries
+    is_alike = q_len < shape.q_len  # all queries see the same keys: a block's bias is the bias of each query
     has_bias = scored > 0 and not is_bool
     has_block_bias = has_bias and (are_means or is_alike)
-    pitch = ceil_div(shape.kv_blocks, 16) * 16  # kernels are compiled anew for other alignments
-    kind = buffer_like(mask, True, batch, heads, rows, pitch, dtype=torch.int8)
+    pitch = ceil_div(shape.kv_blocks, 16) * 16  # kernels are compiled again for other alignments
+    kind = buffer_like(mask, True, batch, heads, q_blocks, pitch, dtype=torch.int8)
     column = zeros_like(mask, batch, heads, shape.kv_blocks, dtype=torch.int8) if sink else None
     keys = zeros_like(mask, batch, key_heads, shape.kv_len, dtype=torch.int8)
     queries = zeros_like(mask, batch, heads, q_len, dtype=torch.int8)
-    bias = buffer_like(mask, has_block_bias, batch, heads, rows, 1, pitch)
+    bias = buffer_like(mask, has_block_bias, batch, heads, q_blocks, 1, pitch)
     setting = configs.mask_config()
     chunks = ceil_div(shape.kv_blocks, setting.blocks)
     numbers = {"q_len": q_len, "kv_len": shape.kv_len, **window_offsets(call)}
-    lowest = 0.0 if is_bool else torch.finfo(mask.dtype).min
+    spec = MaskSpec(
+        mask="bool" if is_bool else "additive",
+        lowest=0.0 if is_bool else torch.finfo(mask.dtype).min,
+        has_first=call.window.left is not None,
+        has_last=call.window.right is not None,
+        reaches=sink and call.window.left is not None,
+        with_bias=has_block_bias,
+        blocks=setting.blocks,
+    )
     launch(
         mask_kernel,
-        chunks * rows * batch * heads,
+        chunks * q_blocks * batch * heads,
         mask_ptr=mask,
         kind_ptr=kind,
         column_ptr=kind if column is None else column,
@@ -425,16 +389,12 @@ def mask_blocks(call: Call, *, scored: int, are_means: bool = False) -> MaskBloc
         heads=heads,
         key_heads=key_heads,
         **numbers,
-        rows=rows,
+        q_blocks=q_blocks,
         kv_blocks=shape.kv_blocks,
         pitch=pitch,
         chunks=chunks,
-        MASK="bool" if is_bool else "additive",
-        LOWEST=lowest,
-        **window_flags(call),
         SINK=sink,
-        WITH_BIAS=has_block_bias,
-        BLOCKS=setting.blocks,
+        SPEC=spec,
         num_warps=setting.warps,
     )
     queries = queries.expand(-1, -1, shape.q_len)
@@ -457,16 +417,13 @@ def mask_blocks(call: Call, *, scored: int, are_means: bool = False) -> MaskBloc
             query_strides=queries.stride(),
             heads=heads,
             **numbers | {"q_len": shape.q_len},
-            rows=shape.q_blocks,
+            q_blocks=shape.q_blocks,
             kv_blocks=shape.kv_blocks,
             pitch=pitch,
             chunks=sample_chunks,
             SAMPLES=scored,
             SAMPLES_PADDED=power_of_two(scored),
-            LOWEST=lowest,
-            **window_flags(call),
-            WITH_BIAS=has_sampled_bias,
-            BLOCKS=setting.blocks,
+            SPEC=replace(spec, mask="additive", reaches=False, with_bias=has_sampled_bias),
             num_warps=setting.warps,
         )
     whole = (shape.batch, shape.heads)

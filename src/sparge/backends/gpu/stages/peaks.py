@@ -1,7 +1,7 @@
-"""Key blocks that hold a shared peak: a key that lies far above its neighbours for many queries (`cuda.peak_handling`).
+"""Mark key blocks that hold a shared peak: a key far above its neighbors for many queries (`gpu.peak_handling`).
 
-A few queries of each head are multiplied with all keys, in codes, before attention. A block that is found is marked by
-the sign of its scales, which the attention kernels load anyway.
+A few INT8 queries of each head are multiplied with all INT8 keys before attention. A block with a shared peak is marked
+by the sign of its scales, which the attention kernels load anyway.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ from sparge.call import Call
 from sparge.masks.geometry import ceil_div
 
 SAMPLES = 64
-"""Queries that are looked at for each head of K and V, evenly spaced and spread over the heads that share it."""
+"""Sampled queries for each head of K and V, evenly spaced, from all query heads of its group."""
 NEEDED = 16
 """A peak is shared if half of a head's sampled queries have it, or this many. Peaks seen by fewer queries are ignored:
 with 4 of 64 samples a sixth of a video's blocks would be marked, with 16 0.4 % are."""
-
-
 NUMBERS = ["kv_heads", "group", "q_len", "kv_len", "first_offset", "last_offset", "q_blocks", "kv_blocks"]
 
 
@@ -52,12 +50,12 @@ def mark_peaks_kernel(
 ):
     """Mark key blocks that hold a shared peak, by the sign of their scales.
 
-    A group of 16 keys is far where its largest score lies more than FAR octaves below the block's. A block holds a peak
-    for a query of which some group is far, and a shared one if it does so for enough of the sampled queries: half of a
-    head's, NEEDED at most. Of a window's blocks (HAS_FIRST) only queries near them can tell: half of those that see it.
+    A group of 16 keys is far if its largest score is more than FAR log2 units below the largest of the block. A block
+    holds a peak for a query if one of its groups is far. The peak is shared if this is so for enough sampled queries:
+    half of a head's, at most NEEDED. With a left bound (HAS_FIRST) only the queries that see the block count.
 
-    Grid: every BLOCKS key blocks of every head of K and V, in one dimension. The first ones were written last, and may
-    be cached.
+    Grid: chunks of BLOCKS key blocks of every head of K and V, in one dimension. The first blocks were written last,
+    and may still be in the cache.
 
     Reads
         query          [B * H, q_blocks * 128, D padded] int8 and query_scale [B * H, q_blocks * 128] float32
@@ -66,6 +64,7 @@ def mark_peaks_kernel(
     Reads and writes
         key_scale      [B * Hkv, kv_blocks, 4] float32, negative where a block holds a shared peak
     """
+    # Prologue
     program = tl.program_id(0)
     parts = tl.cdiv(kv_blocks, BLOCKS)
     first = program % parts * BLOCKS
@@ -75,6 +74,8 @@ def mark_peaks_kernel(
         batch = flat_kv_head // kv_heads
         q_len, kv_len, first_offset, last_offset = segment_sizes(segments_ptr, batch, first_offset, last_offset)
         own_blocks = tl.cdiv(kv_len, BLOCK_K)
+
+    # Load the sampled queries
     sample = tl.arange(0, SAMPLES)
     per_head = tl.maximum(SAMPLES // group, 1)
     place = sample // group
@@ -84,20 +85,22 @@ def mark_peaks_kernel(
     head = flat_kv_head * group + sample % group  # of all batches
     row = head * q_blocks * BLOCK_Q + position
     channels = tl.arange(0, HEAD_DIM_PADDED)
-    query = tl.load(query_ptr + row[:, None] * HEAD_DIM_PADDED + channels[None, :])
+    query = tl.load(query_ptr + row[:, None] * HEAD_DIM_PADDED + channels[None, :])  # [SAMPLES, HEAD_DIM]
     query_scale = tl.load(query_scale_ptr + row)
     needed = tl.minimum(tl.maximum(per_head // 2, 2), NEEDED)
     last_key = tl.full((SAMPLES,), kv_len - 1, tl.int32)
     if HAS_LAST:
         last_key = tl.minimum(last_key, position + last_offset)
     within = tl.arange(0, BLOCK_K)
+
+    # Main loop over key blocks
     for block in tl.range(first, tl.minimum(first + BLOCKS, own_blocks), 1, num_stages=STAGES):
         flat_block = flat_kv_head * kv_blocks + block
         keys = within + flat_block * BLOCK_K
         key = tl.load(key_ptr + keys[:, None] * HEAD_DIM_PADDED + channels[None, :])
         scale_ptrs = key_scale_ptr + flat_block * KEY_GROUPS + tl.arange(0, KEY_GROUPS)
         key_scale = tl.abs(tl.load(scale_ptrs))
-        raw = tl.dot(query, key.T, out_dtype=tl.int32).to(tl.float32)
+        raw = tl.dot(query, key.T, out_dtype=tl.int32).to(tl.float32)  # [SAMPLES, 64]
         key_positions = (within + block * BLOCK_K)[None, :]
         raw = tl.where(key_positions <= last_key[:, None], raw, float("-inf"))
         if HAS_FIRST:
@@ -113,20 +116,20 @@ def mark_peaks_kernel(
         tl.store(scale_ptrs, tl.where(is_shared, -key_scale, key_scale))
 
 
-def mark_peaks(query_codes: Tensor, query_scale: Tensor, key_codes: Tensor, key_scale: Tensor, call: Call) -> None:
-    """Make the scales of key blocks that hold a shared peak negative: attention kernels load them anyway.
+def mark_peaks(query_int8: Tensor, query_scale: Tensor, key_int8: Tensor, key_scale: Tensor, call: Call) -> None:
+    """Make the scales of key blocks that hold a shared peak negative.
 
     Args:
-        query_codes, query_scale: of `quantize.summarize_query`.
-        key_codes, key_scale: of `quantize.quantize_key_value`.
+        query_int8, query_scale: of `quantize.summarize_query`.
+        key_int8, key_scale: of `quantize.quantize_key_value`.
     """
     shape = call.shape
     config = configs.peak_config()
     launch(
         mark_peaks_kernel,
         ceil_div(shape.kv_blocks, config.blocks) * shape.batch * shape.kv_heads,
-        query_ptr=query_codes,
-        key_ptr=key_codes,
+        query_ptr=query_int8,
+        key_ptr=key_int8,
         query_scale_ptr=query_scale,
         key_scale_ptr=key_scale,
         segments_ptr=segments_argument(call, key_scale),

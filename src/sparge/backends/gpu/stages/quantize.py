@@ -1,9 +1,9 @@
-"""INT8 codes of Q and K, FP8 or FP16 codes of V, and what else one pass over Q gives.
+"""Quantization of Q, K and V, and the other results of the pass over Q.
 
     quantize_key_value  K - mean in INT8, four scales per 64 tokens; V in FP8, a scale per channel, transposed; or FP16
-    summarize_query     Q in INT8, one scale per token; the LSE's share of the mean key; block means, similarity
+    summarize_query     Q in INT8, one scale per token; the mean key's part of the LSE; block means, similarity
 
-`eight_bits` is the specification. Inputs are read in place with their strides. Hidden tokens count as zero.
+`numerics.quantization` is the specification. Inputs are read in place with their strides. Hidden tokens count as zero.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ from sparge.backends.gpu.primitives import (
     LOG2_E,
     MIXED,
     SHIFT,
+    TokenHead,
     fp8_token_order,
+    head_base,
     is_finite,
     load_tokens,
     mix,
@@ -52,23 +54,23 @@ from sparge.masks.visibility import SeenTokens
 from sparge.numerics import quantization as quant
 
 LARGEST_SCALE = tl.constexpr(1e15)
-"""Of Q and of K, so that their product stays within float32; its reciprocal is the smallest."""
+"""Limit for Q and for K, so that their product stays within float32. Its reciprocal is the smallest scale."""
 SMALLEST_UNIT = tl.constexpr(1e-20)
-"""Stands for 0 with the softmax scale, because a hidden score is -inf before it is scaled."""
+"""Replaces 0 in scales with the softmax scale, because hidden scores are -inf before they are scaled."""
 NUMBERS = ["scale", "heads", "kv_heads", "q_len", "kv_len", "q_blocks", "kv_blocks", "first_query", "first_key"]
 
 
 @triton.jit
 def _absolute_max(values, AXIS: tl.constexpr):
-    """Largest |x| along an axis. Compared as integers, because NaN must win."""
+    """Return the largest |x| along an axis; NaN if there is one, because bits are compared as integers."""
     return tl.max(tl.abs(values).to(tl.int32, bitcast=True), AXIS).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _scale_of(largest):
-    """What a code is worth where this is the largest number, and what numbers are multiplied by to become codes.
+    """Return the INT8 scale for a largest number, and the factor by which numbers are multiplied before rounding.
 
-    The first is bounded, so that two of them have a product; NaN where the number is not finite.
+    The scale is bounded, so that the product of two scales is finite; it is NaN if the number is not finite.
     """
     scale = largest / INT8_MAX
     bounded = tl.minimum(tl.maximum(scale, 1.0 / LARGEST_SCALE), LARGEST_SCALE)
@@ -76,8 +78,8 @@ def _scale_of(largest):
 
 
 @triton.jit
-def _int8_codes(values, factor):
-    """INT8 codes of values * factor. Adding 1.5 * 2^23 rounds to even and leaves the code in the low byte."""
+def _to_int8(values, factor):
+    """Return values * factor as INT8. Adding 1.5 * 2^23 rounds to even and leaves the result in the low byte."""
     return (values * factor + FLOAT_OFFSET).to(tl.int32, bitcast=True).to(tl.int8)
 
 
@@ -89,9 +91,9 @@ def quantize_key_value_kernel(
     key_mean_ptr,
     balance_ptr,
     value_scale_ptr,
-    key_codes_ptr,
+    key_int8_ptr,
     key_scale_ptr,
-    value_codes_ptr,
+    rounded_value_ptr,
     largest_key_scale_ptr,
     segments_ptr,
     key_strides,
@@ -107,15 +109,15 @@ def quantize_key_value_kernel(
     VALUE_DIM_PADDED: tl.constexpr,
     HAS_SEEN: tl.constexpr,
     PACKED: tl.constexpr,
-    VALUE_CODES: tl.constexpr,
+    VALUE_FORMAT: tl.constexpr,
 ):
-    """Codes of K and V.
+    """Quantize a key block and its values.
 
-        key codes   = round(mix((k - mean) / balance) / key scale),  key scale = largest of 16 keys / 127
-        value codes = v / value scale in FP8 (VALUE_CODES "fp8"), v in FP16 ("fp16"), or none ("none")
+        key_int8      = round(mix((k - mean) / balance) / key scale),  key scale = largest of 16 keys / 127
+        rounded_value = v / value scale in FP8 (VALUE_FORMAT "fp8"), v in FP16 ("fp16"), or nothing ("none")
 
-    Grid: key blocks of every head, in one dimension, the last one first: what `summarize_kernel` read last may still be
-    in the cache. Keys before ``first_key`` are seen by nobody.
+    Grid: key blocks of every head, in one dimension. The last block comes first: it may still be in the cache after
+    `summarize_kernel`. No query sees keys before ``first_key``.
 
     Reads
         key, value           [B, Hkv, Sk, D | Dv]
@@ -124,12 +126,13 @@ def quantize_key_value_kernel(
         value_scale          [B * Hkv, Dv padded] float32 ("fp8"), of `reduce_kernel`
         segments             of `Segments.table` (PACKED)
     Writes, padded with zeros
-        key_codes            [B * Hkv, kv_blocks * 64, D padded] int8
+        key_int8             [B * Hkv, kv_blocks * 64, D padded] int8
         key_scale            [B * Hkv, kv_blocks, 4] float32; NaN where a key of the group is not finite
-        value_codes          [B * Hkv, Dv padded, kv_blocks * 64] FP8, tokens in the order of `fp8_token_order`, or
+        rounded_value        [B * Hkv, Dv padded, kv_blocks * 64] FP8, tokens in `fp8_token_order`, or
                              [B * Hkv, kv_blocks * 64, Dv padded] FP16
-        largest_key_scale    [B * Hkv] int32, raised to the bits of a head's largest scale that is a number
+        largest_key_scale    [B * Hkv] int32, atomic maximum: the bits of a head's largest scale that is not NaN
     """
+    # Prologue
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     block = program % kv_blocks
     flat_head = (program // kv_blocks).to(tl.int64)
@@ -139,10 +142,10 @@ def quantize_key_value_kernel(
     tokens = block * BLOCK_K + positions
     channels = tl.arange(0, HEAD_DIM_PADDED)
     value_channels = tl.arange(0, VALUE_DIM_PADDED)
-    key_base = key_ptr + batch * key_strides[0] + head * key_strides[1]
-    value_base = value_ptr + batch * value_strides[0] + head * value_strides[1]
-    seen_base = seen_ptr + batch * seen_strides[0] + head * seen_strides[1]
-    rows = flat_head * kv_blocks * BLOCK_K + tokens  # in a padded [B * Hkv * kv_blocks * 64, D] buffer
+    key_base = head_base(key_ptr, key_strides, batch, head)
+    value_base = head_base(value_ptr, value_strides, batch, head)
+    seen_base = head_base(seen_ptr, seen_strides, batch, head)
+    rows = flat_head * kv_blocks * BLOCK_K + tokens  # [64], of a buffer [B * Hkv * kv_blocks * 64, D]
     if PACKED:
         kv_start, kv_len = segment_keys(segments_ptr, batch)
         key_base += kv_start * key_strides[2]
@@ -151,55 +154,39 @@ def quantize_key_value_kernel(
         if block * BLOCK_K >= kv_len:
             return
 
-    key, present = load_tokens(
-        key_base,
-        key_strides[2],
-        seen_base,
-        seen_strides[2],
-        tokens,
-        first_key,
-        kv_len,
-        HEAD_DIM,
-        HEAD_DIM_PADDED,
-        HAS_SEEN,
-    )
+    # K: smooth, balance, mix, round
+    key_head = TokenHead(key_base, key_strides[2], seen_base, seen_strides[2])
+    key, present = load_tokens(key_head, tokens, first_key, kv_len, HEAD_DIM, HEAD_DIM_PADDED, HAS_SEEN)
     mean = tl.load(key_mean_ptr + flat_head * HEAD_DIM_PADDED + channels)
     factor = 1.0 / tl.load(balance_ptr + flat_head * HEAD_DIM_PADDED + channels)
-    key = mix(tl.where(present[:, None], (key - mean[None, :]) * factor[None, :], 0.0))
-    # Groups of keys as the threads of a matrix product hold them: (key mod 8) div 2.
+    key = mix(tl.where(present[:, None], (key - mean[None, :]) * factor[None, :], 0.0))  # [64, HEAD_DIM]
+    # A group is the keys that one thread of a matrix product holds: (key mod 8) div 2.
     largest = tl.reshape(_absolute_max(key, 1).to(tl.int32, bitcast=True), (BLOCK_K // 8, KEY_GROUPS, 2))
     scales, factors = _scale_of(tl.max(tl.max(largest, 2), 0).to(tl.float32, bitcast=True))  # [KEY_GROUPS]
     spread = tl.broadcast_to(factors[None, :, None], (BLOCK_K // 8, KEY_GROUPS, 2))
-    codes = _int8_codes(key, tl.reshape(spread, (BLOCK_K,))[:, None])
-    tl.store(key_codes_ptr + rows[:, None] * HEAD_DIM_PADDED + channels[None, :], codes)
+    key_int8 = _to_int8(key, tl.reshape(spread, (BLOCK_K,))[:, None])
+    tl.store(key_int8_ptr + rows[:, None] * HEAD_DIM_PADDED + channels[None, :], key_int8)
     tl.store(key_scale_ptr + (flat_head * kv_blocks + block) * KEY_GROUPS + tl.arange(0, KEY_GROUPS), scales)
     largest_scale = tl.max(tl.where(scales == scales, scales, 0.0), 0)
     tl.atomic_max(largest_key_scale_ptr + flat_head, largest_scale.to(tl.int32, bitcast=True), sem="relaxed")
 
-    if VALUE_CODES != "none":
+    # V: FP8 transposed, or FP16
+    if VALUE_FORMAT != "none":
         ordered = tokens
-        if VALUE_CODES == "fp8":
+        if VALUE_FORMAT == "fp8":
             ordered = block * BLOCK_K + fp8_token_order(positions)
-        value, _ = load_tokens(
-            value_base,
-            value_strides[2],
-            seen_base,
-            seen_strides[2],
-            ordered,
-            first_key,
-            kv_len,
-            VALUE_DIM,
-            VALUE_DIM_PADDED,
-            HAS_SEEN,
-        )
-        if VALUE_CODES == "fp8":
+        value_head = TokenHead(value_base, value_strides[2], seen_base, seen_strides[2])
+        value, _ = load_tokens(value_head, ordered, first_key, kv_len, VALUE_DIM, VALUE_DIM_PADDED, HAS_SEEN)
+        if VALUE_FORMAT == "fp8":
             unit = 1.0 / tl.load(value_scale_ptr + flat_head * VALUE_DIM_PADDED + value_channels)
             scaled = tl.where(is_finite(value), value * unit[None, :], float("nan"))
             columns = (flat_head * VALUE_DIM_PADDED + value_channels) * kv_blocks * BLOCK_K
-            tl.store(value_codes_ptr + columns[:, None] + tokens[None, :], scaled.to(tl.float8e4nv).T)
+            tl.store(rounded_value_ptr + columns[:, None] + tokens[None, :], scaled.to(tl.float8e4nv).T)
         else:
             kept = tl.where(is_finite(value), tl.minimum(tl.maximum(value, -FP16_MAX), FP16_MAX), value)
-            tl.store(value_codes_ptr + rows[:, None] * VALUE_DIM_PADDED + value_channels[None, :], kept.to(tl.float16))
+            tl.store(
+                rounded_value_ptr + rows[:, None] * VALUE_DIM_PADDED + value_channels[None, :], kept.to(tl.float16)
+            )
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -208,7 +195,7 @@ def quantize_query_kernel(
     seen_ptr,
     key_mean_ptr,
     balance_ptr,
-    query_codes_ptr,
+    query_int8_ptr,
     query_scale_ptr,
     lse_shift_ptr,
     query_mean_ptr,
@@ -225,45 +212,46 @@ def quantize_query_kernel(
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     HAS_SEEN: tl.constexpr,
-    WITH_CODES: tl.constexpr,
+    WITH_INT8: tl.constexpr,
     PARTS: tl.constexpr,
     WITH_SIMILARITY: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """Codes, mean and similarity of a query block.
+    """Quantize a query block, and compute its means and its similarity.
 
-        codes      = round(sign(scale) mix(q balance) / s),  s = the query's largest / 127
-        scale      = s |scale| log2 e 8, the worth of a code with the softmax scale and what `mix` divides by; the sign
-                     is in the codes, because the attention kernel takes the maximum before it scales
-        lse_shift  = scale q . mean key, what smoothing takes from every score of a query
-        similarity = |mean of the unit vectors q / |q||^2
+        query_int8  = round(sign(scale) mix(q balance) / s),  s = the query's largest / 127
+        query_scale = s |scale| log2 e 8, with the softmax scale and the divisor of `mix`. The sign is in query_int8,
+                      because the attention kernel takes the maximum before it scales
+        lse_shift   = scale q . mean key, which smoothing removes from every score of a query
+        similarity  = |mean of the unit vectors q / |q||^2
 
     Grid: query blocks of every head, in one dimension. Queries before ``first_query`` see nothing.
 
     Reads
         query                [B, H, Sq, D]
         seen                 [B, H, Sq] bool (HAS_SEEN)
-        key_mean, balance    [B * Hkv, D padded] float32 (WITH_CODES), of `reduce_kernel`
+        key_mean, balance    [B * Hkv, D padded] float32 (WITH_INT8), of `reduce_kernel`
         segments             of `Segments.table` (PACKED)
     Writes
-        query_codes          [B * H, q_blocks * 128, D padded] int8 (WITH_CODES)
-        query_scale          [B * H, q_blocks * 128] float32 (WITH_CODES); NaN where the query is not finite
-        lse_shift            [B * H, Sq] float32 (WITH_CODES)
-        query_mean           [B * H, q_blocks, PARTS, D padded] float32 (PARTS > 0), of equal parts of a block; a part
-                             without queries has the mean of its block
+        query_int8           [B * H, q_blocks * 128, D padded] int8 (WITH_INT8)
+        query_scale          [B * H, q_blocks * 128] float32 (WITH_INT8); NaN where the query is not finite
+        lse_shift            [B * H, Sq] float32 (WITH_INT8)
+        query_mean           [B * H, q_blocks, PARTS, D padded] float32 (PARTS > 0), means of equal parts of a block;
+                             for a part without queries, the mean of the block
         similarity           [B * H, q_blocks] float32 (WITH_SIMILARITY)
     """
+    # Prologue
     block = tl.program_id(0) % q_blocks
     flat_head = (tl.program_id(0) // q_blocks).to(tl.int64)
     batch = flat_head // heads
     head = flat_head % heads
     places = tl.arange(0, BLOCK_Q)
-    if PARTS > 1:  # the first of every part, then the second of every part: a thread adds up what it has
+    if PARTS > 1:  # the first of every part, then the second of every part, so that sums stay inside threads
         places = places % PARTS * (BLOCK_Q // PARTS) + places // PARTS
     positions = block * BLOCK_Q + places
     channels = tl.arange(0, HEAD_DIM_PADDED)
-    query_base = query_ptr + batch * query_strides[0] + head * query_strides[1]
-    seen_base = seen_ptr + batch * seen_strides[0] + head * seen_strides[1]
+    query_base = head_base(query_ptr, query_strides, batch, head)
+    seen_base = head_base(seen_ptr, seen_strides, batch, head)
     shifts = lse_shift_ptr + flat_head * q_len
     if PACKED:
         q_start, q_len = segment_queries(segments_ptr, batch)
@@ -271,31 +259,24 @@ def quantize_query_kernel(
         first_query = tl.maximum(first_query - segment_number(segments_ptr, batch, SHIFT), 0)
         if block * BLOCK_Q >= q_len:
             return
-    query, present = load_tokens(
-        query_base,
-        query_strides[2],
-        seen_base,
-        seen_strides[2],
-        positions,
-        first_query,
-        q_len,
-        HEAD_DIM,
-        HEAD_DIM_PADDED,
-        HAS_SEEN,
-    )
-    row = flat_head * q_blocks + block
+    query_head = TokenHead(query_base, query_strides[2], seen_base, seen_strides[2])
+    query, present = load_tokens(query_head, positions, first_query, q_len, HEAD_DIM, HEAD_DIM_PADDED, HAS_SEEN)
+
+    # Means of the block, or of its parts
+    flat_q_block = flat_head * q_blocks + block
     count = tl.maximum(tl.sum(present.to(tl.int32)), 1).to(tl.float32)
     if PARTS == 1:
-        tl.store(query_mean_ptr + row * HEAD_DIM_PADDED + channels, tl.sum(query, 0) / count)
+        tl.store(query_mean_ptr + flat_q_block * HEAD_DIM_PADDED + channels, tl.sum(query, 0) / count)
     elif PARTS > 1:
         size: tl.constexpr = BLOCK_Q // PARTS
         counts = tl.sum(tl.reshape(present.to(tl.int32), (size, PARTS)), 0)
         sums = tl.sum(tl.reshape(query, (size, PARTS, HEAD_DIM_PADDED)), 0)
         means = sums / tl.maximum(counts, 1).to(tl.float32)[:, None]
         means = tl.where(counts[:, None] > 0, means, (tl.sum(sums, 0) / count)[None, :])
-        offsets = (row * PARTS + tl.arange(0, PARTS))[:, None] * HEAD_DIM_PADDED + channels[None, :]
+        offsets = (flat_q_block * PARTS + tl.arange(0, PARTS))[:, None] * HEAD_DIM_PADDED + channels[None, :]
         tl.store(query_mean_ptr + offsets, means)
-    if WITH_CODES:
+    # Balance, mix, round
+    if WITH_INT8:
         kv_head = batch * kv_heads + head // (heads // kv_heads)
         factors = tl.load(balance_ptr + kv_head * HEAD_DIM_PADDED + channels)
         balanced = query * factors[None, :]
@@ -303,29 +284,29 @@ def quantize_query_kernel(
         shift = tl.sum(balanced * (mean / factors)[None, :], 1) * scale
         tl.store(shifts + positions, shift, mask=positions < q_len)
         mixed = mix(balanced)
-        code_scale, code_factor = _scale_of(_absolute_max(mixed, 1))
-        codes = _int8_codes(mixed, (tl.where(scale < 0, -1.0, 1.0) * code_factor)[:, None])
-        rows = row * BLOCK_Q + places
-        tl.store(query_codes_ptr + rows[:, None] * HEAD_DIM_PADDED + channels[None, :], codes)
-        unit = code_scale * tl.abs(scale) * (LOG2_E * MIXED)
+        int8_scale, int8_factor = _scale_of(_absolute_max(mixed, 1))  # [128]
+        query_int8 = _to_int8(mixed, (tl.where(scale < 0, -1.0, 1.0) * int8_factor)[:, None])
+        rows = flat_q_block * BLOCK_Q + places
+        tl.store(query_int8_ptr + rows[:, None] * HEAD_DIM_PADDED + channels[None, :], query_int8)
+        unit = int8_scale * tl.abs(scale) * (LOG2_E * MIXED)
         tl.store(query_scale_ptr + rows, tl.where(unit < SMALLEST_UNIT, SMALLEST_UNIT, unit))  # keeps NaN
     if WITH_SIMILARITY:
-        tl.store(similarity_ptr + row, self_similarity(query, count))
+        tl.store(similarity_ptr + flat_q_block, self_similarity(query, count))
 
 
 @dataclass(frozen=True)
 class QuerySummary:
-    """What one pass over Q leaves. A tensor that was not asked for is a stand-in nobody reads.
+    """The results of one pass over Q. Tensors that were not requested are placeholders, which are never read.
 
     Attributes:
-        codes: (B, H, q_blocks * 128, D padded) int8.
+        quantized: (B, H, q_blocks * 128, D padded) int8.
         scale: (B * H, q_blocks * 128) float32, with |softmax scale| and log2 e.
         lse_shift: (B * H, Sq) float32, softmax scale times q . mean key.
         mean: (B * H, q_blocks, parts, D padded) float32.
         similarity: (B * H, q_blocks) float32.
     """
 
-    codes: Tensor
+    quantized: Tensor
     scale: Tensor
     lse_shift: Tensor
     mean: Tensor
@@ -338,23 +319,29 @@ def summarize_query(
     call: Call,
     seen: SeenTokens | None,
     *,
-    codes: bool,
+    quantized: bool,
     parts: int,
     similarity: bool,
 ) -> QuerySummary:
-    """Read Q once for all that is wanted of it: codes, means of so many parts of a block, similarity."""
+    """Read Q once.
+
+    Args:
+        quantized: quantize Q.
+        parts: number of equal parts of a block whose means are computed.
+        similarity: compute the similarity of each block.
+    """
     shape = call.shape
     width = padded(shape.head_dim)
     heads = shape.batch * shape.heads
     length = shape.q_blocks * geometry.BLOCK_Q
     summary = QuerySummary(
-        codes=buffer_like(query, codes, shape.batch, shape.heads, length, width, dtype=torch.int8),
-        scale=buffer_like(query, codes, heads, length),
-        lse_shift=buffer_like(query, codes, heads, shape.q_len),
+        quantized=buffer_like(query, quantized, shape.batch, shape.heads, length, width, dtype=torch.int8),
+        scale=buffer_like(query, quantized, heads, length),
+        lse_shift=buffer_like(query, quantized, heads, shape.q_len),
         mean=buffer_like(query, parts > 0, heads, shape.q_blocks, parts, width),
         similarity=buffer_like(query, similarity, heads, shape.q_blocks),
     )
-    if not (codes or parts or similarity):
+    if not (quantized or parts or similarity):
         return summary
     queries_seen, seen_strides = seen_argument(
         seen.queries if seen else None, (shape.batch, shape.heads, shape.q_len), query
@@ -366,7 +353,7 @@ def summarize_query(
         seen_ptr=queries_seen,
         key_mean_ptr=key_value.key_mean,
         balance_ptr=key_value.balance,
-        query_codes_ptr=summary.codes,
+        query_int8_ptr=summary.quantized,
         query_scale_ptr=summary.scale,
         lse_shift_ptr=summary.lse_shift,
         query_mean_ptr=summary.mean,
@@ -383,7 +370,7 @@ def summarize_query(
         HEAD_DIM=shape.head_dim,
         HEAD_DIM_PADDED=width,
         HAS_SEEN=seen is not None and seen.queries is not None,
-        WITH_CODES=codes,
+        WITH_INT8=quantized,
         PARTS=parts,
         WITH_SIMILARITY=similarity,
         PACKED=call.segments is not None,
@@ -395,17 +382,17 @@ def summarize_query(
 def quantize_key_value(
     key: Tensor, value: Tensor, key_value: KeyValueSummary, call: Call, seen: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes of K, their scales (B, Hkv, blocks, 4), and codes of V, or V itself where it is FP16 already.
+    """Return quantized K, its scales (B, Hkv, blocks, 4), and rounded V, or V itself if it is FP16 already.
 
     Args:
         key, value: of the call, (B, Hkv, Sk, width).
-        seen: which keys are, (B | 1, Hkv | 1, Sk); None: all that some query sees by its place.
+        seen: keys that the mask shows, (B | 1, Hkv | 1, Sk); None without a mask.
     """
     return _quantize(key, value, key_value, call, seen, call.shape.kv_len, first_key(call), call.segments is not None)
 
 
 def quantize_means(key_value: KeyValueSummary, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """The same of the means that stand for blocks, a token for each; what a segment does not have is not usable."""
+    """Return the same for the means that replace skipped blocks: one token per block, without unusable means."""
     key, value = key_value.key_block, key_value.value_block
     assert key is not None and value is not None
     return _quantize(key, value, key_value, call, key_value.block_usable, call.shape.kv_blocks, 0, is_packed=False)
@@ -426,13 +413,13 @@ def _quantize(
     heads = (shape.batch, shape.kv_heads)
     kv_blocks = geometry.ceil_div(kv_len, geometry.BLOCK_K)
     length = kv_blocks * geometry.BLOCK_K
-    key_codes = buffer_like(key, True, *heads, length, width, dtype=torch.int8)
+    key_int8 = buffer_like(key, True, *heads, length, width, dtype=torch.int8)
     key_scale = buffer_like(key, True, *heads, kv_blocks, quant.KEY_GROUPS)
-    value_codes, kind = value, "none"
+    rounded_value, kind = value, "none"
     if call.has_fp8_values:
-        value_codes, kind = buffer_like(key, True, *heads, value_width, length, dtype=torch.float8_e4m3fn), "fp8"
+        rounded_value, kind = buffer_like(key, True, *heads, value_width, length, dtype=torch.float8_e4m3fn), "fp8"
     elif value.dtype != torch.float16 or is_packed:
-        value_codes, kind = buffer_like(key, True, *heads, length, value_width, dtype=torch.float16), "fp16"
+        rounded_value, kind = buffer_like(key, True, *heads, length, value_width, dtype=torch.float16), "fp16"
     keys_seen, seen_strides = seen_argument(seen, (*heads, kv_len), key)
     launch(
         quantize_key_value_kernel,
@@ -443,9 +430,9 @@ def _quantize(
         key_mean_ptr=key_value.key_mean,
         balance_ptr=key_value.balance,
         value_scale_ptr=key_value.value_scale,
-        key_codes_ptr=key_codes,
+        key_int8_ptr=key_int8,
         key_scale_ptr=key_scale,
-        value_codes_ptr=value_codes,
+        rounded_value_ptr=rounded_value,
         largest_key_scale_ptr=key_value.largest_key_scale,
         segments_ptr=segments_argument(call, key),
         key_strides=strides_of(key),
@@ -461,7 +448,7 @@ def _quantize(
         VALUE_DIM_PADDED=value_width,
         HAS_SEEN=seen is not None,
         PACKED=is_packed,
-        VALUE_CODES=kind,
+        VALUE_FORMAT=kind,
         num_warps=configs.key_value_config().warps,
     )
-    return key_codes, key_scale, value_codes
+    return key_int8, key_scale, rounded_value

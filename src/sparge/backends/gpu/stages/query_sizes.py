@@ -1,4 +1,4 @@
-"""How large the channels of Q are, by some queries of every block, a sixteenth of Q: what balances Q and K needs."""
+"""The size of each channel of Q, from 1/16 of the queries: an input of the factors that balance Q and K."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from sparge.backends.gpu.launch import (
 from sparge.backends.gpu.primitives import (
     BLOCK_Q,
     SHIFT,
+    TokenHead,
+    head_base,
     is_finite,
     load_tokens,
     segment_number,
@@ -29,7 +31,7 @@ from sparge.numerics import quantization as quant
 
 NUMBERS = ["heads", "q_len", "q_blocks", "first_query"]
 LOG, VOTES = tl.constexpr(0), tl.constexpr(1)
-"""Rows of a query block's part, [2, D]: log2 of a channel's size times votes; votes."""
+"""Entries of a query block's ``query_part``, [2, D]: log2 of a channel's size times votes; votes."""
 SAMPLES = tl.constexpr(quant.BALANCE_QUERIES)
 
 
@@ -50,24 +52,24 @@ def size_kernel(
     HAS_SEEN: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """How large each channel of Q is in a block: the largest |q| among SAMPLES queries, `quant.balance`.
+    """Compute the size of each channel of Q in a block, the largest |q| of SAMPLES queries: see `quantization.balance`.
 
-        size = largest |q| of the samples that are finite and not 0;  votes = how many those are
-        query part = votes log2 size, votes;  both 0 where size is 0
+        size = largest |q| of the samples that are finite and not 0;  votes = number of these samples
+        query_part = votes log2 size, votes;  both 0 where size is 0
 
-    Grid: query blocks of every head, in one dimension. Queries before ``first_query`` see nothing. The last block
-    reaches back, if it is short.
+    Grid: query blocks of every head, in one dimension. Queries before ``first_query`` see nothing. A short last block
+    also takes samples from queries before it.
 
     Reads query [B, H, Sq, D], seen [B, H, Sq] bool (HAS_SEEN) and `Segments.table` (PACKED); writes query_part
     [B * H, q_blocks, 2, D padded] float32.
     """
-    row = tl.program_id(0).to(tl.int64)
-    flat_head = row // q_blocks
+    flat_q_block = tl.program_id(0).to(tl.int64)
+    flat_head = flat_q_block // q_blocks
     batch = flat_head // heads
     head = flat_head % heads
     channels = tl.arange(0, HEAD_DIM_PADDED)
     block = tl.program_id(0) % q_blocks
-    query_base = query_ptr + batch * query_strides[0] + head * query_strides[1]
+    query_base = head_base(query_ptr, query_strides, batch, head)
     if PACKED:
         q_start, q_len = segment_queries(segments_ptr, batch)
         query_base += q_start * query_strides[2]
@@ -76,28 +78,19 @@ def size_kernel(
             return
     start = tl.maximum(tl.minimum(block * BLOCK_Q, q_len - BLOCK_Q), 0)
     tokens = start + (2 * tl.arange(0, SAMPLES) + 1) * tl.minimum(q_len, BLOCK_Q) // (2 * SAMPLES)
-    values, _ = load_tokens(
-        query_base,
-        query_strides[2],
-        seen_ptr + batch * seen_strides[0] + head * seen_strides[1],
-        seen_strides[2],
-        tokens,
-        first_query,
-        q_len,
-        HEAD_DIM,
-        HEAD_DIM_PADDED,
-        HAS_SEEN,
-    )
+    seen_base = head_base(seen_ptr, seen_strides, batch, head)
+    query_head = TokenHead(query_base, query_strides[2], seen_base, seen_strides[2])
+    values, _ = load_tokens(query_head, tokens, first_query, q_len, HEAD_DIM, HEAD_DIM_PADDED, HAS_SEEN)
     usable = (tl.min(is_finite(values).to(tl.int32), 1) != 0) & (tl.max(tl.abs(values), 1) > 0.0)
-    size = tl.max(tl.where(usable[:, None], tl.abs(values), 0.0), 0)
+    size = tl.max(tl.where(usable[:, None], tl.abs(values), 0.0), 0)  # [HEAD_DIM]
     votes = tl.where(size > 0.0, tl.sum(usable.to(tl.int32)).to(tl.float32), 0.0)
-    part = query_part_ptr + row * 2 * HEAD_DIM_PADDED + channels
+    part = query_part_ptr + flat_q_block * 2 * HEAD_DIM_PADDED + channels
     tl.store(part + LOG * HEAD_DIM_PADDED, votes * tl.log2(tl.where(size > 0.0, size, 1.0)))
     tl.store(part + VOTES * HEAD_DIM_PADDED, votes)
 
 
 def query_sizes(query: Tensor, call: Call, seen: SeenTokens | None) -> Tensor:
-    """Parts of every query block, (B * H, q_blocks, 2, D padded) float32."""
+    """Return ``query_part`` of every query block, (B * H, q_blocks, 2, D padded) float32."""
     shape = call.shape
     width, programs = padded(shape.head_dim), shape.batch * shape.heads * shape.q_blocks
     query_part = buffer_like(query, True, shape.batch * shape.heads, shape.q_blocks, 2, width)

@@ -1,10 +1,10 @@
 """One budget for query blocks on several ranks: `budget_allocation.allocate` in kernels around its two collectives.
 
-    total_kernel     sums over the rows here of what `count_kernel` counted, for the ranks to add up
-    level_kernel     how many blocks each row has at the last level that the budget reaches, for the ranks to gather
-    portion_kernel   how many blocks each row keeps
+    total_kernel     adds the counts of `count_kernel` over the query blocks of this rank; ranks then add these totals
+    level_kernel     counts the blocks of each query block at the last level that the budget reaches; ranks gather them
+    portion_kernel   computes how many blocks each query block keeps
 
-Rows of a rank may lie in several pieces of a sequence, each with counts of its own.
+The query blocks of a rank may be several pieces of a sequence, each with its own counts.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from sparge.backends.gpu.stages.budget import GATHERED, LEVELS, ROUNDING_GUARD, 
 from sparge.masks.geometry import ceil_div
 
 ROWS, WARPS = 2048, 8
-"""Rows that a program takes at a time."""
+"""Query blocks that a program reads at a time."""
 
 
 @triton.jit(do_not_specialize=["parts"])
 def total_kernel(sums_ptr, totals_ptr, parts, SUMS: tl.constexpr, GATHERED: tl.constexpr, LEVELS: tl.constexpr):
-    """Add up the parts of the sums.
+    """Add the parts of the sums.
 
     Grid: batch elements.
 
@@ -45,9 +45,9 @@ def total_kernel(sums_ptr, totals_ptr, parts, SUMS: tl.constexpr, GATHERED: tl.c
 
 @triton.jit
 def _last_level(totals_ptr, batch, amount, LEVELS: tl.constexpr, GUARD: tl.constexpr):
-    """The last level that a budget reaches and the one above; places left for the blocks between them, and their sum.
+    """Return the last level that a budget reaches, the one above, the places left for blocks of the level, and these.
 
-    As `budget.share_kernel`, from the totals of all ranks.
+    This is `budget._find_level` for the totals of all ranks.
     """
     levels = tl.arange(0, LEVELS)
     totals = totals_ptr + batch * (LEVELS + 2)
@@ -55,7 +55,7 @@ def _last_level(totals_ptr, batch, amount, LEVELS: tl.constexpr, GUARD: tl.const
     forced_sum = tl.load(totals + LEVELS)
     visible = tl.load(totals + LEVELS + 1).to(tl.float64)
     places = tl.ceil(visible * amount * GUARD).to(tl.int64)
-    last = tl.max(tl.where(sums >= places, levels, 0), 0)  # sums fall
+    last = tl.max(tl.where(sums >= places, levels, 0), 0)  # sums decrease with the level
     last = tl.where(forced_sum >= places, LEVELS, last)
     higher = tl.minimum(last + 1, LEVELS)
     above_sum = tl.sum(tl.where(levels == higher, sums, 0), 0) + tl.where(higher == LEVELS, forced_sum, 0)
@@ -79,9 +79,9 @@ def level_kernel(
     GUARD: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """blocks[first_row + i] = what row i of a piece has at the last level; 0 from its last row to ``end_row``.
+    """Write blocks[first_row + i], the blocks of query block i of a piece at the last level; 0 up to ``end_row``.
 
-    Grid: chunks of ROWS rows of every batch element, in one dimension.
+    Grid: chunks of ROWS query blocks of every batch element, in one dimension.
 
     Reads
         kept      [B, rows, 2 * LEVELS] int32, of `budget.count_kernel`
@@ -99,11 +99,11 @@ def level_kernel(
     tl.store(blocks_ptr + batch * width + first_row + places, blocks, mask=first_row + places < end_row)
 
 
-@triton.jit(do_not_specialize=["amount", "batches", "rows", "first", "width", "everybody"])
+@triton.jit(do_not_specialize=["amount", "batches", "rows", "first", "width", "total_rows"])
 def portion_kernel(
     kept_ptr,
     totals_ptr,
-    everyone_ptr,
+    gathered_ptr,
     order_ptr,
     counts_ptr,
     amount,
@@ -111,32 +111,30 @@ def portion_kernel(
     rows,
     first,
     width,
-    everybody,
+    total_rows,
     LEVELS: tl.constexpr,
     GUARD: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """counts[i] = what row i of a piece keeps: what lies above the last level, and its part of that.
+    """Compute counts[i], the blocks that query block i of a piece keeps: see `budget.allocated_blocks`.
 
-    Of r places for t blocks, the row that has the blocks number a to b - 1 gets floor(b r / t) - floor(a r / t).
-
-    Grid: batch elements. ``everybody`` are the rows of all ranks, of which the piece's begin at number ``first``.
+    Grid: batch elements. All ranks together have ``total_rows`` query blocks; the piece's begin at number ``first``.
 
     Reads
         kept, totals   as `level_kernel`
-        everyone       [ranks, B, width] int32, the blocks of all ranks
-        order          [ranks * width] int64, the numbers of all rows as the whole call has them
+        gathered       [ranks, B, width] int32, `blocks_of_level` of all ranks
+        order          [ranks * width] int64, numbers of all query blocks in the order of the whole call
     Writes
         counts         [B, rows] int32
     """
     batch = tl.program_id(0).to(tl.int64)
     _, higher, left, total = _last_level(totals_ptr, batch, amount, LEVELS, GUARD)
     before = tl.zeros((), tl.int64)
-    for start in range(0, everybody, ROWS):
+    for start in range(0, total_rows, ROWS):
         places = start + tl.arange(0, ROWS)
-        inside = places < everybody
+        inside = places < total_rows
         numbers = tl.load(order_ptr + places, mask=inside, other=0)
-        source = everyone_ptr + (numbers // width * batches + batch) * width + numbers % width
+        source = gathered_ptr + (numbers // width * batches + batch) * width + numbers % width
         blocks = tl.load(source, mask=inside, other=0).to(tl.int64)
         after = before + tl.cumsum(blocks, 0)
         portion = after * left // total - (after - blocks) * left // total
@@ -148,7 +146,7 @@ def portion_kernel(
 
 
 def own_totals(sums: Tensor) -> Tensor:
-    """Sums over the rows here for every level, above all of them, and of visible blocks: (B, LEVELS + 2) int64."""
+    """Return this rank's sums for every level, above all levels, and of visible blocks: (B, LEVELS + 2) int64."""
     totals = buffer_like(sums, True, len(sums), LEVELS.value + 2, dtype=torch.int64)
     launch(
         total_kernel,
@@ -165,10 +163,10 @@ def own_totals(sums: Tensor) -> Tensor:
 
 
 def blocks_of_level(pieces: list[Tensor], totals: Tensor, amount: float, width: int) -> Tensor:
-    """What the rows of all pieces have at the last level, padded to ``width`` rows: (B, width) int32.
+    """Return the blocks of all pieces at the last level, padded to ``width`` query blocks: (B, width) int32.
 
     Args:
-        pieces: of each, what its rows keep, of `budget.count_budget`.
+        pieces: what the query blocks of each piece keep at every level, of `budget.count_budget`.
         totals: of all ranks.
     """
     batch, first_row = len(totals), 0
@@ -198,17 +196,17 @@ def blocks_of_level(pieces: list[Tensor], totals: Tensor, amount: float, width: 
     return blocks
 
 
-def portions(kept: Tensor, totals: Tensor, everyone: Tensor, order: Tensor, amount: float, first: int) -> Tensor:
-    """How many blocks each row of a piece keeps, (B, rows) int32.
+def portions(kept: Tensor, totals: Tensor, gathered: Tensor, order: Tensor, amount: float, first: int) -> Tensor:
+    """Return how many blocks each query block of a piece keeps, (B, rows) int32.
 
     Args:
         kept: of `budget.count_budget`.
         totals: of all ranks.
-        everyone: (ranks, B, width) int32, `blocks_of_level` of all ranks.
-        order: (ranks * width,) int64, the rows of all ranks as the whole call has them.
-        first: the number of the piece's first row among those of all ranks.
+        gathered: (ranks, B, width) int32, `blocks_of_level` of all ranks.
+        order: (ranks * width,) int64, the query blocks of all ranks in the order of the whole call.
+        first: number of the piece's first query block among those of all ranks.
     """
-    ranks, batch, width = everyone.shape
+    ranks, batch, width = gathered.shape
     rows = len(kept) // batch
     counts = buffer_like(kept, True, batch, rows, dtype=torch.int32)
     launch(
@@ -216,7 +214,7 @@ def portions(kept: Tensor, totals: Tensor, everyone: Tensor, order: Tensor, amou
         batch,
         kept_ptr=kept,
         totals_ptr=totals,
-        everyone_ptr=everyone,
+        gathered_ptr=gathered,
         order_ptr=order,
         counts_ptr=counts,
         amount=amount,
@@ -224,7 +222,7 @@ def portions(kept: Tensor, totals: Tensor, everyone: Tensor, order: Tensor, amou
         rows=rows,
         first=first,
         width=width,
-        everybody=ranks * width,
+        total_rows=ranks * width,
         LEVELS=LEVELS.value,
         GUARD=ROUNDING_GUARD.value,
         ROWS=ROWS,

@@ -1,4 +1,4 @@
-"""From the parts of chunks and query blocks to what the codes of a head are scaled by, in a fixed order: it repeats."""
+"""Reduce the parts of chunks and query blocks to the scaling factors of a head. The order of sums is deterministic."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from sparge.numerics import quantization as quant
 
 NUMBERS = ["chunks", "query_parts", "kv_heads", "q_blocks"]
 SMALLEST_SIZE = tl.constexpr(1e-6)
-"""Of a channel's mean square before smoothing: what rounding leaves of a constant channel is no size."""
+"""Relative to a channel's mean square before smoothing: rounding errors of a constant channel do not count."""
 SMALLEST_VALUE_SCALE = tl.constexpr(1e-36)
-"""Smaller ones have no reciprocal, and their channel rounds to 0."""
+"""Smaller scales have no reciprocal, and their channel rounds to 0."""
 
 
 @triton.jit
 def _load_part(part_ptr, first, part, kind, parts, channels, DIM: tl.constexpr):
-    """One kind of number of some of ``parts`` parts from ``first`` on, [len(part), len(channels)]; 0 beyond them."""
+    """Return one kind of entry of parts ``first + part``, [len(part), len(channels)]; 0 from ``parts`` on."""
     inside = (part < parts)[:, None] & (channels < DIM)[None, :]
     rows = (first + part) * 2 + kind
     return tl.load(part_ptr + rows[:, None] * DIM + channels[None, :], mask=inside, other=0.0)
@@ -36,7 +36,7 @@ def _load_part(part_ptr, first, part, kind, parts, channels, DIM: tl.constexpr):
 
 @triton.jit
 def _load_unit(part_ptr, first, unit, kind, parts, channels, DIM: tl.constexpr, MEMBERS: tl.constexpr):
-    """The same of units of MEMBERS parts, added in the order in which `summarize_kernel` adds blocks."""
+    """Return the same for units of MEMBERS parts, added in the order in which `summarize_kernel` adds blocks."""
     total = tl.zeros((unit.shape[0], channels.shape[0]), tl.float32)
     for member in tl.static_range(MEMBERS):
         total += _load_part(part_ptr, first, unit * MEMBERS + member, kind, parts, channels, DIM)
@@ -45,7 +45,7 @@ def _load_unit(part_ptr, first, unit, kind, parts, channels, DIM: tl.constexpr, 
 
 @triton.jit
 def _load_count(count_ptr, first, unit, parts, MEMBERS: tl.constexpr):
-    """Tokens of units of MEMBERS parts."""
+    """Return the number of tokens of units of MEMBERS parts."""
     total = tl.zeros((unit.shape[0],), tl.int32)
     for member in tl.static_range(MEMBERS):
         part = unit * MEMBERS + member
@@ -77,32 +77,33 @@ def reduce_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Parts of all chunks and query blocks of a head as one number per channel.
+    """Reduce the parts of all chunks and query blocks of a head to one number per channel.
 
         mean    = sum k / n
-        size^2  = sum (k - mean)^2 / n                    of GATHERED units, `quant.BALANCE_KEYS` keys
+        size^2  = sum (k - mean)^2 / n                    of GATHERED units, `quantization.BALANCE_KEYS` keys
         balance = 2^(round(8 r) / 8)    with r = (mean of log2 size of K - mean of log2 size of Q) / 2, each weighted by
-                  its votes: how many tokens were looked at
-        value scale = largest |v| / 448
+                  its votes, the number of sampled tokens
+        value_scale = largest |v| / 448
 
-    Grid: slices of COLUMNS channels of every head of K and V, in one dimension. Sums are taken in one order whatever
-    the machine does, ROWS units at a time. MEMBERS parts are a unit, so that the numbers are the same whatever the
-    blocks of a part.
+    Grid: slices of COLUMNS channels of every head of K and V, in one dimension. ROWS units are added at a time. A unit
+    is MEMBERS parts, so that results do not depend on the number of blocks in a part.
 
     Reads
-        query_part     [B * H, q_blocks, 2, D padded] float32, of `size_kernel`; a head's group is query_parts of them
+        query_part     [B * H, q_blocks, 2, D padded] float32, of `size_kernel`, query_parts of them for each group
         key_part       [B * Hkv, chunks, 2, D padded] float32 and key_count [B * Hkv, chunks] int32
         value_max      [B * Hkv, chunks, Dv padded] float32 (WITH_VALUE); all three of `summarize_kernel`
-        segments       of `Segments.table` (PACKED): of a head's q_blocks parts the first ones exist
+        segments       of `Segments.table` (PACKED): only the first of a head's q_blocks parts exist
     Writes, float32
         key_mean, balance    [B * Hkv, D padded]
         value_scale          [B * Hkv, Dv padded] (WITH_VALUE)
-        largest_key_scale    [B * Hkv] int32: 0, which `quantize_key_value_kernel` raises
+        largest_key_scale    [B * Hkv] int32: 0, the start of the maximum in `quantize_key_value_kernel`
     """
     slices: tl.constexpr = (max(HEAD_DIM_PADDED, VALUE_DIM_PADDED) + COLUMNS - 1) // COLUMNS
     flat_head = (tl.program_id(0) // slices).to(tl.int64)
     channels = tl.program_id(0) % slices * COLUMNS + tl.arange(0, COLUMNS)
     tl.store(largest_key_scale_ptr + flat_head, 0)
+
+    # Mean key
     first_part = flat_head * chunks
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     count = tl.zeros((ROWS,), tl.int32)
@@ -113,6 +114,7 @@ def reduce_kernel(
     mean = tl.sum(total, 0) / tl.maximum(tl.sum(count), 1).to(tl.float32)
     tl.store(key_mean_ptr + flat_head * HEAD_DIM_PADDED + channels, mean, mask=channels < HEAD_DIM_PADDED)
 
+    # Sizes of the channels of K
     key_log = tl.zeros((ROWS, COLUMNS), tl.float32)
     key_votes = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, chunks, ROWS * GATHERED * MEMBERS):
@@ -125,12 +127,14 @@ def reduce_kernel(
             square += _load_unit(key_part_ptr, first_part, unit, SQUARE, chunks, channels, HEAD_DIM_PADDED, MEMBERS)
             count += _load_count(key_count_ptr, first_part, unit, chunks, MEMBERS)
         share = 1.0 / tl.maximum(count, 1).to(tl.float32)[:, None]
-        # Of k - mean.
+        # Mean square of k - mean.
         size = (square - 2.0 * mean[None, :] * total) * share + mean[None, :] * mean[None, :]
         is_size = is_finite(size) & (size > SMALLEST_SIZE * square * share)  # squares of 1e19 are not finite
         votes = tl.where(is_size, count[:, None].to(tl.float32), 0.0)
         key_log += votes * 0.5 * tl.log2(tl.where(is_size, size, 1.0))
         key_votes += votes
+
+    # Sizes of the channels of Q
     query_log = tl.zeros((ROWS, COLUMNS), tl.float32)
     query_votes = tl.zeros((ROWS, COLUMNS), tl.float32)
     parts = query_parts
@@ -146,28 +150,31 @@ def reduce_kernel(
         first = flat_head * query_parts
         query_log += _load_part(query_part_ptr, first, part, LOG, query_parts, channels, HEAD_DIM_PADDED)
         query_votes += _load_part(query_part_ptr, first, part, VOTES, query_parts, channels, HEAD_DIM_PADDED)
-    of_key = tl.sum(key_votes, 0)
+
+    # Balance: powers of two in steps of 1/8
+    of_key = tl.sum(key_votes, 0)  # [COLUMNS]
     of_query = tl.sum(query_votes, 0)
     ratio = tl.sum(key_log, 0) / tl.maximum(of_key, 1.0) - tl.sum(query_log, 0) / tl.maximum(of_query, 1.0)
     eighths = tl.where((of_key > 0.0) & (of_query > 0.0), ratio * 4.0, 0.0)
     exponent = ((eighths + FLOAT_OFFSET) - FLOAT_OFFSET) * 0.125  # rounds
     tl.store(balance_ptr + flat_head * HEAD_DIM_PADDED + channels, tl.exp2(exponent), mask=channels < HEAD_DIM_PADDED)
 
+    # Value scales
     if WITH_VALUE:
         largest = tl.zeros((ROWS, COLUMNS), tl.float32)
         inside = channels < VALUE_DIM_PADDED
         for start in range(0, chunks, ROWS):
             part = start + tl.arange(0, ROWS)
-            pointers = value_max_ptr + (flat_head * chunks + part)[:, None] * VALUE_DIM_PADDED + channels[None, :]
-            largest = tl.maximum(largest, tl.load(pointers, mask=(part < chunks)[:, None] & inside[None, :], other=0.0))
+            max_ptrs = value_max_ptr + (flat_head * chunks + part)[:, None] * VALUE_DIM_PADDED + channels[None, :]
+            largest = tl.maximum(largest, tl.load(max_ptrs, mask=(part < chunks)[:, None] & inside[None, :], other=0.0))
         scale = tl.max(largest, 0) / FP8_MAX
         scale = tl.where(scale < SMALLEST_VALUE_SCALE, 1.0, scale)
         tl.store(value_scale_ptr + flat_head * VALUE_DIM_PADDED + channels, scale, mask=inside)
 
 
 @dataclass(frozen=True)
-class CodeScales:
-    """What `reduce_kernel` writes; ``value_scale`` is a stand-in nobody reads where it was not asked for."""
+class ReducedScales:
+    """The results of `reduce_kernel`. ``value_scale`` is a placeholder if it was not requested."""
 
     key_mean: Tensor
     balance: Tensor
@@ -175,8 +182,10 @@ class CodeScales:
     largest_key_scale: Tensor
 
 
-def reduce_parts(query_part: Tensor, statistics: KeyValueStatistics, call: Call, *, value_scales: bool) -> CodeScales:
-    """The mean key, factors that balance channels and value scales of every head.
+def reduce_parts(
+    query_part: Tensor, statistics: KeyValueStatistics, call: Call, *, value_scales: bool
+) -> ReducedScales:
+    """Return the mean key, the factors that balance channels, and the value scales of every head.
 
     Args:
         query_part: of `query_sizes`.
@@ -184,7 +193,7 @@ def reduce_parts(query_part: Tensor, statistics: KeyValueStatistics, call: Call,
     shape, config, unit = call.shape, configs.reduce_config(), configs.summarize_config().blocks
     width, value_width = padded(shape.head_dim), padded(shape.value_dim)
     heads = shape.batch * shape.kv_heads
-    scales = CodeScales(
+    scales = ReducedScales(
         key_mean=buffer_like(query_part, True, heads, width),
         balance=buffer_like(query_part, True, heads, width),
         value_scale=buffer_like(query_part, value_scales, heads, value_width),

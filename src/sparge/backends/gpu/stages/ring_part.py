@@ -1,7 +1,7 @@
-"""Attention over a part of the keys: its columns of block lists, and the merge with what other parts gave.
+"""Attention over a part of the keys: cut block lists to its columns, and merge its result with those of other parts.
 
-cut_kernel      the lists of some key blocks, from those of all
-merge_kernel    output and LSE of two sets of keys, from those of each (`merging.merge`)
+cut_kernel      lists of some key blocks, from the lists of all
+merge_kernel    output and LSE over two sets of keys, from those over each set (`numerics.merge`)
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparge.backends.gpu.launch import buffer_like, launch, power_of_two, strides_of
-from sparge.backends.gpu.primitives import BLOCK_K, BLOCK_Q
+from sparge.backends.gpu.primitives import BLOCK_K, BLOCK_Q, head_base
 from sparge.call import Call
 from sparge.masks.block_mask import BlockMask
 from sparge.masks.geometry import ceil_div
@@ -49,12 +49,12 @@ def cut_kernel(
     IS_CAUSAL: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Cut a row of block lists to the columns first_start .. first_stop - 1 and second_start .. second_stop - 1.
+    """Cut a block list to the columns first_start to first_stop - 1 and second_start to second_stop - 1.
 
-    A list names all blocks, the kept ones first: what lies in the cuts keeps its order. Columns that the list does not
-    have follow. Rows become those from ``row_offset`` on of a part whose lists have ``part_blocks`` entries.
+    A list has all blocks, the kept ones first. Blocks in the cuts keep their order; columns that the list lacks follow.
+    Lists of the part have ``part_blocks`` entries, and begin at its query block ``row_offset``.
 
-    Grid: rows of blocks of every head, in one dimension.
+    Grid: query blocks of every head, in one dimension.
 
     Reads
         kv_num_blocks        [B * H, rows] int32
@@ -64,6 +64,7 @@ def cut_kernel(
         part_indices         [B * H, part_rows, part_blocks]
         part_visible         [B * H, part_rows]
     """
+    # Prologue
     row = tl.program_id(0) % rows
     flat_head = (tl.program_id(0) // rows).to(tl.int64)
     source = flat_head * rows + row
@@ -72,6 +73,8 @@ def cut_kernel(
     found = 0
     kept = 0
     second_offset = first_stop - first_start - second_start
+
+    # Blocks inside the cuts
     for start in range(0, kv_blocks, COLUMNS):
         places = start + tl.arange(0, COLUMNS)
         inside = places < kv_blocks
@@ -84,10 +87,14 @@ def cut_kernel(
         tl.store(part_indices_ptr + target * part_blocks + ranks, numbers, mask=is_cut)
         kept += tl.sum((is_cut & (places < count)).to(tl.int32), 0)
         found += tl.sum(is_cut.to(tl.int32), 0)
+
+    # Columns that the list lacks
     for start in range(0, part_blocks, COLUMNS):
         places = start + tl.arange(0, COLUMNS)
         is_left = (places >= found) & (places < part_blocks)
         tl.store(part_indices_ptr + target * part_blocks + places, places, mask=is_left)
+
+    # Counts
     visible = part_blocks
     if IS_CAUSAL:
         last_query = tl.minimum((row_offset + row + 1) * BLOCK_Q, q_len) - 1
@@ -97,11 +104,11 @@ def cut_kernel(
 
 
 def cut_lists(masks: Sequence[BlockMask], columns: Sequence[slice], call: Call) -> BlockMask:
-    """The mask of a part of the keys, from masks over all keys.
+    """Return the mask of a part of the keys, from masks over all keys.
 
     Args:
-        masks: of pieces of queries that together are the call's, each with block lists in one piece of memory.
-        columns: the key blocks of the part: one or two ranges, in rising order.
+        masks: of pieces of queries that together are the queries of the call. Their block lists are contiguous.
+        columns: the key blocks of the part: one or two ranges, in ascending order.
         call: of the part.
     """
     shape = call.shape
@@ -159,7 +166,7 @@ def merge_kernel(
     IS_FIRST: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Merge attention over other keys into an output and its LSE. IS_FIRST: nothing was merged into them before.
+    """Merge attention over other keys into an output and its LSE. IS_FIRST: both are uninitialized.
 
     Grid: chunks of ROWS queries of every head, in one dimension.
 
@@ -179,26 +186,29 @@ def merge_kernel(
     is_row = rows < q_len
     inside = is_row[:, None] & (channels < WIDTH)[None, :]
     wide = rows.to(tl.int64)
-    output_ptrs = output_ptr + batch * output_strides[0] + head * output_strides[1]
+
+    # Load both results
+    output_ptrs = head_base(output_ptr, output_strides, batch, head)
     output_ptrs = output_ptrs + (wide * output_strides[2])[:, None] + channels[None, :]
-    other_ptrs = other_ptr + batch * other_strides[0] + head * other_strides[1]
+    other_ptrs = head_base(other_ptr, other_strides, batch, head)
     other_ptrs = other_ptrs + (wide * other_strides[2])[:, None] + channels[None, :]
-    lse_ptrs = lse_ptr + batch * lse_strides[0] + head * lse_strides[1] + wide * lse_strides[2]
-    other_lse_ptrs = other_lse_ptr + batch * other_lse_strides[0] + head * other_lse_strides[1]
+    lse_ptrs = head_base(lse_ptr, lse_strides, batch, head) + wide * lse_strides[2]
+    other_lse_ptrs = head_base(other_lse_ptr, other_lse_strides, batch, head)
     other_lse = tl.load(other_lse_ptrs + wide * other_lse_strides[2], mask=is_row, other=0.0)
-    other = tl.load(other_ptrs, mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(other_ptrs, mask=inside, other=0.0).to(tl.float32)  # [ROWS, WIDTH]
     if IS_FIRST:
         lse = tl.full((ROWS,), float("-inf"), tl.float32)
         output = tl.zeros((ROWS, WIDTH_PADDED), tl.float32)
     else:
         lse = tl.load(lse_ptrs, mask=is_row, other=0.0)
         output = tl.load(output_ptrs, mask=inside, other=0.0)
-    # log(exp(lse) + exp(other_lse)); of two infinities of one sign it is that infinity
+
+    # Merge: log(exp(lse) + exp(other_lse)), which is the same infinity for two equal infinities
     larger = tl.maximum(lse, other_lse, propagate_nan=tl.PropagateNan.ALL)
     total = larger + tl.log(1.0 + tl.exp(-tl.abs(lse - other_lse)))
     total = tl.where((lse == other_lse) & (tl.abs(lse) == float("inf")), lse, total)
     share = tl.exp(other_lse - total)
-    share = tl.where(share == share, share, 0.0)  # a query that sees nothing of either takes nothing
+    share = tl.where(share == share, share, 0.0)  # NaN if a query sees no key of either
     output = output * (1.0 - share)[:, None] + other * share[:, None]
     tl.store(output_ptrs, output, mask=inside)
     tl.store(lse_ptrs, total, mask=is_row)
@@ -207,7 +217,7 @@ def merge_kernel(
 def merge(output: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, *, is_first: bool) -> None:
     """Merge attention over other keys into an output (B, H, Sq, Dv) and LSE (B, H, Sq) in float32.
 
-    ``is_first``: nothing was merged into them before, and what they hold is not read.
+    ``is_first``: nothing was merged into them before, and their contents are not read.
     """
     batch, heads, q_len, width = output.shape
     padded = power_of_two(width)

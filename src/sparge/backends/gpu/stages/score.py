@@ -1,14 +1,14 @@
-"""Block scores and their softmax: how much of each query block's attention every key block is expected to hold.
+"""Block scores and their softmax: the share of each query block's attention that every key block is expected to hold.
 
     probability[block, j] = mean over its rows i of softmax_j s[i, j], or the root of their mean square
 
-A row is a query that stands for its block, one of some evenly spaced samples or the mean of all. What s is, a score
-says (`reference.prediction.SCORES`): each has a function here (`moment_score`, `mean_score`), which `_block_scores`
-calls by the score's name, and an entry in `INPUTS`. Score "spread" multiplies each softmax by what `spread` says.
+A row is a query that represents its block: one of some evenly spaced samples, or a mean of queries. The scores s are
+those of `options.scores`: each has a function here (`moment_score`, `mean_score`), which `_block_scores` calls by the
+score's name, and an entry in `INPUTS`. Score "spread" multiplies each softmax by the result of `spread`.
 
-The products run on bfloat16 tensor cores with the mean key in two parts (and 16 or 32-bit queries too), which leaves an
-error of about 2^-17 of the score. The probabilities are averages of softmaxes, so maximum and sum of each row must be
-known first: the row is scored twice. That costs less than writing all scores out and reading them back, and no memory.
+Products run on bfloat16 tensor cores, with the mean key in two parts (and queries of 16 or 32 bits too), which leaves
+an error of about 2^-17 of the score. Every softmax needs the maximum and sum of its row first, so rows are scored
+twice. That costs less than writing all scores and reading them back, and takes no memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from sparge.backends.gpu.launch import (
     power_of_two,
     segments_argument,
     strides_of,
-    window_flags,
     window_offsets,
 )
 from sparge.backends.gpu.primitives import (
@@ -41,6 +40,7 @@ from sparge.backends.gpu.primitives import (
     BLOCK_Q,
     LN_2,
     NOWHERE,
+    head_base,
     is_finite,
     sampled_query,
     segment_queries,
@@ -62,12 +62,12 @@ NUMBERS = ["heads", "kv_heads", "q_len", "kv_len", "first_offset", "last_offset"
 
 @dataclass(frozen=True)
 class ScoreInputs:
-    """What a score is computed from.
+    """The inputs of a score.
 
     Attributes:
-        rows: how many queries stand for a block.
-        are_means: they are means of equal parts of the block, else evenly spaced samples.
-        variance: whether variances of key blocks are read, besides their means.
+        rows: number of queries that represent a block.
+        are_means: these are means of equal parts of the block, else evenly spaced samples.
+        variance: variances of key blocks are read, besides their means.
     """
 
     rows: Callable[[Any], int]
@@ -75,7 +75,7 @@ class ScoreInputs:
     variance: bool
 
     def parts(self, score: Score) -> int:
-        """How many means of queries it reads of a block."""
+        """Return the number of means of queries in a block; 0 for samples."""
         return self.rows(score) if self.are_means else 0
 
 
@@ -87,125 +87,204 @@ INPUTS: dict[type[Score], ScoreInputs] = {
 
 
 def score_inputs(score: Score) -> ScoreInputs:
-    """What a score reads.
+    """Return the inputs of a score.
 
     Raises:
-        NotImplementedError: no kernel has it.
+        NotImplementedError: no kernel has the score.
     """
     return entry_of(INPUTS, score, "score on a GPU")
 
 
+class StatisticsPointers(NamedTuple):
+    """Statistics of key blocks, of `summarize_kernel`, each [B * Hkv, kv_blocks, D padded] bfloat16.
+
+    A mean is the sum of a high and a low part. In `_block_scores` the pointers are those of one head.
+    """
+
+    mean_high: Any
+    mean_low: Any
+    variance: Any
+
+
+class MaskFactPointers(NamedTuple):
+    """Facts about the mask.
+
+    Attributes:
+        first_seen, first_query: [B, H, kv_blocks] and [B, H] int32, of `first_seen_keys` (SPEC.has_seen).
+        kind: [B, H, q_blocks, kv_blocks] int8, visible blocks, of `mask_blocks` (SPEC.has_blocks).
+        pick: [B, H, q_blocks, samples] int32, the sampled queries (SPEC.has_blocks, not from_means).
+        bias: [B, H, q_blocks, samples, kv_blocks] float32, of `mask_blocks` (SPEC.has_bias).
+    """
+
+    first_seen: Any
+    first_query: Any
+    kind: Any
+    pick: Any
+    bias: Any
+
+
+class MaskFactStrides(NamedTuple):
+    """Strides of `MaskFactPointers`, without those of the last dimension."""
+
+    first_seen: Any
+    first_query: Any
+    kind: Any
+    pick: Any
+    bias: Any
+
+
+class SimilarityPointers(NamedTuple):
+    """Similarity of each key block [B * Hkv, kv_blocks], and its threshold [H], float32 (SPEC.has_similarity)."""
+
+    key: Any
+    threshold: Any
+
+
+@dataclass(frozen=True)
+class ScoreSpec:
+    """The values that `score_kernel` is compiled for.
+
+    Attributes:
+        score: name of the score.
+        head_dim, head_dim_padded: channels of the queries, and padded to a power of two.
+        from_means: rows are means of queries, of `QuerySummary.mean`; else samples.
+        samples, samples_padded: rows of a query block, and padded to a power of two.
+        log2_samples: log2 of ``samples``.
+        exponent: 1 for the mean over rows, 2 for the root of the mean square.
+        has_low: bfloat16 leaves a remainder of the rows.
+        has_first, has_last: the window has a left and a right bound.
+        has_seen, has_blocks, has_bias, has_similarity: see the pointers.
+        packed: batch elements are segments of a pack.
+        rows, columns, stages: rows of a program, key blocks of a step, depth of the pipeline.
+    """
+
+    score: str
+    head_dim: int
+    head_dim_padded: int
+    from_means: bool
+    samples: int
+    samples_padded: int
+    log2_samples: float
+    exponent: int
+    has_low: bool
+    has_first: bool
+    has_last: bool
+    has_seen: bool
+    has_blocks: bool
+    has_bias: bool
+    has_similarity: bool
+    packed: bool
+    rows: int
+    columns: int
+    stages: int
+
+
 class Rows(NamedTuple):
-    """Queries that stand for their blocks, bfloat16 [ROWS, D]: what bfloat16 leaves of them is in ``low`` (HAS_LOW)."""
+    """Queries that represent their blocks, bfloat16 [ROWS, HEAD_DIM].
+
+    ``low`` is the remainder that bfloat16 leaves of them (SPEC.has_low), ``square`` their squares.
+    """
 
     query: Any
     low: Any
     square: Any
 
 
-class Statistics(NamedTuple):
-    """Where a head's means of key blocks, in a high and a low part, and their variances begin, each [kv_blocks, D]."""
-
-    mean_high_base: Any
-    mean_low_base: Any
-    variance_base: Any
-
-
 @triton.jit
-def mean_score(rows, statistics, offsets, inside, HAS_LOW: tl.constexpr):
-    """The paper's score: s = log2 e scale q . mean_j, [ROWS, COLUMNS]. (The factors are in the means.)"""
-    mean_high = tl.load(statistics.mean_high_base + offsets, mask=inside, other=0.0).T
+def mean_score(rows, statistics, offsets, inside, SPEC: tl.constexpr):
+    """Return the paper's score, s = log2 e scale q . mean_j, [ROWS, COLUMNS]. (The means include the factors.)"""
+    mean_high = tl.load(statistics.mean_high + offsets, mask=inside, other=0.0).T
     scores = tl.dot(rows.query, mean_high)
-    mean_low = tl.load(statistics.mean_low_base + offsets, mask=inside, other=0.0).T
+    mean_low = tl.load(statistics.mean_low + offsets, mask=inside, other=0.0).T
     scores = tl.dot(rows.query, mean_low, scores)
-    if HAS_LOW:
+    if SPEC.has_low:
         scores = tl.dot(rows.low, mean_high, scores)
     return scores
 
 
 @triton.jit
-def moment_score(rows, statistics, offsets, inside, HAS_LOW: tl.constexpr):
-    """s = log2 e (scale q . mean_j + scale^2 / 4  q^2 . variance_j), [ROWS, COLUMNS]. (The factors are in both.)"""
-    scores = mean_score(rows, statistics, offsets, inside, HAS_LOW)
-    variance = tl.load(statistics.variance_base + offsets, mask=inside, other=0.0).T
+def moment_score(rows, statistics, offsets, inside, SPEC: tl.constexpr):
+    """Return s = log2 e (scale q . mean_j + scale^2 / 4  q^2 . variance_j), [ROWS, COLUMNS].
+
+    Means and variances include the factors.
+    """
+    scores = mean_score(rows, statistics, offsets, inside, SPEC)
+    variance = tl.load(statistics.variance + offsets, mask=inside, other=0.0).T
     return tl.dot(rows.square, variance, scores)
 
 
 @triton.jit
 def spread(rows, statistics, offsets, inside):
-    """What the variance adds to `moment_score`, in nats: the weight of score "spread"."""
-    variance = tl.load(statistics.variance_base + offsets, mask=inside, other=0.0).T
+    """Return the variance term of `moment_score` in nats, [ROWS, COLUMNS]: the weight of score "spread"."""
+    variance = tl.load(statistics.variance + offsets, mask=inside, other=0.0).T
     return tl.dot(rows.square, variance) * LN_2
 
 
 @triton.jit
-def _block_scores(
-    rows,
-    statistics,
-    columns,
-    kv_blocks,
-    SCORE: tl.constexpr,
-    HEAD_DIM_PADDED: tl.constexpr,
-    HAS_LOW: tl.constexpr,
-):
-    """Scores of rows against key blocks, [ROWS, COLUMNS], in octaves, by the score's name; and weights, or 1."""
-    channels = tl.arange(0, HEAD_DIM_PADDED)
-    offsets = columns[:, None] * HEAD_DIM_PADDED + channels[None, :]
+def _block_scores(rows, statistics, columns, kv_blocks, SPEC: tl.constexpr):
+    """Return scores of rows against key blocks in log2 units, [ROWS, COLUMNS], and weights, or 1."""
+    channels = tl.arange(0, SPEC.head_dim_padded)
+    offsets = columns[:, None] * SPEC.head_dim_padded + channels[None, :]  # [COLUMNS, HEAD_DIM]
     inside = (columns < kv_blocks)[:, None]
     weights = 1.0
-    if SCORE == "moment":
-        scores = moment_score(rows, statistics, offsets, inside, HAS_LOW)
-    elif SCORE == "spread":
-        scores = moment_score(rows, statistics, offsets, inside, HAS_LOW)
+    if SPEC.score == "moment":
+        scores = moment_score(rows, statistics, offsets, inside, SPEC)
+    elif SPEC.score == "spread":
+        scores = moment_score(rows, statistics, offsets, inside, SPEC)
         weights = spread(rows, statistics, offsets, inside)
     else:
-        tl.static_assert(SCORE == "mean")
-        scores = mean_score(rows, statistics, offsets, inside, HAS_LOW)
+        tl.static_assert(SPEC.score == "mean")
+        scores = mean_score(rows, statistics, offsets, inside, SPEC)
     return scores, weights
 
 
-@triton.jit
-def _eligible(
-    columns,
-    first_key,
-    last_key,
-    first_seen_base,
-    key_similarity_base,
-    threshold,
-    kv_len,
-    kv_blocks,
-    HAS_FIRST: tl.constexpr,
-    HAS_LAST: tl.constexpr,
-    HAS_SEEN: tl.constexpr,
-    HAS_SIMILARITY: tl.constexpr,
-):
-    """[ROWS, COLUMNS]: blocks that take part in the softmax.
+class Seen(NamedTuple):
+    """What the rows of a program see.
 
-    They are visible, hold no key before the first or after the last one that their row sees, and their tokens agree
-    enough for a summary.
+    Attributes:
+        first_key, last_key: [ROWS], of the block of each row.
+        first_seen_base: the head's first seen key of each block (SPEC.has_seen).
+        similarity_base, threshold: of the head's key blocks (SPEC.has_similarity).
+        kv_len, kv_blocks: of the sequence or segment.
     """
-    inside = columns < kv_blocks
-    end = tl.minimum((columns + 1) * BLOCK_K, kv_len) - 1
-    eligible = inside[None, :] & (last_key[:, None] == last_key[:, None])
-    if HAS_LAST:
-        eligible = eligible & (end[None, :] <= last_key[:, None])
-    if HAS_FIRST:
-        eligible = eligible & ((columns * BLOCK_K)[None, :] >= first_key[:, None])
-    if HAS_SEEN:
-        first_seen = tl.load(first_seen_base + columns, mask=inside, other=NOWHERE)
+
+    first_key: Any
+    last_key: Any
+    first_seen_base: Any
+    similarity_base: Any
+    threshold: Any
+    kv_len: Any
+    kv_blocks: Any
+
+
+@triton.jit
+def _eligible(columns, seen, SPEC: tl.constexpr):
+    """Return the blocks that enter the softmax of each row, [ROWS, COLUMNS].
+
+    They are visible, lie inside the windows of all queries, and their tokens are similar enough for a mean.
+    """
+    inside = columns < seen.kv_blocks
+    end = tl.minimum((columns + 1) * BLOCK_K, seen.kv_len) - 1
+    eligible = inside[None, :] & (seen.last_key[:, None] == seen.last_key[:, None])
+    if SPEC.has_last:
+        eligible = eligible & (end[None, :] <= seen.last_key[:, None])
+    if SPEC.has_first:
+        eligible = eligible & ((columns * BLOCK_K)[None, :] >= seen.first_key[:, None])
+    if SPEC.has_seen:
+        first_seen = tl.load(seen.first_seen_base + columns, mask=inside, other=NOWHERE)
         eligible = eligible & (first_seen < NOWHERE)[None, :]
-    if HAS_SIMILARITY:
-        similarity = tl.load(key_similarity_base + columns, mask=inside, other=1.0)
-        eligible = eligible & ((similarity < threshold) == 0)[None, :]
+    if SPEC.has_similarity:
+        similarity = tl.load(seen.similarity_base + columns, mask=inside, other=1.0)
+        eligible = eligible & ((similarity < seen.threshold) == 0)[None, :]
     return eligible
 
 
 @triton.jit
 def _row_order(SAMPLES: tl.constexpr, ROWS: tl.constexpr):
-    """Query block (from 0) and sample of each row.
+    """Return the query block (from 0) and the sample of each row, [ROWS].
 
     A thread of a matrix product holds rows r and r + 8 of 16. Half of a block's samples go to rows 0 to 7 and half to
-    rows 8 to 15, so that `_sum_samples` adds them without an exchange first.
+    rows 8 to 15, so that `_sum_samples` first adds numbers of the same thread.
     """
     rows = tl.arange(0, ROWS)
     if SAMPLES == 1 or SAMPLES > 16:
@@ -221,7 +300,7 @@ def _row_order(SAMPLES: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def _sum_samples(values, SAMPLES: tl.constexpr):
-    """[ROWS, N] in the order of `_row_order` -> [ROWS / SAMPLES, N]."""
+    """Return the sums over the samples of each block: [ROWS, N] in the order of `_row_order` -> [ROWS / SAMPLES, N]."""
     rows: tl.constexpr = values.shape[0]
     columns: tl.constexpr = values.shape[1]
     if SAMPLES == 1:
@@ -237,24 +316,13 @@ def _sum_samples(values, SAMPLES: tl.constexpr):
 @triton.jit(do_not_specialize=NUMBERS)
 def score_kernel(
     query_ptr,
-    mean_high_ptr,
-    mean_low_ptr,
-    variance_ptr,
-    first_seen_ptr,
-    first_query_ptr,
-    kind_ptr,
-    pick_ptr,
-    bias_ptr,
-    key_similarity_ptr,
-    threshold_ptr,
+    statistics_ptrs,
+    fact_ptrs,
+    similarity_ptrs,
     probability_ptr,
     segments_ptr,
     query_strides,
-    first_seen_strides,
-    first_query_strides,
-    kind_strides,
-    pick_strides,
-    bias_strides,
+    fact_strides,
     heads,
     kv_heads,
     q_len,
@@ -263,62 +331,47 @@ def score_kernel(
     last_offset,
     q_blocks,
     kv_blocks,
-    SCORE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_PADDED: tl.constexpr,
-    FROM_MEANS: tl.constexpr,
-    SAMPLES: tl.constexpr,
-    SAMPLES_PADDED: tl.constexpr,
-    LOG2_SAMPLES: tl.constexpr,
-    EXPONENT: tl.constexpr,
-    HAS_LOW: tl.constexpr,
-    HAS_FIRST: tl.constexpr,
-    HAS_LAST: tl.constexpr,
-    HAS_SEEN: tl.constexpr,
-    HAS_BLOCKS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_SIMILARITY: tl.constexpr,
-    PACKED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,
+    SPEC: tl.constexpr,
 ):
-    """probability[block, j] = mean over the block's rows i of softmax_j s[i, j], over the eligible blocks j.
+    """Compute probability[block, j] = mean over the block's rows i of softmax_j s[i, j], over the eligible blocks j.
 
-    With EXPONENT 2 the root of the mean square over them.
+    With SPEC.exponent 2, the root of the mean square over the rows.
 
     Grid: groups of ROWS / SAMPLES_PADDED query blocks of every head, in one dimension. A program has ROWS rows, and
-    walks the key blocks in steps of COLUMNS.
+    visits the key blocks in steps of COLUMNS.
 
-    Reads
-        query            [B, H, Sq, D], of which samples are taken, or FROM_MEANS those of `QuerySummary.mean`
-        mean_high, mean_low, variance    [B * Hkv, kv_blocks, D padded] bfloat16, of `summarize_kernel`
-        first_seen       [B, H, kv_blocks] int32 and first_query [B, H] int32 (HAS_SEEN), of `first_seen_keys`
-        pick             [B, H, q_blocks, SAMPLES] int32 (HAS_BLOCKS, not FROM_MEANS), of `mask_blocks`
-        kind, bias       [B, H, q_blocks, kv_blocks] int8, or [B, H, q_blocks, SAMPLES, kv_blocks] float32 (HAS_BIAS),
-                         what is visible and what a mask adds, of `mask_blocks` (HAS_BLOCKS)
-        key_similarity   [B * Hkv, kv_blocks] and threshold [H] (HAS_SIMILARITY), float32
-        segments         of `Segments.table` (PACKED)
-    Writes
-        probability      [B * H, q_blocks, kv_blocks] float32; NaN marks a block whose score is not finite. What lies
-                         outside of what a group's queries see stays unwritten: nothing reads it.
+    Args:
+        query_ptr: [B, H, Sq, D], of which samples are taken; or `QuerySummary.mean` (SPEC.from_means).
+        statistics_ptrs: `StatisticsPointers`.
+        fact_ptrs, fact_strides: `MaskFactPointers`, and the strides of each tensor.
+        similarity_ptrs: `SimilarityPointers`.
+        probability_ptr: writes [B * H, q_blocks, kv_blocks] float32; NaN marks a block whose score is not finite.
+            Blocks that no query of a group sees stay unwritten: nothing reads them.
+        segments_ptr: `Segments.table` (SPEC.packed).
+        SPEC: `ScoreSpec`.
     """
-    blocks: tl.constexpr = ROWS // SAMPLES_PADDED
-    groups = (q_blocks + blocks - 1) // blocks
+    ROWS: tl.constexpr = SPEC.rows
+    SAMPLES: tl.constexpr = SPEC.samples
+    EXPONENT: tl.constexpr = SPEC.exponent
+    HEAD_DIM_PADDED: tl.constexpr = SPEC.head_dim_padded
+    Q_BLOCKS: tl.constexpr = SPEC.rows // SPEC.samples_padded
+
+    # Prologue: coordinates
+    groups = (q_blocks + Q_BLOCKS - 1) // Q_BLOCKS
     flat_head = (tl.program_id(0) // groups).to(tl.int64)
     batch = flat_head // heads
     head = flat_head % heads
     flat_kv_head = batch * kv_heads + head // (heads // kv_heads)
-    first_block = tl.program_id(0) % groups * blocks
-    row_block, sample = _row_order(SAMPLES_PADDED, ROWS)
-    q_block = first_block + row_block
-    first = flat_kv_head * kv_blocks * HEAD_DIM_PADDED
-    key_similarity_base = key_similarity_ptr + flat_kv_head * kv_blocks
-    blocks_here = first_block + tl.arange(0, blocks)
-    output_rows = (flat_head * q_blocks + blocks_here) * kv_blocks
-    query_rows = flat_head * q_blocks + q_block
-    base = query_ptr + batch * query_strides[0] + head * query_strides[1]
-    if PACKED:  # from here on the sizes are the segment's own
+    first_block = tl.program_id(0) % groups * Q_BLOCKS
+    row_block, sample = _row_order(SPEC.samples_padded, ROWS)
+    q_block = first_block + row_block  # [ROWS]
+    statistics_offset = flat_kv_head * kv_blocks * HEAD_DIM_PADDED
+    similarity_base = similarity_ptrs.key + flat_kv_head * kv_blocks
+    blocks_here = first_block + tl.arange(0, Q_BLOCKS)
+    output_offsets = (flat_head * q_blocks + blocks_here) * kv_blocks  # [Q_BLOCKS]
+    flat_q_block = flat_head * q_blocks + q_block
+    base = head_base(query_ptr, query_strides, batch, head)
+    if SPEC.packed:  # from here on, sizes are those of the segment
         q_start, _ = segment_queries(segments_ptr, batch)
         q_len, kv_len, first_offset, last_offset = segment_sizes(segments_ptr, batch, first_offset, last_offset)
         q_blocks = tl.cdiv(q_len, BLOCK_Q)
@@ -327,108 +380,106 @@ def score_kernel(
         if first_block >= q_blocks:
             return
     used = (q_block < q_blocks) & (sample < SAMPLES)
+
+    # Load the rows
     channels = tl.arange(0, HEAD_DIM_PADDED)
-    if FROM_MEANS:
-        pointers = query_ptr + (query_rows * SAMPLES + sample)[:, None] * HEAD_DIM_PADDED
+    if SPEC.from_means:
+        row_ptrs = query_ptr + (flat_q_block * SAMPLES + sample)[:, None] * HEAD_DIM_PADDED
     else:
-        if HAS_BLOCKS:
-            picks = pick_ptr + batch * pick_strides[0] + head * pick_strides[1]
-            pick = tl.load(picks + q_block * pick_strides[2] + sample * pick_strides[3], mask=used, other=0)
+        if SPEC.has_blocks:
+            picks = head_base(fact_ptrs.pick, fact_strides.pick, batch, head)
+            pick_ptrs = picks + q_block * fact_strides.pick[2] + sample * fact_strides.pick[3]
+            pick = tl.load(pick_ptrs, mask=used, other=0)
         else:
-            first_query = tl.maximum(-last_offset, 0) if HAS_LAST else 0
-            if HAS_SEEN:
-                first_query = tl.load(first_query_ptr + batch * first_query_strides[0] + head * first_query_strides[1])
+            first_query = tl.maximum(-last_offset, 0) if SPEC.has_last else 0
+            if SPEC.has_seen:
+                first_query = tl.load(head_base(fact_ptrs.first_query, fact_strides.first_query, batch, head))
             pick = sampled_query(q_block, sample, first_query, q_len, SAMPLES)
-        pointers = base + pick.to(tl.int64)[:, None] * query_strides[2]
+        row_ptrs = base + pick.to(tl.int64)[:, None] * query_strides[2]
     inside = used[:, None]
-    if HEAD_DIM != HEAD_DIM_PADDED:
-        inside = inside & (channels < HEAD_DIM)[None, :]
-    exact = tl.load(pointers + channels[None, :], mask=inside, other=0.0)
-    wide = exact.to(tl.float32)
+    if SPEC.head_dim != HEAD_DIM_PADDED:
+        inside = inside & (channels < SPEC.head_dim)[None, :]
+    exact = tl.load(row_ptrs + channels[None, :], mask=inside, other=0.0)
+    wide = exact.to(tl.float32)  # [ROWS, HEAD_DIM]
     wide = tl.where(is_finite(wide), wide, float("nan"))
     query = wide.to(tl.bfloat16)
     query_low = (wide - query.to(tl.float32)).to(tl.bfloat16)
-    square = (wide * wide).to(tl.bfloat16)
+    rows = Rows(query, query_low, (wide * wide).to(tl.bfloat16))
 
+    # Range of key blocks that the rows see
     first_key = q_block * BLOCK_Q + first_offset
     last_key = tl.minimum((q_block + 1) * BLOCK_Q, q_len) - 1 + last_offset
     begin = 0
     stop = kv_blocks
-    if HAS_FIRST:
+    if SPEC.has_first:
         begin = tl.maximum(first_block * BLOCK_Q + first_offset, 0) // BLOCK_K
-    if HAS_LAST:
-        last_of_all = tl.minimum((first_block + blocks) * BLOCK_Q, q_len) - 1 + last_offset
+    if SPEC.has_last:
+        last_of_all = tl.minimum((first_block + Q_BLOCKS) * BLOCK_Q, q_len) - 1 + last_offset
         stop = tl.minimum(kv_blocks, tl.maximum(last_of_all + 1, 0) // BLOCK_K + 1)
-    first_seen_base = first_seen_ptr + batch * first_seen_strides[0] + head * first_seen_strides[1]
-    # Rows that are not used read what others do: a mask over rows costs more.
+    first_seen_base = head_base(fact_ptrs.first_seen, fact_strides.first_seen, batch, head)
+    # Unused rows read the facts of used ones: a load mask over rows costs more.
     read_block = tl.minimum(q_block, q_blocks - 1).to(tl.int64)
-    kinds = kind_ptr + batch * kind_strides[0] + head * kind_strides[1] + read_block * kind_strides[2]
-    biases = bias_ptr + batch * bias_strides[0] + head * bias_strides[1]
-    biases = biases + read_block * bias_strides[2] + tl.minimum(sample, SAMPLES - 1) * bias_strides[3]
+    kinds = head_base(fact_ptrs.kind, fact_strides.kind, batch, head) + read_block * fact_strides.kind[2]  # [ROWS]
+    biases = head_base(fact_ptrs.bias, fact_strides.bias, batch, head)
+    biases = biases + read_block * fact_strides.bias[2] + tl.minimum(sample, SAMPLES - 1) * fact_strides.bias[3]
     threshold = 0.0
-    if HAS_SIMILARITY:
-        threshold = tl.load(threshold_ptr + head)
-    rows = Rows(query, query_low, square)
+    if SPEC.has_similarity:
+        threshold = tl.load(similarity_ptrs.threshold + head)
+    seen = Seen(first_key, last_key, first_seen_base, similarity_base, threshold, kv_len, kv_blocks)
 
+    # Main loops. Pass 0 computes maxima and sums. NaN in a query or key makes a sum NaN; only then pass 1 repeats them
+    # without the blocks that the NaN came from. Pass 2 computes and stores probabilities.
     row_max = tl.full((ROWS,), float("-inf"), tl.float32)
     row_sum = tl.zeros((ROWS,), tl.float32)
     row_shift = row_sum
-    # Pass 0 sums. NaN in a query or key makes a sum NaN; then pass 1 sums again without the blocks it came from. Pass 2
-    # stores.
     for step in tl.static_range(3):
-        broken = tl.max(((row_sum == row_sum) == 0).to(tl.int32), 0) > 0
-        if step != 1 or broken:
-            if step == 2:  # 2^(EXPONENT (s - row_shift)) is the share of one sample in its block's average
-                if HAS_BIAS:  # s may be -1e9 throughout, beside which a logarithm is lost
-                    row_shift = tl.where(row_sum > 0.0, tl.log2(row_sum) + LOG2_SAMPLES / EXPONENT, 0.0)
+        has_nan = tl.max(((row_sum == row_sum) == 0).to(tl.int32), 0) > 0
+        if step != 1 or has_nan:
+            if step == 2:  # 2^(EXPONENT (s - row_shift)) is the share of one sample in its block's mean
+                if SPEC.has_bias:  # all s may be -1e9, to which a logarithm cannot be added in float32
+                    row_shift = tl.where(row_sum > 0.0, tl.log2(row_sum) + SPEC.log2_samples / EXPONENT, 0.0)
                     row_max = tl.where(row_sum > 0.0, row_max, 0.0)
                 else:
-                    row_shift = tl.where(row_sum > 0.0, row_max + tl.log2(row_sum) + LOG2_SAMPLES / EXPONENT, 0.0)
+                    row_shift = tl.where(row_sum > 0.0, row_max + tl.log2(row_sum) + SPEC.log2_samples / EXPONENT, 0.0)
             else:
                 row_max = tl.full((ROWS,), float("-inf"), tl.float32)
                 row_sum = tl.zeros((ROWS,), tl.float32)
-            for start in tl.range(begin, stop, COLUMNS, num_stages=STAGES):
-                columns = start + tl.arange(0, COLUMNS)
-                statistics = Statistics(mean_high_ptr + first, mean_low_ptr + first, variance_ptr + first)
-                scores, weights = _block_scores(rows, statistics, columns, kv_blocks, SCORE, HEAD_DIM_PADDED, HAS_LOW)
-                eligible = _eligible(
-                    columns,
-                    first_key,
-                    last_key,
-                    first_seen_base,
-                    key_similarity_base,
-                    threshold,
-                    kv_len,
-                    kv_blocks,
-                    HAS_FIRST,
-                    HAS_LAST,
-                    HAS_SEEN,
-                    HAS_SIMILARITY,
+            for start in tl.range(begin, stop, SPEC.columns, num_stages=SPEC.stages):
+                # Scores
+                columns = start + tl.arange(0, SPEC.columns)
+                statistics = StatisticsPointers(
+                    statistics_ptrs.mean_high + statistics_offset,
+                    statistics_ptrs.mean_low + statistics_offset,
+                    statistics_ptrs.variance + statistics_offset,
                 )
-                if HAS_BLOCKS:
+                scores, weights = _block_scores(rows, statistics, columns, kv_blocks, SPEC)
+                eligible = _eligible(columns, seen, SPEC)
+                if SPEC.has_blocks:
                     exists = (columns < kv_blocks)[None, :]
-                    places = start + tl.arange(0, COLUMNS)[None, :]
-                    if HAS_BIAS:
+                    places = start + tl.arange(0, SPEC.columns)[None, :]
+                    if SPEC.has_bias:
                         bias = tl.load(biases[:, None] + places, mask=exists, other=float("-inf"))
                         eligible = eligible & (bias != float("-inf"))
                         scores += bias
                     else:
                         eligible = eligible & (tl.load(kinds[:, None] + places, mask=exists, other=HIDDEN) != HIDDEN)
                 if step == 2:
-                    if HAS_BIAS:
+                    # Epilogue: means over the samples of each block
+                    if SPEC.has_bias:
                         scores = scores - row_max[:, None]
                     share = tl.exp2((scores - row_shift[:, None]) * EXPONENT)
-                    if SCORE == "spread":
+                    if SPEC.score == "spread":
                         share = tl.where(share == 0.0, 0.0, share * weights * weights)
-                    average = _sum_samples(tl.where(eligible & used[:, None], share, 0.0), SAMPLES_PADDED)
+                    average = _sum_samples(tl.where(eligible & used[:, None], share, 0.0), SPEC.samples_padded)
                     if EXPONENT == 2:
                         average = tl.sqrt(average)
                     average = tl.where(average < NEGLIGIBLE, 0.0, average)  # keeps NaN
-                    if SCORE == "spread":
+                    if SPEC.score == "spread":
                         average = tl.sqrt(average) * SPREAD_UNIT
                     stored = (blocks_here < q_blocks)[:, None] & (columns < kv_blocks)[None, :]
-                    tl.store(probability_ptr + output_rows[:, None] + columns[None, :], average, mask=stored)
+                    tl.store(probability_ptr + output_offsets[:, None] + columns[None, :], average, mask=stored)
                 else:
+                    # Online softmax
                     if step == 1:
                         eligible = eligible & (scores == scores)
                     scores = tl.where(eligible, scores, float("-inf"))
@@ -448,13 +499,13 @@ def block_probabilities(
     threshold: Tensor | None,
     blocks: MaskBlocks | None = None,
 ) -> Tensor:
-    """Expected share of each key block, (B * H, q_blocks, kv_blocks) float32.
+    """Return the expected share of each key block, (B * H, q_blocks, kv_blocks) float32.
 
     Args:
         means: `quantize.QuerySummary.mean`, read by scores of mean queries.
         first_seen, first_query: of `visibility.first_seen_keys` where keys are hidden.
         threshold: (H,), similarity under which a key block is not eligible.
-        blocks: of `mask_blocks.mask_blocks` where a mask has more to say than which keys are hidden.
+        blocks: of `mask_blocks.mask_blocks` where a mask does more than hide keys.
     """
     shape, inputs = call.shape, score_inputs(call.score)
     heads = shape.batch * shape.heads
@@ -477,24 +528,27 @@ def block_probabilities(
         score_kernel,
         ceil_div(shape.q_blocks, rows // samples_padded) * heads,
         query_ptr=means if from_means else query,
-        mean_high_ptr=key_value.mean_high,
-        mean_low_ptr=key_value.mean_low,
-        variance_ptr=key_value.variance,
-        first_seen_ptr=query if first_seen is None else first_seen,
-        first_query_ptr=query if first_query is None else first_query,
-        kind_ptr=query if blocks is None else blocks.kind,
-        pick_ptr=query if pick is None else pick,
-        bias_ptr=query if bias is None else bias,
-        key_similarity_ptr=query if similarity is None else similarity,
-        threshold_ptr=query if threshold is None else threshold,
+        statistics_ptrs=StatisticsPointers(key_value.mean_high, key_value.mean_low, key_value.variance),
+        fact_ptrs=MaskFactPointers(
+            first_seen=query if first_seen is None else first_seen,
+            first_query=query if first_query is None else first_query,
+            kind=query if blocks is None else blocks.kind,
+            pick=query if pick is None else pick,
+            bias=query if bias is None else bias,
+        ),
+        similarity_ptrs=SimilarityPointers(
+            key=query if similarity is None else similarity, threshold=query if threshold is None else threshold
+        ),
         probability_ptr=probability,
         segments_ptr=segments_argument(call, query),
         query_strides=strides_of(query),
-        first_seen_strides=(0, 0) if first_seen is None else first_seen.stride()[:2],
-        first_query_strides=(0, 0) if first_query is None else first_query.stride(),
-        kind_strides=(0, 0, 0) if blocks is None else blocks.kind.stride()[:3],
-        pick_strides=(0, 0, 0, 0) if pick is None else pick.stride(),
-        bias_strides=(0, 0, 0, 0) if bias is None else bias.stride()[:4],
+        fact_strides=MaskFactStrides(
+            first_seen=(0, 0) if first_seen is None else first_seen.stride()[:2],
+            first_query=(0, 0) if first_query is None else first_query.stride(),
+            kind=(0, 0, 0) if blocks is None else blocks.kind.stride()[:3],
+            pick=(0, 0, 0, 0) if pick is None else pick.stride(),
+            bias=(0, 0, 0, 0) if bias is None else bias.stride()[:4],
+        ),
         heads=shape.heads,
         kv_heads=shape.kv_heads,
         q_len=shape.q_len,
@@ -502,31 +556,34 @@ def block_probabilities(
         **window_offsets(call),
         q_blocks=shape.q_blocks,
         kv_blocks=shape.kv_blocks,
-        SCORE=call.score.name,
-        HEAD_DIM=width if from_means else shape.head_dim,
-        HEAD_DIM_PADDED=width,
-        FROM_MEANS=from_means,
-        SAMPLES=samples,
-        SAMPLES_PADDED=samples_padded,
-        LOG2_SAMPLES=math.log2(samples),
-        EXPONENT=call.score.exponent,
-        HAS_LOW=has_low,
-        **window_flags(call),
-        HAS_SEEN=first_seen is not None,
-        HAS_BLOCKS=blocks is not None,
-        HAS_BIAS=bias is not None,
-        HAS_SIMILARITY=threshold is not None,
-        PACKED=call.segments is not None,
-        ROWS=rows,
-        COLUMNS=setting.columns,
-        STAGES=setting.stages,
+        SPEC=ScoreSpec(
+            score=call.score.name,
+            head_dim=width if from_means else shape.head_dim,
+            head_dim_padded=width,
+            from_means=from_means,
+            samples=samples,
+            samples_padded=samples_padded,
+            log2_samples=math.log2(samples),
+            exponent=call.score.exponent,
+            has_low=has_low,
+            has_first=call.window.left is not None,
+            has_last=call.window.right is not None,
+            has_seen=first_seen is not None,
+            has_blocks=blocks is not None,
+            has_bias=bias is not None,
+            has_similarity=threshold is not None,
+            packed=call.segments is not None,
+            rows=rows,
+            columns=setting.columns,
+            stages=setting.stages,
+        ),
         num_warps=setting.warps,
     )
     return probability
 
 
 def _has_hopper_kernel(query: Tensor, call: Call, *, has_blocks: bool, has_threshold: bool) -> bool:
-    """Whether `score_hopper` serves the call; no interpreter runs it."""
+    """Return whether `score_hopper` supports the call. An interpreter cannot run it."""
     if architecture_of(query) != HOPPER or isinstance(score_kernel, InterpretedFunction) or not has_gluon():
         return False
     from sparge.backends.gpu.stages.score_hopper import serves
@@ -536,7 +593,7 @@ def _has_hopper_kernel(query: Tensor, call: Call, *, has_blocks: bool, has_thres
 
 @functools.cache
 def has_gluon() -> bool:
-    """Whether Gluon kernels can be compiled."""
+    """Return whether Gluon kernels can be compiled."""
     from sparge.backends.gpu.requirements import gluon_unavailable_reason
 
     return gluon_unavailable_reason() is None

@@ -1,8 +1,10 @@
-"""`score.score_kernel` for compute capability 9.0, for calls without masks, windows' left bounds and segments.
+"""`score.score_kernel` for compute capability 9.0, for calls without a mask, a left bound of the window, or segments.
 
-One producer warp copies statistics of key blocks, tile by tile; each consumer warpgroup scores its rows against every
-tile. Rows stay in registers as the left operand, and consumers wait for nobody but the producer. One program per
-multiprocessor takes every n-th group of rows.
+    producer    one warp; copies statistics of key blocks, tile by tile
+    consumer    two warpgroups; each scores its rows against every tile
+
+Rows stay in registers as the left operand. Consumers wait only for the producer. There is one program per
+multiprocessor, and each takes every n-th item.
 """
 
 from __future__ import annotations
@@ -37,26 +39,26 @@ from sparge.options import scores
 
 NEGLIGIBLE = gl.constexpr(scores.NEGLIGIBLE)
 CHUNK = 64
-"""Channels that lie in one row of shared memory, 128 bytes."""
+"""Channels in one row of shared memory, 128 bytes."""
 ROWS = gl.constexpr(64)
-"""Rows of a consumer: what a warpgroup's matrix instruction takes."""
+"""Rows of a consumer, the height of a warpgroup's matrix instruction."""
 CONSUMERS = gl.constexpr(2)
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = gl.constexpr(240), gl.constexpr(24)
-"""Of a thread."""
+"""Per thread."""
 NUMBERS = ["head_dim", "heads", "group", "q_len", "kv_len", "last_offset", "q_blocks", "kv_blocks", "items"]
 
 
 @dataclass(frozen=True)
-class ScoreSpec:
-    """What the kernel is compiled for.
+class HopperScoreSpec:
+    """The values that the kernel is compiled for.
 
     Attributes:
         width: channels of the statistics, 64 or more.
         from_means: rows are means of parts of a block, float32; else samples.
-        samples: rows of a block, at most 64.
-        exponent: of their mean.
-        has_variance, has_low: what is multiplied besides q . mean, see `score.Rows`.
-        has_last: query i sees no key behind i + last_offset.
+        samples: rows of a query block, at most 64.
+        exponent: 1 for the mean over rows, 2 for the root of the mean square.
+        has_variance, has_low: further products besides q . mean, see `score.Rows`.
+        has_last: query i sees no key after i + last_offset.
         columns: key blocks of a tile.
         stages: tiles in shared memory.
     """
@@ -73,7 +75,7 @@ class ScoreSpec:
 
     @property
     def samples_padded(self) -> int:
-        """Rows that a block takes."""
+        """Rows of a query block, padded to a power of two."""
         return power_of_two(self.samples)
 
     @property
@@ -83,12 +85,12 @@ class ScoreSpec:
 
     @property
     def parts(self) -> int:
-        """Tensors of statistics: high and low part of the means, variances."""
+        """Tensors of statistics: high and low parts of the means, and variances."""
         return 3 if self.has_variance else 2
 
     @property
     def chunks(self) -> int:
-        """Copies of a tile of one of them."""
+        """Copies of one tensor's tile."""
         return self.width // CHUNK
 
     @property
@@ -98,7 +100,7 @@ class ScoreSpec:
 
     @property
     def log2_samples(self) -> float:
-        """What the logarithm of a row's sum is raised by, for its share of the mean."""
+        """Added to log2 of a row's sum, so that shares add up to a mean over rows."""
         return math.log2(self.samples) / self.exponent
 
     @property
@@ -141,7 +143,7 @@ class ScoreSpec:
 
 @aggregate
 class Sizes:
-    """Sizes of the problem; ``items`` are groups of query blocks of every head."""
+    """Sizes of the call; ``items`` is the number of `Item`."""
 
     head_dim: gl.tensor
     heads: gl.tensor
@@ -156,7 +158,7 @@ class Sizes:
 
 @aggregate
 class Item:
-    """Query blocks of one head that a program scores at a time, from ``first_block`` on, and tiles that they see."""
+    """Query blocks of one head that a program scores together, from ``first_block`` on, and the tiles that they see."""
 
     flat_head: gl.tensor
     first_block: gl.tensor
@@ -165,7 +167,7 @@ class Item:
 
 @aggregate
 class Stages:
-    """Shared memory: copies of all stages, and barriers for those that have landed or were read."""
+    """Shared memory: copies of all stages, and barriers for arrived (full) and released (empty) stages."""
 
     copies: shared_memory_descriptor
     full: shared_memory_descriptor
@@ -174,7 +176,7 @@ class Stages:
 
 @aggregate
 class Statistics:
-    """Means of key blocks in a high and a low part, and their variances, as TMA sees them."""
+    """TMA descriptors of the means of key blocks, in a high and a low part, and of their variances."""
 
     mean_high: tensor_descriptor
     mean_low: tensor_descriptor
@@ -182,8 +184,8 @@ class Statistics:
 
 
 @aggregate
-class Operands:
-    """A consumer's rows in bfloat16, what that leaves of them, and their squares, [rows, width] each."""
+class RowOperands:
+    """A consumer's rows in bfloat16, the remainder, and the squares, [rows, width] each: see `score.Rows`."""
 
     query: gl.tensor
     low: gl.tensor
@@ -192,7 +194,7 @@ class Operands:
 
 @jit
 def _copy(descriptor, head, first, PART: gl.constexpr, stages, stage, SPEC: gl.constexpr):
-    """Start copying a tile of one kind of statistics; what lies outside becomes 0."""
+    """Start copying a tile of one kind of statistics. Entries outside of the tensor become 0."""
     chunks: gl.constexpr = SPEC.chunks
     for chunk in gl.static_range(chunks):
         buffer = stages.copies.index((stage * SPEC.parts + PART) * chunks + chunk)
@@ -202,7 +204,7 @@ def _copy(descriptor, head, first, PART: gl.constexpr, stages, stage, SPEC: gl.c
 
 @jit
 def _item(number, sizes, SPEC: gl.constexpr):
-    """Item of a number: the last blocks of all heads come first, because a causal window makes them the longest."""
+    """Return the `Item` of a number. The last blocks of all heads come first: causal ones are the longest."""
     blocks: gl.constexpr = SPEC.blocks * CONSUMERS
     groups = (sizes.q_blocks + blocks - 1) // blocks
     all_heads = sizes.items // groups
@@ -217,7 +219,7 @@ def _item(number, sizes, SPEC: gl.constexpr):
 
 @jit
 def _produce(statistics, stages, sizes, SPEC: gl.constexpr):
-    """Copy all tiles of every item, twice."""
+    """Copy all tiles of every item, once for each of the two passes."""
     counter = 0
     for number in range(gl.program_id(0), sizes.items, gl.num_programs(0)):
         item = _item(number, sizes, SPEC)
@@ -236,7 +238,7 @@ def _produce(statistics, stages, sizes, SPEC: gl.constexpr):
 
 @jit
 def _tile(stages, stage, PART: gl.constexpr, SPEC: gl.constexpr):
-    """Statistics of a stage as the right operand, [width, columns]."""
+    """Return statistics of a stage as the right operand, [width, columns]."""
     shape: gl.constexpr = [SPEC.stages * SPEC.parts, SPEC.columns, SPEC.width]
     tiles = reinterpret(stages.copies, gl.bfloat16, shape, SPEC.copied_layout)
     return tiles.index(stage * SPEC.parts + PART).permute((1, 0))
@@ -244,7 +246,7 @@ def _tile(stages, stage, PART: gl.constexpr, SPEC: gl.constexpr):
 
 @jit
 def _scores(operands, stages, counter, SPEC: gl.constexpr):
-    """Scores of the next tile, [rows, columns], which is given back."""
+    """Return scores of the next tile, [rows, columns], and release its stage."""
     stage = counter % SPEC.stages
     mbarrier.wait(stages.full.index(stage), (counter // SPEC.stages) & 1)
     mean_high = _tile(stages, stage, 0, SPEC)
@@ -285,7 +287,7 @@ def _sum_samples(values, SAMPLES: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.
 
 @jit
 def _load_rows(query_ptr, query_strides, flat_head, first_block, sizes, SPEC: gl.constexpr):
-    """The rows of a consumer, see `score.Rows`."""
+    """Return the `RowOperands` of a consumer."""
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, SPEC.rows_layout))
     channels = gl.arange(0, SPEC.width, gl.SliceLayout(0, SPEC.rows_layout))
     block, sample = _row_order(rows, SPEC.samples_padded)
@@ -309,12 +311,12 @@ def _load_rows(query_ptr, query_strides, flat_head, first_block, sizes, SPEC: gl
     wide = gl.where(gl.abs(wide) < float("inf"), wide, float("nan"))
     query = wide.to(gl.bfloat16)
     low = (wide - query.to(gl.float32)).to(gl.bfloat16)
-    return Operands(query=query, low=low, square=(wide * wide).to(gl.bfloat16))
+    return RowOperands(query=query, low=low, square=(wide * wide).to(gl.bfloat16))
 
 
 @jit
 def _eligible(first_block, first, sizes, SPEC: gl.constexpr):
-    """Blocks of a tile that rows see whole, [rows, columns]."""
+    """Return the blocks of a tile that rows see whole, [rows, columns]."""
     rows = gl.arange(0, ROWS, SPEC.row_layout)
     columns = first + gl.arange(0, SPEC.columns, gl.SliceLayout(0, SPEC.scores_layout))
     block, _ = _row_order(rows, SPEC.samples_padded)
@@ -327,8 +329,8 @@ def _eligible(first_block, first, sizes, SPEC: gl.constexpr):
 
 @jit
 def _add_to_sums(scores, lane_max, lane_sum, SPEC: gl.constexpr):
-    """Online softmax: the largest score so far and the sum of exponentials, for each thread's columns of a row."""
-    scores = gl.maximum(scores, float("-inf"))  # NaN takes no part
+    """Return running maxima and sums of exponentials, [rows, 4], one for each thread of a row: the online softmax."""
+    scores = gl.maximum(scores, float("-inf"))  # ignores NaN
     by_lane = gl.convert_layout(
         gl.reshape(scores, (ROWS, SPEC.columns // 8, 4, 2)), SPEC.by_lane_layout, assert_trivial=True
     )
@@ -341,7 +343,7 @@ def _add_to_sums(scores, lane_max, lane_sum, SPEC: gl.constexpr):
 
 @jit
 def _shift_of_rows(lane_max, lane_sum, SPEC: gl.constexpr):
-    """Return the shift of each row, [rows]: 2^(exponent s - shift) is its share of the block's mean, 0 if unused."""
+    """Return the shift of each row, [rows]: 2^(exponent s - shift) is its share of the block's mean; inf if unused."""
     row_max = gl.max(lane_max, 1)
     safe_max = gl.where(row_max == float("-inf"), 0.0, row_max)
     row_sum = gl.sum(lane_sum * gl.exp2(lane_max - gl.expand_dims(safe_max, 1)), 1)
@@ -369,16 +371,17 @@ def _store_shares(share, probability_ptr, flat_head, first_block, first, sizes, 
 
 @jit
 def _consume(CONSUMER: gl.constexpr, stages, sizes, query_ptr, query_strides, probability_ptr, SPEC: gl.constexpr):
-    """Score all tiles of every item twice: first for maximum and sum of every row, then for the probabilities.
+    """Score all tiles of every item twice: first for the maximum and sum of every row, then for the probabilities.
 
-    Both passes share one loop body: most of the time of compilation is spent on matrix products.
+    Both passes share one loop body, because matrix products take most of the compilation time.
     """
     counter = 0
     for number in range(gl.program_id(0), sizes.items, gl.num_programs(0)):
+        # Prologue: rows, and the range of blocks without an element mask
         item = _item(number, sizes, SPEC)
         first_block = item.first_block + CONSUMER * SPEC.blocks
         operands = _load_rows(query_ptr, query_strides, item.flat_head, first_block, sizes, SPEC)
-        whole = sizes.kv_blocks  # key blocks up to which no score is masked
+        whole = sizes.kv_blocks
         if SPEC.has_last:
             last_key = gl.minimum((first_block + 1) * BLOCK_Q, sizes.q_len) - 1 + sizes.last_offset
             whole = gl.minimum(whole, gl.maximum(last_key + 1, 0) // BLOCK_K)
@@ -386,6 +389,8 @@ def _consume(CONSUMER: gl.constexpr, stages, sizes, query_ptr, query_strides, pr
         lane_max = gl.full((ROWS, 4), float("-inf"), gl.float32, SPEC.lane_layout)
         lane_sum = gl.full((ROWS, 4), 0.0, gl.float32, SPEC.lane_layout)
         row_shift = gl.full((ROWS,), 0.0, gl.float32, SPEC.row_layout)
+
+        # Main loop: both passes
         for index in range(0, 2 * item.tiles):
             scores = _scores(operands, stages, counter, SPEC)
             counter += 1
@@ -420,9 +425,9 @@ def hopper_score_kernel(
     items,
     SPEC: gl.constexpr,
 ):
-    """probability[block, j] = mean over the block's rows i of softmax_j s[i, j]; see `score.score_kernel`.
+    """Compute probability[block, j] = mean over the block's rows i of softmax_j s[i, j]; see `score.score_kernel`.
 
-    Grid: as many programs as there are multiprocessors, each takes every n-th item (`Item`).
+    Grid: one program per multiprocessor, which takes every n-th `Item`.
 
     Reads
         mean_high, mean_low, variance    [B * Hkv, kv_blocks, D padded] bfloat16, for TMA
@@ -430,6 +435,7 @@ def hopper_score_kernel(
     Writes
         probability      [B * H, q_blocks, kv_blocks] float32
     """
+    # Shared memory and barriers
     copies = gl.allocate_shared_memory(
         gl.bfloat16,
         [SPEC.stages * SPEC.parts * SPEC.chunks, SPEC.columns, SPEC.width // SPEC.chunks],
@@ -444,6 +450,7 @@ def hopper_score_kernel(
     fence_async_shared()
     barrier()
 
+    # Roles
     sizes = Sizes(
         head_dim=head_dim,
         heads=heads,
@@ -469,7 +476,7 @@ def hopper_score_kernel(
 
 
 def serves(call: Call, *, has_blocks: bool, has_threshold: bool) -> bool:
-    """Whether the kernel knows the call."""
+    """Return whether the kernel supports the call."""
     score, is_masked = call.score, call.attn_mask is not None or has_blocks or has_threshold
     samples = getattr(score, "samples", 1)
     is_plain = not is_masked and call.window.left is None and call.segments is None
@@ -481,16 +488,16 @@ def serves(call: Call, *, has_blocks: bool, has_threshold: bool) -> bool:
 def launch_scores(
     rows: Tensor, mean_high: Tensor, mean_low: Tensor, variance: Tensor, call: Call, *, from_means: bool, has_low: bool
 ) -> Tensor:
-    """Expected share of each key block, (B * H, q_blocks, kv_blocks) float32.
+    """Return the expected share of each key block, (B * H, q_blocks, kv_blocks) float32.
 
     Args:
         rows: the queries, or `QuerySummary.mean` (``from_means``).
-        has_low: bfloat16 leaves something of the rows.
+        has_low: bfloat16 leaves a remainder of the rows.
     """
     shape, score = call.shape, call.score
     width, heads = padded(shape.head_dim), shape.batch * shape.heads
     options = configs.hopper_score_config(width)
-    spec = ScoreSpec(
+    spec = HopperScoreSpec(
         width=width,
         from_means=from_means,
         samples=getattr(score, "samples", 1),
@@ -528,7 +535,7 @@ def launch_scores(
     return probability
 
 
-def _descriptor(tensor: Tensor, spec: ScoreSpec) -> TensorDescriptor:
-    """Statistics (B * Hkv, kv_blocks, width) as TMA sees them, in parts of some key blocks and `CHUNK` channels."""
+def _descriptor(tensor: Tensor, spec: HopperScoreSpec) -> TensorDescriptor:
+    """Return the TMA descriptor of statistics (B * Hkv, kv_blocks, width), copied in tiles of `CHUNK` channels."""
     layout = replace(spec.copied_layout, rank=3)
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, spec.columns, CHUNK], layout)

@@ -1,11 +1,11 @@
-"""From block probabilities to the lists of kept blocks, without sorting.
+"""Select the kept blocks of each query block by their probabilities, without sorting.
 
-Probabilities are not negative, so their bit patterns order like integers. The smallest probability that is still kept
-is searched for on those bits: each step counts or sums what lies above a candidate, in registers. Ties go to the lower
-index. Then the kept blocks are written in ascending order, followed by the others.
+Probabilities are not negative, so their bit patterns have the same order as integers. A search over these bits finds
+the smallest probability that is kept: each step counts or sums the entries above a candidate, in registers. Ties go to
+the lower index. Then the kept blocks are written in ascending order, followed by the others.
 
-A selection rule is a function (`select_topk`, `select_topcdf`), which `_selected` calls by the rule's name. How many
-blocks a row keeps of a budget is counted before, for all rows together (`budget`); here each keeps its best.
+A selection rule is a function (`select_topk`, `select_topcdf`) that `_selected` calls by the rule's name. A budget is
+allocated beforehand, for all query blocks together (`budget`); here each query block keeps its best blocks.
 """
 
 from __future__ import annotations
@@ -20,30 +20,36 @@ from torch import Tensor
 from sparge.backends.gpu.launch import buffer_like, launch, per_head_tensor
 from sparge.backends.gpu.primitives import TOP_LEVEL, segment_number
 from sparge.backends.gpu.stages import configs
-from sparge.backends.gpu.stages.block_rows import INFINITY_BITS, SIZES, RowArguments, load_row
 from sparge.backends.gpu.stages.budget import (
     LEVEL_WIDTH,
     LEVELS,
+    allocated_blocks,
     count_budget,
     many_blocks,
-    place_row,
-    share_of_row,
+    place_q_block,
 )
 from sparge.backends.gpu.stages.mask_blocks import MaskBlocks
+from sparge.backends.gpu.stages.query_blocks import (
+    INFINITY_BITS,
+    SIZES,
+    SelectionArguments,
+    SelectionSizes,
+    load_blocks,
+)
 from sparge.backends.gpu.stages.replacement import bias_columns, has_mean
 from sparge.call import Call
 from sparge.masks.block_mask import BlockMask
 from sparge.options import rules
 
-NUMBERS = ["amount", "many", *SIZES, "top_level", "rows_of_batch", "parts", "bias_columns"]
+NUMBERS = ["amount", "many", *SIZES, "top_level", "batch_q_blocks", "parts", "bias_columns"]
 ROUNDING_GUARD = tl.constexpr(rules.ROUNDING_GUARD)
 SELECTIONS = ("topk", "topcdf", "budget")
-"""The rules that the kernel knows."""
+"""The rules that the kernel has."""
 
 
 @triton.jit
 def _first_of(flags, count):
-    """The first ``count`` set flags. There are seldom more."""
+    """Return the first ``count`` set flags. More are rarely set."""
     if tl.sum(flags.to(tl.int32)) > count:
         flags = flags & (tl.cumsum(flags.to(tl.int32), 0) <= count)
     return flags
@@ -53,16 +59,17 @@ def _first_of(flags, count):
 def _best(bits, count, low, high):
     """Return the ``count`` entries with the largest bits (entries below 0 never), ties to the lower index.
 
-    Steps alternate between halving the range and interpolating in it: smooth rows end after a few.
+    Steps alternate between halving the range and interpolating in it: smooth distributions need only a few.
 
     Args:
-        low, high: a range of bits that the last of them is likely to lie in, low <= bits < high.
+        low, high: likely range of the smallest bits that are returned, low <= bits < high.
     """
-    competing = bits >= 0
-    low = tl.zeros((), tl.int32) + low  # no longer a compile-time value
+    # Start in the likely range, or in the whole one
+    competing = bits >= 0  # [COLUMNS]
+    low = tl.zeros((), tl.int32) + low  # a run-time value from here on
     high = tl.zeros((), tl.int32) + high
-    left = tl.sum((bits >= low).to(tl.int32))  # entries at or above low, at least `count` if there are as many
-    right = tl.sum((bits >= high).to(tl.int32))  # entries at or above high, fewer than `count`
+    left = tl.sum((bits >= low).to(tl.int32))  # entries at or above low
+    right = tl.sum((bits >= high).to(tl.int32))  # entries at or above high
     if right == count:
         low = high
         left = right
@@ -71,6 +78,8 @@ def _best(bits, count, low, high):
         high = tl.max(bits, 0) + 1
         left = tl.sum(competing.to(tl.int32))
         right = 0
+
+    # Narrow the range: at least `count` entries are >= low, fewer are >= high
     halve = False
     while (high - low > 1) & (left > count):
         share = tl.where(halve, 0.5, (left - count).to(tl.float32) / (left - right).to(tl.float32))
@@ -89,11 +98,14 @@ def _best(bits, count, low, high):
 
 @triton.jit
 def _covering(bits, mass):
-    """The largest entries (those below 0 never) until their sum reaches a share of all, the crossing one included."""
+    """Return the largest entries until their sum reaches a share of all, with the one that crosses it.
+
+    Entries below 0 are never returned.
+    """
     probability = tl.where(bits > 0, bits, 0).to(tl.float32, bitcast=True)
     keeps_all = mass >= 1.0
     mass = mass * tl.sum(probability) * ROUNDING_GUARD
-    low = -1  # what lies above it covers the mass, or it is -1
+    low = -1  # entries above it cover the mass, or it is -1
     high = tl.maximum(tl.max(bits, 0), 0)
     while high - low > 1:
         middle = low + (high - low) // 2
@@ -111,7 +123,7 @@ def _covering(bits, mass):
 
 @triton.jit
 def _at_least(bits, eligible, forced, count, visible_count, low, high):
-    """The best eligible blocks, so many that they and the forced ones are ``count`` (or all that are visible).
+    """Return the best eligible blocks: together with the forced ones ``count``, or all visible blocks.
 
     Args:
         low, high: see `_best`.
@@ -122,25 +134,25 @@ def _at_least(bits, eligible, forced, count, visible_count, low, high):
 
 @triton.jit
 def select_topk(bits, eligible, forced, amount, min_blocks, visible_count):
-    """The best blocks: ceil(amount * visible blocks), at least ``min_blocks``."""
+    """Return the best blocks: ceil(amount * visible blocks), at least ``min_blocks``."""
     share = tl.ceil(amount * visible_count.to(tl.float32) * ROUNDING_GUARD).to(tl.int32)
     return _at_least(bits, eligible, forced, tl.maximum(tl.maximum(min_blocks, 1), share), visible_count, 0, 0)
 
 
 @triton.jit
 def select_topcdf(bits, eligible, forced, amount, min_blocks, visible_count):
-    """The best blocks until their probabilities sum to ``amount``, at least ``min_blocks``."""
+    """Return the best blocks until their probabilities sum to ``amount``, at least ``min_blocks``."""
     kept = _at_least(bits, eligible, forced, tl.maximum(min_blocks, 1), visible_count, 0, 0)
     return kept | _covering(tl.where(eligible, bits, -1), amount)
 
 
 @triton.jit
 def _selected(bits, eligible, forced, amount, min_blocks, visible_count, SELECTION: tl.constexpr):
-    """What a rule that looks at one row keeps of its eligible blocks, [COLUMNS], by the rule's name.
+    """Return the eligible blocks that a rule for single query blocks keeps, [COLUMNS].
 
     Args:
         bits: probabilities as integers.
-        forced: blocks that are kept anyway, and take a place where they are eligible.
+        forced: blocks that are kept anyway; eligible ones count towards the number of kept blocks.
         amount: `rules.Selection.amount`.
     """
     if SELECTION == "topk":
@@ -153,16 +165,7 @@ def _selected(bits, eligible, forced, amount, min_blocks, visible_count, SELECTI
 
 @triton.jit(do_not_specialize=NUMBERS)
 def select_kernel(
-    probability_ptr,
-    always_ptr,
-    exact_ptr,
-    first_seen_ptr,
-    kind_ptr,
-    column_ptr,
-    key_similarity_ptr,
-    query_similarity_ptr,
-    threshold_ptr,
-    segments_ptr,
+    selection_ptrs,
     amount_ptr,
     count_ptr,
     kept_ptr,
@@ -173,9 +176,7 @@ def select_kernel(
     visible_num_blocks_ptr,
     bias_ptr,
     order_ptr,
-    first_seen_strides,
-    kind_strides,
-    column_strides,
+    selection_strides,
     amount,
     many,
     heads,
@@ -188,151 +189,92 @@ def select_kernel(
     kv_blocks,
     min_blocks,
     top_level,
-    rows_of_batch,
+    batch_q_blocks,
     parts,
     bias_columns,
     SELECTION: tl.constexpr,
     AMOUNT_PER_HEAD: tl.constexpr,
     SHARES: tl.constexpr,
     WITH_BIAS: tl.constexpr,
-    HAS_FIRST: tl.constexpr,
-    HAS_LAST: tl.constexpr,
-    SINK: tl.constexpr,
-    DIAGONAL: tl.constexpr,
-    HAS_ALWAYS: tl.constexpr,
-    HAS_EXACT: tl.constexpr,
-    HAS_SEEN: tl.constexpr,
-    HAS_BLOCKS: tl.constexpr,
-    HAS_SIMILARITY: tl.constexpr,
-    PACKED: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    SPEC: tl.constexpr,
 ):
-    """The kept blocks of one query block: kept = (selected of the eligible | forced | not eligible) & visible.
+    """Write the kept blocks of one query block: (selected by the rule | forced | not eligible) & visible.
 
-    Grid: query blocks of every head, in one dimension. COLUMNS is the power of two that holds a row, so that lengths
-    share few variants.
+    Grid: query blocks of every head, in one dimension.
 
     Reads
-        what `load_row` reads
+        selection_ptrs    see `query_blocks`, also for strides and SPEC
         amount            [H] float32 (AMOUNT_PER_HEAD), instead of the number
-        count             [B * H, q_blocks] int32, what a row keeps of a budget
-        kept, sums        of `count_kernel` (SHARES), instead
+        count             [B * H, q_blocks] int32, blocks that a query block keeps of a budget
+        kept, sums        of `count_kernel`, instead of ``count`` (SHARES)
         block_bias        [B, Hkv, kv_blocks] float32, of `summarize_kernel` (WITH_BIAS)
     Writes, int32
-        kv_num_blocks     [B * H, q_blocks], how many blocks are kept
+        kv_num_blocks     [B * H, q_blocks], number of kept blocks
         kv_indices        [B * H, q_blocks, kv_blocks], the kept ones in ascending order, then the others
         visible_num_blocks    [B * H, q_blocks]
-        order             [B * rows], see `place_row` (SHARES)
+        order             [B * batch_q_blocks], see `place_q_block` (SHARES)
     and in float32
         bias              [B * H * q_blocks, bias_columns] (WITH_BIAS), as `replaced_bias_kernel` does
     """
-    row = tl.program_id(0).to(tl.int64)
-    blocks = load_row(
-        row,
-        probability_ptr,
-        always_ptr,
-        exact_ptr,
-        first_seen_ptr,
-        kind_ptr,
-        column_ptr,
-        key_similarity_ptr,
-        query_similarity_ptr,
-        threshold_ptr,
-        segments_ptr,
-        first_seen_strides,
-        kind_strides,
-        column_strides,
-        heads,
-        group,
-        q_len,
-        kv_len,
-        first_offset,
-        last_offset,
-        q_blocks,
-        kv_blocks,
-        HAS_FIRST,
-        HAS_LAST,
-        SINK,
-        DIAGONAL,
-        HAS_ALWAYS,
-        HAS_EXACT,
-        HAS_SEEN,
-        HAS_BLOCKS,
-        HAS_SIMILARITY,
-        PACKED,
-        COLUMNS,
-    )
+    COLUMNS: tl.constexpr = SPEC.columns
+    sizes = SelectionSizes(heads, group, q_len, kv_len, first_offset, last_offset, q_blocks, kv_blocks)
+    segments_ptr = selection_ptrs.segments
+    flat_q_block = tl.program_id(0).to(tl.int64)
+    blocks = load_blocks(flat_q_block, selection_ptrs, selection_strides, sizes, SPEC)
     columns = blocks.columns
     visible = blocks.visible
     visible_count = tl.sum(visible.to(tl.int32))
+
+    # Apply the rule
     if SELECTION == "budget":
         low = 0
         high = 0
         if SHARES:
-            count, last = share_of_row(row, kept_ptr, sums_ptr, rows_of_batch, parts)
-            if PACKED:
-                top_level = segment_number(segments_ptr, row // rows_of_batch, TOP_LEVEL)
-            low = (last + (top_level - LEVELS + 1)) * LEVEL_WIDTH
+            count, last = allocated_blocks(flat_q_block, kept_ptr, sums_ptr, batch_q_blocks, parts)
+            if SPEC.packed:
+                top_level = segment_number(segments_ptr, flat_q_block // batch_q_blocks, TOP_LEVEL)
+            low = (last + (top_level - LEVELS + 1)) * LEVEL_WIDTH  # the search begins in the last level
             high = low + LEVEL_WIDTH
-            place_row(
-                row,
-                count,
-                many,
-                order_ptr,
-                sums_ptr,
-                segments_ptr,
-                rows_of_batch,
-                parts,
-                heads,
-                q_blocks,
-                PACKED,
+            place_q_block(
+                flat_q_block, count, many, order_ptr, sums_ptr, segments_ptr, batch_q_blocks, parts, sizes, SPEC.packed
             )
         else:
-            count = tl.load(count_ptr + row)
+            count = tl.load(count_ptr + flat_q_block)
         kept = _at_least(blocks.bits, blocks.eligible, blocks.forced, count, visible_count, low, high)
     else:
         if AMOUNT_PER_HEAD:
-            amount = tl.load(amount_ptr + row // q_blocks % heads)
+            amount = tl.load(amount_ptr + flat_q_block // q_blocks % heads)
         kept = _selected(blocks.bits, blocks.eligible, blocks.forced, amount, min_blocks, visible_count, SELECTION)
-    kept = (kept | blocks.forced | (blocks.eligible == 0)) & visible
+    kept = (kept | blocks.forced | (blocks.eligible == 0)) & visible  # [COLUMNS]
 
+    # Write the lists
     kept_count = tl.sum(kept.to(tl.int32))
     kept_before = tl.cumsum(kept.to(tl.int32), 0) - kept.to(tl.int32)
     place = tl.where(kept, kept_before, kept_count + columns - kept_before)
-    tl.store(kv_indices_ptr + row * kv_blocks + place, columns, mask=blocks.inside)
-    tl.store(kv_num_blocks_ptr + row, kept_count)
-    tl.store(visible_num_blocks_ptr + row, visible_count)
+    tl.store(kv_indices_ptr + flat_q_block * kv_blocks + place, columns, mask=blocks.inside)
+    tl.store(kv_num_blocks_ptr + flat_q_block, kept_count)
+    tl.store(visible_num_blocks_ptr + flat_q_block, visible_count)
+
+    # Write the bias of the means that replace skipped blocks
     if WITH_BIAS:
-        replaced = has_mean(
-            row,
-            columns,
-            segments_ptr,
-            heads,
-            q_len,
-            kv_len,
-            first_offset,
-            last_offset,
-            q_blocks,
-            kv_blocks,
-            HAS_FIRST,
-            HAS_LAST,
-            PACKED,
-        )
+        replaced = has_mean(flat_q_block, columns, segments_ptr, sizes, SPEC)
         replaced = replaced & (kept == 0)
-        bias = tl.load(block_bias_ptr + row // q_blocks // group * kv_blocks + columns, replaced, float("-inf"))
-        tl.store(bias_ptr + row * bias_columns + columns, bias, mask=columns < bias_columns)
+        block_bias_ptrs = block_bias_ptr + flat_q_block // q_blocks // group * kv_blocks + columns
+        bias = tl.load(block_bias_ptrs, replaced, float("-inf"))
+        bias_base = bias_ptr + flat_q_block * bias_columns
+        tl.store(bias_base + columns, bias, mask=columns < bias_columns)
         for start in range(COLUMNS, bias_columns, COLUMNS):
-            nothing = tl.full((COLUMNS,), float("-inf"), tl.float32)
-            tl.store(bias_ptr + row * bias_columns + start + columns, nothing, mask=start + columns < bias_columns)
+            padding = tl.full((COLUMNS,), float("-inf"), tl.float32)
+            tl.store(bias_base + start + columns, padding, mask=start + columns < bias_columns)
 
 
 class Selected(NamedTuple):
-    """What `select` returns.
+    """The result of `select`.
 
     Attributes:
-        mask: the kept blocks of every row.
-        order: (rows that exist,) int32, in which order rows are best computed, None where any will do.
-        bias: of `operands.MeanOperands`, None where none was asked for.
+        mask: the kept blocks of every query block.
+        order: (existing query blocks,) int32, the order in which they are best computed; None if any order will do.
+        bias: of `operands.MeanOperands`; None without ``block_bias``.
     """
 
     mask: BlockMask
@@ -350,58 +292,59 @@ def select(
     blocks: MaskBlocks | None = None,
     block_bias: Tensor | None = None,
 ) -> Selected:
-    """The kept blocks of every row.
+    """Return the kept blocks of every query block.
 
     Args:
         probability: of `score.block_probabilities`.
         query_similarity, key_similarity: (B * H, q_blocks) and (B * Hkv, kv_blocks) float32, read with a threshold.
         first_seen: of `visibility.first_seen_keys` where keys are hidden.
         threshold: (H,), similarity under which a query or key block is not eligible.
-        blocks: of `mask_blocks.mask_blocks` where a mask has more to say than which keys are hidden.
-        block_bias: of `summary.KeyValueSummary`, where means stand for the blocks that are not kept.
+        blocks: of `mask_blocks.mask_blocks` where a mask does more than hide keys.
+        block_bias: of `summary.KeyValueSummary` where means replace skipped blocks.
 
     Raises:
-        NotImplementedError: the kernel does not know the rule.
+        NotImplementedError: the kernel does not have the rule.
     """
-    rows = RowArguments(probability, query_similarity, key_similarity, call, first_seen, threshold, blocks)
-    counts = count_budget(rows, call, call.shape.kv_blocks, shares=True) if call.selection.is_call_wide else None
-    return select_rows(rows, call, None, counts, block_bias)
+    arguments = SelectionArguments(probability, query_similarity, key_similarity, call, first_seen, threshold, blocks)
+    budget = count_budget(arguments, call, call.shape.kv_blocks, shares=True) if call.selection.is_call_wide else None
+    return select_blocks(arguments, call, None, budget, block_bias)
 
 
-def select_rows(
-    row_arguments: RowArguments,
+def select_blocks(
+    arguments: SelectionArguments,
     call: Call,
     counted: Tensor | None,
     budget: tuple[Tensor, Tensor] | None = None,
     block_bias: Tensor | None = None,
 ) -> Selected:
-    """The kept blocks of every row; of a budget so many, (B, H, q_blocks) int32, or its share of ``budget``.
+    """Return the kept blocks of every query block.
 
     Args:
-        budget: of `count_budget`.
+        counted: (B, H, q_blocks) int32, blocks that each query block keeps of a budget.
+        budget: of `count_budget`, instead of ``counted``.
 
     Raises:
-        NotImplementedError: the kernel does not know the rule.
+        NotImplementedError: the kernel does not have the rule.
     """
-    shape, rule, probability = call.shape, call.selection, row_arguments.pointers["probability_ptr"]
+    shape, rule, probability = call.shape, call.selection, arguments.probability
     if rule.name not in SELECTIONS:
         raise NotImplementedError(f"sparsity on a GPU: expected one of {SELECTIONS}, got {rule.name!r}")
     amount = rule.amount
     amount_per_head = per_head_tensor(amount, shape, probability.device) if isinstance(amount, Tensor) else None
-    rows = (shape.batch, shape.heads, shape.q_blocks)
-    counts = buffer_like(probability, True, *rows, dtype=torch.int32)
-    indices = buffer_like(probability, True, *rows, shape.kv_blocks, dtype=torch.int32)
-    visible = buffer_like(probability, True, *rows, dtype=torch.int32)
+    sizes = (shape.batch, shape.heads, shape.q_blocks)
+    counts = buffer_like(probability, True, *sizes, dtype=torch.int32)
+    indices = buffer_like(probability, True, *sizes, shape.kv_blocks, dtype=torch.int32)
+    visible = buffer_like(probability, True, *sizes, dtype=torch.int32)
     shares, with_bias = budget is not None, block_bias is not None
     kept, sums = (probability, probability) if budget is None else budget
-    many_rows = counts.numel() if call.segments is None else call.segments.order.numel()
-    order = buffer_like(probability, shares, many_rows, dtype=torch.int32)
+    existing = counts.numel() if call.segments is None else call.segments.order.numel()
+    order = buffer_like(probability, shares, existing, dtype=torch.int32)
     columns = bias_columns(shape.kv_blocks)
     bias = buffer_like(probability, with_bias, counts.numel(), columns)
     launch(
         select_kernel,
         shape.q_blocks * shape.batch * shape.heads,
-        **row_arguments.pointers,
+        selection_ptrs=arguments.ptrs,
         amount_ptr=probability if amount_per_head is None else amount_per_head,
         count_ptr=probability if counted is None else counted,
         kept_ptr=kept,
@@ -412,20 +355,20 @@ def select_rows(
         visible_num_blocks_ptr=visible,
         bias_ptr=bias,
         order_ptr=order,
-        **row_arguments.strides,
+        selection_strides=arguments.strides,
         amount=1.0 if isinstance(amount, Tensor) else float(amount),
         many=many_blocks(call) if shares else 0.0,
-        **row_arguments.sizes,
+        **arguments.sizes,
         top_level=rules.budget_top(shape.kv_blocks),
-        rows_of_batch=shape.heads * shape.q_blocks,
+        batch_q_blocks=shape.heads * shape.q_blocks,
         parts=sums.shape[1] if shares else 0,
         bias_columns=columns,
         SELECTION=rule.name,
         AMOUNT_PER_HEAD=amount_per_head is not None,
         SHARES=shares,
         WITH_BIAS=with_bias,
-        **row_arguments.constants,
-        num_warps=configs.select_config().warps(row_arguments.columns),
+        SPEC=arguments.spec,
+        num_warps=configs.select_config().warps(arguments.columns),
     )
     mask = BlockMask(counts, indices, visible, shape.q_len, shape.kv_len, window=call.window)
     return Selected(mask, order if shares else None, bias if with_bias else None)

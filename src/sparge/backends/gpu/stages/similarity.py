@@ -1,4 +1,4 @@
-"""How much the tokens of a key block agree: read only where a call has a similarity threshold."""
+"""Similarity of the tokens of each key block, for calls with a similarity threshold."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparge.backends.gpu.launch import buffer_like, first_key, launch, padded, seen_argument, strides_of
-from sparge.backends.gpu.primitives import BLOCK_K, load_tokens, self_similarity
+from sparge.backends.gpu.primitives import BLOCK_K, TokenHead, head_base, load_tokens, self_similarity
 from sparge.backends.gpu.stages.key_value_statistics import SUM, KeyValueStatistics
 from sparge.call import Call
 from sparge.masks.visibility import SeenTokens
@@ -32,14 +32,14 @@ def key_similarity_kernel(
     HEAD_DIM_PADDED: tl.constexpr,
     HAS_SEEN: tl.constexpr,
 ):
-    """similarity = |mean of the unit vectors (k - center) / |k - center||^2, the mean cosine over all pairs of a block.
+    """Compute similarity = |mean of the unit vectors (k - center) / |k - center||^2, the mean cosine over all pairs.
 
-    Grid: key blocks of every head of K and V, in one dimension. Keys before ``first_key`` are seen by nobody.
+    Grid: key blocks of every head of K and V, in one dimension. No query sees keys before ``first_key``.
 
     Reads
         key           [B, Hkv, Sk, D]
         seen          [B, Hkv, Sk] bool (HAS_SEEN)
-        center        float32, the mean key to smooth by, [D padded] for every head, or for every block of it
+        center        float32 [D padded], the mean key for smoothing, one for every head or for every block
     Writes
         similarity    [B * Hkv, kv_blocks] float32
     """
@@ -49,22 +49,12 @@ def key_similarity_kernel(
     head = flat_head % kv_heads
     tokens = block * BLOCK_K + tl.arange(0, BLOCK_K)
     channels = tl.arange(0, HEAD_DIM_PADDED)
-    key_base = key_ptr + batch * key_strides[0] + head * key_strides[1]
-    seen_base = seen_ptr + batch * seen_strides[0] + head * seen_strides[1]
-    key, present = load_tokens(
-        key_base,
-        key_strides[2],
-        seen_base,
-        seen_strides[2],
-        tokens,
-        first_key,
-        kv_len,
-        HEAD_DIM,
-        HEAD_DIM_PADDED,
-        HAS_SEEN,
-    )
+    key_base = head_base(key_ptr, key_strides, batch, head)
+    seen_base = head_base(seen_ptr, seen_strides, batch, head)
+    key_head = TokenHead(key_base, key_strides[2], seen_base, seen_strides[2])
+    key, present = load_tokens(key_head, tokens, first_key, kv_len, HEAD_DIM, HEAD_DIM_PADDED, HAS_SEEN)
     center = tl.load(center_ptr + flat_head * center_strides[0] + block * center_strides[1] + channels)
-    key = tl.where(present[:, None], key - center[None, :], 0.0)
+    key = tl.where(present[:, None], key - center[None, :], 0.0)  # [64, HEAD_DIM]
     count = tl.maximum(tl.sum(present.to(tl.int32)), 1).to(tl.float32)
     tl.store(similarity_ptr + flat_head * kv_blocks + block, self_similarity(key, count))
 
@@ -72,7 +62,7 @@ def key_similarity_kernel(
 def key_similarity(
     key: Tensor, statistics: KeyValueStatistics, key_mean: Tensor, call: Call, seen: SeenTokens | None
 ) -> Tensor:
-    """Similarity of every key block, (B * Hkv, kv_blocks) float32.
+    """Return the similarity of every key block, (B * Hkv, kv_blocks) float32.
 
     Args:
         statistics: with sums of every block.
@@ -81,7 +71,7 @@ def key_similarity(
     shape = call.shape
     width, heads = padded(shape.head_dim), shape.batch * shape.kv_heads
     center, center_strides = key_mean, (width, 0)
-    if call.is_causal:  # a block is smoothed by the mean up to its own end: it must not know the future
+    if call.is_causal:  # the mean up to the end of the block, which must not depend on future keys
         sums, counts = statistics.key_part[:, :, SUM.value], statistics.key_count
         center = sums.cumsum(1) / counts.cumsum(1).clamp(min=1)[..., None]
         center_strides = (shape.kv_blocks * width, width)

@@ -1,9 +1,9 @@
-"""What is known of K and V before anything is rounded or scored.
+"""Statistics of K and V, before anything is quantized or scored.
 
 key_value_statistics    one pass over K and V: statistics of every key block, sums and maxima of every chunk
-query_sizes             how large the channels of some queries are
+query_sizes             sizes of the channels of some queries
 reduce                  sums, maxima and sizes -> mean key, factors that balance channels, value scales
-similarity              how much the tokens of a key block agree, where a call asks for it
+similarity              similarity of the tokens of each key block, for calls with a threshold
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from sparge.backends.gpu.replay import in_branch
 from sparge.backends.gpu.stages.key_value_statistics import key_value_statistics
 from sparge.backends.gpu.stages.query_sizes import query_sizes
-from sparge.backends.gpu.stages.reduce import CodeScales, reduce_parts
+from sparge.backends.gpu.stages.reduce import ReducedScales, reduce_parts
 from sparge.backends.gpu.stages.similarity import key_similarity
 from sparge.call import Call
 from sparge.masks.visibility import SeenTokens
@@ -25,19 +25,19 @@ from sparge.masks.visibility import SeenTokens
 
 @dataclass(frozen=True)
 class KeyValueSummary:
-    """What the passes over K and V leave. A tensor that was not asked for is a stand-in nobody reads.
+    """Statistics of K and V. Tensors that were not requested are placeholders, which are never read.
 
     Attributes:
         mean_high, mean_low, variance: (B * Hkv, kv_blocks, D padded) bfloat16, see `summarize_kernel`.
         key_mean: (B * Hkv, D padded) float32, the smoothing mean.
-        balance: (B * Hkv, D padded) float32, what queries are multiplied by, and keys divided.
+        balance: (B * Hkv, D padded) float32; queries are multiplied by it, keys divided.
         value_scale: (B * Hkv, D_v padded) float32.
-        largest_key_scale: (B * Hkv,) int32, the bits of the largest scale of a head's keys that is a number, once they
-            are quantized.
-        key_similarity: (B * Hkv, kv_blocks) float32, None where it was not asked for.
-        key_block, value_block: (B, Hkv, kv_blocks, D | D_v padded), the means that stand for skipped blocks, None where
-            none do; float32 where they are to be rounded, else in the dtype of K.
-        block_bias: (B, Hkv, kv_blocks) float32, log2 of how many keys each stands for, NaN where one is not finite.
+        largest_key_scale: (B * Hkv,) int32, bits of the largest key scale of a head that is not NaN; complete after
+            quantization.
+        key_similarity: (B * Hkv, kv_blocks) float32, None if it was not requested.
+        key_block, value_block: (B, Hkv, kv_blocks, D | D_v padded), the means that replace skipped blocks, None if
+            blocks are dropped; float32 if they will be quantized, else in the dtype of K.
+        block_bias: (B, Hkv, kv_blocks) float32, log2 of the number of keys of each, NaN if a mean is not finite.
         block_usable: (B, Hkv, kv_blocks) int8, whether the bias is finite.
     """
 
@@ -64,21 +64,21 @@ def summarize_key_value(
     *,
     means: bool,
     variance: bool,
-    codes: bool,
+    quantized: bool,
     similarity: bool,
     blocks: bool = False,
 ) -> KeyValueSummary:
-    """Read K, and V if its scales are wanted, once, and some queries if Q and K are to be rounded.
+    """Read K once, V if it is needed, and some queries if Q and K will be quantized.
 
     Args:
-        means, variance: of every key block, for the scores.
-        codes: the mean key and the factors, and where V is FP8 its scales.
-        similarity: of every key block.
-        blocks: the means that stand for skipped blocks.
+        means, variance: compute them for every key block, for the scores.
+        quantized: compute the mean key, the balancing factors, and the scales of FP8 values, for quantization.
+        similarity: compute it for every key block.
+        blocks: compute the means that replace skipped blocks.
     """
-    if not (means or blocks or codes or similarity):
+    if not (means or blocks or quantized or similarity):
         return KeyValueSummary(*[key] * 7)
-    value_scales = codes and call.has_fp8_values
+    value_scales = quantized and call.has_fp8_values
     summarize = partial(
         key_value_statistics,
         key,
@@ -87,19 +87,19 @@ def summarize_key_value(
         seen,
         means=means,
         variance=variance,
-        blocks_for=(torch.float32 if codes else key.dtype) if blocks else None,
-        sums=codes or similarity,
+        blocks_for=(torch.float32 if quantized else key.dtype) if blocks else None,
+        sums=quantized or similarity,
         value_max=value_scales,
         sums_of_blocks=similarity,
     )
-    if codes or similarity:
+    if quantized or similarity:
         with in_branch("keys"):
             statistics = summarize()
         with in_branch("queries"):
             sizes = query_sizes(query, call, seen)
         scales = reduce_parts(sizes, statistics, call, value_scales=value_scales)
     else:
-        statistics, scales = summarize(), CodeScales(key, key, key, key)
+        statistics, scales = summarize(), ReducedScales(key, key, key, key)
     return KeyValueSummary(
         mean_high=statistics.mean_high,
         mean_low=statistics.mean_low,

@@ -1,8 +1,8 @@
-"""The segments of a pack as a padded batch, for a kernel that copies whole blocks (TMA).
+"""Copy the segments of a pack into a padded batch, for kernels that copy whole blocks (TMA).
 
-A pack is (B, H, tokens of all segments, D) with a stride of 0 over the segments, which TMA does not take. A segment's
-last block would also hold what follows it, and 0 times NaN is NaN; so would a block of values before the first window
-that is seen in part. All tokens that a segment does not have, or that nobody sees, become 0.
+A pack is (B, H, tokens of all segments, D) with a stride of 0 over the segments, which TMA does not support. Besides,
+the last block of a segment would include tokens of the next one, and the first block of a window unseen values, and 0
+times NaN is NaN. In the batch, tokens that a segment does not have, and values that no query sees, are 0.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sparge.call import Call
 from sparge.masks.geometry import ceil_div
 
 NUMBERS, WARPS = 8192, 4
-"""That a program copies."""
+"""Numbers that a program copies."""
 
 
 @triton.jit(do_not_specialize=["heads", "length", "first_offset", "last_offset", "chunks"])
@@ -36,11 +36,11 @@ def unpack_kernel(
     HAS_FIRST: tl.constexpr,
     WIDTH: tl.constexpr,
     WIDTH_PADDED: tl.constexpr,
-    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):
-    """Copy ROWS tokens of a head of a segment.
+    """Copy TOKENS tokens of a head of a segment.
 
-    Grid: chunks of ROWS tokens of every head of every segment, in one dimension.
+    Grid: chunks of TOKENS tokens of every head of every segment, in one dimension.
 
     Reads
         pack        [1, H, tokens, WIDTH]
@@ -58,18 +58,18 @@ def unpack_kernel(
     first = 0
     if OF_VALUES and HAS_FIRST:
         _, _, first, _ = segment_sizes(segments_ptr, batch, first_offset, last_offset)
-    rows = chunk * ROWS + tl.arange(0, ROWS)
+    positions = chunk * TOKENS + tl.arange(0, TOKENS)
     channels = tl.arange(0, WIDTH_PADDED)
     is_channel = (channels < WIDTH)[None, :]
-    is_token = ((rows >= first) & (rows < count))[:, None]
-    sources = pack_ptr + head * pack_strides[1] + ((start + rows) * pack_strides[2])[:, None] + channels[None, :]
-    tokens = tl.load(sources, mask=is_token & is_channel, other=0.0)
-    targets = batch_ptr + ((batch * length + rows) * heads + head)[:, None] * WIDTH + channels[None, :]
-    tl.store(targets, tokens, mask=(rows < length)[:, None] & is_channel)
+    is_token = ((positions >= first) & (positions < count))[:, None]
+    sources = pack_ptr + head * pack_strides[1] + ((start + positions) * pack_strides[2])[:, None] + channels[None, :]
+    tokens = tl.load(sources, mask=is_token & is_channel, other=0.0)  # [TOKENS, WIDTH]
+    targets = batch_ptr + ((batch * length + positions) * heads + head)[:, None] * WIDTH + channels[None, :]
+    tl.store(targets, tokens, mask=(positions < length)[:, None] & is_channel)
 
 
 def unpack(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """Q, K and V of a packed call as a padded batch, (B, H, longest, D), tokens first in memory."""
+    """Return Q, K and V of a packed call as padded batches, (B, H, longest, D), with tokens first in memory."""
     shape = call.shape
     return (
         _unpacked(query, call, shape.q_len, of_keys=False, of_values=False),
@@ -83,8 +83,8 @@ def _unpacked(pack: Tensor, call: Call, length: int, *, of_keys: bool, of_values
     segments, heads, _, width = pack.shape
     batch = strided_buffer(pack, (segments, heads, length, width), pack.dtype, tokens_first=True)
     padded = power_of_two(width)
-    rows = max(NUMBERS // padded, 1)
-    chunks = ceil_div(length, rows)
+    tokens = max(NUMBERS // padded, 1)
+    chunks = ceil_div(length, tokens)
     launch(
         unpack_kernel,
         chunks * heads * segments,
@@ -101,7 +101,7 @@ def _unpacked(pack: Tensor, call: Call, length: int, *, of_keys: bool, of_values
         HAS_FIRST=call.window.left is not None,
         WIDTH=width,
         WIDTH_PADDED=padded,
-        ROWS=rows,
+        TOKENS=tokens,
         num_warps=WARPS,
     )
     return batch

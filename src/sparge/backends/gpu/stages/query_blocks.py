@@ -1,0 +1,277 @@
+"""The key blocks of one query block, for the selection kernels: visible, forced, eligible, and how probable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparge.backends.gpu.launch import power_of_two, segments_argument, window_offsets
+from sparge.backends.gpu.primitives import BLOCK_K, BLOCK_Q, NOWHERE, head_base, segment_sizes
+from sparge.backends.gpu.replay import constant
+from sparge.backends.gpu.stages.mask_blocks import HIDDEN, MaskBlocks
+from sparge.call import Call
+from sparge.masks import geometry
+from sparge.masks.geometry import ceil_div
+
+SIZES = ["heads", "group", "q_len", "kv_len", "first_offset", "last_offset", "q_blocks", "kv_blocks", "min_blocks"]
+INFINITY_BITS = tl.constexpr(0x7F800000)
+
+
+class SelectionPointers(NamedTuple):
+    """What selection kernels read.
+
+    Attributes:
+        probability: [B * H, q_blocks, kv_blocks] float32, of `score_kernel`; NaN forces a block.
+        always: [kv_blocks] int8, 1 for blocks that every query block keeps (SPEC.has_always).
+        exact: [q_blocks] int8, 1 for query blocks that keep every block (SPEC.has_exact).
+        first_seen: [B, H, kv_blocks] int32, of `visibility.first_seen_keys` (SPEC.has_seen).
+        kind: [B, H, q_blocks, kv_blocks] int8, of `mask_blocks` (SPEC.has_blocks, which excludes has_seen).
+        column: [B, H, kv_blocks] int8, of `mask_blocks` (SPEC.has_blocks and SPEC.sink).
+        key_similarity, query_similarity, threshold: [B * Hkv, kv_blocks], [B * H, q_blocks] and [H] float32: blocks
+            below the threshold are not eligible (SPEC.has_similarity).
+        segments: `Segments.table`; a query block that its segment does not have sees nothing (SPEC.packed).
+    """
+
+    probability: Any
+    always: Any
+    exact: Any
+    first_seen: Any
+    kind: Any
+    column: Any
+    key_similarity: Any
+    query_similarity: Any
+    threshold: Any
+    segments: Any
+
+
+class SelectionStrides(NamedTuple):
+    """Strides of batch and head, of ``kind`` also of the query block."""
+
+    first_seen: Any
+    kind: Any
+    column: Any
+
+
+class SelectionSizes(NamedTuple):
+    """Sizes of the call. Query i sees keys from i + first_offset to i + last_offset."""
+
+    heads: Any
+    group: Any
+    q_len: Any
+    kv_len: Any
+    first_offset: Any
+    last_offset: Any
+    q_blocks: Any
+    kv_blocks: Any
+
+
+@dataclass(frozen=True)
+class SelectionSpec:
+    """The values that selection kernels are compiled for.
+
+    Attributes:
+        has_first, has_last: the window has a left and a right bound.
+        sink, diagonal: each query block keeps the first visible block, and the blocks on its diagonal.
+        has_always, has_exact, has_seen, has_blocks, has_similarity, packed: see `SelectionPointers`.
+        columns: power of two that holds the blocks of a query block, so that lengths share few variants.
+    """
+
+    has_first: bool
+    has_last: bool
+    sink: bool
+    diagonal: bool
+    has_always: bool
+    has_exact: bool
+    has_seen: bool
+    has_blocks: bool
+    has_similarity: bool
+    packed: bool
+    columns: int
+
+
+class KeyBlocks(NamedTuple):
+    """The key blocks of one query block, [COLUMNS] each.
+
+    Attributes:
+        columns: their numbers.
+        inside: they exist.
+        bits: probabilities as integers, which have the same order.
+        visible: some query sees some key.
+        eligible: visible, and represented well enough by their mean for a rule to choose them.
+        forced: kept whatever their score, if they are visible.
+    """
+
+    columns: Any
+    inside: Any
+    bits: Any
+    visible: Any
+    eligible: Any
+    forced: Any
+
+
+@triton.jit
+def load_blocks(flat_q_block, ptrs, strides, sizes, SPEC: tl.constexpr):
+    """Return the `KeyBlocks` of one query block. ``flat_q_block`` (int64) counts those of all heads."""
+    heads, group, q_len, kv_len, first_offset, last_offset, q_blocks, kv_blocks = sizes
+    COLUMNS: tl.constexpr = SPEC.columns
+    # Coordinates
+    q_block = (flat_q_block % q_blocks).to(tl.int32)
+    flat_head = flat_q_block // q_blocks
+    batch = flat_head // heads
+    head = flat_head % heads
+    first_query = q_block * BLOCK_Q
+    columns = tl.arange(0, COLUMNS)
+    inside = columns < kv_blocks
+    if SPEC.packed:
+        q_len, kv_len, first_offset, last_offset = segment_sizes(ptrs.segments, batch, first_offset, last_offset)
+        inside = columns < tl.where(first_query < q_len, tl.cdiv(kv_len, BLOCK_K), 0)
+    last_query = tl.minimum((q_block + 1) * BLOCK_Q, q_len) - 1
+    first_key = columns * BLOCK_K
+    last_key = tl.minimum(first_key + BLOCK_K, kv_len) - 1
+
+    # Visible blocks
+    visible = inside
+    seen_from = first_key
+    if SPEC.has_seen:
+        seen_base = head_base(ptrs.first_seen, strides.first_seen, batch, head)
+        seen_from = tl.load(seen_base + columns, mask=inside, other=NOWHERE)
+        visible = visible & (seen_from < NOWHERE)
+    if SPEC.has_blocks:  # the kinds include the window
+        tl.static_assert(not SPEC.has_seen)
+        kind_ptrs = head_base(ptrs.kind, strides.kind, batch, head) + q_block.to(tl.int64) * strides.kind[2]
+        visible = tl.load(kind_ptrs + columns, mask=inside, other=HIDDEN) != HIDDEN
+    else:
+        if SPEC.has_last:
+            visible = visible & (seen_from <= last_query + last_offset)
+        if SPEC.has_first:
+            tl.static_assert(not SPEC.has_seen)
+            visible = visible & (last_key >= first_query + first_offset)
+
+    # Forced blocks
+    probability = tl.load(ptrs.probability + flat_q_block * kv_blocks + columns, mask=inside, other=0.0)
+    bits = probability.to(tl.int32, bitcast=True)
+    forced = (bits & 0x7FFFFFFF) > INFINITY_BITS  # NaN: the score was not finite
+    bits = tl.where(forced, 0, bits)
+    if SPEC.sink:
+        sink = 0
+        if SPEC.has_seen:  # the first keys may be padding
+            sink = tl.min(tl.where(seen_from < NOWHERE, columns, COLUMNS), 0)
+        if SPEC.has_blocks:
+            reached = head_base(ptrs.column, strides.column, batch, head) + columns
+            sink = tl.min(tl.where(tl.load(reached, mask=inside, other=0) != 0, columns, COLUMNS), 0)
+        forced = forced | (columns == sink)
+    if SPEC.diagonal:
+        diagonal = kv_len - q_len
+        forced = forced | ((first_key <= last_query + diagonal) & (first_query + diagonal < first_key + BLOCK_K))
+    # The mean of a block on the edge of the window includes keys outside of it, such as future ones.
+    on_edge = columns < 0
+    if SPEC.has_last:
+        last_seen = last_query + last_offset
+        on_edge = (first_key <= last_seen) & (last_seen < last_key)
+    if SPEC.has_first:
+        first_seen = first_query + first_offset
+        on_edge = on_edge | ((first_key < first_seen) & (first_seen <= last_key))
+    if SPEC.has_last or SPEC.has_first:
+        forced = forced | on_edge
+    if SPEC.has_always:
+        forced = forced | (tl.load(ptrs.always + columns, mask=inside, other=0) != 0)
+    if SPEC.has_exact:
+        forced = forced | (inside & (tl.load(ptrs.exact + q_block) != 0))
+
+    # Eligible blocks
+    eligible = visible
+    if SPEC.has_similarity:
+        threshold = tl.load(ptrs.threshold + head)
+        similarity_ptrs = ptrs.key_similarity + (flat_head // group) * kv_blocks + columns
+        similarity = tl.load(similarity_ptrs, mask=inside, other=1.0)
+        query_similarity = tl.load(ptrs.query_similarity + flat_q_block)
+        eligible = eligible & ((similarity < threshold) == 0) & ((query_similarity < threshold) == 0)
+        eligible = eligible | (visible & on_edge)  # a block on the edge counts, whatever its similarity
+    return KeyBlocks(columns, inside, bits, visible, eligible, forced)
+
+
+class SelectionArguments:
+    """Arguments that all kernels with `load_blocks` are launched with."""
+
+    def __init__(
+        self,
+        probability: Tensor,
+        query_similarity: Tensor,
+        key_similarity: Tensor | None,
+        call: Call,
+        first_seen: Tensor | None,
+        threshold: Tensor | None,
+        blocks: MaskBlocks | None,
+    ) -> None:
+        """See `select.select`."""
+        shape, rules = call.shape, call.selection
+        always, exact = (probability if marked is None else marked for marked in marks_of(call, probability.device))
+        column = None if blocks is None else blocks.column
+        self.columns = max(32, power_of_two(shape.kv_blocks))
+        self.probability = probability
+        self.ptrs = SelectionPointers(
+            probability=probability,
+            always=always,
+            exact=exact,
+            first_seen=probability if first_seen is None else first_seen,
+            kind=probability if blocks is None else blocks.kind,
+            column=probability if column is None else column,
+            key_similarity=probability if key_similarity is None else key_similarity,
+            query_similarity=query_similarity,
+            threshold=probability if threshold is None else threshold,
+            segments=segments_argument(call, probability),
+        )
+        self.strides = SelectionStrides(
+            first_seen=(0, 0) if first_seen is None else first_seen.stride()[:2],
+            kind=(0, 0, 0) if blocks is None else blocks.kind.stride()[:3],
+            column=(0, 0) if column is None else column.stride()[:2],
+        )
+        self.sizes = {
+            "heads": shape.heads,
+            "group": shape.group,
+            "q_len": shape.q_len,
+            "kv_len": shape.kv_len,
+            **window_offsets(call),
+            "q_blocks": shape.q_blocks,
+            "kv_blocks": shape.kv_blocks,
+            "min_blocks": min(rules.min_blocks, shape.kv_blocks),
+        }
+        self.spec = SelectionSpec(
+            has_first=call.window.left is not None,
+            has_last=call.window.right is not None,
+            sink=rules.keeps_sink(call.is_causal),
+            diagonal=rules.keeps_diagonal(call.is_causal),
+            has_always=bool(call.always_keep),
+            has_exact=bool(call.exact_queries),
+            has_seen=first_seen is not None,
+            has_blocks=blocks is not None,
+            has_similarity=threshold is not None,
+            packed=call.segments is not None,
+            columns=self.columns,
+        )
+
+
+def marks_of(call: Call, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    """Return int8 marks of key blocks that are always kept and of query blocks that keep all; None without ranges."""
+    always = _marked(call.always_keep, call.shape.kv_blocks, geometry.BLOCK_K, device)
+    exact = _marked(call.exact_queries, call.shape.q_blocks, geometry.BLOCK_Q, device)
+    return always, exact
+
+
+def _marked(ranges: tuple[tuple[int, int], ...], blocks: int, size: int, device: torch.device) -> Tensor | None:
+    """Return int8 (blocks,), 1 for blocks that hold tokens of the ranges."""
+    if not ranges:
+        return None
+
+    def make() -> Tensor:
+        marks = torch.zeros(blocks, dtype=torch.int8, device=device)
+        for start, stop in ranges:
+            marks[start // size : ceil_div(stop, size)] = 1
+        return marks
+
+    return constant(("marked", ranges, blocks, size), device, make)
