@@ -1,4 +1,4 @@
-"""What the examples share: a command line, the device, files of videos."""
+"""Helpers of the examples: command lines, the device, and writing videos."""
 
 from __future__ import annotations
 
@@ -12,33 +12,50 @@ import torch
 import sparge
 
 
-def command_line(description: str, *, model: str, **options: Any) -> argparse.Namespace:
-    """--model, --topk, --policy, and an option for each further keyword, with its default."""
+def command_line(description: str, **options: Any) -> argparse.Namespace:
+    """Parse --topk, --policy, and one option per keyword (`model` among them), whose value is the default."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
-    parser.add_argument("--model", default=model, help="hub id or local folder (default: %(default)s)")
-    parser.add_argument("--topk", type=read_share, default=0.5, help="share of the blocks that are kept (default: 0.5)")
-    parser.add_argument("--policy", type=read_policy, help="JSON file of a sparge.Policy, in place of the example's")
+    _add_options(parser, options)
+    return _parse(parser)
+
+
+def command_line_of_models(description: str, models: dict[str, dict[str, Any]]) -> argparse.Namespace:
+    """Parse the name of a model (`args.name`), then the options of `command_line` with the model's own defaults."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    names = parser.add_subparsers(dest="name", required=True)
+    for name, options in models.items():
+        _add_options(names.add_parser(name), options)
+    return _parse(parser)
+
+
+def _add_options(parser: argparse.ArgumentParser, options: dict[str, Any]) -> None:
+    parser.add_argument("--topk", type=read_topk, default=0.5, help="fraction of blocks to keep (default: 0.5)")
+    parser.add_argument("--policy", type=read_policy, help="JSON file of a sparge.Policy that replaces the example's")
     for name, default in options.items():
+        kind = "hub id or local folder, " if name == "model" else ""
         option = f"--{name.replace('_', '-')}"
-        parser.add_argument(option, type=type(default), default=default, help="default: %(default)s")
+        parser.add_argument(option, type=type(default), default=default, help=f"{kind}default: %(default)s")
+
+
+def _parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     args = parser.parse_args()
     if str(vars(args).get("output")).endswith(".mp4") and not all(map(find_spec, ("imageio", "imageio_ffmpeg"))):
-        parser.error("--output: .mp4 takes the packages imageio and imageio-ffmpeg; .webp and .gif take none")
+        parser.error("--output: .mp4 needs the packages imageio and imageio-ffmpeg; .webp and .gif need none")
     return args
 
 
-def read_share(text: str) -> float:
-    """A share of the blocks, checked before a model is loaded."""
+def read_topk(text: str) -> float:
+    """Return the fraction of blocks to keep, checked before a model is loaded."""
     try:
-        share = float(text)
-        sparge.Policy(topk=share)
+        topk = float(text)
+        sparge.Policy(topk=topk)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-    return share
+    return topk
 
 
 def read_policy(path: str) -> sparge.Policy:
-    """A policy from what `Policy.to_json` wrote."""
+    """Return the policy in a file that `Policy.to_json` wrote."""
     try:
         return sparge.Policy.from_json(Path(path).read_text())
     except (OSError, TypeError, ValueError) as error:
@@ -46,12 +63,12 @@ def read_policy(path: str) -> sparge.Policy:
 
 
 def device_and_dtype() -> tuple[str, torch.dtype]:
-    """A GPU if there is one; CPUs are faster in float32."""
+    """Return a GPU with bfloat16 if there is one, else the CPU with float32, which is faster there."""
     return ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
 
 
 def save_video(frames: list[Any], path: str, fps: int) -> None:
-    """Write PIL images as a video; .webp (full colour) and .gif need nothing but PIL."""
+    """Write PIL images as a video; .webp (full color) and .gif need only PIL."""
     if Path(path).suffix == ".mp4":
         from diffusers.utils import export_to_video
 

@@ -1,11 +1,11 @@
-"""Open-Sora-Plan, and any other model without an integration of its own: one line around its forward pass.
+"""Open-Sora-Plan, or any other model without an integration: one line around its forward pass.
 
-Open-Sora-Plan has no class in diffusers; its own code calls SDPA, and its pipeline has a `transformer`. After the line
-that makes the pipeline in its sampling script, add
+Open-Sora-Plan has no class in diffusers. Its own code calls SDPA, and its pipeline has a `transformer`. In its sampling
+script, add after the line that creates the pipeline
 
     make_sparse(pipeline.transformer, sparge.Policy(topk=0.5))
 
-Below the same is done with Allegro, a diffusers pipeline that `sparge.enable` does not know:
+This script does the same for Allegro:
 
 python examples/open_sora_plan.py --model rhymes-ai/Allegro --topk 0.5
 """
@@ -18,10 +18,10 @@ import sparge
 
 
 def make_sparse(module: torch.nn.Module, policy: sparge.Policy) -> None:
-    """Have the SDPA calls of one module go sparse, whoever calls it.
+    """Make the SDPA calls of one module sparse.
 
-    `with sparge.replace_sdpa(policy):` around the whole pipeline would reach its text encoders and VAE as well. Calls
-    do not say which layer or step they belong to, so the policy cannot have rules about these.
+    `with sparge.replace_sdpa(policy):` around the whole pipeline would also replace the calls of its text encoders and
+    VAE. The layer and the step of a call are unknown here, so the policy cannot have rules about them.
     """
     module.forward = sparge.replace_sdpa(policy)(module.forward)
 
@@ -29,7 +29,7 @@ def make_sparse(module: torch.nn.Module, policy: sparge.Policy) -> None:
 args = command_line(
     __doc__,
     model="rhymes-ai/Allegro",
-    prompt="A seaside harbour with bright sunlight and sparkling water, many boats at anchor",
+    prompt="A seaside harbor with bright sunlight and sparkling water, many boats at anchor",
     height=720,
     width=1280,
     frames=88,
@@ -39,7 +39,7 @@ args = command_line(
 )
 device, dtype = device_and_dtype()
 pipe = DiffusionPipeline.from_pretrained(args.model, torch_dtype=dtype).to(device)
-pipe.vae.enable_tiling()  # Allegro's VAE decodes in no other way
+pipe.vae.enable_tiling()  # Allegro's VAE only decodes tiles
 make_sparse(pipe.transformer, args.policy or sparge.Policy(topk=args.topk))
 
 video = pipe(

@@ -1,6 +1,6 @@
-"""The published names, as SGLang's diffusion backend calls them: nothing of the caller changes.
+"""The published function names, called as SGLang's diffusion backend calls them: the caller does not change.
 
-pip install . ./compat        # provides the module spas_sage_attn
+pip install . ./compat        # installs the module spas_sage_attn
 python examples/published_names.py --tokens 8192 --topk 0.5
 """
 
@@ -9,9 +9,9 @@ import argparse
 import torch
 
 try:
-    from spas_sage_attn import spas_sage2_attn_meansim_topk_cuda  # the distribution in compat/
+    from spas_sage_attn import spas_sage2_attn_meansim_topk_cuda  # the package in compat/
 except ImportError:
-    from sparge.compat import spas_sage2_attn_meansim_topk_cuda  # the same function, without it
+    from sparge.compat import spas_sage2_attn_meansim_topk_cuda  # the same function without that package
 
 import sparge
 

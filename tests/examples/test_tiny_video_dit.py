@@ -1,4 +1,4 @@
-"""The small video model: its clips, captions, training, packed weights and pipeline, on sizes that take seconds."""
+"""Clips, captions, training, packed weights and pipeline of the small video model, at sizes that take seconds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.fixture(scope="module")
 def example() -> Any:
-    """The modules of the example, as its scripts import them."""
+    """Return the modules of the example, imported as its scripts import them."""
     sys.path.insert(0, str(FOLDER))
     try:
         yield SimpleNamespace(**{name: __import__(name) for name in MODULES})
@@ -88,7 +88,7 @@ class TestClips:
         assert steps.sum() == pytest.approx(16, abs=0.5)  # from a quarter to three quarters of the frame
 
     def test_where_the_shapes_are(self, example: Any) -> None:
-        """Without its shape, a clip differs there alone."""
+        """A clip with another shape differs only near the shape."""
         clips = example.clips
         scene = clips.draw_scenes(6, torch.Generator().manual_seed(0))
         pictures = clips.Pictures.noise()
@@ -153,7 +153,7 @@ class TestTraining:
             trainer.train_step(stage, pictures, rate=5.0)
         after = trainer.validate(stage, pictures)
         assert all(now.all < 0.97 * then.all for now, then in zip(after, before, strict=True))
-        assert all(errors.near > errors.all for errors in after), "shapes are harder than smooth pictures"
+        assert all(errors.near > errors.all for errors in after), "shapes are harder than smooth images"
 
         trainer.save(tmp_path / "checkpoint.pt")
         resumed = example.train.Trainer(config, "cpu")
@@ -166,7 +166,7 @@ class TestTraining:
             assert torch.equal(kept, loaded)
 
     def test_other_shapes(self, example: Any) -> None:
-        """Each caption names another shape, the last one the first; nothing else changes."""
+        """Each caption gets the next shape, the last one the first shape; nothing else changes."""
         captions = [f"a red {shape} over the cat" for shape in ("disc", "square", "triangle", "star")] + ["a red"]
         indices = torch.tensor([example.pipeline.slot_indices(caption) for caption in captions])
         changed = example.train.other_shapes(indices)
@@ -254,7 +254,7 @@ class TestPacking:
 
 @pytest.fixture(scope="module")
 def drawn(example: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the trained model in the repository makes of noise alone, of single frames (3, H, W) in [-1, 1]."""
+    """Return two frames (3, H, W) in [-1, 1] that the trained model predicts from noise alone."""
     trained = example.packing.load_packed(FOLDER / "weights")  # strict: no key is missing
     captions = (
         "a red gravel square moves right over the rocket, the camera stays",
@@ -268,12 +268,12 @@ def drawn(example: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class TestWeights:
-    """It listens to each word. A clip begins where the shape comes from: 64 pixels left or right of the middle."""
+    """The output follows each word. At the start of a clip, the shape is 64 pixels left or right of the center."""
 
     def test_sizes_of_the_files(self) -> None:
         assert all(path.stat().st_size < 15 * 2**20 for path in (FOLDER / "weights").iterdir())
 
-    def test_colour_and_motion(self, drawn: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def test_color_and_motion(self, drawn: tuple[torch.Tensor, torch.Tensor]) -> None:
         square, triangle = drawn
         inside = slice(112, 144)
         assert (square[0, inside, 48:80] - square[1, inside, 48:80]).mean() > 0.5, "red on the left"
@@ -282,17 +282,17 @@ class TestWeights:
         assert abs(sky) < 0.2
 
     def test_shape(self, drawn: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """How much of its colour is in the upper corners: a square has it there, a triangle the sky's."""
+        """The upper corners of a square have its color; those of a triangle have the color of the sky."""
         square, triangle = (
-            (frame[colour] - frame[1 - colour])[84:100, places].mean()
-            for frame, colour, places in ((drawn[0], 0, slice(20, 36)), (drawn[1], 1, slice(148, 164)))
+            (frame[color] - frame[1 - color])[84:100, places].mean()
+            for frame, color, places in ((drawn[0], 0, slice(20, 36)), (drawn[1], 1, slice(148, 164)))
         )
         assert square > 0.6 > 0.3 > triangle
 
 
 class TestRecordings:
     def test_what_is_cut(self, pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The head, the third frame's queries and the first frames' keys of the layers and steps that are asked for."""
+        """Recordings have the head, the queries of the third frame and the keys of the first frames, as requested."""
         from benchmarks import capture
 
         from sparge.evaluate import Recorder
@@ -331,9 +331,9 @@ class TestPipeline:
         assert array.shape == (2, 3, 32, 40, 3)
         tensor = frames_of(pipe, [CAPTION, ""], output_type="pt")
         np.testing.assert_array_equal(tensor.permute(0, 1, 3, 4, 2).numpy(), array)
-        pictures = frames_of(pipe, [CAPTION, ""], output_type="pil")
-        assert [len(clip) for clip in pictures] == [3, 3]
-        assert np.abs(np.asarray(pictures[1][2]) / 255 - array[1, 2]).max() <= 0.5001 / 255
+        images = frames_of(pipe, [CAPTION, ""], output_type="pil")
+        assert [len(clip) for clip in images] == [3, 3]
+        assert np.abs(np.asarray(images[1][2]) / 255 - array[1, 2]).max() <= 0.5001 / 255
 
     def test_prompts_and_guidance_matter(self, pipe: Any) -> None:
         first = frames_of(pipe)

@@ -1,4 +1,4 @@
-"""Every model class of the installed diffusers: supported, with its text found, or listed with a reason."""
+"""Every model class of the installed diffusers: supported, with its text found, or listed with the reason."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import diffusers.models.unets
 import pytest
 import torch
 from diffusers import ModelMixin
-from families import FAMILIES, WITHOUT, class_of
+from families import FAMILIES, WITHOUT, build, class_of
+from families.family import Keys, Tiny, first_tensor
 from families.page import PAGE, POLICY, kind, listed, page
-from families.tiny import Keys, Tiny, first_tensor
 from torch import Tensor
 
 import sparge
@@ -29,7 +29,7 @@ from sparge.integrations.diffusers import models
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Keys]]:
-    """Record the tokens of every call by layer."""
+    """Return the keys that the library assumes for each call, by layer."""
     seen: dict[str, list[Keys]] = {}
     next_call = sdpa.Scope.next_call
 
@@ -50,7 +50,7 @@ def expected(tiny: Tiny) -> dict[str, list[Keys]]:
 
 
 def watched_orders(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Record for each sparse call with a grid whether its tokens are reordered."""
+    """Return, for each sparse call with a grid, whether its tokens are reordered."""
     found: list[bool] = []
     order = calls_module._order
 
@@ -64,15 +64,14 @@ def watched_orders(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def built(name: str) -> Tiny:
-    torch.manual_seed(0)
-    tiny = FAMILIES[name]()
+    tiny = build(name)
     tiny.model.eval()
     return tiny
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family(name: str, calls: dict[str, list[Keys]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The probe and the table agree with the expected tokens; with all blocks kept, the output is stock."""
+    """The probe and the library's table find the expected keys; with all blocks kept the output is the stock one."""
     tiny = built(name)
     known = models.KNOWN.get(class_of(name))
     orders = watched_orders(monkeypatch)
@@ -90,7 +89,7 @@ def test_every_family(name: str, calls: dict[str, list[Keys]], monkeypatch: pyte
         calls.clear()
         if known is not None:
             orders.clear()
-            call_cache.forget()  # cached calls do not resolve an order
+            call_cache.forget()  # cached calls do not compute an order
             sparge.enable(tiny.model, POLICY)
             tiny.model(**tiny.inputs)
         assert listed(PAGE.read_text())[name] == kind(tiny, is_ordered=any(orders))
@@ -99,13 +98,13 @@ def test_every_family(name: str, calls: dict[str, list[Keys]], monkeypatch: pyte
 
 
 def _like(keys: list[Keys], wanted: list[Keys]) -> list[Keys]:
-    """Return equal calls once; audio that attends to images counts as cross-attention."""
+    """Merge equal calls; accept cross-attention from sound to images where both are expected to be \"other\"."""
     kinds = keys if len(wanted) > 1 else list(dict.fromkeys(keys))
     return wanted if kinds == ["cross"] and wanted == ["other"] else kinds
 
 
 def test_every_class_is_in_the_table() -> None:
-    """Classes of a new diffusers release fail here until they are listed."""
+    """A new release of diffusers fails here with the classes it adds."""
     found = set()
     for package in (diffusers.models.transformers, diffusers.models.unets, diffusers.models.controlnets):
         for part in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
@@ -120,13 +119,13 @@ def test_every_class_is_in_the_table() -> None:
 
 
 def test_the_page_is_current() -> None:
-    """`python -m families.page` in this folder writes it; `test_every_family` checks the kinds."""
+    """`python -m families.page` in this folder writes the page; `test_every_family` checks the kinds."""
     written = PAGE.read_text()
     assert written == page(listed(written))
 
 
 class TestWithoutARow:
-    """A model without a row in the table."""
+    """A model that the library's table does not contain, as those of a future release."""
 
     NAME = "Flux2Transformer2DModel"
 
@@ -149,7 +148,7 @@ class TestWithoutARow:
         assert len(passes) == 2 + 2 + 3
         assert {keys for found in calls.values() for keys in found} == {((0, 50),)}
 
-    def test_a_failed_probe_gives_a_warning(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_probe_that_fails_warns(self, monkeypatch: pytest.MonkeyPatch) -> None:
         tiny = built(self.NAME)
         with torch.no_grad():
             stock = first_tensor(tiny.model(**tiny.inputs))
@@ -160,7 +159,7 @@ class TestWithoutARow:
         torch.testing.assert_close(output, stock, rtol=0, atol=1e-5)
 
     def test_latents_of_any_seed_are_changed(self, calls: dict[str, list[Keys]]) -> None:
-        """The seed of the probe included."""
+        """Including the seed that the probe itself uses."""
         tiny = built("UNet2DModel")
         sample = torch.randn(tiny.inputs["sample"].shape, generator=torch.Generator().manual_seed(0))
         sparge.enable(tiny.model, POLICY)
@@ -183,7 +182,7 @@ class TestWithoutARow:
 
 
 class TestByName:
-    """``set_attention_backend("sparge")``, which diffusers also makes the default of all models."""
+    """``set_attention_backend("sparge")``, which diffusers applies to all models."""
 
     def test_it_stays_with_its_model(self) -> None:
         sparge.register(POLICY, "diffusers")
@@ -208,7 +207,7 @@ class TestByName:
         assert sparge.stats().sparse == len(tiny.layers)
 
     @pytest.mark.parametrize("name", ["CogView4Transformer2DModel", "AuraFlowTransformer2DModel"])
-    def test_a_model_it_does_not_reach_gives_a_warning(self, name: str) -> None:
+    def test_a_model_it_does_not_reach_warns(self, name: str) -> None:
         sparge.register(POLICY, "diffusers")
         tiny = built(name)
         with pytest.warns(UserWarning, match=rf"does not reach \d of \d attention modules of {name}.*sparge.enable"):

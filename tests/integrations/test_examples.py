@@ -1,4 +1,4 @@
-"""The examples, run like a user runs them: saved models and a command line in, files and statistics out."""
+"""Runs the examples as a user does: with a saved model and a command line, then checks the file and the statistics."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from sparge import Policy, TopK
 
 pytestmark = [
     pytest.mark.timeout(120),
-    pytest.mark.filterwarnings("ignore:In CPU autocast"),  # Mochi's own
-    pytest.mark.filterwarnings("ignore:`torch_dtype` is deprecated"),  # its successor is unknown to older versions
+    pytest.mark.filterwarnings("ignore:In CPU autocast"),  # raised by Mochi
+    pytest.mark.filterwarnings("ignore:`torch_dtype` is deprecated"),  # older versions do not have its replacement
 ]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -37,15 +37,15 @@ Run = Callable[..., None]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Run]:
-    """`python examples/NAME.py --OPTION VALUE ...` on a CPU, in this process: importing diffusers takes seconds."""
+    """Run `python SCRIPT.py WORD ... --OPTION VALUE ...` on a CPU, in this process: diffusers is imported once."""
     monkeypatch.syspath_prepend(EXAMPLES)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 
-    def run(name: str, **options: Any) -> None:
-        words = [str(word) for option, value in options.items() for word in (f"--{option.replace('_', '-')}", value)]
-        monkeypatch.setattr(sys, "argv", [f"{name}.py", *words])
-        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    def run(script: str, *words: str, **options: Any) -> None:
+        given = [str(word) for option, value in options.items() for word in (f"--{option.replace('_', '-')}", value)]
+        monkeypatch.setattr(sys, "argv", [f"{script}.py", *words, *given])
+        runpy.run_path(str(EXAMPLES / f"{script}.py"), run_name="__main__")
 
     yield run
     sys.modules.pop("common", None)
@@ -61,13 +61,13 @@ def written(policy: Policy, path: Path) -> Path:
     return path
 
 
-def assert_shows_something(path: Path, frames: int) -> None:
-    """Check the number of frames: none of a single color, no two equal."""
+def assert_has_content(path: Path, frames: int) -> None:
+    """Check the number of frames, that no frame has a single color, and that all frames differ."""
     with Image.open(path) as file:
         images = [frame.convert("RGB") for frame in ImageSequence.Iterator(file)]
     assert len(images) == frames
-    assert all(high - low > 20 for picture in images for low, high in picture.getextrema())
-    assert len({picture.tobytes() for picture in images}) == frames
+    assert all(high - low > 20 for image in images for low, high in image.getextrema())
+    assert len({image.tobytes() for image in images}) == frames
 
 
 @pytest.mark.parametrize("name", PIPELINES)
@@ -76,6 +76,7 @@ def test_diffusers(name: str, run: Run, tmp_path: Path, capsys: pytest.CaptureFi
     is_video = "num_frames" in sizes
     output = "out.webp" if is_video else "out.png"
     run(
+        "text_to_video" if is_video else "text_to_image",
         name,
         model=saved(PIPELINES[name](), tmp_path / "model"),
         policy=written(FIRST_DENSE, tmp_path / "policy.json"),
@@ -86,7 +87,7 @@ def test_diffusers(name: str, run: Run, tmp_path: Path, capsys: pytest.CaptureFi
         **({"frames": sizes["num_frames"]} if is_video else {}),
         output=output,
     )
-    assert_shows_something(tmp_path / output, sizes.get("num_frames", 1))
+    assert_has_content(tmp_path / output, sizes.get("num_frames", 1))
     stats = sparge.stats()
     assert str(stats) in capsys.readouterr().out
     assert stats.sparse == 3 * stats.reasons["dense: dense step"] > 0
@@ -106,13 +107,14 @@ def test_open_sora_plan(run: Run, tmp_path: Path) -> None:
         frames=24,
         output="out.gif",
     )
-    assert_shows_something(tmp_path / "out.gif", 24)
-    assert sparge.stats().reasons == {"sparse: torch": STEPS, "dense: cross-attention": STEPS}  # VAE, text: not counted
+    assert_has_content(tmp_path / "out.gif", 24)
+    # The calls of the VAE and the text encoder are not counted.
+    assert sparge.stats().reasons == {"sparse: torch": STEPS, "dense: cross-attention": STEPS}
 
 
 class TestLanguageModel:
     WORDS = 4500
-    """A prompt above the crossover of a CPU."""
+    """Long enough that a CPU chooses sparse attention by default."""
 
     @pytest.fixture
     def model(self, tmp_path: Path) -> Path:
@@ -161,7 +163,7 @@ class TestVision:
     def test_video_question(
         self, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Uses a stand-in for the processor: transformers' own needs torchvision and a video decoder."""
+        """The processor is a fake, because the one of transformers needs torchvision and a video decoder."""
         import torch
         from transformers import AutoProcessor, BatchFeature, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
@@ -217,9 +219,9 @@ class TestVision:
         from transformers.models.sam.image_processing_pil_sam import SamImageProcessorPil
 
         sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "mlp_dim": 32}
-        picture = {"image_size": 96, "patch_size": 4, "num_pos_feats": 16, "output_channels": 32, "window_size": 7}
+        encoder = {"image_size": 96, "patch_size": 4, "num_pos_feats": 16, "output_channels": 32, "window_size": 7}
         config = SamConfig(
-            vision_config={**sizes, **picture, "global_attn_indexes": [1]},
+            vision_config={**sizes, **encoder, "global_attn_indexes": [1]},
             mask_decoder_config={**sizes, "num_hidden_layers": 1, "iou_head_hidden_dim": 32},
             prompt_encoder_config={"hidden_size": 32, "image_size": 96, "patch_size": 4},
         )
@@ -228,9 +230,9 @@ class TestVision:
         SamProcessor(SamImageProcessorPil(size={"longest_edge": 96}, pad_size=square)).save_pretrained(
             tmp_path / "model"
         )
-        Image.linear_gradient("L").resize((160, 120)).save(tmp_path / "picture.png")
+        Image.linear_gradient("L").resize((160, 120)).save(tmp_path / "image.png")
         policy = written(self.POLICY, tmp_path / "policy.json")
-        run("segmentation", model=tmp_path / "model", policy=policy, picture="picture.png", x=50, y=40)
+        run("segmentation", model=tmp_path / "model", policy=policy, image="image.png", x=50, y=40)
         with Image.open(tmp_path / "mask.png") as mask:
             assert mask.size == (160, 120)
         stats = sparge.stats()
@@ -241,26 +243,24 @@ class TestVision:
 
 
 class TestCommandLine:
-    def test_mp4_is_refused_before_the_work(
+    def test_mp4_without_imageio_raises_before_loading(
         self, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         monkeypatch.setattr("common.find_spec", lambda _: None)
         with pytest.raises(SystemExit):
-            run("cogvideox", output="out.mp4")
+            run("text_to_video", "cogvideox", output="out.mp4")
         assert "imageio" in capsys.readouterr().err
 
     @pytest.mark.parametrize("topk", ["50", "0", "half"])
-    def test_an_invalid_share_is_refused_before_the_work(
-        self, topk: str, run: Run, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_invalid_topk_raises_before_loading(self, topk: str, run: Run, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
-            run("wan", model="nowhere", topk=topk)
+            run("text_to_video", "wan", model="nowhere", topk=topk)
         assert "argument --topk" in capsys.readouterr().err
 
     def test_policy_with_an_unknown_field(self, run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "policy.json").write_text('{"dense_start": 2}')
         with pytest.raises(SystemExit):
-            run("flux", policy=tmp_path / "policy.json")
+            run("text_to_image", "flux", policy=tmp_path / "policy.json")
         assert "got dense_start" in capsys.readouterr().err
 
 

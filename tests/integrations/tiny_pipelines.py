@@ -1,7 +1,7 @@
 """Pipelines of diffusers with random weights, small enough for a CPU and built without a download.
 
-Each has the classes of the real one (text encoders, tokenizers, VAE, transformer, scheduler) and two blocks at most of
-everything. The calls in `CALLS` make several hundred tokens, so that 128 x 64 blocks leave a choice.
+Each one has the classes of the published pipeline (text encoders, tokenizers, VAE, transformer, scheduler) and at most
+two blocks per model. The calls in `CALLS` have several hundred tokens, which is more than one block of 128 x 64.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def build_cogvideox() -> Any:
 
 
 def build_mochi() -> Any:
-    """Mochi: text and video in one sequence, without padding, 16 x 16 pixels and 6 frames per token.
+    """Mochi: text without padding and video in one sequence, 16 x 16 pixels and 6 frames per token.
 
-    Its VAE has 32 channels at least, so it is one that does not enlarge: the video is an eighth as wide as asked for.
+    Its VAE has at least 32 channels, so this one does not upsample: the video has 1/8 of the requested width.
     """
     return diffusers.MochiPipeline(
         tokenizer=t5_tokenizer(),
@@ -79,7 +79,7 @@ def build_mochi() -> Any:
 
 
 def build_sd3() -> Any:
-    """Stable Diffusion 3.5: text and image in one sequence, and a block with additional attention on the image."""
+    """Stable Diffusion 3.5: text and image in one sequence, and one block with additional attention over the image."""
     return diffusers.StableDiffusion3Pipeline(
         tokenizer=clip_tokenizer(),
         text_encoder=clip_encoder(transformers.CLIPTextModelWithProjection),
@@ -87,7 +87,7 @@ def build_sd3() -> Any:
         text_encoder_2=clip_encoder(transformers.CLIPTextModelWithProjection),
         tokenizer_3=t5_tokenizer(),
         text_encoder_3=t5_encoder(2 * TEXT_DIM),
-        vae=picture_vae(latent_channels=4),
+        vae=image_vae(latent_channels=4),
         transformer=seeded(
             diffusers.SD3Transformer2DModel,
             sample_size=24,
@@ -107,13 +107,13 @@ def build_sd3() -> Any:
 
 
 def build_flux() -> Any:
-    """Flux: one block with separate text and image, one with both as one tensor."""
+    """Flux: one block with text and image as two tensors, one with both as one tensor."""
     return diffusers.FluxPipeline(
         tokenizer=clip_tokenizer(),
         text_encoder=clip_encoder(transformers.CLIPTextModel),
         tokenizer_2=t5_tokenizer(),
         text_encoder_2=t5_encoder(),
-        vae=picture_vae(latent_channels=1),
+        vae=image_vae(latent_channels=1),
         transformer=seeded(
             diffusers.FluxTransformer2DModel,
             in_channels=4,
@@ -131,7 +131,7 @@ def build_flux() -> Any:
 
 
 def build_hunyuanvideo() -> Any:
-    """HunyuanVideo: like Flux, padded text is masked; 8 x 8 pixels and 4 frames per token (real: 16)."""
+    """HunyuanVideo: as Flux, with a text padding mask; 8 x 8 pixels and 4 frames per token (published: 16)."""
     return diffusers.HunyuanVideoPipeline(
         tokenizer=word_tokenizer(),
         text_encoder=seeded(
@@ -172,7 +172,7 @@ def build_hunyuanvideo() -> Any:
 
 
 def build_wan() -> Any:
-    """Wan: text in cross-attention, separate passes for guidance; 8 x 8 pixels and 4 frames per token (real: 16)."""
+    """Wan: cross-attention to text, guidance in separate passes; 8 x 8 pixels, 4 frames per token (published: 16)."""
     return diffusers.WanPipeline(
         tokenizer=t5_tokenizer(),
         text_encoder=t5_encoder(kind=transformers.UMT5EncoderModel, config=transformers.UMT5Config),
@@ -194,7 +194,7 @@ def build_wan() -> Any:
 
 
 def build_ltx() -> Any:
-    """LTX-Video: text in cross-attention with a mask; 4 x 4 pixels and 4 frames per token (real: 32 and 8)."""
+    """LTX-Video: cross-attention to text with a mask; 4 x 4 pixels and 4 frames per token (published: 32 and 8)."""
     half = (True, True, False, False)
     return diffusers.LTXPipeline(
         tokenizer=t5_tokenizer(),
@@ -225,9 +225,9 @@ def build_ltx() -> Any:
 
 
 def build_allegro() -> Any:
-    """Allegro: text in cross-attention, direct calls of SDPA.
+    """Allegro, which calls SDPA directly: cross-attention to text.
 
-    Its VAE decodes whole tiles alone: 24 frames of 128 x 128 pixels.
+    Its VAE only decodes whole tiles: 24 frames of 128 x 128 pixels.
     """
     return diffusers.AllegroPipeline(
         tokenizer=t5_tokenizer(),
@@ -276,14 +276,14 @@ CALLS: dict[str, dict[str, Any]] = {
     "wan": {"height": 128, "width": 128, "num_frames": 9, "guidance_scale": 5.0},
     "ltx": {"height": 64, "width": 64, "num_frames": 9, "guidance_scale": 3.0},
 }
-"""Arguments of each pipeline, besides `PROMPT` and `STEPS`."""
+"""Arguments of each pipeline besides `PROMPT` and `STEPS`."""
 
 PROMPT = "a cat walks in the rain"
 STEPS = 4
 
 
 def call(name: str, pipe: Any, **more: Any) -> list[Tensor]:
-    """Run four steps from fixed noise; return the latents after each step."""
+    """Run `STEPS` steps from the same noise each time, and return the latents after each step."""
     latents: list[Tensor] = []
 
     def keep(_pipe: Any, _step: int, _time: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -305,14 +305,14 @@ def call(name: str, pipe: Any, **more: Any) -> list[Tensor]:
 
 
 def seeded(kind: Any, *args: Any, **config: Any) -> Any:
-    """Return a model with fixed random weights, ready for inference."""
+    """Return a model in eval mode with the same random weights each time."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return kind(*args, **config).eval()
 
 
-def picture_vae(latent_channels: int) -> Any:
-    """A VAE that keeps the size of an image."""
+def image_vae(latent_channels: int) -> Any:
+    """Return a VAE that keeps the size of an image."""
     return seeded(
         diffusers.AutoencoderKL,
         block_out_channels=(4,),
@@ -327,7 +327,7 @@ def picture_vae(latent_channels: int) -> Any:
 
 
 def t5_tokenizer() -> Any:
-    """One token for each lower-case letter."""
+    """Return a tokenizer with one token per lower-case letter."""
     special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)]
     return transformers.T5TokenizerFast(
         vocab=[*special, *((letter, -3.0) for letter in string.ascii_lowercase)], extra_ids=0
@@ -344,7 +344,7 @@ def t5_encoder(width: int = TEXT_DIM, kind: Any = None, config: Any = None) -> A
 
 
 def clip_tokenizer() -> Any:
-    """One token for each lower-case letter; letters at the end of a word have their own."""
+    """Return a tokenizer with two tokens per lower-case letter, the second one for the end of a word."""
     letters = [letter + end for letter in string.ascii_lowercase for end in ("", "</w>")]
     vocab = {token: index for index, token in enumerate(["<|startoftext|>", "<|endoftext|>", *letters])}
     return transformers.CLIPTokenizer(vocab=vocab, merges=[], model_max_length=77)
@@ -368,9 +368,9 @@ def clip_encoder(kind: Any) -> Any:
 
 
 def word_tokenizer() -> Any:
-    """One token for each known word, and one for all others.
+    """Return a tokenizer with one token per word of `PROMPT`, and one token for all other words.
 
-    HunyuanVideo puts a template of about a hundred words before a prompt and cuts off its first 95 tokens.
+    HunyuanVideo puts a template of about 100 words before a prompt and drops the first 95 tokens.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers
 

@@ -1,4 +1,4 @@
-"""docs/families.md, from the models that the tests run: `python -m families.page` in tests/integrations writes it."""
+"""Writes docs/families.md from the models that the tests run: `python -m families.page` in tests/integrations."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 import sparge
-from families import FAMILIES, PARTS, WITHOUT
-from families.tiny import Keys, Tiny
+from families import FAMILIES, PARTS, WITHOUT, build
+from families.family import Keys, Tiny
 from sparge.integrations.calls import substituted
 
 PAGE = Path(__file__).parents[3] / "docs" / "families.md"
 
 POLICY = sparge.Policy(topk=1.0, backend="torch", min_tokens=64, on_unsupported="dense")
-"""Everything is kept of what is no more than a few pixels or frames."""
+"""Keeps all blocks; calls of a few pixels or frames stay dense."""
 
 TITLES = ("Images", "Videos", "U-Nets", "Control nets", "Audio and others")
 
@@ -70,7 +70,7 @@ def kind(tiny: Tiny, *, is_ordered: bool) -> Kind:
 
 
 def is_ordered(tiny: Tiny) -> bool:
-    """Whether any call of a model has its tokens in an order."""
+    """Return whether any call of a model has its tokens in Hilbert order."""
     scores = []
 
     def attention(_: str, query: Tensor, key: Tensor, value: Tensor, *__: Any, **options: Any) -> Tensor:
@@ -101,6 +101,6 @@ def _text(tiny: Tiny) -> str:
 
 
 if __name__ == "__main__":
-    tinies = {name: build() for name, build in FAMILIES.items()}
+    tinies = {name: build(name) for name in FAMILIES}
     PAGE.write_text(page({name: kind(tiny, is_ordered=is_ordered(tiny)) for name, tiny in tinies.items()}))
     print(f"{PAGE}: {len(FAMILIES)} models, {len(WITHOUT)} without")  # noqa: T201
