@@ -50,13 +50,13 @@ HAZARD = re.compile(r"Potential (\w+) hazard detected at .*\n.* in (\S+:\d+)\n.*
 OPTIONS = {"racecheck": ("--racecheck-report", "hazard", "--print-limit", "100000", "--show-backtrace", "no")}
 CONSUMER = ("accumulator.py:", "blocks.py:", "coarse.py:", "consumer.py:", "mma.py:", "softmax.py:")
 ACCESS = re.compile(
-    r"\.(load|store)\(|convert_layout|gl\.(max|min|sum)\(|_max\(|_sum\(|max_by_lane\(|load_(of_tile|lengths|number)\("
+    r"\.(load|store)\(|convert_layout|gl\.(max|min|sum)\(|_max\(|_sum\(|max_by_lane\(|load_(tile_value|lengths|number)\("
 )
 """What reads or writes shared memory, or may do so: numbers that threads exchange."""
 STARTS = ("def attention_kernel(", "def hopper_score_kernel(", "    gl.warp_specialize(")
 """Lines of `WITH_ROLES` that accesses of Triton's own are reported at."""
 BACKENDS = Path(sparge.__file__).parent / "backends"
-FOLDERS = (BACKENDS / "hopper", BACKENDS / "cuda" / "stages")
+FOLDERS = (BACKENDS / "hopper", BACKENDS / "gpu" / "stages")
 WITH_ROLES = ("kernel.py", "score_hopper.py")
 FP8 = "int8_fp8_fast" if BACKEND == "hopper" else "int8_fp8"
 LENGTHS = [(1, 1), (1, 200), (129, 321), (330, 129), (257, 257)]
@@ -162,7 +162,7 @@ def kind_of(hazard: tuple[str, str, str]) -> str:
         if stored is None or (writer.startswith("scheduler.py:") and not reader.startswith("lengths.py:")):
             continue  # the result of an atomic passes through shared memory of its own
         has_no_line = reader.startswith(CONSUMER) and line and not ACCESS.search(line)
-        of_tile = stored == "metadata.tile" and re.search(r"\bload_(of_tile|lengths)\(", line)
+        of_tile = stored == "metadata.tile" and re.search(r"\bload_(tile_value|lengths)\(", line)
         in_helper = reader.startswith("lengths.py:") and ".load(SPEC" in line  # `load_number` loads metadata alone
         name = re.escape(stored)
         if has_no_line or of_tile or in_helper:
