@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import families
 import torch
 import torch._dynamo  # once, before ranks are forked
 import torch.distributed as dist
 import torch.multiprocessing
 from diffusers import ContextParallelConfig, ParallelConfig
-from families import pictures, videos
 from tiny_pipelines import PIPELINES, call
 from tiny_transformers import TRANSFORMERS, build
 from torch import Tensor
@@ -46,6 +46,14 @@ DENSE = Policy(min_tokens=10**6)
 ULYSSES, RING = {"ulysses_degree": 2}, {"ring_degree": 2}
 DEGREES = {"ulysses": ULYSSES, "ring": RING}
 MODELS = ("wan", "flux", "ltx", "qwen_image", "flux2", "chronoedit", "minimax_h3", "helios", "ltx2")
+FAMILIES = {
+    "qwen_image": "QwenImageTransformer2DModel",
+    "flux2": "Flux2Transformer2DModel",
+    "chronoedit": "ChronoEditTransformer3DModel",
+    "minimax_h3": "MiniMaxH3Transformer3DModel",
+    "ltx2": "LTX2VideoTransformer3DModel",
+}
+"""Models that are built from the tables of families, by class."""
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -70,8 +78,7 @@ def model_of(name: str) -> tuple[Any, dict[str, Any]]:
     torch.manual_seed(0)
     if name == "helios":
         return helios()
-    tiny = getattr(pictures, name, None) or getattr(videos, name)
-    built = tiny()
+    built = families.build(FAMILIES[name])
     if name == "ltx2":  # missing in diffusers' plan
         built.model._cp_plan = {**built.model._cp_plan, "cross_attn_rope": built.model._cp_plan["rope"]}
     return built.model.eval(), built.inputs
@@ -79,7 +86,7 @@ def model_of(name: str) -> tuple[Any, dict[str, Any]]:
 
 def helios() -> tuple[Any, dict[str, Any]]:
     """Return Helios with an even number of tokens, and a plan for its two blocks."""
-    tiny = videos.helios()
+    tiny = families.build("HeliosTransformer3DModel")
     config = {
         **tiny.model.config,
         "is_amplify_history": False,
