@@ -51,7 +51,7 @@ HAZARD = re.compile(r"Potential (\w+) hazard detected at .*\n.* in (\S+:\d+)\n.*
 OPTIONS = {"racecheck": ("--racecheck-report", "hazard", "--print-limit", "100000", "--show-backtrace", "no")}
 CONSUMER = ("accumulator.py:", "blocks.py:", "coarse.py:", "consumer.py:", "mma.py:", "softmax.py:")
 ACCESS = re.compile(
-    r"\.(load|store)\(|convert_layout|gl\.(max|min|sum)\(|_max\(|_sum\(|max_by_lane\(|load_(of_tile|lengths|number)\("
+    r"\.(load|store)\(|convert_layout|gl\.(max|min|sum)\(|_max\(|_sum\(|max_by_lane\(|load_(tile_value|lengths|number)\("
 )
 """Operations that access shared memory or may do so, including exchanges between threads."""
 STARTS = ("def attention_kernel(", "def hopper_score_kernel(", "    gl.warp_specialize(")
@@ -163,7 +163,7 @@ def kind_of(hazard: tuple[str, str, str]) -> str:
         if stored is None or (writer.startswith("scheduler.py:") and not reader.startswith("lengths.py:")):
             continue  # the result of an atomic passes through shared memory of its own
         has_no_line = reader.startswith(CONSUMER) and line and not ACCESS.search(line)
-        of_tile = stored == "metadata.tile" and re.search(r"\bload_(of_tile|lengths)\(", line)
+        of_tile = stored == "metadata.tile" and re.search(r"\bload_(tile_value|lengths)\(", line)
         in_helper = reader.startswith("lengths.py:") and ".load(SPEC" in line  # `load_number` loads metadata alone
         name = re.escape(stored)
         if has_no_line or of_tile or in_helper:
