@@ -46,7 +46,7 @@ def resolve_score(score: str | Score) -> Score:
         return score
     if not isinstance(score, str):
         listed = " or ".join(repr(name) for name in SCORES)
-        raise TypeError(f"score: expected {listed}, or a value like Moment(...), got {type(score).__name__}")
+        raise TypeError(f"score: expected {listed}, or a value such as Moment(...), got {type(score).__name__}")
     check_choice("score", score, tuple(SCORES))
     return SCORES[score]()
 
