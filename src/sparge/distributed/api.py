@@ -65,8 +65,8 @@ def context_parallel_attention(
     Args:
         query: this rank's tokens, (B, H, n, D), or (B, n, H, D) with ``layout="NHD"``. With "ulysses", H is a multiple
             of the number of ranks.
-        key, value: the same tokens, (B, H_kv, n, D | D_v). With "ulysses", H_kv is a multiple or a divisor of the
-            number of ranks.
+        key: the same tokens, (B, H_kv, n, D). With "ulysses", H_kv is a multiple or a divisor of the number of ranks.
+        value: the same tokens, (B, H_kv, n, D_v).
         attn_mask: bool (B | 1, 1, 1, S) over the keys of all ranks, equal on all ranks; not with "ring".
         mode: see above.
         group: a process group, by default of all ranks. With "gather" and "ring", a two-dimensional ``DeviceMesh`` or a
@@ -81,8 +81,10 @@ def context_parallel_attention(
         kv_heads_at_once: heads of K and V that are gathered at a time; by default as many as fit into 1 GiB. Only with
             "gather".
         window: with "gather" and "ring", only causal.
-        topk, sparsity: of the whole call. Per-head values are those of all H heads.
-        always_keep, exact_queries: ranges of the whole sequence.
+        topk: of the whole call. Per-head values are those of all H heads.
+        sparsity: of the whole call, like ``topk``.
+        always_keep: ranges of the whole sequence.
+        exact_queries: ranges of the whole sequence.
         quantization: as in `sparge.attention`. With "ring", "int8_fp8_fast" is not supported, and "auto" chooses
             "int8_fp8" in its place.
         return_lse: also return the LSE of this rank's tokens.

@@ -112,7 +112,8 @@ def shard(
 
     Args:
         tensor: any tensor with tokens in dimension ``dim``.
-        rank, ranks: rank and size of the process group.
+        rank: rank in the process group.
+        ranks: size of the process group.
         sharding: "contiguous", or "head_tail" for causal attention.
         lengths: tokens of every rank; by default `split_lengths`, or equal numbers with "head_tail".
 
