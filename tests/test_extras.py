@@ -31,6 +31,11 @@ def test_in_an_installed_package_the_packages_are_named(tmp_path: Path, monkeypa
     assert install_command("cli", "all") == "pip install 'rich>=13' 'typer>=0.16'"
 
 
+def test_in_a_copy_without_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extras, "PACKAGE", tmp_path / "a_copy")
+    assert install_command("plot") == "install the packages of the extra 'plot'"
+
+
 def test_no_message_names_an_extra_of_a_published_package() -> None:
     sources = Path(__file__).parents[1] / "src"
     assert not [path for path in sources.rglob("*.py") if "sparge[" in path.read_text()]

@@ -259,7 +259,7 @@ def test_a_profile_belongs_to_a_class_and_a_number_of_layers(profile: Profile) -
 def test_wrong_budgets(budgets: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         Policy(budgets=budgets)
-    with pytest.raises(ValueError, match="budgets: expected a Budget or a TopK beside them"):
+    with pytest.raises(ValueError, match="budgets: expected a Budget or a TopK with them"):
         Policy(sparsity=sparge.TopCdf(0.9), budgets={"a": 0.5})
 
 

@@ -27,13 +27,15 @@ def install_command(*extras: str) -> str:
         place = "." if clone == Path.cwd() else str(clone)
         return f"pip install -e '{place}[{','.join(extras)}]'"
     packages = dict.fromkeys(name for extra in extras for name in _packages(extra))
-    return f"pip install {' '.join(repr(name) for name in packages)}" if packages else "pip install it"
+    if not packages:
+        return f"install the packages of the extra {' and '.join(map(repr, extras))}"
+    return f"pip install {' '.join(map(repr, packages))}"
 
 
 def _packages(extra: str) -> list[str]:
-    """Return the requirements of an extra in the package metadata; none for a copy without metadata."""
+    """Return the requirements of an extra in the package metadata; none for a copy of the package without metadata."""
     try:
-        requirements = importlib.metadata.requires("sparge") or []
+        requirements = importlib.metadata.requires(PACKAGE.name) or []
     except importlib.metadata.PackageNotFoundError:
         return []
     parts = (requirement.partition(";") for requirement in requirements)

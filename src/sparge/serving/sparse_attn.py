@@ -28,7 +28,7 @@ OPTIONS = {field.name for field in fields(Policy)}
 def sparse_attn(
     query: Tensor, key: Tensor, value: Tensor, params: dict[str, Any], is_causal: bool, softmax_scale: float
 ) -> Tensor:
-    """Sparse attention as vLLM-Omni's dispatcher calls it.
+    """Compute sparse attention for vLLM-Omni's dispatcher.
 
     Args:
         query: (B, S, H, D).
