@@ -19,7 +19,7 @@ from sparge.backends.gpu.stages.select import select
 from sparge.masks.geometry import BLOCK_K, BLOCK_Q, Shape
 from sparge.options.rules import Selection
 from sparge.reference import prediction
-from sparge.reference.shared import of_head
+from sparge.reference.shared import value_of_head
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -102,7 +102,7 @@ def sorted_selection(
             dissimilar = (query_similarity[flat, i] < threshold[h]) | (key_similarity[flat_kv] < threshold[h])
             dissimilar = dissimilar & ~unfinished[i]
         row = probability[flat, i]
-        amount = of_head(sparsity.amount, h, shape)
+        amount = value_of_head(sparsity.amount, h, shape)
         assert amount is not None
         blocks = (row.nan_to_num(0.0), visible[b, h, i], forced[i] | row.isnan(), dissimilar)
         chosen_from[b].append(prediction.QBlock(*blocks, amount, sparsity.min_blocks))
