@@ -247,12 +247,12 @@ def head_mask(mask_ptrs, mask_strides, tile):
     """Return the `HeadMask` of a tile's head and query block."""
     kind_base = head_base(mask_ptrs.kind, mask_strides.kind, tile.batch, tile.head)
     return HeadMask(
-        head_base(mask_ptrs.entries, mask_strides.entries, tile.batch, tile.head),
-        mask_strides.entries[2],
-        mask_strides.entries[3],
-        kind_base + tile.q_block.to(tl.int64) * mask_strides.kind[2],
-        head_base(mask_ptrs.seen, mask_strides.seen, tile.batch, tile.kv_head),
-        mask_strides.seen[2],
+        base=head_base(mask_ptrs.entries, mask_strides.entries, tile.batch, tile.head),
+        stride_q=mask_strides.entries[2],
+        stride_k=mask_strides.entries[3],
+        kind_base=kind_base + tile.q_block.to(tl.int64) * mask_strides.kind[2],
+        seen_base=head_base(mask_ptrs.seen, mask_strides.seen, tile.batch, tile.kv_head),
+        seen_stride=mask_strides.seen[2],
     )
 
 

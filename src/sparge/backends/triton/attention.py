@@ -169,7 +169,7 @@ def attention_kernel(
 
     # Load Q
     offs_m = tl.arange(0, BLOCK_M)
-    query_positions = tile.number * BLOCK_M + offs_m
+    query_positions = tile.number * BLOCK_M + offs_m  # [BLOCK_M]
     channels = tl.arange(0, HEAD_DIM_PADDED)
     query_ptrs = query_base + query_positions.to(tl.int64)[:, None] * operand_strides.query[2] + channels[None, :]
     if SPEC.is_quantized:
@@ -199,14 +199,14 @@ def attention_kernel(
     far_steps = tl.zeros((BLOCK_M, KEY_GROUPS), tl.int64)
     skipped = 0
     results = Results(
-        result_ptrs,
-        operand_ptrs.value_scale,
-        operand_ptrs.lse_shift,
-        heads,
-        padded_q_len,
-        q_len,
-        q_start,
-        total_q,
+        ptrs=result_ptrs,
+        value_scale_ptr=operand_ptrs.value_scale,
+        lse_shift_ptr=operand_ptrs.lse_shift,
+        heads=heads,
+        padded_q_len=padded_q_len,
+        q_len=q_len,
+        q_start=q_start,
+        total_q=total_q,
     )
 
     # Coarse tiles: everything from Q and K before quantization, then return
@@ -214,43 +214,45 @@ def attention_kernel(
         scale_bits = tl.load(exact_ptrs.largest_key_scale + tile.flat_kv_head)
         is_coarse = tl.max(query_scale, 0) * scale_bits.to(tl.float32, bitcast=True) >= SPEC.coarse_unit
         if is_coarse:
-            # The sign bit of a scale is 0, which the compiler cannot know: coordinates that follow from `at` are
+            # The sign bit of a scale is 0, which the compiler cannot know: coordinates that follow from `coarse_tile` are
             # computed again here, instead of being kept in registers across the main loop for the epilogue.
-            at = locate(pid + (scale_bits >> 31), heads, group, q_blocks, SPEC)
-            exact_query_base = head_base(exact_ptrs.query, exact_strides.query, at.batch, at.head)
-            exact_key_base = head_base(exact_ptrs.key, exact_strides.key, at.batch, at.kv_head)
+            coarse_tile = locate(pid + (scale_bits >> 31), heads, group, q_blocks, SPEC)
+            exact_query_base = head_base(exact_ptrs.query, exact_strides.query, coarse_tile.batch, coarse_tile.head)
+            exact_key_base = head_base(exact_ptrs.key, exact_strides.key, coarse_tile.batch, coarse_tile.kv_head)
             if SPEC.packed:
                 exact_query_base += q_start * exact_strides.query[2]
                 exact_key_base += kv_start * exact_strides.key[2]
             exact_queries = ExactQueries(
-                exact_query_base,
-                exact_strides.query[2],
-                at.number * BLOCK_M + offs_m,
-                load_lse_shift(results, at, BLOCK_M) * LOG2_E,
-                scale * LOG2_E,
+                base=exact_query_base,
+                stride=exact_strides.query[2],
+                positions=coarse_tile.number * BLOCK_M + offs_m,
+                shift=load_lse_shift(results, coarse_tile, BLOCK_M) * LOG2_E,
+                scale=scale * LOG2_E,
             )
             exact_blocks = KeptBlocks(
-                list_ptrs.kv_indices + at.flat_q_block * padded_kv_blocks, blocks.first, blocks.count
+                indices_base=list_ptrs.kv_indices + coarse_tile.flat_q_block * padded_kv_blocks,
+                first=blocks.first,
+                count=blocks.count,
             )
             exact_head = Head(
-                exact_key_base,
-                exact_strides.key[2],
-                key_scale_base,
-                head_base(operand_ptrs.value, operand_strides.value, at.batch, at.kv_head),
-                operand_strides.value[2],
+                key_base=exact_key_base,
+                key_stride=exact_strides.key[2],
+                key_scale_base=key_scale_base,
+                value_base=head_base(operand_ptrs.value, operand_strides.value, coarse_tile.batch, coarse_tile.kv_head),
+                value_stride=operand_strides.value[2],
             )
-            exact_mask = head_mask(mask_ptrs, mask_strides, at)
+            exact_mask = head_mask(mask_ptrs, mask_strides, coarse_tile)
             sums, skipped = add_coarse(
                 sums, exact_queries, exact_head, exact_mask, exact_blocks, lengths, threshold, SPEC
             )
             if SPEC.mean_width:
                 means = head_means(
-                    mean_ptrs, mean_strides, at, padded_kv_blocks, kv_blocks, bias_columns, lengths, SPEC
+                    mean_ptrs, mean_strides, coarse_tile, padded_kv_blocks, kv_blocks, bias_columns, lengths, SPEC
                 )
                 sums = add_coarse_means(sums, exact_queries, means, q_len, SPEC)
             if SPEC.counts_blocks and SPEC.has_threshold:
-                count_skipped(results, at, skipped, BLOCK_M)
-            write_results(sums, results, at, SPEC)
+                count_skipped(results, coarse_tile, skipped, BLOCK_M)
+            write_results(sums, results, coarse_tile, SPEC)
             return
 
     # Main loop over the kept key blocks
@@ -260,7 +262,7 @@ def attention_kernel(
         scores = step_scores(queries, head, mask, step, lengths, SPEC)
 
         # Softmax
-        row_max = tl.maximum(sums.row_max, scores.local_max)
+        row_max = tl.maximum(sums.row_max, scores.local_max)  # [BLOCK_M]
         row_ref, safe_ref = next_row_ref(row_max, scores.local_max, SPEC)
         is_needed = True
         if SPEC.has_threshold:
@@ -273,12 +275,12 @@ def attention_kernel(
                 far_steps |= far_group_bits(scores.group_max, scores.local_max, place // SPEC.blocks)
             p_ref = safe_ref - SPEC.log2_one
             probability, total = step_probability(scores, query_scale, p_ref, P_DTYPE, SPEC)
-            decay = tl.exp2(sums.row_ref - safe_ref)
+            decay = tl.exp2(sums.row_ref - safe_ref)  # [BLOCK_M]
             row_sum = sums.row_sum * decay + total
 
             # P V. V is loaded here: any earlier, Triton 3.6 computes wrong addresses of FP8 values.
             if SPEC.has_fp8_values:
-                value = load_fp8_values(head, step, SPEC)
+                value = load_fp8_values(head, step, SPEC)  # [N, VALUE_DIM]
             else:
                 value = load_step_values(head, mask, step, lengths, SPEC)
             accumulator = add_product(sums.accumulator, decay, probability.to(P_DTYPE), value, SPEC)

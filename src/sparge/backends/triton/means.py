@@ -53,16 +53,16 @@ def head_means(mean_ptrs, mean_strides, tile, padded_kv_blocks, kv_blocks, bias_
         last_query = tl.minimum(first_query + BLOCK_Q, lengths.q_len) - 1
         begin = tl.maximum(last_query + lengths.first_offset, 0) // (BLOCK_K * BLOCK_K) * BLOCK_K
     return Means(
-        head_base(mean_ptrs.key, mean_strides.key, tile.batch, tile.kv_head),
-        mean_strides.key[2],
-        mean_ptrs.key_scale + tile.flat_kv_head * tl.cdiv(padded_kv_blocks, BLOCK_K) * KEY_GROUPS,
-        mean_ptrs.exact_key + tile.flat_kv_head * padded_kv_blocks * SPEC.head_dim_padded,
-        head_base(mean_ptrs.value, mean_strides.value, tile.batch, tile.kv_head),
-        mean_strides.value[2],
-        mean_ptrs.bias + tile.flat_q_block * bias_columns,
-        begin,
-        end,
-        kv_blocks,
+        key_base=head_base(mean_ptrs.key, mean_strides.key, tile.batch, tile.kv_head),
+        key_stride=mean_strides.key[2],
+        key_scale_base=mean_ptrs.key_scale + tile.flat_kv_head * tl.cdiv(padded_kv_blocks, BLOCK_K) * KEY_GROUPS,
+        exact_key_base=mean_ptrs.exact_key + tile.flat_kv_head * padded_kv_blocks * SPEC.head_dim_padded,
+        value_base=head_base(mean_ptrs.value, mean_strides.value, tile.batch, tile.kv_head),
+        value_stride=mean_strides.value[2],
+        bias_base=mean_ptrs.bias + tile.flat_q_block * bias_columns,
+        begin=begin,
+        end=end,
+        kv_blocks=kv_blocks,
     )
 
 
