@@ -116,7 +116,8 @@ def assert_like_the_reference(
 def forget_recordings() -> None:
     """Drop all recordings, so that the next call of every kind is recorded again."""
     if BACKEND in ("triton", "hopper"):
-        from sparge import call, call_cache
+        from sparge import call
+        from sparge.dispatch import call_cache
 
         call_cache.forget()
         call.forget_recordings()

@@ -211,13 +211,11 @@ def as_autocast(
 
 def autocast_tensor(tensor: Tensor) -> Tensor:
     """Return a tensor in autocast's dtype, where autocast is enabled and would cast it."""
-    if not isinstance(tensor, Tensor) or not torch.amp.is_autocast_available(tensor.device.type):
+    if not isinstance(tensor, Tensor) or tensor.is_meta:  # autocast does not know the meta device
         return tensor
-    if (
-        not torch.is_autocast_enabled(tensor.device.type)
-        or not tensor.is_floating_point()
-        or tensor.dtype == torch.float64
-    ):
+    if not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor
+    if not torch.is_autocast_enabled(tensor.device.type):
         return tensor
     return tensor.to(torch.get_autocast_dtype(tensor.device.type))
 
