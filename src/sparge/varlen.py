@@ -336,8 +336,8 @@ def _packed_calls(group: Group, call: Call, dtype: torch.dtype, with_lse: bool) 
     if reason is None:
         rules = {"skipped": validation.resolve_skipped(call.skipped, call.is_causal, None, shape)}
     whole = replace(call, shape=shape, window=window, quantization=quantization, exact_lse=with_lse, **rules)
-    words = "" if reason is None else reasons.describe(reason)
-    return PackedCalls(whole, backend, dtype, group.segments, words)
+    label = "" if reason is None else reasons.describe(reason)
+    return PackedCalls(whole, backend, dtype, group.segments, label)
 
 
 def _nothing(query: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:

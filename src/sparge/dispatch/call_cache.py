@@ -214,18 +214,18 @@ class Predictions:
 class PackedCalls:
     """Packed calls of one kind: a group of segments that is the same each time."""
 
-    def __init__(self, call: Call, backend: str, dtype: torch.dtype, segments: tuple[Segment, ...], words: str) -> None:
+    def __init__(self, call: Call, backend: str, dtype: torch.dtype, segments: tuple[Segment, ...], label: str) -> None:
         """Resolve what the calls share.
 
         Args:
             call: one over a batch of so many segments as long as the longest, without `Call.segments`.
-            words: what a dense call is counted as; nothing for a sparse one.
+            label: what `sparge.stats` counts a dense call as; empty for a sparse one.
         """
         self._call = call
         self._backend = base.get(backend).serving(call, dtype)
         self._segments = segments
-        self._words = words
-        self._counted = words or f"sparse: {self._backend.name}"
+        self._label = label
+        self._counted = label or f"sparse: {self._backend.name}"
         self._tables: Tables | None = None
         self._recorded: base.RecordedAttention | None = None
 
@@ -248,8 +248,8 @@ class PackedCalls:
         recorded = self._recorded
         if recorded is not None and _is_current(query.device) and not self._backend.is_overridden():
             addresses = [query.data_ptr(), key.data_ptr(), value.data_ptr()]
-            totals = None if self._words else counters.block_totals(query.device)
-            if _are_plain(addresses) and (self._words or totals is not None):
+            totals = None if self._label else counters.block_totals(query.device)
+            if _are_plain(addresses) and (self._label or totals is not None):
                 counters.record(self._counted, has_threshold=self._call.pv_threshold is not None)
                 if totals is not None:
                     addresses.append(totals.data_ptr())
@@ -257,10 +257,10 @@ class PackedCalls:
                 return
         call = self._call.of(segments=tables.with_results(output, lse))
         tensors = ops.over_segments(_heads_first(query), _heads_first(key), _heads_first(value), call)
-        ops.run_packed(*tensors, call, self._backend, words=self._words)
+        ops.run_packed(*tensors, call, self._backend, label=self._label)
         given, read = [query, key, value], [tensor.data_ptr() for tensor in tensors]
         if recorded is None and _are_plain(read) and read == [tensor.data_ptr() for tensor in given]:  # no copies
-            totals = None if self._words else counters.block_totals(query.device)
+            totals = None if self._label else counters.block_totals(query.device)
             self._recorded = self._backend.recorded_attention(*tensors, call, totals=totals)
 
 
@@ -286,11 +286,11 @@ class DenseCalls:
     """Dense calls of one kind."""
 
     def __init__(
-        self, call: Call, asked: str, resolved: str, query: Tensor, words: str, *, with_lse: bool, layout: str
+        self, call: Call, asked: str, resolved: str, query: Tensor, label: str, *, with_lse: bool, layout: str
     ) -> None:
         self._call = call.of()
         self._asked = asked
-        self._words = words
+        self._label = label
         self._with_lse = with_lse
         self._is_tokens_first = layout == "NHD"
         backend = base.get(resolved).serving(call, query.dtype)
@@ -311,15 +311,15 @@ class DenseCalls:
         if self._is_tokens_first:
             query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         if self._is_sdpa and not torch.is_autocast_enabled(query.device.type):
-            counters.record(self._words)
+            counters.record(self._label)
             output = self._sdpa(query, key, value)
             if output.stride() != self._strides:
                 output = laid_out(output, query)
             lse = output  # nobody reads it
         else:
             call = self._call if attn_mask is None else self._call.of(attn_mask=_in_four_dimensions(attn_mask))
-            with_lse, words = self._with_lse, self._words
-            output, lse = ops.run_dense(query, key, value, call, self._asked, with_lse=with_lse, words=words)
+            with_lse, label = self._with_lse, self._label
+            output, lse = ops.run_dense(query, key, value, call, self._asked, with_lse=with_lse, label=label)
         return (output.transpose(1, 2) if self._is_tokens_first else output), lse
 
 

@@ -4,7 +4,7 @@
     attend(query, key, value, kv_num_blocks, kv_indices, visible_num_blocks, ANY_CALL, SKIPPING) -> (output, lse)
     attention(query, key, value, ANY_CALL, SKIPPING, SELECTION) -> (output, lse)      sharing the passes over K
     attention_or_dense(...)      the same, dense below the crossover; for exported programs of any length
-    dense(query, key, value, ANY_CALL, with_lse, words) -> (output, lse)
+    dense(query, key, value, ANY_CALL, with_lse, label) -> (output, lse)
     along(tokens, grid, order, start, undo) -> tokens      in an order of `ordering`, or back from it
 
 All tensors are heads-first. An operator takes no objects: a `Call` comes as plain arguments, in one order, as many as
@@ -87,7 +87,7 @@ _LIBRARY.define(f"attention({_TENSORS}, {_CALL}) -> (Tensor, Tensor)")
 _LIBRARY.define(f"attention_or_dense({_TENSORS}, {_CALL}) -> (Tensor, Tensor)")
 _LIBRARY.define("along(Tensor tokens, SymInt[] grid, str order, SymInt start, bool undo) -> Tensor")
 _LIBRARY.define(f"all_along({_TENSORS}, SymInt[] grid, str order, SymInt start) -> (Tensor, Tensor, Tensor)")
-_LIBRARY.define(f"dense({_TENSORS}, {schema(ANY_CALL)}, bool with_lse, str words) -> (Tensor, Tensor)")
+_LIBRARY.define(f"dense({_TENSORS}, {schema(ANY_CALL)}, bool with_lse, str label) -> (Tensor, Tensor)")
 
 
 def is_direct(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -139,18 +139,18 @@ def attend(
 
 
 def dense(
-    query: Tensor, key: Tensor, value: Tensor, call: Call, backend: str, *, with_lse: bool, words: str
+    query: Tensor, key: Tensor, value: Tensor, call: Call, backend: str, *, with_lse: bool, label: str
 ) -> tuple[Tensor, Tensor]:
     """Attention over every visible block through its operator.
 
     Args:
         backend: "auto" takes the faster of torch's kernels and those of the device's backend.
         with_lse: the LSE is empty unless it is asked for: torch's fastest kernels do not give it.
-        words: what it is counted as; nothing where it was counted before.
+        label: what `sparge.stats` counts the call as; empty if it was counted before.
     """
     if is_direct(query, key, value):
-        return run_dense(query, key, value, interned(call), backend, with_lse=with_lse, words=words)
-    return operators.dense(query, key, value, *pack_dense(call, backend), with_lse, words)
+        return run_dense(query, key, value, interned(call), backend, with_lse=with_lse, label=label)
+    return operators.dense(query, key, value, *pack_dense(call, backend), with_lse, label)
 
 
 def over_segments(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
@@ -282,13 +282,13 @@ def _attention_or_dense(query: Tensor, key: Tensor, value: Tensor, *arguments: A
     if reason is None:
         return run_attention(query, key, value, interned(call), base.get(name).serving(call, query.dtype))
     dense_call = Call(call.shape, call.is_causal, call.scale, attn_mask=call.attn_mask, window=call.window)
-    return run_dense(query, key, value, interned(dense_call), "auto", with_lse=True, words=describe(reason))
+    return run_dense(query, key, value, interned(dense_call), "auto", with_lse=True, label=describe(reason))
 
 
 def _dense(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    *packed, with_lse, words = arguments
+    *packed, with_lse, label = arguments
     call, asked = unpack(_shape_of(query, key, value), tuple(packed))
-    return run_dense(query, key, value, interned(call), asked, with_lse=with_lse, words=words)
+    return run_dense(query, key, value, interned(call), asked, with_lse=with_lse, label=label)
 
 
 def _predict_fake(query: Tensor, key: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
@@ -375,11 +375,11 @@ def run_attend(
 
 @_in_place
 def run_dense(
-    query: Tensor, key: Tensor, value: Tensor, call: Call, asked: str, *, with_lse: bool, words: str
+    query: Tensor, key: Tensor, value: Tensor, call: Call, asked: str, *, with_lse: bool, label: str
 ) -> tuple[Tensor, Tensor]:
     """Count a call and compute attention over every visible key; ``asked`` is the backend as the caller named it."""
-    if words:
-        counters.record(words)
+    if label:
+        counters.record(label)
     key, value, cut = drop_unseen_keys(key, value, call)
     call = call if cut is call else interned(cut)
     name = base.resolve(asked, query.device) if asked == "auto" else asked
@@ -446,34 +446,34 @@ def attend_part(
     lse: Tensor,
     *,
     is_first: bool,
-    words: str,
+    label: str,
 ) -> None:
     """Count a call over a part of the keys, and merge it into an output. See `base.Backend.attend_part`.
 
     Args:
-        words: what a dense call is counted as; nothing for a sparse one.
+        label: what `sparge.stats` counts a dense call as; empty for a sparse one.
     """
     call = interned(call)
     serving, totals = base.get(backend).serving(call, query.dtype), None
-    if words:
-        counters.record(words)
+    if label:
+        counters.record(label)
     else:
         totals = counters.record_sparse(serving.name, query.device, has_threshold=call.pv_threshold is not None)
     serving.attend_part(query, key, value, masks, columns, call, output, lse, is_first=is_first, totals=totals)
 
 
 @_in_place
-def run_packed(query: Tensor, key: Tensor, value: Tensor, call: Call, backend: base.Backend, *, words: str) -> None:
+def run_packed(query: Tensor, key: Tensor, value: Tensor, call: Call, backend: base.Backend, *, label: str) -> None:
     """Count a call over the segments of a pack (`Call.segments`), and write its results where that says.
 
     It is no operator: `varlen`, which knows the bounds once it runs, is one around it.
 
     Args:
         query, key, value: of `over_segments`.
-        words: what a dense call is counted as; nothing for a sparse one.
+        label: what `sparge.stats` counts a dense call as; empty for a sparse one.
     """
-    if words:
-        counters.record(words)
+    if label:
+        counters.record(label)
         backend.dense(query, key, value, call, with_lse=True, may_use_torch=False)
     else:
         totals = counters.record_sparse(backend.name, query.device, has_threshold=call.pv_threshold is not None)

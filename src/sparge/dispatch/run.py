@@ -104,7 +104,7 @@ def _run_dense(
         runner = call_cache.DenseCalls(
             resolved.call, options.backend, resolved.backend, query, label, with_lse=with_lse, layout=options.layout
         )
-    output, lse = ops.dense(query, key, value, resolved.call, options.backend, with_lse=with_lse, words=label)
+    output, lse = ops.dense(query, key, value, resolved.call, options.backend, with_lse=with_lse, label=label)
     return output, lse, runner
 
 
@@ -197,7 +197,7 @@ def dense(
     )
     bounds = validation.resolve_window(window, is_causal, shape.q_len, shape.kv_len)
     call = Call(shape, bounds.right == 0, scale, quantization=resolved, attn_mask=attn_mask, window=bounds)
-    output, lse = ops.dense(query, key, value, call, backend, with_lse=return_lse, words=label)
+    output, lse = ops.dense(query, key, value, call, backend, with_lse=return_lse, label=label)
     return (output, lse) if return_lse else output
 
 

@@ -51,6 +51,6 @@ def attend(
     """Return output and LSE over the blocks of a mask, or dense; without ``return_lse`` the LSE may be empty."""
     if request.reason is not None:
         backend, with_lse = request.requested_backend, request.return_lse
-        return ops.dense(query, key, value, call, backend, with_lse=with_lse, words=request.dense_label)
+        return ops.dense(query, key, value, call, backend, with_lse=with_lse, label=request.dense_label)
     assert mask is not None
     return ops.attend(query, key, value, mask, call, request.backend)

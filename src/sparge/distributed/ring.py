@@ -123,7 +123,7 @@ def attend(
                     _take(output, part.queries),
                     _take(lse, part.queries),
                     is_first=is_first,  # the first part is a rank's own keys, which all of its queries see
-                    words=label,
+                    label=label,
                 )
                 is_first = False
             if wait is not None:

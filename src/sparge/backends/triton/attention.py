@@ -214,8 +214,8 @@ def attention_kernel(
         scale_bits = tl.load(exact_ptrs.largest_key_scale + tile.flat_kv_head)
         is_coarse = tl.max(query_scale, 0) * scale_bits.to(tl.float32, bitcast=True) >= SPEC.coarse_unit
         if is_coarse:
-            # The sign bit of a scale is 0, which the compiler cannot know: it computes the coordinates that follow from
-            # `coarse_tile` again here, instead of keeping them in registers across the main loop for the epilogue.
+            # The sign bit of a scale is 0, which the compiler cannot know. It therefore computes these coordinates
+            # again here, instead of keeping them in registers across the main loop for the epilogue.
             coarse_tile = locate(pid + (scale_bits >> 31), heads, group, q_blocks, SPEC)
             exact_query_base = head_base(exact_ptrs.query, exact_strides.query, coarse_tile.batch, coarse_tile.head)
             exact_key_base = head_base(exact_ptrs.key, exact_strides.key, coarse_tile.batch, coarse_tile.kv_head)

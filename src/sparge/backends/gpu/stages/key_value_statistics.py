@@ -8,6 +8,7 @@ The pass is bound by memory. Few threads per program and elementwise partial sum
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -143,21 +144,55 @@ def _finite_part(
     return total, square, count
 
 
+class StatisticsResults(NamedTuple):
+    """What `summarize_kernel` writes: see there. Placeholders for what SPEC does not request."""
+
+    mean_high: Any
+    mean_low: Any
+    variance: Any
+    key_block: Any
+    value_block: Any
+    block_bias: Any
+    block_usable: Any
+    key_part: Any
+    key_count: Any
+    value_max: Any
+
+
+@dataclass(frozen=True)
+class SummarizeSpec:
+    """The values that `summarize_kernel` is compiled for.
+
+    Attributes:
+        head_dim, value_dim: channels of K and V, also padded to powers of two.
+        has_seen: some keys are hidden.
+        with_means, with_variance, with_blocks, with_sums, with_value: which results are requested.
+        packed: batch elements are segments of a pack.
+        blocks: key blocks of a chunk.
+        slab: tokens that are added elementwise.
+    """
+
+    head_dim: int
+    value_dim: int
+    head_dim_padded: int
+    value_dim_padded: int
+    has_seen: bool
+    with_means: bool
+    with_variance: bool
+    with_blocks: bool
+    with_sums: bool
+    with_value: bool
+    packed: bool
+    blocks: int
+    slab: int
+
+
 @triton.jit(do_not_specialize=NUMBERS)
 def summarize_kernel(
     key_ptr,
     value_ptr,
     seen_ptr,
-    mean_high_ptr,
-    mean_low_ptr,
-    variance_ptr,
-    key_block_ptr,
-    value_block_ptr,
-    block_bias_ptr,
-    block_usable_ptr,
-    key_part_ptr,
-    key_count_ptr,
-    value_max_ptr,
+    result_ptrs,
     segments_ptr,
     key_strides,
     value_strides,
@@ -168,19 +203,7 @@ def summarize_kernel(
     kv_blocks,
     first_key,
     chunks,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    HEAD_DIM_PADDED: tl.constexpr,
-    VALUE_DIM_PADDED: tl.constexpr,
-    HAS_SEEN: tl.constexpr,
-    WITH_MEANS: tl.constexpr,
-    WITH_VARIANCE: tl.constexpr,
-    WITH_BLOCKS: tl.constexpr,
-    WITH_SUMS: tl.constexpr,
-    WITH_VALUE: tl.constexpr,
-    PACKED: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    SLAB: tl.constexpr,
+    SPEC: tl.constexpr,
 ):
     """Compute statistics of every key block j and partial sums of every chunk of BLOCKS blocks, over seen tokens.
 
@@ -194,17 +217,26 @@ def summarize_kernel(
 
     Reads
         key, value            [B, Hkv, Sk, D | Dv]
-        seen                  [B, Hkv, Sk] bool (HAS_SEEN)
-        segments              of `Segments.table` (PACKED)
+        seen                  [B, Hkv, Sk] bool (SPEC.has_seen)
+        segments              of `Segments.table` (SPEC.packed)
     Writes
-        mean_high, mean_low   [B * Hkv, kv_blocks, D padded] bfloat16 (WITH_MEANS)
-        variance              the same (WITH_VARIANCE, which needs WITH_MEANS)
-        key_block, value_block    [B * Hkv, kv_blocks, D | Dv padded], block_bias [B * Hkv, kv_blocks] (WITH_BLOCKS)
-        block_usable              [B * Hkv, kv_blocks] int8 (WITH_BLOCKS), whether the bias is finite
-        key_part              [B * Hkv, chunks, 2, D padded] float32, sum and sum of squares (WITH_SUMS)
-        key_count             [B * Hkv, chunks] int32 (WITH_SUMS)
-        value_max             [B * Hkv, chunks, Dv padded] float32 (WITH_VALUE)
+        mean_high, mean_low   [B * Hkv, kv_blocks, D padded] bfloat16 (SPEC.with_means)
+        variance              the same (SPEC.with_variance, which needs SPEC.with_means)
+        key_block, value_block    [B * Hkv, kv_blocks, D | Dv padded] (SPEC.with_blocks)
+        block_bias                [B * Hkv, kv_blocks] float32 (SPEC.with_blocks)
+        block_usable              [B * Hkv, kv_blocks] int8 (SPEC.with_blocks), whether the bias is finite
+        key_part              [B * Hkv, chunks, 2, D padded] float32, sum and sum of squares (SPEC.with_sums)
+        key_count             [B * Hkv, chunks] int32 (SPEC.with_sums)
+        value_max             [B * Hkv, chunks, Dv padded] float32 (SPEC.with_value)
     """
+    HEAD_DIM: tl.constexpr = SPEC.head_dim
+    HEAD_DIM_PADDED: tl.constexpr = SPEC.head_dim_padded
+    VALUE_DIM: tl.constexpr = SPEC.value_dim
+    VALUE_DIM_PADDED: tl.constexpr = SPEC.value_dim_padded
+    HAS_SEEN: tl.constexpr = SPEC.has_seen
+    BLOCKS: tl.constexpr = SPEC.blocks
+    SLAB: tl.constexpr = SPEC.slab
+
     # Prologue
     chunk = tl.program_id(0) % chunks
     flat_head = (tl.program_id(0) // chunks).to(tl.int64)
@@ -215,7 +247,7 @@ def summarize_kernel(
     key_base = head_base(key_ptr, key_strides, batch, head)
     value_base = head_base(value_ptr, value_strides, batch, head)
     seen_base = head_base(seen_ptr, seen_strides, batch, head)
-    if PACKED:
+    if SPEC.packed:
         kv_start, kv_len = segment_keys(segments_ptr, batch)
         key_base += kv_start * key_strides[2]
         value_base += kv_start * value_strides[2]
@@ -225,7 +257,7 @@ def summarize_kernel(
     part = flat_head * chunks + chunk
 
     value_max = tl.zeros((VALUE_DIM_PADDED,), tl.float32)
-    if WITH_MEANS or WITH_SUMS or WITH_BLOCKS:
+    if SPEC.with_means or SPEC.with_sums or SPEC.with_blocks:
         key_sum = tl.zeros((HEAD_DIM_PADDED,), tl.float32)
         key_square = tl.zeros((HEAD_DIM_PADDED,), tl.float32)
         key_count = 0
@@ -244,24 +276,26 @@ def summarize_kernel(
             mean = total * share
             row = flat_head * kv_blocks + block
             inside = channels < tl.where(block < kv_blocks, HEAD_DIM_PADDED, 0)
-            if WITH_BLOCKS:  # means that replace the block
+            if SPEC.with_blocks:  # means that replace the block
                 value_total, _, largest, _ = _sums(
                     value_head, block, first_key, kv_len, 0.0, VALUE_DIM, VALUE_DIM_PADDED, HAS_SEEN, False, SLAB
                 )
                 value_max = tl.maximum(value_max, tl.max(largest, 0))
                 value_mean = tl.sum(value_total, 0) * share
                 broken = (tl.min(is_finite(mean).to(tl.int32)) == 0) | (tl.min(is_finite(value_mean).to(tl.int32)) == 0)
-                key_block = tl.where(broken, 0.0, mean).to(key_block_ptr.dtype.element_ty)
-                tl.store(key_block_ptr + row * HEAD_DIM_PADDED + channels, key_block, mask=inside)
-                value_block = tl.where(broken, 0.0, value_mean).to(value_block_ptr.dtype.element_ty)
+                key_block = tl.where(broken, 0.0, mean).to(result_ptrs.key_block.dtype.element_ty)
+                tl.store(result_ptrs.key_block + row * HEAD_DIM_PADDED + channels, key_block, mask=inside)
+                value_block = tl.where(broken, 0.0, value_mean).to(result_ptrs.value_block.dtype.element_ty)
                 value_inside = value_channels < tl.where(block < kv_blocks, VALUE_DIM_PADDED, 0)
-                tl.store(value_block_ptr + row * VALUE_DIM_PADDED + value_channels, value_block, mask=value_inside)
+                tl.store(
+                    result_ptrs.value_block + row * VALUE_DIM_PADDED + value_channels, value_block, mask=value_inside
+                )
                 bias = tl.where(count == BLOCK_K, 6.0, tl.log2(count.to(tl.float32)))
-                tl.store(block_bias_ptr + row, tl.where(broken, float("nan"), bias), mask=block < kv_blocks)
+                tl.store(result_ptrs.block_bias + row, tl.where(broken, float("nan"), bias), mask=block < kv_blocks)
                 usable = (count > 0) & (broken == 0)
-                tl.store(block_usable_ptr + row, usable.to(tl.int8), mask=block < kv_blocks)
-            if WITH_MEANS:  # statistics for the scores
-                if WITH_VARIANCE:
+                tl.store(result_ptrs.block_usable + row, usable.to(tl.int8), mask=block < kv_blocks)
+            if SPEC.with_means:  # statistics for the scores
+                if SPEC.with_variance:
                     variance = squares * share - mean * mean
                     if key_ptr.dtype.element_ty == tl.float32:
                         # float32 sums hold squares of 16-bit numbers; float32 numbers must be centered first.
@@ -275,25 +309,25 @@ def summarize_kernel(
                 mean = tl.where(is_finite(mean), mean * (scale * LOG2_E), float("nan"))
                 mean_high = mean.to(tl.bfloat16)
                 offsets = row * HEAD_DIM_PADDED + channels
-                tl.store(mean_high_ptr + offsets, mean_high, mask=inside)
-                tl.store(mean_low_ptr + offsets, (mean - mean_high.to(tl.float32)).to(tl.bfloat16), mask=inside)
-                if WITH_VARIANCE:
+                tl.store(result_ptrs.mean_high + offsets, mean_high, mask=inside)
+                tl.store(result_ptrs.mean_low + offsets, (mean - mean_high.to(tl.float32)).to(tl.bfloat16), mask=inside)
+                if SPEC.with_variance:
                     shared_variance = variance * (VARIANCE_SHARE * scale * scale * LOG2_E)
-                    tl.store(variance_ptr + offsets, shared_variance.to(tl.bfloat16), mask=inside)
+                    tl.store(result_ptrs.variance + offsets, shared_variance.to(tl.bfloat16), mask=inside)
         # Sums of the chunk, for quantization
-        if WITH_SUMS:
+        if SPEC.with_sums:
             if tl.min(is_finite(key_sum).to(tl.int32)) == 0:
                 key_sum, key_square, key_count = _finite_part(
                     key_head, chunk, first_key, kv_len, HEAD_DIM, HEAD_DIM_PADDED, HAS_SEEN, BLOCKS, SLAB
                 )
-            key_part = key_part_ptr + part * 2 * HEAD_DIM_PADDED + channels
+            key_part = result_ptrs.key_part + part * 2 * HEAD_DIM_PADDED + channels
             tl.store(key_part + SUM * HEAD_DIM_PADDED, key_sum)
             tl.store(key_part + SQUARE * HEAD_DIM_PADDED, key_square)
-            tl.store(key_count_ptr + part, key_count)
+            tl.store(result_ptrs.key_count + part, key_count)
 
     # Maxima of V
-    if WITH_VALUE:
-        if not WITH_BLOCKS:
+    if SPEC.with_value:
+        if not SPEC.with_blocks:
             value_max = _largest(
                 value_head, chunk, first_key, kv_len, VALUE_DIM, VALUE_DIM_PADDED, HAS_SEEN, False, BLOCKS, SLAB
             )
@@ -301,7 +335,7 @@ def summarize_kernel(
             value_max = _largest(
                 value_head, chunk, first_key, kv_len, VALUE_DIM, VALUE_DIM_PADDED, HAS_SEEN, True, BLOCKS, SLAB
             )
-        tl.store(value_max_ptr + part * VALUE_DIM_PADDED + value_channels, value_max)
+        tl.store(result_ptrs.value_max + part * VALUE_DIM_PADDED + value_channels, value_max)
 
 
 @dataclass(frozen=True)
@@ -375,16 +409,18 @@ def key_value_statistics(
         key_ptr=key,
         value_ptr=value,
         seen_ptr=keys_seen,
-        mean_high_ptr=statistics.mean_high,
-        mean_low_ptr=statistics.mean_low,
-        variance_ptr=statistics.variance,
-        key_block_ptr=statistics.key_block,
-        value_block_ptr=statistics.value_block,
-        block_bias_ptr=statistics.block_bias,
-        block_usable_ptr=statistics.block_usable,
-        key_part_ptr=statistics.key_part,
-        key_count_ptr=statistics.key_count,
-        value_max_ptr=statistics.value_max,
+        result_ptrs=StatisticsResults(
+            mean_high=statistics.mean_high,
+            mean_low=statistics.mean_low,
+            variance=statistics.variance,
+            key_block=statistics.key_block,
+            value_block=statistics.value_block,
+            block_bias=statistics.block_bias,
+            block_usable=statistics.block_usable,
+            key_part=statistics.key_part,
+            key_count=statistics.key_count,
+            value_max=statistics.value_max,
+        ),
         segments_ptr=segments_argument(call, key),
         key_strides=strides_of(key),
         value_strides=strides_of(value),
@@ -395,19 +431,21 @@ def key_value_statistics(
         kv_blocks=shape.kv_blocks,
         first_key=first_key(call),
         chunks=chunks,
-        HEAD_DIM=shape.head_dim,
-        VALUE_DIM=shape.value_dim,
-        HEAD_DIM_PADDED=width,
-        VALUE_DIM_PADDED=value_width,
-        HAS_SEEN=seen is not None and seen.keys is not None,
-        WITH_MEANS=means,
-        WITH_VARIANCE=variance,
-        WITH_BLOCKS=with_blocks,
-        WITH_SUMS=sums,
-        WITH_VALUE=value_max,
-        PACKED=call.segments is not None,
-        BLOCKS=blocks,
-        SLAB=options.slab,
+        SPEC=SummarizeSpec(
+            head_dim=shape.head_dim,
+            value_dim=shape.value_dim,
+            head_dim_padded=width,
+            value_dim_padded=value_width,
+            has_seen=seen is not None and seen.keys is not None,
+            with_means=means,
+            with_variance=variance,
+            with_blocks=with_blocks,
+            with_sums=sums,
+            with_value=value_max,
+            packed=call.segments is not None,
+            blocks=blocks,
+            slab=options.slab,
+        ),
         num_warps=options.warps,
     )
     return statistics
