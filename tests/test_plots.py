@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -25,6 +26,7 @@ from sparge.evaluate.block_colors import (
     palette,
 )
 from sparge.masks.plot import token_ticks
+from sparge.options.extras import install_command
 
 
 def rgb(color: str) -> list[int]:
@@ -145,7 +147,7 @@ def test_plot_limits_and_refusals() -> None:
 
 def test_missing_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"pip install 'sparge\[plot\]'"):
+    with pytest.raises(ImportError, match=re.escape(install_command("plot"))):
         staircase().plot()
 
 

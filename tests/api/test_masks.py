@@ -293,7 +293,7 @@ class TestMeansUnderAMask:
     def test_attention(self) -> None:
         query, key, value = make_qkv(300)
         call = {"attn_mask": self.MASK, "skipped": "mean", "quantization": "int8_fp16"}
-        message = "skipped='mean': expected no attn_mask, or a bool one over keys, got one with an entry per query"
+        message = r"skipped='mean': expected no attn_mask, or a bool one over keys, got a full \(S_q x S_k\) one"
         with pytest.raises(NotImplementedError, match=message):
             sparge.attention(query, key, value, **call)
         output = sparge.attention(query, key, value, on_unsupported="dense", **call)

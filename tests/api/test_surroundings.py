@@ -95,7 +95,7 @@ class TestSurroundings:
         expected = self.results(32, options, "torch")
         monkeypatch.setattr(torch_blocks, "CHUNK_BYTES", 1)
         monkeypatch.setattr(torch_predict, "CHUNK_BYTES", 1)
-        monkeypatch.setattr(torch_online, "ROWS_AT_A_TIME", 3)
+        monkeypatch.setattr(torch_online, "MAX_Q_BLOCKS", 3)
         got = self.results(32, options, "torch")
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
