@@ -42,7 +42,7 @@ PRESETS = {"llm": 0.08, "image": 0.07, "video": 0.05}
 
 @dataclass(frozen=True)
 class Curve:
-    """Relative L1 errors of one layer's attention output at rising densities: for each input, one at each density.
+    """Relative L1 errors of one layer's attention output, for each input at rising densities.
 
     Example:
         >>> curve = Curve((0.1, 0.4), ((0.2, 0.05), (0.1, 0.02)))

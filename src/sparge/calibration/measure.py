@@ -124,8 +124,7 @@ def check(
 def _measured(
     model: Any, entry: Any, policy: Policy, densities: Sequence[float] | None
 ) -> tuple[dict[str, list[float]], dict[str, list[float]], int]:
-    """Return errors of every layer at every density (or under the policy), densities of all `SHARES`, and the most
-    keys.
+    """Return errors of every layer at every density or under the policy, densities of all `SHARES`, and the most keys.
 
     Errors and densities are means over a layer's calls.
     """

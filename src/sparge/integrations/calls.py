@@ -169,7 +169,7 @@ def _in_order(call: ModelCall, order: TokenOrder | None, spans: tuple[Span, ...]
 
 
 def _attention_function(layer: Layer, call: ModelCall, spans: tuple[Span, ...] | None) -> Callable[..., Any]:
-    """Return the function that computes a call: `sparge.attention`, or what stands for it."""
+    """Return the function that computes a call: `sparge.attention` or its substitute."""
     substitute = None if is_compiling() else _THREAD.substitute
     attention: Callable[..., Any] = api.attention if call.part is None else call.part.attention
     if substitute is not None:

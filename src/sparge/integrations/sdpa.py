@@ -41,9 +41,7 @@ _THREAD = _Thread()
 def undisturbed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a framework's own attention for a dense call, without interception by an enclosing scope."""
     if torch.compiler.is_compiling() or not torch._C._len_torch_function_stack():
-        return function(
-            *args, **kwargs
-        )  # guards do not bear a thread's attribute that comes and goes; no scope is open
+        return function(*args, **kwargs)  # no scope is open; guards fail on a thread attribute that changes
     before, _THREAD.deciding = _THREAD.deciding, True
     try:
         return function(*args, **kwargs)
@@ -56,7 +54,7 @@ class Tokens:
     """Description of the tokens of an attention call.
 
     Attributes:
-        is_self: whether queries and keys belong to one sequence; None: true if their lengths are equal.
+        is_self: whether queries and keys belong to one sequence; None decides by their lengths.
         text: key ranges [start, stop) to keep besides the policy's; a stop of None is the last key.
         keys: the number of keys; None: any.
         is_text: whether all tokens are text.
@@ -110,8 +108,7 @@ class Scope:
 
 
 class SparseMode(TorchFunctionMode):
-    """Intercept the SDPA calls of this thread and run them by the scope's policy. ``was_used`` is set by the first
-    call."""
+    """Run the SDPA calls of this thread by the policy of a scope. The first call sets ``was_used``."""
 
     def __init__(self, scope: Scope) -> None:
         super().__init__()
@@ -132,7 +129,7 @@ class SparseMode(TorchFunctionMode):
                 count(Reason.INSIDE_MODULE, self.scope.layer.name)
             return func(*args, **kwargs)
         self.was_used = True
-        thread.deciding = True  # modes outside this one have no say
+        thread.deciding = True  # enclosing modes must not decide again
         try:
             output = sparse_sdpa(self.scope, *args, **kwargs)
             return func(*args, **kwargs) if output is None else output

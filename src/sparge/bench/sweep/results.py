@@ -23,7 +23,7 @@ class Outcome:
 
     Attributes:
         status: "right", "wrong", "failed", "timed out" or "not tried"; ``note`` holds the reason.
-        error: relative L1 error: attention against exact attention, a stage against the chosen configuration.
+        error: relative L1, for attention against exact attention, for a stage against the chosen configuration.
         spills: registers per thread that are spilled to memory.
         shared: bytes of shared memory per program.
         ms: median of one launch; None where it was not timed.

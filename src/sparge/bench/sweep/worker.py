@@ -164,7 +164,8 @@ def captured(function: Callable[..., Any]) -> Iterator[list[tuple[Any, Any]]]:
 
 
 def _again(function: Callable[..., Any], calls: list[tuple[Any, Any]]) -> Callable[[], Any]:
-    """Return a function that repeats the first call. Results that it does not return are arguments that it changes."""
+    """Return a function that repeats the first call and returns its results, or its arguments if they hold the
+    results."""
     if not calls:
         raise RuntimeError(f"expected a call of {function.__module__}.{function.__qualname__}, got none")
     args, kwargs = calls[0]
