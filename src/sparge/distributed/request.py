@@ -128,7 +128,7 @@ def resolve(
         The tensors heads first, and the request.
 
     Raises:
-        TypeError, ValueError: an argument is not what was expected, or differs between ranks.
+        TypeError, ValueError: an argument is invalid, or differs between ranks.
         NotImplementedError: gradients, or a head_dim or device without support.
     """
     known: Request | str | None

@@ -83,7 +83,7 @@ class TokenSplit(NamedTuple):
         """Return the sizes of the call.
 
         Raises:
-            TypeError, ValueError: an argument is not what was expected.
+            TypeError, ValueError: an argument is invalid.
             NotImplementedError: the mask is not one over keys, or the mode does not accept it.
         """
         for name, default in DEFAULTS.items():

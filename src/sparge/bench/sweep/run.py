@@ -1,7 +1,7 @@
 """``sparge sweep``: derive rows of the tables of launch configurations, each with its measured reason.
 
     1. check    every candidate runs once, in one of several processes: does it compile, is its result right
-    2. first    right candidates are timed in turns, 12 at a time, each with the chosen configuration
+    2. first    correct candidates are timed in turns, 12 at a time, each with the chosen configuration
     3. final    the fastest are timed again for longer, in turns with the chosen one
 
 A candidate whose result is wrong, or that spills where the chosen one does not, is listed and never recommended. A
