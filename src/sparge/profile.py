@@ -200,7 +200,7 @@ class Profile:
 
     @property
     def density(self) -> float:
-        """The mean of all budgets."""
+        """Return the mean of all budgets."""
         budgets = self.policy.budgets or {}
         return sum(budgets.values()) / len(budgets)
 

@@ -57,7 +57,7 @@ def sparge(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Training-free sparse and quantised attention for PyTorch."""
+    """Training-free sparse and quantized attention for PyTorch."""
 
 
 @app.command()

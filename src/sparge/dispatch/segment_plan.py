@@ -36,7 +36,7 @@ class Way(NamedTuple):
         reason: why the segments are dense; None if they are sparse.
         backend: the backend that computes them.
         quantization: the resolved quantization.
-        window: what the call's window is for each of them (`window.within`): stages go by which bounds there are.
+        window: the call's window within each segment (`window.within`); stages depend on its bounds.
     """
 
     reason: Reason | None
@@ -73,7 +73,7 @@ def plan_of(
     """Return the calls for a pack.
 
     Args:
-        call: what is asked of every segment, with the sizes of the pack.
+        call: the call of every segment, with the sizes of the pack.
         backend: the backend that the caller requested.
         device, dtype: those of the query.
         may_pack: whether packed kernels support the call.

@@ -1,6 +1,7 @@
 """Resolve a call over several ranks: arguments -> `Request`, the same on every rank whatever part the rank computes.
 
-Whether the call is sparse depends on the sizes of the largest part, which all ranks know. If each rank decided by its
+The sizes of the largest part, which are the same on all ranks, decide between dense and
+sparse. If each rank decided by its
 own sizes, ranks could wait for each other forever.
 """
 

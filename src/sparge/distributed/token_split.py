@@ -25,7 +25,7 @@ class Mode(NamedTuple):
     """A way to compute a call whose tokens are split.
 
     Attributes:
-        name: what the caller passes.
+        name: the caller's value.
         attend: query, key, value (this rank's heads), the request, the split and the order of heads -> output and LSE.
         accepts: the names of `DEFAULTS` that it accepts.
         merges_by_lse: outputs of several parts are merged by their LSE.
@@ -40,7 +40,7 @@ class Mode(NamedTuple):
 
 
 class TokenSplit(NamedTuple):
-    """How the tokens of a call are split, as the caller described it.
+    """The caller's description of how the tokens of a call are split.
 
     Attributes:
         lengths: tokens of every rank; None: equally many.

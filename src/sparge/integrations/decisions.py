@@ -29,7 +29,7 @@ class Decision(NamedTuple):
     Attributes:
         reason: why it is dense; None if it is sparse.
         detail: of the reason, for `sparge.stats`.
-        unsupported: why it cannot be sparse although the policy asks for it.
+        unsupported: why the call cannot be sparse although the policy requests it.
         is_ours: sparge computes it; else the framework does.
         spans: visible keys of each sequence, if the mask only hides padding.
     """

@@ -72,7 +72,7 @@ _WARNED_LOCK = threading.Lock()
 
 
 def refuse(layer: Layer, reason: str) -> None:
-    """Count a call that cannot be sparse; raise, warn once per reason, or do nothing more, as the policy says."""
+    """Count a call that cannot be sparse; then raise, warn once per reason, or do nothing, depending on the policy."""
     message = f"an attention call cannot be sparse: {reason}"
     if layer.policy.on_unsupported == "raise":
         raise NotImplementedError(f"{message} (on_unsupported='warn' or 'dense' runs it dense)")

@@ -1,6 +1,6 @@
 """transformers: ``attn_implementation="sparge"``, in the attention registry and the mask registry.
 
-The prefill of a language model goes sparse. Decoding and all other dense calls run on transformers' own SDPA function,
+The prefill of a language model is sparse. Decoding and all other dense calls run on transformers' own SDPA function,
 so their results are bitwise equal to it. Masks are those of SDPA. A mask that consists of causality, a sliding window
 and padding carries these parts (`masks`), and the kernels read one row per sequence instead of a full (S_q x S_k) mask.
 """
@@ -83,7 +83,7 @@ def register_functions() -> None:
 
 
 class Context(NamedTuple):
-    """The arguments of a call besides its tensors.
+    """The arguments of a call without its tensors.
 
     Attributes:
         module: the attention module.

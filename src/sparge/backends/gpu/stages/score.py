@@ -67,7 +67,7 @@ class ScoreInputs:
     Attributes:
         rows: number of queries that represent a block.
         are_means: these are means of equal parts of the block, else evenly spaced samples.
-        variance: variances of key blocks are read, besides their means.
+        variance: the variances of key blocks are read in addition to their means.
     """
 
     rows: Callable[[Any], int]
