@@ -163,7 +163,7 @@ def measure(bench: Bench, group: Group) -> Iterator[Row]:
     case |= {"family": group.family} if group.family else {}
     case |= {"mask": group.mask} if group.mask else {}
     try:
-        torch.cuda.empty_cache()  # what earlier groups left; without CUDA it does nothing
+        torch.cuda.empty_cache()  # free memory of earlier groups; does nothing without CUDA
         make = partial(inputs_of, group.family) if group.family else make_inputs
         inputs = make(group.problem, bench.device)
         for row in MEASURES[group.suite](bench, group, inputs):
@@ -231,7 +231,7 @@ def _kernel(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
 
 
 def _hopper(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
-    base.resolve("hopper", bench.device)  # or it says what is missing
+    base.resolve("hopper", bench.device)  # raises with the reason if it is unavailable
     kernels = {name: (name, "hopper") for name in ("int8_fp8_fast", "int8_fp8", "none")} | {
         "twin int8_fp8": ("int8_fp8", "triton")
     }
@@ -298,7 +298,7 @@ def _dense_errors(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
 def _memory(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
     call = _sparge(bench, inputs, group.problem, MEMORY_TOPK)
     problems: dict[str, str] = {}
-    attempt(problems, "sparge", call.once)  # compiles, and loads what stays loaded
+    attempt(problems, "sparge", call.once)  # compiles and loads the kernels
     extra = attempt(problems, "sparge", partial(bench.peak_extra_bytes, call.run))
     input_bytes = sum(tensor.nbytes for tensor in inputs)
     yield {

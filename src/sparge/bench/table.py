@@ -229,7 +229,7 @@ VIEWS = {
     "masks": View("masks", "Full masks, against SDPA under the same mask", _masks),
     "crossover": View(
         "crossover",
-        "Sparse 8-bit attention against the fastest dense kernel, by size",
+        "Sparse INT8/FP8 attention against the fastest dense kernel, by size",
         _crossover,
         {"topk": 0.5, "head_dim": 128},
         partial(_with_rivals, _crossover),

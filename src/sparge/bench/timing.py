@@ -162,13 +162,13 @@ def _capture(variant: Variant) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     with variant.context():
         with torch.cuda.stream(stream):
-            variant.run()  # allocates what a stream's first call allocates
+            variant.run()  # makes the allocations of a stream's first call
         torch.cuda.synchronize()
         try:
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 variant.run()
         except Exception as error:
-            # Ending a broken capture raises again and hides what broke it.
+            # Ending a failed capture raises again and hides the first error.
             raise RuntimeError(f"no CUDA graph: {error.__context__ or error}") from error
     torch.cuda.synchronize()
     return graph

@@ -174,7 +174,7 @@ def bench(
             rows.append(row)
             if lines is not None:
                 lines.write(json.dumps(row) + "\n")
-                lines.flush()  # a run that is cut short keeps what it measured
+                lines.flush()  # an interrupted run keeps its results
             typer.echo(one_line(row), err=True)
     _print_bench(console, rows)
     if json_path is not None:

@@ -337,7 +337,7 @@ def _time_interleaved(
         def run() -> None:
             outputs[name] = calls[name]()
 
-        # After an untimed call of the same kind: a GPU's clock depends on what ran before.
+        # Timed after an untimed call of the same kind, because a GPU's clock depends on earlier work.
         return device_seconds(run, untimed=1) if device == "cuda" else host_seconds(run)
 
     clocks = {name: partial(clock, name) for name in calls}

@@ -13,19 +13,19 @@ def needs_grad_of(*tensors: Tensor | None) -> bool:
     given = [tensor for tensor in tensors if isinstance(tensor, Tensor)]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
         return True
-    if torch.compiler.is_compiling():  # it knows tangents, and nothing of wrapped tensors
+    if torch.compiler.is_compiling():  # supports tangents, but not wrapped tensors
         return forward_ad._current_level >= 0 and any(
             forward_ad.unpack_dual(tensor).tangent is not None for tensor in given
         )
     if forward_ad._current_level < 0 and _functorch.peek_interpreter_stack() is None:
         return False
-    return any(_is_followed(tensor) for tensor in given)
+    return any(_needs_grad(tensor) for tensor in given)
 
 
-def _is_followed(tensor: Tensor) -> bool:
+def _needs_grad(tensor: Tensor) -> bool:
     """Return the same for a tensor, including the tensors that vmap, grad and jvp wrap."""
     while True:
-        is_batched = _functorch.is_batchedtensor(tensor)  # it says nothing of what it holds
+        is_batched = _functorch.is_batchedtensor(tensor)  # unpack_dual cannot read a batched wrapper
         if not is_batched and forward_ad.unpack_dual(tensor).tangent is not None:
             return True
         if torch.is_grad_enabled() and tensor.requires_grad:

@@ -162,5 +162,5 @@ def _way(
         is_small = call.shape.heads * run.q_len * run.kv_len < SMALL_SCORES
         return Way(reason, serving.portable().name, quantization, window) if is_small else None
     if reason is not None and window.left is not None:
-        return None  # a call by itself leaves out what lies before all windows, and its blocks begin there
+        return None  # a separate call drops the keys before all windows, which shifts its blocks
     return Way(reason, serving.name, quantization, window)

@@ -116,5 +116,5 @@ def aligned_top_left(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor,
     if q_len > kv_len:
         return key, value, "causal with more queries than keys"
     if q_len < kv_len:
-        key, value = key[:, :, :q_len], value[:, :, :q_len]  # no query sees the keys behind
+        key, value = key[:, :, :q_len], value[:, :, :q_len]  # no query sees later keys
     return key, value, None

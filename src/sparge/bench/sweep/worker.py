@@ -339,7 +339,7 @@ def serve(requests: Iterable[str], answers: IO[str]) -> None:
         except WrongResult as error:
             answer = {"wrong": str(error)}
         except Exception as error:
-            # Compilers, drivers and allocators raise what they like; a candidate that fails is a row of the table.
+            # Compilers, drivers and allocators raise many types of errors; a failing candidate is a row of the table.
             answer = {"failed": reason(error)}
             answer[LAST_ANSWER] = not _is_well()
         answers.write(json.dumps(answer) + "\n")
