@@ -1,4 +1,4 @@
-"""Universal, training-free sparse and quantised attention for PyTorch.
+"""Training-free sparse and quantized attention for PyTorch.
 
 >>> import torch, sparge
 >>> q, k, v = (torch.randn(1, 8, 4096, 64) for _ in range(3))

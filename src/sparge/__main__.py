@@ -1,4 +1,4 @@
-"""``sparge`` and ``python -m sparge``: the command, or what to install for it."""
+"""Entry point of ``sparge`` and ``python -m sparge``."""
 
 import sys
 
@@ -6,7 +6,7 @@ NEEDED = ("rich", "typer")
 
 
 def main() -> None:
-    """Run `sparge.cli.app`; without its packages exit with 2 and one line that says what to install."""
+    """Run `sparge.cli.app`; if its packages are missing, print the install command and exit with 2."""
     try:
         for name in NEEDED:
             __import__(name)

@@ -1,4 +1,4 @@
-"""The three public functions on tensors. Each collects its options; `dispatch.run` looks the call up or resolves it."""
+"""The three public functions on tensors. Each collects its options; `dispatch.run` finds or resolves the call."""
 
 from __future__ import annotations
 
@@ -98,42 +98,42 @@ def attention(
         value: (B, H_kv, S_k, D_v).
         attn_mask: bool (True = may attend) or additive, broadcastable to (B, H, S_q, S_k). An additive mask hides with
             -inf or its dtype's lowest number. May be combined with ``is_causal``. torch's ``causal_lower_right`` and
-            ``causal_upper_left`` mean what they say.
+            ``causal_upper_left`` are supported.
         dropout_p: 0.0; sparse attention has no dropout.
         is_causal: query i sees keys up to i + S_k - S_q (aligned bottom-right, as for a KV prefix).
         scale: factor on the scores, 1 / sqrt(D) by default.
         enable_gqa: allow H to be a multiple of H_kv.
-        window: (left, right), as FlashAttention's window_size: query i, which stands at key p = i + S_k - S_q, sees
-            keys p - left to p + right. None (or -1) in either place is no bound on that side. ``is_causal`` is
+        window: (left, right), as FlashAttention's window_size: query i is at key position p = i + S_k - S_q and sees
+            keys p - left to p + right. None (or -1) means no bound. ``is_causal`` is
             right = 0, and (None, 0) is causal. May be combined with ``attn_mask``.
-        topk: share of the visible blocks to keep, in (0, 1]; 0.5 by default. A `Budget`: heads and rows get of it what
-            they need. A tensor (H,) is the share each row of a head keeps, a `TopK`.
+        topk: share of the visible blocks to keep, in (0, 1]; 0.5 by default. A number is a `Budget`, which is allocated
+            across heads and query blocks by predicted weight. A tensor (H,) is a `TopK`: the share that every query
+            block of a head keeps.
         sparsity: `Budget`, `TopK`, `TopCdf` or `Dense` instead of ``topk``, with all their thresholds.
         score: "moment" (default); "spread", for tokens in an order of `sparge.masks.ordering` whose skipped blocks are
             replaced; or the paper's "mean". ``Moment(samples)`` sets the number of sampled queries.
         quantization: "none"; "int8_fp8" or "int8_fp16" (Q K^T in INT8, P V in FP8 or FP16); "int8_fp8_fast", which
-            is "int8_fp8" with probabilities rounded to FP8 straight from the scores instead of through exponentials
-            (Hopper, without ``attn_mask``, and the reference); or "auto": the fastest on the device. Naming one with
-            8 bits also switches the crossover off, below which "auto" runs dense.
+            is "int8_fp8" with P computed without exp2 (Hopper without ``attn_mask``, and the reference); or "auto", the
+            fastest on the device. An explicit INT8/FP8 mode also switches off the crossover, below which "auto" runs
+            dense.
         layout: "HND" or "NHD", of inputs and output.
-        always_keep: key ranges ``[(start, stop), ...]`` whose blocks every row keeps, e.g. text tokens.
-        exact_queries: query ranges whose blocks of 128 keep all that they see, e.g. text tokens. Under a `Budget` this
-            is part of it.
-        skipped: what becomes of a block that is not kept: "drop" leaves it out; "mean" lets it enter the softmax as one
-            key of 64 times the weight, with the mean of its keys and of its values; "auto" is "mean" unless attention
-            is causal or has a mask other than a bool one over keys. A block that only some queries of a row of blocks
-            see, at the edge of a window, has no mean.
+        always_keep: key ranges ``[(start, stop), ...]`` whose blocks every query block keeps, e.g. text tokens.
+        exact_queries: query ranges whose query blocks keep all visible key blocks, e.g. text tokens. These blocks count
+            toward a `Budget`.
+        skipped: "drop" omits skipped blocks; "mean" replaces each by one key and value, the means of the block, with 64
+            times the weight; "auto" is "mean" unless attention is causal or has a mask other than a bool mask over
+            keys. Blocks that only some queries of a query block see, as at the edge of a window, are dropped.
         return_lse: also return the log-sum-exp of the scores.
         backend: "auto", "hopper", "triton", "torch" or "reference". A named backend never falls back to dense.
-        on_unsupported: what ``backend="auto"`` does with calls no sparse backend can serve (dropout, autograd,
-            head_dim outside 8..256): "raise", "warn" and run dense, or silently run "dense"; dense, they have no LSE.
+        on_unsupported: how ``backend="auto"`` handles unsupported calls (dropout, autograd, head_dim outside 8..256):
+            "raise", "warn" and run dense, or silently run "dense". These dense calls return no LSE.
 
     Returns:
         The output (B, H, S_q, D_v) in the query's dtype and layout. With ``return_lse`` also the LSE (B, H, S_q),
         natural log, float32. A query that sees nothing gives 0 and -inf.
 
     Raises:
-        TypeError, ValueError: an argument is not what was expected.
+        TypeError, ValueError: an argument is invalid.
         NotImplementedError: dropout, gradients, head_dim or device that cannot be served.
 
     Example:
@@ -185,17 +185,16 @@ def predict(
     exact_queries: Sequence[tuple[int, int]] | None = None,
     backend: str = "auto",
 ) -> BlockMask:
-    """Predict which blocks of the attention map matter.
+    """Predict the blocks of the attention map to keep.
 
-    The arguments are those of `attention`. Unlike it, `predict` always predicts, however short the sequence. What
-    becomes of the other blocks is said where the mask is used: ``block_sparse_attention(..., skipped="auto")`` does as
-    `attention`.
+    The arguments are those of `attention`. Unlike `attention`, `predict` has no crossover. Skipped blocks are handled
+    where the mask is used: ``block_sparse_attention(..., skipped="auto")`` handles them as `attention` does.
 
     Returns:
         A `BlockMask` of the kept blocks of 128 queries x 64 keys.
 
     Raises:
-        TypeError, ValueError: an argument is not what was expected.
+        TypeError, ValueError: an argument is invalid.
         NotImplementedError: the backend cannot serve the device.
 
     Example:
@@ -239,21 +238,22 @@ def block_sparse_attention(
     return_lse: bool = False,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention over the blocks a mask keeps.
+    """Compute attention over the kept blocks of a mask.
 
     Args:
         mask: a `BlockMask`, or a bool tensor broadcastable to (B, H, ceil(S_q / 128), ceil(S_k / 64)).
-        is_causal: apply causality inside the kept blocks. By default as the `BlockMask` says, False for a tensor.
+        is_causal: apply causality inside the kept blocks. The default is that of the `BlockMask`, or False for a
+            tensor.
         window: apply this window inside the kept blocks, in the same way.
         pv_threshold: skip P V of 64 rows whose scores lie further below the running maximum (negative, natural log).
-        skipped: "drop" (default: only what the mask says), "mean" or "auto", as in `attention`. A block that is only
-            partly visible to a row of blocks, as on the diagonal or at a window's edge, has no mean: it is dropped.
+        skipped: "drop" (default), "mean" or "auto", as in `attention`. A block that is only partly visible to a query
+            block, as on the diagonal or at the edge of a window, is always dropped.
 
-    The other arguments and the result are those of `attention`. A row that keeps nothing, and has no means, gives 0 and
-    LSE -inf.
+    The other arguments and the result are those of `attention`. A query block without kept blocks and without means
+    returns 0 and LSE -inf.
 
     Raises:
-        TypeError, ValueError: an argument is not what was expected.
+        TypeError, ValueError: an argument is invalid.
         NotImplementedError: gradients, head_dim or device that cannot be served.
 
     Example:

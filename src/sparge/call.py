@@ -73,7 +73,8 @@ class Call:
         exact_lse: bool = True,
         segments: Segments | None = None,
     ) -> None:
-        """Create a call. Written out because torch.compile cannot trace defaults that are objects of this library."""
+        """Create a call. Written by hand, because torch.compile cannot trace defaults that are objects of this
+        library."""
         joined = window_of(is_causal, window)
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "is_causal", joined.right == 0)
@@ -99,14 +100,15 @@ class Call:
 
     @functools.cached_property
     def has_per_head_numbers(self) -> bool:
-        """Whether some option is a tensor with one entry per head."""
+        """Whether an option is a tensor with one entry per head."""
         rule = self.sparsity
         return isinstance(self.pv_threshold, Tensor) or (not isinstance(rule, Dense) and rule.is_per_head)
 
     def of(self, *, attn_mask: Tensor | None = None, segments: Segments | None = None) -> Call:
-        """Return the same call with another mask of the same shape and dtype, or other results of the same segments.
+        """Return a copy with another mask of the same shape and dtype, or with other result tensors of the same
+        segments.
 
-        The two calls share their recordings.
+        The copy shares the recordings.
         """
         changed = object.__new__(Call)
         vars(changed).update(vars(self), attn_mask=attn_mask, segments=segments)
@@ -144,8 +146,8 @@ def drop_unseen_keys(key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Te
 MAX_CALLS = 256
 """Kinds of calls with recordings that are kept."""
 _calls: dict[tuple[Call, Any], Call] = {}
-"""Calls without masks and segments, which are tensors. Keys include the properties of these tensors that recordings
-depend on."""
+"""Calls without their tensors (masks, segments). Keys include the properties of these tensors that recordings depend
+on."""
 
 
 _FIRST = "is_first"
@@ -153,7 +155,7 @@ _FIRST = "is_first"
 
 
 def interned(call: Call) -> Call:
-    """Return the first call equal to this one, which holds the recordings, with this call's mask and segments."""
+    """Return a call with this call's mask and segments that shares the recordings of the first equal call."""
     mask, segments = call.attn_mask, call.segments
     if call.has_per_head_numbers or _FIRST in vars(call):
         return call

@@ -1,4 +1,4 @@
-"""Tables for a terminal of any width, and progress where there is one or none."""
+"""Tables for terminals of any width, and progress with or without a terminal."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 LINE_SECONDS = 30.0
-"""How often a line about progress is printed where no terminal shows a bar."""
+"""Seconds between two lines of progress without a terminal."""
 
 
 @contextmanager
 def told_progress(console: Console) -> Iterator[Callable[[str, int, int], None]]:
-    """To be told what is done next, how many are done, and of how many: a bar, or in a file a line now and then."""
+    """Yield a progress function of the next step, the number done and the total: a bar, or lines without a terminal."""
     if console.is_terminal:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=console, transient=True) as bar:
@@ -37,7 +37,7 @@ def told_progress(console: Console) -> Iterator[Callable[[str, int, int], None]]
 
 
 def print_fitting(console: Console, table: Table, rows: Sequence[Sequence[tuple[str, str]]]) -> None:
-    """The table, or where the console is too narrow for its columns the same cells, one to a line."""
+    """Print a table, or one cell per line if the console is too narrow."""
     if Measurement.get(console, console.options.update(width=1000), table).maximum <= console.width:
         console.print(table)
         return
@@ -50,7 +50,7 @@ def print_fitting(console: Console, table: Table, rows: Sequence[Sequence[tuple[
 
 
 def empty_table(columns: Sequence[str], left: Sequence[str], padding: int = 1) -> Table:
-    """A table with headings of two lines, to fit 80 columns; numbers stand right."""
+    """Return an empty table with headings of two lines to fit 80 columns; numbers are right-aligned."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, padding, 0, 0), pad_edge=False, show_edge=False)
     for column in columns:
         heading = column.replace("speed-up", "speed-\nup").replace(" ", "\n", 1)

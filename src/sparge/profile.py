@@ -1,8 +1,8 @@
 """Results of a calibration: measurements of every layer of a model, and the budgets chosen from them.
 
-Two things are measured per layer: its error at several densities, and the density at which its queries hold a given
-share of the predicted attention. The first gives the budgets that keep an error. The second gives the budgets for a
-mean density: errors of different layers cannot be compared, because a layer may add much or little to the residual.
+Two things are measured per layer: the error at several densities, and the density at which the kept blocks hold a given
+share of the predicted attention. The errors give the budgets for a maximum error. The shares give the budgets for a
+mean density, because errors of different layers are not comparable: layers add different amounts to the residual.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 VERSION = 3
-"""Of the file's format."""
+"""Version of the file format."""
 LEAST_BUDGET = 0.01
 ROW_FLOOR = 8
-"""Blocks that every row keeps where a mean density is shared out and inputs are long enough, since the budgets of some
-layers are small. With 4 SmolLM2 lost 16 % more (KL, 4096 tokens, one half)."""
+"""Guaranteed blocks per query block when a mean density is allocated and inputs are long enough, because some layers
+get small budgets. With 4 blocks, SmolLM2 lost 16 % more (KL, 4096 tokens, density 0.5)."""
 TRANSFORMERS = ("transformer", "transformer_2")
-"""Attributes under which diffusers pipelines hold their transformers."""
+"""Attributes of diffusers pipelines that hold transformers."""
 PRESETS = {"llm": 0.08, "image": 0.07, "video": 0.05}
-"""Errors that the paper allows of the first stage: Llama 3.1; SD 3.5 and Flux; CogVideoX and Mochi."""
+"""Limits of the paper for the error of block selection: Llama 3.1; SD 3.5 and Flux; CogVideoX and Mochi."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Relative L1 errors of one layer's attention output at rising densities: for each input, one at each density.
+    """Relative L1 errors of one layer's attention output, for each input at rising densities.
 
     Example:
         >>> curve = Curve((0.1, 0.4), ((0.2, 0.05), (0.1, 0.02)))
@@ -56,7 +56,7 @@ class Curve:
     errors: tuple[tuple[float, ...], ...]
 
     def worst(self) -> tuple[float, ...]:
-        """The largest error of all inputs at each density or a higher one; what is not a number is too large."""
+        """Return the largest error of all inputs at each density or a higher one. NaN counts as too large."""
         found: list[float] = []
         for errors in reversed(list(zip(*self.errors, strict=True))):
             largest = max(math.inf if math.isnan(error) else error for error in errors)
@@ -64,10 +64,10 @@ class Curve:
         return tuple(reversed(found))
 
     def density_for(self, max_error: float) -> float:
-        """The lowest density that keeps every input's error.
+        """Return the lowest density at which no input exceeds an error.
 
-        Errors between measured ones are taken to lie on straight lines, which are above a curve that flattens. 1, which
-        is dense, where not even the highest measured one does: 8 bits have an error at any density.
+        Errors are interpolated linearly, which overestimates a convex curve. The result is 1 (dense) if the highest
+        measured density exceeds the error, because quantization has an error at any density.
         """
         worst = self.worst()
         if worst[0] <= max_error:
@@ -81,7 +81,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Needs:
-    """Densities at which every row of a layer holds shares of the predicted attention: for each input, one at each.
+    """Densities at which the queries of a layer hold given shares of the predicted attention, for each input.
 
     Example:
         >>> needs = Needs((0.5, 0.9), ((0.1, 0.3), (0.3, 0.5)))
@@ -93,7 +93,7 @@ class Needs:
     densities: tuple[tuple[float, ...], ...]
 
     def density_for(self, share: float) -> float:
-        """The mean density of all inputs that holds a share, on straight lines: nothing holds 0, and everything 1."""
+        """Return the mean density of all inputs that holds a share, interpolated linearly from density 0 to 1."""
         means = [statistics.fmean(of) for of in zip(*self.densities, strict=True)]
         points = [(0.0, 0.0), *zip(self.shares, means, strict=True), (1.0, 1.0)]
         for (left, low), (right, high) in itertools.pairwise(points):
@@ -104,15 +104,15 @@ class Needs:
 
 @dataclass(frozen=True)
 class Profile:
-    """Budgets for every layer of a model, and the measurements they were read from.
+    """Budgets for every layer of a model, and the measurements they are derived from.
 
     Attributes:
         model: its class, its number of layers and a fingerprint of its weights, see `identity_of`.
         measured: the policy that was measured.
         policy: the same with ``policy.budgets``.
-        max_error: the error that no layer has on the inputs; None where a density was shared out.
-        share: of the predicted attention, what the rows of all layers hold there; None where an error is kept.
-        curves, needs: by layer.
+        max_error: the error that no layer exceeds on the inputs; None if a density was allocated.
+        share: share of the predicted attention that every layer holds; None if budgets were chosen by error.
+        curves, needs: measurements by layer.
         tokens: keys of the longest call.
 
     Example:
@@ -148,7 +148,7 @@ class Profile:
         max_error: float | None = None,
         density: float | None = None,
     ) -> Profile:
-        """Choose budgets by an error that no layer may exceed, or by their mean: rows of all layers hold as much then.
+        """Choose budgets by a maximum error per layer, or by their mean; then all layers hold the same predicted share.
 
         Raises:
             ValueError: neither or both are given, one is out of range, or there are no curves.
@@ -200,17 +200,17 @@ class Profile:
 
     @property
     def density(self) -> float:
-        """The mean of all budgets."""
+        """Return the mean of all budgets."""
         budgets = self.policy.budgets or {}
         return sum(budgets.values()) / len(budgets)
 
     def at(self, *, max_error: float | None = None, density: float | None = None) -> Profile:
-        """The same measurements with other budgets; nothing is measured again."""
+        """Return a profile with other budgets from the same measurements."""
         known = (self.model, self.measured, self.curves, self.needs)
         return Profile.chosen(*known, tokens=self.tokens, max_error=max_error, density=density)
 
     def to_json(self) -> str:
-        """The profile as text that `from_json` reads."""
+        """Return the profile as JSON for `from_json`."""
         plain = {
             "version": VERSION,
             "model": self.model,
@@ -226,10 +226,10 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str) -> Profile:
-        """A profile from what `to_json` wrote.
+        """Return the profile of a JSON text that `to_json` returned.
 
         Raises:
-            ValueError: it is of another version, or no profile.
+            ValueError: the text is not a profile, or has another version.
         """
         other = "profile: expected what Profile.to_json wrote, got other JSON"
         if not _is_profile(text):
@@ -259,11 +259,11 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
-        """A profile from a file that `save` wrote."""
+        """Load a profile that `save` wrote."""
         return cls.from_json(Path(path).read_text(encoding="utf-8"))
 
     def plot(self) -> Figure:
-        """Errors over densities, a line for each layer, and each layer's budget."""
+        """Plot errors over densities, with a line and the budget of each layer."""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(9, 3.6), layout="constrained")
@@ -282,7 +282,7 @@ class Profile:
 
 
 def identity_of(model: Any) -> dict[str, Any]:
-    """Return what identifies a model, or the transformers of a pipeline.
+    """Return the identity of a model, or of the transformers of a pipeline.
 
     Returns:
         kind: the names of its classes; layers: the length of its longest list of modules; weights: a fingerprint, or
@@ -317,7 +317,7 @@ def _modules_of(model: Any) -> list[nn.Module]:
 
 
 def policy_of_json(text: str) -> Policy:
-    """The policy in the JSON of a policy or of a profile.
+    """Return the policy in the JSON of a policy or a profile.
 
     Example:
         >>> policy_of_json('{"topk": 0.25}').topk
@@ -340,7 +340,7 @@ def _budgets(needs: Mapping[str, Needs], share: float) -> dict[str, float]:
 
 
 def _share_at(needs: Mapping[str, Needs], density: float) -> float:
-    """The highest share at which the mean of all budgets is no more than a density."""
+    """Return the highest share of predicted attention for which the mean budget does not exceed a density."""
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -352,9 +352,9 @@ def _share_at(needs: Mapping[str, Needs], density: float) -> float:
 
 
 def _with_floor(policy: Policy, density: float, tokens: int) -> Policy:
-    """The policy with a `Budget` of at least `ROW_FLOOR` blocks a row, unless it has another rule.
+    """Return the policy with a `Budget` of at least `ROW_FLOOR` blocks per query block, unless it has another rule.
 
-    Fewer where they alone would exceed the density: causal rows see half of the blocks on average.
+    The minimum is lower if it alone would exceed the density: causal query blocks see half of the blocks on average.
     """
     rule = policy.selection
     if not isinstance(rule, Budget):
@@ -365,7 +365,7 @@ def _with_floor(policy: Policy, density: float, tokens: int) -> Policy:
 
 
 def within(errors: Mapping[str, Sequence[float]], limit: float) -> float:
-    """The share of layers whose error on every input keeps a limit.
+    """Return the share of layers whose error is within a limit on every input.
 
     Example:
         >>> within({"a": [0.1, 0.2], "b": [0.1, 0.1]}, 0.15)

@@ -1,8 +1,8 @@
-"""Packed sequences: attention within the segments of one long row of tokens, as FlashAttention's varlen function.
+"""Packed sequences: attention within the segments of one long sequence, like FlashAttention's varlen function.
 
-A segment is attended to as if it were alone: it has its own blocks, prediction and budget, and is dense or sparse by
-its own sizes. Neighbours of equal lengths are one batched call on views of the pack (`segments.Run`), and on GPUs
-segments of similar lengths one packed call (`segments.Segments`); nothing is copied before either.
+Each segment has its own blocks, prediction and budget, and is dense or sparse by its own sizes. Neighbors of equal
+length are computed in one batched call on views of the pack (`segments.Run`); on GPUs segments of similar lengths are
+computed in one packed call (`segments.Segments`). Nothing is copied before either.
 
 The bounds are read on the host, once for each tensor. In a compiled program the whole pack is one operator, which reads
 them when it runs:
@@ -38,10 +38,10 @@ from sparge.options.rules import Dense, Sparsity
 from sparge.options.scores import Score
 
 Bounds = Tensor | Sequence[int]
-"""Where segments begin, and where the last one ends: n + 1 numbers, on the host or the query's device."""
+"""Start of every segment and end of the last one: n + 1 numbers, on the host or the query's device."""
 
 _READ = f"{__name__}: bounds"
-"""The attribute of a tensor that holds its numbers. Another copy of this library may hold something else in its own."""
+"""Attribute of a tensor that caches its numbers. The name is different in other copies of this library."""
 
 
 @overload
@@ -121,14 +121,14 @@ def varlen_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Sparse attention within the segments of packed sequences, with the arguments of FlashAttention's varlen function.
 
-    The result is that of `sparge.attention` for each segment by itself: what a segment is packed with changes nothing
-    but, on GPUs, which kernel computes a short one that runs dense in 16 bits.
+    The result is that of `sparge.attention` for each segment. Other segments affect only, on GPUs, the kernel that
+    computes a short segment densely in 16 bits.
 
     Args:
         q: (total_q, H, D), the queries of all segments one after another; float16, bfloat16 or float32.
         k: (total_k, H_kv, D); H is a multiple of H_kv.
         v: (total_k, H_kv, D_v).
-        cu_seqlens_q: where the queries of each segment begin, and total_q: (n + 1,) int32 or int64, on the query's
+        cu_seqlens_q: the start of each segment's queries, and total_q: (n + 1,) int32 or int64, on the query's
             device or the CPU; or a list or tuple of ints. A tensor on a device is read once, which waits for it, and
             again when it was changed (or may have been, made under ``torch.inference_mode()``).
         cu_seqlens_k: the same for keys. Segments may be empty on either side.
@@ -143,15 +143,15 @@ def varlen_attention(
         return_lse: also return the log-sum-exp of the scores.
 
     The other arguments are those of `sparge.attention`, and hold for each segment: ``topk=0.25`` is a budget of each.
-    `sparge.stats` counts the calls that are made: one for each run of neighbours of equal lengths, and on GPUs one for
-    all segments whose numbers of blocks have the same next power of two.
+    `sparge.stats` counts one call for each run of neighbors of equal length, and on GPUs one for all segments whose
+    numbers of blocks round up to the same power of two.
 
     Returns:
         The output (total_q, H, D_v) in the query's dtype. With ``return_lse`` also the LSE (H, total_q), natural log,
         float32. A query that sees nothing gives 0 and -inf.
 
     Raises:
-        TypeError, ValueError: an argument is not what was expected.
+        TypeError, ValueError: an argument is invalid.
         NotImplementedError: dropout, gradients, capped scores, head_dim or device that cannot be served;
             bounds on a device while a CUDA graph is captured.
 
@@ -214,7 +214,7 @@ def varlen_attention(
 
 
 def _numbers_of(name: str, bounds: Bounds, query: Tensor) -> tuple[int, ...] | None:
-    """Bounds as numbers that can be looked up; None if they are not what was expected, or their tensor is unusual."""
+    """Return the bounds as hashable numbers; None if they are invalid or their tensor is not a plain one."""
     if isinstance(bounds, Tensor):
         is_known = bounds.dtype in (torch.int32, torch.int64) and bounds.ndim == 1 and type(bounds) is Tensor
         if not is_known or not isinstance(query, Tensor) or bounds.device.type not in ("cpu", query.device.type):
@@ -239,8 +239,8 @@ def _calls_of(
     """Check the bounds and plan the calls of a pack.
 
     Args:
-        call: what is asked of every segment, with the sizes of the pack.
-        options: what `sparge.attention` takes besides.
+        call: the call of every segment, with the sizes of the pack.
+        options: further options of `sparge.attention`.
     """
     bounds_q, bounds_k = read("cu_seqlens_q", cu_seqlens_q), read("cu_seqlens_k", cu_seqlens_k)
     validation.check_segments(bounds_q, bounds_k, (len(query), len(key)), longest)
@@ -250,7 +250,7 @@ def _calls_of(
 
 
 class _PackedSequences:
-    """The calls of a pack, which may be made again on other tensors of the same bounds, shapes and dtypes."""
+    """The calls of a pack, which can be repeated on other tensors of the same bounds, shapes and dtypes."""
 
     def __init__(self, plan: Plan, call: Call, dtype: torch.dtype, with_lse: bool, options: dict[str, Any]) -> None:
         self._plan = plan
@@ -263,7 +263,7 @@ class _PackedSequences:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, _attn_mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Output (total_q, H, Dv) and, if it is asked for, LSE (H, total_q)."""
+        """Return the output (total_q, H, Dv) and, if requested, the LSE (H, total_q)."""
         with_lse, shape, parts = self._with_lse, self._call.shape, self._plan.parts
         if not self._groups:
             results = [self._attend(part, query, key, value) for part in parts]
@@ -288,7 +288,7 @@ class _PackedSequences:
         return output, lse
 
     def _attend(self, segments: Run, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Output (tokens, H, Dv) and LSE (H, tokens) of a run; in its place anything where it is not asked for."""
+        """Return the output (tokens, H, Dv) and LSE (H, tokens) of a run; the LSE is undefined unless requested."""
         queries = segments.queries(query)
         if segments.kv_len == 0:
             reasons.count(Reason.NOTHING_VISIBLE)
@@ -320,7 +320,8 @@ class _PackedSequences:
 
 
 def _may_pack(query: Tensor, key: Tensor, value: Tensor, call: Call, dropout_p: float) -> bool:
-    """Whether nothing keeps a call from packed kernels: derivatives, for example, `sparge.attention` sees to."""
+    """Return whether packed kernels support a call; otherwise, for example with gradients, `sparge.attention` runs
+    it."""
     has_similarity = not isinstance(call.sparsity, Dense) and call.sparsity.similarity_threshold is not None
     if has_similarity or call.scale <= 0 or inside_autograd_function():
         return False
@@ -328,7 +329,7 @@ def _may_pack(query: Tensor, key: Tensor, value: Tensor, call: Call, dropout_p: 
 
 
 def _packed_calls(group: Group, call: Call, dtype: torch.dtype, with_lse: bool) -> PackedCalls:
-    """Segments of similar lengths as one call."""
+    """Return calls that compute segments of similar lengths together."""
     reason, backend, quantization, window = group.way
     q_len, kv_len = longest(group.segments)
     shape = replace(call.shape, batch=len(group.segments), q_len=q_len, kv_len=kv_len)
@@ -341,14 +342,14 @@ def _packed_calls(group: Group, call: Call, dtype: torch.dtype, with_lse: bool) 
 
 
 def _nothing(query: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
-    """Output and LSE of queries (tokens, H, D) that see no key."""
+    """Return output and LSE of queries (tokens, H, D) that see no key."""
     sizes = (len(query), shape.heads)
     lse = query.new_full(sizes[::-1], -math.inf, dtype=torch.float32)
     return query.new_zeros(*sizes, shape.value_dim), lse
 
 
 def read(name: str, bounds: Bounds) -> Sequence[int]:
-    """The bounds as numbers; those on a device are remembered until their tensor is written to.
+    """Return the bounds as numbers. Bounds on a device are cached until their tensor is modified.
 
     Raises:
         NotImplementedError: a CUDA graph is being captured, and they were not read before.
@@ -368,7 +369,7 @@ def read(name: str, bounds: Bounds) -> Sequence[int]:
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    """The operator: what `varlen_attention` does with a call that has no obstacle, once it runs."""
+    """The operator of `varlen_attention` for supported calls."""
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *packed, with_lse = arguments
     shape = validation.check_packed(query, key, value)
     call, backend = ops.unpack(shape, tuple(packed))

@@ -1,1 +1,2 @@
-"""Implementations of the two stages. A backend may import geometry, config, visibility and block_mask, never `api`."""
+"""Implementations of prediction and attention. A backend imports `options`, `masks`, `call` and `numerics`, never
+`api`."""

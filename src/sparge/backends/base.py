@@ -386,7 +386,7 @@ def explain(device: torch.device) -> str:
 
 
 def resolve_quantization(quantization: str, name: str, device: torch.device, *, has_mask: bool = False) -> str:
-    """Return the fastest quantization of a backend on a device for "auto", any other if the backend supports it there.
+    """Replace "auto" by the backend's fastest quantization on a device, and check any other value.
 
     Raises:
         NotImplementedError: the backend does not support it.

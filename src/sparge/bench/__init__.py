@@ -1,1 +1,1 @@
-"""``sparge bench``: speed beside density and error, as rows."""
+"""``sparge bench``: measure speed, density and error of attention."""

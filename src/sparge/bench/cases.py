@@ -1,4 +1,4 @@
-"""What ``sparge bench`` measures: the groups of every suite, the arithmetic of their columns, random block masks.
+"""Cases of ``sparge bench``: the groups of every suite, formulas for their columns, random block masks.
 
 A group is one attention problem (batch 1, or segments that are packed; bfloat16) whose variants are timed in turns, in
 one run. It gives one or more rows.
@@ -19,16 +19,16 @@ from sparge.masks.geometry import BLOCK_K, BLOCK_Q, Shape
 Row = dict[str, Any]
 
 TOPKS = (1.0, 0.5, 0.25, 0.1)
-"""1.0 stands for `Dense`: every block, in 8 bits, without a prediction."""
+"""1.0 stands for quantized `Dense`, which computes every block and predicts nothing."""
 CROSSOVER_TOPKS = (0.5, 0.25)
 DENSITIES = (1.0, 0.5, 0.25, 0.1)
 PACKED_TOPKS = (1.0, 0.5, 0.25)
 NUMERICS_QUERIES = 512
 NUMERICS_LENGTHS = (1024, 8192, 32768, 131072)
 QUANTIZATIONS = ("int8_fp8_fast", "int8_fp8", "int8_fp16", "none")
-"""The fastest first."""
+"""Fastest first."""
 ERROR_TARGETS = {"int8_fp8": 0.013, "int8_fp8_fast": 0.013}
-"""Relative L1 error that dense 8-bit attention may have: what the published 8-bit kernels show on the same card."""
+"""Largest relative L1 error of quantized dense attention: the error of the published kernels on the same GPU."""
 
 IDENTITY = (
     "suite",
@@ -52,10 +52,10 @@ IDENTITY = (
 
 @dataclass(frozen=True)
 class Problem:
-    """One attention problem: the last ``queries`` of ``tokens`` positions look at all keys they may see.
+    """One attention problem: the last ``queries`` of ``tokens`` positions attend to all visible keys.
 
-    ``segments`` of these sizes are packed one after another (suite "packed"); ``unequal`` ones are between half as long
-    and so long, all of another length.
+    The suite "packed" concatenates ``segments`` of this size. With ``unequal`` their lengths all differ, between half
+    of ``tokens`` and ``tokens``.
     """
 
     tokens: int
@@ -71,7 +71,7 @@ class Problem:
 
     @property
     def shape(self) -> Shape:
-        """Of one segment."""
+        """Shape of one segment."""
         return Shape(1, self.heads, self.heads, self.queries, self.tokens, self.head_dim, self.head_dim)
 
     @property
@@ -85,14 +85,15 @@ class Problem:
 
     @property
     def flop(self) -> float:
-        """Of dense attention: 4 H Nq Nk D a segment, less the causal triangle (half of it for equal lengths)."""
+        """Floating-point operations of dense attention: 4 H Nq Nk D per segment, without the causal triangle."""
         pairs = self.queries * self.tokens - (self.queries**2 / 2 if self.is_causal else 0)
         squares = sum((length / self.tokens) ** 2 for length in self.lengths)
         return 4.0 * squares * self.heads * pairs * self.head_dim
 
     @property
     def preparation_bytes(self) -> int:
-        """What preparing must move: read query, key and value in 2 bytes once, write 1 byte each."""
+        """Bytes that preparation moves at least: query, key and value are read once (2 bytes) and written once (1
+        byte)."""
         return 3 * self.heads * (self.queries + 2 * self.tokens) * self.head_dim
 
     def fields(self) -> Row:
@@ -101,10 +102,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class Group:
-    """What is timed together.
+    """Variants of one problem that are timed together.
 
     ``density`` is the share of the visible blocks kept at random (suites "kernel" and "hopper"), else None; ``topks``
-    are those of whole calls; ``family`` names the inputs (suite "numerics"), ``mask`` a mask (suite "masks").
+    are the budgets of whole calls; ``family`` names the inputs (suite "numerics"), ``mask`` a mask (suite "masks").
     """
 
     suite: str
@@ -130,7 +131,8 @@ def _end_to_end() -> list[Group]:
 
 
 def _kernel() -> list[Group]:
-    """FlexAttention compiles slowly: it runs beside two densities at one length."""
+    """Return the groups of the suite "kernel". FlexAttention compiles slowly, so it runs at two densities and one
+    length."""
     return [
         Group("kernel", Problem(tokens, heads, head_dim), density, tokens == 32768 and density in (0.5, 0.25))
         for tokens, heads in ((8192, 32), (32768, 16))
@@ -152,7 +154,7 @@ def _crossover() -> list[Group]:
 
 
 def _hopper() -> list[Group]:
-    """Hopper's kernel beside its Triton twin."""
+    """Return groups that compare the Hopper kernel with the Triton kernel."""
     kernels = [
         (Problem(32768, 16), 0.5),
         (Problem(32768, 16), 1.0),
@@ -167,7 +169,7 @@ def _hopper() -> list[Group]:
 
 
 def _packed() -> list[Group]:
-    """As many tokens in short segments and in long ones, of one length and of as many as there are."""
+    """Return groups with equally many tokens in short and in long segments, of equal and of different lengths."""
     problems = [
         Problem(tokens, 16, is_causal=is_causal, segments=segments, unequal=unequal)
         for segments, tokens in ((64, 2048), (8, 16384))
@@ -178,14 +180,14 @@ def _packed() -> list[Group]:
 
 
 def _masks() -> list[Group]:
-    """A bias for every head is too large at the second length."""
+    """Return the groups of the suite "masks". A bias per head does not fit in memory at the second length."""
     short, long = Problem(8192, 32), Problem(32768, 8)
     cases = [(problem, mask) for problem in (short, long) for mask in ("documents", "window", "random")]
     return [Group("masks", problem, topks=CROSSOVER_TOPKS, mask=mask) for problem, mask in [*cases, (short, "bias")]]
 
 
 def _numerics() -> list[Group]:
-    """Every family at a short and a long length, sinks and the field at more; some at head_dim 64, and causal."""
+    """Return every family at a short and a long length, sinks and the field at more, some at head_dim 64 or causal."""
     usual = Problem(8192, 2, queries=NUMERICS_QUERIES)
     groups = []
     for family in FAMILIES:
@@ -227,31 +229,32 @@ DEFAULT_SUITES = ("end_to_end", "kernel", "error", "memory")
 
 
 def groups_of(suites: tuple[str, ...], quick: bool) -> list[Group]:
-    """All groups of the suites in order; with ``quick`` the first of each."""
+    """Return all groups of the suites in order; with ``quick`` only the first group of each suite."""
     return [group for name in suites for group in SUITES[name][: 1 if quick else None]]
 
 
 def tflops(flop: float, ms: float | None) -> float | None:
-    """10^12 operations a second, None for an unknown time."""
+    """Return 10^12 operations per second; None if the time is unknown."""
     return None if ms is None else flop / ms / 1e9
 
 
 def ratio(rival_ms: float | None, ms: float | None) -> float | None:
-    """How many times faster than the rival, None where either time is unknown."""
+    """Return the speed-up over the rival; None if either time is unknown."""
     return None if ms is None or rival_ms is None else rival_ms / ms
 
 
 def executed_flop(kept_blocks: int, head_dim: int) -> float:
-    """Of Q K^T and P V over whole blocks."""
+    """Return the floating-point operations of Q K^T and P V over whole blocks."""
     return 4.0 * BLOCK_Q * BLOCK_K * head_dim * kept_blocks
 
 
 def random_blocks(
     shape: Shape, density: float, device: torch.device, seed: int = 0, *, is_causal: bool = False
 ) -> Tensor:
-    """A bool tensor (B, H, q_blocks, kv_blocks) that keeps exactly this share of every row's visible blocks, rounded.
+    """Return a bool tensor (B, H, q_blocks, kv_blocks) that keeps this share of every query block's visible blocks,
+    rounded.
 
-    Causal rows keep the blocks on the diagonal, so that every query sees a key.
+    Causal masks keep the blocks on the diagonal, so that every query sees a key.
     """
     generator = torch.Generator(device).manual_seed(seed)
     size = (shape.batch, shape.heads, shape.q_blocks, shape.kv_blocks)

@@ -7,14 +7,14 @@ turns, and a row shows the median. A CPU has no queue: there the time includes t
 Columns of a row, in microseconds:
 
     total_us       the whole call
-    decision_us    the function of `STAGES` that decides, alone, with the arguments it gets in the call
+    decision_us    the decision function of `STAGES` alone, with the same arguments as in the call
     launch_us      the method of the backend that allocates and launches, in the same way; SDPA's own time for calls of
                    a model that run dense
-    api_us         the rest: arguments, operator dispatch, statistics, and what a framework does around the call
+    api_us         the rest: arguments, operator dispatch, statistics, and the framework's work around the call
     over_sdpa_us   total_us minus SDPA's
     launches       kernels, fills and copies on the device, counted by the profiler
 
-A call that runs through none of these functions, and the first call of its kind, have no such column.
+The columns of a stage are missing if a call does not run it, and in the first call of a kind.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ STAGES: dict[str, Sequence[tuple[Any, str]]] = {
     ),
     "launch": [(base.get(name), method) for name in BACKENDS for method in ("attention", "attend", "dense")],
 }
-"""Functions that decide between sparse and dense (by looking up what was decided before), and that allocate and launch,
-as (owner, attribute). The first one that a call runs through is its stage."""
+"""Functions that decide between sparse and dense (or look up an earlier decision), and functions that allocate and
+launch, as (owner, attribute). The first one that a call runs is its stage."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def calls_on(problem: Problem, device: torch.device) -> dict[str, HostCall]:
 
 
 def _forget() -> None:
-    """Drop all that makes a repeated call cheap."""
+    """Clear all caches of repeated calls."""
     call_cache.forget()
     forget_recordings()
 

@@ -1,4 +1,4 @@
-"""The inputs of ``sparge bench``, made on the device that is measured: a CPU would take minutes at 131072 tokens."""
+"""Inputs of ``sparge bench``, created on the measured device: a CPU would take minutes for 131072 tokens."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from sparge.evaluate.inputs import Inputs, text_tensors, video_tensors
 
 
 def make_inputs(problem: Problem, device: torch.device, seed: int = 0) -> Inputs:
-    """Query (1, H, queries, D), key and value (1, H, tokens, D) in bfloat16: text-like if causal, else video-like.
+    """Return query (1, H, queries, D), key and value (1, H, tokens, D) in bfloat16: text-like if causal, else
+    video-like.
 
-    Packed segments are a batch (segments, H, ...), one of other numbers each.
+    Packed segments are a batch (segments, H, ...) with different values in each segment.
     """
     if problem.segments > 1:
         one = replace(problem, segments=1)

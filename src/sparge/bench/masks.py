@@ -1,4 +1,4 @@
-"""Masks with an entry for every query and key, suite "masks" of ``sparge bench``, and exact attention under them."""
+"""Full (S_q x S_k) masks of the suite "masks" of ``sparge bench``, and exact attention under them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from sparge.bench.cases import Problem
 
 DOCUMENTS = 8
-"""As many of equal length, one after another; a window reaches as far to either side."""
+"""Number of documents of equal length. A window reaches one document's length to either side."""
 
 
 def _documents(problem: Problem, device: torch.device) -> Tensor:
@@ -45,7 +45,7 @@ MASKS: dict[str, Callable[[Problem, torch.device], Tensor]] = {
 
 
 def exact_under_mask(query: Tensor, key: Tensor, value: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
-    """Softmax attention of some queries in float64, one head at a time: (1, H, rows, D)."""
+    """Return exact attention of some queries in float64, one head at a time: (1, H, rows, D)."""
     scale = query.shape[3] ** -0.5
     outputs = []
     for head in range(query.shape[1]):

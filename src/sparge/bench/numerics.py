@@ -1,7 +1,7 @@
 """Suite "numerics" of ``sparge bench``: errors of dense attention on families of inputs, against the contract's limits.
 
-One row for each quantization of each backend that the device has: error of output and LSE, what they may be, the error
-of cuDNN in bfloat16 beside them, and whether all limits hold. Every query counts, none is sampled.
+Each row holds one quantization of one backend: the errors of output and LSE, their limits, the error of cuDNN in
+bfloat16, and whether all limits hold. All queries are compared, not a sample.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ KERNELS = {
         ("triton", "int8_fp16"),
     ]
 }
-"""(backend, quantization) by the device's best backend; with exponentials first, which the one without is held against.
-Other backends have theirs alone."""
+"""(backend, quantization) pairs by the device's best backend. "int8_fp8" comes before "int8_fp8_fast", whose limit
+depends on its error. Other backends measure only their own quantizations."""
 
 
 def family_named(name: str) -> Family:
-    """Also a captured one."""
+    """Return a family by name, constructed or captured."""
     captured = {family.name: family for family in captured_families()} if recorded_of(name) else {}
     return captured.get(name) or by_name(name)
 
 
 def inputs_of(name: str, problem: Problem, device: torch.device) -> Inputs:
-    """Query (1, H, queries, D), key and value (1, H, tokens, D) in bfloat16; grouped heads are repeated."""
+    """Return query (1, H, queries, D), key and value (1, H, tokens, D) in bfloat16; grouped heads are repeated."""
     family = family_named(name)
     recorded = recorded_of(name)
     kv_heads = problem.heads if recorded is None else recorded.sizes["kv_heads"]
@@ -57,7 +57,7 @@ def inputs_of(name: str, problem: Problem, device: torch.device) -> Inputs:
 
 
 def numerics_rows(backend: str, family: Family, problem: Problem, inputs: Inputs) -> Iterator[Row]:
-    """One row for each kernel."""
+    """Return one row for each kernel."""
     query, key, value = inputs
     rows = torch.arange(problem.queries, device=query.device)
     exact = exact_rows(query, key, value, rows, is_causal=problem.is_causal)
@@ -112,7 +112,7 @@ def _errors(
 
 
 def _cudnn_error(inputs: Inputs, problem: Problem, rows: Tensor, exact: ExactRows) -> float:
-    """Causality as a mask: cuDNN aligns its own to the first key."""
+    """Return cuDNN's error. Causality is passed as a mask, because cuDNN aligns its own top-left."""
     query, key, value = inputs
     mask = None
     if problem.is_causal:

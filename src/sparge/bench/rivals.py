@@ -58,7 +58,7 @@ def fastest(times: Mapping[str, Any], suffix: str = "_ms") -> str | None:
 
 
 def _sdpa(kernel: SDPBackend, inputs: Inputs, is_causal: bool) -> Variant:
-    """torch's causality is aligned top-left; with fewer queries than keys the call runs without it.
+    """Run SDPA. Its causality is aligned top-left, so with fewer queries than keys the call is not causal.
 
     The last few queries see nearly all keys.
     """
@@ -115,11 +115,11 @@ RIVALS = {
         )
     },
 }
-"""By the prefix of their columns in the rows."""
+"""Rivals by the prefix of their columns in the rows."""
 
 
 class Fa4Sdpa(TorchFunctionMode):
-    """Run SDPA calls through FlashAttention-4 where it computes the same: a dense model at its fastest."""
+    """Run SDPA calls on FlashAttention-4 where it computes the same result, to time a dense model at its fastest."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -153,7 +153,7 @@ def _fa4_sdpa(
 
 
 def _output(found: Any) -> Tensor:
-    """Some releases return (output, LSE)."""
+    """Return the output; some releases return (output, LSE)."""
     return found[0] if isinstance(found, tuple) else found
 
 

@@ -1,12 +1,14 @@
-"""``sparge bench``: sparge and its rivals on one CUDA device, speed beside density and error, as plain rows.
+"""``sparge bench``: compare sparge with its rivals on one CUDA device, with speed, density and error in each row.
 
 Suites: "end_to_end" (a whole call against the dense kernels of `rivals`), "kernel" (attention over random blocks alone,
-against FlexAttention), "error" (dense 8-bit attention against exact attention), "memory" (peak beyond inputs and
-output), "crossover" (from which sizes on a sparse call pays), "hopper" (its kernel beside its twin), "numerics" (errors
-of every 8-bit quantization on families of inputs, against their limits), "packed" (a call over packed segments against
-a loop over them, and against the dense kernels), "masks" (a whole call under a full mask, against SDPA under the same),
+against FlexAttention), "error" (quantized dense attention against exact attention), "memory" (peak beyond inputs and
+output), "crossover" (the smallest sizes at which sparse calls are faster), "hopper" (the Hopper kernel against the
+Triton kernel), "numerics" (errors of every INT8/FP8 mode on families of inputs, against their
+limits), "packed" (a call over packed segments against
+a loop over them, and against the dense kernels), "masks" (a whole call under a full mask, against SDPA with the same
+mask),
 "host" (launch overhead per call, see `host`). Errors are those of 256 queries per head, see `evaluate.oracle`. A column
-that could not be measured is None, and ``problems`` of its row says why.
+that could not be measured is None; ``problems`` of its row holds the reason.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ Inputs = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Bench:
-    """Where and how to measure; every part that needs a CUDA device can be replaced by one that does not."""
+    """The device and functions of a measurement. Tests replace the parts that need a CUDA device."""
 
     device: torch.device
     backend: str
@@ -77,12 +79,12 @@ class Bench:
     prepare: Callable[..., Any]
     """`pipeline.prepare`: everything before the attention kernel."""
     kernel: Callable[[str], Callable[..., Any]]
-    """What launches the attention kernel of a backend."""
+    """Return the launcher of a backend's attention kernel."""
     time: Callable[[dict[str, Variant], int], dict[str, Timing]]
     peak_extra_bytes: Callable[[Callable[[], Tensor]], int]
     bytes_per_s: float
     repeat: Callable[[Call, Sequence[Tensor], Callable[[], Any]], None]
-    """Run `prepare` as repeated calls do: from a recording, where there is one."""
+    """Run `prepare` as in repeated calls, which replay a recording if one exists."""
     turns: int = TURNS
 
 
@@ -125,7 +127,7 @@ def repeat_preparation(call: Call, inputs: Sequence[Tensor], prepare: Callable[[
 
 
 def run_bench(suites: tuple[str, ...], quick: bool) -> Iterator[Row]:
-    """Rows of the suites as they are measured, each with the device, the versions, the commit and the time.
+    """Yield rows of the suites as they are measured, each with device, versions, commit and time.
 
     The suite "host" alone also runs without a CUDA device.
     """
@@ -138,7 +140,7 @@ def run_bench(suites: tuple[str, ...], quick: bool) -> Iterator[Row]:
 
 
 def host_suite(group: Group, quick: bool) -> Iterator[Row]:
-    """Rows of the suite "host" on the current CUDA device, or without one on the CPU; with the host's processor."""
+    """Return rows of the suite "host" with the host's processor, on the current CUDA device or else on the CPU."""
     has_cuda = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if has_cuda else torch.device("cpu")
     problem = group.problem if has_cuda else host.CPU_PROBLEM
@@ -148,7 +150,7 @@ def host_suite(group: Group, quick: bool) -> Iterator[Row]:
 
 
 def stamp(gpu: Gpu | None) -> Row:
-    """What every row carries besides its numbers."""
+    """Return the device, versions, commit and time that every row contains."""
     row: Row = {"time": datetime.now(timezone.utc).isoformat(timespec="seconds")}
     if gpu is not None:
         row |= {**asdict(gpu), "cudnn": torch.backends.cudnn.version(), "flash_attn_4": fa4_version()}
@@ -156,12 +158,12 @@ def stamp(gpu: Gpu | None) -> Row:
 
 
 def measure(bench: Bench, group: Group) -> Iterator[Row]:
-    """Rows of one group. A group that fails as a whole gives one row that says why."""
+    """Return the rows of one group; one row with the reason if the whole group fails."""
     case = {"suite": group.suite, "backend": bench.backend, **group.problem.fields(), "turns": bench.turns}
     case |= {"family": group.family} if group.family else {}
     case |= {"mask": group.mask} if group.mask else {}
     try:
-        torch.cuda.empty_cache()  # what earlier groups left; without CUDA it does nothing
+        torch.cuda.empty_cache()  # free memory of earlier groups; does nothing without CUDA
         make = partial(inputs_of, group.family) if group.family else make_inputs
         inputs = make(group.problem, bench.device)
         for row in MEASURES[group.suite](bench, group, inputs):
@@ -229,7 +231,7 @@ def _kernel(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
 
 
 def _hopper(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
-    base.resolve("hopper", bench.device)  # or it says what is missing
+    base.resolve("hopper", bench.device)  # raises with the reason if it is unavailable
     kernels = {name: (name, "hopper") for name in ("int8_fp8_fast", "int8_fp8", "none")} | {
         "twin int8_fp8": ("int8_fp8", "triton")
     }
@@ -237,12 +239,12 @@ def _hopper(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
 
 
 def _quantizations(bench: Bench) -> tuple[str, ...]:
-    """Those of the backend, the fastest first."""
+    """Return the quantizations of the backend, fastest first."""
     return tuple(name for name in QUANTIZATIONS if name in base.get(bench.backend).quantizations)
 
 
 def _given(bench: Bench, group: Group, inputs: Inputs, kernels: dict[str, tuple[str, str]]) -> Iterator[Row]:
-    """Rows of kernels, (quantization, backend) by name, over the same random blocks."""
+    """Return rows of kernels, given as (quantization, backend) by name, over the same random blocks."""
     problem = group.problem
     assert group.density is not None
     kept = random_blocks(problem.shape, group.density, bench.device, is_causal=problem.is_causal)
@@ -296,7 +298,7 @@ def _dense_errors(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
 def _memory(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
     call = _sparge(bench, inputs, group.problem, MEMORY_TOPK)
     problems: dict[str, str] = {}
-    attempt(problems, "sparge", call.once)  # compiles, and loads what stays loaded
+    attempt(problems, "sparge", call.once)  # compiles and loads the kernels
     extra = attempt(problems, "sparge", partial(bench.peak_extra_bytes, call.run))
     input_bytes = sum(tensor.nbytes for tensor in inputs)
     yield {
@@ -354,7 +356,7 @@ def _packed(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
 
 
 def _sparge_packed(bench: Bench, alone: list[Inputs], problem: Problem, topk: float) -> Variant:
-    """A call by name of the backend over tokens with their heads together, whose bounds are on the host."""
+    """Return a call of `varlen_attention` on one backend, with tokens first and bounds on the host."""
     tokens = [torch.cat([part[0].transpose(0, 1) for part in side]) for side in zip(*alone, strict=True)]
     bounds = [0, *accumulate(problem.lengths)]
     sparsity = Dense() if topk == 1.0 else Budget(topk)
@@ -363,7 +365,7 @@ def _sparge_packed(bench: Bench, alone: list[Inputs], problem: Problem, topk: fl
 
 
 def _packed_density(bench: Bench, alone: list[Inputs], problem: Problem, topk: float) -> float:
-    """Kept blocks as a share of the visible ones of all segments."""
+    """Return the density over all segments."""
     if topk == 1.0:
         return 1.0
     masks = [api.predict(*part[:2], topk=topk, is_causal=problem.is_causal, backend=bench.backend) for part in alone]
@@ -378,7 +380,7 @@ def _packed_error(run: Callable[[], Any], lengths: list[int], rows: list[Tensor]
 
 
 def _masks(bench: Bench, group: Group, inputs: Inputs) -> Iterator[Row]:
-    """The quantization is what "auto" is under a mask, and the kernel the one that serves it."""
+    """Return rows under a full mask, with the quantization and the backend that "auto" selects there."""
     problem = group.problem
     assert group.mask is not None
     mask = MASKS[group.mask](problem, bench.device)
@@ -437,7 +439,7 @@ def _rivals(inputs: Inputs, problem: Problem) -> dict[str, Variant]:
 
 
 def _flex(inputs: Inputs, mask: BlockMask) -> Variant:
-    """Compiled FlexAttention over the same blocks. Its own tile for head_dim 64 does not divide a block of 64 keys."""
+    """Return compiled FlexAttention over the same blocks. Its default tile for head_dim 64 does not divide 64 keys."""
     tile = {"BLOCK_M": BLOCK_Q, "BLOCK_N": BLOCK_K}
     return Variant(partial(_compiled_flex(), *inputs, block_mask=mask.to_flex(), kernel_options=tile))
 
@@ -450,14 +452,14 @@ def _compiled_flex() -> Callable[..., Any]:
 
 
 def _sparge(bench: Bench, inputs: Inputs, problem: Problem, topk: float) -> Variant:
-    """A whole call by name of the backend, so that no size falls back to dense attention."""
+    """Return a whole call on an explicit backend, so that no size falls back to dense attention."""
     sparsity = Dense() if topk == 1.0 else Budget(topk)
     call = partial(api.attention, *inputs, is_causal=problem.is_causal, sparsity=sparsity)
     return Variant(partial(call, quantization=bench.quantization, backend=bench.backend))
 
 
 def _stages(bench: Bench, inputs: Inputs, problem: Problem, topk: float) -> tuple[Variant, Variant]:
-    """Everything before the attention kernel, and the kernel. Dense attention prepares by quantizing alone."""
+    """Return the stages before the attention kernel, and the kernel. Dense attention only quantizes."""
     call = _call(problem, Dense() if topk == 1.0 else Budget(topk), bench.quantization)
     prepare = partial(bench.prepare, *inputs, call, with_mask=topk != 1.0, with_operands=True)
     return Variant(partial(bench.repeat, call, inputs, prepare)), _attend(bench, call, prepare, bench.backend)
@@ -479,7 +481,7 @@ def _call(problem: Problem, sparsity: Budget | Dense, quantization: str) -> Call
 
 
 def _attend(bench: Bench, call: Call, prepare: Callable[[], tuple[Any, Any]], backend: str) -> Variant:
-    """The attention kernel on operands that are prepared once, when the first call (a warm-up) needs them."""
+    """Return the attention kernel on operands that the first call (a warm-up) prepares."""
     prepared = cache(prepare)
     return Variant(lambda: bench.kernel(backend)(*prepared(), call))
 
@@ -491,13 +493,13 @@ def _density(bench: Bench, inputs: Inputs, problem: Problem, topk: float) -> flo
 
 
 def _error(run: Callable[[], Any], rows: Tensor, exact: Tensor) -> float:
-    """Error of what a call returns: an output, or (output, LSE)."""
+    """Return the error of a call's result, which is an output or (output, LSE)."""
     result = run()
     return sampled_error(result[0] if isinstance(result, tuple) else result, rows, exact)
 
 
 def _speeds(problem: Problem, timings: dict[str, Timing]) -> Row:
-    """Times and effective TFLOP/s of sparge and its rivals, and the speed-up against the fastest of them."""
+    """Return times and effective TFLOP/s of sparge and its rivals, and the speed-up over the fastest rival."""
     columns: Row = {}
     for name in ("sparge", *RIVALS):
         if name in timings:

@@ -1,4 +1,4 @@
-"""Rows of ``sparge bench`` as people read them: the same cells in the terminal and on a Markdown page."""
+"""Format rows of ``sparge bench`` as tables for the terminal and for Markdown pages."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ KERNELS = {
 class View:
     """One table: the suite its rows come from, its title, and a row's cells as (column, text).
 
-    ``cases`` are the values a row must have to stand on a page; a terminal shows all rows. ``page`` gives the cells
-    there, where there is room for more columns than the 80 characters of a terminal hold.
+    A page shows only rows with the values in ``cases``; a terminal shows all rows. ``page`` returns the cells of a
+    page, which has room for more columns than a terminal of 80 characters.
     """
 
     suite: str
@@ -48,14 +48,15 @@ class View:
 
 
 def _field(row: Row, name: str) -> object:
-    """Rows from before there were two backends for a GPU are Triton's, and of one segment; kernels by present names."""
+    """Return a field of a row. Rows older than the Hopper kernel are Triton's with one segment; kernels have present
+    names."""
     if name == "kernel":
         return kernel_name(row)
     return row.get(name, {"backend": FIRST_BACKEND, "segments": 1, "unequal": False}.get(name))
 
 
 def kernel_name(row: Row) -> str:
-    """The kernel that a row is about, by its present name."""
+    """Return the present name of a row's kernel."""
     name: str = row.get("kernel", "")
     return RENAMED_QUANTIZATIONS.get(name, name)
 
@@ -109,7 +110,7 @@ def _errors(row: Row) -> Cells:
 
 
 def _numerics(row: Row) -> Cells:
-    """What fits 80 columns; the rows hold the limits, the worst LSE and cuDNN's error as well."""
+    """Return the cells that fit 80 columns. The rows also hold the limits, the worst LSE and cuDNN's error."""
     yield "family", _plain(row, "family")
     yield "N", _plain(row, "tokens")
     yield "D", _plain(row, "head_dim")
@@ -173,14 +174,14 @@ def _masks(row: Row) -> Cells:
 
 
 def _fastest(row: Row) -> Cells:
-    """The fastest dense kernel of the run, and its time."""
+    """Return the fastest dense kernel of the run and its time."""
     name = fastest(row)
     yield "dense", RIVALS[name].column if name else NOT_MEASURED
     yield "dense ms", _ms(row, f"{name}_ms")
 
 
 def _with_rivals(cells: Callable[[Row], Cells], row: Row) -> Cells:
-    """The same with the time of every rival, and of a loop of sparse calls."""
+    """Return the same cells with the times of every rival and of a loop of sparse calls."""
     for column, text in cells(row):
         if column == "dense":
             for name, rival in RIVALS.items():
@@ -228,7 +229,7 @@ VIEWS = {
     "masks": View("masks", "Full masks, against SDPA under the same mask", _masks),
     "crossover": View(
         "crossover",
-        "Sparse 8-bit attention against the fastest dense kernel, by size",
+        "Sparse INT8/FP8 attention against the fastest dense kernel, by size",
         _crossover,
         {"topk": 0.5, "head_dim": 128},
         partial(_with_rivals, _crossover),
@@ -236,13 +237,13 @@ VIEWS = {
     "host": View("host", "Launch overhead per call, microseconds", _host),
 }
 TERMINAL_VIEWS = [view for name, view in VIEWS.items() if not name.endswith("_triton")]
-"""A terminal shows the rows of one run, whatever their backend."""
+"""Views of the terminal, which shows the rows of one run for all backends."""
 
 
 def newest(rows: Sequence[Row], suite: str) -> list[Row]:
-    """The last row of every case of a suite on the GPU measured last, in the order of first measurement.
+    """Return the last row of every case of a suite on the GPU measured last, in the order of first measurement.
 
-    Quick rows and those of groups that failed as a whole do not count.
+    Quick rows and rows of failed groups are ignored.
     """
     full = [row for row in rows if row["suite"] == suite and not row["quick"] and "case" not in row["problems"]]
     cases = {tuple(_field(row, field) for field in IDENTITY): row for row in full if row["gpu"] == full[-1]["gpu"]}
@@ -250,12 +251,12 @@ def newest(rows: Sequence[Row], suite: str) -> list[Row]:
 
 
 def problem_notes(rows: Sequence[Row]) -> list[str]:
-    """Why cells are n/a: "cudnn: reason", each once."""
+    """Return the reasons of n/a cells, such as "cudnn: reason", each once."""
     return list(dict.fromkeys(f"{name}: {why}" for row in rows for name, why in row["problems"].items()))
 
 
 def one_line(row: Row) -> str:
-    """A row as a line of progress."""
+    """Return a row as one line of progress."""
     cells = next(view.cells(row) for view in VIEWS.values() if view.suite == row["suite"])
     return f"{row['suite']}: " + ", ".join(f"{column} {text}" for column, text in cells if text)
 
@@ -285,7 +286,7 @@ def _number(row: Row, name: str, form: str) -> str:
 
 
 def _ms(row: Row, name: str) -> str:
-    """Without an exponent, and no finer than times repeat."""
+    """Format milliseconds without an exponent, in the precision that repeated runs agree on."""
     value = row.get(name)
     if value is None:
         return NOT_MEASURED

@@ -4,8 +4,8 @@
 CUDA events around back-to-back calls, so it is launch overhead where the host launches more slowly than the device
 computes. `Timing.graph_ms` replays a CUDA graph of the same call, so it is the device alone.
 
-A GPU runs slower after heavy work than after light work: on an H200 the same cuDNN call took 9 % longer behind itself
-than behind a memory-bound kernel. So calls are timed behind calls of their own kind.
+A GPU runs slower after heavy work than after light work: on an H200 the same cuDNN call took 9 % longer after itself
+than after a memory-bound kernel. Each call is therefore timed after calls of the same variant.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch import Tensor
 from sparge.evaluate.timing import device_seconds, host_seconds, take_turns
 
 UNTIMED_MS, TIMED_MS = 60.0, 15.0
-"""One variant's turn: short calls are repeated until they fill it. Behind 20 ms of its own kind cuDNN was still 10 %
-faster than behind 50."""
+"""Length of one variant's turn; short calls are repeated. After 20 ms of its own calls, cuDNN was still 10 % faster
+than after 50 ms."""
 MIN_TIMED, MAX_CALLS = 2, 1000
 WARM_UPS = 2
 COPY_BYTES = 2**30
@@ -35,7 +35,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Variant:
-    """A call to time. ``context`` is entered around many calls, so that its own cost does not count."""
+    """A call to time. ``context`` is entered once around many calls, so that its cost is not measured."""
 
     run: Callable[[], Any]
     context: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -47,7 +47,8 @@ class Variant:
 
 @dataclass(frozen=True)
 class Timing:
-    """Median milliseconds of one call by events and by graph replay; ``problem`` says why one of them is None."""
+    """Median milliseconds of one call by events and by graph replay; ``problem`` is the reason if one of them is
+    None."""
 
     ms: float | None = None
     graph_ms: float | None = None
@@ -55,7 +56,8 @@ class Timing:
 
 
 def time_on_host(variants: Mapping[str, Variant], turns: int, *, timed: int = 1) -> dict[str, float]:
-    """Median seconds of one of ``timed`` back-to-back calls of every variant; a turn before the first is discarded."""
+    """Return the median seconds per call of every variant over ``timed`` back-to-back calls; the first turn is
+    discarded."""
 
     def clock(variant: Variant) -> float:
         with variant.context():
@@ -66,9 +68,9 @@ def time_on_host(variants: Mapping[str, Variant], turns: int, *, timed: int = 1)
 
 
 def time_on_cuda(variants: dict[str, Variant], turns: int, *, graphs: bool = True) -> dict[str, Timing]:
-    """Time every variant, with graphs or by events alone; one that fails says why and does not disturb the others.
+    """Time every variant, with graphs or by events alone. A failing variant gets a reason and does not stop the others.
 
-    The turns go through all variants and both ways of timing. One turn before the first is thrown away.
+    Each turn runs all variants with both ways of timing. The first turn is discarded.
     """
     runners: dict[tuple[str, str], Variant] = {}
     repeats: dict[tuple[str, str], tuple[int, int]] = {}
@@ -98,7 +100,7 @@ def time_on_cuda(variants: dict[str, Variant], turns: int, *, graphs: bool = Tru
 
 
 def copy_bandwidth(turns: int = 7) -> float:
-    """Bytes a second of a device-to-device copy, read and written bytes both counted."""
+    """Return bytes per second of a device-to-device copy, counting reads and writes."""
     source = torch.ones(COPY_BYTES, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     timing = time_on_cuda({"copy": Variant(lambda: target.copy_(source))}, turns)["copy"]
@@ -108,7 +110,7 @@ def copy_bandwidth(turns: int = 7) -> float:
 
 
 def peak_extra_bytes(run: Callable[[], Tensor]) -> int:
-    """Device memory one call takes at its peak, beyond what was allocated before and the output it returns."""
+    """Return the peak device memory of one call, without earlier allocations and without its output."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -118,20 +120,20 @@ def peak_extra_bytes(run: Callable[[], Tensor]) -> int:
 
 
 def repeats_for(ms: float) -> tuple[int, int]:
-    """Untimed and timed calls of one turn."""
+    """Return the numbers of untimed and timed calls in one turn."""
     untimed, timed = (math.ceil(share / max(ms, 1e-6)) for share in (UNTIMED_MS, TIMED_MS))
     return min(untimed, MAX_CALLS), min(max(timed, MIN_TIMED), MAX_CALLS)
 
 
 def reason(error: Exception) -> str:
-    """The first line of an error, with its kind, short enough for a note under a table."""
+    """Return the type and first line of an error, short enough for a note under a table."""
     lines = str(error).strip().splitlines() or ["no message"]
     text = " ".join(lines[0].split())
     return f"{type(error).__name__}: {text if len(text) <= 160 else text[:157] + '...'}"
 
 
 def attempt(problems: dict[str, str], name: str, function: Callable[[], Result]) -> Result | None:
-    """The function's result, or None and a note why not."""
+    """Return the function's result, or None and the reason of its failure."""
     try:
         return function()
     except Exception as error:
@@ -140,7 +142,7 @@ def attempt(problems: dict[str, str], name: str, function: Callable[[], Result])
 
 
 def _warm_up(variant: Variant) -> tuple[int, int]:
-    """Compile and tune, then say how often a turn repeats the call."""
+    """Compile and tune, then return how often a turn repeats the call."""
     for _ in range(WARM_UPS):
         variant.once()
     torch.cuda.synchronize()
@@ -148,25 +150,25 @@ def _warm_up(variant: Variant) -> tuple[int, int]:
 
 
 def _time_calls(variant: Variant, untimed: int, timed: int) -> float:
-    """Milliseconds of one of ``timed`` back-to-back calls, right behind ``untimed`` ones."""
+    """Return milliseconds per call of ``timed`` back-to-back calls that follow ``untimed`` ones."""
     with variant.context():
         return 1e3 * device_seconds(variant.run, untimed=untimed, timed=timed)
 
 
 def _capture(variant: Variant) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of one call; raises where the call waits for the device."""
+    """Capture one call in a CUDA graph; raise if the call waits for the device."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
     with variant.context():
         with torch.cuda.stream(stream):
-            variant.run()  # allocates what a stream's first call allocates
+            variant.run()  # makes the allocations of a stream's first call
         torch.cuda.synchronize()
         try:
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 variant.run()
         except Exception as error:
-            # Ending a broken capture raises again and hides what broke it.
+            # Ending a failed capture raises again and hides the first error.
             raise RuntimeError(f"no CUDA graph: {error.__context__ or error}") from error
     torch.cuda.synchronize()
     return graph

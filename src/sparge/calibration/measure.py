@@ -1,8 +1,7 @@
-"""Measure how wrong every layer of a model is at some densities, while the model itself runs exactly.
+"""Measure the error of every layer of a model at several densities, while the model itself runs densely.
 
-A model is run on each input as it would be, with `enable`. Where a call goes sparse, it is computed densely, which is
-what the model goes on with, and at every density, which is what is measured. Besides, it is predicted which density
-holds some shares of the attention.
+A model runs on each input with `enable`. Each sparse call is computed densely, which gives the model's output, and at
+every density, which gives the errors. The density that holds given shares of the attention is predicted as well.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from sparge.policy import Policy
 from sparge.profile import Curve, Needs, Profile, identity_of
 
 DENSITIES = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8)
-"""Where errors are measured. Together they cost three times dense attention."""
+"""Densities at which errors are measured. Together they take three times as long as dense attention."""
 SHARES = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995)
-"""Of the predicted attention, for which the density is noted."""
+"""Shares of the predicted attention for which the density is recorded."""
 PREDICTION = ("score", "is_causal", "window", "scale", "enable_gqa", "always_keep", "exact_queries", "backend")
-"""Arguments of a call that `sparge.predict` takes too."""
+"""Arguments of a call that `sparge.predict` also accepts."""
 
 Progress = Callable[[str, int, int], None]
-"""Told what is done next, how many inputs are done, and of how many."""
+"""A function of the next step, the number of finished inputs, and the number of inputs."""
 
 
 def calibrate(
@@ -47,26 +46,26 @@ def calibrate(
     rows: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Profile:
-    """Budgets for every layer of a model from a few inputs.
+    """Measure budgets for every layer of a model on a few inputs.
 
     Args:
-        model: what `sparge.enable` takes: a transformers model, a diffusers pipeline or its transformer. It is not
-            enabled afterwards.
-        inputs: a few typical ones, as long as those to come: token ids (B, S), keywords of the model or pipeline as a
+        model: a transformers model, a diffusers pipeline or its transformer, as for `sparge.enable`. It is disabled
+            afterwards.
+        inputs: a few typical inputs, as long as later ones: token ids (B, S), keywords of the model or pipeline as a
             dict, a prompt, or a function that is called with the model.
-        max_error: relative L1 error that no layer's attention may have on any of them.
-        density: instead, the mean of the budgets; rows of all layers hold the same share of the predicted attention
-            then, and at least 8 blocks where inputs are long enough.
-        policy: what goes sparse, and how; ``Policy()`` by default. Its rule is a `Budget` or a `TopK`.
-        densities: where errors are measured, rising.
-        rows: a file of finished inputs, from which an interrupted calibration goes on.
-        progress: told about every input.
+        max_error: largest relative L1 error of any layer's attention on any input.
+        density: the mean of the budgets, instead of ``max_error``. All layers then hold the same share of the predicted
+            attention, and query blocks keep at least 8 blocks if inputs are long enough.
+        policy: decides which calls are sparse; ``Policy()`` by default. Its rule must be a `Budget` or a `TopK`.
+        densities: densities at which errors are measured, rising.
+        rows: a file of finished inputs, with which an interrupted calibration resumes.
+        progress: called for every input.
 
     Returns:
         A `Profile`, which `sparge.enable` takes in place of a policy.
 
     Raises:
-        TypeError, ValueError: an argument is not what was expected, or no call of the inputs goes sparse.
+        TypeError, ValueError: an argument is invalid, or no call of the inputs is sparse.
     """
     policy = Policy() if policy is None else policy
     model = getattr(model, "_orig_mod", model)  # compiled programs do not notice that calls are measured
@@ -111,7 +110,7 @@ def calibrate(
 def check(
     model: Any, inputs: Sequence[Any], profile: Profile, *, progress: Progress | None = None
 ) -> dict[str, list[float]]:
-    """Errors of every layer at its budget on inputs that the profile has not seen, one for each input."""
+    """Return errors of every layer at its budget for each input; use inputs that were not calibrated on."""
     errors: dict[str, list[float]] = {}
     for index, entry in enumerate(inputs):
         if progress is not None:
@@ -125,9 +124,9 @@ def check(
 def _measured(
     model: Any, entry: Any, policy: Policy, densities: Sequence[float] | None
 ) -> tuple[dict[str, list[float]], dict[str, list[float]], int]:
-    """Errors of every layer at every density (or as the policy says), densities of all `SHARES`, keys of the longest.
+    """Return errors of every layer at every density or under the policy, densities of all `SHARES`, and the most keys.
 
-    Of a layer's calls the mean.
+    Errors and densities are means over a layer's calls.
     """
     found: dict[str, list[list[float]]] = {}
     needed: dict[str, list[list[float]]] = {}
@@ -162,7 +161,7 @@ def _measured(
 
 
 def _means(calls: Mapping[str, Sequence[Sequence[float]]]) -> dict[str, list[float]]:
-    """Of every layer, what its calls have in the mean."""
+    """Return the mean over the calls of every layer."""
     return {layer: [statistics.fmean(of) for of in zip(*found, strict=True)] for layer, found in calls.items()}
 
 
@@ -182,7 +181,7 @@ def _check(inputs: Sequence[Any], densities: Sequence[float], policy: Policy) ->
 
 
 def _content(entry: Any) -> str:
-    """Letters that differ where inputs do; of a function its name."""
+    """Return a digest of an input; the name of a function."""
     if isinstance(entry, Tensor):
         numbers = entry.detach().flatten().double().cpu()
         weights = torch.arange(1, len(numbers) + 1, dtype=torch.float64)

@@ -1,6 +1,6 @@
-"""The ``sparge`` command: ``demo`` shows it on this machine, ``eval`` judges it on a model, ``calibrate`` finds budgets
-for its layers, ``bench`` measures on a GPU, ``doctor`` says what the machine offers, ``lm-eval`` runs the
-lm-evaluation-harness with it, ``sweep`` derives launch configurations."""
+"""The ``sparge`` command: ``demo`` compares sparse with dense attention, ``eval`` measures the quality of a model,
+``calibrate`` derives budgets for its layers, ``bench`` measures on a GPU, ``doctor`` reports devices and backends,
+``lm-eval`` runs lm-evaluation-harness with sparse attention, ``sweep`` derives launch configurations."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def sparge(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Training-free sparse and quantised attention for PyTorch."""
+    """Training-free sparse and quantized attention for PyTorch."""
 
 
 @app.command()
@@ -174,7 +174,7 @@ def bench(
             rows.append(row)
             if lines is not None:
                 lines.write(json.dumps(row) + "\n")
-                lines.flush()  # a run that is cut short keeps what it measured
+                lines.flush()  # an interrupted run keeps its results
             typer.echo(one_line(row), err=True)
     _print_bench(console, rows)
     if json_path is not None:
@@ -182,7 +182,7 @@ def bench(
 
 
 def _print_bench(console: Console, rows: Sequence[bench_cases.Row]) -> None:
-    """One table for every view of the suites that ran, and why cells are missing."""
+    """Print one table for every view of the suites that ran, and the reasons of missing cells."""
     from sparge.bench.table import TERMINAL_VIEWS, problem_notes
     from sparge.console import empty_table, print_fitting
 
@@ -359,13 +359,13 @@ def _devices() -> Iterator[tuple[str, str]]:
 
 
 def _usable_cores() -> int:
-    """Cores this process may run on; fewer than the machine's inside a container or under taskset."""
+    """Return the number of cores this process may use; fewer than the machine's in a container or under taskset."""
     affinity: Any = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def _advice() -> Iterator[tuple[str, str]]:
-    """What is missing, what it costs, and what to do about it."""
+    """Return missing features, their effects, and how to enable them."""
     import torch
 
     from sparge.backends import base

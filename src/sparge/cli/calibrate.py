@@ -1,4 +1,4 @@
-"""``sparge calibrate``: budgets for every layer of a model, from a few inputs, into a file."""
+"""``sparge calibrate``: measure budgets for every layer of a model on a few inputs and write them to a file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sparge.cli import options
 from sparge.cli.evaluate import _device_and_dtype, _dtype, _failures_told, _whole
 
 HELD_OUT_LIMIT = 1.25
-"""Times the error, what a layer may have on inputs that were not measured before it counts as off."""
+"""Factor of the error limit above which a layer counts as inaccurate on inputs that were not calibrated on."""
 
 
 def _policy_file(text: str) -> Any:
@@ -156,7 +156,7 @@ def calibrate(
 def _language_model(
     name: str, device: str, dtype: Any, tokens: int, inputs: int, held_out: int, text: str | None
 ) -> tuple[Any, list[Any], list[Any]]:
-    """The model, windows of text to measure, and others between them to check with."""
+    """Return the model, windows of text to measure, and windows between them for the check."""
     from sparge.evaluate.language.load import load_model, load_tokenizer
     from sparge.evaluate.language.texts import read_text, windows_of
 
@@ -176,7 +176,7 @@ def _language_model(
 def _pipeline(
     name: str, device: str, dtype: Any, prompts: list[str], steps: int | None
 ) -> tuple[Any, list[Any], list[Any]]:
-    """The pipeline and what it is asked for; every fourth prompt is to check with."""
+    """Return the pipeline and its inputs; every fourth prompt is used for the check."""
     from sparge.evaluate.pipeline.load import load
 
     pipeline = load(name, device, dtype, trust_remote_code=False)

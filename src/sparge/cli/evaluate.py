@@ -1,4 +1,4 @@
-"""``sparge eval``: sparse attention judged on a language model or a diffusers pipeline."""
+"""``sparge eval``: compare sparse with dense attention on a language model or a diffusers pipeline."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _dtype(text: str) -> str:
 
 
 def _device_and_dtype(device: str, dtype: str) -> tuple[str, Any]:
-    """auto: a GPU where there is one, bfloat16 there and float32 on CPUs."""
+    """Resolve "auto": a GPU with bfloat16 if there is one, else the CPU with float32."""
     import torch
 
     if device == "auto":
@@ -61,7 +61,7 @@ def _device_and_dtype(device: str, dtype: str) -> tuple[str, Any]:
 
 @contextmanager
 def _failures_told(command: str, advice: str, rows: Path | None) -> Iterator[None]:
-    """What may go wrong in an evaluation as one line: bad input, too little memory (``advice`` helps), Ctrl-C."""
+    """Report errors of an evaluation as one line: invalid input, out of memory (with ``advice``), Ctrl-C."""
     import torch
 
     try:

@@ -1,4 +1,4 @@
-"""What options of the ``sparge`` command take: each parser returns a value or says what it expected."""
+"""Parsers of the options of the ``sparge`` command. Each returns a value or raises an error with the expected form."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ DEFAULTS = {
 
 
 def best_device() -> str:
-    """ "cuda" where torch finds such a device, else "cpu"."""
+    """Return "cuda" if a CUDA device is available, else "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -233,7 +233,7 @@ def _makers(settings: Settings) -> tuple[tuple[str, str, Callable[[], Sample]], 
         (
             "video-like",
             f"Not causal, as in a video model. A smooth field over {frames} frames of {height} x {width} positions: "
-            "every query attends to its neighbourhood in space and time, which row-major order spreads over stripes.",
+            "every query attends to its neighborhood in space and time, which row-major order spreads over stripes.",
             partial(video_like, video_tokens, **sizes),
         ),
         (
@@ -310,7 +310,7 @@ def _measure(sample: Sample, about: str, settings: Settings, report: Callable[[i
 def _first_prediction(
     score: str, mask: BlockMask, mass: Tensor, query: Tensor, key: Tensor, needles: tuple[Needle, ...]
 ) -> Prediction:
-    """Return what the mask keeps in the first head."""
+    """Return the blocks that the mask keeps in the first head."""
     kept, indices, visible = (
         tensor[:1, :1] for tensor in (mask.kv_num_blocks, mask.kv_indices, mask.visible_num_blocks)
     )
@@ -337,7 +337,7 @@ def _time_interleaved(
         def run() -> None:
             outputs[name] = calls[name]()
 
-        # After an untimed call of the same kind: a GPU's clock depends on what ran before.
+        # Timed after an untimed call of the same kind, because a GPU's clock depends on earlier work.
         return device_seconds(run, untimed=1) if device == "cuda" else host_seconds(run)
 
     clocks = {name: partial(clock, name) for name in calls}

@@ -63,7 +63,7 @@ def machine_parts(demo: Demo) -> Iterator[str]:
 
 
 def _input(result: InputResult) -> dict[str, Any]:
-    """Return what the template needs about one input: description, result in words, maps, needles."""
+    """Return the template's values for one input: description, text of the result, maps, needles."""
     row = result.rows[0]
     panels = [(None, "True attention mass", "all visible blocks")] + [
         (one, f"Kept by {one.score}", f"{100 * one.density:.1f}% of blocks, {100 * one.recall:.1f}% of mass")

@@ -1,4 +1,4 @@
-"""Cache of resolved calls: how a kind of call runs is resolved once, then looked up.
+"""Cache of resolved calls: each kind of call is resolved once and then looked up.
 
 Checking options and choosing between dense and sparse takes longer than a short call takes on a GPU, and gives the same
 answer for every call of the same shapes, strides, dtypes and options. `find` looks it up,
@@ -32,21 +32,21 @@ MAX_KINDS = 512
 Runner = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], tuple[Tensor, Tensor]]
 """Computes calls of one kind: query, key, value and mask -> output and LSE."""
 _runners: dict[Any, Any] = {}
-"""By kind, what computes calls from tensors as the caller passed them; of calls over ranks, their checked request."""
+"""Runners by kind, for tensors in the caller's layout; for calls over ranks, their checked requests."""
 
 
 def find(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, options: tuple[Any, ...], more: Any = None
 ) -> tuple[Any, Any]:
-    """Return the kind of a call, and what runs calls of this kind; None for the latter if the kind is new.
+    """Return the kind of a call, and the runner of this kind; the runner is None if the kind is new.
 
-    The kind is everything that decides how a call runs, except the numbers in its tensors. It is None for unusual
-    calls: something traces or intercepts them, casts their tensors or needs their gradients.
+    The kind contains everything that determines how a call runs, except the values of its tensors. It is None for calls
+    that are traced or intercepted, whose tensors are cast, or that need gradients.
 
     Args:
         options: `Options`, or a tuple of hashable values. Their types are part of the key: 1 and True are equal, but
             one of them may be an error.
-        more: anything hashable that the call depends on besides.
+        more: any other hashable value that the call depends on.
     """
     if (
         not ops.is_direct(query, key, value)
@@ -94,14 +94,14 @@ def find(
 
 
 def as_hashable(ranges: Any) -> Any:
-    """Return lists of (start, stop) as tuples; anything else, which is an error, as it is."""
+    """Return lists of (start, stop) as tuples; return invalid values unchanged."""
     if isinstance(ranges, (list, tuple)) and all(isinstance(pair, (list, tuple)) for pair in ranges):
         return tuple(map(tuple, ranges))
     return ranges
 
 
 def remember(kind: Any, runner: Any) -> None:
-    """Keep what runs calls of a kind."""
+    """Store the runner of a kind."""
     if kind is None:
         return
     if len(_runners) >= MAX_KINDS:
@@ -111,12 +111,13 @@ def remember(kind: Any, runner: Any) -> None:
 
 
 def forget() -> None:
-    """Drop everything that was remembered."""
+    """Clear the cache."""
     _runners.clear()
 
 
 class SparseCalls:
-    """Sparse calls of one kind, of predicted or of given blocks. Once a backend has recorded one, others repeat it."""
+    """Sparse calls of one kind, with predicted or given blocks. After a backend has recorded a call, later calls replay
+    it."""
 
     def __init__(
         self,
@@ -128,7 +129,8 @@ class SparseCalls:
         with_lse: bool,
         order: TokenOrder | None = None,
     ) -> None:
-        """Resolve what the calls share; in an ``order`` they have neither masks nor given blocks, and give no LSE."""
+        """Resolve the properties that all calls share. Calls with an ``order`` have no mask, no given blocks and no
+        LSE."""
         self._call = interned(call).of()  # without its mask, which would be kept
         self._order = order
         self._backend = base.get(backend).serving(call, dtype)
@@ -180,7 +182,8 @@ class SparseCalls:
 
 
 def kind_of_blocks(blocks: Any) -> Any:
-    """Return what a call over given blocks depends on of them; None if they have to be checked or copied each time."""
+    """Return the properties of given blocks that a call depends on; None if they must be checked or copied in every
+    call."""
     if type(blocks) is not BlockMask:
         return None
     lists = _lists(blocks)
@@ -215,11 +218,11 @@ class PackedCalls:
     """Packed calls of one kind: a group of segments that is the same each time."""
 
     def __init__(self, call: Call, backend: str, dtype: torch.dtype, segments: tuple[Segment, ...], label: str) -> None:
-        """Resolve what the calls share.
+        """Resolve the properties that all calls share.
 
         Args:
-            call: one over a batch of so many segments as long as the longest, without `Call.segments`.
-            label: what `sparge.stats` counts a dense call as; empty for a sparse one.
+            call: a batch with one entry per segment, as long as the longest segment, without `Call.segments`.
+            label: the reason to count a dense call under; empty for a sparse call.
         """
         self._call = call
         self._backend = base.get(backend).serving(call, dtype)
@@ -230,7 +233,7 @@ class PackedCalls:
         self._recorded: base.RecordedAttention | None = None
 
     def is_ready(self, device: torch.device) -> bool:
-        """Return whether it can be called now: while a CUDA graph is captured, if its tables were made before."""
+        """Return whether the calls can run now: while a CUDA graph is captured, their tables must already exist."""
         return self._tables is not None or is_ready(self._segments, self._call.shape.heads, device)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor) -> None:
@@ -270,7 +273,7 @@ def _heads_first(tokens: Tensor) -> Tensor:
 
 
 def _are_plain(addresses: list[int]) -> bool:
-    """Return whether addresses are aligned to 16 bytes and different, as those of recorded calls are."""
+    """Return whether addresses are aligned to 16 bytes and distinct, as in recorded calls."""
     joined = 0
     for address in addresses:
         joined |= address
@@ -315,7 +318,7 @@ class DenseCalls:
             output = self._sdpa(query, key, value)
             if output.stride() != self._strides:
                 output = laid_out(output, query)
-            lse = output  # nobody reads it
+            lse = output  # not read
         else:
             call = self._call if attn_mask is None else self._call.of(attn_mask=_in_four_dimensions(attn_mask))
             with_lse, label = self._with_lse, self._label

@@ -49,7 +49,7 @@ def by_arguments(
     """Return why `sparge.attention` runs a call dense that could be sparse.
 
     Args:
-        asked: backend as the caller named it. A named backend never falls back to dense.
+        asked: the backend that the caller requested. An explicit backend never falls back to dense.
         backend: backend that serves the call.
         device: of the query.
         dtype: of the query.
@@ -74,7 +74,7 @@ def by_arguments(
 def resolve_quantization(
     quantization: str, backend: str, device: torch.device, reason: Reason | None, *, has_mask: bool
 ) -> str:
-    """Return the quantization of a call: "none" if it is dense because of its size, whatever was asked for.
+    """Return the quantization of a call: "none" if it is dense because of its size, whatever the request.
 
     Raises:
         NotImplementedError: the backend does not support the quantization.
@@ -186,7 +186,7 @@ def is_full_mask(attn_mask: Tensor) -> bool:
 
 
 def unsupported(shape: Shape, dropout_p: float, needs_grad: bool) -> Obstacle | None:
-    """Return what keeps every sparse backend from serving a call.
+    """Return the reason if no sparse backend supports a call.
 
     Raises:
         TypeError, ValueError: dropout_p is not a probability.
@@ -207,7 +207,7 @@ def unsupported(shape: Shape, dropout_p: float, needs_grad: bool) -> Obstacle | 
 
 
 def no_means(attn_mask: Tensor | None, group: int) -> Obstacle | None:
-    """Return what keeps skipped blocks from being replaced by their means under a mask of four dimensions."""
+    """Return the reason if skipped blocks cannot be replaced by their means under a four-dimensional mask."""
     unfit = block_means.unfit_for_means(attn_mask, group)
     return None if unfit is None else Obstacle("means under such a mask", unfit)
 
@@ -221,7 +221,7 @@ def _unsupported_head_dim(head_dim: int, value_dim: int) -> Obstacle | None:
 
 
 def not_plain_tensor(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> str | None:
-    """Return why the tensors of a model's call are not plain ones whose numbers can be read."""
+    """Return the reason if the tensors of a model's call are not plain tensors with readable values."""
     if query.is_nested or key.is_nested or value.is_nested:
         return "nested tensors"
     if query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
@@ -267,8 +267,8 @@ def unsupported_call(
 def ambiguous_mask(attn_mask: Tensor) -> str | None:
     """Return whether SDPA and sparge could read an additive mask differently.
 
-    SDPA weighs the keys of a row that holds only the dtype's lowest number as if it held zeros; `sparge.attention`
-    hides them. Finding such rows reads the mask, which neither a GPU's queue nor a compiled program allows.
+    If all entries of a query are the dtype's lowest number, SDPA treats them as equal and `sparge.attention` hides all
+    keys. Checking this reads the mask, which synchronizes a GPU and is impossible in a compiled program.
     """
     if attn_mask.dtype == torch.bool:
         return None

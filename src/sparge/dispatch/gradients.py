@@ -1,4 +1,4 @@
-"""Whether somebody will ask for the derivatives of a call: sparse attention has none and must not pass as constant."""
+"""Detection of calls that need derivatives. Sparse attention has none, and must not be treated as a constant."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from torch.autograd import forward_ad
 
 
 def needs_grad_of(*tensors: Tensor | None) -> bool:
-    """Whether autograd, forward-mode AD or one of torch.func's transforms follows one of the tensors."""
+    """Return whether a tensor is tracked by autograd, forward-mode AD or a torch.func transform."""
     given = [tensor for tensor in tensors if isinstance(tensor, Tensor)]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
         return True
-    if torch.compiler.is_compiling():  # it knows tangents, and nothing of wrapped tensors
+    if torch.compiler.is_compiling():  # supports tangents, but not wrapped tensors
         return forward_ad._current_level >= 0 and any(
             forward_ad.unpack_dual(tensor).tangent is not None for tensor in given
         )
     if forward_ad._current_level < 0 and _functorch.peek_interpreter_stack() is None:
         return False
-    return any(_is_followed(tensor) for tensor in given)
+    return any(_needs_grad(tensor) for tensor in given)
 
 
-def _is_followed(tensor: Tensor) -> bool:
-    """The same, looked up in every tensor that vmap, grad and jvp have wrapped around one another."""
+def _needs_grad(tensor: Tensor) -> bool:
+    """Return the same for a tensor, including the tensors that vmap, grad and jvp wrap."""
     while True:
-        is_batched = _functorch.is_batchedtensor(tensor)  # it says nothing of what it holds
+        is_batched = _functorch.is_batchedtensor(tensor)  # unpack_dual cannot read a batched wrapper
         if not is_batched and forward_ad.unpack_dual(tensor).tangent is not None:
             return True
         if torch.is_grad_enabled() and tensor.requires_grad:
@@ -36,10 +36,10 @@ def _is_followed(tensor: Tensor) -> bool:
 
 
 def inside_autograd_function() -> bool:
-    """Whether an ``autograd.Function`` is running its forward, as reentrant checkpointing does.
+    """Return whether the forward of an ``autograd.Function`` is running, as in reentrant checkpointing.
 
-    What it computes is computed again, with gradients, in its backward. Gradients are off in it, as under
-    ``torch.no_grad()``; unlike that, and unlike inference mode, it switches forward-mode AD off as well.
+    Its backward computes the same again with gradients. The forward disables gradients like ``torch.no_grad()``, but,
+    unlike that and inference mode, also disables forward-mode AD.
     """
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return False

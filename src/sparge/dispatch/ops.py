@@ -7,12 +7,12 @@
     dense(query, key, value, ANY_CALL, with_lse, label) -> (output, lse)
     along(tokens, grid, order, start, undo) -> tokens      in an order of `ordering`, or back from it
 
-All tensors are heads-first. An operator takes no objects: a `Call` comes as plain arguments, in one order, as many as
-the operator needs, with a tensor beside each number that may differ per head. `stats` counts inside the operators:
-compiled programs are counted too. Nothing here validates, `api` did; nothing here computes, a backend does.
+All tensors are heads-first. Operators accept no objects, so a `Call` is passed as plain arguments, with an additional
+tensor for each number that may differ per head. `stats` counts inside the operators, so compiled programs are counted.
+Arguments are validated before, and backends do the computation.
 
-Packing a call into an operator's arguments and unpacking it costs host time. Calls on plain tensors, outside of tracing
-and of torch's modes, go to the backend directly (`is_direct`).
+Packing a call into an operator's arguments adds launch overhead. Calls on plain tensors, outside of tracing and torch
+modes, call the backend directly (`is_direct`).
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ ANY_CALL = {
     "exact_lse": "bool",
     "backend": "str",
 }
-"""What every operator receives of a call, and the name of its backend: name and type of each argument, in order."""
+"""Name and type of the arguments of every operator: fields of a call, and the name of its backend."""
 SKIPPING = {"skipped": "str", "pv_threshold": "float?", "pv_threshold_per_head": "Tensor?"}
-"""What becomes of blocks that are not kept, and of P V far below the maximum."""
+"""Arguments for skipped blocks and for the P V threshold."""
 SELECTION = {
     "selection": "str",
     "amount": "float?",
@@ -69,11 +69,11 @@ SELECTION = {
     "always_keep": "SymInt[]",
     "exact_queries": "SymInt[]",
 }
-"""What prediction needs besides."""
+"""Further arguments of prediction."""
 
 
 def schema(*parts: dict[str, str]) -> str:
-    """Arguments as the definition of an operator lists them."""
+    """Return arguments in the form of an operator's schema."""
     return ", ".join(f"{kind} {name}" for part in parts for name, kind in part.items())
 
 
@@ -103,7 +103,7 @@ def is_direct(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 def predict(query: Tensor, key: Tensor, call: Call, backend: str) -> BlockMask:
-    """Prediction through its operator."""
+    """Predict through the operator."""
     if is_direct(query, key, key):
         return run_predict(query, key, interned(call), backend)
     counts, indices, visible = operators.predict(query, key, *pack(call, backend))
@@ -113,7 +113,7 @@ def predict(query: Tensor, key: Tensor, call: Call, backend: str) -> BlockMask:
 def attention(
     query: Tensor, key: Tensor, value: Tensor, call: Call, backend: str, order: TokenOrder | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Prediction and attention through one operator; the LSE of a call in an ``order`` is undefined."""
+    """Predict and compute attention through one operator; the LSE of a call with an ``order`` is undefined."""
     if is_direct(query, key, value):
         return run_attention(query, key, value, interned(call), base.get(backend).serving(call, query.dtype), order)
     if order is None:
@@ -131,7 +131,7 @@ def attention_or_dense(query: Tensor, key: Tensor, value: Tensor, call: Call, ba
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, call: Call, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """Attention over a mask through its operator."""
+    """Compute attention over a mask through the operator."""
     if is_direct(query, key, value):
         return run_attend(query, key, value, mask, interned(call), base.get(backend).serving(call, query.dtype))
     lists = (mask.kv_num_blocks, mask.kv_indices, mask.visible_num_blocks)
@@ -141,12 +141,12 @@ def attend(
 def dense(
     query: Tensor, key: Tensor, value: Tensor, call: Call, backend: str, *, with_lse: bool, label: str
 ) -> tuple[Tensor, Tensor]:
-    """Attention over every visible block through its operator.
+    """Compute attention over every visible block through the operator.
 
     Args:
         backend: "auto" takes the faster of torch's kernels and those of the device's backend.
-        with_lse: the LSE is empty unless it is asked for: torch's fastest kernels do not give it.
-        label: what `sparge.stats` counts the call as; empty if it was counted before.
+        with_lse: return the LSE; otherwise it is empty, because torch's fastest kernels do not return it.
+        label: the reason to count the call under; empty if it was counted before.
     """
     if is_direct(query, key, value):
         return run_dense(query, key, value, interned(call), backend, with_lse=with_lse, label=label)
@@ -154,15 +154,15 @@ def dense(
 
 
 def over_segments(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """The tensors of a pack, repeated for each segment without a copy."""
+    """Return the tensors of a pack, expanded over the segments without a copy."""
     sizes = (call.shape.batch, -1, -1, -1)
     return query.expand(sizes), key.expand(sizes), value.expand(sizes)
 
 
 def along(tokens: Tensor, grid: tuple[int, ...], order: str, start: int, *, undo: bool = False) -> Tensor:
-    """Tokens (B, H, S, D) of a grid that begins at ``start`` in an order of `ordering`, or back from it.
+    """Reorder tokens (B, H, S, D) of a grid that begins at ``start`` by an order of `ordering`, or undo it.
 
-    They lie in memory as they did, and on the way back tokens first, as models have them.
+    The memory layout is preserved; with ``undo`` the result has tokens first, as in models.
     """
     if is_direct(tokens, tokens, tokens):
         return run_along(tokens, list(grid), order, start, undo)
@@ -172,14 +172,15 @@ def along(tokens: Tensor, grid: tuple[int, ...], order: str, start: int, *, undo
 def all_along(
     query: Tensor, key: Tensor, value: Tensor, grid: tuple[int, ...], order: str, start: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`along` for three tensors: an operator costs the host about as much as moving a short sequence."""
+    """Apply `along` to three tensors in one operator, whose launch overhead equals the time to move a short
+    sequence."""
     if is_direct(query, key, value):
         return run_all_along(query, key, value, list(grid), order, start)
     return operators.all_along(query, key, value, grid, order, start)
 
 
 def pack(call: Call, backend: str) -> tuple[Any, ...]:
-    """A call as the arguments of `ANY_CALL`, `SKIPPING` and `SELECTION`."""
+    """Return a call as the arguments of `ANY_CALL`, `SKIPPING` and `SELECTION`."""
     return (
         *pack_attend(call, backend),
         *_pack_rules(call.sparsity, call.is_causal),
@@ -191,12 +192,12 @@ def pack(call: Call, backend: str) -> tuple[Any, ...]:
 
 
 def pack_attend(call: Call, backend: str) -> tuple[Any, ...]:
-    """A call over a given mask as the arguments of `ANY_CALL` and `SKIPPING`."""
+    """Return a call over a given mask as the arguments of `ANY_CALL` and `SKIPPING`."""
     return (*pack_dense(call, backend), call.skipped, *_pack_number(call.pv_threshold))
 
 
 def pack_dense(call: Call, backend: str) -> tuple[Any, ...]:
-    """A call over all blocks as the arguments of `ANY_CALL`."""
+    """Return a call over all blocks as the arguments of `ANY_CALL`."""
     return call.attn_mask, *call.window, call.scale, call.quantization, call.exact_lse, backend
 
 
@@ -214,7 +215,7 @@ def _pack_rules(rule: Sparsity, is_causal: bool) -> tuple[Any, ...]:
 
 
 def unpack(shape: Shape, arguments: tuple[Any, ...]) -> tuple[Call, str]:
-    """A call and the name of its backend from what `pack`, `pack_attend` or `pack_dense` made."""
+    """Return the call and the name of its backend from the arguments of `pack`, `pack_attend` or `pack_dense`."""
     attn_mask, left, right, scale, quantization, exact_lse, backend, *rest = arguments
     call: dict[str, Any] = {"quantization": quantization, "attn_mask": attn_mask, "window": (left, right)}
     call["exact_lse"] = exact_lse
@@ -322,7 +323,7 @@ def _all_along_fake(query: Tensor, key: Tensor, value: Tensor, *_: object) -> tu
 
 
 def _in_place(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Run on the query's device, without autocast and out of reach of `replace_sdpa`: the stages are ours."""
+    """Run on the query's device, without autocast and without interception by `replace_sdpa`."""
 
     @functools.wraps(function)
     def run(query: Tensor, *arguments: Any, **options: Any) -> Any:
@@ -409,13 +410,13 @@ def run_all_along(
 
 @_in_place
 def summarize_keys(key: Tensor, call: Call, backend: str) -> tuple[Tensor, ...]:
-    """What prediction reads of keys, for calls over several ranks. See `base.Backend.summarize_keys`."""
+    """Return the key statistics for prediction over several ranks. See `base.Backend.summarize_keys`."""
     return base.get(backend).summarize_keys(key, interned(call))
 
 
 @_in_place
 def candidates(query: Tensor, keys: Tensor | tuple[Tensor, ...], call: Call, backend: str) -> base.Candidates:
-    """Prediction up to the choice, from K itself or what `summarize_keys` made. See `base.Backend.candidates`."""
+    """Predict without selecting, from K or from the result of `summarize_keys`. See `base.Backend.candidates`."""
     found, call = base.get(backend), interned(call)
     return found.candidates(query, keys, call) if isinstance(keys, tuple) else found.candidates_of(query, keys, call)
 
@@ -451,7 +452,7 @@ def attend_part(
     """Count a call over a part of the keys, and merge it into an output. See `base.Backend.attend_part`.
 
     Args:
-        label: what `sparge.stats` counts a dense call as; empty for a sparse one.
+        label: the reason to count a dense call under; empty for a sparse call.
     """
     call = interned(call)
     serving, totals = base.get(backend).serving(call, query.dtype), None
@@ -464,13 +465,13 @@ def attend_part(
 
 @_in_place
 def run_packed(query: Tensor, key: Tensor, value: Tensor, call: Call, backend: base.Backend, *, label: str) -> None:
-    """Count a call over the segments of a pack (`Call.segments`), and write its results where that says.
+    """Compute and count a call over the segments of a pack, and write the results to the tensors of `Call.segments`.
 
-    It is no operator: `varlen`, which knows the bounds once it runs, is one around it.
+    This is not an operator; the operator `varlen`, which reads the bounds, calls it.
 
     Args:
         query, key, value: of `over_segments`.
-        label: what `sparge.stats` counts a dense call as; empty for a sparse one.
+        label: the reason to count a dense call under; empty for a sparse call.
     """
     if label:
         counters.record(label)

@@ -11,7 +11,7 @@ from sparge.stats import counters
 
 
 class Reason(Enum):
-    """Why a call runs dense. `sparge.stats` shows the value behind "dense: ".
+    """Reasons to run a call dense. `sparge.stats` shows "dense: " and the value.
 
     Attributes:
         label: "dense: " and the value.

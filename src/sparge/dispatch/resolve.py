@@ -1,4 +1,4 @@
-"""From arguments to a decision: `resolve` checks the arguments of a call and decides which backend runs it, and how.
+"""Resolve calls: check their arguments, decide between dense and sparse, and choose the backend.
 
 This is the only place that turns the options of `sparge.attention` into a `Call` and a choice between dense and sparse.
 The rules themselves are in `dense_rules`. Nothing is computed here.
@@ -65,13 +65,13 @@ class Tensors(NamedTuple):
 
 
 class Resolved(NamedTuple):
-    """How a call runs.
+    """The resolved form of a call.
 
     Attributes:
-        call: what is computed. `Call.sparsity` is `Dense` for dense calls.
+        call: the checked call. `Call.sparsity` is `Dense` for dense calls.
         backend: the backend that serves the call.
         reason: why the call is dense; None if it is sparse.
-        obstacle: what no sparse backend supports. SDPA computes such a call.
+        obstacle: a property that no sparse backend supports. SDPA computes the call.
         is_repeatable: further calls of the same kind resolve to the same.
         is_deferred: the sizes are not known yet: the choice between dense and sparse is made when the call runs.
     """
@@ -93,7 +93,7 @@ def check_tensors(
         may_be_empty: accept a batch of 0, and 0 queries.
 
     Raises:
-        TypeError, ValueError: an argument is not what was expected.
+        TypeError, ValueError: an argument is invalid.
     """
     strides = _last_strides(query, key, value)
     query, key, value, shape = validation.check_query_key_value(
@@ -116,12 +116,12 @@ def resolve(
     """Check the options of a call and decide how it runs.
 
     Args:
-        largest: of a call over several ranks, the sizes of the largest part that a rank computes. They decide between
-            dense and sparse; by default those of the call do.
+        largest: the sizes of the largest part in a call over several ranks, which decide between dense and sparse; by
+            default the sizes of the call.
         stacklevel: of warnings, counted from here.
 
     Raises:
-        TypeError, ValueError: an argument is not what was expected.
+        TypeError, ValueError: an argument is invalid.
         NotImplementedError: a named backend, or "auto" with ``on_unsupported="raise"``, cannot serve the call.
     """
     shape, device = tensors.shape, tensors.query.device
@@ -178,7 +178,7 @@ def resolve(
 
 
 def _obstacle(tensors: Tensors, attn_mask: Tensor | None, options: Options, reason: Reason | None) -> Obstacle | None:
-    """Return what no sparse backend supports of a call.
+    """Return the property of a call that no sparse backend supports.
 
     Raises:
         NotImplementedError: the caller asked for an error, a backend or the LSE.
@@ -200,10 +200,10 @@ def _obstacle(tensors: Tensors, attn_mask: Tensor | None, options: Options, reas
 
 
 def resolve_prediction(tensors: Tensors, attn_mask: Tensor | None, options: Options) -> Resolved:
-    """Check the options of `sparge.predict`, which predicts whatever the sizes are.
+    """Check the options of `sparge.predict`, which has no crossover.
 
     Raises:
-        TypeError, ValueError: an argument is not what was expected.
+        TypeError, ValueError: an argument is invalid.
         NotImplementedError: the backend cannot serve the device.
     """
     shape, device = tensors.shape, tensors.query.device
@@ -235,7 +235,7 @@ def resolve_given_blocks(
     """Check the options of `sparge.block_sparse_attention`; return the checked mask and how the call runs.
 
     Raises:
-        TypeError, ValueError: an argument is not what was expected.
+        TypeError, ValueError: an argument is invalid.
         NotImplementedError: gradients, head_dim or device that cannot be served.
     """
     shape, device = tensors.shape, tensors.query.device
@@ -290,6 +290,7 @@ def _last_strides(*tensors: Tensor) -> tuple[int, ...]:
 
 
 def _sizes_are_unknown() -> bool:
-    """Return whether torch.export traces: a choice by size would restrict the lengths of the exported program."""
+    """Return whether torch.export is tracing; a choice by size would then restrict the lengths of the exported
+    program."""
     is_exporting = getattr(torch.compiler, "is_exporting", None)  # from torch 2.7 on
     return torch.compiler.is_compiling() and is_exporting is not None and is_exporting()

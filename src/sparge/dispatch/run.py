@@ -1,4 +1,4 @@
-"""Run calls of the public functions: look up a repeated call, else resolve it, and hand it to its operator."""
+"""Run calls of the public functions: look up a repeated call, or resolve a new one and call its operator."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from sparge.options.common import PerHead, Quantization
 def attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, options: Options
 ) -> tuple[Tensor, Tensor]:
-    """Return output and LSE of a call of `sparge.attention`; the LSE is undefined unless the options ask for it."""
+    """Return output and LSE of a call of `sparge.attention`; the LSE is undefined unless the options request it."""
     kind = None
     if not torch.compiler.is_compiling():
         kind, runner = call_cache.find(query, key, value, attn_mask, options)
@@ -187,7 +187,7 @@ def dense(
     Arguments and result are those of `sparge.attention`.
 
     Args:
-        label: what `sparge.stats` counts the call as; empty if it was counted before.
+        label: the reason under which `sparge.stats` counts the call; empty if it was counted before.
     """
     options = Options(is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
     query, key, value, shape, scale, _ = check_tensors(query, key, value, options)

@@ -1,6 +1,6 @@
-"""Which calls the segments of a pack become: batches of equal neighbours, and packed calls of similar lengths.
+"""Plan the calls for the segments of a pack: batches of equal neighbors, and packed calls of similar lengths.
 
-A plan depends on lengths and options alone, and all layers of a model ask for the same one: it is remembered.
+A plan depends only on lengths and options and is cached, because all layers of a model need the same one.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from sparge.masks.window import Window, without_idle_bounds
 from sparge.options.rules import Budget, Dense
 
 SMALL_SCORES = 2**26
-"""Of a dense segment in 16 bits that is packed with others: torch's kernels take an H200 60 us for so many, not more
-than a call takes the host (64 segments of 2048 tokens and 16 heads in a loop: 4.0 ms, docs/benchmarks.md)."""
+"""Most scores of a dense 16-bit segment that is packed with others. For this size torch's kernels take 60 us on an
+H200, no more than the launch overhead (64 segments of 2048 tokens and 16 heads in a loop: 4.0 ms,
+docs/benchmarks.md)."""
 MAX_PLANS = 64
-"""So many are remembered."""
+"""Number of cached plans."""
 
 
 class Way(NamedTuple):
-    """How segments are computed together.
+    """The properties of segments that are computed together.
 
     Attributes:
-        reason: why they are dense; None: they are not.
-        backend: by which backend.
-        quantization: in which numbers.
-        window: what the call's window is for each of them (`window.within`): stages go by which bounds there are.
+        reason: why the segments are dense; None if they are sparse.
+        backend: the backend that computes them.
+        quantization: the resolved quantization.
+        window: the call's window within each segment (`window.within`); stages depend on its bounds.
     """
 
     reason: Reason | None
@@ -45,7 +46,7 @@ class Way(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Segments that are one packed call, and what they are where that cannot be made."""
+    """Segments of one packed call, and their separate calls in case the packed call is not possible."""
 
     way: Way
     segments: tuple[Segment, ...]
@@ -53,7 +54,7 @@ class Group(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The calls of a pack: batches of equal neighbours, in their order, and groups."""
+    """The calls of a pack: batches of equal neighbors, in order, and groups."""
 
     parts: tuple[Run, ...]
     groups: tuple[Group, ...]
@@ -69,13 +70,13 @@ def plan_of(
     *,
     may_pack: bool,
 ) -> Plan:
-    """The calls that a pack becomes.
+    """Return the calls for a pack.
 
     Args:
-        call: what is asked of every segment, with the sizes of the pack.
-        backend: as the caller named it.
+        call: the call of every segment, with the sizes of the pack.
+        backend: the backend that the caller requested.
         device, dtype: those of the query.
-        may_pack: nothing keeps the call from a backend's kernels.
+        may_pack: whether packed kernels support the call.
     """
     chosen = base.resolve(backend, device)
     kind = Dense() if isinstance(call.sparsity, Dense) else Budget(0.5)  # whose numbers change nothing here
@@ -99,15 +100,15 @@ def _plan(
     runs = runs_of(bounds_q, bounds_k)
 
     def reason_of(run: Run, batch: int = 1) -> Reason | None:
-        """Why so many segments of a run are dense as one call; None: they are not."""
+        """Return why this many segments of a run are dense as one call; None if they are sparse."""
         shape = replace(call.shape, batch=batch, q_len=run.q_len, kv_len=run.kv_len)
         window = without_idle_bounds(call.window, run.q_len, run.kv_len)
         return dense_rules.by_arguments(shape, window, call.sparsity, call.quantization, backend, chosen, device, dtype)
 
     def decided_as_one(run: Run) -> Iterator[Run]:
-        """The run in batches that are dense or sparse as each of their segments would be by itself.
+        """Split a run into batches that are dense or sparse as each single segment would be.
 
-        A batch has more scores than a segment, and may be above the crossover where that is below it.
+        A batch has more scores than a segment, and may exceed a crossover that the segment does not.
         """
         at_once = run.count
         if reason_of(run) is not reason_of(run, batch=run.count):
@@ -146,10 +147,10 @@ def _way(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Way | None:
-    """How the segments of a run are computed if they are packed with others; None: they cannot or need not be.
+    """Return the properties of a run's segments in a packed call; None if packing is impossible or has no benefit.
 
-    Where torch would compute a dense segment, the portable kernel computes small ones: a call for each would take the
-    host longer than the device.
+    Small dense segments run on the Triton kernel instead of torch, because the launch overhead of separate calls would
+    exceed their time on the device.
     """
     quantization = dense_rules.resolve_quantization(call.quantization, chosen, device, reason, has_mask=False)
     asked = replace(call, quantization=quantization)
@@ -161,5 +162,5 @@ def _way(
         is_small = call.shape.heads * run.q_len * run.kv_len < SMALL_SCORES
         return Way(reason, serving.portable().name, quantization, window) if is_small else None
     if reason is not None and window.left is not None:
-        return None  # a call by itself leaves out what lies before all windows, and its blocks begin there
+        return None  # a separate call drops the keys before all windows, which shifts its blocks
     return Way(reason, serving.name, quantization, window)

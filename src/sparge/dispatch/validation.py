@@ -1,4 +1,4 @@
-"""Every user error, one voice: "expected X, got Y". Nothing is computed before these checks pass."""
+"""Checks of user input, with errors of the form "expected X, got Y". All checks run before any computation."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from sparge.options.rules import SELECTIONS, Dense, Selection, Sparsity
 def resolve_window(
     window: tuple[int | None, int | None] | None, is_causal: bool, q_len: int, kv_len: int, name: str = "window"
 ) -> Window:
-    """A window and causality in one, without bounds that bound nothing; -1 is no bound, as FlashAttention has it.
+    """Combine a window with causality, and remove bounds that have no effect; -1 means no bound, as in FlashAttention.
 
     Raises:
-        TypeError, ValueError: it is no pair of numbers of keys.
+        TypeError, ValueError: the window is not a pair of numbers of keys.
     """
     if window is None:
         return window_of(is_causal)
@@ -100,13 +100,13 @@ def check_query_key_value(
 
 
 def _heads_first(tensor: Tensor, layout: str) -> Tensor:
-    """The tensor as (B, H, S, D) with a unit last stride, which kernels rely on; a copy only to get the latter."""
+    """Return the tensor as (B, H, S, D) with a unit last stride, which kernels require; copy it only if necessary."""
     tensor = tensor if tensor.stride(-1) == 1 else tensor.contiguous()
     return tensor.transpose(1, 2) if layout == "NHD" else tensor
 
 
 def check_scale(scale: float | None, head_dim: int) -> float:
-    """The softmax scale, 1 / sqrt(head_dim) by default."""
+    """Check and return the softmax scale, 1 / sqrt(head_dim) by default."""
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
     if isinstance(scale, bool) or not isinstance(scale, (Real, torch.SymFloat)):
@@ -119,10 +119,10 @@ def check_scale(scale: float | None, head_dim: int) -> float:
 def resolve_causal_bias(
     attn_mask: Tensor | None, is_causal: bool, shape: Shape, device: torch.device, *, as_mask: bool = False
 ) -> tuple[Tensor | None, bool]:
-    """Mask and causality, with torch's CausalBias as the latter, or as a mask of bools; other masks as they are.
+    """Return mask and causality; torch's CausalBias becomes causality or a bool mask, other masks are unchanged.
 
     Args:
-        as_mask: as a mask in any case.
+        as_mask: always convert it to a bool mask.
     """
     alignment = alignment_of(attn_mask)
     if attn_mask is None or alignment is None:
@@ -139,7 +139,7 @@ def resolve_causal_bias(
 
 
 def check_attn_mask(attn_mask: Tensor | None, shape: Shape, device: torch.device) -> Tensor | None:
-    """The mask with four dimensions, each 1 or the call's own."""
+    """Check a mask and return it with four dimensions, each 1 or that of the call."""
     if attn_mask is None:
         return None
     if not isinstance(attn_mask, Tensor):
@@ -162,7 +162,7 @@ def check_attn_mask(attn_mask: Tensor | None, shape: Shape, device: torch.device
 
 
 def resolve_sparsity(topk: PerHead | None, sparsity: Sparsity | None, heads: int) -> Sparsity:
-    """One selection from the plain knob or the full value, its per-head tensors fitting the heads."""
+    """Return the selection rule from ``topk`` or ``sparsity``, and check its per-head tensors."""
     if sparsity is None:
         sparsity = rule_from_topk(topk)
     elif topk is not None:
@@ -183,11 +183,11 @@ def check_per_head(name: str, value: PerHead | None, heads: int) -> None:
 
 
 def resolve_skipped(skipped: str, is_causal: bool, attn_mask: Tensor | None, shape: Shape) -> str:
-    """What becomes of skipped blocks, "mean" or "drop"; "auto" is "mean" where attention is not causal and can do it.
+    """Resolve ``skipped`` to "mean" or "drop"; "auto" is "mean" if attention is not causal and supports it.
 
     Raises:
-        ValueError: it is none of these.
-        NotImplementedError: "mean" with a mask under which a block's keys are not one for all its queries.
+        ValueError: the value is unknown.
+        NotImplementedError: "mean" with a mask that shows different keys of a block to different queries.
     """
     check_choice("skipped", skipped, SKIPPED)
     if skipped == "drop" or (skipped == "auto" and is_causal):
@@ -201,12 +201,12 @@ def resolve_skipped(skipped: str, is_causal: bool, attn_mask: Tensor | None, sha
 
 
 def check_always_keep(always_keep: Sequence[tuple[int, int]] | None, kv_len: int) -> tuple[tuple[int, int], ...]:
-    """Key ranges as ((start, stop), ...), each with 0 <= start < stop <= kv_len."""
+    """Return key ranges as ((start, stop), ...), each with 0 <= start < stop <= kv_len."""
     return _check_ranges("always_keep", always_keep, kv_len, "keys")
 
 
 def check_exact_queries(exact_queries: Sequence[tuple[int, int]] | None, q_len: int) -> tuple[tuple[int, int], ...]:
-    """Query ranges as ((start, stop), ...), each with 0 <= start < stop <= q_len."""
+    """Return query ranges as ((start, stop), ...), each with 0 <= start < stop <= q_len."""
     return _check_ranges("exact_queries", exact_queries, q_len, "queries")
 
 
@@ -236,7 +236,7 @@ def check_block_mask(
     device: torch.device,
     window: tuple[int | None, int | None] | None = None,
 ) -> BlockMask:
-    """A BlockMask of the call's geometry, causal or not and with a window as the caller and the mask agree."""
+    """Return a BlockMask of the call's geometry, with causality and window from the caller or the mask."""
     asked = resolve_window(window, bool(is_causal), shape.q_len, shape.kv_len)
     full = (shape.batch, shape.heads, shape.q_blocks, shape.kv_blocks)
     geometry = (
@@ -267,7 +267,7 @@ def check_block_mask(
 
 
 def _broadcast_heads(mask: BlockMask, shape: Shape) -> BlockMask:
-    """A mask made for batch 1 or head 1 (as FlexAttention's often are) for every batch entry and head."""
+    """Expand a mask of batch 1 or one head (common with FlexAttention) to every batch entry and head."""
     batch, heads = (
         full if size == 1 else size for size, full in zip(mask.shape[:2], (shape.batch, shape.heads), strict=True)
     )
@@ -307,7 +307,7 @@ def check_packed(query: Tensor, key: Tensor, value: Tensor) -> Shape:
 
 
 def check_bounds(name: str, bounds: Any, longest: Any, device: torch.device) -> None:
-    """Check what can be known of the bounds of segments, and of the length that none exceeds, without reading them."""
+    """Check bounds of segments, and the maximum length, as far as possible without reading them."""
     if isinstance(bounds, Tensor):
         if bounds.ndim != 1 or bounds.dtype not in (torch.int32, torch.int64):
             got = f"shape {tuple(bounds.shape)} and dtype {bounds.dtype}"
@@ -326,7 +326,7 @@ def check_bounds(name: str, bounds: Any, longest: Any, device: torch.device) -> 
 def check_segments(
     bounds_q: Sequence[int], bounds_k: Sequence[int], totals: tuple[int, int], longest: tuple[int | None, int | None]
 ) -> None:
-    """Check the bounds of segments against each other, the numbers of tokens and the lengths that none exceeds."""
+    """Check the bounds of segments against each other, the numbers of tokens and the maximum lengths."""
     for side, bounds, total, limit in zip("qk", (bounds_q, bounds_k), totals, longest, strict=True):
         name = f"cu_seqlens_{side}"
         if len(bounds) == 0 or bounds[0] != 0 or bounds[-1] != total:
@@ -343,7 +343,7 @@ def check_segments(
 
 
 def check_not_capturing(name: str, bounds: Tensor) -> None:
-    """Raise NotImplementedError where bounds would be read from a device while a CUDA graph is captured."""
+    """Raise NotImplementedError if bounds would be read from a device during CUDA graph capture."""
     if bounds.is_cuda and torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(
             f"{name}: expected bounds on the host (a list, a tuple or a CPU tensor) while a CUDA graph is captured, "
@@ -352,6 +352,6 @@ def check_not_capturing(name: str, bounds: Tensor) -> None:
 
 
 def check_softcap(softcap: Any) -> None:
-    """Raise NotImplementedError unless scores are left uncapped."""
+    """Raise NotImplementedError if scores are soft-capped."""
     if softcap != 0:
         raise NotImplementedError(f"softcap: expected 0.0 (scores are not capped), got {softcap!r}")

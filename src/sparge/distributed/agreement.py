@@ -55,7 +55,7 @@ def check_same_options(
     Args:
         options: by name, all that must be equal.
         device: of the query.
-        outcome: what this rank resolved the options to, or the error that it is going to raise.
+        outcome: the resolved options of this rank, or the error that it will raise.
 
     Raises:
         ValueError: on every rank, if the options differ; on the ranks without an error, if others have one.
@@ -88,7 +88,7 @@ def check_same_options(
 
 
 def _by_value(values: list[str | None]) -> str:
-    """Return the values with the ranks that have them, such as "0.5 on rank 0, 0.25 on ranks 1, 2"."""
+    """Return the values with their ranks, for example "0.5 on rank 0, 0.25 on ranks 1, 2"."""
     parts = []
     for value in dict.fromkeys(values):
         ranks = [str(rank) for rank, other in enumerate(values) if other == value]

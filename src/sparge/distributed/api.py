@@ -97,7 +97,7 @@ def context_parallel_attention(
         LSE (B, H, n).
 
     Raises:
-        TypeError, ValueError: an argument is not what was expected, or differs between ranks.
+        TypeError, ValueError: an argument is invalid, or differs between ranks.
         NotImplementedError: gradients, or a head_dim, mask or device without support.
         RuntimeError: there is no process group; or torch.distributed's own error, when a rank fails.
     """

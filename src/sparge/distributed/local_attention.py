@@ -1,4 +1,4 @@
-"""What a rank computes from tensors that it holds: masks of some query blocks, and attention over their key blocks."""
+"""Computation on one rank's tensors: masks of some query blocks, and attention over their key blocks."""
 
 from __future__ import annotations
 

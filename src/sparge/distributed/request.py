@@ -1,6 +1,7 @@
 """Resolve a call over several ranks: arguments -> `Request`, the same on every rank whatever part the rank computes.
 
-Whether the call is sparse depends on the sizes of the largest part, which all ranks know. If each rank decided by its
+The sizes of the largest part, which are the same on all ranks, decide between dense and
+sparse. If each rank decided by its
 own sizes, ranks could wait for each other forever.
 """
 
@@ -47,7 +48,7 @@ class Sizes(NamedTuple):
 
 
 class Split(Protocol):
-    """How a call is split over ranks."""
+    """The split of a call over ranks."""
 
     @property
     def ranks(self) -> Communicator: ...
@@ -58,10 +59,10 @@ class Split(Protocol):
 
     @property
     def key(self) -> Hashable:
-        """All that a request depends on besides the options and this rank's tensors."""
+        """A key of everything, except options and this rank's tensors, that a request depends on."""
 
     def compared(self, query: Tensor, key: Tensor, layout: str) -> Mapping[str, Any] | None:
-        """Return what must be equal on all ranks besides the options, by name; None: nothing is compared."""
+        """Return the values, by name, that must be equal on all ranks besides the options; None compares nothing."""
 
     def sizes(self, local: Shape, attn_mask: Tensor | None) -> Sizes:
         """Check the split, and return its sizes."""
@@ -90,7 +91,7 @@ class Request:
     memo: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """Return what ``make`` returned on the first call with this key."""
+        """Return the result of ``make`` from the first call with this key."""
         if key not in self.memo:
             self.memo[key] = make()
         return cast(Made, self.memo[key])
@@ -128,7 +129,7 @@ def resolve(
         The tensors heads first, and the request.
 
     Raises:
-        TypeError, ValueError: an argument is not what was expected, or differs between ranks.
+        TypeError, ValueError: an argument is invalid, or differs between ranks.
         NotImplementedError: gradients, or a head_dim or device without support.
     """
     known: Request | str | None
@@ -176,7 +177,7 @@ def _check_mergeable(quantization: Any) -> None:
 
 
 def _traits(query: Tensor, key: Tensor, value: Tensor, attn_mask: Any) -> dict[str, Any]:
-    """Return what must be equal on all ranks of the tensors, by name."""
+    """Return the properties of the tensors, by name, that must be equal on all ranks."""
     traits: dict[str, Any] = {}
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         traits[f"{name} dtype"], traits[f"{name} head_dim"] = str(tensor.dtype), tensor.shape[3]

@@ -33,7 +33,7 @@ class Rectangle(NamedTuple):
 
 
 def rectangles(queries: Sequence[Piece], keys: Sequence[Piece], is_causal: bool) -> Iterator[Rectangle]:
-    """Yield what queries see of another rank's keys, in as few rectangles as possible."""
+    """Yield the keys of another rank that queries see, in as few rectangles as possible."""
     if not is_causal or queries == keys:  # the pieces of a rank are sorted, so local causality is global causality
         yield Rectangle(range(len(queries)), range(len(keys)), is_causal)
         return

@@ -25,7 +25,7 @@ class Mode(NamedTuple):
     """A way to compute a call whose tokens are split.
 
     Attributes:
-        name: what the caller passes.
+        name: the caller's value.
         attend: query, key, value (this rank's heads), the request, the split and the order of heads -> output and LSE.
         accepts: the names of `DEFAULTS` that it accepts.
         merges_by_lse: outputs of several parts are merged by their LSE.
@@ -40,7 +40,7 @@ class Mode(NamedTuple):
 
 
 class TokenSplit(NamedTuple):
-    """How the tokens of a call are split, as the caller described it.
+    """The caller's description of how the tokens of a call are split.
 
     Attributes:
         lengths: tokens of every rank; None: equally many.
@@ -83,7 +83,7 @@ class TokenSplit(NamedTuple):
         """Return the sizes of the call.
 
         Raises:
-            TypeError, ValueError: an argument is not what was expected.
+            TypeError, ValueError: an argument is invalid.
             NotImplementedError: the mask is not one over keys, or the mode does not accept it.
         """
         for name, default in DEFAULTS.items():

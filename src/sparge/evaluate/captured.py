@@ -12,7 +12,7 @@ from sparge.evaluate.families import Family
 from sparge.evaluate.family_inputs import Draw, Inputs
 
 FOLDER = Path(__file__).parents[3] / "tests" / "data"
-"""Of a checkout; an installed package does not have it."""
+"""Folder of recordings in a checkout; an installed package does not have it."""
 
 
 @dataclass(frozen=True)

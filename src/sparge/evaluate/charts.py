@@ -51,7 +51,7 @@ class Chart:
     """A chart of a page.
 
     Attributes:
-        title: what the chart shows.
+        title: the title of the chart.
         svg: the drawing; None if matplotlib is not installed.
         notes: values that lie outside of the axes.
     """

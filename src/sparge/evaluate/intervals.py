@@ -1,4 +1,4 @@
-"""95 % confidence intervals: of means by Student's t, of shares of right answers by Wilson's score."""
+"""95 % confidence intervals: Student's t for means, Wilson's score interval for shares of correct answers."""
 
 from __future__ import annotations
 

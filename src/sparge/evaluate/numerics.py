@@ -116,12 +116,12 @@ def lse_rounding(
     is_causal: bool = False,
     exponential_free: bool = False,
 ) -> Tensor:
-    """Return the standard deviation of every row's LSE when Q and K are quantized to INT8 optimally: (B, H, rows).
+    """Return the standard deviation of the LSE error, (B, H, rows), if Q and K are quantized to INT8.
 
     The mean of the keys is subtracted, channels are balanced between Q and K and mixed (`quant.balance`, `quant.mix`),
-    and steps are 1/127 of the largest entry of a query and of a key block. A step s adds the variance s^2 / 12 to an
-    entry. A query's error e moves all its logits together, by e . sum_j p_j k_j; errors of keys are independent. Coarse
-    logits (`quant.is_coarse`) are not quantized. With ``exponential_free``, P is rounded in the sum.
+    and a step is 1/127 of the largest entry of a query or a key block. Rounding with step s adds the variance s^2 / 12
+    to an entry. An error e of a query changes the LSE by e . sum_j p_j k_j; errors of keys are independent. Coarse
+    logits (`quant.is_coarse`) are not quantized. With ``exponential_free``, the LSE sums rounded P.
     """
     group = query.shape[1] // key.shape[1]
     last_seen = rows + key.shape[2] - query.shape[2] if is_causal else None

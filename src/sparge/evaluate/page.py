@@ -33,7 +33,7 @@ def render(template: str, **values: Any) -> str:
 
 
 def machine_parts(row: Mapping[str, Any], *more: str) -> list[str]:
-    """Return the device, what the caller adds, the dtype and the versions that a row was measured with."""
+    """Return the device, the caller's additions, the dtype and the versions of a row."""
     device = row.get("gpu") or f"{row['processor']}, {row['threads']} threads"
     commit = f" ({row['commit']})" if row.get("commit") else ""
     return [device, *more, row["run"]["dtype"], f"torch {row['torch']}", f"sparge {row['sparge']}{commit}"]

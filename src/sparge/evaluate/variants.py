@@ -115,7 +115,7 @@ class Variant:
     def attend(
         self, layer: str, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **call: Any
     ) -> Tensor:
-        """Compute the attention of this variant where a call goes sparse: a `Substitute` of `sparge.attention`."""
+        """Compute the attention of this variant for sparse calls; a `Substitute` of `sparge.attention`."""
         if self.kind == "oracle":
             return _attend_by_true_mass(layer, query, key, value, attn_mask, **call)
         if self.kind == "dense":
@@ -260,7 +260,7 @@ def _attend_to_all(
 
 @dataclass(frozen=True)
 class Ran:
-    """How a variant's attention calls ran.
+    """Counts of a variant's sparse and dense attention calls.
 
     Attributes:
         density: kept blocks as a share of the visible ones over all sparse calls; None without sparse calls.

@@ -60,10 +60,11 @@ def substituted(function: Substitute) -> Iterator[None]:
 def attend(layer: Layer, call: ModelCall) -> Tensor | None:
     """Return the output (B, H, S_q, D_v) of a model's call, or None if the framework is to run it. Counts the call.
 
-    The output is sparse, or dense in INT8/FP8 if a rule of the policy keeps it dense and the policy asks for that.
+    The output is sparse, or dense in INT8/FP8 if a rule of the policy keeps it dense and the policy has
+    ``dense="8bit"``.
 
     Raises:
-        NotImplementedError: the call should be sparse, cannot be, and the policy says to raise.
+        NotImplementedError: the call should be sparse, cannot be, and the policy has ``on_unsupported="raise"``.
     """
     kind = None
     if not is_compiling():
@@ -169,7 +170,7 @@ def _in_order(call: ModelCall, order: TokenOrder | None, spans: tuple[Span, ...]
 
 
 def _attention_function(layer: Layer, call: ModelCall, spans: tuple[Span, ...] | None) -> Callable[..., Any]:
-    """Return the function that computes a call: `sparge.attention`, or what stands for it."""
+    """Return the function that computes a call: `sparge.attention` or its substitute."""
     substitute = None if is_compiling() else _THREAD.substitute
     attention: Callable[..., Any] = api.attention if call.part is None else call.part.attention
     if substitute is not None:

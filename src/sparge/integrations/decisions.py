@@ -24,12 +24,12 @@ from sparge.stats import counters
 
 
 class Decision(NamedTuple):
-    """How a call runs.
+    """The decision for a call: sparse or dense, and the reason.
 
     Attributes:
         reason: why it is dense; None if it is sparse.
         detail: of the reason, for `sparge.stats`.
-        unsupported: why it cannot be sparse although the policy asks for it.
+        unsupported: why the call cannot be sparse although the policy requests it.
         is_ours: sparge computes it; else the framework does.
         spans: visible keys of each sequence, if the mask only hides padding.
     """
@@ -113,7 +113,7 @@ def _shape_of(query: Tensor, key: Tensor) -> Shape:
 
 
 def _unsupported_over_ranks(rule: Selection, call: ModelCall) -> str | None:
-    """Return what keeps a call from being computed by several ranks."""
+    """Return the reason if several ranks cannot compute a call together."""
     if rule.is_call_wide and rule.similarity_threshold is not None:
         return "a similarity threshold of a budget over several ranks"
     is_full = call.rows is not None and call.attn_mask is not None and dense_rules.is_full_mask(call.attn_mask)

@@ -1,4 +1,4 @@
-"""Where a model's attention calls come from: its layers, and the denoising schedule they are part of."""
+"""Origins of a model's attention calls: its layers and the current step of the denoising schedule."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ class Layer:
         dense: the policy's ``dense_layers`` name it.
         is_cross: it is known to be cross-attention.
         steps: the schedule, if the policy has rules about steps.
-        last: key and result of the last decision. The calls of a layer are alike, and deciding again takes longer.
+        last: key and result of the last decision. Calls of a layer are usually equal, and a lookup is faster than a
+            decision.
         balance: how its heads are load-balanced across ranks.
     """
 
@@ -71,7 +72,7 @@ _WARNED_LOCK = threading.Lock()
 
 
 def refuse(layer: Layer, reason: str) -> None:
-    """Count a call that cannot be sparse; raise, warn once per reason, or do nothing more, as the policy says."""
+    """Count a call that cannot be sparse; then raise, warn once per reason, or do nothing, depending on the policy."""
     message = f"an attention call cannot be sparse: {reason}"
     if layer.policy.on_unsupported == "raise":
         raise NotImplementedError(f"{message} (on_unsupported='warn' or 'dense' runs it dense)")

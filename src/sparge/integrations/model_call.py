@@ -10,7 +10,8 @@ from torch import Tensor
 
 
 class RankQueries(Protocol):
-    """The queries of a call that ranks split by query blocks: each rank exchanges its tokens for its query blocks."""
+    """A split of a call's queries by query blocks. Ranks send the queries of their tokens and receive those of their
+    blocks."""
 
     @property
     def total(self) -> int:
@@ -33,13 +34,13 @@ class RankQueries(Protocol):
 
 @dataclass(frozen=True)
 class RankPart:
-    """What one rank computes of a call that several ranks compute together: some heads, some queries, or both.
+    """One rank's part of a call over several ranks: some heads, some queries, or both.
 
     Attributes:
-        sizes: query and key with as many heads and tokens as all ranks decide by; their values are not read.
-        attention: `sparge.attention` for the part, in which a budget is that of all ranks.
+        sizes: query and key with the heads and tokens by which all ranks decide; their values are not read.
+        attention: `sparge.attention` for the part; a budget applies to all ranks together.
         rows: how queries are split; None if they are not.
-        mask: the mask of all heads, by whose dimensions ranks decide, since ranks may have unequal numbers of heads.
+        mask: the mask of all heads. Ranks decide by its dimensions, because they may have unequal numbers of heads.
     """
 
     sizes: tuple[Tensor, Tensor]
@@ -50,20 +51,22 @@ class RankPart:
 
 @dataclass
 class ModelCall:
-    """An SDPA call of a model, heads first, and what its integration knows about the tokens.
+    """An SDPA call of a model, heads first, with the integration's information about its tokens.
 
     Attributes:
         is_causal: aligned bottom-right, as in `sparge.attention`; may be combined with a mask.
         is_self: queries and keys belong to one sequence; None decides by their lengths.
-        is_language: the tokens are text in order, even if a mask rather than ``is_causal`` says so. The rules for
+        is_language: the tokens are text in order, even if causality is in a mask and not in
+            ``is_causal``. The rules for
             causal attention apply (sink, diagonal), and fewer queries than keys are a chunk behind a prefix.
         window: as in `sparge.attention`, of a causal call.
-        text: token ranges that every query block keeps besides the policy's, and that see all keys if that is cheap.
+        text: token ranges that every query block keeps, in addition to the policy's, and that see all keys if that is
+            cheap.
         grid: sizes of the image or video that all other tokens form, in raster order.
         sinks: logits (H,) of attention sinks.
-        max_keys: most keys that the mask shows to a query, if the integration knows it.
-        unsupported: what the integration knows to keep the call from being sparse.
-        part: what this rank computes of a call of several ranks. Everything above describes the whole call.
+        max_keys: the largest number of keys that the mask shows to a query, if known.
+        unsupported: the reason, found by the integration, that the call cannot be sparse.
+        part: this rank's part of a call over several ranks. The fields above describe the whole call.
     """
 
     query: Tensor
@@ -113,5 +116,5 @@ def aligned_top_left(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor,
     if q_len > kv_len:
         return key, value, "causal with more queries than keys"
     if q_len < kv_len:
-        key, value = key[:, :, :q_len], value[:, :, :q_len]  # no query sees the keys behind
+        key, value = key[:, :, :q_len], value[:, :, :q_len]  # no query sees later keys
     return key, value, None

@@ -1,7 +1,7 @@
-"""torch's scaled_dot_product_attention, sparse by policy inside a scope.
+"""Make torch's scaled_dot_product_attention sparse inside a scope, according to a policy.
 
-Nothing is patched: a ``TorchFunctionMode`` sees the calls of its own thread while it is entered, however the function
-was imported, and torch.compile guards on it. It costs each torch function in the scope about 3 microseconds.
+Nothing is patched: a ``TorchFunctionMode`` intercepts the calls of its own thread, however the function was imported,
+and torch.compile guards on it. Each torch function in the scope takes about 3 us longer.
 """
 
 from __future__ import annotations
@@ -39,11 +39,9 @@ _THREAD = _Thread()
 
 
 def undisturbed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a framework's own attention after a decision for dense: no scope around it may decide again."""
+    """Run a framework's own attention for a dense call, without interception by an enclosing scope."""
     if torch.compiler.is_compiling() or not torch._C._len_torch_function_stack():
-        return function(
-            *args, **kwargs
-        )  # guards do not bear a thread's attribute that comes and goes; no scope is open
+        return function(*args, **kwargs)  # no scope is open; guards fail on a thread attribute that changes
     before, _THREAD.deciding = _THREAD.deciding, True
     try:
         return function(*args, **kwargs)
@@ -53,16 +51,16 @@ def undisturbed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 @dataclass(frozen=True)
 class Tokens:
-    """What the tokens of an attention call are.
+    """Description of the tokens of an attention call.
 
     Attributes:
-        is_self: whether queries and keys are of one sequence; None goes by their lengths.
+        is_self: whether queries and keys belong to one sequence; None decides by their lengths.
         text: key ranges [start, stop) to keep besides the policy's; a stop of None is the last key.
-        keys: how many there are; None: any number.
-        is_text: no token belongs to a picture.
-        seam: of a rank's part of the tokens, how many belong to the first of two streams that were split one by one;
-            None: there is one.
-        ranks: of such a part, what each rank holds, where it is known and not alike.
+        keys: the number of keys; None: any.
+        is_text: whether all tokens are text.
+        seam: the number of this rank's tokens from the first of two streams that were split separately; None: one
+            stream.
+        ranks: the tokens of each rank, if they are known and differ.
     """
 
     is_self: bool | None = None
@@ -76,21 +74,21 @@ class Tokens:
 UNKNOWN = Tokens()
 
 Recorder = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Takes the place of attention: query, key and value, heads first, to an output."""
+"""A function that replaces attention: query, key and value, heads first, to an output."""
 
 
 @dataclass
 class Scope:
-    """What is known about the SDPA calls of a stretch of code.
+    """Information about the SDPA calls inside a scope.
 
     Attributes:
-        layer: where they come from.
-        tokens: what the tokens of each call are, in the order of calls; of further ones, those of the last. (Empty
-            where nothing is known: torch.compile traces no default that is an object of ours.)
-        grid: sizes of the picture or video that all other tokens than text are.
-        calls: how many were made.
-        mode: what sees them, where nobody hands them over.
-        recorder: what runs in place of attention.
+        layer: the layer that makes the calls.
+        tokens: the tokens of each call, in the order of calls; further calls have the last entry. Empty if unknown,
+            because torch.compile cannot trace defaults that are objects of this library.
+        grid: sizes of the image or video that all tokens except text form.
+        calls: the number of calls so far.
+        mode: the mode that intercepts the calls; None if the integration passes them itself.
+        recorder: a function that replaces attention.
     """
 
     layer: Layer
@@ -101,7 +99,7 @@ class Scope:
     recorder: Recorder | None = None
 
     def next_call(self, key: Tensor, tokens_at: int = 2) -> Tokens:
-        """Count a call, and say what its tokens are; ``tokens_at`` is their dimension."""
+        """Count a call and return its tokens; ``tokens_at`` is their dimension."""
         self.calls += 1
         if not self.tokens:
             return UNKNOWN
@@ -110,7 +108,7 @@ class Scope:
 
 
 class SparseMode(TorchFunctionMode):
-    """SDPA calls of this thread belong to a scope and go sparse where its policy says so; ``was_used`` if any did."""
+    """Run the SDPA calls of this thread by the policy of a scope. The first call sets ``was_used``."""
 
     def __init__(self, scope: Scope) -> None:
         super().__init__()
@@ -131,7 +129,7 @@ class SparseMode(TorchFunctionMode):
                 count(Reason.INSIDE_MODULE, self.scope.layer.name)
             return func(*args, **kwargs)
         self.was_used = True
-        thread.deciding = True  # modes outside this one have no say
+        thread.deciding = True  # enclosing modes must not decide again
         try:
             output = sparse_sdpa(self.scope, *args, **kwargs)
             return func(*args, **kwargs) if output is None else output
@@ -153,11 +151,11 @@ def sparse_sdpa(
     tokens: Tokens | None = None,
     part: RankPart | None = None,
 ) -> Tensor | None:
-    """An SDPA call in this library's terms (causality aligned top-left, CausalBias honoured), or None: run it dense.
+    """Run an SDPA call sparsely (with top-left causality and CausalBias), or return None for a dense call.
 
     Args:
-        tokens: of a call that the scope has counted, and that is not dense by policy unless it is causal.
-        part: what of a call of several ranks this is.
+        tokens: the tokens of a call that the scope has counted; the policy does not make it dense, unless it is causal.
+        part: this rank's part of a call over several ranks.
     """
     if scope.recorder is not None:
         return scope.recorder(query, key, value)
@@ -203,23 +201,24 @@ def sparse_sdpa(
 
 
 def _resolved(ranges: Sequence[tuple[int, int | None]], kv_len: int) -> list[tuple[int, int]]:
-    """Ranges on a number of keys; empty ones are left out."""
+    """Return the ranges within a number of keys, without empty ones."""
     ends = [(start, kv_len if stop is None else min(stop, kv_len)) for start, stop in ranges]
     return [(start, stop) for start, stop in ends if start < stop]
 
 
 class replace_sdpa:
-    """Run the SDPA calls of a block, or of a function it decorates, sparsely where a policy says so.
+    """Run SDPA calls sparsely by a policy, as a context manager or a decorator.
 
-    Every model that calls ``torch.nn.functional.scaled_dot_product_attention`` can be run under it. Calls keep SDPA's
-    meaning (masks, GQA, top-left causality, autocast); cross-attention, short calls and what cannot be sparse run dense
-    on SDPA itself. `sparge.stats` says what happened. Scopes may be nested (the innermost decides), entered again, and
-    used from several threads; other threads are not affected. Decorated generators and coroutines are inside while they
-    run, not while they wait; torch function modes that their body enters itself (``with torch.device(...):``, another
-    ``replace_sdpa``) wait with it, and are in force again when it goes on.
+    This works with every model that calls ``torch.nn.functional.scaled_dot_product_attention``. Calls keep SDPA's
+    meaning (masks, GQA, top-left causality, autocast). Cross-attention, short calls and unsupported calls run dense on
+    SDPA itself. `sparge.stats` returns the counts and
+    reasons. Scopes may be nested (the innermost decides), entered again, and
+    used from several threads; other threads are not affected. Decorated generators and coroutines are inside the scope
+    only while they run. Torch function modes that they enter themselves (``with torch.device(...):``, another
+    ``replace_sdpa``) are suspended and resumed with them.
 
     Args:
-        policy: what goes sparse; ``Policy()`` by default. Its rules about layers and steps need a model: see `enable`.
+        policy: decides which calls are sparse; ``Policy()`` by default. Rules for layers and steps need `enable`.
 
     Raises:
         ValueError: the policy has rules about layers or steps.

@@ -8,7 +8,7 @@ from sparge.masks.geometry import BLOCK_K, BLOCK_Q, Shape, ceil_div
 
 
 class Window(NamedTuple):
-    """How far a query sees: query i is at key position p = i + S_k - S_q and sees keys p - left .. p + right.
+    """The window of a query: query i is at key position p = i + S_k - S_q and sees keys p - left .. p + right.
 
     None means no bound. Causal attention is ``right = 0``. The definition is FlashAttention's.
     """

@@ -1,1 +1,1 @@
-"""What a caller may choose: selection rules and scores, as frozen values."""
+"""Options of a caller: selection rules and scores, as frozen values."""

@@ -380,7 +380,7 @@ SELECTIONS: dict[type[Selection], Callable[[Sequence[QBlock]], list[list[int]]]]
 
 
 def apply_rule(rule: Selection, q_blocks: Sequence[QBlock]) -> list[Tensor]:
-    """Return the kept blocks of all query blocks of a batch element, (kv_blocks,) each."""
+    """Return a list with the kept blocks, (kv_blocks,), of every query block of a batch element."""
     result = []
     for q_block, selected in zip(q_blocks, SELECTIONS[type(rule)](q_blocks), strict=True):
         kept = (q_block.forced | q_block.dissimilar) & q_block.visible

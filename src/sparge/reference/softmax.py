@@ -200,7 +200,8 @@ class _Head:
         return torch.where(nothing, 0.0, output), lse, skipped
 
     def _parts(self, scores: Tensor, local_max: Tensor, new_max: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return a tile's scores and the row reference of its P: in two parts, lower first, if FP8 requires it."""
+        """Return (scores, row reference) of a tile; two such parts, lower scores first, if they exceed the range of
+        FP8."""
         if not self.fp8_values:
             return [(scores, new_max)]
         row_ref = torch.maximum(local_max, new_max - REACH * math.log(2.0))

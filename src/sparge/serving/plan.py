@@ -30,7 +30,7 @@ class Request:
 
     @property
     def has_context(self) -> bool:
-        """Return whether it sees keys besides those of its own queries."""
+        """Return whether it sees other keys than those of its own queries."""
         return self.kv_len > self.stop - self.start
 
 

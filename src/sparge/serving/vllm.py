@@ -115,10 +115,10 @@ class Step:
 
 
 class SpargeMetadataBuilder(FlashAttentionMetadataBuilder):
-    """Builds FlashAttention's metadata, with the long requests of each step.
+    """Builds FlashAttention's metadata and adds the long requests of each step.
 
-    The policy is in ``--additional-config '{"sparge": {"topk": 0.4}}'``, else in the environment variable
-    ``SPARGE_POLICY``, else ``Policy()``.
+    The policy is read from ``--additional-config '{"sparge": {"topk": 0.4}}'``, else from the environment variable
+    ``SPARGE_POLICY``; the default is ``Policy()``.
 
     Raises:
         TypeError, ValueError: the policy is invalid, or has rules that vLLM cannot apply.
@@ -290,7 +290,7 @@ class SpargeImpl(FlashAttentionImpl):
         return output
 
     def _place(self, layer: nn.Module, settings: Settings) -> tuple[layers.Layer, str | None]:
-        """Return the layer for the policy and the statistics, and which rule cannot be applied to it."""
+        """Return the layer that policy and statistics use, and the rule that cannot be applied to it, if any."""
         if self._known is None or self._known[0] is not settings:
             name = _name_of(getattr(layer, "layer_name", ""))
             self._known = (settings, *layer_of(name, settings.policy, settings.total))

@@ -143,7 +143,7 @@ def sampled_query(block, sample, first_seen, q_len, SAMPLES: tl.constexpr):
 
 
 class TokenHead(NamedTuple):
-    """Where the tokens of a head begin, with the stride of a token, and the same of the flags of seen tokens."""
+    """Start of a head's tokens with the stride of a token, and the same for the flags of seen tokens."""
 
     base: Any
     stride: Any

@@ -99,7 +99,8 @@ class Scales:
 
 @aggregate
 class BlockLists:
-    """Pointers to each query block's number of kept key blocks, their indices, its visible blocks, the bias of means.
+    """Pointers to the kept key blocks of each query block: their number, their indices, the number of visible key
+    blocks, and the bias of the block means.
 
     ``order_ptr`` is the order of the query blocks, ``segments_ptr`` the table with the lengths of each batch element.
     """

@@ -45,7 +45,7 @@ def _place_and_phase(counter, STAGES: gl.constexpr):
 
 @jit
 def _wait_full(full, counter, pred, STAGES: gl.constexpr):
-    """Wait until the stage of the counter is full, if ``pred``."""
+    """Wait until the stage with number ``counter`` is full; do nothing unless ``pred``."""
     place, phase = _place_and_phase(counter, STAGES)
     mbarrier.wait(full.index(place), phase, pred=pred)
 

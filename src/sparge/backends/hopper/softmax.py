@@ -127,7 +127,7 @@ def _by_group(block):
 
 @jit
 def _for_groups(numbers, grouped):
-    """Broadcast one number per lane [64, 4] for `_by_group`."""
+    """Broadcast one number per lane, [64, 4], to the shape that `_by_group` expects."""
     lanes: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, grouped.type.layout))
     return gl.convert_layout(numbers, lanes)[:, None, :, None]
 

@@ -29,7 +29,7 @@ KEYS_OF_MANY, SCORES_PER_THREAD = 8192, 2**25
 
 
 class Units(Enum):
-    """How a processor multiplies numbers of a dtype, as described above; float32 is `NATIVE`."""
+    """Support of a processor for products in a dtype, as described above; float32 is `NATIVE`."""
 
     NATIVE = "native"
     MATRIX = "matrix"

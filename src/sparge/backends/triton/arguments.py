@@ -23,7 +23,7 @@ class OperandPointers(NamedTuple):
         query_scale: [B * H, q_blocks * 128] float32, with the softmax scale and log2 e.
         key_scale: [B * Hkv, kv_blocks, 4] float32; negative where the block holds a shared peak.
         value_scale: [B * Hkv, Dv padded] float32 (FP8 values).
-        lse_shift: [B * H, Sq] float32 in nats, what smoothing of K removes from the scores of a query.
+        lse_shift: [B * H, Sq] float32 in nats, the part of a query's scores that smoothing of K removes.
     """
 
     query: Any
@@ -66,7 +66,7 @@ class ListPointers(NamedTuple):
 
 
 class MaskPointers(NamedTuple):
-    """The caller's mask, and what earlier stages found in it.
+    """The caller's mask, and results of earlier stages about it.
 
     Attributes:
         entries: [B, H, Sq | 1, Sk] bool or additive (SPEC.mask).
@@ -90,7 +90,7 @@ class MeanPointers(NamedTuple):
 
 
 class ResultPointers(NamedTuple):
-    """What the kernel writes.
+    """Outputs of the kernel.
 
     Attributes:
         output: [B, H, Sq, Dv]; SPEC.tokens_first [B, Sq, H, Dv]; SPEC.packed [total_q, H, Dv].
@@ -222,7 +222,7 @@ class Queries(NamedTuple):
 
 
 class Head(NamedTuple):
-    """Where a head's keys, key scales and values begin, with the strides of a token (FP8 values: of a channel)."""
+    """Start of a head's keys, key scales and values, with the strides of a token (FP8 values: of a channel)."""
 
     key_base: Any
     key_stride: Any
@@ -232,7 +232,7 @@ class Head(NamedTuple):
 
 
 class HeadMask(NamedTuple):
-    """Where a head's mask begins, and with it the kinds of the query block's key blocks and the seen keys."""
+    """Start of a head's mask, of the kinds of the query block's key blocks, and of the seen keys."""
 
     base: Any
     stride_q: Any

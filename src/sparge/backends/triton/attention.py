@@ -4,7 +4,7 @@
 
     tiles       queries and key blocks of a program        softmax     P, running sums, P V
     scores      Q K^T, masks, row maxima                   epilogue    output and LSE
-    means       means that replace skipped blocks          peaks       what FP8 loses beside a peak
+    means       means that replace skipped blocks          peaks       the loss of FP8 beside a peak
     coarse      the same attention without quantization, for tiles that INT8 would round too far
 """
 
@@ -133,7 +133,7 @@ def attention_kernel(
         operand_ptrs, exact_ptrs, list_ptrs, mask_ptrs, mean_ptrs, result_ptrs: see `arguments`, also for strides.
         threshold_ptr: [H] float32, natural log (SPEC.has_threshold).
         scale: softmax scale.
-        first_offset, last_offset: query i sees keys from i + first_offset to i + last_offset, if SPEC says so.
+        first_offset, last_offset: query i sees keys from i + first_offset to i + last_offset, if set in SPEC.
         bias_columns: distance of one query block's biases of means from the next one's.
         total_q: queries of a pack.
         SPEC: `arguments.AttentionSpec`.

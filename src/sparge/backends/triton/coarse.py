@@ -32,7 +32,7 @@ class ExactQueries(NamedTuple):
     Attributes:
         base, stride: where the head's queries begin, and the stride of a token.
         positions: [BLOCK_M].
-        shift: [BLOCK_M], what smoothing of K removes from the scores, in log2 units.
+        shift: [BLOCK_M], the part of the scores that smoothing of K removes, in log2 units.
         scale: softmax scale times log2 e.
     """
 

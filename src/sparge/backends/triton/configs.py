@@ -120,7 +120,7 @@ FLOAT32_CANDIDATES: dict[str, tuple[int | None, ...]] = {
     "max_registers": (None,),
 }
 FIXED_BY_THRESHOLD = ("block_m", "blocks")
-"""Fields that a threshold fixes: they decide what is skipped together."""
+"""Fields that a threshold fixes, because they determine the queries and keys that are skipped together."""
 
 
 def attention_config(

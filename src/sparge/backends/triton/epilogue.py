@@ -11,7 +11,7 @@ from sparge.backends.gpu.primitives import BLOCK_Q, LN_2
 
 
 class Results(NamedTuple):
-    """Where results are written.
+    """Addresses of the results.
 
     Attributes:
         ptrs: `ResultPointers`.
@@ -34,7 +34,7 @@ class Results(NamedTuple):
 
 @triton.jit
 def load_lse_shift(results, tile, BLOCK_M: tl.constexpr):
-    """Return what smoothing of K removed from the scores of a tile's queries, [BLOCK_M], in nats."""
+    """Return the part of the scores of a tile's queries that smoothing of K removed, [BLOCK_M], in nats."""
     query_positions = tile.number * BLOCK_M + tl.arange(0, BLOCK_M)
     shift_ptrs = results.lse_shift_ptr + tile.flat_head * results.padded_q_len + query_positions
     return tl.load(shift_ptrs, mask=query_positions < results.q_len, other=0.0)

@@ -5,7 +5,7 @@ most 127 for each step that holds a peak. In a short sequence these keys are a v
 is checked. In a long one only peaks that many queries share matter, such as attention sinks. Their blocks are marked
 beforehand (`gpu.stages.peaks`).
 
-The kernel adds the loss after its main loop, when it knows which steps to repeat: a branch in the loop cost 6 % of its
+The kernel adds the loss after its main loop, once the steps to repeat are known: a branch in the loop cost 6 % of its
 speed, a vote of all threads 33 % (docs/lab/hopper.md). Hopper's kernel computes such steps in two parts.
 """
 
@@ -86,7 +86,7 @@ def _scores_again(queries, head, mask, blocks, place, lengths, SPEC: tl.constexp
 
 @triton.jit
 def _lost_probability(scores, unit, p_ref, SPEC: tl.constexpr):
-    """Return what FP8 loses of each small P, in units of 2^-FP8_RANGE, as the left operand of P V."""
+    """Return the rounding loss of FP8 for each small P, in units of 2^-FP8_RANGE, as the left operand of P V."""
     if SPEC.mask != "none":
         probability = tl.exp2(scores - p_ref[:, None])
     else:
@@ -98,7 +98,7 @@ def _lost_probability(scores, unit, p_ref, SPEC: tl.constexpr):
 
 @triton.jit
 def _lost_in_step(queries, head, mask, blocks, place, row_ref, lengths, SPEC: tl.constexpr):
-    """Return what FP8 lost of the P V of a step, [BLOCK_M, VALUE_DIM], relative to ``row_ref``."""
+    """Return the part of a step's P V that FP8 lost, [BLOCK_M, VALUE_DIM], relative to ``row_ref``."""
     keys, unit, scores, step_max = _scores_again(queries, head, mask, blocks, place, lengths, SPEC)
     if SPEC.blocks == 2:
         last_keys, last_unit, last_scores, last_max = _scores_again(
@@ -118,7 +118,8 @@ def _lost_in_step(queries, head, mask, blocks, place, row_ref, lengths, SPEC: tl
 
 @triton.jit
 def add_lost(accumulator, row_ref, far_steps, queries, head, mask, blocks, lengths, SPEC: tl.constexpr):
-    """Return P V [BLOCK_M, VALUE_DIM] with what FP8 lost. Row sums are taken before P is rounded, and stay.
+    """Return P V [BLOCK_M, VALUE_DIM] including the part that FP8 lost. Row sums, taken before P is rounded, do not
+    change.
 
     Args:
         row_ref: [BLOCK_M], of ``accumulator``.

@@ -1,1 +1,1 @@
-"""``sparge sweep``: launch configurations derived anew, each with its measured reason (docs/configurations.md)."""
+"""``sparge sweep``: derive launch configurations with their measured reasons (docs/configurations.md)."""

@@ -1,4 +1,4 @@
-"""What ``sparge sweep`` sweeps: a kernel's case, its candidate configurations, and how both are written.
+"""Cases of ``sparge sweep``: a kernel's case, its candidate configurations, and their notation.
 
 A case is a row of a table of configurations, named as ``KERNEL[:QUANTIZATION][:HEAD_DIM][:VARIANT]``.
 """
@@ -20,7 +20,7 @@ ATTENTION: Mapping[str, Any] = {"triton": triton_configs, "hopper": hopper_confi
 KERNELS = (*ATTENTION, *stage_configs.CANDIDATES)
 TOKENS, HEADS = 32768, 16
 TOKENS_PER_QUERY = 8192
-"""Most tokens of a mask with an entry per query, which has their square of entries."""
+"""Largest number of tokens under a full (S_q x S_k) mask, whose size is quadratic."""
 
 NUMBER_WORDS = {1: "one", 2: "two"}
 PHRASES: dict[str, Callable[[Any], str]] = {
@@ -38,12 +38,12 @@ PHRASES: dict[str, Callable[[Any], str]] = {
     "slab": "{} tokens a slab".format,
     "step": "{} blocks a step".format,
 }
-"""A field's value in words, for the reason of a row. Other fields are named as they are."""
+"""Phrases for the values of fields in a row's reason. Other fields appear by name."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A row to derive: the kernel, what its key says, and the load it is measured on."""
+    """A row to derive: the kernel, the fields of its key, and the load it is measured on."""
 
     kernel: str
     quantization: str = "int8_fp8"
@@ -54,7 +54,7 @@ class Case:
 
     @property
     def is_attention(self) -> bool:
-        """Whether it is an attention kernel, whose speed is given in TOPS, not a stage before it."""
+        """Whether the kernel is an attention kernel (speed in TOPS), not a stage before it."""
         return self.kernel in ATTENTION
 
     def __str__(self) -> str:
@@ -63,10 +63,10 @@ class Case:
 
 
 def parse_case(text: str, tokens: int = TOKENS, heads: int = HEADS) -> Case:
-    """A case from ``KERNEL[:QUANTIZATION][:HEAD_DIM][:VARIANT]``; what is left out has its default.
+    """Parse ``KERNEL[:QUANTIZATION][:HEAD_DIM][:VARIANT]``; omitted parts have their defaults.
 
     Raises:
-        ValueError: there is no such case.
+        ValueError: the case does not exist.
 
     Example:
         >>> parse_case("triton:none:64:mask").variant
@@ -96,21 +96,21 @@ def parse_case(text: str, tokens: int = TOKENS, heads: int = HEADS) -> Case:
 
 
 def key_of(case: Case, architecture: int) -> Any:
-    """What the case's row is called in its table; for a stage, the row that serves it now."""
+    """Return the key of the case's row in its table; for a stage, the row in use."""
     if case.is_attention:
         return ConfigKey(generation_of(architecture), case.quantization, case.head_dim, case.variant)
     return stage_configs.stage_key(case.kernel, case.head_dim, architecture)
 
 
 def chosen_config(case: Case, architecture: int) -> Any:
-    """The configuration that launches take now."""
+    """Return the configuration that launches use at present."""
     if case.is_attention:
         return look_up(ATTENTION[case.kernel].CONFIGS, key_of(case, architecture))
     return stage_configs.stage_config(case.kernel, case.head_dim, architecture)
 
 
 def candidates_of(case: Case, chosen: Any, distance: int) -> list[Any]:
-    """Configurations that differ from the chosen one in at most ``distance`` fields, the nearest first."""
+    """Return configurations that differ from the chosen one in at most ``distance`` fields, nearest first."""
     values = dict(_candidate_values(case))
     for name in values:
         own = getattr(chosen, name)
@@ -132,13 +132,13 @@ def _candidate_values(case: Case) -> Mapping[str, tuple[Any, ...]]:
 
 
 def differences(config: Any, other: Any) -> dict[str, Any]:
-    """The fields of a configuration that differ from another's."""
+    """Return the fields in which a configuration differs from another one."""
     theirs = asdict(other)
     return {name: value for name, value in asdict(config).items() if value != theirs[name]}
 
 
 def describe(changes: Mapping[str, Any]) -> str:
-    """Fields and their values as a reason names them.
+    """Describe fields and their values in words.
 
     Example:
         >>> describe({"block_m": 128, "warps": 8})
@@ -150,7 +150,7 @@ def describe(changes: Mapping[str, Any]) -> str:
 
 
 def as_code(value: Any) -> str:
-    """A key or a configuration as it stands in a table: numbers with a default by name, what has its default left out.
+    """Return the source code of a key or configuration: arguments with a default by name, default values omitted.
 
     Example:
         >>> as_code(triton_configs.AttentionConfig(64, 2, 4, 3, max_registers=168))

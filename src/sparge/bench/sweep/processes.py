@@ -1,4 +1,4 @@
-"""Processes that answer a JSON line with another, so that what crashes or hangs in one takes nothing else along."""
+"""Worker processes that answer one JSON line per request, so that a crash or hang affects one process only."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from collections.abc import Sequence
 from typing import IO, Any
 
 LAST_ANSWER = "is_last"
-"""A field of an answer: the process that gave it cannot give another."""
+"""Field of an answer after which the process accepts no more requests."""
 
 
 class ProcessFailure(RuntimeError):
-    """A process did not answer: it died, or it took too long and was ended."""
+    """A process did not answer: it died, or was ended after a time-out."""
 
 
 class ProcessTimeout(ProcessFailure):
-    """It took too long."""
+    """The process exceeded its time-out."""
 
 
 class AnsweringProcess:
-    """A process that reads one request a line and answers each with a line, started when it is first asked.
+    """A process that reads one request per line and answers with a line. The first request starts it.
 
-    One that died or was ended is started anew by the next request.
+    The next request restarts a process that died or was ended.
     """
 
     def __init__(self, command: Sequence[str]) -> None:
@@ -35,10 +35,10 @@ class AnsweringProcess:
         self._errors: IO[str] | None = None
 
     def ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """The answer to a request.
+        """Send a request and return its answer.
 
         Raises:
-            ProcessFailure: none came. The process is ended.
+            ProcessFailure: the process did not answer, and was ended.
         """
         process = self._started()
         assert process.stdin is not None
@@ -84,7 +84,7 @@ class AnsweringProcess:
         return self._process
 
     def _last_words(self) -> str:
-        """The last line of the error output, if there is one."""
+        """Return the last line of the error output, if any."""
         if self._errors is None:
             return ""
         self._errors.seek(0)
@@ -93,7 +93,7 @@ class AnsweringProcess:
 
 
 def _read(lines: IO[str], answers: queue.Queue[str | None]) -> None:
-    """Hand over all lines, then None."""
+    """Put all lines into the queue, then None."""
     with lines:
         for line in lines:
             answers.put(line)

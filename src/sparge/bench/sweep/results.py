@@ -1,4 +1,4 @@
-"""What a sweep found: the outcome of every candidate, which one to take, and the texts and rows that say so."""
+"""Results of a sweep: the outcome of every candidate, the recommendation, and its text and JSON forms."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from sparge.bench.cases import Row
 from sparge.bench.sweep.cases import Case, as_code, chosen_config, describe, differences
 
 MARGIN = 0.01
-"""Share by which another configuration must be faster to be recommended: less is noise."""
+"""Least relative gain for which another configuration is recommended; smaller differences are noise."""
 NAMED_ALTERNATIVES = 3
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one candidate.
+    """The outcome of one candidate.
 
     Attributes:
-        status: "right", "wrong", "failed", "timed out" or "not tried"; ``note`` says why.
-        error: relative L1, of attention against exact attention, of a stage against the chosen configuration.
-        spills: registers of a thread that live in memory.
-        shared: bytes of a program.
+        status: "right", "wrong", "failed", "timed out" or "not tried"; ``note`` holds the reason.
+        error: relative L1, for attention against exact attention, for a stage against the chosen configuration.
+        spills: registers per thread that are spilled to memory.
+        shared: bytes of shared memory per program.
         ms: median of one launch; None where it was not timed.
         is_final: whether it was timed in the last round.
     """
@@ -43,13 +43,13 @@ class Outcome:
 
     @property
     def is_untimed(self) -> bool:
-        """Whether its result is right and its speed unknown."""
+        """Whether the result is right but was not timed."""
         return self.status == "right" and self.ms is None
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """The outcomes of one case, the fastest first, and what follows from them."""
+    """The outcomes of one case, fastest first, and the recommendation derived from them."""
 
     case: Case
     key: Any
@@ -59,22 +59,22 @@ class Sweep:
 
     @property
     def recommended(self) -> Outcome | None:
-        """What to write into the table."""
+        """The outcome to write into the table."""
         return recommend(self.outcomes, self.chosen)
 
     @property
     def missing(self) -> list[Outcome]:
-        """What the time did not suffice for."""
+        """The candidates that were not measured for lack of time."""
         return [each for each in self.outcomes if each.status == "not tried" or each.is_untimed]
 
 
 def by_speed(outcome: Outcome) -> tuple[bool, float]:
-    """A key to sort by: the fastest first, what was not timed last."""
+    """Return a sort key: fastest first, untimed outcomes last."""
     return (outcome.ms is None, outcome.ms or 0.0)
 
 
 def recommend(outcomes: Iterable[Outcome], chosen: Any) -> Outcome | None:
-    """The fastest right one that spills no more than the chosen one, which stays unless another is clearly faster."""
+    """Return the fastest right outcome without more spills than the chosen one, if it is faster by `MARGIN`."""
     timed = [each for each in outcomes if each.status == "right" and each.ms is not None]
     timed = [each for each in timed if each.is_final] or timed
     current = next((each for each in timed if each.config == chosen), None)
@@ -86,16 +86,16 @@ def recommend(outcomes: Iterable[Outcome], chosen: Any) -> Outcome | None:
 
 
 def speed(outcome: Outcome) -> str:
-    """TOPS of attention, milliseconds of a stage."""
+    """Return the speed as text: TOPS of attention, milliseconds of a stage."""
     if outcome.tops is not None:
         return f"{outcome.tops:.0f}"
     return "" if outcome.ms is None else f"{outcome.ms:.4f}"
 
 
 def reason_for(sweep: Sweep) -> str:
-    """The measured reason of the recommended row: its speed, and what the fastest others of each kind reach.
+    """Return the measured reason of the recommended row: its speed, and the speeds of the fastest alternatives.
 
-    Others are described by what they change; of those that change the same fields the fastest is named.
+    Alternatives are described by the fields they change; only the fastest of each set of fields is listed.
     """
     best = sweep.recommended
     if best is None:
@@ -113,7 +113,7 @@ def reason_for(sweep: Sweep) -> str:
 
 
 def row_text(sweep: Sweep) -> str:
-    """The row to paste into the table of configurations, its reason above it."""
+    """Return the row to paste into the table of configurations, with its reason as a comment."""
     if sweep.recommended is None:
         return ""
     comment = textwrap.fill(reason_for(sweep), 120, initial_indent="    # ", subsequent_indent="    # ")
@@ -121,7 +121,7 @@ def row_text(sweep: Sweep) -> str:
 
 
 def one_line(outcome: Outcome) -> str:
-    """An outcome for the progress of a run."""
+    """Return an outcome as one line of progress."""
     if outcome.status != "right":
         return f"{as_code(outcome.config)}: {outcome.status}, {outcome.note}"
     error = "" if outcome.error is None else f", error {outcome.error:.4f}"
@@ -129,7 +129,7 @@ def one_line(outcome: Outcome) -> str:
 
 
 def table_text(sweep: Sweep) -> str:
-    """All candidates, the fastest first, and below them the row to paste."""
+    """Return all candidates, fastest first, and the row to paste below them."""
     unit = "TOPS" if sweep.case.is_attention else "ms"
     lines = [["", unit, "error", "registers", "spills", "shared", "configuration", "result"]]
     for outcome in sweep.outcomes:
@@ -158,7 +158,7 @@ def table_text(sweep: Sweep) -> str:
 
 
 def json_rows(sweep: Sweep) -> Iterator[Row]:
-    """A row for each candidate, without the machine's."""
+    """Return a row for each candidate, without the fields of the machine."""
     for outcome in sweep.outcomes:
         is_best = sweep.recommended is not None and outcome.config == sweep.recommended.config
         yield {
@@ -172,7 +172,7 @@ def json_rows(sweep: Sweep) -> Iterator[Row]:
 
 
 def known_failures(path: Path, case: Case, architecture: int, machine: Row) -> list[Outcome]:
-    """What an earlier run, on the same machine with the same versions and commit, found not to work."""
+    """Return the failures of an earlier run on the same machine with the same versions and commit."""
     if not path.exists():
         return []
     kind, expected = type(chosen_config(case, architecture)), {"suite": "sweep", **asdict(case), **machine}

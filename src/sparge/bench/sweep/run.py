@@ -1,11 +1,11 @@
 """``sparge sweep``: derive rows of the tables of launch configurations, each with its measured reason.
 
     1. check    every candidate runs once, in one of several processes: does it compile, is its result right
-    2. first    those that passed are timed in turns, a dozen at a time, the chosen configuration among each dozen
-    3. final    the fastest are timed once more, longer, all in turns with the chosen one
+    2. first    correct candidates are timed in turns, 12 at a time, each with the chosen configuration
+    3. final    the fastest are timed again for longer, in turns with the chosen one
 
-A candidate whose result is wrong, or that spills where the chosen one does not, is listed and never recommended. One
-that crashes or hangs takes only its own process along.
+A candidate whose result is wrong, or that spills where the chosen one does not, is listed and never recommended. A
+crash or hang ends only the candidate's own process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sparge.bench.sweep.results import Outcome, Sweep, by_speed, known_failures,
 DISTANCE = 2
 CANDIDATE_TIMEOUT_S, PREPARE_TIMEOUT_S = 60.0, 240.0
 CHECK_SHARE = 0.6
-"""Of a case's time, for checking; the rest is for timing."""
+"""Share of a case's time for checking; the rest is for timing."""
 FIRST_GROUP, FIRST_TURNS = 12, 1
 FINALISTS, FINAL_TURNS = 5, 5
 
@@ -39,18 +39,18 @@ Progress = Callable[[str], None]
 
 
 class Runner(Protocol):
-    """What runs candidates. Answers are those of `worker`."""
+    """Runs candidates and returns the answers of `worker`."""
 
     places: int
-    """How many candidates it runs at a time."""
+    """Number of candidates that run at a time."""
 
     def ask(self, place: int, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """The answer of one place; raises `ProcessFailure` where none comes."""
+        """Return the answer of one process; raise `ProcessFailure` if it does not answer."""
         ...
 
 
 class ProcessRunner:
-    """Candidates in processes of their own, several at a time, all on the current CUDA device."""
+    """Runs several candidates at a time in separate processes on the current CUDA device."""
 
     def __init__(self, places: int) -> None:
         self.places = places
@@ -80,9 +80,9 @@ def sweep_case(
     """Check and time all candidates of a case.
 
     Args:
-        deadline: of ``clock``; what is not done by then is not begun.
-        timeout_s: for one candidate.
-        known: outcomes of an earlier run that need not be tried again.
+        deadline: time of ``clock`` after which no candidate is started.
+        timeout_s: time limit of one candidate.
+        known: outcomes of an earlier run, which are not repeated.
     """
     chosen = chosen_config(case, architecture)
     settled = {outcome.config: outcome for outcome in known if outcome.config != chosen}
@@ -117,7 +117,7 @@ def _check_all(
     say: Progress,
     clock: Callable[[], float],
 ) -> tuple[str | None, list[Outcome]]:
-    """Why the case cannot be run at all, if it cannot, and the outcome of every configuration."""
+    """Return the outcome of every configuration, and the reason if the case cannot run at all."""
     waiting, done, problems = deque(configs), [], []
 
     def serve(place: int) -> None:
@@ -142,7 +142,7 @@ def _check_all(
 
 
 def _prepare(case: Case, runner: Runner, place: int) -> None:
-    """Have the load made, where a process has not made it yet. Raises `ProcessFailure` where that fails."""
+    """Create the load in a process that does not have it. Raise `ProcessFailure` if that fails."""
     answer = runner.ask(place, {"do": "prepare", "case": asdict(case)}, PREPARE_TIMEOUT_S)
     if "failed" in answer:
         raise ProcessFailure(answer["failed"])
@@ -165,7 +165,7 @@ def _checked(case: Case, config: Any, runner: Runner, place: int, timeout_s: flo
 def _timed(
     case: Case, outcomes: Sequence[Outcome], runner: Runner, turns: int, timeout_s: float, say: Progress
 ) -> dict[Any, Outcome]:
-    """The outcomes with their times, all in turns; where that fails, each alone."""
+    """Return the outcomes with times measured in turns; one by one if that fails."""
     say(f"{case}: timing {len(outcomes)} candidates")
     try:
         return _timed_together(case, outcomes, runner, turns, timeout_s * (1 + len(outcomes) / FIRST_GROUP))
@@ -182,7 +182,7 @@ def _timed(
 def _timed_together(
     case: Case, outcomes: Sequence[Outcome], runner: Runner, turns: int, timeout_s: float
 ) -> dict[Any, Outcome]:
-    """Raises `ProcessFailure` where the process fails, or the request as a whole."""
+    """Time all outcomes in turns. Raise `ProcessFailure` if the process or the request fails."""
     configs = [asdict(outcome.config) for outcome in outcomes]
     request = {"do": "time", "case": asdict(case), "configs": configs, "turns": turns}
     _prepare(case, runner, 0)
@@ -213,8 +213,8 @@ def run_sweep(
     """Sweep cases one after the other; each gets an equal share of the time that is left.
 
     Args:
-        machine: the GPU, versions and commit, as they stand in every row.
-        resume: JSON lines of an earlier run; what failed there is not tried again.
+        machine: GPU, versions and commit, as in every row.
+        resume: JSON lines of an earlier run, whose failures are not repeated.
     """
     end = float("inf") if budget_s is None else clock() + budget_s
     for place, case in enumerate(cases):
@@ -234,7 +234,7 @@ def run_sweep(
 
 
 def missing_device(cases: Sequence[Case]) -> str | None:
-    """What keeps the cases from being swept on this machine, as "expected X, got Y"."""
+    """Return the reason if the cases cannot run on this machine, as "expected X, got Y"."""
     if not torch.cuda.is_available():
         return f"expected a CUDA device to measure on, got none (torch {torch.__version__}); see sparge doctor"
     if util.find_spec("triton") is None:
@@ -246,7 +246,7 @@ def missing_device(cases: Sequence[Case]) -> str | None:
 
 
 def sweep_here(cases: Sequence[Case], *, machine: Row, places: int | None = None, **options: Any) -> Iterator[Sweep]:
-    """`run_sweep` on the current CUDA device, with processes of its own."""
+    """Run `run_sweep` on the current CUDA device in separate processes."""
     major, minor = torch.cuda.get_device_capability()
     runner = ProcessRunner(places or default_places())
     try:
@@ -256,5 +256,6 @@ def sweep_here(cases: Sequence[Case], *, machine: Row, places: int | None = None
 
 
 def default_places() -> int:
-    """Processes that compile at a time: half of the cores, eight at most, since each holds its inputs on the device."""
+    """Return the default number of processes: half of the cores, at most 8, because each holds its inputs on the
+    device."""
     return max(1, min(8, (os.cpu_count() or 1) // 2))

@@ -4,8 +4,8 @@
     {"do": "check", "case": ..., "config": ...}                run once: error, registers, spills, shared memory
     {"do": "time", "case": ..., "configs": [...], "turns": 5}  median milliseconds of each, in turns
 
-The load is that of the tables: B 1, bfloat16, video-like inputs, a random half of the blocks. A real call of the public
-function is made once; what it hands to the kernel's launcher is kept, and launched again in every configuration.
+The load is that of the tables: B 1, bfloat16, video-like inputs, a random half of the blocks. The public function is
+called once, and the arguments of the kernel's launcher are kept and launched again in every configuration.
 """
 
 from __future__ import annotations
@@ -52,32 +52,32 @@ LAUNCHERS = {
     "replacement": ("gpu.stages.replacement", "replaced_bias"),
     "mask": ("gpu.stages.mask_blocks", "mask_blocks"),
 }
-"""Module and function that launch each kernel."""
+"""Modules and functions that launch each kernel."""
 
 DENSITY = 0.5
 PV_THRESHOLD = -8.0
 HIDDEN_SHARE = 1 / 16
-"""Of the keys, padding at the end, where there is a mask."""
+"""Share of the keys that is padding at the end in masked cases."""
 
 SAME_ERROR = 1.1
-"""Times the chosen configuration's error that another's may be: tiles of other sizes round at other places."""
+"""Limit of a configuration's error, relative to the chosen one's: tiles of other sizes round differently."""
 ROUNDING = 1e-4
-"""Added to every limit, for kernels that hardly round."""
+"""Added to every limit, for kernels with almost no rounding error."""
 WORST_BLOCK = 0.25
-"""Relative difference of one query block from the chosen configuration's result that no rounding explains."""
+"""Relative difference of one query block from the chosen configuration that rounding cannot explain."""
 WORST_LSE = 0.1
 """The same for the LSE of one query."""
 STAGE_DIFFERENCE = 1e-3
-"""Relative difference of a stage's results: sums in another order, codes that round the other way."""
+"""Relative difference of a stage's results: sums in another order, quantized values that round the other way."""
 
 
 class WrongResult(ValueError):
-    """A configuration computes something else than the chosen one."""
+    """The result of a configuration differs from the chosen one's."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """A launch that can be made again, and what its results are compared with."""
+    """A repeatable launch, and the expected results."""
 
     case: Case
     run: Callable[[], Any]
@@ -131,7 +131,7 @@ def load_of(case: Case, device: torch.device) -> Load:
 
 
 def _causal_mask(case: Case, device: torch.device) -> Tensor:
-    """Causality as a mask with an entry per query."""
+    """Return causality as a full (S_q x S_k) mask."""
     return torch.ones(1, 1, case.tokens, case.tokens, dtype=torch.bool, device=device).tril()
 
 
@@ -144,7 +144,7 @@ def _launcher(kernel: str) -> Callable[..., Any]:
 
 @contextmanager
 def captured(function: Callable[..., Any]) -> Iterator[list[tuple[Any, Any]]]:
-    """Note the arguments of every call of a function, under whatever name a module of sparge holds it."""
+    """Record the arguments of every call of a function, in all modules of sparge that import it."""
     calls: list[tuple[Any, Any]] = []
 
     @functools.wraps(function)
@@ -164,7 +164,8 @@ def captured(function: Callable[..., Any]) -> Iterator[list[tuple[Any, Any]]]:
 
 
 def _again(function: Callable[..., Any], calls: list[tuple[Any, Any]]) -> Callable[[], Any]:
-    """The first of the calls once more. What it has no result for, it changes in its arguments."""
+    """Return a function that repeats the first call and returns its results, or its arguments if they hold the
+    results."""
     if not calls:
         raise RuntimeError(f"expected a call of {function.__module__}.{function.__qualname__}, got none")
     args, kwargs = calls[0]
@@ -179,7 +180,7 @@ def _again(function: Callable[..., Any], calls: list[tuple[Any, Any]]) -> Callab
 
 
 def _compared(load: Load) -> Load:
-    """The load with the chosen configuration's result."""
+    """Return the load with the chosen configuration's result."""
     chosen = [tensor.clone() for tensor in tensors_in(load.run())]
     error = None
     if load.rows is not None and load.exact is not None:
@@ -188,7 +189,7 @@ def _compared(load: Load) -> Load:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """All tensors of nested results, each once."""
+    """Return all tensors of nested results, each once."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):
@@ -207,7 +208,7 @@ def check(load: Load, config: Any) -> dict[str, Any]:
     """Run a configuration once.
 
     Raises:
-        WrongResult: its result is not the chosen configuration's.
+        WrongResult: the result differs from the chosen configuration's.
     """
     with override(load.case.kernel, config):
         result = tensors_in(load.run())
@@ -216,7 +217,7 @@ def check(load: Load, config: Any) -> dict[str, Any]:
 
 
 def _attention_error(result: list[Tensor], load: Load) -> float:
-    """Relative L1 error of the sampled queries; every query is compared with the chosen configuration's."""
+    """Return the relative L1 error of sampled queries. All queries are compared with the chosen configuration's."""
     assert load.rows is not None and load.exact is not None and load.chosen_error is not None
     (output, lse), (chosen, chosen_lse) = result[:2], load.chosen[:2]
     if not torch.isfinite(output).all():
@@ -240,7 +241,7 @@ def _attention_error(result: list[Tensor], load: Load) -> float:
 
 
 def _stage_difference(result: list[Tensor], load: Load) -> float:
-    """Relative L1 difference from the chosen configuration, the largest of all results."""
+    """Return the largest relative L1 difference of all results from the chosen configuration."""
     largest = 0.0
     for found, chosen in zip(result, load.chosen, strict=True):
         if found.shape != chosen.shape:
@@ -255,7 +256,7 @@ def _stage_difference(result: list[Tensor], load: Load) -> float:
 
 
 class _Kernels:
-    """What `gpu.launch` tells a recorder, as far as compiled kernels go."""
+    """A recorder for `gpu.launch` that collects the compiled kernels."""
 
     def __init__(self) -> None:
         self.compiled: list[Any] = []
@@ -269,7 +270,7 @@ class _Kernels:
 
 
 def _resources(load: Load) -> dict[str, int | None]:
-    """Registers and spills of a thread, bytes of shared memory of a program: the largest of the kernels asked about."""
+    """Return registers and spills per thread and shared memory per program, the largest of the given kernels."""
     from sparge.backends.gpu.replay import current_recorder
 
     kernels = _Kernels()
@@ -292,7 +293,7 @@ def _resources(load: Load) -> dict[str, int | None]:
 
 
 def time_all(load: Load, configs: list[Any], turns: int) -> dict[str, Any]:
-    """Median milliseconds of every configuration by graph replay, or by events where a graph cannot be captured."""
+    """Return median milliseconds of every configuration by graph replay, or by events if capture fails."""
     variants = {
         str(place): Variant(load.run, partial(override, load.case.kernel, config))
         for place, config in enumerate(configs)
@@ -306,7 +307,7 @@ def time_all(load: Load, configs: list[Any], turns: int) -> dict[str, Any]:
 
 
 class Session:
-    """One process's work: it holds the load of the case it was asked about last."""
+    """The state of one process: the load of the latest case."""
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
@@ -329,7 +330,7 @@ class Session:
 
 
 def serve(requests: Iterable[str], answers: IO[str]) -> None:
-    """Answer requests until there are none."""
+    """Answer requests until the input ends."""
     session: Session | None = None
     for line in requests:
         try:
@@ -338,7 +339,7 @@ def serve(requests: Iterable[str], answers: IO[str]) -> None:
         except WrongResult as error:
             answer = {"wrong": str(error)}
         except Exception as error:
-            # Compilers, drivers and allocators raise what they like; a candidate that fails is a row of the table.
+            # Compilers, drivers and allocators raise many types of errors; a failing candidate is a row of the table.
             answer = {"failed": reason(error)}
             answer[LAST_ANSWER] = not _is_well()
         answers.write(json.dumps(answer) + "\n")
@@ -346,7 +347,7 @@ def serve(requests: Iterable[str], answers: IO[str]) -> None:
 
 
 def _is_well() -> bool:
-    """Whether the device takes another launch: an illegal address stays until its process ends."""
+    """Return whether the device accepts launches. An illegal address is fatal for the process."""
     try:
         torch.cuda.synchronize()
     except Exception:
@@ -355,7 +356,7 @@ def _is_well() -> bool:
 
 
 def main() -> None:
-    """Serve standard input and output; whatever else prints goes to the error output."""
+    """Serve standard input and output; all other output goes to standard error."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     serve(sys.stdin, answers)

@@ -42,7 +42,7 @@ def shortest_sparse(model: Any, variants: Sequence[Variant]) -> int | None:
 
 
 def check_lengths(model: Any, variants: Sequence[Variant], lengths: Sequence[int]) -> None:
-    """Check that the model has positions for every length, and that a variant goes sparse at every length.
+    """Check that the model has positions for every length, and that a variant is sparse at every length.
 
     Raises:
         ValueError: a length is too long for the model, or so short that all variants would run dense.

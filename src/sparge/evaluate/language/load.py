@@ -18,7 +18,7 @@ def load(name: str, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
         name: hub name, folder, or GGUF file. A folder with one GGUF file and no config stands for that file.
 
     Raises:
-        ImportError: transformers is missing, or gguf for such a file.
+        ImportError: transformers is missing, or gguf if the model is a GGUF file.
         ValueError: there is nothing that can be loaded.
     """
     return load_model(name, device, dtype), load_tokenizer(name)

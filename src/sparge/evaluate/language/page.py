@@ -53,7 +53,7 @@ def render_page(rows: Sequence[Row], model: str, command: str, text: str = "") -
 
 
 def _section(lines: Sequence[Line], tasks: Sequence[str], level: tuple[str, float] | None) -> dict[str, Any]:
-    """Return what the template shows about one length. There are no charts if nothing ran sparse."""
+    """Return the template's values for one length. There are no charts if nothing ran sparse."""
     is_sparse = any(line.is_sparse for line in lines)
     return {
         "tokens": lines[0].tokens,

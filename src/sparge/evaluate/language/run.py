@@ -47,7 +47,7 @@ def is_stock(row: Row) -> bool:
 
 @dataclass(frozen=True)
 class Settings:
-    """What to measure.
+    """Settings of a measurement.
 
     Attributes:
         tokens: lengths of windows and prompts.

@@ -20,7 +20,7 @@ WINDOW, SIGMA = 11, 1.5
 """Pixels on a side and standard deviation of the Gaussian window of SSIM."""
 
 STABILIZERS = (0.01**2, 0.03**2)
-"""Of SSIM, for values in [0, 1]."""
+"""Constants of SSIM, for values in [0, 1]."""
 
 LPIPS_SIDE = 64
 """Smaller frames are enlarged for LPIPS, because its network halves them several times."""

@@ -1,4 +1,4 @@
-"""The arguments of the forward pass that is running: where text tokens lie, and the grid of the others."""
+"""Arguments of the current forward pass, which give the positions of text tokens and the grid of all other tokens."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class RankShare:
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """What a forward pass was called with. Numbers are those of all ranks, where tokens are split over ranks.
+    """Arguments of a forward pass. If tokens are split over ranks, numbers count the tokens of all ranks.
 
     Attributes:
         text: the number of text tokens.
@@ -116,7 +116,7 @@ class ModelInputs:
     def _tokens(
         self, model: nn.Module, arguments: dict[str, Any], share: RankShare | None
     ) -> dict[str, tuple[Tokens, ...]]:
-        """Return what a probe finds for these arguments; nothing, with a warning, if it fails.
+        """Return the result of a probe for these arguments; warn and return nothing if it fails.
 
         A compiled or captured pass cannot be probed. It uses the result of the latest pass that was neither.
         """
@@ -143,7 +143,7 @@ class ModelInputs:
 
 
 def _signature(value: Any) -> Hashable:
-    """Return what decides where tokens lie: shapes, masks and counts, not the values to denoise."""
+    """Return a key of the inputs that determine token positions: shapes, masks and counts, but no latents."""
     if isinstance(value, Tensor):
         is_small = not value.is_floating_point() and value.numel() <= MAX_READ
         return tuple(value.shape), tuple(value.flatten().tolist()) if is_small else None

@@ -234,7 +234,8 @@ def attentions(model: nn.Module) -> Iterator[tuple[int, str, nn.Module]]:
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Return whether a module calls attention: it has a processor, or is named so and contains no such module."""
+    """Return whether a module calls attention: it has a processor, or is named like one and contains no other attention
+    module."""
     if hasattr(module, "processor"):
         return True
     return _is_named(module) and not any(

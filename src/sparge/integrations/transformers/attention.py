@@ -1,6 +1,6 @@
 """transformers: ``attn_implementation="sparge"``, in the attention registry and the mask registry.
 
-The prefill of a language model goes sparse. Decoding and all other dense calls run on transformers' own SDPA function,
+The prefill of a language model is sparse. Decoding and all other dense calls run on transformers' own SDPA function,
 so their results are bitwise equal to it. Masks are those of SDPA. A mask that consists of causality, a sliding window
 and padding carries these parts (`masks`), and the kernels read one row per sequence instead of a full (S_q x S_k) mask.
 """
@@ -83,7 +83,7 @@ def register_functions() -> None:
 
 
 class Context(NamedTuple):
-    """The arguments of a call besides its tensors.
+    """The arguments of a call without its tensors.
 
     Attributes:
         module: the attention module.
@@ -121,7 +121,7 @@ def attention_forward(
         query: (B, H, S_q, D); key and value: (B, H_kv, S_k, D).
 
     Returns:
-        The output (B, S_q, H, D), and None in place of the probabilities.
+        Return the output (B, S_q, H, D), and None in place of the probabilities.
     """
     for name in REFUSED:
         if kwargs.get(name) is not None:
@@ -187,8 +187,7 @@ def _dense(
 
 
 def _window_of(attention_mask: Tensor | None, pack: packing.Pack) -> int | None:
-    """Return the number of keys that a query sees, if the mask is only a sliding window and the segments of queries
-    and keys are the same; None for all other masks, whose parts are cut out."""
+    """Return the width of a sliding-window mask; None for other masks, and if segments of queries and keys differ."""
     parts = masks.parts_of(attention_mask)
     if parts is None or parts.padding is not None:
         return None

@@ -53,7 +53,7 @@ def attention_forward(
     """Compute a dense call with sinks or a cap; shapes and masks are those of transformers' SDPA function.
 
     Raises:
-        NotImplementedError: the file of the model has no such function.
+        NotImplementedError: the file of the model does not have the function.
     """
     function = _function_of(type(module))
     if function is None:

@@ -1,4 +1,4 @@
-"""Masks of transformers: SDPA's, with what they consist of attached where that is causality and padding.
+"""Masks of transformers, in SDPA's form. Causal, window and padding masks also carry a description of their parts.
 
 transformers creates new mask functions for each mask. They are recognized by their code.
 """
@@ -22,7 +22,7 @@ COMPILED = -1
 
 
 class CausalParts(NamedTuple):
-    """What a causal mask consists of.
+    """The parts of a causal mask.
 
     Attributes:
         version: of the mask, when it consisted of these parts.

@@ -72,8 +72,9 @@ class Pack:
     """The segments of a call.
 
     Attributes:
-        runs: the segments, neighbors of equal lengths together.
-        is_masked: the mask of the call is causality within the segments; otherwise a mask applies in addition.
+        runs: the segments; neighbors of equal length form one run.
+        is_masked: whether the call's mask expresses only causality within the segments; otherwise the mask also
+            applies.
     """
 
     runs: list[Run]

@@ -4,7 +4,7 @@ Probabilities are compared by levels (`rules.BUDGET_LEVELS`). Each query block t
 
     count_kernel        counts, for every query block and level, the blocks that it keeps if the budget reaches down to
                         that level; the last program finds the last level that the budget reaches
-    allocated_blocks    what a query block gets of that level (called in `select_kernel`)
+    allocated_blocks    the blocks of that level that a query block keeps (called in `select_kernel`)
 
 Nothing is sorted, and the host is not synchronized. A long query block that runs last would delay the whole kernel, so
 query blocks are also put in an order (`place_q_block`): long ones first, the others as they lie in memory, where
@@ -120,7 +120,7 @@ def count_kernel(
         selection_ptrs, selection_strides, SPEC: see `query_blocks`.
         kept_ptr: writes [B * batch_q_blocks, 2 * LEVELS] int32: one number per level; at LEVELS the one above all.
         sums_ptr: adds to [B, parts, SUMS] int32, 0 before: sums of ``kept`` over PART_Q_BLOCKS query blocks, and the
-            visible blocks. SHARES: also what `allocated_blocks` needs.
+            visible blocks. SHARES: also the inputs of `allocated_blocks`.
         amount: density of the budget.
         top_level: level of the largest probability.
         batch_q_blocks, programs_of_batch, parts: of one batch element.
@@ -224,7 +224,8 @@ def place_q_block(
 
 
 def count_budget(arguments: SelectionArguments, call: Call, kv_blocks: int, *, shares: bool) -> tuple[Tensor, Tensor]:
-    """Return what query blocks keep if the budget reaches down to each level, and sums of it: see `count_kernel`.
+    """Return the blocks that query blocks keep if the budget reaches down to each level, and their sums: see
+    `count_kernel`.
 
     Args:
         kv_blocks: of the whole call, which the levels depend on.

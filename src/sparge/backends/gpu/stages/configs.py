@@ -1,6 +1,7 @@
 """Launch configurations of the stages before attention: data, each with the reason it was chosen.
 
-Measured on an H200 (Triton 3.6): N 32768, H 16, D 128, bfloat16, unless a row says otherwise. ``sparge sweep score``
+Measured on an H200 (Triton 3.6): N 32768, H 16, D 128, bfloat16, unless a row names another
+case. ``sparge sweep score``
 measures a row again (docs/configurations.md).
 """
 

@@ -129,7 +129,8 @@ class KeyMask:
 
 
 def hides_keys_alone(call: Call) -> bool:
-    """Return whether a call has a mask that `key_mask` reads: the mask and the right bound decide what is visible."""
+    """Return whether a call has a mask that `key_mask` reads: the mask and the right bound determine the visible
+    keys."""
     mask = call.attn_mask
     return mask is not None and mask.shape[2] == 1 and mask.dtype == torch.bool and call.window.left is None
 

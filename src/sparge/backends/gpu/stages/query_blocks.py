@@ -23,7 +23,7 @@ INFINITY_BITS = tl.constexpr(0x7F800000)
 
 
 class SelectionPointers(NamedTuple):
-    """What selection kernels read.
+    """Inputs of selection kernels.
 
     Attributes:
         probability: [B * H, q_blocks, kv_blocks] float32, of `score_kernel`; NaN forces a block.

@@ -166,7 +166,7 @@ def blocks_of_level(pieces: list[Tensor], totals: Tensor, amount: float, width: 
     """Return the blocks of all pieces at the last level, padded to ``width`` query blocks: (B, width) int32.
 
     Args:
-        pieces: what the query blocks of each piece keep at every level, of `budget.count_budget`.
+        pieces: the blocks that the query blocks of each piece keep at every level, returned by `budget.count_budget`.
         totals: of all ranks.
     """
     batch, first_row = len(totals), 0

@@ -67,7 +67,7 @@ class ScoreInputs:
     Attributes:
         rows: number of queries that represent a block.
         are_means: these are means of equal parts of the block, else evenly spaced samples.
-        variance: variances of key blocks are read, besides their means.
+        variance: the variances of key blocks are read in addition to their means.
     """
 
     rows: Callable[[Any], int]
@@ -222,7 +222,8 @@ def spread(rows, statistics, offsets, inside):
 
 @triton.jit
 def _block_scores(rows, statistics, columns, kv_blocks, SPEC: tl.constexpr):
-    """Return scores of rows against key blocks in log2 units, [ROWS, COLUMNS], and weights, or 1."""
+    """Return the scores of rows and key blocks in log2 units, [ROWS, COLUMNS], and their weights (1 if the score has
+    none)."""
     channels = tl.arange(0, SPEC.head_dim_padded)
     offsets = columns[:, None] * SPEC.head_dim_padded + channels[None, :]  # [COLUMNS, HEAD_DIM]
     inside = (columns < kv_blocks)[:, None]
@@ -239,7 +240,7 @@ def _block_scores(rows, statistics, columns, kv_blocks, SPEC: tl.constexpr):
 
 
 class Seen(NamedTuple):
-    """What the rows of a program see.
+    """The keys that the rows of a program see.
 
     Attributes:
         first_key, last_key: [ROWS], of the block of each row.

@@ -120,7 +120,7 @@ class HopperScoreSpec:
 
     @property
     def by_lane_layout(self) -> gl.DistributedLinearLayout:
-        """Scores as [rows, columns / 8, 4, 2]: each of a row's four threads has every fourth pair of neighbours."""
+        """Scores as [rows, columns / 8, 4, 2]: each of a row's four threads has every fourth pair of neighbors."""
         pairs = [[0, bit, 0, 0] for bit in (1, 2, 4, 8, 16) if bit < self.columns // 8]
         return gl.DistributedLinearLayout(
             reg_bases=[[0, 0, 0, 1], [8, 0, 0, 0], *pairs],

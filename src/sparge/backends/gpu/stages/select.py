@@ -295,12 +295,12 @@ def select(
     """Return the kept blocks of every query block.
 
     Args:
-        probability: of `score.block_probabilities`.
+        probability: returned by `score.block_probabilities`.
         query_similarity, key_similarity: (B * H, q_blocks) and (B * Hkv, kv_blocks) float32, read with a threshold.
-        first_seen: of `visibility.first_seen_keys` where keys are hidden.
+        first_seen: returned by `visibility.first_seen_keys`; None if no keys are hidden.
         threshold: (H,), similarity under which a query or key block is not eligible.
-        blocks: of `mask_blocks.mask_blocks` where a mask does more than hide keys.
-        block_bias: of `summary.KeyValueSummary` where means replace skipped blocks.
+        blocks: returned by `mask_blocks.mask_blocks`; None if a mask only hides keys.
+        block_bias: from `summary.KeyValueSummary`; None if skipped blocks are dropped.
 
     Raises:
         NotImplementedError: the kernel does not have the rule.

@@ -65,8 +65,8 @@ def key_similarity(
     """Return the similarity of every key block, (B * Hkv, kv_blocks) float32.
 
     Args:
-        statistics: with sums of every block.
-        key_mean: of `reduce.reduce_parts`.
+        statistics: statistics that include the sums of every block.
+        key_mean: the mean of all keys, returned by `reduce.reduce_parts`.
     """
     shape = call.shape
     width, heads = padded(shape.head_dim), shape.batch * shape.kv_heads
