@@ -430,7 +430,7 @@ def choose_together(
     pool: RankPool,
     backend: str,
 ) -> list[BlockMask]:
-    """The choice, by one rule for the rows of all ranks. See `base.Backend.choose_together`."""
+    """Select the kept blocks by one rule for the query blocks of all ranks. See `base.Backend.choose_together`."""
     return base.get(backend).choose_together(candidates, call.selection, kv_blocks, pool)
 
 

@@ -209,7 +209,7 @@ def true_mask(
     always_keep: Sequence[tuple[int, int]] | None = None,
     exact_queries: Sequence[tuple[int, int]] | None = None,
 ) -> BlockMask:
-    """Return the mask of a rule for the attention that blocks really hold: the best that a score can do under it."""
+    """Return the mask that a rule selects from the true attention mass: the best result that any score can reach."""
     query, key, shape = validation.check_query_key(query, key, "HND", True)
     mass = block_mass(query, key.repeat_interleave(shape.group, 1), is_causal=is_causal, scale=scale)
     call = Call(

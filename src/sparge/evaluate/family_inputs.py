@@ -227,7 +227,7 @@ def decisive_key(draw: Draw, factor: float) -> Inputs:
 
 
 def irrelevant_query(draw: Draw, factor: float) -> Inputs:
-    """One query is ``factor`` times as large in two channels that cancel exactly in every logit."""
+    """Return inputs with one query that is large in two channels, which cancel exactly in every logit."""
     query, key, value = gaussian(draw, value_mean=SMALL_MEAN)
     first, second = draw.channels(2).tolist()
     key[..., second] = -key[..., first]
@@ -237,7 +237,7 @@ def irrelevant_query(draw: Draw, factor: float) -> Inputs:
 
 
 def large_value(draw: Draw, factor: float, is_decisive: bool) -> Inputs:
-    """One value is ``factor`` times as large; its key gets most of the weight, or none."""
+    """Return inputs with one value ``factor`` times as large, whose key gets most of the weight or none."""
     place = torch.tensor([middle(draw.kv_len)], device=draw.device)
     levels = torch.zeros(draw.kv_len, device=draw.device)
     levels[place] = _decisive_level(draw) if is_decisive else -20.0
@@ -247,7 +247,7 @@ def large_value(draw: Draw, factor: float, is_decisive: bool) -> Inputs:
 
 
 def value_channels(draw: Draw) -> Inputs:
-    """The channels of V have factors from 2^-8 to 2^8."""
+    """Return inputs whose channels of V are multiplied by factors from 2^-8 to 2^8."""
     query, key, value = gaussian(draw)
     return query, key, value * 2 ** torch.linspace(-8, 8, draw.head_dim, device=draw.device)
 
@@ -259,7 +259,7 @@ def scaled(draw: Draw, query: float = 1.0, key: float = 1.0, value: float = 1.0)
 
 
 def one_hot(draw: Draw) -> Inputs:
-    """Each query equals one of the keys, which are +-10 in every channel: hundreds of nats above the others."""
+    """Return keys of +-10 in every channel and queries that each equal one key, hundreds of nats above the others."""
     key = 10.0 * draw.keys().sign()
     wanted = torch.randint(draw.kv_len, (draw.q_len,), generator=draw.generator, device=draw.device)
     return draw.of_queries(key[:, :, wanted]), key, draw.values()

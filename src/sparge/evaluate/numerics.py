@@ -72,12 +72,11 @@ def hidden_share(family: Family, kv_len: int) -> float:
 
 
 def output_limit(family: Family, head_dim: int, kv_len: int) -> float:
-    """Return the relative L1 error that a family's output may have: its limit, which is that of 128 channels, and
-    `hidden_share`.
+    """Return the maximum relative L1 error of a family's output: the family's limit for D channels plus `hidden_share`.
 
-    With D channels, the roundings of a sink's logit have the deviation m / 311 sqrt(gap^2 / D + gap / sqrt(D))
-    (`families.SINK_ROUNDING`): each of a product's D terms is rounded by a step, a share m sqrt(gap sqrt(D) / D) of the
-    channels that make up the gap, and D of them add up as sqrt(D). Of gaps above sqrt(D), that is 1 / sqrt(D).
+    Family limits are for 128 channels. Limits of sinks are larger for fewer channels: the rounding error of a sink's
+    logit has the deviation m / 311 sqrt(gap^2 / D + gap / sqrt(D)), where the largest channel is m times the deviation
+    of the channels (see `families.SINK_ROUNDING`). For gaps above sqrt(D), this is proportional to 1 / sqrt(D).
     """
     limit = family.limit * (max(1.0, math.sqrt(128 / head_dim)) if family.kind in ("sink", "own sink") else 1.0)
     return limit + hidden_share(family, kv_len)

@@ -93,8 +93,8 @@ def register(policy: Policy | None = None, framework: Literal["transformers", "d
 
     transformers: ``from_pretrained(..., attn_implementation="sparge")``. diffusers:
     ``transformer.set_attention_backend("sparge")``, for models that use its dispatcher (Flux, Wan, LTX, HunyuanVideo).
-    The dispatcher provides neither the layer nor the step of a call, nor where its text tokens lie. `enable` does, and
-    gives each model its own policy.
+    The dispatcher provides neither the layer, the step nor the positions of the text tokens of a call. `enable`
+    provides them and gives each model its own policy.
 
     Raises:
         ImportError: the framework is missing, too old, or cannot be extended.

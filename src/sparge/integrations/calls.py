@@ -1,7 +1,7 @@
 """One attention call of a model: describe it (`ModelCall`), decide how it runs (`decide`), run it.
 
-All integrations meet here. `attend` returns the output of a call, or None if the framework is to run it on its own
-attention.
+All integrations call this module. `attend` returns the output of a call, or None if the framework is to run it on its
+own attention.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _THREAD = _Thread()
 def substituted(function: Substitute) -> Iterator[None]:
     """Call a function in place of `sparge.attention` for the sparse calls of this thread, for evaluation.
 
-    Compiled models do not notice.
+    This has no effect on compiled models.
     """
     before, _THREAD.substitute = _THREAD.substitute, function
     try:
@@ -87,9 +87,9 @@ def attend(layer: Layer, call: ModelCall) -> Tensor | None:
 
 
 def _find(layer: Layer, call: ModelCall) -> tuple[Any, tuple[call_cache.Runner, Policy] | None]:
-    """Return the kind of a call, None if it must be resolved each time, and what runs calls of this kind.
+    """Return the kind of a call, None if it must be resolved each time, and the cached runner of that kind.
 
-    The kind contains the id of the policy, so the remembered value must hold a reference to it.
+    The kind contains the id of the policy, so the cached value must hold a reference to the policy.
     """
     if call.part is not None or call.attn_mask is not None or call.sinks is not None or call.unsupported is not None:
         return None, None
@@ -125,7 +125,7 @@ def _over_all_blocks(*tensors: Any, always_keep: None = None, **call: Any) -> An
 
 
 def _run_sparse(layer: Layer, call: ModelCall, spans: tuple[Span, ...] | None, kind: Any) -> Tensor:
-    """Compute a sparse call and remember how, if it has a kind."""
+    """Compute a sparse call. If the call has a kind, cache its runner."""
     rows, key = call.rows, call.key
     q_len = call.query.shape[2] if rows is None else rows.total
     order = None
@@ -217,8 +217,8 @@ def _attend(
 def _order(policy: Policy, call: ModelCall, spans: Sequence[Span] | None) -> TokenOrder | None:
     """Return the order to compute a call in; None to keep the tokens in place.
 
-    Text must lie before or behind the grid. The mask must be one of keys, which is reordered with them, and padding
-    that is cut off must be text.
+    Text must be before or after the grid. The mask must be a mask of keys, which is reordered with them. Padding that
+    is removed must be text.
     """
     assert call.grid is not None
     name = "hilbert" if policy.order == "auto" else policy.order
@@ -239,7 +239,7 @@ def _order(policy: Policy, call: ModelCall, spans: Sequence[Span] | None) -> Tok
 
 
 def _options(policy: Policy, call: ModelCall, q_len: int, *, is_ordered: bool) -> dict[str, Any]:
-    """Return the keywords of `sparge.attention` for a call; text that only a mask makes causal gets causal rules."""
+    """Return the keywords of `sparge.attention` for a call. The causal rules also apply if only the mask is causal."""
     sparsity, is_masked_text = policy.selection, call.is_language and not call.is_causal
     if is_masked_text:
         sink = True if sparsity.sink is None else sparsity.sink
@@ -267,7 +267,7 @@ EXACT_SHARE = 0.125
 
 
 def _costs_little(text: Sequence[tuple[int, int]], rule: Selection, tokens: int, *, is_causal: bool) -> bool:
-    """Return whether text queries that see all keys are a small part of the work. `TopCdf` counts as a quarter."""
+    """Return whether text queries that see all keys cost a small part of the work. `TopCdf` counts as a quarter."""
     amount = rule.amount
     density = 0.25 if isinstance(rule, TopCdf) else float(amount.mean() if isinstance(amount, Tensor) else amount)
     q_blocks = ceil_div(tokens, BLOCK_Q)
@@ -279,6 +279,6 @@ def _costs_little(text: Sequence[tuple[int, int]], rule: Selection, tokens: int,
 
 
 def _within_span(ranges: Sequence[tuple[int, int]], span: tuple[int, int]) -> list[tuple[int, int]]:
-    """Return the parts of query ranges that lie within a span, counted from its start."""
+    """Return the parts of query ranges inside a span, relative to its start."""
     start, stop = span
     return [(max(a, start) - start, min(b, stop) - start) for a, b in ranges if a < stop and b > start]

@@ -3,7 +3,7 @@
 At every attention call of a diffusion model, ComfyUI reads "optimized_attention_override" from the model's
 ``transformer_options`` and calls it with the function that it would have called, and all arguments.
 `attention_override` returns an override that computes the sparse calls itself and passes all others on unchanged. It
-imports nothing of ComfyUI: all it needs comes with the call.
+imports nothing of ComfyUI: the call contains all that it needs.
 
 The options of a call, which differ between models:
 
@@ -38,7 +38,7 @@ from sparge.policy import Policy
 
 OVERRIDE = "optimized_attention_override"
 ROUNDING = 1e-6
-"""Relative tolerance: sigmas are float32, and a step may lie exactly at the start or end of the range."""
+"""Relative tolerance: sigmas are float32, and a step may be exactly at the start or end of the range."""
 
 Override = Callable[..., Tensor]
 Ranges = Sequence[tuple[int, int]]
@@ -63,9 +63,9 @@ def sparsify(
 
     Args:
         model: a MODEL, as ComfyUI's loaders return it.
-        keep_percent: as in `attention_override`; so are ``dense_blocks``, ``min_tokens`` and ``backend``.
+        keep_percent, dense_blocks, min_tokens, backend: as in `attention_override`.
         start_percent: the start of sparse attention in the model's noise schedule, from 0 to 1; dense before.
-        end_percent: its end; dense after.
+        end_percent: the end of sparse attention in the schedule; dense after.
 
     Raises:
         TypeError, ValueError: a value has the wrong type or is out of range.
@@ -232,7 +232,7 @@ class _SparseCalls:
         return output if skip_output_reshape else output.transpose(1, 2).flatten(2)
 
     def _layer(self, options: dict[str, Any], is_exact: bool) -> tuple[Layer, str | None]:
-        """Return the layer of a call, and which of its rules cannot be applied.
+        """Return the layer of a call, and the reason if one of its rules cannot be applied.
 
         Args:
             is_exact: whether the call must not be quantized.
@@ -249,7 +249,7 @@ class _SparseCalls:
 
 
 def _heads_first(tensor: Tensor, head_dim: int) -> Tensor:
-    """Return (B, S, H * D) as (B, H, S, D); any other tensor unchanged, which `attend` then refuses."""
+    """Return (B, S, H * D) as (B, H, S, D); any other tensor unchanged, which `attend` then rejects."""
     if tensor.ndim != 3 or tensor.shape[-1] % head_dim:
         return tensor
     return tensor.unflatten(-1, (-1, head_dim)).transpose(1, 2)
@@ -263,7 +263,7 @@ def _with_heads(mask: Tensor | None) -> Tensor | None:
 
 
 def _why_misshapen(q: Tensor, k: Tensor, mask: Tensor | None, heads: int) -> str | None:
-    """Return why the shapes must be left to ComfyUI's functions, or None."""
+    """Return the reason why ComfyUI's functions must handle these shapes, or None."""
     if q.ndim != 4 or k.ndim != 4:
         return None  # `attend` returns the reason
     if q.shape[1] != heads:
@@ -287,7 +287,7 @@ def _block_of(options: dict[str, Any]) -> tuple[str, int | None, int | None]:
 
 
 def _is_dense_block(policy: Policy, index: int | None, total: int | None) -> tuple[bool, str | None]:
-    """Return whether ``dense_blocks`` names a block, and why that is unknown."""
+    """Return whether ``dense_blocks`` names a block, and the reason if that is unknown."""
     numbers = policy.dense_layers
     if not numbers or index in numbers:
         return bool(numbers), None

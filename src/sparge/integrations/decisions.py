@@ -28,9 +28,9 @@ class Decision(NamedTuple):
 
     Attributes:
         reason: why it is dense; None if it is sparse.
-        detail: of the reason, for `sparge.stats`.
+        detail: details of the reason, for `sparge.stats`.
         unsupported: why the call cannot be sparse although the policy requests it.
-        is_ours: sparge computes it; else the framework does.
+        is_ours: whether sparge computes the call; otherwise the framework does.
         spans: visible keys of each sequence, if the mask only hides padding.
     """
 
@@ -66,7 +66,7 @@ def decide(layer: Layer, call: ModelCall) -> Decision:
 
 
 def _prepare(call: ModelCall) -> str | None:
-    """Cast the tensors of a call as autocast would; return why they cannot be used, if they cannot."""
+    """Cast the tensors of a call as autocast would. Return the reason if they cannot be used, else None."""
     reason = dense_rules.not_plain_tensor(call.query, call.key, call.value, call.attn_mask)
     if reason is not None:
         return reason
@@ -129,7 +129,7 @@ def names_quantization(policy: Policy) -> bool:
 
 
 def has_sizes(query: Tensor, key: Tensor) -> bool:
-    """Return whether heads and tokens can be counted. A call without sizes is at most unsupported."""
+    """Return whether heads and tokens can be counted. A call without sizes cannot be sparse."""
     return not (query.is_nested or key.is_nested) and query.ndim == key.ndim == 4
 
 
@@ -216,7 +216,7 @@ def _by_policy(
 
 
 def _dtype(query: Tensor) -> torch.dtype:
-    """Return the dtype a call is computed in, as far as it matters to a decision: on a CPU."""
+    """Return the dtype that a call is computed in. Autocast is considered only on a CPU, where it affects decisions."""
     if query.is_cpu and torch.is_autocast_enabled("cpu"):  # reading `device.type` would take six times as long
         return torch.get_autocast_dtype("cpu")
     return query.dtype

@@ -70,7 +70,7 @@ def close_scope() -> Scope:
 
 
 class Passes:
-    """Hooks of a model that close the scopes an interrupted forward pass left open: torch calls no hook after Ctrl-C.
+    """Hooks of a model that close scopes left open by an interrupted forward pass: torch calls no hook after Ctrl-C.
 
     Args:
         is_paused: returns True while forward passes are part of another one.
@@ -151,5 +151,5 @@ def _parameters_of(forward: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def without_compile(model: Any) -> Any:
-    """Return the module inside the wrapper that ``torch.compile`` returns; anything else as it is."""
+    """Return the module inside a ``torch.compile`` wrapper; other objects are returned unchanged."""
     return getattr(model, "_orig_mod", model)

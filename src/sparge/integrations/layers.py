@@ -48,14 +48,14 @@ class Layer:
     """A layer whose attention calls go through sparge.
 
     Attributes:
-        name: its name in `sparge.stats`; calls of a layer named "" count in the totals alone.
-        policy: which of its calls run sparse.
-        dense: the policy's ``dense_layers`` name it.
-        is_cross: it is known to be cross-attention.
+        name: its name in `sparge.stats`; calls of a layer named "" count only in the totals.
+        policy: decides which calls of the layer run sparse.
+        dense: whether the policy's ``dense_layers`` name the layer.
+        is_cross: whether the layer is known to be cross-attention.
         steps: the schedule, if the policy has rules about steps.
         last: key and result of the last decision. Calls of a layer are usually equal, and a lookup is faster than a
             decision.
-        balance: how its heads are load-balanced across ranks.
+        balance: the assignment of its heads to ranks.
     """
 
     name: str
@@ -82,7 +82,7 @@ def refuse(layer: Layer, reason: str) -> None:
 
 
 def warn_about_places(name: str, places: Sequence[int], total: int) -> None:
-    """Warn if a rule names layers or steps that this model or run does not have; another one may have them."""
+    """Warn if a rule names layers or steps that this model or run does not have. Other models or runs may have them."""
     try:
         checks.check_places(name, places, total)
     except ValueError as error:

@@ -10,20 +10,22 @@ from torch import Tensor
 
 
 class RankQueries(Protocol):
-    """A split of a call's queries by query blocks. Ranks send the queries of their tokens and receive those of their
-    blocks."""
+    """A split of a call's queries by query blocks.
+
+    Each rank sends the queries of its tokens and receives the queries of its blocks.
+    """
 
     @property
     def total(self) -> int:
-        """Queries of the whole call."""
+        """Return the number of queries of the whole call."""
 
     @property
     def are_enough(self) -> bool:
-        """Whether each rank gets a query block."""
+        """Return whether each rank gets a query block."""
 
     @property
     def span(self) -> tuple[int, int]:
-        """Queries of this rank's blocks, [start, stop)."""
+        """Return the range [start, stop) of the queries of this rank's blocks."""
 
     def take(self, query: Tensor, order: tuple[Any, ...] | None) -> Tensor:
         """Return the queries of this rank's blocks for its tokens (B, H, S, D), in a token order if one is given."""
@@ -37,7 +39,7 @@ class RankPart:
     """One rank's part of a call over several ranks: some heads, some queries, or both.
 
     Attributes:
-        sizes: query and key with the heads and tokens by which all ranks decide; their values are not read.
+        sizes: query and key with the sizes by which all ranks decide; their values are not read.
         attention: `sparge.attention` for the part; a budget applies to all ranks together.
         rows: how queries are split; None if they are not.
         mask: the mask of all heads. Ranks decide by its dimensions, because they may have unequal numbers of heads.
@@ -56,9 +58,8 @@ class ModelCall:
     Attributes:
         is_causal: aligned bottom-right, as in `sparge.attention`; may be combined with a mask.
         is_self: queries and keys belong to one sequence; None decides by their lengths.
-        is_language: the tokens are text in order, even if causality is in a mask and not in
-            ``is_causal``. The rules for
-            causal attention apply (sink, diagonal), and fewer queries than keys are a chunk behind a prefix.
+        is_language: the tokens are text in order, even if causality is in a mask and not in ``is_causal``. The rules
+            for causal attention apply (sink, diagonal), and fewer queries than keys are a chunk after a prefix.
         window: as in `sparge.attention`, of a causal call.
         text: token ranges that every query block keeps, in addition to the policy's, and that see all keys if that is
             cheap.
@@ -89,7 +90,7 @@ class ModelCall:
 
     @property
     def sizes(self) -> tuple[Tensor, Tensor]:
-        """Query and key of the whole call, by whose sizes it is decided."""
+        """Return query and key of the whole call, whose sizes determine the decision."""
         return (self.query, self.key) if self.part is None else self.part.sizes
 
     @property
@@ -103,7 +104,7 @@ def with_four_dimensions(attn_mask: Tensor) -> Tensor:
 
 
 def unexpanded(attn_mask: Tensor, query: Tensor) -> Tensor:
-    """Return a mask as it was before `expand` repeated it over sequences, heads or queries: kernels read less."""
+    """Undo `expand` of a mask over sequences, heads or queries, so that kernels read less."""
     for dim in range(-min(attn_mask.ndim, 4), -1):
         if attn_mask.stride(dim) == 0 and attn_mask.shape[dim] == query.shape[dim] > 1:
             attn_mask = attn_mask.narrow(dim, 0, 1)
@@ -111,7 +112,7 @@ def unexpanded(attn_mask: Tensor, query: Tensor) -> Tensor:
 
 
 def aligned_top_left(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, str | None]:
-    """Return keys and values for SDPA's top-left causality, and why that is not possible, if it is not."""
+    """Return keys and values for SDPA's top-left causality, and the reason if that is not possible."""
     q_len, kv_len = query.shape[2], key.shape[2]
     if q_len > kv_len:
         return key, value, "causal with more queries than keys"

@@ -32,7 +32,7 @@ _SDPA = F.scaled_dot_product_attention
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.deciding = False  # of the thread, not of the class: torch.compile guards on where it lies
+        self.deciding = False  # an instance attribute, because torch.compile guards on where it is stored
 
 
 _THREAD = _Thread()
@@ -211,10 +211,9 @@ class replace_sdpa:
 
     This works with every model that calls ``torch.nn.functional.scaled_dot_product_attention``. Calls keep SDPA's
     meaning (masks, GQA, top-left causality, autocast). Cross-attention, short calls and unsupported calls run dense on
-    SDPA itself. `sparge.stats` returns the counts and
-    reasons. Scopes may be nested (the innermost decides), entered again, and
-    used from several threads; other threads are not affected. Decorated generators and coroutines are inside the scope
-    only while they run. Torch function modes that they enter themselves (``with torch.device(...):``, another
+    SDPA itself. `sparge.stats` returns the counts and reasons. Scopes may be nested (the innermost decides), entered
+    again, and used from several threads; other threads are not affected. Decorated generators and coroutines are inside
+    the scope only while they run. Torch function modes that they enter themselves (``with torch.device(...):``, another
     ``replace_sdpa``) are suspended and resumed with them.
 
     Args:

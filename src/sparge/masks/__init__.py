@@ -1,1 +1,1 @@
-"""Which blocks and tokens may be seen: geometry, windows, masks, segments, token orders."""
+"""Visibility of blocks and tokens: geometry, windows, masks, segments, token orders."""

@@ -72,9 +72,9 @@ class BlockMask:
             dense: True where a block is kept.
             q_len: number of queries.
             kv_len: number of keys.
-            is_causal: drop blocks that lie entirely in the future.
+            is_causal: drop blocks that are entirely in the future.
             window: drop blocks that no query sees, (left, right) as in `sparge.attention`.
-            visible: blocks that can be kept, broadcastable to ``dense``; by default those that the window shows.
+            visible: blocks that can be kept, broadcastable to ``dense``; by default all blocks inside of the window.
 
         Raises:
             TypeError: ``dense`` is not a bool tensor.
@@ -107,12 +107,12 @@ class BlockMask:
 
     @property
     def block_size(self) -> tuple[int, int]:
-        """(128, 64): queries and keys per block."""
+        """Return (128, 64), the number of queries and keys per block."""
         return BLOCK_Q, BLOCK_K
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """(B, H, q_blocks, kv_blocks)."""
+        """Return (B, H, q_blocks, kv_blocks)."""
         batch, heads, q_blocks, kv_blocks = self.kv_indices.shape
         return batch, heads, q_blocks, kv_blocks
 
@@ -208,7 +208,7 @@ class BlockMask:
         return cls.from_dense(dense, q_len=q_len, kv_len=kv_len, is_causal=bool(is_causal), window=window)
 
     def visible_blocks(self) -> Tensor:
-        """Return the blocks that causality and the window let queries see: bool (q_blocks, kv_blocks), on the CPU."""
+        """Return the blocks visible under causality and the window: bool (q_blocks, kv_blocks), on the CPU."""
         shape = Shape(1, 1, 1, self.q_len, self.kv_len, 1, 1)
         blocks = find_visibility(shape, Window(*self.window), None, torch.device("cpu")).blocks
         return blocks.expand(1, 1, *self.shape[2:])[0, 0]

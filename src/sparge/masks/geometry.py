@@ -41,10 +41,10 @@ class Shape:
 
     @property
     def group(self) -> int:
-        """Query heads that share one key/value head."""
+        """Return the number of query heads that share one key/value head."""
         return self.heads // self.kv_heads
 
     @property
     def causal_offset(self) -> int:
-        """Position of query 0 on the key axis under bottom-right alignment."""
+        """Return the position of query 0 on the key axis under bottom-right alignment."""
         return self.kv_len - self.q_len

@@ -6,7 +6,7 @@ is a small box with similar tokens: the mean represents the block well, and atte
     row       raster order, the last coordinate fastest
     tile      boxes of 4 x 4 x 4 tokens, one after the other
     morton    the interleaved bits of the coordinates
-    hilbert   the Hilbert curve through the enclosing power-of-two cube, without the points outside the grid
+    hilbert   the Hilbert curve through the enclosing power-of-two cube, skipping points outside the grid
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ does not have are not computed, and results are written to the pack. A segment t
 in the same order, as a call of its own.
 
 Padding costs memory between the stages. Segments are combined if the next power of two of their numbers of blocks is
-equal (`group_segments`): no buffer is more than twice as long as its segment needs, no block map four times as large.
+equal (`group_segments`). Buffers are then at most twice as long as a segment needs, block maps at most 4 times as
+large.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Run:
     kv_len: int
 
     def segments(self) -> Iterator[Segment]:
-        """Yield its segments."""
+        """Yield the segments of the run."""
         for index in range(self.count):
             q_start, kv_start = self.q_start + index * self.q_len, self.kv_start + index * self.kv_len
             yield Segment(q_start, self.q_len, kv_start, self.kv_len)
@@ -131,7 +132,7 @@ class Segments:
         table: (n, TABLE_COLUMNS) int32 on the device.
         order: (n,) int32, the query blocks that exist, numbered as in the padded batch.
         group: an integer that is unique to the table.
-        total_q: queries of the pack.
+        total_q: number of queries in the pack.
         output, lse: (total_q, H, Dv) in the query's dtype and (H, total_q) float32, the destinations of the results.
     """
 

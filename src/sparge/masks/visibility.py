@@ -25,8 +25,8 @@ class SeenTokens:
     """Tokens that take part in a call. The leading dimensions b and h are 1 or the call's own.
 
     Attributes:
-        keys: (b, kv_heads or 1, kv_len), keys that some query may see; None if all are.
-        queries: (b, h, q_len), queries that may see some key; None if all do.
+        keys: (b, kv_heads or 1, kv_len), keys that some query may see; None means all keys.
+        queries: (b, h, q_len), queries that may see some key; None means all queries.
     """
 
     keys: Tensor | None
@@ -99,7 +99,7 @@ def block_edges(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, Ten
 
 
 class WindowEdges(NamedTuple):
-    """Ranges of keys that query blocks see in a window, (q_blocks, 1); they may lie outside of the sequence.
+    """Ranges of keys that query blocks see in a window, (q_blocks, 1); they may extend beyond the sequence.
 
     Some query sees keys first .. last; all queries see keys inner_first .. inner_last.
     """
@@ -136,7 +136,7 @@ def unfinished_blocks(shape: Shape, window: Window, device: torch.device) -> Ten
 
 
 def first_seen_keys(shape: Shape, window: Window, attn_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the first keys that a bool mask of keys (b, h, 1, Sk) shows; both results are int32, expanded to B and H.
+    """Find the first keys visible under a bool mask of keys (b, h, 1, Sk); both results are int32, expanded to B and H.
 
     The window must have no left bound.
 

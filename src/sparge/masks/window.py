@@ -1,4 +1,4 @@
-"""Windows: the keys that a query sees because of its position. Causal attention is one kind of window."""
+"""Windows: ranges of keys that a query sees, relative to its position. Causal attention is one kind of window."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Window(NamedTuple):
 
 
 def window_of(is_causal: bool, window: tuple[int | None, int | None] | None = None) -> Window:
-    """Combine a window and causality; None is no window."""
+    """Combine a window and causality into one `Window`; ``window=None`` means no window."""
     left, right = (None, None) if window is None else window
     return Window(left, 0 if is_causal else right)
 
@@ -34,12 +34,12 @@ def without_idle_bounds(window: Window, q_len: int, kv_len: int) -> Window:
 
 
 def first_offset(window: Window, shape: Shape) -> int | None:
-    """Return the offset with which query i sees no key before i + offset; None if it may see the first key."""
+    """Return the offset such that query i sees no key before i + offset; None if it may see the first key."""
     return None if window.left is None else shape.causal_offset - window.left
 
 
 def last_offset(window: Window, shape: Shape) -> int | None:
-    """Return the offset with which query i sees no key after i + offset; None if it may see the last key."""
+    """Return the offset such that query i sees no key after i + offset; None if it may see the last key."""
     return None if window.right is None else shape.causal_offset + window.right
 
 

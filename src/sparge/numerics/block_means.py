@@ -24,7 +24,7 @@ class BlockMeans(NamedTuple):
     Fields:
         key, value: (B, Hkv, kv_blocks, D | Dv); 0 where either is not finite.
         bias: (B, Hkv, kv_blocks), ln of the number of visible keys; -inf if there are none; NaN where a key or a value
-            is not finite, so that NaN reaches the query blocks that would use the mean, and no others.
+            is not finite, so that NaN reaches only the query blocks that would use the mean.
     """
 
     key: Tensor
@@ -59,7 +59,7 @@ def _means(tokens: Tensor, seen: Tensor | None, counts: Tensor) -> Tensor:
 def replaceable_blocks(shape: Shape, window: Window, device: torch.device) -> Tensor:
     """Return (q_blocks, kv_blocks): True where all queries of the block see the same keys of the key block.
 
-    In causal attention, the key block lies before all of the queries.
+    In causal attention, these are the key blocks before the first query.
     """
     edges = window_edges(shape, window, device)
     _, _, first_key, key_end = block_edges(shape, device)
@@ -77,7 +77,7 @@ def mean_bias(means: BlockMeans, kept: Tensor, shape: Shape, window: Window) -> 
 
 
 def unfit_for_means(attn_mask: Tensor | None, group: int) -> str | None:
-    """Return why a four-dimensional mask rules out block means, None if it does not.
+    """Return the reason why a four-dimensional mask rules out block means; None if it does not.
 
     A mean must be the same for all queries of a query block and for all heads that share its keys.
     """

@@ -18,13 +18,13 @@ from sparge.options.rules import BUDGET_LEVELS, ROUNDING_GUARD
 
 
 class Pool(Protocol):
-    """All query blocks that share a budget, of which this process holds some."""
+    """The query blocks that share a budget; this process may hold only some of them."""
 
     def total(self, own: Tensor) -> Tensor:
         """Return the sums of ``own`` over all processes."""
 
     def before(self, blocks: Tensor) -> Tensor:
-        """Return, for each query block here, the sum of (B, n) ints over all query blocks that precede it anywhere."""
+        """Return, for each local query block, the sum of (B, n) ints over all preceding query blocks on any rank."""
 
 
 class RankPool(Pool, Protocol):
@@ -58,16 +58,16 @@ LOCAL_POOL = LocalPool()
 
 
 def allocate(kept: Tensor, visible: Tensor, density: float, pool: Pool = LOCAL_POOL) -> Tensor:
-    """Return how many blocks each query block keeps, (B, n) int64.
+    """Return the number of blocks that each query block keeps, (B, n) int64.
 
-    If the last level has t blocks and r of them fit, the query block that owns numbers a to b - 1 of them gets
+    If the last level has t blocks and r of them fit, the query block that owns blocks a to b - 1 of them keeps
     floor(b r / t) - floor(a r / t).
 
     Args:
-        kept: (B, n, levels + 1) ints, blocks that each query block keeps of a budget that reaches down to each level;
-            the last entry is a budget that reaches no level.
-        visible: (B,) ints, blocks visible to all query blocks here.
-        density: of the budget.
+        kept: (B, n, levels + 1) ints, number of blocks that each query block keeps if the budget reaches down to each
+            level; the last entry is for a budget that reaches no level.
+        visible: (B,) ints, total number of blocks visible to the query blocks of this process.
+        density: density of the budget.
         pool: the query blocks that share it.
     """
     own = torch.cat([kept.sum(1), visible[:, None]], 1).long()

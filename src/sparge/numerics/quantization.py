@@ -6,7 +6,7 @@
     P      FP8 E4M3, rounded (`to_fp8`) or derived directly from its logarithm (`fp8_from_log2`).
 
 Where rounding would move scores by more than `COARSE_ERROR`, the scores are computed from unquantized Q and K
-(`is_coarse`). docs/numerics.md reports what each step gains. Tensors are (..., tokens, channels).
+(`is_coarse`). docs/numerics.md reports the gain of each step. Tensors are (..., tokens, channels).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FP8_STEPS_PER_LOG2 = 8
 FP8_RANGE = 14.75
 """Log2 units below a tile's maximum that P represents in full precision; lower scores form a separate part."""
 REACH = 64.0
-"""Log2 units that a tile's maximum may lie below the row's maximum and still be the row reference. float32 holds sums
+"""Log2 units that a tile's maximum may be below the row's maximum and still be the row reference. float32 holds sums
 over this range, and smaller terms do not change a sum."""
 FP16_ROOM = 15.0
 """Log2 units that P is raised by before it is rounded to FP16, which has few powers of two below 1 and 16 above."""
@@ -152,7 +152,7 @@ def _scale(largest: Tensor) -> Tensor:
 
 
 def coarse_unit(head_dim: int) -> float:
-    """Return the scale of one unit of an INT8 product, in log2 units, from which its scores count as coarse.
+    """Return the limit, in log2 units, for one unit of an INT8 product: scores are coarse from this limit on.
 
     Each of the D products of two INT8 values of size `INT8_RMS` has two rounding errors of deviation 1 / sqrt(12) times
     the other value. The sum has an error of INT8_RMS sqrt(D / 6) units, 185 at D 128, so a unit of 2^-8 is the limit
@@ -162,7 +162,7 @@ def coarse_unit(head_dim: int) -> float:
 
 
 def is_coarse(query_scale: Tensor, key_scale: Tensor, scale: float, head_dim: int) -> Tensor:
-    """Return which scores must be computed from unquantized Q and K: (..., n, 1), (..., m, 1) -> (..., n, m) bool.
+    """Return True for scores to compute from unquantized Q and K: (..., n, 1), (..., m, 1) -> (..., n, m) bool.
 
     Kernels decide per tile: a tile is computed from unquantized Q and K if any of its scores must be. Tokens that are
     not finite are ignored here, since their scores are not finite either.

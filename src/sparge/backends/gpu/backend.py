@@ -36,7 +36,7 @@ class GpuBackend(Backend):
     @property
     @abstractmethod
     def launcher(self) -> AttentionLauncher:
-        """The function that launches the backend's attention kernel, imported on access because it needs Triton."""
+        """Return the function that launches the attention kernel. It is imported on access, because it needs Triton."""
 
     def unavailable_reason(self, device: torch.device) -> str | None:
         return triton_unavailable_reason(device)

@@ -32,7 +32,7 @@ class ConfigKey:
 
     Attributes:
         generation: one of `GENERATIONS`.
-        quantization: that of the call, or "float32" for unquantized float32.
+        quantization: the quantization of the call, or "float32" for unquantized float32.
         width: padded channels of a head, the larger of D and D_v, one of `WIDTHS`.
         variant: one of `VARIANTS`.
     """
@@ -63,7 +63,7 @@ def variant_of(*, has_threshold: bool, has_mask: bool, mask_per_query: bool) -> 
 
 
 def look_up(table: Mapping[ConfigKey, Config], key: ConfigKey) -> Config:
-    """Return the configuration of a key. If missing, the first of these that exists:
+    """Return the configuration of a key. If the key is missing, use the first of these that exists:
 
     1. the same variant of the `BASE` generation,
     2. the `PLAIN` variant of the key's own generation,

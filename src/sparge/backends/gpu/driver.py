@@ -33,14 +33,14 @@ TENSOR_MAP_BYTES = 128
 TENSOR_MAP_ALIGNMENT = 64
 L2_PROMOTION_128B = 2
 TMA_HOST_DTYPES = {8: 10, 9: 8, 10: 9}
-"""Data types of tensor maps whose numbers on the host differ from Triton's, which are those of the device."""
+"""Data types of tensor maps whose host numbers differ from Triton's numbers, which are for the device."""
 
 _ENTRY = re.compile(r"\.entry\s+\w+\s*\(([^)]*)\)", re.DOTALL)
 _PARAMETER = re.compile(r"\.([busf])(8|16|32|64)\b[^\[]*(?:\[(\d+)\])?")
 
 
 class UnsupportedKernel(Exception):
-    """A compiled kernel whose arguments cannot be laid out here; Triton launches it in every call."""
+    """Raised for a kernel whose arguments cannot be laid out here; Triton launches it in every call."""
 
 
 class Parameter(NamedTuple):
@@ -173,7 +173,7 @@ class LaunchRecord(NamedTuple):
         compiled: the kernel.
         programs: size of the one-dimensional grid.
         descriptors: Gluon's TMA descriptors of the first tensors.
-        places: the slot of each tensor, those of the descriptors first.
+        places: the slot of each tensor, starting with the tensors of the descriptors.
         values: strides, numbers and compile-time values, in the order of the kernel's signature after its tensors.
         after: indices of the launches that must complete before this one begins.
     """

@@ -58,7 +58,7 @@ def _known(kernel: Any) -> _Kernel:
 
 
 def _not_specialized(kernel: Any) -> set[str]:
-    """Return the arguments that a kernel is not specialized for; an interpreter stores their names elsewhere."""
+    """Return the names in ``do_not_specialize`` of a kernel, which an interpreter stores elsewhere."""
     options = kernel.kwargs if isinstance(kernel, InterpretedFunction) else vars(kernel)
     return set(options["do_not_specialize"] or ())
 
@@ -139,7 +139,7 @@ def _architecture(device_type: str, index: int | None) -> int:
 
 
 def multiprocessors(tensor: Tensor) -> int:
-    """Return the number of multiprocessors of the tensor's device; an H200's in an interpreter."""
+    """Return the number of multiprocessors of the tensor's device; in an interpreter, the number of an H200."""
     return _multiprocessors(tensor.device.type, tensor.device.index)
 
 

@@ -47,7 +47,7 @@ class Operands:
         exact_query, exact_key: the caller's Q and K, for scores that INT8 would round too coarsely
             (`quantization.is_coarse`).
         largest_key_scale: see `summary.KeyValueSummary`.
-        dtype: of the output.
+        dtype: dtype of the output.
         tokens_first: the output's memory layout (`output_layout`).
         keys_seen: see `visibility.Visibility.keys`; None if all keys are seen.
         means: None if skipped blocks are dropped.
@@ -89,4 +89,4 @@ class AttentionLauncher(Protocol):
         """
 
     def __hash__(self) -> int:
-        """Recordings (`replay`) are distinguished by their kernel."""
+        """Return a hash: recordings (`replay`) are distinguished by their kernel."""

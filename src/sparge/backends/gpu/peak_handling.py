@@ -1,4 +1,4 @@
-"""Handling of peaks in an attention kernel: keys so far above their neighbors that FP8 cannot represent both."""
+"""Handling of peaks in an attention kernel: keys whose scores are too far above their neighbors' for FP8."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def prepare(
 
     Args:
         value: None if no operands are requested.
-        mask: the given mask, if none is requested.
+        mask: the given mask, if no mask is predicted.
     """
     has_scores = with_mask and not isinstance(call.sparsity, Dense)
     quantizes = with_operands and call.is_quantized
@@ -158,7 +158,7 @@ def _selected(
 
 
 def seen_by_mask(call: Call, *, has_scores: bool) -> tuple[SeenTokens | None, KeyMask | None, MaskBlocks | None]:
-    """Return the tokens that a call's mask shows, and the mask as one of the two mask stages reads it."""
+    """Return the tokens that are visible under a call's mask, and the mask in the form of its mask stage."""
     if call.attn_mask is None:
         return None, None, None
     if hides_keys_alone(call):
@@ -189,7 +189,7 @@ def _means(key_value: KeyValueSummary, bias: Tensor | None, mask: BlockMask | No
 
 
 def predict(query: Tensor, key: Tensor, call: Call) -> BlockMask:
-    """Stage 1: which blocks of the attention map to compute. See `reference.predict`."""
+    """Select the blocks of the attention map to compute. See `reference.predict`."""
 
     def run() -> tuple[Tensor, Tensor, Tensor]:
         _, mask = prepare(query, key, None, call, with_mask=True, with_operands=False)

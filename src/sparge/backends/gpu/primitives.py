@@ -53,27 +53,27 @@ SHIFT = tl.constexpr(segments.SHIFT)
 
 @triton.jit
 def head_base(ptr, strides, batch, head):
-    """Return where a head of a tensor begins, from its strides of batch and head."""
+    """Return the offset of a head in a tensor, from the strides of the batch and head dimensions."""
     return ptr + batch * strides[0] + head * strides[1]
 
 
 @triton.jit
 def segment_queries(segments_ptr, batch):
-    """Return where the queries of a segment begin in the pack (int64), and their number."""
+    """Return the index of the first query of a segment in the pack (int64), and the number of queries."""
     segment = segments_ptr + batch * SEGMENT_COLUMNS
     return tl.load(segment + Q_START).to(tl.int64), tl.load(segment + Q_LEN)
 
 
 @triton.jit
 def segment_keys(segments_ptr, batch):
-    """Return where the keys of a segment begin in the pack (int64), and their number."""
+    """Return the index of the first key of a segment in the pack (int64), and the number of keys."""
     segment = segments_ptr + batch * SEGMENT_COLUMNS
     return tl.load(segment + KV_START).to(tl.int64), tl.load(segment + KV_LEN)
 
 
 @triton.jit
 def segment_number(segments_ptr, batch, COLUMN: tl.constexpr):
-    """Return another number of a segment: FIRST_ROW, TOP_LEVEL or SHIFT."""
+    """Return an entry of a segment's table row: FIRST_ROW, TOP_LEVEL or SHIFT."""
     return tl.load(segments_ptr + batch * SEGMENT_COLUMNS + COLUMN)
 
 
@@ -97,7 +97,7 @@ def fp8_token_order(position):
     """Return the token at a position of the transposed FP8 values, permuted in groups of 16: 0 1 8 9 2 3 10 11 ...
 
     A thread holds columns 2t, 2t + 1, 2t + 8, 2t + 9 of the scores, and must supply columns 4t to 4t + 3 of P to the
-    FP8 product. With values in this order its own columns are the right ones, and threads exchange nothing.
+    FP8 product. With values in this order, each thread already holds the right columns, and threads exchange nothing.
     """
     within = position % 16
     return position - within + (within // 4) * 2 + within % 2 + (within // 2 % 2) * 8

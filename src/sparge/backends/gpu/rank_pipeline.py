@@ -1,9 +1,9 @@
 """Stages of calls whose tokens are distributed over several ranks, separated by the ranks' collectives.
 
     summarize_keys      statistics of key blocks, which the ranks gather
-    GpuCandidates       scores of query blocks, and their demand of a budget
-    choose_together     the kept blocks of these query blocks, by one budget for all ranks
-    attend_part         attention over a part of the keys, merged into that over others
+    GpuCandidates       scores of query blocks, and the number of blocks that they keep at each level of a budget
+    choose_together     selection of the kept blocks, with one budget for all ranks
+    attend_part         attention over a part of the keys, merged into the attention over other parts
 
 Each stage is recorded and replayed (`replay`), as `pipeline` does with whole calls.
 """
@@ -92,7 +92,7 @@ class GpuCandidates(Candidates):
         return self._rows
 
     def _scored(self) -> SelectionArguments:
-        """Return the query blocks for kernels of a recording other than `_score`'s."""
+        """Return the scored query blocks, for kernels outside of the recording of `_score`."""
         if not self._is_replayable:
             assert self._rows is not None
             return self._rows
@@ -100,7 +100,7 @@ class GpuCandidates(Candidates):
         return SelectionArguments(self._probability, self._probability, None, self.call, None, None, None)
 
     def count(self, kv_blocks: int) -> tuple[Tensor, Tensor]:
-        """Return blocks kept of a budget for every level, as `count_kernel` writes them, and their sums."""
+        """Return the number of blocks kept at every level of a budget, as `count_kernel` writes it, and the sums."""
 
         def run() -> tuple[Tensor, Tensor, Tensor]:
             rows = self._score()

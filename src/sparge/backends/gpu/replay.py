@@ -66,7 +66,7 @@ def replayed(
         call: its ``recordings`` hold the replays. A repeated call must be the same object, or share the recordings.
         kind: all properties that the launches depend on, in addition to the call and to dtypes, strides, alignment,
             device and identity of the inputs.
-        inputs: the tensors that ``run`` reads, and those it writes to without creating them.
+        inputs: the tensors that ``run`` reads, and existing tensors that it writes to.
         run: launches kernels without synchronizing. Its results are buffers of `launch`, or all of them are inputs.
     """
     key_of_call = _key_of(kind, inputs)
@@ -208,7 +208,7 @@ class Replay:
         """Create a replay.
 
         Args:
-            offsets: of every buffer in the workspace, which begins with the memory cleared before the first launch.
+            offsets: offset of each buffer in the workspace, which begins with the memory that is cleared first.
         """
         self.launches = launches
         self.results = results
@@ -287,7 +287,7 @@ class Recorder(TorchDispatchMode):
         tensors: list[Tensor],
         values: list[Any],
     ) -> None:
-        """Register a launch; ``compiled`` is None in an interpreter; ``descriptors`` are those of the first tensors."""
+        """Register a launch; ``compiled`` is None in an interpreter; ``descriptors`` describe the first tensors."""
         self.launches.append((compiled, programs, descriptors, tensors, values))
         self.branches.append(self.branch)
 

@@ -74,7 +74,7 @@ def next_turn(turn_counter_ptr):
 
 @jit
 def last_offset_of(lengths, SPEC: gl.constexpr):
-    """Return the offset with which query i sees no key after i + offset."""
+    """Return the offset such that query i sees no key after i + offset."""
     if SPEC.is_causal:
         return lengths.kv_len - lengths.q_len
     else:

@@ -4,7 +4,7 @@
     P        = 2^(scores - row_ref' + log2_one)
     row_sum' = row_sum 2^(row_ref - row_ref') + row sum of P    the accumulator alike, with P V
 
-FP8 covers fewer powers of two than lie between a sink and a long tail. There `row_ref` follows the maximum of the
+FP8 covers fewer powers of two than the range between a sink and a long tail. There `row_ref` follows the maximum of the
 latest step, so that the range belongs to a step and not to a row.
 """
 

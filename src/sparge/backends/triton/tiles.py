@@ -15,10 +15,10 @@ class Tile(NamedTuple):
     """Coordinates of the queries of a program.
 
     Attributes:
-        number: of the tile in its head.
-        q_block: of its query block in its head.
-        flat_head, flat_kv_head: batch * heads + head, of Q and of K and V.
-        flat_q_block: of its query block, counted over all heads.
+        number: index of the tile in its head.
+        q_block: index of its query block in its head.
+        flat_head, flat_kv_head: batch * heads + head, for Q and for K and V.
+        flat_q_block: index of its query block, counted over all heads.
     """
 
     number: Any

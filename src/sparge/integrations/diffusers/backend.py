@@ -1,7 +1,7 @@
 """The backend "sparge" of diffusers' attention dispatcher.
 
 The dispatcher's names are a closed Enum and its registry is private, so this module extends both by hand. If that
-fails, `enable` still works: the dispatcher's calls reach this library through SDPA, like those of other models.
+fails, `enable` still works: the dispatcher's calls reach this library through SDPA, like the calls of other models.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ _KEPT = "_sparge_keeps_to_models"
 
 
 def _warn_of_others(model: nn.Module) -> None:
-    """Warn of attention modules that call SDPA themselves, whichever backend is set."""
+    """Warn about attention modules that call SDPA directly, regardless of the backend."""
     processors = [module.processor for module in model.modules() if hasattr(module, "processor")]
     others = sum(not hasattr(processor, "_attention_backend") for processor in processors)
     if others:

@@ -1,8 +1,8 @@
 """diffusers' context parallelism: every rank holds a part of the tokens, and an attention call covers all of them.
 
 The attention of diffusers' own backends is written for kernels that see a part of the keys at a time. Here blocks are
-chosen among all keys, and the positions of text tokens matter, so this library exchanges tokens itself (`shards`). A
-call is decided by its sizes on all ranks together, its masks are those of one process, and nothing is merged by an LSE.
+chosen among all keys, and the positions of text tokens matter, so this library exchanges tokens itself (`shards`). The
+decision depends on the sizes over all ranks, the masks equal the masks of one process, and no merge by LSE is needed.
 Dense calls exchange tokens the same way, and run in diffusers' SDPA.
 """
 
@@ -65,7 +65,7 @@ def splits_text(model: nn.Module) -> bool:
 
 
 def own_share(tokens: int, mesh: Mesh) -> int:
-    """Return how many of so many tokens this rank has: an equal share, or one more on the first ranks."""
+    """Return the number of tokens on this rank out of a total: an equal share, or one more on the first ranks."""
     least, more = divmod(tokens, mesh.size)
     return least + (mesh.rank < more)
 
@@ -75,7 +75,7 @@ def of_all_ranks(found: dict[str, tuple[Tokens, ...]], mesh: Mesh, text: int | N
 
     Args:
         found: the results on this rank.
-        text: its number of text tokens; None: text is not split separately.
+        text: the number of text tokens on this rank; None if text is not split separately.
     """
     own = {layer: tuple(_with_seam(call, text) for call in calls) for layer, calls in found.items()}
     by_rank = mesh.all_gather_objects(own)
@@ -124,11 +124,11 @@ def attention(
         tokens: this rank's tokens of a call that the scope has counted.
         mesh: the ranks that make the same call.
         dense: runs dense calls, with the arguments and the output of this function.
-        query, key, value: those of this rank, (B, S, H, D).
+        query, key, value: this rank's part, (B, S, H, D).
 
     Raises:
         NotImplementedError: causal attention along a ring.
-        ValueError: policies or tensors differ between ranks; a mask of whose entries no rank has all; fewer heads than
+        ValueError: policies or tensors differ between ranks, no rank has the whole mask, or there are fewer heads than
             ranks.
     """
     _check_same_policy(scope.layer.policy, mesh, query, key, value, (attn_mask is None, dropout_p, is_causal, scale))
@@ -212,9 +212,9 @@ def _check_same_policy(
 
 
 def _balance(layer: Layer, heads: int, kv_heads: int, mesh: Mesh) -> HeadBalance | None:
-    """Return the balance of a layer's heads; None where heads do not divide evenly, along a ring, and for no layer.
+    """Return the balance of a layer's heads; None if heads do not divide evenly, along a ring, or without a layer.
 
-    Calls of no layer come from all layers, whose costs differ.
+    Calls without a layer come from all layers, whose costs differ.
     """
     if not layer.name or mesh.outer.size > 1 or heads % mesh.ulysses.size or kv_heads % mesh.ulysses.size:
         return None
@@ -237,7 +237,7 @@ def _gather_from_all(tokens: Tensor, shards: Shards, mesh: Mesh) -> Tensor:
 
 
 def tokens_of_all_ranks(tokens: Tokens, shards: Shards) -> Tokens:
-    """Return the tokens of the whole call, given those of this rank."""
+    """Return the tokens of the whole call, given the tokens of this rank."""
     ranks = tokens.ranks or tuple(_with_seam_of(tokens, seam) for seam in shards.seams)
     ranges: list[tuple[int, int]] = []
     for rank, known in enumerate(ranks):
@@ -250,7 +250,7 @@ def tokens_of_all_ranks(tokens: Tokens, shards: Shards) -> Tokens:
 
 
 def _with_seam_of(tokens: Tokens, seam: int) -> Tokens:
-    """Return the tokens of a rank with another seam, where one of two streams is text."""
+    """Return the tokens of a rank with another seam; one of the two streams is text."""
     if tokens.seam is None or not tokens.text:
         return tokens
     is_first = tokens.text[0][0] == 0

@@ -61,8 +61,8 @@ class ForwardPass:
 class ModelInputs:
     """Keeps the `ForwardPass` of each thread.
 
-    Compiled blocks share one, written by the latest pass of any thread: torch.compile up to torch 2.11 loses what is
-    written to thread-local objects.
+    Compiled blocks share one `ForwardPass`, written by the latest pass of any thread: torch.compile up to torch 2.11
+    loses writes to thread-local objects.
 
     Args:
         blocks: the row of the model.

@@ -1,7 +1,7 @@
 """The structure of diffusers' models: a table with one row per known class.
 
 A model without a row is probed with two forward passes (`probe`); the tests compare the results of probes with the
-table. The lists of blocks, where a row does not name them, are found in the model.
+table. If a row does not name the lists of blocks, they are found in the model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Blocks:
     """The structure of a model.
 
     Attributes:
-        text: where text tokens lie among the keys of joint attention; None if text uses cross-attention; "probe" if
+        text: the positions of text tokens in the keys of joint attention; None if text uses cross-attention; "probe" if
             unknown.
         grid: returns the sizes of the image or video that the other tokens form; None if unknown.
         merged: lists whose attention gets text and image as one tensor.
@@ -78,8 +78,8 @@ def of_shapes(_: Any, arguments: dict[str, Any]) -> tuple[int, ...] | None:
 def of_positions(_: Any, arguments: dict[str, Any]) -> tuple[int, ...] | None:
     """Return the grid of latents that are passed as a sequence with the position of each token, (S, 3) or (B, S, 3).
 
-    The positions are read once per schedule. None if they are not those of one grid in raster order (reference images),
-    and in a compiled program.
+    The positions are read once per schedule. Return None if they do not form one grid in raster order (reference
+    images), and in a compiled program.
     """
     ids = arguments["img_ids"]
     if torch.compiler.is_compiling():
@@ -184,7 +184,7 @@ def any_grid(config: Any, arguments: dict[str, Any]) -> tuple[int, ...] | None:
 
 
 def grid_of(grid: Grid | None, config: Any, arguments: dict[str, Any]) -> tuple[int, ...] | None:
-    """Return the result of a function; None if the arguments contain no grid."""
+    """Call ``grid`` of a row and return its result; None if the arguments contain no grid."""
     if grid is None:
         return None
     try:
@@ -234,8 +234,10 @@ def attentions(model: nn.Module) -> Iterator[tuple[int, str, nn.Module]]:
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Return whether a module calls attention: it has a processor, or is named like one and contains no other attention
-    module."""
+    """Return whether a module calls attention.
+
+    It does if it has a processor, or if it is named like an attention module and contains no other attention module.
+    """
     if hasattr(module, "processor"):
         return True
     return _is_named(module) and not any(

@@ -1,9 +1,9 @@
-"""diffusers: sparse attention in the transformers of a pipeline, whichever way they call attention.
+"""diffusers: sparse attention in the transformers of a pipeline.
 
 Some models go through the attention dispatcher, where this library registers a backend. Others call SDPA directly,
 which a torch function mode intercepts. In both cases each attention module gets a pair of hooks that open and close a
 `Scope` around it, so processors stay as they are (LoRA, IP-Adapters, fused projections), and removing the hooks
-restores the model. The hooks provide what an SDPA call does not contain: its layer, where the text tokens lie, and
+restores the model. The hooks provide what an SDPA call does not contain: its layer, the positions of text tokens, and
 whether it is cross-attention. The scheduler provides the step.
 """
 
@@ -86,7 +86,7 @@ def disable(target: Any) -> None:
 
 
 def _models_of(target: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the models of a target with the prefix of their layers' names; of a compiled model, the module inside."""
+    """Yield the models of a target (without torch.compile's wrapper) and the prefix of their layers' names."""
     if isinstance(target, nn.Module):
         found = {"": target}
     else:

@@ -1,8 +1,8 @@
 """Tokens of diffusers' models that are split over a mesh of ranks, and the tensors of this rank's part of a call.
 
 Along ``ulysses`` ranks exchange tokens for heads. Along ``outer``, diffusers' ring, they gather keys and values, and
-each rank computes some query blocks. The tensors then equal those of one process for the same heads and query blocks:
-text and image tokens, which diffusers splits separately, are joined in their original order.
+each rank computes some query blocks. The tensors then equal the tensors of one process for the same heads and query
+blocks: text and image tokens, which diffusers splits separately, are joined in their original order.
 
 Tensors are (B, H, tokens, D).
 """
@@ -42,7 +42,7 @@ class Shards:
         return sum(self.tokens)
 
     def join(self, tokens: Tensor, dim: int = 2) -> Tensor:
-        """Return the tokens of all ranks, given concatenated, in the order that they had before they were split."""
+        """Return the concatenated tokens of all ranks in their order before the split."""
         if not any(self.seams):
             return tokens
         parts = tokens.split(self._pieces, dim)
@@ -59,7 +59,7 @@ class Shards:
 
     @property
     def _pieces(self) -> list[int]:
-        """For each rank, the numbers of tokens of both streams."""
+        """Return the numbers of tokens of both streams on each rank."""
         return [size for count, seam in zip(self.tokens, self.seams, strict=True) for size in (seam, count - seam)]
 
     def joined_ranges(self, rank: int, start: int, stop: int) -> list[tuple[int, int]]:
@@ -92,7 +92,7 @@ class Shards:
         return mesh.ulysses.to_tokens(output, self._ulysses_lengths(mesh))[:, :heads]
 
     def gather(self, tokens: Tensor, mesh: Mesh) -> Tensor:
-        """Return the joined tokens of all ranks of the mesh, given those of `start_to_heads`."""
+        """Return the joined tokens of all ranks of the mesh, given the result of `start_to_heads`."""
         if mesh.outer.size > 1:
             each = mesh.ulysses.size
             lengths = [sum(self.tokens[outer * each : (outer + 1) * each]) for outer in range(mesh.outer.size)]
@@ -117,10 +117,10 @@ def shards_of(mesh: Mesh, *counts: tuple[int, int], device: torch.device) -> lis
 
 @dataclass(frozen=True)
 class QueryShards:
-    """The queries of the outer ranks of a mesh: each computes some query blocks, in the order that blocks are made in.
+    """The queries of the outer ranks of a mesh: each computes some query blocks, in the order of the blocks.
 
     Attributes:
-        shards: of the queries.
+        shards: the shards of the queries.
     """
 
     shards: Shards
@@ -128,7 +128,7 @@ class QueryShards:
 
     @property
     def total(self) -> int:
-        """Number of queries of the whole call."""
+        """Return the number of queries of the whole call."""
         return self.shards.total
 
     @property
@@ -138,17 +138,17 @@ class QueryShards:
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """The queries [start, stop) of the whole call that each rank of the mesh computes."""
+        """Return the range [start, stop) of queries of the whole call that each rank of the mesh computes."""
         bounds = _block_bounds(self.total, self.mesh.outer.size)
         return tuple(span for span in pairwise(bounds) for _ in range(self.mesh.ulysses.size))
 
     @property
     def span(self) -> tuple[int, int]:
-        """The queries that this rank computes."""
+        """Return the range of queries that this rank computes."""
         return self.spans[self.mesh.rank]
 
     def take(self, query: Tensor, order: Order | None) -> Tensor:
-        """Exchange own queries for those of own query blocks, in an order."""
+        """Send the queries of this rank's tokens and return the queries of its query blocks, in an order."""
         moves = self._moves(query, order)
         if moves.is_identity:
             return query
@@ -171,7 +171,7 @@ class QueryShards:
 
 
 def _block_bounds(queries: int, ranks: int) -> list[int]:
-    """Return the first query of each rank, and the end of the last one's: whole blocks, more on the first ranks."""
+    """Return the first query of each rank, and the end of the last rank: whole blocks, more on the first ranks."""
     least, more = divmod(ceil_div(queries, BLOCK_Q), ranks)
     blocks = [least + (rank < more) for rank in range(ranks)]
     return [min(bound * BLOCK_Q, queries) for bound in accumulate(blocks, initial=0)]
@@ -179,11 +179,12 @@ def _block_bounds(queries: int, ranks: int) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class _Moves:
-    """The exchange of a rank's queries for those of its query blocks. Queries are sent sorted by position, which also
-    sorts them by the rank that receives them.
+    """The exchange between the queries of a rank's tokens and the queries of its query blocks.
+
+    Queries are sent sorted by position, which also sorts them by the rank that receives them.
 
     Attributes:
-        is_identity: each rank has its queries already.
+        is_identity: whether each rank already has its queries.
     """
 
     is_identity: bool

@@ -1,8 +1,9 @@
 """transformers: ``attn_implementation="sparge"``, in the attention registry and the mask registry.
 
 The prefill of a language model is sparse. Decoding and all other dense calls run on transformers' own SDPA function,
-so their results are bitwise equal to it. Masks are those of SDPA. A mask that consists of causality, a sliding window
-and padding carries these parts (`masks`), and the kernels read one row per sequence instead of a full (S_q x S_k) mask.
+so their results are bitwise equal to it. Masks have the format of SDPA. A mask that consists of causality, a sliding
+window and padding carries these parts (`masks`), and the kernels read one row per sequence instead of a full (S_q x
+S_k) mask.
 """
 
 from __future__ import annotations
@@ -262,6 +263,6 @@ def _layer_of(module: nn.Module) -> Layer | None:
 
 
 def is_cross(module: nn.Module, name: str = "") -> bool:
-    """Return whether a module is cross-attention, by its class, its name in the model or its own attribute."""
+    """Return whether a module is cross-attention, according to its class, its name in the model or its attribute."""
     is_named = "Cross" in type(module).__name__ or name.rsplit(".", 1)[-1] in CROSS_ATTENTION
     return is_named or getattr(module, "is_cross_attention", False) is True

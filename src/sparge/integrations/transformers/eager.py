@@ -26,7 +26,7 @@ MAX_SCORES = 2**26
 
 
 def is_needed(arguments: dict[str, Any]) -> bool:
-    """Return whether SDPA would compute a call with these arguments wrong."""
+    """Return whether SDPA would return a wrong result for these arguments."""
     return arguments.get(SINKS) is not None or arguments.get(CAP) is not None
 
 
@@ -50,7 +50,7 @@ def attention_forward(
     causal: bool,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute a dense call with sinks or a cap; shapes and masks are those of transformers' SDPA function.
+    """Compute a dense call with sinks or a cap; shapes and masks are as in transformers' SDPA function.
 
     Raises:
         NotImplementedError: the file of the model does not have the function.

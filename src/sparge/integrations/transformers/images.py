@@ -1,8 +1,8 @@
-"""Images and text in the inputs of a transformers model: the grid of image tokens, and where text lies among them.
+"""Images and text in the inputs of a transformers model: the grid of image tokens, and the positions of text tokens.
 
-Attention modules do not receive this. The parts of a model that take images get hooks that keep the arguments of the
-current forward pass, and layers read them when a call goes sparse. A wrong result costs accuracy, not correctness: it
-only affects which blocks are kept, and which tokens share a block.
+Attention modules do not receive this information. The parts of a model that take images get hooks that keep the
+arguments of the current forward pass, and layers read them when a call goes sparse. A wrong result costs accuracy, not
+correctness: it only affects which blocks are kept, and which tokens share a block.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class _Current:
 class ImageInputs:
     """Keeps the arguments of the current forward pass of each thread.
 
-    Compiled programs share one, written by the latest pass of any thread: torch.compile up to torch 2.11 loses what is
-    written to thread-local objects.
+    Compiled programs share one copy, written by the latest pass of any thread: torch.compile up to torch 2.11 loses
+    writes to thread-local objects.
 
     Args:
         visual: ids of tokens that are not text.

@@ -25,7 +25,7 @@ class CausalParts(NamedTuple):
     """The parts of a causal mask.
 
     Attributes:
-        version: of the mask, when it consisted of these parts.
+        version: version of the mask when it consisted of these parts.
         padding: visible keys (B, 1, 1, S_k); None: all.
         window: the number of keys that a query sees; None: all up to its own.
     """
@@ -36,7 +36,7 @@ class CausalParts(NamedTuple):
 
 
 def parts_of(mask: Tensor | None) -> CausalParts | None:
-    """Return what a mask consists of; None if that is unknown, or it was written to since."""
+    """Return the parts of a mask; None if they are unknown, or if the mask was written to since."""
     parts: CausalParts | None = getattr(mask, CAUSAL, None)
     if mask is None or parts is None:
         return None

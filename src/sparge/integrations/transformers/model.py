@@ -186,7 +186,7 @@ class _OwnAttentionHooks:
 
 
 def _innermost(model: nn.Module, name: str, fits: Callable[[nn.Module], bool]) -> nn.Module | None:
-    """Return the innermost part of a model that contains a module and fits."""
+    """Return the innermost part of a model that contains a module and fulfills a condition."""
     parts = name.split(".")
     around = (model.get_submodule(".".join(parts[:stop])) for stop in reversed(range(len(parts))))
     return next((part for part in around if fits(part)), None)

@@ -84,7 +84,7 @@ class Pack:
 def pack_of(
     query: Tensor, key: Tensor, attention_mask: Tensor | None, causal: bool, keywords: Mapping[str, Any]
 ) -> Pack | None:
-    """Return the segments of a call; None if its sequences are whole.
+    """Return the segments of a call; None if its sequences are not packed.
 
     Raises:
         ValueError: the bounds in the keywords do not fit the call.

@@ -35,13 +35,13 @@ def spans_of(mask: Tensor, layer: str = "") -> tuple[Span, ...] | None:
     are read each time. On a device, where reading waits, the result is used once per layer, that is for one pass.
 
     Args:
-        layer: the name of the layer whose call it is.
+        layer: the name of the layer that makes the call.
     """
     if mask.dtype != torch.bool or mask.ndim != 4 or mask.shape[1:3] != (1, 1) or torch.compiler.is_compiling():
         return None
     version = None if mask.is_inference() else mask._version
     view = (mask.shape, mask.stride(), mask.storage_offset())
-    holder = mask if mask._base is None else mask._base  # each layer may make its own view
+    holder = mask if mask._base is None else mask._base  # each layer may make a new view
     known: _Known | None = getattr(holder, _SPANS, None)
     if known is not None and known.view == view and known.is_valid(version, layer, mask):
         return known.spans
@@ -151,6 +151,6 @@ def _within(
 
 
 def _moved(ranges: Sequence[Span], start: int, stop: int) -> list[Span]:
-    """Return the parts of ranges inside [start, stop), counted from ``start``; empty ones are left out."""
+    """Return the parts of ranges inside [start, stop), relative to ``start``; empty ones are left out."""
     inside = ((max(a, start) - start, min(b, stop) - start) for a, b in ranges)
     return [(a, b) for a, b in inside if a < b]

@@ -7,7 +7,7 @@ Probabilities are compared by levels (`rules.BUDGET_LEVELS`). Each query block t
     allocated_blocks    the blocks of that level that a query block keeps (called in `select_kernel`)
 
 Nothing is sorted, and the host is not synchronized. A long query block that runs last would delay the whole kernel, so
-query blocks are also put in an order (`place_q_block`): long ones first, the others as they lie in memory, where
+query blocks are also put in an order (`place_q_block`): long ones first, the others in the order of memory, where
 neighbors read the same keys.
 """
 
@@ -53,7 +53,7 @@ GATHERED = tl.constexpr(16)
 
 @triton.jit
 def _find_level(sums_ptr, amount, parts):
-    """Find the last level that the budget of a batch element reaches, and the blocks that its parts have there."""
+    """Find the last level that the budget of a batch element reaches, and the blocks of each part at that level."""
     # Sums over all parts
     levels = tl.arange(0, LEVELS)
     sums = tl.zeros((LEVELS,), tl.int32)
@@ -118,12 +118,13 @@ def count_kernel(
 
     Args:
         selection_ptrs, selection_strides, SPEC: see `query_blocks`.
-        kept_ptr: writes [B * batch_q_blocks, 2 * LEVELS] int32: one number per level; at LEVELS the one above all.
+        kept_ptr: writes [B * batch_q_blocks, 2 * LEVELS] int32: one number per level;
+            entry LEVELS is the number above all levels.
         sums_ptr: adds to [B, parts, SUMS] int32, 0 before: sums of ``kept`` over PART_Q_BLOCKS query blocks, and the
             visible blocks. SHARES: also the inputs of `allocated_blocks`.
         amount: density of the budget.
         top_level: level of the largest probability.
-        batch_q_blocks, programs_of_batch, parts: of one batch element.
+        batch_q_blocks, programs_of_batch, parts: numbers of query blocks, programs and parts in a batch element.
     """
     sizes = SelectionSizes(heads, group, q_len, kv_len, first_offset, last_offset, q_blocks, kv_blocks)
     batch = (tl.program_id(0) // programs_of_batch).to(tl.int64)
@@ -178,8 +179,8 @@ def count_kernel(
 def allocated_blocks(flat_q_block, kept_ptr, sums_ptr, batch_q_blocks, parts):
     """Return how many blocks a query block keeps, and the last level that the budget reaches.
 
-    It keeps the blocks above that level, and some at the level: of r places for t blocks there, the query block with
-    the blocks number a to b - 1 gets floor(b r / t) - floor(a r / t).
+    It keeps all blocks above that level and some of the blocks at that level. If r of the t blocks at the level fit the
+    budget, the query block that owns blocks a to b - 1 of them keeps floor(b r / t) - floor(a r / t).
     """
     batch = flat_q_block // batch_q_blocks
     place = (flat_q_block % batch_q_blocks).to(tl.int32)
@@ -228,8 +229,8 @@ def count_budget(arguments: SelectionArguments, call: Call, kv_blocks: int, *, s
     `count_kernel`.
 
     Args:
-        kv_blocks: of the whole call, which the levels depend on.
-        shares: `allocated_blocks` will be called.
+        kv_blocks: number of key blocks of the whole call, which determines the levels.
+        shares: whether `allocated_blocks` will be called.
     """
     shape, like = call.shape, arguments.probability
     batch_q_blocks = shape.heads * shape.q_blocks

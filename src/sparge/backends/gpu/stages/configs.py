@@ -83,7 +83,7 @@ class SelectConfig:
     max_warps: int
 
     def warps(self, columns: int) -> int:
-        """Return the warps for a query block with this many key blocks, a power of two."""
+        """Return the number of warps, a power of two, for a query block with this many key blocks."""
         return max(1, min(self.max_warps, columns // self.columns))
 
 
@@ -167,8 +167,8 @@ CANDIDATES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
 def stage_key(kernel: str, width: int = 128, architecture: int = 90) -> StageKey:
     """Return the row for a kernel, a padded head width and a compute capability (89, 90).
 
-    It is the first of these that exists: the width of the generation, any width of it, the width of `BASE`, any width
-    of `BASE`.
+    It is the first of these that exists: this generation and width, this generation and any width, `BASE` and this
+    width, `BASE` and any width.
     """
     generation, limit = generation_of(architecture), width_class(width)
     keys = (StageKey(kernel, each, of) for each in (generation, BASE) for of in (limit, None))

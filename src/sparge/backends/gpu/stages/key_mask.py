@@ -1,4 +1,4 @@
-"""Which tokens a bool mask of keys leaves visible, for windows without a left bound.
+"""Find the tokens that a bool mask of keys leaves visible, for windows without a left bound.
 
     keys_kernel       keys that some query sees, and the first one in each block
     queries_kernel    queries that see a key: all from the first one on
@@ -44,14 +44,14 @@ def keys_kernel(
 ):
     """Reduce BLOCKS key blocks over the heads of the mask that share a head of keys.
 
-    Grid: chunks of BLOCKS key blocks of every head of keys, in one dimension. ``key_heads`` and ``group``, like the
-    batch, are those of the mask. Rows of first_seen have ``pitch`` entries.
+    Grid: chunks of BLOCKS key blocks of every head of keys, in one dimension. The batch, ``key_heads`` and
+    ``group`` refer to the mask. Rows of first_seen have ``pitch`` entries.
 
     Reads
         mask          [B, H, Sk | 1] bool
     Writes
         seen          [B, key_heads, Sk] int8: visible in some head of the group
-        first_seen    [B * H, pitch] int32: the first visible key of each block, NOWHERE without one
+        first_seen    [B * H, pitch] int32: the first visible key of each block, NOWHERE if there is none
     """
     chunk = tl.program_id(0) % chunks
     flat_key_head = (tl.program_id(0) // chunks).to(tl.int64)

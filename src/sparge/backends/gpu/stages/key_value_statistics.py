@@ -145,7 +145,7 @@ def _finite_part(
 
 
 class StatisticsResults(NamedTuple):
-    """What `summarize_kernel` writes: see there. Placeholders for what SPEC does not request."""
+    """Tensors that `summarize_kernel` writes; placeholders for those that SPEC does not request."""
 
     mean_high: Any
     mean_low: Any
@@ -207,8 +207,8 @@ def summarize_kernel(
 ):
     """Compute statistics of every key block j and partial sums of every chunk of BLOCKS blocks, over seen tokens.
 
-        mean_j     = scale log2 e  sum k / n            in two bfloat16 numbers (16 bits), high and low
-        variance_j = scale^2 / 4 log2 e  (sum k^2 / n - (sum k / n)^2)      in one: a second-order term
+        mean_j     = scale log2 e  sum k / n            as a high and a low bfloat16 number (16 bits)
+        variance_j = scale^2 / 4 log2 e  (sum k^2 / n - (sum k / n)^2)      as one bfloat16 number
         key_block  = sum k / n,  value_block = sum v / n,  bias = log2 n;      0, 0 and NaN where either is not finite
         key_part   = sum k, sum k^2 and n               of tokens that are finite in every channel
         value_max  = largest finite |v|                 of each channel
@@ -374,10 +374,10 @@ def key_value_statistics(
     """Read K once, and V if its maxima or means are requested.
 
     Args:
-        means, variance: compute them for every key block.
+        means, variance: compute the mean and the variance of every key block.
         sums: compute the sums of every chunk.
         value_max: compute the maxima of V.
-        sums_of_blocks: a chunk is one block, so that ``sums`` are those of every block.
+        sums_of_blocks: make each chunk one block, so that ``sums`` has one entry per block.
         blocks_for: dtype of the means that replace skipped blocks; None if skipped blocks are dropped.
     """
     shape, options = call.shape, configs.summarize_config()

@@ -1,7 +1,7 @@
-"""Facts about a mask with entries, before anything is scored: one pass in tiles of 128 x 64.
+"""Reduce a mask to facts about blocks and tokens, in one pass over tiles of 128 x 64.
 
-    mask_kernel      which blocks are visible, and wholly visible; which keys and queries are seen; biases of blocks
-    sample_kernel    which queries represent their block, and the biases of these queries
+    mask_kernel      visible and wholly visible blocks, keys and queries that are seen, biases of blocks
+    sample_kernel    the queries that represent their block, and the biases of these queries
 
 Bool masks of keys alone do not need this (`visibility.first_seen_keys`), unless a window has a left bound. A mask is
 read in place with its strides, 0 where it is broadcast. Results have the mask's own batch and heads.
@@ -86,7 +86,7 @@ class Facts(NamedTuple):
 
     Attributes:
         seen_keys: [M], number of keys that each query sees.
-        plain_keys: [M], number of those without a bias.
+        plain_keys: [M], number of seen keys without a bias.
         is_seen: [N], 1 for keys that some query sees.
         reached: 1 if some query sees some key; with SPEC.reaches, the left bound of the window does not count.
         mean: log2 of the mean of exp(bias) over visible entries (SPEC.with_bias).
@@ -103,8 +103,8 @@ class Facts(NamedTuple):
 def _entries(mask_base, mask_strides, queries, keys, lengths, INSIDE: tl.constexpr, SPEC: tl.constexpr):
     """Return visibility [M, N], visibility without the left bound (SPEC.reaches, else the same), and biases [M, N].
 
-    Entries outside of the window are not read. INSIDE: all tokens exist and lie inside the window, so that entries are
-    read without a mask, which makes wide loads possible.
+    Entries outside of the window are not read. INSIDE: all tokens exist and are inside the window. Entries are then
+    read without a load mask, which allows wide loads.
     """
     entry_ptrs = (
         mask_base + queries.to(tl.int64)[:, None] * mask_strides[2] + keys.to(tl.int64)[None, :] * mask_strides[3]
@@ -186,9 +186,9 @@ def mask_kernel(
 ):
     """Write facts about some key blocks of a query block.
 
-    Grid: chunks of SPEC.blocks key blocks of every query block of every head of the mask, in one dimension. ``heads``,
-    like the batch, are those of the mask. Rows of kind and bias have ``pitch`` entries. Several programs may write the
-    same 1 where results are cleared beforehand.
+    Grid: chunks of SPEC.blocks key blocks of every query block of every head of the mask, in one dimension.
+    The batch and ``heads`` refer to the mask. Rows of kind and bias have ``pitch`` entries. Several programs may write
+    the same 1 to results that are cleared beforehand.
 
     Reads
         mask      [B, H, Sq | 1, Sk | 1] bool or additive (SPEC.mask)
@@ -267,7 +267,7 @@ def sample_kernel(
     SAMPLES_PADDED: tl.constexpr,
     SPEC: tl.constexpr,
 ):
-    """Choose evenly spaced queries among those of a block that see a key: `reference.prediction.sample_queries`.
+    """Choose evenly spaced samples of the queries in a block that see a key: `reference.prediction.sample_queries`.
 
     Grid: chunks of SPEC.blocks key blocks (one chunk without biases) of every query block of every head of the mask,
     in one dimension.
@@ -327,7 +327,7 @@ class MaskBlocks:
         kind: (B, H, q_blocks, kv_blocks) int8, `HIDDEN`, `PARTLY` or `WHOLLY`.
         column: (B, H, kv_blocks) int8, blocks that some query sees, left bounds ignored; None if no query block keeps
             the sink.
-        pick: (B, H, q_blocks, samples) int32, the queries that represent their block; None if means of queries do.
+        pick: (B, H, q_blocks, samples) int32, the queries that represent their block; None if means do.
         bias: (B, H, q_blocks, samples, kv_blocks) float32, the mask's bias for scores, in log2 units, -inf where the
             block is hidden; None for a bool mask.
     """
@@ -344,7 +344,7 @@ def mask_blocks(call: Call, *, scored: int, are_means: bool = False) -> MaskBloc
 
     Args:
         scored: number of queries that represent a block, 0 if nothing is scored.
-        are_means: these are means, else samples.
+        are_means: whether blocks are represented by means of queries instead of samples.
     """
     shape, mask = call.shape, call.attn_mask
     assert mask is not None

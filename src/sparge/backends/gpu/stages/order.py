@@ -34,7 +34,7 @@ def move_kernel(
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Compute moved[b, h, start + i] = tokens[b, h, start + permutation[i]]; tokens outside of the grid stay.
+    """Compute moved[b, h, start + i] = tokens[b, h, start + permutation[i]]. Tokens outside of the grid stay in place.
 
     Grid: pieces of CHANNELS channels of groups of TOKENS tokens of every head, in one dimension. Pieces of a token are
     adjacent programs.

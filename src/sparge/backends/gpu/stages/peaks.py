@@ -51,10 +51,11 @@ def mark_peaks_kernel(
     """Mark key blocks that hold a shared peak, by the sign of their scales.
 
     A group of 16 keys is far if its largest score is more than FAR log2 units below the largest of the block. A block
-    holds a peak for a query if one of its groups is far. The peak is shared if this is so for enough sampled queries:
-    half of a head's, at most NEEDED. With a left bound (HAS_FIRST) only the queries that see the block count.
+    holds a peak for a query if one of its groups is far. The peak is shared if the
+    block holds one for enough sampled queries: half of the samples of a head, at most NEEDED. With a left bound
+    (HAS_FIRST) only the queries that see the block count.
 
-    Grid: chunks of BLOCKS key blocks of every head of K and V, in one dimension. The first blocks were written last,
+    Grid: chunks of BLOCKS key blocks of every head of K and V, in one dimension. The first blocks were written last
     and may still be in the cache.
 
     Reads
@@ -120,8 +121,8 @@ def mark_peaks(query_int8: Tensor, query_scale: Tensor, key_int8: Tensor, key_sc
     """Make the scales of key blocks that hold a shared peak negative.
 
     Args:
-        query_int8, query_scale: of `quantize.summarize_query`.
-        key_int8, key_scale: of `quantize.quantize_key_value`.
+        query_int8, query_scale: returned by `quantize.summarize_query`.
+        key_int8, key_scale: returned by `quantize.quantize_key_value`.
     """
     shape = call.shape
     config = configs.peak_config()

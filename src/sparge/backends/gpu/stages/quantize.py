@@ -62,15 +62,15 @@ NUMBERS = ["scale", "heads", "kv_heads", "q_len", "kv_len", "q_blocks", "kv_bloc
 
 @triton.jit
 def _absolute_max(values, AXIS: tl.constexpr):
-    """Return the largest |x| along an axis; NaN if there is one, because bits are compared as integers."""
+    """Return the largest |x| along an axis. Bits are compared as integers, so NaN is propagated."""
     return tl.max(tl.abs(values).to(tl.int32, bitcast=True), AXIS).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _scale_of(largest):
-    """Return the INT8 scale for a largest number, and the factor by which numbers are multiplied before rounding.
+    """Return the INT8 scale for a given absolute maximum, and the factor that multiplies values before rounding.
 
-    The scale is bounded, so that the product of two scales is finite; it is NaN if the number is not finite.
+    The scale is bounded, so that the product of two scales is finite; it is NaN if the maximum is not finite.
     """
     scale = largest / INT8_MAX
     bounded = tl.minimum(tl.maximum(scale, 1.0 / LARGEST_SCALE), LARGEST_SCALE)
@@ -326,9 +326,9 @@ def summarize_query(
     """Read Q once.
 
     Args:
-        quantized: quantize Q.
+        quantized: whether to quantize Q.
         parts: number of equal parts of a block whose means are computed.
-        similarity: compute the similarity of each block.
+        similarity: whether to compute the similarity of each block.
     """
     shape = call.shape
     width = padded(shape.head_dim)
@@ -385,14 +385,16 @@ def quantize_key_value(
     """Return quantized K, its scales (B, Hkv, blocks, 4), and rounded V, or V itself if it is FP16 already.
 
     Args:
-        key, value: of the call, (B, Hkv, Sk, width).
+        key, value: K and V of the call, (B, Hkv, Sk, width).
         seen: keys that the mask shows, (B | 1, Hkv | 1, Sk); None without a mask.
     """
     return _quantize(key, value, key_value, call, seen, call.shape.kv_len, first_key(call), call.segments is not None)
 
 
 def quantize_means(key_value: KeyValueSummary, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the same for the means that replace skipped blocks: one token per block, without unusable means."""
+    """Return the results of `quantize_key_value` for the means that replace skipped blocks, one token per block.
+
+    Unusable means are treated as hidden tokens."""
     key, value = key_value.key_block, key_value.value_block
     assert key is not None and value is not None
     return _quantize(key, value, key_value, call, key_value.block_usable, call.shape.kv_blocks, 0, is_packed=False)

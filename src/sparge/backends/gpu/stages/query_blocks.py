@@ -1,4 +1,4 @@
-"""The key blocks of one query block, for the selection kernels: visible, forced, eligible, and how probable."""
+"""Load the key blocks of one query block for the selection kernels: visibility, forced blocks, probabilities."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SelectionPointers(NamedTuple):
         column: [B, H, kv_blocks] int8, of `mask_blocks` (SPEC.has_blocks and SPEC.sink).
         key_similarity, query_similarity, threshold: [B * Hkv, kv_blocks], [B * H, q_blocks] and [H] float32: blocks
             below the threshold are not eligible (SPEC.has_similarity).
-        segments: `Segments.table`; a query block that its segment does not have sees nothing (SPEC.packed).
+        segments: `Segments.table`; query blocks after the end of their segment see nothing (SPEC.packed).
     """
 
     probability: Any
@@ -50,7 +50,7 @@ class SelectionPointers(NamedTuple):
 
 
 class SelectionStrides(NamedTuple):
-    """Strides of batch and head, of ``kind`` also of the query block."""
+    """Strides of the batch and head dimensions; for ``kind``, also of the query block dimension."""
 
     first_seen: Any
     kind: Any
@@ -98,12 +98,12 @@ class KeyBlocks(NamedTuple):
     """The key blocks of one query block, [COLUMNS] each.
 
     Attributes:
-        columns: their numbers.
-        inside: they exist.
+        columns: indices of the blocks.
+        inside: True for blocks that exist.
         bits: probabilities as integers, which have the same order.
-        visible: some query sees some key.
-        eligible: visible, and represented well enough by their mean for a rule to choose them.
-        forced: kept whatever their score, if they are visible.
+        visible: True for blocks in which some query sees some key.
+        eligible: True for visible blocks that are represented well enough by their mean to be selected by a rule.
+        forced: True for blocks that are kept regardless of their score if they are visible.
     """
 
     columns: Any
@@ -116,7 +116,7 @@ class KeyBlocks(NamedTuple):
 
 @triton.jit
 def load_blocks(flat_q_block, ptrs, strides, sizes, SPEC: tl.constexpr):
-    """Return the `KeyBlocks` of one query block. ``flat_q_block`` (int64) counts those of all heads."""
+    """Return the `KeyBlocks` of one query block. ``flat_q_block`` (int64) counts query blocks over all heads."""
     heads, group, q_len, kv_len, first_offset, last_offset, q_blocks, kv_blocks = sizes
     COLUMNS: tl.constexpr = SPEC.columns
     # Coordinates
@@ -196,7 +196,7 @@ def load_blocks(flat_q_block, ptrs, strides, sizes, SPEC: tl.constexpr):
 
 
 class SelectionArguments:
-    """Arguments that all kernels with `load_blocks` are launched with."""
+    """Launch arguments shared by all kernels that call `load_blocks`."""
 
     def __init__(
         self,

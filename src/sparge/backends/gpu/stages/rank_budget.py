@@ -24,7 +24,7 @@ ROWS, WARPS = 2048, 8
 
 @triton.jit(do_not_specialize=["parts"])
 def total_kernel(sums_ptr, totals_ptr, parts, SUMS: tl.constexpr, GATHERED: tl.constexpr, LEVELS: tl.constexpr):
-    """Add the parts of the sums.
+    """Add the sums of all parts of a batch element.
 
     Grid: batch elements.
 
@@ -45,9 +45,10 @@ def total_kernel(sums_ptr, totals_ptr, parts, SUMS: tl.constexpr, GATHERED: tl.c
 
 @triton.jit
 def _last_level(totals_ptr, batch, amount, LEVELS: tl.constexpr, GUARD: tl.constexpr):
-    """Return the last level that a budget reaches, the one above, the places left for blocks of the level, and these.
+    """Return the last level that a budget reaches, the level above, and two numbers of blocks at the last level.
 
-    This is `budget._find_level` for the totals of all ranks.
+    The first number counts the blocks that fit the budget, the second counts all of them. This is
+    `budget._find_level` for the totals of all ranks.
     """
     levels = tl.arange(0, LEVELS)
     totals = totals_ptr + batch * (LEVELS + 2)
@@ -118,12 +119,12 @@ def portion_kernel(
 ):
     """Compute counts[i], the blocks that query block i of a piece keeps: see `budget.allocated_blocks`.
 
-    Grid: batch elements. All ranks together have ``total_rows`` query blocks; the piece's begin at number ``first``.
+    Grid: batch elements. All ranks together have ``total_rows`` query blocks; ``first`` is the piece's first one.
 
     Reads
         kept, totals   as `level_kernel`
         gathered       [ranks, B, width] int32, `blocks_of_level` of all ranks
-        order          [ranks * width] int64, numbers of all query blocks in the order of the whole call
+        order          [ranks * width] int64, indices of all query blocks in the order of the whole call
     Writes
         counts         [B, rows] int32
     """
@@ -167,7 +168,7 @@ def blocks_of_level(pieces: list[Tensor], totals: Tensor, amount: float, width: 
 
     Args:
         pieces: the blocks that the query blocks of each piece keep at every level, returned by `budget.count_budget`.
-        totals: of all ranks.
+        totals: sums over all ranks.
     """
     batch, first_row = len(totals), 0
     blocks = buffer_like(totals, True, batch, width, dtype=torch.int32)
@@ -200,11 +201,11 @@ def portions(kept: Tensor, totals: Tensor, gathered: Tensor, order: Tensor, amou
     """Return how many blocks each query block of a piece keeps, (B, rows) int32.
 
     Args:
-        kept: of `budget.count_budget`.
-        totals: of all ranks.
+        kept: returned by `budget.count_budget`.
+        totals: sums over all ranks.
         gathered: (ranks, B, width) int32, `blocks_of_level` of all ranks.
         order: (ranks * width,) int64, the query blocks of all ranks in the order of the whole call.
-        first: number of the piece's first query block among those of all ranks.
+        first: index of the piece's first query block in the query blocks of all ranks.
     """
     ranks, batch, width = gathered.shape
     rows = len(kept) // batch

@@ -28,7 +28,7 @@ SMALLEST_VALUE_SCALE = tl.constexpr(1e-36)
 
 @triton.jit
 def _load_part(part_ptr, first, part, kind, parts, channels, DIM: tl.constexpr):
-    """Return one kind of entry of parts ``first + part``, [len(part), len(channels)]; 0 from ``parts`` on."""
+    """Return one kind of entry of parts ``first + part``, [len(part), len(channels)]; 0 for indices >= ``parts``."""
     inside = (part < parts)[:, None] & (channels < DIM)[None, :]
     rows = (first + part) * 2 + kind
     return tl.load(part_ptr + rows[:, None] * DIM + channels[None, :], mask=inside, other=0.0)
@@ -36,7 +36,7 @@ def _load_part(part_ptr, first, part, kind, parts, channels, DIM: tl.constexpr):
 
 @triton.jit
 def _load_unit(part_ptr, first, unit, kind, parts, channels, DIM: tl.constexpr, MEMBERS: tl.constexpr):
-    """Return the same for units of MEMBERS parts, added in the order in which `summarize_kernel` adds blocks."""
+    """Return sums of `_load_part` over units of MEMBERS parts, added in the order of blocks in `summarize_kernel`."""
     total = tl.zeros((unit.shape[0], channels.shape[0]), tl.float32)
     for member in tl.static_range(MEMBERS):
         total += _load_part(part_ptr, first, unit * MEMBERS + member, kind, parts, channels, DIM)
@@ -188,7 +188,7 @@ def reduce_parts(
     """Return the mean key, the factors that balance channels, and the value scales of every head.
 
     Args:
-        query_part: of `query_sizes`.
+        query_part: returned by `query_sizes`.
     """
     shape, config, unit = call.shape, configs.reduce_config(), configs.summarize_config().blocks
     width, value_width = padded(shape.head_dim), padded(shape.value_dim)

@@ -1,4 +1,4 @@
-"""Which skipped blocks enter the softmax as their means, and with which bias."""
+"""Select the skipped blocks that are replaced by their means, and compute the bias of each mean."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUMBERS = ["heads", "group", "q_len", "kv_len", "first_offset", "last_offset", "
 
 @dataclass(frozen=True)
 class ReplacementSpec:
-    """The values that `replaced_bias_kernel` is compiled for: window bounds, packed calls, blocks taken at a time."""
+    """The values that `replaced_bias_kernel` is compiled for: window bounds, packed calls, blocks per step."""
 
     has_first: bool
     has_last: bool
@@ -34,8 +34,8 @@ class ReplacementSpec:
 def has_mean(flat_q_block, blocks, segments_ptr, sizes, SPEC: tl.constexpr):
     """Return whether all queries of a query block see all keys of ``blocks``, so that a mean can replace each.
 
-    Causal query blocks have the means of blocks before their first query; with a window, of blocks inside the windows
-    of all queries.
+    In causal attention, these are the blocks before the first query; with a window, the blocks inside the windows of
+    all queries.
     """
     heads, _, q_len, kv_len, first_offset, last_offset, q_blocks, kv_blocks = sizes
     first_query = (flat_q_block % q_blocks).to(tl.int32) * BLOCK_Q
@@ -112,7 +112,7 @@ def replaced_bias_kernel(
 
 
 def bias_columns(kv_blocks: int) -> int:
-    """Return the columns of the bias: whole tiles of means."""
+    """Return the number of columns of the bias, padded to whole tiles of means."""
     return ceil_div(kv_blocks, BIAS_COLUMNS) * BIAS_COLUMNS
 
 

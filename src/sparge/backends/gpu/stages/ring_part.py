@@ -1,7 +1,7 @@
-"""Attention over a part of the keys: cut block lists to its columns, and merge its result with those of other parts.
+"""Attention over a part of the keys: restrict block lists to the part, and merge the results of all parts.
 
-cut_kernel      lists of some key blocks, from the lists of all
-merge_kernel    output and LSE over two sets of keys, from those over each set (`numerics.merge`)
+cut_kernel      cuts lists of all key blocks to lists of some key blocks
+merge_kernel    merges the outputs and LSEs over two sets of keys (`numerics.merge`)
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def cut_kernel(
 ):
     """Cut a block list to the columns first_start to first_stop - 1 and second_start to second_stop - 1.
 
-    A list has all blocks, the kept ones first. Blocks in the cuts keep their order; columns that the list lacks follow.
-    Lists of the part have ``part_blocks`` entries, and begin at its query block ``row_offset``.
+    A list holds all blocks, the kept ones first. Blocks in these ranges keep their order; columns that are not in the
+    list follow. Lists of the part have ``part_blocks`` entries and begin at query block ``row_offset``.
 
     Grid: query blocks of every head, in one dimension.
 
@@ -107,9 +107,9 @@ def cut_lists(masks: Sequence[BlockMask], columns: Sequence[slice], call: Call) 
     """Return the mask of a part of the keys, from masks over all keys.
 
     Args:
-        masks: of pieces of queries that together are the queries of the call. Their block lists are contiguous.
+        masks: one mask per piece of the queries of the call, with contiguous block lists.
         columns: the key blocks of the part: one or two ranges, in ascending order.
-        call: of the part.
+        call: the call over the part.
     """
     shape = call.shape
     assert 1 <= len(columns) <= MAX_CUTS

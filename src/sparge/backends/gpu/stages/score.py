@@ -1,9 +1,9 @@
-"""Block scores and their softmax: the share of each query block's attention that every key block is expected to hold.
+"""Block scores and their softmax: the expected share of a query block's attention in each key block.
 
     probability[block, j] = mean over its rows i of softmax_j s[i, j], or the root of their mean square
 
 A row is a query that represents its block: one of some evenly spaced samples, or a mean of queries. The scores s are
-those of `options.scores`: each has a function here (`moment_score`, `mean_score`), which `_block_scores` calls by the
+defined in `options.scores`: each has a function here (`moment_score`, `mean_score`), which `_block_scores` calls by the
 score's name, and an entry in `INPUTS`. Score "spread" multiplies each softmax by the result of `spread`.
 
 Products run on bfloat16 tensor cores, with the mean key in two parts (and queries of 16 or 32 bits too), which leaves
@@ -66,8 +66,8 @@ class ScoreInputs:
 
     Attributes:
         rows: number of queries that represent a block.
-        are_means: these are means of equal parts of the block, else evenly spaced samples.
-        variance: the variances of key blocks are read in addition to their means.
+        are_means: whether rows are means of equal parts of the block instead of evenly spaced samples.
+        variance: whether the variances of key blocks are read in addition to their means.
     """
 
     rows: Callable[[Any], int]
@@ -96,9 +96,9 @@ def score_inputs(score: Score) -> ScoreInputs:
 
 
 class StatisticsPointers(NamedTuple):
-    """Statistics of key blocks, of `summarize_kernel`, each [B * Hkv, kv_blocks, D padded] bfloat16.
+    """Statistics of key blocks from `summarize_kernel`, each [B * Hkv, kv_blocks, D padded] bfloat16.
 
-    A mean is the sum of a high and a low part. In `_block_scores` the pointers are those of one head.
+    A mean is the sum of a high and a low part. In `_block_scores` the pointers refer to one head.
     """
 
     mean_high: Any
@@ -124,7 +124,7 @@ class MaskFactPointers(NamedTuple):
 
 
 class MaskFactStrides(NamedTuple):
-    """Strides of `MaskFactPointers`, without those of the last dimension."""
+    """Strides of `MaskFactPointers`, without the strides of the last dimension."""
 
     first_seen: Any
     first_query: Any
@@ -243,7 +243,7 @@ class Seen(NamedTuple):
     """The keys that the rows of a program see.
 
     Attributes:
-        first_key, last_key: [ROWS], of the block of each row.
+        first_key, last_key: [ROWS], first and last key that the block of each row sees.
         first_seen_base: the head's first seen key of each block (SPEC.has_seen).
         similarity_base, threshold: of the head's key blocks (SPEC.has_similarity).
         kv_len, kv_blocks: of the sequence or segment.
@@ -262,7 +262,7 @@ class Seen(NamedTuple):
 def _eligible(columns, seen, SPEC: tl.constexpr):
     """Return the blocks that enter the softmax of each row, [ROWS, COLUMNS].
 
-    They are visible, lie inside the windows of all queries, and their tokens are similar enough for a mean.
+    These blocks are visible and inside the windows of all queries, and their tokens are similar enough for a mean.
     """
     inside = columns < seen.kv_blocks
     end = tl.minimum((columns + 1) * BLOCK_K, seen.kv_len) - 1
@@ -336,18 +336,18 @@ def score_kernel(
 ):
     """Compute probability[block, j] = mean over the block's rows i of softmax_j s[i, j], over the eligible blocks j.
 
-    With SPEC.exponent 2, the root of the mean square over the rows.
+    With SPEC.exponent 2, the mean is replaced by the root of the mean square.
 
     Grid: groups of ROWS / SAMPLES_PADDED query blocks of every head, in one dimension. A program has ROWS rows, and
     visits the key blocks in steps of COLUMNS.
 
     Args:
-        query_ptr: [B, H, Sq, D], of which samples are taken; or `QuerySummary.mean` (SPEC.from_means).
+        query_ptr: [B, H, Sq, D], which is sampled; or `QuerySummary.mean` (SPEC.from_means).
         statistics_ptrs: `StatisticsPointers`.
         fact_ptrs, fact_strides: `MaskFactPointers`, and the strides of each tensor.
         similarity_ptrs: `SimilarityPointers`.
         probability_ptr: writes [B * H, q_blocks, kv_blocks] float32; NaN marks a block whose score is not finite.
-            Blocks that no query of a group sees stay unwritten: nothing reads them.
+            Blocks that no query of a group sees are neither written nor read.
         segments_ptr: `Segments.table` (SPEC.packed).
         SPEC: `ScoreSpec`.
     """
@@ -418,7 +418,7 @@ def score_kernel(
         last_of_all = tl.minimum((first_block + Q_BLOCKS) * BLOCK_Q, q_len) - 1 + last_offset
         stop = tl.minimum(kv_blocks, tl.maximum(last_of_all + 1, 0) // BLOCK_K + 1)
     first_seen_base = head_base(fact_ptrs.first_seen, fact_strides.first_seen, batch, head)
-    # Unused rows read the facts of used ones: a load mask over rows costs more.
+    # Unused rows read the facts of used rows: a load mask over rows costs more.
     read_block = tl.minimum(q_block, q_blocks - 1).to(tl.int64)
     kinds = head_base(fact_ptrs.kind, fact_strides.kind, batch, head) + read_block * fact_strides.kind[2]  # [ROWS]
     biases = head_base(fact_ptrs.bias, fact_strides.bias, batch, head)
@@ -504,9 +504,9 @@ def block_probabilities(
 
     Args:
         means: `quantize.QuerySummary.mean`, read by scores of mean queries.
-        first_seen, first_query: of `visibility.first_seen_keys` where keys are hidden.
-        threshold: (H,), similarity under which a key block is not eligible.
-        blocks: of `mask_blocks.mask_blocks` where a mask does more than hide keys.
+        first_seen, first_query: returned by `visibility.first_seen_keys`; None if no keys are hidden.
+        threshold: (H,), similarity below which a key block is not eligible.
+        blocks: returned by `mask_blocks.mask_blocks`; None if a mask only hides keys.
     """
     shape, inputs = call.shape, score_inputs(call.score)
     heads = shape.batch * shape.heads

@@ -75,52 +75,55 @@ class HopperScoreSpec:
 
     @property
     def samples_padded(self) -> int:
-        """Rows of a query block, padded to a power of two."""
+        """Return the number of rows of a query block, padded to a power of two."""
         return power_of_two(self.samples)
 
     @property
     def blocks(self) -> int:
-        """Query blocks of a consumer."""
+        """Return the number of query blocks of a consumer."""
         return ROWS.value // self.samples_padded
 
     @property
     def parts(self) -> int:
-        """Tensors of statistics: high and low parts of the means, and variances."""
+        """Return the number of tensors of statistics: high and low parts of the means, and variances."""
         return 3 if self.has_variance else 2
 
     @property
     def chunks(self) -> int:
-        """Copies of one tensor's tile."""
+        """Return the number of TMA copies for a tile of one tensor."""
         return self.width // CHUNK
 
     @property
     def stage_bytes(self) -> int:
-        """Bytes of a stage."""
+        """Return the number of bytes of a stage."""
         return self.parts * self.columns * self.width * 2
 
     @property
     def log2_samples(self) -> float:
-        """Added to log2 of a row's sum, so that shares add up to a mean over rows."""
+        """Return the term added to log2 of each row sum, so that shares add up to a mean over rows."""
         return math.log2(self.samples) / self.exponent
 
     @property
     def copied_layout(self) -> gl.NVMMASharedLayout:
-        """A copy in shared memory."""
+        """Return the layout of a copy in shared memory."""
         return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16)
 
     @property
     def scores_layout(self) -> gl.NVMMADistributedLayout:
-        """Scores of a tile, [rows, columns]."""
+        """Return the layout of the scores of a tile, [rows, columns]."""
         return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, self.columns, 16])
 
     @property
     def rows_layout(self) -> gl.DotOperandLayout:
-        """Rows as the left operand, [rows, width]."""
+        """Return the layout of rows as the left operand, [rows, width]."""
         return gl.DotOperandLayout(0, self.scores_layout, 2)
 
     @property
     def by_lane_layout(self) -> gl.DistributedLinearLayout:
-        """Scores as [rows, columns / 8, 4, 2]: each of a row's four threads has every fourth pair of neighbors."""
+        """Return the layout of scores as [rows, columns / 8, 4, 2].
+
+        Each of the four threads of a row holds every fourth pair of neighbors.
+        """
         pairs = [[0, bit, 0, 0] for bit in (1, 2, 4, 8, 16) if bit < self.columns // 8]
         return gl.DistributedLinearLayout(
             reg_bases=[[0, 0, 0, 1], [8, 0, 0, 0], *pairs],
@@ -132,12 +135,12 @@ class HopperScoreSpec:
 
     @property
     def lane_layout(self) -> gl.SliceLayout:
-        """A number for each of a row's four threads, [rows, 4]."""
+        """Return the layout of one number for each of the four threads of a row, [rows, 4]."""
         return gl.SliceLayout(1, gl.SliceLayout(3, self.by_lane_layout))
 
     @property
     def row_layout(self) -> gl.SliceLayout:
-        """A number per row, [rows]."""
+        """Return the layout of one number per row, [rows]."""
         return gl.SliceLayout(1, self.scores_layout)
 
 
@@ -204,7 +207,7 @@ def _copy(descriptor, head, first, PART: gl.constexpr, stages, stage, SPEC: gl.c
 
 @jit
 def _item(number, sizes, SPEC: gl.constexpr):
-    """Return the `Item` of a number. The last blocks of all heads come first: causal ones are the longest."""
+    """Return the `Item` with an index. The last blocks of all heads come first: with causality they are the longest."""
     blocks: gl.constexpr = SPEC.blocks * CONSUMERS
     groups = (sizes.q_blocks + blocks - 1) // blocks
     all_heads = sizes.items // groups
@@ -316,7 +319,7 @@ def _load_rows(query_ptr, query_strides, flat_head, first_block, sizes, SPEC: gl
 
 @jit
 def _eligible(first_block, first, sizes, SPEC: gl.constexpr):
-    """Return the blocks of a tile that rows see whole, [rows, columns]."""
+    """Return True for blocks of a tile that a row sees entirely, [rows, columns]."""
     rows = gl.arange(0, ROWS, SPEC.row_layout)
     columns = first + gl.arange(0, SPEC.columns, gl.SliceLayout(0, SPEC.scores_layout))
     block, _ = _row_order(rows, SPEC.samples_padded)
@@ -356,7 +359,7 @@ def _shift_of_rows(lane_max, lane_sum, SPEC: gl.constexpr):
 
 @jit
 def _store_shares(share, probability_ptr, flat_head, first_block, first, sizes, SPEC: gl.constexpr):
-    """Store the mean over a block's rows of their shares, [rows, columns]."""
+    """Store the shares [rows, columns], averaged over the rows of each query block."""
     average = _sum_samples(share, SPEC.samples_padded, ROWS, SPEC.columns)  # [blocks, columns]
     if SPEC.exponent == 2:
         average = gl.sqrt(average)

@@ -98,7 +98,7 @@ def _best(bits, count, low, high):
 
 @triton.jit
 def _covering(bits, mass):
-    """Return the largest entries until their sum reaches a share of all, with the one that crosses it.
+    """Return the largest entries until their sum reaches a share of the total, including the entry that crosses it.
 
     Entries below 0 are never returned.
     """
@@ -123,7 +123,7 @@ def _covering(bits, mass):
 
 @triton.jit
 def _at_least(bits, eligible, forced, count, visible_count, low, high):
-    """Return the best eligible blocks: together with the forced ones ``count``, or all visible blocks.
+    """Return the best eligible blocks: ``count`` blocks together with the forced ones, or all visible blocks.
 
     Args:
         low, high: see `_best`.
@@ -152,7 +152,7 @@ def _selected(bits, eligible, forced, amount, min_blocks, visible_count, SELECTI
 
     Args:
         bits: probabilities as integers.
-        forced: blocks that are kept anyway; eligible ones count towards the number of kept blocks.
+        forced: blocks that are always kept; eligible ones count towards the number of kept blocks.
         amount: `rules.Selection.amount`.
     """
     if SELECTION == "topk":
@@ -204,8 +204,8 @@ def select_kernel(
 
     Reads
         selection_ptrs    see `query_blocks`, also for strides and SPEC
-        amount            [H] float32 (AMOUNT_PER_HEAD), instead of the number
-        count             [B * H, q_blocks] int32, blocks that a query block keeps of a budget
+        amount            [H] float32 (AMOUNT_PER_HEAD), instead of a single number
+        count             [B * H, q_blocks] int32, number of blocks that the budget allocates
         kept, sums        of `count_kernel`, instead of ``count`` (SHARES)
         block_bias        [B, Hkv, kv_blocks] float32, of `summarize_kernel` (WITH_BIAS)
     Writes, int32
@@ -273,8 +273,8 @@ class Selected(NamedTuple):
 
     Attributes:
         mask: the kept blocks of every query block.
-        order: (existing query blocks,) int32, the order in which they are best computed; None if any order will do.
-        bias: of `operands.MeanOperands`; None without ``block_bias``.
+        order: (existing query blocks,) int32, the order in which to compute them; None if the order does not matter.
+        bias: see `operands.MeanOperands`; None without ``block_bias``.
     """
 
     mask: BlockMask
@@ -298,7 +298,7 @@ def select(
         probability: returned by `score.block_probabilities`.
         query_similarity, key_similarity: (B * H, q_blocks) and (B * Hkv, kv_blocks) float32, read with a threshold.
         first_seen: returned by `visibility.first_seen_keys`; None if no keys are hidden.
-        threshold: (H,), similarity under which a query or key block is not eligible.
+        threshold: (H,), similarity below which a query or key block is not eligible.
         blocks: returned by `mask_blocks.mask_blocks`; None if a mask only hides keys.
         block_bias: from `summary.KeyValueSummary`; None if skipped blocks are dropped.
 
@@ -320,8 +320,8 @@ def select_blocks(
     """Return the kept blocks of every query block.
 
     Args:
-        counted: (B, H, q_blocks) int32, blocks that each query block keeps of a budget.
-        budget: of `count_budget`, instead of ``counted``.
+        counted: (B, H, q_blocks) int32, number of blocks that the budget allocates to each query block.
+        budget: result of `count_budget`, instead of ``counted``.
 
     Raises:
         NotImplementedError: the kernel does not have the rule.

@@ -1,4 +1,4 @@
-"""Statistics of K and V, before anything is quantized or scored.
+"""Compute statistics of K and V, which quantization and scores need.
 
 key_value_statistics    one pass over K and V: statistics of every key block, sums and maxima of every chunk
 query_sizes             sizes of the channels of some queries
@@ -37,7 +37,7 @@ class KeyValueSummary:
         key_similarity: (B * Hkv, kv_blocks) float32, None if it was not requested.
         key_block, value_block: (B, Hkv, kv_blocks, D | D_v padded), the means that replace skipped blocks, None if
             blocks are dropped; float32 if they will be quantized, else in the dtype of K.
-        block_bias: (B, Hkv, kv_blocks) float32, log2 of the number of keys of each, NaN if a mean is not finite.
+        block_bias: (B, Hkv, kv_blocks) float32, log2 of the number of keys of each block, NaN if a mean is not finite.
         block_usable: (B, Hkv, kv_blocks) int8, whether the bias is finite.
     """
 
@@ -71,9 +71,9 @@ def summarize_key_value(
     """Read K once, V if it is needed, and some queries if Q and K will be quantized.
 
     Args:
-        means, variance: compute them for every key block, for the scores.
+        means, variance: compute the mean and the variance of every key block, for the scores.
         quantized: compute the mean key, the balancing factors, and the scales of FP8 values, for quantization.
-        similarity: compute it for every key block.
+        similarity: compute the similarity of every key block.
         blocks: compute the means that replace skipped blocks.
     """
     if not (means or blocks or quantized or similarity):

@@ -1,8 +1,8 @@
 """Copy the segments of a pack into a padded batch, for kernels that copy whole blocks (TMA).
 
-A pack is (B, H, tokens of all segments, D) with a stride of 0 over the segments, which TMA does not support. Besides,
-the last block of a segment would include tokens of the next one, and the first block of a window unseen values, and 0
-times NaN is NaN. In the batch, tokens that a segment does not have, and values that no query sees, are 0.
+A pack is (B, H, tokens of all segments, D) with a stride of 0 over the segments, which TMA does not support. Also,
+the last block of a segment would include tokens of the next segment, and the first block of a window would include
+unseen values; either may be NaN, and 0 times NaN is NaN. In the batch, padding and values that no query sees are 0.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sparge.call import Call
 from sparge.masks.geometry import ceil_div
 
 NUMBERS, WARPS = 8192, 4
-"""Numbers that a program copies."""
+"""Number of elements that a program copies."""
 
 
 @triton.jit(do_not_specialize=["heads", "length", "first_offset", "last_offset", "chunks"])
