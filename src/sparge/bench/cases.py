@@ -92,8 +92,10 @@ class Problem:
 
     @property
     def preparation_bytes(self) -> int:
-        """Bytes that preparation moves at least: query, key and value are read once (2 bytes) and written once (1
-        byte)."""
+        """Return the minimum number of bytes that preparation moves.
+
+        Query, key and value are read once (2 bytes per element) and written once (1 byte).
+        """
         return 3 * self.heads * (self.queries + 2 * self.tokens) * self.head_dim
 
     def fields(self) -> Row:

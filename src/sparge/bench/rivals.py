@@ -58,9 +58,9 @@ def fastest(times: Mapping[str, Any], suffix: str = "_ms") -> str | None:
 
 
 def _sdpa(kernel: SDPBackend, inputs: Inputs, is_causal: bool) -> Variant:
-    """Run SDPA. Its causality is aligned top-left, so with fewer queries than keys the call is not causal.
+    """Return SDPA as a variant. With fewer queries than keys it is not causal: SDPA aligns causality top-left.
 
-    The last few queries see nearly all keys.
+    The last few queries of a sequence see nearly all keys anyway.
     """
     square = inputs[0].shape[2] == inputs[1].shape[2]
     call = partial(F.scaled_dot_product_attention, *inputs, is_causal=is_causal and square)

@@ -1,8 +1,8 @@
 """Time calls on a CPU or a CUDA device: medians over turns, where each turn runs all calls that are compared.
 
 `time_on_host` and `time_on_cuda` use the clocks and turns of `evaluate.timing`. On a device, `Timing.ms` is measured by
-CUDA events around back-to-back calls, so it is launch overhead where the host launches more slowly than the device
-computes. `Timing.graph_ms` replays a CUDA graph of the same call, so it is the device alone.
+CUDA events around back-to-back calls, so it measures launch overhead if the host is slower than the device.
+`Timing.graph_ms` replays a CUDA graph of the same call, so it measures only the device.
 
 A GPU runs slower after heavy work than after light work: on an H200 the same cuDNN call took 9 % longer after itself
 than after a memory-bound kernel. Each call is therefore timed after calls of the same variant.

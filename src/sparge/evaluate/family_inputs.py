@@ -106,7 +106,7 @@ def _peaks(draw: Draw, gap: float, places: Tensor, silent: bool = True) -> Input
 
 
 def own_sinks(draw: Draw, gap: float) -> Inputs:
-    """Each 32nd of the queries has its own sink, which the others ignore: too few queries to be found by sampling."""
+    """Return inputs where each 32nd of the queries has its own sink, which sampled queries are too few to find."""
     count, root = min(OWNERS, draw.head_dim // 2), math.sqrt(draw.head_dim)
     directions = torch.linalg.qr(draw.normal(1, draw.kv_heads, draw.head_dim, count)).Q.mT  # (1, H_kv, owners, D)
     along = math.sqrt(gap * root)
@@ -127,7 +127,7 @@ def peak_in_every_tile(draw: Draw, gap: float, tile: int, silent: bool) -> Input
 
 
 def one_row(draw: Draw, gap: float) -> Inputs:
-    """One query of 64 attends to a key in the last tile, which the others ignore."""
+    """Return inputs where one query of 64 attends to a key in the last tile, which the others ignore."""
     direction, root = draw.direction(), math.sqrt(draw.head_dim)
     along = math.sqrt(gap * root)
     query = _without(draw.queries(), draw.of_queries(direction))
@@ -144,7 +144,7 @@ def slope(draw: Draw, rise: float) -> Inputs:
 
 
 def step(draw: Draw, rise: float) -> Inputs:
-    """The last part of the keys, a third or more, lies ``rise`` nats above the rest; the higher part has the value 0.
+    """Return inputs where the last third or more of the keys is ``rise`` nats above the rest and has the value 0.
 
     The step is at a tile border, so each tile is even.
     """
@@ -166,9 +166,10 @@ def gaussian(draw: Draw, spread: float = LOGIT_SPREAD, value_mean: float = 1.0) 
 
 
 def outlier_channels(draw: Draw, where: str, count: int, factor: float) -> Inputs:
-    """``count`` channels ``factor`` times as large in K, in Q or in both; logits of the usual deviation.
+    """Return inputs with ``count`` channels ``factor`` times as large in K, in Q or in both, and ordinary logits.
 
-    "matched": smaller by the same factor in the other, so these channels contribute no more to a logit than others.
+    "matched": the channels are smaller by the same factor in the other tensor, so they contribute no more to a logit
+    than other channels.
     """
     side, _, other = where.partition("-")
     of_query, of_key = torch.ones(2, draw.head_dim, device=draw.device)
@@ -185,21 +186,21 @@ def outlier_channels(draw: Draw, where: str, count: int, factor: float) -> Input
 
 
 def offset_keys(draw: Draw) -> Inputs:
-    """Three channels of K are shifted by 50 deviations for all keys, which does not change the softmax."""
+    """Return inputs with 3 channels of K shifted by 50 deviations for all keys, which does not change the softmax."""
     query, key, value = gaussian(draw, value_mean=SMALL_MEAN)
     key[..., draw.channels(3)] += 50.0
     return query, key, value
 
 
 def offset_queries(draw: Draw) -> Inputs:
-    """All queries share a part that is four times as large as their differences."""
+    """Return queries that share a part 4 times as large as their differences."""
     query, key, value = gaussian(draw, value_mean=SMALL_MEAN)
     offset = 4 * LOGIT_SPREAD * draw.normal(1, draw.heads, 1, draw.head_dim)
     return (query + offset) / math.sqrt(17.0), key, value
 
 
 def irrelevant_key(draw: Draw, factor: float) -> Inputs:
-    """One key is ``factor`` times as large in two channels that cancel exactly in every logit."""
+    """Return inputs with one key that is large in two channels, which cancel exactly in every logit."""
     query, key, value = gaussian(draw, value_mean=SMALL_MEAN)
     first, second = draw.channels(2).tolist()
     query[..., second] = query[..., first]
@@ -209,7 +210,7 @@ def irrelevant_key(draw: Draw, factor: float) -> Inputs:
 
 
 def orthogonal_key(draw: Draw, factor: float) -> Inputs:
-    """One key is ``factor`` times as large as the others, in a direction orthogonal to all queries."""
+    """Return inputs with one key ``factor`` times as large, in a direction orthogonal to all queries."""
     query, key, value = gaussian(draw, value_mean=SMALL_MEAN)
     direction = draw.direction()
     key[:, :, middle(draw.kv_len)] = factor * math.sqrt(draw.head_dim) * direction[:, :, 0]
@@ -217,7 +218,7 @@ def orthogonal_key(draw: Draw, factor: float) -> Inputs:
 
 
 def decisive_key(draw: Draw, factor: float) -> Inputs:
-    """One key is ``factor`` times as large in a channel where queries are small, and it gets most of the weight."""
+    """Return inputs with one key that is large where queries are small, and that gets most of the weight."""
     query, key, value = gaussian(draw, value_mean=SMALL_MEAN)
     channel = int(draw.channels(1))
     query[..., channel] = _decisive_level(draw) * math.sqrt(draw.head_dim) / factor
@@ -266,7 +267,7 @@ def one_hot(draw: Draw) -> Inputs:
 
 
 def same(draw: Draw, which: int) -> Inputs:
-    """All queries, all keys or all values are equal."""
+    """Return inputs where all queries, all keys or all values are equal."""
     tensors = list(gaussian(draw))
     tensors[which] = tensors[which][:, :, :1].expand_as(tensors[which])
     return tensors[0], tensors[1], tensors[2]
