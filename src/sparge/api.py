@@ -245,7 +245,7 @@ def block_sparse_attention(
         is_causal: apply causality inside the kept blocks. The default is that of the `BlockMask`, or False for a
             tensor.
         window: apply this window inside the kept blocks, in the same way.
-        pv_threshold: skip P V of 64 rows whose scores lie further below the running maximum (negative, natural log).
+        pv_threshold: skip P V of 64 rows whose scores are further below the running maximum (negative, natural log).
         skipped: "drop" (default), "mean" or "auto", as in `attention`. A block that is only partly visible to a query
             block, as on the diagonal or at the edge of a window, is always dropped.
 

@@ -31,7 +31,7 @@ class Call:
         always_keep: key ranges [start, stop) whose blocks every query block keeps.
         exact_queries: query ranges [start, stop) whose blocks keep all visible key blocks.
         quantization: "none", "int8_fp16", "int8_fp8" or "int8_fp8_fast"; "auto" is already resolved.
-        pv_threshold: natural log, below 0: P V of 64 rows is skipped if all scores lie further below the maximum.
+        pv_threshold: natural log, below 0: P V of 64 rows is skipped if all scores are further below the maximum.
         attn_mask: bool or additive, four dimensions, each 1 or the call's own.
         skipped: "drop", or "mean": skipped blocks are replaced by their mean, one key of the softmax.
         window: how far a query sees.

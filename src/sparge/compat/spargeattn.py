@@ -60,7 +60,7 @@ def spas_sage2_attn_meansim_topk_cuda(
         smooth_k: True; it does not change softmax, and quantization needs it.
         simthreshd1: blocks whose tokens are less similar than this are kept at any score; 0 or less disables it.
         topk: share of the visible blocks that each query block keeps, in (0, 1]; at least one block.
-        pvthreshd: skip P V of 64 rows when all their probabilities lie below 2^-pvthreshd of the running maximum; 50
+        pvthreshd: skip P V of 64 rows when all their probabilities are below 2^-pvthreshd of the running maximum; 50
             or more skips nothing.
         attention_sink: every query block keeps the first key block; None means "when causal".
         tensor_layout: "HND" or "NHD", of inputs and output.

@@ -268,7 +268,7 @@ class PackedCalls:
 
 
 def _heads_first(tokens: Tensor) -> Tensor:
-    """(tokens, H, D) -> (1, H, tokens, D), a view if channels lie side by side."""
+    """Convert (tokens, H, D) to (1, H, tokens, D), a view if channels are contiguous."""
     return (tokens if tokens.stride(2) == 1 else tokens.contiguous()).transpose(0, 1)[None]
 
 

@@ -209,5 +209,5 @@ def _for_heads(value: PerHead | None, heads: Tensor | slice) -> PerHead | None:
     if not isinstance(value, Tensor):
         return value
     if isinstance(heads, Tensor):
-        value = value.to(heads.device)  # values may lie on the host; the order of heads does not
+        value = value.to(heads.device)  # values may be on the host; the order of heads is not
     return value.flatten()[heads]

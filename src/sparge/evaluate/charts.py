@@ -53,7 +53,7 @@ class Chart:
     Attributes:
         title: the title of the chart.
         svg: the drawing; None if matplotlib is not installed.
-        notes: values that lie outside of the axes.
+        notes: values outside of the axes.
     """
 
     title: str
@@ -127,7 +127,7 @@ def view_of(points: Sequence[Point], log: bool, limits: tuple[float, float]) -> 
     """Return the range of an axis: all points, and their intervals as far as these do not flatten the curves.
 
     Intervals extend a linear axis by at most the span of the points, and by a tenth of the largest value where the
-    points lie close together.
+    points are close together.
 
     Example:
         >>> view_of([Point(0, 30.0, 60.0), Point(1, 40.0, 5.0)], False, (0.0, math.inf))

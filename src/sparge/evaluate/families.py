@@ -1,7 +1,7 @@
 """Families of attention inputs for the accuracy of quantized attention: each is one pattern of trained models, as data.
 
 A family is made from a seed, on any device, for a few queries (the last positions) and many keys. Its logits are
-constructed: in "sink-13" one key lies 13 nats above an even tail for *every* query. Keys that should not contribute to
+constructed: in "sink-13" one key is 13 nats above an even tail for *every* query. Keys that should not contribute to
 the output (sinks) have the value 0, so a lost tail or a wrong 0 shows in full.
 
 `FAMILIES` has all of them, `by_name` returns one, `of_kind` a group. `Family.limit` is the relative L1 error that dense

@@ -106,7 +106,7 @@ def _peaks(draw: Draw, gap: float, places: Tensor, silent: bool = True) -> Input
 
 
 def own_sinks(draw: Draw, gap: float) -> Inputs:
-    """Return inputs where each 32nd of the queries has its own sink, which sampled queries are too few to find."""
+    """Return inputs where each 32nd of the queries has its own sink, a group too small to be found by sampling."""
     count, root = min(OWNERS, draw.head_dim // 2), math.sqrt(draw.head_dim)
     directions = torch.linalg.qr(draw.normal(1, draw.kv_heads, draw.head_dim, count)).Q.mT  # (1, H_kv, owners, D)
     along = math.sqrt(gap * root)
@@ -200,7 +200,7 @@ def offset_queries(draw: Draw) -> Inputs:
 
 
 def irrelevant_key(draw: Draw, factor: float) -> Inputs:
-    """Return inputs with one key that is large in two channels, which cancel exactly in every logit."""
+    """Return inputs with one key ``factor`` times as large in two channels that cancel exactly in every logit."""
     query, key, value = gaussian(draw, value_mean=SMALL_MEAN)
     first, second = draw.channels(2).tolist()
     query[..., second] = query[..., first]
@@ -218,7 +218,7 @@ def orthogonal_key(draw: Draw, factor: float) -> Inputs:
 
 
 def decisive_key(draw: Draw, factor: float) -> Inputs:
-    """Return inputs with one key that is large where queries are small, and that gets most of the weight."""
+    """Return inputs with one key ``factor`` times as large where queries are small; it gets most of the weight."""
     query, key, value = gaussian(draw, value_mean=SMALL_MEAN)
     channel = int(draw.channels(1))
     query[..., channel] = _decisive_level(draw) * math.sqrt(draw.head_dim) / factor
@@ -228,7 +228,7 @@ def decisive_key(draw: Draw, factor: float) -> Inputs:
 
 
 def irrelevant_query(draw: Draw, factor: float) -> Inputs:
-    """Return inputs with one query that is large in two channels, which cancel exactly in every logit."""
+    """Return inputs with one query ``factor`` times as large in two channels that cancel exactly in every logit."""
     query, key, value = gaussian(draw, value_mean=SMALL_MEAN)
     first, second = draw.channels(2).tolist()
     key[..., second] = -key[..., first]

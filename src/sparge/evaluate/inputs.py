@@ -157,7 +157,7 @@ def _unit(vectors: Tensor) -> Tensor:
 def _place_needles(tokens: int, count: int = 6, sentence: int = 16, question: int = 32) -> tuple[Needle, ...]:
     """Spread sentences over the first half, and their questions in the same order over the last third.
 
-    From 2048 tokens on, each sentence lies within one key block and each question within one query block. A border
+    From 2048 tokens on, each sentence is within one key block and each question within one query block. A border
     inside either makes a needle harder to find: its share of a block and of the sampled queries is smaller.
     """
     needles = []

@@ -42,7 +42,7 @@ def block_mass(query: Tensor, key: Tensor, *, is_causal: bool = False, scale: fl
 
 
 def mass_recall(mask: BlockMask, mass: Tensor) -> float:
-    """Return the share of the attention mass that lies in kept blocks."""
+    """Return the share of the attention mass in kept blocks."""
     return float((mass * mask.to_dense()).sum() / mass.sum())
 
 
@@ -55,7 +55,7 @@ def needle_recall(
     is_causal: bool = True,
     scale: float | None = None,
 ) -> float:
-    """Return the share of the mass between a needle's queries and keys that lies in kept blocks."""
+    """Return the share of the mass between a needle's queries and keys that is in kept blocks."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     asked = _attention_rows(query, key, needle.query_start, needle.query_stop, is_causal, scale)
     keys = torch.arange(needle.key_start, needle.key_stop)

@@ -62,5 +62,5 @@ def keys_of_query(window: Window, kv_len: int) -> int:
 
 def max_blocks_per_q_block(window: Window, shape: Shape) -> int:
     """Return the maximum number of key blocks that a query block sees."""
-    keys = keys_of_query(window, shape.kv_len) + BLOCK_Q - 1  # of all its queries
+    keys = keys_of_query(window, shape.kv_len) + BLOCK_Q - 1  # keys seen by any query of the block
     return min(shape.kv_blocks, ceil_div(keys - 1, BLOCK_K) + 1)

@@ -75,7 +75,7 @@ def allocate(kept: Tensor, visible: Tensor, density: float, pool: Pool = LOCAL_P
     sums, seen = totals[:, :-1], totals[:, -1:]
     seen = seen.float() if seen.device.type == "mps" else seen.double()
     places = (density * seen * ROUNDING_GUARD).ceil().long()  # [B, 1]
-    last = ((sums >= places).sum(1, keepdim=True) - 1).clamp(min=0)  # sums fall: the highest level that is low enough
+    last = ((sums >= places).sum(1, keepdim=True) - 1).clamp(min=0)  # sums decrease with the level
     higher = (last + 1).clamp(max=BUDGET_LEVELS)
     below, above = (_at(kept, level) for level in (last, higher))
     blocks = below - above

@@ -24,7 +24,7 @@ ScoreName = Literal["moment", "mean", "spread"]
 
 
 def check_range(name: str, value: PerHead, low: float, high: float, interval: str) -> None:
-    """Raise unless every number lies in the interval; ``interval`` is its notation in the error message."""
+    """Raise unless every number is in the interval; ``interval`` is its notation in the error message."""
     if isinstance(value, Tensor):
         if value.ndim != 1 or not value.is_floating_point() or value.numel() == 0:
             raise TypeError(

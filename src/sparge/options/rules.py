@@ -130,7 +130,7 @@ class TopK(Selection):
         similarity_threshold: blocks whose tokens have a lower mean pairwise cosine, in [0, 1], are not represented by
             their mean and are therefore kept: all key blocks of a dissimilar query block, and a dissimilar key block
             for all query blocks. ``None`` skips this test.
-        pv_threshold: inside a kept block, skip the P V product of 64 rows if all of their scores lie below the running
+        pv_threshold: inside a kept block, skip the P V product of 64 rows if all of their scores are below the running
             maximum by more than this (negative, natural log). ``None`` skips nothing.
         sink: keep the first key block (after left padding, if any) for every query block; ``None`` means "when causal".
         diagonal: keep the blocks that contain a query's own position; ``None`` means "when causal".

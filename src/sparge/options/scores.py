@@ -91,7 +91,7 @@ class Spread(_Sampled):
     Mean queries of parts of a block are scored against the mean plus a quarter of the variance of every key block, with
     a
     softmax each, and multiplied by that quarter: where the logits of a block hardly vary, its mean is accurate. Use it
-    where spatial neighbors lie in the same block (`sparge.masks.ordering`); for mixed blocks, "moment" is better.
+    where spatial neighbors are in the same block (`sparge.masks.ordering`); for mixed blocks, "moment" is better.
 
     Args:
         samples: parts of a block of 128, a power of two.

@@ -248,7 +248,7 @@ def unfinished_blocks(shape: Shape, window: Window) -> Tensor:
     """Return blocks that contain both keys seen by a query of the block and keys seen by none, (q_blocks, kv_blocks).
 
     Their summary includes keys outside of the window, so they are kept without a score. In causal attention these are
-    keys after the last query of the block. They exist only when S_k - S_q is no multiple of the key block, and lie on
+    keys after the last query of the block. They exist only when S_k - S_q is no multiple of the key block, and are on
     the diagonal.
     """
     unfinished = torch.zeros(shape.q_blocks, shape.kv_blocks, dtype=torch.bool)

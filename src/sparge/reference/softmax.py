@@ -200,7 +200,7 @@ class _Head:
         return torch.where(nothing, 0.0, output), lse, skipped
 
     def _parts(self, scores: Tensor, local_max: Tensor, new_max: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return (scores, row reference) of a tile; two such parts, lower scores first, if they exceed the range of
+        """Return (scores, row reference) of a tile; two parts, lower scores first, if they exceed the range of
         FP8."""
         if not self.fp8_values:
             return [(scores, new_max)]

@@ -93,7 +93,7 @@ def score_scales(query_scale, key_scales, SPEC: gl.constexpr):
 
 @jit
 def mask_scores(scores, metadata, stage, tile, SPEC: gl.constexpr):
-    """Set scores of a stage [64, keys] to -inf where a key does not exist or lies outside of the query's window."""
+    """Set scores of a stage [64, keys] to -inf where a key does not exist or is outside of the query's window."""
     first_query, lengths = tile.first_query, tile.lengths
     columns: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
     rows: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
@@ -253,7 +253,7 @@ def part_of_scores(scores, scales, edge, IS_UPPER: gl.constexpr, SPEC: gl.conste
 
 @jit
 def any_far_below(lane_max, row_max, CONSUMER: gl.constexpr, SPEC: gl.constexpr):
-    """Return whether all keys of some lane lie too far below their row's maximum for FP8 to represent both.
+    """Return whether all keys of some lane are too far below their row's maximum for FP8 to represent both.
 
     A reduction to one number would take nine shuffles and two barriers. Instead, each thread stores its result in a PTX
     register, and a barrier reduces one bit per thread.

@@ -45,7 +45,7 @@ class Spec:
         has_first: query i sees no key before i + first_offset.
         has_last: query i sees no key after i + last_offset.
         is_causal: last_offset is kv_len - q_len, which needs no register.
-        has_threshold: P V of 64 rows is skipped if all scores lie further below their row's maximum.
+        has_threshold: P V of 64 rows is skipped if all scores are further below their row's maximum.
         all_blocks: a tile visits every visible key block, else those of a list.
         counts_blocks: visited and visible blocks, and skipped products, are counted for `stats`.
         means: skipped blocks are replaced by their means, in stages of their own.
@@ -91,7 +91,7 @@ class Spec:
 
     @property
     def rescales_rarely(self) -> bool:
-        """Whether the row reference is the maximum of an earlier stage until P grows too large.
+        """Return whether the row reference is the maximum of an earlier stage until P grows too large.
 
         FP8 lacks the range for it, a threshold needs the maximum, and INT8 scores were not faster (docs/lab/hopper.md).
         """
@@ -99,7 +99,7 @@ class Spec:
 
     @property
     def counts_skipped(self) -> bool:
-        """Whether skipped products are counted."""
+        """Return whether skipped products are counted."""
         return self.has_threshold and self.counts_blocks
 
     @property

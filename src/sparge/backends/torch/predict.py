@@ -67,7 +67,7 @@ class _Inputs:
 
     @property
     def has_key_bias(self) -> bool:
-        """Whether all queries share one bias per key."""
+        """Return whether all queries share one bias per key."""
         return self.bias is not None and self.bias.shape[2] == 1 and self.call.window == Window()
 
     def seen_by(self, positions: Tensor) -> Tensor | None:
@@ -76,7 +76,7 @@ class _Inputs:
 
 
 def predict(query: Tensor, key: Tensor, call: Call) -> BlockMask:
-    """Predict which blocks of the attention map to compute. See `reference.predict`."""
+    """Select the blocks of the attention map to compute. See `reference.predict`."""
     shape, window = call.shape, call.window
     seen = find_visibility(shape, window, call.attn_mask, query.device)
     if isinstance(call.sparsity, Dense):

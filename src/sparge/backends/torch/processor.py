@@ -97,7 +97,7 @@ def units(dtype: torch.dtype) -> Units:
 
 @functools.cache
 def architecture() -> str:
-    """ "x86", "arm", or Python's name for any other machine."""
+    """Return "x86", "arm", or Python's name for any other machine."""
     name = platform.machine().lower()
     if name in ("x86_64", "amd64", "i386", "i686"):
         return "x86"

@@ -134,7 +134,7 @@ def attention_kernel(
         threshold_ptr: [H] float32, natural log (SPEC.has_threshold).
         scale: softmax scale.
         first_offset, last_offset: query i sees keys from i + first_offset to i + last_offset, if set in SPEC.
-        bias_columns: distance of one query block's biases of means from the next one's.
+        bias_columns: stride between the biases of consecutive query blocks.
         total_q: queries of a pack.
         SPEC: `arguments.AttentionSpec`.
     """

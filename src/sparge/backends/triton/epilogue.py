@@ -17,7 +17,7 @@ class Results(NamedTuple):
         ptrs: `ResultPointers`.
         value_scale_ptr, lse_shift_ptr: of `OperandPointers`.
         heads: of the output.
-        padded_q_len: distance of one head's ``lse_shift`` from the next one's.
+        padded_q_len: stride between the ``lse_shift`` of consecutive heads.
         q_len: of the sequence or segment.
         q_start, total_q: first query of the segment, and queries of the pack (SPEC.packed).
     """

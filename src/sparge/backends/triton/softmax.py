@@ -96,7 +96,7 @@ def step_probability(scores, query_scale, p_ref, P_DTYPE: tl.constexpr, SPEC: tl
 
 @triton.jit
 def load_fp8_values(head, step, SPEC: tl.constexpr):
-    """Return the FP8 values of a step [N, VALUE_DIM], which lie in memory with channels first."""
+    """Return the FP8 values of a step [N, VALUE_DIM], which are stored with channels first."""
     within = tl.arange(0, BLOCK_K * SPEC.blocks) % BLOCK_K
     channels = tl.arange(0, SPEC.value_dim_padded).to(tl.int64)  # times a stride that is the number of keys
     value_ptrs = head.value_base + step.offsets[None, :] + within[None, :] + channels[:, None] * head.value_stride

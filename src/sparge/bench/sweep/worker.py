@@ -60,7 +60,7 @@ HIDDEN_SHARE = 1 / 16
 """Share of the keys that is padding at the end in masked cases."""
 
 SAME_ERROR = 1.1
-"""Limit of a configuration's error, relative to the chosen one's: tiles of other sizes round differently."""
+"""Limit of a configuration's error, relative to the chosen configuration: tiles of other sizes round differently."""
 ROUNDING = 1e-4
 """Added to every limit, for kernels with almost no rounding error."""
 WORST_BLOCK = 0.25
@@ -72,7 +72,7 @@ STAGE_DIFFERENCE = 1e-3
 
 
 class WrongResult(ValueError):
-    """The result of a configuration differs from the chosen one's."""
+    """Raised if a configuration's result differs from the result of the chosen configuration."""
 
 
 @dataclass(frozen=True)

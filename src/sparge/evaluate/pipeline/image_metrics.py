@@ -46,7 +46,7 @@ def psnr_by_frame(image: Tensor, exact: Tensor) -> list[float]:
 def ssim(image: Tensor, exact: Tensor) -> float:
     """Return the structural similarity, 1 for equal clips: Gaussian window of 11 x 11, per channel, mean of all frames.
 
-    Only places where the whole window lies inside the image count.
+    Only positions where the whole window is inside the image count.
 
     Raises:
         ValueError: the frames are smaller than the window.
