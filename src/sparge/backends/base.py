@@ -35,10 +35,11 @@ class Crossover:
     """Sizes below which dense attention is faster. A call below any of them runs dense.
 
     Attributes:
-        keys: of a sequence.
-        causal_keys: of a causal sequence with as many queries; with a prefix, twice the mean number of visible keys.
-        queries: of a sequence.
-        scores: over all heads and the batch.
+        keys: number of keys of a sequence.
+        causal_keys: number of keys of a causal sequence with as many queries; with a prefix, twice the mean number of
+            visible keys.
+        queries: number of queries of a sequence.
+        scores: number of scores over all heads and the batch.
     """
 
     keys: int
@@ -115,7 +116,7 @@ class Backend(ABC):
         return self.unavailable_reason(device)
 
     def quantization_unavailable_reason(self, quantization: str, device: torch.device, *, has_mask: bool) -> str | None:  # noqa: ARG002
-        """Return why it lacks a quantization on a device that it serves, as "expected X, got Y"; None if it has it."""
+        """Return why a quantization is not supported on a supported device, as "expected X, got Y"; None if it is."""
         if quantization in self.quantizations:
             return None
         supporting = [repr(name) for name in BACKENDS if quantization in get(name).quantizations]
@@ -210,7 +211,7 @@ class Backend(ABC):
         Args:
             masks: over all keys, one per consecutive piece of the queries; None keeps all blocks.
             columns: ranges of the key blocks of the whole sequence that belong to the part, in ascending order.
-            call: of the part. It has no rule: it is dense, or uses the masks.
+            call: the call over the part. It has no rule: it is dense, or uses the masks.
             output, lse: (B, H, Sq, Dv) and (B, H, Sq) float32, updated in place.
             is_first: nothing was merged into them before, and their contents are undefined.
             totals: see `attend`.

@@ -241,7 +241,7 @@ class PackedCalls:
 
         Args:
             query, key, value: the pack, (tokens, H | Hkv, D | Dv).
-            output, lse: of the pack, (tokens, H, Dv) and (H, tokens).
+            output, lse: results of the pack, (tokens, H, Dv) and (H, tokens).
         """
         tables = self._tables
         if tables is None:

@@ -51,8 +51,8 @@ def by_arguments(
     Args:
         asked: the backend that the caller requested. An explicit backend never falls back to dense.
         backend: backend that serves the call.
-        device: of the query.
-        dtype: of the query.
+        device: device of the query.
+        dtype: dtype of the query.
         attn_mask: with four dimensions.
     """
     if isinstance(sparsity, Dense):
@@ -97,14 +97,14 @@ def by_policy(
     is_cross: bool,
     is_dense_layer: bool,
 ) -> Reason | None:
-    """Return why a policy runs a call of a model dense, whatever the denoising step.
+    """Return why a policy runs a call of a model dense, regardless of the denoising step.
 
     Args:
-        device: of the query.
-        dtype: of the query.
-        heads: of the whole batch.
+        device: device of the query.
+        dtype: dtype of the query.
+        heads: number of heads of the whole batch.
         is_self: queries and keys belong to one sequence; None decides by their lengths.
-        is_language: the tokens are text in order, so that fewer queries than keys are a chunk behind a prefix.
+        is_language: the tokens are text in order, so that fewer queries than keys are a chunk after a prefix.
         is_causal: queries see no later key.
         is_cross: the layer is known to be cross-attention.
         is_dense_layer: the policy's ``dense_layers`` name the layer.
@@ -163,7 +163,7 @@ def by_mask(attn_mask: Tensor, shape: Shape, device: torch.device, *, is_dense: 
 
     Args:
         attn_mask: with any number of dimensions up to four.
-        shape: of the whole call.
+        shape: shape of the whole call.
         is_dense: the call computes all blocks, which was never measured under a full mask.
     """
     is_full = is_full_mask(attn_mask)

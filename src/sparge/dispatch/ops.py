@@ -470,7 +470,7 @@ def run_packed(query: Tensor, key: Tensor, value: Tensor, call: Call, backend: b
     This is not an operator; the operator `varlen`, which reads the bounds, calls it.
 
     Args:
-        query, key, value: of `over_segments`.
+        query, key, value: returned by `over_segments`.
         label: the reason to count a dense call under; empty for a sparse call.
     """
     if label:

@@ -54,7 +54,7 @@ def check_same_options(
 
     Args:
         options: by name, all that must be equal.
-        device: of the query.
+        device: device of the query.
         outcome: the resolved options of this rank, or the error that it will raise.
 
     Raises:

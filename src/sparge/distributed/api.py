@@ -81,8 +81,8 @@ def context_parallel_attention(
         kv_heads_at_once: heads of K and V that are gathered at a time; by default as many as fit into 1 GiB. Only with
             "gather".
         window: with "gather" and "ring", only causal.
-        topk: of the whole call. Per-head values are those of all H heads.
-        sparsity: of the whole call, like ``topk``.
+        topk: share of the blocks of the whole call. Per-head values are given for all H heads.
+        sparsity: rule for the whole call, like ``topk``.
         always_keep: ranges of the whole sequence.
         exact_queries: ranges of the whole sequence.
         quantization: as in `sparge.attention`. With "ring", "int8_fp8_fast" is not supported, and "auto" chooses

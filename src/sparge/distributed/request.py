@@ -123,7 +123,7 @@ def resolve(
 
     Args:
         query, key, value: those of this rank.
-        attn_mask: of the whole call.
+        attn_mask: mask of the whole call.
 
     Returns:
         The tensors heads first, and the request.

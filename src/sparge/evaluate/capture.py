@@ -72,7 +72,7 @@ class Recorder:
         heads: indices of the query heads to record, with the key heads they use; all by default.
         calls: number of calls to record per layer and step; guidance makes two.
         max_bytes: limit on all recordings; calls that would exceed it are left out and counted in ``missed``.
-        dtype: of the recordings.
+        dtype: dtype of the recordings.
 
     Example:
         >>> import torch, sparge

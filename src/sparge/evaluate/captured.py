@@ -21,7 +21,7 @@ class Recorded:
 
     Attributes:
         file: its name in `FOLDER`.
-        sizes: of every call, as arguments of `Family.make`.
+        sizes: sizes of every call, as arguments of `Family.make`.
         is_causal: whether the calls were causal.
         limits: error limit of each call, by its layer, and its step if it has one.
     """

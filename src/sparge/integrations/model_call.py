@@ -61,8 +61,8 @@ class ModelCall:
         is_language: the tokens are text in order, even if causality is in a mask and not in ``is_causal``. The rules
             for causal attention apply (sink, diagonal), and fewer queries than keys are a chunk after a prefix.
         window: as in `sparge.attention`, of a causal call.
-        text: token ranges that every query block keeps, in addition to the policy's, and that see all keys if that is
-            cheap.
+        text: token ranges that every query block keeps, in addition to the policy's ranges. Their queries
+            see all keys if that is cheap.
         grid: sizes of the image or video that all other tokens form, in raster order.
         sinks: logits (H,) of attention sinks.
         max_keys: the largest number of keys that the mask shows to a query, if known.

@@ -55,7 +55,7 @@ class Tokens:
 
     Attributes:
         is_self: whether queries and keys belong to one sequence; None decides by their lengths.
-        text: key ranges [start, stop) to keep besides the policy's; a stop of None is the last key.
+        text: key ranges [start, stop) to keep in addition to the policy's ranges; a stop of None means the last key.
         keys: the number of keys; None: any.
         is_text: whether all tokens are text.
         seam: the number of this rank's tokens from the first of two streams that were split separately; None: one

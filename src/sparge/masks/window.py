@@ -10,7 +10,7 @@ from sparge.masks.geometry import BLOCK_K, BLOCK_Q, Shape, ceil_div
 class Window(NamedTuple):
     """The window of a query: query i is at key position p = i + S_k - S_q and sees keys p - left .. p + right.
 
-    None means no bound. Causal attention is ``right = 0``. The definition is FlashAttention's.
+    None means no bound. Causal attention is ``right = 0``. FlashAttention defines windows in the same way.
     """
 
     left: int | None = None

@@ -35,7 +35,7 @@ class Selection:
     """Base of the selection rules: the minimum per query block, and the blocks kept regardless of their score.
 
     Attributes:
-        name: of the rule, in operators and kernels.
+        name: name of the rule, in operators and kernels.
         amount_field: the field that holds the amount to keep, one number or one per head.
         is_call_wide: all query blocks of a batch element share one amount; otherwise each is selected by itself.
     """

@@ -15,8 +15,8 @@ class Score:
 
     Attributes:
         name: the string that selects the score with its defaults.
-        exponent: of the mean over a block's queries: their probabilities to this power are averaged, then the root is
-            taken. 1 is the mean, 2 the root mean square.
+        exponent: exponent of the mean over a block's queries: their probabilities to this power are averaged, then
+            the root is taken. 1 is the mean, 2 the root mean square.
     """
 
     name = ""

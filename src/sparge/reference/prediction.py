@@ -200,8 +200,8 @@ def block_probabilities(
     Args:
         scores: (q_blocks, queries, kv_blocks).
         eligible: (q_blocks, kv_blocks), visible blocks that their summary represents well.
-        exponent: of the average, see `Score.exponent`.
-        weights: of `WEIGHTS`.
+        exponent: exponent of the average, see `Score.exponent`.
+        weights: factors of the probabilities, see `WEIGHTS`.
 
     Returns:
         Probabilities (q_blocks, kv_blocks), and a bool tensor of the same shape that marks blocks with a non-finite

@@ -87,7 +87,7 @@ _overrides: ContextVar[tuple[tuple[str, Hashable], ...]] = ContextVar("overrides
 
 @contextmanager
 def override(kernel: str, config: Hashable) -> Iterator[None]:
-    """Launch a kernel with this configuration instead of its table's, in this thread, inside of the context.
+    """Launch a kernel with this configuration instead of its table entry, in this thread, inside of the context.
 
     Calls with overrides are recorded separately (`active_overrides`).
     """

@@ -176,7 +176,7 @@ def _means(key_value: KeyValueSummary, bias: Tensor | None, mask: BlockMask | No
     """Return the means of the blocks that a mask does not keep, and their bias.
 
     Args:
-        bias: of a selected mask; None for a given mask.
+        bias: bias of a selected mask; None for a given mask.
     """
     key, value, block_bias = key_value.key_block, key_value.value_block, key_value.block_bias
     assert mask is not None and key is not None and value is not None and block_bias is not None

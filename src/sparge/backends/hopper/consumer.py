@@ -108,10 +108,10 @@ def _main_loop(
 
     Args:
         tile: `ConsumerTile`.
-        num_stages: of the tile, at least 1.
+        num_stages: number of stages of the tile, at least 1.
         stage_counter: stages used so far, counted over all tiles.
         query_scale: [64], see `_load_query_scale`.
-        threshold_ptr: of the tile's head.
+        threshold_ptr: threshold of the tile's head.
         exact: operands of coarse stages.
 
     Returns:

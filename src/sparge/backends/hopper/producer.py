@@ -58,7 +58,7 @@ def _coarse_flag(query_scale, key_scale, is_there, SPEC: gl.constexpr):
 
     Args:
         query_scale: the largest of the tile, in score units.
-        key_scale: of the stage's keys, valid where ``is_there``.
+        key_scale: scales of the stage's keys, valid where ``is_there``.
     """
     largest = gl.max(gl.where(is_there, key_scale, 0.0), 0)
     return gl.where(largest * query_scale >= SPEC.coarse_scale, COARSE, PLAIN)

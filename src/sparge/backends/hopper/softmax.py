@@ -375,7 +375,7 @@ def probabilities(block, scale, p_ref, P_TYPE: gl.constexpr, SPEC: gl.constexpr)
 
     Args:
         block: raw scores [64, 64].
-        scale: of the scores, [64, 4] or one number.
+        scale: scale of the scores, [64, 4] or one number.
         p_ref: [64], the row reference lowered by the stored value of P = 1, in score units.
     """
     scores = _as_operand(_as_floats(block), SPEC)

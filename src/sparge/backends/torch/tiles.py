@@ -122,7 +122,7 @@ class Workspace:
     """Buffers to gather into, one per name and dtype. A result of `gather` is valid until the next call with its name.
 
     Args:
-        dtype: of the computation; blocks of another dtype are converted.
+        dtype: dtype of the computation; blocks of another dtype are converted.
     """
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:

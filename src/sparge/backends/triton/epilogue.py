@@ -15,10 +15,10 @@ class Results(NamedTuple):
 
     Attributes:
         ptrs: `ResultPointers`.
-        value_scale_ptr, lse_shift_ptr: of `OperandPointers`.
-        heads: of the output.
+        value_scale_ptr, lse_shift_ptr: see `OperandPointers`.
+        heads: number of heads of the output.
         padded_q_len: stride between the ``lse_shift`` of consecutive heads.
-        q_len: of the sequence or segment.
+        q_len: number of queries of the sequence or segment.
         q_start, total_q: first query of the segment, and queries of the pack (SPEC.packed).
     """
 

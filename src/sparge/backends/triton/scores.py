@@ -23,7 +23,7 @@ class StepScores(NamedTuple):
 
     Attributes:
         tile: [BLOCK_M, N]: with a mask, scores. Without, raw scores, or Q K^T before scaling (16 bits).
-        unit, last_unit: of the first and the second block (INT8).
+        unit, last_unit: units of the first and the second block (INT8).
         group_max: [BLOCK_M, groups], maxima of groups of keys (INT8).
         local_max: [BLOCK_M], row maxima.
     """

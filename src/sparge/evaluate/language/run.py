@@ -58,7 +58,7 @@ class Settings:
         depths: depths of the needles, from 0 to 1.
         data: files or names of further questions (`collections.read_collection`), asked at the longest length.
         chat: whether questions use the chat template of the tokenizer.
-        seed: of the questions.
+        seed: seed of the questions.
         noise: whether the dense model is also compared with itself on another kernel of torch.
     """
 

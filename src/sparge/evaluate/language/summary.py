@@ -64,8 +64,8 @@ class Line:
     Attributes:
         density: share of the visible blocks that was computed (`share_computed`); None where nothing ran sparse.
         ran: "sparse", "partly sparse" or "dense", with the reason; "all blocks" and "as it is" for dense variants.
-        kl, agreement: of the next-token distribution; None where it was not measured.
-        rise: of the log-perplexity over the dense one.
+        kl, agreement: measures of the next-token distribution; None where they were not measured.
+        rise: increase of the log-perplexity over the dense one.
         perplexity, dense_perplexity: over all windows.
         seconds: median time of the prefill of a window; None where it was not measured.
         speed_up: median of dense time over the variant's time, by window; None for oracles.

@@ -26,7 +26,7 @@ class Generated:
     """An image or clip, and its time.
 
     Attributes:
-        seconds: of the whole call, text encoders and VAE included.
+        seconds: time of the whole call, text encoders and VAE included.
         step_seconds: between steps of the scheduler; empty where the scheduler cannot be followed.
     """
 

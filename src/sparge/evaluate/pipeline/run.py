@@ -66,7 +66,7 @@ class Result:
     """The result of an evaluation.
 
     Attributes:
-        name: of the pipeline.
+        name: name of the pipeline.
         kind: its class.
         is_known: `sparge.enable` supports it; if not, the policies were applied to all SDPA calls of its denoiser.
         arguments: of each call.
@@ -118,8 +118,8 @@ def evaluate_pipeline(
         variants: compared with the dense pipeline (`parse_variant`).
         prompts: two of its own by default, where the pipeline takes a prompt.
         seeds: 0 by default; 0 and 1 where there are fewer than two prompts.
-        arguments: of every call: num_inference_steps, height, width, num_frames, guidance_scale, ...
-        name: of the pipeline, for rows; by default the name it was loaded from.
+        arguments: arguments of every call: num_inference_steps, height, width, num_frames, guidance_scale, ...
+        name: name of the pipeline, for rows; by default the name it was loaded from.
         rows: a file of JSON lines to which every finished piece is added; frames go to a folder beside it. The same
             call with the same file continues an interrupted run.
         errors: also run each variant once more on the first prompt and seed, and compare every attention call with

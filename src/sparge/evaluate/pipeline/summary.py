@@ -30,7 +30,7 @@ class Line:
         ssim, lpips, temporal_difference: means; None where not measured.
         seconds: median of a call.
         step_seconds: median of a step.
-        speed_up: of a call, against the dense call of the same prompt and seed; the geometric mean.
+        speed_up: speed-up of a call, against the dense call of the same prompt and seed; the geometric mean.
         count: number of pairs of prompt and seed.
     """
 

@@ -155,9 +155,7 @@ def attention(
     attn_mask = None if attn_mask is None else unexpanded(attn_mask, query)
     call = (dropout_p, is_causal, scale, enable_gqa)
     is_dense = not (is_causal or all_tokens.is_text) and runs_dense(scope.layer, *sizes, all_tokens.is_self)
-    if is_dense and keys.total <= min(
-        queries.tokens
-    ):  # cross-attention: gathering keys is cheaper than sending queries
+    if is_dense and keys.total <= min(queries.tokens):  # cross-attention: gathering keys is cheaper
         key, value = (keys.join(_gather_from_all(tensor, keys, mesh)) for tensor in (key, value))
         mask = _whole_mask(attn_mask, queries, keys, mesh, slice(None), range(mesh.rank, mesh.rank + 1))
         return _dense(dense, query, key, value, mask, *call).transpose(1, 2)

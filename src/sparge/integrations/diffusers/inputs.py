@@ -91,9 +91,7 @@ class ModelInputs:
         text = states.shape[1] if isinstance(states, Tensor) else 0
         grid = grid_of(self._blocks.grid, getattr(model, "config", None), arguments)
         if torch.compiler.is_compiling():
-            grid = (
-                grid or self._compiled.grid
-            )  # a compiled pass that cannot read its grid uses the grid of the latest pass
+            grid = grid or self._compiled.grid  # if a compiled pass cannot read it, the grid of the latest pass
         share = self._compiled.share if torch.compiler.is_compiling() else self._share(model, text)
         tokens = self._tokens(model, arguments, share) if self._blocks.text == "probe" else None
         self._compiled = ForwardPass(text, grid, tokens, share)

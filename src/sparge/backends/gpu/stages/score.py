@@ -245,8 +245,8 @@ class Seen(NamedTuple):
     Attributes:
         first_key, last_key: [ROWS], first and last key that the block of each row sees.
         first_seen_base: the head's first seen key of each block (SPEC.has_seen).
-        similarity_base, threshold: of the head's key blocks (SPEC.has_similarity).
-        kv_len, kv_blocks: of the sequence or segment.
+        similarity_base, threshold: similarities and threshold of the head's key blocks (SPEC.has_similarity).
+        kv_len, kv_blocks: numbers of keys and key blocks of the sequence or segment.
     """
 
     first_key: Any
